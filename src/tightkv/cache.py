@@ -1,0 +1,191 @@
+"""PagedKV: the compressed pages, exact ring and sinks of one layer. Knows no model.
+
+Tokens are appended, pages are sealed as they complete, and `view()` is what attention
+reads. Appending t tokens costs O(t): no history is encoded again but the page being sealed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tightkv import kernels as kernel_choice
+from tightkv.codec import Codec
+from tightkv.kernels.reference import materialize
+from tightkv.kernels.view import CacheView
+from tightkv.layout import PageLayout
+from tightkv.sequences import AppendPlan, SequenceTable
+
+
+class PagedKV:
+    """One layer's cache for the sequences of a table."""
+
+    def __init__(
+        self,
+        layout: PageLayout,
+        table: SequenceTable,
+        device: torch.device | str = "cpu",
+        kernels: str = "auto",
+    ) -> None:
+        if (table.page_size, table.sinks, table.ring_tokens) != (
+            layout.page_size,
+            layout.cfg.sinks,
+            layout.ring_tokens,
+        ):
+            raise ValueError("the table was made for another page_size, exact_pages or sinks")
+        self.layout, self.table, self.device = layout, table, torch.device(device)
+        self.codec = Codec(layout)
+        self.kernels = kernel_choice.select(kernels, self.device, layout.cfg)
+        self.pages = layout.new_pages(0, self.device)
+        heads, d = layout.num_kv_heads, layout.head_dim
+        self.ring_key, self.ring_value = (
+            torch.zeros(0, layout.ring_tokens, heads, d, dtype=layout.dtype, device=self.device)
+            for _ in range(2)
+        )
+        self.sink_key, self.sink_value = (
+            torch.zeros(0, layout.cfg.sinks, heads, d, dtype=layout.dtype, device=self.device)
+            for _ in range(2)
+        )
+
+    # --- reading ---
+    def view(self) -> CacheView:
+        """The tensors attention needs for every row of the table."""
+        self._fit_rows()
+        blocks, lengths, starts, ring_starts, sink_counts = self.table.tensors(self.device)
+        return CacheView(
+            pages=self.pages,
+            block_table=blocks,
+            lengths=lengths,
+            starts=starts,
+            ring_starts=ring_starts,
+            sink_counts=sink_counts,
+            ring_key=self.ring_key,
+            ring_value=self.ring_value,
+            sink_key=self.sink_key,
+            sink_value=self.sink_value,
+        )
+
+    def allocated_bytes(self) -> int:
+        """Bytes of every tensor this layer holds, its share of the table's tensors included."""
+        own = (self.pages, self.ring_key, self.ring_value, self.sink_key, self.sink_value)
+        return sum(t.numel() * t.element_size() for t in (*own, *self.table.tensors(self.device)))
+
+    def dequantize(self) -> tuple[Tensor, Tensor]:
+        """Every token's key and value [B, tokens, Hkv, D] as attention sees them.
+
+        Padded on the right to the longest row with zeros.
+        """
+        return materialize(self.codec, self.view())
+
+    # --- writing ---
+    def append(self, plan: AppendPlan, key: Tensor, value: Tensor) -> None:
+        """Write the tokens of a plan: key and value [len(plan.rows), T, Hkv, D], T >= counts."""
+        self._check(plan, key, value)
+        self._fit_rows()
+        self._fit_pages()
+        if plan.copies:
+            source, target = torch.tensor(plan.copies, device=self.device).T
+            self.pages[target] = self.pages[source]
+        self._seal(plan, key, value)
+        if plan.slots:
+            i, at, slots = torch.tensor(plan.slots, device=self.device).T
+            self.kernels.store(self.codec, self.pages, key[i, at], value[i, at], slots)
+        rows = torch.tensor(plan.rows, device=self.device)
+        if plan.sinks:
+            i, at, sink = torch.tensor(plan.sinks, device=self.device).T
+            self.sink_key[rows[i], sink] = key[i, at].to(self.layout.dtype)
+            self.sink_value[rows[i], sink] = value[i, at].to(self.layout.dtype)
+        self._write_ring(plan, rows, key, value)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Follow `table.select(rows)`: move rings and sinks; pages stay where they are."""
+        index = torch.tensor(list(rows), device=self.device, dtype=torch.long)
+        for name in _EXACT:
+            setattr(self, name, getattr(self, name).index_select(0, index))
+
+    def reserve(self, pages: int) -> None:
+        """Make the pool hold at least `pages` pages, once, instead of growing to it."""
+        if pages > len(self.pages):
+            grown = self.layout.new_pages(pages, self.device)
+            grown[: len(self.pages)] = self.pages
+            self.pages = grown
+
+    def _check(self, plan: AppendPlan, key: Tensor, value: Tensor) -> None:
+        heads, d = self.layout.num_kv_heads, self.layout.head_dim
+        for name, x in (("key", key), ("value", value)):
+            if x.dim() != 4:
+                raise ValueError(f"{name} has shape {tuple(x.shape)}; expected [B, T, Hkv, D]")
+            if x.shape[0] != len(plan.rows) or tuple(x.shape[2:]) != (heads, d):
+                wanted = f"[{len(plan.rows)}, T, {heads}, {d}]"
+                raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {wanted}")
+            if x.device.type != self.device.type:
+                raise ValueError(f"{name} is on {x.device}; this layer is on {self.device}")
+        if key.shape != value.shape or key.shape[1] < max(plan.counts, default=0):
+            raise ValueError(
+                f"key {tuple(key.shape)} and value {tuple(value.shape)} must agree and hold "
+                f"{max(plan.counts, default=0)} tokens"
+            )
+
+    def _fit_rows(self) -> None:
+        missing = len(self.table) - len(self.ring_key)
+        if missing > 0:
+            for name in _EXACT:
+                old = getattr(self, name)
+                setattr(self, name, torch.cat([old, old.new_zeros(missing, *old.shape[1:])]))
+
+    def _fit_pages(self) -> None:
+        """Grow by an eighth at least, so that decoding rarely copies the pool."""
+        if self.table.num_pages > len(self.pages):
+            wanted = max(self.table.num_pages, len(self.pages) + len(self.pages) // 8)
+            if self.table.max_pages is not None:
+                wanted = min(wanted, self.table.max_pages)
+            self.reserve(wanted)
+
+    def _seal(self, plan: AppendPlan, key: Tensor, value: Tensor) -> None:
+        """Encode the pages that complete, from the new tokens and the ring."""
+        if not plan.seals:
+            return
+        place = {row: i for i, row in enumerate(plan.rows)}
+        columns = [(s.row, place[s.row], s.index, s.page, s.keep, s.pad) for s in plan.seals]
+        row, i, index, page, keep, pad = torch.tensor(columns, device=self.device).T
+        before = torch.tensor(plan.before, device=self.device)[i]
+        size, ring = self.layout.page_size, self.layout.ring_tokens
+        at = index[:, None] * size + torch.arange(size, device=self.device)  # [n, page_size]
+        fresh = at - before[:, None]  # place in the append; negative: still in the ring
+
+        def exact(new: Tensor, old: Tensor) -> Tensor:
+            tokens = new[i[:, None], fresh.clamp_min(0)]
+            if not bool((fresh < 0).any()):
+                return tokens
+            from_ring = old[row[:, None], at % ring].to(tokens.dtype)
+            return torch.where((fresh < 0)[:, :, None, None], from_ring, tokens)
+
+        self.kernels.seal(
+            self.codec,
+            self.pages,
+            page,
+            exact(key, self.ring_key),
+            exact(value, self.ring_value),
+            keep,
+            pad,
+        )
+
+    def _write_ring(self, plan: AppendPlan, rows: Tensor, key: Tensor, value: Tensor) -> None:
+        ring, dtype = self.layout.ring_tokens, self.layout.dtype
+        most = min(max(plan.counts, default=0), ring)
+        if not most:
+            return
+        counts = torch.tensor(plan.counts, device=self.device)[:, None]
+        before = torch.tensor(plan.before, device=self.device)[:, None]
+        # The newest `most` tokens of each row; rows with fewer write theirs only.
+        token = counts - most + torch.arange(most, device=self.device)
+        i, j = (token >= 0).nonzero(as_tuple=True)
+        source = token[i, j]
+        slot = (before.squeeze(1)[i] + source) % ring
+        self.ring_key[rows[i], slot] = key[i, source].to(dtype)
+        self.ring_value[rows[i], slot] = value[i, source].to(dtype)
+
+
+_EXACT = ("ring_key", "ring_value", "sink_key", "sink_value")

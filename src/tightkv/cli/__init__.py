@@ -1,0 +1,73 @@
+"""The command `tightkv`. One module a command; only the one that is asked for is imported."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from importlib import import_module
+
+from tightkv import __version__
+from tightkv.cli.output import MissingPackageError
+
+# name -> one line for `tightkv --help`; the module of the same name has add_parser and run.
+COMMANDS = {
+    "info": "versions, devices, and which kernels can run here",
+    "plan": "how much memory a model's KV cache takes, and what fits a GPU",
+    "validate": "re-derive the paper's claims and measure where the method is weak",
+}
+USER_ERROR, BROKEN_PIPE, INTERRUPTED = 2, 141, 130
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command and return its exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        code = _run(argv)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # The reader (head, less) has gone; keep the interpreter from flushing into it again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return BROKEN_PIPE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except (ValueError, OSError, MissingPackageError) as error:
+        if "--traceback" in argv:
+            traceback.print_exc()
+        message = " ".join(str(error).split())
+        print(f"tightkv: error: {message}", file=sys.stderr)
+        return USER_ERROR
+
+
+def _run(argv: list[str]) -> int:
+    chosen = next((word for word in argv if word in COMMANDS), None)
+    parser = build_parser(chosen)
+    try:
+        args = parser.parse_args(argv)
+    except SystemExit as stop:  # --help, --version, or arguments that argparse refuses
+        return stop.code if isinstance(stop.code, int) else USER_ERROR
+    if args.command is None:
+        parser.print_help(sys.stderr)
+        return USER_ERROR
+    code: int = import_module(f"tightkv.cli.{args.command}").run(args)
+    return code
+
+
+def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
+    """The parser; only the command `chosen` has its options, which needs its module."""
+    parser = argparse.ArgumentParser(
+        prog="tightkv", description="A compressed KV cache for LLM inference."
+    )
+    parser.add_argument("--version", action="version", version=f"tightkv {__version__}")
+    parser.add_argument(
+        "--traceback", action="store_true", help="show where in the code an error comes from"
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for name, line in COMMANDS.items():
+        if name == chosen:
+            import_module(f"tightkv.cli.{name}").add_parser(commands)
+        else:
+            commands.add_parser(name, help=line)
+    return parser

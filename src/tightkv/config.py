@@ -1,0 +1,355 @@
+"""KVQuantConfig: every option of the compressed cache, its default and its one parser."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+BITS = (2, 3, 4, 8, 16)
+METHODS = ("mse", "prod", "group", "absmax")
+SCALE_MODES = ("norm", "corrected", "least_squares", "unbiased")
+ROTATIONS = ("hadamard", "haar", "none")
+CODEBOOKS = ("fp8", "gaussian", "beta")
+CENTERINGS = ("page", "none")
+PAGE_SIZES = (32, 64, 128, 256)
+MEAN_BITS = (8, 16)
+OUTLIER_SIDES = ("keys", "values", "both")
+PRESETS = ("k8v8", "k8v4", "k4v4", "k4v3", "k3v3", "k4v2", "k3v2", "k2v2")
+
+# Bumped whenever the same config and input would give other stored bytes.
+FORMAT_VERSION = 1
+
+ENV_PREFIX = "TIGHTKV_"
+# TIGHTKV_* variables that are not config fields.
+ENV_RESERVED = ("TIGHTKV_PRESET", "TIGHTKV_CONFIG", "TIGHTKV_KERNELS", "TIGHTKV_CACHE_DIR")
+
+# Fields that change how a cache behaves but not the bytes of a page.
+_NOT_STORED = ("exact_pages", "sinks", "check_finite")
+
+
+@dataclass(frozen=True)
+class KVQuantConfig:
+    """How keys and values are stored. Immutable; impossible values raise when it is made."""
+
+    key_bits: int = 4
+    """Bits a key element: 2, 3, 4 or 8; 16 leaves keys alone."""
+    value_bits: int = 4
+    """Bits a value element: 2, 3, 4 or 8; 16 leaves values alone."""
+    key_method: str = "mse"
+    """mse (TurboQuant-MSE), prod (one bit fewer plus a QJL sketch), group (min/max), absmax."""
+    value_method: str = "mse"
+    """As key_method, for values."""
+    key_scale: str = "corrected"
+    """Stored scale of a key: norm, corrected, least_squares or unbiased (docs/math.md)."""
+    value_scale: str = "unbiased"
+    """As key_scale, for values."""
+    rotation: str = "hadamard"
+    """hadamard (Haar where the size is no power of two), haar, or none."""
+    seed: int = 0
+    """Seed of the rotation and of the QJL sketch."""
+    codebook: str = "fp8"
+    """fp8 (hardware-native levels; what the kernels take), gaussian or beta (Lloyd-Max)."""
+    group_size: int = 32
+    """Elements that share a range in the group method."""
+    page_size: int = 64
+    """Tokens a page: 32, 64, 128 or 256."""
+    exact_pages: int = 2
+    """Newest pages kept exact beside their codes, the open one included."""
+    sinks: int = 4
+    """First tokens of a sequence kept exact."""
+    key_centering: str = "page"
+    """page subtracts each page's mean key where that helps; none does not."""
+    mean_bits: int = 16
+    """Precision of a page's mean key: 16 (fp16) or 8 (int8 and a scale)."""
+    protected_first: int = 0
+    """How many first layers use protected_bits."""
+    protected_last: int = 0
+    """How many last layers use protected_bits."""
+    protected_bits: int = 8
+    """Bits of protected layers, keys and values: 2, 3, 4, 8 or 16."""
+    outlier_share: float = 0.0
+    """Share of channels that get outlier_extra_bits more; 0 is off, 0.5 makes 3 bits 3.5."""
+    outlier_extra_bits: int = 1
+    """Extra bits of an outlier channel."""
+    outlier_side: str = "both"
+    """Which of keys, values or both have outlier channels."""
+    outlier_channels: tuple[int, ...] = ()
+    """Which channels; empty takes the slowest RoPE channels of each half."""
+    check_finite: bool = False
+    """Raise on NaN or Inf instead of storing NaN as 0 and Inf as the largest fp16."""
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        _one_of("key_bits", self.key_bits, BITS)
+        _one_of("value_bits", self.value_bits, BITS)
+        _one_of("key_method", self.key_method, METHODS)
+        _one_of("value_method", self.value_method, METHODS)
+        _one_of("key_scale", self.key_scale, SCALE_MODES)
+        _one_of("value_scale", self.value_scale, SCALE_MODES)
+        _one_of("rotation", self.rotation, ROTATIONS)
+        _one_of("codebook", self.codebook, CODEBOOKS)
+        _one_of("page_size", self.page_size, PAGE_SIZES)
+        _one_of("key_centering", self.key_centering, CENTERINGS)
+        _one_of("mean_bits", self.mean_bits, MEAN_BITS)
+        _one_of("protected_bits", self.protected_bits, BITS)
+        _one_of("outlier_side", self.outlier_side, OUTLIER_SIDES)
+        _one_of("group_size", self.group_size, (16, 32, 64, 128))
+        _at_least("seed", self.seed, 0)
+        _at_least("exact_pages", self.exact_pages, 1)
+        _at_least("sinks", self.sinks, 0)
+        _at_least("protected_first", self.protected_first, 0)
+        _at_least("protected_last", self.protected_last, 0)
+        _at_least("outlier_extra_bits", self.outlier_extra_bits, 1)
+        if self.sinks > self.page_size:
+            raise ValueError(
+                f"sinks={self.sinks} does not fit a page; allowed: 0 to {self.page_size}"
+            )
+        if not 0.0 <= self.outlier_share < 1.0:
+            raise ValueError(f"outlier_share={self.outlier_share}; allowed: 0 <= share < 1")
+        if self.outlier_channels and not self.outlier_share:
+            raise ValueError("outlier_channels are named but outlier_share is 0; set the share too")
+        if len(set(self.outlier_channels)) != len(self.outlier_channels):
+            raise ValueError(f"outlier_channels={self.outlier_channels} names a channel twice")
+        for side in ("key", "value"):
+            self._check_side(side)
+
+    def _check_side(self, side: str) -> None:
+        bits, method = self.bits(side), self.method(side)
+        widths = (1, 2, 3, 4, 8) if self.codebook == "fp8" else tuple(range(1, 9))
+        if method == "prod" and bits != 16 and bits - 1 not in widths:
+            raise ValueError(
+                f"{side}_method='prod' with {side}_bits={bits} needs a {bits - 1}-bit codebook; "
+                f"codebook={self.codebook!r} has {widths}; use 2, 3 or 4, or codebook='gaussian'"
+            )
+        if self.has_outliers(side):
+            if method != "mse" or bits == 16:
+                raise ValueError(
+                    f"outlier channels need {side}_method='mse' and {side}_bits below 16; got "
+                    f"{method!r} and {bits}; set outlier_side to leave the {side}s out"
+                )
+            wide = bits + self.outlier_extra_bits
+            if wide not in widths:
+                raise ValueError(
+                    f"{side}_bits={bits} + outlier_extra_bits={self.outlier_extra_bits} = {wide}; "
+                    f"codebook={self.codebook!r} has {widths}"
+                )
+
+    # --- one side, by name ---
+    def bits(self, side: str) -> int:
+        return self.key_bits if side == "key" else self.value_bits
+
+    def method(self, side: str) -> str:
+        return self.key_method if side == "key" else self.value_method
+
+    def scale_mode(self, side: str) -> str:
+        return self.key_scale if side == "key" else self.value_scale
+
+    def has_outliers(self, side: str) -> bool:
+        return self.outlier_share > 0 and self.outlier_side in ("both", side + "s")
+
+    @property
+    def centered(self) -> bool:
+        """Whether pages carry a mean key."""
+        return self.key_centering == "page" and self.key_bits != 16
+
+    @property
+    def compresses(self) -> bool:
+        return self.key_bits != 16 or self.value_bits != 16
+
+    def for_layer(self, layer: int, num_layers: int) -> KVQuantConfig:
+        """The config of one layer: protected layers get protected_bits, without outliers."""
+        if not 0 <= layer < num_layers:
+            raise ValueError(f"layer={layer}; allowed: 0 to {num_layers - 1}")
+        if self.protected_first <= layer < num_layers - self.protected_last:
+            return self.replace(protected_first=0, protected_last=0)
+        bits = self.protected_bits
+        return self.replace(
+            key_bits=max(bits, self.key_bits),
+            value_bits=max(bits, self.value_bits),
+            key_method="mse",
+            value_method="mse",
+            outlier_share=0.0,
+            outlier_channels=(),
+            protected_first=0,
+            protected_last=0,
+        )
+
+    # --- making one ---
+    @classmethod
+    def preset(cls, name: str, **overrides: Any) -> KVQuantConfig:
+        """k8v8, k8v4, k4v4, k4v3, k3v3, k4v2, k3v2 or k2v2: key and value bits, best defaults."""
+        _one_of("preset", name, PRESETS)
+        return cls.from_dict({"key_bits": int(name[1]), "value_bits": int(name[3]), **overrides})
+
+    @classmethod
+    def from_dict(cls, options: Mapping[str, Any]) -> KVQuantConfig:
+        """From a plain mapping; understands {"kv_quant": {...}} and a "preset" key."""
+        if "kv_quant" in options:
+            inner = options["kv_quant"]
+            if not isinstance(inner, Mapping):
+                raise ValueError(f"kv_quant={inner!r}; it must be an object of config fields")
+            options = inner
+        options = dict(options)
+        base: dict[str, Any] = {}
+        if "preset" in options:
+            name = options.pop("preset")
+            _one_of("preset", name, PRESETS)
+            base = {"key_bits": int(name[1]), "value_bits": int(name[3])}
+        for key in options:
+            if key not in _FIELDS:
+                raise ValueError(_unknown("config field", key, (*_FIELDS, "preset")))
+        if isinstance(options.get("outlier_channels"), list):
+            options["outlier_channels"] = tuple(options["outlier_channels"])
+        return cls(**{**base, **options})
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> KVQuantConfig:
+        """From TIGHTKV_PRESET, TIGHTKV_CONFIG (file or JSON) and TIGHTKV_<FIELD>, in that order."""
+        env = os.environ if env is None else env
+        options: dict[str, Any] = {}
+        if "TIGHTKV_PRESET" in env:
+            options["preset"] = env["TIGHTKV_PRESET"]
+        if "TIGHTKV_CONFIG" in env:
+            options.update(_read_json(env["TIGHTKV_CONFIG"]))
+        for name, text in env.items():
+            if not name.startswith(ENV_PREFIX) or name in ENV_RESERVED:
+                continue
+            field = name[len(ENV_PREFIX) :].lower()
+            if field not in _FIELDS:
+                allowed = [ENV_PREFIX + f.upper() for f in _FIELDS] + list(ENV_RESERVED)
+                raise ValueError(_unknown("environment variable", name, allowed))
+            options[field] = _from_text(field, text)
+        return cls.from_dict(options)
+
+    @classmethod
+    def parse(
+        cls, source: KVQuantConfig | str | Mapping[str, Any] | os.PathLike[str] | None = None
+    ) -> KVQuantConfig:
+        """From anything a user hands over: a config, preset, mapping, JSON text or JSON file.
+
+        None reads the environment.
+        """
+        if source is None:
+            return cls.from_env()
+        if isinstance(source, KVQuantConfig):
+            return source
+        if isinstance(source, Mapping):
+            return cls.from_dict(source)
+        text = os.fspath(source)
+        if text in PRESETS:
+            return cls.preset(text)
+        if not text.lstrip().startswith("{") and not text.endswith(".json"):
+            raise ValueError(
+                _unknown("preset", text, PRESETS)
+                + "; or give JSON text or the path of a .json file"
+            )
+        return cls.from_dict(_read_json(text))
+
+    # --- writing one ---
+    def replace(self, **changes: Any) -> KVQuantConfig:
+        return dataclasses.replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready, every field."""
+        out = dataclasses.asdict(self)
+        out["outlier_channels"] = list(self.outlier_channels)
+        return out
+
+    def to_json(self) -> str:
+        """{"kv_quant": {...}}, which `parse` reads back to an equal config."""
+        return json.dumps({"kv_quant": self.to_dict()}, indent=2)
+
+    def fingerprint(self) -> str:
+        """16 hex digits that change with anything that changes a page's bytes."""
+        stored = {k: v for k, v in self.to_dict().items() if k not in _NOT_STORED}
+        stored["format"] = FORMAT_VERSION
+        return hashlib.sha256(json.dumps(stored, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def name(self) -> str:
+        """Short label such as k4v4; a method other than mse is named too."""
+
+        def side(letter: str, which: str) -> str:
+            label = f"{letter}{self.bits(which)}"
+            if self.has_outliers(which):
+                label += f".{round(10 * self.outlier_share * self.outlier_extra_bits)}"
+            return label if self.method(which) == "mse" else f"{label}{self.method(which)}"
+
+        return side("k", "key") + side("v", "value")
+
+
+_FIELDS = {f.name: f for f in dataclasses.fields(KVQuantConfig)}
+
+
+def _check_types(cfg: KVQuantConfig) -> None:
+    for field in _FIELDS.values():
+        value, default = getattr(cfg, field.name), field.default
+        kind = type(default)
+        if kind is float and type(value) is int:
+            object.__setattr__(cfg, field.name, float(value))
+        elif type(value) is not kind:
+            raise ValueError(
+                f"{field.name}={value!r} is a {type(value).__name__}; "
+                f"it must be a {kind.__name__}, for example {default!r}"
+            )
+    if any(type(c) is not int or c < 0 for c in cfg.outlier_channels):
+        raise ValueError(f"outlier_channels={cfg.outlier_channels}; allowed: whole numbers >= 0")
+
+
+def _one_of(name: str, value: object, allowed: tuple[Any, ...]) -> None:
+    if value not in allowed:
+        if isinstance(value, str):
+            raise ValueError(_unknown(name, value, allowed))
+        raise ValueError(f"{name}={value!r}; supported: {', '.join(map(str, allowed))}")
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise ValueError(f"{name}={value}; it must be at least {least}")
+
+
+def _unknown(what: str, value: str, allowed: Any) -> str:
+    near = difflib.get_close_matches(value, [str(a) for a in allowed], n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"unknown {what} {value!r}{hint} (allowed: {', '.join(map(str, allowed))})"
+
+
+def _from_text(field: str, text: str) -> Any:
+    """An environment string as the field's type."""
+    kind: type = type(_FIELDS[field].default)
+    try:
+        if kind is bool:
+            return {"1": True, "true": True, "0": False, "false": False}[text.strip().lower()]
+        if kind is tuple:
+            return tuple(int(part) for part in text.replace(",", " ").split())
+        return kind(text)
+    except (ValueError, KeyError):
+        wanted = {bool: "0, 1, true or false", tuple: "numbers with commas"}.get(
+            kind, kind.__name__
+        )
+        raise ValueError(f"{ENV_PREFIX}{field.upper()}={text!r}; it must be {wanted}") from None
+
+
+def _read_json(source: str) -> dict[str, Any]:
+    """A JSON object from text or from a file."""
+    text = source
+    if not source.lstrip().startswith("{"):
+        path = Path(source)
+        if not path.is_file():
+            raise ValueError(f"config file {source!r} does not exist")
+        text = path.read_text(encoding="utf-8")
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"config {source!r} is not valid JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"config {source!r} is a JSON {type(data).__name__}; it must be an object")
+    inner = data.get("kv_quant", data)
+    return inner if isinstance(inner, dict) else data

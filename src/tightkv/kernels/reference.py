@@ -1,0 +1,257 @@
+"""store, seal and attend in plain torch: the oracle of every kernel, and the fallback.
+
+Runs on any device, for every config. Memory beyond inputs and outputs is bounded: long
+inputs are worked through in steps of pages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tightkv.codec import Codec
+from tightkv.kernels.view import CacheView
+
+_STEP_BYTES = 32 << 20  # float32 temporaries of one step
+
+
+def store(codec: Codec, pages: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:
+    """Write tokens [T, Hkv, D] uncentered at slots [T] = page * page_size + offset.
+
+    Negative slots are skipped. Readable at once; no other token's bits change.
+    """
+    layout = codec.layout
+    live = (slots >= 0).nonzero().squeeze(-1)
+    page = slots[live].long() // layout.page_size
+    offset = slots[live].long() % layout.page_size
+    for side, x in (("key", key), ("value", value)):
+        layout.write_tokens(pages, page, offset, side, codec.encode(side, x[live]))
+
+
+def seal(
+    codec: Codec,
+    pages: Tensor,
+    page_ids: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keep: Tensor,
+    pad: Tensor,
+) -> None:
+    """Encode whole pages [n, page_size, Hkv, D], keys centered on the page's own mean.
+
+    The first keep[n] tokens of a page have no exact copy: their codes and the page's mean
+    stay, and the others are centered on that mean. The first pad[n] tokens are left padding
+    and stay out of the mean.
+    """
+    layout = codec.layout
+    per_page = key[0].numel() * 4 if key.numel() else 1
+    step = max(1, _STEP_BYTES // per_page)
+    for i in range(0, len(page_ids), step):
+        part = slice(i, i + step)
+        records = pages[page_ids[part].long()]  # [n, Hkv, record]
+        old = {side: layout.read(records, side) for side in ("key", "value")}
+        kept = _before(keep[part], layout.page_size)  # [n, 1, page_size, 1]
+        y = codec.rotate("key", key[part].transpose(1, 2))  # [n, Hkv, page_size, D]
+        if codec.cfg.centered:
+            real = ~_before(pad[part], layout.page_size)
+            count = real.sum(2).clamp_min(1)
+            mean = torch.where(real, y, 0.0).sum(2) / count
+            fresh = records.clone()
+            layout.write_mean(fresh, mean)
+            records = torch.where((keep[part] > 0)[:, None, None], records, fresh)
+            new_key = codec.encode_centered(y, layout.read_mean(records).unsqueeze(2))
+        else:
+            new_key = codec.key.encode_rotated(y)
+        new_value = codec.encode("value", value[part].transpose(1, 2))
+        for side, new in (("key", new_key), ("value", new_value)):
+            fields = {name: torch.where(kept, old[side][name], new[name]) for name in new}
+            layout.write(records, side, fields)
+        pages[page_ids[part].long()] = records
+
+
+def _before(count: Tensor, page_size: int) -> Tensor:
+    """[n] -> bool [n, 1, page_size, 1]: token offset < count."""
+    offsets = torch.arange(page_size, device=count.device)
+    return (offsets < count[:, None])[:, None, :, None]
+
+
+def dequantize(codec: Codec, records: Tensor) -> tuple[Tensor, Tensor]:
+    """Records [..., Hkv, record_bytes] -> rotated keys and values [..., Hkv, page_size, D]."""
+    layout = codec.layout
+    mean = layout.read_mean(records).unsqueeze(-2) if codec.cfg.centered else None
+    key = codec.decode_keys(layout.read(records, "key"), mean)
+    return key, codec.decode_values(layout.read(records, "value"))
+
+
+@dataclass
+class _Segment:
+    """Some tokens of every sequence. Rotated ones are in the frame of the pages."""
+
+    key: Tensor  # float32 [B, Hkv, n, D]
+    value: Tensor
+    position: Tensor  # int64 [B, n]
+    valid: Tensor  # bool [B, n]
+    rotated: bool
+
+
+class _Softmax:
+    """Softmax-weighted sums over segments seen one after another; two frames, one softmax."""
+
+    def __init__(self, like: Tensor) -> None:  # [B, Hkv, G, Lq, D]
+        self.peak = torch.full(like.shape[:-1], -math.inf, device=like.device)
+        self.weight = torch.zeros_like(self.peak)
+        self.sums = {False: torch.zeros_like(like), True: torch.zeros_like(like)}
+
+    def add(self, scores: Tensor, seg: _Segment) -> None:
+        """scores [B, Hkv, G, Lq, n], -inf where masked."""
+        peak = torch.maximum(self.peak, scores.amax(-1))
+        base = torch.where(peak == -math.inf, 0.0, peak)
+        p = torch.exp(scores - base[..., None])
+        shrink = torch.exp(self.peak - base)
+        self.peak, self.weight = peak, self.weight * shrink + p.sum(-1)
+        # Unwritten slots may hold NaN: their weight is 0, their value must be too.
+        value = torch.where(seg.valid[:, None, :, None], seg.value, 0.0)
+        for frame in self.sums:
+            self.sums[frame] = self.sums[frame] * shrink[..., None]
+        self.sums[seg.rotated] = self.sums[seg.rotated] + p @ value.unsqueeze(2)
+
+    def finish(self, codec: Codec) -> tuple[Tensor, Tensor]:
+        out = self.sums[False] + codec.value.rotation.inverse(self.sums[True])
+        weight = self.weight[..., None]
+        return torch.where(weight > 0, out / weight, 0.0), self.peak + self.weight.log()
+
+
+def attend(
+    codec: Codec,
+    query: Tensor,
+    view: CacheView,
+    *,
+    scale: float | None = None,
+    positions: Tensor | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    mask: Tensor | None = None,
+    new_key: Tensor | None = None,
+    new_value: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of query [B, Lq, Hq, D] over the cache: output like query, and its LSE.
+
+    The queries are the last Lq tokens of the cache (or of `new_key`/`new_value`
+    [B, T, Hkv, D], exact tokens that follow the cache and are not in it yet), unless
+    `positions` [B, Lq] says where they are; a negative position is no query. `window` keeps
+    keys with position > query position - window. `mask` [B|1, Hq|1, Lq, tokens] further
+    masks (bool, True attends) or is added to the scores (float). Rows that attend to nothing
+    give zeros and an LSE of -inf. LSE [B, Lq, Hq] is float32.
+    """
+    _, lq, hq, d = query.shape
+    hkv = view.ring_key.shape[2]
+    if positions is None:
+        total = view.lengths.long() + (0 if new_key is None else new_key.shape[1])
+        positions = total[:, None] - lq + torch.arange(lq, device=query.device)
+    scale = 1 / math.sqrt(d) if scale is None else scale
+
+    q = query.float().unflatten(2, (hkv, hq // hkv)).permute(0, 2, 3, 1, 4)  # [B, Hkv, G, Lq, D]
+    frames = {False: q, True: codec.key.rotation(q)}
+    softmax = _Softmax(q)
+    for seg in _segments(codec, view, new_key, new_value):
+        scores = frames[seg.rotated] @ seg.key.unsqueeze(2).transpose(-1, -2) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        seen = _visible(seg, positions, causal, window)[:, None, None]  # [B, 1, 1, Lq, n]
+        if mask is not None:
+            part = _mask_at(mask, seg.position, hkv)
+            if part.dtype == torch.bool:
+                seen = seen & part
+            else:
+                scores = scores + part.float()
+        softmax.add(torch.where(seen, scores, -math.inf), seg)
+
+    out, lse = softmax.finish(codec)
+    out = out.permute(0, 3, 1, 2, 4).flatten(2, 3).to(query.dtype)
+    return out, lse.permute(0, 3, 1, 2).flatten(2, 3)
+
+
+def _visible(seg: _Segment, positions: Tensor, causal: bool, window: int | None) -> Tensor:
+    """bool [B, Lq, n]: which keys each query may see."""
+    key_at, query_at = seg.position[:, None, :], positions[:, :, None]
+    seen = seg.valid[:, None, :] & (query_at >= 0)
+    if causal:
+        seen = seen & (key_at <= query_at)
+    if window is not None:
+        seen = seen & (key_at > query_at - window)
+    return seen
+
+
+def materialize(codec: Codec, view: CacheView) -> tuple[Tensor, Tensor]:
+    """Every token as attention sees it: keys and values [B, tokens, Hkv, D], zeros elsewhere."""
+    b, _, heads, d = view.ring_key.shape
+    tokens = int(view.lengths.max()) if b else 0
+    shape = (b, tokens, heads, d)
+    out = [torch.zeros(shape, dtype=view.ring_key.dtype, device=view.lengths.device) for _ in "kv"]
+    for seg in _segments(codec, view, None, None):
+        row, n = seg.valid.nonzero(as_tuple=True)
+        at = seg.position[row, n]
+        for target, x, quantizer in zip(
+            out, (seg.key, seg.value), (codec.key, codec.value), strict=True
+        ):
+            picked = x.transpose(1, 2)[row, n]
+            if seg.rotated:
+                picked = quantizer.rotation.inverse(picked)
+            target[row, at] = picked.to(target.dtype)
+    return out[0], out[1]
+
+
+def _segments(
+    codec: Codec, view: CacheView, new_key: Tensor | None, new_value: Tensor | None
+) -> Iterator[_Segment]:
+    device = view.lengths.device
+    lengths, starts, ring_starts = (
+        t.long()[:, None] for t in (view.lengths, view.starts, view.ring_starts)
+    )
+    sinks_end = torch.minimum(starts + view.sink_counts.long()[:, None], ring_starts)
+
+    if view.sink_key.shape[1]:
+        at = starts + torch.arange(view.sink_key.shape[1], device=device)
+        yield _exact(view.sink_key, view.sink_value, at, at < sinks_end)
+
+    size = codec.layout.page_size
+    pages_end = int(ring_starts.max()) if view.batch else 0
+    row_bytes = 4 * view.batch * view.ring_key.shape[2] * view.ring_key.shape[3] * size
+    step = max(1, _STEP_BYTES // max(1, row_bytes))
+    for first in range(0, -(-pages_end // size), step):
+        ids = view.block_table[:, first : first + step].long().clamp_min(0)  # [B, n]
+        key, value = dequantize(codec, view.pages[ids])  # [B, n, Hkv, page, D]
+        at = first * size + torch.arange(ids.shape[1] * size, device=device)
+        at = at.expand(view.batch, -1)
+        valid = (at >= sinks_end) & (at < ring_starts) & (at >= starts)
+        flat = [x.transpose(1, 2).flatten(2, 3) for x in (key, value)]
+        yield _Segment(flat[0], flat[1], at, valid, rotated=True)
+
+    ring = view.ring_key.shape[1]
+    slot = torch.arange(ring, device=device)
+    # The one position in [length - ring, length) that a slot can hold.
+    at = lengths - 1 - (lengths - 1 - slot) % ring
+    yield _exact(view.ring_key, view.ring_value, at, (at >= ring_starts) & (at >= starts))
+
+    if new_key is not None and new_value is not None:
+        at = lengths + torch.arange(new_key.shape[1], device=device)
+        yield _exact(new_key, new_value, at, at >= starts)
+
+
+def _exact(key: Tensor, value: Tensor, at: Tensor, valid: Tensor) -> _Segment:
+    key, value = key.transpose(1, 2).float(), value.transpose(1, 2).float()
+    return _Segment(key, value, at, valid & (at >= 0), rotated=False)
+
+
+def _mask_at(mask: Tensor, position: Tensor, hkv: int) -> Tensor:
+    """mask [B|1, Hq|1, Lq, tokens] at positions [B, n] -> [B, Hkv|1, G|1, Lq, n]."""
+    b = position.shape[0]
+    index = position.clamp(0, mask.shape[-1] - 1)[:, None, None, :]
+    part = mask.expand(b, -1, -1, -1).gather(-1, index.expand(b, mask.shape[1], mask.shape[2], -1))
+    heads = mask.shape[1]
+    return part.unsqueeze(1) if heads == 1 else part.unflatten(1, (hkv, heads // hkv))

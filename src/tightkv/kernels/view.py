@@ -1,0 +1,34 @@
+"""CacheView: the tensors that describe B sequences of one layer to a kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class CacheView:
+    """Sequence b holds tokens [starts[b], lengths[b]), each read from one of three places.
+
+    - sinks: positions [starts, starts + sink_counts), exact;
+    - ring: positions [ring_starts, lengths), exact, position p in slot p % ring size;
+    - pages: everything between, compressed.
+
+    A position that both sinks and ring hold is read from the ring.
+    """
+
+    pages: Tensor  # uint8 [num_pages, Hkv, record_bytes]
+    block_table: Tensor  # int32 [B, max_pages]
+    lengths: Tensor  # int32 [B]
+    starts: Tensor  # int32 [B], left padding before it
+    ring_starts: Tensor  # int32 [B]
+    sink_counts: Tensor  # int32 [B]
+    ring_key: Tensor  # [B, ring, Hkv, D] in the model's dtype
+    ring_value: Tensor
+    sink_key: Tensor  # [B, sinks, Hkv, D]
+    sink_value: Tensor
+
+    @property
+    def batch(self) -> int:
+        return self.lengths.shape[0]

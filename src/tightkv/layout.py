@@ -1,0 +1,358 @@
+"""Where every byte of a page lies. No other module knows an offset or a size.
+
+A page holds `page_size` tokens of one layer: one record per KV head, one plane per field
+inside a record (docs/layout.md draws it). Planes are ordered for the decoders:
+
+- key codes  [block of 32 tokens][word j][row r][chunk c][i]: token = 32 * block + 8 * i + r
+- value codes  [block][word j][chunk r][pair c][i]: tokens come in pairs packed together,
+  pair = 16 * block + 4 * i + c
+- per-token fp16 numbers [field][block][row r][i]: token = 32 * block + 8 * i + r
+
+so one 16-byte load gives a GPU lane or a CPU vector the same word of four rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+from tightkv.config import KVQuantConfig
+from tightkv.pack import pack, packed_bytes, unpack
+
+BLOCK = 32  # tokens whose codes are interleaved
+ALIGN = 16  # bytes every plane starts on
+SIDES = ("key", "value")
+
+
+@dataclass(frozen=True)
+class Field:
+    """One thing stored for each token: `count` numbers of `bits` bits."""
+
+    name: str
+    bits: int
+    count: int
+
+    @property
+    def is_codes(self) -> bool:
+        return self.bits <= 8
+
+
+def token_fields(cfg: KVQuantConfig, side: str, head_dim: int) -> tuple[Field, ...]:
+    """What one token of one head stores."""
+    bits, method = cfg.bits(side), cfg.method(side)
+    if bits == 16:
+        return (Field("raw", 16, head_dim),)
+    if cfg.has_outliers(side):
+        wide = len(outlier_channels(cfg, head_dim))
+        return (
+            Field("codes_wide", bits + cfg.outlier_extra_bits, wide),
+            Field("codes", bits, head_dim - wide),
+            Field("scale", 16, 2),
+        )
+    if method == "prod":
+        return (
+            Field("codes", bits - 1, head_dim),
+            Field("signs", 1, head_dim),
+            Field("scale", 16, 1),
+            Field("residual", 16, 1),
+        )
+    if method == "group":
+        if head_dim % cfg.group_size:
+            raise ValueError(
+                f"group_size={cfg.group_size} does not divide head_dim={head_dim}; use 16"
+            )
+        groups = head_dim // cfg.group_size
+        return (
+            Field("codes", bits, head_dim),
+            Field("scale", 16, groups),
+            Field("low", 16, groups),
+        )
+    return (Field("codes", bits, head_dim), Field("scale", 16, 1))
+
+
+def outlier_channels(cfg: KVQuantConfig, head_dim: int) -> tuple[int, ...]:
+    """The static outlier channels: as configured, else the slowest RoPE channels of each half.
+
+    RoPE turns those least within a context, so they keep the largest mean and range.
+    """
+    count = round(cfg.outlier_share * head_dim / 16) * 16
+    if not 0 < count < head_dim:
+        raise ValueError(
+            f"outlier_share={cfg.outlier_share} gives {count} of {head_dim} channels; "
+            f"it must give a multiple of 16 between 16 and {head_dim - 16}"
+        )
+    if cfg.outlier_channels:
+        if len(cfg.outlier_channels) != count or max(cfg.outlier_channels) >= head_dim:
+            raise ValueError(
+                f"outlier_channels names {len(cfg.outlier_channels)} channels up to "
+                f"{max(cfg.outlier_channels)}; outlier_share={cfg.outlier_share} of head_dim="
+                f"{head_dim} needs {count} below {head_dim}"
+            )
+        return tuple(sorted(cfg.outlier_channels))
+    half, each = head_dim // 2, count // 2
+    return (*range(half - each, half), *range(head_dim - each, head_dim))
+
+
+@dataclass(frozen=True)
+class Plane:
+    """Bytes [offset, offset + size) of a record hold `field` of `side` for all tokens."""
+
+    side: str
+    field: Field
+    offset: int
+    size: int
+
+
+class PageLayout:
+    """The page of one layer: sizes, offsets, and how planes are read and written."""
+
+    def __init__(
+        self,
+        cfg: KVQuantConfig,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        if head_dim < 16 or head_dim % 16:
+            raise ValueError(f"head_dim={head_dim}; supported: multiples of 16 from 16 up")
+        if num_kv_heads < 1:
+            raise ValueError(f"num_kv_heads={num_kv_heads}; it must be at least 1")
+        if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise ValueError(f"dtype={dtype}; supported: bfloat16, float16, float32")
+        self.cfg, self.num_kv_heads, self.head_dim, self.dtype = cfg, num_kv_heads, head_dim, dtype
+        self.page_size = cfg.page_size
+        # 16 bits means 16: a float32 model's raw planes are float16.
+        self.raw_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float16
+        self.planes: dict[tuple[str, str], Plane] = {}
+        fields = [(side, f) for side in SIDES for f in token_fields(cfg, side, head_dim)]
+        end = 0
+        for side, field in sorted(fields, key=lambda entry: not entry[1].is_codes):
+            size = field.count * field.bits * self.page_size // 8
+            self.planes[side, field.name] = Plane(side, field, end, size)
+            end = _align(end + size)
+        self.mean_offset = end
+        if cfg.centered:
+            end += _align(head_dim * 2 if cfg.mean_bits == 16 else head_dim + 2)
+        self.record_bytes = end
+
+    def __repr__(self) -> str:
+        return (
+            f"PageLayout({self.cfg.name}, heads={self.num_kv_heads}, head_dim={self.head_dim}, "
+            f"page={self.page_size} tokens, {self.page_bytes} bytes)"
+        )
+
+    # --- sizes ---
+    @property
+    def page_bytes(self) -> int:
+        return self.num_kv_heads * self.record_bytes
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes a token of this layer takes in pages, scales, means and padding included."""
+        return self.page_bytes / self.page_size
+
+    @property
+    def exact_bytes_per_token(self) -> int:
+        """Bytes of a token's exact key and value in the model's dtype."""
+        return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def ring_tokens(self) -> int:
+        return self.cfg.exact_pages * self.page_size
+
+    def sequence_bytes(self) -> int:
+        """Fixed bytes a sequence holds in this layer: ring, sinks and four int32 counters."""
+        return (self.ring_tokens + self.cfg.sinks) * self.exact_bytes_per_token + 4 * 4
+
+    def total_bytes(self, tokens: int, sequences: int = 1, open_codes: bool = True) -> int:
+        """Bytes of a layer that holds `sequences` sequences of `tokens` tokens each.
+
+        Pages, block-table entries, rings and sinks. `open_codes` says whether an unfinished
+        page already has codes or lives in the ring alone.
+        """
+        pages = -(-tokens // self.page_size) if open_codes else tokens // self.page_size
+        return sequences * (pages * (self.page_bytes + 4) + self.sequence_bytes())
+
+    @property
+    def ratio(self) -> float:
+        """16-bit bytes over page bytes, for a long sequence."""
+        return 4 * self.num_kv_heads * self.head_dim / self.bytes_per_token
+
+    # --- whole planes ---
+    def new_pages(self, count: int, device: torch.device | str = "cpu") -> Tensor:
+        """[count, num_kv_heads, record_bytes] uint8, zeroed."""
+        shape = (count, self.num_kv_heads, self.record_bytes)
+        return torch.zeros(shape, dtype=torch.uint8, device=device)
+
+    def read(self, records: Tensor, side: str) -> dict[str, Tensor]:
+        """uint8 [..., record_bytes] -> each field of `side` as [..., page_size, count]."""
+        out = {}
+        for plane in self._side_planes(side):
+            data = records[..., plane.offset : plane.offset + plane.size]
+            field = plane.field
+            if field.name == "raw":
+                out["raw"] = _as_dtype(data, self.raw_dtype).unflatten(-1, (-1, field.count))
+            elif field.is_codes:
+                rows = self._plane_to_rows(data, side, field)
+                codes = unpack(rows, field.bits)
+                out[field.name] = _split_pairs(codes) if side == "value" else codes
+            else:
+                out[field.name] = _numbers_to_tokens(_as_dtype(data, torch.float16), field.count)
+        return out
+
+    def write(self, records: Tensor, side: str, fields: dict[str, Tensor]) -> None:
+        """Write whole planes in place: the inverse of `read`."""
+        for plane in self._side_planes(side):
+            field, value = plane.field, fields[plane.field.name]
+            if field.name == "raw":
+                data = value.to(self.raw_dtype).flatten(-2).contiguous().view(torch.uint8)
+            elif field.is_codes:
+                codes = _join_pairs(value) if side == "value" else value
+                data = self._rows_to_plane(pack(codes, field.bits), side, field)
+            else:
+                data = _tokens_to_numbers(value.to(torch.float16)).view(torch.uint8)
+            records[..., plane.offset : plane.offset + plane.size] = data
+
+    # --- single tokens ---
+    def write_tokens(
+        self, pages: Tensor, page: Tensor, offset: Tensor, side: str, fields: dict[str, Tensor]
+    ) -> None:
+        """Write T tokens at (page[t], offset[t]); fields are [T, heads, count]. No neighbour
+        changes. Two tokens may share a packed pair; the same slot must not appear twice."""
+        for plane in self._side_planes(side):
+            field, value = plane.field, fields[plane.field.name]
+            start = plane.offset
+            if field.name == "raw":
+                data = value.to(self.raw_dtype).contiguous().view(torch.uint8)
+                index = torch.arange(data.shape[-1], device=pages.device)
+                _scatter(pages, page, start + offset[:, None] * data.shape[-1] + index, data)
+            elif not field.is_codes:
+                index = self._number_index(field).to(pages.device)[offset]  # [T, count * 2]
+                data = value.to(torch.float16).contiguous().view(torch.uint8)
+                _scatter(pages, page, start + index, data)
+            elif side == "key":
+                index = self._row_index(side, field).to(pages.device)[offset]
+                _scatter(pages, page, start + index, pack(value, field.bits))
+            else:
+                for parity in (0, 1):  # pair mates in one call must not race
+                    pick = (offset % 2 == parity).nonzero().squeeze(-1)
+                    index = start + self._row_index(side, field).to(pages.device)[offset[pick] // 2]
+                    pair = unpack(_gather(pages, page[pick], index), field.bits)
+                    codes = pair.unflatten(-1, (-1, 2)).clone()  # [t, heads, count, 2]
+                    codes[..., parity] = value[pick]
+                    _scatter(pages, page[pick], index, pack(codes.flatten(-2), field.bits))
+
+    # --- the page mean ---
+    def read_mean(self, records: Tensor) -> Tensor:
+        """uint8 [..., record_bytes] -> float32 [..., head_dim], in the rotated frame."""
+        d = self.head_dim
+        if self.cfg.mean_bits == 16:
+            data = records[..., self.mean_offset : self.mean_offset + 2 * d]
+            return _as_dtype(data, torch.float16).float()
+        levels = _as_dtype(records[..., self.mean_offset : self.mean_offset + d], torch.int8)
+        scale = records[..., self.mean_offset + d : self.mean_offset + d + 2]
+        return levels.float() * _as_dtype(scale, torch.float16).float()
+
+    def write_mean(self, records: Tensor, mean: Tensor) -> None:
+        """float32 [..., head_dim]; what `read_mean` gives back is the rounded mean."""
+        d = self.head_dim
+        if self.cfg.mean_bits == 16:
+            data = mean.to(torch.float16).contiguous().view(torch.uint8)
+            records[..., self.mean_offset : self.mean_offset + 2 * d] = data
+            return
+        scale = (mean.abs().amax(-1, keepdim=True) / 127).to(torch.float16)
+        levels = mean / scale.float().clamp_min(torch.finfo(torch.float16).tiny)
+        levels = levels.round().clamp(-127, 127).to(torch.int8)
+        records[..., self.mean_offset : self.mean_offset + d] = levels.contiguous().view(
+            torch.uint8
+        )
+        scale_bytes = scale.contiguous().view(torch.uint8)
+        records[..., self.mean_offset + d : self.mean_offset + d + 2] = scale_bytes
+
+    # --- orders ---
+    def _side_planes(self, side: str) -> list[Plane]:
+        return [plane for plane in self.planes.values() if plane.side == side]
+
+    def _code_shape(self, side: str, field: Field) -> tuple[int, ...]:
+        """[block, word j, A, B, i, element bytes] of a code plane."""
+        blocks = self.page_size // BLOCK
+        if side == "value":
+            return (blocks, field.bits, field.count // 16, 4, 4, 4)
+        chunk = 32 if field.count % 32 == 0 else 16
+        return (blocks, field.bits, 8, field.count // chunk, 4, chunk // 8)
+
+    def _plane_to_rows(self, data: Tensor, side: str, field: Field) -> Tensor:
+        """[..., plane bytes] -> packed rows [..., rows, row bytes]: tokens, or pairs for values."""
+        x = data.unflatten(-1, self._code_shape(side, field))
+        order = (-6, -2, -3, -4, -5, -1) if side == "value" else (-6, -2, -4, -3, -5, -1)
+        x = x.permute(*range(x.dim() - 6), *order)  # [..., block, i, row, chunk, j, bytes]
+        return x.flatten(-6, -4).flatten(-3)
+
+    def _rows_to_plane(self, rows: Tensor, side: str, field: Field) -> Tensor:
+        blocks, words, a, b, i, width = self._code_shape(side, field)
+        row, chunks = (b, a) if side == "value" else (a, b)
+        x = rows.unflatten(-1, (chunks, words, width)).unflatten(-4, (blocks, i, row))
+        # [..., block, i, row, chunk, j, bytes] -> [..., block, j, A, B, i, bytes]
+        order = (-6, -2, -3, -4, -5, -1) if side == "value" else (-6, -2, -4, -3, -5, -1)
+        return x.permute(*range(x.dim() - 6), *order).flatten(-6)
+
+    @lru_cache(maxsize=32)  # noqa: B019 - layouts are few and live as long as the cache
+    def _row_index(self, side: str, field: Field) -> Tensor:
+        """[rows, row bytes]: byte of the plane for each byte of a packed row."""
+        size = self.planes[side, field.name].size
+        return self._plane_to_rows(torch.arange(size), side, field)
+
+    @lru_cache(maxsize=32)  # noqa: B019
+    def _number_index(self, field: Field) -> Tensor:
+        """[page_size, count * 2]: byte of the plane for each byte of a token's fp16 numbers."""
+        index = _numbers_to_tokens(torch.arange(field.count * self.page_size), field.count)
+        return torch.stack([2 * index, 2 * index + 1], -1).flatten(-2)
+
+    @cached_property
+    def value_row_bytes(self) -> int:
+        """Bytes of a packed pair of values (the smallest unit a value append rewrites)."""
+        fields = token_fields(self.cfg, "value", self.head_dim)
+        return sum(packed_bytes(2 * f.count, f.bits) for f in fields if f.is_codes)
+
+
+def _align(size: int) -> int:
+    return -(-size // ALIGN) * ALIGN
+
+
+def _as_dtype(data: Tensor, dtype: torch.dtype) -> Tensor:
+    return data.contiguous().view(dtype)
+
+
+def _numbers_to_tokens(data: Tensor, count: int) -> Tensor:
+    """[..., field, block, r, i] flat -> [..., page_size, count] in token order."""
+    x = data.unflatten(-1, (count, -1, 8, 4)).transpose(-1, -2)  # [..., field, block, i, r]
+    return x.flatten(-3).transpose(-1, -2)
+
+
+def _tokens_to_numbers(values: Tensor) -> Tensor:
+    """[..., page_size, count] -> flat in plane order."""
+    x = values.transpose(-1, -2).unflatten(-1, (-1, 4, 8)).transpose(-1, -2)
+    return x.flatten(-4).contiguous()
+
+
+def _join_pairs(codes: Tensor) -> Tensor:
+    """[..., page_size, n] -> [..., page_size / 2, 2n], mates adjacent."""
+    return codes.unflatten(-2, (-1, 2)).transpose(-1, -2).flatten(-2)
+
+
+def _split_pairs(rows: Tensor) -> Tensor:
+    return rows.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-3, -2)
+
+
+def _scatter(pages: Tensor, page: Tensor, index: Tensor, data: Tensor) -> None:
+    """pages[page[t], h, index[t]] = data[t, h]."""
+    heads = torch.arange(pages.shape[1], device=pages.device)[None, :, None]
+    pages[page[:, None, None], heads, index[:, None, :]] = data
+
+
+def _gather(pages: Tensor, page: Tensor, index: Tensor) -> Tensor:
+    heads = torch.arange(pages.shape[1], device=pages.device)[None, :, None]
+    return pages[page[:, None, None], heads, index[:, None, :]]

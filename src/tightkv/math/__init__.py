@@ -1,0 +1,1 @@
+"""Seeded rotations, scalar codebooks and the quantizers built on them."""

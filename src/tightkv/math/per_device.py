@@ -1,0 +1,23 @@
+"""Constant tensors that live on whichever device asks for them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class PerDevice:
+    """A constant tensor with one copy per device, each made once. Treat the copies as read-only."""
+
+    def __init__(self, value: Tensor) -> None:
+        # Built or copied under inference mode, the constant must still serve autograd later.
+        with torch.inference_mode(False):
+            self._copies = {value.device: value.detach().clone()}
+            self._source = value.device
+
+    def on(self, device: torch.device) -> Tensor:
+        """The constant on `device`."""
+        if device not in self._copies:
+            with torch.inference_mode(False):
+                self._copies[device] = self._copies[self._source].to(device)
+        return self._copies[device]

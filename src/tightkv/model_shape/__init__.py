@@ -1,0 +1,23 @@
+"""What a model keeps for each token, layer by layer, read from its config.json."""
+
+from tightkv.model_shape.reader import read_model_shape
+from tightkv.model_shape.shape import KINDS, LayerShape, ModelShape
+from tightkv.model_shape.source import is_local
+from tightkv.model_shape.weights import (
+    StoredWeights,
+    estimate_parameters,
+    stored_weights,
+    weights_dtype,
+)
+
+__all__ = [
+    "KINDS",
+    "LayerShape",
+    "ModelShape",
+    "StoredWeights",
+    "estimate_parameters",
+    "is_local",
+    "read_model_shape",
+    "stored_weights",
+    "weights_dtype",
+]

@@ -1,0 +1,208 @@
+"""Which kind each layer is, from the many ways a config can say it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tightkv.model_shape.families import ALL_SLIDE
+from tightkv.model_shape.source import ModelConfig
+
+# Names in layer_types and layers_block_type. "hybrid": attention and a state side by side;
+# "indexed": attention with a sparse index, known only over a latent (mla).
+_NAMES = {
+    "full_attention": "full",
+    "attention": "full",
+    "deepseek_sparse_attention": "indexed",
+    "indexed_attention": "indexed",
+    "sliding_attention": "sliding",
+    "chunked_attention": "chunked",
+    "linear_attention": "linear",
+    "mamba": "linear",
+    "conv": "linear",
+    "hybrid": "hybrid",
+    "mlp": "none",
+    "moe": "none",
+}
+_PATTERN = {"*": "full", "M": "linear", "-": "none", "E": "none"}  # hybrid_override_pattern
+
+# Fields that make layers differ in ways not read here: counting them as attention would be wrong.
+# The first ones matter even where layer_types is given.
+_ADDS_TO_ATTENTION = ("indexer_n_heads", "linear_attn_config")
+_NOT_UNDERSTOOD = (
+    "attention_types",
+    "attn_type_list",
+    "block_configs",
+    "block_types",
+    "global_attn_every_n_layers",
+    "hybrid_layer_pattern",
+    "layer_group_size",
+    "ssm_cfg",
+)
+# Lists with a string a layer that do not say what the cache is.
+_UNRELATED_LISTS = ("mlp_layer_types", "indexer_types")
+
+
+def layer_kinds(cfg: ModelConfig) -> list[str]:
+    """full, indexed, sliding, chunked, linear, hybrid or none for each layer."""
+    _refuse_fields(cfg, _ADDS_TO_ATTENTION)
+    kinds = _listed(cfg)
+    if kinds is None:
+        _refuse_fields(cfg, _NOT_UNDERSTOOD)
+        _refuse_unread_lists(cfg)
+        ways = (_pattern, _indices, _period, _interval, _side_by_side, _no_rope, _windowed)
+        kinds = next((found for way in ways if (found := way(cfg)) is not None), None)
+    return _without_own_cache(cfg, kinds or ["full"] * num_layers(cfg))
+
+
+def num_layers(cfg: ModelConfig) -> int:
+    return cfg.need("num_hidden_layers", "n_layer", "n_layers")
+
+
+def window_size(cfg: ModelConfig) -> int | None:
+    """The sliding window, or None where it is off."""
+    if cfg.values.get("use_sliding_window") is False or cfg.first("sliding_window") == 0:
+        return None
+    return cfg.number("sliding_window")
+
+
+def _listed(cfg: ModelConfig) -> list[str] | None:
+    for field in ("layer_types", "layers_block_type"):
+        names = cfg.first(field)
+        if names is None:
+            continue
+        for name in names:
+            if name not in _NAMES:
+                raise ValueError(
+                    f"{field} of {cfg.name} has a layer of kind {name!r}, which is not understood; "
+                    f"supported: {', '.join(_NAMES)}"
+                )
+        # Nemotron-H counts its layers by this list alone.
+        if cfg.model_type != "nemotron_h" and len(names) != num_layers(cfg):
+            raise ValueError(
+                f"{field} of {cfg.name} names {len(names)} layers, but there are {num_layers(cfg)}"
+            )
+        return [_NAMES[name] for name in names]
+    return None
+
+
+def _pattern(cfg: ModelConfig) -> list[str] | None:
+    pattern = cfg.first("hybrid_override_pattern")
+    if pattern is None:
+        return None
+    for letter in pattern:
+        if letter not in _PATTERN:
+            raise ValueError(
+                f"hybrid_override_pattern of {cfg.name} has a layer of kind {letter!r}, which is "
+                f"not understood; supported: {' '.join(_PATTERN)}"
+            )
+    return [_PATTERN[letter] for letter in pattern]
+
+
+def _indices(cfg: ModelConfig) -> list[str] | None:
+    indices = cfg.first("attn_layer_indices", "full_attn_idxs")
+    if indices is None and cfg.model_type == "bamba":
+        indices = ()
+    if indices is None:
+        return None
+    return ["full" if i in indices else "linear" for i in range(num_layers(cfg))]
+
+
+def _period(cfg: ModelConfig) -> list[str] | None:
+    if cfg.model_type != "jamba":
+        return None
+    period, offset = cfg.need("attn_layer_period"), cfg.first("attn_layer_offset") or 0
+    return ["full" if i % period == offset else "linear" for i in range(num_layers(cfg))]
+
+
+def _interval(cfg: ModelConfig) -> list[str] | None:
+    return _every(cfg, cfg.number("full_attention_interval"), "linear")
+
+
+def _side_by_side(cfg: ModelConfig) -> list[str] | None:
+    return ["hybrid"] * num_layers(cfg) if cfg.model_type == "falcon_h1" else None
+
+
+def _no_rope(cfg: ModelConfig) -> list[str] | None:
+    """Llama 4: layers with RoPE see their own chunk only, the others everything."""
+    if cfg.first("attention_chunk_size") is None:
+        return None
+    if flags := cfg.first("no_rope_layers"):
+        return ["chunked" if flag else "full" for flag in flags]
+    every = _every(cfg, cfg.number("no_rope_layer_interval"), "chunked")
+    return every or ["chunked"] * num_layers(cfg)
+
+
+def _windowed(cfg: ModelConfig) -> list[str] | None:
+    if window_size(cfg) is None:
+        return None
+    pattern = cfg.first("sliding_window_pattern")
+    if isinstance(pattern, str):
+        letters = {"L": "sliding", "G": "full"}
+        if not pattern or set(pattern) - set(letters):
+            raise ValueError(
+                f"sliding_window_pattern={pattern!r} of {cfg.name}; supported: L (local) and G"
+            )
+        return [letters[pattern[i % len(pattern)]] for i in range(num_layers(cfg))]
+    if pattern is not None:
+        return _every(cfg, cfg.number("sliding_window_pattern"), "sliding")
+    slides = _slides_rule(cfg)
+    return ["sliding" if slides(i) else "full" for i in range(num_layers(cfg))]
+
+
+def _slides_rule(cfg: ModelConfig) -> Callable[[int], bool]:
+    """Which layers have the window when there is no pattern."""
+    if cfg.model_type in ALL_SLIDE:
+        return lambda layer: True
+    border = cfg.values.get("max_window_layers")
+    if border is None:
+        raise ValueError(
+            f"sliding_window={window_size(cfg)} of {cfg.name}, but neither its config nor its "
+            f"model_type {cfg.model_type!r} tells which layers slide; add layer_types to the config"
+        )
+    if cfg.model_type == "qwen2_moe":
+        return lambda layer: layer % 2 == 0 and layer < border
+    return lambda layer: bool(layer >= border)
+
+
+def _every(cfg: ModelConfig, period: int | None, other: str) -> list[str] | None:
+    """Every `period`-th layer is full, the rest `other`."""
+    if period is None:
+        return None
+    return [other if (i + 1) % period else "full" for i in range(num_layers(cfg))]
+
+
+def _without_own_cache(cfg: ModelConfig, kinds: list[str]) -> list[str]:
+    """Layers that read another layer's cache, or an image's, hold no tokens of their own."""
+    shared = cfg.first("num_kv_shared_layers") or 0
+    first_shared = len(kinds) - shared
+    crossing = cfg.first("cross_attention_layers") or ()
+    return ["none" if i >= first_shared or i in crossing else k for i, k in enumerate(kinds)]
+
+
+def _refuse_fields(cfg: ModelConfig, fields: tuple[str, ...]) -> None:
+    for field in fields:
+        if cfg.first(field) is not None:
+            raise ValueError(
+                f"{field}={_short(cfg.first(field))} of {cfg.name} changes what its layers keep, "
+                f"and it is not understood; layer_types and the like are"
+            )
+
+
+def _refuse_unread_lists(cfg: ModelConfig) -> None:
+    """A word for each layer in an unknown field can only be a kind that nothing here reads."""
+    layers = cfg.first("num_hidden_layers", "n_layer", "n_layers")
+    for field, value in cfg.values.items():
+        if field in _UNRELATED_LISTS or not isinstance(value, list) or len(value) != layers:
+            continue
+        if all(isinstance(entry, str) for entry in value):
+            kinds = ", ".join(sorted(set(value)))
+            raise ValueError(
+                f"{field} of {cfg.name} names a kind for each layer ({kinds}), and this field is "
+                f"not understood; only layer_types and layers_block_type are"
+            )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

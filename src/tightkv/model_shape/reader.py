@@ -1,0 +1,202 @@
+"""read_model_shape: a config, from wherever it comes, as per-layer cache shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tightkv.model_shape.families import REFUSED
+from tightkv.model_shape.kinds import layer_kinds, window_size
+from tightkv.model_shape.shape import LayerShape, ModelShape
+from tightkv.model_shape.source import ModelConfig, load_config
+from tightkv.model_shape.state import state_bytes
+
+_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "half": torch.float16,
+    "float32": torch.float32,
+    "float": torch.float32,
+}
+
+
+def read_model_shape(source: Any) -> ModelShape:
+    """From a folder with config.json, such a file, a mapping, or a transformers config.
+
+    Raises FileNotFoundError where there is no such file, and ValueError where the model has no
+    KV cache or where the config is not understood.
+    """
+    cfg = load_config(source)
+    _refuse_models_without_cache(cfg)
+    notes: list[str] = []
+    num_heads = cfg.need("num_attention_heads", "n_head", "n_heads")
+    hidden_size = cfg.need("hidden_size", "n_embd", "d_model", "n_embed")
+    layers = _layers(cfg, num_heads, hidden_size, notes)
+    return ModelShape(
+        name=cfg.name,
+        model_type=cfg.model_type,
+        layers=layers,
+        num_heads=num_heads,
+        hidden_size=hidden_size,
+        vocab_size=cfg.need("vocab_size"),
+        dtype=_dtype(cfg, notes),
+        max_positions=_max_positions(cfg),
+        notes=tuple(notes),
+        folder=cfg.folder,
+        config=cfg.values,
+        composite=cfg.nested,
+    )
+
+
+def _refuse_models_without_cache(cfg: ModelConfig) -> None:
+    if cfg.values.get("is_encoder_decoder"):
+        raise ValueError(
+            f"{cfg.name} is an encoder-decoder model (model_type {cfg.model_type!r}); only "
+            f"decoder-only models are supported"
+        )
+    masked = [a for a in cfg.first("architectures") or () if a.endswith("ForMaskedLM")]
+    reason = REFUSED.get(cfg.model_type) or (REFUSED["bert"] if masked else None)
+    if reason and not cfg.values.get("is_decoder"):
+        raise ValueError(f"{cfg.name} (model_type {cfg.model_type!r}) has no KV cache: {reason}")
+    if cfg.first("vocab_size") is None:
+        raise ValueError(
+            f"the config of {cfg.name} has no vocab_size: it is not that of a language model"
+        )
+
+
+def _layers(
+    cfg: ModelConfig, num_heads: int, hidden_size: int, notes: list[str]
+) -> tuple[LayerShape, ...]:
+    kinds = layer_kinds(cfg)
+    heads, head_dim = _kv_heads(cfg, num_heads), _head_dim(cfg, num_heads, hidden_size)
+    state = state_bytes(cfg, hidden_size, num_heads, head_dim)
+    recurrent = {"linear", "hybrid"} & set(kinds)
+    if state is None and recurrent:
+        notes.append("the config does not tell the size of the recurrent state; counted as 0")
+    if state is not None and not recurrent and not _says_layers(cfg):
+        raise ValueError(
+            f"{cfg.name} (model_type {cfg.model_type!r}) has recurrent layers, but its config does "
+            f"not tell which; add layer_types to it"
+        )
+    window = _useful_window(cfg, kinds, notes)
+    shapes = []
+    for index, kind in enumerate(kinds):
+        layer_heads, layer_dim = _layer_override(cfg, index, kind, heads, head_dim)
+        value_dim = cfg.number("v_head_dim") or layer_dim
+        if kind == "none":
+            shape = LayerShape("none")
+        elif kind == "linear":
+            shape = LayerShape("linear", state_bytes=state)
+        elif cfg.first("kv_lora_rank") is not None:
+            shape = LayerShape("mla", latent_dim=_latent_dim(cfg))
+        elif kind == "indexed":
+            raise ValueError(
+                f"layer {index} of {cfg.name} is of kind 'indexed_attention' without a latent "
+                f"(kv_lora_rank), which is not understood"
+            )
+        elif kind == "sliding":
+            kind = "sliding" if window else "full"
+            shape = LayerShape(kind, layer_heads, layer_dim, value_dim, window)
+        elif kind == "chunked":
+            chunk = cfg.need("attention_chunk_size")
+            shape = LayerShape("chunked", layer_heads, layer_dim, value_dim, chunk)
+        else:
+            own_state = state if kind == "hybrid" else 0
+            shape = LayerShape("full", layer_heads, layer_dim, value_dim, state_bytes=own_state)
+        shapes.append(shape)
+    _note_empty_layers(cfg, notes)
+    return tuple(shapes)
+
+
+def _says_layers(cfg: ModelConfig) -> bool:
+    fields = ("layer_types", "layers_block_type", "hybrid_override_pattern", "full_attn_idxs")
+    return cfg.first(*fields, "attn_layer_indices") is not None
+
+
+def _kv_heads(cfg: ModelConfig, num_heads: int) -> int:
+    if cfg.values.get("multi_query") and not cfg.values.get("new_decoder_architecture"):
+        return 1
+    heads = cfg.number("num_key_value_heads", "num_kv_heads", "n_head_kv") or num_heads
+    if num_heads % heads and cfg.first("kv_lora_rank") is None:
+        raise ValueError(
+            f"{num_heads} query heads of {cfg.name} are not a multiple of its {heads} KV heads"
+        )
+    return heads
+
+
+def _head_dim(cfg: ModelConfig, num_heads: int, hidden_size: int) -> int:
+    if cfg.first("kv_lora_rank") is not None:
+        return 0  # a latent instead of heads
+    dim = cfg.number("head_dim", "attention_head_dim")
+    if dim is None:
+        if hidden_size % num_heads:
+            raise ValueError(
+                f"the config of {cfg.name} has no head_dim, and hidden_size={hidden_size} is not a "
+                f"multiple of {num_heads} heads"
+            )
+        dim = hidden_size // num_heads
+    return dim
+
+
+def _layer_override(
+    cfg: ModelConfig, index: int, kind: str, heads: int, head_dim: int
+) -> tuple[int, int]:
+    """KV heads and head_dim of one layer, where a config gives some layers their own."""
+    own = (cfg.first("per_layer_config") or {}).get(str(index))
+    if own is None:
+        own = (cfg.first("per_layer_config") or {}).get(index)
+    if own is not None:
+        return own.get("num_key_value_heads") or heads, own.get("head_dim") or head_dim
+    if kind == "full" and cfg.first("global_head_dim") is not None:
+        if cfg.values.get("attention_k_eq_v"):
+            heads = cfg.number("num_global_key_value_heads") or heads
+        return heads, cfg.need("global_head_dim")
+    return heads, head_dim
+
+
+def _latent_dim(cfg: ModelConfig) -> int:
+    """DeepSeek's latent: compressed KV, the shared RoPE key, and a sparse index where there is."""
+    latent, rope = cfg.need("kv_lora_rank"), cfg.need("qk_rope_head_dim")
+    return latent + rope + (cfg.number("index_head_dim") or 0)
+
+
+def _useful_window(cfg: ModelConfig, kinds: list[str], notes: list[str]) -> int | None:
+    """The window, or None where no allowed sequence outgrows it."""
+    if "sliding" not in kinds:
+        return None
+    window, longest = window_size(cfg), _max_positions(cfg)
+    if window is None:
+        raise ValueError(f"{cfg.name} has sliding layers but its config has no sliding_window")
+    if longest is not None and window >= longest:
+        notes.append(
+            f"sliding_window={window} never slides within max_position_embeddings={longest}: "
+            f"counted as full attention"
+        )
+        return None
+    return window
+
+
+def _note_empty_layers(cfg: ModelConfig, notes: list[str]) -> None:
+    if shared := cfg.first("num_kv_shared_layers"):
+        notes.append(f"the last {shared} layers read the cache of earlier ones and hold none")
+    if crossing := cfg.first("cross_attention_layers"):
+        notes.append(
+            f"{len(crossing)} cross-attention layers hold the image's keys and values, which do "
+            f"not grow with the text; not counted"
+        )
+
+
+def _max_positions(cfg: ModelConfig) -> int | None:
+    return cfg.number("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
+
+
+def _dtype(cfg: ModelConfig, notes: list[str]) -> torch.dtype:
+    name = cfg.first("dtype", "torch_dtype")
+    if name is None:
+        notes.append("the config names no dtype; bfloat16 is assumed")
+        return torch.bfloat16
+    text = str(name).removeprefix("torch.")
+    if text not in _DTYPES:
+        raise ValueError(f"dtype={text!r} of {cfg.name}; supported: {', '.join(_DTYPES)}")
+    return _DTYPES[text]

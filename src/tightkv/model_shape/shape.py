@@ -1,0 +1,105 @@
+"""LayerShape and ModelShape: the numbers that decide how large a cache gets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+KINDS = ("full", "sliding", "chunked", "linear", "mla", "none")
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one layer keeps for a sequence.
+
+    full: keys and values of every token. sliding, chunked: those of the last `window` tokens at
+    most. mla: one latent vector a token. linear: a state of constant size (convolution, Mamba,
+    linear attention). none: nothing (an MLP layer, or one that reads another layer's cache).
+    A full layer with state_bytes > 0 has attention and a recurrent part side by side.
+    """
+
+    kind: str
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    value_head_dim: int = 0
+    window: int | None = None
+    latent_dim: int = 0
+    """mla: numbers a token (latent, RoPE key and, where there is one, sparse index)."""
+    state_bytes: int | None = 0
+    """Bytes of the constant state a sequence; None where the config does not tell."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"layer kind {self.kind!r}; supported: {', '.join(KINDS)}")
+
+    @property
+    def grows(self) -> bool:
+        """Whether each further token costs memory without limit."""
+        return self.kind in ("full", "mla")
+
+    @property
+    def elements_per_token(self) -> int:
+        """Numbers kept for a token inside the window."""
+        if self.kind == "mla":
+            return self.latent_dim
+        return self.num_kv_heads * (self.head_dim + self.value_head_dim)
+
+    def tokens_kept(self, tokens: int) -> int:
+        """How many of a sequence's `tokens` the layer holds."""
+        return tokens if self.window is None else min(tokens, self.window)
+
+    def uncompressed_bytes(self, tokens: int, element_bytes: int = 2) -> int:
+        """Bytes of one sequence of `tokens` tokens when nothing is compressed."""
+        kept = self.tokens_kept(tokens) * self.elements_per_token * element_bytes
+        return kept + (self.state_bytes or 0)
+
+    def shard(self, ranks: int) -> LayerShape:
+        """The part of one of `ranks` tensor-parallel ranks: heads are split, then repeated.
+
+        A latent (mla) has no heads and is kept whole on every rank.
+        """
+        heads = self.num_kv_heads
+        if ranks < 1 or (heads and heads % ranks and ranks % heads):
+            raise ValueError(
+                f"{heads} KV heads cannot be shared by {ranks} ranks; one number must be a "
+                f"multiple of the other"
+            )
+        state = None if self.state_bytes is None else -(-self.state_bytes // ranks)
+        return replace(self, num_kv_heads=max(1, heads // ranks) if heads else 0, state_bytes=state)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder's layers and the sizes around them."""
+
+    name: str
+    model_type: str
+    layers: tuple[LayerShape, ...]
+    num_heads: int
+    hidden_size: int
+    vocab_size: int
+    dtype: torch.dtype
+    max_positions: int | None
+    notes: tuple[str, ...] = ()
+    """What a reader of the numbers should know, one sentence each."""
+    folder: Path | None = None
+    """Where the config was found, if on disk: the weights may be beside it."""
+    config: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    """The language model's part of config.json, defaults of its family filled in."""
+    composite: bool = False
+    """Whether the language model is one part of a larger model (vision, audio)."""
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    def groups(self) -> list[tuple[int, LayerShape]]:
+        """(count, shape) of each distinct shape, in order of first appearance."""
+        counts: dict[LayerShape, int] = {}
+        for layer in self.layers:
+            counts[layer] = counts.get(layer, 0) + 1
+        return [(count, layer) for layer, count in counts.items()]

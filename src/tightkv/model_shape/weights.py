@@ -1,0 +1,163 @@
+"""How many bytes a model's weights take: counted on disk, or estimated from its config."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tightkv.model_shape.shape import LayerShape, ModelShape
+from tightkv.model_shape.source import ModelConfig
+
+# Matrices of one MLP: gate, up and down, or up and down alone.
+_GATED, _PLAIN = 3, 2
+_MLP = {
+    **dict.fromkeys(
+        (
+            "deepseek_v2",
+            "deepseek_v3",
+            "gemma",
+            "gemma2",
+            "gemma3_text",
+            "gpt_oss",
+            "granite",
+            "llama",
+            "mistral",
+            "mixtral",
+            "olmo2",
+            "olmo3",
+            "phi3",
+            "qwen2",
+            "qwen2_moe",
+            "qwen3",
+            "qwen3_moe",
+            "smollm3",
+        ),
+        _GATED,
+    ),
+    **dict.fromkeys(("falcon", "gpt2", "gpt_bigcode", "starcoder2"), _PLAIN),
+}
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """Weights found in a folder; `parameters` is None where the format hides the count."""
+
+    bytes: int
+    parameters: int | None
+
+
+def stored_weights(folder: Path) -> StoredWeights | None:
+    """The weights a folder would load, or None where it has none."""
+    files = _safetensors_files(folder)
+    if files:
+        total = parameters = 0
+        for path in files:
+            file_bytes, file_parameters = _read_safetensors_header(path)
+            total, parameters = total + file_bytes, parameters + file_parameters
+        return StoredWeights(total, parameters)
+    files = sorted(folder.glob("pytorch_model*.bin"))
+    if files:
+        return StoredWeights(sum(path.stat().st_size for path in files), None)
+    return None
+
+
+def _safetensors_files(folder: Path) -> list[Path]:
+    """What transformers would load: the indexed shards, else model.safetensors, else any."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        missing = sorted(name for name in names if not (folder / name).is_file())
+        if missing:
+            return []  # an index without its shards: nothing to measure
+        return [folder / name for name in sorted(names)]
+    single = folder / "model.safetensors"
+    return [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+
+
+def _read_safetensors_header(path: Path) -> tuple[int, int]:
+    """(bytes of all tensors, number of elements) without reading the tensors."""
+    with path.open("rb") as file:
+        start = file.read(8)
+        if len(start) < 8:
+            raise ValueError(f"{path} is not a safetensors file: it has {len(start)} bytes")
+        (length,) = struct.unpack("<Q", start)
+        if length > path.stat().st_size:
+            raise ValueError(f"{path} is not a whole safetensors file: its header is cut off")
+        try:
+            header: Mapping[str, Any] = json.loads(file.read(length))
+        except (json.JSONDecodeError, UnicodeDecodeError):
+            raise ValueError(f"{path} is not a safetensors file: its header is no JSON") from None
+    tensors = [entry for name, entry in header.items() if name != "__metadata__"]
+    total = sum(t["data_offsets"][1] - t["data_offsets"][0] for t in tensors)
+    return total, sum(math.prod(t["shape"]) for t in tensors)
+
+
+def weights_dtype(shape: ModelShape) -> str | None:
+    """What the checkpoint stores: its dtype, or that of its quantization; None where unclear."""
+    quantization = shape.config.get("quantization_config")
+    if not isinstance(quantization, Mapping):
+        return str(shape.dtype).removeprefix("torch.")
+    method, bits = quantization.get("quant_method"), quantization.get("bits")
+    if method in ("fp8", "fbgemm_fp8", "modelopt_fp8"):
+        return "fp8"
+    if method == "mxfp4" or bits == 4 or quantization.get("load_in_4bit"):
+        return "int4"
+    if bits == 8 or quantization.get("load_in_8bit"):
+        return "int8"
+    return None
+
+
+def estimate_parameters(shape: ModelShape) -> int | None:
+    """Parameters of a standard decoder-only transformer; None for families not known here.
+
+    Vision and audio towers, norms and biases are not in it.
+    """
+    cfg = ModelConfig(shape.config, shape.name, None, False)
+    if shape.model_type not in _MLP or any(layer.state_bytes for layer in shape.layers):
+        return None
+    embeddings = 1 if cfg.values.get("tie_word_embeddings") else 2
+    total = embeddings * shape.vocab_size * shape.hidden_size
+    if shape.model_type in ("gpt2", "gpt_bigcode"):
+        total += (shape.max_positions or 0) * shape.hidden_size
+    for index, layer in enumerate(shape.layers):
+        total += _attention(cfg, shape, layer) + _mlp(cfg, shape, index)
+    return total
+
+
+def _attention(cfg: ModelConfig, shape: ModelShape, layer: LayerShape) -> int:
+    hidden, heads = shape.hidden_size, shape.num_heads
+    if layer.kind != "mla":
+        queries, outputs = heads * layer.head_dim, heads * layer.value_head_dim
+        return hidden * (queries + layer.elements_per_token + outputs)
+    nope, rope = cfg.need("qk_nope_head_dim"), cfg.need("qk_rope_head_dim")
+    value, rank = cfg.need("v_head_dim"), cfg.need("kv_lora_rank")
+    query_rank, queries = cfg.number("q_lora_rank"), heads * (nope + rope)
+    query = hidden * queries if query_rank is None else query_rank * (hidden + queries)
+    down, up = hidden * (rank + rope), rank * heads * (nope + value)
+    return query + down + up + heads * value * hidden
+
+
+def _mlp(cfg: ModelConfig, shape: ModelShape, index: int) -> int:
+    hidden, matrices = shape.hidden_size, _MLP[shape.model_type]
+    dense = cfg.number("intermediate_size", "n_inner", "ffn_hidden_size") or 4 * hidden
+    experts = cfg.number("num_local_experts", "num_experts", "n_routed_experts")
+    if experts is None or not _is_sparse(cfg, index):
+        return matrices * hidden * dense
+    width = cfg.number("moe_intermediate_size") or dense
+    shared = cfg.number("shared_expert_intermediate_size")
+    if shared is None:
+        shared = (cfg.first("n_shared_experts") or 0) * width
+    return hidden * experts + matrices * hidden * (experts * width + shared)
+
+
+def _is_sparse(cfg: ModelConfig, index: int) -> bool:
+    if index < (cfg.first("first_k_dense_replace") or 0):
+        return False
+    if index in (cfg.first("mlp_only_layers") or ()):
+        return False
+    return (index + 1) % (cfg.number("decoder_sparse_step") or 1) == 0

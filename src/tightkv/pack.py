@@ -1,0 +1,142 @@
+"""Codes to bytes and back, exactly, for every width from 1 to 8 bits.
+
+The order of bits is chosen for the decoders (docs/layout.md): inside a little-endian word,
+one mask brings eight codes to the low bits of its eight nibbles, which is what the GPU's
+byte-permute and the CPU's byte-shuffle instructions take as table indices.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+CODES_PER_UNIT = 16  # a packed row holds whole units
+
+
+def packed_bytes(count: int, bits: int) -> int:
+    """Bytes of a packed row of `count` codes: exactly count * bits / 8."""
+    _check(count, bits)
+    return count * bits // 8
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """uint8 codes [..., n] below 2**bits -> uint8 bytes [..., n * bits / 8]."""
+    if codes.dim() == 0:
+        raise ValueError("codes is a scalar; pack takes [..., n]")
+    if codes.dtype != torch.uint8:
+        raise ValueError(f"codes are {codes.dtype}; pack takes torch.uint8")
+    _check(codes.shape[-1], bits)
+    if bits == 8:
+        return codes.contiguous()
+    if bits > 4:  # low nibbles first, then the high bits
+        return torch.cat([pack(codes & 15, 4), pack(codes >> 4, bits - 4)], -1)
+    return _PACK[bits](codes)
+
+
+def unpack(packed: Tensor, bits: int) -> Tensor:
+    """uint8 bytes [..., n * bits / 8] -> uint8 codes [..., n]."""
+    if packed.dim() == 0:
+        raise ValueError("packed is a scalar; unpack takes [..., bytes]")
+    if packed.dtype != torch.uint8:
+        raise ValueError(f"packed bytes are {packed.dtype}; unpack takes torch.uint8")
+    _check_bits(bits)
+    count, rest = divmod(packed.shape[-1] * 8, bits)
+    if rest or count % CODES_PER_UNIT:
+        raise ValueError(
+            f"{packed.shape[-1]} bytes are no row of {bits}-bit codes; "
+            f"a row holds a multiple of {CODES_PER_UNIT} codes"
+        )
+    if bits == 8:
+        return packed.contiguous()
+    if bits > 4:
+        low = packed[..., : count // 2]
+        return unpack(low, 4) | (unpack(packed[..., count // 2 :], bits - 4) << 4)
+    return _UNPACK[bits](packed)
+
+
+def _check_bits(bits: int) -> None:
+    if bits not in range(1, 9):
+        raise ValueError(f"bits={bits}; supported: 1 to 8")
+
+
+def _check(count: int, bits: int) -> None:
+    _check_bits(bits)
+    if count <= 0 or count % CODES_PER_UNIT:
+        raise ValueError(f"{count} codes; a row holds a multiple of {CODES_PER_UNIT} codes")
+
+
+# Each byte holds a low and a high nibble: nibble 2k and 2k+1 of its word.
+
+
+def _pack1(codes: Tensor) -> Tensor:
+    c = codes.unflatten(-1, (-1, 8))
+    return (c << _range(8, codes)).sum(-1, dtype=torch.uint8)
+
+
+def _unpack1(packed: Tensor) -> Tensor:
+    return ((packed.unsqueeze(-1) >> _range(8, packed)) & 1).flatten(-2)
+
+
+def _pack2(codes: Tensor) -> Tensor:
+    # 16 codes a 32-bit word: code 8h + n sits at bit 4n + 2h.
+    c = codes.unflatten(-1, (-1, 2, 4, 2))  # [..., word, h, byte, nibble]
+    first, second = c[..., 0, :, :], c[..., 1, :, :]
+    nibbles = first | (second << 2)
+    return (nibbles[..., 0] | (nibbles[..., 1] << 4)).flatten(-2)
+
+
+def _unpack2(packed: Tensor) -> Tensor:
+    b = packed.unflatten(-1, (-1, 1, 4, 1))
+    shifts = torch.tensor([[0, 4], [2, 6]], dtype=torch.uint8, device=packed.device)
+    return ((b >> shifts.view(2, 1, 2)) & 3).flatten(-4)
+
+
+def _word3(count: int) -> int:
+    """Word width of 3-bit rows: 32 bits, or 16 where the row is an odd number of units."""
+    return 32 if count % 32 == 0 else 16
+
+
+def _pack3(codes: Tensor) -> Tensor:
+    # A group is `word` codes in 3 words. A word's nibbles hold 3-bit codes in their low bits;
+    # the spare top bits of the 3 words are the 3 bits of the group's last quarter of codes.
+    word = _word3(codes.shape[-1])
+    c = codes.unflatten(-1, (-1, 4, word // 8, 2))  # [..., group, quarter, byte, nibble]
+    head, spare = c[..., :3, :, :], c[..., 3:, :, :]
+    bit = (spare >> _range(3, codes).view(3, 1, 1)) & 1
+    nibbles = head | (bit << 3)
+    return (nibbles[..., 0] | (nibbles[..., 1] << 4)).flatten(-3)
+
+
+def _unpack3(packed: Tensor) -> Tensor:
+    count = packed.shape[-1] * 8 // 3
+    word = _word3(count)
+    b = packed.unflatten(-1, (-1, 3, word // 8))
+    nibbles = torch.stack([b & 15, b >> 4], -1)  # [..., group, 3, byte, nibble]
+    bit = (nibbles >> 3) << _range(3, packed).view(3, 1, 1)
+    spare = bit[..., 0, :, :] | bit[..., 1, :, :] | bit[..., 2, :, :]
+    return torch.cat([nibbles & 7, spare.unsqueeze(-3)], -3).flatten(-4)
+
+
+def _pack4(codes: Tensor) -> Tensor:
+    # 8 codes a 32-bit word. Nibble n holds the low three bits (the magnitude) of code n; the
+    # top bits (signs) of codes 0..3 are the tops of bytes 0..3, of codes 4..7 four bits lower.
+    c = codes.unflatten(-1, (-1, 8))
+    low = (c & 7).unflatten(-1, (4, 2))
+    top = (c >> 3).unflatten(-1, (2, 4))
+    bytes_ = low[..., 0] | (low[..., 1] << 4) | (top[..., 0, :] << 7) | (top[..., 1, :] << 3)
+    return bytes_.flatten(-2)
+
+
+def _unpack4(packed: Tensor) -> Tensor:
+    b = packed.unflatten(-1, (-1, 4))
+    low = torch.stack([b & 7, (b >> 4) & 7], -1).flatten(-2)
+    top = torch.cat([(b >> 4) & 8, b & 8], -1)
+    return (low | top).flatten(-2)
+
+
+def _range(n: int, like: Tensor) -> Tensor:
+    return torch.arange(n, dtype=torch.uint8, device=like.device)
+
+
+_PACK = {1: _pack1, 2: _pack2, 3: _pack3, 4: _pack4}
+_UNPACK = {1: _unpack1, 2: _unpack2, 3: _unpack3, 4: _unpack4}

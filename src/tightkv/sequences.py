@@ -1,0 +1,258 @@
+"""SequenceTable: which pages, ring slots and sinks belong to which sequence.
+
+Host bookkeeping alone, no cache bytes: layers that hold the same tokens share one table.
+Every change is planned whole before anything is changed, so a refused call leaves no trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from tightkv.config import KVQuantConfig
+
+
+@dataclass
+class SequenceState:
+    """Tokens [start, length) exist. Exact copies: ring [ring_start, length), first sink_count."""
+
+    start: int = 0
+    length: int = 0
+    ring_start: int = 0
+    sink_count: int = 0
+    pages: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class PageSeal:
+    """Page `page` of sequence `row` (its number `index`) completes with an append."""
+
+    row: int
+    index: int
+    page: int
+    keep: int  # leading tokens whose exact copy is gone
+    pad: int  # leading tokens that are left padding
+
+
+@dataclass(frozen=True)
+class AppendPlan:
+    """What every layer does when `counts[i]` tokens join sequence `rows[i]`."""
+
+    rows: tuple[int, ...]
+    counts: tuple[int, ...]
+    before: tuple[int, ...]  # lengths before
+    seals: tuple[PageSeal, ...]
+    copies: tuple[tuple[int, int], ...]  # page copies (from, to): a shared page is written
+    slots: tuple[tuple[int, int, int], ...]  # (i, token in the append, slot): codes of open pages
+    sinks: tuple[tuple[int, int, int], ...]  # (i, token in the append, sink index)
+
+
+class SequenceTable:
+    """Rows of sequences over one pool of pages, with reference counts for shared pages."""
+
+    def __init__(
+        self, cfg: KVQuantConfig, *, open_codes: bool = True, max_pages: int | None = None
+    ) -> None:
+        """`open_codes`: unfinished pages have codes too, not only their ring copy.
+
+        `max_pages` bounds the pool; None lets it grow.
+        """
+        self.page_size, self.sinks = cfg.page_size, cfg.sinks
+        self.ring_tokens = cfg.exact_pages * cfg.page_size
+        self.exact_pages, self.open_codes, self.max_pages = cfg.exact_pages, open_codes, max_pages
+        self.rows: list[SequenceState] = []
+        self.num_pages = 0  # pages ever handed out: the pool a layer must have
+        self._references: dict[int, int] = {}
+        self._free: list[int] = []
+        self._tensors: dict[str, tuple[Tensor, ...]] = {}
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def lengths(self) -> list[int]:
+        return [row.length for row in self.rows]
+
+    @property
+    def used_pages(self) -> int:
+        return len(self._references)
+
+    # --- rows ---
+    def add_rows(self, starts: Iterable[int]) -> list[int]:
+        """New empty sequences; the first starts[i] tokens appended to one are left padding."""
+        starts = list(starts)
+        if any(start < 0 for start in starts):
+            raise ValueError(f"starts={starts}; left padding cannot be negative")
+        first = len(self.rows)
+        self.rows += [SequenceState(start=start) for start in starts]
+        self._tensors.clear()
+        return list(range(first, len(self.rows)))
+
+    def clear(self) -> None:
+        """Forget every sequence; all pages are free."""
+        self.rows = []
+        self._references.clear()
+        self._free = list(range(self.num_pages))[::-1]
+        self._tensors.clear()
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Row i becomes a copy of what was row rows[i] (beam search, batch repeat, drop).
+
+        Pages are shared, not copied, until one of the sharers writes to one.
+        """
+        for row in rows:
+            self._check_row(row)
+        old = self.rows
+        self.rows = [replace(old[row], pages=list(old[row].pages)) for row in rows]
+        for state in self.rows:
+            for page in state.pages:
+                self._references[page] += 1
+        for state in old:
+            self._release(state.pages)
+        self._tensors.clear()
+
+    def crop(self, row: int, length: int) -> None:
+        """Drop the tokens from `length` on."""
+        self._check_row(row)
+        state = self.rows[row]
+        if not 0 <= length <= state.length:
+            raise ValueError(f"crop to {length}; sequence {row} holds {state.length} tokens")
+        keep = -(-length // self.page_size)
+        self._release(state.pages[keep:])
+        state.pages = state.pages[:keep]
+        state.length = length
+        state.ring_start = min(state.ring_start, length)
+        state.sink_count = min(state.sink_count, max(0, length - state.start))
+        self._tensors.clear()
+
+    def drop_exact(self, row: int) -> None:
+        """Forget a sequence's ring and sinks: accuracy is lost, data is not."""
+        self._check_row(row)
+        state = self.rows[row]
+        if not self.open_codes and state.length > self.page_size * len(state.pages):
+            raise ValueError(
+                f"sequence {row} has tokens in its ring alone; drop_exact needs open_codes=True"
+            )
+        state.ring_start, state.sink_count = state.length, 0
+        self._tensors.clear()
+
+    # --- append ---
+    def append(self, rows: Sequence[int], counts: Sequence[int]) -> AppendPlan:
+        """Grow rows[i] by counts[i] tokens and say what the layers must write."""
+        if len(rows) != len(counts) or len(set(rows)) != len(rows):
+            raise ValueError(f"rows={list(rows)}, counts={list(counts)}: one count for each row")
+        for row, count in zip(rows, counts, strict=True):
+            self._check_row(row)
+            if count < 0:
+                raise ValueError(f"counts={list(counts)}; a count cannot be negative")
+        self._check_room(rows, counts)
+        seals: list[PageSeal] = []
+        copies: list[tuple[int, int]] = []
+        slots: list[tuple[int, int, int]] = []
+        sinks: list[tuple[int, int, int]] = []
+        before = tuple(self.rows[row].length for row in rows)
+        for i, (row, count) in enumerate(zip(rows, counts, strict=True)):
+            state, size = self.rows[row], self.page_size
+            old, new = state.length, state.length + count
+            exact_from = min(state.ring_start, old)
+            copies += self._prepare_pages(state, old, new)
+            for index in range(old // size, new // size):
+                keep = max(0, min(size, exact_from - index * size))
+                pad = max(0, min(size, state.start - index * size))
+                seals.append(PageSeal(row, index, state.pages[index], keep, pad))
+            if self.open_codes:
+                for at in range(max(old, new // size * size), new):
+                    slot = state.pages[at // size] * size + at % size
+                    slots.append((i, at - old, slot))
+            for at in range(max(old, state.start), min(new, state.start + self.sinks)):
+                sinks.append((i, at - old, at - state.start))
+            state.length = new
+            if count:
+                oldest = ((new - 1) // size - self.exact_pages + 1) * size
+                state.ring_start = max(state.ring_start, oldest)
+                wanted = min(new, state.start + self.sinks) - state.start
+                if max(0, old - state.start) <= state.sink_count:  # no gap before the new ones
+                    state.sink_count = max(state.sink_count, wanted, 0)
+        self._tensors.clear()
+        return AppendPlan(
+            tuple(rows),
+            tuple(counts),
+            before,
+            tuple(seals),
+            tuple(copies),
+            tuple(slots),
+            tuple(sinks),
+        )
+
+    def _pages_for(self, length: int) -> int:
+        return -(-length // self.page_size) if self.open_codes else length // self.page_size
+
+    def _check_room(self, rows: Sequence[int], counts: Sequence[int]) -> None:
+        if self.max_pages is None:
+            return
+        needed = 0
+        for row, count in zip(rows, counts, strict=True):
+            state = self.rows[row]
+            needed += max(0, self._pages_for(state.length + count) - len(state.pages))
+            needed += len(self._shared_page_to_write(state, state.length + count))
+        free = self.max_pages - self.used_pages
+        if needed > free:
+            raise MemoryError(
+                f"append needs {needed} pages of {self.page_size} tokens; {free} of "
+                f"{self.max_pages} are free; free sequences or make the pool larger"
+            )
+
+    def _shared_page_to_write(self, state: SequenceState, new: int) -> list[int]:
+        """Number of the partly filled page this append writes to, if others read it too."""
+        index = state.length // self.page_size
+        writes = new > state.length and self._pages_for(new) > index
+        shared = index < len(state.pages) and self._references[state.pages[index]] > 1
+        return [index] if writes and shared else []
+
+    def _prepare_pages(self, state: SequenceState, old: int, new: int) -> list[tuple[int, int]]:
+        copies = []
+        for index in self._shared_page_to_write(state, new):
+            shared = state.pages[index]
+            state.pages[index] = self._take()
+            copies.append((shared, state.pages[index]))
+            self._release([shared])
+        while len(state.pages) < self._pages_for(new):
+            state.pages.append(self._take())
+        return copies
+
+    def _take(self) -> int:
+        page = self._free.pop() if self._free else self.num_pages
+        self.num_pages = max(self.num_pages, page + 1)
+        self._references[page] = 1
+        return page
+
+    def _release(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            self._references[page] -= 1
+            if not self._references[page]:
+                del self._references[page]
+                self._free.append(page)
+
+    def _check_row(self, row: int) -> None:
+        if not 0 <= row < len(self.rows):
+            raise ValueError(f"row={row}; this table has rows 0 to {len(self.rows) - 1}")
+
+    # --- tensors ---
+    def tensors(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """block_table [B, max_pages], lengths, starts, ring_starts, sink_counts: int32."""
+        key = str(device)
+        if key not in self._tensors:
+            width = max([len(row.pages) for row in self.rows], default=0)
+            table = [row.pages + [-1] * (width - len(row.pages)) for row in self.rows]
+            columns = [
+                [getattr(row, name) for row in self.rows]
+                for name in ("length", "start", "ring_start", "sink_count")
+            ]
+            blocks = torch.tensor(table, dtype=torch.int32).reshape(len(self.rows), width)
+            numbers = [torch.tensor(column, dtype=torch.int32) for column in columns]
+            self._tensors[key] = tuple(t.to(device) for t in (blocks, *numbers))
+        blocks, lengths, starts, ring_starts, sink_counts = self._tensors[key]
+        return blocks, lengths, starts, ring_starts, sink_counts

@@ -1,0 +1,143 @@
+"""Claims 1 and 3: the distortion of TurboQuant-MSE, from above and from below."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from tightkv.math.codebook import get_codebook
+from tightkv.math.lloyd import BetaLaw, expected_distortion
+from tightkv.math.quantize import TurboQuantMSE
+from tightkv.validate.inputs import UNIT_KINDS, unit_vectors
+from tightkv.validate.rows import Claim, Options, Progress
+from tightkv.validate.stats import mean_and_half_width
+
+BITS = (1, 2, 3, 4)
+TOLERANCE = 0.03  # of the Lloyd-Max value
+UPPER = math.sqrt(3) * math.pi / 2  # Theorem 1: distortion <= UPPER * 4**-bits
+VECTORS = 16  # under each rotation
+
+
+def squared_errors(
+    options: Options,
+    kind: str,
+    bits: int,
+    *,
+    codebook: str = "fp8",
+    rotation: str = "hadamard",
+    scale_mode: str = "norm",
+) -> Tensor:
+    """Mean squared error of unit vectors of this kind under each of many rotations, [rotations]."""
+    rotations = options.samples(256, 128)
+    x = unit_vectors(kind, options.stream(f"unit {kind}"), rotations * VECTORS, options.dim)
+    errors = []
+    for i, part in enumerate(x.split(VECTORS)):
+        quantizer = TurboQuantMSE(
+            options.dim,
+            bits,
+            scale_mode=scale_mode,
+            codebook=codebook,
+            rotation=rotation,
+            seed=options.stream("rotations") + i,
+        )
+        rest = quantizer.decode(quantizer.encode(part)) - part
+        errors.append(rest.square().sum(-1).mean())
+    return torch.stack(errors)
+
+
+def lloyd_max(codebook: str, bits: int, dim: int) -> float:
+    """The distortion this book must have: its cells integrated under the exact law at `dim`."""
+    magnitudes = get_codebook(codebook, bits, dim).magnitudes
+    return expected_distortion(BetaLaw(dim), torch.tensor(magnitudes, dtype=torch.float64))
+
+
+def check(options: Options, progress: Progress) -> list[Claim]:
+    """Theorem 1, the Lloyd-Max value for every book, rotation and input, and Theorem 3."""
+    rows: list[Claim] = []
+    worst = dict.fromkeys(BITS, 0.0)  # largest mean distortion at each width
+    for codebook, rotation in (
+        ("fp8", "hadamard"),
+        ("gaussian", "hadamard"),
+        ("beta", "hadamard"),
+        ("fp8", "haar"),
+    ):
+        progress(f"distortion: {codebook} book, {rotation} rotation")
+        for bits in BITS:
+            samples = squared_errors(options, "uneven", bits, codebook=codebook, rotation=rotation)
+            row = _lloyd_max_row(options, codebook, rotation, bits, samples)
+            rows.append(row)
+            worst[bits] = max(worst[bits], row.measured)
+    progress("distortion: hard inputs")
+    for kind in UNIT_KINDS:
+        row, means = _hard_input_row(options, kind)
+        rows.append(row)
+        worst = {bits: max(worst[bits], means[bits]) for bits in BITS}
+    top = [_theorem_1_row(bits, measured) for bits, measured in worst.items()]
+    progress("distortion: scaling with the bits")
+    return top + rows + [_theorem_3_row(options, bits) for bits in range(1, 9)]
+
+
+def _theorem_1_row(bits: int, measured: float) -> Claim:
+    return Claim(
+        section="1 distortion",
+        claim="MSE below sqrt(3) pi / 2 * 4^-b",
+        setting=f"{bits} bits, largest of all settings below",
+        measured=measured,
+        upper=UPPER * 4.0**-bits,
+    )
+
+
+def _lloyd_max_row(
+    options: Options, codebook: str, rotation: str, bits: int, samples: Tensor
+) -> Claim:
+    mean, half_width = mean_and_half_width(samples)
+    want = lloyd_max(codebook, bits, options.dim)
+    return Claim(
+        section="1 distortion",
+        claim="MSE within 3% of Lloyd-Max",
+        setting=f"{bits} bits, {codebook} book, {rotation}",
+        measured=mean,
+        half_width=half_width,
+        lower=want * (1 - TOLERANCE),
+        upper=want * (1 + TOLERANCE),
+        detail={
+            "bits": bits,
+            "lloyd_max": want,
+            "lloyd_max_gaussian_limit": get_codebook(codebook, bits, options.dim).distortion,
+        },
+    )
+
+
+def _hard_input_row(options: Options, kind: str) -> tuple[Claim, dict[int, float]]:
+    """Haar rotations treat every input alike; the width with the largest deviation counts."""
+    means = {}
+    for bits in BITS:
+        samples = squared_errors(options, kind, bits, codebook="beta", rotation="haar")
+        means[bits] = mean_and_half_width(samples)[0]
+    ratios = {bits: means[bits] / lloyd_max("beta", bits, options.dim) for bits in BITS}
+    claim = Claim(
+        section="1 distortion",
+        claim="hard inputs: MSE over Lloyd-Max",
+        setting=f"{kind} vectors, haar, worst of 1 to 4 bits",
+        measured=max(ratios.values(), key=lambda ratio: abs(ratio - 1)),
+        lower=1 - TOLERANCE,
+        upper=1 + TOLERANCE,
+        detail={f"ratio_{bits}_bits": ratio for bits, ratio in ratios.items()},
+    )
+    return claim, means
+
+
+def _theorem_3_row(options: Options, bits: int) -> Claim:
+    samples = squared_errors(options, "uneven", bits, codebook="beta")
+    mean, half_width = mean_and_half_width(samples)
+    return Claim(
+        section="3 scaling",
+        claim="MSE * 4^b between 1 and sqrt(3) pi / 2",
+        setting=f"{bits} bits, beta book",
+        measured=mean * 4.0**bits,
+        half_width=half_width * 4.0**bits,
+        lower=1.0,
+        upper=UPPER,
+    )

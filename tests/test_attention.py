@@ -1,0 +1,237 @@
+import math
+
+import pytest
+import torch
+from helpers import add, exact_attention, make_cache, tokens
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tightkv.attention import attend
+from tightkv.config import KVQuantConfig
+
+CFG = KVQuantConfig(page_size=32, sinks=2)
+
+
+def query(rows, lq, heads, dim=64, seed=11):
+    return torch.randn(rows, lq, heads, dim, generator=torch.Generator().manual_seed(seed))
+
+
+def poison(cache):
+    """NaN wherever nothing was written: unused pages, open tails, stale ring and sinks."""
+    view, size = cache.view(), cache.layout.page_size
+    used = {p for row in cache.table.rows for p in row.pages}
+    for page in set(range(len(cache.pages))) - used:
+        cache.pages[page] = 0xFF
+    for b, row in enumerate(cache.table.rows):
+        coded = row.ring_start if not cache.table.open_codes else row.length
+        for at in range(coded, len(row.pages) * size):
+            page = torch.tensor([row.pages[at // size]])
+            for side in ("key", "value"):
+                fields = {
+                    name: x[:1, :, 0] * 0 + (255 if x.dtype == torch.uint8 else math.nan)
+                    for name, x in cache.layout.read(cache.pages[page], side).items()
+                }
+                for name, x in fields.items():
+                    if x.dtype == torch.uint8:
+                        bits = cache.layout.planes[side, name].field.bits
+                        fields[name] = x & (2**bits - 1)
+                cache.layout.write_tokens(
+                    cache.pages, page, torch.tensor([at % size]), side, fields
+                )
+        ring = view.ring_key.shape[1]
+        live = {p % ring for p in range(row.ring_start, row.length)}
+        for slot in set(range(ring)) - live:
+            view.ring_key[b, slot] = view.ring_value[b, slot] = math.nan
+        view.sink_key[b, row.sink_count :] = view.sink_value[b, row.sink_count :] = math.nan
+
+
+@given(
+    lengths=st.lists(
+        st.sampled_from([0, 1, 31, 32, 33, 63, 64, 65, 95, 130, 201]), min_size=1, max_size=3
+    ),
+    lq=st.sampled_from([1, 2, 7]),
+    group=st.sampled_from([1, 3, 4]),
+    bits=st.sampled_from([(4, 4), (3, 2), (8, 3), (16, 4)]),
+    open_codes=st.booleans(),
+    window=st.sampled_from([None, 1, 40]),
+    softcap=st.sampled_from([None, 3.0]),
+)
+@settings(max_examples=40, deadline=None)
+def test_equals_exact_attention_over_what_the_cache_holds(
+    lengths, lq, group, bits, open_codes, window, softcap
+):
+    cfg = CFG.replace(key_bits=bits[0], value_bits=bits[1])
+    cache = make_cache(cfg, rows=len(lengths), open_codes=open_codes)
+    if max(lengths):
+        add(cache, *tokens(len(lengths), max(lengths)), counts=lengths)
+    poison(cache)
+    k, v = cache.dequantize()
+    assert torch.isfinite(k).all() and torch.isfinite(v).all()
+    q = query(len(lengths), lq, 2 * group)
+    out, lse = attend(cache, q, window=window, softcap=softcap)
+    expected, expected_lse = exact_attention(
+        q, k, v, lengths=lengths, window=window, softcap=softcap
+    )
+    torch.testing.assert_close(out.double(), expected, atol=3e-5, rtol=1e-4)
+    torch.testing.assert_close(lse, expected_lse, atol=3e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        KVQuantConfig(key_method="prod", key_bits=3),
+        KVQuantConfig(value_method="group", value_bits=2),
+        KVQuantConfig(key_method="group", value_method="absmax"),
+        KVQuantConfig(key_bits=2, value_bits=3, outlier_share=0.25),
+        KVQuantConfig(rotation="none", mean_bits=8),
+        KVQuantConfig(rotation="haar", codebook="beta"),
+    ],
+    ids=lambda c: f"{c.name}-{c.rotation}",
+)
+@pytest.mark.parametrize("dim", [64, 80])
+def test_every_method_attends_over_what_it_decodes(cfg, dim):
+    cfg = cfg.replace(page_size=32, group_size=16)
+    cache = make_cache(cfg, rows=2, dim=dim)
+    add(cache, *tokens(2, 140, dim=dim), counts=[140, 77])
+    k, v = cache.dequantize()
+    q = query(2, 3, 4, dim)
+    out, _ = attend(cache, q)
+    expected, _ = exact_attention(q, k, v, lengths=[140, 77])
+    torch.testing.assert_close(out.double(), expected, atol=5e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("key_bits,value_bits,most", [(8, 8, 0.02), (4, 4, 0.2), (3, 3, 0.3)])
+def test_close_to_exact_attention(key_bits, value_bits, most):
+    """Statistical bound on the whole path: sqrt of the distortions, ring and sinks helping."""
+    cache = make_cache(CFG.replace(key_bits=key_bits, value_bits=value_bits))
+    key, value = tokens(2, 400)
+    add(cache, key, value)
+    q = query(2, 4, 4)
+    out, _ = attend(cache, q)
+    expected, _ = exact_attention(q, key, value, lengths=[400, 400])
+    error = float((out - expected).norm() / expected.norm())
+    assert 0.002 < error < most
+
+
+def test_new_tokens_follow_the_cache_exactly():
+    key, value = tokens(2, 170)
+    cache = make_cache(CFG)
+    add(cache, key[:, :130], value[:, :130], counts=[130, 60])
+    k, v = cache.dequantize()
+    q = query(2, 40, 4)
+    new_key, new_value = key[:, 130:], value[:, 130:]
+    out, lse = attend(cache, q, new_key=new_key, new_value=new_value)
+    for row, n in enumerate((130, 60)):
+        k_all = torch.cat([k[row : row + 1, :n], new_key[row : row + 1]], 1)
+        v_all = torch.cat([v[row : row + 1, :n], new_value[row : row + 1]], 1)
+        expected, expected_lse = exact_attention(q[row : row + 1], k_all, v_all, lengths=[n + 40])
+        torch.testing.assert_close(out[row : row + 1].double(), expected, atol=3e-5, rtol=1e-4)
+        torch.testing.assert_close(lse[row : row + 1], expected_lse, atol=3e-5, rtol=1e-4)
+
+
+def test_left_padding_positions_and_masks():
+    cache = make_cache(CFG, starts=[0, 50])
+    add(cache, *tokens(2, 120))
+    k, v = cache.dequantize()
+    q = query(2, 3, 6)
+    out, _ = attend(cache, q)
+    expected, _ = exact_attention(q, k, v, lengths=[120, 120], starts=[0, 50])
+    torch.testing.assert_close(out.double(), expected, atol=3e-5, rtol=1e-4)
+
+    generator = torch.Generator().manual_seed(0)
+    for shape in ((2, 6, 3, 120), (1, 1, 3, 120)):
+        for mask in (
+            torch.rand(shape, generator=generator) > 0.5,
+            torch.randn(shape, generator=generator),
+        ):
+            out, _ = attend(cache, q, mask=mask)
+            expected, _ = exact_attention(q, k, v, lengths=[120, 120], starts=[0, 50], mask=mask)
+            torch.testing.assert_close(out.double(), expected, atol=3e-5, rtol=1e-4)
+
+    positions = torch.tensor([[119, -1, 30], [70, 60, 49]])
+    out, lse = attend(cache, q, positions=positions)
+    assert not out[0, 1].any() and torch.isneginf(lse[0, 1]).all()
+    assert not out[1, 2].any() and torch.isneginf(lse[1, 2]).all(), "only padding before it"
+    one, _ = exact_attention(q[:1, 2:], k[:1], v[:1], lengths=[31])
+    torch.testing.assert_close(out[:1, 2:].double(), one, atol=3e-5, rtol=1e-4)
+    everything, _ = attend(cache, q[:, :1], causal=False, positions=positions[:, 2:])
+    last, _ = attend(cache, q[:, :1])
+    torch.testing.assert_close(everything, last)
+
+
+def test_fully_masked_rows_are_zero_not_nan():
+    cache = make_cache(CFG)
+    add(cache, *tokens(2, 70))
+    mask = torch.zeros(2, 1, 1, 70, dtype=torch.bool)
+    mask[1] = True
+    out, lse = attend(cache, query(2, 1, 4), mask=mask)
+    assert not out[0].any() and torch.isneginf(lse[0]).all()
+    assert out[1].any() and torch.isfinite(lse[1]).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(dtype):
+    cache = make_cache(CFG, dtype=dtype)
+    key, value = (x.to(dtype) for x in tokens(2, 100))
+    add(cache, key, value)
+    assert torch.equal(cache.dequantize()[0][:, 64:], key[:, 64:])
+    q = query(2, 2, 4).to(dtype)
+    out, lse = attend(cache, q)
+    assert out.dtype == dtype and lse.dtype == torch.float32
+    k, v = cache.dequantize()
+    expected, _ = exact_attention(q, k, v, lengths=[100, 100])
+    torch.testing.assert_close(out.double(), expected, atol=2e-2, rtol=2e-2)
+
+
+def test_long_sequences_go_in_steps(monkeypatch):
+    from tightkv.kernels import reference
+
+    cache = make_cache(CFG)
+    add(cache, *tokens(2, 500), counts=[500, 180])
+    q = query(2, 2, 4)
+    whole, _ = attend(cache, q)
+    monkeypatch.setattr(reference, "_STEP_BYTES", 2 * 4 * 2 * 64 * 32 * 3)  # three pages a step
+    stepped, _ = attend(cache, q)
+    torch.testing.assert_close(stepped, whole, atol=1e-5, rtol=1e-5)
+    again = make_cache(CFG)
+    add(again, *tokens(2, 500), counts=[500, 180])
+    assert torch.equal(again.pages, cache.pages)
+
+
+def test_no_sequences():
+    cache = make_cache(CFG, rows=0, starts=[])
+    out, lse = attend(cache, torch.zeros(0, 1, 4, 64))
+    assert out.shape == (0, 1, 4, 64) and lse.shape == (0, 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        (
+            {"query": torch.zeros(2, 4, 64)},
+            r"query has shape \[2, 4, 64\]; expected \[2, \*, \*, 64\]",
+        ),
+        ({"query": torch.zeros(3, 1, 4, 64)}, r"expected \[2, "),
+        ({"query": torch.zeros(2, 1, 4, 32)}, r"expected \[2, "),
+        ({"query": torch.zeros(2, 1, 3, 64)}, "query has 3 heads; the cache has 2"),
+        ({"query": torch.zeros(2, 1, 4, 64, dtype=torch.int32)}, "torch.int32"),
+        ({"query": torch.zeros(2, 1, 4, 64, device="meta")}, "on meta"),
+        ({"window": 0}, "window=0"),
+        ({"softcap": -1.0}, "softcap=-1.0"),
+        ({"new_key": torch.zeros(2, 1, 2, 64)}, "go together"),
+        (
+            {"new_key": torch.zeros(2, 1, 2, 64), "new_value": torch.zeros(2, 2, 2, 64)},
+            "new_value has shape",
+        ),
+        ({"positions": torch.zeros(2, 2, dtype=torch.long)}, "positions has shape"),
+        ({"mask": torch.ones(2, 3, 1, 70, dtype=torch.bool)}, "mask has shape"),
+        ({"mask": torch.ones(2, 1, 1, 69, dtype=torch.bool)}, "mask covers 69 tokens"),
+    ],
+)
+def test_bad_operands(options, word):
+    cache = make_cache(CFG)
+    add(cache, *tokens(2, 70))
+    options = {"query": torch.zeros(2, 1, 4, 64), **options}
+    with pytest.raises(ValueError, match=word):
+        attend(cache, **options)
+    assert attend(cache, torch.zeros(2, 1, 4, 64))[0].shape == (2, 1, 4, 64)

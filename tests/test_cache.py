@@ -1,0 +1,286 @@
+import pytest
+import torch
+from helpers import add, make_cache, tokens
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tightkv.config import PRESETS, KVQuantConfig
+from tightkv.layout import PageLayout
+from tightkv.sequences import SequenceTable
+
+CFG = KVQuantConfig(page_size=32, sinks=2)
+
+
+def page_bytes(cache, row):
+    """The bytes of a row's pages, wherever they lie in the pool."""
+    return cache.pages[cache.table.rows[row].pages]
+
+
+def relative_error(a, b):
+    return float((a - b).square().sum() / a.square().sum())
+
+
+@pytest.mark.parametrize("open_codes", [True, False])
+@pytest.mark.parametrize("dim", [64, 80, 96, 112, 128, 192, 256])
+@pytest.mark.parametrize("name", PRESETS)
+def test_allocated_bytes_are_the_claimed_bytes(name, dim, open_codes):
+    cfg = KVQuantConfig.preset(name)
+    cache = make_cache(cfg, dim=dim, dtype=torch.bfloat16, open_codes=open_codes)
+    key, value = tokens(2, 150, dim=dim)
+    add(cache, key, value)
+    assert cache.allocated_bytes() == cache.layout.total_bytes(150, 2, open_codes)
+    assert (
+        cache.pages.numel() == sum(len(r.pages) for r in cache.table.rows) * cache.layout.page_bytes
+    )
+    assert cache.layout.bytes_per_token * cfg.page_size == cache.layout.page_bytes
+
+
+@given(
+    cuts=st.lists(st.integers(1, 70), min_size=1, max_size=8),
+    open_codes=st.booleans(),
+    page=st.sampled_from([32, 64]),
+)
+@settings(max_examples=30)
+def test_appending_in_pieces_gives_the_bytes_of_appending_at_once(cuts, open_codes, page):
+    cfg = CFG.replace(page_size=page)
+    key, value = tokens(2, sum(cuts))
+    whole, pieces = (make_cache(cfg, open_codes=open_codes) for _ in range(2))
+    add(whole, key, value)
+    at = 0
+    for n in cuts:
+        add(pieces, key[:, at : at + n], value[:, at : at + n])
+        at += n
+    sealed = sum(cuts) // page
+    for row in range(2):
+        # Codes of an open page may hold leftovers past the length; sealed ones are equal.
+        assert torch.equal(page_bytes(whole, row)[:sealed], page_bytes(pieces, row)[:sealed])
+    for a, b in zip(whole.dequantize(), pieces.dequantize(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_ring_and_sinks_are_exact_and_pages_are_close():
+    cache = make_cache(CFG)
+    key, value = tokens(2, 32 * 5 + 7)
+    add(cache, key, value)
+    state = cache.table.rows[0]
+    assert (state.length, state.ring_start, state.sink_count) == (167, 32 * 4, 2)
+    k, v = cache.dequantize()
+    for exact, seen in ((key, k), (value, v)):
+        assert torch.equal(seen[:, 128:], exact[:, 128:])
+        assert torch.equal(seen[:, :2], exact[:, :2])
+        assert not torch.equal(seen[:, 2:128], exact[:, 2:128])
+    assert relative_error(value[:, 2:128], v[:, 2:128]) == pytest.approx(0.0092, rel=0.1)
+    # The bias (4 of 5 parts of the energy) costs nothing once pages are centered.
+    assert relative_error(key[:, 2:128], k[:, 2:128]) < 0.0095 / 4
+
+
+def test_centering_is_chosen_per_token_and_marked_by_the_sign():
+    cfg = CFG.replace(sinks=0, exact_pages=1)
+    cache = make_cache(cfg, rows=1)
+    key, value = tokens(1, 64, bias=4.0)
+    key[:, 5] = -0.2 * key[:, 6]  # far from the mean, small: better left alone
+    add(cache, key, value)
+    scale = cache.layout.read(cache.pages[0], "key")["scale"][..., 0]  # [heads, page_size]
+    centered = torch.signbit(scale)
+    assert not centered[:, 5].any()
+    assert centered[:, torch.arange(32) != 5].all()
+    assert relative_error(key[:, :32], cache.dequantize()[0][:, :32]) < 0.002
+    plain = make_cache(cfg.replace(key_centering="none"), rows=1)
+    add(plain, key, value)
+    assert not torch.signbit(plain.layout.read(plain.pages[0], "key")["scale"]).any()
+    assert relative_error(key[:, :32], plain.dequantize()[0][:, :32]) > 0.008
+
+
+def test_identical_keys_have_zero_scale_and_are_exact_through_the_mean():
+    cache = make_cache(CFG.replace(sinks=0, exact_pages=1), rows=1)
+    key = torch.ones(1, 64, 2, 64) * 3
+    add(cache, key, key)
+    assert torch.allclose(cache.dequantize()[0][:, :32], key[:, :32], atol=2e-2)
+
+
+@pytest.mark.parametrize("open_codes", [True, False])
+def test_crop_inside_the_ring_and_going_on_is_as_if_nothing_happened(open_codes):
+    key, value = tokens(2, 150)
+    other, other_value = tokens(2, 40, seed=5)
+    straight, cropped = (make_cache(CFG, open_codes=open_codes) for _ in range(2))
+    add(straight, key, value)
+    add(cropped, key[:, :110], value[:, :110])
+    add(cropped, other, other_value)  # rejected: 110..150, over the sealed page 96..128
+    for row in range(2):
+        cropped.table.crop(row, 110)
+    add(cropped, key[:, 110:], value[:, 110:])
+    for row in range(2):
+        assert torch.equal(page_bytes(straight, row)[:4], page_bytes(cropped, row)[:4])
+        assert cropped.table.rows[row].ring_start == straight.table.rows[row].ring_start
+    for a, b in zip(straight.dequantize(), cropped.dequantize(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("open_codes", [True, False])
+def test_crop_deep_into_a_sealed_page_keeps_its_tokens_and_takes_new_ones(open_codes):
+    key, value = tokens(1, 200)
+    cache = make_cache(CFG, rows=1, open_codes=open_codes)
+    add(cache, key, value)
+    old_key, old_value = cache.dequantize()
+    cache.table.crop(0, 45)  # page 1 holds 32..64; the ring held 160..200
+    state = cache.table.rows[0]
+    assert (state.length, state.ring_start, len(state.pages)) == (45, 45, 2)
+    assert torch.equal(cache.dequantize()[0], old_key[:, :45])
+    new, new_value = tokens(1, 100, seed=3)
+    for at in range(0, 100, 10):
+        add(cache, new[:, at : at + 10], new_value[:, at : at + 10])
+    k, v = cache.dequantize()
+    assert torch.equal(k[:, :45], old_key[:, :45]) and torch.equal(v[:, :45], old_value[:, :45])
+    assert relative_error(new[:, :19], k[:, 45:64]) < 0.006  # centered on the old page's mean
+    assert relative_error(new_value[:, :19], v[:, 45:64]) < 0.012
+    assert torch.equal(k[:, 96:145], new[:, 51:])
+
+
+def test_shared_pages_are_copied_only_when_written():
+    key, value = tokens(2, 100)
+    cache = make_cache(CFG)
+    add(cache, key, value)
+    before = [x.clone() for x in cache.dequantize()]
+    cache.table.select([1, 1, 0])
+    cache.select([1, 1, 0])
+    assert cache.table.used_pages == 8
+    k, v = cache.dequantize()
+    for i, source in enumerate((1, 1, 0)):
+        assert torch.equal(k[i], before[0][source]) and torch.equal(v[i], before[1][source])
+    one, one_value = tokens(3, 60, seed=7)
+    add(cache, one, one_value)
+    k, _ = cache.dequantize()
+    for i, source in enumerate((1, 1, 0)):
+        assert torch.equal(k[i, 128:], one[i, 28:])
+        assert relative_error(key[source, 96:], k[i, 96:100]) < 0.006
+    # Rows 0 and 1 share pages 0..2 and own their later ones: 3 + 2 * 2, and 5 of row 2.
+    assert cache.table.used_pages == 12
+    cache.table.select([2])
+    cache.select([2])
+    assert cache.table.used_pages == 5
+
+
+def test_losing_the_ring_loses_accuracy_never_data():
+    cache = make_cache(CFG, rows=1)
+    key, value = tokens(1, 90)
+    add(cache, key, value)
+    cache.ring_key.fill_(float("nan"))
+    cache.ring_value.fill_(float("nan"))
+    cache.sink_key.fill_(float("nan"))
+    cache.table.drop_exact(0)
+    k, v = cache.dequantize()
+    assert relative_error(key, k) < 0.012 and relative_error(value, v) < 0.012
+    more, more_value = tokens(1, 50, seed=2)
+    for at in range(50):
+        add(cache, more[:, at : at + 1], more_value[:, at : at + 1])
+    k, v = cache.dequantize()
+    assert torch.equal(k[:, 96:], more[:, 6:])
+    assert relative_error(key[:, 64:], k[:, 64:90]) < 0.012
+    assert torch.isfinite(k).all() and torch.isfinite(v).all()
+    ring_only = make_cache(CFG, rows=1, open_codes=False)
+    add(ring_only, key, value)
+    with pytest.raises(ValueError, match="open_codes=True"):
+        ring_only.table.drop_exact(0)
+
+
+def test_append_touches_no_page_but_its_own():
+    cache = make_cache(CFG)
+    key, value = tokens(2, 70)
+    add(cache, key, value)
+    cache.reserve(20)
+    before = cache.pages.clone()
+    mine = {r.pages[-1] for r in cache.table.rows}
+    add(cache, *tokens(2, 3, seed=4))
+    changed = {i for i in range(20) if not torch.equal(before[i], cache.pages[i])}
+    assert changed == mine
+
+
+def test_ragged_rows():
+    cache = make_cache(CFG, rows=3)
+    key, value = tokens(3, 100)
+    add(cache, key, value, counts=[0, 33, 100])
+    add(cache, *tokens(3, 5, seed=1), counts=[5, 0, 2])
+    assert cache.table.lengths == [5, 33, 102]
+    k, _ = cache.dequantize()
+    assert torch.equal(k[0, :5], tokens(3, 5, seed=1)[0][0])
+    assert torch.equal(k[1, :33], key[1, :33])  # all within the ring
+    assert not k[0, 5:].any() and not k[1, 33:].any()
+    assert torch.equal(k[2, 100:], tokens(3, 5, seed=1)[0][2, :2])
+
+
+def test_left_padding_stays_out_of_means_and_sinks():
+    key, value = tokens(2, 130)
+    key[1, :20] = 1e4  # garbage where row 1 is padded
+    cache = make_cache(CFG, starts=[0, 20])
+    add(cache, key, value)
+    k, _ = cache.dequantize()
+    assert torch.equal(k[1, 20:22], key[1, 20:22]), "sinks are the first real tokens"
+    assert not k[1, :20].any()
+    assert relative_error(key[1, 22:96], k[1, 22:96]) < 0.0095 / 4
+
+
+def test_a_refused_append_changes_nothing():
+    cache = make_cache(CFG, max_pages=6)
+    key, value = tokens(2, 90)
+    add(cache, key, value)
+    before = [x.clone() for x in cache.dequantize()]
+    with pytest.raises(MemoryError, match="needs 2 pages of 32 tokens; 0 of 6 are free"):
+        add(cache, key, value, counts=[10, 10])
+    assert cache.table.lengths == [90, 90]
+    for a, b in zip(before, cache.dequantize(), strict=True):
+        assert torch.equal(a, b)
+    cache.table.crop(1, 30)
+    add(cache, key, value, counts=[10, 10])
+    assert cache.table.lengths == [100, 40]
+
+
+def test_clear_frees_every_page():
+    cache = make_cache(CFG)
+    add(cache, *tokens(2, 90))
+    cache.table.clear()
+    assert (len(cache.table), cache.table.used_pages) == (0, 0)
+    cache.table.add_rows([0, 0])
+    add(cache, *tokens(2, 90, seed=8))
+    assert cache.table.num_pages == 6
+    assert torch.equal(cache.dequantize()[0][:, 64:], tokens(2, 90, seed=8)[0][:, 64:])
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "word"),
+    [
+        (torch.zeros(2, 3, 64), torch.zeros(2, 3, 64), r"expected \[B, T, Hkv, D\]"),
+        (torch.zeros(2, 3, 2, 32), torch.zeros(2, 3, 2, 32), r"expected \[2, T, 2, 64\]"),
+        (torch.zeros(1, 3, 2, 64), torch.zeros(1, 3, 2, 64), r"expected \[2, T, 2, 64\]"),
+        (torch.zeros(2, 3, 2, 64), torch.zeros(2, 4, 2, 64), "must agree"),
+        (torch.zeros(2, 2, 2, 64), torch.zeros(2, 2, 2, 64), "hold 3 tokens"),
+        (torch.zeros(2, 3, 2, 64, device="meta"), torch.zeros(2, 3, 2, 64), "is on meta"),
+    ],
+)
+def test_bad_operands(key, value, word):
+    cache = make_cache(CFG)
+    plan = cache.table.append([0, 1], [3, 3])
+    with pytest.raises(ValueError, match=word):
+        cache.append(plan, key, value)
+
+
+def test_bad_rows():
+    table = SequenceTable(CFG)
+    table.add_rows([0, 0])
+    for call, word in (
+        (lambda: table.append([0, 2], [1, 1]), "row=2"),
+        (lambda: table.append([0, 0], [1, 1]), "one count for each row"),
+        (lambda: table.append([0], [-1]), "negative"),
+        (lambda: table.crop(0, 1), "crop to 1"),
+        (lambda: table.add_rows([-1]), "negative"),
+        (lambda: table.select([5]), "row=5"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            call()
+    assert table.lengths == [0, 0]
+
+
+def test_table_of_another_config_is_refused():
+    from tightkv.cache import PagedKV
+
+    with pytest.raises(ValueError, match="another page_size"):
+        PagedKV(PageLayout(KVQuantConfig(), 2, 64), SequenceTable(CFG))

@@ -1,0 +1,163 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tightkv.config import BITS, METHODS, PRESETS, SCALE_MODES, KVQuantConfig
+
+
+def test_presets_set_the_bits_of_their_name():
+    for name in PRESETS:
+        cfg = KVQuantConfig.preset(name)
+        assert cfg.name == name
+        assert (cfg.key_bits, cfg.value_bits) == (int(name[1]), int(name[3]))
+        assert cfg == KVQuantConfig.parse(name)
+
+
+@given(
+    key_bits=st.sampled_from(BITS),
+    value_bits=st.sampled_from(BITS),
+    method=st.sampled_from([m for m in METHODS if m != "prod"]),
+    scale=st.sampled_from(SCALE_MODES),
+    sinks=st.integers(0, 32),
+    seed=st.integers(0, 2**40),
+)
+def test_round_trips_through_json(key_bits, value_bits, method, scale, sinks, seed):
+    cfg = KVQuantConfig(
+        key_bits=key_bits,
+        value_bits=value_bits,
+        value_method=method,
+        key_scale=scale,
+        sinks=sinks,
+        seed=seed,
+    )
+    assert KVQuantConfig.parse(cfg.to_json()) == cfg
+    assert KVQuantConfig.parse(json.loads(cfg.to_json())) == cfg
+    assert KVQuantConfig.from_dict(cfg.to_dict()) == cfg
+
+
+def test_outlier_channels_round_trip():
+    cfg = KVQuantConfig(key_bits=3, value_bits=2, outlier_share=0.25, outlier_channels=(3, 1))
+    assert KVQuantConfig.parse(cfg.to_json()) == cfg
+
+
+def test_parses_a_file_with_a_kv_quant_block(tmp_path):
+    path = tmp_path / "serve.json"
+    path.write_text('{"model": "x", "kv_quant": {"preset": "k3v2", "sinks": 2}}')
+    assert KVQuantConfig.parse(path) == KVQuantConfig.preset("k3v2", sinks=2)
+    assert KVQuantConfig.parse(str(path)) == KVQuantConfig.preset("k3v2", sinks=2)
+
+
+def test_environment_preset_file_then_fields(tmp_path):
+    path = tmp_path / "c.json"
+    path.write_text('{"kv_quant": {"sinks": 2, "seed": 9}}')
+    env = {
+        "TIGHTKV_PRESET": "k3v2",
+        "TIGHTKV_CONFIG": str(path),
+        "TIGHTKV_SEED": "11",
+        "TIGHTKV_CHECK_FINITE": "true",
+        "TIGHTKV_OUTLIER_SHARE": "0.25",
+        "TIGHTKV_OUTLIER_CHANNELS": "1, 2,5",
+        "TIGHTKV_KERNELS": "reference",
+        "HOME": "/",
+    }
+    cfg = KVQuantConfig.from_env(env)
+    assert (cfg.key_bits, cfg.value_bits, cfg.sinks, cfg.seed) == (3, 2, 2, 11)
+    assert cfg.check_finite and cfg.outlier_share == 0.25 and cfg.outlier_channels == (1, 2, 5)
+    assert KVQuantConfig.from_env({}) == KVQuantConfig()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"key_bits": 5}, ["key_bits=5", "2, 3, 4, 8, 16"]),
+        ({"value_bits": "4"}, ["value_bits='4'", "int"]),
+        ({"key_bits": True}, ["key_bits=True", "int"]),
+        ({"key_method": "mes"}, ["'mes'", "did you mean 'mse'"]),
+        ({"pagesize": 64}, ["'pagesize'", "did you mean 'page_size'"]),
+        ({"page_size": 48}, ["page_size=48", "32, 64, 128, 256"]),
+        ({"sinks": -1}, ["sinks=-1", "at least 0"]),
+        ({"sinks": 65}, ["sinks=65", "0 to 64"]),
+        ({"exact_pages": 0}, ["exact_pages=0", "at least 1"]),
+        ({"preset": "k4v5"}, ["'k4v5'", "k4v4"]),
+        ({"outlier_share": 1.0, "key_bits": 2}, ["outlier_share=1.0"]),
+        ({"outlier_share": 0.5}, ["key_bits=4 + outlier_extra_bits=1 = 5"]),
+        ({"outlier_channels": [1]}, ["outlier_share is 0"]),
+        ({"outlier_share": 0.5, "outlier_channels": [1, 1]}, ["twice"]),
+        ({"outlier_share": 0.5, "outlier_channels": [-1]}, ["(-1,)"]),
+        ({"key_bits": 8, "key_method": "prod"}, ["7-bit codebook", "gaussian"]),
+        ({"kv_quant": 3}, ["kv_quant=3"]),
+    ],
+)
+def test_bad_values_name_value_allowed_and_nearest(options, words):
+    with pytest.raises(ValueError) as error:
+        KVQuantConfig.from_dict(options)
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("env", "word"),
+    [
+        ({"TIGHTKV_KEYBITS": "3"}, "TIGHTKV_KEY_BITS"),
+        ({"TIGHTKV_KEY_BITS": "three"}, "TIGHTKV_KEY_BITS='three'"),
+        ({"TIGHTKV_CHECK_FINITE": "maybe"}, "true or false"),
+    ],
+)
+def test_bad_environment(env, word):
+    with pytest.raises(ValueError, match=word):
+        KVQuantConfig.from_env(env)
+
+
+def test_bad_sources(tmp_path):
+    with pytest.raises(ValueError, match="does not exist"):
+        KVQuantConfig.parse(str(tmp_path / "missing.json"))
+    with pytest.raises(ValueError, match="not valid JSON"):
+        KVQuantConfig.parse("{nope")
+    with pytest.raises(ValueError, match="did you mean 'k4v4'"):
+        KVQuantConfig.parse("k4v")
+    broken = tmp_path / "list.json"
+    broken.write_text("[1]")
+    with pytest.raises(ValueError, match="must be an object"):
+        KVQuantConfig.parse(broken)
+
+
+def test_fingerprint_follows_stored_bytes_only():
+    base = KVQuantConfig()
+    assert base.fingerprint() == KVQuantConfig().fingerprint()
+    assert (
+        base.fingerprint() == base.replace(sinks=1, exact_pages=3, check_finite=True).fingerprint()
+    )
+    for change in (
+        {"key_bits": 3},
+        {"seed": 1},
+        {"rotation": "haar"},
+        {"page_size": 128},
+        {"key_centering": "none"},
+        {"mean_bits": 8},
+        {"value_scale": "norm"},
+        {"protected_first": 1},
+    ):
+        assert base.replace(**change).fingerprint() != base.fingerprint(), change
+
+
+def test_fingerprint_is_stable():
+    # Saved caches are checked against it: a change here must come with FORMAT_VERSION.
+    assert KVQuantConfig().fingerprint() == "48ddaadea2b3edf9"
+
+
+def test_protected_layers():
+    cfg = KVQuantConfig(key_bits=3, value_bits=2, protected_first=1, protected_last=2)
+    bits = [(c.key_bits, c.value_bits) for c in (cfg.for_layer(i, 6) for i in range(6))]
+    assert bits == [(8, 8), (3, 2), (3, 2), (3, 2), (8, 8), (8, 8)]
+    assert (
+        KVQuantConfig(key_bits=8, protected_first=1, protected_bits=4).for_layer(0, 2).key_bits == 8
+    )
+    with pytest.raises(ValueError, match="layer=6"):
+        cfg.for_layer(6, 6)
+
+
+def test_frozen():
+    with pytest.raises(AttributeError):
+        KVQuantConfig().key_bits = 3

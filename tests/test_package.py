@@ -1,0 +1,43 @@
+"""The installed package: its version, its dependencies, its command, and a light import."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import metadata
+
+import tightkv
+
+HEAVY = ("gguf", "lm_eval", "matplotlib", "numpy", "scipy", "transformers", "triton", "vllm")
+
+# torch may bring some of these itself; only what tightkv adds counts.
+NEW_MODULES = """
+import sys
+import torch
+before = set(sys.modules)
+import tightkv
+print(*(set(sys.modules) - before))
+"""
+
+
+def test_version_is_the_installed_one() -> None:
+    assert tightkv.__version__ == metadata.version("tightkv")
+
+
+def test_torch_is_the_only_base_dependency() -> None:
+    requirements = metadata.requires("tightkv") or []
+    assert [line for line in requirements if "extra ==" not in line] == ["torch>=2.8"]
+
+
+def test_import_adds_no_heavy_module() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", NEW_MODULES], capture_output=True, text=True, check=True
+    )
+    added = {name.partition(".")[0] for name in run.stdout.split()}
+    assert "tightkv" in added
+    assert added.isdisjoint(HEAVY), sorted(added & set(HEAVY))
+
+
+def test_console_script_points_at_the_cli() -> None:
+    (script,) = metadata.entry_points(group="console_scripts", name="tightkv")
+    assert script.value == "tightkv.cli:main"
