@@ -2,10 +2,10 @@ import math
 
 import pytest
 import torch
-from helpers import add, exact_attention, make_cache, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers import add, exact_attention, make_cache, tokens
 from tightkv.attention import attend
 from tightkv.config import KVQuantConfig
 

@@ -1,9 +1,9 @@
 import pytest
 import torch
-from helpers import add, make_cache, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers import add, make_cache, tokens
 from tightkv.config import PRESETS, KVQuantConfig
 from tightkv.layout import PageLayout
 from tightkv.sequences import SequenceTable
@@ -54,6 +54,8 @@ def test_appending_in_pieces_gives_the_bytes_of_appending_at_once(cuts, open_cod
     for row in range(2):
         # Codes of an open page may hold leftovers past the length; sealed ones are equal.
         assert torch.equal(page_bytes(whole, row)[:sealed], page_bytes(pieces, row)[:sealed])
+        for cache in (whole, pieces):
+            cache.table.crop(row, sum(cuts))  # nothing to drop: the window of the newest token
     for a, b in zip(whole.dequantize(), pieces.dequantize(), strict=True):
         assert torch.equal(a, b)
 
@@ -72,6 +74,13 @@ def test_ring_and_sinks_are_exact_and_pages_are_close():
     assert relative_error(value[:, 2:128], v[:, 2:128]) == pytest.approx(0.0092, rel=0.1)
     # The bias (4 of 5 parts of the energy) costs nothing once pages are centered.
     assert relative_error(key[:, 2:128], k[:, 2:128]) < 0.0095 / 4
+
+
+@pytest.mark.parametrize("length,first", [(31, 0), (32, 0), (64, 0), (65, 32), (96, 32), (97, 64)])
+def test_the_ring_holds_the_open_page_and_the_one_before(length, first):
+    cache = make_cache(CFG)
+    add(cache, *tokens(2, length))
+    assert cache.table.rows[0].ring_start == first
 
 
 def test_centering_is_chosen_per_token_and_marked_by_the_sign():
@@ -114,6 +123,21 @@ def test_crop_inside_the_ring_and_going_on_is_as_if_nothing_happened(open_codes)
         assert cropped.table.rows[row].ring_start == straight.table.rows[row].ring_start
     for a, b in zip(straight.dequantize(), cropped.dequantize(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_tokens_taken_back_leave_the_window_as_it_was():
+    """Speculative decoding: whatever was drafted and dropped, the same tokens are read exactly."""
+    key, value = tokens(1, 200)
+    draft, draft_value = tokens(1, 16, seed=6)
+    plain, drafted = make_cache(CFG, rows=1), make_cache(CFG, rows=1)
+    for at in range(0, 200, 5):
+        add(plain, key[:, at : at + 5], value[:, at : at + 5])
+        add(drafted, draft, draft_value)
+        drafted.table.crop(0, at)
+        add(drafted, key[:, at : at + 5], value[:, at : at + 5])
+        assert drafted.table.rows[0].ring_start == plain.table.rows[0].ring_start
+        assert plain.table.rows[0].ring_start == max(0, (at // 32 - 1) * 32)
+        assert torch.equal(drafted.dequantize()[0], plain.dequantize()[0])
 
 
 @pytest.mark.parametrize("open_codes", [True, False])

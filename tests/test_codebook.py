@@ -138,9 +138,9 @@ def test_beta_books_tend_to_the_gaussian_one() -> None:
 
 @pytest.mark.parametrize("dim", [4, 5, 7, 72, 257])
 def test_other_sizes_are_solved_when_asked_for(dim: int) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     magnitudes, distortion = solve(BetaLaw(dim), 8)
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
     book = get_codebook("beta", 8, dim)
     assert book is get_codebook(kind="beta", dim=dim, bits=8)  # cached
     np.testing.assert_allclose(book.magnitudes, magnitudes.numpy(), rtol=1e-11)

@@ -1,7 +1,23 @@
 """tightkv: a compressed KV cache for LLM inference."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from tightkv.config import KVQuantConfig
+
+if TYPE_CHECKING:
+    from tightkv.integrations.transformers import TightCache
 
 __version__ = "0.1.0"
 
-__all__ = ["KVQuantConfig", "__version__"]
+__all__ = ["KVQuantConfig", "TightCache", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    """TightCache is imported when first used: the base install has no transformers."""
+    if name == "TightCache":
+        from tightkv.integrations.transformers import TightCache
+
+        return TightCache
+    raise AttributeError(f"module 'tightkv' has no attribute {name!r}")

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tightkv.cache import PagedKV
+from tightkv.kernels.view import CacheView
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -14,6 +15,7 @@ def attend(
     cache: PagedKV,
     query: Tensor,
     *,
+    view: CacheView | None = None,
     scale: float | None = None,
     positions: Tensor | None = None,
     causal: bool = True,
@@ -28,9 +30,11 @@ def attend(
     Row b attends to sequence b. Query i is token length - Lq + i of its row (counting
     new_key/new_value [B, T, Hkv, D], which follow the cache without being in it), so
     causal attention with Lq != tokens aligns to the end; `positions` [B, Lq] overrides that
-    and marks absent queries with -1. See `kernels.reference.attend` for the other options.
+    and marks absent queries with -1. `view` is the layer's own view
+    unless given. See `kernels.reference.attend` for the other options.
     """
-    view = cache.view()
+    tokens = max(cache.table.lengths, default=0) if view is None else 0
+    view = cache.view() if view is None else view
     layout = cache.layout
     heads, d = layout.num_kv_heads, layout.head_dim
     _expect("query", query, (view.batch, None, None, d), cache.device)
@@ -42,7 +46,6 @@ def attend(
         raise ValueError(f"query is {query.dtype}; supported: float16, bfloat16, float32")
     if (new_key is None) != (new_value is None):
         raise ValueError("new_key and new_value go together; only one was given")
-    tokens = max(cache.table.lengths, default=0)
     if new_key is not None and new_value is not None:
         _expect("new_key", new_key, (view.batch, None, heads, d), cache.device)
         _expect("new_value", new_value, tuple(new_key.shape), cache.device)

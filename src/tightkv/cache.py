@@ -16,7 +16,7 @@ from tightkv.codec import Codec
 from tightkv.kernels.reference import materialize
 from tightkv.kernels.view import CacheView
 from tightkv.layout import PageLayout
-from tightkv.sequences import AppendPlan, SequenceTable
+from tightkv.sequences import AppendPlan, RowTensors, SequenceTable
 
 
 class PagedKV:
@@ -50,17 +50,16 @@ class PagedKV:
         )
 
     # --- reading ---
-    def view(self) -> CacheView:
-        """The tensors attention needs for every row of the table."""
+    def view(self, rows: RowTensors | None = None) -> CacheView:
+        """The tensors attention needs for every row of the table.
+
+        `rows` describes this layer where the table has moved on before it.
+        """
         self._fit_rows()
-        blocks, lengths, starts, ring_starts, sink_counts = self.table.tensors(self.device)
+        rows = self.table.tensors(self.device) if rows is None else rows
         return CacheView(
             pages=self.pages,
-            block_table=blocks,
-            lengths=lengths,
-            starts=starts,
-            ring_starts=ring_starts,
-            sink_counts=sink_counts,
+            **rows._asdict(),
             ring_key=self.ring_key,
             ring_value=self.ring_value,
             sink_key=self.sink_key,
@@ -104,6 +103,12 @@ class PagedKV:
         index = torch.tensor(list(rows), device=self.device, dtype=torch.long)
         for name in _EXACT:
             setattr(self, name, getattr(self, name).index_select(0, index))
+
+    def move(self, device: torch.device | str) -> None:
+        """Take the layer's bytes to another device."""
+        self.device = torch.device(device)
+        for name in ("pages", *_EXACT):
+            setattr(self, name, getattr(self, name).to(self.device, non_blocking=True))
 
     def reserve(self, pages: int) -> None:
         """Make the pool hold at least `pages` pages, once, instead of growing to it."""

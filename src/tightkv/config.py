@@ -69,9 +69,9 @@ class KVQuantConfig:
     mean_bits: int = 16
     """Precision of a page's mean key: 16 (fp16) or 8 (int8 and a scale)."""
     protected_first: int = 0
-    """How many first layers use protected_bits."""
+    """How many of the first compressed layers use protected_bits."""
     protected_last: int = 0
-    """How many last layers use protected_bits."""
+    """How many of the last compressed layers use protected_bits."""
     protected_bits: int = 8
     """Bits of protected layers, keys and values: 2, 3, 4, 8 or 16."""
     outlier_share: float = 0.0
@@ -164,7 +164,7 @@ class KVQuantConfig:
         return self.key_bits != 16 or self.value_bits != 16
 
     def for_layer(self, layer: int, num_layers: int) -> KVQuantConfig:
-        """The config of one layer: protected layers get protected_bits, without outliers."""
+        """The config of compressed layer `layer`; protected ones have protected_bits."""
         if not 0 <= layer < num_layers:
             raise ValueError(f"layer={layer}; allowed: 0 to {num_layers - 1}")
         if self.protected_first <= layer < num_layers - self.protected_last:
@@ -331,9 +331,8 @@ def _from_text(field: str, text: str) -> Any:
             return tuple(int(part) for part in text.replace(",", " ").split())
         return kind(text)
     except (ValueError, KeyError):
-        wanted = {bool: "0, 1, true or false", tuple: "numbers with commas"}.get(
-            kind, kind.__name__
-        )
+        forms = {"bool": "0, 1, true or false", "tuple": "numbers with commas"}
+        wanted = forms.get(kind.__name__, kind.__name__)
         raise ValueError(f"{ENV_PREFIX}{field.upper()}={text!r}; it must be {wanted}") from None
 
 

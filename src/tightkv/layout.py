@@ -25,6 +25,7 @@ from tightkv.pack import pack, packed_bytes, unpack
 BLOCK = 32  # tokens whose codes are interleaved
 ALIGN = 16  # bytes every plane starts on
 SIDES = ("key", "value")
+RING_SLACK = 32  # tokens that can be taken back without shortening the exact window
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,11 @@ def token_fields(cfg: KVQuantConfig, side: str, head_dim: int) -> tuple[Field, .
             Field("low", 16, groups),
         )
     return (Field("codes", bits, head_dim), Field("scale", 16, 1))
+
+
+def ring_tokens(cfg: KVQuantConfig) -> int:
+    """Tokens a sequence's exact ring holds: the window, and what speculation may add to it."""
+    return cfg.exact_pages * cfg.page_size + RING_SLACK
 
 
 def outlier_channels(cfg: KVQuantConfig, head_dim: int) -> tuple[int, ...]:
@@ -161,7 +167,7 @@ class PageLayout:
 
     @property
     def ring_tokens(self) -> int:
-        return self.cfg.exact_pages * self.page_size
+        return ring_tokens(self.cfg)
 
     def sequence_bytes(self) -> int:
         """Fixed bytes a sequence holds in this layer: ring, sinks and four int32 counters."""

@@ -139,13 +139,16 @@ def baseline_plan(name: str, shape: ModelShape, element_bytes: int, ranks: int =
 
 def config_plan(name: str, shape: ModelShape, cfg: KVQuantConfig, ranks: int = 1) -> CachePlan:
     """The cache of one tensor-parallel rank under `cfg`."""
-    costs = []
-    for index, layer in enumerate(shape.layers):
-        own, layer_cfg = layer.shard(ranks), cfg.for_layer(index, shape.num_layers)
-        layout = None
-        if layer_cfg.compresses and kept_reason(own) is None:
-            layout = PageLayout(layer_cfg, own.num_kv_heads, own.head_dim, cache_dtype(shape))
-        costs.append(LayerCost(own, layout=layout))
+    layers = [layer.shard(ranks) for layer in shape.layers]
+    # Protected layers are the first and last of those that are compressed.
+    compressed = [i for i, layer in enumerate(layers) if kept_reason(layer) is None]
+    layouts = {}
+    for number, i in enumerate(compressed):
+        layer_cfg = cfg.for_layer(number, len(compressed))
+        if layer_cfg.compresses:
+            heads, dim = layers[i].num_kv_heads, layers[i].head_dim
+            layouts[i] = PageLayout(layer_cfg, heads, dim, cache_dtype(shape))
+    costs = [LayerCost(layer, layout=layouts.get(i)) for i, layer in enumerate(layers)]
     return CachePlan(name, tuple(costs), cfg)
 
 

@@ -8,19 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tightkv.config import KVQuantConfig
+from tightkv.layout import RING_SLACK, ring_tokens
 
 
 @dataclass
 class SequenceState:
-    """Tokens [start, length) exist. Exact copies: ring [ring_start, length), first sink_count."""
+    """Tokens [start, length) exist; the first sink_count and [ring_start, length) are read exactly.
+
+    The ring holds copies from exact_start <= ring_start on: a few more than the window, so that
+    tokens taken back (speculative decoding) leave the window as it was before them.
+    """
 
     start: int = 0
     length: int = 0
+    exact_start: int = 0
     ring_start: int = 0
     sink_count: int = 0
     pages: list[int] = field(default_factory=list)
@@ -61,13 +68,13 @@ class SequenceTable:
         `max_pages` bounds the pool; None lets it grow.
         """
         self.page_size, self.sinks = cfg.page_size, cfg.sinks
-        self.ring_tokens = cfg.exact_pages * cfg.page_size
+        self.ring_tokens = ring_tokens(cfg)
         self.exact_pages, self.open_codes, self.max_pages = cfg.exact_pages, open_codes, max_pages
         self.rows: list[SequenceState] = []
         self.num_pages = 0  # pages ever handed out: the pool a layer must have
         self._references: dict[int, int] = {}
         self._free: list[int] = []
-        self._tensors: dict[str, tuple[Tensor, ...]] = {}
+        self._tensors: dict[str, RowTensors] = {}
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -124,7 +131,8 @@ class SequenceTable:
         self._release(state.pages[keep:])
         state.pages = state.pages[:keep]
         state.length = length
-        state.ring_start = min(state.ring_start, length)
+        state.exact_start = min(state.exact_start, length)
+        self._set_window(state)
         state.sink_count = min(state.sink_count, max(0, length - state.start))
         self._tensors.clear()
 
@@ -136,7 +144,8 @@ class SequenceTable:
             raise ValueError(
                 f"sequence {row} has tokens in its ring alone; drop_exact needs open_codes=True"
             )
-        state.ring_start, state.sink_count = state.length, 0
+        state.exact_start, state.sink_count = state.length, 0
+        self._set_window(state)
         self._tensors.clear()
 
     # --- append ---
@@ -157,7 +166,7 @@ class SequenceTable:
         for i, (row, count) in enumerate(zip(rows, counts, strict=True)):
             state, size = self.rows[row], self.page_size
             old, new = state.length, state.length + count
-            exact_from = min(state.ring_start, old)
+            exact_from = state.exact_start
             copies += self._prepare_pages(state, old, new)
             for index in range(old // size, new // size):
                 keep = max(0, min(size, exact_from - index * size))
@@ -171,8 +180,9 @@ class SequenceTable:
                 sinks.append((i, at - old, at - state.start))
             state.length = new
             if count:
-                oldest = ((new - 1) // size - self.exact_pages + 1) * size
-                state.ring_start = max(state.ring_start, oldest)
+                state.exact_start = max(state.exact_start, new - self.ring_tokens)
+                # A few tokens at once (speculative decoding) see the window of the first.
+                self._set_window(state, at=old if count <= RING_SLACK else new - 1)
                 wanted = min(new, state.start + self.sinks) - state.start
                 if max(0, old - state.start) <= state.sink_count:  # no gap before the new ones
                     state.sink_count = max(state.sink_count, wanted, 0)
@@ -186,6 +196,11 @@ class SequenceTable:
             tuple(slots),
             tuple(sinks),
         )
+
+    def _set_window(self, state: SequenceState, at: int | None = None) -> None:
+        """The window of token `at` (the newest): its page and the ones before, where copied."""
+        page = (state.length - 1 if at is None else at) // self.page_size
+        state.ring_start = max(state.exact_start, (page - self.exact_pages + 1) * self.page_size)
 
     def _pages_for(self, length: int) -> int:
         return -(-length // self.page_size) if self.open_codes else length // self.page_size
@@ -241,18 +256,35 @@ class SequenceTable:
             raise ValueError(f"row={row}; this table has rows 0 to {len(self.rows) - 1}")
 
     # --- tensors ---
-    def tensors(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """block_table [B, max_pages], lengths, starts, ring_starts, sink_counts: int32."""
+    def snapshot(self) -> list[SequenceState]:
+        """A copy of the rows, for `row_tensors` after the table has moved on."""
+        return [replace(row, pages=list(row.pages)) for row in self.rows]
+
+    def tensors(self, device: torch.device) -> RowTensors:
+        """The rows as device tensors; made once for each change."""
         key = str(device)
         if key not in self._tensors:
-            width = max([len(row.pages) for row in self.rows], default=0)
-            table = [row.pages + [-1] * (width - len(row.pages)) for row in self.rows]
-            columns = [
-                [getattr(row, name) for row in self.rows]
-                for name in ("length", "start", "ring_start", "sink_count")
-            ]
-            blocks = torch.tensor(table, dtype=torch.int32).reshape(len(self.rows), width)
-            numbers = [torch.tensor(column, dtype=torch.int32) for column in columns]
-            self._tensors[key] = tuple(t.to(device) for t in (blocks, *numbers))
-        blocks, lengths, starts, ring_starts, sink_counts = self._tensors[key]
-        return blocks, lengths, starts, ring_starts, sink_counts
+            self._tensors[key] = row_tensors(self.rows, device)
+        return self._tensors[key]
+
+
+class RowTensors(NamedTuple):
+    """Rows of a table on a device, int32."""
+
+    block_table: Tensor  # [B, max_pages], -1 past a row's last page
+    lengths: Tensor  # [B]
+    starts: Tensor
+    ring_starts: Tensor
+    sink_counts: Tensor
+
+
+def row_tensors(rows: Sequence[SequenceState], device: torch.device) -> RowTensors:
+    width = max([len(row.pages) for row in rows], default=0)
+    table = [row.pages + [-1] * (width - len(row.pages)) for row in rows]
+    columns = [
+        [getattr(row, name) for row in rows]
+        for name in ("length", "start", "ring_start", "sink_count")
+    ]
+    blocks = torch.tensor(table, dtype=torch.int32).reshape(len(rows), width)
+    lengths, starts, ring_starts, sink_counts = torch.tensor(columns, dtype=torch.int32).to(device)
+    return RowTensors(blocks.to(device), lengths, starts, ring_starts, sink_counts)

@@ -7,12 +7,14 @@ import os
 import sys
 import traceback
 from importlib import import_module
+from itertools import takewhile
 
 from tightkv import __version__
 from tightkv.cli.output import MissingPackageError
 
 # name -> one line for `tightkv --help`; the module of the same name has add_parser and run.
 COMMANDS = {
+    "generate": "text from a model with a compressed cache, or from both caches to compare",
     "info": "versions, devices, and which kernels can run here",
     "plan": "how much memory a model's KV cache takes, and what fits a GPU",
     "validate": "re-derive the paper's claims and measure where the method is weak",
@@ -42,8 +44,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    chosen = next((word for word in argv if word in COMMANDS), None)
-    parser = build_parser(chosen)
+    before_help = takewhile(lambda word: word not in ("-h", "--help"), argv)
+    parser = build_parser(chosen=next((word for word in before_help if word in COMMANDS), None))
     try:
         args = parser.parse_args(argv)
     except SystemExit as stop:  # --help, --version, or arguments that argparse refuses

@@ -45,7 +45,9 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str
             raise ValueError(f"a row has {len(row)} cells, the header {len(header)}: {row}")
     columns = list(zip(*cells, strict=True)) if cells else [()] * len(header)
     right = [bool(column) and all(map(_is_number, column)) for column in columns]
-    widths = [max(map(len, [title, *column])) for title, column in zip(header, columns, strict=True)]
+    widths = [
+        max(map(len, [title, *column])) for title, column in zip(header, columns, strict=True)
+    ]
 
     def line(row: Sequence[str]) -> str:
         parts = zip(row, widths, right, strict=True)
@@ -74,23 +76,32 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     units = {unit.lower(): size for unit, size in _UNITS.items()}
     if match is None or (match[2] or "B").lower() not in units:
-        raise ValueError(f"size {text!r}; give a number and one of {', '.join(_UNITS)}, as in 80GiB")
+        raise ValueError(
+            f"size {text!r}; give a number and one of {', '.join(_UNITS)}, as in 80GiB"
+        )
     return int(float(match[1]) * units[(match[2] or "B").lower()])
 
 
-@contextmanager
-def save_plot(path: str | Path, width: float = 8.0, height: float = 5.0) -> Iterator[Any]:
-    """Gives a matplotlib figure and writes it to `path` afterwards; needs no display."""
+def check_plot(path: str | Path) -> None:
+    """Raise now what `save_plot` would raise after the work is done."""
     path = Path(path)
     if path.suffix not in _PLOT_SUFFIXES:
         raise ValueError(f"plot file {str(path)!r}; supported: {', '.join(_PLOT_SUFFIXES)}")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"the folder of the plot file {str(path)!r} does not exist")
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
+        import matplotlib.figure  # noqa: F401
     except ImportError:
         raise MissingPackageError("--plot", "matplotlib", "eval") from None
+
+
+@contextmanager
+def save_plot(path: str | Path, width: float = 8.0, height: float = 5.0) -> Iterator[Any]:
+    """Gives a matplotlib figure and writes it to `path` afterwards; needs no display."""
+    check_plot(path)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     yield figure

@@ -67,7 +67,6 @@ _QWEN35 = {
 _GEMMA3 = {
     "vocab_size": 262208,
     "hidden_size": 2304,
-    "intermediate_size": 9216,
     "num_hidden_layers": 26,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
@@ -77,12 +76,11 @@ _GEMMA3 = {
 
 # A composite config.json leaves out the sizes of its language part that equal these.
 NESTED_DEFAULTS: dict[str, dict[str, Any]] = {
-    "gemma3_text": _GEMMA3,
+    "gemma3_text": {**_GEMMA3, "intermediate_size": 9216},
     "gemma3n_text": {
         **_GEMMA3,
         "vocab_size": 262400,
         "hidden_size": 2048,
-        "intermediate_size": 16384,
         "num_hidden_layers": 35,
         "num_key_value_heads": 2,
         "max_position_embeddings": 32768,

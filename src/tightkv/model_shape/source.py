@@ -68,15 +68,12 @@ def load_config(source: Any) -> ModelConfig:
     """From a folder, a config.json, a mapping, or an object with `to_dict` (transformers)."""
     folder = None
     if isinstance(source, Mapping):
-        whole = dict(source)
+        whole, name = dict(source), source.get("_name_or_path")
     elif hasattr(source, "to_dict"):
-        whole = source.to_dict()
+        whole, name = source.to_dict(), getattr(source, "name_or_path", None)
     else:
         path = _config_path(source)
-        folder, whole = path.parent, _read_json(path)
-    name = whole.get("_name_or_path") or whole.get("name_or_path")
-    if folder is not None:
-        name = folder.resolve().name
+        folder, whole, name = path.parent, _read_json(path), path.parent.resolve().name
     return _text_part(whole, str(name or whole.get("model_type") or "model"), folder)
 
 

@@ -113,12 +113,17 @@ def weights_dtype(shape: ModelShape) -> str | None:
 
 
 def estimate_parameters(shape: ModelShape) -> int | None:
-    """Parameters of a standard decoder-only transformer; None for families not known here.
+    """Parameters of a standard decoder-only transformer; None where the config does not tell.
 
     Vision and audio towers, norms and biases are not in it.
     """
     cfg = ModelConfig(shape.config, shape.name, None, False)
     if shape.model_type not in _MLP or any(layer.state_bytes for layer in shape.layers):
+        return None
+    needed = ["intermediate_size"] if _MLP[shape.model_type] == _GATED else []
+    if any(layer.kind == "mla" for layer in shape.layers):
+        needed += ["qk_nope_head_dim", "v_head_dim"]
+    if any(cfg.number(name) is None for name in needed):
         return None
     embeddings = 1 if cfg.values.get("tie_word_embeddings") else 2
     total = embeddings * shape.vocab_size * shape.hidden_size
@@ -144,7 +149,7 @@ def _attention(cfg: ModelConfig, shape: ModelShape, layer: LayerShape) -> int:
 
 def _mlp(cfg: ModelConfig, shape: ModelShape, index: int) -> int:
     hidden, matrices = shape.hidden_size, _MLP[shape.model_type]
-    dense = cfg.number("intermediate_size", "n_inner", "ffn_hidden_size") or 4 * hidden
+    dense = cfg.number("ffn_hidden_size", "n_inner", "intermediate_size") or 4 * hidden
     experts = cfg.number("num_local_experts", "num_experts", "n_routed_experts")
     if experts is None or not _is_sparse(cfg, index):
         return matrices * hidden * dense

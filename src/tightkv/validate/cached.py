@@ -26,16 +26,11 @@ def fill(cfg: KVQuantConfig, problem: Problem) -> PagedKV:
     return cache
 
 
-def stored(cfg: KVQuantConfig, problem: Problem, *, exact: bool = False) -> tuple[Tensor, Tensor]:
-    """Keys and values [tokens, heads, dim] as attention sees them.
-
-    Only from compressed pages unless `exact` lets it read the ring and the sinks too.
-    """
+def stored_keys(cfg: KVQuantConfig, problem: Problem) -> Tensor:
+    """Keys [tokens, heads, dim] as attention reads them from compressed pages alone."""
     cache = fill(cfg, problem)
-    if not exact:
-        cache.table.drop_exact(0)
-    key, value = cache.dequantize()
-    return key[0], value[0]
+    cache.table.drop_exact(0)
+    return cache.dequantize()[0][0]
 
 
 @dataclass(frozen=True)
@@ -47,29 +42,24 @@ class AttentionError:
     output: float  # norm of the output's error over the norm of the output
 
 
-def attention_error(
-    cfg: KVQuantConfig, problem: Problem, *, exact: bool = False
-) -> AttentionError:
-    """What storing `problem` by `cfg` does to its attention."""
-    key, value = stored(cfg, problem, exact=exact)
-    scores, stored_scores = problem.scores(problem.key), problem.scores(key)
-    # A shift common to all keys of a query changes nothing: it is no error.
-    delta = stored_scores - scores
-    delta = delta - delta.mean(-1, keepdim=True)
-    return AttentionError(
-        score=float(delta.square().mean().sqrt()),
-        kl=float(softmax_kl(scores, stored_scores).mean()),
-        output=output_error(cfg, problem, exact=exact),
-    )
+def attention_error(cfg: KVQuantConfig, problem: Problem, *, exact: bool = False) -> AttentionError:
+    """What storing `problem` by `cfg` does to its attention.
 
-
-def output_error(cfg: KVQuantConfig, problem: Problem, *, exact: bool = False) -> float:
-    """Relative error of the output of the reference attention over the compressed cache."""
+    Everything is read from compressed pages unless `exact` keeps the ring and the sinks.
+    """
     cache = fill(cfg, problem)
     if not exact:
         cache.table.drop_exact(0)
-    query = problem.query[None]
-    out, _ = reference.attend(cache.codec, query, cache.view(), causal=False)
-    weights = problem.scores(problem.key).softmax(-1)
-    want = torch.einsum("hqt,thd->qhd", weights, problem.value)
-    return float(((out[0] - want).norm(dim=-1) / want.norm(dim=-1)).mean())
+    scores = problem.scores(problem.key)
+    stored_scores = problem.scores(cache.dequantize()[0][0])
+    # A shift common to all keys of a query changes nothing: it is no error.
+    delta = stored_scores - scores
+    delta = delta - delta.mean(-1, keepdim=True)
+    out, _ = reference.attend(cache.codec, problem.query[None], cache.view(), causal=False)
+    want = torch.einsum("hqt,thd->qhd", scores.softmax(-1), problem.value)
+    off = (out[0] - want).norm(dim=-1) / want.norm(dim=-1)
+    return AttentionError(
+        score=float(delta.square().mean().sqrt()),
+        kl=float(softmax_kl(scores, stored_scores).mean()),
+        output=float(off.mean()),
+    )

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from tightkv.math.random import random_bits, random_normal, random_signs
+from tightkv.math.rotation import Rotation, make_rotation
 
-UNIT_KINDS = ("gaussian", "uneven", "one-hot", "sparse", "constant", "huge channels")
-_SINK_SCORE = 8.0  # of the first key, where other scores have a standard deviation of 2
+UNIT_KINDS = ("gaussian", "uneven", "one-hot", "sparse", "flat", "huge channels")
+# Extra score of the first key and of the newest, where others have a standard deviation of 2.
+_SINK_SCORE, _LOCAL_SCORE = 8.0, 6.0
 
 
 def normal(seed: int, stream: int, *shape: int) -> Tensor:
@@ -24,23 +27,24 @@ def integers(seed: int, stream: int, n: int, below: int) -> Tensor:
     return random_bits(seed, stream, n).remainder(below)
 
 
+@lru_cache(maxsize=16)
 def unit_vectors(kind: str, seed: int, count: int, dim: int) -> Tensor:
-    """[count, dim] of unit length.
+    """[count, dim] of unit length; cached, so read-only.
 
-    uneven: a mean and a spread that grow 11-fold over the channels; sparse: 8 channels;
-    huge channels: 3 of them 30 times the rest.
+    uneven: a mean and a spread that grow fourfold over the channels; sparse: 8 channels;
+    flat: +-1 everywhere; huge channels: 3 of them 30 times the rest.
     """
     noise = normal(seed, 0, count, dim)
     if kind == "gaussian":
         x = noise
     elif kind == "uneven":
-        x = (noise + 1) * torch.linspace(-1.2, 1.2, dim).exp()
+        x = (noise + 1) * torch.linspace(-0.7, 0.7, dim).exp()
     elif kind == "one-hot":
         x = _one_hot(integers(seed, 1, count, dim), dim)
     elif kind == "sparse":
         x = noise * (normal(seed, 1, count, dim).argsort(-1) < 8)
-    elif kind == "constant":
-        x = random_signs(seed, 1, count)[:, None].expand(count, dim)
+    elif kind == "flat":
+        x = random_signs(seed, 1, count * dim).view(count, dim)
     elif kind == "huge channels":
         x = noise + 30 * _one_hot(normal(seed, 1, count, dim).argsort(-1)[:, :3], dim).sum(1)
     else:
@@ -50,6 +54,24 @@ def unit_vectors(kind: str, seed: int, count: int, dim: int) -> Tensor:
 
 def _one_hot(index: Tensor, dim: int) -> Tensor:
     return torch.nn.functional.one_hot(index, dim).float()
+
+
+@dataclass(frozen=True, eq=False)
+class ManyRotations(Rotation):
+    """Rotation i on x[i] for x [rotations, ..., dim]: many independent draws, one quantizer."""
+
+    parts: tuple[Rotation, ...]
+
+    def _forward(self, x: Tensor) -> Tensor:
+        return torch.stack([part(row) for part, row in zip(self.parts, x, strict=True)])
+
+    def _backward(self, y: Tensor) -> Tensor:
+        return torch.stack([part.inverse(row) for part, row in zip(self.parts, y, strict=True)])
+
+
+def many_rotations(kind: str, dim: int, seed: int, count: int) -> ManyRotations:
+    """`count` rotations of one kind with seeds of their own."""
+    return ManyRotations(kind, dim, tuple(make_rotation(kind, dim, seed + i) for i in range(count)))
 
 
 def rope(x: Tensor, positions: Tensor) -> Tensor:
@@ -81,43 +103,53 @@ def attention_problem(
     *,
     tokens: int = 1024,
     queries: int = 64,
-    heads: int = 2,
+    heads: int = 4,
     bias: float = 2.0,
     bias_in: str = "slow",
+    spread: float = 0.5,
     gain: float = 1.5,
 ) -> Problem:
     """Keys as a transformer with rotary embedding makes them; no query is a copy of a key.
 
     Before RoPE a key is a mean of length bias * sqrt(dim) in a quarter of the channel pairs (the
     ones RoPE turns slowest, or fastest), plus its topic's centre in a 16-dimensional subspace,
-    plus as much noise; topics last 32 tokens. A query is a topic's centre plus noise of its own,
-    small where the mean is large, so that the mean does not decide the attention; half of the
-    queries ask for the newest topic. The first token is a sink: every query scores it high.
+    plus as much noise; topics last 32 tokens. The scales of the channel pairs are log-normal with
+    this `spread`. A query is a topic's centre plus noise of its own, small where the mean is
+    large, so that the mean does not decide the attention. Every query scores the first token (a
+    sink) and its nearest neighbours high.
     """
     topics, rank = tokens // 32, 16
     basis = normal(seed, 1, heads, rank, dim) / math.sqrt(rank)
     centres = torch.einsum("thr,hrd->thd", normal(seed, 2, topics, heads, rank), basis)
-    biased = _biased_channels(dim, bias_in)  # [dim], 0 or 1
-    mean = normal(seed, 3, heads, dim) * biased
-    mean = mean * (bias * math.sqrt(dim) / mean.norm(dim=-1, keepdim=True))
-
-    topic = torch.arange(tokens) // 32
-    key = mean + 0.7 * centres[topic] + 0.7 * normal(seed, 4, tokens, heads, dim)
-    wanted = integers(seed, 5, queries, topics)
-    wanted[::2] = topics - 1
-    query = gain * (0.7 * centres[wanted] + 0.7 * normal(seed, 6, queries, heads, dim))
+    biased, fast = _channels(dim, bias_in, 8), _channels(dim, "fast", 4)  # [dim], 0 or 1
+    mean = bias * math.sqrt(dim) * _direction(seed, 3, heads, biased)
+    scale = (spread * normal(seed, 4, heads, dim // 2)).exp().repeat(1, 2)
+    scale = scale / scale.square().mean(-1, keepdim=True).sqrt()
+    topic = (torch.arange(tokens) // 32).clamp(max=topics - 1)
+    key = scale * 0.7 * (centres[topic] + normal(seed, 5, tokens, heads, dim)) + mean
+    wanted = integers(seed, 6, queries, topics)
+    query = gain * 0.7 * (centres[wanted] + normal(seed, 7, queries, heads, dim))
     query = query * (1 - biased * bias / (1 + bias))
-    key, query = rope(key, torch.arange(tokens)), rope(query, torch.full((queries,), tokens))
 
-    shared = normal(seed, 7, heads, dim) * (1 - biased)
-    shared = shared / shared.norm(dim=-1, keepdim=True)
-    query = query + shared * dim**0.5
-    key[0] = 0.3 * normal(seed, 8, heads, dim) + _SINK_SCORE * shared
-    value = normal(seed, 9, tokens, heads, dim) + normal(seed, 10, heads, dim)
+    # What all queries share with all keys fades with their distance, as RoPE turns it.
+    near = _direction(seed, 8, heads, fast)
+    key, query = key + 0.5 * math.sqrt(dim) * near, query + 2 * _LOCAL_SCORE * near
+    key, query = rope(key, torch.arange(tokens)), rope(query, torch.full((queries,), tokens))
+    shared = _direction(seed, 9, heads, 1 - biased)
+    query = query + math.sqrt(dim) * shared
+    key[0] = 0.3 * normal(seed, 10, heads, dim) + _SINK_SCORE * shared
+    value = normal(seed, 11, tokens, heads, dim) + normal(seed, 12, heads, dim)
     return Problem(key, value, query)
 
 
-def _biased_channels(dim: int, where: str) -> Tensor:
-    half, count = dim // 2, dim // 8
+def _channels(dim: int, which: str, part: int) -> Tensor:
+    """1 in the dim / part channel pairs that RoPE turns fastest or slowest, else 0."""
+    half, count = dim // 2, dim // part
     pair = torch.arange(dim) % half  # RoPE turns pair 0 fastest
-    return (pair >= half - count if where == "slow" else pair < count).float()
+    return (pair >= half - count if which == "slow" else pair < count).float()
+
+
+def _direction(seed: int, stream: int, heads: int, channels: Tensor) -> Tensor:
+    """A random unit vector for each head inside the channels marked 1, [heads, dim]."""
+    x = normal(seed, stream, heads, channels.numel()) * channels
+    return x / x.norm(dim=-1, keepdim=True)

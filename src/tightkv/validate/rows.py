@@ -25,8 +25,8 @@ class Options:
     def __post_init__(self) -> None:
         if self.seed < 0:
             raise ValueError(f"seed={self.seed}; it must be at least 0")
-        if self.dim % 16 or not 32 <= self.dim <= 256:
-            raise ValueError(f"dim={self.dim}; supported: multiples of 16 from 32 to 256")
+        if self.dim % 16 or not 64 <= self.dim <= 256:
+            raise ValueError(f"dim={self.dim}; supported: multiples of 16 from 64 to 256")
 
     def samples(self, full: int, quick: int) -> int:
         return quick if self.quick else full
@@ -34,6 +34,11 @@ class Options:
     def stream(self, name: str) -> int:
         """A seed of its own for each use, so that no two experiments share random numbers."""
         return self.seed * 2**32 + crc32(name.encode())
+
+
+def _finite(number: float | None) -> float | None:
+    """JSON has no NaN or infinity: they become null."""
+    return number if number is not None and math.isfinite(number) else None
 
 
 @dataclass(frozen=True)
@@ -58,17 +63,19 @@ class Claim:
 
     def to_dict(self) -> dict[str, Any]:
         width = self.half_width
-        interval = None if width is None else [self.measured - width, self.measured + width]
+        interval = None
+        if width is not None and math.isfinite(self.measured + width):
+            interval = [self.measured - width, self.measured + width]
         return {
             "section": self.section,
             "claim": self.claim,
             "setting": self.setting,
-            "measured": self.measured,
+            "measured": _finite(self.measured),
             "interval": interval,
-            "lower": self.lower,
-            "upper": self.upper,
+            "lower": _finite(self.lower),
+            "upper": _finite(self.upper),
             "passed": self.passed,
-            "detail": self.detail,
+            "detail": {name: _finite(number) for name, number in self.detail.items()},
         }
 
 
@@ -81,14 +88,16 @@ class AuditRow:
     measured: float
     unit: str
     reading: str
+    detail: dict[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "what": self.what,
             "setting": self.setting,
-            "measured": self.measured,
+            "measured": _finite(self.measured),
             "unit": self.unit,
             "reading": self.reading,
+            "detail": {name: _finite(number) for name, number in self.detail.items()},
         }
 
 

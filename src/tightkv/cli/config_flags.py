@@ -1,0 +1,106 @@
+"""One flag for every field of KVQuantConfig, plus --preset and --config."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import inspect
+import textwrap
+from typing import Any
+
+from tightkv.config import ENV_PREFIX, PRESETS, KVQuantConfig, _read_json
+
+_DEST = "kv_"
+# `--seed` is the seed of sampling in every command that has one.
+_FLAG_NAMES = {"seed": "--rotation-seed"}
+_METAVARS = {int: "N", float: "X", str: "NAME", tuple: "N,N"}
+
+
+def flag_name(field: str) -> str:
+    """key_bits -> --key-bits."""
+    return _FLAG_NAMES.get(field, "--" + field.replace("_", "-"))
+
+
+def add_config_flags(parser: argparse.ArgumentParser) -> None:
+    """The cache's options. A flag that is not given leaves its field to the other sources."""
+    group = parser.add_argument_group(
+        "KV cache",
+        "A flag wins over --config, that over --preset, that over the environment "
+        f"({ENV_PREFIX}PRESET, {ENV_PREFIX}CONFIG, {ENV_PREFIX}<FIELD>), that over the defaults.",
+    )
+    group.add_argument("--preset", metavar="NAME", help=f"one of {', '.join(PRESETS)}")
+    group.add_argument("--config", metavar="FILE", help="fields as JSON: a .json file, or its text")
+    docs = field_docs()
+    for field in dataclasses.fields(KVQuantConfig):
+        group.add_argument(flag_name(field.name), **_flag_options(field, docs.get(field.name, "")))
+
+
+def config_from_args(args: argparse.Namespace) -> KVQuantConfig:
+    """The config that flags, --config, --preset and the environment give together."""
+    layers = [
+        KVQuantConfig.from_env().to_dict(),
+        {} if args.preset is None else {"preset": args.preset},
+        {} if args.config is None else _read_json(args.config),
+        given_fields(args),
+    ]
+    options: dict[str, Any] = {}
+    for layer in layers:
+        preset = layer.get("preset")
+        options |= {} if preset is None else _preset_fields(preset)
+        options |= {name: value for name, value in layer.items() if name != "preset"}
+    return KVQuantConfig.from_dict(options)
+
+
+def given_fields(args: argparse.Namespace) -> dict[str, Any]:
+    """Only the fields whose flag is on the command line."""
+    names = (field.name for field in dataclasses.fields(KVQuantConfig))
+    return {name: getattr(args, _DEST + name) for name in names if hasattr(args, _DEST + name)}
+
+
+def field_docs() -> dict[str, str]:
+    """The line of documentation that follows each field in the source of KVQuantConfig."""
+    try:
+        source = inspect.getsource(KVQuantConfig)
+    except OSError:  # an installation without sources
+        return {}
+    tree = ast.parse(textwrap.dedent(source)).body[0]
+    assert isinstance(tree, ast.ClassDef)
+    docs = {}
+    for field, doc in zip(tree.body, tree.body[1:], strict=False):
+        is_field = isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if is_field and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant):
+            docs[field.target.id] = str(doc.value.value)  # type: ignore[union-attr]
+    return docs
+
+
+def _flag_options(field: dataclasses.Field[Any], doc: str) -> dict[str, Any]:
+    kind: type = type(field.default)
+    default = field.default if field.default != () else "none"
+    options: dict[str, Any] = {
+        "dest": _DEST + field.name,
+        "default": argparse.SUPPRESS,
+        "help": f"{doc} (default: {default})".replace("%", "%%").strip(),
+    }
+    if kind is bool:
+        return options | {"action": argparse.BooleanOptionalAction}
+    return options | {"type": _numbers if kind is tuple else kind, "metavar": _METAVARS[kind]}
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """'3,7' or '3 7' -> (3, 7)."""
+    try:
+        return tuple(int(part) for part in text.replace(",", " ").split())
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}; give whole numbers with commas") from None
+
+
+def _preset_fields(name: str) -> dict[str, Any]:
+    """The fields that presets set; the others are left to what lies below."""
+    default, chosen = KVQuantConfig().to_dict(), KVQuantConfig.preset(name).to_dict()
+    every = [KVQuantConfig.preset(preset).to_dict() for preset in PRESETS]
+    return {
+        field: value
+        for field, value in chosen.items()
+        if any(preset[field] != default[field] for preset in every)
+    }

@@ -1,0 +1,86 @@
+"""The prompts of tightkv generate: read, put into the chat template, encoded and checked."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+QUESTION = "What is the text above about? Explain its main points in a few sentences."
+_FIRST_TOPIC = "execmodel"
+
+
+def read_prompts(prompts: list[str], file: str | None, has_context: bool) -> list[str]:
+    """From --prompt, else --prompt-file, else standard input; a long context has a question."""
+    if prompts:
+        texts = prompts
+    elif file is not None:
+        texts = [_read(file)]
+    elif has_context:
+        texts = [QUESTION]
+    elif sys.stdin is None or sys.stdin.isatty():
+        raise ValueError("no prompt; give --prompt TEXT, --prompt-file FILE, or standard input")
+    else:
+        texts = [sys.stdin.read()]
+    for text in texts:
+        if not text.strip():
+            raise ValueError("the prompt is empty; give --prompt TEXT with some text")
+    return texts
+
+
+def _read(file: str) -> str:
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"prompt file {file!r} is not UTF-8 text") from None
+
+
+def long_context(tokenizer: Any, tokens: int) -> str:
+    """About so many tokens of Python's own language reference, which every Python carries."""
+    from pydoc_data.topics import topics
+
+    names = sorted(topics, key=lambda name: (name < _FIRST_TOPIC, name))
+    ids = tokenizer.encode("\n\n".join(topics[name] for name in names), add_special_tokens=False)
+    if len(ids) < tokens:
+        raise ValueError(f"--long-prompt {tokens}; the text has only {len(ids)} tokens")
+    return str(tokenizer.decode(ids[:tokens]))
+
+
+def encode(tokenizer: Any, prompts: list[str], raw: bool) -> Any:
+    """input_ids and attention_mask [B, tokens], padded on the left."""
+    chat = not raw and getattr(tokenizer, "chat_template", None) is not None
+    if chat:
+        prompts = [
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+            )
+            for prompt in prompts
+        ]
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    # A template writes its own first token.
+    return tokenizer(
+        prompts,
+        add_special_tokens=not chat,
+        padding=len(prompts) > 1,
+        padding_side="left",
+        return_attention_mask=True,
+        return_token_type_ids=False,
+        return_tensors="pt",
+    )
+
+
+def check_length(prompt_tokens: int, new_tokens: int, limit: int | None) -> None:
+    """The model has no positions for more than `limit` tokens."""
+    if limit is None or prompt_tokens + new_tokens <= limit:
+        return
+    if prompt_tokens >= limit:
+        raise ValueError(
+            f"the prompt has {prompt_tokens} tokens; the model takes {limit} with its answer; "
+            "shorten the prompt"
+        )
+    raise ValueError(
+        f"the prompt has {prompt_tokens} tokens and --max-new-tokens {new_tokens} makes "
+        f"{prompt_tokens + new_tokens}; the model takes {limit}; "
+        f"give --max-new-tokens {limit - prompt_tokens} or less"
+    )

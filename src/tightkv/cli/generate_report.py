@@ -1,0 +1,105 @@
+"""The text that tightkv generate ends with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tightkv.cli.output import format_table, human_bytes
+
+_ANSWER_WIDTH = 44
+
+
+def single_text(data: dict[str, Any], streamed: bool) -> str:
+    """Speed and bytes; the answers too unless they were streamed."""
+    run = data["runs"][0]
+    lines = [] if streamed else _answers(run)
+    return "\n".join([*lines, "", _speed(run), *_bytes(run, data["model"]["dtype"])])
+
+
+def compare_text(data: dict[str, Any]) -> str:
+    tight = data["runs"][1]
+    lines = ["", *_parting(data["compare"], tight), "", _table(data), ""]
+    return "\n".join([*lines, *_bytes(tight, data["model"]["dtype"])])
+
+
+def _answers(run: dict[str, Any]) -> list[str]:
+    answers = run["answers"]
+    if len(answers) == 1:
+        return [answers[0]["text"]]
+    return [f"[{i}] {answer['text']}" for i, answer in enumerate(answers, start=1)]
+
+
+def _speed(run: dict[str, Any]) -> str:
+    timing, answers = run["timing"], run["answers"]
+    prompt = sum(answer["prompt_tokens"] for answer in answers)
+    new = sum(answer["new_tokens"] for answer in answers)
+    return (
+        f"{prompt} prompt tokens at {_rate(timing['prefill_tokens_per_second'])} tokens/s, "
+        f"{new} new tokens at {_rate(timing['decode_tokens_per_second'])} tokens/s"
+    )
+
+
+def _bytes(run: dict[str, Any], dtype: str) -> list[str]:
+    kv = run["kv"]
+    held, plain = human_bytes(kv["bytes"]), human_bytes(kv["bf16_bytes"])
+    if kv["ratio"] >= 1:
+        lines = [f"KV cache ({run['cache']}): {held} now, bf16 {plain}: {kv['ratio']:.2f}x smaller"]
+    else:
+        lines = [
+            f"KV cache ({run['cache']}): {held} now, bf16 {plain}: {1 / kv['ratio']:.2f}x larger",
+            f"  The newest tokens are also kept exact, in {dtype}, which costs more than "
+            f"compression saves{_break_even(kv)}.",
+        ]
+    lines.append(
+        f"In the long run {kv['bytes_per_token']:.0f} bytes a token, bf16 "
+        f"{kv['bf16_bytes_per_token']:.0f}: {kv['long_ratio']:.2f}x"
+    )
+    if kv["other_layers"]:
+        lines.append(
+            f"{kv['layers']} layers are compressed; {kv['other_layers']} others (sliding-window or "
+            "linear attention) stay as they are and are not counted"
+        )
+    return lines
+
+
+def _break_even(kv: dict[str, Any]) -> str:
+    tokens = kv["break_even_tokens"]
+    return "" if tokens is None else f" below about {tokens} tokens a sequence"
+
+
+def _parting(compare: dict[str, Any], tight: dict[str, Any]) -> list[str]:
+    if compare["equal"]:
+        return [f"The texts are equal: {compare['scored_tokens'] + 1} tokens."]
+    width = max(len("uncompressed"), len(tight["cache"])) + 1
+    return [
+        f"The texts part at token {compare['parting_token']}, after {compare['before']!r}:",
+        f"  {'uncompressed:':{width}} {compare['uncompressed']!r}",
+        f"  {tight['cache'] + ':':{width}} {compare['compressed']!r}",
+    ]
+
+
+def _table(data: dict[str, Any]) -> str:
+    header = ("cache", "KV bytes", "vs bf16", "tokens/s", "KL", "answer")
+    kl = data["compare"]["mean_kl"]
+    rows = []
+    for run, divergence in zip(data["runs"], (0.0, kl), strict=True):
+        rows.append(
+            (
+                run["cache"],
+                human_bytes(run["kv"]["bytes"]),
+                f"{run['kv']['ratio']:.2f}x",
+                _rate(run["timing"]["decode_tokens_per_second"]),
+                "-" if divergence is None else f"{divergence:.5f}",
+                _shorten(run["answers"][0]["text"]),
+            )
+        )
+    return format_table(header, rows)
+
+
+def _rate(rate: float | None) -> str:
+    return "-" if rate is None else f"{rate:.1f}"
+
+
+def _shorten(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _ANSWER_WIDTH else line[: _ANSWER_WIDTH - 3] + "..."

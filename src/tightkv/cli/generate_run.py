@@ -1,0 +1,189 @@
+"""What tightkv generate does once everything is loaded: the runs, and their report."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import DynamicCache, TextStreamer
+from transformers.generation.streamers import BaseStreamer
+
+from tightkv import __version__
+from tightkv.cli import generate_report
+from tightkv.cli.generate_compare import find_parting, mean_kl
+from tightkv.cli.generation import Generation, generate, plain_size, tight_size
+from tightkv.config import KVQuantConfig
+from tightkv.integrations.transformers import TightCache
+
+PLAIN = "uncompressed"
+PLAIN_ATTENTION = "sdpa"
+
+
+class Runner:
+    """One model, one batch of prompts, one config."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        config: KVQuantConfig,
+        model: Any,
+        tokenizer: Any,
+        inputs: Any,
+    ) -> None:
+        self.args, self.config, self.model = args, config, model
+        self.tokenizer, self.inputs = tokenizer, inputs
+        self.label = config.name
+        self.options: dict[str, Any] = {
+            "max_new_tokens": args.max_new_tokens,
+            "do_sample": args.temperature > 0,
+            "pad_token_id": tokenizer.pad_token_id,
+        }
+        if args.temperature > 0:
+            # The model's own top_p and top_k apply where none is given.
+            given = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
+            self.options |= {name: value for name, value in given.items() if value is not None}
+
+    def single(self) -> tuple[dict[str, Any], str]:
+        done = self._run(self.label, TightCache(self.config, model=self.model))
+        data = self._head() | {"runs": [self._row(self.label, self.args.attn, done)]}
+        data["compare"] = None
+        return data, generate_report.single_text(data, streamed=self._streams)
+
+    def compare(self) -> tuple[dict[str, Any], str]:
+        """Both caches, greedy, and the distributions along the uncompressed text."""
+        self.model.set_attn_implementation(PLAIN_ATTENTION)
+        plain = self._run(PLAIN, DynamicCache(config=self.model.config), keep_logits=True)
+        self.model.set_attn_implementation(self.args.attn)
+        tight = self._run(self.label, TightCache(self.config, model=self.model))
+        first, second = plain.tokens[0], tight.tokens[0]
+        self._tell("comparing the distributions along the uncompressed text")
+        fresh = TightCache(self.config, model=self.model)
+        assert plain.logits is not None
+        kl = mean_kl(self.model, self.inputs["input_ids"], first, plain.logits, fresh)
+        parting = find_parting(self.tokenizer, first, second)
+        data = self._head() | {
+            "runs": [
+                self._row(PLAIN, PLAIN_ATTENTION, plain, like=tight.cache),
+                self._row(self.label, self.args.attn, tight),
+            ],
+            "compare": {
+                "equal": parting.token is None,
+                "parting_token": parting.token,
+                "before": parting.before,
+                "uncompressed": parting.first,
+                "compressed": parting.second,
+                "mean_kl": kl,
+                "scored_tokens": len(first) - 1,
+            },
+        }
+        return data, generate_report.compare_text(data)
+
+    # --- one run ---
+    @property
+    def _streams(self) -> bool:
+        return len(self.inputs["input_ids"]) == 1 and not self.args.json
+
+    def _run(self, label: str, cache: Any, keep_logits: bool = False) -> Generation:
+        torch.manual_seed(self.args.seed)
+        rows, length = self.inputs["input_ids"].shape
+        self._tell(f"{label}: prompt of {length} tokens" + (f" x {rows}" if rows > 1 else ""))
+        listener: BaseStreamer = (
+            TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+            if self._streams
+            else TokenCounter(self.args.max_new_tokens)
+        )
+        return generate(
+            self.model,
+            self.inputs,
+            cache,
+            options=self.options,
+            listener=listener,
+            keep_logits=keep_logits,
+        )
+
+    def _tell(self, line: str) -> None:
+        if sys.stderr.isatty() or self.args.compare:
+            print(f"tightkv: {line}", file=sys.stderr, flush=True)
+
+    # --- the report ---
+    def _head(self) -> dict[str, Any]:
+        return {
+            "schema": 1,
+            "tightkv": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "model": {
+                "name": self.args.model or "bundled",
+                "dtype": str(self.model.dtype).removeprefix("torch."),
+                "device": str(self.model.device),
+            },
+            "config": self.config.to_dict(),
+            "sampling": {
+                "temperature": self.args.temperature,
+                "top_p": self.args.top_p,
+                "top_k": self.args.top_k,
+                "seed": self.args.seed,
+            },
+        }
+
+    def _row(
+        self, label: str, attention: str, done: Generation, like: TightCache | None = None
+    ) -> dict[str, Any]:
+        size = tight_size(done.cache) if like is None else plain_size(done.cache, like)
+        tight = done.cache if like is None else like
+        timing = done.timing
+        return {
+            "cache": label,
+            "attention": attention,
+            "answers": [
+                {
+                    "text": self.tokenizer.decode(tokens, skip_special_tokens=True),
+                    "new_tokens": len(tokens),
+                    "prompt_tokens": prompt_tokens,
+                }
+                for tokens, prompt_tokens in zip(done.tokens, self._prompt_tokens(), strict=True)
+            ],
+            "timing": {
+                "prefill_seconds": timing.prefill_seconds,
+                "prefill_tokens_per_second": timing.prefill_rate,
+                "decode_seconds": timing.decode_seconds,
+                "decode_tokens_per_second": timing.decode_rate,
+            },
+            "kv": {
+                "tokens": size.tokens,
+                "bytes": size.bytes,
+                "bf16_bytes": size.bf16_bytes,
+                "ratio": size.ratio,
+                "bytes_per_token": size.bytes_per_token,
+                "bf16_bytes_per_token": size.bf16_bytes_per_token,
+                "long_ratio": size.long_ratio,
+                "break_even_tokens": size.break_even,
+                "layers": len(tight.tight_layers),
+                "other_layers": len(tight.layers) - len(tight.tight_layers),
+            },
+        }
+
+    def _prompt_tokens(self) -> list[int]:
+        mask: Tensor = self.inputs["attention_mask"]
+        return [int(count) for count in mask.sum(-1)]
+
+
+class TokenCounter(BaseStreamer):  # type: ignore[misc]
+    """A line on a terminal's standard error that counts tokens."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.count = most, -1  # the prompt comes first
+        self.shown = sys.stderr.isatty()
+
+    def put(self, value: Tensor) -> None:
+        self.count += 1
+        if self.shown and self.count:
+            print(f"\r{self.count} of {self.most} tokens", end="", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        if self.shown:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,164 @@
+"""One run of model.generate with a cache: the tokens, the seconds and the bytes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.generation.streamers import BaseStreamer
+
+from tightkv.integrations.transformers import TightCache
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of the prompt and of each new token after the first."""
+
+    prompt_tokens: int
+    prefill_seconds: float
+    decode_tokens: int
+    decode_seconds: float
+
+    @property
+    def prefill_rate(self) -> float | None:
+        return _rate(self.prompt_tokens, self.prefill_seconds)
+
+    @property
+    def decode_rate(self) -> float | None:
+        return _rate(self.decode_tokens, self.decode_seconds)
+
+
+@dataclass(frozen=True)
+class CacheSize:
+    """Bytes of the layers that can be compressed, against 16-bit keys and values."""
+
+    tokens: int
+    bytes: int
+    bf16_bytes: int
+    bytes_per_token: float
+    bf16_bytes_per_token: float
+    fixed_bytes: int
+
+    @property
+    def ratio(self) -> float:
+        return self.bf16_bytes / self.bytes
+
+    @property
+    def long_ratio(self) -> float:
+        return self.bf16_bytes_per_token / self.bytes_per_token
+
+    @property
+    def break_even(self) -> int | None:
+        """Tokens of a sequence from which on it takes less than bf16; None if it never does."""
+        saved = self.bf16_bytes_per_token - self.bytes_per_token
+        return int(self.fixed_bytes / saved) + 1 if saved > 0 else None
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What one run gave."""
+
+    tokens: list[list[int]]  # new tokens of each prompt, up to its end-of-text token
+    timing: Timing
+    cache: Any
+    logits: Tensor | None  # [new tokens, vocabulary] of the only prompt, where asked for
+
+
+class TokenClock(BaseStreamer):  # type: ignore[misc]
+    """Notes when each token comes, and passes it on."""
+
+    def __init__(self, listener: Any = None) -> None:
+        self.listener, self.times = listener, list[float]()
+
+    def put(self, value: Tensor) -> None:
+        self.times.append(time.perf_counter())
+        if self.listener is not None:
+            self.listener.put(value)
+
+    def end(self) -> None:
+        if self.listener is not None:
+            self.listener.end()
+
+
+def generate(
+    model: Any,
+    inputs: Mapping[str, Tensor],
+    cache: Any,
+    *,
+    options: Mapping[str, Any],
+    listener: Any = None,
+    keep_logits: bool = False,
+) -> Generation:
+    """Run the model on encoded prompts [B, tokens], left-padded."""
+    clock = TokenClock(listener)
+    out = model.generate(
+        **inputs,
+        past_key_values=cache,
+        streamer=clock,
+        return_dict_in_generate=True,
+        output_logits=keep_logits,
+        **options,
+    )
+    new = out.sequences[:, inputs["input_ids"].shape[1] :]
+    tokens = [_until_end(row, _end_tokens(model)) for row in new.tolist()]
+    logits = torch.cat(out.logits) if keep_logits else None  # [new, vocabulary]
+    prompt_tokens = int(inputs["attention_mask"].sum())
+    return Generation(tokens, _timing(clock.times, prompt_tokens, tokens), cache, logits)
+
+
+def tight_size(cache: TightCache) -> CacheSize:
+    """What a TightCache holds, and what a token adds in the long run."""
+    layouts = [layer.kv.layout for layer in cache.tight_layers if layer.kv is not None]
+    used, rows = cache.bytes_used(), len(cache.shared.table)
+    return CacheSize(
+        tokens=rows * cache.get_seq_length(),
+        bytes=used["compressed"],
+        bf16_bytes=used["bf16"],
+        bytes_per_token=sum(layout.bytes_per_token for layout in layouts),
+        bf16_bytes_per_token=sum(4 * x.num_kv_heads * x.head_dim for x in layouts),
+        fixed_bytes=sum(layout.sequence_bytes() for layout in layouts),
+    )
+
+
+def plain_size(cache: DynamicCache, like: TightCache) -> CacheSize:
+    """What a DynamicCache holds in the layers that `like` compresses."""
+    tight = {i for i, layer in enumerate(like.layers) if layer in like.tight_layers}
+    states = [
+        state
+        for i, layer in enumerate(cache.layers)
+        if i in tight and layer.is_initialized
+        for state in (layer.keys, layer.values)  # [B, Hkv, tokens, D]
+    ]
+    tokens = states[0].shape[0] * states[0].shape[2]
+    held = sum(state.numel() * state.element_size() for state in states)
+    plain = sum(state.numel() * 2 for state in states)
+    return CacheSize(tokens, held, plain, held / tokens, plain / tokens, 0)
+
+
+def _rate(count: int, seconds: float) -> float | None:
+    return count / seconds if count and seconds > 0 else None
+
+
+def _end_tokens(model: Any) -> Sequence[int]:
+    ends = model.generation_config.eos_token_id
+    return [] if ends is None else [ends] if isinstance(ends, int) else ends
+
+
+def _until_end(row: list[int], ends: Sequence[int]) -> list[int]:
+    last = next((i for i, token in enumerate(row) if token in ends), len(row) - 1)
+    return row[: last + 1]
+
+
+def _timing(times: Sequence[float], prompt_tokens: int, tokens: Sequence[list[int]]) -> Timing:
+    """`times` are those of the prompt's arrival and of every step.
+
+    The first step after the prompt may compile kernels, so it is left out where others follow.
+    """
+    skip = 2 if len(times) > 3 else 1
+    decoded = sum(max(0, len(row) - skip) for row in tokens)
+    return Timing(prompt_tokens, times[1] - times[0], decoded, times[-1] - times[skip])

@@ -1,0 +1,164 @@
+"""attn_implementation="tightkv": attention over compressed pages, keys never materialised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from tightkv.integrations.transformers.states import CompressedStates
+
+NAME = "tightkv"
+
+
+def register() -> None:
+    """Make "tightkv" an attention implementation of transformers."""
+    AttentionInterface.register(NAME, tightkv_attention)
+    AttentionMaskInterface.register(NAME, tightkv_mask)
+
+
+def tightkv_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    **kwargs: Any,
+) -> Tensor | None:
+    """The mask sdpa would get; None where it is causal and aligned to the end."""
+    if (
+        allow_is_causal_skip
+        and kv_offset == 0
+        and q_offset + q_length == kv_length
+        and (local_size is None or kv_length <= local_size)
+        and (attention_mask is None or bool(attention_mask.all()))
+    ):
+        return None
+    mask: Tensor | None = sdpa_mask(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        local_size=local_size,
+        allow_is_causal_skip=False,
+        **kwargs,
+    )
+    return mask
+
+
+def tightkv_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """query [B, Hq, Lq, D] -> output [B, Lq, Hq, D]; transformers' attention signature."""
+    if position_bias is not None:
+        raise ValueError('attn_implementation="tightkv" has no position_bias; use "sdpa"')
+    if attention_mask is not None and attention_mask.dim() != 4:
+        raise ValueError(
+            f"attention mask of shape {tuple(attention_mask.shape)}; "
+            "expected [batch, heads or 1, queries, keys]"
+        )
+    causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
+    if not isinstance(key, CompressedStates):  # a layer that stays uncompressed
+        out = _exact(module, query, key, value, attention_mask, scaling, causal, softcap, s_aux)
+        return out, None
+    step = key.step
+    if not step.past:  # the first prefill attends exactly
+        out = _exact(
+            module,
+            query,
+            step.new_key,
+            step.new_value,
+            attention_mask,
+            scaling,
+            causal,
+            softcap,
+            s_aux,
+        )
+        step.layer.commit(left_padding(attention_mask))
+        return out, None
+    out, lse = step.layer.attend(
+        step,
+        query.transpose(1, 2),
+        scale=scaling,
+        causal=causal and attention_mask is None,
+        softcap=softcap,
+        mask=attention_mask,
+    )
+    return (out if s_aux is None else _with_sink(out, lse, s_aux)), None
+
+
+def left_padding(mask: Tensor | None) -> list[int] | None:
+    """How many tokens each row is padded by on the left: those that no query sees."""
+    if mask is None or mask.dtype != torch.bool or mask.shape[0] == 0:
+        return None
+    seen = mask[:, 0].any(1)  # [B, keys]
+    starts = torch.where(seen.any(-1), seen.int().argmax(-1), 0)
+    return [int(start) for start in starts]
+
+
+def _exact(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    causal: bool,
+    softcap: float | None,
+    s_aux: Tensor | None,
+) -> Tensor:
+    """Attention over exact keys [B, Hkv, N, D]: torch's, or spelled out where it cannot."""
+    lq, n = query.shape[2], key.shape[2]
+    if mask is None and causal and lq not in (1, n):
+        mask = torch.ones(lq, n, dtype=torch.bool, device=query.device).tril(n - lq)[None, None]
+    if softcap is None and s_aux is None:
+        out, _ = sdpa_attention_forward(
+            module, query, key, value, mask, scaling=scale, is_causal=causal
+        )
+        return out
+    group = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(group, 1).float() for x in (key, value))
+    scores = query.float() @ key.transpose(-1, -2)
+    scores = scores * (scale if scale is not None else query.shape[-1] ** -0.5)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is None and causal:
+        mask = torch.ones(lq, n, dtype=torch.bool, device=query.device).tril(n - lq)
+    if mask is not None:
+        scores = (
+            scores.masked_fill(~mask, -torch.inf)
+            if mask.dtype == torch.bool
+            else scores + mask.float()
+        )
+    lse = torch.logsumexp(scores, -1)
+    weights = torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
+    out = (weights @ value).transpose(1, 2).to(query.dtype)
+    return out if s_aux is None else _with_sink(out, lse.transpose(1, 2), s_aux)
+
+
+def _with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    """A learned logit [Hq] that takes part in the softmax and has no value (GPT-OSS)."""
+    return (out.float() * torch.sigmoid(lse - sink.float())[..., None]).to(out.dtype)

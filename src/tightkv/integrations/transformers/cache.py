@@ -1,0 +1,149 @@
+"""TightCache: transformers' Cache with compressed full-attention layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    get_layer_types_and_kwargs,
+)
+
+from tightkv.config import KVQuantConfig
+from tightkv.integrations.transformers.layer import SharedSteps, TightHybridLayer, TightLayer
+
+
+class TightCache(Cache):  # type: ignore[misc]
+    """A drop-in for DynamicCache: `model.generate(**inputs, past_key_values=TightCache(...))`.
+
+    `quant` is a KVQuantConfig, a preset name, JSON or a mapping; None reads TIGHTKV_*.
+    `model` (or its config) tells which layers are sliding-window or linear attention: those
+    stay transformers' own. Without it every layer is taken for full attention.
+    """
+
+    def __init__(
+        self,
+        quant: KVQuantConfig | str | Mapping[str, Any] | None = None,
+        model: PreTrainedModel | PreTrainedConfig | None = None,
+        *,
+        kernels: str = "auto",
+        offloading: bool = False,
+    ) -> None:
+        self.quant = KVQuantConfig.parse(quant)
+        self.kernels = kernels
+        self.shared = SharedSteps(self.quant)
+        if model is None:
+            if self.quant.protected_first or self.quant.protected_last:
+                raise ValueError("protected layers need the model: TightCache(quant, model=model)")
+            super().__init__(layer_class_to_replicate=self._new_layer, offloading=offloading)
+            return
+        config = model.config if isinstance(model, PreTrainedModel) else model
+        super().__init__(layers=self._layers_of(config), offloading=offloading)
+
+    def _new_layer(self, cfg: KVQuantConfig | None = None) -> TightLayer:
+        return TightLayer(self.shared, cfg or self.quant, self.kernels)
+
+    def _layers_of(self, config: PreTrainedConfig) -> list[Any]:
+        text = config.get_text_config(decoder=True)
+        if getattr(config, "is_encoder_decoder", False):
+            raise ValueError(
+                f"{type(config).__name__} is an encoder-decoder model; TightCache is for decoders"
+            )
+        if getattr(text, "kv_lora_rank", None):
+            raise ValueError(
+                f"{type(text).__name__} uses multi-head latent attention, whose cache is already "
+                "compressed and has no per-head keys; use DynamicCache"
+            )
+        types, options = get_layer_types_and_kwargs(text)
+        compressible = [i for i, kind in enumerate(types) if kind in ("full_attention", "hybrid")]
+        if not compressible:
+            raise ValueError(
+                f"{type(text).__name__} has no full-attention layer to compress (layer types: "
+                f"{', '.join(sorted(set(types)))}); use DynamicCache"
+            )
+        layers: list[Any] = []
+        for i, (kind, kwargs) in enumerate(zip(types, options, strict=False)):
+            if kind not in DYNAMIC_LAYER_TYPE_MAPPING:
+                raise ValueError(f"layer {i} is {kind!r}, which TightCache does not know")
+            cfg = None
+            if i in compressible:
+                cfg = self.quant.for_layer(compressible.index(i), len(compressible))
+            if cfg is None or not cfg.compresses:
+                layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**kwargs))
+            elif kind == "hybrid":
+                layers.append(TightHybridLayer(self.shared, cfg, self.kernels, **kwargs))
+            else:
+                layers.append(self._new_layer(cfg))
+        return layers
+
+    # --- the compressed layers together ---
+    @property
+    def tight_layers(self) -> list[TightLayer]:
+        return [layer for layer in self.layers if isinstance(layer, TightLayer)]
+
+    @property
+    def _other_layers(self) -> list[Any]:
+        """Layers with states of transformers' own: a hybrid layer's linear part is one."""
+        return [layer for layer in self.layers if type(layer) is not TightLayer]
+
+    def _commit(self) -> None:
+        for layer in self.tight_layers:
+            layer.commit()
+
+    def _select(self, rows: Sequence[int]) -> None:
+        self._commit()
+        if len(self.shared.table):
+            self.shared.table.select(rows)
+            for tight in self.tight_layers:
+                if tight.kv is not None:
+                    tight.kv.select(rows)
+        for layer in self._other_layers:
+            layer.reorder_cache(torch.tensor(rows))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i goes on from what was row beam_idx[i]. Pages are shared, not copied."""
+        self._select(beam_idx.tolist())
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only these rows."""
+        self._select(torch.arange(self.batch_size)[indices.cpu()].tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row `repeats` times."""
+        self._select([row for row in range(self.batch_size) for _ in range(repeats)])
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop -tokens_to_remove newest tokens; a positive number is the length to keep."""
+        self._commit()
+        lengths = self.shared.table.lengths
+        if lengths and tokens_to_remove:
+            keep = tokens_to_remove if tokens_to_remove > 0 else lengths[0] + tokens_to_remove
+            keep = max(0, min(keep, lengths[0]))
+            for row in range(len(lengths)):
+                self.shared.table.crop(row, keep)
+            for tight in self.tight_layers:
+                tight.length, tight.step = min(tight.length, keep), self.shared.steps
+        for layer in self._other_layers:
+            layer.crop(tokens_to_remove)
+
+    def reset(self) -> None:
+        """Forget everything; another model or batch may use the cache next."""
+        self.shared.table.clear()
+        super().reset()
+
+    # --- what it holds ---
+    def bytes_used(self) -> dict[str, int]:
+        """Bytes held now, and what 16-bit keys and values of the same tokens would hold."""
+        self._commit()
+        held = plain = 0
+        for layer in self.tight_layers:
+            if layer.kv is None:
+                continue
+            held += layer.kv.allocated_bytes()
+            layout = layer.kv.layout
+            plain += 4 * layout.num_kv_heads * layout.head_dim * sum(self.shared.table.lengths)
+        return {"compressed": held, "bf16": plain}

@@ -1,0 +1,76 @@
+"""CompressedStates: the keys or values of a layer, as a tensor that is not there yet."""
+
+from __future__ import annotations
+
+import warnings
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+if TYPE_CHECKING:
+    from tightkv.integrations.transformers.layer import TightLayer
+
+
+class StepStates:
+    """What one `update` of a layer hands to attention: the layer and its new tokens."""
+
+    def __init__(self, layer: TightLayer, new_key: Tensor, new_value: Tensor) -> None:
+        self.layer, self.past = layer, layer.length
+        self.new_key, self.new_value = new_key, new_value  # [B, Hkv, T, D]
+        self._whole: tuple[Tensor, Tensor] | None = None
+
+    def tensors(self) -> tuple[CompressedStates, CompressedStates]:
+        return CompressedStates(self, 0), CompressedStates(self, 1)
+
+    def whole(self) -> tuple[Tensor, Tensor]:
+        """Every key and value [B, Hkv, tokens, D], the new ones exact."""
+        if self._whole is None:
+            if self.past:
+                _warn_slow()
+            self._whole = self.layer.materialize(self)
+        return self._whole
+
+
+class CompressedStates(Tensor):
+    """Has the shape of all keys (or values) of a layer; dequantized only if some op reads it.
+
+    The "tightkv" attention reads `step` instead and attends over the pages.
+    """
+
+    step: StepStates
+    side: int
+
+    @staticmethod
+    def __new__(cls, step: StepStates, side: int) -> CompressedStates:
+        new = step.new_key
+        shape = (*new.shape[:2], step.past + new.shape[2], new.shape[3])
+        self: CompressedStates = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=new.dtype, device=new.device
+        )
+        self.step, self.side = step, side
+        return self
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"CompressedStates(shape={tuple(self.shape)}, side={'kv'[self.side]})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        def read(x: CompressedStates) -> Tensor:
+            return x.step.whole()[x.side]
+
+        args, kwargs = tree_map_only(CompressedStates, read, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+@lru_cache(maxsize=1)
+def _warn_slow() -> None:
+    warnings.warn(
+        "this model's attention reads the whole cache, so tightkv dequantizes it at every step; "
+        'load the model with attn_implementation="tightkv" to attend over the compressed pages',
+        stacklevel=2,
+    )

@@ -1,0 +1,422 @@
+"""tightkv plan: its arithmetic against bytes worked by hand, its JSON against its document."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tightkv.cli import main
+from tightkv.config import PRESETS, KVQuantConfig
+from tightkv.layout import PageLayout
+from tightkv.model_shape import LayerShape, ModelShape, read_model_shape
+from tightkv.planner import (
+    GPUS,
+    baseline_plan,
+    config_plan,
+    kept_reason,
+    plan_weights,
+)
+
+DOC = Path(__file__).resolve().parents[1] / "docs" / "plan.md"
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 1000,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "torch_dtype": "bfloat16",
+}
+GEMMA = LLAMA | {"model_type": "gemma2", "num_hidden_layers": 4, "sliding_window": 100}
+DEEPSEEK = LLAMA | {"model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    return tmp_path
+
+
+def plan_json(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> dict[str, Any]:
+    assert main(["plan", *map(str, argv), "--json"]) == 0
+    data: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return data
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> str:
+    assert main(["plan", *map(str, argv)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("tightkv: error: ")
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+# --- bytes -------------------------------------------------------------------------------------
+def test_bytes_of_one_layer_by_hand() -> None:
+    """k4v4, 2 heads of 64, pages of 64 tokens.
+
+    A record: 2048 + 2048 bytes of codes, 128 + 128 of scales, 128 of mean = 4480. A page: two
+    records, 8960 bytes, or 140 a token. 100 tokens: 2 pages with a 4-byte table entry each, an
+    exact ring of 128 tokens and 4 sinks at 512 bytes, and 16 bytes of counters.
+    """
+    shape = read_model_shape(LLAMA)
+    plan = config_plan("k4v4", shape, KVQuantConfig.preset("k4v4"))
+    assert plan.bytes_per_token_per_layer == 140
+    assert plan.bytes_per_token == 3 * 140
+    layer = 2 * (8960 + 4) + (128 + 4) * 512 + 16
+    assert plan.total_bytes(100) == 3 * layer
+    assert plan.total_bytes(100, sequences=5) == 15 * layer
+
+
+def test_baselines_by_hand() -> None:
+    shape = read_model_shape(LLAMA)
+    assert baseline_plan("bf16", shape, 2).bytes_per_token == 3 * 2 * 2 * 64 * 2
+    assert baseline_plan("fp8", shape, 1).total_bytes(10) == 10 * 3 * 2 * 2 * 64
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128, 192, 256])
+def test_every_preset_is_sized_by_the_page_layout(preset: str, head_dim: int) -> None:
+    shape = read_model_shape(LLAMA | {"head_dim": head_dim})
+    cfg = KVQuantConfig.preset(preset)
+    layout = PageLayout(cfg, 2, head_dim, torch.bfloat16)
+    plan = config_plan(preset, shape, cfg)
+    assert plan.bytes_per_token == 3 * layout.new_pages(1).numel() / 64
+    for tokens in (0, 1, 64, 65, 1000):
+        assert plan.total_bytes(tokens) == 3 * layout.total_bytes(tokens, 1, open_codes=True)
+
+
+def test_sliding_layers_stay_16_bit_and_stop_growing() -> None:
+    shape = read_model_shape(GEMMA)  # layers 0 and 2 slide over 100 tokens
+    plan, bf16 = config_plan("k4v4", shape, KVQuantConfig()), baseline_plan("bf16", shape, 2)
+    layout = PageLayout(KVQuantConfig(), 2, 64)
+    assert plan.bytes_per_token == 2 * 140
+    assert plan.total_bytes(1000) == 2 * 100 * 512 + 2 * layout.total_bytes(1000)
+    assert plan.total_bytes(40) == 2 * 40 * 512 + 2 * layout.total_bytes(40)
+    assert bf16.total_bytes(1000) == 2 * 100 * 512 + 2 * 1000 * 512
+
+
+def test_latent_attention_is_counted_and_not_compressed() -> None:
+    shape = read_model_shape(DEEPSEEK)
+    plan = config_plan("k4v4", shape, KVQuantConfig())
+    assert plan.bytes_per_token == 3 * 576 * 2
+    assert plan.bytes_per_token_per_layer is None
+    assert plan.total_bytes(10) == 10 * 3 * 576 * 2
+
+
+def test_state_of_hybrid_layers_is_added_once_a_sequence() -> None:
+    layers = (LayerShape("full", 2, 64, 64, state_bytes=1000), LayerShape("linear", state_bytes=77))
+    shape = ModelShape("m", "hybrid", layers, 4, 256, 1000, torch.bfloat16, 4096)
+    plan = config_plan("k4v4", shape, KVQuantConfig())
+    assert plan.total_bytes(64, 3) == 3 * (
+        PageLayout(KVQuantConfig(), 2, 64).total_bytes(64) + 1077
+    )
+
+
+def test_protected_layers_have_their_own_bits() -> None:
+    shape = read_model_shape(LLAMA)
+    cfg = KVQuantConfig(key_bits=2, value_bits=2, protected_first=1, protected_bits=8)
+    low, high = (PageLayout(KVQuantConfig(key_bits=b, value_bits=b), 2, 64) for b in (2, 8))
+    plan = config_plan("mixed", shape, cfg)
+    assert plan.bytes_per_token == high.bytes_per_token + 2 * low.bytes_per_token
+    assert plan.bytes_per_token_per_layer == plan.bytes_per_token / 3
+    whole = config_plan("16", shape, cfg.replace(protected_bits=16))
+    assert whole.costs[0].layout is None
+    assert whole.costs[0].bytes_per_token == 512
+
+
+def test_why_layers_are_kept() -> None:
+    assert kept_reason(LayerShape("full", 2, 64, 64)) is None
+    assert kept_reason(LayerShape("full", 2, 72, 72)) == PAGE_ERROR
+    assert kept_reason(LayerShape("full", 2, 192, 128)) == "keys have 192 dimensions and values 128"
+    assert kept_reason(LayerShape("sliding", 2, 64, 64, 100)) == "sliding window"
+    odd = read_model_shape(LLAMA | {"head_dim": 72})
+    assert config_plan("k4v4", odd, KVQuantConfig()).bytes_per_token == 3 * 2 * 2 * 72 * 2
+
+
+PAGE_ERROR = "head_dim=72; supported: multiples of 16 from 16 up"
+
+
+# --- what fits -----------------------------------------------------------------------------------
+@pytest.mark.parametrize("config", [LLAMA, GEMMA, DEEPSEEK])
+@pytest.mark.parametrize("memory", [0, 1, 300_000, 10_000_000, 10**12])
+def test_max_tokens_is_the_longest_that_fits(config: dict[str, Any], memory: int) -> None:
+    plan = config_plan("k4v3", read_model_shape(config), KVQuantConfig.preset("k4v3"))
+    tokens = plan.max_tokens(memory)
+    assert tokens is not None
+    assert tokens == 0 or plan.total_bytes(tokens) <= memory
+    assert plan.total_bytes(tokens + 1) > memory
+
+
+def test_no_limit_where_every_layer_slides() -> None:
+    shape = read_model_shape(LLAMA | {"model_type": "mistral", "sliding_window": 100})
+    plan = baseline_plan("bf16", shape, 2)
+    assert plan.max_tokens(3 * 100 * 512) is None
+    assert plan.max_tokens(3 * 100 * 512 - 1) == 99
+
+
+def test_max_requests() -> None:
+    plan = baseline_plan("bf16", read_model_shape(LLAMA), 2)
+    one = plan.total_bytes(100)
+    assert [plan.max_requests(m, 100) for m in (-5, one - 1, one, 7 * one + 1)] == [0, 0, 1, 7]
+
+
+# --- the command ---------------------------------------------------------------------------------
+def test_report_numbers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = plan_json(
+        capsys, folder, "--budget", "64MiB", "--weights-bytes", "4MiB", "--context", "1000",
+        "--batch", "3",
+    )  # fmt: skip
+    assert data["memory"] == {
+        "budget_bytes": 64 << 20,
+        "gpu": None,
+        "utilization": 1.0,
+        "cache_bytes": 60 << 20,
+    }
+    assert data["weights"] == {"bytes": 4 << 20, "dtype": None, "source": "given"}
+    rows = {row["name"]: row for row in data["rows"]}
+    assert list(rows) == ["bf16", "fp8", *PRESETS]
+    assert rows["bf16"]["total_bytes"] == 3 * 1000 * 3 * 512
+    assert rows["bf16"]["max_tokens"] == (60 << 20) // (3 * 512)
+    assert rows["bf16"]["max_requests"] == (60 << 20) // (1000 * 3 * 512)
+    k4v4 = 3 * PageLayout(KVQuantConfig(), 2, 64).total_bytes(1000)
+    assert rows["k4v4"]["total_bytes"] == 3 * k4v4
+    assert rows["k4v4"]["total_ratio"] == pytest.approx(1000 * 3 * 512 / k4v4)
+    assert rows["k4v4"]["ratio"] == pytest.approx(512 / 140)
+    assert rows["k4v4"]["max_requests"] == (60 << 20) // k4v4
+    assert (rows["k4v3"]["key_bits"], rows["k4v3"]["value_bits"]) == (4, 3)
+
+
+def test_gpu_utilization_and_default_context(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = plan_json(capsys, folder, "--gpu", "nvidia h100", "--presets", "k4v4")
+    assert data["memory"]["gpu"] == "H100"
+    assert data["memory"]["budget_bytes"] == int(GPUS["H100"] * 2**20 * 0.9)
+    assert data["context"] == 4096  # the model's limit
+    parameters = 2 * 1000 * 256 + 3 * (2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 512)
+    assert data["weights"] == {"bytes": 2 * parameters, "dtype": "bfloat16", "source": "estimated"}
+    assert [row["name"] for row in data["rows"]] == ["bf16", "fp8", "k4v4"]
+    (folder / "config.json").write_text(json.dumps(LLAMA | {"max_position_embeddings": 131072}))
+    assert plan_json(capsys, folder)["context"] == 32768
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [("a100", "A100-80GB"), ("RTX 4090", "RTX4090"), ("4090", "RTX4090"), ("mi300x", "MI300X")],
+)
+def test_gpu_names(folder: Path, text: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan_json(capsys, folder, "--gpu", text)["memory"]["gpu"] == name
+
+
+def test_tensor_parallel_ranks_share_heads_and_weights(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = plan_json(capsys, folder, "--gpu", "L4")
+    two = plan_json(capsys, folder, "--gpu", "L4", "--tp", "2")
+    eight = plan_json(capsys, folder, "--gpu", "L4", "--tp", "8")
+    assert two["model"]["layers"][0]["num_kv_heads"] == 1
+    assert eight["model"]["layers"][0]["num_kv_heads"] == 1
+    assert two["rows"][4]["bytes_per_token"] * 2 == one["rows"][4]["bytes_per_token"]
+    assert eight["rows"][4]["bytes_per_token"] == two["rows"][4]["bytes_per_token"]
+    assert two["weights"]["bytes"] * 2 == one["weights"]["bytes"]
+    assert "cannot be shared by 3 ranks" in error_of(capsys, folder, "--tp", "3")
+
+
+def test_config_file_as_a_row(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = folder / "mine.json"
+    cfg = KVQuantConfig(key_bits=4, value_bits=2, page_size=128)
+    path.write_text(cfg.to_json())
+    rows = plan_json(capsys, folder, "--config", path, "--presets", "")["rows"]
+    assert [row["name"] for row in rows] == ["bf16", "fp8", "mine (k4v2)"]
+    expected = PageLayout(cfg, 2, 64).bytes_per_token
+    assert rows[-1]["bytes_per_token_per_layer"] == expected
+
+
+def test_measured_weights_and_another_dtype(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [50], "data_offsets": [0, 100]}}).encode()
+    weights = struct.pack("<Q", len(header)) + header + bytes(100)
+    (folder / "model.safetensors").write_bytes(weights)
+    measured = plan_json(capsys, folder)["weights"]
+    assert measured == {"bytes": 100, "dtype": "bfloat16", "source": "measured"}
+    other = plan_json(capsys, folder, "--weights-dtype", "fp8")["weights"]
+    assert other == {"bytes": 50, "dtype": "fp8", "source": "measured"}
+
+
+def test_quantized_weights_are_estimated_by_their_own_bits() -> None:
+    shape = read_model_shape(LLAMA | {"quantization_config": {"quant_method": "fp8"}})
+    plain = plan_weights(read_model_shape(LLAMA))
+    weights = plan_weights(shape)
+    assert weights is not None
+    assert plain is not None
+    assert (weights.bytes * 2, weights.dtype) == (plain.bytes, "fp8")
+    odd = read_model_shape(LLAMA | {"quantization_config": {"quant_method": "odd"}})
+    assert plan_weights(odd) is None
+    assert plan_weights(odd, "int4") is not None
+
+
+def test_text_report(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(folder), "--gpu", "T4", "--context", "5000"]) == 0
+    text = capsys.readouterr().out
+    assert "3 x full, 2 KV heads of 64 (compressed)" in text
+    assert "(estimated)" in text
+    assert "left for the cache" in text
+    assert "note: context 5000 is beyond the model's limit of 4096" in text
+    assert re.search(r"^k4v4 +140 +420 +3\.66x", text, re.MULTILINE)
+
+
+def test_text_report_of_a_model_that_cannot_be_compressed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK))
+    assert main(["plan", str(tmp_path), "--presets", "k4v4"]) == 0
+    text = capsys.readouterr().out
+    assert "3 x mla, 576 numbers a token (not compressed: latent attention (MLA))" in text
+    assert "no layer of this model can be compressed" in text
+
+
+def test_weights_beyond_the_budget(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = plan_json(capsys, folder, "--budget", "1GB", "--weights-bytes", "2GB")
+    assert data["memory"]["cache_bytes"] == 0
+    assert {row["max_tokens"] for row in data["rows"]} == {0}
+    assert {row["max_requests"] for row in data["rows"]} == {0}
+    assert "exceed the budget" in " ".join(data["notes"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--gpu", "h10"], "unknown GPU 'h10'; did you mean 'H100'?"),
+        (["--budget", "80 potatoes"], "size '80 potatoes'"),
+        (["--budget", "80G"], "size '80G'"),
+        (["--context", "0"], "--context 0; it must be at least 1"),
+        (["--batch", "-1"], "--batch -1"),
+        (["--utilization", "1.5", "--gpu", "T4"], "--utilization 1.5"),
+        (["--presets", "k5v5"], "unknown preset 'k5v5'"),
+        (["--config", "missing.json"], "config file 'missing.json' does not exist"),
+        (["--plot", "figure.gif"], "plot file 'figure.gif'"),
+        (["--plot", "no/such/folder/a.png"], "does not exist"),
+    ],
+)
+def test_bad_options_are_one_line(
+    folder: Path, argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in error_of(capsys, folder, *argv)
+
+
+def test_unknown_weights_ask_for_their_size(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"model_type": "newish"}))
+    assert "give --weights-bytes" in error_of(capsys, tmp_path, "--gpu", "T4")
+    assert plan_json(capsys, tmp_path)["weights"] is None  # without a budget nobody needs them
+
+
+def test_plot_is_written(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    path = folder / "figure.png"
+    assert main(["plan", str(folder), "--gpu", "T4", "--plot", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert "k4v4" in capsys.readouterr().out
+
+
+# --- schema --------------------------------------------------------------------------------------
+NUMBER, OPTIONAL = (int, float), type(None)
+LAYER = {
+    "kind": str,
+    "count": int,
+    "num_kv_heads": int,
+    "head_dim": int,
+    "value_head_dim": int,
+    "latent_dim": int,
+    "window": (int, OPTIONAL),
+    "state_bytes": (int, OPTIONAL),
+    "compressed": bool,
+    "kept_because": (str, OPTIONAL),
+}
+ROW = {
+    "name": str,
+    "key_bits": (int, OPTIONAL),
+    "value_bits": (int, OPTIONAL),
+    "bytes_per_token_per_layer": (*NUMBER, OPTIONAL),
+    "bytes_per_token": NUMBER,
+    "ratio": (float, OPTIONAL),
+    "total_bytes": int,
+    "total_ratio": (float, OPTIONAL),
+    "max_tokens": (int, OPTIONAL),
+    "max_requests": (int, OPTIONAL),
+}
+SCHEMA = {
+    "schema": int,
+    "tightkv": str,
+    "model": {
+        "name": str,
+        "model_type": str,
+        "num_layers": int,
+        "num_heads": int,
+        "hidden_size": int,
+        "dtype": str,
+        "max_positions": (int, OPTIONAL),
+        "layers": [LAYER],
+    },
+    "context": int,
+    "batch": int,
+    "tp": int,
+    "weights": {"bytes": int, "dtype": (str, OPTIONAL), "source": str},
+    "memory": {
+        "budget_bytes": int,
+        "gpu": (str, OPTIONAL),
+        "utilization": float,
+        "cache_bytes": int,
+    },
+    "rows": [ROW],
+    "notes": [str],
+}
+
+
+def check_schema(value: Any, schema: Any, where: str = "") -> None:
+    if isinstance(schema, dict):
+        assert set(value) == set(schema), where
+        for key, inner in schema.items():
+            check_schema(value[key], inner, f"{where}.{key}")
+    elif isinstance(schema, list):
+        assert isinstance(value, list), where
+        for entry in value:
+            check_schema(entry, schema[0], where)
+    else:
+        assert isinstance(value, schema), f"{where}: {value!r}"
+
+
+def keys_of(schema: Any) -> set[str]:
+    if isinstance(schema, dict):
+        return set(schema).union(*map(keys_of, schema.values()))
+    return keys_of(schema[0]) if isinstance(schema, list) else set()
+
+
+@pytest.mark.parametrize("config", [LLAMA, GEMMA, DEEPSEEK | {"torch_dtype": "float32"}])
+def test_json_schema(
+    config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    data = plan_json(capsys, tmp_path, "--gpu", "T4", "--weights-bytes", "1GB")
+    check_schema(data, SCHEMA)
+    bare = plan_json(capsys, tmp_path, "--weights-bytes", "1GB")
+    check_schema(bare, SCHEMA | {"memory": OPTIONAL})
+    assert {row["max_tokens"] for row in bare["rows"]} == {None}
+
+
+def test_every_key_is_documented() -> None:
+    documented = set(re.findall(r"^\| `([a-z_]+)` ", DOC.read_text(), re.MULTILINE))
+    assert documented == keys_of(SCHEMA)
