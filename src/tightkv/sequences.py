@@ -98,6 +98,16 @@ class SequenceTable:
         self._tensors.clear()
         return list(range(first, len(self.rows)))
 
+    def restore(self, rows: Sequence[SequenceState]) -> None:
+        """Start from saved rows; the pool holds exactly the pages they name."""
+        self.clear()
+        self.rows = list(rows)
+        for row in self.rows:
+            for page in row.pages:
+                self._references[page] = self._references.get(page, 0) + 1
+        self.num_pages = max(self._references, default=-1) + 1
+        self._free = [p for p in range(self.num_pages)[::-1] if p not in self._references]
+
     def clear(self) -> None:
         """Forget every sequence; all pages are free."""
         self.rows = []

@@ -121,14 +121,15 @@ def _bias_sweep(options: Options) -> Iterator[AuditRow]:
 
 def _fast_bias(options: Options) -> Iterator[AuditRow]:
     problem = _problem(options, bias=4.0, bias_in="fast")
-    plain, centered = (_keys(problem, 3, key_centering=how).kl for how in ("none", "page"))
+    plain, centered = (_keys(problem, 3, key_centering=how).score for how in ("none", "page"))
     yield AuditRow(
         "biased keys",
         "3-bit keys, mean 4x the rest in the fastest RoPE channels, key_centering=page",
         centered,
-        NATS,
-        f"RoPE turns this mean around within a page: centering leaves {centered / plain:.0%} "
-        "of the uncentered KL.",
+        "logits of score error (rms)",
+        f"RoPE turns this mean around within a page: centering takes only "
+        f"{1 - centered / plain:.0%} off the error ({plain:.3g} without).",
+        {"uncentered": plain},
     )
 
 
@@ -169,8 +170,8 @@ def _outlier_channels(problem: Problem) -> Iterator[AuditRow]:
         "2.5-bit keys: half of the channels with 3 bits",
         split,
         NATS,
-        f"{gain:.0%} of the way from 2 bits ({two:.4f}) to 3 bits ({three:.4f}) at half of the "
-        "bytes between: page centering already took the mean of the channels it picks.",
+        f"{gain:.0%} of the way from 2 bits ({two:.4f}) to 3 bits ({three:.4f}) for half of the "
+        "bits: the slowest RoPE channels are no outliers once the page's mean is out.",
         {"two_bits": two, "three_bits": three},
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -18,6 +19,13 @@ BITS = (1, 2, 3, 4)
 TOLERANCE = 0.03  # of the Lloyd-Max value
 UPPER = math.sqrt(3) * math.pi / 2  # Theorem 1: distortion <= UPPER * 4**-bits
 VECTORS = 32  # under each rotation
+
+# Squared error by scale mode, from the distortion of the norm scale (docs/math.md).
+MODE_ERRORS: dict[str, Callable[[float], float]] = {
+    "corrected": lambda d: 2 - 2 * math.sqrt(1 - d),
+    "least_squares": lambda d: d,
+    "unbiased": lambda d: d / (1 - d),
+}
 
 
 def squared_errors(
@@ -71,6 +79,8 @@ def check(options: Options, progress: Progress) -> list[Claim]:
         row, means = _hard_input_row(options, kind)
         rows.append(row)
         worst = {bits: max(worst[bits], means[bits]) for bits in BITS}
+    for mode in MODE_ERRORS:
+        rows += [_scale_mode_row(options, mode, bits) for bits in (2, 4)]
     top = [_theorem_1_row(bits, measured) for bits, measured in worst.items()]
     progress("distortion: scaling with the bits")
     return top + rows + [_theorem_3_row(options, bits) for bits in range(1, 9)]
@@ -124,6 +134,25 @@ def _hard_input_row(options: Options, kind: str) -> tuple[Claim, dict[int, float
         detail={f"ratio_{bits}_bits": ratio for bits, ratio in ratios.items()},
     )
     return claim, means
+
+
+def _scale_mode_row(options: Options, mode: str, bits: int) -> Claim:
+    samples = squared_errors(
+        options, "gaussian", bits, codebook="beta", rotation="haar", scale_mode=mode
+    )
+    mean, half_width = mean_and_half_width(samples)
+    want = MODE_ERRORS[mode](lloyd_max("beta", bits, options.dim))
+    gain = 3 / options.dim  # most that fitting a scale to each vector takes off the formula
+    return Claim(
+        section="1 distortion",
+        claim="MSE of a scale mode within 3% of its formula",
+        setting=f"b={bits}, {mode}, beta book, haar",
+        measured=mean,
+        half_width=half_width,
+        lower=want * (1 - TOLERANCE - gain),
+        upper=want * (1 + TOLERANCE),
+        detail={"bits": bits, "formula": want},
+    )
 
 
 def _theorem_3_row(options: Options, bits: int) -> Claim:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,12 @@ from transformers.cache_utils import (
 
 from tightkv.config import KVQuantConfig
 from tightkv.integrations.transformers.layer import SharedSteps, TightHybridLayer, TightLayer
+from tightkv.integrations.transformers.saving import (
+    check_model,
+    load_cache,
+    read_config,
+    save_cache,
+)
 
 
 class TightCache(Cache):  # type: ignore[misc]
@@ -134,6 +141,36 @@ class TightCache(Cache):  # type: ignore[misc]
         """Forget everything; another model or batch may use the cache next."""
         self.shared.table.clear()
         super().reset()
+
+    # --- files ---
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the cache to one safetensors file that `load` reads back exactly."""
+        self._commit()
+        save_cache(self, path)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        model: PreTrainedModel | PreTrainedConfig | None = None,
+        *,
+        device: torch.device | str | None = None,
+        kernels: str = "auto",
+    ) -> TightCache:
+        """A saved cache, ready to go on. With `model`, a file of another model is refused.
+
+        It goes to `device`: the model's unless given, else the CPU.
+        """
+        if device is None:
+            device = model.device if isinstance(model, PreTrainedModel) else "cpu"
+        quant = read_config(path)
+        if model is None:
+            cache = cls(quant.replace(protected_first=0, protected_last=0), kernels=kernels)
+            cache.quant = quant
+        else:
+            cache = cls(quant, model, kernels=kernels)
+            check_model(path, model)
+        return load_cache(path, cache, device)
 
     # --- what it holds ---
     def bytes_used(self) -> dict[str, int]:

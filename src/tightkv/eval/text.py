@@ -1,0 +1,92 @@
+"""Texts to measure on: the user's files, or English prose that comes with every Python."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import re
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_RULE = re.compile(r"[*=\-~^#\"+|]{3,}")  # underlined titles, table borders
+_CODE = re.compile(r"^(>>>|\.\.\.|\$ |[+|])|::=|^\w[\w.]*\(.*\)$")
+_MIN_LETTERS = 0.9  # share of letters, spaces and .,;:' in a paragraph of prose
+_MIN_CHARACTERS = 80
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text and where it comes from."""
+
+    name: str
+    content: str
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.content.encode()).hexdigest()
+
+
+def read_text(path: str | Path) -> Text:
+    """A UTF-8 file."""
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"text file {str(path)!r} does not exist")
+    try:
+        content = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"text file {str(path)!r} is not UTF-8: {error}") from None
+    return Text(path.name, content)
+
+
+def default_texts() -> list[Text]:
+    """Two different texts of this Python: its language reference, and its library's docstrings."""
+    return [language_reference(), library_docstrings()]
+
+
+def language_reference() -> Text:
+    """The prose of `pydoc_data.topics`, the language reference behind `help("topics")`."""
+    from pydoc_data.topics import topics
+
+    return Text("pydoc_data.topics", _prose(topics[name] for name in sorted(topics)))
+
+
+def library_docstrings() -> Text:
+    """The prose in the docstrings of the standard library's modules, read from their source."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    files = sorted(file for file in folder.glob("*.py") if not file.name.startswith("_"))
+    text = Text("stdlib docstrings", _prose(_docstrings(files)))
+    if not text.content:
+        raise ValueError(f"this Python has no library source in {folder}; give --text FILE")
+    return text
+
+
+def _docstrings(files: Iterable[Path]) -> Iterator[str]:
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, kinds) and (doc := ast.get_docstring(node)):
+                yield doc
+
+
+def _prose(documents: Iterable[str]) -> str:
+    """The paragraphs that read as English, each once, lines joined, markup gone."""
+    kept: dict[str, None] = {}
+    for document in documents:
+        for paragraph in re.split(r"\n\s*\n", document):
+            lines = [line.strip() for line in paragraph.splitlines()]
+            lines = [line for line in lines if line and not _RULE.fullmatch(line)]
+            if any(_CODE.search(line) for line in lines):
+                continue
+            joined = re.sub(r"\*+(\w[^*]*)\*+|`+([^`]*)`+", r"\1\2", " ".join(lines))
+            if _is_prose(joined):
+                kept[joined] = None
+    return "\n\n".join(kept)
+
+
+def _is_prose(paragraph: str) -> bool:
+    if len(paragraph) < _MIN_CHARACTERS or paragraph[-1] not in ".:!?)":
+        return False
+    plain = sum(c.isalpha() or c in " .,;:'’" for c in paragraph)
+    return plain >= _MIN_LETTERS * len(paragraph)
