@@ -42,8 +42,7 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 demo: $(STAMP)
-	$(BIN)/tightkv validate --quick
-	$(BIN)/tightkv info
+	$(BIN)/tightkv generate --compare --long-prompt --max-new-tokens 40
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -8,7 +8,7 @@ from tightkv.config import PRESETS, KVQuantConfig
 from tightkv.layout import PageLayout
 from tightkv.sequences import SequenceTable
 
-CFG = KVQuantConfig(page_size=32, sinks=2)
+CFG = KVQuantConfig(page_size=32, sinks=2, exact_pages=2)
 
 
 def page_bytes(cache, row):

@@ -87,6 +87,7 @@ def test_environment_preset_file_then_fields(tmp_path):
         ({"outlier_share": 0.5, "outlier_channels": [1, 1]}, ["twice"]),
         ({"outlier_share": 0.5, "outlier_channels": [-1]}, ["(-1,)"]),
         ({"key_bits": 8, "key_method": "prod"}, ["7-bit codebook", "gaussian"]),
+        ({"preset": 4}, ["preset=4", "k4v4"]),
         ({"kv_quant": 3}, ["kv_quant=3"]),
     ],
 )
@@ -144,7 +145,7 @@ def test_fingerprint_follows_stored_bytes_only():
 
 def test_fingerprint_is_stable():
     # Saved caches are checked against it: a change here must come with FORMAT_VERSION.
-    assert KVQuantConfig().fingerprint() == "48ddaadea2b3edf9"
+    assert KVQuantConfig().fingerprint() == "1f63fefbb24d2530"
 
 
 def test_protected_layers():

@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 
 from tightkv import KVQuantConfig, TightCache
 
-QUANT = KVQuantConfig.preset("k3v2", page_size=32, sinks=2, protected_first=1)
+QUANT = KVQuantConfig.preset("k3v2", page_size=32, sinks=2, exact_pages=2, protected_first=1)
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from models import FAMILIES, prompt, tiny
 from tightkv import KVQuantConfig, TightCache
 from tightkv.integrations.transformers import states
 
-SMALL = {"page_size": 32, "sinks": 2}
+SMALL = {"page_size": 32, "sinks": 2, "exact_pages": 2}
 FINE = KVQuantConfig.preset("k8v8", **SMALL)
 
 

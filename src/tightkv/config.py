@@ -21,7 +21,18 @@ CENTERINGS = ("page", "none")
 PAGE_SIZES = (32, 64, 128, 256)
 MEAN_BITS = (8, 16)
 OUTLIER_SIDES = ("keys", "values", "both")
-PRESETS = ("k8v8", "k8v4", "k4v4", "k4v3", "k3v3", "k4v2", "k3v2", "k2v2")
+# Key and value bits, and what else measurement chose for them (docs/log.md).
+_PRESET_OPTIONS: dict[str, dict[str, Any]] = {
+    "k8v8": {"key_bits": 8, "value_bits": 8},
+    "k8v4": {"key_bits": 8, "value_bits": 4},
+    "k4v4": {"key_bits": 4, "value_bits": 4},
+    "k4v3": {"key_bits": 4, "value_bits": 3},
+    "k3v3": {"key_bits": 3, "value_bits": 3},
+    "k4v2": {"key_bits": 4, "value_bits": 2},
+    "k3v2": {"key_bits": 3, "value_bits": 2},
+    "k2v2": {"key_bits": 2, "value_bits": 2, "page_size": 32, "exact_pages": 6, "mean_bits": 8},
+}
+PRESETS = tuple(_PRESET_OPTIONS)
 
 # Bumped whenever the same config and input would give other stored bytes.
 FORMAT_VERSION = 1
@@ -46,7 +57,7 @@ class KVQuantConfig:
     """mse (TurboQuant-MSE), prod (one bit fewer plus a QJL sketch), group (min/max), absmax."""
     value_method: str = "mse"
     """As key_method, for values."""
-    key_scale: str = "corrected"
+    key_scale: str = "unbiased"
     """Stored scale of a key: norm, corrected, least_squares or unbiased (docs/math.md)."""
     value_scale: str = "unbiased"
     """As key_scale, for values."""
@@ -60,7 +71,7 @@ class KVQuantConfig:
     """Elements that share a range in the group method."""
     page_size: int = 64
     """Tokens a page: 32, 64, 128 or 256."""
-    exact_pages: int = 2
+    exact_pages: int = 3
     """Newest pages kept exact beside their codes, the open one included."""
     sinks: int = 4
     """First tokens of a sequence kept exact."""
@@ -185,8 +196,7 @@ class KVQuantConfig:
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> KVQuantConfig:
         """k8v8, k8v4, k4v4, k4v3, k3v3, k4v2, k3v2 or k2v2: key and value bits, best defaults."""
-        _one_of("preset", name, PRESETS)
-        return cls.from_dict({"key_bits": int(name[1]), "value_bits": int(name[3]), **overrides})
+        return cls.from_dict({"preset": name, **overrides})
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> KVQuantConfig:
@@ -201,7 +211,7 @@ class KVQuantConfig:
         if "preset" in options:
             name = options.pop("preset")
             _one_of("preset", name, PRESETS)
-            base = {"key_bits": int(name[1]), "value_bits": int(name[3])}
+            base = _PRESET_OPTIONS[name]
         for key in options:
             if key not in _FIELDS:
                 raise ValueError(_unknown("config field", key, (*_FIELDS, "preset")))

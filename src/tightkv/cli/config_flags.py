@@ -68,9 +68,10 @@ def field_docs() -> dict[str, str]:
     assert isinstance(tree, ast.ClassDef)
     docs = {}
     for field, doc in zip(tree.body, tree.body[1:], strict=False):
-        is_field = isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-        if is_field and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant):
-            docs[field.target.id] = str(doc.value.value)  # type: ignore[union-attr]
+        if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
+            continue
+        if isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant):
+            docs[field.target.id] = str(doc.value.value)
     return docs
 
 

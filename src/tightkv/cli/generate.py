@@ -26,9 +26,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "model", nargs="?", help=f"model folder or hub id (default: the bundled {BUNDLED_NAME})"
     )
     parser.add_argument(
-        "--prompt", action="append", default=[], metavar="TEXT", help="several make a batch"
+        "--prompt", action="append", default=[], metavar="TEXT", help="give it again for a batch"
     )
-    parser.add_argument("--prompt-file", metavar="FILE", help="(default: standard input)")
+    parser.add_argument(
+        "--prompt-file", metavar="FILE", help="without this and --prompt: standard input"
+    )
     parser.add_argument(
         "--long-prompt",
         nargs="?",
@@ -44,15 +46,29 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         action="store_true",
         help="run the uncompressed cache too and show where the texts part",
     )
-    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="(128)")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy")
-    parser.add_argument("--top-p", type=float, metavar="X", help="sample from this probability")
-    parser.add_argument("--top-k", type=int, metavar="N", help="sample from so many tokens")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of sampling (0)")
-    parser.add_argument("--device", help="cpu, cuda, cuda:N or auto (default: cuda if there)")
-    parser.add_argument("--dtype", choices=DTYPE_NAMES, help="(default: bfloat16 where it is fast)")
+    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default: 128")
     parser.add_argument(
-        "--attn", default="tightkv", metavar="NAME", help="attention implementation (tightkv)"
+        "--temperature", type=float, default=0.0, metavar="X", help="default: 0, greedy"
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        metavar="X",
+        help="sample the likeliest tokens that make this probability",
+    )
+    parser.add_argument(
+        "--top-k", type=int, metavar="N", help="sample from the so many likeliest tokens"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of sampling (default: 0)")
+    parser.add_argument(
+        "--device", help="cpu, cuda, cuda:N or auto (default: cuda if there is one)"
+    )
+    parser.add_argument("--dtype", choices=DTYPE_NAMES, help="default: bfloat16 where it is fast")
+    parser.add_argument(
+        "--attn",
+        default="tightkv",
+        metavar="NAME",
+        help="attention implementation (default: tightkv)",
     )
     add_output_options(parser)
     add_config_flags(parser)
@@ -121,7 +137,7 @@ def _generate(
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     check_length(inputs["input_ids"].shape[1], args.max_new_tokens, limit)
     with quiet():
-        runner = Runner(args, config, model, tokenizer, inputs.to(model.device))
+        runner = Runner(args, config, model, tokenizer, inputs.to(model.device), tell)
         return runner.compare() if args.compare else runner.single()
 
 

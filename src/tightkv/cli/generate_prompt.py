@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-QUESTION = "What is the text above about? Explain its main points in a few sentences."
+QUESTION = "Give a short summary of the text above."
 _FIRST_TOPIC = "execmodel"
 
 

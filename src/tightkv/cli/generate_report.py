@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
 from tightkv.cli.output import format_table, human_bytes
 
-_ANSWER_WIDTH = 44
+_OTHER_COLUMNS = 62  # of the table; the answer has what the terminal leaves
+_LEAST_ANSWER = 44
 
 
 def single_text(data: dict[str, Any], streamed: bool) -> str:
@@ -18,8 +20,8 @@ def single_text(data: dict[str, Any], streamed: bool) -> str:
 
 def compare_text(data: dict[str, Any]) -> str:
     tight = data["runs"][1]
-    lines = ["", *_parting(data["compare"], tight), "", _table(data), ""]
-    return "\n".join([*lines, *_bytes(tight, data["model"]["dtype"])])
+    sizes = _bytes(tight, data["model"]["dtype"])
+    return "\n".join(["", *_parting(data["compare"], tight), "", *sizes, "", _table(data)])
 
 
 def _answers(run: dict[str, Any]) -> list[str]:
@@ -41,23 +43,25 @@ def _speed(run: dict[str, Any]) -> str:
 
 def _bytes(run: dict[str, Any], dtype: str) -> list[str]:
     kv = run["kv"]
+    ratio = kv["ratio"]
+    verdict = f"{ratio:.2f}x smaller" if ratio >= 1 else f"{1 / ratio:.2f}x larger"
     held, plain = human_bytes(kv["bytes"]), human_bytes(kv["bf16_bytes"])
-    if kv["ratio"] >= 1:
-        lines = [f"KV cache ({run['cache']}): {held} now, bf16 {plain}: {kv['ratio']:.2f}x smaller"]
-    else:
-        lines = [
-            f"KV cache ({run['cache']}): {held} now, bf16 {plain}: {1 / kv['ratio']:.2f}x larger",
+    lines = [f"KV cache ({run['cache']}): {held} now, bf16 {plain}: {verdict}"]
+    if ratio < 1 and kv["compressed_layers"]:
+        lines.append(
             f"  The newest tokens are also kept exact, in {dtype}, which costs more than "
-            f"compression saves{_break_even(kv)}.",
-        ]
+            f"compression saves{_break_even(kv)}."
+        )
     lines.append(
         f"In the long run {kv['bytes_per_token']:.0f} bytes a token, bf16 "
         f"{kv['bf16_bytes_per_token']:.0f}: {kv['long_ratio']:.2f}x"
     )
+    if kv["exact_layers"]:
+        lines.append(f"{kv['exact_layers']} of these layers are not compressed, but {dtype}.")
     if kv["other_layers"]:
         lines.append(
-            f"{kv['layers']} layers are compressed; {kv['other_layers']} others (sliding-window or "
-            "linear attention) stay as they are and are not counted"
+            f"{kv['other_layers']} layers (sliding-window or linear attention) stay as they are "
+            "and are not counted."
         )
     return lines
 
@@ -82,7 +86,7 @@ def _table(data: dict[str, Any]) -> str:
     header = ("cache", "KV bytes", "vs bf16", "tokens/s", "KL", "answer")
     kl = data["compare"]["mean_kl"]
     rows = []
-    for run, divergence in zip(data["runs"], (0.0, kl), strict=True):
+    for run, divergence in zip(data["runs"], (None, kl), strict=True):
         rows.append(
             (
                 run["cache"],
@@ -102,4 +106,5 @@ def _rate(rate: float | None) -> str:
 
 def _shorten(text: str) -> str:
     line = " ".join(text.split())
-    return line if len(line) <= _ANSWER_WIDTH else line[: _ANSWER_WIDTH - 3] + "..."
+    width = max(_LEAST_ANSWER, shutil.get_terminal_size().columns - _OTHER_COLUMNS)
+    return line if len(line) <= width else line[: width - 3] + "..."

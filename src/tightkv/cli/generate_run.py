@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 from tightkv import __version__
 from tightkv.cli import generate_report
 from tightkv.cli.generate_compare import find_parting, mean_kl
-from tightkv.cli.generation import Generation, generate, plain_size, tight_size
+from tightkv.cli.generation import Generation, cache_size, generate
 from tightkv.config import KVQuantConfig
 from tightkv.integrations.transformers import TightCache
 
@@ -33,9 +34,10 @@ class Runner:
         model: Any,
         tokenizer: Any,
         inputs: Any,
+        tell: Callable[[str], None],
     ) -> None:
         self.args, self.config, self.model = args, config, model
-        self.tokenizer, self.inputs = tokenizer, inputs
+        self.tokenizer, self.inputs, self.tell = tokenizer, inputs, tell
         self.label = config.name
         self.options: dict[str, Any] = {
             "max_new_tokens": args.max_new_tokens,
@@ -60,14 +62,14 @@ class Runner:
         self.model.set_attn_implementation(self.args.attn)
         tight = self._run(self.label, TightCache(self.config, model=self.model))
         first, second = plain.tokens[0], tight.tokens[0]
-        self._tell("comparing the distributions along the uncompressed text")
+        self.tell("comparing the distributions along the uncompressed text")
         fresh = TightCache(self.config, model=self.model)
         assert plain.logits is not None
         kl = mean_kl(self.model, self.inputs["input_ids"], first, plain.logits, fresh)
         parting = find_parting(self.tokenizer, first, second)
         data = self._head() | {
             "runs": [
-                self._row(PLAIN, PLAIN_ATTENTION, plain, like=tight.cache),
+                self._row(PLAIN, PLAIN_ATTENTION, plain),
                 self._row(self.label, self.args.attn, tight),
             ],
             "compare": {
@@ -90,7 +92,7 @@ class Runner:
     def _run(self, label: str, cache: Any, keep_logits: bool = False) -> Generation:
         torch.manual_seed(self.args.seed)
         rows, length = self.inputs["input_ids"].shape
-        self._tell(f"{label}: prompt of {length} tokens" + (f" x {rows}" if rows > 1 else ""))
+        self.tell(f"{label}: prompt of {length} tokens" + (f" x {rows}" if rows > 1 else ""))
         listener: BaseStreamer = (
             TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
             if self._streams
@@ -104,10 +106,6 @@ class Runner:
             listener=listener,
             keep_logits=keep_logits,
         )
-
-    def _tell(self, line: str) -> None:
-        if sys.stderr.isatty() or self.args.compare:
-            print(f"tightkv: {line}", file=sys.stderr, flush=True)
 
     # --- the report ---
     def _head(self) -> dict[str, Any]:
@@ -130,12 +128,8 @@ class Runner:
             },
         }
 
-    def _row(
-        self, label: str, attention: str, done: Generation, like: TightCache | None = None
-    ) -> dict[str, Any]:
-        size = tight_size(done.cache) if like is None else plain_size(done.cache, like)
-        tight = done.cache if like is None else like
-        timing = done.timing
+    def _row(self, label: str, attention: str, done: Generation) -> dict[str, Any]:
+        size, timing = cache_size(done.cache), done.timing
         return {
             "cache": label,
             "attention": attention,
@@ -162,8 +156,9 @@ class Runner:
                 "bf16_bytes_per_token": size.bf16_bytes_per_token,
                 "long_ratio": size.long_ratio,
                 "break_even_tokens": size.break_even,
-                "layers": len(tight.tight_layers),
-                "other_layers": len(tight.layers) - len(tight.tight_layers),
+                "compressed_layers": size.compressed_layers,
+                "exact_layers": size.counted_layers - size.compressed_layers,
+                "other_layers": len(done.cache.layers) - size.counted_layers,
             },
         }
 

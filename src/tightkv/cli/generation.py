@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 from transformers.generation.streamers import BaseStreamer
 
-from tightkv.integrations.transformers import TightCache
+from tightkv.cache import PagedKV
+from tightkv.integrations.transformers.layer import TightLayer
 
 
 @dataclass(frozen=True)
@@ -35,14 +36,16 @@ class Timing:
 
 @dataclass(frozen=True)
 class CacheSize:
-    """Bytes of the layers that can be compressed, against 16-bit keys and values."""
+    """Bytes of full-attention layers, against 16-bit keys and values of the same tokens."""
 
     tokens: int
     bytes: int
     bf16_bytes: int
     bytes_per_token: float
     bf16_bytes_per_token: float
-    fixed_bytes: int
+    fixed_bytes: int = 0
+    compressed_layers: int = 0
+    counted_layers: int = 1
 
     @property
     def ratio(self) -> float:
@@ -111,33 +114,47 @@ def generate(
     return Generation(tokens, _timing(clock.times, prompt_tokens, tokens), cache, logits)
 
 
-def tight_size(cache: TightCache) -> CacheSize:
-    """What a TightCache holds, and what a token adds in the long run."""
-    layouts = [layer.kv.layout for layer in cache.tight_layers if layer.kv is not None]
-    used, rows = cache.bytes_used(), len(cache.shared.table)
+def cache_size(cache: Any) -> CacheSize:
+    """What a cache's full-attention layers hold, and what a token adds in the long run.
+
+    Compressed layers count as allocated; those left at 16 bits or more, as the tensors they are.
+    """
+    layers = [size for layer in cache.layers if (size := _layer_size(layer)) is not None]
     return CacheSize(
-        tokens=rows * cache.get_seq_length(),
-        bytes=used["compressed"],
-        bf16_bytes=used["bf16"],
-        bytes_per_token=sum(layout.bytes_per_token for layout in layouts),
-        bf16_bytes_per_token=sum(4 * x.num_kv_heads * x.head_dim for x in layouts),
-        fixed_bytes=sum(layout.sequence_bytes() for layout in layouts),
+        tokens=max((size.tokens for size in layers), default=0),
+        bytes=sum(size.bytes for size in layers),
+        bf16_bytes=sum(size.bf16_bytes for size in layers),
+        bytes_per_token=sum(size.bytes_per_token for size in layers),
+        bf16_bytes_per_token=sum(size.bf16_bytes_per_token for size in layers),
+        fixed_bytes=sum(size.fixed_bytes for size in layers),
+        compressed_layers=sum(isinstance(layer, TightLayer) for layer in cache.layers),
+        counted_layers=len(layers),
     )
 
 
-def plain_size(cache: DynamicCache, like: TightCache) -> CacheSize:
-    """What a DynamicCache holds in the layers that `like` compresses."""
-    tight = {i for i, layer in enumerate(like.layers) if layer in like.tight_layers}
-    states = [
-        state
-        for i, layer in enumerate(cache.layers)
-        if i in tight and layer.is_initialized
-        for state in (layer.keys, layer.values)  # [B, Hkv, tokens, D]
-    ]
-    tokens = states[0].shape[0] * states[0].shape[2]
-    held = sum(state.numel() * state.element_size() for state in states)
-    plain = sum(state.numel() * 2 for state in states)
-    return CacheSize(tokens, held, plain, held / tokens, plain / tokens, 0)
+def _layer_size(layer: Any) -> CacheSize | None:
+    """None where nothing grows with the context, or nothing is held."""
+    if isinstance(layer, TightLayer):
+        return None if layer.kv is None else _tight_size(layer.kv)
+    if not isinstance(layer, DynamicLayer) or layer.is_sliding or layer.keys is None:
+        return None
+    rows, _, length, _ = layer.keys.shape  # [B, Hkv, tokens, D]
+    tokens, numbers = rows * length, layer.keys.numel() + layer.values.numel()
+    held = numbers * layer.keys.element_size()
+    return CacheSize(tokens, held, 2 * numbers, held / tokens, 2 * numbers / tokens)
+
+
+def _tight_size(kv: PagedKV) -> CacheSize:
+    tokens, layout = sum(kv.table.lengths), kv.layout
+    bf16 = 4.0 * layout.num_kv_heads * layout.head_dim
+    return CacheSize(
+        tokens,
+        kv.allocated_bytes(),
+        int(bf16) * tokens,
+        layout.bytes_per_token,
+        bf16,
+        layout.sequence_bytes(),
+    )
 
 
 def _rate(count: int, seconds: float) -> float | None:

@@ -37,7 +37,7 @@ def read_text(path: str | Path) -> Text:
         content = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"text file {str(path)!r} is not UTF-8: {error}") from None
-    return Text(path.name, content)
+    return Text(str(path), content)
 
 
 def default_texts() -> list[Text]:
@@ -79,7 +79,8 @@ def _prose(documents: Iterable[str]) -> str:
             lines = [line for line in lines if line and not _RULE.fullmatch(line)]
             if any(_CODE.search(line) for line in lines):
                 continue
-            joined = re.sub(r"\*+(\w[^*]*)\*+|`+([^`]*)`+", r"\1\2", " ".join(lines))
+            words = " ".join(" ".join(lines).split())
+            joined = re.sub(r"\*+(\w[^*]*)\*+|`+([^`]*)`+", r"\1\2", words)
             if _is_prose(joined):
                 kept[joined] = None
     return "\n\n".join(kept)

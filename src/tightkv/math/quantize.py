@@ -98,12 +98,15 @@ class TurboQuantMSE(Quantizer):
         norm = dot(y, y).sqrt()
         unit = y / norm.clamp_min(torch.finfo(torch.float32).tiny)
         codes = self.codebook.encode(unit * math.sqrt(self.dim))
-        direction = self.codebook.decode(codes) / math.sqrt(self.dim)
+        direction = self._direction(codes)
         return {"codes": codes, "scale": to_fp16(_SCALES[self.scale_mode](y, norm, direction))}
 
     def decode_rotated(self, fields: Encoded) -> Tensor:
-        direction = self.codebook.decode(fields["codes"]) / math.sqrt(self.dim)
-        return direction * fields["scale"].float()
+        return self._direction(fields["codes"]) * fields["scale"].float()
+
+    def _direction(self, codes: Tensor) -> Tensor:
+        # A product: dividing by a constant rounds differently on CPU and GPU.
+        return self.codebook.decode(codes) * (1 / math.sqrt(self.dim))
 
 
 def _least_squares(y: Tensor, norm: Tensor, c: Tensor) -> Tensor:
@@ -179,7 +182,7 @@ class GroupUniform(Quantizer):
     def encode_rotated(self, y: Tensor) -> Encoded:
         groups = y.unflatten(-1, (-1, self.group_size))
         low = to_fp16(groups.amin(-1, keepdim=True))
-        scale = to_fp16((groups.amax(-1, keepdim=True) - low.float()) / self.top)
+        scale = to_fp16((groups.amax(-1, keepdim=True) - low.float()) * (1 / self.top))
         step = scale.float()
         levels = (groups - low.float()) / torch.where(step > 0, step, 1.0)
         codes = levels.round().clamp(0, self.top).to(torch.uint8)

@@ -31,14 +31,14 @@ def integers(seed: int, stream: int, n: int, below: int) -> Tensor:
 def unit_vectors(kind: str, seed: int, count: int, dim: int) -> Tensor:
     """[count, dim] of unit length; cached, so read-only.
 
-    uneven: a mean and a spread that grow fourfold over the channels; sparse: 8 channels;
+    uneven: a mean and a spread that double over the channels; sparse: 8 channels;
     flat: +-1 everywhere; huge channels: 3 of them 30 times the rest.
     """
     noise = normal(seed, 0, count, dim)
     if kind == "gaussian":
         x = noise
     elif kind == "uneven":
-        x = (noise + 1) * torch.linspace(-0.7, 0.7, dim).exp()
+        x = (noise + 0.6) * torch.linspace(-0.4, 0.4, dim).exp()
     elif kind == "one-hot":
         x = _one_hot(integers(seed, 1, count, dim), dim)
     elif kind == "sparse":

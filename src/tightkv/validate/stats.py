@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 # A run makes about twenty random tests. At this level each, a correct build fails one of them
-# by chance in fewer than one run out of a hundred.
+# by chance in about one run out of a hundred.
 LEVEL = 0.01 / 20
 Z = 3.4808  # P(|N(0, 1)| > Z) = LEVEL
 

@@ -8,11 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import (
-    DYNAMIC_LAYER_TYPE_MAPPING,
-    get_layer_types_and_kwargs,
-)
+from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer
 
 from tightkv.config import KVQuantConfig
 from tightkv.integrations.transformers.layer import SharedSteps, TightHybridLayer, TightLayer
@@ -22,6 +19,8 @@ from tightkv.integrations.transformers.saving import (
     read_config,
     save_cache,
 )
+
+_COMPRESSIBLE = (DynamicLayer, LinearAttentionAndFullAttentionLayer)
 
 
 class TightCache(Cache):  # type: ignore[misc]
@@ -51,8 +50,13 @@ class TightCache(Cache):  # type: ignore[misc]
         config = model.config if isinstance(model, PreTrainedModel) else model
         super().__init__(layers=self._layers_of(config), offloading=offloading)
 
-    def _new_layer(self, cfg: KVQuantConfig | None = None) -> TightLayer:
-        return TightLayer(self.shared, cfg or self.quant, self.kernels)
+    def _new_layer(self, cfg: KVQuantConfig | None = None, instead_of: Any = None) -> TightLayer:
+        cfg = cfg or self.quant
+        if isinstance(instead_of, LinearAttentionAndFullAttentionLayer):
+            states = getattr(instead_of, "number_of_states", None)
+            options = {} if states is None else {"number_of_states": states}
+            return TightHybridLayer(self.shared, cfg, self.kernels, **options)
+        return TightLayer(self.shared, cfg, self.kernels)
 
     def _layers_of(self, config: PreTrainedConfig) -> list[Any]:
         text = config.get_text_config(decoder=True)
@@ -65,26 +69,18 @@ class TightCache(Cache):  # type: ignore[misc]
                 f"{type(text).__name__} uses multi-head latent attention, whose cache is already "
                 "compressed and has no per-head keys; use DynamicCache"
             )
-        types, options = get_layer_types_and_kwargs(text)
-        compressible = [i for i, kind in enumerate(types) if kind in ("full_attention", "hybrid")]
-        if not compressible:
+        layers = DynamicCache(config=config).layers
+        full = [i for i, layer in enumerate(layers) if type(layer) in _COMPRESSIBLE]
+        if not full:
+            kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
             raise ValueError(
-                f"{type(text).__name__} has no full-attention layer to compress (layer types: "
-                f"{', '.join(sorted(set(types)))}); use DynamicCache"
+                f"{type(text).__name__} has no full-attention layer to compress (its cache: "
+                f"{kinds}); use DynamicCache"
             )
-        layers: list[Any] = []
-        for i, (kind, kwargs) in enumerate(zip(types, options, strict=False)):
-            if kind not in DYNAMIC_LAYER_TYPE_MAPPING:
-                raise ValueError(f"layer {i} is {kind!r}, which TightCache does not know")
-            cfg = None
-            if i in compressible:
-                cfg = self.quant.for_layer(compressible.index(i), len(compressible))
-            if cfg is None or not cfg.compresses:
-                layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**kwargs))
-            elif kind == "hybrid":
-                layers.append(TightHybridLayer(self.shared, cfg, self.kernels, **kwargs))
-            else:
-                layers.append(self._new_layer(cfg))
+        for number, i in enumerate(full):
+            cfg = self.quant.for_layer(number, len(full))
+            if cfg.compresses:
+                layers[i] = self._new_layer(cfg, layers[i])
         return layers
 
     # --- the compressed layers together ---

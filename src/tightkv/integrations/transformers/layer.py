@@ -195,10 +195,10 @@ class TightHybridLayer(LinearAttentionLayer, TightLayer):  # type: ignore[misc]
         shared: SharedSteps,
         cfg: KVQuantConfig,
         kernels: str = "auto",
-        number_of_states: int = 1,
+        **options: Any,
     ) -> None:
         TightLayer.__init__(self, shared, cfg, kernels)
-        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+        LinearAttentionLayer.__init__(self, **options)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Keys and values come by position, linear-attention states by keyword."""

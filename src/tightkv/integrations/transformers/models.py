@@ -16,7 +16,8 @@ from tightkv.integrations.model_source import DTYPE_NAMES, check_source, is_hub_
 from tightkv.integrations.transformers.bundled import bundled_folder
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
-# What /proc/cpuinfo calls instructions that multiply bf16 numbers: x86, x86, ARM.
+_CPUINFO = Path("/proc/cpuinfo")
+# What that file calls instructions that multiply bf16 numbers: x86, x86, ARM.
 _BF16_FLAGS = {"amx_bf16", "avx512_bf16", "bf16"}
 
 
@@ -98,16 +99,17 @@ def _device(device: torch.device | str | None) -> torch.device | None:
 
 
 def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    if isinstance(dtype, str):
-        dtype = DTYPES.get(dtype, dtype)  # type: ignore[call-overload]
-    if dtype is not None and dtype not in DTYPES.values():
-        raise ValueError(f"dtype={dtype!r}; supported: {', '.join(DTYPES)}")
-    return dtype  # type: ignore[return-value]
+    if dtype is None:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ValueError(f"dtype={name!r}; supported: {', '.join(DTYPES)}")
+    return DTYPES[name]
 
 
 def _cpu_has_bf16() -> bool:
     try:
-        words = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split()
+        words = _CPUINFO.read_text(encoding="utf-8", errors="replace").split()
     except OSError:
         return False
     return not _BF16_FLAGS.isdisjoint(words)

@@ -1,0 +1,78 @@
+"""How long greedy continuations of the compressed and the uncompressed cache stay the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tightkv.eval.forward import CacheRun, MakeCache
+from tightkv.eval.windows import Windows
+
+# Last tokens of a prompt that go in after the rest, so that they read the cache.
+TAIL_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class GreedyMatch:
+    """Tokens before the continuations part, a prompt each; `cap` where they never do."""
+
+    lengths: tuple[int, ...]
+    cap: int
+
+    @property
+    def median(self) -> float:
+        return float(median(self.lengths))
+
+    @property
+    def min(self) -> int:
+        return min(self.lengths)
+
+
+def measure_greedy(
+    model: Any,
+    prompts: Windows,
+    caches: Mapping[str, MakeCache],
+    new_tokens: int = 64,
+    advance: Callable[[int], None] | None = None,
+) -> dict[str, GreedyMatch]:
+    """All prompts are rows of one cache. `advance` is told of every forward pass."""
+    if new_tokens < 1:
+        raise ValueError(f"new_tokens={new_tokens}; it must be at least 1")
+    tell = advance or (lambda passes: None)
+    wanted = continue_greedily(CacheRun(model), prompts.ids, new_tokens, tell)
+    out = {}
+    for name, make in caches.items():
+        got = continue_greedily(CacheRun(model, make()), prompts.ids, new_tokens, tell)
+        out[name] = GreedyMatch(tuple(same_tokens(wanted, got)), new_tokens)
+    return out
+
+
+def greedy_passes(caches: int, new_tokens: int) -> int:
+    """How often `measure_greedy` calls `advance(1)`."""
+    return (1 + caches) * new_tokens
+
+
+def continue_greedily(
+    run: CacheRun, prompts: Tensor, new_tokens: int, advance: Callable[[int], None]
+) -> Tensor:
+    """The likeliest tokens [B, new_tokens] after prompts [B, N]; ends of text do not stop it."""
+    tokens = []
+    logits = run.feed_prompt(prompts, TAIL_TOKENS)
+    for i in range(new_tokens):
+        tokens.append(logits[:, -1].argmax(-1))
+        advance(1)
+        if i + 1 < new_tokens:
+            logits = run.feed(tokens[-1][:, None])
+    return torch.stack(tokens, 1).cpu()
+
+
+def same_tokens(first: Tensor, second: Tensor) -> list[int]:
+    """How many leading tokens of each row [B, T] are equal."""
+    differs = first != second
+    never = torch.full(differs.shape[:1], differs.shape[1])
+    return [int(n) for n in torch.where(differs.any(1), differs.int().argmax(1), never)]

@@ -1,0 +1,241 @@
+"""Needles: facts hidden in a long text, asked for one by one with the model's own generation."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicLayer
+
+from tightkv.eval.forward import CacheRun, MakeCache, end_tokens
+from tightkv.eval.windows import beginning, encode
+from tightkv.integrations.transformers.layer import TightLayer
+
+UNCOMPRESSED = "uncompressed"
+ANSWER_TOKENS = 24
+# So many tokens of the text, at least, are read again with each question.
+TAIL_TOKENS = 64
+
+# A fact, a question in other words, and whom it can be about.
+_KINDS = (
+    (
+        "The magic number for {} is {}.",
+        "What is the magic number that belongs to {}?",
+        ("Lisbon", "Oslo", "Cairo", "Kyoto"),
+    ),
+    (
+        "The phone number of {} is {}.",
+        "What is the number I dial to phone {}?",
+        ("the bakery", "the florist", "the dentist", "the garage"),
+    ),
+    (
+        "The room number of {} is {}.",
+        "What is the number of the room where {} works?",
+        ("Doctor Olsen", "Doctor Rossi", "Doctor Novak", "Doctor Tanaka"),
+    ),
+    (
+        "The lucky number of {} is {}.",
+        "What is the lucky number that {} has?",
+        ("the pirate", "the farmer", "the sailor", "the painter"),
+    ),
+    (
+        "The house number of {} is {}.",
+        "What is the number of the house that {} lives in?",
+        ("Maria", "Victor", "Helen", "Oscar"),
+    ),
+)
+MAX_NEEDLES = len(_KINDS)
+
+
+@dataclass(frozen=True)
+class Needle:
+    """A fact, the question for it, and the number that answers it."""
+
+    fact: str
+    question: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class Haystack:
+    """A text with needles in it, as one prompt a needle; the prompts begin alike."""
+
+    context: int  # tokens asked for
+    needles: tuple[Needle, ...]
+    prompts: tuple[tuple[int, ...], ...]
+    shared: int  # tokens that all prompts begin with, less the tail
+
+
+@dataclass(frozen=True)
+class Retrieval:
+    """What a model answered at one context."""
+
+    context: int
+    prompt_tokens: int
+    answers: tuple[str, ...]
+    found: tuple[bool, ...]
+
+    @property
+    def score(self) -> int:
+        return sum(self.found)
+
+
+def make_needles(count: int, seed: int, haystack: str) -> list[Needle]:
+    """Different kinds of facts, with four-digit numbers that the text does not have."""
+    if not 1 <= count <= MAX_NEEDLES:
+        raise ValueError(f"needles={count}; allowed: 1 to {MAX_NEEDLES}")
+    rng = random.Random(seed)
+    numbers: list[str] = []
+    while len(numbers) < count:
+        number = str(rng.randrange(1000, 10000))
+        if number not in numbers and number not in haystack:
+            numbers.append(number)
+    needles = []
+    for (fact, question, owners), number in zip(_KINDS, numbers, strict=False):
+        owner = rng.choice(owners)
+        needles.append(Needle(fact.format(owner, number), question.format(owner), number))
+    return needles
+
+
+def build_haystack(
+    tokenizer: Any, text: str, context: int, needles: Sequence[Needle]
+) -> Haystack:
+    """Prompts of at most `context` tokens, the answer included, needles at even depths."""
+    sentences = [s for s in re.split(r"(?<=[.!?:])\s+|\n+", text) if s]
+    lengths = [len(encode(tokenizer, f" {sentence}")) for sentence in sentences]
+    frame = _prompts(tokenizer, "", needles)
+    facts = sum(len(encode(tokenizer, f"{needle.fact}\n\n")) for needle in needles)
+    budget = context - ANSWER_TOKENS - max(map(len, frame)) - facts
+    count, used = 0, 0
+    while count < len(sentences) and used + lengths[count] <= budget:
+        used += lengths[count]
+        count += 1
+    if count == len(sentences):
+        raise ValueError(
+            f"the text has {used} tokens, too few to fill a context of {context}; "
+            "give a longer --text or smaller --contexts"
+        )
+    if budget < TAIL_TOKENS or count < len(needles):
+        raise ValueError(f"a context of {context} tokens has no room for text; take 512 or more")
+    while True:
+        document = _document(sentences[:count], lengths[:count], needles)
+        prompts = _prompts(tokenizer, document, needles)
+        if max(map(len, prompts)) + ANSWER_TOKENS <= context:
+            break
+        count -= 1
+    shared = _common(prompts) - TAIL_TOKENS
+    return Haystack(context, tuple(needles), tuple(map(tuple, prompts)), shared)
+
+
+def measure_needles(
+    model: Any,
+    tokenizer: Any,
+    haystacks: Sequence[Haystack],
+    caches: Mapping[str, MakeCache | None],
+    advance: Callable[[int], None] | None = None,
+) -> dict[str, list[Retrieval]]:
+    """Every haystack with every cache; None makes the uncompressed one."""
+    out: dict[str, list[Retrieval]] = {name: [] for name in caches}
+    for haystack in haystacks:
+        for name, make in caches.items():
+            answers = _ask_all(model, tokenizer, haystack, make, advance or (lambda passes: None))
+            found = [_has(text, n) for text, n in zip(answers, haystack.needles, strict=True)]
+            longest = max(map(len, haystack.prompts))
+            out[name].append(Retrieval(haystack.context, longest, tuple(answers), tuple(found)))
+    return out
+
+
+def _ask_all(
+    model: Any,
+    tokenizer: Any,
+    haystack: Haystack,
+    make: MakeCache | None,
+    advance: Callable[[int], None],
+) -> list[str]:
+    """The text goes into the cache once; each question is taken out again after its answer."""
+    run: CacheRun | None = None
+    answers = []
+    for prompt in haystack.prompts:
+        if run is None or not _can_rewind(run.cache):
+            run = CacheRun(model, None if make is None else make())
+            run.feed(torch.tensor([prompt[: haystack.shared]]), last_only=True)
+        answers.append(_answer(run, tokenizer, prompt[haystack.shared :]))
+        advance(1)
+    return answers
+
+
+def _answer(run: CacheRun, tokenizer: Any, question: Sequence[int]) -> str:
+    """Greedy, up to the end of the line."""
+    before = run.cache.get_seq_length()
+    logits = run.feed(torch.tensor([list(question)]), last_only=True)
+    new: list[int] = []
+    text = ""
+    while len(new) < ANSWER_TOKENS:
+        token = int(logits[0, -1].argmax())
+        if token in end_tokens(run.model):
+            break
+        new.append(token)
+        text = str(tokenizer.decode(new, skip_special_tokens=True)).lstrip()
+        if "\n" in text:
+            break
+        logits = run.feed(torch.tensor([[token]]), last_only=True)
+    if _can_rewind(run.cache):
+        run.crop(run.cache.get_seq_length() - before)
+    return text.split("\n")[0].strip()
+
+
+def _can_rewind(cache: Any) -> bool:
+    """Whether tokens can be taken out of every layer again."""
+    return all(
+        isinstance(layer, (TightLayer, DynamicLayer)) and layer.is_croppable
+        for layer in cache.layers
+    )
+
+
+def _has(answer: str, needle: Needle) -> bool:
+    return re.search(rf"(?<!\d){needle.answer}(?!\d)", answer) is not None
+
+
+def _document(
+    sentences: Sequence[str], lengths: Sequence[int], needles: Sequence[Needle]
+) -> str:
+    """Needle i of n stands at depth (i + 1/2) / n, as a paragraph of its own."""
+    total, seen, parts, part = sum(lengths), 0, [], list[str]()
+    waiting = list(needles)
+    for sentence, length in zip(sentences, lengths, strict=True):
+        depth = (len(needles) - len(waiting) + 0.5) / len(needles)
+        if waiting and seen + length / 2 >= depth * total:
+            parts += [" ".join(part), waiting.pop(0).fact]
+            part = []
+        part.append(sentence)
+        seen += length
+    parts += [" ".join(part), *(needle.fact for needle in waiting)]
+    return "\n\n".join(filter(None, parts))
+
+
+def _prompts(tokenizer: Any, document: str, needles: Sequence[Needle]) -> list[list[int]]:
+    prompts = []
+    for needle in needles:
+        text = f"Document:\n\n{document}\n\nQuestion: {needle.question}"
+        if tokenizer.chat_template is None:
+            prompts.append(beginning(tokenizer) + encode(tokenizer, f"{text}\nAnswer:"))
+            continue
+        chat = tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+        )
+        prompts.append(encode(tokenizer, chat))
+    return prompts
+
+
+def _common(prompts: Sequence[Sequence[int]]) -> int:
+    """How many tokens all prompts begin with."""
+    count = 0
+    for tokens in zip(*prompts, strict=False):
+        if len(set(tokens)) > 1:
+            return count
+        count += 1
+    return max(0, count - 1)

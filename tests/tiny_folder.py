@@ -1,0 +1,48 @@
+"""A model folder as save_pretrained writes it: random weights and a tokenizer of bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<answer>"
+
+
+def write_tiny_folder(folder: Path, *, template: str | None = None, **changes: Any) -> Path:
+    """One token a byte; weights so large that far tokens change the answer."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        **{
+            "vocab_size": 258,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "max_position_embeddings": 512,
+            "initializer_range": 0.1,
+            "pad_token_id": 0,
+            "bos_token_id": None,
+            "eos_token_id": 1,
+            **changes,
+        }
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    byte_tokenizer(template).save_pretrained(folder)
+    return folder
+
+
+def byte_tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
+    letters = ["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    core = Tokenizer(BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
+    tokenizer.chat_template = template
+    return tokenizer
