@@ -2,9 +2,9 @@ import json
 
 import pytest
 import torch
-from models import FAMILIES, prompt, tiny
 from safetensors.torch import load_file, save_file
 
+from models import FAMILIES, prompt, tiny
 from tightkv import KVQuantConfig, TightCache
 
 QUANT = KVQuantConfig.preset("k3v2", page_size=32, sinks=2, exact_pages=2, protected_first=1)
@@ -87,7 +87,7 @@ def test_every_flipped_bit_is_noticed(tmp_path, where):
     data = bytearray(path.read_bytes())
     data[int(len(data) * where)] ^= 0x10
     path.write_bytes(data)
-    with pytest.raises(ValueError, match="damaged|truncated or no safetensors"):
+    with pytest.raises(ValueError, match=r"damaged|truncated or no safetensors"):
         TightCache.load(path, model=model)
 
 
@@ -127,7 +127,7 @@ def test_other_versions_files_and_models_are_refused(tmp_path):
     with pytest.raises(ValueError, match="format version 99"):
         TightCache.load(path, model=model)
     save_file({"x": torch.zeros(1)}, path)
-    with pytest.raises(ValueError, match="not one that TightCache.save wrote"):
+    with pytest.raises(ValueError, match=r"not one that TightCache\.save wrote"):
         TightCache.load(path, model=model)
     with pytest.raises(FileNotFoundError, match="is not a file"):
         TightCache.load(tmp_path / "missing", model=model)
