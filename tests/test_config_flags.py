@@ -35,7 +35,7 @@ OTHER: dict[str, Any] = {
     "codebook": "gaussian",
     "group_size": 64,
     "page_size": 128,
-    "exact_pages": 3,
+    "exact_pages": 5,
     "sinks": 9,
     "key_centering": "none",
     "mean_bits": 8,
@@ -150,26 +150,31 @@ def test_flag_over_file_over_preset_over_environment(
     file.write_text(json.dumps({"kv_quant": {"value_bits": 3, "sinks": 2}}))
     monkeypatch.setenv("TIGHTKV_KEY_BITS", "8")
     monkeypatch.setenv("TIGHTKV_VALUE_BITS", "8")
-    monkeypatch.setenv("TIGHTKV_PAGE_SIZE", "128")
+    monkeypatch.setenv("TIGHTKV_PROTECTED_FIRST", "3")
     monkeypatch.setenv("TIGHTKV_SINKS", "1")
 
     def got(*argv: str | Path) -> tuple[int, int, int, int]:
         config = parse(*argv)
-        return config.key_bits, config.value_bits, config.page_size, config.sinks
+        return config.key_bits, config.value_bits, config.protected_first, config.sinks
 
-    assert got() == (8, 8, 128, 1)
-    assert got("--preset", "k2v2") == (2, 2, 128, 1)
-    assert got("--config", file) == (8, 3, 128, 2)
-    assert got("--preset", "k2v2", "--config", file) == (2, 3, 128, 2)
+    assert got() == (8, 8, 3, 1)
+    assert got("--preset", "k2v2") == (2, 2, 3, 1)
+    assert got("--config", file) == (8, 3, 3, 2)
+    assert got("--preset", "k2v2", "--config", file) == (2, 3, 3, 2)
     everything = ("--preset", "k2v2", "--config", file, "--sinks", "0", "--value-bits", "4")
-    assert got(*everything) == (2, 4, 128, 0)
+    assert got(*everything) == (2, 4, 3, 0)
 
 
 def test_a_preset_wins_also_where_it_names_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIGHTKV_PRESET", "k2v2")
     assert parse().name == "k2v2"
-    assert KVQuantConfig().name == "k4v4"
-    assert parse("--preset", "k4v4").name == "k4v4"
+    assert KVQuantConfig() == KVQuantConfig.preset("k4v4")
+    assert parse("--preset", "k4v4") == KVQuantConfig()  # nothing of k2v2 is left
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_flag_is_the_preset(name: str) -> None:
+    assert parse("--preset", name) == KVQuantConfig.preset(name)
 
 
 def test_a_preset_inside_the_file_wins_over_the_flag_preset(tmp_path: Path) -> None:

@@ -30,7 +30,14 @@ _PRESET_OPTIONS: dict[str, dict[str, Any]] = {
     "k3v3": {"key_bits": 3, "value_bits": 3},
     "k4v2": {"key_bits": 4, "value_bits": 2},
     "k3v2": {"key_bits": 3, "value_bits": 2},
-    "k2v2": {"key_bits": 2, "value_bits": 2, "page_size": 32, "exact_pages": 6, "mean_bits": 8},
+    "k2v2": {
+        "key_bits": 2,
+        "value_bits": 2,
+        "key_scale": "corrected",
+        "page_size": 32,
+        "exact_pages": 6,
+        "mean_bits": 8,
+    },
 }
 PRESETS = tuple(_PRESET_OPTIONS)
 

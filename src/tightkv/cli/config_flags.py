@@ -97,7 +97,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _preset_fields(name: str) -> dict[str, Any]:
-    """The fields that presets set; the others are left to what lies below."""
+    """The fields in which presets differ; the others are left to what lies below."""
     default, chosen = KVQuantConfig().to_dict(), KVQuantConfig.preset(name).to_dict()
     every = [KVQuantConfig.preset(preset).to_dict() for preset in PRESETS]
     return {

@@ -149,7 +149,8 @@ def _rotation(options: Options) -> Iterator[AuditRow]:
 
 def _prod(problem: Problem) -> Iterator[AuditRow]:
     for bits in (2, 3, 4):
-        mse, prod = (_keys(problem, bits, key_method=method).kl for method in ("mse", "prod"))
+        mse = _keys(problem, bits).kl
+        prod = _keys(problem, bits, key_method="prod", key_scale="norm").kl
         yield AuditRow(
             "prod (QJL) keys",
             f"{bits}-bit keys",

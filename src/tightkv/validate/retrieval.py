@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tightkv.config import PRESETS, KVQuantConfig
 from tightkv.validate.cached import stored_keys
-from tightkv.validate.distortion import lloyd_max
+from tightkv.validate.distortion import MODE_ERRORS, lloyd_max
 from tightkv.validate.inputs import Problem, attention_problem, normal
 from tightkv.validate.rows import Claim, Options, Progress
 from tightkv.validate.stats import Z, rank_correlation, recall
@@ -26,17 +26,18 @@ def check(options: Options, progress: Progress) -> list[Claim]:
     )
     exact = problem.scores(problem.key)
     noise = normal(options.stream("score noise"), 0, *exact.shape)
-    predictions: dict[int, dict[str, Tensor]] = {}  # by key bits
+    predictions: dict[KVQuantConfig, dict[str, Tensor]] = {}  # presets often share their keys
     rows: list[Claim] = []
     for name in PRESETS:
         progress(f"retrieval: {name}")
         cfg = KVQuantConfig.preset(name, seed=options.seed)
-        if cfg.key_bits not in predictions:
+        keys_alone = cfg.replace(value_bits=16)
+        if keys_alone not in predictions:
             # A tenth more noise than predicted: the theory leaves out float16 scales and means.
             predicted = exact + 1.1 * noise * predicted_noise(cfg, problem)
-            predictions[cfg.key_bits] = measures(exact, predicted)
+            predictions[keys_alone] = measures(exact, predicted)
         found = measures(exact, problem.scores(stored_keys(cfg, problem)))
-        rows += _preset_rows(name, exact.shape[-1], found, predictions[cfg.key_bits])
+        rows += _preset_rows(name, exact.shape[-1], found, predictions[keys_alone])
     return rows
 
 
@@ -52,14 +53,14 @@ def measures(exact: Tensor, approximate: Tensor) -> dict[str, Tensor]:
 def predicted_noise(cfg: KVQuantConfig, problem: Problem) -> Tensor:
     """Standard deviation of each score's error by the theory, [heads, queries, tokens].
 
-    A corrected scale leaves an error of squared norm 2 (1 - sqrt(1 - D)) |k - mean|^2, spread
-    evenly over the dimensions by the rotation (docs/math.md).
+    The scale mode leaves an error of known size relative to |k - mean|, which the rotation
+    spreads evenly over the dimensions (docs/math.md).
     """
     tokens, _, dim = problem.key.shape
     pages = problem.key.unflatten(0, (tokens // cfg.page_size, cfg.page_size))
     rest = (pages - pages.mean(1, keepdim=True)).flatten(0, 1)
     squared = torch.minimum(rest.square().sum(-1), problem.key.square().sum(-1))
-    distortion = 2 * (1 - math.sqrt(1 - lloyd_max(cfg.codebook, cfg.key_bits, dim)))
+    distortion = MODE_ERRORS[cfg.key_scale](lloyd_max(cfg.codebook, cfg.key_bits, dim))
     error = (distortion * squared).sqrt().T  # [heads, tokens]
     query = problem.query.norm(dim=-1).T  # [heads, queries]
     return query[:, :, None] * error[:, None, :] / dim

@@ -76,10 +76,11 @@ def _ratio_row(layout: PageLayout, name: str) -> Claim:
 
 
 def _bits_per_element(layout: PageLayout, tokens: int) -> float:
-    """Codes, a 16-bit scale per vector, a 16-bit mean key per page, and the exact tokens."""
+    """Codes, a 16-bit scale a vector, a mean key a page, exact tokens, tables."""
     cfg, dim = layout.cfg, layout.head_dim
     codes = (cfg.key_bits + cfg.value_bits) / 2
-    scales, means = 16 / dim, 16 / 2 / cfg.page_size
+    mean_bytes = 2 * dim if cfg.mean_bits == 16 else dim + 16  # int8: a scale, padded to 16 bytes
+    scales, means = 16 / dim, 8 * mean_bytes / (2 * dim * cfg.page_size)
     exact = 16 * (cfg.exact_pages * cfg.page_size + RING_SLACK + cfg.sinks) / tokens
     tables = 32 * (tokens / cfg.page_size + 4) / (tokens * HEADS * 2 * dim)
     return codes + scales + means + exact + tables
