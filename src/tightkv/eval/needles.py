@@ -101,9 +101,7 @@ def make_needles(count: int, seed: int, haystack: str) -> list[Needle]:
     return needles
 
 
-def build_haystack(
-    tokenizer: Any, text: str, context: int, needles: Sequence[Needle]
-) -> Haystack:
+def build_haystack(tokenizer: Any, text: str, context: int, needles: Sequence[Needle]) -> Haystack:
     """Prompts of at most `context` tokens, the answer included, needles at even depths."""
     sentences = [s for s in re.split(r"(?<=[.!?:])\s+|\n+", text) if s]
     lengths = [len(encode(tokenizer, f" {sentence}")) for sentence in sentences]
@@ -200,9 +198,7 @@ def _has(answer: str, needle: Needle) -> bool:
     return re.search(rf"(?<!\d){needle.answer}(?!\d)", answer) is not None
 
 
-def _document(
-    sentences: Sequence[str], lengths: Sequence[int], needles: Sequence[Needle]
-) -> str:
+def _document(sentences: Sequence[str], lengths: Sequence[int], needles: Sequence[Needle]) -> str:
     """Needle i of n stands at depth (i + 1/2) / n, as a paragraph of its own."""
     total, seen, parts, part = sum(lengths), 0, [], list[str]()
     waiting = list(needles)

@@ -46,7 +46,9 @@ def cut_windows(tokenizer: Any, texts: Sequence[Text], tokens: int, count: int) 
     for text, ids, share in zip(texts, encoded, _shares(room, tokens, count), strict=True):
         for i in range(share):
             start = (2 * i + 1) * (len(ids) - own * share) // (2 * share) + i * own
-            rows.append(torch.cat([torch.tensor(first, dtype=torch.long), ids[start : start + own]]))
+            rows.append(
+                torch.cat([torch.tensor(first, dtype=torch.long), ids[start : start + own]])
+            )
             sources.append(text.name)
     return Windows(torch.stack(rows), tuple(sources))
 
