@@ -1,4 +1,5 @@
 import warnings
+from copy import deepcopy
 
 import pytest
 import torch
@@ -202,6 +203,20 @@ def test_reset_then_another_batch_and_model():
     cache.reset()
     other = tiny("qwen3", seed=4)
     assert generate(other, cache, prompt(3, 70)).shape == (3, 130)
+
+
+def test_a_copied_cache_goes_its_own_way():
+    """transformers' recipe for reusing a prefix is copy.deepcopy of its cache."""
+    model, ids = tiny(), prompt(1, 150)
+    prefix = TightCache(FINE, model=model)
+    logits_of(model, ids, prefix, [])
+    more = [prompt(1, 40, seed=n) for n in (5, 6)]
+    expected = [logits_of(model, x, deepcopy(prefix), [1]) for x in more]
+    again = [
+        logits_of(model, x, c, [1]) for x, c in zip(more, (deepcopy(prefix), prefix), strict=True)
+    ]
+    for a, b in zip(expected, again, strict=True):
+        assert torch.equal(a, b)
 
 
 def test_protected_layers_have_their_bits():

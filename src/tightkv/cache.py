@@ -6,7 +6,9 @@ reads. Appending t tokens costs O(t): no history is encoded again but the page b
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -37,7 +39,7 @@ class PagedKV:
             raise ValueError("the table was made for another page_size, exact_pages or sinks")
         self.layout, self.table, self.device = layout, table, torch.device(device)
         self.codec = Codec(layout)
-        self.kernels = kernel_choice.select(kernels, self.device, layout.cfg)
+        self._kernels = kernel_choice.select(kernels, self.device, layout.cfg).__name__
         self.pages = layout.new_pages(0, self.device)
         heads, d = layout.num_kv_heads, layout.head_dim
         self.ring_key, self.ring_value = (
@@ -48,6 +50,11 @@ class PagedKV:
             torch.zeros(0, layout.cfg.sinks, heads, d, dtype=layout.dtype, device=self.device)
             for _ in range(2)
         )
+
+    @property
+    def kernels(self) -> ModuleType:
+        """Whose store, seal and attend this layer uses; kept by name, so caches can be copied."""
+        return sys.modules[self._kernels]
 
     # --- reading ---
     def view(self, rows: RowTensors | None = None) -> CacheView:

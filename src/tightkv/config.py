@@ -234,7 +234,7 @@ class KVQuantConfig:
         if "TIGHTKV_PRESET" in env:
             options["preset"] = env["TIGHTKV_PRESET"]
         if "TIGHTKV_CONFIG" in env:
-            options.update(_read_json(env["TIGHTKV_CONFIG"]))
+            options.update(read_json(env["TIGHTKV_CONFIG"]))
         for name, text in env.items():
             if not name.startswith(ENV_PREFIX) or name in ENV_RESERVED:
                 continue
@@ -267,7 +267,7 @@ class KVQuantConfig:
                 _unknown("preset", text, PRESETS)
                 + "; or give JSON text or the path of a .json file"
             )
-        return cls.from_dict(_read_json(text))
+        return cls.from_dict(read_json(text))
 
     # --- writing one ---
     def replace(self, **changes: Any) -> KVQuantConfig:
@@ -353,7 +353,7 @@ def _from_text(field: str, text: str) -> Any:
         raise ValueError(f"{ENV_PREFIX}{field.upper()}={text!r}; it must be {wanted}") from None
 
 
-def _read_json(source: str) -> dict[str, Any]:
+def read_json(source: str) -> dict[str, Any]:
     """A JSON object from text or from a file."""
     text = source
     if not source.lstrip().startswith("{"):

@@ -20,32 +20,37 @@ ANSWER_TOKENS = 24
 # So many tokens of the text, at least, are read again with each question.
 TAIL_TOKENS = 64
 
-# A fact, a question in other words, and whom it can be about.
+# A fact, a question in other words, whom it can be about, and what the answer can be.
 _KINDS = (
     (
         "The magic number for {} is {}.",
         "What is the magic number that belongs to {}?",
         ("Lisbon", "Oslo", "Cairo", "Kyoto"),
+        ("4821", "7350", "1964", "5207", "8613", "2931", "9376", "6048"),
     ),
     (
-        "The phone number of {} is {}.",
-        "What is the number I dial to phone {}?",
-        ("the bakery", "the florist", "the dentist", "the garage"),
-    ),
-    (
-        "The room number of {} is {}.",
-        "What is the number of the room where {} works?",
-        ("Doctor Olsen", "Doctor Rossi", "Doctor Novak", "Doctor Tanaka"),
-    ),
-    (
-        "The lucky number of {} is {}.",
-        "What is the lucky number that {} has?",
-        ("the pirate", "the farmer", "the sailor", "the painter"),
-    ),
-    (
-        "The house number of {} is {}.",
-        "What is the number of the house that {} lives in?",
+        "The lucky colour of {} is {}.",
+        "What is the lucky colour that {} has?",
         ("Maria", "Victor", "Helen", "Oscar"),
+        ("orange", "purple", "yellow", "pink", "turquoise", "green"),
+    ),
+    (
+        "The best friend of {} is a {}.",
+        "What kind of animal is the best friend that {} has?",
+        ("the pirate", "the farmer", "the sailor", "the painter"),
+        ("tortoise", "donkey", "parrot", "goat", "hamster", "camel"),
+    ),
+    (
+        "The favourite fruit of {} is the {}.",
+        "Which fruit does {} like most?",
+        ("Doctor Olsen", "Doctor Rossi", "Doctor Novak", "Doctor Tanaka"),
+        ("mango", "lemon", "cherry", "banana", "peach", "pineapple"),
+    ),
+    (
+        "The train platform for {} is {}.",
+        "What is the train platform where I leave for {}?",
+        ("Vienna", "Madrid", "Dublin", "Athens"),
+        ("17", "23", "31", "46", "58", "74"),
     ),
 )
 MAX_NEEDLES = len(_KINDS)
@@ -53,7 +58,7 @@ MAX_NEEDLES = len(_KINDS)
 
 @dataclass(frozen=True)
 class Needle:
-    """A fact, the question for it, and the number that answers it."""
+    """A fact, the question for it, and the word or number that answers it."""
 
     fact: str
     question: str
@@ -84,20 +89,20 @@ class Retrieval:
         return sum(self.found)
 
 
-def make_needles(count: int, seed: int, haystack: str) -> list[Needle]:
-    """Different kinds of facts, with four-digit numbers that the text does not have."""
+def make_needles(count: int, seed: int, text: str) -> list[Needle]:
+    """Different kinds of facts, whose answers the text does not have."""
     if not 1 <= count <= MAX_NEEDLES:
         raise ValueError(f"needles={count}; allowed: 1 to {MAX_NEEDLES}")
     rng = random.Random(seed)
-    numbers: list[str] = []
-    while len(numbers) < count:
-        number = str(rng.randrange(1000, 10000))
-        if number not in numbers and number not in haystack:
-            numbers.append(number)
     needles = []
-    for (fact, question, owners), number in zip(_KINDS, numbers, strict=False):
-        owner = rng.choice(owners)
-        needles.append(Needle(fact.format(owner, number), question.format(owner), number))
+    for fact, question, owners, answers in _KINDS[:count]:
+        new = [answer for answer in answers if not _says(text, answer)]
+        if not new:
+            raise ValueError(
+                f"the text already has every one of {', '.join(answers)}; give another --text"
+            )
+        owner, answer = rng.choice(owners), rng.choice(new)
+        needles.append(Needle(fact.format(owner, answer), question.format(owner), answer))
     return needles
 
 
@@ -141,7 +146,8 @@ def measure_needles(
     for haystack in haystacks:
         for name, make in caches.items():
             answers = _ask_all(model, tokenizer, haystack, make, advance or (lambda passes: None))
-            found = [_has(text, n) for text, n in zip(answers, haystack.needles, strict=True)]
+            pairs = zip(answers, haystack.needles, strict=True)
+            found = [_says(answer, needle.answer) for answer, needle in pairs]
             longest = max(map(len, haystack.prompts))
             out[name].append(Retrieval(haystack.context, longest, tuple(answers), tuple(found)))
     return out
@@ -194,8 +200,8 @@ def _can_rewind(cache: Any) -> bool:
     )
 
 
-def _has(answer: str, needle: Needle) -> bool:
-    return re.search(rf"(?<!\d){needle.answer}(?!\d)", answer) is not None
+def _says(text: str, word: str) -> bool:
+    return re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE) is not None
 
 
 def _document(sentences: Sequence[str], lengths: Sequence[int], needles: Sequence[Needle]) -> str:

@@ -170,7 +170,7 @@ class TightCache(Cache):  # type: ignore[misc]
 
     # --- what it holds ---
     def bytes_used(self) -> dict[str, int]:
-        """Bytes held now, and what 16-bit keys and values of the same tokens would hold."""
+        """Bytes the compressed layers hold now, and what 16-bit keys and values would hold."""
         self._commit()
         held = plain = 0
         for layer in self.tight_layers:
