@@ -15,6 +15,7 @@ from tightkv.cli.output import MissingPackageError
 # name -> one line for `tightkv --help`; the module of the same name has add_parser and run.
 COMMANDS = {
     "doctor": "the smallest cache that keeps a model within a KL budget on your text",
+    "eval": "what each config does to a model's perplexity, retrieval and greedy text",
     "generate": "text from a model with a compressed cache, or from both caches to compare",
     "info": "versions, devices, and which kernels can run here",
     "plan": "how much memory a model's KV cache takes, and what fits a GPU",

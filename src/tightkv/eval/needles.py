@@ -15,7 +15,6 @@ from tightkv.eval.forward import CacheRun, MakeCache, end_tokens
 from tightkv.eval.windows import beginning, encode
 from tightkv.integrations.transformers.layer import TightLayer
 
-UNCOMPRESSED = "uncompressed"
 ANSWER_TOKENS = 24
 # So many tokens of the text, at least, are read again with each question.
 TAIL_TOKENS = 64

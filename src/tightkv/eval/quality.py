@@ -18,7 +18,6 @@ from torch import Tensor
 
 from tightkv.config import KVQuantConfig
 from tightkv.eval.forward import CacheRun, MakeCache
-from tightkv.eval.size import StoredBits, stored_bits
 from tightkv.eval.windows import Windows
 
 _REFERENCE_BYTES = 128 << 20  # reference log-probabilities held at a time
@@ -107,7 +106,6 @@ class Quality:
 
     scores: Scores
     sources: tuple[str, ...]
-    bits: StoredBits
     bytes_held: int
     """Of one window at its end: pages, ring, sinks and tables."""
     bytes_bf16: int
@@ -221,7 +219,6 @@ class _Track:
     held: int = 0
     bf16: int = 0
     rows: int = 0
-    bits: StoredBits | None = None
 
     def add(self, scores: Scores) -> None:
         if not bool(scores.kl.isfinite().all()):
@@ -234,11 +231,9 @@ class _Track:
         self.held += used["compressed"]
         self.bf16 += used["bf16"]
         self.rows += rows
-        self.bits = stored_bits(run.cache)
         self.batches.append([])
 
     def quality(self, sources: tuple[str, ...]) -> Quality:
-        assert self.bits is not None
         whole = {
             name: torch.cat(
                 [torch.cat([getattr(s, name) for s in batch], 1) for batch in self.batches if batch]
@@ -248,7 +243,6 @@ class _Track:
         return Quality(
             Scores(**whole),
             sources,
-            self.bits,
             self.held // self.rows,
             self.bf16 // self.rows,
             self.clock.seconds,

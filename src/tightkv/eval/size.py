@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import torch
+
+from tightkv.eval.forward import CacheRun, MakeCache
 from tightkv.integrations.transformers import TightCache
 from tightkv.layout import PageLayout
 
@@ -18,6 +22,13 @@ class StoredBits:
     @property
     def mean(self) -> float:
         return (self.key + self.value) / 2
+
+
+def bits_of(model: Any, make: MakeCache) -> StoredBits:
+    """Bits of a cache of this model, which is fed one token to find out."""
+    run = CacheRun(model, make())
+    run.feed(torch.zeros(1, 1, dtype=torch.long), last_only=True)
+    return stored_bits(run.cache)
 
 
 def stored_bits(cache: TightCache) -> StoredBits:

@@ -143,5 +143,5 @@ def _pool_growth(options: Options) -> AuditRow:
         f"k4v4, one token after {16 * cfg.page_size} appended at once",
         cache.allocated_bytes() / computed - 1,
         "share of bytes held in reserve",
-        "A growing pool takes up to an eighth more pages than it needs; reserve() avoids it.",
+        "A growing pool takes up to a 32nd more pages than it needs; reserve() avoids it.",
     )

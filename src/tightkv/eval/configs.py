@@ -1,0 +1,33 @@
+"""Which configs a run measures, and what each is called in tables and files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tightkv.config import KVQuantConfig
+
+# The name of a config says these.
+_NAMED = ("key_bits", "value_bits", "key_method", "value_method")
+
+
+def parse_configs(sources: Iterable[str]) -> dict[str, KVQuantConfig]:
+    """Presets, JSON texts and JSON files -> label -> config; the same one twice is refused."""
+    configs: dict[str, KVQuantConfig] = {}
+    for source in sources:
+        cfg = KVQuantConfig.parse(source)
+        name = label(cfg)
+        if name in configs:
+            raise ValueError(f"the config {name!r} is given twice; leave one out")
+        configs[name] = cfg
+    if not configs:
+        raise ValueError("no preset and no config is given; give --presets or --config")
+    return configs
+
+
+def label(cfg: KVQuantConfig) -> str:
+    """The config's name and every field that differs from its preset, as k4v4 page_size=128."""
+    plain = KVQuantConfig(**{field: getattr(cfg, field) for field in _NAMED}).to_dict()
+    changed = [
+        f"{field}={value}" for field, value in cfg.to_dict().items() if value != plain[field]
+    ]
+    return " ".join([cfg.name, *changed])

@@ -1,0 +1,142 @@
+"""Results as plain data: rows that say on what they were measured, and with what."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import tightkv
+from tightkv.eval.greedy import GreedyMatch
+from tightkv.eval.needles import Haystack, Retrieval
+from tightkv.eval.quality import Quality
+from tightkv.eval.size import StoredBits
+from tightkv.eval.text import Text
+
+_SAMPLES = 64  # numbers of each weight that go into a model's fingerprint
+
+
+def provenance() -> dict[str, Any]:
+    """Versions, commit and time."""
+    return {
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "tightkv": tightkv.__version__,
+        "commit": source_commit(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def model_facts(model: Any, name: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "fingerprint": model_fingerprint(model),
+        "parameters": model.num_parameters(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+    }
+
+
+def model_fingerprint(model: Any) -> str:
+    """16 hex digits from the name, shape and some numbers of every weight."""
+    digest = hashlib.sha256()
+    for name, weight in sorted(model.state_dict().items()):
+        flat = weight.flatten()
+        sample = flat[:: max(1, len(flat) // _SAMPLES)][:_SAMPLES].double().tolist()
+        digest.update(json.dumps([name, list(weight.shape), sample]).encode())
+    return digest.hexdigest()[:16]
+
+
+def text_facts(texts: Iterable[Text]) -> list[dict[str, Any]]:
+    return [
+        {"name": text.name, "sha256": text.sha256, "characters": len(text.content)}
+        for text in texts
+    ]
+
+
+def bits_data(bits: StoredBits) -> dict[str, float]:
+    return {"key": bits.key, "value": bits.value, "mean": bits.mean}
+
+
+def quality_data(quality: Quality) -> dict[str, Any]:
+    summary = quality.summary
+    return {
+        **asdict(summary),
+        "perplexity_increase": summary.perplexity / summary.reference_perplexity - 1,
+        "by_text": [{"text": text, **asdict(own)} for text, own in quality.by_text().items()],
+        "bytes_held": quality.bytes_held,
+        "bytes_bf16": quality.bytes_bf16,
+        "ratio": quality.bytes_bf16 / quality.bytes_held,
+        "seconds": quality.seconds,
+    }
+
+
+def needles_data(
+    haystacks: Sequence[Haystack], retrievals: Sequence[Retrieval]
+) -> list[dict[str, Any]]:
+    return [
+        {
+            "context": got.context,
+            "prompt_tokens": got.prompt_tokens,
+            "found": got.score,
+            "asked": len(got.found),
+            "answers": [
+                {
+                    "question": needle.question,
+                    "expected": needle.answer,
+                    "answer": answer,
+                    "found": found,
+                }
+                for needle, answer, found in zip(
+                    haystack.needles, got.answers, got.found, strict=True
+                )
+            ],
+        }
+        for haystack, got in zip(haystacks, retrievals, strict=True)
+    ]
+
+
+def greedy_data(match: GreedyMatch) -> dict[str, Any]:
+    return {
+        "lengths": list(match.lengths),
+        "median": match.median,
+        "min": match.min,
+        "cap": match.cap,
+    }
+
+
+def append_rows(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """One JSON object a line, after what the file has."""
+    with Path(path).open("a", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(row, allow_nan=False) + "\n")
+
+
+def source_commit() -> str | None:
+    """The commit of the source tree this package runs from, marked if files differ from it."""
+    package = Path(__file__).resolve().parents[1]
+
+    def git(*words: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", "-C", str(package), *words], capture_output=True, text=True, timeout=10
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    top, commit = git("rev-parse", "--show-toplevel"), git("rev-parse", "HEAD")
+    # A package installed somewhere inside another project's repository is not of that commit.
+    if top is None or commit is None or Path(top) / "src" / "tightkv" != package:
+        return None
+    return f"{commit}-modified" if git("status", "--porcelain", "src") else commit
