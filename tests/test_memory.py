@@ -1,6 +1,6 @@
 import torch
-from models import prompt, tiny
 
+from models import prompt, tiny
 from tightkv import KVQuantConfig, TightCache
 from tightkv.model_shape import read_model_shape
 from tightkv.planner import config_plan

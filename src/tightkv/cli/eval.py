@@ -20,7 +20,7 @@ SIZES = {
     "batch": (8, 8, 1),
     "needles": (5, 5, 1),
     "prompts": (4, 2, 1),
-    "prompt_tokens": (512, 256, 2),
+    "prompt_tokens": (512, 384, 2),
     "new_tokens": (64, 32, 1),
 }
 CONTEXTS, QUICK_CONTEXTS = (512, 1024, 2048), (512,)

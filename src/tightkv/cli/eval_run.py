@@ -69,6 +69,10 @@ class Evaluation:
         self.args, self.configs, self.texts = args, configs, texts
         self.model, self.tokenizer = model, tokenizer
         self.notes: list[str] = []
+        if model.dtype == torch.float32:
+            self.notes.append(
+                "the model runs in float32, so its exact newest tokens take twice the bytes of bf16"
+            )
         self.limit = max_positions(model)
         self.schedule = Schedule(args.prefill, args.chunk, args.batch)
         self.windows = self._windows() if "quality" in args.tasks else None
@@ -150,6 +154,11 @@ class Evaluation:
         text = "\n\n".join(text.content for text in self.texts)
         needles = make_needles(self.args.needles, self.args.seed, text)
         contexts = [n for n in self.args.contexts if self.limit is None or n <= self.limit]
+        if not contexts:
+            raise ValueError(
+                f"--contexts {self.args.contexts[0]} is the shortest; the model was made for "
+                f"{self.limit} tokens"
+            )
         if len(contexts) < len(self.args.contexts):
             left_out = ", ".join(str(n) for n in self.args.contexts if n not in contexts)
             self.notes.append(

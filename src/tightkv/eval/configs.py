@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tightkv.config import KVQuantConfig
+from tightkv.config import PRESETS, KVQuantConfig
 
 # The name of a config says these.
 _NAMED = ("key_bits", "value_bits", "key_method", "value_method")
@@ -26,8 +26,8 @@ def parse_configs(sources: Iterable[str]) -> dict[str, KVQuantConfig]:
 
 def label(cfg: KVQuantConfig) -> str:
     """The config's name and every field that differs from its preset, as k4v4 page_size=128."""
-    plain = KVQuantConfig(**{field: getattr(cfg, field) for field in _NAMED}).to_dict()
-    changed = [
-        f"{field}={value}" for field, value in cfg.to_dict().items() if value != plain[field]
-    ]
+    named = {field: getattr(cfg, field) for field in _NAMED}
+    base = KVQuantConfig.preset(cfg.name) if cfg.name in PRESETS else KVQuantConfig(**named)
+    plain = base.to_dict()
+    changed = [f"{name}={value}" for name, value in cfg.to_dict().items() if value != plain[name]]
     return " ".join([cfg.name, *changed])

@@ -192,10 +192,9 @@ def _answer(run: CacheRun, tokenizer: Any, question: Sequence[int]) -> str:
 
 
 def _can_rewind(cache: Any) -> bool:
-    """Whether tokens can be taken out of every layer again."""
+    """Whether tokens can be taken out of every layer again; sliding windows forget too much."""
     return all(
-        isinstance(layer, (TightLayer, DynamicLayer)) and layer.is_croppable
-        for layer in cache.layers
+        isinstance(layer, TightLayer) or type(layer) is DynamicLayer for layer in cache.layers
     )
 
 

@@ -18,7 +18,9 @@ from torch import Tensor
 
 from tightkv.config import KVQuantConfig
 from tightkv.eval.forward import CacheRun, MakeCache
+from tightkv.eval.size import bytes_bf16, bytes_held
 from tightkv.eval.windows import Windows
+from tightkv.layout import ring_tokens
 
 _REFERENCE_BYTES = 128 << 20  # reference log-probabilities held at a time
 
@@ -53,12 +55,12 @@ class Schedule:
 
 
 def check_compresses(cfg: KVQuantConfig, tokens: int) -> None:
-    """Raise if a window of so many tokens stays in the exact ring, so nothing is measured."""
-    exact = cfg.exact_pages * cfg.page_size
+    """Raise if so many tokens all stay exact, so that nothing would be measured."""
+    exact = ring_tokens(cfg)
     if cfg.compresses and tokens - 1 <= exact:
         raise ValueError(
-            f"a window of {tokens} tokens fits the {exact} newest tokens that {cfg.name} keeps "
-            f"exact (exact_pages={cfg.exact_pages} of {cfg.page_size}); take more than {exact + 1}"
+            f"{tokens} tokens are too few to measure {cfg.name}: it keeps the newest {exact} exact "
+            f"(exact_pages={cfg.exact_pages} of {cfg.page_size}); take more than {exact + 1}"
         )
 
 
@@ -187,7 +189,7 @@ def compare(log_p: Tensor, logits: Tensor, targets: Tensor) -> Scores:
     """Reference log-probabilities and logits [B, T, V], targets [B, T]."""
     log_q = logits.float().log_softmax(-1)
     p = log_p.exp()
-    kl = torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1)
+    kl = torch.where(p == 0, 0.0, p * (log_p - log_q)).sum(-1)
     at = targets[..., None]
     return Scores(
         nll=-log_q.gather(-1, at).squeeze(-1).cpu(),
@@ -227,9 +229,8 @@ class _Track:
 
     def weigh(self, run: CacheRun, rows: int) -> None:
         """Note the sizes of a cache that has seen its windows."""
-        used = run.cache.bytes_used()
-        self.held += used["compressed"]
-        self.bf16 += used["bf16"]
+        self.held += bytes_held(run.cache)
+        self.bf16 += bytes_bf16(run.cache)
         self.rows += rows
         self.batches.append([])
 

@@ -6,15 +6,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers.cache_utils import DynamicLayer
 
 from tightkv.eval.forward import CacheRun, MakeCache
 from tightkv.integrations.transformers import TightCache
+from tightkv.integrations.transformers.layer import TightLayer
 from tightkv.layout import PageLayout
 
 
 @dataclass(frozen=True)
 class StoredBits:
-    """Bits an element in pages, with scales, page means and padding, over compressed layers."""
+    """Bits an element in pages, scales, page means and padding included."""
 
     key: float
     value: float
@@ -32,14 +34,46 @@ def bits_of(model: Any, make: MakeCache) -> StoredBits:
 
 
 def stored_bits(cache: TightCache) -> StoredBits:
-    """From the layouts of the compressed layers; the cache must have seen a token."""
-    layouts = [layer.kv.layout for layer in cache.tight_layers if layer.kv is not None]
-    if not layouts:
-        raise ValueError("this cache holds no compressed layer yet; feed it a token first")
-    elements = sum(layout.num_kv_heads * layout.head_dim for layout in layouts)
-    value = sum(_value_page_bytes(layout) / layout.page_size for layout in layouts)
-    both = sum(layout.bytes_per_token for layout in layouts)
-    return StoredBits(key=8 * (both - value) / elements, value=8 * value / elements)
+    """Mean over the full-attention layers; those that are left alone have 16 bits."""
+    elements = key = value = 0.0
+    for layer in _full_attention(cache):
+        if isinstance(layer, TightLayer) and layer.kv is not None:
+            layout = layer.kv.layout
+            size = layout.num_kv_heads * layout.head_dim
+            value_bits = 8 * _value_page_bytes(layout) / layout.page_size
+            key += 8 * layout.bytes_per_token - value_bits
+            value += value_bits
+        else:
+            size = layer.keys.shape[1] * layer.keys.shape[3]  # [B, Hkv, tokens, D]
+            key, value = key + 16 * size, value + 16 * size
+        elements += size
+    if not elements:
+        raise ValueError("this cache has seen no token yet; feed it one first")
+    return StoredBits(key=key / elements, value=value / elements)
+
+
+def bytes_held(cache: TightCache) -> int:
+    """Bytes of the full-attention layers: pages, rings, sinks, tables, or plain tensors."""
+    plain = [layer for layer in _full_attention(cache) if not isinstance(layer, TightLayer)]
+    tensors = (x for layer in plain for x in (layer.keys, layer.values))
+    return cache.bytes_used()["compressed"] + sum(x.numel() * x.element_size() for x in tensors)
+
+
+def bytes_bf16(cache: TightCache) -> int:
+    """Bytes of the same keys and values at 16 bits."""
+    plain = [layer for layer in _full_attention(cache) if not isinstance(layer, TightLayer)]
+    numbers = sum(layer.keys.numel() + layer.values.numel() for layer in plain)
+    return cache.bytes_used()["bf16"] + 2 * numbers
+
+
+def _full_attention(cache: TightCache) -> list[Any]:
+    """The layers that grow with the context and hold something."""
+    return [
+        layer
+        for layer in cache.layers
+        if (isinstance(layer, TightLayer) and layer.kv is not None)
+        or (isinstance(layer, DynamicLayer) and not layer.is_sliding and layer.is_initialized)
+    ]
 
 
 def _value_page_bytes(layout: PageLayout) -> int:
