@@ -638,7 +638,9 @@ def test_lm_eval_reads_scores_through_the_cache(adapter: Any, folder: Path) -> N
     from lm_eval.models.huggingface import HFLM
 
     assert get_model("tightkv") is adapter.TightLM
-    options = {"dtype": "float32", "device": "cpu", "batch_size": 2}
+    # lm_eval's command line gives this device on every machine.
+    device = "cuda:0" if not torch.cuda.is_available() else "cpu"
+    options = {"dtype": "float32", "device": device, "batch_size": 2}
     exact = adapter.TightLM(str(folder), quant=EXACT, **options)
     model, tokenizer = exact.model, exact.tokenizer
     coarse = adapter.TightLM(model, tokenizer=tokenizer, quant=COARSE, batch_size=2)

@@ -58,6 +58,8 @@ class TightLM(HFLM):  # type: ignore[misc]
             if int(value) < 1:
                 raise ValueError(f"{name}={value}; it must be at least 1")
         self.quant, self.prefill, self.chunk = KVQuantConfig.parse(quant), int(prefill), int(chunk)
+        if not torch.cuda.is_available() and str(device).startswith("cuda"):
+            device = None  # lm_eval's command line says cuda:0 wherever it runs
         if pretrained is None or isinstance(pretrained, str):
             pretrained, tokenizer = load_model(pretrained, dtype=dtype, device=device)
         super().__init__(pretrained=pretrained, tokenizer=tokenizer, **options)
