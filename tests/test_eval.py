@@ -199,6 +199,14 @@ def test_fewer_bits_are_further_away() -> None:
     assert held[0] > held[1] > held[2]
 
 
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "lfm2", "qwen3_5"])
+def test_hybrid_models_are_measured(family: str) -> None:
+    model = tiny(family)
+    done = measure_quality(model, windows(2), caches(model, small("k8v8"), small("k2v2")), SCHEDULE)
+    assert 0 < done["k8v8"].summary.kl < 1e-3 < done["k2v2"].summary.kl
+    assert done["k8v8"].summary.reference_perplexity == done["k2v2"].summary.reference_perplexity
+
+
 def test_scores_do_not_depend_on_the_batch_or_on_the_others() -> None:
     model, cut = tiny(), windows()
     both = measure_quality(model, cut, caches(model, small("k4v4"), small("k2v2")), SCHEDULE)

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 from tightkv.integrations.transformers import TightCache
 
-EXACT_ATTENTION, TIGHT_ATTENTION = "sdpa", "tightkv"
+TIGHT_ATTENTION = "tightkv"
 
 # A cache that is empty at first; called once for each batch.
 MakeCache = Callable[[], TightCache]
@@ -24,7 +24,7 @@ class CacheRun:
 
     def __init__(self, model: Any, cache: TightCache | None = None) -> None:
         self.model = model
-        self.attention = EXACT_ATTENTION if cache is None else TIGHT_ATTENTION
+        self.attention = exact_attention(model) if cache is None else TIGHT_ATTENTION
         self.cache: Any = DynamicCache(config=model.config) if cache is None else cache
 
     @torch.inference_mode()
@@ -61,6 +61,11 @@ def attention(model: Any, name: str) -> Iterator[None]:
         yield
     finally:
         model.set_attn_implementation(before)
+
+
+def exact_attention(model: Any) -> str:
+    """What the uncompressed cache is read with: sdpa, or eager where a model has no sdpa."""
+    return "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
 
 
 def max_positions(model: Any) -> int | None:
