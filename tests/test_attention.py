@@ -129,7 +129,7 @@ def test_new_tokens_follow_the_cache_exactly():
         torch.testing.assert_close(lse[row : row + 1], expected_lse, atol=3e-5, rtol=1e-4)
 
 
-def test_left_padding_positions_and_masks():
+def test_left_padding_and_masks():
     cache = make_cache(CFG, starts=[0, 50])
     add(cache, *tokens(2, 120))
     k, v = cache.dequantize()
@@ -148,15 +148,29 @@ def test_left_padding_positions_and_masks():
             expected, _ = exact_attention(q, k, v, lengths=[120, 120], starts=[0, 50], mask=mask)
             torch.testing.assert_close(out.double(), expected, atol=3e-5, rtol=1e-4)
 
-    positions = torch.tensor([[119, -1, 30], [70, 60, 49]])
-    out, lse = attend(cache, q, positions=positions)
-    assert not out[0, 1].any() and torch.isneginf(lse[0, 1]).all()
-    assert not out[1, 2].any() and torch.isneginf(lse[1, 2]).all(), "only padding before it"
-    one, _ = exact_attention(q[:1, 2:], k[:1], v[:1], lengths=[31])
-    torch.testing.assert_close(out[:1, 2:].double(), one, atol=3e-5, rtol=1e-4)
-    everything, _ = attend(cache, q[:, :1], causal=False, positions=positions[:, 2:])
-    last, _ = attend(cache, q[:, :1])
-    torch.testing.assert_close(everything, last)
+    long = query(2, 75, 4)
+    out, lse = attend(cache, long)
+    assert not out[1, :5].any() and torch.isneginf(lse[1, :5]).all(), "only padding before them"
+    assert torch.isfinite(lse[1, 5:]).all()
+
+
+def test_packed_rows_of_different_lengths():
+    """What an engine sends: decoding rows and prefill chunks of different sizes in one call."""
+    cache = make_cache(CFG, rows=4)
+    add(cache, *tokens(4, 150), counts=[150, 0, 40, 97])
+    first = torch.tensor([0, 1, 1, 6, 9], dtype=torch.int32)
+    q = query(1, 12, 4)[0]  # three more than the rows own
+    out, lse = cache.kernels.attend(cache.codec, q, cache.view(), first, max_queries=5)
+    k, v = cache.dequantize()
+    for row in range(4):
+        mine = slice(first[row], first[row + 1])
+        n = cache.table.lengths[row]
+        expected, expected_lse = exact_attention(
+            q[None, mine], k[row : row + 1], v[row : row + 1], lengths=[n]
+        )
+        torch.testing.assert_close(out[None, mine].double(), expected, atol=3e-5, rtol=1e-4)
+        torch.testing.assert_close(lse[None, mine], expected_lse, atol=3e-5, rtol=1e-4)
+    assert not out[9:].any() and torch.isneginf(lse[9:]).all()
 
 
 def test_fully_masked_rows_are_zero_not_nan():
@@ -223,7 +237,10 @@ def test_no_sequences():
             {"new_key": torch.zeros(2, 1, 2, 64), "new_value": torch.zeros(2, 2, 2, 64)},
             "new_value has shape",
         ),
-        ({"positions": torch.zeros(2, 2, dtype=torch.long)}, "positions has shape"),
+        (
+            {"new_key": torch.zeros(2, 2, 2, 64), "new_value": torch.zeros(2, 2, 2, 64)},
+            r"new_key has shape \[2, 2, 2, 64\]; expected \[2, 1, 2, 64\]",
+        ),
         ({"mask": torch.ones(2, 3, 1, 70, dtype=torch.bool)}, "mask has shape"),
         ({"mask": torch.ones(2, 1, 1, 69, dtype=torch.bool)}, "mask covers 69 tokens"),
     ],

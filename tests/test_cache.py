@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -217,6 +219,38 @@ def test_append_touches_no_page_but_its_own():
     add(cache, *tokens(2, 3, seed=4))
     changed = {i for i in range(20) if not torch.equal(before[i], cache.pages[i])}
     assert changed == mine
+
+
+def test_rows_may_use_any_ring_of_a_pool():
+    """An engine's rings are a pool, and its batch has padding tokens at the end."""
+    key, value = tokens(2, 100)
+    own, pooled = make_cache(CFG), make_cache(CFG)
+    add(own, key, value, counts=[100, 70])
+    plan = pooled.table.append([0, 1], [100, 70])
+    pooled.reserve(pooled.table.num_pages)
+    view, pool = pooled.view(), torch.zeros(5, pooled.layout.ring_tokens, 2, 64)
+    sinks = torch.zeros(5, 2, 2, 64)
+    view = replace(
+        view,
+        ring_rows=torch.tensor([3, 1], dtype=torch.int32),
+        ring_key=pool,
+        ring_value=pool.clone(),
+        sink_key=sinks,
+        sink_value=sinks.clone(),
+    )
+    first, exact_starts = plan.tensors(pooled.device)
+    packed = [torch.cat([x[0, :100], x[1, :70], x[0, :3]]) for x in (key, value)]
+    pooled.kernels.append(
+        pooled.codec, view, *packed, first, exact_starts, max_new=100, open_codes=True
+    )
+    assert torch.equal(view.pages, own.pages)
+    for name in ("ring_key", "ring_value", "sink_key", "sink_value"):
+        assert torch.equal(getattr(view, name)[[3, 1]], getattr(own, name))
+        assert not getattr(view, name)[[0, 2, 4]].any()
+    q = torch.randn(2, 4, 64)
+    ends = torch.arange(3, dtype=torch.int32)
+    out, _ = pooled.kernels.attend(pooled.codec, q, view, ends, max_queries=1)
+    assert torch.equal(out, own.kernels.attend(own.codec, q, own.view(), ends, max_queries=1)[0])
 
 
 def test_ragged_rows():

@@ -66,13 +66,13 @@ def test_bytes_of_one_layer_by_hand() -> None:
 
     A record: 2048 + 2048 bytes of codes, 128 + 128 of scales, 128 of mean = 4480. A page: two
     records, 8960 bytes, or 140 a token. 100 tokens: 2 pages with a 4-byte table entry each, an
-    exact ring of 3 pages and 32 tokens and 4 sinks at 512 bytes, and 16 bytes of counters.
+    exact ring of 3 pages and 32 tokens and 4 sinks at 512 bytes, and 20 bytes of counters.
     """
     shape = read_model_shape(LLAMA)
     plan = config_plan("k4v4", shape, KVQuantConfig.preset("k4v4"))
     assert plan.bytes_per_token_per_layer == 140
     assert plan.bytes_per_token == 3 * 140
-    layer = 2 * (8960 + 4) + (3 * 64 + 32 + 4) * 512 + 16
+    layer = 2 * (8960 + 4) + (3 * 64 + 32 + 4) * 512 + 20
     assert plan.total_bytes(100) == 3 * layer
     assert plan.total_bytes(100, sequences=5) == 15 * layer
 

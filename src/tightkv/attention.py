@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tightkv.cache import PagedKV
+from tightkv.cache import PagedKV, even_rows
 from tightkv.kernels.view import CacheView
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -17,7 +17,6 @@ def attend(
     *,
     view: CacheView | None = None,
     scale: float | None = None,
-    positions: Tensor | None = None,
     causal: bool = True,
     window: int | None = None,
     softcap: float | None = None,
@@ -27,10 +26,9 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Attention of query [B, Lq, Hq, D] over a layer: output [B, Lq, Hq, D], LSE [B, Lq, Hq].
 
-    Row b attends to sequence b. Query i is token length - Lq + i of its row (counting
-    new_key/new_value [B, T, Hkv, D], which follow the cache without being in it), so
-    causal attention with Lq != tokens aligns to the end; `positions` [B, Lq] overrides that
-    and marks absent queries with -1. `view` is the layer's own view
+    Row b attends to sequence b. Query i is token length - Lq + i of its row, so causal
+    attention with Lq != tokens aligns to the end; with new_key/new_value [B, Lq, Hkv, D] the
+    queries' own tokens follow the cache without being in it. `view` is the layer's own view
     unless given. See `kernels.reference.attend` for the other options.
     """
     tokens = max(cache.table.lengths, default=0) if view is None else 0
@@ -47,11 +45,10 @@ def attend(
     if (new_key is None) != (new_value is None):
         raise ValueError("new_key and new_value go together; only one was given")
     if new_key is not None and new_value is not None:
-        _expect("new_key", new_key, (view.batch, None, heads, d), cache.device)
-        _expect("new_value", new_value, tuple(new_key.shape), cache.device)
+        wanted = (view.batch, query.shape[1], heads, d)
+        _expect("new_key", new_key, wanted, cache.device)
+        _expect("new_value", new_value, wanted, cache.device)
         tokens += new_key.shape[1]
-    if positions is not None:
-        _expect("positions", positions, (view.batch, query.shape[1]), cache.device)
     if window is not None and window < 1:
         raise ValueError(f"window={window}; it must be at least 1, or None for no window")
     if softcap is not None and softcap <= 0:
@@ -65,20 +62,22 @@ def attend(
             )
         if mask.shape[3] < tokens:
             raise ValueError(f"mask covers {mask.shape[3]} tokens; the cache has {tokens}")
-    out: tuple[Tensor, Tensor] = cache.kernels.attend(
+    batch, lq = query.shape[:2]
+    out, lse = cache.kernels.attend(
         cache.codec,
-        query,
+        query.flatten(0, 1),
         view,
+        even_rows(batch, lq, query.device),
+        max_queries=lq,
         scale=scale,
-        positions=positions,
         causal=causal,
         window=window,
         softcap=softcap,
         mask=mask,
-        new_key=new_key,
-        new_value=new_value,
+        new_key=None if new_key is None else new_key.flatten(0, 1),
+        new_value=None if new_value is None else new_value.flatten(0, 1),
     )
-    return out
+    return out.unflatten(0, (batch, lq)), lse.unflatten(0, (batch, lq))
 
 
 def _expect(name: str, x: Tensor, shape: tuple[int | None, ...], device: torch.device) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import lru_cache
 from types import ModuleType
 
 import torch
@@ -94,16 +95,20 @@ class PagedKV:
         if plan.copies:
             source, target = torch.tensor(plan.copies, device=self.device).T
             self.pages[target] = self.pages[source]
-        self._seal(plan, key, value)
-        if plan.slots:
-            i, at, slots = torch.tensor(plan.slots, device=self.device).T
-            self.kernels.store(self.codec, self.pages, key[i, at], value[i, at], slots)
-        rows = torch.tensor(plan.rows, device=self.device)
-        if plan.sinks:
-            i, at, sink = torch.tensor(plan.sinks, device=self.device).T
-            self.sink_key[rows[i], sink] = key[i, at].to(self.layout.dtype)
-            self.sink_value[rows[i], sink] = value[i, at].to(self.layout.dtype)
-        self._write_ring(plan, rows, key, value)
+        most = max(plan.counts, default=0)
+        if not most:
+            return
+        first, exact_starts = plan.tensors(self.device)
+        self.kernels.append(
+            self.codec,
+            self.view(self.table.tensors(self.device).pick(plan.rows)),
+            _pack(key, plan.counts),
+            _pack(value, plan.counts),
+            first,
+            exact_starts,
+            max_new=most,
+            open_codes=self.table.open_codes,
+        )
 
     def select(self, rows: Sequence[int]) -> None:
         """Follow `table.select(rows)`: move rings and sinks; pages stay where they are."""
@@ -155,49 +160,18 @@ class PagedKV:
                 wanted = min(wanted, self.table.max_pages)
             self.reserve(wanted)
 
-    def _seal(self, plan: AppendPlan, key: Tensor, value: Tensor) -> None:
-        """Encode the pages that complete, from the new tokens and the ring."""
-        if not plan.seals:
-            return
-        place = {row: i for i, row in enumerate(plan.rows)}
-        columns = [(s.row, place[s.row], s.index, s.page, s.keep, s.pad) for s in plan.seals]
-        row, i, index, page, keep, pad = torch.tensor(columns, device=self.device).T
-        before = torch.tensor(plan.before, device=self.device)[i]
-        size, ring = self.layout.page_size, self.layout.ring_tokens
-        at = index[:, None] * size + torch.arange(size, device=self.device)  # [n, page_size]
-        fresh = at - before[:, None]  # place in the append; negative: still in the ring
-
-        def exact(new: Tensor, old: Tensor) -> Tensor:
-            tokens = new[i[:, None], fresh.clamp_min(0)]
-            if not bool((fresh < 0).any()):
-                return tokens
-            from_ring = old[row[:, None], at % ring].to(tokens.dtype)
-            return torch.where((fresh < 0)[:, :, None, None], from_ring, tokens)
-
-        self.kernels.seal(
-            self.codec,
-            self.pages,
-            page,
-            exact(key, self.ring_key),
-            exact(value, self.ring_value),
-            keep,
-            pad,
-        )
-
-    def _write_ring(self, plan: AppendPlan, rows: Tensor, key: Tensor, value: Tensor) -> None:
-        ring, dtype = self.layout.ring_tokens, self.layout.dtype
-        most = min(max(plan.counts, default=0), ring)
-        if not most:
-            return
-        counts = torch.tensor(plan.counts, device=self.device)[:, None]
-        before = torch.tensor(plan.before, device=self.device)[:, None]
-        # The newest `most` tokens of each row; rows with fewer write theirs only.
-        token = counts - most + torch.arange(most, device=self.device)
-        i, j = (token >= 0).nonzero(as_tuple=True)
-        source = token[i, j]
-        slot = (before.squeeze(1)[i] + source) % ring
-        self.ring_key[rows[i], slot] = key[i, source].to(dtype)
-        self.ring_value[rows[i], slot] = value[i, source].to(dtype)
-
 
 _EXACT = ("ring_key", "ring_value", "sink_key", "sink_value")
+
+
+def _pack(x: Tensor, counts: Sequence[int]) -> Tensor:
+    """The first counts[i] tokens of each row of [n, T, Hkv, D], one after another."""
+    if all(count == x.shape[1] for count in counts):
+        return x.flatten(0, 1)
+    return torch.cat([row[:count] for row, count in zip(x, counts, strict=True)])
+
+
+@lru_cache(maxsize=256)
+def even_rows(rows: int, count: int, device: torch.device) -> Tensor:
+    """int32 [rows + 1]: where each row's tokens begin when every row has `count`."""
+    return torch.arange(rows + 1, dtype=torch.int32, device=device) * count

@@ -170,8 +170,8 @@ class PageLayout:
         return ring_tokens(self.cfg)
 
     def sequence_bytes(self) -> int:
-        """Fixed bytes a sequence holds in this layer: ring, sinks and four int32 counters."""
-        return (self.ring_tokens + self.cfg.sinks) * self.exact_bytes_per_token + 4 * 4
+        """Fixed bytes a sequence holds in this layer: ring, sinks and five int32 counters."""
+        return (self.ring_tokens + self.cfg.sinks) * self.exact_bytes_per_token + 5 * 4
 
     def total_bytes(self, tokens: int, sequences: int = 1, open_codes: bool = True) -> int:
         """Bytes of a layer that holds `sequences` sequences of `tokens` tokens each.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -34,27 +35,23 @@ class SequenceState:
 
 
 @dataclass(frozen=True)
-class PageSeal:
-    """Page `page` of sequence `row` (its number `index`) completes with an append."""
-
-    row: int
-    index: int
-    page: int
-    keep: int  # leading tokens whose exact copy is gone
-    pad: int  # leading tokens that are left padding
-
-
-@dataclass(frozen=True)
 class AppendPlan:
     """What every layer does when `counts[i]` tokens join sequence `rows[i]`."""
 
     rows: tuple[int, ...]
     counts: tuple[int, ...]
-    before: tuple[int, ...]  # lengths before
-    seals: tuple[PageSeal, ...]
+    exact_starts: tuple[int, ...]  # from where the ring held copies before
     copies: tuple[tuple[int, int], ...]  # page copies (from, to): a shared page is written
-    slots: tuple[tuple[int, int, int], ...]  # (i, token in the append, slot): codes of open pages
-    sinks: tuple[tuple[int, int, int], ...]  # (i, token in the append, sink index)
+    _tensors: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False)
+
+    def tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """int32, made once for a device: where packed rows begin [n + 1], and exact_starts."""
+        key = str(device)
+        if key not in self._tensors:
+            first = [0, *accumulate(self.counts)]
+            both = torch.tensor([*first, *self.exact_starts], dtype=torch.int32).to(device)
+            self._tensors[key] = both[: len(first)], both[len(first) :]
+        return self._tensors[key]
 
 
 class SequenceTable:
@@ -75,6 +72,7 @@ class SequenceTable:
         self._references: dict[int, int] = {}
         self._free: list[int] = []
         self._tensors: dict[str, RowTensors] = {}
+        self._blocks: dict[str, Tensor] = {}
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -95,7 +93,7 @@ class SequenceTable:
             raise ValueError(f"starts={starts}; left padding cannot be negative")
         first = len(self.rows)
         self.rows += [SequenceState(start=start) for start in starts]
-        self._tensors.clear()
+        self._forget_tensors()
         return list(range(first, len(self.rows)))
 
     def restore(self, rows: Sequence[SequenceState]) -> None:
@@ -113,7 +111,7 @@ class SequenceTable:
         self.rows = []
         self._references.clear()
         self._free = list(range(self.num_pages))[::-1]
-        self._tensors.clear()
+        self._forget_tensors()
 
     def select(self, rows: Sequence[int]) -> None:
         """Row i becomes a copy of what was row rows[i] (beam search, batch repeat, drop).
@@ -129,7 +127,7 @@ class SequenceTable:
                 self._references[page] += 1
         for state in old:
             self._release(state.pages)
-        self._tensors.clear()
+        self._forget_tensors()
 
     def crop(self, row: int, length: int) -> None:
         """Drop the tokens from `length` on."""
@@ -144,7 +142,7 @@ class SequenceTable:
         state.exact_start = min(state.exact_start, length)
         self._set_window(state)
         state.sink_count = min(state.sink_count, max(0, length - state.start))
-        self._tensors.clear()
+        self._forget_tensors()
 
     def drop_exact(self, row: int) -> None:
         """Forget a sequence's ring and sinks: accuracy is lost, data is not."""
@@ -156,7 +154,7 @@ class SequenceTable:
             )
         state.exact_start, state.sink_count = state.length, 0
         self._set_window(state)
-        self._tensors.clear()
+        self._forget_tensors()
 
     # --- append ---
     def append(self, rows: Sequence[int], counts: Sequence[int]) -> AppendPlan:
@@ -168,26 +166,12 @@ class SequenceTable:
             if count < 0:
                 raise ValueError(f"counts={list(counts)}; a count cannot be negative")
         self._check_room(rows, counts)
-        seals: list[PageSeal] = []
+        exact_starts = tuple(self.rows[row].exact_start for row in rows)
         copies: list[tuple[int, int]] = []
-        slots: list[tuple[int, int, int]] = []
-        sinks: list[tuple[int, int, int]] = []
-        before = tuple(self.rows[row].length for row in rows)
-        for i, (row, count) in enumerate(zip(rows, counts, strict=True)):
-            state, size = self.rows[row], self.page_size
+        for row, count in zip(rows, counts, strict=True):
+            state = self.rows[row]
             old, new = state.length, state.length + count
-            exact_from = state.exact_start
-            copies += self._prepare_pages(state, old, new)
-            for index in range(old // size, new // size):
-                keep = max(0, min(size, exact_from - index * size))
-                pad = max(0, min(size, state.start - index * size))
-                seals.append(PageSeal(row, index, state.pages[index], keep, pad))
-            if self.open_codes:
-                for at in range(max(old, new // size * size), new):
-                    slot = state.pages[at // size] * size + at % size
-                    slots.append((i, at - old, slot))
-            for at in range(max(old, state.start), min(new, state.start + self.sinks)):
-                sinks.append((i, at - old, at - state.start))
+            copies += self._prepare_pages(state, new)
             state.length = new
             if count:
                 state.exact_start = max(state.exact_start, new - self.ring_tokens)
@@ -197,15 +181,7 @@ class SequenceTable:
                 if max(0, old - state.start) <= state.sink_count:  # no gap before the new ones
                     state.sink_count = max(state.sink_count, wanted, 0)
         self._tensors.clear()
-        return AppendPlan(
-            tuple(rows),
-            tuple(counts),
-            before,
-            tuple(seals),
-            tuple(copies),
-            tuple(slots),
-            tuple(sinks),
-        )
+        return AppendPlan(tuple(rows), tuple(counts), exact_starts, tuple(copies))
 
     def _set_window(self, state: SequenceState, at: int | None = None) -> None:
         """The window of token `at` (the newest): its page and the ones before, where copied."""
@@ -237,15 +213,17 @@ class SequenceTable:
         shared = index < len(state.pages) and self._references[state.pages[index]] > 1
         return [index] if writes and shared else []
 
-    def _prepare_pages(self, state: SequenceState, old: int, new: int) -> list[tuple[int, int]]:
-        copies = []
+    def _prepare_pages(self, state: SequenceState, new: int) -> list[tuple[int, int]]:
+        copies: list[tuple[int, int]] = []
         for index in self._shared_page_to_write(state, new):
             shared = state.pages[index]
             state.pages[index] = self._take()
             copies.append((shared, state.pages[index]))
             self._release([shared])
-        while len(state.pages) < self._pages_for(new):
-            state.pages.append(self._take())
+        missing = self._pages_for(new) - len(state.pages)
+        state.pages += [self._take() for _ in range(missing)]
+        if copies or missing > 0:
+            self._blocks.clear()
         return copies
 
     def _take(self) -> int:
@@ -274,8 +252,14 @@ class SequenceTable:
         """The rows as device tensors; made once for each change."""
         key = str(device)
         if key not in self._tensors:
-            self._tensors[key] = row_tensors(self.rows, device)
+            if key not in self._blocks:
+                self._blocks[key] = _block_table(self.rows, device)
+            self._tensors[key] = RowTensors(self._blocks[key], *_counters(self.rows, device))
         return self._tensors[key]
+
+    def _forget_tensors(self) -> None:
+        self._tensors.clear()
+        self._blocks.clear()
 
 
 class RowTensors(NamedTuple):
@@ -286,15 +270,28 @@ class RowTensors(NamedTuple):
     starts: Tensor
     ring_starts: Tensor
     sink_counts: Tensor
+    ring_rows: Tensor
+
+    def pick(self, rows: Sequence[int]) -> RowTensors:
+        """Some of the rows, in another order maybe."""
+        if list(rows) == list(range(len(self.lengths))):
+            return self
+        index = torch.tensor(list(rows), dtype=torch.long, device=self.lengths.device)
+        return RowTensors(*(x[index] for x in self))
 
 
 def row_tensors(rows: Sequence[SequenceState], device: torch.device) -> RowTensors:
+    return RowTensors(_block_table(rows, device), *_counters(rows, device))
+
+
+def _block_table(rows: Sequence[SequenceState], device: torch.device) -> Tensor:
     width = max([len(row.pages) for row in rows], default=0)
     table = [row.pages + [-1] * (width - len(row.pages)) for row in rows]
-    columns = [
-        [getattr(row, name) for row in rows]
-        for name in ("length", "start", "ring_start", "sink_count")
-    ]
-    blocks = torch.tensor(table, dtype=torch.int32).reshape(len(rows), width)
-    lengths, starts, ring_starts, sink_counts = torch.tensor(columns, dtype=torch.int32).to(device)
-    return RowTensors(blocks.to(device), lengths, starts, ring_starts, sink_counts)
+    return torch.tensor(table, dtype=torch.int32).reshape(len(rows), width).to(device)
+
+
+def _counters(rows: Sequence[SequenceState], device: torch.device) -> Tensor:
+    """int32 [5, B]: the columns of RowTensors but the first."""
+    names = ("length", "start", "ring_start", "sink_count")
+    columns = [[getattr(row, name) for row in rows] for name in names]
+    return torch.tensor([*columns, list(range(len(rows)))], dtype=torch.int32).to(device)

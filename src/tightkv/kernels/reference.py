@@ -1,4 +1,4 @@
-"""store, seal and attend in plain torch: the oracle of every kernel, and the fallback.
+"""append and attend in plain torch: the oracle of every kernel, and the fallback.
 
 Runs on any device, for every config. Memory beyond inputs and outputs is bounded: long
 inputs are worked through in steps of pages.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -17,6 +18,70 @@ from tightkv.codec import Codec
 from tightkv.kernels.view import CacheView
 
 _STEP_BYTES = 32 << 20  # float32 temporaries of one step
+
+
+def append(
+    codec: Codec,
+    view: CacheView,
+    key: Tensor,
+    value: Tensor,
+    first: Tensor,
+    exact_starts: Tensor,
+    *,
+    max_new: int,
+    open_codes: bool,
+) -> None:
+    """Write new tokens: seal the pages they complete, then fill open page, ring and sinks.
+
+    Row b's tokens are key[first[b]:first[b + 1]] of key and value [N, Hkv, D], at most
+    `max_new`; they are the last of view.lengths[b]. Before them the ring holds copies from
+    position exact_starts[b] on. Without `open_codes` an unfinished page gets no codes.
+    """
+    layout, device = codec.layout, key.device
+    size, ring = layout.page_size, view.ring_key.shape[1]
+    lengths, starts = view.lengths.long(), view.starts.long()
+    first = first.long()
+    before = lengths - first.diff()
+
+    step = torch.arange((max_new + size - 1) // size, device=device)
+    index = before[:, None] // size + step  # [B, pages a row may complete]
+    row, j = ((index + 1) * size <= lengths[:, None]).nonzero(as_tuple=True)
+    if len(row):
+        index = index[row, j]
+        at = index[:, None] * size + torch.arange(size, device=device)  # [n, page_size]
+        fresh = (at - before[row, None])[..., None, None] >= 0
+        source = (first[row, None] + at - before[row, None]).clamp_min(0)
+        slot = view.ring_rows[row, None].long(), at % ring
+        exact = [
+            torch.where(fresh, new[source], old[slot].to(new.dtype))
+            for new, old in ((key, view.ring_key), (value, view.ring_value))
+        ]
+        keep = (exact_starts[row] - index * size).clamp(0, size)
+        pad = (starts[row] - index * size).clamp(0, size)
+        seal(codec, view.pages, view.block_table[row, index], exact[0], exact[1], keep, pad)
+
+    token = torch.arange(len(key), device=device)
+    row = torch.searchsorted(first[1:].contiguous(), token, right=True)
+    token = token[row < view.batch]
+    row = row[: len(token)]
+    at = before[row] + token - first[row]
+    if open_codes:
+        pick = (at >= lengths[row] // size * size).nonzero().squeeze(-1)
+        page = view.block_table[row[pick], at[pick] // size]
+        slots = page * size + at[pick] % size
+        store(codec, view.pages, key[token[pick]], value[token[pick]], slots)
+    for targets, place_in_row, wanted in (
+        ((view.ring_key, view.ring_value), at % ring, at >= lengths[row] - ring),
+        (
+            (view.sink_key, view.sink_value),
+            at - starts[row],
+            (at >= starts[row]) & (at < starts[row] + view.sink_key.shape[1]),
+        ),
+    ):
+        pick = wanted.nonzero().squeeze(-1)
+        place = view.ring_rows[row[pick]].long(), place_in_row[pick]
+        for target, new in zip(targets, (key, value), strict=True):
+            target[place] = new[token[pick]].to(target.dtype)
 
 
 def store(codec: Codec, pages: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:
@@ -129,9 +194,10 @@ def attend(
     codec: Codec,
     query: Tensor,
     view: CacheView,
+    first: Tensor,
     *,
+    max_queries: int,
     scale: float | None = None,
-    positions: Tensor | None = None,
     causal: bool = True,
     window: int | None = None,
     softcap: float | None = None,
@@ -139,26 +205,34 @@ def attend(
     new_key: Tensor | None = None,
     new_value: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of query [B, Lq, Hq, D] over the cache: output like query, and its LSE.
+    """Attention over the cache: output like query, and its LSE [N, Hq] in float32.
 
-    The queries are the last Lq tokens of the cache (or of `new_key`/`new_value`
-    [B, T, Hkv, D], exact tokens that follow the cache and are not in it yet), unless
-    `positions` [B, Lq] says where they are; a negative position is no query. `window` keeps
-    keys with position > query position - window. `mask` [B|1, Hq|1, Lq, tokens] further
-    masks (bool, True attends) or is added to the scores (float). Rows that attend to nothing
-    give zeros and an LSE of -inf. LSE [B, Lq, Hq] is float32.
+    Row b's queries are query[first[b]:first[b + 1]] of query [N, Hq, D], at most
+    `max_queries`; they are the last tokens of the cache, or exact tokens `new_key` and
+    `new_value` [N, Hkv, D] that follow it without being in it. `window` keeps keys with
+    position > query position - window. `mask` [B|1, Hq|1, max_queries, tokens] further masks
+    (bool, True attends) or is added to the scores (float). Queries that attend to nothing
+    give zeros and an LSE of -inf.
     """
-    _, lq, hq, d = query.shape
+    _, hq, d = query.shape
     hkv = view.ring_key.shape[2]
-    if positions is None:
-        total = view.lengths.long() + (0 if new_key is None else new_key.shape[1])
-        positions = total[:, None] - lq + torch.arange(lq, device=query.device)
+    first = first.long()
+    counts = first.diff()
+    offset = torch.arange(max_queries, device=query.device)
+    live = offset < counts[:, None]  # [B, Lq]
+    index = torch.where(live, first[:-1, None] + offset, 0)
+    total = view.lengths.long() + (0 if new_key is None else counts)
+    positions = torch.where(live, (total - counts)[:, None] + offset, -1)
     scale = 1 / math.sqrt(d) if scale is None else scale
 
-    q = query.float().unflatten(2, (hkv, hq // hkv)).permute(0, 2, 3, 1, 4)  # [B, Hkv, G, Lq, D]
+    padded = query.new_zeros(0, max_queries, hq, d) if not view.batch else query[index]
+    q = padded.float().unflatten(2, (hkv, hq // hkv)).permute(0, 2, 3, 1, 4)  # [B, Hkv, G, Lq, D]
     frames = {False: q, True: codec.key.rotation(q)}
     softmax = _Softmax(q)
-    for seg in _segments(codec, view, new_key, new_value):
+    segments = _segments(codec, view)
+    if new_key is not None and new_value is not None:
+        segments = chain(segments, [_exact(new_key[index], new_value[index], positions, live)])
+    for seg in segments:
         scores = frames[seg.rotated] @ seg.key.unsqueeze(2).transpose(-1, -2) * scale
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
@@ -171,9 +245,11 @@ def attend(
                 scores = scores + part.float()
         softmax.add(torch.where(seen, scores, -math.inf), seg)
 
-    out, lse = softmax.finish(codec)
-    out = out.permute(0, 3, 1, 2, 4).flatten(2, 3).to(query.dtype)
-    return out, lse.permute(0, 3, 1, 2).flatten(2, 3)
+    padded_out, padded_lse = softmax.finish(codec)
+    out, lse = torch.zeros_like(query), query.new_full(query.shape[:2], -math.inf).float()
+    out[index[live]] = padded_out.permute(0, 3, 1, 2, 4).flatten(2, 3)[live].to(query.dtype)
+    lse[index[live]] = padded_lse.permute(0, 3, 1, 2).flatten(2, 3)[live]
+    return out, lse
 
 
 def _visible(seg: _Segment, positions: Tensor, causal: bool, window: int | None) -> Tensor:
@@ -189,11 +265,11 @@ def _visible(seg: _Segment, positions: Tensor, causal: bool, window: int | None)
 
 def materialize(codec: Codec, view: CacheView) -> tuple[Tensor, Tensor]:
     """Every token as attention sees it: keys and values [B, tokens, Hkv, D], zeros elsewhere."""
-    b, _, heads, d = view.ring_key.shape
+    b, (_, _, heads, d) = view.batch, view.ring_key.shape
     tokens = int(view.lengths.max()) if b else 0
     shape = (b, tokens, heads, d)
     out = [torch.zeros(shape, dtype=view.ring_key.dtype, device=view.lengths.device) for _ in "kv"]
-    for seg in _segments(codec, view, None, None):
+    for seg in _segments(codec, view):
         row, n = seg.valid.nonzero(as_tuple=True)
         at = seg.position[row, n]
         for target, x, quantizer in zip(
@@ -206,10 +282,8 @@ def materialize(codec: Codec, view: CacheView) -> tuple[Tensor, Tensor]:
     return out[0], out[1]
 
 
-def _segments(
-    codec: Codec, view: CacheView, new_key: Tensor | None, new_value: Tensor | None
-) -> Iterator[_Segment]:
-    device = view.lengths.device
+def _segments(codec: Codec, view: CacheView) -> Iterator[_Segment]:
+    device, owner = view.lengths.device, view.ring_rows.long()
     lengths, starts, ring_starts = (
         t.long()[:, None] for t in (view.lengths, view.starts, view.ring_starts)
     )
@@ -217,7 +291,7 @@ def _segments(
 
     if view.sink_key.shape[1]:
         at = starts + torch.arange(view.sink_key.shape[1], device=device)
-        yield _exact(view.sink_key, view.sink_value, at, at < sinks_end)
+        yield _exact(view.sink_key[owner], view.sink_value[owner], at, at < sinks_end)
 
     size = codec.layout.page_size
     pages_end = int(ring_starts.max()) if view.batch else 0
@@ -236,11 +310,8 @@ def _segments(
     slot = torch.arange(ring, device=device)
     # The one position in [length - ring, length) that a slot can hold.
     at = lengths - 1 - (lengths - 1 - slot) % ring
-    yield _exact(view.ring_key, view.ring_value, at, (at >= ring_starts) & (at >= starts))
-
-    if new_key is not None and new_value is not None:
-        at = lengths + torch.arange(new_key.shape[1], device=device)
-        yield _exact(new_key, new_value, at, at >= starts)
+    valid = (at >= ring_starts) & (at >= starts)
+    yield _exact(view.ring_key[owner], view.ring_value[owner], at, valid)
 
 
 def _exact(key: Tensor, value: Tensor, at: Tensor, valid: Tensor) -> _Segment:

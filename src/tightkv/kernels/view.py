@@ -24,9 +24,10 @@ class CacheView:
     starts: Tensor  # int32 [B], left padding before it
     ring_starts: Tensor  # int32 [B]
     sink_counts: Tensor  # int32 [B]
-    ring_key: Tensor  # [B, ring, Hkv, D] in the model's dtype
+    ring_rows: Tensor  # int32 [B], which ring and sinks below are sequence b's
+    ring_key: Tensor  # [rows, ring, Hkv, D] in the model's dtype
     ring_value: Tensor
-    sink_key: Tensor  # [B, sinks, Hkv, D]
+    sink_key: Tensor  # [rows, sinks, Hkv, D]
     sink_value: Tensor
 
     @property

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tightkv.attention import attend
 from tightkv.cache import PagedKV
 from tightkv.config import KVQuantConfig
-from tightkv.kernels import reference
 from tightkv.layout import PageLayout
 from tightkv.sequences import SequenceTable
 from tightkv.validate.inputs import Problem
@@ -55,7 +55,7 @@ def attention_error(cfg: KVQuantConfig, problem: Problem, *, exact: bool = False
     # A shift common to all keys of a query changes nothing: it is no error.
     delta = stored_scores - scores
     delta = delta - delta.mean(-1, keepdim=True)
-    out, _ = reference.attend(cache.codec, problem.query[None], cache.view(), causal=False)
+    out, _ = attend(cache, problem.query[None], causal=False)
     want = torch.einsum("hqt,thd->qhd", scores.softmax(-1), problem.value)
     off = (out[0] - want).norm(dim=-1) / want.norm(dim=-1)
     return AttentionError(
