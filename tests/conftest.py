@@ -15,6 +15,10 @@ os.environ["MPLBACKEND"] = "Agg"
 for _name in [name for name in os.environ if name.startswith("TIGHTKV_")]:
     del os.environ[_name]
 
+# Triton decides when it is imported whether kernels are compiled or interpreted.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # "repeatable" tries the same examples every time; "explore" draws new ones.
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.register_profile("explore", deadline=None, max_examples=1000, print_blob=True)

@@ -9,10 +9,12 @@ from tightkv.layout import PageLayout
 from tightkv.sequences import SequenceTable
 
 
-def make_cache(cfg, *, rows=2, heads=2, dim=64, starts=None, dtype=torch.float32, **table):
+def make_cache(
+    cfg, *, rows=2, heads=2, dim=64, starts=None, dtype=torch.float32, device="cpu", **table
+):
     sequences = SequenceTable(cfg, **table)
     sequences.add_rows(starts or [0] * rows)
-    return PagedKV(PageLayout(cfg, heads, dim, dtype), sequences)
+    return PagedKV(PageLayout(cfg, heads, dim, dtype), sequences, device, "reference")
 
 
 def tokens(rows, count, heads=2, dim=64, seed=0, bias=2.0):

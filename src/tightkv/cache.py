@@ -40,7 +40,7 @@ class PagedKV:
             raise ValueError("the table was made for another page_size, exact_pages or sinks")
         self.layout, self.table, self.device = layout, table, torch.device(device)
         self.codec = Codec(layout)
-        self._kernels = kernel_choice.select(kernels, self.device, layout.cfg).__name__
+        self._kernels = kernel_choice.select(kernels, self.device, layout).__name__
         self.pages = layout.new_pages(0, self.device)
         heads, d = layout.num_kv_heads, layout.head_dim
         self.ring_key, self.ring_value = (

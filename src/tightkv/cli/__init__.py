@@ -19,6 +19,7 @@ COMMANDS = {
     "generate": "text from a model with a compressed cache, or from both caches to compare",
     "info": "versions, devices, and which kernels can run here",
     "plan": "how much memory a model's KV cache takes, and what fits a GPU",
+    "serve": "vLLM's OpenAI-compatible server with a compressed cache",
     "validate": "re-derive the paper's claims and measure where the method is weak",
 }
 USER_ERROR, BROKEN_PIPE, INTERRUPTED = 2, 141, 130

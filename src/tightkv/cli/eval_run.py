@@ -20,13 +20,12 @@ from tightkv.eval.forward import MakeCache, max_positions
 from tightkv.eval.greedy import greedy_passes, measure_greedy
 from tightkv.eval.needles import Haystack, build_haystack, make_needles, measure_needles
 from tightkv.eval.quality import Schedule, check_compresses, measure_quality, quality_passes
-from tightkv.eval.size import bits_of
+from tightkv.eval.size import bits_of, kernels_of
 from tightkv.eval.text import Text, default_texts, read_text
 from tightkv.eval.windows import Windows, cut_windows
 from tightkv.integrations.model_source import BUNDLED_NAME
 from tightkv.integrations.transformers import TightCache
 from tightkv.integrations.transformers.models import load_model, quiet
-from tightkv.kernels import select
 
 PLAIN = "uncompressed"
 
@@ -88,7 +87,7 @@ class Evaluation:
             name: {
                 "name": name,
                 "config": cfg.to_dict(),
-                "kernels": select("auto", self.model.device, cfg).__name__.split(".")[-1],
+                "kernels": kernels_of(self.model, caches[name]),
                 "bits": results.bits_data(bits_of(self.model, caches[name])),
                 "quality": None,
                 "needles": None,

@@ -33,6 +33,15 @@ def bits_of(model: Any, make: MakeCache) -> StoredBits:
     return stored_bits(run.cache)
 
 
+def kernels_of(model: Any, make: MakeCache) -> str:
+    """Which kernels a cache of this model runs on, by name."""
+    run = CacheRun(model, make())
+    run.feed(torch.zeros(1, 1, dtype=torch.long), last_only=True)
+    layers = [layer for layer in run.cache.layers if isinstance(layer, TightLayer) and layer.kv]
+    names = {layer.kv.kernels.__name__.split(".")[-1] for layer in layers if layer.kv}
+    return ", ".join(sorted(names)) or "none"
+
+
 def stored_bits(cache: TightCache) -> StoredBits:
     """Mean over the full-attention layers; those that are left alone have 16 bits."""
     elements = key = value = 0.0

@@ -82,5 +82,5 @@ def _bits_per_element(layout: PageLayout, tokens: int) -> float:
     mean_bytes = 2 * dim if cfg.mean_bits == 16 else dim + 16  # int8: a scale, padded to 16 bytes
     scales, means = 16 / dim, 8 * mean_bytes / (2 * dim * cfg.page_size)
     exact = 16 * (cfg.exact_pages * cfg.page_size + RING_SLACK + cfg.sinks) / tokens
-    tables = 32 * (tokens / cfg.page_size + 4) / (tokens * HEADS * 2 * dim)
+    tables = 32 * (tokens / cfg.page_size + 5) / (tokens * HEADS * 2 * dim)
     return codes + scales + means + exact + tables

@@ -1,0 +1,7 @@
+"""tightkv inside an unmodified vLLM: `register` is its plugin, found through an entry point."""
+
+from __future__ import annotations
+
+from tightkv.integrations.vllm.plugin import register
+
+__all__ = ["register"]

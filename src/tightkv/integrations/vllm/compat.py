@@ -1,0 +1,51 @@
+"""What differs between vLLM 0.26 and 0.32."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tightkv.layout import PageLayout
+
+
+def page_spec(spec: Any, layout: PageLayout) -> Any:
+    """vLLM's FullAttentionSpec, changed so that one of its blocks is one of our pages."""
+    names = {field.name for field in fields(spec)}
+    if "state_content_bytes" in names:  # a block is [heads, states, bytes]: one state a head
+        return replace(
+            spec,
+            block_size=layout.page_size,
+            dtype=torch.uint8,
+            tokens_per_state=layout.page_size,
+            state_content_bytes=layout.record_bytes,
+        )
+    # Before that a block is block_size * heads * (head_size + head_size_v) numbers.
+    return replace(
+        spec,
+        block_size=layout.page_size,
+        num_kv_heads=1,
+        head_size=slot_bytes(layout),
+        head_size_v=0,
+        dtype=torch.uint8,
+    )
+
+
+def slot_bytes(layout: PageLayout) -> int:
+    """Bytes a token of a page, rounded up."""
+    return -(-layout.page_bytes // layout.page_size)
+
+
+def cache_shape(num_blocks: int, block_size: int, heads: int, head_size: int) -> tuple[int, int]:
+    """The cache tensor's shape where vLLM asks the backend for it."""
+    return num_blocks, block_size * heads * head_size
+
+
+def as_pages(kv_cache: Tensor, layout: PageLayout) -> Tensor:
+    """A layer's part of vLLM's cache -> uint8 [blocks, Hkv, record_bytes]; nothing is copied."""
+    if kv_cache.dim() == 4:  # [blocks, Hkv, 1, record_bytes]
+        return kv_cache.squeeze(2)
+    flat = kv_cache[:, : layout.page_bytes]
+    return flat.unflatten(1, (layout.num_kv_heads, layout.record_bytes))

@@ -1,0 +1,156 @@
+"""Which attention layers of an engine get compressed pages, and how a layer is changed over."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from tightkv import kernels
+from tightkv.integrations.vllm.attention import TightAttention
+from tightkv.integrations.vllm.backend import TightBackend
+from tightkv.integrations.vllm.compat import page_spec
+from tightkv.integrations.vllm.options import EngineOptions, engine_options
+from tightkv.layout import RING_SLACK, PageLayout
+
+logger = logging.getLogger("vllm.tightkv")  # vLLM's handlers show its children
+_LAYOUT = "_tightkv_layout"
+_ROWS_SHARE = 20  # the exact rings take at most a 20th of the device's memory
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """What the layers of one engine (one worker of it) get."""
+
+    options: EngineOptions
+    layouts: dict[str, PageLayout]
+    rows: int
+
+    def line(self) -> str:
+        """Preset, bytes a token, and what that is worth."""
+        cfg, layouts = self.options.config, self.layouts.values()
+        packed = sum(layout.bytes_per_token for layout in layouts)
+        plain = sum(4 * layout.num_kv_heads * layout.head_dim for layout in layouts)
+        rings = sum(layout.sequence_bytes() for layout in layouts) * self.rows
+        return (
+            f"tightkv {cfg.name}: {packed:,.0f} bytes a token in {len(layouts)} layers, "
+            f"{plain / packed:.2f} times the tokens of a 16-bit cache ({plain:,} bytes); "
+            f"exact rings for {self.rows} sequences take {rings / 2**20:,.1f} MiB"
+        )
+
+
+def compressed_spec(layer: Any, vllm_config: Any, spec: Any) -> Any:
+    """What a layer tells vLLM about its cache: our pages, or `spec` as vLLM has it."""
+    options = engine_options(vllm_config.additional_config)
+    if options is None:
+        return spec
+    if not hasattr(layer, _LAYOUT):
+        _change_over(options, vllm_config)
+    layout = getattr(layer, _LAYOUT)
+    return spec if layout is None else page_spec(spec, layout)
+
+
+def _change_over(options: EngineOptions, vllm_config: Any) -> None:
+    """Decide for every attention layer of the engine, and give the chosen ones our attention."""
+    refuse_impossible(options, vllm_config)
+    layers = _attention_layers(vllm_config)
+    plan = make_plan(options, vllm_config, layers)
+    for name, layer in layers.items():
+        layout = plan.layouts.get(name)
+        setattr(layer, _LAYOUT, layout)
+        if layout is not None:
+            device = layer._k_scale.device
+            module = kernels.select("auto", device, layout)
+            layer.impl = TightAttention(layer, layout, module, plan.rows, device)
+            layer.attn_backend = TightBackend
+    logger.info(plan.line())
+
+
+def make_plan(options: EngineOptions, vllm_config: Any, layers: dict[str, Any]) -> EnginePlan:
+    """Layouts of the layers that can be compressed; an error where none can."""
+    shared = {layer.kv_sharing_target_layer_name for layer in layers.values()}
+    reasons = {name: kept_reason(layer, name in shared) for name, layer in layers.items()}
+    chosen = [name for name, reason in reasons.items() if reason is None]
+    if not chosen:
+        told = ", ".join(sorted({reason for reason in reasons.values() if reason}))
+        raise ValueError(f"tightkv: no layer of this model can be compressed ({told or 'none'})")
+    for reason in sorted({reason for reason in reasons.values() if reason}):
+        count = list(reasons.values()).count(reason)
+        logger.info("tightkv: %d layers stay with vLLM's own cache: %s", count, reason)
+    dtype = vllm_config.model_config.dtype
+    layouts = {
+        name: PageLayout(
+            options.config.for_layer(number, len(chosen)),
+            layers[name].num_kv_heads,
+            layers[name].head_size,
+            dtype,
+        )
+        for number, name in enumerate(chosen)
+    }
+    return EnginePlan(options, layouts, exact_rows(options, vllm_config, layouts))
+
+
+def exact_rows(options: EngineOptions, vllm_config: Any, layouts: dict[str, PageLayout]) -> int:
+    """How many sequences can have an exact ring at a time."""
+    if vllm_config.kv_transfer_config is not None:
+        return 0  # blocks are filled from elsewhere, unseen by the tags of the rings
+    most: int = vllm_config.scheduler_config.max_num_seqs
+    if options.exact_rows is not None:
+        return min(options.exact_rows, most)
+    from vllm.platforms import current_platform
+
+    memory = current_platform.get_device_total_memory() // _ROWS_SHARE
+    return max(0, min(most, memory // sum(la.sequence_bytes() for la in layouts.values())))
+
+
+def kept_reason(layer: Any, shared: bool) -> str | None:
+    """Why a layer stays with vLLM's own attention, or None where it is compressed."""
+    from vllm.model_executor.layers.attention.attention import Attention
+    from vllm.v1.attention.backend import AttentionType
+
+    impl = layer.impl
+    if type(layer) is not Attention:
+        return type(layer).__name__
+    if layer.attn_type != AttentionType.DECODER:
+        return f"{layer.attn_type} attention"
+    if layer.sliding_window is not None:
+        return "sliding window"
+    if shared or layer.kv_sharing_target_layer_name is not None:
+        return "shares its cache with another layer"
+    if layer.has_sink or getattr(impl, "alibi_slopes", None) is not None:
+        return "sink logits" if layer.has_sink else "ALiBi"
+    if layer.head_size_v != layer.head_size or layer.head_size % 16:
+        return f"head size {layer.head_size} and {layer.head_size_v}"
+    return None
+
+
+def refuse_impossible(options: EngineOptions, vllm_config: Any) -> None:
+    """Raise at start what could only go wrong later."""
+    cfg, cache, parallel = options.config, vllm_config.cache_config, vllm_config.parallel_config
+    if cache.cache_dtype not in ("auto", "bfloat16", "float16"):
+        raise ValueError(
+            f"tightkv with --kv-cache-dtype {cache.cache_dtype}: both would compress the cache; "
+            "leave --kv-cache-dtype at auto, or leave tightkv out"
+        )
+    if cache.user_specified_block_size and cache.block_size != cfg.page_size:
+        raise ValueError(
+            f"tightkv with --block-size {cache.block_size}: a block is a page of "
+            f"{cfg.page_size} tokens; leave --block-size out or set page_size to it"
+        )
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            raise ValueError(f"tightkv with {name}={getattr(parallel, name)}; supported: 1")
+    if parallel.pipeline_parallel_size > 1 and (cfg.protected_first or cfg.protected_last):
+        raise ValueError("tightkv: protected layers with pipeline parallelism; set both to 0")
+    speculative = vllm_config.speculative_config
+    tokens = 0 if speculative is None else speculative.num_speculative_tokens or 0
+    if tokens > RING_SLACK:
+        raise ValueError(f"tightkv with {tokens} speculative tokens; supported: up to {RING_SLACK}")
+
+
+def _attention_layers(vllm_config: Any) -> dict[str, Any]:
+    from vllm.config import get_layers_from_vllm_config
+    from vllm.model_executor.layers.attention.attention import Attention
+
+    layers: dict[str, Any] = get_layers_from_vllm_config(vllm_config, Attention)
+    return layers

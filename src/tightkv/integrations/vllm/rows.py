@@ -1,0 +1,186 @@
+"""RowTable: which exact ring and sinks of the side pool each sequence of a batch owns.
+
+vLLM says for each step which blocks and how many tokens its sequences have, not which sequence
+it was that wrote them. So a row is tagged with what it was written for: the block of the newest
+token and the length. A sequence that goes on from there finds the row through its block. Whoever
+writes a block takes it over, so a freed and reused block never leads to an old row. A sequence
+that finds no row is read from the codes in its blocks, which are always right.
+
+Everything is device tensors of fixed shape: no step waits for the device.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tightkv.config import KVQuantConfig
+from tightkv.layout import RING_SLACK, ring_tokens
+
+_STEP = 1 << 20  # more than any batch: step and sequence in one number
+_NEVER = 1 << 62
+
+
+class BatchRows(NamedTuple):
+    """Ring and sinks of each sequence of a batch, int32 [B]."""
+
+    lengths: Tensor  # with the new tokens; 0 for a sequence that is only a stand-in
+    before: Tensor  # without them
+    ring_rows: Tensor  # the last row of the pool where a sequence has none of its own
+    exact_starts: Tensor  # from where the ring held copies before the new tokens
+    ring_starts: Tensor  # what attention reads from the ring when the new tokens are cached
+    sink_counts: Tensor
+    context_ring_starts: Tensor  # the same of the tokens before the new ones
+    context_sink_counts: Tensor
+
+
+class RowTable:
+    """Tags of a pool of `rows` rings; one more row takes the writes of sequences without one."""
+
+    def __init__(
+        self,
+        cfg: KVQuantConfig,
+        rows: int,
+        num_blocks: int,
+        max_batch: int,
+        taken_back: int,
+        device: torch.device | str,
+    ) -> None:
+        """`taken_back`: how many of its newest tokens a sequence may lose between two steps."""
+        if taken_back > RING_SLACK:
+            raise ValueError(f"{taken_back} speculative tokens; supported: up to {RING_SLACK}")
+        self.page_size, self.exact_pages, self.sinks = cfg.page_size, cfg.exact_pages, cfg.sinks
+        self.ring, self.rows, self.taken_back = ring_tokens(cfg), rows, taken_back
+        self.steps = 0
+
+        def tensor(size: int, value: int) -> Tensor:
+            return torch.full((size,), value, dtype=torch.long, device=device)
+
+        self.row_of_block = tensor(num_blocks, rows)  # whose tokens a block holds
+        self.written_at = tensor(num_blocks, -1)  # step and sequence that wrote it last
+        self.block = tensor(rows + 1, -1)  # block of a row's newest token
+        self.length = tensor(rows + 1, 0)
+        self.exact_start = tensor(rows + 1, 0)
+        self.sink_count = tensor(rows + 1, 0)
+        self.used_at = tensor(rows + 1, -1)
+        self.used_at[rows] = _NEVER
+        # The same memory at every step, as CUDA graphs need it.
+        self._out = torch.zeros(len(BatchRows._fields), max_batch, dtype=torch.int32, device=device)
+
+    def step(self, block_table: Tensor, lengths: Tensor, first: Tensor, slots: Tensor) -> BatchRows:
+        """Give the sequences of a batch their rows and tag those with what this step writes.
+
+        `lengths` [B] count the new tokens, row b's being first[b] to first[b + 1] of the batch,
+        written at `slots` [N] = block * page_size + offset; a negative slot is not written.
+        Block 0 is nobody's.
+        """
+        size, batch = self.page_size, len(lengths)
+        first = first.long()
+        counts = first.diff()
+        here = torch.arange(batch, device=lengths.device)
+        live = self._live(first, counts, slots)
+        lengths = torch.where(live, lengths.long(), 0)
+        before = torch.where(live, lengths - counts, 0)
+        blocks, writers = self._mark_written(first, slots)
+
+        own, matched = self._find(_block_at(block_table, before - 1, size), before, live, here)
+        rows = self._assign(own, matched, live)
+        has_row = rows < self.rows
+
+        exact_before = torch.where(matched, self.exact_start[own], before)
+        sinks_before = torch.where(matched, torch.minimum(self.sink_count[own], before), 0)
+        exact_after = torch.maximum(exact_before, lengths - self.ring)
+        sinks_after = torch.where(
+            before <= sinks_before, lengths.clamp_max(self.sinks), sinks_before
+        )
+        sinks_after = torch.where(has_row, sinks_after, 0)
+
+        self.block[rows] = _block_at(block_table, lengths - 1, size)
+        self.length[rows] = lengths
+        self.exact_start[rows] = exact_after
+        self.sink_count[rows] = sinks_after
+        self.used_at[rows] = self.steps
+        self.block[self.rows], self.used_at[self.rows] = -1, _NEVER
+        self.row_of_block[blocks] = torch.cat([rows, rows.new_full((1,), self.rows)])[writers]
+        self.steps += 1
+
+        # A few tokens at once (speculative decoding) see the window of the first of them.
+        newest = torch.where(counts <= RING_SLACK, before, lengths - 1)
+        ring_starts = torch.maximum(exact_after, self._window(newest))
+        # The new tokens have by then overwritten the oldest of the ring.
+        context = torch.maximum(exact_after, self._window(before - 1))
+        return self._give(
+            lengths,
+            before,
+            rows,
+            exact_before,
+            torch.where(has_row, torch.minimum(ring_starts, lengths), lengths),
+            sinks_after,
+            torch.where(matched, torch.minimum(context, before), before),
+            sinks_before,
+        )
+
+    def _live(self, first: Tensor, counts: Tensor, slots: Tensor) -> Tensor:
+        """bool [B]: sequences whose tokens are really written."""
+        if not len(slots):
+            return counts > 0
+        return (counts > 0) & (slots[first[:-1].clamp_max(len(slots) - 1)] >= 0)
+
+    def _mark_written(self, first: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """The block of each token and the sequence that writes it (B: none)."""
+        token = torch.arange(len(slots), device=slots.device)
+        writers = torch.searchsorted(first[1:].contiguous(), token, right=True)
+        real = (writers < len(first) - 1) & (slots >= 0)
+        writers = torch.where(real, writers, len(first) - 1)
+        blocks = torch.where(real, slots.long() // self.page_size, 0)
+        self.written_at[blocks] = self.steps * _STEP + writers
+        return blocks, writers
+
+    def _find(
+        self, block: Tensor, before: Tensor, live: Tensor, here: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The row that each sequence's last block leads to, and whether it is that sequence's."""
+        own = self.row_of_block[block]
+        written, now = self.written_at[block], self.steps * _STEP
+        lost = self.length[own] - before
+        matched = live & (before > 0) & (block > 0) & (self.block[own] == block)
+        matched &= (lost >= 0) & (lost <= self.taken_back) & (before > self.exact_start[own])
+        # A block that another sequence writes in this very step holds no tokens of ours.
+        matched &= (written < now) | (written == now + here)
+        # Two sequences may share their last full block and so the row: the first keeps it.
+        claims = torch.where(matched, own, self.rows)
+        claimed_by = torch.full_like(self.length, len(here)).scatter_reduce(
+            0, claims, here, "amin", include_self=True
+        )
+        matched &= claimed_by[own] == here
+        return own, matched
+
+    def _assign(self, own: Tensor, matched: Tensor, live: Tensor) -> Tensor:
+        """Matched sequences keep their rows; the others get those that were not used longest."""
+        kept = torch.where(matched, own, self.rows)
+        used_at = self.used_at.clone()
+        used_at[kept] = _NEVER
+        oldest_first = torch.argsort(used_at, stable=True)
+        free = (used_at < _NEVER).sum()
+        wanting = live & ~matched
+        rank = (wanting.cumsum(0) - 1).clamp_min(0)
+        fresh = oldest_first[rank.clamp_max(self.rows)]
+        return torch.where(wanting & (rank < free), fresh, kept)
+
+    def _window(self, newest: Tensor) -> Tensor:
+        """Where the exact window of token `newest` begins."""
+        page = torch.div(newest, self.page_size, rounding_mode="floor")
+        return (page - self.exact_pages + 1) * self.page_size
+
+    def _give(self, *columns: Tensor) -> BatchRows:
+        out = self._out[:, : len(columns[0])]
+        out.copy_(torch.stack(columns))
+        return BatchRows(*out.unbind())
+
+
+def _block_at(block_table: Tensor, position: Tensor, size: int) -> Tensor:
+    """The block that holds a sequence's token `position` (that of token 0 for -1)."""
+    index = (position.clamp_min(0) // size).clamp_max(block_table.shape[1] - 1)
+    return block_table.gather(1, index[:, None]).squeeze(1).long()

@@ -1,0 +1,158 @@
+"""The shared library of C kernels: where it is, what it can run, and its structs."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import lru_cache
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tightkv.codec import Codec
+from tightkv.math.quantize import TurboQuantMSE
+from tightkv.math.rotation import Rotation
+
+ISA_VARIABLE = "TIGHTKV_CPU_ISA"
+ISAS = ("portable", "neon", "dotprod", "avx2", "avx512")
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.bool: 3}
+_ROTATIONS = {"none": 0, "hadamard": 1, "haar": 2}
+_SCALE_MODES = {"norm": 0, "corrected": 1, "least_squares": 2, "unbiased": 3}
+
+
+class Side(ctypes.Structure):
+    """struct side of native.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("bits", "codes", "scales", "scale_mode", "rotation")),
+        *((name, ctypes.c_void_p) for name in ("signs", "matrix")),
+        *((name, ctypes.c_void_p) for name in ("centroids", "thresholds", "levels")),
+        ("unit", ctypes.c_double),
+    )
+
+
+class Layer(ctypes.Structure):
+    """struct layer of native.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("dim", "heads", "page_size", "record_bytes")),
+        *((name, ctypes.c_int64) for name in ("centered", "mean_bits", "mean")),
+        ("key", Side),
+        ("value", Side),
+    )
+    keep: list[Tensor]  # what the pointers point into
+
+
+class LibraryError(RuntimeError):
+    """The library is not there, or cannot do what TIGHTKV_CPU_ISA asks."""
+
+
+def find() -> Path:
+    """The library that the install built."""
+    folder = Path(__file__).parent
+    for suffix in EXTENSION_SUFFIXES:
+        path = folder / f"_native{suffix}"
+        if path.is_file():
+            return path
+    raise LibraryError(
+        "not built: the install found no C compiler; install one (gcc or clang) and run "
+        "pip install --force-reinstall --no-deps tightkv"
+    )
+
+
+@lru_cache(maxsize=1)
+def load() -> ctypes.CDLL:
+    """The library, its functions declared, on the threads torch uses."""
+    try:
+        library = ctypes.CDLL(str(find()))
+    except OSError as error:
+        raise LibraryError(f"cannot be loaded: {error}") from None
+    for name in ("tightkv_attend", "tightkv_append"):
+        function = getattr(library, name)
+        function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_char_p), ctypes.c_int
+    library.tightkv_supported.restype = ctypes.c_char_p
+    library.tightkv_use.argtypes, library.tightkv_use.restype = (ctypes.c_char_p,), ctypes.c_int
+    library.tightkv_share_threads.argtypes = (ctypes.c_void_p,)
+    library.tightkv_share_threads.restype = None
+    library.tightkv_share_threads(_torch_parallel())
+    use(library, os.environ.get(ISA_VARIABLE))
+    return library
+
+
+def supported(library: ctypes.CDLL) -> list[str]:
+    """Instruction sets that are built and that this machine has, best first."""
+    names: bytes = library.tightkv_supported()
+    return names.decode().split(",")
+
+
+def use(library: ctypes.CDLL, isa: str | None) -> str:
+    """Choose an instruction set; None takes the best. Returns its name."""
+    can_run = supported(library)
+    isa = can_run[0] if isa is None else isa
+    if isa not in ISAS:
+        raise LibraryError(f"{ISA_VARIABLE}={isa!r}; supported: {', '.join(ISAS)}")
+    if library.tightkv_use(isa.encode()):
+        raise LibraryError(f"{ISA_VARIABLE}={isa!r}; this machine runs {', '.join(can_run)}")
+    return isa
+
+
+def _torch_parallel() -> ctypes.c_void_p | None:
+    """GOMP_parallel of the OpenMP runtime torch is linked to, where it has that entry.
+
+    One pool for both: two would spin against each other on the same cores.
+    """
+    try:
+        return ctypes.cast(ctypes.CDLL(torch._C.__file__).GOMP_parallel, ctypes.c_void_p)
+    except (AttributeError, OSError):
+        return None
+
+
+def describe(codec: Codec) -> Layer:
+    """What the kernels need to know of a codec; made once for each."""
+    layout, cfg = codec.layout, codec.cfg
+    assert isinstance(codec.key, TurboQuantMSE) and isinstance(codec.value, TurboQuantMSE)
+    layer = Layer(
+        dim=layout.head_dim,
+        heads=layout.num_kv_heads,
+        page_size=layout.page_size,
+        record_bytes=layout.record_bytes,
+        centered=cfg.centered,
+        mean_bits=cfg.mean_bits,
+        mean=layout.mean_offset,
+    )
+    layer.keep = []
+    for name, quantizer in (("key", codec.key), ("value", codec.value)):
+        setattr(layer, name, _side(codec, name, quantizer, layer.keep))
+    return layer
+
+
+def _side(codec: Codec, name: str, quantizer: TurboQuantMSE, keep: list[Tensor]) -> Side:
+    book = quantizer.codebook
+    centroids = book.table("cpu")
+    constants = {
+        **_rotation_constants(quantizer.rotation),
+        "centroids": centroids,
+        "thresholds": torch.tensor(book.thresholds, dtype=torch.float32),
+        "levels": (centroids.double() / book.unit).mul(4).round().div(4).float(),
+    }
+    keep += constants.values()
+    return Side(
+        bits=quantizer.bits,
+        codes=codec.layout.planes[name, "codes"].offset,
+        scales=codec.layout.planes[name, "scale"].offset,
+        scale_mode=_SCALE_MODES[quantizer.scale_mode],
+        rotation=_ROTATIONS[quantizer.rotation.kind],
+        unit=book.unit,
+        **{key: tensor.data_ptr() for key, tensor in constants.items()},
+    )
+
+
+def _rotation_constants(rotation: Rotation) -> dict[str, Tensor]:
+    if rotation.kind == "hadamard":
+        # A transform of ones-hot vectors would round; the signs are those of its first row.
+        return {"signs": rotation.matrix()[0].sign().contiguous()}
+    if rotation.kind == "haar":
+        return {"matrix": rotation.matrix().double().contiguous()}
+    return {}

@@ -1,0 +1,304 @@
+/* append: seal the pages that new tokens complete, then fill open page, ring and sinks. */
+#include <math.h>
+#include <stdlib.h>
+
+#include "encode.h"
+
+struct sealing {
+    int64_t sequence, index; /* page number within the sequence */
+};
+
+struct call {
+    const struct layer *layer;
+    const struct append_args *args;
+    struct sealing *pages;
+    int64_t sealed; /* tasks [0, sealed) seal a page of a head; the others store open tokens */
+};
+
+/* What a thread works in. */
+struct scratch {
+    float *key, *row, *mean; /* [page_size][dim], 2 x [dim], [dim] */
+    uint8_t *codes;          /* [2][dim] */
+    void *all;
+};
+
+static void *open_scratch(void *context)
+{
+    const struct layer *layer = ((const struct call *)context)->layer;
+    const size_t dim = (size_t)layer->dim;
+    struct scratch *s = malloc(sizeof *s);
+    float *at = s == NULL ? NULL : malloc(((size_t)layer->page_size + 4) * dim * sizeof(float));
+    if (at == NULL) {
+        free(s);
+        return NULL;
+    }
+    s->all = at;
+    s->key = at, at += layer->page_size * layer->dim;
+    s->row = at, at += 2 * dim;
+    s->mean = at, at += dim;
+    s->codes = (uint8_t *)at;
+    return s;
+}
+
+static void close_scratch(void *own)
+{
+    struct scratch *s = own;
+    free(s->all);
+    free(s);
+}
+
+static int64_t count_of(const struct append_args *a, int64_t sequence)
+{
+    return a->first[sequence + 1] - a->first[sequence];
+}
+
+static int64_t length_before(const struct append_args *a, int64_t sequence)
+{
+    return a->view.lengths[sequence] - count_of(a, sequence);
+}
+
+/* NaN as 0, infinities as the largest float16. */
+static void make_finite(float *x, int dim)
+{
+    for (int d = 0; d < dim; d++) {
+        uint32_t size = to_bits(x[d]) & 0x7fffffffu;
+        if (size >= 0x7f800000u)
+            x[d] = size > 0x7f800000u ? 0.0f : x[d] > 0.0f ? 65504.0f : -65504.0f;
+    }
+}
+
+/* Token `at` of a sequence, exact, as the new tokens' dtype has it: new, or from the ring. */
+static void read_exact(const struct call *call, int value, int64_t b, int64_t head, int64_t at,
+                       float *to)
+{
+    const struct append_args *a = call->args;
+    const struct view *v = &a->view;
+    const int dim = (int)call->layer->dim;
+    const int64_t fresh = at - length_before(a, b);
+    if (fresh >= 0) {
+        struct tokens from = value ? a->value : a->key;
+        read_floats(token_at(from, a->dtype, a->first[b] + fresh, head), a->dtype, dim, to);
+    } else {
+        const uint8_t *ring = value ? v->ring_value : v->ring_key;
+        int64_t slot = v->ring_rows[b] * v->ring + at % v->ring;
+        int64_t item = (slot * call->layer->heads + head) * dim;
+        read_floats(ring + item * item_size(v->dtype), v->dtype, dim, to);
+        for (int d = 0; a->dtype != v->dtype && d < dim; d++) {
+            uint8_t rounded[4];
+            write_floats(to + d, a->dtype, 1, rounded);
+            read_floats(rounded, a->dtype, 1, to + d);
+        }
+    }
+    make_finite(to, dim);
+}
+
+static uint8_t *record_of(const struct call *call, int64_t page, int64_t head)
+{
+    const struct view *v = &call->args->view;
+    return v->pages + page * v->page_bytes + head * call->layer->record_bytes;
+}
+
+/* --- the mean --- */
+
+/* Sums of sixteen tokens, then their sum: the order of torch's own sum. */
+static void mean_of(const float *y, int64_t from, int64_t to, int dim, float *sum, float *mean)
+{
+    memset(mean, 0, sizeof(float) * (size_t)dim);
+    for (int64_t t = 0; t < to; t += 16) {
+        memset(sum, 0, sizeof(float) * (size_t)dim);
+        for (int64_t u = most(t, from); u < t + 16; u++)
+            for (int d = 0; d < dim; d++)
+                sum[d] += y[u * dim + d];
+        for (int d = 0; d < dim; d++)
+            mean[d] += sum[d];
+    }
+    const float count = (float)most(to - from, 1);
+    for (int d = 0; d < dim; d++)
+        mean[d] /= count;
+}
+
+/* --- sealing --- */
+
+static float square(int dim, const float *x)
+{
+    double sum = 0.0;
+    for (int d = 0; d < dim; d++)
+        sum += (double)x[d] * x[d];
+    return (float)sum;
+}
+
+static void seal_keys(const struct call *call, struct scratch *s, int64_t b, int64_t index,
+                      int64_t head, uint8_t *record, int64_t keep)
+{
+    const struct layer *layer = call->layer;
+    const int64_t size = layer->page_size;
+    const int dim = (int)layer->dim;
+    for (int64_t t = layer->centered && keep == 0 ? 0 : keep; t < size; t++) {
+        read_exact(call, 0, b, head, index * size + t, s->row);
+        rotate(&layer->key, dim, s->row, s->key + t * dim);
+    }
+    if (layer->centered && keep == 0) {
+        int64_t pad = least(most(call->args->view.starts[b] - index * size, 0), size);
+        mean_of(s->key, pad, size, dim, s->row, s->mean);
+        write_mean(layer, record, s->mean);
+    }
+    if (layer->centered)
+        read_mean(layer, record, s->mean);
+    for (int64_t t = keep; t < size; t++) {
+        float *y = s->key + t * dim;
+        uint16_t flag = 0;
+        if (layer->centered) {
+            for (int d = 0; d < dim; d++)
+                s->row[d] = y[d] - s->mean[d];
+            if (square(dim, s->row) < square(dim, y))
+                y = s->row, flag = 0x8000;
+        }
+        uint16_t scale = encode_vector(&layer->key, dim, y, s->codes) ^ flag;
+        pack_key((int)layer->key.bits, dim, (int)t, s->codes, record + layer->key.codes);
+        memcpy(scale_at(record + layer->key.scales, (int)t), &scale, 2);
+    }
+}
+
+static void encode_value(const struct call *call, struct scratch *s, int64_t b, int64_t head,
+                         int64_t at, uint8_t *record, int offset)
+{
+    const struct layer *layer = call->layer;
+    const int dim = (int)layer->dim;
+    read_exact(call, 1, b, head, at, s->row);
+    rotate(&layer->value, dim, s->row, s->row + dim);
+    uint16_t scale = encode_vector(&layer->value, dim, s->row + dim, s->codes + offset % 2 * dim);
+    memcpy(scale_at(record + layer->value.scales, offset), &scale, 2);
+}
+
+static void seal_values(const struct call *call, struct scratch *s, int64_t b, int64_t index,
+                        int64_t head, uint8_t *record, int64_t keep)
+{
+    const struct layer *layer = call->layer;
+    const int dim = (int)layer->dim, bits = (int)layer->value.bits;
+    uint8_t *plane = record + layer->value.codes;
+    for (int t = (int)(keep / 2 * 2); t < layer->page_size; t += 2) {
+        if (t < keep)
+            unpack_values(bits, dim, t / 2, plane, s->codes);
+        for (int u = t < keep ? t + 1 : t; u < t + 2; u++)
+            encode_value(call, s, b, head, index * layer->page_size + u, record, u);
+        pack_values(bits, dim, t / 2, s->codes, plane);
+    }
+}
+
+static void seal(const struct call *call, struct scratch *s, const struct sealing *page,
+                 int64_t head)
+{
+    const struct append_args *a = call->args;
+    const int64_t b = page->sequence, size = call->layer->page_size;
+    const int64_t id = a->view.block_table[b * a->view.block_stride + page->index];
+    const int64_t keep = least(most(a->exact_starts[b] - page->index * size, 0), size);
+    uint8_t *record = record_of(call, id, head);
+    seal_keys(call, s, b, page->index, head, record, keep);
+    seal_values(call, s, b, page->index, head, record, keep);
+}
+
+/* --- open pages --- */
+
+/* New tokens of the sequence's unfinished page, uncentered. */
+static void store_open(const struct call *call, struct scratch *s, int64_t b, int64_t head)
+{
+    const struct layer *layer = call->layer;
+    const struct append_args *a = call->args;
+    const int64_t length = a->view.lengths[b], size = layer->page_size;
+    const int dim = (int)layer->dim, bits = (int)layer->value.bits;
+    const int64_t from = most(length_before(a, b), length / size * size);
+    if (from >= length)
+        return;
+    const int64_t id = a->view.block_table[b * a->view.block_stride + length / size];
+    if (id < 0)
+        return;
+    uint8_t *record = record_of(call, id, head), *plane = record + layer->value.codes;
+    for (int64_t at = from; at < length; at++) {
+        int offset = (int)(at % size);
+        read_exact(call, 0, b, head, at, s->row);
+        rotate(&layer->key, dim, s->row, s->mean);
+        uint16_t scale = encode_vector(&layer->key, dim, s->mean, s->codes);
+        pack_key((int)layer->key.bits, dim, offset, s->codes, record + layer->key.codes);
+        memcpy(scale_at(record + layer->key.scales, offset), &scale, 2);
+        unpack_values(bits, dim, offset / 2, plane, s->codes);
+        encode_value(call, s, b, head, at, record, offset);
+        pack_values(bits, dim, offset / 2, s->codes, plane);
+    }
+}
+
+static void run_task(void *context, void *own, int64_t task)
+{
+    const struct call *call = context;
+    const int64_t heads = call->layer->heads;
+    if (task < call->sealed)
+        seal(call, own, &call->pages[task / heads], task % heads);
+    else
+        store_open(call, own, (task - call->sealed) / heads, (task - call->sealed) % heads);
+}
+
+/* --- exact copies --- */
+
+static void copy_token(const struct call *call, int64_t token, void *key, void *value, int64_t slot)
+{
+    const struct append_args *a = call->args;
+    const int64_t heads = call->layer->heads, dim = call->layer->dim;
+    const int size = item_size(a->view.dtype);
+    for (int64_t head = 0; head < heads; head++) {
+        uint8_t *to[2] = {key, value};
+        for (int side = 0; side < 2; side++) {
+            const void *from = token_at(side ? a->value : a->key, a->dtype, token, head);
+            uint8_t *at = to[side] + (slot * heads + head) * dim * size;
+            if (a->dtype == a->view.dtype) {
+                memcpy(at, from, (size_t)(dim * size));
+                continue;
+            }
+            for (int64_t d = 0; d < dim; d++) {
+                float x;
+                read_floats((const uint8_t *)from + d * item_size(a->dtype), a->dtype, 1, &x);
+                write_floats(&x, a->view.dtype, 1, at + d * size);
+            }
+        }
+    }
+}
+
+static void fill_exact(const struct call *call)
+{
+    const struct append_args *a = call->args;
+    const struct view *v = &a->view;
+    for (int64_t b = 0; b < v->batch; b++) {
+        const int64_t before = length_before(a, b), start = v->starts[b], owner = v->ring_rows[b];
+        for (int64_t at = before; at < v->lengths[b]; at++) {
+            int64_t token = a->first[b] + at - before;
+            if (at >= v->lengths[b] - v->ring)
+                copy_token(call, token, v->ring_key, v->ring_value, owner * v->ring + at % v->ring);
+            if (at >= start && at < start + v->sinks)
+                copy_token(call, token, v->sink_key, v->sink_value, owner * v->sinks + at - start);
+        }
+    }
+}
+
+int tightkv_append(const struct layer *layer, const struct append_args *args)
+{
+    struct call call = {.layer = layer, .args = args};
+    const int64_t size = layer->page_size, batch = args->view.batch;
+    int64_t count = 0;
+    int result = 0;
+    for (int64_t b = 0; b < batch; b++)
+        count += args->view.lengths[b] / size - length_before(args, b) / size;
+    if (count > 0 && (call.pages = malloc(sizeof *call.pages * (size_t)count)) == NULL)
+        return -1;
+    struct sealing *next = call.pages;
+    for (int64_t b = 0; count > 0 && b < batch; b++)
+        for (int64_t i = length_before(args, b) / size; i < args->view.lengths[b] / size; i++)
+            *next++ = (struct sealing){b, i};
+    call.sealed = count * layer->heads;
+    struct work work = {run_task, open_scratch, close_scratch, &call, call.sealed};
+    if (args->open_codes)
+        work.tasks += batch * layer->heads;
+    if (work.tasks > 0)
+        result = run_tasks(&work, args->threads);
+    if (result == 0)
+        fill_exact(&call);
+    free(call.pages);
+    return result;
+}

@@ -1,0 +1,701 @@
+/* attend: an online softmax over blocks of 32 tokens, exact ones and compressed ones.
+
+   The (query, head) pairs that share a key head are cut into groups of at most ROWS; a group is
+   one unit of output. Where there are few groups, the pages of each are cut into parts that
+   different threads work on; the last one to finish joins the parts. How things are cut depends
+   on the shapes alone, so results do not change with the number of threads. */
+#include <math.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+
+#include "encode.h"
+#include "keys16.h"
+
+#define WANTED_TASKS 64
+#define LEAST_BLOCKS 16 /* of a part */
+
+/* Softmax-weighted sums over some tokens, relative to e^peak. */
+struct part {
+    float *peak, *weight; /* [rows] */
+    float *sums;          /* [rows][dim], in the pages' frame or in the exact tokens' */
+};
+
+struct group {
+    int64_t sequence, head;  /* of keys */
+    int64_t row, rows;       /* its pairs: query * (heads / key heads) + head within */
+    int64_t begin, end;      /* tokens read from pages */
+    int64_t pages_parts;     /* parts the pages are cut into */
+    int64_t first_part;      /* in `parts`, the exact tokens' comes first; -1: not shared */
+    _Atomic int64_t to_do;
+};
+
+struct task {
+    int64_t group, part; /* part 0 is the exact tokens, -1 everything */
+};
+
+struct call {
+    const struct layer *layer;
+    const struct attend_args *args;
+    const struct ops *ops;
+    const struct dots *dots;
+    struct book key_book, value_book;
+    float key_factor, value_factor; /* level * scale * factor is a coordinate */
+    int key_groups, *key_order;     /* of 8 codes; the dim of each */
+    int64_t share;                  /* query heads of a key head */
+    struct group *groups;
+    struct task *tasks;
+    float *parts;
+    int64_t part_floats;
+};
+
+/* What a thread works in. */
+struct scratch {
+    float *query;  /* [ROWS][dim], scaled */
+    float *keys;   /* [dim up to a multiple of 32][BLOCK], or [BLOCK][dim] */
+    float *values; /* [BLOCK][dim] */
+    float *row;    /* 4 x [dim] */
+    struct part own[2];
+    uint8_t *work;       /* a block's codes */
+    int8_t *query_bytes; /* [DOT_ROWS][groups of 8 dims][16] */
+    float *all;
+    int64_t query_at[ROWS];
+    float query_unit[DOT_ROWS], weight_unit[DOT_ROWS], shift[ROWS];
+    float scores[ROWS * STRIP * BLOCK];
+    int8_t weight_bytes[DOT_ROWS * STRIP * BLOCK * 2];
+    /* of the strip at hand */
+    float value_factor[STRIP * BLOCK];
+    const uint8_t *value_codes[STRIP];
+    /* of the block at hand */
+    float key_factor[BLOCK], centered[BLOCK];
+    int64_t position[BLOCK]; /* -1: no token */
+};
+
+static struct part part_in(float *at, int64_t rows)
+{
+    return (struct part){at, at + rows, at + 2 * rows};
+}
+
+static void *open_scratch(void *context)
+{
+    const struct call *call = context;
+    const size_t dim = (size_t)call->layer->dim, padded = (dim + 31) / 32 * 32;
+    const size_t part = ROWS * (dim + 2);
+    const size_t floats = ROWS * dim + padded * BLOCK + BLOCK * dim + 4 * dim + 2 * part +
+                          padded * BLOCK / 4 + DOT_ROWS * padded / 2;
+    struct scratch *s = malloc(sizeof *s);
+    float *at = s == NULL ? NULL : aligned_alloc(64, (floats * sizeof(float) + 63) / 64 * 64);
+    if (at == NULL) {
+        free(s);
+        return NULL;
+    }
+    s->all = at;
+    s->keys = at, at += padded * BLOCK;
+    s->values = at, at += BLOCK * dim;
+    s->query = at, at += ROWS * dim;
+    s->row = at, at += 4 * dim;
+    s->own[0] = part_in(at, ROWS), at += part;
+    s->own[1] = part_in(at, ROWS), at += part;
+    s->work = (uint8_t *)at, at += padded * BLOCK / 4;
+    s->query_bytes = (int8_t *)at;
+    return s;
+}
+
+static void close_scratch(void *own)
+{
+    struct scratch *s = own;
+    free(s->all);
+    free(s);
+}
+
+static void make_book(const struct side *side, struct book *book)
+{
+    book->bits = (int)side->bits;
+    for (int k = 0; k < 16 && side->bits < 8; k++) {
+        int codes = side->bits == 4 ? 8 : 1 << side->bits;
+        book->level[k] = side->levels[k % codes];
+        book->high[k] = (uint8_t)(to_bits(book->level[k]) >> 24);
+        book->low[k] = (uint8_t)(to_bits(book->level[k]) >> 16);
+    }
+    /* 4-bit levels are counted in halves; only the smallest, 4.5, is no whole number of them. */
+    book->step = side->bits == 4 ? 0.5f : 1.0f;
+    for (int k = 0; k < 16 && side->bits < 8; k++) {
+        float level = side->levels[k % (1 << side->bits)] / book->step;
+        book->whole[k] = (int8_t)roundf(level);
+        book->part[k] = (int8_t)((level - roundf(level)) * BASE);
+    }
+}
+
+/* --- queries --- */
+
+static int64_t count_of(const struct attend_args *a, int64_t sequence)
+{
+    return a->first[sequence + 1] - a->first[sequence];
+}
+
+/* Position of a sequence's query 0; its tokens are the last ones, or follow the cache. */
+static int64_t first_position(const struct attend_args *a, int64_t sequence)
+{
+    int64_t length = a->view.lengths[sequence];
+    return a->new_key.data != NULL ? length : length - count_of(a, sequence);
+}
+
+static void load_queries(const struct call *call, const struct group *g, struct scratch *s,
+                         int rotated)
+{
+    const struct attend_args *a = call->args;
+    const int dim = (int)call->layer->dim;
+    for (int64_t r = 0; r < g->rows; r++) {
+        int64_t query = (g->row + r) / call->share;
+        int64_t head = g->head * call->share + (g->row + r) % call->share;
+        const void *from = token_at(a->query, a->dtype, a->first[g->sequence] + query, head);
+        float *to = s->query + r * dim;
+        read_floats(from, a->dtype, dim, rotated ? s->row : to);
+        if (rotated)
+            rotate(&call->layer->key, dim, s->row, to);
+        for (int d = 0; d < dim; d++)
+            to[d] *= (float)a->scale;
+        s->query_at[r] = first_position(a, g->sequence) + query;
+    }
+}
+
+/* The queries as whole numbers of 16 bits, in the order of the codes: each group's high bytes of
+   even and odd codes, then their low bytes. */
+static void split_queries(const struct call *call, const struct group *g, struct scratch *s)
+{
+    const int dim = (int)call->layer->dim, groups = call->key_groups;
+    float *high = s->row, *low = high + dim;
+    for (int64_t r = 0; r < g->rows; r++) {
+        const float *query = s->query + r * dim;
+        int8_t *bytes = s->query_bytes + r * groups * 16;
+        float top = 0.0f;
+        for (int d = 0; d < dim; d++)
+            top = fabsf(query[d]) > top ? fabsf(query[d]) : top;
+        const float inverse = top > 0.0f ? LARGEST / top : 0.0f;
+        s->query_unit[r] = top / LARGEST * call->key_book.step;
+        for (int d = 0; d < dim; d++) {
+            low[d] = rintf(query[d] * inverse);
+            high[d] = rintf(low[d] * (1.0f / BASE));
+            low[d] -= BASE * high[d];
+        }
+        for (int group = 0; group < groups; group++)
+            for (int k = 0; k < 8; k++) {
+                int d = call->key_order[group * 8 + k];
+                bytes[group * 16 + k] = d < dim ? (int8_t)high[d] : 0;
+                bytes[group * 16 + 8 + k] = d < dim ? (int8_t)low[d] : 0;
+            }
+    }
+}
+
+/* Which dim each byte of a group stands for (dotprod.c tells the order). */
+static void order_keys(struct call *call)
+{
+    static const int plain[4] = {0, 1, 2, 3}, swapped[4] = {0, 2, 1, 3};
+    const int dim = (int)call->layer->dim, bits = (int)call->layer->key.bits;
+    for (int group = 0; group < call->key_groups; group++)
+        for (int code = 0; code < 8; code++) {
+            int at = bits == 8 ? code : code % 2 * 4 + (bits == 4 ? swapped : plain)[code / 2];
+            call->key_order[group * 8 + at] = key_dim(dim, bits, group, code);
+        }
+}
+
+/* --- one block --- */
+
+static int is_seen(const struct attend_args *a, int64_t query_at, int64_t at)
+{
+    return at >= 0 && query_at >= 0 && (!a->causal || at <= query_at) &&
+           (a->window == 0 || at > query_at - a->window);
+}
+
+/* Masks the scores of row r: what it may not see is -infinity. */
+static void mask_row(const struct call *call, const struct group *g, const struct scratch *s,
+                     int64_t r, float *scores)
+{
+    const struct attend_args *a = call->args;
+    int64_t query = (g->row + r) / call->share;
+    int64_t head = g->head * call->share + (g->row + r) % call->share;
+    int64_t base = g->sequence * a->mask_batch + head * a->mask_head + query * a->mask_query;
+    for (int t = 0; t < BLOCK; t++) {
+        if (!is_seen(a, s->query_at[r], s->position[t])) {
+            scores[t] = -INFINITY;
+        } else if (a->mask != NULL) {
+            int64_t at = base + s->position[t] * a->mask_token;
+            if (a->mask_dtype == BOOLEAN) {
+                if (!((const uint8_t *)a->mask)[at])
+                    scores[t] = -INFINITY;
+            } else {
+                float more;
+                read_floats((const uint8_t *)a->mask + at * item_size(a->mask_dtype),
+                            a->mask_dtype, 1, &more);
+                scores[t] += more;
+            }
+        }
+    }
+}
+
+/* Whether all queries of a group see all positions [from, to), masks aside. */
+static int sees_all(const struct attend_args *a, const struct group *g, const struct scratch *s,
+                    int64_t from, int64_t to)
+{
+    int64_t first = s->query_at[0], last = s->query_at[g->rows - 1];
+    return a->mask == NULL && is_seen(a, first, from) && is_seen(a, first, to - 1) &&
+           is_seen(a, last, from) && is_seen(a, last, to - 1);
+}
+
+/* From products to scores of block `block` of a strip. `all`: every row sees every token. */
+static void finish_scores(const struct call *call, const struct group *g, struct scratch *s,
+                          int block, int all)
+{
+    float *scores = s->scores + block * BLOCK;
+    call->ops->scale(scores, (int)g->rows, STRIP * BLOCK, s->key_factor, s->centered, s->shift,
+                     (float)call->args->softcap);
+    for (int64_t r = 0; !all && r < g->rows; r++)
+        mask_row(call, g, s, r, scores + r * STRIP * BLOCK);
+}
+
+static int weigh(const struct call *call, const struct group *g, struct scratch *s, int blocks,
+                 struct part *part)
+{
+    return call->ops->softmax(s->scores, (int)g->rows, blocks * BLOCK, STRIP * BLOCK,
+                              (int)call->layer->dim, s->value_factor, part->peak, part->weight,
+                              part->sums);
+}
+
+static void start(struct part *part, int64_t rows, int64_t dim)
+{
+    for (int64_t r = 0; r < rows; r++) {
+        part->peak[r] = -INFINITY;
+        part->weight[r] = 0.0f;
+    }
+    memset(part->sums, 0, sizeof(float) * (size_t)(rows * dim));
+}
+
+/* --- compressed tokens --- */
+
+static int uses_dots(const struct call *call, const struct group *g)
+{
+    return call->dots != NULL && g->rows <= DOT_ROWS;
+}
+
+/* shift[row] = query . mean, once a page. */
+static void load_shift(const struct call *call, const struct group *g, const uint8_t *record,
+                       struct scratch *s)
+{
+    const struct layer *layer = call->layer;
+    const int dim = (int)layer->dim;
+    float *mean = s->row;
+    if (layer->mean_bits == 16)
+        call->ops->halves((const word16 *)(record + layer->mean), dim, mean);
+    else
+        read_mean(layer, record, mean);
+    for (int64_t r = 0; r < g->rows; r++) {
+        float sum[16] = {0};
+        for (int d = 0; d < dim; d += 16)
+            for (int k = 0; k < 16; k++)
+                sum[k] += s->query[r * dim + d + k] * mean[d + k];
+        for (int k = 8; k > 0; k /= 2)
+            for (int j = 0; j < k; j++)
+                sum[j] += sum[j + k];
+        s->shift[r] = sum[0];
+    }
+}
+
+/* Tokens of the block at position `at` outside [begin, end) get no position and no weight. */
+static int drop_outside(struct scratch *s, float *value_factor, int64_t at, int64_t begin,
+                        int64_t end)
+{
+    int any_centered = 0;
+    for (int t = 0; t < BLOCK; t++) {
+        int64_t position = at + 8 * (t % 4) + t / 4;
+        if (position < begin || position >= end) {
+            position = -1;
+            s->key_factor[t] = s->centered[t] = value_factor[t] = 0.0f;
+        }
+        s->position[t] = position;
+        any_centered |= s->centered[t] != 0.0f;
+    }
+    return any_centered;
+}
+
+/* The bytes of the page that holds position `at`, of the group's head. */
+static const uint8_t *record_at(const struct call *call, const struct group *g, int64_t at)
+{
+    const struct view *view = &call->args->view;
+    const int32_t *table = view->block_table + g->sequence * view->block_stride;
+    const int64_t page = most(table[at / call->layer->page_size], 0);
+    return view->pages + page * view->page_bytes + g->head * call->layer->record_bytes;
+}
+
+/* Codes of a side of the block at `at`. */
+static const uint8_t *codes_at(const struct call *call, const struct side *side,
+                               const uint8_t *record, int64_t at)
+{
+    const int64_t inside = at % call->layer->page_size / BLOCK;
+    return record + side->codes + inside * side->bits * call->layer->dim * BLOCK / 8;
+}
+
+static void fetch(const uint8_t *from, int64_t bytes)
+{
+    for (int64_t k = 0; k < bytes; k += 64)
+        __builtin_prefetch(from + k);
+}
+
+/* Scores of one block of a page; `shift_of` is the page whose shift is loaded. */
+static void page_block(const struct call *call, const struct group *g, struct scratch *s,
+                       int64_t at, int64_t begin, int64_t end, int block, int64_t *shift_of)
+{
+    const struct layer *layer = call->layer;
+    const int dim = (int)layer->dim, rows = (int)g->rows;
+    const int64_t page = at / layer->page_size, inside = at % layer->page_size / BLOCK;
+    const uint8_t *record = record_at(call, g, at);
+    const uint8_t *codes = codes_at(call, &layer->key, record, at);
+    float *scores = s->scores + block * BLOCK, *value_factor = s->value_factor + block * BLOCK;
+    float ignored[BLOCK];
+    int any_centered = call->ops->scales((const word16 *)(record + layer->key.scales) +
+                                             inside * BLOCK,
+                                         call->key_factor, (int)layer->centered, s->key_factor,
+                                         s->centered);
+    call->ops->scales((const word16 *)(record + layer->value.scales) + inside * BLOCK,
+                      call->value_factor, 0, value_factor, ignored);
+    int whole = at >= begin && at + BLOCK <= end;
+    int all = whole && sees_all(call->args, g, s, at, at + BLOCK);
+    if (!all)
+        any_centered = drop_outside(s, value_factor, at, begin, end);
+    if (!any_centered) { /* the mean may never have been written */
+        memset(s->shift, 0, sizeof s->shift);
+        *shift_of = -1;
+    } else if (*shift_of != page) {
+        load_shift(call, g, record, s);
+        *shift_of = page;
+    }
+    if (uses_dots(call, g)) {
+        call->dots->keys(&call->key_book, dim, codes, s->work, s->query_bytes, s->query_unit, rows,
+                         scores, STRIP * BLOCK);
+    } else {
+        call->ops->decode_keys(&call->key_book, dim, codes, s->work, s->keys);
+        call->ops->score(s->query, rows, dim, s->keys, scores, STRIP * BLOCK);
+    }
+    s->value_codes[block] = codes_at(call, &layer->value, record, at);
+    finish_scores(call, g, s, block, all);
+}
+
+static void add_values(const struct call *call, const struct group *g, struct scratch *s,
+                       int blocks, struct part *part)
+{
+    const int dim = (int)call->layer->dim, rows = (int)g->rows;
+    if (uses_dots(call, g)) {
+        for (int r = 0; r < rows; r++)
+            s->weight_unit[r] =
+                call->value_book.step * call->dots->split(s->scores + r * STRIP * BLOCK,
+                                                          blocks * BLOCK,
+                                                          s->weight_bytes + r * STRIP * BLOCK * 2);
+        call->dots->values(&call->value_book, dim, s->value_codes, blocks, s->weight_bytes,
+                           s->weight_unit, rows, part->sums);
+        return;
+    }
+    for (int block = 0; block < blocks; block++) {
+        call->ops->decode_values(&call->value_book, dim, s->value_codes[block], s->values);
+        call->ops->accumulate(s->scores + block * BLOCK, STRIP * BLOCK, rows, dim, s->values,
+                              part->sums);
+    }
+}
+
+static void attend_pages(const struct call *call, const struct group *g, struct scratch *s,
+                         struct part *part, int64_t begin, int64_t end)
+{
+    const struct layer *layer = call->layer;
+    int64_t shift_of = -1;
+    int blocks = 0;
+    load_queries(call, g, s, 1);
+    if (uses_dots(call, g))
+        split_queries(call, g, s);
+    for (int64_t at = begin / BLOCK * BLOCK; at < end; at += BLOCK) {
+        const int64_t ahead = least(at + 2 * BLOCK, (end - 1) / BLOCK * BLOCK);
+        const uint8_t *next = record_at(call, g, ahead);
+        fetch(codes_at(call, &layer->key, next, ahead), layer->key.bits * layer->dim * BLOCK / 8);
+        fetch(codes_at(call, &layer->value, next, ahead),
+              layer->value.bits * layer->dim * BLOCK / 8);
+        page_block(call, g, s, at, begin, end, blocks++, &shift_of);
+        if (blocks < STRIP && at + BLOCK < end)
+            continue;
+        if (weigh(call, g, s, blocks, part))
+            add_values(call, g, s, blocks, part);
+        blocks = 0;
+    }
+}
+
+/* --- exact tokens --- */
+
+static void exact_block(const struct call *call, const struct group *g, struct scratch *s,
+                        struct part *part, int count)
+{
+    const int dim = (int)call->layer->dim, rows = (int)g->rows;
+    int64_t low = s->position[0], high = low;
+    for (int t = 0; t < BLOCK; t++) {
+        s->key_factor[t] = s->value_factor[t] = t < count ? 1.0f : 0.0f;
+        s->centered[t] = 0.0f;
+        s->position[t] = t < count ? s->position[t] : -1;
+        low = t < count ? least(low, s->position[t]) : low;
+        high = most(high, s->position[t]);
+    }
+    memset(s->keys + count * dim, 0, sizeof(float) * (size_t)((BLOCK - count) * dim));
+    memset(s->values + count * dim, 0, sizeof(float) * (size_t)((BLOCK - count) * dim));
+    int all = count == BLOCK && sees_all(call->args, g, s, low, high + 1);
+    call->ops->score_tokens(s->query, rows, dim, s->keys, s->scores, STRIP * BLOCK);
+    finish_scores(call, g, s, 0, all);
+    if (weigh(call, g, s, 1, part))
+        call->ops->accumulate(s->scores, STRIP * BLOCK, rows, dim, s->values, part->sums);
+}
+
+/* A sequence's exact tokens, numbered on: sinks, then ring, then new ones. */
+struct exact {
+    int64_t sinks, ring, fresh; /* how many */
+    int64_t ring_from;          /* first position */
+};
+
+struct exact_token {
+    const uint8_t *key, *value;
+    int64_t dtype, position;
+};
+
+static struct exact count_exact(const struct attend_args *a, int64_t b)
+{
+    const struct view *v = &a->view;
+    const int64_t start = v->starts[b], ring_start = v->ring_starts[b], length = v->lengths[b];
+    const int64_t sinks_end = least(start + v->sink_counts[b], ring_start);
+    const int64_t from = most(most(ring_start, start), most(length - v->ring, 0));
+    return (struct exact){most(least(sinks_end - start, v->sinks), 0), most(length - from, 0),
+                          a->new_key.data != NULL ? count_of(a, b) : 0, from};
+}
+
+static struct exact_token exact_at(const struct call *call, const struct group *g,
+                                   const struct exact *e, int64_t n)
+{
+    const struct attend_args *a = call->args;
+    const struct view *v = &a->view;
+    const int64_t b = g->sequence, heads = call->layer->heads, owner = v->ring_rows[b];
+    const int64_t bytes = call->layer->dim * item_size(v->dtype);
+    if (n < e->sinks) {
+        int64_t at = ((owner * v->sinks + n) * heads + g->head) * bytes;
+        return (struct exact_token){(uint8_t *)v->sink_key + at, (uint8_t *)v->sink_value + at,
+                                    v->dtype, v->starts[b] + n};
+    }
+    n -= e->sinks;
+    if (n < e->ring) {
+        int64_t position = e->ring_from + n;
+        int64_t at = ((owner * v->ring + position % v->ring) * heads + g->head) * bytes;
+        return (struct exact_token){(uint8_t *)v->ring_key + at, (uint8_t *)v->ring_value + at,
+                                    v->dtype, position};
+    }
+    n -= e->ring;
+    return (struct exact_token){token_at(a->new_key, a->new_dtype, a->first[b] + n, g->head),
+                                token_at(a->new_value, a->new_dtype, a->first[b] + n, g->head),
+                                a->new_dtype, v->lengths[b] + n};
+}
+
+static void attend_exact(const struct call *call, const struct group *g, struct scratch *s,
+                         struct part *part)
+{
+    const struct attend_args *a = call->args;
+    const int dim = (int)call->layer->dim;
+    const struct exact e = count_exact(a, g->sequence);
+    const int64_t count = e.sinks + e.ring + e.fresh;
+    int filled = 0;
+    load_queries(call, g, s, 0);
+    memset(s->shift, 0, sizeof s->shift);
+    const int64_t last = a->causal ? s->query_at[g->rows - 1] : INT64_MAX;
+    const int64_t first = a->window != 0 ? s->query_at[0] - a->window + 1 : INT64_MIN;
+    for (int64_t n = 0; n < count; n++) {
+        const struct exact_token token = exact_at(call, g, &e, n);
+        const struct exact_token ahead = exact_at(call, g, &e, least(n + 4, count - 1));
+        fetch(ahead.key, dim * item_size(ahead.dtype));
+        fetch(ahead.value, dim * item_size(ahead.dtype));
+        if (token.position >= first && token.position <= last) {
+            read_floats(token.key, token.dtype, dim, s->keys + filled * dim);
+            read_floats(token.value, token.dtype, dim, s->values + filled * dim);
+            s->position[filled++] = token.position;
+        }
+        if (filled == BLOCK || (filled > 0 && n + 1 == count)) {
+            exact_block(call, g, s, part, filled);
+            filled = 0;
+        }
+    }
+}
+
+/* --- the whole --- */
+
+/* Joins the parts of a group: the first is of exact tokens, the others are in the pages' frame. */
+static void finish(const struct call *call, const struct group *g, struct scratch *s,
+                   const struct part *parts, int64_t count)
+{
+    const struct attend_args *a = call->args;
+    const int dim = (int)call->layer->dim;
+    float *plain = s->row, *rotated = plain + dim, *back = rotated + dim;
+    for (int64_t r = 0; r < g->rows; r++) {
+        int64_t query = a->first[g->sequence] + (g->row + r) / call->share;
+        int64_t head = g->head * call->share + (g->row + r) % call->share;
+        int64_t at = query * a->heads + head;
+        float peak = -INFINITY, weight = 0.0f;
+        for (int64_t k = 0; k < count; k++)
+            if (!(parts[k].peak[r] <= peak))
+                peak = parts[k].peak[r];
+        memset(plain, 0, 2 * sizeof(float) * (size_t)dim);
+        for (int64_t k = 0; k < count && peak != -INFINITY; k++) {
+            float shrink = expf(parts[k].peak[r] - peak);
+            float *sums = k == 0 ? plain : rotated;
+            weight += shrink * parts[k].weight[r];
+            for (int d = 0; d < dim; d++)
+                sums[d] += shrink * parts[k].sums[r * dim + d];
+        }
+        rotate_back(&call->layer->value, dim, rotated, back);
+        for (int d = 0; d < dim; d++)
+            back[d] = weight == 0.0f ? 0.0f : (plain[d] + back[d]) / weight;
+        write_floats(back, a->dtype, dim, (uint8_t *)a->out + at * dim * item_size(a->dtype));
+        a->lse[at] = peak + logf(weight);
+    }
+}
+
+static struct part part_of(const struct call *call, const struct group *g, int64_t k)
+{
+    return part_in(call->parts + (g->first_part + k) * call->part_floats, g->rows);
+}
+
+static void run_task(void *context, void *own, int64_t number)
+{
+    const struct call *call = context;
+    const struct task task = call->tasks[number];
+    struct group *g = &call->groups[task.group];
+    struct scratch *s = own;
+    const int64_t dim = call->layer->dim;
+    if (task.part < 0) {
+        start(&s->own[0], g->rows, dim);
+        start(&s->own[1], g->rows, dim);
+        attend_exact(call, g, s, &s->own[0]);
+        attend_pages(call, g, s, &s->own[1], g->begin, g->end);
+        finish(call, g, s, s->own, 2);
+        return;
+    }
+    struct part part = part_of(call, g, task.part);
+    start(&part, g->rows, dim);
+    if (task.part == 0) {
+        attend_exact(call, g, s, &part);
+    } else {
+        int64_t first = g->begin / BLOCK, blocks = (g->end + BLOCK - 1) / BLOCK - first;
+        int64_t from = first + blocks * (task.part - 1) / g->pages_parts;
+        int64_t to = first + blocks * task.part / g->pages_parts;
+        attend_pages(call, g, s, &part, most(g->begin, from * BLOCK), least(g->end, to * BLOCK));
+    }
+    if (atomic_fetch_sub(&g->to_do, 1) == 1) {
+        struct part parts[WANTED_TASKS + 1];
+        for (int64_t k = 0; k <= g->pages_parts; k++)
+            parts[k] = part_of(call, g, k);
+        finish(call, g, s, parts, g->pages_parts + 1);
+    }
+}
+
+/* Tokens that some row of the group can see in pages. */
+static void set_range(const struct call *call, struct group *g)
+{
+    const struct attend_args *a = call->args;
+    const struct view *v = &a->view;
+    int64_t start = v->starts[g->sequence], ring_start = v->ring_starts[g->sequence];
+    int64_t first = first_position(a, g->sequence) + g->row / call->share;
+    int64_t last = first_position(a, g->sequence) + (g->row + g->rows - 1) / call->share;
+    g->begin = most(least(start + v->sink_counts[g->sequence], ring_start), most(start, 0));
+    g->end = ring_start;
+    if (a->causal)
+        g->end = least(g->end, last + 1);
+    if (a->window != 0)
+        g->begin = most(g->begin, first - a->window + 1);
+    g->end = most(g->end, g->begin);
+}
+
+static int64_t group_rows(const struct call *call, int64_t sequence)
+{
+    return count_of(call->args, sequence) * call->share;
+}
+
+static void cut_groups(struct call *call, int64_t groups, int64_t *tasks, int64_t *parts)
+{
+    int64_t n = 0;
+    for (int64_t b = 0; b < call->args->view.batch; b++)
+        for (int64_t head = 0; head < call->layer->heads; head++)
+            for (int64_t row = 0; row < group_rows(call, b); row += ROWS) {
+                struct group *g = &call->groups[n++];
+                g->sequence = b, g->head = head, g->row = row;
+                g->rows = least(ROWS, group_rows(call, b) - row);
+                set_range(call, g);
+                int64_t blocks = (g->end - g->begin) / BLOCK;
+                int64_t wanted = (WANTED_TASKS + groups - 1) / groups;
+                g->pages_parts = least(most(blocks / LEAST_BLOCKS, 1), wanted);
+                g->first_part = g->pages_parts > 1 ? *parts : -1;
+                atomic_init(&g->to_do, g->pages_parts + 1);
+                *tasks += g->pages_parts > 1 ? g->pages_parts + 1 : 1;
+                *parts += g->pages_parts > 1 ? g->pages_parts + 1 : 0;
+            }
+}
+
+static void list_tasks(struct call *call, int64_t groups)
+{
+    struct task *next = call->tasks;
+    for (int64_t n = 0; n < groups; n++) {
+        if (call->groups[n].first_part < 0) {
+            *next++ = (struct task){n, -1};
+            continue;
+        }
+        for (int64_t k = 0; k <= call->groups[n].pages_parts; k++)
+            *next++ = (struct task){n, k};
+    }
+}
+
+/* Queries of no sequence see nothing. */
+static void clear_rest(const struct attend_args *a, int64_t dim)
+{
+    const int64_t rows[2][2] = {{0, a->first[0]}, {a->first[a->view.batch], a->total}};
+    for (int k = 0; k < 2; k++)
+        for (int64_t n = rows[k][0] * a->heads; n < rows[k][1] * a->heads; n++) {
+            memset((uint8_t *)a->out + n * dim * item_size(a->dtype), 0,
+                   (size_t)(dim * item_size(a->dtype)));
+            a->lse[n] = -INFINITY;
+        }
+}
+
+int tightkv_attend(const struct layer *layer, const struct attend_args *args)
+{
+    const struct isa *isa = current_isa();
+    struct call call = {.layer = layer, .args = args, .ops = isa->ops, .dots = isa->dots};
+    const double root = sqrt((double)layer->dim);
+    int64_t groups = 0, widest = 0, tasks = 0, parts = 0;
+    int result = -1;
+    call.key_groups = key_groups((int)layer->dim, (int)layer->key.bits);
+    call.share = args->heads / layer->heads;
+    call.key_factor = (float)(layer->key.unit / root);
+    call.value_factor = (float)(layer->value.unit / root);
+    make_book(&layer->key, &call.key_book);
+    make_book(&layer->value, &call.value_book);
+    clear_rest(args, layer->dim);
+    for (int64_t b = 0; b < args->view.batch; b++) {
+        groups += layer->heads * ((group_rows(&call, b) + ROWS - 1) / ROWS);
+        widest = most(widest, least(group_rows(&call, b), ROWS));
+    }
+    call.part_floats = widest * (layer->dim + 2);
+    if (groups == 0)
+        return 0;
+    call.groups = malloc(sizeof *call.groups * (size_t)groups);
+    call.key_order = malloc(sizeof *call.key_order * 8 * (size_t)call.key_groups);
+    if (call.groups != NULL && call.key_order != NULL) {
+        order_keys(&call);
+        cut_groups(&call, groups, &tasks, &parts);
+        call.tasks = malloc(sizeof *call.tasks * (size_t)tasks);
+        call.parts = malloc(sizeof(float) * (size_t)(parts * call.part_floats + 1));
+        if (call.tasks != NULL && call.parts != NULL) {
+            struct work work = {run_task, open_scratch, close_scratch, &call, tasks};
+            list_tasks(&call, groups);
+            result = run_tasks(&work, args->threads);
+        }
+    }
+    free(call.groups);
+    free(call.key_order);
+    free(call.tasks);
+    free(call.parts);
+    return result;
+}

@@ -1,0 +1,247 @@
+/* The products and the softmax in the compiler's vector types, once for each instruction set.
+   The including file defines LANES, COLUMNS (vectors side by side in a product), OPS_NAME
+   and, before including, the decoders decode_keys, decode_values and halves; BY_LANE where
+   an instruction multiplies by one lane of a register. */
+
+#include "vectors.h"
+
+#define ALWAYS static inline __attribute__((always_inline))
+
+ALWAYS void score_part(const float *query, int dim, const float *tile, float *scores, int stride,
+                       const int rows, const int columns)
+{
+    vf sum[4][8];
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < columns; c++)
+            sum[r][c] = splat(0.0f);
+    for (int d = 0; d < dim; d += 4) {
+#ifdef BY_LANE /* multiplies by one lane of a register: four coordinates of a query a load */
+        vf q[4];
+        for (int r = 0; r < rows; r++)
+            q[r] = load(query + r * dim + d);
+#endif
+        for (int e = 0; e < 4; e++)
+            for (int c = 0; c < columns; c++) {
+                vf key = load(tile + (d + e) * BLOCK + c * LANES);
+                for (int r = 0; r < rows; r++)
+#ifdef BY_LANE
+                    sum[r][c] = BY_LANE(sum[r][c], key, q[r], e);
+#else
+                    sum[r][c] += key * splat(query[r * dim + d + e]);
+#endif
+            }
+    }
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < columns; c++)
+            store(scores + r * stride + c * LANES, sum[r][c]);
+}
+
+static void score(const float *query, int rows, int dim, const float *tile, float *scores,
+                  int stride)
+{
+    for (int r = 0; r < rows; r += 4)
+        for (int t = 0; t < BLOCK; t += COLUMNS * LANES) {
+            const float *q = query + r * dim;
+            float *s = scores + r * stride + t;
+            switch (rows - r) {
+            case 1: score_part(q, dim, tile + t, s, stride, 1, COLUMNS); break;
+            case 2: score_part(q, dim, tile + t, s, stride, 2, COLUMNS); break;
+            case 3: score_part(q, dim, tile + t, s, stride, 3, COLUMNS); break;
+            default: score_part(q, dim, tile + t, s, stride, 4, COLUMNS);
+            }
+        }
+}
+
+/* Two tokens at a time, lanes along the dims. */
+ALWAYS void score_pair(const float *query, int dim, const float *keys, float *scores, int stride,
+                       const int rows)
+{
+    vf sum[4][2];
+    for (int r = 0; r < rows; r++)
+        sum[r][0] = sum[r][1] = splat(0.0f);
+    for (int d = 0; d < dim; d += LANES)
+        for (int t = 0; t < 2; t++) {
+            vf key = load(keys + t * dim + d);
+            for (int r = 0; r < rows; r++)
+                sum[r][t] += key * load(query + r * dim + d);
+        }
+    for (int r = 0; r < rows; r++)
+        for (int t = 0; t < 2; t++)
+            scores[r * stride + t] = sum_lanes(sum[r][t]);
+}
+
+static void score_tokens(const float *query, int rows, int dim, const float *keys, float *scores,
+                         int stride)
+{
+    for (int r = 0; r < rows; r += 4)
+        for (int t = 0; t < BLOCK; t += 2) {
+            const float *q = query + r * dim, *k = keys + t * dim;
+            float *s = scores + r * stride + t;
+            switch (rows - r) {
+            case 1: score_pair(q, dim, k, s, stride, 1); break;
+            case 2: score_pair(q, dim, k, s, stride, 2); break;
+            case 3: score_pair(q, dim, k, s, stride, 3); break;
+            default: score_pair(q, dim, k, s, stride, 4);
+            }
+        }
+}
+
+ALWAYS void accumulate_part(const float *weights, int stride, int dim, const float *tile,
+                            float *sums, const int rows, const int columns)
+{
+    vf sum[4][8];
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < columns; c++)
+            sum[r][c] = load(sums + r * dim + c * LANES);
+    for (int t = 0; t < BLOCK; t += 4) {
+#ifdef BY_LANE
+        vf w[4];
+        for (int r = 0; r < rows; r++)
+            w[r] = load(weights + r * stride + t);
+#endif
+        for (int e = 0; e < 4; e++)
+            for (int c = 0; c < columns; c++) {
+                vf value = load(tile + (t + e) * dim + c * LANES);
+                for (int r = 0; r < rows; r++)
+#ifdef BY_LANE
+                    sum[r][c] = BY_LANE(sum[r][c], value, w[r], e);
+#else
+                    sum[r][c] += value * splat(weights[r * stride + t + e]);
+#endif
+            }
+    }
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < columns; c++)
+            store(sums + r * dim + c * LANES, sum[r][c]);
+}
+
+ALWAYS void accumulate_columns(const float *weights, int stride, int rows, int dim,
+                               const float *tile, float *sums, const int columns)
+{
+    switch (rows) {
+    case 1: accumulate_part(weights, stride, dim, tile, sums, 1, columns); break;
+    case 2: accumulate_part(weights, stride, dim, tile, sums, 2, columns); break;
+    case 3: accumulate_part(weights, stride, dim, tile, sums, 3, columns); break;
+    default: accumulate_part(weights, stride, dim, tile, sums, 4, columns);
+    }
+}
+
+static void accumulate(const float *weights, int stride, int rows, int dim, const float *tile,
+                       float *sums)
+{
+    for (int r = 0; r < rows; r += 4) {
+        const float *w = weights + r * stride;
+        float *s = sums + r * dim;
+        int d = 0;
+        for (; d + COLUMNS * LANES <= dim; d += COLUMNS * LANES)
+            accumulate_columns(w, stride, rows - r, dim, tile + d, s + d, COLUMNS);
+        for (; d < dim; d += LANES) /* head_dim 16 more than a multiple, on the widest vectors */
+            accumulate_columns(w, stride, rows - r, dim, tile + d, s + d, 1);
+    }
+}
+
+/* e^x for two vectors x <= 0, within two units in the last place; 0 below the normal floats. */
+ALWAYS void exponentials(vf x[2])
+{
+    static const float terms[6] = {1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f,
+                                   4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
+    const vf magic = splat(12582912.0f); /* adding 1.5 * 2^23 rounds to a whole number */
+    vf n[2], r[2], p[2];
+    for (int k = 0; k < 2; k++) {
+        n[k] = x[k] * splat(1.44269504f) + magic;
+        vf whole = n[k] - magic;
+        r[k] = x[k] - whole * splat(0.693359375f);
+        r[k] = r[k] + whole * splat(2.12194440e-4f);
+        p[k] = splat(terms[0]);
+    }
+    for (int term = 1; term < 6; term++)
+        for (int k = 0; k < 2; k++)
+            p[k] = p[k] * r[k] + splat(terms[term]);
+    for (int k = 0; k < 2; k++) {
+        p[k] = p[k] * (r[k] * r[k]) + (r[k] + splat(1.0f));
+        vi power = (vi)n[k] << 23; /* the whole number, moved onto the exponent */
+        x[k] = (vf)(((vi)p[k] + power) & ~(x[k] < splat(-87.3f)));
+    }
+}
+
+static int scales(const word16 *in, float factor, int flags, float *out, float *centered)
+{
+    vi any = splat_int(0);
+    halves(in, BLOCK, out);
+    for (int t = 0; t < BLOCK; t += LANES) {
+        vf x = load(out + t);
+        vi flag = flags ? (vi)x >> 31 : splat_int(0); /* all ones or none */
+        any |= flag;
+        store(centered + t, (vf)(flag & (vi)splat(1.0f)));
+        store(out + t, (vf)((vi)x & ~(flag & splat_int((int)0x80000000))) * splat(factor));
+    }
+    int found = 0;
+    for (int i = 0; i < LANES; i++)
+        found |= any[i];
+    return found != 0;
+}
+
+static void scale(float *scores, int rows, int stride, const float *factor, const float *centered,
+                  const float *shift, float cap)
+{
+    for (int r = 0; r < rows; r++)
+        for (int t = 0; t < BLOCK; t += LANES) {
+            float *at = scores + r * stride + t;
+            vf s = load(at) * load(factor + t) + load(centered + t) * splat(shift[r]);
+            if (cap > 0.0f) { /* cap * tanh(s / cap), from e^(-2 |s| / cap) */
+                vf size = (vf)((vi)s & splat_int(0x7fffffff));
+                vf e[2] = {size * splat(-2.0f / cap), splat(0.0f)};
+                exponentials(e);
+                vf tanh = (splat(1.0f) - e[0]) / (splat(1.0f) + e[0]);
+                s = (vf)((vi)(tanh * splat(cap)) | ((vi)s & splat_int((int)0x80000000)));
+            }
+            store(at, s);
+        }
+}
+
+static int softmax(float *scores, int rows, int count, int stride, int dim, const float *factor,
+                   float *peak, float *weight, float *sums)
+{
+    int any = 0;
+    for (int r = 0; r < rows; r++) {
+        float *s = scores + r * stride;
+        vf most = load(s);
+        for (int t = LANES; t < count; t += LANES)
+            most = larger(most, load(s + t));
+        float top = largest_lane(most);
+        if (top == -INFINITY) { /* nothing seen here */
+            memset(s, 0, (size_t)count * sizeof(float));
+            continue;
+        }
+        any = 1;
+        if (top > peak[r]) {
+            float shrink = expf(peak[r] - top);
+            peak[r] = top;
+            weight[r] *= shrink;
+            for (int d = 0; d < dim; d += LANES)
+                store(sums + r * dim + d, load(sums + r * dim + d) * splat(shrink));
+        }
+        vf total = splat(0.0f), base = splat(peak[r]);
+        for (int t = 0; t < count; t += 2 * LANES) { /* two at a time: the chain is long */
+            vf p[2] = {load(s + t) - base, load(s + t + LANES) - base};
+            exponentials(p);
+            total += p[0] + p[1];
+            store(s + t, p[0] * load(factor + t));
+            store(s + t + LANES, p[1] * load(factor + t + LANES));
+        }
+        weight[r] += sum_lanes(total);
+    }
+    return any;
+}
+
+const struct ops OPS_NAME = {
+    .decode_keys = decode_keys,
+    .decode_values = decode_values,
+    .score = score,
+    .score_tokens = score_tokens,
+    .scales = scales,
+    .scale = scale,
+    .softmax = softmax,
+    .accumulate = accumulate,
+    .halves = halves,
+};

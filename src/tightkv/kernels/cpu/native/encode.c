@@ -1,0 +1,264 @@
+/* The quantizer and the order of bits, as math/quantize.py and pack.py have them. */
+#include <float.h>
+#include <math.h>
+
+#include "encode.h"
+
+static double dot(int dim, const float *a, const float *b)
+{
+    double sum[4] = {0};
+    for (int d = 0; d < dim; d += 4)
+        for (int k = 0; k < 4; k++)
+            sum[k] += (double)a[d + k] * b[d + k];
+    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+}
+
+/* Nearest centroid: how many thresholds the size exceeds, and the sign. */
+static void nearest(const struct side *side, int dim, const float *y, uint8_t *codes)
+{
+    const int half = 1 << (side->bits - 1);
+    for (int d = 0; d < dim; d++)
+        codes[d] = y[d] < 0.0f ? (uint8_t)half : 0;
+    for (int k = 0; k + 1 < half; k++) {
+        const float threshold = side->thresholds[k];
+        for (int d = 0; d < dim; d++)
+            codes[d] = (uint8_t)(codes[d] + (fabsf(y[d]) > threshold));
+    }
+}
+
+/* Whole multiples of the unit up to 127, as two's complement bytes. */
+static void nearest_integer(const struct side *side, int dim, const float *y, uint8_t *codes)
+{
+    const float inverse = (float)(1.0 / side->unit);
+    for (int d = 0; d < dim; d++) {
+        float level = rintf(y[d] * inverse);
+        level = level > 127.0f ? 127.0f : level < -127.0f ? -127.0f : level;
+        codes[d] = (uint8_t)(int8_t)level;
+    }
+}
+
+static float stored_scale(const struct side *side, float norm, float along, float square)
+{
+    switch (side->scale_mode) {
+    case SCALE_CORRECTED: return norm / sqrtf(square);
+    case SCALE_LEAST_SQUARES: return along / square;
+    case SCALE_UNBIASED: return norm * norm / (along < FLT_MIN ? FLT_MIN : along);
+    default: return norm;
+    }
+}
+
+uint16_t encode_vector(const struct side *side, int dim, const float *y, uint8_t *codes)
+{
+    const float root = (float)sqrt((double)dim), inverse = (float)(1.0 / sqrt((double)dim));
+    const float norm = sqrtf((float)dot(dim, y, y));
+    const float least_norm = norm < FLT_MIN ? FLT_MIN : norm;
+    float scaled[dim];
+    for (int d = 0; d < dim; d++)
+        scaled[d] = y[d] / least_norm * root;
+    if (side->bits == 8)
+        nearest_integer(side, dim, scaled, codes);
+    else
+        nearest(side, dim, scaled, codes);
+    for (int d = 0; d < dim; d++)
+        scaled[d] = side->centroids[codes[d]] * inverse;
+    float scale = stored_scale(side, norm, (float)dot(dim, y, scaled),
+                               (float)dot(dim, scaled, scaled));
+    scale = scale > 65504.0f ? 65504.0f : scale < -65504.0f ? -65504.0f : scale;
+    return float_to_half(scale);
+}
+
+/* --- 32 codes <-> `bits` words of 32 bits --- */
+
+static void pack_chunk(int bits, const uint8_t *c, uint32_t *w)
+{
+    memset(w, 0, sizeof *w * (size_t)bits);
+    if (bits == 8) {
+        for (int k = 0; k < 32; k++)
+            w[k / 4] |= (uint32_t)c[k] << 8 * (k % 4);
+    } else if (bits == 4) {
+        for (int k = 0; k < 32; k++) {
+            int n = k % 8;
+            w[k / 8] |= (uint32_t)(c[k] & 7) << 4 * n;
+            w[k / 8] |= (uint32_t)(c[k] >> 3) << (n < 4 ? 8 * n + 7 : 8 * n - 29);
+        }
+    } else if (bits == 3) {
+        for (int k = 0; k < 24; k++)
+            w[k / 8] |= (uint32_t)c[k] << 4 * (k % 8);
+        for (int k = 0; k < 8; k++)
+            for (int j = 0; j < 3; j++)
+                w[j] |= (uint32_t)(c[24 + k] >> j & 1) << (4 * k + 3);
+    } else {
+        for (int k = 0; k < 32; k++)
+            w[k / 16] |= (uint32_t)c[k] << (4 * (k % 8) + 2 * (k / 8 % 2));
+    }
+}
+
+static void unpack_chunk(int bits, const uint32_t *w, uint8_t *c)
+{
+    if (bits == 8) {
+        for (int k = 0; k < 32; k++)
+            c[k] = (uint8_t)(w[k / 4] >> 8 * (k % 4));
+    } else if (bits == 4) {
+        for (int k = 0; k < 32; k++) {
+            int n = k % 8;
+            uint32_t sign = w[k / 8] >> (n < 4 ? 8 * n + 7 : 8 * n - 29) & 1;
+            c[k] = (uint8_t)((w[k / 8] >> 4 * n & 7) | sign << 3);
+        }
+    } else if (bits == 3) {
+        for (int k = 0; k < 24; k++)
+            c[k] = w[k / 8] >> 4 * (k % 8) & 7;
+        for (int k = 0; k < 8; k++)
+            c[24 + k] = (uint8_t)((w[0] >> (4 * k + 3) & 1) | (w[1] >> (4 * k + 3) & 1) << 1 |
+                                  (w[2] >> (4 * k + 3) & 1) << 2);
+    } else {
+        for (int k = 0; k < 32; k++)
+            c[k] = w[k / 16] >> (4 * (k % 8) + 2 * (k / 8 % 2)) & 3;
+    }
+}
+
+/* Rows that are an odd number of 16 codes have 16-bit words. At 3 bits a word is half of a
+   32-bit one whose other half's codes are zero; else two of them are one. */
+
+static void pack_half_chunk(int bits, const uint8_t *c, uint16_t *w)
+{
+    uint8_t both[32] = {0};
+    uint32_t words[8];
+    if (bits == 3)
+        for (int k = 0; k < 16; k++)
+            both[k / 4 * 8 + k % 4] = c[k];
+    else
+        memcpy(both, c, 16);
+    pack_chunk(bits, both, words);
+    for (int j = 0; j < bits; j++)
+        w[j] = (uint16_t)(bits == 3 ? words[j] : words[j / 2] >> 16 * (j % 2));
+}
+
+static void unpack_half_chunk(int bits, const uint16_t *w, uint8_t *c)
+{
+    uint8_t both[32];
+    uint32_t words[8] = {0};
+    for (int j = 0; j < bits; j++)
+        if (bits == 3)
+            words[j] = w[j];
+        else
+            words[j / 2] |= (uint32_t)w[j] << 16 * (j % 2);
+    unpack_chunk(bits, words, both);
+    for (int k = 0; k < 16; k++)
+        c[k] = both[bits == 3 ? k / 4 * 8 + k % 4 : k];
+}
+
+/* --- where words lie: [block][word j][row r][chunk c][i], values [block][j][chunk][pair][i] --- */
+
+static int64_t key_word(int bits, int chunks, int offset, int j, int c)
+{
+    int t = offset % BLOCK;
+    return (((offset / BLOCK * bits + j) * 8 + t % 8) * (int64_t)chunks + c) * 4 + t / 8;
+}
+
+static int64_t value_word(int bits, int chunks, int pair, int j, int c)
+{
+    int p = pair % (BLOCK / 2);
+    return (((pair / (BLOCK / 2) * bits + j) * (int64_t)chunks + c) * 4 + p % 4) * 4 + p / 4;
+}
+
+void pack_key(int bits, int dim, int offset, const uint8_t *codes, uint8_t *plane)
+{
+    uint32_t w[8];
+    uint16_t h[8];
+    if (dim % 32 == 0) {
+        for (int c = 0; c < dim / 32; c++) {
+            pack_chunk(bits, codes + 32 * c, w);
+            for (int j = 0; j < bits; j++)
+                ((word32 *)plane)[key_word(bits, dim / 32, offset, j, c)] = w[j];
+        }
+        return;
+    }
+    for (int c = 0; c < dim / 16; c++) {
+        pack_half_chunk(bits, codes + 16 * c, h);
+        for (int j = 0; j < bits; j++)
+            ((word16 *)plane)[key_word(bits, dim / 16, offset, j, c)] = h[j];
+    }
+}
+
+void unpack_key(int bits, int dim, int offset, const uint8_t *plane, uint8_t *codes)
+{
+    uint32_t w[8];
+    uint16_t h[8];
+    if (dim % 32 == 0) {
+        for (int c = 0; c < dim / 32; c++) {
+            for (int j = 0; j < bits; j++)
+                w[j] = ((const word32 *)plane)[key_word(bits, dim / 32, offset, j, c)];
+            unpack_chunk(bits, w, codes + 32 * c);
+        }
+        return;
+    }
+    for (int c = 0; c < dim / 16; c++) {
+        for (int j = 0; j < bits; j++)
+            h[j] = ((const word16 *)plane)[key_word(bits, dim / 16, offset, j, c)];
+        unpack_half_chunk(bits, h, codes + 16 * c);
+    }
+}
+
+void pack_values(int bits, int dim, int pair, const uint8_t *codes, uint8_t *plane)
+{
+    for (int c = 0; c < dim / 16; c++) {
+        uint8_t both[32];
+        uint32_t w[8];
+        for (int n = 0; n < 32; n++)
+            both[n] = codes[n % 2 * dim + 16 * c + n / 2];
+        pack_chunk(bits, both, w);
+        for (int j = 0; j < bits; j++)
+            ((word32 *)plane)[value_word(bits, dim / 16, pair, j, c)] = w[j];
+    }
+}
+
+void unpack_values(int bits, int dim, int pair, const uint8_t *plane, uint8_t *codes)
+{
+    for (int c = 0; c < dim / 16; c++) {
+        uint8_t both[32];
+        uint32_t w[8];
+        for (int j = 0; j < bits; j++)
+            w[j] = ((const word32 *)plane)[value_word(bits, dim / 16, pair, j, c)];
+        unpack_chunk(bits, w, both);
+        for (int n = 0; n < 32; n++)
+            codes[n % 2 * dim + 16 * c + n / 2] = both[n];
+    }
+}
+
+/* --- the mean of a page, in the rotated frame --- */
+
+void write_mean(const struct layer *layer, uint8_t *record, const float *mean)
+{
+    const int dim = (int)layer->dim;
+    uint8_t *at = record + layer->mean;
+    if (layer->mean_bits == 16) {
+        write_floats(mean, FLOAT16, dim, at);
+        return;
+    }
+    float top = 0.0f;
+    for (int d = 0; d < dim; d++)
+        top = fabsf(mean[d]) > top ? fabsf(mean[d]) : top;
+    uint16_t half = float_to_half(top / 127.0f);
+    float step = half_to_float(half);
+    step = step < 0x1p-14f ? 0x1p-14f : step; /* the smallest normal float16 */
+    for (int d = 0; d < dim; d++) {
+        float level = rintf(mean[d] / step);
+        at[d] = (uint8_t)(int8_t)(level > 127.0f ? 127.0f : level < -127.0f ? -127.0f : level);
+    }
+    memcpy(at + dim, &half, 2);
+}
+
+void read_mean(const struct layer *layer, const uint8_t *record, float *mean)
+{
+    const int dim = (int)layer->dim;
+    const uint8_t *at = record + layer->mean;
+    if (layer->mean_bits == 16) {
+        read_floats(at, FLOAT16, dim, mean);
+        return;
+    }
+    uint16_t half;
+    memcpy(&half, at + dim, 2);
+    float step = half_to_float(half);
+    for (int d = 0; d < dim; d++)
+        mean[d] = (float)(int8_t)at[d] * step;
+}

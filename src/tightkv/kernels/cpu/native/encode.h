@@ -1,0 +1,28 @@
+/* Codes of one vector, codes to words and back, and the mean of a page. */
+#ifndef TIGHTKV_ENCODE_H
+#define TIGHTKV_ENCODE_H
+
+#include "internal.h"
+
+/* Rotated y[dim] -> codes[dim]; returns the float16 scale. */
+uint16_t encode_vector(const struct side *side, int dim, const float *y, uint8_t *codes);
+
+/* One token's key codes [dim] in the code plane of a record, and back. */
+void pack_key(int bits, int dim, int offset, const uint8_t *codes, uint8_t *plane);
+void unpack_key(int bits, int dim, int offset, const uint8_t *plane, uint8_t *codes);
+/* Two neighbouring tokens' value codes, [2][dim]; `pair` is half the even one's offset. */
+void pack_values(int bits, int dim, int pair, const uint8_t *codes, uint8_t *plane);
+void unpack_values(int bits, int dim, int pair, const uint8_t *plane, uint8_t *codes);
+
+/* The mean key of a page, rotated: float16, or int8 and one float16 step. */
+void write_mean(const struct layer *layer, uint8_t *record, const float *mean);
+void read_mean(const struct layer *layer, const uint8_t *record, float *mean);
+
+/* The float16 of token `offset` in a plane of scales. */
+static inline uint8_t *scale_at(uint8_t *plane, int offset)
+{
+    int t = offset % BLOCK;
+    return plane + 2 * (offset / BLOCK * BLOCK + t % 8 * 4 + t / 8);
+}
+
+#endif

@@ -1,0 +1,88 @@
+/* What Python hands over. Every field is 8 bytes wide, so that both sides agree on offsets;
+   `library.py` spells the same structs. Strides count elements unless they say bytes. */
+#ifndef TIGHTKV_NATIVE_H
+#define TIGHTKV_NATIVE_H
+
+#include <stdint.h>
+
+#define PUBLIC __attribute__((visibility("default")))
+
+enum { FLOAT32, BFLOAT16, FLOAT16, BOOLEAN };
+enum { ROTATION_NONE, ROTATION_HADAMARD, ROTATION_DENSE };
+enum { SCALE_NORM, SCALE_CORRECTED, SCALE_LEAST_SQUARES, SCALE_UNBIASED };
+
+/* Keys or values of a layer. */
+struct side {
+    int64_t bits;
+    int64_t codes, scales;   /* byte offsets in a record */
+    int64_t scale_mode;
+    int64_t rotation;
+    const float *signs;      /* [dim], Hadamard */
+    const double *matrix;    /* [dim][dim], dense: y = M x */
+    const float *centroids;  /* [2^bits] by code, unit variance */
+    const float *thresholds; /* [2^(bits-1) - 1] between magnitudes */
+    const float *levels;     /* [2^bits] by code; centroid = unit * level */
+    double unit;
+};
+
+struct layer {
+    int64_t dim, heads, page_size, record_bytes;
+    int64_t centered, mean_bits, mean; /* mean: byte offset in a record */
+    struct side key, value;
+};
+
+/* CacheView: tokens [start, length) of each sequence. */
+struct view {
+    int64_t batch;
+    uint8_t *pages;
+    int64_t page_bytes;
+    const int32_t *block_table;
+    int64_t block_stride;
+    const int32_t *lengths, *starts, *ring_starts, *sink_counts, *ring_rows;
+    void *ring_key, *ring_value; /* [rows][ring][heads][dim] */
+    void *sink_key, *sink_value; /* [rows][sinks][heads][dim] */
+    int64_t ring, sinks, dtype;
+};
+
+/* Packed rows of tokens [token][head][dim]. */
+struct tokens {
+    const void *data;
+    int64_t token_stride, head_stride;
+};
+
+struct attend_args {
+    struct view view;
+    struct tokens query, new_key, new_value; /* new_*.data NULL: no new tokens */
+    int64_t dtype, new_dtype;
+    int64_t total, heads;   /* packed queries, query heads */
+    const int32_t *first;   /* [batch + 1] */
+    void *out;              /* [total][heads][dim], dtype of the query */
+    float *lse;             /* [total][heads] */
+    const void *mask;       /* NULL: none */
+    int64_t mask_dtype, mask_batch, mask_head, mask_query, mask_token; /* strides */
+    int64_t causal, window; /* window 0: none */
+    double scale, softcap;  /* softcap 0: none */
+    int64_t threads;
+};
+
+struct append_args {
+    struct view view;
+    struct tokens key, value;
+    int64_t dtype;
+    const int32_t *first; /* [batch + 1] */
+    const int32_t *exact_starts;
+    int64_t open_codes, threads;
+};
+
+/* Both return 0, or -1 where memory runs out. */
+PUBLIC int tightkv_attend(const struct layer *layer, const struct attend_args *args);
+PUBLIC int tightkv_append(const struct layer *layer, const struct append_args *args);
+
+/* The instruction sets of this build that this machine has, best first, with commas. */
+PUBLIC const char *tightkv_supported(void);
+/* Use this one from now on; returns 0, or -1 if it is not among the supported. */
+PUBLIC int tightkv_use(const char *name);
+/* torch's GOMP_parallel, so that both share one pool of threads; NULL: threads of our own. */
+PUBLIC void tightkv_share_threads(void (*parallel)(void (*)(void *), void *, unsigned, unsigned));
+
+#endif

@@ -1,0 +1,85 @@
+/* What an instruction set must provide: decoders of one block, and the small products over it. */
+#ifndef TIGHTKV_OPS_H
+#define TIGHTKV_OPS_H
+
+#include <stdint.h>
+
+#define BLOCK 32 /* tokens whose codes are interleaved; a tile's order is [row r of 8][i of 4] */
+#define STRIP 4  /* blocks whose softmax weights are found together at most */
+#define BASE 254      /* of the two bytes of a number: 127 / BASE is exactly a half */
+#define LARGEST 32384 /* 127 BASE + 126: the next one is nearer to 128 BASE */
+#define DOT_ROWS 8 /* as many rows use them at most */
+#define ROWS 32  /* (query, head) pairs that share one decoded tile at most */
+
+/* The levels of one side's codes, whole numbers of quarters: exact in 16 bits of a float. */
+struct book {
+    int bits;
+    float level[16];           /* by code, for 4 bits by magnitude; repeated to fill */
+    uint8_t high[16], low[16]; /* the two upper bytes of each float */
+    int8_t whole[16], part[16]; /* by code: level = (whole + part / BASE) * step */
+    float step;
+};
+
+/* Words of pages, which may start at any byte. */
+typedef uint32_t word32 __attribute__((aligned(1), may_alias));
+typedef uint16_t word16 __attribute__((aligned(1), may_alias));
+
+struct ops {
+    /* 32 tokens of packed key codes -> tile[dim][32]; room for dim rounded up to 32 rows.
+       `work` has room for one block of codes. */
+    void (*decode_keys)(const struct book *book, int dim, const uint8_t *codes, uint8_t *work,
+                        float *tile);
+    /* 32 tokens of packed value codes -> tile[32][dim] */
+    void (*decode_values)(const struct book *book, int dim, const uint8_t *codes, float *tile);
+    /* scores[row * stride + 32] = query[row][dim] . tile[dim][32] */
+    void (*score)(const float *query, int rows, int dim, const float *tile, float *scores,
+                  int stride);
+    /* The same for keys[32][dim], token by token. */
+    void (*score_tokens)(const float *query, int rows, int dim, const float *keys, float *scores,
+                         int stride);
+    /* float16 scales of 32 tokens times `factor`; a sign bit, if `flags`, says centered: 1 or 0.
+       Returns whether any is. */
+    int (*scales)(const word16 *in, float factor, int flags, float *out, float *centered);
+    /* scores = scores * factor + shift[row] where centered, soft-capped if cap > 0 */
+    void (*scale)(float *scores, int rows, int stride, const float *factor, const float *centered,
+                  const float *shift, float cap);
+    /* One step of the online softmax over `count` scores a row: they become weights times
+       `factor`; peak, weight and sums[row][dim] are brought to the new peak. Returns whether any
+       weight is not zero. */
+    int (*softmax)(float *scores, int rows, int count, int stride, int dim, const float *factor,
+                   float *peak, float *weight, float *sums);
+    /* sums[row][dim] += weights[row * stride + 32] . tile[32][dim] */
+    void (*accumulate)(const float *weights, int stride, int rows, int dim, const float *tile,
+                       float *sums);
+    /* float16 -> float */
+    void (*halves)(const word16 *in, int count, float *out);
+};
+
+/* Products of 8-bit numbers with the codes themselves, for few rows (dotprod.c). */
+struct dots {
+    /* scores[row * stride + 32] of a block; query is [row][group of 8 dims][16 bytes] */
+    void (*keys)(const struct book *book, int dim, const uint8_t *codes, uint8_t *work,
+                 const int8_t *query, const float *factor, int rows, float *scores, int stride);
+    /* sums[row][dim] += weights . values of a strip; weights are [row][STRIP][4][16 bytes] */
+    void (*values)(const struct book *book, int dim, const uint8_t *const *codes, int blocks,
+                   const int8_t *weights, const float *factor, int rows, float *sums);
+    /* weights of a row of a strip -> bytes; returns their unit */
+    float (*split)(const float *weights, int count, int8_t *bytes);
+};
+
+/* An instruction set: how it is called and what it brings; dots may be NULL. */
+struct isa {
+    const char *name;
+    const struct ops *ops;
+    const struct dots *dots;
+};
+
+extern const struct ops portable_ops;
+#if defined(__aarch64__)
+extern const struct ops neon_ops;
+extern const struct dots dotprod_dots;
+#elif defined(__x86_64__)
+extern const struct ops avx2_ops, avx512_ops;
+#endif
+
+#endif

@@ -1,0 +1,335 @@
+// A decode step's append: copy the new tokens to ring and sinks, encode what they touch.
+//
+// One block a sequence, head and side (key or value). A warp encodes a token, lane l holding
+// channels l + 32 k; codes go through shared memory and are packed word by word.
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned char u8;
+
+#define THREADS 256
+#define WARPS (THREADS / 32)
+#define N (D / 32)  // channels a lane
+
+struct Append {
+    const u16 *key, *value;
+    u8 *pages;
+    const int *block_table, *lengths, *starts, *ring_rows, *exact_starts, *first;
+    u16 *ring_key, *ring_value, *sink_key, *sink_value;
+    const float *signs;
+    long long key_n, key_h, value_n, value_h, table_b;
+    int ring, sinks, open;
+};
+
+__device__ __forceinline__ float to_float(u16 h) {
+#if BF16
+    return __int_as_float((u32)h << 16);
+#else
+    float f;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
+    return f;
+#endif
+}
+
+__device__ __forceinline__ u16 to_half(float x) {
+    u16 h;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(x));
+    return h;
+}
+
+__device__ __forceinline__ float from_half(u16 h) {
+    float f;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
+    return f;
+}
+
+__device__ __forceinline__ float finite(float x) {
+    if (x != x) return 0.f;
+    if (x == __int_as_float(0x7f800000)) return 65504.f;
+    return x == __int_as_float(0xff800000) ? -65504.f : x;
+}
+
+__device__ __forceinline__ double total(double x) {
+#pragma unroll
+    for (int bit = 1; bit < 32; bit *= 2) x += __shfl_xor_sync(~0u, x, bit);
+    return x;
+}
+
+// The same sums in the same order as math.rotation.
+__device__ __forceinline__ void rotate(float (&x)[N], const float *signs, int lane) {
+#if ROTATED
+#pragma unroll
+    for (int k = 0; k < N; k++) x[k] *= signs[lane + 32 * k];
+#pragma unroll
+    for (int bit = 1; bit < 32; bit *= 2)
+#pragma unroll
+        for (int k = 0; k < N; k++) {
+            float other = __shfl_xor_sync(~0u, x[k], bit);
+            x[k] = (lane & bit) ? other - x[k] : x[k] + other;
+        }
+#pragma unroll
+    for (int bit = 1; bit < N; bit *= 2)
+#pragma unroll
+        for (int k = 0; k < N; k++)
+            if (!(k & bit)) {
+                float a = x[k], b = x[k + bit];
+                x[k] = a + b;
+                x[k + bit] = a - b;
+            }
+#pragma unroll
+    for (int k = 0; k < N; k++) x[k] *= ROOT;
+#endif
+}
+
+template <int BITS>
+struct Book;
+template <>
+struct Book<KEY_BITS> {
+    static __device__ __forceinline__ float threshold(int i) {
+        const float t[] = {KEY_THRESHOLDS};
+        return t[i];
+    }
+    static __device__ __forceinline__ float magnitude(int i) {
+        const float m[] = {KEY_MAGNITUDES};
+        return m[i];
+    }
+};
+#if VALUE_BITS != KEY_BITS
+template <>
+struct Book<VALUE_BITS> {
+    static __device__ __forceinline__ float threshold(int i) {
+        const float t[] = {VALUE_THRESHOLDS};
+        return t[i];
+    }
+    static __device__ __forceinline__ float magnitude(int i) {
+        const float m[] = {VALUE_MAGNITUDES};
+        return m[i];
+    }
+};
+#endif
+
+// Rotated y of one token -> codes in shared memory, scale (all lanes).
+template <int BITS, int MODE>
+__device__ __forceinline__ float quantize(const float (&y)[N], u8 *codes, int lane) {
+    const float tiny = 1.1754943508222875e-38f;
+    double square = 0;
+#pragma unroll
+    for (int k = 0; k < N; k++) square += (double)y[k] * (double)y[k];
+    const float norm = __fsqrt_rn((float)total(square));
+    double yc = 0, cc = 0;
+#pragma unroll
+    for (int k = 0; k < N; k++) {
+        float z = __fdiv_rn(y[k], fmaxf(norm, tiny)) * WIDTH, size = fabsf(z);
+        int index = 0;
+        float c = Book<BITS>::magnitude(0);
+#pragma unroll
+        for (int i = 0; i < (1 << (BITS - 1)) - 1; i++)
+            if (size > Book<BITS>::threshold(i)) index = i + 1, c = Book<BITS>::magnitude(i + 1);
+        if (z < 0.f) index += 1 << (BITS - 1), c = -c;
+        codes[lane + 32 * k] = (u8)index;
+        c = c * ROOT;
+        yc += (double)y[k] * (double)c;
+        cc += (double)c * (double)c;
+    }
+    if (MODE == 0) return norm;
+    if (MODE == 1) return __fdiv_rn(norm, __fsqrt_rn((float)total(cc)));
+    if (MODE == 2) return __fdiv_rn((float)total(yc), (float)total(cc));
+    return __fdiv_rn(norm * norm, fmaxf((float)total(yc), tiny));
+}
+
+// Word j of 32 codes code(0..31).
+template <int BITS, class F>
+__device__ __forceinline__ u32 pack(int j, F code) {
+    u32 w = 0;
+    if (BITS == 4) {
+#pragma unroll
+        for (int n = 0; n < 8; n++) {
+            u32 x = code(8 * j + n);
+            w |= (x & 7) << (4 * n) | (x >> 3) << (n < 4 ? 7 + 8 * n : 8 * n - 29);
+        }
+    } else if (BITS == 3) {
+#pragma unroll
+        for (int n = 0; n < 8; n++)
+            w |= (u32)code(8 * j + n) << (4 * n) | (((u32)code(24 + n) >> j) & 1) << (4 * n + 3);
+    } else {
+#pragma unroll
+        for (int n = 0; n < 16; n++) w |= (u32)code(16 * j + n) << (4 * (n % 8) + 2 * (n / 8));
+    }
+    return w;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) append(const Append a) {
+    __shared__ u8 codes[PAGE][D];
+    __shared__ float sums[WARPS][D];
+    __shared__ float mean[D];
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int row = blockIdx.x / HKV, head = blockIdx.x % HKV;
+    const bool is_key = blockIdx.y == 0;
+    const int begin = a.first[row], count = a.first[row + 1] - begin;
+    if (!count) return;
+    const int length = a.lengths[row], before = length - count, start = a.starts[row];
+    const long long owner = a.ring_rows[row];
+    const u16 *source = is_key ? a.key + head * a.key_h : a.value + head * a.value_h;
+    const long long stride = is_key ? a.key_n : a.value_n;
+    u16 *ring = (is_key ? a.ring_key : a.ring_value) + (owner * a.ring * HKV + head) * D;
+    u16 *sink = (is_key ? a.sink_key : a.sink_value) + (owner * a.sinks * HKV + head) * D;
+
+    for (int t = warp; t < count; t += WARPS) {
+        const int at = before + t;
+        const u16 *x = source + (begin + t) * stride;
+        u16 *place = ring + (long long)(at % a.ring) * HKV * D;
+        for (int d = lane; d < D; d += 32) place[d] = x[d];
+        if (at >= start && at < start + a.sinks) {
+            place = sink + (long long)(at - start) * HKV * D;
+            for (int d = lane; d < D; d += 32) place[d] = x[d];
+        }
+    }
+
+    for (int index = before / PAGE; index * PAGE < length; index++) {
+        const int page_at = index * PAGE;
+        const bool complete = page_at + PAGE <= length;
+        if (!complete && !a.open) return;
+        const int exact_from = a.exact_starts[row];
+        const int low = max(complete ? exact_from : before, page_at);
+        const int high = min(length, page_at + PAGE);
+        u8 *record = a.pages + ((long long)a.block_table[row * a.table_b + index] * HKV + head) * RECORD;
+        const bool center = is_key && complete && MEAN_BITS > 0;
+
+        auto load = [&](int at, float(&x)[N]) {
+            const u16 *p = at >= before ? source + (begin + at - before) * stride
+                                        : ring + (long long)(at % a.ring) * HKV * D;
+#pragma unroll
+            for (int k = 0; k < N; k++) x[k] = finite(to_float(p[lane + 32 * k]));
+        };
+
+        if (center) {
+            if (exact_from <= page_at) {
+                float part[N];
+#pragma unroll
+                for (int k = 0; k < N; k++) part[k] = 0.f;
+                for (int at = max(start, page_at) + warp; at < page_at + PAGE; at += WARPS) {
+                    float x[N];
+                    load(at, x);
+#pragma unroll
+                    for (int k = 0; k < N; k++) part[k] += x[k];
+                }
+#pragma unroll
+                for (int k = 0; k < N; k++) sums[warp][lane + 32 * k] = part[k];
+                __syncthreads();
+                if (warp == 0) {
+                    const float real = max(page_at + PAGE - max(start, page_at), 1);
+                    float x[N];
+#pragma unroll
+                    for (int k = 0; k < N; k++) {
+                        x[k] = 0.f;
+                        for (int w = 0; w < WARPS; w++) x[k] += sums[w][lane + 32 * k];
+                        x[k] = __fdiv_rn(x[k], real);
+                    }
+                    rotate(x, a.signs, lane);
+#if MEAN_BITS == 8
+                    float top = 0.f;
+#pragma unroll
+                    for (int k = 0; k < N; k++) top = fmaxf(top, fabsf(x[k]));
+#pragma unroll
+                    for (int bit = 1; bit < 32; bit *= 2)
+                        top = fmaxf(top, __shfl_xor_sync(~0u, top, bit));
+                    const u16 half_step = to_half(__fdiv_rn(top, 127.f));
+                    const float step = from_half(half_step);
+                    if (lane == 0) *(u16 *)(record + MEAN_AT + D) = half_step;
+#pragma unroll
+                    for (int k = 0; k < N; k++) {
+                        float level = rintf(__fdiv_rn(x[k], fmaxf(step, 6.103515625e-05f)));
+                        level = fminf(fmaxf(level, -127.f), 127.f);
+                        ((signed char *)(record + MEAN_AT))[lane + 32 * k] = (signed char)level;
+                        mean[lane + 32 * k] = level * step;
+                    }
+#else
+#pragma unroll
+                    for (int k = 0; k < N; k++) {
+                        const u16 h = to_half(x[k]);
+                        ((u16 *)(record + MEAN_AT))[lane + 32 * k] = h;
+                        mean[lane + 32 * k] = from_half(h);
+                    }
+#endif
+                }
+            } else if (warp == 0) {
+                for (int d = lane; d < D; d += 32)
+#if MEAN_BITS == 8
+                    mean[d] = (float)((signed char *)(record + MEAN_AT))[d] *
+                              from_half(*(u16 *)(record + MEAN_AT + D));
+#else
+                    mean[d] = from_half(((u16 *)(record + MEAN_AT))[d]);
+#endif
+            }
+            __syncthreads();
+        }
+
+        for (int at = low + warp; at < high; at += WARPS) {
+            const int t = at - page_at;
+            float x[N];
+            load(at, x);
+            rotate(x, a.signs, lane);
+            float scale;
+            u16 *scales;
+            if (is_key) {
+                bool centered = false;
+                if (center) {
+                    double plain = 0, rest = 0;
+                    float y[N];
+#pragma unroll
+                    for (int k = 0; k < N; k++) {
+                        y[k] = x[k] - mean[lane + 32 * k];
+                        plain += (double)x[k] * (double)x[k];
+                        rest += (double)y[k] * (double)y[k];
+                    }
+                    centered = (float)total(rest) < (float)total(plain);
+#pragma unroll
+                    for (int k = 0; k < N; k++) x[k] = centered ? y[k] : x[k];
+                }
+                scale = quantize<KEY_BITS, KEY_MODE>(x, codes[t], lane);
+                scale = fminf(fmaxf(scale, -65504.f), 65504.f);
+                scale = centered ? -scale : scale;
+                scales = (u16 *)(record + KEY_SCALE_AT);
+            } else {
+                scale = quantize<VALUE_BITS, VALUE_MODE>(x, codes[t], lane);
+                scale = fminf(fmaxf(scale, -65504.f), 65504.f);
+                scales = (u16 *)(record + VALUE_SCALE_AT);
+            }
+            if (lane == 0) scales[(t / 32) * 32 + (t % 8) * 4 + (t % 32) / 8] = to_half(scale);
+        }
+        __syncthreads();
+
+        const int first_block = (low - page_at) / 32, last_block = (high - page_at - 1) / 32;
+        if (is_key) {
+            constexpr int C = D / 32, BLOCK = KEY_BITS * 32 * C;  // words of 32 tokens
+            u32 *plane = (u32 *)record;
+            for (int w = first_block * BLOCK + threadIdx.x; w < (last_block + 1) * BLOCK; w += THREADS) {
+                const int i = w % 4, c = w / 4 % C, r = w / (4 * C) % 8, j = w / (32 * C) % KEY_BITS;
+                const int t = w / BLOCK * 32 + 8 * i + r;
+                if (page_at + t < low || page_at + t >= high) continue;
+                plane[w] = pack<KEY_BITS>(j, [&](int k) { return codes[t][32 * c + k]; });
+            }
+        } else {
+            constexpr int C = D / 16, BLOCK = VALUE_BITS * 16 * C;
+            u32 *plane = (u32 *)(record + VALUE_AT);
+            for (int w = first_block * BLOCK + threadIdx.x; w < (last_block + 1) * BLOCK; w += THREADS) {
+                const int i = w % 4, c = w / 4 % 4, ch = w / 16 % C, j = w / (16 * C) % VALUE_BITS;
+                const int t = w / BLOCK * 32 + 2 * (4 * i + c);
+                const bool even = page_at + t >= low && page_at + t < high;
+                const bool odd = page_at + t + 1 >= low && page_at + t + 1 < high;
+                if (!even && !odd) continue;
+                u32 word = pack<VALUE_BITS>(j, [&](int k) {
+                    return ((k & 1) ? odd : even) ? codes[t + (k & 1)][16 * ch + k / 2] : (u8)0;
+                });
+                if (!even || !odd) {
+                    u32 own = pack<VALUE_BITS>(j, [&](int k) {
+                        return ((k & 1) ? odd : even) ? (u8)((1 << VALUE_BITS) - 1) : (u8)0;
+                    });
+                    word |= plane[w] & ~own;
+                }
+                plane[w] = word;
+            }
+        }
+        __syncthreads();  // codes are free for the next page
+    }
+}

@@ -1,0 +1,140 @@
+"""Compile CUDA C++ when it is first needed, keep the result on disk, launch it.
+
+torch ships NVRTC and the driver is there whenever CUDA is, so nothing is compiled or installed
+beforehand. Only the few calls needed are bound, through ctypes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import glob
+import hashlib
+import os
+import sysconfig
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+class CompileError(RuntimeError):
+    """NVRTC refused a source; the message is its log."""
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels are kept: $TIGHTKV_CACHE, else the user's cache directory."""
+    root = os.environ.get("TIGHTKV_CACHE")
+    if root is None:
+        base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+        root = os.path.join(base, "tightkv")
+    return Path(root) / "kernels"
+
+
+@functools.lru_cache(maxsize=1)
+def nvrtc() -> ctypes.CDLL:
+    """torch's own NVRTC; OSError if there is none."""
+    major = str(torch.version.cuda).split(".")[0]
+    name = f"libnvrtc.so.{major}"
+    folders = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    found = [p for f in folders for p in glob.glob(f"{f}/nvidia/*/lib/{name}*")]
+    errors = []
+    for candidate in [name, *found, f"/usr/local/cuda/lib64/{name}"]:
+        try:
+            return ctypes.CDLL(candidate)
+        except OSError as error:
+            errors.append(str(error))
+    raise OSError("; ".join(errors))
+
+
+@functools.lru_cache(maxsize=1)
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def compile_cubin(source: str, options: Sequence[str], arch: str) -> bytes:
+    """CUDA C++ -> machine code for `arch` ("sm_90"), from disk if it was compiled before."""
+    lib = nvrtc()
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    lib.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    key = "\0".join([source, *options, arch, f"{major.value}.{minor.value}"])
+    path = cache_folder() / (hashlib.sha256(key.encode()).hexdigest()[:32] + ".cubin")
+    if path.is_file():
+        return path.read_bytes()
+    cubin = _compile(lib, source, [*options, f"--gpu-architecture={arch}", "--std=c++17"])
+    _write_whole(path, cubin)
+    return cubin
+
+
+def _compile(lib: ctypes.CDLL, source: str, options: Sequence[str]) -> bytes:
+    program = ctypes.c_void_p()
+    status = lib.nvrtcCreateProgram(
+        ctypes.byref(program), source.encode(), b"tightkv.cu", 0, None, None
+    )
+    if status:
+        raise CompileError(f"nvrtcCreateProgram failed with status {status}")
+    try:
+        array = (ctypes.c_char_p * len(options))(*[o.encode() for o in options])
+        if lib.nvrtcCompileProgram(program, len(options), array):
+            raise CompileError(_get(lib, program, "ProgramLog").decode(errors="replace"))
+        return _get(lib, program, "CUBIN")
+    finally:
+        lib.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _get(lib: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> bytes:
+    size = ctypes.c_size_t()
+    getattr(lib, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
+    data = ctypes.create_string_buffer(size.value)
+    getattr(lib, f"nvrtcGet{what}")(program, data)
+    return data.raw
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    """A reader sees the whole file or none; a folder that cannot be written is no error."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(data)
+        os.replace(file.name, path)
+    except OSError:
+        return
+
+
+class Module:
+    """Kernels of one cubin, loaded on one device."""
+
+    def __init__(self, cubin: bytes, device: torch.device) -> None:
+        with torch.cuda.device(device):
+            torch.cuda.current_stream()  # makes torch's context the current one
+            self._module = ctypes.c_void_p()
+            _check(_driver().cuModuleLoadData(ctypes.byref(self._module), cubin), "load a kernel")
+        self._functions: dict[str, ctypes.c_void_p] = {}
+
+    def launch(self, name: str, grid: tuple[int, int, int], threads: int, *args: Any) -> None:
+        """Launch on the current stream. `args` are ctypes values, in the kernel's order."""
+        if name not in self._functions:
+            function = ctypes.c_void_p()
+            status = _driver().cuModuleGetFunction(
+                ctypes.byref(function), self._module, name.encode()
+            )
+            _check(status, f"find kernel {name}")
+            self._functions[name] = function
+        pointers = (ctypes.c_void_p * len(args))(
+            *[ctypes.cast(ctypes.pointer(a), ctypes.c_void_p) for a in args]
+        )
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        function = self._functions[name]
+        _check(
+            _driver().cuLaunchKernel(function, *grid, threads, 1, 1, 0, stream, pointers, None),
+            f"launch {name} on a grid of {grid}",
+        )
+
+
+def _check(status: int, what: str) -> None:
+    if status:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(status, ctypes.byref(text))
+        raise RuntimeError(f"could not {what}: {(text.value or b'unknown error').decode()}")

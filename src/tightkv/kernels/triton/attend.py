@@ -1,0 +1,365 @@
+"""Attention over pages, ring, sinks and new tokens: one kernel for decoding and for prefill.
+
+Keys are the left operand, so a tile is [tokens, columns] where a column is one query head of one
+query token. A program takes COLS columns of one sequence and KV head, and a share of the pages
+(split-KV), or of the exact tokens. Its result lies in the frame of the pages; `_merge_kernel`
+joins the shares and rotates back.
+"""
+
+import triton
+import triton.language as tl
+
+from tightkv.kernels.triton.rotate import rotate, rotate_back
+from tightkv.kernels.triton.words import (
+    byte_levels,
+    load_key_words,
+    load_value_words,
+    nibble_levels,
+    scale_order,
+    token_order,
+)
+
+
+@triton.jit
+def _split4(x):
+    """[..., 4] -> four tensors."""
+    x = tl.reshape(x, x.shape[:-1] + [2, 2])  # noqa: RUF005 - not Triton
+    low, high = tl.split(x)  # index bit 0
+    a, c = tl.split(low)
+    b, d = tl.split(high)
+    return a, b, c, d
+
+
+@triton.jit
+def _pair(a, b, ROWS: tl.constexpr, K: tl.constexpr):
+    """[ROWS, K] twice -> [ROWS, 2 K], interleaved."""
+    return tl.reshape(tl.join(a, b), [ROWS, 2 * K])
+
+
+@triton.jit
+def _softmax_step(s, peak, total):
+    """Scores [tokens, COLS] in log2 units -> weights, shrink factor, new peak and total."""
+    new = tl.maximum(peak, tl.max(s, axis=0))
+    base = tl.where(new == float("-inf"), 0.0, new)
+    p = tl.exp2(s - base[None, :])
+    shrink = tl.exp2(peak - base)
+    return p, shrink, new, total * shrink + tl.sum(p, axis=0)
+
+
+@triton.jit
+def _mask_scores(
+    s, at, valid, query_at, live, mask, mask_b, mask_h, mask_q, mask_n, row, head, token,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    """Cap, mask and bring scores [tokens, COLS] to log2 units; hidden ones are -inf."""
+    LOG2E: tl.constexpr = 1.4426950408889634
+    if CAP > 0.0:
+        # tanh by exp: 1 - 2 / (1 + e^2x)
+        s = CAP * (1.0 - 2.0 / (1.0 + tl.exp2(s * (2.0 * LOG2E / CAP))))
+    seen = valid[:, None] & live[None, :]
+    if CAUSAL:
+        seen = seen & (at[:, None] <= query_at[None, :])
+    if WINDOW > 0:
+        seen = seen & (at[:, None] > query_at[None, :] - WINDOW)
+    if MASK > 0:
+        column = row * mask_b + head * mask_h + token * mask_q
+        where = mask + column[None, :] + at[:, None] * mask_n
+        if MASK == 1:
+            seen = seen & (tl.load(where, mask=seen, other=0) != 0)
+        else:
+            s += tl.load(where, mask=seen, other=0.0).to(tl.float32)
+    return tl.where(seen, s * LOG2E, float("-inf"))
+
+
+@triton.jit
+def _attend_kernel(
+    query, pages, pages16, block_table, lengths, starts, ring_starts, sink_counts, ring_rows, first,
+    ring_key, ring_value, sink_key, sink_value, new_key, new_value, mask, key_table, value_table,
+    partial, partial_lse,
+    query_n, query_h, table_b, new_key_n, new_key_h, new_value_n, new_value_h,
+    mask_b, mask_h, mask_q, mask_n, total_rows, scale,
+    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, COLS: tl.constexpr,
+    PAGE: tl.constexpr, TILE: tl.constexpr, RECORD: tl.constexpr, RING: tl.constexpr,
+    SINKS: tl.constexpr,
+    KEY_BITS: tl.constexpr, KEY_CHUNK: tl.constexpr, KEY_TABLE: tl.constexpr,
+    VALUE_BITS: tl.constexpr, VALUE_TABLE: tl.constexpr,
+    KEY_UNIT: tl.constexpr, VALUE_UNIT: tl.constexpr,
+    VALUE_AT: tl.constexpr, KEY_SCALE_AT: tl.constexpr, VALUE_SCALE_AT: tl.constexpr,
+    MEAN_AT: tl.constexpr, MEAN_BITS: tl.constexpr,
+    KIND: tl.constexpr, SPLITS: tl.constexpr, EXACT_SPLITS: tl.constexpr, EXACT_TILE: tl.constexpr,
+    EXACT_STEP: tl.constexpr, EXACT_STAGES: tl.constexpr,
+    NEW: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    MASK: tl.constexpr, PTX: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    G: tl.constexpr = HQ // HKV
+    NB: tl.constexpr = TILE // 32
+    C: tl.constexpr = D // KEY_CHUNK
+    CP: tl.constexpr = DP // KEY_CHUNK
+    VC: tl.constexpr = D // 16
+    VCP: tl.constexpr = DP // 16
+    KQ: tl.constexpr = KEY_CHUNK // 8 if KEY_BITS < 8 else KEY_CHUNK // 4  # words a chunk
+    VQ: tl.constexpr = 4 if VALUE_BITS < 8 else 8
+    KW: tl.constexpr = KQ * CP
+    VW: tl.constexpr = VQ * VCP
+
+    split = tl.program_id(0)
+    row = tl.program_id(1) // HKV
+    kv_head = tl.program_id(1) % HKV
+    begin = tl.load(first + row)
+    count = tl.load(first + row + 1) - begin
+    col = tl.program_id(2) * COLS + tl.arange(0, COLS)
+    if tl.program_id(2) * COLS >= count * G:
+        return
+    token = col // G
+    head = kv_head * G + col % G
+    live = token < count
+
+    length = tl.load(lengths + row)
+    start = tl.load(starts + row)
+    ring_start = tl.load(ring_starts + row)
+    sink_count = tl.load(sink_counts + row)
+    sinks_end = tl.minimum(start + sink_count, ring_start)
+    total = length + count if NEW else length
+    query_at = total - count + token
+    live = live & (query_at >= 0)
+    last_at = tl.minimum(total - count + (tl.program_id(2) * COLS + COLS - 1) // G, total - 1)
+    low = start
+    if WINDOW > 0:
+        low = tl.maximum(low, total - count + (tl.program_id(2) * COLS) // G - WINDOW + 1)
+
+    # this program's share of pages and of exact tokens (sinks, ring, new)
+    page_from = low // PAGE
+    page_to = tl.cdiv(ring_start, PAGE)
+    each = tl.cdiv(tl.maximum(page_to - page_from, 0), SPLITS)
+    page_from = page_from + split * each
+    page_to = tl.minimum(page_to, page_from + each)
+    n_sinks = tl.maximum(sinks_end - start, 0)
+    ring_from = tl.maximum(ring_start, start)
+    n_old = n_sinks + tl.maximum(length - ring_from, 0)
+    exact_from = 0
+    exact_to = n_old
+    if NEW:
+        exact_to += count
+        if CAUSAL:
+            exact_to = tl.minimum(exact_to, n_old + tl.maximum(last_at + 1 - length, 0))
+    if EXACT_SPLITS > 0:
+        exact_from = tl.where(split >= SPLITS, (split - SPLITS) * EXACT_TILE, exact_to)
+        exact_to = tl.minimum(exact_to, exact_from + EXACT_TILE)
+        page_to = tl.where(split >= SPLITS, page_from, page_to)
+
+    d = tl.arange(0, DP)
+    q = tl.load(
+        query + ((begin + token).to(tl.int64) * query_n + head * query_h)[:, None] + d[None, :],
+        mask=live[:, None] & (d[None, :] < D), other=0.0,
+    )  # [COLS, DP]  # fmt: skip
+
+    peak = tl.full([COLS], float("-inf"), tl.float32)
+    weight = tl.zeros([COLS], tl.float32)
+    a0 = tl.zeros([VW, COLS], tl.float32)
+    a1 = tl.zeros([VW, COLS], tl.float32)
+    a2 = tl.zeros([VW, COLS], tl.float32)
+    a3 = tl.zeros([VW, COLS], tl.float32)
+
+    if exact_to > exact_from:
+        acc = tl.zeros([DP, COLS], tl.float32)
+        owner = tl.load(ring_rows + row).to(tl.int64)
+        q_columns = tl.trans(q).to(ring_key.dtype.element_ty)
+        for e0 in tl.range(exact_from, exact_to, EXACT_STEP, num_stages=EXACT_STAGES):
+            e = e0 + tl.arange(0, EXACT_STEP)
+            is_sink = e < n_sinks
+            at = tl.where(is_sink, start + e, ring_from + e - n_sinks)
+            valid = e < exact_to
+            ring_at = (owner * RING + at % RING) * (HKV * D) + kv_head * D
+            sink_at = (owner * SINKS + e) * (HKV * D) + kv_head * D
+            key_at = tl.where(is_sink, sink_key + sink_at, ring_key + ring_at)
+            value_at = tl.where(is_sink, sink_value + sink_at, ring_value + ring_at)
+            if NEW:
+                fresh = e >= n_old
+                n = (begin + e - n_old).to(tl.int64)
+                at = tl.where(fresh, length + e - n_old, at)
+                key_at = tl.where(fresh, new_key + n * new_key_n + kv_head * new_key_h, key_at)
+                value_at = tl.where(
+                    fresh, new_value + n * new_value_n + kv_head * new_value_h, value_at
+                )
+            there = valid[:, None] & (d[None, :] < D)
+            k = tl.load(key_at[:, None] + d[None, :], mask=there, other=0.0)
+            s = tl.dot(k, q_columns, input_precision="ieee") * scale
+            s = _mask_scores(
+                s, at, valid, query_at, live, mask, mask_b, mask_h, mask_q, mask_n, row, head,
+                token, CAUSAL, WINDOW, CAP, MASK,
+            )  # fmt: skip
+            p, shrink, peak, weight = _softmax_step(s, peak, weight)
+            v = tl.load(value_at[:, None] + d[None, :], mask=there, other=0.0)
+            acc = acc * shrink[None, :]
+            acc += tl.dot(tl.trans(v), p.to(v.dtype), input_precision="ieee")
+        acc = rotate(tl.trans(acc), value_table, COLS, D, DP, KIND) * (1.0 / VALUE_UNIT)
+        # channel = 16 chunk + X q + x
+        if VALUE_BITS < 8:
+            x = tl.permute(tl.reshape(acc, [COLS, VCP, 4, 4]), [2, 1, 0, 3])
+            x0, x1, x2, x3 = _split4(x)
+            a0 = tl.reshape(x0, [VW, COLS])
+            a1 = tl.reshape(x1, [VW, COLS])
+            a2 = tl.reshape(x2, [VW, COLS])
+            a3 = tl.reshape(x3, [VW, COLS])
+        else:
+            x0, x1 = tl.split(tl.permute(tl.reshape(acc, [COLS, VCP, 8, 2]), [2, 1, 0, 3]))
+            a0 = tl.reshape(x0, [VW, COLS])
+            a1 = tl.reshape(x1, [VW, COLS])
+
+    if page_to > page_from:
+        qr = rotate(q.to(tl.float32), key_table, COLS, D, DP, KIND)  # [COLS, DP]
+        top = tl.max(tl.abs(qr), axis=1)
+        top = tl.where(top > 0.0, top, 1.0)
+        factor = top * scale
+        qr = qr / top[:, None]
+        if KEY_BITS < 8:
+            qx = tl.permute(tl.reshape(qr, [COLS, CP, KQ, 4, 2]), [2, 1, 4, 0, 3])
+            q0, q1, q2, q3 = _split4(qx)  # [q, c, p, COLS]
+            q0 = tl.reshape(q0, [2 * KW, COLS]).to(tl.float16)
+            q1 = tl.reshape(q1, [2 * KW, COLS]).to(tl.float16)
+            q2 = tl.reshape(q2, [2 * KW, COLS]).to(tl.float16)
+            q3 = tl.reshape(q3, [2 * KW, COLS]).to(tl.float16)
+        else:
+            qx = tl.permute(tl.reshape(qr, [COLS, CP, KQ, 2, 2]), [2, 1, 4, 0, 3])
+            q0, q1 = tl.split(qx)
+            q0 = tl.reshape(q0, [2 * KW, COLS]).to(tl.float16)
+            q1 = tl.reshape(q1, [2 * KW, COLS]).to(tl.float16)
+        q_mean = tl.trans(qr.to(tl.float16))  # [DP, COLS]
+        offset = token_order(NB)
+        scale_at = scale_order(NB)
+        TILES: tl.constexpr = PAGE // TILE
+        for t in tl.range(page_from * TILES, page_to * TILES, num_stages=STAGES):
+            index = t // TILES
+            page = tl.load(block_table + row * table_b + index).to(tl.int64)
+            record = (page * HKV + kv_head) * RECORD
+            block = (t % TILES) * NB
+            if KEY_CHUNK == 32:
+                kw = load_key_words(
+                    (pages + record).to(tl.pointer_type(tl.int32)), block, NB, KEY_BITS, C, CP, 32
+                )
+            else:
+                kw = load_key_words(
+                    (pages + record).to(tl.pointer_type(tl.int16)), block, NB, KEY_BITS, C, CP, 16
+                )
+            numbers = (pages + record).to(tl.pointer_type(tl.float16))
+            ks = tl.load(numbers + KEY_SCALE_AT // 2 + block * 32 + scale_at).to(tl.float32)
+            vs = tl.load(numbers + VALUE_SCALE_AT // 2 + block * 32 + scale_at).to(tl.float32)
+            vw = load_value_words(
+                (pages + record + VALUE_AT).to(tl.pointer_type(tl.int32)), block, NB, VALUE_BITS,
+                VC, VCP,
+            )  # fmt: skip
+
+            if KEY_BITS < 8:
+                h0, h1, h2, h3, h4, h5, h6, h7 = nibble_levels(kw, KEY_BITS, KEY_TABLE, PTX)
+                s = tl.dot(_pair(h0, h1, TILE, KW), q0)
+                s = tl.dot(_pair(h2, h3, TILE, KW), q1, s)
+                s = tl.dot(_pair(h4, h5, TILE, KW), q2, s)
+                s = tl.dot(_pair(h6, h7, TILE, KW), q3, s)
+            else:
+                h0, h1, h2, h3 = byte_levels(kw)
+                s = tl.dot(_pair(h0, h1, TILE, KW), q0)
+                s = tl.dot(_pair(h2, h3, TILE, KW), q1, s)
+            s = s * (tl.abs(ks) * KEY_UNIT)[:, None]
+            if MEAN_BITS > 0:
+                if MEAN_BITS == 16:
+                    mean = tl.load(numbers + MEAN_AT // 2 + d, mask=d < D, other=0.0)
+                    bias = tl.sum(tl.dot(_one_row(mean, DP), q_mean), axis=0)
+                else:
+                    mean = tl.load(
+                        (pages + record + MEAN_AT).to(tl.pointer_type(tl.int8)) + d,
+                        mask=d < D, other=0,
+                    )  # fmt: skip
+                    step = tl.load(numbers + (MEAN_AT + D) // 2).to(tl.float32)
+                    bias = tl.sum(tl.dot(_one_row(mean.to(tl.float16), DP), q_mean), axis=0) * step
+                centered = ks.to(tl.int32, bitcast=True) < 0
+                s += tl.where(centered[:, None], bias[None, :], 0.0)
+            s = s * factor[None, :]
+            at = index * PAGE + block * 32 + offset
+            valid = (at >= sinks_end) & (at >= start) & (at < ring_start)
+            s = _mask_scores(
+                s, at, valid, query_at, live, mask, mask_b, mask_h, mask_q, mask_n, row, head,
+                token, CAUSAL, WINDOW, CAP, MASK,
+            )  # fmt: skip
+            p, shrink, peak, weight = _softmax_step(s, peak, weight)
+            # A token that is not valid may have a NaN scale: its product must be 0 too.
+            p = (p * tl.where(valid, vs, 0.0)[:, None]).to(tl.float16)
+            a0 = a0 * shrink[None, :]
+            a1 = a1 * shrink[None, :]
+            if VALUE_BITS < 8:
+                a2 = a2 * shrink[None, :]
+                a3 = a3 * shrink[None, :]
+                h0, h1, h2, h3, h4, h5, h6, h7 = nibble_levels(vw, VALUE_BITS, VALUE_TABLE, PTX)
+                a0 = tl.dot(_pair(h0, h1, VW, NB * 16), p, a0)
+                a1 = tl.dot(_pair(h2, h3, VW, NB * 16), p, a1)
+                a2 = tl.dot(_pair(h4, h5, VW, NB * 16), p, a2)
+                a3 = tl.dot(_pair(h6, h7, VW, NB * 16), p, a3)
+            else:
+                h0, h1, h2, h3 = byte_levels(vw)
+                a0 = tl.dot(_pair(h0, h1, VW, NB * 16), p, a0)
+                a1 = tl.dot(_pair(h2, h3, VW, NB * 16), p, a1)
+
+    # [VW, COLS] each; channel = 16 chunk + X q + x
+    X: tl.constexpr = 4 if VALUE_BITS < 8 else 2
+    w = tl.arange(0, VW)
+    channel = (w % VCP) * 16 + (w // VCP) * X
+    at = (split * total_rows + begin + token).to(tl.int64) * HQ + head
+    share_lse = tl.where(weight > 0.0, peak + tl.log2(weight), float("-inf"))
+    tl.store(partial_lse + at, share_lse, mask=token < count)
+    factor = tl.where(weight > 0.0, VALUE_UNIT / weight, 0.0)
+    where = partial + at[None, :] * D + channel[:, None]
+    there = (token < count)[None, :] & (channel < D)[:, None]
+    tl.store(where, a0 * factor[None, :], mask=there)
+    tl.store(where + 1, a1 * factor[None, :], mask=there)
+    if VALUE_BITS < 8:
+        tl.store(where + 2, a2 * factor[None, :], mask=there)
+        tl.store(where + 3, a3 * factor[None, :], mask=there)
+
+
+@triton.jit
+def _one_row(x, DP: tl.constexpr):
+    """[DP] -> [16, DP], zero below the first row."""
+    return tl.where(tl.arange(0, 16)[:, None] == 0, x[None, :], 0.0).to(tl.float16)
+
+
+@triton.jit
+def _merge_kernel(
+    partial, partial_lse, value_table, first, out, lse, batch, total_rows, out_n, out_h,
+    HQ: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HEADS: tl.constexpr,
+    SHARES: tl.constexpr, STEP: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """Join the shares of HEADS consecutive (query, head) rows and rotate back."""
+    row = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
+    inside = row < total_rows * HQ
+    live = row < tl.load(first + batch) * HQ  # the others are nobody's queries
+    d = tl.arange(0, DP)
+    peak = tl.full([HEADS], float("-inf"), tl.float32)
+    for s0 in range(0, SHARES, STEP):
+        s = s0 + tl.arange(0, STEP)
+        x = tl.load(
+            partial_lse + s[:, None].to(tl.int64) * (total_rows * HQ) + row[None, :],
+            mask=(s < SHARES)[:, None] & live[None, :], other=float("-inf"),
+        )  # fmt: skip
+        peak = tl.maximum(peak, tl.max(x, axis=0))
+    base = tl.where(peak == float("-inf"), 0.0, peak)
+    weight = tl.zeros([HEADS], tl.float32)
+    acc = tl.zeros([HEADS, DP], tl.float32)
+    for s0 in range(0, SHARES, STEP):
+        s = s0 + tl.arange(0, STEP)
+        at = s[:, None].to(tl.int64) * (total_rows * HQ) + row[None, :]  # [STEP, HEADS]
+        x = tl.load(
+            partial_lse + at, mask=(s < SHARES)[:, None] & live[None, :], other=float("-inf")
+        )
+        w = tl.exp2(x - base[None, :])
+        weight += tl.sum(w, axis=0)
+        o = tl.load(
+            partial + at[:, :, None] * D + d[None, None, :],
+            mask=(w > 0.0)[:, :, None] & (d < D)[None, None, :], other=0.0,
+        )  # fmt: skip
+        acc += tl.sum(o * w[:, :, None], axis=0)
+    acc = acc / tl.where(weight > 0.0, weight, 1.0)[:, None]
+    acc = rotate_back(acc, value_table, HEADS, D, DP, KIND)
+    where = out + ((row // HQ).to(tl.int64) * out_n + (row % HQ) * out_h)[:, None] + d[None, :]
+    tl.store(where, acc.to(out.dtype.element_ty), mask=inside[:, None] & (d < D)[None, :])
+    LN2: tl.constexpr = 0.6931471805599453
+    result = tl.where(weight > 0.0, (peak + tl.log2(weight)) * LN2, float("-inf"))
+    tl.store(lse + row, result, mask=inside)

@@ -1,0 +1,148 @@
+"""benchmarks/compare_caches.py: its measurements on a tiny model, with the caches CI has."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from models import prompt, tiny
+from tightkv.eval.quality import Schedule, measure_quality
+from tightkv.eval.size import bytes_held
+from tightkv.eval.windows import Windows
+
+SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "compare_caches.py"
+ROWS = SCRIPT.parent / "results" / "comparison.jsonl"
+DOC = SCRIPT.parents[1] / "docs" / "comparison.md"
+CONTEXTS = (32, 300)
+
+
+@pytest.fixture(scope="module")
+def script() -> Any:
+    spec = importlib.util.spec_from_file_location("compare_caches", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _known(script: Any) -> dict[str, Any]:
+    return {name: script.contenders()[name] for name in ("dynamic", "tightkv k4v4", "tightkv k2v2")}
+
+
+@pytest.fixture(scope="module")
+def reference(script: Any) -> Any:
+    windows = Windows(prompt(2, 270), ("a", "b"))
+    return script.Reference(tiny(), windows, Schedule(prefill=200, chunk=16, batch=1))
+
+
+@pytest.fixture(scope="module")
+def rows(script: Any, reference: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    caches = _known(script)
+    out = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    script.measure_all(reference, {"dynamic": caches["dynamic"]}, out, {"model": "m"}, CONTEXTS)
+    first = out.read_text()
+    script.measure_all(reference, caches, out, {"model": "m"}, CONTEXTS)
+    assert out.read_text().startswith(first)
+    found = script.read_rows(out)
+    assert [row["cache"] for row in found] == list(caches)  # none is measured twice
+    return {row["cache"]: row for row in found}
+
+
+def test_the_uncompressed_cache_agrees_with_itself(rows: dict[str, Any]) -> None:
+    row = rows["dynamic"]
+    assert row["kl"] == 0 and row["top1"] == 1 and row["positions"] == 2 * 69
+    assert row["perplexity"] == row["reference_perplexity"]
+    # layers, K and V, heads, head_dim, 2 bytes
+    assert row["bytes"] == {str(n): 4 * 2 * 2 * 32 * 2 * n for n in CONTEXTS}
+
+
+def test_quality_is_what_tightkv_eval_measures(
+    script: Any, reference: Any, rows: dict[str, Any]
+) -> None:
+    names = ("tightkv k4v4", "tightkv k2v2")
+    made = script.contenders()
+    caches = {name: partial(made[name][1], reference.model) for name in names}
+    wanted = measure_quality(reference.model, reference.windows, caches, reference.schedule)
+    assert 0 < 4 * rows[names[0]]["kl"] < rows[names[1]]["kl"]
+    for name in names:
+        assert rows[name]["kl"] == pytest.approx(wanted[name].summary.kl, rel=1e-3)
+        for field in ("top1", "perplexity", "reference_perplexity"):
+            assert rows[name][field] == pytest.approx(
+                getattr(wanted[name].summary, field), rel=1e-4
+            )
+
+
+def test_each_cache_is_read_with_its_own_attention(script: Any, reference: Any) -> None:
+    runs = {name: script.open_run(reference.model, own[1]) for name, own in _known(script).items()}
+    assert {name: run.attention for name, run in runs.items()} == {
+        "dynamic": "sdpa",
+        "tightkv k4v4": "tightkv",
+        "tightkv k2v2": "tightkv",
+    }
+
+
+def test_speed_is_of_single_tokens_at_the_end(reference: Any, rows: dict[str, Any]) -> None:
+    assert reference.run.cache.get_seq_length() == 269  # the timed tokens are taken back
+    for row in rows.values():
+        speed = row["decode"]
+        assert speed["context"] == 269
+        assert len(speed["seconds"]) == len(speed["seconds_uncompressed"]) == 20
+        assert speed["tokens_s"] > 0 and speed["ratio"] > 0
+
+
+def test_bytes_are_those_the_cache_reports(script: Any, reference: Any) -> None:
+    """The walk over all tensors finds pages, rings and sinks, and no more than tables besides."""
+    run = script.open_run(reference.model, script.contenders()["tightkv k4v4"][1])
+    run.feed(prompt(1, 600), last_only=True)
+    run.feed(prompt(1, 1))
+    claimed, walked = bytes_held(run.cache), script.bytes_held(run.cache)
+    assert claimed <= walked < 1.1 * claimed
+
+
+def test_bytes_of_wrapped_and_shared_tensors_count_once(script: Any) -> None:
+    class Slotted:
+        __slots__ = ("inside", "unset")
+
+    item, tensor = Slotted(), torch.zeros(6, dtype=torch.int16)
+    item.inside = {"a": [tensor, tensor.view(2, 3)], "b": (torch.zeros(5), torch.nn.Linear(3, 3))}
+    assert script.bytes_held([item, item]) == 12 + 20
+
+
+def test_the_table_has_a_line_a_cache(script: Any, rows: dict[str, Any]) -> None:
+    lines = script.table(list(rows.values())).splitlines()
+    assert len(lines) == 2 + 3
+    decode = f"{rows['dynamic']['decode']['ratio']:.2f}"
+    assert lines[2].split() == ["dynamic", "0.0000", "1.000", "+0.00%", "1.00", "1.00", decode]
+
+
+def test_the_page_shows_the_stored_rows() -> None:
+    page = DOC.read_text(encoding="utf-8")
+    for line in ROWS.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if row["cache"] != "dynamic":
+            assert f"| {row['kl']:.4f} | {row['top1']:.3f} |" in page, row["cache"]
+            assert f"{row['decode']['ratio']:.2f} |" in page, row["cache"]
+            assert row["version"] in page
+
+
+def test_a_cache_that_cannot_take_a_context_is_said_to_fail(
+    script: Any, reference: Any, rows: dict[str, Any]
+) -> None:
+    class Short(script.DynamicLayer):
+        def update(self, keys: torch.Tensor, *rest: Any, **options: Any) -> Any:
+            if keys.shape[2] > 100:
+                raise RuntimeError("too long")
+            return super().update(keys, *rest, **options)
+
+    held = script.bytes_by_context(
+        reference.model, lambda model: script.Cache(layer_class_to_replicate=Short), CONTEXTS
+    )
+    assert held == {**rows["dynamic"]["bytes"], "300": "too long"}
+    cells = script.table([rows["dynamic"], {**rows["dynamic"], "cache": "x", "bytes": held}])
+    assert cells.splitlines()[-1].split()[4:6] == ["1.00", "fails"]

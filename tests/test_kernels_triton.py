@@ -1,0 +1,242 @@
+"""The Triton kernels against the reference on the same codes.
+
+Without a GPU they run in Triton's interpreter, which is set up in conftest.py.
+"""
+
+import math
+
+import pytest
+import torch
+
+from helpers import exact_attention, make_cache, tokens
+from test_attention import poison
+from tightkv.config import KVQuantConfig
+from tightkv.kernels import reference, select
+
+triton = pytest.importorskip("triton")
+kernels = pytest.importorskip("tightkv.kernels.triton")
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+CFG = KVQuantConfig(page_size=64, sinks=2, exact_pages=1)
+ALL_BITS = [(k, v) for k in (2, 3, 4, 8) for v in (2, 3, 4, 8)]
+
+
+def cache_on(cfg, lengths, *, name="reference", dim=64, heads=2, **options):
+    cache = make_cache(cfg, rows=len(lengths), dim=dim, heads=heads, device=DEVICE, **options)
+    cache._kernels = f"tightkv.kernels.{name}"
+    return cache
+
+
+def fill(cache, lengths, seed=0):
+    layout = cache.layout
+    key, value = tokens(
+        len(lengths), max(lengths), heads=layout.num_kv_heads, dim=layout.head_dim, seed=seed
+    )
+    key, value = (x.to(DEVICE, layout.dtype) for x in (key, value))
+    cache.append(cache.table.append(range(len(lengths)), lengths), key, value)
+    return key, value
+
+
+def queries(cache, counts, group, seed=3):
+    layout = cache.layout
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(sum(counts), layout.num_kv_heads * group, layout.head_dim, generator=generator)
+    first = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
+    return q.to(DEVICE, layout.dtype), first.to(DEVICE)
+
+
+def assert_attends_like_the_reference(cache, counts, group, **options):
+    """float16 operands on the tensor cores: 2^-11 of the largest score and of the output."""
+    q, first = queries(cache, counts, group)
+    arguments = (cache.codec, q, cache.view(), first)
+    options = {"max_queries": max(counts), **options}
+    expected, expected_lse = reference.attend(*arguments, **options)
+    out, lse = kernels.attend(*arguments, **options)
+    assert out.dtype == q.dtype and lse.dtype == torch.float32
+    assert torch.equal(torch.isneginf(lse), torch.isneginf(expected_lse))
+    some = ~torch.isneginf(lse)
+    half = 2.0**-11 if q.dtype != torch.bfloat16 else 2.0**-8
+    torch.testing.assert_close(lse[some], expected_lse[some], atol=40 * 2.0**-11, rtol=2.0**-11)
+    size = float(expected.float().abs().max()) if expected.numel() else 0.0
+    torch.testing.assert_close(
+        out.float(), expected.float(), atol=max(4 * half * size, 2.0**-11), rtol=4 * half
+    )
+    return out
+
+
+@pytest.mark.parametrize("bits", ALL_BITS, ids=lambda b: f"k{b[0]}v{b[1]}")
+def test_decode_equals_the_reference_for_all_bits(bits):
+    cfg = CFG.replace(key_bits=bits[0], value_bits=bits[1])
+    cache = cache_on(cfg, [200, 65])
+    fill(cache, [200, 65])
+    poison(cache)
+    assert_attends_like_the_reference(cache, [1, 1], group=4)
+
+
+@pytest.mark.parametrize("dim", [64, 80, 96, 112, 128, 192, 256])
+@pytest.mark.parametrize("bits", [(4, 4), (3, 2), (2, 8), (8, 3)], ids=lambda b: f"k{b[0]}v{b[1]}")
+def test_decode_equals_the_reference_for_all_head_dims(dim, bits):
+    cfg = CFG.replace(key_bits=bits[0], value_bits=bits[1], page_size=32, exact_pages=2)
+    cache = cache_on(cfg, [150, 31], dim=dim)
+    fill(cache, [150, 31])
+    assert_attends_like_the_reference(cache, [1, 1], group=2)
+
+
+@pytest.mark.parametrize(
+    "counts,group", [([1, 1, 1], 1), ([1, 0, 3], 7), ([16, 2, 1], 3), ([5, 40, 1], 4)]
+)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window": 40}, {"softcap": 3.0}, {"window": 1, "causal": False}, {"scale": 0.01}],
+    ids=str,
+)
+def test_packed_rows(counts, group, options):
+    lengths = [190, 70, 64]
+    cache = cache_on(CFG, lengths)
+    fill(cache, lengths)
+    poison(cache)
+    assert_attends_like_the_reference(cache, counts, group, **options)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("page", [32, 128])
+def test_new_tokens_after_the_cache(causal, page):
+    cache = cache_on(CFG.replace(page_size=page), [260, 0, 3])
+    fill(cache, [260, 0, 3])
+    counts = [37, 70, 1]
+    layout = cache.layout
+    new = [x[0].to(DEVICE) for x in tokens(1, sum(counts), seed=8)]
+    assert new[0].shape[1:] == (layout.num_kv_heads, layout.head_dim)
+    assert_attends_like_the_reference(
+        cache, counts, 2, causal=causal, new_key=new[0], new_value=new[1]
+    )
+
+
+def test_masks_and_left_padding():
+    cache = cache_on(CFG, [150, 150], starts=[0, 70])
+    fill(cache, [150, 150])
+    generator = torch.Generator().manual_seed(0)
+    for shape in ((2, 4, 3, 150), (1, 1, 3, 150)):
+        keep = (torch.rand(shape, generator=generator) > 0.5).to(DEVICE)
+        assert_attends_like_the_reference(cache, [3, 3], 2, mask=keep)
+        bias = torch.randn(shape, generator=generator).to(DEVICE)
+        assert_attends_like_the_reference(cache, [3, 3], 2, mask=bias, causal=False)
+    assert_attends_like_the_reference(cache, [90, 90], 1)
+
+
+def test_rows_that_see_nothing_are_zero():
+    cache = cache_on(CFG, [0, 100, 2])
+    fill(cache, [0, 100, 2])
+    out = assert_attends_like_the_reference(cache, [2, 1, 5], 2)
+    assert not out[:2].any() and not out[3:6].any() and out[2].any()
+
+
+@pytest.mark.parametrize("rotation", ["haar", "none"])
+@pytest.mark.parametrize("mean_bits", [8, 16])
+def test_rotations_and_means(rotation, mean_bits):
+    cfg = CFG.replace(rotation=rotation, mean_bits=mean_bits)
+    caches = [cache_on(cfg, [200], name=name) for name in ("reference", "triton")]
+    for cache in caches:
+        fill(cache, [200])
+    # A dense rotation sums in another order: codes at a threshold may differ.
+    differ = (caches[0].pages != caches[1].pages).sum()
+    assert differ <= (0 if rotation == "none" else 20)
+    assert_attends_like_the_reference(caches[1], [1], 4)
+    plain = cache_on(cfg.replace(key_centering="none"), [200], name="triton")
+    fill(plain, [200])
+    assert_attends_like_the_reference(plain, [1], 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(dtype):
+    cache = cache_on(CFG, [200, 90], dtype=dtype)
+    fill(cache, [200, 90])
+    assert_attends_like_the_reference(cache, [1, 1], 4)
+    assert_attends_like_the_reference(cache, [20, 3], 4)
+
+
+@pytest.mark.parametrize("open_codes", [True, False])
+@pytest.mark.parametrize("bits", ALL_BITS, ids=lambda b: f"k{b[0]}v{b[1]}")
+def test_append_writes_the_bytes_of_the_reference(bits, open_codes):
+    """Page by page, token by token, over page ends: every byte of pages, ring and sinks."""
+    cfg = CFG.replace(key_bits=bits[0], value_bits=bits[1], sinks=3)
+    append_alike(cfg, 64, open_codes, [(1, 1), (70, 3), (1, 0), (31, 33), (40, 100), (2, 5)])
+
+
+@pytest.mark.parametrize("dim", [80, 96, 112, 128, 192, 256])
+@pytest.mark.parametrize("bits", [(4, 4), (3, 2), (2, 3), (8, 8)], ids=lambda b: f"k{b[0]}v{b[1]}")
+def test_append_for_all_head_dims(dim, bits):
+    cfg = CFG.replace(key_bits=bits[0], value_bits=bits[1], page_size=32, key_scale="corrected")
+    append_alike(cfg, dim, True, [(3, 60), (33, 1)], ties=8)
+
+
+@pytest.mark.parametrize("mode", ["norm", "corrected", "least_squares", "unbiased"])
+def test_append_for_all_scale_modes(mode):
+    append_alike(CFG.replace(key_scale=mode, value_scale=mode), 64, True, [(70, 64)])
+
+
+def append_alike(cfg, dim, open_codes, steps, ties=0):
+    """`ties`: bytes that may differ where a dense rotation sums in another order."""
+    caches = [
+        cache_on(cfg, [0, 0], name=name, dim=dim, open_codes=open_codes)
+        for name in ("reference", "triton")
+    ]
+    for seed, counts in enumerate(steps):
+        key, value = (x.to(DEVICE) for x in tokens(2, max(counts), dim=dim, seed=seed))
+        key[0, 0, 0, 3], value[0, 0, 1, 5] = math.nan, -math.inf
+        for cache in caches:
+            cache.append(cache.table.append([0, 1], list(counts)), key, value)
+        a, b = caches
+        exact = [(getattr(a, n), getattr(b, n)) for n in ("ring_key", "ring_value", "sink_key")]
+        assert all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in exact)
+        differ = int((a.pages != b.pages).sum())
+        assert differ <= (ties if dim & (dim - 1) else 0), f"{differ} bytes after {counts}"
+
+
+def test_append_keeps_what_has_no_exact_copy():
+    caches = [cache_on(CFG, [50, 20], name=name) for name in ("reference", "triton")]
+    for cache in caches:
+        fill(cache, [50, 20])
+        cache.table.drop_exact(0)
+        fill(cache, [30, 60], seed=4)
+    assert torch.equal(caches[0].pages, caches[1].pages)
+
+
+def test_close_to_exact_attention():
+    cache = cache_on(CFG, [300], name="triton")
+    key, value = fill(cache, [300])
+    q, first = queries(cache, [2], 2)
+    out, _ = kernels.attend(cache.codec, q, cache.view(), first, max_queries=2)
+    expected, _ = exact_attention(q[None].cpu(), key.cpu(), value.cpu(), lengths=[300])
+    assert 0.002 < float((out[None].cpu() - expected).norm() / expected.norm()) < 0.2
+
+
+def test_nothing_to_attend():
+    cache = cache_on(CFG, [10])
+    fill(cache, [10])
+    q, first = queries(cache, [0], 2)
+    out, lse = kernels.attend(cache.codec, q, cache.view(), first, max_queries=0)
+    assert out.shape == q.shape and lse.shape == q.shape[:2]
+
+
+def test_selection():
+    layout = cache_on(CFG, [1]).layout
+    assert select("triton", DEVICE, layout) is kernels
+    expected = "triton" if DEVICE.type == "cuda" else "reference"
+    assert select("auto", DEVICE, layout).__name__.endswith((expected, "cpu"))
+    odd = make_cache(CFG.replace(codebook="gaussian")).layout
+    with pytest.raises(ValueError, match=r"kernels='triton' cannot run here: codebook='gaussian'"):
+        select("triton", DEVICE, odd)
+    assert select("auto", DEVICE, odd) is reference
+    with pytest.raises(ValueError, match="do not run on meta"):
+        select("triton", torch.device("meta"), layout)
+
+
+@pytest.mark.gpu
+def test_ptx_and_plain_decoders_agree_bit_for_bit():
+    from tightkv.kernels.triton.testing import decode_words
+
+    words = torch.randint(-(2**31), 2**31, (4096,), dtype=torch.int64).to(torch.int32).cuda()
+    for bits in (2, 3, 4):
+        w = words & (0x33333333 if bits == 2 else 0x77777777 if bits == 3 else -1)
+        assert torch.equal(decode_words(w, bits, True), decode_words(w, bits, False))

@@ -1,0 +1,250 @@
+"""The real vLLM engine with our pages in its cache: same text, fewer bytes, nothing stale.
+
+All engines run in one process of their own, which is started once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filelock import FileLock
+
+from tightkv import KVQuantConfig
+from tightkv.layout import PageLayout
+from tiny_folder import write_tiny_folder
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1200)]
+
+VOCABULARY, HEADS, HEAD_DIM, LAYERS = 258, 2, 32, 2
+BUDGET = 4 << 20
+# A short exact window, so that most tokens are read from the blocks.
+SHORT = {"page_size": 32, "exact_pages": 1}
+RAW = {"key_bits": 16, "value_bits": 16, **SHORT}
+K8V8 = {"preset": "k8v8", **SHORT}
+K4V4 = {"preset": "k4v4", **SHORT}
+TIE = 2e-3  # nats: which of two such tokens comes first is rounding
+
+
+def prompts() -> dict[str, list[list[int]]]:
+    choose = random.Random(0)
+
+    def tokens(count: int) -> list[int]:
+        return [choose.randint(2, VOCABULARY - 1) for _ in range(count)]
+
+    shared = tokens(150)
+    return {
+        "mixed": [tokens(choose.randint(3, 250)) for _ in range(64)],
+        "few": [tokens(count) for count in (1, 32, 33, 64, 130, 200, 300)],
+        "long": [tokens(400) for _ in range(4)],
+        "shared": [shared + tokens(20) for _ in range(4)],
+        "repeating": [(tokens(12) * 20)[:count] for count in (100, 150, 230)],
+    }
+
+
+PROMPTS = prompts()
+
+
+def job(
+    options: dict[str, Any] | None, *batches: list[list[int]], sampling: Any = None, **engine: Any
+) -> dict[str, Any]:
+    engine = {"kv_cache_memory_bytes": BUDGET, "enable_prefix_caching": False, **engine}
+    if options is not None:
+        engine["additional_config"] = {"tightkv": options}
+    sampling = {"max_tokens": 40, "ignore_eos": True, **(sampling or {})}
+    return {"engine": engine, "batches": batches, "sampling": sampling}
+
+
+def jobs() -> dict[str, dict[str, Any]]:
+    few, mixed, shared = PROMPTS["few"], PROMPTS["mixed"], PROMPTS["shared"]
+    every = {"logprobs": VOCABULARY, "prompt_logprobs": VOCABULARY, "max_tokens": 24}
+    some = mixed[:16]
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
+    return {
+        "plain": job(None, few),
+        "raw": job(RAW, few),
+        "default": job({"preset": "k4v4"}, few),
+        "k2v2": job({"preset": "k2v2"}, few),
+        "protected": job({**K4V4, "protected_first": 1}, few),
+        "no rings": job({**RAW, "exact_rows": 0}, few),
+        "plain kl": job(None, PROMPTS["long"], sampling=every),
+        "k8v8 kl": job(K8V8, PROMPTS["long"], sampling=every, max_num_batched_tokens=48),
+        "k4v4 kl": job(K4V4, PROMPTS["long"], sampling=every, max_num_batched_tokens=48),
+        "raw alone": job(RAW, *([prompt] for prompt in mixed)),
+        "raw crowd": job(RAW, mixed, kv_cache_memory_bytes=700 << 10, max_num_seqs=16),
+        "k4v4 alone": job(K4V4, *([prompt] for prompt in some)),
+        "k4v4 crowd": job(K4V4, some, max_num_seqs=16),
+        "raw shared": job(RAW, shared, shared, enable_prefix_caching=True),
+        "k8v8 shared": job(K8V8, shared, shared, enable_prefix_caching=True),
+        "raw chunks": job(RAW, some, max_num_batched_tokens=40),
+        "k4v4 repeating": job(K4V4, PROMPTS["repeating"]),
+        "fp8": job(K4V4, kv_cache_dtype="fp8"),
+        "block size": job(K4V4, block_size=128),
+        "unknown": job({"key_bit": 4}),
+        # Last: vLLM cannot start another engine in a process that has loaded numba.
+        "k4v4 speculative": job(K4V4, PROMPTS["repeating"], speculative_config=ngram),
+    }
+
+
+@pytest.fixture(scope="session")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Results of every job; parallel test processes share one run."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "vllm_engine"
+    folder.mkdir(exist_ok=True)
+    done, log = folder / "results.json", folder / "log.txt"
+    with FileLock(folder / "lock"):
+        if not done.exists():
+            model = write_tiny_folder(folder / "model", max_position_embeddings=1024)
+            listed = jobs()
+            for entry in listed.values():
+                entry["engine"]["model"] = str(model)
+            (folder / "jobs.json").write_text(json.dumps(listed))
+            script = Path(__file__).with_name("vllm_engine.py")
+            command = [sys.executable, str(script), str(folder / "jobs.json"), str(done)]
+            with log.open("w") as file:
+                code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT).returncode
+            assert code == 0, log.read_text()[-4000:]
+    return {**json.loads(done.read_text()), "log": {"text": log.read_text()}}
+
+
+def outputs(result: dict[str, Any]) -> list[dict[str, Any]]:
+    assert "error" not in result, result
+    return [output for batch in result["outputs"] for output in batch]
+
+
+def assert_same_text(
+    one: dict[str, Any], two: dict[str, Any], tie: float = TIE, share: float = 0.9
+) -> None:
+    """Equal tokens, but for choices between two that one engine finds equally good."""
+    pairs = list(zip(outputs(one), outputs(two), strict=True))
+    exact = 0
+    for a, b in pairs:
+        at = first_difference(a["tokens"], b["tokens"])
+        exact += at is None
+        if at is not None:
+            (_, best), (_, second) = a["best"][at][:2]
+            assert best - second < tie, (at, a["tokens"], b["tokens"], a["best"][at][:2])
+    assert exact >= share * len(pairs)
+
+
+def first_difference(a: list[int], b: list[int]) -> int | None:
+    assert len(a) == len(b)
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
+
+
+def mean_kl(one: dict[str, Any], two: dict[str, Any], part: str) -> float:
+    """Of two's next-token distributions from one's; of generated text where it is the same."""
+    terms = []
+    for a, b in zip(outputs(one), outputs(two), strict=True):
+        agree = first_difference(a["tokens"], b["tokens"])
+        end = None if part == "prompt" else (len(a["tokens"]) if agree is None else agree + 1)
+        for p, q in list(zip(a[part], b[part], strict=True))[:end]:
+            other = dict(q)
+            assert len(p) == len(other) == VOCABULARY
+            terms.append(sum(math.exp(lp) * (lp - other[token]) for token, lp in p))
+    assert len(terms) > 20
+    return sum(terms) / len(terms)
+
+
+def test_without_options_the_layers_are_vllms_own(engines: dict[str, Any]) -> None:
+    assert set(engines["plain"]["layers"].values()) == {"CPUAttentionBackendImpl"}
+    assert set(engines["raw"]["layers"].values()) == {"TightAttention"}
+
+
+def test_sixteen_bits_give_the_text_of_vllms_own_attention(engines: dict[str, Any]) -> None:
+    assert_same_text(engines["plain"], engines["raw"])
+
+
+@pytest.mark.parametrize("name", ["raw", "default", "k2v2"])
+def test_capacity_is_what_the_layout_says(engines: dict[str, Any], name: str) -> None:
+    cfg = KVQuantConfig.from_dict(
+        {"raw": RAW, "default": {"preset": "k4v4"}, "k2v2": {"preset": "k2v2"}}[name]
+    )
+    layout = PageLayout(cfg, HEADS, HEAD_DIM)
+    told = engines[name]
+    assert told["block_size"] == cfg.page_size
+    assert told["blocks"] == BUDGET // (LAYERS * layout.page_bytes)
+
+
+def test_protected_layers_share_a_block_table_with_the_others(engines: dict[str, Any]) -> None:
+    cfg = KVQuantConfig.from_dict({**K4V4, "protected_first": 1})
+    pages = [PageLayout(cfg.for_layer(i, 2), HEADS, HEAD_DIM).page_bytes for i in range(2)]
+    assert pages[0] > pages[1]
+    assert engines["protected"]["blocks"] == BUDGET // sum(pages)
+    assert outputs(engines["protected"])[0]["tokens"] == outputs(engines["plain"])[0]["tokens"]
+
+
+def test_the_start_up_line_says_what_is_gained(engines: dict[str, Any]) -> None:
+    layout = PageLayout(KVQuantConfig.preset("k4v4"), HEADS, HEAD_DIM)
+    line = f"tightkv k4v4: {2 * layout.bytes_per_token:,.0f} bytes a token in 2 layers, "
+    assert line + f"{layout.ratio:.2f} times the tokens" in engines["log"]["text"]
+
+
+@pytest.mark.parametrize("part", ["prompt", "best"])
+@pytest.mark.parametrize(("name", "budget"), [("k8v8", 1e-4), ("k4v4", 1e-2)])
+def test_compression_stays_within_a_kl_budget(
+    engines: dict[str, Any], name: str, budget: float, part: str
+) -> None:
+    kl = mean_kl(engines["plain kl"], engines[f"{name} kl"], part)
+    assert budget / 1000 < kl < budget
+
+
+def test_a_crowd_that_preempts_gives_the_text_of_each_alone(engines: dict[str, Any]) -> None:
+    assert engines["raw crowd"]["metrics"]["vllm:num_preemptions"] > 0
+    assert engines["raw alone"]["metrics"]["vllm:num_preemptions"] == 0
+    assert_same_text(engines["raw alone"], engines["raw crowd"])
+
+
+def test_compressed_text_does_not_depend_on_who_else_is_there(engines: dict[str, Any]) -> None:
+    assert_same_text(engines["k4v4 alone"], engines["k4v4 crowd"])
+
+
+@pytest.mark.parametrize(("name", "tie"), [("raw", TIE), ("k8v8", 0.05)])
+def test_prefix_hits_give_the_same_text(engines: dict[str, Any], name: str, tie: float) -> None:
+    told = engines[f"{name} shared"]
+    assert told["metrics"]["vllm:prefix_cache_hits"] > 4 * 150
+    first, again = ({"outputs": [batch]} for batch in told["outputs"])
+    assert_same_text(first, again, tie, share=0.75)
+
+
+def test_chunked_prefill_equals_unchunked(engines: dict[str, Any]) -> None:
+    alone = {"outputs": engines["raw alone"]["outputs"][:16]}
+    assert_same_text(alone, engines["raw chunks"])
+
+
+def test_ngram_speculation_equals_none(engines: dict[str, Any]) -> None:
+    told = engines["k4v4 speculative"]
+    assert told["metrics"]["vllm:spec_decode_num_accepted_tokens"] > 10
+    assert_same_text(engines["k4v4 repeating"], told)
+
+
+def test_the_blocks_are_right_without_any_ring(engines: dict[str, Any]) -> None:
+    assert_same_text(engines["plain"], engines["no rings"])
+
+
+def test_finished_requests_leave_every_block_free(engines: dict[str, Any]) -> None:
+    for told in engines.values():
+        if "blocks" in told:
+            assert told["free_blocks"] == told["blocks"] - 1  # block 0 is nobody's
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("fp8", "leave --kv-cache-dtype at auto"),
+        ("block size", "a block is a page of 32 tokens"),
+        ("unknown", "did you mean 'key_bits'"),
+    ],
+)
+def test_impossible_combinations_are_refused_at_start(
+    engines: dict[str, Any], name: str, message: str
+) -> None:
+    assert message in engines[name]["error"]

@@ -1,0 +1,285 @@
+"""Who owns which exact ring, against a small scheduler that shares, frees and reuses blocks."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from tightkv import KVQuantConfig
+from tightkv.integrations.vllm.rows import BatchRows, RowTable
+
+PAGE = 32
+CFG = KVQuantConfig(page_size=PAGE, exact_pages=2, sinks=4)
+
+
+@dataclass
+class Sequence:
+    tokens: list[int]
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+
+
+class Scheduler:
+    """Blocks with reference counts and a prefix cache, as an engine keeps them."""
+
+    def __init__(self, blocks: int, rows: int, drafts: int, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.free = list(range(1, blocks))
+        self.users = [0] * blocks
+        self.known: dict[tuple[int, ...], int] = {}  # tokens up to a block's end -> block
+        self.holds: dict[int, tuple[int, ...]] = {}
+        self.running: list[Sequence] = []
+        self.drafts, self.rows = drafts, rows
+        self.table = RowTable(CFG, rows, blocks, 64, drafts, "cpu")
+        ring = self.table.ring
+        self.ring = [[None] * ring for _ in range(rows + 1)]
+        self.sink = [[None] * CFG.sinks for _ in range(rows + 1)]
+
+    # --- blocks ---
+    def admit(self, tokens: list[int]) -> Sequence:
+        seq = Sequence(tokens)
+        while (end := (len(seq.blocks) + 1) * PAGE) < len(tokens):
+            block = self.known.get(tuple(tokens[:end]))
+            if block is None:
+                break
+            seq.blocks.append(block)
+            self.users[block] += 1
+            if block in self.free:
+                self.free.remove(block)
+        seq.computed = len(seq.blocks) * PAGE
+        self.running.append(seq)
+        return seq
+
+    def release(self, seq: Sequence) -> None:
+        for block in reversed(seq.blocks):
+            self.users[block] -= 1
+            if not self.users[block]:
+                self.free.append(block)
+        seq.blocks, seq.computed = [], 0
+
+    def reserve(self, seq: Sequence, length: int) -> bool:
+        while len(seq.blocks) * PAGE < length:
+            if not self.free:
+                return False
+            block = self.free.pop(0 if self.random.random() < 0.5 else -1)
+            self.known.pop(self.holds.pop(block, ()), None)
+            self.users[block] = 1
+            seq.blocks.append(block)
+        return True
+
+    def remember(self, seq: Sequence, length: int) -> None:
+        """Full blocks become findable as soon as they are scheduled, before they are written."""
+        for i in range(length // PAGE):
+            key = tuple(seq.tokens[: (i + 1) * PAGE])
+            if key not in self.known:
+                self.known[key] = seq.blocks[i]
+                self.holds[seq.blocks[i]] = key
+
+    # --- one step ---
+    def run(self, work: list[tuple[Sequence, int]]) -> BatchRows:
+        """Compute `count` tokens of each sequence; check every exact copy that would be read."""
+        first = torch.tensor([0, *(count for _, count in work)]).cumsum(0).int()
+        width = max(len(seq.blocks) for seq, _ in work)
+        blocks = [seq.blocks + [0] * (width - len(seq.blocks)) for seq, _ in work]
+        lengths = torch.tensor([seq.computed + count for seq, count in work]).int()
+        slots = [
+            seq.blocks[at // PAGE] * PAGE + at % PAGE
+            for seq, count in work
+            for at in range(seq.computed, seq.computed + count)
+        ]
+        rows = self.table.step(torch.tensor(blocks).int(), lengths, first, torch.tensor(slots))
+        rows = BatchRows(*(column.clone() for column in rows))
+        values = [
+            dict(zip(rows._fields, row, strict=True))
+            for row in zip(*map(torch.Tensor.tolist, rows), strict=True)
+        ]
+        owned = [v["ring_rows"] for v in values if v["ring_rows"] < self.rows]
+        assert len(set(owned)) == len(owned), "two sequences own one ring"
+        for (seq, count), v in zip(work, values, strict=True):
+            assert (v["before"], v["lengths"]) == (seq.computed, seq.computed + count)
+            self.check_ring(seq, v["ring_rows"], v["exact_starts"], seq.computed, seq.computed)
+        for (seq, count), v in zip(work, values, strict=True):
+            for at in range(seq.computed, seq.computed + count):
+                self.ring[v["ring_rows"]][at % self.table.ring] = self.name(seq, at)
+                if at < CFG.sinks:
+                    self.sink[v["ring_rows"]][at] = self.name(seq, at)
+        for (seq, count), v in zip(work, values, strict=True):
+            end = seq.computed + count
+            self.check_ring(seq, v["ring_rows"], v["ring_starts"], end, end)
+            self.check_ring(seq, v["ring_rows"], v["context_ring_starts"], seq.computed, end)
+            for at in range(v["sink_counts"]):
+                assert self.sink[v["ring_rows"]][at] == self.name(seq, at)
+            assert v["context_sink_counts"] <= min(v["sink_counts"], seq.computed)
+            seq.computed = end
+        return rows
+
+    @staticmethod
+    def name(seq: Sequence, at: int) -> tuple[int, ...]:
+        return tuple(seq.tokens[: at + 1])
+
+    def check_ring(self, seq: Sequence, row: int, start: int, end: int, newest: int) -> None:
+        """The ring holds positions [start, end) of this sequence when its newest is `newest`."""
+        assert 0 <= start <= end
+        for at in range(max(start, newest - self.table.ring), end):
+            assert self.ring[row][at % self.table.ring] == self.name(seq, at), (row, at)
+
+    def random_step(self) -> None:
+        choose = self.random
+        prompts = [[7] * 200, [7] * 64 + [9] * 70, [5] * 33]
+        if len(self.running) < 6 and choose.random() < 0.4:
+            base = choose.choice(prompts)[: choose.randint(1, 200)]
+            self.admit([*base, choose.randint(0, 3)])
+        work: list[tuple[Sequence, int]] = []
+        for seq in list(self.running):
+            if choose.random() < 0.15:
+                continue  # not scheduled in this step
+            left = len(seq.tokens) - seq.computed
+            count = choose.randint(1, left) if choose.random() < 0.5 else left
+            drafts = choose.randint(0, self.drafts) if count == left else 0
+            seq.tokens += [choose.randint(0, 3) for _ in range(drafts)]
+            if not self.reserve(seq, seq.computed + count + drafts):
+                del seq.tokens[len(seq.tokens) - drafts :]
+                self.release(seq)  # preempted: all of it is computed again later
+                continue
+            work.append((seq, count + drafts))
+            self.remember(seq, seq.computed + count)
+        if not work:
+            return
+        self.run(work)
+        for seq, count in work:
+            if seq.computed == len(seq.tokens):
+                rejected = choose.randint(0, min(self.drafts, count - 1))
+                seq.computed -= rejected
+                del seq.tokens[len(seq.tokens) - rejected :]
+                seq.tokens.append(choose.randint(0, 3))
+            if len(seq.tokens) > 300 or choose.random() < 0.03:
+                self.release(seq)
+                self.running.remove(seq)
+
+
+@pytest.mark.parametrize("rows", [0, 3, 8])
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_no_step_reads_anothers_copies(rows: int, drafts: int) -> None:
+    for seed in range(5):
+        scheduler = Scheduler(blocks=24, rows=rows, drafts=drafts, seed=seed)
+        for _ in range(120):
+            scheduler.random_step()
+
+
+def test_a_decoding_sequence_keeps_its_window_and_sinks() -> None:
+    scheduler = Scheduler(blocks=40, rows=2, drafts=0, seed=0)
+    seqs = [scheduler.admit(list(range(start, start + 50))) for start in (0, 100)]
+    for step in range(150):
+        work = []
+        for seq in seqs:
+            seq.tokens += [1] if step else []
+            scheduler.reserve(seq, len(seq.tokens))
+            work.append((seq, len(seq.tokens) - seq.computed))
+        rows = scheduler.run(work)
+        newest = len(seqs[0].tokens) - 1
+        window = max(0, (newest // PAGE - 1) * PAGE)
+        assert rows.ring_starts.tolist() == [window, window]
+        assert rows.sink_counts.tolist() == [CFG.sinks, CFG.sinks]
+        assert sorted(rows.ring_rows.tolist()) == [0, 1]
+
+
+def test_more_sequences_than_rows_leaves_the_running_ones_theirs() -> None:
+    scheduler = Scheduler(blocks=40, rows=1, drafts=0, seed=0)
+    seqs = [scheduler.admit([i] * 10) for i in range(3)]
+    for step in range(5):
+        for seq in seqs:
+            seq.tokens += [1] if step else []
+            scheduler.reserve(seq, len(seq.tokens))
+        rows = scheduler.run([(seq, len(seq.tokens) - seq.computed) for seq in seqs])
+        assert rows.ring_rows.tolist() == [0, 1, 1]
+        assert rows.ring_starts.tolist() == [0, *rows.lengths.tolist()[1:]]
+        assert rows.sink_counts.tolist() == [4, 0, 0]
+
+
+def test_a_prefix_hit_starts_without_copies() -> None:
+    scheduler = Scheduler(blocks=40, rows=4, drafts=0, seed=0)
+    one = scheduler.admit([3] * 100)
+    scheduler.reserve(one, 100)
+    scheduler.remember(one, 100)
+    two = scheduler.admit([3] * 100)  # hits blocks that the first writes in this very step
+    scheduler.reserve(two, 100)
+    assert two.computed == 96
+    rows = scheduler.run([(one, 100), (two, 4)])
+    assert rows.exact_starts.tolist() == [0, 96]
+    assert rows.context_ring_starts.tolist() == [0, 96]
+    assert rows.sink_counts.tolist() == [4, 0]
+
+
+def test_stand_ins_touch_nothing() -> None:
+    """Sequences of a dummy run have slots of -1, whatever their block table says."""
+    scheduler = Scheduler(blocks=40, rows=2, drafts=0, seed=0)
+    seq = scheduler.admit([3] * 10)
+    scheduler.reserve(seq, 12)
+    scheduler.run([(seq, 10)])
+    table, first = torch.tensor([seq.blocks, seq.blocks]).int(), torch.tensor([0, 1, 2]).int()
+    rows = scheduler.table.step(table, torch.tensor([11, 500]).int(), first, torch.tensor([-1, -1]))
+    assert rows.lengths.tolist() == rows.before.tolist() == [0, 0]
+    assert rows.ring_rows.tolist() == [2, 2]
+    seq.tokens.append(1)
+    assert scheduler.run([(seq, 1)]).ring_starts.tolist() == [0]
+
+
+def test_more_speculative_tokens_than_the_ring_can_lose_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"33 speculative tokens; supported: up to 32"):
+        RowTable(CFG, 1, 8, 1, 33, "cpu")
+
+
+def one_page_then_gone(scheduler: Scheduler) -> int:
+    """A sequence that filled one block and ended; its ring is still tagged with that block."""
+    seq = scheduler.admit([3] * PAGE)
+    scheduler.reserve(seq, PAGE)
+    scheduler.run([(seq, PAGE)])
+    block = seq.blocks[0]
+    scheduler.release(seq)
+    scheduler.running.remove(seq)
+    return block
+
+
+def reserve_from(scheduler: Scheduler, seq: Sequence, length: int, block: int) -> None:
+    """Reserve blocks, the first of them `block`."""
+    scheduler.free.remove(block)
+    scheduler.users[block] = 1
+    seq.blocks.append(block)
+    scheduler.reserve(seq, length)
+
+
+@pytest.mark.parametrize("same_step", [True, False])
+def test_a_reused_block_does_not_lead_to_the_ring_of_its_old_owner(same_step: bool) -> None:
+    scheduler = Scheduler(blocks=40, rows=4, drafts=0, seed=0)
+    block = one_page_then_gone(scheduler)
+    writer = scheduler.admit([5] * 100)
+    reserve_from(scheduler, writer, 100, block)
+    scheduler.remember(writer, 100)
+    reader = scheduler.admit([5] * PAGE + [6])
+    scheduler.reserve(reader, PAGE + 1)
+    assert reader.blocks[0] == block
+    if same_step:
+        rows = scheduler.run([(writer, 100), (reader, 1)])
+    else:
+        scheduler.run([(writer, 100)])
+        rows = scheduler.run([(reader, 1)])
+    assert rows.exact_starts[-1] == PAGE
+
+
+def test_of_two_sequences_with_the_same_last_block_one_keeps_the_ring() -> None:
+    scheduler = Scheduler(blocks=40, rows=4, drafts=0, seed=0)
+    one = scheduler.admit([3] * PAGE)
+    scheduler.reserve(one, PAGE)
+    scheduler.remember(one, PAGE)
+    scheduler.run([(one, PAGE)])
+    two = scheduler.admit([3] * PAGE + [4])
+    one.tokens.append(5)
+    for seq in (one, two):
+        scheduler.reserve(seq, PAGE + 1)
+    assert two.blocks[0] == one.blocks[0]
+    rows = scheduler.run([(one, 1), (two, 1)])
+    assert rows.exact_starts.tolist() == [0, PAGE]
+    assert rows.sink_counts.tolist() == [4, 0]

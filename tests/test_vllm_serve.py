@@ -1,0 +1,136 @@
+"""tightkv serve assembles vLLM's command, and where an engine's options come from."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tightkv import KVQuantConfig
+from tightkv.cli import main, serve
+from tightkv.integrations.vllm.options import engine_options
+
+
+def dry_run(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    assert main(["serve", *words, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    command: list[str] = told["command"]
+    assert command[:5] == [sys.executable, "-m", serve.SERVER, "--model", words[0]]
+    option, value = command[-2:]
+    assert option == "--additional-config"
+    options = engine_options(json.loads(value), env={})
+    assert options is not None and options.config.to_dict() == told["kv_quant"]
+    return command[5:]
+
+
+def ours(words: list[str]) -> Any:
+    return json.loads(words[-1])["tightkv"]
+
+
+def test_our_options_become_one_of_vllms_and_its_own_stay(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = dry_run(
+        capsys, "m", "--preset", "k3v3", "--port", "80", "--sinks", "8", "--enforce-eager"
+    )
+    assert words[:-2] == ["--port", "80", "--enforce-eager"]
+    assert ours(words) == {"preset": "k3v3", "sinks": 8}
+
+
+def test_what_follows_two_dashes_is_vllms(capsys: pytest.CaptureFixture[str]) -> None:
+    words = dry_run(capsys, "m", "--json", "--", "--config", "vllm.yaml")
+    assert words[:-2] == ["--config", "vllm.yaml"]
+    assert ours(words) == {"preset": "k4v4"}
+
+
+def test_a_config_file_with_a_kv_quant_block(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "cache.json"
+    file.write_text(json.dumps({"kv_quant": {"preset": "k2v2", "seed": 7}, "other": 1}))
+    words = dry_run(capsys, "m", "--config", str(file), "--exact-rows", "3")
+    assert ours(words) == {"preset": "k2v2", "seed": 7, "exact_rows": 3}
+
+
+@pytest.mark.parametrize(
+    "form", [["--additional-config", '{"a": 1}'], ['--additional-config={"a": 1}']]
+)
+def test_additional_config_is_extended(form: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    words = dry_run(capsys, "m", *form)
+    assert json.loads(words[-1]) == {"a": 1, "tightkv": {"preset": "k4v4"}}
+    assert len(words) == 2
+
+
+def test_dry_run_prints_a_line_for_the_shell(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "my model", "--dry-run", "--preset", "k8v4"]) == 0
+    line = capsys.readouterr().out
+    assert "--model 'my model'" in line
+    assert line.endswith("""--additional-config '{"tightkv": {"preset": "k8v4"}}'\n""")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--key-bits", "5"], "key_bits=5; supported"),
+        (["--exact-rows", "-1"], "--exact-rows -1; it must be 0"),
+        (["--additional-config", "{"], "is not valid JSON"),
+        (["--additional-config", "[]"], "must be a JSON object"),
+        (["--additional-config", '{"tightkv": {}}'], 'already has a "tightkv" entry'),
+    ],
+)
+def test_wrong_options_are_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "m", *words, "--dry-run"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_vllm_it_says_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "find_spec", lambda name: None)
+    assert main(["serve", "m"]) == 2
+    assert 'tightkv serve needs vLLM: pip install "tightkv[vllm]"' in capsys.readouterr().err
+
+
+def test_the_server_takes_the_place_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(serve, "find_spec", lambda name: True)
+    monkeypatch.setattr(serve.os, "execv", lambda *command: started.append(command))
+    main(["serve", "m", "--preset", "k4v2"])
+    (path, command), expected = started[0], KVQuantConfig.preset("k4v2")
+    assert path == sys.executable and command == serve.server_command("m", expected, [])
+
+
+# --- options of an engine ------------------------------------------------------------------------
+def test_no_option_means_no_compression() -> None:
+    for additional in ({}, {"other": 1}, None, {"tightkv": None}, {"tightkv": False}):
+        assert engine_options(additional, env={"TIGHTKV_KERNELS": "reference"}) is None
+
+
+@pytest.mark.parametrize("given", ["k3v2", {"preset": "k3v2"}, {"kv_quant": {"preset": "k3v2"}}])
+def test_options_in_the_engines_config(given: Any) -> None:
+    options = engine_options({"tightkv": given}, env={"TIGHTKV_PRESET": "k8v8"})
+    assert options is not None and options.config == KVQuantConfig.preset("k3v2")
+    assert options.exact_rows is None
+
+
+def test_true_takes_the_defaults_and_rows_are_the_engines() -> None:
+    options = engine_options({"tightkv": True}, env={})
+    assert options is not None and options.config == KVQuantConfig()
+    options = engine_options({"tightkv": {"exact_rows": 0}}, env={})
+    assert options is not None and options.exact_rows == 0
+
+
+def test_options_in_the_environment() -> None:
+    options = engine_options({}, env={"TIGHTKV_PRESET": "k2v2", "TIGHTKV_SINKS": "2"})
+    assert options is not None and options.config == KVQuantConfig.preset("k2v2", sinks=2)
+
+
+@pytest.mark.parametrize("rows", [-1, True, "4", 1.0])
+def test_rows_must_be_a_count(rows: Any) -> None:
+    with pytest.raises(ValueError, match="exact_rows="):
+        engine_options({"tightkv": {"exact_rows": rows}}, env={})
