@@ -36,9 +36,9 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# one thread a worker: the workers share the cores
+# one thread a worker: the workers share the cores; tests that share an engine share a worker
 unit: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(PYTEST_ARGS)
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix-only .

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 import subprocess
 import sys
@@ -15,13 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from filelock import FileLock
+import torch
+from transformers import Gemma2Config, Gemma2ForCausalLM
 
+from models import SHAPE
 from tightkv import KVQuantConfig
 from tightkv.layout import PageLayout
 from tiny_folder import write_tiny_folder
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+    pytest.mark.xdist_group("vllm engine"),
+]
 
 VOCABULARY, HEADS, HEAD_DIM, LAYERS = 258, 2, 32, 2
 BUDGET = 4 << 20
@@ -55,7 +61,8 @@ PROMPTS = prompts()
 def job(
     options: dict[str, Any] | None, *batches: list[list[int]], sampling: Any = None, **engine: Any
 ) -> dict[str, Any]:
-    engine = {"kv_cache_memory_bytes": BUDGET, "enable_prefix_caching": False, **engine}
+    shared = {"model": "tiny", "kv_cache_memory_bytes": BUDGET, "enable_prefix_caching": False}
+    engine = {**shared, **engine}
     if options is not None:
         engine["additional_config"] = {"tightkv": options}
     sampling = {"max_tokens": 40, "ignore_eos": True, **(sampling or {})}
@@ -88,30 +95,46 @@ def jobs() -> dict[str, dict[str, Any]]:
         "fp8": job(K4V4, kv_cache_dtype="fp8"),
         "block size": job(K4V4, block_size=128),
         "unknown": job({"key_bit": 4}),
+        "plain windows": job(None, few, model="windows"),
+        "raw windows": job(RAW, few, model="windows"),
+        "k4v4 windows": job({"preset": "k4v4"}, few, model="windows"),
+        "one rank": job(K4V4, few, model="three heads"),
+        "three ranks": job(K4V4, few, model="three heads", tensor_parallel_size=3),
         # Last: vLLM cannot start another engine in a process that has loaded numba.
         "k4v4 speculative": job(K4V4, PROMPTS["repeating"], speculative_config=ngram),
     }
 
 
-@pytest.fixture(scope="session")
+def write_models(folder: Path) -> dict[str, Path]:
+    """A llama, one whose heads three ranks can share, and one with sliding-window layers."""
+    size = {"max_position_embeddings": 1024}
+    three = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
+    windows = folder / "windows"
+    torch.manual_seed(0)
+    shape = {**SHAPE, **size, "head_dim": 32, "sliding_window": 16, "vocab_size": VOCABULARY}
+    gemma = Gemma2ForCausalLM(Gemma2Config(**shape))
+    gemma.to(torch.bfloat16).save_pretrained(windows)
+    return {
+        "tiny": write_tiny_folder(folder / "tiny", **size),
+        "three heads": write_tiny_folder(folder / "three", **size, **three, vocab_size=384),
+        "windows": windows,
+    }
+
+
+@pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Results of every job; parallel test processes share one run."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "vllm_engine"
-    folder.mkdir(exist_ok=True)
+    """Results of every job."""
+    folder = tmp_path_factory.mktemp("vllm_engine")
     done, log = folder / "results.json", folder / "log.txt"
-    with FileLock(folder / "lock"):
-        if not done.exists():
-            model = write_tiny_folder(folder / "model", max_position_embeddings=1024)
-            listed = jobs()
-            for entry in listed.values():
-                entry["engine"]["model"] = str(model)
-            (folder / "jobs.json").write_text(json.dumps(listed))
-            script = Path(__file__).with_name("vllm_engine.py")
-            command = [sys.executable, str(script), str(folder / "jobs.json"), str(done)]
-            with log.open("w") as file:
-                code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT).returncode
-            assert code == 0, log.read_text()[-4000:]
+    listed, models = jobs(), write_models(folder)
+    for entry in listed.values():
+        entry["engine"]["model"] = str(models[entry["engine"]["model"]])
+    (folder / "jobs.json").write_text(json.dumps(listed))
+    script = Path(__file__).with_name("vllm_engine.py")
+    command = [sys.executable, str(script), str(folder / "jobs.json"), str(done)]
+    with log.open("w") as file:
+        code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT).returncode
+    assert code == 0, log.read_text()[-4000:]
     return {**json.loads(done.read_text()), "log": {"text": log.read_text()}}
 
 
@@ -228,6 +251,19 @@ def test_ngram_speculation_equals_none(engines: dict[str, Any]) -> None:
 
 def test_the_blocks_are_right_without_any_ring(engines: dict[str, Any]) -> None:
     assert_same_text(engines["plain"], engines["no rings"])
+
+
+def test_sliding_window_layers_stay_vllms_own(engines: dict[str, Any]) -> None:
+    told = engines["k4v4 windows"]
+    kinds = list(told["layers"].values())
+    assert sorted(set(kinds)) == ["CPUAttentionBackendImpl", "TightAttention"]
+    assert kinds.count("TightAttention") == 2
+    assert told["blocks"] > engines["plain windows"]["blocks"]
+    assert_same_text(engines["plain windows"], engines["raw windows"])
+
+
+def test_three_ranks_give_the_text_of_one(engines: dict[str, Any]) -> None:
+    assert_same_text(engines["one rank"], engines["three ranks"])
 
 
 def test_finished_requests_leave_every_block_free(engines: dict[str, Any]) -> None:

@@ -33,7 +33,8 @@ class Scheduler:
         self.holds: dict[int, tuple[int, ...]] = {}
         self.running: list[Sequence] = []
         self.drafts, self.rows = drafts, rows
-        self.table = RowTable(CFG, rows, blocks, 64, drafts, "cpu")
+        self.table = RowTable(CFG, rows, blocks, drafts, "cpu")
+        self.out = torch.empty(len(BatchRows._fields), 64, dtype=torch.int32)
         ring = self.table.ring
         self.ring = [[None] * ring for _ in range(rows + 1)]
         self.sink = [[None] * CFG.sinks for _ in range(rows + 1)]
@@ -90,7 +91,9 @@ class Scheduler:
             for seq, count in work
             for at in range(seq.computed, seq.computed + count)
         ]
-        rows = self.table.step(torch.tensor(blocks).int(), lengths, first, torch.tensor(slots))
+        rows = self.table.step(
+            torch.tensor(blocks).int(), lengths, first, torch.tensor(slots), self.out
+        )
         rows = BatchRows(*(column.clone() for column in rows))
         values = [
             dict(zip(rows._fields, row, strict=True))
@@ -220,7 +223,8 @@ def test_stand_ins_touch_nothing() -> None:
     scheduler.reserve(seq, 12)
     scheduler.run([(seq, 10)])
     table, first = torch.tensor([seq.blocks, seq.blocks]).int(), torch.tensor([0, 1, 2]).int()
-    rows = scheduler.table.step(table, torch.tensor([11, 500]).int(), first, torch.tensor([-1, -1]))
+    lengths, slots = torch.tensor([11, 500]).int(), torch.tensor([-1, -1])
+    rows = scheduler.table.step(table, lengths, first, slots, scheduler.out)
     assert rows.lengths.tolist() == rows.before.tolist() == [0, 0]
     assert rows.ring_rows.tolist() == [2, 2]
     seq.tokens.append(1)
@@ -229,7 +233,7 @@ def test_stand_ins_touch_nothing() -> None:
 
 def test_more_speculative_tokens_than_the_ring_can_lose_are_refused() -> None:
     with pytest.raises(ValueError, match=r"33 speculative tokens; supported: up to 32"):
-        RowTable(CFG, 1, 8, 1, 33, "cpu")
+        RowTable(CFG, 1, 8, 33, "cpu")
 
 
 def one_page_then_gone(scheduler: Scheduler) -> int:

@@ -15,7 +15,7 @@ from tightkv.integrations.vllm.options import engine_options
 
 
 def dry_run(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
-    assert main(["serve", *words, "--json"]) == 0
+    assert main(["serve", words[0], "--json", *words[1:]]) == 0
     told = json.loads(capsys.readouterr().out)
     command: list[str] = told["command"]
     assert command[:5] == [sys.executable, "-m", serve.SERVER, "--model", words[0]]
@@ -41,7 +41,7 @@ def test_our_options_become_one_of_vllms_and_its_own_stay(
 
 
 def test_what_follows_two_dashes_is_vllms(capsys: pytest.CaptureFixture[str]) -> None:
-    words = dry_run(capsys, "m", "--json", "--", "--config", "vllm.yaml")
+    words = dry_run(capsys, "m", "--", "--config", "vllm.yaml")
     assert words[:-2] == ["--config", "vllm.yaml"]
     assert ours(words) == {"preset": "k4v4"}
 

@@ -21,6 +21,7 @@ SETTINGS = {
     "VLLM_LOGGING_LEVEL": "INFO",
     "VLLM_NO_USAGE_STATS": "1",
     "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # more workers than cores
 }
 METRICS = (
     "vllm:num_preemptions",

@@ -12,6 +12,7 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 from tightkv.codec import Codec
 from tightkv.integrations.vllm.compat import as_pages
 from tightkv.integrations.vllm.metadata import Sequences, TightMetadata
+from tightkv.integrations.vllm.rows import RowTable
 from tightkv.kernels.view import CacheView
 from tightkv.layout import PageLayout
 
@@ -33,6 +34,7 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
         self.layout, self.codec, self.kernels = layout, Codec(layout), kernels
         self.rows, self.device = rows, device
         self.rings: tuple[Tensor, ...] | None = None
+        self.row_table: RowTable | None = None  # of all layers with the same metadata
 
     def exact_tensors(self) -> tuple[Tensor, ...]:
         """Ring and sink keys and values [rows + 1, n, Hkv, D]; the last row is a waste bin.

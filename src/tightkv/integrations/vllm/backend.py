@@ -32,9 +32,12 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
-        self.impls: list[TightAttention] = [layer.impl for layer in layers.values()]
+        self.layers: list[Any] = list(layers.values())
+        self.impls: list[TightAttention] = [layer.impl for layer in self.layers]
+        self.block_pages: int = kv_cache_spec.block_size // self.impls[0].layout.page_size
         self.starts = torch.zeros(self._max_batch, dtype=torch.int32, device=device)
-        self.table: RowTable | None = None
+        columns = len(BatchRows._fields)
+        self.out = torch.zeros(columns, self._max_batch, dtype=torch.int32, device=device)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -49,23 +52,28 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> TightMetadata:
         common = common_attn_metadata
+        pages = self._page_table(common.block_table_tensor)
         rows = self._rows().step(
-            common.block_table_tensor,
+            pages,
             common.seq_lens,
             common.query_start_loc,
             common.slot_mapping[: common.num_actual_tokens],
+            self.out,
         )
         decodes, _, decode_tokens, _ = split_decodes_and_prefills(
             common, decode_threshold=self.reorder_batch_threshold or 1
         )
-        cuts = ((0, decodes, 0, decode_tokens, False),)
-        end = (decodes, common.num_reqs, decode_tokens, common.num_actual_tokens, True)
-        parts = [self._part(common, rows, *cut) for cut in (*cuts, end) if cut[0] < cut[1]]
+        cuts = (
+            (0, decodes, 0, decode_tokens, False),
+            (decodes, common.num_reqs, decode_tokens, common.num_actual_tokens, True),
+        )
+        parts = [self._part(common, pages, rows, *cut) for cut in cuts if cut[0] < cut[1]]
         return TightMetadata(tuple(parts), common.num_actual_tokens)
 
     def _part(
         self,
         common: Any,
+        pages: Tensor,
         rows: BatchRows,
         begin: int,
         end: int,
@@ -80,27 +88,28 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
             first=first - first_token if first_token else first,
             most=int(here.diff().max()),
             fresh=fresh,
-            block_table=common.block_table_tensor[begin:end],
+            block_table=pages[begin:end],
             starts=self.starts[: end - begin],
             rows=BatchRows(*(column[begin:end] for column in rows)),
         )
 
+    def _page_table(self, block_table: Tensor) -> Tensor:
+        """[B, blocks] -> [B, pages]: the pages of each block have neighbouring numbers."""
+        count = self.block_pages
+        if count == 1:
+            return block_table
+        inside = torch.arange(count, dtype=block_table.dtype, device=block_table.device)
+        return (block_table[:, :, None] * count + inside).flatten(1)
+
     def _rows(self) -> RowTable:
         """Tags of the group's rings, made when vLLM has said how many blocks there are."""
-        if self.table is None:
+        impl, layer = self.impls[0], self.layers[0]
+        blocks = len(layer.kv_cache) * self.block_pages
+        if impl.row_table is None or len(impl.row_table.row_of_block) != blocks:
             speculative = self.vllm_config.speculative_config
             tokens = 0 if speculative is None else speculative.num_speculative_tokens or 0
-            impl = self.impls[0]
-            layer = self.vllm_config.compilation_config.static_forward_context[self.layer_names[0]]
-            self.table = RowTable(
-                impl.layout.cfg,
-                impl.rows,
-                len(layer.kv_cache),
-                self._max_batch,
-                tokens,
-                self.device,
-            )
-        return self.table
+            impl.row_table = RowTable(impl.layout.cfg, impl.rows, blocks, tokens, self.device)
+        return impl.row_table
 
 
 class TightBackend(AttentionBackend):  # type: ignore[misc]
@@ -124,7 +133,7 @@ class TightBackend(AttentionBackend):  # type: ignore[misc]
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        return list(PAGE_SIZES)
+        return [MultipleOf(min(PAGE_SIZES))]  # whole blocks
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:

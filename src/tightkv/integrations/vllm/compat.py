@@ -11,21 +11,22 @@ from torch import Tensor
 from tightkv.layout import PageLayout
 
 
-def page_spec(spec: Any, layout: PageLayout) -> Any:
-    """vLLM's FullAttentionSpec, changed so that one of its blocks is one of our pages."""
+def page_spec(spec: Any, layout: PageLayout, pages: int = 1) -> Any:
+    """vLLM's FullAttentionSpec, changed so that one of its blocks is `pages` of our pages."""
     names = {field.name for field in fields(spec)}
-    if "state_content_bytes" in names:  # a block is [heads, states, bytes]: one state a head
+    if "state_content_bytes" in names:  # a block is [head slots, states, bytes]: a state a page
         return replace(
             spec,
-            block_size=layout.page_size,
+            block_size=pages * layout.page_size,
             dtype=torch.uint8,
+            num_head_slots=1,
             tokens_per_state=layout.page_size,
-            state_content_bytes=layout.record_bytes,
+            state_content_bytes=layout.page_bytes,
         )
     # Before that a block is block_size * heads * (head_size + head_size_v) numbers.
     return replace(
         spec,
-        block_size=layout.page_size,
+        block_size=pages * layout.page_size,
         num_kv_heads=1,
         head_size=slot_bytes(layout),
         head_size_v=0,
@@ -44,8 +45,11 @@ def cache_shape(num_blocks: int, block_size: int, heads: int, head_size: int) ->
 
 
 def as_pages(kv_cache: Tensor, layout: PageLayout) -> Tensor:
-    """A layer's part of vLLM's cache -> uint8 [blocks, Hkv, record_bytes]; nothing is copied."""
-    if kv_cache.dim() == 4:  # [blocks, Hkv, 1, record_bytes]
-        return kv_cache.squeeze(2)
-    flat = kv_cache[:, : layout.page_bytes]
-    return flat.unflatten(1, (layout.num_kv_heads, layout.record_bytes))
+    """A layer's part of vLLM's cache -> uint8 [pages, Hkv, record_bytes]; nothing is copied."""
+    if kv_cache.dim() == 4:  # [blocks, 1, pages a block, page_bytes]
+        pages, size = kv_cache.squeeze(1).flatten(1), layout.page_bytes
+    else:  # [blocks, bytes]
+        pages, size = kv_cache, layout.page_size * slot_bytes(layout)
+    if pages.shape[1] > size:
+        pages = pages.view(-1, size)
+    return pages[:, : layout.page_bytes].unflatten(1, (layout.num_kv_heads, layout.record_bytes))

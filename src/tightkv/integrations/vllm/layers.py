@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionType
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from tightkv import kernels
 from tightkv.integrations.vllm.attention import TightAttention
@@ -25,6 +32,8 @@ class EnginePlan:
     options: EngineOptions
     layouts: dict[str, PageLayout]
     rows: int
+    block_pages: int = 1
+    """Pages a block of vLLM's: more than one where other layers' blocks are larger."""
 
     def line(self) -> str:
         """Preset, bytes a token, and what that is worth."""
@@ -39,31 +48,65 @@ class EnginePlan:
         )
 
 
-def compressed_spec(layer: Any, vllm_config: Any, spec: Any) -> Any:
+def compressed_spec(layer: Any, spec: Any) -> Any:
     """What a layer tells vLLM about its cache: our pages, or `spec` as vLLM has it."""
-    options = engine_options(vllm_config.additional_config)
-    if options is None:
-        return spec
-    if not hasattr(layer, _LAYOUT):
-        _change_over(options, vllm_config)
-    layout = getattr(layer, _LAYOUT)
-    return spec if layout is None else page_spec(spec, layout)
+    layout, pages = getattr(layer, _LAYOUT, (None, 1))
+    return spec if layout is None else page_spec(spec, layout, pages)
 
 
-def _change_over(options: EngineOptions, vllm_config: Any) -> None:
+def change_over(vllm_config: Any) -> None:
     """Decide for every attention layer of the engine, and give the chosen ones our attention."""
+    options = engine_options(vllm_config.additional_config)
+    layers = get_layers_from_vllm_config(vllm_config, Attention)
+    if options is None or all(hasattr(layer, _LAYOUT) for layer in layers.values()):
+        return
     refuse_impossible(options, vllm_config)
-    layers = _attention_layers(vllm_config)
     plan = make_plan(options, vllm_config, layers)
-    for name, layer in layers.items():
-        layout = plan.layouts.get(name)
-        setattr(layer, _LAYOUT, layout)
-        if layout is not None:
-            device = layer._k_scale.device
-            module = kernels.select("auto", device, layout)
-            layer.impl = TightAttention(layer, layout, module, plan.rows, device)
-            layer.attn_backend = TightBackend
-    logger.info(plan.line())
+    for layer in layers.values():
+        setattr(layer, _LAYOUT, (None, 1))
+    plan = replace(plan, block_pages=_fit_other_layers(plan, vllm_config))
+    for name, layout in plan.layouts.items():
+        layer = layers[name]
+        device = layer._k_scale.device
+        module = kernels.select("auto", device, layout)
+        layer.impl = TightAttention(layer, layout, module, plan.rows, device)
+        layer.attn_backend = TightBackend
+        setattr(layer, _LAYOUT, (layout, plan.block_pages))
+    if vllm_config.parallel_config.rank == 0:
+        logger.info(plan.line())
+
+
+def _fit_other_layers(plan: EnginePlan, vllm_config: Any) -> int:
+    """Pages a block, so that it is no smaller than the block of a layer that is not compressed.
+
+    vLLM's blocks are of one size. Sliding-window layers take the shortest that their attention
+    can have; the rest of it is padding.
+    """
+    needed, sliding = 0, False
+    for name, layer in get_layers_from_vllm_config(vllm_config, AttentionLayerBase).items():
+        shares = getattr(layer, "kv_sharing_target_layer_name", None) is not None
+        if name in plan.layouts or shares:
+            continue
+        spec = layer.get_kv_cache_spec(vllm_config)
+        if spec is None:
+            continue
+        size = spec.page_size_bytes
+        if isinstance(spec, SlidingWindowSpec):
+            sliding = True
+            sizes = layer.attn_backend.get_supported_kernel_block_sizes()
+            shortest = min(getattr(block, "base", block) for block in sizes)
+            size = size // spec.block_size * shortest
+        needed = max(needed, size)
+    pages = {layout.page_bytes for layout in plan.layouts.values()}
+    count = max(1, -(-needed // max(pages)))
+    if count > 1 and len(pages) > 1:
+        raise ValueError(
+            "tightkv: protected layers in a model with other layers' larger blocks; set "
+            "protected_first and protected_last to 0"
+        )
+    if sliding:
+        vllm_config.cache_config.skip_page_size_padded = count * max(pages)
+    return count
 
 
 def make_plan(options: EngineOptions, vllm_config: Any, layers: dict[str, Any]) -> EnginePlan:
@@ -97,17 +140,12 @@ def exact_rows(options: EngineOptions, vllm_config: Any, layouts: dict[str, Page
     most: int = vllm_config.scheduler_config.max_num_seqs
     if options.exact_rows is not None:
         return min(options.exact_rows, most)
-    from vllm.platforms import current_platform
-
     memory = current_platform.get_device_total_memory() // _ROWS_SHARE
     return max(0, min(most, memory // sum(la.sequence_bytes() for la in layouts.values())))
 
 
 def kept_reason(layer: Any, shared: bool) -> str | None:
     """Why a layer stays with vLLM's own attention, or None where it is compressed."""
-    from vllm.model_executor.layers.attention.attention import Attention
-    from vllm.v1.attention.backend import AttentionType
-
     impl = layer.impl
     if type(layer) is not Attention:
         return type(layer).__name__
@@ -146,11 +184,3 @@ def refuse_impossible(options: EngineOptions, vllm_config: Any) -> None:
     tokens = 0 if speculative is None else speculative.num_speculative_tokens or 0
     if tokens > RING_SLACK:
         raise ValueError(f"tightkv with {tokens} speculative tokens; supported: up to {RING_SLACK}")
-
-
-def _attention_layers(vllm_config: Any) -> dict[str, Any]:
-    from vllm.config import get_layers_from_vllm_config
-    from vllm.model_executor.layers.attention.attention import Attention
-
-    layers: dict[str, Any] = get_layers_from_vllm_config(vllm_config, Attention)
-    return layers

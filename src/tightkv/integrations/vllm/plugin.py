@@ -22,10 +22,10 @@ def register() -> None:
 
     @wraps(original)
     def get_kv_cache_spec(self: Any, vllm_config: Any) -> Any:
-        from tightkv.integrations.vllm.layers import compressed_spec
+        from tightkv.integrations.vllm.layers import change_over, compressed_spec
 
-        spec = original(self, vllm_config)
-        return compressed_spec(self, vllm_config, spec)
+        change_over(vllm_config)
+        return compressed_spec(self, original(self, vllm_config))
 
     setattr(get_kv_cache_spec, _MARK, original)
     Attention.get_kv_cache_spec = get_kv_cache_spec

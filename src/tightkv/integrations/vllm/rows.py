@@ -44,7 +44,6 @@ class RowTable:
         cfg: KVQuantConfig,
         rows: int,
         num_blocks: int,
-        max_batch: int,
         taken_back: int,
         device: torch.device | str,
     ) -> None:
@@ -66,15 +65,16 @@ class RowTable:
         self.sink_count = tensor(rows + 1, 0)
         self.used_at = tensor(rows + 1, -1)
         self.used_at[rows] = _NEVER
-        # The same memory at every step, as CUDA graphs need it.
-        self._out = torch.zeros(len(BatchRows._fields), max_batch, dtype=torch.int32, device=device)
 
-    def step(self, block_table: Tensor, lengths: Tensor, first: Tensor, slots: Tensor) -> BatchRows:
+    def step(
+        self, block_table: Tensor, lengths: Tensor, first: Tensor, slots: Tensor, out: Tensor
+    ) -> BatchRows:
         """Give the sequences of a batch their rows and tag those with what this step writes.
 
         `lengths` [B] count the new tokens, row b's being first[b] to first[b + 1] of the batch,
         written at `slots` [N] = block * page_size + offset; a negative slot is not written.
-        Block 0 is nobody's.
+        Block 0 is nobody's. (A block here is one page.) The answer is put into `out`
+        int32 [len(BatchRows._fields), at least B]: the same memory at every step.
         """
         size, batch = self.page_size, len(lengths)
         first = first.long()
@@ -111,7 +111,7 @@ class RowTable:
         ring_starts = torch.maximum(exact_after, self._window(newest))
         # The new tokens have by then overwritten the oldest of the ring.
         context = torch.maximum(exact_after, self._window(before - 1))
-        return self._give(
+        answer = (
             lengths,
             before,
             rows,
@@ -121,6 +121,7 @@ class RowTable:
             torch.where(matched, torch.minimum(context, before), before),
             sinks_before,
         )
+        return BatchRows(*out[:, :batch].copy_(torch.stack(answer)).unbind())
 
     def _live(self, first: Tensor, counts: Tensor, slots: Tensor) -> Tensor:
         """bool [B]: sequences whose tokens are really written."""
@@ -173,11 +174,6 @@ class RowTable:
         """Where the exact window of token `newest` begins."""
         page = torch.div(newest, self.page_size, rounding_mode="floor")
         return (page - self.exact_pages + 1) * self.page_size
-
-    def _give(self, *columns: Tensor) -> BatchRows:
-        out = self._out[:, : len(columns[0])]
-        out.copy_(torch.stack(columns))
-        return BatchRows(*out.unbind())
 
 
 def _block_at(block_table: Tensor, position: Tensor, size: int) -> Tensor:

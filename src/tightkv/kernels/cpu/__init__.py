@@ -164,7 +164,9 @@ def _tokens(x: Tensor) -> tuple[int, int, int]:
 
 def _mask(mask: Tensor) -> tuple[int, ...]:
     """dtype, and strides; a dimension of size 1 is the same for all."""
-    strides = (step if size > 1 else 0 for size, step in zip(mask.shape, mask.stride(), strict=True))
+    strides = (
+        step if size > 1 else 0 for size, step in zip(mask.shape, mask.stride(), strict=True)
+    )
     return library.DTYPES[mask.dtype], *strides
 
 

@@ -72,7 +72,7 @@ def load() -> ctypes.CDLL:
     for name in ("tightkv_attend", "tightkv_append"):
         function = getattr(library, name)
         function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_char_p), ctypes.c_int
-    library.tightkv_supported.restype = ctypes.c_char_p
+    library.tightkv_supported.restype = library.tightkv_chosen.restype = ctypes.c_char_p
     library.tightkv_use.argtypes, library.tightkv_use.restype = (ctypes.c_char_p,), ctypes.c_int
     library.tightkv_share_threads.argtypes = (ctypes.c_void_p,)
     library.tightkv_share_threads.restype = None
@@ -96,6 +96,12 @@ def use(library: ctypes.CDLL, isa: str | None) -> str:
     if library.tightkv_use(isa.encode()):
         raise LibraryError(f"{ISA_VARIABLE}={isa!r}; this machine runs {', '.join(can_run)}")
     return isa
+
+
+def chosen(library: ctypes.CDLL) -> str:
+    """The instruction set in use."""
+    name: bytes = library.tightkv_chosen()
+    return name.decode()
 
 
 def _torch_parallel() -> ctypes.c_void_p | None:

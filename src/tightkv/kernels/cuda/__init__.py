@@ -24,9 +24,10 @@ __all__ = ["append", "attend", "unavailable", "unsupported"]
 
 _FOLDER = Path(__file__).parent
 _MAX_QUERIES = 16  # more than this is prefill
-_EXACT_TOKENS = 64  # a program of the exact part
+_EXACT_TOKENS = 64  # that the warps of a block read at a time
 _MOST_SPLITS = 64
-_BLOCKS_A_PROCESSOR = 3  # what the registers allow; see docs/log.md
+_BLOCKS_A_PROCESSOR = 2  # what the registers allow
+_TILE_BLOCKS = 2  # blocks of 32 tokens a warp works on at a time
 
 
 def unavailable(device_type: str | None, asked: bool = False) -> str | None:
@@ -70,7 +71,8 @@ class _Rows(ctypes.Structure):
         + [(name, ctypes.c_void_p) for name in ("signs", "partial", "partial_lse")]
         + [(name, ctypes.c_longlong) for name in ("query_n", "query_h", "table_b", "total_rows")]
         + [("scale", ctypes.c_float), ("softcap", ctypes.c_float)]
-        + [(name, ctypes.c_int) for name in ("ring", "sinks", "splits", "window", "causal")]
+        + [(name, ctypes.c_int) for name in ("ring", "sinks", "splits", "exact_shares")]
+        + [(name, ctypes.c_int) for name in ("window", "causal")]
     )
 
 
@@ -122,7 +124,7 @@ def append(
         view.block_table.stride(0),
         view.ring_key.shape[1], view.sink_key.shape[1], int(open_codes),
     )  # fmt: skip
-    module = _module("append", layout, layout.num_kv_heads, 1, key.device)
+    module = _module("append", layout, layout.num_kv_heads, 1, False, key.device)
     module.launch("append", (view.batch * layout.num_kv_heads, 2, 1), 256, arguments)
 
 
@@ -155,13 +157,14 @@ def attend(
     group = hq // layout.num_kv_heads
     columns = max_queries * group
     tiles_n = 1 if columns <= 8 else 2
-    module = _module("decode", layout, hq, tiles_n, device)
+    module = _module("decode", layout, hq, tiles_n, softcap is not None, device)
     parts = -(-columns // (8 * tiles_n))
     programs = view.batch * layout.num_kv_heads * parts
     slots = _processors(device) * _blocks_a_processor(d, tiles_n)
     splits = share_count(programs, slots, min(_MOST_SPLITS, view.block_table.shape[1] // 4))
-    exact = -(-(view.ring_key.shape[1] + view.sink_key.shape[1]) // _EXACT_TOKENS)
-    shares = splits + exact
+    groups = -(-(view.ring_key.shape[1] + view.sink_key.shape[1]) // _EXACT_TOKENS)
+    exact_shares = min(splits, groups)
+    shares = splits + exact_shares
 
     out = torch.empty_like(query)
     lse = torch.empty(rows, hq, dtype=torch.float32, device=device)
@@ -179,14 +182,15 @@ def attend(
         ],
         query.stride(0), query.stride(1), view.block_table.stride(0), rows,
         1 / math.sqrt(d) if scale is None else scale, softcap or 0.0,
-        view.ring_key.shape[1], view.sink_key.shape[1], splits, window or 0, int(causal),
+        view.ring_key.shape[1], view.sink_key.shape[1], splits, exact_shares,
+        window or 0, int(causal),
     )  # fmt: skip
-    module.launch("decode", (view.batch * layout.num_kv_heads, shares, parts), 128, arguments)
+    module.launch("decode", (view.batch * layout.num_kv_heads, splits, parts), 128, arguments)
     pointers = (partial, partial_lse, signs, first, out, lse)
     module.launch(
         "merge",
-        (-(-rows * hq // 4), 1, 1),
-        128,
+        (rows * hq, 1, 1),
+        256,
         *[ctypes.c_void_p(x.data_ptr()) for x in pointers],
         *[ctypes.c_longlong(n) for n in (out.stride(0), out.stride(1), rows)],
         *[ctypes.c_int(n) for n in (view.batch, splits, shares)],
@@ -196,7 +200,12 @@ def attend(
 
 @functools.lru_cache(maxsize=256)
 def _module(
-    name: str, layout: PageLayout, query_heads: int, tiles_n: int, device: torch.device
+    name: str,
+    layout: PageLayout,
+    query_heads: int,
+    tiles_n: int,
+    softcap: bool,
+    device: torch.device,
 ) -> Module:
     """The kernels of one source for one layout, compiled once."""
     heads, d = layout.num_kv_heads, layout.head_dim
@@ -206,6 +215,8 @@ def _module(
         "HKV": heads,
         "G": query_heads // heads,
         "NT": tiles_n,
+        "TB": min(_TILE_BLOCKS if tiles_n == 1 and d <= 128 else 1, layout.page_size // 32),
+        "SOFTCAP": int(softcap),
         "ROTATED": int(layout.cfg.rotation == "hadamard"),
         "BF16": int(layout.dtype == torch.bfloat16),
         "MIN_BLOCKS": _blocks_a_processor(d, tiles_n),

@@ -165,6 +165,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) append(const Append a) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int row = blockIdx.x / HKV, head = blockIdx.x % HKV;
     const bool is_key = blockIdx.y == 0;
+    asm volatile("griddepcontrol.wait;");
     const int begin = a.first[row], count = a.first[row + 1] - begin;
     if (!count) return;
     const int length = a.lengths[row], before = length - count, start = a.starts[row];

@@ -125,12 +125,39 @@ class Module:
         pointers = (ctypes.c_void_p * len(args))(
             *[ctypes.cast(ctypes.pointer(a), ctypes.c_void_p) for a in args]
         )
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        function = self._functions[name]
-        _check(
-            _driver().cuLaunchKernel(function, *grid, threads, 1, 1, 0, stream, pointers, None),
-            f"launch {name} on a grid of {grid}",
+        stream = torch.cuda.current_stream().cuda_stream
+        config = _LaunchConfig(*grid, threads, 1, 1, 0, stream, ctypes.pointer(_OVERLAP), 1)
+        status = _driver().cuLaunchKernelEx(
+            ctypes.byref(config), self._functions[name], pointers, None
         )
+        _check(status, f"launch {name} on a grid of {grid}")
+
+
+class _LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute."""
+
+    _fields_ = (
+        ("id", ctypes.c_int),
+        ("pad", ctypes.c_int),
+        ("value", ctypes.c_int),
+        ("rest", ctypes.c_char * 60),
+    )
+
+
+class _LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint) for name in ("gx", "gy", "gz", "bx", "by", "bz", "shared")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_LaunchAttribute)),
+        ("count", ctypes.c_uint),
+    )
+
+
+# Programmatic stream serialization: a kernel may be set up while the one before it still runs;
+# ours wait (griddepcontrol.wait) before they read what it wrote.
+_OVERLAP = _LaunchAttribute(id=6, value=1)
 
 
 def _check(status: int, what: str) -> None:

@@ -164,10 +164,10 @@ def append(
             exact_starts, first, view.ring_key, view.ring_value, view.sink_key, view.sink_value,
             rotation_table(codec, "key", key.device), rotation_table(codec, "value", key.device),
             key.stride(0), key.stride(1), value.stride(0), value.stride(1),
-            view.block_table.stride(0),
+            view.block_table.stride(0), pages, copied,
             **constants(layout), **books(layout)[0],
             RING=ring, SINKS=sinks, SINKS_P=triton.next_power_of_2(max(sinks, 1)),
-            TOUCHED=pages, COPIES=copied, OPEN=open_codes, num_warps=4,
+            OPEN=open_codes, num_warps=4,
         )  # fmt: skip
 
 
@@ -200,7 +200,8 @@ def attend(
     if new_key is None or new_value is None:
         new_key = new_value = query  # not read
     new_key, new_value = _last_contiguous(new_key), _last_contiguous(new_value)
-    shares = plan["SPLITS"] + plan["EXACT_SPLITS"]
+    splits, exact_splits = plan.pop("splits"), plan.pop("exact_splits")
+    shares = splits + exact_splits
     partial = torch.empty(shares, rows, hq, d, dtype=torch.float32, device=device)
     partial_lse = torch.empty(shares, rows, hq, dtype=torch.float32, device=device)
     mask_kind, mask, mask_strides = _mask(mask, query)
@@ -215,6 +216,7 @@ def attend(
         query.stride(0), query.stride(1), view.block_table.stride(0),
         new_key.stride(0), new_key.stride(1), new_value.stride(0), new_value.stride(1),
         *mask_strides, rows, 1 / math.sqrt(d) if scale is None else scale,
+        splits, exact_splits,
         **shared, **books(layout)[1],
         HQ=hq, RING=view.ring_key.shape[1], SINKS=view.sink_key.shape[1],
         NEW=new, CAUSAL=causal, WINDOW=window or 0, CAP=softcap or 0.0, MASK=mask_kind,
@@ -223,9 +225,9 @@ def attend(
     heads = 16 if shared["KIND"] == DENSE else 1
     _merge_kernel[(triton.cdiv(rows * hq, heads),)](
         partial, partial_lse, rotation_table(codec, "value", device), first, out, lse,
-        view.batch, rows, out.stride(0), out.stride(1),
-        HQ=hq, D=d, DP=shared["DP"], HEADS=heads, SHARES=shares,
-        STEP=min(16, triton.next_power_of_2(shares)), KIND=shared["KIND"], num_warps=4,
+        view.batch, rows, out.stride(0), out.stride(1), shares,
+        HQ=hq, D=d, DP=shared["DP"], HEADS=heads,
+        STEP=16, KIND=shared["KIND"], num_warps=4,
     )  # fmt: skip
     return out, lse
 
@@ -244,13 +246,13 @@ def _plan(
     }  # fmt: skip
     programs = view.batch * layout.num_kv_heads * triton.cdiv(columns, cols)
     if max_queries > 16:
-        return {**plan, "SPLITS": 1, "EXACT_SPLITS": 0, "num_warps": 4}
+        return {**plan, "splits": 1, "exact_splits": 0, "num_warps": 4}
     wanted = triton.cdiv(_processors(device) * 8, programs)
     splits = max(1, min(wanted, max(1, view.block_table.shape[1]), 256))
     exact = triton.cdiv(view.ring_key.shape[1] + view.sink_key.shape[1], 64)
     warps = 1 if cols <= 16 else 2
     return {
-        **plan, "SPLITS": splits, "EXACT_SPLITS": exact, "num_warps": warps,
+        **plan, "splits": splits, "exact_splits": exact, "num_warps": warps,
     }  # fmt: skip
 
 

@@ -183,18 +183,18 @@ def _copy(source, source_n, token, target, place, there, HKV: tl.constexpr, D: t
 def _append_kernel(
     key, value, pages, block_table, lengths, starts, ring_rows, exact_starts, first,
     ring_key, ring_value, sink_key, sink_value, key_table, value_table,
-    key_n, key_h, value_n, value_h, table_b,
+    key_n, key_h, value_n, value_h, table_b, touched, copies,
     HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
     RECORD: tl.constexpr, RING: tl.constexpr, SINKS: tl.constexpr,
     SINKS_P: tl.constexpr, KEY_BITS: tl.constexpr, KEY_CHUNK: tl.constexpr, KEY_BOOK: tl.constexpr,
     KEY_MODE: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_BOOK: tl.constexpr,
     VALUE_MODE: tl.constexpr, VALUE_AT: tl.constexpr, KEY_SCALE_AT: tl.constexpr,
     VALUE_SCALE_AT: tl.constexpr, MEAN_AT: tl.constexpr, MEAN_BITS: tl.constexpr,
-    KIND: tl.constexpr, TOUCHED: tl.constexpr, COPIES: tl.constexpr, OPEN: tl.constexpr,
+    KIND: tl.constexpr, OPEN: tl.constexpr,
 ):  # fmt: skip
-    """Programs [B, TOUCHED pages then COPIES of 32 tokens, HKV, key or value]."""
-    row = tl.program_id(0) // (TOUCHED + COPIES)
-    part = tl.program_id(0) % (TOUCHED + COPIES)
+    """Programs [B * (touched pages, then copies of 32 tokens), HKV, key or value]."""
+    row = tl.program_id(0) // (touched + copies)
+    part = tl.program_id(0) % (touched + copies)
     head = tl.program_id(1)
     begin = tl.load(first + row)
     count = tl.load(first + row + 1) - begin
@@ -212,12 +212,12 @@ def _append_kernel(
     else:
         source, source_n, source_h, ring, sink = value, value_n, value_h, ring_value, sink_value
 
-    if part >= TOUCHED:
-        token = tl.maximum(count - RING, 0) + (part - TOUCHED) * 32 + t
+    if part >= touched:
+        token = tl.maximum(count - RING, 0) + (part - touched) * 32 + t
         slot = owner * RING + (before + token) % RING
         _copy(source + head * source_h, source_n, begin + token, ring + head * D, slot,
               token < count, HKV, D, DP)  # fmt: skip
-        if (SINKS > 0) & (part == TOUCHED) & (before < start + SINKS):
+        if (SINKS > 0) & (part == touched) & (before < start + SINKS):
             n = tl.arange(0, SINKS_P)
             place = start + n - before
             there = (n < SINKS) & (place >= 0) & (place < count)

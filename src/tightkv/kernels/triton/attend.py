@@ -77,7 +77,7 @@ def _attend_kernel(
     ring_key, ring_value, sink_key, sink_value, new_key, new_value, mask, key_table, value_table,
     partial, partial_lse,
     query_n, query_h, table_b, new_key_n, new_key_h, new_value_n, new_value_h,
-    mask_b, mask_h, mask_q, mask_n, total_rows, scale,
+    mask_b, mask_h, mask_q, mask_n, total_rows, scale, splits, exact_splits,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, COLS: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, RECORD: tl.constexpr, RING: tl.constexpr,
     SINKS: tl.constexpr,
@@ -86,7 +86,7 @@ def _attend_kernel(
     KEY_UNIT: tl.constexpr, VALUE_UNIT: tl.constexpr,
     VALUE_AT: tl.constexpr, KEY_SCALE_AT: tl.constexpr, VALUE_SCALE_AT: tl.constexpr,
     MEAN_AT: tl.constexpr, MEAN_BITS: tl.constexpr,
-    KIND: tl.constexpr, SPLITS: tl.constexpr, EXACT_SPLITS: tl.constexpr, EXACT_TILE: tl.constexpr,
+    KIND: tl.constexpr, EXACT_TILE: tl.constexpr,
     EXACT_STEP: tl.constexpr, EXACT_STAGES: tl.constexpr,
     NEW: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
     MASK: tl.constexpr, PTX: tl.constexpr, STAGES: tl.constexpr,
@@ -130,7 +130,7 @@ def _attend_kernel(
     # this program's share of pages and of exact tokens (sinks, ring, new)
     page_from = low // PAGE
     page_to = tl.cdiv(ring_start, PAGE)
-    each = tl.cdiv(tl.maximum(page_to - page_from, 0), SPLITS)
+    each = tl.cdiv(tl.maximum(page_to - page_from, 0), splits)
     page_from = page_from + split * each
     page_to = tl.minimum(page_to, page_from + each)
     n_sinks = tl.maximum(sinks_end - start, 0)
@@ -142,10 +142,10 @@ def _attend_kernel(
         exact_to += count
         if CAUSAL:
             exact_to = tl.minimum(exact_to, n_old + tl.maximum(last_at + 1 - length, 0))
-    if EXACT_SPLITS > 0:
-        exact_from = tl.where(split >= SPLITS, (split - SPLITS) * EXACT_TILE, exact_to)
+    if exact_splits > 0:
+        exact_from = tl.where(split >= splits, (split - splits) * EXACT_TILE, exact_to)
         exact_to = tl.minimum(exact_to, exact_from + EXACT_TILE)
-        page_to = tl.where(split >= SPLITS, page_from, page_to)
+        page_to = tl.where(split >= splits, page_from, page_to)
 
     d = tl.arange(0, DP)
     q = tl.load(
@@ -323,9 +323,9 @@ def _one_row(x, DP: tl.constexpr):
 
 @triton.jit
 def _merge_kernel(
-    partial, partial_lse, value_table, first, out, lse, batch, total_rows, out_n, out_h,
+    partial, partial_lse, value_table, first, out, lse, batch, total_rows, out_n, out_h, shares,
     HQ: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HEADS: tl.constexpr,
-    SHARES: tl.constexpr, STEP: tl.constexpr, KIND: tl.constexpr,
+    STEP: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """Join the shares of HEADS consecutive (query, head) rows and rotate back."""
     row = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
@@ -333,21 +333,21 @@ def _merge_kernel(
     live = row < tl.load(first + batch) * HQ  # the others are nobody's queries
     d = tl.arange(0, DP)
     peak = tl.full([HEADS], float("-inf"), tl.float32)
-    for s0 in range(0, SHARES, STEP):
+    for s0 in range(0, shares, STEP):
         s = s0 + tl.arange(0, STEP)
         x = tl.load(
             partial_lse + s[:, None].to(tl.int64) * (total_rows * HQ) + row[None, :],
-            mask=(s < SHARES)[:, None] & live[None, :], other=float("-inf"),
+            mask=(s < shares)[:, None] & live[None, :], other=float("-inf"),
         )  # fmt: skip
         peak = tl.maximum(peak, tl.max(x, axis=0))
     base = tl.where(peak == float("-inf"), 0.0, peak)
     weight = tl.zeros([HEADS], tl.float32)
     acc = tl.zeros([HEADS, DP], tl.float32)
-    for s0 in range(0, SHARES, STEP):
+    for s0 in range(0, shares, STEP):
         s = s0 + tl.arange(0, STEP)
         at = s[:, None].to(tl.int64) * (total_rows * HQ) + row[None, :]  # [STEP, HEADS]
         x = tl.load(
-            partial_lse + at, mask=(s < SHARES)[:, None] & live[None, :], other=float("-inf")
+            partial_lse + at, mask=(s < shares)[:, None] & live[None, :], other=float("-inf")
         )
         w = tl.exp2(x - base[None, :])
         weight += tl.sum(w, axis=0)

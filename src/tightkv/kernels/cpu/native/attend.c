@@ -405,6 +405,8 @@ static void attend_pages(const struct call *call, const struct group *g, struct 
     const struct layer *layer = call->layer;
     int64_t shift_of = -1;
     int blocks = 0;
+    if (begin >= end)
+        return;
     load_queries(call, g, s, 1);
     if (uses_dots(call, g))
         split_queries(call, g, s);

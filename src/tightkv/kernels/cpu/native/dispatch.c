@@ -65,6 +65,8 @@ const char *tightkv_supported(void)
     return names;
 }
 
+const char *tightkv_chosen(void) { return current_isa()->name; }
+
 int tightkv_use(const char *name)
 {
     for (int k = 0; k < BUILT; k++)

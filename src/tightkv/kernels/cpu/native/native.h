@@ -80,6 +80,7 @@ PUBLIC int tightkv_append(const struct layer *layer, const struct append_args *a
 
 /* The instruction sets of this build that this machine has, best first, with commas. */
 PUBLIC const char *tightkv_supported(void);
+PUBLIC const char *tightkv_chosen(void);
 /* Use this one from now on; returns 0, or -1 if it is not among the supported. */
 PUBLIC int tightkv_use(const char *name);
 /* torch's GOMP_parallel, so that both share one pool of threads; NULL: threads of our own. */

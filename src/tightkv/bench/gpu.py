@@ -1,0 +1,170 @@
+"""decode, store and extend on a GPU: our kernels against uncompressed caches, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tightkv.bench import baselines
+from tightkv.bench.problems import Layer, Shape, fill, layers_for
+from tightkv.bench.rows import provenance
+from tightkv.bench.timing import copy_bandwidth, graph_ms
+from tightkv.config import KVQuantConfig
+from tightkv.kernels import select
+from tightkv.layout import PageLayout
+
+# Odd lengths: the newest page is neither empty nor full, as most of the time.
+DECODE_SHAPES = (Shape(8, 32731), Shape(32, 8155), Shape(1, 131035), Shape(1, 32731))
+
+
+def decode_rows(
+    shapes: Sequence[Shape], presets: Sequence[str], kernels: Sequence[str], device: torch.device
+) -> Iterator[dict[str, Any]]:
+    """A row for each shape and preset: a whole decode step of one layer, and its parts."""
+    facts = provenance(device)
+    bandwidth = copy_bandwidth(device)
+    for shape in shapes:
+        others = baselines.sdpa_decode(shape, device)
+        others |= baselines.flashinfer_decode(shape, device)
+        bf16, fp8 = baselines.best(others, "sdpa", "bf16"), others.get("flashinfer fp8")
+        for preset in presets:
+            layout = _layout(preset, shape)
+            for name in kernels:
+                module = select(name, device, layout)
+                layers = layers_for(layout, shape, module, device)
+                times = _decode_times(module, layers, shape)
+                read = layers[0].bytes
+                yield {
+                    "bench": "decode",
+                    "shape": asdict(shape),
+                    "preset": preset,
+                    "kernels": module.__name__.split(".")[-1],
+                    "ms": times,
+                    "others_ms": others,
+                    "against_best_bf16": bf16 / times["step"],
+                    "against_fp8": None if fp8 is None else fp8 / times["step"],
+                    "share_of_copy_bandwidth": read / (times["attend"] / 1e3) / bandwidth,
+                    "bytes_read": read,
+                    "copy_bytes_per_s": bandwidth,
+                    **facts,
+                }
+                del layers
+                torch.cuda.empty_cache()
+
+
+def _decode_times(module: ModuleType, layers: Sequence[Layer], shape: Shape) -> dict[str, float]:
+    """Milliseconds of append and attend together, of each alone, and of a step that seals."""
+    device = layers[0].view.pages.device
+    first = torch.arange(shape.batch + 1, dtype=torch.int32, device=device)
+    query = _random(shape.batch, shape.query_heads, shape.head_dim, device)
+    key, value = (_random(shape.batch, shape.kv_heads, shape.head_dim, device) for _ in range(2))
+
+    def append(layer: Layer) -> None:
+        module.append(
+            layer.codec, layer.view, key, value, first, layer.exact_starts,
+            max_new=1, open_codes=False,
+        )  # fmt: skip
+
+    def attend(layer: Layer) -> None:
+        module.attend(layer.codec, query, layer.view, first, max_queries=1)
+
+    def step(layer: Layer) -> None:
+        append(layer)
+        attend(layer)
+
+    page = layers[0].codec.layout.page_size
+    full = [
+        replace(layer, view=replace(layer.view, lengths=_up_to_page(layer.view.lengths, page)))
+        for layer in layers
+    ]
+    return {
+        "step": graph_ms([partial(step, layer) for layer in layers]),
+        "append": graph_ms([partial(append, layer) for layer in layers]),
+        "attend": graph_ms([partial(attend, layer) for layer in layers]),
+        "append_and_seal": graph_ms([partial(append, layer) for layer in full]),
+    }
+
+
+def _up_to_page(lengths: Tensor, page: int) -> Tensor:
+    return ((lengths + page - 1) // page * page).int()
+
+
+def _random(*size: Any) -> Tensor:
+    *shape, device = size
+    return torch.randn(shape, dtype=torch.bfloat16, device=device)
+
+
+def store_rows(
+    token_counts: Sequence[int], preset: str, device: torch.device
+) -> Iterator[dict[str, Any]]:
+    """Appending many tokens at once (a prefill chunk), against writing them as bf16."""
+    facts = provenance(device)
+    for tokens in token_counts:
+        yield {**_store_row(tokens, preset, device), **facts}
+
+
+def _store_row(tokens: int, preset: str, device: torch.device) -> dict[str, Any]:
+    shape = Shape(1, tokens)
+    layout = _layout(preset, shape)
+    module = select("auto", device, layout)
+    layer = fill(layout, shape, module, device, 0)
+    key, value = (_random(tokens, shape.kv_heads, shape.head_dim, device) for _ in range(2))
+    first = torch.tensor([0, tokens], dtype=torch.int32, device=device)
+    nothing = torch.zeros(1, dtype=torch.int32, device=device)
+    append = partial(
+        module.append, layer.codec, layer.view, key, value, first, nothing,
+        max_new=tokens, open_codes=False,
+    )  # fmt: skip
+    targets = [torch.empty_like(key) for _ in range(2)]
+    slots = torch.randperm(tokens, device=device)
+
+    def write_bf16() -> None:
+        targets[0].index_copy_(0, slots, key)
+        targets[1].index_copy_(0, slots, value)
+
+    ours, bf16 = graph_ms([append]), graph_ms([write_bf16])
+    return {
+        "bench": "store", "tokens": tokens, "preset": preset,
+        "ms": ours, "bf16_write_ms": bf16, "more_us": (ours - bf16) * 1e3,
+    }  # fmt: skip
+
+
+def extend_rows(
+    chunk: int, prefixes: Sequence[int], preset: str, device: torch.device
+) -> Iterator[dict[str, Any]]:
+    """A chunk of queries over a compressed prefix and its own exact tokens, against bf16."""
+    facts = provenance(device)
+    for prefix in prefixes:
+        yield {**_extend_row(chunk, prefix, preset, device), **facts}
+
+
+def _extend_row(chunk: int, prefix: int, preset: str, device: torch.device) -> dict[str, Any]:
+    shape = Shape(1, chunk)
+    others = baselines.sdpa_extend(shape, prefix, device)
+    layout = _layout(preset, shape)
+    module = select("auto", device, layout)
+    layer = fill(layout, Shape(1, max(prefix, 1)), module, device, 0)
+    view = layer.view if prefix else replace(layer.view, lengths=layer.view.lengths * 0)
+    query = _random(chunk, shape.query_heads, shape.head_dim, device)
+    key, value = (_random(chunk, shape.kv_heads, shape.head_dim, device) for _ in range(2))
+    first = torch.tensor([0, chunk], dtype=torch.int32, device=device)
+    attend = partial(
+        module.attend, layer.codec, query, view, first,
+        max_queries=chunk, new_key=key, new_value=value,
+    )  # fmt: skip
+    ours = graph_ms([attend], repeats=5)
+    return {
+        "bench": "extend", "chunk": chunk, "prefix": prefix, "preset": preset,
+        "ms": ours, "others_ms": others, "against_best_bf16": baselines.best(others) / ours,
+    }  # fmt: skip
+
+
+def _layout(preset: str, shape: Shape) -> PageLayout:
+    cfg = KVQuantConfig.preset(preset)
+    return PageLayout(cfg, shape.kv_heads, shape.head_dim, torch.bfloat16)

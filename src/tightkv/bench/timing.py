@@ -1,0 +1,43 @@
+"""Median times on a GPU, of work captured in a CUDA graph so that launches cost what they must."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+
+Call = Callable[[], object]
+
+
+def graph_ms(calls: Sequence[Call], repeats: int = 20) -> float:
+    """Milliseconds of one call: the median replay of all of them, over their number.
+
+    Give several calls on different data, together larger than the L2 cache.
+    """
+    for call in calls:  # compiles, allocates
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    for _ in range(3):
+        graph.replay()
+    times = []
+    for _ in range(repeats):
+        start, stop = torch.cuda.Event(True), torch.cuda.Event(True)
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop))
+    return statistics.median(times) / len(calls)
+
+
+def copy_bandwidth(device: torch.device, megabytes: int = 1024, repeats: int = 10) -> float:
+    """Bytes a second of a large copy, read and written bytes counted."""
+    source = torch.empty(megabytes << 20, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    ms = graph_ms([lambda: target.copy_(source)], repeats)
+    return 2 * source.numel() / (ms / 1e3)

@@ -1,0 +1,175 @@
+"""tightkv bench: speed against uncompressed caches, as ratios within one run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tightkv.cli.output import add_output_options, check_plot, emit, format_table, save_plot
+from tightkv.config import PRESETS, KVQuantConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from tightkv.bench.problems import Shape
+
+Row = dict[str, Any]
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "bench",
+        description="Speed on this machine. Ratios of medians of one run are printed; the times "
+        "are in the rows that --json prints and --out appends to a file.",
+    )
+    kinds = parser.add_subparsers(dest="bench", metavar="WHAT", required=True)
+    decode = kinds.add_parser("decode", help="one new token over a long cache")
+    decode.add_argument(
+        "--tokens", type=int, action="append", metavar="N", help="context length, repeatable"
+    )
+    decode.add_argument("--batch", type=int, default=1, metavar="N", help="with --tokens")
+    decode.add_argument(
+        "--kernels", action="append", metavar="NAME", help="repeatable (default: the best)"
+    )
+    decode.add_argument("--repeats", type=int, default=15, help="on a CPU (default: 15)")
+    decode.add_argument("--threads", type=int, metavar="N", help="on a CPU")
+    store = kinds.add_parser("store", help="appending many tokens at once, on a GPU")
+    store.add_argument("--tokens", type=int, action="append", metavar="N", help="repeatable")
+    extend = kinds.add_parser("extend", help="a chunk of queries over a long cache, on a GPU")
+    extend.add_argument("--chunk", type=int, default=2048, metavar="N", help="default: 2048")
+    extend.add_argument("--prefix", type=int, action="append", metavar="N", help="repeatable")
+    for kind in (decode, store, extend):
+        kind.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
+        kind.add_argument("--preset", choices=PRESETS, action="append", help="repeatable")
+        kind.add_argument("--out", metavar="FILE", help="append the rows to a JSON-lines file")
+        add_output_options(kind, plot="draw the ratios")
+
+
+def run(args: argparse.Namespace) -> int:
+    import torch
+
+    from tightkv.bench.rows import append_rows
+
+    if args.plot:
+        check_plot(args.plot)
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no CUDA device; use --device cpu")
+    rows = []
+    for row in _MEASURE[args.bench](args, device):
+        rows.append(row)
+        print(f"measured {_label(row)}", file=sys.stderr, flush=True)
+    if args.out:
+        append_rows(args.out, rows)
+    if args.plot:
+        _draw(rows, args.plot)
+    emit(args, {"rows": rows}, _as_text(rows))
+    return 0
+
+
+# --- measuring ---
+def _decode(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
+    if device.type == "cpu":
+        yield from _decode_cpu(args)
+        return
+    from tightkv.bench import gpu
+
+    shapes = _shapes(args) or gpu.DECODE_SHAPES
+    yield from gpu.decode_rows(shapes, _presets(args), args.kernels or ["auto"], device)
+
+
+def _decode_cpu(args: argparse.Namespace) -> Iterator[Row]:
+    import torch
+
+    from tightkv.bench import cpu
+
+    if args.kernels not in (None, ["cpu"]):
+        raise ValueError(f"--kernels {args.kernels}; on a CPU cpu is measured, and the reference")
+    for name in ("repeats", "threads"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise ValueError(f"--{name} {getattr(args, name)}; it must be at least 1")
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    for preset in _presets(args):
+        shapes = _shapes(args) or cpu.SHAPES
+        yield from cpu.decode_rows(KVQuantConfig.preset(preset), shapes, args.repeats)
+
+
+def _store(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
+    _needs_gpu(args.bench, device)
+    from tightkv.bench import gpu
+
+    for preset in _presets(args):
+        yield from gpu.store_rows(args.tokens or [2048, 8192], preset, device)
+
+
+def _extend(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
+    _needs_gpu(args.bench, device)
+    from tightkv.bench import gpu
+
+    for preset in _presets(args):
+        yield from gpu.extend_rows(args.chunk, args.prefix or [0, 8192, 32768], preset, device)
+
+
+_MEASURE = {"decode": _decode, "store": _store, "extend": _extend}
+
+
+def _needs_gpu(what: str, device: torch.device) -> None:
+    if device.type != "cuda":
+        raise ValueError(f"tightkv bench {what} measures GPUs; on a CPU there is bench decode")
+
+
+def _presets(args: argparse.Namespace) -> list[str]:
+    return args.preset or ["k4v4"]
+
+
+def _shapes(args: argparse.Namespace) -> list[Shape]:
+    from tightkv.bench.problems import Shape
+
+    return [Shape(args.batch, tokens) for tokens in args.tokens or []]
+
+
+# --- showing ---
+def _label(row: Row) -> str:
+    """What a row is about, without what it found."""
+    if "shape" not in row:
+        sizes = [f"{name} {row[name]}" for name in ("tokens", "chunk", "prefix") if name in row]
+        return f"{row['preset']}, {', '.join(sizes)}"
+    s = row["shape"]
+    heads = f"{s['query_heads']}/{s['kv_heads']} heads of {s['head_dim']}"
+    return f"{row['preset']} {row['kernels']}, {s['batch']} x {s['tokens']} tokens, {heads}"
+
+
+def _ratios(row: Row) -> dict[str, float]:
+    """Numbers without a unit: how many times faster than others, and shares."""
+    if "ratios" in row:
+        found: dict[str, float] = row["ratios"]
+        return found
+    names = ("against_best_bf16", "against_fp8", "share_of_copy_bandwidth")
+    found = {name: row[name] for name in names if row.get(name) is not None}
+    if row["bench"] == "store":
+        found["of a bf16 write's time"] = row["ms"] / row["bf16_write_ms"]
+    return found
+
+
+def _as_text(rows: Sequence[Row]) -> str:
+    names = list(dict.fromkeys(name for row in rows for name in _ratios(row)))
+    cells = []
+    for row in rows:
+        found = _ratios(row)
+        cells.append([_label(row), *(f"{found[n]:.2f}" if n in found else "-" for n in names)])
+    where = ", ".join(str(rows[0][key]) for key in ("gpu", "cpu", "isa") if key in rows[0])
+    table = format_table(("measured", *(name.replace("_", " ") for name in names)), cells)
+    return f"Times faster than another, and shares ({where})\n\n{table}"
+
+
+def _draw(rows: Sequence[Row], path: str) -> None:
+    name = next(n for n in ("fastest sdpa", *_ratios(rows[0])) if n in _ratios(rows[0]))
+    with save_plot(path, height=1.5 + 0.5 * len(rows)) as figure:
+        axes = figure.add_subplot()
+        axes.barh([_label(row) for row in rows], [_ratios(row)[name] for row in rows])
+        axes.axvline(1.0, color="black", linewidth=0.8)
+        axes.invert_yaxis()
+        axes.set_xlabel(f"{rows[0]['bench']}: {name.replace('_', ' ')}")

@@ -1,0 +1,164 @@
+"""append and attend as operators torch.compile, torch.export and CUDA graphs see through.
+
+`tightkv::append` and `tightkv::attend` take tensors and plain values; which config, shape and
+kernels they stand for travels as one string. `append` and `attend` here have the signatures of
+the kernel modules.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from tightkv.codec import Codec
+from tightkv.config import KVQuantConfig
+from tightkv.kernels import select
+from tightkv.kernels.view import CacheView
+from tightkv.layout import PageLayout
+
+
+def spec_of(layout: PageLayout, kernels: str = "auto") -> str:
+    """The string that stands for a layout and the kernels to use."""
+    dtype = str(layout.dtype).removeprefix("torch.")
+    fields = {"heads": layout.num_kv_heads, "head_dim": layout.head_dim, "dtype": dtype}
+    return json.dumps(
+        {"config": layout.cfg.to_dict(), "kernels": kernels, **fields}, sort_keys=True
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _codec(spec: str) -> Codec:
+    data = json.loads(spec)
+    cfg = KVQuantConfig.from_dict(data["config"])
+    return Codec(PageLayout(cfg, data["heads"], data["head_dim"], getattr(torch, data["dtype"])))
+
+
+@functools.lru_cache(maxsize=256)
+def _kernels(spec: str, device: torch.device) -> ModuleType:
+    return select(json.loads(spec)["kernels"], device, _codec(spec).layout)
+
+
+@torch.library.custom_op(
+    "tightkv::append",
+    mutates_args=("pages", "ring_key", "ring_value", "sink_key", "sink_value"),
+)
+def _append(
+    spec: str,
+    key: Tensor,
+    value: Tensor,
+    first: Tensor,
+    exact_starts: Tensor,
+    max_new: int,
+    open_codes: bool,
+    pages: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    starts: Tensor,
+    ring_starts: Tensor,
+    sink_counts: Tensor,
+    ring_rows: Tensor,
+    ring_key: Tensor,
+    ring_value: Tensor,
+    sink_key: Tensor,
+    sink_value: Tensor,
+) -> None:
+    view = CacheView(
+        pages, block_table, lengths, starts, ring_starts, sink_counts, ring_rows,
+        ring_key, ring_value, sink_key, sink_value,
+    )  # fmt: skip
+    _kernels(spec, key.device).append(
+        _codec(spec), view, key, value, first, exact_starts, max_new=max_new, open_codes=open_codes
+    )
+
+
+@torch.library.custom_op("tightkv::attend", mutates_args=())
+def _attend(
+    spec: str,
+    query: Tensor,
+    first: Tensor,
+    max_queries: int,
+    scale: float,
+    causal: bool,
+    window: int,
+    softcap: float,
+    mask: Tensor | None,
+    new_key: Tensor | None,
+    new_value: Tensor | None,
+    pages: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    starts: Tensor,
+    ring_starts: Tensor,
+    sink_counts: Tensor,
+    ring_rows: Tensor,
+    ring_key: Tensor,
+    ring_value: Tensor,
+    sink_key: Tensor,
+    sink_value: Tensor,
+) -> tuple[Tensor, Tensor]:
+    view = CacheView(
+        pages, block_table, lengths, starts, ring_starts, sink_counts, ring_rows,
+        ring_key, ring_value, sink_key, sink_value,
+    )  # fmt: skip
+    out, lse = _kernels(spec, query.device).attend(
+        _codec(spec), query, view, first, max_queries=max_queries, scale=scale, causal=causal,
+        window=window or None, softcap=softcap or None, mask=mask,
+        new_key=new_key, new_value=new_value,
+    )  # fmt: skip
+    return out, lse
+
+
+@_attend.register_fake
+def _(spec, query, *arguments):
+    lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+    return torch.empty_like(query), lse
+
+
+def _tensors(view: CacheView) -> tuple[Tensor, ...]:
+    return (
+        view.pages, view.block_table, view.lengths, view.starts, view.ring_starts,
+        view.sink_counts, view.ring_rows, view.ring_key, view.ring_value, view.sink_key,
+        view.sink_value,
+    )  # fmt: skip
+
+
+def append(
+    spec: str,
+    view: CacheView,
+    key: Tensor,
+    value: Tensor,
+    first: Tensor,
+    exact_starts: Tensor,
+    *,
+    max_new: int,
+    open_codes: bool,
+) -> None:
+    """`kernels.*.append` with a spec in place of the codec."""
+    _append(spec, key, value, first, exact_starts, max_new, open_codes, *_tensors(view))
+
+
+def attend(
+    spec: str,
+    query: Tensor,
+    view: CacheView,
+    first: Tensor,
+    *,
+    max_queries: int,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    mask: Tensor | None = None,
+    new_key: Tensor | None = None,
+    new_value: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`kernels.*.attend` with a spec in place of the codec."""
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    options = (max_queries, scale, causal, window or 0, softcap or 0.0, mask, new_key, new_value)
+    out, lse = _attend(spec, query, first, *options, *_tensors(view))
+    return out, lse

@@ -1,0 +1,188 @@
+/* Runs append and attend over buffers of exactly the size they need, for sanitizers to watch,
+   and compares every instruction set of this machine with the portable code. */
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "native.h"
+
+enum { HEADS = 2, SHARE = 3, RING = 96, SINKS = 2, BATCH = 2 };
+
+static uint32_t state = 1;
+
+static float noise(void)
+{
+    state = state * 1664525u + 1013904223u;
+    return (float)(state >> 8) / 8388608.0f - 1.0f;
+}
+
+static void *zeros(size_t count, size_t size)
+{
+    void *p = calloc(count, size);
+    if (p == NULL)
+        exit(2);
+    return p;
+}
+
+static float *floats(size_t count)
+{
+    float *x = zeros(count, sizeof *x);
+    for (size_t k = 0; k < count; k++)
+        x[k] = noise();
+    return x;
+}
+
+struct constants {
+    float signs[512], levels[256], centroids[256], thresholds[128];
+    double *matrix;
+};
+
+static int64_t aligned(int64_t size) { return (size + 15) / 16 * 16; }
+
+static void make_side(struct side *side, int bits, int dim, struct constants *c)
+{
+    const int half = 1 << (bits - 1);
+    *side = (struct side){.bits = bits, .scale_mode = SCALE_UNBIASED, .unit = bits == 8 ? 0.03 : 0.05};
+    side->rotation = dim & (dim - 1) ? ROTATION_DENSE : ROTATION_HADAMARD;
+    for (int k = 0; k < 2 * half; k++) {
+        float level = bits == 8 ? (float)(int8_t)k : (float)(k % half * 6 + 4) * (k < half ? 1 : -1);
+        if (bits == 4 && k % half == 0)
+            level = k < half ? 2.25f : -2.25f;
+        c->levels[k] = level;
+        c->centroids[k] = (float)side->unit * level;
+    }
+    for (int k = 0; bits < 8 && k + 1 < half; k++)
+        c->thresholds[k] = (c->centroids[k] + c->centroids[k + 1]) / 2;
+    for (int d = 0; d < dim; d++)
+        c->signs[d] = noise() < 0 ? -1.0f : 1.0f;
+    c->matrix = zeros((size_t)(dim * dim), sizeof(double));
+    for (int d = 0; d < dim; d++)
+        c->matrix[d * dim + d] = 1.0;
+    side->signs = c->signs, side->matrix = c->matrix;
+    side->centroids = c->centroids, side->thresholds = c->thresholds, side->levels = c->levels;
+}
+
+static struct layer make_layer(int key_bits, int value_bits, int dim, int page, struct constants *c)
+{
+    struct layer layer = {.dim = dim, .heads = HEADS, .page_size = page, .centered = 1,
+                          .mean_bits = 16};
+    make_side(&layer.key, key_bits, dim, &c[0]);
+    make_side(&layer.value, value_bits, dim, &c[1]);
+    int64_t end = 0;
+    layer.key.codes = end, end = aligned(end + dim * key_bits * page / 8);
+    layer.value.codes = end, end = aligned(end + dim * value_bits * page / 8);
+    layer.key.scales = end, end = aligned(end + 2 * page);
+    layer.value.scales = end, end = aligned(end + 2 * page);
+    layer.mean = end, end = aligned(end + 2 * dim);
+    layer.record_bytes = end;
+    return layer;
+}
+
+/* Outputs of the portable code, which runs first; `seen` counts those compared or kept. */
+static float *kept;
+static size_t kept_count, seen;
+
+static void compare(const float *x, size_t count, int portable)
+{
+    if (portable) {
+        kept = realloc(kept, (kept_count + count) * sizeof *kept);
+        if (kept == NULL)
+            exit(2);
+        memcpy(kept + kept_count, x, count * sizeof *kept);
+        kept_count += count;
+    }
+    for (size_t k = 0; k < count; k++)
+        if (!(fabsf(x[k] - kept[seen + k]) < 2e-4f)) {
+            fprintf(stderr, "%g instead of %g\n", x[k], kept[seen + k]);
+            exit(1);
+        }
+    seen += count;
+}
+
+static void check(int wrong, const char *what)
+{
+    if (wrong) {
+        fprintf(stderr, "%s\n", what);
+        exit(1);
+    }
+}
+
+/* One history: a long append, then short ones, with attention after each. */
+static void run(const char *isa, int key_bits, int value_bits, int dim, int page, int threads)
+{
+    struct constants constants[2];
+    struct layer layer = make_layer(key_bits, value_bits, dim, page, constants);
+    int32_t lengths[BATCH] = {0}, starts[BATCH] = {0, 3}, ring_starts[BATCH] = {0};
+    int32_t sink_counts[BATCH] = {0}, ring_rows[BATCH] = {1, 0}, exact[BATCH] = {0};
+    const int steps[][BATCH] = {{700, 45}, {1, 1}, {5, 0}, {30, 64}};
+    const int64_t most_pages = 900 / page + 1;
+    int32_t *table = zeros((size_t)(BATCH * most_pages), sizeof *table);
+    for (int k = 0; k < BATCH * most_pages; k++)
+        table[k] = k;
+    uint8_t *pages = zeros((size_t)(BATCH * most_pages * HEADS), (size_t)layer.record_bytes);
+    float *exact_rows[4];
+    for (int k = 0; k < 4; k++)
+        exact_rows[k] = zeros((size_t)(BATCH * (k < 2 ? RING : SINKS) * HEADS * dim), sizeof(float));
+    struct view view = {BATCH, pages, HEADS * layer.record_bytes, table, most_pages,
+                        lengths, starts, ring_starts, sink_counts, ring_rows,
+                        exact_rows[0], exact_rows[1], exact_rows[2], exact_rows[3],
+                        RING, SINKS, FLOAT32};
+    check(tightkv_use(isa), "this instruction set cannot run");
+    for (size_t step = 0; step < sizeof steps / sizeof *steps; step++) {
+        int32_t first[BATCH + 1] = {0, steps[step][0], steps[step][0] + steps[step][1]};
+        const int64_t count = first[BATCH];
+        float *key = floats((size_t)(count * HEADS * dim)), *value = floats((size_t)(count * HEADS * dim));
+        struct tokens k = {key, HEADS * dim, dim}, v = {value, HEADS * dim, dim};
+        for (int b = 0; b < BATCH; b++) {
+            lengths[b] += steps[step][b];
+            ring_starts[b] = lengths[b] > RING ? (lengths[b] - RING + page - 1) / page * page : 0;
+            sink_counts[b] = SINKS;
+        }
+        struct append_args append = {view, k, v, FLOAT32, first, exact, 1, threads};
+        check(tightkv_append(&layer, &append), "append failed");
+        for (int b = 0; b < BATCH; b++)
+            exact[b] = lengths[b] > RING ? lengths[b] - RING : 0;
+
+        const int queries = step == 3 ? 9 : 1;
+        int32_t rows[BATCH + 1] = {0, queries, 2 * queries};
+        const int64_t total = 2 * queries, heads = HEADS * SHARE;
+        float *query = floats((size_t)(total * heads * dim)), *out = floats((size_t)(total * heads * dim));
+        float *lse = floats((size_t)(total * heads));
+        struct attend_args attend = {.view = view, .query = {query, heads * dim, dim},
+                                     .total = total, .heads = heads, .first = rows, .out = out,
+                                     .lse = lse, .causal = 1, .window = step == 2 ? 50 : 0,
+                                     .scale = 0.1, .softcap = step == 1 ? 5.0 : 0.0,
+                                     .threads = threads};
+        check(tightkv_attend(&layer, &attend), "attend failed");
+        compare(out, (size_t)(total * heads * dim), strcmp(isa, "portable") == 0);
+        compare(lse, (size_t)(total * heads), strcmp(isa, "portable") == 0);
+        free(key), free(value), free(query), free(out), free(lse);
+    }
+    for (int k = 0; k < 4; k++)
+        free(exact_rows[k]);
+    free(pages), free(table), free(constants[0].matrix), free(constants[1].matrix);
+}
+
+static void run_all(const char *isa)
+{
+    static const int bits[] = {2, 3, 4, 8}, dims[] = {16, 64, 80, 128};
+    seen = 0;
+    state = 1;
+    for (int k = 0; k < 4; k++)
+        for (int d = 0; d < 4; d++)
+            run(isa, bits[k], bits[3 - k], dims[d], d % 2 ? 64 : 32, 1 + k % 2);
+    printf("%s\n", isa);
+}
+
+int main(void)
+{
+    char names[64], *rest = names;
+    strcpy(names, tightkv_supported());
+    run_all("portable");
+    for (char *isa = strtok_r(rest, ",", &rest); isa != NULL; isa = strtok_r(rest, ",", &rest))
+        if (strcmp(isa, "portable") != 0)
+            run_all(isa);
+    free(kept);
+    return 0;
+}

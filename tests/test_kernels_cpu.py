@@ -1,0 +1,461 @@
+"""The native CPU kernels against the reference: the same bytes, and the same attention."""
+
+import ctypes
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers import add, exact_attention, make_cache, tokens
+from tightkv import kernels
+from tightkv.attention import attend
+from tightkv.cache import PagedKV, even_rows
+from tightkv.config import KVQuantConfig
+from tightkv.kernels import cpu, reference
+from tightkv.kernels.cpu import library
+from tightkv.layout import PageLayout
+from tightkv.sequences import SequenceTable
+
+_MISSING = cpu.unavailable("cpu")
+pytestmark = pytest.mark.skipif(_MISSING is not None, reason=f"native CPU kernels: {_MISSING}")
+ISAS = [] if _MISSING else library.supported(library.load())
+CFG = KVQuantConfig(page_size=32, sinks=2, exact_pages=2)
+CPU = torch.device("cpu")
+BITS = (2, 3, 4, 8)
+# Instruction sets that round queries and weights to 16 bits (docs/cpu.md).
+ROUNDING = ("dotprod",)
+
+
+@pytest.fixture(params=ISAS)
+def isa(request):
+    """Runs a test on each instruction set of this machine."""
+    library.use(library.load(), request.param)
+    yield request.param
+    library.use(library.load(), None)
+
+
+def query(rows, heads, dim, seed=11):
+    return torch.randn(rows, heads, dim, generator=torch.Generator().manual_seed(seed))
+
+
+def native(cache):
+    """The same cache, on the native kernels."""
+    cache._kernels = cpu.__name__
+    return cache
+
+
+def score_error(isa, cache, q):
+    """What a score may differ by: rounding of floats, or 9 times the rms of 16-bit queries."""
+    pages = reference.dequantize(cache.codec, cache.pages)[0]
+    norms = float(q.float().norm(dim=-1).max() * pages.norm(dim=-1).nan_to_num(0).max())
+    return (4e-5 if isa in ROUNDING else 2e-6) * norms / math.sqrt(q.shape[-1]) + 2e-6
+
+
+def check_equal(isa, cache, got, expected, q):
+    """Output and LSE within what the instruction set's rounding explains."""
+    error = score_error(isa, cache, q)
+    largest = float(expected[0].abs().max()) if expected[0].numel() else 0.0
+    # Weights 127 * 254 + 126 to the largest; values of magnitude a few times the output's.
+    atol = (2 * error + (1e-4 if isa in ROUNDING else 1e-6)) * (largest + 1)
+    torch.testing.assert_close(got[0].float(), expected[0].float(), atol=atol, rtol=1e-5)
+    torch.testing.assert_close(got[1], expected[1], atol=error, rtol=1e-6)
+
+
+def both(cache, q, lq, **options):
+    """Native and reference attention of q [rows * lq, Hq, D]."""
+    first = even_rows(len(q) // lq, lq, CPU)
+    view = cache.view()
+    options["max_queries"] = lq
+    return tuple(m.attend(cache.codec, q, view, first, **options) for m in (cpu, reference))
+
+
+def same_bytes(a, b):
+    """Every tensor two caches hold."""
+    names = ("pages", "ring_key", "ring_value", "sink_key", "sink_value")
+    return all(torch.equal(getattr(a, n), getattr(b, n)) for n in names)
+
+
+# --- attend ---
+@pytest.mark.parametrize("dim", [16, 64, 80, 96, 112, 128, 192, 256])
+@pytest.mark.parametrize("key_bits", BITS)
+def test_every_width_and_head_dim(isa, dim, key_bits):
+    for value_bits in BITS:
+        cfg = CFG.replace(key_bits=key_bits, value_bits=value_bits)
+        cache = make_cache(cfg, dim=dim)
+        add(cache, *tokens(2, 261, dim=dim), counts=[261, 170])
+        q = query(2, 6, dim)
+        got, expected = both(cache, q, 1)
+        check_equal(isa, cache, got, expected, q)
+
+
+@given(
+    lengths=st.lists(
+        st.sampled_from([0, 1, 31, 32, 33, 64, 65, 130, 201, 300]), min_size=1, max_size=3
+    ),
+    lq=st.sampled_from([1, 2, 7]),
+    group=st.sampled_from([1, 2, 3, 4, 5]),
+    bits=st.sampled_from([(4, 4), (3, 2), (8, 3), (2, 8)]),
+    page_size=st.sampled_from([32, 64]),
+    open_codes=st.booleans(),
+    causal=st.booleans(),
+    window=st.sampled_from([None, 1, 40]),
+    softcap=st.sampled_from([None, 3.0]),
+)
+@settings(max_examples=60)
+def test_odd_lengths_windows_and_caps(
+    lengths, lq, group, bits, page_size, open_codes, causal, window, softcap
+):
+    cfg = CFG.replace(key_bits=bits[0], value_bits=bits[1], page_size=page_size)
+    cache = make_cache(cfg, rows=len(lengths), open_codes=open_codes)
+    if max(lengths):
+        add(cache, *tokens(len(lengths), max(lengths)), counts=lengths)
+    poison(cache)
+    q = query(len(lengths) * lq, 2 * group, 64)
+    for isa in ISAS:
+        library.use(library.load(), isa)
+        got, expected = both(cache, q, lq, causal=causal, window=window, softcap=softcap)
+        check_equal(isa, cache, got, expected, q)
+    library.use(library.load(), None)
+
+
+def poison(cache):
+    """Bytes that must not be read: free pages and what follows a row's last coded token."""
+    size = cache.layout.page_size
+    used = {p for row in cache.table.rows for p in row.pages}
+    for page in set(range(len(cache.pages))) - used:
+        cache.pages[page] = 0xFF
+    view, ring = cache.view(), cache.layout.ring_tokens
+    for b, row in enumerate(cache.table.rows):
+        coded = row.length if cache.table.open_codes else row.ring_start
+        for at in range(coded, len(row.pages) * size):
+            page, offset = torch.tensor([row.pages[at // size]]), torch.tensor([at % size])
+            for side in ("key", "value"):
+                fields = cache.layout.read(cache.pages[page], side)
+                fields = {n: x[:, :, 0] for n, x in fields.items()}
+                fields["scale"] = torch.full_like(fields["scale"], math.nan)
+                cache.layout.write_tokens(cache.pages, page, offset, side, fields)
+        if row.length < size and cache.codec.cfg.centered:  # never sealed: no mean yet
+            for page in row.pages:
+                cache.pages[page, :, cache.layout.mean_offset :] = 0xFF
+        live = {p % ring for p in range(row.ring_start, row.length)}
+        for slot in set(range(ring)) - live:
+            view.ring_key[b, slot] = view.ring_value[b, slot] = math.nan
+        view.sink_key[b, row.sink_count :] = view.sink_value[b, row.sink_count :] = math.nan
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_query_and_ring_dtypes(isa, dtype):
+    cache = make_cache(CFG, dtype=dtype)
+    key, value = tokens(2, 300)
+    add(cache, key.to(dtype), value.to(dtype))
+    q = query(2, 4, 64).to(dtype)
+    got, expected = both(cache, q, 1)
+    assert got[0].dtype == dtype
+    step = {torch.float32: 0, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
+    error = score_error(isa, cache, q)
+    close = {"atol": 3 * error + 2e-4, "rtol": step}
+    torch.testing.assert_close(got[0].float(), expected[0].float(), **close)
+    torch.testing.assert_close(got[1], expected[1], atol=error, rtol=0)
+
+
+def test_new_tokens_and_varlen_rows(isa):
+    """Queries packed row by row, one row without any, and exact tokens that follow the cache."""
+    cache = make_cache(CFG, rows=3)
+    add(cache, *tokens(3, 150), counts=[150, 33, 90])
+    first = torch.tensor([0, 40, 40, 47], dtype=torch.int32)
+    q = query(47, 4, 64)
+    key, value = query(47, 2, 64, seed=5), query(47, 2, 64, seed=6)
+    view = cache.view()
+    options = {"max_queries": 40, "new_key": key, "new_value": value}
+    got, expected = (m.attend(cache.codec, q, view, first, **options) for m in (cpu, reference))
+    check_equal(isa, cache, got, expected, q)
+
+
+def test_queries_of_no_row_are_zero(isa):
+    cache = make_cache(CFG, rows=1)
+    add(cache, *tokens(1, 70))
+    first = torch.tensor([1, 2], dtype=torch.int32)
+    out, lse = cpu.attend(cache.codec, query(4, 2, 64), cache.view(), first, max_queries=1)
+    assert (out[[0, 2, 3]] == 0).all() and (lse[[0, 2, 3]] == -math.inf).all()
+    assert (out[1] != 0).all() and torch.isfinite(lse[1]).all()
+
+
+def test_empty_batch():
+    cache = make_cache(CFG, rows=1)
+    cache.table.select([])
+    cache.select([])
+    first = torch.zeros(1, dtype=torch.int32)
+    out, lse = cpu.attend(cache.codec, query(0, 2, 64), cache.view(), first, max_queries=0)
+    assert out.shape == (0, 2, 64) and lse.shape == (0, 2)
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("heads", [1, 4])
+def test_masks(isa, kind, heads):
+    cache = make_cache(CFG)
+    add(cache, *tokens(2, 300))
+    keep = torch.rand(2, heads, 3, 310, generator=torch.Generator().manual_seed(3)) < 0.5
+    keep[1, :, 1] = False  # a row that sees nothing
+    if kind == torch.bool:
+        mask = keep
+    else:
+        bias = torch.randn(keep.shape, generator=torch.Generator().manual_seed(4))
+        mask = torch.where(keep, bias, -math.inf).to(kind)
+    q = query(6, 4, 64)
+    got, expected = both(cache, q, 3, mask=mask)
+    assert (got[0][4] == 0).all() and (got[1][4] == -math.inf).all()
+    check_equal(isa, cache, got, expected, q)
+
+
+def test_strided_masks_and_queries(isa):
+    cache = make_cache(CFG)
+    add(cache, *tokens(2, 300))
+    mask = torch.rand(300, 3, generator=torch.Generator().manual_seed(3)).T[None, None] < 0.5
+    q = query(4, 6, 64).transpose(0, 1)  # heads and tokens swapped, not copied
+    assert not q.is_contiguous()
+    got, expected = both(cache, q, 3, mask=mask)
+    check_equal(isa, cache, got, expected, q)
+
+
+def test_pages_at_any_byte(isa):
+    cache = make_cache(CFG)
+    add(cache, *tokens(2, 300))
+    q = query(2, 4, 64)
+    expected, _ = both(cache, q, 1)
+    moved = torch.empty(cache.pages.numel() + 3, dtype=torch.uint8)[3:].view(cache.pages.shape)
+    cache.pages = moved.copy_(cache.pages)
+    got, _ = both(cache, q, 1)
+    assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
+
+
+@pytest.mark.parametrize("lq", [1, 5, 70])
+def test_results_do_not_depend_on_threads(isa, lq):
+    cache = make_cache(CFG)
+    add(cache, *tokens(2, 3000), counts=[3000, 1200])
+    q = query(2 * lq, 4, 64)
+    results = []
+    before = torch.get_num_threads()
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        results.append(both(cache, q, lq)[0])
+    torch.set_num_threads(before)
+    check_equal(isa, cache, results[0], both(cache, q, lq)[1], q)
+    for out, lse in results[1:]:
+        assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
+
+
+def test_own_threads_give_the_same():
+    """Without torch's OpenMP runtime the library starts threads itself."""
+    cache = make_cache(CFG)
+    add(cache, *tokens(2, 3000))
+    q = query(2, 4, 64)
+    expected = both(cache, q, 1)[0]
+    lib, before = library.load(), torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        lib.tightkv_share_threads(None)
+        got = both(cache, q, 1)[0]
+    finally:
+        torch.set_num_threads(before)
+        lib.tightkv_share_threads(library._torch_parallel())
+    assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rotation": "none"},
+        {"rotation": "haar"},
+        {"key_centering": "none"},
+        {"mean_bits": 8},
+        {"key_scale": "corrected", "value_scale": "least_squares"},
+        {"sinks": 0, "exact_pages": 1, "page_size": 256},
+    ],
+    ids=str,
+)
+def test_other_options(isa, options):
+    cfg = CFG.replace(**options)
+    cache = make_cache(cfg, rows=2, starts=[0, 9])
+    add(cache, *tokens(2, 600), counts=[600, 333])
+    q = query(4, 6, 64)
+    got, expected = both(cache, q, 2, scale=0.3)
+    check_equal(isa, cache, got, expected, q * 2.4)
+
+
+def test_through_the_public_function(isa):
+    """attend() on "auto" takes the native kernels, and they attend to what the cache holds."""
+    table = SequenceTable(CFG)
+    table.add_rows([0, 0])
+    cache = PagedKV(PageLayout(CFG, 2, 64, torch.float32), table)
+    assert cache.kernels is cpu
+    add(cache, *tokens(2, 200, bias=0.5), counts=[200, 77])
+    k, v = cache.dequantize()
+    q = query(6, 4, 64).unflatten(0, (2, 3))
+    out, lse = attend(cache, q)
+    expected, expected_lse = exact_attention(q, k, v, lengths=[200, 77])
+    torch.testing.assert_close(out.double(), expected, atol=3e-4, rtol=1e-4)
+    torch.testing.assert_close(lse, expected_lse, atol=2e-4, rtol=1e-4)
+
+
+def test_sixteen_bit_error_is_as_documented():
+    """docs/cpu.md: score errors of 5e-6 |q| |k| scale (rms), and far more exact without SDOT."""
+    cache = make_cache(CFG.replace(sinks=0, exact_pages=1), rows=1, heads=1, dim=128)
+    add(cache, *tokens(1, 2000, heads=1, dim=128, bias=0.0))
+    q = query(1, 4, 128) * 0.02  # flat attention: the LSE's error is the scores' mean error
+    view, first = cache.view(), even_rows(1, 1, CPU)
+    keys = reference.materialize(cache.codec, view)[0][0, :, 0]
+    norms = float(q.norm(dim=-1).max() * keys.norm(dim=-1).max()) / math.sqrt(128)
+    expected = reference.attend(cache.codec, q, view, first, max_queries=1)
+    for isa in ISAS:
+        library.use(library.load(), isa)
+        got = cpu.attend(cache.codec, q, view, first, max_queries=1)
+        size = expected[0].norm()
+        assert (got[0] - expected[0]).norm() / size < (5e-5 if isa in ROUNDING else 2e-6), isa
+        assert (got[1] - expected[1]).abs().max() < 5e-6 * norms + 2e-6, isa
+    library.use(library.load(), None)
+
+
+# --- append ---
+def history(cfg, module, appends, *, dim, dtype, open_codes, starts):
+    cache = make_cache(cfg, dim=dim, dtype=dtype, open_codes=open_codes, starts=starts)
+    cache._kernels = module.__name__
+    for seed, counts in enumerate(appends):
+        key, value = tokens(2, max(counts), dim=dim, seed=seed)
+        add(cache, key.to(dtype), value.to(dtype), counts=counts)
+    return cache
+
+
+@pytest.mark.parametrize("dim", [64, 80, 128])
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("open_codes", [True, False])
+def test_append_writes_the_same_bytes(dim, bits, dtype, open_codes):
+    for mode, options in {
+        "unbiased": {},
+        "corrected": {"mean_bits": 8, "page_size": 64},
+        "norm": {"key_centering": "none"},
+        "least_squares": {"rotation": "haar"},
+    }.items():
+        cfg = CFG.replace(
+            key_bits=bits, value_bits=bits, key_scale=mode, value_scale=mode, **options
+        )
+        shape = {"dim": dim, "dtype": dtype, "open_codes": open_codes, "starts": [0, 5]}
+        appends = [(70, 45), (1, 1), (3, 0), (37, 90)]
+        ours, theirs = (history(cfg, m, appends, **shape) for m in (cpu, reference))
+        assert ours.pages.any() and same_bytes(ours, theirs)
+
+
+@pytest.mark.slow
+def test_a_million_codes_are_the_same():
+    """Sums are in another order, so a code on the edge could differ; none of a million does."""
+    shape = {"dim": 128, "dtype": torch.float32, "open_codes": False, "starts": None}
+    ours, theirs = (history(KVQuantConfig(), m, [(4096, 4096)], **shape) for m in (cpu, reference))
+    assert same_bytes(ours, theirs)
+
+
+def test_append_without_exact_copies_keeps_codes():
+    """Tokens whose exact copy was dropped keep their codes and their page's mean when sealed."""
+    caches = []
+    for module in (cpu, reference):
+        cache = make_cache(CFG)
+        cache._kernels = module.__name__
+        add(cache, *tokens(2, 45))
+        cache.table.drop_exact(0)
+        add(cache, *tokens(2, 60, seed=1))
+        caches.append(cache)
+    assert same_bytes(*caches)
+
+
+def test_append_of_bad_numbers():
+    key, value = tokens(2, 64)
+    key[0, 3, 0, 5], key[1, 9, 1, 2], value[0, 8, 1, 1] = math.nan, math.inf, -math.inf
+    caches = []
+    for module in (cpu, reference):
+        cache = make_cache(CFG)
+        cache._kernels = module.__name__
+        add(cache, key, value)
+        caches.append(cache)
+    assert torch.equal(caches[0].pages, caches[1].pages)
+    strict = native(make_cache(CFG.replace(check_finite=True)))
+    with pytest.raises(ValueError, match="NaN or Inf"):
+        add(strict, key, value)
+    assert not strict.pages.any()
+
+
+def test_append_in_another_dtype():
+    """New tokens in float32 for a bfloat16 cache: sealed from what came, kept rounded."""
+    caches = []
+    for module in (cpu, reference):
+        cache = make_cache(CFG, dtype=torch.bfloat16)
+        cache._kernels = module.__name__
+        for seed in range(3):
+            add(cache, *tokens(2, 45, seed=seed))
+        caches.append(cache)
+    assert same_bytes(*caches)
+
+
+def test_append_threads():
+    before = torch.get_num_threads()
+    caches = []
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        shape = {"dim": 64, "dtype": torch.float32, "open_codes": True, "starts": None}
+        caches.append(history(CFG, cpu, [(500, 300), (1, 1)], **shape))
+    torch.set_num_threads(before)
+    assert same_bytes(*caches)
+
+
+# --- choosing ---
+def test_auto_takes_native_code_where_it_can():
+    def chosen(cfg, name="auto", device=CPU):
+        return kernels.select(name, device, PageLayout(cfg, 2, 64))
+
+    assert chosen(CFG) is cpu
+    assert chosen(CFG.replace(key_bits=16)) is reference
+    assert chosen(CFG.replace(codebook="gaussian")) is reference
+    assert chosen(CFG.replace(value_method="group")) is reference
+    with pytest.raises(ValueError, match=r"kernels='cpu' cannot run here: key_bits=16"):
+        chosen(CFG.replace(key_bits=16), "cpu")
+    with pytest.raises(ValueError, match="do not run on cuda"):
+        chosen(CFG, "cpu", torch.device("cuda"))
+    assert {k.name: k.usable for k in kernels.available()}["cpu"]
+
+
+def test_an_install_without_the_library_says_so(monkeypatch):
+    monkeypatch.setattr(library, "EXTENSION_SUFFIXES", [".absent"])
+    library.load.cache_clear()
+    try:
+        status = {k.name: k for k in kernels.available()}["cpu"]
+        assert not status.usable and "C compiler" in status.reason
+        assert kernels.select("auto", CPU, PageLayout(CFG, 2, 64)) is reference
+        with pytest.raises(ValueError, match="C compiler"):
+            kernels.select("cpu", CPU, PageLayout(CFG, 2, 64))
+    finally:
+        library.load.cache_clear()
+
+
+def in_process(isa):
+    code = "from tightkv.kernels import available; print([k for k in available()])"
+    env = {**os.environ, "TIGHTKV_CPU_ISA": isa}
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
+    )
+    return run.stdout
+
+
+def test_environment_names_the_instruction_set():
+    assert "name='cpu', usable=True" in in_process("portable")
+    assert "supported: portable, neon" in in_process("mmx")
+    absent = "avx2" if "neon" in ISAS else "neon"
+    assert f"'{absent}'; this machine runs {', '.join(ISAS)}" in in_process(absent)
+
+
+def test_structs_agree_with_c():
+    """Python packs what native.h declares."""
+    assert cpu._ATTEND.size == ctypes.sizeof(ctypes.c_int64) * (17 + 9 + 4 + 4 + 5 + 2 + 2 + 1)
+    assert cpu._APPEND.size == ctypes.sizeof(ctypes.c_int64) * (17 + 6 + 1 + 2 + 2)

@@ -1,0 +1,111 @@
+"""The CUDA C++ kernels against the reference on the same codes. Needs a GPU."""
+
+import pytest
+import torch
+
+from helpers import tokens
+from test_attention import poison
+from test_kernels_triton import CFG, DEVICE, cache_on, fill, queries
+from tightkv.config import KVQuantConfig
+from tightkv.kernels import reference, select
+
+pytestmark = pytest.mark.gpu
+BITS = [(k, v) for k in (2, 3, 4) for v in (2, 3, 4)]
+
+
+def assert_attends_alike(cache, counts, group, **options):
+    from tightkv.kernels import cuda
+
+    q, first = queries(cache, counts, group)
+    options = {"max_queries": max(counts), **options}
+    expected, expected_lse = reference.attend(cache.codec, q, cache.view(), first, **options)
+    out, lse = cuda.attend(cache.codec, q, cache.view(), first, **options)
+    assert torch.equal(torch.isneginf(lse), torch.isneginf(expected_lse))
+    some = ~torch.isneginf(lse)
+    torch.testing.assert_close(lse[some], expected_lse[some], atol=40 * 2.0**-11, rtol=2.0**-11)
+    half = 2.0**-8 if q.dtype == torch.bfloat16 else 2.0**-11
+    size = float(expected.float().abs().max())
+    torch.testing.assert_close(out.float(), expected.float(), atol=4 * half * size, rtol=4 * half)
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("bits", BITS, ids=lambda b: f"k{b[0]}v{b[1]}")
+def test_decode(bits, dim, dtype):
+    cfg = CFG.replace(key_bits=bits[0], value_bits=bits[1])
+    cache = cache_on(cfg, [330, 65, 0], dim=dim, dtype=dtype)
+    fill(cache, [330, 65, 0])
+    poison(cache)
+    assert_attends_alike(cache, [1, 1, 1], 4)
+
+
+@pytest.mark.parametrize("counts,group", [([1, 1, 1], 1), ([1, 0, 3], 7), ([16, 2, 1], 3)])
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 40}, {"softcap": 3.0}, {"causal": False}, {"scale": 0.01}], ids=str
+)
+def test_packed_rows(counts, group, options):
+    cache = cache_on(CFG, [290, 70, 64], dtype=torch.float16)
+    fill(cache, [290, 70, 64])
+    poison(cache)
+    assert_attends_alike(cache, counts, group, **options)
+
+
+@pytest.mark.parametrize("page,mean_bits", [(32, 8), (64, 8), (128, 16)])
+@pytest.mark.parametrize("rotation", ["hadamard", "none"])
+@pytest.mark.parametrize("centering", ["page", "none"])
+def test_pages_means_and_rotations(page, mean_bits, rotation, centering):
+    cfg = CFG.replace(
+        page_size=page, mean_bits=mean_bits, rotation=rotation, key_centering=centering
+    )
+    cache = cache_on(cfg, [500, 40], dtype=torch.bfloat16, dim=128)
+    fill(cache, [500, 40])
+    assert_attends_alike(cache, [1, 1], 4)
+
+
+def test_large_and_small_scores():
+    """Rows whose scores lie far below 0, far above, and far apart."""
+    cache = cache_on(CFG, [400, 400], dtype=torch.float16)
+    fill(cache, [400, 400])
+    for scale in (1e-4, 0.5):
+        assert_attends_alike(cache, [2, 2], 2, scale=scale)
+
+
+def test_rings_of_a_pool_that_were_lost():
+    cache = cache_on(CFG, [200, 90], dtype=torch.bfloat16)
+    fill(cache, [200, 90])
+    cache.table.drop_exact(0)
+    assert_attends_alike(cache, [4, 1], 2)
+
+
+@pytest.mark.parametrize("open_codes", [True, False])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("bits", BITS, ids=lambda b: f"k{b[0]}v{b[1]}")
+def test_append_writes_the_bytes_of_the_reference(bits, dim, open_codes):
+    cfg = CFG.replace(key_bits=bits[0], value_bits=bits[1], sinks=3)
+    options = {"dim": dim, "dtype": torch.bfloat16, "open_codes": open_codes}
+    caches = [cache_on(cfg, [0, 0], name=name, **options) for name in ("reference", "cuda")]
+    select("cuda", DEVICE, caches[1].layout)
+    for seed, counts in enumerate([(1, 1), (30, 3), (1, 0), (31, 32), (2, 29), (32, 32)]):
+        key, value = (
+            x.to(DEVICE, torch.bfloat16) for x in tokens(2, max(counts), dim=dim, seed=seed)
+        )
+        for cache in caches:
+            cache.append(cache.table.append([0, 1], list(counts)), key, value)
+        # The page mean is summed in another order: an element may round to its neighbour.
+        differ = int((caches[0].pages != caches[1].pages).sum())
+        assert differ <= 4 * len(caches[0].pages), f"{differ} bytes after {counts}"
+        for name in ("ring_key", "ring_value", "sink_key", "sink_value"):
+            assert torch.equal(getattr(caches[0], name), getattr(caches[1], name))
+
+
+def test_selection():
+    cache = cache_on(CFG, [1], dtype=torch.bfloat16)
+    assert select("auto", DEVICE, cache.layout).__name__.endswith("cuda")
+    single = cache_on(CFG, [1])
+    assert select("auto", DEVICE, single.layout).__name__.endswith("triton")
+    with pytest.raises(ValueError, match=r"dtype=torch.float32; they have float16"):
+        select("cuda", DEVICE, single.layout)
+    eight = cache_on(KVQuantConfig(key_bits=8), [1], dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"key_bits=8; they have 2, 3 and 4"):
+        select("cuda", DEVICE, eight.layout)
