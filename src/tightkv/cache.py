@@ -58,14 +58,18 @@ class PagedKV:
         return sys.modules[self._kernels]
 
     # --- reading ---
-    def view(self, rows: RowTensors | None = None) -> CacheView:
+    def view(
+        self, rows: RowTensors | None = None, same_length: tuple[int, int, int] | None = None
+    ) -> CacheView:
         """The tensors attention needs for every row of the table.
 
-        `rows` describes this layer where the table has moved on before it.
+        `rows` (and `same_length`) describe this layer where the table has moved on before it.
         """
         self._fit_rows()
-        rows = self.table.tensors(self.device) if rows is None else rows
+        if rows is None:
+            rows, same_length = self.table.tensors(self.device), self.table.same_length()
         return CacheView(
+            same_length=same_length,
             pages=self.pages,
             **rows._asdict(),
             ring_key=self.ring_key,

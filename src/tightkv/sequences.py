@@ -257,6 +257,10 @@ class SequenceTable:
             self._tensors[key] = RowTensors(self._blocks[key], *_counters(self.rows, device))
         return self._tensors[key]
 
+    def same_length(self) -> tuple[int, int, int] | None:
+        """Length, ring start and sinks, if every row has the same and none is padded."""
+        return same_length(self.rows)
+
     def _forget_tensors(self) -> None:
         self._tensors.clear()
         self._blocks.clear()
@@ -278,6 +282,15 @@ class RowTensors(NamedTuple):
             return self
         index = torch.tensor(list(rows), dtype=torch.long, device=self.lengths.device)
         return RowTensors(*(x[index] for x in self))
+
+
+def same_length(rows: Sequence[SequenceState]) -> tuple[int, int, int] | None:
+    """See `SequenceTable.same_length`."""
+    alike = {(row.start, row.length, row.ring_start, row.sink_count) for row in rows}
+    if len(alike) != 1:
+        return None
+    start, *rest = alike.pop()
+    return None if start else (rest[0], rest[1], rest[2])
 
 
 def row_tensors(rows: Sequence[SequenceState], device: torch.device) -> RowTensors:

@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from tightkv.bench.bf16_kernel import bf16_decode
 from tightkv.bench.problems import L2_BYTES, Shape
 from tightkv.bench.timing import graph_ms
+from tightkv.kernels.staged import Parts, attention
 
 SDPA = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -101,9 +102,27 @@ def sdpa_extend(shape: Shape, prefix: int, device: torch.device) -> dict[str, fl
             try:
                 call = partial(_aligned_sdpa, query, key, value, prefix)
                 times[f"sdpa {name}"] = graph_ms([call], repeats=5)
-            except RuntimeError:
+            except (RuntimeError, ValueError, NotImplementedError):
                 continue
+    if prefix:
+        call = partial(_two_parts, query, key, value, prefix)
+        times["sdpa in two parts"] = graph_ms([call], repeats=5)
     return times
+
+
+def _two_parts(query: Tensor, key: Tensor, value: Tensor, prefix: int) -> Tensor:
+    """Prefix and new tokens apart, so that cuDNN's kernels can be used; joined by their LSEs."""
+    batch, hq, tokens, d = query.shape
+    group = hq // key.shape[1]
+    scale = 1 / math.sqrt(d)
+    packed = query.reshape(batch, key.shape[1], group * tokens, d)
+    parts = Parts()
+    out, lse = attention(packed, key[:, :, :prefix], value[:, :, :prefix], scale)
+    parts.add(out.reshape(query.shape), lse.reshape(query.shape[:3]))
+    new_key, new_value = (x[:, :, prefix:].repeat_interleave(group, 1) for x in (key, value))
+    parts.add(*attention(query, new_key, new_value, scale, causal=True))
+    assert parts.out is not None
+    return parts.out.to(query.dtype)
 
 
 def _aligned_sdpa(query: Tensor, key: Tensor, value: Tensor, prefix: int) -> Tensor:

@@ -150,7 +150,12 @@ def _extend_row(chunk: int, prefix: int, preset: str, device: torch.device) -> d
     layout = _layout(preset, shape)
     module = select("auto", device, layout)
     layer = fill(layout, Shape(1, max(prefix, 1)), module, device, 0)
-    view = layer.view if prefix else replace(layer.view, lengths=layer.view.lengths * 0)
+    view = layer.view
+    if not prefix:
+        nothing = torch.zeros_like(view.lengths)
+        view = replace(
+            view, lengths=nothing, ring_starts=nothing, sink_counts=nothing, same_length=(0, 0, 0)
+        )
     query = _random(chunk, shape.query_heads, shape.head_dim, device)
     key, value = (_random(chunk, shape.kv_heads, shape.head_dim, device) for _ in range(2))
     first = torch.tensor([0, chunk], dtype=torch.int32, device=device)

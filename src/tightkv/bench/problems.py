@@ -102,5 +102,10 @@ def fill(
         )  # fmt: skip
     page = (shape.tokens - 1) // cfg.page_size
     ring_start = max(0, (page - cfg.exact_pages + 1) * cfg.page_size)
-    view = replace(view, lengths=zero + shape.tokens, ring_starts=zero + ring_start)
+    view = replace(
+        view,
+        lengths=zero + shape.tokens,
+        ring_starts=zero + ring_start,
+        same_length=(shape.tokens, ring_start, min(cfg.sinks, shape.tokens)),
+    )
     return Layer(codec, view, zero + max(0, shape.tokens - 1 - ring))

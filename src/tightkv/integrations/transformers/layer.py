@@ -15,7 +15,14 @@ from tightkv.config import KVQuantConfig
 from tightkv.integrations.transformers.states import StepStates
 from tightkv.kernels.reference import materialize
 from tightkv.layout import PageLayout
-from tightkv.sequences import AppendPlan, RowTensors, SequenceState, SequenceTable, row_tensors
+from tightkv.sequences import (
+    AppendPlan,
+    RowTensors,
+    SequenceState,
+    SequenceTable,
+    row_tensors,
+    same_length,
+)
 
 # Up to this many new tokens are appended first and read back from the exact ring.
 _DECODE_TOKENS = 16
@@ -55,6 +62,10 @@ class SharedSteps:
         if key not in self._before_tensors:
             self._before_tensors[key] = row_tensors(self.before, device)
         return self._before_tensors[key]
+
+    def same_length_at(self, step: int) -> tuple[int, int, int] | None:
+        """What the host knows of the rows then; see `SequenceTable.same_length`."""
+        return same_length(self.table.rows if step == self.steps else self.before)
 
 
 class TightLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -147,7 +158,10 @@ class TightLayer(CacheLayerMixin):  # type: ignore[misc]
         out = attend(
             self.kv,
             query,
-            view=self.kv.view(self.shared.rows_at(self.step, self.device)),
+            view=self.kv.view(
+                self.shared.rows_at(self.step, self.device),
+                self.shared.same_length_at(self.step),
+            ),
             new_key=step.new_key.transpose(1, 2),
             new_value=step.new_value.transpose(1, 2),
             **options,

@@ -15,8 +15,10 @@ import triton
 from torch import Tensor
 
 from tightkv.codec import Codec
+from tightkv.kernels import staged
 from tightkv.kernels.triton.append import _append_kernel
 from tightkv.kernels.triton.attend import _attend_kernel, _merge_kernel
+from tightkv.kernels.triton.dequantize import _dequantize_kernel
 from tightkv.kernels.triton.rotate import DENSE, HADAMARD, NONE
 from tightkv.kernels.view import CacheView
 from tightkv.layout import RING_SLACK, PageLayout
@@ -194,6 +196,14 @@ def attend(
     if not rows or not view.batch:
         return out.zero_(), lse.fill_(-math.inf)
     query = _last_contiguous(query)
+    scale = 1 / math.sqrt(d) if scale is None else scale
+    plain = causal and window is None and softcap is None and mask is None
+    many = plain and not interpreted() and staged.can_extend(codec, query, view, max_queries)
+    if many and new_key is not None and new_value is not None:
+        return staged.extend(
+            codec, query, view, dequantize_pages,
+            scale=scale, new_key=new_key, new_value=new_value,
+        )  # fmt: skip
     hkv = layout.num_kv_heads
     plan = _plan(layout, view, hq // hkv, max_queries, device)
     new = new_key is not None
@@ -215,7 +225,7 @@ def attend(
         partial, partial_lse,
         query.stride(0), query.stride(1), view.block_table.stride(0),
         new_key.stride(0), new_key.stride(1), new_value.stride(0), new_value.stride(1),
-        *mask_strides, rows, 1 / math.sqrt(d) if scale is None else scale,
+        *mask_strides, rows, scale,
         splits, exact_splits,
         **shared, **books(layout)[1],
         HQ=hq, RING=view.ring_key.shape[1], SINKS=view.sink_key.shape[1],
@@ -230,6 +240,25 @@ def attend(
         STEP=16, KIND=shared["KIND"], num_warps=4,
     )  # fmt: skip
     return out, lse
+
+
+def dequantize_pages(
+    codec: Codec, view: CacheView, first_page: int, last_page: int
+) -> tuple[Tensor, Tensor]:
+    """Rotated keys and values [B, Hkv, tokens, D] of pages [first_page, last_page)."""
+    layout = codec.layout
+    tokens = (last_page - first_page) * layout.page_size
+    shape = (view.batch, layout.num_kv_heads, tokens, layout.head_dim)
+    key, value = (
+        torch.empty(shape, dtype=layout.dtype, device=view.pages.device) for _ in range(2)
+    )
+    grid = (tokens // 32, view.batch * layout.num_kv_heads)
+    _dequantize_kernel[grid](
+        view.pages, view.block_table, key, value, view.block_table.stride(0), first_page,
+        key.stride(0), key.stride(1), **constants(layout), **books(layout)[1],
+        PTX=_has_ptx(view.pages.device), num_warps=4,
+    )  # fmt: skip
+    return key, value
 
 
 def _plan(

@@ -59,7 +59,7 @@ struct scratch {
     int8_t *query_bytes; /* [DOT_ROWS][groups of 8 dims][16] */
     float *all;
     int64_t query_at[ROWS];
-    float query_unit[DOT_ROWS], weight_unit[DOT_ROWS], shift[ROWS];
+    float query_unit[DOT_ROWS], weight_unit[DOT_ROWS], shift[ROWS], top[ROWS];
     float scores[ROWS * STRIP * BLOCK];
     int8_t weight_bytes[DOT_ROWS * STRIP * BLOCK * 2];
     /* of the strip at hand */
@@ -257,7 +257,7 @@ static int weigh(const struct call *call, const struct group *g, struct scratch 
 {
     return call->ops->softmax(s->scores, (int)g->rows, blocks * BLOCK, STRIP * BLOCK,
                               (int)call->layer->dim, s->value_factor, part->peak, part->weight,
-                              part->sums);
+                              part->sums, s->top);
 }
 
 static void start(struct part *part, int64_t rows, int64_t dim)
@@ -287,16 +287,7 @@ static void load_shift(const struct call *call, const struct group *g, const uin
         call->ops->halves((const word16 *)(record + layer->mean), dim, mean);
     else
         read_mean(layer, record, mean);
-    for (int64_t r = 0; r < g->rows; r++) {
-        float sum[16] = {0};
-        for (int d = 0; d < dim; d += 16)
-            for (int k = 0; k < 16; k++)
-                sum[k] += s->query[r * dim + d + k] * mean[d + k];
-        for (int k = 8; k > 0; k /= 2)
-            for (int j = 0; j < k; j++)
-                sum[j] += sum[j + k];
-        s->shift[r] = sum[0];
-    }
+    call->ops->project(s->query, (int)g->rows, dim, mean, s->shift);
 }
 
 /* Tokens of the block at position `at` outside [begin, end) get no position and no weight. */
@@ -386,7 +377,7 @@ static void add_values(const struct call *call, const struct group *g, struct sc
         for (int r = 0; r < rows; r++)
             s->weight_unit[r] =
                 call->value_book.step * call->dots->split(s->scores + r * STRIP * BLOCK,
-                                                          blocks * BLOCK,
+                                                          blocks * BLOCK, s->top[r],
                                                           s->weight_bytes + r * STRIP * BLOCK * 2);
         call->dots->values(&call->value_book, dim, s->value_codes, blocks, s->weight_bytes,
                            s->weight_unit, rows, part->sums);

@@ -140,11 +140,11 @@ static void accumulate(const float *weights, int stride, int rows, int dim, cons
     }
 }
 
-/* e^x for two vectors x <= 0, within two units in the last place; 0 below the normal floats. */
+/* e^x for two vectors x <= 0, to 2e-7 of it; 0 below the normal floats. The polynomial has the
+   least relative error among 1 + r + r^2 (...) of its degree. */
 ALWAYS void exponentials(vf x[2])
 {
-    static const float terms[6] = {1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f,
-                                   4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
+    static const float terms[4] = {0.00831243489f, 0.0418909937f, 0.166671187f, 0.499992251f};
     const vf magic = splat(12582912.0f); /* adding 1.5 * 2^23 rounds to a whole number */
     vf n[2], r[2], p[2];
     for (int k = 0; k < 2; k++) {
@@ -154,13 +154,23 @@ ALWAYS void exponentials(vf x[2])
         r[k] = r[k] + whole * splat(2.12194440e-4f);
         p[k] = splat(terms[0]);
     }
-    for (int term = 1; term < 6; term++)
+    for (int term = 1; term < 4; term++)
         for (int k = 0; k < 2; k++)
             p[k] = p[k] * r[k] + splat(terms[term]);
     for (int k = 0; k < 2; k++) {
         p[k] = p[k] * (r[k] * r[k]) + (r[k] + splat(1.0f));
         vi power = (vi)n[k] << 23; /* the whole number, moved onto the exponent */
         x[k] = (vf)(((vi)p[k] + power) & ~(x[k] < splat(-87.3f)));
+    }
+}
+
+static void project(const float *query, int rows, int dim, const float *x, float *out)
+{
+    for (int r = 0; r < rows; r++) {
+        vf sum[2] = {splat(0.0f), splat(0.0f)};
+        for (int d = 0; d < dim; d += LANES)
+            sum[d / LANES % 2] += load(query + r * dim + d) * load(x + d);
+        out[r] = sum_lanes(sum[0] + sum[1]);
     }
 }
 
@@ -200,7 +210,7 @@ static void scale(float *scores, int rows, int stride, const float *factor, cons
 }
 
 static int softmax(float *scores, int rows, int count, int stride, int dim, const float *factor,
-                   float *peak, float *weight, float *sums)
+                   float *peak, float *weight, float *sums, float *top)
 {
     int any = 0;
     for (int r = 0; r < rows; r++) {
@@ -208,28 +218,34 @@ static int softmax(float *scores, int rows, int count, int stride, int dim, cons
         vf most = load(s);
         for (int t = LANES; t < count; t += LANES)
             most = larger(most, load(s + t));
-        float top = largest_lane(most);
-        if (top == -INFINITY) { /* nothing seen here */
+        const float best = largest_lane(most);
+        top[r] = 0.0f;
+        if (best == -INFINITY) { /* nothing seen here */
             memset(s, 0, (size_t)count * sizeof(float));
             continue;
         }
         any = 1;
-        if (top > peak[r]) {
-            float shrink = expf(peak[r] - top);
-            peak[r] = top;
+        if (best > peak[r]) {
+            float shrink = expf(peak[r] - best);
+            peak[r] = best;
             weight[r] *= shrink;
             for (int d = 0; d < dim; d += LANES)
                 store(sums + r * dim + d, load(sums + r * dim + d) * splat(shrink));
         }
         vf total = splat(0.0f), base = splat(peak[r]);
+        most = splat(0.0f);
         for (int t = 0; t < count; t += 2 * LANES) { /* two at a time: the chain is long */
             vf p[2] = {load(s + t) - base, load(s + t + LANES) - base};
             exponentials(p);
             total += p[0] + p[1];
-            store(s + t, p[0] * load(factor + t));
-            store(s + t + LANES, p[1] * load(factor + t + LANES));
+            p[0] *= load(factor + t);
+            p[1] *= load(factor + t + LANES);
+            most = larger(most, larger(p[0], p[1]));
+            store(s + t, p[0]);
+            store(s + t + LANES, p[1]);
         }
         weight[r] += sum_lanes(total);
+        top[r] = largest_lane(most);
     }
     return any;
 }
@@ -239,6 +255,7 @@ const struct ops OPS_NAME = {
     .decode_values = decode_values,
     .score = score,
     .score_tokens = score_tokens,
+    .project = project,
     .scales = scales,
     .scale = scale,
     .softmax = softmax,

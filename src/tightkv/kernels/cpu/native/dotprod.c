@@ -271,13 +271,9 @@ static void dot_values(const struct book *book, int dim, const uint8_t *const *c
 }
 
 /* Weights of one row [count], a multiple of 8, as bytes [8 high][8 low]; returns their unit. */
-static float split_weights(const float *weights, int count, int8_t *bytes)
+static float split_weights(const float *weights, int count, float top, int8_t *bytes)
 {
-    float32x4_t top = vdupq_n_f32(0.0f);
-    for (int t = 0; t < count; t += 4)
-        top = vmaxq_f32(top, vabsq_f32(vld1q_f32(weights + t)));
-    const float most = vmaxvq_f32(top), unit = most / LARGEST;
-    const float inverse = most > 0.0f ? LARGEST / most : 0.0f;
+    const float inverse = top > 0.0f ? LARGEST / top : 0.0f;
     for (int t = 0; t < count; t += 8) {
         int16x4_t high[2], low[2];
         for (int k = 0; k < 2; k++) {
@@ -289,7 +285,7 @@ static float split_weights(const float *weights, int count, int8_t *bytes)
         vst1_s8(bytes + 2 * t, vqmovn_s16(vcombine_s16(high[0], high[1])));
         vst1_s8(bytes + 2 * t + 8, vqmovn_s16(vcombine_s16(low[0], low[1])));
     }
-    return unit;
+    return top / LARGEST;
 }
 
 const struct dots dotprod_dots = {dot_keys, dot_values, split_weights};

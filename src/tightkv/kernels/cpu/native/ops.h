@@ -37,6 +37,8 @@ struct ops {
     /* The same for keys[32][dim], token by token. */
     void (*score_tokens)(const float *query, int rows, int dim, const float *keys, float *scores,
                          int stride);
+    /* out[row] = query[row][dim] . x[dim] */
+    void (*project)(const float *query, int rows, int dim, const float *x, float *out);
     /* float16 scales of 32 tokens times `factor`; a sign bit, if `flags`, says centered: 1 or 0.
        Returns whether any is. */
     int (*scales)(const word16 *in, float factor, int flags, float *out, float *centered);
@@ -44,10 +46,10 @@ struct ops {
     void (*scale)(float *scores, int rows, int stride, const float *factor, const float *centered,
                   const float *shift, float cap);
     /* One step of the online softmax over `count` scores a row: they become weights times
-       `factor`; peak, weight and sums[row][dim] are brought to the new peak. Returns whether any
-       weight is not zero. */
+       `factor`, the largest of which is `top`; peak, weight and sums[row][dim] are brought to
+       the new peak. Returns whether any weight is not zero. */
     int (*softmax)(float *scores, int rows, int count, int stride, int dim, const float *factor,
-                   float *peak, float *weight, float *sums);
+                   float *peak, float *weight, float *sums, float *top);
     /* sums[row][dim] += weights[row * stride + 32] . tile[32][dim] */
     void (*accumulate)(const float *weights, int stride, int rows, int dim, const float *tile,
                        float *sums);
@@ -63,8 +65,8 @@ struct dots {
     /* sums[row][dim] += weights . values of a strip; weights are [row][STRIP][4][16 bytes] */
     void (*values)(const struct book *book, int dim, const uint8_t *const *codes, int blocks,
                    const int8_t *weights, const float *factor, int rows, float *sums);
-    /* weights of a row of a strip -> bytes; returns their unit */
-    float (*split)(const float *weights, int count, int8_t *bytes);
+    /* weights of a row of a strip, up to `top` -> bytes; returns their unit */
+    float (*split)(const float *weights, int count, float top, int8_t *bytes);
 };
 
 /* An instruction set: how it is called and what it brings; dots may be NULL. */
