@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from helpers import add, make_cache, tokens
 from tightkv.config import PRESETS, KVQuantConfig
+from tightkv.kernels import select
 from tightkv.layout import PageLayout
 from tightkv.sequences import SequenceTable
 
@@ -251,6 +252,25 @@ def test_rows_may_use_any_ring_of_a_pool():
     ends = torch.arange(3, dtype=torch.int32)
     out, _ = pooled.kernels.attend(pooled.codec, q, view, ends, max_queries=1)
     assert torch.equal(out, own.kernels.attend(own.codec, q, own.view(), ends, max_queries=1)[0])
+
+
+@pytest.mark.parametrize("name", ["reference", "triton", "cpu"])
+def test_a_row_shorter_than_its_new_tokens_is_left_alone(name):
+    """What an engine's dry run sends: lengths of 0 or 1 and many tokens."""
+    cache = make_cache(CFG)
+    add(cache, *tokens(2, 40))
+    kernels = select(name, cache.device, cache.layout)
+    view = replace(cache.view(), lengths=torch.tensor([1, 42], dtype=torch.int32))
+    written = ("pages", "ring_key", "ring_value", "sink_key", "sink_value")
+    before = {n: getattr(view, n).clone() for n in written}
+    key, value = (x.flatten(0, 1) for x in tokens(1, 42, seed=2))
+    first = torch.tensor([0, 40, 42], dtype=torch.int32)
+    kernels.append(cache.codec, view, key, value, first, view.starts, max_new=40, open_codes=True)
+    mine = cache.table.rows[0].pages
+    assert torch.equal(view.pages[mine], before["pages"][mine])
+    for n in written[1:]:
+        assert torch.equal(getattr(view, n)[0], before[n][0])
+    assert torch.equal(view.ring_key[1, 40:42], key[40:])
 
 
 def test_ragged_rows():

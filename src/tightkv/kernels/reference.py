@@ -35,17 +35,20 @@ def append(
 
     Row b's tokens are key[first[b]:first[b + 1]] of key and value [N, Hkv, D], at most
     `max_new`; they are the last of view.lengths[b]. Before them the ring holds copies from
-    position exact_starts[b] on. Without `open_codes` an unfinished page gets no codes.
+    position exact_starts[b] on. Without `open_codes` an unfinished page gets no codes. A row
+    shorter than its new tokens (an engine's dry run) is left alone.
     """
     layout, device = codec.layout, key.device
     size, ring = layout.page_size, view.ring_key.shape[1]
     lengths, starts = view.lengths.long(), view.starts.long()
     first = first.long()
     before = lengths - first.diff()
+    real = before >= 0
 
     step = torch.arange((max_new + size - 1) // size, device=device)
     index = before[:, None] // size + step  # [B, pages a row may complete]
-    row, j = ((index + 1) * size <= lengths[:, None]).nonzero(as_tuple=True)
+    complete = (index + 1) * size <= lengths[:, None]
+    row, j = (complete & real[:, None]).nonzero(as_tuple=True)
     if len(row):
         index = index[row, j]
         at = index[:, None] * size + torch.arange(size, device=device)  # [n, page_size]
@@ -62,8 +65,9 @@ def append(
 
     token = torch.arange(len(key), device=device)
     row = torch.searchsorted(first[1:].contiguous(), token, right=True)
-    token = token[row < view.batch]
-    row = row[: len(token)]
+    owned = row < view.batch
+    owned &= real[row.clamp_max(max(view.batch - 1, 0))]
+    token, row = token[owned], row[owned]
     at = before[row] + token - first[row]
     if open_codes:
         pick = (at >= lengths[row] // size * size).nonzero().squeeze(-1)

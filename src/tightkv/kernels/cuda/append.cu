@@ -167,8 +167,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) append(const Append a) {
     const bool is_key = blockIdx.y == 0;
     asm volatile("griddepcontrol.wait;");
     const int begin = a.first[row], count = a.first[row + 1] - begin;
-    if (!count) return;
-    const int length = a.lengths[row], before = length - count, start = a.starts[row];
+    const int length = a.lengths[row];
+    if (!count || length < count) return;
+    const int before = length - count, start = a.starts[row];
     const long long owner = a.ring_rows[row];
     const u16 *source = is_key ? a.key + head * a.key_h : a.value + head * a.value_h;
     const long long stride = is_key ? a.key_n : a.value_n;

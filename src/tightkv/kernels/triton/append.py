@@ -198,9 +198,9 @@ def _append_kernel(
     head = tl.program_id(1)
     begin = tl.load(first + row)
     count = tl.load(first + row + 1) - begin
-    if count == 0:
-        return
     length = tl.load(lengths + row)
+    if (count == 0) | (length < count):
+        return
     before = length - count
     start = tl.load(starts + row)
     owner = tl.load(ring_rows + row).to(tl.int64)

@@ -47,9 +47,11 @@ static void close_scratch(void *own)
     free(s);
 }
 
+/* New tokens of a sequence; none if it is shorter than they are (an engine's dry run). */
 static int64_t count_of(const struct append_args *a, int64_t sequence)
 {
-    return a->first[sequence + 1] - a->first[sequence];
+    const int64_t count = a->first[sequence + 1] - a->first[sequence];
+    return count > a->view.lengths[sequence] ? 0 : count;
 }
 
 static int64_t length_before(const struct append_args *a, int64_t sequence)

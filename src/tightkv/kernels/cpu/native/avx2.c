@@ -11,6 +11,7 @@
 #define LANES 8
 #define COLUMNS 2
 #define OPS_NAME avx2_ops
+#define LARGER(a, b) _mm256_max_ps((__m256)(a), (__m256)(b))
 
 #include "ops.h"
 #include "vectors.h"

@@ -11,6 +11,7 @@
 #define LANES 16
 #define COLUMNS 2
 #define OPS_NAME avx512_ops
+#define LARGER(a, b) _mm512_max_ps((__m512)(a), (__m512)(b))
 
 #include "ops.h"
 #include "vectors.h"

@@ -140,14 +140,16 @@ static void accumulate(const float *weights, int stride, int rows, int dim, cons
     }
 }
 
-/* e^x for two vectors x <= 0, to 2e-7 of it; 0 below the normal floats. The polynomial has the
+#define AT_ONCE (LANES == 16 ? 2 : 4)
+
+/* e^x for AT_ONCE vectors x <= 0 (one chain of operations would be slow), to 2e-7 of it; 0 below the normal floats. The polynomial has the
    least relative error among 1 + r + r^2 (...) of its degree. */
-ALWAYS void exponentials(vf x[2])
+ALWAYS void exponentials(vf x[AT_ONCE])
 {
     static const float terms[4] = {0.00831243489f, 0.0418909937f, 0.166671187f, 0.499992251f};
     const vf magic = splat(12582912.0f); /* adding 1.5 * 2^23 rounds to a whole number */
-    vf n[2], r[2], p[2];
-    for (int k = 0; k < 2; k++) {
+    vf n[AT_ONCE], r[AT_ONCE], p[AT_ONCE];
+    for (int k = 0; k < AT_ONCE; k++) {
         n[k] = x[k] * splat(1.44269504f) + magic;
         vf whole = n[k] - magic;
         r[k] = x[k] - whole * splat(0.693359375f);
@@ -155,9 +157,9 @@ ALWAYS void exponentials(vf x[2])
         p[k] = splat(terms[0]);
     }
     for (int term = 1; term < 4; term++)
-        for (int k = 0; k < 2; k++)
+        for (int k = 0; k < AT_ONCE; k++)
             p[k] = p[k] * r[k] + splat(terms[term]);
-    for (int k = 0; k < 2; k++) {
+    for (int k = 0; k < AT_ONCE; k++) {
         p[k] = p[k] * (r[k] * r[k]) + (r[k] + splat(1.0f));
         vi power = (vi)n[k] << 23; /* the whole number, moved onto the exponent */
         x[k] = (vf)(((vi)p[k] + power) & ~(x[k] < splat(-87.3f)));
@@ -167,10 +169,16 @@ ALWAYS void exponentials(vf x[2])
 static void project(const float *query, int rows, int dim, const float *x, float *out)
 {
     for (int r = 0; r < rows; r++) {
-        vf sum[2] = {splat(0.0f), splat(0.0f)};
-        for (int d = 0; d < dim; d += LANES)
-            sum[d / LANES % 2] += load(query + r * dim + d) * load(x + d);
-        out[r] = sum_lanes(sum[0] + sum[1]);
+        const float *q = query + r * dim;
+        vf sum[16 / LANES];
+        for (int k = 0; k < 16 / LANES; k++)
+            sum[k] = load(q + k * LANES) * load(x + k * LANES);
+        for (int d = 16; d < dim; d += 16)
+            for (int k = 0; k < 16 / LANES; k++)
+                sum[k] += load(q + d + k * LANES) * load(x + d + k * LANES);
+        for (int k = 1; k < 16 / LANES; k++)
+            sum[0] += sum[k];
+        out[r] = sum_lanes(sum[0]);
     }
 }
 
@@ -191,22 +199,47 @@ static int scales(const word16 *in, float factor, int flags, float *out, float *
     return found != 0;
 }
 
+/* cap * tanh(s / cap), from e^(-2 |s| / cap) */
+ALWAYS void soft_cap(vf s[AT_ONCE], float cap)
+{
+    vf e[AT_ONCE];
+    for (int k = 0; k < AT_ONCE; k++)
+        e[k] = (vf)((vi)s[k] & splat_int(0x7fffffff)) * splat(-2.0f / cap);
+    exponentials(e);
+    for (int k = 0; k < AT_ONCE; k++) {
+        vf size = (splat(1.0f) - e[k]) / (splat(1.0f) + e[k]) * splat(cap);
+        s[k] = (vf)((vi)size | ((vi)s[k] & splat_int((int)0x80000000)));
+    }
+}
+
 static void scale(float *scores, int rows, int stride, const float *factor, const float *centered,
                   const float *shift, float cap)
 {
     for (int r = 0; r < rows; r++)
-        for (int t = 0; t < BLOCK; t += LANES) {
+        for (int t = 0; t < BLOCK; t += AT_ONCE * LANES) {
             float *at = scores + r * stride + t;
-            vf s = load(at) * load(factor + t) + load(centered + t) * splat(shift[r]);
-            if (cap > 0.0f) { /* cap * tanh(s / cap), from e^(-2 |s| / cap) */
-                vf size = (vf)((vi)s & splat_int(0x7fffffff));
-                vf e[2] = {size * splat(-2.0f / cap), splat(0.0f)};
-                exponentials(e);
-                vf tanh = (splat(1.0f) - e[0]) / (splat(1.0f) + e[0]);
-                s = (vf)((vi)(tanh * splat(cap)) | ((vi)s & splat_int((int)0x80000000)));
-            }
-            store(at, s);
+            vf s[AT_ONCE];
+            for (int k = 0; k < AT_ONCE; k++)
+                s[k] = load(at + k * LANES) * load(factor + t + k * LANES) +
+                       load(centered + t + k * LANES) * splat(shift[r]);
+            if (cap > 0.0f)
+                soft_cap(s, cap);
+            for (int k = 0; k < AT_ONCE; k++)
+                store(at + k * LANES, s[k]);
         }
+}
+
+ALWAYS float largest(const float *x, int count)
+{
+    vf most[AT_ONCE];
+    for (int k = 0; k < AT_ONCE; k++)
+        most[k] = load(x + k * LANES);
+    for (int t = AT_ONCE * LANES; t < count; t += AT_ONCE * LANES)
+        for (int k = 0; k < AT_ONCE; k++)
+            most[k] = larger(most[k], load(x + t + k * LANES));
+    for (int k = 1; k < AT_ONCE; k++)
+        most[0] = larger(most[0], most[k]);
+    return largest_lane(most[0]);
 }
 
 static int softmax(float *scores, int rows, int count, int stride, int dim, const float *factor,
@@ -215,10 +248,7 @@ static int softmax(float *scores, int rows, int count, int stride, int dim, cons
     int any = 0;
     for (int r = 0; r < rows; r++) {
         float *s = scores + r * stride;
-        vf most = load(s);
-        for (int t = LANES; t < count; t += LANES)
-            most = larger(most, load(s + t));
-        const float best = largest_lane(most);
+        const float best = largest(s, count);
         top[r] = 0.0f;
         if (best == -INFINITY) { /* nothing seen here */
             memset(s, 0, (size_t)count * sizeof(float));
@@ -232,17 +262,18 @@ static int softmax(float *scores, int rows, int count, int stride, int dim, cons
             for (int d = 0; d < dim; d += LANES)
                 store(sums + r * dim + d, load(sums + r * dim + d) * splat(shrink));
         }
-        vf total = splat(0.0f), base = splat(peak[r]);
-        most = splat(0.0f);
-        for (int t = 0; t < count; t += 2 * LANES) { /* two at a time: the chain is long */
-            vf p[2] = {load(s + t) - base, load(s + t + LANES) - base};
+        vf total = splat(0.0f), base = splat(peak[r]), most = splat(0.0f);
+        for (int t = 0; t < count; t += AT_ONCE * LANES) {
+            vf p[AT_ONCE];
+            for (int k = 0; k < AT_ONCE; k++)
+                p[k] = load(s + t + k * LANES) - base;
             exponentials(p);
-            total += p[0] + p[1];
-            p[0] *= load(factor + t);
-            p[1] *= load(factor + t + LANES);
-            most = larger(most, larger(p[0], p[1]));
-            store(s + t, p[0]);
-            store(s + t + LANES, p[1]);
+            for (int k = 0; k < AT_ONCE; k++) {
+                total += p[k];
+                p[k] *= load(factor + t + k * LANES);
+                most = larger(most, p[k]);
+                store(s + t + k * LANES, p[k]);
+            }
         }
         weight[r] += sum_lanes(total);
         top[r] = largest_lane(most);

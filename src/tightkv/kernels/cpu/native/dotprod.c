@@ -111,15 +111,34 @@ ALWAYS float32x4_t join(const int32x4_t sum[2])
     return vfmaq_n_f32(vcvtq_f32_s32(sum[1]), vcvtq_f32_s32(sum[0]), BASE);
 }
 
-ALWAYS uint8x16_t spare(uint8x16_t w0, uint8x16_t w1, uint8x16_t w2)
+/* The eight codes in the spare top bits of three 3-bit words. */
+ALWAYS uint8x16_t spare_of(const uint8_t *at, int step)
 {
-    uint8x16_t a = vandq_u8(vshrq_n_u8(w0, 3), vdupq_n_u8(0x11));
-    uint8x16_t b = vandq_u8(vshrq_n_u8(w1, 2), vdupq_n_u8(0x22));
-    uint8x16_t c = vandq_u8(vshrq_n_u8(w2, 1), vdupq_n_u8(0x44));
+    uint8x16_t a = vandq_u8(vshrq_n_u8(vld1q_u8(at), 3), vdupq_n_u8(0x11));
+    uint8x16_t b = vandq_u8(vshrq_n_u8(vld1q_u8(at + step), 2), vdupq_n_u8(0x22));
+    uint8x16_t c = vandq_u8(vshrq_n_u8(vld1q_u8(at + 2 * step), 1), vdupq_n_u8(0x44));
     return vorrq_u8(a, vorrq_u8(b, c));
 }
 
+/* The second eight codes of 2-bit words, or the first. */
+ALWAYS uint8x16_t shifted(uint8x16_t w, int second) { return second ? vshrq_n_u8(w, 2) : w; }
+
 /* --- scores --- */
+
+/* Group g of a chunk: eight codes of each of four tokens; words are `step` bytes apart. */
+ALWAYS struct levels key_levels(const struct tables *t, const uint8_t *at, int step, int g,
+                                const int bits)
+{
+    if (bits == 8)
+        return (struct levels){{vld1q_s8((const int8_t *)at + 2 * g * step),
+                                vld1q_s8((const int8_t *)at + (2 * g + 1) * step)},
+                               {vdupq_n_s8(0), vdupq_n_s8(0)}};
+    if (bits == 4)
+        return key_levels4(t, vld1q_u8(at + g * step));
+    if (bits == 2)
+        return plain_levels(t, shifted(vld1q_u8(at + g / 2 * step), g % 2), bits);
+    return plain_levels(t, g < 3 ? vld1q_u8(at + g * step) : spare_of(at, step), bits);
+}
 
 /* Codes of `groups_of(dim)` groups of 8 a row; query is [row][group][16 bytes]. */
 ALWAYS void key_rows(const struct book *book, struct key_shape s, const uint8_t *codes,
@@ -136,24 +155,13 @@ ALWAYS void key_rows(const struct book *book, struct key_shape s, const uint8_t 
         for (int c = 0; c < s.chunks; c++) {
             const uint8_t *at = codes + (r * s.chunks + c) * 16;
             const int8_t *by = query + c * per_chunk * 16;
-            for (int g = 0; g < per_chunk; g++, by += 16) {
-                struct levels x;
-                if (bits == 8) {
-                    x.whole[0] = vld1q_s8((const int8_t *)at + 2 * g * step);
-                    x.whole[1] = vld1q_s8((const int8_t *)at + (2 * g + 1) * step);
-                } else if (bits == 4) {
-                    x = key_levels4(&t, vld1q_u8(at + g * step));
-                } else if (bits == 3) {
-                    uint8x16_t w = g < 3 ? vld1q_u8(at + g * step)
-                                         : spare(vld1q_u8(at), vld1q_u8(at + step),
-                                                 vld1q_u8(at + 2 * step));
-                    x = plain_levels(&t, w, bits);
-                } else {
-                    uint8x16_t w = vld1q_u8(at + g / 2 * step);
-                    x = plain_levels(&t, g % 2 ? vshrq_n_u8(w, 2) : w, bits);
-                }
+            for (int g = 0; g < per_chunk; g += 2, by += 32) { /* always an even number */
+                const struct levels x[2] = {key_levels(&t, at, step, g, bits),
+                                            key_levels(&t, at, step, g + 1, bits)};
                 for (int k = 0; k < rows; k++)
-                    multiply(&x, vld1q_s8(by + k * groups * 16), bits, sum[k]);
+                    multiply(&x[0], vld1q_s8(by + k * groups * 16), bits, sum[k]);
+                for (int k = 0; k < rows; k++)
+                    multiply(&x[1], vld1q_s8(by + 16 + k * groups * 16), bits, sum[k]);
             }
         }
         for (int k = 0; k < rows; k++)
@@ -194,6 +202,26 @@ static void dot_keys(const struct book *book, int dim, const uint8_t *codes, uin
 
 /* --- values --- */
 
+/* Four channels of eight tokens; words are `step` bytes apart. */
+ALWAYS struct levels value_levels(const struct tables *t, const uint8_t *at, int step, int g,
+                                  const int bits)
+{
+    if (bits == 8) {
+        uint8x16x2_t w = {{vld1q_u8(at + 2 * g * step), vld1q_u8(at + (2 * g + 1) * step)}};
+        return (struct levels){{vreinterpretq_s8_u8(vqtbl2q_u8(w, vld1q_u8(across8[0]))),
+                                vreinterpretq_s8_u8(vqtbl2q_u8(w, vld1q_u8(across8[1])))},
+                               {vdupq_n_s8(0), vdupq_n_s8(0)}};
+    }
+    if (bits == 4)
+        return value_levels4(t, vld1q_u8(at + g * step));
+    uint8x16_t w;
+    if (bits == 2)
+        w = shifted(vld1q_u8(at + g / 2 * step), g % 2);
+    else
+        w = g < 3 ? vld1q_u8(at + g * step) : spare_of(at, step);
+    return plain_levels(t, vqtbl1q_u8(w, t->across), bits);
+}
+
 /* Four channels; weights are [row][block][pair c of 4][16 bytes]. */
 ALWAYS void value_rows(const struct book *book, int dim, const uint8_t *const *codes, int blocks,
                        const int8_t *weights, const float *factor, float *sums, const int rows,
@@ -211,25 +239,7 @@ ALWAYS void value_rows(const struct book *book, int dim, const uint8_t *const *c
         for (int block = 0; block < blocks; block++)
             for (int c = 0; c < 4; c++) {
                 const uint8_t *at = codes[block] + first + c * 16;
-                struct levels x;
-                if (bits == 8) {
-                    uint8x16x2_t w = {{vld1q_u8(at + 2 * g * step),
-                                       vld1q_u8(at + (2 * g + 1) * step)}};
-                    for (int k = 0; k < 2; k++)
-                        x.whole[k] = vreinterpretq_s8_u8(vqtbl2q_u8(w, vld1q_u8(across8[k])));
-                } else if (bits == 4) {
-                    x = value_levels4(&t, vld1q_u8(at + g * step));
-                } else {
-                    uint8x16_t w;
-                    if (bits == 3)
-                        w = g < 3 ? vld1q_u8(at + g * step)
-                                  : spare(vld1q_u8(at), vld1q_u8(at + step),
-                                          vld1q_u8(at + 2 * step));
-                    else
-                        w = g % 2 ? vshrq_n_u8(vld1q_u8(at + g / 2 * step), 2)
-                                  : vld1q_u8(at + g / 2 * step);
-                    x = plain_levels(&t, vqtbl1q_u8(w, t.across), bits);
-                }
+                const struct levels x = value_levels(&t, at, step, g, bits);
                 const int8_t *by = weights + (block * 4 + c) * 16;
                 for (int k = 0; k < rows; k++)
                     multiply(&x, vld1q_s8(by + k * STRIP * 64), bits, sum[k]);

@@ -9,6 +9,7 @@
 #define LANES 4
 #define COLUMNS 4
 #define OPS_NAME neon_ops
+#define LARGER vmaxq_f32
 #define BY_LANE(sum, x, y, lane) vfmaq_f32(sum, x, vdupq_n_f32((y)[lane]))
 
 #define X 255 /* out of the table's range: gives a zero byte */

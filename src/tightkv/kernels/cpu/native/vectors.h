@@ -17,6 +17,9 @@ static inline vf splat(float x) { return (vf){0} + x; }
 static inline vi splat_int(int32_t x) { return (vi){0} + x; }
 static inline vf larger(vf a, vf b)
 {
+#ifdef LARGER /* in one instruction */
+    return (vf)LARGER(a, b);
+#endif
     vi first = a > b;
     return (vf)((first & (vi)a) | (~first & (vi)b));
 }
