@@ -1,0 +1,218 @@
+"""Whole-model decoding with random weights: the same step over a bf16 and a compressed cache.
+
+A Llama-shaped model written out, so that nothing but the cache differs and the whole step is one
+CUDA graph. Weights are random: speed and memory do not depend on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tightkv.bench.problems import Layer, Shape, fill
+from tightkv.bench.rows import provenance
+from tightkv.bench.timing import graph_ms
+from tightkv.config import KVQuantConfig
+from tightkv.kernels import select
+from tightkv.layout import PageLayout
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Llama-3.1-8B unless said otherwise."""
+
+    layers: int = 32
+    hidden: int = 4096
+    intermediate: int = 14336
+    query_heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    vocabulary: int = 128256
+    rope_theta: float = 500000.0
+
+    @property
+    def bf16_bytes_per_token(self) -> int:
+        return self.layers * self.kv_heads * self.head_dim * 4
+
+
+class Cache(Protocol):
+    """One decode step of one layer: take the new token, attend, return [B, Hq, D]."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor: ...
+
+
+class PlainCache:
+    """Static bf16 keys and values, the newest slot overwritten each step; torch's attention."""
+
+    def __init__(self, model: ModelShape, batch: int, tokens: int, device: torch.device) -> None:
+        size = (model.layers, 2, batch, model.kv_heads, tokens, model.head_dim)
+        self.data = torch.randn(size, dtype=torch.bfloat16, device=device)
+        self.group = model.query_heads // model.kv_heads
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        keys, values = self.data[layer]
+        keys[:, :, -1], values[:, :, -1] = key, value
+        packed = query.unflatten(1, (-1, self.group))  # [B, Hkv, G, D]
+        return F.scaled_dot_product_attention(packed, keys, values).flatten(1, 2)
+
+    @property
+    def bytes(self) -> int:
+        return self.data.numel() * self.data.element_size()
+
+
+class TightModelCache:
+    """Compressed layers filled to `tokens`, the newest token written again each step."""
+
+    def __init__(
+        self,
+        cfg: KVQuantConfig,
+        model: ModelShape,
+        batch: int,
+        tokens: int,
+        device: torch.device,
+        kernels: str = "auto",
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        layout = PageLayout(cfg, model.kv_heads, model.head_dim, dtype)
+        self.kernels = select(kernels, device, layout)
+        shape = Shape(batch, tokens, model.query_heads, model.kv_heads, model.head_dim)
+        self.layers: list[Layer] = [
+            fill(layout, shape, self.kernels, device, seed) for seed in range(model.layers)
+        ]
+        self.first = torch.arange(batch + 1, dtype=torch.int32, device=device)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        at = self.layers[layer]
+        self.kernels.append(
+            at.codec, at.view, key, value, self.first, at.exact_starts,
+            max_new=1, open_codes=False,
+        )  # fmt: skip
+        out, _ = self.kernels.attend(at.codec, query, at.view, self.first, max_queries=1)
+        return out
+
+    @property
+    def bytes(self) -> int:
+        views = [layer.view for layer in self.layers]
+        tensors = [
+            x
+            for v in views
+            for x in (v.pages, v.ring_key, v.ring_value, v.sink_key, v.sink_value, v.block_table)
+        ]
+        return sum(x.numel() * x.element_size() for x in tensors)
+
+
+class RandomModel:
+    """Weights of a Llama-shaped model and its decode step."""
+
+    def __init__(
+        self, shape: ModelShape, device: torch.device, dtype: torch.dtype = torch.bfloat16
+    ) -> None:
+        self.shape = shape
+
+        def random(*size: int) -> Tensor:
+            return torch.randn(size, dtype=dtype, device=device) * size[-1] ** -0.5
+
+        heads = shape.query_heads + 2 * shape.kv_heads
+        self.embed = random(shape.vocabulary, shape.hidden)
+        self.head = random(shape.vocabulary, shape.hidden)
+        self.blocks = [
+            (
+                random(heads * shape.head_dim, shape.hidden),
+                random(shape.hidden, shape.query_heads * shape.head_dim),
+                random(2 * shape.intermediate, shape.hidden),
+                random(shape.hidden, shape.intermediate),
+            )
+            for _ in range(shape.layers)
+        ]
+        self.norm = torch.ones(shape.hidden, dtype=dtype, device=device)
+        powers = torch.arange(0, shape.head_dim, 2, device=device) / shape.head_dim
+        self.frequencies = shape.rope_theta**-powers
+
+    @property
+    def bytes(self) -> int:
+        tensors = [self.embed, self.head, *(w for block in self.blocks for w in block)]
+        return sum(x.numel() * x.element_size() for x in tensors)
+
+    def step(self, tokens: Tensor, position: Tensor, cache: Cache) -> Tensor:
+        """Token ids [B] at `position` [B] -> logits [B, vocabulary]."""
+        shape = self.shape
+        angle = position[:, None, None].float() * self.frequencies  # [B, 1, D / 2]
+        cos, sin = (f(angle).repeat(1, 1, 2).to(self.norm.dtype) for f in (torch.cos, torch.sin))
+        x = self.embed[tokens]
+        for layer, (qkv, out, up, down) in enumerate(self.blocks):
+            mixed = F.linear(self._normal(x), qkv).unflatten(-1, (-1, shape.head_dim))
+            sizes = (shape.query_heads, shape.kv_heads, shape.kv_heads)
+            query, key, value = mixed.split(sizes, dim=1)
+            query, key = _rotate(query, cos, sin), _rotate(key, cos, sin)
+            x = x + F.linear(cache.attend(layer, query, key, value).flatten(1), out)
+            gate, rise = F.linear(self._normal(x), up).chunk(2, -1)
+            x = x + F.linear(F.silu(gate) * rise, down)
+        return F.linear(self._normal(x), self.head)
+
+    def _normal(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], self.norm, 1e-5)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    low, high = x.chunk(2, -1)
+    return (x * cos + torch.cat([-high, low], -1) * sin).contiguous()
+
+
+def model_rows(
+    cases: Sequence[tuple[int, int]], presets: Sequence[str], device: torch.device
+) -> Iterator[dict[str, Any]]:
+    """Tokens a second and peak memory at (batch, context), bf16 and each preset."""
+    shape, facts = ModelShape(), provenance(device)
+    model = RandomModel(shape, device)
+    total = torch.cuda.get_device_properties(device).total_memory
+    for batch, context in cases:
+        tokens = context - 37  # the newest page partly filled
+        ids = torch.zeros(batch, dtype=torch.long, device=device)
+        position = torch.full((batch,), tokens - 1, device=device)
+        row: dict[str, Any] = {
+            "bench": "model", "batch": batch, "context": context, "model": asdict(shape),
+            "weights_bytes": model.bytes, "caches": {}, **facts,
+        }  # fmt: skip
+        for name in ("bf16", *presets):
+            try:
+                row["caches"][name] = _measure(
+                    model, name, batch, tokens, ids, position, total, device
+                )
+            except torch.OutOfMemoryError:
+                row["caches"][name] = None
+            torch.cuda.empty_cache()
+        yield row
+
+
+def _measure(
+    model: RandomModel,
+    name: str,
+    batch: int,
+    tokens: int,
+    ids: Tensor,
+    position: Tensor,
+    total: int,
+    device: torch.device,
+) -> dict[str, float]:
+    torch.cuda.reset_peak_memory_stats(device)
+    cache: PlainCache | TightModelCache
+    if name == "bf16":
+        cache = PlainCache(model.shape, batch, tokens, device)
+    else:
+        cfg = KVQuantConfig.preset(name)
+        cache = TightModelCache(cfg, model.shape, batch, tokens, device)
+    with torch.no_grad():
+        ms = graph_ms([lambda: model.step(ids, position, cache)], repeats=10)
+    each = cache.bytes / batch
+    return {
+        "ms": ms,
+        "tokens_per_s": batch / ms * 1e3,
+        "cache_bytes": cache.bytes,
+        "peak_bytes": torch.cuda.max_memory_allocated(device),
+        "largest_batch": int((0.95 * total - model.bytes) // each),
+    }
