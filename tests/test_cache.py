@@ -273,6 +273,19 @@ def test_a_row_shorter_than_its_new_tokens_is_left_alone(name):
     assert torch.equal(view.ring_key[1, 40:42], key[40:])
 
 
+@pytest.mark.parametrize("name", ["reference", "triton", "cpu"])
+@pytest.mark.parametrize("mode", ["corrected", "least_squares"])
+def test_zero_keys_and_values_are_stored_as_zeros(name, mode):
+    cfg = CFG.replace(key_bits=8, value_bits=8, key_scale=mode, value_scale=mode, exact_pages=1)
+    cache = make_cache(cfg, rows=1)
+    cache._kernels = select(name, cache.device, cache.layout).__name__
+    zero = torch.zeros(1, 70, 2, 64)
+    add(cache, zero, zero)
+    cache.table.drop_exact(0)
+    for x in cache.dequantize():
+        assert torch.equal(x, zero)
+
+
 def test_ragged_rows():
     cache = make_cache(CFG, rows=3)
     key, value = tokens(3, 100)

@@ -215,3 +215,10 @@ def test_cpu_and_gpu_give_the_same_codes(name, dim):
             assert (value != there[key].cpu()).float().mean() < 1e-4
         else:
             assert torch.equal(value, there[key].cpu()), key
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("mode", ["norm", "corrected", "least_squares", "unbiased"])
+def test_a_zero_vector_has_a_zero_scale(mode, bits):
+    fields = TurboQuantMSE(64, bits, scale_mode=mode).encode(torch.zeros(3, 64))
+    assert not fields["scale"].any() and torch.isfinite(fields["scale"]).all()

@@ -46,7 +46,13 @@ FORMAT_VERSION = 1
 
 ENV_PREFIX = "TIGHTKV_"
 # TIGHTKV_* variables that are not config fields.
-ENV_RESERVED = ("TIGHTKV_PRESET", "TIGHTKV_CONFIG", "TIGHTKV_KERNELS", "TIGHTKV_CACHE_DIR")
+ENV_RESERVED = (
+    "TIGHTKV_PRESET",
+    "TIGHTKV_CONFIG",
+    "TIGHTKV_KERNELS",
+    "TIGHTKV_CACHE_DIR",
+    "TIGHTKV_CPU_ISA",
+)
 
 # Fields that change how a cache behaves but not the bytes of a page.
 _NOT_STORED = ("exact_pages", "sinks", "check_finite")

@@ -51,7 +51,7 @@ def _driver() -> str | None:
 
 
 def source_commit() -> str | None:
-    """The commit of the source tree this runs from, or $TIGHTKV_COMMIT where git is not there."""
+    """The commit of the source tree this runs from, or $SOURCE_COMMIT where git is not there."""
     folder = Path(__file__).resolve().parent
     try:
         done = subprocess.run(
@@ -59,7 +59,7 @@ def source_commit() -> str | None:
             cwd=folder, capture_output=True, text=True, timeout=30, check=True,
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError):
-        return os.environ.get("TIGHTKV_COMMIT")
+        return os.environ.get("SOURCE_COMMIT")
     return done.stdout.strip()
 
 

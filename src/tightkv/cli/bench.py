@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from tightkv.cli import bench_vllm
 from tightkv.cli.output import add_output_options, check_plot, emit, format_table, save_plot
 from tightkv.config import PRESETS, KVQuantConfig
 
@@ -21,8 +22,8 @@ Row = dict[str, Any]
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "bench",
-        description="Speed on this machine. Ratios of medians of one run are printed; the times "
-        "are in the rows that --json prints and --out appends to a file.",
+        description="Speed on this machine, or of servers. Ratios of medians of one run are "
+        "printed; the times are in the rows that --json prints and --out appends to a file.",
     )
     kinds = parser.add_subparsers(dest="bench", metavar="WHAT", required=True)
     decode = kinds.add_parser("decode", help="one new token over a long cache")
@@ -43,6 +44,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     for kind in (decode, store, extend):
         kind.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
         kind.add_argument("--preset", choices=PRESETS, action="append", help="repeatable")
+    engines = bench_vllm.add_parsers(kinds)
+    for kind in (decode, store, extend, *engines):
         kind.add_argument("--out", metavar="FILE", help="append the rows to a JSON-lines file")
         add_output_options(kind, plot="draw the ratios")
 
@@ -54,19 +57,20 @@ def run(args: argparse.Namespace) -> int:
 
     if args.plot:
         check_plot(args.plot)
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    asked = getattr(args, "device", None)
+    device = torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no CUDA device; use --device cpu")
     rows = []
     for row in _MEASURE[args.bench](args, device):
         rows.append(row)
+        if args.out:
+            append_rows(args.out, [row])
         print(f"measured {_label(row)}", file=sys.stderr, flush=True)
-    if args.out:
-        append_rows(args.out, rows)
+    emit(args, {"rows": rows}, _as_text(rows))
     if args.plot:
         _draw(rows, args.plot)
-    emit(args, {"rows": rows}, _as_text(rows))
-    return 0
+    return int(any(map(bench_vllm.went_wrong, rows)))
 
 
 # --- measuring ---
@@ -113,7 +117,13 @@ def _extend(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
         yield from gpu.extend_rows(args.chunk, args.prefix or [0, 8192, 32768], preset, device)
 
 
-_MEASURE = {"decode": _decode, "store": _store, "extend": _extend}
+_MEASURE = {
+    "decode": _decode,
+    "store": _store,
+    "extend": _extend,
+    "engine": bench_vllm.engine,
+    "serve": bench_vllm.serve,
+}
 
 
 def _needs_gpu(what: str, device: torch.device) -> None:
@@ -134,6 +144,8 @@ def _shapes(args: argparse.Namespace) -> list[Shape]:
 # --- showing ---
 def _label(row: Row) -> str:
     """What a row is about, without what it found."""
+    if row["bench"] in bench_vllm.TEXT:
+        return bench_vllm.label(row)
     if "shape" not in row:
         sizes = [f"{name} {row[name]}" for name in ("tokens", "chunk", "prefix") if name in row]
         return f"{row['preset']}, {', '.join(sizes)}"
@@ -155,6 +167,8 @@ def _ratios(row: Row) -> dict[str, float]:
 
 
 def _as_text(rows: Sequence[Row]) -> str:
+    if rows[0]["bench"] in bench_vllm.TEXT:
+        return bench_vllm.TEXT[rows[0]["bench"]](rows)
     names = list(dict.fromkeys(name for row in rows for name in _ratios(row)))
     cells = []
     for row in rows:
@@ -166,7 +180,11 @@ def _as_text(rows: Sequence[Row]) -> str:
 
 
 def _draw(rows: Sequence[Row], path: str) -> None:
+    rows = [row for row in rows if _ratios(row)]
+    if not rows:
+        raise ValueError("--plot: no ratios to draw, nothing was measured beside another")
     name = next(n for n in ("fastest sdpa", *_ratios(rows[0])) if n in _ratios(rows[0]))
+    rows = [row for row in rows if name in _ratios(row)]
     with save_plot(path, height=1.5 + 0.5 * len(rows)) as figure:
         axes = figure.add_subplot()
         axes.barh([_label(row) for row in rows], [_ratios(row)[name] for row in rows])

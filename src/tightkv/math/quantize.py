@@ -19,6 +19,7 @@ from tightkv.math.rotation import Rotation, make_rotation, split_rotation
 Encoded = dict[str, Tensor]
 FP16_MAX = 65504.0
 _QJL_STREAM = 7
+_TINY = torch.finfo(torch.float32).tiny
 
 
 def finite(x: Tensor, check: bool = False) -> Tensor:
@@ -110,17 +111,18 @@ class TurboQuantMSE(Quantizer):
 
 
 def _least_squares(y: Tensor, norm: Tensor, c: Tensor) -> Tensor:
-    return dot(y, c) / dot(c, c)
+    return dot(y, c) / dot(c, c).clamp_min(_TINY)
 
 
 def _unbiased(y: Tensor, norm: Tensor, c: Tensor) -> Tensor:
     # <y, c> > 0 for every y but zero, whose scale is zero.
-    return norm.square() / dot(y, c).clamp_min(torch.finfo(torch.float32).tiny)
+    return norm.square() / dot(y, c).clamp_min(_TINY)
 
 
 _SCALES = {
     "norm": lambda y, norm, c: norm,
-    "corrected": lambda y, norm, c: norm / dot(c, c).sqrt(),
+    # A zero vector at 8 bits has a zero direction; its scale is zero.
+    "corrected": lambda y, norm, c: norm / dot(c, c).sqrt().clamp_min(_TINY),
     "least_squares": _least_squares,
     "unbiased": _unbiased,
 }

@@ -132,8 +132,8 @@ __device__ __forceinline__ float quantize(const float (&y)[N], u8 *codes, int la
         cc += (double)c * (double)c;
     }
     if (MODE == 0) return norm;
-    if (MODE == 1) return __fdiv_rn(norm, __fsqrt_rn((float)total(cc)));
-    if (MODE == 2) return __fdiv_rn((float)total(yc), (float)total(cc));
+    if (MODE == 1) return __fdiv_rn(norm, fmaxf(__fsqrt_rn((float)total(cc)), tiny));
+    if (MODE == 2) return __fdiv_rn((float)total(yc), fmaxf((float)total(cc), tiny));
     return __fdiv_rn(norm * norm, fmaxf((float)total(yc), tiny));
 }
 

@@ -25,8 +25,8 @@ class CompileError(RuntimeError):
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels are kept: $TIGHTKV_CACHE, else the user's cache directory."""
-    root = os.environ.get("TIGHTKV_CACHE")
+    """Where compiled kernels are kept: $TIGHTKV_CACHE_DIR, else the user's cache directory."""
+    root = os.environ.get("TIGHTKV_CACHE_DIR")
     if root is None:
         base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
         root = os.path.join(base, "tightkv")

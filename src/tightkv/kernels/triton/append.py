@@ -56,11 +56,11 @@ def _quantize(y, D: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, BOOK: tl
     if MODE == 0:
         scale = norm
     elif MODE == 1:
-        scale = tl.div_rn(norm, tl.sqrt_rn(tl.sum(c * c, axis=1).to(tl.float32)))
+        direction = tl.sqrt_rn(tl.sum(c * c, axis=1).to(tl.float32))
+        scale = tl.div_rn(norm, tl.maximum(direction, TINY))
     elif MODE == 2:
-        scale = tl.div_rn(
-            tl.sum(y64 * c, axis=1).to(tl.float32), tl.sum(c * c, axis=1).to(tl.float32)
-        )
+        direction = tl.maximum(tl.sum(c * c, axis=1).to(tl.float32), TINY)
+        scale = tl.div_rn(tl.sum(y64 * c, axis=1).to(tl.float32), direction)
     else:
         product = tl.sum(y64 * c, axis=1).to(tl.float32)
         scale = tl.div_rn(norm * norm, tl.maximum(product, TINY))

@@ -327,7 +327,7 @@ static const uint8_t *codes_at(const struct call *call, const struct side *side,
 static void fetch(const uint8_t *from, int64_t bytes)
 {
     for (int64_t k = 0; k < bytes; k += 64)
-        __builtin_prefetch(from + k, 0, 2);
+        __builtin_prefetch(from + k);
 }
 
 /* Scores of one block of a page; `shift_of` is the page whose shift is loaded. */
@@ -402,7 +402,7 @@ static void attend_pages(const struct call *call, const struct group *g, struct 
     if (uses_dots(call, g))
         split_queries(call, g, s);
     for (int64_t at = begin / BLOCK * BLOCK; at < end; at += BLOCK) {
-        const int64_t ahead = least(at + 4 * BLOCK, (end - 1) / BLOCK * BLOCK);
+        const int64_t ahead = least(at + 2 * BLOCK, (end - 1) / BLOCK * BLOCK);
         const uint8_t *next = record_at(call, g, ahead);
         fetch(codes_at(call, &layer->key, next, ahead), layer->key.bits * layer->dim * BLOCK / 8);
         fetch(codes_at(call, &layer->value, next, ahead),

@@ -39,9 +39,11 @@ static void nearest_integer(const struct side *side, int dim, const float *y, ui
 
 static float stored_scale(const struct side *side, float norm, float along, float square)
 {
+    /* A zero vector at 8 bits has a zero direction; its scale is zero. */
+    const float size = sqrtf(square);
     switch (side->scale_mode) {
-    case SCALE_CORRECTED: return norm / sqrtf(square);
-    case SCALE_LEAST_SQUARES: return along / square;
+    case SCALE_CORRECTED: return norm / (size < FLT_MIN ? FLT_MIN : size);
+    case SCALE_LEAST_SQUARES: return along / (square < FLT_MIN ? FLT_MIN : square);
     case SCALE_UNBIASED: return norm * norm / (along < FLT_MIN ? FLT_MIN : along);
     default: return norm;
     }

@@ -1,0 +1,199 @@
+"""vLLM engines with different KV caches, one after another, each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tightkv.bench.engine_models import write_shape
+from tightkv.config import PRESETS
+
+Row = dict[str, Any]
+
+OWN = "auto"  # vLLM's cache in the model's dtype: what the ratios are to
+VLLM_CACHES = (
+    OWN, "fp8", "turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc",
+)  # fmt: skip
+CACHES = (*VLLM_CACHES, *PRESETS)
+SIZES = {"cuda": ((32, 8192), (8, 32768), (1, 32768)), "cpu": ((1, 512), (1, 2048), (8, 512))}
+_ROUND = 512  # a multiple of every block, so that no cache loses tokens to a half-used one
+_SETTINGS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """What is measured in every engine; what the engines share."""
+
+    model: str | None = None
+    shape: str | None = None
+    """A name of `engine_models.SHAPES`, in place of a model: random weights."""
+    sizes: Sequence[tuple[int, int]] = ()
+    """(batch, context) of each measurement of decoding."""
+    prefill: Sequence[int] = ()
+    decode_tokens: int = 64
+    repeats: int = 3
+    device: str = "cpu"
+    dtype: str | None = None
+    kv_memory: int | None = None
+    """Bytes for the KV cache; None leaves it to vLLM's own measurement of the memory."""
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+    timeout: float = 3600.0
+
+    def __post_init__(self) -> None:
+        if (self.model is None) == (self.shape is None):
+            raise ValueError("give either a model or --shape")
+        numbers = {"decode tokens": self.decode_tokens, "repeats": self.repeats}
+        numbers |= {f"prefill of {tokens}": tokens for tokens in self.prefill}
+        numbers |= {f"size {b}x{n}": min(b, n) for b, n in self.sizes}
+        for name, number in numbers.items():
+            if number < 1:
+                raise ValueError(f"{name}: {number}; it must be at least 1")
+        if not (self.sizes or self.prefill):
+            raise ValueError("nothing to measure: give a size (batch x context) or a prefill")
+
+
+def engine_rows(plan: EnginePlan, caches: Sequence[str], log: Path | None = None) -> Iterator[Row]:
+    """Rows of every cache, with ratios to vLLM's own where that is among them.
+
+    An engine that fails gives a row with an "error" and ends neither the others nor the run.
+    """
+    for name in caches:
+        if name not in CACHES:
+            raise ValueError(f"KV cache {name!r}; supported: {', '.join(CACHES)}")
+    own: dict[str, float] = {}
+    with tempfile.TemporaryDirectory(prefix="tightkv-bench-") as folder:
+        plan_folder = Path(folder)
+        for name in sorted(dict.fromkeys(caches), key=lambda name: name != OWN):
+            for row in _run_engine(plan, name, plan_folder, log):
+                yield _with_ratio(row, own)
+
+
+def what_is_measured(row: Mapping[str, Any]) -> str:
+    """The same text for every cache."""
+    if row["measure"] == "prefill":
+        return f"prefill of {row['tokens']}, tokens/s"
+    if row["measure"] == "tpot":
+        return f"TPOT {row['batch']} x {row['context']}, ms"
+    return "capacity, tokens"
+
+
+def _with_ratio(row: Row, own: dict[str, float]) -> Row:
+    if row.get("value") is None:
+        return row
+    key = what_is_measured(row)
+    if row["kv"] == OWN:
+        own[key] = row["value"]
+    return row if not own.get(key) else {**row, "ratios": {"to auto": row["value"] / own[key]}}
+
+
+def engine_arguments(plan: EnginePlan, name: str, model: str) -> dict[str, Any]:
+    """Arguments of vllm.LLM; the same for every cache but for the cache."""
+    batches = [batch for batch, _ in plan.sizes] or [1]
+    longest = max(
+        [n + plan.decode_tokens + 1 for _, n in plan.sizes] + [n + 1 for n in plan.prefill]
+    )
+    ours = name in PRESETS
+    arguments: dict[str, Any] = {
+        "model": model,
+        "load_format": "dummy" if plan.shape else "auto",
+        "skip_tokenizer_init": True,
+        "dtype": plan.dtype or ("bfloat16" if plan.device == "cuda" else "float32"),
+        "kv_cache_dtype": OWN if ours else name,
+        "max_model_len": -(-longest // _ROUND) * _ROUND,
+        "max_num_seqs": max(batches),
+        "enable_prefix_caching": True,
+    }
+    if plan.device == "cuda":
+        arguments["gpu_memory_utilization"] = 0.85
+        arguments["compilation_config"] = {
+            "mode": 0,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": sorted({1, *batches}),
+        }
+    else:
+        arguments["enforce_eager"] = True
+    if plan.kv_memory is not None:
+        arguments["kv_cache_memory_bytes"] = plan.kv_memory
+    given = dict(plan.engine_args)
+    # False: TIGHTKV_* variables must not compress what is compared with
+    additional = {
+        **given.pop("additional_config", {}),
+        "tightkv": {"preset": name} if ours else False,
+    }
+    return {**arguments, **given, "additional_config": additional}
+
+
+def _run_engine(plan: EnginePlan, name: str, folder: Path, log: Path | None) -> Iterator[Row]:
+    if plan.shape is not None:
+        model = str(write_shape(plan.shape, folder / plan.shape))
+    else:
+        model = str(plan.model)
+    job = {
+        "kv": name,
+        "model_name": plan.shape or plan.model,
+        "arguments": engine_arguments(plan, name, model),
+        "sizes": list(plan.sizes),
+        "prefill": list(plan.prefill),
+        "decode_tokens": plan.decode_tokens,
+        "repeats": plan.repeats,
+    }
+    job_file, rows_file, said = (folder / f"{name}.{end}" for end in ("json", "jsonl", "txt"))
+    job_file.write_text(json.dumps(job), encoding="utf-8")
+    rows_file.touch()
+    error = _run_worker([str(job_file), str(rows_file)], said, _environment(model), plan.timeout)
+    if log is not None:
+        with log.open("a", encoding="utf-8") as file:
+            file.write(said.read_text(encoding="utf-8", errors="replace"))
+    for line in rows_file.read_text(encoding="utf-8").splitlines():
+        yield json.loads(line)
+    if error is not None:
+        yield {"bench": "engine", "kv": name, "model": job["model_name"], "error": error}
+
+
+def _environment(model: str) -> dict[str, str]:
+    offline = {"HF_HUB_OFFLINE": "1"} if Path(model).is_dir() else {}
+    return {**_SETTINGS, **offline, **os.environ}
+
+
+def _run_worker(
+    files: Sequence[str], said: Path, env: Mapping[str, str], timeout: float
+) -> str | None:
+    """None, or why the engine's process ended."""
+    command = [sys.executable, "-m", "tightkv.bench.engine_worker", *files]
+    with said.open("w", encoding="utf-8") as file:
+        try:
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
+                env=dict(env), timeout=timeout,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return f"not done after {timeout:g} seconds"
+    if done.returncode == 0:
+        return None
+    return _why(done.returncode, said.read_text(encoding="utf-8", errors="replace"))
+
+
+def _why(code: int, output: str) -> str:
+    """What a process that failed said last: its exception, else its last line."""
+    if code < 0:
+        name = signal.Signals(-code).name
+        hint = (
+            "; the processor lacks an instruction: try --dtype float32" if name == "SIGILL" else ""
+        )
+        return f"the engine was ended by {name}{hint}"
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    raised = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b.*:", line)]
+    return (raised or lines or [f"exit code {code}"])[-1]

@@ -1,0 +1,157 @@
+"""One vLLM engine: its capacity, prefill and decode speed, as rows in a JSON-lines file.
+
+    python -m tightkv.bench.engine_worker job.json rows.jsonl
+
+A process of its own, so that each engine finds the device as empty as the one before.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tightkv.bench.rows import append_rows, provenance
+from tightkv.config import PRESETS
+
+Row = dict[str, Any]
+Prompt = list[int]
+
+
+def rows(job: dict[str, Any]) -> Iterator[Row]:
+    """Start the engine that `job` describes and measure; a row each."""
+    import torch
+    import vllm
+
+    if job["kv"] in PRESETS:
+        from tightkv.integrations.vllm import register
+
+        register()  # vLLM finds the plugin itself only where tightkv is installed
+    started = time.perf_counter()
+    engine = Engine(vllm.LLM(**job["arguments"]))
+    facts = {
+        "bench": "engine",
+        "kv": job["kv"],
+        "model": job["model_name"],
+        "vllm": vllm.__version__,
+        "start_s": round(time.perf_counter() - started, 2),
+        "arguments": {k: v for k, v in job["arguments"].items() if k != "model"},
+        "attention": engine.attention(),
+        **provenance(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
+    }
+    attention = facts["attention"]
+    if job["kv"] in PRESETS and attention and not any("tightkv" in name for name in attention):
+        raise RuntimeError(f"no layer took {job['kv']}: attention is {attention}")
+    capacity = engine.capacity()
+    yield {"measure": "capacity", **capacity, **facts}
+    for tokens in job["prefill"]:
+        yield {**prefill(engine, tokens, job["repeats"], capacity), **facts}
+    for batch, context in job["sizes"]:
+        size = (batch, context, job["decode_tokens"])
+        yield {**tpot(engine, *size, job["repeats"], capacity), **facts}
+
+
+class Engine:
+    """vllm.LLM, as far as it is needed here."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        self._config = llm.llm_engine.vllm_config
+        self._random = random.Random(0)
+
+    def attention(self) -> dict[str, int]:
+        """How many layers have which attention; nothing where they are in other processes."""
+        found: dict[str, int] = {}
+        for layer in self._config.compilation_config.static_forward_context.values():
+            if hasattr(layer, "impl"):
+                kind = type(layer.impl)
+                name = f"{kind.__module__}.{kind.__name__}"
+                found[name] = found.get(name, 0) + 1
+        return found
+
+    def capacity(self) -> Row:
+        """Tokens that fit; "reported" is the figure in vLLM's log, where it keeps that."""
+        cache = self._config.cache_config
+        return {
+            "value": cache.num_gpu_blocks * cache.block_size,
+            "unit": "tokens",
+            "blocks": cache.num_gpu_blocks,
+            "block_size": cache.block_size,
+            "reported": getattr(cache, "kv_cache_size_tokens", None),
+        }
+
+    def prompts(self, batch: int, tokens: int) -> list[Prompt]:
+        """Random tokens, never the same again, so that no prefix is in the cache."""
+        last = self._config.model_config.get_vocab_size() - 1
+        return [[self._random.randint(3, last) for _ in range(tokens)] for _ in range(batch)]
+
+    def seconds(self, prompts: Sequence[Prompt], new_tokens: int) -> float:
+        """How long it takes to answer all prompts, each with `new_tokens` tokens."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            max_tokens=new_tokens, temperature=0.0, ignore_eos=True, detokenize=False
+        )
+        given = [{"prompt_token_ids": prompt} for prompt in prompts]
+        start = time.perf_counter()
+        outputs = self._llm.generate(given, params, use_tqdm=False)
+        taken = time.perf_counter() - start
+        counts = {len(output.outputs[0].token_ids) for output in outputs}
+        if counts != {new_tokens}:
+            raise RuntimeError(f"asked for {new_tokens} tokens, got {sorted(counts)}")
+        return taken
+
+
+def prefill(engine: Any, tokens: int, repeats: int, capacity: Row) -> Row:
+    """Tokens a second of one new prompt; a first one is not counted."""
+    row: Row = {"measure": "prefill", "tokens": tokens, "unit": "tokens/s"}
+    if reason := _too_much(1, tokens + 1, capacity):
+        return {**row, "value": None, "left_out": reason}
+    times = [engine.seconds(engine.prompts(1, tokens), 1) for _ in range(repeats + 1)][1:]
+    return {**row, "value": tokens / statistics.median(times), "seconds": times}
+
+
+def tpot(
+    engine: Any, batch: int, context: int, new_tokens: int, repeats: int, capacity: Row
+) -> Row:
+    """Milliseconds of a decode step: what `new_tokens` more take, once the prompts are cached."""
+    row: Row = {
+        "measure": "tpot",
+        "batch": batch,
+        "context": context,
+        "decode_tokens": new_tokens,
+        "unit": "ms",
+    }
+    if reason := _too_much(batch, context + new_tokens + 1, capacity):
+        return {**row, "value": None, "left_out": reason}
+    prompts = engine.prompts(batch, context)
+    engine.seconds(prompts, new_tokens + 1)  # fills the prefix cache, compiles
+    pairs = [
+        (engine.seconds(prompts, 1), engine.seconds(prompts, new_tokens + 1))
+        for _ in range(repeats)
+    ]
+    taken = statistics.median(many - one for one, many in pairs)
+    return {**row, "value": taken / new_tokens * 1e3, "seconds": pairs}
+
+
+def _too_much(batch: int, tokens: int, capacity: Row) -> str | None:
+    """Requests that wait for each other's blocks would measure the scheduler."""
+    needed = batch * -(-tokens // capacity["block_size"])
+    if needed < capacity["blocks"]:  # one block is vLLM's own
+        return None
+    return f"{batch} x {tokens} tokens need {needed} blocks, the cache has {capacity['blocks']}"
+
+
+def main() -> None:
+    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    for row in rows(job):
+        append_rows(sys.argv[2], [row])
+
+
+if __name__ == "__main__":
+    main()

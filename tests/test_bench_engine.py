@@ -1,0 +1,426 @@
+"""tightkv bench engine and serve: figures of a real engine, and of a server whose times we know."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tightkv import KVQuantConfig
+from tightkv.bench import engine, engine_worker, openai_client, serve
+from tightkv.bench.engine import EnginePlan, engine_arguments
+from tightkv.bench.engine_models import SHAPES, write_shape
+from tightkv.bench.openai_client import Answer, Server, ServerError
+from tightkv.cli import bench_vllm, main
+from tightkv.layout import PageLayout
+from tightkv.model_shape import read_model_shape
+
+# --- engine: without vLLM ------------------------------------------------------------------------
+CAPACITY = {"blocks": 100, "block_size": 16}
+
+
+class SteadyEngine:
+    """An engine that takes a second a prompt it has not seen and 10 ms a decode step."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int]] = []
+        self.made = 0
+        self.seen: set[int] = set()
+
+    def prompts(self, batch: int, tokens: int) -> list[list[int]]:
+        self.made += batch
+        return [[self.made - i] * tokens for i in range(batch)]
+
+    def seconds(self, prompts: list[list[int]], new_tokens: int) -> float:
+        self.asked.append((len(prompts), new_tokens))
+        new = {prompt[0] for prompt in prompts} - self.seen
+        self.seen |= new
+        return len(new) + 0.010 * (new_tokens - 1)
+
+
+def test_tpot_is_the_time_of_further_tokens_alone() -> None:
+    steady = SteadyEngine()
+    row = engine_worker.tpot(steady, 3, 100, 8, 2, CAPACITY)
+    assert row["value"] == pytest.approx(10.0) and row["unit"] == "ms"
+    assert steady.asked == [(3, 9), (3, 1), (3, 9), (3, 1), (3, 9)]
+
+
+def test_prefill_counts_prompts_that_are_not_cached_and_not_the_first() -> None:
+    steady = SteadyEngine()
+    row = engine_worker.prefill(steady, 300, 2, CAPACITY)
+    assert row["value"] == pytest.approx(300.0) and row["seconds"] == [1.0, 1.0]
+    assert steady.asked == [(1, 1)] * 3
+
+
+def test_what_does_not_fit_is_left_out_with_the_reason() -> None:
+    steady = SteadyEngine()
+    # 11 x (135 + 8 + 1) tokens are 11 x 9 blocks; the last of 100 is vLLM's own
+    assert engine_worker.tpot(steady, 11, 135, 8, 1, CAPACITY)["value"] is not None
+    row = engine_worker.tpot(steady, 11, 136, 8, 1, CAPACITY)
+    assert row["value"] is None
+    assert row["left_out"] == "11 x 145 tokens need 110 blocks, the cache has 100"
+    assert engine_worker.prefill(steady, 99 * 16 - 1, 1, CAPACITY)["value"] is not None
+    assert engine_worker.prefill(steady, 99 * 16, 1, CAPACITY)["value"] is None
+
+
+def test_engines_differ_in_their_cache_only() -> None:
+    plan = EnginePlan(shape="llama-3.1-8b", sizes=[(32, 8192), (8, 100)], device="cuda")
+    own, fp8, ours = (engine_arguments(plan, kv, "m") for kv in ("auto", "fp8", "k4v4"))
+    assert own["max_model_len"] == 8704 and own["max_num_seqs"] == 32
+    assert own["load_format"] == "dummy" and own["dtype"] == "bfloat16"
+    assert own["compilation_config"]["cudagraph_capture_sizes"] == [1, 8, 32]
+    assert own["additional_config"] == {"tightkv": False}  # whatever TIGHTKV_* says
+    assert ours == {**own, "additional_config": {"tightkv": {"preset": "k4v4"}}}
+    assert fp8 == {**own, "kv_cache_dtype": "fp8"}
+
+
+def test_further_arguments_win_and_extend() -> None:
+    given = {"max_num_seqs": 4, "additional_config": {"a": 1}}
+    plan = EnginePlan(model="m", prefill=[511], kv_memory=7, engine_args=given)
+    found = engine_arguments(plan, "k3v3", "m")
+    assert found["max_num_seqs"] == 4 and found["max_model_len"] == 512
+    assert found["additional_config"] == {"a": 1, "tightkv": {"preset": "k3v3"}}
+    assert found["kv_cache_memory_bytes"] == 7 and found["enforce_eager"] is True
+    assert found["dtype"] == "float32" and found["load_format"] == "auto"
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_are_configs_that_can_be_read(name: str, tmp_path: Path) -> None:
+    shape = read_model_shape(str(write_shape(name, tmp_path / name)))
+    assert len(shape.layers) == SHAPES[name]["num_hidden_layers"]
+    assert shape.layers[0].head_dim == SHAPES[name]["head_dim"]
+
+
+def test_ratios_are_to_vllms_own_which_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"auto": 200.0, "k4v4": 150.0, "fp8": None}
+
+    def rows(plan: Any, name: str, *_: Any) -> Iterator[dict[str, Any]]:
+        yield {"kv": name, "measure": "capacity", "value": values[name]}
+
+    monkeypatch.setattr(engine, "_run_engine", rows)
+    plan = EnginePlan(model="m", prefill=[1])
+    found = list(engine.engine_rows(plan, ["k4v4", "auto", "fp8", "k4v4"]))
+    assert [row["kv"] for row in found] == ["auto", "k4v4", "fp8"]
+    assert [row.get("ratios", {}).get("to auto") for row in found] == [1.0, 0.75, None]
+
+
+def test_why_an_engine_ended() -> None:
+    output = "INFO start\nTraceback:\n  File\nValueError: too large: 3\nINFO shutting down\n"
+    assert engine._why(1, output) == "ValueError: too large: 3"
+    assert engine._why(1, "one\ntwo\n") == "two" and engine._why(3, "") == "exit code 3"
+    assert "SIGILL" in engine._why(-4, output) and "--dtype float32" in engine._why(-4, output)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "either a model or --shape"),
+        (["m", "--shape", "llama-3.1-8b"], "either a model or --shape"),
+        (["m", "--size", "8*2"], "--size '8*2'; give BATCHxCONTEXT"),
+        (["m", "--size", "0x2"], "size 0x2: 0; it must be at least 1"),
+        (["m", "--prefill", "0"], "prefill of 0: 0; it must be"),
+        (["m", "--repeats", "0"], "repeats: 0; it must be"),
+        (["m", "--decode-tokens", "0"], "decode tokens: 0; it must be"),
+        (["m", "--engine-args", "{"], "is not valid JSON"),
+        (["m", "--engine-args", "[]"], "must be a JSON object"),
+        (["m", "--kv-memory", "4 rooms"], "size '4 rooms'"),
+        (["m", "--kv", "k5v5"], "KV cache 'k5v5'; supported: auto, fp8"),
+        (["--shape", "llama"], "shape 'llama'; supported: llama-3.1-8b"),
+    ],
+)
+def test_engine_refuses(
+    words: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bench_vllm, "find_spec", lambda name: True)
+    assert main(["bench", "engine", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_engine_without_vllm_says_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_vllm, "find_spec", lambda name: None)
+    assert main(["bench", "engine", "m"]) == 2
+    assert 'tightkv bench engine needs vLLM: pip install "tightkv[vllm]"' in capsys.readouterr().err
+
+
+# --- engine: with vLLM ---------------------------------------------------------------------------
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.xdist_group("vllm engine")
+def test_two_caches_in_the_real_engine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tiny_folder import write_tiny_folder
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    monkeypatch.setenv("TIGHTKV_PRESET", "k2v2")  # must not reach vLLM's own cache
+    model = write_tiny_folder(tmp_path / "model")
+    out, log = tmp_path / "rows.jsonl", tmp_path / "log.txt"
+    words = ["--kv", "k4v4", "--kv", "auto", "--size", "2x100", "--size", "400x60"]
+    words += ["--prefill", "200", "--decode-tokens", "24", "--repeats", "1", "--kv-memory", "4MiB"]
+    words += ["--out", str(out), "--log", str(log), "--engine-args", '{"max_num_seqs": 8}']
+    code = main(["bench", "engine", str(model), *words])
+    text = capsys.readouterr().out
+    assert code == 0, log.read_text()[-4000:]
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    measures = ["capacity", "prefill", "tpot", "tpot"]
+    assert [(r["kv"], r["measure"]) for r in rows] == [
+        (kv, measure) for kv in ("auto", "k4v4") for measure in measures
+    ]
+    own, ours = rows[:4], rows[4:]
+    assert not any("tightkv" in name for name in own[0]["attention"])
+    assert [count for name, count in ours[0]["attention"].items() if "tightkv" in name] == [2]
+    for row in own[0], ours[0]:
+        assert row["value"] == row["blocks"] * row["block_size"] == row["reported"]
+        assert f"KV cache size: {row['reported']:,} tokens" in log.read_text()
+    layout = PageLayout(KVQuantConfig.preset("k4v4"), 2, 32)
+    float32_bytes = 2 * 2 * 32 * 4  # keys and values, heads, numbers
+    expected = float32_bytes / layout.bytes_per_token
+    assert ours[0]["ratios"]["to auto"] == pytest.approx(expected, rel=0.03)
+    assert own[1]["value"] > 0 and ours[2]["ratios"]["to auto"] > 0
+    assert "need" in own[3]["left_out"] and own[3]["value"] is None
+    assert "capacity, tokens" in text and "TPOT 2 x 100, ms" in text
+    assert "auto keeps 32 bits a number" in text
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.xdist_group("vllm engine")
+def test_an_engine_that_cannot_start_gives_its_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    words = [str(tmp_path), "--kv", "auto", "--prefill", "8", "--json"]
+    assert main(["bench", "engine", *words]) == 1
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["kv"] == "auto" and "Error" in row["error"]
+
+
+# --- serve ---------------------------------------------------------------------------------------
+FIRST, STEP = 0.15, 0.03  # seconds to the first token, and from one to the next
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Streams completions at a known pace; counts what it sees."""
+
+    protocol_version = "HTTP/1.1"
+    preempted = 40
+    running = most_running = 0
+    bodies: list[dict[str, Any]]
+    fail_every = 0
+    lock = threading.Lock()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        cls = type(self)
+        if self.path == "/v1/models":
+            self.answer(200, json.dumps({"data": [{"id": "tiny"}, {"id": "other"}]}))
+        elif self.path == "/metrics":
+            lines = [
+                "# TYPE vllm:num_preemptions_total counter",
+                f'vllm:num_preemptions_total{{engine="0",model_name="a b"}} {cls.preempted}.0',
+                'vllm:num_preemptions_total{engine="1"} 2.0',
+                'vllm:num_preemptions_created{engine="0"} 1.7e9',
+            ]
+            self.answer(200, "\n".join(lines) + "\n")
+        else:
+            self.answer(404, "{}")
+
+    def do_POST(self) -> None:
+        cls = type(self)
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with cls.lock:
+            cls.bodies.append(body)
+            cls.preempted += 1
+            cls.running += 1
+            cls.most_running = max(cls.most_running, cls.running)
+            number = len(cls.bodies)
+        if cls.fail_every and number % cls.fail_every == 0:
+            self.answer(503, json.dumps({"error": {"message": "overloaded"}}))
+        else:
+            self.stream(body)
+        with cls.lock:
+            cls.running -= 1
+
+    def answer(self, status: int, text: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def stream(self, body: dict[str, Any]) -> None:
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        time.sleep(FIRST)
+        count = body["max_tokens"]
+        for i in range(count):
+            if i:
+                time.sleep(STEP)
+            self.event({"choices": [{"text": "" if i % 2 else "a"}]})  # detokenizers hold back
+        usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": count}
+        self.event({"choices": [], "usage": usage})
+        self.chunk(b"data: [DONE]\n\n")
+        self.chunk(b"")
+
+    def event(self, data: dict[str, Any]) -> None:
+        self.chunk(f"data: {json.dumps(data)}\n\n".encode())
+
+    def chunk(self, data: bytes) -> None:
+        self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+        self.wfile.flush()
+
+
+@pytest.fixture
+def pace() -> Iterator[tuple[str, type[Handler]]]:
+    """A server's URL and its handler."""
+    handler = type("Fresh", (Handler,), {"bodies": [], "lock": threading.Lock()})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}", handler
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def run_serve(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, list[dict[str, Any]]]:
+    code = main(["bench", "serve", "--json", *words])
+    return code, json.loads(capsys.readouterr().out)["rows"]
+
+
+def test_times_of_a_server_that_keeps_a_pace(
+    pace: tuple[str, type[Handler]], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    url, handler = pace
+    words = ["--requests", "6", "--concurrency", "3", "--prompt-tokens", "20"]
+    words += ["--output-tokens", "5", "--seed", "1", "--out", str(tmp_path / "rows.jsonl")]
+    code, rows = run_serve(capsys, "--url", f"a={url}", "--url", f"b={url}/v1/", *words)
+    assert code == 0 and [row["server"] for row in rows] == ["a", "b"]
+    for row in rows:
+        assert (row["completed"], row["failed"], row["out_of_time"]) == (6, 0, 0)
+        assert row["prompt_tokens"] == 120 and row["output_tokens"] == 30
+        assert row["preemptions"] == 6  # the warm-up comes before
+        # sleeping takes at least as long as asked
+        assert FIRST <= row["ttft_ms"]["p50"] / 1e3 < FIRST + 0.5
+        assert STEP <= row["tpot_ms"]["p50"] / 1e3 < STEP + 0.1
+        assert row["seconds"] >= 2 * (FIRST + 4 * STEP)  # two rounds of three
+        assert row["output_tokens_per_s"] == pytest.approx(30 / row["seconds"])
+        assert row["model"] == "tiny" and row["client"]["tightkv"]
+    assert rows[0]["ratios"] == {"throughput": 1.0, "ttft": 1.0, "tpot": 1.0}
+    expected = rows[1]["tpot_ms"]["p50"] / rows[0]["tpot_ms"]["p50"]
+    assert rows[1]["ratios"]["tpot"] == pytest.approx(expected)
+    assert handler.most_running == 3
+    sent = [tuple(body["prompt"]) for body in handler.bodies]
+    assert len(handler.bodies) == 14 and len(set(sent)) == 7  # both servers get the same ones
+    assert all(body["ignore_eos"] and body["stream"] for body in handler.bodies)
+    kept = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert kept == rows
+
+
+def test_failed_requests_are_counted_and_the_rest_measured(
+    pace: tuple[str, type[Handler]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, handler = pace
+    handler.fail_every = 3  # of 1 + 5
+    words = ["--requests", "5", "--concurrency", "1", "--output-tokens", "2"]
+    assert main(["bench", "serve", "--url", url, *words]) == 1
+    text = capsys.readouterr().out
+    name = url.removeprefix("http://")
+    assert "3/5" in text and f"{name}: 2 failed: 503 overloaded" in text
+
+
+def test_time_is_bounded(
+    pace: tuple[str, type[Handler]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, _ = pace
+    words = ["--requests", "20", "--concurrency", "2", "--output-tokens", "2", "--seconds", "1"]
+    start = time.perf_counter()
+    code, (row,) = run_serve(capsys, "--url", url, *words)
+    assert code == 1 and time.perf_counter() - start < 5
+    assert row["failed"] == 0 and row["completed"] >= 1
+    assert row["out_of_time"] == 20 - row["completed"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--url", "here"], "server 'here'; give NAME=http://HOST:PORT"),
+        (["--url", "a=http://h:x"], "server 'a=http://h:x'; give NAME="),
+        (["--url", "a=http://127.0.0.1:9", "--url", "a=http://h"], "give each another name"),
+        (["--url", "http://127.0.0.1:9", "--requests", "0"], "requests=0; it must be more than 0"),
+        (
+            ["--url", "http://127.0.0.1:9"],
+            "no OpenAI-compatible server answers at http://127.0.0.1",
+        ),
+    ],
+)
+def test_serve_refuses(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "serve", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_served(
+    pace: tuple[str, type[Handler]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, handler = pace
+    assert main(["bench", "serve", "--url", url, "--model", "large"]) == 2
+    assert "it serves: tiny, other" in capsys.readouterr().err
+    words = ["--model", "other", "--requests", "1", "--output-tokens", "2"]
+    assert run_serve(capsys, "--url", url, *words)[1][0]["model"] == "other"
+    assert {body["model"] for body in handler.bodies} == {"other"}
+
+
+def test_no_answer_at_all_has_no_percentiles() -> None:
+    row = serve.summary(["broken", ""], 2.0)
+    assert row["ttft_ms"] is None and row["tpot_ms"] is None
+    assert (row["failed"], row["out_of_time"], row["first_error"]) == (1, 1, "broken")
+
+
+def test_one_token_has_a_first_and_no_pace() -> None:
+    row = serve.summary([Answer(1.0, 1.0, 1), Answer(3.0, 5.0, 5)], 10.0)
+    assert row["ttft_ms"]["mean"] == 2000 and row["tpot_ms"]["mean"] == 500
+    assert row["output_tokens_per_s"] == 0.6 and row["prompt_tokens"] is None
+
+
+def test_percentiles_lie_between_ranks() -> None:
+    values = [4.0, 1.0, 3.0, 2.0]
+    assert [serve.percentile(values, p) for p in (0, 50, 100)] == [1.0, 2.5, 4.0]
+    assert serve.percentile(values, 90) == pytest.approx(3.7)
+    assert serve.percentile([7.0], 99) == 7.0
+
+
+def test_a_stream_that_breaks_off_is_an_error() -> None:
+    lines = [b": comment\n", b"\n", b'data: {"a": 1}\n', b"\n"]
+    assert list(openai_client.events([*lines, b"data: [DONE]\n"])) == [{"a": 1}]
+    with pytest.raises(ServerError, match="broke off"):
+        list(openai_client.events(lines))
+    with pytest.raises(ServerError, match="not JSON"):
+        list(openai_client.events([b"data: {\n"]))
+
+
+def test_counters_are_summed_over_labels() -> None:
+    text = '# HELP x_total\nx_total{a="1 2"} 3.0\nx_total{a="3"} 4\nxy_total 9\nx_created 5\n'
+    assert openai_client.metric(text, "x") == 7
+    assert openai_client.metric("x 2\n", "x") == 2 and openai_client.metric(text, "z") is None
+
+
+def test_a_server_is_named_after_its_address() -> None:
+    assert Server.parse("http://h:80/") == Server("h:80", "http://h:80")
+    assert Server.parse("http://h/x?a=b").name == "h"
+    assert Server.parse("n=https://h/v1") == Server("n", "https://h")
