@@ -1,8 +1,10 @@
 """The random model decodes alike over both caches; the compressed one is as small as it says."""
 
+import pytest
 import torch
 
 from tightkv.bench.model import ModelShape, PlainCache, RandomModel, TightModelCache
+from tightkv.cli.bench import _size
 from tightkv.config import KVQuantConfig
 
 TINY = ModelShape(
@@ -37,3 +39,10 @@ def test_bytes_are_those_of_the_tensors():
     exact = 3 * (layout.ring_tokens + cfg.sinks) * layout.exact_bytes_per_token
     assert cache.bytes == 2 * (pages * (layout.page_bytes + 4) + exact)
     assert PlainCache(TINY, 3, 500, CPU).bytes == 3 * 500 * TINY.bf16_bytes_per_token
+
+
+def test_sizes():
+    assert _size("8x32768") == (8, 32768)
+    for text in ("8", "x8", "0x99", "8x64", "ax100"):
+        with pytest.raises(ValueError, match="sequences x context"):
+            _size(text)

@@ -174,19 +174,31 @@ def model_rows(
         tokens = context - 37  # the newest page partly filled
         ids = torch.zeros(batch, dtype=torch.long, device=device)
         position = torch.full((batch,), tokens - 1, device=device)
-        row: dict[str, Any] = {
-            "bench": "model", "batch": batch, "context": context, "model": asdict(shape),
-            "weights_bytes": model.bytes, "caches": {}, **facts,
-        }  # fmt: skip
-        for name in ("bf16", *presets):
-            try:
-                row["caches"][name] = _measure(
-                    model, name, batch, tokens, ids, position, total, device
-                )
-            except torch.OutOfMemoryError:
-                row["caches"][name] = None
-            torch.cuda.empty_cache()
-        yield row
+        plain = _try(model, "bf16", batch, tokens, ids, position, total, device)
+        for preset in presets:
+            ours = _try(model, preset, batch, tokens, ids, position, total, device)
+            ratios = {}
+            if plain is not None and ours is not None:
+                ratios = {
+                    "tokens/s": ours["tokens_per_s"] / plain["tokens_per_s"],
+                    "largest batch": ours["largest_batch"] / max(1, plain["largest_batch"]),
+                    "cache bytes": ours["cache_bytes"] / plain["cache_bytes"],
+                }
+            yield {
+                "bench": "model", "preset": preset, "batch": batch, "context": context,
+                "model": asdict(shape), "weights_bytes": model.bytes,
+                "compressed": ours, "bf16": plain, "ratios": ratios, **facts,
+            }  # fmt: skip
+
+
+def _try(model: RandomModel, name: str, *arguments: Any) -> dict[str, float] | None:
+    """What was measured, or None where it does not fit the memory."""
+    try:
+        return _measure(model, name, *arguments)
+    except torch.OutOfMemoryError:
+        return None
+    finally:
+        torch.cuda.empty_cache()
 
 
 def _measure(

@@ -41,11 +41,15 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     extend = kinds.add_parser("extend", help="a chunk of queries over a long cache, on a GPU")
     extend.add_argument("--chunk", type=int, default=2048, metavar="N", help="default: 2048")
     extend.add_argument("--prefix", type=int, action="append", metavar="N", help="repeatable")
-    for kind in (decode, store, extend):
+    model = kinds.add_parser("model", help="decoding with a Llama-3.1-8B-shaped model, on a GPU")
+    model.add_argument(
+        "--size", action="append", metavar="BxN", help="sequences x context, repeatable"
+    )
+    for kind in (decode, store, extend, model):
         kind.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
         kind.add_argument("--preset", choices=PRESETS, action="append", help="repeatable")
     engines = bench_vllm.add_parsers(kinds)
-    for kind in (decode, store, extend, *engines):
+    for kind in (decode, store, extend, model, *engines):
         kind.add_argument("--out", metavar="FILE", help="append the rows to a JSON-lines file")
         add_output_options(kind, plot="draw the ratios")
 
@@ -117,7 +121,23 @@ def _extend(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
         yield from gpu.extend_rows(args.chunk, args.prefix or [0, 8192, 32768], preset, device)
 
 
+def _model(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
+    _needs_gpu(args.bench, device)
+    from tightkv.bench.model import model_rows
+
+    sizes = [_size(text) for text in args.size or ("1x8192", "8x32768", "32x8192", "1x131072")]
+    yield from model_rows(sizes, _presets(args), device)
+
+
+def _size(text: str) -> tuple[int, int]:
+    batch, _, tokens = text.partition("x")
+    if not (batch.isdigit() and tokens.isdigit() and int(batch) and int(tokens) > 64):
+        raise ValueError(f"--size {text}; write sequences x context, as 8x32768 (more than 64)")
+    return int(batch), int(tokens)
+
+
 _MEASURE = {
+    "model": _model,
     "decode": _decode,
     "store": _store,
     "extend": _extend,
@@ -146,6 +166,8 @@ def _label(row: Row) -> str:
     """What a row is about, without what it found."""
     if row["bench"] in bench_vllm.TEXT:
         return bench_vllm.label(row)
+    if row["bench"] == "model":
+        return f"{row['preset']}, {row['batch']} x {row['context']} tokens"
     if "shape" not in row:
         sizes = [f"{name} {row[name]}" for name in ("tokens", "chunk", "prefix") if name in row]
         return f"{row['preset']}, {', '.join(sizes)}"
