@@ -3,19 +3,20 @@
     python benchmarks/peak_memory.py --preset k4v4 --tokens 32768 [--device cuda] [--results FILE]
 
 A small Llama with random weights takes the tokens in chunks and decodes past a page's end. On a GPU
-the allocator's peak is read, on a CPU the process's largest resident set; what the process held
-after a short warm-up (weights, libraries, workspaces) is taken off.
+the allocator's peak is read, on a CPU the bytes of all live tensors are followed; what was held
+after a short warm-up (weights, workspaces) is taken off.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import resource
 import sys
-from pathlib import Path
+import weakref
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tightkv import KVQuantConfig, TightCache
@@ -35,14 +36,44 @@ def run(model: LlamaForCausalLM, quant: KVQuantConfig, tokens: int, chunk: int) 
             model(ids[:, at : at + 1], past_key_values=cache)
 
 
-def held(device: torch.device, peak: bool) -> int:
+class LiveTensors(TorchDispatchMode):
+    """Follows the bytes of the storages that operators made and that still live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.seen: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        tree_map_only(torch.Tensor, self._add, out)
+        return out
+
+    def _add(self, x: torch.Tensor) -> None:
+        storage = x.untyped_storage()
+        key = storage._cdata
+        if key not in self.seen:
+            self.seen.add(key)
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._remove, key, storage.nbytes())
+
+    def _remove(self, key: int, size: int) -> None:
+        self.seen.discard(key)
+        self.now -= size
+
+
+def measure(model: LlamaForCausalLM, quant: KVQuantConfig, tokens: int, chunk: int) -> int:
+    """Peak bytes of a run beyond what is held before it."""
+    device = model.device
     if device.type == "cuda":
-        read = torch.cuda.max_memory_allocated if peak else torch.cuda.memory_allocated
-        return int(read(device))
-    if peak:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize()
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        run(model, quant, tokens, chunk)
+        return int(torch.cuda.max_memory_allocated(device)) - before
+    with LiveTensors() as live:
+        run(model, quant, tokens, chunk)
+    return live.peak
 
 
 def main() -> None:
@@ -66,11 +97,7 @@ def main() -> None:
     model = LlamaForCausalLM(config).to(device, dtype).eval()
     quant = KVQuantConfig.preset(args.preset)
     run(model, quant, 2 * args.chunk, args.chunk)  # warm-up
-    before = held(device, peak=False)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    run(model, quant, args.tokens, args.chunk)
-    measured = held(device, peak=True) - before
+    measured = measure(model, quant, args.tokens, args.chunk)
     shape = read_model_shape(config)
     planned = config_plan(args.preset, shape, quant).total_bytes(args.tokens + 70)
     row = {

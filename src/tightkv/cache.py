@@ -157,9 +157,9 @@ class PagedKV:
                 setattr(self, name, torch.cat([old, old.new_zeros(missing, *old.shape[1:])]))
 
     def _fit_pages(self) -> None:
-        """Grow by a 64th at least: decoding rarely copies the pool, and little lies unused."""
+        """Grow by a 128th at least: decoding rarely copies the pool, and little lies unused."""
         if self.table.num_pages > len(self.pages):
-            wanted = max(self.table.num_pages, len(self.pages) + len(self.pages) // 64)
+            wanted = max(self.table.num_pages, len(self.pages) + len(self.pages) // 128)
             if self.table.max_pages is not None:
                 wanted = min(wanted, self.table.max_pages)
             self.reserve(wanted)
