@@ -34,7 +34,7 @@ def unavailable(device_type: str | None, asked: bool = False) -> str | None:
 
     The interpreter (TRITON_INTERPRET=1) runs them on the CPU, for tests; only if `asked`.
     """
-    if device_type != "cuda" and interpreted() and asked:
+    if device_type == "cpu" and interpreted() and asked:
         return None
     if device_type not in (None, "cuda"):
         return f"Triton kernels do not run on {device_type}"
