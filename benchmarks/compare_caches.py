@@ -38,10 +38,11 @@ from tightkv.cli.output import format_table
 from tightkv.eval.configs import label
 from tightkv.eval.forward import CacheRun, exact_attention
 from tightkv.eval.quality import Schedule, Scores, compare
-from tightkv.eval.results import append_rows, model_facts, provenance, text_facts
+from tightkv.eval.results import model_facts, provenance, text_facts
 from tightkv.eval.text import default_texts
 from tightkv.eval.windows import Windows, cut_windows
 from tightkv.integrations.transformers.bundled import BUNDLED_NAME, bundled_folder
+from tightkv.provenance import append_rows
 
 CONTEXTS = (64, 256, 1024)
 WARM_STEPS, TIMED_STEPS = 3, 20

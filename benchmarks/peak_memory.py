@@ -20,9 +20,10 @@ from torch.utils._pytree import tree_map_only
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tightkv import KVQuantConfig, TightCache
-from tightkv.bench.rows import append_rows, provenance
+from tightkv.bench.rows import provenance
 from tightkv.model_shape import read_model_shape
 from tightkv.planner import config_plan
+from tightkv.provenance import append_rows
 
 
 def run(model: LlamaForCausalLM, quant: KVQuantConfig, tokens: int, chunk: int) -> None:

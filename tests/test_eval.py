@@ -38,11 +38,12 @@ from tightkv.eval.quality import (
     measure_quality,
     quality_passes,
 )
-from tightkv.eval.results import model_fingerprint, source_commit
+from tightkv.eval.results import model_fingerprint
 from tightkv.eval.size import bits_of
 from tightkv.eval.text import Text, default_texts, read_text
 from tightkv.eval.windows import Windows, cut_windows
 from tightkv.layout import ring_tokens
+from tightkv.provenance import source_commit
 from tiny_folder import TEMPLATE, byte_tokenizer, write_tiny_folder
 
 DOC = Path(__file__).resolve().parents[1] / "docs" / "eval.md"

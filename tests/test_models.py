@@ -16,8 +16,9 @@ import torch
 from safetensors.torch import load_file
 
 from tightkv import TightCache
+from tightkv.config import cache_root
 from tightkv.integrations import model_source
-from tightkv.integrations.model_source import bundled_gguf, cache_root, check_source, is_hub_id
+from tightkv.integrations.model_source import bundled_gguf, check_source, is_hub_id
 from tightkv.integrations.transformers import bundled, models
 from tightkv.integrations.transformers.bundled import bundled_folder
 from tightkv.integrations.transformers.models import default_dtype, load_model, quiet

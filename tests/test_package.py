@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import subprocess
 import sys
 from importlib import metadata
+
+import pytest
 
 import tightkv
 
@@ -41,3 +45,14 @@ def test_import_adds_no_heavy_module() -> None:
 def test_console_script_points_at_the_cli() -> None:
     (script,) = metadata.entry_points(group="console_scripts", name="tightkv")
     assert script.value == "tightkv.cli:main"
+
+
+@pytest.mark.skipif(not os.environ.get("CI"), reason="only CI must have everything")
+def test_ci_skips_nothing_but_gpus() -> None:
+    """What is missing is skipped elsewhere; here a broken install or build must be noticed."""
+    from tightkv.kernels import cpu
+
+    assert cpu.unavailable("cpu") is None
+    wanted = ["lm_eval", "datasets", "matplotlib", "transformers", "triton"]
+    wanted += ["vllm"] if sys.version_info >= (3, 11) else []
+    assert [name for name in wanted if importlib.util.find_spec(name) is None] == []

@@ -375,3 +375,15 @@ def read_json(source: str) -> dict[str, Any]:
         raise ValueError(f"config {source!r} is a JSON {type(data).__name__}; it must be an object")
     inner = data.get("kv_quant", data)
     return inner if isinstance(inner, dict) else data
+
+
+def cache_root() -> Path:
+    """Where converted models and compiled kernels are kept.
+
+    $TIGHTKV_CACHE_DIR, or the user's cache directory.
+    """
+    own = os.environ.get("TIGHTKV_CACHE_DIR")
+    if own:
+        return Path(own).expanduser()
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared) if shared else Path.home() / ".cache") / "tightkv"

@@ -16,8 +16,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tightkv.bench.rows import append_rows, provenance
+from tightkv.bench.rows import provenance
 from tightkv.config import PRESETS
+from tightkv.provenance import append_rows
 
 Row = dict[str, Any]
 Prompt = list[int]

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import tightkv
+from tightkv.provenance import source_commit
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
@@ -48,24 +46,3 @@ def _driver() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.splitlines()[0].strip() if done.stdout else None
-
-
-def source_commit() -> str | None:
-    """The commit of the source tree this runs from, or $SOURCE_COMMIT where git is not there."""
-    folder = Path(__file__).resolve().parent
-    try:
-        done = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"],
-            cwd=folder, capture_output=True, text=True, timeout=30, check=True,
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
-        return os.environ.get("SOURCE_COMMIT")
-    return done.stdout.strip()
-
-
-def append_rows(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Add rows to a JSON-lines file."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with Path(path).open("a", encoding="utf-8") as file:
-        for row in rows:
-            file.write(json.dumps(row) + "\n")

@@ -57,7 +57,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     import torch
 
-    from tightkv.bench.rows import append_rows
+    from tightkv.provenance import append_rows
 
     if args.plot:
         check_plot(args.plot)

@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
         raise MissingPackageError("tightkv eval", "transformers", "hf") from None
     from tightkv.cli import eval_report
     from tightkv.cli.eval_run import evaluate
-    from tightkv.eval.results import append_rows
+    from tightkv.provenance import append_rows
 
     data = evaluate(args, configs)
     if args.out:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +19,7 @@ from tightkv.eval.needles import Haystack, Retrieval
 from tightkv.eval.quality import Quality
 from tightkv.eval.size import StoredBits
 from tightkv.eval.text import Text
+from tightkv.provenance import source_commit
 
 _SAMPLES = 64  # numbers of each weight that go into a model's fingerprint
 
@@ -113,30 +112,3 @@ def greedy_data(match: GreedyMatch) -> dict[str, Any]:
         "min": match.min,
         "cap": match.cap,
     }
-
-
-def append_rows(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """One JSON object a line, after what the file has."""
-    with Path(path).open("a", encoding="utf-8") as file:
-        for row in rows:
-            file.write(json.dumps(row, allow_nan=False) + "\n")
-
-
-def source_commit() -> str | None:
-    """The commit of the source tree this package runs from, marked if files differ from it."""
-    package = Path(__file__).resolve().parents[1]
-
-    def git(*words: str) -> str | None:
-        try:
-            done = subprocess.run(
-                ["git", "-C", str(package), *words], capture_output=True, text=True, timeout=10
-            )
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    top, commit = git("rev-parse", "--show-toplevel"), git("rev-parse", "HEAD")
-    # A package installed somewhere inside another project's repository is not of that commit.
-    if top is None or commit is None or Path(top) / "src" / "tightkv" != package:
-        return None
-    return f"{commit}-modified" if git("status", "--porcelain", "src") else commit

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 from pathlib import Path
 
@@ -57,12 +56,3 @@ def bundled_gguf() -> Path:
             f"{_BUNDLED_INSTALL} (or name a model folder or a hub id)"
         )
     return files[0]
-
-
-def cache_root() -> Path:
-    """Where converted models are kept: $TIGHTKV_CACHE_DIR, or the user's cache directory."""
-    own = os.environ.get("TIGHTKV_CACHE_DIR")
-    if own:
-        return Path(own).expanduser()
-    shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared) if shared else Path.home() / ".cache") / "tightkv"

@@ -17,7 +17,8 @@ import transformers
 from filelock import FileLock
 from safetensors.torch import save_file
 
-from tightkv.integrations.model_source import BUNDLED_NAME, bundled_gguf, cache_root
+from tightkv.config import cache_root
+from tightkv.integrations.model_source import BUNDLED_NAME, bundled_gguf
 
 # Bumped whenever the same GGUF file would be converted to other files.
 _CONVERSION = 1

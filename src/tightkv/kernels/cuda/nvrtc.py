@@ -19,18 +19,11 @@ from typing import Any
 
 import torch
 
+from tightkv.config import cache_root
+
 
 class CompileError(RuntimeError):
     """NVRTC refused a source; the message is its log."""
-
-
-def cache_folder() -> Path:
-    """Where compiled kernels are kept: $TIGHTKV_CACHE_DIR, else the user's cache directory."""
-    root = os.environ.get("TIGHTKV_CACHE_DIR")
-    if root is None:
-        base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-        root = os.path.join(base, "tightkv")
-    return Path(root) / "kernels"
 
 
 @functools.lru_cache(maxsize=1)
@@ -60,7 +53,7 @@ def compile_cubin(source: str, options: Sequence[str], arch: str) -> bytes:
     major, minor = ctypes.c_int(), ctypes.c_int()
     lib.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     key = "\0".join([source, *options, arch, f"{major.value}.{minor.value}"])
-    path = cache_folder() / (hashlib.sha256(key.encode()).hexdigest()[:32] + ".cubin")
+    path = cache_root() / "kernels" / (hashlib.sha256(key.encode()).hexdigest()[:32] + ".cubin")
     if path.is_file():
         return path.read_bytes()
     cubin = _compile(lib, source, [*options, f"--gpu-architecture={arch}", "--std=c++17"])

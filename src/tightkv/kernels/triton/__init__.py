@@ -218,7 +218,7 @@ def attend(
     shared = constants(layout)
     tiles = triton.cdiv(max_queries * (hq // hkv), plan["COLS"])
     _attend_kernel[(shares, view.batch * hkv, tiles)](
-        query, view.pages, view.pages, view.block_table, view.lengths, view.starts,
+        query, view.pages, view.block_table, view.lengths, view.starts,
         view.ring_starts, view.sink_counts, view.ring_rows, first,
         view.ring_key, view.ring_value, view.sink_key, view.sink_value, new_key, new_value, mask,
         rotation_table(codec, "key", device), rotation_table(codec, "value", device),

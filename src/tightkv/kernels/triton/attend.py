@@ -73,7 +73,7 @@ def _mask_scores(
 
 @triton.jit
 def _attend_kernel(
-    query, pages, pages16, block_table, lengths, starts, ring_starts, sink_counts, ring_rows, first,
+    query, pages, block_table, lengths, starts, ring_starts, sink_counts, ring_rows, first,
     ring_key, ring_value, sink_key, sink_value, new_key, new_value, mask, key_table, value_table,
     partial, partial_lse,
     query_n, query_h, table_b, new_key_n, new_key_h, new_value_n, new_value_h,
