@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,10 +25,9 @@ __all__ = ["append", "attend", "unavailable", "unsupported"]
 
 _FOLDER = Path(__file__).parent
 _MAX_QUERIES = 16  # more than this is prefill
-_EXACT_TOKENS = 64  # that the warps of a block read at a time
+_EXACT_TOKENS = 16  # that a warp reads at a time
 _MOST_SPLITS = 64
-_BLOCKS_A_PROCESSOR = 2  # what the registers allow
-_TILE_BLOCKS = 2  # blocks of 32 tokens a warp works on at a time
+_WARPS = 4  # of a block of decode.cu
 
 
 def unavailable(device_type: str | None, asked: bool = False) -> str | None:
@@ -68,8 +68,9 @@ class _Rows(ctypes.Structure):
         + [(name, ctypes.c_void_p) for name in ("block_table", "lengths", "starts", "ring_starts")]
         + [(name, ctypes.c_void_p) for name in ("sink_counts", "ring_rows", "first")]
         + [(name, ctypes.c_void_p) for name in ("ring_key", "ring_value", "sink_key", "sink_value")]
-        + [(name, ctypes.c_void_p) for name in ("signs", "partial", "partial_lse")]
-        + [(name, ctypes.c_longlong) for name in ("query_n", "query_h", "table_b", "total_rows")]
+        + [(name, ctypes.c_void_p) for name in ("signs", "partial", "partial_lse", "out", "lse")]
+        + [(name, ctypes.c_longlong) for name in ("query_n", "query_h", "out_n", "out_h")]
+        + [(name, ctypes.c_longlong) for name in ("table_b", "page_bytes", "total_rows")]
         + [("scale", ctypes.c_float), ("softcap", ctypes.c_float)]
         + [(name, ctypes.c_int) for name in ("ring", "sinks", "splits", "exact_shares")]
         + [(name, ctypes.c_int) for name in ("window", "causal")]
@@ -85,7 +86,7 @@ class _Append(ctypes.Structure):
         + [(name, ctypes.c_void_p) for name in ("ring_key", "ring_value", "sink_key", "sink_value")]
         + [("signs", ctypes.c_void_p)]
         + [(name, ctypes.c_longlong) for name in ("key_n", "key_h", "value_n", "value_h")]
-        + [("table_b", ctypes.c_longlong)]
+        + [("table_b", ctypes.c_longlong), ("page_bytes", ctypes.c_longlong)]
         + [(name, ctypes.c_int) for name in ("ring", "sinks", "open")]
     )
 
@@ -121,7 +122,7 @@ def append(
             )
         ],
         key.stride(0), key.stride(1), value.stride(0), value.stride(1),
-        view.block_table.stride(0),
+        view.block_table.stride(0), view.pages.stride(0),
         view.ring_key.shape[1], view.sink_key.shape[1], int(open_codes),
     )  # fmt: skip
     module = _module("append", layout, layout.num_kv_heads, 1, False, key.device)
@@ -160,11 +161,12 @@ def attend(
     module = _module("decode", layout, hq, tiles_n, softcap is not None, device)
     parts = -(-columns // (8 * tiles_n))
     programs = view.batch * layout.num_kv_heads * parts
-    slots = _processors(device) * _blocks_a_processor(d, tiles_n)
+    tile = Tile.of(layout, tiles_n)
+    slots = _processors(device) * tile.blocks
     splits = share_count(programs, slots, min(_MOST_SPLITS, view.block_table.shape[1] // 4))
     groups = -(-(view.ring_key.shape[1] + view.sink_key.shape[1]) // _EXACT_TOKENS)
     exact_shares = min(splits, groups)
-    shares = splits + exact_shares
+    shares = splits + exact_shares if splits > 1 else 0
 
     out = torch.empty_like(query)
     lse = torch.empty(rows, hq, dtype=torch.float32, device=device)
@@ -177,15 +179,19 @@ def attend(
             for x in (
                 query, view.pages, view.block_table, view.lengths, view.starts, view.ring_starts,
                 view.sink_counts, view.ring_rows, first, view.ring_key, view.ring_value,
-                view.sink_key, view.sink_value, signs, partial, partial_lse,
+                view.sink_key, view.sink_value, signs, partial, partial_lse, out, lse,
             )
         ],
-        query.stride(0), query.stride(1), view.block_table.stride(0), rows,
+        query.stride(0), query.stride(1), out.stride(0), out.stride(1),
+        view.block_table.stride(0), view.pages.stride(0), rows,
         1 / math.sqrt(d) if scale is None else scale, softcap or 0.0,
         view.ring_key.shape[1], view.sink_key.shape[1], splits, exact_shares,
         window or 0, int(causal),
     )  # fmt: skip
-    module.launch("decode", (view.batch * layout.num_kv_heads, splits, parts), 128, arguments)
+    grid = (view.batch * layout.num_kv_heads, splits, parts)
+    module.launch("decode", grid, 32 * _WARPS, arguments, shared=tile.launch_bytes(layout, device))
+    if splits == 1:
+        return out, lse
     pointers = (partial, partial_lse, signs, first, out, lse)
     module.launch(
         "merge",
@@ -196,6 +202,45 @@ def attend(
         *[ctypes.c_int(n) for n in (view.batch, splits, shares)],
     )
     return out, lse
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How decode.cu is cut: what a warp works on, what is on its way, what fits a processor."""
+
+    blocks_of_32: int  # tokens a warp works on at a time
+    stages: int  # tiles in shared memory, the one being read among them
+    blocks: int  # blocks of four warps that a processor holds
+    tiles_n: int  # eight queries each
+
+    @staticmethod
+    def of(layout: PageLayout, tiles_n: int) -> Tile:
+        """What was fastest on an H200 (docs/log.md), as far as registers and memory allow."""
+        if layout.head_dim > 128:
+            return Tile(1, 2, 1 if tiles_n > 1 else 2, tiles_n)
+        return Tile(2, 2, 2, tiles_n)
+
+    def shared_bytes(self, layout: PageLayout) -> int:
+        """sizeof(Shared) in decode.cu."""
+        cfg, d, columns = layout.cfg, layout.head_dim, 8 * self.tiles_n
+        both = (cfg.key_bits, cfg.value_bits)
+        words = [2 if d == 64 and bits == 4 else bits for bits in both]
+        loads = -(-d // 128) * sum(words)  # of 16 bytes a lane
+        mean = {16: d // 8, 8: d // 16 + 1}.get(cfg.mean_bits if cfg.centered else 0, 1)
+        span = max(1, 32 * self.blocks_of_32 // layout.page_size)  # pages in a tile
+        stage = self.blocks_of_32 * (512 * loads + 128) + 16 * mean * span
+        found = 2 * 4 * columns * (d + 6)
+        warp = _round_up(max(self.stages * stage, found))
+        return _round_up(_WARPS * warp + 8 * columns * (d // 2 + 4) + 4 * columns + 16)
+
+    def launch_bytes(self, layout: PageLayout, device: torch.device) -> int:
+        """As much as keeps further blocks off a processor: they would be missing on another."""
+        share = _shared_memory(device) // self.blocks - 1024  # of each the driver takes 1 KiB
+        return max(self.shared_bytes(layout), share // 16 * 16)
+
+
+def _round_up(size: int) -> int:
+    return -(-size // 16) * 16
 
 
 @functools.lru_cache(maxsize=256)
@@ -209,17 +254,20 @@ def _module(
 ) -> Module:
     """The kernels of one source for one layout, compiled once."""
     heads, d = layout.num_kv_heads, layout.head_dim
+    tile = Tile.of(layout, tiles_n)
     constants: dict[str, object] = {
         "D": d,
         "HQ": query_heads,
         "HKV": heads,
         "G": query_heads // heads,
         "NT": tiles_n,
-        "TB": min(_TILE_BLOCKS if tiles_n == 1 and d <= 128 else 1, layout.page_size // 32),
+        "TB": tile.blocks_of_32,
+        "STAGES": tile.stages,
+        "SHARED_BYTES": tile.shared_bytes(layout),
         "SOFTCAP": int(softcap),
         "ROTATED": int(layout.cfg.rotation == "hadamard"),
         "BF16": int(layout.dtype == torch.bfloat16),
-        "MIN_BLOCKS": _blocks_a_processor(d, tiles_n),
+        "MIN_BLOCKS": tile.blocks,
         "ROOT": _floats(d**-0.5),
         "WIDTH": _floats(d**0.5),
     }
@@ -248,11 +296,6 @@ def _floats(*values: float) -> str:
     return ", ".join(f"{value!r}f" for value in values)
 
 
-def _blocks_a_processor(head_dim: int, tiles_n: int) -> int:
-    """Blocks of four warps whose registers fit a processor."""
-    return 1 if head_dim > 128 else _BLOCKS_A_PROCESSOR if tiles_n == 1 else 2
-
-
 def share_count(programs: int, slots: int, most: int) -> int:
     """Into how many shares to cut sequences, so that the last wave of blocks is a full one."""
     best, best_time = 1, math.inf
@@ -267,3 +310,9 @@ def share_count(programs: int, slots: int, most: int) -> int:
 @functools.lru_cache(maxsize=16)
 def _processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@functools.lru_cache(maxsize=16)
+def _shared_memory(device: torch.device) -> int:
+    """Bytes of a processor."""
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor)

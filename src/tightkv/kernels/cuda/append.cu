@@ -17,7 +17,7 @@ struct Append {
     const int *block_table, *lengths, *starts, *ring_rows, *exact_starts, *first;
     u16 *ring_key, *ring_value, *sink_key, *sink_value;
     const float *signs;
-    long long key_n, key_h, value_n, value_h, table_b;
+    long long key_n, key_h, value_n, value_h, table_b, page_bytes;
     int ring, sinks, open;
 };
 
@@ -166,6 +166,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) append(const Append a) {
     const int row = blockIdx.x / HKV, head = blockIdx.x % HKV;
     const bool is_key = blockIdx.y == 0;
     asm volatile("griddepcontrol.wait;");
+    asm volatile("griddepcontrol.launch_dependents;");  // attention may be set up; it waits too
     const int begin = a.first[row], count = a.first[row + 1] - begin;
     const int length = a.lengths[row];
     if (!count || length < count) return;
@@ -194,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) append(const Append a) {
         const int exact_from = a.exact_starts[row];
         const int low = max(complete ? exact_from : before, page_at);
         const int high = min(length, page_at + PAGE);
-        u8 *record = a.pages + ((long long)a.block_table[row * a.table_b + index] * HKV + head) * RECORD;
+        u8 *record = a.pages + a.block_table[row * a.table_b + index] * a.page_bytes + head * RECORD;
         const bool center = is_key && complete && MEAN_BITS > 0;
 
         auto load = [&](int at, float(&x)[N]) {

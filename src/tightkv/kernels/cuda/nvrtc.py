@@ -106,24 +106,33 @@ class Module:
             _check(_driver().cuModuleLoadData(ctypes.byref(self._module), cubin), "load a kernel")
         self._functions: dict[str, ctypes.c_void_p] = {}
 
-    def launch(self, name: str, grid: tuple[int, int, int], threads: int, *args: Any) -> None:
-        """Launch on the current stream. `args` are ctypes values, in the kernel's order."""
+    def launch(
+        self, name: str, grid: tuple[int, int, int], threads: int, *args: Any, shared: int = 0
+    ) -> None:
+        """Launch on the current stream. `args` are ctypes values, in the kernel's order.
+
+        `shared`: bytes of dynamic shared memory a block; the same at every launch.
+        """
         if name not in self._functions:
-            function = ctypes.c_void_p()
-            status = _driver().cuModuleGetFunction(
-                ctypes.byref(function), self._module, name.encode()
-            )
-            _check(status, f"find kernel {name}")
-            self._functions[name] = function
+            self._functions[name] = self._find(name, shared)
         pointers = (ctypes.c_void_p * len(args))(
             *[ctypes.cast(ctypes.pointer(a), ctypes.c_void_p) for a in args]
         )
         stream = torch.cuda.current_stream().cuda_stream
-        config = _LaunchConfig(*grid, threads, 1, 1, 0, stream, ctypes.pointer(_OVERLAP), 1)
+        config = _LaunchConfig(*grid, threads, 1, 1, shared, stream, ctypes.pointer(_OVERLAP), 1)
         status = _driver().cuLaunchKernelEx(
             ctypes.byref(config), self._functions[name], pointers, None
         )
         _check(status, f"launch {name} on a grid of {grid}")
+
+    def _find(self, name: str, shared: int) -> ctypes.c_void_p:
+        function = ctypes.c_void_p()
+        status = _driver().cuModuleGetFunction(ctypes.byref(function), self._module, name.encode())
+        _check(status, f"find kernel {name}")
+        if shared > 48 << 10:  # more than that has to be asked for
+            status = _driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, shared)
+            _check(status, f"give kernel {name} {shared} bytes of shared memory")
+        return function
 
 
 class _LaunchAttribute(ctypes.Structure):
@@ -151,6 +160,9 @@ class _LaunchConfig(ctypes.Structure):
 # Programmatic stream serialization: a kernel may be set up while the one before it still runs;
 # ours wait (griddepcontrol.wait) before they read what it wrote.
 _OVERLAP = _LaunchAttribute(id=6, value=1)
+
+
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
 def _check(status: int, what: str) -> None:
