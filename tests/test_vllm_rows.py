@@ -287,3 +287,43 @@ def test_of_two_sequences_with_the_same_last_block_one_keeps_the_ring() -> None:
     rows = scheduler.run([(one, 1), (two, 1)])
     assert rows.exact_starts.tolist() == [0, PAGE]
     assert rows.sink_counts.tolist() == [4, 0]
+
+
+def test_a_new_sequence_takes_the_ring_that_was_not_used_longest() -> None:
+    scheduler = Scheduler(blocks=40, rows=2, drafts=0, seed=0)
+    one, two = (scheduler.admit([i] * 10) for i in (3, 4))
+    for seq in (one, two):
+        scheduler.reserve(seq, 20)
+    scheduler.run([(one, 10), (two, 10)])
+    one.tokens.append(1)
+    assert scheduler.run([(one, 1)]).ring_rows.tolist() == [0]
+    three = scheduler.admit([5] * 10)
+    scheduler.reserve(three, 20)
+    assert scheduler.run([(three, 10)]).ring_rows.tolist() == [1]
+    one.tokens.append(1)
+    rows = scheduler.run([(one, 1)])
+    assert (rows.ring_rows.tolist(), rows.exact_starts.tolist()) == ([0], [0])
+
+
+def test_a_sequence_keeps_its_ring_at_another_place_of_the_batch() -> None:
+    scheduler = Scheduler(blocks=40, rows=2, drafts=0, seed=0)
+    one, two = (scheduler.admit([i] * 10) for i in (3, 4))
+    for seq in (one, two):
+        scheduler.reserve(seq, 20)
+    scheduler.run([(one, 10), (two, 10)])
+    two.tokens.append(1)
+    rows = scheduler.run([(two, 1)])
+    assert (rows.ring_rows.tolist(), rows.exact_starts.tolist()) == ([1], [0])
+
+
+def test_a_prefix_hit_does_not_take_the_ring_from_who_goes_on() -> None:
+    scheduler = Scheduler(blocks=40, rows=4, drafts=0, seed=0)
+    one = scheduler.admit([3] * (PAGE + 8))
+    scheduler.reserve(one, PAGE + 9)
+    scheduler.remember(one, PAGE + 8)
+    scheduler.run([(one, PAGE + 8)])
+    two = scheduler.admit([3] * PAGE + [4])  # its last block leads to the ring of the first
+    scheduler.reserve(two, PAGE + 1)
+    one.tokens.append(5)
+    rows = scheduler.run([(two, 1), (one, 1)])
+    assert rows.exact_starts.tolist() == [PAGE, 0]

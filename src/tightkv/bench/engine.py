@@ -84,7 +84,8 @@ def engine_rows(plan: EnginePlan, caches: Sequence[str], log: Path | None = None
 def what_is_measured(row: Mapping[str, Any]) -> str:
     """The same text for every cache."""
     if row["measure"] == "prefill":
-        return f"prefill of {row['tokens']}, tokens/s"
+        batch = f"{row['batch']} x " if "batch" in row else ""
+        return f"prefill of {batch}{row['tokens']}, tokens/s"
     if row["measure"] == "tpot":
         return f"TPOT {row['batch']} x {row['context']}, ms"
     return "capacity, tokens"
@@ -118,6 +119,7 @@ def engine_arguments(plan: EnginePlan, name: str, model: str) -> dict[str, Any]:
     }
     if plan.device == "cuda":
         arguments["gpu_memory_utilization"] = 0.85
+        arguments["max_num_batched_tokens"] = 16384
         arguments["compilation_config"] = {
             "mode": 0,
             "cudagraph_mode": "FULL_DECODE_ONLY",
@@ -147,6 +149,7 @@ def _run_engine(plan: EnginePlan, name: str, folder: Path, log: Path | None) -> 
         "arguments": engine_arguments(plan, name, model),
         "sizes": list(plan.sizes),
         "prefill": list(plan.prefill),
+        "batch_prefill": plan.device == "cuda",  # minutes on a CPU
         "decode_tokens": plan.decode_tokens,
         "repeats": plan.repeats,
     }

@@ -54,7 +54,11 @@ def rows(job: dict[str, Any]) -> Iterator[Row]:
         yield {**prefill(engine, tokens, job["repeats"], capacity), **facts}
     for batch, context in job["sizes"]:
         size = (batch, context, job["decode_tokens"])
-        yield {**tpot(engine, *size, job["repeats"], capacity), **facts}
+        prompts = None
+        if job["batch_prefill"]:
+            row, prompts = batch_prefill(engine, *size, capacity)
+            yield {**row, **facts}
+        yield {**tpot(engine, *size, job["repeats"], capacity, prompts), **facts}
 
 
 class Engine:
@@ -88,8 +92,8 @@ class Engine:
 
     def prompts(self, batch: int, tokens: int) -> list[Prompt]:
         """Random tokens, never the same again, so that no prefix is in the cache."""
-        last = self._config.model_config.get_vocab_size() - 1
-        return [[self._random.randint(3, last) for _ in range(tokens)] for _ in range(batch)]
+        words = range(3, self._config.model_config.get_vocab_size())
+        return [self._random.choices(words, k=tokens) for _ in range(batch)]
 
     def seconds(self, prompts: Sequence[Prompt], new_tokens: int) -> float:
         """How long it takes to answer all prompts, each with `new_tokens` tokens."""
@@ -117,10 +121,34 @@ def prefill(engine: Any, tokens: int, repeats: int, capacity: Row) -> Row:
     return {**row, "value": tokens / statistics.median(times), "seconds": times}
 
 
+def batch_prefill(
+    engine: Any, batch: int, context: int, new_tokens: int, capacity: Row
+) -> tuple[Row, list[Prompt] | None]:
+    """Tokens a second of a batch of new prompts, once; the prompts, which are then cached.
+
+    `new_tokens`: what is to be measured with them next has to fit as well.
+    """
+    row: Row = {"measure": "prefill", "batch": batch, "tokens": context, "unit": "tokens/s"}
+    if reason := _too_much(batch, context + new_tokens + 1, capacity):
+        return {**row, "value": None, "left_out": reason}, None
+    prompts = engine.prompts(batch, context)
+    taken = engine.seconds(prompts, 1)
+    return {**row, "value": batch * context / taken, "seconds": [taken]}, prompts
+
+
 def tpot(
-    engine: Any, batch: int, context: int, new_tokens: int, repeats: int, capacity: Row
+    engine: Any,
+    batch: int,
+    context: int,
+    new_tokens: int,
+    repeats: int,
+    capacity: Row,
+    prompts: list[Prompt] | None = None,
 ) -> Row:
-    """Milliseconds of a decode step: what `new_tokens` more take, once the prompts are cached."""
+    """Milliseconds of a decode step: what `new_tokens` more take, once the prompts are cached.
+
+    `prompts` may be given where they are cached already.
+    """
     row: Row = {
         "measure": "tpot",
         "batch": batch,
@@ -130,7 +158,7 @@ def tpot(
     }
     if reason := _too_much(batch, context + new_tokens + 1, capacity):
         return {**row, "value": None, "left_out": reason}
-    prompts = engine.prompts(batch, context)
+    prompts = prompts or engine.prompts(batch, context)
     engine.seconds(prompts, new_tokens + 1)  # fills the prefix cache, compiles
     pairs = [
         (engine.seconds(prompts, 1), engine.seconds(prompts, new_tokens + 1))

@@ -63,8 +63,8 @@ class SharedSteps:
             self._before_tensors[key] = row_tensors(self.before, device)
         return self._before_tensors[key]
 
-    def same_length_at(self, step: int) -> tuple[int, int, int] | None:
-        """What the host knows of the rows then; see `SequenceTable.same_length`."""
+    def same_length_at(self, step: int) -> int | None:
+        """The length of every row then, if alike; see `SequenceTable.same_length`."""
         return same_length(self.table.rows if step == self.steps else self.before)
 
 

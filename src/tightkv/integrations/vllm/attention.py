@@ -12,7 +12,8 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 from tightkv.codec import Codec
 from tightkv.integrations.vllm.compat import as_pages
 from tightkv.integrations.vllm.metadata import Sequences, TightMetadata
-from tightkv.integrations.vllm.rows import RowTable
+from tightkv.integrations.vllm.replay import Replay
+from tightkv.integrations.vllm.rows import BatchRows
 from tightkv.kernels.view import CacheView
 from tightkv.layout import PageLayout
 
@@ -34,7 +35,14 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
         self.layout, self.codec, self.kernels = layout, Codec(layout), kernels
         self.rows, self.device = rows, device
         self.rings: tuple[Tensor, ...] | None = None
-        self.row_table: RowTable | None = None  # of all layers with the same metadata
+        # Number of pages and steps of the RowTable, of all layers with the same metadata.
+        self.row_steps: tuple[int, Replay[BatchRows]] | None = None
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a CUDA graph can hold what is launched here: nothing waits for the device."""
+        name = self.kernels.__name__.rpartition(".")[2]
+        return name in ("cuda", "triton") and not self.layout.cfg.check_finite
 
     def exact_tensors(self) -> tuple[Tensor, ...]:
         """Ring and sink keys and values [rows + 1, n, Hkv, D]; the last row is a waste bin.
@@ -83,7 +91,7 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
             )
         for part in attn_metadata.parts:
             mine = part.tokens
-            output[mine], _ = self.kernels.attend(
+            answer, _ = self.kernels.attend(
                 self.codec,
                 query[mine],
                 self._view(pages, rings, part, context=part.fresh),
@@ -97,6 +105,7 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
                 new_key=key[mine] if part.fresh else None,
                 new_value=value[mine] if part.fresh else None,
             )
+            output[mine].copy_(answer)
         return output
 
     def _view(
@@ -116,4 +125,5 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
             ring_value=rings[1],
             sink_key=rings[2],
             sink_value=rings[3],
+            same_length=part.length if context else None,
         )

@@ -14,12 +14,13 @@ from vllm.v1.attention.backend import (
     AttentionMetadataBuilder,
     MultipleOf,
 )
-from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from tightkv.config import PAGE_SIZES
 from tightkv.integrations.vllm.attention import TightAttention
-from tightkv.integrations.vllm.compat import cache_shape
+from tightkv.integrations.vllm.compat import cache_shape, host_lengths
+from tightkv.integrations.vllm.cuts import Cut, cut_batch
 from tightkv.integrations.vllm.metadata import Sequences, TightMetadata
+from tightkv.integrations.vllm.replay import CudaRecorder, Replay
 from tightkv.integrations.vllm.rows import BatchRows, RowTable
 
 
@@ -35,13 +36,21 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
         self.layers: list[Any] = list(layers.values())
         self.impls: list[TightAttention] = [layer.impl for layer in self.layers]
         self.block_pages: int = kv_cache_spec.block_size // self.impls[0].layout.page_size
+        self.inside = torch.arange(self.block_pages, dtype=torch.int32, device=device)
+        self.pages: Tensor | None = None  # of each sequence, where a block has several
+        # What the layers read keeps its address, so that vLLM's CUDA graphs can hold it.
         self.starts = torch.zeros(self._max_batch, dtype=torch.int32, device=device)
         columns = len(BatchRows._fields)
         self.out = torch.zeros(columns, self._max_batch, dtype=torch.int32, device=device)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        return AttentionCGSupport.NEVER
+        impls = [
+            layer.impl for layer in get_layers_from_vllm_config(vllm_config, Attention).values()
+        ]
+        ours = [impl for impl in impls if isinstance(impl, TightAttention)]
+        capturable = all(impl.capturable for impl in ours)
+        return AttentionCGSupport.UNIFORM_BATCH if capturable else AttentionCGSupport.NEVER
 
     @property
     def _max_batch(self) -> int:
@@ -51,65 +60,68 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> TightMetadata:
-        common = common_attn_metadata
+        return self._build(common_attn_metadata, replay=True)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> TightMetadata:
+        return self._build(common_attn_metadata, replay=False)
+
+    def _build(self, common: Any, replay: bool) -> TightMetadata:
+        first: list[int] = common.query_start_loc_cpu.tolist()
+        cuts = cut_batch(first, host_lengths(common), self.reorder_batch_threshold or 1)
         pages = self._page_table(common.block_table_tensor)
-        rows = self._rows().step(
+        steps = self._steps()
+        decoding = all(not cut.fresh for cut in cuts)  # few different shapes
+        step = steps if replay and decoding else steps.function
+        rows = step(
             pages,
             common.seq_lens,
             common.query_start_loc,
             common.slot_mapping[: common.num_actual_tokens],
             self.out,
         )
-        decodes, _, decode_tokens, _ = split_decodes_and_prefills(
-            common, decode_threshold=self.reorder_batch_threshold or 1
-        )
-        cuts = (
-            (0, decodes, 0, decode_tokens, False),
-            (decodes, common.num_reqs, decode_tokens, common.num_actual_tokens, True),
-        )
-        parts = [self._part(common, pages, rows, *cut) for cut in cuts if cut[0] < cut[1]]
+        parts = [self._part(common, pages, rows, first, cut) for cut in cuts]
         return TightMetadata(tuple(parts), common.num_actual_tokens)
 
     def _part(
-        self,
-        common: Any,
-        pages: Tensor,
-        rows: BatchRows,
-        begin: int,
-        end: int,
-        first_token: int,
-        last_token: int,
-        fresh: bool,
+        self, common: Any, pages: Tensor, rows: BatchRows, first: list[int], cut: Cut
     ) -> Sequences:
-        first: Tensor = common.query_start_loc[begin : end + 1]
-        here = common.query_start_loc_cpu[begin : end + 1]
+        begin, end = cut.begin, cut.end
+        starts: Tensor = common.query_start_loc[begin : end + 1]
         return Sequences(
-            tokens=slice(first_token, last_token),
-            first=first - first_token if first_token else first,
-            most=int(here.diff().max()),
-            fresh=fresh,
+            tokens=slice(first[begin], first[end]),
+            first=starts - first[begin] if first[begin] else starts,
+            most=cut.most,
+            fresh=cut.fresh,
             block_table=pages[begin:end],
             starts=self.starts[: end - begin],
             rows=BatchRows(*(column[begin:end] for column in rows)),
+            length=cut.length,
         )
 
     def _page_table(self, block_table: Tensor) -> Tensor:
         """[B, blocks] -> [B, pages]: the pages of each block have neighbouring numbers."""
-        count = self.block_pages
+        count, (batch, blocks) = self.block_pages, block_table.shape
         if count == 1:
             return block_table
-        inside = torch.arange(count, dtype=block_table.dtype, device=block_table.device)
-        return (block_table[:, :, None] * count + inside).flatten(1)
+        if self.pages is None or self.pages.shape[1] != blocks * count:
+            shape = (self._max_batch, blocks * count)
+            self.pages = torch.zeros(shape, dtype=torch.int32, device=block_table.device)
+        pages = self.pages[:batch]
+        by_block = pages.unflatten(1, (blocks, count))
+        torch.add(block_table[:, :, None] * count, self.inside, out=by_block)
+        return pages
 
-    def _rows(self) -> RowTable:
-        """Tags of the group's rings, made when vLLM has said how many blocks there are."""
+    def _steps(self) -> Replay[BatchRows]:
+        """Steps of the group's RowTable, made when vLLM has said how many blocks there are."""
         impl, layer = self.impls[0], self.layers[0]
         blocks = len(layer.kv_cache) * self.block_pages
-        if impl.row_table is None or len(impl.row_table.row_of_block) != blocks:
+        if impl.row_steps is None or impl.row_steps[0] != blocks:
             speculative = self.vllm_config.speculative_config
             tokens = 0 if speculative is None else speculative.num_speculative_tokens or 0
-            impl.row_table = RowTable(impl.layout.cfg, impl.rows, blocks, tokens, self.device)
-        return impl.row_table
+            table = RowTable(impl.layout.cfg, impl.rows, blocks, tokens, self.device)
+            recorder = CudaRecorder(self.device) if self.device.type == "cuda" else None
+            impl.row_steps = blocks, Replay(table.step, recorder)
+        return impl.row_steps[1]
 
 
 class TightBackend(AttentionBackend):  # type: ignore[misc]

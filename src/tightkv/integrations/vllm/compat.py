@@ -53,3 +53,12 @@ def as_pages(kv_cache: Tensor, layout: PageLayout) -> Tensor:
     if pages.shape[1] > size:
         pages = pages.view(-1, size)
     return pages[:, : layout.page_bytes].unflatten(1, (layout.num_kv_heads, layout.record_bytes))
+
+
+def host_lengths(common: Any) -> list[int] | None:
+    """Sequences' lengths with the new tokens, where the host knows them without asking the device.
+
+    They are exact for prompts; with speculation, a decoding sequence may be shorter.
+    """
+    lengths = getattr(common, "seq_lens_cpu_upper_bound", None)
+    return None if lengths is None else lengths.tolist()

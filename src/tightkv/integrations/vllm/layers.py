@@ -17,7 +17,7 @@ from tightkv import kernels
 from tightkv.integrations.vllm.attention import TightAttention
 from tightkv.integrations.vllm.backend import TightBackend
 from tightkv.integrations.vllm.compat import page_spec
-from tightkv.integrations.vllm.options import EngineOptions, engine_options
+from tightkv.integrations.vllm.options import EngineOptions, engine_options, with_options
 from tightkv.layout import RING_SLACK, PageLayout
 
 logger = logging.getLogger("vllm.tightkv")  # vLLM's handlers show its children
@@ -72,6 +72,8 @@ def change_over(vllm_config: Any) -> None:
         layer.impl = TightAttention(layer, layout, module, plan.rows, device)
         layer.attn_backend = TightBackend
         setattr(layer, _LAYOUT, (layout, plan.block_pages))
+    # vLLM keeps compiled models by its config; one with other attention is another model.
+    vllm_config.additional_config = with_options(vllm_config.additional_config, options)
     if vllm_config.parallel_config.rank == 0:
         logger.info(plan.line())
 
@@ -137,6 +139,9 @@ def exact_rows(options: EngineOptions, vllm_config: Any, layouts: dict[str, Page
     """How many sequences can have an exact ring at a time."""
     if vllm_config.kv_transfer_config is not None:
         return 0  # blocks are filled from elsewhere, unseen by the tags of the rings
+    cache = vllm_config.cache_config
+    if cache.enable_prefix_caching and getattr(cache, "mamba_cache_mode", "none") == "align":
+        return 0  # blocks are copied for prefixes that end inside one, unseen as well
     most: int = vllm_config.scheduler_config.max_num_seqs
     if options.exact_rows is not None:
         return min(options.exact_rows, most)
@@ -157,6 +162,8 @@ def kept_reason(layer: Any, shared: bool) -> str | None:
         return "shares its cache with another layer"
     if layer.has_sink or getattr(impl, "alibi_slopes", None) is not None:
         return "sink logits" if layer.has_sink else "ALiBi"
+    if getattr(layer, "use_mm_prefix", False):
+        return "images attend in both directions"
     if layer.head_size_v != layer.head_size or layer.head_size % 16:
         return f"head size {layer.head_size} and {layer.head_size_v}"
     return None
@@ -175,6 +182,8 @@ def refuse_impossible(options: EngineOptions, vllm_config: Any) -> None:
             f"tightkv with --block-size {cache.block_size}: a block is a page of "
             f"{cfg.page_size} tokens; leave --block-size out or set page_size to it"
         )
+    if getattr(vllm_config.model_config, "rswa_window", None) is not None:
+        raise ValueError("tightkv with reference sliding windows (rswa_window): not supported")
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise ValueError(f"tightkv with {name}={getattr(parallel, name)}; supported: 1")

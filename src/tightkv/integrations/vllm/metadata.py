@@ -20,6 +20,7 @@ class Sequences:
     block_table: Tensor  # int32 [B, max_pages]
     starts: Tensor  # int32 [B], zeros
     rows: BatchRows
+    length: int | None = None  # tokens before the new ones, of a single sequence
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,14 @@ def engine_options(
     return EngineOptions(KVQuantConfig.from_env(env)) if wanted else None
 
 
+def with_options(additional_config: Any, options: EngineOptions) -> Any:
+    """The engine's own additional config with the options in it, wherever they came from."""
+    given = {} if additional_config is None else additional_config
+    if not isinstance(given, Mapping) or _CONFIG_KEY in given:
+        return additional_config
+    return {**given, _CONFIG_KEY: options.config.to_dict()}
+
+
 def _from_config(given: Any) -> EngineOptions | None:
     if given is None or given is False:
         return None

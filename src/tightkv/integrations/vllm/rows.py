@@ -6,7 +6,8 @@ token and the length. A sequence that goes on from there finds the row through i
 writes a block takes it over, so a freed and reused block never leads to an old row. A sequence
 that finds no row is read from the codes in its blocks, which are always right.
 
-Everything is device tensors of fixed shape: no step waits for the device.
+Everything is device tensors of fixed shape: no step waits for the device, and a CUDA graph can
+hold one (`replay`).
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class RowTable:
             raise ValueError(f"{taken_back} speculative tokens; supported: up to {RING_SLACK}")
         self.page_size, self.exact_pages, self.sinks = cfg.page_size, cfg.exact_pages, cfg.sinks
         self.ring, self.rows, self.taken_back = ring_tokens(cfg), rows, taken_back
-        self.steps = 0
+        self.steps = torch.zeros((), dtype=torch.long, device=device)
 
         def tensor(size: int, value: int) -> Tensor:
             return torch.full((size,), value, dtype=torch.long, device=device)
@@ -81,28 +82,29 @@ class RowTable:
         counts = first.diff()
         here = torch.arange(batch, device=lengths.device)
         live = self._live(first, counts, slots)
-        lengths = torch.where(live, lengths.long(), 0)
-        before = torch.where(live, lengths - counts, 0)
+        lengths = lengths.long().masked_fill(~live, 0)
+        before = (lengths - counts).masked_fill(~live, 0)
         blocks, writers = self._mark_written(first, slots)
 
         own, matched = self._find(_block_at(block_table, before - 1, size), before, live, here)
         rows = self._assign(own, matched, live)
-        has_row = rows < self.rows
+        without_row = rows == self.rows
 
         exact_before = torch.where(matched, self.exact_start[own], before)
-        sinks_before = torch.where(matched, torch.minimum(self.sink_count[own], before), 0)
+        sinks_before = torch.minimum(self.sink_count[own], before).masked_fill(~matched, 0)
         exact_after = torch.maximum(exact_before, lengths - self.ring)
         sinks_after = torch.where(
             before <= sinks_before, lengths.clamp_max(self.sinks), sinks_before
         )
-        sinks_after = torch.where(has_row, sinks_after, 0)
+        sinks_after = sinks_after.masked_fill(without_row, 0)
 
         self.block[rows] = _block_at(block_table, lengths - 1, size)
         self.length[rows] = lengths
         self.exact_start[rows] = exact_after
         self.sink_count[rows] = sinks_after
         self.used_at[rows] = self.steps
-        self.block[self.rows], self.used_at[self.rows] = -1, _NEVER
+        self.block[self.rows :].fill_(-1)
+        self.used_at[self.rows :].fill_(_NEVER)
         self.row_of_block[blocks] = torch.cat([rows, rows.new_full((1,), self.rows)])[writers]
         self.steps += 1
 
@@ -116,7 +118,7 @@ class RowTable:
             before,
             rows,
             exact_before,
-            torch.where(has_row, torch.minimum(ring_starts, lengths), lengths),
+            torch.where(without_row, lengths, torch.minimum(ring_starts, lengths)),
             sinks_after,
             torch.where(matched, torch.minimum(context, before), before),
             sinks_before,
@@ -134,8 +136,8 @@ class RowTable:
         token = torch.arange(len(slots), device=slots.device)
         writers = torch.searchsorted(first[1:].contiguous(), token, right=True)
         real = (writers < len(first) - 1) & (slots >= 0)
-        writers = torch.where(real, writers, len(first) - 1)
-        blocks = torch.where(real, slots.long() // self.page_size, 0)
+        writers = writers.masked_fill(~real, len(first) - 1)
+        blocks = (slots.long() // self.page_size).masked_fill(~real, 0)
         self.written_at[blocks] = self.steps * _STEP + writers
         return blocks, writers
 
@@ -151,7 +153,7 @@ class RowTable:
         # A block that another sequence writes in this very step holds no tokens of ours.
         matched &= (written < now) | (written == now + here)
         # Two sequences may share their last full block and so the row: the first keeps it.
-        claims = torch.where(matched, own, self.rows)
+        claims = own.masked_fill(~matched, self.rows)
         claimed_by = torch.full_like(self.length, len(here)).scatter_reduce(
             0, claims, here, "amin", include_self=True
         )
@@ -160,9 +162,8 @@ class RowTable:
 
     def _assign(self, own: Tensor, matched: Tensor, live: Tensor) -> Tensor:
         """Matched sequences keep their rows; the others get those that were not used longest."""
-        kept = torch.where(matched, own, self.rows)
-        used_at = self.used_at.clone()
-        used_at[kept] = _NEVER
+        kept = own.masked_fill(~matched, self.rows)
+        used_at = self.used_at.index_fill(0, kept, _NEVER)
         oldest_first = torch.argsort(used_at, stable=True)
         free = (used_at < _NEVER).sum()
         wanting = live & ~matched

@@ -1,0 +1,223 @@
+"""How a batch is cut into parts, and when its bookkeeping is recorded and replayed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tightkv import KVQuantConfig
+from tightkv.integrations.vllm import replay
+from tightkv.integrations.vllm.cuts import Cut, cut_batch
+from tightkv.integrations.vllm.options import EngineOptions, engine_options, with_options
+from tightkv.integrations.vllm.replay import CudaRecorder, Replay
+from tightkv.integrations.vllm.rows import BatchRows, RowTable
+from tightkv.kernels.staged import LEAST_QUERIES
+
+LONG = LEAST_QUERIES
+
+
+def cut(counts: list[int], before: list[int] | None, most_decoding: int = 1) -> list[Cut]:
+    first = [sum(counts[:i]) for i in range(len(counts) + 1)]
+    lengths = None if before is None else [a + b for a, b in zip(counts, before, strict=True)]
+    return cut_batch(first, lengths, most_decoding)
+
+
+# --- cutting ---
+def test_decodes_are_one_part() -> None:
+    assert cut([1, 1, 1], [5, 9, 700]) == [Cut(0, 3, False, 1)]
+    assert cut([4, 2, 1], [5, 9, 700], most_decoding=4) == [Cut(0, 3, False, 4)]
+    assert cut([], []) == []
+
+
+def test_stand_ins_of_a_padded_batch_stay_with_the_decodes() -> None:
+    assert cut([2, 2, 0, 0], [5, 9, 0, 0], most_decoding=2) == [Cut(0, 4, False, 2)]
+
+
+def test_short_prompts_are_one_part() -> None:
+    assert cut([1, 2, LONG - 1, 7], [9, 0, 3, 0]) == [
+        Cut(0, 1, False, 1),
+        Cut(1, 4, True, LONG - 1),
+    ]
+
+
+def test_a_long_prompt_is_alone_and_the_host_knows_what_came_before() -> None:
+    assert cut([1, LONG], [9, 33]) == [Cut(0, 1, False, 1), Cut(1, 2, True, LONG, 33)]
+    assert cut([LONG, LONG + 5], [0, 64]) == [
+        Cut(0, 1, True, LONG, 0),
+        Cut(1, 2, True, LONG + 5, 64),
+    ]
+
+
+def test_short_prompts_on_both_sides_of_a_long_one() -> None:
+    assert cut([3, 5, LONG, 1, 9], [0, 1, 2, 3, 4]) == [
+        Cut(0, 2, True, 5),
+        Cut(2, 3, True, LONG, 2),
+        Cut(3, 5, True, 9),
+    ]
+
+
+def test_without_lengths_prompts_stay_together() -> None:
+    assert cut([1, 3, LONG], None) == [Cut(0, 1, False, 1), Cut(1, 3, True, LONG)]
+
+
+def test_every_sequence_is_in_exactly_one_part() -> None:
+    choose = random.Random(0)
+    for _ in range(200):
+        counts = [choose.choice([0, 1, 2, 9, LONG, 1000]) for _ in range(choose.randint(1, 8))]
+        before = [choose.randint(0, 500) for _ in counts]
+        parts = cut(counts, before, most_decoding=choose.choice([1, 2]))
+        assert [i for part in parts for i in range(part.begin, part.end)] == [*range(len(counts))]
+        for part in parts:
+            inside = counts[part.begin : part.end]
+            assert part.most == max(inside)
+            assert (part.length is not None) == (part.fresh and part.most >= LONG)
+            if part.length is not None:
+                assert part.end == part.begin + 1 and part.length == before[part.begin]
+
+
+# --- options ---
+def test_options_of_the_environment_become_part_of_the_engines_config() -> None:
+    options = EngineOptions(KVQuantConfig.preset("k4v4"))
+    assert with_options({"a": 1}, options)["a"] == 1
+    assert engine_options(with_options({}, options), env={}) == options
+    given = {"tightkv": {"preset": "k2v2"}}
+    assert with_options(given, options) is given
+
+
+# --- replaying ---
+class Again:
+    """Records by remembering the function; what recording itself did is taken back."""
+
+    def __init__(self, state: Tensor) -> None:
+        self.state, self.records, self.replays, self.busy = state, 0, 0, False
+        self.fails = False
+
+    def is_busy(self) -> bool:
+        return self.busy
+
+    def record(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        if self.fails:
+            raise RuntimeError("operation not permitted")
+        self.records += 1
+        before = self.state.clone()
+        result = run()
+        self.state.copy_(before)
+
+        def again() -> None:
+            self.replays += 1
+            run()
+
+        return again, result
+
+
+@pytest.fixture
+def counted() -> tuple[Replay[Tensor], Again, Tensor]:
+    state, out = torch.zeros(()), torch.zeros(8)
+    recorder = Again(state)
+
+    def add(x: Tensor) -> Tensor:
+        state.add_(1)
+        return out[: len(x)].copy_(x + state)
+
+    return Replay(add, recorder), recorder, state
+
+
+def test_the_same_tensors_are_recorded_the_second_time(
+    counted: tuple[Replay[Tensor], Again, Tensor],
+) -> None:
+    function, recorder, state = counted
+    x = torch.zeros(3)
+    for call in range(1, 6):
+        x.fill_(10 * call)
+        assert function(x).tolist() == [11 * call] * 3
+        assert state == call
+        assert (recorder.records, recorder.replays) == (int(call > 1), call - 1)
+
+
+def test_other_tensors_shapes_and_strides_are_not_mixed_up(
+    counted: tuple[Replay[Tensor], Again, Tensor],
+) -> None:
+    function, recorder, _ = counted
+    x = torch.zeros(8)
+    for given in (x[:4], x[:3], x[::2], x[1:5], x[:4].view(torch.int32), torch.zeros(4)):
+        function(given)
+    assert recorder.records == 0
+    function(x[:4]), function(x[1:5])
+    assert recorder.records == 2
+
+
+def test_nothing_is_recorded_while_another_records(
+    counted: tuple[Replay[Tensor], Again, Tensor],
+) -> None:
+    function, recorder, state = counted
+    x, recorder.busy = torch.zeros(3), True
+    for _ in range(3):
+        function(x)
+    assert (recorder.records, int(state)) == (0, 3)
+
+
+def test_what_cannot_be_recorded_is_run(
+    counted: tuple[Replay[Tensor], Again, Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    function, recorder, state = counted
+    x, recorder.fails = torch.zeros(3), True
+    with caplog.at_level("WARNING", logger="vllm.tightkv"):
+        for call in range(1, 5):
+            assert function(x).tolist() == [call] * 3
+    assert int(state) == 4 and function.recorder is None and recorder.records == 0
+
+
+def test_only_so_many_are_kept(
+    counted: tuple[Replay[Tensor], Again, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function, recorder, _ = counted
+    monkeypatch.setattr(replay, "_MOST_KEPT", 2)
+    x = torch.zeros(8)
+    for size in (1, 1, 2, 1, 3):  # 3 pushes out 2, not the 1 that was used since
+        function(x[:size])
+    assert recorder.records == 1 and len(function.kept) == 2
+    function(x[:1])
+    assert (recorder.records, recorder.replays) == (1, 3)
+    function(x[:2])
+    assert (recorder.records, recorder.replays) == (1, 3)
+
+
+@pytest.mark.gpu
+def test_recorded_steps_are_the_steps() -> None:
+    """Two tables see the same decodes, one of them through a graph; no step waits."""
+    device, batch, page = torch.device("cuda"), 5, 32
+    cfg = KVQuantConfig(page_size=page, exact_pages=2, sinks=4)
+    tables = [RowTable(cfg, rows, 200, 0, device) for rows in (4, 4)]
+    steps: list[Callable[..., BatchRows]] = [
+        tables[0].step,
+        Replay(tables[1].step, CudaRecorder(device)),
+    ]
+    outs = [
+        torch.zeros(len(BatchRows._fields), batch, dtype=torch.int32, device=device) for _ in steps
+    ]
+    blocks = torch.arange(1, 1 + batch * 8, device=device).int().view(batch, 8)
+    first = torch.arange(batch + 1, device=device).int()
+    lengths = torch.zeros(batch, dtype=torch.int32, device=device)
+    slots = torch.zeros(batch, dtype=torch.long, device=device)
+    for at in range(100):
+        lengths.fill_(at + 1)
+        slots.copy_(blocks[:, at // page] * page + at % page)
+        slots[-1:].fill_(-1)  # a stand-in
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            expected, found = (
+                step(blocks, lengths, first, slots, out)
+                for step, out in zip(steps, outs, strict=True)
+            )
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.equal(torch.stack([*expected]), torch.stack([*found])), at
+    replayed = steps[1]
+    assert isinstance(replayed, Replay) and next(iter(replayed.kept.values())) is not None
+    for name in ("row_of_block", "written_at", "block", "length", "used_at", "steps"):
+        assert torch.equal(getattr(tables[0], name), getattr(tables[1], name)), name

@@ -1,0 +1,81 @@
+"""A batch's prefill in `bench engine`: measured once, and its prompts used again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tightkv.bench import engine, engine_worker
+from tightkv.bench.engine import EnginePlan, what_is_measured
+
+CAPACITY = {"blocks": 100, "block_size": 16}
+
+
+class PacedEngine:
+    """An engine that takes two seconds a prompt it has not seen and 10 ms a decode step."""
+
+    def __init__(self) -> None:
+        self.made = 0
+        self.seen: set[int] = set()
+
+    def prompts(self, batch: int, tokens: int) -> list[list[int]]:
+        self.made += batch
+        return [[self.made - i] * tokens for i in range(batch)]
+
+    def seconds(self, prompts: list[list[int]], new_tokens: int) -> float:
+        new = {prompt[0] for prompt in prompts} - self.seen
+        self.seen |= new
+        return 2 * len(new) + 0.010 * (new_tokens - 1)
+
+
+def test_a_batch_is_prefilled_once_and_then_decoded() -> None:
+    paced = PacedEngine()
+    row, prompts = engine_worker.batch_prefill(paced, 3, 100, 8, CAPACITY)
+    assert row["value"] == pytest.approx(3 * 100 / 6) and row["batch"] == 3
+    assert what_is_measured(row) == "prefill of 3 x 100, tokens/s"
+    row = engine_worker.tpot(paced, 3, 100, 8, 1, CAPACITY, prompts)
+    assert row["value"] == pytest.approx(10.0) and paced.made == 3
+
+
+def test_a_batch_that_does_not_fit_with_its_answers_is_left_out() -> None:
+    paced = PacedEngine()
+    assert engine_worker.batch_prefill(paced, 11, 135, 8, CAPACITY)[0]["value"] is not None
+    row, prompts = engine_worker.batch_prefill(paced, 11, 136, 8, CAPACITY)
+    assert row["value"] is None and prompts is None
+    assert row["left_out"] == "11 x 145 tokens need 110 blocks, the cache has 100"
+
+
+@pytest.mark.parametrize(("device", "wanted"), [("cuda", True), ("cpu", False)])
+def test_batches_are_prefilled_on_a_gpu(
+    device: str, wanted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs: list[Any] = []
+
+    def run(files: Any, said: Path, *_: Any) -> None:
+        said.touch()
+        jobs.append(engine.json.loads(Path(files[0]).read_text()))
+
+    monkeypatch.setattr(engine, "_run_worker", run)
+    plan = EnginePlan(model="m", sizes=[(2, 9)], device=device)
+    assert list(engine._run_engine(plan, "auto", tmp_path, None)) == []
+    assert jobs[0]["batch_prefill"] is wanted
+
+
+def test_random_prompts_are_of_the_vocabulary_and_differ() -> None:
+    class Model:
+        def get_vocab_size(self) -> int:
+            return 7
+
+    class Config:
+        model_config = Model()
+
+    class Llm:
+        class llm_engine:
+            vllm_config = Config()
+
+    made = engine_worker.Engine(Llm())
+    one, two = made.prompts(2, 500)
+    assert set(one) == set(two) == {3, 4, 5, 6} and one != two
+    assert made.prompts(1, 500)[0] not in (one, two)
