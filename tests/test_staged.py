@@ -1,54 +1,136 @@
 """Prefill over a compressed prefix a piece at a time, against the reference."""
 
+import dataclasses
+import math
+
 import pytest
 import torch
 
 from helpers import add, make_cache, tokens
+from test_attention import poison
 from tightkv.config import KVQuantConfig
 from tightkv.kernels import reference, staged
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+CFG = KVQuantConfig(page_size=32, sinks=2, exact_pages=1)
 
 
-def dequantize_pages(codec, view, first, last):
-    """The reference's dequantizer in the shape of the kernel's."""
-    records = view.pages[view.block_table[:, first:last].long()]
-    key, value = reference.dequantize(codec, records)  # [B, n, Hkv, page, D]
-    dtype = codec.layout.dtype
-    return tuple(x.transpose(1, 2).flatten(2, 3).to(dtype) for x in (key, value))
-
-
-@pytest.mark.parametrize("prefix", [0, 3, 40, 131, 300])
-@pytest.mark.parametrize("dim,bits", [(64, 4), (80, 3)])
-def test_extend_is_attention_over_pages_ring_sinks_and_new_tokens(prefix, dim, bits, monkeypatch):
-    monkeypatch.setattr(staged, "STAGE_TOKENS", 64)
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch):
+    monkeypatch.setattr(staged, "PIECE_TOKENS", (64, 64))
     monkeypatch.setattr(staged, "LEAST_QUERIES", 1)
-    cfg = KVQuantConfig(page_size=32, sinks=2, exact_pages=1, key_bits=bits, value_bits=bits)
-    cache = make_cache(cfg, dim=dim, dtype=torch.float16, device=DEVICE)
-    if prefix:
-        add(cache, *(x.to(DEVICE, torch.float16) for x in tokens(2, prefix, dim=dim)))
-    new_key, new_value = (
-        x.to(DEVICE, torch.float16).flatten(0, 1) for x in tokens(2, 20, dim=dim, seed=5)
+
+
+def filled(cfg, prefix, dim=64, rows=2, heads=2, **options):
+    cache = make_cache(
+        cfg, dim=dim, rows=rows, heads=heads, dtype=torch.float16, device=DEVICE, **options
     )
-    query = torch.randn(40, 6, dim, device=DEVICE).half()
-    first = torch.tensor([0, 20, 40], dtype=torch.int32, device=DEVICE)
-    view = cache.view()
-    assert view.same_length == (prefix, cache.table.rows[0].ring_start, min(2, prefix))
-    assert staged.can_extend(cache.codec, query, view, 20)
-    out, lse = staged.extend(
-        cache.codec, query, view, dequantize_pages,
-        scale=0.1, new_key=new_key, new_value=new_value,
-    )  # fmt: skip
+    if prefix:
+        drawn = tokens(rows, prefix, heads=heads, dim=dim)
+        add(cache, *(x.to(DEVICE, torch.float16) for x in drawn))
+    return cache
+
+
+def assert_extends_like_the_reference(cache, view=None, *, heads=6, count=20, steps=None):
+    view = cache.view() if view is None else view
+    layout = cache.layout
+    rows, dim = view.batch, layout.head_dim
+    drawn = tokens(rows, count, heads=layout.num_kv_heads, dim=dim, seed=5)
+    new_key, new_value = (x.to(DEVICE, torch.float16).flatten(0, 1) for x in drawn)
+    query = torch.randn(rows * count, heads, dim).to(DEVICE, torch.float16)
+    first = torch.arange(rows + 1, dtype=torch.int32, device=DEVICE) * count
+    assert staged.can_extend(cache.codec, query, view, count)
+    arguments = {"scale": 0.1, "new_key": new_key, "new_value": new_value}
+    steps = staged.PlainSteps() if steps is None else steps
+    out, lse = staged.extend(cache.codec, query, view, steps, **arguments)
     expected, expected_lse = reference.attend(
-        cache.codec, query, view, first,
-        max_queries=20, scale=0.1, new_key=new_key, new_value=new_value,
-    )  # fmt: skip
-    assert out.dtype == query.dtype and lse.shape == expected_lse.shape
+        cache.codec, query, view, first, max_queries=count, **arguments
+    )
+    assert out.dtype == query.dtype and out.shape == query.shape
+    assert lse.dtype == torch.float32 and lse.shape == expected_lse.shape
     torch.testing.assert_close(lse, expected_lse, atol=5e-3, rtol=1e-3)
     torch.testing.assert_close(out, expected, atol=8e-3, rtol=4e-3)
 
 
-def test_only_rows_of_one_known_length_qualify():
+@pytest.mark.parametrize("open_codes", [True, False])
+@pytest.mark.parametrize("prefix", [0, 1, 3, 40, 64, 131, 300])
+@pytest.mark.parametrize("dim,bits", [(64, 4), (80, 3)])
+def test_extend_is_attention_over_pages_ring_sinks_and_new_tokens(prefix, dim, bits, open_codes):
+    """Slots that nothing was written to hold NaN."""
+    cfg = CFG.replace(key_bits=bits, value_bits=bits)
+    cache = filled(cfg, prefix, dim, open_codes=open_codes)
+    poison(cache)
+    assert cache.view().same_length == prefix
+    assert_extends_like_the_reference(cache)
+
+
+@pytest.mark.parametrize("prefix", [40, 131])
+@pytest.mark.parametrize(
+    "cfg",
+    [CFG.replace(sinks=0), CFG.replace(sinks=32, exact_pages=3), CFG.replace(rotation="none")],
+    ids=["no sinks", "a page of sinks", "not rotated"],
+)
+def test_extend_for_other_configs(cfg, prefix):
+    cache = filled(cfg, prefix)
+    poison(cache)
+    assert_extends_like_the_reference(cache, heads=2)
+
+
+def test_rows_of_one_length_may_differ_in_what_is_exact():
+    """Ring and sinks of a row may be lost; where they are, only the device knows."""
+    cache = filled(CFG, 131, rows=3)
+    cache.table.drop_exact(1)
+    view = cache.view()
+    assert view.same_length == 131 and len(set(view.ring_starts.tolist())) == 2
+    # what is not to be read must not be
+    for x in (view.ring_key, view.ring_value, view.sink_key, view.sink_value):
+        x[1] = math.nan
+    assert_extends_like_the_reference(cache, view)
+    order = [2, 1, 0]
+    other = dataclasses.replace(
+        view,
+        block_table=view.block_table[order],
+        ring_starts=view.ring_starts[order],
+        sink_counts=view.sink_counts[order],
+        ring_rows=view.ring_rows[order],
+    )
+    assert_extends_like_the_reference(cache, other)
+
+
+def test_extend_after_a_crop():
+    """The last page then has codes of some tokens alone, and exact copies of the others."""
+    cache = filled(CFG, 140, open_codes=False)
+    for row in range(2):
+        cache.table.crop(row, 100)
+    assert_extends_like_the_reference(cache)
+
+
+def test_pieces_are_whole_pages_and_grow_with_the_queries(monkeypatch):
+    monkeypatch.setattr(staged, "PIECE_TOKENS", (2048, 8192))
+    assert [staged.piece_tokens(n, 64) for n in (256, 512, 2048, 4096, 100_000)] == [
+        2048, 2048, 4096, 8192, 8192,
+    ]  # fmt: skip
+    assert staged.piece_tokens(512, 96) == 2016
+    assert staged.piece_tokens(512, 16384) == 16384
+
+
+def test_memory_of_a_piece_is_used_again(monkeypatch):
+    """Two buffers, of a piece or of a shorter prefix, however long the prefix is."""
+    seen = set()
+
+    class Watched(staged.PlainSteps):
+        def load_prefix(self, codec, view, first, count, key, value):
+            seen.add((key.data_ptr(), value.data_ptr(), key.shape[2]))
+            super().load_prefix(codec, view, first, count, key, value)
+
+    for prefix, held in ((300, 64), (40, 64), (20, 32)):
+        seen.clear()
+        assert_extends_like_the_reference(filled(CFG, prefix), steps=Watched())
+        assert [size for *_, size in seen] == [held]
+
+
+def test_only_rows_of_one_known_length_qualify(monkeypatch):
+    monkeypatch.setattr(staged, "LEAST_QUERIES", 256)
     cache = make_cache(KVQuantConfig(page_size=32), dtype=torch.float16)
     key, value = (x.half() for x in tokens(2, 50))
     add(cache, key, value, counts=[50, 40])
@@ -63,3 +145,38 @@ def test_only_rows_of_one_known_length_qualify():
     assert not staged.can_extend(alike.codec, query, alike.view(), 299), "rows must be even"
     assert not staged.can_extend(alike.codec, query.float(), alike.view(), 300)
     assert not staged.can_extend(alike.codec, query[:20], alike.view(), 10)
+
+
+@pytest.mark.parametrize("capability,fastest", [((9, 0), "_cudnn"), ((8, 0), "_flash")])
+def test_cudnn_gets_lengths_that_come_again(capability, fastest, monkeypatch):
+    """It plans every new shape for longer than a call saves."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+
+    def first_way(queries, keys, any_length=False):
+        q, k = torch.empty(1, 2, queries, 64), torch.empty(1, 1, keys, 64)
+        return staged._ways(q, k, any_length)[0].__name__
+
+    assert first_way(512, 8192) == first_way(300, 999, any_length=True) == fastest
+    assert first_way(512, 100) == first_way(513, 8192) == "_flash"
+
+
+def test_attention_falls_back_where_a_kernel_refuses(monkeypatch):
+    """Grouped heads first, repeated heads next; the reason is kept where nothing is left."""
+    calls = []
+
+    def refuse(q, k, v, scale, causal):
+        calls.append(k.shape[1])
+        raise RuntimeError("no such kernel")
+
+    def repeated_only(q, k, v, scale, causal):
+        if k.shape[1] != q.shape[1]:
+            refuse(q, k, v, scale, causal)
+        return staged.Part(q, k)
+
+    q, k = torch.empty(1, 6, 4, 64, device="meta"), torch.empty(1, 2, 4, 64, device="meta")
+    monkeypatch.setattr(staged, "_ways", lambda *_: [refuse, repeated_only])
+    assert staged.attention(q, k, k, 1.0).lse.shape[1] == 6
+    assert calls == [2, 6, 2]
+    monkeypatch.setattr(staged, "_ways", lambda *_: [refuse])
+    with pytest.raises(RuntimeError, match=r"no attention for q \[1, 6, 4, 64\]"):
+        staged.attention(q, k, k, 1.0)

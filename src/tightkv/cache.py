@@ -58,9 +58,7 @@ class PagedKV:
         return sys.modules[self._kernels]
 
     # --- reading ---
-    def view(
-        self, rows: RowTensors | None = None, same_length: tuple[int, int, int] | None = None
-    ) -> CacheView:
+    def view(self, rows: RowTensors | None = None, same_length: int | None = None) -> CacheView:
         """The tensors attention needs for every row of the table.
 
         `rows` (and `same_length`) describe this layer where the table has moved on before it.

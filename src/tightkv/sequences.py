@@ -257,8 +257,8 @@ class SequenceTable:
             self._tensors[key] = RowTensors(self._blocks[key], *_counters(self.rows, device))
         return self._tensors[key]
 
-    def same_length(self) -> tuple[int, int, int] | None:
-        """Length, ring start and sinks, if every row has the same and none is padded."""
+    def same_length(self) -> int | None:
+        """The length of every row, if all have the same and none is padded."""
         return same_length(self.rows)
 
     def _forget_tensors(self) -> None:
@@ -284,13 +284,12 @@ class RowTensors(NamedTuple):
         return RowTensors(*(x[index] for x in self))
 
 
-def same_length(rows: Sequence[SequenceState]) -> tuple[int, int, int] | None:
+def same_length(rows: Sequence[SequenceState]) -> int | None:
     """See `SequenceTable.same_length`."""
-    alike = {(row.start, row.length, row.ring_start, row.sink_count) for row in rows}
-    if len(alike) != 1:
+    lengths = {row.length for row in rows}
+    if len(lengths) != 1 or any(row.start for row in rows):
         return None
-    start, *rest = alike.pop()
-    return None if start else (rest[0], rest[1], rest[2])
+    return lengths.pop()
 
 
 def row_tensors(rows: Sequence[SequenceState], device: torch.device) -> RowTensors:

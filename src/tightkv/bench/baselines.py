@@ -16,7 +16,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from tightkv.bench.bf16_kernel import bf16_decode
 from tightkv.bench.problems import L2_BYTES, Shape
 from tightkv.bench.timing import graph_ms
-from tightkv.kernels.staged import Parts, attention
+from tightkv.kernels.staged import attention
+from tightkv.kernels.triton import rows
 
 SDPA = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -111,18 +112,19 @@ def sdpa_extend(shape: Shape, prefix: int, device: torch.device) -> dict[str, fl
 
 
 def _two_parts(query: Tensor, key: Tensor, value: Tensor, prefix: int) -> Tensor:
-    """Prefix and new tokens apart, so that cuDNN's kernels can be used; joined by their LSEs."""
-    batch, hq, tokens, d = query.shape
-    group = hq // key.shape[1]
+    """Prefix and new tokens apart, so that cuDNN's kernels can be used; joined by their LSEs.
+
+    Nothing is copied, and the join is one kernel: what our own prefill does, without the codes.
+    """
+    batch, _, _, d = query.shape
     scale = 1 / math.sqrt(d)
-    packed = query.reshape(batch, key.shape[1], group * tokens, d)
-    parts = Parts()
-    out, lse = attention(packed, key[:, :, :prefix], value[:, :, :prefix], scale)
-    parts.add(out.reshape(query.shape), lse.reshape(query.shape[:3]))
-    new_key, new_value = (x[:, :, prefix:].repeat_interleave(group, 1) for x in (key, value))
-    parts.add(*attention(query, new_key, new_value, scale, causal=True))
-    assert parts.out is not None
-    return parts.out.to(query.dtype)
+    packed = query.view(batch, key.shape[1], -1, d)  # heads of a group as further queries
+    old_key, new_key = key[:, :, :prefix], key[:, :, prefix:]
+    old_value, new_value = value[:, :, :prefix], value[:, :, prefix:]
+    old = attention(packed, old_key, old_value, scale, any_length=True)
+    new = attention(query, new_key, new_value, scale, causal=True, any_length=True)
+    rows.finish(None, old, new)
+    return new.out
 
 
 def _aligned_sdpa(query: Tensor, key: Tensor, value: Tensor, prefix: int) -> Tensor:

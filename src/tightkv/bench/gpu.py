@@ -154,7 +154,7 @@ def _extend_row(chunk: int, prefix: int, preset: str, device: torch.device) -> d
     if not prefix:
         nothing = torch.zeros_like(view.lengths)
         view = replace(
-            view, lengths=nothing, ring_starts=nothing, sink_counts=nothing, same_length=(0, 0, 0)
+            view, lengths=nothing, ring_starts=nothing, sink_counts=nothing, same_length=0
         )
     query = _random(chunk, shape.query_heads, shape.head_dim, device)
     key, value = (_random(chunk, shape.kv_heads, shape.head_dim, device) for _ in range(2))

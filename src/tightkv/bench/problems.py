@@ -106,6 +106,6 @@ def fill(
         view,
         lengths=zero + shape.tokens,
         ring_starts=zero + ring_start,
-        same_length=(shape.tokens, ring_start, min(cfg.sinks, shape.tokens)),
+        same_length=shape.tokens,
     )
     return Layer(codec, view, zero + max(0, shape.tokens - 1 - ring))

@@ -29,8 +29,7 @@ class CacheView:
     ring_value: Tensor
     sink_key: Tensor  # [rows, sinks, Hkv, D]
     sink_value: Tensor
-    # Where the host knows that all rows are alike and unpadded: length, ring start, sinks.
-    same_length: tuple[int, int, int] | None = None
+    same_length: int | None = None  # every row's length, where the host knows: alike, unpadded
 
     @property
     def batch(self) -> int:

@@ -191,19 +191,21 @@ def attend(
     """See `reference.attend`."""
     layout, device = codec.layout, query.device
     rows, hq, d = query.shape
+    scale = 1 / math.sqrt(d) if scale is None else scale
+    plain = causal and window is None and softcap is None and mask is None
+    many = plain and not interpreted() and staged.can_extend(codec, query, view, max_queries)
+    if many and rows and new_key is not None and new_value is not None:
+        from tightkv.kernels.triton import rows as steps  # it imports this module
+
+        return staged.extend(
+            codec, _last_contiguous(query), view, steps, scale=scale,
+            new_key=_last_contiguous(new_key), new_value=_last_contiguous(new_value),
+        )  # fmt: skip
     out = torch.empty_like(query)
     lse = torch.empty(rows, hq, dtype=torch.float32, device=device)
     if not rows or not view.batch:
         return out.zero_(), lse.fill_(-math.inf)
     query = _last_contiguous(query)
-    scale = 1 / math.sqrt(d) if scale is None else scale
-    plain = causal and window is None and softcap is None and mask is None
-    many = plain and not interpreted() and staged.can_extend(codec, query, view, max_queries)
-    if many and new_key is not None and new_value is not None:
-        return staged.extend(
-            codec, query, view, dequantize_pages,
-            scale=scale, new_key=new_key, new_value=new_value,
-        )  # fmt: skip
     hkv = layout.num_kv_heads
     plan = _plan(layout, view, hq // hkv, max_queries, device)
     new = new_key is not None
@@ -243,18 +245,28 @@ def attend(
 
 
 def dequantize_pages(
-    codec: Codec, view: CacheView, first_page: int, last_page: int
+    codec: Codec,
+    view: CacheView,
+    first_page: int,
+    last_page: int,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Rotated keys and values [B, Hkv, tokens, D] of pages [first_page, last_page)."""
+    """Rotated keys and values [B, Hkv, tokens, D] of pages [first_page, last_page).
+
+    `out` may hold more tokens; its strides are the same for both. Pages that are not in the
+    block table are left as they are.
+    """
     layout = codec.layout
     tokens = (last_page - first_page) * layout.page_size
-    shape = (view.batch, layout.num_kv_heads, tokens, layout.head_dim)
-    key, value = (
-        torch.empty(shape, dtype=layout.dtype, device=view.pages.device) for _ in range(2)
-    )
+    if out is None:
+        shape = (view.batch, layout.num_kv_heads, tokens, layout.head_dim)
+        made = [torch.empty(shape, dtype=layout.dtype, device=view.pages.device) for _ in "kv"]
+        out = made[0], made[1]
+    key, value = out
     grid = (tokens // 32, view.batch * layout.num_kv_heads)
     _dequantize_kernel[grid](
-        view.pages, view.block_table, key, value, view.block_table.stride(0), first_page,
+        view.pages, view.block_table, key, value,
+        view.block_table.stride(0), view.block_table.shape[1], first_page,
         key.stride(0), key.stride(1), **constants(layout), **books(layout)[1],
         PTX=_has_ptx(view.pages.device), num_warps=4,
     )  # fmt: skip

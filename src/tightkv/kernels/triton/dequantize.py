@@ -14,8 +14,14 @@ from tightkv.kernels.triton.words import (
 
 
 @triton.jit
+def _side_by_side(a, b, c, d):
+    """Four tensors [...] -> [..., 2, 2], in that order."""
+    return tl.join(tl.join(a, c), tl.join(b, d))
+
+
+@triton.jit(do_not_specialize=["table_n", "first_page"])  # one binary for all lengths
 def _dequantize_kernel(
-    pages, block_table, key, value, table_b, first_page, out_b, out_h,
+    pages, block_table, key, value, table_b, table_n, first_page, out_b, out_h,
     HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
     RECORD: tl.constexpr, KEY_BITS: tl.constexpr, KEY_CHUNK: tl.constexpr,
     KEY_TABLE: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_TABLE: tl.constexpr,
@@ -23,16 +29,24 @@ def _dequantize_kernel(
     KEY_SCALE_AT: tl.constexpr, VALUE_SCALE_AT: tl.constexpr, MEAN_AT: tl.constexpr,
     MEAN_BITS: tl.constexpr, KIND: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """One block of 32 tokens of one head -> rows [32, D] of key and value, in the rotated frame."""
+    """One block of 32 tokens of one head -> rows [32, D] of key and value, in the rotated frame.
+
+    Pages that the table does not have are left as they are.
+    """
     BLOCKS: tl.constexpr = PAGE // 32
     index = tl.program_id(0) // BLOCKS
     block = tl.program_id(0) % BLOCKS
     row = tl.program_id(1) // HKV
     head = tl.program_id(1) % HKV
+    if first_page + index >= table_n:
+        return
     page = tl.load(block_table + row * table_b + first_page + index).to(tl.int64)
+    if page < 0:
+        return
     record = pages + (page * HKV + head) * RECORD
     numbers = record.to(tl.pointer_type(tl.float16))
     base = row.to(tl.int64) * out_b + head * out_h + (index * PAGE + block * 32) * D
+    d = tl.arange(0, DP)
 
     C: tl.constexpr = D // KEY_CHUNK
     CP: tl.constexpr = DP // KEY_CHUNK
@@ -44,43 +58,49 @@ def _dequantize_kernel(
         kw = load_key_words(
             record.to(tl.pointer_type(tl.int16)), block, 1, KEY_BITS, C, CP, KEY_CHUNK
         )
+    # [32, words] each; word = CP q + chunk, channel = KEY_CHUNK chunk + PER q + code
+    if KEY_BITS < 8:
+        h0, h1, h2, h3, h4, h5, h6, h7 = nibble_levels(kw, KEY_BITS, KEY_TABLE, PTX)
+        x = tl.join(_side_by_side(h0, h2, h4, h6), _side_by_side(h1, h3, h5, h7))
+        x = tl.reshape(x, [32, KEY_CHUNK // 8, CP, 8])
+    else:
+        h0, h1, h2, h3 = byte_levels(kw)
+        x = tl.reshape(_side_by_side(h0, h1, h2, h3), [32, KEY_CHUNK // 4, CP, 4])
+    x = tl.reshape(tl.permute(x, [0, 2, 1, 3]), [32, DP]).to(tl.float32)
     scale = tl.load(numbers + KEY_SCALE_AT // 2 + block * 32 + scale_order(1)).to(tl.float32)
-    PER: tl.constexpr = 8 if KEY_BITS < 8 else 4
-    w = tl.arange(0, (DP // PER))
-    channel = (w % CP) * KEY_CHUNK + (w // CP) * PER
-    levels = nibble_levels(kw, KEY_BITS, KEY_TABLE, PTX) if KEY_BITS < 8 else byte_levels(kw)
-    size = (tl.abs(scale) * KEY_UNIT)[:, None]
-    centered = (scale.to(tl.int32, bitcast=True) < 0)[:, None]
-    where = key + base + token_order(1)[:, None] * D
-    for n in tl.static_range(PER):
-        at = channel + n
-        x = levels[n].to(tl.float32) * size
+    x = x * (tl.abs(scale) * KEY_UNIT)[:, None]
+    if MEAN_BITS > 0:
         if MEAN_BITS == 16:
-            mean = tl.load(numbers + MEAN_AT // 2 + at, mask=at < D, other=0.0).to(tl.float32)
-            x += tl.where(centered, mean[None, :], 0.0)
-        if MEAN_BITS == 8:
+            mean = tl.load(numbers + MEAN_AT // 2 + d, mask=d < D, other=0.0).to(tl.float32)
+        else:
             step = tl.load(numbers + (MEAN_AT + D) // 2).to(tl.float32)
             means = (record + MEAN_AT).to(tl.pointer_type(tl.int8))
-            mean = tl.load(means + at, mask=at < D, other=0).to(tl.float32) * step
-            x += tl.where(centered, mean[None, :], 0.0)
-        tl.store(where + at[None, :], x.to(key.dtype.element_ty), mask=(at < D)[None, :])
+            mean = tl.load(means + d, mask=d < D, other=0).to(tl.float32) * step
+        centered = scale.to(tl.int32, bitcast=True) < 0
+        x += tl.where(centered[:, None], mean[None, :], 0.0)
+    where = key + base + token_order(1)[:, None] * D + d[None, :]
+    tl.store(where, x.to(key.dtype.element_ty), mask=(d < D)[None, :])
 
     VC: tl.constexpr = D // 16
     VCP: tl.constexpr = DP // 16
     vw = load_value_words(
         (record + VALUE_AT).to(tl.pointer_type(tl.int32)), block, 1, VALUE_BITS, VC, VCP
-    )  # [words, 16 pairs]
-    VPER: tl.constexpr = 8 if VALUE_BITS < 8 else 4
-    w = tl.arange(0, 2 * DP // VPER)
-    channel = (w % VCP) * 16 + (w // VCP) * (VPER // 2)
+    )
+    # [words, 16 pairs] each; word = VCP q + chunk; codes 2 n and 2 n + 1: channel n of two tokens
+    if VALUE_BITS < 8:
+        h0, h1, h2, h3, h4, h5, h6, h7 = nibble_levels(vw, VALUE_BITS, VALUE_TABLE, PTX)
+        even = tl.reshape(_side_by_side(h0, h2, h4, h6), [4, VCP, 16, 4])
+        odd = tl.reshape(_side_by_side(h1, h3, h5, h7), [4, VCP, 16, 4])
+    else:
+        h0, h1, h2, h3 = byte_levels(vw)
+        even = tl.reshape(tl.join(h0, h2), [8, VCP, 16, 2])
+        odd = tl.reshape(tl.join(h1, h3), [8, VCP, 16, 2])
     pair = tl.arange(0, 16)
-    even = 8 * (pair % 4) + 2 * (pair // 4)  # token of the pair, as in token_order
-    levels = nibble_levels(vw, VALUE_BITS, VALUE_TABLE, PTX) if VALUE_BITS < 8 else byte_levels(vw)
-    for n in tl.static_range(VPER):
-        token = even + n % 2
-        at = channel + n // 2
-        place = VALUE_SCALE_AT // 2 + block * 32 + (token % 8) * 4 + token // 8
-        scale = tl.load(numbers + place).to(tl.float32) * VALUE_UNIT
-        x = levels[n].to(tl.float32) * scale[None, :]
-        where = value + base + token[None, :] * D + at[:, None]
-        tl.store(where, x.to(value.dtype.element_ty), mask=(at < D)[:, None])
+    token = 8 * (pair % 4) + 2 * (pair // 4)  # the first of the pair, as in token_order
+    where = value + base + token[:, None] * D + d[None, :]
+    scale_at = numbers + VALUE_SCALE_AT // 2 + block * 32 + (token % 8) * 4 + token // 8
+    for odds in tl.static_range(2):
+        levels = odd if odds else even
+        x = tl.reshape(tl.permute(levels, [2, 1, 0, 3]), [16, DP]).to(tl.float32)
+        x = x * (tl.load(scale_at + 4 * odds).to(tl.float32) * VALUE_UNIT)[:, None]
+        tl.store(where + odds * D, x.to(value.dtype.element_ty), mask=(d < D)[None, :])
