@@ -5,7 +5,7 @@ import torch
 
 from helpers import tokens
 from test_attention import poison
-from test_kernels_triton import CFG, DEVICE, cache_on, fill, queries
+from test_kernels_triton import CFG, DEVICE, cache_on, fill, queries, with_gaps
 from tightkv.config import KVQuantConfig
 from tightkv.kernels import reference, select
 
@@ -76,6 +76,31 @@ def test_rings_of_a_pool_that_were_lost():
     fill(cache, [200, 90])
     cache.table.drop_exact(0)
     assert_attends_alike(cache, [4, 1], 2)
+
+
+@pytest.mark.parametrize("preset", ["k4v4", "k2v2"])
+@pytest.mark.parametrize("lengths", [[9000, 4097, 1], [300] * 48], ids=["shares", "no_shares"])
+def test_many_tokens_and_many_sequences(preset, lengths):
+    """Several blocks a sequence, and as many sequences as there are blocks at a time."""
+    options = {"dim": 128, "heads": 8, "dtype": torch.bfloat16}
+    cache = cache_on(KVQuantConfig.preset(preset), lengths, **options)
+    fill(cache, lengths)
+    poison(cache)
+    for group in (1, 4):
+        assert_attends_alike(cache, [1] * len(lengths), group)
+        assert_attends_alike(cache, [1] * len(lengths), group, window=700)
+
+
+def test_pages_with_gaps_between_them():
+    caches = []
+    for name in ("reference", "cuda"):
+        cache = cache_on(CFG, [150, 40], name=name, dim=128, dtype=torch.bfloat16, open_codes=True)
+        fill(cache, [150, 40])
+        caches.append(cache if name == "reference" else with_gaps(cache))
+        fill(cache, [7, 3], seed=5)
+    assert not caches[1].pages.is_contiguous()
+    assert int((caches[0].pages != caches[1].pages).sum()) <= 4 * len(caches[0].pages)
+    assert_attends_alike(caches[1], [1, 1], 2)
 
 
 @pytest.mark.parametrize("open_codes", [True, False])

@@ -216,6 +216,30 @@ def test_close_to_exact_attention():
     assert 0.002 < float((out[None].cpu() - expected).norm() / expected.norm()) < 0.2
 
 
+def with_gaps(cache):
+    """The same cache, its pages 64 bytes apart, as an engine may hand them out."""
+    layout = cache.layout
+    wide = cache.pages.new_full((len(cache.pages), layout.page_bytes + 64), 255)
+    pages = wide[:, : layout.page_bytes].unflatten(1, (layout.num_kv_heads, layout.record_bytes))
+    cache.pages = pages.copy_(cache.pages)
+    return cache
+
+
+def test_pages_with_gaps_between_them():
+    lengths, caches = [150, 40], []
+    for name in ("reference", "triton"):
+        cache = cache_on(CFG, lengths, name=name)
+        fill(cache, lengths)
+        caches.append(cache if name == "reference" else with_gaps(cache))
+        fill(cache, [7, 3], seed=5)
+    assert not caches[1].pages.is_contiguous()
+    assert torch.equal(caches[0].pages, caches[1].pages)
+    assert_attends_like_the_reference(caches[1], [1, 1], 2)
+    got = kernels.dequantize_pages(caches[1].codec, caches[1].view(), 0, 2)
+    dense = kernels.dequantize_pages(caches[0].codec, caches[0].view(), 0, 2)
+    assert all(torch.equal(x[0], y[0]) for x, y in zip(got, dense, strict=True))
+
+
 def test_nothing_to_attend():
     cache = cache_on(CFG, [10])
     fill(cache, [10])

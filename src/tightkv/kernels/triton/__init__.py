@@ -166,7 +166,7 @@ def append(
             exact_starts, first, view.ring_key, view.ring_value, view.sink_key, view.sink_value,
             rotation_table(codec, "key", key.device), rotation_table(codec, "value", key.device),
             key.stride(0), key.stride(1), value.stride(0), value.stride(1),
-            view.block_table.stride(0), pages, copied,
+            view.block_table.stride(0), view.pages.stride(0), pages, copied,
             **constants(layout), **books(layout)[0],
             RING=ring, SINKS=sinks, SINKS_P=triton.next_power_of_2(max(sinks, 1)),
             OPEN=open_codes, num_warps=4,
@@ -225,7 +225,7 @@ def attend(
         view.ring_key, view.ring_value, view.sink_key, view.sink_value, new_key, new_value, mask,
         rotation_table(codec, "key", device), rotation_table(codec, "value", device),
         partial, partial_lse,
-        query.stride(0), query.stride(1), view.block_table.stride(0),
+        query.stride(0), query.stride(1), view.block_table.stride(0), view.pages.stride(0),
         new_key.stride(0), new_key.stride(1), new_value.stride(0), new_value.stride(1),
         *mask_strides, rows, scale,
         splits, exact_splits,
@@ -266,7 +266,8 @@ def dequantize_pages(
     grid = (tokens // 32, view.batch * layout.num_kv_heads)
     _dequantize_kernel[grid](
         view.pages, view.block_table, key, value,
-        view.block_table.stride(0), view.block_table.shape[1], first_page,
+        view.block_table.stride(0), view.block_table.shape[1],
+        view.pages.stride(0), first_page,
         key.stride(0), key.stride(1), **constants(layout), **books(layout)[1],
         PTX=_has_ptx(view.pages.device), num_warps=4,
     )  # fmt: skip

@@ -183,7 +183,7 @@ def _copy(source, source_n, token, target, place, there, HKV: tl.constexpr, D: t
 def _append_kernel(
     key, value, pages, block_table, lengths, starts, ring_rows, exact_starts, first,
     ring_key, ring_value, sink_key, sink_value, key_table, value_table,
-    key_n, key_h, value_n, value_h, table_b, touched, copies,
+    key_n, key_h, value_n, value_h, table_b, page_b, touched, copies,
     HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
     RECORD: tl.constexpr, RING: tl.constexpr, SINKS: tl.constexpr,
     SINKS_P: tl.constexpr, KEY_BITS: tl.constexpr, KEY_CHUNK: tl.constexpr, KEY_BOOK: tl.constexpr,
@@ -232,7 +232,7 @@ def _append_kernel(
     if (not OPEN) & (not complete):
         return
     page = tl.load(block_table + row * table_b + index).to(tl.int64)
-    record = pages + (page * HKV + head) * RECORD
+    record = pages + page * page_b + head * RECORD
     exact_from = tl.load(exact_starts + row)
     # tokens to encode: those with an exact copy, or the new ones of an open page
     lowest = tl.maximum(tl.where(complete, exact_from, before), index * PAGE)

@@ -76,7 +76,7 @@ def _attend_kernel(
     query, pages, block_table, lengths, starts, ring_starts, sink_counts, ring_rows, first,
     ring_key, ring_value, sink_key, sink_value, new_key, new_value, mask, key_table, value_table,
     partial, partial_lse,
-    query_n, query_h, table_b, new_key_n, new_key_h, new_value_n, new_value_h,
+    query_n, query_h, table_b, page_b, new_key_n, new_key_h, new_value_n, new_value_h,
     mask_b, mask_h, mask_q, mask_n, total_rows, scale, splits, exact_splits,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, COLS: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, RECORD: tl.constexpr, RING: tl.constexpr,
@@ -231,7 +231,7 @@ def _attend_kernel(
         for t in tl.range(page_from * TILES, page_to * TILES, num_stages=STAGES):
             index = t // TILES
             page = tl.load(block_table + row * table_b + index).to(tl.int64)
-            record = (page * HKV + kv_head) * RECORD
+            record = page * page_b + kv_head * RECORD
             block = (t % TILES) * NB
             if KEY_CHUNK == 32:
                 kw = load_key_words(

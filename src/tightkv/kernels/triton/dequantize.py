@@ -21,7 +21,7 @@ def _side_by_side(a, b, c, d):
 
 @triton.jit(do_not_specialize=["table_n", "first_page"])  # one binary for all lengths
 def _dequantize_kernel(
-    pages, block_table, key, value, table_b, table_n, first_page, out_b, out_h,
+    pages, block_table, key, value, table_b, table_n, page_b, first_page, out_b, out_h,
     HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
     RECORD: tl.constexpr, KEY_BITS: tl.constexpr, KEY_CHUNK: tl.constexpr,
     KEY_TABLE: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_TABLE: tl.constexpr,
@@ -43,7 +43,7 @@ def _dequantize_kernel(
     page = tl.load(block_table + row * table_b + first_page + index).to(tl.int64)
     if page < 0:
         return
-    record = pages + (page * HKV + head) * RECORD
+    record = pages + page * page_b + head * RECORD
     numbers = record.to(tl.pointer_type(tl.float16))
     base = row.to(tl.int64) * out_b + head * out_h + (index * PAGE + block * 32) * D
     d = tl.arange(0, DP)
