@@ -1,6 +1,7 @@
 """Prefill over a compressed prefix a piece at a time, against the reference."""
 
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -180,3 +181,13 @@ def test_attention_falls_back_where_a_kernel_refuses(monkeypatch):
     monkeypatch.setattr(staged, "_ways", lambda *_: [refuse])
     with pytest.raises(RuntimeError, match=r"no attention for q \[1, 6, 4, 64\]"):
         staged.attention(q, k, k, 1.0)
+
+
+@pytest.mark.parametrize("count", [1, 511, 512, 1024, 3616, 8192, 8191])
+def test_pieces_are_cut_into_lengths_that_come_again(count):
+    cuts = list(staged.planned_cuts(count))
+    assert cuts[0][0] == 0 and cuts[-1][1] == count
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(cuts))
+    for low, high in cuts[:-1]:
+        assert high - low in (1024, 2048, 4096)
+    assert cuts[-1][1] - cuts[-1][0] < 1024 or (cuts[-1][1] - cuts[-1][0]).bit_count() == 1

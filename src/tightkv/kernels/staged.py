@@ -22,6 +22,7 @@ from tightkv.kernels.view import CacheView
 LEAST_QUERIES = 256  # below this, decoding out of the pages is faster
 PIECE_TOKENS = (2048, 8192)  # of the prefix at a time: with few queries, with many
 PLANNED_TOKENS = 512  # cuDNN gets multiples of this
+_PADDED_FROM = 1024  # queries that are filled up to such a multiple
 
 
 class Part(NamedTuple):
@@ -85,15 +86,27 @@ def extend(
     Rows are sequences of the same length with the same number of queries.
     """
     batch = view.batch
+    tokens = len(query) // batch
     q, key, value = (
-        x.unflatten(0, (batch, len(x) // batch)).transpose(1, 2)  # [B, H, T, D]
+        _filled_up(x.unflatten(0, (batch, tokens))).transpose(1, 2)  # [B, H, T, D]
         for x in (query, new_key, new_value)
     )
     exact = attention(q, key, value, scale, causal=True)
     if view.same_length:
         steps.finish(codec, _attend_prefix(codec, q, view, steps, scale), exact)
-    out, lse = (x.transpose(1, 2).flatten(0, 1) for x in exact)
+    out, lse = (x.transpose(1, 2)[:, :tokens].flatten(0, 1) for x in exact)
     return out, lse
+
+
+def _filled_up(x: Tensor) -> Tensor:
+    """x [B, T, H, D] with zeros after it, so that cuDNN has planned for its length before.
+
+    Nobody sees them: attention among new tokens is causal.
+    """
+    more = -x.shape[1] % PLANNED_TOKENS
+    if not more or x.shape[1] < _PADDED_FROM or x.device.type == "cpu":
+        return x
+    return torch.nn.functional.pad(x, (0, 0, 0, 0, 0, more))
 
 
 def _attend_prefix(
@@ -115,9 +128,10 @@ def _attend_prefix(
     for first in range(0, length, size):
         count = min(size, length - first)
         steps.load_prefix(codec, view, first, count, key, value)
-        piece = attention(packed, key[:, :, :count], value[:, :, :count], scale)
-        prefix = piece if prefix is None else steps.join(prefix, piece)
-        del piece  # its memory serves the next one
+        for low, high in planned_cuts(count):
+            piece = attention(packed, key[:, :, low:high], value[:, :, low:high], scale)
+            prefix = piece if prefix is None else steps.join(prefix, piece)
+            del piece  # its memory serves the next one
     assert prefix is not None
     return prefix
 
@@ -129,6 +143,17 @@ def piece_tokens(queries: int, page: int) -> int:
     """
     few, many = PIECE_TOKENS
     return max(1, min(many, max(few, 2 * queries)) // page) * page
+
+
+def planned_cuts(count: int) -> Iterator[tuple[int, int]]:
+    """[0, count) in parts: of lengths that come again, as few as possible, and the rest."""
+    low = 0
+    while count - low >= 2 * PLANNED_TOKENS:
+        length = 1 << (count - low).bit_length() - 1
+        yield low, low + length
+        low += length
+    if low < count:
+        yield low, count
 
 
 def exact_ranges(view: CacheView, first: int, count: int) -> Iterator[tuple[bool, int, int]]:
