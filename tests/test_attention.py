@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from helpers import add, exact_attention, make_cache, tokens
 from tightkv.attention import attend
 from tightkv.config import KVQuantConfig
+from tightkv.kernels import select
 
 CFG = KVQuantConfig(page_size=32, sinks=2, exact_pages=2)
 
@@ -252,3 +253,18 @@ def test_bad_operands(options, word):
     with pytest.raises(ValueError, match=word):
         attend(cache, **options)
     assert attend(cache, torch.zeros(2, 1, 4, 64))[0].shape == (2, 1, 4, 64)
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+def test_output_goes_where_it_is_asked_to(name):
+    """Also where rows are further apart, as in a part of a larger buffer."""
+    cache = make_cache(CFG, rows=2)
+    add(cache, *tokens(2, 40))
+    kernels_of = select(name, torch.device("cpu"), cache.layout)
+    layout = cache.layout
+    q = torch.randn(2, 2 * layout.num_kv_heads, layout.head_dim)
+    first = torch.tensor([0, 1, 2], dtype=torch.int32)
+    expected, _ = kernels_of.attend(cache.codec, q, cache.view(), first, max_queries=1)
+    for out in (torch.empty_like(q), torch.empty(2, 9, *q.shape[1:])[:, 3]):
+        answer, _ = kernels_of.attend(cache.codec, q, cache.view(), first, max_queries=1, out=out)
+        assert answer is out and torch.equal(out, expected)

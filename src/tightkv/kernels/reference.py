@@ -208,6 +208,7 @@ def attend(
     mask: Tensor | None = None,
     new_key: Tensor | None = None,
     new_value: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over the cache: output like query, and its LSE [N, Hq] in float32.
 
@@ -216,7 +217,7 @@ def attend(
     `new_value` [N, Hkv, D] that follow it without being in it. `window` keeps keys with
     position > query position - window. `mask` [B|1, Hq|1, max_queries, tokens] further masks
     (bool, True attends) or is added to the scores (float). Queries that attend to nothing
-    give zeros and an LSE of -inf.
+    give zeros and an LSE of -inf. The output is written to `out` where that is given.
     """
     _, hq, d = query.shape
     hkv = view.ring_key.shape[2]
@@ -250,7 +251,8 @@ def attend(
         softmax.add(torch.where(seen, scores, -math.inf), seg)
 
     padded_out, padded_lse = softmax.finish(codec)
-    out, lse = torch.zeros_like(query), query.new_full(query.shape[:2], -math.inf).float()
+    out = torch.zeros_like(query) if out is None else out.zero_()
+    lse = query.new_full(query.shape[:2], -math.inf).float()
     out[index[live]] = padded_out.permute(0, 3, 1, 2, 4).flatten(2, 3)[live].to(query.dtype)
     lse[index[live]] = padded_lse.permute(0, 3, 1, 2).flatten(2, 3)[live]
     return out, lse

@@ -96,11 +96,14 @@ def attend(
     mask: Tensor | None = None,
     new_key: Tensor | None = None,
     new_value: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `reference.attend`."""
     query, first = _row(query), _int(first)
     total, heads, dim = query.shape
-    out = torch.empty((total, heads, dim), dtype=query.dtype)
+    wanted = out
+    if out is None or not out.is_contiguous():
+        out = torch.empty((total, heads, dim), dtype=query.dtype)
     lse = torch.empty((total, heads), dtype=torch.float32)
     new, new_dtype = (*_NO_TOKENS, *_NO_TOKENS), 0
     if new_key is not None and new_value is not None:
@@ -128,6 +131,8 @@ def attend(
         torch.get_num_threads(),
     )
     _check(library.load().tightkv_attend(_layer(codec), arguments))
+    if wanted is not None and wanted is not out:
+        out = wanted.copy_(out)
     return out, lse
 
 

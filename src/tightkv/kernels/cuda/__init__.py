@@ -24,7 +24,7 @@ from tightkv.layout import RING_SLACK, PageLayout
 __all__ = ["append", "attend", "unavailable", "unsupported"]
 
 _FOLDER = Path(__file__).parent
-_MAX_QUERIES = 16  # more than this is prefill
+_MAX_QUERIES = RING_SLACK  # more than this is prefill
 _EXACT_TOKENS = 16  # that a warp reads at a time
 _MOST_SPLITS = 64
 _WARPS = 4  # of a block of decode.cu
@@ -143,6 +143,7 @@ def attend(
     mask: Tensor | None = None,
     new_key: Tensor | None = None,
     new_value: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `reference.attend`."""
     layout, device = codec.layout, query.device
@@ -152,6 +153,7 @@ def attend(
         return triton_kernels.attend(
             codec, query, view, first, max_queries=max_queries, scale=scale, causal=causal,
             window=window, softcap=softcap, mask=mask, new_key=new_key, new_value=new_value,
+            out=out,
         )  # fmt: skip
     if query.stride(-1) != 1:
         query = query.contiguous()
@@ -168,7 +170,7 @@ def attend(
     exact_shares = min(splits, groups)
     shares = splits + exact_shares if splits > 1 else 0
 
-    out = torch.empty_like(query)
+    out = torch.empty_like(query) if out is None else out
     lse = torch.empty(rows, hq, dtype=torch.float32, device=device)
     partial = torch.empty(shares, rows, hq, d, dtype=torch.float32, device=device)
     partial_lse = torch.empty(shares, rows, hq, dtype=torch.float32, device=device)

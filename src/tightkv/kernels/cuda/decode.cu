@@ -187,7 +187,7 @@ struct ValueBlock {
 struct Stage {
     uint4 key[TB][KL * KW][32], value[TB][VL * VW][32];
     uint2 key_scale[TB][8], value_scale[TB][8];
-    uint4 mean[SPAN][MEAN_CHUNKS + !MEAN_CHUNKS];
+    uint4 mean[SPAN][MEAN_CHUNKS + !MEAN_CHUNKS];  // of a tile's pages
 };
 
 // Where a lane's bytes of a record begin; the rest of an address is constant.
@@ -201,9 +201,9 @@ __device__ __forceinline__ int value_lane(int r, int c) {
     return 16 * (r * 4 + c);
 }
 
-__device__ __forceinline__ void copy(void *to, const u8 *from, u64 policy) {
-    const u32 at = (u32)__cvta_generic_to_shared(to);
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(at),
+// 16 bytes to an address in shared memory.
+__device__ __forceinline__ void copy(u32 to, const u8 *from, u64 policy) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to),
                  "l"(from), "l"(policy) : "memory");
 }
 
@@ -214,9 +214,11 @@ __device__ __forceinline__ void wait_for_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");
 }
 
-// Page p of a tile. `key` and `value` are its record, moved on to the tile's and the lane's bytes.
-__device__ __forceinline__ void copy_codes(Stage &to, int p, const u8 *key, const u8 *value,
-                                           int lane, u64 policy) {
+// Codes of page p of a tile, to the stage at `to`. `key` and `value` are the page's record, moved
+// on to the tile's and the lane's bytes.
+__device__ __forceinline__ void copy_codes(u32 to, int p, const u8 *key, const u8 *value, int lane,
+                                           u64 policy) {
+    const u32 keys = to + 16 * lane, values = keys + __builtin_offsetof(Stage, value);
 #pragma unroll
     for (int b = 0; b < BP; b++)
 #pragma unroll
@@ -224,7 +226,7 @@ __device__ __forceinline__ void copy_codes(Stage &to, int p, const u8 *key, cons
 #pragma unroll
             for (int k = 0; k < KW; k++) {
                 const int j = (D == 64 && KEY_BITS == 4) ? 2 * k : k;
-                copy(&to.key[p * BP + b][l * KW + k][lane],
+                copy(keys + 512 * (((p * BP + b) * KL + l) * KW + k),
                      key + b * KEY_BLOCK + 128 * C * j + 64 * l, policy);
             }
 #pragma unroll
@@ -234,28 +236,28 @@ __device__ __forceinline__ void copy_codes(Stage &to, int p, const u8 *key, cons
 #pragma unroll
             for (int k = 0; k < VW; k++) {
                 const int j = (D == 64 && VALUE_BITS == 4) ? 2 * k : k;
-                copy(&to.value[p * BP + b][l * VW + k][lane],
+                copy(values + 512 * (((p * BP + b) * VL + l) * VW + k),
                      value + VALUE_AT + b * VALUE_BLOCK + 64 * VC * j + 512 * l, policy);
             }
 }
 
-// Its scales from `block` on, and its mean if that is not there yet; a lane copies 16 bytes.
-__device__ __forceinline__ void copy_numbers(Stage &to, int p, const u8 *record, int block,
-                                             bool with_mean, int lane, u64 policy) {
-#pragma unroll
-    for (int from = 0; from < 8 * BP + MEAN_CHUNKS; from += 32) {
-        const int e = from + lane;
-        const u8 *at = record + MEAN_AT + 16 * (e - 8 * BP);
-        uint4 *place = to.mean[p] + (e - 8 * BP);
-        if (e < 8 * BP) {
-            const bool key = e < 4 * BP;
-            const int chunk = key ? e : e - 4 * BP;
-            at = record + (key ? KEY_SCALE_AT : VALUE_SCALE_AT) + 64 * block + 16 * chunk;
-            place = (uint4 *)(key ? to.key_scale[p * BP] : to.value_scale[p * BP]) + chunk;
-        }
-        if (e < 8 * BP || (with_mean && e < 8 * BP + MEAN_CHUNKS)) copy(place, at, policy);
+// 16 bytes of a page's scales or mean that a lane copies: where from, where to in a stage.
+struct Number {
+    int from, to, to_next;  // of the next page of the tile
+    bool scale, mean;
+
+    __device__ __forceinline__ Number(int e) {
+        scale = e < 8 * BP, mean = !scale && e < 8 * BP + MEAN_CHUNKS;
+        const bool key = e < 4 * BP;
+        const int chunk = key ? e : scale ? e - 4 * BP : e - 8 * BP;
+        from = (key ? KEY_SCALE_AT : scale ? VALUE_SCALE_AT : MEAN_AT) + 16 * chunk;
+        to = 16 * chunk + (int)(key     ? __builtin_offsetof(Stage, key_scale)
+                                : scale ? __builtin_offsetof(Stage, value_scale)
+                                        : __builtin_offsetof(Stage, mean));
+        to_next = scale ? 64 * BP : 16 * MEAN_CHUNKS;
     }
-}
+};
+#define NUMBERS ((8 * BP + MEAN_CHUNKS + 31) / 32)  // a lane
 
 // Channel of the first of a lane's eight codes of key slot x.
 __device__ __forceinline__ int key_channel(int x, int c) {
@@ -411,7 +413,52 @@ __device__ __forceinline__ void bytes_to_halves(u32 w, u32 &low, u32 &high) {
         : "=r"(high) : "r"(w), "r"(0xe480e480u));
 }
 
-// q.mu of a page for columns 2 c, 2 c + 1, in score units.
+// A lane's channels of a page's mean, as four registers of halves.
+__device__ __forceinline__ uint4 mean_halves(const uint4 *mean, int channel) {
+#if MEAN_BITS == 8
+    const uint2 w = ((const uint2 *)mean)[channel / 8];
+    uint4 m;
+    bytes_to_halves(w.x, m.x, m.y);
+    bytes_to_halves(w.y, m.z, m.w);
+    return m;
+#else
+    return mean[channel / 8];
+#endif
+}
+
+__device__ __forceinline__ float mean_unit(const uint4 *mean) {
+    return MEAN_BITS == 8 ? half_to_float(*(const u16 *)(mean + D / 16)) : 1.f;
+}
+
+// q.mu of two pages for columns 2 c, 2 c + 1, in score units: one page in the upper rows of the A
+// operand, one in the lower.
+__device__ __forceinline__ void mean_scores_of_two(float (&one)[NT][2], float (&two)[NT][2],
+                                                   const u32 (&q)[NT][KX][4], const uint4 *mean1,
+                                                   const uint4 *mean2, int c, float factor) {
+    float s[NT][4];
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int k = 0; k < 4; k++) s[n][k] = 0.f;
+#pragma unroll
+    for (int x = 0; x < KX; x++) {
+        const uint4 m = mean_halves(mean1, key_channel(x, c));
+        const uint4 w = mean_halves(mean2, key_channel(x, c));
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+            mma(s[n], m.x, w.x, m.z, w.z, q[n][x][0], q[n][x][1]);
+            mma(s[n], m.y, w.y, m.w, w.w, q[n][x][2], q[n][x][3]);
+        }
+    }
+    const float unit1 = mean_unit(mean1) * factor, unit2 = mean_unit(mean2) * factor;
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int k = 0; k < 2; k++)
+            one[n][k] = s[n][k] * unit1, two[n][k] = s[n][k + 2] * unit2;
+}
+
+// q.mu of one page.
 //
 // A vector of four registers is one A operand as it lies: (x, z) in its upper rows, (y, w) in its
 // lower ones. Two products, with queries (0, 2) and (1, 3), and the upper rows of the first and the
@@ -423,26 +470,15 @@ __device__ __forceinline__ void mean_scores(float (&bias)[NT][2], const u32 (&q)
     for (int n = 0; n < NT; n++)
 #pragma unroll
         for (int k = 0; k < 4; k++) up[n][k] = down[n][k] = 0.f;
-#if MEAN_BITS == 8
-    factor *= half_to_float(*(const u16 *)(mean + D / 16));
-#endif
+    factor *= mean_unit(mean);
 #pragma unroll
     for (int x = 0; x < KX; x++) {
-#if MEAN_BITS == 16
-        const uint4 m = mean[key_channel(x, c) / 8];
-#elif MEAN_BITS == 8
-        const uint2 w = ((const uint2 *)mean)[key_channel(x, c) / 8];
-        uint4 m;
-        bytes_to_halves(w.x, m.x, m.y);
-        bytes_to_halves(w.y, m.z, m.w);
-#endif
-#if MEAN_BITS > 0
+        const uint4 m = mean_halves(mean, key_channel(x, c));
 #pragma unroll
         for (int n = 0; n < NT; n++) {
             mma(up[n], m.x, m.y, m.z, m.w, q[n][x][0], q[n][x][1]);
             mma(down[n], m.x, m.y, m.z, m.w, q[n][x][2], q[n][x][3]);
         }
-#endif
     }
 #pragma unroll
     for (int n = 0; n < NT; n++)
@@ -834,11 +870,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
     Queries queries;
     load(queries, a, begin, count, v.first_at, head, col0, lane, warp);
     const u8 *pages = a.pages + head * RECORD;
-    const int key_at = key_lane(r, c), value_at = value_lane(r, c);
+    const u8 *key_base = pages + key_lane(r, c), *value_base = pages + value_lane(r, c);
+    const Number numbers[2] = {Number(lane), Number(lane + 32)};
+    const u32 page_bytes = a.page_bytes;
     u64 policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    Stage *stages = sh.warp[warp].stage;
-    int ahead = t, to_stage = 0;  // the next tile to be copied, and where
+    const Stage *stages = sh.warp[warp].stage;
+    const u32 first_stage = (u32)__cvta_generic_to_shared(stages);
+    u32 to = first_stage;
+    int ahead = t;  // the next tile to be copied
     auto copy_next = [&]() {
         if (ahead < t_end) {
             const int page = ahead / TILES * SPAN, block = (ahead % TILES) * TB;
@@ -846,17 +886,23 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
                 window += 32;
                 page_ids = table[min(window + lane, page_to - 1)];
             }
+            const bool new_page = TILES == 1 || block == 0 || ahead == t;
 #pragma unroll
             for (int p = 0; p < SPAN; p++) {
-                const u8 *record =
-                    pages + __shfl_sync(~0u, page_ids, page + p - window) * a.page_bytes;
-                copy_codes(stages[to_stage], p, record + key_at + block * KEY_BLOCK,
-                           record + value_at + block * VALUE_BLOCK, lane, policy);
-                copy_numbers(stages[to_stage], p, record, block, ahead % TILES == 0 || ahead == t,
-                             lane, policy);
+                const u64 at = (u64)page_bytes * (u32)__shfl_sync(~0u, page_ids, page + p - window);
+                copy_codes(to, p, key_base + at + block * KEY_BLOCK,
+                           value_base + at + block * VALUE_BLOCK, lane, policy);
+#pragma unroll
+                for (int k = 0; k < NUMBERS; k++) {
+                    const Number &x = numbers[k];
+                    if (x.scale || (new_page && x.mean))
+                        copy(to + x.to + p * x.to_next,
+                             pages + at + x.from + (x.scale ? 64 * block : 0), policy);
+                }
             }
             ahead++;
-            to_stage = to_stage + 1 == STAGES ? 0 : to_stage + 1;
+            to += sizeof(Stage);
+            if (to == first_stage + STAGES * sizeof(Stage)) to = first_stage;
         }
         end_of_copies();
     };
@@ -898,9 +944,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
             __syncwarp();  // lanes read what others copied
             const Stage &tile = stages[at_stage];
             at_stage = at_stage + 1 == STAGES ? 0 : at_stage + 1;
-            if (new_page)
+#if MEAN_BITS > 0
+#if SPAN == 1
+            if (new_page) mean_scores(bias[0], q, tile.mean[0], c, factor);
+#else
 #pragma unroll
-                for (int p = 0; p < SPAN; p++) mean_scores(bias[p], q, tile.mean[p], c, factor);
+            for (int p = 0; p < SPAN; p += 2)
+                mean_scores_of_two(bias[p], bias[p + 1], q, tile.mean[p], tile.mean[p + 1], c, factor);
+#endif
+#endif
             new_page = (t + 1) % TILES == 0;
 
             float s[NT][2 * TB][4];

@@ -187,6 +187,7 @@ def attend(
     mask: Tensor | None = None,
     new_key: Tensor | None = None,
     new_value: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `reference.attend`."""
     layout, device = codec.layout, query.device
@@ -197,11 +198,12 @@ def attend(
     if many and rows and new_key is not None and new_value is not None:
         from tightkv.kernels.triton import rows as steps  # it imports this module
 
-        return staged.extend(
+        answer, lse = staged.extend(
             codec, _last_contiguous(query), view, steps, scale=scale,
             new_key=_last_contiguous(new_key), new_value=_last_contiguous(new_value),
         )  # fmt: skip
-    out = torch.empty_like(query)
+        return answer if out is None else out.copy_(answer), lse
+    out = torch.empty_like(query) if out is None else out
     lse = torch.empty(rows, hq, dtype=torch.float32, device=device)
     if not rows or not view.batch:
         return out.zero_(), lse.fill_(-math.inf)
