@@ -24,6 +24,7 @@ from tightkv.layout import RING_SLACK, PageLayout
 __all__ = ["append", "attend", "unavailable", "unsupported"]
 
 _FOLDER = Path(__file__).parent
+_SOURCES = {"append": ("append",), "decode": ("primitives", "pages", "softmax", "decode")}
 _MAX_QUERIES = RING_SLACK  # more than this is prefill
 _EXACT_TOKENS = 16  # that a warp reads at a time
 _MOST_SPLITS = 64
@@ -255,6 +256,15 @@ def _module(
     device: torch.device,
 ) -> Module:
     """The kernels of one source for one layout, compiled once."""
+    major, minor = torch.cuda.get_device_capability(device)
+    text = source(name, layout, query_heads, tiles_n, softcap)
+    return Module(compile_cubin(text, [], f"sm_{major}{minor}"), device)
+
+
+def source(
+    name: str, layout: PageLayout, query_heads: int, tiles_n: int = 1, softcap: bool = False
+) -> str:
+    """CUDA C++ with the constants of a layout."""
     heads, d = layout.num_kv_heads, layout.head_dim
     tile = Tile.of(layout, tiles_n)
     constants: dict[str, object] = {
@@ -289,9 +299,8 @@ def _module(
         constants[f"{side}_THRESHOLDS"] = _floats(*thresholds)
         constants[f"{side}_MAGNITUDES"] = _floats(*magnitudes)
     defines = "".join(f"#define {field} {value}\n" for field, value in constants.items())
-    source = defines + (_FOLDER / f"{name}.cu").read_text(encoding="utf-8")
-    major, minor = torch.cuda.get_device_capability(device)
-    return Module(compile_cubin(source, [], f"sm_{major}{minor}"), device)
+    files = [_FOLDER / f"{part}.cu" for part in _SOURCES[name]]
+    return defines + "\n".join(file.read_text(encoding="utf-8") for file in files)
 
 
 def _floats(*values: float) -> str:

@@ -1,0 +1,324 @@
+// The running softmax of a warp, what it may see, and how warps, shares and frames are joined.
+
+#define WARPS 4         // of a block that decodes
+#define MERGE_WARPS 8
+#define LOWEST (-1e30f)  // no score yet; finite, so that differences are numbers
+#define SLACK 4.f        // scores may be that much above the peak before it is raised: weights to 16
+
+struct State {
+    float peak[NT][2], sum[NT][2];  // of columns 2 c, 2 c + 1; sum of this lane's tokens alone
+    float acc[NT][VX][2][4];
+};
+
+__device__ __forceinline__ void clear(State &st) {
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+#pragma unroll
+        for (int k = 0; k < 2; k++) st.peak[n][k] = LOWEST, st.sum[n][k] = 0.f;
+#pragma unroll
+        for (int x = 0; x < VX; x++)
+#pragma unroll
+            for (int m = 0; m < 2; m++)
+#pragma unroll
+                for (int k = 0; k < 4; k++) st.acc[n][x][m][k] = 0.f;
+    }
+}
+
+// What scores are taken relative to: the peak so far, or 0 before there is one.
+__device__ __forceinline__ float base_of(float peak) { return peak == LOWEST ? 0.f : -peak; }
+
+// A higher score than any before, or the first: the accumulators shrink.
+template <int GROUPS>
+__device__ __forceinline__ void raise_peak(State &st, float (&s)[NT][GROUPS][4], int n,
+                                           float (&top)[2]) {
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+        float t = top[k];
+        t = fmaxf(t, __shfl_xor_sync(~0u, t, 4));
+        t = fmaxf(t, __shfl_xor_sync(~0u, t, 8));
+        t = fmaxf(t, __shfl_xor_sync(~0u, t, 16));
+        const bool first = st.peak[n][k] == LOWEST, none = t == NEG_INF;
+        const float up = first ? (none ? 0.f : t) : fmaxf(t, 0.f);
+        const float shrink = first ? 1.f : exp2_fast(-up);
+        st.peak[n][k] = first ? (none ? LOWEST : t) : st.peak[n][k] + up;
+        st.sum[n][k] *= shrink;
+#pragma unroll
+        for (int g = 0; g < GROUPS; g++) s[n][g][k] -= up, s[n][g][k + 2] -= up;
+#pragma unroll
+        for (int x = 0; x < VX; x++)
+#pragma unroll
+            for (int m = 0; m < 2; m++) {
+                st.acc[n][x][m][k] *= shrink;
+                st.acc[n][x][m][k + 2] *= shrink;
+            }
+    }
+}
+
+// Scores s[nt][16-token group][4], in log2 units and relative to base_of(peak) -> weights.
+template <int GROUPS>
+__device__ __forceinline__ void softmax_step(State &st, float (&s)[NT][GROUPS][4]) {
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+        float top[2];
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+            top[k] = fmaxf(s[n][0][k], s[n][0][k + 2]);
+#pragma unroll
+            for (int g = 1; g < GROUPS; g++)
+                top[k] = fmaxf(top[k], fmaxf(s[n][g][k], s[n][g][k + 2]));
+        }
+        const bool fresh = fminf(st.peak[n][0], st.peak[n][1]) == LOWEST;
+        if (__any_sync(~0u, fresh || fmaxf(top[0], top[1]) > SLACK))
+            raise_peak<GROUPS>(st, s, n, top);
+#pragma unroll
+        for (int k = 0; k < 2; k++)
+#pragma unroll
+            for (int g = 0; g < GROUPS; g++) {
+                s[n][g][k] = exp2_fast(s[n][g][k]);
+                s[n][g][k + 2] = exp2_fast(s[n][g][k + 2]);
+                st.sum[n][k] += s[n][g][k] + s[n][g][k + 2];
+            }
+    }
+}
+
+struct Bounds {
+    int low, high;        // positions in [low, high) are read from pages, others there are not
+    int first_at;         // position of the first query token
+    int causal, window;
+    float softcap;
+};
+
+__device__ __forceinline__ float seen(const Bounds &v, int at, int query_at, float s, int page) {
+#if SOFTCAP
+    // s is in log2 units: cap * tanh(x / cap) = cap * (1 - 2 / (1 + e^(2 x / cap)))
+    const float e = exp2_fast(s * __fdividef(2.f, v.softcap));
+    s = v.softcap * 1.4426950408889634f * (1.f - __fdividef(2.f, 1.f + e));
+#endif
+    bool ok = true;
+    if (page) ok = at >= v.low && at < v.high;
+    if (v.causal) ok = ok && at <= query_at;
+    if (v.window > 0) ok = ok && at > query_at - v.window;
+    return ok ? s : NEG_INF;
+}
+
+struct Rows {  // one kernel argument for all pointers and strides
+    const void *query;
+    const u8 *pages;
+    const int *block_table, *lengths, *starts, *ring_starts, *sink_counts, *ring_rows, *first;
+    const u16 *ring_key, *ring_value, *sink_key, *sink_value;
+    const float *signs;
+    float *partial, *partial_lse;  // of shares, where there are several
+    u16 *out;
+    float *lse;
+    long long query_n, query_h, out_n, out_h, table_b, page_bytes, total_rows;
+    float scale, softcap;
+    int ring, sinks, splits, exact_shares, window, causal;
+};
+
+// Where in a stashed row a channel lies: the lanes of a store then have banks of their own.
+__device__ __forceinline__ int place_of(int channel) {
+    int r, x;
+    if (D == 64) {
+        r = ((channel >> 4) & 3) | (channel & 4);
+        x = (channel >> 3) & 1;
+    } else if (D == 128) {
+        r = channel >> 4;
+        x = (channel >> 2) & 3;
+    } else {
+        r = (channel >> 4) & 7;
+        x = (channel >> 7) | ((channel >> 1) & 6);
+    }
+    return 8 * (4 * x + (channel & 3)) + r;
+}
+
+struct Stash {  // what a warp found, in one frame
+    float acc[COLS][D + 4], peak[COLS], sum[COLS];
+};
+
+union Warp {  // a warp's own memory: first for tiles, then for what it found
+    Stage stage[STAGES];
+    struct {
+        Stash pages, exact;
+    } found;
+};
+
+struct Shared {
+    Warp warp[WARPS];
+    u32 query[2][COLS][D / 2 + 4];  // rotated halves, and as they came
+    float query_top[COLS];
+    u32 tables[4];
+};
+static_assert(sizeof(Shared) == SHARED_BYTES, "kernels/cuda computes another size");
+
+__device__ __forceinline__ void stash(const State &st, Stash &to, int lane) {
+    const int r = lane >> 2, c = lane & 3;
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+            float sum = st.sum[n][k];
+            sum += __shfl_xor_sync(~0u, sum, 4);
+            sum += __shfl_xor_sync(~0u, sum, 8);
+            sum += __shfl_xor_sync(~0u, sum, 16);
+            if (r == 0) {
+                to.peak[8 * n + 2 * c + k] = st.peak[n][k];
+                to.sum[8 * n + 2 * c + k] = sum;
+            }
+        }
+#pragma unroll
+        for (int x = 0; x < VX; x++)
+#pragma unroll
+            for (int m = 0; m < 2; m++)
+#pragma unroll
+                for (int k = 0; k < 4; k++)
+                    to.acc[8 * n + 2 * c + (k & 1)][8 * (4 * x + 2 * m + (k >> 1)) + r] =
+                        st.acc[n][x][m][k];
+    }
+}
+
+// A column of all warps: their sum relative to the highest peak, which is returned with the weight.
+template <bool EXACT>
+__device__ __forceinline__ void gather(const Shared &sh, int n, int lane, float (&o)[D / 32],
+                                       float &peak, float &sum) {
+    peak = LOWEST, sum = 0.f;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+        const Stash &from = EXACT ? sh.warp[w].found.exact : sh.warp[w].found.pages;
+        if (from.sum[n] > 0.f) peak = fmaxf(peak, from.peak[n]);
+    }
+#pragma unroll
+    for (int k = 0; k < D / 32; k++) o[k] = 0.f;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+        const Stash &from = EXACT ? sh.warp[w].found.exact : sh.warp[w].found.pages;
+        if (!(from.sum[n] > 0.f)) continue;  // nothing was found
+        const float weight = exp2_fast(from.peak[n] - peak);
+        sum += weight * from.sum[n];
+#pragma unroll
+        for (int k = 0; k < D / 32; k++) o[k] += weight * from.acc[n][lane + 32 * k];
+    }
+}
+
+// A share's mean value and LSE (in log2 units) of one query.
+__device__ __forceinline__ void write_share(const Rows &a, int share, long long row, int lane,
+                                            const float (&o)[D / 32], float peak, float sum,
+                                            float unit) {
+    const long long place = (long long)share * a.total_rows * HQ + row;
+    if (lane == 0) a.partial_lse[place] = sum > 0.f ? peak + log2f(sum) : NEG_INF;
+    const float inverse = sum > 0.f ? unit / sum : 0.f;
+#pragma unroll
+    for (int k = 0; k < D / 32; k++) a.partial[place * D + lane + 32 * k] = o[k] * inverse;
+}
+
+// Sums over pages (in the order of `place_of`, in `row`) and over exact tokens -> the answer.
+__device__ __forceinline__ void write_answer(float *pages, float *exact, const float *signs,
+                                             u16 *out, float *lse, int lane, float peak,
+                                             float sum) {
+    float x[D / 32], y[D / 32];
+    __syncwarp();
+#pragma unroll
+    for (int k = 0; k < D / 32; k++) {
+        const int place = place_of(lane + 32 * k);
+        x[k] = pages[place], y[k] = exact[place];
+    }
+#if ROTATED
+    hadamard(x, lane);
+#pragma unroll
+    for (int k = 0; k < D / 32; k++) x[k] *= ROOT * signs[lane + 32 * k];
+#endif
+    const float inverse = sum > 0.f ? 1.f / sum : 0.f;
+#pragma unroll
+    for (int k = 0; k < D / 32; k++)
+        out[lane + 32 * k] = (u16)pack_model((x[k] + y[k]) * inverse, 0.f);
+    if (lane == 0) *lse = sum > 0.f ? (peak + log2f(sum)) * 0.6931471805599453f : NEG_INF;
+}
+
+// Join the warps of a block: to the answer where it has all of a sequence, else to its shares.
+__device__ __forceinline__ void join(Shared &sh, const Rows &a, int split, int begin, int count,
+                                     int head, int col0, int lane, int warp) {
+    __syncthreads();
+    for (int n = warp; n < COLS; n += WARPS) {
+        const int col = col0 + n, token = col / G;
+        if (token >= count) break;
+        const int query_head = head * G + col % G;
+        const long long row = (long long)(begin + token) * HQ + query_head;
+        float o[D / 32], e[D / 32], peak, sum, exact_peak, exact_sum;
+        gather<false>(sh, n, lane, o, peak, sum);
+        gather<true>(sh, n, lane, e, exact_peak, exact_sum);
+        if (a.splits > 1) {
+            write_share(a, split, row, lane, o, peak, sum, VALUE_UNIT);
+            if (split < a.exact_shares)
+                write_share(a, a.splits + split, row, lane, e, exact_peak, exact_sum, 1.f);
+            continue;
+        }
+        const float top = fmaxf(peak, exact_peak);
+        const float w = sum > 0.f ? exp2_fast(peak - top) : 0.f;
+        const float v = exact_sum > 0.f ? exp2_fast(exact_peak - top) : 0.f;
+        __syncwarp();
+#pragma unroll
+        for (int k = 0; k < D / 32; k++) {
+            sh.warp[0].found.pages.acc[n][lane + 32 * k] = w * VALUE_UNIT * o[k];
+            sh.warp[0].found.exact.acc[n][lane + 32 * k] = v * e[k];
+        }
+        write_answer(sh.warp[0].found.pages.acc[n], sh.warp[0].found.exact.acc[n], a.signs,
+                     a.out + (long long)(begin + token) * a.out_n + query_head * a.out_h,
+                     a.lse + row, lane, top, w * sum + v * exact_sum);
+    }
+}
+
+// A block a (query, head): weigh the shares, rotate those of the pages back, add the exact ones.
+extern "C" __global__ void __launch_bounds__(MERGE_WARPS * 32)
+merge(const float *partial, const float *partial_lse, const float *signs, const int *first,
+      u16 *out, float *lse, long long out_n, long long out_h, long long total_rows, int batch,
+      int splits, int shares) {
+    __shared__ float sums[MERGE_WARPS][2][D], weights[MERGE_WARPS];
+    asm volatile("griddepcontrol.wait;");
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const long long row = blockIdx.x, step = total_rows * HQ;
+    const bool owned = row < (long long)first[batch] * HQ;
+    float peak = NEG_INF;
+    if (owned)
+        for (int s = lane; s < shares; s += 32) peak = fmaxf(peak, partial_lse[s * step + row]);
+#pragma unroll
+    for (int bit = 1; bit < 32; bit *= 2) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, bit));
+    const float base = peak == NEG_INF ? 0.f : peak;
+    float sum = 0.f, pages[D / 32], exact[D / 32];
+#pragma unroll
+    for (int k = 0; k < D / 32; k++) pages[k] = exact[k] = 0.f;
+    if (owned)
+#pragma unroll 8
+        for (int s = warp; s < shares; s += MERGE_WARPS) {
+            const float w = exp2_fast(partial_lse[s * step + row] - base);
+            const float *o = partial + (s * step + row) * D;
+            sum += w;
+#pragma unroll
+            for (int k = 0; k < D / 32; k++) {
+                const float x = w * o[lane + 32 * k];
+                if (s < splits) pages[k] += x; else exact[k] += x;
+            }
+        }
+    if (lane == 0) weights[warp] = sum;
+#pragma unroll
+    for (int k = 0; k < D / 32; k++) {
+        sums[warp][0][lane + 32 * k] = pages[k];
+        sums[warp][1][lane + 32 * k] = exact[k];
+    }
+    __syncthreads();
+    if (warp) return;
+#pragma unroll
+    for (int w = 1; w < MERGE_WARPS; w++) {
+        sum += weights[w];
+#pragma unroll
+        for (int k = 0; k < D / 32; k++) {
+            pages[k] += sums[w][0][lane + 32 * k];
+            exact[k] += sums[w][1][lane + 32 * k];
+        }
+    }
+#pragma unroll
+    for (int k = 0; k < D / 32; k++) {
+        sums[0][0][lane + 32 * k] = pages[k];
+        sums[0][1][lane + 32 * k] = exact[k];
+    }
+    write_answer(sums[0][0], sums[0][1], signs, out + (row / HQ) * out_n + (row % HQ) * out_h,
+                 lse + row, lane, peak, sum);
+}

@@ -1,0 +1,48 @@
+"""The CUDA C++ sources compile, for every shape of tile, where there is a compiler but no GPU."""
+
+import shutil
+import subprocess
+
+import pytest
+
+from tightkv.config import KVQuantConfig
+from tightkv.kernels.cuda import Tile, source
+from tightkv.layout import PageLayout
+
+NVCC = shutil.which("nvcc")
+
+
+def compile_for_hopper(text, folder):
+    (folder / "kernels.cu").write_text(text, encoding="utf-8")
+    command = [NVCC, "-arch=sm_90", "-cubin", "-Xptxas=-v", "kernels.cu"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
+
+
+@pytest.mark.skipif(NVCC is None, reason="no nvcc")
+@pytest.mark.parametrize(
+    "preset,dim,tiles_n", [("k4v4", 128, 1), ("k4v4", 128, 2), ("k2v2", 128, 1), ("k3v2", 64, 1)]
+)
+def test_decode_compiles_without_spilling(preset, dim, tiles_n, tmp_path):
+    """The sizes that Python computes are asserted in the source."""
+    layout = PageLayout(KVQuantConfig.preset(preset), 8, dim)
+    done = compile_for_hopper(source("decode", layout, 32, tiles_n), tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert " 0 bytes spill stores" in done.stderr
+    wrong = source("decode", layout, 32, tiles_n).replace("#define STAGES 2", "#define STAGES 5")
+    assert "computes another size" in compile_for_hopper(wrong, tmp_path).stderr
+
+
+@pytest.mark.skipif(NVCC is None, reason="no nvcc")
+def test_append_compiles(tmp_path):
+    layout = PageLayout(KVQuantConfig.preset("k4v4"), 8, 128)
+    assert compile_for_hopper(source("append", layout, 8), tmp_path).returncode == 0
+
+
+@pytest.mark.parametrize("preset", ["k4v4", "k3v2", "k2v2"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("tiles_n", [1, 2])
+def test_blocks_fit_a_processor(preset, dim, tiles_n):
+    """228 KiB of shared memory on Hopper, of which every block costs one more KiB."""
+    layout = PageLayout(KVQuantConfig.preset(preset), 8, dim)
+    tile = Tile.of(layout, tiles_n)
+    assert tile.blocks * (tile.shared_bytes(layout) + 1024) <= 228 * 1024
