@@ -179,7 +179,13 @@ def _copy(source, source_n, token, target, place, there, HKV: tl.constexpr, D: t
     tl.store(where, x.to(target.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+# What changes from step to step, and tables that are cut anywhere, must not ask for other binaries.
+@triton.jit(
+    do_not_specialize=[
+        "block_table", "lengths", "starts", "ring_rows", "exact_starts", "first",
+        "table_b", "touched", "copies",
+    ]
+)  # fmt: skip
 def _append_kernel(
     key, value, pages, block_table, lengths, starts, ring_rows, exact_starts, first,
     ring_key, ring_value, sink_key, sink_value, key_table, value_table,

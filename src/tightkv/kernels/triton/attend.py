@@ -71,7 +71,13 @@ def _mask_scores(
     return tl.where(seen, s * LOG2E, float("-inf"))
 
 
-@triton.jit
+# What changes from step to step, and tables that are cut anywhere, must not ask for other binaries.
+@triton.jit(
+    do_not_specialize=[
+        "block_table", "lengths", "starts", "ring_starts", "sink_counts", "ring_rows", "first",
+        "table_b", "total_rows", "splits", "exact_splits",
+    ]
+)  # fmt: skip
 def _attend_kernel(
     query, pages, block_table, lengths, starts, ring_starts, sink_counts, ring_rows, first,
     ring_key, ring_value, sink_key, sink_value, new_key, new_value, mask, key_table, value_table,
@@ -321,7 +327,7 @@ def _one_row(x, DP: tl.constexpr):
     return tl.where(tl.arange(0, 16)[:, None] == 0, x[None, :], 0.0).to(tl.float16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "batch", "total_rows", "shares"])
 def _merge_kernel(
     partial, partial_lse, value_table, first, out, lse, batch, total_rows, out_n, out_h, shares,
     HQ: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HEADS: tl.constexpr,

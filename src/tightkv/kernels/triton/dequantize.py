@@ -19,7 +19,8 @@ def _side_by_side(a, b, c, d):
     return tl.join(tl.join(a, c), tl.join(b, d))
 
 
-@triton.jit(do_not_specialize=["table_n", "first_page"])  # one binary for all lengths
+# one binary for all lengths
+@triton.jit(do_not_specialize=["block_table", "table_b", "table_n", "first_page"])
 def _dequantize_kernel(
     pages, block_table, key, value, table_b, table_n, page_b, first_page, out_b, out_h,
     HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,

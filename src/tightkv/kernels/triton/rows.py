@@ -74,7 +74,8 @@ def _rotate_queries_kernel(
     tl.store(where, x.to(out.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
 
 
-@triton.jit(do_not_specialize=["first", "low", "high"])  # one binary for all lengths
+# one binary for all lengths
+@triton.jit(do_not_specialize=["ring_starts", "sink_counts", "ring_rows", "first", "low", "high"])
 def _exact_kernel(
     key, value, source_key, source_value, key_table, value_table,
     ring_starts, sink_counts, ring_rows, out_b, out_h, first, low, high,
