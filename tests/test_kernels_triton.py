@@ -257,6 +257,9 @@ def test_selection():
     with pytest.raises(ValueError, match=r"kernels='triton' cannot run here: codebook='gaussian'"):
         select("triton", DEVICE, odd)
     assert select("auto", DEVICE, odd) is reference
+    wide = make_cache(CFG.replace(rotation="haar"), dim=192).layout
+    with pytest.raises(ValueError, match=r'rotation="haar" with head_dim=192'):
+        select("triton", DEVICE, wide)
     with pytest.raises(ValueError, match="do not run on meta"):
         select("triton", torch.device("meta"), layout)
 

@@ -57,6 +57,8 @@ def unsupported(layout: PageLayout) -> str | None:
         return f'codebook={cfg.codebook!r}; they decode "fp8"'
     if not 64 <= layout.head_dim <= 256:
         return f"head_dim={layout.head_dim}; they have 64 to 256"
+    if cfg.rotation == "haar" and layout.head_dim > 128:  # the matrix would not fit a processor
+        return f'rotation="haar" with head_dim={layout.head_dim}; with it they have 64 to 128'
     return None
 
 
