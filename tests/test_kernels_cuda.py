@@ -91,6 +91,21 @@ def test_many_tokens_and_many_sequences(preset, lengths):
         assert_attends_alike(cache, [1] * len(lengths), group, window=700)
 
 
+@pytest.mark.parametrize("rows", [2, 40], ids=["shares", "no_shares"])
+def test_queries_of_no_sequence_are_zero(rows):
+    """A CUDA graph's batch is filled up with queries that belong to nobody."""
+    from tightkv.kernels import cuda
+
+    cache = cache_on(CFG, [700] * rows, dim=128, heads=8, dtype=torch.bfloat16)
+    fill(cache, [700] * rows)
+    q, first = queries(cache, [1] * rows, 4)
+    q = torch.cat([q, q[:3]])
+    out = torch.full_like(q, torch.nan)
+    _, lse = cuda.attend(cache.codec, q, cache.view(), first, max_queries=1, out=out)
+    assert out[:rows].isfinite().all() and not out[rows:].any()
+    assert torch.isneginf(lse[rows:]).all() and lse[:rows].isfinite().all()
+
+
 def test_pages_with_gaps_between_them():
     caches = []
     for name in ("reference", "cuda"):

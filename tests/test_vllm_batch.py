@@ -12,11 +12,12 @@ from torch import Tensor
 
 from tightkv import KVQuantConfig
 from tightkv.integrations.vllm import replay
-from tightkv.integrations.vllm.cuts import Cut, cut_batch
+from tightkv.integrations.vllm.cuts import SHORT_PROMPT, Cut, Limits, cut_batch
 from tightkv.integrations.vllm.options import EngineOptions, engine_options, with_options
 from tightkv.integrations.vllm.replay import CudaRecorder, Replay
 from tightkv.integrations.vllm.rows import BatchRows, RowTable
 from tightkv.kernels.staged import LEAST_QUERIES
+from tightkv.layout import RING_SLACK
 
 LONG = LEAST_QUERIES
 
@@ -54,11 +55,62 @@ def test_a_long_prompt_is_alone_and_the_host_knows_what_came_before() -> None:
 
 
 def test_short_prompts_on_both_sides_of_a_long_one() -> None:
-    assert cut([3, 5, LONG, 1, 9], [0, 1, 2, 3, 4]) == [
+    assert cut([3, 5, LONG, 2, 9], [0, 1, 2, 3, 4]) == [
         Cut(0, 2, True, 5),
         Cut(2, 3, True, LONG, 2),
         Cut(3, 5, True, 9),
     ]
+
+
+def test_few_new_tokens_of_a_prompt_are_a_part_with_the_decodes_before_them() -> None:
+    short, more = SHORT_PROMPT, SHORT_PROMPT + 1
+    assert cut([1, 1, 7, short], [9, 9, 0, 64], short) == [Cut(0, 4, False, short)]
+    assert cut([1, short, more, 2], [9, 0, 0, 0], short) == [
+        Cut(0, 2, False, short),
+        Cut(2, 4, True, more),  # not cut for the last one's sake
+    ]
+    assert cut([more, LONG, 3, short, more], [0] * 5, short) == [
+        Cut(0, 1, True, more),
+        Cut(1, 2, True, LONG, 0),
+        Cut(2, 4, False, short),
+        Cut(4, 5, True, more),
+    ]
+
+
+def test_short_prompts_decode_where_each_sequence_has_a_ring() -> None:
+    limits = Limits(sequences=8, rows=4, decoding=2)
+    assert limits.most_as_decoding(4, SHORT_PROMPT) == SHORT_PROMPT <= RING_SLACK
+    assert limits.most_as_decoding(5, SHORT_PROMPT) == 2
+    assert limits.most_as_decoding(4, 0) == 2
+
+
+@pytest.mark.parametrize("page", [32, 64])
+def test_a_batch_with_no_more_sequences_than_rings_gives_each_one(page: int) -> None:
+    """Whoever comes and goes: so short prompts never read their own tokens as codes."""
+    choose, rows = random.Random(0), 4
+    table = RowTable(KVQuantConfig(page_size=page, exact_pages=1), rows, 400, 0, "cpu")
+    out = torch.zeros(len(BatchRows._fields), rows, dtype=torch.int32)
+    lengths, blocks, free = [0] * 9, [[0] * 40 for _ in range(9)], list(range(1, 400))
+    for _ in range(200):
+        batch = choose.sample(range(9), choose.randint(1, rows))
+        slots, counts, ends = [], [], []
+        for one in batch:
+            if lengths[one] > 35 * page:  # finished: another sequence in its place
+                free += [block for block in blocks[one] if block]
+                lengths[one], blocks[one] = 0, [0] * 40
+            count = choose.choice([1, 1, 2, SHORT_PROMPT])
+            for at in range(lengths[one], lengths[one] + count):
+                if not blocks[one][at // page]:
+                    blocks[one][at // page] = free.pop(0)
+                slots.append(blocks[one][at // page] * page + at % page)
+            lengths[one] += count
+            counts.append(count), ends.append(lengths[one])
+        first = torch.tensor([0, *counts]).cumsum(0).int()
+        ids = torch.tensor([blocks[one] for one in batch]).int()
+        found = table.step(ids, torch.tensor(ends).int(), first, torch.tensor(slots), out)
+        assert len(set(found.ring_rows.tolist())) == len(batch)
+        assert int(found.ring_rows.max()) < rows
+        assert bool((found.ring_starts <= found.before).all()), "new tokens are exact"
 
 
 def test_without_lengths_prompts_stay_together() -> None:
@@ -70,11 +122,13 @@ def test_every_sequence_is_in_exactly_one_part() -> None:
     for _ in range(200):
         counts = [choose.choice([0, 1, 2, 9, LONG, 1000]) for _ in range(choose.randint(1, 8))]
         before = [choose.randint(0, 500) for _ in counts]
-        parts = cut(counts, before, most_decoding=choose.choice([1, 2]))
+        most_decoding = choose.choice([1, 2, SHORT_PROMPT])
+        parts = cut(counts, before, most_decoding)
         assert [i for part in parts for i in range(part.begin, part.end)] == [*range(len(counts))]
         for part in parts:
             inside = counts[part.begin : part.end]
             assert part.most == max(inside)
+            assert part.fresh == (part.most > most_decoding)
             assert (part.length is not None) == (part.fresh and part.most >= LONG)
             if part.length is not None:
                 assert part.end == part.begin + 1 and part.length == before[part.begin]

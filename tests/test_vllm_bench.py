@@ -19,12 +19,14 @@ class PacedEngine:
     def __init__(self) -> None:
         self.made = 0
         self.seen: set[int] = set()
+        self.asked: list[tuple[list[int], int]] = []
 
     def prompts(self, batch: int, tokens: int) -> list[list[int]]:
         self.made += batch
         return [[self.made - i] * tokens for i in range(batch)]
 
     def seconds(self, prompts: list[list[int]], new_tokens: int) -> float:
+        self.asked.append(([len(prompt) for prompt in prompts], new_tokens))
         new = {prompt[0] for prompt in prompts} - self.seen
         self.seen |= new
         return 2 * len(new) + 0.010 * (new_tokens - 1)
@@ -37,6 +39,20 @@ def test_a_batch_is_prefilled_once_and_then_decoded() -> None:
     assert what_is_measured(row) == "prefill of 3 x 100, tokens/s"
     row = engine_worker.tpot(paced, 3, 100, 8, 1, CAPACITY, prompts)
     assert row["value"] == pytest.approx(10.0) and paced.made == 3
+
+
+def test_a_small_batch_comes_before_what_is_counted() -> None:
+    """Within the model's length, and not where it would fill the cache."""
+    for max_tokens, sizes in ((9000, [512, 512, 40]), (512, [508, 508, 40]), (24, [20, 20, 20])):
+        paced = PacedEngine()
+        engine_worker.warm_up(paced, max_tokens, {"blocks": 1000, "block_size": 16})
+        assert paced.asked == [(sizes, 4)]
+    paced = PacedEngine()
+    engine_worker.warm_up(paced, 9000, {"blocks": 99, "block_size": 16})  # 3 x 33 and vLLM's own
+    engine_worker.warm_up(paced, 4, {"blocks": 1000, "block_size": 16})
+    assert paced.asked == []
+    engine_worker.warm_up(paced, 9000, {"blocks": 100, "block_size": 16})
+    assert len(paced.asked) == 1
 
 
 def test_a_batch_that_does_not_fit_with_its_answers_is_left_out() -> None:

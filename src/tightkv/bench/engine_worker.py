@@ -50,6 +50,7 @@ def rows(job: dict[str, Any]) -> Iterator[Row]:
         raise RuntimeError(f"no layer took {job['kv']}: attention is {attention}")
     capacity = engine.capacity()
     yield {"measure": "capacity", **capacity, **facts}
+    warm_up(engine, job["arguments"]["max_model_len"], capacity)
     for tokens in job["prefill"]:
         yield {**prefill(engine, tokens, job["repeats"], capacity), **facts}
     for batch, context in job["sizes"]:
@@ -110,6 +111,19 @@ class Engine:
         if counts != {new_tokens}:
             raise RuntimeError(f"asked for {new_tokens} tokens, got {sorted(counts)}")
         return taken
+
+
+def warm_up(engine: Any, max_tokens: int, capacity: Row) -> None:
+    """A small batch that is not counted: what the first requests load and compile, in any engine.
+
+    Two prompts of 512 tokens and a short one, as far as they fit.
+    """
+    answer = 4
+    long = min(512, max_tokens - answer)
+    if long < 1 or _too_much(3, long + answer, capacity):
+        return
+    prompts = [*engine.prompts(2, long), *engine.prompts(1, min(40, long))]
+    engine.seconds(prompts, answer)
 
 
 def prefill(engine: Any, tokens: int, repeats: int, capacity: Row) -> Row:

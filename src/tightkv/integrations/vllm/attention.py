@@ -11,10 +11,12 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from tightkv.codec import Codec
 from tightkv.integrations.vllm.compat import as_pages
-from tightkv.integrations.vllm.metadata import Sequences, TightMetadata
+from tightkv.integrations.vllm.cuts import SHORT_PROMPT, Limits
+from tightkv.integrations.vllm.layer_step import LayerStep, Rings
+from tightkv.integrations.vllm.metadata import TightMetadata
 from tightkv.integrations.vllm.replay import Replay
 from tightkv.integrations.vllm.rows import BatchRows
-from tightkv.kernels.view import CacheView
+from tightkv.integrations.vllm.warm_up import warm_up_once
 from tightkv.layout import PageLayout
 
 
@@ -22,7 +24,12 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
     """Append to vLLM's blocks and to the exact rings, then attend to both."""
 
     def __init__(
-        self, layer: Any, layout: PageLayout, kernels: ModuleType, rows: int, device: torch.device
+        self,
+        layer: Any,
+        layout: PageLayout,
+        kernels: ModuleType,
+        limits: Limits,
+        device: torch.device,
     ) -> None:
         """`layer` is a vLLM Attention with its own implementation, whose numbers are taken."""
         old = layer.impl
@@ -32,19 +39,24 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
         self.softcap: float | None = getattr(old, "logits_soft_cap", None) or None
         self.attn_type, self.sliding_window = AttentionType.DECODER, None
         self.alibi_slopes, self.kv_sharing_target_layer_name = None, None
-        self.layout, self.codec, self.kernels = layout, Codec(layout), kernels
-        self.rows, self.device = rows, device
-        self.rings: tuple[Tensor, ...] | None = None
+        self.layout, self.kernels, self.limits, self.device = layout, kernels, limits, device
+        self.step = LayerStep(kernels, Codec(layout), self.scale, self.softcap)
+        self.rings: Rings | None = None
         # Number of pages and steps of the RowTable, of all layers with the same metadata.
         self.row_steps: tuple[int, Replay[BatchRows]] | None = None
 
     @property
     def capturable(self) -> bool:
         """Whether a CUDA graph can hold what is launched here: nothing waits for the device."""
-        name = self.kernels.__name__.rpartition(".")[2]
-        return name in ("cuda", "triton") and not self.layout.cfg.check_finite
+        on_gpu = self.step.kernel_name in ("cuda", "triton")
+        return on_gpu and not self.layout.cfg.check_finite
 
-    def exact_tensors(self) -> tuple[Tensor, ...]:
+    @property
+    def short_prompt(self) -> int:
+        """Up to how many new tokens of a prompt these kernels take as if they were decoded."""
+        return SHORT_PROMPT if self.step.kernel_name == "cuda" else 0
+
+    def exact_tensors(self) -> Rings:
         """Ring and sink keys and values [rows + 1, n, Hkv, D]; the last row is a waste bin.
 
         Made in vLLM's first run of the model, the one that measures memory.
@@ -53,7 +65,7 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
             shape, dtype = (self.num_kv_heads, self.head_size), self.layout.dtype
             counts = (self.layout.ring_tokens,) * 2 + (self.layout.cfg.sinks,) * 2
             self.rings = tuple(
-                torch.zeros(self.rows + 1, count, *shape, dtype=dtype, device=self.device)
+                torch.zeros(self.limits.rows + 1, count, *shape, dtype=dtype, device=self.device)
                 for count in counts
             )
         return self.rings
@@ -75,55 +87,16 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
             raise NotImplementedError("tightkv: quantized attention outputs are not supported")
         rings = self.exact_tensors()
         if attn_metadata is None:
+            if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+                self._warm_up(rings)
             return output.fill_(0)
         pages = as_pages(kv_cache, self.layout)
-        # All tokens are written before any is read: sequences share blocks within a step.
-        for part in attn_metadata.parts:
-            self.kernels.append(
-                self.codec,
-                self._view(pages, rings, part, context=False),
-                key[part.tokens],
-                value[part.tokens],
-                part.first,
-                part.rows.exact_starts,
-                max_new=part.most,
-                open_codes=True,
-            )
-        for part in attn_metadata.parts:
-            mine = part.tokens
-            answer, _ = self.kernels.attend(
-                self.codec,
-                query[mine],
-                self._view(pages, rings, part, context=part.fresh),
-                part.first,
-                max_queries=part.most,
-                scale=self.scale,
-                causal=True,
-                window=None,
-                softcap=self.softcap,
-                mask=None,
-                new_key=key[mine] if part.fresh else None,
-                new_value=value[mine] if part.fresh else None,
-            )
-            output[mine].copy_(answer)
+        self.step.run(attn_metadata.parts, pages, rings, query, key, value, output)
         return output
 
-    def _view(
-        self, pages: Tensor, rings: tuple[Tensor, ...], part: Sequences, context: bool
-    ) -> CacheView:
-        """The cache with a part's new tokens, or only what came before them."""
-        rows = part.rows
-        return CacheView(
-            pages=pages,
-            block_table=part.block_table,
-            lengths=rows.before if context else rows.lengths,
-            starts=part.starts,
-            ring_starts=rows.context_ring_starts if context else rows.ring_starts,
-            sink_counts=rows.context_sink_counts if context else rows.sink_counts,
-            ring_rows=rows.ring_rows,
-            ring_key=rings[0],
-            ring_value=rings[1],
-            sink_key=rings[2],
-            sink_value=rings[3],
-            same_length=part.length if context else None,
-        )
+    def _warm_up(self, rings: Rings) -> None:
+        """While vLLM starts; layers that are alike do it once."""
+        limits, short = self.limits, self.short_prompt
+        most = max(limits.decoding, short)
+        least_fresh = limits.most_as_decoding(limits.sequences, short) + 1
+        warm_up_once(self.step, rings, self.num_heads, most, least_fresh)

@@ -18,8 +18,8 @@ from vllm.v1.attention.backend import (
 from tightkv.config import PAGE_SIZES
 from tightkv.integrations.vllm.attention import TightAttention
 from tightkv.integrations.vllm.compat import cache_shape, host_lengths
-from tightkv.integrations.vllm.cuts import Cut, cut_batch
-from tightkv.integrations.vllm.metadata import Sequences, TightMetadata
+from tightkv.integrations.vllm.cuts import Limits, cut_batch
+from tightkv.integrations.vllm.metadata import TightMetadata, part_of
 from tightkv.integrations.vllm.replay import CudaRecorder, Replay
 from tightkv.integrations.vllm.rows import BatchRows, RowTable
 
@@ -67,11 +67,11 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
 
     def _build(self, common: Any, replay: bool) -> TightMetadata:
         first: list[int] = common.query_start_loc_cpu.tolist()
-        cuts = cut_batch(first, host_lengths(common), self.reorder_batch_threshold or 1)
+        cuts = cut_batch(first, host_lengths(common), self._most_decoding(len(first) - 1))
         pages = self._page_table(common.block_table_tensor)
         steps = self._steps()
-        decoding = all(not cut.fresh for cut in cuts)  # few different shapes
-        step = steps if replay and decoding else steps.function
+        few_shapes = all(cut.most <= self._limits.decoding for cut in cuts)  # no prompts
+        step = steps if replay and few_shapes else steps.function
         rows = step(
             pages,
             common.seq_lens,
@@ -79,24 +79,18 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
             common.slot_mapping[: common.num_actual_tokens],
             self.out,
         )
-        parts = [self._part(common, pages, rows, first, cut) for cut in cuts]
+        starts = common.query_start_loc
+        parts = [part_of(cut, first, starts, pages, rows, self.starts) for cut in cuts]
         return TightMetadata(tuple(parts), common.num_actual_tokens)
 
-    def _part(
-        self, common: Any, pages: Tensor, rows: BatchRows, first: list[int], cut: Cut
-    ) -> Sequences:
-        begin, end = cut.begin, cut.end
-        starts: Tensor = common.query_start_loc[begin : end + 1]
-        return Sequences(
-            tokens=slice(first[begin], first[end]),
-            first=starts - first[begin] if first[begin] else starts,
-            most=cut.most,
-            fresh=cut.fresh,
-            block_table=pages[begin:end],
-            starts=self.starts[: end - begin],
-            rows=BatchRows(*(column[begin:end] for column in rows)),
-            length=cut.length,
-        )
+    @property
+    def _limits(self) -> Limits:
+        return self.impls[0].limits._replace(decoding=self.reorder_batch_threshold or 1)
+
+    def _most_decoding(self, sequences: int) -> int:
+        """New tokens up to which a sequence of this batch is treated like one that decodes."""
+        short_prompt = min(impl.short_prompt for impl in self.impls)
+        return self._limits.most_as_decoding(sequences, short_prompt)
 
     def _page_table(self, block_table: Tensor) -> Tensor:
         """[B, blocks] -> [B, pages]: the pages of each block have neighbouring numbers."""
@@ -116,9 +110,8 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
         impl, layer = self.impls[0], self.layers[0]
         blocks = len(layer.kv_cache) * self.block_pages
         if impl.row_steps is None or impl.row_steps[0] != blocks:
-            speculative = self.vllm_config.speculative_config
-            tokens = 0 if speculative is None else speculative.num_speculative_tokens or 0
-            table = RowTable(impl.layout.cfg, impl.rows, blocks, tokens, self.device)
+            taken_back, rows = impl.limits.decoding - 1, impl.limits.rows
+            table = RowTable(impl.layout.cfg, rows, blocks, taken_back, self.device)
             recorder = CudaRecorder(self.device) if self.device.type == "cuda" else None
             impl.row_steps = blocks, Replay(table.step, recorder)
         return impl.row_steps[1]

@@ -3,10 +3,31 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from tightkv.kernels.staged import LEAST_QUERIES
+from tightkv.layout import RING_SLACK
+
+SHORT_PROMPT = min(RING_SLACK, 16)  # new tokens; kernels.cuda decodes that many at a time
+
+
+class Limits(NamedTuple):
+    """What the batches of an engine can be."""
+
+    sequences: int
+    rows: int
+    """Sequences that can have an exact ring at a time."""
+    decoding: int
+    """New tokens of a sequence that decodes: more than one with speculation."""
+
+    def most_as_decoding(self, sequences: int, short_prompt: int) -> int:
+        """New tokens up to which a sequence of a batch is treated like one that decodes.
+
+        Its new tokens are then read from the cache, exactly as long as it has a ring. That is
+        certain where there are as many rings as sequences; elsewhere prompts stay prompts.
+        """
+        return max(self.decoding, short_prompt) if sequences <= self.rows else self.decoding
 
 
 class Cut(NamedTuple):
@@ -15,7 +36,7 @@ class Cut(NamedTuple):
     begin: int
     end: int
     fresh: bool
-    """The new tokens are a prompt's: they attend to each other exactly."""
+    """The new tokens are a prompt's, read from the batch and not from the cache."""
     most: int
     """New tokens of one sequence."""
     length: int | None = None
@@ -23,29 +44,35 @@ class Cut(NamedTuple):
 
 
 def cut_batch(first: Sequence[int], lengths: Sequence[int] | None, most_decoding: int) -> list[Cut]:
-    """Decodes (at most `most_decoding` new tokens, in front), long prompts one by one, others.
+    """Long prompts one by one; of the others between them, those in front that decode, the rest.
 
-    Sequence b's new tokens are first[b] to first[b + 1] of the batch and the last of its
-    lengths[b]. Lengths need to be right for long prompts only; None where the host has none.
+    A sequence decodes that has at most `most_decoding` new tokens. Sequence b's new tokens are
+    first[b] to first[b + 1] of the batch and the last of its lengths[b]. Lengths need to be right
+    for long prompts only; None where the host has none.
     """
     counts = [end - begin for begin, end in itertools.pairwise(first)]
-    total = len(counts)
-    decodes = next((i for i, count in enumerate(counts) if count > most_decoding), total)
-    cuts = [Cut(0, decodes, False, max(counts[:decodes]))] if decodes else []
-    begin = decodes
-    while begin < total:
-        end = begin + 1
-        length = None
-        if _is_long(counts[begin], lengths):
-            assert lengths is not None
+    cuts = []
+    for begin, end in _runs(counts, lengths is not None):
+        if lengths is not None and counts[begin] >= LEAST_QUERIES:
             length = lengths[begin] - counts[begin]
-        else:
-            while end < total and not _is_long(counts[end], lengths):
-                end += 1
-        cuts.append(Cut(begin, end, True, max(counts[begin:end]), length))
-        begin = end
+            cuts.append(Cut(begin, end, True, counts[begin], length))
+            continue
+        fresh = next((i for i in range(begin, end) if counts[i] > most_decoding), end)
+        if fresh > begin:
+            cuts.append(Cut(begin, fresh, False, max(counts[begin:fresh])))
+        if fresh < end:
+            cuts.append(Cut(fresh, end, True, max(counts[fresh:end])))
     return cuts
 
 
-def _is_long(count: int, lengths: Sequence[int] | None) -> bool:
-    return lengths is not None and count >= LEAST_QUERIES
+def _runs(counts: Sequence[int], cut_long: bool) -> Iterator[tuple[int, int]]:
+    """Long prompts, and neighbours that are none."""
+    begin = 0
+    for i, count in enumerate(counts):
+        if cut_long and count >= LEAST_QUERIES:
+            if begin < i:
+                yield begin, i
+            yield i, i + 1
+            begin = i + 1
+    if begin < len(counts):
+        yield begin, len(counts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +18,7 @@ from tightkv import kernels
 from tightkv.integrations.vllm.attention import TightAttention
 from tightkv.integrations.vllm.backend import TightBackend
 from tightkv.integrations.vllm.compat import page_spec
+from tightkv.integrations.vllm.cuts import Limits
 from tightkv.integrations.vllm.options import EngineOptions, engine_options, with_options
 from tightkv.layout import RING_SLACK, PageLayout
 
@@ -65,11 +67,13 @@ def change_over(vllm_config: Any) -> None:
     for layer in layers.values():
         setattr(layer, _LAYOUT, (None, 1))
     plan = replace(plan, block_pages=_fit_other_layers(plan, vllm_config))
+    most = vllm_config.scheduler_config.max_num_seqs
+    limits = Limits(most, plan.rows, 1 + _speculative_tokens(vllm_config))
     for name, layout in plan.layouts.items():
         layer = layers[name]
         device = layer._k_scale.device
         module = kernels.select("auto", device, layout)
-        layer.impl = TightAttention(layer, layout, module, plan.rows, device)
+        layer.impl = TightAttention(layer, layout, module, limits, device)
         layer.attn_backend = TightBackend
         setattr(layer, _LAYOUT, (layout, plan.block_pages))
     # vLLM keeps compiled models by its config; one with other attention is another model.
@@ -123,8 +127,9 @@ def make_plan(options: EngineOptions, vllm_config: Any, layers: dict[str, Any]) 
         count = list(reasons.values()).count(reason)
         logger.info("tightkv: %d layers stay with vLLM's own cache: %s", count, reason)
     dtype = vllm_config.model_config.dtype
+    one_layout = functools.cache(PageLayout)  # layers that are alike share it, and so their kernels
     layouts = {
-        name: PageLayout(
+        name: one_layout(
             options.config.for_layer(number, len(chosen)),
             layers[name].num_kv_heads,
             layers[name].head_size,
@@ -189,7 +194,12 @@ def refuse_impossible(options: EngineOptions, vllm_config: Any) -> None:
             raise ValueError(f"tightkv with {name}={getattr(parallel, name)}; supported: 1")
     if parallel.pipeline_parallel_size > 1 and (cfg.protected_first or cfg.protected_last):
         raise ValueError("tightkv: protected layers with pipeline parallelism; set both to 0")
-    speculative = vllm_config.speculative_config
-    tokens = 0 if speculative is None else speculative.num_speculative_tokens or 0
+    tokens = _speculative_tokens(vllm_config)
     if tokens > RING_SLACK:
         raise ValueError(f"tightkv with {tokens} speculative tokens; supported: up to {RING_SLACK}")
+
+
+def _speculative_tokens(vllm_config: Any) -> int:
+    """Tokens a sequence may decode beyond the one that is certain."""
+    speculative = vllm_config.speculative_config
+    return 0 if speculative is None else speculative.num_speculative_tokens or 0

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from tightkv.integrations.vllm.cuts import Cut
 from tightkv.integrations.vllm.rows import BatchRows
 
 
@@ -16,7 +18,7 @@ class Sequences:
     tokens: slice  # of the batch
     first: Tensor  # int32 [B + 1], where each sequence's tokens begin among these
     most: int  # tokens of one sequence
-    fresh: bool  # the new tokens attend to each other exactly (prefill)
+    fresh: bool  # the new tokens are read from the batch, not from the cache (prefill)
     block_table: Tensor  # int32 [B, max_pages]
     starts: Tensor  # int32 [B], zeros
     rows: BatchRows
@@ -27,3 +29,21 @@ class Sequences:
 class TightMetadata:
     parts: tuple[Sequences, ...]
     num_actual_tokens: int
+
+
+def part_of(
+    cut: Cut, first: Sequence[int], starts: Tensor, pages: Tensor, rows: BatchRows, zeros: Tensor
+) -> Sequences:
+    """The sequences of a cut; `first` is where each one's tokens begin, `starts` on the device."""
+    begin, end = cut.begin, cut.end
+    mine = starts[begin : end + 1]
+    return Sequences(
+        tokens=slice(first[begin], first[end]),
+        first=mine - first[begin] if first[begin] else mine,
+        most=cut.most,
+        fresh=cut.fresh,
+        block_table=pages[begin:end],
+        starts=zeros[: end - begin],
+        rows=BatchRows(*(column[begin:end] for column in rows)),
+        length=cut.length,
+    )

@@ -191,6 +191,15 @@ __device__ __forceinline__ float prepare(const Queries &q, Shared &sh, float sca
     return top * (ROTATED ? ROOT : 1.f) * scale * 1.4426950408889634f;
 }
 
+// Queries after those of the last sequence, which no block and no merge answers.
+__device__ __forceinline__ void clear_unowned(const Rows &a) {
+    for (long long n = a.first[gridDim.x / HKV]; n < a.total_rows; n++)
+        for (int i = threadIdx.x; i < HQ * D; i += WARPS * 32) {
+            a.out[n * a.out_n + i / D * a.out_h + i % D] = 0;
+            if (i % D == 0) a.lse[n * HQ + i / D] = NEG_INF;
+        }
+}
+
 extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(const Rows a) {
     extern __shared__ __align__(16) char memory[];
     Shared &sh = *(Shared *)memory;
@@ -202,6 +211,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
     const int length = a.lengths[row], start = a.starts[row], ring_start = a.ring_starts[row];
     const int sinks_end = min(start + a.sink_counts[row], ring_start), owner = a.ring_rows[row];
     const int col0 = blockIdx.z * COLS;
+    if (a.splits == 1 && blockIdx.x == 0 && blockIdx.z == 0) clear_unowned(a);
     if (col0 >= count * G) return;
 
     Bounds v;

@@ -1,0 +1,89 @@
+"""LayerStep: what a layer does with the new tokens of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+
+from torch import Tensor
+
+from tightkv.codec import Codec
+from tightkv.integrations.vllm.metadata import Sequences
+from tightkv.kernels.view import CacheView
+
+Rings = tuple[Tensor, ...]  # ring key and value, sink key and value, each [rows + 1, n, Hkv, D]
+
+
+@dataclass(frozen=True)
+class LayerStep:
+    """Append to pages and rings, then attend to both; part by part."""
+
+    kernels: ModuleType
+    codec: Codec
+    scale: float
+    softcap: float | None
+
+    @property
+    def kernel_name(self) -> str:
+        return self.kernels.__name__.rpartition(".")[2]
+
+    def run(
+        self,
+        parts: Sequence[Sequences],
+        pages: Tensor,
+        rings: Rings,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+    ) -> None:
+        """query [N, Hq, D], key and value [N, Hkv, D] -> output [N, Hq, D]."""
+        # All tokens are written before any is read: sequences share blocks within a step.
+        for part in parts:
+            self.kernels.append(
+                self.codec,
+                _view(pages, rings, part, context=False),
+                key[part.tokens],
+                value[part.tokens],
+                part.first,
+                part.rows.exact_starts,
+                max_new=part.most,
+                open_codes=True,
+            )
+        for part in parts:
+            mine = part.tokens
+            self.kernels.attend(
+                self.codec,
+                query[mine],
+                _view(pages, rings, part, context=part.fresh),
+                part.first,
+                max_queries=part.most,
+                scale=self.scale,
+                causal=True,
+                window=None,
+                softcap=self.softcap,
+                mask=None,
+                new_key=key[mine] if part.fresh else None,
+                new_value=value[mine] if part.fresh else None,
+                out=output[mine],
+            )
+
+
+def _view(pages: Tensor, rings: Rings, part: Sequences, context: bool) -> CacheView:
+    """The cache with a part's new tokens, or only what came before them."""
+    rows = part.rows
+    return CacheView(
+        pages=pages,
+        block_table=part.block_table,
+        lengths=rows.before if context else rows.lengths,
+        starts=part.starts,
+        ring_starts=rows.context_ring_starts if context else rows.ring_starts,
+        sink_counts=rows.context_sink_counts if context else rows.sink_counts,
+        ring_rows=rows.ring_rows,
+        ring_key=rings[0],
+        ring_value=rings[1],
+        sink_key=rings[2],
+        sink_value=rings[3],
+        same_length=part.length if context else None,
+    )

@@ -1,0 +1,125 @@
+"""Compile what a layer launches while vLLM starts, so that no request waits for it.
+
+Triton and NVRTC compile a kernel when it is launched for the first time, cuDNN is loaded when it
+is first asked. So a layer runs here every kind of part that `cut_batch` makes, on one page of its
+own and on the row of the rings that is nobody's. Which binary a launch takes is decided by
+dtypes, head counts, how many tokens a sequence has and whether a prefix is read in one piece or
+in several; numbers that differ from step to step do not decide (`do_not_specialize` in
+`kernels.triton`). cuDNN still plans each new prompt length once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from tightkv.integrations.vllm.layer_step import LayerStep, Rings
+from tightkv.integrations.vllm.metadata import Sequences
+from tightkv.integrations.vllm.rows import BatchRows
+from tightkv.kernels.staged import LEAST_QUERIES, PLANNED_TOKENS, piece_tokens
+from tightkv.layout import PageLayout
+
+logger = logging.getLogger("vllm.tightkv")
+_WARM: set[tuple[PageLayout, str, int, float | None, torch.device]] = set()
+
+
+def warm_up_once(
+    step: LayerStep, rings: Rings, query_heads: int, most_decoding: int, least_fresh: int
+) -> None:
+    """`warm_up` for the first of all layers that are alike. Errors of the device come out here."""
+    layout, device = step.codec.layout, rings[0].device
+    alike = (layout, step.kernel_name, query_heads, step.softcap, device)
+    if alike in _WARM:
+        return
+    started = time.perf_counter()
+    warm_up(step, rings, query_heads, most_decoding, least_fresh)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    _WARM.add(alike)
+    seconds = time.perf_counter() - started
+    logger.info("tightkv: %s kernels of %r ready in %.1f s", step.kernel_name, layout, seconds)
+
+
+def warm_up(
+    step: LayerStep, rings: Rings, query_heads: int, most_decoding: int, least_fresh: int
+) -> None:
+    """Run parts of every kind, one after another: their memory is a few tens of megabytes at most.
+
+    `most_decoding`: new tokens a sequence can have in a part that decodes; `least_fresh`: in one
+    of prompts.
+    """
+    layout, device = step.codec.layout, rings[0].device
+    pages = layout.new_pages(1, device)
+    for part in kinds_of_parts(layout, rings, most_decoding, least_fresh):
+        # as a model has them: parts of one tensor
+        heads = (query_heads, layout.num_kv_heads, layout.num_kv_heads)
+        shape = (part.most, sum(heads), layout.head_dim)
+        qkv = torch.zeros(shape, dtype=layout.dtype, device=device)
+        query, key, value = qkv.split(heads, dim=1)
+        step.run([part], pages, rings, query, key, value, torch.empty_like(query))
+
+
+def kinds_of_parts(
+    layout: PageLayout, rings: Rings, most_decoding: int, least_fresh: int
+) -> Iterator[Sequences]:
+    """A part for every kind: decodes, short prompts, long ones over one piece and over several."""
+    page = layout.page_size
+    for count in sizes(1, most_decoding):
+        yield _part(layout, rings, count, before=page, fresh=False)
+    for count in sizes(least_fresh, LEAST_QUERIES - 1):
+        yield _part(layout, rings, count, before=page, fresh=True)
+    # Several pieces, of lengths that cuDNN plans for and one that it does not.
+    several = piece_tokens(PLANNED_TOKENS, page) + 3 * PLANNED_TOKENS + page // 2
+    for before in (page, several):
+        yield _part(layout, rings, PLANNED_TOKENS, before, fresh=True, host_knows=True)
+
+
+def sizes(least: int, most: int) -> list[int]:
+    """Numbers in [least, most]: both, and the two on each side of every step to twice as much."""
+    doubled = itertools.takewhile(lambda n: n <= most, (1 << i for i in itertools.count()))
+    found = {least, most, *(n + more for n in doubled for more in (0, 1))}
+    return sorted(n for n in found if least <= n <= most)
+
+
+def _part(
+    layout: PageLayout,
+    rings: Rings,
+    count: int,
+    before: int,
+    fresh: bool,
+    host_knows: bool = False,
+) -> Sequences:
+    """One sequence with `count` new tokens after `before` others, all in page 0."""
+    device = rings[0].device
+    length = before + count
+    exact = max(before, length - layout.ring_tokens)
+
+    def number(n: int) -> Tensor:
+        return torch.tensor([n], dtype=torch.int32, device=device)
+
+    rows = BatchRows(
+        lengths=number(length),
+        before=number(before),
+        ring_rows=number(len(rings[0]) - 1),
+        exact_starts=number(before),
+        ring_starts=number(exact),
+        sink_counts=number(0),
+        context_ring_starts=number(before),
+        context_sink_counts=number(0),
+    )
+    pages = -(-length // layout.page_size)
+    return Sequences(
+        tokens=slice(0, count),
+        first=torch.tensor([0, count], dtype=torch.int32, device=device),
+        most=count,
+        fresh=fresh,
+        block_table=torch.zeros(1, pages, dtype=torch.int32, device=device),
+        starts=number(0),
+        rows=rows,
+        length=before if host_knows else None,
+    )

@@ -1,0 +1,246 @@
+"""Kernels are compiled while vLLM starts: every kind of part is run, serving asks for no more."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tightkv import KVQuantConfig
+from tightkv.codec import Codec
+from tightkv.integrations.vllm import warm_up as module
+from tightkv.integrations.vllm.cuts import cut_batch
+from tightkv.integrations.vllm.layer_step import LayerStep
+from tightkv.integrations.vllm.metadata import part_of
+from tightkv.integrations.vllm.rows import BatchRows, RowTable
+from tightkv.integrations.vllm.warm_up import kinds_of_parts, sizes, warm_up, warm_up_once
+from tightkv.kernels import cpu, reference
+from tightkv.kernels.staged import LEAST_QUERIES
+from tightkv.layout import PageLayout
+
+HEADS, DIM = 2, 64
+CFG = KVQuantConfig(page_size=32, exact_pages=1, sinks=2)
+
+
+def make_rings(layout: PageLayout, rows: int) -> tuple[Tensor, ...]:
+    counts = (layout.ring_tokens,) * 2 + (layout.cfg.sinks,) * 2
+    shape = (layout.num_kv_heads, layout.head_dim)
+    return tuple(torch.ones(rows + 1, n, *shape, dtype=layout.dtype) for n in counts)
+
+
+def make_step(kernels: Any, dtype: torch.dtype = torch.float32) -> LayerStep:
+    return LayerStep(kernels, Codec(PageLayout(CFG, HEADS, DIM, dtype)), 0.125, None)
+
+
+class Watched:
+    """Kernels that tell how they were called, and what came out."""
+
+    __name__ = "kernels.watched"
+
+    def __init__(self, kernels: ModuleType) -> None:
+        self.kernels = kernels
+        self.appended: list[int] = []
+        self.attended: list[tuple[int, bool, int | None]] = []
+        self.finite = True
+
+    def append(self, *args: Any, max_new: int, **options: Any) -> None:
+        self.appended.append(max_new)
+        self.kernels.append(*args, max_new=max_new, **options)
+
+    def attend(self, *args: Any, max_queries: int, **options: Any) -> tuple[Tensor, Tensor]:
+        new = options["new_key"] is not None
+        self.attended.append((max_queries, new, args[2].same_length))
+        found: tuple[Tensor, Tensor] = self.kernels.attend(
+            *args, max_queries=max_queries, **options
+        )
+        self.finite &= bool(torch.isfinite(found[0]).all() and torch.isfinite(found[1]).all())
+        return found
+
+
+# --- the plan ---
+def test_sizes_are_on_both_sides_of_every_doubling() -> None:
+    assert sizes(1, 1) == [1]
+    assert sizes(1, 16) == [1, 2, 3, 4, 5, 8, 9, 16]
+    assert sizes(17, 255) == [17, 32, 33, 64, 65, 128, 129, 255]
+    assert sizes(1, 5) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("kernels", [reference, cpu], ids=["reference", "cpu"])
+def test_every_kind_of_part_is_run(kernels: ModuleType) -> None:
+    reason = None if kernels is reference else cpu.unavailable("cpu")
+    if reason:
+        pytest.skip(reason)
+    watched = Watched(kernels)
+    step = make_step(watched)
+    rings = make_rings(step.codec.layout, rows=3)
+    warm_up(step, rings, query_heads=4, most_decoding=4, least_fresh=5)
+    assert watched.finite
+    assert watched.appended == [count for count, _, _ in watched.attended]
+    decoded = [count for count, new, _ in watched.attended if not new]
+    short = [count for count, new, length in watched.attended if new and length is None]
+    long = [(count, length) for count, new, length in watched.attended if length is not None]
+    assert decoded == sizes(1, 4) and short == sizes(5, LEAST_QUERIES - 1)
+    assert [length for _, length in long] == [32, 2048 + 3 * 512 + 16]
+    assert all(count >= LEAST_QUERIES for count, _ in long)
+    # No sequence's ring is touched.
+    assert all(bool((ring[:3] == 1).all()) for ring in rings)
+    assert not bool((rings[0][3] == 1).all())
+
+
+def test_parts_are_what_the_kernels_may_be_given() -> None:
+    layout = PageLayout(CFG, HEADS, DIM)
+    for part in kinds_of_parts(layout, make_rings(layout, 3), most_decoding=33, least_fresh=2):
+        rows = BatchRows(*(int(column) for column in part.rows))  # type: ignore[arg-type]
+        assert rows.lengths - rows.before == part.most == part.tokens.stop
+        assert part.first.tolist() == [0, part.most] and rows.ring_rows == 3
+        assert part.block_table.shape[1] * layout.page_size >= rows.lengths
+        # The ring holds what is read from it.
+        assert rows.lengths - layout.ring_tokens <= rows.ring_starts <= rows.lengths
+        assert rows.before <= rows.ring_starts and rows.context_ring_starts == rows.before
+        assert part.length in (None, rows.before)
+
+
+# --- once ---
+def counting(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> list[int]:
+    calls: list[int] = []
+
+    def run(*_: Any) -> None:
+        calls.append(1)
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(module, "warm_up", run)
+    return calls
+
+
+def test_layers_that_are_alike_are_warmed_up_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = counting(monkeypatch)
+    step = make_step(reference)
+    rings = make_rings(step.codec.layout, 0)
+    alike = LayerStep(reference, Codec(step.codec.layout), 0.5, None)
+    with caplog.at_level("INFO", logger="vllm.tightkv"):
+        for layer in (step, alike, step):
+            warm_up_once(layer, rings, 4, 1, 2)
+    assert len(calls) == 1 and len(caplog.records) == 1
+    assert "reference kernels" in caplog.text and "ready in 0.0 s" in caplog.text
+    capped = LayerStep(reference, step.codec, 0.125, 30.0)
+    warm_up_once(capped, rings, 4, 1, 2)
+    warm_up_once(step, rings, 8, 1, 2)
+    assert len(calls) == 3
+
+
+def test_a_kernel_that_does_not_compile_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = counting(monkeypatch, RuntimeError("no such instruction"))
+    step = make_step(reference)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no such instruction"):
+            warm_up_once(step, make_rings(step.codec.layout, 0), 4, 1, 2)
+    assert len(calls) == 2
+
+
+# --- serving ---
+class Launches:
+    """In place of a Triton kernel: remembers which binaries its launches ask for."""
+
+    def __init__(self, kernel: Any, found: set[Any]) -> None:
+        self.signature = inspect.signature(kernel.fn)
+        given = kernel.kwargs if hasattr(kernel, "kwargs") else vars(kernel)
+        self.alike = set(given["do_not_specialize"] or ())
+        assert self.alike <= set(self.signature.parameters)
+        self.name, self.found = kernel.fn.__name__, found
+
+    def __getitem__(self, grid: Any) -> Any:
+        return self.launch
+
+    def launch(self, *args: Any, **options: Any) -> None:
+        names = self.signature.parameters
+        settings = {name: options.pop(name) for name in list(options) if name not in names}
+        given = self.signature.bind(*args, **options).arguments
+        kinds = tuple((name, self.kind(name, value)) for name, value in given.items())
+        self.found.add((self.name, kinds, tuple(sorted(settings.items()))))
+
+    def kind(self, name: str, value: Any) -> Any:
+        """By Triton's rules: constants, dtypes, alignment to 16, and whether a number is 1."""
+        if "constexpr" in str(self.signature.parameters[name].annotation):
+            return value
+        if isinstance(value, Tensor):
+            return value.dtype, name in self.alike or value.data_ptr() % 16 == 0
+        if isinstance(value, float) or name in self.alike:
+            return type(value)
+        return "1" if value == 1 else value % 16 == 0
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """kernels.triton that launches nothing, and the binaries it asked for."""
+    kernels = pytest.importorskip("tightkv.kernels.triton")
+    from tightkv.kernels.triton import rows
+
+    found: set[Any] = set()
+    for place in (kernels, rows):
+        for name, kernel in list(vars(place).items()):
+            if name.endswith("_kernel"):
+                monkeypatch.setattr(place, name, Launches(kernel, found))
+    monkeypatch.setattr(kernels, "interpreted", lambda: False)  # long prompts go another way
+    return SimpleNamespace(kernels=kernels, found=found)
+
+
+class Serving:
+    """Random batches of a few sequences, as the metadata builder hands them to a layer."""
+
+    def __init__(self, step: LayerStep, query_heads: int, most_decoding: int) -> None:
+        self.step, self.layout, self.hq = step, step.codec.layout, query_heads
+        self.most_decoding, self.batch, self.blocks = most_decoding, 7, 208  # few are aligned
+        self.rings = make_rings(self.layout, self.batch)
+        self.pages = self.layout.new_pages(4)
+        self.table = RowTable(self.layout.cfg, self.batch, 4, 0, "cpu")
+        self.out = torch.zeros(len(BatchRows._fields), self.batch, dtype=torch.int32)
+        self.zeros = torch.zeros(self.batch, dtype=torch.int32)
+        self.ids = torch.ones(self.batch, self.blocks, dtype=torch.int32)
+
+    def run(self, counts: list[int], before: list[int]) -> None:
+        first = [sum(counts[:i]) for i in range(len(counts) + 1)]
+        lengths = [a + b for a, b in zip(counts, before, strict=True)]
+        starts = torch.tensor(first, dtype=torch.int32)
+        ids = self.ids[: len(counts)]
+        slots = torch.full((first[-1],), self.layout.page_size)
+        rows = self.table.step(ids, torch.tensor(lengths).int(), starts, slots, self.out)
+        cuts = cut_batch(first, lengths, self.most_decoding)
+        parts = [part_of(cut, first, starts, ids, rows, self.zeros) for cut in cuts]
+        heads = (self.hq, HEADS, HEADS)
+        qkv = torch.zeros(first[-1], sum(heads), DIM, dtype=self.layout.dtype)
+        query, key, value = qkv.split(heads, 1)
+        output = torch.empty(query.shape, dtype=query.dtype)
+        self.step.run(parts, self.pages, self.rings, query, key, value, output)
+
+
+@pytest.mark.parametrize("most_decoding", [1, 5, 16])
+@pytest.mark.parametrize("group", [1, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_serving_asks_for_no_binary_that_is_not_there(
+    launches: SimpleNamespace, dtype: torch.dtype, group: int, most_decoding: int
+) -> None:
+    step, query_heads = make_step(launches.kernels, dtype), group * HEADS
+    serving = Serving(step, query_heads, most_decoding)
+    warm_up(step, serving.rings, query_heads, most_decoding, most_decoding + 1)
+    ready = set(launches.found)
+    launches.found.clear()
+    choose = random.Random(0)
+    for prefix in (0, 1, 32, 100, 512, 1000, 2048, 4100, 5000):
+        counts = [1, choose.choice([256, 301, 480])]
+        serving.run(counts, [choose.randint(1, 600), prefix])
+    for _ in range(60):
+        most = choose.choice([1, most_decoding, 17, 40, 255])
+        counts = [choose.randint(1, most) for _ in range(choose.randint(1, serving.batch))]
+        serving.run(sorted(counts), [choose.randint(1, 2000) for _ in counts])
+    assert launches.found <= ready
+    names = {name for name, *_ in launches.found}
+    assert names == {name for name, *_ in ready}
+    assert len(names) == (8 if dtype == torch.bfloat16 else 3)  # long prompts in half precision
