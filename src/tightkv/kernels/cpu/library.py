@@ -16,7 +16,7 @@ from tightkv.math.quantize import TurboQuantMSE
 from tightkv.math.rotation import Rotation
 
 ISA_VARIABLE = "TIGHTKV_CPU_ISA"
-ISAS = ("portable", "neon", "dotprod", "avx2", "avx512")
+ISAS = ("portable", "neon", "dotprod", "avx2", "avx512", "vnni")
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.bool: 3}
 _ROTATIONS = {"none": 0, "hadamard": 1, "haar": 2}
 _SCALE_MODES = {"norm": 0, "corrected": 1, "least_squares": 2, "unbiased": 3}

@@ -186,14 +186,15 @@ static void split_queries(const struct call *call, const struct group *g, struct
     }
 }
 
-/* Which dim each byte of a group stands for (dotprod.c tells the order). */
+/* Which dim each byte of a group stands for. */
 static void order_keys(struct call *call)
 {
-    static const int plain[4] = {0, 1, 2, 3}, swapped[4] = {0, 2, 1, 3};
+    static const int plain[4] = {0, 1, 2, 3};
+    const int *order = call->layer->key.bits == 4 ? call->dots->order4 : plain;
     const int dim = (int)call->layer->dim, bits = (int)call->layer->key.bits;
     for (int group = 0; group < call->key_groups; group++)
         for (int code = 0; code < 8; code++) {
-            int at = bits == 8 ? code : code % 2 * 4 + (bits == 4 ? swapped : plain)[code / 2];
+            int at = bits == 8 ? code : code % 2 * 4 + order[code / 2];
             call->key_order[group * 8 + at] = key_dim(dim, bits, group, code);
         }
 }
@@ -676,7 +677,8 @@ int tightkv_attend(const struct layer *layer, const struct attend_args *args)
     call.groups = malloc(sizeof *call.groups * (size_t)groups);
     call.key_order = malloc(sizeof *call.key_order * 8 * (size_t)call.key_groups);
     if (call.groups != NULL && call.key_order != NULL) {
-        order_keys(&call);
+        if (call.dots != NULL)
+            order_keys(&call);
         cut_groups(&call, groups, &tasks, &parts);
         call.tasks = malloc(sizeof *call.tasks * (size_t)tasks);
         call.parts = malloc(sizeof(float) * (size_t)(parts * call.part_floats + 1));

@@ -5,8 +5,6 @@
 
 #include "vectors.h"
 
-#define ALWAYS static inline __attribute__((always_inline))
-
 ALWAYS void score_part(const float *query, int dim, const float *tile, float *scores, int stride,
                        const int rows, const int columns)
 {

@@ -14,6 +14,7 @@ static const struct isa built[] = {
     {"dotprod", &neon_ops, &dotprod_dots},
     {"neon", &neon_ops, NULL},
 #elif defined(__x86_64__)
+    {"vnni", &avx512_ops, &vnni_dots},
     {"avx512", &avx512_ops, NULL},
     {"avx2", &avx2_ops, NULL},
 #endif
@@ -33,6 +34,9 @@ static int can_run(const struct isa *isa)
         return 0;
 #elif defined(__x86_64__)
     __builtin_cpu_init();
+    if (isa->dots != NULL &&
+        !(__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi")))
+        return 0;
     if (isa->ops == &avx512_ops)
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&

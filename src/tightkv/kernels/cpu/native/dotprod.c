@@ -1,9 +1,4 @@
-/* ARM's 8-bit dot product (SDOT, from ARMv8.2): four products of bytes added to each lane.
-
-   A query is 254 q1 + q0 with bytes q1 and q0 (16 bits and one factor), and so are softmax
-   weights. A level is A + F / 254 (F only at 4 bits, for the smallest one, 4.5 halves). Of
-   (254 q1 + q0) (A + F / 254) all but q0 F / 254 is added up, in two whole numbers:
-   254 (q1 A) + (q0 A + q1 F). docs/cpu.md has the error. */
+/* ARM's 8-bit dot product (SDOT, from ARMv8.2): dots.h in registers of four words. */
 #if defined(__aarch64__)
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("dotprod"))), apply_to = function)
@@ -12,10 +7,12 @@
 #endif
 #include <arm_neon.h>
 
-#include "keys16.h"
-#include "ops.h"
+#define LANES 4
+#define DOTS_NAME dotprod_dots
+#define ORDER4 {0, 2, 1, 3}
 
-#define ALWAYS static inline __attribute__((always_inline))
+#include "ops.h"
+#include "vectors.h"
 
 /* A 4-bit code n has its magnitude in byte n / 2 of its word and its sign in byte n % 4. With
    bytes 1 and 2 swapped, the magnitudes of even codes come in the order 0 4 2 6, of odd ones
@@ -41,11 +38,23 @@ struct levels {
     int8x16_t whole[2], part[2];
 };
 
+/* Added up: q1 A, and q0 A + q1 F. */
+struct sums {
+    int32x4_t high, low;
+};
+
 ALWAYS struct tables tables_of(const struct book *book, const uint8_t *order)
 {
     return (struct tables){vld1q_u8((const uint8_t *)book->whole),
                            vld1q_u8((const uint8_t *)book->part), vld1q_u8(order),
                            vld1q_u8(across)};
+}
+
+ALWAYS struct tables key_tables(const struct book *book) { return tables_of(book, swapped); }
+
+ALWAYS struct tables value_tables(const struct book *book)
+{
+    return tables_of(book, across_swapped);
 }
 
 ALWAYS struct levels look_up(const struct tables *t, uint8x16_t even, uint8x16_t odd)
@@ -93,22 +102,34 @@ ALWAYS struct levels value_levels4(const struct tables *t, uint8x16_t w)
                    vbslq_u8(mask, vshrq_n_u8(size, 4), odd_lanes(high, low)));
 }
 
-/* by: bytes [even 1][odd 1][even 0][odd 0] of a query's or a weight's two bytes. */
-ALWAYS void multiply(const struct levels *x, int8x16_t by, const int bits, int32x4_t sum[2])
+ALWAYS struct sums first_sums(const int8_t *bytes, int count, const int bits)
 {
-    sum[0] = vdotq_laneq_s32(sum[0], x->whole[0], by, 0);
-    sum[1] = vdotq_laneq_s32(sum[1], x->whole[0], by, 2);
-    sum[0] = vdotq_laneq_s32(sum[0], x->whole[1], by, 1);
-    sum[1] = vdotq_laneq_s32(sum[1], x->whole[1], by, 3);
+    (void)bytes, (void)count, (void)bits; /* signed products need no correction */
+    return (struct sums){vdupq_n_s32(0), vdupq_n_s32(0)};
+}
+
+ALWAYS void multiply(const struct levels *x, const int8_t *bytes, const int bits, struct sums *sum)
+{
+    const int8x16_t by = vld1q_s8(bytes);
+    sum->high = vdotq_laneq_s32(sum->high, x->whole[0], by, 0);
+    sum->low = vdotq_laneq_s32(sum->low, x->whole[0], by, 2);
+    sum->high = vdotq_laneq_s32(sum->high, x->whole[1], by, 1);
+    sum->low = vdotq_laneq_s32(sum->low, x->whole[1], by, 3);
     if (bits == 4) {
-        sum[1] = vdotq_laneq_s32(sum[1], x->part[0], by, 0);
-        sum[1] = vdotq_laneq_s32(sum[1], x->part[1], by, 1);
+        sum->low = vdotq_laneq_s32(sum->low, x->part[0], by, 0);
+        sum->low = vdotq_laneq_s32(sum->low, x->part[1], by, 1);
     }
 }
 
-ALWAYS float32x4_t join(const int32x4_t sum[2])
+ALWAYS vf join(const struct sums *sum)
 {
-    return vfmaq_n_f32(vcvtq_f32_s32(sum[1]), vcvtq_f32_s32(sum[0]), BASE);
+    return vfmaq_n_f32(vcvtq_f32_s32(sum->low), vcvtq_f32_s32(sum->high), BASE);
+}
+
+ALWAYS vf join_values(const struct sums *sum, const int bits)
+{
+    const uint8x16_t more = vreinterpretq_u8_f32(join(sum)), lanes = vld1q_u8(swapped_lanes);
+    return vreinterpretq_f32_u8(bits == 4 ? vqtbl1q_u8(more, lanes) : more);
 }
 
 /* The eight codes in the spare top bits of three 3-bit words. */
@@ -123,12 +144,10 @@ ALWAYS uint8x16_t spare_of(const uint8_t *at, int step)
 /* The second eight codes of 2-bit words, or the first. */
 ALWAYS uint8x16_t shifted(uint8x16_t w, int second) { return second ? vshrq_n_u8(w, 2) : w; }
 
-/* --- scores --- */
-
-/* Group g of a chunk: eight codes of each of four tokens; words are `step` bytes apart. */
-ALWAYS struct levels key_levels(const struct tables *t, const uint8_t *at, int step, int g,
-                                const int bits)
+ALWAYS struct levels key_levels(const struct tables *t, const uint8_t *at, int row, int step,
+                                int g, const int bits)
 {
+    (void)row; /* four tokens are one row */
     if (bits == 8)
         return (struct levels){{vld1q_s8((const int8_t *)at + 2 * g * step),
                                 vld1q_s8((const int8_t *)at + (2 * g + 1) * step)},
@@ -140,69 +159,6 @@ ALWAYS struct levels key_levels(const struct tables *t, const uint8_t *at, int s
     return plain_levels(t, g < 3 ? vld1q_u8(at + g * step) : spare_of(at, step), bits);
 }
 
-/* Codes of `groups_of(dim)` groups of 8 a row; query is [row][group][16 bytes]. */
-ALWAYS void key_rows(const struct book *book, struct key_shape s, const uint8_t *codes,
-                     const int8_t *query, int groups, const float *factor, float *scores,
-                     int stride, const int rows, const int bits)
-{
-    const struct tables t = tables_of(book, swapped);
-    const int step = 8 * s.chunks * 16; /* bytes from word j to word j + 1 */
-    const int per_chunk = groups / s.chunks;
-    for (int r = 0; r < 8; r++) {
-        int32x4_t sum[4][2];
-        for (int k = 0; k < rows; k++)
-            sum[k][0] = sum[k][1] = vdupq_n_s32(0);
-        for (int c = 0; c < s.chunks; c++) {
-            const uint8_t *at = codes + (r * s.chunks + c) * 16;
-            const int8_t *by = query + c * per_chunk * 16;
-            for (int g = 0; g < per_chunk; g += 2, by += 32) { /* always an even number */
-                const struct levels x[2] = {key_levels(&t, at, step, g, bits),
-                                            key_levels(&t, at, step, g + 1, bits)};
-                for (int k = 0; k < rows; k++)
-                    multiply(&x[0], vld1q_s8(by + k * groups * 16), bits, sum[k]);
-                for (int k = 0; k < rows; k++)
-                    multiply(&x[1], vld1q_s8(by + 16 + k * groups * 16), bits, sum[k]);
-            }
-        }
-        for (int k = 0; k < rows; k++)
-            vst1q_f32(scores + k * stride + 4 * r, vmulq_n_f32(join(sum[k]), factor[k]));
-    }
-}
-
-ALWAYS void key_bits(const struct book *book, struct key_shape s, const uint8_t *codes,
-                     const int8_t *query, int groups, const float *factor, float *scores,
-                     int stride, const int rows)
-{
-    switch (book->bits) {
-    case 2: key_rows(book, s, codes, query, groups, factor, scores, stride, rows, 2); break;
-    case 3: key_rows(book, s, codes, query, groups, factor, scores, stride, rows, 3); break;
-    case 4: key_rows(book, s, codes, query, groups, factor, scores, stride, rows, 4); break;
-    default: key_rows(book, s, codes, query, groups, factor, scores, stride, rows, 8);
-    }
-}
-
-static void dot_keys(const struct book *book, int dim, const uint8_t *codes, uint8_t *work,
-                     const int8_t *query, const float *factor, int rows, float *scores, int stride)
-{
-    const struct key_shape s = key_shape(dim, book->bits);
-    const int groups = key_groups(dim, book->bits);
-    if (s.halves)
-        codes = join_halves(dim, book->bits, codes, work);
-    for (int r = 0; r < rows; r += 4) {
-        const int8_t *q = query + r * groups * 16;
-        float *to = scores + r * stride;
-        switch (rows - r) {
-        case 1: key_bits(book, s, codes, q, groups, factor + r, to, stride, 1); break;
-        case 2: key_bits(book, s, codes, q, groups, factor + r, to, stride, 2); break;
-        case 3: key_bits(book, s, codes, q, groups, factor + r, to, stride, 3); break;
-        default: key_bits(book, s, codes, q, groups, factor + r, to, stride, 4);
-        }
-    }
-}
-
-/* --- values --- */
-
-/* Four channels of eight tokens; words are `step` bytes apart. */
 ALWAYS struct levels value_levels(const struct tables *t, const uint8_t *at, int step, int g,
                                   const int bits)
 {
@@ -220,64 +176,6 @@ ALWAYS struct levels value_levels(const struct tables *t, const uint8_t *at, int
     else
         w = g < 3 ? vld1q_u8(at + g * step) : spare_of(at, step);
     return plain_levels(t, vqtbl1q_u8(w, t->across), bits);
-}
-
-/* Four channels; weights are [row][block][pair c of 4][16 bytes]. */
-ALWAYS void value_rows(const struct book *book, int dim, const uint8_t *const *codes, int blocks,
-                       const int8_t *weights, const float *factor, float *sums, const int rows,
-                       const int bits)
-{
-    const struct tables t = tables_of(book, across_swapped);
-    const uint8x16_t lanes = vld1q_u8(swapped_lanes);
-    const int step = dim / 16 * 64; /* bytes from word j to word j + 1 */
-    for (int d = 0; d < dim; d += 4) {
-        const int g = d % 16 / 4;
-        const int first = d / 16 * 64;
-        int32x4_t sum[4][2];
-        for (int k = 0; k < rows; k++)
-            sum[k][0] = sum[k][1] = vdupq_n_s32(0);
-        for (int block = 0; block < blocks; block++)
-            for (int c = 0; c < 4; c++) {
-                const uint8_t *at = codes[block] + first + c * 16;
-                const struct levels x = value_levels(&t, at, step, g, bits);
-                const int8_t *by = weights + (block * 4 + c) * 16;
-                for (int k = 0; k < rows; k++)
-                    multiply(&x, vld1q_s8(by + k * STRIP * 64), bits, sum[k]);
-            }
-        for (int k = 0; k < rows; k++) {
-            float *to = sums + k * dim + d;
-            float32x4_t more = join(sum[k]);
-            if (bits == 4)
-                more = vreinterpretq_f32_u8(vqtbl1q_u8(vreinterpretq_u8_f32(more), lanes));
-            vst1q_f32(to, vfmaq_n_f32(vld1q_f32(to), more, factor[k]));
-        }
-    }
-}
-
-ALWAYS void value_bits(const struct book *book, int dim, const uint8_t *const *codes, int blocks,
-                       const int8_t *weights, const float *factor, float *sums, const int rows)
-{
-    switch (book->bits) {
-    case 2: value_rows(book, dim, codes, blocks, weights, factor, sums, rows, 2); break;
-    case 3: value_rows(book, dim, codes, blocks, weights, factor, sums, rows, 3); break;
-    case 4: value_rows(book, dim, codes, blocks, weights, factor, sums, rows, 4); break;
-    default: value_rows(book, dim, codes, blocks, weights, factor, sums, rows, 8);
-    }
-}
-
-static void dot_values(const struct book *book, int dim, const uint8_t *const *codes, int blocks,
-                       const int8_t *weights, const float *factor, int rows, float *sums)
-{
-    for (int r = 0; r < rows; r += 4) {
-        const int8_t *w = weights + r * STRIP * 64;
-        float *to = sums + r * dim;
-        switch (rows - r) {
-        case 1: value_bits(book, dim, codes, blocks, w, factor + r, to, 1); break;
-        case 2: value_bits(book, dim, codes, blocks, w, factor + r, to, 2); break;
-        case 3: value_bits(book, dim, codes, blocks, w, factor + r, to, 3); break;
-        default: value_bits(book, dim, codes, blocks, w, factor + r, to, 4);
-        }
-    }
 }
 
 /* Weights of one row [count], a multiple of 8, as bytes [8 high][8 low]; returns their unit. */
@@ -298,7 +196,7 @@ static float split_weights(const float *weights, int count, float top, int8_t *b
     return top / LARGEST;
 }
 
-const struct dots dotprod_dots = {dot_keys, dot_values, split_weights};
+#include "dots.h"
 
 #if defined(__clang__)
 #pragma clang attribute pop

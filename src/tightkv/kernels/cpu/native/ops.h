@@ -57,7 +57,7 @@ struct ops {
     void (*halves)(const word16 *in, int count, float *out);
 };
 
-/* Products of 8-bit numbers with the codes themselves, for few rows (dotprod.c). */
+/* Products of 8-bit numbers with the codes themselves, for few rows (dots.h). */
 struct dots {
     /* scores[row * stride + 32] of a block; query is [row][group of 8 dims][16 bytes] */
     void (*keys)(const struct book *book, int dim, const uint8_t *codes, uint8_t *work,
@@ -67,6 +67,8 @@ struct dots {
                    const int8_t *weights, const float *factor, int rows, float *sums);
     /* weights of a row of a strip, up to `top` -> bytes; returns their unit */
     float (*split)(const float *weights, int count, float top, int8_t *bytes);
+    /* where a group of queries has dims 0, 2, 4, 6 (and 1, 3, 5, 7) of 4-bit codes */
+    int order4[4];
 };
 
 /* An instruction set: how it is called and what it brings; dots may be NULL. */
@@ -82,6 +84,7 @@ extern const struct ops neon_ops;
 extern const struct dots dotprod_dots;
 #elif defined(__x86_64__)
 extern const struct ops avx2_ops, avx512_ops;
+extern const struct dots vnni_dots;
 #endif
 
 #endif

@@ -6,6 +6,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#define ALWAYS static inline __attribute__((always_inline))
+
 typedef float vf __attribute__((vector_size(4 * LANES)));
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
