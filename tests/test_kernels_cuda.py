@@ -107,6 +107,8 @@ def test_queries_of_no_sequence_are_zero(rows):
 
 
 def test_pages_with_gaps_between_them():
+    import tightkv.kernels.cuda  # noqa: F401
+
     caches = []
     for name in ("reference", "cuda"):
         cache = cache_on(CFG, [150, 40], name=name, dim=128, dtype=torch.bfloat16, open_codes=True)

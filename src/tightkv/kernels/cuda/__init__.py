@@ -221,7 +221,8 @@ class Tile:
         """What was fastest on an H200 (docs/log.md), as far as registers and memory allow."""
         if layout.head_dim > 128:
             return Tile(1, 2, 1 if tiles_n > 1 else 2, tiles_n)
-        return Tile(2, 2, 2, tiles_n)
+        few_bits = layout.cfg.key_bits + layout.cfg.value_bits <= 4
+        return Tile(2, 2, 3 if few_bits and tiles_n == 1 else 2, tiles_n)
 
     def shared_bytes(self, layout: PageLayout) -> int:
         """sizeof(Shared) in decode.cu."""

@@ -87,6 +87,11 @@ struct Stage {
     uint4 mean[SPAN][MEAN_CHUNKS + !MEAN_CHUNKS];  // of a tile's pages
 };
 
+#define STAGE_VALUE (512 * TB * KL * KW)  // where its members begin
+#define STAGE_KEY_SCALE (STAGE_VALUE + 512 * TB * VL * VW)
+#define STAGE_VALUE_SCALE (STAGE_KEY_SCALE + 64 * TB)
+#define STAGE_MEAN (STAGE_VALUE_SCALE + 64 * TB)
+
 // Where a lane's bytes of a record begin; the rest of an address is constant.
 __device__ __forceinline__ int key_lane(int r, int c) {
     if (D == 64) return 16 * (((KEY_BITS == 4 ? 8 * (c >> 1) : 0) + r) * C + (c & 1));
@@ -115,7 +120,7 @@ __device__ __forceinline__ void wait_for_copies() {
 // on to the tile's and the lane's bytes.
 __device__ __forceinline__ void copy_codes(u32 to, int p, const u8 *key, const u8 *value, int lane,
                                            u64 policy) {
-    const u32 keys = to + 16 * lane, values = keys + __builtin_offsetof(Stage, value);
+    const u32 keys = to + 16 * lane, values = keys + STAGE_VALUE;
 #pragma unroll
     for (int b = 0; b < BP; b++)
 #pragma unroll
@@ -148,9 +153,7 @@ struct Number {
         const bool key = e < 4 * BP;
         const int chunk = key ? e : scale ? e - 4 * BP : e - 8 * BP;
         from = (key ? KEY_SCALE_AT : scale ? VALUE_SCALE_AT : MEAN_AT) + 16 * chunk;
-        to = 16 * chunk + (int)(key     ? __builtin_offsetof(Stage, key_scale)
-                                : scale ? __builtin_offsetof(Stage, value_scale)
-                                        : __builtin_offsetof(Stage, mean));
+        to = 16 * chunk + (key ? STAGE_KEY_SCALE : scale ? STAGE_VALUE_SCALE : STAGE_MEAN);
         to_next = scale ? 64 * BP : 16 * MEAN_CHUNKS;
     }
 };
