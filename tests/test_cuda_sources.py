@@ -6,7 +6,8 @@ import subprocess
 import pytest
 
 from tightkv.config import KVQuantConfig
-from tightkv.kernels.cuda import Tile, source
+from tightkv.kernels.cuda import source
+from tightkv.kernels.cuda.tiles import Tile
 from tightkv.layout import PageLayout
 
 NVCC = shutil.which("nvcc")
@@ -20,22 +21,28 @@ def compile_for_hopper(text, folder):
 
 @pytest.mark.skipif(NVCC is None, reason="no nvcc")
 @pytest.mark.parametrize(
-    "preset,dim,tiles_n", [("k4v4", 128, 1), ("k4v4", 128, 2), ("k2v2", 128, 1), ("k3v2", 64, 1)]
+    "preset,dim,tiles_n,programs",
+    [("k4v4", 128, 1, 8), ("k4v4", 128, 2, 8), ("k2v2", 128, 1, 256), ("k3v2", 64, 1, 8)],
 )
-def test_decode_compiles_without_spilling(preset, dim, tiles_n, tmp_path):
+def test_decode_compiles_without_spilling(preset, dim, tiles_n, programs, tmp_path):
     """The sizes that Python computes are asserted in the source."""
     layout = PageLayout(KVQuantConfig.preset(preset), 8, dim)
-    done = compile_for_hopper(source("decode", layout, 32, tiles_n), tmp_path)
+    tile = Tile.of(layout, tiles_n, programs)
+    text = source("decode", layout, 32, tile)
+    done = compile_for_hopper(text, tmp_path)
     assert done.returncode == 0, done.stderr
     assert " 0 bytes spill stores" in done.stderr
-    wrong = source("decode", layout, 32, tiles_n).replace("#define STAGES 2", "#define STAGES 5")
+    wrong = text.replace("#define STAGES 2", "#define STAGES 5")
     assert "computes another size" in compile_for_hopper(wrong, tmp_path).stderr
 
 
 @pytest.mark.skipif(NVCC is None, reason="no nvcc")
 def test_append_compiles(tmp_path):
     layout = PageLayout(KVQuantConfig.preset("k4v4"), 8, 128)
-    assert compile_for_hopper(source("append", layout, 8), tmp_path).returncode == 0
+    assert (
+        compile_for_hopper(source("append", layout, 8, Tile.of(layout, 1)), tmp_path).returncode
+        == 0
+    )
 
 
 @pytest.mark.parametrize("preset", ["k4v4", "k3v2", "k2v2"])
@@ -44,5 +51,5 @@ def test_append_compiles(tmp_path):
 def test_blocks_fit_a_processor(preset, dim, tiles_n):
     """228 KiB of shared memory on Hopper, of which every block costs one more KiB."""
     layout = PageLayout(KVQuantConfig.preset(preset), 8, dim)
-    tile = Tile.of(layout, tiles_n)
-    assert tile.blocks * (tile.shared_bytes(layout) + 1024) <= 228 * 1024
+    for tile in (Tile.of(layout, tiles_n, programs) for programs in (1, 256)):
+        assert tile.blocks * (tile.shared_bytes(layout) + 1024) <= 228 * 1024

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 from tightkv.codec import Codec
 from tightkv.kernels import triton as triton_kernels
 from tightkv.kernels.cuda.nvrtc import Module, compile_cubin, nvrtc
+from tightkv.kernels.cuda.tiles import WARPS, Tile, share_count
 from tightkv.kernels.view import CacheView
 from tightkv.layout import RING_SLACK, PageLayout
 
@@ -28,7 +28,6 @@ _SOURCES = {"append": ("append",), "decode": ("primitives", "pages", "softmax", 
 _MAX_QUERIES = RING_SLACK  # more than this is prefill
 _EXACT_TOKENS = 16  # that a warp reads at a time
 _MOST_SPLITS = 64
-_WARPS = 4  # of a block of decode.cu
 
 
 def unavailable(device_type: str | None, asked: bool = False) -> str | None:
@@ -126,7 +125,7 @@ def append(
         view.block_table.stride(0), view.pages.stride(0),
         view.ring_key.shape[1], view.sink_key.shape[1], int(open_codes),
     )  # fmt: skip
-    module = _module("append", layout, layout.num_kv_heads, 1, False, key.device)
+    module = _module("append", layout, layout.num_kv_heads, Tile.of(layout, 1), False, key.device)
     module.launch("append", (view.batch * layout.num_kv_heads, 2, 1), 256, arguments)
 
 
@@ -161,10 +160,10 @@ def attend(
     group = hq // layout.num_kv_heads
     columns = max_queries * group
     tiles_n = 1 if columns <= 8 else 2
-    module = _module("decode", layout, hq, tiles_n, softcap is not None, device)
     parts = -(-columns // (8 * tiles_n))
     programs = view.batch * layout.num_kv_heads * parts
-    tile = Tile.of(layout, tiles_n)
+    tile = Tile.of(layout, tiles_n, programs)
+    module = _module("decode", layout, hq, tile, softcap is not None, device)
     slots = _processors(device) * tile.blocks
     splits = share_count(programs, slots, min(_MOST_SPLITS, view.block_table.shape[1] // 4))
     groups = -(-(view.ring_key.shape[1] + view.sink_key.shape[1]) // _EXACT_TOKENS)
@@ -192,7 +191,7 @@ def attend(
         window or 0, int(causal),
     )  # fmt: skip
     grid = (view.batch * layout.num_kv_heads, splits, parts)
-    module.launch("decode", grid, 32 * _WARPS, arguments, shared=tile.launch_bytes(layout, device))
+    module.launch("decode", grid, 32 * WARPS, arguments, shared=tile.launch_bytes(layout, device))
     if splits == 1:
         return out, lse
     pointers = (partial, partial_lse, signs, first, out, lse)
@@ -207,73 +206,32 @@ def attend(
     return out, lse
 
 
-@dataclass(frozen=True)
-class Tile:
-    """How decode.cu is cut: what a warp works on, what is on its way, what fits a processor."""
-
-    blocks_of_32: int  # tokens a warp works on at a time
-    stages: int  # tiles in shared memory, the one being read among them
-    blocks: int  # blocks of four warps that a processor holds
-    tiles_n: int  # eight queries each
-
-    @staticmethod
-    def of(layout: PageLayout, tiles_n: int) -> Tile:
-        """What was fastest on an H200 (docs/log.md), as far as registers and memory allow."""
-        if layout.head_dim > 128:
-            return Tile(1, 2, 1 if tiles_n > 1 else 2, tiles_n)
-        few_bits = layout.cfg.key_bits + layout.cfg.value_bits <= 4
-        return Tile(2, 2, 3 if few_bits and tiles_n == 1 else 2, tiles_n)
-
-    def shared_bytes(self, layout: PageLayout) -> int:
-        """sizeof(Shared) in decode.cu."""
-        cfg, d, columns = layout.cfg, layout.head_dim, 8 * self.tiles_n
-        both = (cfg.key_bits, cfg.value_bits)
-        words = [2 if d == 64 and bits == 4 else bits for bits in both]
-        loads = -(-d // 128) * sum(words)  # of 16 bytes a lane
-        mean = {16: d // 8, 8: d // 16 + 1}.get(cfg.mean_bits if cfg.centered else 0, 1)
-        span = max(1, 32 * self.blocks_of_32 // layout.page_size)  # pages in a tile
-        stage = self.blocks_of_32 * (512 * loads + 128) + 16 * mean * span
-        found = 2 * 4 * columns * (d + 6)
-        warp = _round_up(max(self.stages * stage, found))
-        return _round_up(_WARPS * warp + 8 * columns * (d // 2 + 4) + 4 * columns + 16)
-
-    def launch_bytes(self, layout: PageLayout, device: torch.device) -> int:
-        """As much as keeps further blocks off a processor: they would be missing on another."""
-        share = _shared_memory(device) // self.blocks - 1024  # of each the driver takes 1 KiB
-        return max(self.shared_bytes(layout), share // 16 * 16)
-
-
-def _round_up(size: int) -> int:
-    return -(-size // 16) * 16
-
-
 @functools.lru_cache(maxsize=256)
 def _module(
     name: str,
     layout: PageLayout,
     query_heads: int,
-    tiles_n: int,
+    tile: Tile,
     softcap: bool,
     device: torch.device,
 ) -> Module:
     """The kernels of one source for one layout, compiled once."""
     major, minor = torch.cuda.get_device_capability(device)
-    text = source(name, layout, query_heads, tiles_n, softcap)
+    text = source(name, layout, query_heads, tile, softcap)
     return Module(compile_cubin(text, [], f"sm_{major}{minor}"), device)
 
 
 def source(
-    name: str, layout: PageLayout, query_heads: int, tiles_n: int = 1, softcap: bool = False
+    name: str, layout: PageLayout, query_heads: int, tile: Tile, softcap: bool = False
 ) -> str:
     """CUDA C++ with the constants of a layout."""
     heads, d = layout.num_kv_heads, layout.head_dim
-    tile = Tile.of(layout, tiles_n)
     constants: dict[str, object] = {
         "D": d,
         "HQ": query_heads,
         "HKV": heads,
         "G": query_heads // heads,
-        "NT": tiles_n,
+        "NT": tile.tiles_n,
         "TB": tile.blocks_of_32,
         "STAGES": tile.stages,
         "SHARED_BYTES": tile.shared_bytes(layout),
@@ -308,23 +266,6 @@ def _floats(*values: float) -> str:
     return ", ".join(f"{value!r}f" for value in values)
 
 
-def share_count(programs: int, slots: int, most: int) -> int:
-    """Into how many shares to cut sequences, so that the last wave of blocks is a full one."""
-    best, best_time = 1, math.inf
-    for shares in range(1, max(1, most) + 1):
-        # waves of blocks, each a share long; joining shares costs a little too
-        time = -(-programs * shares // slots) / shares * (1 + 0.004 * shares)
-        if time < best_time:
-            best, best_time = shares, time
-    return best
-
-
 @functools.lru_cache(maxsize=16)
 def _processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-@functools.lru_cache(maxsize=16)
-def _shared_memory(device: torch.device) -> int:
-    """Bytes of a processor."""
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor)

@@ -1,0 +1,71 @@
+"""How decode attention is cut into tiles, blocks and shares of a sequence."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+
+from tightkv.layout import PageLayout
+
+WARPS = 4  # of a block of decode.cu
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How decode.cu is cut: what a warp works on, what is on its way, what fits a processor."""
+
+    blocks_of_32: int  # tokens a warp works on at a time
+    stages: int  # tiles in shared memory, the one being read among them
+    blocks: int  # blocks of four warps that a processor holds
+    tiles_n: int  # eight queries each
+
+    @staticmethod
+    def of(layout: PageLayout, tiles_n: int, programs: int = 1) -> Tile:
+        """What was fastest on an H200 (docs/log.md), as far as registers and memory allow."""
+        if layout.head_dim > 128:
+            return Tile(1, 2, 1 if tiles_n > 1 else 2, tiles_n)
+        # Two bits wait for arithmetic, not for memory: more warps, if there is work for all.
+        few_bits = layout.cfg.key_bits + layout.cfg.value_bits <= 4
+        return Tile(2, 2, 3 if few_bits and tiles_n == 1 and programs >= 64 else 2, tiles_n)
+
+    def shared_bytes(self, layout: PageLayout) -> int:
+        """sizeof(Shared) in decode.cu."""
+        cfg, d, columns = layout.cfg, layout.head_dim, 8 * self.tiles_n
+        both = (cfg.key_bits, cfg.value_bits)
+        words = [2 if d == 64 and bits == 4 else bits for bits in both]
+        loads = -(-d // 128) * sum(words)  # of 16 bytes a lane
+        mean = {16: d // 8, 8: d // 16 + 1}.get(cfg.mean_bits if cfg.centered else 0, 1)
+        span = max(1, 32 * self.blocks_of_32 // layout.page_size)  # pages in a tile
+        stage = self.blocks_of_32 * (512 * loads + 128) + 16 * mean * span
+        found = 2 * 4 * columns * (d + 6)
+        warp = _round_up(max(self.stages * stage, found))
+        return _round_up(WARPS * warp + 8 * columns * (d // 2 + 4) + 4 * columns + 16)
+
+    def launch_bytes(self, layout: PageLayout, device: torch.device) -> int:
+        """As much as keeps further blocks off a processor: they would be missing on another."""
+        share = _shared_memory(device) // self.blocks - 1024  # of each the driver takes 1 KiB
+        return max(self.shared_bytes(layout), share // 16 * 16)
+
+
+def _round_up(size: int) -> int:
+    return -(-size // 16) * 16
+
+
+def share_count(programs: int, slots: int, most: int) -> int:
+    """Into how many shares to cut sequences, so that the last wave of blocks is a full one."""
+    best, best_time = 1, math.inf
+    for shares in range(1, max(1, most) + 1):
+        # waves of blocks, each a share long; joining shares costs a little too
+        time = -(-programs * shares // slots) / shares * (1 + 0.004 * shares)
+        if time < best_time:
+            best, best_time = shares, time
+    return best
+
+
+@functools.lru_cache(maxsize=16)
+def _shared_memory(device: torch.device) -> int:
+    """Bytes of a processor."""
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor)
