@@ -91,8 +91,9 @@ class Scheduler:
             for seq, count in work
             for at in range(seq.computed, seq.computed + count)
         ]
+        copies = any(count > 1 + self.drafts for _, count in work)  # as with prompts
         rows = self.table.step(
-            torch.tensor(blocks).int(), lengths, first, torch.tensor(slots), self.out
+            torch.tensor(blocks).int(), lengths, first, torch.tensor(slots), self.out, copies
         )
         rows = BatchRows(*(column.clone() for column in rows))
         values = [
@@ -104,6 +105,13 @@ class Scheduler:
         for (seq, count), v in zip(work, values, strict=True):
             assert (v["before"], v["lengths"]) == (seq.computed, seq.computed + count)
             self.check_ring(seq, v["ring_rows"], v["exact_starts"], seq.computed, seq.computed)
+        sinks = [list(self.sink[v["sink_sources"]]) for v in values]
+        for v, copied in zip(values, sinks, strict=True):
+            assert copies or v["sink_sources"] == v["ring_rows"]
+            self.sink[v["ring_rows"]] = copied
+        for (seq, _), v in zip(work, values, strict=True):
+            for at in range(v["context_sink_counts"]):
+                assert self.sink[v["ring_rows"]][at] == self.name(seq, at)
         for (seq, count), v in zip(work, values, strict=True):
             for at in range(seq.computed, seq.computed + count):
                 self.ring[v["ring_rows"]][at % self.table.ring] = self.name(seq, at)
@@ -214,6 +222,48 @@ def test_a_prefix_hit_starts_without_copies() -> None:
     assert rows.exact_starts.tolist() == [0, 96]
     assert rows.context_ring_starts.tolist() == [0, 96]
     assert rows.sink_counts.tolist() == [4, 0]
+
+
+def hit(scheduler: Scheduler, tokens: list[int]) -> BatchRows:
+    """A new sequence that finds its prefix in the cache."""
+    seq = scheduler.admit(tokens)
+    scheduler.reserve(seq, len(tokens))
+    assert seq.computed
+    return scheduler.run([(seq, len(tokens) - seq.computed)])
+
+
+def test_a_prefix_hit_takes_over_the_sinks() -> None:
+    scheduler = Scheduler(blocks=40, rows=2, drafts=0, seed=0)
+    one = scheduler.admit([3] * 100)
+    scheduler.reserve(one, 100)
+    scheduler.remember(one, 100)
+    scheduler.run([(one, 100)])
+    rows = hit(scheduler, [3] * 90)
+    assert rows.sink_sources.tolist() == [0] and rows.ring_rows.tolist() == [1]
+    assert rows.sink_counts.tolist() == rows.context_sink_counts.tolist() == [4]
+    scheduler.release(one)
+    rows = hit(scheduler, [3] * 95)  # takes the first's ring, and its sinks from either
+    assert rows.ring_rows.tolist() == [0] and rows.sink_counts.tolist() == [4]
+
+
+def test_sinks_of_a_first_block_that_was_written_again_are_gone() -> None:
+    scheduler = Scheduler(blocks=4, rows=4, drafts=0, seed=0)
+    for number in (3, 5):
+        seq = scheduler.admit([number] * 40)
+        scheduler.reserve(seq, 40)
+        scheduler.remember(seq, 40)
+        scheduler.run([(seq, 40)])
+        if number == 3:
+            old = list(seq.blocks)
+            scheduler.release(seq)
+            scheduler.running.remove(seq)
+            for block in old:  # somebody else gets them, and starts with the same block
+                scheduler.known.pop(scheduler.holds.pop(block, ()), None)
+            scheduler.free = [*old, *(b for b in scheduler.free if b not in old)]
+            scheduler.random.random = lambda: 0.0
+    assert seq.blocks == old
+    rows = hit(scheduler, [5] * 36)
+    assert rows.sink_sources.tolist() == [1] and rows.sink_counts.tolist() == [4]
 
 
 def test_stand_ins_touch_nothing() -> None:

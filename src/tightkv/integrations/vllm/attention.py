@@ -91,7 +91,8 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
                 self._warm_up(rings)
             return output.fill_(0)
         pages = as_pages(kv_cache, self.layout)
-        self.step.run(attn_metadata.parts, pages, rings, query, key, value, output)
+        parts, inherited = attn_metadata.parts, attn_metadata.inherited
+        self.step.run(parts, pages, rings, query, key, value, output, inherited)
         return output
 
     def _warm_up(self, rings: Rings) -> None:

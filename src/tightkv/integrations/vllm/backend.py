@@ -71,17 +71,21 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
         pages = self._page_table(common.block_table_tensor)
         steps = self._steps()
         few_shapes = all(cut.most <= self._limits.decoding for cut in cuts)  # no prompts
-        step = steps if replay and few_shapes else steps.function
-        rows = step(
+        tensors = (
             pages,
             common.seq_lens,
             common.query_start_loc,
             common.slot_mapping[: common.num_actual_tokens],
             self.out,
         )
+        if few_shapes:
+            rows = steps(*tensors) if replay else steps.function(*tensors)
+        else:
+            rows = steps.function(*tensors, copies=True)
         starts = common.query_start_loc
         parts = [part_of(cut, first, starts, pages, rows, self.starts) for cut in cuts]
-        return TightMetadata(tuple(parts), common.num_actual_tokens)
+        inherited = None if few_shapes else rows
+        return TightMetadata(tuple(parts), common.num_actual_tokens, inherited)
 
     @property
     def _limits(self) -> Limits:

@@ -29,6 +29,7 @@ class Sequences:
 class TightMetadata:
     parts: tuple[Sequences, ...]
     num_actual_tokens: int
+    inherited: BatchRows | None = None  # of the whole batch, where sinks may be taken over
 
 
 def part_of(

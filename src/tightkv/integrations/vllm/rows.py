@@ -4,7 +4,8 @@ vLLM says for each step which blocks and how many tokens its sequences have, not
 it was that wrote them. So a row is tagged with what it was written for: the block of the newest
 token and the length. A sequence that goes on from there finds the row through its block. Whoever
 writes a block takes it over, so a freed and reused block never leads to an old row. A sequence
-that finds no row is read from the codes in its blocks, which are always right.
+that finds no row is read from the codes in its blocks, which are always right; the sinks of a
+cached prefix it takes over from a row that has them for the same first block.
 
 Everything is device tensors of fixed shape: no step waits for the device, and a CUDA graph can
 hold one (`replay`).
@@ -35,6 +36,7 @@ class BatchRows(NamedTuple):
     sink_counts: Tensor
     context_ring_starts: Tensor  # the same of the tokens before the new ones
     context_sink_counts: Tensor
+    sink_sources: Tensor  # the row whose sinks are to be copied to `ring_rows` first
 
 
 class RowTable:
@@ -60,6 +62,9 @@ class RowTable:
 
         self.row_of_block = tensor(num_blocks, rows)  # whose tokens a block holds
         self.written_at = tensor(num_blocks, -1)  # step and sequence that wrote it last
+        self.content = tensor(num_blocks, -1)  # step and sequence that began it
+        self.sink_row = tensor(num_blocks, rows)  # who has the sinks of a first block
+        self.sink_content = tensor(rows + 1, -2)  # and of which content of it
         self.block = tensor(rows + 1, -1)  # block of a row's newest token
         self.length = tensor(rows + 1, 0)
         self.exact_start = tensor(rows + 1, 0)
@@ -68,14 +73,21 @@ class RowTable:
         self.used_at[rows] = _NEVER
 
     def step(
-        self, block_table: Tensor, lengths: Tensor, first: Tensor, slots: Tensor, out: Tensor
+        self,
+        block_table: Tensor,
+        lengths: Tensor,
+        first: Tensor,
+        slots: Tensor,
+        out: Tensor,
+        copies: bool = False,
     ) -> BatchRows:
         """Give the sequences of a batch their rows and tag those with what this step writes.
 
         `lengths` [B] count the new tokens, row b's being first[b] to first[b + 1] of the batch,
         written at `slots` [N] = block * page_size + offset; a negative slot is not written.
         Block 0 is nobody's. (A block here is one page.) The answer is put into `out`
-        int32 [len(BatchRows._fields), at least B]: the same memory at every step.
+        int32 [len(BatchRows._fields), at least B]: the same memory at every step. With `copies`
+        the layers copy sinks as `sink_sources` says before anything else.
         """
         size, batch = self.page_size, len(lengths)
         first = first.long()
@@ -91,7 +103,13 @@ class RowTable:
         without_row = rows == self.rows
 
         exact_before = torch.where(matched, self.exact_start[own], before)
-        sinks_before = torch.minimum(self.sink_count[own], before).masked_fill(~matched, 0)
+        begun = block_table[:, 0].long().masked_fill(~live, 0)  # first blocks
+        source = self.sink_row[begun]
+        known = matched | without_row | (begun == 0) | (before == 0) | (not copies)
+        inherits = ~known & (self.sink_content[source] == self.content[begun])
+        source = torch.where(inherits, source, rows)
+        had = self.sink_count[torch.where(inherits, source, own)]
+        sinks_before = torch.minimum(had, before).masked_fill(~(matched | inherits), 0)
         exact_after = torch.maximum(exact_before, lengths - self.ring)
         sinks_after = torch.where(
             before <= sinks_before, lengths.clamp_max(self.sinks), sinks_before
@@ -102,6 +120,8 @@ class RowTable:
         self.length[rows] = lengths
         self.exact_start[rows] = exact_after
         self.sink_count[rows] = sinks_after
+        self.sink_content[rows] = self.content[begun].masked_fill(sinks_after == 0, -2)
+        self.sink_row[begun.masked_fill(sinks_after == 0, 0)] = rows
         self.used_at[rows] = self.steps
         self.block[self.rows :].fill_(-1)
         self.used_at[self.rows :].fill_(_NEVER)
@@ -122,6 +142,7 @@ class RowTable:
             sinks_after,
             torch.where(matched, torch.minimum(context, before), before),
             sinks_before,
+            source,
         )
         return BatchRows(*out[:, :batch].copy_(torch.stack(answer)).unbind())
 
@@ -138,7 +159,9 @@ class RowTable:
         real = (writers < len(first) - 1) & (slots >= 0)
         writers = writers.masked_fill(~real, len(first) - 1)
         blocks = (slots.long() // self.page_size).masked_fill(~real, 0)
-        self.written_at[blocks] = self.steps * _STEP + writers
+        stamps = self.steps * _STEP + writers
+        self.written_at[blocks] = stamps
+        self.content[blocks.masked_fill(slots % self.page_size != 0, 0)] = stamps
         return blocks, writers
 
     def _find(

@@ -111,6 +111,7 @@ def _part(
         sink_counts=number(0),
         context_ring_starts=number(before),
         context_sink_counts=number(0),
+        sink_sources=number(len(rings[0]) - 1),
     )
     pages = -(-length // layout.page_size)
     return Sequences(
