@@ -24,7 +24,10 @@ from tightkv.layout import RING_SLACK, PageLayout
 __all__ = ["append", "attend", "unavailable", "unsupported"]
 
 _FOLDER = Path(__file__).parent
-_SOURCES = {"append": ("append",), "decode": ("primitives", "pages", "softmax", "decode")}
+_SOURCES = {
+    "append": ("primitives", "append"),
+    "decode": ("primitives", "pages", "softmax", "decode"),
+}
 _MAX_QUERIES = RING_SLACK  # more than this is prefill
 _EXACT_TOKENS = 16  # that a warp reads at a time
 _MOST_SPLITS = 64

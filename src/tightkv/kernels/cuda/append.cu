@@ -3,10 +3,6 @@
 // One block a sequence, head and side (key or value). A warp encodes a token, lane l holding
 // channels l + 32 k; codes go through shared memory and are packed word by word.
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned char u8;
-
 #define THREADS 256
 #define WARPS (THREADS / 32)
 #define N (D / 32)  // channels a lane
@@ -21,26 +17,10 @@ struct Append {
     int ring, sinks, open;
 };
 
-__device__ __forceinline__ float to_float(u16 h) {
-#if BF16
-    return __int_as_float((u32)h << 16);
-#else
-    float f;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
-    return f;
-#endif
-}
-
 __device__ __forceinline__ u16 to_half(float x) {
     u16 h;
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(x));
     return h;
-}
-
-__device__ __forceinline__ float from_half(u16 h) {
-    float f;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
-    return f;
 }
 
 __device__ __forceinline__ float finite(float x) {
@@ -60,22 +40,7 @@ __device__ __forceinline__ void rotate(float (&x)[N], const float *signs, int la
 #if ROTATED
 #pragma unroll
     for (int k = 0; k < N; k++) x[k] *= signs[lane + 32 * k];
-#pragma unroll
-    for (int bit = 1; bit < 32; bit *= 2)
-#pragma unroll
-        for (int k = 0; k < N; k++) {
-            float other = __shfl_xor_sync(~0u, x[k], bit);
-            x[k] = (lane & bit) ? other - x[k] : x[k] + other;
-        }
-#pragma unroll
-    for (int bit = 1; bit < N; bit *= 2)
-#pragma unroll
-        for (int k = 0; k < N; k++)
-            if (!(k & bit)) {
-                float a = x[k], b = x[k + bit];
-                x[k] = a + b;
-                x[k + bit] = a - b;
-            }
+    hadamard(x, lane);
 #pragma unroll
     for (int k = 0; k < N; k++) x[k] *= ROOT;
 #endif
@@ -202,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) append(const Append a) {
             const u16 *p = at >= before ? source + (begin + at - before) * stride
                                         : ring + (long long)(at % a.ring) * HKV * D;
 #pragma unroll
-            for (int k = 0; k < N; k++) x[k] = finite(to_float(p[lane + 32 * k]));
+            for (int k = 0; k < N; k++) x[k] = finite(model_to_float(p[lane + 32 * k]));
         };
 
         if (center) {
@@ -237,7 +202,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) append(const Append a) {
                     for (int bit = 1; bit < 32; bit *= 2)
                         top = fmaxf(top, __shfl_xor_sync(~0u, top, bit));
                     const u16 half_step = to_half(__fdiv_rn(top, 127.f));
-                    const float step = from_half(half_step);
+                    const float step = half_to_float(half_step);
                     if (lane == 0) *(u16 *)(record + MEAN_AT + D) = half_step;
 #pragma unroll
                     for (int k = 0; k < N; k++) {
@@ -251,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) append(const Append a) {
                     for (int k = 0; k < N; k++) {
                         const u16 h = to_half(x[k]);
                         ((u16 *)(record + MEAN_AT))[lane + 32 * k] = h;
-                        mean[lane + 32 * k] = from_half(h);
+                        mean[lane + 32 * k] = half_to_float(h);
                     }
 #endif
                 }
@@ -259,9 +224,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) append(const Append a) {
                 for (int d = lane; d < D; d += 32)
 #if MEAN_BITS == 8
                     mean[d] = (float)((signed char *)(record + MEAN_AT))[d] *
-                              from_half(*(u16 *)(record + MEAN_AT + D));
+                              half_to_float(*(u16 *)(record + MEAN_AT + D));
 #else
-                    mean[d] = from_half(((u16 *)(record + MEAN_AT))[d]);
+                    mean[d] = half_to_float(((u16 *)(record + MEAN_AT))[d]);
 #endif
             }
             __syncthreads();
