@@ -2,15 +2,33 @@
 
 import shutil
 import subprocess
+import sys
 
 import pytest
 
 from tightkv.config import KVQuantConfig
 from tightkv.kernels.cuda import source
+from tightkv.kernels.cuda.nvrtc import CompileError, compile_with, load_nvrtc
 from tightkv.kernels.cuda.tiles import Tile
 from tightkv.layout import PageLayout
 
 NVCC = shutil.which("nvcc")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="NVRTC is there for Linux")
+@pytest.mark.parametrize("arch", ["sm_89", "sm_90"])
+@pytest.mark.parametrize("preset,dim", [("k4v4", 128), ("k2v2", 64), ("k3v2", 256)])
+def test_nvrtc_takes_the_sources(preset, dim, arch):
+    """As at a user's: the compiler at run time knows less than nvcc."""
+    lib = load_nvrtc("13")
+    layout = PageLayout(KVQuantConfig.preset(preset), 8, dim)
+    for tiles_n, softcap in ((1, False), (2, True)):
+        text = source("decode", layout, 32, Tile.of(layout, tiles_n), softcap)
+        assert len(compile_with(lib, text, [], arch)) > 10_000
+    text = source("append", layout, 8, Tile.of(layout, 1))
+    assert len(compile_with(lib, text, [], arch)) > 10_000
+    with pytest.raises(CompileError, match="expected"):
+        compile_with(lib, text.replace("struct Append {", "struct Append"), [], arch)
 
 
 def compile_for_hopper(text, folder):

@@ -162,7 +162,7 @@ def attend(
         query = query.contiguous()
     group = hq // layout.num_kv_heads
     columns = max_queries * group
-    tiles_n = 1 if columns <= 8 else 2
+    tiles_n = 2 if columns > 8 and Tile.of(layout, 2).fits(layout, device) else 1
     parts = -(-columns // (8 * tiles_n))
     programs = view.batch * layout.num_kv_heads * parts
     tile = Tile.of(layout, tiles_n, programs)

@@ -130,8 +130,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) append(const Append a) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int row = blockIdx.x / HKV, head = blockIdx.x % HKV;
     const bool is_key = blockIdx.y == 0;
-    asm volatile("griddepcontrol.wait;");
-    asm volatile("griddepcontrol.launch_dependents;");  // attention may be set up; it waits too
+    wait_for_previous();
+    let_next_start();  // attention, mostly
     const int begin = a.first[row], count = a.first[row + 1] - begin;
     const int length = a.lengths[row];
     if (!count || length < count) return;

@@ -206,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int r = lane >> 2, c = lane & 3;
     const int split = blockIdx.y, row = blockIdx.x / HKV, head = blockIdx.x % HKV;
-    asm volatile("griddepcontrol.wait;");  // for the append before this
+    wait_for_previous();
     const int begin = a.first[row], count = a.first[row + 1] - begin;
     const int length = a.lengths[row], start = a.starts[row], ring_start = a.ring_starts[row];
     const int sinks_end = min(start + a.sink_counts[row], ring_start), owner = a.ring_rows[row];
@@ -313,7 +313,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
         const int whole_from = SOFTCAP ? t_end : (seen_from + 32 * TB - 1) / (32 * TB);
         const int whole_to = seen_to / (32 * TB);
         float bias[SPAN][NT][2];
-        bool new_page = true;
+        [[maybe_unused]] bool new_page = true;  // only where a tile is part of one
         int at_stage = 0;
         for (; t < t_end; t++) {
             copy_next();
@@ -422,7 +422,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
             }
         }
     }
-    asm volatile("griddepcontrol.launch_dependents;");
+    let_next_start();
     __syncwarp();  // the last tile has been read by all lanes
     stash(st, sh.warp[warp].found.pages, lane);
     if (unit < min(groups, unit_to)) {

@@ -29,7 +29,11 @@ class CompileError(RuntimeError):
 @functools.lru_cache(maxsize=1)
 def nvrtc() -> ctypes.CDLL:
     """torch's own NVRTC; OSError if there is none."""
-    major = str(torch.version.cuda).split(".")[0]
+    return load_nvrtc(str(torch.version.cuda).split(".")[0])
+
+
+def load_nvrtc(major: str) -> ctypes.CDLL:
+    """NVRTC of a major version of CUDA, as torch or the package nvidia-cuda-nvrtc install it."""
     name = f"libnvrtc.so.{major}"
     folders = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
     found = [p for f in folders for p in glob.glob(f"{f}/nvidia/*/lib/{name}*")]
@@ -56,12 +60,14 @@ def compile_cubin(source: str, options: Sequence[str], arch: str) -> bytes:
     path = cache_root() / "kernels" / (hashlib.sha256(key.encode()).hexdigest()[:32] + ".cubin")
     if path.is_file():
         return path.read_bytes()
-    cubin = _compile(lib, source, [*options, f"--gpu-architecture={arch}", "--std=c++17"])
+    cubin = compile_with(lib, source, options, arch)
     _write_whole(path, cubin)
     return cubin
 
 
-def _compile(lib: ctypes.CDLL, source: str, options: Sequence[str]) -> bytes:
+def compile_with(lib: ctypes.CDLL, source: str, options: Sequence[str], arch: str) -> bytes:
+    """Compile, with no GPU needed."""
+    options = [*options, f"--gpu-architecture={arch}", "--std=c++17"]
     program = ctypes.c_void_p()
     status = lib.nvrtcCreateProgram(
         ctypes.byref(program), source.encode(), b"tightkv.cu", 0, None, None
@@ -105,6 +111,7 @@ class Module:
             self._module = ctypes.c_void_p()
             _check(_driver().cuModuleLoadData(ctypes.byref(self._module), cubin), "load a kernel")
         self._functions: dict[str, ctypes.c_void_p] = {}
+        self._attributes = int(torch.cuda.get_device_capability(device) >= (9, 0))  # _OVERLAP
 
     def launch(
         self, name: str, grid: tuple[int, int, int], threads: int, *args: Any, shared: int = 0
@@ -119,7 +126,8 @@ class Module:
             *[ctypes.cast(ctypes.pointer(a), ctypes.c_void_p) for a in args]
         )
         stream = torch.cuda.current_stream().cuda_stream
-        config = _LaunchConfig(*grid, threads, 1, 1, shared, stream, ctypes.pointer(_OVERLAP), 1)
+        overlap = ctypes.pointer(_OVERLAP)
+        config = _LaunchConfig(*grid, threads, 1, 1, shared, stream, overlap, self._attributes)
         status = _driver().cuLaunchKernelEx(
             ctypes.byref(config), self._functions[name], pointers, None
         )

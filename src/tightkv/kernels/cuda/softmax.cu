@@ -272,7 +272,7 @@ merge(const float *partial, const float *partial_lse, const float *signs, const 
       u16 *out, float *lse, long long out_n, long long out_h, long long total_rows, int batch,
       int splits, int shares) {
     __shared__ float sums[MERGE_WARPS][2][D], weights[MERGE_WARPS];
-    asm volatile("griddepcontrol.wait;");
+    wait_for_previous();
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const long long row = blockIdx.x, step = total_rows * HQ;
     const bool owned = row < (long long)first[batch] * HQ;

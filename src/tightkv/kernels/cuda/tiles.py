@@ -11,6 +11,7 @@ import torch
 from tightkv.layout import PageLayout
 
 WARPS = 4  # of a block of decode.cu
+_DRIVER_BYTES = 1024  # of shared memory that the driver takes of each block
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,13 @@ class Tile:
         warp = _round_up(max(self.stages * stage, found))
         return _round_up(WARPS * warp + 8 * columns * (d // 2 + 4) + 4 * columns + 16)
 
+    def fits(self, layout: PageLayout, device: torch.device) -> bool:
+        """Whether a processor has memory for one block: 99 KiB on sm_89, 227 on sm_90."""
+        return self.shared_bytes(layout) + _DRIVER_BYTES <= _shared_memory(device)
+
     def launch_bytes(self, layout: PageLayout, device: torch.device) -> int:
         """As much as keeps further blocks off a processor: they would be missing on another."""
-        share = _shared_memory(device) // self.blocks - 1024  # of each the driver takes 1 KiB
+        share = _shared_memory(device) // self.blocks - _DRIVER_BYTES
         return max(self.shared_bytes(layout), share // 16 * 16)
 
 
