@@ -251,11 +251,15 @@ class Handler(BaseHTTPRequestHandler):
             cls.most_running = max(cls.most_running, cls.running)
             number = len(cls.bodies)
         if cls.fail_every and number % cls.fail_every == 0:
+            self.leave()
             self.answer(503, json.dumps({"error": {"message": "overloaded"}}))
         else:
             self.stream(body)
-        with cls.lock:
-            cls.running -= 1
+
+    def leave(self) -> None:
+        """Before the client can know that it has all: it may send the next at once."""
+        with type(self).lock:
+            type(self).running -= 1
 
     def answer(self, status: int, text: str) -> None:
         self.send_response(status)
@@ -273,6 +277,7 @@ class Handler(BaseHTTPRequestHandler):
             if i:
                 time.sleep(STEP)
             self.event({"choices": [{"text": "" if i % 2 else "a"}]})  # detokenizers hold back
+        self.leave()
         usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": count}
         self.event({"choices": [], "usage": usage})
         self.chunk(b"data: [DONE]\n\n")
