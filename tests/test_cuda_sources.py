@@ -7,12 +7,13 @@ import sys
 import pytest
 
 from tightkv.config import KVQuantConfig
-from tightkv.kernels.cuda import source
+from tightkv.kernels.cuda import source, tiles
 from tightkv.kernels.cuda.nvrtc import CompileError, compile_with, load_nvrtc
 from tightkv.kernels.cuda.tiles import Tile
 from tightkv.layout import PageLayout
 
 NVCC = shutil.which("nvcc")
+HOPPER, ADA = (132, 228 << 10), (128, 100 << 10)  # processors, shared memory of each
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="NVRTC is there for Linux")
@@ -24,11 +25,11 @@ def test_nvrtc_takes_the_sources(preset, dim, arch):
     layout = PageLayout(KVQuantConfig.preset(preset), 8, dim)
     for tiles_n, softcap in ((1, False), (2, True)):
         text = source("decode", layout, 32, Tile.of(layout, tiles_n), softcap)
-        assert len(compile_with(lib, text, [], arch)) > 10_000
+        assert len(compile_with(lib, text, arch)) > 10_000
     text = source("append", layout, 8, Tile.of(layout, 1))
-    assert len(compile_with(lib, text, [], arch)) > 10_000
+    assert len(compile_with(lib, text, arch)) > 10_000
     with pytest.raises(CompileError, match="expected"):
-        compile_with(lib, text.replace("struct Append {", "struct Append"), [], arch)
+        compile_with(lib, text.replace("struct Append {", "struct Append"), arch)
 
 
 def compile_for_hopper(text, folder):
@@ -39,13 +40,12 @@ def compile_for_hopper(text, folder):
 
 @pytest.mark.skipif(NVCC is None, reason="no nvcc")
 @pytest.mark.parametrize(
-    "preset,dim,tiles_n,programs",
-    [("k4v4", 128, 1, 8), ("k4v4", 128, 2, 8), ("k2v2", 128, 1, 256), ("k3v2", 64, 1, 8)],
+    "preset,dim,tiles_n", [("k4v4", 128, 1), ("k4v4", 128, 2), ("k2v2", 128, 1), ("k3v2", 64, 1)]
 )
-def test_decode_compiles_without_spilling(preset, dim, tiles_n, programs, tmp_path):
+def test_decode_compiles_without_spilling(preset, dim, tiles_n, tmp_path):
     """The sizes that Python computes are asserted in the source."""
     layout = PageLayout(KVQuantConfig.preset(preset), 8, dim)
-    tile = Tile.of(layout, tiles_n, programs)
+    tile = Tile.of(layout, tiles_n)
     text = source("decode", layout, 32, tile)
     done = compile_for_hopper(text, tmp_path)
     assert done.returncode == 0, done.stderr
@@ -69,5 +69,25 @@ def test_append_compiles(tmp_path):
 def test_blocks_fit_a_processor(preset, dim, tiles_n):
     """228 KiB of shared memory on Hopper, of which every block costs one more KiB."""
     layout = PageLayout(KVQuantConfig.preset(preset), 8, dim)
-    for tile in (Tile.of(layout, tiles_n, programs) for programs in (1, 256)):
-        assert tile.blocks * (tile.shared_bytes(layout) + 1024) <= 228 * 1024
+    tile = Tile.of(layout, tiles_n)
+    assert tile.blocks * (tile.shared_bytes(layout) + 1024) <= HOPPER[1]
+
+
+@pytest.mark.parametrize("preset", ["k4v4", "k2v2"])
+@pytest.mark.parametrize("batch,max_queries", [(1, 1), (8, 1), (32, 1), (300, 1), (2, 16)])
+@pytest.mark.parametrize("gpu", [HOPPER, ADA], ids=["sm_90", "sm_89"])
+def test_launches_fill_the_processors_once_over(gpu, batch, max_queries, preset, monkeypatch):
+    """No more blocks a processor than planned, the last wave of them nearly full."""
+    monkeypatch.setattr(tiles, "_processors", lambda device: gpu)
+    processors, memory = gpu
+    for dim in (128, 256):
+        layout = PageLayout(KVQuantConfig.preset(preset), 8, dim)
+        tiles.Launch.of.cache_clear()
+        plan = tiles.Launch.of(layout, 4, max_queries, batch, 2000, "cuda")
+        assert plan.shared_bytes >= plan.tile.shared_bytes(layout)
+        held = memory // (plan.shared_bytes + 1024)
+        assert 1 <= held <= plan.tile.blocks
+        if gpu is HOPPER:
+            blocks = batch * 8 * plan.parts * plan.splits
+            assert blocks / (held * processors) / -(-blocks // (held * processors)) > 0.85
+    tiles.Launch.of.cache_clear()

@@ -17,7 +17,7 @@ from torch import Tensor
 from tightkv.codec import Codec
 from tightkv.kernels import triton as triton_kernels
 from tightkv.kernels.cuda.nvrtc import Module, compile_cubin, nvrtc
-from tightkv.kernels.cuda.tiles import WARPS, Tile, share_count
+from tightkv.kernels.cuda.tiles import WARPS, Launch, Tile
 from tightkv.kernels.view import CacheView
 from tightkv.layout import RING_SLACK, PageLayout
 
@@ -30,7 +30,6 @@ _SOURCES = {
 }
 _MAX_QUERIES = RING_SLACK  # more than this is prefill
 _EXACT_TOKENS = 16  # that a warp reads at a time
-_MOST_SPLITS = 64
 
 
 def unavailable(device_type: str | None, asked: bool = False) -> str | None:
@@ -64,7 +63,7 @@ def unsupported(layout: PageLayout) -> str | None:
 
 
 class _Rows(ctypes.Structure):
-    """`struct Rows` of decode.cu."""
+    """`struct Rows` of softmax.cu."""
 
     _fields_ = (
         [("query", ctypes.c_void_p), ("pages", ctypes.c_void_p)]
@@ -161,14 +160,9 @@ def attend(
     if query.stride(-1) != 1:
         query = query.contiguous()
     group = hq // layout.num_kv_heads
-    columns = max_queries * group
-    tiles_n = 2 if columns > 8 and Tile.of(layout, 2).fits(layout, device) else 1
-    parts = -(-columns // (8 * tiles_n))
-    programs = view.batch * layout.num_kv_heads * parts
-    tile = Tile.of(layout, tiles_n, programs)
-    module = _module("decode", layout, hq, tile, softcap is not None, device)
-    slots = _processors(device) * tile.blocks
-    splits = share_count(programs, slots, min(_MOST_SPLITS, view.block_table.shape[1] // 4))
+    plan = Launch.of(layout, group, max_queries, view.batch, view.block_table.shape[1], device)
+    module = _module("decode", layout, hq, plan.tile, softcap is not None, device)
+    splits = plan.splits
     groups = -(-(view.ring_key.shape[1] + view.sink_key.shape[1]) // _EXACT_TOKENS)
     exact_shares = min(splits, groups)
     shares = splits + exact_shares if splits > 1 else 0
@@ -193,8 +187,8 @@ def attend(
         view.ring_key.shape[1], view.sink_key.shape[1], splits, exact_shares,
         window or 0, int(causal),
     )  # fmt: skip
-    grid = (view.batch * layout.num_kv_heads, splits, parts)
-    module.launch("decode", grid, 32 * WARPS, arguments, shared=tile.launch_bytes(layout, device))
+    grid = (view.batch * layout.num_kv_heads, splits, plan.parts)
+    module.launch("decode", grid, 32 * WARPS, arguments, shared=plan.shared_bytes)
     if splits == 1:
         return out, lse
     pointers = (partial, partial_lse, signs, first, out, lse)
@@ -221,7 +215,7 @@ def _module(
     """The kernels of one source for one layout, compiled once."""
     major, minor = torch.cuda.get_device_capability(device)
     text = source(name, layout, query_heads, tile, softcap)
-    return Module(compile_cubin(text, [], f"sm_{major}{minor}"), device)
+    return Module(compile_cubin(text, f"sm_{major}{minor}"), device)
 
 
 def source(
@@ -267,8 +261,3 @@ def source(
 
 def _floats(*values: float) -> str:
     return ", ".join(f"{value!r}f" for value in values)
-
-
-@functools.lru_cache(maxsize=16)
-def _processors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)

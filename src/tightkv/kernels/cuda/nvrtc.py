@@ -13,7 +13,6 @@ import hashlib
 import os
 import sysconfig
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,23 +50,23 @@ def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
-def compile_cubin(source: str, options: Sequence[str], arch: str) -> bytes:
+def compile_cubin(source: str, arch: str) -> bytes:
     """CUDA C++ -> machine code for `arch` ("sm_90"), from disk if it was compiled before."""
     lib = nvrtc()
     major, minor = ctypes.c_int(), ctypes.c_int()
     lib.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
-    key = "\0".join([source, *options, arch, f"{major.value}.{minor.value}"])
+    key = "\0".join([source, arch, f"{major.value}.{minor.value}"])
     path = cache_root() / "kernels" / (hashlib.sha256(key.encode()).hexdigest()[:32] + ".cubin")
     if path.is_file():
         return path.read_bytes()
-    cubin = compile_with(lib, source, options, arch)
+    cubin = compile_with(lib, source, arch)
     _write_whole(path, cubin)
     return cubin
 
 
-def compile_with(lib: ctypes.CDLL, source: str, options: Sequence[str], arch: str) -> bytes:
+def compile_with(lib: ctypes.CDLL, source: str, arch: str) -> bytes:
     """Compile, with no GPU needed."""
-    options = [*options, f"--gpu-architecture={arch}", "--std=c++17"]
+    options = [f"--gpu-architecture={arch}", "--std=c++17"]
     program = ctypes.c_void_p()
     status = lib.nvrtcCreateProgram(
         ctypes.byref(program), source.encode(), b"tightkv.cu", 0, None, None

@@ -11,6 +11,7 @@ import torch
 from tightkv.layout import PageLayout
 
 WARPS = 4  # of a block of decode.cu
+_MOST_SPLITS = 64
 _DRIVER_BYTES = 1024  # of shared memory that the driver takes of each block
 
 
@@ -20,17 +21,17 @@ class Tile:
 
     blocks_of_32: int  # tokens a warp works on at a time
     stages: int  # tiles in shared memory, the one being read among them
-    blocks: int  # blocks of four warps that a processor holds
+    blocks: int  # blocks of four warps that a processor can hold
     tiles_n: int  # eight queries each
 
     @staticmethod
-    def of(layout: PageLayout, tiles_n: int, programs: int = 1) -> Tile:
+    def of(layout: PageLayout, tiles_n: int) -> Tile:
         """What was fastest on an H200 (docs/log.md), as far as registers and memory allow."""
         if layout.head_dim > 128:
             return Tile(1, 2, 1 if tiles_n > 1 else 2, tiles_n)
-        # Two bits wait for arithmetic, not for memory: more warps, if there is work for all.
+        # Two bits wait for arithmetic, not for memory: more warps.
         few_bits = layout.cfg.key_bits + layout.cfg.value_bits <= 4
-        return Tile(2, 2, 3 if few_bits and tiles_n == 1 and programs >= 64 else 2, tiles_n)
+        return Tile(2, 2, 3 if few_bits and tiles_n == 1 else 2, tiles_n)
 
     def shared_bytes(self, layout: PageLayout) -> int:
         """sizeof(Shared) in decode.cu."""
@@ -45,18 +46,39 @@ class Tile:
         warp = _round_up(max(self.stages * stage, found))
         return _round_up(WARPS * warp + 8 * columns * (d // 2 + 4) + 4 * columns + 16)
 
-    def fits(self, layout: PageLayout, device: torch.device) -> bool:
-        """Whether a processor has memory for one block: 99 KiB on sm_89, 227 on sm_90."""
-        return self.shared_bytes(layout) + _DRIVER_BYTES <= _shared_memory(device)
-
-    def launch_bytes(self, layout: PageLayout, device: torch.device) -> int:
-        """As much as keeps further blocks off a processor: they would be missing on another."""
-        share = _shared_memory(device) // self.blocks - _DRIVER_BYTES
-        return max(self.shared_bytes(layout), share // 16 * 16)
-
 
 def _round_up(size: int) -> int:
     return -(-size // 16) * 16
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How one call of decode.cu is launched."""
+
+    tile: Tile
+    parts: int  # of the queries
+    splits: int  # of each sequence's tokens
+    shared_bytes: int
+
+    @staticmethod
+    @functools.lru_cache(maxsize=4096)
+    def of(
+        layout: PageLayout, group: int, max_queries: int, batch: int, pages: int, gpu: torch.device
+    ) -> Launch:
+        """For `batch` sequences of at most `pages` pages, `group` query heads a KV head."""
+        processors, memory = _processors(gpu)
+        tile, columns = Tile.of(layout, 1), max_queries * group
+        if columns > 8:
+            wide = Tile.of(layout, 2)  # for which Ada has too little memory with heads of 256
+            tile = wide if wide.shared_bytes(layout) + _DRIVER_BYTES <= memory else tile
+        parts = -(-columns // (8 * tile.tiles_n))
+        programs = batch * layout.num_kv_heads * parts
+        # Few programs are cut into many shares, and each costs something: larger ones then.
+        blocks = tile.blocks if programs >= 64 else min(tile.blocks, 2)
+        splits = share_count(programs, processors * blocks, min(_MOST_SPLITS, pages // 4))
+        # As much memory as keeps further blocks off a processor: another would miss them.
+        share = (memory // blocks - _DRIVER_BYTES) // 16 * 16
+        return Launch(tile, parts, splits, max(tile.shared_bytes(layout), share))
 
 
 def share_count(programs: int, slots: int, most: int) -> int:
@@ -71,6 +93,7 @@ def share_count(programs: int, slots: int, most: int) -> int:
 
 
 @functools.lru_cache(maxsize=16)
-def _shared_memory(device: torch.device) -> int:
-    """Bytes of a processor."""
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor)
+def _processors(device: torch.device) -> tuple[int, int]:
+    """How many there are, and the bytes of shared memory of each."""
+    found = torch.cuda.get_device_properties(device)
+    return int(found.multi_processor_count), int(found.shared_memory_per_multiprocessor)
