@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable
 from typing import Any
@@ -216,14 +217,19 @@ def test_nothing_is_recorded_while_another_records(
 
 
 def test_what_cannot_be_recorded_is_run(
-    counted: tuple[Replay[Tensor], Again, Tensor], caplog: pytest.LogCaptureFixture
+    counted: tuple[Replay[Tensor], Again, Tensor],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     function, recorder, state = counted
     x, recorder.fails = torch.zeros(3), True
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)  # vLLM turns it off
     with caplog.at_level("WARNING", logger="vllm.tightkv"):
         for call in range(1, 5):
             assert function(x).tolist() == [call] * 3
     assert int(state) == 4 and function.recorder is None and recorder.records == 0
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "no CUDA graph of its own bookkeeping" in caplog.text
 
 
 def test_only_so_many_are_kept(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import logging
 import random
@@ -117,6 +118,28 @@ def counting(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) ->
 
     monkeypatch.setattr(module, "warm_up", run)
     return calls
+
+
+def test_sinks_are_copied_between_rows_before_anything_is_appended() -> None:
+    """Row 1 gives its sinks to row 0 and gets a new sequence's in the same step."""
+    step = make_step(reference)
+    layout = step.codec.layout
+    rings = make_rings(layout, 2)
+    for n, ring in enumerate(rings):
+        ring += torch.arange(3.0)[:, None, None, None] + n
+    old = [ring.clone() for ring in rings]
+    part = next(p for p in kinds_of_parts(layout, rings, 1, 2) if not p.fresh)
+    zero = torch.zeros_like(part.rows.before)
+    rows = part.rows._replace(lengths=zero + 1, before=zero, ring_rows=zero + 1, exact_starts=zero)
+    part = dataclasses.replace(part, rows=rows)
+    query, key, value = (torch.full((1, HEADS, DIM), x) for x in (0.5, -7.0, -8.0))
+    inherited = (torch.tensor([0, 1]), torch.tensor([1, 1]))
+    pages, output = layout.new_pages(1, "cpu"), torch.empty_like(query)
+    step.run([part], pages, rings, query, key, value, output, inherited)
+    for sinks, before, new in ((rings[2], old[2], key), (rings[3], old[3], value)):
+        assert torch.equal(sinks[0], before[1])
+        assert torch.equal(sinks[1, 0], new[0]) and torch.equal(sinks[1, 1:], before[1, 1:])
+    assert torch.equal(rings[0][0], old[0][0])  # rings are nobody's to inherit
 
 
 def test_layers_that_are_alike_are_warmed_up_once(

@@ -78,13 +78,14 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
             common.slot_mapping[: common.num_actual_tokens],
             self.out,
         )
+        inherited = None
         if few_shapes:
             rows = steps(*tensors) if replay else steps.function(*tensors)
         else:
             rows = steps.function(*tensors, copies=True)
+            inherited = rows.ring_rows.long(), rows.sink_sources.long()
         starts = common.query_start_loc
         parts = [part_of(cut, first, starts, pages, rows, self.starts) for cut in cuts]
-        inherited = None if few_shapes else rows
         return TightMetadata(tuple(parts), common.num_actual_tokens, inherited)
 
     @property

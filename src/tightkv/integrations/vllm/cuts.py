@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from tightkv.kernels.staged import LEAST_QUERIES
-from tightkv.layout import RING_SLACK
 
-SHORT_PROMPT = min(RING_SLACK, 16)  # new tokens; kernels.cuda decodes that many at a time
+# New tokens of a prompt that goes with the decodes, whose queries are planned as many then. They
+# have to be in the ring: no more than RING_SLACK.
+SHORT_PROMPT = 16
 
 
 class Limits(NamedTuple):

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from tightkv.codec import Codec
 from tightkv.integrations.vllm.metadata import Sequences
-from tightkv.integrations.vllm.rows import BatchRows
 from tightkv.kernels.view import CacheView
 
 Rings = tuple[Tensor, ...]  # ring key and value, sink key and value, each [rows + 1, n, Hkv, D]
@@ -38,11 +37,11 @@ class LayerStep:
         key: Tensor,
         value: Tensor,
         output: Tensor,
-        inherited: BatchRows | None = None,
+        inherited: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         """query [N, Hq, D], key and value [N, Hkv, D] -> output [N, Hq, D]."""
         if inherited is not None:
-            to, source = inherited.ring_rows.long(), inherited.sink_sources.long()
+            to, source = inherited  # a row may be both: all are read before any is written
             for sinks in rings[2:]:
                 sinks[to] = sinks[source]
         # All tokens are written before any is read: sequences share blocks within a step.

@@ -29,7 +29,7 @@ class Sequences:
 class TightMetadata:
     parts: tuple[Sequences, ...]
     num_actual_tokens: int
-    inherited: BatchRows | None = None  # of the whole batch, where sinks may be taken over
+    inherited: tuple[Tensor, Tensor] | None = None  # rows of sinks [B]: copied to, copied from
 
 
 def part_of(
