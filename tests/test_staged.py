@@ -191,3 +191,20 @@ def test_pieces_are_cut_into_lengths_that_come_again(count):
     for low, high in cuts[:-1]:
         assert high - low in (1024, 2048, 4096)
     assert cuts[-1][1] - cuts[-1][0] < 1024 or (cuts[-1][1] - cuts[-1][0]).bit_count() == 1
+
+
+@pytest.mark.parametrize("prefix", [0, 131])
+@pytest.mark.parametrize("count", [16, 20, 33])
+def test_queries_are_filled_up_and_nobody_sees_it(prefix, count, monkeypatch):
+    monkeypatch.setattr(staged, "PLANNED_TOKENS", 16)
+    monkeypatch.setattr(staged, "PADDED_FROM", 20)
+    lengths = []
+    attention = staged.attention
+
+    def watched(q, *rest, **options):
+        lengths.append(q.shape[2])
+        return attention(q, *rest, **options)
+
+    monkeypatch.setattr(staged, "attention", watched)
+    assert_extends_like_the_reference(filled(CFG, prefix), count=count)
+    assert all(length % 16 == 0 for length in lengths) and lengths[0] >= count

@@ -22,7 +22,7 @@ from tightkv.kernels.view import CacheView
 LEAST_QUERIES = 256  # below this, decoding out of the pages is faster
 PIECE_TOKENS = (2048, 8192)  # of the prefix at a time: with few queries, with many
 PLANNED_TOKENS = 512  # cuDNN gets multiples of this
-_PADDED_FROM = 1024  # queries that are filled up to such a multiple
+PADDED_FROM = 1024  # queries that are filled up to such a multiple
 
 
 class Part(NamedTuple):
@@ -104,7 +104,7 @@ def _filled_up(x: Tensor) -> Tensor:
     Nobody sees them: attention among new tokens is causal.
     """
     more = -x.shape[1] % PLANNED_TOKENS
-    if not more or x.shape[1] < _PADDED_FROM or x.device.type == "cpu":
+    if not more or x.shape[1] < PADDED_FROM:
         return x
     return torch.nn.functional.pad(x, (0, 0, 0, 0, 0, more))
 
