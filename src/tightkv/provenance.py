@@ -21,8 +21,10 @@ def append_rows(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
 def source_commit() -> str | None:
     """The commit of the source tree this package runs from, marked if files differ from it.
 
-    $SOURCE_COMMIT says it where the tree has no git.
+    $SOURCE_COMMIT says it, where the tree is a copy whose git does not.
     """
+    if told := os.environ.get("SOURCE_COMMIT"):
+        return told
     package = Path(__file__).resolve().parent
 
     def git(*words: str) -> str | None:
@@ -37,5 +39,6 @@ def source_commit() -> str | None:
     top, commit = git("rev-parse", "--show-toplevel"), git("rev-parse", "HEAD")
     # A package installed somewhere inside another project's repository is not of that commit.
     if top is None or commit is None or Path(top) / "src" / "tightkv" != package:
-        return os.environ.get("SOURCE_COMMIT")
-    return f"{commit}-modified" if git("status", "--porcelain", "src") else commit
+        return None
+    changes = git("status", "--porcelain", "src")
+    return f"{commit}-unchecked" if changes is None else f"{commit}-modified" if changes else commit
