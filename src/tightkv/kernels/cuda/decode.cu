@@ -41,7 +41,7 @@ __device__ __forceinline__ void mask_tile(const Bounds &v, const State &st,
         }
 }
 
-// 16 exact tokens, from the `from`-th: sinks, then the ring. In their own frame.
+// Where the exact tokens of a sequence are: sinks, then the ring.
 struct Exact {
     const u16 *sink_key, *sink_value, *ring_key, *ring_value;  // of the sequence and head
     int sinks, count, start, ring_from, ring;
@@ -54,6 +54,7 @@ __device__ __forceinline__ bool exact_place(const Exact &x, int e, int &at, long
     return sink;
 }
 
+// 16 of them, from the `from`-th on; in their own frame, not rotated.
 __device__ __forceinline__ void exact_tokens(State &st, const u32 (&q)[NT][KX][4], const Exact &x,
                                              const Bounds &v, int from, int col0, int r, int c,
                                              float scale) {

@@ -210,7 +210,7 @@ __device__ __forceinline__ void write_share(const Rows &a, int share, long long 
     for (int k = 0; k < D / 32; k++) a.partial[place * D + lane + 32 * k] = o[k] * inverse;
 }
 
-// Sums over pages (in the order of `place_of`, in `row`) and over exact tokens -> the answer.
+// Sums over pages and over exact tokens, both in the order of `place_of` -> the answer.
 __device__ __forceinline__ void write_answer(float *pages, float *exact, const float *signs,
                                              u16 *out, float *lse, int lane, float peak,
                                              float sum) {
