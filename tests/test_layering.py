@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
-
-import pytest
-from importlinter.cli import lint_imports
 
 PYPROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
 
 
-def test_no_contract_is_broken(capsys: pytest.CaptureFixture[str]) -> None:
-    status = lint_imports(config_filename=str(PYPROJECT), no_cache=True)
-    report = capsys.readouterr().out
-    assert status == 0, report
-    assert "2 kept, 0 broken" in report
+def test_no_contract_is_broken() -> None:
+    # In a process of its own: the linter switches off every logger that exists when it runs.
+    linter = Path(sys.executable).with_name("lint-imports")
+    command = [str(linter), "--config", str(PYPROJECT), "--no-cache"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 kept, 0 broken" in done.stdout

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import logging
 import random
+import re
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -155,7 +156,8 @@ def test_layers_that_are_alike_are_warmed_up_once(
         for layer in (step, alike, step):
             warm_up_once(layer, rings, 4, 1, 2)
     assert len(calls) == 1 and len(caplog.records) == 1
-    assert "reference kernels" in caplog.text and "ready in 0." in caplog.text
+    assert "reference kernels" in caplog.text
+    assert re.search(r"ready in \d+\.\d s", caplog.text)
     capped = LayerStep(reference, step.codec, 0.125, 30.0)
     warm_up_once(capped, rings, 4, 1, 2)
     warm_up_once(step, rings, 8, 1, 2)
