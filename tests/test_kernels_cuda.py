@@ -1,21 +1,45 @@
-"""The CUDA C++ kernels against the reference on the same codes. Needs a GPU."""
+"""The CUDA C++ kernels against the reference on the same codes.
+
+Without a GPU their sources are compiled for this machine's CPU (cuda_on_host.h).
+"""
 
 import pytest
 import torch
 
+import cuda_on_host
 from helpers import tokens
 from test_attention import poison
-from test_kernels_triton import CFG, DEVICE, cache_on, fill, queries, with_gaps
+from test_kernels_triton import CFG, DEVICE, HEADS, cache_on, fill, queries, with_gaps
 from tightkv.config import KVQuantConfig
-from tightkv.kernels import reference, select
+from tightkv.kernels import cuda, reference, select
+from tightkv.kernels.cuda import tiles
 
-pytestmark = pytest.mark.gpu
+ON_GPU = DEVICE.type == "cuda"
+pytestmark = pytest.mark.skipif(
+    not ON_GPU and cuda_on_host.COMPILER is None, reason="neither a GPU nor g++"
+)
 BITS = [(k, v) for k in (2, 3, 4) for v in (2, 3, 4)]
+SHAPES = [(bits, dim, dtype) for bits in BITS for dim in (64, 128, 256) for dtype in "hb"]
+APPENDS = [
+    (bits, dim, opened) for bits in BITS for dim in (64, 128, 256) for opened in (True, False)
+]
+if not ON_GPU:  # each takes two seconds to compile
+    SHAPES = [(bits, (64, 128, 256)[sum(bits) % 3], "hb"[bits[0] % 2]) for bits in BITS]
+    APPENDS = [(bits, (64, 128, 256)[i], i % 2 == 0) for i, bits in enumerate(BITS[2:9:3])]
+
+
+@pytest.fixture(autouse=True)
+def _on_host(monkeypatch):
+    """On a Hopper GPU's shape of launch, where there is no GPU."""
+    if not ON_GPU:
+        monkeypatch.setattr(cuda, "_module", cuda_on_host.module)
+        monkeypatch.setattr(tiles, "_processors", lambda device: (132, 228 << 10))
+        tiles.Launch.of.cache_clear()
+    yield
+    tiles.Launch.of.cache_clear()
 
 
 def assert_attends_alike(cache, counts, group, **options):
-    from tightkv.kernels import cuda
-
     q, first = queries(cache, counts, group)
     options = {"max_queries": max(counts), **options}
     expected, expected_lse = reference.attend(cache.codec, q, cache.view(), first, **options)
@@ -29,10 +53,9 @@ def assert_attends_alike(cache, counts, group, **options):
     return out
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("dim", [64, 128, 256])
-@pytest.mark.parametrize("bits", BITS, ids=lambda b: f"k{b[0]}v{b[1]}")
+@pytest.mark.parametrize("bits,dim,dtype", SHAPES)
 def test_decode(bits, dim, dtype):
+    dtype = {"h": torch.float16, "b": torch.bfloat16}[dtype]
     cfg = CFG.replace(key_bits=bits[0], value_bits=bits[1])
     cache = cache_on(cfg, [330, 65, 0], dim=dim, dtype=dtype)
     fill(cache, [330, 65, 0])
@@ -82,7 +105,7 @@ def test_rings_of_a_pool_that_were_lost():
 @pytest.mark.parametrize("lengths", [[9000, 4097, 1], [300] * 48], ids=["shares", "no_shares"])
 def test_many_tokens_and_many_sequences(preset, lengths):
     """Several blocks a sequence, and as many sequences as there are blocks at a time."""
-    options = {"dim": 128, "heads": 8, "dtype": torch.bfloat16}
+    options = {"dim": 128, "heads": 8 if ON_GPU else 1, "dtype": torch.bfloat16}
     cache = cache_on(KVQuantConfig.preset(preset), lengths, **options)
     fill(cache, lengths)
     poison(cache)
@@ -94,8 +117,6 @@ def test_many_tokens_and_many_sequences(preset, lengths):
 @pytest.mark.parametrize("rows", [2, 40], ids=["shares", "no_shares"])
 def test_queries_of_no_sequence_are_zero(rows):
     """A CUDA graph's batch is filled up with queries that belong to nobody."""
-    from tightkv.kernels import cuda
-
     cache = cache_on(CFG, [700] * rows, dim=128, heads=8, dtype=torch.bfloat16)
     fill(cache, [700] * rows)
     q, first = queries(cache, [1] * rows, 4)
@@ -107,8 +128,6 @@ def test_queries_of_no_sequence_are_zero(rows):
 
 
 def test_pages_with_gaps_between_them():
-    import tightkv.kernels.cuda  # noqa: F401
-
     caches = []
     for name in ("reference", "cuda"):
         cache = cache_on(CFG, [150, 40], name=name, dim=128, dtype=torch.bfloat16, open_codes=True)
@@ -120,17 +139,15 @@ def test_pages_with_gaps_between_them():
     assert_attends_alike(caches[1], [1, 1], 2)
 
 
-@pytest.mark.parametrize("open_codes", [True, False])
-@pytest.mark.parametrize("dim", [64, 128, 256])
-@pytest.mark.parametrize("bits", BITS, ids=lambda b: f"k{b[0]}v{b[1]}")
+@pytest.mark.parametrize("bits,dim,open_codes", APPENDS)
 def test_append_writes_the_bytes_of_the_reference(bits, dim, open_codes):
     cfg = CFG.replace(key_bits=bits[0], value_bits=bits[1], sinks=3)
     options = {"dim": dim, "dtype": torch.bfloat16, "open_codes": open_codes}
     caches = [cache_on(cfg, [0, 0], name=name, **options) for name in ("reference", "cuda")]
-    select("cuda", DEVICE, caches[1].layout)
     for seed, counts in enumerate([(1, 1), (30, 3), (1, 0), (31, 32), (2, 29), (32, 32)]):
         key, value = (
-            x.to(DEVICE, torch.bfloat16) for x in tokens(2, max(counts), dim=dim, seed=seed)
+            x.to(DEVICE, torch.bfloat16)
+            for x in tokens(2, max(counts), heads=HEADS, dim=dim, seed=seed)
         )
         for cache in caches:
             cache.append(cache.table.append([0, 1], list(counts)), key, value)
@@ -141,6 +158,7 @@ def test_append_writes_the_bytes_of_the_reference(bits, dim, open_codes):
             assert torch.equal(getattr(caches[0], name), getattr(caches[1], name))
 
 
+@pytest.mark.gpu
 def test_selection():
     cache = cache_on(CFG, [1], dtype=torch.bfloat16)
     assert select("auto", DEVICE, cache.layout).__name__.endswith("cuda")
@@ -151,3 +169,30 @@ def test_selection():
     eight = cache_on(KVQuantConfig(key_bits=8), [1], dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"key_bits=8; they have 2, 3 and 4"):
         select("cuda", DEVICE, eight.layout)
+
+
+@pytest.mark.skipif(ON_GPU, reason="what a GPU does then is a matter of luck")
+@pytest.mark.parametrize(
+    "wait",
+    [
+        "wait_for_copies<STAGES - 1>();",
+        "__syncwarp();  // lanes read what others copied",
+        "__syncthreads();\n    // One factor for all columns",
+    ],
+    ids=["copies", "lanes", "block"],
+)
+def test_a_forgotten_wait_is_found_on_the_host(wait, monkeypatch):
+    source, changed = cuda.source, []
+
+    def broken(*args):
+        text = source(*args)
+        changed.append(text.count(wait))
+        return text.replace(wait, "")
+
+    monkeypatch.setattr(cuda, "source", broken)
+    monkeypatch.setattr(cuda, "_module", cuda_on_host.module.__wrapped__)
+    cache = cache_on(CFG, [330, 65], dim=128, dtype=torch.bfloat16)
+    fill(cache, [330, 65])
+    with pytest.raises(AssertionError):
+        assert_attends_alike(cache, [1, 1], 4)
+    assert changed == [1]

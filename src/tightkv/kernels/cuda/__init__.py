@@ -17,16 +17,17 @@ from torch import Tensor
 from tightkv.codec import Codec
 from tightkv.kernels import triton as triton_kernels
 from tightkv.kernels.cuda.nvrtc import Module, compile_cubin, nvrtc
-from tightkv.kernels.cuda.tiles import WARPS, Launch, Tile
+from tightkv.kernels.cuda.tiles import Launch, Tile
 from tightkv.kernels.view import CacheView
 from tightkv.layout import RING_SLACK, PageLayout
 
 __all__ = ["append", "attend", "unavailable", "unsupported"]
 
 _FOLDER = Path(__file__).parent
+_MACHINE = ("machine", "primitives")
 _SOURCES = {
-    "append": ("primitives", "append"),
-    "decode": ("primitives", "pages", "softmax", "decode"),
+    "append": (*_MACHINE, "append"),
+    "decode": (*_MACHINE, "pages", "softmax", "means", "queries", "exact", "decode"),
 }
 _MAX_QUERIES = RING_SLACK  # more than this is prefill
 _EXACT_TOKENS = 16  # that a warp reads at a time
@@ -188,7 +189,7 @@ def attend(
         window or 0, int(causal),
     )  # fmt: skip
     grid = (view.batch * layout.num_kv_heads, splits, plan.parts)
-    module.launch("decode", grid, 32 * WARPS, arguments, shared=plan.shared_bytes)
+    module.launch("decode", grid, 32 * plan.tile.warps, arguments, shared=plan.shared_bytes)
     if splits == 1:
         return out, lse
     pointers = (partial, partial_lse, signs, first, out, lse)
@@ -228,6 +229,7 @@ def source(
         "HQ": query_heads,
         "HKV": heads,
         "G": query_heads // heads,
+        "WARPS": tile.warps,
         "NT": tile.tiles_n,
         "TB": tile.blocks_of_32,
         "STAGES": tile.stages,

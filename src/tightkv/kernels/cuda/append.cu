@@ -3,8 +3,9 @@
 // One block a sequence, head and side (key or value). A warp encodes a token, lane l holding
 // channels l + 32 k; codes go through shared memory and are packed word by word.
 
-#define THREADS 256
-#define WARPS (THREADS / 32)
+#undef WARPS
+#define WARPS 8
+#define THREADS (32 * WARPS)
 #define N (D / 32)  // channels a lane
 
 struct Append {
@@ -16,12 +17,6 @@ struct Append {
     long long key_n, key_h, value_n, value_h, table_b, page_bytes;
     int ring, sinks, open;
 };
-
-__device__ __forceinline__ u16 to_half(float x) {
-    u16 h;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(x));
-    return h;
-}
 
 __device__ __forceinline__ float finite(float x) {
     if (x != x) return 0.f;

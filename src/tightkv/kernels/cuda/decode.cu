@@ -4,201 +4,171 @@
 // shared memory (cp.async) while it decodes the present one, multiplies keys with the queries,
 // turns the weights (movmatrix) and multiplies them with the values.
 
-__device__ __forceinline__ void load_queries(u32 (&q)[NT][KX][4], const u32 (*shared)[D / 2 + 4],
-                                             int r, int c) {
-#pragma unroll
-    for (int n = 0; n < NT; n++)
-#pragma unroll
-        for (int x = 0; x < KX; x++)
-#pragma unroll
-            for (int k = 0; k < 4; k++)  // pairs 0 2 1 3: see mean_scores
-                q[n][x][k] =
-                    shared[8 * n + r][key_channel(x, c) / 2 + 2 * (k & 1) + (k >> 1)];
+// A tile on its way or being read: each lane's codes, then what is common to all lanes.
+struct Stage {
+    uint4 key[TB][KL * KW][32], value[TB][VL * VW][32];
+    uint2 key_scale[TB][8], value_scale[TB][8];
+    uint4 mean[SPAN][MEAN_CHUNKS + !MEAN_CHUNKS];  // of a tile's pages
+};
+
+#define STAGE_VALUE (512 * TB * KL * KW)  // where its members begin
+#define STAGE_KEY_SCALE (STAGE_VALUE + 512 * TB * VL * VW)
+#define STAGE_VALUE_SCALE (STAGE_KEY_SCALE + 64 * TB)
+#define STAGE_MEAN (STAGE_VALUE_SCALE + 64 * TB)
+
+// Where a lane's bytes of a record begin; the rest of an address is constant.
+__device__ __forceinline__ int key_lane(int r, int c) {
+    if (D == 64) return 16 * (((KEY_BITS == 4 ? 8 * (c >> 1) : 0) + r) * C + (c & 1));
+    return 16 * (r * C + c);
 }
 
-// A tile at the edge of what is seen: hide scores, and scales that were never written (NaN).
-__device__ __forceinline__ void mask_tile(const Bounds &v, const State &st,
-                                          float (&s)[NT][2 * TB][4], uint2 (&value_scale)[TB],
-                                          int at0, int col0, int r, int c) {
+__device__ __forceinline__ int value_lane(int r, int c) {
+    if (D == 64) return 16 * (((VALUE_BITS == 4 ? VC * (r >> 2) : 0) + (r & 3)) * 4 + c);
+    return 16 * (r * 4 + c);
+}
+
+// Codes of page p of a tile, to the stage at `to`. `key` and `value` are the page's record, moved
+// on to the tile's and the lane's bytes.
+__device__ __forceinline__ void copy_codes(u32 to, int p, const u8 *key, const u8 *value, int lane,
+                                           u64 policy) {
+    const u32 keys = to + 16 * lane, values = keys + STAGE_VALUE;
 #pragma unroll
-    for (int b = 0; b < TB; b++)
+    for (int b = 0; b < BP; b++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int at = at0 + 32 * b + 8 * i + r;
+        for (int l = 0; l < KL; l++)
 #pragma unroll
-            for (int n = 0; n < NT; n++)
+            for (int k = 0; k < KW; k++) {
+                const int j = (D == 64 && KEY_BITS == 4) ? 2 * k : k;
+                copy(keys + 512 * (((p * BP + b) * KL + l) * KW + k),
+                     key + b * KEY_BLOCK + 128 * C * j + 64 * l, policy);
+            }
 #pragma unroll
-                for (int k = 0; k < 2; k++) {
-                    float *e = &s[n][2 * b + i / 2][k + 2 * (i & 1)];
-                    const float base = base_of(st.peak[n][k]);
-                    *e = base +
-                         seen(v, at, v.first_at + (col0 + 8 * n + 2 * c + k) / G, *e - base, 1);
-                }
-            if (at < v.low || at >= v.high) {
-                u32 &two = i < 2 ? value_scale[b].x : value_scale[b].y;
-                two &= (i & 1) ? 0x0000ffffu : 0xffff0000u;
+    for (int b = 0; b < BP; b++)
+#pragma unroll
+        for (int l = 0; l < VL; l++)
+#pragma unroll
+            for (int k = 0; k < VW; k++) {
+                const int j = (D == 64 && VALUE_BITS == 4) ? 2 * k : k;
+                copy(values + 512 * (((p * BP + b) * VL + l) * VW + k),
+                     value + VALUE_AT + b * VALUE_BLOCK + 64 * VC * j + 512 * l, policy);
+            }
+}
+
+// 16 bytes of a page's scales or mean that a lane copies: where from, where to in a stage.
+struct Number {
+    int from, to, to_next;  // of the next page of the tile
+    bool scale, mean;
+
+    __device__ __forceinline__ Number(int e) {
+        scale = e < 8 * BP, mean = !scale && e < 8 * BP + MEAN_CHUNKS;
+        const bool key = e < 4 * BP;
+        const int chunk = key ? e : scale ? e - 4 * BP : e - 8 * BP;
+        from = (key ? KEY_SCALE_AT : scale ? VALUE_SCALE_AT : MEAN_AT) + 16 * chunk;
+        to = 16 * chunk + (key ? STAGE_KEY_SCALE : scale ? STAGE_VALUE_SCALE : STAGE_MEAN);
+        to_next = scale ? 64 * BP : 16 * MEAN_CHUNKS;
+    }
+};
+#define NUMBERS ((8 * BP + MEAN_CHUNKS + 31) / 32)  // a lane
+
+struct Stash {  // what a warp found, in one frame
+    float acc[COLS][D + 4], peak[COLS], sum[COLS];
+};
+
+union Warp {  // a warp's own memory: first for tiles, then for what it found
+    Stage stage[STAGES];
+    struct {
+        Stash pages, exact;
+    } found;
+};
+
+struct Shared {
+    Warp warp[WARPS];
+    u32 query[2][COLS][D / 2 + 4];  // rotated halves, and as they came
+    float query_top[COLS];
+    u32 tables[4];
+};
+static_assert(sizeof(Shared) == SHARED_BYTES, "kernels/cuda computes another size");
+
+__device__ __forceinline__ void stash(const State &st, Stash &to, int lane) {
+    const int r = lane >> 2, c = lane & 3;
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+            float sum = st.sum[n][k];
+            sum += __shfl_xor_sync(~0u, sum, 4);
+            sum += __shfl_xor_sync(~0u, sum, 8);
+            sum += __shfl_xor_sync(~0u, sum, 16);
+            if (r == 0) {
+                to.peak[8 * n + 2 * c + k] = st.peak[n][k];
+                to.sum[8 * n + 2 * c + k] = sum;
             }
         }
-}
-
-// Where the exact tokens of a sequence are: sinks, then the ring.
-struct Exact {
-    const u16 *sink_key, *sink_value, *ring_key, *ring_value;  // of the sequence and head
-    int sinks, count, start, ring_from, ring;
-};
-
-__device__ __forceinline__ bool exact_place(const Exact &x, int e, int &at, long long &place) {
-    const bool sink = e < x.sinks;
-    at = sink ? x.start + e : x.ring_from + e - x.sinks;
-    place = (long long)(sink ? e : at % x.ring) * HKV * D;
-    return sink;
-}
-
-// 16 of them, from the `from`-th on; in their own frame, not rotated.
-__device__ __forceinline__ void exact_tokens(State &st, const u32 (&q)[NT][KX][4], const Exact &x,
-                                             const Bounds &v, int from, int col0, int r, int c,
-                                             float scale) {
-    const u16 *keys[2], *values[4];
-    int at[2], unused;
-    long long place;
 #pragma unroll
-    for (int k = 0; k < 2; k++) {
-        const int e = from + r + 8 * k;
-        keys[k] = (exact_place(x, e, at[k], place) ? x.sink_key : x.ring_key) + place;
-        if (e >= x.count) keys[k] = 0;
-    }
+        for (int x = 0; x < VX; x++)
 #pragma unroll
-    for (int k = 0; k < 4; k++) {  // tokens 2 c, 2 c + 1 and 8 more
-        const int e = from + 2 * c + (k & 1) + 8 * (k >> 1);
-        values[k] = (exact_place(x, e, unused, place) ? x.sink_value : x.ring_value) + place;
-        if (e >= x.count) values[k] = 0;
-    }
-    const uint4 zero = {0, 0, 0, 0};
-    uint4 h[KX], g[KX];
-    uint2 w[VX][4];
+            for (int m = 0; m < 2; m++)
 #pragma unroll
-    for (int i = 0; i < KX; i++) {
-        h[i] = keys[0] ? *(const uint4 *)(keys[0] + key_channel(i, c)) : zero;
-        g[i] = keys[1] ? *(const uint4 *)(keys[1] + key_channel(i, c)) : zero;
-    }
-#pragma unroll
-    for (int i = 0; i < VX; i++)
-#pragma unroll
-        for (int k = 0; k < 4; k++)
-            w[i][k] = values[k] ? *(const uint2 *)(values[k] + value_channel(i, r))
-                                : make_uint2(0, 0);
-    float s[NT][1][4];
-#pragma unroll
-    for (int n = 0; n < NT; n++)
-#pragma unroll
-        for (int k = 0; k < 4; k++) s[n][0][k] = 0.f;
-#pragma unroll
-    for (int i = 0; i < KX; i++)
-#pragma unroll
-        for (int n = 0; n < NT; n++) {
-            mma_model(s[n][0], h[i].x, g[i].x, h[i].z, g[i].z, q[n][i][0], q[n][i][1]);
-            mma_model(s[n][0], h[i].y, g[i].y, h[i].w, g[i].w, q[n][i][2], q[n][i][3]);
-        }
-#pragma unroll
-    for (int n = 0; n < NT; n++)
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-            const int col = col0 + 8 * n + 2 * c + (k & 1);
-            const float e = seen(v, at[k >> 1], v.first_at + col / G,
-                                 s[n][0][k] * scale * 1.4426950408889634f, 0);
-            s[n][0][k] = keys[k >> 1] ? e + base_of(st.peak[n][k & 1]) : NEG_INF;
-        }
-    softmax_step<1>(st, s);
-    u32 p[NT][2];
-#pragma unroll
-    for (int n = 0; n < NT; n++)
-#pragma unroll
-        for (int k = 0; k < 2; k++)
-            p[n][k] = turn(pack_model(s[n][0][2 * k], s[n][0][2 * k + 1]));
-#pragma unroll
-    for (int i = 0; i < VX; i++) {
-        u32 a[4], b[4];  // channel y: tokens (2c, 2c+1), and the 8 later
-#pragma unroll
-        for (int y = 0; y < 4; y++) {
-            const u32 pick = (y & 1) ? 0x7632 : 0x5410;
-            a[y] = y < 2 ? __byte_perm(w[i][0].x, w[i][1].x, pick)
-                         : __byte_perm(w[i][0].y, w[i][1].y, pick);
-            b[y] = y < 2 ? __byte_perm(w[i][2].x, w[i][3].x, pick)
-                         : __byte_perm(w[i][2].y, w[i][3].y, pick);
-        }
-#pragma unroll
-        for (int n = 0; n < NT; n++) {
-            mma_model(st.acc[n][i][0], a[0], a[1], b[0], b[1], p[n][0], p[n][1]);
-            mma_model(st.acc[n][i][1], a[2], a[3], b[2], b[3], p[n][0], p[n][1]);
-        }
+                for (int k = 0; k < 4; k++)
+                    to.acc[8 * n + 2 * c + (k & 1)][8 * (4 * x + 2 * m + (k >> 1)) + r] =
+                        st.acc[n][x][m][k];
     }
 }
 
-struct Queries {  // a lane's part of the columns its warp prepares: every fourth
-    u16 raw[COLS / WARPS][D / 32];
-    float sign[D / 32];
-};
+// A column of all warps: their sum relative to the highest peak, which is returned with the weight.
+template <bool EXACT>
+__device__ __forceinline__ void gather(const Shared &sh, int n, int lane, float (&o)[D / 32],
+                                       float &peak, float &sum) {
+    peak = LOWEST, sum = 0.f;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+        const Stash &from = EXACT ? sh.warp[w].found.exact : sh.warp[w].found.pages;
+        if (from.sum[n] > 0.f) peak = fmaxf(peak, from.peak[n]);
+    }
+#pragma unroll
+    for (int k = 0; k < D / 32; k++) o[k] = 0.f;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+        const Stash &from = EXACT ? sh.warp[w].found.exact : sh.warp[w].found.pages;
+        if (!(from.sum[n] > 0.f)) continue;  // nothing was found
+        const float weight = exp2_fast(from.peak[n] - peak);
+        sum += weight * from.sum[n];
+#pragma unroll
+        for (int k = 0; k < D / 32; k++) o[k] += weight * from.acc[n][lane + 32 * k];
+    }
+}
 
-__device__ __forceinline__ void load(Queries &q, const Rows &a, int begin, int count, int first_at,
+// Join the warps of a block: to the answer where it has all of a sequence, else to its shares.
+__device__ __forceinline__ void join(Shared &sh, const Rows &a, int split, int begin, int count,
                                      int head, int col0, int lane, int warp) {
-#pragma unroll
-    for (int i = 0; i < COLS / WARPS; i++) {
-        const int col = col0 + warp + WARPS * i, token = col / G;
-        const bool live = token < count && first_at + token >= 0;
-        const u16 *at = (const u16 *)a.query + (long long)(begin + token) * a.query_n +
-                        (long long)(head * G + col % G) * a.query_h;
-#pragma unroll
-        for (int k = 0; k < D / 32; k++) q.raw[i][k] = live ? at[lane + 32 * k] : (u16)0;
-    }
-#pragma unroll
-    for (int k = 0; k < D / 32; k++) q.sign[k] = ROTATED ? a.signs[lane + 32 * k] : 1.f;
-}
-
-// Both frames of a block's queries to shared memory; returns what rotated scores are to be
-// multiplied with to be in log2 units.
-__device__ __forceinline__ float prepare(const Queries &q, Shared &sh, float scale, int lane,
-                                         int warp) {
-    float x[COLS / WARPS][D / 32];
-#pragma unroll
-    for (int i = 0; i < COLS / WARPS; i++) {
-        float top = 0.f;
+    __syncthreads();
+    for (int n = warp; n < COLS; n += WARPS) {
+        const int col = col0 + n, token = col / G;
+        if (token >= count) break;
+        const int query_head = head * G + col % G;
+        const long long row = (long long)(begin + token) * HQ + query_head;
+        float o[D / 32], e[D / 32], peak, sum, exact_peak, exact_sum;
+        gather<false>(sh, n, lane, o, peak, sum);
+        gather<true>(sh, n, lane, e, exact_peak, exact_sum);
+        if (a.splits > 1) {
+            write_share(a, split, row, lane, o, peak, sum, VALUE_UNIT);
+            if (split < a.exact_shares)
+                write_share(a, a.splits + split, row, lane, e, exact_peak, exact_sum, 1.f);
+            continue;
+        }
+        const float top = fmaxf(peak, exact_peak);
+        const float w = sum > 0.f ? exp2_fast(peak - top) : 0.f;
+        const float v = exact_sum > 0.f ? exp2_fast(exact_peak - top) : 0.f;
+        __syncwarp();
 #pragma unroll
         for (int k = 0; k < D / 32; k++) {
-            ((u16 *)sh.query[1][warp + WARPS * i])[lane + 32 * k] = q.raw[i][k];
-            x[i][k] = model_to_float(q.raw[i][k]) * q.sign[k];
+            sh.warp[0].found.pages.acc[n][lane + 32 * k] = w * VALUE_UNIT * o[k];
+            sh.warp[0].found.exact.acc[n][lane + 32 * k] = v * e[k];
         }
-#if ROTATED
-        hadamard(x[i], lane);
-#endif
-#pragma unroll
-        for (int k = 0; k < D / 32; k++) top = fmaxf(top, fabsf(x[i][k]));
-#pragma unroll
-        for (int bit = 1; bit < 32; bit *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, bit));
-        if (lane == 0) sh.query_top[warp + WARPS * i] = top;
+        write_answer(sh.warp[0].found.pages.acc[n], sh.warp[0].found.exact.acc[n], a.signs,
+                     a.out + (long long)(begin + token) * a.out_n + query_head * a.out_h,
+                     a.lse + row, lane, top, w * sum + v * exact_sum);
     }
-    __syncthreads();
-    // One factor for all columns: the largest component becomes 256.
-    float top = 0.f;
-#pragma unroll
-    for (int n = 0; n < COLS; n++) top = fmaxf(top, sh.query_top[n]);
-    top = top > 0.f ? top * (1.f / 256.f) : 1.f;
-#pragma unroll
-    for (int i = 0; i < COLS / WARPS; i++)
-#pragma unroll
-        for (int k = 0; k < D / 32; k++)
-            ((u16 *)sh.query[0][warp + WARPS * i])[lane + 32 * k] =
-                (u16)pack_half(__fdividef(x[i][k], top), 0.f);
-    __syncthreads();
-    return top * (ROTATED ? ROOT : 1.f) * scale * 1.4426950408889634f;
-}
-
-// Queries after those of the last sequence, which no block and no merge answers.
-__device__ __forceinline__ void clear_unowned(const Rows &a) {
-    for (long long n = a.first[gridDim.x / HKV]; n < a.total_rows; n++)
-        for (int i = threadIdx.x; i < HQ * D; i += WARPS * 32) {
-            a.out[n * a.out_n + i / D * a.out_h + i % D] = 0;
-            if (i % D == 0) a.lse[n * HQ + i / D] = NEG_INF;
-        }
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(const Rows a) {
@@ -251,8 +221,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
     const u8 *key_base = pages + key_lane(r, c), *value_base = pages + value_lane(r, c);
     const Number numbers[2] = {Number(lane), Number(lane + 32)};
     const u32 page_bytes = a.page_bytes;
-    u64 policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    const u64 policy = read_once();
     const Stage *stages = sh.warp[warp].stage;
     const u32 first_stage = (u32)__cvta_generic_to_shared(stages);
     u32 to = first_stage;
@@ -390,7 +359,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
                         }
                 }
             if (t < whole_from || t >= whole_to)
-                mask_tile(v, st, s, value_scale, t * 32 * TB, col0, r, c);
+                mask_tile(v, st.peak, s, value_scale, t * 32 * TB, col0, r, c);
             softmax_step<2 * TB>(st, s);
 
 #pragma unroll

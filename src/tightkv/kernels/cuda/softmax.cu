@@ -1,6 +1,5 @@
-// The running softmax of a warp, what it may see, and how warps, shares and frames are joined.
+// The running softmax of a warp, what it may see, and how shares and frames are joined.
 
-#define WARPS 4         // of a block that decodes
 #define MERGE_WARPS 8
 #define LOWEST (-1e30f)  // no score yet; finite, so that differences are numbers
 #define SLACK 4.f        // scores may be that much above the peak before it is raised: weights to 16
@@ -131,74 +130,6 @@ __device__ __forceinline__ int place_of(int channel) {
     return 8 * (4 * x + (channel & 3)) + r;
 }
 
-struct Stash {  // what a warp found, in one frame
-    float acc[COLS][D + 4], peak[COLS], sum[COLS];
-};
-
-union Warp {  // a warp's own memory: first for tiles, then for what it found
-    Stage stage[STAGES];
-    struct {
-        Stash pages, exact;
-    } found;
-};
-
-struct Shared {
-    Warp warp[WARPS];
-    u32 query[2][COLS][D / 2 + 4];  // rotated halves, and as they came
-    float query_top[COLS];
-    u32 tables[4];
-};
-static_assert(sizeof(Shared) == SHARED_BYTES, "kernels/cuda computes another size");
-
-__device__ __forceinline__ void stash(const State &st, Stash &to, int lane) {
-    const int r = lane >> 2, c = lane & 3;
-#pragma unroll
-    for (int n = 0; n < NT; n++) {
-#pragma unroll
-        for (int k = 0; k < 2; k++) {
-            float sum = st.sum[n][k];
-            sum += __shfl_xor_sync(~0u, sum, 4);
-            sum += __shfl_xor_sync(~0u, sum, 8);
-            sum += __shfl_xor_sync(~0u, sum, 16);
-            if (r == 0) {
-                to.peak[8 * n + 2 * c + k] = st.peak[n][k];
-                to.sum[8 * n + 2 * c + k] = sum;
-            }
-        }
-#pragma unroll
-        for (int x = 0; x < VX; x++)
-#pragma unroll
-            for (int m = 0; m < 2; m++)
-#pragma unroll
-                for (int k = 0; k < 4; k++)
-                    to.acc[8 * n + 2 * c + (k & 1)][8 * (4 * x + 2 * m + (k >> 1)) + r] =
-                        st.acc[n][x][m][k];
-    }
-}
-
-// A column of all warps: their sum relative to the highest peak, which is returned with the weight.
-template <bool EXACT>
-__device__ __forceinline__ void gather(const Shared &sh, int n, int lane, float (&o)[D / 32],
-                                       float &peak, float &sum) {
-    peak = LOWEST, sum = 0.f;
-#pragma unroll
-    for (int w = 0; w < WARPS; w++) {
-        const Stash &from = EXACT ? sh.warp[w].found.exact : sh.warp[w].found.pages;
-        if (from.sum[n] > 0.f) peak = fmaxf(peak, from.peak[n]);
-    }
-#pragma unroll
-    for (int k = 0; k < D / 32; k++) o[k] = 0.f;
-#pragma unroll
-    for (int w = 0; w < WARPS; w++) {
-        const Stash &from = EXACT ? sh.warp[w].found.exact : sh.warp[w].found.pages;
-        if (!(from.sum[n] > 0.f)) continue;  // nothing was found
-        const float weight = exp2_fast(from.peak[n] - peak);
-        sum += weight * from.sum[n];
-#pragma unroll
-        for (int k = 0; k < D / 32; k++) o[k] += weight * from.acc[n][lane + 32 * k];
-    }
-}
-
 // A share's mean value and LSE (in log2 units) of one query.
 __device__ __forceinline__ void write_share(const Rows &a, int share, long long row, int lane,
                                             const float (&o)[D / 32], float peak, float sum,
@@ -233,37 +164,38 @@ __device__ __forceinline__ void write_answer(float *pages, float *exact, const f
     if (lane == 0) *lse = sum > 0.f ? (peak + log2f(sum)) * 0.6931471805599453f : NEG_INF;
 }
 
-// Join the warps of a block: to the answer where it has all of a sequence, else to its shares.
-__device__ __forceinline__ void join(Shared &sh, const Rows &a, int split, int begin, int count,
-                                     int head, int col0, int lane, int warp) {
-    __syncthreads();
-    for (int n = warp; n < COLS; n += WARPS) {
-        const int col = col0 + n, token = col / G;
-        if (token >= count) break;
-        const int query_head = head * G + col % G;
-        const long long row = (long long)(begin + token) * HQ + query_head;
-        float o[D / 32], e[D / 32], peak, sum, exact_peak, exact_sum;
-        gather<false>(sh, n, lane, o, peak, sum);
-        gather<true>(sh, n, lane, e, exact_peak, exact_sum);
-        if (a.splits > 1) {
-            write_share(a, split, row, lane, o, peak, sum, VALUE_UNIT);
-            if (split < a.exact_shares)
-                write_share(a, a.splits + split, row, lane, e, exact_peak, exact_sum, 1.f);
-            continue;
-        }
-        const float top = fmaxf(peak, exact_peak);
-        const float w = sum > 0.f ? exp2_fast(peak - top) : 0.f;
-        const float v = exact_sum > 0.f ? exp2_fast(exact_peak - top) : 0.f;
-        __syncwarp();
+// A tile at the edge of what is seen: hide scores, and scales that were never written (NaN).
+__device__ __forceinline__ void mask_tile(const Bounds &v, const float (&peak)[NT][2],
+                                          float (&s)[NT][2 * TB][4], uint2 (&value_scale)[TB],
+                                          int at0, int col0, int r, int c) {
 #pragma unroll
-        for (int k = 0; k < D / 32; k++) {
-            sh.warp[0].found.pages.acc[n][lane + 32 * k] = w * VALUE_UNIT * o[k];
-            sh.warp[0].found.exact.acc[n][lane + 32 * k] = v * e[k];
+    for (int b = 0; b < TB; b++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int at = at0 + 32 * b + 8 * i + r;
+#pragma unroll
+            for (int n = 0; n < NT; n++)
+#pragma unroll
+                for (int k = 0; k < 2; k++) {
+                    float *e = &s[n][2 * b + i / 2][k + 2 * (i & 1)];
+                    const float base = base_of(peak[n][k]);
+                    *e = base +
+                         seen(v, at, v.first_at + (col0 + 8 * n + 2 * c + k) / G, *e - base, 1);
+                }
+            if (at < v.low || at >= v.high) {
+                u32 &two = i < 2 ? value_scale[b].x : value_scale[b].y;
+                two &= (i & 1) ? 0x0000ffffu : 0xffff0000u;
+            }
         }
-        write_answer(sh.warp[0].found.pages.acc[n], sh.warp[0].found.exact.acc[n], a.signs,
-                     a.out + (long long)(begin + token) * a.out_n + query_head * a.out_h,
-                     a.lse + row, lane, top, w * sum + v * exact_sum);
-    }
+}
+
+// Queries after those of the last sequence, which no block and no merge answers.
+__device__ __forceinline__ void clear_unowned(const Rows &a) {
+    for (long long n = a.first[gridDim.x / HKV]; n < a.total_rows; n++)
+        for (int i = threadIdx.x; i < HQ * D; i += 32 * WARPS) {
+            a.out[n * a.out_n + i / D * a.out_h + i % D] = 0;
+            if (i % D == 0) a.lse[n * HQ + i / D] = NEG_INF;
+        }
 }
 
 // A block a (query, head): weigh the shares, rotate those of the pages back, add the exact ones.

@@ -1,0 +1,137 @@
+// Instructions by name: all inline assembler is here, so that another machine can have its own.
+// Upper-case names that are not defined here are constants of the build (kernels/cuda/__init__.py).
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned char u8;
+typedef unsigned long long u64;
+
+// Kernels overlap with those before and after them, from sm_90 on (programmatic dependent launch).
+__device__ __forceinline__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void let_next_start() {  // it waits for the end of this one itself
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+// --- numbers ---
+__device__ __forceinline__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ float half_to_float(u16 h) {
+    float f;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
+    return f;
+}
+
+__device__ __forceinline__ u16 to_half(float x) {
+    u16 h;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(x));
+    return h;
+}
+
+// 1 where the sign bit is set, else 0. The number must not be zero or NaN.
+__device__ __forceinline__ float one_if_negative(u32 bits) {
+    float y;
+    asm("set.lt.f32.f32 %0, %1, 0f00000000;" : "=f"(y) : "f"(__int_as_float(bits)));
+    return y;
+}
+
+__device__ __forceinline__ u32 pack_half(float low, float high) {
+    u32 r;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}
+
+__device__ __forceinline__ u32 pack_bf16(float low, float high) {
+    u32 r;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}
+
+// Four e4m3 -> two pairs of halves.
+__device__ __forceinline__ void e4m3_to_halves(u32 four, u32 &low, u32 &high) {
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h;}"
+        : "=r"(low), "=r"(high) : "r"(four));
+}
+
+// A pair of halves times the low or the high half of `two`.
+template <int HIGH>
+__device__ __forceinline__ u32 scaled(u32 pair, u32 two) {
+    u32 y;
+    if (HIGH)
+        asm("{.reg .b16 l, h; .reg .b32 s; mov.b32 {l, h}, %2; mov.b32 s, {h, h};"
+            " mul.f16x2 %0, %1, s;}" : "=r"(y) : "r"(pair), "r"(two));
+    else
+        asm("{.reg .b16 l, h; .reg .b32 s; mov.b32 {l, h}, %2; mov.b32 s, {l, l};"
+            " mul.f16x2 %0, %1, s;}" : "=r"(y) : "r"(pair), "r"(two));
+    return y;
+}
+
+__device__ __forceinline__ u32 add_halves(u32 a, u32 b) {
+    u32 y;
+    asm("add.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+    return y;
+}
+
+// --- bits ---
+__device__ __forceinline__ u32 permute_bytes(u32 low, u32 high, u32 select) {
+    u32 y;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(y) : "r"(low), "r"(high), "r"(select));
+    return y;
+}
+
+__device__ __forceinline__ u32 magnitude_bits(u32 w) {  // in assembler, or it is done twice
+    u32 m;
+    asm("and.b32 %0, %1, 0x77777777;" : "=r"(m) : "r"(w));
+    return m;
+}
+
+// --- what lanes do together ---
+__device__ __forceinline__ u32 turn(u32 x) {  // transpose an 8 x 8 tile of halves
+    u32 y;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
+}
+
+__device__ __forceinline__ void mma(float *c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9},"
+        " {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ void mma_bf16(float *c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9},"
+        " {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// --- copies to shared memory ---
+__device__ __forceinline__ u64 read_once() {  // a policy of the L2 cache
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+// 16 bytes to an address in shared memory.
+__device__ __forceinline__ void copy(u32 to, const u8 *from, u64 policy) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to),
+                 "l"(from), "l"(policy) : "memory");
+}
+
+__device__ __forceinline__ void end_of_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int LATER>  // all but the last `LATER` groups of copies are there
+__device__ __forceinline__ void wait_for_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");
+}

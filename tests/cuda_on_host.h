@@ -1,0 +1,328 @@
+// CUDA C++ as C++ of this machine: the threads of a block are fibers, and what lanes do together
+// is done when the last of them arrives. Stands before the sources, in place of machine.cu.
+//
+// Copies to shared memory happen when they are waited for, not before; shared memory is full of
+// NaN when a block begins. What is not seen: races between lanes that do not meet.
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <vector>
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned char u8;
+typedef unsigned long long u64;
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __shared__ static
+#define __align__(n) alignas(n)
+#define __CUDA_ARCH__ 900
+
+struct alignas(8) uint2 {
+    u32 x, y;
+};
+struct alignas(16) uint4 {
+    u32 x, y, z, w;
+};
+inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
+struct Place {
+    unsigned x, y, z;
+};
+
+namespace host {
+
+struct Meeting {  // of `size` fibers, again and again
+    int size = 0, arrived = 0;
+    unsigned round = 0;
+};
+
+struct Copy {
+    u32 to;
+    const u8 *from;
+    u32 bytes;
+};
+
+struct Fiber {
+    ucontext_t context;
+    std::vector<char> stack;
+    Place thread;
+    int lane, warp;
+    Meeting *at = nullptr;  // waits for the end of this round
+    unsigned round = 0;
+    bool done = false;
+    std::deque<std::vector<Copy>> groups;
+    std::vector<Copy> open;
+};
+
+inline std::vector<Fiber> fibers;
+inline Fiber *now;
+inline ucontext_t scheduler;
+inline Place block, grid;
+inline char *memory;
+inline size_t memory_bytes;
+inline std::vector<Meeting> warps;
+inline Meeting all;
+inline char slots[64][2][32][128];  // what lanes show each other: warp, round, lane
+
+inline void fail(const char *what) {
+    fprintf(stderr, "cuda_on_host: %s\n", what);
+    abort();
+}
+
+inline void pass() { swapcontext(&now->context, &scheduler); }
+
+inline void meet(Meeting &m) {
+    const unsigned round = m.round;
+    if (++m.arrived == m.size) {
+        m.arrived = 0, m.round++;
+        return;
+    }
+    now->at = &m, now->round = round;
+    pass();
+    now->at = nullptr;
+}
+
+// Show `mine` to the lanes of the warp; the result has those of all.
+template <class T>
+const T *show(const T &mine) {
+    static_assert(sizeof(T) <= 128, "a slot is too small");
+    Meeting &m = warps[now->warp];
+    auto &slot = slots[now->warp][m.round & 1];
+    // a lane's slots lie sizeof(T) apart
+    memcpy((char *)slot + sizeof(T) * now->lane, &mine, sizeof(T));
+    meet(m);
+    return (const T *)slot;
+}
+
+#ifdef __aarch64__
+typedef __fp16 Half;
+#else
+typedef _Float16 Half;
+#endif
+
+inline float to_float(u16 h) {
+    Half x;
+    memcpy(&x, &h, 2);
+    return (float)x;
+}
+
+inline u16 from_float(float f) {
+    const Half x = (Half)f;
+    u16 h;
+    memcpy(&h, &x, 2);
+    return h;
+}
+
+inline float bits_to_float(u32 u) {
+    float f;
+    memcpy(&f, &u, 4);
+    return f;
+}
+
+inline u32 float_to_bits(float f) {
+    u32 u;
+    memcpy(&u, &f, 4);
+    return u;
+}
+
+inline u16 to_bf16(float f) {
+    const u32 u = float_to_bits(f);
+    if (f != f) return 0x7fff;
+    return (u16)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
+}
+
+inline float e4m3_value(u8 b) {
+    const int e = (b >> 3) & 15, m = b & 7;
+    const float size = (b & 127) == 127 ? NAN : e ? ldexpf(8 + m, e - 10) : ldexpf(m, -9);
+    return b & 128 ? -size : size;
+}
+
+inline float from_e4m3(u8 b) {
+    static const std::vector<float> values = [] {
+        std::vector<float> all(256);
+        for (int i = 0; i < 256; i++) all[i] = e4m3_value((u8)i);
+        return all;
+    }();
+    return values[b];
+}
+
+inline void move(const Copy &c) {
+    if (c.to + c.bytes > memory_bytes) fail("a copy beyond shared memory");
+    memcpy(memory + c.to, c.from, c.bytes);
+}
+
+template <class Kernel>
+struct Entry {
+    static inline const Kernel *kernel;
+    static void run() {
+        (*kernel)();
+        now->done = true;
+        pass();
+    }
+};
+
+template <class Kernel>
+void run_block(const Kernel &kernel, int threads, size_t shared) {
+    std::vector<char> room(shared + 128, (char)0xff);
+    memory = (char *)(((uintptr_t)room.data() + 127) & ~(uintptr_t)127);
+    memory_bytes = shared;
+    fibers = std::vector<Fiber>(threads);
+    warps.assign(threads / 32, {32});
+    all = {threads};
+    Entry<Kernel>::kernel = &kernel;
+    for (int i = 0; i < threads; i++) {
+        Fiber &f = fibers[i];
+        f.thread = {(unsigned)i, 0, 0}, f.lane = i % 32, f.warp = i / 32;
+        f.stack.resize(192 << 10);
+        getcontext(&f.context);
+        f.context.uc_stack.ss_sp = f.stack.data();
+        f.context.uc_stack.ss_size = f.stack.size();
+        f.context.uc_link = &scheduler;
+        makecontext(&f.context, Entry<Kernel>::run, 0);
+    }
+    for (bool some = true; some;) {
+        some = false;
+        bool ran = false;
+        for (Fiber &f : fibers) {
+            if (f.done) continue;
+            some = true;
+            if (f.at && f.at->round == f.round) continue;
+            ran = true, now = &f;
+            swapcontext(&scheduler, &f.context);
+        }
+        if (some && !ran) fail("lanes wait for lanes that do not come");
+    }
+}
+
+template <class Kernel>
+void launch(const int *shape, int threads, size_t shared, const Kernel &kernel) {
+    grid = {(unsigned)shape[0], (unsigned)shape[1], (unsigned)shape[2]};
+    for (block.z = 0; block.z < grid.z; block.z++)
+        for (block.y = 0; block.y < grid.y; block.y++)
+            for (block.x = 0; block.x < grid.x; block.x++) run_block(kernel, threads, shared);
+}
+
+// d (16 x 8) += a (16 x 16) b (16 x 8), as registers of lanes hold them.
+inline void multiply(float *d, const float (&a)[8], const float (&b)[4]) {
+    struct Operands {
+        float a[8], b[4];
+    } mine;
+    memcpy(mine.a, a, sizeof a), memcpy(mine.b, b, sizeof b);
+    const Operands *of = show(mine);
+    const int g = now->lane >> 2, t = now->lane & 3;
+    for (int k = 0; k < 4; k++)
+        for (int s = 0; s < 4; s++) {
+            const float *row = of[4 * g + s].a + 2 * (k >> 1);
+            const float *column = of[4 * (2 * t + (k & 1)) + s].b;
+            d[k] += row[0] * column[0] + row[1] * column[1] + row[4] * column[2] +
+                    row[5] * column[3];
+        }
+}
+
+}  // namespace host
+
+#define threadIdx (host::now->thread)
+#define blockIdx (host::block)
+#define gridDim (host::grid)
+
+inline float __int_as_float(u32 u) { return host::bits_to_float(u); }
+inline float __fdividef(float a, float b) { return a / b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fsqrt_rn(float a) { return sqrtf(a); }
+inline int min(int a, int b) { return a < b ? a : b; }
+inline int max(int a, int b) { return a > b ? a : b; }
+inline void __syncthreads() { host::meet(host::all); }
+inline void __syncwarp() { host::meet(host::warps[host::now->warp]); }
+inline u32 __cvta_generic_to_shared(const void *p) { return (u32)((const char *)p - host::memory); }
+template <class T>
+T __shfl_sync(u32, T x, int from) { return host::show(x)[from & 31]; }
+template <class T>
+T __shfl_xor_sync(u32, T x, int bit) { return host::show(x)[host::now->lane ^ bit]; }
+inline bool __any_sync(u32, bool x) {
+    const bool *of = host::show(x);
+    return std::any_of(of, of + 32, [](bool b) { return b; });
+}
+
+// --- machine.cu ---
+inline void wait_for_previous() {}
+inline void let_next_start() {}
+inline float exp2_fast(float x) { return exp2f(x); }
+inline float half_to_float(u16 h) { return host::to_float(h); }
+inline u16 to_half(float x) { return host::from_float(x); }
+inline float one_if_negative(u32 bits) { return host::bits_to_float(bits) < 0.f ? 1.f : 0.f; }
+inline u32 pack_half(float low, float high) {
+    return host::from_float(low) | (u32)host::from_float(high) << 16;
+}
+inline u32 pack_bf16(float low, float high) {
+    return host::to_bf16(low) | (u32)host::to_bf16(high) << 16;
+}
+inline void e4m3_to_halves(u32 four, u32 &low, u32 &high) {
+    low = pack_half(host::from_e4m3((u8)four), host::from_e4m3((u8)(four >> 8)));
+    high = pack_half(host::from_e4m3((u8)(four >> 16)), host::from_e4m3((u8)(four >> 24)));
+}
+template <int HIGH>
+u32 scaled(u32 pair, u32 two) {
+    const float by = half_to_float((u16)(two >> (16 * HIGH)));
+    return pack_half(half_to_float((u16)pair) * by, half_to_float((u16)(pair >> 16)) * by);
+}
+inline u32 add_halves(u32 a, u32 b) {
+    return pack_half(half_to_float((u16)a) + half_to_float((u16)b),
+                     half_to_float((u16)(a >> 16)) + half_to_float((u16)(b >> 16)));
+}
+inline u32 permute_bytes(u32 low, u32 high, u32 select) {
+    const u64 pool = low | (u64)high << 32;
+    u32 y = 0;
+    for (int k = 0; k < 4; k++) {
+        const u32 from = select >> (4 * k);
+        u8 byte = (u8)(pool >> (8 * (from & 7)));
+        if (from & 8) byte = byte & 128 ? 255 : 0;
+        y |= (u32)byte << (8 * k);
+    }
+    return y;
+}
+inline u32 __byte_perm(u32 low, u32 high, u32 select) { return permute_bytes(low, high, select); }
+inline u32 magnitude_bits(u32 w) { return w & 0x77777777u; }
+inline u32 turn(u32 x) {
+    const u32 *of = host::show(x);
+    const int g = host::now->lane >> 2, t = host::now->lane & 3;
+    const int half = 16 * (g & 1);
+    return ((of[8 * t + g / 2] >> half) & 0xffff) | ((of[8 * t + 4 + g / 2] >> half) << 16);
+}
+inline void mma(float *c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    const u32 a[] = {a0, a1, a2, a3}, b[] = {b0, b1};
+    float x[8], y[4];
+    for (int k = 0; k < 8; k++) x[k] = half_to_float((u16)(a[k / 2] >> (16 * (k & 1))));
+    for (int k = 0; k < 4; k++) y[k] = half_to_float((u16)(b[k / 2] >> (16 * (k & 1))));
+    host::multiply(c, x, y);
+}
+inline void mma_bf16(float *c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    const u32 a[] = {a0, a1, a2, a3}, b[] = {b0, b1};
+    float x[8], y[4];
+    for (int k = 0; k < 8; k++)
+        x[k] = __int_as_float(k & 1 ? a[k / 2] & 0xffff0000u : a[k / 2] << 16);
+    for (int k = 0; k < 4; k++)
+        y[k] = __int_as_float(k & 1 ? b[k / 2] & 0xffff0000u : b[k / 2] << 16);
+    host::multiply(c, x, y);
+}
+inline u64 read_once() { return 0; }
+inline void copy(u32 to, const u8 *from, u64) { host::now->open.push_back({to, from, 16}); }
+inline void end_of_copies() {
+    host::now->groups.push_back(std::move(host::now->open));
+    host::now->open.clear();
+}
+template <int LATER>
+void wait_for_copies() {
+    auto &groups = host::now->groups;
+    for (; groups.size() > LATER; groups.pop_front())
+        for (const host::Copy &c : groups.front()) host::move(c);
+}

@@ -1,0 +1,73 @@
+"""The CUDA C++ kernels, compiled for this machine's CPU (cuda_on_host.h): what CI runs of them."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tightkv.kernels import cuda
+
+COMPILER = shutil.which("g++")
+HEADER = Path(__file__).with_name("cuda_on_host.h")
+_FOLDER = tempfile.TemporaryDirectory(prefix="tightkv-cuda-on-host-")  # removed with the process
+_LAUNCHERS = (
+    """
+extern "C" void host_append(const int *shape, int threads, size_t shared, void **args) {
+    host::launch(shape, threads, shared, [&] { append(*(Append *)args[0]); });
+}
+""",
+    """
+extern "C" void host_decode(const int *shape, int threads, size_t shared, void **args) {
+    host::launch(shape, threads, shared, [&] { decode(*(Rows *)args[0]); });
+}
+extern "C" void host_merge(const int *shape, int threads, size_t shared, void **args) {
+    host::launch(shape, threads, shared, [&] {
+        merge(*(float **)args[0], *(float **)args[1], *(float **)args[2], *(int **)args[3],
+              *(u16 **)args[4], *(float **)args[5], *(long long *)args[6], *(long long *)args[7],
+              *(long long *)args[8], *(int *)args[9], *(int *)args[10], *(int *)args[11]);
+    });
+}
+""",
+)
+
+
+class HostModule:
+    """`nvrtc.Module`, but it runs here and now."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+
+    def launch(
+        self, name: str, grid: tuple[int, int, int], threads: int, *args: Any, shared: int = 0
+    ) -> None:
+        pointers = (ctypes.c_void_p * len(args))(
+            *[ctypes.cast(ctypes.pointer(a), ctypes.c_void_p) for a in args]
+        )
+        shape = (ctypes.c_int * 3)(*grid)
+        getattr(self._library, f"host_{name}")(shape, threads, ctypes.c_size_t(shared), pointers)
+
+
+@functools.cache
+def module(
+    name: str, layout: Any, query_heads: int, tile: Any, softcap: bool, _: Any
+) -> HostModule:
+    """In place of `cuda._module`."""
+    text = cuda.source(name, layout, query_heads, tile, softcap)
+    begin, end = text.index("// Instructions by name"), text.index("// What the other sources")
+    text = f'#include "{HEADER}"\n' + text[:begin] + text[end:] + _LAUNCHERS[name == "decode"]
+    text = text.replace(
+        "extern __shared__ __align__(16) char memory[];", "char *memory = host::memory;"
+    )
+    path = Path(_FOLDER.name) / hashlib.sha256(text.encode()).hexdigest()[:16]
+    path.with_suffix(".cpp").write_text(text, encoding="utf-8")
+    command = [str(COMPILER), "-std=c++17", "-O1", "-fno-strict-aliasing", "-shared", "-fPIC", "-w"]
+    command += ["-o", str(path.with_suffix(".so")), str(path.with_suffix(".cpp"))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-5000:]
+    return HostModule(ctypes.CDLL(str(path.with_suffix(".so"))))
