@@ -190,16 +190,23 @@ void run_block(const Kernel &kernel, int threads, size_t shared) {
         f.context.uc_link = &scheduler;
         makecontext(&f.context, Entry<Kernel>::run, 0);
     }
+    // A warp runs for as long as it can before the next does: who relies on others must wait.
     for (bool some = true; some;) {
         some = false;
         bool ran = false;
-        for (Fiber &f : fibers) {
-            if (f.done) continue;
-            some = true;
-            if (f.at && f.at->round == f.round) continue;
-            ran = true, now = &f;
-            swapcontext(&scheduler, &f.context);
-        }
+        for (int w = 0; w < threads / 32; w++)
+            for (bool more = true; more;) {
+                more = false;
+                const int warp = block.x % 2 ? threads / 32 - 1 - w : w;  // the last first, too
+                for (int lane = 0; lane < 32; lane++) {
+                    Fiber &f = fibers[32 * warp + lane];
+                    if (f.done) continue;
+                    some = true;
+                    if (f.at && f.at->round == f.round) continue;
+                    ran = more = true, now = &f;
+                    swapcontext(&scheduler, &f.context);
+                }
+            }
         if (some && !ran) fail("lanes wait for lanes that do not come");
     }
 }
