@@ -1,8 +1,8 @@
 // CUDA C++ as C++ of this machine: the threads of a block are fibers, and what lanes do together
 // is done when the last of them arrives. Stands before the sources, in place of machine.cu.
 //
-// Copies to shared memory happen when they are waited for, not before; shared memory is full of
-// NaN when a block begins. What is not seen: races between lanes that do not meet.
+// Copies to shared memory happen when they are waited for, not before; dynamic shared memory is
+// full of NaN when a block begins. What is not seen: races between lanes of a warp that do not meet.
 
 #include <ucontext.h>
 

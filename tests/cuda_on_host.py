@@ -59,8 +59,9 @@ def module(
 ) -> HostModule:
     """In place of `cuda._module`."""
     text = cuda.source(name, layout, query_heads, tile, softcap)
-    begin, end = text.index("// Instructions by name"), text.index("// What the other sources")
-    text = f'#include "{HEADER}"\n' + text[:begin] + text[end:] + _LAUNCHERS[name == "decode"]
+    machine = Path(cuda.__file__).with_name("machine.cu").read_text(encoding="utf-8")
+    assert machine in text
+    text = f'#include "{HEADER}"\n' + text.replace(machine, "") + _LAUNCHERS[name == "decode"]
     text = text.replace(
         "extern __shared__ __align__(16) char memory[];", "char *memory = host::memory;"
     )

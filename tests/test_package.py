@@ -50,8 +50,10 @@ def test_console_script_points_at_the_cli() -> None:
 @pytest.mark.skipif(not os.environ.get("CI"), reason="only CI must have everything")
 def test_ci_skips_nothing_but_gpus() -> None:
     """What is missing is skipped elsewhere; here a broken install or build must be noticed."""
+    import cuda_on_host
     from tightkv.kernels import cpu
 
+    assert cuda_on_host.COMPILER is not None
     assert cpu.unavailable("cpu") is None
     wanted = ["lm_eval", "datasets", "matplotlib", "transformers", "triton"]
     wanted += ["vllm"] if sys.version_info >= (3, 11) else []

@@ -17,7 +17,7 @@ from torch import Tensor
 from tightkv.codec import Codec
 from tightkv.kernels import triton as triton_kernels
 from tightkv.kernels.cuda.nvrtc import Module, compile_cubin, nvrtc
-from tightkv.kernels.cuda.tiles import Launch, Tile
+from tightkv.kernels.cuda.tiles import WARPS, Launch, Tile
 from tightkv.kernels.view import CacheView
 from tightkv.layout import RING_SLACK, PageLayout
 
@@ -189,7 +189,7 @@ def attend(
         window or 0, int(causal),
     )  # fmt: skip
     grid = (view.batch * layout.num_kv_heads, splits, plan.parts)
-    module.launch("decode", grid, 32 * plan.tile.warps, arguments, shared=plan.shared_bytes)
+    module.launch("decode", grid, 32 * WARPS, arguments, shared=plan.shared_bytes)
     if splits == 1:
         return out, lse
     pointers = (partial, partial_lse, signs, first, out, lse)
@@ -229,7 +229,7 @@ def source(
         "HQ": query_heads,
         "HKV": heads,
         "G": query_heads // heads,
-        "WARPS": tile.warps,
+        "WARPS": WARPS,
         "NT": tile.tiles_n,
         "TB": tile.blocks_of_32,
         "STAGES": tile.stages,

@@ -3,9 +3,8 @@
 // One block a sequence, head and side (key or value). A warp encodes a token, lane l holding
 // channels l + 32 k; codes go through shared memory and are packed word by word.
 
-#undef WARPS
-#define WARPS 8
-#define THREADS (32 * WARPS)
+#define THREADS 256
+#define ENCODERS (THREADS / 32)  // warps
 #define N (D / 32)  // channels a lane
 
 struct Append {
@@ -120,7 +119,7 @@ __device__ __forceinline__ u32 pack(int j, F code) {
 
 extern "C" __global__ void __launch_bounds__(THREADS) append(const Append a) {
     __shared__ u8 codes[PAGE][D];
-    __shared__ float sums[WARPS][D];
+    __shared__ float sums[ENCODERS][D];
     __shared__ float mean[D];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int row = blockIdx.x / HKV, head = blockIdx.x % HKV;
@@ -137,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) append(const Append a) {
     u16 *ring = (is_key ? a.ring_key : a.ring_value) + (owner * a.ring * HKV + head) * D;
     u16 *sink = (is_key ? a.sink_key : a.sink_value) + (owner * a.sinks * HKV + head) * D;
 
-    for (int t = warp; t < count; t += WARPS) {
+    for (int t = warp; t < count; t += ENCODERS) {
         const int at = before + t;
         const u16 *x = source + (begin + t) * stride;
         u16 *place = ring + (long long)(at % a.ring) * HKV * D;
@@ -170,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) append(const Append a) {
                 float part[N];
 #pragma unroll
                 for (int k = 0; k < N; k++) part[k] = 0.f;
-                for (int at = max(start, page_at) + warp; at < page_at + PAGE; at += WARPS) {
+                for (int at = max(start, page_at) + warp; at < page_at + PAGE; at += ENCODERS) {
                     float x[N];
                     load(at, x);
 #pragma unroll
@@ -185,7 +184,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) append(const Append a) {
 #pragma unroll
                     for (int k = 0; k < N; k++) {
                         x[k] = 0.f;
-                        for (int w = 0; w < WARPS; w++) x[k] += sums[w][lane + 32 * k];
+                        for (int w = 0; w < ENCODERS; w++) x[k] += sums[w][lane + 32 * k];
                         x[k] = __fdiv_rn(x[k], real);
                     }
                     rotate(x, a.signs, lane);
@@ -227,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) append(const Append a) {
             __syncthreads();
         }
 
-        for (int at = low + warp; at < high; at += WARPS) {
+        for (int at = low + warp; at < high; at += ENCODERS) {
             const int t = at - page_at;
             float x[N];
             load(at, x);

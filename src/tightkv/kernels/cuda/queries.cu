@@ -1,22 +1,18 @@
 // The queries of a block: from the model's tensor to both frames in shared memory, to registers.
 
-#define OWN_COLS ((COLS + WARPS - 1) / WARPS)  // that a warp prepares: every WARPS-th
+#define OWN_COLS (COLS / WARPS)  // that a warp prepares: every WARPS-th
 
 struct Queries {  // a lane's part of them
     u16 raw[OWN_COLS][D / 32];
     float sign[D / 32];
 };
 
-__device__ __forceinline__ bool is_own(int warp, int i) {
-    return COLS % WARPS == 0 || warp + WARPS * i < COLS;
-}
-
 __device__ __forceinline__ void load(Queries &q, const Rows &a, int begin, int count, int first_at,
                                      int head, int col0, int lane, int warp) {
 #pragma unroll
     for (int i = 0; i < OWN_COLS; i++) {
         const int col = col0 + warp + WARPS * i, token = col / G;
-        const bool live = token < count && first_at + token >= 0 && is_own(warp, i);
+        const bool live = token < count && first_at + token >= 0;
         const u16 *at = (const u16 *)a.query + (long long)(begin + token) * a.query_n +
                         (long long)(head * G + col % G) * a.query_h;
 #pragma unroll
@@ -34,7 +30,6 @@ __device__ __forceinline__ float prepare(const Queries &q, Shared &sh, float sca
     float x[OWN_COLS][D / 32];
 #pragma unroll
     for (int i = 0; i < OWN_COLS; i++) {
-        if (!is_own(warp, i)) continue;
         float top = 0.f;
 #pragma unroll
         for (int k = 0; k < D / 32; k++) {
@@ -60,9 +55,8 @@ __device__ __forceinline__ float prepare(const Queries &q, Shared &sh, float sca
     for (int i = 0; i < OWN_COLS; i++)
 #pragma unroll
         for (int k = 0; k < D / 32; k++)
-            if (is_own(warp, i))
-                ((u16 *)sh.query[0][warp + WARPS * i])[lane + 32 * k] =
-                    (u16)pack_half(__fdividef(x[i][k], top), 0.f);
+            ((u16 *)sh.query[0][warp + WARPS * i])[lane + 32 * k] =
+                (u16)pack_half(__fdividef(x[i][k], top), 0.f);
     __syncthreads();
     return top * (ROTATED ? ROOT : 1.f) * scale * 1.4426950408889634f;
 }

@@ -10,6 +10,7 @@ import torch
 
 from tightkv.layout import PageLayout
 
+WARPS = 4  # of a block of decode.cu
 _MOST_SPLITS = 64
 _DRIVER_BYTES = 1024  # of shared memory that the driver takes of each block
 
@@ -22,7 +23,6 @@ class Tile:
     stages: int  # tiles in shared memory, the one being read among them
     blocks: int  # blocks of four warps that a processor can hold
     tiles_n: int  # eight queries each
-    warps: int = 4  # of a block
 
     @staticmethod
     def of(layout: PageLayout, tiles_n: int) -> Tile:
@@ -44,7 +44,7 @@ class Tile:
         stage = self.blocks_of_32 * (512 * loads + 128) + 16 * mean * span
         found = 2 * 4 * columns * (d + 6)
         warp = _round_up(max(self.stages * stage, found))
-        return _round_up(self.warps * warp + 8 * columns * (d // 2 + 4) + 4 * columns + 16)
+        return _round_up(WARPS * warp + 8 * columns * (d // 2 + 4) + 4 * columns + 16)
 
 
 def _round_up(size: int) -> int:
