@@ -141,21 +141,6 @@ inline u16 to_bf16(float f) {
     return (u16)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
 
-inline float e4m3_value(u8 b) {
-    const int e = (b >> 3) & 15, m = b & 7;
-    const float size = (b & 127) == 127 ? NAN : e ? ldexpf(8 + m, e - 10) : ldexpf(m, -9);
-    return b & 128 ? -size : size;
-}
-
-inline float from_e4m3(u8 b) {
-    static const std::vector<float> values = [] {
-        std::vector<float> all(256);
-        for (int i = 0; i < 256; i++) all[i] = e4m3_value((u8)i);
-        return all;
-    }();
-    return values[b];
-}
-
 inline void move(const Copy &c) {
     if (c.to + c.bytes > memory_bytes) fail("a copy beyond shared memory");
     memcpy(memory + c.to, c.from, c.bytes);
@@ -243,6 +228,7 @@ inline void multiply(float *d, const float (&a)[8], const float (&b)[4]) {
 #define gridDim (host::grid)
 
 inline float __int_as_float(u32 u) { return host::bits_to_float(u); }
+inline int __float_as_int(float f) { return (int)host::float_to_bits(f); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fsqrt_rn(float a) { return sqrtf(a); }
@@ -273,18 +259,9 @@ inline u32 pack_half(float low, float high) {
 inline u32 pack_bf16(float low, float high) {
     return host::to_bf16(low) | (u32)host::to_bf16(high) << 16;
 }
-inline void e4m3_to_halves(u32 four, u32 &low, u32 &high) {
-    low = pack_half(host::from_e4m3((u8)four), host::from_e4m3((u8)(four >> 8)));
-    high = pack_half(host::from_e4m3((u8)(four >> 16)), host::from_e4m3((u8)(four >> 24)));
-}
-template <int HIGH>
-u32 scaled(u32 pair, u32 two) {
-    const float by = half_to_float((u16)(two >> (16 * HIGH)));
-    return pack_half(half_to_float((u16)pair) * by, half_to_float((u16)(pair >> 16)) * by);
-}
-inline u32 add_halves(u32 a, u32 b) {
-    return pack_half(half_to_float((u16)a) + half_to_float((u16)b),
-                     half_to_float((u16)(a >> 16)) + half_to_float((u16)(b >> 16)));
+inline u32 larger_halves(u32 a, u32 b) {
+    return pack_half(fmaxf(half_to_float((u16)a), half_to_float((u16)b)),
+                     fmaxf(half_to_float((u16)(a >> 16)), half_to_float((u16)(b >> 16))));
 }
 inline u32 permute_bytes(u32 low, u32 high, u32 select) {
     const u64 pool = low | (u64)high << 32;
@@ -320,6 +297,32 @@ inline void mma_bf16(float *c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     for (int k = 0; k < 4; k++)
         y[k] = __int_as_float(k & 1 ? b[k / 2] & 0xffff0000u : b[k / 2] << 16);
     host::multiply(c, x, y);
+}
+template <bool A_UNSIGNED, bool B_UNSIGNED>
+void mma_bytes(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, int c0, int c1, int c2,
+               int c3) {
+    const int c[] = {c0, c1, c2, c3};
+    struct Operands {
+        u32 a[4], b[2];
+    };
+    const Operands *of = host::show(Operands{{a0, a1, a2, a3}, {b0, b1}});
+    const int g = host::now->lane >> 2, t = host::now->lane & 3;
+    const auto number = [](u32 word, int k, bool is_unsigned) {
+        const u8 byte = (u8)(word >> (8 * k));
+        return is_unsigned ? (int)byte : (int)(signed char)byte;
+    };
+    for (int k = 0; k < 4; k++) {
+        d[k] = c[k];
+        for (int s = 0; s < 32; s++) {
+            const u32 row = of[4 * g + s % 16 / 4].a[2 * (s / 16) + (k >> 1)];
+            const u32 column = of[4 * (2 * t + (k & 1)) + s % 16 / 4].b[s / 16];
+            d[k] += number(row, s % 4, A_UNSIGNED) * number(column, s % 4, B_UNSIGNED);
+        }
+    }
+}
+inline u32 largest(u32 x) {
+    const u32 *of = host::show(x);
+    return *std::max_element(of, of + 32);
 }
 inline u64 read_once() { return 0; }
 inline void copy(u32 to, const u8 *from, u64) { host::now->open.push_back({to, from, 16}); }

@@ -100,6 +100,24 @@ def test_large_and_small_scores():
         assert_attends_alike(cache, [2, 2], 2, scale=scale)
 
 
+@pytest.mark.parametrize("height,bound", [(7.0, 3e-3), (11.0, 6e-3), (13.0, 4e-2)])
+def test_many_tokens_far_below_the_highest(height, bound):
+    """Weights of e**-height have 16 bits in every tile but that of the highest score."""
+    cache = cache_on(CFG.replace(key_centering="none"), [2000], dtype=torch.float16, dim=128)
+    generator = torch.Generator().manual_seed(5)
+    key = 0.01 * torch.randn(1, 2000, HEADS, 128, generator=generator)
+    value = 1 + torch.randn(1, 2000, HEADS, 128, generator=generator)
+    key[:, 1000], value[:, 1000] = 1.0, 0.0  # what is left of the answer is the others'
+    key, value = (x.to(DEVICE, torch.float16) for x in (key, value))
+    cache.append(cache.table.append([0], [2000]), key, value)
+    q = torch.ones(1, 2 * HEADS, 128, dtype=torch.float16, device=DEVICE)
+    first = torch.tensor([0, 1], dtype=torch.int32, device=DEVICE)
+    options = {"max_queries": 1, "scale": height / 128}
+    expected, _ = reference.attend(cache.codec, q, cache.view(), first, **options)
+    out, _ = cuda.attend(cache.codec, q, cache.view(), first, **options)
+    assert float((out.float() - expected.float()).norm() / expected.float().norm()) < bound
+
+
 def test_rings_of_a_pool_that_were_lost():
     cache = cache_on(CFG, [200, 90], dtype=torch.bfloat16)
     fill(cache, [200, 90])
@@ -162,7 +180,8 @@ def test_append_writes_the_bytes_of_the_reference(bits, dim, open_codes):
     cfg = CFG.replace(key_bits=bits[0], value_bits=bits[1], sinks=3)
     options = {"dim": dim, "dtype": torch.bfloat16, "open_codes": open_codes}
     caches = [cache_on(cfg, [0, 0], name=name, **options) for name in ("reference", "cuda")]
-    for seed, counts in enumerate([(1, 1), (30, 3), (1, 0), (31, 32), (2, 29), (32, 32)]):
+    steps = [(1, 1), (30, 3), (1, 0), (31, 32), (2, 29), (32, 32), (333, 70)]
+    for seed, counts in enumerate(steps):
         key, value = (
             x.to(DEVICE, torch.bfloat16)
             for x in tokens(2, max(counts), heads=HEADS, dim=dim, seed=seed)
@@ -193,7 +212,7 @@ def test_selection():
 @pytest.mark.parametrize(
     "wait",
     [
-        "wait_for_copies<STAGES - 1>();",
+        "wait_for_copies<STAGES - 1 - LATE_COPIES>();",
         "__syncwarp();  // lanes read what others copied",
         "__syncthreads();\n    // One factor for all columns",
     ],

@@ -28,7 +28,7 @@ class KernelStatus:
 
 # Best first; each entry names a module of this package and what it runs on.
 _IMPLEMENTATIONS = {
-    "cuda": "CUDA C++ decoding and Triton kernels, NVIDIA GPUs from sm_89 on",
+    "cuda": "CUDA C++ and Triton kernels, NVIDIA GPUs from sm_80 on",
     "triton": "fused Triton kernels, CUDA and ROCm devices",
     "cpu": "native SIMD code, CPU tensors",
     "reference": "plain torch, any device and every config",

@@ -1,7 +1,7 @@
 """Decode attention in CUDA C++, compiled at run time; everything else is the Triton kernels'.
 
-For NVIDIA GPUs that convert fp8 in hardware (sm_89 on), float16 and bfloat16 models, 2 to 4 bits
-and head_dim 64, 128 and 256.
+For NVIDIA GPUs from sm_80 on, float16 and bfloat16 models, 2 to 4 bits and head_dim 64, 128 and
+256.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from torch import Tensor
 from tightkv.codec import Codec
 from tightkv.kernels import triton as triton_kernels
 from tightkv.kernels.cuda.nvrtc import Module, compile_cubin, nvrtc
-from tightkv.kernels.cuda.tiles import WARPS, Launch, Tile
+from tightkv.kernels.cuda.tiles import Launch, Tile
 from tightkv.kernels.view import CacheView
 from tightkv.layout import RING_SLACK, PageLayout
+from tightkv.math.quantize import Quantizer, TurboQuantMSE
 
 __all__ = ["append", "attend", "unavailable", "unsupported"]
 
@@ -27,8 +28,10 @@ _FOLDER = Path(__file__).parent
 _MACHINE = ("machine", "primitives")
 _SOURCES = {
     "append": (*_MACHINE, "append"),
-    "decode": (*_MACHINE, "pages", "softmax", "means", "queries", "exact", "decode"),
-}
+    "decode": (
+        *_MACHINE, "pages", "products", "softmax", "means", "queries", "exact", "tile", "decode",
+    ),
+}  # fmt: skip
 _MAX_QUERIES = RING_SLACK  # more than this is prefill
 _EXACT_TOKENS = 16  # that a warp reads at a time
 
@@ -39,8 +42,8 @@ def unavailable(device_type: str | None, asked: bool = False) -> str | None:
         return f"CUDA kernels do not run on {device_type}"
     if not torch.cuda.is_available() or torch.version.cuda is None:
         return "no CUDA device"
-    if torch.cuda.get_device_capability() < (8, 9):
-        return "the GPU is older than sm_89"
+    if torch.cuda.get_device_capability() < (8, 0):
+        return "the GPU is older than sm_80"
     try:
         nvrtc()
     except OSError as error:
@@ -90,7 +93,7 @@ class _Append(ctypes.Structure):
         + [("signs", ctypes.c_void_p)]
         + [(name, ctypes.c_longlong) for name in ("key_n", "key_h", "value_n", "value_h")]
         + [("table_b", ctypes.c_longlong), ("page_bytes", ctypes.c_longlong)]
-        + [(name, ctypes.c_int) for name in ("ring", "sinks", "open")]
+        + [(name, ctypes.c_int) for name in ("ring", "sinks", "open", "copy", "encode")]
     )
 
 
@@ -108,14 +111,15 @@ def append(
     """See `reference.append`."""
     layout = codec.layout
     usual = key.dtype == value.dtype == layout.dtype and not codec.cfg.check_finite
-    if max_new > RING_SLACK or not usual or not view.batch:
+    if not usual or not view.batch:
         triton_kernels.append(
             codec, view, key, value, first, exact_starts, max_new=max_new, open_codes=open_codes
         )
         return
     key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
     signs = triton_kernels.rotation_table(codec, "key", key.device)
-    arguments = _Append(
+    ring = view.ring_key.shape[1]
+    arguments = [
         *[
             x.data_ptr()
             for x in (
@@ -126,10 +130,18 @@ def append(
         ],
         key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         view.block_table.stride(0), view.pages.stride(0),
-        view.ring_key.shape[1], view.sink_key.shape[1], int(open_codes),
-    )  # fmt: skip
-    module = _module("append", layout, layout.num_kv_heads, Tile.of(layout, 1), False, key.device)
-    module.launch("append", (view.batch * layout.num_kv_heads, 2, 1), 256, arguments)
+        ring, view.sink_key.shape[1], int(open_codes),
+    ]  # fmt: skip
+    module = _module("append", layout, layout.num_kv_heads, None, False, key.device)
+    blocks = view.batch * layout.num_kv_heads
+    if max_new <= RING_SLACK:
+        module.launch("append", (blocks, 2, 1), 256, _Append(*arguments, 1, 1))
+        return
+    # Only a short append may overwrite the ring while pages are sealed from it.
+    touched = (max_new - 2) // layout.page_size + 2
+    module.launch("append", (blocks, 2, touched), 256, _Append(*arguments, 0, 1))
+    copies = -(-min(max_new, ring) // 32)
+    module.launch("append", (blocks, 2, copies), 256, _Append(*arguments, 1, 0))
 
 
 def attend(
@@ -165,7 +177,7 @@ def attend(
     module = _module("decode", layout, hq, plan.tile, softcap is not None, device)
     splits = plan.splits
     groups = -(-(view.ring_key.shape[1] + view.sink_key.shape[1]) // _EXACT_TOKENS)
-    exact_shares = min(splits, groups)
+    exact_shares = min(splits, -(-groups // plan.tile.warps))  # that have any
     shares = splits + exact_shares if splits > 1 else 0
 
     out = torch.empty_like(query) if out is None else out
@@ -189,7 +201,7 @@ def attend(
         window or 0, int(causal),
     )  # fmt: skip
     grid = (view.batch * layout.num_kv_heads, splits, plan.parts)
-    module.launch("decode", grid, 32 * WARPS, arguments, shared=plan.shared_bytes)
+    module.launch("decode", grid, 32 * plan.tile.warps, arguments, shared=plan.shared_bytes)
     if splits == 1:
         return out, lse
     pointers = (partial, partial_lse, signs, first, out, lse)
@@ -209,7 +221,7 @@ def _module(
     name: str,
     layout: PageLayout,
     query_heads: int,
-    tile: Tile,
+    tile: Tile | None,
     softcap: bool,
     device: torch.device,
 ) -> Module:
@@ -220,38 +232,42 @@ def _module(
 
 
 def source(
-    name: str, layout: PageLayout, query_heads: int, tile: Tile, softcap: bool = False
+    name: str, layout: PageLayout, query_heads: int, tile: Tile | None, softcap: bool = False
 ) -> str:
-    """CUDA C++ with the constants of a layout."""
+    """CUDA C++ with the constants of a layout and, for attention, of a tile."""
     heads, d = layout.num_kv_heads, layout.head_dim
     constants: dict[str, object] = {
         "D": d,
         "HQ": query_heads,
         "HKV": heads,
         "G": query_heads // heads,
-        "WARPS": WARPS,
-        "NT": tile.tiles_n,
-        "TB": tile.blocks_of_32,
-        "STAGES": tile.stages,
-        "SHARED_BYTES": tile.shared_bytes(layout),
         "SOFTCAP": int(softcap),
         "ROTATED": int(layout.cfg.rotation == "hadamard"),
         "BF16": int(layout.dtype == torch.bfloat16),
-        "MIN_BLOCKS": tile.blocks,
         "ROOT": _floats(d**-0.5),
         "WIDTH": _floats(d**0.5),
     }
+    if tile is not None:
+        constants |= {
+            "WARPS": tile.warps,
+            "MIN_BLOCKS": tile.blocks,
+            "COLS": tile.columns,
+            "TB": tile.blocks_of_32,
+            "STAGES": tile.stages,
+            "LATE_COPIES": int(tile.late),
+            "SHARED_BYTES": tile.shared_bytes(layout),
+        }
     shared = triton_kernels.constants(layout)
     for field in ("PAGE", "RECORD", "KEY_BITS", "VALUE_BITS", "VALUE_AT", "KEY_SCALE_AT"):
         constants[field] = shared[field]
     for field in ("VALUE_SCALE_AT", "MEAN_AT", "MEAN_BITS"):
         constants[field] = shared[field]
     encode, decode = triton_kernels.books(layout)
+    codec = Codec(layout)
     for side in ("KEY", "VALUE"):
-        table = decode[f"{side}_TABLE"]
-        constants[f"{side}_LOW"] = f"{table & 0xFFFFFFFF}u"
-        constants[f"{side}_HIGH"] = f"{(table >> 32) & 0xFFFFFFFF}u"
-        constants[f"{side}_UNIT"] = _floats(decode[f"{side}_UNIT"])
+        low, high, parts = _byte_levels(codec.side(side.lower()))
+        constants[f"{side}_LOW"], constants[f"{side}_HIGH"] = f"{low}u", f"{high}u"
+        constants[f"{side}_UNIT"] = _floats(decode[f"{side}_UNIT"] / parts)
         constants[f"{side}_MODE"] = encode[f"{side}_MODE"]
         thresholds, magnitudes = encode[f"{side}_BOOK"]
         constants[f"{side}_THRESHOLDS"] = _floats(*thresholds)
@@ -259,6 +275,25 @@ def source(
     defines = "".join(f"#define {field} {value}\n" for field, value in constants.items())
     files = [_FOLDER / f"{part}.cu" for part in _SOURCES[name]]
     return defines + "\n".join(file.read_text(encoding="utf-8") for file in files)
+
+
+def _byte_levels(quantizer: Quantizer) -> tuple[int, int, int]:
+    """Levels as eight bytes, in two words, and what they were multiplied with.
+
+    With four bits the sign is apart and bytes are unsigned, else it is part of the index.
+    """
+    assert isinstance(quantizer, TurboQuantMSE)
+    book = quantizer.codebook
+    assert book.native is not None
+    levels = list(book.native)
+    if book.bits < 4:
+        levels += [-x for x in levels]
+    parts = next(n for n in (1, 2, 4, 8) if all((n * x).is_integer() for x in levels))
+    data = [int(parts * x) for x in levels + levels][:8]
+    least, most = (0, 255) if book.bits == 4 else (-128, 127)
+    assert least <= min(data) and max(data) <= most
+    low, high = (bytes(x & 255 for x in data[at : at + 4]) for at in (0, 4))
+    return int.from_bytes(low, "little"), int.from_bytes(high, "little"), parts
 
 
 def _floats(*values: float) -> str:

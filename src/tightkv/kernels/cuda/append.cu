@@ -1,7 +1,8 @@
-// A decode step's append: copy the new tokens to ring and sinks, encode what they touch.
+// Append: copy the new tokens to ring and sinks, encode what they touch.
 //
-// One block a sequence, head and side (key or value). A warp encodes a token, lane l holding
-// channels l + 32 k; codes go through shared memory and are packed word by word.
+// Blocks have a sequence, a head and a side (key or value); those of many tokens, every so many-th
+// page too. A warp encodes a token, lane l holding channels l + 32 k; codes go through shared memory
+// and are packed word by word.
 
 #define THREADS 256
 #define ENCODERS (THREADS / 32)  // warps
@@ -14,7 +15,7 @@ struct Append {
     u16 *ring_key, *ring_value, *sink_key, *sink_value;
     const float *signs;
     long long key_n, key_h, value_n, value_h, table_b, page_bytes;
-    int ring, sinks, open;
+    int ring, sinks, open, copy, encode;  // the last two: which half is done, or both
 };
 
 __device__ __forceinline__ float finite(float x) {
@@ -136,18 +137,23 @@ extern "C" __global__ void __launch_bounds__(THREADS) append(const Append a) {
     u16 *ring = (is_key ? a.ring_key : a.ring_value) + (owner * a.ring * HKV + head) * D;
     u16 *sink = (is_key ? a.sink_key : a.sink_value) + (owner * a.sinks * HKV + head) * D;
 
-    for (int t = warp; t < count; t += ENCODERS) {
-        const int at = before + t;
-        const u16 *x = source + (begin + t) * stride;
-        u16 *place = ring + (long long)(at % a.ring) * HKV * D;
-        for (int d = lane; d < D; d += 32) place[d] = x[d];
-        if (at >= start && at < start + a.sinks) {
-            place = sink + (long long)(at - start) * HKV * D;
+    if (a.copy) {
+        const int own = blockIdx.z * ENCODERS + warp, step = gridDim.z * ENCODERS;
+        for (int t = max(count - a.ring, 0) + own; t < count; t += step) {
+            const u16 *x = source + (begin + t) * stride;
+            u16 *place = ring + (long long)((before + t) % a.ring) * HKV * D;
+            for (int d = lane; d < D; d += 32) place[d] = x[d];
+        }
+        const int sinks_to = min(length, start + a.sinks);
+        for (int at = max(before, start) + own; at < sinks_to; at += step) {
+            const u16 *x = source + (begin + at - before) * stride;
+            u16 *place = sink + (long long)(at - start) * HKV * D;
             for (int d = lane; d < D; d += 32) place[d] = x[d];
         }
     }
+    if (!a.encode) return;
 
-    for (int index = before / PAGE; index * PAGE < length; index++) {
+    for (int index = before / PAGE + blockIdx.z; index * PAGE < length; index += gridDim.z) {
         const int page_at = index * PAGE;
         const bool complete = page_at + PAGE <= length;
         if (!complete && !a.open) return;

@@ -2,7 +2,8 @@
 //
 // Each warp has a run of that share and works alone until the end: the next tile is on its way to
 // shared memory (cp.async) while it decodes the present one, multiplies keys with the queries,
-// turns the weights (movmatrix) and multiplies them with the values.
+// turns the weights (movmatrix) and multiplies them with the values. Products are of bytes: levels
+// of codes are small whole numbers, and as bytes they need no conversion.
 
 // A tile on its way or being read: each lane's codes, then what is common to all lanes.
 struct Stage {
@@ -84,35 +85,52 @@ union Warp {  // a warp's own memory: first for tiles, then for what it found
 struct Shared {
     Warp warp[WARPS];
     u32 query[2][COLS][D / 2 + 4];  // rotated halves, and as they came
+    QueryBytes query_bytes;
     float query_top[COLS];
     u32 tables[4];
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "kernels/cuda computes another size");
 
-__device__ __forceinline__ void stash(const State &st, Stash &to, int lane) {
-    const int r = lane >> 2, c = lane & 3;
+__device__ __forceinline__ float of_all_rows(float sum) {
+    sum += __shfl_xor_sync(~0u, sum, 4);
+    sum += __shfl_xor_sync(~0u, sum, 8);
+    return sum + __shfl_xor_sync(~0u, sum, 16);
+}
+
+__device__ __forceinline__ void stash(const Found &f, Stash &to, int r, int c) {
 #pragma unroll
-    for (int n = 0; n < NT; n++) {
-#pragma unroll
-        for (int k = 0; k < 2; k++) {
-            float sum = st.sum[n][k];
-            sum += __shfl_xor_sync(~0u, sum, 4);
-            sum += __shfl_xor_sync(~0u, sum, 8);
-            sum += __shfl_xor_sync(~0u, sum, 16);
-            if (r == 0) {
-                to.peak[8 * n + 2 * c + k] = st.peak[n][k];
-                to.sum[8 * n + 2 * c + k] = sum;
-            }
-        }
+    for (int j = 0; j < LANE_COLS; j++) {
+        const int column = lane_column(j, c);
+        const float sum = of_all_rows(f.sum[j]);
+        if (r == 0) to.peak[column] = f.peak[j], to.sum[column] = sum;
 #pragma unroll
         for (int x = 0; x < VX; x++)
 #pragma unroll
             for (int m = 0; m < 2; m++)
 #pragma unroll
-                for (int k = 0; k < 4; k++)
-                    to.acc[8 * n + 2 * c + (k & 1)][8 * (4 * x + 2 * m + (k >> 1)) + r] =
-                        st.acc[n][x][m][k];
+                for (int half = 0; half < 2; half++)
+                    to.acc[column][8 * (4 * x + 2 * m + half) + r] = f.acc[x][m][half][j];
     }
+}
+
+__device__ __forceinline__ void stash(const State &st, Stash &to, int r, int c) {
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+            const int column = 8 * n + 2 * c + k;
+            const float sum = of_all_rows(st.sum[n][k]);
+            if (column >= COLS) continue;
+            if (r == 0) to.peak[column] = st.peak[n][k], to.sum[column] = sum;
+#pragma unroll
+            for (int x = 0; x < VX; x++)
+#pragma unroll
+                for (int m = 0; m < 2; m++)
+#pragma unroll
+                    for (int half = 0; half < 2; half++)
+                        to.acc[column][8 * (4 * x + 2 * m + half) + r] =
+                            st.acc[n][x][m][k + 2 * half];
+        }
 }
 
 // A column of all warps: their sum relative to the highest peak, which is returned with the weight.
@@ -196,19 +214,23 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
     exact.start = start, exact.ring_from = max(ring_start, start), exact.ring = a.ring;
     exact.sinks = max(sinks_end - start, 0);
     exact.count = exact.sinks + max(length - exact.ring_from, 0);
+    const long long sink_at = ((long long)owner * a.sinks * HKV + head) * D;
+    const long long ring_at = ((long long)owner * a.ring * HKV + head) * D;
+    exact.sink_key = a.sink_key + sink_at, exact.sink_value = a.sink_value + sink_at;
+    exact.ring_key = a.ring_key + ring_at, exact.ring_value = a.ring_value + ring_at;
 
-    // Work comes in units: 16 exact tokens, or a tile of pages. Each warp has a run of them.
+    // Exact tokens are dealt to the warps of all shares, 16 at a time; each warp also has a run of
+    // tiles, shorter by as many, for they take about as long.
     const int page_from = low / PAGE, page_to = (ring_start + PAGE - 1) / PAGE;
     const int tile_from = page_from * TILES / SPAN, tile_to = (page_to * TILES + SPAN - 1) / SPAN;
-    const int groups = (exact.count + 15) / 16;
-    const int units = groups + max(tile_to - tile_from, 0);
-    const int block_each = (units + a.splits - 1) / a.splits;
-    const int block_to = min(units, (split + 1) * block_each);
-    const int warp_each = (max(block_to - split * block_each, 0) + WARPS - 1) / WARPS;
-    const int unit = split * block_each + warp * warp_each, unit_to = min(block_to, unit + warp_each);
-    const int tile0 = tile_from - groups;
-    int t = tile0 + max(unit, groups);
-    const int t_end = tile0 + unit_to;
+    const int groups = (exact.count + 15) / 16, tiles = max(tile_to - tile_from, 0);
+    const int workers = a.splits * WARPS, worker = split * WARPS + warp;
+    const auto run_begin = [&](int worker) {
+        const int dealt = groups / workers * worker + min(worker, groups % workers);
+        return min(max((tiles + groups) * worker / workers - dealt, 0), tiles);
+    };
+    int t = tile_from + run_begin(worker);
+    const int t_end = tile_from + run_begin(worker + 1);
 
     // The first tiles are on their way while the queries are prepared. Page numbers are taken
     // from the table 32 at a time, one a lane.
@@ -261,11 +283,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
     }
     const float factor = prepare(queries, sh, a.scale, lane, warp);
 
-    State st;
-    clear(st);
-    u32 q[NT][KX][4];
-    load_queries(q, sh.query[0], r, c);
+    Found f;
+    clear(f);
     {
+        u32 q[SLOT_TILES][KX][2];
+        load_query_bytes(q, sh.query_bytes, r, c);
         // Read back from shared memory: constants would be made again for every use.
         const volatile u32 *kept = sh.tables;
         const u32 key_low = kept[0], key_high = kept[1];
@@ -274,7 +296,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
 #else
         const u32 value_low = kept[2], value_high = kept[3];
 #endif
-        const float key_unit = KEY_UNIT * factor;
+        const float key_unit = KEY_UNIT * factor * (1.f / 127.f);
         // tiles in [whole_from, whole_to) are wholly seen by every column
         const int newest = v.first_at + (col0 + COLS - 1) / G;
         int seen_from = v.low, seen_to = v.high;
@@ -282,129 +304,151 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
         if (v.causal) seen_to = min(seen_to, first_col_at + 1);
         const int whole_from = SOFTCAP ? t_end : (seen_from + 32 * TB - 1) / (32 * TB);
         const int whole_to = seen_to / (32 * TB);
-        float bias[SPAN][NT][2];
+        float bias[SPAN + SPAN % 2][LANE_COLS];
         [[maybe_unused]] bool new_page = true;  // only where a tile is part of one
         int at_stage = 0;
         for (; t < t_end; t++) {
-            copy_next();
-            wait_for_copies<STAGES - 1>();
+            if (!LATE_COPIES) copy_next();
+            wait_for_copies<STAGES - 1 - LATE_COPIES>();
             __syncwarp();  // lanes read what others copied
             const Stage &tile = stages[at_stage];
             at_stage = at_stage + 1 == STAGES ? 0 : at_stage + 1;
-#if MEAN_BITS > 0
-#if SPAN == 1
-            if (new_page) mean_scores(bias[0], q, tile.mean[0], c, factor);
-#else
+            const bool edge = t < whole_from || t >= whole_to;
+            uint2 value_scale[TB];
 #pragma unroll
-            for (int p = 0; p < SPAN; p += 2)
-                mean_scores_of_two(bias[p], bias[p + 1], q, tile.mean[p], tile.mean[p + 1], c, factor);
+            for (int b = 0; b < TB; b++) value_scale[b] = tile.value_scale[b][r];
+            if (edge) hide_scales(v, value_scale, t * 32 * TB, r);
+            const float value_most = largest_scale(value_scale);
+            float s[LANE_COLS][4 * TB];
+#if MEAN_BITS > 0
+            if (SPAN > 1 || new_page)
+#pragma unroll
+                for (int p = 0; p < SPAN; p += 2)
+#if MEAN_BITS == 16
+                    mean_scores(bias[p], bias[p + 1], sh.query[0], tile.mean[p],
+                                tile.mean[SPAN > 1 ? p + 1 : p], r, c, factor);
+#else
+                    mean_scores(bias[p], bias[p + 1], q, tile.mean[p],
+                                tile.mean[SPAN > 1 ? p + 1 : p], c, factor * (1.f / 127.f));
 #endif
 #endif
             new_page = (t + 1) % TILES == 0;
 
-            float s[NT][2 * TB][4];
-            uint2 key_scale[TB], value_scale[TB];
-#pragma unroll
-            for (int n = 0; n < NT; n++)
-#pragma unroll
-                for (int g = 0; g < 2 * TB; g++)
-#pragma unroll
-                    for (int k = 0; k < 4; k++) s[n][g][k] = 0.f;
+            // keys with queries
 #pragma unroll
             for (int b = 0; b < TB; b++) {
                 KeyBlock codes;
 #pragma unroll
                 for (int k = 0; k < KL * KW; k++) (&codes.w[0][0])[k] = tile.key[b][k][lane];
-                key_scale[b] = tile.key_scale[b][r];
-                value_scale[b] = tile.value_scale[b][r];
+                const uint2 key_scale = tile.key_scale[b][r];
+                Sums<KEY_BITS> sums[2];  // 16 tokens each
 #pragma unroll
                 for (int x = 0; x < KX; x++) {
-                    u32 h[4][4];
+                    Levels of[4];
 #pragma unroll
                     for (int i = 0; i < 4; i++)
-                        levels<KEY_BITS>(key_word(codes, x, i, c), key_low, key_high, h[i]);
+                        of[i] = key_levels<KEY_BITS>(key_word(codes, x, i, c), key_low, key_high);
 #pragma unroll
-                    for (int k = 0; k < 2; k++)  // neighbours do not wait for each other
+                    for (int n = 0; n < SLOT_TILES; n++)
 #pragma unroll
-                        for (int i = 0; i < 4; i += 2)
-#pragma unroll
-                            for (int n = 0; n < NT; n++)
-                                mma(s[n][2 * b + i / 2], h[i][k], h[i + 1][k], h[i][k + 2],
-                                    h[i + 1][k + 2], q[n][x][2 * k], q[n][x][2 * k + 1]);
+                        for (int h = 0; h < 2; h++) {
+                            const Levels &one = of[2 * h], &two = of[2 * h + 1];
+                            multiply<KEY_BITS == 4, false>(sums[h].all[n], one.low, two.low,
+                                                           one.high, two.high, q[n][x], x == 0);
+                            if (KEY_BITS == 4)
+                                multiply<true, false>(sums[h].negative[n], one.low_negative,
+                                                      two.low_negative, one.high_negative,
+                                                      two.high_negative, q[n][x], x == 0);
+                        }
                 }
-            }
-            // scores relative to the peak: mostly negative or little above it, and then it stays
-            float base[NT][2];
-#pragma unroll
-            for (int n = 0; n < NT; n++)
-#pragma unroll
-                for (int k = 0; k < 2; k++) base[n][k] = base_of(st.peak[n][k]);
-#pragma unroll
-            for (int b = 0; b < TB; b++)
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    const u32 two = i < 2 ? key_scale[b].x : key_scale[b].y;
+                    const u32 two = i < 2 ? key_scale.x : key_scale.y;
                     const float size =
                         fabsf(half_to_float((u16)(two >> (16 * (i & 1))))) * key_unit;
                     const float centered = one_if_negative((i & 1) ? two + 1 : two * 65536 + 1);
 #pragma unroll
-                    for (int n = 0; n < NT; n++)
-#pragma unroll
-                        for (int k = 0; k < 2; k++) {
-                            float *e = &s[n][2 * b + i / 2][k + 2 * (i & 1)];
-                            if (MEAN_BITS > 0)
-                                *e = *e * size + (centered * bias[b / BP][n][k] + base[n][k]);
-                            else
-                                *e = *e * size + base[n][k];
-                        }
-                }
-            if (t < whole_from || t >= whole_to)
-                mask_tile(v, st.peak, s, value_scale, t * 32 * TB, col0, r, c);
-            softmax_step<2 * TB>(st, s);
-
-#pragma unroll
-            for (int b = 0; b < TB; b++) {
-                ValueBlock codes;
-#pragma unroll
-                for (int k = 0; k < VL * VW; k++) (&codes.w[0][0])[k] = tile.value[b][k][lane];
-                u32 p[NT][4];
-#pragma unroll
-                for (int n = 0; n < NT; n++) {
-                    const float *e = s[n][2 * b], *f = s[n][2 * b + 1];
-                    p[n][0] = turn(scaled<0>(pack_half(e[0], e[1]), value_scale[b].x));
-                    p[n][1] = turn(scaled<1>(pack_half(e[2], e[3]), value_scale[b].x));
-                    p[n][2] = turn(scaled<0>(pack_half(f[0], f[1]), value_scale[b].y));
-                    p[n][3] = turn(scaled<1>(pack_half(f[2], f[3]), value_scale[b].y));
-                }
-#pragma unroll
-                for (int x = 0; x < VX; x++)
-#pragma unroll
-                    for (int i = 0; i < 4; i += 2) {
-                        u32 h[4], g[4];
-                        levels<VALUE_BITS>(value_word(codes, x, i, r), value_low, value_high, h);
-                        levels<VALUE_BITS>(value_word(codes, x, i + 1, r), value_low, value_high, g);
-#pragma unroll
-                        for (int n = 0; n < NT; n++) {
-                            mma(st.acc[n][x][0], h[0], h[1], g[0], g[1], p[n][i], p[n][i + 1]);
-                            mma(st.acc[n][x][1], h[2], h[3], g[2], g[3], p[n][i], p[n][i + 1]);
-                        }
+                    for (int j = 0; j < LANE_COLS; j++) {
+                        s[j][4 * b + i] = sums[i / 2].column(j, i & 1) * size;
+                        if (MEAN_BITS > 0) s[j][4 * b + i] += centered * bias[b / BP][j];
                     }
+                }
+            }
+            if (LATE_COPIES) copy_next();
+            if (edge) hide_scores(v, s, t * 32 * TB, col0, r, c);
+
+            // values with weights
+            ValueBlock codes[TB];
+#pragma unroll
+            for (int b = 0; b < TB; b++)
+#pragma unroll
+                for (int k = 0; k < VL * VW; k++) {
+                    uint4 w = tile.value[b][k][lane];
+                    sort_by_channel(w.x, w.y);
+                    sort_by_channel(w.z, w.w);
+                    (&codes[b].w[0][0])[k] = w;
+                }
+            const float to_weight = value_most > 0.f ? __fdividef(MOST_WEIGHT, value_most) : 0.f;
+            float value_size[4 * TB], top[LANE_COLS], sum[LANE_COLS], scale[LANE_COLS];
+#pragma unroll
+            for (int k = 0; k < 4 * TB; k++)
+                value_size[k] = half_of(value_scale[k / 4], k % 4) * to_weight;
+            u32 weights[TB][SLOT_TILES][2];
+            weigh(s, value_size, weights, top, sum);
+            add_tile(f, top, sum, scale);
+#pragma unroll
+            for (int j = 0; j < LANE_COLS; j++) scale[j] *= value_most * (1.f / MOST_WEIGHT);
+#pragma unroll
+            for (int x = 0; x < VX; x++) {
+                Sums<VALUE_BITS> sums[2];  // channels 0, 1 and 2, 3
+#pragma unroll
+                for (int b = 0; b < TB; b++) {
+                    Levels of[2][2];  // channel pair; tokens 0..15, 16..31
+#pragma unroll
+                    for (int h = 0; h < 2; h++)
+                        value_levels<VALUE_BITS>(value_word(codes[b], x, 2 * h, r),
+                                                 value_word(codes[b], x, 2 * h + 1, r), value_low,
+                                                 value_high, of[0][h], of[1][h]);
+#pragma unroll
+                    for (int n = 0; n < SLOT_TILES; n++)
+#pragma unroll
+                        for (int m = 0; m < 2; m++) {
+                            const Levels &one = of[m][0], &two = of[m][1];
+                            multiply<VALUE_BITS == 4, true>(sums[m].all[n], one.low, one.high,
+                                                            two.low, two.high, weights[b][n],
+                                                            b == 0);
+                            if (VALUE_BITS == 4)
+                                multiply<true, true>(sums[m].negative[n], one.low_negative,
+                                                     one.high_negative, two.low_negative,
+                                                     two.high_negative, weights[b][n], b == 0);
+                        }
+                }
+#pragma unroll
+                for (int m = 0; m < 2; m++)
+#pragma unroll
+                    for (int half = 0; half < 2; half++)
+#pragma unroll
+                        for (int j = 0; j < LANE_COLS; j++)
+                            f.acc[x][m][half][j] += sums[m].column(j, half) * scale[j];
             }
         }
     }
     let_next_start();
+
+    Sixteen tokens;
+    if (worker < groups) load(tokens, exact, 16 * worker, r, c);
     __syncwarp();  // the last tile has been read by all lanes
-    stash(st, sh.warp[warp].found.pages, lane);
-    if (unit < min(groups, unit_to)) {
-        const long long sink_at = ((long long)owner * a.sinks * HKV + head) * D;
-        const long long ring_at = ((long long)owner * a.ring * HKV + head) * D;
-        exact.sink_key = a.sink_key + sink_at, exact.sink_value = a.sink_value + sink_at;
-        exact.ring_key = a.ring_key + ring_at, exact.ring_value = a.ring_value + ring_at;
+    stash(f, sh.warp[warp].found.pages, r, c);
+    if (worker < groups) {
+        u32 q[NT][KX][4];
         load_queries(q, sh.query[1], r, c);
+        State st;
         clear(st);
-        for (int group = unit; group < min(groups, unit_to); group++)
-            exact_tokens(st, q, exact, v, 16 * group, col0, r, c, a.scale);
-        stash(st, sh.warp[warp].found.exact, lane);
+        for (int group = worker; group < groups; group += workers) {
+            if (group != worker) load(tokens, exact, 16 * group, r, c);
+            attend(st, q, tokens, v, col0, c, a.scale);
+        }
+        stash(st, sh.warp[warp].found.exact, r, c);
     } else if (lane < COLS) {
         sh.warp[warp].found.exact.sum[lane] = 0.f;
     }

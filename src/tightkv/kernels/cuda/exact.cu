@@ -13,39 +13,41 @@ __device__ __forceinline__ bool exact_place(const Exact &x, int e, int &at, long
     return sink;
 }
 
-// 16 of them, from the `from`-th on; in their own frame, not rotated.
-__device__ __forceinline__ void exact_tokens(State &st, const u32 (&q)[NT][KX][4], const Exact &x,
-                                             const Bounds &v, int from, int col0, int r, int c,
-                                             float scale) {
-    const u16 *keys[2], *values[4];
-    int at[2], unused;
+struct Sixteen {  // of them, as a lane reads them
+    int at[2];
+    bool key_there[2];
+    uint4 key[2][KX];
+    uint2 value[VX][4];
+};
+
+// From the `from`-th on.
+__device__ __forceinline__ void load(Sixteen &y, const Exact &x, int from, int r, int c) {
+    const uint4 zero = {0, 0, 0, 0};
     long long place;
 #pragma unroll
     for (int k = 0; k < 2; k++) {
         const int e = from + r + 8 * k;
-        keys[k] = (exact_place(x, e, at[k], place) ? x.sink_key : x.ring_key) + place;
-        if (e >= x.count) keys[k] = 0;
+        const u16 *key = exact_place(x, e, y.at[k], place) ? x.sink_key : x.ring_key;
+        y.key_there[k] = e < x.count;
+#pragma unroll
+        for (int i = 0; i < KX; i++)
+            y.key[k][i] = e < x.count ? *(const uint4 *)(key + place + key_channel(i, c)) : zero;
     }
 #pragma unroll
     for (int k = 0; k < 4; k++) {  // tokens 2 c, 2 c + 1 and 8 more
         const int e = from + 2 * c + (k & 1) + 8 * (k >> 1);
-        values[k] = (exact_place(x, e, unused, place) ? x.sink_value : x.ring_value) + place;
-        if (e >= x.count) values[k] = 0;
+        int unused;
+        const u16 *value = exact_place(x, e, unused, place) ? x.sink_value : x.ring_value;
+#pragma unroll
+        for (int i = 0; i < VX; i++)
+            y.value[i][k] = e < x.count ? *(const uint2 *)(value + place + value_channel(i, r))
+                                        : make_uint2(0, 0);
     }
-    const uint4 zero = {0, 0, 0, 0};
-    uint4 h[KX], g[KX];
-    uint2 w[VX][4];
-#pragma unroll
-    for (int i = 0; i < KX; i++) {
-        h[i] = keys[0] ? *(const uint4 *)(keys[0] + key_channel(i, c)) : zero;
-        g[i] = keys[1] ? *(const uint4 *)(keys[1] + key_channel(i, c)) : zero;
-    }
-#pragma unroll
-    for (int i = 0; i < VX; i++)
-#pragma unroll
-        for (int k = 0; k < 4; k++)
-            w[i][k] = values[k] ? *(const uint2 *)(values[k] + value_channel(i, r))
-                                : make_uint2(0, 0);
+}
+
+// In their own frame, not rotated.
+__device__ __forceinline__ void attend(State &st, const u32 (&q)[NT][KX][4], const Sixteen &y,
+                                       const Bounds &v, int col0, int c, float scale) {
     float s[NT][1][4];
 #pragma unroll
     for (int n = 0; n < NT; n++)
@@ -55,17 +57,18 @@ __device__ __forceinline__ void exact_tokens(State &st, const u32 (&q)[NT][KX][4
     for (int i = 0; i < KX; i++)
 #pragma unroll
         for (int n = 0; n < NT; n++) {
-            mma_model(s[n][0], h[i].x, g[i].x, h[i].z, g[i].z, q[n][i][0], q[n][i][1]);
-            mma_model(s[n][0], h[i].y, g[i].y, h[i].w, g[i].w, q[n][i][2], q[n][i][3]);
+            const uint4 h = y.key[0][i], g = y.key[1][i];
+            mma_model(s[n][0], h.x, g.x, h.z, g.z, q[n][i][0], q[n][i][1]);
+            mma_model(s[n][0], h.y, g.y, h.w, g.w, q[n][i][2], q[n][i][3]);
         }
 #pragma unroll
     for (int n = 0; n < NT; n++)
 #pragma unroll
         for (int k = 0; k < 4; k++) {
             const int col = col0 + 8 * n + 2 * c + (k & 1);
-            const float e = seen(v, at[k >> 1], v.first_at + col / G,
+            const float e = seen(v, y.at[k >> 1], v.first_at + col / G,
                                  s[n][0][k] * scale * 1.4426950408889634f, 0);
-            s[n][0][k] = keys[k >> 1] ? e + base_of(st.peak[n][k & 1]) : NEG_INF;
+            s[n][0][k] = y.key_there[k >> 1] ? e + base_of(st.peak[n][k & 1]) : NEG_INF;
         }
     softmax_step<1>(st, s);
     u32 p[NT][2];
@@ -76,14 +79,13 @@ __device__ __forceinline__ void exact_tokens(State &st, const u32 (&q)[NT][KX][4
             p[n][k] = turn(pack_model(s[n][0][2 * k], s[n][0][2 * k + 1]));
 #pragma unroll
     for (int i = 0; i < VX; i++) {
-        u32 a[4], b[4];  // channel y: tokens (2c, 2c+1), and the 8 later
+        const uint2(&w)[4] = y.value[i];
+        u32 a[4], b[4];  // channel: tokens (2c, 2c+1), and the 8 later
 #pragma unroll
-        for (int y = 0; y < 4; y++) {
-            const u32 pick = (y & 1) ? 0x7632 : 0x5410;
-            a[y] = y < 2 ? __byte_perm(w[i][0].x, w[i][1].x, pick)
-                         : __byte_perm(w[i][0].y, w[i][1].y, pick);
-            b[y] = y < 2 ? __byte_perm(w[i][2].x, w[i][3].x, pick)
-                         : __byte_perm(w[i][2].y, w[i][3].y, pick);
+        for (int d = 0; d < 4; d++) {
+            const u32 pick = (d & 1) ? 0x7632 : 0x5410;
+            a[d] = d < 2 ? __byte_perm(w[0].x, w[1].x, pick) : __byte_perm(w[0].y, w[1].y, pick);
+            b[d] = d < 2 ? __byte_perm(w[2].x, w[3].x, pick) : __byte_perm(w[2].y, w[3].y, pick);
         }
 #pragma unroll
         for (int n = 0; n < NT; n++) {

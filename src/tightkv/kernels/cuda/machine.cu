@@ -57,28 +57,10 @@ __device__ __forceinline__ u32 pack_bf16(float low, float high) {
     return r;
 }
 
-// Four e4m3 -> two pairs of halves.
-__device__ __forceinline__ void e4m3_to_halves(u32 four, u32 &low, u32 &high) {
-    asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h;}"
-        : "=r"(low), "=r"(high) : "r"(four));
-}
-
-// A pair of halves times the low or the high half of `two`.
-template <int HIGH>
-__device__ __forceinline__ u32 scaled(u32 pair, u32 two) {
+// The larger of the low halves and of the high ones.
+__device__ __forceinline__ u32 larger_halves(u32 a, u32 b) {
     u32 y;
-    if (HIGH)
-        asm("{.reg .b16 l, h; .reg .b32 s; mov.b32 {l, h}, %2; mov.b32 s, {h, h};"
-            " mul.f16x2 %0, %1, s;}" : "=r"(y) : "r"(pair), "r"(two));
-    else
-        asm("{.reg .b16 l, h; .reg .b32 s; mov.b32 {l, h}, %2; mov.b32 s, {l, l};"
-            " mul.f16x2 %0, %1, s;}" : "=r"(y) : "r"(pair), "r"(two));
-    return y;
-}
-
-__device__ __forceinline__ u32 add_halves(u32 a, u32 b) {
-    u32 y;
-    asm("add.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+    asm("max.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
     return y;
 }
 
@@ -109,11 +91,35 @@ __device__ __forceinline__ void mma(float *c, u32 a0, u32 a1, u32 a2, u32 a3, u3
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// d (16 x 8) = a (16 x 32) b (32 x 8) + c of bytes, A or B of which may be unsigned.
+template <bool A_UNSIGNED, bool B_UNSIGNED>
+__device__ __forceinline__ void mma_bytes(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1,
+                                          int c0, int c1, int c2, int c3) {
+#define MMA_BYTES(kinds)                                                                            \
+    asm("mma.sync.aligned.m16n8k32.row.col.s32." kinds ".s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9},"  \
+        " {%10,%11,%12,%13};"                                                                       \
+        : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])                                            \
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(c0), "r"(c1), "r"(c2), "r"(c3))
+    if (A_UNSIGNED && B_UNSIGNED)
+        MMA_BYTES("u8.u8");
+    else if (A_UNSIGNED)
+        MMA_BYTES("u8.s8");
+    else if (B_UNSIGNED)
+        MMA_BYTES("s8.u8");
+    else
+        MMA_BYTES("s8.s8");
+#undef MMA_BYTES
+}
+
 __device__ __forceinline__ void mma_bf16(float *c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9},"
         " {%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ u32 largest(u32 x) {  // of a warp's lanes
+    return __reduce_max_sync(~0u, x);
 }
 
 // --- copies to shared memory ---

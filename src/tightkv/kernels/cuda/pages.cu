@@ -1,9 +1,9 @@
 // Pages: which words a lane has of them, how codes become levels.
 //
 // Lane 4 r + c has 16 bytes of a row of words: the same word of tokens r, r + 8, r + 16, r + 24.
-// Decoded they are an A operand of mma.m16n8k16 as they lie: keys as tokens by channels (the order
-// of channels is applied to the query), values as channels by tokens, a word of theirs holding
-// channels of one token pair. docs/kernels.md has the picture.
+// Decoded they are an A operand of mma.m16n8k32 as they lie: keys as tokens by channels (the order
+// of channels is applied to the query), values as channels by tokens. A word of values holds four
+// channels of a token pair; bytes of two are sorted by channel first. docs/kernels.md has the picture.
 
 #if PAGE >= 32 * TB
 #define TILES (PAGE / (32 * TB))      // tiles in a page
@@ -22,28 +22,54 @@
 #define KEY_BLOCK (4 * D * KEY_BITS)      // bytes of codes of 32 tokens
 #define VALUE_BLOCK (4 * D * VALUE_BITS)
 #define MEAN_CHUNKS (MEAN_BITS == 16 ? D / 8 : MEAN_BITS == 8 ? D / 16 + 1 : 0)  // of 16 bytes
-#define COLS (8 * NT)                 // columns: query heads of query tokens
 
-// Eight codes of a nibble word -> levels as e4m3, four a register.
+// Levels of codes are bytes. With four bits they are magnitudes, and once more those of the negative
+// codes alone, others 0: the number is the first minus twice the second.
+struct Levels {
+    u32 low, high;  // of the codes in the word's low and high half
+    u32 low_negative, high_negative;
+};
+
 template <int BITS>
-__device__ __forceinline__ void level_bytes(u32 w, u32 low, u32 high, u32 &a, u32 &b) {
-    if (BITS == 4) {
-        const u32 m = magnitude_bits(w);
-        a = permute_bytes(low, high, m) ^ (w & 0x80808080u);
-        b = permute_bytes(low, high, m >> 16) ^ ((w << 4) & 0x80808080u);
-    } else {
-        a = permute_bytes(low, high, w);
-        b = permute_bytes(low, high, w >> 16);
-    }
+__device__ __forceinline__ Levels magnitudes(u32 w, u32 table_low, u32 table_high) {
+    const u32 m = BITS == 4 ? magnitude_bits(w) : w;
+    return {permute_bytes(table_low, table_high, m), permute_bytes(table_low, table_high, m >> 16)};
 }
 
-// ... -> as four f16x2.
+// Bytes of ones where the top bits of bytes are set, of zeros elsewhere.
+__device__ __forceinline__ u32 signs_of(u32 w) { return permute_bytes(w, w, 0xba98); }
+__device__ __forceinline__ u32 signs_of_pairs(u32 w) { return permute_bytes(w, w, 0xb9a8); }
+
+// Of a word of keys: eight channels of a token.
 template <int BITS>
-__device__ __forceinline__ void levels(u32 w, u32 low, u32 high, u32 *h) {
-    u32 a, b;
-    level_bytes<BITS>(w, low, high, a, b);
-    e4m3_to_halves(a, h[0], h[1]);
-    e4m3_to_halves(b, h[2], h[3]);
+__device__ __forceinline__ Levels key_levels(u32 w, u32 table_low, u32 table_high) {
+    Levels x = magnitudes<BITS>(w, table_low, table_high);
+    if (BITS == 4) {
+        x.low_negative = x.low & signs_of(w);
+        x.high_negative = x.high & signs_of(w << 4);
+    }
+    return x;
+}
+
+// Words of values of two token pairs -> words of two channels each, of both pairs.
+__device__ __forceinline__ void sort_by_channel(u32 &w, u32 &v) {
+    const u32 first = permute_bytes(w, v, 0x5140);
+    v = permute_bytes(w, v, 0x7362);
+    w = first;
+}
+
+// Of two such words: channels 0 and 1, channels 2 and 3. Signs lie where the words before had them.
+template <int BITS>
+__device__ __forceinline__ void value_levels(u32 w, u32 v, u32 table_low, u32 table_high, Levels &x,
+                                             Levels &y) {
+    x = magnitudes<BITS>(w, table_low, table_high);
+    y = magnitudes<BITS>(v, table_low, table_high);
+    if (BITS == 4) {
+        x.low_negative = x.low & signs_of_pairs(w);
+        x.high_negative = x.high & signs_of_pairs(v);
+        y.low_negative = y.low & signs_of_pairs(w << 4);
+        y.high_negative = y.high & signs_of_pairs(v << 4);
+    }
 }
 
 // Nibble word q of a chunk from its packed words (w has a stride of 4: uint4 components).

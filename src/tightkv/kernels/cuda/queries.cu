@@ -1,18 +1,22 @@
 // The queries of a block: from the model's tensor to both frames in shared memory, to registers.
 
-#define OWN_COLS (COLS / WARPS)  // that a warp prepares: every WARPS-th
+#define OWN_COLS ((COLS + WARPS - 1) / WARPS)  // that a warp prepares: every WARPS-th
 
 struct Queries {  // a lane's part of them
     u16 raw[OWN_COLS][D / 32];
     float sign[D / 32];
 };
 
+__device__ __forceinline__ bool is_own(int warp, int i) {
+    return COLS % WARPS == 0 || warp + WARPS * i < COLS;
+}
+
 __device__ __forceinline__ void load(Queries &q, const Rows &a, int begin, int count, int first_at,
                                      int head, int col0, int lane, int warp) {
 #pragma unroll
     for (int i = 0; i < OWN_COLS; i++) {
         const int col = col0 + warp + WARPS * i, token = col / G;
-        const bool live = token < count && first_at + token >= 0;
+        const bool live = token < count && first_at + token >= 0 && is_own(warp, i);
         const u16 *at = (const u16 *)a.query + (long long)(begin + token) * a.query_n +
                         (long long)(head * G + col % G) * a.query_h;
 #pragma unroll
@@ -22,14 +26,26 @@ __device__ __forceinline__ void load(Queries &q, const Rows &a, int begin, int c
     for (int k = 0; k < D / 32; k++) q.sign[k] = ROTATED ? a.signs[lane + 32 * k] : 1.f;
 }
 
-// Both frames of a block's queries to shared memory; returns what rotated scores are to be
-// multiplied with to be in log2 units.
+// Rotated queries as bytes: their largest component is 127 * 256 = 256 hi + lo.
+struct QueryBytes {
+    u8 plane[2][COLS][D + 16];  // hi, lo
+};
+
+__device__ __forceinline__ void write_bytes(QueryBytes &to, int column, int channel, float x) {
+    const int whole = (int)rintf(x), hi = (whole + 128) >> 8;
+    to.plane[0][column][channel] = (u8)hi;
+    to.plane[1][column][channel] = (u8)(whole - 256 * hi);
+}
+
+// Both frames of a block's queries to shared memory; returns what scores of rotated halves are to be
+// multiplied with to be in log2 units. Those of bytes are 127 times as large.
 template <class Shared>
 __device__ __forceinline__ float prepare(const Queries &q, Shared &sh, float scale, int lane,
                                          int warp) {
     float x[OWN_COLS][D / 32];
 #pragma unroll
     for (int i = 0; i < OWN_COLS; i++) {
+        if (!is_own(warp, i)) continue;
         float top = 0.f;
 #pragma unroll
         for (int k = 0; k < D / 32; k++) {
@@ -55,13 +71,28 @@ __device__ __forceinline__ float prepare(const Queries &q, Shared &sh, float sca
     for (int i = 0; i < OWN_COLS; i++)
 #pragma unroll
         for (int k = 0; k < D / 32; k++)
-            ((u16 *)sh.query[0][warp + WARPS * i])[lane + 32 * k] =
-                (u16)pack_half(__fdividef(x[i][k], top), 0.f);
+            if (is_own(warp, i)) {
+                const float y = __fdividef(x[i][k], top);
+                ((u16 *)sh.query[0][warp + WARPS * i])[lane + 32 * k] = (u16)pack_half(y, 0.f);
+                write_bytes(sh.query_bytes, warp + WARPS * i, lane + 32 * k, 127.f * y);
+            }
     __syncthreads();
     return top * (ROTATED ? ROOT : 1.f) * scale * 1.4426950408889634f;
 }
 
-// A lane's part of the B operand.
+// A lane's part of B operands: bytes, and halves of the exact tokens' frame.
+__device__ __forceinline__ void load_query_bytes(u32 (&q)[SLOT_TILES][KX][2], const QueryBytes &from,
+                                                 int r, int c) {
+#pragma unroll
+    for (int n = 0; n < SLOT_TILES; n++)
+#pragma unroll
+        for (int x = 0; x < KX; x++) {
+            const u8 *row = FEW ? from.plane[r & 1][r >> 1] : from.plane[n & 1][8 * (n >> 1) + r];
+            const uint2 eight = *(const uint2 *)(row + key_channel(x, c));
+            q[n][x][0] = eight.x, q[n][x][1] = eight.y;
+        }
+}
+
 __device__ __forceinline__ void load_queries(u32 (&q)[NT][KX][4], const u32 (*shared)[D / 2 + 4],
                                              int r, int c) {
 #pragma unroll
@@ -69,7 +100,7 @@ __device__ __forceinline__ void load_queries(u32 (&q)[NT][KX][4], const u32 (*sh
 #pragma unroll
         for (int x = 0; x < KX; x++)
 #pragma unroll
-            for (int k = 0; k < 4; k++)  // pairs 0 2 1 3: see mean_scores
-                q[n][x][k] =
-                    shared[8 * n + r][key_channel(x, c) / 2 + 2 * (k & 1) + (k >> 1)];
+            for (int k = 0; k < 4; k++)  // pairs 0 2 1 3: see attend
+                q[n][x][k] = shared[FEW ? r & 3 : 8 * n + r]
+                                   [key_channel(x, c) / 2 + 2 * (k & 1) + (k >> 1)];
 }

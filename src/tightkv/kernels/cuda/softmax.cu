@@ -164,31 +164,6 @@ __device__ __forceinline__ void write_answer(float *pages, float *exact, const f
     if (lane == 0) *lse = sum > 0.f ? (peak + log2f(sum)) * 0.6931471805599453f : NEG_INF;
 }
 
-// A tile at the edge of what is seen: hide scores, and scales that were never written (NaN).
-__device__ __forceinline__ void mask_tile(const Bounds &v, const float (&peak)[NT][2],
-                                          float (&s)[NT][2 * TB][4], uint2 (&value_scale)[TB],
-                                          int at0, int col0, int r, int c) {
-#pragma unroll
-    for (int b = 0; b < TB; b++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int at = at0 + 32 * b + 8 * i + r;
-#pragma unroll
-            for (int n = 0; n < NT; n++)
-#pragma unroll
-                for (int k = 0; k < 2; k++) {
-                    float *e = &s[n][2 * b + i / 2][k + 2 * (i & 1)];
-                    const float base = base_of(peak[n][k]);
-                    *e = base +
-                         seen(v, at, v.first_at + (col0 + 8 * n + 2 * c + k) / G, *e - base, 1);
-                }
-            if (at < v.low || at >= v.high) {
-                u32 &two = i < 2 ? value_scale[b].x : value_scale[b].y;
-                two &= (i & 1) ? 0x0000ffffu : 0xffff0000u;
-            }
-        }
-}
-
 // Queries after those of the last sequence, which no block and no merge answers.
 __device__ __forceinline__ void clear_unowned(const Rows &a) {
     for (long long n = a.first[gridDim.x / HKV]; n < a.total_rows; n++)

@@ -10,7 +10,6 @@ import torch
 
 from tightkv.layout import PageLayout
 
-WARPS = 4  # of a block of decode.cu
 _MOST_SPLITS = 64
 _DRIVER_BYTES = 1024  # of shared memory that the driver takes of each block
 
@@ -21,21 +20,25 @@ class Tile:
 
     blocks_of_32: int  # tokens a warp works on at a time
     stages: int  # tiles in shared memory, the one being read among them
-    blocks: int  # blocks of four warps that a processor can hold
-    tiles_n: int  # eight queries each
+    blocks: int  # that a processor can hold
+    columns: int  # queries: 4, 8 or 16
+    warps: int = 4  # of a block
+    late: bool = False  # the next tile is copied when keys have been read, not before
 
     @staticmethod
-    def of(layout: PageLayout, tiles_n: int) -> Tile:
+    def of(layout: PageLayout, columns: int, many: bool) -> Tile:
         """What was fastest on an H200 (docs/log.md), as far as registers and memory allow."""
         if layout.head_dim > 128:
-            return Tile(1, 2, 1 if tiles_n > 1 else 2, tiles_n)
+            return Tile(1, 2, 2, columns, late=not many)
+        if columns > 8:
+            return Tile(1, 2, 2, columns, late=not many)
         # Two bits wait for arithmetic, not for memory: more warps.
         few_bits = layout.cfg.key_bits + layout.cfg.value_bits <= 4
-        return Tile(2, 2, 3 if few_bits and tiles_n == 1 else 2, tiles_n)
+        return Tile(2, 2, 2, columns, 6 if few_bits and many and columns <= 4 else 4, not many)
 
     def shared_bytes(self, layout: PageLayout) -> int:
         """sizeof(Shared) in decode.cu."""
-        cfg, d, columns = layout.cfg, layout.head_dim, 8 * self.tiles_n
+        cfg, d, columns = layout.cfg, layout.head_dim, self.columns
         both = (cfg.key_bits, cfg.value_bits)
         words = [2 if d == 64 and bits == 4 else bits for bits in both]
         loads = -(-d // 128) * sum(words)  # of 16 bytes a lane
@@ -44,7 +47,8 @@ class Tile:
         stage = self.blocks_of_32 * (512 * loads + 128) + 16 * mean * span
         found = 2 * 4 * columns * (d + 6)
         warp = _round_up(max(self.stages * stage, found))
-        return _round_up(WARPS * warp + 8 * columns * (d // 2 + 4) + 4 * columns + 16)
+        queries = 8 * columns * (d // 2 + 4) + 2 * columns * (d + 16)  # halves, bytes
+        return _round_up(self.warps * warp + queries + 4 * columns + 16)
 
 
 def _round_up(size: int) -> int:
@@ -67,17 +71,15 @@ class Launch:
     ) -> Launch:
         """For `batch` sequences of at most `pages` pages, `group` query heads a KV head."""
         processors, memory = _processors(gpu)
-        tile, columns = Tile.of(layout, 1), max_queries * group
-        if columns > 8:
-            wide = Tile.of(layout, 2)  # for which Ada has too little memory with heads of 256
-            tile = wide if wide.shared_bytes(layout) + _DRIVER_BYTES <= memory else tile
-        parts = -(-columns // (8 * tile.tiles_n))
+        columns = max_queries * group
+        widths = [16, 8, 4] if layout.head_dim <= 128 else [8, 4]  # registers are for so many
+        width = next((w for w in widths[::-1] if columns <= w), widths[0])
+        parts = -(-columns // width)
         programs = batch * layout.num_kv_heads * parts
-        # Few programs are cut into many shares, and each costs something: larger ones then.
-        blocks = tile.blocks if programs >= 64 else min(tile.blocks, 2)
-        splits = share_count(programs, processors * blocks, min(_MOST_SPLITS, pages // 4))
+        tile = Tile.of(layout, width, many=programs >= 64)
+        splits = share_count(programs, processors * tile.blocks, min(_MOST_SPLITS, pages // 4))
         # As much memory as keeps further blocks off a processor: another would miss them.
-        share = (memory // blocks - _DRIVER_BYTES) // 16 * 16
+        share = (memory // tile.blocks - _DRIVER_BYTES) // 16 * 16
         return Launch(tile, parts, splits, max(tile.shared_bytes(layout), share))
 
 

@@ -1,0 +1,44 @@
+// Columns, query heads of query tokens, and products of bytes.
+//
+// Queries and weights go through products as two bytes, 256 hi + lo, each of which has a slot of its
+// own among the columns of a B operand: those of a column are neighbours where four columns are all,
+// else in tiles that follow each other. Sums start at the bits of a float whose last place is one:
+// as floats they are numbers without a conversion.
+
+#define NT ((COLS + 7) / 8)                // tiles of eight columns
+#define FEW (COLS == 4)
+#define LANE_COLS (FEW ? 1 : 2 * NT)       // columns of a lane
+#define SLOT_TILES (FEW ? 1 : 2 * NT)
+#define ZERO_BITS 0x4b400000
+#define ZERO 12582912.f
+
+__device__ __forceinline__ int lane_column(int j, int c) {
+    return FEW ? c : 8 * (j >> 1) + 2 * c + (j & 1);
+}
+
+template <int BITS>
+struct Sums {
+    int all[SLOT_TILES][4], negative[BITS == 4 ? SLOT_TILES : 1][4];
+
+    // Of a lane's j-th column, in the upper or the lower half of the rows. Constants cancel, and up
+    // to the last addition nothing is rounded.
+    __device__ __forceinline__ float column(int j, int half) const {
+        const int n = FEW ? 0 : j & ~1, k = 2 * half + (FEW ? 0 : j & 1);
+        const int m = FEW ? 0 : n + 1, l = FEW ? k + 1 : k;  // the slot of lo
+        const float hi = __int_as_float(all[n][k]), lo = __int_as_float(all[m][l]);
+        if (BITS != 4) return fmaf(hi, 256.f, -257.f * ZERO) + lo;
+        const float less_hi = fmaf(__int_as_float(negative[n][k]), -2.f, hi);
+        const float less_lo = fmaf(__int_as_float(negative[m][l]), -2.f, lo);
+        return fmaf(less_hi, 256.f, 257.f * ZERO) + less_lo;
+    }
+};
+
+// Rows x, y of an A operand, k of each from 0 and from 16 on; the first of a sum or one more.
+template <bool A_UNSIGNED, bool B_UNSIGNED>
+__device__ __forceinline__ void multiply(int (&sum)[4], u32 x0, u32 y0, u32 x16, u32 y16,
+                                         const u32 (&b)[2], bool first) {
+    const int zero = ZERO_BITS;
+    mma_bytes<A_UNSIGNED, B_UNSIGNED>(sum, x0, y0, x16, y16, b[0], b[1], first ? zero : sum[0],
+                                      first ? zero : sum[1], first ? zero : sum[2],
+                                      first ? zero : sum[3]);
+}
