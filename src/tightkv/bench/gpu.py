@@ -74,9 +74,9 @@ def _decode_times(module: ModuleType, layers: Sequence[Layer], shape: Shape) -> 
     def attend(layer: Layer) -> None:
         module.attend(layer.codec, query, layer.view, first, max_queries=1)
 
-    def step(layer: Layer) -> None:
+    def step(layer: Layer) -> None:  # as the engines launch them
         append(layer)
-        attend(layer)
+        attend(replace(layer, view=replace(layer.view, appended=True)))
 
     page = layers[0].codec.layout.page_size
     full = [

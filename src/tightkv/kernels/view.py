@@ -30,6 +30,9 @@ class CacheView:
     sink_key: Tensor  # [rows, sinks, Hkv, D]
     sink_value: Tensor
     same_length: int | None = None  # every row's length, where the host knows: alike, unpadded
+    # Attention is launched right after an append, with nothing in between: lengths, tables and
+    # queries may be read while the append still runs.
+    appended: bool = False
 
     @property
     def batch(self) -> int:

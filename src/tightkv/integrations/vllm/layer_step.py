@@ -61,7 +61,7 @@ class LayerStep:
             self.kernels.attend(
                 self.codec,
                 query[mine],
-                _view(pages, rings, part, context=part.fresh),
+                _view(pages, rings, part, context=part.fresh, appended=len(parts) == 1),
                 part.first,
                 max_queries=part.most,
                 scale=self.scale,
@@ -75,7 +75,9 @@ class LayerStep:
             )
 
 
-def _view(pages: Tensor, rings: Rings, part: Sequences, context: bool) -> CacheView:
+def _view(
+    pages: Tensor, rings: Rings, part: Sequences, context: bool, appended: bool = False
+) -> CacheView:
     """The cache with a part's new tokens, or only what came before them."""
     rows = part.rows
     return CacheView(
@@ -91,4 +93,5 @@ def _view(pages: Tensor, rings: Rings, part: Sequences, context: bool) -> CacheV
         sink_key=rings[2],
         sink_value=rings[3],
         same_length=part.length if context else None,
+        appended=appended,
     )

@@ -79,7 +79,7 @@ class _Rows(ctypes.Structure):
         + [(name, ctypes.c_longlong) for name in ("table_b", "page_bytes", "total_rows")]
         + [("scale", ctypes.c_float), ("softcap", ctypes.c_float)]
         + [(name, ctypes.c_int) for name in ("ring", "sinks", "splits", "exact_shares")]
-        + [(name, ctypes.c_int) for name in ("window", "causal")]
+        + [(name, ctypes.c_int) for name in ("window", "causal", "appended")]
     )
 
 
@@ -170,10 +170,12 @@ def attend(
             window=window, softcap=softcap, mask=mask, new_key=new_key, new_value=new_value,
             out=out,
         )  # fmt: skip
+    appended = view.appended
     if query.stride(-1) != 1:
-        query = query.contiguous()
+        query, appended = query.contiguous(), False
     group = hq // layout.num_kv_heads
-    plan = Launch.of(layout, group, max_queries, view.batch, view.block_table.shape[1], device)
+    pages = view.block_table.shape[1]
+    plan = Launch.of(layout, group, max_queries, view.batch, pages, device, appended)
     module = _module("decode", layout, hq, plan.tile, softcap is not None, device)
     splits = plan.splits
     groups = -(-(view.ring_key.shape[1] + view.sink_key.shape[1]) // _EXACT_TOKENS)
@@ -198,7 +200,7 @@ def attend(
         view.block_table.stride(0), view.pages.stride(0), rows,
         1 / math.sqrt(d) if scale is None else scale, softcap or 0.0,
         view.ring_key.shape[1], view.sink_key.shape[1], splits, exact_shares,
-        window or 0, int(causal),
+        window or 0, int(causal), int(appended),
     )  # fmt: skip
     grid = (view.batch * layout.num_kv_heads, splits, plan.parts)
     module.launch("decode", grid, 32 * plan.tile.warps, arguments, shared=plan.shared_bytes)

@@ -195,13 +195,16 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int r = lane >> 2, c = lane & 3;
     const int split = blockIdx.y, row = blockIdx.x / HKV, head = blockIdx.x % HKV;
-    wait_for_previous();
+    if (!a.appended) wait_for_previous();
     const int begin = a.first[row], count = a.first[row + 1] - begin;
     const int length = a.lengths[row], start = a.starts[row], ring_start = a.ring_starts[row];
     const int sinks_end = min(start + a.sink_counts[row], ring_start), owner = a.ring_rows[row];
     const int col0 = blockIdx.z * COLS;
     if (a.splits == 1 && blockIdx.x == 0 && blockIdx.z == 0) clear_unowned(a);
-    if (col0 >= count * G) return;
+    if (col0 >= count * G) {
+        if (a.appended) wait_for_previous();
+        return;
+    }
 
     Bounds v;
     v.low = max(sinks_end, start), v.high = ring_start;
@@ -275,6 +278,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
         }
         end_of_copies();
     };
+    if (a.appended) wait_for_previous();  // pages and rings are read from here on
 #pragma unroll
     for (int k = 0; k < STAGES - 1; k++) copy_next();
     if (threadIdx.x == 0) {

@@ -112,6 +112,7 @@ struct Rows {  // one kernel argument for all pointers and strides
     long long query_n, query_h, out_n, out_h, table_b, page_bytes, total_rows;
     float scale, softcap;
     int ring, sinks, splits, exact_shares, window, causal;
+    int appended;  // the append right before this may still run, and nothing else
 };
 
 // Where in a stashed row a channel lies: the lanes of a store then have banks of their own.

@@ -26,15 +26,13 @@ class Tile:
     late: bool = False  # the next tile is copied when keys have been read, not before
 
     @staticmethod
-    def of(layout: PageLayout, columns: int, many: bool) -> Tile:
+    def of(layout: PageLayout, columns: int, many: bool, late: bool = False) -> Tile:
         """What was fastest on an H200 (docs/log.md), as far as registers and memory allow."""
-        if layout.head_dim > 128:
-            return Tile(1, 2, 2, columns, late=not many)
-        if columns > 8:
-            return Tile(1, 2, 2, columns, late=not many)
+        if layout.head_dim > 128 or columns > 8:
+            return Tile(1, 2, 2, columns, late=late)
         # Two bits wait for arithmetic, not for memory: more warps.
         few_bits = layout.cfg.key_bits + layout.cfg.value_bits <= 4
-        return Tile(2, 2, 2, columns, 6 if few_bits and many and columns <= 4 else 4, not many)
+        return Tile(2, 2, 2, columns, 6 if few_bits and many and columns <= 4 else 4, late)
 
     def shared_bytes(self, layout: PageLayout) -> int:
         """sizeof(Shared) in decode.cu."""
@@ -67,7 +65,13 @@ class Launch:
     @staticmethod
     @functools.lru_cache(maxsize=4096)
     def of(
-        layout: PageLayout, group: int, max_queries: int, batch: int, pages: int, gpu: torch.device
+        layout: PageLayout,
+        group: int,
+        max_queries: int,
+        batch: int,
+        pages: int,
+        gpu: torch.device,
+        appended: bool = False,
     ) -> Launch:
         """For `batch` sequences of at most `pages` pages, `group` query heads a KV head."""
         processors, memory = _processors(gpu)
@@ -76,7 +80,8 @@ class Launch:
         width = next((w for w in widths[::-1] if columns <= w), widths[0])
         parts = -(-columns // width)
         programs = batch * layout.num_kv_heads * parts
-        tile = Tile.of(layout, width, many=programs >= 64)
+        many = programs >= 64
+        tile = Tile.of(layout, width, many, late=appended and not many)
         splits = share_count(programs, processors * tile.blocks, min(_MOST_SPLITS, pages // 4))
         # As much memory as keeps further blocks off a processor: another would miss them.
         share = (memory // tile.blocks - _DRIVER_BYTES) // 16 * 16
