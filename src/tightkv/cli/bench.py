@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         rows.append(row)
         if args.out:
             append_rows(args.out, [row])
-        print(f"measured {_label(row)}", file=sys.stderr, flush=True)
+        print(f"measured {_label(row)}{_figures(row)}", file=sys.stderr, flush=True)
     emit(args, {"rows": rows}, _as_text(rows))
     if args.plot:
         _draw(rows, args.plot)
@@ -174,6 +174,14 @@ def _label(row: Row) -> str:
     s = row["shape"]
     heads = f"{s['query_heads']}/{s['kv_heads']} heads of {s['head_dim']}"
     return f"{row['preset']} {row['kernels']}, {s['batch']} x {s['tokens']} tokens, {heads}"
+
+
+def _figures(row: Row) -> str:
+    """What it found, for those who do not wait for the end."""
+    value = row.get("value")
+    found = [] if value is None else [f"{value:.4g}"]
+    found += [f"{name.replace('_', ' ')} {ratio:.3g}" for name, ratio in _ratios(row).items()]
+    return f": {', '.join(found)}" if found else ""
 
 
 def _ratios(row: Row) -> dict[str, float]:

@@ -10,7 +10,12 @@
 #define LANE_COLS (FEW ? 1 : 2 * NT)       // columns of a lane
 #define SLOT_TILES (FEW ? 1 : 2 * NT)
 #define ZERO_BITS 0x4b400000
-#define ZERO 12582912.f
+#define ZERO 12582912.f                    // 1.5 * 2^23: sums must stay within 2^22 of it
+
+// Values: levels of at most 192 and bytes of 255, of a tile's tokens. Keys: a row of levels has the
+// norm of D normal numbers, 70 each at four bits, and a query's bytes are at most 128; means are of
+// bytes. So D may be 256.
+static_assert(32 * TB * 192 * 255 < 1 << 22 && D * 127 * 128 < 1 << 22, "sums may be too large");
 
 __device__ __forceinline__ int lane_column(int j, int c) {
     return FEW ? c : 8 * (j >> 1) + 2 * c + (j & 1);
