@@ -24,8 +24,7 @@ def test_nvrtc_takes_the_sources(preset, dim, arch):
     lib = load_nvrtc("13")
     layout = PageLayout(KVQuantConfig.preset(preset), 8, dim)
     for columns, softcap in ((4, False), (8, True)):
-        tile = Tile.of(layout, columns, many=softcap)
-        text = source("decode", layout, 32, tile, softcap)
+        text = source("decode", layout, 32, Tile.of(layout, columns), softcap)
         assert len(compile_with(lib, text, arch)) > 10_000
     text = source("append", layout, 8, None)
     assert len(compile_with(lib, text, arch)) > 10_000
@@ -47,7 +46,7 @@ def compile_for_hopper(text, folder):
 def test_decode_compiles_without_spilling(preset, dim, columns, tmp_path):
     """The sizes that Python computes are asserted in the source."""
     layout = PageLayout(KVQuantConfig.preset(preset), 8, dim)
-    text = source("decode", layout, 32, Tile.of(layout, columns, many=True))
+    text = source("decode", layout, 32, Tile.of(layout, columns))
     done = compile_for_hopper(text, tmp_path)
     assert done.returncode == 0, done.stderr
     assert " 0 bytes spill stores" in done.stderr
@@ -67,7 +66,7 @@ def test_append_compiles(tmp_path):
 def test_blocks_fit_a_processor(preset, dim, columns):
     """228 KiB of shared memory on Hopper, of which every block costs one more KiB."""
     layout = PageLayout(KVQuantConfig.preset(preset), 8, dim)
-    tile = Tile.of(layout, min(columns, 8 if dim > 128 else 16), many=True)
+    tile = Tile.of(layout, min(columns, 8 if dim > 128 else 16))
     assert tile.blocks * (tile.shared_bytes(layout) + 1024) <= HOPPER[1]
 
 

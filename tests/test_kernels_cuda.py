@@ -3,6 +3,8 @@
 Without a GPU their sources are compiled for this machine's CPU (cuda_on_host.h).
 """
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -67,6 +69,36 @@ def test_decode(bits, dim, dtype):
     fill(cache, [330, 65, 0])
     poison(cache)
     assert_attends_alike(cache, [1, 1, 1], 4)
+
+
+@pytest.mark.parametrize("bits,dim", [((4, 4), 128), ((2, 3), 128), ((4, 4), 256)], ids=str)
+@pytest.mark.parametrize("counts", [[1, 1], [3, 1]], ids=["decoding", "drafted"])
+def test_eight_queries_a_head(bits, dim, counts):
+    """A tile of eight columns, and of sixteen or two of eight."""
+    cfg = CFG.replace(key_bits=bits[0], value_bits=bits[1])
+    cache = cache_on(cfg, [330, 65], dim=dim, dtype=torch.float16)
+    fill(cache, [330, 65])
+    poison(cache)
+    assert_attends_alike(cache, counts, 8)
+
+
+@pytest.mark.parametrize("preset", ["k4v4", "k2v2"])
+def test_attention_right_after_an_append(preset):
+    """With nothing in between: it begins before the append has ended."""
+    cache = cache_on(
+        KVQuantConfig.preset(preset), [2000, 70], name="cuda", dim=128, dtype=torch.bfloat16
+    )
+    fill(cache, [2000, 70])
+    q, first = queries(cache, [1, 1], 4)
+    for step in range(3):
+        fill(cache, [1, 1], seed=step)
+        view = dataclasses.replace(cache.view(), appended=True)
+        out, lse = cuda.attend(cache.codec, q, view, first, max_queries=1)
+        expected, expected_lse = reference.attend(
+            cache.codec, q, cache.view(), first, max_queries=1
+        )
+        torch.testing.assert_close(lse, expected_lse, atol=2e-2, rtol=2.0**-11)
+        torch.testing.assert_close(out, expected, atol=2.0**-7, rtol=2.0**-6)
 
 
 @pytest.mark.parametrize("counts,group", [([1, 1, 1], 1), ([1, 0, 3], 7), ([16, 2, 1], 3)])
@@ -142,7 +174,9 @@ def test_many_tokens_and_many_sequences(preset, lengths):
     fill(cache, lengths)
     poison(cache)
     for group in (1, 4):
-        assert (shares(cache, group) > 1) == (len(lengths) == 3)
+        plan = tiles.Launch.of(cache.layout, group, 1, *cache.view().block_table.shape, DEVICE)
+        assert (plan.splits > 1) == (len(lengths) == 3)
+        assert plan.tile.warps == (6 if preset == "k2v2" else 4)
         assert_attends_alike(cache, [1] * len(lengths), group)
         assert_attends_alike(cache, [1] * len(lengths), group, window=700)
 
@@ -212,7 +246,7 @@ def test_selection():
 @pytest.mark.parametrize(
     "wait",
     [
-        "wait_for_copies<STAGES - 1 - LATE_COPIES>();",
+        "wait_for_copies<STAGES - 1>();",
         "__syncwarp();  // lanes read what others copied",
         "__syncthreads();\n    // One factor for all columns",
     ],

@@ -143,6 +143,26 @@ def test_sinks_are_copied_between_rows_before_anything_is_appended() -> None:
     assert torch.equal(rings[0][0], old[0][0])  # rings are nobody's to inherit
 
 
+def test_only_attention_right_after_its_append_may_begin_before_it_ends() -> None:
+    """With two parts another append or attention lies in between."""
+    hints: list[bool] = []
+
+    class Hints(Watched):
+        def attend(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+            hints.append(args[2].appended)
+            return super().attend(*args, **options)
+
+    step = make_step(Hints(reference))
+    layout = step.codec.layout
+    rings = make_rings(layout, 2)
+    part = next(p for p in kinds_of_parts(layout, rings, 1, 2) if not p.fresh)
+    pages = layout.new_pages(int(part.block_table.max()) + 1, "cpu")
+    query, key, value = (torch.ones(part.most, HEADS, DIM) for _ in range(3))
+    for parts in ([part], [part, part]):
+        step.run(parts, pages, rings, query, key, value, torch.empty_like(query))
+    assert hints == [True, False, False]
+
+
 def test_layers_that_are_alike_are_warmed_up_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -74,7 +74,7 @@ def _decode_times(module: ModuleType, layers: Sequence[Layer], shape: Shape) -> 
     def attend(layer: Layer) -> None:
         module.attend(layer.codec, query, layer.view, first, max_queries=1)
 
-    def step(layer: Layer) -> None:  # as the engines launch them
+    def step(layer: Layer) -> None:  # as vLLM's layers launch them
         append(layer)
         attend(replace(layer, view=replace(layer.view, appended=True)))
 

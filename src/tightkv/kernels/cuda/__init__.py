@@ -1,4 +1,4 @@
-"""Decode attention in CUDA C++, compiled at run time; everything else is the Triton kernels'.
+"""Append and decode attention in CUDA C++, compiled at run time; prefill is the Triton kernels'.
 
 For NVIDIA GPUs from sm_80 on, float16 and bfloat16 models, 2 to 4 bits and head_dim 64, 128 and
 256.
@@ -29,7 +29,8 @@ _MACHINE = ("machine", "primitives")
 _SOURCES = {
     "append": (*_MACHINE, "append"),
     "decode": (
-        *_MACHINE, "pages", "products", "softmax", "means", "queries", "exact", "tile", "decode",
+        *_MACHINE, "pages", "products", "shares", "means", "queries", "exact", "tile", "stage",
+        "join", "decode",
     ),
 }  # fmt: skip
 _MAX_QUERIES = RING_SLACK  # more than this is prefill
@@ -67,7 +68,7 @@ def unsupported(layout: PageLayout) -> str | None:
 
 
 class _Rows(ctypes.Structure):
-    """`struct Rows` of softmax.cu."""
+    """`struct Rows` of shares.cu."""
 
     _fields_ = (
         [("query", ctypes.c_void_p), ("pages", ctypes.c_void_p)]
@@ -174,8 +175,7 @@ def attend(
     if query.stride(-1) != 1:
         query, appended = query.contiguous(), False
     group = hq // layout.num_kv_heads
-    pages = view.block_table.shape[1]
-    plan = Launch.of(layout, group, max_queries, view.batch, pages, device, appended)
+    plan = Launch.of(layout, group, max_queries, view.batch, view.block_table.shape[1], device)
     module = _module("decode", layout, hq, plan.tile, softcap is not None, device)
     splits = plan.splits
     groups = -(-(view.ring_key.shape[1] + view.sink_key.shape[1]) // _EXACT_TOKENS)
@@ -256,7 +256,6 @@ def source(
             "COLS": tile.columns,
             "TB": tile.blocks_of_32,
             "STAGES": tile.stages,
-            "LATE_COPIES": int(tile.late),
             "SHARED_BYTES": tile.shared_bytes(layout),
         }
     shared = triton_kernels.constants(layout)
@@ -286,12 +285,9 @@ def _byte_levels(quantizer: Quantizer) -> tuple[int, int, int]:
     """
     assert isinstance(quantizer, TurboQuantMSE)
     book = quantizer.codebook
-    assert book.native is not None
-    levels = list(book.native)
-    if book.bits < 4:
-        levels += [-x for x in levels]
+    levels = triton_kernels.table_levels(book)
     parts = next(n for n in (1, 2, 4, 8) if all((n * x).is_integer() for x in levels))
-    data = [int(parts * x) for x in levels + levels][:8]
+    data = [int(parts * x) for x in levels]
     least, most = (0, 255) if book.bits == 4 else (-128, 127)
     assert least <= min(data) and max(data) <= most
     low, high = (bytes(x & 255 for x in data[at : at + 4]) for at in (0, 4))

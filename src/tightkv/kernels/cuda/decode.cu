@@ -5,190 +5,6 @@
 // turns the weights (movmatrix) and multiplies them with the values. Products are of bytes: levels
 // of codes are small whole numbers, and as bytes they need no conversion.
 
-// A tile on its way or being read: each lane's codes, then what is common to all lanes.
-struct Stage {
-    uint4 key[TB][KL * KW][32], value[TB][VL * VW][32];
-    uint2 key_scale[TB][8], value_scale[TB][8];
-    uint4 mean[SPAN][MEAN_CHUNKS + !MEAN_CHUNKS];  // of a tile's pages
-};
-
-#define STAGE_VALUE (512 * TB * KL * KW)  // where its members begin
-#define STAGE_KEY_SCALE (STAGE_VALUE + 512 * TB * VL * VW)
-#define STAGE_VALUE_SCALE (STAGE_KEY_SCALE + 64 * TB)
-#define STAGE_MEAN (STAGE_VALUE_SCALE + 64 * TB)
-
-// Where a lane's bytes of a record begin; the rest of an address is constant.
-__device__ __forceinline__ int key_lane(int r, int c) {
-    if (D == 64) return 16 * (((KEY_BITS == 4 ? 8 * (c >> 1) : 0) + r) * C + (c & 1));
-    return 16 * (r * C + c);
-}
-
-__device__ __forceinline__ int value_lane(int r, int c) {
-    if (D == 64) return 16 * (((VALUE_BITS == 4 ? VC * (r >> 2) : 0) + (r & 3)) * 4 + c);
-    return 16 * (r * 4 + c);
-}
-
-// Codes of page p of a tile, to the stage at `to`. `key` and `value` are the page's record, moved
-// on to the tile's and the lane's bytes.
-__device__ __forceinline__ void copy_codes(u32 to, int p, const u8 *key, const u8 *value, int lane,
-                                           u64 policy) {
-    const u32 keys = to + 16 * lane, values = keys + STAGE_VALUE;
-#pragma unroll
-    for (int b = 0; b < BP; b++)
-#pragma unroll
-        for (int l = 0; l < KL; l++)
-#pragma unroll
-            for (int k = 0; k < KW; k++) {
-                const int j = (D == 64 && KEY_BITS == 4) ? 2 * k : k;
-                copy(keys + 512 * (((p * BP + b) * KL + l) * KW + k),
-                     key + b * KEY_BLOCK + 128 * C * j + 64 * l, policy);
-            }
-#pragma unroll
-    for (int b = 0; b < BP; b++)
-#pragma unroll
-        for (int l = 0; l < VL; l++)
-#pragma unroll
-            for (int k = 0; k < VW; k++) {
-                const int j = (D == 64 && VALUE_BITS == 4) ? 2 * k : k;
-                copy(values + 512 * (((p * BP + b) * VL + l) * VW + k),
-                     value + VALUE_AT + b * VALUE_BLOCK + 64 * VC * j + 512 * l, policy);
-            }
-}
-
-// 16 bytes of a page's scales or mean that a lane copies: where from, where to in a stage.
-struct Number {
-    int from, to, to_next;  // of the next page of the tile
-    bool scale, mean;
-
-    __device__ __forceinline__ Number(int e) {
-        scale = e < 8 * BP, mean = !scale && e < 8 * BP + MEAN_CHUNKS;
-        const bool key = e < 4 * BP;
-        const int chunk = key ? e : scale ? e - 4 * BP : e - 8 * BP;
-        from = (key ? KEY_SCALE_AT : scale ? VALUE_SCALE_AT : MEAN_AT) + 16 * chunk;
-        to = 16 * chunk + (key ? STAGE_KEY_SCALE : scale ? STAGE_VALUE_SCALE : STAGE_MEAN);
-        to_next = scale ? 64 * BP : 16 * MEAN_CHUNKS;
-    }
-};
-#define NUMBERS ((8 * BP + MEAN_CHUNKS + 31) / 32)  // a lane
-
-struct Stash {  // what a warp found, in one frame
-    float acc[COLS][D + 4], peak[COLS], sum[COLS];
-};
-
-union Warp {  // a warp's own memory: first for tiles, then for what it found
-    Stage stage[STAGES];
-    struct {
-        Stash pages, exact;
-    } found;
-};
-
-struct Shared {
-    Warp warp[WARPS];
-    u32 query[2][COLS][D / 2 + 4];  // rotated halves, and as they came
-    QueryBytes query_bytes;
-    float query_top[COLS];
-    u32 tables[4];
-};
-static_assert(sizeof(Shared) == SHARED_BYTES, "kernels/cuda computes another size");
-
-__device__ __forceinline__ float of_all_rows(float sum) {
-    sum += __shfl_xor_sync(~0u, sum, 4);
-    sum += __shfl_xor_sync(~0u, sum, 8);
-    return sum + __shfl_xor_sync(~0u, sum, 16);
-}
-
-__device__ __forceinline__ void stash(const Found &f, Stash &to, int r, int c) {
-#pragma unroll
-    for (int j = 0; j < LANE_COLS; j++) {
-        const int column = lane_column(j, c);
-        const float sum = of_all_rows(f.sum[j]);
-        if (r == 0) to.peak[column] = f.peak[j], to.sum[column] = sum;
-#pragma unroll
-        for (int x = 0; x < VX; x++)
-#pragma unroll
-            for (int m = 0; m < 2; m++)
-#pragma unroll
-                for (int half = 0; half < 2; half++)
-                    to.acc[column][8 * (4 * x + 2 * m + half) + r] = f.acc[x][m][half][j];
-    }
-}
-
-__device__ __forceinline__ void stash(const State &st, Stash &to, int r, int c) {
-#pragma unroll
-    for (int n = 0; n < NT; n++)
-#pragma unroll
-        for (int k = 0; k < 2; k++) {
-            const int column = 8 * n + 2 * c + k;
-            const float sum = of_all_rows(st.sum[n][k]);
-            if (column >= COLS) continue;
-            if (r == 0) to.peak[column] = st.peak[n][k], to.sum[column] = sum;
-#pragma unroll
-            for (int x = 0; x < VX; x++)
-#pragma unroll
-                for (int m = 0; m < 2; m++)
-#pragma unroll
-                    for (int half = 0; half < 2; half++)
-                        to.acc[column][8 * (4 * x + 2 * m + half) + r] =
-                            st.acc[n][x][m][k + 2 * half];
-        }
-}
-
-// A column of all warps: their sum relative to the highest peak, which is returned with the weight.
-template <bool EXACT>
-__device__ __forceinline__ void gather(const Shared &sh, int n, int lane, float (&o)[D / 32],
-                                       float &peak, float &sum) {
-    peak = LOWEST, sum = 0.f;
-#pragma unroll
-    for (int w = 0; w < WARPS; w++) {
-        const Stash &from = EXACT ? sh.warp[w].found.exact : sh.warp[w].found.pages;
-        if (from.sum[n] > 0.f) peak = fmaxf(peak, from.peak[n]);
-    }
-#pragma unroll
-    for (int k = 0; k < D / 32; k++) o[k] = 0.f;
-#pragma unroll
-    for (int w = 0; w < WARPS; w++) {
-        const Stash &from = EXACT ? sh.warp[w].found.exact : sh.warp[w].found.pages;
-        if (!(from.sum[n] > 0.f)) continue;  // nothing was found
-        const float weight = exp2_fast(from.peak[n] - peak);
-        sum += weight * from.sum[n];
-#pragma unroll
-        for (int k = 0; k < D / 32; k++) o[k] += weight * from.acc[n][lane + 32 * k];
-    }
-}
-
-// Join the warps of a block: to the answer where it has all of a sequence, else to its shares.
-__device__ __forceinline__ void join(Shared &sh, const Rows &a, int split, int begin, int count,
-                                     int head, int col0, int lane, int warp) {
-    __syncthreads();
-    for (int n = warp; n < COLS; n += WARPS) {
-        const int col = col0 + n, token = col / G;
-        if (token >= count) break;
-        const int query_head = head * G + col % G;
-        const long long row = (long long)(begin + token) * HQ + query_head;
-        float o[D / 32], e[D / 32], peak, sum, exact_peak, exact_sum;
-        gather<false>(sh, n, lane, o, peak, sum);
-        gather<true>(sh, n, lane, e, exact_peak, exact_sum);
-        if (a.splits > 1) {
-            write_share(a, split, row, lane, o, peak, sum, VALUE_UNIT);
-            if (split < a.exact_shares)
-                write_share(a, a.splits + split, row, lane, e, exact_peak, exact_sum, 1.f);
-            continue;
-        }
-        const float top = fmaxf(peak, exact_peak);
-        const float w = sum > 0.f ? exp2_fast(peak - top) : 0.f;
-        const float v = exact_sum > 0.f ? exp2_fast(exact_peak - top) : 0.f;
-        __syncwarp();
-#pragma unroll
-        for (int k = 0; k < D / 32; k++) {
-            sh.warp[0].found.pages.acc[n][lane + 32 * k] = w * VALUE_UNIT * o[k];
-            sh.warp[0].found.exact.acc[n][lane + 32 * k] = v * e[k];
-        }
-        write_answer(sh.warp[0].found.pages.acc[n], sh.warp[0].found.exact.acc[n], a.signs,
-                     a.out + (long long)(begin + token) * a.out_n + query_head * a.out_h,
-                     a.lse + row, lane, top, w * sum + v * exact_sum);
-    }
-}
-
 extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(const Rows a) {
     extern __shared__ __align__(16) char memory[];
     Shared &sh = *(Shared *)memory;
@@ -300,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
 #else
         const u32 value_low = kept[2], value_high = kept[3];
 #endif
-        const float key_unit = KEY_UNIT * factor * (1.f / 127.f);
+        const float key_unit = KEY_UNIT * factor * BYTE_UNIT;
         // tiles in [whole_from, whole_to) are wholly seen by every column
         const int newest = v.first_at + (col0 + COLS - 1) / G;
         int seen_from = v.low, seen_to = v.high;
@@ -312,8 +128,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
         [[maybe_unused]] bool new_page = true;  // only where a tile is part of one
         int at_stage = 0;
         for (; t < t_end; t++) {
-            if (!LATE_COPIES) copy_next();
-            wait_for_copies<STAGES - 1 - LATE_COPIES>();
+            copy_next();
+            wait_for_copies<STAGES - 1>();
             __syncwarp();  // lanes read what others copied
             const Stage &tile = stages[at_stage];
             at_stage = at_stage + 1 == STAGES ? 0 : at_stage + 1;
@@ -333,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
                                 tile.mean[SPAN > 1 ? p + 1 : p], r, c, factor);
 #else
                     mean_scores(bias[p], bias[p + 1], q, tile.mean[p],
-                                tile.mean[SPAN > 1 ? p + 1 : p], c, factor * (1.f / 127.f));
+                                tile.mean[SPAN > 1 ? p + 1 : p], c, factor * BYTE_UNIT);
 #endif
 #endif
             new_page = (t + 1) % TILES == 0;
@@ -368,8 +184,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     const u32 two = i < 2 ? key_scale.x : key_scale.y;
-                    const float size =
-                        fabsf(half_to_float((u16)(two >> (16 * (i & 1))))) * key_unit;
+                    const float size = fabsf(half_of(key_scale, i)) * key_unit;
                     const float centered = one_if_negative((i & 1) ? two + 1 : two * 65536 + 1);
 #pragma unroll
                     for (int j = 0; j < LANE_COLS; j++) {
@@ -378,7 +193,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
                     }
                 }
             }
-            if (LATE_COPIES) copy_next();
             if (edge) hide_scores(v, s, t * 32 * TB, col0, r, c);
 
             // values with weights

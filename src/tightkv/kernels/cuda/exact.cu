@@ -1,5 +1,73 @@
 // Tokens that are kept exact, sinks and ring: scores and values in the model's own frame.
 
+#define SLACK 4.f        // scores may be that much above the peak before it is raised: weights to 16
+
+struct State {
+    float peak[NT][2], sum[NT][2];  // of columns 2 c, 2 c + 1; sum of this lane's tokens alone
+    float acc[NT][VX][2][4];
+};
+
+__device__ __forceinline__ void clear(State &st) {
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+#pragma unroll
+        for (int k = 0; k < 2; k++) st.peak[n][k] = LOWEST, st.sum[n][k] = 0.f;
+#pragma unroll
+        for (int x = 0; x < VX; x++)
+#pragma unroll
+            for (int m = 0; m < 2; m++)
+#pragma unroll
+                for (int k = 0; k < 4; k++) st.acc[n][x][m][k] = 0.f;
+    }
+}
+
+// What scores are taken relative to: the peak so far, or 0 before there is one.
+__device__ __forceinline__ float base_of(float peak) { return peak == LOWEST ? 0.f : -peak; }
+
+// A higher score than any before, or the first: the accumulators shrink.
+__device__ __forceinline__ void raise_peak(State &st, float (&s)[NT][4], int n,
+                                           float (&top)[2]) {
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+        float t = top[k];
+        t = fmaxf(t, __shfl_xor_sync(~0u, t, 4));
+        t = fmaxf(t, __shfl_xor_sync(~0u, t, 8));
+        t = fmaxf(t, __shfl_xor_sync(~0u, t, 16));
+        const bool first = st.peak[n][k] == LOWEST, none = t == NEG_INF;
+        const float up = first ? (none ? 0.f : t) : fmaxf(t, 0.f);
+        const float shrink = first ? 1.f : exp2_fast(-up);
+        st.peak[n][k] = first ? (none ? LOWEST : t) : st.peak[n][k] + up;
+        st.sum[n][k] *= shrink;
+        s[n][k] -= up, s[n][k + 2] -= up;
+#pragma unroll
+        for (int x = 0; x < VX; x++)
+#pragma unroll
+            for (int m = 0; m < 2; m++) {
+                st.acc[n][x][m][k] *= shrink;
+                st.acc[n][x][m][k + 2] *= shrink;
+            }
+    }
+}
+
+// Scores of 16 tokens, in log2 units and relative to base_of(peak) -> weights.
+__device__ __forceinline__ void softmax_step(State &st, float (&s)[NT][4]) {
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+        float top[2];
+#pragma unroll
+        for (int k = 0; k < 2; k++) top[k] = fmaxf(s[n][k], s[n][k + 2]);
+        const bool fresh = fminf(st.peak[n][0], st.peak[n][1]) == LOWEST;
+        if (__any_sync(~0u, fresh || fmaxf(top[0], top[1]) > SLACK))
+            raise_peak(st, s, n, top);
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+            s[n][k] = exp2_fast(s[n][k]);
+            s[n][k + 2] = exp2_fast(s[n][k + 2]);
+            st.sum[n][k] += s[n][k] + s[n][k + 2];
+        }
+    }
+}
+
 // Where the exact tokens of a sequence are: sinks, then the ring.
 struct Exact {
     const u16 *sink_key, *sink_value, *ring_key, *ring_value;  // of the sequence and head
@@ -48,18 +116,18 @@ __device__ __forceinline__ void load(Sixteen &y, const Exact &x, int from, int r
 // In their own frame, not rotated.
 __device__ __forceinline__ void attend(State &st, const u32 (&q)[NT][KX][4], const Sixteen &y,
                                        const Bounds &v, int col0, int c, float scale) {
-    float s[NT][1][4];
+    float s[NT][4];
 #pragma unroll
     for (int n = 0; n < NT; n++)
 #pragma unroll
-        for (int k = 0; k < 4; k++) s[n][0][k] = 0.f;
+        for (int k = 0; k < 4; k++) s[n][k] = 0.f;
 #pragma unroll
     for (int i = 0; i < KX; i++)
 #pragma unroll
         for (int n = 0; n < NT; n++) {
             const uint4 h = y.key[0][i], g = y.key[1][i];
-            mma_model(s[n][0], h.x, g.x, h.z, g.z, q[n][i][0], q[n][i][1]);
-            mma_model(s[n][0], h.y, g.y, h.w, g.w, q[n][i][2], q[n][i][3]);
+            mma_model(s[n], h.x, g.x, h.z, g.z, q[n][i][0], q[n][i][1]);
+            mma_model(s[n], h.y, g.y, h.w, g.w, q[n][i][2], q[n][i][3]);
         }
 #pragma unroll
     for (int n = 0; n < NT; n++)
@@ -67,16 +135,16 @@ __device__ __forceinline__ void attend(State &st, const u32 (&q)[NT][KX][4], con
         for (int k = 0; k < 4; k++) {
             const int col = col0 + 8 * n + 2 * c + (k & 1);
             const float e = seen(v, y.at[k >> 1], v.first_at + col / G,
-                                 s[n][0][k] * scale * 1.4426950408889634f, 0);
-            s[n][0][k] = y.key_there[k >> 1] ? e + base_of(st.peak[n][k & 1]) : NEG_INF;
+                                 s[n][k] * scale * 1.4426950408889634f, 0);
+            s[n][k] = y.key_there[k >> 1] ? e + base_of(st.peak[n][k & 1]) : NEG_INF;
         }
-    softmax_step<1>(st, s);
+    softmax_step(st, s);
     u32 p[NT][2];
 #pragma unroll
     for (int n = 0; n < NT; n++)
 #pragma unroll
         for (int k = 0; k < 2; k++)
-            p[n][k] = turn(pack_model(s[n][0][2 * k], s[n][0][2 * k + 1]));
+            p[n][k] = turn(pack_model(s[n][2 * k], s[n][2 * k + 1]));
 #pragma unroll
     for (int i = 0; i < VX; i++) {
         const uint2(&w)[4] = y.value[i];

@@ -31,7 +31,7 @@ struct Levels {
 };
 
 template <int BITS>
-__device__ __forceinline__ Levels magnitudes(u32 w, u32 table_low, u32 table_high) {
+__device__ __forceinline__ Levels look_up(u32 w, u32 table_low, u32 table_high) {
     const u32 m = BITS == 4 ? magnitude_bits(w) : w;
     return {permute_bytes(table_low, table_high, m), permute_bytes(table_low, table_high, m >> 16)};
 }
@@ -43,7 +43,7 @@ __device__ __forceinline__ u32 signs_of_pairs(u32 w) { return permute_bytes(w, w
 // Of a word of keys: eight channels of a token.
 template <int BITS>
 __device__ __forceinline__ Levels key_levels(u32 w, u32 table_low, u32 table_high) {
-    Levels x = magnitudes<BITS>(w, table_low, table_high);
+    Levels x = look_up<BITS>(w, table_low, table_high);
     if (BITS == 4) {
         x.low_negative = x.low & signs_of(w);
         x.high_negative = x.high & signs_of(w << 4);
@@ -62,8 +62,8 @@ __device__ __forceinline__ void sort_by_channel(u32 &w, u32 &v) {
 template <int BITS>
 __device__ __forceinline__ void value_levels(u32 w, u32 v, u32 table_low, u32 table_high, Levels &x,
                                              Levels &y) {
-    x = magnitudes<BITS>(w, table_low, table_high);
-    y = magnitudes<BITS>(v, table_low, table_high);
+    x = look_up<BITS>(w, table_low, table_high);
+    y = look_up<BITS>(v, table_low, table_high);
     if (BITS == 4) {
         x.low_negative = x.low & signs_of_pairs(w);
         x.high_negative = x.high & signs_of_pairs(v);

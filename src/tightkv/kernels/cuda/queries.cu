@@ -27,6 +27,7 @@ __device__ __forceinline__ void load(Queries &q, const Rows &a, int begin, int c
 }
 
 // Rotated queries as bytes: their largest component is 127 * 256 = 256 hi + lo.
+#define BYTE_UNIT (1.f / 127.f)  // of one of their halves, the largest of which is 256
 struct QueryBytes {
     u8 plane[2][COLS][D + 16];  // hi, lo
 };
@@ -38,7 +39,7 @@ __device__ __forceinline__ void write_bytes(QueryBytes &to, int column, int chan
 }
 
 // Both frames of a block's queries to shared memory; returns what scores of rotated halves are to be
-// multiplied with to be in log2 units. Those of bytes are 127 times as large.
+// multiplied with to be in log2 units; those of bytes also with BYTE_UNIT.
 template <class Shared>
 __device__ __forceinline__ float prepare(const Queries &q, Shared &sh, float scale, int lane,
                                          int warp) {

@@ -1,7 +1,8 @@
 // The softmax over tiles of pages, and their weights as bytes.
 //
-// Weights are relative to the highest score of the tile, so that 16 bits have them: what is far below
-// every other token of its tile is lost, not what is far below the peak. Sums of tiles are floats.
+// Weights are relative to the highest score of the tile and to its largest scale, so that 16 bits have
+// them: what is lost is far below another token of its tile, not below the peak. Sums of tiles are
+// floats.
 
 #define TILE_SLACK 16.f   // a tile's scores may be that much above the peak before it is raised
 #define MOST_WEIGHT 65504.f
@@ -91,7 +92,7 @@ __device__ __forceinline__ void weigh(const float (&s)[LANE_COLS][4 * TB],
 #pragma unroll
             for (int n = 0; n < SLOT_TILES; n++) {
                 const u32 mine = FEW ? bytes[0]
-                                     : permute_bytes(bytes[n & ~1], bytes[n | (LANE_COLS > 1)],
+                                     : permute_bytes(bytes[n & ~1], bytes[FEW ? 0 : n | 1],
                                                      n & 1 ? 0x7632 : 0x5410);
                 const u32 turned = turn(mine);
                 weights[b][n][h] = permute_bytes(turned, turned, 0x3120);  // in the values' order

@@ -23,16 +23,15 @@ class Tile:
     blocks: int  # that a processor can hold
     columns: int  # queries: 4, 8 or 16
     warps: int = 4  # of a block
-    late: bool = False  # the next tile is copied when keys have been read, not before
 
     @staticmethod
-    def of(layout: PageLayout, columns: int, many: bool, late: bool = False) -> Tile:
+    def of(layout: PageLayout, columns: int) -> Tile:
         """What was fastest on an H200 (docs/log.md), as far as registers and memory allow."""
         if layout.head_dim > 128 or columns > 8:
-            return Tile(1, 2, 2, columns, late=late)
+            return Tile(1, 2, 2, columns)
         # Two bits wait for arithmetic, not for memory: more warps.
         few_bits = layout.cfg.key_bits + layout.cfg.value_bits <= 4
-        return Tile(2, 2, 2, columns, 6 if few_bits and many and columns <= 4 else 4, late)
+        return Tile(2, 2, 2, columns, 6 if few_bits and columns <= 4 else 4)
 
     def shared_bytes(self, layout: PageLayout) -> int:
         """sizeof(Shared) in decode.cu."""
@@ -65,23 +64,15 @@ class Launch:
     @staticmethod
     @functools.lru_cache(maxsize=4096)
     def of(
-        layout: PageLayout,
-        group: int,
-        max_queries: int,
-        batch: int,
-        pages: int,
-        gpu: torch.device,
-        appended: bool = False,
+        layout: PageLayout, group: int, max_queries: int, batch: int, pages: int, gpu: torch.device
     ) -> Launch:
         """For `batch` sequences of at most `pages` pages, `group` query heads a KV head."""
         processors, memory = _processors(gpu)
         columns = max_queries * group
-        widths = [16, 8, 4] if layout.head_dim <= 128 else [8, 4]  # registers are for so many
-        width = next((w for w in widths[::-1] if columns <= w), widths[0])
+        widths = (4, 8, 16) if layout.head_dim <= 128 else (4, 8)  # registers are for so many
+        width = next((w for w in widths if columns <= w), widths[-1])
         parts = -(-columns // width)
-        programs = batch * layout.num_kv_heads * parts
-        many = programs >= 64
-        tile = Tile.of(layout, width, many, late=appended and not many)
+        tile, programs = Tile.of(layout, width), batch * layout.num_kv_heads * parts
         splits = share_count(programs, processors * tile.blocks, min(_MOST_SPLITS, pages // 4))
         # As much memory as keeps further blocks off a processor: another would miss them.
         share = (memory // tile.blocks - _DRIVER_BYTES) // 16 * 16

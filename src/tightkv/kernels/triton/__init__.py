@@ -112,13 +112,18 @@ def books(layout: PageLayout) -> tuple[dict[str, Any], dict[str, Any]]:
     return encode, decode
 
 
-def level_table(book: Codebook) -> int:
-    """Eight e4m3 bytes: the levels by nibble, or their magnitudes where the sign is apart."""
+def table_levels(book: Codebook) -> list[float]:
+    """Eight: the levels by nibble, or their magnitudes where the sign is apart."""
     assert book.native is not None
     levels = list(book.native)
     if book.bits < 4:  # the sign is part of the table index
         levels += [-x for x in levels]
-    packed = torch.tensor(levels + levels, dtype=torch.float32)[:8]
+    return (levels + levels)[:8]
+
+
+def level_table(book: Codebook) -> int:
+    """The same as e4m3 bytes."""
+    packed = torch.tensor(table_levels(book), dtype=torch.float32)
     data = bytes(packed.to(torch.float8_e4m3fn).view(torch.uint8).tolist())
     return int.from_bytes(data, "little", signed=True)
 

@@ -1,0 +1,67 @@
+// Tiles on their way through shared memory: where a lane's bytes of a page lie, and where they go.
+
+// A tile on its way or being read: each lane's codes, then what is common to all lanes.
+struct Stage {
+    uint4 key[TB][KL * KW][32], value[TB][VL * VW][32];
+    uint2 key_scale[TB][8], value_scale[TB][8];
+    uint4 mean[SPAN][MEAN_CHUNKS + !MEAN_CHUNKS];  // of a tile's pages
+};
+
+#define STAGE_VALUE (512 * TB * KL * KW)  // where its members begin
+#define STAGE_KEY_SCALE (STAGE_VALUE + 512 * TB * VL * VW)
+#define STAGE_VALUE_SCALE (STAGE_KEY_SCALE + 64 * TB)
+#define STAGE_MEAN (STAGE_VALUE_SCALE + 64 * TB)
+
+// Where a lane's bytes of a record begin; the rest of an address is constant.
+__device__ __forceinline__ int key_lane(int r, int c) {
+    if (D == 64) return 16 * (((KEY_BITS == 4 ? 8 * (c >> 1) : 0) + r) * C + (c & 1));
+    return 16 * (r * C + c);
+}
+
+__device__ __forceinline__ int value_lane(int r, int c) {
+    if (D == 64) return 16 * (((VALUE_BITS == 4 ? VC * (r >> 2) : 0) + (r & 3)) * 4 + c);
+    return 16 * (r * 4 + c);
+}
+
+// Codes of page p of a tile, to the stage at `to`. `key` and `value` are the page's record, moved
+// on to the tile's and the lane's bytes.
+__device__ __forceinline__ void copy_codes(u32 to, int p, const u8 *key, const u8 *value, int lane,
+                                           u64 policy) {
+    const u32 keys = to + 16 * lane, values = keys + STAGE_VALUE;
+#pragma unroll
+    for (int b = 0; b < BP; b++)
+#pragma unroll
+        for (int l = 0; l < KL; l++)
+#pragma unroll
+            for (int k = 0; k < KW; k++) {
+                const int j = (D == 64 && KEY_BITS == 4) ? 2 * k : k;
+                copy(keys + 512 * (((p * BP + b) * KL + l) * KW + k),
+                     key + b * KEY_BLOCK + 128 * C * j + 64 * l, policy);
+            }
+#pragma unroll
+    for (int b = 0; b < BP; b++)
+#pragma unroll
+        for (int l = 0; l < VL; l++)
+#pragma unroll
+            for (int k = 0; k < VW; k++) {
+                const int j = (D == 64 && VALUE_BITS == 4) ? 2 * k : k;
+                copy(values + 512 * (((p * BP + b) * VL + l) * VW + k),
+                     value + VALUE_AT + b * VALUE_BLOCK + 64 * VC * j + 512 * l, policy);
+            }
+}
+
+// 16 bytes of a page's scales or mean that a lane copies: where from, where to in a stage.
+struct Number {
+    int from, to, to_next;  // of the next page of the tile
+    bool scale, mean;
+
+    __device__ __forceinline__ Number(int e) {
+        scale = e < 8 * BP, mean = !scale && e < 8 * BP + MEAN_CHUNKS;
+        const bool key = e < 4 * BP;
+        const int chunk = key ? e : scale ? e - 4 * BP : e - 8 * BP;
+        from = (key ? KEY_SCALE_AT : scale ? VALUE_SCALE_AT : MEAN_AT) + 16 * chunk;
+        to = 16 * chunk + (key ? STAGE_KEY_SCALE : scale ? STAGE_VALUE_SCALE : STAGE_MEAN);
+        to_next = scale ? 64 * BP : 16 * MEAN_CHUNKS;
+    }
+};
+#define NUMBERS ((8 * BP + MEAN_CHUNKS + 31) / 32)  // a lane
