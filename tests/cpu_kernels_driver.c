@@ -47,8 +47,6 @@ static void make_side(struct side *side, int bits, int dim, struct constants *c)
     side->rotation = dim & (dim - 1) ? ROTATION_DENSE : ROTATION_HADAMARD;
     for (int k = 0; k < 2 * half; k++) {
         float level = bits == 8 ? (float)(int8_t)k : (float)(k % half * 6 + 4) * (k < half ? 1 : -1);
-        if (bits == 4 && k % half == 0)
-            level = k < half ? 2.25f : -2.25f;
         c->levels[k] = level;
         c->centroids[k] = (float)side->unit * level;
     }

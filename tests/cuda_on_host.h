@@ -275,7 +275,7 @@ inline u32 permute_bytes(u32 low, u32 high, u32 select) {
     return y;
 }
 inline u32 __byte_perm(u32 low, u32 high, u32 select) { return permute_bytes(low, high, select); }
-inline u32 magnitude_bits(u32 w) { return w & 0x77777777u; }
+inline u32 other_sign(u32 w) { return w ^ 0x88888888u; }
 inline u32 turn(u32 x) {
     const u32 *of = host::show(x);
     const int g = host::now->lane >> 2, t = host::now->lane & 3;
@@ -298,7 +298,7 @@ inline void mma_bf16(float *c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
         y[k] = __int_as_float(k & 1 ? b[k / 2] & 0xffff0000u : b[k / 2] << 16);
     host::multiply(c, x, y);
 }
-template <bool A_UNSIGNED, bool B_UNSIGNED>
+template <bool B_UNSIGNED>
 void mma_bytes(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, int c0, int c1, int c2,
                int c3) {
     const int c[] = {c0, c1, c2, c3};
@@ -316,7 +316,7 @@ void mma_bytes(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, int 
         for (int s = 0; s < 32; s++) {
             const u32 row = of[4 * g + s % 16 / 4].a[2 * (s / 16) + (k >> 1)];
             const u32 column = of[4 * (2 * t + (k & 1)) + s % 16 / 4].b[s / 16];
-            d[k] += number(row, s % 4, A_UNSIGNED) * number(column, s % 4, B_UNSIGNED);
+            d[k] += number(row, s % 4, false) * number(column, s % 4, B_UNSIGNED);
         }
     }
 }

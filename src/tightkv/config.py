@@ -42,7 +42,7 @@ _PRESET_OPTIONS: dict[str, dict[str, Any]] = {
 PRESETS = tuple(_PRESET_OPTIONS)
 
 # Bumped whenever the same config and input would give other stored bytes.
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 ENV_PREFIX = "TIGHTKV_"
 # TIGHTKV_* variables that are not config fields.

@@ -118,20 +118,12 @@ def _unpack3(packed: Tensor) -> Tensor:
 
 
 def _pack4(codes: Tensor) -> Tensor:
-    # 8 codes a 32-bit word. Nibble n holds the low three bits (the magnitude) of code n; the
-    # top bits (signs) of codes 0..3 are the tops of bytes 0..3, of codes 4..7 four bits lower.
-    c = codes.unflatten(-1, (-1, 8))
-    low = (c & 7).unflatten(-1, (4, 2))
-    top = (c >> 3).unflatten(-1, (2, 4))
-    bytes_ = low[..., 0] | (low[..., 1] << 4) | (top[..., 0, :] << 7) | (top[..., 1, :] << 3)
-    return bytes_.flatten(-2)
+    c = codes.unflatten(-1, (-1, 2))
+    return c[..., 0] | (c[..., 1] << 4)
 
 
 def _unpack4(packed: Tensor) -> Tensor:
-    b = packed.unflatten(-1, (-1, 4))
-    low = torch.stack([b & 7, (b >> 4) & 7], -1).flatten(-2)
-    top = torch.cat([(b >> 4) & 8, b & 8], -1)
-    return (low | top).flatten(-2)
+    return torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
 
 
 def _range(n: int, like: Tensor) -> Tensor:

@@ -20,12 +20,13 @@ TABLE_FILE = Path(__file__).with_name("tables.json")
 TABLE_BITS = range(1, 9)
 TABLE_DIMS = (16, 32, 40, 48, 56, 64, 80, 96, 112, 128, 192, 256)
 
-# The best 2**(bits - 1) positive e4m3 values up to one common scale; at 8 bits, int8 magnitudes.
+# The best 2**(bits - 1) positive e4m3 values up to one common scale that are whole numbers below
+# 127, so int8 holds them too; at 8 bits, int8 magnitudes.
 NATIVE_MAGNITUDES: dict[int, tuple[float, ...]] = {
     1: (1.0,),
     2: (12.0, 40.0),
     3: (6.0, 18.0, 32.0, 52.0),
-    4: (2.25, 6.5, 11.0, 16.0, 22.0, 28.0, 36.0, 48.0),
+    4: (4.0, 13.0, 22.0, 32.0, 44.0, 56.0, 72.0, 96.0),
     8: tuple(float(k) for k in range(128)),
 }
 

@@ -141,7 +141,7 @@ def _side(codec: Codec, name: str, quantizer: TurboQuantMSE, keep: list[Tensor])
         **_rotation_constants(quantizer.rotation),
         "centroids": centroids,
         "thresholds": torch.tensor(book.thresholds, dtype=torch.float32),
-        "levels": (centroids.double() / book.unit).mul(4).round().div(4).float(),
+        "levels": (centroids.double() / book.unit).round().float(),
     }
     keep += constants.values()
     return Side(

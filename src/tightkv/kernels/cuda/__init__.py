@@ -266,9 +266,8 @@ def source(
     encode, decode = triton_kernels.books(layout)
     codec = Codec(layout)
     for side in ("KEY", "VALUE"):
-        low, high, parts = _byte_levels(codec.side(side.lower()))
-        constants[f"{side}_LOW"], constants[f"{side}_HIGH"] = f"{low}u", f"{high}u"
-        constants[f"{side}_UNIT"] = _floats(decode[f"{side}_UNIT"] / parts)
+        constants[f"{side}_TABLE"] = _byte_levels(codec.side(side.lower()))
+        constants[f"{side}_UNIT"] = _floats(decode[f"{side}_UNIT"])
         constants[f"{side}_MODE"] = encode[f"{side}_MODE"]
         thresholds, magnitudes = encode[f"{side}_BOOK"]
         constants[f"{side}_THRESHOLDS"] = _floats(*thresholds)
@@ -278,20 +277,17 @@ def source(
     return defines + "\n".join(file.read_text(encoding="utf-8") for file in files)
 
 
-def _byte_levels(quantizer: Quantizer) -> tuple[int, int, int]:
-    """Levels as eight bytes, in two words, and what they were multiplied with.
-
-    With four bits the sign is apart and bytes are unsigned, else it is part of the index.
-    """
+def _byte_levels(quantizer: Quantizer) -> str:
+    """`struct Table` of pages.cu: levels as bytes, by the low three bits of a code."""
     assert isinstance(quantizer, TurboQuantMSE)
     book = quantizer.codebook
     levels = triton_kernels.table_levels(book)
-    parts = next(n for n in (1, 2, 4, 8) if all((n * x).is_integer() for x in levels))
-    data = [int(parts * x) for x in levels]
-    least, most = (0, 255) if book.bits == 4 else (-128, 127)
-    assert least <= min(data) and max(data) <= most
-    low, high = (bytes(x & 255 for x in data[at : at + 4]) for at in (0, 4))
-    return int.from_bytes(low, "little"), int.from_bytes(high, "little"), parts
+    assert all(x.is_integer() and abs(x) < 127 for x in levels)
+    if book.bits == 4:  # magnitudes
+        levels = [x + 1 for x in levels] + [-x for x in levels]
+    data = bytes(int(x) & 255 for x in levels)
+    words = [int.from_bytes(data[at : at + 4], "little") for at in range(0, len(data), 4)]
+    return ", ".join(f"{word}u" for word in words)
 
 
 def _floats(*values: float) -> str:

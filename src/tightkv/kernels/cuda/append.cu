@@ -103,10 +103,7 @@ __device__ __forceinline__ u32 pack(int j, F code) {
     u32 w = 0;
     if (BITS == 4) {
 #pragma unroll
-        for (int n = 0; n < 8; n++) {
-            u32 x = code(8 * j + n);
-            w |= (x & 7) << (4 * n) | (x >> 3) << (n < 4 ? 7 + 8 * n : 8 * n - 29);
-        }
+        for (int n = 0; n < 8; n++) w |= (u32)code(8 * j + n) << (4 * n);
     } else if (BITS == 3) {
 #pragma unroll
         for (int n = 0; n < 8; n++)

@@ -98,8 +98,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
 #pragma unroll
     for (int k = 0; k < STAGES - 1; k++) copy_next();
     if (threadIdx.x == 0) {
-        sh.tables[0] = KEY_LOW, sh.tables[1] = KEY_HIGH;
-        sh.tables[2] = VALUE_LOW, sh.tables[3] = VALUE_HIGH;
+        sh.tables[0] = {KEY_TABLE};
+        sh.tables[1] = {VALUE_TABLE};
     }
     const float factor = prepare(queries, sh, a.scale, lane, warp);
 
@@ -108,14 +108,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
     {
         u32 q[SLOT_TILES][KX][2];
         load_query_bytes(q, sh.query_bytes, r, c);
-        // Read back from shared memory: constants would be made again for every use.
-        const volatile u32 *kept = sh.tables;
-        const u32 key_low = kept[0], key_high = kept[1];
-#if VALUE_BITS == KEY_BITS
-        const u32 value_low = key_low, value_high = key_high;
-#else
-        const u32 value_low = kept[2], value_high = kept[3];
-#endif
+        const Table key_table = kept(sh.tables[0]);
+        const Table value_table = VALUE_BITS == KEY_BITS ? key_table : kept(sh.tables[1]);
         const float key_unit = KEY_UNIT * factor * BYTE_UNIT;
         // tiles in [whole_from, whole_to) are wholly seen by every column
         const int newest = v.first_at + (col0 + COLS - 1) / G;
@@ -124,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
         if (v.causal) seen_to = min(seen_to, first_col_at + 1);
         const int whole_from = SOFTCAP ? t_end : (seen_from + 32 * TB - 1) / (32 * TB);
         const int whole_to = seen_to / (32 * TB);
-        float bias[SPAN + SPAN % 2][LANE_COLS];
+        float bias[SPAN][LANE_COLS];
         [[maybe_unused]] bool new_page = true;  // only where a tile is part of one
         int at_stage = 0;
         for (; t < t_end; t++) {
@@ -143,13 +137,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
 #if MEAN_BITS > 0
             if (SPAN > 1 || new_page)
 #pragma unroll
-                for (int p = 0; p < SPAN; p += 2)
+                for (int p = 0; p < SPAN; p++)
 #if MEAN_BITS == 16
-                    mean_scores(bias[p], bias[p + 1], sh.query[0], tile.mean[p],
-                                tile.mean[SPAN > 1 ? p + 1 : p], r, c, factor);
+                    mean_scores(bias[p], sh.query[0], tile.mean[p], r, c, factor);
 #else
-                    mean_scores(bias[p], bias[p + 1], q, tile.mean[p],
-                                tile.mean[SPAN > 1 ? p + 1 : p], c, factor * BYTE_UNIT);
+                    mean_scores(bias[p], q, tile.mean[p], c, factor * BYTE_UNIT);
 #endif
 #endif
             new_page = (t + 1) % TILES == 0;
@@ -161,24 +153,24 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
 #pragma unroll
                 for (int k = 0; k < KL * KW; k++) (&codes.w[0][0])[k] = tile.key[b][k][lane];
                 const uint2 key_scale = tile.key_scale[b][r];
-                Sums<KEY_BITS> sums[2];  // 16 tokens each
+                Sums sums[2];  // 16 tokens each
 #pragma unroll
                 for (int x = 0; x < KX; x++) {
                     Levels of[4];
 #pragma unroll
                     for (int i = 0; i < 4; i++)
-                        of[i] = key_levels<KEY_BITS>(key_word(codes, x, i, c), key_low, key_high);
+                        of[i] = levels_of<KEY_BITS>(key_word(codes, x, i, c), key_table);
 #pragma unroll
                     for (int n = 0; n < SLOT_TILES; n++)
 #pragma unroll
                         for (int h = 0; h < 2; h++) {
                             const Levels &one = of[2 * h], &two = of[2 * h + 1];
-                            multiply<KEY_BITS == 4, false>(sums[h].all[n], one.low, two.low,
-                                                           one.high, two.high, q[n][x], x == 0);
+                            multiply<false>(sums[h].of[n], one.low, two.low, one.high, two.high,
+                                            q[n][x], x == 0);
                             if (KEY_BITS == 4)
-                                multiply<true, false>(sums[h].negative[n], one.low_negative,
-                                                      two.low_negative, one.high_negative,
-                                                      two.high_negative, q[n][x], x == 0);
+                                multiply<false>(sums[h].of[n], one.negative_low, two.negative_low,
+                                                one.negative_high, two.negative_high, q[n][x],
+                                                false);
                         }
                 }
 #pragma unroll
@@ -218,27 +210,27 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
             for (int j = 0; j < LANE_COLS; j++) scale[j] *= value_most * (1.f / MOST_WEIGHT);
 #pragma unroll
             for (int x = 0; x < VX; x++) {
-                Sums<VALUE_BITS> sums[2];  // channels 0, 1 and 2, 3
+                Sums sums[2];  // channels 0, 1 and 2, 3
 #pragma unroll
                 for (int b = 0; b < TB; b++) {
                     Levels of[2][2];  // channel pair; tokens 0..15, 16..31
 #pragma unroll
                     for (int h = 0; h < 2; h++)
-                        value_levels<VALUE_BITS>(value_word(codes[b], x, 2 * h, r),
-                                                 value_word(codes[b], x, 2 * h + 1, r), value_low,
-                                                 value_high, of[0][h], of[1][h]);
+#pragma unroll
+                        for (int m = 0; m < 2; m++)
+                            of[m][h] = levels_of<VALUE_BITS>(value_word(codes[b], x, 2 * h + m, r),
+                                                             value_table);
 #pragma unroll
                     for (int n = 0; n < SLOT_TILES; n++)
 #pragma unroll
                         for (int m = 0; m < 2; m++) {
                             const Levels &one = of[m][0], &two = of[m][1];
-                            multiply<VALUE_BITS == 4, true>(sums[m].all[n], one.low, one.high,
-                                                            two.low, two.high, weights[b][n],
-                                                            b == 0);
+                            multiply<true>(sums[m].of[n], one.low, one.high, two.low, two.high,
+                                           weights[b][n], b == 0);
                             if (VALUE_BITS == 4)
-                                multiply<true, true>(sums[m].negative[n], one.low_negative,
-                                                     one.high_negative, two.low_negative,
-                                                     two.high_negative, weights[b][n], b == 0);
+                                multiply<true>(sums[m].of[n], one.negative_low, one.negative_high,
+                                               two.negative_low, two.negative_high, weights[b][n],
+                                               false);
                         }
                 }
 #pragma unroll

@@ -16,7 +16,7 @@ struct Shared {
     u32 query[2][COLS][D / 2 + 4];  // rotated halves, and as they came
     QueryBytes query_bytes;
     float query_top[COLS];
-    u32 tables[4];
+    Table tables[2];  // of keys, of values
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "kernels/cuda computes another size");
 

@@ -71,10 +71,11 @@ __device__ __forceinline__ u32 permute_bytes(u32 low, u32 high, u32 select) {
     return y;
 }
 
-__device__ __forceinline__ u32 magnitude_bits(u32 w) {  // in assembler, or it is done twice
-    u32 m;
-    asm("and.b32 %0, %1, 0x77777777;" : "=r"(m) : "r"(w));
-    return m;
+// The fourth bit of all nibbles turned; in assembler, or it is done twice.
+__device__ __forceinline__ u32 other_sign(u32 w) {
+    u32 y;
+    asm("xor.b32 %0, %1, 0x88888888;" : "=r"(y) : "r"(w));
+    return y;
 }
 
 // --- what lanes do together ---
@@ -91,8 +92,8 @@ __device__ __forceinline__ void mma(float *c, u32 a0, u32 a1, u32 a2, u32 a3, u3
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// d (16 x 8) = a (16 x 32) b (32 x 8) + c of bytes, A or B of which may be unsigned.
-template <bool A_UNSIGNED, bool B_UNSIGNED>
+// d (16 x 8) = a (16 x 32) b (32 x 8) + c of bytes; those of B may be unsigned.
+template <bool B_UNSIGNED>
 __device__ __forceinline__ void mma_bytes(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1,
                                           int c0, int c1, int c2, int c3) {
 #define MMA_BYTES(kinds)                                                                            \
@@ -100,11 +101,7 @@ __device__ __forceinline__ void mma_bytes(int (&d)[4], u32 a0, u32 a1, u32 a2, u
         " {%10,%11,%12,%13};"                                                                       \
         : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])                                            \
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(c0), "r"(c1), "r"(c2), "r"(c3))
-    if (A_UNSIGNED && B_UNSIGNED)
-        MMA_BYTES("u8.u8");
-    else if (A_UNSIGNED)
-        MMA_BYTES("u8.s8");
-    else if (B_UNSIGNED)
+    if (B_UNSIGNED)
         MMA_BYTES("s8.u8");
     else
         MMA_BYTES("s8.s8");

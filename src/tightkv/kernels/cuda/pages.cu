@@ -23,30 +23,32 @@
 #define VALUE_BLOCK (4 * D * VALUE_BITS)
 #define MEAN_CHUNKS (MEAN_BITS == 16 ? D / 8 : MEAN_BITS == 8 ? D / 16 + 1 : 0)  // of 16 bytes
 
-// Levels of codes are bytes. With four bits they are magnitudes, and once more those of the negative
-// codes alone, others 0: the number is the first minus twice the second.
+// Levels of codes are bytes, and a byte permute looks up eight of them. With four bits there are two
+// tables: the fourth bit of a selector asks for eight copies of a byte's sign bit, so a level of the
+// first table, above zero, or 0; and a level of the second, below zero, or -1. Their sum is the level,
+// if those of the first table are one more; it is left to the products.
+struct Table {
+    u32 low, high, negative_low, negative_high;  // the last two of four bits alone
+};
+
+// Read back from shared memory: constants would be made again for every use.
+__device__ __forceinline__ Table kept(const volatile Table &t) {
+    return {t.low, t.high, t.negative_low, t.negative_high};
+}
+
 struct Levels {
     u32 low, high;  // of the codes in the word's low and high half
-    u32 low_negative, high_negative;
+    u32 negative_low, negative_high;
 };
 
 template <int BITS>
-__device__ __forceinline__ Levels look_up(u32 w, u32 table_low, u32 table_high) {
-    const u32 m = BITS == 4 ? magnitude_bits(w) : w;
-    return {permute_bytes(table_low, table_high, m), permute_bytes(table_low, table_high, m >> 16)};
-}
-
-// Bytes of ones where the top bits of bytes are set, of zeros elsewhere.
-__device__ __forceinline__ u32 signs_of(u32 w) { return permute_bytes(w, w, 0xba98); }
-__device__ __forceinline__ u32 signs_of_pairs(u32 w) { return permute_bytes(w, w, 0xb9a8); }
-
-// Of a word of keys: eight channels of a token.
-template <int BITS>
-__device__ __forceinline__ Levels key_levels(u32 w, u32 table_low, u32 table_high) {
-    Levels x = look_up<BITS>(w, table_low, table_high);
+__device__ __forceinline__ Levels levels_of(u32 w, const Table &t) {
+    Levels x;
+    x.low = permute_bytes(t.low, t.high, w), x.high = permute_bytes(t.low, t.high, w >> 16);
     if (BITS == 4) {
-        x.low_negative = x.low & signs_of(w);
-        x.high_negative = x.high & signs_of(w << 4);
+        const u32 other = other_sign(w);
+        x.negative_low = permute_bytes(t.negative_low, t.negative_high, other);
+        x.negative_high = permute_bytes(t.negative_low, t.negative_high, other >> 16);
     }
     return x;
 }
@@ -56,20 +58,6 @@ __device__ __forceinline__ void sort_by_channel(u32 &w, u32 &v) {
     const u32 first = permute_bytes(w, v, 0x5140);
     v = permute_bytes(w, v, 0x7362);
     w = first;
-}
-
-// Of two such words: channels 0 and 1, channels 2 and 3. Signs lie where the words before had them.
-template <int BITS>
-__device__ __forceinline__ void value_levels(u32 w, u32 v, u32 table_low, u32 table_high, Levels &x,
-                                             Levels &y) {
-    x = look_up<BITS>(w, table_low, table_high);
-    y = look_up<BITS>(v, table_low, table_high);
-    if (BITS == 4) {
-        x.low_negative = x.low & signs_of_pairs(w);
-        x.high_negative = x.high & signs_of_pairs(v);
-        y.low_negative = y.low & signs_of_pairs(w << 4);
-        y.high_negative = y.high & signs_of_pairs(v << 4);
-    }
 }
 
 // Nibble word q of a chunk from its packed words (w has a stride of 4: uint4 components).

@@ -12,38 +12,32 @@
 #define ZERO_BITS 0x4b400000
 #define ZERO 12582912.f                    // 1.5 * 2^23: sums must stay within 2^22 of it
 
-// Values: levels of at most 192 and bytes of 255, of a tile's tokens. Keys: a row of levels has the
-// norm of D normal numbers, 70 each at four bits, and a query's bytes are at most 128; means are of
-// bytes. So D may be 256.
-static_assert(32 * TB * 192 * 255 < 1 << 22 && D * 127 * 128 < 1 << 22, "sums may be too large");
+// Values: levels of at most 97 and bytes of 255, of a tile's tokens. Keys and means: bytes. So D may
+// be 256.
+static_assert(32 * TB * 97 * 255 < 1 << 22 && D * 127 * 128 < 1 << 22, "sums may be too large");
 
 __device__ __forceinline__ int lane_column(int j, int c) {
     return FEW ? c : 8 * (j >> 1) + 2 * c + (j & 1);
 }
 
-template <int BITS>
 struct Sums {
-    int all[SLOT_TILES][4], negative[BITS == 4 ? SLOT_TILES : 1][4];
+    int of[SLOT_TILES][4];
 
     // Of a lane's j-th column, in the upper or the lower half of the rows. Constants cancel, and up
     // to the last addition nothing is rounded.
     __device__ __forceinline__ float column(int j, int half) const {
         const int n = FEW ? 0 : j & ~1, k = 2 * half + (FEW ? 0 : j & 1);
         const int m = FEW ? 0 : n + 1, l = FEW ? k + 1 : k;  // the slot of lo
-        const float hi = __int_as_float(all[n][k]), lo = __int_as_float(all[m][l]);
-        if (BITS != 4) return fmaf(hi, 256.f, -257.f * ZERO) + lo;
-        const float less_hi = fmaf(__int_as_float(negative[n][k]), -2.f, hi);
-        const float less_lo = fmaf(__int_as_float(negative[m][l]), -2.f, lo);
-        return fmaf(less_hi, 256.f, 257.f * ZERO) + less_lo;
+        const float hi = __int_as_float(of[n][k]), lo = __int_as_float(of[m][l]);
+        return fmaf(hi, 256.f, -257.f * ZERO) + lo;
     }
 };
 
 // Rows x, y of an A operand, k of each from 0 and from 16 on; the first of a sum or one more.
-template <bool A_UNSIGNED, bool B_UNSIGNED>
+template <bool B_UNSIGNED>
 __device__ __forceinline__ void multiply(int (&sum)[4], u32 x0, u32 y0, u32 x16, u32 y16,
                                          const u32 (&b)[2], bool first) {
     const int zero = ZERO_BITS;
-    mma_bytes<A_UNSIGNED, B_UNSIGNED>(sum, x0, y0, x16, y16, b[0], b[1], first ? zero : sum[0],
-                                      first ? zero : sum[1], first ? zero : sum[2],
-                                      first ? zero : sum[3]);
+    mma_bytes<B_UNSIGNED>(sum, x0, y0, x16, y16, b[0], b[1], first ? zero : sum[0],
+                          first ? zero : sum[1], first ? zero : sum[2], first ? zero : sum[3]);
 }

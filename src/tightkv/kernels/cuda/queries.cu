@@ -74,7 +74,9 @@ __device__ __forceinline__ float prepare(const Queries &q, Shared &sh, float sca
         for (int k = 0; k < D / 32; k++)
             if (is_own(warp, i)) {
                 const float y = __fdividef(x[i][k], top);
-                ((u16 *)sh.query[0][warp + WARPS * i])[lane + 32 * k] = (u16)pack_half(y, 0.f);
+                const int pairs_0213 = lane & ~6 | (lane & 2) << 1 | (lane & 4) >> 1;
+                u16 *row = (u16 *)sh.query[0][warp + WARPS * i];
+                row[pairs_0213 + 32 * k] = (u16)pack_half(y, 0.f);
                 write_bytes(sh.query_bytes, warp + WARPS * i, lane + 32 * k, 127.f * y);
             }
     __syncthreads();

@@ -45,7 +45,7 @@ class Tile:
         found = 2 * 4 * columns * (d + 6)
         warp = _round_up(max(self.stages * stage, found))
         queries = 8 * columns * (d // 2 + 4) + 2 * columns * (d + 16)  # halves, bytes
-        return _round_up(self.warps * warp + queries + 4 * columns + 16)
+        return _round_up(self.warps * warp + queries + 4 * columns + 32)
 
 
 def _round_up(size: int) -> int:

@@ -73,13 +73,10 @@ def _pack_word(codes, ROWS: tl.constexpr, N: tl.constexpr, BITS: tl.constexpr):
     PER: tl.constexpr = 32 // BITS
     k = tl.arange(0, PER)
     x = tl.reshape(codes, [ROWS, N // PER, PER])
-    if BITS == 4:
-        sign = tl.where(k < 4, 7 + 8 * k, 8 * k - 29)
-        x = ((x & 7) << (4 * k)[None, None, :]) | ((x >> 3) << sign[None, None, :])
-    elif BITS == 2:
+    if BITS == 2:
         x = x << (4 * (k % 8) + 2 * (k // 8))[None, None, :]
     else:
-        x = x << (8 * k)[None, None, :]
+        x = x << (BITS * k)[None, None, :]
     return tl.sum(x, axis=2)
 
 

@@ -124,8 +124,7 @@ def _look_up(index, TABLE: tl.constexpr):
 def _nibble(w, N: tl.constexpr, BITS: tl.constexpr, TABLE: tl.constexpr):
     x = _look_up((w >> (4 * N)) & 7, TABLE)
     if BITS == 4:
-        SIGN: tl.constexpr = 7 + 8 * N if N < 4 else 8 * N - 29
-        x = tl.where(((w >> SIGN) & 1) != 0, -x, x)
+        x = tl.where(((w >> (4 * N + 3)) & 1) != 0, -x, x)
     return x.to(tl.float16)
 
 
@@ -151,8 +150,10 @@ def nibble_levels(w, BITS: tl.constexpr, TABLE: tl.constexpr, PTX: tl.constexpr)
                 prmt.b32 lo, $9, $10, m;
                 prmt.b32 hi, $9, $10, n;
                 shl.b32 s, $8, 4;
-                lop3.b32 lo, $8, 0x80808080, lo, 0x6a;
-                lop3.b32 hi, s, 0x80808080, hi, 0x6a;
+                prmt.b32 m, s, $8, 0x5140;
+                prmt.b32 n, s, $8, 0x7362;
+                lop3.b32 lo, m, 0x80808080, lo, 0x6a;
+                lop3.b32 hi, n, 0x80808080, hi, 0x6a;
                 mov.b32 {a, b}, lo;
                 mov.b32 {c, d}, hi;
                 cvt.rn.f16x2.e4m3x2 r0, a;

@@ -111,17 +111,10 @@ static void make_book(const struct side *side, struct book *book)
 {
     book->bits = (int)side->bits;
     for (int k = 0; k < 16 && side->bits < 8; k++) {
-        int codes = side->bits == 4 ? 8 : 1 << side->bits;
-        book->level[k] = side->levels[k % codes];
+        book->level[k] = side->levels[k % (1 << side->bits)];
         book->high[k] = (uint8_t)(to_bits(book->level[k]) >> 24);
         book->low[k] = (uint8_t)(to_bits(book->level[k]) >> 16);
-    }
-    /* 4-bit levels are counted in halves; only the smallest, 4.5, is no whole number of them. */
-    book->step = side->bits == 4 ? 0.5f : 1.0f;
-    for (int k = 0; k < 16 && side->bits < 8; k++) {
-        float level = side->levels[k % (1 << side->bits)] / book->step;
-        book->whole[k] = (int8_t)roundf(level);
-        book->part[k] = (int8_t)((level - roundf(level)) * BASE);
+        book->byte[k] = (int8_t)book->level[k];
     }
 }
 
@@ -171,7 +164,7 @@ static void split_queries(const struct call *call, const struct group *g, struct
         for (int d = 0; d < dim; d++)
             top = fabsf(query[d]) > top ? fabsf(query[d]) : top;
         const float inverse = top > 0.0f ? LARGEST / top : 0.0f;
-        s->query_unit[r] = top / LARGEST * call->key_book.step;
+        s->query_unit[r] = top / LARGEST;
         for (int d = 0; d < dim; d++) {
             low[d] = rintf(query[d] * inverse);
             high[d] = rintf(low[d] * (1.0f / BASE));
@@ -189,12 +182,10 @@ static void split_queries(const struct call *call, const struct group *g, struct
 /* Which dim each byte of a group stands for. */
 static void order_keys(struct call *call)
 {
-    static const int plain[4] = {0, 1, 2, 3};
-    const int *order = call->layer->key.bits == 4 ? call->dots->order4 : plain;
     const int dim = (int)call->layer->dim, bits = (int)call->layer->key.bits;
     for (int group = 0; group < call->key_groups; group++)
         for (int code = 0; code < 8; code++) {
-            int at = bits == 8 ? code : code % 2 * 4 + order[code / 2];
+            int at = bits == 8 ? code : code % 2 * 4 + code / 2;
             call->key_order[group * 8 + at] = key_dim(dim, bits, group, code);
         }
 }
@@ -376,10 +367,9 @@ static void add_values(const struct call *call, const struct group *g, struct sc
     const int dim = (int)call->layer->dim, rows = (int)g->rows;
     if (uses_dots(call, g)) {
         for (int r = 0; r < rows; r++)
-            s->weight_unit[r] =
-                call->value_book.step * call->dots->split(s->scores + r * STRIP * BLOCK,
-                                                          blocks * BLOCK, s->top[r],
-                                                          s->weight_bytes + r * STRIP * BLOCK * 2);
+            s->weight_unit[r] = call->dots->split(s->scores + r * STRIP * BLOCK, blocks * BLOCK,
+                                                  s->top[r],
+                                                  s->weight_bytes + r * STRIP * BLOCK * 2);
         call->dots->values(&call->value_book, dim, s->value_codes, blocks, s->weight_bytes,
                            s->weight_unit, rows, part->sums);
         return;

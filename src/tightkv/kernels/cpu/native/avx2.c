@@ -1,5 +1,5 @@
 /* x86-64 with AVX2, FMA and F16C: eight levels are one register, looked up by the low three bits
-   of each lane. */
+   of each lane. Of 4-bit codes these are the magnitudes. */
 #if defined(__x86_64__)
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
@@ -28,6 +28,11 @@ static inline struct table table_of(const struct book *book)
 static inline vf look_up(const struct table *t, vu index)
 {
     return (vf)_mm256_permutevar8x32_ps(t->level, (__m256i)index);
+}
+
+static inline vf look_up4(const struct table *t, vu index)
+{
+    return (vf)((vu)look_up(t, index) ^ (index << 28 & 0x80000000u));
 }
 
 static inline vu gather_words(const word32 *at, int step)

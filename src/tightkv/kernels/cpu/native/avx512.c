@@ -30,6 +30,8 @@ static inline vf look_up(const struct table *t, vu index)
     return (vf)_mm512_permutexvar_ps((__m512i)index, t->level);
 }
 
+#define look_up4 look_up
+
 static inline vu gather_words(const word32 *at, int step)
 {
     __m512i w = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)at));

@@ -1,7 +1,8 @@
 /* The decoders in the compiler's vector types. The including file defines LANES and
 
      struct table; table_of(book)   the levels, ready for look-ups
-     look_up(table, index)          levels at the low bits of each lane, as many as the book needs
+     look_up(table, index)          levels at the low three bits of each lane
+     look_up4(table, index)         at the low four
      gather_words(at, step)         the 4-word vectors at `at`, `at + step`, ..., LANES words
      put_parts(v, tile, dim)        4 lanes each to rows 0, 4, 1, 5, 2, 6, 3, 7 of a value tile */
 
@@ -9,16 +10,6 @@
 #include "vectors.h"
 
 /* --- keys: lanes are tokens of LANES / 4 rows r, dims go down the tile --- */
-
-/* Codes of eight nibbles of 4-bit words: magnitudes, and signs elsewhere in the word. */
-static inline void key_nibbles4(const struct table *t, vu w, float *tile)
-{
-    for (int n = 0; n < 8; n++) {
-        const int sign_at = n < 4 ? 8 * n + 7 : 8 * (n - 4) + 3;
-        vu sign = (w << (31 - sign_at)) & 0x80000000u;
-        store(tile + n * BLOCK, (vf)((vu)look_up(t, w >> (4 * n)) ^ sign));
-    }
-}
 
 static inline vu spare_codes(vu w0, vu w1, vu w2)
 {
@@ -73,7 +64,8 @@ static void decode_keys(const struct book *book, int dim, const uint8_t *packed,
                 vu w = gather_words(codes + ((j * 8 + r) * s.chunks + c) * 4, s.chunks * 4);
                 float *column = tile + (c * s.stride + per_word * j) * BLOCK + 4 * r;
                 if (book->bits == 4)
-                    key_nibbles4(&t, w, column);
+                    for (int n = 0; n < 8; n++)
+                        store(column + n * BLOCK, look_up4(&t, w >> (4 * n)));
                 else if (book->bits == 2)
                     for (int n = 0; n < 16; n++)
                         store(column + n * BLOCK, look_up(&t, w >> (4 * (n & 7) + 2 * (n >> 3))));
@@ -85,9 +77,8 @@ static void decode_keys(const struct book *book, int dim, const uint8_t *packed,
 
 /* --- values: lanes are 4 channels of a token, of its mate, then of the next pair --- */
 
-/* Where code `4 * parity + channel` of eight lies: its nibble, and the sign of a 4-bit code. */
+/* Where code `4 * parity + channel` of eight lies: in a nibble, or at the top of a byte. */
 static const uint8_t nibble_shift[8] = {0, 8, 16, 24, 4, 12, 20, 28};
-static const uint8_t sign_shift[8] = {24, 8, 28, 12, 16, 0, 20, 4};
 static const uint8_t byte_shift[8] = {24, 8, 24, 8, 16, 0, 16, 0};
 
 /* Shifts for the lanes of vector `part` of the 32 codes of four words. */
@@ -111,14 +102,12 @@ static inline vu lane_words(const word32 *w, int part)
 
 /* Eight codes of each of four pairs: `tile` is at their first channel and the first pair's row. */
 static inline void value_nibbles(const struct table *t, const word32 *w, int dim, float *tile,
-                                 const int extra, const int has_sign)
+                                 const int extra, const int bits)
 {
     for (int part = 0; part < PARTS; part++) {
         vu words = lane_words(w, part);
-        vu level = (vu)look_up(t, words >> (lane_shifts(nibble_shift, part) + (uint32_t)extra));
-        if (has_sign)
-            level ^= (words << lane_shifts(sign_shift, part)) & 0x80000000u;
-        put_parts((vf)level, part, tile, dim);
+        vu index = words >> (lane_shifts(nibble_shift, part) + (uint32_t)extra);
+        put_parts(bits == 4 ? look_up4(t, index) : look_up(t, index), part, tile, dim);
     }
 }
 
@@ -144,23 +133,23 @@ static void decode_values(const struct book *book, int dim, const uint8_t *packe
             float *rows = tile + 8 * c * dim + 16 * chunk;
             if (book->bits == 4)
                 for (int j = 0; j < 4; j++)
-                    value_nibbles(&t, at + j * step, dim, rows + 4 * j, 0, 1);
+                    value_nibbles(&t, at + j * step, dim, rows + 4 * j, 0, 4);
             else if (book->bits == 2)
                 for (int j = 0; j < 2; j++)
                     for (int h = 0; h < 2; h++)
-                        value_nibbles(&t, at + j * step, dim, rows + 8 * j + 4 * h, 2 * h, 0);
+                        value_nibbles(&t, at + j * step, dim, rows + 8 * j + 4 * h, 2 * h, 2);
             else if (book->bits == 8)
                 for (int j = 0; j < 8; j += 2)
                     value_bytes(at + j * step, at + (j + 1) * step, dim, rows + 2 * j);
             else {
                 word32 last[4];
                 for (int j = 0; j < 3; j++)
-                    value_nibbles(&t, at + j * step, dim, rows + 4 * j, 0, 0);
+                    value_nibbles(&t, at + j * step, dim, rows + 4 * j, 0, 3);
                 for (int i = 0; i < 4; i++)
                     last[i] = ((at[i] >> 3) & 0x11111111u) |
                               ((at[i + step] >> 2) & 0x22222222u) |
                               ((at[i + 2 * step] >> 1) & 0x44444444u);
-                value_nibbles(&t, last, dim, rows + 12, 0, 0);
+                value_nibbles(&t, last, dim, rows + 12, 0, 3);
             }
         }
 }

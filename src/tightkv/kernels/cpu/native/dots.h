@@ -2,22 +2,19 @@
    multiplies bytes and adds up four of them in each 32-bit lane.
 
    A query is 254 q1 + q0 with bytes q1 and q0 (16 bits and one factor), and so are softmax
-   weights. A level is A + F / 254 (F only at 4 bits, for the smallest one, 4.5 halves). Of
-   (254 q1 + q0) (A + F / 254) all but q0 F / 254 is added up, in whole numbers:
-   254 (q1 A) + (q0 A + q1 F). docs/cpu.md has the error.
+   weights. Levels are bytes. docs/cpu.md has the error.
 
-   The including file defines LANES, DOTS_NAME, split_weights and ORDER4 (where a group of bytes
-   has the even codes, or the odd ones, of a 4-bit word), and
+   The including file defines LANES, DOTS_NAME, split_weights, and
 
-     struct tables; key_tables(book), value_tables(book)     what look-ups need
+     struct tables; tables_of(book)     what look-ups need
      struct levels                  those of the even and of the odd codes of LANES words
      key_levels(t, at, row, step, g, bits)    group g of a chunk: lanes are tokens of LANES / 4
                                     rows, `row` bytes apart; words are `step` bytes apart
      value_levels(t, at, step, g, bits)       groups g, g + 1, ... of a chunk: lanes are LANES
                                     channels, bytes are every fourth pair's tokens
-     struct sums; first_sums(bytes, count, bits)    nothing yet, of a row of `count` bytes
-     multiply(levels, by, bits, sums)    by: 16 bytes [even q1][odd q1][even q0][odd q0]
-     join(sums), join_values(sums, bits)    products, by token or by channel */
+     struct sums; first_sums(bytes, count)    nothing yet, of a row of `count` bytes
+     multiply(levels, by, sums)    by: 16 bytes [even q1][odd q1][even q0][odd q0]
+     join(sums)                    products, by token or by channel */
 
 #include "keys16.h"
 #include "ops.h"
@@ -30,13 +27,13 @@ ALWAYS void key_rows(const struct book *book, struct key_shape s, const uint8_t 
                      const int8_t *query, int groups, const float *factor, float *scores,
                      int stride, const int rows, const int bits)
 {
-    const struct tables t = key_tables(book);
+    const struct tables t = tables_of(book);
     const int row = s.chunks * 16;
     const int step = 8 * row; /* bytes from word j to word j + 1 */
     const int per_chunk = groups / s.chunks;
     struct sums first[4];
     for (int k = 0; k < rows; k++)
-        first[k] = first_sums(query + k * groups * 16, groups * 16, bits);
+        first[k] = first_sums(query + k * groups * 16, groups * 16);
     for (int r = 0; r < 8; r += LANES / 4) {
         struct sums sum[4];
         for (int k = 0; k < rows; k++)
@@ -48,9 +45,9 @@ ALWAYS void key_rows(const struct book *book, struct key_shape s, const uint8_t 
                 const struct levels x[2] = {key_levels(&t, at, row, step, g, bits),
                                             key_levels(&t, at, row, step, g + 1, bits)};
                 for (int k = 0; k < rows; k++)
-                    multiply(&x[0], by + k * groups * 16, bits, &sum[k]);
+                    multiply(&x[0], by + k * groups * 16, &sum[k]);
                 for (int k = 0; k < rows; k++)
-                    multiply(&x[1], by + 16 + k * groups * 16, bits, &sum[k]);
+                    multiply(&x[1], by + 16 + k * groups * 16, &sum[k]);
             }
         }
         for (int k = 0; k < rows; k++)
@@ -96,11 +93,11 @@ ALWAYS void value_rows(const struct book *book, int dim, const uint8_t *const *c
                        const int8_t *weights, const float *factor, float *sums, const int rows,
                        const int bits)
 {
-    const struct tables t = value_tables(book);
+    const struct tables t = tables_of(book);
     const int step = dim / 16 * 64; /* bytes from word j to word j + 1 */
     struct sums first[4];
     for (int k = 0; k < rows; k++)
-        first[k] = first_sums(weights + k * STRIP * 64, blocks * 64, bits);
+        first[k] = first_sums(weights + k * STRIP * 64, blocks * 64);
     for (int d = 0; d < dim; d += LANES) {
         const int g = d % 16 / 4;
         struct sums sum[4];
@@ -112,11 +109,11 @@ ALWAYS void value_rows(const struct book *book, int dim, const uint8_t *const *c
                 const struct levels x = value_levels(&t, at, step, g, bits);
                 const int8_t *by = weights + (block * 4 + c) * 16;
                 for (int k = 0; k < rows; k++)
-                    multiply(&x, by + k * STRIP * 64, bits, &sum[k]);
+                    multiply(&x, by + k * STRIP * 64, &sum[k]);
             }
         for (int k = 0; k < rows; k++) {
             float *to = sums + k * dim + d;
-            store(to, load(to) + join_values(&sum[k], bits) * splat(factor[k]));
+            store(to, load(to) + join(&sum[k]) * splat(factor[k]));
         }
     }
 }
@@ -147,4 +144,4 @@ static void dot_values(const struct book *book, int dim, const uint8_t *const *c
     }
 }
 
-const struct dots DOTS_NAME = {dot_keys, dot_values, split_weights, ORDER4};
+const struct dots DOTS_NAME = {dot_keys, dot_values, split_weights};

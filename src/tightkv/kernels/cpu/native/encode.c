@@ -78,11 +78,8 @@ static void pack_chunk(int bits, const uint8_t *c, uint32_t *w)
         for (int k = 0; k < 32; k++)
             w[k / 4] |= (uint32_t)c[k] << 8 * (k % 4);
     } else if (bits == 4) {
-        for (int k = 0; k < 32; k++) {
-            int n = k % 8;
-            w[k / 8] |= (uint32_t)(c[k] & 7) << 4 * n;
-            w[k / 8] |= (uint32_t)(c[k] >> 3) << (n < 4 ? 8 * n + 7 : 8 * n - 29);
-        }
+        for (int k = 0; k < 32; k++)
+            w[k / 8] |= (uint32_t)c[k] << 4 * (k % 8);
     } else if (bits == 3) {
         for (int k = 0; k < 24; k++)
             w[k / 8] |= (uint32_t)c[k] << 4 * (k % 8);
@@ -101,11 +98,8 @@ static void unpack_chunk(int bits, const uint32_t *w, uint8_t *c)
         for (int k = 0; k < 32; k++)
             c[k] = (uint8_t)(w[k / 4] >> 8 * (k % 4));
     } else if (bits == 4) {
-        for (int k = 0; k < 32; k++) {
-            int n = k % 8;
-            uint32_t sign = w[k / 8] >> (n < 4 ? 8 * n + 7 : 8 * n - 29) & 1;
-            c[k] = (uint8_t)((w[k / 8] >> 4 * n & 7) | sign << 3);
-        }
+        for (int k = 0; k < 32; k++)
+            c[k] = w[k / 8] >> 4 * (k % 8) & 15;
     } else if (bits == 3) {
         for (int k = 0; k < 24; k++)
             c[k] = w[k / 8] >> 4 * (k % 8) & 7;

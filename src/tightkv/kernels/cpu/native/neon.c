@@ -27,13 +27,6 @@ static const uint8_t within_word[4][16] = {
     {X, X, 24, 8, X, X, 25, 9, X, X, 26, 10, X, X, 27, 11},
     {X, X, 28, 12, X, X, 29, 13, X, X, 30, 14, X, X, 31, 15},
 };
-/* 4-bit words: byte b of the result is the byte of (w, w << 4) whose top is the sign of code
-   2 b (even) or 2 b + 1 (odd): codes 0..3 in w, 4..7 in w << 4. */
-static const uint8_t even_signs[16] = {0, 2, 16, 18, 4,  6,  20, 22,
-                                       8, 10, 24, 26, 12, 14, 28, 30};
-static const uint8_t odd_signs[16] = {1, 3, 17, 19, 5,  7,  21, 23,
-                                      9, 11, 25, 27, 13, 15, 29, 31};
-
 struct tables {
     uint8x16_t high, low, place[4];
 };
@@ -53,7 +46,7 @@ static inline void expand(const struct tables *t, uint8x16x2_t bytes, float32x4_
         out[k] = vreinterpretq_f32_u8(vqtbl2q_u8(bytes, t->place[k]));
 }
 
-/* Eight nibbles of four words, three bits or fewer used: even nibbles, then odd ones. */
+/* Eight nibbles of four words, of which `mask` is used: even nibbles, then odd ones. */
 static inline void nibbles(const struct tables *t, uint8x16_t w, uint8_t mask,
                            float32x4_t even[4], float32x4_t odd[4])
 {
@@ -62,22 +55,6 @@ static inline void nibbles(const struct tables *t, uint8x16_t w, uint8_t mask,
     float32x4_t *out[2] = {even, odd};
     for (int k = 0; k < 2; k++) {
         uint8x16x2_t bytes = {{vqtbl1q_u8(t->high, index[k]), vqtbl1q_u8(t->low, index[k])}};
-        expand(t, bytes, out[k]);
-    }
-}
-
-/* Eight 4-bit codes of four words: magnitudes in nibbles, signs apart. */
-static inline void signed_nibbles(const struct tables *t, uint8x16_t w, uint8x16_t even_place,
-                                  uint8x16_t odd_place, float32x4_t even[4], float32x4_t odd[4])
-{
-    const uint8x16_t mask = vdupq_n_u8(7), top = vdupq_n_u8(0x80);
-    uint8x16_t index[2] = {vandq_u8(w, mask), vandq_u8(vshrq_n_u8(w, 4), mask)};
-    uint8x16x2_t both = {{w, vshlq_n_u8(w, 4)}};
-    uint8x16_t sign[2] = {vqtbl2q_u8(both, even_place), vqtbl2q_u8(both, odd_place)};
-    float32x4_t *out[2] = {even, odd};
-    for (int k = 0; k < 2; k++) {
-        uint8x16_t high = vbslq_u8(top, sign[k], vqtbl1q_u8(t->high, index[k]));
-        uint8x16x2_t bytes = {{high, vqtbl1q_u8(t->low, index[k])}};
         expand(t, bytes, out[k]);
     }
 }
@@ -114,12 +91,11 @@ static inline void put_keys16(float *tile, const float32x4_t even[4], const floa
 static void keys4(const struct book *book, struct key_shape s, const uint8_t *codes, float *tile)
 {
     const struct tables t = tables_of(book, across_words);
-    const uint8x16_t even_place = vld1q_u8(even_signs), odd_place = vld1q_u8(odd_signs);
     for (int j = 0; j < s.words; j++)
         for (int r = 0; r < 8; r++)
             for (int c = 0; c < s.chunks; c++, codes += 16) {
                 float32x4_t even[4], odd[4];
-                signed_nibbles(&t, vld1q_u8(codes), even_place, odd_place, even, odd);
+                nibbles(&t, vld1q_u8(codes), 15, even, odd);
                 put_keys(tile + (c * s.stride + 8 * j) * BLOCK + 4 * r, even, odd);
             }
 }
@@ -213,12 +189,11 @@ static inline void put_values(float *tile, int dim, int c, const float32x4_t eve
 static void values4(const struct book *book, int dim, const uint8_t *codes, float *tile)
 {
     const struct tables t = tables_of(book, within_word);
-    const uint8x16_t even_place = vld1q_u8(even_signs), odd_place = vld1q_u8(odd_signs);
     for (int j = 0; j < 4; j++)
         for (int d = 4 * j; d < dim; d += 16)
             for (int c = 0; c < 4; c++, codes += 16) {
                 float32x4_t even[4], odd[4];
-                signed_nibbles(&t, vld1q_u8(codes), even_place, odd_place, even, odd);
+                nibbles(&t, vld1q_u8(codes), 15, even, odd);
                 put_values(tile + d, dim, c, even, odd);
             }
 }

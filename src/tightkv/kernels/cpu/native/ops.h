@@ -11,13 +11,12 @@
 #define DOT_ROWS 8 /* as many rows use them at most */
 #define ROWS 32  /* (query, head) pairs that share one decoded tile at most */
 
-/* The levels of one side's codes, whole numbers of quarters: exact in 16 bits of a float. */
+/* The levels of one side's codes, whole numbers of at most 7 bits, by code; repeated to fill. */
 struct book {
     int bits;
-    float level[16];           /* by code, for 4 bits by magnitude; repeated to fill */
-    uint8_t high[16], low[16]; /* the two upper bytes of each float */
-    int8_t whole[16], part[16]; /* by code: level = (whole + part / BASE) * step */
-    float step;
+    float level[16];
+    uint8_t high[16], low[16]; /* the two upper bytes of each float: the others are zero */
+    int8_t byte[16];
 };
 
 /* Words of pages, which may start at any byte. */
@@ -67,8 +66,6 @@ struct dots {
                    const int8_t *weights, const float *factor, int rows, float *sums);
     /* weights of a row of a strip, up to `top` -> bytes; returns their unit */
     float (*split)(const float *weights, int count, float top, int8_t *bytes);
-    /* where a group of queries has dims 0, 2, 4, 6 (and 1, 3, 5, 7) of 4-bit codes */
-    int order4[4];
 };
 
 /* An instruction set: how it is called and what it brings; dots may be NULL. */

@@ -24,6 +24,8 @@ static inline vf look_up(const struct table *t, vu index)
     return out;
 }
 
+#define look_up4 look_up
+
 static inline vu gather_words(const word32 *at, int step)
 {
     (void)step;

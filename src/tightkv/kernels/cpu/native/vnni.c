@@ -15,7 +15,6 @@
 
 #define LANES 16
 #define DOTS_NAME vnni_dots
-#define ORDER4 {0, 1, 2, 3}
 
 #include "ops.h"
 #include "vectors.h"
@@ -23,27 +22,21 @@
 #define OFFSET 128
 #define SELECT 0xCA /* a ternary operation: where the first is 1 the second, else the third */
 
-/* Of a 4-bit word: bits that VPMULTISHIFTQB moves to the bottom of each byte, so that bit 3 is
-   the sign of code 2 b (even) or 2 b + 1 (odd). Eight bytes are two words. */
-static const uint8_t even_signs[16] = {4, 20, 0, 16, 36, 52, 32, 48,
-                                       4, 20, 0, 16, 36, 52, 32, 48};
-static const uint8_t odd_signs[16] = {12, 28, 8, 24, 44, 60, 40, 56,
-                                      12, 28, 8, 24, 44, 60, 40, 56};
 /* Bytes b of words i become bytes i of words b. */
 static const uint8_t across[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
 
 struct tables {
-    __m512i whole, part, even, odd, across;
+    __m512i levels, across;
 };
 
-/* Levels of the even and of the odd codes of a word: A + 128, and F + 128. */
+/* Levels of the even and of the odd codes of a word, with 128 added. */
 struct levels {
-    __m512i whole[2], part[2];
+    __m512i even, odd;
 };
 
-/* Added up: q1 A, q0 A and q1 F; three chains of operations, for one would be slow. */
+/* Added up: products with high bytes, and with low ones. */
 struct sums {
-    __m512i high, low, part;
+    __m512i high, low;
 };
 
 /* Sixteen bytes, four times. */
@@ -57,13 +50,10 @@ ALWAYS __m512i offset(__m512i x)
     return _mm512_xor_si512(x, _mm512_set1_epi8((char)OFFSET));
 }
 
-ALWAYS struct tables key_tables(const struct book *book)
+ALWAYS struct tables tables_of(const struct book *book)
 {
-    return (struct tables){offset(repeated(book->whole)), offset(repeated(book->part)),
-                           repeated(even_signs), repeated(odd_signs), repeated(across)};
+    return (struct tables){offset(repeated(book->byte)), repeated(across)};
 }
-
-ALWAYS struct tables value_tables(const struct book *book) { return key_tables(book); }
 
 ALWAYS __m512i words_at(const uint8_t *at)
 {
@@ -79,34 +69,17 @@ ALWAYS __m512i gather(const uint8_t *at, int step)
     return _mm512_inserti32x4(w, _mm_loadu_si128((const __m128i *)(at + 3 * step)), 3);
 }
 
-/* Indices of the even and of the odd codes of words; 4 bits have their signs elsewhere. */
-struct indices {
-    __m512i even, odd;
-};
-
-ALWAYS struct indices indices_of(const struct tables *t, __m512i w, const int bits)
+/* Indices may have anything above their four bits. */
+ALWAYS struct levels look_up(const struct tables *t, __m512i even, __m512i odd)
 {
-    const __m512i top = _mm512_set1_epi8(8), high = _mm512_srli_epi16(w, 4);
-    if (bits < 4)
-        return (struct indices){w, high};
-    __m512i even = _mm512_multishift_epi64_epi8(t->even, w);
-    __m512i odd = _mm512_multishift_epi64_epi8(t->odd, w);
-    return (struct indices){_mm512_ternarylogic_epi32(top, even, w, SELECT),
-                            _mm512_ternarylogic_epi32(top, odd, high, SELECT)};
-}
-
-ALWAYS struct levels look_up(const struct tables *t, struct indices at)
-{
-    return (struct levels){{_mm512_permutexvar_epi8(at.even, t->whole),
-                            _mm512_permutexvar_epi8(at.odd, t->whole)},
-                           {_mm512_permutexvar_epi8(at.even, t->part),
-                            _mm512_permutexvar_epi8(at.odd, t->part)}};
+    return (struct levels){_mm512_permutexvar_epi8(even, t->levels),
+                           _mm512_permutexvar_epi8(odd, t->levels)};
 }
 
 /* 8 bits: levels are there. */
 ALWAYS struct levels bytes_of(__m512i even, __m512i odd)
 {
-    return (struct levels){{offset(even), offset(odd)}, {even, odd}};
+    return (struct levels){offset(even), offset(odd)};
 }
 
 /* The eight codes in the spare top bits of three 3-bit words. */
@@ -129,7 +102,7 @@ ALWAYS struct levels key_levels(const struct tables *t, const uint8_t *at, int r
         w = _mm512_srli_epi16(w, 2);
     if (bits == 3 && g == 3)
         w = spare_of(w, gather(at + step, row), gather(at + 2 * step, row));
-    return look_up(t, indices_of(t, w, bits));
+    return look_up(t, w, _mm512_srli_epi16(w, 4));
 }
 
 /* Four groups of words, one in each 16 bytes. */
@@ -163,13 +136,11 @@ ALWAYS struct levels value_levels(const struct tables *t, const uint8_t *at, int
     if (bits == 8)
         return value_bytes(_mm512_shuffle_epi8(gather(at, 2 * step), t->across),
                            _mm512_shuffle_epi8(gather(at + step, 2 * step), t->across));
-    struct indices w = indices_of(t, value_words(at, step, bits), bits);
-    w.even = _mm512_shuffle_epi8(w.even, t->across);
-    w.odd = _mm512_shuffle_epi8(w.odd, t->across);
-    return look_up(t, w);
+    const __m512i w = _mm512_shuffle_epi8(value_words(at, step, bits), t->across);
+    return look_up(t, w, _mm512_srli_epi16(w, 4));
 }
 
-ALWAYS struct sums first_sums(const int8_t *bytes, int count, const int bits)
+ALWAYS struct sums first_sums(const int8_t *bytes, int count)
 {
     const __m512i by = _mm512_set1_epi8((char)OFFSET), zero = _mm512_setzero_si512();
     __m512i all = zero; /* words of 16 bytes: even high, odd high, even low, odd low */
@@ -181,8 +152,7 @@ ALWAYS struct sums first_sums(const int8_t *bytes, int count, const int bits)
     all = _mm512_add_epi32(all, _mm512_shuffle_i32x4(all, all, 0xb1));
     all = _mm512_add_epi32(all, _mm512_shuffle_epi32(all, 0xb1));
     all = _mm512_sub_epi32(zero, all);
-    const __m512i high = _mm512_shuffle_epi32(all, 0x00);
-    return (struct sums){high, _mm512_shuffle_epi32(all, 0xaa), bits == 4 ? high : zero};
+    return (struct sums){_mm512_shuffle_epi32(all, 0x00), _mm512_shuffle_epi32(all, 0xaa)};
 }
 
 ALWAYS __m512i four_bytes(const int8_t *at)
@@ -190,29 +160,18 @@ ALWAYS __m512i four_bytes(const int8_t *at)
     return _mm512_set1_epi32((int)*(const word32 *)at);
 }
 
-ALWAYS void multiply(const struct levels *x, const int8_t *by, const int bits, struct sums *sum)
+ALWAYS void multiply(const struct levels *x, const int8_t *by, struct sums *sum)
 {
-    const __m512i even = four_bytes(by), odd = four_bytes(by + 4);
-    sum->high = _mm512_dpbusd_epi32(sum->high, x->whole[0], even);
-    sum->low = _mm512_dpbusd_epi32(sum->low, x->whole[0], four_bytes(by + 8));
-    if (bits == 4)
-        sum->part = _mm512_dpbusd_epi32(sum->part, x->part[0], even);
-    sum->high = _mm512_dpbusd_epi32(sum->high, x->whole[1], odd);
-    sum->low = _mm512_dpbusd_epi32(sum->low, x->whole[1], four_bytes(by + 12));
-    if (bits == 4)
-        sum->part = _mm512_dpbusd_epi32(sum->part, x->part[1], odd);
+    sum->high = _mm512_dpbusd_epi32(sum->high, x->even, four_bytes(by));
+    sum->low = _mm512_dpbusd_epi32(sum->low, x->even, four_bytes(by + 8));
+    sum->high = _mm512_dpbusd_epi32(sum->high, x->odd, four_bytes(by + 4));
+    sum->low = _mm512_dpbusd_epi32(sum->low, x->odd, four_bytes(by + 12));
 }
 
 ALWAYS vf join(const struct sums *sum)
 {
-    const __m512 low = _mm512_cvtepi32_ps(_mm512_add_epi32(sum->low, sum->part));
+    const __m512 low = _mm512_cvtepi32_ps(sum->low);
     return (vf)_mm512_fmadd_ps(_mm512_cvtepi32_ps(sum->high), _mm512_set1_ps(BASE), low);
-}
-
-ALWAYS vf join_values(const struct sums *sum, const int bits)
-{
-    (void)bits; /* channels are in order */
-    return join(sum);
 }
 
 /* Weights of one row [count], a multiple of 16, as bytes [8 high][8 low]; returns their unit. */
