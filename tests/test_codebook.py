@@ -191,7 +191,7 @@ def test_fp8_unit_is_the_best_scale(bits: int) -> None:
     assert book.distortion == pytest.approx(best.fun, rel=1e-8)
 
 
-@pytest.mark.parametrize(("bits", "excess"), [(1, 0), (2, 0), (3, 0.0012), (4, 0.0070)])
+@pytest.mark.parametrize(("bits", "excess"), [(1, 0), (2, 0), (3, 0.0012), (4, 0.0076)])
 def test_fp8_costs_little_over_lloyd_max(bits: int, excess: float) -> None:
     ratio = get_codebook("fp8", bits).distortion / get_codebook("gaussian", bits).distortion
     assert ratio - 1 == pytest.approx(excess, abs=5e-5)
@@ -202,7 +202,8 @@ def test_fp8_magnitudes_are_e4m3_values(bits: int) -> None:
     native = torch.tensor(get_codebook("fp8", bits).native)
     assert torch.equal(native.to(torch.float8_e4m3fn).float(), native)
     assert native.min() >= 2.0**-6  # no subnormals
-    assert native.max() <= 448
+    assert native.max() <= 126  # one more is still a signed byte, as the CUDA kernels need it
+    assert torch.equal(native.round(), native)
 
 
 def interval_cost(low: np.ndarray, high: np.ndarray, centroid: np.ndarray) -> np.ndarray:
@@ -226,15 +227,13 @@ def best_subset_distortion(levels: np.ndarray, count: int) -> float:
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
-def test_no_e4m3_magnitudes_do_better(bits: int) -> None:
-    """Search every set of e4m3 values at each of 101 scales over one octave."""
+def test_no_whole_e4m3_magnitudes_do_better(bits: int) -> None:
+    """Search every set of e4m3 values that are whole numbers to 126, at 601 scales."""
     bytes_ = torch.arange(1, 127, dtype=torch.uint8)  # positive and finite
     levels = bytes_.view(torch.float8_e4m3fn).double().numpy()
-    levels = levels[levels >= 2.0**-6]
+    levels = levels[(levels == levels.round()) & (levels <= 126)]
     book = get_codebook("fp8", bits)
-    scales = book.unit * np.geomspace(2**-0.5, 2**0.5, 101)
-    if bits == 1:
-        scales = scales / 32  # room for levels on both sides
+    scales = np.geomspace(2.0**-6, 1, 601)  # the largest level is at least 1.9
     best = min(best_subset_distortion(scale * levels, 2 ** (bits - 1)) for scale in scales)
     assert book.distortion <= best * (1 + 1e-6)
     assert best == pytest.approx(book.distortion, rel=1e-3)  # the search does reach the book

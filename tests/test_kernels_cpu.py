@@ -55,7 +55,7 @@ def score_error(isa, cache, q):
     """What a score may differ by: rounding of floats, or 9 times the rms of 16-bit queries."""
     keys = reference.dequantize(cache.codec, cache.pages)[0].norm(dim=-1).nan_to_num(0)
     norms = float(q.float().norm(dim=-1).max() * keys.max()) if keys.numel() else 0.0
-    return (4e-5 if isa in ROUNDING else 2e-6) * norms / math.sqrt(q.shape[-1]) + 2e-6
+    return (2.5e-5 if isa in ROUNDING else 2e-6) * norms / math.sqrt(q.shape[-1]) + 2e-6
 
 
 def check_equal(isa, cache, got, expected, q):

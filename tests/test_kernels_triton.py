@@ -181,7 +181,7 @@ def test_append_for_all_scale_modes(mode):
 
 
 def append_alike(cfg, dim, open_codes, steps, ties=0):
-    """`ties`: bytes that may differ where means or a dense rotation are summed in another order."""
+    """`ties`: bytes that may differ where a dense rotation is summed in another order."""
     caches = [
         cache_on(cfg, [0, 0], name=name, dim=dim, open_codes=open_codes)
         for name in ("reference", "triton")
@@ -194,8 +194,23 @@ def append_alike(cfg, dim, open_codes, steps, ties=0):
         a, b = caches
         exact = [(getattr(a, n), getattr(b, n)) for n in ("ring_key", "ring_value", "sink_key")]
         assert all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in exact)
-        differ = int((a.pages != b.pages).sum())
+        differ = different_bytes(a, b)
         assert differ <= ties, f"{differ} bytes after {counts}"
+
+
+def different_bytes(a, b):
+    """Without those that follow from the mean of a page, of which one channel may be a tie.
+
+    A GPU sums means in another order. Where one is rounded to the other side, its channel of the
+    page's tokens may get other codes.
+    """
+    differ = a.pages != b.pages
+    if a.layout.cfg.centered:
+        moved = differ[..., a.layout.mean_offset :].sum(-1)
+        assert int(moved.sum()) <= 1, f"{int(moved.sum())} bytes of means"
+        assert int(differ[moved > 0].sum()) <= a.layout.page_size
+        differ = differ[moved == 0]
+    return int(differ.sum())
 
 
 def test_append_keeps_what_has_no_exact_copy():

@@ -1,7 +1,7 @@
 // Tiles on their way through shared memory: where a lane's bytes of a page lie, and where they go.
 
 // A tile on its way or being read: each lane's codes, then what is common to all lanes.
-struct Stage {
+struct __align__(128) Stage {  // all banks of shared memory once
     uint4 key[TB][KL * KW][32], value[TB][VL * VW][32];
     uint2 key_scale[TB][8], value_scale[TB][8];
     uint4 mean[SPAN][MEAN_CHUNKS + !MEAN_CHUNKS];  // of a tile's pages

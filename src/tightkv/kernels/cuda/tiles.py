@@ -41,7 +41,7 @@ class Tile:
         loads = -(-d // 128) * sum(words)  # of 16 bytes a lane
         mean = {16: d // 8, 8: d // 16 + 1}.get(cfg.mean_bits if cfg.centered else 0, 1)
         span = max(1, 32 * self.blocks_of_32 // layout.page_size)  # pages in a tile
-        stage = self.blocks_of_32 * (512 * loads + 128) + 16 * mean * span
+        stage = _round_up(self.blocks_of_32 * (512 * loads + 128) + 16 * mean * span)
         found = 2 * 4 * columns * (d + 6)
         warp = _round_up(max(self.stages * stage, found))
         queries = 8 * columns * (d // 2 + 4) + 2 * columns * (d + 16)  # halves, bytes
@@ -49,7 +49,7 @@ class Tile:
 
 
 def _round_up(size: int) -> int:
-    return -(-size // 16) * 16
+    return -(-size // 128) * 128
 
 
 @dataclass(frozen=True)
