@@ -63,7 +63,7 @@ def module(
     assert machine in text
     text = f'#include "{HEADER}"\n' + text.replace(machine, "") + _LAUNCHERS[name == "decode"]
     text = text.replace(
-        "extern __shared__ __align__(16) char memory[];", "char *memory = host::memory;"
+        "extern __shared__ __align__(128) char memory[];", "char *memory = host::memory;"
     )
     path = Path(_FOLDER.name) / hashlib.sha256(text.encode()).hexdigest()[:16]
     path.with_suffix(".cpp").write_text(text, encoding="utf-8")
