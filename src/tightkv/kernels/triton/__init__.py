@@ -57,8 +57,6 @@ def unsupported(layout: PageLayout) -> str | None:
         return f'codebook={cfg.codebook!r}; they decode "fp8"'
     if not 64 <= layout.head_dim <= 256:
         return f"head_dim={layout.head_dim}; they have 64 to 256"
-    if cfg.rotation == "haar" and layout.head_dim > 128:  # the matrix would not fit a processor
-        return f'rotation="haar" with head_dim={layout.head_dim}; with it they have 64 to 128'
     return None
 
 
@@ -132,7 +130,7 @@ _TABLES: dict[tuple[int, str], Tensor] = {}
 
 
 def rotation_table(codec: Codec, side: str, device: torch.device) -> Tensor:
-    """What `rotate` reads: signs, or the matrix; float32."""
+    """What `rotate` reads: signs, or the transposed matrix; float32."""
     rotation = codec.side(side).rotation
     key = (id(rotation), str(device))  # rotations are cached for good
     if key not in _TABLES:
@@ -141,7 +139,7 @@ def rotation_table(codec: Codec, side: str, device: torch.device) -> Tensor:
             signs = rotation.matrix()[0].sign()
             _TABLES[key] = signs.to(device)
         else:
-            _TABLES[key] = rotation.matrix().to(device)
+            _TABLES[key] = rotation.matrix().T.contiguous().to(device)
     return _TABLES[key]
 
 
@@ -248,7 +246,7 @@ def attend(
         partial, partial_lse, rotation_table(codec, "value", device), first, out, lse,
         view.batch, rows, out.stride(0), out.stride(1), shares,
         HQ=hq, D=d, DP=shared["DP"], HEADS=heads,
-        STEP=16, KIND=shared["KIND"], num_warps=4,
+        STEP=16 if heads == 1 else 4, KIND=shared["KIND"], num_warps=4,
     )  # fmt: skip
     return out, lse
 
@@ -296,12 +294,13 @@ def _plan(
         "EXACT_STAGES": 1,
     }  # fmt: skip
     programs = view.batch * layout.num_kv_heads * triton.cdiv(columns, cols)
+    wide = 2 if layout.head_dim > 128 else 1  # more warps, else registers spill
     if max_queries > 16:
-        return {**plan, "splits": 1, "exact_splits": 0, "num_warps": 4}
+        return {**plan, "splits": 1, "exact_splits": 0, "num_warps": 4 * wide}
     wanted = triton.cdiv(_processors(device) * 8, programs)
     splits = max(1, min(wanted, max(1, view.block_table.shape[1]), 256))
     exact = triton.cdiv(view.ring_key.shape[1] + view.sink_key.shape[1], 64)
-    warps = 1 if cols <= 16 else 2
+    warps = wide if cols <= 16 else 2 * wide
     return {
         **plan, "splits": splits, "exact_splits": exact, "num_warps": warps,
     }  # fmt: skip

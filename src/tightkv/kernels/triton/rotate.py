@@ -27,13 +27,13 @@ def rotate(
 ):  # fmt: skip
     """R x for each row of [ROWS, DP]; columns from D on are zero.
 
-    `table` holds D signs (Hadamard) or the matrix R [D, D] in float32.
+    `table` holds D signs (Hadamard) or the matrix R^T [D, D] in float32.
     """
     if KIND == 1:
         x = x * tl.load(table + tl.arange(0, D))[None, :]
         x = hadamard_sums(x, ROWS, D) * (D**-0.5)
     if KIND == 2:
-        x = _dense(x, table, 1, D, ROWS, D, DP)
+        x = _dense(x, table, D, 1, ROWS, D, DP)
     return x
 
 
@@ -46,7 +46,7 @@ def rotate_back(
         y = hadamard_sums(y, ROWS, D) * (D**-0.5)
         y = y * tl.load(table + tl.arange(0, D))[None, :]
     if KIND == 2:
-        y = _dense(y, table, D, 1, ROWS, D, DP)
+        y = _dense(y, table, 1, D, ROWS, D, DP)
     return y
 
 
@@ -55,7 +55,17 @@ def _dense(
     x, matrix, stride_in, stride_out, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr
 ):  # fmt: skip
     """x [ROWS, DP] @ M, M[i, o] at matrix + i * stride_in + o * stride_out."""
-    at = tl.arange(0, DP)
-    live = (at[:, None] < D) & (at[None, :] < D)
-    m = tl.load(matrix + at[:, None] * stride_in + at[None, :] * stride_out, mask=live, other=0.0)
-    return tl.dot(x, m, input_precision="ieee")
+    # A slice of the input channels at a time, in a loop that stays one: the whole matrix does not
+    # fit shared memory, and so large a product takes minutes to compile.
+    STEP: tl.constexpr = 16
+    x = tl.reshape(x, [ROWS, DP // STEP, STEP])
+    slices = tl.arange(0, DP // STEP)[None, :, None]
+    o = tl.arange(0, DP)[None, :]
+    y = tl.zeros([ROWS, DP], tl.float32)
+    for k in tl.range(0, tl.cdiv(D, STEP), num_stages=1):
+        part = tl.sum(tl.where(slices == k, x, 0.0), axis=1)  # tl.gather shuffles more
+        i = k * STEP + tl.arange(0, STEP)[:, None]
+        live = (i < D) & (o < D)
+        m = tl.load(matrix + i * stride_in + o * stride_out, mask=live, other=0.0)
+        y = tl.dot(part, m, y, input_precision="ieee")
+    return y

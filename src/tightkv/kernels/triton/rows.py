@@ -36,7 +36,7 @@ def _load_rotated(
         for k0 in range(0, D, 16):
             k = k0 + tl.arange(0, 16)
             part = tl.load(x + starts[:, None] + k[None, :], mask=live[:, None], other=0.0)
-            at = k[:, None] * D + d[None, :] if BACK else k[:, None] + d[None, :] * D
+            at = k[:, None] + d[None, :] * D if BACK else k[:, None] * D + d[None, :]
             m = tl.load(table + at, mask=(d < D)[None, :], other=0.0)
             y = tl.dot(part.to(tl.float32), m, y, input_precision="ieee")
         return y

@@ -1,0 +1,61 @@
+"""Compile what the Triton kernels would launch, for sm_90 and without a GPU.
+
+python triton_ahead.py HEAD_DIM: JSON with the shared memory of each kernel, in bytes.
+Not under TRITON_INTERPRET.
+"""
+
+import json
+import sys
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from helpers import make_cache
+from tightkv.config import KVQuantConfig
+from tightkv.kernels import triton as kernels
+
+shared: dict[str, int] = {}
+POINTERS = {
+    torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.uint8: "*u8",
+}  # fmt: skip
+
+
+def compile_only(kernel, *args, grid, warmup, num_warps, **constants):
+    names = kernel.arg_names
+    signature = dict.fromkeys(names, "constexpr")
+    aligned = {}
+    for param, x in zip(kernel.params, args, strict=False):
+        if isinstance(x, torch.Tensor):
+            signature[param.name] = POINTERS[x.dtype]
+        else:
+            signature[param.name] = "fp32" if isinstance(x, float) else "i32"
+        if not param.do_not_specialize and (isinstance(x, torch.Tensor) or x % 16 == 0):
+            aligned[(param.num,)] = [["tt.divisibility", 16]]
+    values = {(names.index(name),): x for name, x in constants.items()}
+    source = ASTSource(kernel, signature, values, aligned)
+    target, options = GPUTarget("cuda", 90, 32), {"num_warps": num_warps}
+    built = triton.compile(source, target=target, options=options)
+    name = kernel.fn.__name__
+    shared[name] = max(shared.get(name, 0), built.metadata.shared)
+
+
+def main(dim: int) -> None:
+    JITFunction.run = compile_only
+    kernels._has_ptx = lambda device: True
+    cache = make_cache(KVQuantConfig(), rows=1, dim=dim, dtype=torch.bfloat16)
+    cache._kernels = "tightkv.kernels.triton"
+    x = torch.zeros(1, 20, 2, dim, dtype=torch.bfloat16)
+    cache.append(cache.table.append([0], [20]), x, x)
+    for count in (1, 20):  # a decode step, and a prefill that `staged` does not take
+        q = torch.zeros(count, 8, dim, dtype=torch.bfloat16)
+        first = torch.tensor([0, count], dtype=torch.int32)
+        new = {} if count == 1 else {"new_key": x[0], "new_value": x[0], "window": 4096}
+        kernels.attend(cache.codec, q, cache.view(), first, max_queries=count, **new)
+    json.dump(shared, sys.stdout)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
