@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -138,9 +137,7 @@ def test_beta_books_tend_to_the_gaussian_one() -> None:
 
 @pytest.mark.parametrize("dim", [4, 5, 7, 72, 257])
 def test_other_sizes_are_solved_when_asked_for(dim: int) -> None:
-    start = time.process_time()
     magnitudes, distortion = solve(BetaLaw(dim), 8)
-    assert time.process_time() - start < 1
     book = get_codebook("beta", 8, dim)
     assert book is get_codebook(kind="beta", dim=dim, bits=8)  # cached
     np.testing.assert_allclose(book.magnitudes, magnitudes.numpy(), rtol=1e-11)
