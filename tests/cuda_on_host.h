@@ -250,9 +250,9 @@ inline bool __any_sync(u32, bool x) {
 inline void wait_for_previous() {}
 inline void let_next_start() {}
 inline float exp2_fast(float x) { return exp2f(x); }
+inline float log2_fast(float x) { return log2f(x); }
 inline float half_to_float(u16 h) { return host::to_float(h); }
 inline u16 to_half(float x) { return host::from_float(x); }
-inline float one_if_negative(u32 bits) { return host::bits_to_float(bits) < 0.f ? 1.f : 0.f; }
 inline u32 pack_half(float low, float high) {
     return host::from_float(low) | (u32)host::from_float(high) << 16;
 }

@@ -128,8 +128,17 @@ def test_large_and_small_scores():
     """Rows whose scores lie far below 0, far above, and far apart."""
     cache = cache_on(CFG, [400, 400], dtype=torch.float16)
     fill(cache, [400, 400])
-    for scale in (1e-4, 0.5):
+    for scale in (1e-4, 0.5, -0.1, 0.0):
         assert_attends_alike(cache, [2, 2], 2, scale=scale)
+
+
+def test_pages_whose_values_are_zero():
+    """They have no largest scale that weights could be relative to, but count in the softmax."""
+    cache = cache_on(CFG, [400], dtype=torch.float16)
+    key, value = (x.to(DEVICE, torch.float16) for x in tokens(1, 400, heads=HEADS, dim=64))
+    value[:, 60:200] = 0
+    cache.append(cache.table.append([0], [400]), key, value)
+    assert_attends_alike(cache, [1], 4)
 
 
 @pytest.mark.parametrize("height,bound", [(7.0, 3e-3), (11.0, 6e-3), (13.0, 4e-2)])

@@ -110,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
         load_query_bytes(q, sh.query_bytes, r, c);
         const Table key_table = kept(sh.tables[0]);
         const Table value_table = VALUE_BITS == KEY_BITS ? key_table : kept(sh.tables[1]);
-        const float key_unit = KEY_UNIT * factor * BYTE_UNIT;
+        const float key_unit = KEY_UNIT * factor * BYTE_UNIT, score_unit = SOFTCAP ? 1.f : key_unit;
         // tiles in [whole_from, whole_to) are wholly seen by every column
         const int newest = v.first_at + (col0 + COLS - 1) / G;
         int seen_from = v.low, seen_to = v.high;
@@ -137,11 +137,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
 #if MEAN_BITS > 0
             if (SPAN > 1 || new_page)
 #pragma unroll
-                for (int p = 0; p < SPAN; p++)
+                for (int p = 0; p < SPAN; p += MEAN_BITS == 16 ? 1 : 2)
 #if MEAN_BITS == 16
-                    mean_scores(bias[p], sh.query[0], tile.mean[p], r, c, factor);
+                    mean_scores(bias[p], sh.query[0], tile.mean[p], r, c, 1.f / (KEY_UNIT * BYTE_UNIT));
 #else
-                    mean_scores(bias[p], q, tile.mean[p], c, factor * BYTE_UNIT);
+                    mean_scores(bias[p], bias[min(p + 1, SPAN - 1)], q, tile.mean[p],
+                                tile.mean[min(p + 1, SPAN - 1)], c, 1.f / KEY_UNIT);
 #endif
 #endif
             new_page = (t + 1) % TILES == 0;
@@ -175,13 +176,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
                 }
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    const u32 two = i < 2 ? key_scale.x : key_scale.y;
-                    const float size = fabsf(half_of(key_scale, i)) * key_unit;
-                    const float centered = one_if_negative((i & 1) ? two + 1 : two * 65536 + 1);
+                    const float scale = half_of(key_scale, i);
+                    const bool centered = MEAN_BITS > 0 && __float_as_int(scale) < 0;
 #pragma unroll
                     for (int j = 0; j < LANE_COLS; j++) {
-                        s[j][4 * b + i] = sums[i / 2].column(j, i & 1) * size;
-                        if (MEAN_BITS > 0) s[j][4 * b + i] += centered * bias[b / BP][j];
+                        s[j][4 * b + i] = fmaf(sums[i / 2].column(j, i & 1), fabsf(scale),
+                                               centered ? bias[b / BP][j] : 0.f);
+                        if (SOFTCAP) s[j][4 * b + i] *= key_unit;
                     }
                 }
             }
@@ -198,16 +199,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
                     sort_by_channel(w.z, w.w);
                     (&codes[b].w[0][0])[k] = w;
                 }
-            const float to_weight = value_most > 0.f ? __fdividef(MOST_WEIGHT, value_most) : 0.f;
-            float value_size[4 * TB], top[LANE_COLS], sum[LANE_COLS], scale[LANE_COLS];
-#pragma unroll
-            for (int k = 0; k < 4 * TB; k++)
-                value_size[k] = half_of(value_scale[k / 4], k % 4) * to_weight;
+            const float weight_unit = value_most > 0.f ? value_most * (1.f / MOST_WEIGHT) : 1.f;
+            float top[LANE_COLS], sum[LANE_COLS], scale[LANE_COLS];
             u32 weights[TB][SLOT_TILES][2];
-            weigh(s, value_size, weights, top, sum);
+            weigh(s, score_unit, value_scale, weight_unit, weights, top, sum);
             add_tile(f, top, sum, scale);
 #pragma unroll
-            for (int j = 0; j < LANE_COLS; j++) scale[j] *= value_most * (1.f / MOST_WEIGHT);
+            for (int j = 0; j < LANE_COLS; j++) scale[j] *= weight_unit;
 #pragma unroll
             for (int x = 0; x < VX; x++) {
                 Sums sums[2];  // channels 0, 1 and 2, 3

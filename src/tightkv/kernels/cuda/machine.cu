@@ -26,6 +26,12 @@ __device__ __forceinline__ float exp2_fast(float x) {
     return y;
 }
 
+__device__ __forceinline__ float log2_fast(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 __device__ __forceinline__ float half_to_float(u16 h) {
     float f;
     asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
@@ -36,13 +42,6 @@ __device__ __forceinline__ u16 to_half(float x) {
     u16 h;
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(x));
     return h;
-}
-
-// 1 where the sign bit is set, else 0. The number must not be zero or NaN.
-__device__ __forceinline__ float one_if_negative(u32 bits) {
-    float y;
-    asm("set.lt.f32.f32 %0, %1, 0f00000000;" : "=f"(y) : "f"(__int_as_float(bits)));
-    return y;
 }
 
 __device__ __forceinline__ u32 pack_half(float low, float high) {

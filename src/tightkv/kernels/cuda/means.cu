@@ -1,27 +1,33 @@
-// What the mean of a page adds to scores: q.mu, once a page. All rows of the A operand are that mean.
+// What the mean of a page adds to scores: q.mu, once a page.
 
 #if MEAN_BITS == 8
-__device__ __forceinline__ void mean_scores(float (&scores)[LANE_COLS],
-                                            const u32 (&q)[SLOT_TILES][KX][2], const uint4 *mean,
-                                            int c, float factor) {
+// Of two pages: one in the upper rows of an A operand, one in the lower. Words are loaded one by one, each
+// to its place; pairs would have to be moved there.
+__device__ __forceinline__ void mean_scores(float (&one)[LANE_COLS], float (&two)[LANE_COLS],
+                                            const u32 (&q)[SLOT_TILES][KX][2], const uint4 *mean1,
+                                            const uint4 *mean2, int c, float factor) {
+    const volatile u32 *m = (const volatile u32 *)mean1, *w = (const volatile u32 *)mean2;
     Sums sums;
 #pragma unroll
     for (int x = 0; x < KX; x++) {
-        const uint2 m = ((const uint2 *)mean)[key_channel(x, c) / 8];
+        const int at = key_channel(x, c) / 4;
+        const u32 a[4] = {m[at], w[at], m[at + 1], w[at + 1]};
 #pragma unroll
         for (int n = 0; n < SLOT_TILES; n++)
-            multiply<false>(sums.of[n], m.x, m.x, m.y, m.y, q[n][x], x == 0);
+            multiply<false>(sums.of[n], a[0], a[1], a[2], a[3], q[n][x], x == 0);
     }
-    const float unit = half_to_float(*(const u16 *)(mean + D / 16)) * factor;
+    const float unit1 = half_to_float(*(const u16 *)(mean1 + D / 16)) * factor;
+    const float unit2 = half_to_float(*(const u16 *)(mean2 + D / 16)) * factor;
 #pragma unroll
-    for (int j = 0; j < LANE_COLS; j++) scores[j] = sums.column(j, 0) * unit;
+    for (int j = 0; j < LANE_COLS; j++)
+        one[j] = sums.column(j, 0) * unit1, two[j] = sums.column(j, 1) * unit2;
 }
 #endif
 
 #if MEAN_BITS == 16
-// Queries as halves, from shared memory; where four columns are all, each of them twice. Registers
-// are operands as they were loaded: pairs of channels 0 and 2 of each eight in the upper rows, 1 and
-// 3 in the lower ones, so each product is half of use.
+// Of one page, in all rows. Queries as halves, from shared memory; where four columns are all, each of
+// them twice. Registers are operands as they were loaded: pairs of channels 0 and 2 of each eight in
+// the upper rows, 1 and 3 in the lower ones, so each product is half of use.
 __device__ __forceinline__ void mean_scores(float (&scores)[LANE_COLS],
                                             const u32 (*queries)[D / 2 + 4], const uint4 *mean,
                                             int r, int c, float factor) {

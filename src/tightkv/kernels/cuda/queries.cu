@@ -39,10 +39,12 @@ __device__ __forceinline__ void write_bytes(QueryBytes &to, int column, int chan
 }
 
 // Both frames of a block's queries to shared memory; returns what scores of rotated halves are to be
-// multiplied with to be in log2 units; those of bytes also with BYTE_UNIT.
+// multiplied with to be in log2 units; those of bytes also with BYTE_UNIT. It is above zero: where
+// `scale` is not, rotated queries are turned, or zero.
 template <class Shared>
 __device__ __forceinline__ float prepare(const Queries &q, Shared &sh, float scale, int lane,
                                          int warp) {
+    const float turned = scale > 0.f ? 1.f : scale < 0.f ? -1.f : 0.f;
     float x[OWN_COLS][D / 32];
 #pragma unroll
     for (int i = 0; i < OWN_COLS; i++) {
@@ -51,7 +53,7 @@ __device__ __forceinline__ float prepare(const Queries &q, Shared &sh, float sca
 #pragma unroll
         for (int k = 0; k < D / 32; k++) {
             ((u16 *)sh.query[1][warp + WARPS * i])[lane + 32 * k] = q.raw[i][k];
-            x[i][k] = model_to_float(q.raw[i][k]) * q.sign[k];
+            x[i][k] = model_to_float(q.raw[i][k]) * q.sign[k] * turned;
         }
 #if ROTATED
         hadamard(x[i], lane);
@@ -80,7 +82,7 @@ __device__ __forceinline__ float prepare(const Queries &q, Shared &sh, float sca
                 write_bytes(sh.query_bytes, warp + WARPS * i, lane + 32 * k, 127.f * y);
             }
     __syncthreads();
-    return top * (ROTATED ? ROOT : 1.f) * scale * 1.4426950408889634f;
+    return top * (ROTATED ? ROOT : 1.f) * (scale ? fabsf(scale) : 1.f) * 1.4426950408889634f;
 }
 
 // A lane's part of B operands: bytes, and halves of the exact tokens' frame.

@@ -56,12 +56,14 @@ __device__ __forceinline__ float largest_scale(const uint2 (&scale)[TB]) {
     return half_to_float((u16)largest(max((int)(most & 0xffff), (int)(most >> 16))));
 }
 
-// A tile's scores, in log2 units -> weights as B operands of 32 tokens. `sum` is of weights before
-// they are multiplied with the scales of values, relative to the returned highest scores.
-__device__ __forceinline__ void weigh(const float (&s)[LANE_COLS][4 * TB],
-                                      const float (&value_size)[4 * TB],
+// A tile's scores, of which `unit` makes log2 units -> weights times the scales of values, as B operands
+// of 32 tokens, 1 / `weight_unit` to one. `sum` is of the weights alone. Both are relative to the highest
+// scores, which are returned in log2 units.
+__device__ __forceinline__ void weigh(const float (&s)[LANE_COLS][4 * TB], float unit,
+                                      const uint2 (&value_scale)[TB], float weight_unit,
                                       u32 (&weights)[TB][SLOT_TILES][2], float (&top)[LANE_COLS],
                                       float (&sum)[LANE_COLS]) {
+    const float parts = -log2_fast(weight_unit);
     u32 whole[LANE_COLS][4 * TB];
 #pragma unroll
     for (int j = 0; j < LANE_COLS; j++) {
@@ -70,15 +72,16 @@ __device__ __forceinline__ void weigh(const float (&s)[LANE_COLS][4 * TB],
         for (int k = 1; k < 4 * TB; k++) t = fmaxf(t, s[j][k]);
         t = fmaxf(t, __shfl_xor_sync(~0u, t, 4));
         t = fmaxf(t, __shfl_xor_sync(~0u, t, 8));
-        top[j] = fmaxf(t, __shfl_xor_sync(~0u, t, 16));
+        top[j] = fmaxf(t, __shfl_xor_sync(~0u, t, 16)) * unit;
         const float base = top[j] == NEG_INF ? 0.f : top[j];
         sum[j] = 0.f;
 #pragma unroll
         for (int k = 0; k < 4 * TB; k++) {
-            const float e = exp2_fast(s[j][k] - base);
+            const float e = exp2_fast(fmaf(s[j][k], unit, parts - base));
             sum[j] += e;
-            whole[j][k] = __float_as_int(e * value_size[k] + WHOLE);
+            whole[j][k] = __float_as_int(fmaf(e, half_of(value_scale[k / 4], k % 4), WHOLE));
         }
+        sum[j] *= weight_unit;
     }
     // Tokens r and r + 8 of a lane: hi, hi, lo, lo; turned, tokens 2 c and 2 c + 1 of a column.
 #pragma unroll
