@@ -4,7 +4,6 @@
 // page too. A warp encodes a token, lane l holding channels l + 32 k; codes go through shared memory
 // and are packed word by word.
 
-#define THREADS 256
 #define ENCODERS (THREADS / 32)  // warps
 #define N (D / 32)  // channels a lane
 

@@ -105,6 +105,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
 
     Found f;
     clear(f);
+    Sixteen tokens;  // the first exact ones of this warp: loaded with its last tile
+    const bool some = worker < groups, early = EARLY_EXACT && t < t_end;
     {
         u32 q[SLOT_TILES][KX][2];
         load_query_bytes(q, sh.query_bytes, r, c);
@@ -127,6 +129,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
             __syncwarp();  // lanes read what others copied
             const Stage &tile = stages[at_stage];
             at_stage = at_stage + 1 == STAGES ? 0 : at_stage + 1;
+            if (EARLY_EXACT && t + 1 == t_end && some) load(tokens, exact, 16 * worker, r, c);
             const bool edge = t < whole_from || t >= whole_to;
             uint2 value_scale[TB];
 #pragma unroll
@@ -243,11 +246,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
     }
     let_next_start();
 
-    Sixteen tokens;
-    if (worker < groups) load(tokens, exact, 16 * worker, r, c);
+    if (some && !early) load(tokens, exact, 16 * worker, r, c);
     __syncwarp();  // the last tile has been read by all lanes
     stash(f, sh.warp[warp].found.pages, r, c);
-    if (worker < groups) {
+    if (some) {
         u32 q[NT][KX][4];
         load_queries(q, sh.query[1], r, c);
         State st;

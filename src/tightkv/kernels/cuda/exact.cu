@@ -81,6 +81,9 @@ __device__ __forceinline__ bool exact_place(const Exact &x, int e, int &at, long
     return sink;
 }
 
+// A lane's part of 16 of them is 64 registers at D = 128, and must not take them from a tile.
+#define EARLY_EXACT (D <= 128 && COLS <= 8 && WARPS * MIN_BLOCKS <= 8)
+
 struct Sixteen {  // of them, as a lane reads them
     int at[2];
     bool key_there[2];
