@@ -226,6 +226,7 @@ inline void multiply(float *d, const float (&a)[8], const float (&b)[4]) {
 #define threadIdx (host::now->thread)
 #define blockIdx (host::block)
 #define gridDim (host::grid)
+#define blockDim (Place{(unsigned)host::fibers.size(), 1, 1})
 
 inline float __int_as_float(u32 u) { return host::bits_to_float(u); }
 inline int __float_as_int(float f) { return (int)host::float_to_bits(f); }

@@ -238,6 +238,21 @@ def test_append_writes_the_bytes_of_the_reference(bits, dim, open_codes):
             assert torch.equal(getattr(caches[0], name), getattr(caches[1], name))
 
 
+def test_a_page_is_the_same_however_it_was_filled():
+    """By one long append or by steps, which have fewer threads: no byte differs."""
+    key, value = (x.to(DEVICE) for x in tokens(1, 135, heads=HEADS, dim=128))
+    pages = []
+    for counts in ([135], [30, 1, 32, 7, 32, 32, 1]):
+        cache = cache_on(CFG, [0], name="cuda", dim=128, dtype=torch.float16, open_codes=False)
+        at = 0
+        for count in counts:
+            new = [x[:, at : at + count].half() for x in (key, value)]
+            cache.append(cache.table.append([0], [count]), *new)
+            at += count
+        pages.append(cache.pages[cache.view().block_table[0, :2].long()])
+    assert torch.equal(*pages)
+
+
 @pytest.mark.gpu
 def test_selection():
     cache = cache_on(CFG, [1], dtype=torch.bfloat16)

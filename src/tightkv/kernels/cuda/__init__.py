@@ -35,7 +35,8 @@ _SOURCES = {
 }  # fmt: skip
 _MAX_QUERIES = RING_SLACK  # more than this is prefill
 _EXACT_TOKENS = 16  # that a warp reads at a time
-_APPEND_THREADS = 128
+# Threads of a block that appends: few are launched sooner, many encode faster.
+_STEP_THREADS, _PREFILL_THREADS = 128, 256
 
 
 def unavailable(device_type: str | None, asked: bool = False) -> str | None:
@@ -137,13 +138,13 @@ def append(
     module = _module("append", layout, layout.num_kv_heads, None, False, key.device)
     blocks = view.batch * layout.num_kv_heads
     if max_new <= RING_SLACK:
-        module.launch("append", (blocks, 2, 1), _APPEND_THREADS, _Append(*arguments, 1, 1))
+        module.launch("append", (blocks, 2, 1), _STEP_THREADS, _Append(*arguments, 1, 1))
         return
     # Only a short append may overwrite the ring while pages are sealed from it.
     touched = (max_new - 2) // layout.page_size + 2
-    module.launch("append", (blocks, 2, touched), _APPEND_THREADS, _Append(*arguments, 0, 1))
+    module.launch("append", (blocks, 2, touched), _PREFILL_THREADS, _Append(*arguments, 0, 1))
     copies = -(-min(max_new, ring) // 32)
-    module.launch("append", (blocks, 2, copies), _APPEND_THREADS, _Append(*arguments, 1, 0))
+    module.launch("append", (blocks, 2, copies), _PREFILL_THREADS, _Append(*arguments, 1, 0))
 
 
 def attend(
@@ -247,7 +248,6 @@ def source(
         "SOFTCAP": int(softcap),
         "ROTATED": int(layout.cfg.rotation == "hadamard"),
         "BF16": int(layout.dtype == torch.bfloat16),
-        "THREADS": _APPEND_THREADS,
         "ROOT": _floats(d**-0.5),
         "WIDTH": _floats(d**0.5),
     }

@@ -4,7 +4,8 @@
 // page too. A warp encodes a token, lane l holding channels l + 32 k; codes go through shared memory
 // and are packed word by word.
 
-#define ENCODERS (THREADS / 32)  // warps
+#define MOST_THREADS 256
+#define PARTS 8  // of a page's sum, however many threads there are: the sum must not depend on it
 #define N (D / 32)  // channels a lane
 
 struct Append {
@@ -114,11 +115,11 @@ __device__ __forceinline__ u32 pack(int j, F code) {
     return w;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) append(const Append a) {
+extern "C" __global__ void __launch_bounds__(MOST_THREADS) append(const Append a) {
     __shared__ u8 codes[PAGE][D];
-    __shared__ float sums[ENCODERS][D];
+    __shared__ float sums[PARTS][D];
     __shared__ float mean[D];
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
     const int row = blockIdx.x / HKV, head = blockIdx.x % HKV;
     const bool is_key = blockIdx.y == 0;
     wait_for_previous();
@@ -134,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) append(const Append a) {
     u16 *sink = (is_key ? a.sink_key : a.sink_value) + (owner * a.sinks * HKV + head) * D;
 
     if (a.copy) {
-        const int own = blockIdx.z * ENCODERS + warp, step = gridDim.z * ENCODERS;
+        const int own = blockIdx.z * warps + warp, step = gridDim.z * warps;
         for (int t = max(count - a.ring, 0) + own; t < count; t += step) {
             const u16 *x = source + (begin + t) * stride;
             u16 *place = ring + (long long)((before + t) % a.ring) * HKV * D;
@@ -168,17 +169,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) append(const Append a) {
 
         if (center) {
             if (exact_from <= page_at) {
-                float part[N];
+                for (int p = warp; p < PARTS; p += warps) {
+                    float part[N];
 #pragma unroll
-                for (int k = 0; k < N; k++) part[k] = 0.f;
-                for (int at = max(start, page_at) + warp; at < page_at + PAGE; at += ENCODERS) {
-                    float x[N];
-                    load(at, x);
+                    for (int k = 0; k < N; k++) part[k] = 0.f;
+                    for (int at = max(start, page_at) + p; at < page_at + PAGE; at += PARTS) {
+                        float x[N];
+                        load(at, x);
 #pragma unroll
-                    for (int k = 0; k < N; k++) part[k] += x[k];
+                        for (int k = 0; k < N; k++) part[k] += x[k];
+                    }
+#pragma unroll
+                    for (int k = 0; k < N; k++) sums[p][lane + 32 * k] = part[k];
                 }
-#pragma unroll
-                for (int k = 0; k < N; k++) sums[warp][lane + 32 * k] = part[k];
                 __syncthreads();
                 if (warp == 0) {
                     const float real = max(page_at + PAGE - max(start, page_at), 1);
@@ -186,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) append(const Append a) {
 #pragma unroll
                     for (int k = 0; k < N; k++) {
                         x[k] = 0.f;
-                        for (int w = 0; w < ENCODERS; w++) x[k] += sums[w][lane + 32 * k];
+                        for (int p = 0; p < PARTS; p++) x[k] += sums[p][lane + 32 * k];
                         x[k] = __fdiv_rn(x[k], real);
                     }
                     rotate(x, a.signs, lane);
@@ -228,7 +231,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) append(const Append a) {
             __syncthreads();
         }
 
-        for (int at = low + warp; at < high; at += ENCODERS) {
+        for (int at = low + warp; at < high; at += warps) {
             const int t = at - page_at;
             float x[N];
             load(at, x);
@@ -267,7 +270,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) append(const Append a) {
         if (is_key) {
             constexpr int C = D / 32, BLOCK = KEY_BITS * 32 * C;  // words of 32 tokens
             u32 *plane = (u32 *)record;
-            for (int w = first_block * BLOCK + threadIdx.x; w < (last_block + 1) * BLOCK; w += THREADS) {
+            for (int w = first_block * BLOCK + threadIdx.x; w < (last_block + 1) * BLOCK; w += blockDim.x) {
                 const int i = w % 4, c = w / 4 % C, r = w / (4 * C) % 8, j = w / (32 * C) % KEY_BITS;
                 const int t = w / BLOCK * 32 + 8 * i + r;
                 if (page_at + t < low || page_at + t >= high) continue;
@@ -276,7 +279,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) append(const Append a) {
         } else {
             constexpr int C = D / 16, BLOCK = VALUE_BITS * 16 * C;
             u32 *plane = (u32 *)(record + VALUE_AT);
-            for (int w = first_block * BLOCK + threadIdx.x; w < (last_block + 1) * BLOCK; w += THREADS) {
+            for (int w = first_block * BLOCK + threadIdx.x; w < (last_block + 1) * BLOCK; w += blockDim.x) {
                 const int i = w % 4, c = w / 4 % 4, ch = w / 16 % C, j = w / (16 * C) % VALUE_BITS;
                 const int t = w / BLOCK * 32 + 2 * (4 * i + c);
                 const bool even = page_at + t >= low && page_at + t < high;
