@@ -238,22 +238,23 @@ def test_append_writes_the_bytes_of_the_reference(bits, dim, open_codes):
             assert torch.equal(getattr(caches[0], name), getattr(caches[1], name))
 
 
-def test_a_page_is_the_same_however_it_was_filled():
-    """By one long append or by steps, which have fewer threads: no byte differs."""
-    key, value = (x.to(DEVICE) for x in tokens(1, 135, heads=HEADS, dim=128))
+def test_a_page_is_the_same_however_it_was_filled(monkeypatch):
+    """By one long append, or by steps with many and with few threads: no byte differs."""
+    key, value = (x.to(DEVICE, torch.float16) for x in tokens(1, 135, heads=HEADS, dim=128))
+    steps = [30, 1, 32, 7, 32, 32, 1]
     pages = []
-    for counts in ([135], [30, 1, 32, 7, 32, 32, 1]):
+    for counts, processors in (([135], 132), (steps, 132), (steps, 0)):
+        monkeypatch.setattr(cuda, "processor_count", lambda device, n=processors: n)
         cache = cache_on(CFG, [0], name="cuda", dim=128, dtype=torch.float16, open_codes=False)
         at = 0
         for count in counts:
-            new = [x[:, at : at + count].half() for x in (key, value)]
+            new = (x[:, at : at + count] for x in (key, value))
             cache.append(cache.table.append([0], [count]), *new)
             at += count
         pages.append(cache.pages[cache.view().block_table[0, :2].long()])
-    assert torch.equal(*pages)
+    assert torch.equal(pages[0], pages[1]) and torch.equal(pages[0], pages[2])
 
 
-@pytest.mark.gpu
 def test_selection():
     cache = cache_on(CFG, [1], dtype=torch.bfloat16)
     assert select("auto", DEVICE, cache.layout).__name__.endswith("cuda")

@@ -17,7 +17,7 @@ from torch import Tensor
 from tightkv.codec import Codec
 from tightkv.kernels import triton as triton_kernels
 from tightkv.kernels.cuda.nvrtc import Module, compile_cubin, nvrtc
-from tightkv.kernels.cuda.tiles import Launch, Tile
+from tightkv.kernels.cuda.tiles import Launch, Tile, processor_count
 from tightkv.kernels.view import CacheView
 from tightkv.layout import RING_SLACK, PageLayout
 from tightkv.math.quantize import Quantizer, TurboQuantMSE
@@ -35,8 +35,7 @@ _SOURCES = {
 }  # fmt: skip
 _MAX_QUERIES = RING_SLACK  # more than this is prefill
 _EXACT_TOKENS = 16  # that a warp reads at a time
-# Threads of a block that appends: few are launched sooner, many encode faster.
-_STEP_THREADS, _PREFILL_THREADS = 128, 256
+_MANY_THREADS, _FEW_THREADS = 256, 128  # of a block that appends
 
 
 def unavailable(device_type: str | None, asked: bool = False) -> str | None:
@@ -138,13 +137,15 @@ def append(
     module = _module("append", layout, layout.num_kv_heads, None, False, key.device)
     blocks = view.batch * layout.num_kv_heads
     if max_new <= RING_SLACK:
-        module.launch("append", (blocks, 2, 1), _STEP_THREADS, _Append(*arguments, 1, 1))
+        # Many blocks are launched sooner if they are small; few should seal pages fast.
+        threads = _FEW_THREADS if blocks > processor_count(key.device) else _MANY_THREADS
+        module.launch("append", (blocks, 2, 1), threads, _Append(*arguments, 1, 1))
         return
     # Only a short append may overwrite the ring while pages are sealed from it.
     touched = (max_new - 2) // layout.page_size + 2
-    module.launch("append", (blocks, 2, touched), _PREFILL_THREADS, _Append(*arguments, 0, 1))
+    module.launch("append", (blocks, 2, touched), _MANY_THREADS, _Append(*arguments, 0, 1))
     copies = -(-min(max_new, ring) // 32)
-    module.launch("append", (blocks, 2, copies), _PREFILL_THREADS, _Append(*arguments, 1, 0))
+    module.launch("append", (blocks, 2, copies), _MANY_THREADS, _Append(*arguments, 1, 0))
 
 
 def attend(

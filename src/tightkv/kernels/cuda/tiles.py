@@ -90,6 +90,10 @@ def share_count(programs: int, slots: int, most: int) -> int:
     return best
 
 
+def processor_count(device: torch.device) -> int:
+    return _processors(device)[0]
+
+
 @functools.lru_cache(maxsize=16)
 def _processors(device: torch.device) -> tuple[int, int]:
     """How many there are, and the bytes of shared memory of each."""
