@@ -284,10 +284,11 @@ def test_selection():
 
 
 @pytest.mark.slow
-def test_kernels_of_wide_heads_fit_shared_memory(tmp_path):
-    """Compiled, which the interpreter does not do; a dense rotation of 192 is the hardest case."""
+@pytest.mark.parametrize(("dim", "preset"), [(192, "k4v4"), (256, "k8v8")])
+def test_kernels_of_wide_heads_fit_shared_memory(dim, preset, tmp_path):
+    """Compiled, which the interpreter does not do; heads of 192 have a dense rotation."""
     env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
-    command = [sys.executable, Path(__file__).with_name("triton_ahead.py"), "192"]
+    command = [sys.executable, Path(__file__).with_name("triton_ahead.py"), str(dim), preset]
     run = subprocess.run(command, env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     shared = json.loads(run.stdout)

@@ -1,6 +1,6 @@
 """Compile what the Triton kernels would launch, for sm_90 and without a GPU.
 
-python triton_ahead.py HEAD_DIM: JSON with the shared memory of each kernel, in bytes.
+python triton_ahead.py HEAD_DIM PRESET: JSON with the shared memory of each kernel, in bytes.
 Not under TRITON_INTERPRET.
 """
 
@@ -42,10 +42,10 @@ def compile_only(kernel, *args, grid, warmup, num_warps, **constants):
     shared[name] = max(shared.get(name, 0), built.metadata.shared)
 
 
-def main(dim: int) -> None:
+def main(dim: int, preset: str) -> None:
     JITFunction.run = compile_only
     kernels._has_ptx = lambda device: True
-    cache = make_cache(KVQuantConfig(), rows=1, dim=dim, dtype=torch.bfloat16)
+    cache = make_cache(KVQuantConfig.preset(preset), rows=1, dim=dim, dtype=torch.bfloat16)
     cache._kernels = "tightkv.kernels.triton"
     x = torch.zeros(1, 20, 2, dim, dtype=torch.bfloat16)
     cache.append(cache.table.append([0], [20]), x, x)
@@ -58,4 +58,4 @@ def main(dim: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), sys.argv[2])

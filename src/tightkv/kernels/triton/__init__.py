@@ -287,6 +287,8 @@ def _plan(
     """Tile sizes and how many programs share the tokens of a sequence."""
     columns = max_queries * group
     tile = 64 if layout.page_size % 64 == 0 else 32
+    if layout.head_dim > 128 and 8 in (layout.cfg.key_bits, layout.cfg.value_bits):
+        tile = 32  # of 64 tokens, sm_89 has too little shared memory for
     # At least 16 columns: with 8, Triton 3.6 gives wrong products (seen on sm_90).
     cols = min(max(16, triton.next_power_of_2(columns)), 32 if columns <= 32 else 64)
     plan: dict[str, Any] = {
