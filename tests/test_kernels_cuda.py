@@ -255,6 +255,7 @@ def test_a_page_is_the_same_however_it_was_filled(monkeypatch):
     assert torch.equal(pages[0], pages[1]) and torch.equal(pages[0], pages[2])
 
 
+@pytest.mark.gpu
 def test_selection():
     cache = cache_on(CFG, [1], dtype=torch.bfloat16)
     assert select("auto", DEVICE, cache.layout).__name__.endswith("cuda")
