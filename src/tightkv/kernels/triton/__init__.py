@@ -246,7 +246,8 @@ def attend(
         partial, partial_lse, rotation_table(codec, "value", device), first, out, lse,
         view.batch, rows, out.stride(0), out.stride(1), shares,
         HQ=hq, D=d, DP=shared["DP"], HEADS=heads,
-        STEP=16 if heads == 1 else 4, KIND=shared["KIND"], num_warps=4,
+        STEP=16 if heads == 1 else 4,  # [STEP, heads, DP] is in registers
+        KIND=shared["KIND"], num_warps=4,
     )  # fmt: skip
     return out, lse
 
@@ -288,7 +289,7 @@ def _plan(
     columns = max_queries * group
     tile = 64 if layout.page_size % 64 == 0 else 32
     if layout.head_dim > 128 and 8 in (layout.cfg.key_bits, layout.cfg.value_bits):
-        tile = 32  # of 64 tokens, sm_89 has too little shared memory for
+        tile = 32  # those of 64 do not fit sm_89's shared memory
     # At least 16 columns: with 8, Triton 3.6 gives wrong products (seen on sm_90).
     cols = min(max(16, triton.next_power_of_2(columns)), 32 if columns <= 32 else 64)
     plan: dict[str, Any] = {
