@@ -5,22 +5,28 @@ All engines run in one process of their own, which is started once.
 
 from __future__ import annotations
 
-import json
-import math
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import Gemma2Config, Gemma2ForCausalLM
+import transformers as hf
 
 from models import SHAPE
 from tightkv import KVQuantConfig
 from tightkv.layout import PageLayout
 from tiny_folder import write_tiny_folder
+from vllm_outputs import (
+    TIE,
+    VOCABULARY,
+    assert_same_text,
+    batches,
+    mean_kl,
+    outputs,
+    random_tokens,
+    run_engines,
+)
 
 pytestmark = [
     pytest.mark.vllm,
@@ -29,21 +35,20 @@ pytestmark = [
     pytest.mark.xdist_group("vllm engine"),
 ]
 
-VOCABULARY, HEADS, HEAD_DIM, LAYERS = 258, 2, 32, 2
+HEADS, HEAD_DIM, LAYERS = 2, 32, 2
 BUDGET = 4 << 20
 # A short exact window, so that most tokens are read from the blocks.
 SHORT = {"page_size": 32, "exact_pages": 1}
 RAW = {"key_bits": 16, "value_bits": 16, **SHORT}
 K8V8 = {"preset": "k8v8", **SHORT}
 K4V4 = {"preset": "k4v4", **SHORT}
-TIE = 2e-3  # nats: which of two such tokens comes first is rounding
 
 
 def prompts() -> dict[str, list[list[int]]]:
     choose = random.Random(0)
 
     def tokens(count: int) -> list[int]:
-        return [choose.randint(2, VOCABULARY - 1) for _ in range(count)]
+        return random_tokens(choose, count)
 
     shared = tokens(150)
     return {
@@ -98,6 +103,12 @@ def jobs() -> dict[str, dict[str, Any]]:
         "plain windows": job(None, few, model="windows"),
         "raw windows": job(RAW, few, model="windows"),
         "k4v4 windows": job({"preset": "k4v4"}, few, model="windows"),
+        "plain states": job(None, few, model="mamba"),
+        "raw states": job(RAW, few, model="mamba"),
+        "k4v4 states": job({"preset": "k4v4"}, few, model="mamba"),
+        "prefixes": job(K4V4, few, few, model="convolutions", enable_prefix_caching=True),
+        "latent": job(K4V4, model="latent"),
+        "match unit": job(K4V4, enable_prefix_caching=True, prefix_match_unit=16),
         "one rank": job(K4V4, few, model="three heads"),
         "three ranks": job(K4V4, few, model="three heads", tensor_parallel_size=3),
         # Last: vLLM cannot start another engine in a process that has loaded numba.
@@ -106,75 +117,49 @@ def jobs() -> dict[str, dict[str, Any]]:
 
 
 def write_models(folder: Path) -> dict[str, Path]:
-    """A llama, one whose heads three ranks can share, and one with sliding-window layers."""
+    """A llama, one whose heads three ranks can share, and models with layers that are not ours."""
     size = {"max_position_embeddings": 1024}
     three = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
-    windows = folder / "windows"
-    torch.manual_seed(0)
-    shape = {**SHAPE, **size, "head_dim": 32, "sliding_window": 16, "vocab_size": VOCABULARY}
-    gemma = Gemma2ForCausalLM(Gemma2Config(**shape))
-    gemma.to(torch.bfloat16).save_pretrained(windows)
+    shape = {**SHAPE, **size, "head_dim": 32, "vocab_size": VOCABULARY}
+    state = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1}
+    latent = {"kv_lora_rank": 32, "q_lora_rank": None, "v_head_dim": 32, "num_key_value_heads": 4}
+    wide = {"qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "n_routed_experts": 4}
+    turns = ["conv", "full_attention"] * 2
     return {
         "tiny": write_tiny_folder(folder / "tiny", **size),
         "three heads": write_tiny_folder(folder / "three", **size, **three, vocab_size=384),
-        "windows": windows,
+        "windows": write_model(folder / "windows", hf.Gemma2Config(**shape, sliding_window=16)),
+        "mamba": write_model(folder / "mamba", hf.FalconH1Config(**shape, mamba_d_ssm=64, **state)),
+        "convolutions": write_model(
+            folder / "convolutions",
+            # vLLM reads the names of older files
+            hf.Lfm2Config(
+                **{**shape, "num_attention_heads": 2, "num_key_value_heads": 1},
+                layer_types=turns,
+                conv_dim=64,
+                block_dim=64,
+                block_multiple_of=32,
+                block_ffn_dim_multiplier=1.0,
+                block_auto_adjust_ff_dim=False,
+            ),
+        ),
+        "latent": write_model(
+            folder / "latent", hf.DeepseekV2Config(**{**shape, **latent}, **wide)
+        ),
     }
+
+
+def write_model(folder: Path, config: Any) -> Path:
+    torch.manual_seed(0)
+    hf.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Results of every job."""
     folder = tmp_path_factory.mktemp("vllm_engine")
-    done, log = folder / "results.json", folder / "log.txt"
-    listed, models = jobs(), write_models(folder)
-    for entry in listed.values():
-        entry["engine"]["model"] = str(models[entry["engine"]["model"]])
-    (folder / "jobs.json").write_text(json.dumps(listed))
-    script = Path(__file__).with_name("vllm_engine.py")
-    command = [sys.executable, str(script), str(folder / "jobs.json"), str(done)]
-    with log.open("w") as file:
-        code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT).returncode
-    assert code == 0, log.read_text()[-4000:]
-    return {**json.loads(done.read_text()), "log": {"text": log.read_text()}}
-
-
-def outputs(result: dict[str, Any]) -> list[dict[str, Any]]:
-    assert "error" not in result, result
-    return [output for batch in result["outputs"] for output in batch]
-
-
-def assert_same_text(
-    one: dict[str, Any], two: dict[str, Any], tie: float = TIE, share: float = 0.9
-) -> None:
-    """Equal tokens, but for choices between two that one engine finds equally good."""
-    pairs = list(zip(outputs(one), outputs(two), strict=True))
-    exact = 0
-    for a, b in pairs:
-        at = first_difference(a["tokens"], b["tokens"])
-        exact += at is None
-        if at is not None:
-            (_, best), (_, second) = a["best"][at][:2]
-            assert best - second < tie, (at, a["tokens"], b["tokens"], a["best"][at][:2])
-    assert exact >= share * len(pairs)
-
-
-def first_difference(a: list[int], b: list[int]) -> int | None:
-    assert len(a) == len(b)
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
-
-
-def mean_kl(one: dict[str, Any], two: dict[str, Any], part: str) -> float:
-    """Of two's next-token distributions from one's; of generated text where it is the same."""
-    terms = []
-    for a, b in zip(outputs(one), outputs(two), strict=True):
-        agree = first_difference(a["tokens"], b["tokens"])
-        end = None if part == "prompt" else (len(a["tokens"]) if agree is None else agree + 1)
-        for p, q in list(zip(a[part], b[part], strict=True))[:end]:
-            other = dict(q)
-            assert len(p) == len(other) == VOCABULARY
-            terms.append(sum(math.exp(lp) * (lp - other[token]) for token, lp in p))
-    assert len(terms) > 20
-    return sum(terms) / len(terms)
+    return run_engines(jobs(), write_models(folder), folder)
 
 
 def test_without_options_the_layers_are_vllms_own(engines: dict[str, Any]) -> None:
@@ -234,8 +219,7 @@ def test_compressed_text_does_not_depend_on_who_else_is_there(engines: dict[str,
 def test_prefix_hits_give_the_same_text(engines: dict[str, Any], name: str, tie: float) -> None:
     told = engines[f"{name} shared"]
     assert told["metrics"]["vllm:prefix_cache_hits"] > 4 * 150
-    first, again = ({"outputs": [batch]} for batch in told["outputs"])
-    assert_same_text(first, again, tie, share=0.75)
+    assert_same_text(*batches(told), tie, share=0.75)
 
 
 def test_chunked_prefill_equals_unchunked(engines: dict[str, Any]) -> None:
@@ -262,6 +246,28 @@ def test_sliding_window_layers_stay_vllms_own(engines: dict[str, Any]) -> None:
     assert_same_text(engines["plain windows"], engines["raw windows"])
 
 
+def tokens_that_fit(told: dict[str, Any]) -> int:
+    blocks: int = told["blocks"] * told["groups"]["FullAttentionSpec"]
+    return blocks
+
+
+def test_layers_with_a_state_stay_vllms_own(engines: dict[str, Any]) -> None:
+    plain, told = engines["plain states"], engines["k4v4 states"]
+    assert sorted(set(told["layers"].values())) == ["MambaMixer2", "TightAttention"]
+    assert sum(kind == "TightAttention" for kind in told["layers"].values()) == 4
+    assert tokens_that_fit(told) > 3 * tokens_that_fit(plain)
+    assert_same_text(plain, engines["raw states"])
+    assert_same_text(plain, told, tie=0.05, share=0.6)
+
+
+def test_prefixes_of_states_end_where_our_blocks_do(engines: dict[str, Any]) -> None:
+    told = engines["prefixes"]
+    assert told["groups"] == {"FullAttentionSpec": 32, "MambaSpec": 32}
+    # whole pages of the second time's prompts: 33, 64 less its last token, 130, 200, 300
+    assert told["metrics"]["vllm:prefix_cache_hits"] == 32 + 32 + 128 + 192 + 288
+    assert "exact rings for 8 sequences" in engines["log"]["text"]
+
+
 def test_three_ranks_give_the_text_of_one(engines: dict[str, Any]) -> None:
     assert_same_text(engines["one rank"], engines["three ranks"])
 
@@ -278,6 +284,8 @@ def test_finished_requests_leave_every_block_free(engines: dict[str, Any]) -> No
         ("fp8", "leave --kv-cache-dtype at auto"),
         ("block size", "a block is a page of 32 tokens"),
         ("unknown", "did you mean 'key_bits'"),
+        ("latent", "no layer of this model can be compressed (MLAAttention)"),
+        ("match unit", "leave it out or set a multiple of 32"),
     ],
 )
 def test_impossible_combinations_are_refused_at_start(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionType
-from vllm.v1.kv_cache_interface import SlidingWindowSpec
+from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
 from tightkv import kernels
 from tightkv.integrations.vllm.attention import TightAttention
@@ -57,16 +58,16 @@ def compressed_spec(layer: Any, spec: Any) -> Any:
 
 
 def change_over(vllm_config: Any) -> None:
-    """Decide for every attention layer of the engine, and give the chosen ones our attention."""
+    """Decide for every layer of the engine with a cache, and give the chosen ones our attention."""
     options = engine_options(vllm_config.additional_config)
-    layers = get_layers_from_vllm_config(vllm_config, Attention)
+    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
     if options is None or all(hasattr(layer, _LAYOUT) for layer in layers.values()):
         return
     refuse_impossible(options, vllm_config)
     plan = make_plan(options, vllm_config, layers)
     for layer in layers.values():
         setattr(layer, _LAYOUT, (None, 1))
-    plan = replace(plan, block_pages=_fit_other_layers(plan, vllm_config))
+    plan = replace(plan, block_pages=_fit_other_layers(plan, layers, vllm_config))
     most = vllm_config.scheduler_config.max_num_seqs
     limits = Limits(most, plan.rows, 1 + _speculative_tokens(vllm_config))
     for name, layout in plan.layouts.items():
@@ -82,26 +83,27 @@ def change_over(vllm_config: Any) -> None:
         logger.info(plan.line())
 
 
-def _fit_other_layers(plan: EnginePlan, vllm_config: Any) -> int:
+def _fit_other_layers(plan: EnginePlan, layers: dict[str, Any], vllm_config: Any) -> int:
     """Pages a block, so that it is no smaller than the block of a layer that is not compressed.
 
     vLLM's blocks are of one size. Sliding-window layers take the shortest that their attention
-    can have; the rest of it is padding.
+    can have, states of linear attention what they have; the rest of a block is padding.
     """
-    needed, sliding = 0, False
-    for name, layer in get_layers_from_vllm_config(vllm_config, AttentionLayerBase).items():
-        shares = getattr(layer, "kv_sharing_target_layer_name", None) is not None
-        if name in plan.layouts or shares:
+    needed, kinds = 0, set()
+    for name, layer in layers.items():
+        if name in plan.layouts or _shared_layer(layer) is not None:
             continue
         spec = layer.get_kv_cache_spec(vllm_config)
         if spec is None:
             continue
+        kinds.add(type(spec))
         size = spec.page_size_bytes
         if isinstance(spec, SlidingWindowSpec):
-            sliding = True
             sizes = layer.attn_backend.get_supported_kernel_block_sizes()
             shortest = min(getattr(block, "base", block) for block in sizes)
             size = size // spec.block_size * shortest
+        elif isinstance(spec, MambaSpec):  # padded to vLLM's own blocks of attention
+            size = replace(spec, page_size_padded=None).page_size_bytes
         needed = max(needed, size)
     pages = {layout.page_bytes for layout in plan.layouts.values()}
     count = max(1, -(-needed // max(pages)))
@@ -110,14 +112,32 @@ def _fit_other_layers(plan: EnginePlan, vllm_config: Any) -> int:
             "tightkv: protected layers in a model with other layers' larger blocks; set "
             "protected_first and protected_last to 0"
         )
-    if sliding:
+    if any(issubclass(kind, MambaSpec) for kind in kinds):
+        count = _fit_states(count, plan.options.config.page_size, vllm_config)
+    if any(issubclass(kind, SlidingWindowSpec) for kind in kinds):
         vllm_config.cache_config.skip_page_size_padded = count * max(pages)
     return count
 
 
+def _fit_states(pages: int, page_size: int, vllm_config: Any) -> int:
+    """Let prefixes of states end where our blocks do: hits end where both have a boundary.
+
+    With other boundaries vLLM's hits could end inside a page, which nobody could continue.
+    """
+    cache = vllm_config.cache_config
+    cache.mamba_page_size_padded = None  # to our blocks, by vLLM itself
+    if cache.enable_prefix_caching:
+        if cache.mamba_cache_mode == "all":  # a state every block, at the end of a kernel's chunk
+            chunk = vllm_config.model_config.get_mamba_chunk_size() or 1
+            unit = math.lcm(chunk, page_size) // page_size
+            pages = -(-pages // unit) * unit
+        cache.mamba_block_size = pages * page_size
+    return pages
+
+
 def make_plan(options: EngineOptions, vllm_config: Any, layers: dict[str, Any]) -> EnginePlan:
     """Layouts of the layers that can be compressed; an error where none can."""
-    shared = {layer.kv_sharing_target_layer_name for layer in layers.values()}
+    shared = {_shared_layer(layer) for layer in layers.values()}
     reasons = {name: kept_reason(layer, name in shared) for name, layer in layers.items()}
     chosen = [name for name, reason in reasons.items() if reason is None]
     if not chosen:
@@ -145,7 +165,7 @@ def exact_rows(options: EngineOptions, vllm_config: Any, layouts: dict[str, Page
     if vllm_config.kv_transfer_config is not None:
         return 0  # blocks are filled from elsewhere, unseen by the tags of the rings
     cache = vllm_config.cache_config
-    if cache.enable_prefix_caching and getattr(cache, "mamba_cache_mode", "none") == "align":
+    if cache.prefix_match_unit is not None:
         return 0  # blocks are copied for prefixes that end inside one, unseen as well
     most: int = vllm_config.scheduler_config.max_num_seqs
     if options.exact_rows is not None:
@@ -156,22 +176,27 @@ def exact_rows(options: EngineOptions, vllm_config: Any, layouts: dict[str, Page
 
 def kept_reason(layer: Any, shared: bool) -> str | None:
     """Why a layer stays with vLLM's own attention, or None where it is compressed."""
-    impl = layer.impl
     if type(layer) is not Attention:
         return type(layer).__name__
     if layer.attn_type != AttentionType.DECODER:
         return f"{layer.attn_type} attention"
     if layer.sliding_window is not None:
         return "sliding window"
-    if shared or layer.kv_sharing_target_layer_name is not None:
+    if shared or _shared_layer(layer) is not None:
         return "shares its cache with another layer"
-    if layer.has_sink or getattr(impl, "alibi_slopes", None) is not None:
+    if layer.has_sink or getattr(layer.impl, "alibi_slopes", None) is not None:
         return "sink logits" if layer.has_sink else "ALiBi"
     if getattr(layer, "use_mm_prefix", False):
         return "images attend in both directions"
     if layer.head_size_v != layer.head_size or layer.head_size % 16:
         return f"head size {layer.head_size} and {layer.head_size_v}"
     return None
+
+
+def _shared_layer(layer: Any) -> str | None:
+    """The layer whose cache this one reads instead of one of its own."""
+    name: str | None = getattr(layer, "kv_sharing_target_layer_name", None)
+    return name
 
 
 def refuse_impossible(options: EngineOptions, vllm_config: Any) -> None:
@@ -186,6 +211,11 @@ def refuse_impossible(options: EngineOptions, vllm_config: Any) -> None:
         raise ValueError(
             f"tightkv with --block-size {cache.block_size}: a block is a page of "
             f"{cfg.page_size} tokens; leave --block-size out or set page_size to it"
+        )
+    if cache.prefix_match_unit is not None and cache.prefix_match_unit % cfg.page_size:
+        raise ValueError(
+            f"tightkv with --prefix-match-unit {cache.prefix_match_unit}: prefixes end at pages of "
+            f"{cfg.page_size} tokens; leave it out or set a multiple of {cfg.page_size}"
         )
     if getattr(vllm_config.model_config, "rswa_window", None) is not None:
         raise ValueError("tightkv with reference sliding windows (rswa_window): not supported")

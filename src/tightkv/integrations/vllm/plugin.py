@@ -11,15 +11,31 @@ _MARK = "_tightkv_wraps"
 def register() -> None:
     """Let attention layers ask for compressed pages where an engine's options say so.
 
-    vLLM asks every attention layer once, after loading and before memory is measured, what
-    cache it needs. That answer is wrapped; without our options it is vLLM's own.
+    vLLM asks every layer once, after loading and before memory is measured, what cache it needs.
+    That answer is wrapped; without our options it is vLLM's own. Layers that keep vLLM's cache are
+    wrapped too: one of them may be asked first, and the size of their blocks follows from ours.
     """
+    for kind in _asked():
+        original = kind.get_kv_cache_spec
+        if not hasattr(original, _MARK):
+            kind.get_kv_cache_spec = _wrapped(original)
+
+
+def unregister() -> None:
+    """Take `register` back."""
+    for kind in _asked():
+        kind.get_kv_cache_spec = getattr(kind.get_kv_cache_spec, _MARK, kind.get_kv_cache_spec)
+
+
+def _asked() -> tuple[Any, ...]:
     from vllm.model_executor.layers.attention.attention import Attention
+    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+    from vllm.model_executor.layers.mamba.abstract import MambaBase
 
-    original = Attention.get_kv_cache_spec
-    if hasattr(original, _MARK):
-        return
+    return Attention, MLAAttention, MambaBase
 
+
+def _wrapped(original: Any) -> Any:
     @wraps(original)
     def get_kv_cache_spec(self: Any, vllm_config: Any) -> Any:
         from tightkv.integrations.vllm.layers import change_over, compressed_spec
@@ -28,13 +44,4 @@ def register() -> None:
         return compressed_spec(self, original(self, vllm_config))
 
     setattr(get_kv_cache_spec, _MARK, original)
-    Attention.get_kv_cache_spec = get_kv_cache_spec
-
-
-def unregister() -> None:
-    """Take `register` back."""
-    from vllm.model_executor.layers.attention.attention import Attention
-
-    original = getattr(Attention.get_kv_cache_spec, _MARK, None)
-    if original is not None:
-        Attention.get_kv_cache_spec = original
+    return get_kv_cache_spec

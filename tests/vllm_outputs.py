@@ -1,0 +1,79 @@
+"""Runs vLLM engines in a process of their own and compares what they say."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 258  # of write_tiny_folder
+TIE = 2e-3  # nats: which of two such tokens comes first is rounding
+
+
+def random_tokens(choose: random.Random, count: int) -> list[int]:
+    return [choose.randint(2, VOCABULARY - 1) for _ in range(count)]
+
+
+def run_engines(
+    jobs: dict[str, dict[str, Any]], models: dict[str, Path], folder: Path
+) -> dict[str, dict[str, Any]]:
+    """Results of every job of vllm_engine.py, and what the process printed as "log"."""
+    for entry in jobs.values():
+        entry["engine"]["model"] = str(models[entry["engine"]["model"]])
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    done, log = folder / "results.json", folder / "log.txt"
+    script = Path(__file__).with_name("vllm_engine.py")
+    command = [sys.executable, str(script), str(folder / "jobs.json"), str(done)]
+    with log.open("w") as file:
+        code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT).returncode
+    assert code == 0, log.read_text()[-4000:]
+    return {**json.loads(done.read_text()), "log": {"text": log.read_text()}}
+
+
+def outputs(result: dict[str, Any]) -> list[dict[str, Any]]:
+    assert "error" not in result, result
+    return [output for batch in result["outputs"] for output in batch]
+
+
+def batches(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Each batch of a result as a result of its own."""
+    assert "error" not in result, result
+    return [{"outputs": [batch]} for batch in result["outputs"]]
+
+
+def assert_same_text(
+    one: dict[str, Any], two: dict[str, Any], tie: float = TIE, share: float = 0.9
+) -> None:
+    """Equal tokens, but for choices between two that one engine finds equally good."""
+    pairs = list(zip(outputs(one), outputs(two), strict=True))
+    exact = 0
+    for a, b in pairs:
+        at = first_difference(a["tokens"], b["tokens"])
+        exact += at is None
+        if at is not None:
+            (_, best), (_, second) = a["best"][at][:2]
+            assert best - second < tie, (at, a["tokens"], b["tokens"], a["best"][at][:2])
+    assert exact >= share * len(pairs)
+
+
+def first_difference(a: list[int], b: list[int]) -> int | None:
+    assert len(a) == len(b)
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
+
+
+def mean_kl(one: dict[str, Any], two: dict[str, Any], part: str) -> float:
+    """Of two's next-token distributions from one's; of generated text where it is the same."""
+    terms = []
+    for a, b in zip(outputs(one), outputs(two), strict=True):
+        agree = first_difference(a["tokens"], b["tokens"])
+        end = None if part == "prompt" else (len(a["tokens"]) if agree is None else agree + 1)
+        for p, q in list(zip(a[part], b[part], strict=True))[:end]:
+            other = dict(q)
+            assert len(p) == len(other) == VOCABULARY
+            terms.append(sum(math.exp(lp) * (lp - other[token]) for token, lp in p))
+    assert len(terms) > 20
+    return sum(terms) / len(terms)
