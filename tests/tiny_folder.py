@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<answer>"
 
 
 def write_tiny_folder(folder: Path, *, template: str | None = None, **changes: Any) -> Path:
     """One token a byte; weights so large that far tokens change the answer."""
-    torch.manual_seed(0)
     config = LlamaConfig(
         **{
             "vocab_size": 258,
@@ -33,8 +32,14 @@ def write_tiny_folder(folder: Path, *, template: str | None = None, **changes: A
             **changes,
         }
     )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     byte_tokenizer(template).save_pretrained(folder)
+    return write_model(folder, config)
+
+
+def write_model(folder: Path, config: Any) -> Path:
+    """Random weights of any family, without a tokenizer."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
     return folder
 
 

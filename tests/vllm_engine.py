@@ -80,10 +80,11 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def result(request: Any) -> dict[str, Any]:
-    """Tokens, and the (token, logprob) of the best ones at each step, best first."""
+    """Tokens, prompt tokens of cached prefixes, and the best (token, logprob) of each step."""
     output = request.outputs[0]
     return {
         "tokens": list(output.token_ids),
+        "cached": request.num_cached_tokens,
         "best": [best(step) for step in output.logprobs or []],
         "prompt": [best(step) for step in (request.prompt_logprobs or [])[1:]],
     }

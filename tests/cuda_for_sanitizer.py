@@ -1,0 +1,31 @@
+"""Appends, sealing and decode of uneven sequences, for NVIDIA's sanitizer.
+
+compute-sanitizer --tool memcheck|racecheck|synccheck|initcheck python tests/cuda_for_sanitizer.py
+"""
+
+import torch
+
+from test_kernels_triton import cache_on, fill, queries
+from tightkv.config import KVQuantConfig
+from tightkv.kernels import cuda
+
+CASES = (
+    ("k4v4", [700, 65, 1], [1, 2, 1]),
+    ("k2v2", [300, 90, 40], [1, 1, 1]),
+    ("k3v2", [500, 64, 7], [4, 1, 1]),
+)
+
+
+def main() -> None:
+    for preset, lengths, counts in CASES:
+        cfg = KVQuantConfig.preset(preset)
+        cache = cache_on(cfg, lengths, dim=128, heads=2, dtype=torch.bfloat16, name="cuda")
+        fill(cache, lengths)
+        fill(cache, counts, seed=2)
+        q, first = queries(cache, counts, 4)
+        out, _ = cuda.attend(cache.codec, q, cache.view(), first, max_queries=max(counts))
+        print(preset, out.float().abs().mean().item())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""The real vLLM engine on a GPU: CUDA graphs, our CUDA kernels, models with other layers too.
+
+Every engine runs once, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers as hf
+
+from models import SHAPE
+from tiny_folder import write_model, write_tiny_folder
+from vllm_outputs import (
+    VOCABULARY,
+    assert_same_text,
+    batches,
+    mean_kl,
+    outputs,
+    random_tokens,
+    run_engines_apart,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+    pytest.mark.xdist_group("vllm gpu"),
+]
+
+K4V4 = {"preset": "k4v4"}
+GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+TIE = 0.07  # nats: logits of 8 to 16 in bfloat16 are 0.06 apart
+CONVOLUTIONS = ["conv", "full_attention"] * 2
+PRESETS = ("k8v8", "k4v4", "k3v3", "k2v2")
+HYBRIDS = {  # what vLLM's own layers are there
+    "convolutions": "ShortConv",
+    "mamba": "MambaMixer2",
+    "windows": "FlashAttentionImpl",
+}
+
+
+def prompts() -> dict[str, list[list[int]]]:
+    choose = random.Random(0)
+    return {
+        "few": [random_tokens(choose, count) for count in (5, 70, 300, 700, 1500, 64)],
+        "long": [random_tokens(choose, 800) for _ in range(4)],
+        "many": [random_tokens(choose, choose.randint(3, 500)) for _ in range(32)],
+        "repeating": [(random_tokens(choose, 12) * 80)[:count] for count in (100, 450, 900)],
+    }
+
+
+PROMPTS = prompts()
+
+
+def job(
+    options: dict[str, Any] | None, *prompts: list[list[int]], sampling: Any = None, **engine: Any
+) -> dict[str, Any]:
+    defaults = {
+        "model": "tiny",
+        "dtype": "bfloat16",
+        "max_model_len": 2048,
+        "max_num_batched_tokens": 1024,
+        "kv_cache_memory_bytes": 64 << 20,
+        "gpu_memory_utilization": 0.3,
+        "enable_prefix_caching": False,
+        "enforce_eager": False,
+        "compilation_config": GRAPHS,
+        "additional_config": {"tightkv": options or False},
+    }
+    sampling = {"max_tokens": 60, "ignore_eos": True, **(sampling or {})}
+    return {"engine": {**defaults, **engine}, "batches": prompts, "sampling": sampling}
+
+
+def jobs() -> dict[str, dict[str, Any]]:
+    few, many, long = PROMPTS["few"], PROMPTS["many"], PROMPTS["long"]
+    every = {"logprobs": VOCABULARY, "prompt_logprobs": VOCABULARY, "max_tokens": 24}
+    chunks = {"sampling": every, "max_num_batched_tokens": 192}  # most is read from pages
+    eager = {"enforce_eager": True, "compilation_config": {}}
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
+    listed = {
+        "eager": job(K4V4, few, few, enable_prefix_caching=True, **eager),
+        "graphs": job(K4V4, few, few, enable_prefix_caching=True),
+        "plain": job(None, long, **chunks),
+        **{name: job({"preset": name}, long, **chunks) for name in PRESETS},
+        "alone": job(K4V4, *([prompt] for prompt in many)),
+        "crowd": job(K4V4, many, kv_cache_memory_bytes=3 << 19, max_num_seqs=16),
+        "repeating": job(K4V4, PROMPTS["repeating"]),
+        "speculative": job(K4V4, PROMPTS["repeating"], speculative_config=ngram),
+    }
+    generated = {"logprobs": VOCABULARY, "max_tokens": 24}
+    for model in HYBRIDS:
+        shared = {"model": model, "sampling": generated}
+        listed[f"plain {model}"] = job(None, long, **shared)
+        for name in ("k8v8", "k4v4"):
+            prefixes = {"enable_prefix_caching": True, **shared}
+            listed[f"{name} {model}"] = job({"preset": name}, long, long, **prefixes)
+    return listed
+
+
+def write_models(folder: Path) -> dict[str, Path]:
+    """A llama, one with convolutions, one with Mamba, one with sliding windows."""
+    shape = {**SHAPE, "max_position_embeddings": 4096, "head_dim": 128, "vocab_size": VOCABULARY}
+    old = {"conv_dim": 256, "block_dim": 256, "block_ff_dim": 96, "block_multiple_of": 32}
+    old.update({"block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": False})
+    heads = {"hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1}
+    state = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1}
+    windows = {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    configs = {
+        # vLLM reads the names of older files
+        "convolutions": hf.Lfm2Config(**{**shape, **heads}, **old, layer_types=CONVOLUTIONS),
+        "mamba": hf.FalconH1Config(**shape, mamba_d_ssm=64, **state),
+        "windows": hf.Gemma3TextConfig(**shape, **windows),
+    }
+    size = {"max_position_embeddings": 4096, "head_dim": 128, "hidden_size": 128}
+    return {
+        "tiny": write_tiny_folder(folder / "tiny", **size),
+        **{name: write_model(folder / name, config) for name, config in configs.items()},
+    }
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Results of every job."""
+    folder = tmp_path_factory.mktemp("vllm_gpu")
+    return run_engines_apart(jobs(), write_models(folder), folder, at_once=7)
+
+
+def test_graphs_give_the_text_of_eager_steps(engines: dict[str, Any]) -> None:
+    assert set(engines["graphs"]["layers"].values()) == {"TightAttention"}
+    assert_same_text(engines["eager"], engines["graphs"], TIE)
+
+
+@pytest.mark.parametrize(
+    ("name", "budget"), [("k8v8", 5e-4), ("k4v4", 0.02), ("k3v3", 0.08), ("k2v2", 0.3)]
+)
+def test_compression_stays_within_a_kl_budget(
+    engines: dict[str, Any], name: str, budget: float
+) -> None:
+    assert budget / 100 < mean_kl(engines["plain"], engines[name], "prompt") < budget
+
+
+def test_a_crowd_that_preempts_gives_the_text_of_each_alone(engines: dict[str, Any]) -> None:
+    assert engines["crowd"]["metrics"]["vllm:num_preemptions"] > 0
+    assert_same_text(engines["alone"], engines["crowd"], TIE, share=0.75)
+
+
+def test_ngram_speculation_equals_none(engines: dict[str, Any]) -> None:
+    told = engines["speculative"]
+    assert told["metrics"]["vllm:spec_decode_num_accepted_tokens"] > 10
+    assert_same_text(engines["repeating"], told, TIE)
+
+
+@pytest.mark.parametrize("model", HYBRIDS)
+def test_models_with_other_layers(engines: dict[str, Any], model: str) -> None:
+    plain, k8v8, k4v4 = (engines[f"{name} {model}"] for name in ("plain", "k8v8", "k4v4"))
+    assert set(k4v4["layers"].values()) == {"TightAttention", HYBRIDS[model]}
+    first, again = batches(k8v8)
+    assert all(text["cached"] >= 512 for text in outputs(again))
+    assert_same_text(first, again, TIE, share=0.75)
+    assert mean_kl(plain, first, "best") < 1e-3
+    assert mean_kl(plain, batches(k4v4)[0], "best") < 0.02
+
+
+def test_finished_requests_leave_every_block_free(engines: dict[str, Any]) -> None:
+    for name, told in engines.items():
+        assert "error" not in told, name
+        assert told["free_blocks"] == told["blocks"] - 1  # block 0 is nobody's
