@@ -24,7 +24,7 @@ def main() -> None:
         fill(cache, counts, seed=2)
         q, first = queries(cache, counts, 4)
         out, _ = cuda.attend(cache.codec, q, cache.view(), first, max_queries=max(counts))
-        print(preset, out.float().abs().mean().item())
+        assert out.isfinite().all()
 
 
 if __name__ == "__main__":

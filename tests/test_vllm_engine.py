@@ -240,8 +240,8 @@ def test_sliding_window_layers_stay_vllms_own(engines: dict[str, Any]) -> None:
 
 
 def tokens_that_fit(told: dict[str, Any]) -> int:
-    blocks: int = told["blocks"] * told["groups"]["FullAttentionSpec"]
-    return blocks
+    tokens: int = told["blocks"] * dict(told["groups"])["FullAttentionSpec"]
+    return tokens
 
 
 def test_layers_with_a_state_stay_vllms_own(engines: dict[str, Any]) -> None:
@@ -255,7 +255,7 @@ def test_layers_with_a_state_stay_vllms_own(engines: dict[str, Any]) -> None:
 
 def test_prefixes_of_states_end_where_our_blocks_do(engines: dict[str, Any]) -> None:
     told = engines["prefixes"]
-    assert told["groups"] == {"FullAttentionSpec": 32, "MambaSpec": 32}
+    assert told["groups"] == [["FullAttentionSpec", 32], ["MambaSpec", 32]]
     again = batches(told)[1]
     # whole pages of 1, 32, 33, 64, 130, 200 and 300 tokens, of which the last is never cached
     assert [text["cached"] for text in outputs(again)] == [0, 0, 32, 32, 128, 192, 288]

@@ -67,10 +67,10 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
         "layers": {
             name: type(getattr(layer, "impl", layer)).__name__ for name, layer in context.items()
         },
-        "groups": {
-            type(group.kv_cache_spec).__name__: group.kv_cache_spec.block_size
+        "groups": sorted(
+            (type(group.kv_cache_spec).__name__, group.kv_cache_spec.block_size)
             for group in core.scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups
-        },
+        ),
         "free_blocks": core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
     }
     del llm, core, context
