@@ -22,6 +22,14 @@ LINEAR = {
     "layer_types": ["linear_attention", "full_attention"] * 2,
 }
 MOE = {"num_experts_per_tok": 2}
+MAMBA = {
+    "mamba_d_ssm": 64,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 1,
+}
+CONVOLUTIONS = {"layer_types": ["conv", "full_attention"] * 2}
 
 
 def sliding(**options):
@@ -38,7 +46,7 @@ FAMILIES = {
         **sliding(global_head_dim=32, vocab_size_per_layer_input=97, hidden_size_per_layer_input=16)
     ),
     "gpt_oss": lambda: hf.GptOssConfig(**sliding(num_local_experts=4, **MOE)),
-    "lfm2": lambda: hf.Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"] * 2),
+    "lfm2": lambda: hf.Lfm2Config(**SHAPE, **CONVOLUTIONS),
     "qwen3_next": lambda: hf.Qwen3NextConfig(
         **SHAPE,
         **LINEAR,
@@ -49,14 +57,7 @@ FAMILIES = {
         shared_expert_intermediate_size=32,
     ),
     "qwen3_5": lambda: hf.Qwen3_5TextConfig(**SHAPE, **LINEAR, head_dim=32),
-    "falcon_h1": lambda: hf.FalconH1Config(
-        **SHAPE,
-        mamba_d_ssm=64,
-        mamba_n_heads=4,
-        mamba_d_head=16,
-        mamba_d_state=16,
-        mamba_n_groups=1,
-    ),
+    "falcon_h1": lambda: hf.FalconH1Config(**SHAPE, **MAMBA),
     "llama4": lambda: hf.Llama4TextConfig(
         **SHAPE, head_dim=32, num_local_experts=2, intermediate_size_mlp=96
     ),

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import transformers as hf
 
-from models import SHAPE
+from models import MAMBA, SHAPE
 from tightkv import KVQuantConfig
 from tightkv.layout import PageLayout
-from tiny_folder import write_model, write_tiny_folder
+from tiny_folder import lfm2_for_vllm, write_model, write_tiny_folder
 from vllm_outputs import (
     TIE,
     VOCABULARY,
@@ -120,27 +121,15 @@ def write_models(folder: Path) -> dict[str, Path]:
     size = {"max_position_embeddings": 1024}
     three = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
     shape = {**SHAPE, **size, "head_dim": 32, "vocab_size": VOCABULARY}
-    state = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1}
     latent = {"kv_lora_rank": 32, "q_lora_rank": None, "v_head_dim": 32, "num_key_value_heads": 4}
     wide = {"qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "n_routed_experts": 4}
-    turns = ["conv", "full_attention"] * 2
     return {
         "tiny": write_tiny_folder(folder / "tiny", **size),
         "three heads": write_tiny_folder(folder / "three", **size, **three, vocab_size=384),
         "windows": write_model(folder / "windows", hf.Gemma2Config(**shape, sliding_window=16)),
-        "mamba": write_model(folder / "mamba", hf.FalconH1Config(**shape, mamba_d_ssm=64, **state)),
+        "mamba": write_model(folder / "mamba", hf.FalconH1Config(**shape, **MAMBA)),
         "convolutions": write_model(
-            folder / "convolutions",
-            # vLLM reads the names of older files
-            hf.Lfm2Config(
-                **{**shape, "num_attention_heads": 2, "num_key_value_heads": 1},
-                layer_types=turns,
-                conv_dim=64,
-                block_dim=64,
-                block_multiple_of=32,
-                block_ffn_dim_multiplier=1.0,
-                block_auto_adjust_ff_dim=False,
-            ),
+            folder / "convolutions", lfm2_for_vllm(**{**shape, "hidden_size": 64})
         ),
         "latent": write_model(
             folder / "latent", hf.DeepseekV2Config(**{**shape, **latent}, **wide)
@@ -259,7 +248,21 @@ def test_prefixes_of_states_end_where_our_blocks_do(engines: dict[str, Any]) -> 
     again = batches(told)[1]
     # whole pages of 1, 32, 33, 64, 130, 200 and 300 tokens, of which the last is never cached
     assert [text["cached"] for text in outputs(again)] == [0, 0, 32, 32, 128, 192, 288]
-    assert "exact rings for 8 sequences" in engines["log"]["text"]
+    # of all engines, only the one that asked for none has no rings
+    assert engines["log"]["text"].count("exact rings for 0 sequences") == 1
+
+
+def test_states_among_layers_with_other_blocks_have_no_prefixes() -> None:
+    from vllm.config import CacheConfig
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+    from tightkv.integrations.vllm.layers import fit_states
+
+    cache = CacheConfig(enable_prefix_caching=True, mamba_cache_mode="align")
+    with pytest.raises(ValueError, match=r"SlidingWindowSpec.*--no-enable-prefix-caching"):
+        fit_states(3, 64, {SlidingWindowSpec}, SimpleNamespace(cache_config=cache))
+    assert fit_states(3, 64, set(), SimpleNamespace(cache_config=cache)) == 3
+    assert cache.mamba_block_size == 192
 
 
 def test_three_ranks_give_the_text_of_one(engines: dict[str, Any]) -> None:

@@ -6,14 +6,15 @@ Every engine runs once, in a process of its own.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers as hf
 
-from models import SHAPE
-from tiny_folder import write_model, write_tiny_folder
+from models import MAMBA, SHAPE
+from tiny_folder import lfm2_for_vllm, write_model, write_tiny_folder
 from vllm_outputs import (
     VOCABULARY,
     assert_same_text,
@@ -35,7 +36,6 @@ pytestmark = [
 K4V4 = {"preset": "k4v4"}
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 TIE = 0.07  # nats: logits of 8 to 16 in bfloat16 are 0.06 apart
-CONVOLUTIONS = ["conv", "full_attention"] * 2
 PRESETS = ("k8v8", "k4v4", "k3v3", "k2v2")
 HYBRIDS = {  # what vLLM's own layers are there
     "convolutions": "ShortConv",
@@ -105,15 +105,10 @@ def jobs() -> dict[str, dict[str, Any]]:
 def write_models(folder: Path) -> dict[str, Path]:
     """A llama, one with convolutions, one with Mamba, one with sliding windows."""
     shape = {**SHAPE, "max_position_embeddings": 4096, "head_dim": 128, "vocab_size": VOCABULARY}
-    old = {"conv_dim": 256, "block_dim": 256, "block_ff_dim": 96, "block_multiple_of": 32}
-    old.update({"block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": False})
-    heads = {"hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1}
-    state = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1}
     windows = {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 2}
     configs = {
-        # vLLM reads the names of older files
-        "convolutions": hf.Lfm2Config(**{**shape, **heads}, **old, layer_types=CONVOLUTIONS),
-        "mamba": hf.FalconH1Config(**shape, mamba_d_ssm=64, **state),
+        "convolutions": lfm2_for_vllm(**{**shape, "hidden_size": 256}),
+        "mamba": hf.FalconH1Config(**shape, **MAMBA),
         "windows": hf.Gemma3TextConfig(**shape, **windows),
     }
     size = {"max_position_embeddings": 4096, "head_dim": 128, "hidden_size": 128}
@@ -139,9 +134,11 @@ def test_graphs_give_the_text_of_eager_steps(engines: dict[str, Any]) -> None:
     ("name", "budget"), [("k8v8", 5e-4), ("k4v4", 0.02), ("k3v3", 0.08), ("k2v2", 0.3)]
 )
 def test_compression_stays_within_a_kl_budget(
-    engines: dict[str, Any], name: str, budget: float
+    engines: dict[str, Any], name: str, budget: float, record_property: Callable[..., None]
 ) -> None:
-    assert budget / 100 < mean_kl(engines["plain"], engines[name], "prompt") < budget
+    kl = mean_kl(engines["plain"], engines[name], "prompt")
+    record_property("kl", kl)
+    assert budget / 100 < kl < budget
 
 
 def test_a_crowd_that_preempts_gives_the_text_of_each_alone(engines: dict[str, Any]) -> None:
@@ -163,7 +160,7 @@ def test_models_with_other_layers(engines: dict[str, Any], model: str) -> None:
     assert all(text["cached"] >= 512 for text in outputs(again))
     assert_same_text(first, again, TIE, share=0.75)
     assert mean_kl(plain, first, "best") < 1e-3
-    assert mean_kl(plain, batches(k4v4)[0], "best") < 0.02
+    assert mean_kl(plain, batches(k4v4)[0], "best") < 2e-3  # of attention to a neighbour: 1e-2
 
 
 def test_finished_requests_leave_every_block_free(engines: dict[str, Any]) -> None:

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, Lfm2Config, LlamaConfig, PreTrainedTokenizerFast
+
+from models import CONVOLUTIONS
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<answer>"
 
@@ -41,6 +43,19 @@ def write_model(folder: Path, config: Any) -> Path:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
     return folder
+
+
+def lfm2_for_vllm(hidden_size: int, **shape: Any) -> Lfm2Config:
+    """Two heads; vLLM reads the names of older files."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    return Lfm2Config(
+        **{**shape, **CONVOLUTIONS, **heads, "hidden_size": hidden_size},
+        conv_dim=hidden_size,
+        block_dim=hidden_size,
+        block_multiple_of=32,
+        block_ffn_dim_multiplier=1.0,
+        block_auto_adjust_ff_dim=False,
+    )
 
 
 def byte_tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:

@@ -112,26 +112,34 @@ def _fit_other_layers(plan: EnginePlan, layers: dict[str, Any], vllm_config: Any
             "tightkv: protected layers in a model with other layers' larger blocks; set "
             "protected_first and protected_last to 0"
         )
-    if any(issubclass(kind, MambaSpec) for kind in kinds):
-        count = _fit_states(count, plan.options.config.page_size, vllm_config)
+    states = {kind for kind in kinds if issubclass(kind, MambaSpec)}
+    if states:
+        count = fit_states(count, plan.options.config.page_size, kinds - states, vllm_config)
     if any(issubclass(kind, SlidingWindowSpec) for kind in kinds):
         vllm_config.cache_config.skip_page_size_padded = count * max(pages)
     return count
 
 
-def _fit_states(pages: int, page_size: int, vllm_config: Any) -> int:
-    """Let prefixes of states end where our blocks do: hits end where both have a boundary.
+def fit_states(pages: int, page_size: int, others: set[type], vllm_config: Any) -> int:
+    """Pages a block, with blocks of states as long as ours: prefixes end where both do.
 
     With other boundaries vLLM's hits could end inside a page, which nobody could continue.
     """
     cache = vllm_config.cache_config
     cache.mamba_page_size_padded = None  # to our blocks, by vLLM itself
-    if cache.enable_prefix_caching:
-        if cache.mamba_cache_mode == "all":  # a state every block, at the end of a kernel's chunk
-            chunk = vllm_config.model_config.get_mamba_chunk_size() or 1
-            unit = math.lcm(chunk, page_size) // page_size
-            pages = -(-pages // unit) * unit
-        cache.mamba_block_size = pages * page_size
+    if not cache.enable_prefix_caching:
+        return pages
+    if cache.mamba_cache_mode == "align" and others:
+        told = ", ".join(sorted(kind.__name__ for kind in others))
+        raise ValueError(
+            f"tightkv with prefix caching in a model with states and other layers of its own "
+            f"({told}): prefixes could end inside a page; add --no-enable-prefix-caching"
+        )
+    if cache.mamba_cache_mode == "all":  # a state every block, at the end of a kernel's chunk
+        chunk = vllm_config.model_config.get_mamba_chunk_size() or 1
+        unit = math.lcm(chunk, page_size) // page_size
+        pages = -(-pages // unit) * unit
+    cache.mamba_block_size = pages * page_size
     return pages
 
 
