@@ -2,7 +2,8 @@
 // is done when the last of them arrives. Stands before the sources, in place of machine.cu.
 //
 // Copies to shared memory happen when they are waited for, not before; dynamic shared memory is
-// full of NaN when a block begins. What is not seen: races between lanes of a warp that do not meet.
+// full of NaN when a block begins; so is memory that the kernel before is told to write, when that
+// kernel is waited for. What is not seen: races between lanes of a warp that do not meet.
 
 #include <ucontext.h>
 
@@ -72,6 +73,8 @@ inline char *memory;
 inline size_t memory_bytes;
 inline std::vector<Meeting> warps;
 inline Meeting all;
+inline void *late;  // memory that the kernel before has not finished writing
+inline size_t late_bytes;
 inline char slots[64][2][32][128];  // what lanes show each other: warp, round, lane
 
 inline void fail(const char *what) {
@@ -248,7 +251,10 @@ inline bool __any_sync(u32, bool x) {
 }
 
 // --- machine.cu ---
-inline void wait_for_previous() {}
+inline void wait_for_previous() {  // until here the kernel before may still write
+    if (host::late) memset(host::late, 0xff, host::late_bytes);
+    host::late = nullptr;
+}
 inline void let_next_start() {}
 inline float exp2_fast(float x) { return exp2f(x); }
 inline float log2_fast(float x) { return log2f(x); }
@@ -336,4 +342,8 @@ void wait_for_copies() {
     auto &groups = host::now->groups;
     for (; groups.size() > LATER; groups.pop_front())
         for (const host::Copy &c : groups.front()) host::move(c);
+}
+
+extern "C" void host_previous_writes(void *to, size_t bytes) {
+    host::late = to, host::late_bytes = bytes;
 }

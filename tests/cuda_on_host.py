@@ -52,6 +52,11 @@ class HostModule:
         shape = (ctypes.c_int * 3)(*grid)
         getattr(self._library, f"host_{name}")(shape, threads, ctypes.c_size_t(shared), pointers)
 
+    def previous_writes(self, x: Any) -> None:
+        """The kernel before the next launch goes on writing x until it is waited for."""
+        size = ctypes.c_size_t(x.numel() * x.element_size())
+        self._library.host_previous_writes(ctypes.c_void_p(x.data_ptr()), size)
+
 
 @functools.cache
 def module(

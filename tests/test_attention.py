@@ -224,12 +224,12 @@ def test_no_sequences():
     [
         (
             {"query": torch.zeros(2, 4, 64)},
-            r"query has shape \[2, 4, 64\]; expected \[2, \*, \*, 64\]",
+            r"query has shape \[2, 4, 64\]; expected \[2, Lq, Hq, 64\]",
         ),
         ({"query": torch.zeros(3, 1, 4, 64)}, r"expected \[2, "),
         ({"query": torch.zeros(2, 1, 4, 32)}, r"expected \[2, "),
         ({"query": torch.zeros(2, 1, 3, 64)}, "query has 3 heads; the cache has 2"),
-        ({"query": torch.zeros(2, 1, 4, 64, dtype=torch.int32)}, "torch.int32"),
+        ({"query": torch.zeros(2, 1, 4, 64, dtype=torch.int32)}, "query is int32"),
         ({"query": torch.zeros(2, 1, 4, 64, device="meta")}, "on meta"),
         ({"window": 0}, "window=0"),
         ({"softcap": -1.0}, "softcap=-1.0"),

@@ -339,7 +339,7 @@ def test_clear_frees_every_page():
 @pytest.mark.parametrize(
     ("key", "value", "word"),
     [
-        (torch.zeros(2, 3, 64), torch.zeros(2, 3, 64), r"expected \[B, T, Hkv, D\]"),
+        (torch.zeros(2, 3, 64), torch.zeros(2, 3, 64), r"expected \[2, T, 2, 64\]"),
         (torch.zeros(2, 3, 2, 32), torch.zeros(2, 3, 2, 32), r"expected \[2, T, 2, 64\]"),
         (torch.zeros(1, 3, 2, 64), torch.zeros(1, 3, 2, 64), r"expected \[2, T, 2, 64\]"),
         (torch.zeros(2, 3, 2, 64), torch.zeros(2, 4, 2, 64), "must agree"),

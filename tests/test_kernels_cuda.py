@@ -296,3 +296,73 @@ def test_a_forgotten_wait_is_found_on_the_host(wait, monkeypatch):
     with pytest.raises(AssertionError) as caught:
         assert_attends_alike(cache, [1, 1], 4)
     assert changed == [1] and "error:" not in str(caught.value)  # it was compiled
+
+
+@pytest.mark.parametrize("page,dim", [(256, 256), (256, 64), (128, 256)])
+def test_the_largest_pages(page, dim):
+    """Codes of 256 tokens of 256 channels do not fit shared memory at once."""
+    cfg = CFG.replace(page_size=page)
+    ours = cache_on(cfg, [0, 0], name="cuda", dim=dim, dtype=torch.float16)
+    theirs = cache_on(cfg, [0, 0], dim=dim, dtype=torch.float16)
+    for seed, counts in enumerate(([300, 130], [1, 1], [230, 127])):
+        fill(ours, counts, seed), fill(theirs, counts, seed)
+        different = (ours.pages != theirs.pages).float().mean()
+        assert different < 1e-4  # ties of means
+    assert_attends_alike(ours, [1, 1], 2)
+
+
+@pytest.mark.skipif(ON_GPU, reason="shows on the host what is a matter of time on a GPU")
+@pytest.mark.parametrize("owned", [0, 1])
+def test_outputs_are_written_after_the_kernel_before_has_ended(owned):
+    """The memory of an output may have been another kernel's, which still runs."""
+    cache = cache_on(CFG, [100], dtype=torch.float16)
+    fill(cache, [100])
+    q, _ = queries(cache, [4], 2)
+    first = torch.tensor([0, owned], dtype=torch.int32)
+    view = dataclasses.replace(cache.view(), appended=True)
+    plan = tiles.Launch.of(cache.layout, 2, 1, *view.block_table.shape, DEVICE)
+    assert plan.splits == 1
+    module = cuda_on_host.module("decode", cache.layout, q.shape[1], plan.tile, False, DEVICE)
+    out = torch.full_like(q, 7.0)
+    module.previous_writes(out)
+    cuda.attend(cache.codec, q, view, first, max_queries=1, out=out)
+    assert torch.equal(out[owned:], torch.zeros_like(out[owned:]))
+    assert torch.isfinite(out).all()
+
+
+@pytest.mark.parametrize("preset", ["k4v4", "k2v2"])
+def test_scores_of_any_size(preset):
+    """Weights are 16 bits wide, and large scores are rounded: the largest weight must still fit."""
+    cfg = KVQuantConfig.preset(preset).replace(exact_pages=1, sinks=0)
+    key, value = tokens(1, 400, heads=HEADS, dim=128, bias=0.0)
+    q = torch.randn(1, HEADS, 128, generator=torch.Generator().manual_seed(1))
+    key[0, 135], value[0, 135] = 3 * q[0], 8 * value[0, 135]  # it outshines the others
+    cache = cache_on(cfg, [400], dim=128, dtype=torch.float16)
+    add_to(cache, key.half(), value.half())
+    arguments = cache.codec, q.half().to(DEVICE), cache.view()
+    first = torch.tensor([0, 1], dtype=torch.int32, device=DEVICE)
+    for scale in (1.0, 30.0, 41.0, 57.0, 300.0, 311.0, 353.0):
+        options = {"max_queries": 1, "scale": scale}
+        expected, _ = reference.attend(*arguments, first, **options)
+        out, _ = cuda.attend(*arguments, first, **options)
+        size = float(expected.abs().max())
+        torch.testing.assert_close(out, expected, atol=2e-3 * size, rtol=2e-3)
+
+
+def add_to(cache, key, value):
+    cache.append(cache.table.append([0], [key.shape[1]]), key.to(DEVICE), value.to(DEVICE))
+
+
+@pytest.mark.gpu
+def test_more_pages_than_a_grid_has_layers():
+    """An append of more than 65,535 pages: blocks take several."""
+    cfg = KVQuantConfig.preset("k2v2")
+    count = 65_600 * cfg.page_size
+    cache = cache_on(cfg, [count], name="cuda", heads=1, dim=64, dtype=torch.float16)
+    key = torch.randn(1, count, 1, 64, device=DEVICE, dtype=torch.float16)
+    add_to(cache, key, key)
+    ids = torch.tensor([0, 1, 65_534, 65_535, 65_536, 65_599], device=DEVICE)
+    _, values = reference.dequantize(cache.codec, cache.pages[cache.view().block_table[0, ids]])
+    exact = key[0].view(-1, cfg.page_size, 64)[ids]
+    rotated = cache.codec.rotate("value", exact)
+    assert ((values[:, 0] - rotated).norm(dim=-1) / rotated.norm(dim=-1)).mean() < 0.5

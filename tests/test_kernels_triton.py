@@ -15,8 +15,12 @@ import torch
 
 from helpers import exact_attention, make_cache, tokens
 from test_attention import poison
+from tightkv.codec import Codec
 from tightkv.config import KVQuantConfig
 from tightkv.kernels import reference, select
+from tightkv.kernels.staged import Part
+from tightkv.kernels.view import CacheView
+from tightkv.layout import PageLayout
 
 triton = pytest.importorskip("triton")
 kernels = pytest.importorskip("tightkv.kernels.triton")
@@ -321,3 +325,110 @@ def test_dequantized_pages_are_the_references(bits, dim):
         (key, value), reference.dequantize(cache.codec, records), strict=True
     ):
         torch.testing.assert_close(made, expected.transpose(1, 2).flatten(2, 3).half())
+
+
+@pytest.mark.parametrize("sinks", [0, 4])
+@pytest.mark.parametrize("count", [1, 2, 16, 17])
+def test_few_new_tokens_after_a_full_ring(count, sinks):
+    """Ring, sinks and new tokens together are more than ring and sinks have room for."""
+    cache = cache_on(KVQuantConfig(page_size=32, exact_pages=1, sinks=sinks), [63])
+    fill(cache, [31]), fill(cache, [32], seed=1)
+    new = [x[0].to(DEVICE) for x in tokens(1, count, heads=HEADS, seed=8)]
+    assert_attends_like_the_reference(cache, [count], 2, new_key=new[0], new_value=new[1])
+
+
+def test_masks_of_more_than_2_to_31_elements():
+    """Strides below 2**31 whose products are not; the memory between is never touched."""
+    cache = cache_on(CFG, [90, 90, 90])
+    fill(cache, [90, 90, 90])
+    row = 2**30 + 2**20
+    memory = torch.empty(2 * row + 300, dtype=torch.bool, device=DEVICE)
+    mask = memory.as_strided((3, 1, 2, 100), (row, 1, 100, 1))
+    g = torch.Generator().manual_seed(0)
+    mask.copy_(torch.rand(3, 1, 2, 100, generator=g) > 0.5)
+    expected = assert_attends_like_the_reference(cache, [2, 2, 2], 2, mask=mask.contiguous())
+    assert torch.equal(assert_attends_like_the_reference(cache, [2, 2, 2], 2, mask=mask), expected)
+
+
+def test_a_mask_that_ends_early_hides_the_rest():
+    cache = cache_on(CFG, [90])
+    fill(cache, [90])
+    q, first = queries(cache, [2], 2)
+    short = torch.ones(1, 1, 2, 70, dtype=torch.bool, device=DEVICE)
+    whole = torch.cat([short, torch.zeros_like(short)[..., :20]], -1)
+    arguments = (cache.codec, q, cache.view(), first)
+    out, _ = kernels.attend(*arguments, max_queries=2, mask=short)
+    expected, _ = kernels.attend(*arguments, max_queries=2, mask=whole)
+    assert torch.equal(out, expected)
+
+
+def test_tokens_whose_heads_lie_far_apart():
+    """As transformers has them, [B, heads, tokens, D]: the stride of a head may be large."""
+    heads, stride = 3, 2**30 + 2**20
+    cache = cache_on(CFG, [90], heads=heads, dtype=torch.float16)
+    fill(cache, [90])
+    q, first = queries(cache, [2], 1)
+    memory = torch.empty(stride * (heads - 1) + 256, dtype=q.dtype, device=DEVICE)
+    far = memory.as_strided((2, heads, 64), (64, stride, 1))
+    far.copy_(q)
+    options = {"max_queries": 2}
+    out, _ = kernels.attend(cache.codec, far, cache.view(), first, **options)
+    expected, _ = kernels.attend(cache.codec, q, cache.view(), first, **options)
+    assert torch.equal(out, expected)
+    new = torch.randn(2, heads, 64, device=DEVICE, dtype=torch.float16)
+    far.copy_(new)
+    options |= {"new_key": far, "new_value": far}
+    out, _ = kernels.attend(cache.codec, q, cache.view(), first, **options)
+    options |= {"new_key": new, "new_value": new}
+    assert torch.equal(out, kernels.attend(cache.codec, q, cache.view(), first, **options)[0])
+
+
+class Grids:
+    """In place of a kernel: what it is launched with."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __getitem__(self, grid):
+        self.seen.append(grid)
+        return lambda *args, **kwargs: None
+
+
+def test_grids_have_room_for_many_sequences(monkeypatch):
+    """65,535 is the most that all dimensions but the first can have."""
+    from tightkv.kernels.triton import rows
+
+    grids = Grids()
+    for module, names in (
+        (kernels, ("_append_kernel", "_attend_kernel", "_merge_kernel", "_dequantize_kernel")),
+        (rows, ("_rotate_queries_kernel", "_exact_kernel", "_join_kernel", "_finish_kernel")),
+    ):
+        for name in names:
+            monkeypatch.setattr(module, name, grids)
+    batch, heads, d = 70_000, 2, 64
+    cfg = KVQuantConfig(page_size=32, exact_pages=1, sinks=1)
+    layout = PageLayout(cfg, heads, d, torch.float16)
+    meta = torch.device("meta")
+    number = torch.zeros(batch, dtype=torch.int32, device=meta)
+    ring, sink = (
+        torch.empty(batch, n, heads, d, dtype=torch.float16, device=meta)
+        for n in (layout.ring_tokens, 1)
+    )
+    view = CacheView(
+        layout.new_pages(0, meta), torch.zeros(batch, 8, dtype=torch.int32, device=meta), number,
+        number, number, number, number, ring, ring, sink, sink, same_length=200,
+    )  # fmt: skip
+    codec = Codec(layout)
+    x = torch.empty(batch, heads, d, dtype=torch.float16, device=meta)
+    many = torch.empty(batch, heads, 32, d, dtype=torch.float16, device=meta)
+    kernels.append(codec, view, x, x, number, number, max_new=1, open_codes=True)
+    kernels.attend(codec, x, view, number, max_queries=1)
+    kernels.attend(codec, x, view, number, max_queries=batch)
+    rows.rotate_queries(codec, many)
+    rows.load_prefix(codec, view, 0, 200, many, many)
+    part = Part(many, torch.empty(batch, heads, 32, device=meta))
+    rows.join(part, part)
+    rows.finish(codec, part, part)
+    assert len(grids.seen) >= 10
+    assert all(n <= 65_535 for grid in grids.seen for n in grid[1:])
+    assert max(grid[0] for grid in grids.seen) > batch

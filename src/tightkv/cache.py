@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tightkv import kernels as kernel_choice
 from tightkv.codec import Codec
+from tightkv.kernels.check import check_new_tokens, expect
 from tightkv.kernels.reference import materialize
 from tightkv.kernels.view import CacheView
 from tightkv.layout import PageLayout
@@ -42,6 +43,7 @@ class PagedKV:
         self.codec = Codec(layout)
         self._kernels = kernel_choice.select(kernels, self.device, layout).__name__
         self.pages = layout.new_pages(0, self.device)
+        self.device = self.pages.device  # "cuda" has a number now
         heads, d = layout.num_kv_heads, layout.head_dim
         self.ring_key, self.ring_value = (
             torch.zeros(0, layout.ring_tokens, heads, d, dtype=layout.dtype, device=self.device)
@@ -134,17 +136,11 @@ class PagedKV:
     def _check(self, plan: AppendPlan, key: Tensor, value: Tensor) -> None:
         heads, d = self.layout.num_kv_heads, self.layout.head_dim
         for name, x in (("key", key), ("value", value)):
-            if x.dim() != 4:
-                raise ValueError(f"{name} has shape {tuple(x.shape)}; expected [B, T, Hkv, D]")
-            if x.shape[0] != len(plan.rows) or tuple(x.shape[2:]) != (heads, d):
-                wanted = f"[{len(plan.rows)}, T, {heads}, {d}]"
-                raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {wanted}")
-            if x.device.type != self.device.type:
-                raise ValueError(f"{name} is on {x.device}; this layer is on {self.device}")
-        if key.shape != value.shape or key.shape[1] < max(plan.counts, default=0):
+            expect(name, x, (len(plan.rows), "T", heads, d), self.device)
+        check_new_tokens(self.layout, key, value)
+        if key.shape[1] < max(plan.counts, default=0):
             raise ValueError(
-                f"key {tuple(key.shape)} and value {tuple(value.shape)} must agree and hold "
-                f"{max(plan.counts, default=0)} tokens"
+                f"key and value {list(key.shape)} must hold {max(plan.counts, default=0)} tokens"
             )
 
     def _fit_rows(self) -> None:

@@ -55,6 +55,13 @@ class Codec:
         self.key = make_quantizer(self.cfg, "key", d, raw)
         self.value = make_quantizer(self.cfg, "value", d, raw)
 
+    # A codec is made of its layout alone and never changes: a copy is the codec itself.
+    def __copy__(self) -> Codec:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Codec:
+        return self
+
     def side(self, side: str) -> Quantizer:
         return self.key if side == "key" else self.value
 

@@ -13,14 +13,18 @@ so one 16-byte load gives a GPU lane or a CPU vector the same word of four rows.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tightkv.config import KVQuantConfig
-from tightkv.pack import pack, packed_bytes, unpack
+from tightkv.pack import pack, unpack
 
 BLOCK = 32  # tokens whose codes are interleaved
 ALIGN = 16  # bytes every plane starts on
@@ -112,37 +116,64 @@ class Plane:
     size: int
 
 
-class PageLayout:
-    """The page of one layer: sizes, offsets, and how planes are read and written."""
+def _derived() -> Any:
+    """A field that follows from the others."""
+    return dataclasses.field(init=False, repr=False, compare=False)
 
-    def __init__(
-        self,
-        cfg: KVQuantConfig,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype = torch.bfloat16,
-    ) -> None:
+
+@dataclass(frozen=True)
+class PageLayout:
+    """The page of one layer: sizes, offsets, and how planes are read and written.
+
+    A value: layouts of equal arguments are equal, and a copy is the layout itself. Take it from
+    `page_layout`, which gives layers that are alike the same object.
+    """
+
+    cfg: KVQuantConfig
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype = torch.bfloat16
+    planes: Mapping[tuple[str, str], Plane] = dataclasses.field(
+        init=False, repr=False, compare=False
+    )
+    mean_offset: int = _derived()
+    record_bytes: int = _derived()
+    _hash: int = _derived()
+
+    def __post_init__(self) -> None:
+        cfg, head_dim = self.cfg, self.head_dim
         if head_dim < 16 or head_dim % 16:
             raise ValueError(f"head_dim={head_dim}; supported: multiples of 16 from 16 up")
-        if num_kv_heads < 1:
-            raise ValueError(f"num_kv_heads={num_kv_heads}; it must be at least 1")
-        if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            raise ValueError(f"dtype={dtype}; supported: bfloat16, float16, float32")
-        self.cfg, self.num_kv_heads, self.head_dim, self.dtype = cfg, num_kv_heads, head_dim, dtype
-        self.page_size = cfg.page_size
-        # 16 bits means 16: a float32 model's raw planes are float16.
-        self.raw_dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float16
-        self.planes: dict[tuple[str, str], Plane] = {}
+        if self.num_kv_heads < 1:
+            raise ValueError(f"num_kv_heads={self.num_kv_heads}; it must be at least 1")
+        if self.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise ValueError(f"dtype={self.dtype}; supported: bfloat16, float16, float32")
+        planes = {}
         fields = [(side, f) for side in SIDES for f in token_fields(cfg, side, head_dim)]
         end = 0
-        for side, field in sorted(fields, key=lambda entry: not entry[1].is_codes):
-            size = field.count * field.bits * self.page_size // 8
-            self.planes[side, field.name] = Plane(side, field, end, size)
+        for side, entry in sorted(fields, key=lambda pair: not pair[1].is_codes):
+            size = entry.count * entry.bits * cfg.page_size // 8
+            planes[side, entry.name] = Plane(side, entry, end, size)
             end = _align(end + size)
-        self.mean_offset = end
+        object.__setattr__(self, "planes", MappingProxyType(planes))
+        object.__setattr__(self, "mean_offset", end)
         if cfg.centered:
             end += _align(head_dim * 2 if cfg.mean_bits == 16 else head_dim + 2)
-        self.record_bytes = end
+        object.__setattr__(self, "record_bytes", end)
+        # Kept: layouts are keys of the caches on the way to every launch.
+        object.__setattr__(self, "_hash", hash((cfg, self.num_kv_heads, head_dim, self.dtype)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __copy__(self) -> PageLayout:
+        return self
+
+    def __deepcopy__(self, memo: object) -> PageLayout:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return page_layout, (self.cfg, self.num_kv_heads, self.head_dim, self.dtype)
 
     def __repr__(self) -> str:
         return (
@@ -151,6 +182,15 @@ class PageLayout:
         )
 
     # --- sizes ---
+    @property
+    def page_size(self) -> int:
+        return self.cfg.page_size
+
+    @property
+    def raw_dtype(self) -> torch.dtype:
+        """Of raw planes: 16 bits means 16, so a float32 model's are float16."""
+        return torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float16
+
     @property
     def page_bytes(self) -> int:
         return self.num_kv_heads * self.record_bytes
@@ -305,23 +345,28 @@ class PageLayout:
         order = (-6, -2, -3, -4, -5, -1) if side == "value" else (-6, -2, -4, -3, -5, -1)
         return x.permute(*range(x.dim() - 6), *order).flatten(-6)
 
-    @lru_cache(maxsize=32)  # noqa: B019 - layouts are few and live as long as the cache
+    @lru_cache(maxsize=256)  # noqa: B019 - layouts are values, and few
     def _row_index(self, side: str, field: Field) -> Tensor:
         """[rows, row bytes]: byte of the plane for each byte of a packed row."""
         size = self.planes[side, field.name].size
-        return self._plane_to_rows(torch.arange(size), side, field)
+        return self._plane_to_rows(torch.arange(size, device="cpu"), side, field)
 
-    @lru_cache(maxsize=32)  # noqa: B019
+    @lru_cache(maxsize=256)  # noqa: B019
     def _number_index(self, field: Field) -> Tensor:
         """[page_size, count * 2]: byte of the plane for each byte of a token's fp16 numbers."""
-        index = _numbers_to_tokens(torch.arange(field.count * self.page_size), field.count)
+        numbers = torch.arange(field.count * self.page_size, device="cpu")
+        index = _numbers_to_tokens(numbers, field.count)
         return torch.stack([2 * index, 2 * index + 1], -1).flatten(-2)
 
-    @cached_property
-    def value_row_bytes(self) -> int:
-        """Bytes of a packed pair of values (the smallest unit a value append rewrites)."""
-        fields = token_fields(self.cfg, "value", self.head_dim)
-        return sum(packed_bytes(2 * f.count, f.bits) for f in fields if f.is_codes)
+
+def page_layout(
+    cfg: KVQuantConfig, num_kv_heads: int, head_dim: int, dtype: torch.dtype = torch.bfloat16
+) -> PageLayout:
+    """The layout of these arguments; equal ones give the same object."""
+    return _cached_layout(cfg, num_kv_heads, head_dim, dtype)
+
+
+_cached_layout = lru_cache(maxsize=1024)(PageLayout)
 
 
 def _align(size: int) -> int:

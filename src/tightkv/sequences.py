@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ class AppendPlan:
         key = str(device)
         if key not in self._tensors:
             first = [0, *accumulate(self.counts)]
-            both = torch.tensor([*first, *self.exact_starts], dtype=torch.int32).to(device)
+            both = _int32([*first, *self.exact_starts], device)
             self._tensors[key] = both[: len(first)], both[len(first) :]
         return self._tensors[key]
 
@@ -299,11 +299,16 @@ def row_tensors(rows: Sequence[SequenceState], device: torch.device) -> RowTenso
 def _block_table(rows: Sequence[SequenceState], device: torch.device) -> Tensor:
     width = max([len(row.pages) for row in rows], default=0)
     table = [row.pages + [-1] * (width - len(row.pages)) for row in rows]
-    return torch.tensor(table, dtype=torch.int32).reshape(len(rows), width).to(device)
+    return _int32(table, device).reshape(len(rows), width)
 
 
 def _counters(rows: Sequence[SequenceState], device: torch.device) -> Tensor:
     """int32 [5, B]: the columns of RowTensors but the first."""
     names = ("length", "start", "ring_start", "sink_count")
     columns = [[getattr(row, name) for row in rows] for name in names]
-    return torch.tensor([*columns, list(range(len(rows)))], dtype=torch.int32).to(device)
+    return _int32([*columns, list(range(len(rows)))], device)
+
+
+def _int32(numbers: list[Any], device: torch.device) -> Tensor:
+    """Made on the CPU, whatever torch's default device, and sent in one copy."""
+    return torch.tensor(numbers, dtype=torch.int32, device="cpu").to(device)

@@ -11,31 +11,53 @@ import functools
 import json
 import math
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tightkv.codec import Codec
-from tightkv.config import KVQuantConfig
+from tightkv.config import FORMAT_VERSION, KVQuantConfig
 from tightkv.kernels import select
+from tightkv.kernels.check import FLOATS, check_append, check_attend
 from tightkv.kernels.view import CacheView
-from tightkv.layout import PageLayout
+from tightkv.layout import PageLayout, page_layout
+
+_DTYPES = {str(d).removeprefix("torch."): d for d in FLOATS}
 
 
 def spec_of(layout: PageLayout, kernels: str = "auto") -> str:
     """The string that stands for a layout and the kernels to use."""
-    dtype = str(layout.dtype).removeprefix("torch.")
-    fields = {"heads": layout.num_kv_heads, "head_dim": layout.head_dim, "dtype": dtype}
-    return json.dumps(
-        {"config": layout.cfg.to_dict(), "kernels": kernels, **fields}, sort_keys=True
-    )
+    fields = {
+        "format": FORMAT_VERSION,
+        "config": layout.cfg.to_dict(),
+        "heads": layout.num_kv_heads,
+        "head_dim": layout.head_dim,
+        "dtype": str(layout.dtype).removeprefix("torch."),
+        "kernels": kernels,
+    }
+    return json.dumps(fields, sort_keys=True)
 
 
 @functools.lru_cache(maxsize=256)
 def _codec(spec: str) -> Codec:
-    data = json.loads(spec)
-    cfg = KVQuantConfig.from_dict(data["config"])
-    return Codec(PageLayout(cfg, data["heads"], data["head_dim"], getattr(torch, data["dtype"])))
+    try:
+        data = json.loads(spec)
+        version, heads, head_dim = data["format"], data["heads"], data["head_dim"]
+        config, dtype, _ = data["config"], data["dtype"], data["kernels"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"spec={spec[:80]!r} is not one that spec_of made: {error!r}") from None
+    if version != FORMAT_VERSION:
+        raise ValueError(
+            f"spec has format {version!r}; this tightkv reads format {FORMAT_VERSION}: "
+            "make the model again with this version"
+        )
+    if dtype not in _DTYPES or type(heads) is not int or type(head_dim) is not int:
+        raise ValueError(
+            f"spec has dtype={dtype!r}, heads={heads!r}, head_dim={head_dim!r}; "
+            f"expected one of {', '.join(_DTYPES)} and two whole numbers"
+        )
+    return Codec(page_layout(KVQuantConfig.from_dict(config), heads, head_dim, _DTYPES[dtype]))
 
 
 @functools.lru_cache(maxsize=256)
@@ -71,8 +93,12 @@ def _append(
         pages, block_table, lengths, starts, ring_starts, sink_counts, ring_rows,
         ring_key, ring_value, sink_key, sink_value,
     )  # fmt: skip
+    codec = _codec(spec)
+    check_append(
+        codec.layout, view, key, value, first, exact_starts, max_new=max_new, open_codes=open_codes
+    )
     _kernels(spec, key.device).append(
-        _codec(spec), view, key, value, first, exact_starts, max_new=max_new, open_codes=open_codes
+        codec, view, key, value, first, exact_starts, max_new=max_new, open_codes=open_codes
     )
 
 
@@ -105,11 +131,15 @@ def _attend(
         pages, block_table, lengths, starts, ring_starts, sink_counts, ring_rows,
         ring_key, ring_value, sink_key, sink_value,
     )  # fmt: skip
+    codec = _codec(spec)
+    options: dict[str, Any] = {
+        "max_queries": max_queries, "scale": scale, "window": window or None,
+        "softcap": softcap or None, "mask": mask, "new_key": new_key, "new_value": new_value,
+    }  # fmt: skip
+    check_attend(codec.layout, query, view, first, **options)
     out, lse = _kernels(spec, query.device).attend(
-        _codec(spec), query, view, first, max_queries=max_queries, scale=scale, causal=causal,
-        window=window or None, softcap=softcap or None, mask=mask,
-        new_key=new_key, new_value=new_value,
-    )  # fmt: skip
+        codec, query, view, first, causal=causal, **options
+    )
     return out, lse
 
 

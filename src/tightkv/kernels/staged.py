@@ -277,7 +277,7 @@ def _plain_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
     k, v = (x.float().repeat_interleave(group, 1) for x in (k, v))
     scores = q.float() @ k.transpose(-1, -2) * scale
     if causal:
-        seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
         scores = scores.masked_fill(~seen, -math.inf)
     lse = torch.logsumexp(scores, -1)
     out = torch.exp(scores - lse[..., None]) @ v

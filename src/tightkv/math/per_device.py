@@ -17,7 +17,15 @@ class PerDevice:
 
     def on(self, device: torch.device) -> Tensor:
         """The constant on `device`."""
+        device = _indexed(device)
         if device not in self._copies:
             with torch.inference_mode(False):
                 self._copies[device] = self._copies[self._source].to(device)
         return self._copies[device]
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """ "cuda" means the current device, which may be another one tomorrow."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -45,6 +45,21 @@ class Rotation(ABC):
         images = self(torch.eye(self.dim, dtype=torch.float32, device="cpu"))  # row i is R e_i
         return images.T.contiguous()
 
+    def table(self, device: torch.device) -> Tensor:
+        """What fused kernels read, float32 on `device`: signs [dim], or the matrix transposed."""
+        return self._table.on(device)
+
+    @cached_property
+    def _table(self) -> PerDevice:
+        return PerDevice(self.matrix().T.contiguous())
+
+    # A rotation never changes: a copy is the rotation itself.
+    def __copy__(self) -> Rotation:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Rotation:
+        return self
+
     @abstractmethod
     def _forward(self, x: Tensor) -> Tensor: ...
 
@@ -77,6 +92,10 @@ class _Hadamard(Rotation):
     """y = H (signs * x) / sqrt(dim), with H in natural (Sylvester) order."""
 
     signs: PerDevice
+
+    @property
+    def _table(self) -> PerDevice:
+        return self.signs
 
     def _forward(self, x: Tensor) -> Tensor:
         sums = _hadamard_sums(x.to(torch.float32) * self.signs.on(x.device))

@@ -14,7 +14,7 @@ from tightkv.cache import PagedKV
 from tightkv.config import KVQuantConfig
 from tightkv.integrations.transformers.states import StepStates
 from tightkv.kernels.reference import materialize
-from tightkv.layout import PageLayout
+from tightkv.layout import page_layout
 from tightkv.sequences import (
     AppendPlan,
     RowTensors,
@@ -89,7 +89,7 @@ class TightLayer(CacheLayerMixin):  # type: ignore[misc]
                 "compresses layers whose keys and values are both [batch, heads, tokens, head_dim]"
             )
         heads, d = key_states.shape[1], key_states.shape[3]
-        layout = PageLayout(self.cfg, heads, d, key_states.dtype)
+        layout = page_layout(self.cfg, heads, d, key_states.dtype)
         self.kv = PagedKV(layout, self.shared.table, key_states.device, self.kernels)
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True

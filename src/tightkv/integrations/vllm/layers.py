@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from tightkv.integrations.vllm.backend import TightBackend
 from tightkv.integrations.vllm.compat import page_spec
 from tightkv.integrations.vllm.cuts import Limits
 from tightkv.integrations.vllm.options import EngineOptions, engine_options, with_options
-from tightkv.layout import RING_SLACK, PageLayout
+from tightkv.layout import RING_SLACK, PageLayout, page_layout
 
 logger = logging.getLogger("vllm.tightkv")  # vLLM's handlers show its children
 _LAYOUT = "_tightkv_layout"
@@ -155,9 +154,8 @@ def make_plan(options: EngineOptions, vllm_config: Any, layers: dict[str, Any]) 
         count = list(reasons.values()).count(reason)
         logger.info("tightkv: %d layers stay with vLLM's own cache: %s", count, reason)
     dtype = vllm_config.model_config.dtype
-    one_layout = functools.cache(PageLayout)  # layers that are alike share it, and so their kernels
     layouts = {
-        name: one_layout(
+        name: page_layout(
             options.config.for_layer(number, len(chosen)),
             layers[name].num_kv_heads,
             layers[name].head_size,

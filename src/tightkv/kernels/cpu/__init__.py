@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import math
 import struct
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -26,8 +25,6 @@ _VIEW = "17q"
 _ATTEND = struct.Struct(f"={_VIEW}9q4q4q5q2q2dq")
 _APPEND = struct.Struct(f"={_VIEW}6qq2q2q")
 _NO_TOKENS = (0, 0, 0)
-
-_layers: WeakKeyDictionary[Codec, library.Layer] = WeakKeyDictionary()
 
 
 def unavailable(device_type: str | None, asked: bool = False) -> str | None:
@@ -80,7 +77,8 @@ def append(
         open_codes,
         torch.get_num_threads(),
     )
-    _check(library.load().tightkv_append(_layer(codec), arguments))
+    layer = library.describe(codec.layout)
+    _check(library.load().tightkv_append(ctypes.addressof(layer), arguments))
 
 
 def attend(
@@ -104,11 +102,11 @@ def attend(
     total, heads, dim = query.shape
     wanted = out
     if out is None or not out.is_contiguous():
-        out = torch.empty((total, heads, dim), dtype=query.dtype)
-    lse = torch.empty((total, heads), dtype=torch.float32)
+        out = torch.empty((total, heads, dim), dtype=query.dtype, device=query.device)
+    lse = torch.empty((total, heads), dtype=torch.float32, device=query.device)
     new, new_dtype = (*_NO_TOKENS, *_NO_TOKENS), 0
     if new_key is not None and new_value is not None:
-        new_key, new_value = _row(new_key), _row(new_value).to(new_key.dtype)
+        new_key, new_value = _row(new_key), _row(new_value)
         new, new_dtype = (*_tokens(new_key), *_tokens(new_value)), library.DTYPES[new_key.dtype]
     if mask is not None and mask.dtype not in library.DTYPES:
         mask = mask.float()
@@ -131,17 +129,11 @@ def attend(
         softcap or 0.0,
         torch.get_num_threads(),
     )
-    _check(library.load().tightkv_attend(_layer(codec), arguments))
+    layer = library.describe(codec.layout)
+    _check(library.load().tightkv_attend(ctypes.addressof(layer), arguments))
     if wanted is not None and wanted is not out:
         out = wanted.copy_(out)
     return out, lse
-
-
-def _layer(codec: Codec) -> int:
-    layer = _layers.get(codec)
-    if layer is None:
-        layer = _layers[codec] = library.describe(codec)
-    return ctypes.addressof(layer)
 
 
 def _view(view: CacheView) -> tuple[int, ...]:

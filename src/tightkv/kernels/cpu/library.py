@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tightkv.codec import Codec
+from tightkv.layout import PageLayout
 from tightkv.math.quantize import TurboQuantMSE
 from tightkv.math.rotation import Rotation
 
@@ -115,9 +116,10 @@ def _torch_parallel() -> ctypes.c_void_p | None:
         return None
 
 
-def describe(codec: Codec) -> Layer:
-    """What the kernels need to know of a codec; made once for each."""
-    layout, cfg = codec.layout, codec.cfg
+@lru_cache(maxsize=1024)
+def describe(layout: PageLayout) -> Layer:
+    """What the kernels need to know of a layout. Hold it for as long as C uses its address."""
+    codec, cfg = Codec(layout), layout.cfg
     assert isinstance(codec.key, TurboQuantMSE) and isinstance(codec.value, TurboQuantMSE)
     layer = Layer(
         dim=layout.head_dim,
@@ -140,7 +142,7 @@ def _side(codec: Codec, name: str, quantizer: TurboQuantMSE, keep: list[Tensor])
     constants = {
         **_rotation_constants(quantizer.rotation),
         "centroids": centroids,
-        "thresholds": torch.tensor(book.thresholds, dtype=torch.float32),
+        "thresholds": torch.tensor(book.thresholds, dtype=torch.float32, device="cpu"),
         "levels": (centroids.double() / book.unit).round().float(),
     }
     keep += constants.values()
@@ -151,14 +153,19 @@ def _side(codec: Codec, name: str, quantizer: TurboQuantMSE, keep: list[Tensor])
         scale_mode=_SCALE_MODES[quantizer.scale_mode],
         rotation=_ROTATIONS[quantizer.rotation.kind],
         unit=book.unit,
-        **{key: tensor.data_ptr() for key, tensor in constants.items()},
+        **{key: _address(tensor) for key, tensor in constants.items()},
     )
 
 
 def _rotation_constants(rotation: Rotation) -> dict[str, Tensor]:
     if rotation.kind == "hadamard":
-        # A transform of ones-hot vectors would round; the signs are those of its first row.
-        return {"signs": rotation.matrix()[0].sign().contiguous()}
+        return {"signs": rotation.table(torch.device("cpu"))}
     if rotation.kind == "haar":
         return {"matrix": rotation.matrix().double().contiguous()}
     return {}
+
+
+def _address(x: Tensor) -> int:
+    """Where C reads it; a tensor of another device would be no address here."""
+    assert x.device.type == "cpu" and x.is_contiguous()
+    return x.data_ptr()

@@ -18,6 +18,7 @@ from tightkv.codec import Codec
 from tightkv.kernels import triton as triton_kernels
 from tightkv.kernels.cuda.nvrtc import Module, compile_cubin, nvrtc
 from tightkv.kernels.cuda.tiles import Launch, Tile, processor_count
+from tightkv.kernels.device_guard import device_guard
 from tightkv.kernels.view import CacheView
 from tightkv.layout import RING_SLACK, PageLayout
 from tightkv.math.quantize import Quantizer, TurboQuantMSE
@@ -36,6 +37,7 @@ _SOURCES = {
 _MAX_QUERIES = RING_SLACK  # more than this is prefill
 _EXACT_TOKENS = 16  # that a warp reads at a time
 _MANY_THREADS, _FEW_THREADS = 256, 128  # of a block that appends
+_MOST_BLOCKS_Z = 65_535  # of a grid; blocks take further pages in turn
 
 
 def unavailable(device_type: str | None, asked: bool = False) -> str | None:
@@ -99,6 +101,7 @@ class _Append(ctypes.Structure):
     )
 
 
+@device_guard
 def append(
     codec: Codec,
     view: CacheView,
@@ -119,7 +122,7 @@ def append(
         )
         return
     key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
-    signs = triton_kernels.rotation_table(codec, "key", key.device)
+    signs = codec.key.rotation.table(key.device)
     ring = view.ring_key.shape[1]
     arguments = [
         *[
@@ -142,12 +145,13 @@ def append(
         module.launch("append", (blocks, 2, 1), threads, _Append(*arguments, 1, 1))
         return
     # Only a short append may overwrite the ring while pages are sealed from it.
-    touched = (max_new - 2) // layout.page_size + 2
+    touched = min((max_new - 2) // layout.page_size + 2, _MOST_BLOCKS_Z)
     module.launch("append", (blocks, 2, touched), _MANY_THREADS, _Append(*arguments, 0, 1))
     copies = -(-min(max_new, ring) // 32)
     module.launch("append", (blocks, 2, copies), _MANY_THREADS, _Append(*arguments, 1, 0))
 
 
+@device_guard
 def attend(
     codec: Codec,
     query: Tensor,
@@ -189,7 +193,7 @@ def attend(
     lse = torch.empty(rows, hq, dtype=torch.float32, device=device)
     partial = torch.empty(shares, rows, hq, d, dtype=torch.float32, device=device)
     partial_lse = torch.empty(shares, rows, hq, dtype=torch.float32, device=device)
-    signs = triton_kernels.rotation_table(codec, "value", device)
+    signs = codec.value.rotation.table(device)
     arguments = _Rows(
         *[
             x.data_ptr()
@@ -221,7 +225,7 @@ def attend(
     return out, lse
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=1024)
 def _module(
     name: str,
     layout: PageLayout,
@@ -230,9 +234,14 @@ def _module(
     softcap: bool,
     device: torch.device,
 ) -> Module:
-    """The kernels of one source for one layout, compiled once."""
+    """The kernels of one source for one layout; layouts of the same source share a module."""
+    return _loaded(source(name, layout, query_heads, tile, softcap), device)
+
+
+# Kept for good: a CUDA graph may hold a kernel of any of them. Sources are few.
+@functools.cache
+def _loaded(text: str, device: torch.device) -> Module:
     major, minor = torch.cuda.get_device_capability(device)
-    text = source(name, layout, query_heads, tile, softcap)
     return Module(compile_cubin(text, f"sm_{major}{minor}"), device)
 
 

@@ -7,6 +7,7 @@
 #define MOST_THREADS 256
 #define PARTS 8  // of a page's sum, however many threads there are: the sum must not depend on it
 #define N (D / 32)  // channels a lane
+#define ROOM (PAGE * D > 32768 ? 32768 / D : PAGE)  // tokens whose codes fit shared memory
 
 struct Append {
     const u16 *key, *value;
@@ -116,7 +117,7 @@ __device__ __forceinline__ u32 pack(int j, F code) {
 }
 
 extern "C" __global__ void __launch_bounds__(MOST_THREADS) append(const Append a) {
-    __shared__ u8 codes[PAGE][D];
+    __shared__ u8 codes[ROOM][D];
     __shared__ float sums[PARTS][D];
     __shared__ float mean[D];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
@@ -231,72 +232,77 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS) append(const Append a
             __syncthreads();
         }
 
-        for (int at = low + warp; at < high; at += warps) {
-            const int t = at - page_at;
-            float x[N];
-            load(at, x);
-            rotate(x, a.signs, lane);
-            float scale;
-            u16 *scales;
-            if (is_key) {
-                bool centered = false;
-                if (center) {
-                    double plain = 0, rest = 0;
-                    float y[N];
+#pragma unroll 1
+        for (int part = page_at; part < page_at + PAGE; part += ROOM) {
+            const int from = max(low, part), to = min(high, part + ROOM);
+            if (from >= to) continue;
+            for (int at = from + warp; at < to; at += warps) {
+                const int t = at - page_at;
+                float x[N];
+                load(at, x);
+                rotate(x, a.signs, lane);
+                float scale;
+                u16 *scales;
+                if (is_key) {
+                    bool centered = false;
+                    if (center) {
+                        double plain = 0, rest = 0;
+                        float y[N];
 #pragma unroll
-                    for (int k = 0; k < N; k++) {
-                        y[k] = x[k] - mean[lane + 32 * k];
-                        plain += (double)x[k] * (double)x[k];
-                        rest += (double)y[k] * (double)y[k];
+                        for (int k = 0; k < N; k++) {
+                            y[k] = x[k] - mean[lane + 32 * k];
+                            plain += (double)x[k] * (double)x[k];
+                            rest += (double)y[k] * (double)y[k];
+                        }
+                        centered = (float)total(rest) < (float)total(plain);
+#pragma unroll
+                        for (int k = 0; k < N; k++) x[k] = centered ? y[k] : x[k];
                     }
-                    centered = (float)total(rest) < (float)total(plain);
-#pragma unroll
-                    for (int k = 0; k < N; k++) x[k] = centered ? y[k] : x[k];
+                    scale = quantize<KEY_BITS, KEY_MODE>(x, codes[t % ROOM], lane);
+                    scale = fminf(fmaxf(scale, -65504.f), 65504.f);
+                    scale = centered ? -scale : scale;
+                    scales = (u16 *)(record + KEY_SCALE_AT);
+                } else {
+                    scale = quantize<VALUE_BITS, VALUE_MODE>(x, codes[t % ROOM], lane);
+                    scale = fminf(fmaxf(scale, -65504.f), 65504.f);
+                    scales = (u16 *)(record + VALUE_SCALE_AT);
                 }
-                scale = quantize<KEY_BITS, KEY_MODE>(x, codes[t], lane);
-                scale = fminf(fmaxf(scale, -65504.f), 65504.f);
-                scale = centered ? -scale : scale;
-                scales = (u16 *)(record + KEY_SCALE_AT);
-            } else {
-                scale = quantize<VALUE_BITS, VALUE_MODE>(x, codes[t], lane);
-                scale = fminf(fmaxf(scale, -65504.f), 65504.f);
-                scales = (u16 *)(record + VALUE_SCALE_AT);
+                if (lane == 0) scales[(t / 32) * 32 + (t % 8) * 4 + (t % 32) / 8] = to_half(scale);
             }
-            if (lane == 0) scales[(t / 32) * 32 + (t % 8) * 4 + (t % 32) / 8] = to_half(scale);
-        }
-        __syncthreads();
+            __syncthreads();
 
-        const int first_block = (low - page_at) / 32, last_block = (high - page_at - 1) / 32;
-        if (is_key) {
-            constexpr int C = D / 32, BLOCK = KEY_BITS * 32 * C;  // words of 32 tokens
-            u32 *plane = (u32 *)record;
-            for (int w = first_block * BLOCK + threadIdx.x; w < (last_block + 1) * BLOCK; w += blockDim.x) {
-                const int i = w % 4, c = w / 4 % C, r = w / (4 * C) % 8, j = w / (32 * C) % KEY_BITS;
-                const int t = w / BLOCK * 32 + 8 * i + r;
-                if (page_at + t < low || page_at + t >= high) continue;
-                plane[w] = pack<KEY_BITS>(j, [&](int k) { return codes[t][32 * c + k]; });
-            }
-        } else {
-            constexpr int C = D / 16, BLOCK = VALUE_BITS * 16 * C;
-            u32 *plane = (u32 *)(record + VALUE_AT);
-            for (int w = first_block * BLOCK + threadIdx.x; w < (last_block + 1) * BLOCK; w += blockDim.x) {
-                const int i = w % 4, c = w / 4 % 4, ch = w / 16 % C, j = w / (16 * C) % VALUE_BITS;
-                const int t = w / BLOCK * 32 + 2 * (4 * i + c);
-                const bool even = page_at + t >= low && page_at + t < high;
-                const bool odd = page_at + t + 1 >= low && page_at + t + 1 < high;
-                if (!even && !odd) continue;
-                u32 word = pack<VALUE_BITS>(j, [&](int k) {
-                    return ((k & 1) ? odd : even) ? codes[t + (k & 1)][16 * ch + k / 2] : (u8)0;
-                });
-                if (!even || !odd) {
-                    u32 own = pack<VALUE_BITS>(j, [&](int k) {
-                        return ((k & 1) ? odd : even) ? (u8)((1 << VALUE_BITS) - 1) : (u8)0;
-                    });
-                    word |= plane[w] & ~own;
+            const int first_block = (from - page_at) / 32, last_block = (to - page_at - 1) / 32;
+            if (is_key) {
+                constexpr int C = D / 32, BLOCK = KEY_BITS * 32 * C;  // words of 32 tokens
+                u32 *plane = (u32 *)record;
+                for (int w = first_block * BLOCK + threadIdx.x; w < (last_block + 1) * BLOCK; w += blockDim.x) {
+                    const int i = w % 4, c = w / 4 % C, r = w / (4 * C) % 8, j = w / (32 * C) % KEY_BITS;
+                    const int t = w / BLOCK * 32 + 8 * i + r;
+                    if (page_at + t < from || page_at + t >= to) continue;
+                    plane[w] = pack<KEY_BITS>(j, [&](int k) { return codes[t % ROOM][32 * c + k]; });
                 }
-                plane[w] = word;
+            } else {
+                constexpr int C = D / 16, BLOCK = VALUE_BITS * 16 * C;
+                u32 *plane = (u32 *)(record + VALUE_AT);
+                for (int w = first_block * BLOCK + threadIdx.x; w < (last_block + 1) * BLOCK; w += blockDim.x) {
+                    const int i = w % 4, c = w / 4 % 4, ch = w / 16 % C, j = w / (16 * C) % VALUE_BITS;
+                    const int t = w / BLOCK * 32 + 2 * (4 * i + c);
+                    const bool even = page_at + t >= from && page_at + t < to;
+                    const bool odd = page_at + t + 1 >= from && page_at + t + 1 < to;
+                    if (!even && !odd) continue;
+                    u32 word = pack<VALUE_BITS>(j, [&](int k) {
+                        return ((k & 1) ? odd : even) ? codes[(t + (k & 1)) % ROOM][16 * ch + k / 2] : (u8)0;
+                    });
+                    if (!even || !odd) {
+                        u32 own = pack<VALUE_BITS>(j, [&](int k) {
+                            return ((k & 1) ? odd : even) ? (u8)((1 << VALUE_BITS) - 1) : (u8)0;
+                        });
+                        word |= plane[w] & ~own;
+                    }
+                    plane[w] = word;
+                }
             }
+            __syncthreads();  // codes are free for what comes next
         }
-        __syncthreads();  // codes are free for the next page
     }
 }

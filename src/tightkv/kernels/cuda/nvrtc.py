@@ -105,6 +105,7 @@ class Module:
     """Kernels of one cubin, loaded on one device."""
 
     def __init__(self, cubin: bytes, device: torch.device) -> None:
+        self._device = device
         with torch.cuda.device(device):
             torch.cuda.current_stream()  # makes torch's context the current one
             self._module = ctypes.c_void_p()
@@ -115,8 +116,9 @@ class Module:
     def launch(
         self, name: str, grid: tuple[int, int, int], threads: int, *args: Any, shared: int = 0
     ) -> None:
-        """Launch on the current stream. `args` are ctypes values, in the kernel's order.
+        """Launch on the device's current stream; the device must be the current one.
 
+        `args` are ctypes values, in the kernel's order.
         `shared`: bytes of dynamic shared memory a block; the same at every launch.
         """
         if name not in self._functions:
@@ -124,7 +126,7 @@ class Module:
         pointers = (ctypes.c_void_p * len(args))(
             *[ctypes.cast(ctypes.pointer(a), ctypes.c_void_p) for a in args]
         )
-        stream = torch.cuda.current_stream().cuda_stream
+        stream = torch.cuda.current_stream(self._device).cuda_stream
         overlap = ctypes.pointer(_OVERLAP)
         config = _LaunchConfig(*grid, threads, 1, 1, shared, stream, overlap, self._attributes)
         status = _driver().cuLaunchKernelEx(

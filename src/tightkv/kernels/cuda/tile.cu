@@ -5,7 +5,8 @@
 // floats.
 
 #define TILE_SLACK 16.f   // a tile's scores may be that much above the peak before it is raised
-#define MOST_WEIGHT 65504.f
+// Below 65,536 by as much as scores are rounded: right up to scores of 2**19.
+#define MOST_WEIGHT 61440.f
 #define WHOLE 8388608.f   // its last place is one
 
 struct Found {

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tightkv.codec import Codec
 from tightkv.kernels import staged
+from tightkv.kernels.device_guard import device_guard
 from tightkv.kernels.triton.append import _append_kernel
 from tightkv.kernels.triton.attend import _attend_kernel, _merge_kernel
 from tightkv.kernels.triton.dequantize import _dequantize_kernel
@@ -64,7 +65,7 @@ def interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=1024)
 def constants(layout: PageLayout) -> dict[str, Any]:
     """The compile-time constants both kernels share."""
     cfg, d = layout.cfg, layout.head_dim
@@ -88,7 +89,7 @@ def constants(layout: PageLayout) -> dict[str, Any]:
     }
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=1024)
 def books(layout: PageLayout) -> tuple[dict[str, Any], dict[str, Any]]:
     """Constants of the encoder and of the decoder: thresholds and levels."""
     codec = Codec(layout)
@@ -121,28 +122,12 @@ def table_levels(book: Codebook) -> list[float]:
 
 def level_table(book: Codebook) -> int:
     """The same as e4m3 bytes."""
-    packed = torch.tensor(table_levels(book), dtype=torch.float32)
+    packed = torch.tensor(table_levels(book), dtype=torch.float32, device="cpu")
     data = bytes(packed.to(torch.float8_e4m3fn).view(torch.uint8).tolist())
     return int.from_bytes(data, "little", signed=True)
 
 
-_TABLES: dict[tuple[int, str], Tensor] = {}
-
-
-def rotation_table(codec: Codec, side: str, device: torch.device) -> Tensor:
-    """What `rotate` reads: signs, or the transposed matrix; float32."""
-    rotation = codec.side(side).rotation
-    key = (id(rotation), str(device))  # rotations are cached for good
-    if key not in _TABLES:
-        if rotation.kind == "hadamard":
-            # y = H (signs * x) / sqrt(d): the first row of R is the signs.
-            signs = rotation.matrix()[0].sign()
-            _TABLES[key] = signs.to(device)
-        else:
-            _TABLES[key] = rotation.matrix().T.contiguous().to(device)
-    return _TABLES[key]
-
-
+@device_guard
 def append(
     codec: Codec,
     view: CacheView,
@@ -169,7 +154,7 @@ def append(
         _append_kernel[(view.batch * (pages + copied), layout.num_kv_heads, 2)](
             key, value, view.pages, view.block_table, view.lengths, view.starts, view.ring_rows,
             exact_starts, first, view.ring_key, view.ring_value, view.sink_key, view.sink_value,
-            rotation_table(codec, "key", key.device), rotation_table(codec, "value", key.device),
+            codec.key.rotation.table(key.device), codec.value.rotation.table(key.device),
             key.stride(0), key.stride(1), value.stride(0), value.stride(1),
             view.block_table.stride(0), view.pages.stride(0), pages, copied,
             **constants(layout), **books(layout)[0],
@@ -178,6 +163,7 @@ def append(
         )  # fmt: skip
 
 
+@device_guard
 def attend(
     codec: Codec,
     query: Tensor,
@@ -214,8 +200,8 @@ def attend(
         return out.zero_(), lse.fill_(-math.inf)
     query = _last_contiguous(query)
     hkv = layout.num_kv_heads
-    plan = _plan(layout, view, hq // hkv, max_queries, device)
     new = new_key is not None
+    plan = _plan(layout, view, hq // hkv, max_queries, new, device)
     if new_key is None or new_value is None:
         new_key = new_value = query  # not read
     new_key, new_value = _last_contiguous(new_key), _last_contiguous(new_value)
@@ -226,16 +212,16 @@ def attend(
     mask_kind, mask, mask_strides = _mask(mask, query)
     shared = constants(layout)
     tiles = triton.cdiv(max_queries * (hq // hkv), plan["COLS"])
-    _attend_kernel[(shares, view.batch * hkv, tiles)](
+    _attend_kernel[(shares * view.batch * hkv * tiles,)](
         query, view.pages, view.block_table, view.lengths, view.starts,
         view.ring_starts, view.sink_counts, view.ring_rows, first,
         view.ring_key, view.ring_value, view.sink_key, view.sink_value, new_key, new_value, mask,
-        rotation_table(codec, "key", device), rotation_table(codec, "value", device),
+        codec.key.rotation.table(device), codec.value.rotation.table(device),
         partial, partial_lse,
         query.stride(0), query.stride(1), view.block_table.stride(0), view.pages.stride(0),
         new_key.stride(0), new_key.stride(1), new_value.stride(0), new_value.stride(1),
-        *mask_strides, rows, scale,
-        splits, exact_splits,
+        *mask_strides, mask.shape[-1], rows, scale,
+        view.batch, splits, exact_splits,
         **shared, **books(layout)[1],
         HQ=hq, RING=view.ring_key.shape[1], SINKS=view.sink_key.shape[1],
         NEW=new, CAUSAL=causal, WINDOW=window or 0, CAP=softcap or 0.0, MASK=mask_kind,
@@ -243,7 +229,7 @@ def attend(
     )  # fmt: skip
     heads = 16 if shared["KIND"] == DENSE else 1
     _merge_kernel[(triton.cdiv(rows * hq, heads),)](
-        partial, partial_lse, rotation_table(codec, "value", device), first, out, lse,
+        partial, partial_lse, codec.value.rotation.table(device), first, out, lse,
         view.batch, rows, out.stride(0), out.stride(1), shares,
         HQ=hq, D=d, DP=shared["DP"], HEADS=heads,
         STEP=16 if heads == 1 else 4,  # [STEP, heads, DP] is in registers
@@ -252,6 +238,7 @@ def attend(
     return out, lse
 
 
+@device_guard
 def dequantize_pages(
     codec: Codec,
     view: CacheView,
@@ -271,11 +258,10 @@ def dequantize_pages(
         made = [torch.empty(shape, dtype=layout.dtype, device=view.pages.device) for _ in "kv"]
         out = made[0], made[1]
     key, value = out
-    grid = (tokens // 32, view.batch * layout.num_kv_heads)
-    _dequantize_kernel[grid](
+    _dequantize_kernel[(tokens // 32 * view.batch * layout.num_kv_heads,)](
         view.pages, view.block_table, key, value,
         view.block_table.stride(0), view.block_table.shape[1],
-        view.pages.stride(0), first_page,
+        view.pages.stride(0), first_page, tokens // 32,
         key.stride(0), key.stride(1), **constants(layout), **books(layout)[1],
         PTX=_has_ptx(view.pages.device), num_warps=4,
     )  # fmt: skip
@@ -283,7 +269,12 @@ def dequantize_pages(
 
 
 def _plan(
-    layout: PageLayout, view: CacheView, group: int, max_queries: int, device: torch.device
+    layout: PageLayout,
+    view: CacheView,
+    group: int,
+    max_queries: int,
+    new: bool,
+    device: torch.device,
 ) -> dict[str, Any]:
     """Tile sizes and how many programs share the tokens of a sequence."""
     columns = max_queries * group
@@ -302,7 +293,8 @@ def _plan(
         return {**plan, "splits": 1, "exact_splits": 0, "num_warps": 4 * wide}
     wanted = triton.cdiv(_processors(device) * 8, programs)
     splits = max(1, min(wanted, max(1, view.block_table.shape[1]), 256))
-    exact = triton.cdiv(view.ring_key.shape[1] + view.sink_key.shape[1], 64)
+    exact_tokens = view.ring_key.shape[1] + view.sink_key.shape[1] + (max_queries if new else 0)
+    exact = triton.cdiv(exact_tokens, plan["EXACT_TILE"])
     warps = wide if cols <= 16 else 2 * wide
     return {
         **plan, "splits": splits, "exact_splits": exact, "num_warps": warps,

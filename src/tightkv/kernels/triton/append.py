@@ -198,7 +198,7 @@ def _append_kernel(
     """Programs [B * (touched pages, then copies of 32 tokens), HKV, key or value]."""
     row = tl.program_id(0) // (touched + copies)
     part = tl.program_id(0) % (touched + copies)
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)  # its stride may be that of all tokens
     begin = tl.load(first + row)
     count = tl.load(first + row + 1) - begin
     length = tl.load(lengths + row)

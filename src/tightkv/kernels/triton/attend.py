@@ -48,8 +48,8 @@ def _softmax_step(s, peak, total):
 
 @triton.jit
 def _mask_scores(
-    s, at, valid, query_at, live, mask, mask_b, mask_h, mask_q, mask_n, row, head, token,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, MASK: tl.constexpr,
+    s, at, valid, query_at, live, mask, mask_b, mask_h, mask_q, mask_n, mask_tokens, row, head,
+    token, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     """Cap, mask and bring scores [tokens, COLS] to log2 units; hidden ones are -inf."""
     LOG2E: tl.constexpr = 1.4426950408889634
@@ -62,8 +62,11 @@ def _mask_scores(
     if WINDOW > 0:
         seen = seen & (at[:, None] > query_at[None, :] - WINDOW)
     if MASK > 0:
-        column = row * mask_b + head * mask_h + token * mask_q
-        where = mask + column[None, :] + at[:, None] * mask_n
+        # In 64 bits: a mask may have more than 2**31 elements.
+        column = row.to(tl.int64) * mask_b + head.to(tl.int64) * mask_h
+        column += token.to(tl.int64) * mask_q
+        where = mask + column[None, :] + at[:, None].to(tl.int64) * mask_n
+        seen = seen & (at < mask_tokens)[:, None]
         if MASK == 1:
             seen = seen & (tl.load(where, mask=seen, other=0) != 0)
         else:
@@ -75,7 +78,7 @@ def _mask_scores(
 @triton.jit(
     do_not_specialize=[
         "block_table", "lengths", "starts", "ring_starts", "sink_counts", "ring_rows", "first",
-        "table_b", "total_rows", "splits", "exact_splits",
+        "table_b", "mask_tokens", "total_rows", "batch", "splits", "exact_splits",
     ]
 )  # fmt: skip
 def _attend_kernel(
@@ -83,7 +86,7 @@ def _attend_kernel(
     ring_key, ring_value, sink_key, sink_value, new_key, new_value, mask, key_table, value_table,
     partial, partial_lse,
     query_n, query_h, table_b, page_b, new_key_n, new_key_h, new_value_n, new_value_h,
-    mask_b, mask_h, mask_q, mask_n, total_rows, scale, splits, exact_splits,
+    mask_b, mask_h, mask_q, mask_n, mask_tokens, total_rows, scale, batch, splits, exact_splits,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, COLS: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, RECORD: tl.constexpr, RING: tl.constexpr,
     SINKS: tl.constexpr,
@@ -108,13 +111,17 @@ def _attend_kernel(
     KW: tl.constexpr = KQ * CP
     VW: tl.constexpr = VQ * VCP
 
-    split = tl.program_id(0)
-    row = tl.program_id(1) // HKV
-    kv_head = tl.program_id(1) % HKV
+    # One dimension of programs, since the others end at 65,535: split, head, row, tile.
+    shares = splits + exact_splits
+    split = tl.program_id(0) % shares
+    place = tl.program_id(0) // shares
+    tile = place // (batch * HKV)
+    row = place % (batch * HKV) // HKV
+    kv_head = place % HKV
     begin = tl.load(first + row)
     count = tl.load(first + row + 1) - begin
-    col = tl.program_id(2) * COLS + tl.arange(0, COLS)
-    if tl.program_id(2) * COLS >= count * G:
+    col = tile * COLS + tl.arange(0, COLS)
+    if tile * COLS >= count * G:
         return
     token = col // G
     head = kv_head * G + col % G
@@ -128,10 +135,10 @@ def _attend_kernel(
     total = length + count if NEW else length
     query_at = total - count + token
     live = live & (query_at >= 0)
-    last_at = tl.minimum(total - count + (tl.program_id(2) * COLS + COLS - 1) // G, total - 1)
+    last_at = tl.minimum(total - count + (tile * COLS + COLS - 1) // G, total - 1)
     low = start
     if WINDOW > 0:
-        low = tl.maximum(low, total - count + (tl.program_id(2) * COLS) // G - WINDOW + 1)
+        low = tl.maximum(low, total - count + (tile * COLS) // G - WINDOW + 1)
 
     # this program's share of pages and of exact tokens (sinks, ring, new)
     page_from = low // PAGE
@@ -154,8 +161,9 @@ def _attend_kernel(
         page_to = tl.where(split >= splits, page_from, page_to)
 
     d = tl.arange(0, DP)
+    query_from = (begin + token).to(tl.int64) * query_n + head.to(tl.int64) * query_h
     q = tl.load(
-        query + ((begin + token).to(tl.int64) * query_n + head * query_h)[:, None] + d[None, :],
+        query + query_from[:, None] + d[None, :],
         mask=live[:, None] & (d[None, :] < D), other=0.0,
     )  # [COLS, DP]  # fmt: skip
 
@@ -182,17 +190,18 @@ def _attend_kernel(
             if NEW:
                 fresh = e >= n_old
                 n = (begin + e - n_old).to(tl.int64)
+                head64 = kv_head.to(tl.int64)
                 at = tl.where(fresh, length + e - n_old, at)
-                key_at = tl.where(fresh, new_key + n * new_key_n + kv_head * new_key_h, key_at)
+                key_at = tl.where(fresh, new_key + n * new_key_n + head64 * new_key_h, key_at)
                 value_at = tl.where(
-                    fresh, new_value + n * new_value_n + kv_head * new_value_h, value_at
+                    fresh, new_value + n * new_value_n + head64 * new_value_h, value_at
                 )
             there = valid[:, None] & (d[None, :] < D)
             k = tl.load(key_at[:, None] + d[None, :], mask=there, other=0.0)
             s = tl.dot(k, q_columns, input_precision="ieee") * scale
             s = _mask_scores(
-                s, at, valid, query_at, live, mask, mask_b, mask_h, mask_q, mask_n, row, head,
-                token, CAUSAL, WINDOW, CAP, MASK,
+                s, at, valid, query_at, live, mask, mask_b, mask_h, mask_q, mask_n, mask_tokens,
+                row, head, token, CAUSAL, WINDOW, CAP, MASK,
             )  # fmt: skip
             p, shrink, peak, weight = _softmax_step(s, peak, weight)
             v = tl.load(value_at[:, None] + d[None, :], mask=there, other=0.0)
@@ -283,8 +292,8 @@ def _attend_kernel(
             at = index * PAGE + block * 32 + offset
             valid = (at >= sinks_end) & (at >= start) & (at < ring_start)
             s = _mask_scores(
-                s, at, valid, query_at, live, mask, mask_b, mask_h, mask_q, mask_n, row, head,
-                token, CAUSAL, WINDOW, CAP, MASK,
+                s, at, valid, query_at, live, mask, mask_b, mask_h, mask_q, mask_n, mask_tokens,
+                row, head, token, CAUSAL, WINDOW, CAP, MASK,
             )  # fmt: skip
             p, shrink, peak, weight = _softmax_step(s, peak, weight)
             # A token that is not valid may have a NaN scale: its product must be 0 too.
@@ -364,7 +373,8 @@ def _merge_kernel(
         acc += tl.sum(o * w[:, :, None], axis=0)
     acc = acc / tl.where(weight > 0.0, weight, 1.0)[:, None]
     acc = rotate_back(acc, value_table, HEADS, D, DP, KIND)
-    where = out + ((row // HQ).to(tl.int64) * out_n + (row % HQ) * out_h)[:, None] + d[None, :]
+    out_at = (row // HQ).to(tl.int64) * out_n + (row % HQ).to(tl.int64) * out_h
+    where = out + out_at[:, None] + d[None, :]
     tl.store(where, acc.to(out.dtype.element_ty), mask=inside[:, None] & (d < D)[None, :])
     LN2: tl.constexpr = 0.6931471805599453
     result = tl.where(weight > 0.0, (peak + tl.log2(weight)) * LN2, float("-inf"))

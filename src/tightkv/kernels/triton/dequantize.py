@@ -20,9 +20,9 @@ def _side_by_side(a, b, c, d):
 
 
 # one binary for all lengths
-@triton.jit(do_not_specialize=["block_table", "table_b", "table_n", "first_page"])
+@triton.jit(do_not_specialize=["block_table", "table_b", "table_n", "first_page", "blocks"])
 def _dequantize_kernel(
-    pages, block_table, key, value, table_b, table_n, page_b, first_page, out_b, out_h,
+    pages, block_table, key, value, table_b, table_n, page_b, first_page, blocks, out_b, out_h,
     HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
     RECORD: tl.constexpr, KEY_BITS: tl.constexpr, KEY_CHUNK: tl.constexpr,
     KEY_TABLE: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_TABLE: tl.constexpr,
@@ -35,10 +35,11 @@ def _dequantize_kernel(
     Pages that the table does not have are left as they are.
     """
     BLOCKS: tl.constexpr = PAGE // 32
-    index = tl.program_id(0) // BLOCKS
+    # One dimension of programs, since the others end at 65,535.
+    index = tl.program_id(0) % blocks // BLOCKS
     block = tl.program_id(0) % BLOCKS
-    row = tl.program_id(1) // HKV
-    head = tl.program_id(1) % HKV
+    row = tl.program_id(0) // blocks // HKV
+    head = tl.program_id(0) // blocks % HKV
     if first_page + index >= table_n:
         return
     page = tl.load(block_table + row * table_b + first_page + index).to(tl.int64)
@@ -46,7 +47,7 @@ def _dequantize_kernel(
         return
     record = pages + page * page_b + head * RECORD
     numbers = record.to(tl.pointer_type(tl.float16))
-    base = row.to(tl.int64) * out_b + head * out_h + (index * PAGE + block * 32) * D
+    base = row.to(tl.int64) * out_b + head.to(tl.int64) * out_h + (index * PAGE + block * 32) * D
     d = tl.arange(0, DP)
 
     C: tl.constexpr = D // KEY_CHUNK

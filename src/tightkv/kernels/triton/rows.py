@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tightkv.codec import Codec
 from tightkv.kernels.staged import Part, exact_ranges
-from tightkv.kernels.triton import constants, dequantize_pages, rotation_table
+from tightkv.kernels.triton import constants, dequantize_pages
 from tightkv.kernels.triton.rotate import DENSE, NONE, rotate, rotate_back
 from tightkv.kernels.view import CacheView
 
@@ -22,6 +22,16 @@ from tightkv.kernels.view import CacheView
 def _row_starts(b, h, at, stride_b, stride_h, stride_l):
     """Where rows `at` of head h of sequence b begin."""
     return b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h + at.to(tl.int64) * stride_l
+
+
+@triton.jit
+def _rows_and_head(count, ROWS: tl.constexpr):
+    """Which of `count` rows this program has, and which (sequence, head).
+
+    One dimension of programs, since the others end at 65,535.
+    """
+    blocks = tl.cdiv(count, ROWS)
+    return tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS), tl.program_id(0) // blocks
 
 
 @triton.jit
@@ -62,14 +72,14 @@ def _rotate_queries_kernel(
     query, out, table, tokens, query_b, query_h, query_l,
     H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    b = tl.program_id(1) // H
-    h = tl.program_id(1) % H
-    at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    at, bh = _rows_and_head(tokens, ROWS)
+    b = bh // H
+    h = bh % H
     d = tl.arange(0, DP)
     live = at < tokens
     starts = _row_starts(b, h, at, query_b, query_h, query_l)
     x = _load_rotated(query, starts, live, table, False, D, DP, KIND, ROWS)
-    flat = tl.program_id(1).to(tl.int64) * tokens + at
+    flat = bh.to(tl.int64) * tokens + at
     where = out + flat[:, None] * D + d[None, :]
     tl.store(where, x.to(out.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
 
@@ -87,9 +97,10 @@ def _exact_kernel(
     Position p of the source (the sinks, or the ring) is in slot p % SLOTS; key and value begin
     with position `first`.
     """
-    row = tl.program_id(1) // HKV
-    head = tl.program_id(1) % HKV
-    at = low + tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    at, bh = _rows_and_head(high - low, ROWS)
+    at += low
+    row = bh // HKV
+    head = bh % HKV
     ring_start = tl.load(ring_starts + row)
     chosen = at < high
     if SINKS:
@@ -101,7 +112,7 @@ def _exact_kernel(
     owner = tl.load(ring_rows + row).to(tl.int64)
     starts = (owner * SLOTS + at % SLOTS) * (HKV * D) + head * D
     target = _row_starts(row, head, at - first, out_b, out_h, D)[:, None] + d[None, :]
-    if tl.program_id(2) == 0:
+    if tl.program_id(1) == 0:
         x = _load_rotated(source_key, starts, chosen, key_table, False, D, DP, KIND, ROWS)
         tl.store(key + target, x.to(key.dtype.element_ty), mask=there)
     else:
@@ -115,13 +126,13 @@ def _join_kernel(
     H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """`out` is contiguous and may be `old`, `lse` may be `old_lse`."""
-    b = tl.program_id(1) // H
-    h = tl.program_id(1) % H
-    at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    at, bh = _rows_and_head(rows, ROWS)
+    b = bh // H
+    h = bh % H
     d = tl.arange(0, DP)
     live = at < rows
     there = live[:, None] & (d < D)[None, :]
-    flat = tl.program_id(1).to(tl.int64) * rows + at
+    flat = bh.to(tl.int64) * rows + at
     a = tl.load(old_lse + flat, mask=live, other=0.0)
     c = tl.load(new_lse + flat, mask=live, other=0.0)
     wa, wc, both = _weights(a, c)
@@ -141,15 +152,15 @@ def _finish_kernel(
     ROWS: tl.constexpr,
 ):  # fmt: skip
     """Rotate the prefix back and join it into `exact` and `exact_lse`, in place."""
-    b = tl.program_id(1) // HQ
-    h = tl.program_id(1) % HQ
-    at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    at, bh = _rows_and_head(tokens, ROWS)
+    b = bh // HQ
+    h = bh % HQ
     d = tl.arange(0, DP)
     live = at < tokens
     there = live[:, None] & (d < D)[None, :]
     starts = _row_starts(b, h // G, (h % G) * tokens + at, prefix_b, prefix_h, prefix_l)
     x = _load_rotated(prefix, starts, live, table, True, D, DP, KIND, ROWS)
-    flat = tl.program_id(1).to(tl.int64) * tokens + at
+    flat = bh.to(tl.int64) * tokens + at
     a = tl.load(prefix_lse + flat, mask=live, other=0.0)
     c = tl.load(exact_lse + flat, mask=live, other=0.0)
     wa, wc, both = _weights(a, c)
@@ -165,8 +176,8 @@ def rotate_queries(codec: Codec, query: Tensor) -> Tensor:
     b, h, tokens, d = query.shape
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     kind, rows = _kind_and_rows(codec)
-    _rotate_queries_kernel[(triton.cdiv(tokens, rows), b * h)](
-        query, out, rotation_table(codec, "key", query.device), tokens, *query.stride()[:3],
+    _rotate_queries_kernel[(triton.cdiv(tokens, rows) * b * h,)](
+        query, out, codec.key.rotation.table(query.device), tokens, *query.stride()[:3],
         H=h, D=d, DP=triton.next_power_of_2(d), KIND=kind, ROWS=rows, num_warps=4,
     )  # fmt: skip
     return out
@@ -183,9 +194,9 @@ def load_prefix(
     heads, d = codec.layout.num_kv_heads, codec.layout.head_dim
     for ring, low, high in exact_ranges(view, first, count):
         sources = (view.ring_key, view.ring_value) if ring else (view.sink_key, view.sink_value)
-        _exact_kernel[(triton.cdiv(high - low, rows), view.batch * heads, 2)](
+        _exact_kernel[(triton.cdiv(high - low, rows) * view.batch * heads, 2)](
             key, value, *sources,
-            rotation_table(codec, "key", key.device), rotation_table(codec, "value", key.device),
+            codec.key.rotation.table(key.device), codec.value.rotation.table(key.device),
             view.ring_starts, view.sink_counts, view.ring_rows,
             key.stride(0), key.stride(1), first, low, high,
             HKV=heads, D=d, DP=constants(codec.layout)["DP"], SLOTS=sources[0].shape[1],
@@ -199,7 +210,7 @@ def join(old: Part, new: Part) -> Part:
     out = old.out
     if out.dtype != torch.float32 or not out.is_contiguous():
         out = torch.empty(out.shape, dtype=torch.float32, device=out.device)
-    _join_kernel[(triton.cdiv(rows, 16), b * h)](
+    _join_kernel[(triton.cdiv(rows, 16) * b * h,)](
         old.out, old.lse, new.out, new.lse, out, old.lse, rows,
         *old.out.stride()[:3], *new.out.stride()[:3],
         H=h, D=d, DP=triton.next_power_of_2(d), ROWS=16, num_warps=4,
@@ -211,8 +222,8 @@ def finish(codec: Codec | None, prefix: Part, exact: Part) -> None:
     """See `staged.Steps`."""
     b, hq, tokens, d = exact.out.shape
     kind, rows = (NONE, 16) if codec is None else _kind_and_rows(codec)
-    table = exact.lse if codec is None else rotation_table(codec, "value", exact.out.device)
-    _finish_kernel[(triton.cdiv(tokens, rows), b * hq)](
+    table = exact.lse if codec is None else codec.value.rotation.table(exact.out.device)
+    _finish_kernel[(triton.cdiv(tokens, rows) * b * hq,)](
         prefix.out, prefix.lse, exact.out, exact.lse, table, tokens,
         *prefix.out.stride()[:3], *exact.out.stride()[:3],
         HQ=hq, G=hq // prefix.out.shape[1], D=d, DP=triton.next_power_of_2(d), KIND=kind,

@@ -1,0 +1,248 @@
+"""What append and attend accept: rank, dtype, device, contiguity and ranges, in one place.
+
+`PagedKV.append`, `attention.attend` and the operators of `ops` call these; kernels rely on them.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from tightkv.kernels.view import CacheView
+from tightkv.layout import PageLayout
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+_INDEX = (torch.int32,)
+_COUNTERS = ("lengths", "starts", "ring_starts", "sink_counts", "ring_rows")
+
+
+def expect(
+    name: str,
+    x: Tensor,
+    shape: tuple[int | str, ...],
+    device: torch.device,
+    dtypes: tuple[torch.dtype, ...] | None = FLOATS,
+) -> None:
+    """Rank and each size that is fixed (a name: any), then dtype, then device."""
+    if len(x.shape) != len(shape) or any(
+        isinstance(n, int) and n != m for n, m in zip(shape, x.shape, strict=True)
+    ):
+        wanted = f"[{', '.join(map(str, shape))}]"
+        raise ValueError(f"{name} has shape {list(x.shape)}; expected {wanted}")
+    if dtypes is not None and x.dtype not in dtypes:
+        raise ValueError(f"{name} is {_name(x.dtype)}; supported: {', '.join(map(_name, dtypes))}")
+    if not _same_device(x.device, device):
+        raise ValueError(f"{name} is on {x.device}; the cache is on {device}")
+
+
+def check_new_tokens(layout: PageLayout, key: Tensor, value: Tensor, names: str = "") -> None:
+    """Keys and values of new tokens: the same shape, the same dtype."""
+    if key.shape != value.shape:
+        raise ValueError(
+            f"{names}key {list(key.shape)} and {names}value {list(value.shape)} must agree"
+        )
+    if key.dtype != value.dtype:
+        raise ValueError(
+            f"{names}key is {_name(key.dtype)}, {names}value is {_name(value.dtype)}; "
+            f"both must have one dtype: cast them to {_name(layout.dtype)}"
+        )
+
+
+def check_view(layout: PageLayout, view: CacheView) -> None:
+    """The tensors of a view among themselves and with the layout; no value is read."""
+    device, batch = view.pages.device, view.lengths.shape[0] if view.lengths.dim() else 0
+    heads, d, cfg = layout.num_kv_heads, layout.head_dim, layout.cfg
+    expect("pages", view.pages, ("pages", heads, layout.record_bytes), device, (torch.uint8,))
+    expect("block_table", view.block_table, (batch, "pages"), device, _INDEX)
+    for name in _COUNTERS:
+        expect(name, getattr(view, name), (batch,), device, _INDEX)
+    rows = view.ring_key.shape[0] if view.ring_key.dim() else 0
+    for name, slots in (("ring", layout.ring_tokens), ("sink", cfg.sinks)):
+        for side in ("key", "value"):
+            x = getattr(view, f"{name}_{side}")
+            expect(f"{name}_{side}", x, (rows, slots, heads, d), device, (layout.dtype,))
+    record = (layout.record_bytes, 1)
+    if view.pages.numel() and view.pages.stride()[1:] != record:
+        raise ValueError(f"pages have strides {view.pages.stride()}; each page must be contiguous")
+    if view.block_table.numel() and view.block_table.stride(1) != 1:
+        raise ValueError("block_table must be contiguous in each row")
+    for name in (*_COUNTERS, "ring_key", "ring_value", "sink_key", "sink_value"):
+        if not getattr(view, name).is_contiguous():
+            raise ValueError(f"{name} must be contiguous; call .contiguous() on it")
+
+
+def check_append(
+    layout: PageLayout,
+    view: CacheView,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    exact_starts: Tensor,
+    *,
+    max_new: int,
+    open_codes: bool,
+) -> None:
+    """The operands of `kernels.*.append`; on the CPU the numbers in them, too."""
+    device, batch = view.pages.device, view.batch
+    check_view(layout, view)
+    tokens = ("N", layout.num_kv_heads, layout.head_dim)
+    expect("key", key, tokens, device)
+    expect("value", value, tokens, device)
+    check_new_tokens(layout, key, value)
+    expect("first", cu_seqlens, (batch + 1,), device, _INDEX)
+    expect("exact_starts", exact_starts, (batch,), device, _INDEX)
+    if device.type != "cpu" or not batch:
+        return
+    counts = _check_counts(cu_seqlens, len(key), "max_new", max_new)
+    lengths = view.lengths.long()
+    before = lengths - counts
+    live = (counts > 0) & (before >= 0)  # others are left alone
+    size = layout.page_size
+    last = torch.where(live, (lengths + (size - 1 if open_codes else 0)) // size, 0)
+    _check_rows(view)
+    _check_pages(view, torch.where(live, before // size, 0), last)
+
+
+def check_attend(
+    layout: PageLayout,
+    query: Tensor,
+    view: CacheView,
+    cu_seqlens: Tensor,
+    *,
+    max_queries: int,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    mask: Tensor | None = None,
+    new_key: Tensor | None = None,
+    new_value: Tensor | None = None,
+    out: Tensor | None = None,
+) -> None:
+    """The operands of `kernels.*.attend`; on the CPU the numbers in them, too."""
+    device, batch, heads = view.pages.device, view.batch, layout.num_kv_heads
+    check_view(layout, view)
+    expect("query", query, ("N", "Hq", layout.head_dim), device)
+    check_heads(layout, query.shape[1])
+    expect("first", cu_seqlens, (batch + 1,), device, _INDEX)
+    check_options(scale=scale, window=window, softcap=softcap)
+    if (new_key is None) != (new_value is None):
+        raise ValueError("new_key and new_value go together; only one was given")
+    if new_key is not None and new_value is not None:
+        wanted = (len(query), heads, layout.head_dim)
+        expect("new_key", new_key, wanted, device)
+        expect("new_value", new_value, wanted, device)
+        check_new_tokens(layout, new_key, new_value, "new_")
+    if out is not None:
+        expect("out", out, tuple(query.shape), device, (query.dtype,))
+    if mask is not None:
+        check_mask(mask, batch, query.shape[1], max_queries, device)
+    if device.type != "cpu" or not batch:
+        return
+    counts = _check_counts(cu_seqlens, len(query), "max_queries", max_queries)
+    _check_rows(view)
+    low = view.starts.clamp_min(0).long() // layout.page_size
+    _check_pages(view, low, -(-view.ring_starts.long() // layout.page_size))
+    if mask is not None:
+        tokens = int((view.lengths.long() + (0 if new_key is None else counts)).amax())
+        check_mask_tokens(mask, tokens)
+
+
+def check_heads(layout: PageLayout, query_heads: int) -> None:
+    if query_heads % layout.num_kv_heads or not query_heads:
+        raise ValueError(
+            f"query has {query_heads} heads; the cache has {layout.num_kv_heads}: "
+            "not a whole multiple"
+        )
+
+
+def check_options(
+    *, scale: float | None = None, window: int | None = None, softcap: float | None = None
+) -> None:
+    """Numbers that shape the scores."""
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale={scale}; it must be a finite number, or None for 1/sqrt(head_dim)")
+    if window is not None and window < 1:
+        raise ValueError(f"window={window}; it must be at least 1, or None for no window")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap={softcap}; it must be positive, or None for no cap")
+
+
+def check_mask(mask: Tensor, batch: int, heads: int, queries: int, device: torch.device) -> None:
+    """[B or 1, heads or 1, queries, tokens], bool or float."""
+    expect(
+        "mask", mask, ("B", "Hq", queries, "tokens"), device, (torch.bool, *FLOATS, torch.float64)
+    )
+    if mask.shape[0] not in (1, batch) or mask.shape[1] not in (1, heads):
+        raise ValueError(
+            f"mask has shape {list(mask.shape)}; expected "
+            f"[{batch} or 1, {heads} or 1, {queries}, tokens]"
+        )
+
+
+def check_mask_tokens(mask: Tensor, tokens: int) -> None:
+    if mask.shape[3] < tokens:
+        raise ValueError(f"mask covers {mask.shape[3]} tokens; the cache has {tokens}")
+
+
+# --- numbers, of tensors on the CPU ---
+
+
+def _check_counts(cu_seqlens: Tensor, total: int, name: str, most: int) -> Tensor:
+    """How many tokens each row has; `first` ascends from 0 and stays within them."""
+    counts = cu_seqlens.long().diff()
+    if int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) > total or bool((counts < 0).any()):
+        raise ValueError(
+            f"first={cu_seqlens.tolist()[:8]}; it must ascend from 0 and end at {total} at most"
+        )
+    if int(counts.amax()) > most:
+        raise ValueError(f"{name}={most}; a row has {int(counts.amax())} tokens")
+    return counts
+
+
+def _check_rows(view: CacheView) -> None:
+    """Counters of each row, and which ring is its own."""
+    rows, sinks = view.ring_key.shape[0], view.sink_key.shape[1]
+    low, high = view.ring_rows.aminmax()
+    if int(low) < 0 or int(high) >= rows:
+        raise ValueError(f"ring_rows from {int(low)} to {int(high)}; allowed: 0 to {rows - 1}")
+    low, high = view.sink_counts.aminmax()
+    if int(low) < 0 or int(high) > sinks:
+        raise ValueError(f"sink_counts from {int(low)} to {int(high)}; allowed: 0 to {sinks}")
+    for name in ("starts", "lengths", "ring_starts"):
+        if int(getattr(view, name).amin()) < 0:
+            raise ValueError(f"{name} has {int(getattr(view, name).amin())}; it must be 0 or more")
+    if bool((view.ring_starts > view.lengths).any()):
+        raise ValueError("ring_starts lie beyond lengths in some row")
+
+
+def _check_pages(view: CacheView, low: Tensor, high: Tensor) -> None:
+    """Entries [low, high) of each row of the block table name pages of the pool."""
+    width, pages = view.block_table.shape[1], view.pages.shape[0]
+    if int(high.amax()) > width:
+        raise ValueError(
+            f"block_table has {width} pages a row; the tokens of a row need {int(high.amax())}"
+        )
+    at = torch.arange(width, device="cpu")
+    used = (at >= low[:, None]) & (at < high[:, None])
+    ids = view.block_table[used]
+    if len(ids) and (int(ids.amin()) < 0 or int(ids.amax()) >= pages):
+        raise ValueError(
+            f"block_table names pages {int(ids.amin())} to {int(ids.amax())}; "
+            f"the pool has 0 to {pages - 1}"
+        )
+
+
+def _same_device(a: torch.device, b: torch.device) -> bool:
+    """ "cuda" stands for the current device."""
+    if a.type != b.type or a.index == b.index:
+        return a.type == b.type
+    if a.type != "cuda":
+        return a.index is None or b.index is None
+    current = torch.cuda.current_device()
+    return (current if a.index is None else a.index) == (current if b.index is None else b.index)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,384 @@
+"""What append and attend refuse; nothing leaks from one cache, device or model to another."""
+
+import copy
+import dataclasses
+import gc
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+
+from helpers import add, make_cache, tokens
+from tightkv.attention import attend
+from tightkv.cache import PagedKV
+from tightkv.codec import Codec
+from tightkv.config import KVQuantConfig
+from tightkv.kernels import ops, reference
+from tightkv.kernels.device_guard import device_guard
+from tightkv.layout import PageLayout, page_layout
+from tightkv.sequences import SequenceTable
+
+CFG = KVQuantConfig(page_size=32, sinks=2, exact_pages=1)
+KERNELS = ["reference", "cpu"]
+
+
+def filled(kernels="reference", cfg=CFG, count=200, dim=64, dtype=torch.float32):
+    table = SequenceTable(cfg)
+    table.add_rows([0, 0])
+    cache = PagedKV(PageLayout(cfg, 2, dim, dtype), table, "cpu", kernels)
+    key, value = (x.to(dtype) for x in tokens(2, count, dim=dim))
+    add(cache, key, value, [count, count // 2])
+    return cache
+
+
+# --- values that are alike are the same ---
+
+
+def test_a_layout_is_a_value():
+    a, b = (PageLayout(KVQuantConfig(), 8, 128) for _ in range(2))
+    assert a == b and hash(a) == hash(b) and len({a, b}) == 1
+    assert a != PageLayout(KVQuantConfig(), 8, 128, torch.float16)
+    assert page_layout(KVQuantConfig(), 8, 128) is page_layout(KVQuantConfig(), 8, 128)
+    shared = page_layout(KVQuantConfig(), 8, 128)
+    assert copy.deepcopy(shared) is shared and copy.copy(shared) is shared
+    assert pickle.loads(pickle.dumps(shared)) is shared
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        a.head_dim = 64
+    with pytest.raises(TypeError):
+        a.planes["key", "codes"] = None
+
+
+def test_tables_of_many_layers_are_made_once():
+    triton = pytest.importorskip("tightkv.kernels.triton")
+    layouts = [PageLayout(KVQuantConfig(seed=5), 8, 128) for _ in range(80)]
+    triton.constants.cache_clear(), triton.books.cache_clear()
+    for layout in layouts:
+        triton.constants(layout), triton.books(layout)
+    assert triton.constants.cache_info().misses == triton.books.cache_info().misses == 1
+
+
+def test_caches_that_are_alike_share_their_cuda_modules(monkeypatch):
+    cuda = pytest.importorskip("tightkv.kernels.cuda")
+    from tightkv.kernels.cuda.tiles import Tile
+
+    loads = []
+    monkeypatch.setattr(cuda, "compile_cubin", lambda text, arch: text.encode())
+    monkeypatch.setattr(cuda, "Module", lambda cubin, device: loads.append(cubin) or cubin)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    cuda._module.cache_clear(), cuda._loaded.cache_clear()
+    gpu = torch.device("cuda:0")
+    try:
+        for sinks in (4, 4, 2):  # sinks are no part of a source
+            for _ in range(32):
+                layout = PageLayout(KVQuantConfig(sinks=sinks), 8, 128)
+                cuda._module("append", layout, 8, None, False, gpu)
+                cuda._module("decode", layout, 32, Tile.of(layout, 4), False, gpu)
+        assert len(loads) == 2
+        cuda._module("append", layout, 8, None, False, torch.device("cuda:1"))
+        assert len(loads) == 3  # a module belongs to a device
+    finally:
+        cuda._module.cache_clear(), cuda._loaded.cache_clear()
+
+
+@pytest.mark.parametrize("rotation", ["hadamard", "haar"])
+def test_rotation_tables_are_those_of_the_rotation(rotation):
+    """Copies come and go, and with them the ids of objects."""
+    made = [
+        Codec(PageLayout(KVQuantConfig(seed=seed, rotation=rotation), 2, dim))
+        for seed in range(4)
+        for dim in (64, 128)
+    ]
+    for i in range(160):
+        codec = copy.deepcopy(made[i % 8])
+        rotation = codec.key.rotation
+        table = rotation.table(torch.device("cpu"))
+        matrix = rotation.matrix()
+        expected = matrix[0].sign() if rotation.kind == "hadamard" else matrix.T
+        assert torch.equal(table, expected)
+        del codec, rotation
+        gc.collect(0)
+
+
+def test_rotations_that_fell_out_of_the_cache_keep_their_tables():
+    for seed in range(600):
+        codec = Codec(PageLayout(KVQuantConfig(seed=1000 + seed), 2, 64))
+        table = codec.key.rotation.table(torch.device("cpu"))
+        assert torch.equal(table, codec.key.rotation.matrix()[0].sign())
+
+
+def test_copies_of_caches_of_two_models_attend_as_their_originals():
+    kernels = pytest.importorskip("tightkv.kernels.triton")
+    if not kernels.interpreted():
+        pytest.skip("compares on the CPU")
+    originals = [filled(dim=dim, cfg=CFG.replace(seed=dim), count=80) for dim in (64, 128)]
+    first = torch.tensor([0, 1, 2], dtype=torch.int32)
+    for i in range(4):
+        cache = copy.deepcopy(originals[i % 2])
+        q = torch.randn(2, 2, cache.layout.head_dim)
+        arguments = cache.codec, q, cache.view(), first
+        out, _ = kernels.attend(*arguments, max_queries=1)
+        expected, _ = reference.attend(*arguments, max_queries=1)
+        torch.testing.assert_close(out, expected, atol=5e-3, rtol=5e-3)
+        del cache, arguments
+        gc.collect(0)
+
+
+# --- dtypes ---
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_key_and_value_have_one_dtype(kernels):
+    cache = filled(kernels, dtype=torch.bfloat16)
+    before = [x.clone() for x in (cache.pages, cache.ring_key, cache.ring_value)]
+    key = torch.randn(2, 40, 2, 64)
+    plan = cache.table.append([0, 1], [40, 40])
+    with pytest.raises(ValueError, match=r"key is float32, value is bfloat16.*cast"):
+        cache.append(plan, key, key.bfloat16())
+    for dtype in (torch.float64, torch.int32, torch.complex64):
+        with pytest.raises(ValueError, match="supported: float16, bfloat16, float32"):
+            cache.append(plan, key.to(dtype), key.to(dtype))
+    for old, now in zip(before, (cache.pages, cache.ring_key, cache.ring_value), strict=True):
+        assert torch.equal(old, now[: len(old)])
+    with pytest.raises(ValueError, match="new_key is float32, new_value is float16"):
+        attend(cache, key.bfloat16()[:, :3], new_key=key[:, :3], new_value=key[:, :3].half())
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_tokens_of_another_dtype_than_the_cache(kernels, dtype):
+    """A float32 key in a bfloat16 cache is rounded as the ring rounds it, and not misread."""
+    cfg = CFG.replace(exact_pages=2)
+    cache = make_cache(cfg, dtype=torch.bfloat16)
+    cache._kernels = f"tightkv.kernels.{kernels}"
+    __import__(cache._kernels)
+    key, value = (x.to(dtype) for x in tokens(2, 150))
+    add(cache, key, value)
+    got_key, got_value = cache.dequantize()
+    for got, exact in ((got_key, key), (got_value, value)):
+        error = (got.float() - exact.float()).norm() / exact.float().norm()
+        assert error < 0.12
+
+
+# --- operators ---
+
+
+def operands():
+    cache = filled()
+    q = torch.randn(2, 4, 64)
+    key = torch.randn(2, 2, 64)
+    first = torch.arange(3, dtype=torch.int32)
+    return cache, cache.view(), q, key, first
+
+
+WRONG_VIEWS = {
+    "int64 lengths": (lambda v: {"lengths": v.lengths.long()}, "lengths is int64"),
+    "float starts": (lambda v: {"starts": v.starts.float()}, "starts is float32"),
+    "int64 table": (lambda v: {"block_table": v.block_table.long()}, "block_table is int64"),
+    "a row less": (lambda v: {"ring_starts": v.ring_starts[:1]}, "ring_starts has shape"),
+    "a flat table": (lambda v: {"block_table": v.block_table[0]}, "block_table has shape"),
+    "strided lengths": (
+        lambda v: {"lengths": torch.stack([v.lengths, v.lengths], 1)[:, 0]},
+        "lengths must be contiguous",
+    ),
+    "transposed table": (
+        lambda v: {"block_table": v.block_table.T.contiguous().T},
+        "block_table must be contiguous",
+    ),
+    "pages of another record": (lambda v: {"pages": v.pages[:, :, :-16]}, "pages has shape"),
+    "signed pages": (lambda v: {"pages": v.pages.view(torch.int8)}, "pages is int8"),
+    "a ring of another dtype": (lambda v: {"ring_key": v.ring_key.half()}, "ring_key is float16"),
+    "a shorter ring": (lambda v: {"ring_value": v.ring_value[:, :-1]}, "ring_value has shape"),
+    "sinks of other rows": (lambda v: {"sink_key": v.sink_key[:1]}, "sink_key has shape"),
+    # numbers
+    "a page beyond the pool": (
+        lambda v: {"block_table": v.block_table.clone().fill_(1_000_000)},
+        "the pool has 0 to",
+    ),
+    "a negative page": (lambda v: {"block_table": -1 - v.block_table}, "the pool has 0 to"),
+    "a length beyond the table": (
+        lambda v: {"lengths": v.lengths + 4000, "ring_starts": v.ring_starts + 4000},
+        "tokens of a row need",
+    ),
+    "another's ring": (lambda v: {"ring_rows": v.ring_rows + 2}, "ring_rows from 2 to 3"),
+    "a negative ring": (lambda v: {"ring_rows": v.ring_rows - 1}, "ring_rows from -1"),
+    "too many sinks": (lambda v: {"sink_counts": v.sink_counts + 1}, "sink_counts from"),
+    "a negative length": (lambda v: {"lengths": -v.lengths}, "must be 0 or more"),
+}
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("name", WRONG_VIEWS)
+def test_operators_refuse_views_that_are_wrong(name, kernels):
+    change, message = WRONG_VIEWS[name]
+    cache, view, q, key, first = operands()
+    spec = ops.spec_of(cache.layout, kernels)
+    wrong = replace(view, **change(view))
+    with pytest.raises(ValueError, match=message):
+        ops.attend(spec, q, wrong, first, max_queries=1)
+    pages = view.pages.clone()
+    with pytest.raises(ValueError, match=message):
+        ops.append(spec, wrong, key, key, first, view.starts, max_new=1, open_codes=True)
+    assert torch.equal(pages, view.pages)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_operators_refuse_operands_that_are_wrong(kernels):
+    cache, view, q, key, first = operands()
+    spec = ops.spec_of(cache.layout, kernels)
+    attention = {
+        "query is float64": {"query": q.double()},
+        "query has shape": {"query": q[0]},
+        "query has 3 heads": {"query": q[:, :3]},
+        "first is int64": {"first": first.long()},
+        "it must ascend from 0": {"first": torch.tensor([0, 2, 9], dtype=torch.int32)},
+        "must ascend": {"first": torch.tensor([0, 2, 1], dtype=torch.int32)},
+        "a row has 2 tokens": {"first": torch.tensor([0, 2, 2], dtype=torch.int32)},
+        "mask is int64": {"mask": torch.ones(1, 1, 1, 200, dtype=torch.long)},
+        "mask covers 150 tokens": {"mask": torch.ones(1, 1, 1, 150, dtype=torch.bool)},
+        "mask has shape": {"mask": torch.ones(3, 1, 1, 200, dtype=torch.bool)},
+        "go together": {"new_key": key},
+        "new_value is float16": {"new_key": key, "new_value": key.half()},
+        "window=-1": {"window": -1},
+        "softcap=-2.0": {"softcap": -2.0},
+        "scale=nan": {"scale": float("nan")},
+    }
+    for message, change in attention.items():
+        options = {"query": q, "view": view, "first": first, "max_queries": 1, **change}
+        with pytest.raises(ValueError, match=message):
+            ops.attend(spec, **options)
+    appending = {
+        "key is int32": {"key": key.int(), "value": key.int()},
+        "value is float16": {"value": key.half()},
+        "must agree": {"value": torch.randn(3, 2, 64)},
+        "key has shape": {"key": key[0], "value": key[0]},
+        "exact_starts is int64": {"exact_starts": view.starts.long()},
+        "max_new=0": {"max_new": 0},
+    }
+    for message, change in appending.items():
+        options = {"key": key, "value": key, "first": first, "exact_starts": view.starts}
+        options |= {"max_new": 1, "open_codes": True, **change}
+        with pytest.raises(ValueError, match=message):
+            ops.append(spec, view, **options)
+
+
+@pytest.mark.parametrize(
+    "spec", ["", "[]", "{}", '{"format": 1}', "null", '{"format": 2, "config": {}}', "x" * 5000]
+)
+def test_specs_that_nobody_made(spec):
+    _, view, q, _, first = operands()
+    with pytest.raises(ValueError, match="spec"):
+        ops.attend(spec, q, view, first, max_queries=1)
+
+
+def test_a_spec_of_another_format():
+    cache, view, q, _, first = operands()
+    spec = ops.spec_of(cache.layout).replace('"format": 2', '"format": 1')
+    with pytest.raises(ValueError, match="format 1; this tightkv reads format 2"):
+        ops.attend(spec, q, view, first, max_queries=1)
+    spec = ops.spec_of(cache.layout).replace('"float32"', '"nn"')
+    with pytest.raises(ValueError, match="dtype='nn'"):
+        ops.attend(spec, q, view, first, max_queries=1)
+
+
+# --- devices ---
+
+
+def test_tensors_of_one_view_are_on_one_device():
+    cache = filled()
+    wrong = replace(cache.view(), lengths=torch.zeros(2, dtype=torch.int32, device="meta"))
+    with pytest.raises(ValueError, match="lengths is on meta; the cache is on cpu"):
+        attend(cache, torch.randn(2, 1, 4, 64), view=wrong)
+    with pytest.raises(ValueError, match="query is on meta"):
+        attend(cache, torch.randn(2, 1, 4, 64, device="meta"))
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("rotation", ["hadamard", "haar"])
+def test_the_default_device_does_not_matter(kernels, rotation):
+    """torch.set_default_device("cuda") is common; "meta" stands for it where there is no GPU."""
+    cfg = KVQuantConfig(page_size=32, exact_pages=1, seed=77, rotation=rotation)
+    q = torch.randn(2, 5, 4, 64)
+    with torch.device("meta"):
+        cache = filled_on_cpu(cfg, kernels)
+        out, lse = attend(cache, q)
+        copy.deepcopy(cache).select([1, 0])
+        whole = cache.dequantize()
+        assert all(x.device.type == "cpu" for x in (out, lse, *whole, *cache.table.tensors("cpu")))
+    again = filled_on_cpu(cfg, kernels)
+    assert torch.equal(cache.pages, again.pages)
+    assert torch.equal(out, attend(again, q)[0])
+
+
+def filled_on_cpu(cfg, kernels):
+    table = SequenceTable(cfg)
+    table.add_rows([0, 3])
+    cache = PagedKV(PageLayout(cfg, 2, 64, torch.float32), table, "cpu", kernels)
+    g = torch.Generator("cpu").manual_seed(0)
+    key = torch.randn(2, 300, 2, 64, generator=g, device="cpu")
+    cache.append(table.append([0, 1], [300, 240]), key, key)
+    cache.append(table.append([0, 1], [1, 1]), key[:, :1], key[:, :1])
+    return cache
+
+
+class FakeTensor:
+    """Says that it is on a device; a guard looks at nothing else."""
+
+    def __init__(self, device):
+        self.pages = self
+        self.device = torch.device(device)
+
+
+def test_launches_are_made_on_the_device_of_the_tensors(monkeypatch):
+    entered = []
+
+    class Guard:
+        def __init__(self, device):
+            self.device = device
+
+        def __enter__(self):
+            entered.append(str(self.device))
+
+        def __exit__(self, *error):
+            entered.append("back")
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", Guard)
+    seen = []
+    function = device_guard(lambda codec, operand, more=0: seen.append((codec, more)))
+    function("codec", FakeTensor("cuda:1"), more=2)
+    assert entered == ["cuda:1", "back"] and seen == [("codec", 2)]
+    function("codec", FakeTensor("cuda:0"))
+    function("codec", FakeTensor("cpu"))
+    assert entered == ["cuda:1", "back"] and len(seen) == 3
+
+
+@pytest.mark.parametrize("module", ["cuda", "triton"])
+def test_every_launching_function_is_guarded(module):
+    pytest.importorskip("triton")
+    module = __import__(f"tightkv.kernels.{module}", fromlist=["append"])
+    for name in ("append", "attend", "dequantize_pages"):
+        if hasattr(module, name):
+            assert hasattr(getattr(module, name), "__wrapped__"), name
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU or none")
+def test_a_cache_on_the_second_device():
+    """The current device stays the first."""
+    torch.cuda.set_device(0)
+    for dtype in (torch.bfloat16, torch.float32):
+        table = SequenceTable(CFG)
+        table.add_rows([0, 0])
+        cache = PagedKV(PageLayout(CFG, 2, 64, dtype), table, "cuda:1")
+        key, value = (x.to("cuda:1", dtype) for x in tokens(2, 300))
+        add(cache, key, value)
+        q = torch.randn(2, 1, 4, 64, device="cuda:1", dtype=dtype)
+        out, _ = attend(cache, q)
+        first = torch.arange(3, dtype=torch.int32, device="cuda:1")
+        expected, _ = reference.attend(
+            cache.codec, q.flatten(0, 1), cache.view(), first, max_queries=1
+        )
+        torch.testing.assert_close(out.flatten(0, 1), expected, atol=2e-2, rtol=2e-2)
+        assert torch.cuda.current_device() == 0
+        with pytest.raises(ValueError, match="key is on cuda:0"):
+            cache.append(table.append([0, 1], [300, 300]), key.to("cuda:0"), value.to("cuda:0"))
