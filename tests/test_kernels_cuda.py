@@ -20,14 +20,15 @@ ON_GPU = DEVICE.type == "cuda"
 pytestmark = pytest.mark.skipif(
     not ON_GPU and cuda_on_host.COMPILER is None, reason="neither a GPU nor g++"
 )
-BITS = [(k, v) for k in (2, 3, 4) for v in (2, 3, 4)]
+BITS = [(k, v) for k in (2, 3, 4, 8) for v in (2, 3, 4)]
 SHAPES = [(bits, dim, dtype) for bits in BITS for dim in (64, 128, 256) for dtype in "hb"]
 APPENDS = [
     (bits, dim, opened) for bits in BITS for dim in (64, 128, 256) for opened in (True, False)
 ]
 if not ON_GPU:  # each takes two seconds to compile
     SHAPES = [(bits, (64, 128, 256)[sum(bits) % 3], "hb"[bits[0] % 2]) for bits in BITS]
-    APPENDS = [(bits, (64, 128, 256)[i], i % 2 == 0) for i, bits in enumerate(BITS[2:9:3])]
+    SHAPES += [((8, 4), dim, "b") for dim in (64, 128, 256) if dim != (64, 128, 256)[12 % 3]]
+    APPENDS = [(bits, (64, 128, 256)[i % 3], i % 2 == 0) for i, bits in enumerate(BITS[2::3])]
 
 
 @pytest.fixture(autouse=True)

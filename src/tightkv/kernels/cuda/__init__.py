@@ -1,7 +1,7 @@
 """Append and decode attention in CUDA C++, compiled at run time; prefill is the Triton kernels'.
 
-For NVIDIA GPUs from sm_80 on, float16 and bfloat16 models, 2 to 4 bits and head_dim 64, 128 and
-256.
+For NVIDIA GPUs from sm_80 on, float16 and bfloat16 models, keys of 2, 3, 4 and 8 bits, values of 2, 3
+and 4, and head_dim 64, 128 and 256.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def unavailable(device_type: str | None, asked: bool = False) -> str | None:
 def unsupported(layout: PageLayout) -> str | None:
     """Why these kernels cannot run a config, or None."""
     cfg = layout.cfg
-    for side in ("key", "value"):
-        if cfg.bits(side) not in (2, 3, 4):
-            return f"{side}_bits={cfg.bits(side)}; they have 2, 3 and 4"
+    for side, widths in (("key", (2, 3, 4, 8)), ("value", (2, 3, 4))):
+        if cfg.bits(side) not in widths:
+            return f"{side}_bits={cfg.bits(side)}; they have {', '.join(map(str, widths))}"
     if layout.head_dim not in (64, 128, 256):
         return f"head_dim={layout.head_dim}; they have 64, 128 and 256"
     if cfg.rotation == "haar":
@@ -281,7 +281,8 @@ def source(
         constants[f"{side}_TABLE"] = _byte_levels(codec.side(side.lower()))
         constants[f"{side}_UNIT"] = _floats(decode[f"{side}_UNIT"])
         constants[f"{side}_MODE"] = encode[f"{side}_MODE"]
-        thresholds, magnitudes = encode[f"{side}_BOOK"]
+        book = encode[f"{side}_BOOK"]  # of 8 bits: 1 / unit and unit
+        thresholds, magnitudes = ((x,) if isinstance(x, float) else x for x in book)
         constants[f"{side}_THRESHOLDS"] = _floats(*thresholds)
         constants[f"{side}_MAGNITUDES"] = _floats(*magnitudes)
     defines = "".join(f"#define {field} {value}\n" for field, value in constants.items())
@@ -293,6 +294,8 @@ def _byte_levels(quantizer: Quantizer) -> str:
     """`struct Table` of pages.cu: levels as bytes, by the low three bits of a code."""
     assert isinstance(quantizer, TurboQuantMSE)
     book = quantizer.codebook
+    if book.bits == 8:  # codes are levels
+        return "0u, 0u"
     levels = triton_kernels.table_levels(book)
     assert all(x.is_integer() and abs(x) < 127 for x in levels)
     if book.bits == 4:  # magnitudes

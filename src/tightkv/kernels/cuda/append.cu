@@ -80,13 +80,18 @@ __device__ __forceinline__ float quantize(const float (&y)[N], u8 *codes, int la
     double yc = 0, cc = 0;
 #pragma unroll
     for (int k = 0; k < N; k++) {
-        float z = __fdiv_rn(y[k], fmaxf(norm, tiny)) * WIDTH, size = fabsf(z);
+        float z = __fdiv_rn(y[k], fmaxf(norm, tiny)) * WIDTH, size = fabsf(z), c;
         int index = 0;
-        float c = Book<BITS>::magnitude(0);
+        if constexpr (BITS == 8) {  // whole multiples of a unit
+            const float level = fminf(fmaxf(rintf(z * Book<BITS>::threshold(0)), -127.f), 127.f);
+            index = (int)level, c = level * Book<BITS>::magnitude(0);
+        } else {
+            c = Book<BITS>::magnitude(0);
 #pragma unroll
-        for (int i = 0; i < (1 << (BITS - 1)) - 1; i++)
-            if (size > Book<BITS>::threshold(i)) index = i + 1, c = Book<BITS>::magnitude(i + 1);
-        if (z < 0.f) index += 1 << (BITS - 1), c = -c;
+            for (int i = 0; i < (1 << (BITS - 1)) - 1; i++)
+                if (size > Book<BITS>::threshold(i)) index = i + 1, c = Book<BITS>::magnitude(i + 1);
+            if (z < 0.f) index += 1 << (BITS - 1), c = -c;
+        }
         codes[lane + 32 * k] = (u8)index;
         c = c * ROOT;
         yc += (double)y[k] * (double)c;
@@ -102,7 +107,10 @@ __device__ __forceinline__ float quantize(const float (&y)[N], u8 *codes, int la
 template <int BITS, class F>
 __device__ __forceinline__ u32 pack(int j, F code) {
     u32 w = 0;
-    if (BITS == 4) {
+    if (BITS == 8) {
+#pragma unroll
+        for (int n = 0; n < 4; n++) w |= (u32)code(4 * j + n) << (8 * n);
+    } else if (BITS == 4) {
 #pragma unroll
         for (int n = 0; n < 8; n++) w |= (u32)code(8 * j + n) << (4 * n);
     } else if (BITS == 3) {

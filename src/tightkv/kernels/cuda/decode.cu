@@ -165,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
                     Levels of[4];
 #pragma unroll
                     for (int i = 0; i < 4; i++)
-                        of[i] = levels_of<KEY_BITS>(key_word(codes, x, i, c), key_table);
+                        of[i] = key_levels(codes, x, i, c, key_table);
 #pragma unroll
                     for (int n = 0; n < SLOT_TILES; n++)
 #pragma unroll

@@ -85,8 +85,9 @@ __device__ __forceinline__ u32 nibbles_at(const u32 *w, int x, int low) {
     return (w[4 * x] >> (2 * low)) & 0x33333333u;
 }
 
-#define KW (D == 64 ? (KEY_BITS == 4 ? 2 : KEY_BITS) : KEY_BITS)      // uint4 a chunk, keys
-#define VW (D == 64 ? (VALUE_BITS == 4 ? 2 : VALUE_BITS) : VALUE_BITS)
+// uint4 a chunk; with 64 channels a lane needs every second word of 4 bits, or two of four of 8
+#define KW (D == 64 && KEY_BITS >= 4 ? KEY_BITS / 2 : KEY_BITS)
+#define VW (D == 64 && VALUE_BITS == 4 ? 2 : VALUE_BITS)
 
 struct KeyBlock {  // a lane's codes of 32 tokens
     uint4 w[KL][KW];
@@ -109,10 +110,14 @@ __device__ __forceinline__ int value_channel(int x, int r) {
     return 16 * (r + 8 * (x & 1)) + 4 * (x >> 1);
 }
 
-__device__ __forceinline__ u32 key_word(const KeyBlock &t, int x, int i, int c) {
+// Levels of the eight codes of slot x of the lane's i-th token. Eight bits are levels already.
+__device__ __forceinline__ Levels key_levels(const KeyBlock &t, int x, int i, int c,
+                                             const Table &table) {
     const u32 *w = (const u32 *)&t.w[D == 256 ? (x & 1) : 0][0] + i;
-    if (D == 64) return nibbles_at<KEY_BITS>(w, x, c >> 1);
-    return nibbles<KEY_BITS>(w, D == 256 ? x >> 1 : x);
+    const int q = D == 256 ? x >> 1 : x;
+    if (KEY_BITS == 8) return {w[4 * (2 * q % KW)], w[4 * ((2 * q + 1) % KW)], 0, 0};
+    if (D == 64) return levels_of<KEY_BITS>(nibbles_at<KEY_BITS>(w, x, c >> 1), table);
+    return levels_of<KEY_BITS>(nibbles<KEY_BITS>(w, q), table);
 }
 
 __device__ __forceinline__ u32 value_word(const ValueBlock &t, int x, int i, int r) {

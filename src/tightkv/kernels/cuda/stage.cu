@@ -14,7 +14,8 @@ struct __align__(128) Stage {  // all banks of shared memory once
 
 // Where a lane's bytes of a record begin; the rest of an address is constant.
 __device__ __forceinline__ int key_lane(int r, int c) {
-    if (D == 64) return 16 * (((KEY_BITS == 4 ? 8 * (c >> 1) : 0) + r) * C + (c & 1));
+    const int words = KEY_BITS == 4 ? 1 : KEY_BITS == 8 ? 2 : 0;  // that belong to other lanes
+    if (D == 64) return 16 * ((8 * words * (c >> 1) + r) * C + (c & 1));
     return 16 * (r * C + c);
 }
 
@@ -34,7 +35,7 @@ __device__ __forceinline__ void copy_codes(u32 to, int p, const u8 *key, const u
         for (int l = 0; l < KL; l++)
 #pragma unroll
             for (int k = 0; k < KW; k++) {
-                const int j = (D == 64 && KEY_BITS == 4) ? 2 * k : k;
+                const int j = D != 64 || KEY_BITS < 4 ? k : KEY_BITS == 4 ? 2 * k : k + (k & 2);
                 copy(keys + 512 * (((p * BP + b) * KL + l) * KW + k),
                      key + b * KEY_BLOCK + 128 * C * j + 64 * l, policy);
             }

@@ -37,7 +37,7 @@ class Tile:
         """sizeof(Shared) in decode.cu."""
         cfg, d, columns = layout.cfg, layout.head_dim, self.columns
         both = (cfg.key_bits, cfg.value_bits)
-        words = [2 if d == 64 and bits == 4 else bits for bits in both]
+        words = [bits // 2 if d == 64 and bits >= 4 else bits for bits in both]
         loads = -(-d // 128) * sum(words)  # of 16 bytes a lane
         mean = {16: d // 8, 8: d // 16 + 1}.get(cfg.mean_bits if cfg.centered else 0, 1)
         span = max(1, 32 * self.blocks_of_32 // layout.page_size)  # pages in a tile
