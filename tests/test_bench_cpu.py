@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tightkv import KVQuantConfig
+from tightkv.bench import cpu
 from tightkv.bench.cpu import Milliseconds, _contenders, decode_rows, interleaved, ratios
 from tightkv.bench.problems import Shape
 
@@ -27,24 +28,47 @@ def test_all_contenders_attend_to_the_same_tokens() -> None:
         assert error < (1e-5 if "fp32" in name else 2e-2), name
 
 
-class Counting:
-    """Says when it was called, and takes no time."""
+class Clock:
+    """Stands still but where a contender says that it took time."""
 
     def __init__(self) -> None:
-        self.calls = ""
+        self.seconds, self.calls = 0.0, list[str]()
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+class Noting:
+    """Takes `attention` seconds a step, and `sealing` more for one append in 32."""
+
+    def __init__(self, name: str, clock: Clock, attention: float, sealing: float = 0.0) -> None:
+        self.name, self.clock, self.appends = name, clock, 0
+        self.attention, self.sealing = attention, sealing
 
     def append(self) -> None:
-        self.calls += "a"
+        self.appends += 1
+        self.clock.calls.append(f"{self.name} appends")
+        self.clock.seconds += self.sealing if self.appends % 32 == 0 else 0.0
 
     def attend(self) -> torch.Tensor:
-        self.calls += "t"
+        self.clock.calls.append(f"{self.name} attends")
+        self.clock.seconds += self.attention
         return torch.zeros(())
 
 
-def test_a_turn_is_as_many_steps_as_a_page_has_tokens() -> None:
-    one, two = Counting(), Counting()
-    interleaved({"one": one, "two": two}, page_size=32, repeats=3)
-    assert one.calls == two.calls == "at" * (1 + 3 * 32)
+def test_contenders_take_turns_and_sealing_has_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(cpu, "perf_counter", clock)
+    contenders = {
+        "fast": Noting("fast", clock, 0.002, sealing=0.032),
+        "slow": Noting("slow", clock, 0.15),
+    }
+    found = interleaved(contenders, page_size=32, repeats=4)
+    assert clock.calls[:4] == ["fast appends", "fast attends", "slow appends", "slow attends"]
+    assert clock.calls.count("fast attends") == 1 + 4 * 32
+    assert clock.calls.count("slow attends") == 1 + 3
+    assert found["fast"].attention == pytest.approx(2) and found["fast"].step == pytest.approx(3)
+    assert found["slow"].step == pytest.approx(150)
 
 
 def test_ratios_are_of_whole_steps_with_attention_beside_them() -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from time import perf_counter
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +27,7 @@ SHAPES = (
     Shape(1, 32768),
     Shape(1, 4096, query_heads=9, kv_heads=3, head_dim=64),
 )
-_SLOW_MS = 5000  # a turn longer than this is one step, and there are three of them
+_SLOW_MS = 100  # contenders with longer steps take three
 
 
 class Contender(Protocol):
@@ -82,37 +82,38 @@ def ratios(times: Mapping[str, Milliseconds]) -> dict[str, float]:
 def interleaved(
     contenders: Mapping[str, Contender], page_size: int, repeats: int
 ) -> dict[str, Milliseconds]:
-    """Medians over rounds, in which all have their turn: what else the machine does hits all.
+    """Medians over windows of as many steps as a page has tokens, so that sealing has its share.
 
-    A turn is as many steps as a page has tokens, so that sealing one has its share in the mean;
-    slow contenders take one step, in the first rounds only.
+    Contenders take steps in turn: what else the machine does hits all, and each finds the
+    processor's caches full of the others' bytes, as a layer of a model does. Slow ones take a
+    step in each of the first windows only.
     """
-    turns: dict[str, list[Milliseconds]] = {name: [] for name in contenders}
-    first = {name: _turn(contender, 1) for name, contender in contenders.items()}
+    windows: dict[str, list[Milliseconds]] = {name: [] for name in contenders}
+    first = {name: _step(contender) for name, contender in contenders.items()}
+    slow = {name for name, ms in first.items() if ms.step > _SLOW_MS}
     for number in range(repeats):
-        for name, contender in contenders.items():
-            slow = first[name].step * page_size > _SLOW_MS
-            if number < 3 or not slow:
-                turns[name].append(_turn(contender, 1 if slow else page_size))
-    return {
-        name: Milliseconds(
-            statistics.median(turn.step for turn in found),
-            statistics.median(turn.attention for turn in found),
-        )
-        for name, found in turns.items()
-    }
+        steps: dict[str, list[Milliseconds]] = {name: [] for name in contenders}
+        for turn in range(page_size):
+            for name, contender in contenders.items():
+                if name not in slow or (turn == 0 and number < 3):
+                    steps[name].append(_step(contender))
+        for name, found in steps.items():
+            if found:
+                windows[name].append(_join(statistics.mean, found))
+    return {name: _join(statistics.median, found) for name, found in windows.items()}
 
 
-def _turn(contender: Contender, steps: int) -> Milliseconds:
-    append = attention = 0.0
-    for _ in range(steps):
-        start = time.perf_counter()
-        contender.append()
-        appended = time.perf_counter()
-        contender.attend()
-        append += appended - start
-        attention += time.perf_counter() - appended
-    return Milliseconds(1e3 * (append + attention) / steps, 1e3 * attention / steps)
+def _join(how: Callable[[Iterable[float]], float], times: Sequence[Milliseconds]) -> Milliseconds:
+    return Milliseconds(how([ms.step for ms in times]), how([ms.attention for ms in times]))
+
+
+def _step(contender: Contender) -> Milliseconds:
+    start = perf_counter()
+    contender.append()
+    appended = perf_counter()
+    contender.attend()
+    end = perf_counter()
+    return Milliseconds(1e3 * (end - start), 1e3 * (end - appended))
 
 
 def _contenders(cfg: KVQuantConfig, shape: Shape, repeats: int) -> dict[str, Contender]:
