@@ -15,7 +15,9 @@ import torch
 
 from tightkv import KVQuantConfig
 from tightkv.cache import POOL_GROWTH
-from tightkv.layout import PageLayout
+from tightkv.integrations.vllm.cuts import SHORT_PROMPT
+from tightkv.kernels.staged import LEAST_QUERIES
+from tightkv.layout import RING_SLACK, PageLayout
 
 ROOT = Path(__file__).parents[1]
 Row = dict[str, Any]
@@ -180,6 +182,17 @@ def test_the_start_up_line_of_vllm_is_that_of_smollm2() -> None:
         f"rings for 8 sequences take {rings:.1f} MiB",
         f"has {block.ratio:.2f} times as many tokens as vLLM's own (k4v4)",
     )
+
+
+def test_limits_in_vllm() -> None:
+    ring = PageLayout(KVQuantConfig(), 8, 128, torch.bfloat16).ring_tokens
+    expect(
+        "docs/vllm.md",
+        f"**Long prompts** ({LEAST_QUERIES} new tokens or more)",
+        f"up to {SHORT_PROMPT} new tokens of a prompt",
+        f"more than {RING_SLACK} speculative tokens",
+    )
+    expect("docs/eval.md", f"exact newest tokens of a config ({ring} by default)")
 
 
 # --- CPUs ----------------------------------------------------------------------------------------
