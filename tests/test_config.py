@@ -1,10 +1,22 @@
 import json
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tightkv.config import BITS, METHODS, PRESETS, SCALE_MODES, KVQuantConfig
+import tightkv
+from tightkv.config import (
+    BITS,
+    ENV_SETTINGS,
+    ENV_SOURCES,
+    METHODS,
+    PRESETS,
+    SCALE_MODES,
+    KVQuantConfig,
+    env_requests,
+)
 
 
 def test_presets_set_the_bits_of_their_name():
@@ -89,6 +101,11 @@ def test_environment_preset_file_then_fields(tmp_path):
         ({"key_bits": 8, "key_method": "prod"}, ["7-bit codebook", "gaussian"]),
         ({"preset": 4}, ["preset=4", "k4v4"]),
         ({"kv_quant": 3}, ["kv_quant=3"]),
+        ({"kv_quant": {}, "preset": "k2v2"}, ["'preset' stands beside 'kv_quant'", "into"]),
+        ({"kv_quant": {}, "sinks": 1}, ["'sinks' stands beside 'kv_quant'", "into"]),
+        ({"kv_quant": {}, "key_bitz": 2}, ["'key_bitz'", "kv_quant, model, runtime"]),
+        ({"kv_quant": {}, "modl": "x"}, ["'modl'", "did you mean 'model'"]),
+        ({"model": "x"}, ["unknown config field 'model'"]),
     ],
 )
 def test_bad_values_name_value_allowed_and_nearest(options, words):
@@ -104,11 +121,26 @@ def test_bad_values_name_value_allowed_and_nearest(options, words):
         ({"TIGHTKV_KEYBITS": "3"}, "TIGHTKV_KEY_BITS"),
         ({"TIGHTKV_KEY_BITS": "three"}, "TIGHTKV_KEY_BITS='three'"),
         ({"TIGHTKV_CHECK_FINITE": "maybe"}, "true or false"),
+        ({"TIGHTKV_CONFIG": '{"kv_quant": {}, "sink": 1}'}, "unknown block 'sink'"),
+        ({"TIGHTKV_CPU_ISAS": "neon"}, "did you mean 'TIGHTKV_CPU_ISA'"),
     ],
 )
 def test_bad_environment(env, word):
     with pytest.raises(ValueError, match=word):
         KVQuantConfig.from_env(env)
+
+
+def test_fields_presets_and_files_ask_for_compression_and_nothing_else_does():
+    env = dict.fromkeys((*ENV_SOURCES, "TIGHTKV_SINKS", *ENV_SETTINGS, "PATH"), "1")
+    assert env_requests(env) == [*ENV_SOURCES, "TIGHTKV_SINKS"]
+
+
+def test_every_variable_the_package_reads_is_in_one_of_the_two_lists():
+    """So that a new one is a request or a setting by decision."""
+    sources = Path(tightkv.__file__).parent.rglob("*.py")
+    text = "\n".join(path.read_text(encoding="utf-8") for path in sources)
+    read = set(re.findall(r"[\"']TIGHTKV_[A-Z_]+[\"']", text))
+    assert {name.strip("\"'") for name in read} == {*ENV_SOURCES, *ENV_SETTINGS}
 
 
 def test_bad_sources(tmp_path):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tightkv import validate
-from tightkv.cache import PagedKV
+from tightkv.cache import POOL_GROWTH, PagedKV
 from tightkv.cli import main
 from tightkv.codec import Codec
 from tightkv.config import PRESETS
@@ -371,3 +371,9 @@ def test_run_restores_the_thread_count(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+def test_the_audit_sees_what_a_growing_pool_holds_in_reserve() -> None:
+    row = audit_codec._pool_growth(QUICK)
+    assert 0 < row.measured < 1 / POOL_GROWTH
+    assert f"a {POOL_GROWTH}th more pages" in row.reading

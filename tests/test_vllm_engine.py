@@ -178,6 +178,12 @@ def test_the_start_up_line_says_what_is_gained(engines: dict[str, Any]) -> None:
     assert line + f"{layout.ratio:.2f} times the tokens" in engines["log"]["text"]
 
 
+def test_layers_without_fast_kernels_are_told_at_start(engines: dict[str, Any]) -> None:
+    log = engines["log"]["text"]
+    assert "tightkv, all 2 layers: the compressed cache runs on the reference kernels" in log
+    assert "cpu: key_bits=16" in log and "CUDA graphs, " not in log
+
+
 @pytest.mark.parametrize("part", ["prompt", "best"])
 @pytest.mark.parametrize(("name", "budget"), [("k8v8", 1e-4), ("k4v4", 1e-2)])
 def test_compression_stays_within_a_kl_budget(

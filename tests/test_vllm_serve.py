@@ -11,6 +11,8 @@ import pytest
 
 from tightkv import KVQuantConfig
 from tightkv.cli import main, serve
+from tightkv.cli.server_file import model_of
+from tightkv.config import ENV_SETTINGS
 from tightkv.integrations.vllm.options import engine_options
 
 
@@ -50,9 +52,96 @@ def test_a_config_file_with_a_kv_quant_block(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "cache.json"
-    file.write_text(json.dumps({"kv_quant": {"preset": "k2v2", "seed": 7}, "other": 1}))
+    file.write_text(json.dumps({"kv_quant": {"preset": "k2v2", "seed": 7}}))
     words = dry_run(capsys, "m", "--config", str(file), "--exact-rows", "3")
     assert ours(words) == {"preset": "k2v2", "seed": 7, "exact_rows": 3}
+
+
+SERVER_FILE = {
+    "model": {"model_dir": "folder", "model_id": "name", "model_format": "huggingface"},
+    "runtime": {
+        "max_seq_len": 512,
+        "max_batch_size": 16,
+        "weight_dtype": "float32",
+        "exact_rows": 4,
+    },
+    "kv_quant": {"preset": "k3v3"},
+}
+ITS_OPTIONS = ["--max-model-len", "512", "--max-num-seqs", "16", "--dtype", "float32"]
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    """The command from --model on."""
+    assert main(["serve", *words]) == 0
+    command: list[str] = json.loads(capsys.readouterr().out)["command"]
+    return command[3:]
+
+
+def test_a_servers_file_says_which_model_and_how(capsys: pytest.CaptureFixture[str]) -> None:
+    name = ["--served-model-name", "name"]
+    for flags in (["--port", "80"], ["--", "--port", "80"]):
+        words = told(capsys, "--json", "--config", json.dumps(SERVER_FILE), *flags)
+        assert words[:-2] == ["--model", "folder", *ITS_OPTIONS, *name, "--port", "80"]
+        assert ours(words) == {"preset": "k3v3", "exact_rows": 4}
+
+
+def test_help_names_our_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--help"]) == 0
+    assert "--exact-rows" in capsys.readouterr().out
+    assert main(["serve", "m", "--exact-rows", "x"]) == 2
+
+
+def test_the_command_line_wins_over_the_file(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--exact-rows", "0", "--max-num-seqs", "2"]
+    for words in (
+        told(capsys, "mine", "--json", "--config", json.dumps(SERVER_FILE), *flags),
+        told(capsys, "--json", "--config", json.dumps(SERVER_FILE), "mine", *flags),
+    ):
+        assert words[:-2] == ["--model", "mine", *ITS_OPTIONS, "--max-num-seqs", "2"]
+        assert ours(words) == {"preset": "k3v3", "exact_rows": 0}
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [
+        ({"other": 1}, "unknown block 'other' (allowed: kv_quant, model, runtime)"),
+        ({"preset": "k4v4"}, "'preset' stands beside 'kv_quant'; move it into that block"),
+        ({"runtime": {"page_size": 64}}, "unknown name in the runtime block 'page_size'"),
+        ({"runtime": {"max_batch": 4}}, "did you mean 'max_batch_size'?"),
+        ({"runtime": {"max_batch_size": "4"}}, "max_batch_size='4' in the runtime block"),
+        ({"runtime": {"exact_rows": -1}}, "exact_rows=-1 in the runtime block"),
+        ({"runtime": 4}, "runtime=4; it must be an object"),
+        ({"model": 3}, "model=3; it must be a folder or hub id"),
+        ({"model": {"model_id": "x"}}, "an object with a 'model_dir'"),
+        ({"model": {"model_dir": "x", "tokenizer": "y"}}, "model block 'tokenizer'"),
+        ({"model": {"model_dir": "x", "model_format": "gguf"}}, "model_format='gguf'"),
+        ({}, "no model; give its folder or hub id"),
+    ],
+)
+def test_blocks_that_nobody_reads_are_refused(
+    blocks: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = json.dumps({"kv_quant": {"preset": "k3v3"}, **blocks})
+    assert main(["serve", "--config", document, "--dry-run"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_commands_that_load_a_model_take_it_from_the_file() -> None:
+    one, two = (json.dumps({"kv_quant": {}, "model": name}) for name in ("a", "b"))
+    assert model_of(None, [one, one, "{}"]) == "a"
+    assert model_of("c", [one]) == "c" and model_of(None, ["{}"]) is None
+    with pytest.raises(ValueError, match="name 'a', 'b'; give the model on the command line"):
+        model_of(None, [one, two])
+
+
+@pytest.mark.parametrize("command", ["generate", "eval", "doctor"])
+def test_they_do_not_load_the_bundled_one_instead(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt = ["--prompt", "x"] if command == "generate" else []
+    document = '{"kv_quant": {}, "model": "/does/not/exist"}'
+    assert main([command, "--config", document, *prompt]) == 2
+    assert "model folder '/does/not/exist' does not exist" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -108,7 +197,14 @@ def test_the_server_takes_the_place_of_this_process(monkeypatch: pytest.MonkeyPa
 # --- options of an engine ------------------------------------------------------------------------
 def test_no_option_means_no_compression() -> None:
     for additional in ({}, {"other": 1}, None, {"tightkv": None}, {"tightkv": False}):
-        assert engine_options(additional, env={"TIGHTKV_KERNELS": "reference"}) is None
+        assert engine_options(additional, env=dict.fromkeys(ENV_SETTINGS, "x")) is None
+
+
+@pytest.mark.parametrize("additional", [{}, {"tightkv": "k4v4"}])
+def test_a_misspelt_variable_is_refused_with_and_without_a_request(additional: Any) -> None:
+    with pytest.raises(ValueError, match="did you mean 'TIGHTKV_PRESET'"):
+        engine_options(additional, env={"TIGHTKV_PRSET": "k4v4"})
+    assert engine_options({"tightkv": False}, env={"TIGHTKV_PRSET": "k4v4"}) is None
 
 
 @pytest.mark.parametrize("given", ["k3v2", {"preset": "k3v2"}, {"kv_quant": {"preset": "k3v2"}}])
@@ -121,8 +217,11 @@ def test_options_in_the_engines_config(given: Any) -> None:
 def test_true_takes_the_defaults_and_rows_are_the_engines() -> None:
     options = engine_options({"tightkv": True}, env={})
     assert options is not None and options.config == KVQuantConfig()
-    options = engine_options({"tightkv": {"exact_rows": 0}}, env={})
-    assert options is not None and options.exact_rows == 0
+    for given in ({"exact_rows": 0}, {"kv_quant": {}, "exact_rows": 0}):
+        options = engine_options({"tightkv": given}, env={})
+        assert options is not None and options.exact_rows == 0
+    with pytest.raises(ValueError, match="unknown config field 'exact_rows'"):
+        engine_options({"tightkv": {"kv_quant": {"exact_rows": 0}}}, env={})
 
 
 def test_options_in_the_environment() -> None:

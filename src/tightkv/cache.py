@@ -151,14 +151,15 @@ class PagedKV:
                 setattr(self, name, torch.cat([old, old.new_zeros(missing, *old.shape[1:])]))
 
     def _fit_pages(self) -> None:
-        """Grow by a 128th at least: decoding rarely copies the pool, and little lies unused."""
+        """Grow by a share at least: decoding rarely copies the pool, and little lies unused."""
         if self.table.num_pages > len(self.pages):
-            wanted = max(self.table.num_pages, len(self.pages) + len(self.pages) // 128)
+            wanted = max(self.table.num_pages, len(self.pages) + len(self.pages) // POOL_GROWTH)
             if self.table.max_pages is not None:
                 wanted = min(wanted, self.table.max_pages)
             self.reserve(wanted)
 
 
+POOL_GROWTH = 128  # a pool that is full grows by this part of it
 _EXACT = ("ring_key", "ring_value", "sink_key", "sink_value")
 
 

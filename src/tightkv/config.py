@@ -45,14 +45,14 @@ PRESETS = tuple(_PRESET_OPTIONS)
 FORMAT_VERSION = 2
 
 ENV_PREFIX = "TIGHTKV_"
-# TIGHTKV_* variables that are not config fields.
-ENV_RESERVED = (
-    "TIGHTKV_PRESET",
-    "TIGHTKV_CONFIG",
-    "TIGHTKV_KERNELS",
-    "TIGHTKV_CACHE_DIR",
-    "TIGHTKV_CPU_ISA",
-)
+# TIGHTKV_* variables beside the fields, which all ask for compression: these two do as well,
+ENV_SOURCES = ("TIGHTKV_PRESET", "TIGHTKV_CONFIG")
+# and these never do: they say how or where things are done.
+ENV_SETTINGS = ("TIGHTKV_KERNELS", "TIGHTKV_CACHE_DIR", "TIGHTKV_CPU_ISA")
+
+# A JSON document is the fields themselves, or has them as this block. Beside the block it may
+# have those of a server: `tightkv serve` reads both, commands that load a model the first.
+_BLOCK, _SERVER_BLOCKS = "kv_quant", ("model", "runtime")
 
 # Fields that change how a cache behaves but not the bytes of a page.
 _NOT_STORED = ("exact_pages", "sinks", "check_finite")
@@ -214,12 +214,7 @@ class KVQuantConfig:
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> KVQuantConfig:
         """From a plain mapping; understands {"kv_quant": {...}} and a "preset" key."""
-        if "kv_quant" in options:
-            inner = options["kv_quant"]
-            if not isinstance(inner, Mapping):
-                raise ValueError(f"kv_quant={inner!r}; it must be an object of config fields")
-            options = inner
-        options = dict(options)
+        options = fields_of(options)
         base: dict[str, Any] = {}
         if "preset" in options:
             name = options.pop("preset")
@@ -227,7 +222,7 @@ class KVQuantConfig:
             base = _PRESET_OPTIONS[name]
         for key in options:
             if key not in _FIELDS:
-                raise ValueError(_unknown("config field", key, (*_FIELDS, "preset")))
+                raise ValueError(unknown_name("config field", key, (*_FIELDS, "preset")))
         if isinstance(options.get("outlier_channels"), list):
             options["outlier_channels"] = tuple(options["outlier_channels"])
         return cls(**{**base, **options})
@@ -240,15 +235,11 @@ class KVQuantConfig:
         if "TIGHTKV_PRESET" in env:
             options["preset"] = env["TIGHTKV_PRESET"]
         if "TIGHTKV_CONFIG" in env:
-            options.update(read_json(env["TIGHTKV_CONFIG"]))
-        for name, text in env.items():
-            if not name.startswith(ENV_PREFIX) or name in ENV_RESERVED:
-                continue
-            field = name[len(ENV_PREFIX) :].lower()
-            if field not in _FIELDS:
-                allowed = [ENV_PREFIX + f.upper() for f in _FIELDS] + list(ENV_RESERVED)
-                raise ValueError(_unknown("environment variable", name, allowed))
-            options[field] = _from_text(field, text)
+            options.update(fields_of(read_json(env["TIGHTKV_CONFIG"])))
+        for name in env_requests(env):
+            if name not in ENV_SOURCES:
+                field = name[len(ENV_PREFIX) :].lower()
+                options[field] = _from_text(field, env[name])
         return cls.from_dict(options)
 
     @classmethod
@@ -270,7 +261,7 @@ class KVQuantConfig:
             return cls.preset(text)
         if not text.lstrip().startswith("{") and not text.endswith(".json"):
             raise ValueError(
-                _unknown("preset", text, PRESETS)
+                unknown_name("preset", text, PRESETS)
                 + "; or give JSON text or the path of a .json file"
             )
         return cls.from_dict(read_json(text))
@@ -329,7 +320,7 @@ def _check_types(cfg: KVQuantConfig) -> None:
 def _one_of(name: str, value: object, allowed: tuple[Any, ...]) -> None:
     if value not in allowed:
         if isinstance(value, str):
-            raise ValueError(_unknown(name, value, allowed))
+            raise ValueError(unknown_name(name, value, allowed))
         raise ValueError(f"{name}={value!r}; supported: {', '.join(map(str, allowed))}")
 
 
@@ -338,7 +329,8 @@ def _at_least(name: str, value: int, least: int) -> None:
         raise ValueError(f"{name}={value}; it must be at least {least}")
 
 
-def _unknown(what: str, value: str, allowed: Any) -> str:
+def unknown_name(what: str, value: str, allowed: Any) -> str:
+    """The message that refuses a name: the nearest right one, and all that are allowed."""
     near = difflib.get_close_matches(value, [str(a) for a in allowed], n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"unknown {what} {value!r}{hint} (allowed: {', '.join(map(str, allowed))})"
@@ -359,6 +351,31 @@ def _from_text(field: str, text: str) -> Any:
         raise ValueError(f"{ENV_PREFIX}{field.upper()}={text!r}; it must be {wanted}") from None
 
 
+def env_requests(env: Mapping[str, str]) -> list[str]:
+    """The variables that ask for compression; an unknown TIGHTKV_* name is refused."""
+    fields = [ENV_PREFIX + field.upper() for field in _FIELDS]
+    known = (*ENV_SOURCES, *fields, *ENV_SETTINGS)
+    for name in env:
+        if name.startswith(ENV_PREFIX) and name not in known:
+            raise ValueError(unknown_name("environment variable", name, known))
+    return [name for name in env if name in known and name not in ENV_SETTINGS]
+
+
+def fields_of(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The config fields of a document: its kv_quant block, or all of it where there is none."""
+    if _BLOCK not in document:
+        return dict(document)
+    for name in document:
+        if name in _FIELDS or name == "preset":
+            raise ValueError(f"{name!r} stands beside {_BLOCK!r}; move it into that block")
+        if name not in (_BLOCK, *_SERVER_BLOCKS):
+            raise ValueError(unknown_name("block", name, (_BLOCK, *_SERVER_BLOCKS)))
+    inner = document[_BLOCK]
+    if not isinstance(inner, Mapping):
+        raise ValueError(f"{_BLOCK}={inner!r}; it must be an object of config fields")
+    return dict(inner)
+
+
 def read_json(source: str) -> dict[str, Any]:
     """A JSON object from text or from a file."""
     text = source
@@ -373,8 +390,7 @@ def read_json(source: str) -> dict[str, Any]:
         raise ValueError(f"config {source!r} is not valid JSON: {error}") from None
     if not isinstance(data, dict):
         raise ValueError(f"config {source!r} is a JSON {type(data).__name__}; it must be an object")
-    inner = data.get("kv_quant", data)
-    return inner if isinstance(inner, dict) else data
+    return data
 
 
 def cache_root() -> Path:

@@ -6,8 +6,13 @@ import argparse
 import os
 import sys
 import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from itertools import takewhile
+from pathlib import Path
+from typing import TextIO
 
 from tightkv import __version__
 from tightkv.cli.output import MissingPackageError
@@ -30,7 +35,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command and return its exit code."""
     argv = sys.argv[1:] if argv is None else argv
     try:
-        code = _run(argv)
+        with _warnings_as_lines():
+            code = _run(argv)
         sys.stdout.flush()
         return code
     except BrokenPipeError:
@@ -45,6 +51,30 @@ def main(argv: list[str] | None = None) -> int:
         message = " ".join(str(error).split())
         print(f"tightkv: error: {message}", file=sys.stderr)
         return USER_ERROR
+
+
+@contextmanager
+def _warnings_as_lines() -> Iterator[None]:
+    """Our own warnings as one line on standard error; those of other packages as they come."""
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def show_line(
+            message: Warning | str,
+            category: type[Warning],
+            filename: str,
+            lineno: int,
+            file: TextIO | None = None,
+            line: str | None = None,
+        ) -> None:
+            if Path(filename).is_relative_to(Path(__file__).parents[1]):
+                text = " ".join(str(message).split())
+                print(f"tightkv: warning: {text}", file=sys.stderr, flush=True)
+            else:
+                show(message, category, filename, lineno, file, line)
+
+        warnings.showwarning = show_line
+        yield
 
 
 def _run(argv: list[str]) -> int:

@@ -34,7 +34,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     decode.add_argument(
         "--kernels", action="append", metavar="NAME", help="repeatable (default: the best)"
     )
-    decode.add_argument("--repeats", type=int, default=15, help="on a CPU (default: 15)")
+    decode.add_argument("--repeats", type=int, default=15, help="rounds, on a CPU (default: 15)")
     decode.add_argument("--threads", type=int, metavar="N", help="on a CPU")
     store = kinds.add_parser("store", help="appending many tokens at once, on a GPU")
     store.add_argument("--tokens", type=int, action="append", metavar="N", help="repeatable")

@@ -9,7 +9,7 @@ import inspect
 import textwrap
 from typing import Any
 
-from tightkv.config import ENV_PREFIX, PRESETS, KVQuantConfig, read_json
+from tightkv.config import ENV_PREFIX, PRESETS, KVQuantConfig, fields_of, read_json
 
 _DEST = "kv_"
 # `--seed` is the seed of sampling in every command that has one.
@@ -41,7 +41,7 @@ def config_from_args(args: argparse.Namespace) -> KVQuantConfig:
     layers = [
         KVQuantConfig.from_env().to_dict(),
         {} if args.preset is None else {"preset": args.preset},
-        {} if args.config is None else read_json(args.config),
+        {} if args.config is None else fields_of(read_json(args.config)),
         given_fields(args),
     ]
     options: dict[str, Any] = {}

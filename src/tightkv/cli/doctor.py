@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tightkv.cli.config_flags import add_config_flags, config_from_args, given_fields
 from tightkv.cli.output import MissingPackageError, add_output_options, emit, format_table
+from tightkv.cli.server_file import model_of
 from tightkv.config import PRESETS, KVQuantConfig
 from tightkv.integrations.model_source import BUNDLED_NAME, check_source
 
@@ -46,6 +47,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     if args.out and not Path(args.out).resolve().parent.is_dir():
         raise FileNotFoundError(f"the folder of {args.out!r} does not exist")
+    args.model = model_of(args.model, [args.config] if args.config else [])
     check_source(args.model)
     judged = bool(args.preset or args.config or given_fields(args))
     cfg = config_from_args(args) if judged else None

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from tightkv.cli.output import MissingPackageError, add_output_options, check_plot, emit
+from tightkv.cli.server_file import model_of
 from tightkv.config import PRESETS
 from tightkv.eval.configs import parse_configs
 from tightkv.integrations.model_source import BUNDLED_NAME, DTYPE_NAMES, check_source
@@ -101,6 +102,7 @@ def run(args: argparse.Namespace) -> int:
         check_plot(args.plot)
     if args.out and not Path(args.out).parent.is_dir():
         raise FileNotFoundError(f"the folder of the output file {args.out!r} does not exist")
+    args.model = model_of(args.model, args.config)
     check_source(args.model)
     try:
         import transformers  # noqa: F401

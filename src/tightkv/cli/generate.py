@@ -10,6 +10,7 @@ from typing import Any
 from tightkv.cli.config_flags import add_config_flags, config_from_args
 from tightkv.cli.generate_prompt import check_length, encode, long_context, read_prompts
 from tightkv.cli.output import MissingPackageError, add_output_options, emit
+from tightkv.cli.server_file import model_of
 from tightkv.config import KVQuantConfig
 from tightkv.integrations.model_source import BUNDLED_NAME, DTYPE_NAMES, check_source
 
@@ -78,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
     # Everything that can be refused is refused before torch and transformers are imported.
     _check(args)
     config = config_from_args(args)
+    args.model = model_of(args.model, [args.config] if args.config else [])
     check_source(args.model)
     prompts = read_prompts(args.prompt, args.prompt_file, args.long_prompt is not None)
     if args.compare and len(prompts) > 1:

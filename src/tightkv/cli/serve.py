@@ -12,6 +12,7 @@ from typing import Any
 
 from tightkv.cli.config_flags import add_config_flags, config_from_args
 from tightkv.cli.output import MissingPackageError, add_output_options, emit
+from tightkv.cli.server_file import read_server_file
 from tightkv.config import PRESETS, KVQuantConfig
 
 SERVER = "vllm.entrypoints.openai.api_server"
@@ -19,15 +20,9 @@ _OPTION = "--additional-config"
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "serve",
-        usage="tightkv serve MODEL [options below] [vLLM options]",
-        description="Start vLLM's OpenAI-compatible server with a compressed KV cache. Options "
-        "that are not listed here go to vLLM as they are; those after -- all do.",
-    )
-    parser.add_argument("model", help="model folder or hub id")
-    parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    _add_options(parser)
+    # No prefix: every word is a plain one, in its place, until `_parse` tells whose it is.
+    parser = commands.add_parser("serve", prefix_chars="\0", add_help=False)
+    parser.add_argument("words", nargs=argparse.REMAINDER)
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
@@ -46,9 +41,21 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    vllm_options = _parse_rest(args)
-    config = config_from_args(args)
-    command = server_command(args.model, config, vllm_options, args.exact_rows)
+    try:
+        given, vllm_options = _parse(args)
+    except SystemExit as stop:  # --help, or arguments that argparse refuses
+        return stop.code if isinstance(stop.code, int) else 2
+    config, file = config_from_args(args), read_server_file(args.config)
+    model = given or file.model
+    if model is None:
+        raise ValueError(
+            "no model; give its folder or hub id before vLLM's options, or --config with a model"
+        )
+    if file.served_name is not None and model == file.model:
+        vllm_options = ["--served-model-name", file.served_name, *vllm_options]
+    rows = file.exact_rows if args.exact_rows is None else args.exact_rows
+    # vLLM takes the last of two: the command line wins over the file.
+    command = server_command(model, config, [*file.options, *vllm_options], rows)
     if args.dry_run or args.json:
         data = {"command": command, "kv_quant": config.to_dict()}
         emit(args, data, shlex.join(command))
@@ -88,13 +95,21 @@ def shortest(config: KVQuantConfig) -> dict[str, Any]:
     return best
 
 
-def _parse_rest(args: argparse.Namespace) -> list[str]:
-    """Take our options from what follows the model; vLLM's are what remains."""
-    cut = args.rest.index("--") if "--" in args.rest else len(args.rest)
-    parser = argparse.ArgumentParser("tightkv serve", add_help=False, allow_abbrev=False)
+def _parse(args: argparse.Namespace) -> tuple[str | None, list[str]]:
+    """Take our options from the words; the model, if the next is no option; the rest is vLLM's."""
+    cut = args.words.index("--") if "--" in args.words else len(args.words)
+    parser = argparse.ArgumentParser(
+        "tightkv serve",
+        usage="tightkv serve [MODEL] [options below] [vLLM options]",
+        description="Start vLLM's OpenAI-compatible server with a compressed KV cache. MODEL is a "
+        "folder or a hub id; --config may name it instead. Options that are not listed here go to "
+        "vLLM as they are; those after -- all do.",
+        allow_abbrev=False,
+    )
     _add_options(parser)
-    _, vllm_options = parser.parse_known_args(args.rest[:cut], namespace=args)
-    return vllm_options + args.rest[cut + 1 :]
+    _, rest = parser.parse_known_args(args.words[:cut], namespace=args)
+    model = rest.pop(0) if rest and not rest[0].startswith("-") else None
+    return model, rest + args.words[cut + 1 :]
 
 
 def _take_additional(options: list[str]) -> tuple[list[str], dict[str, Any]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import warnings
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -35,6 +36,32 @@ _IMPLEMENTATIONS = {
 }
 
 
+# What each of them is made for; a ROCm device is of type "cuda", too.
+_MADE_FOR = {"cuda": "cuda", "triton": "cuda", "cpu": "cpu"}
+# Decoding, as measured (docs/kernels.md).
+_SLOW = {
+    "reference": "plain torch, many times slower",
+    "triton": "slower than the cuda ones and than an uncompressed cache",
+}
+_told: set[str] = set()
+
+
+class SlowKernelsWarning(UserWarning):
+    """ "auto" found nothing fast for a config; the message says why and what to change."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An implementation, and why it is not a faster one; None where it was asked for by name."""
+
+    name: str
+    slow: str | None
+
+    @property
+    def module(self) -> ModuleType:
+        return _load(self.name)
+
+
 def available() -> list[KernelStatus]:
     """Every implementation, best first."""
     rows = []
@@ -47,18 +74,50 @@ def available() -> list[KernelStatus]:
 def select(name: str, device: torch.device, layout: PageLayout) -> ModuleType:
     """The implementation called `name`; "auto" takes TIGHTKV_KERNELS, else the best that can run.
 
-    One that was asked for by name and cannot run is an error, never silently another.
+    One that was asked for by name and cannot run is an error, never silently another. Where "auto"
+    takes a slow one, a warning says why, once a process for each reason.
     """
+    choice = choose(name, device, layout)
+    if choice.slow is not None and choice.slow not in _told:
+        _told.add(choice.slow)
+        warnings.warn(choice.slow, SlowKernelsWarning, stacklevel=3)
+    return choice.module
+
+
+def choose(name: str, device: torch.device, layout: PageLayout) -> Choice:
+    """What `select` returns, with its warning as text."""
     if name == "auto":
         name = os.environ.get("TIGHTKV_KERNELS", "auto")
     if name == "auto":
-        name = next(n for n in _IMPLEMENTATIONS if _cannot_serve(n, device, layout) is None)
+        return _best(device, layout)
     if name not in _IMPLEMENTATIONS:
         raise ValueError(f"kernels={name!r}; supported: auto, {', '.join(_IMPLEMENTATIONS)}")
     reason = _cannot_serve(name, device, layout, asked=True)
     if reason is not None:
         raise ValueError(f'kernels={name!r} cannot run here: {reason}; use "auto"')
-    return _load(name)
+    return Choice(name, None)
+
+
+def _best(device: torch.device, layout: PageLayout) -> Choice:
+    """The first that can run, and why the faster ones made for this device cannot."""
+    refused: dict[str, str] = {}
+    for name in _IMPLEMENTATIONS:
+        reason = _cannot_serve(name, device, layout)
+        if reason is None:
+            break
+        if _MADE_FOR[name] == device.type and not (name == "cuda" and torch.version.hip):
+            refused[name] = reason
+    if name == "reference" and device.type not in _MADE_FOR.values():
+        refused = {device.type: "there are no other kernels for this device"}
+    if not refused:
+        return Choice(name, None)
+    reasons = ", ".join(f"{other}: {reason}" for other, reason in refused.items())
+    return Choice(
+        name,
+        f"the compressed cache runs on the {name} kernels ({_SLOW[name]}); "
+        f"faster ones cannot take it ({reasons}). "
+        f'Change that, or accept it with kernels="{name}" or TIGHTKV_KERNELS={name}',
+    )
 
 
 def _load(name: str) -> ModuleType:

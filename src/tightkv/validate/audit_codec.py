@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from tightkv.cache import PagedKV
+from tightkv.cache import POOL_GROWTH, PagedKV
 from tightkv.codec import Codec
 from tightkv.config import KVQuantConfig
 from tightkv.layout import PageLayout
@@ -18,6 +18,7 @@ from tightkv.validate.rows import AuditRow, Options
 from tightkv.validate.sizes import HEADS, allocated_bytes, ratio
 
 TIMES = "x the Lloyd-Max distortion"
+POOL_PAGES = 4 * POOL_GROWTH  # so many that growing by a share is more than by a page
 
 
 def rows(options: Options) -> Iterator[AuditRow]:
@@ -134,14 +135,15 @@ def _pool_growth(options: Options) -> AuditRow:
     layout = PageLayout(cfg, 1, 64)
     cache = PagedKV(layout, table)
     row = table.add_rows([0])
-    for tokens in (16 * cfg.page_size, 1):
+    for tokens in (POOL_PAGES * cfg.page_size, 1):
         x = normal(options.stream("growth"), 0, 1, tokens, 1, 64).to(torch.bfloat16)
         cache.append(table.append(row, [tokens]), x, x)
-    computed = layout.total_bytes(16 * cfg.page_size + 1)
+    computed = layout.total_bytes(POOL_PAGES * cfg.page_size + 1)
     return AuditRow(
         "pool growth",
-        f"k4v4, one token after {16 * cfg.page_size} appended at once",
+        f"k4v4, one token after {POOL_PAGES * cfg.page_size} appended at once",
         cache.allocated_bytes() / computed - 1,
         "share of bytes held in reserve",
-        "A growing pool takes up to a 32nd more pages than it needs; reserve() avoids it.",
+        f"A growing pool takes up to a {POOL_GROWTH}th more pages than it needs; reserve() "
+        "avoids it.",
     )

@@ -10,6 +10,7 @@ from torch import Tensor
 from tightkv.attention import attend
 from tightkv.cache import PagedKV
 from tightkv.config import KVQuantConfig
+from tightkv.kernels import choose
 from tightkv.layout import PageLayout
 from tightkv.sequences import SequenceTable
 from tightkv.validate.inputs import Problem
@@ -20,7 +21,10 @@ def fill(cfg: KVQuantConfig, problem: Problem) -> PagedKV:
     """A cache that holds the problem's tokens as one sequence."""
     tokens, heads, dim = problem.key.shape
     table = SequenceTable(cfg)
-    cache = PagedKV(PageLayout(cfg, heads, dim, torch.float32), table)
+    layout = PageLayout(cfg, heads, dim, torch.float32)
+    # By name: that some of the configs that are measured here are slow is no news.
+    kernels = choose("auto", problem.key.device, layout).name
+    cache = PagedKV(layout, table, kernels=kernels)
     rows = table.add_rows([0])
     cache.append(table.append(rows, [tokens]), problem.key[None], problem.value[None])
     return cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -69,17 +70,48 @@ def change_over(vllm_config: Any) -> None:
     plan = replace(plan, block_pages=_fit_other_layers(plan, layers, vllm_config))
     most = vllm_config.scheduler_config.max_num_seqs
     limits = Limits(most, plan.rows, 1 + _speculative_tokens(vllm_config))
+    slow: dict[str, list[str]] = {}
     for name, layout in plan.layouts.items():
         layer = layers[name]
         device = layer._k_scale.device
-        module = kernels.select("auto", device, layout)
-        layer.impl = TightAttention(layer, layout, module, limits, device)
+        choice = kernels.choose("auto", device, layout)
+        layer.impl = TightAttention(layer, layout, choice.module, limits, device)
         layer.attn_backend = TightBackend
         setattr(layer, _LAYOUT, (layout, plan.block_pages))
+        if choice.slow is not None:
+            slow.setdefault(choice.slow, []).append(name)
     # vLLM keeps compiled models by its config; one with other attention is another model.
     vllm_config.additional_config = with_options(vllm_config.additional_config, options)
     if vllm_config.parallel_config.rank == 0:
         logger.info(plan.line())
+        for reason, names in slow.items():
+            logger.warning("tightkv, %s: %s", _some(names, len(plan.layouts)), reason)
+        blocked = no_graphs({name: layers[name].impl for name in plan.layouts})
+        if blocked is not None and not vllm_config.model_config.enforce_eager:
+            logger.warning(blocked)
+
+
+def no_graphs(impls: Mapping[str, TightAttention]) -> str | None:
+    """Why vLLM cannot capture CUDA graphs of decoding with these layers; None if it can."""
+    if all(impl.capturable or impl.device.type != "cuda" for impl in impls.values()):
+        return None
+    plain = [name for name, impl in impls.items() if impl.step.kernel_name == "reference"]
+    if not plain:
+        return (
+            "tightkv: no CUDA graphs, check_finite waits for the device; leave it out to have them"
+        )
+    return (
+        f"tightkv: no CUDA graphs, {_some(plain, len(impls))} run in plain torch; choose bits and "
+        "a method that have kernels (of protected layers: protected_bits=8) to have them"
+    )
+
+
+def _some(names: Sequence[str], of: int) -> str:
+    """All layers, or so many of them with the first few by name."""
+    if len(names) == of:
+        return f"all {of} layers"
+    told = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+    return f"{len(names)} of {of} layers ({told})"
 
 
 def _fit_other_layers(plan: EnginePlan, layers: dict[str, Any], vllm_config: Any) -> int:

@@ -7,11 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tightkv.config import ENV_PREFIX, KVQuantConfig
+from tightkv.config import KVQuantConfig, env_requests
 
 _CONFIG_KEY = "tightkv"
-# Variables that say how, not whether, to compress.
-_NOT_A_REQUEST = ("TIGHTKV_KERNELS", "TIGHTKV_CACHE_DIR")
 
 
 @dataclass(frozen=True)
@@ -26,12 +24,20 @@ class EngineOptions:
 def engine_options(
     additional_config: Any, env: Mapping[str, str] | None = None
 ) -> EngineOptions | None:
-    """Options from `--additional-config '{"tightkv": {...}}'`, else from TIGHTKV_*, else None."""
+    """Options from `--additional-config '{"tightkv": {...}}'`, else from TIGHTKV_*, else None.
+
+    A misspelt TIGHTKV_* variable is refused in both cases: whoever set it wants something of us,
+    and an engine that runs without it would not show that.
+    """
     env = os.environ if env is None else env
-    if isinstance(additional_config, Mapping) and _CONFIG_KEY in additional_config:
-        return _from_config(additional_config[_CONFIG_KEY])
-    wanted = [name for name in env if name.startswith(ENV_PREFIX) and name not in _NOT_A_REQUEST]
-    return EngineOptions(KVQuantConfig.from_env(env)) if wanted else None
+    given = additional_config if isinstance(additional_config, Mapping) else {}
+    asked = given.get(_CONFIG_KEY, True)
+    if asked is None or asked is False:
+        return None
+    requests = env_requests(env)
+    if _CONFIG_KEY in given:
+        return _from_config(asked)
+    return EngineOptions(KVQuantConfig.from_env(env)) if requests else None
 
 
 def with_options(additional_config: Any, options: EngineOptions) -> Any:
@@ -42,15 +48,13 @@ def with_options(additional_config: Any, options: EngineOptions) -> Any:
     return {**given, _CONFIG_KEY: options.config.to_dict()}
 
 
-def _from_config(given: Any) -> EngineOptions | None:
-    if given is None or given is False:
-        return None
+def _from_config(given: Any) -> EngineOptions:
     if given is True:
         return EngineOptions(KVQuantConfig())
     if not isinstance(given, Mapping):
         return EngineOptions(KVQuantConfig.parse(given))
-    fields = dict(given.get("kv_quant", given))
-    rows = fields.pop("exact_rows", None)
+    fields = dict(given)
+    rows = fields.pop("exact_rows", None)  # beside the fields, or beside their kv_quant block
     if rows is not None and (type(rows) is not int or rows < 0):
         raise ValueError(f"exact_rows={rows!r}; it must be a whole number of sequences, 0 for none")
     return EngineOptions(KVQuantConfig.from_dict(fields), rows)

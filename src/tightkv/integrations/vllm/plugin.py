@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+import multiprocessing
+import sys
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+from tightkv.integrations.vllm.options import engine_options
+
+logger = logging.getLogger("vllm.tightkv")  # vLLM's handlers show its children
 _MARK = "_tightkv_wraps"
 
 
@@ -14,17 +21,14 @@ def register() -> None:
     vLLM asks every layer once, after loading and before memory is measured, what cache it needs.
     That answer is wrapped; without our options it is vLLM's own. Layers that keep vLLM's cache are
     wrapped too: one of them may be asked first, and the size of their blocks follows from ours.
+
+    A vLLM that we do not fit is left alone, unless an engine asks for compression: that is refused.
     """
-    for kind in _asked():
-        original = kind.get_kv_cache_spec
-        if not hasattr(original, _MARK):
-            kind.get_kv_cache_spec = _wrapped(original)
-
-
-def unregister() -> None:
-    """Take `register` back."""
-    for kind in _asked():
-        kind.get_kv_cache_spec = getattr(kind.get_kv_cache_spec, _MARK, kind.get_kv_cache_spec)
+    try:
+        for kind in _asked():
+            _wrap(kind, "get_kv_cache_spec", _compressing)
+    except (ImportError, AttributeError) as error:
+        _refuse_requests(_does_not_fit(error))
 
 
 def _asked() -> tuple[Any, ...]:
@@ -35,13 +39,55 @@ def _asked() -> tuple[Any, ...]:
     return Attention, MLAAttention, MambaBase
 
 
-def _wrapped(original: Any) -> Any:
-    @wraps(original)
+def _compressing(original: Any) -> Any:
     def get_kv_cache_spec(self: Any, vllm_config: Any) -> Any:
-        from tightkv.integrations.vllm.layers import change_over, compressed_spec
-
+        if engine_options(vllm_config.additional_config) is None:
+            return original(self, vllm_config)
+        try:
+            from tightkv.integrations.vllm.layers import change_over, compressed_spec
+        except ImportError as error:
+            raise RuntimeError(_does_not_fit(error)) from error
         change_over(vllm_config)
         return compressed_spec(self, original(self, vllm_config))
 
-    setattr(get_kv_cache_spec, _MARK, original)
     return get_kv_cache_spec
+
+
+def _refuse_requests(reason: str) -> None:
+    """Stop engines that ask for compression, in their options or in the environment."""
+
+    def refusing(original: Any) -> Any:
+        def __post_init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            if engine_options(getattr(self, "additional_config", None)) is not None:
+                raise RuntimeError(reason)
+            original(self, *args, **kwargs)
+
+        return __post_init__
+
+    try:
+        from vllm.config import VllmConfig
+
+        _wrap(VllmConfig, "__post_init__", refusing)
+    except (ImportError, AttributeError):  # what an engine asks for cannot be seen either
+        if engine_options(None) is not None:
+            raise RuntimeError(reason) from None
+    if multiprocessing.parent_process() is None:  # once, not in each of vLLM's processes
+        logger.warning("%s. Engines that do not ask for it run as if it were not there.", reason)
+
+
+def _wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
+    """Once: vLLM may call `register` again in the same process."""
+    original = getattr(owner, name)
+    if not hasattr(original, _MARK):
+        wrapped = wraps(original)(wrapper(original))
+        setattr(wrapped, _MARK, original)
+        setattr(owner, name, wrapped)
+
+
+def _does_not_fit(error: Exception) -> str:
+    found = getattr(sys.modules.get("vllm"), "__version__", "of an unknown version")
+    return (
+        f"tightkv cannot compress the KV cache of vLLM {found} ({error}); install one that it "
+        'supports (pip install "tightkv[vllm]"), or take tightkv out of additional_config and '
+        "TIGHTKV_* out of the environment"
+    )

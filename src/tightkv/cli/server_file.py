@@ -1,0 +1,92 @@
+"""What a JSON config says beside its kv_quant block: which model is served, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tightkv.config import fields_of, read_json, unknown_name
+
+# The runtime block: name -> vLLM's option; exact_rows is ours.
+_RUNTIME = {
+    "max_seq_len": "--max-model-len",
+    "max_batch_size": "--max-num-seqs",
+    "weight_dtype": "--dtype",
+}
+_EXACT_ROWS = "exact_rows"
+_MODEL_KEYS = ("model_dir", "model_id", "model_format")
+_FORMAT = "huggingface"
+
+
+@dataclass(frozen=True)
+class ServerFile:
+    """A model, the name it is served under, vLLM's options, and sequences with an exact ring."""
+
+    model: str | None = None
+    served_name: str | None = None
+    options: tuple[str, ...] = ()
+    exact_rows: int | None = None
+
+
+def read_server_file(source: str | None) -> ServerFile:
+    """The model and runtime blocks of a JSON file or text; nothing of none."""
+    document = {} if source is None else read_json(source)
+    fields_of(document)  # refuses what may not stand there
+    if "kv_quant" not in document:
+        return ServerFile()
+    model, name = _model(document.get("model"))
+    options, rows = _runtime(document.get("runtime", {}))
+    return ServerFile(model, name, options, rows)
+
+
+def model_of(given: str | None, sources: Sequence[str]) -> str | None:
+    """The model of the command line, else the one that the config files name."""
+    named = {read_server_file(source).model for source in sources} - {None}
+    if given is not None or not named:
+        return given
+    if len(named) > 1:
+        raise ValueError(
+            f"the config files name {', '.join(map(repr, sorted(map(str, named))))}; "
+            "give the model on the command line"
+        )
+    return named.pop()
+
+
+def _model(block: Any) -> tuple[str | None, str | None]:
+    if block is None or (isinstance(block, str) and block):
+        return block, None
+    if not isinstance(block, Mapping) or not isinstance(block.get("model_dir"), str):
+        raise ValueError(
+            f"model={block!r}; it must be a folder or hub id, or an object with a 'model_dir'"
+        )
+    _refuse_unknown("model", block, _MODEL_KEYS)
+    if block.get("model_format", _FORMAT) != _FORMAT:
+        raise ValueError(f"model_format={block['model_format']!r}; supported: {_FORMAT}")
+    name = block.get("model_id")
+    if name is not None and not isinstance(name, str):
+        raise ValueError(f"model_id={name!r}; it must be a name")
+    return block["model_dir"], name
+
+
+def _runtime(block: Any) -> tuple[tuple[str, ...], int | None]:
+    if not isinstance(block, Mapping):
+        raise ValueError(f"runtime={block!r}; it must be an object of {', '.join(_RUNTIME)}")
+    _refuse_unknown("runtime", block, (*_RUNTIME, _EXACT_ROWS))
+    for name, value in block.items():
+        if name == "weight_dtype":
+            good, wanted = isinstance(value, str), "the name of a dtype"
+        else:
+            good, wanted = type(value) is int and value >= (name != _EXACT_ROWS), "a count"
+        if not good:
+            raise ValueError(f"{name}={value!r} in the runtime block; it must be {wanted}")
+    words = [
+        word for name in block if name in _RUNTIME for word in (_RUNTIME[name], str(block[name]))
+    ]
+    return tuple(words), block.get(_EXACT_ROWS)
+
+
+def _refuse_unknown(where: str, block: Mapping[str, Any], allowed: Sequence[str]) -> None:
+    for name in block:
+        if name not in allowed:
+            raise ValueError(unknown_name(f"name in the {where} block", name, allowed))

@@ -1,0 +1,320 @@
+"""Figures of the documentation, computed again from the rows that they come from.
+
+Who measures again changes the rows, sees which lines are missing, and writes these.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tightkv import KVQuantConfig
+from tightkv.cache import POOL_GROWTH
+from tightkv.integrations.vllm.cuts import SHORT_PROMPT
+from tightkv.kernels.staged import LEAST_QUERIES
+from tightkv.layout import RING_SLACK, PageLayout
+
+ROOT = Path(__file__).parents[1]
+Row = dict[str, Any]
+# sequences x tokens: how tables name them, and what rows say
+SIZES = {
+    "8 x 32k": (8, 32768),
+    "32 x 8k": (32, 8192),
+    "1 x 128k": (1, 131072),
+    "1 x 32k": (1, 32768),
+}
+
+
+def rows(name: str) -> list[Row]:
+    text = (ROOT / "benchmarks" / "results" / f"{name}.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def document(name: str) -> str:
+    """Its text with every run of spaces and line ends as one space."""
+    return " ".join((ROOT / name).read_text(encoding="utf-8").split())
+
+
+def expect(name: str, *lines: str) -> None:
+    text = document(name)
+    missing = [line for line in lines if " ".join(line.split()) not in text]
+    assert not missing, f"{name} does not say what the rows give:\n" + "\n".join(missing)
+
+
+# --- README and its sources ----------------------------------------------------------------------
+def quality(preset: str) -> Row:
+    found = [row for row in rows("eval") if row["name"] == preset and row["quality"]]
+    return found[-1]["quality"]
+
+
+@pytest.mark.parametrize("preset", ["k8v4", "k4v4", "k3v3", "k3v2", "k2v2"])
+def test_presets(preset: str) -> None:
+    layout = PageLayout(KVQuantConfig.preset(preset), 8, 128, torch.bfloat16)
+    plain = 4 * 8 * 128
+
+    def ratio(tokens: int) -> str:
+        return f"{tokens * plain / layout.total_bytes(tokens):.2f}x"
+
+    size = f"{layout.bytes_per_token / 8:g}"
+    cells = [size, f"{layout.ratio:.2f}x", ratio(32768), ratio(8192)]
+    expect("README.md", f"| {preset} | {' | '.join(cells)} | {quality(preset)['kl']:.4f} |")
+
+
+def test_perplexity_and_needles() -> None:
+    growth = [
+        100 * quality(name)["perplexity_increase"] for name in ("k4v4", "k3v3", "k3v2", "k2v2")
+    ]
+    found = {
+        row["name"]: sum(entry["found"] for entry in row["needles"])
+        for row in rows("eval")
+        if row["needles"]
+    }
+    first = next(row for row in rows("eval") if row["needles"])
+    exact = sum(entry["found"] for entry in first["reference"]["needles"])
+    asked = sum(entry["asked"] for entry in first["needles"])
+    expect(
+        "README.md",
+        "perplexity grows by {:.1f}, {:.1f}, {:.1f} and {:.1f}% from k4v4 on".format(*growth),
+        f"Of {asked} needles in contexts of 512 to 8,000 tokens the uncompressed cache finds "
+        f"{exact}, k4v4 {found['k4v4']}, k3v3 {found['k3v3']}, k2v2 {found['k2v2']}.",
+    )
+
+
+def test_decode_steps_on_a_gpu() -> None:
+    def cells(preset: str, against: str) -> str:
+        found = []
+        for batch, context in SIZES.values():
+            (row,) = (
+                row
+                for row in rows("gpu_decode")
+                if row["preset"] == preset
+                and row["shape"]["batch"] == batch
+                and context - 64 < row["shape"]["tokens"] <= context
+            )
+            found.append(f"{row[against]:.2f}x")
+        return " | ".join(found)
+
+    expect(
+        "README.md",
+        f"| sequences x tokens | {' | '.join(SIZES)} |",
+        *(
+            f"| {preset} against the best bf16 | {cells(preset, 'against_best_bf16')} |"
+            for preset in ("k4v4", "k3v3", "k2v2")
+        ),
+        f"| k4v4 against FlashInfer fp8 | {cells('k4v4', 'against_fp8')} |",
+    )
+
+
+class Engine:
+    """Figures of the engines on a GPU, by cache, measure and size."""
+
+    def __init__(self) -> None:
+        self.rows = {
+            (
+                row["kv"],
+                row["measure"],
+                row.get("batch"),
+                row.get("context") or row.get("tokens"),
+            ): row
+            for row in rows("vllm_engine")
+            if row["device"] == "cuda"
+        }
+
+    def value(self, kv: str, measure: str, size: str | None = None) -> float:
+        return float(self.rows[(kv, measure, *(SIZES[size] if size else (None, None)))]["value"])
+
+    def ratio(self, kv: str, measure: str, size: str | None = None) -> float:
+        return self.value(kv, measure, size) / self.value("auto", measure, size)
+
+
+def test_vllm_in_the_readme() -> None:
+    engine = Engine()
+
+    def tpot(kv: str) -> tuple[float, float]:
+        return engine.ratio(kv, "tpot", "32 x 8k"), engine.ratio(kv, "tpot", "8 x 32k")
+
+    ours, fp8 = tpot("k4v4"), tpot("fp8")
+    prefill = {f"{engine.ratio('k4v4', 'prefill', size):.2f}" for size in ("32 x 8k", "8 x 32k")}
+    assert len(prefill) == 1
+    expect(
+        "README.md",
+        f"{engine.ratio('k4v4', 'capacity'):.2f} times the tokens in the same memory, "
+        f"{ours[0]:.2f} and {ours[1]:.2f} of bf16's time per output token (32 x 8k, 8 x 32k; "
+        f"fp8: {fp8[0]:.2f} and {fp8[1]:.2f}), {prefill.pop()} of its prefill speed.",
+    )
+
+
+def test_vllm_in_its_own_page() -> None:
+    engine = Engine()
+
+    def line(title: str, measure: str, form: str) -> str:
+        sizes = ("32 x 8k", "8 x 32k")
+        cells = [
+            " / ".join(format(engine.value(kv, measure, size), form) for size in sizes)
+            for kv in ("auto", "k4v4")
+        ]
+        found = " / ".join(f"{engine.ratio('k4v4', measure, size):.2f}x" for size in sizes)
+        return f"| {title}, 32 x 8k / 8 x 32k | {cells[0]} | {cells[1]} | {found} |"
+
+    tokens = [f"{engine.value(kv, 'capacity'):,.0f}" for kv in ("auto", "k4v4")]
+    gain = f"{engine.ratio('k4v4', 'capacity'):.2f}x"
+    expect(
+        "docs/vllm.md",
+        f"| tokens that fit | {tokens[0]} | {tokens[1]} | {gain} |",
+        line("ms an output token", "tpot", ".3g"),
+        line("prefill, tokens/s", "prefill", ",.0f"),
+    )
+
+
+def test_the_start_up_line_of_vllm_is_that_of_smollm2() -> None:
+    layout = PageLayout(KVQuantConfig.preset("k4v4"), 3, 64, torch.bfloat16)
+    block = PageLayout(KVQuantConfig.preset("k4v4"), 8, 128, torch.bfloat16)
+    rings = 8 * 30 * layout.sequence_bytes() / 2**20
+    expect(
+        "docs/vllm.md",
+        f"tightkv k4v4: {30 * layout.bytes_per_token:,.0f} bytes a token in 30 layers, "
+        f"{layout.ratio:.2f} times the tokens of a 16-bit cache ({30 * 4 * 3 * 64:,} bytes); exact "
+        f"rings for 8 sequences take {rings:.1f} MiB",
+        f"has {block.ratio:.2f} times as many tokens as vLLM's own (k4v4)",
+    )
+
+
+def test_limits_in_vllm() -> None:
+    ring = PageLayout(KVQuantConfig(), 8, 128, torch.bfloat16).ring_tokens
+    expect(
+        "docs/vllm.md",
+        f"**Long prompts** ({LEAST_QUERIES} new tokens or more)",
+        f"up to {SHORT_PROMPT} new tokens of a prompt",
+        f"more than {RING_SLACK} speculative tokens",
+    )
+    expect("docs/eval.md", f"exact newest tokens of a config ({ring} by default)")
+
+
+# --- CPUs ----------------------------------------------------------------------------------------
+MACHINES = {"aarch64": "Neoverse-N1", "x86_64": "Sapphire Rapids"}
+
+
+def cpu_rows() -> dict[tuple[str, str, str, int], tuple[float, float]]:
+    """(machine, instruction set, heads, tokens) -> ratios of the newest row: step, attention."""
+    found = {}
+    for row in sorted(rows("cpu_decode"), key=lambda row: row["time"]):
+        shape, times = row["shape"], row["ms"]
+        attention = row.get("attention_ms", times)
+        # Until 2026-11-16 attention and append were timed apart, and torch had no append.
+        ours = times["tightkv"] + times.get("append", 0.0)
+        torchs = [name for name in times if name.startswith("sdpa")]
+        heads = f"{shape['query_heads']}/{shape['kv_heads']} of {shape['head_dim']}"
+        key = (MACHINES[row["machine"]], row["isa"], heads, shape["tokens"])
+        found[key] = (
+            min(times[name] for name in torchs) / ours,
+            min(attention[name] for name in torchs) / attention["tightkv"],
+        )
+    return found
+
+
+def test_every_row_of_a_cpu_is_in_the_table() -> None:
+    lines = [
+        f"| {machine}, `{isa}` | {heads} | {tokens:,} | {step:.2f}x | {attention:.2f}x |"
+        for (machine, isa, heads, tokens), (step, attention) in cpu_rows().items()
+    ]
+    expect("docs/cpu.md", *lines)
+
+
+def test_the_readme_has_the_worst_and_the_best_of_a_cpu() -> None:
+    steps: dict[tuple[str, str], list[float]] = {}
+    for (machine, isa, *_), (step, _) in cpu_rows().items():
+        steps.setdefault((machine, isa), []).append(step)
+    arm = steps["Neoverse-N1", "dotprod"]
+    (vnni,), (avx512,) = steps["Sapphire Rapids", "vnni"], steps["Sapphire Rapids", "avx512"]
+    expect(
+        "README.md",
+        f"{min(arm):.2f}x to {max(arm):.2f}x as fast as torch's attention over float32 on a 2-core "
+        f"ARM machine, {vnni:.2f}x on two cores of a Sapphire Rapids and {avx512:.2f}x there "
+        "without VNNI",
+    )
+
+
+def test_how_slow_plain_torch_is() -> None:
+    slow = [row["ratios"]["reference"] for row in rows("cpu_decode")]
+    expect(
+        "docs/kernels.md",
+        f"decodes {min(slow):.0f} to {max(slow):.0f} times slower than the native",
+    )
+
+
+# --- the comparison and the log ------------------------------------------------------------------
+def comparison_names() -> Iterator[tuple[str, str]]:
+    """The name of a row -> its name in the table."""
+    for exact, count in (("", None), (" exact_pages=2", 128)):
+        told = "" if count is None else f", at most {count} exact"
+        yield f"tightkv k4v4{exact}", f"**TightCache k4v4**{told}"
+    for pages, count in ((None, None), (4, 128), (2, 64)):
+        told = ("", "") if count is None else (f" exact_pages={pages}", f", at most {count} exact")
+        yield f"tightkv k2v2{told[0]}", f"**TightCache k2v2**{told[1]}"
+    yield "tightkv k3v3", "**TightCache k3v3**"
+    yield "hqq 4 axis=0", "QuantizedCache, hqq 4 bits, axis 0"
+    for bits in (2, 4):
+        yield f"quanto {bits}", f"QuantizedCache, quanto {bits} bits"
+        yield f"hqq {bits}", f"QuantizedCache, hqq {bits} bits, axis 1"
+        yield f"turbokv {bits}", f"turbokv {bits} bits"
+        yield f"turboquant-hf {bits}", f"turboquant-hf {bits} bits"
+
+
+@pytest.mark.parametrize(("name", "title"), list(comparison_names()))
+def test_comparison(name: str, title: str) -> None:
+    (row,) = (row for row in rows("comparison") if row["cache"] == name)
+    growth = 100 * (row["perplexity"] / row["reference_perplexity"] - 1)
+    (plain,) = (row for row in rows("comparison") if row["cache"] == "dynamic")
+    sizes = [
+        "fails" if isinstance(size, str) else f"{size / plain['bytes'][tokens]:.2f}"
+        for tokens, size in row["bytes"].items()
+    ]
+    expect(
+        "docs/comparison.md",
+        f"| {title} | {row['kl']:.4f} | {row['top1']:.3f} | {growth:+.1f}% | {' | '.join(sizes)} | "
+        f"{row['decode']['ratio']:.2f} |",
+    )
+
+
+def test_comparison_has_every_row() -> None:
+    named = {name for name, _ in comparison_names()}
+    assert {row["cache"] for row in rows("comparison")} == {*named, "dynamic"}
+
+
+def test_comparison_with_the_native_kernels() -> None:
+    (row,) = (row for row in rows("comparison_native") if row["cache"] == "tightkv k4v4")
+    expect(
+        "docs/comparison.md", f"k4v4 decodes at {row['decode']['ratio']:.2f} of the uncompressed"
+    )
+
+
+def test_whole_models_in_the_log() -> None:
+    for row in rows("gpu_model"):
+        size = next(n for n, s in SIZES.items() if s == (row["batch"], row["context"]))
+        ratios, most = (
+            row["ratios"],
+            [row[side]["largest_batch"] for side in ("bf16", "compressed")],
+        )
+        expect(
+            "docs/log.md",
+            f"| {size} | {row['bf16']['ms']:.1f} | {row['compressed']['ms']:.1f} | "
+            f"{ratios['tokens/s']:.2f}x | {ratios['cache bytes']:.2f} | {most[0]} -> {most[1]} |",
+        )
+
+
+def test_quality_of_the_presets_in_the_log() -> None:
+    for row in rows("eval"):
+        if row["quality"]:
+            found, greedy = row["quality"], ", ".join(map(str, row["greedy"]["lengths"]))
+            growth = 100 * found["perplexity_increase"]
+            shown = f"{growth:+.1f}%" if growth >= 0.995 else f"{growth:+.2f}%"
+            expect("docs/log.md", f"| {100 * found['top1']:.1f}% | {shown} | {greedy} |")
+
+
+def test_pools_grow_as_the_log_says() -> None:
+    expect("docs/log.md", f"Pools grow by a {POOL_GROWTH}th now")

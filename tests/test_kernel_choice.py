@@ -1,0 +1,133 @@
+"""Where "auto" takes a slow implementation, it says so, once for each reason."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import tightkv.kernels as kernels
+from tightkv import KVQuantConfig
+from tightkv.cli import main
+from tightkv.kernels import SlowKernelsWarning, choose, select
+from tightkv.layout import PageLayout
+from tiny_folder import write_tiny_folder
+
+CPU = torch.device("cpu")
+PROD = PageLayout(KVQuantConfig(key_method="prod"), 2, 64, torch.float32)
+PLAIN = PageLayout(KVQuantConfig(), 2, 64, torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def nothing_told() -> Iterator[None]:
+    before, kernels._told = kernels._told, set()
+    yield
+    kernels._told = before
+
+
+def test_one_warning_for_each_reason() -> None:
+    group = PageLayout(KVQuantConfig(value_method="group"), 2, 64, torch.float32)
+    with pytest.warns(SlowKernelsWarning) as caught:
+        for layout in (PROD, PROD, group, PROD):
+            assert select("auto", CPU, layout).__name__.endswith("reference")
+    texts = [str(entry.message) for entry in caught]
+    assert len(texts) == 2
+    assert 'cpu: keys are not stored as plain "mse"' in texts[0]
+    assert "TIGHTKV_KERNELS=reference" in texts[0] and "values" in texts[1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"key_method": "prod"},
+        {"value_method": "group"},
+        {"key_method": "absmax"},
+        {"key_bits": 3, "value_bits": 3, "outlier_share": 0.5},
+        {"value_bits": 16},
+        {"codebook": "gaussian"},
+    ],
+)
+def test_configs_without_kernels_are_told(options: dict[str, Any]) -> None:
+    choice = choose("auto", CPU, PageLayout(KVQuantConfig(**options), 2, 64, torch.float32))
+    assert choice.name == "reference" and choice.slow is not None
+    assert "plain torch, many times slower" in choice.slow
+
+
+def test_nothing_is_said_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        select("reference", CPU, PROD)
+        monkeypatch.setenv("TIGHTKV_KERNELS", "reference")
+        select("auto", CPU, PROD)
+
+
+def test_nothing_is_said_of_the_best() -> None:
+    choice = choose("auto", CPU, PLAIN)
+    assert choice.name == "cpu" and choice.slow is None
+
+
+def test_without_the_native_library_it_says_how_to_build_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TIGHTKV_CPU_ISA", "no such")
+    from tightkv.kernels.cpu import library
+
+    library.load.cache_clear()
+    try:
+        choice = choose("auto", CPU, PLAIN)
+    finally:
+        monkeypatch.undo()
+        library.load.cache_clear()
+    assert choice.name == "reference" and choice.slow is not None
+    assert "no such" in choice.slow
+
+
+def test_a_device_without_any_kernels_is_told() -> None:
+    choice = choose("auto", torch.device("meta"), PLAIN)
+    assert choice.slow is not None and "no other kernels for this device" in choice.slow
+
+
+@pytest.mark.gpu
+def test_triton_in_place_of_cuda_is_told() -> None:
+    wide = PageLayout(KVQuantConfig.preset("k8v4"), 8, 128, torch.bfloat16)
+    choice = choose("auto", torch.device("cuda"), wide)
+    assert choice.name == "triton" and choice.slow is not None
+    assert "cuda: key_bits=8; they have 2, 3 and 4" in choice.slow
+    best = choose("auto", torch.device("cuda"), PageLayout(KVQuantConfig(), 8, 128))
+    assert best.name == "cuda" and best.slow is None
+
+
+def test_the_command_line_shows_it_in_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And on standard error, so that --json stays JSON."""
+    model = str(write_tiny_folder(tmp_path / "tiny"))
+    words = ["generate", model, "--prompt", "x", "--max-new-tokens", "2", "--json"]
+    assert main([*words, "--key-method", "prod", "--dtype", "float32"]) == 0
+    out, err = capfd.readouterr()
+    lines = [line for line in err.splitlines() if "plain torch" in line]
+    assert len(lines) == 1 and lines[0].startswith("tightkv: warning: the compressed cache runs")
+    assert out.startswith("{")
+
+
+@pytest.mark.vllm
+def test_layers_that_cost_vllm_its_graphs_are_named() -> None:
+    from tightkv.integrations.vllm.layers import no_graphs
+
+    def impl(kernel: str, capturable: bool, device: str = "cuda") -> Any:
+        step, place = SimpleNamespace(kernel_name=kernel), SimpleNamespace(type=device)
+        return SimpleNamespace(step=step, capturable=capturable, device=place)
+
+    fast, plain = impl("cuda", True), impl("reference", False)
+    assert no_graphs({"a": fast, "b": fast}) is None
+    assert no_graphs({"a": impl("cpu", False, "cpu")}) is None
+    told = no_graphs({"first": plain, "b": fast, "last": plain})
+    assert told is not None and "2 of 3 layers (first, last)" in told
+    assert "protected_bits=8" in told
+    told = no_graphs({"a": impl("cuda", False)})
+    assert told is not None and "check_finite" in told
