@@ -20,15 +20,18 @@ ON_GPU = DEVICE.type == "cuda"
 pytestmark = pytest.mark.skipif(
     not ON_GPU and cuda_on_host.COMPILER is None, reason="neither a GPU nor g++"
 )
-BITS = [(k, v) for k in (2, 3, 4, 8) for v in (2, 3, 4)]
+BITS = [(k, v) for k in (2, 3, 4, 8) for v in (2, 3, 4, 8)]
 SHAPES = [(bits, dim, dtype) for bits in BITS for dim in (64, 128, 256) for dtype in "hb"]
 APPENDS = [
     (bits, dim, opened) for bits in BITS for dim in (64, 128, 256) for opened in (True, False)
 ]
 if not ON_GPU:  # each takes two seconds to compile
-    SHAPES = [(bits, (64, 128, 256)[sum(bits) % 3], "hb"[bits[0] % 2]) for bits in BITS]
-    SHAPES += [((8, 4), dim, "b") for dim in (64, 128, 256) if dim != (64, 128, 256)[12 % 3]]
-    APPENDS = [(bits, (64, 128, 256)[i % 3], i % 2 == 0) for i, bits in enumerate(BITS[2::3])]
+    FEW = [(k, v) for k, v in BITS if 8 not in (k, v)]
+    SHAPES = [(bits, (64, 128, 256)[sum(bits) % 3], "hb"[bits[0] % 2]) for bits in FEW]
+    SHAPES += [((8, v), dim, "b") for v, dim in zip((4, 8, 3), (64, 128, 256), strict=True)]
+    SHAPES += [((k, 8), dim, "h") for k, dim in zip((4, 2, 8), (64, 128, 256), strict=True)]
+    APPENDS = [(bits, (64, 128, 256)[i], i % 2 == 0) for i, bits in enumerate(FEW[2:9:3])]
+    APPENDS += [((8, 4), 128, True), ((4, 8), 64, False)]
 
 
 @pytest.fixture(autouse=True)
@@ -267,9 +270,9 @@ def test_selection():
     assert select("auto", DEVICE, single.layout).__name__.endswith("triton")
     with pytest.raises(ValueError, match=r"dtype=torch.float32; they have float16"):
         select("cuda", DEVICE, single.layout)
-    eight = cache_on(KVQuantConfig(key_bits=8), [1], dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"key_bits=8; they have 2, 3 and 4"):
-        select("cuda", DEVICE, eight.layout)
+    wide = cache_on(KVQuantConfig(), [1], dim=96, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"head_dim=96; they have 64, 128 and 256"):
+        select("cuda", DEVICE, wide.layout)
 
 
 @pytest.mark.skipif(ON_GPU, reason="what a GPU does then is a matter of luck")

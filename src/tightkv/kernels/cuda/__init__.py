@@ -1,7 +1,6 @@
 """Append and decode attention in CUDA C++, compiled at run time; prefill is the Triton kernels'.
 
-For NVIDIA GPUs from sm_80 on, float16 and bfloat16 models, keys of 2, 3, 4 and 8 bits, values of 2, 3
-and 4, and head_dim 64, 128 and 256.
+For NVIDIA GPUs from sm_80 on, float16 and bfloat16 models and head_dim 64, 128 and 256.
 """
 
 from __future__ import annotations
@@ -58,9 +57,6 @@ def unavailable(device_type: str | None, asked: bool = False) -> str | None:
 def unsupported(layout: PageLayout) -> str | None:
     """Why these kernels cannot run a config, or None."""
     cfg = layout.cfg
-    for side, widths in (("key", (2, 3, 4, 8)), ("value", (2, 3, 4))):
-        if cfg.bits(side) not in widths:
-            return f"{side}_bits={cfg.bits(side)}; they have {', '.join(map(str, widths))}"
     if layout.head_dim not in (64, 128, 256):
         return f"head_dim={layout.head_dim}; they have 64, 128 and 256"
     if cfg.rotation == "haar":

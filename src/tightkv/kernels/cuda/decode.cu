@@ -200,8 +200,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
 #pragma unroll
                 for (int k = 0; k < VL * VW; k++) {
                     uint4 w = tile.value[b][k][lane];
-                    sort_by_channel(w.x, w.y);
-                    sort_by_channel(w.z, w.w);
+                    if (VALUE_BITS < 8) {
+                        sort_by_channel(w.x, w.y);
+                        sort_by_channel(w.z, w.w);
+                    }
                     (&codes[b].w[0][0])[k] = w;
                 }
             const float weight_unit = value_most > 0.f ? value_most * (1.f / MOST_WEIGHT) : 1.f;
@@ -221,8 +223,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
                     for (int h = 0; h < 2; h++)
 #pragma unroll
                         for (int m = 0; m < 2; m++)
-                            of[m][h] = levels_of<VALUE_BITS>(value_word(codes[b], x, 2 * h + m, r),
-                                                             value_table);
+                            of[m][h] = value_levels(codes[b], x, m, h, r, value_table);
 #pragma unroll
                     for (int n = 0; n < SLOT_TILES; n++)
 #pragma unroll

@@ -87,7 +87,7 @@ __device__ __forceinline__ u32 nibbles_at(const u32 *w, int x, int low) {
 
 // uint4 a chunk; with 64 channels a lane needs every second word of 4 bits, or two of four of 8
 #define KW (D == 64 && KEY_BITS >= 4 ? KEY_BITS / 2 : KEY_BITS)
-#define VW (D == 64 && VALUE_BITS == 4 ? 2 : VALUE_BITS)
+#define VW (D == 64 && VALUE_BITS >= 4 ? VALUE_BITS / 2 : VALUE_BITS)
 
 struct KeyBlock {  // a lane's codes of 32 tokens
     uint4 w[KL][KW];
@@ -120,8 +120,16 @@ __device__ __forceinline__ Levels key_levels(const KeyBlock &t, int x, int i, in
     return levels_of<KEY_BITS>(nibbles<KEY_BITS>(w, q), table);
 }
 
-__device__ __forceinline__ u32 value_word(const ValueBlock &t, int x, int i, int r) {
-    const u32 *w = (const u32 *)&t.w[D == 256 ? (x & 1) : 0][0] + i;
-    if (D == 64) return nibbles_at<VALUE_BITS>(w, x, r >> 2);
-    return nibbles<VALUE_BITS>(w, D == 256 ? x >> 1 : x);
+// Levels of channels 2 m and 2 m + 1 of slot x, of four tokens each: two pairs, of the tile's first or
+// second 16 tokens. Codes are sorted by channel, but for eight bits, which are sorted here.
+__device__ __forceinline__ Levels value_levels(const ValueBlock &t, int x, int m, int half, int r,
+                                               const Table &table) {
+    const u32 *w = (const u32 *)&t.w[D == 256 ? (x & 1) : 0][0] + 2 * half;
+    const int q = D == 256 ? x >> 1 : x;
+    if (VALUE_BITS == 8) {
+        const u32 *two = w + 4 * ((2 * q + m) % VW);
+        return {permute_bytes(two[0], two[1], 0x5410), permute_bytes(two[0], two[1], 0x7632), 0, 0};
+    }
+    if (D == 64) return levels_of<VALUE_BITS>(nibbles_at<VALUE_BITS>(w + m, x, r >> 2), table);
+    return levels_of<VALUE_BITS>(nibbles<VALUE_BITS>(w + m, q), table);
 }

@@ -12,9 +12,9 @@
 #define ZERO_BITS 0x4b400000
 #define ZERO 12582912.f                    // 1.5 * 2^23: sums must stay within 2^22 of it
 
-// Values: levels of at most 97 and bytes of 255, of a tile's tokens. Keys and means: bytes from -127
+// Values: levels of at most 127 and bytes of 255, of a tile's tokens. Keys and means: bytes from -127
 // on. So D may be 256.
-static_assert(32 * TB * 97 * 255 < 1 << 22 && D * 127 * 128 < 1 << 22, "sums may be too large");
+static_assert(32 * TB * 127 * 255 < 1 << 22 && D * 127 * 128 < 1 << 22, "sums may be too large");
 
 __device__ __forceinline__ int lane_column(int j, int c) {
     return FEW ? c : 8 * (j >> 1) + 2 * c + (j & 1);

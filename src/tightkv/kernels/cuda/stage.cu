@@ -20,8 +20,14 @@ __device__ __forceinline__ int key_lane(int r, int c) {
 }
 
 __device__ __forceinline__ int value_lane(int r, int c) {
-    if (D == 64) return 16 * (((VALUE_BITS == 4 ? VC * (r >> 2) : 0) + (r & 3)) * 4 + c);
+    const int words = VALUE_BITS == 4 ? 1 : VALUE_BITS == 8 ? 2 : 0;
+    if (D == 64) return 16 * ((VC * words * (r >> 2) + (r & 3)) * 4 + c);
     return 16 * (r * 4 + c);
+}
+
+// A lane's k-th word of a chunk: of 64 channels every second of 4 bits, or two of four of 8.
+__device__ __forceinline__ constexpr int own_word(int k, int bits) {
+    return D != 64 || bits < 4 ? k : bits == 4 ? 2 * k : k + (k & 2);
 }
 
 // Codes of page p of a tile, to the stage at `to`. `key` and `value` are the page's record, moved
@@ -35,7 +41,7 @@ __device__ __forceinline__ void copy_codes(u32 to, int p, const u8 *key, const u
         for (int l = 0; l < KL; l++)
 #pragma unroll
             for (int k = 0; k < KW; k++) {
-                const int j = D != 64 || KEY_BITS < 4 ? k : KEY_BITS == 4 ? 2 * k : k + (k & 2);
+                const int j = own_word(k, KEY_BITS);
                 copy(keys + 512 * (((p * BP + b) * KL + l) * KW + k),
                      key + b * KEY_BLOCK + 128 * C * j + 64 * l, policy);
             }
@@ -45,7 +51,7 @@ __device__ __forceinline__ void copy_codes(u32 to, int p, const u8 *key, const u
         for (int l = 0; l < VL; l++)
 #pragma unroll
             for (int k = 0; k < VW; k++) {
-                const int j = (D == 64 && VALUE_BITS == 4) ? 2 * k : k;
+                const int j = own_word(k, VALUE_BITS);
                 copy(values + 512 * (((p * BP + b) * VL + l) * VW + k),
                      value + VALUE_AT + b * VALUE_BLOCK + 64 * VC * j + 512 * l, policy);
             }
