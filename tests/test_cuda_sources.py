@@ -41,7 +41,15 @@ def compile_for_hopper(text, folder):
 @pytest.mark.skipif(NVCC is None, reason="no nvcc")
 @pytest.mark.parametrize(
     "preset,dim,columns",
-    [("k4v4", 128, 4), ("k4v4", 128, 16), ("k2v2", 128, 4), ("k3v2", 64, 8), ("k4v4", 256, 8)],
+    [
+        ("k4v4", 128, 4),
+        ("k4v4", 128, 16),
+        ("k2v2", 128, 4),
+        ("k3v2", 64, 8),
+        ("k4v4", 256, 8),
+        ("k8v4", 128, 8),
+        ("k8v8", 256, 4),
+    ],
 )
 def test_decode_compiles_without_spilling(preset, dim, columns, tmp_path):
     """The sizes that Python computes are asserted in the source."""
@@ -60,14 +68,15 @@ def test_append_compiles(tmp_path):
     assert compile_for_hopper(source("append", layout, 8, None), tmp_path).returncode == 0
 
 
-@pytest.mark.parametrize("preset", ["k4v4", "k3v2", "k2v2"])
+@pytest.mark.parametrize("preset", ["k8v8", "k8v4", "k4v4", "k3v2", "k2v2"])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("columns", [4, 8, 16])
 def test_blocks_fit_a_processor(preset, dim, columns):
-    """228 KiB of shared memory on Hopper, of which every block costs one more KiB."""
+    """228 KiB of shared memory on Hopper, 100 on Ada, where every block costs one more KiB."""
     layout = PageLayout(KVQuantConfig.preset(preset), 8, dim)
     tile = Tile.of(layout, min(columns, 8 if dim > 128 else 16))
     assert tile.blocks * (tile.shared_bytes(layout) + 1024) <= HOPPER[1]
+    assert tile.shared_bytes(layout) + 1024 <= ADA[1]
 
 
 @pytest.mark.parametrize("preset", ["k4v4", "k2v2"])

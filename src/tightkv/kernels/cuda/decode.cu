@@ -16,10 +16,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
     const int length = a.lengths[row], start = a.starts[row], ring_start = a.ring_starts[row];
     const int sinks_end = min(start + a.sink_counts[row], ring_start), owner = a.ring_rows[row];
     const int col0 = blockIdx.z * COLS;
-    const bool clears = a.splits == 1 && blockIdx.x == 0 && blockIdx.z == 0;
     if (col0 >= count * G) {
         if (a.appended) wait_for_previous();
-        if (clears) clear_unowned(a);
+        clear_unowned(a);
         return;
     }
 
@@ -96,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
         end_of_copies();
     };
     if (a.appended) wait_for_previous();  // pages and rings are read from here on, and outputs written
-    if (clears) clear_unowned(a);
+    clear_unowned(a);
 #pragma unroll
     for (int k = 0; k < STAGES - 1; k++) copy_next();
     if (threadIdx.x == 0) {

@@ -90,6 +90,7 @@ __device__ __forceinline__ void write_answer(float *pages, float *exact, const f
 
 // Queries after those of the last sequence, which no block and no merge answers.
 __device__ __forceinline__ void clear_unowned(const Rows &a) {
+    if (a.splits > 1 || blockIdx.x || blockIdx.z) return;
     for (long long n = a.first[gridDim.x / HKV]; n < a.total_rows; n++)
         for (int i = threadIdx.x; i < HQ * D; i += 32 * WARPS) {
             a.out[n * a.out_n + i / D * a.out_h + i % D] = 0;

@@ -27,10 +27,14 @@ class Tile:
     @staticmethod
     def of(layout: PageLayout, columns: int) -> Tile:
         """What was fastest on an H200 (docs/log.md), as far as registers and memory allow."""
-        if layout.head_dim > 128 or columns > 8:
+        key_bits, value_bits = layout.cfg.key_bits, layout.cfg.value_bits
+        wide_codes = layout.head_dim * max(key_bits, value_bits) >= 128 * 8
+        if layout.head_dim > 128:  # sm_89 has 99 KiB of shared memory for a block
+            return Tile(1, 2, 2, columns, 2 if 8 in (key_bits, value_bits) else 4)
+        if columns > 8 or wide_codes:
             return Tile(1, 2, 2, columns)
         # Two bits wait for arithmetic, not for memory: more warps.
-        few_bits = layout.cfg.key_bits + layout.cfg.value_bits <= 4
+        few_bits = key_bits + value_bits <= 4
         return Tile(2, 2, 2, columns, 6 if few_bits and columns <= 4 else 4)
 
     def shared_bytes(self, layout: PageLayout) -> int:
