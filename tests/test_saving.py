@@ -103,12 +103,12 @@ def rewrite(path, **changes):
     """The same file with another header and a right checksum."""
     from safetensors import safe_open
 
-    from tightkv.integrations.transformers.saving import _checksum
+    from tightkv.integrations.transformers.saving.container import checksum
 
     with safe_open(path, framework="pt") as file:
         header = {**json.loads(file.metadata()["tightkv"]), **changes}
     tensors, text = load_file(path), json.dumps(header)
-    save_file(tensors, path, {"tightkv": text, "checksum": _checksum(text, tensors)})
+    save_file(tensors, path, {"tightkv": text, "checksum": checksum(text, tensors)})
 
 
 def test_other_versions_files_and_models_are_refused(tmp_path):
@@ -134,7 +134,7 @@ def test_other_versions_files_and_models_are_refused(tmp_path):
 
 
 def test_a_failed_save_keeps_the_old_file(tmp_path, monkeypatch):
-    from tightkv.integrations.transformers import saving
+    from tightkv.integrations.transformers.saving import writing
 
     _, cache, path = saved(tmp_path)
     before = path.read_bytes()
@@ -142,7 +142,7 @@ def test_a_failed_save_keeps_the_old_file(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr(saving, "save_file", fail)
+    monkeypatch.setattr(writing, "save_file", fail)
     with pytest.raises(OSError, match="disk full"):
         cache.save(path)
     assert path.read_bytes() == before

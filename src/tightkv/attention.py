@@ -31,8 +31,11 @@ def attend(
     queries' own tokens follow the cache without being in it. `view` is the layer's own view
     unless given. See `kernels.reference.attend` for the other options.
     """
-    tokens = max(cache.table.lengths, default=0) if view is None else 0
-    view = cache.view() if view is None else view
+    tokens = 0
+    if view is None:
+        tokens, view = max(cache.table.lengths, default=0), cache.view()
+    elif mask is not None and view.batch:
+        tokens = int(view.lengths.max())
     layout = cache.layout
     heads, d = layout.num_kv_heads, layout.head_dim
     _expect("query", query, (view.batch, None, None, d), cache.device)
