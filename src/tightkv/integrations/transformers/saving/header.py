@@ -80,13 +80,12 @@ def _config(field: Field) -> KVQuantConfig:
     for option in options.values():
         if type(option.value) is str and len(option.value) > _MAX_TEXT:
             raise option.wrong(f"at most {_MAX_TEXT} characters")
-        if type(option.value) is list:
-            for channel in option.items():
-                channel.integer(0, _MAX_HEAD_DIM)
+        if type(option.value) is list and len(option.value) > _MAX_HEAD_DIM:
+            raise option.wrong(f"at most {_MAX_HEAD_DIM} channels")
     try:
         cfg = KVQuantConfig.from_dict({name: option.value for name, option in options.items()})
     except ValueError as error:
-        raise ValueError(f"{field.where}: {error}") from None
+        raise ValueError(f"{field.where}: {str(error)[:300]}") from None
     Field(cfg.exact_pages, f"{field.where}.exact_pages").integer(1, _MAX_EXACT_PAGES)
     return cfg
 

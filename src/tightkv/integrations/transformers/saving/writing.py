@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tightkv.config import FORMAT_VERSION, KVQuantConfig
+from tightkv.files import whole_file
 from tightkv.integrations.transformers.layer import SharedSteps, TightLayer
 from tightkv.integrations.transformers.saving.container import checksum
 from tightkv.integrations.transformers.saving.header import parse_header
@@ -48,15 +47,8 @@ def save_cache(
     text = json.dumps(header, sort_keys=True)
     _check(quant, text, tensors)
     metadata = {"tightkv": text, "checksum": checksum(text, tensors)}
-    path = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
-    try:
+    with whole_file(path, mode=0o600) as temporary:  # a cache tells what was asked
         save_file(tensors, temporary, metadata)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 def _check(quant: KVQuantConfig, text: str, tensors: dict[str, Tensor]) -> None:
