@@ -162,12 +162,14 @@ def _load_pages(
 
 
 def _model_shapes(model: PreTrainedModel | PreTrainedConfig) -> list[tuple[int, int]]:
-    """(KV heads, head_dim) that full-attention layers of a model may have, the usual one first."""
+    """(KV heads, head_dim) of a model's layers, those of other than full attention too."""
     config = model.config if isinstance(model, PreTrainedModel) else model
     config = config.get_text_config(decoder=True)
-    heads = [getattr(config, "num_key_value_heads", None) or config.num_attention_heads]
-    dims = [getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads]
-    # Gemma 4's full-attention layers have a shape of their own.
-    heads += [getattr(config, "num_global_key_value_heads", None) or heads[0]]
-    dims += [getattr(config, "global_head_dim", None) or dims[0]]
-    return [(h, d) for h in heads for d in dims]
+    shapes = []
+    for layer in getattr(config, "per_layer_config", None) or [config]:
+        heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+        dim = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+        # Before per_layer_config, Gemma 4 told the shape of its full-attention layers so.
+        own = getattr(layer, "num_global_key_value_heads", None) or heads
+        shapes += [(heads, dim), (own, getattr(layer, "global_head_dim", None) or dim)]
+    return shapes
