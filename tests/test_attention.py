@@ -255,6 +255,18 @@ def test_bad_operands(options, word):
     assert attend(cache, torch.zeros(2, 1, 4, 64))[0].shape == (2, 1, 4, 64)
 
 
+def test_masks_cover_a_view_and_the_tokens_after_it():
+    cache = make_cache(CFG)
+    add(cache, *tokens(2, 70))
+    new = torch.zeros(2, 20, 2, 64)
+    options = {"view": cache.view(), "new_key": new, "new_value": new}
+    query = torch.zeros(2, 20, 4, 64)
+    with pytest.raises(ValueError, match="mask covers 89 tokens; the cache has 90"):
+        attend(cache, query, mask=torch.ones(2, 1, 20, 89, dtype=torch.bool), **options)
+    mask = torch.ones(2, 1, 20, 90, dtype=torch.bool)
+    assert attend(cache, query, mask=mask, **options)[0].shape == query.shape
+
+
 @pytest.mark.parametrize("name", ["reference", "cpu"])
 def test_output_goes_where_it_is_asked_to(name):
     """Also where rows are further apart, as in a part of a larger buffer."""

@@ -194,3 +194,17 @@ def test_protected_layers():
 def test_frozen():
     with pytest.raises(AttributeError):
         KVQuantConfig().key_bits = 3
+
+
+def test_files_that_are_no_configs(tmp_path):
+    deep, binary = tmp_path / "deep.json", tmp_path / "binary.json"
+    deep.write_text('{"a":' * 100000)
+    binary.write_bytes(b"\xff\xfe\x00")
+    for source, word in (
+        (deep, "not valid JSON"),
+        (binary, "cannot be read"),
+        (tmp_path / ("x" * 300 + ".json"), "cannot be read"),
+        ({"outlier_share": 10**400}, "it must be a float"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            KVQuantConfig.parse(source)

@@ -396,6 +396,21 @@ def test_weights_on_disk_are_counted_once(tmp_path: Path) -> None:
     assert stored_weights(tmp_path) is None
 
 
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 5}', '{"a":' * 100000])
+def test_a_broken_index_of_weights_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ValueError, match="is not an index of safetensors files"):
+        stored_weights(tmp_path)
+
+
+@pytest.mark.parametrize("header", ["[]", '{"a": 1}', '{"a": {"shape": [1]}}', '{"a":' * 100000])
+def test_a_weight_file_with_another_header_is_named(tmp_path: Path, header: str) -> None:
+    data = struct.pack("<Q", len(header)) + header.encode()
+    (tmp_path / "model.safetensors").write_bytes(data)
+    with pytest.raises(ValueError, match="is not a safetensors file"):
+        stored_weights(tmp_path)
+
+
 def test_a_broken_weight_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"abc")
     with pytest.raises(ValueError, match=r"model\.safetensors is not a safetensors file"):

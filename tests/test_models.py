@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tightkv import TightCache
 from tightkv.config import cache_root
@@ -180,12 +180,26 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write_files(gguf: Path, folder: Path, progress: Callable[[str], None]) -> None:
+    """Small files, as whole as real ones."""
     for name in bundled._FILES:
-        (folder / name).write_bytes(gguf.read_bytes())
+        (folder / name).write_text("{}")
+    save_file({"x": torch.zeros(8)}, folder / "model.safetensors")
 
 
 def folders(root: Path) -> list[Path]:
     return [path for path in root.iterdir() if path.is_dir()]
+
+
+@pytest.mark.parametrize("name", bundled._FILES)
+@pytest.mark.parametrize("left", [0, -1])
+def test_a_folder_with_a_file_cut_off_is_made_again(
+    root: Path, monkeypatch: pytest.MonkeyPatch, name: str, left: int
+) -> None:
+    monkeypatch.setattr(bundled, "convert", write_files)
+    file = bundled_folder(silent) / name
+    whole = file.read_bytes()
+    file.write_bytes(whole[:left])
+    assert bundled_folder(silent) == file.parent and file.read_bytes() == whole
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, RuntimeError, OSError])

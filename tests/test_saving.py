@@ -2,10 +2,13 @@ import json
 
 import pytest
 import torch
+import transformers
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from models import FAMILIES, prompt, tiny
+from models import FAMILIES, prompt, sliding, tiny
 from tightkv import KVQuantConfig, TightCache
+from tightkv.integrations.transformers.saving.container import checksum
 
 QUANT = KVQuantConfig.preset("k3v2", page_size=32, sinks=2, exact_pages=2, protected_first=1)
 
@@ -101,14 +104,8 @@ def test_truncated_files(tmp_path, length):
 
 def rewrite(path, **changes):
     """The same file with another header and a right checksum."""
-    from safetensors import safe_open
-
-    from tightkv.integrations.transformers.saving import _checksum
-
-    with safe_open(path, framework="pt") as file:
-        header = {**json.loads(file.metadata()["tightkv"]), **changes}
-    tensors, text = load_file(path), json.dumps(header)
-    save_file(tensors, path, {"tightkv": text, "checksum": _checksum(text, tensors)})
+    header, tensors = parts(path)
+    write(path, {**header, **changes}, tensors)
 
 
 def test_other_versions_files_and_models_are_refused(tmp_path):
@@ -134,7 +131,7 @@ def test_other_versions_files_and_models_are_refused(tmp_path):
 
 
 def test_a_failed_save_keeps_the_old_file(tmp_path, monkeypatch):
-    from tightkv.integrations.transformers import saving
+    from tightkv.integrations.transformers.saving import writing
 
     _, cache, path = saved(tmp_path)
     before = path.read_bytes()
@@ -142,8 +139,192 @@ def test_a_failed_save_keeps_the_old_file(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr(saving, "save_file", fail)
+    monkeypatch.setattr(writing, "save_file", fail)
     with pytest.raises(OSError, match="disk full"):
         cache.save(path)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
+
+
+# --- files of an attacker: right checksums, wrong content ---
+def parts(path):
+    """Header and tensors of a file."""
+    with safe_open(path, framework="pt") as file:
+        return json.loads(file.metadata()["tightkv"]), load_file(path)
+
+
+def write(path, header, tensors):
+    text = header if isinstance(header, str) else json.dumps(header)
+    metadata = {"tightkv": text, "checksum": checksum(text, tensors)}
+    save_file({name: x.contiguous() for name, x in tensors.items()}, path, metadata)
+
+
+def put(header, where, value):
+    """Set a field of a header, given as rows.0.length."""
+    *names, last = [int(name) if name.isdigit() else name for name in where.split(".")]
+    for name in names:
+        header = header[name]
+    header[last] = value
+
+
+def refuses(path, match, **options):
+    with pytest.raises(ValueError, match=match) as caught:
+        TightCache.load(path, **options)
+    assert str(path) in str(caught.value) and len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "match"),
+    [
+        ("rows.0.pages.0", 1000000, r"rows\[0\]\.pages\[0\]=1000000; allowed: 0 to 5"),
+        ("rows.0.pages.0", -1, r"pages\[0\]=-1; allowed"),
+        ("rows.0.pages.0", 1, "share a page at the same place"),
+        ("rows.0.pages.0", 0.0, r"pages\[0\]=0.0; allowed: a whole number"),
+        ("rows.0.pages.0", False, r"pages\[0\]=False; allowed: a whole number"),
+        ("rows.1.pages", [3, 4], r"number of rows\[1\]\.pages=2; allowed: 3 to 4"),
+        ("rows.0.pages", None, r"pages=None; allowed: a list"),
+        ("rows.0.length", 100, r"length=102; allowed: 100"),
+        ("rows.0.length", 2**62, r"length=4611686018427387904; allowed: a whole number from 0"),
+        ("rows.0.ring_start", 1, r"ring_start=1; allowed: 0, 32"),
+        ("rows.0.exact_start", 97, r"exact_start=97; allowed: 0 to 96"),
+        ("rows.0.sink_count", 5, r"sink_count=5; allowed: 0 to 4"),
+        ("rows.0.start", 101, r"sink_count=4; allowed: 0 to 1"),
+        ("rows.0.start", 2**31 - 1, r"start=2147483647; allowed"),
+        ("rows.0.more", 1, "names .* allowed: exactly"),
+        ("rows", [], "rows"),
+        ("layers.0.tight.length", 104, r"length=104; allowed: a whole number from 102 to 102"),
+        ("layers.0.tight.layout", None, r"layout=None; allowed: a list"),
+        ("layers.0.tight.layout", [2, 64, "torch.float32"], "tensor 'pages' of a layer is"),
+        ("layers.0.tight.layout.0", 2**40, r"layout\[0\]=1099511627776; allowed"),
+        ("layers.0.tight.layout.1", 10**6, r"layout\[1\]=1000000; allowed"),
+        ("layers.0.tight.layout.2", "torch.float64", r"layout\[2\]='torch.float64'; allowed"),
+        ("layers.0.tight.quant.page_size", 64, "not what the cache's config gives"),
+        ("layers.0.tight.quant.key_bits", 3, "not what the cache's config gives"),
+        ("layers.0.kind", "logger", r"layers\[0\]\.kind='logger'; allowed: TightLayer"),
+        ("layers.0.kind", "DynamicLayer", r"layers\[0\] has the names"),
+        ("layers.0.kind", ["TightLayer"], r"kind=\['TightLayer'\]; allowed"),
+        ("layers.0.state", {"shared": 1}, r"layers\[0\] has the names"),
+        ("quant.exact_pages", 2**60, r"exact_pages"),
+        ("quant", {"preset": "k4v4"}, "no config fields"),
+        ("quant.key_method", "x" * 10**6, "at most 64 characters"),
+        ("grows", 1, "grows=1; allowed: true or false"),
+        ("format_version", True, "format_version=True"),
+    ],
+)
+def test_hostile_fields(tmp_path, where, value, match):
+    model, _, path = saved(tmp_path)
+    header, tensors = parts(path)
+    put(header, where, value)
+    write(path, header, tensors)
+    refuses(path, match)
+    refuses(path, match, model=model)
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "match"),
+    [
+        ("layers.0.state.update", 1, r"has not the attributes of a .*'update'"),
+        ("layers.0.state.__class__", "x", "has not the attributes"),
+        ("layers.0.state.cumulative_length", 10**6, r"cumulative_length=1000000; allowed: 103"),
+        ("layers.0.state.sliding_window", 4, r"sliding_window|_sliding_window_tensor"),
+        ("layers.0.state.is_initialized", False, "is_initialized"),
+        ("layers.0.state.dtype", "torch.float16", r"keys is torch.float32"),
+        ("layers.0.state.keys", 5, "attributes|null, or a tensor"),
+        ("layers.0.kind", "DynamicLayer", "has not the attributes of a DynamicLayer"),
+        ("layers.0.kind", "StaticSlidingWindowLayer", "kind='StaticSlidingWindowLayer'"),
+    ],
+)
+def test_hostile_states(tmp_path, where, value, match):
+    model, path = tiny("gemma3"), tmp_path / "c.safetensors"
+    cache = TightCache(KVQuantConfig.preset("k4v4", page_size=32), model=model)
+    greedy(model, cache, prompt(2, 100), 4)
+    cache.save(path)
+    header, tensors = parts(path)
+    put(header, where, value)
+    write(path, header, tensors)
+    refuses(path, match)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda t: t.pop("layers.1.pages"), "tensor 'pages' of a layer is None"),
+        (lambda t: t.update({"layers.0.pages": t["layers.0.pages"][:-1]}), "'pages' of a layer"),
+        (lambda t: t.update({"layers.0.ring_key": t["layers.0.ring_key"][:1]}), "'ring_key' of"),
+        (lambda t: t.update({"layers.0.sink_key": t["layers.0.sink_key"].half()}), "'sink_key' of"),
+        (lambda t: t.update({"layers.0.state.kv": torch.zeros(1)}), "no part of a TightLayer"),
+        (lambda t: t.update({"layers.7.pages": torch.zeros(1)}), "is of no layer"),
+        (lambda t: t.update({"x": torch.zeros(0, 5)}), "is of no layer"),
+    ],
+)
+def test_hostile_tensors(tmp_path, change, match):
+    _, _, path = saved(tmp_path)
+    header, tensors = parts(path)
+    change(tensors)
+    write(path, header, tensors)
+    refuses(path, match)
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ('{"rows": [], "rows": []}', "'rows' twice"),
+        ('{"format_version": NaN}', "NaN"),
+        ('{"format_version": 1e999}', "1e999"),
+        ('{"format_version": ' + "9" * 9999 + "}", "64 bits"),
+        ("[" * 200000, "nested too deeply"),
+        ("[]", "allowed: an object"),
+        ("{", "Expecting|property name"),
+    ],
+)
+def test_hostile_json(tmp_path, text, match):
+    _, _, path = saved(tmp_path)
+    write(path, text, parts(path)[1])
+    refuses(path, match)
+
+
+def test_any_bytes_in_pages_are_harmless(tmp_path):
+    model, _, path = saved(tmp_path)
+    header, tensors = parts(path)
+    for byte in (0x7C, 0x7E, 0xFC, 0xFF):
+        hostile = {n: torch.full_like(x.view(torch.uint8), byte) for n, x in tensors.items()}
+        write(path, header, {n: x.view(tensors[n].dtype) for n, x in hostile.items()})
+        cache = TightCache.load(path, model=model)
+        with torch.no_grad():
+            assert model(prompt(2, 40), past_key_values=cache).logits.shape == (2, 40, 97)
+
+
+def test_layers_that_saw_different_tokens_are_not_saved(tmp_path):
+    _, cache, path = saved(tmp_path)
+    cache.layers[1].length += 1
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=r"cannot be saved: .*length=103; allowed: .*102"):
+        cache.save(path)
+    assert path.read_bytes() == before
+
+
+def test_an_empty_grown_cache_goes_on_with_a_model(tmp_path):
+    model, path = tiny(), tmp_path / "c.safetensors"
+    TightCache("k4v4").save(path)
+    cache = TightCache.load(path, model=model)
+    assert greedy(model, cache, prompt(1, 50), 3).shape == (1, 3)
+
+
+def test_a_model_whose_full_layers_have_a_head_dim_of_their_own(tmp_path, monkeypatch):
+    own = sliding(global_head_dim=64, vocab_size_per_layer_input=97, hidden_size_per_layer_input=16)
+    monkeypatch.setitem(FAMILIES, "gemma4", lambda: transformers.Gemma4TextConfig(**own))
+    model, path = tiny("gemma4"), tmp_path / "c.safetensors"
+    cache = TightCache("k4v4", model=model)
+    first = greedy(model, cache, prompt(1, 90), 3)
+    cache.save(path)
+    assert cache.layers[1].kv.layout.head_dim == 64
+    resumed = TightCache.load(path, model=model)
+    rest = [greedy(model, c, first[:, -1:], 3) for c in (resumed, cache)]
+    assert torch.equal(*rest)
+
+
+def test_a_window_of_another_model_is_refused(tmp_path):
+    model, path = tiny("gemma3"), tmp_path / "c.safetensors"
+    TightCache("k4v4", model=model).save(path)
+    with pytest.raises(ValueError, match=r"sliding_window=16; this model has 8"):
+        TightCache.load(path, model=tiny("gemma3", sliding_window=8))

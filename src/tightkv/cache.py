@@ -66,6 +66,7 @@ class PagedKV:
         `rows` (and `same_length`) describe this layer where the table has moved on before it.
         """
         self._fit_rows()
+        self._fit_pages()
         if rows is None:
             rows, same_length = self.table.tensors(self.device), self.table.same_length()
         return CacheView(

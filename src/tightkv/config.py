@@ -306,7 +306,7 @@ def _check_types(cfg: KVQuantConfig) -> None:
     for field in _FIELDS.values():
         value, default = getattr(cfg, field.name), field.default
         kind = type(default)
-        if kind is float and type(value) is int:
+        if kind is float and type(value) is int and abs(value) < 2**53:
             object.__setattr__(cfg, field.name, float(value))
         elif type(value) is not kind:
             raise ValueError(
@@ -380,13 +380,15 @@ def read_json(source: str) -> dict[str, Any]:
     """A JSON object from text or from a file."""
     text = source
     if not source.lstrip().startswith("{"):
-        path = Path(source)
-        if not path.is_file():
-            raise ValueError(f"config file {source!r} does not exist")
-        text = path.read_text(encoding="utf-8")
+        try:
+            text = Path(source).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise ValueError(f"config file {source!r} does not exist") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"config file {source!r} cannot be read: {error}") from None
     try:
         data = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"config {source!r} is not valid JSON: {error}") from None
     if not isinstance(data, dict):
         raise ValueError(f"config {source!r} is a JSON {type(data).__name__}; it must be an object")

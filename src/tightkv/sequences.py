@@ -17,6 +17,8 @@ from torch import Tensor
 from tightkv.config import KVQuantConfig
 from tightkv.layout import RING_SLACK, ring_tokens
 
+MAX_TOKENS = 1 << 30  # of a sequence that is restored: kernels count in 32 bits
+
 
 @dataclass
 class SequenceState:
@@ -97,14 +99,32 @@ class SequenceTable:
         return list(range(first, len(self.rows)))
 
     def restore(self, rows: Sequence[SequenceState]) -> None:
-        """Start from saved rows; the pool holds exactly the pages they name."""
+        """Start from saved rows, if this table could have made them; pages are those they name."""
+        pages = _count_pages(rows)
+        for i, row in enumerate(rows):
+            self._check_state(f"rows[{i}]", row)
         self.clear()
-        self.rows = list(rows)
-        for row in self.rows:
-            for page in row.pages:
-                self._references[page] = self._references.get(page, 0) + 1
-        self.num_pages = max(self._references, default=-1) + 1
-        self._free = [p for p in range(self.num_pages)[::-1] if p not in self._references]
+        self.rows, self._references, self.num_pages = list(rows), pages, len(pages)
+        self._free = []
+
+    def _check_state(self, where: str, row: SequenceState) -> None:
+        size, length = self.page_size, row.length
+        _check_range(f"{where}.start", row.start, 0, MAX_TOKENS)
+        _check_range(f"{where}.length", length, 0, MAX_TOKENS)
+        # A page that was cropped into stays, though it is open again.
+        pages = self._pages_for(length), -(-length // size)
+        _check_range(f"the number of {where}.pages", len(row.pages), *pages)
+        held = min(length, size * len(row.pages))  # tokens before exact_start have codes alone
+        _check_range(
+            f"{where}.exact_start", row.exact_start, max(0, length - self.ring_tokens), held
+        )
+        newest = range((length - RING_SLACK) // size, (length - 1) // size + 1)  # see append
+        windows = {max(row.exact_start, (n - self.exact_pages + 1) * size) for n in newest}
+        if row.ring_start not in windows:
+            allowed = ", ".join(map(str, sorted(windows)))
+            raise ValueError(f"{where}.ring_start={row.ring_start}; allowed: {allowed}")
+        sinks = min(self.sinks, max(0, length - row.start))
+        _check_range(f"{where}.sink_count", row.sink_count, 0, sinks)
 
     def clear(self) -> None:
         """Forget every sequence; all pages are free."""
@@ -264,6 +284,30 @@ class SequenceTable:
     def _forget_tensors(self) -> None:
         self._tensors.clear()
         self._blocks.clear()
+
+
+def _count_pages(rows: Sequence[SequenceState]) -> dict[int, int]:
+    """How many rows have each of pages 0 to n - 1: n pages, each at one place of a sequence."""
+    counts: dict[int, int] = {}
+    places: dict[int, int] = {}
+    for row in rows:
+        for place, page in enumerate(row.pages):
+            counts[page] = counts.get(page, 0) + 1
+            places.setdefault(page, place)
+    for i, row in enumerate(rows):
+        for place, page in enumerate(row.pages):
+            _check_range(f"rows[{i}].pages[{place}]", page, 0, len(counts) - 1)
+            if places[page] != place:
+                raise ValueError(
+                    f"rows[{i}].pages[{place}]={page}, which is also a page {places[page]}; rows "
+                    "may share a page at the same place alone"
+                )
+    return counts
+
+
+def _check_range(what: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise ValueError(f"{what}={value}; allowed: {low} to {high}")
 
 
 class RowTensors(NamedTuple):

@@ -11,6 +11,7 @@ from tightkv.cli.config_flags import add_config_flags, config_from_args, given_f
 from tightkv.cli.output import MissingPackageError, add_output_options, emit, format_table
 from tightkv.cli.server_file import model_of
 from tightkv.config import PRESETS, KVQuantConfig
+from tightkv.files import whole_file
 from tightkv.integrations.model_source import BUNDLED_NAME, check_source
 
 if TYPE_CHECKING:
@@ -53,7 +54,8 @@ def run(args: argparse.Namespace) -> int:
     cfg = config_from_args(args) if judged else None
     found = _diagnose(args, cfg)
     if found.chosen is not None and args.out:
-        Path(args.out).write_text(found.chosen.cfg.to_json() + "\n", encoding="utf-8")
+        with whole_file(args.out) as temporary:
+            temporary.write_text(found.chosen.cfg.to_json() + "\n", encoding="utf-8")
     emit(args, _as_json(found), _as_text(found))
     return 0 if found.chosen is not None else 1
 

@@ -70,7 +70,11 @@ def _safetensors_files(folder: Path) -> list[Path]:
     """What transformers would load: the indexed shards, else model.safetensors, else any."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        try:
+            found = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+            names = {str(name) for name in found}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise ValueError(f"{index} is not an index of safetensors files") from None
         missing = sorted(name for name in names if not (folder / name).is_file())
         if missing:
             return []  # an index without its shards: nothing to measure
@@ -90,11 +94,13 @@ def _read_safetensors_header(path: Path) -> tuple[int, int]:
             raise ValueError(f"{path} is not a whole safetensors file: its header is cut off")
         try:
             header: Mapping[str, Any] = json.loads(file.read(length))
-        except (json.JSONDecodeError, UnicodeDecodeError):
+            tensors = [entry for name, entry in header.items() if name != "__metadata__"]
+            total = sum(t["data_offsets"][1] - t["data_offsets"][0] for t in tensors)
+            return total, sum(math.prod(t["shape"]) for t in tensors)
+        except (ValueError, RecursionError):
             raise ValueError(f"{path} is not a safetensors file: its header is no JSON") from None
-    tensors = [entry for name, entry in header.items() if name != "__metadata__"]
-    total = sum(t["data_offsets"][1] - t["data_offsets"][0] for t in tensors)
-    return total, sum(math.prod(t["shape"]) for t in tensors)
+        except (KeyError, TypeError, AttributeError, IndexError):
+            raise ValueError(f"{path} is not a safetensors file: its header is not one") from None
 
 
 def weights_dtype(shape: ModelShape) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import shutil
 import tempfile
 import time
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import transformers
 from filelock import FileLock
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from tightkv.config import cache_root
@@ -54,7 +56,17 @@ def _key(gguf: Path) -> str:
 
 
 def _is_whole(folder: Path) -> bool:
-    return all((folder / name).is_file() for name in _FILES)
+    """Whether every file is there and none is cut off, as a lost disk may leave them."""
+    try:
+        for name in _FILES:
+            if name.endswith(".json"):
+                json.loads((folder / name).read_bytes())
+            else:
+                with safe_open(folder / name, framework="pt"):
+                    pass  # it compares its header with the file's size
+    except (OSError, ValueError, SafetensorError):
+        return False
+    return True
 
 
 def _make(folder: Path, gguf: Path, progress: Callable[[str], None]) -> None:

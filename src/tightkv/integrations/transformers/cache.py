@@ -13,12 +13,7 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttenti
 
 from tightkv.config import KVQuantConfig
 from tightkv.integrations.transformers.layer import SharedSteps, TightHybridLayer, TightLayer
-from tightkv.integrations.transformers.saving import (
-    check_model,
-    load_cache,
-    read_config,
-    save_cache,
-)
+from tightkv.integrations.transformers.saving import read_cache, save_cache
 
 _COMPRESSIBLE = (DynamicLayer, LinearAttentionAndFullAttentionLayer)
 
@@ -142,7 +137,8 @@ class TightCache(Cache):  # type: ignore[misc]
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the cache to one safetensors file that `load` reads back exactly."""
         self._commit()
-        save_cache(self, path)
+        grows = self.layer_class_to_replicate is not None
+        save_cache(path, self.quant, self.shared.table, self.layers, grows=grows)
 
     @classmethod
     def load(
@@ -159,14 +155,19 @@ class TightCache(Cache):  # type: ignore[misc]
         """
         if device is None:
             device = model.device if isinstance(model, PreTrainedModel) else "cpu"
-        quant = read_config(path)
-        if model is None:
+        saved = read_cache(path)
+        quant = saved.header.quant
+        if model is not None:
+            saved.check_model(model)
+        if model is None or saved.header.grows:
             cache = cls(quant.replace(protected_first=0, protected_last=0), kernels=kernels)
             cache.quant = quant
         else:
             cache = cls(quant, model, kernels=kernels)
-            check_model(path, model)
-        return load_cache(path, cache, device)
+        cache.layers = saved.make_layers(
+            cache.shared, kernels, torch.device(device), expected=cache.layers
+        )
+        return cache
 
     # --- what it holds ---
     def bytes_used(self) -> dict[str, int]:

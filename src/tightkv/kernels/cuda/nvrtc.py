@@ -11,14 +11,17 @@ import functools
 import glob
 import hashlib
 import os
+import stat
 import sysconfig
-import tempfile
+import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tightkv.config import cache_root
+from tightkv.files import whole_file
 
 
 class CompileError(RuntimeError):
@@ -55,18 +58,25 @@ def compile_cubin(source: str, arch: str) -> bytes:
     lib = nvrtc()
     major, minor = ctypes.c_int(), ctypes.c_int()
     lib.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
-    key = "\0".join([source, arch, f"{major.value}.{minor.value}"])
-    path = cache_root() / "kernels" / (hashlib.sha256(key.encode()).hexdigest()[:32] + ".cubin")
-    if path.is_file():
-        return path.read_bytes()
-    cubin = compile_with(lib, source, arch)
-    _write_whole(path, cubin)
+    key = "\0".join([_MAGIC.hex(), f"{major.value}.{minor.value}", *_options(arch), source])
+    folder = cache_root() / "kernels"
+    path = folder / (hashlib.sha256(key.encode()).hexdigest()[:32] + ".cubin")
+    kept = _is_own(folder)
+    cubin = _read_entry(path) if kept else None
+    if cubin is None:
+        cubin = compile_with(lib, source, arch)
+        if kept:
+            _write_entry(path, cubin)
     return cubin
+
+
+def _options(arch: str) -> list[str]:
+    return [f"--gpu-architecture={arch}", "--std=c++17"]
 
 
 def compile_with(lib: ctypes.CDLL, source: str, arch: str) -> bytes:
     """Compile, with no GPU needed."""
-    options = [f"--gpu-architecture={arch}", "--std=c++17"]
+    options = _options(arch)
     program = ctypes.c_void_p()
     status = lib.nvrtcCreateProgram(
         ctypes.byref(program), source.encode(), b"tightkv.cu", 0, None, None
@@ -90,15 +100,45 @@ def _get(lib: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> bytes:
     return data.raw
 
 
-def _write_whole(path: Path, data: bytes) -> None:
-    """A reader sees the whole file or none; a folder that cannot be written is no error."""
+# --- on disk: magic, length, SHA-256, machine code ---
+_MAGIC = b"tightkv\x01"  # the last byte is the version of this format
+
+
+def _is_own(folder: Path) -> bool:
+    """Whether compiled kernels may be kept there: others could put theirs in place of ours."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(data)
-        os.replace(file.name, path)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
     except OSError:
-        return
+        return False  # a folder that cannot be made is no error
+    if found.st_uid == os.geteuid() and not found.st_mode & stat.S_IWOTH:
+        return True
+    warnings.warn(
+        f"{folder} belongs to or can be written by others, so CUDA kernels are compiled again in "
+        "each process; set TIGHTKV_CACHE_DIR to a folder of your own",
+        stacklevel=2,
+    )
+    return False
+
+
+def _read_entry(path: Path) -> bytes | None:
+    """None where there is no entry, or one that is cut off or damaged."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    cubin = data[len(_MAGIC) + 40 :]
+    return cubin if data == _entry(cubin) else None
+
+
+def _entry(cubin: bytes) -> bytes:
+    return _MAGIC + len(cubin).to_bytes(8, "little") + hashlib.sha256(cubin).digest() + cubin
+
+
+def _write_entry(path: Path, cubin: bytes) -> None:
+    """A disk that is full or cannot be written is no error."""
+    with suppress(OSError), whole_file(path) as temporary:
+        temporary.write_bytes(_entry(cubin))
 
 
 class Module:

@@ -159,8 +159,8 @@ ALWAYS void exponentials(vf x[AT_ONCE])
             p[k] = p[k] * r[k] + splat(terms[term]);
     for (int k = 0; k < AT_ONCE; k++) {
         p[k] = p[k] * (r[k] * r[k]) + (r[k] + splat(1.0f));
-        vi power = (vi)n[k] << 23; /* the whole number, moved onto the exponent */
-        x[k] = (vf)(((vi)p[k] + power) & ~(x[k] < splat(-87.3f)));
+        vu power = (vu)n[k] << 23; /* the whole number, moved onto the exponent */
+        x[k] = (vf)(((vu)p[k] + power) & ~(vu)(x[k] < splat(-87.3f)));
     }
 }
 

@@ -1,0 +1,11 @@
+"""A TightCache as one safetensors file: tensors, and a JSON header in the file's metadata.
+
+The header has the format version, the config and its fingerprint, every layer's kind and
+shape, the table, and a checksum over header and tensors. Nothing is pickled, and nothing in a
+file is trusted (docs/security.md).
+"""
+
+from tightkv.integrations.transformers.saving.reading import SavedCache, read_cache
+from tightkv.integrations.transformers.saving.writing import save_cache
+
+__all__ = ["SavedCache", "read_cache", "save_cache"]

@@ -1,0 +1,140 @@
+"""What a saved cache says of itself: a JSON header, as checked and typed values.
+
+A checksum is no protection from the author of a file, so nothing here is taken on trust:
+every value has its type and range, and together they are what TightCache.save could write.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tightkv.config import FORMAT_VERSION, KVQuantConfig
+from tightkv.integrations.transformers.saving.fields import Field, parse_json
+from tightkv.integrations.transformers.saving.states import DTYPES, PLAIN_KINDS
+from tightkv.layout import PageLayout
+from tightkv.sequences import MAX_TOKENS, SequenceState
+
+TIGHT_KINDS = ("TightLayer", "TightHybridLayer")
+_FULL_ATTENTION = (*TIGHT_KINDS, "DynamicLayer", "LinearAttentionAndFullAttentionLayer")
+_MAX_HEADS = _MAX_HEAD_DIM = 1024
+_MAX_EXACT_PAGES = 1 << 16
+_MAX_TEXT = 64
+_QUANT_FIELDS = {field.name for field in dataclasses.fields(KVQuantConfig)}
+
+
+@dataclass(frozen=True)
+class SavedLayer:
+    """One layer: `cfg` and `layout` of a compressed one, `state` of transformers' own part."""
+
+    kind: str
+    cfg: KVQuantConfig | None
+    layout: PageLayout | None
+    state: Field | None
+
+
+@dataclass(frozen=True)
+class Header:
+    """A cache without its tensors. All rows have `length` tokens, and so has every layer."""
+
+    quant: KVQuantConfig
+    grows: bool
+    rows: list[SequenceState]
+    length: int
+    layers: list[SavedLayer]
+
+
+def parse_header(text: str) -> Header:
+    """Check everything that can be checked without the tensors."""
+    header = Field(parse_json(text), "").record_of_any()
+    _check_version(header.get("format_version", Field(None, "format_version")))
+    names = ("format_version", "quant", "fingerprint", "grows", "rows", "layers")
+    fields = Field({name: field.value for name, field in header.items()}, "").record(*names)
+    quant = _config(fields["quant"])
+    if quant.fingerprint() != fields["fingerprint"].text():
+        raise ValueError("the config's fingerprint does not match its fields")
+    rows = [_row(row) for row in fields["rows"].items()]
+    length = rows[0].length if rows else 0
+    for i, row in enumerate(rows):
+        if row.length != length:
+            raise ValueError(f"rows[{i}].length={row.length}; allowed: {length}, as in rows[0]")
+    layers = list(_layers(fields["layers"].items(), quant, len(rows), length))
+    return Header(quant, fields["grows"].boolean(), rows, length, layers)
+
+
+def _check_version(field: Field) -> None:
+    version = field.integer(0, 1 << 31)
+    if version != FORMAT_VERSION:
+        raise ValueError(
+            f"it has format version {version}; this tightkv reads version {FORMAT_VERSION}. "
+            "Load it with the tightkv that wrote it, or compute the cache again"
+        )
+
+
+def _config(field: Field) -> KVQuantConfig:
+    options = field.record_of_any()
+    unknown = set(options) - _QUANT_FIELDS
+    if unknown:
+        raise ValueError(f"{field.where} has {len(unknown)} names that are no config fields")
+    for option in options.values():
+        if type(option.value) is str and len(option.value) > _MAX_TEXT:
+            raise option.wrong(f"at most {_MAX_TEXT} characters")
+        if type(option.value) is list and len(option.value) > _MAX_HEAD_DIM:
+            raise option.wrong(f"at most {_MAX_HEAD_DIM} channels")
+    try:
+        cfg = KVQuantConfig.from_dict({name: option.value for name, option in options.items()})
+    except ValueError as error:
+        raise ValueError(f"{field.where}: {str(error)[:300]}") from None
+    Field(cfg.exact_pages, f"{field.where}.exact_pages").integer(1, _MAX_EXACT_PAGES)
+    return cfg
+
+
+def _row(field: Field) -> SequenceState:
+    """Types alone; `SequenceTable.restore` checks how the numbers of all rows go together."""
+    names = [f.name for f in dataclasses.fields(SequenceState)]
+    fields = field.record(*names)
+    pages = fields.pop("pages").items()
+    numbers = {name: number.integer(0, MAX_TOKENS) for name, number in fields.items()}
+    return SequenceState(**numbers, pages=[page.integer(0, MAX_TOKENS) for page in pages])
+
+
+def _layers(
+    fields: list[Field], quant: KVQuantConfig, rows: int, length: int
+) -> Iterator[SavedLayer]:
+    kinds = [_kind(field) for field in fields]
+    full = [i for i, kind in enumerate(kinds) if kind in _FULL_ATTENTION]
+    for i, (kind, entry) in enumerate(zip(kinds, fields, strict=True)):
+        names = ["kind", *(["tight"] if kind in TIGHT_KINDS else [])]
+        names += ["state"] if kind != "TightLayer" else []
+        field = entry.record(*names)
+        if kind not in TIGHT_KINDS:
+            yield SavedLayer(kind, None, None, field["state"])
+            continue
+        tight = field["tight"].record("length", "quant", "layout")
+        cfg = _config(tight["quant"])
+        if cfg != quant.for_layer(full.index(i), len(full)):
+            raise ValueError(f"{tight['quant'].where} is not what the cache's config gives it")
+        layout = None
+        if rows:  # then each compressed layer has pages, and the tokens that the rows have
+            layout = _layout(tight["layout"], cfg)
+        elif tight["layout"].value is not None:
+            raise tight["layout"].wrong("null, for there are no rows")
+        tight["length"].integer(length, length)
+        yield SavedLayer(kind, cfg, layout, field.get("state"))
+
+
+def _kind(field: Field) -> str:
+    kind = field.record_of_any().get("kind", Field(None, f"{field.where}.kind"))
+    return kind.one_of(*TIGHT_KINDS, *PLAIN_KINDS)
+
+
+def _layout(field: Field, cfg: KVQuantConfig) -> PageLayout:
+    items = field.items()
+    if len(items) != 3:
+        raise field.wrong("[KV heads, head_dim, dtype]")
+    heads, dim = items[0].integer(1, _MAX_HEADS), items[1].integer(16, _MAX_HEAD_DIM)
+    try:
+        return PageLayout(cfg, heads, dim, DTYPES[items[2].one_of(*DTYPES)])
+    except ValueError as error:
+        raise ValueError(f"{field.where}: {error}") from None

@@ -1,0 +1,78 @@
+"""A cache to one file."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tightkv.config import FORMAT_VERSION, KVQuantConfig
+from tightkv.files import whole_file
+from tightkv.integrations.transformers.layer import SharedSteps, TightLayer
+from tightkv.integrations.transformers.saving.container import checksum
+from tightkv.integrations.transformers.saving.header import parse_header
+from tightkv.integrations.transformers.saving.reading import KV_TENSORS, SavedCache
+from tightkv.integrations.transformers.saving.states import write_state
+from tightkv.sequences import SequenceTable
+
+
+def save_cache(
+    path: str | os.PathLike[str],
+    quant: KVQuantConfig,
+    table: SequenceTable,
+    layers: list[Any],
+    *,
+    grows: bool,
+) -> None:
+    """Write the whole cache; the file appears complete or not at all."""
+    used = sorted({page for row in table.rows for page in row.pages})
+    place = {page: i for i, page in enumerate(used)}
+    tensors: dict[str, Tensor] = {}
+    header = {
+        "format_version": FORMAT_VERSION,
+        "quant": quant.to_dict(),
+        "fingerprint": quant.fingerprint(),
+        "grows": grows,
+        "rows": [
+            {**asdict(row), "pages": [place[page] for page in row.pages]} for row in table.rows
+        ],
+        "layers": [_layer(layer, f"layers.{i}.", used, tensors) for i, layer in enumerate(layers)],
+    }
+    tensors = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    text = json.dumps(header, sort_keys=True)
+    _check(quant, text, tensors)
+    metadata = {"tightkv": text, "checksum": checksum(text, tensors)}
+    with whole_file(path, mode=0o600) as temporary:  # a cache tells what was asked
+        save_file(tensors, temporary, metadata)
+
+
+def _check(quant: KVQuantConfig, text: str, tensors: dict[str, Tensor]) -> None:
+    """Nothing is written that could not be read."""
+    try:
+        saved = SavedCache("it", parse_header(text), tensors)
+        saved.make_layers(SharedSteps(quant), "auto", torch.device("cpu"), [])
+    except ValueError as error:
+        raise ValueError(f"this cache cannot be saved: {error}") from None
+
+
+def _layer(layer: Any, prefix: str, used: list[int], tensors: dict[str, Tensor]) -> dict[str, Any]:
+    entry: dict[str, Any] = {"kind": type(layer).__name__}
+    if isinstance(layer, TightLayer):
+        entry["tight"] = {"length": 0, "quant": layer.cfg.to_dict(), "layout": None}
+        if layer.kv is not None and len(layer.shared.table):
+            kv = layer.kv
+            dtype = str(kv.layout.dtype)
+            entry["tight"]["length"] = layer.length
+            entry["tight"]["layout"] = [kv.layout.num_kv_heads, kv.layout.head_dim, dtype]
+            index = torch.tensor(used, dtype=torch.long, device=kv.device)
+            tensors[f"{prefix}pages"] = kv.pages[index]
+            for name in KV_TENSORS[1:]:
+                tensors[prefix + name] = getattr(kv, name)
+    if type(layer) is not TightLayer:
+        entry["state"] = write_state(layer, f"{prefix}state.", tensors)
+    return entry

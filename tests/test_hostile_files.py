@@ -1,0 +1,71 @@
+"""Files written by an attacker end in a clear error or a cache that works, never in bad memory."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tightkv.kernels import cpu
+from tightkv.kernels.cpu import library
+
+_MISSING = cpu.unavailable("cpu")
+pytestmark = pytest.mark.skipif(_MISSING is not None, reason=f"native CPU kernels: {_MISSING}")
+PROGRAM = Path(__file__).with_name("hostile_files.py")
+CASES = 10_000
+# Stacks of allocations and a long quarantine cost more time than the cases themselves.
+ASAN = "detect_leaks=0:malloc_context_size=2:quarantine_size_mb=16"
+
+
+@pytest.fixture(scope="module")
+def sanitized(tmp_path_factory):
+    """Arguments and environment of a Python with AddressSanitizer in the native kernels."""
+    compiler = shutil.which("gcc")
+    if not compiler:
+        pytest.skip("no gcc")
+    folder = Path(library.__file__).parent / "native"
+    built = tmp_path_factory.mktemp("asan") / "native.so"
+    flags = ["-std=gnu11", "-O2", "-g", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread"]
+    flags += ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", f"-I{folder}"]
+    sources = map(str, sorted(folder.glob("*.c")))
+    command = [compiler, *flags, *sources, "-o", str(built), "-lm"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if "asan" in done.stderr and "cannot find" in done.stderr:
+        pytest.skip(f"{compiler} has no sanitizers")
+    assert done.returncode == 0, done.stderr
+    runtime = subprocess.run(
+        [compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    preload = " ".join([runtime, *os.environ.get("LD_PRELOAD", "").split()])
+    environment = {
+        **os.environ,
+        "LD_PRELOAD": preload,
+        "ASAN_OPTIONS": ASAN,
+        "OMP_NUM_THREADS": "1",
+    }
+    return [sys.executable, str(PROGRAM), "--library", str(built)], environment
+
+
+def run(command, environment):
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_the_sanitizer_sees_a_page_that_is_not_there(sanitized):
+    command, environment = sanitized
+    done = run([*command, "--break-a-table"], environment)
+    assert done.returncode and "AddressSanitizer: heap-buffer-overflow" in done.stderr, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)  # a minute and a half where a core is free
+def test_mutated_files_end_in_errors_or_working_caches(sanitized, tmp_path):
+    command, environment = sanitized
+    progress = tmp_path / "progress"
+    done = run([*command, "--count", str(CASES), "--progress", str(progress)], environment)
+    case = progress.read_text().strip() if progress.is_file() else "none"
+    assert not done.returncode, f"at case {case} of {PROGRAM.name}:\n{done.stderr[-4000:]}"
+    loaded, refused = (int(word) for word in done.stdout.split() if word.isdigit())
+    assert loaded + refused == CASES
+    assert loaded > CASES // 20 and refused > CASES // 2  # both ends are tried
