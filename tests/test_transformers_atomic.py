@@ -158,6 +158,32 @@ def test_an_interrupted_first_pass_can_be_cropped_to_nothing_alone():
     cache.reorder_cache(torch.tensor([1, 0]))
 
 
+def test_tokens_that_no_attention_has_read_are_kept():
+    """A layer whose states are not read in a pass writes them before the next pass begins."""
+    read, unread = TightCache(QUANT), TightCache(QUANT)
+    for count in (40, 1, 7, 50):
+        states = [torch.randn(2, 1, count, 32) for _ in range(3)]
+        for cache in (read, unread):
+            for i, x in enumerate(states):
+                key, _ = cache.update(x, x, i)
+                if cache is read or i != 1:
+                    key.step.layer.commit()
+    assert unread.layers[1].get_seq_length() == 98
+    assert read.bytes_used() == unread.bytes_used()
+    assert same(content(read), content(unread))
+
+
+def test_a_pass_after_an_interrupted_one_is_refused_before_it_changes_anything():
+    model, ids = tiny(), prompt(2, 90)
+    cache = TightCache(QUANT, model=model)
+    feed(model, cache, ids[:, :80])
+    interrupt(model, 2, ids[:, 80:85], cache)
+    before = content(cache)
+    with pytest.raises(RuntimeError, match="have seen different tokens"):
+        feed(model, cache, ids[:, 85:])
+    assert same(before, content(cache))
+
+
 @pytest.mark.parametrize("bad", ["rows", "dtype"])
 def test_a_wrong_batch_reaches_no_layer(bad):
     model = tiny("gemma3")

@@ -111,10 +111,14 @@ class TightCache(Cache):  # type: ignore[misc]
         return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
 
     def _check_update(self, key_states: Tensor, layer_idx: int) -> None:
-        """Refuse what a compressed layer would refuse, before a layer of another kind takes it."""
+        """Refuse what the first compressed layer, or a later one, would refuse."""
         layer = self.layers[layer_idx]
+        if isinstance(layer, TightLayer):
+            if layer.step == self.shared.steps and layer.kv is not None:
+                self._check_first(layer)
+            return
         used = [i for i, x in enumerate(self.layers) if isinstance(x, TightLayer) and x.kv]
-        if isinstance(layer, TightLayer) or not used:
+        if not used:
             return
         tight = self.layers[used[0]]
         if key_states.shape[0] != tight.batch_size or key_states.dtype != tight.dtype:
@@ -126,6 +130,14 @@ class TightCache(Cache):  # type: ignore[misc]
         ahead = key_states.shape[2] if layer_idx > used[0] else 0
         if layer.get_seq_length() + ahead != tight.get_seq_length():
             raise RuntimeError(DIFFERENT_TOKENS)
+
+    def _check_first(self, layer: TightLayer) -> None:
+        """Before the table moves on, every layer must have written what came before."""
+        lengths = {x.get_seq_length() for x in self.tight_layers if x.kv is not None}
+        if layer.get_seq_length() != min(lengths):
+            raise RuntimeError(DIFFERENT_TOKENS)
+        if len(lengths) == 1:
+            self._commit()
 
     def prefetch(self, layer_idx: int, only_non_sliding: bool = True) -> None:
         """Begin to bring the pages of the next compressed layer from `layer_idx` on."""
