@@ -95,6 +95,18 @@ class Model:
         row.layers = [x[:length] for x in row.layers]
         row.sinks = min(row.sinks, max(0, length - row.start))
 
+    def interrupted(self, number, count, reading):
+        """`count` tokens reached some layers only, and were cropped away."""
+        row, old = self.rows[number], self.rows[number].copied_from
+        page = row.length // self.page * self.page
+        row.copied_from = min(max(old, row.length + count - self.ring), row.length)
+        if row.copied_from > page:
+            # The page was sealed with those tokens; what had no copy before has the codes it had.
+            row.mixed.add(page // self.page)
+            for at in range(page, min(old, row.length)):
+                if at >= row.start + row.sinks and at not in row.frozen:
+                    row.frozen[at] = [x[at].clone() for x in reading]
+
     def drop_exact(self, number):
         """Ring and sinks are lost: the open page is sealed later from its codes."""
         row = self.rows[number]

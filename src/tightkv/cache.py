@@ -76,7 +76,7 @@ class PagedKV:
 
         `rows` (and `same_length`) describe this layer where the table has moved on before it.
         """
-        self._fit_rows(len(self.table))
+        self.fit_rows()
         if rows is None:
             rows, same_length = self.table.tensors(self.device), self.table.same_length()
         return CacheView(
@@ -107,7 +107,7 @@ class PagedKV:
     def append(self, plan: AppendPlan, key: Tensor, value: Tensor) -> None:
         """Write the tokens of a plan: key and value [len(plan.rows), T, Hkv, D], T >= counts."""
         self._check(plan, key, value)
-        self._fit_rows(len(self.table))
+        self.fit_rows()
         self._fit_pages()
         if plan.copies:
             source, target = torch.tensor(plan.copies, device=self.device).T
@@ -191,6 +191,10 @@ class PagedKV:
                 f"key {tuple(key.shape)} and value {tuple(value.shape)} must agree and hold "
                 f"{max(plan.counts, default=0)} tokens"
             )
+
+    def fit_rows(self) -> None:
+        """Give every row of the table a ring and sinks."""
+        self._fit_rows(len(self.table))
 
     def _fit_rows(self, rows: int) -> None:
         missing = rows - len(self.ring_key)

@@ -209,6 +209,8 @@ class TightCache(Cache):  # type: ignore[misc]
         for tight in used:
             if keep > tight.length:
                 tight.commit()
+            elif keep and tight.step < self.shared.steps:
+                tight.catch_up()
         with _all_or_none(self._other_layers):
             for i, layer in enumerate(self.layers):
                 if type(layer) is not TightLayer:

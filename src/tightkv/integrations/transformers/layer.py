@@ -71,6 +71,12 @@ class SharedSteps:
             raise RuntimeError(DIFFERENT_TOKENS)
         return self._plan
 
+    def moved_by(self, step: int) -> AppendPlan:
+        """The plan of the newest step, which a layer is behind by."""
+        if self._plan is None or step != self.steps - 1:
+            raise RuntimeError(DIFFERENT_TOKENS)
+        return self._plan
+
     def follow(self, step: int, mask: Tensor | None, batch: int) -> Padding | None:
         """Give the table the left padding of a mask of step number `step`.
 
@@ -197,6 +203,27 @@ class TightLayer(CacheLayerMixin):  # type: ignore[misc]
     def drop_pending(self) -> None:
         """Forget the tokens of the last update, if they are not written yet."""
         self._pending = None
+
+    def catch_up(self) -> None:
+        """Follow the table through a pass that was interrupted before this layer.
+
+        Other layers may have sealed a page and overwritten their rings, and the table says so of
+        all layers. This one writes its newest token again in place of those it never saw.
+        """
+        assert self.kv is not None
+        self._pending = None
+        plan = self.shared.moved_by(self.step)
+        at = torch.tensor([row.length - 1 for row in self.shared.before], device=self.device)
+        row = torch.arange(len(at), device=self.device)
+        count, ring = plan.counts[0], self.kv.layout.ring_tokens
+        self.kv.fit_rows()
+        key, value = (
+            x[row, at.clamp_min(0) % ring][:, None].expand(-1, count, -1, -1)
+            for x in (self.kv.ring_key, self.kv.ring_value)
+        )
+        self.kv.append(plan, key, value)
+        self.step += 1
+        self.offload()
 
     def materialize(self, step: StepStates) -> tuple[Tensor, Tensor]:
         """All keys and values [B, Hkv, tokens, D] as of a step, its own tokens exact."""
