@@ -20,6 +20,7 @@ from tightkv.kernels.check import check_new_tokens, expect
 from tightkv.kernels.reference import materialize
 from tightkv.kernels.view import CacheView
 from tightkv.layout import PageLayout
+from tightkv.offload import DeviceBuffers, OffloadedPages
 from tightkv.sequences import AppendPlan, RowTensors, SequenceTable
 
 
@@ -42,8 +43,9 @@ class PagedKV:
         self.layout, self.table, self.device = layout, table, torch.device(device)
         self.codec = Codec(layout)
         self._kernels = kernel_choice.select(kernels, self.device, layout).__name__
-        self.pages = layout.new_pages(0, self.device)
-        self.device = self.pages.device  # "cuda" has a number now
+        self._pages = layout.new_pages(0, self.device)
+        self._offloaded: OffloadedPages | None = None
+        self.device = self._pages.device  # "cuda" has a number now
         heads, d = layout.num_kv_heads, layout.head_dim
         self.ring_key, self.ring_value = (
             torch.zeros(0, layout.ring_tokens, heads, d, dtype=layout.dtype, device=self.device)
@@ -59,13 +61,24 @@ class PagedKV:
         """Whose store, seal and attend this layer uses; kept by name, so caches can be copied."""
         return sys.modules[self._kernels]
 
+    @property
+    def pages(self) -> Tensor:
+        """uint8 [pages, Hkv, record_bytes] on the device; offloaded ones are brought there."""
+        return self._pages if self._offloaded is None else self._offloaded.tensor()
+
+    @pages.setter
+    def pages(self, pages: Tensor) -> None:
+        old, self._offloaded, self._pages = self._offloaded, None, pages
+        if old is not None:
+            self.offload(old.buffers)
+
     # --- reading ---
     def view(self, rows: RowTensors | None = None, same_length: int | None = None) -> CacheView:
         """The tensors attention needs for every row of the table.
 
         `rows` (and `same_length`) describe this layer where the table has moved on before it.
         """
-        self._fit_rows()
+        self.fit_rows()
         self._fit_pages()
         if rows is None:
             rows, same_length = self.table.tensors(self.device), self.table.same_length()
@@ -81,8 +94,10 @@ class PagedKV:
 
     def allocated_bytes(self) -> int:
         """Bytes of every tensor this layer holds, its share of the table's tensors included."""
-        own = (self.pages, self.ring_key, self.ring_value, self.sink_key, self.sink_value)
-        return sum(t.numel() * t.element_size() for t in (*own, *self.table.tensors(self.device)))
+        own = (self._pages, self.ring_key, self.ring_value, self.sink_key, self.sink_value)
+        away = 0 if self._offloaded is None else self._offloaded.allocated_bytes()
+        tensors = (*own, *self.table.tensors(self.device))
+        return away + sum(t.numel() * t.element_size() for t in tensors)
 
     def dequantize(self) -> tuple[Tensor, Tensor]:
         """Every token's key and value [B, tokens, Hkv, D] as attention sees them.
@@ -95,11 +110,13 @@ class PagedKV:
     def append(self, plan: AppendPlan, key: Tensor, value: Tensor) -> None:
         """Write the tokens of a plan: key and value [len(plan.rows), T, Hkv, D], T >= counts."""
         self._check(plan, key, value)
-        self._fit_rows()
+        self.fit_rows()
         self._fit_pages()
         if plan.copies:
             source, target = torch.tensor(plan.copies, device=self.device).T
             self.pages[target] = self.pages[source]
+        if self._offloaded is not None:
+            self._offloaded.mark(self.table.written_pages(plan))
         most = max(plan.counts, default=0)
         if not most:
             return
@@ -117,22 +134,50 @@ class PagedKV:
 
     def select(self, rows: Sequence[int]) -> None:
         """Follow `table.select(rows)`: move rings and sinks; pages stay where they are."""
+        self._fit_rows(max(rows, default=-1) + 1)
         index = torch.tensor(list(rows), device=self.device, dtype=torch.long)
         for name in _EXACT:
             setattr(self, name, getattr(self, name).index_select(0, index))
 
-    def move(self, device: torch.device | str) -> None:
-        """Take the layer's bytes to another device."""
-        self.device = torch.device(device)
-        for name in ("pages", *_EXACT):
-            setattr(self, name, getattr(self, name).to(self.device, non_blocking=True))
-
     def reserve(self, pages: int) -> None:
         """Make the pool hold at least `pages` pages, once, instead of growing to it."""
-        if pages > len(self.pages):
-            grown = self.layout.new_pages(pages, self.device)
-            grown[: len(self.pages)] = self.pages
-            self.pages = grown
+        if pages <= self._num_pages:
+            return
+        if self._offloaded is not None:
+            self._offloaded.grow(pages)
+            return
+        grown = self.layout.new_pages(pages, self.device)
+        grown[: len(self._pages)] = self._pages
+        self._pages = grown
+
+    # --- offloading ---
+    def offload(self, buffers: DeviceBuffers) -> None:
+        """From now on the pages are in host memory, but between a use and `release`.
+
+        Rings and sinks stay on the device. Layers that share `buffers` share device memory.
+        """
+        if self._offloaded is None:
+            pages, self._pages = self._pages, self.layout.new_pages(0, self.device)
+            self._offloaded = OffloadedPages(self.layout, self.device, buffers)
+            if len(pages):
+                self._offloaded.grow(len(pages))
+                self._offloaded.tensor().copy_(pages)
+                self._offloaded.mark(range(len(pages)))
+            self.release()
+
+    def fetch(self) -> None:
+        """Begin to bring offloaded pages to the device, for a use soon."""
+        if self._offloaded is not None:
+            self._offloaded.fetch()
+
+    def release(self) -> None:
+        """Hand on the device memory of offloaded pages; the next use brings them back."""
+        if self._offloaded is not None:
+            self._offloaded.release()
+
+    @property
+    def _num_pages(self) -> int:
+        return len(self._pages if self._offloaded is None else self._offloaded)
 
     def _check(self, plan: AppendPlan, key: Tensor, value: Tensor) -> None:
         heads, d = self.layout.num_kv_heads, self.layout.head_dim
@@ -144,8 +189,12 @@ class PagedKV:
                 f"key and value {list(key.shape)} must hold {max(plan.counts, default=0)} tokens"
             )
 
-    def _fit_rows(self) -> None:
-        missing = len(self.table) - len(self.ring_key)
+    def fit_rows(self) -> None:
+        """Give every row of the table a ring and sinks."""
+        self._fit_rows(len(self.table))
+
+    def _fit_rows(self, rows: int) -> None:
+        missing = rows - len(self.ring_key)
         if missing > 0:
             for name in _EXACT:
                 old = getattr(self, name)
@@ -153,8 +202,8 @@ class PagedKV:
 
     def _fit_pages(self) -> None:
         """Grow by a share at least: decoding rarely copies the pool, and little lies unused."""
-        if self.table.num_pages > len(self.pages):
-            wanted = max(self.table.num_pages, len(self.pages) + len(self.pages) // POOL_GROWTH)
+        if self.table.num_pages > self._num_pages:
+            wanted = max(self.table.num_pages, self._num_pages + self._num_pages // POOL_GROWTH)
             if self.table.max_pages is not None:
                 wanted = min(wanted, self.table.max_pages)
             self.reserve(wanted)

@@ -127,10 +127,10 @@ class SequenceTable:
         _check_range(f"{where}.sink_count", row.sink_count, 0, sinks)
 
     def clear(self) -> None:
-        """Forget every sequence; all pages are free."""
-        self.rows = []
+        """Forget every sequence and page; the next pages are handed out from 0 on."""
+        self.rows, self.num_pages = [], 0
         self._references.clear()
-        self._free = list(range(self.num_pages))[::-1]
+        self._free.clear()
         self._forget_tensors()
 
     def select(self, rows: Sequence[int]) -> None:
@@ -163,6 +163,23 @@ class SequenceTable:
         self._set_window(state)
         state.sink_count = min(state.sink_count, max(0, length - state.start))
         self._forget_tensors()
+
+    def set_start(self, row: int, start: int) -> None:
+        """Change a sequence's left padding: up only before its first real token, down at any time.
+
+        Tokens that turn out to be real keep the bytes they have; the sinks, whose copies lie
+        relative to the start, are read from the pages then.
+        """
+        self._check_row(row)
+        state = self.rows[row]
+        if start < 0 or (start > state.start and state.start < state.length):
+            raise ValueError(
+                f"start={start} for sequence {row}, which holds real tokens from {state.start} on; "
+                f"supported: 0 to {state.start}"
+            )
+        if start != state.start:
+            state.start, state.sink_count = start, 0
+            self._forget_tensors()
 
     def drop_exact(self, row: int) -> None:
         """Forget a sequence's ring and sinks: accuracy is lost, data is not."""
@@ -202,6 +219,14 @@ class SequenceTable:
                     state.sink_count = max(state.sink_count, wanted, 0)
         self._tensors.clear()
         return AppendPlan(tuple(rows), tuple(counts), exact_starts, tuple(copies))
+
+    def written_pages(self, plan: AppendPlan) -> list[int]:
+        """The pages that layers write in the append just planned."""
+        pages = [target for _, target in plan.copies]
+        for row, count in zip(plan.rows, plan.counts, strict=True):
+            state = self.rows[row]
+            pages += state.pages[(state.length - count) // self.page_size :]
+        return pages
 
     def _set_window(self, state: SequenceState, at: int | None = None) -> None:
         """The window of token `at` (the newest): its page and the ones before, where copied."""

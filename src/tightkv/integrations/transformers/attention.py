@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
 
+from tightkv.integrations.transformers.padding import Padding, left_padding, note_padding
 from tightkv.integrations.transformers.states import CompressedStates
 
 NAME = "tightkv"
@@ -35,15 +36,20 @@ def tightkv_mask(
     **kwargs: Any,
 ) -> Tensor | None:
     """The mask sdpa would get; None where it is causal and aligned to the end."""
+    padding = None
     if (
         allow_is_causal_skip
         and kv_offset == 0
         and q_offset + q_length == kv_length
         and (local_size is None or kv_length <= local_size)
-        and (attention_mask is None or bool(attention_mask.all()))
     ):
-        return None
-    mask: Tensor | None = sdpa_mask(
+        padding = Padding((0,) * batch_size, causal=True)
+        if attention_mask is not None:
+            visible = prepare_padding_mask(attention_mask, kv_length, kv_offset)
+            padding = left_padding(visible[:, :kv_length].bool())
+        if padding.causal and not any(padding.starts):
+            return None
+    mask: Tensor = sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,
         kv_length=kv_length,
@@ -55,6 +61,8 @@ def tightkv_mask(
         allow_is_causal_skip=False,
         **kwargs,
     )
+    if padding is not None and padding.causal:
+        note_padding(mask, padding)
     return mask
 
 
@@ -85,6 +93,7 @@ def tightkv_attention(
         out = _exact(module, query, key, value, attention_mask, scaling, causal, softcap, s_aux)
         return out, None
     step = key.step
+    padding_alone = step.layer.follow(step, attention_mask)
     if not step.past:  # the first prefill attends exactly
         out = _exact(
             module,
@@ -97,8 +106,10 @@ def tightkv_attention(
             softcap,
             s_aux,
         )
-        step.layer.commit(left_padding(attention_mask))
+        step.layer.commit()
         return out, None
+    if padding_alone and attention_mask is not None:  # the cache knows it: kernels need no mask
+        attention_mask, causal = None, True
     out, lse = step.layer.attend(
         step,
         query.transpose(1, 2),
@@ -108,15 +119,6 @@ def tightkv_attention(
         mask=attention_mask,
     )
     return (out if s_aux is None else _with_sink(out, lse, s_aux)), None
-
-
-def left_padding(mask: Tensor | None) -> list[int] | None:
-    """How many tokens each row is padded by on the left: those that no query sees."""
-    if mask is None or mask.dtype != torch.bool or mask.shape[0] == 0:
-        return None
-    seen = mask[:, 0].any(1)  # [B, keys]
-    starts = torch.where(seen.any(-1), seen.int().argmax(-1), 0)
-    return [int(start) for start in starts]
 
 
 def _exact(

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer
+from transformers.cache_utils import (
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from tightkv.config import KVQuantConfig
-from tightkv.integrations.transformers.layer import SharedSteps, TightHybridLayer, TightLayer
+from tightkv.integrations.transformers.layer import (
+    DIFFERENT_TOKENS,
+    SharedSteps,
+    TightHybridLayer,
+    TightLayer,
+    forget_states,
+)
 from tightkv.integrations.transformers.saving import read_cache, save_cache
 
 _COMPRESSIBLE = (DynamicLayer, LinearAttentionAndFullAttentionLayer)
@@ -24,6 +35,8 @@ class TightCache(Cache):  # type: ignore[misc]
     `quant` is a KVQuantConfig, a preset name, JSON or a mapping; None reads TIGHTKV_*.
     `model` (or its config) tells which layers are sliding-window or linear attention: those
     stay transformers' own. Without it every layer is taken for full attention.
+    `offloading` keeps the pages in host memory and brings those of one layer at a time to the
+    device, a layer ahead; rings, sinks and layers of transformers' own stay on the device.
     """
 
     def __init__(
@@ -36,14 +49,15 @@ class TightCache(Cache):  # type: ignore[misc]
     ) -> None:
         self.quant = KVQuantConfig.parse(quant)
         self.kernels = kernels
-        self.shared = SharedSteps(self.quant)
+        self.shared = SharedSteps(self.quant, offloading=offloading)
         if model is None:
             if self.quant.protected_first or self.quant.protected_last:
                 raise ValueError("protected layers need the model: TightCache(quant, model=model)")
-            super().__init__(layer_class_to_replicate=self._new_layer, offloading=offloading)
-            return
-        config = model.config if isinstance(model, PreTrainedModel) else model
-        super().__init__(layers=self._layers_of(config), offloading=offloading)
+            super().__init__(layer_class_to_replicate=self._new_layer)
+        else:
+            config = model.config if isinstance(model, PreTrainedModel) else model
+            super().__init__(layers=self._layers_of(config))
+        self.offloading = offloading  # not transformers' kind, which moves layers too early
 
     def _new_layer(self, cfg: KVQuantConfig | None = None, instead_of: Any = None) -> TightLayer:
         cfg = cfg or self.quant
@@ -78,7 +92,61 @@ class TightCache(Cache):  # type: ignore[misc]
                 layers[i] = self._new_layer(cfg, layers[i])
         return layers
 
-    # --- the compressed layers together ---
+    # --- a forward pass ---
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Take a layer's new tokens; see `Cache.update`."""
+        if self.layer_class_to_replicate is not None:
+            while len(self.layers) <= layer_idx:
+                self.layers.append(self.layer_class_to_replicate())
+        self._check_update(key_states, layer_idx)
+        if self.offloading:
+            self.prefetch(layer_idx + 1)
+        return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+
+    def _check_update(self, key_states: Tensor, layer_idx: int) -> None:
+        """Refuse what the first compressed layer, or a later one, would refuse."""
+        layer = self.layers[layer_idx]
+        if isinstance(layer, TightLayer):
+            if layer.step == self.shared.steps and layer.kv is not None:
+                self._check_first(layer)
+            return
+        used = [i for i, x in enumerate(self.layers) if isinstance(x, TightLayer) and x.kv]
+        if not used:
+            return
+        tight = self.layers[used[0]]
+        if key_states.shape[0] != tight.batch_size or key_states.dtype != tight.dtype:
+            raise ValueError(
+                f"layer {layer_idx} gets {key_states.shape[0]} rows of {key_states.dtype}; this "
+                f"cache holds {tight.batch_size} of {tight.dtype}. Use a new TightCache, or "
+                "reset() this one, for another model or batch"
+            )
+        ahead = key_states.shape[2] if layer_idx > used[0] else 0
+        if layer.get_seq_length() + ahead != tight.get_seq_length():
+            raise RuntimeError(DIFFERENT_TOKENS)
+
+    def _check_first(self, layer: TightLayer) -> None:
+        """Before the table moves on, every layer must have written what came before."""
+        lengths = {x.get_seq_length() for x in self.tight_layers if x.kv is not None}
+        if layer.get_seq_length() != min(lengths):
+            raise RuntimeError(DIFFERENT_TOKENS)
+        if len(lengths) == 1:
+            self._commit()
+
+    def prefetch(self, layer_idx: int, only_non_sliding: bool = True) -> None:
+        """Begin to bring the pages of the next compressed layer from `layer_idx` on."""
+        for layer in (*self.layers[layer_idx:], *self.layers[: max(layer_idx - 1, 0)]):
+            if isinstance(layer, TightLayer):
+                layer.prefetch()
+                return
+
+    def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
+        """Hand on the device memory of a layer's pages."""
+        if isinstance(self.layers[layer_idx], TightLayer):
+            self.layers[layer_idx].offload()
+
+    # --- the layers together: each change is made in all of them or in none ---
     @property
     def tight_layers(self) -> list[TightLayer]:
         return [layer for layer in self.layers if isinstance(layer, TightLayer)]
@@ -89,18 +157,26 @@ class TightCache(Cache):  # type: ignore[misc]
         return [layer for layer in self.layers if type(layer) is not TightLayer]
 
     def _commit(self) -> None:
+        """Write what is pending, and refuse to go on if a forward pass was interrupted."""
         for layer in self.tight_layers:
             layer.commit()
+        if len({layer.length for layer in self.tight_layers if layer.kv is not None}) > 1:
+            raise RuntimeError(DIFFERENT_TOKENS)
 
     def _select(self, rows: Sequence[int]) -> None:
         self._commit()
-        if len(self.shared.table):
-            self.shared.table.select(rows)
-            for tight in self.tight_layers:
-                if tight.kv is not None:
-                    tight.kv.select(rows)
-        for layer in self._other_layers:
-            layer.reorder_cache(torch.tensor(rows))
+        table = self.shared.table
+        if bad := [row for row in rows if not 0 <= row < len(table)]:
+            raise ValueError(
+                f"rows {bad} of {list(rows)}; this cache has rows 0 to {len(table) - 1}"
+            )
+        with _all_or_none(self._other_layers):
+            for layer in self._other_layers:
+                layer.reorder_cache(torch.tensor(rows, dtype=torch.long))
+        table.select(rows)
+        for tight in self.tight_layers:
+            if tight.kv is not None:
+                tight.kv.select(rows)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i goes on from what was row beam_idx[i]. Pages are shared, not copied."""
@@ -108,37 +184,58 @@ class TightCache(Cache):  # type: ignore[misc]
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only these rows."""
-        self._select(torch.arange(self.batch_size)[indices.cpu()].tolist())
+        self._select(torch.arange(len(self.shared.table))[indices.cpu()].tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row `repeats` times."""
-        self._select([row for row in range(self.batch_size) for _ in range(repeats)])
+        if repeats < 1:
+            raise ValueError(f"repeats={repeats}; it must be at least 1")
+        self._select([row for row in range(len(self.shared.table)) for _ in range(repeats)])
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop -tokens_to_remove newest tokens; a positive number is the length to keep."""
-        self._commit()
-        lengths = self.shared.table.lengths
-        if lengths and tokens_to_remove:
-            keep = tokens_to_remove if tokens_to_remove > 0 else lengths[0] + tokens_to_remove
-            keep = max(0, min(keep, lengths[0]))
-            for row in range(len(lengths)):
-                self.shared.table.crop(row, keep)
-            for tight in self.tight_layers:
-                tight.length, tight.step = min(tight.length, keep), self.shared.steps
-        for layer in self._other_layers:
-            layer.crop(tokens_to_remove)
+        table, used = self.shared.table, [x for x in self.tight_layers if x.kv is not None]
+        total = max((layer.get_seq_length() for layer in used), default=0)
+        keep = tokens_to_remove if tokens_to_remove > 0 else total + tokens_to_remove
+        keep = max(0, min(keep, total))
+        shortest = min((layer.get_seq_length() for layer in used), default=0)
+        if keep > shortest:
+            raise RuntimeError(f"{DIFFERENT_TOKENS}: every layer holds {shortest} tokens")
+        for tight in used:
+            if keep > tight.length:
+                tight.commit()
+            elif keep and tight.step < self.shared.steps:
+                tight.catch_up()
+        with _all_or_none(self._other_layers):
+            for i, layer in enumerate(self.layers):
+                if type(layer) is not TightLayer:
+                    _crop_other(layer, i, keep, total - keep)
+        for row in range(len(table)):
+            table.crop(row, keep)
+        for tight in self.tight_layers:
+            tight.drop_pending()
+            # A layer that has never been used has no tokens to go on from.
+            if tight.kv is not None or not keep:
+                tight.length, tight.step = keep, self.shared.steps
 
     def reset(self) -> None:
         """Forget everything; another model or batch may use the cache next."""
-        self.shared.table.clear()
-        super().reset()
+        self.shared.reset()
+        for layer in self.layers:
+            layer.reset()
+            if isinstance(layer, LinearAttentionLayer):
+                forget_states(layer)
 
     # --- files ---
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the cache to one safetensors file that `load` reads back exactly."""
         self._commit()
         grows = self.layer_class_to_replicate is not None
-        save_cache(path, self.quant, self.shared.table, self.layers, grows=grows)
+        try:
+            save_cache(path, self.quant, self.shared.table, self.layers, grows=grows)
+        finally:
+            for layer in self.tight_layers:
+                layer.offload()
 
     @classmethod
     def load(
@@ -181,3 +278,62 @@ class TightCache(Cache):  # type: ignore[misc]
             layout = layer.kv.layout
             plain += 4 * layout.num_kv_heads * layout.head_dim * sum(self.shared.table.lengths)
         return {"compressed": held, "bf16": plain}
+
+
+@contextmanager
+def _all_or_none(layers: Sequence[Any]) -> Iterator[None]:
+    """Put layers back as they were if one of them refuses.
+
+    Attributes and their dicts are put back: the layers' own operations replace tensors, and
+    never write into them.
+    """
+    before = [
+        {name: dict(x) if isinstance(x, dict) else x for name, x in vars(layer).items()}
+        for layer in layers
+    ]
+    try:
+        yield
+    except BaseException:
+        for layer, state in zip(layers, before, strict=True):
+            vars(layer).clear()
+            vars(layer).update(state)
+        raise
+
+
+def _crop_other(layer: Any, number: int, keep: int, removed: int) -> None:
+    """Crop a layer of transformers' own, or a hybrid layer's linear part, by what is too much.
+
+    Layers that record the past also drop what they do not need, so none to remove is a call too.
+    """
+    if isinstance(layer, LinearAttentionLayer):
+        if not any(layer.is_conv_states_initialized.values()):
+            return
+        if not removed and not layer.record_past:
+            return
+        if removed and any(layer.is_recurrent_states_initialized.values()):
+            raise RuntimeError(
+                f"layer {number} has a recurrent state, which cannot be taken back by {removed} "
+                "tokens; compute the cache again"
+            )
+        LinearAttentionLayer.crop(layer, -removed)
+        for i, state in layer.conv_states.items():
+            if state is not None and state.shape[-1] < layer.conv_kernel_size[i]:
+                raise RuntimeError(_too_far(number, removed))
+        return
+    if not layer.is_initialized:
+        return
+    removed = max(0, layer.get_seq_length() - keep)
+    if not removed and not getattr(layer, "record_past", False):
+        return
+    layer.crop(-removed)
+    held, window = layer.keys.shape[-2], getattr(layer, "sliding_window", None)
+    wanted = keep if window is None else min(keep, window - 1)
+    if held < wanted:
+        raise RuntimeError(_too_far(number, removed))
+
+
+def _too_far(number: int, removed: int) -> str:
+    return (
+        f"layer {number} has not recorded enough to be taken back by {removed} tokens; call "
+        "activate_past_recording() before they are added, or compute the cache again"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,9 +13,11 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 from tightkv.attention import attend
 from tightkv.cache import PagedKV
 from tightkv.config import KVQuantConfig
+from tightkv.integrations.transformers.padding import Padding, noted_padding, seen_padding
 from tightkv.integrations.transformers.states import StepStates
 from tightkv.kernels.reference import materialize
 from tightkv.layout import page_layout
+from tightkv.offload import DeviceBuffers
 from tightkv.sequences import (
     AppendPlan,
     RowTensors,
@@ -24,6 +27,10 @@ from tightkv.sequences import (
     same_length,
 )
 
+DIFFERENT_TOKENS = (
+    "the layers of this TightCache have seen different tokens (an interrupted forward pass?); "
+    "crop the interrupted tokens or reset the cache"
+)
 # Up to this many new tokens are appended first and read back from the exact ring.
 _DECODE_TOKENS = 16
 
@@ -31,28 +38,80 @@ _DECODE_TOKENS = 16
 class SharedSteps:
     """The table all layers share, moved on by the first layer of each forward pass."""
 
-    def __init__(self, cfg: KVQuantConfig) -> None:
+    def __init__(self, cfg: KVQuantConfig, *, offloading: bool = False) -> None:
         # A layer's ring lives as long as its sequences, so open pages need no codes.
         self.table = SequenceTable(cfg, open_codes=False)
+        self.buffers = DeviceBuffers() if offloading else None
         self.steps = 0
         self.before: list[SequenceState] = []
         self._plan: AppendPlan | None = None
         self._before_tensors: dict[str, RowTensors] = {}
+        self._padded_step = -1  # whose padding the table has
+        self._seen: tuple[int, weakref.ref[Tensor], Padding] | None = None
 
-    def plan(self, step: int, batch: int, count: int, starts: Sequence[int] | None) -> AppendPlan:
+    def reset(self) -> None:
+        """Forget every sequence, and the device memory that layers take turns with."""
+        self.table.clear()
+        if self.buffers is not None:
+            self.buffers.clear()
+        self.before, self._before_tensors = [], {}
+        self._plan, self._seen = None, None
+
+    def plan(self, step: int, batch: int, count: int) -> AppendPlan:
         """The plan of a layer's step number `step`, made by whichever layer asks first."""
         if step == self.steps:
+            if self._padded_step != step:  # no mask has come by: what is new is not padding
+                self._set_starts(step, [min(row.start, row.length) for row in self.table.rows])
             if not len(self.table):
-                self.table.add_rows(starts if starts is not None else [0] * batch)
+                self.table.add_rows([0] * batch)
             self.before, self._before_tensors = self.table.snapshot(), {}
             self._plan = self.table.append(range(batch), [count] * batch)
             self.steps += 1
         if self._plan is None or step != self.steps - 1 or self._plan.counts != (count,) * batch:
-            raise RuntimeError(
-                "the layers of this TightCache have seen different tokens (an interrupted forward "
-                "pass?); crop the interrupted tokens or reset the cache"
-            )
+            raise RuntimeError(DIFFERENT_TOKENS)
         return self._plan
+
+    def moved_by(self, step: int) -> AppendPlan:
+        """The plan of the newest step, which a layer is behind by."""
+        if self._plan is None or step != self.steps - 1:
+            raise RuntimeError(DIFFERENT_TOKENS)
+        return self._plan
+
+    def follow(self, step: int, mask: Tensor | None, batch: int) -> Padding | None:
+        """Give the table the left padding of a mask of step number `step`.
+
+        Returns what the mask hides, or None if it was not looked at: nothing depends on it.
+        """
+        padding = noted_padding(mask, batch)
+        if padding is None:
+            assert mask is not None
+            real = [row.start < row.length for row in self.table.rows]
+            if real and all(real) and not any(row.start for row in self.table.rows):
+                return None
+            padding = self._look_at(step, mask, batch)
+        self._set_starts(step, padding.starts)
+        self._padded_step = step
+        return padding
+
+    def _look_at(self, step: int, mask: Tensor, batch: int) -> Padding:
+        """`seen_padding` waits for the device: once for a mask and step, not for every layer."""
+        if self._seen is None or self._seen[0] != step or self._seen[1]() is not mask:
+            self._seen = step, weakref.ref(mask), seen_padding(mask, batch)
+        return self._seen[2]
+
+    def _set_starts(self, step: int, starts: Sequence[int]) -> None:
+        """Rows without a real token take a new start; others only show what was hidden."""
+        if not len(self.table):
+            self.table.add_rows(starts)
+            return
+        for row, start in enumerate(starts):
+            state = self.table.rows[row]
+            moved = step != self.steps  # another layer has given this step its starts
+            if start < state.start or (state.length <= state.start and not moved):
+                self.table.set_start(row, start)
+                if moved and start < self.before[row].start:
+                    self.before[row].start, self.before[row].sink_count = start, 0
+                    self._before_tensors = {}
 
     def rows_at(self, step: int, device: torch.device) -> RowTensors:
         """The rows as they were before step number `step`."""
@@ -102,6 +161,8 @@ class TightLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.kv is None:
             self.lazy_initialization(key_states, value_states)
         self._check(key_states, value_states)
+        if self.shared.buffers is not None and self.kv is not None:
+            self.kv.offload(self.shared.buffers)
         self._pending = StepStates(self, key_states, value_states)
         return self._pending.tensors()
 
@@ -121,19 +182,57 @@ class TightLayer(CacheLayerMixin):  # type: ignore[misc]
                     f"{self.device}. Use a new TightCache, or reset() this one"
                 )
 
-    def commit(self, starts: Sequence[int] | None = None) -> None:
+    def commit(self) -> None:
         """Write the tokens of the last update into ring and pages."""
+        if self._pending is not None:
+            try:
+                self._write()
+            finally:
+                self.offload()
+
+    def _write(self) -> None:
         if self._pending is None:
             return
         assert self.kv is not None
         step, self._pending = self._pending, None
         batch, _, count, _ = step.new_key.shape
-        plan = self.shared.plan(self.step, batch, count, starts)
+        plan = self.shared.plan(self.step, batch, count)
         self.kv.append(plan, step.new_key.transpose(1, 2), step.new_value.transpose(1, 2))
         self.length, self.step = self.length + count, self.step + 1
 
+    def drop_pending(self) -> None:
+        """Forget the tokens of the last update, if they are not written yet."""
+        self._pending = None
+
+    def catch_up(self) -> None:
+        """Follow the table through a pass that was interrupted before this layer.
+
+        Other layers may have sealed a page and overwritten their rings, and the table says so of
+        all layers. This one writes its newest token again in place of those it never saw.
+        """
+        assert self.kv is not None
+        self._pending = None
+        plan = self.shared.moved_by(self.step)
+        at = torch.tensor([row.length - 1 for row in self.shared.before], device=self.device)
+        row = torch.arange(len(at), device=self.device)
+        count, ring = plan.counts[0], self.kv.layout.ring_tokens
+        self.kv.fit_rows()
+        key, value = (
+            x[row, at.clamp_min(0) % ring][:, None].expand(-1, count, -1, -1)
+            for x in (self.kv.ring_key, self.kv.ring_value)
+        )
+        self.kv.append(plan, key, value)
+        self.step += 1
+        self.offload()
+
     def materialize(self, step: StepStates) -> tuple[Tensor, Tensor]:
         """All keys and values [B, Hkv, tokens, D] as of a step, its own tokens exact."""
+        try:
+            return self._materialize(step)
+        finally:
+            self.offload()
+
+    def _materialize(self, step: StepStates) -> tuple[Tensor, Tensor]:
         assert self.kv is not None
         if self._pending is not step:
             key, value = self.kv.dequantize()
@@ -146,14 +245,34 @@ class TightLayer(CacheLayerMixin):  # type: ignore[misc]
                 torch.cat([key.transpose(1, 2), step.new_key], 2),
                 torch.cat([value.transpose(1, 2), step.new_value], 2),
             )
-        self.commit()
+        self._write()
         return whole
+
+    def follow(self, step: StepStates, mask: Tensor | None) -> bool:
+        """Take the left padding of a mask; True if the mask hides nothing that `attend` shows.
+
+        Then causal attention without the mask is the same. `attend` hides the padding that is in
+        the cache, not what a long chunk brings itself.
+        """
+        number = self.step if self._pending is step else self.step - 1
+        padding = self.shared.follow(number, mask, step.new_key.shape[0])
+        if padding is None or not padding.causal:
+            return False
+        if step.new_key.shape[2] > _DECODE_TOKENS and max(padding.starts, default=0) > step.past:
+            return False
+        return [row.start for row in self.shared.table.rows] == list(padding.starts)
 
     def attend(self, step: StepStates, query: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         """Attention of query [B, Lq, Hq, D] over pages, ring and the step's new tokens."""
+        try:
+            return self._attend(step, query, **options)
+        finally:
+            self.offload()
+
+    def _attend(self, step: StepStates, query: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         assert self.kv is not None
         if self._pending is not step or query.shape[1] <= _DECODE_TOKENS:
-            self.commit()
+            self._write()
             return attend(self.kv, query, **options)
         out = attend(
             self.kv,
@@ -166,7 +285,7 @@ class TightLayer(CacheLayerMixin):  # type: ignore[misc]
             new_value=step.new_value.transpose(1, 2),
             **options,
         )
-        self.commit()
+        self._write()
         return out
 
     # --- what transformers asks ---
@@ -185,14 +304,14 @@ class TightLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = False
 
     def offload(self) -> None:
-        """Move this layer's bytes to the CPU until `prefetch`."""
+        """Hand on the device memory of offloaded pages, once attention has read them."""
         if self.kv is not None:
-            self.commit()
-            self.kv.move("cpu")
+            self.kv.release()
 
     def prefetch(self) -> None:
+        """Begin to bring offloaded pages to the device."""
         if self.kv is not None:
-            self.kv.move(self.device)
+            self.kv.fetch()
 
     @property
     def batch_size(self) -> int:
@@ -220,13 +339,19 @@ class TightHybridLayer(LinearAttentionLayer, TightLayer):  # type: ignore[misc]
         part.lazy_initialization(self, *args, **kwargs)
 
     def offload(self) -> None:
+        """Pages move; states of linear attention, which have a fixed size, stay."""
         TightLayer.offload(self)
-        LinearAttentionLayer.offload(self)
 
     def prefetch(self) -> None:
         TightLayer.prefetch(self)
-        LinearAttentionLayer.prefetch(self)
 
     def reset(self) -> None:
         TightLayer.reset(self)
-        LinearAttentionLayer.reset(self)
+        forget_states(self)
+
+
+def forget_states(layer: LinearAttentionLayer) -> None:
+    """Make linear-attention states as new: the next batch may have another size."""
+    recording = layer.record_past
+    LinearAttentionLayer.__init__(layer, number_of_states=layer.number_of_states)
+    layer.record_past = recording
