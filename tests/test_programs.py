@@ -61,6 +61,7 @@ class Pages:
         self.model = Model(layouts, torch.Generator().manual_seed(seed), kernels)
         self.layers = [PagedKV(x, self.table, "cpu", kernels) for x in layouts]
         self.add([0, 0], 2)
+        self.append(seed, seed // 12, 2)
 
     def check(self):
         self.model.check(self.table, self.layers)
@@ -195,6 +196,7 @@ class Tight:
         self.model = Model(layouts, torch.Generator().manual_seed(seed), self.kernels)
         self.cache = TightCache(CONFIGS[name], kernels=self.kernels, offloading=bool(seed % 3))
         self.pads = self.pads_of(seed)
+        self.append(seed, seed // 12, 0)
 
     def pads_of(self, seed):
         return [0, 45 * (seed % 2)][: 1 + seed % 4 // 2]
