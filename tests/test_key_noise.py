@@ -71,8 +71,11 @@ def test_more_pairs_than_channels_are_refused() -> None:
 @pytest.mark.parametrize("bias_size", [0.0, 3.0])
 def test_predicted_noise_is_that_of_real_codes(bits: int, bias_size: float) -> None:
     norm = 1 + 0.5 * draw(HIDDEN, seed=2)
+    loud = torch.tensor([1.0, 3.0, 1.0, 1.0]).repeat_interleave(DIM)  # one query head of four
     query = ProjectionWeights(
-        draw(HEADS * DIM, HIDDEN, seed=3) / 8, HEADS, draw(HEADS * DIM, seed=4)
+        draw(HEADS * DIM, HIDDEN, seed=3) / 8 * loud[:, None],
+        HEADS,
+        loud * draw(HEADS * DIM, seed=4),
     )
     sizes = torch.tensor([1.0, 2.0]).repeat_interleave(DIM)  # heads that differ
     key = ProjectionWeights(
