@@ -11,7 +11,7 @@ from torch import Tensor
 from tightkv.config import BITS, KVQuantConfig
 from tightkv.math.quantize import TurboQuantMSE
 from tightkv.model_shape.key_noise import (
-    ProjectionWeights,
+    Projection,
     needed_key_bits,
     score_noise,
     turned_energy,
@@ -72,21 +72,23 @@ def test_more_pairs_than_channels_are_refused() -> None:
 def test_predicted_noise_is_that_of_real_codes(bits: int, bias_size: float) -> None:
     norm = 1 + 0.5 * draw(HIDDEN, seed=2)
     loud = torch.tensor([1.0, 3.0, 1.0, 1.0]).repeat_interleave(DIM)  # one query head of four
-    query = ProjectionWeights(
-        draw(HEADS * DIM, HIDDEN, seed=3) / 8 * loud[:, None],
+    query = Projection(
         HEADS,
+        DIM,
+        draw(HEADS * DIM, HIDDEN, seed=3) / 8 * loud[:, None],
         loud * draw(HEADS * DIM, seed=4),
     )
     sizes = torch.tensor([1.0, 2.0]).repeat_interleave(DIM)  # heads that differ
-    key = ProjectionWeights(
-        draw(KV_HEADS * DIM, HIDDEN, seed=5) / 8 * sizes[:, None],
+    key = Projection(
         KV_HEADS,
+        DIM,
+        draw(KV_HEADS * DIM, HIDDEN, seed=5) / 8 * sizes[:, None],
         bias_size * sizes * draw(KV_HEADS * DIM, seed=6),
     )
     tokens = draw(40, PAGE, HIDDEN, seed=7) * norm  # 40 pages
 
-    def project(own: ProjectionWeights) -> Tensor:
-        assert own.bias is not None
+    def project(own: Projection) -> Tensor:
+        assert own.weight is not None and own.bias is not None
         made = tokens @ own.weight.T + own.bias
         return rope(made.unflatten(-1, (own.heads, DIM)).transpose(1, 2), 128)
 
@@ -102,7 +104,7 @@ def test_predicted_noise_is_that_of_real_codes(bits: int, bias_size: float) -> N
 
 
 def test_scale_of_the_scores() -> None:
-    weights = ProjectionWeights(draw(DIM, HIDDEN, seed=8), 1)
+    weights = Projection(1, DIM, draw(DIM, HIDDEN, seed=8))
     usual = score_noise(weights, weights, None, INV_FREQ, PAGE)
     half = score_noise(weights, weights, None, INV_FREQ, PAGE, scale=0.5 * DIM**-0.5)
     assert torch.allclose(half, usual / 4)
@@ -111,17 +113,32 @@ def test_scale_of_the_scores() -> None:
 def test_a_norm_after_the_projection_decides_the_size() -> None:
     norm = 1 + draw(DIM, seed=9).abs()
     bias = 1000 * torch.ones(DIM)  # its size is lost in the norm
-    weights = ProjectionWeights(draw(DIM, HIDDEN, seed=10), 1, bias, norm)
+    weights = Projection(1, DIM, draw(DIM, HIDDEN, seed=10), bias, norm)
     energy = norm.square().sum()
     found = score_noise(weights, weights, None, INV_FREQ, PAGE)
     assert torch.allclose(found, energy * energy / DIM**2)
 
 
 def test_uneven_heads_are_refused() -> None:
-    query = ProjectionWeights(torch.zeros(3 * DIM, HIDDEN), 3)
-    key = ProjectionWeights(torch.zeros(2 * DIM, HIDDEN), 2)
     with pytest.raises(ValueError, match="3 query heads do not share 2 KV heads"):
-        score_noise(query, key, None, INV_FREQ, PAGE)
+        score_noise(Projection(3, DIM), Projection(2, DIM), None, INV_FREQ, PAGE)
+
+
+@pytest.mark.parametrize("name", ["weight", "bias", "head_norm"])
+def test_tensors_of_another_shape_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} of shape .* for 2 heads of 64"):
+        Projection(2, DIM, **{name: torch.zeros(DIM + 1)})
+
+
+def test_biases_alone_give_a_lower_bound() -> None:
+    """As of a checkpoint whose matrices are quantized."""
+    weight, bias = draw(DIM, HIDDEN, seed=11) / 8, 9 * draw(DIM, seed=12)
+    whole, known = Projection(1, DIM, weight, bias), Projection(1, DIM, None, bias)
+    assert score_noise(Projection(1, DIM), known, None, INV_FREQ, PAGE) == 0
+    bound = score_noise(known, known, None, INV_FREQ, PAGE)
+    turned = turned_energy(bias[None], INV_FREQ, PAGE)
+    assert torch.allclose(bound, bias.square().sum() * turned / DIM**2)
+    assert bound < score_noise(whole, whole, None, INV_FREQ, PAGE)
 
 
 # Noise of a score at distortion 1, worst head of a layer: the largest of SmolLM2-135M, of

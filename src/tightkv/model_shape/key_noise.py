@@ -25,33 +25,51 @@ NOISE_LIMIT = 12.0
 
 
 @dataclass(frozen=True)
-class ProjectionWeights:
-    """What makes the queries, or the keys, of one layer. Tensors of any float dtype."""
+class Projection:
+    """What makes the queries, or the keys, of one layer. Tensors of any float dtype.
 
-    weight: Tensor
-    """[heads * head_dim, hidden]."""
+    A part that is None counts as zero: without the weight (a quantized one, say) the noise is a
+    lower bound, which finds a turned bias all the same.
+    """
+
     heads: int
+    head_dim: int
+    weight: Tensor | None = None
+    """[heads * head_dim, hidden]."""
     bias: Tensor | None = None
     """[heads * head_dim]."""
     head_norm: Tensor | None = None
     """[head_dim]: weight of a per-head RMSNorm after the projection (QK-norm)."""
 
+    def __post_init__(self) -> None:
+        rows = self.heads * self.head_dim
+        for name, part, size in (
+            ("weight", self.weight, rows),
+            ("bias", self.bias, rows),
+            ("head_norm", self.head_norm, self.head_dim),
+        ):
+            if part is not None and part.shape[0] != size:
+                raise ValueError(
+                    f"{name} of shape {list(part.shape)} for {self.heads} heads of "
+                    f"{self.head_dim}; its first size must be {size}"
+                )
+
     def energy(self, input_norm: Tensor | None) -> Tensor:
         """[heads]: E|x|^2 of the vectors before RoPE, less the bias."""
         if self.head_norm is not None:
-            return self.head_norm.float().square().sum().expand(self.heads)
+            return self.head_norm.float().cpu().square().sum().expand(self.heads)
+        if self.weight is None:
+            return torch.zeros(self.heads)
         weight = self.weight.float()
         if input_norm is not None:
-            weight = weight * input_norm.float().to(weight.device)
-        return weight.square().sum(1).unflatten(0, (self.heads, -1)).sum(1)
+            weight = weight * input_norm.to(weight)
+        return weight.square().sum(1).unflatten(0, (self.heads, -1)).sum(1).cpu()
 
     def biases(self) -> Tensor:
         """[heads, head_dim]; zero without a bias, and under a norm, which takes its size away."""
         if self.bias is None or self.head_norm is not None:
-            flat = torch.zeros(self.weight.shape[0], device=self.weight.device)
-        else:
-            flat = self.bias.float()
-        return flat.unflatten(0, (self.heads, -1))
+            return torch.zeros(self.heads, self.head_dim)
+        return self.bias.float().cpu().unflatten(0, (self.heads, -1))
 
 
 def turned_share(inv_freq: Tensor, page_size: int) -> Tensor:
@@ -60,8 +78,8 @@ def turned_share(inv_freq: Tensor, page_size: int) -> Tensor:
     The mean of page_size unit vectors, each turned by w more, has the length
     |sin(page_size w / 2) / (page_size sin(w / 2))|.
     """
-    steps = torch.arange(page_size, dtype=torch.float64, device=inv_freq.device)
-    angles = steps[:, None] * inv_freq.double()
+    steps = torch.arange(page_size, dtype=torch.float64, device="cpu")
+    angles = steps[:, None] * inv_freq.double().cpu()
     mean = angles.cos().mean(0).square() + angles.sin().mean(0).square()
     return (1 - mean).clamp_min(0).float()
 
@@ -77,15 +95,15 @@ def turned_energy(
     pairs = inv_freq.numel()
     if 2 * pairs > bias.shape[-1]:
         raise ValueError(f"{pairs} RoPE pairs do not fit a head of {bias.shape[-1]} channels")
-    squares = bias[..., : 2 * pairs].float().square()
+    squares = bias[..., : 2 * pairs].float().cpu().square()
     split = squares.unflatten(-1, (pairs, 2) if interleaved else (2, pairs))
     energy = split.sum(-1 if interleaved else -2)
-    return (energy * turned_share(inv_freq, page_size).to(energy.device)).sum(-1)
+    return (energy * turned_share(inv_freq, page_size)).sum(-1)
 
 
 def score_noise(
-    query: ProjectionWeights,
-    key: ProjectionWeights,
+    query: Projection,
+    key: Projection,
     input_norm: Tensor | None,
     inv_freq: Tensor,
     page_size: int,
@@ -94,18 +112,17 @@ def score_noise(
 ) -> Tensor:
     """[KV heads]: variance of a score for a code of distortion 1, mean of a group's queries.
 
-    `input_norm` [hidden] is the weight of the norm before the projections. `scale` is that of the
-    scores, head_dim ** -0.5 unless given.
+    `input_norm` [hidden] is what the norm before the projections multiplies by (1 + weight in
+    Gemma). `scale` is that of the scores, head_dim ** -0.5 unless given.
     """
     if query.heads % key.heads:
         raise ValueError(f"{query.heads} query heads do not share {key.heads} KV heads evenly")
-    head_dim = key.weight.shape[0] // key.heads
-    factor = 1 / head_dim if scale is None else scale * scale
+    factor = 1 / key.head_dim if scale is None else scale * scale
     keys = key.energy(input_norm)
     keys = keys + turned_energy(key.biases(), inv_freq, page_size, interleaved)
     queries = query.energy(input_norm) + query.biases().square().sum(1)
     grouped = queries.unflatten(0, (key.heads, -1)).mean(1)
-    return factor / head_dim * grouped * keys
+    return factor / key.head_dim * grouped * keys
 
 
 def needed_key_bits(cfg: KVQuantConfig, noise: float, limit: float = NOISE_LIMIT) -> int:
