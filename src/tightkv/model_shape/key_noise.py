@@ -1,0 +1,138 @@
+"""How much noise coded keys would put into attention scores, from a layer's weights alone.
+
+A code of b bits replaces a key's residual r (what its page's mean leaves) by r + e, where the
+rotation makes e isotropic: E|e|^2 = D_b |r|^2. A score scale * q.k then has a noise of variance
+
+    scale^2 * E|q|^2 * D_b * E|r|^2 / d.
+
+Both energies follow from the weights, for inputs of unit RMS: E|W (g * x)|^2 = |W diag(g)|^2 in
+the Frobenius norm, plus the bias. The mean of a page takes off what is constant in it: of a key
+bias, the RoPE pairs that hardly turn within the page.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tightkv.config import BITS, KVQuantConfig
+from tightkv.math.codebook import get_codebook
+
+NOISE_LIMIT = 12.0
+"""Variance of a score beyond which a layer's keys get more bits."""
+
+
+@dataclass(frozen=True)
+class Projection:
+    """What makes the queries, or the keys, of one layer. Tensors of any float dtype.
+
+    A part that is None counts as zero: without the weight (a quantized one, say) the noise is a
+    lower bound, which finds a turned bias all the same.
+    """
+
+    heads: int
+    head_dim: int
+    weight: Tensor | None = None
+    """[heads * head_dim, hidden]."""
+    bias: Tensor | None = None
+    """[heads * head_dim]."""
+    head_norm: Tensor | None = None
+    """[head_dim]: weight of a per-head RMSNorm after the projection (QK-norm)."""
+
+    def __post_init__(self) -> None:
+        rows = self.heads * self.head_dim
+        for name, part, size in (
+            ("weight", self.weight, rows),
+            ("bias", self.bias, rows),
+            ("head_norm", self.head_norm, self.head_dim),
+        ):
+            if part is not None and part.shape[0] != size:
+                raise ValueError(
+                    f"{name} of shape {list(part.shape)} for {self.heads} heads of "
+                    f"{self.head_dim}; its first size must be {size}"
+                )
+
+    def energy(self, input_norm: Tensor | None) -> Tensor:
+        """[heads]: E|x|^2 of the vectors before RoPE, less the bias."""
+        if self.head_norm is not None:
+            return self.head_norm.float().cpu().square().sum().expand(self.heads)
+        if self.weight is None:
+            return torch.zeros(self.heads)
+        weight = self.weight.float()
+        if input_norm is not None:
+            weight = weight * input_norm.to(weight)
+        return weight.square().sum(1).unflatten(0, (self.heads, -1)).sum(1).cpu()
+
+    def biases(self) -> Tensor:
+        """[heads, head_dim]; zero without a bias, and under a norm, which takes its size away."""
+        if self.bias is None or self.head_norm is not None:
+            return torch.zeros(self.heads, self.head_dim)
+        return self.bias.float().cpu().unflatten(0, (self.heads, -1))
+
+
+def turned_share(inv_freq: Tensor, page_size: int) -> Tensor:
+    """[pairs]: the share of a constant pair's energy that a page's mean leaves after RoPE.
+
+    The mean of page_size unit vectors, each turned by w more, has the length
+    |sin(page_size w / 2) / (page_size sin(w / 2))|.
+    """
+    steps = torch.arange(page_size, dtype=torch.float64, device="cpu")
+    angles = steps[:, None] * inv_freq.double().cpu()
+    mean = angles.cos().mean(0).square() + angles.sin().mean(0).square()
+    return (1 - mean).clamp_min(0).float()
+
+
+def turned_energy(
+    bias: Tensor, inv_freq: Tensor, page_size: int, interleaved: bool = False
+) -> Tensor:
+    """[heads]: energy of a key bias [heads, head_dim] that page means leave.
+
+    Pairs are (i, i + pairs), or (2i, 2i + 1) where interleaved; channels beyond the pairs do not
+    turn.
+    """
+    pairs = inv_freq.numel()
+    if 2 * pairs > bias.shape[-1]:
+        raise ValueError(f"{pairs} RoPE pairs do not fit a head of {bias.shape[-1]} channels")
+    squares = bias[..., : 2 * pairs].float().cpu().square()
+    split = squares.unflatten(-1, (pairs, 2) if interleaved else (2, pairs))
+    energy = split.sum(-1 if interleaved else -2)
+    return (energy * turned_share(inv_freq, page_size)).sum(-1)
+
+
+def score_noise(
+    query: Projection,
+    key: Projection,
+    input_norm: Tensor | None,
+    inv_freq: Tensor,
+    page_size: int,
+    scale: float | None = None,
+    interleaved: bool = False,
+) -> Tensor:
+    """[KV heads]: variance of a score for a code of distortion 1, mean of a group's queries.
+
+    `input_norm` [hidden] is what the norm before the projections multiplies by (1 + weight in
+    Gemma). `scale` is that of the scores, head_dim ** -0.5 unless given.
+    """
+    if query.heads % key.heads:
+        raise ValueError(f"{query.heads} query heads do not share {key.heads} KV heads evenly")
+    factor = 1 / key.head_dim if scale is None else scale * scale
+    keys = key.energy(input_norm)
+    keys = keys + turned_energy(key.biases(), inv_freq, page_size, interleaved)
+    queries = query.energy(input_norm) + query.biases().square().sum(1)
+    grouped = queries.unflatten(0, (key.heads, -1)).mean(1)
+    return factor / key.head_dim * grouped * keys
+
+
+def needed_key_bits(cfg: KVQuantConfig, noise: float, limit: float = NOISE_LIMIT) -> int:
+    """The fewest bits, no fewer than the config's, that keep a layer's score noise at the limit.
+
+    `noise` is that of its worst head (`score_noise`). Keys that no code keeps at it get 16.
+    """
+    if not noise >= 0:  # NaN too: broken weights must not pass for quiet ones
+        raise ValueError(f"noise={noise}; a variance is a number of at least 0")
+    for bits in BITS[:-1]:
+        if bits >= cfg.key_bits and noise * get_codebook("fp8", bits).distortion <= limit:
+            return bits
+    return 16

@@ -1,0 +1,167 @@
+"""The noise of coded keys in scores: predicted from weights, against codes that are really made."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from tightkv.config import BITS, KVQuantConfig
+from tightkv.math.quantize import TurboQuantMSE
+from tightkv.model_shape.key_noise import (
+    Projection,
+    needed_key_bits,
+    score_noise,
+    turned_energy,
+    turned_share,
+)
+
+HIDDEN, HEADS, KV_HEADS, DIM, PAGE = 96, 4, 2, 64, 64
+INV_FREQ = 10000.0 ** (-torch.arange(0, DIM, 2) / DIM)
+
+
+def draw(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def rope(x: Tensor, start: int, inv_freq: Tensor = INV_FREQ, interleaved: bool = False) -> Tensor:
+    """x [..., tokens, dim] turned to positions start, start + 1, ..."""
+    pairs = inv_freq.numel()
+    turned, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
+    angle = (start + torch.arange(x.shape[-2]))[:, None] * inv_freq
+    split = turned.unflatten(-1, (pairs, 2)) if interleaved else turned.unflatten(-1, (2, pairs))
+    a, b = split.unbind(-1 if interleaved else -2)
+    a, b = a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()
+    joined = torch.stack([a, b], -1 if interleaved else -2).flatten(-2)
+    return torch.cat([joined, rest], -1)
+
+
+@pytest.mark.parametrize("page_size", [32, 64, 256])
+def test_share_left_by_a_page_mean(page_size: int) -> None:
+    share = turned_share(torch.tensor([0.0, 1e-4, 2 * math.pi / page_size, 1.0]), page_size)
+    assert share[0] == 0
+    assert share[1] < 1e-3
+    assert share[2] == pytest.approx(1, abs=1e-6)  # one whole turn: the mean is zero
+    length = math.sin(page_size / 2) / (page_size * math.sin(0.5))
+    assert share[3] == pytest.approx(1 - length**2, abs=1e-6)
+
+
+@pytest.mark.parametrize("start", [0, 4096])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("pairs", [32, 12])
+def test_turned_energy_is_what_a_page_mean_leaves(
+    start: int, interleaved: bool, pairs: int
+) -> None:
+    bias, inv_freq = draw(KV_HEADS, DIM, seed=1), INV_FREQ[:pairs].double()
+    keys = bias[:, None].double().expand(-1, PAGE, -1)
+    keys = rope(keys, start, inv_freq, interleaved)
+    left = (keys - keys.mean(1, keepdim=True)).square().sum(-1).mean(1)
+    found = turned_energy(bias, inv_freq, PAGE, interleaved)
+    assert torch.allclose(found.double(), left, rtol=1e-5)
+
+
+def test_more_pairs_than_channels_are_refused() -> None:
+    with pytest.raises(ValueError, match="32 RoPE pairs do not fit a head of 48 channels"):
+        turned_energy(torch.zeros(1, 48), INV_FREQ, PAGE)
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("bias_size", [0.0, 3.0])
+def test_predicted_noise_is_that_of_real_codes(bits: int, bias_size: float) -> None:
+    norm = 1 + 0.5 * draw(HIDDEN, seed=2)
+    loud = torch.tensor([1.0, 3.0, 1.0, 1.0]).repeat_interleave(DIM)  # one query head of four
+    query = Projection(
+        HEADS,
+        DIM,
+        draw(HEADS * DIM, HIDDEN, seed=3) / 8 * loud[:, None],
+        loud * draw(HEADS * DIM, seed=4),
+    )
+    sizes = torch.tensor([1.0, 2.0]).repeat_interleave(DIM)  # heads that differ
+    key = Projection(
+        KV_HEADS,
+        DIM,
+        draw(KV_HEADS * DIM, HIDDEN, seed=5) / 8 * sizes[:, None],
+        bias_size * sizes * draw(KV_HEADS * DIM, seed=6),
+    )
+    tokens = draw(40, PAGE, HIDDEN, seed=7) * norm  # 40 pages
+
+    def project(own: Projection) -> Tensor:
+        assert own.weight is not None and own.bias is not None
+        made = tokens @ own.weight.T + own.bias
+        return rope(made.unflatten(-1, (own.heads, DIM)).transpose(1, 2), 128)
+
+    queries, keys = project(query), project(key)  # [pages, heads, PAGE, DIM]
+    rest = keys - keys.mean(2, keepdim=True)
+    code = TurboQuantMSE(DIM, bits, scale_mode="least_squares")
+    error = code.decode(code.encode(rest)) - rest
+    grouped = queries.unflatten(1, (KV_HEADS, -1))
+    scores = grouped @ error[:, :, None].transpose(-1, -2) * DIM**-0.5
+    measured = scores.square().mean((0, 2, 3, 4))
+    predicted = score_noise(query, key, norm, INV_FREQ, PAGE) * code.codebook.distortion
+    assert torch.allclose(measured, predicted, rtol=0.15)
+
+
+def test_scale_of_the_scores() -> None:
+    weights = Projection(1, DIM, draw(DIM, HIDDEN, seed=8))
+    usual = score_noise(weights, weights, None, INV_FREQ, PAGE)
+    half = score_noise(weights, weights, None, INV_FREQ, PAGE, scale=0.5 * DIM**-0.5)
+    assert torch.allclose(half, usual / 4)
+
+
+def test_a_norm_after_the_projection_decides_the_size() -> None:
+    norm = 1 + draw(DIM, seed=9).abs()
+    bias = 1000 * torch.ones(DIM)  # its size is lost in the norm
+    weights = Projection(1, DIM, draw(DIM, HIDDEN, seed=10), bias, norm)
+    energy = norm.square().sum()
+    found = score_noise(weights, weights, None, INV_FREQ, PAGE)
+    assert torch.allclose(found, energy * energy / DIM**2)
+
+
+def test_uneven_heads_are_refused() -> None:
+    with pytest.raises(ValueError, match="3 query heads do not share 2 KV heads"):
+        score_noise(Projection(3, DIM), Projection(2, DIM), None, INV_FREQ, PAGE)
+
+
+@pytest.mark.parametrize("name", ["weight", "bias", "head_norm"])
+def test_tensors_of_another_shape_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} of shape .* for 2 heads of 64"):
+        Projection(2, DIM, **{name: torch.zeros(DIM + 1)})
+
+
+def test_biases_alone_give_a_lower_bound() -> None:
+    """As of a checkpoint whose matrices are quantized."""
+    weight, bias = draw(DIM, HIDDEN, seed=11) / 8, 9 * draw(DIM, seed=12)
+    whole, known = Projection(1, DIM, weight, bias), Projection(1, DIM, None, bias)
+    assert score_noise(Projection(1, DIM), known, None, INV_FREQ, PAGE) == 0
+    bound = score_noise(known, known, None, INV_FREQ, PAGE)
+    turned = turned_energy(bias[None], INV_FREQ, PAGE)
+    assert torch.allclose(bound, bias.square().sum() * turned / DIM**2)
+    assert bound < score_noise(whole, whole, None, INV_FREQ, PAGE)
+
+
+# Noise of a score at distortion 1, worst head of a layer: the largest of SmolLM2-135M, of
+# Qwen2.5-Coder-1.5B, of Qwen2.5-Coder-0.5B but for its first layer, and that layer.
+QUIET, LOUD = (20.5, 16.5, 29.1), 4702.0
+
+
+@pytest.mark.parametrize("preset", ["k8v4", "k4v4", "k3v3", "k3v2", "k2v2"])
+def test_bits_for_layers_of_real_models(preset: str) -> None:
+    cfg = KVQuantConfig.preset(preset)
+    assert [needed_key_bits(cfg, noise) for noise in QUIET] == [cfg.key_bits] * 3
+    assert needed_key_bits(cfg, LOUD) == 8
+
+
+def test_bits_grow_with_the_noise_up_to_16() -> None:
+    cfg = KVQuantConfig.preset("k2v2")
+    bits = [needed_key_bits(cfg, 10.0 ** (step / 4)) for step in range(-12, 40)]
+    assert bits == sorted(bits)
+    assert set(bits) == set(BITS)
+    assert needed_key_bits(cfg, math.inf) == 16
+
+
+@pytest.mark.parametrize("noise", [-1.0, math.nan])
+def test_noise_that_is_no_variance_is_refused(noise: float) -> None:
+    with pytest.raises(ValueError, match="a variance is a number of at least 0"):
+        needed_key_bits(KVQuantConfig(), noise)
