@@ -208,3 +208,42 @@ def test_files_that_are_no_configs(tmp_path):
     ):
         with pytest.raises(ValueError, match=word):
             KVQuantConfig.parse(source)
+
+
+def test_bits_of_single_layers():
+    cfg = KVQuantConfig.preset("k3v3", layer_bits="12=k4v4 0=k8v3,7=k3v3", protected_last=1)
+    assert cfg.layer_bits == "0=k8v3,7=k3v3,12=k4v4" and cfg.name == "k3v3+"
+    assert cfg.bits_of_layers() == {0: (8, 3), 7: (3, 3), 12: (4, 4)}
+    bits = [(c.key_bits, c.value_bits) for c in (cfg.for_layer(i, 9) for i in range(9))]
+    assert bits == [(8, 3)] + [(3, 3)] * 7 + [(8, 8)]
+    # Every sixth layer is compressed: numbers are the model's.
+    assert cfg.for_layer(1, 3, 12).key_bits == 4 and cfg.for_layer(0, 3, 5).key_bits == 3
+    assert cfg.for_layer(2, 3, 12).key_bits == 4  # named ones before protected ones
+    assert cfg.for_layer(1, 9) == KVQuantConfig.preset("k3v3")
+    assert KVQuantConfig.parse(cfg.to_json()) == cfg
+    assert KVQuantConfig.from_env({"TIGHTKV_LAYER_BITS": "3=k8v4"}).bits_of_layers() == {3: (8, 4)}
+    sketched = KVQuantConfig(key_method="prod", key_bits=4, layer_bits="0=k8v4")
+    assert sketched.for_layer(0, 2).key_method == "mse"
+    assert sketched.for_layer(1, 2).key_method == "prod"
+
+
+@pytest.mark.parametrize(
+    "text,word",
+    [
+        ("0", "is not LAYER=kBITSvBITS"),
+        ("0=8", "is not LAYER"),
+        ("-1=k8v4", "is not LAYER"),
+        ("0=k5v4", "layer_bits of layer 0=5; supported: 2, 3, 4, 8, 16"),
+        ("0=k8v4,0=k4v4", "names layer 0 twice"),
+        ("999999=k4v4", "is not LAYER"),
+        ("٣=k4v4", "is not LAYER"),
+    ],
+)
+def test_bits_of_layers_that_make_no_sense(text, word):
+    with pytest.raises(ValueError, match=word):
+        KVQuantConfig(layer_bits=text)
+
+
+def test_the_fingerprint_is_that_of_yesterday_without_bits_of_layers():
+    assert KVQuantConfig().fingerprint() == KVQuantConfig(protect_keys=False).fingerprint()
+    assert KVQuantConfig().fingerprint() != KVQuantConfig(layer_bits="0=k8v4").fingerprint()

@@ -42,6 +42,8 @@ OTHER: dict[str, Any] = {
     "protected_first": 1,
     "protected_last": 2,
     "protected_bits": 16,
+    "layer_bits": "0=k8v4,3=k8v8",
+    "protect_keys": False,
     "outlier_share": 0.25,
     "outlier_extra_bits": 2,
     "outlier_side": "keys",

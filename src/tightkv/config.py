@@ -7,6 +7,7 @@ import difflib
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +56,7 @@ ENV_SETTINGS = ("TIGHTKV_KERNELS", "TIGHTKV_CACHE_DIR", "TIGHTKV_CPU_ISA")
 _BLOCK, _SERVER_BLOCKS = "kv_quant", ("model", "runtime")
 
 # Fields that change how a cache behaves but not the bytes of a page.
-_NOT_STORED = ("exact_pages", "sinks", "check_finite")
+_NOT_STORED = ("exact_pages", "sinks", "check_finite", "protect_keys")
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,10 @@ class KVQuantConfig:
     """How many of the last compressed layers use protected_bits."""
     protected_bits: int = 8
     """Bits of protected layers, keys and values: 2, 3, 4, 8 or 16."""
+    layer_bits: str = ""
+    """Bits of single layers, by their number in the model: "0=k8v4,5=k4v4"."""
+    protect_keys: bool = True
+    """Give keys more bits in layers whose weights say that codes would drown their scores."""
     outlier_share: float = 0.0
     """Share of channels that get outlier_extra_bits more; 0 is off, 0.5 makes 3 bits 3.5."""
     outlier_extra_bits: int = 1
@@ -131,6 +136,7 @@ class KVQuantConfig:
         _at_least("protected_first", self.protected_first, 0)
         _at_least("protected_last", self.protected_last, 0)
         _at_least("outlier_extra_bits", self.outlier_extra_bits, 1)
+        object.__setattr__(self, "layer_bits", _layer_bits_text(self.bits_of_layers()))
         if self.sinks > self.page_size:
             raise ValueError(
                 f"sinks={self.sinks} does not fit a page; allowed: 0 to {self.page_size}"
@@ -187,22 +193,34 @@ class KVQuantConfig:
     def compresses(self) -> bool:
         return self.key_bits != 16 or self.value_bits != 16
 
-    def for_layer(self, layer: int, num_layers: int) -> KVQuantConfig:
-        """The config of compressed layer `layer`; protected ones have protected_bits."""
+    def bits_of_layers(self) -> dict[int, tuple[int, int]]:
+        """`layer_bits`: key and value bits by a layer's number in the model."""
+        return _parse_layer_bits(self.layer_bits)
+
+    def for_layer(
+        self, layer: int, num_layers: int, model_layer: int | None = None
+    ) -> KVQuantConfig:
+        """The config of compressed layer `layer` of `num_layers`.
+
+        `model_layer` is its number among all layers of the model, `layer` unless given. Its
+        `layer_bits` come first, then protected_bits.
+        """
         if not 0 <= layer < num_layers:
             raise ValueError(f"layer={layer}; allowed: 0 to {num_layers - 1}")
-        if self.protected_first <= layer < num_layers - self.protected_last:
-            return self.replace(protected_first=0, protected_last=0)
-        bits = self.protected_bits
-        return self.replace(
-            key_bits=max(bits, self.key_bits),
-            value_bits=max(bits, self.value_bits),
+        plain = self.replace(protected_first=0, protected_last=0, layer_bits="", protect_keys=True)
+        bits = self.bits_of_layers().get(layer if model_layer is None else model_layer)
+        if bits is None and self.protected_first <= layer < num_layers - self.protected_last:
+            return plain
+        if bits is None:
+            least = self.protected_bits
+            bits = max(least, self.key_bits), max(least, self.value_bits)
+        return plain.replace(
+            key_bits=bits[0],
+            value_bits=bits[1],
             key_method="mse",
             value_method="mse",
             outlier_share=0.0,
             outlier_channels=(),
-            protected_first=0,
-            protected_last=0,
         )
 
     # --- making one ---
@@ -283,12 +301,14 @@ class KVQuantConfig:
     def fingerprint(self) -> str:
         """16 hex digits that change with anything that changes a page's bytes."""
         stored = {k: v for k, v in self.to_dict().items() if k not in _NOT_STORED}
+        if not self.layer_bits:  # as before there was such a field
+            del stored["layer_bits"]
         stored["format"] = FORMAT_VERSION
         return hashlib.sha256(json.dumps(stored, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def name(self) -> str:
-        """Short label such as k4v4; a method other than mse is named too."""
+        """Short label such as k4v4, k4v4+ with layer_bits; a method other than mse is named."""
 
         def side(letter: str, which: str) -> str:
             label = f"{letter}{self.bits(which)}"
@@ -296,7 +316,7 @@ class KVQuantConfig:
                 label += f".{round(10 * self.outlier_share * self.outlier_extra_bits)}"
             return label if self.method(which) == "mse" else f"{label}{self.method(which)}"
 
-        return side("k", "key") + side("v", "value")
+        return side("k", "key") + side("v", "value") + ("+" if self.layer_bits else "")
 
 
 _FIELDS = {f.name: f for f in dataclasses.fields(KVQuantConfig)}
@@ -315,6 +335,27 @@ def _check_types(cfg: KVQuantConfig) -> None:
             )
     if any(type(c) is not int or c < 0 for c in cfg.outlier_channels):
         raise ValueError(f"outlier_channels={cfg.outlier_channels}; allowed: whole numbers >= 0")
+
+
+def _parse_layer_bits(text: str) -> dict[int, tuple[int, int]]:
+    found: dict[int, tuple[int, int]] = {}
+    for part in text.replace(",", " ").split():
+        match = re.fullmatch(r"([0-9]{1,5})=k([0-9]{1,2})v([0-9]{1,2})", part, re.ASCII)
+        if match is None:
+            raise ValueError(
+                f"layer_bits={text!r}: {part!r} is not LAYER=kBITSvBITS, for example '0=k8v4'"
+            )
+        layer, key, value = map(int, match.groups())
+        for bits in (key, value):
+            _one_of(f"layer_bits of layer {layer}", bits, BITS)
+        if layer in found:
+            raise ValueError(f"layer_bits={text!r} names layer {layer} twice")
+        found[layer] = key, value
+    return found
+
+
+def _layer_bits_text(bits: Mapping[int, tuple[int, int]]) -> str:
+    return ",".join(f"{layer}=k{key}v{value}" for layer, (key, value) in sorted(bits.items()))
 
 
 def _one_of(name: str, value: object, allowed: tuple[Any, ...]) -> None:

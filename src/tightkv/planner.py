@@ -144,7 +144,7 @@ def config_plan(name: str, shape: ModelShape, cfg: KVQuantConfig, ranks: int = 1
     compressed = [i for i, layer in enumerate(layers) if kept_reason(layer) is None]
     layouts = {}
     for number, i in enumerate(compressed):
-        layer_cfg = cfg.for_layer(number, len(compressed))
+        layer_cfg = cfg.for_layer(number, len(compressed), i)
         if layer_cfg.compresses:
             heads, dim = layers[i].num_kv_heads, layers[i].head_dim
             layouts[i] = PageLayout(layer_cfg, heads, dim, cache_dtype(shape))

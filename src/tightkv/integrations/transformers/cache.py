@@ -87,7 +87,7 @@ class TightCache(Cache):  # type: ignore[misc]
                 f"{kinds}); use DynamicCache"
             )
         for number, i in enumerate(full):
-            cfg = self.quant.for_layer(number, len(full))
+            cfg = self.quant.for_layer(number, len(full), i)
             if cfg.compresses:
                 layers[i] = self._new_layer(cfg, layers[i])
         return layers

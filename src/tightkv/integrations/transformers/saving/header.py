@@ -113,7 +113,7 @@ def _layers(
             continue
         tight = field["tight"].record("length", "quant", "layout")
         cfg = _config(tight["quant"])
-        if cfg != quant.for_layer(full.index(i), len(full)):
+        if cfg != quant.for_layer(full.index(i), len(full), i):
             raise ValueError(f"{tight['quant'].where} is not what the cache's config gives it")
         layout = None
         if rows:  # then each compressed layer has pages, and the tokens that the rows have
