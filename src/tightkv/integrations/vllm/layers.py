@@ -21,6 +21,7 @@ from tightkv.integrations.vllm.backend import TightBackend
 from tightkv.integrations.vllm.compat import page_spec
 from tightkv.integrations.vllm.cuts import Limits
 from tightkv.integrations.vllm.options import EngineOptions, engine_options, with_options
+from tightkv.integrations.vllm.protection import check_keys, model_layers
 from tightkv.layout import RING_SLACK, PageLayout, page_layout
 
 logger = logging.getLogger("vllm.tightkv")  # vLLM's handlers show its children
@@ -64,7 +65,8 @@ def change_over(vllm_config: Any) -> None:
     if options is None or all(hasattr(layer, _LAYOUT) for layer in layers.values()):
         return
     refuse_impossible(options, vllm_config)
-    plan = make_plan(options, vllm_config, layers)
+    checked = check_keys(options.config, vllm_config)
+    plan = make_plan(replace(options, config=checked.config), vllm_config, layers)
     for layer in layers.values():
         setattr(layer, _LAYOUT, (None, 1))
     plan = replace(plan, block_pages=_fit_other_layers(plan, layers, vllm_config))
@@ -185,10 +187,10 @@ def make_plan(options: EngineOptions, vllm_config: Any, layers: dict[str, Any]) 
     for reason in sorted({reason for reason in reasons.values() if reason}):
         count = list(reasons.values()).count(reason)
         logger.info("tightkv: %d layers stay with vLLM's own cache: %s", count, reason)
-    dtype = vllm_config.model_config.dtype
+    dtype, numbers = vllm_config.model_config.dtype, model_layers(chosen)
     layouts = {
         name: page_layout(
-            options.config.for_layer(number, len(chosen)),
+            options.config.for_layer(number, len(chosen), numbers[name]),
             layers[name].num_kv_heads,
             layers[name].head_size,
             dtype,

@@ -1,0 +1,56 @@
+"""More bits for keys whose layers need them, from the checkpoint that an engine has loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tightkv.config import KVQuantConfig
+from tightkv.key_check import CheckedConfig, KeyCheck, not_checked
+
+
+def check_keys(cfg: KVQuantConfig, vllm_config: Any) -> CheckedConfig:
+    """The config with the bits of layers that need more.
+
+    All ranks and stages read the same files, and so agree.
+    """
+    if not cfg.protect_keys or cfg.key_bits == 16:
+        return CheckedConfig(cfg)
+    folder = checkpoint_folder(vllm_config)
+    if isinstance(folder, str):
+        return CheckedConfig(cfg, not_checked(cfg, folder))
+    return KeyCheck(folder).protect(cfg)
+
+
+def checkpoint_folder(vllm_config: Any) -> Path | str:
+    """Where the loaded weights lie, or why that is not known."""
+    load, model = vllm_config.load_config, vllm_config.model_config
+    if load.load_format == "dummy":
+        return "its weights are random (load_format dummy)"
+    path = Path(model.model)
+    if path.is_dir():
+        return path
+    if path.is_file():
+        return f"{model.model!r} is a file; folders with safetensors files are read"
+    try:
+        from huggingface_hub import snapshot_download
+
+        found = snapshot_download(
+            model.model, revision=model.revision, cache_dir=load.download_dir, local_files_only=True
+        )
+    except (ImportError, OSError, ValueError):
+        return f"{model.model!r} is neither a folder nor in the hub's local cache"
+    return Path(found)
+
+
+def model_layers(names: Iterable[str]) -> dict[str, int]:
+    """The number of each layer in the model, from vLLM's dotted names; -1 where it has none.
+
+    A number that came before is that of a layer of another model, a draft of the first.
+    """
+    numbers: dict[str, int] = {}
+    for name in names:
+        number = next((int(part) for part in name.split(".") if part.isdecimal()), -1)
+        numbers[name] = -1 if number in numbers.values() else number
+    return numbers

@@ -1,0 +1,97 @@
+"""Which layers of a checkpoint need more bits for their keys, and how a user is told."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tightkv.config import KVQuantConfig
+from tightkv.math.codebook import get_codebook
+from tightkv.model_shape import ModelShape, read_model_shape
+from tightkv.model_shape.folder_noise import NOT_READABLE, LayerScores, read_scores
+from tightkv.model_shape.key_noise import NOISE_LIMIT, protected_layer_bits
+from tightkv.planner import config_plan, kept_reason
+
+
+@dataclass(frozen=True)
+class CheckedConfig:
+    """A config with the bits that its model's keys need, and what is said about it, if anything."""
+
+    config: KVQuantConfig
+    line: str | None = None
+    raised: bool = False
+    """Whether layers got more bits."""
+
+
+class KeyCheck:
+    """The layers of one checkpoint folder. Weights are read once, for all configs."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.reason: str | None = None
+        self._scores: dict[int, LayerScores] = {}
+        try:
+            self.shape: ModelShape = read_model_shape(folder)
+            layers = self.shape.layers
+            compressed = [i for i, layer in enumerate(layers) if kept_reason(layer) is None]
+            self._scores = read_scores(self.shape, compressed) if compressed else {}
+        except NOT_READABLE as error:
+            self.reason = str(error)
+
+    def protect(self, cfg: KVQuantConfig) -> CheckedConfig:
+        """`cfg` with the layer_bits of noisy layers, unless its protect_keys is off."""
+        if not cfg.protect_keys or cfg.key_bits == 16:
+            return CheckedConfig(cfg)
+        if self.reason is not None:
+            return CheckedConfig(cfg, not_checked(cfg, self.reason))
+        try:
+            noise = {i: scores.noise(cfg.page_size) for i, scores in self._scores.items()}
+        except ValueError as error:
+            return CheckedConfig(cfg, not_checked(cfg, str(error)))
+        checked = cfg.replace(layer_bits=protected_layer_bits(cfg, noise))
+        if checked == cfg:
+            return CheckedConfig(cfg)
+        return CheckedConfig(checked, protection_line(cfg, checked, noise, self.shape), True)
+
+
+def not_checked(cfg: KVQuantConfig, reason: str) -> str:
+    """The line for a model whose weights say nothing."""
+    return (
+        f"tightkv {cfg.name}: not checked whether keys of some layers need more bits: {reason} "
+        f"(layer_bits sets bits of layers, protect_keys=false skips the check)"
+    )
+
+
+def protection_line(
+    cfg: KVQuantConfig, checked: KVQuantConfig, noise: dict[int, float], shape: ModelShape
+) -> str:
+    """What `checked` changes in `cfg`, why, what it costs, and the way back."""
+    given, now = cfg.bits_of_layers(), checked.bits_of_layers()
+    groups: dict[int, list[int]] = {}
+    for layer in sorted(set(now) - set(given)):
+        groups.setdefault(now[layer][0], []).append(layer)
+    told = [
+        f"{'no compression' if bits == 16 else f'{bits}-bit keys'} in {_layers(layers)}"
+        for bits, layers in groups.items()
+    ]
+    order = sorted(noise)
+    worst = max(
+        noise[layer] * _distortion(cfg.for_layer(order.index(layer), len(order), layer))
+        for layers in groups.values()
+        for layer in layers
+    )
+    before, after = (config_plan("", shape, c).bytes_per_token for c in (cfg, checked))
+    return (
+        f"tightkv {cfg.name}: {', '.join(told)}: by its weights, codes of fewer bits would put "
+        f"noise of variance {worst:,.0f} into attention scores (limit {NOISE_LIMIT:g}). "
+        f"{after:,.0f} bytes a token instead of {before:,.0f}; protect_keys=false turns this off"
+    )
+
+
+def _distortion(cfg: KVQuantConfig) -> float:
+    return get_codebook("fp8", cfg.key_bits).distortion
+
+
+def _layers(layers: Iterable[int]) -> str:
+    numbers = [str(layer) for layer in layers]
+    return f"layer{'s' * (len(numbers) > 1)} {', '.join(numbers)}"
