@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from tightkv.config import KVQuantConfig
 from tightkv.math.codebook import get_codebook
 from tightkv.model_shape import ModelShape, read_model_shape
-from tightkv.model_shape.folder_noise import NOT_READABLE, LayerScores, read_scores
+from tightkv.model_shape.folder_noise import NOT_READABLE, LayerScores, WeightTensor, read_scores
 from tightkv.model_shape.key_noise import NOISE_LIMIT, protected_layer_bits
 from tightkv.planner import config_plan, kept_reason
 
@@ -25,16 +26,21 @@ class CheckedConfig:
 
 
 class KeyCheck:
-    """The layers of one checkpoint folder. Weights are read once, for all configs."""
+    """The layers of one model. Weights are read once, for all configs."""
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    def __init__(
+        self,
+        source: str | os.PathLike[str] | Any,
+        tensors: Mapping[str, WeightTensor] | None = None,
+    ) -> None:
+        """A checkpoint's folder; or a model's config, and its weights by name."""
         self.reason: str | None = None
         self._scores: dict[int, LayerScores] = {}
         try:
-            self.shape: ModelShape = read_model_shape(folder)
+            self.shape: ModelShape = read_model_shape(source)
             layers = self.shape.layers
             compressed = [i for i, layer in enumerate(layers) if kept_reason(layer) is None]
-            self._scores = read_scores(self.shape, compressed) if compressed else {}
+            self._scores = read_scores(self.shape, compressed, tensors) if compressed else {}
         except NOT_READABLE as error:
             self.reason = str(error)
 

@@ -1,4 +1,4 @@
-"""The noise that coded keys would put into a checkpoint's scores, from the files of its folder.
+"""The noise that coded keys would put into a model's scores, from its folder or its weights.
 
 Only what makes queries and keys is read: norms, biases, and matrices where they are no quantized
 ones. Queries and keys under a norm of their own need no matrix at all.
@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from tightkv.model_shape.key_noise import Projection, score_noise
 from tightkv.model_shape.reader import read_model_shape
 from tightkv.model_shape.shape import ModelShape
-from tightkv.model_shape.tensors import StoredTensor, stored_tensors
+from tightkv.model_shape.tensors import stored_tensors
 
 READ_BYTES = 3 << 29
 """Of larger matrices, every 2nd, 4th, ... row of each head is read: about a second's work."""
@@ -86,21 +86,46 @@ def layer_noise_of_folder(
         return str(error)
 
 
-def read_scores(shape: ModelShape, layers: Collection[int] | None = None) -> dict[int, LayerScores]:
-    """What makes the scores of a folder's layers; ValueError or OSError where that is unknown."""
-    if shape.folder is None:
-        raise ValueError("it has no folder")
+class WeightTensor(Protocol):
+    """A tensor of a model, in a file or in memory."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def is_float(self) -> bool:
+        """Whether `read` can read it: it is there, and not quantized."""
+
+    def read(self, step: int = 1) -> Tensor:
+        """Every `step`-th of its first dimension, from the first on."""
+
+
+def read_scores(
+    shape: ModelShape,
+    layers: Collection[int] | None = None,
+    tensors: Mapping[str, WeightTensor] | None = None,
+) -> dict[int, LayerScores]:
+    """What makes the scores of a model's layers; ValueError or OSError where that is unknown.
+
+    `tensors` are those of its folder unless given.
+    """
     if layers is None:
         layers = [i for i, layer in enumerate(shape.layers) if layer.kind == "full"]
-    tensors = stored_tensors(shape.folder)
-    if not tensors:
-        raise ValueError("its folder has no safetensors files")
+    if tensors is None:
+        if shape.folder is None:
+            raise ValueError("it has no folder")
+        tensors = stored_tensors(shape.folder)
+        if not tensors:
+            raise ValueError("its folder has no safetensors files")
     return _Reader(shape, tensors, sorted(layers)).read()
 
 
 class _Reader:
     def __init__(
-        self, shape: ModelShape, tensors: Mapping[str, StoredTensor], layers: list[int]
+        self, shape: ModelShape, tensors: Mapping[str, WeightTensor], layers: list[int]
     ) -> None:
         self.shape, self.layers = shape, layers
         self.one_more = float(shape.model_type in _ONE_MORE)
