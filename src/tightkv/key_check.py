@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,32 +72,29 @@ def protection_line(
     cfg: KVQuantConfig, checked: KVQuantConfig, noise: dict[int, float], shape: ModelShape
 ) -> str:
     """What `checked` changes in `cfg`, why, what it costs, and the way back."""
-    given, now = cfg.bits_of_layers(), checked.bits_of_layers()
-    groups: dict[int, list[int]] = {}
-    for layer in sorted(set(now) - set(given)):
-        groups.setdefault(now[layer][0], []).append(layer)
-    told = [
-        f"{'no compression' if bits == 16 else f'{bits}-bit keys'} in {_layers(layers)}"
-        for bits, layers in groups.items()
-    ]
-    order = sorted(noise)
-    worst = max(
-        noise[layer] * _distortion(cfg.for_layer(order.index(layer), len(order), layer))
-        for layers in groups.values()
-        for layer in layers
-    )
+    order, new = sorted(noise), set(checked.bits_of_layers()) - set(cfg.bits_of_layers())
+    own = {layer: cfg.for_layer(order.index(layer), len(order), layer) for layer in new}
+    worst = max(noise[layer] * _distortion(own[layer]) for layer in new)
     before, after = (config_plan("", shape, c).bytes_per_token for c in (cfg, checked))
     return (
-        f"tightkv {cfg.name}: {', '.join(told)}: by its weights, codes of fewer bits would put "
-        f"noise of variance {worst:,.0f} into attention scores (limit {NOISE_LIMIT:g}). "
+        f"tightkv {cfg.name}: {raised_layers(cfg, checked)}: by its weights, codes of fewer bits "
+        f"would put noise of variance {worst:,.0f} into attention scores (limit {NOISE_LIMIT:g}). "
         f"{after:,.0f} bytes a token instead of {before:,.0f}; protect_keys=false turns this off"
+    )
+
+
+def raised_layers(cfg: KVQuantConfig, checked: KVQuantConfig) -> str:
+    """'8-bit keys in layers 0, 3': what `checked` has beyond the layer_bits of `cfg`."""
+    given, groups = cfg.bits_of_layers(), dict[int, list[str]]()
+    for layer, (bits, _) in checked.bits_of_layers().items():
+        if layer not in given:
+            groups.setdefault(bits, []).append(str(layer))
+    return ", ".join(
+        f"{'no compression' if bits == 16 else f'{bits}-bit keys'} in "
+        f"layer{'s' * (len(layers) > 1)} {', '.join(layers)}"
+        for bits, layers in groups.items()
     )
 
 
 def _distortion(cfg: KVQuantConfig) -> float:
     return get_codebook("fp8", cfg.key_bits).distortion
-
-
-def _layers(layers: Iterable[int]) -> str:
-    numbers = [str(layer) for layer in layers]
-    return f"layer{'s' * (len(numbers) > 1)} {', '.join(numbers)}"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tightkv.config import KVQuantConfig
-from tightkv.key_check import CheckedConfig, KeyCheck, not_checked
+from tightkv.key_check import CheckedConfig, KeyCheck, not_checked, raised_layers
 
 
 def check_keys(cfg: KVQuantConfig, vllm_config: Any) -> CheckedConfig:
@@ -44,13 +44,32 @@ def checkpoint_folder(vllm_config: Any) -> Path | str:
     return Path(found)
 
 
+def in_equal_blocks(cfg: KVQuantConfig, checked: CheckedConfig) -> CheckedConfig:
+    """`cfg` as it is, where layers with more bits would have pages that vLLM cannot have.
+
+    Its blocks are of one size in models with layers of other kinds.
+    """
+    return CheckedConfig(
+        cfg,
+        f"tightkv {cfg.name}: by its weights, this model needs "
+        f"{raised_layers(cfg, checked.config)}, but vLLM's blocks are of one size in models with "
+        f"layers of other kinds: nothing is changed, and attention scores may be noisy. "
+        f"key_bits=8 gives all layers 8-bit keys; protect_keys=false skips this check",
+    )
+
+
 def model_layers(names: Iterable[str]) -> dict[str, int]:
-    """The number of each layer in the model, from vLLM's dotted names; -1 where it has none.
+    """The number of each layer in the model; -1 where it has none.
 
     A number that came before is that of a layer of another model, a draft of the first.
     """
     numbers: dict[str, int] = {}
     for name in names:
-        number = next((int(part) for part in name.split(".") if part.isdecimal()), -1)
+        number = layer_number(name)
         numbers[name] = -1 if number in numbers.values() else number
     return numbers
+
+
+def layer_number(name: str) -> int:
+    """5 of vLLM's model.layers.5.self_attn.attn; -1 of a name without a number."""
+    return next((int(part) for part in name.split(".") if part.isdecimal()), -1)
