@@ -22,9 +22,7 @@ class Option:
     kl: float
 
 
-def fewest_bytes(
-    layers: Mapping[int, Sequence[Option]], target: float
-) -> dict[int, Option] | None:
+def fewest_bytes(layers: Mapping[int, Sequence[Option]], target: float) -> dict[int, Option] | None:
     """An option for each layer; None if even the most accurate ones exceed the target.
 
     A price of KL in bytes is bisected, each layer taking its cheapest option at that price; what

@@ -83,7 +83,7 @@ class Uniform:
 
     name: str
     bytes_per_token: float
-    predicted_kl: float
+    expected_kl: float
     """Sum of estimates, corrected by what measurements said of them."""
 
 
@@ -157,12 +157,13 @@ class Doctor:
 
     def expected_seconds(self, configs: int = 2 + _MEASUREMENTS // 2) -> float:
         """From the time of a short pass: a pass over the windows and back, and `configs` more."""
-        ids = self.windows.ids[:1, : _TIMED_TOKENS + 2]
-        CacheRun(self.model).feed(ids[:, :2])
-        run, start = CacheRun(self.model), time.perf_counter()
-        run.feed(ids[:, :_TIMED_TOKENS])
-        per_token = (time.perf_counter() - start) / min(_TIMED_TOKENS, ids.shape[1])
-        return per_token * self.windows.ids.numel() * (3 + configs)
+        ids = self.windows.ids[:1, :_TIMED_TOKENS]
+        seconds = []
+        for _ in range(2):  # the first also brings the weights into memory
+            run, start = CacheRun(self.model), time.perf_counter()
+            run.feed(ids)
+            seconds.append(time.perf_counter() - start)
+        return min(seconds) / ids.numel() * self.windows.ids.numel() * (3 + configs)
 
     # --- estimates ---
     def estimate(self, cfgs: Sequence[KVQuantConfig]) -> list[_Family]:
@@ -243,11 +244,7 @@ class Doctor:
         options = [self._options(family) for family in families]
         aim, missed, kept = _AIM * self.budget, float("inf"), 0.0
         for _ in range(_MEASUREMENTS):
-            proposed = self._propose(families, options, aim)
-            if proposed is None:  # even 8 bits are estimated to miss it: they are the last resort
-                eight = {n: (8, 8) for n in self._shapes}
-                proposed = as_config(families[0].base, eight), self._sum(families[0], eight)
-            cfg, predicted = proposed
+            cfg, predicted = self._propose(families, options, aim)
             if any(m.cfg == cfg for m in self.found.tried):
                 break
             best = self.found.chosen
@@ -265,18 +262,19 @@ class Doctor:
                 aim = (kept * missed) ** 0.5 if kept and missed < float("inf") else aim
                 aim = min(aim, 0.7 * missed)
         if self.found.chosen is None:
-            self._fall_back(families)
+            cfg, predicted = self._eight_bits(families[0])
+            if all(m.cfg != cfg for m in self.found.tried):
+                self.measure(cfg, predicted)
 
-    def _fall_back(self, families: Sequence[_Family]) -> None:
-        """Nothing kept the budget: all layers at 8 bits keep it, or nothing does."""
-        eight = {n: (8, 8) for n in self._shapes}
-        cfg = as_config(families[0].base, eight)
-        if all(m.cfg != cfg for m in self.found.tried):
-            self.measure(cfg, self._sum(families[0], eight))
+    def _eight_bits(self, family: _Family) -> tuple[KVQuantConfig, float]:
+        """The last resort: if this does not keep the budget, nothing does."""
+        bits = dict.fromkeys(self._shapes, (8, 8))
+        return as_config(family.base, bits), self._sum(family, bits)
 
     def _propose(
         self, families: Sequence[_Family], options: Sequence[Any], aim: float
-    ) -> tuple[KVQuantConfig, float] | None:
+    ) -> tuple[KVQuantConfig, float]:
+        """The smallest config whose estimates sum up to at most `aim`."""
         proposals = []
         for family, layers in zip(families, options, strict=True):
             chosen = fewest_bytes(layers, aim)
@@ -285,7 +283,7 @@ class Doctor:
                 size = sum(option.size for option in chosen.values())
                 proposals.append((size, sum(option.kl for option in chosen.values()), cfg))
         if not proposals:
-            return None
+            return self._eight_bits(families[0])
         _, kl, cfg = min(proposals, key=lambda p: p[:2])
         return cfg, kl
 
@@ -328,9 +326,8 @@ class Doctor:
             return None
         return self._sum(family, {n: (c.key_bits, c.value_bits) for n, c in own.items()})
 
-    def _sum(self, family: _Family, bits: Mapping[int, tuple[int, int]]) -> float | None:
-        if any(b not in (*SEARCHED_BITS, 16) for pair in bits.values() for b in pair):
-            return None
+    def _sum(self, family: _Family, bits: Mapping[int, tuple[int, int]]) -> float:
+        """Of the estimates; 16 bits cost nothing."""
         return sum(
             family.keys[n].get(k, 0.0) + family.values[n].get(v, 0.0) for n, (k, v) in bits.items()
         )
@@ -368,8 +365,7 @@ class Doctor:
         """What a cache of this config would use for each compressible layer."""
         layers = TightCache(cfg, model=self.model).layers
         exact = cfg.replace(key_bits=16, value_bits=16, outlier_share=0.0, outlier_channels=())
-        own = {n: getattr(layers[n], "cfg", exact) for n in self._shapes}
-        return own
+        return {n: getattr(layers[n], "cfg", exact) for n in self._shapes}
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:

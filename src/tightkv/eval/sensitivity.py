@@ -67,8 +67,8 @@ def _probe_attention(
         return out, None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     added = torch.zeros_like(out, requires_grad=True)
-    inputs = (x.detach() for x in (query, key, value))
-    layers[number] = Layer(*inputs, scale, softcap, s_aux, added)
+    query, key, value = query.detach(), key.detach(), value.detach()
+    layers[number] = Layer(query, key, value, scale, softcap, s_aux, added)
     return out + added, None
 
 
@@ -118,11 +118,11 @@ def coded(cfg: KVQuantConfig, key: Tensor, value: Tensor) -> tuple[Tensor, Tenso
     b, heads, n, d = key.shape
     layout = page_layout(cfg, heads, d, torch.float32)
     codec, pages = Codec(layout), layout.new_pages(b * n // cfg.page_size, key.device)
-    split = [
+    keys, values = (
         x.transpose(1, 2).reshape(-1, cfg.page_size, heads, d).contiguous() for x in (key, value)
-    ]
+    )
     none = torch.zeros(len(pages), dtype=torch.long, device=key.device)
-    seal(codec, pages, torch.arange(len(pages), device=key.device), *split, none, none)
+    seal(codec, pages, torch.arange(len(pages), device=key.device), keys, values, none, none)
     back = []
     for y, side in zip(dequantize(codec, pages), (codec.key, codec.value), strict=True):
         x = side.rotation.inverse(y).transpose(1, 2)  # [pages, page, Hkv, D]
