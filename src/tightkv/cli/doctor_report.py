@@ -25,7 +25,8 @@ def as_json(found: Diagnosis) -> dict[str, Any]:
         else {
             "name": uniform.name,
             "bytes_per_token": uniform.bytes_per_token,
-            "expected_kl": uniform.expected_kl,
+            "kl": uniform.kl,
+            "measured": uniform.measured,
         },
         "tried": [
             {
@@ -115,7 +116,8 @@ def _verdict(found: Diagnosis) -> str:
     if uniform is not None and uniform.name != best.name:
         lines.append(
             f"With the same bits in every layer: {uniform.name}, {uniform.bytes_per_token:.0f} "
-            f"bytes per token (expected KL {uniform.expected_kl:.5f})."
+            f"bytes per token ({'measured' if uniform.measured else 'expected'} KL "
+            f"{uniform.kl:.5f})."
         )
     if found.interrupted:
         lines.append("The search was interrupted; a smaller one may exist.")

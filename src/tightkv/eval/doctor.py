@@ -79,12 +79,13 @@ class Measured:
 
 @dataclass
 class Uniform:
-    """The smallest preset that is expected to keep the budget."""
+    """The smallest preset that keeps the budget, or is expected to."""
 
     name: str
     bytes_per_token: float
-    expected_kl: float
-    """Sum of estimates, corrected by what measurements said of them."""
+    kl: float
+    measured: bool
+    """If not, `kl` is the sum of estimates, corrected by what measurements said of them."""
 
 
 @dataclass
@@ -302,22 +303,30 @@ class Doctor:
         }
 
     def _compare(self, families: Sequence[_Family], candidates: Sequence[KVQuantConfig]) -> None:
-        """Name the uniform config that should keep the budget; measure one that may beat ours."""
+        """Name the smallest preset that keeps the budget.
+
+        Presets that may beat the chosen config are measured, and one more; the others are judged
+        by their estimates, corrected by the worst ratio that was measured.
+        """
         ratios = [m.kl / m.predicted_kl for m in self.found.tried if m.predicted_kl]
-        ratio = ratios[-1] if ratios else 1.0
+        ratio, spare = (ratios[-1] if ratios else 1.0), 1
         by_base = {family.base: family for family in families}
         for cfg in sorted(candidates, key=self.bytes_per_token):
             cfg = cfg.replace(protect_keys=False)
-            sum_ = self._predict(by_base[_without_bits(cfg)], cfg)
+            predicted = self._predict(by_base[_without_bits(cfg)], cfg)
             size, best = self.bytes_per_token(cfg), self.found.chosen
-            if sum_ is None or sum_ * ratio > 2 * self.budget:
+            if predicted is None or predicted * ratio > 2 * self.budget:
                 continue
             known = next((m for m in self.found.tried if m.cfg == cfg), None)
-            if known is None and (best is None or size < best.bytes_per_token):
-                known = self.measure(cfg, sum_)
-            keeps = sum_ * ratio <= self.budget if known is None else known.within
-            if keeps:
-                self.found.uniform = Uniform(cfg.name, size, sum_ * ratio)
+            smaller = best is None or size < best.bytes_per_token
+            promising = predicted * ratio <= self.budget
+            if known is None and (smaller or (spare and promising)):
+                known = self.measure(cfg, predicted)
+                spare -= not smaller
+                ratio = max(ratio, known.kl / max(predicted, 1e-30))
+            kl = predicted * ratio if known is None else known.kl
+            if kl <= self.budget:
+                self.found.uniform = Uniform(cfg.name, size, kl, known is not None)
                 return
 
     def _predict(self, family: _Family, cfg: KVQuantConfig) -> float | None:
