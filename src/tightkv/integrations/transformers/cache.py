@@ -195,10 +195,12 @@ class TightCache(Cache):  # type: ignore[misc]
     def crop(self, tokens_to_remove: int) -> None:
         """Drop -tokens_to_remove newest tokens; a positive number is the length to keep."""
         table, used = self.shared.table, [x for x in self.tight_layers if x.kv is not None]
-        total = max((layer.get_seq_length() for layer in used), default=0)
+        plain = [x for x in self.layers if type(x) in _COMPRESSIBLE and x.is_initialized]
+        lengths = [layer.get_seq_length() for layer in used or plain]  # plain: all at 16 bits
+        total = max(lengths, default=0)
         keep = tokens_to_remove if tokens_to_remove > 0 else total + tokens_to_remove
         keep = max(0, min(keep, total))
-        shortest = min((layer.get_seq_length() for layer in used), default=0)
+        shortest = min(lengths, default=0)
         if keep > shortest:
             raise RuntimeError(f"{DIFFERENT_TOKENS}: every layer holds {shortest} tokens")
         for tight in used:
