@@ -15,9 +15,7 @@ def write_lines(path: Path, rows: list[Any]) -> Path:
 def write_lambada(folder: Path, count: int = 12) -> Path:
     names = ("Maria", "Victor", "Helen", "Oscar")
     rows = [
-        {
-            "text": f"{names[i % 4]} met a friend number {i} at the station, and it was {names[i % 4]}"
-        }
+        {"text": f"{names[i % 4]} met friend {i} at the station, and it was {names[i % 4]}"}
         for i in range(count)
     ]
     return write_lines(folder / "lambada.jsonl", rows)
