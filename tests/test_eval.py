@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
+import shutil
+import subprocess
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,7 +20,7 @@ from tokenizers import processors
 
 from eval_files import write_gsm8k, write_lambada
 from models import prompt, tiny
-from tightkv import KVQuantConfig, TightCache
+from tightkv import KVQuantConfig, TightCache, provenance
 from tightkv.cli import eval_plot, main
 from tightkv.cli.eval import FILE_TASKS, TASKS
 from tightkv.cli.progress import Progress
@@ -425,6 +428,27 @@ def test_the_fingerprint_is_of_the_weights() -> None:
     assert model_fingerprint(other) != model_fingerprint(tiny())
     commit = source_commit()
     assert commit is None or re.fullmatch(r"[0-9a-f]{40}(-modified)?", commit)
+
+
+def test_a_changed_source_tree_is_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SOURCE_COMMIT", raising=False)
+    file = tmp_path / "src" / "tightkv" / "provenance.py"
+    file.parent.mkdir(parents=True)
+    shutil.copy(provenance.__file__, file)
+    who = ("-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "commit.gpgsign=false")
+    for words in (("init", "-q"), ("add", "-A"), (*who, "commit", "-qm", "All")):
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
+    spec = importlib.util.spec_from_file_location("copied", file)
+    assert spec is not None and spec.loader is not None
+    copied = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copied)
+    shutil.rmtree(file.parent / "__pycache__", ignore_errors=True)
+    commit = copied.source_commit()
+    assert re.fullmatch(r"[0-9a-f]{40}", commit)
+    (tmp_path / "notes.txt").write_text("beside the source")
+    assert copied.source_commit() == commit
+    file.write_text(file.read_text() + "# changed\n")
+    assert copied.source_commit() == f"{commit}-modified"
 
 
 def test_progress_lines(capsys: pytest.CaptureFixture[str]) -> None:
