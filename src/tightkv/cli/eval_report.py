@@ -24,7 +24,11 @@ def as_text(data: dict[str, Any]) -> str:
         parts += ["", _greedy_title(data), _greedy_table(data)]
     header, rows = _against_exact([data], _ALONE)
     if len(header) > 1:
-        parts += ["", "Against the uncompressed cache:", format_table(header, rows)]
+        parts += [
+            "",
+            "Against the uncompressed cache (its own figures in parentheses):",
+            format_table(header, rows),
+        ]
     parts += [f"note: {note}" for note in data["notes"]]
     return "\n".join(parts)
 
