@@ -500,13 +500,14 @@ def command(tmp_path: Path) -> list[str]:
 def test_several_models_in_one_table_the_worst_first(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tasks = ("--tasks", "quality", "free", "passkey")
+    tasks = ("--tasks", "quality", "free", "passkey", "needles", "--needles", "1")
     fine = json.dumps({"preset": "k8v8", **SMALL})
     argv = [*command, "--presets", COARSE, fine, *tasks]
     assert main(argv) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("2 models, the worst first")
     assert lines[2].split()[:4] == ["model", "cache", "bits", "KL"] and "free log p" in lines[2]
+    assert all(line.endswith("0 (0) of 2") for line in lines[4:8])  # random weights find nothing
     assert ["wild" in line for line in lines[4:8]] == [True, True, False, False]
     assert main([*argv, "--json", "--out", str(tmp_path / "rows.jsonl")]) == 0
     printed = capsys.readouterr()
@@ -516,7 +517,7 @@ def test_several_models_in_one_table_the_worst_first(
     assert worst["rows"][0]["quality"]["kl"] > best["rows"][0]["quality"]["kl"]
     assert worst["settings"]["contexts"] == [512, 900]  # the model's own
     assert worst["rows"][0]["tools"] is None
-    assert printed.err.count("2 of 2 results are from") == 6 and "quality: " in printed.err
+    assert printed.err.count("2 of 2 results are from") == 8 and "quality: " in printed.err
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert len(rows) == 4 and rows[0]["model"] == worst["model"]
 

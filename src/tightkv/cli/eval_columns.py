@@ -37,8 +37,11 @@ def _gsm8k(row: dict[str, Any]) -> str:
 
 
 def _needles(row: dict[str, Any]) -> str:
-    found = sum(entry["found"] for entry in row["needles"])
-    return f"{found} of {sum(entry['asked'] for entry in row['needles'])}"
+    found, exact = (
+        sum(entry["found"] for entry in entries)
+        for entries in (row["needles"], row["exact"]["needles"])
+    )
+    return f"{found} ({exact}) of {sum(entry['asked'] for entry in row['needles'])}"
 
 
 # In parentheses: the uncompressed cache.

@@ -77,7 +77,7 @@ def _against_exact(
     models: Sequence[dict[str, Any]], tasks: Sequence[str]
 ) -> tuple[list[str], list[list[str]]]:
     """A header and a row a config: the columns of the tasks that were run."""
-    rows = [row for data in models for row in data["rows"]]
+    rows = [{**row, "exact": data["reference"]} for data in models for row in data["rows"]]
     columns = columns_of([task for task in tasks if rows[0][task] is not None])
     header = ["cache", *(title for title, _ in columns)]
     return header, [[row["name"], *(cell(row) for _, cell in columns)] for row in rows]
