@@ -194,7 +194,7 @@ def test_passkeys_stand_at_their_depths(context: int, template: str | None) -> N
         ids = passage.prefix + probe.question + probe.answer
         assert context - 80 < len(ids) <= context
         text = tokenizer.decode(ids)
-        assert text.endswith(f"The answer is {fact.answer}")
+        assert text.endswith(f" is {fact.answer}") and "The code that belongs to" in text
         assert text.count(fact.answer) == 2 and text.count(fact.question) == 1
         assert tokenizer.decode(probe.answer) == f" {fact.answer}"
         document = text[: text.index("Question:")]
@@ -210,6 +210,7 @@ def test_recall_fills_its_context_with_different_keys() -> None:
         pairs = json.loads(text[start:end])
         assert 1400 < len(text) <= 1500 and len(pairs) > 40
         key = text.rpartition('key "')[2].partition('"')[0]
+        assert text.endswith(f'The value of the key "{key}" is "')
         assert pairs[key] == probe.expected == tokenizer.decode(probe.answer)
         assert list(pairs).index(key) / len(pairs) == pytest.approx(probe.depth)
     assert [round(p.depth, 1) for p in passage.probes] == [0.2, 0.5, 0.8]

@@ -7,7 +7,7 @@ from typing import Any
 
 from tightkv.eval.needles import Needle, build_haystack, says
 from tightkv.eval.probes import Passage, build_passage
-from tightkv.eval.prompts import ask_reply
+from tightkv.eval.prompts import begin_reply
 from tightkv.eval.windows import encode
 
 # Names that share no word; each owns one code.
@@ -37,11 +37,12 @@ def make_passkeys(count: int, seed: int, text: str) -> list[Needle]:
 def build_passkeys(tokenizer: Any, text: str, context: int, depths: int, seed: int) -> Passage:
     """At most `context` tokens, answers included; code i of n stands at depth (i + 1/2) / n."""
     needles = make_passkeys(depths, seed, text)
-    reply = ask_reply(tokenizer)
+    owners = [needle.question.split()[-1].rstrip("?") for needle in needles]
+    replies = [begin_reply(tokenizer, f"The code that belongs to {owner} is") for owner in owners]
     answers = [encode(tokenizer, f" {needle.answer}") for needle in needles]
-    room = len(encode(tokenizer, reply)) + max(map(len, answers))
+    room = max(map(len, replies)) + max(map(len, answers))
     haystack = build_haystack(tokenizer, text, context, needles, room)
-    prompts = [list(prompt) + encode(tokenizer, reply) for prompt in haystack.prompts]
+    prompts = [[*prompt, *reply] for prompt, reply in zip(haystack.prompts, replies, strict=True)]
     places = [(i + 0.5) / depths for i in range(depths)]
     expected = [needle.answer for needle in needles]
     return build_passage(context, prompts, answers, expected, places)

@@ -23,9 +23,9 @@ def ask(tokenizer: Any, document: str, questions: Sequence[str]) -> list[list[in
     return prompts
 
 
-def ask_reply(tokenizer: Any) -> str:
+def begin_reply(tokenizer: Any, words: str) -> list[int]:
     """The first words of a reply, after which only the answer itself can come."""
-    return "The answer is" if tokenizer.chat_template is not None else " The answer is"
+    return encode(tokenizer, words if tokenizer.chat_template is not None else f" {words}")
 
 
 def common_prefix(prompts: Sequence[Sequence[int]]) -> int:

@@ -7,11 +7,12 @@ import random
 from typing import Any
 
 from tightkv.eval.probes import Passage, build_passage
-from tightkv.eval.prompts import ask, ask_reply
+from tightkv.eval.prompts import ask, begin_reply
 from tightkv.eval.windows import encode
 
 _CONSONANTS, _VOWELS = "bdfgklmnprstvz", "aeiou"
 _LEAST_PAIRS = 2
+_ROOM = 16  # tokens: a value, and keys that have more tokens than the first
 
 
 def build_recall(tokenizer: Any, context: int, depths: int, seed: int) -> Passage:
@@ -19,11 +20,10 @@ def build_recall(tokenizer: Any, context: int, depths: int, seed: int) -> Passag
     if depths < 1:
         raise ValueError(f"depths={depths}; it must be at least 1")
     pairs = _pairs(seed, context)
-    reply = encode(tokenizer, f'{ask_reply(tokenizer)} "')
     low, high = 0, len(pairs)  # the most pairs that fit, by halves
     while low < high:
         count = (low + high + 1) // 2
-        fits = len(_prompt(tokenizer, pairs[:count], pairs[0][0])) + len(reply) + 16 <= context
+        fits = len(_prompt(tokenizer, pairs[:count], pairs[0][0])) + _ROOM <= context
         low, high = (count, high) if fits else (low, count - 1)
     if low < max(_LEAST_PAIRS, depths):
         raise ValueError(
@@ -32,7 +32,7 @@ def build_recall(tokenizer: Any, context: int, depths: int, seed: int) -> Passag
         )
     pairs = pairs[:low]
     asked = [pairs[(2 * i + 1) * low // (2 * depths)] for i in range(depths)]
-    prompts = [_prompt(tokenizer, pairs, key) + reply for key, _ in asked]
+    prompts = [_prompt(tokenizer, pairs, key) for key, _ in asked]
     answers = [encode(tokenizer, value) for _, value in asked]
     places = [pairs.index(pair) / low for pair in asked]
     return build_passage(context, prompts, answers, [value for _, value in asked], places)
@@ -40,7 +40,8 @@ def build_recall(tokenizer: Any, context: int, depths: int, seed: int) -> Passag
 
 def _prompt(tokenizer: Any, pairs: list[tuple[str, str]], key: str) -> list[int]:
     question = f'Which value belongs to the key "{key}"?'
-    return ask(tokenizer, json.dumps(dict(pairs), indent=0), [question])[0]
+    reply = begin_reply(tokenizer, f'The value of the key "{key}" is "')
+    return ask(tokenizer, json.dumps(dict(pairs), indent=0), [question])[0] + reply
 
 
 def _pairs(seed: int, context: int) -> list[tuple[str, str]]:
