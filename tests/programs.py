@@ -15,7 +15,8 @@ from tightkv.cache import PagedKV
 from tightkv.sequences import SequenceTable
 
 # Of a token's energy, at most; the worst of many tokens of 16 channels, not the mean of the codec.
-ERROR = {2: 0.8, 3: 0.4, 4: 0.15, 8: 0.005}
+# Of a vector's energy; rare vectors have a coordinate beyond the last level.
+ERROR = {2: 0.8, 3: 0.4, 4: 0.15, 8: 0.05}
 
 
 @dataclass

@@ -13,6 +13,7 @@ from tightkv.math.quantize import TurboQuantMSE
 from tightkv.model_shape.key_noise import (
     Projection,
     needed_key_bits,
+    protected_layer_bits,
     score_noise,
     turned_energy,
     turned_share,
@@ -165,3 +166,21 @@ def test_bits_grow_with_the_noise_up_to_16() -> None:
 def test_noise_that_is_no_variance_is_refused(noise: float) -> None:
     with pytest.raises(ValueError, match="a variance is a number of at least 0"):
         needed_key_bits(KVQuantConfig(), noise)
+
+
+@pytest.mark.parametrize(
+    ("preset", "options", "text"),
+    [
+        ("k4v4", {}, "3=k8v4,5=k16v16"),
+        ("k8v4", {}, "5=k16v16"),
+        ("k2v2", {"layer_bits": "9=k3v3"}, "3=k8v2,5=k16v16,9=k3v3"),
+        ("k4v4", {"layer_bits": "3=k4v2 5=k2v2"}, "3=k4v2,5=k2v2"),
+        ("k4v2", {"protected_first": 1}, "3=k8v2,5=k16v16"),
+        ("k4v2", {"protected_first": 2}, "5=k16v16"),  # layer 3 is the second that is compressed
+        ("k4v2", {"protected_first": 2, "protected_bits": 4}, "3=k8v4,5=k16v16"),
+    ],
+)
+def test_layers_with_noise_get_bits(preset: str, options: dict[str, object], text: str) -> None:
+    cfg = KVQuantConfig.preset(preset, **options)
+    noise = {5: math.inf, 1: 0.0, 3: LOUD, 7: QUIET[0]}
+    assert protected_layer_bits(cfg, noise) == text

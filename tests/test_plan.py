@@ -420,3 +420,27 @@ def test_json_schema(
 def test_every_key_is_documented() -> None:
     documented = set(re.findall(r"^\| `([a-z_]+)` ", DOC.read_text(), re.MULTILINE))
     assert documented == keys_of(SCHEMA)
+
+
+def test_rows_with_more_bits_for_keys_are_marked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hf = pytest.importorskip("transformers")
+    from models import SHAPE
+    from tiny_folder import plant_key_bias, write_model
+
+    folder = write_model(tmp_path / "qwen2", hf.Qwen2Config(**SHAPE))
+    plant_key_bias(folder, layer=2)
+    mine = tmp_path / "mine.json"
+    mine.write_text('{"preset": "k4v4", "protect_keys": false}')
+    presets = "k8v4,k4v4,k2v2"
+    data = plan_json(capsys, folder, "--presets", presets, "--config", mine)
+    check_schema(data, SCHEMA | {"memory": OPTIONAL})
+    rows = {row["name"]: row["bytes_per_token"] for row in data["rows"]}
+    assert list(rows) == ["bf16", "fp8", "k8v4", "k4v4+", "k2v2+", "mine (k4v4)"]
+    assert rows["k4v4+"] == rows["mine (k4v4)"] + 2 * 16 * 4 / 8  # two heads, four bits more
+    assert any("k4v4+, k2v2+: 8-bit keys in layer 2" in note for note in data["notes"])
+    (folder / "model.safetensors").unlink()
+    data = plan_json(capsys, folder, "--presets", presets)
+    assert [row["name"] for row in data["rows"]][2:] == ["k8v4", "k4v4", "k2v2"]
+    assert not any("bits" in note for note in data["notes"])

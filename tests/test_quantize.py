@@ -178,7 +178,8 @@ def test_zero_nan_and_inf(name):
     y = quantizer.decode(quantizer.encode(bad))
     assert torch.isfinite(y).all()
     clean = bad[:1].nan_to_num(0.0)
-    assert torch.equal(y[:1], quantizer.decode(quantizer.encode(clean)))
+    # One row or several: sums of a matrix product may be in another order.
+    torch.testing.assert_close(y[:1], quantizer.decode(quantizer.encode(clean)))
     with pytest.raises(ValueError, match="3 of 192 elements are NaN or Inf"):
         quantizer.encode(bad, check=True)
 

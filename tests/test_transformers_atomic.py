@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from models import FAMILIES, prompt, tiny
 from tightkv import KVQuantConfig, TightCache
@@ -250,3 +251,36 @@ def test_a_long_interrupted_chunk_leaves_every_layer_readable():
     torch.testing.assert_close(
         feed(model, cache, more), feed(model, fresh, more), atol=0.05, rtol=0.05
     )
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+        lambda cache: cache.batch_select_indices(torch.tensor([1])),
+        lambda cache: cache.batch_repeat_interleave(2),
+        lambda cache: cache.crop(-5),
+        lambda cache: cache.crop(30),
+        lambda cache: cache.reset(),
+    ],
+    ids=["reorder", "select", "repeat", "crop", "crop_to", "reset"],
+)
+def test_a_cache_that_compresses_nothing_does_what_transformers_does(family, change):
+    """With 16 bits every layer stays transformers' own, and there is no table of sequences."""
+    model, answers = tiny(family), []
+    for cache in (
+        TightCache(KVQuantConfig(key_bits=16, value_bits=16), model=model),
+        DynamicCache(config=model.config),
+    ):
+        feed(model, cache, prompt(2, 40))
+        try:
+            change(cache)
+        except RuntimeError as error:  # crop of a sliding window
+            answers.append(str(error)[:40])
+            continue
+        rows = len(cache.layers[0].keys) if cache.get_seq_length() else 2
+        answers.append(feed(model, cache, prompt(rows, 1, seed=5)))
+    assert type(answers[0]) is type(answers[1])
+    if isinstance(answers[0], torch.Tensor):
+        torch.testing.assert_close(answers[0], answers[1])

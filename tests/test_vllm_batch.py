@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -140,8 +141,16 @@ def test_options_of_the_environment_become_part_of_the_engines_config() -> None:
     options = EngineOptions(KVQuantConfig.preset("k4v4"))
     assert with_options({"a": 1}, options)["a"] == 1
     assert engine_options(with_options({}, options), env={}) == options
-    given = {"tightkv": {"preset": "k2v2"}}
-    assert with_options(given, options) is given
+
+
+def test_bits_that_were_found_become_part_of_it_too() -> None:
+    """vLLM keeps compiled models by this config."""
+    given = {"tightkv": {"preset": "k2v2", "exact_rows": 3}}
+    options = engine_options(given, env={})
+    assert options is not None
+    raised = replace(options, config=options.config.replace(layer_bits="0=k8v2"))
+    assert engine_options(with_options(given, raised), env={}) == raised
+    assert given == {"tightkv": {"preset": "k2v2", "exact_rows": 3}}
 
 
 # --- replaying ---

@@ -16,7 +16,7 @@ import transformers as hf
 from models import MAMBA, SHAPE
 from tightkv import KVQuantConfig
 from tightkv.layout import PageLayout
-from tiny_folder import lfm2_for_vllm, write_model, write_tiny_folder
+from tiny_folder import lfm2_for_vllm, plant_key_bias, write_model, write_tiny_folder
 from vllm_outputs import (
     TIE,
     VOCABULARY,
@@ -85,6 +85,18 @@ def jobs() -> dict[str, dict[str, Any]]:
         "default": job({"preset": "k4v4"}, few),
         "k2v2": job({"preset": "k2v2"}, few),
         "protected": job({**K4V4, "protected_first": 1}, few),
+        "layer bits": job({**K4V4, "layer_bits": "1=k8v2"}, few),
+        "layer 9": job({**K4V4, "layer_bits": "9=k8v4"}),
+        "noisy": job(K4V4, few, model="noisy"),
+        "noisy, off": job({**K4V4, "protect_keys": False}, model="noisy"),
+        "noisy, given": job({**K4V4, "layer_bits": "1=k4v2"}, model="noisy"),
+        "noisy, random": job(K4V4, model="noisy", load_format="dummy"),
+        "noisy, two ranks": job(K4V4, few, model="noisy", tensor_parallel_size=2),
+        # Started alone: vLLM's stages cannot run eagerly on a CPU.
+        "noisy, two stages": job(K4V4, model="noisy", pipeline_parallel_size=2),
+        "noisy windows": job(K4V4, few, model="noisy windows"),
+        "sliding layer": job({**K4V4, "layer_bits": "0=k8v4"}, model="windows"),
+        "other blocks": job({**K4V4, "layer_bits": "1=k8v4"}, model="windows"),
         "no rings": job({**RAW, "exact_rows": 0}, few),
         "plain kl": job(None, PROMPTS["long"], sampling=every),
         "k8v8 kl": job(K8V8, PROMPTS["long"], sampling=every, max_num_batched_tokens=48),
@@ -122,8 +134,17 @@ def write_models(folder: Path) -> dict[str, Path]:
     three = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
     shape = {**SHAPE, **size, "head_dim": 32, "vocab_size": VOCABULARY}
     latent = {"kv_lora_rank": 32, "q_lora_rank": None, "v_head_dim": 32, "num_key_value_heads": 4}
+    biased = {**shape, "attention_bias": True, "sliding_window": 16}
+    noisy = {
+        "noisy": hf.Qwen2Config(**{**shape, "hidden_size": 128, "num_hidden_layers": 2}),
+        "noisy windows": hf.Gemma2Config(**biased),
+    }
+    for name, config in noisy.items():  # Gemma scales scores by less
+        bias = 20.0 if name == "noisy windows" else 10.0
+        plant_key_bias(write_model(folder / name, config), layer=1, size=bias)
     wide = {"qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "n_routed_experts": 4}
     return {
+        **{name: folder / name for name in noisy},
         "tiny": write_tiny_folder(folder / "tiny", **size),
         "three heads": write_tiny_folder(folder / "three", **size, **three, vocab_size=384),
         "windows": write_model(folder / "windows", hf.Gemma2Config(**shape, sliding_window=16)),
@@ -170,6 +191,57 @@ def test_protected_layers_share_a_block_table_with_the_others(engines: dict[str,
     assert pages[0] > pages[1]
     assert engines["protected"]["blocks"] == BUDGET // sum(pages)
     assert outputs(engines["protected"])[0]["tokens"] == outputs(engines["plain"])[0]["tokens"]
+
+
+def page_sizes(*layer_configs: KVQuantConfig) -> int:
+    return sum(PageLayout(cfg, HEADS, HEAD_DIM).page_bytes for cfg in layer_configs)
+
+
+def test_layer_bits_are_by_the_number_in_the_model(engines: dict[str, Any]) -> None:
+    told = engines["layer bits"]
+    assert list(told["bits"].values()) == ["k4v4", "k8v2"]
+    cfg = KVQuantConfig.from_dict(K4V4)
+    assert told["blocks"] == BUDGET // page_sizes(cfg, cfg.replace(key_bits=8, value_bits=2))
+
+
+def test_a_noisy_layer_gets_8_bit_keys(engines: dict[str, Any]) -> None:
+    assert list(engines["noisy"]["bits"].values()) == ["k4v4", "k8v4"]
+    cfg = KVQuantConfig.from_dict(K4V4)
+    raised = cfg.replace(key_bits=8)
+    assert engines["noisy"]["blocks"] == BUDGET // page_sizes(cfg, raised)
+    log = engines["log"]["text"]
+    line = "tightkv k4v4: 8-bit keys in layer 1: by its weights, codes of fewer bits"
+    assert log.count(line) == 3  # once an engine, also with ranks and stages
+    assert "tightkv k4v4+: " in log  # what is gained
+
+
+@pytest.mark.parametrize(("name", "bits"), [("noisy, off", "k4v4"), ("noisy, given", "k4v2")])
+def test_what_a_user_says_of_a_noisy_layer_stays(
+    engines: dict[str, Any], name: str, bits: str
+) -> None:
+    assert list(engines[name]["bits"].values()) == ["k4v4", bits]
+
+
+def test_random_weights_are_not_checked(engines: dict[str, Any]) -> None:
+    assert list(engines["noisy, random"]["bits"].values()) == ["k4v4", "k4v4"]
+    line = "more bits: its weights are random (load_format dummy)"
+    assert engines["log"]["text"].count(line) == 1
+
+
+def test_ranks_and_stages_agree_on_a_noisy_layer(engines: dict[str, Any]) -> None:
+    assert_same_text(engines["noisy"], engines["noisy, two ranks"])
+    cfg = KVQuantConfig.from_dict(K4V4)
+    raised = cfg.replace(key_bits=8)
+    rank = sum(PageLayout(layer, HEADS // 2, HEAD_DIM).page_bytes for layer in (cfg, raised))
+    assert engines["noisy, two ranks"]["blocks"] == BUDGET // rank
+    # The stage with layer 1 has room for fewer blocks.
+    assert engines["noisy, two stages"]["blocks"] == BUDGET // page_sizes(raised)
+
+
+def test_a_noisy_layer_among_layers_of_other_kinds_keeps_its_bits(engines: dict[str, Any]) -> None:
+    assert set(engines["noisy windows"]["bits"].values()) == {"k4v4"}
+    line = "by its weights, this model needs 8-bit keys in layer 1, but vLLM's blocks are of one"
+    assert engines["log"]["text"].count(line) == 1
 
 
 def test_the_start_up_line_says_what_is_gained(engines: dict[str, Any]) -> None:
@@ -285,6 +357,9 @@ def test_finished_requests_leave_every_block_free(engines: dict[str, Any]) -> No
     ("name", "message"),
     [
         ("fp8", "leave --kv-cache-dtype at auto"),
+        ("layer 9", "layer_bits='9=k8v4' names layer 9; the model has layers 0 to 1"),
+        ("sliding layer", "names layer 0, which stays with vLLM's own cache (sliding window)"),
+        ("other blocks", "leave layer_bits out"),
         ("block size", "a block is a page of 32 tokens"),
         ("unknown", "did you mean 'key_bits'"),
         ("latent", "no layer of this model can be compressed (MLAAttention)"),

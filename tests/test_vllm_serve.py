@@ -194,6 +194,29 @@ def test_the_server_takes_the_place_of_this_process(monkeypatch: pytest.MonkeyPa
     assert path == sys.executable and command == serve.server_command("m", expected, [])
 
 
+def test_more_bits_for_keys_are_told_before_the_engine_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hf = pytest.importorskip("transformers")
+    from models import SHAPE
+    from tiny_folder import plant_key_bias, write_model
+
+    def told(*words: str) -> str:
+        assert main(["serve", str(folder), *words, "--dry-run"]) == 0
+        captured = capsys.readouterr()
+        assert captured.out.count("\n") == 1 and "layer_bits" not in captured.out
+        return captured.err
+
+    folder = write_model(tmp_path / "qwen2", hf.Qwen2Config(**SHAPE))
+    capsys.readouterr()
+    assert told() == ""
+    plant_key_bias(folder, layer=2)
+    assert told().startswith("tightkv k4v4: 8-bit keys in layer 2: by its weights")
+    assert told("--no-protect-keys") == told("--load-format", "dummy") == ""
+    (folder / "model.safetensors").write_bytes(b"abc")
+    assert "not checked whether keys of some layers need more bits" in told()
+
+
 # --- options of an engine ------------------------------------------------------------------------
 def test_no_option_means_no_compression() -> None:
     for additional in ({}, {"other": 1}, None, {"tightkv": None}, {"tightkv": False}):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM, Lfm2Config, LlamaConfig, PreTrainedTokenizerFast
@@ -43,6 +44,15 @@ def write_model(folder: Path, config: Any) -> Path:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
     return folder
+
+
+def plant_key_bias(folder: Path, layer: int, size: float = 10.0) -> None:
+    """Give a layer a query and a key bias so large that 4-bit keys drown its scores."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for side in "qk":
+        tensors[f"model.layers.{layer}.self_attn.{side}_proj.bias"].fill_(size)
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 def lfm2_for_vllm(hidden_size: int, **shape: Any) -> Lfm2Config:

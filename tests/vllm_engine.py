@@ -67,6 +67,11 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
         "layers": {
             name: type(getattr(layer, "impl", layer)).__name__ for name, layer in context.items()
         },
+        "bits": {
+            name: layer.impl.layout.cfg.name
+            for name, layer in context.items()
+            if hasattr(getattr(layer, "impl", None), "layout")
+        },
         "groups": sorted(
             (type(group.kv_cache_spec).__name__, group.kv_cache_spec.block_size)
             for group in core.scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups

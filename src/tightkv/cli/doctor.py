@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tightkv.cli.config_flags import add_config_flags, config_from_args, given_fields
-from tightkv.cli.output import MissingPackageError, add_output_options, emit, format_table
+from tightkv.cli.output import MissingPackageError, add_output_options, emit
+from tightkv.cli.progress import Progress
 from tightkv.cli.server_file import model_of
-from tightkv.config import PRESETS, KVQuantConfig
+from tightkv.config import KVQuantConfig
 from tightkv.files import whole_file
 from tightkv.integrations.model_source import BUNDLED_NAME, check_source
 
 if TYPE_CHECKING:
     from tightkv.eval.doctor import Diagnosis
 
+_INTERRUPTED = 130
+
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "doctor",
-        description="Measure each layer of a model on your text, and find the config with the "
-        "fewest bytes whose mean KL to the uncompressed cache stays within a budget. With "
+        description="Find the bits of each layer's keys and values that take the fewest bytes "
+        "while the mean KL to the uncompressed cache, on your text, stays within a budget. With "
         "--preset, --config or a config flag, judge that config instead. Exit code 1 if nothing "
-        "keeps the budget.",
+        "keeps the budget. Ctrl-C prints what was found so far (exit code 130).",
     )
     parser.add_argument(
         "model", nargs="?", help=f"model folder or hub id (default: the bundled {BUNDLED_NAME})"
@@ -34,10 +38,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--budget", type=float, default=0.01, help="nats a token (default: 0.01)")
     parser.add_argument("--windows", type=int, default=2, metavar="N", help="default: 2")
-    parser.add_argument("--window", type=int, default=1024, metavar="TOKENS", help="default: 1024")
-    parser.add_argument(
-        "--probe", default="k2v2", choices=PRESETS, help="preset that layers are probed with"
-    )
+    parser.add_argument("--window", type=int, default=768, metavar="TOKENS", help="default: 768")
     parser.add_argument("--out", metavar="FILE", help="write the config as JSON, for every command")
     parser.add_argument("--device", metavar="NAME")
     parser.add_argument("--dtype", metavar="NAME")
@@ -56,92 +57,44 @@ def run(args: argparse.Namespace) -> int:
     if found.chosen is not None and args.out:
         with whole_file(args.out) as temporary:
             temporary.write_text(found.chosen.cfg.to_json() + "\n", encoding="utf-8")
-    emit(args, _as_json(found), _as_text(found))
+
+    from tightkv.cli.doctor_report import as_json, as_text
+
+    emit(args, as_json(found), as_text(found))
+    if found.interrupted:
+        return _INTERRUPTED
     return 0 if found.chosen is not None else 1
 
 
 def _diagnose(args: argparse.Namespace, cfg: KVQuantConfig | None) -> Diagnosis:
     try:
         from tightkv.eval.doctor import Doctor, default_candidates
+        from tightkv.eval.quality import check_compresses
         from tightkv.eval.text import default_texts, read_text
         from tightkv.eval.windows import cut_windows
         from tightkv.integrations.transformers.models import load_model
     except ImportError:
         raise MissingPackageError("tightkv doctor", "transformers", "hf") from None
+    candidates = default_candidates() if cfg is None else [cfg]
+    for candidate in candidates:
+        check_compresses(candidate, args.window)
     texts = [read_text(path) for path in args.text] or default_texts()
-    model, tokenizer = load_model(args.model, dtype=args.dtype, device=args.device)
+    model, tokenizer = load_model(args.model, dtype=args.dtype, device=args.device, progress=_tell)
     windows = cut_windows(tokenizer, texts, args.window, args.windows)
-
-    def progress(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
-    doctor = Doctor(model, windows, args.budget, progress=progress)
-    probe = KVQuantConfig.preset(args.probe)
-    if cfg is not None:
-        return doctor.check(cfg, probe)
-    return doctor.diagnose(probe, default_candidates())
-
-
-def _as_json(found: Diagnosis) -> dict[str, Any]:
-    chosen = found.chosen
-    return {
-        "budget": found.budget,
-        "chosen": None if chosen is None else chosen.name,
-        "kv_quant": None if chosen is None else chosen.cfg.to_dict(),
-        "tried": [
-            {
-                "name": m.name,
-                "kl": m.kl,
-                "top1": m.top1,
-                "bytes_per_token": m.bytes_per_token,
-                "within": m.within,
-            }
-            for m in found.tried
-        ],
-        "layers": [
-            {
-                "layer": r.layer,
-                "kl": r.kl,
-                "mean_share": r.mean_share,
-                "outlier_head": r.outlier_head,
-                "key_bias": r.key_bias,
-                "warnings": list(r.warnings),
-            }
-            for r in found.layers
-        ],
-    }
-
-
-def _as_text(found: Diagnosis) -> str:
-    layers = format_table(
-        ("layer", "KL alone", "key mean", "largest head", "key bias", "warnings"),
-        [
-            (
-                r.layer,
-                f"{r.kl:.5f}",
-                f"{100 * r.mean_share:.0f}%",
-                f"{r.outlier_head:.1f}x",
-                "-" if r.key_bias is None else f"{r.key_bias:.1f}",
-                "; ".join(r.warnings),
-            )
-            for r in found.layers
-        ],
+    doctor = Doctor(model, windows, args.budget, bars=Progress)
+    _tell(f"{windows.ids.numel()} tokens; this takes about {_duration(doctor, cfg)}")
+    start = time.monotonic()
+    found = doctor.diagnose(candidates) if cfg is None else doctor.check(cfg)
+    _tell(
+        f"{'interrupted' if found.interrupted else 'done'} after {time.monotonic() - start:.0f} s"
     )
-    tried = format_table(
-        ("config", "bytes a token", "KL", "top-1 kept", "verdict"),
-        [
-            (
-                m.name,
-                f"{m.bytes_per_token:.0f}",
-                f"{m.kl:.5f}",
-                f"{100 * m.top1:.1f}%",
-                "within" if m.within else "over the budget",
-            )
-            for m in found.tried
-        ],
-    )
-    if found.chosen is None:
-        last = f"No config tried keeps KL within {found.budget}: none is recommended."
-    else:
-        last = f"{found.chosen.name} keeps KL within {found.budget} at the fewest bytes tried."
-    return f"{layers}\n\n{tried}\n\n{last}"
+    return found
+
+
+def _tell(line: str) -> None:
+    print(f"tightkv: {line}", file=sys.stderr, flush=True)
+
+
+def _duration(doctor: Any, cfg: KVQuantConfig | None) -> str:
+    seconds = doctor.expected_seconds() if cfg is None else doctor.expected_seconds(configs=1)
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"

@@ -14,7 +14,9 @@ from tightkv import __version__
 from tightkv.cli import hub, plan_report
 from tightkv.cli.output import add_output_options, check_plot, emit, parse_bytes
 from tightkv.config import PRESETS, KVQuantConfig
+from tightkv.key_check import CheckedConfig, KeyCheck, raised_layers
 from tightkv.model_shape import ModelShape, is_local, read_model_shape
+from tightkv.model_shape.tensors import safetensors_files
 from tightkv.planner import (
     GPUS,
     WEIGHT_BITS,
@@ -85,8 +87,9 @@ def run(args: argparse.Namespace) -> int:
     context = args.context or min(shape.max_positions or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
     memory = _memory(args)
     weights = _weights(args, shape, source, needed=memory is not None)
-    plans = _plans(args, shape)
+    plans, told = _plans(args, shape)
     data = _report(args, shape, context, memory, weights, plans)
+    data["notes"] += told
     if args.plot:
         plan_report.draw(args.plot, data, plans)
     emit(args, data, plan_report.as_text(data))
@@ -141,15 +144,34 @@ def _weights(
     return count_weights(parameters, shape, args.weights_dtype, args.tp)
 
 
-def _plans(args: argparse.Namespace, shape: ModelShape) -> list[CachePlan]:
-    plans = [baseline_plan("bf16", shape, 2, args.tp), baseline_plan("fp8", shape, 1, args.tp)]
+def _plans(args: argparse.Namespace, shape: ModelShape) -> tuple[list[CachePlan], list[str]]:
+    """The rows, and what is to be said about them."""
+    configs = {}
     for name in filter(None, args.presets.replace(",", " ").split()):
-        plans.append(config_plan(name, shape, KVQuantConfig.preset(name), args.tp))
+        configs[name] = KVQuantConfig.preset(name)
     for path in args.config:
         cfg = KVQuantConfig.parse(path)
         label = Path(path).stem if path.endswith(".json") else "config"
-        plans.append(config_plan(f"{label} ({cfg.name})", shape, cfg, args.tp))
-    return plans
+        configs[f"{label} ({cfg.name})"] = cfg
+    plans = [baseline_plan("bf16", shape, 2, args.tp), baseline_plan("fp8", shape, 1, args.tp)]
+    check = None
+    if shape.folder is not None and safetensors_files(shape.folder):
+        check = KeyCheck(shape.folder)
+    raised: dict[str, list[str]] = {}
+    for name, cfg in configs.items():
+        checked = CheckedConfig(cfg) if check is None else check.protect(cfg)
+        if checked.raised:
+            name += "+"
+            raised.setdefault(raised_layers(cfg, checked.config), []).append(name)
+        plans.append(config_plan(name, shape, checked.config, args.tp))
+    told = [
+        f"{', '.join(names)}: {layers}, whose weights would make scores too noisy otherwise; "
+        "protect_keys=false turns this off"
+        for layers, names in raised.items()
+    ]
+    if check is not None and check.reason is not None:
+        told.append(f"not checked whether keys of some layers need more bits: {check.reason}")
+    return plans, told
 
 
 def _report(

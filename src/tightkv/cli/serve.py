@@ -8,12 +8,14 @@ import os
 import shlex
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from tightkv.cli.config_flags import add_config_flags, config_from_args
 from tightkv.cli.output import MissingPackageError, add_output_options, emit
 from tightkv.cli.server_file import read_server_file
 from tightkv.config import PRESETS, KVQuantConfig
+from tightkv.key_check import KeyCheck
 
 SERVER = "vllm.entrypoints.openai.api_server"
 _OPTION = "--additional-config"
@@ -56,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
     rows = file.exact_rows if args.exact_rows is None else args.exact_rows
     # vLLM takes the last of two: the command line wins over the file.
     command = server_command(model, config, [*file.options, *vllm_options], rows)
+    _tell_key_bits(model, config, command)
     if args.dry_run or args.json:
         data = {"command": command, "kv_quant": config.to_dict()}
         emit(args, data, shlex.join(command))
@@ -64,6 +67,17 @@ def run(args: argparse.Namespace) -> int:
         raise MissingPackageError("tightkv serve", "vLLM", "vllm")
     sys.stdout.flush()
     os.execv(command[0], command)
+
+
+def _tell_key_bits(model: str, config: KVQuantConfig, command: list[str]) -> None:
+    """Say before the engine starts which layers of a folder it will give more bits, and why.
+
+    What is not on this machine yet, or not as it will be loaded, the engine checks itself.
+    """
+    if Path(model).is_dir() and not any(word.startswith("--load-format") for word in command):
+        line = KeyCheck(model).protect(config).line if config.protect_keys else None
+        if line is not None:
+            print(line, file=sys.stderr, flush=True)
 
 
 def server_command(

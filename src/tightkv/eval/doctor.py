@@ -1,39 +1,54 @@
-"""Which layers of a model suffer from compression, and the smallest cache within a KL budget."""
+"""The fewest bytes per token within a KL budget: bits of each layer's keys and values.
+
+Estimates for every layer come from one pass and its gradients (sensitivity.py), a search picks
+bits (bit_search.py), and what it picks is measured through the real cache.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from tightkv.config import PRESETS, KVQuantConfig
+from tightkv.eval.bit_search import SEARCHED_BITS, Option, as_config, fewest_bytes
 from tightkv.eval.forward import CacheRun
-from tightkv.eval.quality import Quality, Schedule, measure_quality
+from tightkv.eval.quality import Schedule, measure_quality, quality_passes
+from tightkv.eval.sensitivity import Costs, Layer, estimate, record
 from tightkv.eval.windows import Windows
 from tightkv.integrations.transformers import TightCache
-from tightkv.layout import PageLayout
+from tightkv.integrations.transformers.layer import TightLayer
+from tightkv.layout import page_layout
 
 _SENSITIVE = 4.0  # times the median layer
 _BIASED = 0.8  # share of key energy in the page means
-_WORTH_PROTECTING = 4.0  # times the budget a config may miss it by and still be helped
-_MARGIN = 0.9  # of the budget, for a prediction to be worth a measurement
+_AIM = 0.9  # of the budget: what a search leaves for the estimate's error
+_NEAR = 0.75  # of the budget: close enough to stop
+_WORTH = 0.99  # of the best size: what a further measurement must promise
+_MEASUREMENTS = 4  # before the search settles for what it has
+_REFERENCE_BYTES = 2 << 30  # log-probabilities of the uncompressed cache that are kept
+_TIMED_TOKENS = 64
 
-Progress = Callable[[str], None]
+# Called with a title and a number of steps; the bar is told of each step.
+Bars = Callable[[str, int], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One compressed layer."""
+    """One compressible layer."""
 
     layer: int
     """Its number in the model."""
-    kl: float
-    """KL with this layer alone compressed at the probe's bits."""
+    key_kl: Costs
+    """Estimated KL, by bits, with this layer's keys alone coded."""
+    value_kl: Costs
+    """The same for its values."""
     mean_share: float
     """Share of its keys' energy that lies in page means, in its worst head."""
     outlier_head: float
@@ -42,6 +57,11 @@ class LayerReport:
     """Largest key bias of the projection; None where there is none."""
     warnings: tuple[str, ...]
 
+    @property
+    def kl(self) -> float:
+        """At 4 bits, keys and values together: what layers are compared by."""
+        return self.key_kl[4] + self.value_kl[4]
+
 
 @dataclass
 class Measured:
@@ -49,6 +69,8 @@ class Measured:
 
     cfg: KVQuantConfig
     name: str
+    predicted_kl: float | None
+    """Sum of the layers' estimates; None where the config has options without estimates."""
     kl: float
     top1: float
     bytes_per_token: float
@@ -56,13 +78,41 @@ class Measured:
 
 
 @dataclass
+class Uniform:
+    """The smallest preset that is expected to keep the budget."""
+
+    name: str
+    bytes_per_token: float
+    expected_kl: float
+    """Sum of estimates, corrected by what measurements said of them."""
+
+
+@dataclass
 class Diagnosis:
     """What the doctor found."""
 
     budget: float
-    layers: list[LayerReport]
+    layers: list[LayerReport] = field(default_factory=list)
     tried: list[Measured] = field(default_factory=list)
-    chosen: Measured | None = None
+    bytes_bf16: float = 0.0
+    """Of the same layers at 16 bits, per token."""
+    uniform: Uniform | None = None
+    interrupted: bool = False
+
+    @property
+    def chosen(self) -> Measured | None:
+        """The smallest of those that keep the budget."""
+        within = [m for m in self.tried if m.within]
+        return min(within, key=lambda m: m.bytes_per_token) if within else None
+
+
+@dataclass
+class _Family:
+    """Configs that differ in their bits alone, and what bits cost each layer."""
+
+    base: KVQuantConfig
+    keys: dict[int, Costs]
+    values: dict[int, Costs]
 
 
 class Doctor:
@@ -74,145 +124,256 @@ class Doctor:
         windows: Windows,
         budget: float,
         schedule: Schedule | None = None,
-        progress: Progress | None = None,
+        bars: Bars | None = None,
     ) -> None:
         if not budget > 0:
             raise ValueError(f"budget={budget}; it must be positive (nats a token)")
         self.model, self.windows, self.budget = model, windows, budget
-        self.schedule = schedule or Schedule(chunk=32)
-        self.progress = progress or (lambda line: None)
+        self.schedule = schedule or Schedule(chunk=64)
+        self.schedule.check_window(windows.ids.shape[1])
+        self.bars = bars or (lambda title, total: nullcontext())
+        self.found = Diagnosis(budget)
+        self._shapes: dict[int, tuple[int, int]] = {}
+        self._references: list[Tensor] = []
 
-    def diagnose(self, probe: KVQuantConfig, candidates: Sequence[KVQuantConfig]) -> Diagnosis:
-        """Layers first, then the candidates from the smallest up, then protected layers."""
-        found = Diagnosis(self.budget, self.layers(probe))
-        for cfg in sorted(candidates, key=self.bytes_per_token):
-            result = self.measure(cfg)
-            found.tried.append(result)
-            if result.within:
-                found.chosen = result
-                break
-        for missed in [m for m in found.tried if not m.within][::-1]:
-            protected = self._protect(missed, found)
-            if protected is not None:
-                result = self.measure(protected)
-                found.tried.append(result)
-                if result.within:
-                    found.chosen = result
-        return found
+    # --- what a user asks for ---
+    def diagnose(self, candidates: Sequence[KVQuantConfig]) -> Diagnosis:
+        """Layers first, then a search over bits of every layer, each result measured.
 
-    def check(self, cfg: KVQuantConfig, probe: KVQuantConfig) -> Diagnosis:
-        """One config alone: chosen only if it keeps the budget."""
-        found = Diagnosis(self.budget, self.layers(probe), [self.measure(cfg)])
-        found.chosen = found.tried[0] if found.tried[0].within else None
-        return found
+        Presets with the same further options make one family that is searched together.
+        """
+        with self._interruptible():
+            families = self.estimate([c.replace(protect_keys=False) for c in candidates])
+            self._search(families)
+            self._compare(families, candidates)
+        return self.found
 
-    def measure(self, cfg: KVQuantConfig) -> Measured:
-        self.progress(f"measuring {describe(cfg)}")
-        caches = {"it": lambda: TightCache(cfg, model=self.model)}
-        summary = measure_quality(self.model, self.windows, caches, self.schedule)["it"].summary
-        size = self.bytes_per_token(cfg)
-        within = summary.kl <= self.budget
-        return Measured(cfg, describe(cfg), summary.kl, summary.top1, size, within)
+    def check(self, cfg: KVQuantConfig) -> Diagnosis:
+        """One config alone, just as a cache would use it."""
+        with self._interruptible():
+            family = self.estimate([cfg])[0]
+            self.measure(cfg, self._predict(family, cfg))
+        return self.found
 
-    def layers(self, probe: KVQuantConfig) -> list[LayerReport]:
-        """Each compressed layer alone at the probe's bits, and what its keys look like."""
-        self.progress(f"probing each layer at {probe.name}")
-        numbers = self._compressed_layers(probe)
-        first = Windows(self.windows.ids[:1], self.windows.sources[:1])
-        caches = {str(n): self._only(probe, n) for n in numbers}
-        alone = measure_quality(self.model, first, caches, self.schedule)
-        return self._reports(numbers, alone, self._keys(first.ids, probe.page_size))
+    def expected_seconds(self, configs: int = 2 + _MEASUREMENTS // 2) -> float:
+        """From the time of a short pass: a pass over the windows and back, and `configs` more."""
+        ids = self.windows.ids[:1, :_TIMED_TOKENS]
+        seconds = []
+        for _ in range(2):  # the first also brings the weights into memory
+            run, start = CacheRun(self.model), time.perf_counter()
+            run.feed(ids)
+            seconds.append(time.perf_counter() - start)
+        return min(seconds) / ids.numel() * self.windows.ids.numel() * (3 + configs)
 
-    def bytes_per_token(self, cfg: KVQuantConfig) -> float:
-        """Of all compressible layers, protected ones at their own bits."""
-        shapes = self._shapes()
-        layers = [cfg.for_layer(i, len(shapes)) for i in range(len(shapes))]
-        return sum(
-            PageLayout(own, heads, dim).bytes_per_token if own.compresses else 4 * heads * dim
-            for own, (heads, dim) in zip(layers, shapes, strict=True)
+    # --- estimates ---
+    def estimate(self, cfgs: Sequence[KVQuantConfig]) -> list[_Family]:
+        """A family for each set of options beside the bits; fills the report on layers."""
+        bases = list(dict.fromkeys(_without_bits(cfg) for cfg in cfgs))
+        families = [_Family(base, {}, {}) for base in bases]
+        numbers, first = self._layer_numbers(), self.schedule.prefill
+        generator = torch.Generator().manual_seed(0)
+        energies: dict[int, tuple[Tensor, Tensor]] = {}
+        with self.bars("layers", len(self.windows) * len(numbers) * 2) as bar:
+            for row in range(len(self.windows)):
+                ids = self.windows.ids[row : row + 1]
+                layers, log_p = record(self.model, ids, numbers, first, generator)
+                self._keep(log_p)
+                _advance(bar, len(numbers))
+                for n, layer in layers.items():
+                    self._shapes[n] = layer.key.shape[1], layer.key.shape[3]
+                    energies.setdefault(n, _key_energy(layer.key, bases[0].page_size))
+                    for family in families:
+                        self._add(family, n, layer)
+                    _advance(bar, 1)
+                # After each window, so that an interruption leaves what was found.
+                self._report(families[0], row + 1, energies)
+        scored = self.windows.ids.shape[1] - 1 - first
+        for family in families:
+            for side in (family.keys, family.values):
+                for n, costs in side.items():
+                    side[n] = _falling(_scaled(costs, len(self.windows) * scored))
+        return families
+
+    @torch.no_grad()
+    def _add(self, family: _Family, number: int, layer: Layer) -> None:
+        """One window's sums for one layer."""
+        cfgs = [family.base.replace(key_bits=b, value_bits=b) for b in SEARCHED_BITS]
+        both = estimate(layer, cfgs, self.schedule.prefill)
+        for side, costs in zip((family.keys, family.values), both, strict=True):
+            before = side.get(number, {})
+            side[number] = {b: before.get(b, 0.0) + cost for b, cost in costs.items()}
+
+    def _keep(self, log_p: Tensor) -> None:
+        """Hold on to the reference, unless all windows' would be too large."""
+        if log_p.numel() * log_p.element_size() * len(self.windows) <= _REFERENCE_BYTES:
+            self._references.append(log_p)
+
+    def _layer_numbers(self) -> list[int]:
+        cache = TightCache(KVQuantConfig(protect_keys=False), model=self.model)
+        return [i for i, layer in enumerate(cache.layers) if isinstance(layer, TightLayer)]
+
+    def _report(
+        self, family: _Family, windows: int, energies: Mapping[int, tuple[Tensor, Tensor]]
+    ) -> None:
+        positions = windows * (self.windows.ids.shape[1] - 1 - self.schedule.prefill)
+        keys, values = (
+            {n: _falling(_scaled(costs, positions)) for n, costs in side.items()}
+            for side in (family.keys, family.values)
         )
-
-    # --- inside ---
-    def _compressed_layers(self, cfg: KVQuantConfig) -> list[int]:
-        cache = TightCache(cfg, model=self.model)
-        return [i for i, layer in enumerate(cache.layers) if layer in cache.tight_layers]
-
-    def _only(self, cfg: KVQuantConfig, number: int) -> Callable[[], TightCache]:
-        """A cache that compresses one layer and leaves the others to transformers."""
-
-        def make() -> TightCache:
-            cache = TightCache(cfg, model=self.model)
-            layers = DynamicCache(config=self.model.config).layers
-            layers[number] = cache.layers[number]
-            cache.layers = layers
-            return cache
-
-        return make
-
-    def _shapes(self) -> list[tuple[int, int]]:
-        """(KV heads, head_dim) of each compressible layer."""
-        if not hasattr(self, "_known_shapes"):
-            run = CacheRun(self.model, TightCache("k8v8", model=self.model))
-            run.feed(self.windows.ids[:1, :2])
-            layouts = [layer.kv.layout for layer in run.cache.tight_layers]
-            self._known_shapes = [(x.num_kv_heads, x.head_dim) for x in layouts]
-        return self._known_shapes
-
-    def _keys(self, ids: Tensor, page: int) -> dict[int, tuple[Tensor, Tensor]]:
-        """Energy of each head's keys [Hkv], and of what page means leave of it, by layer."""
-        run = CacheRun(self.model)
-        run.feed(ids, last_only=True)
-        out = {}
-        for number, layer in enumerate(run.cache.layers):
-            keys = getattr(layer, "keys", None)
-            if keys is None or keys.dim() != 4 or keys.shape[2] < page:
-                continue
-            pages = keys[:, :, : keys.shape[2] // page * page].float().unflatten(2, (-1, page))
-            rest = pages - pages.mean(3, keepdim=True)
-            out[number] = tuple(x.square().sum(-1).mean((0, 2, 3)) for x in (pages, rest))
-        return out
-
-    def _reports(
-        self,
-        numbers: Sequence[int],
-        alone: dict[str, Quality],
-        keys: dict[int, tuple[Tensor, Tensor]],
-    ) -> list[LayerReport]:
-        typical = median(alone[str(n)].summary.kl for n in numbers)
-        centered = torch.cat([rest for n, (_, rest) in keys.items() if n in numbers])
+        typical = median(keys[n][4] + values[n][4] for n in keys)
+        centered = torch.cat([rest for _, rest in energies.values()]).median().clamp_min(1e-30)
         biases = _key_biases(self.model)
-        reports = []
-        for n in numbers:
-            whole, rest = keys[n]
-            kl = alone[str(n)].summary.kl
+        self.found.layers = []
+        for n, (whole, rest) in energies.items():
             share = float((1 - rest / whole.clamp_min(1e-30)).max())
-            head = float(rest.max() / centered.median().clamp_min(1e-30))
+            times = (keys[n][4] + values[n][4]) / max(typical, 1e-30)
             warnings = []
-            if kl > _SENSITIVE * typical:
-                warnings.append(f"{kl / typical:.0f} times as sensitive as the median layer")
+            if times > _SENSITIVE:
+                warnings.append(f"{times:.0f} times as sensitive as the median layer")
             if share > _BIASED:
                 warnings.append(f"{100 * share:.0f}% of a head's key energy is its page mean")
-            reports.append(LayerReport(n, kl, share, head, biases.get(n), tuple(warnings)))
-        return reports
+            head = float(rest.max() / centered)
+            self.found.layers.append(
+                LayerReport(n, keys[n], values[n], share, head, biases.get(n), tuple(warnings))
+            )
+        self.found.bytes_bf16 = sum(4.0 * heads * dim for heads, dim in self._shapes.values())
 
-    def _protect(self, missed: Measured, found: Diagnosis) -> KVQuantConfig | None:
-        """The missed config with the fewest end layers at 8 bits that should meet the budget."""
-        total = sum(report.kl for report in found.layers)
-        if missed.kl > _WORTH_PROTECTING * self.budget or not total:
+    # --- the search ---
+    def _search(self, families: Sequence[_Family]) -> None:
+        """Search, measure, correct the estimate by what was measured, and search again."""
+        options = [self._options(family) for family in families]
+        aim, missed, kept = _AIM * self.budget, float("inf"), 0.0
+        for _ in range(_MEASUREMENTS):
+            cfg, predicted = self._propose(families, options, aim)
+            if any(m.cfg == cfg for m in self.found.tried):
+                break
+            best = self.found.chosen
+            if best and self.bytes_per_token(cfg) > _WORTH * best.bytes_per_token:
+                break
+            result = self.measure(cfg, predicted)
+            if result.within:
+                kept = max(kept, predicted)
+                if result.kl > _NEAR * self.budget:
+                    break
+            else:
+                missed = min(missed, predicted)
+            aim = _AIM * self.budget * predicted / max(result.kl, 1e-30)
+            if not kept < aim < missed:  # measurements disagree: between the two
+                aim = (kept * missed) ** 0.5 if kept and missed < float("inf") else aim
+                aim = min(aim, 0.7 * missed)
+        if self.found.chosen is None:
+            cfg, predicted = self._eight_bits(families[0])
+            if all(m.cfg != cfg for m in self.found.tried):
+                self.measure(cfg, predicted)
+
+    def _eight_bits(self, family: _Family) -> tuple[KVQuantConfig, float]:
+        """The last resort: if this does not keep the budget, nothing does."""
+        bits = dict.fromkeys(self._shapes, (8, 8))
+        return as_config(family.base, bits), self._sum(family, bits)
+
+    def _propose(
+        self, families: Sequence[_Family], options: Sequence[Any], aim: float
+    ) -> tuple[KVQuantConfig, float]:
+        """The smallest config whose estimates sum up to at most `aim`."""
+        proposals = []
+        for family, layers in zip(families, options, strict=True):
+            chosen = fewest_bytes(layers, aim)
+            if chosen is not None:
+                cfg = as_config(family.base, {n: option.bits for n, option in chosen.items()})
+                size = sum(option.size for option in chosen.values())
+                proposals.append((size, sum(option.kl for option in chosen.values()), cfg))
+        if not proposals:
+            return self._eight_bits(families[0])
+        _, kl, cfg = min(proposals, key=lambda p: p[:2])
+        return cfg, kl
+
+    def _options(self, family: _Family) -> dict[int, list[Option]]:
+        def size(bits: tuple[int, int], shape: tuple[int, int]) -> float:
+            own = family.base.replace(key_bits=bits[0], value_bits=bits[1])
+            return page_layout(own, *shape).bytes_per_token
+
+        pairs = [(k, v) for k in SEARCHED_BITS for v in SEARCHED_BITS]
+        return {
+            n: [
+                Option(p, size(p, shape), family.keys[n][p[0]] + family.values[n][p[1]])
+                for p in pairs
+            ]
+            for n, shape in self._shapes.items()
+        }
+
+    def _compare(self, families: Sequence[_Family], candidates: Sequence[KVQuantConfig]) -> None:
+        """Name the uniform config that should keep the budget; measure one that may beat ours."""
+        ratios = [m.kl / m.predicted_kl for m in self.found.tried if m.predicted_kl]
+        ratio = ratios[-1] if ratios else 1.0
+        by_base = {family.base: family for family in families}
+        for cfg in sorted(candidates, key=self.bytes_per_token):
+            cfg = cfg.replace(protect_keys=False)
+            sum_ = self._predict(by_base[_without_bits(cfg)], cfg)
+            size, best = self.bytes_per_token(cfg), self.found.chosen
+            if sum_ is None or sum_ * ratio > 2 * self.budget:
+                continue
+            known = next((m for m in self.found.tried if m.cfg == cfg), None)
+            if known is None and (best is None or size < best.bytes_per_token):
+                known = self.measure(cfg, sum_)
+            keeps = sum_ * ratio <= self.budget if known is None else known.within
+            if keeps:
+                self.found.uniform = Uniform(cfg.name, size, sum_ * ratio)
+                return
+
+    def _predict(self, family: _Family, cfg: KVQuantConfig) -> float | None:
+        own = self._layer_configs(cfg)
+        if any(_without_bits(c) != family.base for c in own.values()):
             return None
-        sensitivity = [report.kl / total for report in found.layers]
-        count, best = len(sensitivity), None
-        for first in range(count // 3 + 1):
-            for last in range(count // 3 + 1 - first):
-                saved = sum(sensitivity[:first]) + sum(sensitivity[count - last :])
-                if missed.kl * (1 - saved) > _MARGIN * self.budget:
-                    continue
-                cfg = missed.cfg.replace(protected_first=first, protected_last=last)
-                size = self.bytes_per_token(cfg)
-                smaller = found.chosen is None or size < found.chosen.bytes_per_token
-                if smaller and (best is None or size < best[0]):
-                    best = (size, cfg)
-        return None if best is None else best[1]
+        return self._sum(family, {n: (c.key_bits, c.value_bits) for n, c in own.items()})
+
+    def _sum(self, family: _Family, bits: Mapping[int, tuple[int, int]]) -> float:
+        """Of the estimates; 16 bits cost nothing."""
+        return sum(
+            family.keys[n].get(k, 0.0) + family.values[n].get(v, 0.0) for n, (k, v) in bits.items()
+        )
+
+    # --- measuring ---
+    def measure(self, cfg: KVQuantConfig, predicted: float | None = None) -> Measured:
+        """Through the real cache, on every window."""
+        caches = {"it": lambda: TightCache(cfg, model=self.model)}
+        whole = len(self._references) == len(self.windows)
+        passes = quality_passes(len(self.windows), self.windows.ids.shape[1], 1, self.schedule)
+        with self.bars(f"measuring {describe(cfg)}", passes) as bar:
+            summary = measure_quality(
+                self.model,
+                self.windows,
+                caches,
+                self.schedule,
+                lambda steps: _advance(bar, steps),
+                torch.cat(self._references) if whole else None,
+            )["it"].summary
+        size, within = self.bytes_per_token(cfg), summary.kl <= self.budget
+        found = Measured(cfg, describe(cfg), predicted, summary.kl, summary.top1, size, within)
+        self.found.tried.append(found)
+        return found
+
+    def bytes_per_token(self, cfg: KVQuantConfig) -> float:
+        """Of all compressible layers."""
+        return sum(
+            page_layout(own, *self._shapes[n]).bytes_per_token
+            if own.compresses
+            else 4.0 * self._shapes[n][0] * self._shapes[n][1]
+            for n, own in self._layer_configs(cfg).items()
+        )
+
+    def _layer_configs(self, cfg: KVQuantConfig) -> dict[int, KVQuantConfig]:
+        """What a cache of this config would use for each compressible layer."""
+        layers = TightCache(cfg, model=self.model).layers
+        exact = cfg.replace(key_bits=16, value_bits=16, outlier_share=0.0, outlier_channels=())
+        return {n: getattr(layers[n], "cfg", exact) for n in self._shapes}
+
+    @contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """Ctrl-C ends the work inside; what was found stays."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.found.interrupted = True
 
 
 def default_candidates() -> list[KVQuantConfig]:
@@ -220,11 +381,46 @@ def default_candidates() -> list[KVQuantConfig]:
 
 
 def describe(cfg: KVQuantConfig) -> str:
-    """k4v4, with its protected layers where it has some."""
-    if not cfg.protected_first and not cfg.protected_last:
-        return cfg.name
-    ends = f"{cfg.protected_first}+{cfg.protected_last}"
-    return f"{cfg.name}, {ends} layers at {cfg.protected_bits} bits"
+    """k4v4, with the layers that have other bits."""
+    parts = [cfg.name.rstrip("+")]
+    if cfg.protected_first or cfg.protected_last:
+        ends = f"{cfg.protected_first}+{cfg.protected_last}"
+        parts.append(f"{ends} layers at {cfg.protected_bits} bits")
+    if cfg.layer_bits:
+        parts.append(f"{len(cfg.bits_of_layers())} layers with other bits")
+    return ", ".join(parts)
+
+
+def _advance(bar: Any, steps: int) -> None:
+    if bar is not None:
+        bar.advance(steps)
+
+
+def _without_bits(cfg: KVQuantConfig) -> KVQuantConfig:
+    """What configs of one family share."""
+    plain = cfg.replace(protected_first=0, protected_last=0, layer_bits="", protect_keys=False)
+    return plain.replace(key_bits=4, value_bits=4)
+
+
+def _scaled(costs: Costs, positions: int) -> Costs:
+    return {bits: cost / positions for bits, cost in costs.items()}
+
+
+def _falling(costs: Costs) -> Costs:
+    """More bits never cost more: what an estimate says against it is noise."""
+    out, least = {}, float("inf")
+    for bits in sorted(costs):
+        least = min(least, costs[bits])
+        out[bits] = least
+    return out
+
+
+def _key_energy(keys: Tensor, page: int) -> tuple[Tensor, Tensor]:
+    """Energy of each head's keys [Hkv], and of what page means leave of it."""
+    pages = keys[:, :, : keys.shape[2] // page * page].float().unflatten(2, (-1, page))
+    rest = pages - pages.mean(3, keepdim=True)
+    whole, left = (x.square().sum(-1).mean((0, 2, 3)).cpu() for x in (pages, rest))
+    return whole, left
 
 
 def _key_biases(model: Any) -> dict[int, float]:

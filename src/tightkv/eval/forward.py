@@ -39,7 +39,7 @@ class CacheRun:
     @torch.inference_mode()
     def feed(self, ids: Tensor, last_only: bool = False) -> Tensor:
         """Append tokens [B, T]; their logits [B, T, V], or [B, 1, V] of the last one alone."""
-        options = {"logits_to_keep": 1} if last_only and _keeps_logits(self.model) else {}
+        options = {"logits_to_keep": 1} if last_only and keeps_logits(self.model) else {}
         with attention(self.model, self.attention):
             out = self.model(ids.to(self.model.device), past_key_values=self.cache, **options)
         logits: Tensor = out.logits
@@ -173,7 +173,8 @@ def max_positions(model: Any) -> int | None:
     return limit if isinstance(limit, int) else None
 
 
-def _keeps_logits(model: Any) -> bool:
+def keeps_logits(model: Any) -> bool:
+    """Whether the model can compute the logits of its last tokens alone."""
     return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 

@@ -148,15 +148,21 @@ def measure_quality(
     caches: Mapping[str, MakeCache],
     schedule: Schedule | None = None,
     advance: Callable[[int], None] | None = None,
+    reference: Tensor | None = None,
 ) -> dict[str, Quality]:
-    """Each named cache on every window. `advance` is told of every forward pass."""
+    """Each named cache on every window. `advance` is told of every forward pass.
+
+    `reference`: the uncompressed cache's log-probabilities [windows, scored positions, V], where
+    they are known already.
+    """
     schedule = schedule or Schedule()
     schedule.check_window(windows.ids.shape[1])
     tracks = {name: _Track() for name in caches}
     for first in range(0, len(windows), schedule.batch):
         ids = windows.ids[first : first + schedule.batch]
         runs = {name: CacheRun(model, make()) for name, make in caches.items()}
-        _score_batch(model, ids, runs, tracks, schedule, advance or (lambda passes: None))
+        known = None if reference is None else reference[first : first + schedule.batch]
+        _score_batch(model, ids, runs, tracks, schedule, advance or (lambda passes: None), known)
         for name, run in runs.items():
             tracks[name].weigh(run, len(ids))
     return {name: track.quality(windows.sources) for name, track in tracks.items()}
@@ -175,10 +181,12 @@ def _score_batch(
     tracks: Mapping[str, _Track],
     schedule: Schedule,
     advance: Callable[[int], None],
+    known: Tensor | None,
 ) -> None:
     """Feed one batch of windows [B, N] to the reference and to every run, block by block."""
     reference, end = CacheRun(model), ids.shape[1] - 1
-    reference.feed(ids[:, : schedule.prefill], last_only=True)
+    if known is None:
+        reference.feed(ids[:, : schedule.prefill], last_only=True)
     for name, run in runs.items():
         with tracks[name].clock:
             run.feed(ids[:, : schedule.prefill], last_only=True)
@@ -186,7 +194,10 @@ def _score_batch(
     block = _block_tokens(model, len(ids), schedule.chunk)
     for start in range(schedule.prefill, end, block):
         stop = min(end, start + block)
-        log_p = reference.feed(ids[:, start:stop]).float().log_softmax(-1)  # [B, T, V]
+        if known is None:
+            log_p = reference.feed(ids[:, start:stop]).float().log_softmax(-1)  # [B, T, V]
+        else:
+            log_p = known[:, start - schedule.prefill : stop - schedule.prefill]
         for name, run in runs.items():
             for at in range(start, stop, schedule.chunk):
                 to = min(stop, at + schedule.chunk)

@@ -12,6 +12,7 @@ bias, the RoPE pairs that hardly turn within the page.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -136,3 +137,19 @@ def needed_key_bits(cfg: KVQuantConfig, noise: float, limit: float = NOISE_LIMIT
         if bits >= cfg.key_bits and noise * get_codebook("fp8", bits).distortion <= limit:
             return bits
     return 16
+
+
+def protected_layer_bits(cfg: KVQuantConfig, noise_by_layer: Mapping[int, float]) -> str:
+    """The `layer_bits` of `cfg` and those that keys of noisy layers need.
+
+    `noise_by_layer` has every compressed layer by its number in the model. A layer that `cfg`
+    names keeps its bits; one whose keys no code holds stays uncompressed.
+    """
+    bits = cfg.bits_of_layers()
+    for index, layer in enumerate(sorted(noise_by_layer)):
+        own = cfg.for_layer(index, len(noise_by_layer), layer)
+        needed = needed_key_bits(own, noise_by_layer[layer])
+        if layer not in bits and needed > own.key_bits:
+            bits[layer] = needed, 16 if needed == 16 else own.value_bits
+    text = ",".join(f"{layer}=k{key}v{value}" for layer, (key, value) in bits.items())
+    return cfg.replace(layer_bits=text).layer_bits

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tightkv.model_shape.shape import LayerShape, ModelShape
 from tightkv.model_shape.source import ModelConfig
+from tightkv.model_shape.tensors import read_header, safetensors_files
 
 # Matrices of one MLP: gate, up and down, or up and down alone.
 _GATED, _PLAIN = 3, 2
@@ -53,54 +51,15 @@ class StoredWeights:
 
 def stored_weights(folder: Path) -> StoredWeights | None:
     """The weights a folder would load, or None where it has none."""
-    files = _safetensors_files(folder)
+    files = safetensors_files(folder)
     if files:
-        total = parameters = 0
-        for path in files:
-            file_bytes, file_parameters = _read_safetensors_header(path)
-            total, parameters = total + file_bytes, parameters + file_parameters
-        return StoredWeights(total, parameters)
+        tensors = [tensor for path in files for tensor in read_header(path).values()]
+        parameters = sum(math.prod(tensor.shape) for tensor in tensors)
+        return StoredWeights(sum(tensor.bytes for tensor in tensors), parameters)
     files = sorted(folder.glob("pytorch_model*.bin"))
     if files:
         return StoredWeights(sum(path.stat().st_size for path in files), None)
     return None
-
-
-def _safetensors_files(folder: Path) -> list[Path]:
-    """What transformers would load: the indexed shards, else model.safetensors, else any."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            found = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-            names = {str(name) for name in found}
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise ValueError(f"{index} is not an index of safetensors files") from None
-        missing = sorted(name for name in names if not (folder / name).is_file())
-        if missing:
-            return []  # an index without its shards: nothing to measure
-        return [folder / name for name in sorted(names)]
-    single = folder / "model.safetensors"
-    return [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
-
-
-def _read_safetensors_header(path: Path) -> tuple[int, int]:
-    """(bytes of all tensors, number of elements) without reading the tensors."""
-    with path.open("rb") as file:
-        start = file.read(8)
-        if len(start) < 8:
-            raise ValueError(f"{path} is not a safetensors file: it has {len(start)} bytes")
-        (length,) = struct.unpack("<Q", start)
-        if length > path.stat().st_size:
-            raise ValueError(f"{path} is not a whole safetensors file: its header is cut off")
-        try:
-            header: Mapping[str, Any] = json.loads(file.read(length))
-            tensors = [entry for name, entry in header.items() if name != "__metadata__"]
-            total = sum(t["data_offsets"][1] - t["data_offsets"][0] for t in tensors)
-            return total, sum(math.prod(t["shape"]) for t in tensors)
-        except (ValueError, RecursionError):
-            raise ValueError(f"{path} is not a safetensors file: its header is no JSON") from None
-        except (KeyError, TypeError, AttributeError, IndexError):
-            raise ValueError(f"{path} is not a safetensors file: its header is not one") from None
 
 
 def weights_dtype(shape: ModelShape) -> str | None:

@@ -11,7 +11,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
 
+from tightkv.integrations.transformers.layer import TightLayer
 from tightkv.integrations.transformers.padding import Padding, left_padding, note_padding
+from tightkv.integrations.transformers.protection import measured_noise, warn_of_noise
 from tightkv.integrations.transformers.states import CompressedStates
 
 NAME = "tightkv"
@@ -95,6 +97,8 @@ def tightkv_attention(
     step = key.step
     padding_alone = step.layer.follow(step, attention_mask)
     if not step.past:  # the first prefill attends exactly
+        if step.layer.shared.watch:
+            _look_at_keys(step.layer, module, query, step.new_key, scaling)
         out = _exact(
             module,
             query,
@@ -119,6 +123,15 @@ def tightkv_attention(
         mask=attention_mask,
     )
     return (out if s_aux is None else _with_sink(out, lse, s_aux)), None
+
+
+def _look_at_keys(
+    layer: TightLayer, module: torch.nn.Module, query: Tensor, key: Tensor, scale: float | None
+) -> None:
+    """Warn if codes of these keys would drown their scores; nothing is stored yet."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    noise = measured_noise(query, key, scale, layer.cfg.page_size)
+    warn_of_noise(layer.cfg, getattr(module, "layer_idx", -1), noise)
 
 
 def _exact(

@@ -24,6 +24,7 @@ from tightkv.integrations.transformers.layer import (
     TightLayer,
     forget_states,
 )
+from tightkv.integrations.transformers.protection import protect
 from tightkv.integrations.transformers.saving import read_cache, save_cache
 
 _COMPRESSIBLE = (DynamicLayer, LinearAttentionAndFullAttentionLayer)
@@ -34,7 +35,8 @@ class TightCache(Cache):  # type: ignore[misc]
 
     `quant` is a KVQuantConfig, a preset name, JSON or a mapping; None reads TIGHTKV_*.
     `model` (or its config) tells which layers are sliding-window or linear attention: those
-    stay transformers' own. Without it every layer is taken for full attention.
+    stay transformers' own. Without it every layer is taken for full attention. A model's weights
+    also tell which layers' keys need more bits; `quant` has them as `layer_bits` then.
     `offloading` keeps the pages in host memory and brings those of one layer at a time to the
     device, a layer ahead; rings, sinks and layers of transformers' own stay on the device.
     """
@@ -49,7 +51,10 @@ class TightCache(Cache):  # type: ignore[misc]
     ) -> None:
         self.quant = KVQuantConfig.parse(quant)
         self.kernels = kernels
-        self.shared = SharedSteps(self.quant, offloading=offloading)
+        checked = False  # whether weights have said which bits keys need
+        if isinstance(model, PreTrainedModel):
+            self.quant, checked = protect(self.quant, model)
+        self.shared = SharedSteps(self.quant, offloading=offloading, watch=not checked)
         if model is None:
             if self.quant.protected_first or self.quant.protected_last:
                 raise ValueError("protected layers need the model: TightCache(quant, model=model)")
@@ -99,7 +104,9 @@ class TightCache(Cache):  # type: ignore[misc]
         """Take a layer's new tokens; see `Cache.update`."""
         if self.layer_class_to_replicate is not None:
             while len(self.layers) <= layer_idx:
-                self.layers.append(self.layer_class_to_replicate())
+                number = len(self.layers)
+                cfg = self.quant.for_layer(number, number + 1)
+                self.layers.append(self._new_layer(cfg) if cfg.compresses else DynamicLayer())
         self._check_update(key_states, layer_idx)
         if self.offloading:
             self.prefetch(layer_idx + 1)
@@ -152,6 +159,17 @@ class TightCache(Cache):  # type: ignore[misc]
         return [layer for layer in self.layers if isinstance(layer, TightLayer)]
 
     @property
+    def _rows(self) -> int:
+        """Sequences in the batch; those of other layers where none is compressed."""
+        plain = (getattr(layer, "keys", None) for layer in self.layers)
+        return len(self.shared.table) or max((len(x) for x in plain if x is not None), default=0)
+
+    @property
+    def _counting_layers(self) -> list[Any]:
+        """Layers that know how many tokens they have seen: all but those of linear attention."""
+        return [layer for layer in self.layers if hasattr(layer, "keys")]
+
+    @property
     def _other_layers(self) -> list[Any]:
         """Layers with states of transformers' own: a hybrid layer's linear part is one."""
         return [layer for layer in self.layers if type(layer) is not TightLayer]
@@ -165,15 +183,15 @@ class TightCache(Cache):  # type: ignore[misc]
 
     def _select(self, rows: Sequence[int]) -> None:
         self._commit()
-        table = self.shared.table
-        if bad := [row for row in rows if not 0 <= row < len(table)]:
+        if bad := [row for row in rows if not 0 <= row < self._rows]:
             raise ValueError(
-                f"rows {bad} of {list(rows)}; this cache has rows 0 to {len(table) - 1}"
+                f"rows {bad} of {list(rows)}; this cache has rows 0 to {self._rows - 1}"
             )
         with _all_or_none(self._other_layers):
             for layer in self._other_layers:
-                layer.reorder_cache(torch.tensor(rows, dtype=torch.long))
-        table.select(rows)
+                layer.reorder_cache(torch.tensor(rows, dtype=torch.long, device="cpu"))
+        if len(self.shared.table):
+            self.shared.table.select(rows)
         for tight in self.tight_layers:
             if tight.kv is not None:
                 tight.kv.select(rows)
@@ -184,23 +202,21 @@ class TightCache(Cache):  # type: ignore[misc]
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only these rows."""
-        self._select(torch.arange(len(self.shared.table))[indices.cpu()].tolist())
+        self._select(torch.arange(self._rows, device="cpu")[indices.cpu()].tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row `repeats` times."""
         if repeats < 1:
             raise ValueError(f"repeats={repeats}; it must be at least 1")
-        self._select([row for row in range(len(self.shared.table)) for _ in range(repeats)])
+        self._select([row for row in range(self._rows) for _ in range(repeats)])
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop -tokens_to_remove newest tokens; a positive number is the length to keep."""
         table, used = self.shared.table, [x for x in self.tight_layers if x.kv is not None]
-        plain = [x for x in self.layers if type(x) in _COMPRESSIBLE and x.is_initialized]
-        lengths = [layer.get_seq_length() for layer in used or plain]  # plain: all at 16 bits
-        total = max(lengths, default=0)
+        lengths = [layer.get_seq_length() for layer in used or self._counting_layers]
+        total, shortest = max(lengths, default=0), min(lengths, default=0)
         keep = tokens_to_remove if tokens_to_remove > 0 else total + tokens_to_remove
         keep = max(0, min(keep, total))
-        shortest = min(lengths, default=0)
         if keep > shortest:
             raise RuntimeError(f"{DIFFERENT_TOKENS}: every layer holds {shortest} tokens")
         for tight in used:
@@ -261,8 +277,12 @@ class TightCache(Cache):  # type: ignore[misc]
         if model is None or saved.header.grows:
             cache = cls(quant.replace(protected_first=0, protected_last=0), kernels=kernels)
             cache.quant = quant
-        else:
-            cache = cls(quant, model, kernels=kernels)
+        else:  # its layers have the bits they were written with
+            cache = cls(
+                quant,
+                model.config if isinstance(model, PreTrainedModel) else model,
+                kernels=kernels,
+            )
         cache.layers = saved.make_layers(
             cache.shared, kernels, torch.device(device), expected=cache.layers
         )

@@ -38,10 +38,14 @@ _DECODE_TOKENS = 16
 class SharedSteps:
     """The table all layers share, moved on by the first layer of each forward pass."""
 
-    def __init__(self, cfg: KVQuantConfig, *, offloading: bool = False) -> None:
+    def __init__(
+        self, cfg: KVQuantConfig, *, offloading: bool = False, watch: bool = False
+    ) -> None:
+        """`watch`: nobody has looked at the model's weights, so first keys are looked at."""
         # A layer's ring lives as long as its sequences, so open pages need no codes.
         self.table = SequenceTable(cfg, open_codes=False)
         self.buffers = DeviceBuffers() if offloading else None
+        self.watch = watch and cfg.protect_keys
         self.steps = 0
         self.before: list[SequenceState] = []
         self._plan: AppendPlan | None = None

@@ -16,11 +16,18 @@ from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
 from tightkv import kernels
+from tightkv.config import KVQuantConfig
 from tightkv.integrations.vllm.attention import TightAttention
 from tightkv.integrations.vllm.backend import TightBackend
 from tightkv.integrations.vllm.compat import page_spec
 from tightkv.integrations.vllm.cuts import Limits
 from tightkv.integrations.vllm.options import EngineOptions, engine_options, with_options
+from tightkv.integrations.vllm.protection import (
+    check_keys,
+    in_equal_blocks,
+    layer_number,
+    model_layers,
+)
 from tightkv.layout import RING_SLACK, PageLayout, page_layout
 
 logger = logging.getLogger("vllm.tightkv")  # vLLM's handlers show its children
@@ -37,6 +44,10 @@ class EnginePlan:
     rows: int
     block_pages: int = 1
     """Pages a block of vLLM's: more than one where other layers' blocks are larger."""
+
+    @property
+    def page_bytes(self) -> set[int]:
+        return {layout.page_bytes for layout in self.layouts.values()}
 
     def line(self) -> str:
         """Preset, bytes a token, and what that is worth."""
@@ -64,10 +75,16 @@ def change_over(vllm_config: Any) -> None:
     if options is None or all(hasattr(layer, _LAYOUT) for layer in layers.values()):
         return
     refuse_impossible(options, vllm_config)
-    plan = make_plan(options, vllm_config, layers)
+    chosen = compressed_layers(layers, options.config)
+    checked = check_keys(options.config, vllm_config)
+    plan = make_plan(replace(options, config=checked.config), vllm_config, chosen)
     for layer in layers.values():
         setattr(layer, _LAYOUT, (None, 1))
-    plan = replace(plan, block_pages=_fit_other_layers(plan, layers, vllm_config))
+    others = _other_specs(plan, layers, vllm_config)
+    if checked.raised and others and len(plan.page_bytes) > 1:
+        checked = in_equal_blocks(options.config, checked)
+        plan = make_plan(options, vllm_config, chosen)
+    plan = replace(plan, block_pages=_fit_other_layers(plan, others, vllm_config))
     most = vllm_config.scheduler_config.max_num_seqs
     limits = Limits(most, plan.rows, 1 + _speculative_tokens(vllm_config))
     slow: dict[str, list[str]] = {}
@@ -81,8 +98,10 @@ def change_over(vllm_config: Any) -> None:
         if choice.slow is not None:
             slow.setdefault(choice.slow, []).append(name)
     # vLLM keeps compiled models by its config; one with other attention is another model.
-    vllm_config.additional_config = with_options(vllm_config.additional_config, options)
+    vllm_config.additional_config = with_options(vllm_config.additional_config, plan.options)
     if vllm_config.parallel_config.rank == 0:
+        if checked.line is not None:
+            logger.warning(checked.line)
         logger.info(plan.line())
         for reason, names in slow.items():
             logger.warning("tightkv, %s: %s", _some(names, len(plan.layouts)), reason)
@@ -114,19 +133,25 @@ def _some(names: Sequence[str], of: int) -> str:
     return f"{len(names)} of {of} layers ({told})"
 
 
-def _fit_other_layers(plan: EnginePlan, layers: dict[str, Any], vllm_config: Any) -> int:
+def _other_specs(plan: EnginePlan, layers: dict[str, Any], vllm_config: Any) -> list[Any]:
+    """(layer, spec) of layers that are not compressed and have a cache of their own."""
+    own = [
+        layer
+        for name, layer in layers.items()
+        if name not in plan.layouts and _shared_layer(layer) is None
+    ]
+    specs = [(layer, layer.get_kv_cache_spec(vllm_config)) for layer in own]
+    return [(layer, spec) for layer, spec in specs if spec is not None]
+
+
+def _fit_other_layers(plan: EnginePlan, others: Sequence[Any], vllm_config: Any) -> int:
     """Pages a block, so that it is no smaller than the block of a layer that is not compressed.
 
     vLLM's blocks are of one size. Sliding-window layers take the shortest that their attention
     can have, states of linear attention what they have; the rest of a block is padding.
     """
     needed, kinds = 0, set()
-    for name, layer in layers.items():
-        if name in plan.layouts or _shared_layer(layer) is not None:
-            continue
-        spec = layer.get_kv_cache_spec(vllm_config)
-        if spec is None:
-            continue
+    for layer, spec in others:
         kinds.add(type(spec))
         size = spec.page_size_bytes
         if isinstance(spec, SlidingWindowSpec):
@@ -136,12 +161,12 @@ def _fit_other_layers(plan: EnginePlan, layers: dict[str, Any], vllm_config: Any
         elif isinstance(spec, MambaSpec):  # padded to vLLM's own blocks of attention
             size = replace(spec, page_size_padded=None).page_size_bytes
         needed = max(needed, size)
-    pages = {layout.page_bytes for layout in plan.layouts.values()}
+    pages = plan.page_bytes
     count = max(1, -(-needed // max(pages)))
     if count > 1 and len(pages) > 1:
         raise ValueError(
-            "tightkv: protected layers in a model with other layers' larger blocks; set "
-            "protected_first and protected_last to 0"
+            "tightkv: protected layers or layer_bits in a model with other layers' larger blocks; "
+            "set protected_first and protected_last to 0 and leave layer_bits out"
         )
     states = {kind for kind in kinds if issubclass(kind, MambaSpec)}
     if states:
@@ -174,26 +199,39 @@ def fit_states(pages: int, page_size: int, others: set[type], vllm_config: Any) 
     return pages
 
 
-def make_plan(options: EngineOptions, vllm_config: Any, layers: dict[str, Any]) -> EnginePlan:
-    """Layouts of the layers that can be compressed; an error where none can."""
+def compressed_layers(layers: Mapping[str, Any], cfg: KVQuantConfig) -> dict[str, Any]:
+    """The layers that can be compressed; an error where none can, or not one with layer_bits."""
     shared = {_shared_layer(layer) for layer in layers.values()}
     reasons = {name: kept_reason(layer, name in shared) for name, layer in layers.items()}
-    chosen = [name for name, reason in reasons.items() if reason is None]
+    chosen = {name: layers[name] for name, reason in reasons.items() if reason is None}
     if not chosen:
         told = ", ".join(sorted({reason for reason in reasons.values() if reason}))
         raise ValueError(f"tightkv: no layer of this model can be compressed ({told or 'none'})")
     for reason in sorted({reason for reason in reasons.values() if reason}):
         count = list(reasons.values()).count(reason)
         logger.info("tightkv: %d layers stay with vLLM's own cache: %s", count, reason)
-    dtype = vllm_config.model_config.dtype
+    numbers = set(model_layers(chosen).values())
+    for name, kept in reasons.items():
+        number = layer_number(name)
+        if kept is not None and number in cfg.bits_of_layers() and number not in numbers:
+            raise ValueError(
+                f"tightkv: layer_bits={cfg.layer_bits!r} names layer {number}, which stays with "
+                f"vLLM's own cache ({kept}); leave it out"
+            )
+    return chosen
+
+
+def make_plan(options: EngineOptions, vllm_config: Any, chosen: Mapping[str, Any]) -> EnginePlan:
+    """Layouts of the layers that are compressed."""
+    dtype, numbers = vllm_config.model_config.dtype, model_layers(chosen)
     layouts = {
         name: page_layout(
-            options.config.for_layer(number, len(chosen)),
-            layers[name].num_kv_heads,
-            layers[name].head_size,
+            options.config.for_layer(index, len(chosen), numbers[name]),
+            layer.num_kv_heads,
+            layer.head_size,
             dtype,
         )
-        for number, name in enumerate(chosen)
+        for index, (name, layer) in enumerate(chosen.items())
     }
     return EnginePlan(options, layouts, exact_rows(options, vllm_config, layouts))
 
@@ -262,6 +300,13 @@ def refuse_impossible(options: EngineOptions, vllm_config: Any) -> None:
             raise ValueError(f"tightkv with {name}={getattr(parallel, name)}; supported: 1")
     if parallel.pipeline_parallel_size > 1 and (cfg.protected_first or cfg.protected_last):
         raise ValueError("tightkv: protected layers with pipeline parallelism; set both to 0")
+    count = getattr(vllm_config.model_config.hf_text_config, "num_hidden_layers", None)
+    beyond = max(cfg.bits_of_layers(), default=0)
+    if count is not None and beyond >= count and vllm_config.speculative_config is None:
+        raise ValueError(
+            f"tightkv: layer_bits={cfg.layer_bits!r} names layer {beyond}; the model has layers 0 "
+            f"to {count - 1}"
+        )
     tokens = _speculative_tokens(vllm_config)
     if tokens > RING_SLACK:
         raise ValueError(f"tightkv with {tokens} speculative tokens; supported: up to {RING_SLACK}")

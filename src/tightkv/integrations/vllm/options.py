@@ -43,9 +43,10 @@ def engine_options(
 def with_options(additional_config: Any, options: EngineOptions) -> Any:
     """The engine's own additional config with the options in it, wherever they came from."""
     given = {} if additional_config is None else additional_config
-    if not isinstance(given, Mapping) or _CONFIG_KEY in given:
+    if not isinstance(given, Mapping):
         return additional_config
-    return {**given, _CONFIG_KEY: options.config.to_dict()}
+    rows = {} if options.exact_rows is None else {"exact_rows": options.exact_rows}
+    return {**given, _CONFIG_KEY: options.config.to_dict() | rows}
 
 
 def _from_config(given: Any) -> EngineOptions:

@@ -1,0 +1,77 @@
+"""The fewest bytes whose summed KL stays below a target: bits of each layer's keys and values."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tightkv.config import KVQuantConfig
+
+SEARCHED_BITS = (2, 3, 4, 8)
+Bits = tuple[int, int]  # of keys and of values
+
+
+@dataclass(frozen=True)
+class Option:
+    """One choice for one layer."""
+
+    bits: Bits
+    size: float
+    """Bytes per token."""
+    kl: float
+
+
+def fewest_bytes(layers: Mapping[int, Sequence[Option]], target: float) -> dict[int, Option] | None:
+    """An option for each layer; None if even the most accurate ones exceed the target.
+
+    A price of KL in bytes is bisected, each layer taking its cheapest option at that price; what
+    is then left of the target is spent on the steps that save most.
+    """
+    best = {n: min(options, key=lambda o: (o.kl, o.size)) for n, options in layers.items()}
+    if _kl(best) > target:
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(200):  # the price at which the target is met
+        if _kl(_at_price(layers, high)) <= target:
+            break
+        high *= 4
+    else:
+        return best
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (low, middle) if _kl(_at_price(layers, middle)) <= target else (middle, high)
+    chosen = _at_price(layers, high)
+    while step := _best_step(layers, chosen, target - _kl(chosen)):
+        chosen[step[0]] = step[1]
+    return chosen
+
+
+def _at_price(layers: Mapping[int, Sequence[Option]], price: float) -> dict[int, Option]:
+    return {n: min(options, key=lambda o: o.size + price * o.kl) for n, options in layers.items()}
+
+
+def _best_step(
+    layers: Mapping[int, Sequence[Option]], chosen: Mapping[int, Option], room: float
+) -> tuple[int, Option] | None:
+    """The change of one layer that saves most bytes within the room."""
+    steps = [
+        (now.size - option.size, now.kl - option.kl, n, option)
+        for n, now in chosen.items()
+        for option in layers[n]
+        if option.size < now.size and option.kl - now.kl <= room
+    ]
+    return max(steps, key=lambda step: step[:2])[2:] if steps else None
+
+
+def _kl(chosen: Mapping[int, Option]) -> float:
+    return sum(option.kl for option in chosen.values())
+
+
+def as_config(family: KVQuantConfig, bits: Mapping[int, Bits]) -> KVQuantConfig:
+    """The commonest bits as the config's own, the others as its layer_bits."""
+    common = Counter(bits.values()).most_common(1)[0][0]
+    others = ",".join(f"{n}=k{k}v{v}" for n, (k, v) in bits.items() if (k, v) != common)
+    return family.replace(
+        key_bits=common[0], value_bits=common[1], layer_bits=others, protect_keys=False
+    )

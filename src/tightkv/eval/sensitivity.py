@@ -1,0 +1,191 @@
+"""What coding each layer's keys or values would cost, from one exact pass and its gradients.
+
+To second order, an error d in a layer's attention output changes the next token's distribution
+by a KL of E[(g.d)^2] / 2, where g is the gradient of log p(y) with respect to that output and y
+is drawn from p (the Fisher information; docs/doctor.md). One backward pass gives g for all
+layers, so every choice of bits costs a layer's attention and no pass through the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+
+from tightkv.codec import Codec
+from tightkv.config import KVQuantConfig
+from tightkv.eval.forward import attention, keeps_logits
+from tightkv.integrations.transformers.attention import tightkv_attention, tightkv_mask
+from tightkv.kernels.reference import dequantize, seal
+from tightkv.layout import page_layout
+
+_NAME = "tightkv_probe"
+
+Costs = dict[int, float]  # KL by bits
+
+
+@dataclass
+class Layer:
+    """What attention of one layer was given, and how the model's output depends on its output."""
+
+    query: Tensor  # [B, Hq, N, D]
+    key: Tensor  # [B, Hkv, N, D]
+    value: Tensor
+    scale: float
+    softcap: float | None
+    sink: Tensor | None  # [Hq]
+    added: Tensor  # zeros [B, N, Hq, D] on the output, whose gradient is wanted
+    gradient: Tensor | None = None
+
+
+_layers: ContextVar[dict[int, Layer] | None] = ContextVar("layers", default=None)
+
+
+def _probe_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Exact attention that notes what a layer was given."""
+    out, _ = tightkv_attention(
+        module, query, key, value, attention_mask, scaling, softcap=softcap, s_aux=s_aux, **kwargs
+    )
+    layers, number = _layers.get(), getattr(module, "layer_idx", None)
+    if layers is None or number not in layers:
+        return out, None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    added = torch.zeros_like(out, requires_grad=True)
+    query, key, value = query.detach(), key.detach(), value.detach()
+    layers[number] = Layer(query, key, value, scale, softcap, s_aux, added)
+    return out + added, None
+
+
+@contextmanager
+def _recording(model: Any, numbers: Sequence[int]) -> Iterator[dict[int, Layer]]:
+    """Inside, the model's attention notes these layers, and no weight wants a gradient."""
+    AttentionInterface.register(_NAME, _probe_attention)
+    AttentionMaskInterface.register(_NAME, tightkv_mask)
+    layers: dict[int, Any] = dict.fromkeys(numbers)
+    token = _layers.set(layers)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    try:
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        with attention(model, _NAME), torch.enable_grad():
+            yield layers
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+        _layers.reset(token)
+
+
+def record(
+    model: Any, ids: Tensor, numbers: Sequence[int], first: int, generator: torch.Generator
+) -> tuple[dict[int, Layer], Tensor]:
+    """One exact pass over a window [1, N] and one back.
+
+    Returns the layers, and the log-probabilities [1, N - 1 - first, V] after the tokens from
+    `first` on.
+    """
+    with _recording(model, numbers) as layers:
+        cache = DynamicCache(config=model.config)
+        options = {"logits_to_keep": ids.shape[1] - first} if keeps_logits(model) else {}
+        out = model(ids.to(model.device), past_key_values=cache, **options).logits
+        log_p = out[:, first - ids.shape[1] : -1].float().log_softmax(-1)
+        p = log_p.detach()[0].exp().cpu()
+        drawn = torch.multinomial(p, 1, generator=generator).to(log_p.device)
+        score = log_p[0].gather(-1, drawn).sum()
+        gradients = torch.autograd.grad(score, [layer.added for layer in layers.values()])
+    for layer, gradient in zip(layers.values(), gradients, strict=True):
+        layer.gradient = gradient
+    return layers, log_p.detach()
+
+
+def coded(cfg: KVQuantConfig, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values [B, Hkv, N, D] as sealed pages give them back; N is a whole of pages."""
+    b, heads, n, d = key.shape
+    layout = page_layout(cfg, heads, d, torch.float32)
+    codec, pages = Codec(layout), layout.new_pages(b * n // cfg.page_size, key.device)
+    keys, values = (
+        x.transpose(1, 2).reshape(-1, cfg.page_size, heads, d).contiguous() for x in (key, value)
+    )
+    none = torch.zeros(len(pages), dtype=torch.long, device=key.device)
+    seal(codec, pages, torch.arange(len(pages), device=key.device), keys, values, none, none)
+    back = []
+    for y, side in zip(dequantize(codec, pages), (codec.key, codec.value), strict=True):
+        x = side.rotation.inverse(y).transpose(1, 2)  # [pages, page, Hkv, D]
+        back.append(x.reshape(b, n, heads, d).transpose(1, 2))
+    return back[0], back[1]
+
+
+def estimate(layer: Layer, cfgs: Sequence[KVQuantConfig], first: int) -> tuple[Costs, Costs]:
+    """KL in nats, summed over the positions from `first` on, of coded keys and of coded values.
+
+    The configs differ in their bits alone. Tokens that the cache would read exactly (sinks and
+    the newest pages) stay exact. Errors at different positions are taken as independent.
+    """
+    page, end = cfgs[0].page_size, layer.query.shape[2]
+    n = layer.key.shape[2] // page * page
+    key, value = layer.key.float(), layer.value.float()
+    hats = [coded(cfg, key[:, :, :n], value[:, :, :n]) for cfg in cfgs]
+    wrong = torch.cat([v - value[:, :, :n] for _, v in hats], -1)  # [B, Hkv, n, configs * D]
+    by_key, by_value = [0.0] * len(cfgs), [0.0] * len(cfgs)
+    for start in (first, *range((first // page + 1) * page, end, page)):
+        stop = min(end, (start // page + 1) * page)
+        coded_end = max(0, (start // page + 1 - cfgs[0].exact_pages) * page)
+        sinks = min(cfgs[0].sinks, coded_end)
+        if coded_end == sinks:
+            continue
+        here = _Queries(layer, start, stop)
+        weights = here.weights(key[:, :, :stop])
+        exact = weights @ value[:, :, :stop]
+        moved = (weights[..., sinks:coded_end] @ wrong[:, :, sinks:coded_end]).chunk(len(cfgs), -1)
+        for i, (hat, _) in enumerate(hats):
+            parts = key[:, :, :sinks], hat[:, :, sinks:coded_end], key[:, :, coded_end:stop]
+            changed = here.weights(torch.cat(parts, 2)) @ value[:, :, :stop]
+            by_key[i] += here.kl(changed - exact)
+            by_value[i] += here.kl(moved[i])
+    bits = [cfg.key_bits for cfg in cfgs]
+    return dict(zip(bits, by_key, strict=True)), dict(zip(bits, by_value, strict=True))
+
+
+class _Queries:
+    """The queries of one page, grouped by KV head: [B, Hkv, G * T, D]."""
+
+    def __init__(self, layer: Layer, start: int, stop: int) -> None:
+        if layer.gradient is None:
+            raise ValueError("this layer has no gradient yet")
+        self.layer, self.start = layer, start
+        self.heads, self.tokens = layer.key.shape[1], stop - start
+        query = layer.query[:, :, start:stop].float() * layer.scale
+        self.query = query.unflatten(1, (self.heads, -1)).flatten(2, 3)
+        self.gradient = layer.gradient[:, start:stop].float()
+
+    def weights(self, key: Tensor) -> Tensor:
+        """Attention weights [B, Hkv, G * T, stop] over keys [B, Hkv, stop, D]."""
+        scores, cap = self.query @ key.transpose(-1, -2), self.layer.softcap
+        if cap is not None:
+            scores = cap * torch.tanh(scores / cap)
+        later = torch.ones(self.tokens, self.tokens, dtype=torch.bool, device=key.device).triu(1)
+        scores.unflatten(2, (-1, self.tokens))[..., self.start :].masked_fill_(later, -torch.inf)
+        if self.layer.sink is None:
+            return scores.softmax(-1)
+        sink = self.layer.sink.float().repeat_interleave(self.tokens).view(self.heads, -1, 1)
+        return torch.cat([scores, sink.expand(len(scores), -1, -1, -1)], -1).softmax(-1)[..., :-1]
+
+    def kl(self, change: Tensor) -> float:
+        """Of a change of the output [B, Hkv, G * T, D], summed over positions."""
+        change = change.unflatten(2, (-1, self.tokens)).flatten(1, 2).transpose(1, 2)
+        return float((self.gradient * change).sum((2, 3)).square().sum() / 2)
