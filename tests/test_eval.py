@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
+import shutil
+import subprocess
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,9 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import processors
 
+from eval_files import write_gsm8k, write_lambada
 from models import prompt, tiny
-from tightkv import KVQuantConfig, TightCache
-from tightkv.cli import eval_report, main
+from tightkv import KVQuantConfig, TightCache, provenance
+from tightkv.cli import eval_plot, main
+from tightkv.cli.eval import FILE_TASKS, TASKS
 from tightkv.cli.progress import Progress
 from tightkv.eval.configs import label, parse_configs
 from tightkv.eval.forward import CacheRun, attention
@@ -166,7 +171,7 @@ def test_scores_by_hand() -> None:
     summary = scores.summary()
     assert summary.positions == 2 and summary.top1 == 0.5
     assert summary.kl == pytest.approx(float(sum(wanted)) / 2)
-    assert summary.kl_p99 == pytest.approx(float(max(wanted)))
+    assert summary.kl_p99 == summary.kl_p999 == pytest.approx(float(max(wanted)))
     assert summary.perplexity == pytest.approx((4 / 0.6) ** 0.5)
 
 
@@ -425,6 +430,27 @@ def test_the_fingerprint_is_of_the_weights() -> None:
     assert commit is None or re.fullmatch(r"[0-9a-f]{40}(-modified)?", commit)
 
 
+def test_a_changed_source_tree_is_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SOURCE_COMMIT", raising=False)
+    file = tmp_path / "src" / "tightkv" / "provenance.py"
+    file.parent.mkdir(parents=True)
+    shutil.copy(provenance.__file__, file)
+    who = ("-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "commit.gpgsign=false")
+    for words in (("init", "-q"), ("add", "-A"), (*who, "commit", "-qm", "All")):
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
+    spec = importlib.util.spec_from_file_location("copied", file)
+    assert spec is not None and spec.loader is not None
+    copied = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copied)
+    shutil.rmtree(file.parent / "__pycache__", ignore_errors=True)
+    commit = copied.source_commit()
+    assert re.fullmatch(r"[0-9a-f]{40}", commit)
+    (tmp_path / "notes.txt").write_text("beside the source")
+    assert copied.source_commit() == commit
+    file.write_text(file.read_text() + "# changed\n")
+    assert copied.source_commit() == f"{commit}-modified"
+
+
 def test_progress_lines(capsys: pytest.CaptureFixture[str]) -> None:
     with Progress("work", 40) as bar:
         for _ in range(40):
@@ -438,7 +464,7 @@ def test_progress_lines(capsys: pytest.CaptureFixture[str]) -> None:
 SIZES = (
     *("--window", "150", "--windows", "2", "--prefill", "40", "--batch", "2"),
     *("--contexts", "900", "4000", "--needles", "2", "--prompts", "2", "--prompt-tokens", "150"),
-    *("--new-tokens", "6"),
+    *("--new-tokens", "6", "--depths", "2", "--calls", "1"),
 )
 COARSE = json.dumps({"preset": "k2v2", **SMALL})
 FINE = json.dumps({"preset": "k8v8", **SMALL})
@@ -447,6 +473,15 @@ FINE = json.dumps({"preset": "k8v8", **SMALL})
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_folder(tmp_path_factory.mktemp("tiny"), max_position_embeddings=1024)
+
+
+@pytest.fixture(autouse=True)
+def own_results(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No result is kept from one test to the next; the bundled model stays where it is."""
+    if request.node.get_closest_marker("slow") is None:
+        monkeypatch.setenv("TIGHTKV_CACHE_DIR", str(tmp_path / "cache"))
 
 
 @pytest.fixture(scope="module")
@@ -482,7 +517,7 @@ def check_schema(data: dict[str, Any], whole: bool) -> None:
         allowed = [types[kind] for kind in kinds if kind != "null"]
         assert (value is None and "null" in kinds) or type(value) in allowed, (path, value)
     if whole:
-        tasks = {"reference.needles", "rows[].quality", "rows[].needles", "rows[].greedy"}
+        tasks = {"reference.needles", *(f"rows[].{task}" for task in (*TASKS, *FILE_TASKS))}
         assert set(documented) - tasks <= {path for path, _ in leaves}
 
 
@@ -493,12 +528,15 @@ def test_the_command_measures_all_and_writes_all(
     argv = [
         *("eval", folder, "--text", text_file, "--presets", COARSE, FINE, *SIZES, "--json"),
         *("--plot", figure, "--out", out, "--dtype", "float32", "--device", "cpu"),
+        *("--lambada", write_lambada(tmp_path), "--gsm8k", write_gsm8k(tmp_path)),
+        *("--shots", 2, "--answer-tokens", 4),
     ]
     assert main([str(word) for word in argv]) == 0
     printed = capsys.readouterr()
     data = json.loads(printed.out)
     check_schema(data, whole=True)
     assert "quality: 16 of 16" in printed.err and "greedy: 18 of 18" in printed.err
+    assert "free: 18 of 18" in printed.err and "passkey: 6 of 6" in printed.err
     coarse, fine = data["rows"]
     assert coarse["name"].startswith("k2v2 ") and KVQuantConfig.from_dict(fine["config"]) == small(
         "k8v8"
@@ -529,7 +567,9 @@ def test_one_task_and_its_table(
     assert data["rows"][0]["quality"] is None and data["reference"]["perplexity"] is None
     assert main([*argv, "--tasks", "quality"]) == 0
     table = capsys.readouterr().out
-    assert re.search(r"^cache +bits K +bits V +KL +KL p99 +top-1 +perplexity", table, re.MULTILINE)
+    assert re.search(
+        r"^cache +bits K +bits V +KL +KL p99 +KL p99.9 +top-1 +perplexity", table, re.MULTILINE
+    )
     assert "2 windows of 150 tokens, 218 positions scored" in table
     assert "Needles" not in table and "Greedy" not in table
 
@@ -568,9 +608,9 @@ def test_a_figure_of_each_choice_of_tasks(
     argv = ["eval", str(folder), "--text", str(text_file), "--presets", COARSE, *SIZES, "--json"]
     assert main(argv) == 0
     data = json.loads(capsys.readouterr().out)
-    eval_report.draw(str(tmp_path / "all.svg"), data)
+    eval_plot.draw(str(tmp_path / "all.svg"), data)
     data["reference"]["needles"] = data["rows"][0]["needles"] = None
-    eval_report.draw(str(tmp_path / "two.svg"), data)
+    eval_plot.draw(str(tmp_path / "two.svg"), data)
     for name, titles in (("all.svg", 4), ("two.svg", 3)):
         assert (tmp_path / name).read_text().count('<g id="axes_') == titles
 
@@ -674,8 +714,11 @@ def test_lm_eval_refuses_what_it_would_ignore(adapter: Any, folder: Path) -> Non
 
 # --- the bundled model -------------------------------------------------------------------------
 @pytest.mark.slow
-def test_the_bundled_model_loses_more_with_fewer_bits(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ("--tasks", "quality", "--window", "400", "--windows", "1", "--prefill", "240")
+def test_the_bundled_model_loses_more_with_fewer_bits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = ("--results", str(tmp_path / "kept.jsonl"))
+    sizes = (*kept, "--tasks", "quality", "--window", "400", "--windows", "1", "--prefill", "240")
     assert main(["eval", "--presets", "k4v4", "k2v2", *sizes, "--chunk", "32", "--json"]) == 0
     fine, coarse = json.loads(capsys.readouterr().out)["rows"]
     assert 0 < 4 * fine["quality"]["kl"] < coarse["quality"]["kl"] < 0.2

@@ -101,6 +101,16 @@ def test_crop_of_an_unused_cache_and_to_more_than_there_is():
         assert same(before, content(cache))
 
 
+def test_crop_of_a_cache_that_leaves_every_layer_alone():
+    model = tiny()
+    cache = TightCache({"key_bits": 16, "value_bits": 16}, model=model)
+    feed(model, cache, prompt(2, 40))
+    cache.crop(-7)
+    assert {layer.get_seq_length() for layer in cache.layers} == {33}
+    cache.crop(20)
+    assert {layer.get_seq_length() for layer in cache.layers} == {20}
+
+
 def test_no_rows_left():
     model = tiny("gemma3")
     cache = TightCache(QUANT, model=model)

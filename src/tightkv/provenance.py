@@ -40,5 +40,5 @@ def source_commit() -> str | None:
     # A package installed somewhere inside another project's repository is not of that commit.
     if top is None or commit is None or Path(top) / "src" / "tightkv" != package:
         return None
-    changes = git("status", "--porcelain", "src")
+    changes = git("status", "--porcelain", ":/src")
     return f"{commit}-unchecked" if changes is None else f"{commit}-modified" if changes else commit

@@ -11,7 +11,8 @@ from tightkv.config import PRESETS
 from tightkv.eval.configs import parse_configs
 from tightkv.integrations.model_source import BUNDLED_NAME, DTYPE_NAMES, check_source
 
-TASKS = ("quality", "needles", "greedy")
+TASKS = ("quality", "free", "passkey", "recall", "tools", "needles", "greedy")
+FILE_TASKS = ("lambada", "gsm8k")  # measured when their file is given
 # option -> (default, with --quick, least)
 SIZES = {
     "window": (2048, 512, 3),
@@ -19,25 +20,38 @@ SIZES = {
     "prefill": (256, 128, 1),
     "chunk": (16, 16, 1),
     "batch": (8, 8, 1),
+    "max_context": (8192, 512, 1),
+    "depths": (5, 5, 1),
     "needles": (5, 5, 1),
-    "prompts": (4, 2, 1),
+    "calls": (8, 4, 1),
+    "prompts": (8, 4, 1),
     "prompt_tokens": (512, 384, 2),
     "new_tokens": (64, 32, 1),
+    "limit": (200, 20, 1),
+    "shots": (4, 4, 0),
+    "answer_tokens": (256, 128, 1),
 }
-CONTEXTS, QUICK_CONTEXTS = (512, 1024, 2048), (512,)
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "eval",
-        description="Perplexity, KL, needles and greedy continuations of a model with each "
-        "config, against its uncompressed cache. Everything goes through the real cache.",
+        description="What each config does to a model's answers, against its uncompressed cache: "
+        "KL, free-running text, passkeys, recall, tool calls. Everything goes through the real "
+        "cache. Results are kept: the same command again goes on where it was interrupted.",
     )
     parser.add_argument(
-        "model", nargs="?", help=f"model folder or hub id (default: the bundled {BUNDLED_NAME})"
+        "models",
+        nargs="*",
+        metavar="MODEL",
+        help=f"model folders or hub ids (default: the bundled {BUNDLED_NAME})",
     )
     parser.add_argument(
-        "--presets", nargs="+", default=[], metavar="NAME", help=f"any of {', '.join(PRESETS)}"
+        "--presets",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help=f"all, or any of {', '.join(PRESETS)}",
     )
     parser.add_argument(
         "--config", action="append", default=[], metavar="FILE", help="JSON; may be repeated"
@@ -50,17 +64,40 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="UTF-8, may be repeated (default: prose that comes with Python)",
     )
     parser.add_argument(
-        "--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="default: all three"
+        "--lambada", metavar="FILE", help='last words of passages: JSON lines with "text"'
+    )
+    parser.add_argument(
+        "--gsm8k", metavar="FILE", help='problems: JSON lines with "question" and "answer"'
+    )
+    parser.add_argument(
+        "--tasks",
+        nargs="+",
+        choices=(*TASKS, *FILE_TASKS),
+        help=f"default: {', '.join(TASKS)}, and those whose file is given",
     )
     parser.add_argument("--quick", action="store_true", help="small sizes: a first look")
     _add_sizes(parser)
-    parser.add_argument("--seed", type=int, default=0, help="of the needles (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="of facts and draws (default: 0)")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=1.0,
+        help="of free-running text; 0 is greedy (default: 1)",
+    )
     parser.add_argument(
         "--device", help="cpu, cuda, cuda:N or auto (default: cuda if there is one)"
     )
     parser.add_argument("--dtype", choices=DTYPE_NAMES, help="default: bfloat16 where it is fast")
+    parser.add_argument(
+        "--results",
+        metavar="FILE",
+        help="where results are kept and found again (default: eval.jsonl in tightkv's cache)",
+    )
+    parser.add_argument(
+        "--fresh", action="store_true", help="measure everything again, whatever is kept"
+    )
     parser.add_argument("--out", metavar="FILE", help="append one JSON row a config (.jsonl)")
-    add_output_options(parser, plot="draw quality against bits")
+    add_output_options(parser, plot="draw quality against bits (one model)")
 
 
 def _add_sizes(parser: argparse.ArgumentParser) -> None:
@@ -70,11 +107,17 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
         "windows": "windows, spread evenly over the texts",
         "prefill": "first tokens of a window, not scored",
         "chunk": "tokens a forward pass after that",
-        "batch": "windows at a time",
+        "batch": "windows or prompts at a time",
+        "max_context": "longest context, if the model has it",
+        "depths": "passkeys or values asked for in a context",
         "needles": "facts hidden in a context",
-        "prompts": "prompts to continue greedily",
+        "calls": "tool calls asked for in a context",
+        "prompts": "prompts to continue",
         "prompt_tokens": "tokens of such a prompt",
         "new_tokens": "tokens to continue it by",
+        "limit": "examples of --lambada and --gsm8k",
+        "shots": "solved problems before one of --gsm8k",
+        "answer_tokens": "tokens to solve it with",
     }
     for name, help_text in about.items():
         default = f"default: {SIZES[name][0]}; with --quick: {SIZES[name][1]}"
@@ -85,8 +128,8 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=int,
         metavar="N",
-        help="tokens of the contexts with needles (default: "
-        f"{' '.join(map(str, CONTEXTS))}; with --quick: {' '.join(map(str, QUICK_CONTEXTS))})",
+        help="tokens of the contexts of passkey, recall, tools and needles (default: 512, 1024 "
+        "and so on up to the model's own, at most --max-context)",
     )
 
 
@@ -95,34 +138,52 @@ def run(args: argparse.Namespace) -> int:
     _fill_sizes(args)
     names = [name for words in args.presets for name in _split(words)]
     configs = parse_configs([*names, *args.config] or ["k4v4"])
-    for text in args.text:
-        if not Path(text).is_file():
-            raise FileNotFoundError(f"text file {text!r} does not exist")
-    if args.plot:
-        check_plot(args.plot)
-    if args.out and not Path(args.out).parent.is_dir():
-        raise FileNotFoundError(f"the folder of the output file {args.out!r} does not exist")
-    args.model = model_of(args.model, args.config)
-    check_source(args.model)
+    _check_files(args)
+    args.models = args.models or [model_of(None, args.config)]
+    for source in args.models:
+        check_source(source)
+    if twice := {source for source in args.models if args.models.count(source) > 1}:
+        raise ValueError(f"the model {min(map(str, twice))!r} is given twice; leave one out")
     try:
         import transformers  # noqa: F401
     except ImportError:
         raise MissingPackageError("tightkv eval", "transformers", "hf") from None
-    from tightkv.cli import eval_report
+    from tightkv.cli import eval_plot, eval_report
     from tightkv.cli.eval_run import evaluate
     from tightkv.provenance import append_rows
 
-    data = evaluate(args, configs)
+    models = eval_report.worst_first(evaluate(args, configs, (*TASKS, *FILE_TASKS)))
     if args.out:
-        append_rows(args.out, eval_report.file_rows(data))
-    emit(args, data, eval_report.as_text(data))
+        append_rows(args.out, [row for data in models for row in eval_report.file_rows(data)])
+    if len(models) == 1:
+        emit(args, models[0], eval_report.as_text(models[0]))
+    else:
+        data = {"schema": models[0]["schema"], "models": models}
+        emit(args, data, eval_report.models_as_text(models))
     if args.plot:
-        eval_report.draw(args.plot, data)
+        eval_plot.draw(args.plot, models[0])
     return 0
 
 
+def _check_files(args: argparse.Namespace) -> None:
+    for name in ("text", *FILE_TASKS):
+        paths = getattr(args, name) or []
+        for path in [paths] if isinstance(paths, str) else paths:
+            if not Path(path).is_file():
+                raise FileNotFoundError(f"{name} file {path!r} does not exist")
+    if args.plot:
+        check_plot(args.plot)
+        if len(args.models) > 1:
+            raise ValueError(f"--plot draws one model; {len(args.models)} are given")
+    for path, what in ((args.out, "output"), (args.results, "results")):
+        if path and not Path(path).parent.is_dir():
+            raise FileNotFoundError(f"the folder of the {what} file {path!r} does not exist")
+
+
 def _split(words: str) -> list[str]:
-    """'k4v4,k3v3' -> two presets; JSON has commas of its own."""
+    """'k4v4,k3v3' -> two presets, 'all' every one; JSON has commas of its own."""
+    if words == "all":
+        return list(PRESETS)
     return [words] if words.lstrip().startswith("{") else [w for w in words.split(",") if w]
 
 
@@ -133,12 +194,18 @@ def _fill_sizes(args: argparse.Namespace) -> None:
         if getattr(args, name) < least:
             flag = "--" + name.replace("_", "-")
             raise ValueError(f"{flag} {getattr(args, name)}; it must be at least {least}")
-    if args.contexts is None:
-        args.contexts = list(QUICK_CONTEXTS if args.quick else CONTEXTS)
-    if min(args.contexts) < 1:
-        raise ValueError(f"--contexts {min(args.contexts)}; a context must be at least 1 token")
-    args.contexts = sorted(set(args.contexts))
-    args.tasks = [task for task in TASKS if task in args.tasks]
+    if args.contexts is not None:
+        if min(args.contexts) < 1:
+            raise ValueError(f"--contexts {min(args.contexts)}; a context must be at least 1 token")
+        args.contexts = sorted(set(args.contexts))
+    if not 0 <= args.temperature < float("inf"):
+        raise ValueError(f"--temperature {args.temperature}; it must be 0 (greedy) or more")
+    files = [name for name in FILE_TASKS if getattr(args, name)]
+    for name in args.tasks or []:
+        if name in FILE_TASKS and name not in files:
+            raise ValueError(f"the task {name} needs its examples: give --{name} FILE")
+    wanted = args.tasks or [*TASKS, *files]
+    args.tasks = [task for task in (*TASKS, *FILE_TASKS) if task in wanted]
     if args.prefill > args.window - 2:
         raise ValueError(
             f"--prefill {args.prefill} leaves nothing to score of a window of {args.window} tokens"

@@ -1,11 +1,16 @@
-"""The text, the file rows and the figure of `tightkv eval`, from the object that --json prints."""
+"""The text and the file rows of `tightkv eval`, from the objects that --json prints."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from tightkv.cli.output import format_table, human_bytes, save_plot
+from tightkv.cli.eval_columns import columns_of
+from tightkv.cli.output import format_table, human_bytes
+
+# Tasks with a table of their own stand only in the table of several models.
+_ALONE = ("free", "passkey", "recall", "tools", "lambada", "gsm8k")
+_TOGETHER = ("quality", *_ALONE, "needles", "greedy")
 
 
 def as_text(data: dict[str, Any]) -> str:
@@ -17,8 +22,65 @@ def as_text(data: dict[str, Any]) -> str:
         parts += ["", f"Needles found, of {asked} at each context:", _needle_table(data)]
     if any(row["greedy"] for row in data["rows"]):
         parts += ["", _greedy_title(data), _greedy_table(data)]
+    header, rows = _against_exact([data], _ALONE)
+    if len(header) > 1:
+        parts += [
+            "",
+            "Against the uncompressed cache (its own figures in parentheses):",
+            format_table(header, rows),
+        ]
     parts += [f"note: {note}" for note in data["notes"]]
     return "\n".join(parts)
+
+
+def models_as_text(models: Sequence[dict[str, Any]]) -> str:
+    """One table of all models and configs."""
+    header, rows = _against_exact(models, _TOGETHER)
+    names = [data["model"]["name"] for data in models for _ in data["rows"]]
+    cells = [[name, *row] for name, row in zip(names, rows, strict=True)]
+    seconds = sum(data["seconds"] for data in models)
+    notes = {f"note: {data['model']['name']}: {note}" for data in models for note in data["notes"]}
+    title = f"{len(models)} models, the worst first; {seconds:.0f} s"
+    return "\n".join([title, "", format_table(["model", *header], cells), *sorted(notes)])
+
+
+def worst_first(models: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """By the largest loss of any config: KL, or the first task that was run."""
+    return sorted(models, key=_loss, reverse=True)
+
+
+def _loss(data: dict[str, Any]) -> float:
+    """Of the model's worst config; more is worse."""
+    exact = sum(entry["found"] for entry in data["reference"]["needles"] or [])
+
+    def log_prob(own: dict[str, Any]) -> float:
+        return -float(own["log_prob"]["difference"])
+
+    losses: dict[str, Callable[[Any], float]] = {
+        "quality": lambda own: own["kl"],
+        "free": lambda own: own["kl"],
+        "passkey": log_prob,
+        "recall": log_prob,
+        "tools": lambda own: (own["reference_valid"] - own["valid"]) / own["asked"],
+        "lambada": log_prob,
+        "gsm8k": lambda own: -own["accuracy"]["difference"],
+        "needles": lambda own: exact - sum(entry["found"] for entry in own),
+        "greedy": lambda own: -own["median"],
+    }
+    for task, loss in losses.items():
+        if data["rows"][0][task] is not None:
+            return max(float(loss(row[task])) for row in data["rows"])
+    return 0.0
+
+
+def _against_exact(
+    models: Sequence[dict[str, Any]], tasks: Sequence[str]
+) -> tuple[list[str], list[list[str]]]:
+    """A header and a row a config: the columns of the tasks that were run."""
+    rows = [{**row, "exact": data["reference"]} for data in models for row in data["rows"]]
+    columns = columns_of([task for task in tasks if rows[0][task] is not None])
+    header = ["cache", *(title for title, _ in columns)]
+    return header, [[row["name"], *(cell(row) for _, cell in columns)] for row in rows]
 
 
 def file_rows(data: dict[str, Any]) -> list[dict[str, Any]]:
@@ -47,7 +109,8 @@ def _quality_title(data: dict[str, Any]) -> str:
 
 def _quality_table(data: dict[str, Any]) -> str:
     window = data["settings"]["window"]
-    header = ["cache", "bits K", "bits V", "KL", "KL p99", "top-1", "perplexity", "change"]
+    header = ["cache", "bits K", "bits V", "KL", "KL p99", "KL p99.9", "top-1"]
+    header += ["perplexity", "change"]
     header += [f"bytes at {window}", "smaller"]
     rows = []
     for row in data["rows"]:
@@ -59,6 +122,7 @@ def _quality_table(data: dict[str, Any]) -> str:
                 f"{row['bits']['value']:.3g}",
                 f"{quality['kl']:.5f}",
                 f"{quality['kl_p99']:.4f}",
+                f"{quality['kl_p999']:.4f}",
                 f"{quality['top1']:.2%}",
                 f"{quality['perplexity']:.3f}",
                 f"{quality['perplexity_increase']:+.2%}",
@@ -96,112 +160,3 @@ def _greedy_table(data: dict[str, Any]) -> str:
         [row["name"], f"{row['greedy']['median']:g}", row["greedy"]["min"]] for row in data["rows"]
     ]
     return format_table(["cache", "median", "least"], rows)
-
-
-# --- the figure ---
-def draw(path: str, data: dict[str, Any]) -> None:
-    """KL and perplexity against bits, needles against context, greedy match against bits."""
-    panels = []
-    if data["reference"]["perplexity"] is not None:
-        panels += [_draw_kl, _draw_perplexity]
-    if data["reference"]["needles"]:
-        panels.append(_draw_needles)
-    if any(row["greedy"] for row in data["rows"]):
-        panels.append(_draw_greedy)
-    lines = 2 if len(panels) == 4 else 1
-    across = len(panels) // lines
-    colours = _colours(data)
-    with save_plot(path, width=5.4 * across, height=4.2 * lines + 0.6) as figure:
-        figure.suptitle(f"{data['model']['name']}: compressed against uncompressed KV cache")
-        for axes, panel in zip(
-            figure.subplots(lines, across, squeeze=False).flat, panels, strict=True
-        ):
-            panel(axes, data, colours)
-        _draw_legend(figure, colours)
-
-
-def _colours(data: dict[str, Any]) -> dict[str, Any]:
-    from matplotlib import colormaps
-
-    names = [row["name"] for row in data["rows"]]
-    steps = max(1, len(names) - 1)
-    return {name: colormaps["viridis"](0.85 * i / steps) for i, name in enumerate(names)}
-
-
-def _draw_legend(figure: Any, colours: dict[str, Any]) -> None:
-    from matplotlib.lines import Line2D
-
-    names = {"uncompressed": "black", **colours}
-    marks = [Line2D([], [], marker="o", linestyle="", color=colour) for colour in names.values()]
-    longest = max(map(len, names))
-    columns = max(1, min(len(names), 110 // (longest + 4)))
-    figure.legend(marks, list(names), loc="outside lower center", ncols=columns, frameon=False)
-
-
-def _draw_kl(axes: Any, data: dict[str, Any], colours: dict[str, Any]) -> None:
-    for row in data["rows"]:
-        colour, x = colours[row["name"]], row["bits"]["mean"]
-        kl, high = row["quality"]["kl"], row["quality"]["kl_p99"]
-        axes.plot([x, x], [kl, high], color=colour, linewidth=1.2, alpha=0.6)
-        axes.plot(x, high, "_", color=colour, markersize=9)
-        axes.plot(x, kl, "o", color=colour, markersize=7)
-        _label_point(axes, row["name"], x, kl)
-    axes.set_yscale("log")
-    axes.set_title("KL to the uncompressed model", fontsize=11)
-    axes.set_ylabel("nats a token: mean (dot) to 99th percentile")
-    _bits_axis(axes, data)
-
-
-def _draw_perplexity(axes: Any, data: dict[str, Any], colours: dict[str, Any]) -> None:
-    for row in data["rows"]:
-        x, y = row["bits"]["mean"], 100 * row["quality"]["perplexity_increase"]
-        axes.plot(x, y, "o", color=colours[row["name"]], markersize=7)
-        _label_point(axes, row["name"], x, y)
-    axes.axhline(0, color="black", linewidth=0.8)
-    reference = data["reference"]["perplexity"]
-    axes.set_title(f"Perplexity (uncompressed: {reference:.2f})", fontsize=11)
-    axes.set_ylabel("change in %")
-    _bits_axis(axes, data)
-
-
-def _draw_greedy(axes: Any, data: dict[str, Any], colours: dict[str, Any]) -> None:
-    for row in data["rows"]:
-        colour, x, greedy = colours[row["name"]], row["bits"]["mean"], row["greedy"]
-        axes.plot([x] * len(greedy["lengths"]), greedy["lengths"], "x", color=colour, alpha=0.6)
-        axes.plot(x, greedy["median"], "o", color=colour, markersize=7)
-        _label_point(axes, row["name"], x, greedy["median"])
-    most = data["settings"]["new_tokens"]
-    axes.axhline(most, color="black", linewidth=0.8)
-    axes.set_ylim(0, 1.12 * most)
-    axes.set_title(f"Greedy tokens before the texts part, {most} at most", fontsize=11)
-    axes.set_ylabel("tokens: each prompt (x), median (dot)")
-    _bits_axis(axes, data)
-
-
-def _draw_needles(axes: Any, data: dict[str, Any], colours: dict[str, Any]) -> None:
-    bars = [("black", data["reference"]["needles"])]
-    bars += [(colours[row["name"]], row["needles"]) for row in data["rows"]]
-    contexts = [entry["context"] for entry in data["reference"]["needles"]]
-    width, asked = 0.8 / len(bars), data["settings"]["needles"]
-    for i, (colour, entries) in enumerate(bars):
-        xs = [place + (i - (len(bars) - 1) / 2) * width for place in range(len(contexts))]
-        axes.bar(xs, [entry["found"] for entry in entries], width=0.9 * width, color=colour)
-    axes.set_xticks(range(len(contexts)), [str(context) for context in contexts])
-    axes.set_xlim(-0.6, len(contexts) - 0.4)
-    axes.set_ylim(0, asked + 0.3)
-    axes.set_yticks(range(asked + 1))
-    axes.set_title(f"Needles found, of {asked}", fontsize=11)
-    axes.set_xlabel("context (tokens)")
-    axes.grid(axis="y", alpha=0.3)
-    axes.set_axisbelow(True)
-
-
-def _label_point(axes: Any, name: str, x: float, y: float) -> None:
-    axes.annotate(name.split()[0], (x, y), xytext=(8, 3), textcoords="offset points", fontsize=9)
-
-
-def _bits_axis(axes: Any, data: dict[str, Any]) -> None:
-    bits = [row["bits"]["mean"] for row in data["rows"]]
-    axes.set_xlim(min(bits) - 0.4, max(bits) + 0.7)
-    axes.set_xlabel("bits an element, with scales and means")
-    axes.grid(alpha=0.3)

@@ -1,22 +1,31 @@
-"""CacheRun: a model with a cache, fed token by token or in chunks."""
+"""CacheRun: a model with a cache, fed token by token or in chunks. Every task runs on it."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from tightkv.integrations.transformers import TightCache
+from tightkv.integrations.transformers.layer import TightLayer
 
 TIGHT_ATTENTION = "tightkv"
+# Last tokens of a prompt that go in after the rest, so that they read the cache.
+TAIL_TOKENS = 64
 
 # A cache that is empty at first; called once for each batch.
 MakeCache = Callable[[], TightCache]
+# Told of the work that is done.
+Advance = Callable[[int], None]
+# The next tokens [B] from logits [B, V] and the number of tokens chosen before.
+Choose = Callable[[Tensor, int], Tensor]
 
 
 class CacheRun:
@@ -36,17 +45,107 @@ class CacheRun:
         logits: Tensor = out.logits
         return logits[:, -1:] if last_only else logits
 
-    def feed_prompt(self, ids: Tensor, tail: int) -> Tensor:
+    def feed_prompt(self, ids: Tensor, tail: int = TAIL_TOKENS) -> Tensor:
         """A prompt [B, N] in two passes, so that its last `tail` tokens read the cache."""
         if ids.shape[1] > tail:
             self.feed(ids[:, :-tail], last_only=True)
             ids = ids[:, -tail:]
         return self.feed(ids, last_only=True)
 
+    def decode(self, prompts: Tensor, new_tokens: int, choose: Choose, advance: Advance) -> Decoded:
+        """Tokens after prompts [B, N], fed back one by one; ends of text do not stop it."""
+        tokens, scores = [], []
+        logits = self.feed_prompt(prompts)
+        for i in range(new_tokens):
+            tokens.append(choose(logits[:, -1], i))
+            log_q = logits[:, -1].float().log_softmax(-1)
+            scores.append(log_q.gather(-1, tokens[-1][:, None])[:, 0])
+            advance(1)
+            if i + 1 < new_tokens:
+                logits = self.feed(tokens[-1][:, None], last_only=True)
+        return Decoded(torch.stack(tokens, 1).cpu(), torch.stack(scores, 1).cpu())
+
+    def score(self, ids: Tensor, targets: int, chunk: int | None = None) -> Scored:
+        """Append tokens [B, T], `chunk` a pass, and score the last `targets` of them."""
+        total = ids.shape[1]
+        if not 1 <= targets < total:
+            raise ValueError(f"targets={targets} of {total} tokens; allowed: 1 to {total - 1}")
+        first = total - targets - 1  # its logits are the first that are needed
+        scores, top = [], []
+        for at in range(0, total - 1, chunk or total):
+            to = min(total - 1, at + (chunk or total))
+            logits = self.feed(ids[:, at:to], last_only=to <= first)
+            if to <= first:
+                continue
+            own = logits[:, max(0, first - at) :].float()
+            wanted = ids[:, max(first, at) + 1 : to + 1].to(own.device)
+            scores.append(own.log_softmax(-1).gather(-1, wanted[..., None])[..., 0].cpu())
+            top.append((own.argmax(-1) == wanted).cpu())
+        return Scored(torch.cat(scores, 1), torch.cat(top, 1))
+
+    def write_line(self, tokenizer: Any, prompt: Sequence[int], most: int) -> str:
+        """Greedy text after a prompt, up to the end of its first line or `most` tokens."""
+        logits = self.feed(torch.tensor([list(prompt)]), last_only=True)
+        new: list[int] = []
+        text = ""
+        while len(new) < most:
+            token = int(logits[0, -1].argmax())
+            if token in end_tokens(self.model):
+                break
+            new.append(token)
+            text = str(tokenizer.decode(new, skip_special_tokens=True)).lstrip()
+            if "\n" in text:
+                break
+            logits = self.feed(torch.tensor([[token]]), last_only=True)
+        return text.split("\n")[0].strip()
+
     def crop(self, tokens: int) -> None:
         """Drop the newest tokens."""
         if tokens:
             self.cache.crop(-tokens)
+
+    @property
+    def can_rewind(self) -> bool:
+        """Whether tokens can be taken out of every layer; sliding windows forget too much."""
+        return all(
+            isinstance(layer, TightLayer) or type(layer) is DynamicLayer
+            for layer in self.cache.layers
+        )
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """Tokens a model wrote [B, N], and the log-probability its own cache gave to each."""
+
+    tokens: Tensor
+    log_probs: Tensor
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Given tokens [B, N]: the log-probability of each, and whether it was the likeliest."""
+
+    log_probs: Tensor
+    top: Tensor
+
+
+def after_prefix(
+    model: Any, make: MakeCache | None, prefix: Sequence[int], count: int
+) -> Iterator[CacheRun]:
+    """`count` times a run that holds the prefix alone; None makes the uncompressed cache.
+
+    The prefix goes in once, and what was fed after it is taken out again; a cache with layers
+    that cannot be cropped is filled anew.
+    """
+    run: CacheRun | None = None
+    for _ in range(count):
+        if run is None or not run.can_rewind:
+            run = CacheRun(model, None if make is None else make())
+            if prefix:
+                run.feed(torch.tensor([list(prefix)]), last_only=True)
+        else:
+            run.crop(run.cache.get_seq_length() - len(prefix))
+        yield run
 
 
 @contextmanager
@@ -83,3 +182,46 @@ def end_tokens(model: Any) -> tuple[int, ...]:
     """The tokens that end a text."""
     ends = model.generation_config.eos_token_id
     return () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
+
+
+def ignore(steps: int) -> None:
+    """An `Advance` for those who do not want to know."""
+
+
+@torch.inference_mode()
+def write_texts(
+    model: Any,
+    make: MakeCache | None,
+    tokenizer: Any,
+    prompts: Sequence[Sequence[int]],
+    most: int,
+    stop: str,
+) -> list[str]:
+    """Greedy texts after prompts of any lengths, as rows of one cache, each up to `stop`."""
+    run = CacheRun(model, None if make is None else make())
+    longest = max(map(len, prompts))
+    ids = torch.zeros(len(prompts), longest, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, longest - len(prompt) :] = torch.tensor(list(prompt))
+        mask[row, longest - len(prompt) :] = 1
+
+    def finished(tokens: Tensor, scores: Any, **_: Any) -> Tensor:
+        texts = tokenizer.batch_decode(tokens[:, longest:], skip_special_tokens=True)
+        return torch.tensor([stop in text for text in texts], device=tokens.device)
+
+    ends = end_tokens(model)
+    with attention(model, run.attention):
+        out = model.generate(
+            ids.to(model.device),
+            attention_mask=mask.to(model.device),
+            past_key_values=run.cache,
+            stopping_criteria=[finished],
+            max_new_tokens=most,
+            do_sample=False,
+            num_beams=1,
+            repetition_penalty=1.0,
+            pad_token_id=ends[0] if ends else 0,
+        )
+    texts = tokenizer.batch_decode(out[:, longest:], skip_special_tokens=True)
+    return [str(text).split(stop)[0] for text in texts]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -10,11 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tightkv.eval.forward import CacheRun, MakeCache
+from tightkv.eval.forward import Advance, CacheRun, MakeCache, ignore
 from tightkv.eval.windows import Windows
-
-# Last tokens of a prompt that go in after the rest, so that they read the cache.
-TAIL_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -38,16 +35,16 @@ def measure_greedy(
     prompts: Windows,
     caches: Mapping[str, MakeCache],
     new_tokens: int = 64,
-    advance: Callable[[int], None] | None = None,
+    advance: Advance | None = None,
 ) -> dict[str, GreedyMatch]:
     """All prompts are rows of one cache. `advance` is told of every forward pass."""
     if new_tokens < 1:
         raise ValueError(f"new_tokens={new_tokens}; it must be at least 1")
-    tell = advance or (lambda passes: None)
-    wanted = continue_greedily(CacheRun(model), prompts.ids, new_tokens, tell)
+    tell = advance or ignore
+    wanted = greedy_tokens(CacheRun(model), prompts, new_tokens, tell)
     out = {}
     for name, make in caches.items():
-        got = continue_greedily(CacheRun(model, make()), prompts.ids, new_tokens, tell)
+        got = greedy_tokens(CacheRun(model, make()), prompts, new_tokens, tell)
         out[name] = GreedyMatch(tuple(same_tokens(wanted, got)), new_tokens)
     return out
 
@@ -57,18 +54,9 @@ def greedy_passes(caches: int, new_tokens: int) -> int:
     return (1 + caches) * new_tokens
 
 
-def continue_greedily(
-    run: CacheRun, prompts: Tensor, new_tokens: int, advance: Callable[[int], None]
-) -> Tensor:
-    """The likeliest tokens [B, new_tokens] after prompts [B, N]; ends of text do not stop it."""
-    tokens = []
-    logits = run.feed_prompt(prompts, TAIL_TOKENS)
-    for i in range(new_tokens):
-        tokens.append(logits[:, -1].argmax(-1))
-        advance(1)
-        if i + 1 < new_tokens:
-            logits = run.feed(tokens[-1][:, None])
-    return torch.stack(tokens, 1).cpu()
+def greedy_tokens(run: CacheRun, prompts: Windows, new_tokens: int, advance: Advance) -> Tensor:
+    """The likeliest tokens [B, new_tokens] after each prompt."""
+    return run.decode(prompts.ids, new_tokens, lambda logits, i: logits.argmax(-1), advance).tokens
 
 
 def same_tokens(first: Tensor, second: Tensor) -> list[int]:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from transformers.cache_utils import DynamicLayer
-
-from tightkv.eval.forward import CacheRun, MakeCache, end_tokens
-from tightkv.eval.windows import beginning, encode
-from tightkv.integrations.transformers.layer import TightLayer
+from tightkv.eval.forward import (
+    TAIL_TOKENS,
+    Advance,
+    CacheRun,
+    MakeCache,
+    after_prefix,
+    ignore,
+)
+from tightkv.eval.prompts import ask, common_prefix
+from tightkv.eval.windows import encode
 
 ANSWER_TOKENS = 24
-# So many tokens of the text, at least, are read again with each question.
-TAIL_TOKENS = 64
 
 # A fact, a question in other words, whom it can be about, and what the answer can be.
 _KINDS = (
@@ -95,7 +97,7 @@ def make_needles(count: int, seed: int, text: str) -> list[Needle]:
     rng = random.Random(seed)
     needles = []
     for fact, question, owners, answers in _KINDS[:count]:
-        new = [answer for answer in answers if not _says(text, answer)]
+        new = [answer for answer in answers if not says(text, answer)]
         if not new:
             raise ValueError(
                 f"the text already has every one of {', '.join(answers)}; give another --text"
@@ -105,13 +107,20 @@ def make_needles(count: int, seed: int, text: str) -> list[Needle]:
     return needles
 
 
-def build_haystack(tokenizer: Any, text: str, context: int, needles: Sequence[Needle]) -> Haystack:
+def build_haystack(
+    tokenizer: Any,
+    text: str,
+    context: int,
+    needles: Sequence[Needle],
+    answer_tokens: int = ANSWER_TOKENS,
+) -> Haystack:
     """Prompts of at most `context` tokens, the answer included, needles at even depths."""
     sentences = [s for s in re.split(r"(?<=[.!?:])\s+|\n+", text) if s]
     lengths = [len(encode(tokenizer, f" {sentence}")) for sentence in sentences]
-    frame = _prompts(tokenizer, "", needles)
+    questions = [needle.question for needle in needles]
+    frame = ask(tokenizer, "", questions)
     facts = sum(len(encode(tokenizer, f"{needle.fact}\n\n")) for needle in needles)
-    budget = context - ANSWER_TOKENS - max(map(len, frame)) - facts
+    budget = context - answer_tokens - max(map(len, frame)) - facts
     count, used = 0, 0
     while count < len(sentences) and used + lengths[count] <= budget:
         used += lengths[count]
@@ -125,11 +134,11 @@ def build_haystack(tokenizer: Any, text: str, context: int, needles: Sequence[Ne
         raise ValueError(f"a context of {context} tokens has no room for text; take 512 or more")
     while True:
         document = _document(sentences[:count], lengths[:count], needles)
-        prompts = _prompts(tokenizer, document, needles)
-        if max(map(len, prompts)) + ANSWER_TOKENS <= context:
+        prompts = ask(tokenizer, document, questions)
+        if max(map(len, prompts)) + answer_tokens <= context:
             break
         count -= 1
-    shared = _common(prompts) - TAIL_TOKENS
+    shared = common_prefix(prompts) - TAIL_TOKENS
     return Haystack(context, tuple(needles), tuple(map(tuple, prompts)), shared)
 
 
@@ -138,67 +147,37 @@ def measure_needles(
     tokenizer: Any,
     haystacks: Sequence[Haystack],
     caches: Mapping[str, MakeCache | None],
-    advance: Callable[[int], None] | None = None,
+    advance: Advance | None = None,
 ) -> dict[str, list[Retrieval]]:
     """Every haystack with every cache; None makes the uncompressed one."""
     out: dict[str, list[Retrieval]] = {name: [] for name in caches}
     for haystack in haystacks:
         for name, make in caches.items():
-            answers = _ask_all(model, tokenizer, haystack, make, advance or (lambda passes: None))
+            answers = _ask_all(model, tokenizer, haystack, make, advance or ignore)
             pairs = zip(answers, haystack.needles, strict=True)
-            found = [_says(answer, needle.answer) for answer, needle in pairs]
+            found = [says(answer, needle.answer) for answer, needle in pairs]
             longest = max(map(len, haystack.prompts))
             out[name].append(Retrieval(haystack.context, longest, tuple(answers), tuple(found)))
     return out
 
 
 def _ask_all(
-    model: Any,
-    tokenizer: Any,
-    haystack: Haystack,
-    make: MakeCache | None,
-    advance: Callable[[int], None],
+    model: Any, tokenizer: Any, haystack: Haystack, make: MakeCache | None, advance: Advance
 ) -> list[str]:
     """The text goes into the cache once; each question is taken out again after its answer."""
-    run: CacheRun | None = None
-    answers = []
-    for prompt in haystack.prompts:
-        if run is None or not _can_rewind(run.cache):
-            run = CacheRun(model, None if make is None else make())
-            run.feed(torch.tensor([prompt[: haystack.shared]]), last_only=True)
+    prefix, answers = haystack.prompts[0][: haystack.shared], []
+    runs = after_prefix(model, make, prefix, len(haystack.prompts))
+    for prompt, run in zip(haystack.prompts, runs, strict=True):
         answers.append(_answer(run, tokenizer, prompt[haystack.shared :]))
         advance(1)
     return answers
 
 
 def _answer(run: CacheRun, tokenizer: Any, question: Sequence[int]) -> str:
-    """Greedy, up to the end of the line."""
-    before = run.cache.get_seq_length()
-    logits = run.feed(torch.tensor([list(question)]), last_only=True)
-    new: list[int] = []
-    text = ""
-    while len(new) < ANSWER_TOKENS:
-        token = int(logits[0, -1].argmax())
-        if token in end_tokens(run.model):
-            break
-        new.append(token)
-        text = str(tokenizer.decode(new, skip_special_tokens=True)).lstrip()
-        if "\n" in text:
-            break
-        logits = run.feed(torch.tensor([[token]]), last_only=True)
-    if _can_rewind(run.cache):
-        run.crop(run.cache.get_seq_length() - before)
-    return text.split("\n")[0].strip()
+    return run.write_line(tokenizer, question, ANSWER_TOKENS)
 
 
-def _can_rewind(cache: Any) -> bool:
-    """Whether tokens can be taken out of every layer again; sliding windows forget too much."""
-    return all(
-        isinstance(layer, TightLayer) or type(layer) is DynamicLayer for layer in cache.layers
-    )
-
-
-def _says(text: str, word: str) -> bool:
+def says(text: str, word: str) -> bool:
     return re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE) is not None
 
 
@@ -215,27 +194,3 @@ def _document(sentences: Sequence[str], lengths: Sequence[int], needles: Sequenc
         seen += length
     parts += [" ".join(part), *(needle.fact for needle in waiting)]
     return "\n\n".join(filter(None, parts))
-
-
-def _prompts(tokenizer: Any, document: str, needles: Sequence[Needle]) -> list[list[int]]:
-    prompts = []
-    for needle in needles:
-        text = f"Document:\n\n{document}\n\nQuestion: {needle.question}"
-        if tokenizer.chat_template is None:
-            prompts.append(beginning(tokenizer) + encode(tokenizer, f"{text}\nAnswer:"))
-            continue
-        chat = tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-        )
-        prompts.append(encode(tokenizer, chat))
-    return prompts
-
-
-def _common(prompts: Sequence[Sequence[int]]) -> int:
-    """How many tokens all prompts begin with."""
-    count = 0
-    for tokens in zip(*prompts, strict=False):
-        if len(set(tokens)) > 1:
-            return count
-        count += 1
-    return max(0, count - 1)

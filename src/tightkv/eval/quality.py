@@ -75,8 +75,20 @@ class Summary:
     """Mean KL(reference || compressed), nats a token."""
     kl_p99: float
     """99th percentile of the KL of a position."""
+    kl_p999: float
+    """99.9th percentile."""
     top1: float
     """Share of positions with the same likeliest token."""
+
+
+@dataclass(frozen=True)
+class Worst:
+    """The position with the largest KL."""
+
+    window: int
+    position: int
+    """Tokens of the window before the next token it predicts."""
+    kl: float
 
 
 @dataclass
@@ -98,8 +110,14 @@ class Scores:
             reference_perplexity=self.reference_nll[pick].double().mean().exp().item(),
             kl=kl.mean().item(),
             kl_p99=_percentile(kl, 0.99),
+            kl_p999=_percentile(kl, 0.999),
             top1=self.same_top[pick].double().mean().item(),
         )
+
+    def worst(self, prefill: int) -> Worst:
+        """Scores begin with the token after the `prefill` first ones."""
+        window, at = divmod(int(self.kl.argmax()), self.kl.shape[1])
+        return Worst(window, prefill + at + 1, float(self.kl[window, at]))
 
 
 @dataclass

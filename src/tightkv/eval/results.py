@@ -18,6 +18,7 @@ from tightkv.eval.greedy import GreedyMatch
 from tightkv.eval.needles import Haystack, Retrieval
 from tightkv.eval.quality import Quality
 from tightkv.eval.size import StoredBits
+from tightkv.eval.task import digest
 from tightkv.eval.text import Text
 from tightkv.provenance import source_commit
 
@@ -54,6 +55,14 @@ def model_fingerprint(model: Any) -> str:
         sample = flat[:: max(1, len(flat) // _SAMPLES)][:_SAMPLES].double().tolist()
         digest.update(json.dumps([name, list(weight.shape), sample]).encode())
     return digest.hexdigest()[:16]
+
+
+def architecture(model: Any) -> str:
+    """16 hex digits of the model's config: equal weights can be used in different ways."""
+    config = json.loads(model.config.to_json_string(use_diff=False))
+    for name in ("_name_or_path", "transformers_version"):
+        config.pop(name, None)
+    return digest(config)
 
 
 def text_facts(texts: Iterable[Text]) -> list[dict[str, Any]]:
