@@ -318,3 +318,21 @@ def test_quality_of_the_presets_in_the_log() -> None:
 
 def test_pools_grow_as_the_log_says() -> None:
     expect("docs/log.md", f"Pools grow by a {POOL_GROWTH}th now")
+
+
+def test_decode_with_eight_bits() -> None:
+    found = rows("gpu_decode_8bit")
+
+    def ratios(preset: str) -> list[str]:
+        own = [row for row in found if row["preset"] == preset]
+        own = sorted(own, key=lambda row: _order(row["shape"]))
+        return [f"{row['against_best_bf16']:.2f}x" for row in own]
+
+    for preset in ("k8v4", "k8v8"):
+        *first, last = ratios(preset)
+        expect("README.md", f"{preset} {', '.join(first)} and {last}")
+
+
+def _order(shape: Row) -> int:
+    sizes = [(8, 32731), (32, 8155), (1, 131035), (1, 32731)]
+    return sizes.index((shape["batch"], shape["tokens"]))
