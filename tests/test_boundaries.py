@@ -113,7 +113,7 @@ def test_copies_of_caches_of_two_models_attend_as_their_originals():
         pytest.skip("compares on the CPU")
     originals = [filled(dim=dim, cfg=CFG.replace(seed=dim), count=80) for dim in (64, 128)]
     first = torch.tensor([0, 1, 2], dtype=torch.int32)
-    for i in range(4):
+    for i in range(2):
         cache = copy.deepcopy(originals[i % 2])
         q = torch.randn(2, 2, cache.layout.head_dim)
         arguments = cache.codec, q, cache.view(), first

@@ -20,6 +20,7 @@ from tightkv.key_check import KeyCheck
 from tightkv.model_shape import folder_noise
 from tightkv.model_shape.folder_noise import layer_noise_of_folder
 from tightkv.model_shape.key_noise import Projection, score_noise
+from tightkv.model_shape.tensors import StoredTensor
 from tiny_folder import plant_key_bias, write_model
 
 HEADS, KV_HEADS, PAGE = 4, 2, 64
@@ -107,15 +108,15 @@ def test_what_a_user_sets_stays(qwen2: Path, options: dict[str, Any]) -> None:
 def test_rows_are_sampled_where_matrices_are_large(
     qwen2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, read = noise_of(qwen2), folder_noise.StoredTensor.read
+    whole, read = noise_of(qwen2), StoredTensor.read
     steps = set()
 
-    def spy(tensor: folder_noise.StoredTensor, step: int = 1) -> torch.Tensor:
+    def spy(tensor: StoredTensor, step: int = 1) -> torch.Tensor:
         steps.add(step)
         return read(tensor, step)
 
     monkeypatch.setattr(folder_noise, "READ_BYTES", 1)
-    monkeypatch.setattr(folder_noise.StoredTensor, "read", spy)
+    monkeypatch.setattr(StoredTensor, "read", spy)
     sampled = noise_of(qwen2)
     assert steps == {1, 2}  # 8 of 16 rows of a head, whole biases
     for layer, noise in whole.items():

@@ -13,7 +13,7 @@ PACKAGE = Path(provenance.__file__).resolve().parent
 @pytest.fixture
 def git(monkeypatch):
     """What git answers; None is a failure."""
-    answers = {"--show-toplevel": str(PACKAGE.parents[1]), "HEAD": "abc", "src": ""}
+    answers = {"--show-toplevel": str(PACKAGE.parents[1]), "HEAD": "abc", ":/src": ""}
 
     def run(command, **_):
         answer = answers[command[-1]]
@@ -29,7 +29,7 @@ def git(monkeypatch):
     [("", "abc"), (" M src/tightkv/cache.py", "abc-modified"), (None, "abc-unchecked")],
 )
 def test_a_changed_tree_is_not_taken_for_its_commit(git, status, said):
-    git["src"] = status
+    git[":/src"] = status
     assert provenance.source_commit() == said
 
 

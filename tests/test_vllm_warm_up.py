@@ -118,6 +118,7 @@ def counting(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) ->
             raise error
 
     monkeypatch.setattr(module, "warm_up", run)
+    monkeypatch.setattr(module, "_WARM", set())
     return calls
 
 
@@ -182,6 +183,8 @@ def test_layers_that_are_alike_are_warmed_up_once(
     warm_up_once(capped, rings, 4, 1, 2)
     warm_up_once(step, rings, 8, 1, 2)
     assert len(calls) == 3
+    warm_up_once(step, rings, 4, 5, 2)  # an engine that speculates
+    assert len(calls) == 4
 
 
 def test_a_kernel_that_does_not_compile_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
