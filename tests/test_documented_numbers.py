@@ -336,3 +336,16 @@ def test_decode_with_eight_bits() -> None:
 def _order(shape: Row) -> int:
     sizes = [(8, 32731), (32, 8155), (1, 131035), (1, 32731)]
     return sizes.index((shape["batch"], shape["tokens"]))
+
+
+def test_other_models() -> None:
+    models: dict[str, dict[str, Row]] = {}
+    for row in rows("eval_models"):
+        if row["config"] is not None:
+            bits = f"k{row['config']['key_bits']}v{row['config']['value_bits']}"
+            models.setdefault(row["model"]["name"], {})[bits] = row["result"]
+    assert len(models) == 2
+    for name, found in models.items():
+        results = [found[preset] for preset in ("k4v4", "k3v3", "k2v2")]
+        cells = [f"{x['kl']:.4f} ({100 * x['perplexity_increase']:+.1f}%)" for x in results]
+        expect("README.md", f"| {name} | {' | '.join(cells)} |")
