@@ -63,6 +63,14 @@ def test_what_is_asked_for_is_done():
     assert bits(cache) == [(8, 4)] * 4 and not lines
 
 
+@pytest.mark.parametrize("family,layer", [("llama", 99), ("gemma3", 0)])
+def test_bits_of_a_layer_that_is_not_compressed_are_refused(family, layer):
+    """No such layer, or one with a sliding window."""
+    named = {"preset": "k4v4", "layer_bits": f"{layer}=k8v4"}
+    with pytest.raises(ValueError, match=f"names layer {layer}; layers with full attention are"):
+        TightCache(named, model=tiny(family))
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "lfm2"])
 def test_quiet_models_stay_as_they_are(family):
     model = tiny(family)

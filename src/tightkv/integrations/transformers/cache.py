@@ -91,6 +91,11 @@ class TightCache(Cache):  # type: ignore[misc]
                 f"{type(text).__name__} has no full-attention layer to compress (its cache: "
                 f"{kinds}); use DynamicCache"
             )
+        if unknown := sorted(set(self.quant.bits_of_layers()) - set(full)):
+            raise ValueError(
+                f"layer_bits={self.quant.layer_bits!r} names layer {unknown[0]}; layers with full "
+                f"attention are {', '.join(map(str, full))}"
+            )
         for number, i in enumerate(full):
             cfg = self.quant.for_layer(number, len(full), i)
             if cfg.compresses:
