@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tightkv import kernels as kernel_choice
 from tightkv.codec import Codec
-from tightkv.kernels.check import check_new_tokens, expect
+from tightkv.kernels.check import check_feedback, check_new_tokens, expect
 from tightkv.kernels.reference import materialize
 from tightkv.kernels.view import CacheView
 from tightkv.layout import PageLayout
@@ -45,6 +45,7 @@ class PagedKV:
         self._kernels = kernel_choice.select(kernels, self.device, layout).__name__
         self._pages = layout.new_pages(0, self.device)
         self._offloaded: OffloadedPages | None = None
+        self._feedback: Tensor | None = None
         self.device = self._pages.device  # "cuda" has a number now
         heads, d = layout.num_kv_heads, layout.head_dim
         self.ring_key, self.ring_value = (
@@ -72,6 +73,17 @@ class PagedKV:
         if old is not None:
             self.offload(old.buffers)
 
+    @property
+    def feedback(self) -> Tensor | None:
+        """How keys of pages to come are coded (`Codec.feedback_factors`); None: each for itself."""
+        return self._feedback
+
+    @feedback.setter
+    def feedback(self, factors: Tensor | None) -> None:
+        if factors is not None:
+            check_feedback(self.layout, factors, self.device)
+        self._feedback = factors
+
     # --- reading ---
     def view(self, rows: RowTensors | None = None, same_length: int | None = None) -> CacheView:
         """The tensors attention needs for every row of the table.
@@ -90,6 +102,7 @@ class PagedKV:
             ring_value=self.ring_value,
             sink_key=self.sink_key,
             sink_value=self.sink_value,
+            feedback=self._feedback,
         )
 
     def allocated_bytes(self) -> int:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tightkv.config import KVQuantConfig
 from tightkv.layout import PageLayout, outlier_channels
+from tightkv.math.feedback import feedback_factors
 from tightkv.math.quantize import (
     AbsMax,
     Encoded,
@@ -62,6 +63,12 @@ class Codec:
     def __deepcopy__(self, memo: object) -> Codec:
         return self
 
+    def feedback_factors(self, metric: Tensor) -> Tensor | None:
+        """What a layer's encoders need of its queries' metric; None where they take none."""
+        if not self.cfg.takes_feedback:
+            return None
+        return feedback_factors(metric, self.key.rotation, self.cfg.key_bits)
+
     def side(self, side: str) -> Quantizer:
         return self.key if side == "key" else self.value
 
@@ -73,14 +80,24 @@ class Codec:
         """Into the frame pages are stored in; bad elements as `check_finite` says."""
         return self.side(side).rotation(finite(x, self.cfg.check_finite))
 
-    def encode_centered(self, y: Tensor, mean: Tensor) -> Encoded:
-        """Rotated keys [..., head_dim] -> fields; each token is centered if that makes it smaller.
+    def encode_keys(self, y: Tensor, feedback: Tensor | None = None) -> Encoded:
+        """Rotated keys [..., heads, tokens, head_dim] of a sealed page -> fields.
+
+        `feedback` [heads, head_dim, head_dim] are the `feedback_factors` of their queries.
+        """
+        if feedback is None:
+            return self.key.encode_rotated(y)
+        assert isinstance(self.key, TurboQuantMSE)
+        return self.key.encode_with_feedback(y, feedback)
+
+    def encode_centered(self, y: Tensor, mean: Tensor, feedback: Tensor | None = None) -> Encoded:
+        """As `encode_keys`; each token is centered if that makes it smaller.
 
         A centered token has the sign bit of its (first) scale set.
         """
         rest = y - mean
         centered = dot(rest, rest) < dot(y, y)  # [..., 1]
-        fields = self.key.encode_rotated(torch.where(centered, rest, y))
+        fields = self.encode_keys(torch.where(centered, rest, y), feedback)
         scale = fields["scale"]
         first = torch.where(centered, -scale[..., :1], scale[..., :1])
         return {**fields, "scale": torch.cat([first, scale[..., 1:]], -1)}

@@ -21,6 +21,7 @@ CODEBOOKS = ("fp8", "gaussian", "beta")
 CENTERINGS = ("page", "none")
 PAGE_SIZES = (32, 64, 128, 256)
 MEAN_BITS = (8, 16)
+FEEDBACK_BITS = (2, 3, 4)  # of keys; eight bits leave nothing to gain
 OUTLIER_SIDES = ("keys", "values", "both")
 # Key and value bits, and what else measurement chose for them (docs/log.md).
 _PRESET_OPTIONS: dict[str, dict[str, Any]] = {
@@ -183,6 +184,15 @@ class KVQuantConfig:
 
     def has_outliers(self, side: str) -> bool:
         return self.outlier_share > 0 and self.outlier_side in ("both", side + "s")
+
+    @property
+    def takes_feedback(self) -> bool:
+        """Whether sealed keys can be coded in the metric of their queries (`math.feedback`)."""
+        return (
+            self.key_bits in FEEDBACK_BITS
+            and self.method("key") == "mse"
+            and not self.has_outliers("key")
+        )
 
     @property
     def centered(self) -> bool:

@@ -93,6 +93,8 @@ def check_append(
     check_new_tokens(layout, key, value)
     expect("first", cu_seqlens, (batch + 1,), device, _INDEX)
     expect("exact_starts", exact_starts, (batch,), device, _INDEX)
+    if view.feedback is not None:
+        check_feedback(layout, view.feedback, device)
     if device.type != "cpu" or not batch:
         return
     counts = _check_counts(cu_seqlens, len(key), "max_new", max_new)
@@ -103,6 +105,19 @@ def check_append(
     last = torch.where(live, (lengths + (size - 1 if open_codes else 0)) // size, 0)
     _check_rows(view)
     _check_pages(view, torch.where(live, before // size, 0), last)
+
+
+def check_feedback(layout: PageLayout, feedback: Tensor, device: torch.device) -> None:
+    """What `Codec.feedback_factors` made for a layer of this layout."""
+    heads, d = layout.num_kv_heads, layout.head_dim
+    expect("feedback", feedback, (heads, d, d), device, (torch.float32,))
+    if not feedback.is_contiguous():
+        raise ValueError("feedback must be contiguous; call .contiguous() on it")
+    if not layout.cfg.takes_feedback:
+        raise ValueError(
+            f"feedback for {layout.cfg.name}: only mse keys of 2, 3 and 4 bits without outlier "
+            "channels are coded with it"
+        )
 
 
 def check_attend(

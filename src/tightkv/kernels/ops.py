@@ -88,10 +88,11 @@ def _append(
     ring_value: Tensor,
     sink_key: Tensor,
     sink_value: Tensor,
+    feedback: Tensor | None = None,
 ) -> None:
     view = CacheView(
         pages, block_table, lengths, starts, ring_starts, sink_counts, ring_rows,
-        ring_key, ring_value, sink_key, sink_value,
+        ring_key, ring_value, sink_key, sink_value, feedback=feedback,
     )  # fmt: skip
     codec = _codec(spec)
     check_append(
@@ -169,7 +170,8 @@ def append(
     open_codes: bool,
 ) -> None:
     """`kernels.*.append` with a spec in place of the codec."""
-    _append(spec, key, value, first, exact_starts, max_new, open_codes, *_tensors(view))
+    options = (max_new, open_codes, *_tensors(view), view.feedback)
+    _append(spec, key, value, first, exact_starts, *options)
 
 
 def attend(

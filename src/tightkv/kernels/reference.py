@@ -61,7 +61,8 @@ def append(
         ]
         keep = (exact_starts[row] - index * size).clamp(0, size)
         pad = (starts[row] - index * size).clamp(0, size)
-        seal(codec, view.pages, view.block_table[row, index], exact[0], exact[1], keep, pad)
+        page = view.block_table[row, index]
+        seal(codec, view.pages, page, exact[0], exact[1], keep, pad, view.feedback)
 
     token = torch.arange(len(key), device=device)
     row = torch.searchsorted(first[1:].contiguous(), token, right=True)
@@ -109,12 +110,13 @@ def seal(
     value: Tensor,
     keep: Tensor,
     pad: Tensor,
+    feedback: Tensor | None = None,
 ) -> None:
     """Encode whole pages [n, page_size, Hkv, D], keys centered on the page's own mean.
 
     The first keep[n] tokens of a page have no exact copy: their codes and the page's mean
     stay, and the others are centered on that mean. The first pad[n] tokens are left padding
-    and stay out of the mean.
+    and stay out of the mean. `feedback`: see `Codec.encode_keys`.
     """
     layout = codec.layout
     per_page = key[0].numel() * 4 if key.numel() else 1
@@ -132,9 +134,10 @@ def seal(
             fresh = records.clone()
             layout.write_mean(fresh, mean)
             records = torch.where((keep[part] > 0)[:, None, None], records, fresh)
-            new_key = codec.encode_centered(y, layout.read_mean(records).unsqueeze(2))
+            mean = layout.read_mean(records).unsqueeze(2)
+            new_key = codec.encode_centered(y, mean, feedback)
         else:
-            new_key = codec.key.encode_rotated(y)
+            new_key = codec.encode_keys(y, feedback)
         new_value = codec.encode("value", value[part].transpose(1, 2))
         for side, new in (("key", new_key), ("value", new_value)):
             fields = {name: torch.where(kept, old[side][name], new[name]) for name in new}

@@ -33,6 +33,7 @@ class CacheView:
     # Attention is launched right after an append, with nothing in between: lengths, tables and
     # queries may be read while the append still runs.
     appended: bool = False
+    feedback: Tensor | None = None  # float32 [Hkv, D, D], how sealed keys are coded: math.feedback
 
     @property
     def batch(self) -> int:

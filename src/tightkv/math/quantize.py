@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tightkv.math.codebook import Codebook, get_codebook
+from tightkv.math.feedback import MOST_SCALE, gain
 from tightkv.math.random import random_normal
 from tightkv.math.rotation import Rotation, make_rotation, split_rotation
 
@@ -101,6 +102,33 @@ class TurboQuantMSE(Quantizer):
         codes = self.codebook.encode(unit * math.sqrt(self.dim))
         direction = self._direction(codes)
         return {"codes": codes, "scale": to_fp16(_SCALES[self.scale_mode](y, norm, direction))}
+
+    def encode_with_feedback(self, y: Tensor, factors: Tensor) -> Encoded:
+        """Rotated [..., heads, tokens, dim] -> fields, in the metric of `feedback_factors`.
+
+        Products and sums are rounded one by one, in this order, in every encoder.
+        """
+        norm, factor = dot(y, y).sqrt(), gain(self.bits)
+        x = y / norm.clamp_min(_TINY) * (factor * math.sqrt(self.dim))
+        missed, projected = torch.zeros_like(x), torch.zeros_like(x)
+        codes = torch.empty_like(x, dtype=torch.uint8)
+        rest = torch.empty_like(x)  # L^T (x - centroids)
+        for i in reversed(range(self.dim)):
+            now = x[..., i]
+            target = now + missed[..., i]
+            codes[..., i] = code = self.codebook.encode(target)
+            centroid = self.codebook.decode(code)
+            rest[..., i] = target - centroid
+            row = factors[:, None, i, :i]
+            missed[..., :i] += (now - centroid)[..., None] * row
+            projected[..., :i] += now[..., None] * row
+        weights = factors.diagonal(dim1=1, dim2=2)[:, None]
+        size = (x + projected).double()
+        own = weights.double() * size
+        whole = (own * size).sum(-1, keepdim=True).float()
+        along = (own * (size - rest.double())).sum(-1, keepdim=True).float()
+        ratio = (whole / along.clamp_min(_TINY)).clamp(1 / MOST_SCALE, MOST_SCALE)
+        return {"codes": codes, "scale": to_fp16(norm * (1 / factor) * ratio)}
 
     def decode_rotated(self, fields: Encoded) -> Tensor:
         return self._direction(fields["codes"]) * fields["scale"].float()

@@ -23,7 +23,7 @@ from tightkv.math.quantize import finite
 # struct view, attend_args and append_args of native/native.h
 _VIEW = "17q"
 _ATTEND = struct.Struct(f"={_VIEW}9q4q4q5q2q2dq")
-_APPEND = struct.Struct(f"={_VIEW}6qq2q2q")
+_APPEND = struct.Struct(f"={_VIEW}6qq2q2qq")
 _NO_TOKENS = (0, 0, 0)
 
 
@@ -76,6 +76,7 @@ def append(
         exact_starts.data_ptr(),
         open_codes,
         torch.get_num_threads(),
+        0 if view.feedback is None else view.feedback.data_ptr(),
     )
     layer = library.describe(codec.layout)
     _check(library.load().tightkv_append(ctypes.addressof(layer), arguments))

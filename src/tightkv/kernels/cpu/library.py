@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tightkv.codec import Codec
 from tightkv.layout import PageLayout
+from tightkv.math.feedback import gain
 from tightkv.math.quantize import TurboQuantMSE
 from tightkv.math.rotation import Rotation
 
@@ -30,7 +31,7 @@ class Side(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("bits", "codes", "scales", "scale_mode", "rotation")),
         *((name, ctypes.c_void_p) for name in ("signs", "matrix")),
         *((name, ctypes.c_void_p) for name in ("centroids", "thresholds", "levels")),
-        ("unit", ctypes.c_double),
+        *((name, ctypes.c_double) for name in ("unit", "gain")),
     )
 
 
@@ -153,6 +154,7 @@ def _side(codec: Codec, name: str, quantizer: TurboQuantMSE, keep: list[Tensor])
         scale_mode=_SCALE_MODES[quantizer.scale_mode],
         rotation=_ROTATIONS[quantizer.rotation.kind],
         unit=book.unit,
+        gain=gain(quantizer.bits) if codec.cfg.takes_feedback and name == "key" else 1.0,
         **{key: _address(tensor) for key, tensor in constants.items()},
     )
 

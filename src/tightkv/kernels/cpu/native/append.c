@@ -18,6 +18,7 @@ struct call {
 /* What a thread works in. */
 struct scratch {
     float *key, *row, *mean; /* [page_size][dim], 2 x [dim], [dim] */
+    float *feedback;         /* [4][dim] */
     uint8_t *codes;          /* [2][dim] */
     void *all;
 };
@@ -27,7 +28,7 @@ static void *open_scratch(void *context)
     const struct layer *layer = ((const struct call *)context)->layer;
     const size_t dim = (size_t)layer->dim;
     struct scratch *s = malloc(sizeof *s);
-    float *at = s == NULL ? NULL : malloc(((size_t)layer->page_size + 4) * dim * sizeof(float));
+    float *at = s == NULL ? NULL : malloc(((size_t)layer->page_size + 8) * dim * sizeof(float));
     if (at == NULL) {
         free(s);
         return NULL;
@@ -36,6 +37,7 @@ static void *open_scratch(void *context)
     s->key = at, at += layer->page_size * layer->dim;
     s->row = at, at += 2 * dim;
     s->mean = at, at += dim;
+    s->feedback = at, at += 4 * dim;
     s->codes = (uint8_t *)at;
     return s;
 }
@@ -135,6 +137,9 @@ static void seal_keys(const struct call *call, struct scratch *s, int64_t b, int
     const struct layer *layer = call->layer;
     const int64_t size = layer->page_size;
     const int dim = (int)layer->dim;
+    const float *factors = call->args->feedback;
+    if (factors != NULL)
+        factors += head * dim * dim;
     for (int64_t t = layer->centered && keep == 0 ? 0 : keep; t < size; t++) {
         read_exact(call, 0, b, head, index * size + t, s->row);
         rotate(&layer->key, dim, s->row, s->key + t * dim);
@@ -155,7 +160,10 @@ static void seal_keys(const struct call *call, struct scratch *s, int64_t b, int
             if (square(dim, s->row) < square(dim, y))
                 y = s->row, flag = 0x8000;
         }
-        uint16_t scale = encode_vector(&layer->key, dim, y, s->codes) ^ flag;
+        uint16_t scale = factors == NULL
+            ? encode_vector(&layer->key, dim, y, s->codes)
+            : encode_with_feedback(&layer->key, dim, y, factors, s->feedback, s->codes);
+        scale ^= flag;
         pack_key((int)layer->key.bits, dim, (int)t, s->codes, record + layer->key.codes);
         memcpy(scale_at(record + layer->key.scales, (int)t), &scale, 2);
     }

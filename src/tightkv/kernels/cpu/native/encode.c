@@ -4,6 +4,15 @@
 
 #include "encode.h"
 
+/* Products and sums are rounded one by one, as in math/quantize.py: none are fused. */
+#ifdef __clang__
+#pragma STDC FP_CONTRACT OFF
+#else
+#pragma GCC optimize("fp-contract=off")
+#endif
+
+#define MOST_SCALE 2.0f /* a scale may differ from the norm by this factor */
+
 static double dot(int dim, const float *a, const float *b)
 {
     double sum[4] = {0};
@@ -67,6 +76,49 @@ uint16_t encode_vector(const struct side *side, int dim, const float *y, uint8_t
                                (float)dot(dim, scaled, scaled));
     scale = scale > 65504.0f ? 65504.0f : scale < -65504.0f ? -65504.0f : scale;
     return float_to_half(scale);
+}
+
+static void add_multiples(int count, float error, float value, const float *row, float *missed,
+                          float *projected)
+{
+    for (int d = 0; d < count; d++) {
+        missed[d] += error * row[d];
+        projected[d] += value * row[d];
+    }
+}
+
+uint16_t encode_with_feedback(const struct side *side, int dim, const float *y,
+                              const float *factors, float *work, uint8_t *codes)
+{
+    const int half = 1 << (side->bits - 1);
+    const float width = (float)(side->gain * sqrt((double)dim));
+    const float norm = sqrtf((float)dot(dim, y, y));
+    const float least_norm = norm < FLT_MIN ? FLT_MIN : norm;
+    float *x = work, *missed = x + dim, *projected = missed + dim, *rest = projected + dim;
+    for (int d = 0; d < dim; d++)
+        x[d] = y[d] / least_norm * width;
+    memset(missed, 0, sizeof(float) * 2 * (size_t)dim);
+    for (int i = dim - 1; i >= 0; i--) {
+        const float target = x[i] + missed[i], size = fabsf(target);
+        int code = target < 0.0f ? half : 0;
+        for (int k = 0; k + 1 < half; k++)
+            code += size > side->thresholds[k];
+        const float centroid = side->centroids[code];
+        codes[i] = (uint8_t)code;
+        rest[i] = target - centroid;
+        add_multiples(i, x[i] - centroid, x[i], factors + (int64_t)i * dim, missed, projected);
+    }
+    double whole = 0.0, along = 0.0;
+    for (int d = 0; d < dim; d++) {
+        const double size = x[d] + projected[d], own = factors[(int64_t)d * (dim + 1)] * size;
+        whole += own * size;
+        along += own * (size - rest[d]);
+    }
+    const float least = (float)along < FLT_MIN ? FLT_MIN : (float)along;
+    float ratio = (float)whole / least;
+    ratio = ratio > MOST_SCALE ? MOST_SCALE : ratio < 1 / MOST_SCALE ? 1 / MOST_SCALE : ratio;
+    const float scale = norm * (float)(1.0 / side->gain) * ratio;
+    return float_to_half(scale > 65504.0f ? 65504.0f : scale);
 }
 
 /* --- 32 codes <-> `bits` words of 32 bits --- */

@@ -23,6 +23,7 @@ struct side {
     const float *thresholds; /* [2^(bits-1) - 1] between magnitudes */
     const float *levels;     /* [2^bits] by code; centroid = unit * level */
     double unit;
+    double gain;             /* of feedback */
 };
 
 struct layer {
@@ -72,6 +73,7 @@ struct append_args {
     const int32_t *first; /* [batch + 1] */
     const int32_t *exact_starts;
     int64_t open_codes, threads;
+    const float *feedback; /* [heads][dim][dim] of math/feedback.py, or NULL */
 };
 
 /* Both return 0, or -1 where memory runs out. */

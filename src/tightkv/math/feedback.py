@@ -1,0 +1,58 @@
+"""Error feedback: codes of keys chosen so that scores, not keys, come out right.
+
+A key's error e costs attention E(q.e)^2 = e^T H e, where H = E[q q^T] is the metric of the
+queries of its KV head. With H = L D L^T, L unit lower triangular,
+
+    e^T H e = sum_i D_i (e_i + sum_{j > i} L_ji e_j)^2,
+
+so each coordinate, the last one first, is rounded together with what the later ones missed
+(docs/math.md). The scale is unbiased in the same metric. Decoders know nothing of it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tightkv.math.rotation import Rotation
+
+MOST_SCALE = 2.0
+"""A scale is at most this times the key's norm, and at least its inverse."""
+# Coarse codes need a metric nearer to the identity, and levels that reach further out.
+_SHRINKAGE = {2: 0.3, 3: 0.1, 4: 0.1}
+_GAIN = {2: 0.9, 3: 0.95, 4: 0.95}
+
+
+def gain(bits: int) -> float:
+    """What a key of unit variance is multiplied with before it is rounded."""
+    return _GAIN[bits]
+
+
+def feedback_factors(metric: Tensor, rotation: Rotation, bits: int) -> Tensor:
+    """Metrics [heads, dim, dim] of queries -> what encoders read, float32 of the same shape.
+
+    In the frame of the rotation: L below the diagonal, D on it, zeros above. `metric` is
+    symmetric, in the model's frame and of any scale; a head without queries (zeros) gets the
+    identity, whose feedback is none.
+    """
+    if metric.dim() != 3 or metric.shape[1:] != (rotation.dim, rotation.dim):
+        raise ValueError(
+            f"metric has shape {list(metric.shape)}; expected [heads, {rotation.dim}, "
+            f"{rotation.dim}]"
+        )
+    if not metric.isfinite().all():
+        raise ValueError("metric has NaN or Inf; it must be the mean of q q^T over finite queries")
+    turn = rotation.matrix().to(metric.device, torch.float64)
+    turned = turn @ metric.double() @ turn.T
+    turned = (turned + turned.mT) / 2
+    size = turned.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
+    unit = torch.eye(rotation.dim, dtype=torch.float64, device=metric.device)
+    share = _SHRINKAGE[bits]
+    turned = torch.where(size > 0, turned / torch.where(size > 0, size, 1.0), unit)
+    lower, info = torch.linalg.cholesky_ex((1 - share) * turned + share * unit)
+    if info.any():
+        raise ValueError("metric is not positive semidefinite; it must be a mean of q q^T")
+    root = lower.diagonal(dim1=1, dim2=2)
+    factors = lower / root[:, None, :]
+    factors.diagonal(dim1=1, dim2=2).copy_(root.square())
+    return factors.float().contiguous()
