@@ -7,9 +7,8 @@ import torch
 
 from tightkv import KVQuantConfig
 from tightkv.cache import PagedKV
-from tightkv.codec import Codec
 from tightkv.layout import page_layout
-from tightkv.math.feedback import feedback_factors
+from tightkv.math.feedback import QueryMetric, feedback_factors
 from tightkv.math.rotation import make_rotation
 from tightkv.sequences import SequenceTable
 
@@ -37,7 +36,7 @@ def filled(layout, key, value, metric=None, kernels="auto", device="cpu", steps=
     table = SequenceTable(layout.cfg, open_codes=False)
     kv = PagedKV(layout, table, device, kernels)
     if metric is not None:
-        kv.feedback = kv.codec.feedback_factors(metric.to(device))
+        kv.use_metric(QueryMetric(metric))
     table.add_rows([0])
     at = 0
     for count in steps or [key.shape[1]]:
@@ -131,8 +130,9 @@ def test_values_and_kept_tokens_do_not_change():
 def test_other_keys_take_none(changes):
     cfg = KVQuantConfig.preset("k4v4").replace(**changes)
     layout = page_layout(cfg, 2, 64, torch.float32)
-    assert Codec(layout).feedback_factors(anisotropic_metric(2, 64)) is None
     kv = PagedKV(layout, SequenceTable(cfg), "cpu", "reference")
+    kv.use_metric(QueryMetric(anisotropic_metric(2, 64)))
+    assert kv.feedback is None
     with pytest.raises(ValueError, match="feedback for"):
         kv.feedback = torch.zeros(2, 64, 64)
 

@@ -6,10 +6,12 @@ reads. Appending t tokens costs O(t): no history is encoded again but the page b
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Sequence
 from functools import lru_cache
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +22,7 @@ from tightkv.kernels.check import check_feedback, check_new_tokens, expect
 from tightkv.kernels.reference import materialize
 from tightkv.kernels.view import CacheView
 from tightkv.layout import PageLayout
+from tightkv.math.feedback import QueryMetric
 from tightkv.offload import DeviceBuffers, OffloadedPages
 from tightkv.sequences import AppendPlan, RowTensors, SequenceTable
 
@@ -83,6 +86,18 @@ class PagedKV:
         if factors is not None:
             check_feedback(self.layout, factors, self.device)
         self._feedback = factors
+
+    def use_metric(self, metric: QueryMetric | None) -> None:
+        """Code keys of pages to come in the metric of the layer's queries, where they take one."""
+        known = None if metric is None else self.codec.feedback_factors(metric, self.device)
+        self.feedback = known
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedKV:
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        for name, value in vars(self).items():
+            shared = name == "_feedback"  # of the model, not of its tokens
+            setattr(copied, name, value if shared else copy.deepcopy(value, memo))
+        return copied
 
     # --- reading ---
     def view(self, rows: RowTensors | None = None, same_length: int | None = None) -> CacheView:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tightkv.config import KVQuantConfig
 from tightkv.layout import PageLayout, outlier_channels
-from tightkv.math.feedback import feedback_factors
+from tightkv.math.feedback import QueryMetric
 from tightkv.math.quantize import (
     AbsMax,
     Encoded,
@@ -63,11 +63,11 @@ class Codec:
     def __deepcopy__(self, memo: object) -> Codec:
         return self
 
-    def feedback_factors(self, metric: Tensor) -> Tensor | None:
+    def feedback_factors(self, metric: QueryMetric, device: torch.device) -> Tensor | None:
         """What a layer's encoders need of its queries' metric; None where they take none."""
         if not self.cfg.takes_feedback:
             return None
-        return feedback_factors(metric, self.key.rotation, self.cfg.key_bits)
+        return metric.factors(self.key.rotation, self.cfg.key_bits, device)
 
     def side(self, side: str) -> Quantizer:
         return self.key if side == "key" else self.value

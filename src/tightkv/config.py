@@ -21,6 +21,7 @@ CODEBOOKS = ("fp8", "gaussian", "beta")
 CENTERINGS = ("page", "none")
 PAGE_SIZES = (32, 64, 128, 256)
 MEAN_BITS = (8, 16)
+FEEDBACK = ("auto", "off")
 FEEDBACK_BITS = (2, 3, 4)  # of keys; eight bits leave nothing to gain
 OUTLIER_SIDES = ("keys", "values", "both")
 # Key and value bits, and what else measurement chose for them (docs/log.md).
@@ -57,7 +58,7 @@ ENV_SETTINGS = ("TIGHTKV_KERNELS", "TIGHTKV_CACHE_DIR", "TIGHTKV_CPU_ISA")
 _BLOCK, _SERVER_BLOCKS = "kv_quant", ("model", "runtime")
 
 # Fields that change how a cache behaves but not the bytes of a page.
-_NOT_STORED = ("exact_pages", "sinks", "check_finite", "protect_keys")
+_NOT_STORED = ("exact_pages", "sinks", "check_finite", "protect_keys", "feedback")
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,8 @@ class KVQuantConfig:
     """Bits of single layers, by their number in the model: "0=k8v4,5=k4v4"."""
     protect_keys: bool = True
     """Give keys more bits in layers whose weights say that codes would drown their scores."""
+    feedback: str = "auto"
+    """auto codes keys in the metric of the model's queries, where it is known; off does not."""
     outlier_share: float = 0.0
     """Share of channels that get outlier_extra_bits more; 0 is off, 0.5 makes 3 bits 3.5."""
     outlier_extra_bits: int = 1
@@ -128,6 +131,7 @@ class KVQuantConfig:
         _one_of("page_size", self.page_size, PAGE_SIZES)
         _one_of("key_centering", self.key_centering, CENTERINGS)
         _one_of("mean_bits", self.mean_bits, MEAN_BITS)
+        _one_of("feedback", self.feedback, FEEDBACK)
         _one_of("protected_bits", self.protected_bits, BITS)
         _one_of("outlier_side", self.outlier_side, OUTLIER_SIDES)
         _one_of("group_size", self.group_size, (16, 32, 64, 128))
@@ -217,7 +221,9 @@ class KVQuantConfig:
         """
         if not 0 <= layer < num_layers:
             raise ValueError(f"layer={layer}; allowed: 0 to {num_layers - 1}")
-        plain = self.replace(protected_first=0, protected_last=0, layer_bits="", protect_keys=True)
+        plain = self.replace(
+            protected_first=0, protected_last=0, layer_bits="", protect_keys=True, feedback="auto"
+        )
         bits = self.bits_of_layers().get(layer if model_layer is None else model_layer)
         if bits is None and self.protected_first <= layer < num_layers - self.protected_last:
             return plain

@@ -11,6 +11,8 @@ so each coordinate, the last one first, is rounded together with what the later 
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 from torch import Tensor
 
@@ -56,3 +58,30 @@ def feedback_factors(metric: Tensor, rotation: Rotation, bits: int) -> Tensor:
     factors = lower / root[:, None, :]
     factors.diagonal(dim1=1, dim2=2).copy_(root.square())
     return factors.float().contiguous()
+
+
+@dataclass(frozen=True, eq=False)
+class QueryMetric:
+    """H = E[q q^T] of a layer's KV heads, [heads, dim, dim] in the model's frame, of any scale."""
+
+    value: Tensor
+    _made: dict[tuple[Rotation, int, str], Tensor] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        with torch.inference_mode(False):  # made inside of it, it must serve outside too
+            object.__setattr__(self, "value", self.value.detach().clone())
+
+    def factors(self, rotation: Rotation, bits: int, device: torch.device) -> Tensor:
+        """`feedback_factors` on a device, made once: all caches of a model share them."""
+        key = rotation, bits, str(device)
+        if key not in self._made:
+            with torch.inference_mode(False):
+                self._made[key] = feedback_factors(self.value, rotation, bits).to(device)
+        return self._made[key]
+
+    # It never changes: a copy is the metric itself.
+    def __copy__(self) -> QueryMetric:
+        return self
+
+    def __deepcopy__(self, memo: object) -> QueryMetric:
+        return self

@@ -25,7 +25,9 @@ from tightkv.integrations.transformers.layer import (
     forget_states,
 )
 from tightkv.integrations.transformers.protection import protect
+from tightkv.integrations.transformers.query_probe import probed_metrics
 from tightkv.integrations.transformers.saving import read_cache, save_cache
+from tightkv.math.feedback import QueryMetric
 
 _COMPRESSIBLE = (DynamicLayer, LinearAttentionAndFullAttentionLayer)
 
@@ -62,6 +64,8 @@ class TightCache(Cache):  # type: ignore[misc]
         else:
             config = model.config if isinstance(model, PreTrainedModel) else model
             super().__init__(layers=self._layers_of(config))
+        if isinstance(model, PreTrainedModel):
+            self._use_metrics(self._metrics_of(model))
         self.offloading = offloading  # not transformers' kind, which moves layers too early
 
     def _new_layer(self, cfg: KVQuantConfig | None = None, instead_of: Any = None) -> TightLayer:
@@ -101,6 +105,16 @@ class TightCache(Cache):  # type: ignore[misc]
             if cfg.compresses:
                 layers[i] = self._new_layer(cfg, layers[i])
         return layers
+
+    def _metrics_of(self, model: PreTrainedModel) -> Mapping[int, QueryMetric]:
+        wanted = any(layer.cfg.takes_feedback for layer in self.tight_layers)
+        return probed_metrics(model) if wanted and self.quant.feedback == "auto" else {}
+
+    def _use_metrics(self, metrics: Mapping[int, QueryMetric]) -> None:
+        """Code the keys of layers in the metrics of their queries from now on."""
+        for number, layer in enumerate(self.layers):
+            if isinstance(layer, TightLayer):
+                layer.use_metric(metrics.get(number))
 
     # --- a forward pass ---
     def update(
@@ -291,6 +305,8 @@ class TightCache(Cache):  # type: ignore[misc]
         cache.layers = saved.make_layers(
             cache.shared, kernels, torch.device(device), expected=cache.layers
         )
+        if isinstance(model, PreTrainedModel):
+            cache._use_metrics(cache._metrics_of(model))
         return cache
 
     # --- what it holds ---

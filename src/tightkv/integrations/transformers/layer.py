@@ -17,6 +17,7 @@ from tightkv.integrations.transformers.padding import Padding, noted_padding, se
 from tightkv.integrations.transformers.states import StepStates
 from tightkv.kernels.reference import materialize
 from tightkv.layout import page_layout
+from tightkv.math.feedback import QueryMetric
 from tightkv.offload import DeviceBuffers
 from tightkv.sequences import (
     AppendPlan,
@@ -141,6 +142,7 @@ class TightLayer(CacheLayerMixin):  # type: ignore[misc]
     def __init__(self, shared: SharedSteps, cfg: KVQuantConfig, kernels: str = "auto") -> None:
         super().__init__()
         self.shared, self.cfg, self.kernels = shared, cfg, kernels
+        self.metric: QueryMetric | None = None
         self.kv: PagedKV | None = None
         self.length, self.step = 0, 0
         self._pending: StepStates | None = None
@@ -154,8 +156,15 @@ class TightLayer(CacheLayerMixin):  # type: ignore[misc]
         heads, d = key_states.shape[1], key_states.shape[3]
         layout = page_layout(self.cfg, heads, d, key_states.dtype)
         self.kv = PagedKV(layout, self.shared.table, key_states.device, self.kernels)
+        self.use_metric(self.metric)
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
+
+    def use_metric(self, metric: QueryMetric | None) -> None:
+        """Code keys of pages to come in the metric of the layer's queries."""
+        self.metric = metric
+        if self.kv is not None:
+            self.kv.use_metric(metric)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any

@@ -1,0 +1,101 @@
+"""The metric of a model's queries, from one short pass of the model itself.
+
+Random tokens serve nearly as well as text: what shapes H = E[q q^T] are the weights and the mean
+of the hidden states, which every token has. So no data is needed, and the codes of a sequence
+depend on the model alone, not on its batch or on how its prompt is cut.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from tightkv.integrations.transformers.attention import tightkv_attention, tightkv_mask
+from tightkv.math.feedback import QueryMetric
+
+PROBE_SHAPE = 4, 64  # rows, tokens
+_FIRST = 4  # whose queries are left out: first tokens are unlike all others
+_NAME = "tightkv_query_probe"
+# By layer: sum of q q^T over positions and the queries of a KV head [Hkv, D, D].
+_sums: ContextVar[dict[int, Tensor] | None] = ContextVar("query_sums", default=None)
+_probed: WeakKeyDictionary[PreTrainedModel, dict[int, QueryMetric]] = WeakKeyDictionary()
+
+
+class FeedbackWarning(UserWarning):
+    """Keys are coded without feedback; the message has the way out."""
+
+
+def probed_metrics(model: PreTrainedModel) -> dict[int, QueryMetric]:
+    """The metric of each attention layer by its number; measured once for a model.
+
+    Empty for a model that cannot be run on plain tokens, which is said once.
+    """
+    if model not in _probed:
+        try:
+            _probed[model] = query_metrics(model, probe_tokens(model))
+        except (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+            _probed[model] = {}
+            warnings.warn(
+                f"tightkv: {type(model).__name__} could not be run on random tokens, so its keys "
+                f'are coded without feedback ({error}); feedback="off" skips the attempt',
+                FeedbackWarning,
+                stacklevel=4,
+            )
+    return _probed[model]
+
+
+def probe_tokens(model: PreTrainedModel) -> Tensor:
+    """Random token ids of PROBE_SHAPE, always the same for a size of vocabulary."""
+    generator = torch.Generator().manual_seed(0)
+    size = model.config.get_text_config(decoder=True).vocab_size
+    return torch.randint(size, PROBE_SHAPE, generator=generator)
+
+
+@torch.no_grad()
+def query_metrics(model: PreTrainedModel, ids: Tensor) -> dict[int, QueryMetric]:
+    """Mean q q^T of each layer after RoPE, over tokens [B, N] and the queries of each KV head."""
+    decoder: Any = model.get_decoder()
+    was_training = model.training
+    with _recording(model) as sums:
+        try:
+            model.eval()
+            decoder(input_ids=ids.to(model.device), use_cache=False)
+        finally:
+            model.train(was_training)
+    count = ids.shape[0] * (ids.shape[1] - _FIRST)
+    finite = {n: total / count for n, total in sums.items() if total.isfinite().all()}
+    return {n: QueryMetric(mean) for n, mean in finite.items()}
+
+
+@contextmanager
+def _recording(model: PreTrainedModel) -> Iterator[dict[int, Tensor]]:
+    """Inside, the model's attention adds up its queries."""
+    AttentionInterface.register(_NAME, _probe_attention)
+    AttentionMaskInterface.register(_NAME, tightkv_mask)
+    sums: dict[int, Tensor] = {}
+    before, token = model.config._attn_implementation, _sums.set(sums)
+    try:
+        model.set_attn_implementation(_NAME)
+        yield sums
+    finally:
+        model.set_attn_implementation(before)
+        _sums.reset(token)
+
+
+def _probe_attention(
+    module: torch.nn.Module, query: Tensor, key: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
+    sums, number = _sums.get(), getattr(module, "layer_idx", None)
+    if sums is not None and number is not None:
+        heads = key.shape[1]
+        q = query[:, :, _FIRST:].float().unflatten(1, (heads, -1)).flatten(2, 3)  # [B, Hkv, GN, D]
+        sums[number] = (q.mT @ q).sum(0)
+    return tightkv_attention(module, query, key, *args, **kwargs)

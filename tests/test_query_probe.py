@@ -1,0 +1,144 @@
+"""The metric of a model's queries, and caches that code their keys in it."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import transformers.modeling_utils as modeling
+
+from models import FAMILIES, prompt, tiny
+from tightkv import TightCache
+from tightkv.integrations.transformers.query_probe import (
+    FeedbackWarning,
+    probe_tokens,
+    probed_metrics,
+    query_metrics,
+)
+
+
+def filled(model, quant="k3v3", ids=None, chunks=None):
+    cache = TightCache(quant, model=model)
+    ids = prompt(count=300) if ids is None else ids
+    with torch.no_grad():
+        for part in ids.split(chunks or ids.shape[1], 1):
+            model(part, past_key_values=cache)
+    return cache
+
+
+def test_metrics_are_those_of_the_queries():
+    model = tiny("llama")
+    seen = {}
+    sdpa = modeling.ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def watch(module, query, key, *args, **kwargs):
+        q = query[:, :, 4:].unflatten(1, (key.shape[1], -1)).double()
+        seen[module.layer_idx] = torch.einsum("bhgtd,bhgte->hde", q, q) / q.shape[3]
+        return sdpa(module, query, key, *args, **kwargs)
+
+    ids = prompt(count=64)
+    found = query_metrics(model, ids)
+    modeling.ALL_ATTENTION_FUNCTIONS["sdpa"] = watch
+    try:
+        model.set_attn_implementation("sdpa")
+        with torch.no_grad():
+            model(ids)
+    finally:
+        modeling.ALL_ATTENTION_FUNCTIONS["sdpa"] = sdpa
+    assert sorted(found) == sorted(seen) == [0, 1, 2, 3]
+    for n, metric in found.items():
+        torch.testing.assert_close(metric.value.double(), seen[n], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_compressed_layers_of_every_family_have_feedback(family):
+    model = tiny(family)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FeedbackWarning)
+        cache = filled(model)
+    assert all(layer.kv.feedback is not None for layer in cache.tight_layers)
+
+
+def test_it_can_be_turned_off_and_eight_bits_need_none():
+    model = tiny("llama")
+    for quant in ({"preset": "k3v3", "feedback": "off"}, "k8v4"):
+        assert all(layer.kv.feedback is None for layer in filled(model, quant).tight_layers)
+    assert model not in _probed_models()  # nothing was run for nothing
+
+
+def _probed_models():
+    from tightkv.integrations.transformers import query_probe
+
+    return query_probe._probed
+
+
+def test_caches_and_copies_of_a_model_share_the_factors():
+    model = tiny("llama")
+    cache, other = filled(model), filled(model)
+    copied = copy.deepcopy(cache)
+    for mine, theirs, twin in zip(
+        cache.tight_layers, other.tight_layers, copied.tight_layers, strict=True
+    ):
+        assert mine.kv.feedback is theirs.kv.feedback is twin.kv.feedback
+        assert mine.kv.pages is not twin.kv.pages
+    cache.reset()
+    with torch.no_grad():
+        model(prompt(count=300), past_key_values=cache)
+    assert torch.equal(cache.layers[0].kv.pages, other.layers[0].kv.pages)
+
+
+def test_codes_do_not_depend_on_chunks_or_neighbours():
+    """As long as keys themselves do not: layer 0's come from the tokens alone."""
+    model, ids = tiny("llama"), prompt(rows=2, count=300)
+    whole = filled(model, ids=ids).layers[0].kv
+    cut = filled(model, ids=ids, chunks=77).layers[0].kv
+    alone = filled(model, ids=ids[:1]).layers[0].kv
+    assert torch.equal(whole.dequantize()[0], cut.dequantize()[0])
+    assert torch.equal(whole.dequantize()[0][:1], alone.dequantize()[0])
+
+
+def test_the_model_is_left_as_it_was():
+    model = tiny("llama").train()
+    model.set_attn_implementation("sdpa")
+    probed_metrics(model)
+    assert model.training and model.config._attn_implementation == "sdpa"
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_a_model_that_cannot_be_run_is_told_once_and_has_plain_codes():
+    model = tiny("llama")
+    model.config.vocab_size = 10**6  # the probe's tokens do not exist
+    with pytest.warns(FeedbackWarning, match='feedback="off"'):
+        cache = TightCache("k3v3", model=model)
+    assert all(layer.metric is None for layer in cache.tight_layers)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        TightCache("k3v3", model=model)
+    assert model.config._attn_implementation == "tightkv"
+
+
+def test_the_tokens_are_always_the_same():
+    model = tiny("llama")
+    ids = probe_tokens(model)
+    assert torch.equal(ids, probe_tokens(model)) and ids.max() < 97
+
+
+def test_a_loaded_cache_goes_on_with_feedback(tmp_path):
+    model, ids = tiny("llama"), prompt(count=400)
+    filled(model, ids=ids[:, :300]).save(tmp_path / "cache.safetensors")
+    loaded = TightCache.load(tmp_path / "cache.safetensors", model)
+    whole = filled(model, ids=ids, chunks=300)
+    with torch.no_grad():
+        model(ids[:, 300:], past_key_values=loaded)
+    for mine, theirs in zip(loaded.tight_layers, whole.tight_layers, strict=True):
+        assert mine.kv.feedback is theirs.kv.feedback
+        assert torch.equal(mine.kv.dequantize()[0], theirs.kv.dequantize()[0])
+
+
+def test_metrics_made_under_inference_mode_serve_training():
+    model = tiny("llama")
+    with torch.inference_mode():
+        TightCache("k3v3", model=model)
+        filled(model)
+    assert not any(m.value.is_inference() for m in probed_metrics(model).values())
+    assert not filled(model).layers[0].kv.feedback.is_inference()
