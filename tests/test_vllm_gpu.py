@@ -165,7 +165,9 @@ def test_models_with_other_layers(engines: dict[str, Any], model: str) -> None:
     assert set(k4v4["layers"].values()) == {"TightAttention", HYBRIDS[model]}
     first, again = batches(k8v8)
     assert all(text["cached"] >= 512 for text in outputs(again))
-    assert_same_text(first, again, TIE, share=0.75)
+    # After a hit the newest pages are read as codes; which of two tied tokens wins may change.
+    assert_same_text(first, again, TIE, share=0.25)
+    assert mean_kl(first, again, "best") < 1e-3
     assert mean_kl(plain, first, "best") < 1e-3
     assert mean_kl(plain, batches(k4v4)[0], "best") < 2e-3  # of attention to a neighbour: 1e-2
 
