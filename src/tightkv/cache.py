@@ -2,6 +2,8 @@
 
 Tokens are appended, pages are sealed as they complete, and `view()` is what attention
 reads. Appending t tokens costs O(t): no history is encoded again but the page being sealed.
+Rings grow with the sequences. Where the table lets short ones live in the ring alone
+(`exact_limit`), all their pages are sealed by the append that makes them longer.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from tightkv.kernels.reference import materialize
 from tightkv.kernels.view import CacheView
 from tightkv.layout import PageLayout
 from tightkv.math.feedback import QueryMetric
+from tightkv.math.quantize import finite
 from tightkv.offload import DeviceBuffers, OffloadedPages
 from tightkv.sequences import AppendPlan, RowTensors, SequenceTable
 
@@ -51,13 +54,9 @@ class PagedKV:
         self._feedback: Tensor | None = None
         self.device = self._pages.device  # "cuda" has a number now
         heads, d = layout.num_kv_heads, layout.head_dim
-        self.ring_key, self.ring_value = (
-            torch.zeros(0, layout.ring_tokens, heads, d, dtype=layout.dtype, device=self.device)
-            for _ in range(2)
-        )
-        self.sink_key, self.sink_value = (
-            torch.zeros(0, layout.cfg.sinks, heads, d, dtype=layout.dtype, device=self.device)
-            for _ in range(2)
+        self.ring_key, self.ring_value, self.sink_key, self.sink_value = (
+            torch.zeros(0, tokens, heads, d, dtype=layout.dtype, device=self.device)
+            for tokens in (1, 1, 0, 0)
         )
 
     @property
@@ -136,7 +135,10 @@ class PagedKV:
 
     # --- writing ---
     def append(self, plan: AppendPlan, key: Tensor, value: Tensor) -> None:
-        """Write the tokens of a plan: key and value [len(plan.rows), T, Hkv, D], T >= counts."""
+        """Write the tokens of a plan: key and value [len(plan.rows), T, Hkv, D], T >= counts.
+
+        They are kept in the layout's dtype; numbers beyond its range become its largest.
+        """
         self._check(plan, key, value)
         self.fit_rows()
         self._fit_pages()
@@ -145,18 +147,30 @@ class PagedKV:
             self.pages[target] = self.pages[source]
         if self._offloaded is not None:
             self._offloaded.mark(self.table.written_pages(plan))
-        most = max(plan.counts, default=0)
-        if not most:
+        if not any(plan.counts):
+            return
+        key, value = self.exact(key), self.exact(value)
+        # Before the ring becomes a shorter one: what kernels encode may be in it.
+        new_key, new_value = (
+            _encoded(plan, self.ring_key, key),
+            _encoded(plan, self.ring_value, value),
+        )
+        self._fit_exact(plan)
+        if any(plan.whole_counts):
+            at = plan.whole_slots(self.device)
+            self.ring_key[at] = _pack(key, plan.whole_counts)
+            self.ring_value[at] = _pack(value, plan.whole_counts)
+        if not any(plan.encoded):
             return
         first, exact_starts = plan.tensors(self.device)
         self.kernels.append(
             self.codec,
             self.view(self.table.tensors(self.device).pick(plan.rows)),
-            _pack(key, plan.counts),
-            _pack(value, plan.counts),
+            new_key,
+            new_value,
             first,
             exact_starts,
-            max_new=most,
+            max_new=max(plan.encoded),
             open_codes=self.table.open_codes,
         )
 
@@ -228,6 +242,28 @@ class PagedKV:
                 old = getattr(self, name)
                 setattr(self, name, torch.cat([old, old.new_zeros(missing, *old.shape[1:])]))
 
+    def exact(self, x: Tensor) -> Tensor:
+        """Tokens in the dtype that exact ones are kept in; what is beyond it, at its end."""
+        if x.dtype == self.layout.dtype:
+            return x
+        x = finite(x, check=True) if self.layout.cfg.check_finite else x
+        most = torch.finfo(self.layout.dtype).max
+        if most < torch.finfo(x.dtype).max:
+            x = x.clamp(-most, most)
+        return x.to(self.layout.dtype)
+
+    def _fit_exact(self, plan: AppendPlan) -> None:
+        """Give rings and sinks the size that a plan wants; exact tokens move to their slots."""
+        tokens = self.ring_key.shape[1]
+        if tokens != plan.ring_tokens:
+            row, slot = plan.ring_slots(tokens, self.device)
+            self.ring_key, self.ring_value = self.ring_key[row, slot], self.ring_value[row, slot]
+        if self.sink_key.shape[1] != plan.sinks:
+            self.sink_key, self.sink_value = (
+                x.new_zeros(len(x), plan.sinks, *x.shape[2:])
+                for x in (self.sink_key, self.sink_value)
+            )
+
     def _fit_pages(self) -> None:
         """Grow by a share at least: decoding rarely copies the pool, and little lies unused."""
         if self.table.num_pages > self._num_pages:
@@ -246,6 +282,17 @@ def _pack(x: Tensor, counts: Sequence[int]) -> Tensor:
     if all(count == x.shape[1] for count in counts):
         return x.flatten(0, 1)
     return torch.cat([row[:count] for row, count in zip(x, counts, strict=True)])
+
+
+def _encoded(plan: AppendPlan, ring: Tensor, new: Tensor) -> Tensor:
+    """What kernels encode, [N, Hkv, D]: new tokens, and all of a row that was whole until now."""
+    if all(n in (0, count) for n, count in zip(plan.encoded, plan.counts, strict=True)):
+        return _pack(new, plan.encoded)
+    parts = []
+    for i, (row, count) in enumerate(zip(plan.rows, plan.encoded, strict=True)):
+        older = max(0, count - plan.counts[i])
+        parts += [ring[row, :older], new[i, : count - older]]
+    return torch.cat(parts)
 
 
 @lru_cache(maxsize=256)

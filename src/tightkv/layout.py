@@ -30,6 +30,7 @@ BLOCK = 32  # tokens whose codes are interleaved
 ALIGN = 16  # bytes every plane starts on
 SIDES = ("key", "value")
 RING_SLACK = 32  # tokens that can be taken back without shortening the exact window
+MAX_TOKENS = 1 << 30  # of a sequence: kernels count in 32 bits
 
 
 @dataclass(frozen=True)
@@ -209,18 +210,37 @@ class PageLayout:
     def ring_tokens(self) -> int:
         return ring_tokens(self.cfg)
 
-    def sequence_bytes(self) -> int:
-        """Fixed bytes a sequence holds in this layer: ring, sinks and five int32 counters."""
-        return (self.ring_tokens + self.cfg.sinks) * self.exact_bytes_per_token + 5 * 4
+    @property
+    def exact_limit(self) -> int:
+        """The longest sequence that takes fewer bytes exact than with a ring, sinks and pages.
 
-    def total_bytes(self, tokens: int, sequences: int = 1, open_codes: bool = True) -> int:
+        Unfinished pages have no codes. A layout whose pages save nothing has no longest one.
+        """
+        exact, page = self.exact_bytes_per_token, self.page_bytes + 4
+        fixed, saved = (self.ring_tokens + self.cfg.sinks) * exact, self.page_size * exact - page
+        if saved <= 0:
+            return MAX_TOKENS
+        pages = -(-fixed // saved) - 1  # with one more, a sequence is never larger than exact
+        return max(pages * self.page_size, -(-(fixed + pages * page) // exact)) - 1
+
+    def sequence_bytes(self, tokens: int = MAX_TOKENS) -> int:
+        """Bytes a sequence holds beside its pages: ring, sinks and five int32 counters."""
+        exact = min(tokens, self.ring_tokens) + self.cfg.sinks
+        return exact * self.exact_bytes_per_token + 5 * 4
+
+    def total_bytes(
+        self, tokens: int, sequences: int = 1, open_codes: bool = True, exact_limit: int = 0
+    ) -> int:
         """Bytes of a layer that holds `sequences` sequences of `tokens` tokens each.
 
         Pages, block-table entries, rings and sinks. `open_codes` says whether an unfinished
-        page already has codes or lives in the ring alone.
+        page already has codes or lives in the ring alone; sequences of up to `exact_limit` tokens
+        live there whole, without sinks.
         """
+        if tokens <= exact_limit:
+            return sequences * (max(tokens, 1) * self.exact_bytes_per_token + 5 * 4)
         pages = -(-tokens // self.page_size) if open_codes else tokens // self.page_size
-        return sequences * (pages * (self.page_bytes + 4) + self.sequence_bytes())
+        return sequences * (pages * (self.page_bytes + 4) + self.sequence_bytes(tokens))
 
     @property
     def ratio(self) -> float:
@@ -367,6 +387,11 @@ def page_layout(
 
 
 _cached_layout = lru_cache(maxsize=1024)(PageLayout)
+
+
+def exact_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of the exact tokens of a model that computes in `dtype`: 16 bits, also for float32."""
+    return torch.float16 if dtype == torch.float32 else dtype
 
 
 def _align(size: int) -> int:

@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 
 from tightkv.config import KVQuantConfig
-from tightkv.layout import RING_SLACK, ring_tokens
-
-MAX_TOKENS = 1 << 30  # of a sequence that is restored: kernels count in 32 bits
+from tightkv.layout import MAX_TOKENS, RING_SLACK, ring_tokens
 
 
 @dataclass
@@ -25,7 +23,8 @@ class SequenceState:
     """Tokens [start, length) exist; the first sink_count and [ring_start, length) are read exactly.
 
     The ring holds copies from exact_start <= ring_start on: a few more than the window, so that
-    tokens taken back (speculative decoding) leave the window as it was before them.
+    tokens taken back (speculative decoding) leave the window as it was before them. A short
+    sequence has no pages: the ring holds it whole.
     """
 
     start: int = 0
@@ -44,15 +43,53 @@ class AppendPlan:
     counts: tuple[int, ...]
     exact_starts: tuple[int, ...]  # from where the ring held copies before
     copies: tuple[tuple[int, int], ...]  # page copies (from, to): a shared page is written
-    _tensors: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False)
+    encoded: tuple[int, ...]  # the newest tokens of rows[i], of which kernels make pages;
+    # 0 where the ring holds the row whole, more than counts[i] where it did so until now
+    held: tuple[int, ...]  # tokens of each row of the table before
+    ring_tokens: int  # that rings have from now on
+    sinks: int  # likewise
+    _tensors: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False)
 
     def tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """int32, made once for a device: where packed rows begin [n + 1], and exact_starts."""
         key = str(device)
         if key not in self._tensors:
-            first = [0, *accumulate(self.counts)]
+            first = [0, *accumulate(self.encoded)]
             both = _int32([*first, *self.exact_starts], device)
             self._tensors[key] = both[: len(first)], both[len(first) :]
+        return self._tensors[key]
+
+    def ring_slots(self, old: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Where in rings of `old` tokens that is which a ring has from now on: row and slot.
+
+        int64, [rows, 1] and [rows, ring_tokens]; made once for a device.
+        """
+        key = str(device), old
+        if key not in self._tensors:
+            last = torch.tensor(self.held, device="cpu")[:, None] - 1
+            slot = torch.arange(self.ring_tokens, device="cpu")
+            at = last - (last - slot) % self.ring_tokens  # the position a slot is for
+            row = torch.arange(len(last), device="cpu")[:, None]
+            self._tensors[key] = row.to(device), (at.clamp_min(0) % old).to(device)
+        return self._tensors[key]
+
+    @property
+    def whole_counts(self) -> tuple[int, ...]:
+        """How many new tokens of each row go to the ring alone."""
+        pairs = zip(self.encoded, self.counts, strict=True)
+        return tuple(0 if encoded else count for encoded, count in pairs)
+
+    def whole_slots(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Row and slot of each of them, int64 [N]; made once for a device. Slot is position."""
+        key = str(device), "whole"
+        if key not in self._tensors:
+            places = [
+                (row, self.held[row] + i)
+                for row, count in zip(self.rows, self.whole_counts, strict=True)
+                for i in range(count)
+            ]
+            row, slot = torch.tensor(places, device="cpu").T.to(device)
+            self._tensors[key] = row, slot
         return self._tensors[key]
 
 
@@ -60,13 +97,20 @@ class SequenceTable:
     """Rows of sequences over one pool of pages, with reference counts for shared pages."""
 
     def __init__(
-        self, cfg: KVQuantConfig, *, open_codes: bool = True, max_pages: int | None = None
+        self,
+        cfg: KVQuantConfig,
+        *,
+        open_codes: bool = True,
+        max_pages: int | None = None,
+        exact_limit: int = 0,
     ) -> None:
         """`open_codes`: unfinished pages have codes too, not only their ring copy.
 
-        `max_pages` bounds the pool; None lets it grow.
+        `max_pages` bounds the pool; None lets it grow. Up to `exact_limit` tokens a sequence has
+        no pages: rings are as long as that needs.
         """
         self.page_size, self.sinks = cfg.page_size, cfg.sinks
+        self.exact_limit = exact_limit
         self.ring_tokens = ring_tokens(cfg)
         self.exact_pages, self.open_codes, self.max_pages = cfg.exact_pages, open_codes, max_pages
         self.rows: list[SequenceState] = []
@@ -106,20 +150,25 @@ class SequenceTable:
         self.clear()
         self.rows, self._references, self.num_pages = list(rows), pages, len(pages)
         self._free = []
+        for row in self.rows:
+            if self._is_whole(row):
+                row.sink_count = 0  # the ring has them
 
     def _check_state(self, where: str, row: SequenceState) -> None:
         size, length = self.page_size, row.length
         _check_range(f"{where}.start", row.start, 0, MAX_TOKENS)
         _check_range(f"{where}.length", length, 0, MAX_TOKENS)
         # A page that was cropped into stays, though it is open again.
-        pages = self._pages_for(length), -(-length // size)
-        _check_range(f"the number of {where}.pages", len(row.pages), *pages)
+        least, most = self._pages_for(length), -(-length // size)
+        if not self._is_whole(row):
+            _check_range(f"the number of {where}.pages", len(row.pages), least, most)
         held = min(length, size * len(row.pages))  # tokens before exact_start have codes alone
-        _check_range(
-            f"{where}.exact_start", row.exact_start, max(0, length - self.ring_tokens), held
-        )
+        oldest = min(max(0, length - self.ring_tokens), held)
+        _check_range(f"{where}.exact_start", row.exact_start, oldest, held)
         newest = range((length - RING_SLACK) // size, (length - 1) // size + 1)  # see append
         windows = {max(row.exact_start, (n - self.exact_pages + 1) * size) for n in newest}
+        if self._is_whole(row):
+            windows = {0}
         if row.ring_start not in windows:
             allowed = ", ".join(map(str, sorted(windows)))
             raise ValueError(f"{where}.ring_start={row.ring_start}; allowed: {allowed}")
@@ -185,9 +234,10 @@ class SequenceTable:
         """Forget a sequence's ring and sinks: accuracy is lost, data is not."""
         self._check_row(row)
         state = self.rows[row]
-        if not self.open_codes and state.length > self.page_size * len(state.pages):
+        if state.length > self.page_size * len(state.pages):
             raise ValueError(
-                f"sequence {row} has tokens in its ring alone; drop_exact needs open_codes=True"
+                f"sequence {row} has tokens in its ring alone; drop_exact needs a table with "
+                "open_codes=True and exact_limit=0"
             )
         state.exact_start, state.sink_count = state.length, 0
         self._set_window(state)
@@ -204,26 +254,36 @@ class SequenceTable:
                 raise ValueError(f"counts={list(counts)}; a count cannot be negative")
         self._check_room(rows, counts)
         exact_starts = tuple(self.rows[row].exact_start for row in rows)
+        held = tuple(self.lengths)
         copies: list[tuple[int, int]] = []
+        encoded: list[int] = []
         for row, count in zip(rows, counts, strict=True):
             state = self.rows[row]
             old, new = state.length, state.length + count
-            copies += self._prepare_pages(state, new)
+            whole = self._is_whole(state)
             state.length = new
-            if count:
-                state.exact_start = max(state.exact_start, new - self.ring_tokens)
-                # A few tokens at once (speculative decoding) see the window of the first.
-                self._set_window(state, at=old if count <= RING_SLACK else new - 1)
-                wanted = min(new, state.start + self.sinks) - state.start
-                if max(0, old - state.start) <= state.sink_count:  # no gap before the new ones
-                    state.sink_count = max(state.sink_count, wanted, 0)
+            if not count or (whole and new <= self.exact_limit):
+                encoded.append(0)
+                continue
+            encoded.append(new if whole else count)
+            copies += self._prepare_pages(state, new - encoded[-1])
+            state.exact_start = max(state.exact_start, new - self.ring_tokens)
+            # A few tokens at once (speculative decoding) see the window of the first.
+            self._set_window(state, at=old if count <= RING_SLACK else new - 1)
+            wanted = min(new, state.start + self.sinks) - state.start
+            if max(0, new - encoded[-1] - state.start) <= state.sink_count:  # no gap before
+                state.sink_count = max(state.sink_count, wanted, 0)
         self._tensors.clear()
-        return AppendPlan(tuple(rows), tuple(counts), exact_starts, tuple(copies))
+        return AppendPlan(
+            tuple(rows), tuple(counts), exact_starts, tuple(copies), tuple(encoded), held,
+            ring_tokens=max([1, *map(self._exact_tokens, self.rows)]),
+            sinks=0 if all(map(self._is_whole, self.rows)) else self.sinks,
+        )  # fmt: skip
 
     def written_pages(self, plan: AppendPlan) -> list[int]:
         """The pages that layers write in the append just planned."""
         pages = [target for _, target in plan.copies]
-        for row, count in zip(plan.rows, plan.counts, strict=True):
+        for row, count in zip(plan.rows, plan.encoded, strict=True):
             state = self.rows[row]
             pages += state.pages[(state.length - count) // self.page_size :]
         return pages
@@ -231,7 +291,16 @@ class SequenceTable:
     def _set_window(self, state: SequenceState, at: int | None = None) -> None:
         """The window of token `at` (the newest): its page and the ones before, where copied."""
         page = (state.length - 1 if at is None else at) // self.page_size
-        state.ring_start = max(state.exact_start, (page - self.exact_pages + 1) * self.page_size)
+        window = 0 if self._is_whole(state) else (page - self.exact_pages + 1) * self.page_size
+        state.ring_start = max(state.exact_start, window)
+
+    def _is_whole(self, state: SequenceState) -> bool:
+        """Whether the ring holds every token, and there is neither a page nor a sink."""
+        return state.length <= self.exact_limit and not state.pages
+
+    def _exact_tokens(self, state: SequenceState) -> int:
+        """Tokens of a sequence that its ring must hold."""
+        return state.length if self._is_whole(state) else min(state.length, self.ring_tokens)
 
     def _pages_for(self, length: int) -> int:
         return -(-length // self.page_size) if self.open_codes else length // self.page_size
@@ -242,8 +311,10 @@ class SequenceTable:
         needed = 0
         for row, count in zip(rows, counts, strict=True):
             state = self.rows[row]
-            needed += max(0, self._pages_for(state.length + count) - len(state.pages))
-            needed += len(self._shared_page_to_write(state, state.length + count))
+            new = state.length + count
+            if not self._is_whole(state) or new > self.exact_limit:
+                needed += max(0, self._pages_for(new) - len(state.pages))
+                needed += len(self._shared_page_to_write(state, state.length, new))
         free = self.max_pages - self.used_pages
         if needed > free:
             raise MemoryError(
@@ -251,21 +322,22 @@ class SequenceTable:
                 f"{self.max_pages} are free; free sequences or make the pool larger"
             )
 
-    def _shared_page_to_write(self, state: SequenceState, new: int) -> list[int]:
+    def _shared_page_to_write(self, state: SequenceState, old: int, new: int) -> list[int]:
         """Number of the partly filled page this append writes to, if others read it too."""
-        index = state.length // self.page_size
-        writes = new > state.length and self._pages_for(new) > index
+        index = old // self.page_size
+        writes = new > old and self._pages_for(new) > index
         shared = index < len(state.pages) and self._references[state.pages[index]] > 1
         return [index] if writes and shared else []
 
-    def _prepare_pages(self, state: SequenceState, new: int) -> list[tuple[int, int]]:
+    def _prepare_pages(self, state: SequenceState, old: int) -> list[tuple[int, int]]:
+        """Give a sequence that had codes of `old` tokens the pages of all."""
         copies: list[tuple[int, int]] = []
-        for index in self._shared_page_to_write(state, new):
+        for index in self._shared_page_to_write(state, old, state.length):
             shared = state.pages[index]
             state.pages[index] = self._take()
             copies.append((shared, state.pages[index]))
             self._release([shared])
-        missing = self._pages_for(new) - len(state.pages)
+        missing = self._pages_for(state.length) - len(state.pages)
         state.pages += [self._take() for _ in range(missing)]
         if copies or missing > 0:
             self._blocks.clear()

@@ -53,16 +53,18 @@ def check_new_tokens(layout: PageLayout, key: Tensor, value: Tensor, names: str 
 def check_view(layout: PageLayout, view: CacheView) -> None:
     """The tensors of a view among themselves and with the layout; no value is read."""
     device, batch = view.pages.device, view.lengths.shape[0] if view.lengths.dim() else 0
-    heads, d, cfg = layout.num_kv_heads, layout.head_dim, layout.cfg
+    heads, d = layout.num_kv_heads, layout.head_dim
     expect("pages", view.pages, ("pages", heads, layout.record_bytes), device, (torch.uint8,))
     expect("block_table", view.block_table, (batch, "pages"), device, _INDEX)
     for name in _COUNTERS:
         expect(name, getattr(view, name), (batch,), device, _INDEX)
     rows = view.ring_key.shape[0] if view.ring_key.dim() else 0
-    for name, slots in (("ring", layout.ring_tokens), ("sink", cfg.sinks)):
-        for side in ("key", "value"):
-            x = getattr(view, f"{name}_{side}")
-            expect(f"{name}_{side}", x, (rows, slots, heads, d), device, (layout.dtype,))
+    for name, key, value in (
+        ("ring", view.ring_key, view.ring_value),
+        ("sink", view.sink_key, view.sink_value),
+    ):
+        expect(f"{name}_key", key, (rows, "tokens", heads, d), device, (layout.dtype,))
+        expect(f"{name}_value", value, tuple(key.shape), device, (layout.dtype,))
     record = (layout.record_bytes, 1)
     if view.pages.numel() and view.pages.stride()[1:] != record:
         raise ValueError(f"pages have strides {view.pages.stride()}; each page must be contiguous")
@@ -230,6 +232,11 @@ def _check_rows(view: CacheView) -> None:
             raise ValueError(f"{name} has {int(getattr(view, name).amin())}; it must be 0 or more")
     if bool((view.ring_starts > view.lengths).any()):
         raise ValueError("ring_starts lie beyond lengths in some row")
+    exact = int((view.lengths - view.ring_starts).amax())
+    if exact > view.ring_key.shape[1]:
+        raise ValueError(
+            f"ring_starts leave {exact} tokens of some row to a ring of {view.ring_key.shape[1]}"
+        )
 
 
 def _check_pages(view: CacheView, low: Tensor, high: Tensor) -> None:

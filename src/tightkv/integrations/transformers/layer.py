@@ -16,7 +16,7 @@ from tightkv.config import KVQuantConfig
 from tightkv.integrations.transformers.padding import Padding, noted_padding, seen_padding
 from tightkv.integrations.transformers.states import StepStates
 from tightkv.kernels.reference import materialize
-from tightkv.layout import page_layout
+from tightkv.layout import PageLayout, exact_dtype, page_layout
 from tightkv.math.feedback import QueryMetric
 from tightkv.offload import DeviceBuffers
 from tightkv.sequences import (
@@ -45,6 +45,8 @@ class SharedSteps:
         """`watch`: nobody has looked at the model's weights, so first keys are looked at."""
         # A layer's ring lives as long as its sequences, so open pages need no codes.
         self.table = SequenceTable(cfg, open_codes=False)
+        own_bits = (cfg.for_layer(i, i + 1) for i in cfg.bits_of_layers())
+        self.cfgs = {layer for layer in own_bits if layer.compresses}  # and those of each layer
         self.buffers = DeviceBuffers() if offloading else None
         self.watch = watch and cfg.protect_keys
         self.steps = 0
@@ -57,10 +59,19 @@ class SharedSteps:
     def reset(self) -> None:
         """Forget every sequence, and the device memory that layers take turns with."""
         self.table.clear()
+        self.table.exact_limit = 0
         if self.buffers is not None:
             self.buffers.clear()
         self.before, self._before_tensors = [], {}
         self._plan, self._seen = None, None
+
+    def grow_limit(self, layout: PageLayout) -> None:
+        """Keep sequences exact until no layer is larger in pages: layers differ in their bits."""
+        limits = [
+            page_layout(cfg, layout.num_kv_heads, layout.head_dim, layout.dtype).exact_limit
+            for cfg in self.cfgs
+        ]
+        self.table.exact_limit = max(self.table.exact_limit, *limits)
 
     def plan(self, step: int, batch: int, count: int) -> AppendPlan:
         """The plan of a layer's step number `step`, made by whichever layer asks first."""
@@ -142,6 +153,7 @@ class TightLayer(CacheLayerMixin):  # type: ignore[misc]
     def __init__(self, shared: SharedSteps, cfg: KVQuantConfig, kernels: str = "auto") -> None:
         super().__init__()
         self.shared, self.cfg, self.kernels = shared, cfg, kernels
+        shared.cfgs.add(cfg)
         self.metric: QueryMetric | None = None
         self.kv: PagedKV | None = None
         self.length, self.step = 0, 0
@@ -153,12 +165,16 @@ class TightLayer(CacheLayerMixin):  # type: ignore[misc]
                 f"keys {tuple(key_states.shape)}, values {tuple(value_states.shape)}: TightCache "
                 "compresses layers whose keys and values are both [batch, heads, tokens, head_dim]"
             )
-        heads, d = key_states.shape[1], key_states.shape[3]
-        layout = page_layout(self.cfg, heads, d, key_states.dtype)
-        self.kv = PagedKV(layout, self.shared.table, key_states.device, self.kernels)
+        self.use(key_states.shape[1], key_states.shape[3], key_states.dtype, key_states.device)
+
+    def use(self, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> PagedKV:
+        """Make the empty cache of a model that computes in `dtype`; exact tokens have 16 bits."""
+        layout = page_layout(self.cfg, heads, head_dim, exact_dtype(dtype))
+        self.shared.grow_limit(layout)
+        self.kv = PagedKV(layout, self.shared.table, device, self.kernels)
         self.use_metric(self.metric)
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.is_initialized = True
+        self.dtype, self.device, self.is_initialized = dtype, device, True
+        return self.kv
 
     def use_metric(self, metric: QueryMetric | None) -> None:
         """Code keys of pages to come in the metric of the layer's queries."""
@@ -189,9 +205,9 @@ class TightLayer(CacheLayerMixin):  # type: ignore[misc]
                     f"{name} have shape {list(x.shape)}; this cache holds {list(wanted)}. "
                     "Use a new TightCache, or reset() this one, for another model or batch"
                 )
-            if x.dtype != layout.dtype or x.device != self.device:
+            if x.dtype != self.dtype or x.device != self.device:
                 raise ValueError(
-                    f"{name} are {x.dtype} on {x.device}; this cache is {layout.dtype} on "
+                    f"{name} are {x.dtype} on {x.device}; this cache is {self.dtype} on "
                     f"{self.device}. Use a new TightCache, or reset() this one"
                 )
 
@@ -228,10 +244,9 @@ class TightLayer(CacheLayerMixin):  # type: ignore[misc]
         plan = self.shared.moved_by(self.step)
         at = torch.tensor([row.length - 1 for row in self.shared.before], device=self.device)
         row = torch.arange(len(at), device=self.device)
-        count, ring = plan.counts[0], self.kv.layout.ring_tokens
         self.kv.fit_rows()
         key, value = (
-            x[row, at.clamp_min(0) % ring][:, None].expand(-1, count, -1, -1)
+            x[row, at.clamp_min(0) % x.shape[1]][:, None].expand(-1, plan.counts[0], -1, -1)
             for x in (self.kv.ring_key, self.kv.ring_value)
         )
         self.kv.append(plan, key, value)
@@ -249,14 +264,14 @@ class TightLayer(CacheLayerMixin):  # type: ignore[misc]
         assert self.kv is not None
         if self._pending is not step:
             key, value = self.kv.dequantize()
-            return key.transpose(1, 2), value.transpose(1, 2)
+            return key.transpose(1, 2).to(self.dtype), value.transpose(1, 2).to(self.dtype)
         whole = step.new_key, step.new_value
         if step.past:
             view = self.kv.view(self.shared.rows_at(self.step, self.device))
             key, value = materialize(self.kv.codec, view)
             whole = (
-                torch.cat([key.transpose(1, 2), step.new_key], 2),
-                torch.cat([value.transpose(1, 2), step.new_value], 2),
+                torch.cat([key.transpose(1, 2).to(self.dtype), step.new_key], 2),
+                torch.cat([value.transpose(1, 2).to(self.dtype), step.new_value], 2),
             )
         self._write()
         return whole

@@ -204,7 +204,8 @@ def attend(
     plan = _plan(layout, view, hq // hkv, max_queries, new, device)
     if new_key is None or new_value is None:
         new_key = new_value = query  # not read
-    new_key, new_value = _last_contiguous(new_key), _last_contiguous(new_value)
+    exact_dtype = view.ring_key.dtype  # one load reads rings and new tokens
+    new_key, new_value = (_last_contiguous(x.to(exact_dtype)) for x in (new_key, new_value))
     splits, exact_splits = plan.pop("splits"), plan.pop("exact_splits")
     shares = splits + exact_splits
     partial = torch.empty(shares, rows, hq, d, dtype=torch.float32, device=device)

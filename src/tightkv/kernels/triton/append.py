@@ -180,7 +180,7 @@ def _copy(source, source_n, token, target, place, there, HKV: tl.constexpr, D: t
 @triton.jit(
     do_not_specialize=[
         "block_table", "lengths", "starts", "ring_rows", "exact_starts", "first",
-        "table_b", "touched", "copies",
+        "table_b", "touched", "copies", "RING",
     ]
 )  # fmt: skip
 def _append_kernel(
@@ -188,7 +188,7 @@ def _append_kernel(
     ring_key, ring_value, sink_key, sink_value, key_table, value_table,
     key_n, key_h, value_n, value_h, table_b, page_b, touched, copies,
     HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
-    RECORD: tl.constexpr, RING: tl.constexpr, SINKS: tl.constexpr,
+    RECORD: tl.constexpr, RING, SINKS: tl.constexpr,
     SINKS_P: tl.constexpr, KEY_BITS: tl.constexpr, KEY_CHUNK: tl.constexpr, KEY_BOOK: tl.constexpr,
     KEY_MODE: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_BOOK: tl.constexpr,
     VALUE_MODE: tl.constexpr, VALUE_AT: tl.constexpr, KEY_SCALE_AT: tl.constexpr,
@@ -315,7 +315,7 @@ def _append_kernel(
 @triton.jit
 def _load_tokens(
     source, source_n, ring, at, before, begin, live, HKV: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, RING: tl.constexpr,
+    DP: tl.constexpr, RING,
 ):  # fmt: skip
     """Exact tokens at positions `at`: new ones from the input, older ones from the ring."""
     d = tl.arange(0, DP)

@@ -79,6 +79,7 @@ def _mask_scores(
     do_not_specialize=[
         "block_table", "lengths", "starts", "ring_starts", "sink_counts", "ring_rows", "first",
         "table_b", "mask_tokens", "total_rows", "batch", "splits", "exact_splits",
+        "RING",
     ]
 )  # fmt: skip
 def _attend_kernel(
@@ -88,7 +89,7 @@ def _attend_kernel(
     query_n, query_h, table_b, page_b, new_key_n, new_key_h, new_value_n, new_value_h,
     mask_b, mask_h, mask_q, mask_n, mask_tokens, total_rows, scale, batch, splits, exact_splits,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, COLS: tl.constexpr,
-    PAGE: tl.constexpr, TILE: tl.constexpr, RECORD: tl.constexpr, RING: tl.constexpr,
+    PAGE: tl.constexpr, TILE: tl.constexpr, RECORD: tl.constexpr, RING,
     SINKS: tl.constexpr,
     KEY_BITS: tl.constexpr, KEY_CHUNK: tl.constexpr, KEY_TABLE: tl.constexpr,
     VALUE_BITS: tl.constexpr, VALUE_TABLE: tl.constexpr,
@@ -177,7 +178,9 @@ def _attend_kernel(
     if exact_to > exact_from:
         acc = tl.zeros([DP, COLS], tl.float32)
         owner = tl.load(ring_rows + row).to(tl.int64)
-        q_columns = tl.trans(q).to(ring_key.dtype.element_ty)
+        q_columns = tl.trans(q)
+        if q_columns.dtype != tl.float32:  # float32 queries keep their precision and range
+            q_columns = q_columns.to(ring_key.dtype.element_ty)
         for e0 in tl.range(exact_from, exact_to, EXACT_STEP, num_stages=EXACT_STAGES):
             e = e0 + tl.arange(0, EXACT_STEP)
             is_sink = e < n_sinks
@@ -198,13 +201,14 @@ def _attend_kernel(
                 )
             there = valid[:, None] & (d[None, :] < D)
             k = tl.load(key_at[:, None] + d[None, :], mask=there, other=0.0)
-            s = tl.dot(k, q_columns, input_precision="ieee") * scale
+            s = tl.dot(k.to(q_columns.dtype), q_columns, input_precision="ieee") * scale
             s = _mask_scores(
                 s, at, valid, query_at, live, mask, mask_b, mask_h, mask_q, mask_n, mask_tokens,
                 row, head, token, CAUSAL, WINDOW, CAP, MASK,
             )  # fmt: skip
             p, shrink, peak, weight = _softmax_step(s, peak, weight)
             v = tl.load(value_at[:, None] + d[None, :], mask=there, other=0.0)
+            v = v.to(q_columns.dtype)
             acc = acc * shrink[None, :]
             acc += tl.dot(tl.trans(v), p.to(v.dtype), input_precision="ieee")
         acc = rotate(tl.trans(acc), value_table, COLS, D, DP, KIND) * (1.0 / VALUE_UNIT)

@@ -85,11 +85,13 @@ def _rotate_queries_kernel(
 
 
 # one binary for all lengths
-@triton.jit(do_not_specialize=["ring_starts", "sink_counts", "ring_rows", "first", "low", "high"])
+@triton.jit(
+    do_not_specialize=["ring_starts", "sink_counts", "ring_rows", "first", "low", "high", "SLOTS"]
+)
 def _exact_kernel(
     key, value, source_key, source_value, key_table, value_table,
     ring_starts, sink_counts, ring_rows, out_b, out_h, first, low, high,
-    HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SLOTS: tl.constexpr,
+    HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SLOTS,
     SINKS: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Exact tokens among positions [low, high) over their codes in key and value, rotated.

@@ -10,11 +10,13 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
+
 from tightkv.config import FORMAT_VERSION, KVQuantConfig
 from tightkv.integrations.transformers.saving.fields import Field, parse_json
 from tightkv.integrations.transformers.saving.states import DTYPES, PLAIN_KINDS
-from tightkv.layout import PageLayout
-from tightkv.sequences import MAX_TOKENS, SequenceState
+from tightkv.layout import MAX_TOKENS, PageLayout, exact_dtype
+from tightkv.sequences import SequenceState
 
 TIGHT_KINDS = ("TightLayer", "TightHybridLayer")
 _FULL_ATTENTION = (*TIGHT_KINDS, "DynamicLayer", "LinearAttentionAndFullAttentionLayer")
@@ -26,11 +28,15 @@ _QUANT_FIELDS = {field.name for field in dataclasses.fields(KVQuantConfig)}
 
 @dataclass(frozen=True)
 class SavedLayer:
-    """One layer: `cfg` and `layout` of a compressed one, `state` of transformers' own part."""
+    """One layer: `cfg` and `layout` of a compressed one, `state` of transformers' own part.
+
+    `dtype` is the model's; exact tokens have the layout's.
+    """
 
     kind: str
     cfg: KVQuantConfig | None
     layout: PageLayout | None
+    dtype: torch.dtype | None
     state: Field | None
 
 
@@ -109,19 +115,19 @@ def _layers(
         names += ["state"] if kind != "TightLayer" else []
         field = entry.record(*names)
         if kind not in TIGHT_KINDS:
-            yield SavedLayer(kind, None, None, field["state"])
+            yield SavedLayer(kind, None, None, None, field["state"])
             continue
         tight = field["tight"].record("length", "quant", "layout")
         cfg = _config(tight["quant"])
         if cfg != quant.for_layer(full.index(i), len(full), i):
             raise ValueError(f"{tight['quant'].where} is not what the cache's config gives it")
-        layout = None
-        if rows:  # then each compressed layer has pages, and the tokens that the rows have
-            layout = _layout(tight["layout"], cfg)
+        layout = dtype = None
+        if rows:  # then each compressed layer has the tokens that the rows have
+            layout, dtype = _layout(tight["layout"], cfg)
         elif tight["layout"].value is not None:
             raise tight["layout"].wrong("null, for there are no rows")
         tight["length"].integer(length, length)
-        yield SavedLayer(kind, cfg, layout, field.get("state"))
+        yield SavedLayer(kind, cfg, layout, dtype, field.get("state"))
 
 
 def _kind(field: Field) -> str:
@@ -129,12 +135,14 @@ def _kind(field: Field) -> str:
     return kind.one_of(*TIGHT_KINDS, *PLAIN_KINDS)
 
 
-def _layout(field: Field, cfg: KVQuantConfig) -> PageLayout:
+def _layout(field: Field, cfg: KVQuantConfig) -> tuple[PageLayout, torch.dtype]:
+    """The layout of a layer, and the model's dtype."""
     items = field.items()
     if len(items) != 3:
         raise field.wrong("[KV heads, head_dim, dtype]")
     heads, dim = items[0].integer(1, _MAX_HEADS), items[1].integer(16, _MAX_HEAD_DIM)
+    dtype = DTYPES[items[2].one_of(*DTYPES)]
     try:
-        return PageLayout(cfg, heads, dim, DTYPES[items[2].one_of(*DTYPES)])
+        return PageLayout(cfg, heads, dim, exact_dtype(dtype)), dtype
     except ValueError as error:
         raise ValueError(f"{field.where}: {error}") from None

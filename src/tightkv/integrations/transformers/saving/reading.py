@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from tightkv.cache import PagedKV
 from tightkv.integrations.transformers.layer import SharedSteps, TightHybridLayer, TightLayer
 from tightkv.integrations.transformers.saving.container import checksum, read_file
 from tightkv.integrations.transformers.saving.header import Header, SavedLayer, parse_header
 from tightkv.integrations.transformers.saving.states import PLAIN_KINDS, StateReader
 from tightkv.layout import PageLayout
+from tightkv.sequences import SequenceTable
 
 KV_TENSORS = ("pages", "ring_key", "ring_value", "sink_key", "sink_value")
 
@@ -48,6 +48,10 @@ class SavedCache:
         """
         try:
             own = self._tensors_by_layer()
+            shared.cfgs.update(saved.cfg for saved in self.header.layers if saved.cfg)
+            for saved in self.header.layers:
+                if saved.layout is not None:
+                    shared.grow_limit(saved.layout)
             shared.table.restore(self.header.rows)
             layers = [
                 self._layer(saved, own[i], shared, kernels, device)
@@ -96,7 +100,7 @@ class SavedCache:
             options = state.options(TightHybridLayer) if state is not None else {}
             cls: Any = TightLayer if state is None else TightHybridLayer
             layer = cls(shared, saved.cfg, kernels, **options)
-            _load_pages(layer, saved.layout, pages, device)
+            _load_pages(layer, saved, pages, device)
             layer.length = self.header.length
         if state is not None:
             state.fill(layer, device)
@@ -136,29 +140,40 @@ def read_cache(path: str | os.PathLike[str]) -> SavedCache:
 
 
 def _load_pages(
-    layer: TightLayer, layout: PageLayout | None, tensors: dict[str, Tensor], device: torch.device
+    layer: TightLayer, saved: SavedLayer, tensors: dict[str, Tensor], device: torch.device
 ) -> None:
-    table = layer.shared.table
-    wanted = {}
-    if layout is not None:
-        heads, dim = layout.num_kv_heads, layout.head_dim
-        exact = [(len(table), n, heads, dim) for n in (layout.ring_tokens, layout.cfg.sinks)]
-        shapes = ((table.num_pages, heads, layout.record_bytes), exact[0], exact[0], *exact[1:] * 2)
-        dtypes = (torch.uint8, *[layout.dtype] * 4)
-        wanted = dict(zip(KV_TENSORS, zip(dtypes, shapes, strict=True), strict=True))
-    found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    for name in KV_TENSORS:
-        if found.get(name) != wanted.get(name):
-            raise ValueError(
-                f"tensor {name!r} of a layer is {found.get(name)}; its config and the rows give "
-                f"{wanted.get(name)}"
-            )
-    if layout is None:
+    if saved.layout is None or saved.dtype is None:
+        if tensors:
+            raise ValueError(f"tensor {next(iter(tensors))!r} of a layer is there, but no rows are")
         return
-    layer.kv = PagedKV(layout, table, device, layer.kernels)
-    layer.dtype, layer.device, layer.is_initialized = layout.dtype, device, True
-    for name, tensor in tensors.items():
-        setattr(layer.kv, name, tensor.to(device))
+    kv = layer.use(saved.layout.num_kv_heads, saved.layout.head_dim, saved.dtype, device)
+    for name, shape in _shapes(kv.layout, kv.table, tensors).items():
+        found = tensors.get(name)
+        # Files of float32 models may have float32 rings and sinks.
+        dtypes = (torch.uint8,) if name == "pages" else (kv.layout.dtype, saved.dtype)
+        if found is None or found.dtype not in dtypes or found.shape != shape:
+            there = None if found is None else (found.dtype, tuple(found.shape))
+            raise ValueError(
+                f"tensor {name!r} of a layer is {there}; its config and the rows give "
+                f"{(dtypes[0], shape)}"
+            )
+        setattr(kv, name, found.to(device) if name == "pages" else kv.exact(found.to(device)))
+
+
+def _shapes(
+    layout: PageLayout, table: SequenceTable, tensors: dict[str, Tensor]
+) -> dict[str, tuple[int, ...]]:
+    """Of a layer's tensors. Rings may be longer than the tokens that the rows have in them."""
+    rows, heads, dim = len(table), layout.num_kv_heads, layout.head_dim
+    least = max([1, *(row.length - row.exact_start for row in table.rows)])
+    ring = tensors.get("ring_key")
+    slots = least if ring is None or ring.dim() < 2 else max(least, ring.shape[1])
+    sinks = layout.cfg.sinks
+    if not any(row.sink_count for row in table.rows) and "sink_key" in tensors:
+        sinks = sinks if tensors["sink_key"].shape[1:2] == (sinks,) else 0
+    exact = [(rows, n, heads, dim) for n in (slots, slots, sinks, sinks)]
+    shapes = (table.num_pages, heads, layout.record_bytes), *exact
+    return dict(zip(KV_TENSORS, shapes, strict=True))
 
 
 def _model_shapes(model: PreTrainedModel | PreTrainedConfig) -> list[tuple[int, int]]:

@@ -66,9 +66,9 @@ def _layer(layer: Any, prefix: str, used: list[int], tensors: dict[str, Tensor])
         entry["tight"] = {"length": 0, "quant": layer.cfg.to_dict(), "layout": None}
         if layer.kv is not None and len(layer.shared.table):
             kv = layer.kv
-            dtype = str(kv.layout.dtype)
+            heads, dim = kv.layout.num_kv_heads, kv.layout.head_dim
             entry["tight"]["length"] = layer.length
-            entry["tight"]["layout"] = [kv.layout.num_kv_heads, kv.layout.head_dim, dtype]
+            entry["tight"]["layout"] = [heads, dim, str(layer.dtype)]
             index = torch.tensor(used, dtype=torch.long, device=kv.device)
             tensors[f"{prefix}pages"] = kv.pages[index]
             for name in KV_TENSORS[1:]:
