@@ -80,6 +80,7 @@ def caches():
     group = {**small, "key_method": "group", "value_method": "group", "group_size": 16}
     for name, quant, family, changes in (
         ("llama", {"preset": "k4v4", **small}, "llama", two),
+        ("short", {"preset": "k4v4", **small}, "llama", two),
         ("2 bits", {"preset": "k2v2", **small, "protected_first": 1}, "llama", two),
         ("8 bits", {"preset": "k8v8", **small, "mean_bits": 8}, "qwen2", two),
         ("groups", {"preset": "k4v4", **group}, "llama", two),
@@ -90,10 +91,11 @@ def caches():
     ):
         model = tiny(family, **changes)
         cache = TightCache(KVQuantConfig.from_dict(quant), model=model)
-        mask = torch.ones(2, 103, dtype=torch.long)
+        tokens = 60 if name == "short" else 203  # no pages, or some
+        mask = torch.ones(2, tokens, dtype=torch.long)
         mask[0, :9] = 0
         with torch.no_grad():
-            model(prompt(2, 103), past_key_values=cache, attention_mask=mask)
+            model(prompt(2, tokens), past_key_values=cache, attention_mask=mask)
             cache.reorder_cache(torch.tensor([1, 0]))
         yield name, model, cache
 
@@ -360,7 +362,7 @@ def guard_views():
     plain_view = PagedKV.view
 
     def guarded(x):
-        if not isinstance(x, torch.Tensor) or hasattr(x, "guarded"):
+        if not isinstance(x, torch.Tensor) or hasattr(x, "guarded") or not x.numel():
             return x
         copy = torch.from_numpy(np.empty(x.numel() * x.element_size(), dtype=np.uint8))
         copy = copy.view(x.dtype).view(x.shape).copy_(x)

@@ -94,8 +94,7 @@ def test_the_answer_streams_and_the_report_follows(
     text = capsys.readouterr().out
     assert text.startswith(answer(data) + "\n\n")
     assert "45 prompt tokens at " in text and "12 new tokens at " in text
-    assert "x larger" in text  # a short prompt: the exact ring outweighs the savings
-    assert re.search(r"below about \d+ tokens a sequence", text)
+    assert "the same size" in text and "are kept exact" in text  # a short prompt
     assert "In the long run 148 bytes a token, bf16 512" in text
 
 
@@ -186,14 +185,14 @@ def test_bytes_are_those_of_the_layout(tiny: Path, capsys: pytest.CaptureFixture
     assert kv["ratio"] == kv["bf16_bytes"] / kv["bytes"]
     assert kv["long_ratio"] == 512 / 148
     assert (kv["compressed_layers"], kv["exact_layers"], kv["other_layers"]) == (2, 0, 0)
-    dtype = getattr(torch, data["model"]["dtype"])
-    ring = 2 * PageLayout(KVQuantConfig.from_dict(data["config"]), 2, 32, dtype).sequence_bytes()
-    assert kv["break_even_tokens"] == int(ring / (512 - 148)) + 1
+    layout = PageLayout(KVQuantConfig.from_dict(data["config"]), 2, 32)
+    assert kv["break_even_tokens"] == layout.exact_limit + 1 <= kv["tokens"]
+    assert kv["bytes"] == 2 * layout.total_bytes(kv["tokens"], open_codes=False) < kv["bf16_bytes"]
 
 
 def test_the_report_says_when_the_cache_is_larger_and_when_it_is_smaller() -> None:
     def text(size: int, plain: int, other: int = 0) -> str:
-        kv = CacheSize(100, size, plain, 148, 512, 3000)
+        kv = CacheSize(100, size, plain, 148, 512, 321)
         run = {
             "cache": "k4v4",
             "answers": [{"text": "yes", "prompt_tokens": 90, "new_tokens": 1}],
@@ -216,8 +215,8 @@ def test_the_report_says_when_the_cache_is_larger_and_when_it_is_smaller() -> No
     larger = text(4096, 2048)
     assert larger.startswith("yes\n\n90 prompt tokens at 12.3 tokens/s, 1 new tokens at - tokens/s")
     assert "4.00 KiB now, bf16 2.00 KiB: 2.00x larger" in larger
-    assert "kept exact, in float32, which costs more" in larger
-    assert "below about 9 tokens a sequence" in larger
+    assert "fewer than 321 tokens are kept exact, at 16 bits" in larger
+    assert "2.00 KiB now, bf16 2.00 KiB: the same size" in text(2049, 2048)
     smaller = text(2048, 4096, other=3)
     assert "2.00 KiB now, bf16 4.00 KiB: 2.00x smaller" in smaller
     assert "kept exact" not in smaller

@@ -33,6 +33,53 @@ def test_a_long_prefill_and_decode_hold_what_the_plan_says():
     assert abs(held - planned) / planned < 0.05, (held, planned)
 
 
+COUNTERS = 5 * 4  # bytes a sequence and layer: what a cache may take beyond bf16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(
+    "quant",
+    [
+        KVQuantConfig.preset("k2v2"),
+        KVQuantConfig.preset("k4v4"),
+        KVQuantConfig.preset("k8v8"),
+        KVQuantConfig.preset("k3v2", layer_bits="1=k8v8", page_size=32),
+    ],
+    ids=["k2v2", "k4v4", "k8v8", "k3v2 and k8v8"],
+)
+def test_no_length_takes_more_than_bf16(quant, rows, dtype):
+    """Token by token, past the length where pages begin and several pages more."""
+    cache, layers, heads, dim = TightCache(quant), 2, 1, 64
+    new = torch.randn(rows, heads, 1, dim).to(dtype)
+    before, sizes = 0, {}
+    for tokens in range(1, 1201):
+        for i in range(layers):
+            cache.update(new, new, i)
+        sizes[tokens] = cache.bytes_used()["compressed"]
+        bf16 = layers * rows * tokens * heads * dim * 4
+        assert sizes[tokens] <= bf16 + layers * rows * COUNTERS, tokens
+        before = max(before, tokens if sizes[tokens] >= bf16 else 0)
+    limit = cache.shared.table.exact_limit
+    assert before == limit  # smaller from there on
+    assert all(layer.kv.layout.exact_limit <= limit for layer in cache.tight_layers)
+    assert any(layer.kv.layout.exact_limit == limit for layer in cache.tight_layers)
+
+
+@pytest.mark.parametrize("tokens", [1, 256, 1024, 4096])
+@pytest.mark.parametrize("options", [{}, {"protected_first": 1}])
+@pytest.mark.parametrize("preset", ["k2v2", "k4v4", "k8v8"])
+def test_the_plan_says_what_is_allocated(preset, options, tokens):
+    model = tiny(num_hidden_layers=3)
+    quant = KVQuantConfig.preset(preset, **options)
+    cache = TightCache(quant, model=model)
+    new = torch.randn(2, 2, tokens, 32)
+    for i in range(3):
+        cache.update(new, new, i)
+    plan = config_plan(preset, read_model_shape(model.config), quant)
+    assert cache.bytes_used()["compressed"] == plan.total_bytes(tokens, sequences=2)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("preset", ["k4v4", "k2v2"])
 def test_the_peak_on_a_gpu_is_what_the_plan_says(preset):

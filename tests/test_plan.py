@@ -65,16 +65,18 @@ def test_bytes_of_one_layer_by_hand() -> None:
     """k4v4, 2 heads of 64, pages of 64 tokens.
 
     A record: 2048 + 2048 bytes of codes, 128 + 128 of scales, 128 of mean = 4480. A page: two
-    records, 8960 bytes, or 140 a token. 100 tokens: 2 pages with a 4-byte table entry each, an
-    exact ring of 3 pages and 32 tokens and 4 sinks at 512 bytes, and 20 bytes of counters.
+    records, 8960 bytes, or 140 a token. 500 tokens: 7 pages with a 4-byte table entry each, an
+    exact ring of 3 pages and 32 tokens and 4 sinks at 512 bytes, and 20 bytes of counters. 100
+    tokens are all exact.
     """
     shape = read_model_shape(LLAMA)
     plan = config_plan("k4v4", shape, KVQuantConfig.preset("k4v4"))
     assert plan.bytes_per_token_per_layer == 140
     assert plan.bytes_per_token == 3 * 140
-    layer = 2 * (8960 + 4) + (3 * 64 + 32 + 4) * 512 + 20
-    assert plan.total_bytes(100) == 3 * layer
-    assert plan.total_bytes(100, sequences=5) == 15 * layer
+    layer = 7 * (8960 + 4) + (3 * 64 + 32 + 4) * 512 + 20
+    assert plan.total_bytes(500) == 3 * layer
+    assert plan.total_bytes(500, sequences=5) == 15 * layer
+    assert plan.total_bytes(100) == 3 * (100 * 512 + 20)
 
 
 def test_baselines_by_hand() -> None:
@@ -91,8 +93,28 @@ def test_every_preset_is_sized_by_the_page_layout(preset: str, head_dim: int) ->
     layout = PageLayout(cfg, 2, head_dim, torch.bfloat16)
     plan = config_plan(preset, shape, cfg)
     assert plan.bytes_per_token == 3 * layout.new_pages(1).numel() / cfg.page_size
-    for tokens in (0, 1, 64, 65, 1000):
-        assert plan.total_bytes(tokens) == 3 * layout.total_bytes(tokens, 1, open_codes=True)
+    for tokens in (1000, 1024):
+        assert plan.total_bytes(tokens) == 3 * layout.total_bytes(tokens, open_codes=False)
+    for tokens in (1, 64, 65, layout.exact_limit):
+        assert plan.total_bytes(tokens) == 3 * (tokens * 2 * 2 * head_dim * 2 + 20)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("head_dim", [16, 80, 128])
+@pytest.mark.parametrize("options", [{}, {"exact_pages": 1, "sinks": 0}, {"protected_first": 1}])
+def test_no_length_is_planned_larger_than_bf16(
+    preset: str, head_dim: int, options: dict[str, int]
+) -> None:
+    """But for 20 bytes of counters a layer; and pages are not put off any longer."""
+    shape = read_model_shape(LLAMA | {"head_dim": head_dim})
+    cfg = KVQuantConfig.preset(preset, **options)
+    plan, bf16 = config_plan(preset, shape, cfg), baseline_plan("bf16", shape, 2)
+    for tokens in range(1, 2000):
+        assert plan.total_bytes(tokens) <= bf16.total_bytes(tokens) + 3 * 20
+    layouts = {cost.layout for cost in plan.costs if cost.layout}
+    limit = max(layout.exact_limit for layout in layouts)
+    later = [layout.total_bytes(limit, open_codes=False) - 20 for layout in layouts]
+    assert any(size > limit * 2 * 2 * head_dim * 2 for size in later)
 
 
 def test_sliding_layers_stay_16_bit_and_stop_growing() -> None:
@@ -100,8 +122,9 @@ def test_sliding_layers_stay_16_bit_and_stop_growing() -> None:
     plan, bf16 = config_plan("k4v4", shape, KVQuantConfig()), baseline_plan("bf16", shape, 2)
     layout = PageLayout(KVQuantConfig(), 2, 64)
     assert plan.bytes_per_token == 2 * 140
-    assert plan.total_bytes(1000) == 2 * 100 * 512 + 2 * layout.total_bytes(1000)
-    assert plan.total_bytes(40) == 2 * 40 * 512 + 2 * layout.total_bytes(40)
+    pages = layout.total_bytes(1000, open_codes=False)
+    assert plan.total_bytes(1000) == 2 * 100 * 512 + 2 * pages
+    assert plan.total_bytes(40) == 4 * 40 * 512 + 2 * 20
     assert bf16.total_bytes(1000) == 2 * 100 * 512 + 2 * 1000 * 512
 
 
@@ -117,8 +140,8 @@ def test_state_of_hybrid_layers_is_added_once_a_sequence() -> None:
     layers = (LayerShape("full", 2, 64, 64, state_bytes=1000), LayerShape("linear", state_bytes=77))
     shape = ModelShape("m", "hybrid", layers, 4, 256, 1000, torch.bfloat16, 4096)
     plan = config_plan("k4v4", shape, KVQuantConfig())
-    assert plan.total_bytes(64, 3) == 3 * (
-        PageLayout(KVQuantConfig(), 2, 64).total_bytes(64) + 1077
+    assert plan.total_bytes(640, 3) == 3 * (
+        PageLayout(KVQuantConfig(), 2, 64).total_bytes(640) + 1077
     )
 
 
@@ -148,13 +171,17 @@ PAGE_ERROR = "head_dim=72; supported: multiples of 16 from 16 up"
 
 # --- what fits -----------------------------------------------------------------------------------
 @pytest.mark.parametrize("config", [LLAMA, GEMMA, DEEPSEEK])
-@pytest.mark.parametrize("memory", [0, 1, 300_000, 10_000_000, 10**12])
-def test_max_tokens_is_the_longest_that_fits(config: dict[str, Any], memory: int) -> None:
-    plan = config_plan("k4v3", read_model_shape(config), KVQuantConfig.preset("k4v3"))
+@pytest.mark.parametrize("memory", [0, 1, 300_000, 700_000, 10_000_000, 10**12])
+@pytest.mark.parametrize("options", [{}, {"protected_first": 1}])
+def test_max_tokens_is_the_longest_that_fits(
+    config: dict[str, Any], memory: int, options: dict[str, int]
+) -> None:
+    plan = config_plan("k4v3", read_model_shape(config), KVQuantConfig.preset("k4v3", **options))
     tokens = plan.max_tokens(memory)
     assert tokens is not None
     assert tokens == 0 or plan.total_bytes(tokens) <= memory
-    assert plan.total_bytes(tokens + 1) > memory
+    for longer in range(tokens + 1, tokens + 1000):
+        assert plan.total_bytes(longer) > memory
 
 
 def test_no_limit_where_every_layer_slides() -> None:
@@ -188,7 +215,7 @@ def test_report_numbers(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert rows["bf16"]["total_bytes"] == 3 * 1000 * 3 * 512
     assert rows["bf16"]["max_tokens"] == (60 << 20) // (3 * 512)
     assert rows["bf16"]["max_requests"] == (60 << 20) // (1000 * 3 * 512)
-    k4v4 = 3 * PageLayout(KVQuantConfig(), 2, 64).total_bytes(1000)
+    k4v4 = 3 * PageLayout(KVQuantConfig(), 2, 64).total_bytes(1000, open_codes=False)
     assert rows["k4v4"]["total_bytes"] == 3 * k4v4
     assert rows["k4v4"]["total_ratio"] == pytest.approx(1000 * 3 * 512 / k4v4)
     assert rows["k4v4"]["ratio"] == pytest.approx(512 / 140)

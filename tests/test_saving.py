@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from models import FAMILIES, prompt, sliding, tiny
 from tightkv import KVQuantConfig, TightCache
+from tightkv.integrations.transformers.layer import SharedSteps
 from tightkv.integrations.transformers.saving.container import checksum
 
 QUANT = KVQuantConfig.preset("k3v2", page_size=32, sinks=2, exact_pages=2, protected_first=1)
@@ -48,10 +49,11 @@ def test_hybrid_layer_and_half_precision(tmp_path):
     )
 
 
-def saved(tmp_path, **options):
+def saved(tmp_path, tokens=100, **options):
     model = tiny()
-    cache = TightCache(KVQuantConfig.preset("k4v4", page_size=32), model=model, **options)
-    greedy(model, cache, prompt(2, 100), 3)
+    quant = KVQuantConfig.preset("k4v4", page_size=32, exact_pages=1)
+    cache = TightCache(quant, model=model, **options)
+    greedy(model, cache, prompt(2, tokens), 3)
     cache.save(tmp_path / "cache.safetensors")
     return model, cache, tmp_path / "cache.safetensors"
 
@@ -67,6 +69,50 @@ def test_without_a_model_and_after_beams(tmp_path):
     with torch.no_grad():
         a, b = (model(step, past_key_values=c).logits for c in (cache, loaded))
     assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("tokens", [20, 70, 150])
+def test_files_of_before_rings_grew(tmp_path, monkeypatch, tokens):
+    """Rings of full length in the model's dtype, and pages as soon as they were complete."""
+    with monkeypatch.context() as patch:
+        patch.setattr(SharedSteps, "grow_limit", lambda self, layout: None)
+        model, cache, path = saved(tmp_path, tokens)
+    header, tensors = parts(path)
+    full = cache.layers[0].kv.layout.ring_tokens
+    for name, x in tensors.items():
+        if "pages" not in name:
+            more = full - x.shape[1] if "ring" in name else 0
+            tensors[name] = torch.nn.functional.pad(x.float(), (0, 0, 0, 0, 0, more))
+    write(path, header, tensors)
+    loaded = TightCache.load(path, model=model)
+    assert loaded.layers[0].kv.ring_key.dtype == torch.float16
+    step = prompt(2, 1)
+    rest = [greedy(model, c, step, 20) for c in (cache, loaded)]
+    assert torch.equal(*rest)
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 70, 90])
+def test_sequences_without_pages_go_on_from_a_file(tmp_path, tokens):
+    model, cache, path = saved(tmp_path, tokens)
+    assert not cache.shared.table.used_pages
+    loaded = TightCache.load(path)
+    assert loaded.bytes_used() == cache.bytes_used()
+    step = prompt(2, 1)
+    rest = [greedy(model, c, step, 40) for c in (cache, loaded)]
+    assert torch.equal(*rest)
+    assert loaded.bytes_used() == cache.bytes_used()
+
+
+def test_a_row_without_pages_is_no_longer_than_a_cache_makes_it(tmp_path):
+    _, _, path = saved(tmp_path)
+    header, tensors = parts(path)
+    for row in header["rows"]:
+        row.update(pages=[], exact_start=0, ring_start=0, sink_count=0)
+    for name, x in tensors.items():
+        rows, more = (0, 0) if "pages" in name else (2, 102 - x.shape[1])
+        tensors[name] = x[:0] if not rows else torch.nn.functional.pad(x, (0, 0, 0, 0, 0, more))
+    write(path, header, tensors)
+    refuses(path, r"number of rows\[0\].pages=0; allowed: 3 to 4")
 
 
 def test_only_used_pages_are_written(tmp_path):
@@ -185,8 +231,8 @@ def refuses(path, match, **options):
         ("rows.0.pages", None, r"pages=None; allowed: a list"),
         ("rows.0.length", 100, r"length=102; allowed: 100"),
         ("rows.0.length", 2**62, r"length=4611686018427387904; allowed: a whole number from 0"),
-        ("rows.0.ring_start", 1, r"ring_start=1; allowed: 0, 32"),
-        ("rows.0.exact_start", 97, r"exact_start=97; allowed: 0 to 96"),
+        ("rows.0.ring_start", 1, r"ring_start=1; allowed: 64, 96"),
+        ("rows.0.exact_start", 97, r"exact_start=97; allowed: 38 to 96"),
         ("rows.0.sink_count", 5, r"sink_count=5; allowed: 0 to 4"),
         ("rows.0.start", 101, r"sink_count=4; allowed: 0 to 1"),
         ("rows.0.start", 2**31 - 1, r"start=2147483647; allowed"),
@@ -251,7 +297,9 @@ def test_hostile_states(tmp_path, where, value, match):
         (lambda t: t.pop("layers.1.pages"), "tensor 'pages' of a layer is None"),
         (lambda t: t.update({"layers.0.pages": t["layers.0.pages"][:-1]}), "'pages' of a layer"),
         (lambda t: t.update({"layers.0.ring_key": t["layers.0.ring_key"][:1]}), "'ring_key' of"),
-        (lambda t: t.update({"layers.0.sink_key": t["layers.0.sink_key"].half()}), "'sink_key' of"),
+        (lambda t: t.update({"layers.0.sink_key": t["layers.0.sink_key"].long()}), "'sink_key' of"),
+        (lambda t: t.update({"layers.0.sink_key": t["layers.0.sink_key"][:, :0]}), "'sink_key' of"),
+        (lambda t: t.update({"layers.0.ring_key": t["layers.0.ring_key"][:, :31]}), "'ring_key'"),
         (lambda t: t.update({"layers.0.state.kv": torch.zeros(1)}), "no part of a TightLayer"),
         (lambda t: t.update({"layers.7.pages": torch.zeros(1)}), "is of no layer"),
         (lambda t: t.update({"x": torch.zeros(0, 5)}), "is of no layer"),

@@ -250,11 +250,13 @@ def test_bytes_used_are_the_bytes_of_the_layout():
     model = tiny(dtype=torch.bfloat16)
     cache = TightCache("k4v4", model=model)
     logits_of(model, prompt(2, 300), cache, [])
-    used = cache.bytes_used()
-    expected = [
-        layer.kv.layout.total_bytes(300, 2, open_codes=False) for layer in cache.tight_layers
-    ]
-    assert used == {"compressed": sum(expected), "bf16": 4 * 4 * 2 * 32 * 600}
+    layers = [layer.kv.layout for layer in cache.tight_layers]
+    exact = sum(layout.total_bytes(300, 2, exact_limit=300) for layout in layers)
+    assert cache.bytes_used() == {"compressed": exact, "bf16": 4 * 4 * 2 * 32 * 600}
+    logits_of(model, prompt(2, 100), cache, [])
+    pages = sum(layout.total_bytes(400, 2, open_codes=False) for layout in layers)
+    assert cache.bytes_used() == {"compressed": pages, "bf16": 4 * 4 * 2 * 32 * 800}
+    assert pages < 4 * 4 * 2 * 32 * 800
 
 
 def test_padding_mask_with_other_implementation():
@@ -335,11 +337,11 @@ def test_biased_keys_need_page_centering():
         for layer in model.model.layers:
             bias = layer.self_attn.k_proj.bias.view(2, 2, 32)  # [heads, halves, frequencies]
             bias[:, :, 24:].normal_(0, 40)
-    ids = prompt(1, 400)
-    exact = plain_logits(model, ids)[:, 200:]
+    ids = prompt(1, 520)
+    exact = plain_logits(model, ids)[:, 320:]
     quant = KVQuantConfig.preset("k4v4")
-    ours = kl(exact, logits_of(model, ids, TightCache(quant, model=model), [200])[:, 200:])
+    ours = kl(exact, logits_of(model, ids, TightCache(quant, model=model), [320])[:, 320:])
     plain = quant.replace(key_centering="none", key_scale="norm", value_scale="norm")
-    theirs = kl(exact, logits_of(model, ids, TightCache(plain, model=model), [200])[:, 200:])
+    theirs = kl(exact, logits_of(model, ids, TightCache(plain, model=model), [320])[:, 320:])
     budget = 0.002
     assert ours < budget < theirs, (ours, theirs)

@@ -66,11 +66,15 @@ def kept_reason(layer: LayerShape) -> str | None:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What one layer takes: in pages where `layout` is given, else uncompressed."""
+    """What one layer takes: in pages where `layout` is given, else uncompressed.
+
+    Sequences of up to `exact_limit` tokens have no pages yet.
+    """
 
     shape: LayerShape
     element_bytes: int = 2
     layout: PageLayout | None = None
+    exact_limit: int = 0
 
     @property
     def bytes_per_token(self) -> float:
@@ -83,7 +87,8 @@ class LayerCost:
         """Bytes of one sequence of `tokens` tokens, fixed parts included."""
         if self.layout is None:
             return self.shape.uncompressed_bytes(tokens, self.element_bytes)
-        return self.layout.total_bytes(tokens, 1, open_codes=True) + (self.shape.state_bytes or 0)
+        held = self.layout.total_bytes(tokens, open_codes=False, exact_limit=self.exact_limit)
+        return held + (self.shape.state_bytes or 0)
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,9 @@ class CachePlan:
         if self.total_bytes(_NO_LIMIT) <= memory:
             return None
         low, high = 0, _NO_LIMIT  # low fits or is 0, high does not
+        least = 1 + max(cost.exact_limit for cost in self.costs)  # in pages: maybe less than before
+        if self.total_bytes(least) <= memory:
+            low = least
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if self.total_bytes(middle) <= memory else (low, middle)
@@ -148,7 +156,11 @@ def config_plan(name: str, shape: ModelShape, cfg: KVQuantConfig, ranks: int = 1
         if layer_cfg.compresses:
             heads, dim = layers[i].num_kv_heads, layers[i].head_dim
             layouts[i] = PageLayout(layer_cfg, heads, dim, cache_dtype(shape))
-    costs = [LayerCost(layer, layout=layouts.get(i)) for i, layer in enumerate(layers)]
+    limit = max((layout.exact_limit for layout in layouts.values()), default=0)
+    costs = [
+        LayerCost(layer, layout=layouts.get(i), exact_limit=limit if i in layouts else 0)
+        for i, layer in enumerate(layers)
+    ]
     return CachePlan(name, tuple(costs), cfg)
 
 

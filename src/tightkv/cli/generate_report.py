@@ -45,12 +45,13 @@ def _bytes(run: dict[str, Any], dtype: str) -> list[str]:
     kv = run["kv"]
     ratio = kv["ratio"]
     verdict = f"{ratio:.2f}x smaller" if ratio >= 1 else f"{1 / ratio:.2f}x larger"
+    verdict = "the same size" if verdict.startswith("1.00x") else verdict
     held, plain = human_bytes(kv["bytes"]), human_bytes(kv["bf16_bytes"])
     lines = [f"KV cache ({run['cache']}): {held} now, bf16 {plain}: {verdict}"]
-    if ratio < 1 and kv["compressed_layers"]:
+    if ratio < 1 and kv["break_even_tokens"] is not None:
         lines.append(
-            f"  The newest tokens are also kept exact, in {dtype}, which costs more than "
-            f"compression saves{_break_even(kv)}."
+            f"  Sequences of fewer than {kv['break_even_tokens']} tokens are kept exact, at 16 "
+            "bits: their pages, newest tokens and sinks would take more."
         )
     lines.append(
         f"In the long run {kv['bytes_per_token']:.0f} bytes a token, bf16 "
@@ -64,11 +65,6 @@ def _bytes(run: dict[str, Any], dtype: str) -> list[str]:
             "and are not counted."
         )
     return lines
-
-
-def _break_even(kv: dict[str, Any]) -> str:
-    tokens = kv["break_even_tokens"]
-    return "" if tokens is None else f" below about {tokens} tokens a sequence"
 
 
 def _parting(compare: dict[str, Any], tight: dict[str, Any]) -> list[str]:

@@ -14,6 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from tightkv.cache import PagedKV
 from tightkv.integrations.transformers.layer import TightLayer
+from tightkv.layout import MAX_TOKENS
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ class CacheSize:
     bf16_bytes: int
     bytes_per_token: float
     bf16_bytes_per_token: float
-    fixed_bytes: int = 0
+    break_even: int | None = None
+    """Tokens of a sequence from which on there are pages, which take less; None: never."""
     compressed_layers: int = 0
     counted_layers: int = 1
 
@@ -54,12 +56,6 @@ class CacheSize:
     @property
     def long_ratio(self) -> float:
         return self.bf16_bytes_per_token / self.bytes_per_token
-
-    @property
-    def break_even(self) -> int | None:
-        """Tokens of a sequence from which on it takes less than bf16; None if it never does."""
-        saved = self.bf16_bytes_per_token - self.bytes_per_token
-        return int(self.fixed_bytes / saved) + 1 if saved > 0 else None
 
 
 @dataclass(frozen=True)
@@ -126,7 +122,7 @@ def cache_size(cache: Any) -> CacheSize:
         bf16_bytes=sum(size.bf16_bytes for size in layers),
         bytes_per_token=sum(size.bytes_per_token for size in layers),
         bf16_bytes_per_token=sum(size.bf16_bytes_per_token for size in layers),
-        fixed_bytes=sum(size.fixed_bytes for size in layers),
+        break_even=max((size.break_even for size in layers if size.break_even), default=None),
         compressed_layers=sum(isinstance(layer, TightLayer) for layer in cache.layers),
         counted_layers=len(layers),
     )
@@ -147,13 +143,14 @@ def _layer_size(layer: Any) -> CacheSize | None:
 def _tight_size(kv: PagedKV) -> CacheSize:
     tokens, layout = sum(kv.table.lengths), kv.layout
     bf16 = 4.0 * layout.num_kv_heads * layout.head_dim
+    begins = kv.table.exact_limit + 1
     return CacheSize(
         tokens,
         kv.allocated_bytes(),
         int(bf16) * tokens,
         layout.bytes_per_token,
         bf16,
-        layout.sequence_bytes(),
+        begins if begins <= MAX_TOKENS else None,
     )
 
 

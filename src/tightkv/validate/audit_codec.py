@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ from tightkv.sequences import SequenceTable
 from tightkv.validate.distortion import BITS, UPPER, lloyd_max, squared_errors
 from tightkv.validate.inputs import normal
 from tightkv.validate.rows import AuditRow, Options
-from tightkv.validate.sizes import HEADS, allocated_bytes, ratio
+from tightkv.validate.sizes import HEADS, allocated_bytes
 
 TIMES = "x the Lloyd-Max distortion"
 POOL_PAGES = 4 * POOL_GROWTH  # so many that growing by a share is more than by a page
@@ -103,26 +104,26 @@ def _integer_book() -> AuditRow:
 
 
 def _short_contexts(options: Options) -> Iterator[AuditRow]:
+    """As TightCache holds them: without pages up to a limit."""
     layout = PageLayout(KVQuantConfig.preset("k4v4"), HEADS, 128)
-    for sequences, tokens in ((16, 32), (1, 128), (1, 512)):
-        allocated = allocated_bytes(layout, tokens, options.stream("short"), sequences)
-        exact = sequences * tokens * layout.exact_bytes_per_token
-        worth = "costs more than bf16" if allocated > exact else "saves little"
+    kept: dict[str, Any] = {"open_codes": False, "exact_limit": layout.exact_limit}
+    for tokens in (32, 128, 512):
+        allocated = allocated_bytes(layout, tokens, options.stream("short"), **kept)
         yield AuditRow(
             "short contexts",
-            f"k4v4, {sequences} x {tokens} tokens",
-            exact / allocated,
+            f"k4v4, {tokens} tokens",
+            tokens * layout.exact_bytes_per_token / allocated,
             "bf16 bytes over allocated bytes",
-            f"Rings and sinks of {layout.ring_tokens + layout.cfg.sinks} exact tokens a sequence "
-            f"dominate: the cache {worth}.",
+            "All tokens are exact, so nothing is saved."
+            if tokens <= layout.exact_limit
+            else f"Of these, {layout.ring_tokens + layout.cfg.sinks} tokens are (also) exact.",
         )
-    even, twice = (
-        next(n for n in range(1, 100_000) if ratio(layout, n) >= least) for least in (1, 2)
-    )
+    half = layout.exact_bytes_per_token / 2
+    twice = next(n for n in range(1, 100_000) if layout.total_bytes(n, **kept) <= n * half)
     yield AuditRow(
         "short contexts",
         "k4v4, length from which the cache is smaller than bf16",
-        even,
+        layout.exact_limit + 1,
         "tokens",
         f"Half of bf16 is reached at {twice} tokens.",
         {"half_size_tokens": twice},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from tightkv.cache import PagedKV
@@ -43,14 +45,17 @@ def check(options: Options, progress: Progress) -> list[Claim]:
     return [equal, *rows]
 
 
-def allocated_bytes(layout: PageLayout, tokens: int, seed: int, sequences: int = 1) -> int:
-    """Bytes a real cache holds once `tokens` tokens joined each of its sequences."""
-    table = SequenceTable(layout.cfg)
+def allocated_bytes(layout: PageLayout, tokens: int, seed: int, **options: Any) -> int:
+    """Bytes a real cache holds once `tokens` tokens joined its sequence.
+
+    `options` are those of the table.
+    """
+    table = SequenceTable(layout.cfg, **options)
     cache = PagedKV(layout, table)
-    rows = table.add_rows([0] * sequences)
-    shape = (sequences, tokens, layout.num_kv_heads, layout.head_dim)
+    rows = table.add_rows([0])
+    shape = (1, tokens, layout.num_kv_heads, layout.head_dim)
     key, value = (normal(seed, stream, *shape).to(torch.bfloat16) for stream in range(2))
-    cache.append(table.append(rows, [tokens] * sequences), key, value)
+    cache.append(table.append(rows, [tokens]), key, value)
     return cache.allocated_bytes()
 
 
