@@ -8,7 +8,6 @@ from safetensors.torch import load_file, save_file
 
 from models import FAMILIES, prompt, sliding, tiny
 from tightkv import KVQuantConfig, TightCache
-from tightkv.integrations.transformers.layer import SharedSteps
 from tightkv.integrations.transformers.saving.container import checksum
 
 QUANT = KVQuantConfig.preset("k3v2", page_size=32, sinks=2, exact_pages=2, protected_first=1)
@@ -72,11 +71,9 @@ def test_without_a_model_and_after_beams(tmp_path):
 
 
 @pytest.mark.parametrize("tokens", [20, 70, 150])
-def test_files_of_before_rings_grew(tmp_path, monkeypatch, tokens):
+def test_files_of_before_rings_grew(tmp_path, tokens):
     """Rings of full length in the model's dtype, and pages as soon as they were complete."""
-    with monkeypatch.context() as patch:
-        patch.setattr(SharedSteps, "grow_limit", lambda self, layout: None)
-        model, cache, path = saved(tmp_path, tokens)
+    model, cache, path = saved(tmp_path, tokens, eager=True)
     header, tensors = parts(path)
     full = cache.layers[0].kv.layout.ring_tokens
     for name, x in tensors.items():

@@ -106,7 +106,7 @@ class ModelRun:
         self.model, self.facts, self.store = model, facts, store
         self.architecture = results.architecture(model)
         self.caches: dict[str, MakeCache] = {
-            name: partial(TightCache, cfg, model=model) for name, cfg in configs.items()
+            name: partial(TightCache, cfg, model=model, eager=True) for name, cfg in configs.items()
         }
         # The config that is really used: some models get more bits in some layers.
         self.used = {name: make().quant for name, make in self.caches.items()}

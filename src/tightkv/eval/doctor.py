@@ -344,7 +344,7 @@ class Doctor:
     # --- measuring ---
     def measure(self, cfg: KVQuantConfig, predicted: float | None = None) -> Measured:
         """Through the real cache, on every window."""
-        caches = {"it": lambda: TightCache(cfg, model=self.model)}
+        caches = {"it": lambda: TightCache(cfg, model=self.model, eager=True)}
         whole = len(self._references) == len(self.windows)
         passes = quality_passes(len(self.windows), self.windows.ids.shape[1], 1, self.schedule)
         with self.bars(f"measuring {describe(cfg)}", passes) as bar:

@@ -20,7 +20,7 @@ from tightkv.config import KVQuantConfig
 from tightkv.eval.forward import CacheRun, MakeCache
 from tightkv.eval.size import bytes_bf16, bytes_held
 from tightkv.eval.windows import Windows
-from tightkv.layout import page_layout
+from tightkv.layout import ring_tokens
 
 _REFERENCE_BYTES = 128 << 20  # reference log-probabilities held at a time
 
@@ -55,14 +55,11 @@ class Schedule:
 
 
 def check_compresses(cfg: KVQuantConfig, tokens: int) -> None:
-    """Raise if so many tokens all stay exact, so that nothing would be measured.
-
-    A model is not there yet: one whose heads are smaller than 128 may keep a few more.
-    """
-    exact = page_layout(cfg, 1, 128).exact_limit
+    """Raise if so many tokens all stay exact, so that nothing would be measured."""
+    exact = ring_tokens(cfg)
     if cfg.compresses and tokens - 1 <= exact:
         raise ValueError(
-            f"{tokens} tokens are too few to measure {cfg.name}: up to {exact} it keeps all exact "
+            f"{tokens} tokens are too few to measure {cfg.name}: it keeps the newest {exact} exact "
             f"(exact_pages={cfg.exact_pages} of {cfg.page_size}); take more than {exact + 1}"
         )
 

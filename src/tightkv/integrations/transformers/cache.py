@@ -41,6 +41,8 @@ class TightCache(Cache):  # type: ignore[misc]
     also tell which layers' keys need more bits; `quant` has them as `layer_bits` then.
     `offloading` keeps the pages in host memory and brings those of one layer at a time to the
     device, a layer ahead; rings, sinks and layers of transformers' own stay on the device.
+    Short sequences are exact until pages take fewer bytes; `eager` compresses them too, to
+    measure quality on few tokens.
     """
 
     def __init__(
@@ -50,13 +52,14 @@ class TightCache(Cache):  # type: ignore[misc]
         *,
         kernels: str = "auto",
         offloading: bool = False,
+        eager: bool = False,
     ) -> None:
         self.quant = KVQuantConfig.parse(quant)
         self.kernels = kernels
         checked = False  # whether weights have said which bits keys need
         if isinstance(model, PreTrainedModel):
             self.quant, checked = protect(self.quant, model)
-        self.shared = SharedSteps(self.quant, offloading=offloading, watch=not checked)
+        self.shared = SharedSteps(self.quant, offloading=offloading, watch=not checked, eager=eager)
         if model is None:
             if self.quant.protected_first or self.quant.protected_last:
                 raise ValueError("protected layers need the model: TightCache(quant, model=model)")

@@ -40,13 +40,22 @@ class SharedSteps:
     """The table all layers share, moved on by the first layer of each forward pass."""
 
     def __init__(
-        self, cfg: KVQuantConfig, *, offloading: bool = False, watch: bool = False
+        self,
+        cfg: KVQuantConfig,
+        *,
+        offloading: bool = False,
+        watch: bool = False,
+        eager: bool = False,
     ) -> None:
-        """`watch`: nobody has looked at the model's weights, so first keys are looked at."""
+        """`watch`: nobody has looked at the model's weights, so first keys are looked at.
+
+        `eager`: pages are sealed from the first on.
+        """
         # A layer's ring lives as long as its sequences, so open pages need no codes.
         self.table = SequenceTable(cfg, open_codes=False)
         own_bits = (cfg.for_layer(i, i + 1) for i in cfg.bits_of_layers())
         self.cfgs = {layer for layer in own_bits if layer.compresses}  # and those of each layer
+        self.eager = eager
         self.buffers = DeviceBuffers() if offloading else None
         self.watch = watch and cfg.protect_keys
         self.steps = 0
@@ -67,6 +76,8 @@ class SharedSteps:
 
     def grow_limit(self, layout: PageLayout) -> None:
         """Keep sequences exact until no layer is larger in pages: layers differ in their bits."""
+        if self.eager:
+            return
         limits = [
             page_layout(cfg, layout.num_kv_heads, layout.head_dim, layout.dtype).exact_limit
             for cfg in self.cfgs
