@@ -189,6 +189,13 @@ WRONG_VIEWS = {
     "signed pages": (lambda v: {"pages": v.pages.view(torch.int8)}, "pages is int8"),
     "a ring of another dtype": (lambda v: {"ring_key": v.ring_key.half()}, "ring_key is float16"),
     "a shorter ring": (lambda v: {"ring_value": v.ring_value[:, :-1]}, "ring_value has shape"),
+    "a ring too short for its rows": (
+        lambda v: {
+            "ring_key": v.ring_key[:, :1].clone(),
+            "ring_value": v.ring_value[:, :1].clone(),
+        },
+        "to a ring of 1",
+    ),
     "sinks of other rows": (lambda v: {"sink_key": v.sink_key[:1]}, "sink_key has shape"),
     # numbers
     "a page beyond the pool": (

@@ -274,7 +274,8 @@ def test_audit_finds_the_known_weaknesses(command: tuple[int, dict[str, Any], Pa
     one_hot = {row["detail"]["bits"]: row for row in rows("one-hot vectors, Hadamard")}
     assert one_hot[2]["measured"] > 2
     assert one_hot[2]["detail"]["corrected"] < 1e-4
-    assert rows("short contexts")[0]["measured"] < 1
+    short = [row["measured"] for row in rows("short contexts")]
+    assert all(0.999 < ratio < 1 for ratio in short[:2]) and short[2] > 1 and short[3] == 297
 
 
 @pytest.mark.slow

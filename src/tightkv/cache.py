@@ -149,6 +149,9 @@ class PagedKV:
             self._offloaded.mark(self.table.written_pages(plan))
         if not any(plan.counts):
             return
+        if self.layout.cfg.check_finite:  # here, since kernels do not see tokens of whole rows
+            for x in (key, value):
+                finite(_pack(x, plan.counts), check=True)
         key, value = self.exact(key), self.exact(value)
         # Before the ring becomes a shorter one: what kernels encode may be in it.
         new_key, new_value = (
@@ -246,7 +249,6 @@ class PagedKV:
         """Tokens in the dtype that exact ones are kept in; what is beyond it, at its end."""
         if x.dtype == self.layout.dtype:
             return x
-        x = finite(x, check=True) if self.layout.cfg.check_finite else x
         most = torch.finfo(self.layout.dtype).max
         if most < torch.finfo(x.dtype).max:
             x = x.clamp(-most, most)
