@@ -65,6 +65,20 @@ def test_presets(preset: str) -> None:
     expect("README.md", f"| {preset} | {' | '.join(cells)} | {quality(preset)['kl']:.4f} |")
 
 
+@pytest.mark.parametrize("preset", ["k8v8", "k8v4", "k4v4", "k3v3", "k3v2", "k2v2"])
+def test_short_sequences(preset: str) -> None:
+    layout = PageLayout(KVQuantConfig.preset(preset), 8, 128, torch.bfloat16)
+    limit = layout.exact_limit
+    sizes = [
+        32 * layout.total_bytes(tokens, open_codes=False, exact_limit=limit) / 2**20
+        for tokens in (256, 1024, 4096)
+    ]
+    cells = [str(limit + 1), *(f"{size:.1f}" for size in sizes)]
+    expect("docs/plan.md", f"| {preset} | {' | '.join(cells)} |")
+    if preset == "k4v4":
+        expect("README.md", f"until pages take less (k4v4: {limit + 1} tokens)")
+
+
 def test_perplexity_and_needles() -> None:
     growth = [
         100 * quality(name)["perplexity_increase"] for name in ("k4v4", "k3v3", "k3v2", "k2v2")

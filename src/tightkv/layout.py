@@ -203,7 +203,7 @@ class PageLayout:
 
     @property
     def exact_bytes_per_token(self) -> int:
-        """Bytes of a token's exact key and value in the model's dtype."""
+        """Bytes of a token's exact key and value, which are kept in `dtype`."""
         return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
     @property

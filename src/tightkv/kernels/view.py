@@ -25,7 +25,7 @@ class CacheView:
     ring_starts: Tensor  # int32 [B]
     sink_counts: Tensor  # int32 [B]
     ring_rows: Tensor  # int32 [B], which ring and sinks below are sequence b's
-    ring_key: Tensor  # [rows, ring, Hkv, D] in the model's dtype
+    ring_key: Tensor  # [rows, ring, Hkv, D] in the layout's dtype
     ring_value: Tensor
     sink_key: Tensor  # [rows, sinks, Hkv, D]
     sink_value: Tensor

@@ -156,9 +156,9 @@ def append(
             exact_starts, first, view.ring_key, view.ring_value, view.sink_key, view.sink_value,
             codec.key.rotation.table(key.device), codec.value.rotation.table(key.device),
             key.stride(0), key.stride(1), value.stride(0), value.stride(1),
-            view.block_table.stride(0), view.pages.stride(0), pages, copied,
+            view.block_table.stride(0), view.pages.stride(0), pages, copied, ring,
             **constants(layout), **books(layout)[0],
-            RING=ring, SINKS=sinks, SINKS_P=triton.next_power_of_2(max(sinks, 1)),
+            SINKS=sinks, SINKS_P=triton.next_power_of_2(max(sinks, 1)),
             OPEN=open_codes, num_warps=4,
         )  # fmt: skip
 
@@ -222,9 +222,9 @@ def attend(
         query.stride(0), query.stride(1), view.block_table.stride(0), view.pages.stride(0),
         new_key.stride(0), new_key.stride(1), new_value.stride(0), new_value.stride(1),
         *mask_strides, mask.shape[-1], rows, scale,
-        view.batch, splits, exact_splits,
+        view.batch, splits, exact_splits, view.ring_key.shape[1],
         **shared, **books(layout)[1],
-        HQ=hq, RING=view.ring_key.shape[1], SINKS=view.sink_key.shape[1],
+        HQ=hq, SINKS=view.sink_key.shape[1],
         NEW=new, CAUSAL=causal, WINDOW=window or 0, CAP=softcap or 0.0, MASK=mask_kind,
         PTX=_has_ptx(device), **plan,
     )  # fmt: skip

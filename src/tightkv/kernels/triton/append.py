@@ -180,15 +180,15 @@ def _copy(source, source_n, token, target, place, there, HKV: tl.constexpr, D: t
 @triton.jit(
     do_not_specialize=[
         "block_table", "lengths", "starts", "ring_rows", "exact_starts", "first",
-        "table_b", "touched", "copies", "RING",
+        "table_b", "touched", "copies", "ring_tokens",
     ]
 )  # fmt: skip
 def _append_kernel(
     key, value, pages, block_table, lengths, starts, ring_rows, exact_starts, first,
     ring_key, ring_value, sink_key, sink_value, key_table, value_table,
-    key_n, key_h, value_n, value_h, table_b, page_b, touched, copies,
+    key_n, key_h, value_n, value_h, table_b, page_b, touched, copies, ring_tokens,
     HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
-    RECORD: tl.constexpr, RING, SINKS: tl.constexpr,
+    RECORD: tl.constexpr, SINKS: tl.constexpr,
     SINKS_P: tl.constexpr, KEY_BITS: tl.constexpr, KEY_CHUNK: tl.constexpr, KEY_BOOK: tl.constexpr,
     KEY_MODE: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_BOOK: tl.constexpr,
     VALUE_MODE: tl.constexpr, VALUE_AT: tl.constexpr, KEY_SCALE_AT: tl.constexpr,
@@ -216,8 +216,8 @@ def _append_kernel(
         source, source_n, source_h, ring, sink = value, value_n, value_h, ring_value, sink_value
 
     if part >= touched:
-        token = tl.maximum(count - RING, 0) + (part - touched) * 32 + t
-        slot = owner * RING + (before + token) % RING
+        token = tl.maximum(count - ring_tokens, 0) + (part - touched) * 32 + t
+        slot = owner * ring_tokens + (before + token) % ring_tokens
         _copy(source + head * source_h, source_n, begin + token, ring + head * D, slot,
               token < count, HKV, D, DP)  # fmt: skip
         if (SINKS > 0) & (part == touched) & (before < start + SINKS):
@@ -240,7 +240,7 @@ def _append_kernel(
     # tokens to encode: those with an exact copy, or the new ones of an open page
     lowest = tl.maximum(tl.where(complete, exact_from, before), index * PAGE)
     highest = tl.minimum(length, (index + 1) * PAGE)
-    ring_base = ring + owner * (RING * HKV * D) + head * D
+    ring_base = ring + owner * (ring_tokens * HKV * D) + head * D
     source_base = source + head * source_h
 
     mean = tl.zeros([1, DP], tl.float32)
@@ -253,8 +253,8 @@ def _append_kernel(
             for b in range(0, PAGE // 32):
                 at = index * PAGE + b * 32 + t
                 x = _load_tokens(
-                    source_base, source_n, ring_base, at, before, begin, at >= start,
-                    HKV, D, DP, RING,
+                    source_base, source_n, ring_base, ring_tokens, at, before, begin, at >= start,
+                    HKV, D, DP,
                 )  # fmt: skip
                 total += tl.sum(_finite(x), axis=0)
             real = tl.maximum((index + 1) * PAGE - tl.maximum(start, index * PAGE), 1)
@@ -282,11 +282,10 @@ def _append_kernel(
     for b in range((lowest - index * PAGE) // 32, tl.cdiv(highest - index * PAGE, 32)):
         at = index * PAGE + b * 32 + t
         live = (at >= lowest) & (at < highest)
-        x = _finite(
-            _load_tokens(
-                source_base, source_n, ring_base, at, before, begin, live, HKV, D, DP, RING
-            )
+        x = _load_tokens(
+            source_base, source_n, ring_base, ring_tokens, at, before, begin, live, HKV, D, DP
         )
+        x = _finite(x)
         # scales: [blk][r][i]
         scale_at = b * 32 + (t % 8) * 4 + t // 8
         if is_key:
@@ -314,8 +313,8 @@ def _append_kernel(
 
 @triton.jit
 def _load_tokens(
-    source, source_n, ring, at, before, begin, live, HKV: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, RING,
+    source, source_n, ring, ring_tokens, at, before, begin, live, HKV: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
     """Exact tokens at positions `at`: new ones from the input, older ones from the ring."""
     d = tl.arange(0, DP)
@@ -324,6 +323,6 @@ def _load_tokens(
     offset = (begin + at - before)[:, None].to(tl.int64) * source_n + d[None, :]
     x = tl.load(source + offset, mask=there & new, other=0.0).to(tl.float32)
     old = tl.load(
-        ring + ((at % RING) * (HKV * D))[:, None] + d[None, :], mask=there & ~new, other=0.0
+        ring + ((at % ring_tokens) * (HKV * D))[:, None] + d[None, :], mask=there & ~new, other=0.0
     )
     return x + old.to(tl.float32)

@@ -79,7 +79,7 @@ def _mask_scores(
     do_not_specialize=[
         "block_table", "lengths", "starts", "ring_starts", "sink_counts", "ring_rows", "first",
         "table_b", "mask_tokens", "total_rows", "batch", "splits", "exact_splits",
-        "RING",
+        "ring_tokens",
     ]
 )  # fmt: skip
 def _attend_kernel(
@@ -88,9 +88,9 @@ def _attend_kernel(
     partial, partial_lse,
     query_n, query_h, table_b, page_b, new_key_n, new_key_h, new_value_n, new_value_h,
     mask_b, mask_h, mask_q, mask_n, mask_tokens, total_rows, scale, batch, splits, exact_splits,
+    ring_tokens,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, COLS: tl.constexpr,
-    PAGE: tl.constexpr, TILE: tl.constexpr, RECORD: tl.constexpr, RING,
-    SINKS: tl.constexpr,
+    PAGE: tl.constexpr, TILE: tl.constexpr, RECORD: tl.constexpr, SINKS: tl.constexpr,
     KEY_BITS: tl.constexpr, KEY_CHUNK: tl.constexpr, KEY_TABLE: tl.constexpr,
     VALUE_BITS: tl.constexpr, VALUE_TABLE: tl.constexpr,
     KEY_UNIT: tl.constexpr, VALUE_UNIT: tl.constexpr,
@@ -186,7 +186,7 @@ def _attend_kernel(
             is_sink = e < n_sinks
             at = tl.where(is_sink, start + e, ring_from + e - n_sinks)
             valid = e < exact_to
-            ring_at = (owner * RING + at % RING) * (HKV * D) + kv_head * D
+            ring_at = (owner * ring_tokens + at % ring_tokens) * (HKV * D) + kv_head * D
             sink_at = (owner * SINKS + e) * (HKV * D) + kv_head * D
             key_at = tl.where(is_sink, sink_key + sink_at, ring_key + ring_at)
             value_at = tl.where(is_sink, sink_value + sink_at, ring_value + ring_at)

@@ -86,17 +86,17 @@ def _rotate_queries_kernel(
 
 # one binary for all lengths
 @triton.jit(
-    do_not_specialize=["ring_starts", "sink_counts", "ring_rows", "first", "low", "high", "SLOTS"]
+    do_not_specialize=["ring_starts", "sink_counts", "ring_rows", "first", "low", "high", "slots"]
 )
 def _exact_kernel(
     key, value, source_key, source_value, key_table, value_table,
-    ring_starts, sink_counts, ring_rows, out_b, out_h, first, low, high,
-    HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SLOTS,
-    SINKS: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
+    ring_starts, sink_counts, ring_rows, out_b, out_h, first, low, high, slots,
+    HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SINKS: tl.constexpr,
+    KIND: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Exact tokens among positions [low, high) over their codes in key and value, rotated.
 
-    Position p of the source (the sinks, or the ring) is in slot p % SLOTS; key and value begin
+    Position p of the source (the sinks, or the ring) is in slot p % slots; key and value begin
     with position `first`.
     """
     at, bh = _rows_and_head(high - low, ROWS)
@@ -112,7 +112,7 @@ def _exact_kernel(
     d = tl.arange(0, DP)
     there = chosen[:, None] & (d < D)[None, :]
     owner = tl.load(ring_rows + row).to(tl.int64)
-    starts = (owner * SLOTS + at % SLOTS) * (HKV * D) + head * D
+    starts = (owner * slots + at % slots) * (HKV * D) + head * D
     target = _row_starts(row, head, at - first, out_b, out_h, D)[:, None] + d[None, :]
     if tl.program_id(1) == 0:
         x = _load_rotated(source_key, starts, chosen, key_table, False, D, DP, KIND, ROWS)
@@ -200,8 +200,8 @@ def load_prefix(
             key, value, *sources,
             codec.key.rotation.table(key.device), codec.value.rotation.table(key.device),
             view.ring_starts, view.sink_counts, view.ring_rows,
-            key.stride(0), key.stride(1), first, low, high,
-            HKV=heads, D=d, DP=constants(codec.layout)["DP"], SLOTS=sources[0].shape[1],
+            key.stride(0), key.stride(1), first, low, high, sources[0].shape[1],
+            HKV=heads, D=d, DP=constants(codec.layout)["DP"],
             SINKS=not ring, KIND=kind, ROWS=rows, num_warps=4,
         )  # fmt: skip
 
