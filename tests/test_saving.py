@@ -83,8 +83,8 @@ def test_files_of_before_rings_grew(tmp_path, tokens):
     write(path, header, tensors)
     loaded = TightCache.load(path, model=model)
     assert loaded.layers[0].kv.ring_key.dtype == torch.float16
-    step = prompt(2, 1)
-    rest = [greedy(model, c, step, 20) for c in (cache, loaded)]
+    step, more = prompt(2, 1), 5 if tokens == 20 else 20  # no page yet
+    rest = [greedy(model, c, step, more) for c in (cache, loaded)]
     assert torch.equal(*rest)
 
 
@@ -92,7 +92,7 @@ def test_files_of_before_rings_grew(tmp_path, tokens):
 def test_sequences_without_pages_go_on_from_a_file(tmp_path, tokens):
     model, cache, path = saved(tmp_path, tokens)
     assert not cache.shared.table.used_pages
-    loaded = TightCache.load(path)
+    loaded = TightCache.load(path, model=model)
     assert loaded.bytes_used() == cache.bytes_used()
     step = prompt(2, 1)
     rest = [greedy(model, c, step, 40) for c in (cache, loaded)]
