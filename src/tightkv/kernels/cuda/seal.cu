@@ -11,6 +11,14 @@
 #define PASS (WARPS * TOKENS)  // tokens that a block encodes at once
 #define QUARTER (D / 4)
 #define STAGES 4  // groups of four rows that are there or on their way
+#define TINY 1.1754943508222875e-38f
+
+struct __align__(16) Scratch {
+    float keys[PASS][D + 4];
+    u8 codes[PASS][D];
+    float norms[PASS];  // with the sign of the scale
+    float sums[PARTS][D], mean[D];
+};
 
 // Pages that row `row` completes.
 __device__ __forceinline__ int completed(const Append &a, int row, int batch, int &index) {
@@ -50,6 +58,26 @@ __device__ __forceinline__ void find_page(const Append &a, int batch, int n, int
     }
 }
 
+// Reads keys of a row's head: new ones, and older ones from the ring.
+struct Exact {
+    const u16 *fresh, *ring;
+    long long stride;
+    int before, slots;
+    __device__ __forceinline__ Exact(const Append &a, int row, int head) {
+        const int begin = a.first[row];
+        before = a.lengths[row] - (a.first[row + 1] - begin);
+        stride = a.key_n, slots = a.ring;
+        fresh = a.key + head * a.key_h + begin * stride;
+        ring = a.ring_key + ((long long)a.ring_rows[row] * slots * HKV + head) * D;
+    }
+    __device__ __forceinline__ void operator()(int at, float (&x)[N]) const {
+        const u16 *p = at >= before ? fresh + (at - before) * stride
+                                    : ring + (long long)(at % slots) * HKV * D;
+#pragma unroll
+        for (int k = 0; k < N; k++) x[k] = finite(model_to_float(p[(threadIdx.x & 31) + 32 * k]));
+    }
+};
+
 __device__ __forceinline__ int nearest(float y, float &centroid) {
     int index = 0;
     centroid = Book<KEY_BITS>::magnitude(0);
@@ -69,12 +97,12 @@ __device__ __forceinline__ void read4(const float *p, float (&v)[4]) {
 // Rows D - 4 - 4 n to D - 1 - 4 n up to the diagonal: copies are begun, not waited for.
 __device__ __forceinline__ void fetch_rows(u32 memory, const float *factors, int n) {
     const int i = D - 4 - 4 * n;
-    if (i >= 0)
-        for (int p = threadIdx.x; p < 4 * QUARTER; p += 32 * WARPS) {
-            const int r = p / QUARTER, d = p % QUARTER * 4;
-            if (d <= i)
-                copy(memory + 4 * ((n % STAGES * 4 + r) * D + d), (const u8 *)(factors + (i + r) * D + d));
-        }
+#pragma unroll
+    for (int begin = 0; begin < D; begin += 32 * WARPS) {
+        const int p = begin + threadIdx.x, r = p / QUARTER, d = p % QUARTER * 4;
+        if (p < D && d <= i)
+            copy(memory + 4 * ((n % STAGES * 4 + r) * D + d), (const u8 *)(factors + (i + r) * D + d));
+    }
     end_of_copies();
 }
 
@@ -119,16 +147,87 @@ __device__ __forceinline__ void feed_back(const float (&x)[4][4], float (&missed
     }
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 4) seal(const Append a, const float *all_factors,
-                                                                int batch) {
+// The warp's tokens, in shared memory: rotated, centered, brought to unit variance.
+__device__ __forceinline__ void scale_keys(Scratch &s, const float *signs, int lane, int warp) {
+    constexpr int AT_ONCE = D < 256 ? 2 : 1;  // else registers spill
+#pragma unroll AT_ONCE
+    for (int token = warp * TOKENS; token < (warp + 1) * TOKENS; token++) {
+        float x[N], rest[N];
+        double square = 0;
+#pragma unroll
+        for (int k = 0; k < N; k++) x[k] = s.keys[token][lane + 32 * k];
+        rotate(x, signs, lane);
+#pragma unroll
+        for (int k = 0; k < N; k++) square += (double)x[k] * (double)x[k];
+        float size = (float)total(square);
+        bool centered = false;
+        if (MEAN_BITS > 0) {
+            square = 0;
+#pragma unroll
+            for (int k = 0; k < N; k++) {
+                rest[k] = __fadd_rn(x[k], -s.mean[lane + 32 * k]);
+                square += (double)rest[k] * (double)rest[k];
+            }
+            const float smaller = (float)total(square);
+            centered = smaller < size;
+            size = centered ? smaller : size;
+#pragma unroll
+            for (int k = 0; k < N; k++) x[k] = centered ? rest[k] : x[k];
+        }
+        const float norm = __fsqrt_rn(size);
+#pragma unroll
+        for (int k = 0; k < N; k++)
+            s.keys[token][lane + 32 * k] = __fmul_rn(__fdiv_rn(x[k], fmaxf(norm, TINY)), FEEDBACK_WIDTH);
+        if (lane == 0) s.norms[token] = centered ? -norm : norm;
+    }
+}
+
+// Codes of the lane's token, to shared memory, and its scale.
+__device__ __forceinline__ float encode(Scratch &s, int token, const float *factors, char *memory, int c) {
+    float x[4][4], missed[4][4], projected[4][4];
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        read4(&s.keys[token][k * QUARTER + 4 * c], x[k]);
+#pragma unroll
+        for (int j = 0; j < 4; j++) missed[k][j] = projected[k][j] = 0.f;
+    }
+    feed_back(x, missed, projected, factors, memory, c);
+
+    double whole = 0, along = 0;  // the key's square in the metric, its product with what is decoded
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        u32 word = 0;
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const int d = k * QUARTER + 4 * c + j;
+            const float target = __fadd_rn(x[k][j], missed[k][j]);
+            float centroid;
+            word |= (u32)nearest(target, centroid) << (8 * j);
+            const double size = __fadd_rn(x[k][j], projected[k][j]);
+            const double own = (double)factors[d * (D + 1)] * size;
+            whole += own * size;
+            along += own * (size - (double)__fadd_rn(target, -centroid));
+        }
+        *(u32 *)&s.codes[token][k * QUARTER + 4 * c] = word;
+    }
+#pragma unroll
+    for (int bit = 1; bit < LANES; bit *= 2) {
+        whole += __shfl_xor_sync(~0u, whole, bit);
+        along += __shfl_xor_sync(~0u, along, bit);
+    }
+    float ratio = __fdiv_rn((float)whole, fmaxf((float)along, TINY));
+    ratio = fminf(fmaxf(ratio, 1.f / FEEDBACK_MOST), FEEDBACK_MOST);
+    const float norm = s.norms[token];
+    const float scale = fminf(__fmul_rn(__fmul_rn(fabsf(norm), FEEDBACK_INVERSE), ratio), 65504.f);
+    return __float_as_int(norm) < 0 ? -scale : scale;
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 4)
+    seal(const Append a, const float *all_factors, int batch) {
     extern __shared__ __align__(128) char memory[];
-    __align__(16) __shared__ float scaled[PASS][D + 4];
-    __align__(16) __shared__ u8 codes[PASS][D];
-    __shared__ float norms[PASS];  // with the sign of a centered token's scale
-    __shared__ float sums[PARTS][D], mean[D];
-    const float tiny = 1.1754943508222875e-38f;
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, c = lane % LANES;
-    // What is read was there before the append that this follows, which has begun.
+    __shared__ Scratch s;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    // What is read was there before the append that this follows, and that has begun.
     let_next_start();
     const int pages = count_pages(a, batch, lane);
     const int parts = pages ? max(1, min(PAGE / PASS, (int)gridDim.x / (pages * HKV))) : 0;
@@ -137,29 +236,20 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 4) seal(const Append a,
         const int part = job % parts, head = job / parts % HKV;
         int row, index;
         find_page(a, batch, job / parts / HKV, lane, row, index);
-        const int begin = a.first[row], before = a.lengths[row] - (a.first[row + 1] - begin);
         const int page_at = index * PAGE, exact_from = a.exact_starts[row];
-        const u16 *source = a.key + head * a.key_h;
-        const u16 *ring = a.ring_key + ((long long)a.ring_rows[row] * a.ring * HKV + head) * D;
         const float *factors = all_factors + (long long)head * D * D;
         u8 *record = a.pages + a.block_table[row * a.table_b + index] * a.page_bytes + head * RECORD;
         u16 *scales = (u16 *)(record + KEY_SCALE_AT);
         u32 *plane = (u32 *)record;
 
-        auto load = [&](int at, float(&x)[N]) {
-            const u16 *p = at >= before ? source + (begin + at - before) * a.key_n
-                                        : ring + (long long)(at % a.ring) * HKV * D;
-#pragma unroll
-            for (int k = 0; k < N; k++) x[k] = finite(model_to_float(p[lane + 32 * k]));
-        };
-
         if (MEAN_BITS > 0) {
             __syncthreads();  // the mean before is no longer read
             const int real_from = max(a.starts[row], page_at), to = page_at + PAGE;
             if (exact_from <= page_at)
-                make_mean(load, real_from, to, a.signs, record, part == 0, sums, mean, lane, warp, WARPS);
+                make_mean(Exact(a, row, head), real_from, to, a.signs, record, part == 0, s.sums, s.mean, lane,
+                          warp, WARPS);
             else if (warp == 0)
-                read_mean(record, mean, lane);
+                read_mean(record, s.mean, lane);
             __syncthreads();
         }
 
@@ -171,96 +261,34 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 4) seal(const Append a,
             for (int n = 0; n < STAGES - 1; n++)
                 fetch_rows((u32)__cvta_generic_to_shared(memory), factors, n);
 
-            float y[TOKENS][N];
+            const Exact load(a, row, head);
+            float x[TOKENS][N];
 #pragma unroll
-            for (int t = 0; t < TOKENS; t++) {
-                const int at = pass_at + warp * TOKENS + t;
-                if (at >= exact_from) load(at, y[t]);
-            }
+            for (int t = 0; t < TOKENS; t++)  // all at once
+                if (const int at = pass_at + warp * TOKENS + t; at >= exact_from)
+                    load(at, x[t]);
+                else  // its codes stay
 #pragma unroll
-            for (int t = 0; t < TOKENS; t++) {
-                const int token = warp * TOKENS + t;
-                bool centered = false;
-                double square = 0;
-                if (pass_at + token < exact_from)  // its codes stay
+                    for (int k = 0; k < N; k++) x[t][k] = 0.f;
 #pragma unroll
-                    for (int k = 0; k < N; k++) y[t][k] = 0.f;
-                rotate(y[t], a.signs, lane);
+            for (int t = 0; t < TOKENS; t++)
 #pragma unroll
-                for (int k = 0; k < N; k++) square += (double)y[t][k] * (double)y[t][k];
-                float whole = (float)total(square);
-                if (MEAN_BITS > 0) {
-                    float rest[N];
-                    square = 0;
-#pragma unroll
-                    for (int k = 0; k < N; k++) {
-                        rest[k] = __fadd_rn(y[t][k], -mean[lane + 32 * k]);
-                        square += (double)rest[k] * (double)rest[k];
-                    }
-                    const float smaller = (float)total(square);
-                    centered = smaller < whole;
-                    whole = centered ? smaller : whole;
-#pragma unroll
-                    for (int k = 0; k < N; k++) y[t][k] = centered ? rest[k] : y[t][k];
-                }
-                const float norm = __fsqrt_rn(whole);
-#pragma unroll
-                for (int k = 0; k < N; k++)
-                    scaled[token][lane + 32 * k] =
-                        __fmul_rn(__fdiv_rn(y[t][k], fmaxf(norm, tiny)), FEEDBACK_WIDTH);
-                if (lane == 0) norms[token] = centered ? -norm : norm;
-            }
+                for (int k = 0; k < N; k++) s.keys[warp * TOKENS + t][lane + 32 * k] = x[t][k];
+            scale_keys(s, a.signs, lane, warp);
             __syncwarp();
-
-            const int token = warp * TOKENS + lane / LANES;
-            float x[4][4], missed[4][4], projected[4][4];
-#pragma unroll
-            for (int k = 0; k < 4; k++) {
-                read4(&scaled[token][k * QUARTER + 4 * c], x[k]);
-#pragma unroll
-                for (int j = 0; j < 4; j++) missed[k][j] = projected[k][j] = 0.f;
-            }
-            feed_back(x, missed, projected, factors, memory, c);
-
-            double whole = 0, along = 0;  // the squared size of the key, and of it along its codes
-#pragma unroll
-            for (int k = 0; k < 4; k++) {
-                u32 word = 0;
-#pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    const int d = k * QUARTER + 4 * c + j;
-                    const float target = __fadd_rn(x[k][j], missed[k][j]);
-                    float centroid;
-                    word |= (u32)nearest(target, centroid) << (8 * j);
-                    const double size = __fadd_rn(x[k][j], projected[k][j]);
-                    const double own = (double)factors[d * (D + 1)] * size;
-                    whole += own * size;
-                    along += own * (size - (double)__fadd_rn(target, -centroid));
-                }
-                *(u32 *)&codes[token][k * QUARTER + 4 * c] = word;
-            }
-#pragma unroll
-            for (int bit = 1; bit < LANES; bit *= 2) {
-                whole += __shfl_xor_sync(~0u, whole, bit);
-                along += __shfl_xor_sync(~0u, along, bit);
-            }
-            const float ratio = __fdiv_rn((float)whole, fmaxf((float)along, tiny));
-            float scale = __fmul_rn(__fmul_rn(fabsf(norms[token]), FEEDBACK_INVERSE),
-                                    fminf(fmaxf(ratio, 1.f / FEEDBACK_MOST), FEEDBACK_MOST));
-            scale = fminf(scale, 65504.f);
-            if (__float_as_int(norms[token]) < 0) scale = -scale;
-            if (c == 0 && pass_at + token >= exact_from) {
-                const int t = pass_at + token - page_at;
+            const int token = warp * TOKENS + lane / LANES, t = pass_at + token - page_at;
+            const float scale = encode(s, token, factors, memory, lane % LANES);
+            if (lane % LANES == 0 && page_at + t >= exact_from)
                 scales[t / 32 * 32 + t % 8 * 4 + t % 32 / 8] = to_half(scale);
-            }
             __syncwarp();
+
             constexpr int C = D / 32;
             for (int w = lane; w < TOKENS * KEY_BITS * C; w += 32) {
-                const int from = warp * TOKENS + w / (KEY_BITS * C), j = w / C % KEY_BITS, chunk = w % C;
-                const int t = pass_at + from - page_at;
+                const int token = warp * TOKENS + w / (KEY_BITS * C), j = w / C % KEY_BITS, c = w % C;
+                const int t = pass_at + token - page_at;
                 if (page_at + t < exact_from) continue;
-                plane[(((t / 32 * KEY_BITS + j) * 8 + t % 8) * C + chunk) * 4 + t % 32 / 8] =
-                    pack<KEY_BITS>(j, [&](int n) { return codes[from][32 * chunk + n]; });
+                plane[(((t / 32 * KEY_BITS + j) * 8 + t % 8) * C + c) * 4 + t % 32 / 8] =
+                    pack<KEY_BITS>(j, [&](int n) { return s.codes[token][32 * c + n]; });
             }
         }
     }
