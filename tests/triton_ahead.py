@@ -1,6 +1,8 @@
 """Compile what the Triton kernels would launch, for sm_90 and without a GPU.
 
 python triton_ahead.py HEAD_DIM PRESET: JSON with the shared memory of each kernel, in bytes.
+python triton_ahead.py HEAD_DIM PRESET feedback: that of an append with feedback, its PTX, and what
+ptxas says of it.
 Not under TRITON_INTERPRET.
 """
 
@@ -18,16 +20,20 @@ from tightkv.config import KVQuantConfig
 from tightkv.kernels import triton as kernels
 
 shared: dict[str, int] = {}
+ptx: dict[str, str] = {}
 POINTERS = {
     torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.uint8: "*u8",
 }  # fmt: skip
 
 
-def compile_only(kernel, *args, grid, warmup, num_warps, **constants):
+def compile_only(kernel, *args, grid, warmup, num_warps, enable_fp_fusion=True, **constants):
     names = kernel.arg_names
     signature = dict.fromkeys(names, "constexpr")
     aligned = {}
     for param, x in zip(kernel.params, args, strict=False):
+        if x is None:
+            constants[param.name] = x
+            continue
         if isinstance(x, torch.Tensor):
             signature[param.name] = POINTERS[x.dtype]
         else:
@@ -36,10 +42,12 @@ def compile_only(kernel, *args, grid, warmup, num_warps, **constants):
             aligned[(param.num,)] = [["tt.divisibility", 16]]
     values = {(names.index(name),): x for name, x in constants.items()}
     source = ASTSource(kernel, signature, values, aligned)
-    target, options = GPUTarget("cuda", 90, 32), {"num_warps": num_warps}
+    target = GPUTarget("cuda", 90, 32)
+    options = {"num_warps": num_warps, "enable_fp_fusion": enable_fp_fusion}
     built = triton.compile(source, target=target, options=options)
     name = kernel.fn.__name__
     shared[name] = max(shared.get(name, 0), built.metadata.shared)
+    ptx[name] = built.asm["ptx"]
 
 
 def main(dim: int, preset: str) -> None:
