@@ -1,8 +1,8 @@
 """Compile what the Triton kernels would launch, for sm_90 and without a GPU.
 
 python triton_ahead.py HEAD_DIM PRESET: JSON with the shared memory of each kernel, in bytes.
-python triton_ahead.py HEAD_DIM PRESET feedback: that of an append with feedback, its PTX, and what
-ptxas says of it.
+python triton_ahead.py HEAD_DIM PRESET append [feedback]: that of an append, and how many products
+its PTX fuses with sums.
 Not under TRITON_INTERPRET.
 """
 
@@ -20,7 +20,7 @@ from tightkv.config import KVQuantConfig
 from tightkv.kernels import triton as kernels
 
 shared: dict[str, int] = {}
-ptx: dict[str, str] = {}
+appends: dict[str, int | bool] = {}
 POINTERS = {
     torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.uint8: "*u8",
 }  # fmt: skip
@@ -47,16 +47,24 @@ def compile_only(kernel, *args, grid, warmup, num_warps, enable_fp_fusion=True, 
     built = triton.compile(source, target=target, options=options)
     name = kernel.fn.__name__
     shared[name] = max(shared.get(name, 0), built.metadata.shared)
-    ptx[name] = built.asm["ptx"]
+    if name == "_append_kernel":
+        appends["shared"] = shared[name]
+        appends["fused"] = built.asm["ptx"].count("fma.rn.f32")
+        appends["enable_fp_fusion"] = built.metadata.enable_fp_fusion
 
 
-def main(dim: int, preset: str) -> None:
+def main(dim: int, preset: str, *only: str) -> None:
     JITFunction.run = compile_only
     kernels._has_ptx = lambda device: True
     cache = make_cache(KVQuantConfig.preset(preset), rows=1, dim=dim, dtype=torch.bfloat16)
     cache._kernels = "tightkv.kernels.triton"
+    if "feedback" in only:
+        cache.feedback = torch.zeros(2, dim, dim)
     x = torch.zeros(1, 20, 2, dim, dtype=torch.bfloat16)
     cache.append(cache.table.append([0], [20]), x, x)
+    if only:
+        json.dump(appends, sys.stdout)
+        return
     for count in (1, 20):  # a decode step, and a prefill that `staged` does not take
         q = torch.zeros(count, 8, dim, dtype=torch.bfloat16)
         first = torch.tensor([0, count], dtype=torch.int32)
@@ -66,4 +74,4 @@ def main(dim: int, preset: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main(int(sys.argv[1]), *sys.argv[2:])
