@@ -35,6 +35,9 @@ struct alignas(8) uint2 {
 struct alignas(16) uint4 {
     u32 x, y, z, w;
 };
+struct alignas(16) float4 {
+    float x, y, z, w;
+};
 inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 struct Place {
     unsigned x, y, z;
@@ -234,6 +237,8 @@ inline void multiply(float *d, const float (&a)[8], const float (&b)[4]) {
 inline float __int_as_float(u32 u) { return host::bits_to_float(u); }
 inline int __float_as_int(float f) { return (int)host::float_to_bits(f); }
 inline float __fdividef(float a, float b) { return a / b; }
+inline float __fmul_rn(float a, float b) { return a * b; }  // built without contraction
+inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fsqrt_rn(float a) { return sqrtf(a); }
 inline int min(int a, int b) { return a < b ? a : b; }
@@ -242,9 +247,18 @@ inline void __syncthreads() { host::meet(host::all); }
 inline void __syncwarp() { host::meet(host::warps[host::now->warp]); }
 inline u32 __cvta_generic_to_shared(const void *p) { return (u32)((const char *)p - host::memory); }
 template <class T>
-T __shfl_sync(u32, T x, int from) { return host::show(x)[from & 31]; }
+T __shfl_sync(u32, T x, int from, int width = 32) {
+    return host::show(x)[(host::now->lane & ~(width - 1)) | (from & (width - 1))];
+}
 template <class T>
 T __shfl_xor_sync(u32, T x, int bit) { return host::show(x)[host::now->lane ^ bit]; }
+inline u32 __ballot_sync(u32, bool x) {
+    const bool *of = host::show(x);
+    u32 y = 0;
+    for (int i = 0; i < 32; i++) y |= (u32)of[i] << i;
+    return y;
+}
+inline int __ffs(u32 x) { return __builtin_ffs((int)x); }
 inline bool __any_sync(u32, bool x) {
     const bool *of = host::show(x);
     return std::any_of(of, of + 32, [](bool b) { return b; });
@@ -333,6 +347,7 @@ inline u32 largest(u32 x) {
 }
 inline u64 read_once() { return 0; }
 inline void copy(u32 to, const u8 *from, u64) { host::now->open.push_back({to, from, 16}); }
+inline void copy(u32 to, const u8 *from) { copy(to, from, 0); }
 inline void end_of_copies() {
     host::now->groups.push_back(std::move(host::now->open));
     host::now->open.clear();

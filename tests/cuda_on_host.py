@@ -16,13 +16,19 @@ from tightkv.kernels import cuda
 COMPILER = shutil.which("g++")
 HEADER = Path(__file__).with_name("cuda_on_host.h")
 _FOLDER = tempfile.TemporaryDirectory(prefix="tightkv-cuda-on-host-")  # removed with the process
-_LAUNCHERS = (
-    """
+_APPEND = """
 extern "C" void host_append(const int *shape, int threads, size_t shared, void **args) {
     host::launch(shape, threads, shared, [&] { append(*(Append *)args[0]); });
 }
-""",
-    """
+"""
+_SEAL = """
+extern "C" void host_seal(const int *shape, int threads, size_t shared, void **args) {
+    host::launch(shape, threads, shared, [&] {
+        seal(*(Append *)args[0], *(float **)args[1], *(int *)args[2]);
+    });
+}
+"""
+_DECODE = """
 extern "C" void host_decode(const int *shape, int threads, size_t shared, void **args) {
     host::launch(shape, threads, shared, [&] { decode(*(Rows *)args[0]); });
 }
@@ -33,8 +39,8 @@ extern "C" void host_merge(const int *shape, int threads, size_t shared, void **
               *(long long *)args[8], *(int *)args[9], *(int *)args[10], *(int *)args[11]);
     });
 }
-""",
-)
+"""
+_LAUNCHERS = {"append": _APPEND, "append_with_feedback": _APPEND + _SEAL, "decode": _DECODE}
 
 
 class HostModule:
@@ -66,13 +72,14 @@ def module(
     text = cuda.source(name, layout, query_heads, tile, softcap)
     machine = Path(cuda.__file__).with_name("machine.cu").read_text(encoding="utf-8")
     assert machine in text
-    text = f'#include "{HEADER}"\n' + text.replace(machine, "") + _LAUNCHERS[name == "decode"]
+    text = f'#include "{HEADER}"\n' + text.replace(machine, "") + _LAUNCHERS[name]
     text = text.replace(
         "extern __shared__ __align__(128) char memory[];", "char *memory = host::memory;"
     )
     path = Path(_FOLDER.name) / hashlib.sha256(text.encode()).hexdigest()[:16]
     path.with_suffix(".cpp").write_text(text, encoding="utf-8")
     command = [str(COMPILER), "-std=c++17", "-O1", "-fno-strict-aliasing", "-shared", "-fPIC", "-w"]
+    command.append("-ffp-contract=off")  # what __fmul_rn gives is rounded
     command += ["-o", str(path.with_suffix(".so")), str(path.with_suffix(".cpp"))]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-5000:]

@@ -1,5 +1,6 @@
 """The CUDA C++ sources compile, for every shape of tile, where there is a compiler but no GPU."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -27,6 +28,8 @@ def test_nvrtc_takes_the_sources(preset, dim, arch):
         text = source("decode", layout, 32, Tile.of(layout, columns), softcap)
         assert len(compile_with(lib, text, arch)) > 10_000
     text = source("append", layout, 8, None)
+    assert len(compile_with(lib, text, arch)) > 10_000
+    text = source("append_with_feedback", layout, 8, None)
     assert len(compile_with(lib, text, arch)) > 10_000
     with pytest.raises(CompileError, match="expected"):
         compile_with(lib, text.replace("struct Append {", "struct Append"), arch)
@@ -66,6 +69,22 @@ def test_decode_compiles_without_spilling(preset, dim, columns, tmp_path):
 def test_append_compiles(tmp_path):
     layout = PageLayout(KVQuantConfig.preset("k4v4"), 8, 128)
     assert compile_for_hopper(source("append", layout, 8, None), tmp_path).returncode == 0
+
+
+@pytest.mark.skipif(NVCC is None, reason="no nvcc")
+@pytest.mark.parametrize("preset", ["k4v4", "k3v3", "k2v2"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_sealing_with_feedback_keeps_to_its_registers(preset, dim, tmp_path):
+    """Four blocks a processor; a number or two may wait in local memory while a page is coded."""
+    layout = PageLayout(KVQuantConfig.preset(preset), 8, dim)
+    done = compile_for_hopper(source("append_with_feedback", layout, 8, None), tmp_path)
+    assert done.returncode == 0, done.stderr
+    said = done.stderr[done.stderr.index("'seal'") :]
+    spilled, registers = (
+        int(re.search(pattern, said)[1])
+        for pattern in (r"(\d+) bytes spill stores", r"Used (\d+) registers")
+    )
+    assert registers <= 128 and spilled <= 16
 
 
 @pytest.mark.parametrize("preset", ["k8v8", "k8v4", "k4v4", "k3v2", "k2v2"])

@@ -1,10 +1,17 @@
 """Error feedback: keys coded in the metric of their queries, alike in every encoder."""
 
+import json
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+import cuda_on_host
+from helpers import make_cache, tokens
 from tightkv import KVQuantConfig
 from tightkv.cache import PagedKV
 from tightkv.layout import page_layout
@@ -13,6 +20,16 @@ from tightkv.math.rotation import make_rotation
 from tightkv.sequences import SequenceTable
 
 PRESETS = ("k4v4", "k3v3", "k2v2")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ON_GPU = DEVICE.type == "cuda"
+HALVES = (torch.float16, torch.bfloat16)
+CUDA = [("k4v4", 128, torch.bfloat16), ("k2v2", 64, torch.float16), ("k3v3", 256, torch.float16)]
+TRITON = [("k4v4", 64, torch.float32), ("k3v3", 96, torch.float16)]  # heads of 96 are padded
+if ON_GPU:
+    CUDA = [
+        (preset, dim, dtype) for preset in PRESETS for dim in (64, 128, 256) for dtype in HALVES
+    ]
+    TRITON = [(*case[:2], dtype) for case in CUDA[::2] for dtype in (*HALVES, torch.float32)]
 
 
 def anisotropic_metric(heads, dim, seed=0):
@@ -143,3 +160,146 @@ def test_feedback_of_another_shape_is_refused():
     for wrong in (torch.zeros(3, 64, 64), torch.zeros(2, 64, 64, dtype=torch.float64)):
         with pytest.raises(ValueError, match="feedback"):
             kv.feedback = wrong
+
+
+# --- kernels of GPUs: there, or in Triton's interpreter and as C++ of this machine ---
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """The CUDA kernels; where there is no GPU, on the host."""
+    kernels = pytest.importorskip("tightkv.kernels.cuda")
+    if not ON_GPU:
+        if cuda_on_host.COMPILER is None:
+            pytest.skip("neither a GPU nor g++")
+        monkeypatch.setattr(kernels, "_module", cuda_on_host.module)
+        monkeypatch.setattr(kernels, "processor_count", lambda device: 24)
+    return kernels
+
+
+def appended(name, cfg, dim, dtype, steps, *, heads=2, starts=None, lose_exact=True):
+    """A cache with feedback on DEVICE: steps of as many tokens as each row gets.
+
+    Some keys are zero, NaN or infinite. Row 0 loses its exact tokens after the first step.
+    """
+    rows = len(steps[0])
+    cache = make_cache(
+        cfg, rows=rows, heads=heads, dim=dim, starts=starts, dtype=dtype, device=DEVICE,
+        open_codes=True,
+    )  # fmt: skip
+    cache._kernels = f"tightkv.kernels.{name}"
+    cache.feedback = cache.codec.feedback_factors(anisotropic_metric(heads, dim).to(DEVICE))
+    for seed, counts in enumerate(steps):
+        key, value = tokens(rows, max(counts), heads=heads, dim=dim, seed=seed)
+        key[0, 0] = 0.0
+        if max(counts) > 9:
+            key[-1, 7, 0, 3], key[-1, 8, 0, 5], key[0, 9, 0, :2] = math.nan, math.inf, -math.inf
+        new = (x.to(DEVICE, dtype) for x in (key, value))
+        cache.append(cache.table.append(range(rows), list(counts)), *new)
+        if seed == 0 and lose_exact:
+            cache.table.drop_exact(0)
+    return cache
+
+
+def assert_pages_alike(ours, theirs, ties=1):
+    """Every byte, but for heads of pages where a channel of the mean was a tie.
+
+    Kernels sum means in an order of their own; another mean is another key to encode.
+    """
+    differ = ours.pages != theirs.pages
+    moved = torch.zeros_like(differ[..., 0])
+    if ours.layout.cfg.centered:
+        moved = differ[..., ours.layout.mean_offset :].any(-1)
+    assert int(moved.sum()) <= ties
+    assert not differ[~moved].any(), f"{int(differ[~moved].sum())} bytes"
+
+
+STEPS = [(40, 70, 3), (60, 1, 16), (1, 0, 9), (30, 16, 30), (3, 100, 16)]
+
+
+@pytest.mark.parametrize(("preset", "dim", "dtype"), CUDA, ids=str)
+def test_cuda_pages_are_those_of_the_reference(cuda, preset, dim, dtype):
+    cfg = KVQuantConfig.preset(preset)
+    arguments = (cfg, dim, dtype, STEPS)
+    assert_pages_alike(
+        *(appended(name, *arguments, starts=[0, 5, 0]) for name in ("reference", "cuda"))
+    )
+
+
+@pytest.mark.parametrize("processors", [0, 3, 24])
+@pytest.mark.parametrize("changes", [{}, {"mean_bits": 16}, {"key_centering": "none"}], ids=str)
+def test_cuda_blocks_share_pages_however_many_there_are(cuda, processors, changes, monkeypatch):
+    """One that takes all pages in turn, one for several, several for one."""
+    monkeypatch.setattr(cuda, "processor_count", lambda device: processors)
+    cfg = KVQuantConfig.preset("k4v4").replace(**changes)
+    arguments = (cfg, 64, torch.float16, [(60, 3), (5, 130)])
+    assert_pages_alike(*(appended(name, *arguments) for name in ("reference", "cuda")))
+
+
+def test_cuda_finds_the_pages_of_many_rows(cuda):
+    """Rows are searched 32 at a time; of these few complete a page, or more than one."""
+    cfg = KVQuantConfig.preset("k2v2").replace(sinks=0)
+    counts = [70 if row in (30, 69) else 33 if row == 64 else row % 3 for row in range(70)]
+    arguments = (cfg, 64, torch.float16, [counts, [1] * 70])
+    both = [appended(name, *arguments, heads=1, lose_exact=False) for name in ("reference", "cuda")]
+    assert_pages_alike(*both)
+
+
+def test_cuda_without_feedback_launches_one_kernel(cuda, monkeypatch):
+    """And the source it is made of knows nothing of feedback."""
+    made = []
+
+    class Launches:
+        def launch(self, name, *arguments, **options):
+            made[-1].append(name)
+
+    def module(name, *arguments):
+        made.append([name])
+        return Launches()
+
+    monkeypatch.setattr(cuda, "_module", module)
+    cfg = KVQuantConfig.preset("k4v4")
+    cache = appended("cuda", cfg, 64, torch.float16, [(1,), (100,)], lose_exact=False)
+    cache.feedback = None
+    cache.append(cache.table.append([0], [1]), *torch.zeros(2, 1, 1, 2, 64, device=DEVICE).half())
+    assert made == [
+        ["append_with_feedback", "append", "seal"],
+        ["append_with_feedback", "append", "seal", "append"],  # the ring, last
+        ["append", "append"],
+    ]
+    assert "FEEDBACK_WIDTH" not in cuda.source("append", cache.layout, 2, None)
+
+
+@pytest.mark.parametrize(("preset", "dim", "dtype"), TRITON, ids=str)
+def test_triton_pages_are_those_of_the_reference(preset, dim, dtype):
+    pytest.importorskip("tightkv.kernels.triton")
+    cfg = KVQuantConfig.preset(preset).replace(page_size=32)
+    steps = STEPS if ON_GPU else [(20, 34), (13, 1)]
+    arguments = (cfg, dim, dtype, steps)
+    options = {"starts": [0, 5, 0][: len(steps[0])], "heads": 2 if ON_GPU else 1}
+    assert_pages_alike(*(appended(name, *arguments, **options) for name in ("reference", "triton")))
+
+
+def test_triton_takes_feedback_for_uncentered_keys():
+    pytest.importorskip("tightkv.kernels.triton")
+    cfg = KVQuantConfig.preset("k2v2").replace(key_centering="none", page_size=32)
+    arguments = (cfg, 64, torch.float32, [(33,)])
+    options = {"heads": 1, "lose_exact": False}
+    assert_pages_alike(*(appended(name, *arguments, **options) for name in ("reference", "triton")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dim", "preset"), [(64, "k3v3"), (128, "k4v4"), (256, "k2v2")])
+def test_triton_fuses_no_product_with_a_sum(dim, preset, tmp_path):
+    """Compiled for sm_90; ptxas is told not to, either."""
+    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
+    program = Path(__file__).with_name("triton_ahead.py")
+    made = []
+    for option in ([], ["feedback"]):
+        command = [sys.executable, program, str(dim), preset, "append", *option]
+        run = subprocess.run(command, env=env, capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr
+        made.append(json.loads(run.stdout))
+    assert made[0]["fused"] > 0 and made[1]["fused"] == 0
+    assert [x["enable_fp_fusion"] for x in made] == [True, False]
+    assert made[1]["shared"] <= 99 * 1024  # sm_89 has the least

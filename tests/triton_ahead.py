@@ -1,6 +1,8 @@
 """Compile what the Triton kernels would launch, for sm_90 and without a GPU.
 
 python triton_ahead.py HEAD_DIM PRESET: JSON with the shared memory of each kernel, in bytes.
+python triton_ahead.py HEAD_DIM PRESET append [feedback]: that of an append, and how many products
+its PTX fuses with sums.
 Not under TRITON_INTERPRET.
 """
 
@@ -18,16 +20,20 @@ from tightkv.config import KVQuantConfig
 from tightkv.kernels import triton as kernels
 
 shared: dict[str, int] = {}
+appends: dict[str, int | bool] = {}
 POINTERS = {
     torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.uint8: "*u8",
 }  # fmt: skip
 
 
-def compile_only(kernel, *args, grid, warmup, num_warps, **constants):
+def compile_only(kernel, *args, grid, warmup, num_warps, enable_fp_fusion=True, **constants):
     names = kernel.arg_names
     signature = dict.fromkeys(names, "constexpr")
     aligned = {}
     for param, x in zip(kernel.params, args, strict=False):
+        if x is None:
+            constants[param.name] = x
+            continue
         if isinstance(x, torch.Tensor):
             signature[param.name] = POINTERS[x.dtype]
         else:
@@ -36,19 +42,29 @@ def compile_only(kernel, *args, grid, warmup, num_warps, **constants):
             aligned[(param.num,)] = [["tt.divisibility", 16]]
     values = {(names.index(name),): x for name, x in constants.items()}
     source = ASTSource(kernel, signature, values, aligned)
-    target, options = GPUTarget("cuda", 90, 32), {"num_warps": num_warps}
+    target = GPUTarget("cuda", 90, 32)
+    options = {"num_warps": num_warps, "enable_fp_fusion": enable_fp_fusion}
     built = triton.compile(source, target=target, options=options)
     name = kernel.fn.__name__
     shared[name] = max(shared.get(name, 0), built.metadata.shared)
+    if name == "_append_kernel":
+        appends["shared"] = shared[name]
+        appends["fused"] = built.asm["ptx"].count("fma.rn.f32")
+        appends["enable_fp_fusion"] = built.metadata.enable_fp_fusion
 
 
-def main(dim: int, preset: str) -> None:
+def main(dim: int, preset: str, *only: str) -> None:
     JITFunction.run = compile_only
     kernels._has_ptx = lambda device: True
     cache = make_cache(KVQuantConfig.preset(preset), rows=1, dim=dim, dtype=torch.bfloat16)
     cache._kernels = "tightkv.kernels.triton"
+    if "feedback" in only:
+        cache.feedback = torch.zeros(2, dim, dim)
     x = torch.zeros(1, 20, 2, dim, dtype=torch.bfloat16)
     cache.append(cache.table.append([0], [20]), x, x)
+    if only:
+        json.dump(appends, sys.stdout)
+        return
     for count in (1, 20):  # a decode step, and a prefill that `staged` does not take
         q = torch.zeros(count, 8, dim, dtype=torch.bfloat16)
         first = torch.tensor([0, count], dtype=torch.int32)
@@ -58,4 +74,4 @@ def main(dim: int, preset: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main(int(sys.argv[1]), *sys.argv[2:])

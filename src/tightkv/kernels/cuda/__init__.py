@@ -20,6 +20,7 @@ from tightkv.kernels.cuda.tiles import Launch, Tile, processor_count
 from tightkv.kernels.device_guard import device_guard
 from tightkv.kernels.view import CacheView
 from tightkv.layout import RING_SLACK, PageLayout
+from tightkv.math.feedback import MOST_SCALE, gain
 from tightkv.math.quantize import Quantizer, TurboQuantMSE
 
 __all__ = ["append", "attend", "unavailable", "unsupported"]
@@ -27,7 +28,8 @@ __all__ = ["append", "attend", "unavailable", "unsupported"]
 _FOLDER = Path(__file__).parent
 _MACHINE = ("machine", "primitives")
 _SOURCES = {
-    "append": (*_MACHINE, "append"),
+    "append": (*_MACHINE, "encode", "append"),
+    "append_with_feedback": (*_MACHINE, "encode", "append", "seal"),
     "decode": (
         *_MACHINE, "pages", "products", "shares", "means", "queries", "exact", "tile", "stage",
         "join", "decode",
@@ -37,6 +39,7 @@ _MAX_QUERIES = RING_SLACK  # more than this is prefill
 _EXACT_TOKENS = 16  # that a warp reads at a time
 _MANY_THREADS, _FEW_THREADS = 256, 128  # of a block that appends
 _MOST_BLOCKS_Z = 65_535  # of a grid; blocks take further pages in turn
+_SEAL_THREADS, _SEAL_BLOCKS = 128, 4  # of a block that seals with feedback, and blocks a processor
 
 
 def unavailable(device_type: str | None, asked: bool = False) -> str | None:
@@ -133,18 +136,36 @@ def append(
         view.block_table.stride(0), view.pages.stride(0),
         ring, view.sink_key.shape[1], int(open_codes),
     ]  # fmt: skip
-    module = _module("append", layout, layout.num_kv_heads, None, False, key.device)
+    name = "append" if view.feedback is None else "append_with_feedback"
+    module = _module(name, layout, layout.num_kv_heads, None, False, key.device)
     blocks = view.batch * layout.num_kv_heads
     if max_new <= RING_SLACK:
         # Many blocks are launched sooner if they are small; few should seal pages fast.
         threads = _FEW_THREADS if blocks > processor_count(key.device) else _MANY_THREADS
         module.launch("append", (blocks, 2, 1), threads, _Append(*arguments, 1, 1))
+        _seal(module, layout, view, _Append(*arguments, 1, 1), max_new)
         return
     # Only a short append may overwrite the ring while pages are sealed from it.
     touched = min((max_new - 2) // layout.page_size + 2, _MOST_BLOCKS_Z)
     module.launch("append", (blocks, 2, touched), _MANY_THREADS, _Append(*arguments, 0, 1))
+    _seal(module, layout, view, _Append(*arguments, 0, 1), max_new)
     copies = -(-min(max_new, ring) // 32)
     module.launch("append", (blocks, 2, copies), _MANY_THREADS, _Append(*arguments, 1, 0))
+
+
+def _seal(module: Module, layout: PageLayout, view: CacheView, of: _Append, max_new: int) -> None:
+    """Keys of the pages that an append just launched completes, where they take feedback."""
+    if view.feedback is None or not max_new:
+        return
+    d, size = layout.head_dim, layout.page_size
+    pages = view.batch * layout.num_kv_heads * -(-max_new // size)
+    # Few pages are sealed by several blocks each; many by blocks that take one after another.
+    blocks = min(pages * (size * d // 2048), _SEAL_BLOCKS * processor_count(view.pages.device))
+    factors = ctypes.c_void_p(view.feedback.data_ptr())
+    shared = 64 * d  # rows of factors on their way
+    grid = (max(blocks, 1), 1, 1)
+    batch = ctypes.c_int(view.batch)
+    module.launch("seal", grid, _SEAL_THREADS, of, factors, batch, shared=shared)
 
 
 @device_guard
@@ -256,7 +277,15 @@ def source(
         "BF16": int(layout.dtype == torch.bfloat16),
         "ROOT": _floats(d**-0.5),
         "WIDTH": _floats(d**0.5),
+        "FEEDBACK": int(name == "append_with_feedback"),
     }
+    if constants["FEEDBACK"]:
+        factor = gain(layout.cfg.key_bits)
+        constants |= {
+            "FEEDBACK_WIDTH": _floats(factor * d**0.5),
+            "FEEDBACK_INVERSE": _floats(1 / factor),
+            "FEEDBACK_MOST": _floats(MOST_SCALE),
+        }
     if tile is not None:
         constants |= {
             "WARPS": tile.warps,

@@ -131,6 +131,10 @@ __device__ __forceinline__ void copy(u32 to, const u8 *from, u64 policy) {
                  "l"(from), "l"(policy) : "memory");
 }
 
+__device__ __forceinline__ void copy(u32 to, const u8 *from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
 __device__ __forceinline__ void end_of_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 template <int LATER>  // all but the last `LATER` groups of copies are there

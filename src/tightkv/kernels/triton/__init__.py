@@ -24,6 +24,7 @@ from tightkv.kernels.triton.rotate import DENSE, HADAMARD, NONE
 from tightkv.kernels.view import CacheView
 from tightkv.layout import RING_SLACK, PageLayout
 from tightkv.math.codebook import Codebook
+from tightkv.math.feedback import gain
 from tightkv.math.quantize import TurboQuantMSE, finite
 
 _MODES = ("norm", "corrected", "least_squares", "unbiased")
@@ -150,16 +151,20 @@ def append(
     # Only a short append may overwrite the ring while pages are sealed from it.
     launches = [(touched, copies)] if max_new <= RING_SLACK else [(touched, 0), (0, copies)]
     sinks = view.sink_key.shape[1]
+    options: dict[str, Any] = {"GAIN": 0.0, "num_warps": 4}
+    if view.feedback is not None:
+        # Codes are those of the reference only if no product is fused with a sum.
+        options = {"GAIN": gain(codec.cfg.key_bits), "num_warps": 8, "enable_fp_fusion": False}
     for pages, copied in launches:
         _append_kernel[(view.batch * (pages + copied), layout.num_kv_heads, 2)](
             key, value, view.pages, view.block_table, view.lengths, view.starts, view.ring_rows,
             exact_starts, first, view.ring_key, view.ring_value, view.sink_key, view.sink_value,
             codec.key.rotation.table(key.device), codec.value.rotation.table(key.device),
-            key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+            view.feedback, key.stride(0), key.stride(1), value.stride(0), value.stride(1),
             view.block_table.stride(0), view.pages.stride(0), pages, copied, ring,
             **constants(layout), **books(layout)[0],
             SINKS=sinks, SINKS_P=triton.next_power_of_2(max(sinks, 1)),
-            OPEN=open_codes, num_warps=4,
+            OPEN=open_codes, **options,
         )  # fmt: skip
 
 

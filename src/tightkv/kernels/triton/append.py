@@ -9,8 +9,11 @@ import triton
 import triton.language as tl
 
 from tightkv.kernels.triton.rotate import rotate
+from tightkv.math.feedback import MOST_SCALE as _MOST_SCALE
 
 FP16_MAX = tl.constexpr(65504.0)
+TINY = tl.constexpr(1.1754943508222875e-38)
+MOST_SCALE = tl.constexpr(_MOST_SCALE)
 
 
 @triton.jit
@@ -23,6 +26,20 @@ def _finite(x):
 
 
 @triton.jit
+def _nearest(z, BITS: tl.constexpr, BOOK: tl.constexpr):
+    """Codes (int32) of the nearest centroids, and those."""
+    size = tl.abs(z)
+    index = tl.zeros(z.shape, tl.int32)
+    c = tl.full(z.shape, BOOK[1][0], tl.float32)
+    for i in tl.static_range(0, (1 << (BITS - 1)) - 1):
+        above = size > BOOK[0][i]
+        index += above.to(tl.int32)
+        c = tl.where(above, BOOK[1][i + 1], c)
+    code = tl.where(z < 0.0, index + (1 << (BITS - 1)), index)
+    return code, tl.where(z < 0.0, -c, c)
+
+
+@triton.jit
 def _quantize(y, D: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, BOOK: tl.constexpr,
               MODE: tl.constexpr):  # fmt: skip
     """Rotated rows [T, DP] -> codes (int32) and float32 scales [T].
@@ -30,7 +47,6 @@ def _quantize(y, D: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, BOOK: tl
     BOOK is (thresholds, magnitudes), or (1 / unit, unit) for 8 bits. MODE: 0 norm, 1 corrected,
     2 least squares, 3 unbiased.
     """
-    TINY: tl.constexpr = 1.1754943508222875e-38
     y64 = y.to(tl.float64)
     square = tl.sum(y64 * y64, axis=1).to(tl.float32)
     norm = tl.sqrt_rn(square)
@@ -43,15 +59,7 @@ def _quantize(y, D: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, BOOK: tl
         code = level.to(tl.int32) & 0xFF
         c = level * BOOK[1]
     else:
-        size = tl.abs(z)
-        index = tl.zeros(z.shape, tl.int32)
-        c = tl.full(z.shape, BOOK[1][0], tl.float32)
-        for i in tl.static_range(0, (1 << (BITS - 1)) - 1):
-            above = size > BOOK[0][i]
-            index += above.to(tl.int32)
-            c = tl.where(above, BOOK[1][i + 1], c)
-        code = tl.where(z < 0.0, index + (1 << (BITS - 1)), index)
-        c = tl.where(z < 0.0, -c, c)
+        code, c = _nearest(z, BITS, BOOK)
     c = tl.where(tl.arange(0, DP)[None, :] < D, c * (1.0 / D**0.5), 0.0).to(tl.float64)
     if MODE == 0:
         scale = norm
@@ -65,6 +73,37 @@ def _quantize(y, D: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, BOOK: tl
         product = tl.sum(y64 * c, axis=1).to(tl.float32)
         scale = tl.div_rn(norm * norm, tl.maximum(product, TINY))
     return code, tl.minimum(tl.maximum(scale, -FP16_MAX), FP16_MAX)
+
+
+@triton.jit
+def _quantize_with_feedback(
+    y, factors, D: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, BOOK: tl.constexpr,
+    GAIN: tl.constexpr,
+):  # fmt: skip
+    """As `_quantize`, in the metric of `factors` [D, D]. No product may be fused with a sum."""
+    d = tl.arange(0, DP)[None, :]
+    y64 = y.to(tl.float64)
+    norm = tl.sqrt_rn(tl.sum(y64 * y64, axis=1).to(tl.float32))
+    unit = tl.div_rn(y, tl.broadcast_to(tl.maximum(norm, TINY)[:, None], y.shape))
+    x = unit * (GAIN * D**0.5)
+    missed = tl.zeros(x.shape, tl.float32)
+    projected = tl.zeros(x.shape, tl.float32)
+    for step in range(0, D):
+        i = D - 1 - step
+        row = tl.load(factors + i * D + d, mask=d < i, other=0.0)
+        now = tl.sum(tl.where(d == i, x, 0.0), axis=1)
+        _, c = _nearest(now + tl.sum(tl.where(d == i, missed, 0.0), axis=1), BITS, BOOK)
+        missed += (now - c)[:, None] * row
+        projected += now[:, None] * row
+    target = x + missed
+    code, c = _nearest(target, BITS, BOOK)
+    weights = tl.load(factors + d * (D + 1), mask=d < D, other=0.0).to(tl.float64)
+    size = (x + projected).to(tl.float64)
+    whole = tl.sum(weights * size * size, axis=1).to(tl.float32)
+    along = tl.sum(weights * size * (size - (target - c).to(tl.float64)), axis=1).to(tl.float32)
+    ratio = tl.div_rn(whole, tl.maximum(along, TINY))
+    ratio = tl.minimum(tl.maximum(ratio, 1.0 / MOST_SCALE), MOST_SCALE)
+    return code, tl.minimum(norm * (1.0 / GAIN) * ratio, FP16_MAX)
 
 
 @triton.jit
@@ -185,7 +224,7 @@ def _copy(source, source_n, token, target, place, there, HKV: tl.constexpr, D: t
 )  # fmt: skip
 def _append_kernel(
     key, value, pages, block_table, lengths, starts, ring_rows, exact_starts, first,
-    ring_key, ring_value, sink_key, sink_value, key_table, value_table,
+    ring_key, ring_value, sink_key, sink_value, key_table, value_table, feedback,
     key_n, key_h, value_n, value_h, table_b, page_b, touched, copies, ring_tokens,
     HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
     RECORD: tl.constexpr, SINKS: tl.constexpr,
@@ -193,9 +232,12 @@ def _append_kernel(
     KEY_MODE: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_BOOK: tl.constexpr,
     VALUE_MODE: tl.constexpr, VALUE_AT: tl.constexpr, KEY_SCALE_AT: tl.constexpr,
     VALUE_SCALE_AT: tl.constexpr, MEAN_AT: tl.constexpr, MEAN_BITS: tl.constexpr,
-    KIND: tl.constexpr, OPEN: tl.constexpr,
+    KIND: tl.constexpr, OPEN: tl.constexpr, GAIN: tl.constexpr,
 ):  # fmt: skip
-    """Programs [B * (touched pages, then copies of 32 tokens), HKV, key or value]."""
+    """Keys of pages that complete take `feedback`, unless GAIN is 0.
+
+    Programs [B * (touched pages, then copies of 32 tokens), HKV, key or value].
+    """
     row = tl.program_id(0) // (touched + copies)
     part = tl.program_id(0) % (touched + copies)
     head = tl.program_id(1).to(tl.int64)  # its stride may be that of all tokens
@@ -297,7 +339,16 @@ def _append_kernel(
                 rest64 = rest.to(tl.float64)
                 centered = tl.sum(rest64 * rest64, axis=1) < tl.sum(plain64 * plain64, axis=1)
                 y = tl.where(centered[:, None], rest, y)
-            code, scale = _quantize(y, D, DP, KEY_BITS, KEY_BOOK, KEY_MODE)
+            if GAIN > 0:
+                if complete:
+                    factors = feedback + head * (D * D)
+                    code, scale = _quantize_with_feedback(
+                        y, factors, D, DP, KEY_BITS, KEY_BOOK, GAIN
+                    )
+                else:
+                    code, scale = _quantize(y, D, DP, KEY_BITS, KEY_BOOK, KEY_MODE)
+            else:
+                code, scale = _quantize(y, D, DP, KEY_BITS, KEY_BOOK, KEY_MODE)
             scale = tl.where(centered, -scale, scale)
             numbers = record.to(tl.pointer_type(tl.float16)) + KEY_SCALE_AT // 2
             tl.store(numbers + scale_at, scale.to(tl.float16), mask=live)
