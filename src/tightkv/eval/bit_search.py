@@ -47,6 +47,20 @@ def fewest_bytes(layers: Mapping[int, Sequence[Option]], target: float) -> dict[
     return chosen
 
 
+def least_kl(layers: Mapping[int, Sequence[Option]], size: float) -> dict[int, Option] | None:
+    """An option for each layer, together of at most `size` bytes; None if none are so small.
+
+    The dual of `fewest_bytes`: that search with the roles of bytes and KL exchanged.
+    """
+    turned = {
+        n: [Option(o.bits, size=o.kl, kl=o.size) for o in options] for n, options in layers.items()
+    }
+    chosen = fewest_bytes(turned, size)
+    if chosen is None:
+        return None
+    return {n: Option(o.bits, size=o.kl, kl=o.size) for n, o in chosen.items()}
+
+
 def _at_price(layers: Mapping[int, Sequence[Option]], price: float) -> dict[int, Option]:
     return {n: min(options, key=lambda o: o.size + price * o.kl) for n, options in layers.items()}
 

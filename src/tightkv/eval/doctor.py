@@ -7,8 +7,8 @@ bits (bit_search.py), and what it picks is measured through the real cache.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tightkv.config import PRESETS, KVQuantConfig
 from tightkv.eval.bit_search import SEARCHED_BITS, Option, as_config, fewest_bytes
-from tightkv.eval.forward import CacheRun
+from tightkv.eval.forward import Bars, CacheRun, advance_bar
 from tightkv.eval.quality import Schedule, measure_quality, quality_passes
 from tightkv.eval.sensitivity import Costs, Layer, estimate, record
 from tightkv.eval.windows import Windows
@@ -34,9 +34,6 @@ _WORTH = 0.99  # of the best size: what a further measurement must promise
 _MEASUREMENTS = 4  # before the search settles for what it has
 _REFERENCE_BYTES = 2 << 30  # log-probabilities of the uncompressed cache that are kept
 _TIMED_TOKENS = 64
-
-# Called with a title and a number of steps; the bar is told of each step.
-Bars = Callable[[str, int], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
@@ -179,13 +176,13 @@ class Doctor:
                 ids = self.windows.ids[row : row + 1]
                 layers, log_p = record(self.model, ids, numbers, first, generator)
                 self._keep(log_p)
-                _advance(bar, len(numbers))
+                advance_bar(bar, len(numbers))
                 for n, layer in layers.items():
                     self._shapes[n] = layer.key.shape[1], layer.key.shape[3]
                     energies.setdefault(n, _key_energy(layer.key, bases[0].page_size))
                     for family in families:
                         self._add(family, n, layer)
-                    _advance(bar, 1)
+                    advance_bar(bar, 1)
                 # After each window, so that an interruption leaves what was found.
                 self._report(families[0], row + 1, energies)
         scored = self.windows.ids.shape[1] - 1 - first
@@ -353,7 +350,7 @@ class Doctor:
                 self.windows,
                 caches,
                 self.schedule,
-                lambda steps: _advance(bar, steps),
+                lambda steps: advance_bar(bar, steps),
                 torch.cat(self._references) if whole else None,
             )["it"].summary
         size, within = self.bytes_per_token(cfg), summary.kl <= self.budget
@@ -398,11 +395,6 @@ def describe(cfg: KVQuantConfig) -> str:
     if cfg.layer_bits:
         parts.append(f"{len(cfg.bits_of_layers())} layers with other bits")
     return ", ".join(parts)
-
-
-def _advance(bar: Any, steps: int) -> None:
-    if bar is not None:
-        bar.advance(steps)
 
 
 def _without_bits(cfg: KVQuantConfig) -> KVQuantConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -17,6 +18,7 @@ from tightkv.integrations.vllm.metadata import TightMetadata
 from tightkv.integrations.vllm.replay import Replay
 from tightkv.integrations.vllm.rows import BatchRows
 from tightkv.integrations.vllm.warm_up import warm_up_once
+from tightkv.kernels.check import check_feedback
 from tightkv.layout import PageLayout
 
 
@@ -44,6 +46,17 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
         self.rings: Rings | None = None
         # Number of pages and steps of the RowTable, of all layers with the same metadata.
         self.row_steps: tuple[int, Replay[BatchRows]] | None = None
+
+    @property
+    def feedback(self) -> Tensor | None:
+        """How keys of sealed pages are coded; set before the first step (`LayerStep.feedback`)."""
+        return self.step.feedback
+
+    @feedback.setter
+    def feedback(self, factors: Tensor | None) -> None:
+        if factors is not None:
+            check_feedback(self.layout, factors, self.device)
+        self.step = replace(self.step, feedback=factors)
 
     @property
     def capturable(self) -> bool:

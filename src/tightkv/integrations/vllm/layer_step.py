@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 from torch import Tensor
@@ -23,6 +23,8 @@ class LayerStep:
     codec: Codec
     scale: float
     softcap: float | None
+    feedback: Tensor | None = None
+    """`Codec.feedback_factors` of the layer's queries: how keys of sealed pages are coded."""
 
     @property
     def kernel_name(self) -> str:
@@ -48,7 +50,7 @@ class LayerStep:
         for part in parts:
             self.kernels.append(
                 self.codec,
-                _view(pages, rings, part, context=False),
+                replace(_view(pages, rings, part, context=False), feedback=self.feedback),
                 key[part.tokens],
                 value[part.tokens],
                 part.first,

@@ -25,7 +25,7 @@ from tightkv.kernels.staged import LEAST_QUERIES, PLANNED_TOKENS, piece_tokens
 from tightkv.layout import PageLayout
 
 logger = logging.getLogger("vllm.tightkv")
-_WARM: set[tuple[PageLayout, str, int, float | None, torch.device, int, int]] = set()
+_WARM: set[tuple[PageLayout, str, int, float | None, bool, torch.device, int, int]] = set()
 
 
 def warm_up_once(
@@ -34,7 +34,8 @@ def warm_up_once(
     """`warm_up` for the first of all layers that are alike. Errors of the device come out here."""
     layout, device = step.codec.layout, rings[0].device
     limits = most_decoding, least_fresh  # of the engine; another in this process may have others
-    alike = (layout, step.kernel_name, query_heads, step.softcap, device, *limits)
+    kind = step.kernel_name, query_heads, step.softcap, step.feedback is not None
+    alike = (layout, *kind, device, *limits)
     if alike in _WARM:
         return
     started = time.perf_counter()
