@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from torch import Tensor
 from tightkv.calibration.measured import Calibration, Costs, Measured
 from tightkv.config import PRESETS, KVQuantConfig, unknown_name
 from tightkv.files import whole_file
+from tightkv.math.feedback import QueryMetric
 from tightkv.strict_json import Field, parse_json
 from tightkv.tensor_file import checksum, read_file
 
@@ -27,13 +30,13 @@ SUFFIX = ".safetensors"
 _VERSION = 1
 _ROOT = "root.{}"
 _MOST_BYTES = 1 << 28
-_MOST_LAYERS, _MOST_HEADS, _MOST_DIM, _MOST_TEXT = 4096, 1024, 1024, 1 << 16
+_MOST_HEADS, _MOST_DIM, _MOST_TEXT = 1024, 1024, 1 << 16
 _LEAST_SHARE = 1e-4  # of the identity in a metric, so that it has a Cholesky factor
 
 
 def save_calibration(found: Calibration, path: str | os.PathLike[str]) -> None:
     """One file, which appears whole or not at all."""
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     tensors = {_ROOT.format(n): _root(metric.value) for n, metric in sorted(found.metrics.items())}
     header = {
@@ -50,7 +53,7 @@ def save_calibration(found: Calibration, path: str | os.PathLike[str]) -> None:
     _parse(text, tensors, "it")  # nothing is written that could not be read
     with whole_file(path) as temporary:
         metadata = {"tightkv_calibration": text, "checksum": checksum(text, tensors)}
-        save_file(tensors, temporary, metadata)
+        temporary.write_bytes(save(tensors, metadata))
 
 
 def read_calibration(path: str | os.PathLike[str]) -> Calibration:
@@ -77,9 +80,10 @@ def _read(path: str, changed: int, size: int) -> Calibration:
         found = _parse(text, tensors, path)
     except ValueError as error:
         raise ValueError(f"{path} is no calibration that can be used: {error}") from None
-    if metadata.get("checksum") != checksum(text, tensors):
+    right = checksum(text, tensors)
+    if metadata.get("checksum") != right:
         raise ValueError(f"{path} is damaged: its checksum does not match. Make it again")
-    return found
+    return replace(found, checksum=right)
 
 
 def _parse(text: str, tensors: Mapping[str, Tensor], source: str) -> Calibration:
@@ -133,7 +137,7 @@ def _cost_lists(costs: Costs) -> dict[str, list[float]]:
     }
 
 
-def _bits(preset: str, bits: Field, metrics: Mapping[int, Tensor]) -> str:
+def _bits(preset: str, bits: Field, metrics: Mapping[int, QueryMetric]) -> str:
     """Bits of layers that have metrics, as text that a config takes."""
     if preset not in PRESETS:
         raise ValueError(unknown_name("preset in layer_bits", preset[:99], PRESETS))
@@ -156,13 +160,13 @@ def _short(field: Field) -> str:
 
 
 # --- metrics and their factors ---
-def _metrics(tensors: Mapping[str, Tensor]) -> dict[int, Tensor]:
-    found: dict[int, Tensor] = {}
+def _metrics(tensors: Mapping[str, Tensor]) -> dict[int, QueryMetric]:
+    found: dict[int, QueryMetric] = {}
     for name, root in tensors.items():
         number = name.removeprefix(_ROOT.format(""))
-        if not number.isdecimal() or name != _ROOT.format(number) or int(number) >= _MOST_LAYERS:
+        if not re.fullmatch("0|[1-9][0-9]{0,3}", number, re.ASCII) or name == number:
             raise ValueError(f"it has a tensor {name[:99]!r}; allowed: {_ROOT.format('LAYER')}")
-        found[int(number)] = _metric(name, root)
+        found[int(number)] = QueryMetric(_metric(name, root))
     if not found:
         raise ValueError("it has no metrics")
     return dict(sorted(found.items()))

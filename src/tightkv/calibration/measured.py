@@ -45,6 +45,8 @@ class Calibration:
     measured: Measured
     source: str = "this calibration"
     """The file it is from, for messages."""
+    checksum: str = ""
+    """Of that file."""
 
     def check_model(
         self, fingerprint: str, name: str, shapes: Mapping[int, tuple[int, int]]

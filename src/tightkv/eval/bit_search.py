@@ -83,9 +83,13 @@ def _kl(chosen: Mapping[int, Option]) -> float:
 
 
 def as_config(family: KVQuantConfig, bits: Mapping[int, Bits]) -> KVQuantConfig:
-    """The commonest bits as the config's own, the others as its layer_bits."""
+    """The commonest bits as the config's own, the others as its layer_bits.
+
+    With a calibration at least one layer is named, or its bits would be taken instead.
+    """
     common = Counter(bits.values()).most_common(1)[0][0]
-    others = ",".join(f"{n}=k{k}v{v}" for n, (k, v) in bits.items() if (k, v) != common)
+    other = [n for n in bits if bits[n] != common] or [n for n in bits if family.calibration][:1]
+    others = ",".join(f"{n}=k{bits[n][0]}v{bits[n][1]}" for n in other)
     return family.replace(
         key_bits=common[0], value_bits=common[1], layer_bits=others, protect_keys=False
     )
