@@ -3,6 +3,7 @@
 import json
 import random
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from tightkv.calibration import (
 )
 from tightkv.calibration import find as find_module
 from tightkv.cli import main
+from tightkv.codec import Codec
 from tightkv.eval import sensitivity
 from tightkv.eval.bit_search import Option, least_kl
 from tightkv.eval.calibrate import PRESETS, Calibrator
@@ -27,7 +29,11 @@ from tightkv.eval.sensitivity import query_metric, record
 from tightkv.eval.text import Text
 from tightkv.eval.windows import Windows
 from tightkv.integrations.transformers.calibrated import CalibrationWarning, loaded_fingerprint
-from tightkv.integrations.vllm.calibrated import find_for_engine, own_heads
+from tightkv.integrations.vllm.calibrated import (
+    find_for_engine,
+    own_heads,
+    set_calibrated_feedback,
+)
 from tightkv.layout import page_layout
 from tightkv.model_shape.fingerprint import folder_fingerprint
 from tightkv.tensor_file import checksum, read_file
@@ -387,9 +393,32 @@ def test_ranks_take_their_own_heads():
     assert taken == [[0], [0], [1], [1]]
 
 
-def test_an_engine_compares_the_checkpoint(tmp_path):
-    from types import SimpleNamespace
+def test_layers_of_an_engine_get_the_factors_of_their_heads(file):
+    found = load_calibration(str(file))
+    codec = Codec(page_layout(KVQuantConfig.preset("k3v3"), 1, 32, torch.float32))
 
+    def layers():
+        return {
+            f"model.layers.{n}.self_attn.attn": SimpleNamespace(
+                num_kv_heads=1,
+                step=SimpleNamespace(codec=codec),
+                device=torch.device("cpu"),
+                feedback=None,
+            )
+            for n in (0, 3, 9)
+        }
+
+    for rank in range(2):
+        made = layers()
+        set_calibrated_feedback(found, made, rank, 2)
+        first, last, unknown = made.values()
+        assert unknown.feedback is None
+        for n, impl in ((0, first), (3, last)):
+            whole = found.metrics[n].factors(codec.key.rotation, 3, torch.device("cpu"))
+            torch.testing.assert_close(impl.feedback, whole[rank : rank + 1])
+
+
+def test_an_engine_compares_the_checkpoint(tmp_path):
     from tightkv.integrations.transformers.models import load_model
 
     folder = write_tiny_folder(tmp_path / "m")

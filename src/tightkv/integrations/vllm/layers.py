@@ -8,12 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
 from vllm.config import get_layers_from_vllm_config
-from vllm.distributed import (
-    get_tensor_model_parallel_rank,
-    get_tensor_model_parallel_world_size,
-)
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
@@ -25,7 +21,11 @@ from tightkv.calibration import not_used
 from tightkv.config import KVQuantConfig
 from tightkv.integrations.vllm.attention import TightAttention
 from tightkv.integrations.vllm.backend import TightBackend
-from tightkv.integrations.vllm.calibrated import find_for_engine, own_heads, without_bits
+from tightkv.integrations.vllm.calibrated import (
+    find_for_engine,
+    set_calibrated_feedback,
+    without_bits,
+)
 from tightkv.integrations.vllm.compat import page_spec
 from tightkv.integrations.vllm.cuts import Limits
 from tightkv.integrations.vllm.options import EngineOptions, engine_options, with_options
@@ -36,7 +36,6 @@ from tightkv.integrations.vllm.protection import (
     model_layers,
 )
 from tightkv.layout import RING_SLACK, PageLayout, page_layout
-from tightkv.math.feedback import QueryMetric
 
 logger = logging.getLogger("vllm.tightkv")  # vLLM's handlers show its children
 _LAYOUT = "_tightkv_layout"
@@ -103,18 +102,19 @@ def change_over(vllm_config: Any) -> None:
     most = vllm_config.scheduler_config.max_num_seqs
     limits = Limits(most, plan.rows, 1 + _speculative_tokens(vllm_config))
     slow: dict[str, list[str]] = {}
-    numbers = model_layers(plan.layouts)
     for name, layout in plan.layouts.items():
         layer = layers[name]
         device = layer._k_scale.device
         choice = kernels.choose("auto", device, layout)
         layer.impl = TightAttention(layer, layout, choice.module, limits, device)
-        if calibration is not None and numbers[name] in calibration.metrics:
-            layer.impl.feedback = _feedback(layer.impl, calibration.metrics[numbers[name]])
         layer.attn_backend = TightBackend
         setattr(layer, _LAYOUT, (layout, plan.block_pages))
         if choice.slow is not None:
             slow.setdefault(choice.slow, []).append(name)
+    impls = {name: layers[name].impl for name in plan.layouts}
+    if calibration is not None and options.config.feedback == "auto":
+        rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        set_calibrated_feedback(calibration, impls, rank, ranks)
     # vLLM keeps compiled models by its config; one with other attention is another model.
     vllm_config.additional_config = with_options(vllm_config.additional_config, plan.options)
     if vllm_config.parallel_config.rank == 0:
@@ -124,16 +124,9 @@ def change_over(vllm_config: Any) -> None:
         logger.info(plan.line())
         for reason, names in slow.items():
             logger.warning("tightkv, %s: %s", _some(names, len(plan.layouts)), reason)
-        blocked = no_graphs({name: layers[name].impl for name in plan.layouts})
+        blocked = no_graphs(impls)
         if blocked is not None and not vllm_config.model_config.enforce_eager:
             logger.warning(blocked)
-
-
-def _feedback(impl: TightAttention, metric: QueryMetric) -> Tensor | None:
-    """Factors of the KV heads that this rank has."""
-    rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-    own = QueryMetric(own_heads(metric.value, impl.num_kv_heads, rank, ranks))
-    return impl.step.codec.feedback_factors(own, impl.device)
 
 
 def no_graphs(impls: Mapping[str, TightAttention]) -> str | None:
