@@ -45,6 +45,7 @@ OTHER: dict[str, Any] = {
     "layer_bits": "0=k8v4,3=k8v8",
     "protect_keys": False,
     "feedback": "off",
+    "calibration": "mine.safetensors",
     "outlier_share": 0.25,
     "outlier_extra_bits": 2,
     "outlier_side": "keys",

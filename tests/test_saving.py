@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from models import FAMILIES, prompt, sliding, tiny
 from tightkv import KVQuantConfig, TightCache
-from tightkv.integrations.transformers.saving.container import checksum
+from tightkv.tensor_file import checksum
 
 QUANT = KVQuantConfig.preset("k3v2", page_size=32, sinks=2, exact_pages=2, protected_first=1)
 

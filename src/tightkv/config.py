@@ -58,7 +58,7 @@ ENV_SETTINGS = ("TIGHTKV_KERNELS", "TIGHTKV_CACHE_DIR", "TIGHTKV_CPU_ISA")
 _BLOCK, _SERVER_BLOCKS = "kv_quant", ("model", "runtime")
 
 # Fields that change how a cache behaves but not the bytes of a page.
-_NOT_STORED = ("exact_pages", "sinks", "check_finite", "protect_keys", "feedback")
+_NOT_STORED = ("exact_pages", "sinks", "check_finite", "protect_keys", "feedback", "calibration")
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,8 @@ class KVQuantConfig:
     """Give keys more bits in layers whose weights say that codes would drown their scores."""
     feedback: str = "auto"
     """auto codes keys in the metric of the model's queries, where it is known; off does not."""
+    calibration: str = ""
+    """What was measured of the model (tightkv calibrate): a file, a ready one's name, or auto."""
     outlier_share: float = 0.0
     """Share of channels that get outlier_extra_bits more; 0 is off, 0.5 makes 3 bits 3.5."""
     outlier_extra_bits: int = 1
@@ -211,6 +213,11 @@ class KVQuantConfig:
         """`layer_bits`: key and value bits by a layer's number in the model."""
         return _parse_layer_bits(self.layer_bits)
 
+    @property
+    def names_layers(self) -> bool:
+        """Whether some layers have bits of their own."""
+        return bool(self.layer_bits or self.protected_first or self.protected_last)
+
     def for_layer(
         self, layer: int, num_layers: int, model_layer: int | None = None
     ) -> KVQuantConfig:
@@ -222,7 +229,12 @@ class KVQuantConfig:
         if not 0 <= layer < num_layers:
             raise ValueError(f"layer={layer}; allowed: 0 to {num_layers - 1}")
         plain = self.replace(
-            protected_first=0, protected_last=0, layer_bits="", protect_keys=True, feedback="auto"
+            protected_first=0,
+            protected_last=0,
+            layer_bits="",
+            protect_keys=True,
+            feedback="auto",
+            calibration="",
         )
         bits = self.bits_of_layers().get(layer if model_layer is None else model_layer)
         if bits is None and self.protected_first <= layer < num_layers - self.protected_last:

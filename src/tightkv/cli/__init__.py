@@ -20,6 +20,7 @@ from tightkv.cli.output import MissingPackageError
 # name -> one line for `tightkv --help`; the module of the same name has add_parser and run.
 COMMANDS = {
     "bench": "speed against uncompressed caches, as ratios within one run",
+    "calibrate": "measure a model once: better codes of its keys, and bits of its layers",
     "doctor": "the smallest cache that keeps a model within a KL budget on your text",
     "eval": "what each config does to a model's perplexity, retrieval and greedy text",
     "generate": "text from a model with a compressed cache, or from both caches to compare",

@@ -27,8 +27,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "doctor",
         description="Find the bits of each layer's keys and values that take the fewest bytes "
         "while the mean KL to the uncompressed cache, on your text, stays within a budget. With "
-        "--preset, --config or a config flag, judge that config instead. Exit code 1 if nothing "
-        "keeps the budget. Ctrl-C prints what was found so far (exit code 130).",
+        "--preset, --config or a config flag, judge that config instead. With --calibration, what "
+        "it says of the layers is not measured again. Exit code 1 if nothing keeps the budget. "
+        "Ctrl-C prints what was found so far (exit code 130).",
     )
     parser.add_argument(
         "model", nargs="?", help=f"model folder or hub id (default: the bundled {BUNDLED_NAME})"
@@ -51,9 +52,11 @@ def run(args: argparse.Namespace) -> int:
         raise FileNotFoundError(f"the folder of {args.out!r} does not exist")
     args.model = model_of(args.model, [args.config] if args.config else [])
     check_source(args.model)
-    judged = bool(args.preset or args.config or given_fields(args))
+    given = given_fields(args)
+    calibration = given.pop("calibration", "")
+    judged = bool(args.preset or args.config or given)
     cfg = config_from_args(args) if judged else None
-    found = _diagnose(args, cfg)
+    found = _diagnose(args, cfg, calibration)
     if found.chosen is not None and args.out:
         with whole_file(args.out) as temporary:
             temporary.write_text(found.chosen.cfg.to_json() + "\n", encoding="utf-8")
@@ -66,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if found.chosen is not None else 1
 
 
-def _diagnose(args: argparse.Namespace, cfg: KVQuantConfig | None) -> Diagnosis:
+def _diagnose(args: argparse.Namespace, cfg: KVQuantConfig | None, calibration: str) -> Diagnosis:
     try:
         from tightkv.eval.doctor import Doctor, default_candidates
         from tightkv.eval.quality import check_compresses
@@ -75,7 +78,7 @@ def _diagnose(args: argparse.Namespace, cfg: KVQuantConfig | None) -> Diagnosis:
         from tightkv.integrations.transformers.models import load_model
     except ImportError:
         raise MissingPackageError("tightkv doctor", "transformers", "hf") from None
-    candidates = default_candidates() if cfg is None else [cfg]
+    candidates = default_candidates(calibration) if cfg is None else [cfg]
     for candidate in candidates:
         check_compresses(candidate, args.window)
     texts = [read_text(path) for path in args.text] or default_texts()

@@ -75,7 +75,7 @@ def _layers(layers: list[LayerReport]) -> str:
             (
                 r.layer,
                 *(f"{kl:.1e}" for b in (4, 2) for kl in (r.key_kl[b], r.value_kl[b])),
-                f"{100 * r.mean_share:.0f}%",
+                "-" if r.mean_share is None else f"{100 * r.mean_share:.0f}%",
                 "-" if r.key_bias is None else f"{r.key_bias:.1f}",
                 "; ".join(r.warnings),
             )

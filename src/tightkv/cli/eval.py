@@ -57,6 +57,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--config", action="append", default=[], metavar="FILE", help="JSON; may be repeated"
     )
     parser.add_argument(
+        "--calibration",
+        metavar="FILE",
+        help="of the model (tightkv calibrate): each of these configs is also measured with it",
+    )
+    parser.add_argument(
         "--text",
         action="append",
         default=[],
@@ -137,7 +142,7 @@ def run(args: argparse.Namespace) -> int:
     # Everything that can be refused is refused before torch and transformers are imported.
     _fill_sizes(args)
     names = [name for words in args.presets for name in _split(words)]
-    configs = parse_configs([*names, *args.config] or ["k4v4"])
+    configs = parse_configs([*names, *args.config] or ["k4v4"], args.calibration)
     _check_files(args)
     args.models = args.models or [model_of(None, args.config)]
     for source in args.models:

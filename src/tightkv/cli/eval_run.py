@@ -110,6 +110,11 @@ class ModelRun:
         }
         # The config that is really used: some models get more bits in some layers.
         self.used = {name: make().quant for name, make in self.caches.items()}
+        # A file may change under its name.
+        self.calibrations = {
+            name: None if (found := make().calibration) is None else found.checksum
+            for name, make in self.caches.items()
+        }
         self.kernels = {name: kernels_of(model, make) for name, make in self.caches.items()}
 
     def measure(
@@ -168,6 +173,7 @@ class ModelRun:
             "architecture": self.architecture,
             "config": None if name is None else self.used[name].to_dict(),
             "kernels": None if name is None else self.kernels[name],
+            "calibration": None if name is None else self.calibrations[name],
             "task": task.name,
             "settings": task.settings,
         }

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from tightkv.calibration import find_for_folder, not_used
 from tightkv.cli.config_flags import add_config_flags, config_from_args
 from tightkv.cli.output import MissingPackageError, add_output_options, emit
 from tightkv.cli.server_file import read_server_file
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     rows = file.exact_rows if args.exact_rows is None else args.exact_rows
     # vLLM takes the last of two: the command line wins over the file.
     command = server_command(model, config, [*file.options, *vllm_options], rows)
-    _tell_key_bits(model, config, command)
+    _tell_of_folder(model, config, command)
     if args.dry_run or args.json:
         data = {"command": command, "kv_quant": config.to_dict()}
         emit(args, data, shlex.join(command))
@@ -69,13 +70,17 @@ def run(args: argparse.Namespace) -> int:
     os.execv(command[0], command)
 
 
-def _tell_key_bits(model: str, config: KVQuantConfig, command: list[str]) -> None:
-    """Say before the engine starts which layers of a folder it will give more bits, and why.
+def _tell_of_folder(model: str, config: KVQuantConfig, command: list[str]) -> None:
+    """Say before the engine starts which layers of a folder get more bits, and why.
 
-    What is not on this machine yet, or not as it will be loaded, the engine checks itself.
+    A calibration of another model is refused. What is not on this machine yet, or not as it will
+    be loaded, the engine checks itself.
     """
-    if Path(model).is_dir() and not any(word.startswith("--load-format") for word in command):
-        line = KeyCheck(model).protect(config).line if config.protect_keys else None
+    if not Path(model).is_dir() or any(word.startswith("--load-format") for word in command):
+        return
+    found = find_for_folder(config, Path(model), model)
+    used = config if found is None else found.applied(config)
+    for line in (not_used(config, found, model), KeyCheck(model).protect(used).line):
         if line is not None:
             print(line, file=sys.stderr, flush=True)
 

@@ -47,6 +47,20 @@ def fewest_bytes(layers: Mapping[int, Sequence[Option]], target: float) -> dict[
     return chosen
 
 
+def least_kl(layers: Mapping[int, Sequence[Option]], size: float) -> dict[int, Option] | None:
+    """An option for each layer, together of at most `size` bytes; None if none are so small.
+
+    The dual of `fewest_bytes`: that search with the roles of bytes and KL exchanged.
+    """
+    turned = {
+        n: [Option(o.bits, size=o.kl, kl=o.size) for o in options] for n, options in layers.items()
+    }
+    chosen = fewest_bytes(turned, size)
+    if chosen is None:
+        return None
+    return {n: Option(o.bits, size=o.kl, kl=o.size) for n, o in chosen.items()}
+
+
 def _at_price(layers: Mapping[int, Sequence[Option]], price: float) -> dict[int, Option]:
     return {n: min(options, key=lambda o: o.size + price * o.kl) for n, options in layers.items()}
 
@@ -69,9 +83,13 @@ def _kl(chosen: Mapping[int, Option]) -> float:
 
 
 def as_config(family: KVQuantConfig, bits: Mapping[int, Bits]) -> KVQuantConfig:
-    """The commonest bits as the config's own, the others as its layer_bits."""
+    """The commonest bits as the config's own, the others as its layer_bits.
+
+    With a calibration at least one layer is named, or its bits would be taken instead.
+    """
     common = Counter(bits.values()).most_common(1)[0][0]
-    others = ",".join(f"{n}=k{k}v{v}" for n, (k, v) in bits.items() if (k, v) != common)
+    other = [n for n in bits if bits[n] != common] or [n for n in bits if family.calibration][:1]
+    others = ",".join(f"{n}=k{bits[n][0]}v{bits[n][1]}" for n in other)
     return family.replace(
         key_bits=common[0], value_bits=common[1], layer_bits=others, protect_keys=False
     )

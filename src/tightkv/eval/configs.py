@@ -10,15 +10,22 @@ from tightkv.config import PRESETS, KVQuantConfig
 _NAMED = ("key_bits", "value_bits", "key_method", "value_method")
 
 
-def parse_configs(sources: Iterable[str]) -> dict[str, KVQuantConfig]:
-    """Presets, JSON texts and JSON files -> label -> config; the same one twice is refused."""
+def parse_configs(
+    sources: Iterable[str], calibration: str | None = None
+) -> dict[str, KVQuantConfig]:
+    """Presets, JSON texts and JSON files -> label -> config; the same one twice is refused.
+
+    With a calibration, each is there without it and with it.
+    """
     configs: dict[str, KVQuantConfig] = {}
     for source in sources:
         cfg = KVQuantConfig.parse(source)
-        name = label(cfg)
-        if name in configs:
-            raise ValueError(f"the config {name!r} is given twice; leave one out")
-        configs[name] = cfg
+        both = [cfg] if calibration is None else [cfg, cfg.replace(calibration=calibration)]
+        for one in both:
+            name = label(one)
+            if name in configs:
+                raise ValueError(f"the config {name!r} is given twice; leave one out")
+            configs[name] = one
     if not configs:
         raise ValueError("no preset and no config is given; give --presets or --config")
     return configs

@@ -7,8 +7,8 @@ bits (bit_search.py), and what it picks is measured through the real cache.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -16,14 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tightkv.calibration import Calibration
 from tightkv.config import PRESETS, KVQuantConfig
 from tightkv.eval.bit_search import SEARCHED_BITS, Option, as_config, fewest_bytes
-from tightkv.eval.forward import CacheRun
+from tightkv.eval.forward import Bars, CacheRun, advance_bar
 from tightkv.eval.quality import Schedule, measure_quality, quality_passes
 from tightkv.eval.sensitivity import Costs, Layer, estimate, record
 from tightkv.eval.windows import Windows
 from tightkv.integrations.transformers import TightCache
+from tightkv.integrations.transformers.calibrated import calibrated
 from tightkv.integrations.transformers.layer import TightLayer
+from tightkv.integrations.transformers.query_probe import probed_metrics
 from tightkv.layout import page_layout
 
 _SENSITIVE = 4.0  # times the median layer
@@ -34,9 +37,6 @@ _WORTH = 0.99  # of the best size: what a further measurement must promise
 _MEASUREMENTS = 4  # before the search settles for what it has
 _REFERENCE_BYTES = 2 << 30  # log-probabilities of the uncompressed cache that are kept
 _TIMED_TOKENS = 64
-
-# Called with a title and a number of steps; the bar is told of each step.
-Bars = Callable[[str, int], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,11 @@ class LayerReport:
     """Estimated KL, by bits, with this layer's keys alone coded."""
     value_kl: Costs
     """The same for its values."""
-    mean_share: float
-    """Share of its keys' energy that lies in page means, in its worst head."""
-    outlier_head: float
-    """Centered key energy of its largest head over the median head of the model."""
+    mean_share: float | None
+    """Share of its keys' energy that lies in page means, in its worst head; None if not measured,
+    for a calibration does not say it."""
+    outlier_head: float | None
+    """Centered key energy of its largest head over the median head of the model; None likewise."""
     key_bias: float | None
     """Largest key bias of the projection; None where there is none."""
     warnings: tuple[str, ...]
@@ -168,9 +169,14 @@ class Doctor:
 
     # --- estimates ---
     def estimate(self, cfgs: Sequence[KVQuantConfig]) -> list[_Family]:
-        """A family for each set of options beside the bits; fills the report on layers."""
+        """A family for each set of options beside the bits; fills the report on layers.
+
+        Where the configs name a calibration, it has the estimates already.
+        """
         bases = list(dict.fromkeys(_without_bits(cfg) for cfg in cfgs))
         families = [_Family(base, {}, {}) for base in bases]
+        if (known := calibrated(cfgs[0], self.model)[1]) is not None:
+            return self._read(known, families)
         numbers, first = self._layer_numbers(), self.schedule.prefill
         generator = torch.Generator().manual_seed(0)
         energies: dict[int, tuple[Tensor, Tensor]] = {}
@@ -179,13 +185,13 @@ class Doctor:
                 ids = self.windows.ids[row : row + 1]
                 layers, log_p = record(self.model, ids, numbers, first, generator)
                 self._keep(log_p)
-                _advance(bar, len(numbers))
+                advance_bar(bar, len(numbers))
                 for n, layer in layers.items():
                     self._shapes[n] = layer.key.shape[1], layer.key.shape[3]
                     energies.setdefault(n, _key_energy(layer.key, bases[0].page_size))
                     for family in families:
                         self._add(family, n, layer)
-                    _advance(bar, 1)
+                    advance_bar(bar, 1)
                 # After each window, so that an interruption leaves what was found.
                 self._report(families[0], row + 1, energies)
         scored = self.windows.ids.shape[1] - 1 - first
@@ -195,11 +201,21 @@ class Doctor:
                     side[n] = _falling(_scaled(costs, len(self.windows) * scored))
         return families
 
+    def _read(self, known: Calibration, families: list[_Family]) -> list[_Family]:
+        """Estimates of a calibration, for keys coded in its metrics."""
+        self._shapes = {n: (len(m.value), m.value.shape[1]) for n, m in known.metrics.items()}
+        for family in families:
+            family.keys = {n: dict(costs.key) for n, costs in known.costs.items()}
+            family.values = {n: dict(costs.value) for n, costs in known.costs.items()}
+        self._report_layers(families[0].keys, families[0].values, {})
+        return families
+
     @torch.no_grad()
     def _add(self, family: _Family, number: int, layer: Layer) -> None:
         """One window's sums for one layer."""
         cfgs = [family.base.replace(key_bits=b, value_bits=b) for b in SEARCHED_BITS]
-        both = estimate(layer, cfgs, self.schedule.prefill)
+        metrics = probed_metrics(self.model) if family.base.feedback == "auto" else {}
+        both = estimate(layer, cfgs, self.schedule.prefill, metrics.get(number))
         for side, costs in zip((family.keys, family.values), both, strict=True):
             before = side.get(number, {})
             side[number] = {b: before.get(b, 0.0) + cost for b, cost in costs.items()}
@@ -221,19 +237,30 @@ class Doctor:
             {n: _falling(_scaled(costs, positions)) for n, costs in side.items()}
             for side in (family.keys, family.values)
         )
+        self._report_layers(keys, values, energies)
+
+    def _report_layers(
+        self,
+        keys: Mapping[int, Costs],
+        values: Mapping[int, Costs],
+        energies: Mapping[int, tuple[Tensor, Tensor]],
+    ) -> None:
         typical = median(keys[n][4] + values[n][4] for n in keys)
-        centered = torch.cat([rest for _, rest in energies.values()]).median().clamp_min(1e-30)
+        centered = [rest for _, rest in energies.values()]
+        usual = torch.cat(centered).median().clamp_min(1e-30) if centered else None
         biases = _key_biases(self.model)
         self.found.layers = []
-        for n, (whole, rest) in energies.items():
-            share = float((1 - rest / whole.clamp_min(1e-30)).max())
+        for n in keys:
             times = (keys[n][4] + values[n][4]) / max(typical, 1e-30)
-            warnings = []
+            warnings, share, head = [], None, None
             if times > _SENSITIVE:
                 warnings.append(f"{times:.0f} times as sensitive as the median layer")
-            if share > _BIASED:
-                warnings.append(f"{100 * share:.0f}% of a head's key energy is its page mean")
-            head = float(rest.max() / centered)
+            if usual is not None:
+                whole, rest = energies[n]
+                share = float((1 - rest / whole.clamp_min(1e-30)).max())
+                head = float(rest.max() / usual)
+                if share > _BIASED:
+                    warnings.append(f"{100 * share:.0f}% of a head's key energy is its page mean")
             self.found.layers.append(
                 LayerReport(n, keys[n], values[n], share, head, biases.get(n), tuple(warnings))
             )
@@ -353,7 +380,7 @@ class Doctor:
                 self.windows,
                 caches,
                 self.schedule,
-                lambda steps: _advance(bar, steps),
+                lambda steps: advance_bar(bar, steps),
                 torch.cat(self._references) if whole else None,
             )["it"].summary
         size, within = self.bytes_per_token(cfg), summary.kl <= self.budget
@@ -385,8 +412,8 @@ class Doctor:
             self.found.interrupted = True
 
 
-def default_candidates() -> list[KVQuantConfig]:
-    return [KVQuantConfig.preset(name) for name in PRESETS]
+def default_candidates(calibration: str = "") -> list[KVQuantConfig]:
+    return [KVQuantConfig.preset(name, calibration=calibration) for name in PRESETS]
 
 
 def describe(cfg: KVQuantConfig) -> str:
@@ -398,11 +425,6 @@ def describe(cfg: KVQuantConfig) -> str:
     if cfg.layer_bits:
         parts.append(f"{len(cfg.bits_of_layers())} layers with other bits")
     return ", ".join(parts)
-
-
-def _advance(bar: Any, steps: int) -> None:
-    if bar is not None:
-        bar.advance(steps)
 
 
 def _without_bits(cfg: KVQuantConfig) -> KVQuantConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,8 @@ TAIL_TOKENS = 64
 MakeCache = Callable[[], TightCache]
 # Told of the work that is done.
 Advance = Callable[[int], None]
+# Called with a title and a number of steps; the bar is told of each step.
+Bars = Callable[[str, int], AbstractContextManager[Any]]
 # The next tokens [B] from logits [B, V] and the number of tokens chosen before.
 Choose = Callable[[Tensor, int], Tensor]
 
@@ -182,6 +184,12 @@ def end_tokens(model: Any) -> tuple[int, ...]:
     """The tokens that end a text."""
     ends = model.generation_config.eos_token_id
     return () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
+
+
+def advance_bar(bar: Any, steps: int = 1) -> None:
+    """Tell one of `Bars`, where there is one."""
+    if bar is not None:
+        bar.advance(steps)
 
 
 def ignore(steps: int) -> None:

@@ -24,6 +24,7 @@ from tightkv.eval.forward import attention, keeps_logits
 from tightkv.integrations.transformers.attention import tightkv_attention, tightkv_mask
 from tightkv.kernels.reference import dequantize, seal
 from tightkv.layout import page_layout
+from tightkv.math.feedback import QueryMetric
 
 _NAME = "tightkv_probe"
 
@@ -113,7 +114,9 @@ def record(
     return layers, log_p.detach()
 
 
-def coded(cfg: KVQuantConfig, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def coded(
+    cfg: KVQuantConfig, key: Tensor, value: Tensor, metric: QueryMetric | None = None
+) -> tuple[Tensor, Tensor]:
     """Keys and values [B, Hkv, N, D] as sealed pages give them back; N is a whole of pages."""
     b, heads, n, d = key.shape
     layout = page_layout(cfg, heads, d, torch.float32)
@@ -122,7 +125,9 @@ def coded(cfg: KVQuantConfig, key: Tensor, value: Tensor) -> tuple[Tensor, Tenso
         x.transpose(1, 2).reshape(-1, cfg.page_size, heads, d).contiguous() for x in (key, value)
     )
     none = torch.zeros(len(pages), dtype=torch.long, device=key.device)
-    seal(codec, pages, torch.arange(len(pages), device=key.device), keys, values, none, none)
+    feedback = None if metric is None else codec.feedback_factors(metric, key.device)
+    which = torch.arange(len(pages), device=key.device)
+    seal(codec, pages, which, keys, values, none, none, feedback)
     back = []
     for y, side in zip(dequantize(codec, pages), (codec.key, codec.value), strict=True):
         x = side.rotation.inverse(y).transpose(1, 2)  # [pages, page, Hkv, D]
@@ -130,24 +135,22 @@ def coded(cfg: KVQuantConfig, key: Tensor, value: Tensor) -> tuple[Tensor, Tenso
     return back[0], back[1]
 
 
-def estimate(layer: Layer, cfgs: Sequence[KVQuantConfig], first: int) -> tuple[Costs, Costs]:
+def estimate(
+    layer: Layer, cfgs: Sequence[KVQuantConfig], first: int, metric: QueryMetric | None = None
+) -> tuple[Costs, Costs]:
     """KL in nats, summed over the positions from `first` on, of coded keys and of coded values.
 
     The configs differ in their bits alone. Tokens that the cache would read exactly (sinks and
-    the newest pages) stay exact. Errors at different positions are taken as independent.
+    the newest pages) stay exact. Errors at different positions are taken as independent. Keys are
+    coded in the `metric` of their queries, where it is given.
     """
     page, end = cfgs[0].page_size, layer.query.shape[2]
     n = layer.key.shape[2] // page * page
     key, value = layer.key.float(), layer.value.float()
-    hats = [coded(cfg, key[:, :, :n], value[:, :, :n]) for cfg in cfgs]
+    hats = [coded(cfg, key[:, :, :n], value[:, :, :n], metric) for cfg in cfgs]
     wrong = torch.cat([v - value[:, :, :n] for _, v in hats], -1)  # [B, Hkv, n, configs * D]
     by_key, by_value = [0.0] * len(cfgs), [0.0] * len(cfgs)
-    for start in (first, *range((first // page + 1) * page, end, page)):
-        stop = min(end, (start // page + 1) * page)
-        coded_end = max(0, (start // page + 1 - cfgs[0].exact_pages) * page)
-        sinks = min(cfgs[0].sinks, coded_end)
-        if coded_end == sinks:
-            continue
+    for start, stop, sinks, coded_end in _coded_spans(cfgs[0], first, end):
         here = _Queries(layer, start, stop)
         weights = here.weights(key[:, :, :stop])
         exact = weights @ value[:, :, :stop]
@@ -159,6 +162,40 @@ def estimate(layer: Layer, cfgs: Sequence[KVQuantConfig], first: int) -> tuple[C
             by_value[i] += here.kl(moved[i])
     bits = [cfg.key_bits for cfg in cfgs]
     return dict(zip(bits, by_key, strict=True)), dict(zip(bits, by_value, strict=True))
+
+
+@torch.no_grad()
+def query_metric(layer: Layer, cfg: KVQuantConfig, first: int) -> Tensor:
+    """float64 [Hkv, D, D]: what an error of a coded key costs, summed over queries from `first` on.
+
+    An error e of key j moves the output of query i by a_ij (v_j - o_i) (q_i.e), and the KL by the
+    square of g_i times that. So each q q^T is weighted with what its query's scores matter: the
+    sum over coded keys j of (a_ij g_i.(v_j - o_i))^2.
+    """
+    end = layer.query.shape[2]
+    key, value = layer.key.float(), layer.value.float()
+    heads, dim = key.shape[1], key.shape[3]
+    metric = torch.zeros(heads, dim, dim, dtype=torch.float64, device=key.device)
+    for start, stop, sinks, coded_end in _coded_spans(cfg, first, end):
+        here = _Queries(layer, start, stop)
+        weights = here.weights(key[:, :, :stop])  # [B, Hkv, G * T, stop]
+        out = weights @ value[:, :, :stop]
+        gradient = here.grouped_gradient()
+        along = gradient @ value[:, :, sinks:coded_end].mT - (gradient * out).sum(-1, keepdim=True)
+        matter = (weights[..., sinks:coded_end] * along).square().sum(-1, keepdim=True)
+        metric += ((here.query * matter).mT @ here.query).double().sum(0)
+    return metric
+
+
+def _coded_spans(cfg: KVQuantConfig, first: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+    """Queries of one page each [start, stop) and the keys [sinks, coded_end) they read as codes."""
+    page = cfg.page_size
+    for start in (first, *range((first // page + 1) * page, end, page)):
+        stop = min(end, (start // page + 1) * page)
+        coded_end = max(0, (start // page + 1 - cfg.exact_pages) * page)
+        sinks = min(cfg.sinks, coded_end)
+        if coded_end > sinks:
+            yield start, stop, sinks, coded_end
 
 
 class _Queries:
@@ -184,6 +221,10 @@ class _Queries:
             return scores.softmax(-1)
         sink = self.layer.sink.float().repeat_interleave(self.tokens).view(self.heads, -1, 1)
         return torch.cat([scores, sink.expand(len(scores), -1, -1, -1)], -1).softmax(-1)[..., :-1]
+
+    def grouped_gradient(self) -> Tensor:
+        """[B, Hkv, G * T, D], in the order of the queries."""
+        return self.gradient.transpose(1, 2).unflatten(1, (self.heads, -1)).flatten(2, 3)
 
     def kl(self, change: Tensor) -> float:
         """Of a change of the output [B, Hkv, G * T, D], summed over positions."""

@@ -26,8 +26,8 @@ _FEWEST_ROWS = 8  # of a head
 NOT_READABLE = (OSError, ValueError, TypeError, AttributeError, OverflowError)
 """What a config or a weight file may raise that is broken, or not understood."""
 
-# Where a checkpoint keeps its language model; towers of images have layers of like names.
-_PARTS = ("model.language_model.", "language_model.model.", "thinker.model.", "model.", "")
+LANGUAGE_PARTS = ("model.language_model.", "language_model.model.", "thinker.model.", "model.", "")
+"""Where a checkpoint keeps its language model; towers of images have layers of like names."""
 _INPUT_NORMS = ("input_layernorm", "operator_norm")
 _HEAD_NORMS = ("{}_norm", "{}_layernorm")
 # What may stand in an attention block beside the two: it does not touch queries and keys.
@@ -131,8 +131,9 @@ class _Reader:
         self.one_more = float(shape.model_type in _ONE_MORE)
         names = [name for name in tensors if ".self_attn." in name or "norm" in name]
         first = f"layers.{layers[0]}.self_attn." if layers else ""
-        found = (part for part in _PARTS if any(name.startswith(part + first) for name in names))
-        self.part = next(found, "")
+        self.part = next(
+            (p for p in LANGUAGE_PARTS if any(name.startswith(p + first) for name in names)), ""
+        )
         self.tensors = {name: tensors[name] for name in names if name.startswith(self.part)}
         if not any(name.startswith(self.part + first) for name in names):
             raise ValueError(f"its files have no tensors model.{first}*")

@@ -97,6 +97,11 @@ class ModelShape:
     def num_layers(self) -> int:
         return len(self.layers)
 
+    def full_layers(self) -> dict[int, tuple[int, int]]:
+        """KV heads and head_dim of layers with full attention, by their numbers."""
+        full = ((i, layer) for i, layer in enumerate(self.layers) if layer.kind == "full")
+        return {i: (layer.num_kv_heads, layer.head_dim) for i, layer in full}
+
     def groups(self) -> list[tuple[int, LayerShape]]:
         """(count, shape) of each distinct shape, in order of first appearance."""
         counts: dict[LayerShape, int] = {}

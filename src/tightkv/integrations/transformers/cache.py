@@ -17,6 +17,7 @@ from transformers.cache_utils import (
 )
 
 from tightkv.config import KVQuantConfig
+from tightkv.integrations.transformers.calibrated import calibrated
 from tightkv.integrations.transformers.layer import (
     DIFFERENT_TOKENS,
     SharedSteps,
@@ -38,7 +39,8 @@ class TightCache(Cache):  # type: ignore[misc]
     `quant` is a KVQuantConfig, a preset name, JSON or a mapping; None reads TIGHTKV_*.
     `model` (or its config) tells which layers are sliding-window or linear attention: those
     stay transformers' own. Without it every layer is taken for full attention. A model's weights
-    also tell which layers' keys need more bits; `quant` has them as `layer_bits` then.
+    also tell which layers' keys need more bits; `quant` has them as `layer_bits` then. So it has
+    those of its `calibration`, which needs the model too.
     `offloading` keeps the pages in host memory and brings those of one layer at a time to the
     device, a layer ahead; rings, sinks and layers of transformers' own stay on the device.
     Short sequences are exact until pages take fewer bytes; `eager` compresses them too, to
@@ -56,6 +58,7 @@ class TightCache(Cache):  # type: ignore[misc]
     ) -> None:
         self.quant = KVQuantConfig.parse(quant)
         self.kernels = kernels
+        self.quant, self.calibration = calibrated(self.quant, model)
         checked = False  # whether weights have said which bits keys need
         if isinstance(model, PreTrainedModel):
             self.quant, checked = protect(self.quant, model)
@@ -111,7 +114,9 @@ class TightCache(Cache):  # type: ignore[misc]
 
     def _metrics_of(self, model: PreTrainedModel) -> Mapping[int, QueryMetric]:
         wanted = any(layer.cfg.takes_feedback for layer in self.tight_layers)
-        return probed_metrics(model) if wanted and self.quant.feedback == "auto" else {}
+        if not wanted or self.quant.feedback != "auto":
+            return {}
+        return probed_metrics(model) if self.calibration is None else self.calibration.metrics
 
     def _use_metrics(self, metrics: Mapping[int, QueryMetric]) -> None:
         """Code the keys of layers in the metrics of their queries from now on."""
@@ -272,7 +277,8 @@ class TightCache(Cache):  # type: ignore[misc]
         self._commit()
         grows = self.layer_class_to_replicate is not None
         try:
-            save_cache(path, self.quant, self.shared.table, self.layers, grows=grows)
+            quant = self.quant.replace(calibration="")  # pages are read without it
+            save_cache(path, quant, self.shared.table, self.layers, grows=grows)
         finally:
             for layer in self.tight_layers:
                 layer.offload()
@@ -285,10 +291,12 @@ class TightCache(Cache):  # type: ignore[misc]
         *,
         device: torch.device | str | None = None,
         kernels: str = "auto",
+        calibration: str = "",
     ) -> TightCache:
         """A saved cache, ready to go on. With `model`, a file of another model is refused.
 
-        It goes to `device`: the model's unless given, else the CPU.
+        It goes to `device`: the model's unless given, else the CPU. Keys of tokens to come are
+        coded in the metrics of a `calibration`; files do not name one.
         """
         if device is None:
             device = model.device if isinstance(model, PreTrainedModel) else "cpu"
@@ -308,6 +316,7 @@ class TightCache(Cache):  # type: ignore[misc]
         cache.layers = saved.make_layers(
             cache.shared, kernels, torch.device(device), expected=cache.layers
         )
+        _, cache.calibration = calibrated(quant.replace(calibration=calibration), model)
         if isinstance(model, PreTrainedModel):
             cache._use_metrics(cache._metrics_of(model))
         return cache

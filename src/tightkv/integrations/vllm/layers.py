@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm.config import get_layers_from_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
@@ -16,9 +17,15 @@ from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
 from tightkv import kernels
+from tightkv.calibration import not_used
 from tightkv.config import KVQuantConfig
 from tightkv.integrations.vllm.attention import TightAttention
 from tightkv.integrations.vllm.backend import TightBackend
+from tightkv.integrations.vllm.calibrated import (
+    find_for_engine,
+    set_calibrated_feedback,
+    without_bits,
+)
 from tightkv.integrations.vllm.compat import page_spec
 from tightkv.integrations.vllm.cuts import Limits
 from tightkv.integrations.vllm.options import EngineOptions, engine_options, with_options
@@ -75,15 +82,22 @@ def change_over(vllm_config: Any) -> None:
     if options is None or all(hasattr(layer, _LAYOUT) for layer in layers.values()):
         return
     refuse_impossible(options, vllm_config)
+    given, calibration = options, find_for_engine(options.config, vllm_config)
+    line = not_used(options.config, calibration, vllm_config.model_config.model)
+    if calibration is not None:
+        options = replace(options, config=calibration.applied(options.config))
     chosen = compressed_layers(layers, options.config)
     checked = check_keys(options.config, vllm_config)
     plan = make_plan(replace(options, config=checked.config), vllm_config, chosen)
     for layer in layers.values():
         setattr(layer, _LAYOUT, (None, 1))
     others = _other_specs(plan, layers, vllm_config)
-    if checked.raised and others and len(plan.page_bytes) > 1:
-        checked = in_equal_blocks(options.config, checked)
-        plan = make_plan(options, vllm_config, chosen)
+    if others and len(plan.page_bytes) > 1 and (checked.raised or options != given):
+        if options != given:
+            line, checked = without_bits(given.config), check_keys(given.config, vllm_config)
+        if checked.raised:
+            checked = in_equal_blocks(given.config, checked)
+        plan = make_plan(given, vllm_config, chosen)
     plan = replace(plan, block_pages=_fit_other_layers(plan, others, vllm_config))
     most = vllm_config.scheduler_config.max_num_seqs
     limits = Limits(most, plan.rows, 1 + _speculative_tokens(vllm_config))
@@ -97,15 +111,20 @@ def change_over(vllm_config: Any) -> None:
         setattr(layer, _LAYOUT, (layout, plan.block_pages))
         if choice.slow is not None:
             slow.setdefault(choice.slow, []).append(name)
+    impls = {name: layers[name].impl for name in plan.layouts}
+    if calibration is not None and options.config.feedback == "auto":
+        rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        set_calibrated_feedback(calibration, impls, rank, ranks)
     # vLLM keeps compiled models by its config; one with other attention is another model.
     vllm_config.additional_config = with_options(vllm_config.additional_config, plan.options)
     if vllm_config.parallel_config.rank == 0:
-        if checked.line is not None:
-            logger.warning(checked.line)
+        for warning in (line, checked.line):
+            if warning is not None:
+                logger.warning(warning)
         logger.info(plan.line())
         for reason, names in slow.items():
             logger.warning("tightkv, %s: %s", _some(names, len(plan.layouts)), reason)
-        blocked = no_graphs({name: layers[name].impl for name in plan.layouts})
+        blocked = no_graphs(impls)
         if blocked is not None and not vllm_config.model_config.enforce_eager:
             logger.warning(blocked)
 

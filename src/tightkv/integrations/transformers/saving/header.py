@@ -13,16 +13,16 @@ from dataclasses import dataclass
 import torch
 
 from tightkv.config import FORMAT_VERSION, KVQuantConfig
-from tightkv.integrations.transformers.saving.fields import Field, parse_json
 from tightkv.integrations.transformers.saving.states import DTYPES, PLAIN_KINDS
 from tightkv.layout import MAX_TOKENS, PageLayout, exact_dtype
 from tightkv.sequences import SequenceState
+from tightkv.strict_json import Field, parse_json
 
 TIGHT_KINDS = ("TightLayer", "TightHybridLayer")
 _FULL_ATTENTION = (*TIGHT_KINDS, "DynamicLayer", "LinearAttentionAndFullAttentionLayer")
 _MAX_HEADS = _MAX_HEAD_DIM = 1024
 _MAX_EXACT_PAGES = 1 << 16
-_MAX_TEXT = 64
+_MAX_TEXT, _MAX_LAYER_BITS = 64, 1 << 16
 _QUANT_FIELDS = {field.name for field in dataclasses.fields(KVQuantConfig)}
 
 
@@ -83,9 +83,10 @@ def _config(field: Field) -> KVQuantConfig:
     unknown = set(options) - _QUANT_FIELDS
     if unknown:
         raise ValueError(f"{field.where} has {len(unknown)} names that are no config fields")
-    for option in options.values():
-        if type(option.value) is str and len(option.value) > _MAX_TEXT:
-            raise option.wrong(f"at most {_MAX_TEXT} characters")
+    for name, option in options.items():
+        longest = _MAX_LAYER_BITS if name == "layer_bits" else _MAX_TEXT
+        if type(option.value) is str and len(option.value) > longest:
+            raise option.wrong(f"at most {longest} characters")
         if type(option.value) is list and len(option.value) > _MAX_HEAD_DIM:
             raise option.wrong(f"at most {_MAX_HEAD_DIM} channels")
     try:
@@ -93,6 +94,7 @@ def _config(field: Field) -> KVQuantConfig:
     except ValueError as error:
         raise ValueError(f"{field.where}: {str(error)[:300]}") from None
     Field(cfg.exact_pages, f"{field.where}.exact_pages").integer(1, _MAX_EXACT_PAGES)
+    Field(cfg.calibration, f"{field.where}.calibration").one_of("")  # no file may name another
     return cfg
 
 

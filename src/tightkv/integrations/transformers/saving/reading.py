@@ -11,11 +11,11 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tightkv.integrations.transformers.layer import SharedSteps, TightHybridLayer, TightLayer
-from tightkv.integrations.transformers.saving.container import checksum, read_file
 from tightkv.integrations.transformers.saving.header import Header, SavedLayer, parse_header
 from tightkv.integrations.transformers.saving.states import PLAIN_KINDS, StateReader
 from tightkv.layout import PageLayout
 from tightkv.sequences import SequenceTable
+from tightkv.tensor_file import checksum, read_file
 
 KV_TENSORS = ("pages", "ring_key", "ring_value", "sink_key", "sink_value")
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import cache_utils
 
 from tightkv.integrations.transformers.layer import TightLayer
-from tightkv.integrations.transformers.saving.fields import Field, short
 from tightkv.layout import MAX_TOKENS
+from tightkv.strict_json import Field, short
 
 DTYPES = {str(d): d for d in (torch.float32, torch.float16, torch.bfloat16)}
 # The layers of a DynamicCache that TightCache leaves as they are.

@@ -14,11 +14,11 @@ from torch import Tensor
 from tightkv.config import FORMAT_VERSION, KVQuantConfig
 from tightkv.files import whole_file
 from tightkv.integrations.transformers.layer import SharedSteps, TightLayer
-from tightkv.integrations.transformers.saving.container import checksum
 from tightkv.integrations.transformers.saving.header import parse_header
 from tightkv.integrations.transformers.saving.reading import KV_TENSORS, SavedCache
 from tightkv.integrations.transformers.saving.states import write_state
 from tightkv.sequences import SequenceTable
+from tightkv.tensor_file import checksum
 
 
 def save_cache(

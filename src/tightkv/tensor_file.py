@@ -1,4 +1,4 @@
-"""The safetensors file around a saved cache: metadata and tensors, read once.
+"""A safetensors file from anywhere: metadata and tensors, read once and written whole.
 
 Sizes are checked against the file's before memory is taken for them. Unlike safetensors' own
 reader this one maps nothing: a file that changes while it is read cannot change checked values,
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tightkv.integrations.transformers.saving.fields import Field, parse_json
+from tightkv.strict_json import Field, parse_json
 
 MAX_HEADER = 32 << 20  # bytes of JSON
 _MAX_RANK = 8
@@ -40,7 +40,7 @@ class _Place(NamedTuple):
 
 
 def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Metadata and tensors of a safetensors file of the types a cache has."""
+    """Metadata and tensors of a safetensors file of the types that tightkv writes."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"{os.fspath(path)!r} is not a file")
     try:
@@ -58,7 +58,7 @@ def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, T
 
 
 def checksum(text: str, tensors: dict[str, Tensor]) -> str:
-    """SHA-256 over the cache's header and every tensor: finds damage, not intent."""
+    """SHA-256 over a header and every tensor: finds damage, not intent."""
     digest = hashlib.sha256(text.encode())
     for name in sorted(tensors):
         digest.update(name.encode())

@@ -91,6 +91,11 @@ class Field:
             raise self.wrong(f"a whole number from {low} to {high}")
         return self.value
 
+    def number(self, low: float, high: float) -> float:
+        if type(self.value) not in (int, float) or not low <= self.value <= high:
+            raise self.wrong(f"a number from {low} to {high}")
+        return float(self.value)
+
     def boolean(self) -> bool:
         if type(self.value) is not bool:
             raise self.wrong("true or false")

@@ -1,0 +1,58 @@
+"""The calibration that an engine's config names, checked against the checkpoint it has loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from tightkv.calibration import Calibration, find_for_folder
+from tightkv.config import KVQuantConfig
+from tightkv.integrations.vllm.protection import checkpoint_folder, model_layers
+from tightkv.math.feedback import QueryMetric
+
+if TYPE_CHECKING:
+    from tightkv.integrations.vllm.attention import TightAttention
+
+
+def find_for_engine(cfg: KVQuantConfig, vllm_config: Any) -> Calibration | None:
+    """None where no calibration is named, or no ready one fits; another model's is refused."""
+    if not cfg.calibration:
+        return None
+    name, folder = vllm_config.model_config.model, checkpoint_folder(vllm_config)
+    if isinstance(folder, str):
+        raise ValueError(
+            f"tightkv: calibration={cfg.calibration!r} cannot be compared with the model: "
+            f"{folder}. Leave calibration out"
+        )
+    return find_for_folder(cfg, folder, name)
+
+
+def without_bits(cfg: KVQuantConfig) -> str:
+    """What is said where layers cannot have bits of their own."""
+    return (
+        f"tightkv {cfg.name}: the calibration's bits of layers are left out, for vLLM's blocks are "
+        "of one size in models with layers of other kinds; keys are coded in its metrics"
+    )
+
+
+def set_calibrated_feedback(
+    found: Calibration, impls: Mapping[str, TightAttention], rank: int, ranks: int
+) -> None:
+    """Code keys of all compressed layers, by name, in the metrics of the KV heads of this rank."""
+    numbers = model_layers(impls)
+    for name, impl in impls.items():
+        if numbers[name] in found.metrics:
+            whole = found.metrics[numbers[name]].value
+            own = QueryMetric(own_heads(whole, impl.num_kv_heads, rank, ranks))
+            impl.feedback = impl.step.codec.feedback_factors(own, impl.device)
+
+
+def own_heads(metric: Tensor, heads: int, rank: int, ranks: int) -> Tensor:
+    """The metrics of the KV heads that a rank of tensor parallelism has, `heads` of them.
+
+    With more ranks than KV heads, neighbouring ranks have the same one.
+    """
+    first = rank * len(metric) // ranks
+    return metric[first : first + heads]
