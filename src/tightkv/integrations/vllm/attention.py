@@ -42,6 +42,8 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
         self.layout, self.kernels, self.limits, self.device = layout, kernels, limits, device
         self.step = LayerStep(kernels, Codec(layout), self.scale, self.softcap)
         self.rings: Rings | None = None
+        self.feedback: Tensor | None = None
+        """`Codec.feedback_factors` of the layer's queries, for CUDA graphs at a fixed address."""
         # Number of pages and steps of the RowTable, of all layers with the same metadata.
         self.row_steps: tuple[int, Replay[BatchRows]] | None = None
 
@@ -92,7 +94,7 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
             return output.fill_(0)
         pages = as_pages(kv_cache, self.layout)
         parts, inherited = attn_metadata.parts, attn_metadata.inherited
-        self.step.run(parts, pages, rings, query, key, value, output, inherited)
+        self.step.run(parts, pages, rings, query, key, value, output, inherited, self.feedback)
         return output
 
     def _warm_up(self, rings: Rings) -> None:
@@ -100,4 +102,4 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
         limits, short = self.limits, self.short_prompt
         most = max(limits.decoding, short)
         least_fresh = limits.most_as_decoding(limits.sequences, short) + 1
-        warm_up_once(self.step, rings, self.num_heads, most, least_fresh)
+        warm_up_once(self.step, rings, self.num_heads, most, least_fresh, self.feedback)

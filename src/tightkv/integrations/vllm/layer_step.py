@@ -38,6 +38,7 @@ class LayerStep:
         value: Tensor,
         output: Tensor,
         inherited: tuple[Tensor, Tensor] | None = None,
+        feedback: Tensor | None = None,
     ) -> None:
         """query [N, Hq, D], key and value [N, Hkv, D] -> output [N, Hq, D]."""
         if inherited is not None:
@@ -48,7 +49,7 @@ class LayerStep:
         for part in parts:
             self.kernels.append(
                 self.codec,
-                _view(pages, rings, part, context=False),
+                _view(pages, rings, part, context=False, feedback=feedback),
                 key[part.tokens],
                 value[part.tokens],
                 part.first,
@@ -76,7 +77,12 @@ class LayerStep:
 
 
 def _view(
-    pages: Tensor, rings: Rings, part: Sequences, context: bool, appended: bool = False
+    pages: Tensor,
+    rings: Rings,
+    part: Sequences,
+    context: bool,
+    appended: bool = False,
+    feedback: Tensor | None = None,
 ) -> CacheView:
     """The cache with a part's new tokens, or only what came before them."""
     rows = part.rows
@@ -94,4 +100,5 @@ def _view(
         sink_value=rings[3],
         same_length=part.length if context else None,
         appended=appended,
+        feedback=feedback,
     )

@@ -21,6 +21,7 @@ from tightkv.integrations.vllm.attention import TightAttention
 from tightkv.integrations.vllm.backend import TightBackend
 from tightkv.integrations.vllm.compat import page_spec
 from tightkv.integrations.vllm.cuts import Limits
+from tightkv.integrations.vllm.feedback import set_feedback
 from tightkv.integrations.vllm.options import EngineOptions, engine_options, with_options
 from tightkv.integrations.vllm.protection import (
     check_keys,
@@ -97,15 +98,19 @@ def change_over(vllm_config: Any) -> None:
         setattr(layer, _LAYOUT, (layout, plan.block_pages))
         if choice.slow is not None:
             slow.setdefault(choice.slow, []).append(name)
+    impls = {name: layers[name].impl for name in plan.layouts}
+    feedback = set_feedback(options.config, impls, vllm_config)
     # vLLM keeps compiled models by its config; one with other attention is another model.
     vllm_config.additional_config = with_options(vllm_config.additional_config, plan.options)
     if vllm_config.parallel_config.rank == 0:
         if checked.line is not None:
             logger.warning(checked.line)
         logger.info(plan.line())
+        if feedback is not None:
+            logger.info(feedback)
         for reason, names in slow.items():
             logger.warning("tightkv, %s: %s", _some(names, len(plan.layouts)), reason)
-        blocked = no_graphs({name: layers[name].impl for name in plan.layouts})
+        blocked = no_graphs(impls)
         if blocked is not None and not vllm_config.model_config.enforce_eager:
             logger.warning(blocked)
 

@@ -25,20 +25,26 @@ from tightkv.kernels.staged import LEAST_QUERIES, PLANNED_TOKENS, piece_tokens
 from tightkv.layout import PageLayout
 
 logger = logging.getLogger("vllm.tightkv")
-_WARM: set[tuple[PageLayout, str, int, float | None, torch.device, int, int]] = set()
+_WARM: set[tuple[PageLayout, str, int, float | None, torch.device, int, int, bool]] = set()
 
 
 def warm_up_once(
-    step: LayerStep, rings: Rings, query_heads: int, most_decoding: int, least_fresh: int
+    step: LayerStep,
+    rings: Rings,
+    query_heads: int,
+    most_decoding: int,
+    least_fresh: int,
+    feedback: Tensor | None = None,
 ) -> None:
     """`warm_up` for the first of all layers that are alike. Errors of the device come out here."""
     layout, device = step.codec.layout, rings[0].device
     limits = most_decoding, least_fresh  # of the engine; another in this process may have others
-    alike = (layout, step.kernel_name, query_heads, step.softcap, device, *limits)
+    has = feedback is not None
+    alike = (layout, step.kernel_name, query_heads, step.softcap, device, *limits, has)
     if alike in _WARM:
         return
     started = time.perf_counter()
-    warm_up(step, rings, query_heads, most_decoding, least_fresh)
+    warm_up(step, rings, query_heads, most_decoding, least_fresh, feedback)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     _WARM.add(alike)
@@ -47,7 +53,12 @@ def warm_up_once(
 
 
 def warm_up(
-    step: LayerStep, rings: Rings, query_heads: int, most_decoding: int, least_fresh: int
+    step: LayerStep,
+    rings: Rings,
+    query_heads: int,
+    most_decoding: int,
+    least_fresh: int,
+    feedback: Tensor | None = None,
 ) -> None:
     """Run parts of every kind, one after another: their memory is a few tens of megabytes at most.
 
@@ -62,7 +73,8 @@ def warm_up(
         shape = (part.most, sum(heads), layout.head_dim)
         qkv = torch.zeros(shape, dtype=layout.dtype, device=device)
         query, key, value = qkv.split(heads, dim=1)
-        step.run([part], pages, rings, query, key, value, torch.empty_like(query))
+        output = torch.empty_like(query)
+        step.run([part], pages, rings, query, key, value, output, feedback=feedback)
 
 
 def kinds_of_parts(
