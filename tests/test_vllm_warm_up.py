@@ -50,8 +50,10 @@ class Watched:
         self.appended: list[int] = []
         self.attended: list[tuple[int, bool, int | None]] = []
         self.finite = True
+        self.feedback: list[Tensor | None] = []
 
     def append(self, *args: Any, max_new: int, **options: Any) -> None:
+        self.feedback.append(args[1].feedback)
         self.appended.append(max_new)
         self.kernels.append(*args, max_new=max_new, **options)
 
@@ -81,8 +83,10 @@ def test_every_kind_of_part_is_run(kernels: ModuleType) -> None:
     watched = Watched(kernels)
     step = make_step(watched)
     rings = make_rings(step.codec.layout, rows=3)
-    warm_up(step, rings, query_heads=4, most_decoding=4, least_fresh=5)
+    feedback = torch.eye(DIM).repeat(HEADS, 1, 1)
+    warm_up(step, rings, 4, most_decoding=4, least_fresh=5, feedback=feedback)
     assert watched.finite
+    assert watched.feedback and all(given is feedback for given in watched.feedback)
     assert watched.appended == [count for count, _, _ in watched.attended]
     decoded = [count for count, new, _ in watched.attended if not new]
     short = [count for count, new, length in watched.attended if new and length is None]
@@ -185,6 +189,9 @@ def test_layers_that_are_alike_are_warmed_up_once(
     assert len(calls) == 3
     warm_up_once(step, rings, 4, 5, 2)  # an engine that speculates
     assert len(calls) == 4
+    for _ in range(2):
+        warm_up_once(step, rings, 4, 1, 2, torch.eye(DIM).repeat(HEADS, 1, 1))
+    assert len(calls) == 5  # another kernel codes keys with feedback
 
 
 def test_a_kernel_that_does_not_compile_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,8 @@ from tightkv.model_shape.reader import read_model_shape
 
 READ_BYTES = 3 << 29
 """Of larger query matrices only some heads of each group are read, one at least."""
+LEAST_BITS = 3
+"""Of keys that gain by this metric. Fewer need one of real queries (docs/log.md)."""
 
 # Families whose queries are known to be what is computed here (tests compare them all).
 KNOWN = (

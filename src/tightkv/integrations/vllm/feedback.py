@@ -4,52 +4,63 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from typing import TYPE_CHECKING, Any
 
 from tightkv.config import KVQuantConfig
-from tightkv.integrations.vllm.attention import TightAttention
 from tightkv.integrations.vllm.protection import checkpoint_folder, model_layers
-from tightkv.model_shape.folder_metric import QueryMetrics, query_metrics
+from tightkv.model_shape.folder_metric import LEAST_BITS, QueryMetrics, query_metrics
+
+if TYPE_CHECKING:
+    from tightkv.integrations.vllm.attention import TightAttention
 
 
 def set_feedback(
-    cfg: KVQuantConfig, impls: Mapping[str, TightAttention], vllm_config: Any
+    cfg: KVQuantConfig,
+    impls: Mapping[str, TightAttention],
+    vllm_config: Any,
+    rank: int,
+    ranks: int,
 ) -> str | None:
-    """Give layers whose keys take it their `feedback`, and tell how many have it.
+    """Give layers whose keys gain by it their `feedback`; returns how many have it, as a line.
 
-    `impls` are all compressed layers by name. What is not known is left out, never an error.
+    `impls` are all compressed layers by name; `rank` is that among the tensor-parallel ones. A
+    metric that is not known leaves a layer without feedback and is never an error.
     """
     numbers = model_layers(impls)
-    mine = {numbers[name]: impl for name, impl in impls.items() if impl.layout.cfg.takes_feedback}
-    mine.pop(-1, None)
+    mine = {numbers[name]: impl for name, impl in impls.items() if _gains(impl.layout.cfg)}
+    mine.pop(-1, None)  # of a draft, which has weights of its own
     if cfg.feedback == "off" or not mine:
         return None
     folder = checkpoint_folder(vllm_config)
-    found = QueryMetrics(reason=folder) if isinstance(folder, str) else _metrics(folder, mine)
+    if isinstance(folder, str):
+        found = QueryMetrics(reason=folder)
+    else:
+        found = _metrics(folder, mine, rank, ranks)
     reason = found.reason
     for number, metric in found.by_layer.items():
         impl = mine[number]
-        if metric.shape[:2] != (impl.num_kv_heads, impl.head_size):
+        if metric.shape[:2] == (impl.num_kv_heads, impl.head_size):
+            impl.feedback = impl.step.codec.feedback_factors(metric)
+        else:
             reason = f"layer {number}: its heads are not those of the checkpoint"
-            continue
-        impl.feedback = impl.step.codec.feedback_factors(metric)
-    return feedback_line(cfg, mine, reason)
+    return _line(cfg, mine, reason)
 
 
-def _metrics(folder: Path, layers: Mapping[int, TightAttention]) -> QueryMetrics:
+def _gains(cfg: KVQuantConfig) -> bool:
+    return cfg.takes_feedback and cfg.key_bits >= LEAST_BITS
+
+
+def _metrics(
+    folder: Path, layers: Mapping[int, TightAttention], rank: int, ranks: int
+) -> QueryMetrics:
     device = next(iter(layers.values())).device
-    rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
     try:
         return query_metrics(folder, layers, rank=rank, ranks=ranks, device=device)
     except RuntimeError as error:  # the device's own
         return QueryMetrics(reason=str(error))
 
 
-def feedback_line(
-    cfg: KVQuantConfig, layers: Mapping[int, TightAttention], reason: str | None
-) -> str:
+def _line(cfg: KVQuantConfig, layers: Mapping[int, TightAttention], reason: str | None) -> str:
     count = sum(impl.feedback is not None for impl in layers.values())
     why = "" if reason is None else f" ({reason})"
     return (

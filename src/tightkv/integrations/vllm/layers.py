@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm.config import get_layers_from_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
@@ -99,7 +100,8 @@ def change_over(vllm_config: Any) -> None:
         if choice.slow is not None:
             slow.setdefault(choice.slow, []).append(name)
     impls = {name: layers[name].impl for name in plan.layouts}
-    feedback = set_feedback(options.config, impls, vllm_config)
+    rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+    feedback = set_feedback(options.config, impls, vllm_config, rank, ranks)
     # vLLM keeps compiled models by its config; one with other attention is another model.
     vllm_config.additional_config = with_options(vllm_config.additional_config, plan.options)
     if vllm_config.parallel_config.rank == 0:
