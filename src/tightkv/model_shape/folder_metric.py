@@ -123,38 +123,22 @@ class _Reader:
         group, rest = divmod(shape.num_heads, kv_heads)
         if rest:
             raise ValueError(f"{shape.num_heads} query heads for {kv_heads} KV heads")
-        first = self.rank * kv_heads // self.ranks
-        count = max(1, int(group * self.share))
+        query = self._query(layer)
+        first, count = self.rank * kv_heads // self.ranks, max(1, int(group * self.share))
         heads = range(first, first + mine.num_kv_heads)
-        found = torch.stack([self._head(layer, head * group, count) for head in heads])
+        found = torch.stack([query.covariance(head * group, count) for head in heads])
         return finite(self._rope(layer)(found), f"the metric of layer {layer}")
 
-    def _head(self, layer: int, first: int, count: int) -> Tensor:
-        """[dim, dim]: sum over `count` query heads, before RoPE."""
-        weights, dim = self.weights, self.weights.shape.layers[layer].head_dim
-        query, norm = weights.projection(layer, "q"), weights.head_norm(layer, "q")
-        gain, shift = weights.input_norm(layer)
-        if query.matrix is None:
-            raise ValueError(f"{query.name} is quantized")
+    def _query(self, layer: int) -> _Query:
+        found, norm = self.weights.projection(layer, "q"), self.weights.head_norm(layer, "q")
+        gain, shift = self.weights.input_norm(layer)
+        if found.matrix is None:
+            raise ValueError(f"{found.name} is quantized")
         if gain is None and norm is None:
-            raise ValueError(f"its files have no norm before {query.name}")
-        rows = query.matrix.rows(first * query.head_rows, count * query.head_rows)
-        weight = rows.read().to(self.device).float().view(count, query.head_rows, -1)[:, :dim]
-
-        def mine(vector: Tensor) -> Tensor:
-            """[count, dim] of these heads."""
-            return vector.view(-1, dim)[first : first + count].to(weight)
-
-        bias = None if query.bias is None else mine(query.bias)
-        if shift is not None:
-            bias = weight @ shift.to(weight) + (0 if bias is None else bias)
-        cov = covariance(weight if gain is None else weight * gain.to(weight), bias)
-        if norm is not None and norm.numel() == dim:  # of each head
-            own = norm.to(cov)
-            cov = normed(cov) * own[:, None] * own
-        elif norm is not None:  # of all heads together
-            cov = cov * mine(norm)[:, :, None] * mine(norm)[:, None, :]
-        return cov.sum(0)
+            raise ValueError(f"its files have no norm before {found.name}")
+        dim = self.weights.shape.layers[layer].head_dim
+        vectors = [v if v is None else v.to(self.device) for v in (found.bias, norm, gain, shift)]
+        return _Query(self.device, found.matrix, dim, found.head_rows, *vectors)
 
     def _rope(self, layer: int) -> MeanRope:
         inv_freq = self.weights.inv_freq(layer)
@@ -163,3 +147,37 @@ class _Reader:
         if key not in self._ropes:
             self._ropes[key] = MeanRope(inv_freq, dim, self.weights.interleaved, self.device)
         return self._ropes[key]
+
+
+@dataclass(frozen=True)
+class _Query:
+    """A layer's queries before RoPE; vectors are on `device`."""
+
+    device: torch.device | str
+    matrix: WeightTensor
+    dim: int
+    head_rows: int
+    bias: Tensor | None
+    norm: Tensor | None
+    """[dim] of each head, or [heads * dim] of all together."""
+    gain: Tensor | None
+    """Of the norm before the matrix; what it adds is `shift`."""
+    shift: Tensor | None
+
+    def covariance(self, first: int, count: int) -> Tensor:
+        """[dim, dim]: sum over `count` heads."""
+        rows = self.matrix.rows(first * self.head_rows, count * self.head_rows)
+        weight = rows.read().to(self.device).float()
+        weight = weight.view(count, self.head_rows, -1)[:, : self.dim]
+        heads = slice(first, first + count)
+        bias = None if self.bias is None else self.bias.view(-1, self.dim)[heads]
+        if self.shift is not None:
+            bias = weight @ self.shift + (0 if bias is None else bias)
+        found = covariance(weight if self.gain is None else weight * self.gain, bias)
+        if self.norm is None:
+            return found.sum(0)
+        if self.norm.numel() == self.dim:
+            own, found = self.norm[None], normed(found)
+        else:
+            own = self.norm.view(-1, self.dim)[heads]
+        return (found * own[:, :, None] * own[:, None, :]).sum(0)
