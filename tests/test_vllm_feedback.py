@@ -16,9 +16,11 @@ from tightkv.codec import Codec
 from tightkv.integrations.vllm import feedback as module
 from tightkv.integrations.vllm.feedback import set_feedback
 from tightkv.layout import PageLayout
+from tightkv.math.feedback import QueryMetric
 from tightkv.model_shape.folder_metric import query_metrics
 from tiny_folder import write_model
 
+CPU = torch.device("cpu")
 K4V4 = KVQuantConfig.preset("k4v4")
 NAMES = [f"model.layers.{i}.self_attn.attn" for i in range(4)]
 
@@ -45,7 +47,7 @@ def layers(cfg: KVQuantConfig = K4V4, heads: int = 2, names: list[str] = NAMES) 
             layout=layout,
             num_kv_heads=heads,
             head_size=16,
-            device=torch.device("cpu"),
+            device=CPU,
             step=SimpleNamespace(codec=Codec(layout)),
             feedback=None,
         )
@@ -59,7 +61,8 @@ def test_every_layer_has_the_factors_of_its_own_metric(folder: Path) -> None:
     assert "feedback=off" in line and "(" not in line
     for name, metric in zip(NAMES, query_metrics(folder).by_layer.values(), strict=True):
         impl = impls[name]
-        assert torch.equal(impl.feedback, impl.step.codec.feedback_factors(metric))
+        wanted = impl.step.codec.feedback_factors(QueryMetric(metric), CPU)
+        assert torch.equal(impl.feedback, wanted)
         assert impl.feedback.dtype == torch.float32 and impl.feedback.is_contiguous()
 
 
@@ -86,7 +89,7 @@ def test_layers_with_bits_of_their_own(folder: Path) -> None:
     assert [impl.feedback is None for impl in impls.values()] == [False, True, False, False]
     metric = query_metrics(folder).by_layer[2]
     codec = Codec(PageLayout(cfg.for_layer(2, 4), 2, 16))
-    assert torch.equal(impls[NAMES[2]].feedback, codec.feedback_factors(metric))
+    assert torch.equal(impls[NAMES[2]].feedback, codec.feedback_factors(QueryMetric(metric), CPU))
 
 
 def test_a_rank_has_its_own_heads_and_a_stage_its_own_layers(folder: Path) -> None:

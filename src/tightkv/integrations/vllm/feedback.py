@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tightkv.config import KVQuantConfig
 from tightkv.integrations.vllm.protection import checkpoint_folder, model_layers
+from tightkv.math.feedback import QueryMetric
 from tightkv.model_shape.folder_metric import LEAST_BITS, QueryMetrics, query_metrics
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def set_feedback(
     for number, metric in found.by_layer.items():
         impl = mine[number]
         if metric.shape[:2] == (impl.num_kv_heads, impl.head_size):
-            impl.feedback = impl.step.codec.feedback_factors(metric)
+            impl.feedback = impl.step.codec.feedback_factors(QueryMetric(metric), impl.device)
         else:
             reason = f"layer {number}: its heads are not those of the checkpoint"
     return _line(cfg, mine, reason)
