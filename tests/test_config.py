@@ -246,4 +246,12 @@ def test_bits_of_layers_that_make_no_sense(text, word):
 
 def test_the_fingerprint_is_that_of_yesterday_without_bits_of_layers():
     assert KVQuantConfig().fingerprint() == KVQuantConfig(protect_keys=False).fingerprint()
+    assert KVQuantConfig().fingerprint() == KVQuantConfig(feedback="off").fingerprint()
     assert KVQuantConfig().fingerprint() != KVQuantConfig(layer_bits="0=k8v4").fingerprint()
+
+
+def test_feedback_is_no_part_of_a_layers_pages():
+    """Codes chosen with it are read like any others."""
+    assert KVQuantConfig(feedback="off").for_layer(0, 2) == KVQuantConfig().for_layer(0, 2)
+    with pytest.raises(ValueError, match=r"unknown feedback 'of'; did you mean 'off'\?"):
+        KVQuantConfig(feedback="of")

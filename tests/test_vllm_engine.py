@@ -101,6 +101,12 @@ def jobs() -> dict[str, dict[str, Any]]:
         "plain kl": job(None, PROMPTS["long"], sampling=every),
         "k8v8 kl": job(K8V8, PROMPTS["long"], sampling=every, max_num_batched_tokens=48),
         "k4v4 kl": job(K4V4, PROMPTS["long"], sampling=every, max_num_batched_tokens=48),
+        "off kl": job(
+            {**K4V4, "feedback": "off"},
+            PROMPTS["long"],
+            sampling=every,
+            max_num_batched_tokens=48,
+        ),
         "raw alone": job(RAW, *([prompt] for prompt in mixed)),
         "raw crowd": job(RAW, mixed, kv_cache_memory_bytes=700 << 10, max_num_seqs=16),
         "k4v4 alone": job(K4V4, *([prompt] for prompt in some)),
@@ -263,6 +269,16 @@ def test_compression_stays_within_a_kl_budget(
 ) -> None:
     kl = mean_kl(engines["plain kl"], engines[f"{name} kl"], part)
     assert budget / 1000 < kl < budget
+
+
+def test_keys_are_coded_with_feedback_unless_it_is_off(engines: dict[str, Any]) -> None:
+    """Queries of random weights have no directions that feedback could gain much by."""
+    on, off = engines["k4v4 kl"], engines["off kl"]
+    assert list(on["feedback"].values()) == [[HEADS, HEAD_DIM, HEAD_DIM]] * LAYERS
+    assert list(off["feedback"].values()) == [None] * LAYERS
+    assert "tightkv k4v4: 2 of 2 layers code keys with error feedback" in engines["log"]["text"]
+    fed, alone = (mean_kl(engines["plain kl"], result, "prompt") for result in (on, off))
+    assert fed != alone and fed < 1.1 * alone
 
 
 def test_a_crowd_that_preempts_gives_the_text_of_each_alone(engines: dict[str, Any]) -> None:

@@ -72,6 +72,11 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
             for name, layer in context.items()
             if hasattr(getattr(layer, "impl", None), "layout")
         },
+        "feedback": {
+            name: None if layer.impl.feedback is None else list(layer.impl.feedback.shape)
+            for name, layer in context.items()
+            if hasattr(getattr(layer, "impl", None), "feedback")
+        },
         "groups": sorted(
             (type(group.kv_cache_spec).__name__, group.kv_cache_spec.block_size)
             for group in core.scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups

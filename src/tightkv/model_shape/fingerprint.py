@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import torch
 
-from tightkv.model_shape.folder_noise import LANGUAGE_PARTS, WeightTensor
+from tightkv.model_shape.attention_weights import LANGUAGE_PARTS, WeightTensor
 from tightkv.model_shape.reader import read_model_shape
 from tightkv.model_shape.shape import ModelShape
 from tightkv.model_shape.tensors import stored_tensors

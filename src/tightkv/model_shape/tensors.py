@@ -6,7 +6,7 @@ import json
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,12 @@ class StoredTensor:
     def is_float(self) -> bool:
         """Whether `read` can read it: 16, 32 or 64 bits and not quantized."""
         return self.dtype in _FLOATS
+
+    def rows(self, first: int, count: int) -> StoredTensor:
+        """A part of its first dimension, unread."""
+        row = self.bytes // self.shape[0]
+        shape = (count, *self.shape[1:])
+        return replace(self, shape=shape, start=self.start + first * row, bytes=count * row)
 
     def read(self, step: int = 1) -> Tensor:
         """Every `step`-th of its first dimension, from the first on."""

@@ -28,7 +28,7 @@ class KeyBitsWarning(UserWarning):
 
 @dataclass(frozen=True)
 class LoadedTensor:
-    """A parameter of a loaded model (`model_shape.folder_noise.WeightTensor`)."""
+    """A parameter of a loaded model (`model_shape.attention_weights.WeightTensor`)."""
 
     name: str
     value: Tensor
@@ -45,6 +45,9 @@ class LoadedTensor:
     def is_float(self) -> bool:
         value = self.value
         return value.is_floating_point() and value.element_size() > 1 and not value.is_meta
+
+    def rows(self, first: int, count: int) -> LoadedTensor:
+        return LoadedTensor(self.name, self.value[first : first + count])
 
     def read(self, step: int = 1) -> Tensor:
         if not self.is_float:

@@ -28,6 +28,7 @@ from tightkv.integrations.vllm.calibrated import (
 )
 from tightkv.integrations.vllm.compat import page_spec
 from tightkv.integrations.vllm.cuts import Limits
+from tightkv.integrations.vllm.feedback import set_feedback
 from tightkv.integrations.vllm.options import EngineOptions, engine_options, with_options
 from tightkv.integrations.vllm.protection import (
     check_keys,
@@ -112,8 +113,11 @@ def change_over(vllm_config: Any) -> None:
         if choice.slow is not None:
             slow.setdefault(choice.slow, []).append(name)
     impls = {name: layers[name].impl for name in plan.layouts}
-    if calibration is not None and options.config.feedback == "auto":
-        rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+    rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+    feedback = None
+    if calibration is None:
+        feedback = set_feedback(options.config, impls, vllm_config, rank, ranks)
+    elif options.config.feedback == "auto":
         set_calibrated_feedback(calibration, impls, rank, ranks)
     # vLLM keeps compiled models by its config; one with other attention is another model.
     vllm_config.additional_config = with_options(vllm_config.additional_config, plan.options)
@@ -122,6 +126,8 @@ def change_over(vllm_config: Any) -> None:
             if warning is not None:
                 logger.warning(warning)
         logger.info(plan.line())
+        if feedback is not None:
+            logger.info(feedback)
         for reason, names in slow.items():
             logger.warning("tightkv, %s: %s", _some(names, len(plan.layouts)), reason)
         blocked = no_graphs(impls)

@@ -1,0 +1,131 @@
+"""Which layers of an engine get error feedback, from which weights, and what is said about it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+from models import SHAPE
+from tightkv import KVQuantConfig
+from tightkv.codec import Codec
+from tightkv.integrations.vllm import feedback as module
+from tightkv.integrations.vllm.feedback import set_feedback
+from tightkv.layout import PageLayout
+from tightkv.math.feedback import QueryMetric
+from tightkv.model_shape.folder_metric import query_metrics
+from tiny_folder import write_model
+
+CPU = torch.device("cpu")
+K4V4 = KVQuantConfig.preset("k4v4")
+NAMES = [f"model.layers.{i}.self_attn.attn" for i in range(4)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four layers of two KV heads."""
+    return write_model(tmp_path_factory.mktemp("feedback"), hf.Qwen2Config(**SHAPE))
+
+
+def engine(folder: Path | str, load_format: str = "auto") -> SimpleNamespace:
+    return SimpleNamespace(
+        model_config=SimpleNamespace(model=str(folder), revision=None),
+        load_config=SimpleNamespace(load_format=load_format, download_dir=None),
+    )
+
+
+def layers(cfg: KVQuantConfig = K4V4, heads: int = 2, names: list[str] = NAMES) -> dict[str, Any]:
+    """What `set_feedback` reads of each layer's attention."""
+    found = {}
+    for index, name in enumerate(names):
+        layout = PageLayout(cfg.for_layer(index, len(names)), heads, 16)
+        found[name] = SimpleNamespace(
+            layout=layout,
+            num_kv_heads=heads,
+            head_size=16,
+            device=CPU,
+            step=SimpleNamespace(codec=Codec(layout)),
+            feedback=None,
+        )
+    return found
+
+
+def test_every_layer_has_the_factors_of_its_own_metric(folder: Path) -> None:
+    impls = layers()
+    line = set_feedback(K4V4, impls, engine(folder), 0, 1)
+    assert line is not None and line.startswith("tightkv k4v4: 4 of 4 layers code keys with error")
+    assert "feedback=off" in line and "(" not in line
+    for name, metric in zip(NAMES, query_metrics(folder).by_layer.values(), strict=True):
+        impl = impls[name]
+        wanted = impl.step.codec.feedback_factors(QueryMetric(metric), CPU)
+        assert torch.equal(impl.feedback, wanted)
+        assert impl.feedback.dtype == torch.float32 and impl.feedback.is_contiguous()
+
+
+def test_off(folder: Path) -> None:
+    impls = layers()
+    assert set_feedback(K4V4.replace(feedback="off"), impls, engine(folder), 0, 1) is None
+    assert all(impl.feedback is None for impl in impls.values())
+
+
+@pytest.mark.parametrize("preset", ["k8v4", "k2v2"])
+def test_bits_that_do_not_gain(preset: str, folder: Path) -> None:
+    """Eight are exact enough, and two need a metric of real queries."""
+    cfg = KVQuantConfig.preset(preset)
+    impls = layers(cfg)
+    assert set_feedback(cfg, impls, engine(folder), 0, 1) is None
+    assert all(impl.feedback is None for impl in impls.values())
+
+
+def test_layers_with_bits_of_their_own(folder: Path) -> None:
+    cfg = K4V4.replace(layer_bits="1=k8v4,2=k3v3")
+    impls = layers(cfg)
+    line = set_feedback(cfg, impls, engine(folder), 0, 1)
+    assert line is not None and "3 of 3 layers" in line
+    assert [impl.feedback is None for impl in impls.values()] == [False, True, False, False]
+    metric = query_metrics(folder).by_layer[2]
+    codec = Codec(PageLayout(cfg.for_layer(2, 4), 2, 16))
+    assert torch.equal(impls[NAMES[2]].feedback, codec.feedback_factors(QueryMetric(metric), CPU))
+
+
+def test_a_rank_has_its_own_heads_and_a_stage_its_own_layers(folder: Path) -> None:
+    whole, part = layers(), layers(heads=1, names=NAMES[2:])
+    set_feedback(K4V4, whole, engine(folder), 0, 1)
+    set_feedback(K4V4, part, engine(folder), 1, 2)
+    for name, impl in part.items():
+        torch.testing.assert_close(impl.feedback, whole[name].feedback[1:])
+
+
+def test_a_draft_and_other_heads_have_none(folder: Path) -> None:
+    names = [*NAMES[:2], "draft_model.layers.1.self_attn.attn", "head.attn"]
+    impls = layers(names=names)
+    set_feedback(K4V4, impls, engine(folder), 0, 1)
+    assert [impl.feedback is None for impl in impls.values()] == [False, False, True, True]
+    wide = layers(heads=4)
+    line = set_feedback(K4V4, wide, engine(folder), 0, 1)
+    assert line is not None and "0 of 4 layers" in line and "heads are not those" in line
+    assert all(impl.feedback is None for impl in wide.values())
+
+
+def test_without_weights_there_is_a_reason_and_no_feedback(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reason(where: SimpleNamespace) -> str:
+        impls = layers()
+        line = set_feedback(K4V4, impls, where, 0, 1)
+        assert line is not None and "0 of 4 layers" in line
+        assert all(impl.feedback is None for impl in impls.values())
+        return line
+
+    assert "load_format dummy" in reason(engine(folder, "dummy"))
+    assert "neither a folder nor" in reason(engine("org/missing"))
+
+    def out_of_memory(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(module, "query_metrics", out_of_memory)
+    assert "(out of memory)" in reason(engine(folder))
