@@ -5,6 +5,7 @@ compute-sanitizer --tool memcheck|racecheck|synccheck|initcheck python tests/cud
 
 import torch
 
+from test_feedback import anisotropic_metric
 from test_kernels_triton import cache_on, fill, queries
 from tightkv.config import KVQuantConfig
 from tightkv.kernels import cuda
@@ -22,6 +23,8 @@ def main() -> None:
     for preset, lengths, counts in CASES:
         cfg = KVQuantConfig.preset(preset)
         cache = cache_on(cfg, lengths, dim=128, heads=2, dtype=torch.bfloat16, name="cuda")
+        if cfg.takes_feedback:
+            cache.feedback = cache.codec.feedback_factors(anisotropic_metric(2, 128).cuda())
         fill(cache, lengths)
         fill(cache, counts, seed=2)
         q, first = queries(cache, counts, 4)

@@ -87,7 +87,7 @@ class _Rows(ctypes.Structure):
 
 
 class _Append(ctypes.Structure):
-    """`struct Append` of append.cu."""
+    """`struct Append` of encode.cu."""
 
     _fields_ = (
         [(name, ctypes.c_void_p) for name in ("key", "value", "pages", "block_table", "lengths")]
