@@ -3,6 +3,7 @@
 import json
 import random
 import warnings
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -26,9 +27,10 @@ from tightkv.eval.bit_search import Option, least_kl
 from tightkv.eval.calibrate import PRESETS, Calibrator
 from tightkv.eval.quality import Schedule, measure_quality
 from tightkv.eval.sensitivity import query_metric, record
-from tightkv.eval.text import Text
-from tightkv.eval.windows import Windows
+from tightkv.eval.text import Text, language_reference
+from tightkv.eval.windows import Windows, cut_windows
 from tightkv.integrations.transformers.calibrated import CalibrationWarning, loaded_fingerprint
+from tightkv.integrations.transformers.models import load_model
 from tightkv.integrations.vllm.calibrated import (
     find_for_engine,
     own_heads,
@@ -300,8 +302,6 @@ def test_a_calibration_needs_the_model(file, model):
 
 
 def test_a_folder_and_its_loaded_model_are_the_same(tmp_path):
-    from tightkv.integrations.transformers.models import load_model
-
     folder = write_tiny_folder(tmp_path / "m")
     loaded = {
         loaded_fingerprint(load_model(str(folder), dtype=dtype, device="cpu")[0])
@@ -384,6 +384,24 @@ def test_ready_files_can_be_read(name):
     assert (find_module.READY_FOLDER / f"{name}.safetensors").stat().st_size < 2_000_000
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["k3v3", "k2v2"])
+def test_the_bundled_model_is_nearer_on_other_text(preset):
+    """Its ready file was measured on other text than this."""
+    bundled, tokenizer = load_model(None, dtype="float32", device="cpu")
+    windows = cut_windows(tokenizer, [language_reference()], 640, 1)
+    configs = {
+        "off": KVQuantConfig.preset(preset, feedback="off"),
+        "probed": KVQuantConfig.preset(preset),
+        "calibrated": KVQuantConfig.preset(preset, calibration="auto"),
+    }
+    caches = {name: partial(TightCache, cfg, model=bundled) for name, cfg in configs.items()}
+    found = measure_quality(bundled, windows, caches, Schedule(prefill=256, chunk=64))
+    kls = {name: quality.summary.kl for name, quality in found.items()}
+    assert kls["calibrated"] < 0.9 * kls["probed"] and kls["calibrated"] < 0.6 * kls["off"]
+    assert found["calibrated"].bytes_held <= found["off"].bytes_held
+
+
 # --- engines ---------------------------------------------------------------------------------
 def test_ranks_take_their_own_heads():
     metric = torch.arange(8.0)[:, None, None].expand(8, 4, 4)
@@ -419,8 +437,6 @@ def test_layers_of_an_engine_get_the_factors_of_their_heads(file):
 
 
 def test_an_engine_compares_the_checkpoint(tmp_path):
-    from tightkv.integrations.transformers.models import load_model
-
     folder = write_tiny_folder(tmp_path / "m")
     own = load_model(str(folder), dtype="float32", device="cpu")[0]
     save_calibration(measured(own, name="own"), tmp_path / "own.safetensors")
