@@ -9,6 +9,7 @@ from test_feedback import anisotropic_metric
 from test_kernels_triton import cache_on, fill, queries
 from tightkv.config import KVQuantConfig
 from tightkv.kernels import cuda
+from tightkv.math.feedback import QueryMetric
 
 CASES = (
     ("k4v4", [700, 65, 1], [1, 2, 1]),
@@ -24,7 +25,7 @@ def main() -> None:
         cfg = KVQuantConfig.preset(preset)
         cache = cache_on(cfg, lengths, dim=128, heads=2, dtype=torch.bfloat16, name="cuda")
         if cfg.takes_feedback:
-            cache.feedback = cache.codec.feedback_factors(anisotropic_metric(2, 128).cuda())
+            cache.use_metric(QueryMetric(anisotropic_metric(2, 128)))
         fill(cache, lengths)
         fill(cache, counts, seed=2)
         q, first = queries(cache, counts, 4)

@@ -188,7 +188,7 @@ def appended(name, cfg, dim, dtype, steps, *, heads=2, starts=None, lose_exact=T
         open_codes=True,
     )  # fmt: skip
     cache._kernels = f"tightkv.kernels.{name}"
-    cache.feedback = cache.codec.feedback_factors(anisotropic_metric(heads, dim).to(DEVICE))
+    cache.use_metric(QueryMetric(anisotropic_metric(heads, dim)))
     for seed, counts in enumerate(steps):
         key, value = tokens(rows, max(counts), heads=heads, dim=dim, seed=seed)
         key[0, 0] = 0.0
