@@ -226,7 +226,7 @@ class Launches:
 
     def kind(self, name: str, value: Any) -> Any:
         """By Triton's rules: constants, dtypes, alignment to 16, and whether a number is 1."""
-        if "constexpr" in str(self.signature.parameters[name].annotation):
+        if value is None or "constexpr" in str(self.signature.parameters[name].annotation):
             return value
         if isinstance(value, Tensor):
             return value.dtype, name in self.alike or value.data_ptr() % 16 == 0
@@ -253,8 +253,11 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 class Serving:
     """Random batches of a few sequences, as the metadata builder hands them to a layer."""
 
-    def __init__(self, step: LayerStep, query_heads: int, most_decoding: int) -> None:
+    def __init__(
+        self, step: LayerStep, query_heads: int, most_decoding: int, feedback: Tensor | None
+    ) -> None:
         self.step, self.layout, self.hq = step, step.codec.layout, query_heads
+        self.feedback = feedback
         self.most_decoding, self.batch, self.blocks = most_decoding, 7, 208  # few are aligned
         self.rings = make_rings(self.layout, self.batch)
         self.pages = self.layout.new_pages(4)
@@ -276,18 +279,24 @@ class Serving:
         qkv = torch.zeros(first[-1], sum(heads), DIM, dtype=self.layout.dtype)
         query, key, value = qkv.split(heads, 1)
         output = torch.empty(query.shape, dtype=query.dtype)
-        self.step.run(parts, self.pages, self.rings, query, key, value, output)
+        states = query, key, value
+        self.step.run(parts, self.pages, self.rings, *states, output, feedback=self.feedback)
 
 
+@pytest.mark.parametrize("feedback", [None, torch.eye(DIM).repeat(HEADS, 1, 1)], ids=["", "fed"])
 @pytest.mark.parametrize("most_decoding", [1, 5, 16])
 @pytest.mark.parametrize("group", [1, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_serving_asks_for_no_binary_that_is_not_there(
-    launches: SimpleNamespace, dtype: torch.dtype, group: int, most_decoding: int
+    launches: SimpleNamespace,
+    dtype: torch.dtype,
+    group: int,
+    most_decoding: int,
+    feedback: Tensor | None,
 ) -> None:
     step, query_heads = make_step(launches.kernels, dtype), group * HEADS
-    serving = Serving(step, query_heads, most_decoding)
-    warm_up(step, serving.rings, query_heads, most_decoding, most_decoding + 1)
+    serving = Serving(step, query_heads, most_decoding, feedback)
+    warm_up(step, serving.rings, query_heads, most_decoding, most_decoding + 1, feedback)
     ready = set(launches.found)
     launches.found.clear()
     choose = random.Random(0)
