@@ -106,7 +106,12 @@ def test_the_command_line_wins_over_the_file(capsys: pytest.CaptureFixture[str])
     [
         ({"other": 1}, "unknown block 'other' (allowed: kv_quant, model, runtime)"),
         ({"preset": "k4v4"}, "'preset' stands beside 'kv_quant'; move it into that block"),
-        ({"runtime": {"page_size": 64}}, "unknown name in the runtime block 'page_size'"),
+        ({"runtime": {"page_size": 48}}, "page_size=48; supported: 32, 64, 128, 256"),
+        (
+            {"runtime": {"kv_dtype": "fp8"}},
+            "kv_dtype='fp8' in the runtime block; it must be one of",
+        ),
+        ({"runtime": {"total_kv_pages": 0}}, "total_kv_pages=0 in the runtime block"),
         ({"runtime": {"max_batch": 4}}, "did you mean 'max_batch_size'?"),
         ({"runtime": {"max_batch_size": "4"}}, "max_batch_size='4' in the runtime block"),
         ({"runtime": {"exact_rows": -1}}, "exact_rows=-1 in the runtime block"),

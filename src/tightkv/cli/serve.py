@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from tightkv.calibration import find_for_folder, not_used
-from tightkv.cli.config_flags import add_config_flags, config_from_args
+from tightkv.cli.config_flags import OFF_LINE, add_config_flags, options_from_args
 from tightkv.cli.output import MissingPackageError, add_output_options, emit
 from tightkv.cli.server_file import read_server_file
-from tightkv.config import PRESETS, KVQuantConfig
+from tightkv.config import PRESETS, KVQuantConfig, is_off
 from tightkv.key_check import KeyCheck
 
 SERVER = "vllm.entrypoints.openai.api_server"
@@ -48,7 +48,8 @@ def run(args: argparse.Namespace) -> int:
         given, vllm_options = _parse(args)
     except SystemExit as stop:  # --help, or arguments that argparse refuses
         return stop.code if isinstance(stop.code, int) else 2
-    config, file = config_from_args(args), read_server_file(args.config)
+    options, file = options_from_args(args), read_server_file(args.config)
+    config = None if is_off(options) else KVQuantConfig.from_dict(options)
     model = given or file.model
     if model is None:
         raise ValueError(
@@ -59,9 +60,12 @@ def run(args: argparse.Namespace) -> int:
     rows = file.exact_rows if args.exact_rows is None else args.exact_rows
     # vLLM takes the last of two: the command line wins over the file.
     command = server_command(model, config, [*file.options, *vllm_options], rows)
-    _tell_of_folder(model, config, command)
+    for line in (*file.notes, *([OFF_LINE] if config is None else [])):
+        print(f"tightkv: {line}", file=sys.stderr, flush=True)
+    if config is not None:
+        _tell_of_folder(model, config, command)
     if args.dry_run or args.json:
-        data = {"command": command, "kv_quant": config.to_dict()}
+        data = {"command": command, "kv_quant": None if config is None else config.to_dict()}
         emit(args, data, shlex.join(command))
         return 0
     if find_spec("vllm") is None:
@@ -86,9 +90,15 @@ def _tell_of_folder(model: str, config: KVQuantConfig, command: list[str]) -> No
 
 
 def server_command(
-    model: str, config: KVQuantConfig, vllm_options: list[str], exact_rows: int | None = None
+    model: str,
+    config: KVQuantConfig | None,
+    vllm_options: list[str],
+    exact_rows: int | None = None,
 ) -> list[str]:
-    """The server's command line; `--additional-config` among the options is extended."""
+    """The server's command line; `--additional-config` among the options is extended.
+
+    Without a config compression is off, whatever the environment says.
+    """
     if exact_rows is not None and exact_rows < 0:
         raise ValueError(f"--exact-rows {exact_rows}; it must be 0 (no exact rings) or more")
     options, additional = _take_additional(vllm_options)
@@ -97,7 +107,9 @@ def server_command(
             f'{_OPTION} already has a "tightkv" entry; give its fields as options of '
             "tightkv serve or with --config"
         )
-    ours = shortest(config) | ({} if exact_rows is None else {"exact_rows": exact_rows})
+    ours: dict[str, Any] | bool = False
+    if config is not None:
+        ours = shortest(config) | ({} if exact_rows is None else {"exact_rows": exact_rows})
     value = json.dumps({**additional, "tightkv": ours})
     return [sys.executable, "-m", SERVER, "--model", model, *options, _OPTION, value]
 
