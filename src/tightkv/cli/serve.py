@@ -28,7 +28,16 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("words", nargs=argparse.REMAINDER)
 
 
-def _add_options(parser: argparse.ArgumentParser) -> None:
+def own_parser() -> argparse.ArgumentParser:
+    """The options that are not vLLM's."""
+    parser = argparse.ArgumentParser(
+        "tightkv serve",
+        usage="tightkv serve [MODEL] [options below] [vLLM options]",
+        description="Start vLLM's OpenAI-compatible server with a compressed KV cache. MODEL is a "
+        "folder or a hub id; --config may name it instead. Options that are not listed here go to "
+        "vLLM as they are; those after -- all do.",
+        allow_abbrev=False,
+    )
     parser.add_argument(
         "--dry-run", action="store_true", help="print the command instead of running it"
     )
@@ -41,6 +50,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     )
     add_output_options(parser)
     add_config_flags(parser)
+    return parser
 
 
 def run(args: argparse.Namespace) -> int:
@@ -129,16 +139,7 @@ def shortest(config: KVQuantConfig) -> dict[str, Any]:
 def _parse(args: argparse.Namespace) -> tuple[str | None, list[str]]:
     """Take our options from the words; the model, if the next is no option; the rest is vLLM's."""
     cut = args.words.index("--") if "--" in args.words else len(args.words)
-    parser = argparse.ArgumentParser(
-        "tightkv serve",
-        usage="tightkv serve [MODEL] [options below] [vLLM options]",
-        description="Start vLLM's OpenAI-compatible server with a compressed KV cache. MODEL is a "
-        "folder or a hub id; --config may name it instead. Options that are not listed here go to "
-        "vLLM as they are; those after -- all do.",
-        allow_abbrev=False,
-    )
-    _add_options(parser)
-    _, rest = parser.parse_known_args(args.words[:cut], namespace=args)
+    _, rest = own_parser().parse_known_args(args.words[:cut], namespace=args)
     model = rest.pop(0) if rest and not rest[0].startswith("-") else None
     return model, rest + args.words[cut + 1 :]
 
