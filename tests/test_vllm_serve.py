@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,13 @@ def test_our_options_become_one_of_vllms_and_its_own_stay(
     )
     assert words[:-2] == ["--port", "80", "--enforce-eager"]
     assert ours(words) == {"preset": "k3v3", "sinks": 8}
+
+
+def test_the_object_is_that_of_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "m", "--json"]) == 0
+    page = (Path(__file__).parents[1] / "docs" / "vllm.md").read_text().split("| key | type |")[1]
+    named = re.findall(r"^\| `(\w+)` \|", page.split("## ")[0], re.MULTILINE)
+    assert list(json.loads(capsys.readouterr().out)) == named
 
 
 def test_what_follows_two_dashes_is_vllms(capsys: pytest.CaptureFixture[str]) -> None:

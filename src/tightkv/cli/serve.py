@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from tightkv import __version__
 from tightkv.calibration import find_for_folder, not_used
 from tightkv.cli.config_flags import OFF_LINE, add_config_flags, options_from_args
 from tightkv.cli.output import MissingPackageError, add_output_options, emit
@@ -75,7 +76,8 @@ def run(args: argparse.Namespace) -> int:
     if config is not None:
         _tell_of_folder(model, config, command)
     if args.dry_run or args.json:
-        data = {"command": command, "kv_quant": None if config is None else config.to_dict()}
+        fields = None if config is None else config.to_dict()
+        data = {"schema": 1, "tightkv": __version__, "command": command, "kv_quant": fields}
         emit(args, data, shlex.join(command))
         return 0
     if find_spec("vllm") is None:
