@@ -219,3 +219,19 @@ def test_channels_must_be_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse("--outlier-channels", "1,x")
     assert "'1,x'; give whole numbers with commas" in capsys.readouterr().err
+
+
+def reference_rows() -> list[str]:
+    """The table of fields in docs/config.md."""
+    docs, rows = field_docs(), []
+    for field in dataclasses.fields(KVQuantConfig):
+        default = "none" if field.default in ((), "") else json.dumps(field.default).strip('"')
+        rows.append(f"| `{field.name}` | {default} | {docs[field.name]} |")
+    return rows
+
+
+def test_the_reference_has_every_field_as_it_is() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "config.md").read_text()
+    table = page.split("## Fields")[1].split("## ")[0]
+    assert [line for line in table.splitlines() if line.startswith("| `")] == reference_rows()
+    assert f"The presets are {', '.join(PRESETS[:-1])} and {PRESETS[-1]}" in " ".join(page.split())

@@ -5,6 +5,7 @@ Who measures again changes the rows, sees which lines are missing, and writes th
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +36,14 @@ def rows(name: str) -> list[Row]:
     return [json.loads(line) for line in text.splitlines()]
 
 
+def load_script(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def document(name: str) -> str:
     """Its text with every run of spaces and line ends as one space."""
     return " ".join((ROOT / name).read_text(encoding="utf-8").split())
@@ -46,7 +55,7 @@ def expect(name: str, *lines: str) -> None:
     assert not missing, f"{name} does not say what the rows give:\n" + "\n".join(missing)
 
 
-# --- README and its sources ----------------------------------------------------------------------
+# --- results and README ---------------------------------------------------------------------------
 def quality(preset: str) -> Row:
     found = [row for row in rows("eval") if row["name"] == preset and row["quality"]]
     return found[-1]["quality"]
@@ -62,7 +71,30 @@ def test_presets(preset: str) -> None:
 
     size = f"{layout.bytes_per_token / 8:g}"
     cells = [size, f"{layout.ratio:.2f}x", ratio(32768), ratio(8192)]
-    expect("README.md", f"| {preset} | {' | '.join(cells)} | {quality(preset)['kl']:.4f} |")
+    expect("docs/results.md", f"| {preset} | {' | '.join(cells)} | {quality(preset)['kl']:.4f} |")
+
+
+@pytest.mark.parametrize("preset", ["k8v4", "k4v4", "k3v3", "k2v2"])
+def test_presets_in_the_readme(preset: str) -> None:
+    layout = PageLayout(KVQuantConfig.preset(preset), 8, 128, torch.bfloat16)
+    ratio = 32768 * 4 * 8 * 128 / layout.total_bytes(32768)
+    (speed,) = (
+        row["against_best_bf16"]
+        for row in rows("gpu_decode") + rows("gpu_decode_8bit")
+        if row["preset"] == preset and (row["shape"]["batch"], row["shape"]["tokens"]) == (8, 32731)
+    )
+    cells = (
+        f"{layout.bytes_per_token / 8:g} | {ratio:.2f} | {quality(preset)['kl']:.4f} | {speed:.2f}"
+    )
+    expect("README.md", f"| {preset} | {cells} |")
+
+
+def test_the_plots_are_those_of_the_rows() -> None:
+    """`python benchmarks/plots.py` draws them again."""
+    plots = load_script("plots")
+    for name, draw in plots.DRAWINGS.items():
+        assert (plots.PLOTS / name).read_text(encoding="utf-8") == draw(), name
+        assert f"docs/plots/{name}" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("preset", ["k8v8", "k8v4", "k4v4", "k3v3", "k3v2", "k2v2"])
@@ -76,7 +108,8 @@ def test_short_sequences(preset: str) -> None:
     cells = [str(limit + 1), *(f"{size:.1f}" for size in sizes)]
     expect("docs/plan.md", f"| {preset} | {' | '.join(cells)} |")
     if preset == "k4v4":
-        expect("README.md", f"until pages take less (k4v4: {limit + 1} tokens)")
+        for page in ("README.md", "docs/index.md"):
+            expect(page, f"until pages take less (k4v4: {limit + 1} tokens)")
 
 
 def test_perplexity_and_needles() -> None:
@@ -92,7 +125,7 @@ def test_perplexity_and_needles() -> None:
     exact = sum(entry["found"] for entry in first["reference"]["needles"])
     asked = sum(entry["asked"] for entry in first["needles"])
     expect(
-        "README.md",
+        "docs/results.md",
         "perplexity grows by {:.1f}, {:.1f}, {:.1f} and {:.1f}% from k4v4 on".format(*growth),
         f"Of {asked} needles in contexts of 512 to 8,000 tokens the uncompressed cache finds "
         f"{exact}, k4v4 {found['k4v4']}, k3v3 {found['k3v3']}, k2v2 {found['k2v2']}.",
@@ -114,7 +147,7 @@ def test_decode_steps_on_a_gpu() -> None:
         return " | ".join(found)
 
     expect(
-        "README.md",
+        "docs/results.md",
         f"| sequences x tokens | {' | '.join(SIZES)} |",
         *(
             f"| {preset} against the best bf16 | {cells(preset, 'against_best_bf16')} |"
@@ -146,7 +179,7 @@ class Engine:
         return self.value(kv, measure, size) / self.value("auto", measure, size)
 
 
-def test_vllm_in_the_readme() -> None:
+def test_vllm_in_the_results() -> None:
     engine = Engine()
 
     def tpot(kv: str) -> tuple[float, float]:
@@ -156,7 +189,7 @@ def test_vllm_in_the_readme() -> None:
     prefill = {f"{engine.ratio('k4v4', 'prefill', size):.2f}" for size in ("32 x 8k", "8 x 32k")}
     assert len(prefill) == 1
     expect(
-        "README.md",
+        "docs/results.md",
         f"{engine.ratio('k4v4', 'capacity'):.2f} times the tokens in the same memory, "
         f"{ours[0]:.2f} and {ours[1]:.2f} of bf16's time per output token (32 x 8k, 8 x 32k; "
         f"fp8: {fp8[0]:.2f} and {fp8[1]:.2f}), {prefill.pop()} of its prefill speed.",
@@ -239,14 +272,14 @@ def test_every_row_of_a_cpu_is_in_the_table() -> None:
     expect("docs/cpu.md", *lines)
 
 
-def test_the_readme_has_the_worst_and_the_best_of_a_cpu() -> None:
+def test_the_results_have_the_worst_and_the_best_of_a_cpu() -> None:
     steps: dict[tuple[str, str], list[float]] = {}
     for (machine, isa, *_), (step, _) in cpu_rows().items():
         steps.setdefault((machine, isa), []).append(step)
     arm = steps["Neoverse-N1", "dotprod"]
     (vnni,), (avx512,) = steps["Sapphire Rapids", "vnni"], steps["Sapphire Rapids", "avx512"]
     expect(
-        "README.md",
+        "docs/results.md",
         f"{min(arm):.2f}x to {max(arm):.2f}x as fast as torch's attention over float32 on a 2-core "
         f"ARM machine, {vnni:.2f}x on two cores of a Sapphire Rapids and {avx512:.2f}x there "
         "without VNNI",
@@ -344,7 +377,7 @@ def test_decode_with_eight_bits() -> None:
 
     for preset in ("k8v4", "k8v8"):
         *first, last = ratios(preset)
-        expect("README.md", f"{preset} {', '.join(first)} and {last}")
+        expect("docs/results.md", f"{preset} {', '.join(first)} and {last}")
 
 
 def _order(shape: Row) -> int:
@@ -362,4 +395,4 @@ def test_other_models() -> None:
     for name, found in models.items():
         results = [found[preset] for preset in ("k4v4", "k3v3", "k2v2")]
         cells = [f"{x['kl']:.4f} ({100 * x['perplexity_increase']:+.1f}%)" for x in results]
-        expect("README.md", f"| {name} | {' | '.join(cells)} |")
+        expect("docs/results.md", f"| {name} | {' | '.join(cells)} |")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,13 @@ def test_our_options_become_one_of_vllms_and_its_own_stay(
     )
     assert words[:-2] == ["--port", "80", "--enforce-eager"]
     assert ours(words) == {"preset": "k3v3", "sinks": 8}
+
+
+def test_the_object_is_that_of_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "m", "--json"]) == 0
+    page = (Path(__file__).parents[1] / "docs" / "vllm.md").read_text().split("| key | type |")[1]
+    named = re.findall(r"^\| `(\w+)` \|", page.split("## ")[0], re.MULTILINE)
+    assert list(json.loads(capsys.readouterr().out)) == named
 
 
 def test_what_follows_two_dashes_is_vllms(capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,7 +114,12 @@ def test_the_command_line_wins_over_the_file(capsys: pytest.CaptureFixture[str])
     [
         ({"other": 1}, "unknown block 'other' (allowed: kv_quant, model, runtime)"),
         ({"preset": "k4v4"}, "'preset' stands beside 'kv_quant'; move it into that block"),
-        ({"runtime": {"page_size": 64}}, "unknown name in the runtime block 'page_size'"),
+        ({"runtime": {"page_size": 48}}, "page_size=48; supported: 32, 64, 128, 256"),
+        (
+            {"runtime": {"kv_dtype": "fp8"}},
+            "kv_dtype='fp8' in the runtime block; it must be one of",
+        ),
+        ({"runtime": {"total_kv_pages": 0}}, "total_kv_pages=0 in the runtime block"),
         ({"runtime": {"max_batch": 4}}, "did you mean 'max_batch_size'?"),
         ({"runtime": {"max_batch_size": "4"}}, "max_batch_size='4' in the runtime block"),
         ({"runtime": {"exact_rows": -1}}, "exact_rows=-1 in the runtime block"),

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tightkv.config_aliases import ALIASES, SWITCH, WINDOW, expand, overlay, pages_of
+
 BITS = (2, 3, 4, 8, 16)
 METHODS = ("mse", "prod", "group", "absmax")
 SCALE_MODES = ("norm", "corrected", "least_squares", "unbiased")
@@ -259,8 +261,9 @@ class KVQuantConfig:
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> KVQuantConfig:
-        """From a plain mapping; understands {"kv_quant": {...}} and a "preset" key."""
+        """From a plain mapping; understands {"kv_quant": {...}}, "preset" and aliases."""
         options = fields_of(options)
+        enabled, window = options.pop(SWITCH, True), options.pop(WINDOW, None)
         base: dict[str, Any] = {}
         if "preset" in options:
             name = options.pop("preset")
@@ -268,25 +271,19 @@ class KVQuantConfig:
             base = _PRESET_OPTIONS[name]
         for key in options:
             if key not in _FIELDS:
-                raise ValueError(unknown_name("config field", key, (*_FIELDS, "preset")))
+                allowed = (*_FIELDS, "preset", *ALIASES)
+                raise ValueError(unknown_name("config field", key, allowed))
         if isinstance(options.get("outlier_channels"), list):
             options["outlier_channels"] = tuple(options["outlier_channels"])
-        return cls(**{**base, **options})
+        config = cls(**{**base, **options})
+        if window is not None:
+            config = config.replace(exact_pages=pages_of(window, config.page_size))
+        return config if enabled else cls(key_bits=16, value_bits=16)
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> KVQuantConfig:
         """From TIGHTKV_PRESET, TIGHTKV_CONFIG (file or JSON) and TIGHTKV_<FIELD>, in that order."""
-        env = os.environ if env is None else env
-        options: dict[str, Any] = {}
-        if "TIGHTKV_PRESET" in env:
-            options["preset"] = env["TIGHTKV_PRESET"]
-        if "TIGHTKV_CONFIG" in env:
-            options.update(fields_of(read_json(env["TIGHTKV_CONFIG"])))
-        for name in env_requests(env):
-            if name not in ENV_SOURCES:
-                field = name[len(ENV_PREFIX) :].lower()
-                options[field] = _from_text(field, env[name])
-        return cls.from_dict(options)
+        return cls.from_dict(env_fields(os.environ if env is None else env))
 
     @classmethod
     def parse(
@@ -300,17 +297,7 @@ class KVQuantConfig:
             return cls.from_env()
         if isinstance(source, KVQuantConfig):
             return source
-        if isinstance(source, Mapping):
-            return cls.from_dict(source)
-        text = os.fspath(source)
-        if text in PRESETS:
-            return cls.preset(text)
-        if not text.lstrip().startswith("{") and not text.endswith(".json"):
-            raise ValueError(
-                unknown_name("preset", text, PRESETS)
-                + "; or give JSON text or the path of a .json file"
-            )
-        return cls.from_dict(read_json(text))
+        return cls.from_dict(source if isinstance(source, Mapping) else read_source(source))
 
     # --- writing one ---
     def replace(self, **changes: Any) -> KVQuantConfig:
@@ -430,19 +417,61 @@ def env_requests(env: Mapping[str, str]) -> list[str]:
     return [name for name in env if name in known and name not in ENV_SETTINGS]
 
 
+def env_fields(env: Mapping[str, str]) -> dict[str, Any]:
+    """What the TIGHTKV_* variables set, as `KVQuantConfig.from_dict` takes it."""
+    options: dict[str, Any] = {}
+    if "TIGHTKV_PRESET" in env:
+        options["preset"] = env["TIGHTKV_PRESET"]
+    if "TIGHTKV_CONFIG" in env:
+        options = overlay(options, fields_of(read_json(env["TIGHTKV_CONFIG"])))
+    fields = {}
+    for name in env_requests(env):
+        if name not in ENV_SOURCES:
+            field = name[len(ENV_PREFIX) :].lower()
+            fields[field] = _from_text(field, env[name])
+    return overlay(options, fields)
+
+
+def is_off(options: Mapping[str, Any]) -> bool:
+    """Whether {"enabled": false} leaves everything uncompressed."""
+    return fields_of(options).get(SWITCH) is False
+
+
 def fields_of(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The config fields of a document: its kv_quant block, or all of it where there is none."""
+    """The config fields of a document: its kv_quant block, or all of it where there is none.
+
+    Aliases are checked. page_size may stand in the runtime block instead.
+    """
     if _BLOCK not in document:
-        return dict(document)
+        return expand(document)
     for name in document:
-        if name in _FIELDS or name == "preset":
+        if name in (*_FIELDS, "preset", *ALIASES):
             raise ValueError(f"{name!r} stands beside {_BLOCK!r}; move it into that block")
         if name not in (_BLOCK, *_SERVER_BLOCKS):
             raise ValueError(unknown_name("block", name, (_BLOCK, *_SERVER_BLOCKS)))
     inner = document[_BLOCK]
     if not isinstance(inner, Mapping):
         raise ValueError(f"{_BLOCK}={inner!r}; it must be an object of config fields")
-    return dict(inner)
+    runtime = document.get("runtime")
+    size = runtime.get("page_size") if isinstance(runtime, Mapping) else None
+    if size is not None and inner.get("page_size", size) != size:
+        raise ValueError(
+            f"page_size={inner['page_size']!r} in {_BLOCK!r} and {size!r} in 'runtime'; keep one"
+        )
+    return expand({**inner, **({} if size is None else {"page_size": size})})
+
+
+def read_source(source: str | os.PathLike[str]) -> dict[str, Any]:
+    """The options that a preset's name, JSON text or a .json file stands for."""
+    text = os.fspath(source)
+    if text in PRESETS:
+        return {"preset": text}
+    if not text.lstrip().startswith("{") and not text.endswith(".json"):
+        raise ValueError(
+            unknown_name("preset", text, PRESETS)
+            + "; or give JSON text or the path of a .json file"
+        )
+    return read_json(text)
 
 
 def read_json(source: str) -> dict[str, Any]:

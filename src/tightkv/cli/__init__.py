@@ -21,6 +21,7 @@ from tightkv.cli.output import MissingPackageError
 COMMANDS = {
     "bench": "speed against uncompressed caches, as ratios within one run",
     "calibrate": "measure a model once: better codes of its keys, and bits of its layers",
+    "completion": "a script that completes commands and options in bash or zsh",
     "doctor": "the smallest cache that keeps a model within a KL budget on your text",
     "eval": "what each config does to a model's perplexity, retrieval and greedy text",
     "generate": "text from a model with a compressed cache, or from both caches to compare",
@@ -92,10 +93,20 @@ def _run(argv: list[str]) -> int:
     return code
 
 
+class _Help(argparse.HelpFormatter):
+    """argparse forgets that names of commands are indented; the longest would stand alone."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog)
+        self._action_max_length = max(map(len, COMMANDS)) + 4
+
+
 def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
     """The parser; only the command `chosen` has its options, which needs its module."""
     parser = argparse.ArgumentParser(
-        prog="tightkv", description="A compressed KV cache for LLM inference."
+        prog="tightkv",
+        description="A compressed KV cache for LLM inference.",
+        formatter_class=_Help,
     )
     parser.add_argument("--version", action="version", version=f"tightkv {__version__}")
     parser.add_argument(

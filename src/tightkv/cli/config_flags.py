@@ -6,11 +6,21 @@ import argparse
 import ast
 import dataclasses
 import inspect
+import os
 import textwrap
 from typing import Any
 
-from tightkv.config import ENV_PREFIX, PRESETS, KVQuantConfig, fields_of, read_json
+from tightkv.config import (
+    ENV_PREFIX,
+    PRESETS,
+    KVQuantConfig,
+    env_fields,
+    fields_of,
+    read_json,
+)
+from tightkv.config_aliases import overlay
 
+OFF_LINE = 'the cache is not compressed: the config has "enabled": false'
 _DEST = "kv_"
 # `--seed` is the seed of sampling in every command that has one.
 _FLAG_NAMES = {"seed": "--rotation-seed"}
@@ -38,18 +48,23 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
 
 def config_from_args(args: argparse.Namespace) -> KVQuantConfig:
     """The config that flags, --config, --preset and the environment give together."""
+    return KVQuantConfig.from_dict(options_from_args(args))
+
+
+def options_from_args(args: argparse.Namespace) -> dict[str, Any]:
+    """The same as options, which also say whether the cache is switched off (`config.is_off`)."""
     layers = [
-        KVQuantConfig.from_env().to_dict(),
+        env_fields(os.environ),
         {} if args.preset is None else {"preset": args.preset},
         {} if args.config is None else fields_of(read_json(args.config)),
         given_fields(args),
     ]
     options: dict[str, Any] = {}
     for layer in layers:
-        preset = layer.get("preset")
-        options |= {} if preset is None else _preset_fields(preset)
-        options |= {name: value for name, value in layer.items() if name != "preset"}
-    return KVQuantConfig.from_dict(options)
+        preset = layer.pop("preset", None)
+        options = overlay(options, {} if preset is None else _preset_fields(preset))
+        options = overlay(options, layer)
+    return options
 
 
 def given_fields(args: argparse.Namespace) -> dict[str, Any]:

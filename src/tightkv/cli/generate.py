@@ -7,11 +7,11 @@ import os
 import sys
 from typing import Any
 
-from tightkv.cli.config_flags import add_config_flags, config_from_args
+from tightkv.cli.config_flags import OFF_LINE, add_config_flags, options_from_args
 from tightkv.cli.generate_prompt import check_length, encode, long_context, read_prompts
 from tightkv.cli.output import MissingPackageError, add_output_options, emit
 from tightkv.cli.server_file import model_of
-from tightkv.config import KVQuantConfig
+from tightkv.config import KVQuantConfig, is_off
 from tightkv.integrations.model_source import BUNDLED_NAME, DTYPE_NAMES, check_source
 
 LONG_PROMPT = 1500
@@ -78,7 +78,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     # Everything that can be refused is refused before torch and transformers are imported.
     _check(args)
-    config = config_from_args(args)
+    options = options_from_args(args)
+    config = KVQuantConfig.from_dict(options)
+    if is_off(options):
+        if args.compare:
+            raise ValueError(f"--compare has nothing to compare: {OFF_LINE}")
+        tell(OFF_LINE)
     args.model = model_of(args.model, [args.config] if args.config else [])
     check_source(args.model)
     prompts = read_prompts(args.prompt, args.prompt_file, args.long_prompt is not None)

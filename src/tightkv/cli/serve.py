@@ -11,11 +11,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from tightkv import __version__
 from tightkv.calibration import find_for_folder, not_used
-from tightkv.cli.config_flags import add_config_flags, config_from_args
+from tightkv.cli.config_flags import OFF_LINE, add_config_flags, options_from_args
 from tightkv.cli.output import MissingPackageError, add_output_options, emit
 from tightkv.cli.server_file import read_server_file
-from tightkv.config import PRESETS, KVQuantConfig
+from tightkv.config import PRESETS, KVQuantConfig, is_off
 from tightkv.key_check import KeyCheck
 
 SERVER = "vllm.entrypoints.openai.api_server"
@@ -28,7 +29,16 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("words", nargs=argparse.REMAINDER)
 
 
-def _add_options(parser: argparse.ArgumentParser) -> None:
+def own_parser() -> argparse.ArgumentParser:
+    """The options that are not vLLM's."""
+    parser = argparse.ArgumentParser(
+        "tightkv serve",
+        usage="tightkv serve [MODEL] [options below] [vLLM options]",
+        description="Start vLLM's OpenAI-compatible server with a compressed KV cache. MODEL is a "
+        "folder or a hub id; --config may name it instead. Options that are not listed here go to "
+        "vLLM as they are; those after -- all do.",
+        allow_abbrev=False,
+    )
     parser.add_argument(
         "--dry-run", action="store_true", help="print the command instead of running it"
     )
@@ -41,6 +51,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     )
     add_output_options(parser)
     add_config_flags(parser)
+    return parser
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,7 +59,8 @@ def run(args: argparse.Namespace) -> int:
         given, vllm_options = _parse(args)
     except SystemExit as stop:  # --help, or arguments that argparse refuses
         return stop.code if isinstance(stop.code, int) else 2
-    config, file = config_from_args(args), read_server_file(args.config)
+    options, file = options_from_args(args), read_server_file(args.config)
+    config = None if is_off(options) else KVQuantConfig.from_dict(options)
     model = given or file.model
     if model is None:
         raise ValueError(
@@ -59,9 +71,13 @@ def run(args: argparse.Namespace) -> int:
     rows = file.exact_rows if args.exact_rows is None else args.exact_rows
     # vLLM takes the last of two: the command line wins over the file.
     command = server_command(model, config, [*file.options, *vllm_options], rows)
-    _tell_of_folder(model, config, command)
+    for line in (*file.notes, *([OFF_LINE] if config is None else [])):
+        print(f"tightkv: {line}", file=sys.stderr, flush=True)
+    if config is not None:
+        _tell_of_folder(model, config, command)
     if args.dry_run or args.json:
-        data = {"command": command, "kv_quant": config.to_dict()}
+        fields = None if config is None else config.to_dict()
+        data = {"schema": 1, "tightkv": __version__, "command": command, "kv_quant": fields}
         emit(args, data, shlex.join(command))
         return 0
     if find_spec("vllm") is None:
@@ -86,9 +102,15 @@ def _tell_of_folder(model: str, config: KVQuantConfig, command: list[str]) -> No
 
 
 def server_command(
-    model: str, config: KVQuantConfig, vllm_options: list[str], exact_rows: int | None = None
+    model: str,
+    config: KVQuantConfig | None,
+    vllm_options: list[str],
+    exact_rows: int | None = None,
 ) -> list[str]:
-    """The server's command line; `--additional-config` among the options is extended."""
+    """The server's command line; `--additional-config` among the options is extended.
+
+    Without a config compression is off, whatever the environment says.
+    """
     if exact_rows is not None and exact_rows < 0:
         raise ValueError(f"--exact-rows {exact_rows}; it must be 0 (no exact rings) or more")
     options, additional = _take_additional(vllm_options)
@@ -97,7 +119,9 @@ def server_command(
             f'{_OPTION} already has a "tightkv" entry; give its fields as options of '
             "tightkv serve or with --config"
         )
-    ours = shortest(config) | ({} if exact_rows is None else {"exact_rows": exact_rows})
+    ours: dict[str, Any] | bool = False
+    if config is not None:
+        ours = shortest(config) | ({} if exact_rows is None else {"exact_rows": exact_rows})
     value = json.dumps({**additional, "tightkv": ours})
     return [sys.executable, "-m", SERVER, "--model", model, *options, _OPTION, value]
 
@@ -117,16 +141,7 @@ def shortest(config: KVQuantConfig) -> dict[str, Any]:
 def _parse(args: argparse.Namespace) -> tuple[str | None, list[str]]:
     """Take our options from the words; the model, if the next is no option; the rest is vLLM's."""
     cut = args.words.index("--") if "--" in args.words else len(args.words)
-    parser = argparse.ArgumentParser(
-        "tightkv serve",
-        usage="tightkv serve [MODEL] [options below] [vLLM options]",
-        description="Start vLLM's OpenAI-compatible server with a compressed KV cache. MODEL is a "
-        "folder or a hub id; --config may name it instead. Options that are not listed here go to "
-        "vLLM as they are; those after -- all do.",
-        allow_abbrev=False,
-    )
-    _add_options(parser)
-    _, rest = parser.parse_known_args(args.words[:cut], namespace=args)
+    _, rest = own_parser().parse_known_args(args.words[:cut], namespace=args)
     model = rest.pop(0) if rest and not rest[0].startswith("-") else None
     return model, rest + args.words[cut + 1 :]
 

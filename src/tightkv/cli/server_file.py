@@ -8,13 +8,23 @@ from typing import Any
 
 from tightkv.config import fields_of, read_json, unknown_name
 
-# The runtime block: name -> vLLM's option; exact_rows is ours.
+# The runtime block: name -> vLLM's option. exact_rows is ours; page_size is the cache's
+# (`config.fields_of`).
 _RUNTIME = {
     "max_seq_len": "--max-model-len",
     "max_batch_size": "--max-num-seqs",
+    "total_kv_pages": "--num-gpu-blocks-override",  # a block is a page
     "weight_dtype": "--dtype",
 }
-_EXACT_ROWS = "exact_rows"
+_EXACT_ROWS, _PAGE_SIZE, _DTYPE = "exact_rows", "page_size", "weight_dtype"
+# What other servers' files have there and nothing here needs -> what happens instead.
+_UNUSED = {
+    "backend": "vLLM runs on the device that its build is for",
+    "device": "vLLM runs on the device that its build is for",
+    "kv_dtype": "exact tokens are kept in the dtype of the model",
+    "max_new_tokens": "every request says how long its answer may be",
+}
+_KV_DTYPES = ("auto", "bfloat16", "float16", "float32")
 _MODEL_KEYS = ("model_dir", "model_id", "model_format")
 _FORMAT = "huggingface"
 
@@ -27,6 +37,8 @@ class ServerFile:
     served_name: str | None = None
     options: tuple[str, ...] = ()
     exact_rows: int | None = None
+    notes: tuple[str, ...] = ()
+    """What the file asks for and is not done."""
 
 
 def read_server_file(source: str | None) -> ServerFile:
@@ -36,8 +48,12 @@ def read_server_file(source: str | None) -> ServerFile:
     if "kv_quant" not in document:
         return ServerFile()
     model, name = _model(document.get("model"))
-    options, rows = _runtime(document.get("runtime", {}))
-    return ServerFile(model, name, options, rows)
+    runtime = _runtime(document.get("runtime", {}))
+    words = [word for key in _RUNTIME if key in runtime for word in (_RUNTIME[key], runtime[key])]
+    notes = [
+        f"{key}={runtime[key]!r} is not used: {_UNUSED[key]}" for key in _UNUSED if key in runtime
+    ]
+    return ServerFile(model, name, tuple(map(str, words)), runtime.get(_EXACT_ROWS), tuple(notes))
 
 
 def model_of(given: str | None, sources: Sequence[str]) -> str | None:
@@ -69,21 +85,27 @@ def _model(block: Any) -> tuple[str | None, str | None]:
     return block["model_dir"], name
 
 
-def _runtime(block: Any) -> tuple[tuple[str, ...], int | None]:
+def _runtime(block: Any) -> dict[str, Any]:
+    """The block, checked, without entries that are null."""
     if not isinstance(block, Mapping):
         raise ValueError(f"runtime={block!r}; it must be an object of {', '.join(_RUNTIME)}")
-    _refuse_unknown("runtime", block, (*_RUNTIME, _EXACT_ROWS))
-    for name, value in block.items():
-        if name == "weight_dtype":
+    _refuse_unknown("runtime", block, (*_RUNTIME, _PAGE_SIZE, _EXACT_ROWS, *_UNUSED))
+    given = {name: value for name, value in block.items() if value is not None}
+    for name, value in given.items():
+        if name == _DTYPE:
             good, wanted = isinstance(value, str), "the name of a dtype"
+        elif name == "kv_dtype":
+            good, wanted = (
+                value in _KV_DTYPES,
+                f"one of {', '.join(_KV_DTYPES)}: codes are kv_quant's",
+            )
+        elif name in _UNUSED:
+            good, wanted = True, ""
         else:
             good, wanted = type(value) is int and value >= (name != _EXACT_ROWS), "a count"
         if not good:
             raise ValueError(f"{name}={value!r} in the runtime block; it must be {wanted}")
-    words = [
-        word for name in block if name in _RUNTIME for word in (_RUNTIME[name], str(block[name]))
-    ]
-    return tuple(words), block.get(_EXACT_ROWS)
+    return given
 
 
 def _refuse_unknown(where: str, block: Mapping[str, Any], allowed: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tightkv.config import KVQuantConfig, env_requests
+from tightkv.config import KVQuantConfig, env_fields, env_requests, is_off, read_source
 
 _CONFIG_KEY = "tightkv"
 
@@ -37,7 +37,9 @@ def engine_options(
     requests = env_requests(env)
     if _CONFIG_KEY in given:
         return _from_config(asked)
-    return EngineOptions(KVQuantConfig.from_env(env)) if requests else None
+    if not requests or is_off(env_fields(env)):
+        return None
+    return EngineOptions(KVQuantConfig.from_env(env))
 
 
 def with_options(additional_config: Any, options: EngineOptions) -> Any:
@@ -49,13 +51,14 @@ def with_options(additional_config: Any, options: EngineOptions) -> Any:
     return {**given, _CONFIG_KEY: options.config.to_dict() | rows}
 
 
-def _from_config(given: Any) -> EngineOptions:
+def _from_config(given: Any) -> EngineOptions | None:
     if given is True:
         return EngineOptions(KVQuantConfig())
-    if not isinstance(given, Mapping):
-        return EngineOptions(KVQuantConfig.parse(given))
-    fields = dict(given)
+    if isinstance(given, KVQuantConfig):
+        return EngineOptions(given)
+    fields = dict(given if isinstance(given, Mapping) else read_source(given))
     rows = fields.pop("exact_rows", None)  # beside the fields, or beside their kv_quant block
     if rows is not None and (type(rows) is not int or rows < 0):
         raise ValueError(f"exact_rows={rows!r}; it must be a whole number of sequences, 0 for none")
-    return EngineOptions(KVQuantConfig.from_dict(fields), rows)
+    config = KVQuantConfig.from_dict(fields)
+    return None if is_off(fields) else EngineOptions(config, rows)

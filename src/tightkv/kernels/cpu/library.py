@@ -59,8 +59,7 @@ def find() -> Path:
         if path.is_file():
             return path
     raise LibraryError(
-        "not built: the install found no C compiler; install one (gcc or clang) and run "
-        "pip install --force-reinstall --no-deps tightkv"
+        "not built: the install found no C compiler; install one (gcc or clang), then tightkv again"
     )
 
 
