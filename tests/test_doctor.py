@@ -68,7 +68,7 @@ def test_a_sensitive_layer_is_named_and_lifted(layer):
     worst = max(found.layers, key=lambda r: r.key_kl[4])
     assert worst.layer == layer
     others = [r.key_kl[4] for r in found.layers if r.layer != layer]
-    assert worst.key_kl[4] > 2 * max(others)
+    assert worst.key_kl[4] > 1.3 * max(others)  # feedback helps the sharp layer most
     bits = {n: (c.key_bits, c.value_bits) for n, c in own_configs(found.chosen.cfg, model).items()}
     assert bits[layer][0] == max(k for k, _ in bits.values()) > 2
     assert min(k for n, (k, _) in bits.items() if n != layer) < bits[layer][0]
