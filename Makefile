@@ -12,7 +12,7 @@ PIP   := $(BIN)/pip --disable-pip-version-check --quiet
 
 .NOTPARALLEL:
 .DEFAULT_GOAL := test
-.PHONY: test lint unit format demo venv clean
+.PHONY: test test-all quick lint unit format demo venv clean
 
 test: lint unit
 
@@ -39,6 +39,14 @@ lint: $(STAMP)
 # one thread a worker: the workers share the cores; tests that share an engine share a worker
 unit: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(PYTEST_ARGS)
+
+# every shape of the kernel tests, too
+test-all: PYTEST_ARGS += --all-shapes
+test-all: lint unit
+
+# for people at work: no engines, no sanitizers, nothing that takes ten seconds
+quick: PYTEST_ARGS += -m "not slow and not vllm"
+quick: unit
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix-only .

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import zlib
 
 import pytest
 import torch
@@ -25,8 +26,24 @@ settings.register_profile("explore", deadline=None, max_examples=1000, print_blo
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what cannot run here, and say why."""
+# Kernels of GPUs are interpreted where there is none, and all have many shapes.
+_SAMPLED = ("test_kernels_cpu.py", "test_kernels_cuda.py", "test_kernels_triton.py")
+_SAMPLE = 3  # one case of so many
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all-shapes",
+        action="store_true",
+        help=f"run all cases of kernel tests, not every {_SAMPLE}rd; the default with a GPU",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out most shapes of kernel tests, skip what cannot run here, and say why."""
+    named = any("::" in name for name in config.args)
+    if not (torch.cuda.is_available() or config.getoption("--all-shapes") or named):
+        _sample(config, items)
     missing = {}
     if not torch.cuda.is_available():
         missing["gpu"] = "torch.cuda.is_available() is False"
@@ -36,6 +53,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, reason in missing.items():
             if item.get_closest_marker(marker) is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _sample(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of each test with many cases keep its first, and every third by its name."""
+    kept: list[pytest.Item] = []
+    left: list[pytest.Item] = []
+    seen = set()
+    for item in items:
+        function = item.nodeid.split("[")[0]
+        mine = item.path.name not in _SAMPLED or function not in seen
+        seen.add(function)
+        (kept if mine or not zlib.crc32(item.nodeid.encode()) % _SAMPLE else left).append(item)
+    items[:] = kept
+    config.hook.pytest_deselected(items=left)
 
 
 @pytest.fixture(autouse=True)

@@ -396,3 +396,18 @@ def test_other_models() -> None:
         results = [found[preset] for preset in ("k4v4", "k3v3", "k2v2")]
         cells = [f"{x['kl']:.4f} ({100 * x['perplexity_increase']:+.1f}%)" for x in results]
         expect("docs/results.md", f"| {name} | {' | '.join(cells)} |")
+
+
+def test_feedback_and_calibrations() -> None:
+    found: dict[str, dict[str, str]] = {}
+    for row in rows("eval_feedback"):
+        if (config := row["config"]) is not None:
+            long = ", 32k tokens" if row["result"]["positions"] == 16383 else ""
+            how = "calibrated" if config["calibration"] else "default"
+            cell = f"{row['result']['kl']:.4f} ({100 * row['result']['perplexity_increase']:+.1f}%)"
+            bits = f"k{config['key_bits']}v{config['value_bits']}"
+            found.setdefault(f"{row['model']['name']}{long}, {how}", {})[bits] = cell
+    assert len(found) == 4
+    for name, cells in found.items():
+        line = " | ".join(cells[preset] for preset in ("k4v4", "k3v3", "k2v2"))
+        expect("docs/results.md", f"| {name} | {line} |")

@@ -72,7 +72,7 @@ def query_metrics(model: PreTrainedModel, ids: Tensor) -> dict[int, QueryMetric]
             model.train(was_training)
     count = ids.shape[0] * (ids.shape[1] - _FIRST)
     finite = {n: total / count for n, total in sums.items() if total.isfinite().all()}
-    return {n: QueryMetric(mean) for n, mean in finite.items()}
+    return {n: QueryMetric(mean.cpu()) for n, mean in finite.items()}  # devices have factors alone
 
 
 @contextmanager
