@@ -401,7 +401,7 @@ def test_the_bundled_model_is_nearer_on_other_text(preset):
     }
     found = measure_quality(bundled, windows, caches, Schedule(prefill=256, chunk=64))
     kls = {name: quality.summary.kl for name, quality in found.items()}
-    assert kls["calibrated"] < 0.9 * kls["probed"] and kls["calibrated"] < 0.6 * kls["off"]
+    assert kls["calibrated"] < min(kls["probed"], 0.6 * kls["off"])
     assert found["calibrated"].bytes_held <= found["off"].bytes_held
 
 
