@@ -14,6 +14,7 @@ from tightkv.integrations.transformers.query_probe import (
     probe_tokens,
     probed_metrics,
     query_metrics,
+    spread_positions,
 )
 
 
@@ -33,16 +34,16 @@ def test_metrics_are_those_of_the_queries():
 
     def watch(module, query, key, *args, **kwargs):
         q = query[:, :, 4:].unflatten(1, (key.shape[1], -1)).double()
-        seen[module.layer_idx] = torch.einsum("bhgtd,bhgte->hde", q, q) / q.shape[3]
+        seen[module.layer_idx] = torch.einsum("bhgtd,bhgte->hde", q, q) / q[:, 0, 0, :, 0].numel()
         return sdpa(module, query, key, *args, **kwargs)
 
-    ids = prompt(count=64)
+    ids = prompt(rows=3, count=64)
     found = query_metrics(model, ids)
     modeling.ALL_ATTENTION_FUNCTIONS["sdpa"] = watch
     try:
         model.set_attn_implementation("sdpa")
         with torch.no_grad():
-            model(ids)
+            model(ids, position_ids=spread_positions(model, ids))
     finally:
         modeling.ALL_ATTENTION_FUNCTIONS["sdpa"] = sdpa
     assert sorted(found) == sorted(seen) == [0, 1, 2, 3]
@@ -115,6 +116,13 @@ def test_a_model_that_cannot_be_run_is_told_once_and_has_plain_codes():
         warnings.simplefilter("error")
         TightCache("k3v3", model=model)
     assert model.config._attn_implementation == "tightkv"
+
+
+def test_rows_are_spread_over_the_positions_of_the_model():
+    model, ids = tiny("llama"), prompt(rows=4, count=64)
+    positions = spread_positions(model, ids)
+    assert positions[:, 0].tolist() == [0, 320, 640, 960] and positions.max() == 1023
+    assert spread_positions(model, prompt(rows=1, count=2000)).min() == 0
 
 
 def test_the_tokens_are_always_the_same():

@@ -7,6 +7,7 @@ depend on the model alone, not on its batch or on how its prompt is cut.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from tightkv.integrations.transformers.attention import tightkv_attention, tight
 from tightkv.math.feedback import QueryMetric
 
 PROBE_SHAPE = 4, 64  # rows, tokens
+_SPAN = 2048  # positions that rows are spread over: RoPE turns queries with them
 _FIRST = 4  # whose queries are left out: first tokens are unlike all others
 _NAME = "tightkv_query_probe"
 # By layer: sum of q q^T over positions and the queries of a KV head [Hkv, D, D].
@@ -59,15 +61,30 @@ def probe_tokens(model: PreTrainedModel) -> Tensor:
     return torch.randint(size, PROBE_SHAPE, generator=generator)
 
 
+def spread_positions(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Positions of tokens [B, N]: rows begin at equal distances within what the model serves."""
+    rows, tokens = ids.shape
+    config = model.config.get_text_config(decoder=True)
+    span = min(_SPAN, getattr(config, "max_position_embeddings", _SPAN)) - tokens
+    starts = torch.arange(rows) * (max(span, 0) // max(rows - 1, 1))
+    return starts[:, None] + torch.arange(tokens)
+
+
 @torch.no_grad()
 def query_metrics(model: PreTrainedModel, ids: Tensor) -> dict[int, QueryMetric]:
-    """Mean q q^T of each layer after RoPE, over tokens [B, N] and the queries of each KV head."""
+    """Mean q q^T of each layer after RoPE, over tokens [B, N] and the queries of each KV head.
+
+    Rows are taken for pieces of long sequences (`spread_positions`).
+    """
     decoder: Any = model.get_decoder()
     was_training = model.training
+    inputs = {"input_ids": ids.to(model.device), "use_cache": False}
+    if "position_ids" in inspect.signature(decoder.forward).parameters:
+        inputs["position_ids"] = spread_positions(model, ids).to(model.device)
     with _recording(model) as sums:
         try:
             model.eval()
-            decoder(input_ids=ids.to(model.device), use_cache=False)
+            decoder(**inputs)
         finally:
             model.train(was_training)
     count = ids.shape[0] * (ids.shape[1] - _FIRST)
