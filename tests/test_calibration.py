@@ -405,6 +405,13 @@ def test_the_bundled_model_is_nearer_on_other_text(preset):
     assert found["calibrated"].bytes_held <= found["off"].bytes_held
 
 
+def test_the_default_device_does_not_matter(file):
+    wanted = load_calibration(str(file))
+    with torch.device("meta"):
+        found = load_calibration(str(file))
+    assert all(torch.equal(found.metrics[n].value, m.value) for n, m in wanted.metrics.items())
+
+
 # --- engines ---------------------------------------------------------------------------------
 def test_ranks_take_their_own_heads():
     metric = torch.arange(8.0)[:, None, None].expand(8, 4, 4)

@@ -131,6 +131,15 @@ def test_the_tokens_are_always_the_same():
     assert torch.equal(ids, probe_tokens(model)) and ids.max() < 97
 
 
+def test_the_default_device_does_not_matter():
+    model = tiny("llama")
+    wanted = query_metrics(model, probe_tokens(model))
+    with torch.device("meta"):
+        ids = probe_tokens(model)
+        assert ids.device.type == spread_positions(model, ids).device.type == "cpu"
+    assert torch.equal(query_metrics(model, ids)[0].value, wanted[0].value)
+
+
 def test_a_loaded_cache_goes_on_with_feedback(tmp_path):
     model, ids = tiny("llama"), prompt(count=400)
     filled(model, ids=ids[:, :300]).save(tmp_path / "cache.safetensors")

@@ -182,8 +182,8 @@ def _metric(name: str, root: Tensor) -> Tensor:
         raise ValueError(f"{name} has {size} numbers a head; allowed: D * (D + 1) / 2")
     if not root.isfinite().all():
         raise ValueError(f"{name} has NaN or Inf")
-    lower = torch.zeros(heads, dim, dim)
-    rows, columns = torch.tril_indices(dim, dim)
+    lower = torch.zeros(heads, dim, dim, device=root.device)
+    rows, columns = torch.tril_indices(dim, dim, device="cpu")
     lower[:, rows, columns] = root.float()
     return _normalised(lower @ lower.mT)
 
@@ -192,9 +192,9 @@ def _root(metric: Tensor) -> Tensor:
     """What `_metric` reads."""
     dim = metric.shape[-1]
     whole = _normalised(metric.double().cpu())
-    unit = torch.eye(dim, dtype=torch.float64)
+    unit = torch.eye(dim, dtype=torch.float64, device="cpu")
     lower = torch.linalg.cholesky((1 - _LEAST_SHARE) * whole + _LEAST_SHARE * unit)
-    rows, columns = torch.tril_indices(dim, dim)
+    rows, columns = torch.tril_indices(dim, dim, device="cpu")
     return lower[:, rows, columns].half().contiguous()
 
 

@@ -52,13 +52,13 @@ class MeanRope:
         pairs = inv_freq.numel()
         if 2 * pairs > dim or dim % 2:
             raise ValueError(f"{pairs} RoPE pairs do not fit a head of {dim} channels")
-        turned = torch.arange(2 * pairs).view((-1, 2) if interleaved else (2, -1))
+        turned = torch.arange(2 * pairs, device="cpu").view((-1, 2) if interleaved else (2, -1))
         first, second = turned.unbind(1 if interleaved else 0)
-        still = torch.arange(2 * pairs, dim).view(2, -1)
+        still = torch.arange(2 * pairs, dim, device="cpu").view(2, -1)
         self.order = torch.cat([first, still[0], second, still[1]]).to(device)
-        angles = torch.zeros(dim // 2, dtype=torch.float64)
+        angles = torch.zeros(dim // 2, dtype=torch.float64, device="cpu")
         angles[:pairs] = inv_freq.double().cpu()
-        places = torch.arange(0, POSITIONS, _STEP, dtype=torch.float64)[:, None]
+        places = torch.arange(0, POSITIONS, _STEP, dtype=torch.float64, device="cpu")[:, None]
         turns = torch.polar(torch.ones_like(places), places * angles)
         self.apart = (turns.mT @ turns.conj() / len(turns)).to(device, torch.complex64)
         self.together = (turns.mT @ turns / len(turns)).to(device, torch.complex64)

@@ -56,9 +56,9 @@ def probed_metrics(model: PreTrainedModel) -> dict[int, QueryMetric]:
 
 def probe_tokens(model: PreTrainedModel) -> Tensor:
     """Random token ids of PROBE_SHAPE, always the same for a size of vocabulary."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     size = model.config.get_text_config(decoder=True).vocab_size
-    return torch.randint(size, PROBE_SHAPE, generator=generator)
+    return torch.randint(size, PROBE_SHAPE, generator=generator, device="cpu")
 
 
 def spread_positions(model: PreTrainedModel, ids: Tensor) -> Tensor:
@@ -66,8 +66,8 @@ def spread_positions(model: PreTrainedModel, ids: Tensor) -> Tensor:
     rows, tokens = ids.shape
     config = model.config.get_text_config(decoder=True)
     span = min(_SPAN, getattr(config, "max_position_embeddings", _SPAN)) - tokens
-    starts = torch.arange(rows) * (max(span, 0) // max(rows - 1, 1))
-    return starts[:, None] + torch.arange(tokens)
+    starts = torch.arange(rows, device="cpu") * (max(span, 0) // max(rows - 1, 1))
+    return starts[:, None] + torch.arange(tokens, device="cpu")
 
 
 @torch.no_grad()
