@@ -26,7 +26,7 @@ from tightkv.integrations.vllm.options import engine_options
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-TARGETS = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+TARGETS = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
 PROJECT = (ROOT / "pyproject.toml").read_text()
 MODEL_NAMES = ("MODEL", "path/to/model", "HuggingFaceTB/SmolLM2-135M-Instruct")
 # Commands of ours that are quick enough to run; the others are parsed.
