@@ -37,14 +37,20 @@ SMALL = {"page_size": 32, "exact_pages": 1, "sinks": 1}
 EXACT = KVQuantConfig(key_bits=16, value_bits=16, **SMALL)
 FINE = KVQuantConfig.preset("k8v8", **SMALL)
 BROKEN = KVQuantConfig(
-    key_bits=2, value_bits=2, page_size=32, exact_pages=1, sinks=0, key_centering="none"
+    key_bits=2,
+    value_bits=2,
+    page_size=32,
+    exact_pages=1,
+    sinks=0,
+    key_centering="none",
+    feedback="off",
 )
 DEPTHS = [0.1, 0.3, 0.5, 0.7, 0.9]
 FILLER = " ".join(f"Sentence {chr(97 + i % 26)} says nothing of note today." for i in range(300))
 
 
 def make(model: Any, cfg: KVQuantConfig) -> MakeCache:
-    return partial(TightCache, cfg, model=model)
+    return partial(TightCache, cfg, model=model, eager=True)
 
 
 def measured(task: Task, model: Any, *configs: KVQuantConfig) -> list[Any]:
