@@ -6,7 +6,7 @@ import struct
 import pytest
 import torch
 
-from helpers import make_cache
+from helpers import exact_attention, make_cache
 from tightkv.attention import attend
 from tightkv.config import FORMAT_VERSION, PRESETS, KVQuantConfig
 from tightkv.export import StaticKV, operator_library
@@ -55,6 +55,7 @@ class Pair:
         position = torch.arange(self.length, self.length + count)
         got = self.static(query, key, value, position, left_pad=self.pads, **options)
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        options["window"] = self.static.window
         plan = [range(len(self.pads)), [count] * len(self.pads)]
         if self.length and count <= 16:
             self.paged.append(self.paged.table.append(*plan), k, v)
@@ -124,11 +125,37 @@ def test_other_configs(options):
 
 @pytest.mark.parametrize(
     "options",
-    [{"window": 40}, {"softcap": 3.0}, {"scale": 0.3}, {"causal": False}, {"window": 1}],
+    [{"softcap": 3.0}, {"scale": 0.3}, {"causal": False}],
     ids=str,
 )
 def test_options_of_attention(options):
     Pair(SMALL).check(COUNTS, **options)
+
+
+@pytest.mark.parametrize("window", [2, 40, 100])
+def test_windows_over_pages(window):
+    Pair(SMALL, window=window).check(COUNTS)
+
+
+@pytest.mark.parametrize("window", [2, 32, 33, 40])
+def test_windows_in_the_ring_alone(window):
+    """No pages, and the same as over exact keys and values."""
+    kv = StaticKV.exact_window(window, 2, 64, torch.float32, 300, batch=2)
+    assert kv.pages.numel() == 0
+    query, key, value = noise(2, 4, 300, 64), noise(2, 2, 300, 64), noise(2, 2, 300, 64, seed=1)
+    pads = torch.tensor([0, 7])
+    lengths = (9, 70, 1, 16, 17, 100, 1, 1)
+    for count, end in zip(lengths, torch.tensor(lengths).cumsum(0).tolist(), strict=True):
+        new = (x[:, :, end - count : end] for x in (query, key, value))
+        got = kv(*new, torch.arange(end - count, end), left_pad=pads)
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        options = {"lengths": [end, end], "starts": [0, 7], "window": window}
+        expected, _ = exact_attention(q[:, end - count : end], k, v, **options)
+        torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
+    new = (x[:, :, :1] for x in (query, key, value))
+    forgotten = torch.tensor([max(end - 100, 1)])
+    with pytest.raises(RuntimeError, match="where the ring has forgotten"):
+        kv(*new, forgotten)
 
 
 def test_rows_of_a_batch():

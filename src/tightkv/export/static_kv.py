@@ -7,10 +7,11 @@ import math
 import torch
 from torch import Tensor, nn
 
+from tightkv.config import KVQuantConfig
 from tightkv.export.operator import load_operator
 from tightkv.export.spec import spec_of
-from tightkv.kernels.check import check_feedback
-from tightkv.layout import PageLayout
+from tightkv.kernels.check import check_feedback, check_options
+from tightkv.layout import PageLayout, page_layout
 
 MAX_TOKENS = 1 << 30  # kernels count in 32 bits
 _STATE_WORDS = 5
@@ -38,8 +39,12 @@ class StaticKV(nn.Module):
         *,
         batch: int = 1,
         feedback: Tensor | None = None,
+        window: int | None = None,
     ) -> None:
-        """`feedback` are the layer's `Codec.feedback_factors`; None codes each key for itself."""
+        """`feedback` are the layer's `Codec.feedback_factors`; None codes each key for itself.
+
+        `window` is the layer's sliding window. Where the ring holds it whole, there are no pages.
+        """
         super().__init__()
         if not 1 <= max_tokens <= MAX_TOKENS:
             raise ValueError(f"max_tokens={max_tokens}; allowed: 1 to {MAX_TOKENS}")
@@ -47,15 +52,17 @@ class StaticKV(nn.Module):
             raise ValueError(f"batch={batch}; it must be at least 1")
         if feedback is not None:
             check_feedback(layout, feedback, torch.device("cpu"))
+        check_options(window=window)
         load_operator()
-        self.layout, self.max_tokens = layout, max_tokens
-        heads, dim = layout.num_kv_heads, layout.head_dim
-        pages = layout.new_pages(batch * (max_tokens // layout.page_size))
+        self.layout, self.max_tokens, self.window = layout, max_tokens, window
+        heads, dim, size = layout.num_kv_heads, layout.head_dim, layout.page_size
+        in_ring = window is not None and window - 1 <= (layout.cfg.exact_pages - 1) * size
+        pages = layout.new_pages(0 if in_ring else batch * (max_tokens // size))
         self.register_buffer("spec", spec_of(layout, max_tokens))
         self.register_buffer("feedback", feedback)
         # Of the tokens, not of the model:
         tokens = {
-            "pages": pages.unflatten(0, (batch, -1)),
+            "pages": pages.view(batch, len(pages) // batch, *pages.shape[1:]),
             "ring": torch.zeros(2, batch, layout.ring_tokens, heads, dim, dtype=layout.dtype),
             "sinks": torch.zeros(2, batch, layout.cfg.sinks, heads, dim, dtype=layout.dtype),
             "state": torch.zeros(batch, _STATE_WORDS, dtype=torch.int64),
@@ -74,7 +81,6 @@ class StaticKV(nn.Module):
         mask: Tensor | None = None,
         scale: float | None = None,
         softcap: float | None = None,
-        window: int | None = None,
         causal: bool = True,
     ) -> Tensor:
         """Append key and value [B, Hkv, T, D], then attend: query [B, Hq, T, D] -> [B, T, Hq, D].
@@ -98,10 +104,27 @@ class StaticKV(nn.Module):
             self.state,
             1 / math.sqrt(self.layout.head_dim) if scale is None else scale,
             softcap or 0.0,
-            window or 0,
+            self.window or 0,
             causal,
         )
         return out
+
+    @classmethod
+    def exact_window(
+        cls,
+        window: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        max_tokens: int,
+        *,
+        batch: int = 1,
+    ) -> StaticKV:
+        """The cache of a sliding-window layer that is not compressed: a ring alone."""
+        cfg = KVQuantConfig(page_size=32, sinks=0)
+        cfg = cfg.replace(exact_pages=1 + -(-(window - 1) // cfg.page_size))
+        layout = page_layout(cfg, num_kv_heads, head_dim, dtype)
+        return cls(layout, max_tokens, batch=batch, window=window)
 
     @property
     def length(self) -> int:

@@ -117,6 +117,18 @@ static int check_numbers(const struct refusal *r, const struct static_args *a)
     return 0;
 }
 
+/* Whether pages are never read, because the ring holds every token that a window shows. */
+static int ring_alone(const struct static_args *a, const struct spec *s)
+{
+    return a->window > 0 && a->window - 1 <= (s->exact_pages - 1) * s->layer.page_size &&
+           a->pages.rank == 4 && a->pages.size[1] == 0;
+}
+
+static int64_t pages_of(const struct static_args *a, const struct spec *s)
+{
+    return ring_alone(a, s) ? 0 : s->max_tokens / s->layer.page_size;
+}
+
 static int check_operands(const struct refusal *r, const struct static_args *a, struct spec *s)
 {
     const struct operand *q = &a->query;
@@ -124,7 +136,7 @@ static int check_operands(const struct refusal *r, const struct static_args *a, 
         read_spec(r, &a->spec, s) || EXPECT(r, "query", q, ANY, ANY, ANY, ANY, s->layer.dim))
         return -1;
     const int64_t batch = q->size[0], heads = s->layer.heads, tokens = q->size[2];
-    const int64_t dim = s->layer.dim, pages = s->max_tokens / s->layer.page_size;
+    const int64_t dim = s->layer.dim, pages = pages_of(a, s);
     if (batch < 1 || batch * most(pages, 1) > INT32_MAX)
         return refuse(r, "query has %lld rows; allowed: 1 to %lld", (long long)batch,
                       (long long)(INT32_MAX / most(pages, 1)));
@@ -180,10 +192,11 @@ struct step {
 
 static int check_row(const struct refusal *r, const struct spec *s, const struct row *row)
 {
-    const int64_t held = most(row->length - s->ring, 0);
+    const int64_t held = most(row->length - s->ring, 0), size = s->layer.page_size;
     if (row->length >= 0 && row->length <= s->max_tokens && row->exact >= held &&
-        row->exact <= row->ring && row->ring <= row->length && row->sinks >= 0 &&
-        row->sinks <= s->sinks && row->start >= 0 && row->start <= s->max_tokens)
+        row->exact <= row->ring && row->ring <= least(row->length, s->max_tokens / size * size) &&
+        row->sinks >= 0 && row->sinks <= s->sinks && row->start >= 0 &&
+        row->start <= s->max_tokens)
         return 0;
     return refuse(r, "state [%lld, %lld, %lld, %lld, %lld] is not one this operator wrote; begin "
                   "at position 0", (long long)row->length, (long long)row->exact,
@@ -254,6 +267,10 @@ static int read_rows(const struct refusal *r, struct step *s)
                           "before", (long long)s->start, (long long)row->length);
         if (s->start < row->length)
             crop(&s->spec, row, s->start);
+        if (ring_alone(s->args, &s->spec) && row->ring > most(s->start - s->args->window + 1, 0))
+            return refuse(r, "position %lld, where the ring has forgotten the tokens before %lld "
+                          "of a window of %lld: begin at position 0", (long long)s->start,
+                          (long long)row->ring, (long long)s->args->window);
     }
     return 0;
 }
@@ -271,14 +288,9 @@ static void write_rows(const struct step *s)
 
 /* --- the kernels --- */
 
-static int64_t pages_of(const struct step *s)
-{
-    return s->spec.max_tokens / s->spec.layer.page_size;
-}
-
 static int allocate(const struct refusal *r, struct step *s)
 {
-    const size_t batch = (size_t)s->batch, pages = (size_t)pages_of(s);
+    const size_t batch = (size_t)s->batch, pages = (size_t)pages_of(s->args, &s->spec);
     const size_t queries = (size_t)(s->batch * s->count * s->args->query.size[1]);
     s->rows = malloc(sizeof *s->rows * batch);
     s->numbers = malloc(sizeof *s->numbers * (batch * (pages + 6) + 1));
@@ -316,11 +328,12 @@ static struct view view_of(const struct step *s, int64_t b, int64_t rows)
 {
     const struct layer *layer = &s->spec.layer;
     const int64_t token = layer->heads * layer->dim * item_size(s->args->ring.dtype);
+    const int64_t pages = pages_of(s->args, &s->spec);
     uint8_t *ring = s->args->ring.data, *sinks = s->args->sinks.data;
     return (struct view){
-        .batch = rows, .pages = s->args->pages.data,
+        .batch = rows, .pages = pages ? s->args->pages.data : NULL,
         .page_bytes = layer->heads * layer->record_bytes,
-        .block_table = s->table + b * pages_of(s), .block_stride = pages_of(s),
+        .block_table = s->table + b * pages, .block_stride = pages,
         .lengths = s->lengths + b, .starts = s->starts + b, .ring_starts = s->ring_starts + b,
         .sink_counts = s->sink_counts + b, .ring_rows = s->ids + b,
         .ring_key = ring, .ring_value = ring + s->batch * s->spec.ring * token,
