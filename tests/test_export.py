@@ -6,6 +6,7 @@ import struct
 import pytest
 import torch
 
+import sanitizers
 from helpers import exact_attention, make_cache
 from tightkv.attention import attend
 from tightkv.config import FORMAT_VERSION, PRESETS, KVQuantConfig
@@ -221,14 +222,20 @@ def test_feedback():
     assert not torch.equal(pair.static.pages, plain.static.pages)
 
 
-def test_exact_tokens_may_have_another_dtype():
-    """A float32 model with a float16 ring attends as the paged cache with that ring does."""
-    pair = Pair(SMALL, dtype=torch.float16)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_exact_tokens_may_have_another_dtype(dtype):
+    """A float32 model with a ring of 16 bits attends as the paged cache with that ring does."""
+    pair = Pair(SMALL, dtype=dtype, pads=(0, 0))
     pair.dtype = torch.float32
+    tokens = pair.tokens
+    large = {torch.float16: 1e6, torch.bfloat16: 3.4e38}[dtype]
+    pair.tokens = lambda count: [x.masked_fill(x > 2.5, large) for x in tokens(count)]
     for count in (70, 1, 20, 1):
         got, expected = pair.step(count)
-        assert got.dtype == torch.float32 and torch.equal(got, expected)
+        assert got.dtype == torch.float32 and torch.equal(got.isnan(), expected.isnan())
+        assert torch.equal(got.nan_to_num(), expected.nan_to_num())
     pair.check_state()
+    assert torch.equal(pair.static.ring[0], pair.paged.ring_key)
 
 
 def test_any_strides():
@@ -245,7 +252,9 @@ def test_the_cache_ends_where_it_says():
     pair.static = StaticKV(PageLayout(SMALL, 2, 64, torch.float32), 101)
     assert pair.static.pages.shape[1] == 3  # the last five tokens live in the ring
     pair.check((100, 1))
-    with pytest.raises(RuntimeError, match="positions 101 to 101; the cache has room for 0 to 100"):
+    with pytest.raises(
+        RuntimeError, match="1 tokens from position 101 on; the cache has .* 0 to 100"
+    ):
         pair.step(1)
 
 
@@ -327,10 +336,10 @@ BAD = {
     "position dtype": ({"position": torch.arange(40, 43).int()}, "position is of another dtype"),
     "position gap": ({"position": torch.tensor([40, 41, 43])}, "position has 43 after 41"),
     "position ahead": ({"position": torch.arange(41, 44)}, "position 41; the cache ends at 40"),
-    "position negative": ({"position": torch.arange(-1, 2)}, "positions -1 to 1"),
+    "position negative": ({"position": torch.arange(-1, 2)}, "3 tokens from position -1 on"),
     "position largest": (
         {"position": torch.tensor([2**63 - 1, -(2**63), -(2**63) + 1])},
-        "positions",
+        "3 tokens from position 9223372036854775807 on",
     ),
     "left_pad shape": ({"left_pad": torch.zeros(2, dtype=INT)}, "left_pad has shape"),
     "left_pad dtype": ({"left_pad": torch.zeros(1)}, "left_pad is float32; expected int64"),
@@ -438,6 +447,27 @@ def test_tables_hold_numbers(bad):
 
 def test_spec_has_the_format_of_the_pages():
     assert spec_of(PageLayout(SMALL, 2, 64, torch.float32), 64)[1] == FORMAT_VERSION
+
+
+def test_sanitizers_find_nothing(tmp_path):
+    """AddressSanitizer and UBSan over good operands, and over specs, states, operands and positions
+    that were changed at random, each as large as it says."""
+    configs = [
+        (SMALL, 2, 64),
+        (KVQuantConfig(key_bits=8, value_bits=2, page_size=32, exact_pages=2, sinks=0), 1, 48),
+        (KVQuantConfig(key_bits=3, value_bits=8, mean_bits=8, exact_pages=1), 3, 32),
+        (KVQuantConfig(key_bits=2, key_centering="none", rotation="none", page_size=32), 1, 16),
+    ]
+    specs = tmp_path / "specs"
+    with specs.open("wb") as file:
+        for cfg, heads, dim in configs:
+            spec = spec_of(PageLayout(cfg, heads, dim, torch.float32), 200)
+            file.write(struct.pack(f"<{len(spec) + 1}q", len(spec), *spec.tolist()))
+    program = sanitizers.build("static_attention_driver.c", tmp_path)
+    kinds = [tuple(map(int, line.split())) for line in sanitizers.run(program, specs).splitlines()]
+    good, *changed = kinds
+    assert good[0] > 500
+    assert all(accepted > 50 and refused > 50 for accepted, refused in changed)
 
 
 # --- torch's own tools ---

@@ -35,7 +35,7 @@ def greedy(step, ids, count):
 
 
 def with_tight_cache(model, quant, **options):
-    cache = TightCache(quant, model)
+    cache = TightCache(quant, model, eager=True)
     return lambda ids, position: model(ids, past_key_values=cache, **options).logits
 
 
@@ -61,7 +61,7 @@ def test_an_exported_model_says_what_the_tight_cache_says(family):
 
 def forced(model, preset, ids, tokens):
     """Logits of a TightCache that is fed these tokens."""
-    cache = TightCache(preset, model)
+    cache = TightCache(preset, model, eager=True)
     with torch.no_grad():
         logits = [model(ids, past_key_values=cache).logits[:, -1]]
         for token in tokens[0, :-1]:
@@ -88,7 +88,7 @@ def test_pages_of_an_exported_model_are_those_of_the_tight_cache():
     """Protected layers, error feedback and all: the bytes that TightCache stores."""
     model = tiny("qwen2")
     static = ExportableModel(model, "k3v2", max_tokens=320)
-    ids, cache = prompt(1, 300), TightCache("k3v2", model)
+    ids, cache = prompt(1, 300), TightCache("k3v2", model, eager=True)
     with torch.no_grad():
         static(ids, torch.arange(300))
         model(ids, past_key_values=cache)
@@ -113,7 +113,7 @@ def test_rows_with_left_padding():
         # pages begin elsewhere without padding, so each row is compared in its own batch
         mask = torch.ones(1, 90 + COUNT, dtype=torch.int64)
         mask[:, :pad] = 0
-        cache = TightCache("k4v4", model)
+        cache = TightCache("k4v4", model, eager=True)
 
         def step(x, position, cache=cache, mask=mask, pad=pad):
             return model(
@@ -202,7 +202,7 @@ def run_elsewhere(folder, model, ids, kind):
     )
     assert run.returncode == 0, run.stderr
     tokens, refusal = run.stdout.splitlines()
-    assert "positions 400 to 499; the cache has room for 0 to 319" in refusal
+    assert "100 tokens from position 400 on; the cache has room for positions 0 to 319" in refusal
     return torch.tensor([[int(token) for token in tokens.split()]])
 
 

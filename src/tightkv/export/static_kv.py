@@ -11,9 +11,8 @@ from tightkv.config import KVQuantConfig
 from tightkv.export.operator import load_operator
 from tightkv.export.spec import spec_of
 from tightkv.kernels.check import check_feedback, check_options
-from tightkv.layout import PageLayout, page_layout
+from tightkv.layout import MAX_TOKENS, PageLayout, page_layout
 
-MAX_TOKENS = 1 << 30  # kernels count in 32 bits
 _STATE_WORDS = 5
 
 
@@ -22,7 +21,7 @@ class StaticKV(nn.Module):
 
     Nothing changes its size, so `torch.export` and `torch.compile` see one operator on fixed
     buffers. Pages have the bytes of `PagedKV`; they are sealed as soon as they are full, so there
-    are none for the tokens of an unfinished one. The ring has the layout's dtype.
+    are none for the tokens of an unfinished one. Exact tokens are kept in the layout's dtype.
     """
 
     spec: Tensor  # int64: spec.py

@@ -17,7 +17,7 @@ from tightkv.config import KVQuantConfig
 from tightkv.export import StaticKV
 from tightkv.integrations.transformers.cache import TightCache
 from tightkv.integrations.transformers.layer import TightLayer
-from tightkv.layout import page_layout
+from tightkv.layout import exact_dtype, page_layout
 
 NAME = "tightkv_static"
 
@@ -85,10 +85,10 @@ AttentionInterface.register(NAME, static_attention)  # with no mask: the caches 
 class ExportableModel(nn.Module):
     """forward(input_ids [B, T], cache_position [T]) -> logits; tokens are remembered inside.
 
-    Sequences have at most `max_tokens` tokens. Layers are compressed as `TightCache(quant, model)`
-    compresses them; sliding windows stay exact, in rings. With `batch` above 1 forward takes
-    left_pad [B] too. `last_only` gives the logits of the last token alone. The model itself is not
-    changed.
+    Sequences have at most `max_tokens` tokens. Layers are compressed as an eager TightCache of the
+    same `quant` and model does it; sliding windows stay exact, in rings. With `batch` above 1
+    forward takes left_pad [B] too. `last_only` gives the logits of the last token alone. The model
+    itself is not changed.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class ExportableModel(nn.Module):
             raise ExportError("layers that share keys and values cannot be exported")
         if getattr(text, "attention_chunk_size", None):
             raise ExportError("chunked attention cannot be exported")
-        self.last_only = last_only
+        self.max_tokens, self.batch, self.last_only = max_tokens, batch, last_only
         cache = TightCache(quant, model)
         shapes = _shapes(model, len(cache.layers))
         self.caches = nn.ModuleList(
@@ -134,16 +134,9 @@ class ExportableModel(nn.Module):
         logits: Tensor = out.logits
         return logits
 
-    @property
-    def batch(self) -> int:
-        return len(self.caches[0].state)
-
-    @property
-    def max_tokens(self) -> int:
-        return int(self.caches[0].max_tokens)
-
     def cache_bytes(self) -> int:
-        return sum(cache.allocated_bytes() for cache in self.caches)
+        """Bytes of every cache, all of which are there from the start."""
+        return sum(x.numel() * x.element_size() for x in self.caches.buffers())
 
     def program(self) -> torch.export.ExportedProgram:
         """The graph of `forward`, of any number of tokens up to `max_tokens`."""
@@ -201,7 +194,7 @@ def _static_cache(
 ) -> StaticKV:
     """What takes the place of a cache layer."""
     if type(layer) is TightLayer:
-        layout = page_layout(layer.cfg, heads, head_dim, dtype)
+        layout = page_layout(layer.cfg, heads, head_dim, exact_dtype(dtype))
         factors = None
         if layer.metric is not None:
             factors = Codec(layout).feedback_factors(layer.metric, torch.device("cpu"))

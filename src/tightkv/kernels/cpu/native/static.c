@@ -64,17 +64,22 @@ static int64_t element_size(int64_t dtype)
     return dtype == INT64 ? 8 : dtype == UINT8 ? 1 : item_size(dtype);
 }
 
+static int is_empty(const struct operand *x)
+{
+    for (int64_t k = 0; k < x->rank; k++)
+        if (x->size[k] == 0)
+            return 1;
+    return 0;
+}
+
 static int expect_packed(const struct refusal *r, const char *name, const struct operand *x)
 {
-    int64_t step = 1, packed = 1;
-    for (int64_t k = x->rank - 1; k >= 0; k--) {
-        packed &= x->size[k] == 1 || x->stride[k] == step;
+    int64_t step = 1;
+    for (int64_t k = x->rank - 1; k >= 0 && !is_empty(x); k--) {
+        if (x->size[k] > 1 && x->stride[k] != step)
+            return refuse(r, "%s must be contiguous", name);
         step *= x->size[k];
     }
-    if (step == 0) /* empty */
-        return 0;
-    if (!packed)
-        return refuse(r, "%s must be contiguous", name);
     if ((uintptr_t)x->data % (uintptr_t)element_size(x->dtype))
         return refuse(r, "%s lies at an odd address", name);
     return 0;
@@ -137,7 +142,7 @@ static int check_operands(const struct refusal *r, const struct static_args *a, 
         return -1;
     const int64_t batch = q->size[0], heads = s->layer.heads, tokens = q->size[2];
     const int64_t dim = s->layer.dim, pages = pages_of(a, s);
-    if (batch < 1 || batch * most(pages, 1) > INT32_MAX)
+    if (batch < 1 || batch > INT32_MAX / most(pages, 1))
         return refuse(r, "query has %lld rows; allowed: 1 to %lld", (long long)batch,
                       (long long)(INT32_MAX / most(pages, 1)));
     if (q->size[1] < 1 || q->size[1] % heads)
@@ -184,6 +189,7 @@ struct step {
     const struct static_args *args;
     struct spec spec;
     int64_t batch, count, start; /* new tokens of each row, the position of the first */
+    struct operand key, value;   /* new tokens in the ring's dtype */
     struct row *rows;
     int32_t *numbers, *table, *lengths, *starts, *ring_starts, *sink_counts, *exact;
     int32_t *ids; /* [batch + 1]: row numbers; where rows of one token begin */
@@ -192,11 +198,11 @@ struct step {
 
 static int check_row(const struct refusal *r, const struct spec *s, const struct row *row)
 {
-    const int64_t held = most(row->length - s->ring, 0), size = s->layer.page_size;
-    if (row->length >= 0 && row->length <= s->max_tokens && row->exact >= held &&
-        row->exact <= row->ring && row->ring <= least(row->length, s->max_tokens / size * size) &&
-        row->sinks >= 0 && row->sinks <= s->sinks && row->start >= 0 &&
-        row->start <= s->max_tokens)
+    const int64_t size = s->layer.page_size, sealed = s->max_tokens / size * size;
+    if (row->length >= 0 && row->length <= s->max_tokens && row->exact >= 0 &&
+        row->exact >= row->length - s->ring && row->exact <= row->ring &&
+        row->ring <= least(row->length, sealed) && row->sinks >= 0 && row->sinks <= s->sinks &&
+        row->start >= 0 && row->start <= s->max_tokens)
         return 0;
     return refuse(r, "state [%lld, %lld, %lld, %lld, %lld] is not one this operator wrote; begin "
                   "at position 0", (long long)row->length, (long long)row->exact,
@@ -232,14 +238,14 @@ static int read_position(const struct refusal *r, struct step *s)
 {
     const int64_t *at = s->args->position.data;
     s->start = at[0];
+    if (s->start < 0 || s->start > s->spec.max_tokens - s->count)
+        return refuse(r, "%lld tokens from position %lld on; the cache has room for positions 0 to "
+                      "%lld", (long long)s->count, (long long)s->start,
+                      (long long)(s->spec.max_tokens - 1));
     for (int64_t k = 1; k < s->count; k++)
         if (at[k] != at[0] + k)
             return refuse(r, "position has %lld after %lld; positions must follow one another",
                           (long long)at[k], (long long)at[k - 1]);
-    if (s->start < 0 || s->start > s->spec.max_tokens - s->count)
-        return refuse(r, "positions %lld to %lld; the cache has room for 0 to %lld",
-                      (long long)s->start, (long long)(s->start + s->count - 1),
-                      (long long)(s->spec.max_tokens - 1));
     return 0;
 }
 
@@ -307,8 +313,39 @@ static int allocate(const struct refusal *r, struct step *s)
     return 0;
 }
 
+/* New tokens as they are kept: in the ring's dtype, its largest number where they are beyond it. */
+static int round_tokens(const struct refusal *r, const struct step *s, const struct operand *x,
+                        struct operand *to)
+{
+    const int64_t heads = x->size[1], dim = x->size[3], dtype = s->args->ring.dtype;
+    const float top = dtype == FLOAT16 ? 65504.0f : 0x1.fep127f; /* the largest bfloat16 */
+    *to = *x;
+    if (x->dtype == dtype)
+        return 0;
+    to->dtype = dtype;
+    to->stride[0] = s->count * heads * dim, to->stride[1] = dim, to->stride[2] = heads * dim;
+    to->data = malloc((size_t)(s->batch * to->stride[0] * item_size(dtype)));
+    if (to->data == NULL)
+        return refuse(r, "out of memory");
+    uint8_t *at = to->data;
+    float row[dim];
+    for (int64_t n = 0; n < s->batch * s->count * heads; n++, at += dim * item_size(dtype)) {
+        const int64_t b = n / heads / s->count, token = n / heads % s->count;
+        const int64_t from = b * x->stride[0] + n % heads * x->stride[1] + token * x->stride[2];
+        read_floats((const uint8_t *)x->data + from * item_size(x->dtype), x->dtype, (int)dim, row);
+        for (int64_t d = 0; dtype != FLOAT32 && d < dim; d++)
+            row[d] = row[d] > top ? top : row[d] < -top ? -top : row[d];
+        write_floats(row, dtype, (int)dim, at);
+    }
+    return 0;
+}
+
 static void release(const struct step *s)
 {
+    if (s->key.data != s->args->key.data)
+        free(s->key.data);
+    if (s->value.data != s->args->value.data)
+        free(s->value.data);
     free(s->rows);
     free(s->numbers);
     free(s->lse);
@@ -356,8 +393,8 @@ static int append_rows(const struct step *s, int64_t b, int64_t rows, const int3
 {
     const struct static_args *a = s->args;
     const struct append_args args = {
-        .view = view_of(s, b, rows), .key = tokens_of(s, &a->key, b, 0),
-        .value = tokens_of(s, &a->value, b, 0), .dtype = a->key.dtype, .first = first,
+        .view = view_of(s, b, rows), .key = tokens_of(s, &s->key, b, 0),
+        .value = tokens_of(s, &s->value, b, 0), .dtype = s->key.dtype, .first = first,
         .exact_starts = s->exact + b, .threads = a->threads,
         .feedback = is_given(&a->feedback) ? a->feedback.data : NULL,
     };
@@ -435,7 +472,8 @@ static int run(const struct refusal *r, struct step *s)
     int failed;
     if (read_position(r, s) ||
         (is_given(&s->args->mask) && check_mask(r, s->args, s->start + s->count)) ||
-        allocate(r, s) || read_rows(r, s))
+        allocate(r, s) || read_rows(r, s) || round_tokens(r, s, &s->args->key, &s->key) ||
+        round_tokens(r, s, &s->args->value, &s->value))
         return -1;
     for (int64_t b = 0; b < s->batch; b++)
         s->exact[b] = (int32_t)s->rows[b].exact;
