@@ -253,7 +253,7 @@ def test_the_cache_ends_where_it_says():
     assert pair.static.pages.shape[1] == 3  # the last five tokens live in the ring
     pair.check((100, 1))
     with pytest.raises(
-        RuntimeError, match="1 tokens from position 101 on; the cache has .* 0 to 100"
+        RuntimeError, match=r"1 tokens from position 101 on; the cache has .* 0 to 100"
     ):
         pair.step(1)
 

@@ -43,7 +43,8 @@ def with_tight_cache(model, quant, **options):
 def test_an_exported_model_says_what_the_tight_cache_says(family):
     """Over 200 tokens of each prompt: the graph and the module bit for bit, TightCache by token.
 
-    TightCache's first prefill is torch's own attention, which rounds otherwise.
+    TightCache's first prefill is torch's own attention, which rounds otherwise in the last bits;
+    exact tokens near the middle of two float16 numbers then differ by one of their steps.
     """
     model = tiny(family)
     static = ExportableModel(model, "k4v4", max_tokens=320)
@@ -54,7 +55,7 @@ def test_an_exported_model_says_what_the_tight_cache_says(family):
         eager_tokens, eager_logits = greedy(static, ids, COUNT)
         assert torch.equal(logits, eager_logits) and torch.equal(tokens, eager_tokens)
         tight_tokens, tight_logits = greedy(with_tight_cache(model, "k4v4"), ids, COUNT)
-        torch.testing.assert_close(logits, tight_logits, atol=5e-5, rtol=1e-4)
+        torch.testing.assert_close(logits, tight_logits, atol=1e-3, rtol=1e-3)
         assert torch.equal(tokens, tight_tokens)
     assert model.config._attn_implementation == "tightkv" != NAME
 
@@ -124,7 +125,7 @@ def test_rows_with_left_padding():
             ).logits
 
         alone, alone_logits = greedy(step, ids[row : row + 1], COUNT)
-        torch.testing.assert_close(logits[row], alone_logits[0], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(logits[row], alone_logits[0], atol=1e-3, rtol=1e-3)
         assert torch.equal(tokens[row], alone[0])
 
 
