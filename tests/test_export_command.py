@@ -1,6 +1,7 @@
 """tightkv export and tightkv run."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -74,7 +75,16 @@ def test_export_refuses_what_it_cannot_do(tmp_path, capsys):
     assert "is a file; give a folder" in line
     line = error_of(capsys, "export", tmp_path / "nothing", "--output", out)
     assert "does not exist" in line
+    line = error_of(capsys, "export", model, "--output", out, "--backend", "portable")
+    assert "--backend portable is for --format pte" in line
     assert not out.exists()
+
+
+@pytest.mark.skipif(find_spec("executorch") is not None, reason="ExecuTorch is installed")
+def test_pte_needs_executorch(tmp_path, capsys):
+    argv = (write_tiny_folder(tmp_path / "model"), "--output", tmp_path / "out", "--max-tokens", 64)
+    line = error_of(capsys, "export", *argv, "--format", "pte")
+    assert 'ExecuTorch is not installed: pip install "tightkv[executorch]"' in line
 
 
 def test_export_says_why_a_model_has_no_export(tmp_path, capsys):
@@ -86,7 +96,7 @@ def test_export_says_why_a_model_has_no_export(tmp_path, capsys):
 
 
 ABOUT = {
-    "max_tokens": 20, "dtype": "float32", "stop_tokens": [1], "cache_bytes": 1,
+    "kind": "pt2", "max_tokens": 20, "dtype": "float32", "stop_tokens": [1], "cache_bytes": 1,
     "config": KVQuantConfig().to_dict(), "torch": torch.__version__, "tightkv": "0",
     "format": FORMAT_VERSION, "schema": 1,
 }  # fmt: skip
@@ -105,6 +115,8 @@ def package(folder: Path, about):
     [
         ({**ABOUT, "format": FORMAT_VERSION + 1}, "export the model again"),
         ({**ABOUT, "schema": 9}, "export the model again"),
+        ({**ABOUT, "kind": "gguf"}, "kind='gguf'; supported: pt2, pte"),
+        ({**ABOUT, "kind": "pte"}, "has no model.pte"),
         ({**ABOUT, "max_tokens": -1}, "max_tokens=-1"),
         ({**ABOUT, "max_tokens": "many"}, "max_tokens='many'"),
         ({**ABOUT, "stop_tokens": ["x"]}, "stop_tokens=['x']"),

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from greedy import COUNT, greedy, with_tight_cache
 from models import prompt, tiny
 from tightkv.export import OperatorError, operator_library
 from tightkv.integrations.transformers import TightCache
@@ -19,24 +20,6 @@ except OperatorError as error:
 
 # exact prefill, then pages of 64 tokens fill up and leave the ring
 PROMPTS = ((100, 1), (7, 2))
-COUNT = 200
-
-
-@torch.no_grad()
-def greedy(step, ids, count):
-    """Tokens and their logits; step(ids, position) gives logits."""
-    at = ids.shape[1]
-    logits = [step(ids, torch.arange(at))[:, -1]]
-    for position in range(at, at + count - 1):
-        token = logits[-1].argmax(-1, keepdim=True)
-        logits.append(step(token, torch.tensor([position]))[:, -1])
-    whole = torch.stack(logits, 1)  # [B, count, vocab]
-    return whole.argmax(-1), whole
-
-
-def with_tight_cache(model, quant, **options):
-    cache = TightCache(quant, model, eager=True)
-    return lambda ids, position: model(ids, past_key_values=cache, **options).logits
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "gemma3"])

@@ -30,9 +30,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument(
         "--format",
-        choices=("pt2",),
+        choices=("pt2", "pte"),
         default="pt2",
-        help="pt2: an AOTInductor package (default)",
+        help="pt2: an AOTInductor package, for libtorch (default); pte: for ExecuTorch",
+    )
+    parser.add_argument(
+        "--backend", choices=("xnnpack", "portable"), help="of a pte (default: xnnpack)"
     )
     parser.add_argument(
         "--max-tokens",
@@ -50,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
     config, folder = config_from_args(args), Path(args.output).expanduser()
     if args.max_tokens < 1:
         raise ValueError(f"--max-tokens {args.max_tokens}; it must be at least 1")
+    if args.backend is not None and args.format != "pte":
+        raise ValueError(f"--backend {args.backend} is for --format pte")
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"--output {args.output!r} is a file; give a folder")
     check_source(args.model)
@@ -59,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         raise MissingPackageError("tightkv export", "transformers", "hf") from None
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from tightkv.integrations.transformers.models import load_model, quiet
-    from tightkv.integrations.transformers.package import MODEL_FILE, write_package
+    from tightkv.integrations.transformers.package import write_package
 
     start = time.monotonic()
     model, tokenizer = load_model(args.model, dtype=args.dtype, device="cpu", progress=_tell)
@@ -68,9 +73,16 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--max-tokens {args.max_tokens}; the model takes {limit}")
     with quiet():
         about = write_package(
-            model, tokenizer, config, folder, max_tokens=args.max_tokens, tell=_tell
+            model,
+            tokenizer,
+            config,
+            folder,
+            max_tokens=args.max_tokens,
+            kind=args.format,
+            backend=args.backend,
+            tell=_tell,
         )
-    size = (folder / MODEL_FILE).stat().st_size
+    size = (folder / about.model_file).stat().st_size
     data = {
         **asdict(about),
         "folder": str(folder),
@@ -78,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         "seconds": time.monotonic() - start,
     }
     text = (
-        f"{folder / MODEL_FILE}: {human_bytes(size)}, {about.dtype}, cache {config.name} of "
+        f"{folder / about.model_file}: {human_bytes(size)}, {about.dtype}, cache {config.name} of "
         f"{human_bytes(about.cache_bytes)} for {about.max_tokens} tokens\n"
         f"tightkv run {folder} --prompt ..."
     )

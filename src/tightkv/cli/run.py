@@ -15,10 +15,10 @@ from tightkv.cli.output import MissingPackageError, add_output_options, emit
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "run",
-        description="Answer a prompt, greedily, with an exported model. The file holds machine "
-        "code: run only those you trust.",
+        description="Answer a prompt, greedily, with an exported model. A .pt2 holds machine code: "
+        "run only those you trust.",
     )
-    parser.add_argument("file", help="the folder that tightkv export wrote, or its model.pt2")
+    parser.add_argument("file", help="the folder that tightkv export wrote, or the model in it")
     parser.add_argument("--prompt", metavar="TEXT", help="without it: standard input")
     parser.add_argument("--prompt-file", metavar="FILE")
     parser.add_argument("--raw", action="store_true", help="do not use the chat template")
@@ -53,9 +53,8 @@ def run(args: argparse.Namespace) -> int:
     streamer = None
     if not args.json:
         streamer = transformers.TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    tokens, seconds = _greedy(
-        load_package(folder), ids, min(args.max_new_tokens, room), about.stop_tokens, streamer
-    )
+    step, count = load_package(folder, about), min(args.max_new_tokens, room)
+    tokens, seconds = _greedy(step, ids, count, about.stop_tokens, streamer)
     data = {
         "text": tokenizer.decode(tokens, skip_special_tokens=True),
         "prompt_tokens": ids.shape[1],

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 
-class OperatorError(RuntimeError):
+class OperatorError(OSError):
     """The library is not there, or torch did not take the operator."""
 
 
