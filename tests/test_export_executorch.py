@@ -1,6 +1,9 @@
 """Exported tiny models as .pte files in ExecuTorch's runtime."""
 
 import json
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -56,6 +59,25 @@ def test_the_commands(tmp_path, capsys):
     expected, _ = greedy(with_tight_cache(tight, "k4v4"), ids, 100)
     assert answer == expected[0, : len(answer)].tolist()
     assert len(answer) == 100 or answer[-1] == 1
+
+
+@pytest.mark.slow
+def test_the_runner_without_torch_or_python(tmp_path):
+    """examples/executorch, built against the wheel."""
+    if shutil.which("cmake") is None:
+        pytest.skip("no cmake")
+    model, ids = tiny("qwen2").requires_grad_(False), prompt(1, 100)
+    program = ExportableModel(model, "k3v3", max_tokens=320).program()
+    (tmp_path / "model.pte").write_bytes(executorch.to_pte(program, backend="portable"))
+    example = Path(__file__).parents[1] / "examples" / "executorch"
+    wheel, _ = executorch.installed()
+    prefix = f"-DCMAKE_PREFIX_PATH={wheel / 'share/cmake'}"
+    for command in (["-S", example, "-B", tmp_path, prefix], ["--build", tmp_path]):
+        subprocess.run(["cmake", *command], check=True, capture_output=True)
+    words = [tmp_path / "run", tmp_path / "model.pte", COUNT, *ids[0].tolist()]
+    done = subprocess.run([str(w) for w in words], check=True, capture_output=True, text=True)
+    expected, _ = greedy(with_tight_cache(model, "k3v3"), ids, COUNT)
+    assert done.stdout.split() == [str(token) for token in expected[0].tolist()]
 
 
 def test_the_library_is_kept():

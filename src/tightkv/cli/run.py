@@ -56,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
     step, count = load_package(folder, about), min(args.max_new_tokens, room)
     tokens, seconds = _greedy(step, ids, count, about.stop_tokens, streamer)
     data = {
+        "schema": 1,
         "text": tokenizer.decode(tokens, skip_special_tokens=True),
         "prompt_tokens": ids.shape[1],
         "new_tokens": len(tokens),

@@ -61,7 +61,8 @@ Tensor &static_attention_out(KernelRuntimeContext &context, const Tensor &query,
 {
     ET_KERNEL_CHECK_MSG(context, query.dim() == 4, InvalidArgument, out,
                         "tightkv: query has %d dimensions; expected 4", (int)query.dim());
-    const Tensor::SizesType size[4] = {query.size(0), query.size(2), query.size(1), query.size(3)};
+    const auto q = query.sizes();
+    const Tensor::SizesType size[4] = {q[0], q[2], q[1], q[3]};
     ET_KERNEL_CHECK_MSG(context, executorch::runtime::resize_tensor(out, {size, 4}) == Error::Ok,
                         InvalidArgument, out, "tightkv: the output cannot have the query's size");
     static_args args{};

@@ -27,7 +27,7 @@ def operator_library() -> Path:
             return path
     raise OperatorError(
         "the operator for exported models is not built: the install found no C++ compiler; install "
-        "one (g++ or clang++) and run pip install --force-reinstall --no-deps tightkv"
+        "one (g++ or clang++), then tightkv again"
     )
 
 
