@@ -24,11 +24,11 @@ int main(int count, char **arguments)
         std::vector<int64_t> prompt;
         for (int k = 4; k < count; k++)
             prompt.push_back(std::atoll(arguments[k]));
-        torch::Tensor ids = torch::tensor(prompt, torch::kLong)[None];
+        torch::Tensor ids = torch::tensor(prompt, torch::kLong).unsqueeze(0);
         torch::Tensor position = torch::arange(ids.size(1), torch::kLong);  // 0 begins anew
         for (int64_t left = std::atoll(arguments[3]); left > 0; left--) {
             const torch::Tensor logits = model.run({ids, position})[0];
-            ids = logits.index({0, -1}).argmax().view({1, 1});
+            ids = logits.select(1, -1).argmax(-1, /*keepdim=*/true);
             position = position.slice(0, -1) + 1;
             std::cout << ids.item<int64_t>() << (left > 1 ? " " : "\n") << std::flush;
         }
