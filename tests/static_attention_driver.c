@@ -61,6 +61,24 @@ static void change_words(struct operand *x, int64_t count)
     }
 }
 
+/* Numbers that could be a state, but for one thing: that pages hold what the ring does not. Returns
+   the length. */
+static int64_t invent_state(struct operand *x, const int64_t *spec)
+{
+    const int64_t most = spec[12], ring = spec[10];
+    const int64_t length = draw(2) ? draw(most + 1) : most - draw(8);
+    const int64_t held = length > ring ? length - ring : 0;
+    for (int64_t b = 0; b < x->size[0]; b++) {
+        int64_t *state = (int64_t *)x->data + b * STATE_WORDS;
+        state[STATE_LENGTH] = length;
+        state[STATE_EXACT] = held + draw(length - held + 1);
+        state[STATE_RING] = state[STATE_EXACT] + draw(length - state[STATE_EXACT] + 1);
+        state[STATE_SINKS] = draw(spec[11] + 1);
+        state[STATE_START] = draw(length + 1);
+    }
+    return length;
+}
+
 /* A tensor of another size, dtype or rank in place of a good one, as long as it says. */
 static void change_operand(struct operand *x)
 {
@@ -101,6 +119,8 @@ static void round_of(const int64_t *spec, int64_t count, int kind, int *accepted
     }
     int64_t position = 0;
     for (int step = 0; step < STEPS; step++) {
+        if (kind == 2 && draw(2))
+            position = invent_state(&a.state, spec);
         const int64_t sizes[] = {1, 1, 2, 16, 17, 33, 70, 0}, tokens = sizes[draw(8)];
         a.query = TENSOR(dtype, batch, heads * share, tokens, dim);
         a.key = TENSOR(dtype, batch, heads, tokens, dim);
@@ -116,7 +136,7 @@ static void round_of(const int64_t *spec, int64_t count, int kind, int *accepted
                                               &a.sinks, &a.state, &a.out};
         if (kind == 1 && step == 2)
             change_words(&a.spec, draw(2) ? 27 : count);
-        if (kind == 2 && step > 0)
+        if (kind == 2 && draw(3) == 0)
             change_words(&a.state, batch * STATE_WORDS);
         if (kind == 3 && draw(3) == 0)
             change_operand(all[draw(MOST_OPERANDS)]);
