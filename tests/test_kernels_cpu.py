@@ -3,16 +3,15 @@
 import ctypes
 import math
 import os
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import sanitizers
 from helpers import add, exact_attention, make_cache, tokens
 from tightkv import kernels
 from tightkv.attention import attend
@@ -479,25 +478,8 @@ def test_environment_names_the_instruction_set():
 # --- the C code itself ---
 def test_sanitizers_find_nothing(tmp_path):
     """AddressSanitizer and UBSan over every instruction set, with buffers of the exact size."""
-    compiler = next((found for name in ("gcc", "clang", "cc") if (found := shutil.which(name))), "")
-    if not compiler:
-        pytest.skip("no C compiler")
-    native_folder = Path(library.__file__).parent / "native"
-    sources = [str(path) for path in sorted(native_folder.glob("*.c"))]
-    driver = str(Path(__file__).with_name("cpu_kernels_driver.c"))
-    flags = ["-std=gnu11", "-O1", "-g", "-Wall", "-Wextra", "-Werror", f"-I{native_folder}"]
-    sanitize = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-    program = str(tmp_path / "driver")
-    build = [compiler, *flags, *sanitize, driver, *sources, "-o", program, "-lm", "-pthread"]
-    built = subprocess.run(build, capture_output=True, text=True, check=False)
-    if "asan" in built.stderr and "cannot find" in built.stderr:
-        pytest.skip(f"{compiler} has no sanitizers")
-    assert built.returncode == 0, built.stderr
-    # Python may be run with a preloaded library, which AddressSanitizer refuses.
-    env = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
-    run = subprocess.run([program], capture_output=True, text=True, env=env, check=False)
-    assert run.returncode == 0, run.stderr
-    assert sorted(run.stdout.split()) == sorted(ISAS)
+    program = sanitizers.build("cpu_kernels_driver.c", tmp_path)
+    assert sorted(sanitizers.run(program).split()) == sorted(ISAS)
 
 
 def test_structs_agree_with_c():

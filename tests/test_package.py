@@ -51,8 +51,10 @@ def test_console_script_points_at_the_cli() -> None:
 def test_ci_skips_nothing_but_gpus() -> None:
     """What is missing is skipped elsewhere; here a broken install or build must be noticed."""
     import cuda_on_host
+    from tightkv.export import operator_library
     from tightkv.kernels import cpu
 
+    assert operator_library().is_file()
     assert cuda_on_host.COMPILER is not None
     assert cpu.unavailable("cpu") is None
     wanted = ["lm_eval", "datasets", "matplotlib", "transformers", "triton"]

@@ -1,4 +1,4 @@
-"""The sdist, and the wheels made of it with a C compiler and without: what is in them runs."""
+"""The sdist, and the wheels made of it with compilers and without: what is in them runs."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An unpacked sdist. It is made of a copy, because a build leaves files beside its sources."""
     folder = tmp_path_factory.mktemp("source")
     copy = folder / "copy"
-    for name in ("src", "docs", "benchmarks", "tests"):
+    for name in ("src", "docs", "benchmarks", "examples", "tests"):
         shutil.copytree(ROOT / name, copy / name, ignore=NOT_COPIED)
     for name in TOP_FILES:
         shutil.copy(ROOT / name, copy)
@@ -103,6 +103,7 @@ def test_the_wheel_runs_outside_the_source_tree(source: Path, env: Path, tmp_pat
     kept = (path for path in files if path.suffix not in (".so", ".pyc"))
     assert {str(path.relative_to(ROOT / "src")) for path in kept} <= names
     assert "tightkv/kernels/cpu/_native.so" in names
+    assert "tightkv/export/_operator.so" in names or shutil.which("c++") is None
     assert not [name for name in names if name.startswith("tests")]
 
     python = env / "bin" / "python"
@@ -112,6 +113,14 @@ def test_the_wheel_runs_outside_the_source_tree(source: Path, env: Path, tmp_pat
     assert Path(file).is_relative_to(env) and missing == "None"
     command = [str(env / "bin" / "tightkv"), "--version"]
     assert run(command, tmp_path) == f"tightkv {tightkv.__version__}\n"
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_without_a_cxx_compiler_the_kernels_are_built(source: Path, tmp_path: Path) -> None:
+    shutil.rmtree(source / "build", ignore_errors=True)
+    wheel = build("build_wheel", source, tmp_path / "wheel", CXX=str(tmp_path / "missing"))
+    names = zipfile.ZipFile(wheel).namelist()
+    assert [name for name in names if name.endswith(".so")] == ["tightkv/kernels/cpu/_native.so"]
 
 
 def test_without_a_compiler_the_wheel_is_pure_python(source: Path, tmp_path: Path) -> None:

@@ -24,9 +24,11 @@ COMMANDS = {
     "completion": "a script that completes commands and options in bash or zsh",
     "doctor": "the smallest cache that keeps a model within a KL budget on your text",
     "eval": "what each config does to a model's perplexity, retrieval and greedy text",
+    "export": "a model and its compressed cache as one file that needs no Python",
     "generate": "text from a model with a compressed cache, or from both caches to compare",
     "info": "versions, devices, and which kernels can run here",
     "plan": "how much memory a model's KV cache takes, and what fits a GPU",
+    "run": "text from a model that `tightkv export` wrote",
     "serve": "vLLM's OpenAI-compatible server with a compressed cache",
     "validate": "re-derive the paper's claims and measure where the method is weak",
 }

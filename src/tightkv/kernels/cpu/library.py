@@ -137,25 +137,30 @@ def describe(layout: PageLayout) -> Layer:
 
 
 def _side(codec: Codec, name: str, quantizer: TurboQuantMSE, keep: list[Tensor]) -> Side:
-    book = quantizer.codebook
-    centroids = book.table("cpu")
-    constants = {
-        **_rotation_constants(quantizer.rotation),
-        "centroids": centroids,
-        "thresholds": torch.tensor(book.thresholds, dtype=torch.float32, device="cpu"),
-        "levels": (centroids.double() / book.unit).round().float(),
-    }
-    keep += constants.values()
+    tables = side_tables(quantizer)
+    keep += tables.values()
     return Side(
         bits=quantizer.bits,
         codes=codec.layout.planes[name, "codes"].offset,
         scales=codec.layout.planes[name, "scale"].offset,
         scale_mode=_SCALE_MODES[quantizer.scale_mode],
         rotation=_ROTATIONS[quantizer.rotation.kind],
-        unit=book.unit,
+        unit=quantizer.codebook.unit,
         gain=gain(quantizer.bits) if codec.cfg.takes_feedback and name == "key" else 1.0,
-        **{key: _address(tensor) for key, tensor in constants.items()},
+        **{key: _address(tensor) for key, tensor in tables.items()},
     )
+
+
+def side_tables(quantizer: TurboQuantMSE) -> dict[str, Tensor]:
+    """What the pointers of struct side point to, by name."""
+    book = quantizer.codebook
+    centroids = book.table("cpu")
+    return {
+        **_rotation_constants(quantizer.rotation),
+        "centroids": centroids,
+        "thresholds": torch.tensor(book.thresholds, dtype=torch.float32, device="cpu"),
+        "levels": (centroids.double() / book.unit).round().float(),
+    }
 
 
 def _rotation_constants(rotation: Rotation) -> dict[str, Tensor]:

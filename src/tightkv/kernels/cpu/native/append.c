@@ -293,7 +293,7 @@ int tightkv_append(const struct layer *layer, const struct append_args *args)
     const int64_t size = layer->page_size, batch = args->view.batch;
     int64_t count = 0;
     int result = 0;
-    for (int64_t b = 0; b < batch; b++)
+    for (int64_t b = 0; b < batch && args->view.pages != NULL; b++)
         count += args->view.lengths[b] / size - length_before(args, b) / size;
     if (count > 0 && (call.pages = malloc(sizeof *call.pages * (size_t)count)) == NULL)
         return -1;

@@ -35,7 +35,7 @@ struct layer {
 /* CacheView: tokens [start, length) of each sequence. */
 struct view {
     int64_t batch;
-    uint8_t *pages;
+    uint8_t *pages; /* NULL: ring and sinks hold all that is seen; nothing is sealed */
     int64_t page_bytes;
     const int32_t *block_table;
     int64_t block_stride;

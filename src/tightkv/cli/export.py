@@ -1,0 +1,102 @@
+"""tightkv export: a model and its compressed cache as a file that runs without Python."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from tightkv.cli.config_flags import add_config_flags, config_from_args
+from tightkv.cli.output import MissingPackageError, add_output_options, emit, human_bytes
+from tightkv.integrations.model_source import BUNDLED_NAME, DTYPE_NAMES, check_source
+
+MAX_TOKENS = 2048
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "export",
+        description="Compile a model with its compressed cache into one file for the CPU. "
+        "`tightkv run` runs it, and so does any process that has libtorch (docs/export.md).",
+    )
+    parser.add_argument(
+        "model", nargs="?", help=f"model folder or hub id (default: the bundled {BUNDLED_NAME})"
+    )
+    parser.add_argument(
+        "--output", required=True, metavar="FOLDER", help="a new folder, or an exported model's"
+    )
+    parser.add_argument(
+        "--format",
+        choices=("pt2", "pte"),
+        default="pt2",
+        help="pt2: an AOTInductor package, for libtorch (default); pte: for ExecuTorch",
+    )
+    parser.add_argument(
+        "--backend", choices=("xnnpack", "portable"), help="of a pte (default: xnnpack)"
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        default=MAX_TOKENS,
+        metavar="N",
+        help=f"prompt and answer together; the cache has this size (default: {MAX_TOKENS})",
+    )
+    parser.add_argument("--dtype", choices=DTYPE_NAMES, help="default: bfloat16 where it is fast")
+    add_output_options(parser)
+    add_config_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    config, folder = config_from_args(args), Path(args.output).expanduser()
+    if args.max_tokens < 1:
+        raise ValueError(f"--max-tokens {args.max_tokens}; it must be at least 1")
+    if args.backend is not None and args.format != "pte":
+        raise ValueError(f"--backend {args.backend} is for --format pte")
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"--output {args.output!r} is a file; give a folder")
+    check_source(args.model)
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        raise MissingPackageError("tightkv export", "transformers", "hf") from None
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from tightkv.integrations.transformers.models import load_model, quiet
+    from tightkv.integrations.transformers.package import write_package
+
+    start = time.monotonic()
+    model, tokenizer = load_model(args.model, dtype=args.dtype, device="cpu", progress=_tell)
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and args.max_tokens > limit:
+        raise ValueError(f"--max-tokens {args.max_tokens}; the model takes {limit}")
+    with quiet():
+        about = write_package(
+            model,
+            tokenizer,
+            config,
+            folder,
+            max_tokens=args.max_tokens,
+            kind=args.format,
+            backend=args.backend,
+            tell=_tell,
+        )
+    size = (folder / about.model_file).stat().st_size
+    data = {
+        **asdict(about),
+        "folder": str(folder),
+        "file_bytes": size,
+        "seconds": time.monotonic() - start,
+    }
+    text = (
+        f"{folder / about.model_file}: {human_bytes(size)}, {about.dtype}, cache {config.name} of "
+        f"{human_bytes(about.cache_bytes)} for {about.max_tokens} tokens\n"
+        f"tightkv run {folder} --prompt ..."
+    )
+    emit(args, data, text)
+    return 0
+
+
+def _tell(line: str) -> None:
+    print(f"tightkv: {line}", file=sys.stderr, flush=True)

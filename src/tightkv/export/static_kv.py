@@ -1,0 +1,135 @@
+"""StaticKV: the compressed cache of one layer as buffers of a module."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from tightkv.config import KVQuantConfig
+from tightkv.export.operator import load_operator
+from tightkv.export.spec import spec_of
+from tightkv.kernels.check import check_feedback, check_options
+from tightkv.layout import MAX_TOKENS, PageLayout, page_layout
+
+_STATE_WORDS = 5
+
+
+class StaticKV(nn.Module):
+    """Pages, ring, sinks and counters of `batch` sequences of at most `max_tokens` tokens.
+
+    Nothing changes its size, so `torch.export` and `torch.compile` see one operator on fixed
+    buffers. Pages have the bytes of `PagedKV`; they are sealed as soon as they are full, so there
+    are none for the tokens of an unfinished one. Exact tokens are kept in the layout's dtype.
+    """
+
+    spec: Tensor  # int64: spec.py
+    pages: Tensor  # uint8 [B, pages, Hkv, record_bytes]
+    ring: Tensor  # [2, B, ring, Hkv, D]: keys, values
+    sinks: Tensor  # [2, B, sinks, Hkv, D]
+    state: Tensor  # int64 [B, 5]: length, exact_start, ring_start, sink_count, start
+    feedback: Tensor | None  # float32 [Hkv, D, D]
+
+    def __init__(
+        self,
+        layout: PageLayout,
+        max_tokens: int,
+        *,
+        batch: int = 1,
+        feedback: Tensor | None = None,
+        window: int | None = None,
+    ) -> None:
+        """`feedback` are the layer's `Codec.feedback_factors`; None codes each key for itself.
+
+        `window` is the layer's sliding window. Where the ring holds it whole, there are no pages.
+        """
+        super().__init__()
+        if not 1 <= max_tokens <= MAX_TOKENS:
+            raise ValueError(f"max_tokens={max_tokens}; allowed: 1 to {MAX_TOKENS}")
+        if batch < 1:
+            raise ValueError(f"batch={batch}; it must be at least 1")
+        if feedback is not None:
+            check_feedback(layout, feedback, torch.device("cpu"))
+        check_options(window=window)
+        load_operator()
+        self.layout, self.max_tokens, self.window = layout, max_tokens, window
+        heads, dim, size = layout.num_kv_heads, layout.head_dim, layout.page_size
+        in_ring = window is not None and window - 1 <= (layout.cfg.exact_pages - 1) * size
+        pages = layout.new_pages(0 if in_ring else batch * (max_tokens // size))
+        self.register_buffer("spec", spec_of(layout, max_tokens))
+        self.register_buffer("feedback", feedback)
+        # Of the tokens, not of the model:
+        tokens = {
+            "pages": pages.view(batch, len(pages) // batch, *pages.shape[1:]),
+            "ring": torch.zeros(2, batch, layout.ring_tokens, heads, dim, dtype=layout.dtype),
+            "sinks": torch.zeros(2, batch, layout.cfg.sinks, heads, dim, dtype=layout.dtype),
+            "state": torch.zeros(batch, _STATE_WORDS, dtype=torch.int64),
+        }
+        for name, buffer in tokens.items():
+            self.register_buffer(name, buffer, persistent=False)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        position: Tensor,
+        *,
+        left_pad: Tensor | None = None,
+        mask: Tensor | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        causal: bool = True,
+    ) -> Tensor:
+        """Append key and value [B, Hkv, T, D], then attend: query [B, Hq, T, D] -> [B, T, Hq, D].
+
+        `position` int64 [T] is where the tokens go: on from the end, or from before it, which
+        drops what was there; position 0 begins anew. `left_pad` int64 [B] counts the padding of
+        each row and comes with position 0. `mask` is as in `attention.attend`.
+        """
+        out: Tensor = torch.ops.tightkv.static_attention(
+            query,
+            key,
+            value,
+            position,
+            left_pad,
+            mask,
+            self.spec,
+            self.feedback,
+            self.pages,
+            self.ring,
+            self.sinks,
+            self.state,
+            1 / math.sqrt(self.layout.head_dim) if scale is None else scale,
+            softcap or 0.0,
+            self.window or 0,
+            causal,
+        )
+        return out
+
+    @classmethod
+    def exact_window(
+        cls,
+        window: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        max_tokens: int,
+        *,
+        batch: int = 1,
+    ) -> StaticKV:
+        """The cache of a sliding-window layer that is not compressed: a ring alone."""
+        cfg = KVQuantConfig(page_size=32, sinks=0)
+        cfg = cfg.replace(exact_pages=1 + -(-(window - 1) // cfg.page_size))
+        layout = page_layout(cfg, num_kv_heads, head_dim, dtype)
+        return cls(layout, max_tokens, batch=batch, window=window)
+
+    @property
+    def length(self) -> int:
+        """Tokens of each row so far, padding included."""
+        return int(self.state[0, 0])
+
+    def allocated_bytes(self) -> int:
+        """Bytes of every buffer."""
+        return sum(x.numel() * x.element_size() for x in self.buffers())

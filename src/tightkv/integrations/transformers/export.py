@@ -1,0 +1,207 @@
+"""ExportableModel: a decoder with its compressed caches inside, for torch.export."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+from tightkv.codec import Codec
+from tightkv.config import KVQuantConfig
+from tightkv.export import StaticKV
+from tightkv.integrations.transformers.cache import TightCache
+from tightkv.integrations.transformers.layer import TightLayer
+from tightkv.layout import exact_dtype, page_layout
+
+NAME = "tightkv_static"
+
+
+class ExportError(ValueError):
+    """A model that cannot be exported, and why."""
+
+
+@dataclass
+class Step:
+    """What attention needs of one forward pass: it travels through the model by keyword."""
+
+    caches: nn.ModuleList
+    position: Tensor  # int64 [T]
+    left_pad: Tensor | None  # int64 [B]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+        cache = self.caches[layer]
+        return cache(query, key, value, self.position, left_pad=self.left_pad, **options)
+
+
+@dataclass
+class Recorder:
+    """Takes the place of a Step to see what the layers of a model ask for."""
+
+    shapes: dict[int, tuple[int, int]] = field(default_factory=dict)  # heads, head_dim
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+        if layer in self.shapes or key.shape != value.shape:
+            raise ExportError(
+                f"layer {layer} has keys {list(key.shape)} and values {list(value.shape)}, or "
+                "attends twice; only layers with one attention of like keys and values are exported"
+            )
+        self.shapes[layer] = key.shape[1], key.shape[3]
+        return query.transpose(1, 2)
+
+
+def static_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    static_step: Step | Recorder | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention signature: query [B, Hq, T, D] -> output [B, T, Hq, D]."""
+    name = type(module).__name__
+    if static_step is None:
+        raise ExportError(f"{name} does not hand keywords to its attention; it cannot be exported")
+    if s_aux is not None or position_bias is not None or attention_mask is not None:
+        raise ExportError(f"{name} has a learned sink, a bias or a mask of its own: not supported")
+    layer: Any = module.layer_idx
+    out = static_step.attend(layer, query, key, value, scale=scaling, softcap=softcap)
+    return out, None
+
+
+AttentionInterface.register(NAME, static_attention)  # with no mask: the caches know the padding
+
+
+class ExportableModel(nn.Module):
+    """forward(input_ids [B, T], cache_position [T]) -> logits; tokens are remembered inside.
+
+    Sequences have at most `max_tokens` tokens. Layers are compressed as an eager TightCache of the
+    same `quant` and model does it; sliding windows stay exact, in rings. With `batch` above 1
+    forward takes left_pad [B] too. `last_only` gives the logits of the last token alone. The model
+    itself is not changed.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        quant: KVQuantConfig | str | Mapping[str, Any] | None = None,
+        *,
+        max_tokens: int,
+        batch: int = 1,
+        last_only: bool = True,
+    ) -> None:
+        super().__init__()
+        if model.device.type != "cpu":
+            raise ExportError(f"the model is on {model.device}; exported caches run on the CPU")
+        text = model.config.get_text_config(decoder=True)
+        if getattr(text, "num_kv_shared_layers", 0):
+            raise ExportError("layers that share keys and values cannot be exported")
+        if getattr(text, "attention_chunk_size", None):
+            raise ExportError("chunked attention cannot be exported")
+        self.max_tokens, self.batch, self.last_only = max_tokens, batch, last_only
+        cache = TightCache(quant, model)
+        shapes = _shapes(model, len(cache.layers))
+        self.caches = nn.ModuleList(
+            _static_cache(layer, i, *shapes[i], model.dtype, max_tokens, batch)
+            for i, layer in enumerate(cache.layers)
+        )
+        self.model = model
+
+    def forward(
+        self, input_ids: Tensor, cache_position: Tensor, left_pad: Tensor | None = None
+    ) -> Tensor:
+        position_ids = cache_position[None]
+        if left_pad is not None:
+            position_ids = (position_ids - left_pad[:, None]).clamp_min(0)
+        with _attention(self.model):
+            out = self.model(
+                input_ids=input_ids,
+                position_ids=position_ids,
+                use_cache=False,
+                logits_to_keep=1 if self.last_only else 0,
+                static_step=Step(self.caches, cache_position, left_pad),
+            )
+        logits: Tensor = out.logits
+        return logits
+
+    def cache_bytes(self) -> int:
+        """Bytes of every cache, all of which are there from the start."""
+        return sum(x.numel() * x.element_size() for x in self.caches.buffers())
+
+    def program(self) -> torch.export.ExportedProgram:
+        """The graph of `forward`, of any number of tokens up to `max_tokens`."""
+        tokens = torch.export.Dim("tokens", min=1, max=self.max_tokens)
+        example = min(8, self.max_tokens)
+        inputs: tuple[Tensor, ...] = (
+            torch.zeros(self.batch, example, dtype=torch.int64),
+            torch.arange(example),
+        )
+        shapes: tuple[Any, ...] = ({1: tokens}, {0: tokens})
+        if self.batch > 1:
+            inputs += (torch.zeros(self.batch, dtype=torch.int64),)
+            shapes += (None,)
+        with torch.no_grad():
+            return torch.export.export(self.eval(), inputs, dynamic_shapes=shapes, strict=False)
+
+
+@contextmanager
+def _attention(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, the model attends through the step it is given."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation(NAME)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _shapes(model: PreTrainedModel, layers: int) -> dict[int, tuple[int, int]]:
+    """KV heads and head_dim of each layer, as one token shows them."""
+    recorder = Recorder()
+    with torch.no_grad(), _attention(model):
+        model(
+            input_ids=torch.zeros(1, 1, dtype=torch.int64),
+            position_ids=torch.zeros(1, 1, dtype=torch.int64),
+            use_cache=False,
+            static_step=recorder,
+        )
+    if missing := sorted(set(range(layers)) - set(recorder.shapes)):
+        raise ExportError(
+            f"layer {missing[0]} of {type(model).__name__} has no attention over keys and values; "
+            "models with linear attention or convolutions cannot be exported"
+        )
+    return recorder.shapes
+
+
+def _static_cache(
+    layer: Any,
+    number: int,
+    heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    max_tokens: int,
+    batch: int,
+) -> StaticKV:
+    """What takes the place of a cache layer."""
+    if type(layer) is TightLayer:
+        layout = page_layout(layer.cfg, heads, head_dim, exact_dtype(dtype))
+        factors = None
+        if layer.metric is not None:
+            factors = Codec(layout).feedback_factors(layer.metric, torch.device("cpu"))
+        return StaticKV(layout, max_tokens, batch=batch, feedback=factors)
+    if type(layer) is DynamicSlidingWindowLayer:
+        window = layer.sliding_window
+        return StaticKV.exact_window(window, heads, head_dim, dtype, max_tokens, batch=batch)
+    raise ExportError(
+        f"layer {number} keeps its cache in a {type(layer).__name__}, which cannot be exported"
+    )

@@ -1,0 +1,173 @@
+"""An exported model in a folder: model.pt2 or model.pte, tokenizer files, and tightkv.json."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tightkv import __version__
+from tightkv.config import FORMAT_VERSION, KVQuantConfig
+from tightkv.export.operator import load_operator
+from tightkv.files import whole_file
+from tightkv.integrations.executorch import installed, load_pte, to_pte
+from tightkv.integrations.transformers.export import ExportableModel, ExportError
+from tightkv.layout import MAX_TOKENS
+from tightkv.strict_json import parse_json
+
+ABOUT_FILE = "tightkv.json"
+KINDS = ("pt2", "pte")  # AOTInductor, ExecuTorch
+_SCHEMA = 1
+_MOST_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class About:
+    """What tightkv.json says."""
+
+    kind: str
+    max_tokens: int
+    dtype: str
+    stop_tokens: list[int]
+    cache_bytes: int
+    config: dict[str, Any]
+    torch: str
+    tightkv: str = __version__
+    format: int = FORMAT_VERSION
+    schema: int = _SCHEMA
+
+    @property
+    def model_file(self) -> str:
+        return f"model.{self.kind}"
+
+
+def write_package(
+    model: Any,
+    tokenizer: Any,
+    quant: KVQuantConfig,
+    folder: Path,
+    *,
+    max_tokens: int,
+    kind: str = "pt2",
+    backend: str | None = None,
+    tell: Callable[[str], None],
+) -> About:
+    """Export, compile, and write everything; tightkv.json comes last. `backend` is for a pte."""
+    if kind == "pt2" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
+        raise ExportError("AOTInductor compiles C++; install a compiler (g++ or clang++)")
+    if kind == "pte":
+        installed()
+    folder.mkdir(parents=True, exist_ok=True)
+    tell("measuring the model and making its caches")
+    exportable = ExportableModel(model.requires_grad_(False), quant, max_tokens=max_tokens)
+    tell("tracing")
+    try:
+        program = exportable.program()
+    except (RuntimeError, TypeError, torch._dynamo.exc.TorchDynamoException) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ExportError(f"torch.export cannot trace {type(model).__name__}: {reason}") from error
+    tell("compiling, which takes minutes")
+    about = About(
+        kind=kind,
+        max_tokens=max_tokens,
+        dtype=str(model.dtype).removeprefix("torch."),
+        stop_tokens=_stop_tokens(model, tokenizer),
+        cache_bytes=exportable.cache_bytes(),
+        config=quant.to_dict(),
+        torch=torch.__version__,
+    )
+    with whole_file(folder / about.model_file) as path:
+        if kind == "pt2":
+            _write_pt2(program, path)
+        else:
+            methods = _runner_methods(model, tokenizer, about)
+            path.write_bytes(to_pte(program, backend=backend or "xnnpack", **methods))
+    tokenizer.save_pretrained(folder)
+    with whole_file(folder / ABOUT_FILE) as path:
+        path.write_text(json.dumps(asdict(about), indent=2) + "\n", encoding="utf-8")
+    return about
+
+
+def _write_pt2(program: torch.export.ExportedProgram, path: Path) -> None:
+    package = path.with_name(path.name + ".pt2")  # torch wants that ending
+    try:
+        torch._inductor.aoti_compile_and_package(program, package_path=str(package))
+        package.replace(path)
+    finally:
+        package.unlink(missing_ok=True)
+
+
+def _runner_methods(model: Any, tokenizer: Any, about: About) -> dict[str, Any]:
+    """What ExecuTorch's text runner asks of a file."""
+    first = tokenizer.bos_token_id
+    return {
+        "get_max_seq_len": about.max_tokens,
+        "get_max_context_len": about.max_tokens,
+        "get_vocab_size": model.config.get_text_config().vocab_size,
+        "get_bos_id": 0 if first is None else first,
+        "get_eos_ids": about.stop_tokens,
+        "use_kv_cache": True,
+        "enable_dynamic_shape": True,
+    }
+
+
+def read_about(folder: Path) -> About:
+    """tightkv.json, checked."""
+    path = folder / ABOUT_FILE
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{str(folder)!r} has no {ABOUT_FILE}; give a folder that tightkv export wrote"
+        )
+    with path.open("rb") as file:
+        data = file.read(_MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
+        raise ValueError(f"{str(path)!r} is larger than {_MOST_BYTES} bytes")
+    try:
+        fields = parse_json(data)
+        about = About(**fields)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{str(path)!r} is not what tightkv export wrote: {error}") from None
+    if (about.schema, about.format) != (_SCHEMA, FORMAT_VERSION):
+        raise ValueError(
+            f"{str(path)!r} has schema {about.schema!r} and format {about.format!r}; this tightkv "
+            f"reads {_SCHEMA} and {FORMAT_VERSION}: export the model again"
+        )
+    if about.kind not in KINDS:
+        raise ValueError(f"{str(path)!r} has kind={about.kind!r}; supported: {', '.join(KINDS)}")
+    if not (folder / about.model_file).is_file():
+        raise FileNotFoundError(f"{str(folder)!r} has no {about.model_file}; export it again")
+    stops = about.stop_tokens
+    if (
+        type(about.max_tokens) is not int
+        or not 1 <= about.max_tokens <= MAX_TOKENS
+        or type(stops) is not list
+        or any(type(token) is not int for token in stops)
+    ):
+        raise ValueError(
+            f"{str(path)!r} has max_tokens={about.max_tokens!r} and stop_tokens={stops!r}; "
+            f"expected 1 to {MAX_TOKENS}, and a list of whole numbers"
+        )
+    return about
+
+
+def load_package(folder: Path, about: About) -> Callable[[Tensor, Tensor], Tensor]:
+    """(input_ids [1, T], cache_position [T]) -> logits. A pt2 is machine code: trust its maker."""
+    path = folder / about.model_file
+    if about.kind == "pte":
+        return load_pte(path)
+    load_operator()
+    run: Callable[[Tensor, Tensor], Tensor] = torch._inductor.aoti_load_package(str(path))
+    return run
+
+
+def _stop_tokens(model: Any, tokenizer: Any) -> list[int]:
+    """Every token that ends an answer."""
+    found = getattr(model.generation_config, "eos_token_id", None)
+    found = tokenizer.eos_token_id if found is None else found
+    return [] if found is None else [found] if isinstance(found, int) else list(found)

@@ -1,0 +1,24 @@
+"""Greedy text of a step function, as exported models are."""
+
+import torch
+
+from tightkv.integrations.transformers import TightCache
+
+COUNT = 200
+
+
+@torch.no_grad()
+def greedy(step, ids, count):
+    """Tokens and their logits; step(ids, position) gives logits."""
+    at = ids.shape[1]
+    logits = [step(ids, torch.arange(at))[:, -1]]
+    for position in range(at, at + count - 1):
+        token = logits[-1].argmax(-1, keepdim=True)
+        logits.append(step(token, torch.tensor([position]))[:, -1])
+    whole = torch.stack(logits, 1)  # [B, count, vocab]
+    return whole.argmax(-1), whole
+
+
+def with_tight_cache(model, quant, **options):
+    cache = TightCache(quant, model, eager=True)
+    return lambda ids, position: model(ids, past_key_values=cache, **options).logits

@@ -1,0 +1,143 @@
+"""tightkv export and tightkv run."""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from models import FAMILIES
+from tightkv.cli import main
+from tightkv.config import FORMAT_VERSION, KVQuantConfig
+from tightkv.export import OperatorError, operator_library
+from tightkv.integrations.transformers import TightCache
+from tightkv.integrations.transformers.models import load_model
+from tiny_folder import TEMPLATE, byte_tokenizer, write_model, write_tiny_folder
+
+try:
+    operator_library()
+except OperatorError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+PROMPT = "The quick brown fox jumps over the lazy dog. " * 4
+
+
+def error_of(capsys, *argv):
+    assert main([*map(str, argv)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = [line for line in captured.err.splitlines() if line.startswith("tightkv: error: ")]
+    return line
+
+
+def expected_answer(folder, preset, text, count):
+    model, tokenizer = load_model(str(folder), dtype="float32", device="cpu")
+    ids = tokenizer(text, return_tensors="pt")["input_ids"]
+    cache = TightCache(preset, model, eager=True)
+    out = model.generate(ids, past_key_values=cache, max_new_tokens=count, do_sample=False)
+    return out[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.slow
+def test_an_exported_folder_answers_as_the_model_does(tmp_path, capsys):
+    model = write_tiny_folder(tmp_path / "model", template=TEMPLATE)
+    out = tmp_path / "out"
+    argv = ["--preset", "k3v2", "--max-tokens", 400, "--dtype", "float32"]
+    assert main(["export", str(model), "--output", str(out), *map(str, argv), "--json"]) == 0
+    captured = capsys.readouterr()
+    about = json.loads(captured.out)
+    assert about["max_tokens"] == 400 and about["config"]["key_bits"] == 3
+    assert about["file_bytes"] == (out / "model.pt2").stat().st_size
+    assert "tightkv: compiling" in captured.err
+    assert json.loads((out / "tightkv.json").read_text())["format"] == FORMAT_VERSION
+
+    argv = ["run", str(out), "--prompt", PROMPT, "--raw", "--max-new-tokens", "150"]
+    assert main([*argv, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["tokens"] == expected_answer(model, "k3v2", PROMPT, 150)
+    argv[1] = str(out / "model.pt2")
+    assert main(argv) == 0
+    text = capsys.readouterr().out
+    assert answer["text"].strip()[:20] in text and "tokens/s" in text
+    # the answer ends where the cache does
+    assert main([*argv[:-1], "1000", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["prompt_tokens"] + answer["new_tokens"] <= 400
+
+
+def test_export_refuses_what_it_cannot_do(tmp_path, capsys):
+    model, out = write_tiny_folder(tmp_path / "model"), tmp_path / "out"
+    assert "at least 1" in error_of(capsys, "export", model, "--output", out, "--max-tokens", 0)
+    line = error_of(capsys, "export", model, "--output", out, "--max-tokens", 513)
+    assert "--max-tokens 513; the model takes 512" in line
+    line = error_of(capsys, "export", model, "--output", model / "config.json")
+    assert "is a file; give a folder" in line
+    line = error_of(capsys, "export", tmp_path / "nothing", "--output", out)
+    assert "does not exist" in line
+    line = error_of(capsys, "export", model, "--output", out, "--backend", "portable")
+    assert "--backend portable is for --format pte" in line
+    assert not out.exists()
+
+
+@pytest.mark.skipif(find_spec("executorch") is not None, reason="ExecuTorch is installed")
+def test_pte_needs_executorch(tmp_path, capsys):
+    argv = (write_tiny_folder(tmp_path / "model"), "--output", tmp_path / "out", "--max-tokens", 64)
+    line = error_of(capsys, "export", *argv, "--format", "pte")
+    assert 'ExecuTorch is not installed: pip install "tightkv[executorch]"' in line
+
+
+def test_export_says_why_a_model_has_no_export(tmp_path, capsys):
+    model = write_model(tmp_path / "model", FAMILIES["lfm2"]())
+    byte_tokenizer().save_pretrained(model)
+    line = error_of(capsys, "export", model, "--output", tmp_path / "out", "--max-tokens", 64)
+    assert "layer 0 of Lfm2ForCausalLM has no attention over keys and values" in line
+    assert not (tmp_path / "out" / "tightkv.json").exists()
+
+
+ABOUT = {
+    "kind": "pt2", "max_tokens": 20, "dtype": "float32", "stop_tokens": [1], "cache_bytes": 1,
+    "config": KVQuantConfig().to_dict(), "torch": torch.__version__, "tightkv": "0",
+    "format": FORMAT_VERSION, "schema": 1,
+}  # fmt: skip
+
+
+def package(folder: Path, about):
+    byte_tokenizer().save_pretrained(folder)
+    (folder / "model.pt2").write_bytes(b"PK")
+    text = about if isinstance(about, str) else json.dumps(about)
+    (folder / "tightkv.json").write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("about", "message"),
+    [
+        ({**ABOUT, "format": FORMAT_VERSION + 1}, "export the model again"),
+        ({**ABOUT, "schema": 9}, "export the model again"),
+        ({**ABOUT, "kind": "gguf"}, "kind='gguf'; supported: pt2, pte"),
+        ({**ABOUT, "kind": "pte"}, "has no model.pte"),
+        ({**ABOUT, "max_tokens": -1}, "max_tokens=-1"),
+        ({**ABOUT, "max_tokens": "many"}, "max_tokens='many'"),
+        ({**ABOUT, "stop_tokens": ["x"]}, "stop_tokens=['x']"),
+        ({**ABOUT, "more": 1}, "is not what tightkv export wrote"),
+        ({"max_tokens": 20}, "is not what tightkv export wrote"),
+        ("[1]", "is not what tightkv export wrote"),
+        ("{", "is not what tightkv export wrote"),
+        (" " * (1 << 20) + "{}", "larger than"),
+    ],
+    ids=lambda x: str(x)[-20:].strip(),
+)
+def test_run_refuses_another_about_file(tmp_path, capsys, about, message):
+    assert message in error_of(capsys, "run", package(tmp_path, about), "--prompt", "a")
+
+
+def test_run_refuses_prompts_and_folders(tmp_path, capsys):
+    assert "give a folder that tightkv export wrote" in error_of(
+        capsys, "run", tmp_path, "--prompt", "a"
+    )
+    package(tmp_path, ABOUT)
+    line = error_of(capsys, "run", tmp_path, "--prompt", "a" * 20)
+    assert "the prompt has 20 tokens; this model was exported for 20 with its answer" in line
+    line = error_of(capsys, "run", tmp_path, "--prompt", "a", "--max-new-tokens", 0)
+    assert "it must be at least 1" in line

@@ -1,0 +1,203 @@
+"""Exported tiny models against the same models with a TightCache, token for token."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from greedy import COUNT, greedy, with_tight_cache
+from models import prompt, tiny
+from tightkv.export import OperatorError, operator_library
+from tightkv.integrations.transformers import TightCache
+from tightkv.integrations.transformers.export import NAME, ExportableModel, ExportError
+
+try:
+    operator_library()
+except OperatorError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+# exact prefill, then pages of 64 tokens fill up and leave the ring
+PROMPTS = ((100, 1), (7, 2))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "gemma3"])
+def test_an_exported_model_says_what_the_tight_cache_says(family):
+    """Over 200 tokens of each prompt: the graph and the module bit for bit, TightCache by token.
+
+    TightCache's first prefill is torch's own attention, which rounds otherwise in the last bits;
+    exact tokens near the middle of two float16 numbers then differ by one of their steps.
+    """
+    model = tiny(family)
+    static = ExportableModel(model, "k4v4", max_tokens=320)
+    exported = ExportableModel(model, "k4v4", max_tokens=320).program().module()
+    for count, seed in PROMPTS:
+        ids = prompt(1, count, seed)
+        tokens, logits = greedy(exported, ids, COUNT)
+        eager_tokens, eager_logits = greedy(static, ids, COUNT)
+        assert torch.equal(logits, eager_logits) and torch.equal(tokens, eager_tokens)
+        tight_tokens, tight_logits = greedy(with_tight_cache(model, "k4v4"), ids, COUNT)
+        torch.testing.assert_close(logits, tight_logits, atol=1e-3, rtol=1e-3)
+        assert torch.equal(tokens, tight_tokens)
+    assert model.config._attn_implementation == "tightkv" != NAME
+
+
+def forced(model, preset, ids, tokens):
+    """Logits of a TightCache that is fed these tokens."""
+    cache = TightCache(preset, model, eager=True)
+    with torch.no_grad():
+        logits = [model(ids, past_key_values=cache).logits[:, -1]]
+        for token in tokens[0, :-1]:
+            logits.append(model(token[None, None], past_key_values=cache).logits[:, -1])
+    return torch.stack(logits, 1).float(), cache
+
+
+@pytest.mark.parametrize("preset", ["k8v8", "k3v2"])
+def test_other_presets_and_bf16(preset):
+    """Nearer to a TightCache than that is to itself in float32; bf16 has ties, so by logits."""
+    model = tiny("llama", torch.bfloat16)
+    static = ExportableModel(model, preset, max_tokens=320)
+    ids = prompt(1, 100)
+    tokens, logits = greedy(static, ids, 150)
+    expected, cache = forced(model, preset, ids, tokens)
+    in_float32, _ = forced(model.float(), preset, ids, tokens)
+    assert (logits.float() - expected).norm() < (expected - in_float32).norm()
+    pages = static.caches[0].pages[0]
+    assert torch.equal(pages[0], cache.layers[0].kv.pages[0])  # of the prefill
+    assert pages.any(-1).any(-1).sum() == (100 + 149) // 64
+
+
+def test_pages_of_an_exported_model_are_those_of_the_tight_cache():
+    """Protected layers, error feedback and all: the bytes that TightCache stores."""
+    model = tiny("qwen2")
+    static = ExportableModel(model, "k3v2", max_tokens=320)
+    ids, cache = prompt(1, 300), TightCache("k3v2", model, eager=True)
+    with torch.no_grad():
+        static(ids, torch.arange(300))
+        model(ids, past_key_values=cache)
+    cache.bytes_used()  # writes what is pending
+    assert any(kv.feedback is not None for kv in static.caches)
+    # queries and keys of deeper layers differ by the rounding of the first layer's attention
+    sealed = 300 // 64
+    assert torch.equal(static.caches[0].pages[0, :sealed], cache.layers[0].kv.pages[:sealed])
+    assert [x.layout.cfg for x in static.caches] == [x.kv.layout.cfg for x in cache.layers]
+
+
+def test_rows_with_left_padding():
+    model = tiny("gemma2")
+    static = ExportableModel(model, "k4v4", max_tokens=320, batch=3)
+    exported = static.program().module()
+    pads = torch.tensor([0, 5, 70])
+    ids = prompt(3, 90)
+    for row, pad in enumerate(pads):
+        ids[row, :pad] = 0
+    tokens, logits = greedy(lambda i, p: exported(i, p, pads), ids, COUNT)
+    for row, pad in enumerate(pads.tolist()):
+        # pages begin elsewhere without padding, so each row is compared in its own batch
+        mask = torch.ones(1, 90 + COUNT, dtype=torch.int64)
+        mask[:, :pad] = 0
+        cache = TightCache("k4v4", model, eager=True)
+
+        def step(x, position, cache=cache, mask=mask, pad=pad):
+            return model(
+                x,
+                past_key_values=cache,
+                attention_mask=mask[:, : position[-1] + 1],
+                position_ids=(position - pad).clamp_min(0)[None],
+            ).logits
+
+        alone, alone_logits = greedy(step, ids[row : row + 1], COUNT)
+        torch.testing.assert_close(logits[row], alone_logits[0], atol=1e-3, rtol=1e-3)
+        assert torch.equal(tokens[row], alone[0])
+
+
+def test_a_sequence_can_be_taken_back():
+    """As speculative decoding does: tokens that were refused are written over."""
+    model = tiny("llama")
+    static = ExportableModel(model, "k4v4", max_tokens=320, last_only=False)
+    ids, wrong = prompt(1, 250), prompt(1, 10, seed=9)
+    with torch.no_grad():
+        for end in (100, 150, 201):
+            static(ids[:, :end], torch.arange(end))
+            before = static.caches[0].pages.clone()
+            static(wrong, torch.arange(end, end + 10))
+            new = static(ids[:, end : end + 5], torch.arange(end, end + 5))
+            static(ids[:, :end], torch.arange(end))
+            assert torch.equal(new, static(ids[:, end : end + 5], torch.arange(end, end + 5)))
+            sealed = end // 64
+            assert torch.equal(static.caches[0].pages[:, :sealed], before[:, :sealed])
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("gpt_oss", "a learned sink"),
+        ("lfm2", "layer 0 of Lfm2ForCausalLM has no attention"),
+        ("qwen3_next", "linear attention"),
+        ("llama4", "chunked attention"),
+        ("falcon_h1", "TightHybridLayer"),
+    ],
+)
+def test_what_cannot_be_exported_is_refused(family, reason):
+    model = tiny(family)
+    with pytest.raises(ExportError, match=reason):
+        ExportableModel(model, "k4v4", max_tokens=64)
+    assert model.config._attn_implementation == "tightkv"
+
+
+def test_layers_that_stay_exact_are_refused():
+    with pytest.raises(ExportError, match="layer 1 keeps its cache in a DynamicLayer"):
+        ExportableModel(tiny(), {"preset": "k4v4", "layer_bits": "1=k16v16"}, max_tokens=64)
+
+
+# --- without tightkv ---
+ELSEWHERE = """
+import sys, torch
+library, model, inputs, kind = sys.argv[1:]
+torch.ops.load_library(library)
+if kind == "export":
+    run = torch.export.load(model).module()
+else:
+    run = torch._inductor.aoti_load_package(model)
+ids = torch.load(inputs)
+at, tokens = ids.shape[1], []
+logits = run(ids, torch.arange(at))
+for position in range(at, at + 200):
+    tokens.append(int(logits[0, -1].argmax()))
+    logits = run(torch.tensor([[tokens[-1]]]), torch.tensor([position]))
+assert "tightkv" not in sys.modules
+print(*tokens)
+try:
+    run(ids, torch.arange(400, 400 + ids.shape[1]))
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def run_elsewhere(folder, model, ids, kind):
+    torch.save(ids, folder / "ids.pt")
+    run = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE, operator_library(), model, folder / "ids.pt", kind],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": ""},
+    )
+    assert run.returncode == 0, run.stderr
+    tokens, refusal = run.stdout.splitlines()
+    assert "100 tokens from position 400 on; the cache has room for positions 0 to 319" in refusal
+    return torch.tensor([[int(token) for token in tokens.split()]])
+
+
+@pytest.mark.parametrize("kind", ["export", pytest.param("aoti", marks=pytest.mark.slow)])
+def test_a_process_that_never_imports_tightkv(tmp_path, kind):
+    model, ids = tiny("qwen2"), prompt(1, 100)
+    program = ExportableModel(model, "k4v4", max_tokens=320).program()
+    path = tmp_path / "model.pt2"
+    if kind == "export":
+        torch.export.save(program, path)
+    else:
+        torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+    expected, _ = greedy(with_tight_cache(model, "k4v4"), ids, COUNT)
+    assert torch.equal(run_elsewhere(tmp_path, path, ids, kind), expected)
