@@ -386,8 +386,7 @@ def test_ready_files_can_be_read(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("preset", ["k3v3", "k2v2"])
-def test_the_bundled_model_is_nearer_on_other_text(preset):
+def test_the_bundled_model_is_nearer_on_other_text(preset="k3v3"):
     """Its ready file was measured on other text than this."""
     bundled, tokenizer = load_model(None, dtype="float32", device="cpu")
     windows = cut_windows(tokenizer, [language_reference()], 640, 1)
