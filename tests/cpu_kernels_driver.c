@@ -57,6 +57,7 @@ static void make_side(struct side *side, int bits, int dim, struct constants *c)
     c->matrix = zeros((size_t)(dim * dim), sizeof(double));
     for (int d = 0; d < dim; d++)
         c->matrix[d * dim + d] = 1.0;
+    side->gain = 0.95;
     side->signs = c->signs, side->matrix = c->matrix;
     side->centroids = c->centroids, side->thresholds = c->thresholds, side->levels = c->levels;
 }
@@ -126,6 +127,9 @@ static void run(const char *isa, int key_bits, int value_bits, int dim, int page
                         lengths, starts, ring_starts, sink_counts, ring_rows,
                         exact_rows[0], exact_rows[1], exact_rows[2], exact_rows[3],
                         RING, SINKS, FLOAT32};
+    float *factors = key_bits > 4 ? NULL : floats((size_t)(HEADS * dim * dim));
+    for (int k = 0; factors != NULL && k < HEADS * dim * dim; k++)
+        factors[k] = k / dim % dim == k % dim ? 1.0f : 0.05f * factors[k];
     check(tightkv_use(isa), "this instruction set cannot run");
     for (size_t step = 0; step < sizeof steps / sizeof *steps; step++) {
         int32_t first[BATCH + 1] = {0, steps[step][0], steps[step][0] + steps[step][1]};
@@ -137,7 +141,7 @@ static void run(const char *isa, int key_bits, int value_bits, int dim, int page
             ring_starts[b] = lengths[b] > RING ? (lengths[b] - RING + page - 1) / page * page : 0;
             sink_counts[b] = SINKS;
         }
-        struct append_args append = {view, k, v, FLOAT32, first, exact, 1, threads};
+        struct append_args append = {view, k, v, FLOAT32, first, exact, 1, threads, factors};
         check(tightkv_append(&layer, &append), "append failed");
         for (int b = 0; b < BATCH; b++)
             exact[b] = lengths[b] > RING ? lengths[b] - RING : 0;
@@ -157,6 +161,7 @@ static void run(const char *isa, int key_bits, int value_bits, int dim, int page
         compare(lse, (size_t)(total * heads), strcmp(isa, "portable") == 0);
         free(key), free(value), free(query), free(out), free(lse);
     }
+    free(factors);
     for (int k = 0; k < 4; k++)
         free(exact_rows[k]);
     free(pages), free(table), free(constants[0].matrix), free(constants[1].matrix);

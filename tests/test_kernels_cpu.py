@@ -138,7 +138,8 @@ def poison(cache):
     used = {p for row in cache.table.rows for p in row.pages}
     for page in set(range(len(cache.pages))) - used:
         cache.pages[page] = 0xFF
-    view, ring = cache.view(), cache.layout.ring_tokens
+    view = cache.view()
+    ring = view.ring_key.shape[1]
     for b, row in enumerate(cache.table.rows):
         coded = row.length if cache.table.open_codes else row.ring_start
         for at in range(coded, len(row.pages) * size):
@@ -485,4 +486,4 @@ def test_sanitizers_find_nothing(tmp_path):
 def test_structs_agree_with_c():
     """Python packs what native.h declares."""
     assert cpu._ATTEND.size == ctypes.sizeof(ctypes.c_int64) * (17 + 9 + 4 + 4 + 5 + 2 + 2 + 1)
-    assert cpu._APPEND.size == ctypes.sizeof(ctypes.c_int64) * (17 + 6 + 1 + 2 + 2)
+    assert cpu._APPEND.size == ctypes.sizeof(ctypes.c_int64) * (17 + 6 + 1 + 2 + 2 + 1)

@@ -350,7 +350,7 @@ def test_a_byte_too_many_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_layout_that_hides_its_ring_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PageLayout, "sequence_bytes", lambda self: 0)
+    monkeypatch.setattr(PageLayout, "sequence_bytes", lambda self, tokens: 0)
     assert len(check(sizes)) == 1 + 2 * len(PRESETS)
 
 
