@@ -100,8 +100,11 @@ def test_codes_do_not_depend_on_chunks_or_neighbours():
 
 def test_the_model_is_left_as_it_was():
     model = tiny("llama").train()
+    model.model.layers[1].eval()  # a part that is frozen
+    modes = [module.training for module in model.modules()]
     model.set_attn_implementation("sdpa")
     probed_metrics(model)
+    assert [module.training for module in model.modules()] == modes
     assert model.training and model.config._attn_implementation == "sdpa"
     assert all(parameter.requires_grad for parameter in model.parameters())
 

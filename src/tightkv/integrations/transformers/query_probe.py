@@ -77,7 +77,7 @@ def query_metrics(model: PreTrainedModel, ids: Tensor) -> dict[int, QueryMetric]
     Rows are taken for pieces of long sequences (`spread_positions`).
     """
     decoder: Any = model.get_decoder()
-    was_training = model.training
+    training = [module for module in model.modules() if module.training]
     inputs = {"input_ids": ids.to(model.device), "use_cache": False}
     if "position_ids" in inspect.signature(decoder.forward).parameters:
         inputs["position_ids"] = spread_positions(model, ids).to(model.device)
@@ -86,7 +86,8 @@ def query_metrics(model: PreTrainedModel, ids: Tensor) -> dict[int, QueryMetric]
             model.eval()
             decoder(**inputs)
         finally:
-            model.train(was_training)
+            for module in training:  # each for itself: parts of a model may be frozen
+                module.training = True
     count = ids.shape[0] * (ids.shape[1] - _FIRST)
     finite = {n: total / count for n, total in sums.items() if total.isfinite().all()}
     return {n: QueryMetric(mean.cpu()) for n, mean in finite.items()}  # devices have factors alone
