@@ -10,7 +10,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -21,14 +21,15 @@ from torch import Tensor
 from tightkv.calibration.measured import Calibration, Costs, Measured
 from tightkv.config import PRESETS, KVQuantConfig, unknown_name
 from tightkv.files import whole_file
+from tightkv.math.centers import Centers
 from tightkv.math.feedback import QueryMetric
 from tightkv.strict_json import Field, parse_json
 from tightkv.tensor_file import checksum, read_file
 
 COST_BITS = (2, 3, 4, 8)
 SUFFIX = ".safetensors"
-_VERSION = 1
-_ROOT = "root.{}"
+_VERSION = 2  # 1 had no centers
+_ROOT, _CENTERS = "root.{}", "centers.{}"
 _MOST_BYTES = 1 << 28
 _MOST_HEADS, _MOST_DIM, _MOST_TEXT = 1024, 1024, 1 << 16
 _LEAST_SHARE = 1e-4  # of the identity in a metric, so that it has a Cholesky factor
@@ -39,6 +40,8 @@ def save_calibration(found: Calibration, path: str | os.PathLike[str]) -> None:
     from safetensors.torch import save
 
     tensors = {_ROOT.format(n): _root(metric.value) for n, metric in sorted(found.metrics.items())}
+    for n, centers in sorted(found.centers.items()):
+        tensors[_CENTERS.format(n)] = torch.stack([centers.key, centers.value]).bfloat16().cpu()
     header = {
         "format_version": _VERSION,
         "fingerprint": found.fingerprint,
@@ -90,10 +93,10 @@ def _parse(text: str, tensors: Mapping[str, Tensor], source: str) -> Calibration
     """Everything is checked: the author of a file writes its checksum too."""
     header = Field(parse_json(text), "")
     version = header.record_of_any().get("format_version", Field(None, "format_version"))
-    if version.integer(0, 1 << 31) != _VERSION:
+    if version.integer(0, 1 << 31) not in (1, _VERSION):
         raise ValueError(
-            f"it has format version {version.value}; this tightkv reads version {_VERSION}. Make "
-            "it again with tightkv calibrate"
+            f"it has format version {version.value}; this tightkv reads versions 1 and {_VERSION}. "
+            "Make it again with tightkv calibrate"
         )
     names = ("fingerprint", "layer_bits", "costs", "model", "texts", "tokens", "tightkv")
     fields = header.record("format_version", *names)
@@ -112,6 +115,7 @@ def _parse(text: str, tensors: Mapping[str, Tensor], source: str) -> Calibration
             fields["tokens"].integer(1, 1 << 62),
             _short(fields["tightkv"]),
         ),
+        _centers(tensors, metrics),
         source,
     )
 
@@ -161,15 +165,38 @@ def _short(field: Field) -> str:
 
 # --- metrics and their factors ---
 def _metrics(tensors: Mapping[str, Tensor]) -> dict[int, QueryMetric]:
-    found: dict[int, QueryMetric] = {}
-    for name, root in tensors.items():
-        number = name.removeprefix(_ROOT.format(""))
-        if not re.fullmatch("0|[1-9][0-9]{0,3}", number, re.ASCII) or name == number:
-            raise ValueError(f"it has a tensor {name[:99]!r}; allowed: {_ROOT.format('LAYER')}")
-        found[int(number)] = QueryMetric(_metric(name, root))
+    found = {n: QueryMetric(_metric(name, root)) for n, name, root in _numbered(tensors, _ROOT)}
     if not found:
         raise ValueError("it has no metrics")
     return dict(sorted(found.items()))
+
+
+def _centers(
+    tensors: Mapping[str, Tensor], metrics: Mapping[int, QueryMetric]
+) -> dict[int, Centers]:
+    """bfloat16 [2, Hkv, D]: of keys and of values; of layers that have a metric."""
+    found = {}
+    for n, name, both in _numbered(tensors, _CENTERS):
+        if n not in metrics or both.shape != (2, *metrics[n].value.shape[:2]):
+            raise ValueError(f"{name} has shape {list(both.shape)}, which its metric has not")
+        if both.dtype != torch.bfloat16:
+            raise ValueError(f"{name} is {both.dtype}; allowed: bfloat16")
+        found[n] = Centers(*both)
+    return found
+
+
+def _numbered(tensors: Mapping[str, Tensor], wanted: str) -> Iterator[tuple[int, str, Tensor]]:
+    """Layer, name and tensor of those with the wanted name; unknown names are refused."""
+    for name, tensor in tensors.items():
+        form = next((x for x in (_ROOT, _CENTERS) if name.startswith(x.format(""))), "")
+        number = name.removeprefix(form.format(""))
+        if not form or not re.fullmatch("0|[1-9][0-9]{0,3}", number, re.ASCII):
+            raise ValueError(
+                f"it has a tensor {name[:99]!r}; allowed: {_ROOT.format('LAYER')} and "
+                f"{_CENTERS.format('LAYER')}"
+            )
+        if form == wanted:
+            yield int(number), name, tensor
 
 
 def _metric(name: str, root: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tightkv.config import KVQuantConfig
+from tightkv.math.centers import Centers
 from tightkv.math.feedback import QueryMetric
 
 
@@ -43,6 +44,8 @@ class Calibration:
     costs: Mapping[int, Costs] = field(repr=False)
     """Of every layer that has a metric."""
     measured: Measured
+    centers: Mapping[int, Centers] = field(repr=False, default_factory=dict)
+    """By a layer's number too, of layers that can have them."""
     source: str = "this calibration"
     """The file it is from, for messages."""
     checksum: str = ""
@@ -61,8 +64,9 @@ class Calibration:
                 f"has other weights. Measure it: tightkv calibrate {name} -o FILE, or leave "
                 "calibration out"
             )
-        for layer, metric in self.metrics.items():
-            heads, dim, _ = metric.value.shape
+        measured = [(n, metric.value.shape[:2]) for n, metric in self.metrics.items()]
+        measured += [(n, center.key.shape) for n, center in self.centers.items()]
+        for layer, (heads, dim) in measured:
             if shapes.get(layer) != (heads, dim):
                 raise ValueError(
                     f"{self.source}: layer {layer} has {heads} KV heads of {dim} channels; in "

@@ -15,7 +15,8 @@ from tightkv.cli.progress import Progress
 from tightkv.integrations.model_source import BUNDLED_NAME, check_source, is_hub_id
 
 _TIMED_TOKENS = 64
-_PASSES = 6  # what a token costs: there, back, and attention of each layer with coded keys
+_PASSES = 2  # what a token costs: the model, and attention of each layer once more
+_GRADIENT_PASSES = 6  # what those of the first window cost on top
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -36,7 +37,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="FILE",
         help="UTF-8 text, repeatable (default: prose that comes with Python)",
     )
-    parser.add_argument("--tokens", type=int, default=2048, metavar="N", help="default: 2048")
+    parser.add_argument("--tokens", type=int, default=4096, metavar="N", help="default: 4096")
     parser.add_argument(
         "-o", "--out", metavar="FILE", help=f"a {SUFFIX} file (default: MODEL{SUFFIX}, here)"
     )
@@ -87,7 +88,8 @@ def _measure(args: argparse.Namespace, name: str) -> Calibration:
     run.feed(ids)  # brings the weights into memory
     start = time.perf_counter()
     CacheRun(model).feed(ids)
-    seconds = (time.perf_counter() - start) / ids.numel() * windows.ids.numel() * _PASSES
+    passes = windows.ids.numel() * _PASSES + window * _GRADIENT_PASSES
+    seconds = (time.perf_counter() - start) / ids.numel() * passes
     told = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
     _tell(f"{windows.ids.numel()} tokens; this takes about {told}")
     begin = time.monotonic()

@@ -1,9 +1,9 @@
-"""Measure a calibration: the metric of each layer's queries, and bits of layers at equal bytes.
+"""Measure a calibration: metrics and centers of each layer, and bits of layers at equal bytes.
 
-One exact pass over each window and one back give queries, keys, values and gradients of every
-layer (sensitivity.py). From these come the metrics, then what each layer's keys, coded in their
-metric, and values cost at each number of bits, then for each preset the bits of its layers that
-cost least at no more bytes than the preset takes.
+One exact pass over each window gives queries, keys and values of every layer (sensitivity.py), and
+from these come metrics and centers. Gradients of the first window then say what each layer's keys
+and values, coded so, cost at each number of bits, and with this the bits of layers are chosen that
+cost least at no more bytes than a preset takes.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import tightkv
 from tightkv.calibration import Calibration, Costs, Measured
 from tightkv.config import KVQuantConfig
 from tightkv.eval.bit_search import SEARCHED_BITS, Option, least_kl
 from tightkv.eval.forward import Bars, advance_bar
-from tightkv.eval.sensitivity import Layer, estimate, query_metric, record
+from tightkv.eval.sensitivity import Layer, Moments, estimate, moments, observe, record
 from tightkv.eval.text import Text
 from tightkv.eval.windows import Windows
 from tightkv.integrations.transformers import TightCache
 from tightkv.integrations.transformers.calibrated import loaded_fingerprint
 from tightkv.integrations.transformers.layer import TightLayer
 from tightkv.layout import page_layout
+from tightkv.math.centers import Centers
 from tightkv.math.codebook import get_codebook
 from tightkv.math.feedback import QueryMetric
 
 PRESETS = ("k4v4", "k3v3", "k2v2")
 """Whose bits are chosen layer by layer."""
-WINDOW = 1024
+WINDOW = 2048
 PREFILL = 256  # tokens of a window whose queries read no codes, or hardly any
 _ESTIMATED = (2, 3, 4)  # bits; eight cost what four do, times the ratio of their distortions
 
@@ -49,16 +49,16 @@ class Calibrator:
         cache = TightCache(self.base, model=model)
         self.numbers = [i for i, x in enumerate(cache.layers) if isinstance(x, TightLayer)]
         self.metrics: dict[int, QueryMetric] = {}
+        self.centers: dict[int, Centers] = {}
         self.costs: dict[int, Costs] = {}
         self._shapes: dict[int, tuple[int, int]] = {}
 
     def run(self, name: str, texts: Sequence[Text]) -> Calibration:
         """All of it. `name` is the model's, `texts` what the windows are from."""
-        steps = len(self.windows) * len(self.numbers)
-        with self.bars("queries", steps) as bar:
-            recorded = self._record(bar)
-        with self.bars("layers", steps) as bar:
-            self._estimate(recorded, bar)
+        with self.bars("queries", len(self.windows) * len(self.numbers)) as bar:
+            self._observe(bar)
+        with self.bars("layers", len(self.numbers)) as bar:
+            self._estimate(bar)
         return Calibration(
             loaded_fingerprint(self.model),
             self.metrics,
@@ -70,36 +70,36 @@ class Calibrator:
                 self.windows.ids.numel(),
                 tightkv.__version__,
             ),
+            self.centers,
         )
 
-    def _record(self, bar: Any) -> list[dict[int, Layer]]:
-        generator = torch.Generator().manual_seed(0)
-        recorded, sums = [], dict[int, Tensor]()
+    def _observe(self, bar: Any) -> None:
+        sums: dict[int, Moments] = {}
+        plain: dict[int, bool] = {}  # whether attention is the softmax of scores and nothing else
         for row in range(len(self.windows)):
-            ids = self.windows.ids[row : row + 1]
-            layers, _ = record(self.model, ids, self.numbers, self.first, generator)
-            for n, layer in layers.items():
-                own = query_metric(layer, self.base, self.first).cpu()
+            layers = observe(self.model, self.windows.ids[row : row + 1], self.numbers)
+            for n in self.numbers:
+                layer = layers.pop(n)
+                own = moments(layer, self.base, self.first)
                 sums[n] = sums[n] + own if n in sums else own
+                plain[n] = layer.softcap is None and layer.sink is None
                 self._shapes[n] = layer.key.shape[1], layer.key.shape[3]
                 advance_bar(bar)
-            recorded.append(layers)
-        self.metrics = {n: QueryMetric(total) for n, total in sums.items()}
-        return recorded
+        self.metrics = {n: QueryMetric(total.metric.cpu()) for n, total in sums.items()}
+        self.centers = {n: total.centers() for n, total in sums.items() if plain[n]}
 
     @torch.no_grad()
-    def _estimate(self, recorded: Sequence[Mapping[int, Layer]], bar: Any) -> None:
+    def _estimate(self, bar: Any) -> None:
+        """By the gradients of one window: bits depend on ratios of costs, which are far apart."""
         cfgs = [self.base.replace(key_bits=b, value_bits=b) for b in _ESTIMATED]
-        positions = len(self.windows) * (self.windows.ids.shape[1] - 1 - self.first)
+        ids, generator = self.windows.ids[:1], torch.Generator().manual_seed(0)
+        layers: dict[int, Layer] = record(self.model, ids, self.numbers, self.first, generator)[0]
+        positions = ids.shape[1] - 1 - self.first
         for n in self.numbers:
-            keys, values = dict.fromkeys(_ESTIMATED, 0.0), dict.fromkeys(_ESTIMATED, 0.0)
-            for layers in recorded:
-                both = estimate(layers[n], cfgs, self.first, self.metrics[n])
-                for total, costs in zip((keys, values), both, strict=True):
-                    for bits, kl in costs.items():
-                        total[bits] += kl / positions
-                advance_bar(bar)
-            self.costs[n] = Costs(_all_bits(keys), _all_bits(values))
+            metric, centers = self.metrics[n], self.centers.get(n)
+            keys, values = estimate(layers.pop(n), cfgs, self.first, metric, centers)
+            self.costs[n] = Costs(*(_all_bits(kl, positions) for kl in (keys, values)))
+            advance_bar(bar)
 
     def bits(self, preset: KVQuantConfig) -> str:
         """`layer_bits` of the least KL at the bytes that the preset takes in this model.
@@ -129,10 +129,10 @@ class Calibrator:
         return found
 
 
-def _all_bits(costs: Mapping[int, float]) -> dict[int, float]:
-    """KL of every number of bits; more of them never cost more: the rest is noise."""
+def _all_bits(costs: Mapping[int, float], positions: int) -> dict[int, float]:
+    """KL a position at every number of bits; more of them never cost more: the rest is noise."""
     ratio = get_codebook("fp8", 8).distortion / get_codebook("fp8", 4).distortion
     found, least = {}, float("inf")
     for bits, kl in {**costs, 8: costs[4] * ratio}.items():
-        found[bits] = least = min(least, kl)
+        found[bits] = least = min(least, kl / positions)
     return found

@@ -24,6 +24,7 @@ from tightkv.eval.forward import attention, keeps_logits
 from tightkv.integrations.transformers.attention import tightkv_attention, tightkv_mask
 from tightkv.kernels.reference import dequantize, seal
 from tightkv.layout import page_layout
+from tightkv.math.centers import Centers
 from tightkv.math.feedback import QueryMetric
 
 _NAME = "tightkv_probe"
@@ -92,6 +93,14 @@ def _recording(model: Any, numbers: Sequence[int]) -> Iterator[dict[int, Layer]]
         _layers.reset(token)
 
 
+def observe(model: Any, ids: Tensor, numbers: Sequence[int]) -> dict[int, Layer]:
+    """One exact pass over a window [1, N]; the layers have no gradient."""
+    with _recording(model, numbers) as layers, torch.no_grad():
+        options = {"logits_to_keep": 1} if keeps_logits(model) else {}
+        model(ids.to(model.device), past_key_values=DynamicCache(config=model.config), **options)
+    return layers
+
+
 def record(
     model: Any, ids: Tensor, numbers: Sequence[int], first: int, generator: torch.Generator
 ) -> tuple[dict[int, Layer], Tensor]:
@@ -115,9 +124,17 @@ def record(
 
 
 def coded(
-    cfg: KVQuantConfig, key: Tensor, value: Tensor, metric: QueryMetric | None = None
+    cfg: KVQuantConfig,
+    key: Tensor,
+    value: Tensor,
+    metric: QueryMetric | None = None,
+    centers: Centers | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Keys and values [B, Hkv, N, D] as sealed pages give them back; N is a whole of pages."""
+    if centers is not None:
+        middle = [center[:, None] for center in centers.on(key.dtype, key.device)]
+        back = coded(cfg, key - middle[0], value - middle[1], metric)
+        return back[0] + middle[0], back[1] + middle[1]
     b, heads, n, d = key.shape
     layout = page_layout(cfg, heads, d, torch.float32)
     codec, pages = Codec(layout), layout.new_pages(b * n // cfg.page_size, key.device)
@@ -128,26 +145,30 @@ def coded(
     feedback = None if metric is None else codec.feedback_factors(metric, key.device)
     which = torch.arange(len(pages), device=key.device)
     seal(codec, pages, which, keys, values, none, none, feedback)
-    back = []
+    found = []
     for y, side in zip(dequantize(codec, pages), (codec.key, codec.value), strict=True):
         x = side.rotation.inverse(y).transpose(1, 2)  # [pages, page, Hkv, D]
-        back.append(x.reshape(b, n, heads, d).transpose(1, 2))
-    return back[0], back[1]
+        found.append(x.reshape(b, n, heads, d).transpose(1, 2))
+    return found[0], found[1]
 
 
 def estimate(
-    layer: Layer, cfgs: Sequence[KVQuantConfig], first: int, metric: QueryMetric | None = None
+    layer: Layer,
+    cfgs: Sequence[KVQuantConfig],
+    first: int,
+    metric: QueryMetric | None = None,
+    centers: Centers | None = None,
 ) -> tuple[Costs, Costs]:
     """KL in nats, summed over the positions from `first` on, of coded keys and of coded values.
 
     The configs differ in their bits alone. Tokens that the cache would read exactly (sinks and
     the newest pages) stay exact. Errors at different positions are taken as independent. Keys are
-    coded in the `metric` of their queries, where it is given.
+    coded in the `metric` of their queries, and both relative to their `centers`, where given.
     """
     page, end = cfgs[0].page_size, layer.query.shape[2]
     n = layer.key.shape[2] // page * page
     key, value = layer.key.float(), layer.value.float()
-    hats = [coded(cfg, key[:, :, :n], value[:, :, :n], metric) for cfg in cfgs]
+    hats = [coded(cfg, key[:, :, :n], value[:, :, :n], metric, centers) for cfg in cfgs]
     wrong = torch.cat([v - value[:, :, :n] for _, v in hats], -1)  # [B, Hkv, n, configs * D]
     by_key, by_value = [0.0] * len(cfgs), [0.0] * len(cfgs)
     for start, stop, sinks, coded_end in _coded_spans(cfgs[0], first, end):
@@ -164,27 +185,47 @@ def estimate(
     return dict(zip(bits, by_key, strict=True)), dict(zip(bits, by_value, strict=True))
 
 
-@torch.no_grad()
-def query_metric(layer: Layer, cfg: KVQuantConfig, first: int) -> Tensor:
-    """float64 [Hkv, D, D]: what an error of a coded key costs, summed over queries from `first` on.
+@dataclass
+class Moments:
+    """Sums over what queries read as codes, float64. Of several windows they are added up."""
 
-    An error e of key j moves the output of query i by a_ij (v_j - o_i) (q_i.e), and the KL by the
-    square of g_i times that. So each q q^T is weighted with what its query's scores matter: the
-    sum over coded keys j of (a_ij g_i.(v_j - o_i))^2.
+    metric: Tensor  # [Hkv, D, D]: q q^T of queries
+    weight: Tensor  # [Hkv, 1], of keys and values
+    key: Tensor  # [Hkv, D]
+    value: Tensor
+
+    def __add__(self, other: Moments) -> Moments:
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return Moments(*(mine + theirs for mine, theirs in pairs))
+
+    def centers(self) -> Centers:
+        """The means of keys and of values; zero for a head whose queries read no codes."""
+        whole = torch.where(self.weight > 0, self.weight, 1.0)
+        return Centers(self.key / whole, self.value / whole)
+
+
+@torch.no_grad()
+def moments(layer: Layer, cfg: KVQuantConfig, first: int) -> Moments:
+    """Of the queries from `first` on.
+
+    With a_ij the attention of query i to a coded key j, an error e of that key moves i's output by
+    a_ij (v_j - o_i) (q_i.e): q_i q_i^T has the weight sum_j a_ij (1 - a_ij). An error of value j
+    moves it by a_ij e, and errors are in proportion to the length of what is coded: key and value
+    of j have the weight sum_i a_ij^2, so their means leave the least to be coded.
     """
     end = layer.query.shape[2]
     key, value = layer.key.float(), layer.value.float()
     heads, dim = key.shape[1], key.shape[3]
     metric = torch.zeros(heads, dim, dim, dtype=torch.float64, device=key.device)
+    attended = torch.zeros(*key.shape[:3], dtype=torch.float64, device=key.device)
     for start, stop, sinks, coded_end in _coded_spans(cfg, first, end):
         here = _Queries(layer, start, stop)
-        weights = here.weights(key[:, :, :stop])  # [B, Hkv, G * T, stop]
-        out = weights @ value[:, :, :stop]
-        gradient = here.grouped_gradient()
-        along = gradient @ value[:, :, sinks:coded_end].mT - (gradient * out).sum(-1, keepdim=True)
-        matter = (weights[..., sinks:coded_end] * along).square().sum(-1, keepdim=True)
+        read = here.weights(key[:, :, :stop])[..., sinks:coded_end]  # [B, Hkv, G * T, coded]
+        matter = (read * (1 - read)).sum(-1, keepdim=True)
         metric += ((here.query * matter).mT @ here.query).double().sum(0)
-    return metric
+        attended[:, :, sinks:coded_end] += read.square().sum(2)
+    means = [torch.einsum("bhn,bhnd->hd", attended, x.double()) for x in (key, value)]
+    return Moments(metric, attended.sum((0, 2))[:, None], *means)
 
 
 def _coded_spans(cfg: KVQuantConfig, first: int, end: int) -> Iterator[tuple[int, int, int, int]]:
@@ -202,13 +243,10 @@ class _Queries:
     """The queries of one page, grouped by KV head: [B, Hkv, G * T, D]."""
 
     def __init__(self, layer: Layer, start: int, stop: int) -> None:
-        if layer.gradient is None:
-            raise ValueError("this layer has no gradient yet")
-        self.layer, self.start = layer, start
+        self.layer, self.start, self.stop = layer, start, stop
         self.heads, self.tokens = layer.key.shape[1], stop - start
         query = layer.query[:, :, start:stop].float() * layer.scale
         self.query = query.unflatten(1, (self.heads, -1)).flatten(2, 3)
-        self.gradient = layer.gradient[:, start:stop].float()
 
     def weights(self, key: Tensor) -> Tensor:
         """Attention weights [B, Hkv, G * T, stop] over keys [B, Hkv, stop, D]."""
@@ -222,11 +260,10 @@ class _Queries:
         sink = self.layer.sink.float().repeat_interleave(self.tokens).view(self.heads, -1, 1)
         return torch.cat([scores, sink.expand(len(scores), -1, -1, -1)], -1).softmax(-1)[..., :-1]
 
-    def grouped_gradient(self) -> Tensor:
-        """[B, Hkv, G * T, D], in the order of the queries."""
-        return self.gradient.transpose(1, 2).unflatten(1, (self.heads, -1)).flatten(2, 3)
-
     def kl(self, change: Tensor) -> float:
         """Of a change of the output [B, Hkv, G * T, D], summed over positions."""
+        if self.layer.gradient is None:
+            raise ValueError("this layer has no gradient")
+        gradient = self.layer.gradient[:, self.start : self.stop].float()
         change = change.unflatten(2, (-1, self.tokens)).flatten(1, 2).transpose(1, 2)
-        return float((self.gradient * change).sum((2, 3)).square().sum() / 2)
+        return float((gradient * change).sum((2, 3)).square().sum() / 2)

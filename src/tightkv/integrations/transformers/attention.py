@@ -95,6 +95,11 @@ def tightkv_attention(
         out = _exact(module, query, key, value, attention_mask, scaling, causal, softcap, s_aux)
         return out, None
     step = key.step
+    if step.layer.centers is not None and (softcap is not None or s_aux is not None):
+        raise ValueError(
+            "this layer's scores have a soft cap or a sink logit, and its cache holds keys "
+            "relative to a center, which changes them; leave the calibration out"
+        )
     padding_alone = step.layer.follow(step, attention_mask)
     if not step.past:  # the first prefill attends exactly
         if step.layer.shared.watch:
@@ -111,7 +116,7 @@ def tightkv_attention(
             s_aux,
         )
         step.layer.commit()
-        return out, None
+        return step.layer.add_center(out), None
     if padding_alone and attention_mask is not None:  # the cache knows it: kernels need no mask
         attention_mask, causal = None, True
     out, lse = step.layer.attend(

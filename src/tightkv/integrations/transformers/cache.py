@@ -28,6 +28,7 @@ from tightkv.integrations.transformers.layer import (
 from tightkv.integrations.transformers.protection import protect
 from tightkv.integrations.transformers.query_probe import probed_metrics
 from tightkv.integrations.transformers.saving import read_cache, save_cache
+from tightkv.math.centers import Centers
 from tightkv.math.feedback import QueryMetric
 
 _COMPRESSIBLE = (DynamicLayer, LinearAttentionAndFullAttentionLayer)
@@ -72,6 +73,8 @@ class TightCache(Cache):  # type: ignore[misc]
             super().__init__(layers=self._layers_of(config))
         if isinstance(model, PreTrainedModel):
             self._use_metrics(self._metrics_of(model))
+        if self.calibration is not None:
+            self._use_centers(self.calibration.centers)
         self.offloading = offloading  # not transformers' kind, which moves layers too early
 
     def _new_layer(self, cfg: KVQuantConfig | None = None, instead_of: Any = None) -> TightLayer:
@@ -123,6 +126,12 @@ class TightCache(Cache):  # type: ignore[misc]
         for number, layer in enumerate(self.layers):
             if isinstance(layer, TightLayer):
                 layer.use_metric(metrics.get(number))
+
+    def _use_centers(self, centers: Mapping[int, Centers]) -> None:
+        """Hold tokens of layers relative to their centers; the cache is empty."""
+        for number, layer in enumerate(self.layers):
+            if isinstance(layer, TightLayer):
+                layer.use_centers(centers.get(number))
 
     # --- a forward pass ---
     def update(

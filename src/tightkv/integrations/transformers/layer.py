@@ -17,6 +17,7 @@ from tightkv.integrations.transformers.padding import Padding, noted_padding, se
 from tightkv.integrations.transformers.states import StepStates
 from tightkv.kernels.reference import materialize
 from tightkv.layout import PageLayout, exact_dtype, page_layout
+from tightkv.math.centers import Centers
 from tightkv.math.feedback import QueryMetric
 from tightkv.offload import DeviceBuffers
 from tightkv.sequences import (
@@ -166,6 +167,7 @@ class TightLayer(CacheLayerMixin):  # type: ignore[misc]
         self.shared, self.cfg, self.kernels = shared, cfg, kernels
         shared.cfgs.add(cfg)
         self.metric: QueryMetric | None = None
+        self.centers: Centers | None = None
         self.kv: PagedKV | None = None
         self.length, self.step = 0, 0
         self._pending: StepStates | None = None
@@ -180,6 +182,11 @@ class TightLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def use(self, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> PagedKV:
         """Make the empty cache of a model that computes in `dtype`; exact tokens have 16 bits."""
+        if self.centers is not None and self.centers.key.shape != (heads, head_dim):
+            raise ValueError(
+                f"keys have {heads} heads of {head_dim}; this layer's centers, of a calibration, "
+                f"{list(self.centers.key.shape)}. Use a new TightCache for another model"
+            )
         layout = page_layout(self.cfg, heads, head_dim, exact_dtype(dtype))
         self.shared.grow_limit(layout)
         self.kv = PagedKV(layout, self.shared.table, device, self.kernels)
@@ -193,6 +200,12 @@ class TightLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.kv is not None:
             self.kv.use_metric(metric)
 
+    def use_centers(self, centers: Centers | None) -> None:
+        """Hold tokens relative to these; of a layer that holds none yet."""
+        if self.kv is not None:
+            raise RuntimeError("this layer holds tokens, or had some; use a new TightCache")
+        self.centers = centers
+
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -201,6 +214,9 @@ class TightLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.kv is None:
             self.lazy_initialization(key_states, value_states)
         self._check(key_states, value_states)
+        if self.centers is not None:
+            key, value = self.centers.on(self.dtype, self.device)
+            key_states, value_states = key_states - key[:, None], value_states - value[:, None]
         if self.shared.buffers is not None and self.kv is not None:
             self.kv.offload(self.shared.buffers)
         self._pending = StepStates(self, key_states, value_states)
@@ -267,9 +283,13 @@ class TightLayer(CacheLayerMixin):  # type: ignore[misc]
     def materialize(self, step: StepStates) -> tuple[Tensor, Tensor]:
         """All keys and values [B, Hkv, tokens, D] as of a step, its own tokens exact."""
         try:
-            return self._materialize(step)
+            key, value = self._materialize(step)
         finally:
             self.offload()
+        if self.centers is None:
+            return key, value
+        key_center, value_center = self.centers.on(self.dtype, self.device)
+        return key + key_center[:, None], value + value_center[:, None]
 
     def _materialize(self, step: StepStates) -> tuple[Tensor, Tensor]:
         assert self.kv is not None
@@ -302,11 +322,22 @@ class TightLayer(CacheLayerMixin):  # type: ignore[misc]
         return [row.start for row in self.shared.table.rows] == list(padding.starts)
 
     def attend(self, step: StepStates, query: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-        """Attention of query [B, Lq, Hq, D] over pages, ring and the step's new tokens."""
+        """Attention of query [B, Lq, Hq, D] over pages, ring and the step's new tokens.
+
+        With centers the logsumexp is that of keys relative to theirs.
+        """
         try:
-            return self._attend(step, query, **options)
+            out, lse = self._attend(step, query, **options)
         finally:
             self.offload()
+        return self.add_center(out), lse
+
+    def add_center(self, out: Tensor) -> Tensor:
+        """Attention's output [B, Lq, Hq, D] over values relative to their center -> over values."""
+        if self.centers is None:
+            return out
+        _, value = self.centers.on(out.dtype, out.device)
+        return (out.unflatten(2, (len(value), -1)) + value[:, None]).flatten(2, 3)
 
     def _attend(self, step: StepStates, query: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         assert self.kv is not None

@@ -18,6 +18,7 @@ from tightkv.integrations.vllm.replay import Replay
 from tightkv.integrations.vllm.rows import BatchRows
 from tightkv.integrations.vllm.warm_up import warm_up_once
 from tightkv.layout import PageLayout
+from tightkv.math.centers import Centers
 
 
 class TightAttention(AttentionImpl):  # type: ignore[misc]
@@ -44,6 +45,7 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
         self.rings: Rings | None = None
         self.feedback: Tensor | None = None
         """`Codec.feedback_factors` of the layer's queries, for CUDA graphs at a fixed address."""
+        self.centers: tuple[Tensor, Tensor, Tensor] | None = None
         # Number of pages and steps of the RowTable, of all layers with the same metadata.
         self.row_steps: tuple[int, Replay[BatchRows]] | None = None
 
@@ -57,6 +59,17 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
     def short_prompt(self) -> int:
         """Up to how many new tokens of a prompt these kernels take as if they were decoded."""
         return SHORT_PROMPT if self.step.kernel_name == "cuda" else 0
+
+    def use_centers(self, centers: Centers) -> None:
+        """Hold keys and values relative to these; of a layer whose cache is empty."""
+        if self.softcap is not None:
+            raise ValueError(
+                "tightkv: the calibration has key centers, and this layer a soft cap of scores, "
+                "which they would change; leave the calibration out"
+            )
+        key, value = centers.on(self.layout.dtype, self.device)
+        queries = value.repeat_interleave(self.num_heads // self.num_kv_heads, 0)
+        self.centers = key, value, queries
 
     def exact_tensors(self) -> Rings:
         """Ring and sink keys and values [rows + 1, n, Hkv, D]; the last row is a waste bin.
@@ -94,8 +107,10 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
             return output.fill_(0)
         pages = as_pages(kv_cache, self.layout)
         parts, inherited = attn_metadata.parts, attn_metadata.inherited
+        if self.centers is not None:
+            key, value = key - self.centers[0], value - self.centers[1]
         self.step.run(parts, pages, rings, query, key, value, output, inherited, self.feedback)
-        return output
+        return output if self.centers is None else output.add_(self.centers[2])
 
     def _warm_up(self, rings: Rings) -> None:
         """While vLLM starts; layers that are alike do it once."""

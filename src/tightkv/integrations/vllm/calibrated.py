@@ -10,6 +10,7 @@ from torch import Tensor
 from tightkv.calibration import Calibration, find_for_folder
 from tightkv.config import KVQuantConfig
 from tightkv.integrations.vllm.protection import checkpoint_folder, model_layers
+from tightkv.math.centers import Centers
 from tightkv.math.feedback import QueryMetric
 
 if TYPE_CHECKING:
@@ -49,8 +50,21 @@ def set_calibrated_feedback(
             impl.feedback = impl.step.codec.feedback_factors(own, impl.device)
 
 
+def set_centers(
+    found: Calibration, impls: Mapping[str, TightAttention], rank: int, ranks: int
+) -> None:
+    """Hold tokens of all compressed layers, by name, relative to the centers of their KV heads."""
+    numbers = model_layers(impls)
+    for name, impl in impls.items():
+        if (whole := found.centers.get(numbers[name])) is not None:
+            key, value = (
+                own_heads(x, impl.num_kv_heads, rank, ranks) for x in (whole.key, whole.value)
+            )
+            impl.use_centers(Centers(key, value))
+
+
 def own_heads(metric: Tensor, heads: int, rank: int, ranks: int) -> Tensor:
-    """The metrics of the KV heads that a rank of tensor parallelism has, `heads` of them.
+    """Metrics or centers of the KV heads that a rank of tensor parallelism has, `heads` of them.
 
     With more ranks than KV heads, neighbouring ranks have the same one.
     """

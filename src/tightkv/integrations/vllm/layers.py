@@ -24,6 +24,7 @@ from tightkv.integrations.vllm.backend import TightBackend
 from tightkv.integrations.vllm.calibrated import (
     find_for_engine,
     set_calibrated_feedback,
+    set_centers,
     without_bits,
 )
 from tightkv.integrations.vllm.compat import page_spec
@@ -117,8 +118,10 @@ def change_over(vllm_config: Any) -> None:
     feedback = None
     if calibration is None:
         feedback = set_feedback(options.config, impls, vllm_config, rank, ranks)
-    elif options.config.feedback == "auto":
-        set_calibrated_feedback(calibration, impls, rank, ranks)
+    else:
+        set_centers(calibration, impls, rank, ranks)
+        if options.config.feedback == "auto":
+            set_calibrated_feedback(calibration, impls, rank, ranks)
     # vLLM keeps compiled models by its config; one with other attention is another model.
     vllm_config.additional_config = with_options(vllm_config.additional_config, plan.options)
     if vllm_config.parallel_config.rank == 0:

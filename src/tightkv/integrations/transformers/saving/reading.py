@@ -14,10 +14,12 @@ from tightkv.integrations.transformers.layer import SharedSteps, TightHybridLaye
 from tightkv.integrations.transformers.saving.header import Header, SavedLayer, parse_header
 from tightkv.integrations.transformers.saving.states import PLAIN_KINDS, StateReader
 from tightkv.layout import PageLayout
+from tightkv.math.centers import Centers
 from tightkv.sequences import SequenceTable
 from tightkv.tensor_file import checksum, read_file
 
 KV_TENSORS = ("pages", "ring_key", "ring_value", "sink_key", "sink_value")
+CENTER_TENSORS = ("center_key", "center_value")  # of a layer whose tokens are relative to these
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,8 @@ class SavedCache:
         kernels: str,
         device: torch.device,
     ) -> Any:
-        pages = {name: tensors.pop(name) for name in KV_TENSORS if saved.cfg and name in tensors}
+        known = (*KV_TENSORS, *CENTER_TENSORS) if saved.cfg else ()
+        pages = {name: tensors.pop(name) for name in known if name in tensors}
         state = None
         if saved.state is not None:
             if odd := [name for name in tensors if not name.startswith("state.")]:
@@ -146,6 +149,7 @@ def _load_pages(
         if tensors:
             raise ValueError(f"tensor {next(iter(tensors))!r} of a layer is there, but no rows are")
         return
+    layer.use_centers(_centers(saved.layout, tensors))
     kv = layer.use(saved.layout.num_kv_heads, saved.layout.head_dim, saved.dtype, device)
     for name, shape in _shapes(kv.layout, kv.table, tensors).items():
         found = tensors.get(name)
@@ -158,6 +162,17 @@ def _load_pages(
                 f"{(dtypes[0], shape)}"
             )
         setattr(kv, name, found.to(device) if name == "pages" else kv.exact(found.to(device)))
+
+
+def _centers(layout: PageLayout, tensors: dict[str, Tensor]) -> Centers | None:
+    found = [tensors[name] for name in CENTER_TENSORS if name in tensors]
+    if not found:
+        return None
+    wanted = (layout.num_kv_heads, layout.head_dim)
+    if len(found) != 2 or any(x.dtype != torch.bfloat16 or x.shape != wanted for x in found):
+        told = [(x.dtype, tuple(x.shape)) for x in found]
+        raise ValueError(f"centers of a layer are {told}; its config gives two bfloat16 {wanted}")
+    return Centers(*found)
 
 
 def _shapes(

@@ -15,7 +15,7 @@ from tightkv.config import FORMAT_VERSION, KVQuantConfig
 from tightkv.files import whole_file
 from tightkv.integrations.transformers.layer import SharedSteps, TightLayer
 from tightkv.integrations.transformers.saving.header import parse_header
-from tightkv.integrations.transformers.saving.reading import KV_TENSORS, SavedCache
+from tightkv.integrations.transformers.saving.reading import CENTER_TENSORS, KV_TENSORS, SavedCache
 from tightkv.integrations.transformers.saving.states import write_state
 from tightkv.sequences import SequenceTable
 from tightkv.tensor_file import checksum
@@ -73,6 +73,10 @@ def _layer(layer: Any, prefix: str, used: list[int], tensors: dict[str, Tensor])
             tensors[f"{prefix}pages"] = kv.pages[index]
             for name in KV_TENSORS[1:]:
                 tensors[prefix + name] = getattr(kv, name)
+            if layer.centers is not None:
+                centers = layer.centers.key, layer.centers.value
+                for name, center in zip(CENTER_TENSORS, centers, strict=True):
+                    tensors[prefix + name] = center.bfloat16()
     if type(layer) is not TightLayer:
         entry["state"] = write_state(layer, f"{prefix}state.", tensors)
     return entry
