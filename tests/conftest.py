@@ -29,18 +29,31 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 # Kernels of GPUs are interpreted where there is none, and all have many shapes.
 _SAMPLED = ("test_kernels_cpu.py", "test_kernels_cuda.py", "test_kernels_triton.py")
 _SAMPLE = 3  # one case of so many
+# Tests that share a fixture, or libraries, which take seconds to make, share a worker.
+_WORKERS = {
+    **dict.fromkeys(("test_feedback.py", "test_kernels_cuda.py"), "cuda on host"),
+    **{
+        f"test_{name}.py": name
+        for name in (
+            *("calibration", "compare_script", "documentation_runs", "eval", "eval_tasks"),
+            *("folder_noise", "validate", "vllm_plugin", "wheel"),
+        )
+    },
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all-shapes",
         action="store_true",
-        help=f"run all cases of kernel tests, not every {_SAMPLE}rd; the default with a GPU",
+        help=f"run all cases of sampled tests, not every {_SAMPLE}rd; the default with a GPU",
     )
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups after this
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out most shapes of kernel tests, skip what cannot run here, and say why."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # no worker idles at last
     named = any("::" in name for name in config.args)
     if not (torch.cuda.is_available() or config.getoption("--all-shapes") or named):
         _sample(config, items)
@@ -50,19 +63,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if importlib.util.find_spec("vllm") is None:
         missing["vllm"] = 'vLLM is not installed: pip install "tightkv[vllm]"'
     for item in items:
+        group = _WORKERS.get(item.path.name)
+        if group and item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(group))
         for marker, reason in missing.items():
             if item.get_closest_marker(marker) is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def _sample(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of each test with many cases keep its first, and every third by its name."""
+    """Of each test with many shapes keep its first, and every third by its name."""
     kept: list[pytest.Item] = []
     left: list[pytest.Item] = []
     seen = set()
     for item in items:
         function = item.nodeid.split("[")[0]
-        mine = item.path.name not in _SAMPLED or function not in seen
+        sampled = item.path.name in _SAMPLED or item.get_closest_marker("sampled")
+        mine = not sampled or function not in seen
         seen.add(function)
         (kept if mine or not zlib.crc32(item.nodeid.encode()) % _SAMPLE else left).append(item)
     items[:] = kept

@@ -22,6 +22,7 @@ except OperatorError as error:
 PROMPTS = ((100, 1), (7, 2))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "gemma3"])
 def test_an_exported_model_says_what_the_tight_cache_says(family):
     """Over 200 tokens of each prompt: the graph and the module bit for bit, TightCache by token.
