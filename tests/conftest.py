@@ -28,7 +28,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 # Kernels of GPUs are interpreted where there is none, and all have many shapes.
 _SAMPLED = ("test_kernels_cpu.py", "test_kernels_cuda.py", "test_kernels_triton.py")
-_SAMPLE = 3  # one case of so many
+_SAMPLE = 5  # one case of so many
 # Tests that share a fixture, or libraries, which take seconds to make, share a worker.
 _WORKERS = {
     **dict.fromkeys(("test_feedback.py", "test_kernels_cuda.py"), "cuda on host"),
@@ -46,7 +46,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all-shapes",
         action="store_true",
-        help=f"run all cases of sampled tests, not every {_SAMPLE}rd; the default with a GPU",
+        help=f"run all cases of sampled tests, not every {_SAMPLE}th; the default with a GPU",
     )
 
 
@@ -72,7 +72,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _sample(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of each test with many shapes keep its first, and every third by its name."""
+    """Of each test with many shapes keep its first, and every fifth by its name."""
     kept: list[pytest.Item] = []
     left: list[pytest.Item] = []
     seen = set()

@@ -122,14 +122,20 @@ def write_result(job: dict[str, Any], place: Path) -> None:
 
 
 def import_engine() -> None:
-    """What engines on a CPU have in common; model classes are looked at in the same process."""
+    """What all engines on a CPU do once: imports, and C++ in the place of Triton kernels."""
+    import compressed_tensors
     import vllm.entrypoints.llm
+    import vllm.model_executor.layers.quantization.online.base
     import vllm.model_executor.models.llama
+    import vllm.v1.attention.backends.cpu_attn
     import vllm.v1.core.sched.scheduler
     import vllm.v1.worker.cpu_worker  # noqa: F401
     from vllm.model_executor.models import registry
+    from vllm.platforms import current_platform
 
-    registry._run_in_subprocess = lambda look: look()
+    registry._run_in_subprocess = lambda look: look()  # model classes are looked at here, too
+    current_platform.register_triton_kernel_overrides()
+    type(current_platform).register_triton_kernel_overrides = lambda *_: None
 
 
 def main() -> None:
