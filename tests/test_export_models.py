@@ -54,6 +54,7 @@ def forced(model, preset, ids, tokens):
     return torch.stack(logits, 1).float(), cache
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("preset", ["k8v8", "k3v2"])
 def test_other_presets_and_bf16(preset):
     """Nearer to a TightCache than that is to itself in float32; bf16 has ties, so by logits."""
@@ -193,7 +194,7 @@ def run_elsewhere(folder, model, ids, kind):
 
 @pytest.mark.parametrize("kind", ["export", pytest.param("aoti", marks=pytest.mark.slow)])
 def test_a_process_that_never_imports_tightkv(tmp_path, kind):
-    model, ids = tiny("qwen2"), prompt(1, 100)
+    model, ids = tiny("qwen2", num_hidden_layers=2), prompt(1, 100)
     program = ExportableModel(model, "k4v4", max_tokens=320).program()
     path = tmp_path / "model.pt2"
     if kind == "export":
