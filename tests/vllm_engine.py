@@ -123,7 +123,7 @@ def write_result(job: dict[str, Any], place: Path) -> None:
 
 def import_engine() -> None:
     """What all engines on a CPU do once: imports, and C++ in the place of Triton kernels."""
-    import compressed_tensors
+    import compressed_tensors  # noqa: F401
     import vllm.entrypoints.llm
     import vllm.model_executor.layers.quantization.online.base
     import vllm.model_executor.models.llama
