@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import zlib
+from typing import Any
 
 import pytest
 import torch
@@ -29,17 +30,6 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 # Kernels of GPUs are interpreted where there is none, and all have many shapes.
 _SAMPLED = ("test_kernels_cpu.py", "test_kernels_cuda.py", "test_kernels_triton.py")
 _SAMPLE = 5  # one case of so many
-# Tests that share a fixture, or libraries, which take seconds to make, share a worker.
-_WORKERS = {
-    **dict.fromkeys(("test_feedback.py", "test_kernels_cuda.py"), "cuda on host"),
-    **{
-        f"test_{name}.py": name
-        for name in (
-            *("calibration", "compare_script", "documentation_runs", "eval", "eval_tasks"),
-            *("folder_noise", "validate", "vllm_plugin", "wheel"),
-        )
-    },
-}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -50,7 +40,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups after this
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    import workers
+
+    return workers.make_scheduler(config, log)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out most shapes of kernel tests, skip what cannot run here, and say why."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # no worker idles at last
@@ -63,9 +59,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if importlib.util.find_spec("vllm") is None:
         missing["vllm"] = 'vLLM is not installed: pip install "tightkv[vllm]"'
     for item in items:
-        group = _WORKERS.get(item.path.name)
-        if group and item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(group))
         for marker, reason in missing.items():
             if item.get_closest_marker(marker) is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))

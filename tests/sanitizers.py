@@ -1,6 +1,6 @@
 """The native kernels with AddressSanitizer and UBSan in them, as programs and as a library.
 
-They take long to compile, so tests that need them share a worker: xdist_group("sanitizers").
+They take long to compile, so tests that need them share a worker (workers.py).
 """
 
 import functools

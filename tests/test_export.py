@@ -449,7 +449,6 @@ def test_spec_has_the_format_of_the_pages():
     assert spec_of(PageLayout(SMALL, 2, 64, torch.float32), 64)[1] == FORMAT_VERSION
 
 
-@pytest.mark.xdist_group("sanitizers")
 def test_sanitizers_find_nothing(tmp_path):
     """AddressSanitizer and UBSan over good operands, and over specs, states, operands and positions
     that were changed at random, each as large as it says."""

@@ -11,10 +11,7 @@ import sanitizers
 from tightkv.kernels import cpu
 
 _MISSING = cpu.unavailable("cpu")
-pytestmark = [
-    pytest.mark.skipif(_MISSING is not None, reason=f"native CPU kernels: {_MISSING}"),
-    pytest.mark.xdist_group("sanitizers"),
-]
+pytestmark = pytest.mark.skipif(_MISSING is not None, reason=f"native CPU kernels: {_MISSING}")
 PROGRAM = Path(__file__).with_name("hostile_files.py")
 CASES = 10_000
 # Stacks of allocations and a long quarantine cost more time than the cases themselves.

@@ -477,7 +477,6 @@ def test_environment_names_the_instruction_set():
 
 
 # --- the C code itself ---
-@pytest.mark.xdist_group("sanitizers")
 def test_sanitizers_find_nothing(tmp_path):
     """AddressSanitizer and UBSan over every instruction set, with buffers of the exact size."""
     program = sanitizers.build("cpu_kernels_driver.c", tmp_path)

@@ -32,7 +32,6 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.slow,
     pytest.mark.timeout(1200),
-    pytest.mark.xdist_group("vllm engine"),
 ]
 
 HEADS, HEAD_DIM, LAYERS = 2, 32, 2

@@ -30,7 +30,6 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.slow,
     pytest.mark.timeout(1200),
-    pytest.mark.xdist_group("vllm gpu"),
 ]
 
 K4V4 = {"preset": "k4v4"}
