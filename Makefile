@@ -41,7 +41,7 @@ lint: $(STAMP)
 unit: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(PYTEST_ARGS)
 
-# every shape of the kernel tests, too
+# every shape of sampled tests, too
 test-all: PYTEST_ARGS += --all-shapes
 test-all: lint unit
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import zlib
+from typing import Any
 
 import pytest
 import torch
@@ -28,19 +29,27 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 # Kernels of GPUs are interpreted where there is none, and all have many shapes.
 _SAMPLED = ("test_kernels_cpu.py", "test_kernels_cuda.py", "test_kernels_triton.py")
-_SAMPLE = 3  # one case of so many
+_SAMPLE = 5  # one case of so many
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all-shapes",
         action="store_true",
-        help=f"run all cases of kernel tests, not every {_SAMPLE}rd; the default with a GPU",
+        help=f"run all cases of sampled tests, not every {_SAMPLE}th; the default with a GPU",
     )
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    import workers
+
+    return workers.make_scheduler(config, log)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out most shapes of kernel tests, skip what cannot run here, and say why."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # no worker idles at last
     named = any("::" in name for name in config.args)
     if not (torch.cuda.is_available() or config.getoption("--all-shapes") or named):
         _sample(config, items)
@@ -56,13 +65,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _sample(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of each test with many cases keep its first, and every third by its name."""
+    """Of each test with many shapes keep its first, and every fifth by its name."""
     kept: list[pytest.Item] = []
     left: list[pytest.Item] = []
     seen = set()
     for item in items:
         function = item.nodeid.split("[")[0]
-        mine = item.path.name not in _SAMPLED or function not in seen
+        sampled = item.path.name in _SAMPLED or item.get_closest_marker("sampled")
+        mine = not sampled or function not in seen
         seen.add(function)
         (kept if mine or not zlib.crc32(item.nodeid.encode()) % _SAMPLE else left).append(item)
     items[:] = kept

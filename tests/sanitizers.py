@@ -1,31 +1,60 @@
-"""Programs of the native kernels with AddressSanitizer and UBSan in them."""
+"""The native kernels with AddressSanitizer and UBSan in them, as programs and as a library.
 
+They take long to compile, so tests that need them share a worker (workers.py).
+"""
+
+import functools
 import os
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from tightkv.kernels.cpu import library
 
+NATIVE = Path(library.__file__).parent / "native"
+FLAGS = ["-std=gnu11", "-O1", "-g", "-fPIC", "-fvisibility=hidden", "-pthread", f"-I{NATIVE}"]
+WARNINGS = ["-Wall", "-Wextra", "-Werror"]
+SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+_FOLDER = tempfile.TemporaryDirectory(prefix="tightkv-sanitizers-")  # removed with the process
 
-def build(driver: str, folder: Path) -> str:
-    """A program of one of the drivers beside this file and all C sources."""
+
+def find_compiler() -> str:
     compiler = next((found for name in ("gcc", "clang", "cc") if (found := shutil.which(name))), "")
     if not compiler:
         pytest.skip("no C compiler")
-    native = Path(library.__file__).parent / "native"
-    sources = [Path(__file__).with_name(driver), *sorted(native.glob("*.c"))]
-    flags = ["-std=gnu11", "-O1", "-g", "-Wall", "-Wextra", "-Werror", f"-I{native}"]
-    sanitize = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-    program = str(folder / "driver")
-    command = [compiler, *flags, *sanitize, *sources, "-o", program, "-lm", "-pthread"]
-    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    return compiler
+
+
+def compile_c(*arguments: object, folder: Path) -> None:
+    compiler = find_compiler()
+    command = [compiler, *FLAGS, *WARNINGS, *SANITIZE, *map(str, arguments)]
+    built = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     if "asan" in built.stderr and "cannot find" in built.stderr:
         pytest.skip(f"{compiler} has no sanitizers")
     assert built.returncode == 0, built.stderr
-    return program
+
+
+@functools.cache
+def objects() -> tuple[Path, ...]:
+    """Of all C sources of the kernels."""
+    folder = Path(_FOLDER.name)
+    compile_c("-c", *sorted(NATIVE.glob("*.c")), folder=folder)
+    return tuple(sorted(folder.glob("*.o")))
+
+
+def build(driver: str, folder: Path) -> str:
+    """A program of the kernels and one of the drivers beside this file."""
+    source = Path(__file__).with_name(driver)
+    compile_c(source, *objects(), "-o", folder / "driver", "-lm", folder=folder)
+    return str(folder / "driver")
+
+
+def build_library(folder: Path) -> Path:
+    compile_c("-shared", *objects(), "-o", folder / "native.so", "-lm", folder=folder)
+    return folder / "native.so"
 
 
 def run(program: str, *arguments: object) -> str:

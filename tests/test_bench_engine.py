@@ -157,7 +157,6 @@ def test_engine_without_vllm_says_what_to_install(
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.xdist_group("vllm engine")
 def test_two_caches_in_the_real_engine(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,7 +199,6 @@ def test_two_caches_in_the_real_engine(
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.xdist_group("vllm engine")
 def test_an_engine_that_cannot_start_gives_its_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

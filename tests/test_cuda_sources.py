@@ -17,6 +17,7 @@ NVCC = shutil.which("nvcc")
 HOPPER, ADA = (132, 228 << 10), (128, 100 << 10)  # processors, shared memory of each
 
 
+@pytest.mark.sampled
 @pytest.mark.skipif(sys.platform != "linux", reason="NVRTC is there for Linux")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("preset,dim", [("k4v4", 128), ("k2v2", 64), ("k3v2", 256)])
@@ -41,6 +42,7 @@ def compile_for_hopper(text, folder):
     return subprocess.run(command, cwd=folder, capture_output=True, text=True)
 
 
+@pytest.mark.sampled
 @pytest.mark.skipif(NVCC is None, reason="no nvcc")
 @pytest.mark.parametrize(
     "preset,dim,columns",
@@ -71,6 +73,7 @@ def test_append_compiles(tmp_path):
     assert compile_for_hopper(source("append", layout, 8, None), tmp_path).returncode == 0
 
 
+@pytest.mark.sampled
 @pytest.mark.skipif(NVCC is None, reason="no nvcc")
 @pytest.mark.parametrize("preset", ["k4v4", "k3v3", "k2v2"])
 @pytest.mark.parametrize("dim", [64, 128, 256])

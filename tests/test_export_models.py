@@ -22,6 +22,7 @@ except OperatorError as error:
 PROMPTS = ((100, 1), (7, 2))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "gemma3"])
 def test_an_exported_model_says_what_the_tight_cache_says(family):
     """Over 200 tokens of each prompt: the graph and the module bit for bit, TightCache by token.
@@ -53,6 +54,7 @@ def forced(model, preset, ids, tokens):
     return torch.stack(logits, 1).float(), cache
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("preset", ["k8v8", "k3v2"])
 def test_other_presets_and_bf16(preset):
     """Nearer to a TightCache than that is to itself in float32; bf16 has ties, so by logits."""
@@ -192,7 +194,7 @@ def run_elsewhere(folder, model, ids, kind):
 
 @pytest.mark.parametrize("kind", ["export", pytest.param("aoti", marks=pytest.mark.slow)])
 def test_a_process_that_never_imports_tightkv(tmp_path, kind):
-    model, ids = tiny("qwen2"), prompt(1, 100)
+    model, ids = tiny("qwen2", num_hidden_layers=2), prompt(1, 100)
     program = ExportableModel(model, "k4v4", max_tokens=320).program()
     path = tmp_path / "model.pt2"
     if kind == "export":

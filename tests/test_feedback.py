@@ -228,6 +228,7 @@ def test_cuda_pages_are_those_of_the_reference(cuda, preset, dim, dtype):
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("processors", [0, 3, 24])
 @pytest.mark.parametrize("changes", [{}, {"mean_bits": 16}, {"key_centering": "none"}], ids=str)
 def test_cuda_blocks_share_pages_however_many_there_are(cuda, processors, changes, monkeypatch):

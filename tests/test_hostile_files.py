@@ -1,15 +1,14 @@
 """Files written by an attacker end in a clear error or a cache that works, never in bad memory."""
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import sanitizers
 from tightkv.kernels import cpu
-from tightkv.kernels.cpu import library
 
 _MISSING = cpu.unavailable("cpu")
 pytestmark = pytest.mark.skipif(_MISSING is not None, reason=f"native CPU kernels: {_MISSING}")
@@ -22,19 +21,8 @@ ASAN = "detect_leaks=0:malloc_context_size=2:quarantine_size_mb=16"
 @pytest.fixture(scope="module")
 def sanitized(tmp_path_factory):
     """Arguments and environment of a Python with AddressSanitizer in the native kernels."""
-    compiler = shutil.which("gcc")
-    if not compiler:
-        pytest.skip("no gcc")
-    folder = Path(library.__file__).parent / "native"
-    built = tmp_path_factory.mktemp("asan") / "native.so"
-    flags = ["-std=gnu11", "-O2", "-g", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread"]
-    flags += ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", f"-I{folder}"]
-    sources = map(str, sorted(folder.glob("*.c")))
-    command = [compiler, *flags, *sources, "-o", str(built), "-lm"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if "asan" in done.stderr and "cannot find" in done.stderr:
-        pytest.skip(f"{compiler} has no sanitizers")
-    assert done.returncode == 0, done.stderr
+    built = sanitizers.build_library(tmp_path_factory.mktemp("asan"))
+    compiler = sanitizers.find_compiler()
     runtime = subprocess.run(
         [compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
     ).stdout.strip()

@@ -88,6 +88,7 @@ def test_finish(dim, rotation, dtype, prefix_dtype):
     close(made.lse, expected.lse)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("first,count", [(0, 64), (0, 50), (64, 64), (128, 12)])
 @pytest.mark.parametrize("open_codes", [True, False])
 @pytest.mark.parametrize("dim", [64, 80])

@@ -30,6 +30,7 @@ def buffers_in_use(cache):
     return [layer.kv._offloaded.resident for layer in cache.tight_layers]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("implementation", ["tightkv", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_same_logits_as_a_plain_cache(family, implementation):

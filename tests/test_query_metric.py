@@ -125,6 +125,7 @@ def test_every_known_family_is_compared() -> None:
     assert sorted(CONFIGS) == list(KNOWN)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", CONFIGS)
 def test_weights_give_the_metric_of_isotropic_inputs(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -22,6 +22,7 @@ def greedy(model, cache, ids, count):
     return torch.cat(out, 1)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f != "falcon_h1"])
 def test_resuming_from_a_file_gives_the_same_tokens(family, tmp_path):
     model, ids = tiny(family), prompt(2, 150)

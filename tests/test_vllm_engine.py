@@ -1,6 +1,6 @@
 """The real vLLM engine with our pages in its cache: same text, fewer bytes, nothing stale.
 
-All engines run in one process of their own, which is started once.
+All engines run once, before the first test; each is a fork of one process (vllm_engine.py).
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.slow,
     pytest.mark.timeout(1200),
-    pytest.mark.xdist_group("vllm engine"),
 ]
 
 HEADS, HEAD_DIM, LAYERS = 2, 32, 2
@@ -52,7 +51,7 @@ def prompts() -> dict[str, list[list[int]]]:
 
     shared = tokens(150)
     return {
-        "mixed": [tokens(choose.randint(3, 250)) for _ in range(64)],
+        "mixed": [tokens(choose.randint(3, 250)) for _ in range(32)],
         "few": [tokens(count) for count in (1, 32, 33, 64, 130, 200, 300)],
         "long": [tokens(400) for _ in range(4)],
         "shared": [shared + tokens(20) for _ in range(4)],
@@ -70,14 +69,15 @@ def job(
     engine = {**shared, **engine}
     if options is not None:
         engine["additional_config"] = {"tightkv": options}
-    sampling = {"max_tokens": 40, "ignore_eos": True, **(sampling or {})}
+    sampling = {"max_tokens": 24, "ignore_eos": True, **(sampling or {})}
     return {"engine": engine, "batches": batches, "sampling": sampling}
 
 
 def jobs() -> dict[str, dict[str, Any]]:
     few, mixed, shared = PROMPTS["few"], PROMPTS["mixed"], PROMPTS["shared"]
-    every = {"logprobs": VOCABULARY, "prompt_logprobs": VOCABULARY, "max_tokens": 24}
+    every = {"logprobs": VOCABULARY, "prompt_logprobs": VOCABULARY}
     some = mixed[:16]
+    repeating = {"sampling": {"max_tokens": 40}}
     ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
     return {
         "plain": job(None, few),
@@ -114,7 +114,7 @@ def jobs() -> dict[str, dict[str, Any]]:
         "raw shared": job(RAW, shared, shared, enable_prefix_caching=True),
         "k8v8 shared": job(K8V8, shared, shared, enable_prefix_caching=True),
         "raw chunks": job(RAW, some, max_num_batched_tokens=40),
-        "k4v4 repeating": job(K4V4, PROMPTS["repeating"]),
+        "k4v4 repeating": job(K4V4, PROMPTS["repeating"], **repeating),
         "fp8": job(K4V4, kv_cache_dtype="fp8"),
         "block size": job(K4V4, block_size=128),
         "unknown": job({"key_bit": 4}),
@@ -129,8 +129,7 @@ def jobs() -> dict[str, dict[str, Any]]:
         "match unit": job(K4V4, enable_prefix_caching=True, prefix_match_unit=16),
         "one rank": job(K4V4, few, model="three heads"),
         "three ranks": job(K4V4, few, model="three heads", tensor_parallel_size=3),
-        # Last: vLLM cannot start another engine in a process that has loaded numba.
-        "k4v4 speculative": job(K4V4, PROMPTS["repeating"], speculative_config=ngram),
+        "k4v4 speculative": job(K4V4, PROMPTS["repeating"], speculative_config=ngram, **repeating),
     }
 
 
@@ -165,10 +164,14 @@ def write_models(folder: Path) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Results of every job."""
-    folder = tmp_path_factory.mktemp("vllm_engine")
-    return run_engines(jobs(), write_models(folder), folder)
+def engines(
+    tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> dict[str, dict[str, Any]]:
+    """Results of every job; with --all-shapes, ranks import vLLM themselves as a user's do."""
+    folder, listed = tmp_path_factory.mktemp("vllm_engine"), jobs()
+    for each in listed.values():
+        each["fork_ranks"] = not pytestconfig.getoption("--all-shapes")
+    return run_engines(listed, write_models(folder), folder)
 
 
 def test_without_options_the_layers_are_vllms_own(engines: dict[str, Any]) -> None:

@@ -30,7 +30,6 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.slow,
     pytest.mark.timeout(1200),
-    pytest.mark.xdist_group("vllm gpu"),
 ]
 
 K4V4 = {"preset": "k4v4"}
@@ -79,6 +78,7 @@ def job(
 def jobs() -> dict[str, dict[str, Any]]:
     few, many, long = PROMPTS["few"], PROMPTS["many"], PROMPTS["long"]
     every = {"logprobs": VOCABULARY, "prompt_logprobs": VOCABULARY, "max_tokens": 24}
+    whole = {"logprobs": VOCABULARY}
     chunks = {"sampling": every, "max_num_batched_tokens": 192}  # most is read from pages
     eager = {"enforce_eager": True, "compilation_config": {}}
     ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
@@ -88,8 +88,8 @@ def jobs() -> dict[str, dict[str, Any]]:
         "plain": job(None, long, **chunks),
         **{name: job({"preset": name}, long, **chunks) for name in PRESETS},
         "layers": job({"preset": "k3v3", "layer_bits": "0=k8v4"}, long, **chunks),
-        "alone": job(K4V4, *([prompt] for prompt in many)),
-        "crowd": job(K4V4, many, kv_cache_memory_bytes=3 << 19, max_num_seqs=16),
+        "alone": job(K4V4, *([prompt] for prompt in many), sampling=whole),
+        "crowd": job(K4V4, many, sampling=whole, kv_cache_memory_bytes=3 << 19, max_num_seqs=16),
         "repeating": job(K4V4, PROMPTS["repeating"]),
         "speculative": job(K4V4, PROMPTS["repeating"], speculative_config=ngram),
     }
@@ -149,8 +149,12 @@ def test_layers_of_more_bits_have_larger_pages(engines: dict[str, Any]) -> None:
 
 
 def test_a_crowd_that_preempts_gives_the_text_of_each_alone(engines: dict[str, Any]) -> None:
-    assert engines["crowd"]["metrics"]["vllm:num_preemptions"] > 0
-    assert_same_text(engines["alone"], engines["crowd"], TIE, share=0.75)
+    alone, crowd = engines["alone"], engines["crowd"]
+    assert crowd["metrics"]["vllm:num_preemptions"] > 0
+    # In a crowd prompts are cut elsewhere, and requests that resume are prefilled again: some
+    # tokens read codes of what they read exactly when alone.
+    assert mean_kl(alone, crowd, "best") < 2e-3
+    assert_same_text(alone, crowd, tie=0.15, share=0.75)
 
 
 def test_ngram_speculation_equals_none(engines: dict[str, Any]) -> None:

@@ -25,7 +25,6 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.slow,
     pytest.mark.timeout(900),
-    pytest.mark.xdist_group("vllm server"),
 ]
 
 START = 600  # seconds a server may take on a busy machine

@@ -283,6 +283,7 @@ class Serving:
         self.step.run(parts, self.pages, self.rings, *states, output, feedback=self.feedback)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("feedback", [None, torch.eye(DIM).repeat(HEADS, 1, 1)], ids=["", "fed"])
 @pytest.mark.parametrize("most_decoding", [1, 5, 16])
 @pytest.mark.parametrize("group", [1, 3, 4])

@@ -1,0 +1,50 @@
+"""Tests that share something costly share a worker."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from workers import FILES, FUNCTIONS, Scheduler, group_of, make_scheduler
+
+FOLDER = Path(__file__).parent
+
+
+def test_the_tests_are_there() -> None:
+    assert not [name for name in FILES if not (FOLDER / name).is_file()]
+    text = "".join(path.read_text(encoding="utf-8") for path in FOLDER.glob("test_*.py"))
+    assert all(f"def {name}(" in text for name in FUNCTIONS)
+
+
+def test_groups() -> None:
+    one, two = (f"tests/test_vllm_engine.py::{name}" for name in ("test_a[x]", "test_b"))
+    assert group_of(one) == group_of(two) == "vllm engine"
+    assert group_of("tests/test_export.py::test_sanitizers_find_nothing") == "sanitizers"
+    assert group_of("tests/test_export.py::test_a[1]") == "tests/test_export.py::test_a[1]"
+
+
+def costly_fixtures(path: Path) -> list[str]:
+    """Fixtures of a module in which a program or an engine is run."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return [
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef)
+        and any("scope='module'" in ast.unparse(x) for x in node.decorator_list)
+        and any(word in ast.unparse(node) for word in ("subprocess", "run_engines", "main("))
+    ]
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("test_*.py")), ids=lambda path: path.name)
+def test_modules_with_costly_fixtures_have_a_group(path: Path) -> None:
+    assert not costly_fixtures(path) or path.name in FILES
+
+
+@pytest.mark.parametrize(("dist", "ours"), [("loadgroup", True), ("load", False)])
+def test_the_scheduler_is_for_make_test(dist: str, ours: bool, pytestconfig: pytest.Config) -> None:
+    tx = SimpleNamespace(getoption=lambda name: dist, option=pytestconfig.option)
+    tx.getvalue = lambda name: ["popen"]
+    assert isinstance(make_scheduler(tx, None), Scheduler) is ours
