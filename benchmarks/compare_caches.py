@@ -34,7 +34,7 @@ from transformers import (
 )
 
 from tightkv import KVQuantConfig, TightCache
-from tightkv.cli.output import format_table
+from tightkv.cli.shared.output import format_table
 from tightkv.eval.configs import label
 from tightkv.eval.forward import CacheRun, exact_attention
 from tightkv.eval.quality import Schedule, Scores, compare

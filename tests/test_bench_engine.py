@@ -17,7 +17,8 @@ from tightkv.bench import engine, engine_worker, openai_client, serve
 from tightkv.bench.engine import EnginePlan, engine_arguments
 from tightkv.bench.engine_models import SHAPES, write_shape
 from tightkv.bench.openai_client import Answer, Server, ServerError
-from tightkv.cli import bench_vllm, main
+from tightkv.cli import main
+from tightkv.cli.bench import vllm as bench_vllm
 from tightkv.layout import PageLayout
 from tightkv.model_shape import read_model_shape
 

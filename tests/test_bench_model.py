@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tightkv.bench.model import ModelShape, PlainCache, RandomModel, TightModelCache
-from tightkv.cli.bench import _size
+from tightkv.cli.bench.command import _size
 from tightkv.config import KVQuantConfig
 
 TINY = ModelShape(

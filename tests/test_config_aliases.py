@@ -12,7 +12,7 @@ import torch
 
 from tightkv import KVQuantConfig
 from tightkv.cli import main
-from tightkv.cli.config_flags import OFF_LINE, add_config_flags, config_from_args
+from tightkv.cli.shared.config_flags import OFF_LINE, add_config_flags, config_from_args
 from tightkv.integrations.vllm.options import engine_options
 from tightkv.layout import PageLayout
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tightkv.cli.config_flags import (
+from tightkv.cli.shared.config_flags import (
     add_config_flags,
     config_from_args,
     field_docs,

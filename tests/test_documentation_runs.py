@@ -19,8 +19,8 @@ import pytest
 
 from tightkv import KVQuantConfig
 from tightkv.cli import COMMANDS, build_parser, main
-from tightkv.cli.serve import SERVER
-from tightkv.cli.server_file import read_server_file
+from tightkv.cli.serve.command import SERVER
+from tightkv.cli.shared.server_file import read_server_file
 from tightkv.eval.text import Text, default_texts
 from tightkv.integrations.vllm.options import engine_options
 

@@ -21,9 +21,10 @@ from tokenizers import processors
 from eval_files import write_gsm8k, write_lambada
 from models import prompt, tiny
 from tightkv import KVQuantConfig, TightCache, provenance
-from tightkv.cli import eval_plot, main
-from tightkv.cli.eval import FILE_TASKS, TASKS
-from tightkv.cli.progress import Progress
+from tightkv.cli import main
+from tightkv.cli.eval import plot as eval_plot
+from tightkv.cli.eval.command import FILE_TASKS, TASKS
+from tightkv.cli.shared.progress import Progress
 from tightkv.eval.configs import label, parse_configs
 from tightkv.eval.forward import CacheRun, attention
 from tightkv.eval.greedy import measure_greedy, same_tokens

@@ -15,7 +15,8 @@ import torch
 from eval_files import write_gsm8k, write_lambada, write_lines
 from models import prompt, tiny
 from tightkv import KVQuantConfig, TightCache
-from tightkv.cli import eval_report, main
+from tightkv.cli import main
+from tightkv.cli.eval import report as eval_report
 from tightkv.eval import store as store_module
 from tightkv.eval.forward import CacheRun, MakeCache, after_prefix, attention, ignore, write_texts
 from tightkv.eval.free import FreeTask, _gumbel

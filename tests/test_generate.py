@@ -20,10 +20,10 @@ from transformers import DynamicCache, LlamaForCausalLM
 import models
 from tightkv import KVQuantConfig, TightCache
 from tightkv.cli import main
-from tightkv.cli.generate_compare import find_parting, mean_kl
-from tightkv.cli.generate_prompt import check_length, encode, long_context
-from tightkv.cli.generate_report import compare_text, single_text
-from tightkv.cli.generation import CacheSize, _timing, _until_end, cache_size, generate
+from tightkv.cli.generate.compare import find_parting, mean_kl
+from tightkv.cli.generate.generation import CacheSize, _timing, _until_end, cache_size, generate
+from tightkv.cli.generate.prompt import check_length, encode, long_context
+from tightkv.cli.generate.report import compare_text, single_text
 from tightkv.integrations.transformers.models import load_model
 from tightkv.layout import PageLayout
 from tiny_folder import TEMPLATE, byte_tokenizer, write_tiny_folder

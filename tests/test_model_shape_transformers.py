@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tightkv.cli import hub, main
+from tightkv.cli import main
+from tightkv.cli.plan import hub
 from tightkv.model_shape import estimate_parameters, read_model_shape
 from tightkv.model_shape.families import DEFAULTS, NESTED_DEFAULTS
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from tightkv import KVQuantConfig
-from tightkv.cli import main, serve
-from tightkv.cli.server_file import model_of
+from tightkv.cli import main
+from tightkv.cli.serve import command as serve
+from tightkv.cli.shared.server_file import model_of
 from tightkv.config import ENV_SETTINGS
 from tightkv.integrations.vllm.options import engine_options
 

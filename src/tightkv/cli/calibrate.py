@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tightkv.calibration import SUFFIX, Calibration, save_calibration
-from tightkv.cli.output import MissingPackageError, add_output_options, emit
-from tightkv.cli.progress import Progress
+from tightkv.cli.shared.output import MissingPackageError, add_output_options, emit, tell
+from tightkv.cli.shared.progress import Progress
 from tightkv.integrations.model_source import BUNDLED_NAME, check_source, is_hub_id
 
 _TIMED_TOKENS = 64
@@ -57,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         raise FileNotFoundError(f"the folder of {str(out)!r} does not exist")
     found = _measure(args, name)
     save_calibration(found, out)
-    _tell(f"wrote {out} ({out.stat().st_size:,} bytes)")
+    tell(f"wrote {out} ({out.stat().st_size:,} bytes)")
     emit(args, as_json(found, out), as_text(found, out))
     return 0
 
@@ -81,7 +80,7 @@ def _measure(args: argparse.Namespace, name: str) -> Calibration:
     if args.tokens < 2 * PREFILL:
         raise ValueError(f"--tokens {args.tokens}; at least {2 * PREFILL} are needed")
     texts = [read_text(path) for path in args.text] or default_texts()
-    model, tokenizer = load_model(args.model, dtype=args.dtype, device=args.device, progress=_tell)
+    model, tokenizer = load_model(args.model, dtype=args.dtype, device=args.device, progress=tell)
     window = min(WINDOW, args.tokens, max_positions(model) or WINDOW)
     windows = cut_windows(tokenizer, texts, window, max(1, args.tokens // window))
     run, ids = CacheRun(model), windows.ids[:1, :_TIMED_TOKENS]
@@ -91,13 +90,13 @@ def _measure(args: argparse.Namespace, name: str) -> Calibration:
     passes = windows.ids.numel() * _PASSES + window * _GRADIENT_PASSES
     seconds = (time.perf_counter() - start) / ids.numel() * passes
     told = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
-    _tell(f"{windows.ids.numel()} tokens; this takes about {told}")
+    tell(f"{windows.ids.numel()} tokens; this takes about {told}")
     begin = time.monotonic()
     prefill = min(PREFILL, window // 2)
     # File names alone: where a text lay is nobody's business.
     named = [replace(text, name=Path(text.name).name) for text in texts]
     found = Calibrator(model, windows, Progress, prefill).run(name, named)
-    _tell(f"done after {time.monotonic() - begin:.0f} s")
+    tell(f"done after {time.monotonic() - begin:.0f} s")
     return found
 
 
@@ -125,7 +124,3 @@ def as_text(found: Calibration, out: Path) -> str:
         lines.append(f"{preset}: {bits.replace(',', ' ') or 'the same bits in all layers'}")
     lines.append(f"use it: --calibration {out}")
     return "\n".join(lines)
-
-
-def _tell(line: str) -> None:
-    print(f"tightkv: {line}", file=sys.stderr, flush=True)

@@ -6,7 +6,7 @@ import argparse
 from importlib import import_module
 from typing import Any
 
-from tightkv.cli.output import add_output_options, emit
+from tightkv.cli.shared.output import add_output_options, emit
 from tightkv.config import PRESETS
 
 SHELLS = ("bash", "zsh")
@@ -36,14 +36,14 @@ def collect_words() -> tuple[Words, Words]:
 
     A command is named by its words, "" before the first; an option by its command and itself.
     """
-    from tightkv.cli import COMMANDS, build_parser
+    from tightkv.cli.entry import COMMANDS, build_parser
 
     words: Words = {}
     choices: Words = {}
     _collect("", build_parser(), words, choices)
     for name in COMMANDS:
         if name == "serve":
-            parser = import_module("tightkv.cli.serve").own_parser()
+            parser = import_module("tightkv.cli.serve.command").own_parser()
         else:
             found = _subparsers(build_parser(chosen=name))
             assert found is not None

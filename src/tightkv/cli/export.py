@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
 
-from tightkv.cli.config_flags import add_config_flags, config_from_args
-from tightkv.cli.output import MissingPackageError, add_output_options, emit, human_bytes
+from tightkv.cli.shared.config_flags import add_config_flags, config_from_args
+from tightkv.cli.shared.output import (
+    MissingPackageError,
+    add_output_options,
+    emit,
+    human_bytes,
+    tell,
+)
 from tightkv.integrations.model_source import BUNDLED_NAME, DTYPE_NAMES, check_source
 
 MAX_TOKENS = 2048
@@ -67,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     from tightkv.integrations.transformers.package import write_package
 
     start = time.monotonic()
-    model, tokenizer = load_model(args.model, dtype=args.dtype, device="cpu", progress=_tell)
+    model, tokenizer = load_model(args.model, dtype=args.dtype, device="cpu", progress=tell)
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and args.max_tokens > limit:
         raise ValueError(f"--max-tokens {args.max_tokens}; the model takes {limit}")
@@ -80,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
             max_tokens=args.max_tokens,
             kind=args.format,
             backend=args.backend,
-            tell=_tell,
+            tell=tell,
         )
     size = (folder / about.model_file).stat().st_size
     data = {
@@ -96,7 +101,3 @@ def run(args: argparse.Namespace) -> int:
     )
     emit(args, data, text)
     return 0
-
-
-def _tell(line: str) -> None:
-    print(f"tightkv: {line}", file=sys.stderr, flush=True)

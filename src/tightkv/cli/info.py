@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tightkv import __version__
-from tightkv.cli.output import add_output_options, emit, format_table, human_bytes
+from tightkv.cli.shared.output import add_output_options, emit, format_table, human_bytes
 
 # name -> how to install it
 PACKAGES = {

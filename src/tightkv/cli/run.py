@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tightkv.cli.generate_prompt import encode, read_prompts
-from tightkv.cli.output import MissingPackageError, add_output_options, emit
+from tightkv.cli.generate.prompt import encode, read_prompts
+from tightkv.cli.shared.output import MissingPackageError, add_output_options, emit
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tightkv.cli.eval_columns import columns_of
-from tightkv.cli.output import format_table, human_bytes
+from tightkv.cli.eval.columns import columns_of
+from tightkv.cli.shared.output import format_table, human_bytes
 
 # Tasks with a table of their own stand only in the table of several models.
 _ALONE = ("free", "passkey", "recall", "tools", "lambada", "gsm8k")

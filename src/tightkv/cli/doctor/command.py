@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tightkv.cli.config_flags import add_config_flags, config_from_args, given_fields
-from tightkv.cli.output import MissingPackageError, add_output_options, emit
-from tightkv.cli.progress import Progress
-from tightkv.cli.server_file import model_of
+from tightkv.cli.shared.config_flags import add_config_flags, config_from_args, given_fields
+from tightkv.cli.shared.output import MissingPackageError, add_output_options, emit, tell
+from tightkv.cli.shared.progress import Progress
+from tightkv.cli.shared.server_file import model_of
 from tightkv.config import KVQuantConfig
 from tightkv.files import whole_file
 from tightkv.integrations.model_source import BUNDLED_NAME, check_source
@@ -61,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         with whole_file(args.out) as temporary:
             temporary.write_text(found.chosen.cfg.to_json() + "\n", encoding="utf-8")
 
-    from tightkv.cli.doctor_report import as_json, as_text
+    from tightkv.cli.doctor.report import as_json, as_text
 
     emit(args, as_json(found), as_text(found))
     if found.interrupted:
@@ -82,20 +81,14 @@ def _diagnose(args: argparse.Namespace, cfg: KVQuantConfig | None, calibration: 
     for candidate in candidates:
         check_compresses(candidate, args.window)
     texts = [read_text(path) for path in args.text] or default_texts()
-    model, tokenizer = load_model(args.model, dtype=args.dtype, device=args.device, progress=_tell)
+    model, tokenizer = load_model(args.model, dtype=args.dtype, device=args.device, progress=tell)
     windows = cut_windows(tokenizer, texts, args.window, args.windows)
     doctor = Doctor(model, windows, args.budget, bars=Progress)
-    _tell(f"{windows.ids.numel()} tokens; this takes about {_duration(doctor, cfg)}")
+    tell(f"{windows.ids.numel()} tokens; this takes about {_duration(doctor, cfg)}")
     start = time.monotonic()
     found = doctor.diagnose(candidates) if cfg is None else doctor.check(cfg)
-    _tell(
-        f"{'interrupted' if found.interrupted else 'done'} after {time.monotonic() - start:.0f} s"
-    )
+    tell(f"{'interrupted' if found.interrupted else 'done'} after {time.monotonic() - start:.0f} s")
     return found
-
-
-def _tell(line: str) -> None:
-    print(f"tightkv: {line}", file=sys.stderr, flush=True)
 
 
 def _duration(doctor: Any, cfg: KVQuantConfig | None) -> str:

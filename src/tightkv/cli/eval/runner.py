@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from tightkv.cli.eval_tasks import TaskBuilder, check_lengths
-from tightkv.cli.generate import tell
+from tightkv.cli.eval.tasks import TaskBuilder, check_lengths
 from tightkv.cli.info import collect
-from tightkv.cli.progress import Progress
+from tightkv.cli.shared.output import tell
+from tightkv.cli.shared.progress import Progress
 from tightkv.config import KVQuantConfig
 from tightkv.eval import results
 from tightkv.eval.forward import MakeCache

@@ -7,10 +7,10 @@ import os
 import sys
 from typing import Any
 
-from tightkv.cli.config_flags import OFF_LINE, add_config_flags, options_from_args
-from tightkv.cli.generate_prompt import check_length, encode, long_context, read_prompts
-from tightkv.cli.output import MissingPackageError, add_output_options, emit
-from tightkv.cli.server_file import model_of
+from tightkv.cli.generate.prompt import check_length, encode, long_context, read_prompts
+from tightkv.cli.shared.config_flags import OFF_LINE, add_config_flags, options_from_args
+from tightkv.cli.shared.output import MissingPackageError, add_output_options, emit, tell
+from tightkv.cli.shared.server_file import model_of
 from tightkv.config import KVQuantConfig, is_off
 from tightkv.integrations.model_source import BUNDLED_NAME, DTYPE_NAMES, check_source
 
@@ -127,7 +127,7 @@ def _generate(
 ) -> tuple[dict[str, Any], str]:
     """The report, as JSON data and as text; the answers stream meanwhile."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from tightkv.cli.generate_run import Runner
+    from tightkv.cli.generate.runner import Runner
     from tightkv.integrations.transformers.models import load_model, quiet
 
     model, tokenizer = load_model(
@@ -146,8 +146,3 @@ def _generate(
     with quiet():
         runner = Runner(args, config, model, tokenizer, inputs.to(model.device), tell)
         return runner.compare() if args.compare else runner.single()
-
-
-def tell(line: str) -> None:
-    """Progress goes to standard error."""
-    print(f"tightkv: {line}", file=sys.stderr, flush=True)

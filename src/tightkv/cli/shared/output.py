@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,11 @@ class MissingPackageError(ImportError):
 
     def __init__(self, purpose: str, package: str, extra: str) -> None:
         super().__init__(f'{purpose} needs {package}: pip install "tightkv[{extra}]"')
+
+
+def tell(line: str) -> None:
+    """A line of progress on standard error."""
+    print(f"tightkv: {line}", file=sys.stderr, flush=True)
 
 
 def add_output_options(parser: argparse.ArgumentParser, plot: str | None = None) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from tightkv import __version__
-from tightkv.cli import hub, plan_report
-from tightkv.cli.output import add_output_options, check_plot, emit, parse_bytes
+from tightkv.cli.plan import hub, report
+from tightkv.cli.shared.output import add_output_options, check_plot, emit, parse_bytes
 from tightkv.config import PRESETS, KVQuantConfig
 from tightkv.key_check import CheckedConfig, KeyCheck, raised_layers
 from tightkv.model_shape import ModelShape, is_local, read_model_shape
@@ -91,8 +91,8 @@ def run(args: argparse.Namespace) -> int:
     data = _report(args, shape, context, memory, weights, plans)
     data["notes"] += told
     if args.plot:
-        plan_report.draw(args.plot, data, plans)
-    emit(args, data, plan_report.as_text(data))
+        report.draw(args.plot, data, plans)
+    emit(args, data, report.as_text(data))
     return 0
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tightkv.cli.output import MissingPackageError
+from tightkv.cli.shared.output import MissingPackageError
 
 
 def load_hub_config(name: str) -> Any:

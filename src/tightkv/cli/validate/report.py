@@ -6,7 +6,7 @@ import math
 from itertools import groupby
 from typing import Any
 
-from tightkv.cli.output import format_table, save_plot
+from tightkv.cli.shared.output import format_table, save_plot
 
 SCALING = "3 scaling"  # the section that is drawn
 ABOVE, MEASURED, BELOW = "tab:red", "tab:blue", "tab:green"

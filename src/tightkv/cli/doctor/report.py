@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tightkv.cli.config_flags import flag_name
-from tightkv.cli.output import format_table
+from tightkv.cli.shared.config_flags import flag_name
+from tightkv.cli.shared.output import format_table
 from tightkv.config import PRESETS, KVQuantConfig
 from tightkv.eval.doctor import Diagnosis, LayerReport, Measured
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from tightkv.cli.output import add_output_options, check_plot, emit
-from tightkv.cli.validate_report import as_text, draw
+from tightkv.cli.shared.output import add_output_options, check_plot, emit
+from tightkv.cli.validate.report import as_text, draw
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tightkv.cli.output import MissingPackageError, format_table, parse_bytes
+from tightkv.cli.shared.output import MissingPackageError, format_table, parse_bytes
 
 if TYPE_CHECKING:
     import torch

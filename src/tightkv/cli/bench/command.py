@@ -7,8 +7,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tightkv.cli import bench_vllm
-from tightkv.cli.output import add_output_options, check_plot, emit, format_table, save_plot
+from tightkv.cli.bench import vllm
+from tightkv.cli.shared.output import add_output_options, check_plot, emit, format_table, save_plot
 from tightkv.config import PRESETS, KVQuantConfig
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     for kind in (decode, store, extend, model):
         kind.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
         kind.add_argument("--preset", choices=PRESETS, action="append", help="repeatable")
-    engines = bench_vllm.add_parsers(kinds)
+    engines = vllm.add_parsers(kinds)
     for kind in (decode, store, extend, model, *engines):
         kind.add_argument("--out", metavar="FILE", help="append the rows to a JSON-lines file")
         add_output_options(kind, plot="draw the ratios")
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     emit(args, {"rows": rows}, _as_text(rows))
     if args.plot:
         _draw(rows, args.plot)
-    return int(any(map(bench_vllm.went_wrong, rows)))
+    return int(any(map(vllm.went_wrong, rows)))
 
 
 # --- measuring ---
@@ -141,8 +141,8 @@ _MEASURE = {
     "decode": _decode,
     "store": _store,
     "extend": _extend,
-    "engine": bench_vllm.engine,
-    "serve": bench_vllm.serve,
+    "engine": vllm.engine,
+    "serve": vllm.serve,
 }
 
 
@@ -164,8 +164,8 @@ def _shapes(args: argparse.Namespace) -> list[Shape]:
 # --- showing ---
 def _label(row: Row) -> str:
     """What a row is about, without what it found."""
-    if row["bench"] in bench_vllm.TEXT:
-        return bench_vllm.label(row)
+    if row["bench"] in vllm.TEXT:
+        return vllm.label(row)
     if row["bench"] == "model":
         return f"{row['preset']}, {row['batch']} x {row['context']} tokens"
     if "shape" not in row:
@@ -197,8 +197,8 @@ def _ratios(row: Row) -> dict[str, float]:
 
 
 def _as_text(rows: Sequence[Row]) -> str:
-    if rows[0]["bench"] in bench_vllm.TEXT:
-        return bench_vllm.TEXT[rows[0]["bench"]](rows)
+    if rows[0]["bench"] in vllm.TEXT:
+        return vllm.TEXT[rows[0]["bench"]](rows)
     names = list(dict.fromkeys(name for row in rows for name in _ratios(row)))
     cells = []
     for row in rows:

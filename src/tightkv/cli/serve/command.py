@@ -13,9 +13,9 @@ from typing import Any
 
 from tightkv import __version__
 from tightkv.calibration import find_for_folder, not_used
-from tightkv.cli.config_flags import OFF_LINE, add_config_flags, options_from_args
-from tightkv.cli.output import MissingPackageError, add_output_options, emit
-from tightkv.cli.server_file import read_server_file
+from tightkv.cli.shared.config_flags import OFF_LINE, add_config_flags, options_from_args
+from tightkv.cli.shared.output import MissingPackageError, add_output_options, emit
+from tightkv.cli.shared.server_file import read_server_file
 from tightkv.config import PRESETS, KVQuantConfig, is_off
 from tightkv.key_check import KeyCheck
 

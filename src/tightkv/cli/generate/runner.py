@@ -14,9 +14,9 @@ from transformers import DynamicCache, TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
 from tightkv import __version__
-from tightkv.cli import generate_report
-from tightkv.cli.generate_compare import find_parting, mean_kl
-from tightkv.cli.generation import Generation, cache_size, generate
+from tightkv.cli.generate import report
+from tightkv.cli.generate.compare import find_parting, mean_kl
+from tightkv.cli.generate.generation import Generation, cache_size, generate
 from tightkv.config import KVQuantConfig
 from tightkv.integrations.transformers import TightCache
 
@@ -53,7 +53,7 @@ class Runner:
         done = self._run(self.label, TightCache(self.config, model=self.model))
         data = self._head() | {"runs": [self._row(self.label, self.args.attn, done)]}
         data["compare"] = None
-        return data, generate_report.single_text(data, streamed=self._streams)
+        return data, report.single_text(data, streamed=self._streams)
 
     def compare(self) -> tuple[dict[str, Any], str]:
         """Both caches, greedy, and the distributions along the uncompressed text."""
@@ -82,7 +82,7 @@ class Runner:
                 "scored_tokens": len(first) - 1,
             },
         }
-        return data, generate_report.compare_text(data)
+        return data, report.compare_text(data)
 
     # --- one run ---
     @property

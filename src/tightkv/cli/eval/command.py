@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from tightkv.cli.output import MissingPackageError, add_output_options, check_plot, emit
-from tightkv.cli.server_file import model_of
+from tightkv.cli.shared.output import MissingPackageError, add_output_options, check_plot, emit
+from tightkv.cli.shared.server_file import model_of
 from tightkv.config import PRESETS
 from tightkv.eval.configs import parse_configs
 from tightkv.integrations.model_source import BUNDLED_NAME, DTYPE_NAMES, check_source
@@ -153,20 +153,20 @@ def run(args: argparse.Namespace) -> int:
         import transformers  # noqa: F401
     except ImportError:
         raise MissingPackageError("tightkv eval", "transformers", "hf") from None
-    from tightkv.cli import eval_plot, eval_report
-    from tightkv.cli.eval_run import evaluate
+    from tightkv.cli.eval import plot, report
+    from tightkv.cli.eval.runner import evaluate
     from tightkv.provenance import append_rows
 
-    models = eval_report.worst_first(evaluate(args, configs, (*TASKS, *FILE_TASKS)))
+    models = report.worst_first(evaluate(args, configs, (*TASKS, *FILE_TASKS)))
     if args.out:
-        append_rows(args.out, [row for data in models for row in eval_report.file_rows(data)])
+        append_rows(args.out, [row for data in models for row in report.file_rows(data)])
     if len(models) == 1:
-        emit(args, models[0], eval_report.as_text(models[0]))
+        emit(args, models[0], report.as_text(models[0]))
     else:
         data = {"schema": models[0]["schema"], "models": models}
-        emit(args, data, eval_report.models_as_text(models))
+        emit(args, data, report.models_as_text(models))
     if args.plot:
-        eval_plot.draw(args.plot, models[0])
+        plot.draw(args.plot, models[0])
     return 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tightkv.cli.output import save_plot
+from tightkv.cli.shared.output import save_plot
 
 
 def draw(path: str, data: dict[str, Any]) -> None:

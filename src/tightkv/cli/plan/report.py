@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tightkv.cli.output import format_table, human_bytes, save_plot
+from tightkv.cli.shared.output import format_table, human_bytes, save_plot
 from tightkv.planner import CachePlan
 
 _PLOT_POINTS = 160

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from typing import Any
 
-from tightkv.cli.output import format_table, human_bytes
+from tightkv.cli.shared.output import format_table, human_bytes
 
 _OTHER_COLUMNS = 62  # of the table; the answer has what the terminal leaves
 _LEAST_ANSWER = 44

@@ -1,0 +1,1 @@
+"""What several commands share: config flags, output, progress, and JSON configs of servers."""
