@@ -41,7 +41,7 @@ from tightkv.eval.quality import Schedule, Scores, compare
 from tightkv.eval.results import model_facts, provenance, text_facts
 from tightkv.eval.text import default_texts
 from tightkv.eval.windows import Windows, cut_windows
-from tightkv.integrations.transformers.bundled import BUNDLED_NAME, bundled_folder
+from tightkv.model_loading.bundled import BUNDLED_NAME, bundled_folder
 from tightkv.provenance import append_rows
 
 CONTEXTS = (64, 256, 1024)

@@ -30,13 +30,13 @@ from tightkv.eval.sensitivity import moments, record
 from tightkv.eval.text import Text, language_reference
 from tightkv.eval.windows import Windows, cut_windows
 from tightkv.integrations.transformers.calibrated import CalibrationWarning, loaded_fingerprint
-from tightkv.integrations.transformers.models import load_model
 from tightkv.integrations.vllm.calibrated import (
     find_for_engine,
     own_heads,
     set_calibrated_feedback,
 )
 from tightkv.layout import page_layout
+from tightkv.model_loading.load import load_model
 from tightkv.model_shape.fingerprint import folder_fingerprint
 from tightkv.tensor_file import checksum, read_file
 from tiny_folder import write_tiny_folder

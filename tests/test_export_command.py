@@ -12,7 +12,7 @@ from tightkv.cli import main
 from tightkv.config import FORMAT_VERSION, KVQuantConfig
 from tightkv.export import OperatorError, operator_library
 from tightkv.integrations.transformers import TightCache
-from tightkv.integrations.transformers.models import load_model
+from tightkv.model_loading.load import load_model
 from tiny_folder import TEMPLATE, byte_tokenizer, write_model, write_tiny_folder
 
 try:

@@ -12,7 +12,7 @@ from greedy import COUNT, greedy, with_tight_cache
 from models import prompt, tiny
 from tightkv.cli import main
 from tightkv.integrations.transformers.export import ExportableModel
-from tightkv.integrations.transformers.models import load_model
+from tightkv.model_loading.load import load_model
 from tiny_folder import write_tiny_folder
 
 pytest.importorskip("executorch", reason="needs ExecuTorch")

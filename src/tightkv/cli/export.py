@@ -16,7 +16,7 @@ from tightkv.cli.shared.output import (
     human_bytes,
     tell,
 )
-from tightkv.integrations.model_source import BUNDLED_NAME, DTYPE_NAMES, check_source
+from tightkv.model_loading.source import BUNDLED_NAME, DTYPE_NAMES, check_source
 
 MAX_TOKENS = 2048
 
@@ -68,8 +68,8 @@ def run(args: argparse.Namespace) -> int:
     except ImportError:
         raise MissingPackageError("tightkv export", "transformers", "hf") from None
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from tightkv.integrations.transformers.models import load_model, quiet
     from tightkv.integrations.transformers.package import write_package
+    from tightkv.model_loading.load import load_model, quiet
 
     start = time.monotonic()
     model, tokenizer = load_model(args.model, dtype=args.dtype, device="cpu", progress=tell)

@@ -19,7 +19,7 @@ except ImportError as error:
 
 from tightkv.config import KVQuantConfig
 from tightkv.integrations.transformers import TightCache
-from tightkv.integrations.transformers.models import load_model
+from tightkv.model_loading.load import load_model
 
 # What lm_eval's `hf` model takes besides the arguments that load a model.
 _HF_OPTIONS = (

@@ -13,7 +13,7 @@ from tightkv.cli.shared.progress import Progress
 from tightkv.cli.shared.server_file import model_of
 from tightkv.config import KVQuantConfig
 from tightkv.files import whole_file
-from tightkv.integrations.model_source import BUNDLED_NAME, check_source
+from tightkv.model_loading.source import BUNDLED_NAME, check_source
 
 if TYPE_CHECKING:
     from tightkv.eval.doctor import Diagnosis
@@ -74,7 +74,7 @@ def _diagnose(args: argparse.Namespace, cfg: KVQuantConfig | None, calibration: 
         from tightkv.eval.quality import check_compresses
         from tightkv.eval.text import default_texts, read_text
         from tightkv.eval.windows import cut_windows
-        from tightkv.integrations.transformers.models import load_model
+        from tightkv.model_loading.load import load_model
     except ImportError:
         raise MissingPackageError("tightkv doctor", "transformers", "hf") from None
     candidates = default_candidates(calibration) if cfg is None else [cfg]

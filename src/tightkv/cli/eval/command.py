@@ -9,7 +9,7 @@ from tightkv.cli.shared.output import MissingPackageError, add_output_options, c
 from tightkv.cli.shared.server_file import model_of
 from tightkv.config import PRESETS
 from tightkv.eval.configs import parse_configs
-from tightkv.integrations.model_source import BUNDLED_NAME, DTYPE_NAMES, check_source
+from tightkv.model_loading.source import BUNDLED_NAME, DTYPE_NAMES, check_source
 
 TASKS = ("quality", "free", "passkey", "recall", "tools", "needles", "greedy")
 FILE_TASKS = ("lambada", "gsm8k")  # measured when their file is given

@@ -23,9 +23,9 @@ from tightkv.eval.size import bits_of, kernels_of
 from tightkv.eval.store import Store, result_key
 from tightkv.eval.task import Task
 from tightkv.eval.text import Text, default_texts, read_text
-from tightkv.integrations.model_source import BUNDLED_NAME
 from tightkv.integrations.transformers import TightCache
-from tightkv.integrations.transformers.models import load_model, quiet
+from tightkv.model_loading.load import load_model, quiet
+from tightkv.model_loading.source import BUNDLED_NAME
 
 SCHEMA = 2
 _SETTINGS = (

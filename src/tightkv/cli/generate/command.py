@@ -12,7 +12,7 @@ from tightkv.cli.shared.config_flags import OFF_LINE, add_config_flags, options_
 from tightkv.cli.shared.output import MissingPackageError, add_output_options, emit, tell
 from tightkv.cli.shared.server_file import model_of
 from tightkv.config import KVQuantConfig, is_off
-from tightkv.integrations.model_source import BUNDLED_NAME, DTYPE_NAMES, check_source
+from tightkv.model_loading.source import BUNDLED_NAME, DTYPE_NAMES, check_source
 
 LONG_PROMPT = 1500
 
@@ -128,7 +128,7 @@ def _generate(
     """The report, as JSON data and as text; the answers stream meanwhile."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from tightkv.cli.generate.runner import Runner
-    from tightkv.integrations.transformers.models import load_model, quiet
+    from tightkv.model_loading.load import load_model, quiet
 
     model, tokenizer = load_model(
         args.model,

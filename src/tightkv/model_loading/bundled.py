@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from tightkv.config import cache_root
-from tightkv.integrations.model_source import BUNDLED_NAME, bundled_gguf
+from tightkv.model_loading.source import BUNDLED_NAME, bundled_gguf
 
 # Bumped whenever the same GGUF file would be converted to other files.
 _CONVERSION = 1

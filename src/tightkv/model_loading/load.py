@@ -12,8 +12,9 @@ import torch
 import transformers
 from transformers.utils import logging as hf_logging
 
-from tightkv.integrations.model_source import DTYPE_NAMES, check_source, is_hub_id, model_folder
-from tightkv.integrations.transformers.bundled import bundled_folder
+import tightkv.integrations.transformers  # noqa: F401 - registers the attention "tightkv"
+from tightkv.model_loading.bundled import bundled_folder
+from tightkv.model_loading.source import DTYPE_NAMES, check_source, is_hub_id, model_folder
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
 _CPUINFO = Path("/proc/cpuinfo")
