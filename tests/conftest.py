@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not torch.cuda.is_available():
         missing["gpu"] = "torch.cuda.is_available() is False"
     if importlib.util.find_spec("vllm") is None:
-        missing["vllm"] = 'vLLM is not installed: pip install "tightkv[vllm]"'
+        missing["vllm"] = 'vLLM is not installed: pip install ".[vllm]"'
     for item in items:
         for marker, reason in missing.items():
             if item.get_closest_marker(marker) is not None:

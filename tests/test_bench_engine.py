@@ -151,7 +151,7 @@ def test_engine_without_vllm_says_what_to_install(
 ) -> None:
     monkeypatch.setattr(bench_vllm, "find_spec", lambda name: None)
     assert main(["bench", "engine", "m"]) == 2
-    assert 'tightkv bench engine needs vLLM: pip install "tightkv[vllm]"' in capsys.readouterr().err
+    assert 'tightkv bench engine needs vLLM: pip install ".[vllm]"' in capsys.readouterr().err
 
 
 # --- engine: with vLLM ---------------------------------------------------------------------------

@@ -129,7 +129,7 @@ def test_hub_id_without_transformers(
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert main(["plan", "some-org/some-model"]) == 2
     error = capsys.readouterr().err
-    assert 'needs transformers: pip install "tightkv[hf]"' in error
+    assert 'needs transformers: pip install ".[hf]"' in error
     assert error.count("\n") == 1
     assert hub.count_parameters("anything") is None
 
@@ -197,7 +197,7 @@ def test_emit(capsys: pytest.CaptureFixture[str]) -> None:
 def test_plot_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    wanted = re.escape('needs matplotlib: pip install "tightkv[eval]"')
+    wanted = re.escape('needs matplotlib: pip install ".[eval]"')
     with pytest.raises(MissingPackageError, match=wanted), save_plot(tmp_path / "a.png"):
         pass
 
@@ -263,9 +263,9 @@ def test_info_tells_versions_and_kernels(capsys: pytest.CaptureFixture[str]) -> 
 def test_info_says_how_to_install_what_is_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(info, "PACKAGES", {"no-such-package": 'pip install "tightkv[x]"'})
+    monkeypatch.setattr(info, "PACKAGES", {"no-such-package": 'pip install ".[x]"'})
     assert main(["info"]) == 0
-    assert 'not installed: pip install "tightkv[x]"' in capsys.readouterr().out
+    assert 'not installed: pip install ".[x]"' in capsys.readouterr().out
 
 
 def test_info_survives_broken_kernels_and_drivers(

@@ -84,7 +84,7 @@ def test_export_refuses_what_it_cannot_do(tmp_path, capsys):
 def test_pte_needs_executorch(tmp_path, capsys):
     argv = (write_tiny_folder(tmp_path / "model"), "--output", tmp_path / "out", "--max-tokens", 64)
     line = error_of(capsys, "export", *argv, "--format", "pte")
-    assert 'ExecuTorch is not installed: pip install "tightkv[executorch]"' in line
+    assert 'ExecuTorch is not installed: pip install ".[executorch]"' in line
 
 
 def test_export_says_why_a_model_has_no_export(tmp_path, capsys):

@@ -460,7 +460,7 @@ def test_missing_transformers_is_said(
     tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    assert 'pip install "tightkv[hf]"' in error_of(capsys, tiny, "--prompt", "x")
+    assert 'pip install ".[hf]"' in error_of(capsys, tiny, "--prompt", "x")
 
 
 def test_padding_is_on_the_left_and_needs_no_pad_token() -> None:

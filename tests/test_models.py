@@ -265,7 +265,7 @@ def test_a_killed_conversion_is_cleared_away_later(
 ) -> None:
     """SIGKILL leaves its half-written folder; it is not used, and gone after a day."""
     script = (
-        "import os, signal; from tightkv.integrations.transformers import bundled\n"
+        "import os, signal; from tightkv.model_loading import bundled\n"
         f"from pathlib import Path\nbundled.bundled_gguf = lambda: Path({str(root.parent)!r}) / "
         "'Model.gguf'\n"
         "def half(gguf, folder, progress):\n"

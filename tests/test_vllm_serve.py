@@ -196,7 +196,7 @@ def test_without_vllm_it_says_what_to_install(
 ) -> None:
     monkeypatch.setattr(serve, "find_spec", lambda name: None)
     assert main(["serve", "m"]) == 2
-    assert 'tightkv serve needs vLLM: pip install "tightkv[vllm]"' in capsys.readouterr().err
+    assert 'tightkv serve needs vLLM: pip install ".[vllm]"' in capsys.readouterr().err
 
 
 def test_the_server_takes_the_place_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,14 +11,15 @@ from typing import Any
 
 from tightkv import __version__
 from tightkv.cli.shared.output import add_output_options, emit, format_table, human_bytes
+from tightkv.extras import install_hint
 
 # name -> how to install it
 PACKAGES = {
     "torch": "pip install torch",
     "triton": "pip install triton",
-    "transformers": 'pip install "tightkv[hf]"',
-    "vllm": 'pip install "tightkv[vllm]"',
-    "matplotlib": 'pip install "tightkv[eval]"',
+    "transformers": install_hint("hf"),
+    "vllm": install_hint("vllm"),
+    "matplotlib": install_hint("eval"),
 }
 # What matters to packed codes: wide integers, byte shuffles, half precision, dot products.
 SIMD_FLAGS = (

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tightkv.extras import install_hint
+
 try:
     from lm_eval.api.registry import register_model
     from lm_eval.models.huggingface import HFLM
 except ImportError as error:
-    raise ImportError('this needs lm_eval: pip install "tightkv[eval]"') from error
+    raise ImportError(f"this needs lm_eval: {install_hint('eval')}") from error
 
 from tightkv.config import KVQuantConfig
 from tightkv.integrations.transformers import TightCache

@@ -21,10 +21,11 @@ from torch import Tensor
 
 from tightkv.config import cache_root
 from tightkv.export.operator import load_operator
+from tightkv.extras import install_hint
 from tightkv.kernels.cpu import library
 
 BACKENDS = ("xnnpack", "portable")
-_INSTALL = 'pip install "tightkv[executorch]"'
+_INSTALL = install_hint("executorch")
 _SOURCE = Path(__file__).parents[1] / "export" / "executorch_operator.cpp"
 _LIBRARIES = ("executorch", "executorch_threadpool")
 _FLAGS = ("-O3", "-g0", "-fPIC", "-fvisibility=hidden", "-pthread")

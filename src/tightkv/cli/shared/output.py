@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tightkv.extras import install_hint
+
 _UNITS = {
     "B": 1,
     **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", start=1)},
@@ -23,7 +25,7 @@ class MissingPackageError(ImportError):
     """An optional package is needed; the message says how to install it."""
 
     def __init__(self, purpose: str, package: str, extra: str) -> None:
-        super().__init__(f'{purpose} needs {package}: pip install "tightkv[{extra}]"')
+        super().__init__(f"{purpose} needs {package}: {install_hint(extra)}")
 
 
 def tell(line: str) -> None:

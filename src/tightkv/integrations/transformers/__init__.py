@@ -6,10 +6,12 @@ transformers' own interfaces; no transformers code is changed.
 
 from __future__ import annotations
 
+from tightkv.extras import install_hint
+
 try:
     import transformers as _transformers  # noqa: F401
 except ImportError as error:
-    raise ImportError('TightCache needs transformers: pip install "tightkv[hf]"') from error
+    raise ImportError(f"TightCache needs transformers: {install_hint('hf')}") from error
 
 from tightkv.integrations.transformers.attention import register
 from tightkv.integrations.transformers.cache import TightCache

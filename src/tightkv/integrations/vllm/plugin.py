@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+from tightkv.extras import install_hint
 from tightkv.integrations.vllm.options import engine_options
 
 logger = logging.getLogger("vllm.tightkv")  # vLLM's handlers show its children
@@ -88,6 +89,6 @@ def _does_not_fit(error: Exception) -> str:
     found = getattr(sys.modules.get("vllm"), "__version__", "of an unknown version")
     return (
         f"tightkv cannot compress the KV cache of vLLM {found} ({error}); install one that it "
-        'supports (pip install "tightkv[vllm]"), or take tightkv out of additional_config and '
+        f"supports ({install_hint('vllm')}), or take tightkv out of additional_config and "
         "TIGHTKV_* out of the environment"
     )
