@@ -26,7 +26,7 @@ from tightkv.cli.eval import plot as eval_plot
 from tightkv.cli.eval.command import FILE_TASKS, TASKS
 from tightkv.cli.shared.progress import Progress
 from tightkv.eval.configs import label, parse_configs
-from tightkv.eval.forward import CacheRun, attention
+from tightkv.eval.forward import CacheRun
 from tightkv.eval.greedy import measure_greedy, same_tokens
 from tightkv.eval.needles import (
     ANSWER_TOKENS,
@@ -48,6 +48,7 @@ from tightkv.eval.results import model_fingerprint
 from tightkv.eval.size import bits_of
 from tightkv.eval.text import Text, default_texts, read_text
 from tightkv.eval.windows import Windows, cut_windows
+from tightkv.integrations.transformers.attention import use_attention
 from tightkv.layout import ring_tokens
 from tightkv.provenance import source_commit
 from tiny_folder import TEMPLATE, byte_tokenizer, write_tiny_folder
@@ -187,7 +188,7 @@ def test_sixteen_bits_are_the_uncompressed_cache() -> None:
 def test_the_reference_is_a_plain_forward_pass() -> None:
     model, cut = tiny(), windows()
     got = measure_quality(model, cut, caches(model, EXACT), SCHEDULE)["k16v16"]
-    with torch.inference_mode(), attention(model, "eager"):
+    with torch.inference_mode(), use_attention(model, "eager"):
         log_p = model(cut.ids, use_cache=False).logits.log_softmax(-1)
     nll = -log_p[:, 40:-1].gather(-1, cut.ids[:, 41:, None]).squeeze(-1)
     assert got.scores.reference_nll.shape == nll.shape == (3, 146)
@@ -360,7 +361,7 @@ def test_answers_are_the_models_own() -> None:
     tokenizer, hay, done = asked(model, EXACT, small("k2v2"))
     plain = done["plain"][0]
     for ids, answer in zip(hay.prompts, plain.answers, strict=True):
-        with attention(model, "sdpa"):
+        with use_attention(model, "sdpa"):
             out = model.generate(
                 torch.tensor([ids]), max_new_tokens=ANSWER_TOKENS, do_sample=False, pad_token_id=0
             )

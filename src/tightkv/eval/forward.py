@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from tightkv.integrations.transformers import TightCache
+from tightkv.integrations.transformers.attention import use_attention
 from tightkv.integrations.transformers.layer import TightLayer
 
 TIGHT_ATTENTION = "tightkv"
@@ -42,7 +43,7 @@ class CacheRun:
     def feed(self, ids: Tensor, last_only: bool = False) -> Tensor:
         """Append tokens [B, T]; their logits [B, T, V], or [B, 1, V] of the last one alone."""
         options = {"logits_to_keep": 1} if last_only and keeps_logits(self.model) else {}
-        with attention(self.model, self.attention):
+        with use_attention(self.model, self.attention):
             out = self.model(ids.to(self.model.device), past_key_values=self.cache, **options)
         logits: Tensor = out.logits
         return logits[:, -1:] if last_only else logits
@@ -150,20 +151,6 @@ def after_prefix(
         yield run
 
 
-@contextmanager
-def attention(model: Any, name: str) -> Iterator[None]:
-    """The model uses this attention implementation inside."""
-    before = model.config._attn_implementation
-    if before == name:
-        yield
-        return
-    model.set_attn_implementation(name)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
-
-
 def exact_attention(model: Any) -> str:
     """What the uncompressed cache is read with: sdpa, or eager where a model has no sdpa."""
     return "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
@@ -219,7 +206,7 @@ def write_texts(
         return torch.tensor([stop in text for text in texts], device=tokens.device)
 
     ends = end_tokens(model)
-    with attention(model, run.attention):
+    with use_attention(model, run.attention):
         out = model.generate(
             ids.to(model.device),
             attention_mask=mask.to(model.device),

@@ -10,24 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers import DynamicCache
 
 from tightkv.codec import Codec
 from tightkv.config import KVQuantConfig
-from tightkv.eval.forward import attention, keeps_logits
-from tightkv.integrations.transformers.attention import tightkv_attention, tightkv_mask
+from tightkv.eval.forward import keeps_logits
+from tightkv.integrations.transformers.recorder import AttentionCall, recording
 from tightkv.kernels.reference import dequantize, seal
 from tightkv.layout import page_layout
 from tightkv.math.centers import Centers
 from tightkv.math.feedback import QueryMetric
-
-_NAME = "tightkv_probe"
 
 Costs = dict[int, float]  # KL by bits
 
@@ -46,51 +43,36 @@ class Layer:
     gradient: Tensor | None = None
 
 
-_layers: ContextVar[dict[int, Layer] | None] = ContextVar("layers", default=None)
-
-
-def _probe_attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Exact attention that notes what a layer was given."""
-    out, _ = tightkv_attention(
-        module, query, key, value, attention_mask, scaling, softcap=softcap, s_aux=s_aux, **kwargs
-    )
-    layers, number = _layers.get(), getattr(module, "layer_idx", None)
-    if layers is None or number not in layers:
-        return out, None
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    added = torch.zeros_like(out, requires_grad=True)
-    query, key, value = query.detach(), key.detach(), value.detach()
-    layers[number] = Layer(query, key, value, scale, softcap, s_aux, added)
-    return out + added, None
-
-
 @contextmanager
 def _recording(model: Any, numbers: Sequence[int]) -> Iterator[dict[int, Layer]]:
     """Inside, the model's attention notes these layers, and no weight wants a gradient."""
-    AttentionInterface.register(_NAME, _probe_attention)
-    AttentionMaskInterface.register(_NAME, tightkv_mask)
     layers: dict[int, Any] = dict.fromkeys(numbers)
-    token = _layers.set(layers)
+
+    def note(call: AttentionCall) -> Tensor:
+        out = call.attend()
+        if call.layer not in layers:
+            return out
+        scale, options = call.options.get("scaling"), call.options
+        layers[call.layer] = layer = Layer(
+            call.query.detach(),
+            call.key.detach(),
+            call.value.detach(),
+            call.query.shape[-1] ** -0.5 if scale is None else scale,
+            options.get("softcap"),
+            options.get("s_aux"),
+            added=torch.zeros_like(out, requires_grad=True),
+        )
+        return out + layer.added
+
     trained = [p for p in model.parameters() if p.requires_grad]
     try:
         for parameter in trained:
             parameter.requires_grad_(False)
-        with attention(model, _NAME), torch.enable_grad():
+        with recording(model, note), torch.enable_grad():
             yield layers
     finally:
         for parameter in trained:
             parameter.requires_grad_(True)
-        _layers.reset(token)
 
 
 def observe(model: Any, ids: Tensor, numbers: Sequence[int]) -> dict[int, Layer]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +24,20 @@ def register() -> None:
     """Make "tightkv" an attention implementation of transformers."""
     AttentionInterface.register(NAME, tightkv_attention)
     AttentionMaskInterface.register(NAME, tightkv_mask)
+
+
+@contextmanager
+def use_attention(model: Any, name: str) -> Iterator[None]:
+    """The model uses this attention implementation inside."""
+    before = model.config._attn_implementation
+    if before == name:
+        yield
+        return
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
 
 
 def tightkv_mask(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,8 +14,10 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from tightkv.codec import Codec
 from tightkv.config import KVQuantConfig
 from tightkv.export import StaticKV
+from tightkv.integrations.transformers.attention import use_attention
 from tightkv.integrations.transformers.cache import TightCache
 from tightkv.integrations.transformers.layer import TightLayer
+from tightkv.integrations.transformers.recorder import AttentionCall, recording
 from tightkv.layout import exact_dtype, page_layout
 
 NAME = "tightkv_static"
@@ -39,22 +40,6 @@ class Step:
         return cache(query, key, value, self.position, left_pad=self.left_pad, **options)
 
 
-@dataclass
-class Recorder:
-    """Takes the place of a Step to see what the layers of a model ask for."""
-
-    shapes: dict[int, tuple[int, int]] = field(default_factory=dict)  # heads, head_dim
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
-        if layer in self.shapes or key.shape != value.shape:
-            raise ExportError(
-                f"layer {layer} has keys {list(key.shape)} and values {list(value.shape)}, or "
-                "attends twice; only layers with one attention of like keys and values are exported"
-            )
-        self.shapes[layer] = key.shape[1], key.shape[3]
-        return query.transpose(1, 2)
-
-
 def static_attention(
     module: nn.Module,
     query: Tensor,
@@ -63,20 +48,21 @@ def static_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    static_step: Step | Recorder | None = None,
-    **kwargs: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention signature: query [B, Hq, T, D] -> output [B, T, Hq, D]."""
-    name = type(module).__name__
-    if static_step is None:
-        raise ExportError(f"{name} does not hand keywords to its attention; it cannot be exported")
-    if s_aux is not None or position_bias is not None or attention_mask is not None:
-        raise ExportError(f"{name} has a learned sink, a bias or a mask of its own: not supported")
+    _check_call(module, attention_mask, options)
     layer: Any = module.layer_idx
-    out = static_step.attend(layer, query, key, value, scale=scaling, softcap=softcap)
-    return out, None
+    step: Step = options["static_step"]
+    return step.attend(layer, query, key, value, scale=scaling, softcap=softcap), None
+
+
+def _check_call(module: nn.Module, mask: Tensor | None, options: Mapping[str, Any]) -> None:
+    name = type(module).__name__
+    if "static_step" not in options:
+        raise ExportError(f"{name} does not hand keywords to its attention; it cannot be exported")
+    if any(x is not None for x in (mask, options.get("s_aux"), options.get("position_bias"))):
+        raise ExportError(f"{name} has a learned sink, a bias or a mask of its own: not supported")
 
 
 AttentionInterface.register(NAME, static_attention)  # with no mask: the caches know the padding
@@ -123,7 +109,7 @@ class ExportableModel(nn.Module):
         position_ids = cache_position[None]
         if left_pad is not None:
             position_ids = (position_ids - left_pad[:, None]).clamp_min(0)
-        with _attention(self.model):
+        with use_attention(self.model, NAME):
             out = self.model(
                 input_ids=input_ids,
                 position_ids=position_ids,
@@ -154,33 +140,35 @@ class ExportableModel(nn.Module):
             return torch.export.export(self.eval(), inputs, dynamic_shapes=shapes, strict=False)
 
 
-@contextmanager
-def _attention(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, the model attends through the step it is given."""
-    before = model.config._attn_implementation
-    model.set_attn_implementation(NAME)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
-
-
 def _shapes(model: PreTrainedModel, layers: int) -> dict[int, tuple[int, int]]:
     """KV heads and head_dim of each layer, as one token shows them."""
-    recorder = Recorder()
-    with torch.no_grad(), _attention(model):
+    shapes: dict[int, tuple[int, int]] = {}
+
+    def note(call: AttentionCall) -> Tensor:
+        _check_call(call.module, call.mask, call.options)
+        key, value, layer = call.key.shape, call.value.shape, call.layer
+        assert layer is not None
+        if layer in shapes or key != value:
+            raise ExportError(
+                f"layer {layer} has keys {list(key)} and values {list(value)}, or attends twice; "
+                "only layers with one attention of like keys and values are exported"
+            )
+        shapes[layer] = key[1], key[3]
+        return call.query.transpose(1, 2)
+
+    with torch.no_grad(), recording(model, note):
         model(
             input_ids=torch.zeros(1, 1, dtype=torch.int64),
             position_ids=torch.zeros(1, 1, dtype=torch.int64),
             use_cache=False,
-            static_step=recorder,
+            static_step=None,
         )
-    if missing := sorted(set(range(layers)) - set(recorder.shapes)):
+    if missing := sorted(set(range(layers)) - set(shapes)):
         raise ExportError(
             f"layer {missing[0]} of {type(model).__name__} has no attention over keys and values; "
             "models with linear attention or convolutions cannot be exported"
         )
-    return recorder.shapes
+    return shapes
 
 
 def _static_cache(

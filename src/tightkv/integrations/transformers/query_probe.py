@@ -9,25 +9,19 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
-from tightkv.integrations.transformers.attention import tightkv_attention, tightkv_mask
+from tightkv.integrations.transformers.recorder import AttentionCall, recording
 from tightkv.math.feedback import QueryMetric
 
 PROBE_SHAPE = 4, 64  # rows, tokens
 _SPAN = 2048  # positions that rows are spread over: RoPE turns queries with them
 _FIRST = 4  # whose queries are left out: first tokens are unlike all others
-_NAME = "tightkv_query_probe"
-# By layer: sum of q q^T over positions and the queries of a KV head [Hkv, D, D].
-_sums: ContextVar[dict[int, Tensor] | None] = ContextVar("query_sums", default=None)
 _probed: WeakKeyDictionary[PreTrainedModel, dict[int, QueryMetric]] = WeakKeyDictionary()
 
 
@@ -81,7 +75,16 @@ def query_metrics(model: PreTrainedModel, ids: Tensor) -> dict[int, QueryMetric]
     inputs = {"input_ids": ids.to(model.device), "use_cache": False}
     if "position_ids" in inspect.signature(decoder.forward).parameters:
         inputs["position_ids"] = spread_positions(model, ids).to(model.device)
-    with _recording(model) as sums:
+    sums: dict[int, Tensor] = {}  # by layer: q q^T over the queries of a KV head [Hkv, D, D]
+
+    def add(call: AttentionCall) -> Tensor:
+        if call.layer is not None:
+            heads = call.key.shape[1]
+            q = call.query[:, :, _FIRST:].float().unflatten(1, (heads, -1)).flatten(2, 3)
+            sums[call.layer] = (q.mT @ q).sum(0)  # q [B, Hkv, G * N, D]
+        return call.attend()
+
+    with recording(model, add):
         try:
             model.eval()
             decoder(**inputs)
@@ -91,29 +94,3 @@ def query_metrics(model: PreTrainedModel, ids: Tensor) -> dict[int, QueryMetric]
     count = ids.shape[0] * (ids.shape[1] - _FIRST)
     finite = {n: total / count for n, total in sums.items() if total.isfinite().all()}
     return {n: QueryMetric(mean.cpu()) for n, mean in finite.items()}  # devices have factors alone
-
-
-@contextmanager
-def _recording(model: PreTrainedModel) -> Iterator[dict[int, Tensor]]:
-    """Inside, the model's attention adds up its queries."""
-    AttentionInterface.register(_NAME, _probe_attention)
-    AttentionMaskInterface.register(_NAME, tightkv_mask)
-    sums: dict[int, Tensor] = {}
-    before, token = model.config._attn_implementation, _sums.set(sums)
-    try:
-        model.set_attn_implementation(_NAME)
-        yield sums
-    finally:
-        model.set_attn_implementation(before)
-        _sums.reset(token)
-
-
-def _probe_attention(
-    module: torch.nn.Module, query: Tensor, key: Tensor, *args: Any, **kwargs: Any
-) -> tuple[Tensor, None]:
-    sums, number = _sums.get(), getattr(module, "layer_idx", None)
-    if sums is not None and number is not None:
-        heads = key.shape[1]
-        q = query[:, :, _FIRST:].float().unflatten(1, (heads, -1)).flatten(2, 3)  # [B, Hkv, GN, D]
-        sums[number] = (q.mT @ q).sum(0)
-    return tightkv_attention(module, query, key, *args, **kwargs)
