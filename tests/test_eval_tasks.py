@@ -18,7 +18,7 @@ from tightkv import KVQuantConfig, TightCache
 from tightkv.cli import main
 from tightkv.cli.eval import report as eval_report
 from tightkv.eval import store as store_module
-from tightkv.eval.forward import CacheRun, MakeCache, after_prefix, attention, ignore, write_texts
+from tightkv.eval.forward import CacheRun, MakeCache, after_prefix, ignore, write_texts
 from tightkv.eval.free import FreeTask, _gumbel
 from tightkv.eval.gsm8k import build_gsm8k, final_number
 from tightkv.eval.jsonl import read_examples
@@ -32,6 +32,7 @@ from tightkv.eval.task import Task, paired
 from tightkv.eval.tasks import QualityTask
 from tightkv.eval.tools import CALL_TOKENS, Call, ToolTask, build_conversation, judge
 from tightkv.eval.windows import Windows
+from tightkv.integrations.transformers.attention import use_attention
 from tiny_folder import TEMPLATE, byte_tokenizer, write_tiny_folder
 
 SMALL = {"page_size": 32, "exact_pages": 1, "sinks": 1}
@@ -80,7 +81,7 @@ def test_scores_are_those_of_a_plain_forward_pass(chunk: int | None) -> None:
     run = CacheRun(model)
     run.feed(ids[:, :30], last_only=True)
     got = run.score(ids[:, 30:], 25, chunk)
-    with torch.inference_mode(), attention(model, "sdpa"):
+    with torch.inference_mode(), use_attention(model, "sdpa"):
         log_p = model(ids, use_cache=False).logits.log_softmax(-1)[:, 64:89]
     wanted = log_p.gather(-1, ids[:, 65:, None])[..., 0]
     torch.testing.assert_close(got.log_probs, wanted, rtol=1e-4, atol=1e-4)
@@ -158,7 +159,7 @@ def test_answers_are_graded_by_the_exact_model() -> None:
     exact = task.reference(model, ignore)
     tokens = torch.tensor(exact["tokens"])
     ids = torch.cat([task.prompts.ids, tokens], 1)
-    with torch.inference_mode(), attention(model, "sdpa"):
+    with torch.inference_mode(), use_attention(model, "sdpa"):
         log_p = model(ids, use_cache=False).logits.log_softmax(-1)[:, 119:-1]
     wanted = log_p.gather(-1, tokens[..., None])[..., 0].mean(1)
     assert exact["log_probs"] == pytest.approx(wanted.tolist(), abs=1e-4)
@@ -246,7 +247,7 @@ def test_passkeys_are_scored_as_in_one_forward_pass(passages: tuple[Passage, ...
     for passage, scores in zip(passages, (exact[:5], exact[5:]), strict=True):
         for probe, score in zip(passage.probes, scores, strict=True):
             ids = torch.tensor([passage.prefix + probe.question + probe.answer])
-            with torch.inference_mode(), attention(model, "sdpa"):
+            with torch.inference_mode(), use_attention(model, "sdpa"):
                 log_p = model(ids, use_cache=False).logits.log_softmax(-1)
             n = len(probe.answer)
             wanted = log_p[0, -n - 1 : -1].gather(-1, ids[0, -n:, None]).sum()
