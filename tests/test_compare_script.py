@@ -13,8 +13,8 @@ import torch
 
 from models import prompt, tiny
 from tightkv.eval.quality import Schedule, measure_quality
-from tightkv.eval.size import bytes_held
 from tightkv.eval.windows import Windows
+from tightkv.integrations.transformers.cache_size import cache_size
 
 SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "compare_caches.py"
 ROWS = SCRIPT.parent / "results" / "comparison.jsonl"
@@ -105,7 +105,7 @@ def test_bytes_are_those_the_cache_reports(script: Any, reference: Any) -> None:
     run = script.open_run(reference.model, script.contenders()["tightkv k4v4"][1])
     run.feed(prompt(1, 600), last_only=True)
     run.feed(prompt(1, 1))
-    claimed, walked = bytes_held(run.cache), script.bytes_held(run.cache)
+    claimed, walked = cache_size(run.cache.layers).bytes, script.bytes_held(run.cache)
     shared = script.bytes_held([layer.metric for layer in run.cache.tight_layers])
     assert claimed <= walked - shared < 1.1 * claimed
 

@@ -93,7 +93,7 @@ def test_bytes_in_the_line(qwen2: Path) -> None:
     line = KeyCheck(qwen2).protect(KVQuantConfig()).line or ""
     # 2 heads of 16: codes 8 + 8, scales 2 + 2 and a 64th of a mean's 32 bytes, in 4 layers
     assert 4 * 2 * (8 + 8 + 2 + 2 + 32 / 64) == 164
-    assert "180 bytes a token instead of 164" in line  # 8 more for each head of one layer
+    assert "180 bytes per token instead of 164" in line  # 8 more for each head of one layer
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,10 @@ import models
 from tightkv import KVQuantConfig, TightCache
 from tightkv.cli import main
 from tightkv.cli.generate.compare import find_parting, mean_kl
-from tightkv.cli.generate.generation import CacheSize, _timing, _until_end, cache_size, generate
+from tightkv.cli.generate.generation import _timing, _until_end, generate
 from tightkv.cli.generate.prompt import check_length, encode, long_context
 from tightkv.cli.generate.report import compare_text, single_text
+from tightkv.integrations.transformers.cache_size import CacheSize, cache_size
 from tightkv.layout import PageLayout
 from tightkv.model_loading.load import load_model
 from tiny_folder import TEMPLATE, byte_tokenizer, write_tiny_folder
@@ -95,7 +96,7 @@ def test_the_answer_streams_and_the_report_follows(
     assert text.startswith(answer(data) + "\n\n")
     assert "45 prompt tokens at " in text and "12 new tokens at " in text
     assert "the same size" in text and "are kept exact" in text  # a short prompt
-    assert "In the long run 148 bytes a token, bf16 512" in text
+    assert "In the long run 148 bytes per token, bf16 512" in text
 
 
 def test_prompt_file_and_standard_input_are_the_same(
@@ -176,7 +177,7 @@ def test_answers_end_at_the_end_of_text() -> None:
 # --- numbers -----------------------------------------------------------------------------------
 def test_bytes_are_those_of_the_layout(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """2 layers of 2 heads of 32: at 4 bits 1024 + 1024 code bytes, 128 + 128 of scales and 64 of
-    mean, 2368 a record, 2 * 2 * 2368 / 64 = 148 bytes a token; 16 bits: 512."""
+    mean, 2368 a record, 2 * 2 * 2368 / 64 = 148 bytes per token; 16 bits: 512."""
     data = run_json(capsys, tiny, "--prompt", SENTENCE * 8, "--max-new-tokens", 8, *KNOWN)
     kv = data["runs"][0]["kv"]
     assert kv["tokens"] == 8 * len(SENTENCE) + 7  # the last new token is never stored
@@ -308,7 +309,7 @@ def test_hybrid_models_can_be_compared(family: str, compressed: int, others: int
     model.set_attn_implementation("tightkv")
     tight_cache = TightCache("k8v8", model=model)
     generate(model, inputs, tight_cache, options=options)
-    held, tight = cache_size(plain_cache), cache_size(tight_cache)
+    held, tight = cache_size(plain_cache.layers), cache_size(tight_cache.layers)
     assert (held.compressed_layers, tight.compressed_layers) == (0, compressed)
     assert held.counted_layers == tight.counted_layers == len(tight_cache.layers) - others
     assert held.tokens == tight.tokens == 80 + 19

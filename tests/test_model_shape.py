@@ -18,6 +18,7 @@ from tightkv.model_shape import (
     stored_weights,
     weights_dtype,
 )
+from tightkv.model_shape.shape import SINKS, WINDOW
 
 
 def decoder(model_type: str, layers: int, heads: int, kv_heads: int, **more: Any) -> dict[str, Any]:
@@ -35,8 +36,8 @@ def decoder(model_type: str, layers: int, heads: int, kv_heads: int, **more: Any
     }
 
 
-def full(heads: int, dim: int, state: int = 0) -> LayerShape:
-    return LayerShape("full", heads, dim, dim, state_bytes=state)
+def full(heads: int, dim: int, state: int = 0, extras: tuple[str, ...] = ()) -> LayerShape:
+    return LayerShape("full", heads, dim, dim, state_bytes=state, extras=extras)
 
 
 def sliding(heads: int, dim: int, window: int, kind: str = "sliding") -> LayerShape:
@@ -105,7 +106,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], list[LayerShape]]] = {
     "gpt_oss": (
         decoder("gpt_oss", 4, 64, 8, hidden_size=2880, head_dim=64, sliding_window=128)
         | {"layer_types": ["sliding_attention", "full_attention"] * 2},
-        [sliding(8, 64, 128), full(8, 64)] * 2,
+        [sliding(8, 64, 128), full(8, 64, extras=(SINKS,))] * 2,
     ),
     "qwen3_next": (
         decoder("qwen3_next", 4, 16, 2, hidden_size=2048, head_dim=256, **GATED_DELTA),
@@ -185,7 +186,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], list[LayerShape]]] = {
     ),
     "phi3, window that never slides": (
         decoder("phi3", 2, 32, 32, hidden_size=3072, sliding_window=262144),
-        [full(32, 96)] * 2,
+        [full(32, 96, extras=(WINDOW,))] * 2,
     ),
     "falcon 7b, one shared KV head": (
         decoder("falcon", 2, 71, 71, hidden_size=4544, multi_query=True, num_kv_heads=71),

@@ -14,12 +14,11 @@ import torch
 from tightkv.cli import main
 from tightkv.config import PRESETS, KVQuantConfig
 from tightkv.layout import PageLayout
-from tightkv.model_shape import LayerShape, ModelShape, read_model_shape
+from tightkv.model_shape import LayerShape, ModelShape, read_model_shape, skip_reason
 from tightkv.planner import (
     GPUS,
     baseline_plan,
     config_plan,
-    kept_reason,
     plan_weights,
 )
 
@@ -111,7 +110,7 @@ def test_no_length_is_planned_larger_than_bf16(
     plan, bf16 = config_plan(preset, shape, cfg), baseline_plan("bf16", shape, 2)
     for tokens in range(1, 2000):
         assert plan.total_bytes(tokens) <= bf16.total_bytes(tokens) + 3 * 20
-    layouts = {cost.layout for cost in plan.costs if cost.layout}
+    layouts = {cost.layout for cost in plan.layers if cost.layout}
     limit = max(layout.exact_limit for layout in layouts)
     later = [layout.total_bytes(limit, open_codes=False) - 20 for layout in layouts]
     assert any(size > limit * 2 * 2 * head_dim * 2 for size in later)
@@ -153,15 +152,15 @@ def test_protected_layers_have_their_own_bits() -> None:
     assert plan.bytes_per_token == high.bytes_per_token + 2 * low.bytes_per_token
     assert plan.bytes_per_token_per_layer == plan.bytes_per_token / 3
     whole = config_plan("16", shape, cfg.replace(protected_bits=16))
-    assert whole.costs[0].layout is None
-    assert whole.costs[0].bytes_per_token == 512
+    assert whole.layers[0].layout is None
+    assert whole.layers[0].bytes_per_token == 512
 
 
 def test_why_layers_are_kept() -> None:
-    assert kept_reason(LayerShape("full", 2, 64, 64)) is None
-    assert kept_reason(LayerShape("full", 2, 72, 72)) == PAGE_ERROR
-    assert kept_reason(LayerShape("full", 2, 192, 128)) == "keys have 192 dimensions and values 128"
-    assert kept_reason(LayerShape("sliding", 2, 64, 64, 100)) == "sliding window"
+    assert skip_reason(LayerShape("full", 2, 64, 64)) is None
+    assert skip_reason(LayerShape("full", 2, 72, 72)) == PAGE_ERROR
+    assert skip_reason(LayerShape("full", 2, 192, 128)) == "keys have 192 dimensions and values 128"
+    assert skip_reason(LayerShape("sliding", 2, 64, 64, 100)) == "sliding window"
     odd = read_model_shape(LLAMA | {"head_dim": 72})
     assert config_plan("k4v4", odd, KVQuantConfig()).bytes_per_token == 3 * 2 * 2 * 72 * 2
 
@@ -371,7 +370,7 @@ LAYER = {
     "window": (int, OPTIONAL),
     "state_bytes": (int, OPTIONAL),
     "compressed": bool,
-    "kept_because": (str, OPTIONAL),
+    "skip_reason": (str, OPTIONAL),
 }
 ROW = {
     "name": str,

@@ -255,7 +255,7 @@ def test_a_noisy_layer_among_layers_of_other_kinds_keeps_its_bits(engines: dict[
 
 def test_the_start_up_line_says_what_is_gained(engines: dict[str, Any]) -> None:
     layout = PageLayout(KVQuantConfig.preset("k4v4"), HEADS, HEAD_DIM)
-    line = f"tightkv k4v4: {2 * layout.bytes_per_token:,.0f} bytes a token in 2 layers, "
+    line = f"tightkv k4v4: {2 * layout.bytes_per_token:,.0f} bytes per token in 2 layers, "
     assert line + f"{layout.ratio:.2f} times the tokens" in engines["log"]["text"]
 
 
@@ -381,7 +381,7 @@ def test_finished_requests_leave_every_block_free(engines: dict[str, Any]) -> No
         ("other blocks", "leave layer_bits out"),
         ("block size", "a block is a page of 32 tokens"),
         ("unknown", "did you mean 'key_bits'"),
-        ("latent", "no layer of this model can be compressed (MLAAttention)"),
+        ("latent", "no layer of this model can be compressed (latent attention (MLA))"),
         ("match unit", "leave it out or set a multiple of 32"),
     ],
 )

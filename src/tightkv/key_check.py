@@ -9,11 +9,11 @@ from typing import Any
 
 from tightkv.config import KVQuantConfig
 from tightkv.math.codebook import get_codebook
-from tightkv.model_shape import ModelShape, read_model_shape
+from tightkv.model_shape import ModelShape, compressed_layers, read_model_shape
 from tightkv.model_shape.attention_weights import NOT_READABLE, WeightTensor
 from tightkv.model_shape.folder_noise import LayerScores, read_scores
 from tightkv.model_shape.key_noise import NOISE_LIMIT, protected_layer_bits
-from tightkv.planner import config_plan, kept_reason
+from tightkv.planner import config_plan
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,7 @@ class KeyCheck:
         self._scores: dict[int, LayerScores] = {}
         try:
             self.shape: ModelShape = read_model_shape(source)
-            layers = self.shape.layers
-            compressed = [i for i, layer in enumerate(layers) if kept_reason(layer) is None]
+            compressed = compressed_layers(self.shape.layers)
             self._scores = read_scores(self.shape, compressed, tensors) if compressed else {}
         except NOT_READABLE as error:
             self.reason = str(error)
@@ -80,7 +79,7 @@ def protection_line(
     return (
         f"tightkv {cfg.name}: {raised_layers(cfg, checked)}: by its weights, codes of fewer bits "
         f"would put noise of variance {worst:,.0f} into attention scores (limit {NOISE_LIMIT:g}). "
-        f"{after:,.0f} bytes a token instead of {before:,.0f}; protect_keys=false turns this off"
+        f"{after:,.0f} bytes per token instead of {before:,.0f}; protect_keys=false turns this off"
     )
 
 

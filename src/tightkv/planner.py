@@ -1,22 +1,24 @@
 """How many bytes a model's cache takes under each config, and how much fits a memory budget.
 
-Compressed layers are sized by `PageLayout` alone. Layers that cannot be compressed (sliding,
-chunked, latent, recurrent) stay as the model keeps them, at 16 bits.
+`model_shape.compressible` says which layers are compressed, `cache_bytes` what layers take. Layers
+that are not compressed (sliding, chunked, latent, recurrent) stay as the model keeps them, at 16
+bits.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
+from tightkv.cache_bytes import CacheBytes, LayerBytes
 from tightkv.config import KVQuantConfig
 from tightkv.layout import PageLayout
 from tightkv.model_shape import (
-    LayerShape,
     ModelShape,
+    compressed_layers,
     estimate_parameters,
+    skip_reason,
     stored_weights,
     weights_dtype,
 )
@@ -45,88 +47,26 @@ WEIGHT_BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "fp8": 8, "int8": 8
 _NO_LIMIT = 1 << 40
 
 
-def kept_reason(layer: LayerShape) -> str | None:
-    """Why a layer is not compressed, or None where it is."""
-    if layer.kind != "full":
-        return {
-            "sliding": "sliding window",
-            "chunked": "chunked attention",
-            "linear": "constant state",
-            "mla": "latent attention (MLA)",
-            "none": "keeps nothing",
-        }[layer.kind]
-    if layer.head_dim != layer.value_head_dim:
-        return f"keys have {layer.head_dim} dimensions and values {layer.value_head_dim}"
-    try:
-        PageLayout(KVQuantConfig(), layer.num_kv_heads, layer.head_dim)
-    except ValueError as error:
-        return str(error)
-    return None
-
-
 @dataclass(frozen=True)
-class LayerCost:
-    """What one layer takes: in pages where `layout` is given, else uncompressed.
-
-    Sequences of up to `exact_limit` tokens have no pages yet.
-    """
-
-    shape: LayerShape
-    element_bytes: int = 2
-    layout: PageLayout | None = None
-    exact_limit: int = 0
-
-    @property
-    def bytes_per_token(self) -> float:
-        """Bytes each further token of a long sequence costs."""
-        if self.layout is not None:
-            return self.layout.bytes_per_token
-        return self.shape.elements_per_token * self.element_bytes if self.shape.grows else 0
-
-    def total_bytes(self, tokens: int) -> int:
-        """Bytes of one sequence of `tokens` tokens, fixed parts included."""
-        if self.layout is None:
-            return self.shape.uncompressed_bytes(tokens, self.element_bytes)
-        held = self.layout.total_bytes(tokens, open_codes=False, exact_limit=self.exact_limit)
-        return held + (self.shape.state_bytes or 0)
-
-
-@dataclass(frozen=True)
-class CachePlan:
+class CachePlan(CacheBytes):
     """A model's whole cache under one config (or, as a baseline, without one)."""
 
     name: str
-    costs: tuple[LayerCost, ...]
     config: KVQuantConfig | None = None
-
-    @cached_property
-    def _distinct(self) -> list[tuple[int, LayerCost]]:
-        """(count, cost): layers that cost the same are computed once."""
-        counts: dict[tuple[object, ...], list[LayerCost]] = {}
-        for cost in self.costs:
-            layer_config = cost.layout.cfg if cost.layout else None
-            counts.setdefault((cost.shape, cost.element_bytes, layer_config), []).append(cost)
-        return [(len(same), same[0]) for same in counts.values()]
-
-    @property
-    def bytes_per_token(self) -> float:
-        return sum(count * cost.bytes_per_token for count, cost in self._distinct)
 
     @property
     def bytes_per_token_per_layer(self) -> float | None:
         """Mean over the layers that can be compressed; None where there is none."""
-        costs = [cost.bytes_per_token for cost in self.costs if kept_reason(cost.shape) is None]
-        return sum(costs) / len(costs) if costs else None
-
-    def total_bytes(self, tokens: int, sequences: int = 1) -> int:
-        return sequences * sum(count * cost.total_bytes(tokens) for count, cost in self._distinct)
+        sizes = [layer.bytes_per_token for layer in self.layers if skip_reason(layer.shape) is None]
+        return sum(sizes) / len(sizes) if sizes else None
 
     def max_tokens(self, memory: int) -> int | None:
         """The longest single sequence that fits `memory` bytes; None where none is too long."""
         if self.total_bytes(_NO_LIMIT) <= memory:
             return None
         low, high = 0, _NO_LIMIT  # low fits or is 0, high does not
-        least = 1 + max(cost.exact_limit for cost in self.costs)  # in pages: maybe less than before
+        # The first length in pages, which may take less than the one before.
+        least = 1 + max(layer.exact_limit for layer in self.layers)
         if self.total_bytes(least) <= memory:
             low = least
         while high - low > 1:
@@ -140,16 +80,16 @@ class CachePlan:
 
 
 def baseline_plan(name: str, shape: ModelShape, element_bytes: int, ranks: int = 1) -> CachePlan:
-    """Nothing compressed; attention at `element_bytes` a number."""
+    """Nothing compressed; attention at `element_bytes` per element."""
     layers = [layer.shard(ranks) for layer in shape.layers]
-    return CachePlan(name, tuple(LayerCost(layer, element_bytes) for layer in layers))
+    return CachePlan(tuple(LayerBytes(layer, element_bytes) for layer in layers), name)
 
 
 def config_plan(name: str, shape: ModelShape, cfg: KVQuantConfig, ranks: int = 1) -> CachePlan:
     """The cache of one tensor-parallel rank under `cfg`."""
     layers = [layer.shard(ranks) for layer in shape.layers]
     # Protected layers are the first and last of those that are compressed.
-    compressed = [i for i, layer in enumerate(layers) if kept_reason(layer) is None]
+    compressed = compressed_layers(layers)
     layouts = {}
     for number, i in enumerate(compressed):
         layer_cfg = cfg.for_layer(number, len(compressed), i)
@@ -157,11 +97,11 @@ def config_plan(name: str, shape: ModelShape, cfg: KVQuantConfig, ranks: int = 1
             heads, dim = layers[i].num_kv_heads, layers[i].head_dim
             layouts[i] = PageLayout(layer_cfg, heads, dim, cache_dtype(shape))
     limit = max((layout.exact_limit for layout in layouts.values()), default=0)
-    costs = [
-        LayerCost(layer, layout=layouts.get(i), exact_limit=limit if i in layouts else 0)
+    sizes = [
+        LayerBytes(layer, layout=layouts.get(i), exact_limit=limit if i in layouts else 0)
         for i, layer in enumerate(layers)
     ]
-    return CachePlan(name, tuple(costs), cfg)
+    return CachePlan(tuple(sizes), name, cfg)
 
 
 def cache_dtype(shape: ModelShape) -> torch.dtype:

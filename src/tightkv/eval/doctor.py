@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tightkv.cache_bytes import CacheBytes, LayerBytes
 from tightkv.calibration import Calibration
 from tightkv.config import PRESETS, KVQuantConfig
 from tightkv.eval.bit_search import SEARCHED_BITS, Option, as_config, fewest_bytes
@@ -27,7 +28,6 @@ from tightkv.integrations.transformers import TightCache
 from tightkv.integrations.transformers.calibrated import calibrated
 from tightkv.integrations.transformers.layer import TightLayer
 from tightkv.integrations.transformers.query_probe import probed_metrics
-from tightkv.layout import page_layout
 
 _SENSITIVE = 4.0  # times the median layer
 _BIASED = 0.8  # share of key energy in the page means
@@ -37,6 +37,7 @@ _WORTH = 0.99  # of the best size: what a further measurement must promise
 _MEASUREMENTS = 4  # before the search settles for what it has
 _REFERENCE_BYTES = 2 << 30  # log-probabilities of the uncompressed cache that are kept
 _TIMED_TOKENS = 64
+_UNCOMPRESSED = KVQuantConfig(key_bits=16, value_bits=16)
 
 
 @dataclass(frozen=True)
@@ -264,7 +265,7 @@ class Doctor:
             self.found.layers.append(
                 LayerReport(n, keys[n], values[n], share, head, biases.get(n), tuple(warnings))
             )
-        self.found.bytes_bf16 = sum(4.0 * heads * dim for heads, dim in self._shapes.values())
+        self.found.bytes_bf16 = _bytes(dict.fromkeys(self._shapes, _UNCOMPRESSED), self._shapes)
 
     # --- the search ---
     def _search(self, families: Sequence[_Family]) -> None:
@@ -318,7 +319,7 @@ class Doctor:
     def _options(self, family: _Family) -> dict[int, list[Option]]:
         def size(bits: tuple[int, int], shape: tuple[int, int]) -> float:
             own = family.base.replace(key_bits=bits[0], value_bits=bits[1])
-            return page_layout(own, *shape).bytes_per_token
+            return LayerBytes.of_config(own, *shape).bytes_per_token
 
         pairs = [(k, v) for k in SEARCHED_BITS for v in SEARCHED_BITS]
         return {
@@ -390,18 +391,12 @@ class Doctor:
 
     def bytes_per_token(self, cfg: KVQuantConfig) -> float:
         """Of all compressible layers."""
-        return sum(
-            page_layout(own, *self._shapes[n]).bytes_per_token
-            if own.compresses
-            else 4.0 * self._shapes[n][0] * self._shapes[n][1]
-            for n, own in self._layer_configs(cfg).items()
-        )
+        return _bytes(self._layer_configs(cfg), self._shapes)
 
     def _layer_configs(self, cfg: KVQuantConfig) -> dict[int, KVQuantConfig]:
         """What a cache of this config would use for each compressible layer."""
         layers = TightCache(cfg, model=self.model).layers
-        exact = cfg.replace(key_bits=16, value_bits=16, outlier_share=0.0, outlier_channels=())
-        return {n: getattr(layers[n], "cfg", exact) for n in self._shapes}
+        return {n: getattr(layers[n], "cfg", _UNCOMPRESSED) for n in self._shapes}
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:
@@ -410,6 +405,12 @@ class Doctor:
             yield
         except KeyboardInterrupt:
             self.found.interrupted = True
+
+
+def _bytes(cfgs: Mapping[int, KVQuantConfig], shapes: Mapping[int, tuple[int, int]]) -> float:
+    """Bytes per token of layers of these configs and shapes (KV heads, head_dim)."""
+    layers = tuple(LayerBytes.of_config(cfg, *shapes[n]) for n, cfg in cfgs.items())
+    return CacheBytes(layers).bytes_per_token
 
 
 def default_candidates(calibration: str = "") -> list[KVQuantConfig]:

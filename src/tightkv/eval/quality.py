@@ -18,8 +18,8 @@ from torch import Tensor
 
 from tightkv.config import KVQuantConfig
 from tightkv.eval.forward import CacheRun, MakeCache
-from tightkv.eval.size import bytes_bf16, bytes_held
 from tightkv.eval.windows import Windows
+from tightkv.integrations.transformers.cache_size import cache_size
 from tightkv.layout import ring_tokens
 
 _REFERENCE_BYTES = 128 << 20  # reference log-probabilities held at a time
@@ -258,8 +258,9 @@ class _Track:
 
     def weigh(self, run: CacheRun, rows: int) -> None:
         """Note the sizes of a cache that has seen its windows."""
-        self.held += bytes_held(run.cache)
-        self.bf16 += bytes_bf16(run.cache)
+        size = cache_size(run.cache.layers)
+        self.held += size.bytes
+        self.bf16 += size.bf16_bytes
         self.rows += rows
         self.batches.append([])
 

@@ -1,4 +1,4 @@
-"""What a cache costs: bits an element in its pages, and the bytes it holds."""
+"""Bits per element in the pages of a cache, and the kernels that it runs on."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicLayer
 
 from tightkv.eval.forward import CacheRun, MakeCache
 from tightkv.integrations.transformers import TightCache
+from tightkv.integrations.transformers.cache_size import growing_layers
 from tightkv.integrations.transformers.layer import TightLayer
 from tightkv.layout import PageLayout
 
 
 @dataclass(frozen=True)
 class StoredBits:
-    """Bits an element in pages, scales, page means and padding included."""
+    """Bits per element in pages, scales, page means and padding included."""
 
     key: float
     value: float
@@ -45,7 +45,7 @@ def kernels_of(model: Any, make: MakeCache) -> str:
 def stored_bits(cache: TightCache) -> StoredBits:
     """Mean over the full-attention layers; those that are left alone have 16 bits."""
     elements = key = value = 0.0
-    for layer in _full_attention(cache):
+    for layer in growing_layers(cache.layers):
         if isinstance(layer, TightLayer) and layer.kv is not None:
             layout = layer.kv.layout
             size = layout.num_kv_heads * layout.head_dim
@@ -59,30 +59,6 @@ def stored_bits(cache: TightCache) -> StoredBits:
     if not elements:
         raise ValueError("this cache has seen no token yet; feed it one first")
     return StoredBits(key=key / elements, value=value / elements)
-
-
-def bytes_held(cache: TightCache) -> int:
-    """Bytes of the full-attention layers: pages, rings, sinks, tables, or plain tensors."""
-    plain = [layer for layer in _full_attention(cache) if not isinstance(layer, TightLayer)]
-    tensors = (x for layer in plain for x in (layer.keys, layer.values))
-    return cache.bytes_used()["compressed"] + sum(x.numel() * x.element_size() for x in tensors)
-
-
-def bytes_bf16(cache: TightCache) -> int:
-    """Bytes of the same keys and values at 16 bits."""
-    plain = [layer for layer in _full_attention(cache) if not isinstance(layer, TightLayer)]
-    numbers = sum(layer.keys.numel() + layer.values.numel() for layer in plain)
-    return cache.bytes_used()["bf16"] + 2 * numbers
-
-
-def _full_attention(cache: TightCache) -> list[Any]:
-    """The layers that grow with the context and hold something."""
-    return [
-        layer
-        for layer in cache.layers
-        if (isinstance(layer, TightLayer) and layer.kv is not None)
-        or (isinstance(layer, DynamicLayer) and not layer.is_sliding and layer.is_initialized)
-    ]
 
 
 def _value_page_bytes(layout: PageLayout) -> int:

@@ -1,5 +1,6 @@
 """What a model keeps for each token, layer by layer, read from its config.json."""
 
+from tightkv.model_shape.compressible import compressed_layers, skip_reason
 from tightkv.model_shape.reader import read_model_shape
 from tightkv.model_shape.shape import KINDS, LayerShape, ModelShape
 from tightkv.model_shape.source import is_local
@@ -15,9 +16,11 @@ __all__ = [
     "LayerShape",
     "ModelShape",
     "StoredWeights",
+    "compressed_layers",
     "estimate_parameters",
     "is_local",
     "read_model_shape",
+    "skip_reason",
     "stored_weights",
     "weights_dtype",
 ]

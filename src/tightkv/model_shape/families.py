@@ -149,6 +149,10 @@ ALL_SLIDE = (
     "starcoder2",
 )
 
+# Families whose scores have a bias by distance, and those with a learned logit beside the keys.
+ALIBI_FAMILIES = ("bloom", "mpt")
+SINK_FAMILIES = ("gpt_oss",)
+
 # Families that have nothing this project can act on, and why.
 _ENCODER = "it is an encoder: it reads a whole text at once and keeps no KV cache"
 _RECURRENT = "it is recurrent: it has no attention layers and so no KV cache"

@@ -45,6 +45,11 @@ _UNRELATED_LISTS = ("mlp_layer_types", "indexer_types")
 
 def layer_kinds(cfg: ModelConfig) -> list[str]:
     """full, indexed, sliding, chunked, linear, hybrid or none for each layer."""
+    return _without_own_cache(cfg, _all_kinds(cfg))
+
+
+def _all_kinds(cfg: ModelConfig) -> list[str]:
+    """The same, with layers that read another layer's cache as if they had their own."""
     _refuse_fields(cfg, _ADDS_TO_ATTENTION)
     kinds = _listed(cfg)
     if kinds is None:
@@ -52,7 +57,14 @@ def layer_kinds(cfg: ModelConfig) -> list[str]:
         _refuse_unread_lists(cfg)
         ways = (_pattern, _indices, _period, _interval, _side_by_side, _no_rope, _windowed)
         kinds = next((found for way in ways if (found := way(cfg)) is not None), None)
-    return _without_own_cache(cfg, kinds or ["full"] * num_layers(cfg))
+    return kinds or ["full"] * num_layers(cfg)
+
+
+def layers_read_by_others(cfg: ModelConfig) -> set[int]:
+    """Layers whose cache the last layers read: the last before those, of each kind."""
+    kinds, shared = _all_kinds(cfg), cfg.first("num_kv_shared_layers") or 0
+    own, readers = kinds[: len(kinds) - shared], set(kinds[len(kinds) - shared :])
+    return {max(i for i, kind in enumerate(own) if kind == k) for k in readers & set(own)}
 
 
 def num_layers(cfg: ModelConfig) -> int:

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from tightkv.model_shape.families import REFUSED
-from tightkv.model_shape.kinds import layer_kinds, window_size
-from tightkv.model_shape.shape import LayerShape, ModelShape
+from tightkv.model_shape.families import ALIBI_FAMILIES, REFUSED, SINK_FAMILIES
+from tightkv.model_shape.kinds import layer_kinds, layers_read_by_others, window_size
+from tightkv.model_shape.shape import ALIBI, SHARED, SINKS, WINDOW, LayerShape, ModelShape
 from tightkv.model_shape.source import ModelConfig, load_config
 from tightkv.model_shape.state import state_bytes
 
@@ -80,6 +80,7 @@ def _layers(
             f"not tell which; add layer_types to it"
         )
     window = _useful_window(cfg, kinds, notes)
+    shared = layers_read_by_others(cfg)
     shapes = []
     for index, kind in enumerate(kinds):
         layer_heads, layer_dim = _layer_override(cfg, index, kind, heads, head_dim)
@@ -95,18 +96,36 @@ def _layers(
                 f"layer {index} of {cfg.name} is of kind 'indexed_attention' without a latent "
                 f"(kv_lora_rank), which is not understood"
             )
+        elif kind == "sliding" and window is None:
+            shape = LayerShape("full", layer_heads, layer_dim, value_dim, extras=(WINDOW,))
         elif kind == "sliding":
-            kind = "sliding" if window else "full"
-            shape = LayerShape(kind, layer_heads, layer_dim, value_dim, window)
+            shape = LayerShape("sliding", layer_heads, layer_dim, value_dim, window)
         elif kind == "chunked":
             chunk = cfg.need("attention_chunk_size")
             shape = LayerShape("chunked", layer_heads, layer_dim, value_dim, chunk)
         else:
             own_state = state if kind == "hybrid" else 0
-            shape = LayerShape("full", layer_heads, layer_dim, value_dim, state_bytes=own_state)
+            shape = LayerShape(
+                "full",
+                layer_heads,
+                layer_dim,
+                value_dim,
+                state_bytes=own_state,
+                extras=_extras(cfg, read_by_others=index in shared),
+            )
         shapes.append(shape)
     _note_empty_layers(cfg, notes)
     return tuple(shapes)
+
+
+def _extras(cfg: ModelConfig, read_by_others: bool) -> tuple[str, ...]:
+    """What a layer of full attention needs beyond the causal mask."""
+    found = [SHARED] if read_by_others else []
+    if cfg.model_type in ALIBI_FAMILIES or cfg.values.get("alibi"):
+        found.append(ALIBI)
+    if cfg.model_type in SINK_FAMILIES:
+        found.append(SINKS)
+    return tuple(found)
 
 
 def _says_layers(cfg: ModelConfig) -> bool:
@@ -171,7 +190,7 @@ def _useful_window(cfg: ModelConfig, kinds: list[str], notes: list[str]) -> int 
     if longest is not None and window >= longest:
         notes.append(
             f"sliding_window={window} never slides within max_position_embeddings={longest}: "
-            f"counted as full attention"
+            f"its layers grow like full attention, and are not compressed"
         )
         return None
     return window

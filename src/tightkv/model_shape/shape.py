@@ -9,7 +9,14 @@ from typing import Any
 
 import torch
 
-KINDS = ("full", "sliding", "chunked", "linear", "mla", "none")
+KINDS = ("full", "sliding", "chunked", "linear", "mla", "none", "other")
+# What attention over all tokens may need beyond the causal mask: the extras of a LayerShape.
+ALIBI = "ALiBi"
+IMAGES = "images attend in both directions"
+SHARED = "shares its cache with another layer"
+SINKS = "sink logits"
+WINDOW = "sliding window, longer than any sequence"
+EXTRAS = (ALIBI, IMAGES, SHARED, SINKS, WINDOW)
 
 
 @dataclass(frozen=True)
@@ -19,6 +26,7 @@ class LayerShape:
     full: keys and values of every token. sliding, chunked: those of the last `window` tokens at
     most. mla: one latent vector a token. linear: a state of constant size (convolution, Mamba,
     linear attention). none: nothing (an MLP layer, or one that reads another layer's cache).
+    other: not known here (an encoder's attention).
     A full layer with state_bytes > 0 has attention and a recurrent part side by side.
     """
 
@@ -30,11 +38,16 @@ class LayerShape:
     latent_dim: int = 0
     """mla: numbers a token (latent, RoPE key and, where there is one, sparse index)."""
     state_bytes: int | None = 0
-    """Bytes of the constant state a sequence; None where the config does not tell."""
+    """Bytes of the constant state per sequence; None where the config does not tell."""
+    extras: tuple[str, ...] = ()
+    """full: what its attention needs beyond the causal mask."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"layer kind {self.kind!r}; supported: {', '.join(KINDS)}")
+        for extra in self.extras:
+            if extra not in EXTRAS:
+                raise ValueError(f"layer extra {extra!r}; supported: {', '.join(EXTRAS)}")
 
     @property
     def grows(self) -> bool:

@@ -1,4 +1,4 @@
-"""One run of model.generate with a cache: the tokens, the seconds and the bytes."""
+"""One run of model.generate with a cache: the tokens and the seconds."""
 
 from __future__ import annotations
 
@@ -9,12 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer
 from transformers.generation.streamers import BaseStreamer
-
-from tightkv.cache import PagedKV
-from tightkv.integrations.transformers.layer import TightLayer
-from tightkv.layout import MAX_TOKENS
 
 
 @dataclass(frozen=True)
@@ -33,29 +28,6 @@ class Timing:
     @property
     def decode_rate(self) -> float | None:
         return _rate(self.decode_tokens, self.decode_seconds)
-
-
-@dataclass(frozen=True)
-class CacheSize:
-    """Bytes of full-attention layers, against 16-bit keys and values of the same tokens."""
-
-    tokens: int
-    bytes: int
-    bf16_bytes: int
-    bytes_per_token: float
-    bf16_bytes_per_token: float
-    break_even: int | None = None
-    """Tokens of a sequence from which on there are pages, which take less; None: never."""
-    compressed_layers: int = 0
-    counted_layers: int = 1
-
-    @property
-    def ratio(self) -> float:
-        return self.bf16_bytes / self.bytes
-
-    @property
-    def long_ratio(self) -> float:
-        return self.bf16_bytes_per_token / self.bytes_per_token
 
 
 @dataclass(frozen=True)
@@ -108,50 +80,6 @@ def generate(
     logits = torch.cat(out.logits) if keep_logits else None  # [new, vocabulary]
     prompt_tokens = int(inputs["attention_mask"].sum())
     return Generation(tokens, _timing(clock.times, prompt_tokens, tokens), cache, logits)
-
-
-def cache_size(cache: Any) -> CacheSize:
-    """What a cache's full-attention layers hold, and what a token adds in the long run.
-
-    Compressed layers count as allocated; those left at 16 bits or more, as the tensors they are.
-    """
-    layers = [size for layer in cache.layers if (size := _layer_size(layer)) is not None]
-    return CacheSize(
-        tokens=max((size.tokens for size in layers), default=0),
-        bytes=sum(size.bytes for size in layers),
-        bf16_bytes=sum(size.bf16_bytes for size in layers),
-        bytes_per_token=sum(size.bytes_per_token for size in layers),
-        bf16_bytes_per_token=sum(size.bf16_bytes_per_token for size in layers),
-        break_even=max((size.break_even for size in layers if size.break_even), default=None),
-        compressed_layers=sum(isinstance(layer, TightLayer) for layer in cache.layers),
-        counted_layers=len(layers),
-    )
-
-
-def _layer_size(layer: Any) -> CacheSize | None:
-    """None where nothing grows with the context, or nothing is held."""
-    if isinstance(layer, TightLayer):
-        return None if layer.kv is None else _tight_size(layer.kv)
-    if not isinstance(layer, DynamicLayer) or layer.is_sliding or layer.keys is None:
-        return None
-    rows, _, length, _ = layer.keys.shape  # [B, Hkv, tokens, D]
-    tokens, numbers = rows * length, layer.keys.numel() + layer.values.numel()
-    held = numbers * layer.keys.element_size()
-    return CacheSize(tokens, held, 2 * numbers, held / tokens, 2 * numbers / tokens)
-
-
-def _tight_size(kv: PagedKV) -> CacheSize:
-    tokens, layout = sum(kv.table.lengths), kv.layout
-    bf16 = 4.0 * layout.num_kv_heads * layout.head_dim
-    begins = kv.table.exact_limit + 1
-    return CacheSize(
-        tokens,
-        kv.allocated_bytes(),
-        int(bf16) * tokens,
-        layout.bytes_per_token,
-        bf16,
-        begins if begins <= MAX_TOKENS else None,
-    )
 
 
 def _rate(count: int, seconds: float) -> float | None:

@@ -54,7 +54,7 @@ def _bytes(run: dict[str, Any], dtype: str) -> list[str]:
             "bits: their pages, newest tokens and sinks would take more."
         )
     lines.append(
-        f"In the long run {kv['bytes_per_token']:.0f} bytes a token, bf16 "
+        f"In the long run {kv['bytes_per_token']:.0f} bytes per token, bf16 "
         f"{kv['bf16_bytes_per_token']:.0f}: {kv['long_ratio']:.2f}x"
     )
     if kv["exact_layers"]:

@@ -16,9 +16,10 @@ from transformers.generation.streamers import BaseStreamer
 from tightkv import __version__
 from tightkv.cli.generate import report
 from tightkv.cli.generate.compare import find_parting, mean_kl
-from tightkv.cli.generate.generation import Generation, cache_size, generate
+from tightkv.cli.generate.generation import Generation, generate
 from tightkv.config import KVQuantConfig
 from tightkv.integrations.transformers import TightCache
+from tightkv.integrations.transformers.cache_size import cache_size
 
 PLAIN = "uncompressed"
 PLAIN_ATTENTION = "sdpa"
@@ -129,7 +130,7 @@ class Runner:
         }
 
     def _row(self, label: str, attention: str, done: Generation) -> dict[str, Any]:
-        size, timing = cache_size(done.cache), done.timing
+        size, timing = cache_size(done.cache.layers), done.timing
         return {
             "cache": label,
             "attention": attention,

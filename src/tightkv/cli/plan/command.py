@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,13 @@ from tightkv.cli.plan import hub, report
 from tightkv.cli.shared.output import add_output_options, check_plot, emit, parse_bytes
 from tightkv.config import PRESETS, KVQuantConfig
 from tightkv.key_check import CheckedConfig, KeyCheck, raised_layers
-from tightkv.model_shape import ModelShape, is_local, read_model_shape
+from tightkv.model_shape import (
+    ModelShape,
+    compressed_layers,
+    is_local,
+    read_model_shape,
+    skip_reason,
+)
 from tightkv.model_shape.tensors import safetensors_files
 from tightkv.planner import (
     GPUS,
@@ -25,7 +32,6 @@ from tightkv.planner import (
     baseline_plan,
     config_plan,
     count_weights,
-    kept_reason,
     plan_weights,
 )
 
@@ -222,8 +228,8 @@ def _model_part(shape: ModelShape, ranks: int) -> dict[str, Any]:
                 "latent_dim": own.latent_dim,
                 "window": own.window,
                 "state_bytes": own.state_bytes,
-                "compressed": kept_reason(own) is None,
-                "kept_because": kept_reason(own),
+                "compressed": skip_reason(own) is None,
+                "skip_reason": skip_reason(own),
             }
         )
     return {
@@ -264,10 +270,24 @@ def _notes(
         notes.append("the config says float32; the cache is planned as if the model ran in bf16")
     if shape.max_positions is not None and context > shape.max_positions:
         notes.append(f"context {context} is beyond the model's limit of {shape.max_positions}")
-    if all(kept_reason(layer) is not None for layer in shape.layers):
+    if not compressed_layers(shape.layers):
         notes.append("no layer of this model can be compressed: every preset is the same as bf16")
+    notes += _vllm_notes(shape)
     if weights is not None and weights.source == "estimated" and shape.composite:
         notes.append("the estimate of the weights leaves out the parts beside the language model")
     if memory is not None and weights is not None and weights.bytes >= memory.budget:
         notes.append("the weights alone exceed the budget: nothing fits")
     return notes
+
+
+def _vllm_notes(shape: ModelShape) -> list[str]:
+    """Layers that TightCache compresses and the vLLM plugin does not."""
+    found = Counter(
+        reason
+        for layer in shape.layers
+        if skip_reason(layer) is None and (reason := skip_reason(layer, "vllm")) is not None
+    )
+    return [
+        f"vLLM leaves {count} layer{'s' * (count > 1)} more uncompressed ({reason})"
+        for reason, count in found.items()
+    ]

@@ -37,7 +37,7 @@ def _layer_line(group: dict[str, Any]) -> str:
         about.append(f"at most {group['window']} tokens")
     if group["state_bytes"]:
         about.append(f"state of {human_bytes(group['state_bytes'])} a sequence")
-    kept = "compressed" if group["compressed"] else f"not compressed: {group['kept_because']}"
+    kept = "compressed" if group["compressed"] else f"not compressed: {group['skip_reason']}"
     return f"{', '.join(about)} ({kept})"
 
 
@@ -84,7 +84,7 @@ def _ratio(value: float | None) -> str:
 
 
 def draw(path: str, data: dict[str, Any], plans: list[CachePlan]) -> None:
-    """Left: bytes against context. Right: tokens that fit, or bytes a token without a budget."""
+    """Left: bytes against context. Right: tokens that fit, or bytes per token without a budget."""
     with save_plot(path, width=11.0, height=5.0) as figure:
         figure.suptitle(_title(data), fontsize=12)
         left, right = figure.subplots(1, 2, width_ratios=(3, 2))

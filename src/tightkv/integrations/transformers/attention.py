@@ -109,16 +109,17 @@ def tightkv_attention(
     if not isinstance(key, CompressedStates):  # a layer that stays uncompressed
         out = _exact(module, query, key, value, attention_mask, scaling, causal, softcap, s_aux)
         return out, None
-    step = key.step
-    if step.layer.centers is not None and (softcap is not None or s_aux is not None):
+    step, layer = key.step, key.step.layer
+    assert isinstance(layer, TightLayer)
+    if layer.centers is not None and (softcap is not None or s_aux is not None):
         raise ValueError(
             "this layer's scores have a soft cap or a sink logit, and its cache holds keys "
             "relative to a center, which changes them; leave the calibration out"
         )
-    padding_alone = step.layer.follow(step, attention_mask)
+    padding_alone = layer.follow(step, attention_mask)
     if not step.past:  # the first prefill attends exactly
-        if step.layer.shared.watch:
-            _look_at_keys(step.layer, module, query, step.new_key, scaling)
+        if layer.shared.watch:
+            _look_at_keys(layer, module, query, step.new_key, scaling)
         out = _exact(
             module,
             query,
@@ -130,11 +131,11 @@ def tightkv_attention(
             softcap,
             s_aux,
         )
-        step.layer.commit()
-        return step.layer.add_center(out), None
+        layer.commit()
+        return layer.add_center(out), None
     if padding_alone and attention_mask is not None:  # the cache knows it: kernels need no mask
         attention_mask, causal = None, True
-    out, lse = step.layer.attend(
+    out, lse = layer.attend(
         step,
         query.transpose(1, 2),
         scale=scaling,

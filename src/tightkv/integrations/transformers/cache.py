@@ -17,6 +17,7 @@ from transformers.cache_utils import (
 )
 
 from tightkv.config import KVQuantConfig
+from tightkv.integrations.transformers.cache_size import cache_size
 from tightkv.integrations.transformers.calibrated import calibrated
 from tightkv.integrations.transformers.layer import (
     DIFFERENT_TOKENS,
@@ -25,13 +26,13 @@ from tightkv.integrations.transformers.layer import (
     TightLayer,
     forget_states,
 )
+from tightkv.integrations.transformers.layer_shapes import layer_shapes
 from tightkv.integrations.transformers.protection import protect
 from tightkv.integrations.transformers.query_probe import probed_metrics
 from tightkv.integrations.transformers.saving import read_cache, save_cache
 from tightkv.math.centers import Centers
 from tightkv.math.feedback import QueryMetric
-
-_COMPRESSIBLE = (DynamicLayer, LinearAttentionAndFullAttentionLayer)
+from tightkv.model_shape import skip_reason
 
 
 class TightCache(Cache):  # type: ignore[misc]
@@ -91,23 +92,19 @@ class TightCache(Cache):  # type: ignore[misc]
             raise ValueError(
                 f"{type(config).__name__} is an encoder-decoder model; TightCache is for decoders"
             )
-        if getattr(text, "kv_lora_rank", None):
-            raise ValueError(
-                f"{type(text).__name__} uses multi-head latent attention, whose cache is already "
-                "compressed and has no per-head keys; use DynamicCache"
-            )
         layers = DynamicCache(config=config).layers
-        full = [i for i, layer in enumerate(layers) if type(layer) in _COMPRESSIBLE]
+        reasons = [skip_reason(shape) for shape in layer_shapes(config, layers)]
+        full = [i for i, reason in enumerate(reasons) if reason is None]
         if not full:
-            kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
+            told = ", ".join(sorted({reason for reason in reasons if reason}))
             raise ValueError(
-                f"{type(text).__name__} has no full-attention layer to compress (its cache: "
-                f"{kinds}); use DynamicCache"
+                f"no layer of {type(text).__name__} can be compressed ({told or 'it has none'}); "
+                "use DynamicCache"
             )
         if unknown := sorted(set(self.quant.bits_of_layers()) - set(full)):
             raise ValueError(
-                f"layer_bits={self.quant.layer_bits!r} names layer {unknown[0]}; layers with full "
-                f"attention are {', '.join(map(str, full))}"
+                f"layer_bits={self.quant.layer_bits!r} names layer {unknown[0]}; layers that can "
+                f"be compressed are {', '.join(map(str, full))}"
             )
         for number, i in enumerate(full):
             cfg = self.quant.for_layer(number, len(full), i)
@@ -334,14 +331,8 @@ class TightCache(Cache):  # type: ignore[misc]
     def bytes_used(self) -> dict[str, int]:
         """Bytes the compressed layers hold now, and what 16-bit keys and values would hold."""
         self._commit()
-        held = plain = 0
-        for layer in self.tight_layers:
-            if layer.kv is None:
-                continue
-            held += layer.kv.allocated_bytes()
-            layout = layer.kv.layout
-            plain += 4 * layout.num_kv_heads * layout.head_dim * sum(self.shared.table.lengths)
-        return {"compressed": held, "bf16": plain}
+        size = cache_size(self.tight_layers)
+        return {"compressed": size.bytes, "bf16": size.bf16_bytes}
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Which attention layers of an engine get compressed pages, and how a layer is changed over."""
+"""Which attention layers of an engine get compressed pages, and how they are installed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from typing import Any
 
 from vllm.config import get_layers_from_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
-from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
 from tightkv import kernels
+from tightkv.cache_bytes import CacheBytes, LayerBytes
 from tightkv.calibration import not_used
 from tightkv.config import KVQuantConfig
 from tightkv.integrations.vllm.attention import TightAttention
@@ -30,6 +29,7 @@ from tightkv.integrations.vllm.calibrated import (
 from tightkv.integrations.vllm.compat import page_spec
 from tightkv.integrations.vllm.cuts import Limits
 from tightkv.integrations.vllm.feedback import set_feedback
+from tightkv.integrations.vllm.layer_shapes import layer_shape, shared_layer
 from tightkv.integrations.vllm.options import EngineOptions, engine_options, with_options
 from tightkv.integrations.vllm.protection import (
     check_keys,
@@ -38,6 +38,7 @@ from tightkv.integrations.vllm.protection import (
     model_layers,
 )
 from tightkv.layout import RING_SLACK, PageLayout, page_layout
+from tightkv.model_shape import skip_reason
 
 logger = logging.getLogger("vllm.tightkv")  # vLLM's handlers show its children
 _LAYOUT = "_tightkv_layout"
@@ -55,17 +56,21 @@ class EnginePlan:
     """Pages a block of vLLM's: more than one where other layers' blocks are larger."""
 
     @property
+    def size(self) -> CacheBytes:
+        return _size(self.layouts)
+
+    @property
     def page_bytes(self) -> set[int]:
         return {layout.page_bytes for layout in self.layouts.values()}
 
     def line(self) -> str:
-        """Preset, bytes a token, and what that is worth."""
-        cfg, layouts = self.options.config, self.layouts.values()
-        packed = sum(layout.bytes_per_token for layout in layouts)
-        plain = sum(4 * layout.num_kv_heads * layout.head_dim for layout in layouts)
-        rings = sum(layout.sequence_bytes() for layout in layouts) * self.rows
+        """Preset, bytes per token, and what that is worth."""
+        size = self.size
+        packed, plain = size.bytes_per_token, size.bf16_bytes_per_token
+        rings = size.bytes_per_sequence * self.rows
         return (
-            f"tightkv {cfg.name}: {packed:,.0f} bytes a token in {len(layouts)} layers, "
+            f"tightkv {self.options.config.name}: {packed:,.0f} bytes per token in "
+            f"{len(size.layers)} layers, "
             f"{plain / packed:.2f} times the tokens of a 16-bit cache ({plain:,} bytes); "
             f"exact rings for {self.rows} sequences take {rings / 2**20:,.1f} MiB"
         )
@@ -77,7 +82,7 @@ def compressed_spec(layer: Any, spec: Any) -> Any:
     return spec if layout is None else page_spec(spec, layout, pages)
 
 
-def change_over(vllm_config: Any) -> None:
+def install(vllm_config: Any) -> None:
     """Decide for every layer of the engine with a cache, and give the chosen ones our attention."""
     options = engine_options(vllm_config.additional_config)
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
@@ -166,7 +171,7 @@ def _other_specs(plan: EnginePlan, layers: dict[str, Any], vllm_config: Any) -> 
     own = [
         layer
         for name, layer in layers.items()
-        if name not in plan.layouts and _shared_layer(layer) is None
+        if name not in plan.layouts and shared_layer(layer) is None
     ]
     specs = [(layer, layer.get_kv_cache_spec(vllm_config)) for layer in own]
     return [(layer, spec) for layer, spec in specs if spec is not None]
@@ -229,8 +234,11 @@ def fit_states(pages: int, page_size: int, others: set[type], vllm_config: Any) 
 
 def compressed_layers(layers: Mapping[str, Any], cfg: KVQuantConfig) -> dict[str, Any]:
     """The layers that can be compressed; an error where none can, or not one with layer_bits."""
-    shared = {_shared_layer(layer) for layer in layers.values()}
-    reasons = {name: kept_reason(layer, name in shared) for name, layer in layers.items()}
+    shared = {shared_layer(layer) for layer in layers.values()}
+    reasons = {
+        name: skip_reason(layer_shape(layer, name in shared), "vllm")
+        for name, layer in layers.items()
+    }
     chosen = {name: layers[name] for name, reason in reasons.items() if reason is None}
     if not chosen:
         told = ", ".join(sorted({reason for reason in reasons.values() if reason}))
@@ -239,12 +247,12 @@ def compressed_layers(layers: Mapping[str, Any], cfg: KVQuantConfig) -> dict[str
         count = list(reasons.values()).count(reason)
         logger.info("tightkv: %d layers stay with vLLM's own cache: %s", count, reason)
     numbers = set(model_layers(chosen).values())
-    for name, kept in reasons.items():
+    for name in reasons.keys() - chosen:
         number = layer_number(name)
-        if kept is not None and number in cfg.bits_of_layers() and number not in numbers:
+        if number in cfg.bits_of_layers() and number not in numbers:
             raise ValueError(
                 f"tightkv: layer_bits={cfg.layer_bits!r} names layer {number}, which stays with "
-                f"vLLM's own cache ({kept}); leave it out"
+                f"vLLM's own cache ({reasons[name]}); leave it out"
             )
     return chosen
 
@@ -275,32 +283,11 @@ def exact_rows(options: EngineOptions, vllm_config: Any, layouts: dict[str, Page
     if options.exact_rows is not None:
         return min(options.exact_rows, most)
     memory = current_platform.get_device_total_memory() // _ROWS_SHARE
-    return max(0, min(most, memory // sum(la.sequence_bytes() for la in layouts.values())))
+    return max(0, min(most, memory // _size(layouts).bytes_per_sequence))
 
 
-def kept_reason(layer: Any, shared: bool) -> str | None:
-    """Why a layer stays with vLLM's own attention, or None where it is compressed."""
-    if type(layer) is not Attention:
-        return type(layer).__name__
-    if layer.attn_type != AttentionType.DECODER:
-        return f"{layer.attn_type} attention"
-    if layer.sliding_window is not None:
-        return "sliding window"
-    if shared or _shared_layer(layer) is not None:
-        return "shares its cache with another layer"
-    if layer.has_sink or getattr(layer.impl, "alibi_slopes", None) is not None:
-        return "sink logits" if layer.has_sink else "ALiBi"
-    if getattr(layer, "use_mm_prefix", False):
-        return "images attend in both directions"
-    if layer.head_size_v != layer.head_size or layer.head_size % 16:
-        return f"head size {layer.head_size} and {layer.head_size_v}"
-    return None
-
-
-def _shared_layer(layer: Any) -> str | None:
-    """The layer whose cache this one reads instead of one of its own."""
-    name: str | None = getattr(layer, "kv_sharing_target_layer_name", None)
-    return name
+def _size(layouts: Mapping[str, PageLayout]) -> CacheBytes:
+    return CacheBytes(tuple(LayerBytes.of_layout(layout) for layout in layouts.values()))
 
 
 def refuse_impossible(options: EngineOptions, vllm_config: Any) -> None:

@@ -45,10 +45,10 @@ def _compressing(original: Any) -> Any:
         if engine_options(vllm_config.additional_config) is None:
             return original(self, vllm_config)
         try:
-            from tightkv.integrations.vllm.layers import change_over, compressed_spec
+            from tightkv.integrations.vllm.layers import compressed_spec, install
         except ImportError as error:
             raise RuntimeError(_does_not_fit(error)) from error
-        change_over(vllm_config)
+        install(vllm_config)
         return compressed_spec(self, original(self, vllm_config))
 
     return get_kv_cache_spec

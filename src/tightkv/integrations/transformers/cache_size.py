@@ -1,0 +1,79 @@
+"""CacheSize: what the layers of a transformers cache hold now, and per token in the long run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from transformers.cache_utils import DynamicLayer
+
+from tightkv.cache_bytes import CacheBytes, LayerBytes
+from tightkv.integrations.transformers.layer import TightLayer
+from tightkv.layout import MAX_TOKENS
+from tightkv.model_shape import LayerShape
+
+
+@dataclass(frozen=True)
+class CacheSize:
+    """Bytes of full-attention layers, against 16-bit keys and values of the same tokens."""
+
+    tokens: int
+    bytes: int
+    bf16_bytes: int
+    bytes_per_token: float
+    bf16_bytes_per_token: float
+    break_even: int | None = None
+    """Tokens of a sequence from which on there are pages, which take less; None: never."""
+    compressed_layers: int = 0
+    counted_layers: int = 0
+
+    @property
+    def ratio(self) -> float:
+        return self.bf16_bytes / self.bytes
+
+    @property
+    def long_ratio(self) -> float:
+        return self.bf16_bytes_per_token / self.bytes_per_token
+
+
+def growing_layers(layers: Iterable[Any]) -> list[Any]:
+    """The layers that grow with the context and hold something."""
+    return [
+        layer
+        for layer in layers
+        if (isinstance(layer, TightLayer) and layer.kv is not None)
+        or (isinstance(layer, DynamicLayer) and not layer.is_sliding and layer.is_initialized)
+    ]
+
+
+def cache_size(layers: Iterable[Any]) -> CacheSize:
+    """Compressed layers count as allocated, those left at 16 bits or more as their tensors."""
+    found = [_layer(layer) for layer in growing_layers(layers)]
+    each = CacheBytes(tuple(layer for _, _, layer in found))
+    limits = [layer.exact_limit for layer in each.layers if layer.layout is not None]
+    begins = [1 + limit for limit in limits if limit < MAX_TOKENS]
+    return CacheSize(
+        tokens=max((tokens for tokens, _, _ in found), default=0),
+        bytes=sum(held for _, held, _ in found),
+        bf16_bytes=sum(tokens * layer.bf16_bytes_per_token for tokens, _, layer in found),
+        bytes_per_token=each.bytes_per_token,
+        bf16_bytes_per_token=each.bf16_bytes_per_token,
+        break_even=max(begins, default=None),
+        compressed_layers=len(limits),
+        counted_layers=len(found),
+    )
+
+
+def _layer(layer: Any) -> tuple[int, int, LayerBytes]:
+    """Tokens of all sequences, bytes held, and what further tokens take."""
+    if isinstance(layer, TightLayer):
+        layer.commit()
+        assert layer.kv is not None
+        table = layer.kv.table
+        size = LayerBytes.of_layout(layer.kv.layout, table.exact_limit)
+        return sum(table.lengths), layer.kv.allocated_bytes(), size
+    keys, values = layer.keys, layer.values  # [B, Hkv, tokens, D]
+    shape = LayerShape("full", keys.shape[1], keys.shape[3], values.shape[3])
+    held = sum(x.numel() * x.element_size() for x in (keys, values))
+    return keys.shape[0] * keys.shape[2], held, LayerBytes(shape, keys.element_size())

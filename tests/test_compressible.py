@@ -1,0 +1,142 @@
+"""The planner, TightCache and vLLM's plugin agree on which layers are compressed, and why not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import transformers as hf
+
+from models import FAMILIES, SHAPE
+from tightkv import KVQuantConfig, TightCache
+from tightkv.integrations.transformers.layer import TightLayer
+from tightkv.model_shape import LayerShape, compressed_layers, read_model_shape, skip_reason
+from tightkv.planner import config_plan
+
+COMPRESSED = {family: [1, 3] for family in FAMILIES} | {
+    "llama": [0, 1, 2, 3],
+    "qwen2": [0, 1, 2, 3],
+    "qwen3": [0, 1, 2, 3],
+    "falcon_h1": [0, 1, 2, 3],
+    "llama4": [3],
+}
+VLLM_SKIPS = {"gpt_oss": [1, 3]}  # its learned sink logits
+MORE: dict[str, Callable[[], Any]] = {
+    "a head of 24": lambda: hf.LlamaConfig(**SHAPE, head_dim=24),
+    "a window that never slides": lambda: hf.MistralConfig(**SHAPE, sliding_window=4096),
+    "latent attention": lambda: hf.DeepseekV3Config(**{**SHAPE, "num_key_value_heads": 4}),
+}
+
+
+def planned(config: Any) -> list[int]:
+    plan = config_plan("k4v4", read_model_shape(config), KVQuantConfig.preset("k4v4"))
+    return [i for i, layer in enumerate(plan.layers) if layer.layout is not None]
+
+
+def cached(config: Any) -> list[int]:
+    layers = TightCache("k4v4", model=config).layers
+    return [i for i, layer in enumerate(layers) if isinstance(layer, TightLayer)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_plan_and_cache_agree_for_every_family(family: str) -> None:
+    config = FAMILIES[family]()
+    assert planned(config) == cached(config) == COMPRESSED[family]
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_what_the_plan_leaves_out_the_cache_refuses(name: str) -> None:
+    config = MORE[name]()
+    shape = read_model_shape(config)
+    (reason,) = {skip_reason(layer) for layer in shape.layers}
+    assert reason is not None and planned(config) == []
+    with pytest.raises(ValueError, match="can be compressed") as error:
+        TightCache("k4v4", model=config)
+    assert reason in str(error.value) or "sliding window" in str(error.value)
+
+
+def test_a_config_that_is_not_understood_is_judged_by_its_cache() -> None:
+    config = FAMILIES["llama"]()
+    config.ssm_cfg = {"layer": "new"}
+    with pytest.raises(ValueError, match="not understood"):
+        read_model_shape(config)
+    assert cached(config) == [0, 1, 2, 3]
+
+
+def test_extras_are_those_of_the_integration() -> None:
+    for extra in ("sink logits", "ALiBi", "shares its cache with another layer"):
+        layer = LayerShape("full", 2, 64, 64, extras=(extra,))
+        assert skip_reason(layer) is None
+        assert skip_reason(layer, "vllm") == extra
+    with pytest.raises(ValueError, match="layer extra 'wings'; supported: ALiBi"):
+        LayerShape("full", 2, 64, 64, extras=("wings",))
+
+
+def test_layers_whose_cache_others_read() -> None:
+    """Gemma 3n: the last layers read the last sliding and the last full layer before them."""
+    config = hf.Gemma3nTextConfig(num_hidden_layers=10, num_kv_shared_layers=4)
+    shape = read_model_shape(config)
+    shared = [i for i, layer in enumerate(shape.layers) if layer.extras]
+    assert shared == [4] and [layer.kind for layer in shape.layers[6:]] == ["none"] * 4
+    assert compressed_layers(shape.layers) == [4]
+    assert compressed_layers(shape.layers, "vllm") == []
+
+
+# --- vLLM ----------------------------------------------------------------------------------------
+def vllm_layers(config: Any) -> dict[str, Any]:
+    """The layers of a model by name, as vLLM builds them: attributes alone, without weights."""
+    from vllm.model_executor.layers.attention import ChunkedLocalAttention
+    from vllm.model_executor.layers.attention.attention import Attention
+    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+    from vllm.v1.attention.backend import AttentionType
+
+    def make(kind: type, **options: Any) -> Any:
+        layer: Any = kind.__new__(kind)
+        vars(layer).update(
+            attn_type=AttentionType.DECODER,
+            impl=SimpleNamespace(alibi_slopes=None),
+            kv_sharing_target_layer_name=None,
+            sliding_window=None,
+            num_kv_heads=config.num_key_value_heads,
+            head_size=getattr(config, "head_dim", None) or 16,
+            head_size_v=getattr(config, "head_dim", None) or 16,
+            has_sink=config.model_type == "gpt_oss",
+            **options,
+        )
+        return layer
+
+    found = {}
+    types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    for i, kind in enumerate(types):
+        name = f"model.layers.{i}.self_attn.attn"
+        if kind in ("hybrid", "conv", "linear_attention"):
+            found[f"model.layers.{i}.mixer"] = make(MambaMixer2)
+        if kind in ("hybrid", "full_attention"):
+            found[name] = make(Attention)
+        elif kind == "sliding_attention":
+            found[name] = make(Attention)
+            found[name].sliding_window = config.sliding_window
+        elif kind == "chunked_attention":
+            found[name] = make(ChunkedLocalAttention)
+    return found
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("family", FAMILIES)
+def test_vllm_agrees_for_every_family(family: str) -> None:
+    from tightkv.integrations.vllm.layers import compressed_layers as chosen_layers
+    from tightkv.integrations.vllm.protection import layer_number
+
+    config = FAMILIES[family]()
+    if config.model_type == "gpt_oss":
+        with pytest.raises(ValueError, match=r"can be compressed \(sink logits, sliding window\)"):
+            chosen_layers(vllm_layers(config), KVQuantConfig())
+        chosen = []
+    else:
+        chosen = [
+            layer_number(name) for name in chosen_layers(vllm_layers(config), KVQuantConfig())
+        ]
+    assert chosen == [i for i in COMPRESSED[family] if i not in VLLM_SKIPS.get(family, [])]
+    assert chosen == compressed_layers(read_model_shape(config).layers, "vllm")
