@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tightkv import KVQuantConfig, TightCache
-from tightkv.bench.rows import provenance
+from tightkv.bench.provenance import provenance
 from tightkv.model_shape import read_model_shape
 from tightkv.planner import config_plan
 from tightkv.provenance import append_rows

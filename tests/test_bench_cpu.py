@@ -8,7 +8,7 @@ import torch
 from tightkv import KVQuantConfig
 from tightkv.bench import cpu
 from tightkv.bench.cpu import Milliseconds, _contenders, decode_rows, interleaved, ratios
-from tightkv.bench.problems import Shape
+from tightkv.bench.inputs import Shape
 
 CFG = KVQuantConfig.preset("k8v8", page_size=32, exact_pages=1)
 SHAPE = Shape(2, 200, query_heads=6, kv_heads=3, head_dim=64)

@@ -29,8 +29,8 @@ from tightkv.eval.quality import Schedule, measure_quality
 from tightkv.eval.sensitivity import moments, record
 from tightkv.eval.text import Text, language_reference
 from tightkv.eval.windows import Windows, cut_windows
-from tightkv.integrations.transformers.calibrated import CalibrationWarning, loaded_fingerprint
-from tightkv.integrations.vllm.calibrated import (
+from tightkv.integrations.transformers.calibration import CalibrationWarning, loaded_fingerprint
+from tightkv.integrations.vllm.calibration import (
     find_for_engine,
     own_heads,
     set_calibrated_feedback,

@@ -16,7 +16,7 @@ import torch
 
 from tightkv import KVQuantConfig
 from tightkv.cache import POOL_GROWTH
-from tightkv.integrations.vllm.cuts import SHORT_PROMPT
+from tightkv.integrations.vllm.batch_split import SHORT_PROMPT
 from tightkv.kernels.staged import LEAST_QUERIES
 from tightkv.layout import RING_SLACK, PageLayout
 

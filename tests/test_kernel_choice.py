@@ -117,17 +117,17 @@ def test_the_command_line_shows_it_in_one_line(
 
 @pytest.mark.vllm
 def test_layers_that_cost_vllm_its_graphs_are_named() -> None:
-    from tightkv.integrations.vllm.layers import no_graphs
+    from tightkv.integrations.vllm.layers import cuda_graph_obstacle
 
     def impl(kernel: str, capturable: bool, device: str = "cuda") -> Any:
         step, place = SimpleNamespace(kernel_name=kernel), SimpleNamespace(type=device)
         return SimpleNamespace(step=step, capturable=capturable, device=place)
 
     fast, plain = impl("cuda", True), impl("reference", False)
-    assert no_graphs({"a": fast, "b": fast}) is None
-    assert no_graphs({"a": impl("cpu", False, "cpu")}) is None
-    told = no_graphs({"first": plain, "b": fast, "last": plain})
+    assert cuda_graph_obstacle({"a": fast, "b": fast}) is None
+    assert cuda_graph_obstacle({"a": impl("cpu", False, "cpu")}) is None
+    told = cuda_graph_obstacle({"first": plain, "b": fast, "last": plain})
     assert told is not None and "2 of 3 layers (first, last)" in told
     assert "protected_bits=8" in told
-    told = no_graphs({"a": impl("cuda", False)})
+    told = cuda_graph_obstacle({"a": impl("cuda", False)})
     assert told is not None and "check_finite" in told

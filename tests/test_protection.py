@@ -9,7 +9,7 @@ from transformers import DynamicCache
 
 from models import prompt, tiny
 from tightkv import KVQuantConfig, TightCache
-from tightkv.integrations.transformers.protection import (
+from tightkv.integrations.transformers.protect_keys import (
     KeyBitsWarning,
     LoadedTensor,
     measured_noise,

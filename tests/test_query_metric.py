@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from models import MAMBA, MOE, SHAPE
-from tightkv.integrations.transformers.protection import LoadedTensor
+from tightkv.integrations.transformers.protect_keys import LoadedTensor
 from tightkv.model_shape import folder_metric
 from tightkv.model_shape.folder_metric import KNOWN, query_metrics
 from tightkv.model_shape.query_metric import POSITIONS, normed

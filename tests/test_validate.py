@@ -34,7 +34,7 @@ from tightkv.validate import (
     sizes,
 )
 from tightkv.validate.inputs import UNIT_KINDS, attention_problem, normal, rope, unit_vectors
-from tightkv.validate.rows import AuditRow, Claim, Options, Report
+from tightkv.validate.report import AuditRow, Claim, Options, Report
 from tightkv.validate.stats import LEVEL, Z, ks_test, rank_correlation, recall, softmax_kl
 
 QUICK = Options(quick=True)

@@ -13,69 +13,69 @@ import torch
 from torch import Tensor
 
 from tightkv import KVQuantConfig
-from tightkv.integrations.vllm import replay
-from tightkv.integrations.vllm.cuts import SHORT_PROMPT, Cut, Limits, cut_batch
+from tightkv.integrations.vllm import graph_replay as replay
+from tightkv.integrations.vllm.batch_split import SHORT_PROMPT, Limits, PartRange, split_batch
+from tightkv.integrations.vllm.graph_replay import CudaGraphRecorder, GraphReplay
 from tightkv.integrations.vllm.options import EngineOptions, engine_options, with_options
-from tightkv.integrations.vllm.replay import CudaRecorder, Replay
-from tightkv.integrations.vllm.rows import BatchRows, RowTable
+from tightkv.integrations.vllm.ring_table import BatchRings, RingTable
 from tightkv.kernels.staged import LEAST_QUERIES
 from tightkv.layout import RING_SLACK
 
 LONG = LEAST_QUERIES
 
 
-def cut(counts: list[int], before: list[int] | None, most_decoding: int = 1) -> list[Cut]:
+def cut(counts: list[int], before: list[int] | None, most_decoding: int = 1) -> list[PartRange]:
     first = [sum(counts[:i]) for i in range(len(counts) + 1)]
     lengths = None if before is None else [a + b for a, b in zip(counts, before, strict=True)]
-    return cut_batch(first, lengths, most_decoding)
+    return split_batch(first, lengths, most_decoding)
 
 
 # --- cutting ---
 def test_decodes_are_one_part() -> None:
-    assert cut([1, 1, 1], [5, 9, 700]) == [Cut(0, 3, False, 1)]
-    assert cut([4, 2, 1], [5, 9, 700], most_decoding=4) == [Cut(0, 3, False, 4)]
+    assert cut([1, 1, 1], [5, 9, 700]) == [PartRange(0, 3, False, 1)]
+    assert cut([4, 2, 1], [5, 9, 700], most_decoding=4) == [PartRange(0, 3, False, 4)]
     assert cut([], []) == []
 
 
 def test_stand_ins_of_a_padded_batch_stay_with_the_decodes() -> None:
-    assert cut([2, 2, 0, 0], [5, 9, 0, 0], most_decoding=2) == [Cut(0, 4, False, 2)]
+    assert cut([2, 2, 0, 0], [5, 9, 0, 0], most_decoding=2) == [PartRange(0, 4, False, 2)]
 
 
 def test_short_prompts_are_one_part() -> None:
     assert cut([1, 2, LONG - 1, 7], [9, 0, 3, 0]) == [
-        Cut(0, 1, False, 1),
-        Cut(1, 4, True, LONG - 1),
+        PartRange(0, 1, False, 1),
+        PartRange(1, 4, True, LONG - 1),
     ]
 
 
 def test_a_long_prompt_is_alone_and_the_host_knows_what_came_before() -> None:
-    assert cut([1, LONG], [9, 33]) == [Cut(0, 1, False, 1), Cut(1, 2, True, LONG, 33)]
+    assert cut([1, LONG], [9, 33]) == [PartRange(0, 1, False, 1), PartRange(1, 2, True, LONG, 33)]
     assert cut([LONG, LONG + 5], [0, 64]) == [
-        Cut(0, 1, True, LONG, 0),
-        Cut(1, 2, True, LONG + 5, 64),
+        PartRange(0, 1, True, LONG, 0),
+        PartRange(1, 2, True, LONG + 5, 64),
     ]
 
 
 def test_short_prompts_on_both_sides_of_a_long_one() -> None:
     assert cut([3, 5, LONG, 2, 9], [0, 1, 2, 3, 4]) == [
-        Cut(0, 2, True, 5),
-        Cut(2, 3, True, LONG, 2),
-        Cut(3, 5, True, 9),
+        PartRange(0, 2, True, 5),
+        PartRange(2, 3, True, LONG, 2),
+        PartRange(3, 5, True, 9),
     ]
 
 
 def test_few_new_tokens_of_a_prompt_are_a_part_with_the_decodes_before_them() -> None:
     short, more = SHORT_PROMPT, SHORT_PROMPT + 1
-    assert cut([1, 1, 7, short], [9, 9, 0, 64], short) == [Cut(0, 4, False, short)]
+    assert cut([1, 1, 7, short], [9, 9, 0, 64], short) == [PartRange(0, 4, False, short)]
     assert cut([1, short, more, 2], [9, 0, 0, 0], short) == [
-        Cut(0, 2, False, short),
-        Cut(2, 4, True, more),  # not cut for the last one's sake
+        PartRange(0, 2, False, short),
+        PartRange(2, 4, True, more),  # not cut for the last one's sake
     ]
     assert cut([more, LONG, 3, short, more], [0] * 5, short) == [
-        Cut(0, 1, True, more),
-        Cut(1, 2, True, LONG, 0),
-        Cut(2, 4, False, short),
-        Cut(4, 5, True, more),
+        PartRange(0, 1, True, more),
+        PartRange(1, 2, True, LONG, 0),
+        PartRange(2, 4, False, short),
+        PartRange(4, 5, True, more),
     ]
 
 
@@ -90,8 +90,8 @@ def test_short_prompts_decode_where_each_sequence_has_a_ring() -> None:
 def test_a_batch_with_no_more_sequences_than_rings_gives_each_one(page: int) -> None:
     """Whoever comes and goes: so short prompts never read their own tokens as codes."""
     choose, rows = random.Random(0), 4
-    table = RowTable(KVQuantConfig(page_size=page, exact_pages=1), rows, 400, 0, "cpu")
-    out = torch.zeros(len(BatchRows._fields), rows, dtype=torch.int32)
+    table = RingTable(KVQuantConfig(page_size=page, exact_pages=1), rows, 400, 0, "cpu")
+    out = torch.zeros(len(BatchRings._fields), rows, dtype=torch.int32)
     lengths, blocks, free = [0] * 9, [[0] * 40 for _ in range(9)], list(range(1, 400))
     for _ in range(200):
         batch = choose.sample(range(9), choose.randint(1, rows))
@@ -116,7 +116,7 @@ def test_a_batch_with_no_more_sequences_than_rings_gives_each_one(page: int) -> 
 
 
 def test_without_lengths_prompts_stay_together() -> None:
-    assert cut([1, 3, LONG], None) == [Cut(0, 1, False, 1), Cut(1, 3, True, LONG)]
+    assert cut([1, 3, LONG], None) == [PartRange(0, 1, False, 1), PartRange(1, 3, True, LONG)]
 
 
 def test_every_sequence_is_in_exactly_one_part() -> None:
@@ -129,11 +129,13 @@ def test_every_sequence_is_in_exactly_one_part() -> None:
         assert [i for part in parts for i in range(part.begin, part.end)] == [*range(len(counts))]
         for part in parts:
             inside = counts[part.begin : part.end]
-            assert part.most == max(inside)
-            assert part.fresh == (part.most > most_decoding)
-            assert (part.length is not None) == (part.fresh and part.most >= LONG)
-            if part.length is not None:
-                assert part.end == part.begin + 1 and part.length == before[part.begin]
+            assert part.max_query_len == max(inside)
+            assert part.is_prefill == (part.max_query_len > most_decoding)
+            assert (part.context_len is not None) == (
+                part.is_prefill and part.max_query_len >= LONG
+            )
+            if part.context_len is not None:
+                assert part.end == part.begin + 1 and part.context_len == before[part.begin]
 
 
 # --- options ---
@@ -180,7 +182,7 @@ class Again:
 
 
 @pytest.fixture
-def counted() -> tuple[Replay[Tensor], Again, Tensor]:
+def counted() -> tuple[GraphReplay[Tensor], Again, Tensor]:
     state, out = torch.zeros(()), torch.zeros(8)
     recorder = Again(state)
 
@@ -188,11 +190,11 @@ def counted() -> tuple[Replay[Tensor], Again, Tensor]:
         state.add_(1)
         return out[: len(x)].copy_(x + state)
 
-    return Replay(add, recorder), recorder, state
+    return GraphReplay(add, recorder), recorder, state
 
 
 def test_the_same_tensors_are_recorded_the_second_time(
-    counted: tuple[Replay[Tensor], Again, Tensor],
+    counted: tuple[GraphReplay[Tensor], Again, Tensor],
 ) -> None:
     function, recorder, state = counted
     x = torch.zeros(3)
@@ -204,7 +206,7 @@ def test_the_same_tensors_are_recorded_the_second_time(
 
 
 def test_other_tensors_shapes_and_strides_are_not_mixed_up(
-    counted: tuple[Replay[Tensor], Again, Tensor],
+    counted: tuple[GraphReplay[Tensor], Again, Tensor],
 ) -> None:
     function, recorder, _ = counted
     x = torch.zeros(8)
@@ -216,7 +218,7 @@ def test_other_tensors_shapes_and_strides_are_not_mixed_up(
 
 
 def test_nothing_is_recorded_while_another_records(
-    counted: tuple[Replay[Tensor], Again, Tensor],
+    counted: tuple[GraphReplay[Tensor], Again, Tensor],
 ) -> None:
     function, recorder, state = counted
     x, recorder.busy = torch.zeros(3), True
@@ -226,7 +228,7 @@ def test_nothing_is_recorded_while_another_records(
 
 
 def test_what_cannot_be_recorded_is_run(
-    counted: tuple[Replay[Tensor], Again, Tensor],
+    counted: tuple[GraphReplay[Tensor], Again, Tensor],
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -242,7 +244,7 @@ def test_what_cannot_be_recorded_is_run(
 
 
 def test_only_so_many_are_kept(
-    counted: tuple[Replay[Tensor], Again, Tensor], monkeypatch: pytest.MonkeyPatch
+    counted: tuple[GraphReplay[Tensor], Again, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     function, recorder, _ = counted
     monkeypatch.setattr(replay, "_MOST_KEPT", 2)
@@ -261,13 +263,13 @@ def test_recorded_steps_are_the_steps() -> None:
     """Two tables see the same decodes, one of them through a graph; no step waits."""
     device, batch, page = torch.device("cuda"), 5, 32
     cfg = KVQuantConfig(page_size=page, exact_pages=2, sinks=4)
-    tables = [RowTable(cfg, rows, 200, 0, device) for rows in (4, 4)]
-    steps: list[Callable[..., BatchRows]] = [
+    tables = [RingTable(cfg, rows, 200, 0, device) for rows in (4, 4)]
+    steps: list[Callable[..., BatchRings]] = [
         tables[0].step,
-        Replay(tables[1].step, CudaRecorder(device)),
+        GraphReplay(tables[1].step, CudaGraphRecorder(device)),
     ]
     outs = [
-        torch.zeros(len(BatchRows._fields), batch, dtype=torch.int32, device=device) for _ in steps
+        torch.zeros(len(BatchRings._fields), batch, dtype=torch.int32, device=device) for _ in steps
     ]
     blocks = torch.arange(1, 1 + batch * 8, device=device).int().view(batch, 8)
     first = torch.arange(batch + 1, device=device).int()
@@ -287,6 +289,6 @@ def test_recorded_steps_are_the_steps() -> None:
             torch.cuda.set_sync_debug_mode("default")
         assert torch.equal(torch.stack([*expected]), torch.stack([*found])), at
     replayed = steps[1]
-    assert isinstance(replayed, Replay) and next(iter(replayed.kept.values())) is not None
+    assert isinstance(replayed, GraphReplay) and next(iter(replayed.kept.values())) is not None
     for name in ("row_of_block", "written_at", "block", "length", "used_at", "steps"):
         assert torch.equal(getattr(tables[0], name), getattr(tables[1], name)), name

@@ -353,12 +353,12 @@ def test_states_among_layers_with_other_blocks_have_no_prefixes() -> None:
     from vllm.config import CacheConfig
     from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
-    from tightkv.integrations.vllm.layers import fit_states
+    from tightkv.integrations.vllm.layers import align_state_blocks
 
     cache = CacheConfig(enable_prefix_caching=True, mamba_cache_mode="align")
     with pytest.raises(ValueError, match=r"SlidingWindowSpec.*--no-enable-prefix-caching"):
-        fit_states(3, 64, {SlidingWindowSpec}, SimpleNamespace(cache_config=cache))
-    assert fit_states(3, 64, set(), SimpleNamespace(cache_config=cache)) == 3
+        align_state_blocks(3, 64, {SlidingWindowSpec}, SimpleNamespace(cache_config=cache))
+    assert align_state_blocks(3, 64, set(), SimpleNamespace(cache_config=cache)) == 3
     assert cache.mamba_block_size == 192
 
 

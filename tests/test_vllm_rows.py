@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tightkv import KVQuantConfig
-from tightkv.integrations.vllm.rows import BatchRows, RowTable
+from tightkv.integrations.vllm.ring_table import BatchRings, RingTable
 
 PAGE = 32
 CFG = KVQuantConfig(page_size=PAGE, exact_pages=2, sinks=4)
@@ -33,8 +33,8 @@ class Scheduler:
         self.holds: dict[int, tuple[int, ...]] = {}
         self.running: list[Sequence] = []
         self.drafts, self.rows = drafts, rows
-        self.table = RowTable(CFG, rows, blocks, drafts, "cpu")
-        self.out = torch.empty(len(BatchRows._fields), 64, dtype=torch.int32)
+        self.table = RingTable(CFG, rows, blocks, drafts, "cpu")
+        self.out = torch.empty(len(BatchRings._fields), 64, dtype=torch.int32)
         ring = self.table.ring
         self.ring = [[None] * ring for _ in range(rows + 1)]
         self.sink = [[None] * CFG.sinks for _ in range(rows + 1)]
@@ -80,7 +80,7 @@ class Scheduler:
                 self.holds[seq.blocks[i]] = key
 
     # --- one step ---
-    def run(self, work: list[tuple[Sequence, int]]) -> BatchRows:
+    def run(self, work: list[tuple[Sequence, int]]) -> BatchRings:
         """Compute `count` tokens of each sequence; check every exact copy that would be read."""
         first = torch.tensor([0, *(count for _, count in work)]).cumsum(0).int()
         width = max(len(seq.blocks) for seq, _ in work)
@@ -95,7 +95,7 @@ class Scheduler:
         rows = self.table.step(
             torch.tensor(blocks).int(), lengths, first, torch.tensor(slots), self.out, copies
         )
-        rows = BatchRows(*(column.clone() for column in rows))
+        rows = BatchRings(*(column.clone() for column in rows))
         values = [
             dict(zip(rows._fields, row, strict=True))
             for row in zip(*map(torch.Tensor.tolist, rows), strict=True)
@@ -225,7 +225,7 @@ def test_a_prefix_hit_starts_without_copies() -> None:
     assert rows.sink_counts.tolist() == [4, 0]
 
 
-def hit(scheduler: Scheduler, tokens: list[int]) -> BatchRows:
+def hit(scheduler: Scheduler, tokens: list[int]) -> BatchRings:
     """A new sequence that finds its prefix in the cache."""
     seq = scheduler.admit(tokens)
     scheduler.reserve(seq, len(tokens))
@@ -284,7 +284,7 @@ def test_stand_ins_touch_nothing() -> None:
 
 def test_more_speculative_tokens_than_the_ring_can_lose_are_refused() -> None:
     with pytest.raises(ValueError, match=r"33 speculative tokens; supported: up to 32"):
-        RowTable(CFG, 1, 8, 33, "cpu")
+        RingTable(CFG, 1, 8, 33, "cpu")
 
 
 def one_page_then_gone(scheduler: Scheduler) -> int:

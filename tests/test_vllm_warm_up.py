@@ -17,10 +17,10 @@ from torch import Tensor
 from tightkv import KVQuantConfig
 from tightkv.codec import Codec
 from tightkv.integrations.vllm import warm_up as module
-from tightkv.integrations.vllm.cuts import cut_batch
+from tightkv.integrations.vllm.batch_split import split_batch
 from tightkv.integrations.vllm.layer_step import LayerStep
-from tightkv.integrations.vllm.metadata import part_of
-from tightkv.integrations.vllm.rows import BatchRows, RowTable
+from tightkv.integrations.vllm.metadata import make_part
+from tightkv.integrations.vllm.ring_table import BatchRings, RingTable
 from tightkv.integrations.vllm.warm_up import kinds_of_parts, sizes, warm_up, warm_up_once
 from tightkv.kernels import cpu, reference
 from tightkv.kernels.staged import LEAST_QUERIES
@@ -102,14 +102,14 @@ def test_every_kind_of_part_is_run(kernels: ModuleType) -> None:
 def test_parts_are_what_the_kernels_may_be_given() -> None:
     layout = PageLayout(CFG, HEADS, DIM)
     for part in kinds_of_parts(layout, make_rings(layout, 3), most_decoding=33, least_fresh=2):
-        rows = BatchRows(*(int(column) for column in part.rows))  # type: ignore[arg-type]
-        assert rows.lengths - rows.before == part.most == part.tokens.stop
-        assert part.first.tolist() == [0, part.most] and rows.ring_rows == 3
+        rows = BatchRings(*(int(column) for column in part.rows))  # type: ignore[arg-type]
+        assert rows.lengths - rows.before == part.max_query_len == part.tokens.stop
+        assert part.query_start_loc.tolist() == [0, part.max_query_len] and rows.ring_rows == 3
         assert part.block_table.shape[1] * layout.page_size >= rows.lengths
         # The ring holds what is read from it.
         assert rows.lengths - layout.ring_tokens <= rows.ring_starts <= rows.lengths
         assert rows.before <= rows.ring_starts and rows.context_ring_starts == rows.before
-        assert part.length in (None, rows.before)
+        assert part.context_len in (None, rows.before)
 
 
 # --- once ---
@@ -134,7 +134,7 @@ def test_sinks_are_copied_between_rows_before_anything_is_appended() -> None:
     for n, ring in enumerate(rings):
         ring += torch.arange(3.0)[:, None, None, None] + n
     old = [ring.clone() for ring in rings]
-    part = next(p for p in kinds_of_parts(layout, rings, 1, 2) if not p.fresh)
+    part = next(p for p in kinds_of_parts(layout, rings, 1, 2) if not p.is_prefill)
     zero = torch.zeros_like(part.rows.before)
     rows = part.rows._replace(lengths=zero + 1, before=zero, ring_rows=zero + 1, exact_starts=zero)
     part = dataclasses.replace(part, rows=rows)
@@ -160,9 +160,9 @@ def test_only_attention_right_after_its_append_may_begin_before_it_ends() -> Non
     step = make_step(Hints(reference))
     layout = step.codec.layout
     rings = make_rings(layout, 2)
-    part = next(p for p in kinds_of_parts(layout, rings, 1, 2) if not p.fresh)
+    part = next(p for p in kinds_of_parts(layout, rings, 1, 2) if not p.is_prefill)
     pages = layout.new_pages(int(part.block_table.max()) + 1, "cpu")
-    query, key, value = (torch.ones(part.most, HEADS, DIM) for _ in range(3))
+    query, key, value = (torch.ones(part.max_query_len, HEADS, DIM) for _ in range(3))
     for parts in ([part], [part, part]):
         step.run(parts, pages, rings, query, key, value, torch.empty_like(query))
     assert hints == [True, False, False]
@@ -261,8 +261,8 @@ class Serving:
         self.most_decoding, self.batch, self.blocks = most_decoding, 7, 208  # few are aligned
         self.rings = make_rings(self.layout, self.batch)
         self.pages = self.layout.new_pages(4)
-        self.table = RowTable(self.layout.cfg, self.batch, 4, 0, "cpu")
-        self.out = torch.zeros(len(BatchRows._fields), self.batch, dtype=torch.int32)
+        self.table = RingTable(self.layout.cfg, self.batch, 4, 0, "cpu")
+        self.out = torch.zeros(len(BatchRings._fields), self.batch, dtype=torch.int32)
         self.zeros = torch.zeros(self.batch, dtype=torch.int32)
         self.ids = torch.ones(self.batch, self.blocks, dtype=torch.int32)
 
@@ -273,8 +273,8 @@ class Serving:
         ids = self.ids[: len(counts)]
         slots = torch.full((first[-1],), self.layout.page_size)
         rows = self.table.step(ids, torch.tensor(lengths).int(), starts, slots, self.out)
-        cuts = cut_batch(first, lengths, self.most_decoding)
-        parts = [part_of(cut, first, starts, ids, rows, self.zeros) for cut in cuts]
+        cuts = split_batch(first, lengths, self.most_decoding)
+        parts = [make_part(cut, first, starts, ids, rows, self.zeros) for cut in cuts]
         heads = (self.hq, HEADS, HEADS)
         qkv = torch.zeros(first[-1], sum(heads), DIM, dtype=self.layout.dtype)
         query, key, value = qkv.split(heads, 1)

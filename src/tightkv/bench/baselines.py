@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from tightkv.bench.bf16_kernel import bf16_decode
-from tightkv.bench.problems import L2_BYTES, Shape
+from tightkv.bench.inputs import L2_BYTES, Shape
 from tightkv.bench.timing import graph_ms
 from tightkv.kernels.staged import attention
 from tightkv.kernels.triton import rows

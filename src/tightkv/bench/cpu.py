@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from tightkv.attention import attend
-from tightkv.bench.problems import Shape
-from tightkv.bench.rows import provenance
+from tightkv.bench.inputs import Shape
+from tightkv.bench.provenance import provenance
 from tightkv.cache import PagedKV
 from tightkv.config import KVQuantConfig
 from tightkv.kernels.cpu import library

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tightkv.bench.rows import provenance
+from tightkv.bench.provenance import provenance
 from tightkv.config import PRESETS
 from tightkv.provenance import append_rows
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from tightkv.bench import baselines
-from tightkv.bench.problems import Layer, Shape, fill, layers_for
-from tightkv.bench.rows import provenance
+from tightkv.bench.inputs import Layer, Shape, fill, layers_for
+from tightkv.bench.provenance import provenance
 from tightkv.bench.timing import copy_bandwidth, graph_ms
 from tightkv.config import KVQuantConfig
 from tightkv.kernels import select

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tightkv.bench.problems import Layer, Shape, fill
-from tightkv.bench.rows import provenance
+from tightkv.bench.inputs import Layer, Shape, fill
+from tightkv.bench.provenance import provenance
 from tightkv.bench.timing import graph_ms
 from tightkv.config import KVQuantConfig
 from tightkv.kernels import select

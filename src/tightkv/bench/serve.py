@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tightkv.bench.openai_client import Answer, Server, ServerError, metric
-from tightkv.bench.rows import provenance
+from tightkv.bench.provenance import provenance
 
 Row = dict[str, Any]
 

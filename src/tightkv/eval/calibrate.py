@@ -23,7 +23,7 @@ from tightkv.eval.sensitivity import Layer, Moments, estimate, moments, observe,
 from tightkv.eval.text import Text
 from tightkv.eval.windows import Windows
 from tightkv.integrations.transformers import TightCache
-from tightkv.integrations.transformers.calibrated import loaded_fingerprint
+from tightkv.integrations.transformers.calibration import loaded_fingerprint
 from tightkv.integrations.transformers.layer import TightLayer
 from tightkv.layout import page_layout
 from tightkv.math.centers import Centers

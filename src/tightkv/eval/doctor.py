@@ -25,7 +25,7 @@ from tightkv.eval.quality import Schedule, measure_quality, quality_passes
 from tightkv.eval.sensitivity import Costs, Layer, estimate, record
 from tightkv.eval.windows import Windows
 from tightkv.integrations.transformers import TightCache
-from tightkv.integrations.transformers.calibrated import calibrated
+from tightkv.integrations.transformers.calibration import apply_calibration
 from tightkv.integrations.transformers.layer import TightLayer
 from tightkv.integrations.transformers.query_probe import probed_metrics
 
@@ -176,7 +176,7 @@ class Doctor:
         """
         bases = list(dict.fromkeys(_without_bits(cfg) for cfg in cfgs))
         families = [_Family(base, {}, {}) for base in bases]
-        if (known := calibrated(cfgs[0], self.model)[1]) is not None:
+        if (known := apply_calibration(cfgs[0], self.model)[1]) is not None:
             return self._read(known, families)
         numbers, first = self._layer_numbers(), self.schedule.prefill
         generator = torch.Generator().manual_seed(0)

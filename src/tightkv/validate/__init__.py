@@ -20,7 +20,7 @@ from tightkv.validate import (
     retrieval,
     sizes,
 )
-from tightkv.validate.rows import AuditRow, Claim, Options, Progress, Report
+from tightkv.validate.report import AuditRow, Claim, Options, Progress, Report
 
 __all__ = ["AuditRow", "Claim", "Options", "Report", "run"]
 

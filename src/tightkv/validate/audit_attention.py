@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tightkv.config import PRESETS, SCALE_MODES, KVQuantConfig
-from tightkv.validate.cached import AttentionError, attention_error
+from tightkv.validate.attention_error import AttentionError, attention_error
 from tightkv.validate.inputs import Problem, attention_problem
+from tightkv.validate.report import AuditRow, Options
 from tightkv.validate.retrieval import predicted_noise
-from tightkv.validate.rows import AuditRow, Options
 
 BIASES = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0)
 NATS = "nats of softmax KL"

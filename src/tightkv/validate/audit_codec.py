@@ -15,7 +15,7 @@ from tightkv.math.codebook import get_codebook
 from tightkv.sequences import SequenceTable
 from tightkv.validate.distortion import BITS, UPPER, lloyd_max, squared_errors
 from tightkv.validate.inputs import normal
-from tightkv.validate.rows import AuditRow, Options
+from tightkv.validate.report import AuditRow, Options
 from tightkv.validate.sizes import HEADS, allocated_bytes
 
 TIMES = "x the Lloyd-Max distortion"

@@ -8,7 +8,7 @@ from torch import Tensor
 from tightkv.math.lloyd import beta_cdf
 from tightkv.math.rotation import make_rotation
 from tightkv.validate.inputs import unit_vectors
-from tightkv.validate.rows import Claim, Options, Progress
+from tightkv.validate.report import Claim, Options, Progress
 from tightkv.validate.stats import LEVEL, ks_test
 
 REJECTED = 1e-6  # p-value a control must stay below

@@ -12,7 +12,7 @@ from tightkv.math.codebook import get_codebook
 from tightkv.math.lloyd import BetaLaw, expected_distortion
 from tightkv.math.quantize import TurboQuantMSE
 from tightkv.validate.inputs import UNIT_KINDS, many_rotations, unit_vectors
-from tightkv.validate.rows import Claim, Options, Progress
+from tightkv.validate.report import Claim, Options, Progress
 from tightkv.validate.stats import mean_and_half_width
 
 BITS = (1, 2, 3, 4)

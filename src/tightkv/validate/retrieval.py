@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from tightkv.config import PRESETS, KVQuantConfig
-from tightkv.validate.cached import stored_keys
+from tightkv.validate.attention_error import stored_keys
 from tightkv.validate.distortion import MODE_ERRORS, lloyd_max
 from tightkv.validate.inputs import Problem, attention_problem, normal
-from tightkv.validate.rows import Claim, Options, Progress
+from tightkv.validate.report import Claim, Options, Progress
 from tightkv.validate.stats import Z, rank_correlation, recall
 
 

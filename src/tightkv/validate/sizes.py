@@ -11,7 +11,7 @@ from tightkv.config import PRESETS, KVQuantConfig
 from tightkv.layout import RING_SLACK, PageLayout
 from tightkv.sequences import SequenceTable
 from tightkv.validate.inputs import normal
-from tightkv.validate.rows import Claim, Options, Progress
+from tightkv.validate.report import Claim, Options, Progress
 
 SECTION = "6 bytes"
 HEADS = 8

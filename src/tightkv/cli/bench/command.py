@@ -14,7 +14,7 @@ from tightkv.config import PRESETS, KVQuantConfig
 if TYPE_CHECKING:
     import torch
 
-    from tightkv.bench.problems import Shape
+    from tightkv.bench.inputs import Shape
 
 Row = dict[str, Any]
 
@@ -156,7 +156,7 @@ def _presets(args: argparse.Namespace) -> list[str]:
 
 
 def _shapes(args: argparse.Namespace) -> list[Shape]:
-    from tightkv.bench.problems import Shape
+    from tightkv.bench.inputs import Shape
 
     return [Shape(args.batch, tokens) for tokens in args.tokens or []]
 

@@ -14,7 +14,7 @@ from transformers.masking_utils import causal_mask_function, prepare_padding_mas
 
 from tightkv.integrations.transformers.layer import TightLayer
 from tightkv.integrations.transformers.padding import Padding, left_padding, note_padding
-from tightkv.integrations.transformers.protection import measured_noise, warn_of_noise
+from tightkv.integrations.transformers.protect_keys import measured_noise, warn_of_noise
 from tightkv.integrations.transformers.states import CompressedStates
 
 NAME = "tightkv"

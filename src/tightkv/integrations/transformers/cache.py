@@ -18,7 +18,7 @@ from transformers.cache_utils import (
 
 from tightkv.config import KVQuantConfig
 from tightkv.integrations.transformers.cache_size import cache_size
-from tightkv.integrations.transformers.calibrated import calibrated
+from tightkv.integrations.transformers.calibration import apply_calibration
 from tightkv.integrations.transformers.layer import (
     DIFFERENT_TOKENS,
     SharedSteps,
@@ -27,7 +27,7 @@ from tightkv.integrations.transformers.layer import (
     forget_states,
 )
 from tightkv.integrations.transformers.layer_shapes import layer_shapes
-from tightkv.integrations.transformers.protection import protect
+from tightkv.integrations.transformers.protect_keys import protect
 from tightkv.integrations.transformers.query_probe import probed_metrics
 from tightkv.integrations.transformers.saving import read_cache, save_cache
 from tightkv.math.centers import Centers
@@ -60,7 +60,7 @@ class TightCache(Cache):  # type: ignore[misc]
     ) -> None:
         self.quant = KVQuantConfig.parse(quant)
         self.kernels = kernels
-        self.quant, self.calibration = calibrated(self.quant, model)
+        self.quant, self.calibration = apply_calibration(self.quant, model)
         checked = False  # whether weights have said which bits keys need
         if isinstance(model, PreTrainedModel):
             self.quant, checked = protect(self.quant, model)
@@ -322,7 +322,7 @@ class TightCache(Cache):  # type: ignore[misc]
         cache.layers = saved.make_layers(
             cache.shared, kernels, torch.device(device), expected=cache.layers
         )
-        _, cache.calibration = calibrated(quant.replace(calibration=calibration), model)
+        _, cache.calibration = apply_calibration(quant.replace(calibration=calibration), model)
         if isinstance(model, PreTrainedModel):
             cache._use_metrics(cache._metrics_of(model))
         return cache

@@ -10,12 +10,12 @@ from torch import Tensor
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from tightkv.codec import Codec
+from tightkv.integrations.vllm.batch_split import SHORT_PROMPT, Limits
 from tightkv.integrations.vllm.compat import as_pages
-from tightkv.integrations.vllm.cuts import SHORT_PROMPT, Limits
+from tightkv.integrations.vllm.graph_replay import GraphReplay
 from tightkv.integrations.vllm.layer_step import LayerStep, Rings
 from tightkv.integrations.vllm.metadata import TightMetadata
-from tightkv.integrations.vllm.replay import Replay
-from tightkv.integrations.vllm.rows import BatchRows
+from tightkv.integrations.vllm.ring_table import BatchRings
 from tightkv.integrations.vllm.warm_up import warm_up_once
 from tightkv.layout import PageLayout
 from tightkv.math.centers import Centers
@@ -46,8 +46,8 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
         self.feedback: Tensor | None = None
         """`Codec.feedback_factors` of the layer's queries, for CUDA graphs at a fixed address."""
         self.centers: tuple[Tensor, Tensor, Tensor] | None = None
-        # Number of pages and steps of the RowTable, of all layers with the same metadata.
-        self.row_steps: tuple[int, Replay[BatchRows]] | None = None
+        # Number of pages and steps of the RingTable, of all layers with the same metadata.
+        self.row_steps: tuple[int, GraphReplay[BatchRings]] | None = None
 
     @property
     def capturable(self) -> bool:

@@ -17,11 +17,11 @@ from vllm.v1.attention.backend import (
 
 from tightkv.config import PAGE_SIZES
 from tightkv.integrations.vllm.attention import TightAttention
+from tightkv.integrations.vllm.batch_split import Limits, split_batch
 from tightkv.integrations.vllm.compat import cache_shape, host_lengths
-from tightkv.integrations.vllm.cuts import Limits, cut_batch
-from tightkv.integrations.vllm.metadata import TightMetadata, part_of
-from tightkv.integrations.vllm.replay import CudaRecorder, Replay
-from tightkv.integrations.vllm.rows import BatchRows, RowTable
+from tightkv.integrations.vllm.graph_replay import CudaGraphRecorder, GraphReplay
+from tightkv.integrations.vllm.metadata import TightMetadata, make_part
+from tightkv.integrations.vllm.ring_table import BatchRings, RingTable
 
 
 class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[misc]
@@ -35,12 +35,12 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
         self.layers: list[Any] = list(layers.values())
         self.impls: list[TightAttention] = [layer.impl for layer in self.layers]
-        self.block_pages: int = kv_cache_spec.block_size // self.impls[0].layout.page_size
-        self.inside = torch.arange(self.block_pages, dtype=torch.int32, device=device)
+        self.pages_per_block: int = kv_cache_spec.block_size // self.impls[0].layout.page_size
+        self.inside = torch.arange(self.pages_per_block, dtype=torch.int32, device=device)
         self.pages: Tensor | None = None  # of each sequence, where a block has several
         # What the layers read keeps its address, so that vLLM's CUDA graphs can hold it.
         self.starts = torch.zeros(self._max_batch, dtype=torch.int32, device=device)
-        columns = len(BatchRows._fields)
+        columns = len(BatchRings._fields)
         self.out = torch.zeros(columns, self._max_batch, dtype=torch.int32, device=device)
 
     @classmethod
@@ -66,11 +66,13 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
         return self._build(common_attn_metadata, replay=False)
 
     def _build(self, common: Any, replay: bool) -> TightMetadata:
-        first: list[int] = common.query_start_loc_cpu.tolist()
-        cuts = cut_batch(first, host_lengths(common), self._most_decoding(len(first) - 1))
+        starts: list[int] = common.query_start_loc_cpu.tolist()
+        ranges = split_batch(starts, host_lengths(common), self._most_decoding(len(starts) - 1))
         pages = self._page_table(common.block_table_tensor)
         steps = self._steps()
-        few_shapes = all(cut.most <= self._limits.decoding for cut in cuts)  # no prompts
+        few_shapes = all(
+            part.max_query_len <= self._limits.decoding for part in ranges
+        )  # no prompts
         tensors = (
             pages,
             common.seq_lens,
@@ -84,8 +86,10 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
         else:
             rows = steps.function(*tensors, copies=True)
             inherited = rows.ring_rows.long(), rows.sink_sources.long()
-        starts = common.query_start_loc
-        parts = [part_of(cut, first, starts, pages, rows, self.starts) for cut in cuts]
+        parts = [
+            make_part(part, starts, common.query_start_loc, pages, rows, self.starts)
+            for part in ranges
+        ]
         return TightMetadata(tuple(parts), common.num_actual_tokens, inherited)
 
     @property
@@ -99,7 +103,7 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
 
     def _page_table(self, block_table: Tensor) -> Tensor:
         """[B, blocks] -> [B, pages]: the pages of each block have neighbouring numbers."""
-        count, (batch, blocks) = self.block_pages, block_table.shape
+        count, (batch, blocks) = self.pages_per_block, block_table.shape
         if count == 1:
             return block_table
         if self.pages is None or self.pages.shape[1] != blocks * count:
@@ -110,15 +114,15 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
         torch.add(block_table[:, :, None] * count, self.inside, out=by_block)
         return pages
 
-    def _steps(self) -> Replay[BatchRows]:
-        """Steps of the group's RowTable, made when vLLM has said how many blocks there are."""
+    def _steps(self) -> GraphReplay[BatchRings]:
+        """Steps of the group's RingTable, made when vLLM has said how many blocks there are."""
         impl, layer = self.impls[0], self.layers[0]
-        blocks = len(layer.kv_cache) * self.block_pages
+        blocks = len(layer.kv_cache) * self.pages_per_block
         if impl.row_steps is None or impl.row_steps[0] != blocks:
             taken_back, rows = impl.limits.decoding - 1, impl.limits.rows
-            table = RowTable(impl.layout.cfg, rows, blocks, taken_back, self.device)
-            recorder = CudaRecorder(self.device) if self.device.type == "cuda" else None
-            impl.row_steps = blocks, Replay(table.step, recorder)
+            table = RingTable(impl.layout.cfg, rows, blocks, taken_back, self.device)
+            recorder = CudaGraphRecorder(self.device) if self.device.type == "cuda" else None
+            impl.row_steps = blocks, GraphReplay(table.step, recorder)
         return impl.row_steps[1]
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tightkv.config import KVQuantConfig
-from tightkv.integrations.vllm.protection import checkpoint_folder, model_layers
+from tightkv.integrations.vllm.checkpoint import checkpoint_folder
+from tightkv.integrations.vllm.layer_numbers import model_layers
 from tightkv.math.feedback import QueryMetric
 from tightkv.model_shape.folder_metric import LEAST_BITS, QueryMetrics, query_metrics
 

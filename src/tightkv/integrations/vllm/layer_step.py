@@ -9,7 +9,7 @@ from types import ModuleType
 from torch import Tensor
 
 from tightkv.codec import Codec
-from tightkv.integrations.vllm.metadata import Sequences
+from tightkv.integrations.vllm.metadata import BatchPart
 from tightkv.kernels.view import CacheView
 
 Rings = tuple[Tensor, ...]  # ring key and value, sink key and value, each [rows + 1, n, Hkv, D]
@@ -30,7 +30,7 @@ class LayerStep:
 
     def run(
         self,
-        parts: Sequence[Sequences],
+        parts: Sequence[BatchPart],
         pages: Tensor,
         rings: Rings,
         query: Tensor,
@@ -52,9 +52,9 @@ class LayerStep:
                 _view(pages, rings, part, context=False, feedback=feedback),
                 key[part.tokens],
                 value[part.tokens],
-                part.first,
+                part.query_start_loc,
                 part.rows.exact_starts,
-                max_new=part.most,
+                max_new=part.max_query_len,
                 open_codes=True,
             )
         for part in parts:
@@ -62,16 +62,16 @@ class LayerStep:
             self.kernels.attend(
                 self.codec,
                 query[mine],
-                _view(pages, rings, part, context=part.fresh, appended=len(parts) == 1),
-                part.first,
-                max_queries=part.most,
+                _view(pages, rings, part, context=part.is_prefill, appended=len(parts) == 1),
+                part.query_start_loc,
+                max_queries=part.max_query_len,
                 scale=self.scale,
                 causal=True,
                 window=None,
                 softcap=self.softcap,
                 mask=None,
-                new_key=key[mine] if part.fresh else None,
-                new_value=value[mine] if part.fresh else None,
+                new_key=key[mine] if part.is_prefill else None,
+                new_value=value[mine] if part.is_prefill else None,
                 out=output[mine],
             )
 
@@ -79,7 +79,7 @@ class LayerStep:
 def _view(
     pages: Tensor,
     rings: Rings,
-    part: Sequences,
+    part: BatchPart,
     context: bool,
     appended: bool = False,
     feedback: Tensor | None = None,
@@ -98,7 +98,7 @@ def _view(
         ring_value=rings[1],
         sink_key=rings[2],
         sink_value=rings[3],
-        same_length=part.length if context else None,
+        same_length=part.context_len if context else None,
         appended=appended,
         feedback=feedback,
     )

@@ -20,23 +20,19 @@ from tightkv.calibration import not_used
 from tightkv.config import KVQuantConfig
 from tightkv.integrations.vllm.attention import TightAttention
 from tightkv.integrations.vllm.backend import TightBackend
-from tightkv.integrations.vllm.calibrated import (
+from tightkv.integrations.vllm.batch_split import Limits
+from tightkv.integrations.vllm.calibration import (
     find_for_engine,
     set_calibrated_feedback,
     set_centers,
     without_bits,
 )
 from tightkv.integrations.vllm.compat import page_spec
-from tightkv.integrations.vllm.cuts import Limits
 from tightkv.integrations.vllm.feedback import set_feedback
+from tightkv.integrations.vllm.layer_numbers import layer_number, model_layers
 from tightkv.integrations.vllm.layer_shapes import layer_shape, shared_layer
 from tightkv.integrations.vllm.options import EngineOptions, engine_options, with_options
-from tightkv.integrations.vllm.protection import (
-    check_keys,
-    in_equal_blocks,
-    layer_number,
-    model_layers,
-)
+from tightkv.integrations.vllm.protect_keys import check_keys, in_equal_blocks
 from tightkv.layout import RING_SLACK, PageLayout, page_layout
 from tightkv.model_shape import skip_reason
 
@@ -52,7 +48,7 @@ class EnginePlan:
     options: EngineOptions
     layouts: dict[str, PageLayout]
     rows: int
-    block_pages: int = 1
+    pages_per_block: int = 1
     """Pages a block of vLLM's: more than one where other layers' blocks are larger."""
 
     @property
@@ -88,7 +84,7 @@ def install(vllm_config: Any) -> None:
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
     if options is None or all(hasattr(layer, _LAYOUT) for layer in layers.values()):
         return
-    refuse_impossible(options, vllm_config)
+    check_engine_options(options, vllm_config)
     given, calibration = options, find_for_engine(options.config, vllm_config)
     line = not_used(options.config, calibration, vllm_config.model_config.model)
     if calibration is not None:
@@ -105,7 +101,7 @@ def install(vllm_config: Any) -> None:
         if checked.raised:
             checked = in_equal_blocks(given.config, checked)
         plan = make_plan(given, vllm_config, chosen)
-    plan = replace(plan, block_pages=_fit_other_layers(plan, others, vllm_config))
+    plan = replace(plan, pages_per_block=_pages_per_block(plan, others, vllm_config))
     most = vllm_config.scheduler_config.max_num_seqs
     limits = Limits(most, plan.rows, 1 + _speculative_tokens(vllm_config))
     slow: dict[str, list[str]] = {}
@@ -115,7 +111,7 @@ def install(vllm_config: Any) -> None:
         choice = kernels.choose("auto", device, layout)
         layer.impl = TightAttention(layer, layout, choice.module, limits, device)
         layer.attn_backend = TightBackend
-        setattr(layer, _LAYOUT, (layout, plan.block_pages))
+        setattr(layer, _LAYOUT, (layout, plan.pages_per_block))
         if choice.slow is not None:
             slow.setdefault(choice.slow, []).append(name)
     impls = {name: layers[name].impl for name in plan.layouts}
@@ -138,12 +134,12 @@ def install(vllm_config: Any) -> None:
             logger.info(feedback)
         for reason, names in slow.items():
             logger.warning("tightkv, %s: %s", _some(names, len(plan.layouts)), reason)
-        blocked = no_graphs(impls)
+        blocked = cuda_graph_obstacle(impls)
         if blocked is not None and not vllm_config.model_config.enforce_eager:
             logger.warning(blocked)
 
 
-def no_graphs(impls: Mapping[str, TightAttention]) -> str | None:
+def cuda_graph_obstacle(impls: Mapping[str, TightAttention]) -> str | None:
     """Why vLLM cannot capture CUDA graphs of decoding with these layers; None if it can."""
     if all(impl.capturable or impl.device.type != "cuda" for impl in impls.values()):
         return None
@@ -177,7 +173,7 @@ def _other_specs(plan: EnginePlan, layers: dict[str, Any], vllm_config: Any) -> 
     return [(layer, spec) for layer, spec in specs if spec is not None]
 
 
-def _fit_other_layers(plan: EnginePlan, others: Sequence[Any], vllm_config: Any) -> int:
+def _pages_per_block(plan: EnginePlan, others: Sequence[Any], vllm_config: Any) -> int:
     """Pages a block, so that it is no smaller than the block of a layer that is not compressed.
 
     vLLM's blocks are of one size. Sliding-window layers take the shortest that their attention
@@ -203,13 +199,15 @@ def _fit_other_layers(plan: EnginePlan, others: Sequence[Any], vllm_config: Any)
         )
     states = {kind for kind in kinds if issubclass(kind, MambaSpec)}
     if states:
-        count = fit_states(count, plan.options.config.page_size, kinds - states, vllm_config)
+        count = align_state_blocks(
+            count, plan.options.config.page_size, kinds - states, vllm_config
+        )
     if any(issubclass(kind, SlidingWindowSpec) for kind in kinds):
         vllm_config.cache_config.skip_page_size_padded = count * max(pages)
     return count
 
 
-def fit_states(pages: int, page_size: int, others: set[type], vllm_config: Any) -> int:
+def align_state_blocks(pages: int, page_size: int, others: set[type], vllm_config: Any) -> int:
     """Pages a block, with blocks of states as long as ours: prefixes end where both do.
 
     With other boundaries vLLM's hits could end inside a page, which nobody could continue.
@@ -290,7 +288,7 @@ def _size(layouts: Mapping[str, PageLayout]) -> CacheBytes:
     return CacheBytes(tuple(LayerBytes.of_layout(layout) for layout in layouts.values()))
 
 
-def refuse_impossible(options: EngineOptions, vllm_config: Any) -> None:
+def check_engine_options(options: EngineOptions, vllm_config: Any) -> None:
     """Raise at start what could only go wrong later."""
     cfg, cache, parallel = options.config, vllm_config.cache_config, vllm_config.parallel_config
     if cache.cache_dtype not in ("auto", "bfloat16", "float16"):

@@ -7,44 +7,49 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tightkv.integrations.vllm.cuts import Cut
-from tightkv.integrations.vllm.rows import BatchRows
+from tightkv.integrations.vllm.batch_split import PartRange
+from tightkv.integrations.vllm.ring_table import BatchRings
 
 
 @dataclass(frozen=True)
-class Sequences:
+class BatchPart:
     """Neighbouring sequences of a batch that are treated alike."""
 
     tokens: slice  # of the batch
-    first: Tensor  # int32 [B + 1], where each sequence's tokens begin among these
-    most: int  # tokens of one sequence
-    fresh: bool  # the new tokens are read from the batch, not from the cache (prefill)
+    query_start_loc: Tensor  # int32 [B + 1], where each sequence's tokens begin among these
+    max_query_len: int  # new tokens of one sequence
+    is_prefill: bool  # the new tokens are read from the batch, not from the cache (prefill)
     block_table: Tensor  # int32 [B, max_pages]
     starts: Tensor  # int32 [B], zeros
-    rows: BatchRows
-    length: int | None = None  # tokens before the new ones, of a single sequence
+    rows: BatchRings
+    context_len: int | None = None  # tokens before the new ones, of a single sequence
 
 
 @dataclass(frozen=True)
 class TightMetadata:
-    parts: tuple[Sequences, ...]
+    parts: tuple[BatchPart, ...]
     num_actual_tokens: int
     inherited: tuple[Tensor, Tensor] | None = None  # rows of sinks [B]: copied to, copied from
 
 
-def part_of(
-    cut: Cut, first: Sequence[int], starts: Tensor, pages: Tensor, rows: BatchRows, zeros: Tensor
-) -> Sequences:
-    """The sequences of a cut; `first` is where each one's tokens begin, `starts` on the device."""
-    begin, end = cut.begin, cut.end
-    mine = starts[begin : end + 1]
-    return Sequences(
-        tokens=slice(first[begin], first[end]),
-        first=mine - first[begin] if first[begin] else mine,
-        most=cut.most,
-        fresh=cut.fresh,
+def make_part(
+    part: PartRange,
+    query_start_loc_cpu: Sequence[int],
+    query_start_loc: Tensor,
+    pages: Tensor,
+    rows: BatchRings,
+    zeros: Tensor,
+) -> BatchPart:
+    """Those sequences of the batch; where tokens of each begin is known on the host too."""
+    begin, end = part.begin, part.end
+    mine = query_start_loc[begin : end + 1]
+    return BatchPart(
+        tokens=slice(query_start_loc_cpu[begin], query_start_loc_cpu[end]),
+        query_start_loc=mine - query_start_loc_cpu[begin] if query_start_loc_cpu[begin] else mine,
+        max_query_len=part.max_query_len,
+        is_prefill=part.is_prefill,
         block_table=pages[begin:end],
         starts=zeros[: end - begin],
-        rows=BatchRows(*(column[begin:end] for column in rows)),
-        length=cut.length,
+        rows=BatchRings(*(column[begin:end] for column in rows)),
+        context_len=part.context_len,
     )

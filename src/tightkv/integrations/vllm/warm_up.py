@@ -1,7 +1,7 @@
 """Compile what a layer launches while vLLM starts, so that no request waits for it.
 
 Triton and NVRTC compile a kernel when it is launched for the first time, cuDNN is loaded when it
-is first asked. So a layer runs here every kind of part that `cut_batch` makes, on one page of its
+is first asked. So a layer runs here every kind of part that `split_batch` makes, on one page of its
 own and on the row of the rings that is nobody's. Which binary a launch takes is decided by
 dtypes, head counts, how many tokens a sequence has and whether a prefix is read in one piece or
 in several; numbers that differ from step to step do not decide (`do_not_specialize` in
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from tightkv.integrations.vllm.layer_step import LayerStep, Rings
-from tightkv.integrations.vllm.metadata import Sequences
-from tightkv.integrations.vllm.rows import BatchRows
+from tightkv.integrations.vllm.metadata import BatchPart
+from tightkv.integrations.vllm.ring_table import BatchRings
 from tightkv.kernels.staged import LEAST_QUERIES, PLANNED_TOKENS, piece_tokens
 from tightkv.layout import PageLayout
 
@@ -70,7 +70,7 @@ def warm_up(
     for part in kinds_of_parts(layout, rings, most_decoding, least_fresh):
         # as a model has them: parts of one tensor
         heads = (query_heads, layout.num_kv_heads, layout.num_kv_heads)
-        shape = (part.most, sum(heads), layout.head_dim)
+        shape = (part.max_query_len, sum(heads), layout.head_dim)
         qkv = torch.zeros(shape, dtype=layout.dtype, device=device)
         query, key, value = qkv.split(heads, dim=1)
         output = torch.empty_like(query)
@@ -79,17 +79,17 @@ def warm_up(
 
 def kinds_of_parts(
     layout: PageLayout, rings: Rings, most_decoding: int, least_fresh: int
-) -> Iterator[Sequences]:
+) -> Iterator[BatchPart]:
     """A part for every kind: decodes, short prompts, long ones over one piece and over several."""
     page = layout.page_size
     for count in sizes(1, most_decoding):
-        yield _part(layout, rings, count, before=page, fresh=False)
+        yield _part(layout, rings, count, before=page, is_prefill=False)
     for count in sizes(least_fresh, LEAST_QUERIES - 1):
-        yield _part(layout, rings, count, before=page, fresh=True)
+        yield _part(layout, rings, count, before=page, is_prefill=True)
     # Several pieces, of lengths that cuDNN plans for and one that it does not.
     several = piece_tokens(PLANNED_TOKENS, page) + 3 * PLANNED_TOKENS + page // 2
     for before in (page, several):
-        yield _part(layout, rings, PLANNED_TOKENS, before, fresh=True, host_knows=True)
+        yield _part(layout, rings, PLANNED_TOKENS, before, is_prefill=True, host_knows=True)
 
 
 def sizes(least: int, most: int) -> list[int]:
@@ -104,9 +104,9 @@ def _part(
     rings: Rings,
     count: int,
     before: int,
-    fresh: bool,
+    is_prefill: bool,
     host_knows: bool = False,
-) -> Sequences:
+) -> BatchPart:
     """One sequence with `count` new tokens after `before` others, all in page 0."""
     device = rings[0].device
     length = before + count
@@ -115,7 +115,7 @@ def _part(
     def number(n: int) -> Tensor:
         return torch.tensor([n], dtype=torch.int32, device=device)
 
-    rows = BatchRows(
+    rows = BatchRings(
         lengths=number(length),
         before=number(before),
         ring_rows=number(len(rings[0]) - 1),
@@ -127,13 +127,13 @@ def _part(
         sink_sources=number(len(rings[0]) - 1),
     )
     pages = -(-length // layout.page_size)
-    return Sequences(
+    return BatchPart(
         tokens=slice(0, count),
-        first=torch.tensor([0, count], dtype=torch.int32, device=device),
-        most=count,
-        fresh=fresh,
+        query_start_loc=torch.tensor([0, count], dtype=torch.int32, device=device),
+        max_query_len=count,
+        is_prefill=is_prefill,
         block_table=torch.zeros(1, pages, dtype=torch.int32, device=device),
         starts=number(0),
         rows=rows,
-        length=before if host_knows else None,
+        context_len=before if host_knows else None,
     )

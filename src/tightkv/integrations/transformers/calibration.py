@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from tightkv.calibration import Calibration, find_calibration, not_used
 from tightkv.config import KVQuantConfig
-from tightkv.integrations.transformers.protection import LoadedTensor
+from tightkv.integrations.transformers.protect_keys import LoadedTensor
 from tightkv.model_shape import read_model_shape
 from tightkv.model_shape.fingerprint import model_fingerprint
 
@@ -22,7 +22,7 @@ class CalibrationWarning(UserWarning):
     """A calibration does less than was asked; the message has the way out."""
 
 
-def calibrated(cfg: KVQuantConfig, model: Any) -> tuple[KVQuantConfig, Calibration | None]:
+def apply_calibration(cfg: KVQuantConfig, model: Any) -> tuple[KVQuantConfig, Calibration | None]:
     """`cfg` with the bits of its calibration, and that calibration; another model's is refused."""
     if not cfg.calibration:
         return cfg, None

@@ -11,7 +11,7 @@ from tightkv.math.quantize import Quantizer, TurboQuantMSE, TurboQuantProd
 from tightkv.math.rotation import make_rotation
 from tightkv.validate.distortion import UPPER, lloyd_max
 from tightkv.validate.inputs import many_rotations, unit_vectors
-from tightkv.validate.rows import Claim, Options, Progress
+from tightkv.validate.report import Claim, Options, Progress
 from tightkv.validate.stats import mean_and_half_width
 
 SECTION = "2 inner products"

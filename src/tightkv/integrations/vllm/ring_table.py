@@ -1,4 +1,4 @@
-"""RowTable: which exact ring and sinks of the side pool each sequence of a batch owns.
+"""RingTable: which exact ring and sinks of the side pool each sequence of a batch owns.
 
 vLLM says for each step which blocks and how many tokens its sequences have, not which sequence
 it was that wrote them. So a row is tagged with what it was written for: the block of the newest
@@ -25,7 +25,7 @@ _STEP = 1 << 20  # more than any batch: step and sequence in one number
 _NEVER = 1 << 62
 
 
-class BatchRows(NamedTuple):
+class BatchRings(NamedTuple):
     """Ring and sinks of each sequence of a batch, int32 [B]."""
 
     lengths: Tensor  # with the new tokens; 0 for a sequence that is only a stand-in
@@ -39,7 +39,7 @@ class BatchRows(NamedTuple):
     sink_sources: Tensor  # the row whose sinks are to be copied to `ring_rows` first
 
 
-class RowTable:
+class RingTable:
     """Tags of a pool of `rows` rings; one more row takes the writes of sequences without one."""
 
     def __init__(
@@ -76,27 +76,28 @@ class RowTable:
         self,
         block_table: Tensor,
         lengths: Tensor,
-        first: Tensor,
+        query_start_loc: Tensor,
         slots: Tensor,
         out: Tensor,
         copies: bool = False,
-    ) -> BatchRows:
+    ) -> BatchRings:
         """Give the sequences of a batch their rows and tag those with what this step writes.
 
-        `lengths` [B] count the new tokens, row b's being first[b] to first[b + 1] of the batch,
+        `lengths` [B] count the new tokens, row b's being query_start_loc[b] to
+        query_start_loc[b + 1] of the batch,
         written at `slots` [N] = block * page_size + offset; a negative slot is not written.
         Block 0 is nobody's. (A block here is one page.) The answer is put into `out`
-        int32 [len(BatchRows._fields), at least B]: the same memory at every step. With `copies`
+        int32 [len(BatchRings._fields), at least B]: the same memory at every step. With `copies`
         the layers copy sinks as `sink_sources` says before anything else.
         """
         size, batch = self.page_size, len(lengths)
-        first = first.long()
-        counts = first.diff()
+        starts = query_start_loc.long()
+        counts = starts.diff()
         here = torch.arange(batch, device=lengths.device)
-        live = self._live(first, counts, slots)
+        live = self._live(starts, counts, slots)
         lengths = lengths.long().masked_fill(~live, 0)
         before = (lengths - counts).masked_fill(~live, 0)
-        blocks, writers = self._mark_written(first, slots)
+        blocks, writers = self._mark_written(starts, slots)
 
         own, matched = self._find(_block_at(block_table, before - 1, size), before, live, here)
         rows = self._assign(own, matched, live)
@@ -144,20 +145,20 @@ class RowTable:
             sinks_before,
             source,
         )
-        return BatchRows(*out[:, :batch].copy_(torch.stack(answer)).unbind())
+        return BatchRings(*out[:, :batch].copy_(torch.stack(answer)).unbind())
 
-    def _live(self, first: Tensor, counts: Tensor, slots: Tensor) -> Tensor:
+    def _live(self, starts: Tensor, counts: Tensor, slots: Tensor) -> Tensor:
         """bool [B]: sequences whose tokens are really written."""
         if not len(slots):
             return counts > 0
-        return (counts > 0) & (slots[first[:-1].clamp_max(len(slots) - 1)] >= 0)
+        return (counts > 0) & (slots[starts[:-1].clamp_max(len(slots) - 1)] >= 0)
 
-    def _mark_written(self, first: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    def _mark_written(self, starts: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         """The block of each token and the sequence that writes it (B: none)."""
         token = torch.arange(len(slots), device=slots.device)
-        writers = torch.searchsorted(first[1:].contiguous(), token, right=True)
-        real = (writers < len(first) - 1) & (slots >= 0)
-        writers = writers.masked_fill(~real, len(first) - 1)
+        writers = torch.searchsorted(starts[1:].contiguous(), token, right=True)
+        real = (writers < len(starts) - 1) & (slots >= 0)
+        writers = writers.masked_fill(~real, len(starts) - 1)
         blocks = (slots.long() // self.page_size).masked_fill(~real, 0)
         stamps = self.steps * _STEP + writers
         self.written_at[blocks] = stamps

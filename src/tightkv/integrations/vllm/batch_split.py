@@ -1,4 +1,4 @@
-"""Into which parts a batch is cut, so that the sequences of each are treated alike."""
+"""Parts of a batch whose sequences are treated alike: decodes, short prompts, long prompts."""
 
 from __future__ import annotations
 
@@ -31,39 +31,41 @@ class Limits(NamedTuple):
         return max(self.decoding, short_prompt) if sequences <= self.rows else self.decoding
 
 
-class Cut(NamedTuple):
+class PartRange(NamedTuple):
     """Sequences [begin, end) of a batch."""
 
     begin: int
     end: int
-    fresh: bool
+    is_prefill: bool
     """The new tokens are a prompt's, read from the batch and not from the cache."""
-    most: int
+    max_query_len: int
     """New tokens of one sequence."""
-    length: int | None = None
+    context_len: int | None = None
     """Tokens before the new ones, of a long prompt alone in its part."""
 
 
-def cut_batch(first: Sequence[int], lengths: Sequence[int] | None, most_decoding: int) -> list[Cut]:
+def split_batch(
+    query_start_loc: Sequence[int], lengths: Sequence[int] | None, most_decoding: int
+) -> list[PartRange]:
     """Long prompts one by one; of the others between them, those in front that decode, the rest.
 
-    A sequence decodes that has at most `most_decoding` new tokens. Sequence b's new tokens are
-    first[b] to first[b + 1] of the batch and the last of its lengths[b]. Lengths need to be right
-    for long prompts only; None where the host has none.
+    A sequence decodes that has at most `most_decoding` new tokens. The new tokens of sequence b
+    are query_start_loc[b] to query_start_loc[b + 1] of the batch, and the last of its lengths[b].
+    Lengths need to be right for long prompts only; None where the host has none.
     """
-    counts = [end - begin for begin, end in itertools.pairwise(first)]
-    cuts = []
+    counts = [end - begin for begin, end in itertools.pairwise(query_start_loc)]
+    parts = []
     for begin, end in _runs(counts, lengths is not None):
         if lengths is not None and counts[begin] >= LEAST_QUERIES:
             length = lengths[begin] - counts[begin]
-            cuts.append(Cut(begin, end, True, counts[begin], length))
+            parts.append(PartRange(begin, end, True, counts[begin], length))
             continue
         fresh = next((i for i in range(begin, end) if counts[i] > most_decoding), end)
         if fresh > begin:
-            cuts.append(Cut(begin, fresh, False, max(counts[begin:fresh])))
+            parts.append(PartRange(begin, fresh, False, max(counts[begin:fresh])))
         if fresh < end:
-            cuts.append(Cut(fresh, end, True, max(counts[fresh:end])))
-    return cuts
+            parts.append(PartRange(fresh, end, True, max(counts[fresh:end])))
+    return parts
 
 
 def _runs(counts: Sequence[int], cut_long: bool) -> Iterator[tuple[int, int]]:

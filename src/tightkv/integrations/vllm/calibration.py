@@ -9,7 +9,8 @@ from torch import Tensor
 
 from tightkv.calibration import Calibration, find_for_folder
 from tightkv.config import KVQuantConfig
-from tightkv.integrations.vllm.protection import checkpoint_folder, model_layers
+from tightkv.integrations.vllm.checkpoint import checkpoint_folder
+from tightkv.integrations.vllm.layer_numbers import model_layers
 from tightkv.math.centers import Centers
 from tightkv.math.feedback import QueryMetric
 

@@ -1,4 +1,4 @@
-"""Replay: many small kernels on the same tensors, from the second time on as one CUDA graph."""
+"""GraphReplay: many small kernels on the same tensors, as one CUDA graph from the second time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 _MOST_KEPT = 128  # graphs; those not used longest go first
 
 
-class Recorder(Protocol):
+class GraphRecorder(Protocol):
     """Makes something that runs again out of what a function does."""
 
     def record(self, run: Callable[[], T]) -> tuple[Callable[[], None], T]: ...
@@ -24,7 +24,7 @@ class Recorder(Protocol):
         """Whether somebody else is recording at the moment."""
 
 
-class CudaRecorder:
+class CudaGraphRecorder:
     """CUDA graphs that share their temporary memory; they run one after another."""
 
     def __init__(self, device: torch.device) -> None:
@@ -46,14 +46,14 @@ class CudaRecorder:
         return graph.replay, result
 
 
-class Replay(Generic[T]):
+class GraphReplay(Generic[T]):
     """A function of tensors whose work depends on their shapes alone, and that waits for nothing.
 
     Called again with tensors at the same addresses it is recorded, and replayed from then on.
     What it returns must live in memory that it was given.
     """
 
-    def __init__(self, function: Callable[..., T], recorder: Recorder | None) -> None:
+    def __init__(self, function: Callable[..., T], recorder: GraphRecorder | None) -> None:
         """Without a recorder the function is simply called."""
         self.function, self.recorder = function, recorder
         self.kept: OrderedDict[Any, tuple[Callable[[], None], T] | None] = OrderedDict()
@@ -80,7 +80,7 @@ class Replay(Generic[T]):
             self.kept.popitem(last=False)
 
     def _record(
-        self, recorder: Recorder, tensors: tuple[Tensor, ...]
+        self, recorder: GraphRecorder, tensors: tuple[Tensor, ...]
     ) -> tuple[Callable[[], None], T] | None:
         try:
             return recorder.record(lambda: self.function(*tensors))
