@@ -37,8 +37,8 @@ from tightkv import KVQuantConfig, TightCache
 from tightkv.cli.shared.output import format_table
 from tightkv.eval.configs import label
 from tightkv.eval.forward import CacheRun, exact_attention
-from tightkv.eval.quality import Schedule, Scores, compare
 from tightkv.eval.results import model_facts, provenance, text_facts
+from tightkv.eval.tasks.quality import Schedule, Scores, compare
 from tightkv.eval.text import default_texts
 from tightkv.eval.windows import Windows, cut_windows
 from tightkv.model_loading.bundled import BUNDLED_NAME, bundled_folder

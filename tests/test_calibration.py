@@ -22,11 +22,11 @@ from tightkv.calibration import (
 from tightkv.calibration import find as find_module
 from tightkv.cli import main
 from tightkv.codec import Codec
-from tightkv.eval import sensitivity
-from tightkv.eval.bit_search import Option, least_kl
-from tightkv.eval.calibrate import PRESETS, Calibrator
-from tightkv.eval.quality import Schedule, measure_quality
-from tightkv.eval.sensitivity import moments, record
+from tightkv.eval.layer_bits import sensitivity
+from tightkv.eval.layer_bits.calibrate import PRESETS, Calibrator
+from tightkv.eval.layer_bits.search import Option, least_kl
+from tightkv.eval.layer_bits.sensitivity import moments, record
+from tightkv.eval.tasks.quality import Schedule, measure_quality
 from tightkv.eval.text import Text, language_reference
 from tightkv.eval.windows import Windows, cut_windows
 from tightkv.integrations.transformers.calibration import CalibrationWarning, loaded_fingerprint
@@ -518,7 +518,7 @@ def test_doctor_reads_it_instead_of_measuring_layers(folder_and_file, capsys, mo
     def refuse(*args, **options):
         raise AssertionError("the doctor measured layers")
 
-    monkeypatch.setattr("tightkv.eval.doctor.record", refuse)
+    monkeypatch.setattr("tightkv.eval.layer_bits.doctor.record", refuse)
     words = ["doctor", str(folder), "--text", str(text), "--window", "500", "--windows", "1"]
     assert main([*words, "--calibration", str(out), "--budget", "1.0", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from models import prompt, tiny
-from tightkv.eval.quality import Schedule, measure_quality
+from tightkv.eval.tasks.quality import Schedule, measure_quality
 from tightkv.eval.windows import Windows
 from tightkv.integrations.transformers.cache_size import cache_size
 

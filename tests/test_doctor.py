@@ -7,9 +7,9 @@ import torch
 from models import prompt, tiny
 from tightkv import KVQuantConfig
 from tightkv.cli import main
-from tightkv.eval.bit_search import Option, as_config, fewest_bytes
-from tightkv.eval.doctor import Doctor, default_candidates
-from tightkv.eval.quality import Schedule, measure_quality
+from tightkv.eval.layer_bits.doctor import Doctor, default_candidates
+from tightkv.eval.layer_bits.search import Option, as_config, fewest_bytes
+from tightkv.eval.tasks.quality import Schedule, measure_quality
 from tightkv.eval.windows import Windows
 from tightkv.integrations.transformers import TightCache
 from tiny_folder import write_tiny_folder

@@ -27,8 +27,10 @@ from tightkv.cli.eval.command import FILE_TASKS, TASKS
 from tightkv.cli.shared.progress import Progress
 from tightkv.eval.configs import label, parse_configs
 from tightkv.eval.forward import CacheRun
-from tightkv.eval.greedy import measure_greedy, same_tokens
-from tightkv.eval.needles import (
+from tightkv.eval.results import model_fingerprint
+from tightkv.eval.stored_bits import bits_of
+from tightkv.eval.tasks.greedy import measure_greedy, same_tokens
+from tightkv.eval.tasks.needles import (
     ANSWER_TOKENS,
     MAX_NEEDLES,
     TAIL_TOKENS,
@@ -37,15 +39,13 @@ from tightkv.eval.needles import (
     make_needles,
     measure_needles,
 )
-from tightkv.eval.quality import (
+from tightkv.eval.tasks.quality import (
     Schedule,
     check_compresses,
     compare,
     measure_quality,
     quality_passes,
 )
-from tightkv.eval.results import model_fingerprint
-from tightkv.eval.size import bits_of
 from tightkv.eval.text import Text, default_texts, read_text
 from tightkv.eval.windows import Windows, cut_windows
 from tightkv.integrations.transformers.attention import use_attention
@@ -381,7 +381,7 @@ def test_layers_that_cannot_be_cropped(family: str) -> None:
 
 def test_an_answer_counts_as_a_whole_word(monkeypatch: pytest.MonkeyPatch) -> None:
     replies = iter(["It is 17.", "It is 171.", "A Goat, surely", "goats"])
-    monkeypatch.setattr("tightkv.eval.needles._answer", lambda *args: next(replies))
+    monkeypatch.setattr("tightkv.eval.tasks.needles._answer", lambda *args: next(replies))
     needles = [Needle("f", f"q{i}", word) for i, word in enumerate(["17", "17", "goat", "goat"])]
     _, _, done = asked(tiny(vocab_size=258), needles=needles)
     assert done["plain"][0].found == (True, False, True, False) and done["plain"][0].score == 2

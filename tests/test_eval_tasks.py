@@ -17,20 +17,20 @@ from models import prompt, tiny
 from tightkv import KVQuantConfig, TightCache
 from tightkv.cli import main
 from tightkv.cli.eval import report as eval_report
-from tightkv.eval import store as store_module
+from tightkv.eval import result_store as store_module
 from tightkv.eval.forward import CacheRun, MakeCache, after_prefix, ignore, write_texts
-from tightkv.eval.free import FreeTask, _gumbel
-from tightkv.eval.gsm8k import build_gsm8k, final_number
 from tightkv.eval.jsonl import read_examples
-from tightkv.eval.lambada import build_lambada
-from tightkv.eval.passkey import MAX_DEPTHS, build_passkeys, make_passkeys
-from tightkv.eval.probes import Passage, Probe, ProbeTask
-from tightkv.eval.quality import Schedule
-from tightkv.eval.recall import build_recall
-from tightkv.eval.store import Store, code_digest, result_key
-from tightkv.eval.task import Task, paired
-from tightkv.eval.tasks import QualityTask
-from tightkv.eval.tools import CALL_TOKENS, Call, ToolTask, build_conversation, judge
+from tightkv.eval.result_store import Store, code_digest, result_key
+from tightkv.eval.tasks.base import Task, paired
+from tightkv.eval.tasks.free_running import FreeTask, _gumbel
+from tightkv.eval.tasks.gsm8k import build_gsm8k, final_number
+from tightkv.eval.tasks.lambada import build_lambada
+from tightkv.eval.tasks.passkey import MAX_DEPTHS, build_passkeys, make_passkeys
+from tightkv.eval.tasks.probes import Passage, Probe, ProbeTask
+from tightkv.eval.tasks.quality import Schedule
+from tightkv.eval.tasks.recall import build_recall
+from tightkv.eval.tasks.standalone import QualityTask
+from tightkv.eval.tasks.tools import CALL_TOKENS, Call, ToolTask, build_conversation, judge
 from tightkv.eval.windows import Windows
 from tightkv.integrations.transformers.attention import use_attention
 from tiny_folder import TEMPLATE, byte_tokenizer, write_tiny_folder
@@ -401,7 +401,7 @@ def test_right_answers_count_as_numbers(tmp_path: Path, monkeypatch: pytest.Monk
     def written(model: Any, made: Any, tokenizer: Any, prompts: Any, *rest: Any) -> list[str]:
         return [texts[prompt] for prompt in prompts]
 
-    monkeypatch.setattr("tightkv.eval.gsm8k.write_texts", written)
+    monkeypatch.setattr("tightkv.eval.tasks.gsm8k.write_texts", written)
     replies = task.reference(None, ignore)["replies"]
     assert [reply["correct"] for reply in replies] == [True, False, True]
     assert [reply["got"] for reply in replies] == ["5.0", None, "9"]

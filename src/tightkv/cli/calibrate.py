@@ -70,8 +70,8 @@ def model_name(source: str | None) -> str:
 
 def _measure(args: argparse.Namespace, name: str) -> Calibration:
     try:
-        from tightkv.eval.calibrate import PREFILL, WINDOW, Calibrator
         from tightkv.eval.forward import CacheRun, max_positions
+        from tightkv.eval.layer_bits.calibrate import PREFILL, WINDOW, Calibrator
         from tightkv.eval.text import default_texts, read_text
         from tightkv.eval.windows import cut_windows
         from tightkv.model_loading.load import load_model

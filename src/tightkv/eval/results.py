@@ -14,11 +14,11 @@ import torch
 import transformers
 
 import tightkv
-from tightkv.eval.greedy import GreedyMatch
-from tightkv.eval.needles import Haystack, Retrieval
-from tightkv.eval.quality import Quality
-from tightkv.eval.size import StoredBits
-from tightkv.eval.task import digest
+from tightkv.eval.stored_bits import StoredBits
+from tightkv.eval.tasks.base import digest
+from tightkv.eval.tasks.greedy import GreedyMatch
+from tightkv.eval.tasks.needles import Haystack, Retrieval
+from tightkv.eval.tasks.quality import Quality
 from tightkv.eval.text import Text
 from tightkv.provenance import source_commit
 

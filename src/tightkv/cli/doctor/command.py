@@ -16,7 +16,7 @@ from tightkv.files import whole_file
 from tightkv.model_loading.source import BUNDLED_NAME, check_source
 
 if TYPE_CHECKING:
-    from tightkv.eval.doctor import Diagnosis
+    from tightkv.eval.layer_bits.doctor import Diagnosis
 
 _INTERRUPTED = 130
 
@@ -70,8 +70,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _diagnose(args: argparse.Namespace, cfg: KVQuantConfig | None, calibration: str) -> Diagnosis:
     try:
-        from tightkv.eval.doctor import Doctor, default_candidates
-        from tightkv.eval.quality import check_compresses
+        from tightkv.eval.layer_bits.doctor import Doctor, default_candidates
+        from tightkv.eval.tasks.quality import check_compresses
         from tightkv.eval.text import default_texts, read_text
         from tightkv.eval.windows import cut_windows
         from tightkv.model_loading.load import load_model

@@ -19,9 +19,9 @@ from tightkv.cli.shared.progress import Progress
 from tightkv.config import KVQuantConfig
 from tightkv.eval import results
 from tightkv.eval.forward import MakeCache
-from tightkv.eval.size import bits_of, kernels_of
-from tightkv.eval.store import Store, result_key
-from tightkv.eval.task import Task
+from tightkv.eval.result_store import Store, result_key
+from tightkv.eval.stored_bits import bits_of, kernels_of
+from tightkv.eval.tasks.base import Task
 from tightkv.eval.text import Text, default_texts, read_text
 from tightkv.integrations.transformers import TightCache
 from tightkv.model_loading.load import load_model, quiet

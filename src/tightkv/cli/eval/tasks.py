@@ -8,18 +8,18 @@ from typing import Any
 
 from tightkv.config import KVQuantConfig
 from tightkv.eval.forward import max_positions
-from tightkv.eval.free import FreeTask
-from tightkv.eval.gsm8k import build_gsm8k
-from tightkv.eval.lambada import build_lambada
-from tightkv.eval.needles import build_haystack, make_needles
-from tightkv.eval.passkey import build_passkeys
-from tightkv.eval.probes import ProbeTask
-from tightkv.eval.quality import Schedule, check_compresses
-from tightkv.eval.recall import build_recall
-from tightkv.eval.task import Task
-from tightkv.eval.tasks import GreedyTask, NeedleTask, QualityTask
+from tightkv.eval.tasks.base import Task
+from tightkv.eval.tasks.free_running import FreeTask
+from tightkv.eval.tasks.gsm8k import build_gsm8k
+from tightkv.eval.tasks.lambada import build_lambada
+from tightkv.eval.tasks.needles import build_haystack, make_needles
+from tightkv.eval.tasks.passkey import build_passkeys
+from tightkv.eval.tasks.probes import ProbeTask
+from tightkv.eval.tasks.quality import Schedule, check_compresses
+from tightkv.eval.tasks.recall import build_recall
+from tightkv.eval.tasks.standalone import GreedyTask, NeedleTask, QualityTask
+from tightkv.eval.tasks.tools import ToolTask, build_conversation
 from tightkv.eval.text import Text
-from tightkv.eval.tools import ToolTask, build_conversation
 from tightkv.eval.windows import Windows, cut_windows
 
 FIRST_CONTEXT = 512

@@ -15,7 +15,7 @@ import torch
 
 from tightkv.eval.forward import TAIL_TOKENS, Advance, MakeCache, after_prefix
 from tightkv.eval.prompts import common_prefix
-from tightkv.eval.task import Data, Task, digest, paired
+from tightkv.eval.tasks.base import Data, Task, digest, paired
 
 
 @dataclass(frozen=True)

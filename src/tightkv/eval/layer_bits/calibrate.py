@@ -17,9 +17,16 @@ import torch
 import tightkv
 from tightkv.calibration import Calibration, Costs, Measured
 from tightkv.config import KVQuantConfig
-from tightkv.eval.bit_search import SEARCHED_BITS, Option, least_kl
 from tightkv.eval.forward import Bars, advance_bar
-from tightkv.eval.sensitivity import Layer, Moments, estimate, moments, observe, record
+from tightkv.eval.layer_bits.search import SEARCHED_BITS, Option, least_kl
+from tightkv.eval.layer_bits.sensitivity import (
+    Layer,
+    Moments,
+    estimate,
+    moments,
+    observe,
+    record,
+)
 from tightkv.eval.text import Text
 from tightkv.eval.windows import Windows
 from tightkv.integrations.transformers import TightCache

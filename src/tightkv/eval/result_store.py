@@ -15,7 +15,7 @@ import transformers
 
 import tightkv
 from tightkv.config import cache_root
-from tightkv.eval.task import digest
+from tightkv.eval.tasks.base import digest
 from tightkv.provenance import append_rows
 
 # Parts of the package that measure nothing.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from tightkv.eval.needles import Needle, build_haystack, says
-from tightkv.eval.probes import Passage, build_passage
 from tightkv.eval.prompts import begin_reply
+from tightkv.eval.tasks.needles import Needle, build_haystack, says
+from tightkv.eval.tasks.probes import Passage, build_passage
 from tightkv.eval.windows import encode
 
 # Names that share no word; each owns one code.

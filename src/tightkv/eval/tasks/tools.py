@@ -10,7 +10,7 @@ from typing import Any
 
 from tightkv.eval.forward import TAIL_TOKENS, Advance, MakeCache, after_prefix
 from tightkv.eval.prompts import common_prefix
-from tightkv.eval.task import Data, Task, digest
+from tightkv.eval.tasks.base import Data, Task, digest
 from tightkv.eval.windows import beginning, encode
 
 CALL_TOKENS = 96

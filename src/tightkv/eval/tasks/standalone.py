@@ -9,10 +9,10 @@ import torch
 
 from tightkv.eval import results
 from tightkv.eval.forward import Advance, CacheRun, MakeCache
-from tightkv.eval.greedy import GreedyMatch, greedy_tokens, same_tokens
-from tightkv.eval.needles import Haystack, measure_needles
-from tightkv.eval.quality import Schedule, measure_quality, quality_passes
-from tightkv.eval.task import Data, Task, digest
+from tightkv.eval.tasks.base import Data, Task, digest
+from tightkv.eval.tasks.greedy import GreedyMatch, greedy_tokens, same_tokens
+from tightkv.eval.tasks.needles import Haystack, measure_needles
+from tightkv.eval.tasks.quality import Schedule, measure_quality, quality_passes
 from tightkv.eval.windows import Windows
 
 _SHOWN_TOKENS = 48  # of the worst position's context

@@ -1,7 +1,7 @@
 """The fewest bytes per token within a KL budget: bits of each layer's keys and values.
 
 Estimates for every layer come from one pass and its gradients (sensitivity.py), a search picks
-bits (bit_search.py), and what it picks is measured through the real cache.
+bits (search.py), and what it picks is measured through the real cache.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch import Tensor
 from tightkv.cache_bytes import CacheBytes, LayerBytes
 from tightkv.calibration import Calibration
 from tightkv.config import PRESETS, KVQuantConfig
-from tightkv.eval.bit_search import SEARCHED_BITS, Option, as_config, fewest_bytes
 from tightkv.eval.forward import Bars, CacheRun, advance_bar
-from tightkv.eval.quality import Schedule, measure_quality, quality_passes
-from tightkv.eval.sensitivity import Costs, Layer, estimate, record
+from tightkv.eval.layer_bits.search import SEARCHED_BITS, Option, as_config, fewest_bytes
+from tightkv.eval.layer_bits.sensitivity import Costs, Layer, estimate, record
+from tightkv.eval.tasks.quality import Schedule, measure_quality, quality_passes
 from tightkv.eval.windows import Windows
 from tightkv.integrations.transformers import TightCache
 from tightkv.integrations.transformers.calibration import apply_calibration

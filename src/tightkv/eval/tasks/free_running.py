@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from tightkv.eval.forward import Advance, CacheRun, Choose, MakeCache
-from tightkv.eval.greedy import same_tokens
-from tightkv.eval.task import Data, Task, digest, paired
+from tightkv.eval.tasks.base import Data, Task, digest, paired
+from tightkv.eval.tasks.greedy import same_tokens
 from tightkv.eval.windows import Windows
 
 _GRADED_TOKENS = 32  # graded in one pass

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tightkv.eval.jsonl import read_examples
-from tightkv.eval.probes import Passage, Probe, ProbeTask
+from tightkv.eval.tasks.probes import Passage, Probe, ProbeTask
 from tightkv.eval.windows import beginning, encode
 
 

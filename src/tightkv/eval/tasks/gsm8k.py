@@ -11,7 +11,7 @@ from typing import Any
 
 from tightkv.eval.forward import Advance, MakeCache, write_texts
 from tightkv.eval.jsonl import read_examples
-from tightkv.eval.task import Data, Task, digest, paired
+from tightkv.eval.tasks.base import Data, Task, digest, paired
 from tightkv.eval.windows import beginning, encode
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")

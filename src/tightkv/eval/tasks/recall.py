@@ -6,8 +6,8 @@ import json
 import random
 from typing import Any
 
-from tightkv.eval.probes import Passage, build_passage
 from tightkv.eval.prompts import ask, begin_reply
+from tightkv.eval.tasks.probes import Passage, build_passage
 from tightkv.eval.windows import encode
 
 _CONSONANTS, _VOWELS = "bdfgklmnprstvz", "aeiou"
