@@ -16,7 +16,7 @@ from tightkv.files import whole_file
 from tightkv.model_loading.source import BUNDLED_NAME, check_source
 
 if TYPE_CHECKING:
-    from tightkv.eval.layer_bits.doctor import Diagnosis
+    from tightkv.eval.layer_bits.diagnosis import Diagnosis
 
 _INTERRUPTED = 130
 

@@ -7,7 +7,7 @@ from typing import Any
 from tightkv.cli.shared.config_flags import flag_name
 from tightkv.cli.shared.output import format_table
 from tightkv.config import PRESETS, KVQuantConfig
-from tightkv.eval.layer_bits.doctor import Diagnosis, LayerReport, Measured
+from tightkv.eval.layer_bits.diagnosis import Diagnosis, LayerReport, Measured
 
 _SHOWN_LAYERS = 5
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from statistics import median
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +19,8 @@ from tightkv.cache_bytes import CacheBytes, LayerBytes
 from tightkv.calibration import Calibration
 from tightkv.config import PRESETS, KVQuantConfig
 from tightkv.eval.forward import Bars, CacheRun, advance_bar
+from tightkv.eval.layer_bits.diagnosis import Diagnosis, Measured, Uniform, describe
+from tightkv.eval.layer_bits.layer_report import Energies, key_energy, layer_reports
 from tightkv.eval.layer_bits.search import SEARCHED_BITS, Option, as_config, fewest_bytes
 from tightkv.eval.layer_bits.sensitivity import Costs, Layer, estimate, record
 from tightkv.eval.tasks.quality import Schedule, measure_quality, quality_passes
@@ -29,8 +30,6 @@ from tightkv.integrations.transformers.calibration import apply_calibration
 from tightkv.integrations.transformers.layer import TightLayer
 from tightkv.integrations.transformers.query_probe import probed_metrics
 
-_SENSITIVE = 4.0  # times the median layer
-_BIASED = 0.8  # share of key energy in the page means
 _AIM = 0.9  # of the budget: what a search leaves for the estimate's error
 _NEAR = 0.75  # of the budget: close enough to stop
 _WORTH = 0.99  # of the best size: what a further measurement must promise
@@ -38,75 +37,6 @@ _MEASUREMENTS = 4  # before the search settles for what it has
 _REFERENCE_BYTES = 2 << 30  # log-probabilities of the uncompressed cache that are kept
 _TIMED_TOKENS = 64
 _UNCOMPRESSED = KVQuantConfig(key_bits=16, value_bits=16)
-
-
-@dataclass(frozen=True)
-class LayerReport:
-    """One compressible layer."""
-
-    layer: int
-    """Its number in the model."""
-    key_kl: Costs
-    """Estimated KL, by bits, with this layer's keys alone coded."""
-    value_kl: Costs
-    """The same for its values."""
-    mean_share: float | None
-    """Share of its keys' energy that lies in page means, in its worst head; None if not measured,
-    for a calibration does not say it."""
-    outlier_head: float | None
-    """Centered key energy of its largest head over the median head of the model; None likewise."""
-    key_bias: float | None
-    """Largest key bias of the projection; None where there is none."""
-    warnings: tuple[str, ...]
-
-    @property
-    def kl(self) -> float:
-        """At 4 bits, keys and values together: what layers are compared by."""
-        return self.key_kl[4] + self.value_kl[4]
-
-
-@dataclass
-class Measured:
-    """A config that was tried."""
-
-    cfg: KVQuantConfig
-    name: str
-    predicted_kl: float | None
-    """Sum of the layers' estimates; None where the config has options without estimates."""
-    kl: float
-    top1: float
-    bytes_per_token: float
-    within: bool
-
-
-@dataclass
-class Uniform:
-    """The smallest preset that keeps the budget, or is expected to."""
-
-    name: str
-    bytes_per_token: float
-    kl: float
-    measured: bool
-    """If not, `kl` is the sum of estimates, corrected by what measurements said of them."""
-
-
-@dataclass
-class Diagnosis:
-    """What the doctor found."""
-
-    budget: float
-    layers: list[LayerReport] = field(default_factory=list)
-    tried: list[Measured] = field(default_factory=list)
-    bytes_bf16: float = 0.0
-    """Of the same layers at 16 bits, per token."""
-    uniform: Uniform | None = None
-    interrupted: bool = False
-
-    @property
-    def chosen(self) -> Measured | None:
-        """The smallest of those that keep the budget."""
-        within = [m for m in self.tried if m.within]
-        return min(within, key=lambda m: m.bytes_per_token) if within else None
 
 
 @dataclass
@@ -189,7 +119,7 @@ class Doctor:
                 advance_bar(bar, len(numbers))
                 for n, layer in layers.items():
                     self._shapes[n] = layer.key.shape[1], layer.key.shape[3]
-                    energies.setdefault(n, _key_energy(layer.key, bases[0].page_size))
+                    energies.setdefault(n, key_energy(layer.key, bases[0].page_size))
                     for family in families:
                         self._add(family, n, layer)
                     advance_bar(bar, 1)
@@ -208,7 +138,7 @@ class Doctor:
         for family in families:
             family.keys = {n: dict(costs.key) for n, costs in known.costs.items()}
             family.values = {n: dict(costs.value) for n, costs in known.costs.items()}
-        self._report_layers(families[0].keys, families[0].values, {})
+        self._set_layers(families[0].keys, families[0].values, {})
         return families
 
     @torch.no_grad()
@@ -230,42 +160,20 @@ class Doctor:
         cache = TightCache(KVQuantConfig(protect_keys=False), model=self.model)
         return [i for i, layer in enumerate(cache.layers) if isinstance(layer, TightLayer)]
 
-    def _report(
-        self, family: _Family, windows: int, energies: Mapping[int, tuple[Tensor, Tensor]]
-    ) -> None:
+    def _report(self, family: _Family, windows: int, energies: Energies) -> None:
         positions = windows * (self.windows.ids.shape[1] - 1 - self.schedule.prefill)
         keys, values = (
             {n: _falling(_scaled(costs, positions)) for n, costs in side.items()}
             for side in (family.keys, family.values)
         )
-        self._report_layers(keys, values, energies)
+        self._set_layers(keys, values, energies)
 
-    def _report_layers(
-        self,
-        keys: Mapping[int, Costs],
-        values: Mapping[int, Costs],
-        energies: Mapping[int, tuple[Tensor, Tensor]],
+    def _set_layers(
+        self, keys: Mapping[int, Costs], values: Mapping[int, Costs], energies: Energies
     ) -> None:
-        typical = median(keys[n][4] + values[n][4] for n in keys)
-        centered = [rest for _, rest in energies.values()]
-        usual = torch.cat(centered).median().clamp_min(1e-30) if centered else None
-        biases = _key_biases(self.model)
-        self.found.layers = []
-        for n in keys:
-            times = (keys[n][4] + values[n][4]) / max(typical, 1e-30)
-            warnings, share, head = [], None, None
-            if times > _SENSITIVE:
-                warnings.append(f"{times:.0f} times as sensitive as the median layer")
-            if usual is not None:
-                whole, rest = energies[n]
-                share = float((1 - rest / whole.clamp_min(1e-30)).max())
-                head = float(rest.max() / usual)
-                if share > _BIASED:
-                    warnings.append(f"{100 * share:.0f}% of a head's key energy is its page mean")
-            self.found.layers.append(
-                LayerReport(n, keys[n], values[n], share, head, biases.get(n), tuple(warnings))
-            )
-        self.found.bytes_bf16 = _bytes(dict.fromkeys(self._shapes, _UNCOMPRESSED), self._shapes)
+        self.found.layers = layer_reports(self.model, keys, values, energies)
+        uncompressed = dict.fromkeys(self._shapes, _UNCOMPRESSED)
+        self.found.bytes_bf16 = _bytes(uncompressed, self._shapes)
 
     # --- the search ---
     def _search(self, families: Sequence[_Family]) -> None:
@@ -417,17 +325,6 @@ def default_candidates(calibration: str = "") -> list[KVQuantConfig]:
     return [KVQuantConfig.preset(name, calibration=calibration) for name in PRESETS]
 
 
-def describe(cfg: KVQuantConfig) -> str:
-    """k4v4, with the layers that have other bits."""
-    parts = [cfg.name.rstrip("+")]
-    if cfg.protected_first or cfg.protected_last:
-        ends = f"{cfg.protected_first}+{cfg.protected_last}"
-        parts.append(f"{ends} layers at {cfg.protected_bits} bits")
-    if cfg.layer_bits:
-        parts.append(f"{len(cfg.bits_of_layers())} layers with other bits")
-    return ", ".join(parts)
-
-
 def _without_bits(cfg: KVQuantConfig) -> KVQuantConfig:
     """What configs of one family share."""
     plain = cfg.replace(protected_first=0, protected_last=0, layer_bits="", protect_keys=False)
@@ -444,22 +341,4 @@ def _falling(costs: Costs) -> Costs:
     for bits in sorted(costs):
         least = min(least, costs[bits])
         out[bits] = least
-    return out
-
-
-def _key_energy(keys: Tensor, page: int) -> tuple[Tensor, Tensor]:
-    """Energy of each head's keys [Hkv], and of what page means leave of it."""
-    pages = keys[:, :, : keys.shape[2] // page * page].float().unflatten(2, (-1, page))
-    rest = pages - pages.mean(3, keepdim=True)
-    whole, left = (x.square().sum(-1).mean((0, 2, 3)).cpu() for x in (pages, rest))
-    return whole, left
-
-
-def _key_biases(model: Any) -> dict[int, float]:
-    """Largest key bias of each attention layer that has one."""
-    out = {}
-    for module in model.modules():
-        bias = getattr(getattr(module, "k_proj", None), "bias", None)
-        if bias is not None and hasattr(module, "layer_idx"):
-            out[module.layer_idx] = float(bias.detach().float().abs().max())
     return out
