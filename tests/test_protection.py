@@ -67,7 +67,7 @@ def test_what_is_asked_for_is_done():
 def test_bits_of_a_layer_that_is_not_compressed_are_refused(family, layer):
     """No such layer, or one with a sliding window."""
     named = {"preset": "k4v4", "layer_bits": f"{layer}=k8v4"}
-    with pytest.raises(ValueError, match=f"names layer {layer}; layers with full attention are"):
+    with pytest.raises(ValueError, match=f"names layer {layer}; layers that can be compressed are"):
         TightCache(named, model=tiny(family))
 
 

@@ -18,7 +18,8 @@ from tightkv.config import (
     fields_of,
     read_json,
 )
-from tightkv.config_aliases import overlay
+from tightkv.config.aliases import overlay
+from tightkv.config.fields import ConfigFields
 
 OFF_LINE = 'the cache is not compressed: the config has "enabled": false'
 _DEST = "kv_"
@@ -74,9 +75,9 @@ def given_fields(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def field_docs() -> dict[str, str]:
-    """The line of documentation that follows each field in the source of KVQuantConfig."""
+    """The line of documentation that follows each field in the source of the config."""
     try:
-        source = inspect.getsource(KVQuantConfig)
+        source = inspect.getsource(ConfigFields)
     except OSError:  # an installation without sources
         return {}
     tree = ast.parse(textwrap.dedent(source)).body[0]

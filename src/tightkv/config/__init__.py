@@ -1,0 +1,54 @@
+"""KVQuantConfig: every option of the compressed cache, and every way to set one."""
+
+from tightkv.config.fields import (
+    BITS,
+    CENTERINGS,
+    CODEBOOKS,
+    FEEDBACK,
+    MEAN_BITS,
+    METHODS,
+    PAGE_SIZES,
+    ROTATIONS,
+    SCALE_MODES,
+    unknown_name,
+)
+from tightkv.config.presets import PRESETS
+from tightkv.config.quant import FORMAT_VERSION, KVQuantConfig
+from tightkv.config.sources import (
+    ENV_PREFIX,
+    ENV_SETTINGS,
+    ENV_SOURCES,
+    cache_root,
+    env_fields,
+    env_requests,
+    fields_of,
+    is_off,
+    read_json,
+    read_source,
+)
+
+__all__ = [
+    "BITS",
+    "CENTERINGS",
+    "CODEBOOKS",
+    "ENV_PREFIX",
+    "ENV_SETTINGS",
+    "ENV_SOURCES",
+    "FEEDBACK",
+    "FORMAT_VERSION",
+    "MEAN_BITS",
+    "METHODS",
+    "PAGE_SIZES",
+    "PRESETS",
+    "ROTATIONS",
+    "SCALE_MODES",
+    "KVQuantConfig",
+    "cache_root",
+    "env_fields",
+    "env_requests",
+    "fields_of",
+    "is_off",
+    "read_json",
+    "read_source",
+    "unknown_name",
+]

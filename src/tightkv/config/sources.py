@@ -1,0 +1,136 @@
+"""Where a config comes from: the environment, JSON text and files, presets by name."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tightkv.config.aliases import ALIASES, SWITCH, expand, overlay
+from tightkv.config.fields import DEFAULTS, unknown_name
+from tightkv.config.presets import PRESETS
+
+ENV_PREFIX = "TIGHTKV_"
+# TIGHTKV_* variables beside the fields, which all ask for compression: these two do as well,
+ENV_SOURCES = ("TIGHTKV_PRESET", "TIGHTKV_CONFIG")
+# and these never do: they say how or where things are done.
+ENV_SETTINGS = ("TIGHTKV_KERNELS", "TIGHTKV_CACHE_DIR", "TIGHTKV_CPU_ISA")
+
+# A JSON document is the fields themselves, or has them as this block. Beside the block it may
+# have those of a server: `tightkv serve` reads both, commands that load a model the first.
+_BLOCK, _SERVER_BLOCKS = "kv_quant", ("model", "runtime")
+
+
+def _from_text(field: str, text: str) -> Any:
+    """An environment string as the field's type."""
+    kind: type = type(DEFAULTS[field])
+    try:
+        if kind is bool:
+            return {"1": True, "true": True, "0": False, "false": False}[text.strip().lower()]
+        if kind is tuple:
+            return tuple(int(part) for part in text.replace(",", " ").split())
+        return kind(text)
+    except (ValueError, KeyError):
+        forms = {"bool": "0, 1, true or false", "tuple": "numbers with commas"}
+        wanted = forms.get(kind.__name__, kind.__name__)
+        raise ValueError(f"{ENV_PREFIX}{field.upper()}={text!r}; it must be {wanted}") from None
+
+
+def env_requests(env: Mapping[str, str]) -> list[str]:
+    """The variables that ask for compression; an unknown TIGHTKV_* name is refused."""
+    fields = [ENV_PREFIX + field.upper() for field in DEFAULTS]
+    known = (*ENV_SOURCES, *fields, *ENV_SETTINGS)
+    for name in env:
+        if name.startswith(ENV_PREFIX) and name not in known:
+            raise ValueError(unknown_name("environment variable", name, known))
+    return [name for name in env if name in known and name not in ENV_SETTINGS]
+
+
+def env_fields(env: Mapping[str, str]) -> dict[str, Any]:
+    """What the TIGHTKV_* variables set, as `KVQuantConfig.from_dict` takes it."""
+    options: dict[str, Any] = {}
+    if "TIGHTKV_PRESET" in env:
+        options["preset"] = env["TIGHTKV_PRESET"]
+    if "TIGHTKV_CONFIG" in env:
+        options = overlay(options, fields_of(read_json(env["TIGHTKV_CONFIG"])))
+    fields = {}
+    for name in env_requests(env):
+        if name not in ENV_SOURCES:
+            field = name[len(ENV_PREFIX) :].lower()
+            fields[field] = _from_text(field, env[name])
+    return overlay(options, fields)
+
+
+def is_off(options: Mapping[str, Any]) -> bool:
+    """Whether {"enabled": false} leaves everything uncompressed."""
+    return fields_of(options).get(SWITCH) is False
+
+
+def fields_of(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The config fields of a document: its kv_quant block, or all of it where there is none.
+
+    Aliases are checked. page_size may stand in the runtime block instead.
+    """
+    if _BLOCK not in document:
+        return expand(document)
+    for name in document:
+        if name in (*DEFAULTS, "preset", *ALIASES):
+            raise ValueError(f"{name!r} stands beside {_BLOCK!r}; move it into that block")
+        if name not in (_BLOCK, *_SERVER_BLOCKS):
+            raise ValueError(unknown_name("block", name, (_BLOCK, *_SERVER_BLOCKS)))
+    inner = document[_BLOCK]
+    if not isinstance(inner, Mapping):
+        raise ValueError(f"{_BLOCK}={inner!r}; it must be an object of config fields")
+    runtime = document.get("runtime")
+    size = runtime.get("page_size") if isinstance(runtime, Mapping) else None
+    if size is not None and inner.get("page_size", size) != size:
+        raise ValueError(
+            f"page_size={inner['page_size']!r} in {_BLOCK!r} and {size!r} in 'runtime'; keep one"
+        )
+    return expand({**inner, **({} if size is None else {"page_size": size})})
+
+
+def read_source(source: str | os.PathLike[str]) -> dict[str, Any]:
+    """The options that a preset's name, JSON text or a .json file stands for."""
+    text = os.fspath(source)
+    if text in PRESETS:
+        return {"preset": text}
+    if not text.lstrip().startswith("{") and not text.endswith(".json"):
+        raise ValueError(
+            unknown_name("preset", text, PRESETS)
+            + "; or give JSON text or the path of a .json file"
+        )
+    return read_json(text)
+
+
+def read_json(source: str) -> dict[str, Any]:
+    """A JSON object from text or from a file."""
+    text = source
+    if not source.lstrip().startswith("{"):
+        try:
+            text = Path(source).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise ValueError(f"config file {source!r} does not exist") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"config file {source!r} cannot be read: {error}") from None
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"config {source!r} is not valid JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"config {source!r} is a JSON {type(data).__name__}; it must be an object")
+    return data
+
+
+def cache_root() -> Path:
+    """Where converted models and compiled kernels are kept.
+
+    $TIGHTKV_CACHE_DIR, or the user's cache directory.
+    """
+    own = os.environ.get("TIGHTKV_CACHE_DIR")
+    if own:
+        return Path(own).expanduser()
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared) if shared else Path.home() / ".cache") / "tightkv"
