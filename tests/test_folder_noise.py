@@ -17,8 +17,9 @@ from safetensors.torch import load_file, save_file
 from models import FAMILIES, SHAPE
 from tightkv import KVQuantConfig
 from tightkv.key_check import KeyCheck
-from tightkv.model_shape import folder_noise
-from tightkv.model_shape.folder_noise import layer_noise_of_folder
+from tightkv.model_shape import folder_noise, read_model_shape
+from tightkv.model_shape.attention_weights import NOT_READABLE
+from tightkv.model_shape.folder_noise import read_scores
 from tightkv.model_shape.key_noise import Projection, score_noise
 from tightkv.model_shape.tensors import StoredTensor
 from tiny_folder import plant_key_bias, write_model
@@ -28,6 +29,15 @@ HEADS, KV_HEADS, PAGE = 4, 2, 64
 
 def inv_freq(dim: int, theta: float = 10000.0) -> torch.Tensor:
     return theta ** (-torch.arange(0, dim, 2) / dim)
+
+
+def layer_noise_of_folder(folder: Path, page_size: int) -> dict[int, float] | str:
+    """The noise of each layer's worst head by the layer's number; a reason where it is unknown."""
+    try:
+        found = read_scores(read_model_shape(folder))
+        return {layer: scores.noise(page_size) for layer, scores in found.items()}
+    except NOT_READABLE as error:
+        return str(error)
 
 
 def noise_of(folder: Path, page_size: int = PAGE) -> dict[int, float]:

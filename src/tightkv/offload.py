@@ -71,11 +71,6 @@ class OffloadedPages:
     def __len__(self) -> int:
         return self._count
 
-    @property
-    def resident(self) -> bool:
-        """Whether the pages have device memory now."""
-        return self._buffer is not None
-
     def fetch(self) -> None:
         """Begin to bring the pages to the device."""
         if self._buffer is not None or not self._count:

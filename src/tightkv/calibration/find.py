@@ -8,8 +8,8 @@ from tightkv.calibration.file import SUFFIX, read_calibration
 from tightkv.calibration.measured import Calibration
 from tightkv.config import KVQuantConfig, unknown_name
 from tightkv.model_shape import read_model_shape
+from tightkv.model_shape.attention_weights import NOT_READABLE
 from tightkv.model_shape.fingerprint import folder_fingerprint
-from tightkv.model_shape.folder_noise import NOT_READABLE
 
 AUTO = "auto"
 """As `calibration`: the ready file of this very model, if there is one."""

@@ -7,7 +7,6 @@ ones. Queries and keys under a norm of their own need no matrix at all.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,13 +14,11 @@ from typing import Any
 from torch import Tensor
 
 from tightkv.model_shape.attention_weights import (
-    NOT_READABLE,
     AttentionWeights,
     WeightTensor,
     finite,
 )
 from tightkv.model_shape.key_noise import Projection, score_noise
-from tightkv.model_shape.reader import read_model_shape
 from tightkv.model_shape.shape import ModelShape
 
 READ_BYTES = 3 << 29
@@ -49,20 +46,6 @@ class LayerScores:
         if not heads.isfinite().all():
             raise ValueError("its weights are not finite, or too large")
         return float(heads.max())
-
-
-def layer_noise_of_folder(
-    folder: str | os.PathLike[str], page_size: int, layers: Collection[int] | None = None
-) -> dict[int, float] | str:
-    """The noise of each layer's worst head by the layer's number; a reason where it is unknown.
-
-    `layers` are all with full attention unless given.
-    """
-    try:
-        found = read_scores(read_model_shape(folder), layers)
-        return {layer: scores.noise(page_size) for layer, scores in found.items()}
-    except NOT_READABLE as error:
-        return str(error)
 
 
 def read_scores(

@@ -49,11 +49,6 @@ def measure_greedy(
     return out
 
 
-def greedy_passes(caches: int, new_tokens: int) -> int:
-    """How often `measure_greedy` calls `advance(1)`."""
-    return (1 + caches) * new_tokens
-
-
 def greedy_tokens(run: CacheRun, prompts: Windows, new_tokens: int, advance: Advance) -> Tensor:
     """The likeliest tokens [B, new_tokens] after each prompt."""
     return run.decode(prompts.ids, new_tokens, lambda logits, i: logits.argmax(-1), advance).tokens
