@@ -29,7 +29,7 @@ from tightkv.validate import (
     audit_codec,
     beta,
     distortion,
-    products,
+    inner_products,
     retrieval,
     sizes,
 )
@@ -59,7 +59,7 @@ AUDIT_FIELDS = {
 }
 SECTIONS = [
     "1 distortion",
-    "2 inner products",
+    "2 inner inner_products",
     "3 scaling",
     "4 rotation",
     "5 retrieval",
@@ -296,7 +296,7 @@ def test_a_flipped_sign_makes_the_command_fail(
 
     decode = Codebook.decode
     monkeypatch.setattr(Codebook, "decode", flipped)
-    for section in (products, beta, retrieval, sizes):  # distortion alone must do
+    for section in (inner_products, beta, retrieval, sizes):  # distortion alone must do
         monkeypatch.setattr(section, "check", lambda options, progress: [])
     for part in (audit_attention, audit_codec):
         monkeypatch.setattr(part, "rows", lambda options: [])
@@ -316,7 +316,7 @@ def test_a_wrong_sketch_factor_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
     decode = TurboQuantProd.decode_rotated
     monkeypatch.setattr(TurboQuantProd, "decode_rotated", longer)
-    assert any("prod unbiased" in line and "y = x" in line for line in check(products))
+    assert any("prod unbiased" in line and "y = x" in line for line in check(inner_products))
 
 
 def test_a_missing_rotation_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,7 +361,7 @@ def test_draws_of_a_wrong_scale_are_rejected() -> None:
 
 
 def test_run_restores_the_thread_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    for section in (distortion, products, beta, retrieval, sizes):
+    for section in (distortion, inner_products, beta, retrieval, sizes):
         monkeypatch.setattr(section, "check", lambda options, progress: [])
     for part in (audit_attention, audit_codec):
         monkeypatch.setattr(part, "rows", lambda options: [])
