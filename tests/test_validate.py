@@ -59,7 +59,7 @@ AUDIT_FIELDS = {
 }
 SECTIONS = [
     "1 distortion",
-    "2 inner inner_products",
+    "2 inner products",
     "3 scaling",
     "4 rotation",
     "5 retrieval",
