@@ -194,7 +194,7 @@ def test_two_caches_in_the_real_engine(
     assert own[1]["value"] > 0 and ours[2]["ratios"]["to auto"] > 0
     assert "need" in own[3]["left_out"] and own[3]["value"] is None
     assert "capacity, tokens" in text and "TPOT 2 x 100, ms" in text
-    assert "auto keeps 32 bits a number" in text
+    assert "auto keeps 32 bits per number" in text
 
 
 @pytest.mark.vllm

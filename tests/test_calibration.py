@@ -226,7 +226,7 @@ def test_hostile_headers_are_refused(file, tmp_path, change, message):
     ("change", "message"),
     [
         (lambda t: t.update({"root.0": t["root.0"].float()}), "float32"),
-        (lambda t: t.update({"root.0": t["root.0"][:, :-1].contiguous()}), "numbers a head"),
+        (lambda t: t.update({"root.0": t["root.0"][:, :-1].contiguous()}), "numbers per head"),
         (lambda t: t.update({"root.0": t["root.0"][0]}), "allowed: float16, KV heads"),
         (lambda t: t.update({"root.0": torch.full_like(t["root.0"], torch.nan)}), "NaN or Inf"),
         (lambda t: t.update({"root.99999": t["root.0"].clone()}), "root.99999"),

@@ -213,7 +213,7 @@ def test_vllm_in_its_own_page() -> None:
     expect(
         "docs/vllm.md",
         f"| tokens that fit | {tokens[0]} | {tokens[1]} | {gain} |",
-        line("ms an output token", "tpot", ".3g"),
+        line("ms per output token", "tpot", ".3g"),
         line("prefill, tokens/s", "prefill", ",.0f"),
     )
 

@@ -35,7 +35,7 @@ def test_a_long_prefill_and_decode_hold_what_the_plan_says():
     assert abs(held - planned) / planned < 0.05, (held, planned)
 
 
-COUNTERS = 5 * 4  # bytes a sequence and layer: what a cache may take beyond bf16
+COUNTERS = 5 * 4  # bytes per sequence and layer: what a cache may take beyond bf16
 
 
 @pytest.mark.sampled

@@ -308,7 +308,7 @@ def test_text_report_of_a_model_that_cannot_be_compressed(
     (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK))
     assert main(["plan", str(tmp_path), "--presets", "k4v4"]) == 0
     text = capsys.readouterr().out
-    assert "3 x mla, 576 numbers a token (not compressed: latent attention (MLA))" in text
+    assert "3 x mla, 576 numbers per token (not compressed: latent attention (MLA))" in text
     assert "no layer of this model can be compressed" in text
 
 

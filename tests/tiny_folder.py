@@ -17,7 +17,7 @@ TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor 
 
 
 def write_tiny_folder(folder: Path, *, template: str | None = None, **changes: Any) -> Path:
-    """One token a byte; weights so large that far tokens change the answer."""
+    """One token per byte; weights so large that far tokens change the answer."""
     config = LlamaConfig(
         **{
             "vocab_size": 258,

@@ -127,7 +127,7 @@ def warm_up(engine: Any, max_tokens: int, capacity: Row) -> None:
 
 
 def prefill(engine: Any, tokens: int, repeats: int, capacity: Row) -> Row:
-    """Tokens a second of one new prompt; a first one is not counted."""
+    """Tokens per second of one new prompt; a first one is not counted."""
     row: Row = {"measure": "prefill", "tokens": tokens, "unit": "tokens/s"}
     if reason := _too_much(1, tokens + 1, capacity):
         return {**row, "value": None, "left_out": reason}
@@ -138,7 +138,7 @@ def prefill(engine: Any, tokens: int, repeats: int, capacity: Row) -> Row:
 def batch_prefill(
     engine: Any, batch: int, context: int, new_tokens: int, capacity: Row
 ) -> tuple[Row, list[Prompt] | None]:
-    """Tokens a second of a batch of new prompts, once; the prompts, which are then cached.
+    """Tokens per second of a batch of new prompts, once; the prompts, which are then cached.
 
     `new_tokens`: what is to be measured with them next has to fit as well.
     """

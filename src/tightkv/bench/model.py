@@ -174,7 +174,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def model_rows(
     cases: Sequence[tuple[int, int]], presets: Sequence[str], device: torch.device
 ) -> Iterator[dict[str, Any]]:
-    """Tokens a second and peak memory at (batch, context), bf16 and each preset."""
+    """Tokens per second and peak memory at (batch, context), bf16 and each preset."""
     shape, facts = ModelShape(), provenance(device)
     model = RandomModel(shape, device)
     total = torch.cuda.get_device_properties(device).total_memory

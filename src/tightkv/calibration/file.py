@@ -206,7 +206,7 @@ def _metric(name: str, root: Tensor) -> Tensor:
     if root.dtype != torch.float16 or not 1 <= heads <= _MOST_HEADS or not 1 <= dim <= _MOST_DIM:
         raise ValueError(f"{name} is {root.dtype} {list(root.shape)}; allowed: float16, KV heads")
     if dim * (dim + 1) // 2 != size:
-        raise ValueError(f"{name} has {size} numbers a head; allowed: D * (D + 1) / 2")
+        raise ValueError(f"{name} has {size} numbers per head; allowed: D * (D + 1) / 2")
     if not root.isfinite().all():
         raise ValueError(f"{name} has NaN or Inf")
     lower = torch.zeros(heads, dim, dim, device=root.device)

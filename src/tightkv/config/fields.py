@@ -27,9 +27,9 @@ class ConfigFields:
     """How keys and values are stored; impossible values raise. Used as `KVQuantConfig`."""
 
     key_bits: int = 4
-    """Bits a key element: 2, 3, 4 or 8; 16 leaves keys alone."""
+    """Bits per key element: 2, 3, 4 or 8; 16 leaves keys alone."""
     value_bits: int = 4
-    """Bits a value element: 2, 3, 4 or 8; 16 leaves values alone."""
+    """Bits per value element: 2, 3, 4 or 8; 16 leaves values alone."""
     key_method: str = "mse"
     """mse (TurboQuant-MSE), prod (one bit fewer plus a QJL sketch), group (min/max), absmax."""
     value_method: str = "mse"
@@ -47,7 +47,7 @@ class ConfigFields:
     group_size: int = 32
     """Elements that share a range in the group method."""
     page_size: int = 64
-    """Tokens a page: 32, 64, 128 or 256."""
+    """Tokens per page: 32, 64, 128 or 256."""
     exact_pages: int = 3
     """Newest pages kept exact beside their codes, the open one included."""
     sinks: int = 4

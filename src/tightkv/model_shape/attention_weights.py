@@ -117,7 +117,7 @@ class AttentionWeights:
                 raise ValueError(f"its tensor {name} is not understood")
 
     def inv_freq(self, layer: int) -> Tensor:
-        """RoPE's angles a token; none in a layer without RoPE."""
+        """RoPE's angles per token; none in a layer without RoPE."""
         flags = self.shape.config.get("no_rope_layers")  # 1: this layer has RoPE
         turns = not isinstance(flags, list) or layer >= len(flags) or bool(flags[layer])
         turns = turns and self.shape.model_type not in _NO_ROPE

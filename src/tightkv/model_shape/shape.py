@@ -36,7 +36,7 @@ class LayerShape:
     value_head_dim: int = 0
     window: int | None = None
     latent_dim: int = 0
-    """mla: numbers a token (latent, RoPE key and, where there is one, sparse index)."""
+    """mla: numbers per token (latent, RoPE key and, where there is one, sparse index)."""
     state_bytes: int | None = 0
     """Bytes of the constant state per sequence; None where the config does not tell."""
     extras: tuple[str, ...] = ()

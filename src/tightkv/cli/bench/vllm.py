@@ -175,7 +175,7 @@ def label(row: Row) -> str:
 
 
 def engine_text(rows: Sequence[Row]) -> str:
-    """A column a cache: the figure, and its ratio to vLLM's own."""
+    """A column per cache: the figure, and its ratio to vLLM's own."""
     from tightkv.bench.engine import what_is_measured
 
     good = [row for row in rows if "error" not in row]
@@ -198,7 +198,7 @@ def _heading(row: Row) -> str:
     dtype = row["arguments"]["dtype"]
     where = row.get("gpu") or f"{row['cores']} {row['machine']} cores"
     text = f"{row['model']} in vLLM {row['vllm']}, {dtype} ({where}); x: times the figure of auto"
-    return text + ("; auto keeps 32 bits a number" if dtype == "float32" else "")
+    return text + ("; auto keeps 32 bits per number" if dtype == "float32" else "")
 
 
 def _cell(row: Row | None) -> str:
@@ -209,7 +209,7 @@ def _cell(row: Row | None) -> str:
 
 
 def serve_text(rows: Sequence[Row]) -> str:
-    """A line a server."""
+    """A line per server."""
     header = (
         "server", "done", "tokens/s", "", "TTFT p50 ms", "", "p99", "TPOT p50 ms", "", "p99",
         "preemptions",

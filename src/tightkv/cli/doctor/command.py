@@ -36,7 +36,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--text", action="append", default=[], metavar="FILE", help="UTF-8 text, repeatable"
     )
-    parser.add_argument("--budget", type=float, default=0.01, help="nats a token (default: 0.01)")
+    parser.add_argument("--budget", type=float, default=0.01, help="nats per token (default: 0.01)")
     parser.add_argument("--windows", type=int, default=2, metavar="N", help="default: 2")
     parser.add_argument("--window", type=int, default=768, metavar="TOKENS", help="default: 768")
     parser.add_argument("--out", metavar="FILE", help="write the config as JSON, for every command")

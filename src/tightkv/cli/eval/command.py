@@ -101,7 +101,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--fresh", action="store_true", help="measure everything again, whatever is kept"
     )
-    parser.add_argument("--out", metavar="FILE", help="append one JSON row a config (.jsonl)")
+    parser.add_argument("--out", metavar="FILE", help="append one JSON row per config (.jsonl)")
     add_output_options(parser, plot="draw quality against bits (one model)")
 
 

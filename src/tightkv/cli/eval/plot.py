@@ -56,7 +56,7 @@ def _draw_kl(axes: Any, data: dict[str, Any], colours: dict[str, Any]) -> None:
         _label_point(axes, row["name"], x, kl)
     axes.set_yscale("log")
     axes.set_title("KL to the uncompressed model", fontsize=11)
-    axes.set_ylabel("nats a token: mean (dot) to 99th percentile")
+    axes.set_ylabel("nats per token: mean (dot) to 99th percentile")
     _bits_axis(axes, data)
 
 
@@ -111,5 +111,5 @@ def _label_point(axes: Any, name: str, x: float, y: float) -> None:
 def _bits_axis(axes: Any, data: dict[str, Any]) -> None:
     bits = [row["bits"]["mean"] for row in data["rows"]]
     axes.set_xlim(min(bits) - 0.4, max(bits) + 0.7)
-    axes.set_xlabel("bits an element, with scales and means")
+    axes.set_xlabel("bits per element, with scales and means")
     axes.grid(alpha=0.3)

@@ -76,7 +76,7 @@ def _loss(data: dict[str, Any]) -> float:
 def _against_exact(
     models: Sequence[dict[str, Any]], tasks: Sequence[str]
 ) -> tuple[list[str], list[list[str]]]:
-    """A header and a row a config: the columns of the tasks that were run."""
+    """A header and a row per config: the columns of the tasks that were run."""
     rows = [{**row, "exact": data["reference"]} for data in models for row in data["rows"]]
     columns = columns_of([task for task in tasks if rows[0][task] is not None])
     header = ["cache", *(title for title, _ in columns)]
@@ -102,7 +102,7 @@ def _quality_title(data: dict[str, Any]) -> str:
     s, positions = data["settings"], data["rows"][0]["quality"]["positions"]
     return (
         f"{s['windows']} windows of {s['window']} tokens, {positions} positions scored after a "
-        f"prefill of {s['prefill']}, {s['chunk']} tokens a pass; "
+        f"prefill of {s['prefill']}, {s['chunk']} tokens per pass; "
         f"perplexity of the uncompressed cache {data['reference']['perplexity']:.3f}:"
     )
 

@@ -120,7 +120,7 @@ class ModelRun:
     def measure(
         self, tasks: Sequence[Task], all_tasks: Sequence[str]
     ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """One row a config, and what the uncompressed cache gave."""
+        """One row per config, and what the uncompressed cache gave."""
         rows: dict[str, dict[str, Any]] = {
             name: {
                 "name": name,

@@ -68,7 +68,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--context",
         type=int,
-        help=f"tokens a request (default: the model's limit, at most {DEFAULT_CONTEXT})",
+        help=f"tokens per request (default: the model's limit, at most {DEFAULT_CONTEXT})",
     )
     parser.add_argument("--batch", type=int, default=1, help="requests at once (default: 1)")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks (default: 1)")

@@ -32,11 +32,11 @@ def _layer_line(group: dict[str, Any]) -> str:
     if group["num_kv_heads"]:
         about.append(f"{group['num_kv_heads']} KV heads of {group['head_dim']}")
     if group["latent_dim"]:
-        about.append(f"{group['latent_dim']} numbers a token")
+        about.append(f"{group['latent_dim']} numbers per token")
     if group["window"]:
         about.append(f"at most {group['window']} tokens")
     if group["state_bytes"]:
-        about.append(f"state of {human_bytes(group['state_bytes'])} a sequence")
+        about.append(f"state of {human_bytes(group['state_bytes'])} per sequence")
     kept = "compressed" if group["compressed"] else f"not compressed: {group['skip_reason']}"
     return f"{', '.join(about)} ({kept})"
 

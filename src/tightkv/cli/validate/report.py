@@ -110,7 +110,7 @@ def _draw_distortion(axes: Any, rows: list[dict[str, Any]]) -> None:
         bits, curve([r["lower"] for r in rows]), "--", color=BELOW, label="lower bound, Theorem 3"
     )
     axes.set_yscale("log")
-    axes.set(title="Distortion", xlabel="bits a coordinate", ylabel="squared error, unit vectors")
+    axes.set(title="Distortion", xlabel="bits per coordinate", ylabel="squared error, unit vectors")
     axes.legend(frameon=False)
 
 
@@ -124,7 +124,7 @@ def _draw_scaled(axes: Any, rows: list[dict[str, Any]]) -> None:
     note = {"textcoords": "offset points", "xytext": (0, 4), "ha": "right", "fontsize": 9}
     axes.annotate("Theorem 1", (bits[-1], rows[0]["upper"]), color=ABOVE, **note)
     axes.annotate("Theorem 3", (bits[-1], rows[0]["lower"]), color=BELOW, **note)
-    axes.set(title="The same, times 4^bits", xlabel="bits a coordinate", ylim=(0.8, 3.0))
+    axes.set(title="The same, times 4^bits", xlabel="bits per coordinate", ylim=(0.8, 3.0))
 
 
 def _draw_bias(axes: Any, audit: list[dict[str, Any]]) -> None:

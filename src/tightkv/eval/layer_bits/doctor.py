@@ -60,7 +60,7 @@ class Doctor:
         bars: Bars | None = None,
     ) -> None:
         if not budget > 0:
-            raise ValueError(f"budget={budget}; it must be positive (nats a token)")
+            raise ValueError(f"budget={budget}; it must be positive (nats per token)")
         self.model, self.windows, self.budget = model, windows, budget
         self.schedule = schedule or Schedule(chunk=64)
         self.schedule.check_window(windows.ids.shape[1])

@@ -72,7 +72,7 @@ class Summary:
     perplexity: float
     reference_perplexity: float
     kl: float
-    """Mean KL(reference || compressed), nats a token."""
+    """Mean KL(reference || compressed), nats per token."""
     kl_p99: float
     """99th percentile of the KL of a position."""
     kl_p999: float

@@ -25,7 +25,7 @@ from tightkv.integrations.vllm.ring_table import BatchRings, RingTable
 
 
 class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[misc]
-    """Finds each sequence's ring once a step for all layers of a group."""
+    """Finds each sequence's ring once per step for all layers of a group."""
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device

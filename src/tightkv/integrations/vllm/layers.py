@@ -49,7 +49,7 @@ class EnginePlan:
     layouts: dict[str, PageLayout]
     rows: int
     pages_per_block: int = 1
-    """Pages a block of vLLM's: more than one where other layers' blocks are larger."""
+    """Pages per block of vLLM's: more than one where other layers' blocks are larger."""
 
     @property
     def size(self) -> CacheBytes:
@@ -174,7 +174,7 @@ def _other_specs(plan: EnginePlan, layers: dict[str, Any], vllm_config: Any) -> 
 
 
 def _pages_per_block(plan: EnginePlan, others: Sequence[Any], vllm_config: Any) -> int:
-    """Pages a block, so that it is no smaller than the block of a layer that is not compressed.
+    """Pages per block, so that it is no smaller than the block of a layer that is not compressed.
 
     vLLM's blocks are of one size. Sliding-window layers take the shortest that their attention
     can have, states of linear attention what they have; the rest of a block is padding.
@@ -208,7 +208,7 @@ def _pages_per_block(plan: EnginePlan, others: Sequence[Any], vllm_config: Any) 
 
 
 def align_state_blocks(pages: int, page_size: int, others: set[type], vllm_config: Any) -> int:
-    """Pages a block, with blocks of states as long as ours: prefixes end where both do.
+    """Pages per block, with blocks of states as long as ours: prefixes end where both do.
 
     With other boundaries vLLM's hits could end inside a page, which nobody could continue.
     """
