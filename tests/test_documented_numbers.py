@@ -340,7 +340,7 @@ def test_comparison_with_the_native_kernels() -> None:
     )
 
 
-def test_whole_models_in_the_log() -> None:
+def test_whole_models() -> None:
     for row in rows("gpu_model"):
         size = next(n for n, s in SIZES.items() if s == (row["batch"], row["context"]))
         ratios, most = (
@@ -348,19 +348,19 @@ def test_whole_models_in_the_log() -> None:
             [row[side]["largest_batch"] for side in ("bf16", "compressed")],
         )
         expect(
-            "docs/log.md",
+            "docs/measurements.md",
             f"| {size} | {row['bf16']['ms']:.1f} | {row['compressed']['ms']:.1f} | "
             f"{ratios['tokens/s']:.2f}x | {ratios['cache bytes']:.2f} | {most[0]} -> {most[1]} |",
         )
 
 
-def test_quality_of_the_presets_in_the_log() -> None:
+def test_quality_of_the_presets_by_eval() -> None:
     for row in rows("eval"):
         if row["quality"]:
             found, greedy = row["quality"], ", ".join(map(str, row["greedy"]["lengths"]))
             growth = 100 * found["perplexity_increase"]
             shown = f"{growth:+.1f}%" if growth >= 0.995 else f"{growth:+.2f}%"
-            expect("docs/log.md", f"| {100 * found['top1']:.1f}% | {shown} | {greedy} |")
+            expect("docs/measurements.md", f"| {100 * found['top1']:.1f}% | {shown} | {greedy} |")
 
 
 def test_pools_grow_as_the_log_says() -> None:
