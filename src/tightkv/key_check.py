@@ -1,4 +1,4 @@
-"""Which layers of a checkpoint need more bits for their keys, and how a user is told."""
+"""Which layers of a checkpoint need more bits for their keys, and the line that reports it."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ def source_commit() -> str | None:
 
     $SOURCE_COMMIT says it, where the tree is a copy whose git does not.
     """
-    if told := os.environ.get("SOURCE_COMMIT"):
-        return told
+    if given := os.environ.get("SOURCE_COMMIT"):
+        return given
     package = Path(__file__).resolve().parent
 
     def git(*words: str) -> str | None:

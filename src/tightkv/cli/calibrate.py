@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tightkv.calibration import SUFFIX, Calibration, save_calibration
-from tightkv.cli.shared.output import MissingPackageError, add_output_options, emit, tell
+from tightkv.cli.shared.output import MissingPackageError, add_output_options, emit, print_status
 from tightkv.cli.shared.progress import Progress
 from tightkv.model_loading.source import BUNDLED_NAME, check_source, is_hub_id
 
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         raise FileNotFoundError(f"the folder of {str(out)!r} does not exist")
     found = _measure(args, name)
     save_calibration(found, out)
-    tell(f"wrote {out} ({out.stat().st_size:,} bytes)")
+    print_status(f"wrote {out} ({out.stat().st_size:,} bytes)")
     emit(args, as_json(found, out), as_text(found, out))
     return 0
 
@@ -80,7 +80,9 @@ def _measure(args: argparse.Namespace, name: str) -> Calibration:
     if args.tokens < 2 * PREFILL:
         raise ValueError(f"--tokens {args.tokens}; at least {2 * PREFILL} are needed")
     texts = [read_text(path) for path in args.text] or default_texts()
-    model, tokenizer = load_model(args.model, dtype=args.dtype, device=args.device, progress=tell)
+    model, tokenizer = load_model(
+        args.model, dtype=args.dtype, device=args.device, progress=print_status
+    )
     window = min(WINDOW, args.tokens, max_positions(model) or WINDOW)
     windows = cut_windows(tokenizer, texts, window, max(1, args.tokens // window))
     run, ids = CacheRun(model), windows.ids[:1, :_TIMED_TOKENS]
@@ -89,14 +91,14 @@ def _measure(args: argparse.Namespace, name: str) -> Calibration:
     CacheRun(model).feed(ids)
     passes = windows.ids.numel() * _PASSES + window * _GRADIENT_PASSES
     seconds = (time.perf_counter() - start) / ids.numel() * passes
-    told = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
-    tell(f"{windows.ids.numel()} tokens; this takes about {told}")
+    duration = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
+    print_status(f"{windows.ids.numel()} tokens; this takes about {duration}")
     begin = time.monotonic()
     prefill = min(PREFILL, window // 2)
     # File names alone: where a text lay is nobody's business.
     named = [replace(text, name=Path(text.name).name) for text in texts]
     found = Calibrator(model, windows, Progress, prefill).run(name, named)
-    tell(f"done after {time.monotonic() - begin:.0f} s")
+    print_status(f"done after {time.monotonic() - begin:.0f} s")
     return found
 
 

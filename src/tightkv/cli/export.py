@@ -14,7 +14,7 @@ from tightkv.cli.shared.output import (
     add_output_options,
     emit,
     human_bytes,
-    tell,
+    print_status,
 )
 from tightkv.model_loading.source import BUNDLED_NAME, DTYPE_NAMES, check_source
 
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     from tightkv.model_loading.load import load_model, quiet
 
     start = time.monotonic()
-    model, tokenizer = load_model(args.model, dtype=args.dtype, device="cpu", progress=tell)
+    model, tokenizer = load_model(args.model, dtype=args.dtype, device="cpu", progress=print_status)
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and args.max_tokens > limit:
         raise ValueError(f"--max-tokens {args.max_tokens}; the model takes {limit}")
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
             max_tokens=args.max_tokens,
             kind=args.format,
             backend=args.backend,
-            tell=tell,
+            progress=print_status,
         )
     size = (folder / about.model_file).stat().st_size
     data = {

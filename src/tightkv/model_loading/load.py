@@ -35,14 +35,14 @@ def load_model(
     `source` is a local folder or a hub id; None is the bundled SmolLM2-135M-Instruct.
     `device` None takes CUDA where there is one; "auto" spreads the model over all devices.
     `dtype` None is bf16 on CUDA and on a CPU that multiplies bf16 numbers, else float32.
-    `progress` is told what takes long; without it that goes to the log of "tightkv".
+    `progress` gets a line for each slow step; without it these go to the logger "tightkv".
     """
     check_source(source)
-    tell = progress or logging.getLogger("tightkv").info
+    report = progress or logging.getLogger("tightkv").info
     place = _device(device)
     kind = _dtype(dtype) or default_dtype(place)
     with quiet():
-        name = _name_for_transformers(source, tell)
+        name = _name_for_transformers(source, report)
         options = {"device_map": "auto"} if place is None else {}
         with _one_line_errors(source):
             tokenizer = transformers.AutoTokenizer.from_pretrained(name)
@@ -74,12 +74,12 @@ def quiet() -> Iterator[None]:
             hf_logging.enable_progress_bar()
 
 
-def _name_for_transformers(source: str | None, tell: Callable[[str], None]) -> str:
+def _name_for_transformers(source: str | None, report: Callable[[str], None]) -> str:
     if source is None:
-        return str(bundled_folder(tell))
+        return str(bundled_folder(report))
     if not is_hub_id(source):
         return str(model_folder(source))
-    tell(f"looking for {source} in the hub's local cache and on the hub")
+    report(f"looking for {source} in the hub's local cache and on the hub")
     return source
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tightkv.cli.shared.config_flags import add_config_flags, config_from_args, given_fields
-from tightkv.cli.shared.output import MissingPackageError, add_output_options, emit, tell
+from tightkv.cli.shared.output import MissingPackageError, add_output_options, emit, print_status
 from tightkv.cli.shared.progress import Progress
 from tightkv.cli.shared.server_file import model_of
 from tightkv.config import KVQuantConfig
@@ -81,13 +81,17 @@ def _diagnose(args: argparse.Namespace, cfg: KVQuantConfig | None, calibration: 
     for candidate in candidates:
         check_compresses(candidate, args.window)
     texts = [read_text(path) for path in args.text] or default_texts()
-    model, tokenizer = load_model(args.model, dtype=args.dtype, device=args.device, progress=tell)
+    model, tokenizer = load_model(
+        args.model, dtype=args.dtype, device=args.device, progress=print_status
+    )
     windows = cut_windows(tokenizer, texts, args.window, args.windows)
     doctor = Doctor(model, windows, args.budget, bars=Progress)
-    tell(f"{windows.ids.numel()} tokens; this takes about {_duration(doctor, cfg)}")
+    print_status(f"{windows.ids.numel()} tokens; this takes about {_duration(doctor, cfg)}")
     start = time.monotonic()
     found = doctor.diagnose(candidates) if cfg is None else doctor.check(cfg)
-    tell(f"{'interrupted' if found.interrupted else 'done'} after {time.monotonic() - start:.0f} s")
+    print_status(
+        f"{'interrupted' if found.interrupted else 'done'} after {time.monotonic() - start:.0f} s"
+    )
     return found
 
 

@@ -14,7 +14,7 @@ import torch
 
 from tightkv.cli.eval.tasks import TaskBuilder, check_lengths
 from tightkv.cli.info import collect
-from tightkv.cli.shared.output import tell
+from tightkv.cli.shared.output import print_status
 from tightkv.cli.shared.progress import Progress
 from tightkv.config import KVQuantConfig
 from tightkv.eval import results
@@ -63,8 +63,10 @@ def _evaluate_model(
     start = time.monotonic()
     name = source or BUNDLED_NAME
     if len(args.models) > 1:
-        tell(f"model {name}")
-    model, tokenizer = load_model(source, dtype=args.dtype, device=args.device, progress=tell)
+        print_status(f"model {name}")
+    model, tokenizer = load_model(
+        source, dtype=args.dtype, device=args.device, progress=print_status
+    )
     with quiet():
         builder = TaskBuilder(args, texts, model, tokenizer)
         tasks = builder.build(configs.values())
@@ -150,7 +152,7 @@ class ModelRun:
         missing = [name for name, (key, _) in keys.items() if key not in self.store]
         if len(missing) < len(keys):
             known = len(keys) - len(missing)
-            tell(
+            print_status(
                 f"{task.name}: {known} of {len(keys)} results are from {self.store.path}; "
                 "--fresh measures them again"
             )

@@ -9,7 +9,7 @@ from typing import Any
 
 from tightkv.cli.generate.prompt import check_length, encode, long_context, read_prompts
 from tightkv.cli.shared.config_flags import OFF_LINE, add_config_flags, options_from_args
-from tightkv.cli.shared.output import MissingPackageError, add_output_options, emit, tell
+from tightkv.cli.shared.output import MissingPackageError, add_output_options, emit, print_status
 from tightkv.cli.shared.server_file import model_of
 from tightkv.config import KVQuantConfig, is_off
 from tightkv.model_loading.source import BUNDLED_NAME, DTYPE_NAMES, check_source
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     if is_off(options):
         if args.compare:
             raise ValueError(f"--compare has nothing to compare: {OFF_LINE}")
-        tell(OFF_LINE)
+        print_status(OFF_LINE)
     args.model = model_of(args.model, [args.config] if args.config else [])
     check_source(args.model)
     prompts = read_prompts(args.prompt, args.prompt_file, args.long_prompt is not None)
@@ -135,7 +135,7 @@ def _generate(
         dtype=args.dtype,
         device=args.device,
         attn_implementation=args.attn,
-        progress=tell,
+        progress=print_status,
     )
     if args.long_prompt is not None:
         context = long_context(tokenizer, args.long_prompt)
@@ -144,5 +144,5 @@ def _generate(
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     check_length(inputs["input_ids"].shape[1], args.max_new_tokens, limit)
     with quiet():
-        runner = Runner(args, config, model, tokenizer, inputs.to(model.device), tell)
+        runner = Runner(args, config, model, tokenizer, inputs.to(model.device), print_status)
         return runner.compare() if args.compare else runner.single()

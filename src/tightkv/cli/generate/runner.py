@@ -35,10 +35,10 @@ class Runner:
         model: Any,
         tokenizer: Any,
         inputs: Any,
-        tell: Callable[[str], None],
+        print_status: Callable[[str], None],
     ) -> None:
         self.args, self.config, self.model = args, config, model
-        self.tokenizer, self.inputs, self.tell = tokenizer, inputs, tell
+        self.tokenizer, self.inputs, self.print_status = tokenizer, inputs, print_status
         self.label = config.name
         self.options: dict[str, Any] = {
             "max_new_tokens": args.max_new_tokens,
@@ -63,7 +63,7 @@ class Runner:
         self.model.set_attn_implementation(self.args.attn)
         tight = self._run(self.label, TightCache(self.config, model=self.model))
         first, second = plain.tokens[0], tight.tokens[0]
-        self.tell("comparing the distributions along the uncompressed text")
+        self.print_status("comparing the distributions along the uncompressed text")
         fresh = TightCache(self.config, model=self.model)
         assert plain.logits is not None
         kl = mean_kl(self.model, self.inputs["input_ids"], first, plain.logits, fresh)
@@ -93,7 +93,9 @@ class Runner:
     def _run(self, label: str, cache: Any, keep_logits: bool = False) -> Generation:
         torch.manual_seed(self.args.seed)
         rows, length = self.inputs["input_ids"].shape
-        self.tell(f"{label}: prompt of {length} tokens" + (f" x {rows}" if rows > 1 else ""))
+        self.print_status(
+            f"{label}: prompt of {length} tokens" + (f" x {rows}" if rows > 1 else "")
+        )
         listener: BaseStreamer = (
             TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
             if self._streams

@@ -93,9 +93,9 @@ def run(args: argparse.Namespace) -> int:
     context = args.context or min(shape.max_positions or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
     memory = _memory(args)
     weights = _weights(args, shape, source, needed=memory is not None)
-    plans, told = _plans(args, shape)
+    plans, notes = _plans(args, shape)
     data = _report(args, shape, context, memory, weights, plans)
-    data["notes"] += told
+    data["notes"] += notes
     if args.plot:
         report.draw(args.plot, data, plans)
     emit(args, data, report.as_text(data))
@@ -170,14 +170,14 @@ def _plans(args: argparse.Namespace, shape: ModelShape) -> tuple[list[CachePlan]
             name += "+"
             raised.setdefault(raised_layers(cfg, checked.config), []).append(name)
         plans.append(config_plan(name, shape, checked.config, args.tp))
-    told = [
+    notes = [
         f"{', '.join(names)}: {layers}, whose weights would make scores too noisy otherwise; "
         "protect_keys=false turns this off"
         for layers, names in raised.items()
     ]
     if check is not None and check.reason is not None:
-        told.append(f"not checked whether keys of some layers need more bits: {check.reason}")
-    return plans, told
+        notes.append(f"not checked whether keys of some layers need more bits: {check.reason}")
+    return plans, notes
 
 
 def _report(

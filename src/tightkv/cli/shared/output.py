@@ -28,7 +28,7 @@ class MissingPackageError(ImportError):
         super().__init__(f"{purpose} needs {package}: {install_hint(extra)}")
 
 
-def tell(line: str) -> None:
+def print_status(line: str) -> None:
     """A line of progress on standard error."""
     print(f"tightkv: {line}", file=sys.stderr, flush=True)
 

@@ -40,11 +40,11 @@ def measure_greedy(
     """All prompts are rows of one cache. `advance` is told of every forward pass."""
     if new_tokens < 1:
         raise ValueError(f"new_tokens={new_tokens}; it must be at least 1")
-    tell = advance or ignore
-    wanted = greedy_tokens(CacheRun(model), prompts, new_tokens, tell)
+    step_done = advance or ignore
+    wanted = greedy_tokens(CacheRun(model), prompts, new_tokens, step_done)
     out = {}
     for name, make in caches.items():
-        got = greedy_tokens(CacheRun(model, make()), prompts, new_tokens, tell)
+        got = greedy_tokens(CacheRun(model, make()), prompts, new_tokens, step_done)
         out[name] = GreedyMatch(tuple(same_tokens(wanted, got)), new_tokens)
     return out
 

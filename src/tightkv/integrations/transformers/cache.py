@@ -96,9 +96,9 @@ class TightCache(Cache):  # type: ignore[misc]
         reasons = [skip_reason(shape) for shape in layer_shapes(config, layers)]
         full = [i for i, reason in enumerate(reasons) if reason is None]
         if not full:
-            told = ", ".join(sorted({reason for reason in reasons if reason}))
+            listed = ", ".join(sorted({reason for reason in reasons if reason}))
             raise ValueError(
-                f"no layer of {type(text).__name__} can be compressed ({told or 'it has none'}); "
+                f"no layer of {type(text).__name__} can be compressed ({listed or 'it has none'}); "
                 "use DynamicCache"
             )
         if unknown := sorted(set(self.quant.bits_of_layers()) - set(full)):

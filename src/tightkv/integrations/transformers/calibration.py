@@ -15,7 +15,7 @@ from tightkv.model_shape import read_model_shape
 from tightkv.model_shape.fingerprint import model_fingerprint
 
 _fingerprints: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()
-_told: WeakKeyDictionary[PreTrainedModel, set[str]] = WeakKeyDictionary()
+_warned: WeakKeyDictionary[PreTrainedModel, set[str]] = WeakKeyDictionary()
 
 
 class CalibrationWarning(UserWarning):
@@ -34,7 +34,7 @@ def apply_calibration(cfg: KVQuantConfig, model: Any) -> tuple[KVQuantConfig, Ca
     name, shape = model.name_or_path or type(model).__name__, read_model_shape(model.config)
     found = find_calibration(cfg.calibration, loaded_fingerprint(model))
     if line := not_used(cfg, found, name):
-        _tell(model, line)
+        _warn_once(model, line)
     if found is None:
         return cfg, None
     found.check_model(loaded_fingerprint(model), name, shape.full_layers())
@@ -49,8 +49,8 @@ def loaded_fingerprint(model: PreTrainedModel) -> str:
     return _fingerprints[model]
 
 
-def _tell(model: PreTrainedModel, line: str) -> None:
+def _warn_once(model: PreTrainedModel, line: str) -> None:
     """Once for each model."""
-    if line not in _told.setdefault(model, set()):
-        _told[model].add(line)
+    if line not in _warned.setdefault(model, set()):
+        _warned[model].add(line)
         warnings.warn(line, CalibrationWarning, stacklevel=4)

@@ -56,7 +56,7 @@ def write_package(
     max_tokens: int,
     kind: str = "pt2",
     backend: str | None = None,
-    tell: Callable[[str], None],
+    progress: Callable[[str], None],
 ) -> About:
     """Export, compile, and write everything; tightkv.json comes last. `backend` is for a pte."""
     if kind == "pt2" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
@@ -64,15 +64,15 @@ def write_package(
     if kind == "pte":
         installed()
     folder.mkdir(parents=True, exist_ok=True)
-    tell("measuring the model and making its caches")
+    progress("measuring the model and making its caches")
     exportable = ExportableModel(model.requires_grad_(False), quant, max_tokens=max_tokens)
-    tell("tracing")
+    progress("tracing")
     try:
         program = exportable.program()
     except (RuntimeError, TypeError, torch._dynamo.exc.TorchDynamoException) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ExportError(f"torch.export cannot trace {type(model).__name__}: {reason}") from error
-    tell("compiling, which takes minutes")
+    progress("compiling, which takes minutes")
     about = About(
         kind=kind,
         max_tokens=max_tokens,

@@ -158,8 +158,8 @@ def _some(names: Sequence[str], of: int) -> str:
     """All layers, or so many of them with the first few by name."""
     if len(names) == of:
         return f"all {of} layers"
-    told = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-    return f"{len(names)} of {of} layers ({told})"
+    listed = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+    return f"{len(names)} of {of} layers ({listed})"
 
 
 def _other_specs(plan: EnginePlan, layers: dict[str, Any], vllm_config: Any) -> list[Any]:
@@ -217,10 +217,10 @@ def align_state_blocks(pages: int, page_size: int, others: set[type], vllm_confi
     if not cache.enable_prefix_caching:
         return pages
     if cache.mamba_cache_mode == "align" and others:
-        told = ", ".join(sorted(kind.__name__ for kind in others))
+        listed = ", ".join(sorted(kind.__name__ for kind in others))
         raise ValueError(
             f"tightkv with prefix caching in a model with states and other layers of its own "
-            f"({told}): prefixes could end inside a page; add --no-enable-prefix-caching"
+            f"({listed}): prefixes could end inside a page; add --no-enable-prefix-caching"
         )
     if cache.mamba_cache_mode == "all":  # a state every block, at the end of a kernel's chunk
         chunk = vllm_config.model_config.get_mamba_chunk_size() or 1
@@ -239,8 +239,8 @@ def compressed_layers(layers: Mapping[str, Any], cfg: KVQuantConfig) -> dict[str
     }
     chosen = {name: layers[name] for name, reason in reasons.items() if reason is None}
     if not chosen:
-        told = ", ".join(sorted({reason for reason in reasons.values() if reason}))
-        raise ValueError(f"tightkv: no layer of this model can be compressed ({told or 'none'})")
+        listed = ", ".join(sorted({reason for reason in reasons.values() if reason}))
+        raise ValueError(f"tightkv: no layer of this model can be compressed ({listed or 'none'})")
     for reason in sorted({reason for reason in reasons.values() if reason}):
         count = list(reasons.values()).count(reason)
         logger.info("tightkv: %d layers stay with vLLM's own cache: %s", count, reason)
