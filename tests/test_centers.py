@@ -7,7 +7,7 @@ import torch
 
 from models import prompt, tiny
 from tightkv import KVQuantConfig, TightCache
-from tightkv.eval.sensitivity import Moments
+from tightkv.eval.layer_bits.sensitivity import Moments
 from tightkv.integrations.transformers.layer import TightLayer
 from tightkv.math.centers import Centers
 
