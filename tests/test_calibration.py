@@ -14,9 +14,9 @@ from models import prompt, tiny
 from tightkv import KVQuantConfig, TightCache
 from tightkv.calibration import (
     Calibration,
+    bundled_names,
     find_for_folder,
     load_calibration,
-    ready_names,
     save_calibration,
 )
 from tightkv.calibration import find as find_module
@@ -379,7 +379,7 @@ def test_auto_finds_ready_files(model, file, tmp_path, monkeypatch):
     ready = tmp_path / "ready"
     ready.mkdir()
     (ready / "Tiny.safetensors").write_bytes(file.read_bytes())
-    monkeypatch.setattr(find_module, "READY_FOLDER", ready)
+    monkeypatch.setattr(find_module, "BUNDLED_FOLDER", ready)
     for name in ("auto", "Tiny"):
         cache = TightCache({"preset": "k3v3", "calibration": name}, model=model)
         assert cache.calibration is not None and cache.quant.layer_bits
@@ -390,12 +390,12 @@ def test_auto_finds_ready_files(model, file, tmp_path, monkeypatch):
     assert cache.calibration is None and not cache.quant.layer_bits
 
 
-@pytest.mark.parametrize("name", ready_names())
+@pytest.mark.parametrize("name", bundled_names())
 def test_ready_files_can_be_read(name):
     found = load_calibration(name)
     assert found.measured.model.rpartition("/")[2] == name
     assert set(found.layer_bits) == set(PRESETS)
-    assert (find_module.READY_FOLDER / f"{name}.safetensors").stat().st_size < 2_000_000
+    assert (find_module.BUNDLED_FOLDER / f"{name}.safetensors").stat().st_size < 2_000_000
 
 
 @pytest.mark.slow

@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from models import FAMILIES, SHAPE
 from tightkv import KVQuantConfig
 from tightkv.key_check import KeyCheck
-from tightkv.model_shape import folder_noise, read_model_shape
+from tightkv.model_shape import checkpoint_noise, read_model_shape
 from tightkv.model_shape.attention_weights import NOT_READABLE
-from tightkv.model_shape.folder_noise import read_scores
+from tightkv.model_shape.checkpoint_noise import read_scores
 from tightkv.model_shape.key_noise import Projection, score_noise
 from tightkv.model_shape.tensors import StoredTensor
 from tiny_folder import plant_key_bias, write_model
@@ -125,7 +125,7 @@ def test_rows_are_sampled_where_matrices_are_large(
         steps.add(step)
         return read(tensor, step)
 
-    monkeypatch.setattr(folder_noise, "READ_BYTES", 1)
+    monkeypatch.setattr(checkpoint_noise, "READ_BYTES", 1)
     monkeypatch.setattr(StoredTensor, "read", spy)
     sampled = noise_of(qwen2)
     assert steps == {1, 2}  # 8 of 16 rows of a head, whole biases

@@ -17,8 +17,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from models import MAMBA, MOE, SHAPE
 from tightkv.integrations.transformers.protect_keys import LoadedTensor
-from tightkv.model_shape import folder_metric
-from tightkv.model_shape.folder_metric import KNOWN, query_metrics
+from tightkv.model_shape import checkpoint_metric
+from tightkv.model_shape.checkpoint_metric import KNOWN, query_metrics
 from tightkv.model_shape.query_metric import POSITIONS, normed
 from tightkv.model_shape.tensors import StoredTensor
 from tiny_folder import write_model
@@ -182,7 +182,7 @@ def test_of_large_matrices_some_heads_are_read(
     matrix = model.model.layers[0].self_attn.q_proj.weight
     with monkeypatch.context() as patched:
         patched.setattr(StoredTensor, "read", spy)
-        patched.setattr(folder_metric, "READ_BYTES", share * matrix.nbytes)
+        patched.setattr(checkpoint_metric, "READ_BYTES", share * matrix.nbytes)
         found = query_metrics(tmp_path).by_layer[0]
     assert sum(rows) == 2 * 2 * heads * 16
     matrix.data.view(2, 4, 16, -1)[:, heads:] = 0

@@ -17,7 +17,7 @@ from tightkv.integrations.vllm import feedback as module
 from tightkv.integrations.vllm.feedback import set_feedback
 from tightkv.layout import PageLayout
 from tightkv.math.feedback import QueryMetric
-from tightkv.model_shape.folder_metric import query_metrics
+from tightkv.model_shape.checkpoint_metric import query_metrics
 from tiny_folder import write_model
 
 CPU = torch.device("cpu")

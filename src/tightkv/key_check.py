@@ -11,7 +11,7 @@ from tightkv.config import KVQuantConfig
 from tightkv.math.codebook import get_codebook
 from tightkv.model_shape import ModelShape, compressed_layers, read_model_shape
 from tightkv.model_shape.attention_weights import NOT_READABLE, WeightTensor
-from tightkv.model_shape.folder_noise import LayerScores, read_scores
+from tightkv.model_shape.checkpoint_noise import LayerScores, read_scores
 from tightkv.model_shape.key_noise import NOISE_LIMIT, protected_layer_bits
 from tightkv.planner import config_plan
 

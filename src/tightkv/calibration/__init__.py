@@ -3,11 +3,11 @@
 from tightkv.calibration.file import SUFFIX, read_calibration, save_calibration
 from tightkv.calibration.find import (
     AUTO,
+    bundled_names,
     find_calibration,
     find_for_folder,
     load_calibration,
     not_used,
-    ready_names,
 )
 from tightkv.calibration.measured import Calibration, Costs, Measured
 
@@ -17,11 +17,11 @@ __all__ = [
     "Calibration",
     "Costs",
     "Measured",
+    "bundled_names",
     "find_calibration",
     "find_for_folder",
     "load_calibration",
     "not_used",
     "read_calibration",
-    "ready_names",
     "save_calibration",
 ]

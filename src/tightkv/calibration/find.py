@@ -12,33 +12,33 @@ from tightkv.model_shape.attention_weights import NOT_READABLE
 from tightkv.model_shape.fingerprint import folder_fingerprint
 
 AUTO = "auto"
-"""As `calibration`: the ready file of this very model, if there is one."""
-READY_FOLDER = Path(__file__).parents[1] / "ready"
+"""As `calibration`: the bundled file of this very model, if there is one."""
+BUNDLED_FOLDER = Path(__file__).with_name("bundled")
 
 
 def load_calibration(source: str) -> Calibration:
-    """A file, or a ready one by its name."""
+    """A file, or a bundled one by its name."""
     if source.endswith(SUFFIX):
         return read_calibration(source)
-    if source not in ready_names():
+    if source not in bundled_names():
         raise ValueError(
-            unknown_name("calibration", source, (*ready_names(), AUTO))
+            unknown_name("calibration", source, (*bundled_names(), AUTO))
             + f"; or give a {SUFFIX} file that tightkv calibrate wrote"
         )
-    return read_calibration(READY_FOLDER / f"{source}{SUFFIX}")
+    return read_calibration(BUNDLED_FOLDER / f"{source}{SUFFIX}")
 
 
-def ready_names() -> list[str]:
+def bundled_names() -> list[str]:
     """The models whose calibrations come with the package."""
-    return sorted(path.stem for path in READY_FOLDER.glob(f"*{SUFFIX}"))
+    return sorted(path.stem for path in BUNDLED_FOLDER.glob(f"*{SUFFIX}"))
 
 
 def find_calibration(source: str, fingerprint: str) -> Calibration | None:
-    """`load_calibration`; of "auto" the ready file of the model, None where there is none."""
+    """`load_calibration`; of "auto" the bundled file of the model, None where there is none."""
     if source != AUTO:
         return load_calibration(source)
-    ready = map(load_calibration, ready_names())
-    return next((found for found in ready if found.fingerprint == fingerprint), None)
+    bundled = map(load_calibration, bundled_names())
+    return next((found for found in bundled if found.fingerprint == fingerprint), None)
 
 
 def find_for_folder(cfg: KVQuantConfig, folder: Path, name: str) -> Calibration | None:
@@ -67,8 +67,8 @@ def not_used(cfg: KVQuantConfig, found: Calibration | None, name: str) -> str | 
         return None
     if found is None:
         return (
-            f"tightkv: calibration={AUTO!r}: {name} is none of {', '.join(ready_names())}; nothing "
-            f"is changed. Measure it: tightkv calibrate {name} -o FILE"
+            f"tightkv: calibration={AUTO!r}: {name} is none of {', '.join(bundled_names())}; "
+            f"nothing is changed. Measure it: tightkv calibrate {name} -o FILE"
         )
     if cfg.names_layers or cfg.name in found.layer_bits:
         return None

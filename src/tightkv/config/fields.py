@@ -69,7 +69,7 @@ class ConfigFields:
     feedback: str = "auto"
     """auto codes keys in the metric of the model's queries, where it is known; off does not."""
     calibration: str = ""
-    """What was measured of the model (tightkv calibrate): a file, a ready one's name, or auto."""
+    """What was measured of the model (tightkv calibrate): a file, a bundled one's name, or auto."""
     outlier_share: float = 0.0
     """Share of channels that get outlier_extra_bits more; 0 is off, 0.5 makes 3 bits 3.5."""
     outlier_extra_bits: int = 1

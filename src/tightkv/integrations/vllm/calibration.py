@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def find_for_engine(cfg: KVQuantConfig, vllm_config: Any) -> Calibration | None:
-    """None where no calibration is named, or no ready one fits; another model's is refused."""
+    """None where no calibration is named, or no bundled one fits; another model's is refused."""
     if not cfg.calibration:
         return None
     name, folder = vllm_config.model_config.model, checkpoint_folder(vllm_config)

@@ -10,7 +10,7 @@ from tightkv.config import KVQuantConfig
 from tightkv.integrations.vllm.checkpoint import checkpoint_folder
 from tightkv.integrations.vllm.layer_numbers import model_layers
 from tightkv.math.feedback import QueryMetric
-from tightkv.model_shape.folder_metric import LEAST_BITS, QueryMetrics, query_metrics
+from tightkv.model_shape.checkpoint_metric import LEAST_BITS, QueryMetrics, query_metrics
 
 if TYPE_CHECKING:
     from tightkv.integrations.vllm.attention import TightAttention
