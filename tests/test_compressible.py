@@ -126,8 +126,8 @@ def vllm_layers(config: Any) -> dict[str, Any]:
 @pytest.mark.vllm
 @pytest.mark.parametrize("family", FAMILIES)
 def test_vllm_agrees_for_every_family(family: str) -> None:
+    from tightkv.integrations.vllm.install import compressed_layers as chosen_layers
     from tightkv.integrations.vllm.layer_numbers import layer_number
-    from tightkv.integrations.vllm.layers import compressed_layers as chosen_layers
 
     config = FAMILIES[family]()
     if config.model_type == "gpt_oss":

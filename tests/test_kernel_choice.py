@@ -117,7 +117,7 @@ def test_the_command_line_shows_it_in_one_line(
 
 @pytest.mark.vllm
 def test_layers_that_cost_vllm_its_graphs_are_named() -> None:
-    from tightkv.integrations.vllm.layers import cuda_graph_obstacle
+    from tightkv.integrations.vllm.install import cuda_graph_obstacle
 
     def impl(kernel: str, capturable: bool, device: str = "cuda") -> Any:
         step, place = SimpleNamespace(kernel_name=kernel), SimpleNamespace(type=device)

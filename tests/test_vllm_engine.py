@@ -353,7 +353,7 @@ def test_states_among_layers_with_other_blocks_have_no_prefixes() -> None:
     from vllm.config import CacheConfig
     from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
-    from tightkv.integrations.vllm.layers import align_state_blocks
+    from tightkv.integrations.vllm.blocks import align_state_blocks
 
     cache = CacheConfig(enable_prefix_caching=True, mamba_cache_mode="align")
     with pytest.raises(ValueError, match=r"SlidingWindowSpec.*--no-enable-prefix-caching"):

@@ -45,7 +45,7 @@ def _compressing(original: Any) -> Any:
         if engine_options(vllm_config.additional_config) is None:
             return original(self, vllm_config)
         try:
-            from tightkv.integrations.vllm.layers import compressed_spec, install
+            from tightkv.integrations.vllm.install import compressed_spec, install
         except ImportError as error:
             raise RuntimeError(_does_not_fit(error)) from error
         install(vllm_config)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +11,6 @@ from vllm.config import get_layers_from_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
 from tightkv import kernels
 from tightkv.cache_bytes import CacheBytes, LayerBytes
@@ -21,6 +19,7 @@ from tightkv.config import KVQuantConfig
 from tightkv.integrations.vllm.attention import TightAttention
 from tightkv.integrations.vllm.backend import TightBackend
 from tightkv.integrations.vllm.batch_split import Limits
+from tightkv.integrations.vllm.blocks import other_specs, pages_per_block
 from tightkv.integrations.vllm.calibration import (
     find_for_engine,
     set_calibrated_feedback,
@@ -28,12 +27,13 @@ from tightkv.integrations.vllm.calibration import (
     without_bits,
 )
 from tightkv.integrations.vllm.compat import page_spec
+from tightkv.integrations.vllm.engine_checks import check_engine_options, speculative_tokens
 from tightkv.integrations.vllm.feedback import set_feedback
 from tightkv.integrations.vllm.layer_numbers import layer_number, model_layers
 from tightkv.integrations.vllm.layer_shapes import layer_shape, shared_layer
 from tightkv.integrations.vllm.options import EngineOptions, engine_options, with_options
 from tightkv.integrations.vllm.protect_keys import check_keys, in_equal_blocks
-from tightkv.layout import RING_SLACK, PageLayout, page_layout
+from tightkv.layout import PageLayout, page_layout
 from tightkv.model_shape import skip_reason
 
 logger = logging.getLogger("vllm.tightkv")  # vLLM's handlers show its children
@@ -94,16 +94,16 @@ def install(vllm_config: Any) -> None:
     plan = make_plan(replace(options, config=checked.config), vllm_config, chosen)
     for layer in layers.values():
         setattr(layer, _LAYOUT, (None, 1))
-    others = _other_specs(plan, layers, vllm_config)
+    others = other_specs(plan.layouts, layers, vllm_config)
     if others and len(plan.page_bytes) > 1 and (checked.raised or options != given):
         if options != given:
             line, checked = without_bits(given.config), check_keys(given.config, vllm_config)
         if checked.raised:
             checked = in_equal_blocks(given.config, checked)
         plan = make_plan(given, vllm_config, chosen)
-    plan = replace(plan, pages_per_block=_pages_per_block(plan, others, vllm_config))
+    plan = replace(plan, pages_per_block=pages_per_block(plan.layouts, others, vllm_config))
     most = vllm_config.scheduler_config.max_num_seqs
-    limits = Limits(most, plan.rows, 1 + _speculative_tokens(vllm_config))
+    limits = Limits(most, plan.rows, 1 + speculative_tokens(vllm_config))
     slow: dict[str, list[str]] = {}
     for name, layout in plan.layouts.items():
         layer = layers[name]
@@ -162,74 +162,6 @@ def _some(names: Sequence[str], of: int) -> str:
     return f"{len(names)} of {of} layers ({listed})"
 
 
-def _other_specs(plan: EnginePlan, layers: dict[str, Any], vllm_config: Any) -> list[Any]:
-    """(layer, spec) of layers that are not compressed and have a cache of their own."""
-    own = [
-        layer
-        for name, layer in layers.items()
-        if name not in plan.layouts and shared_layer(layer) is None
-    ]
-    specs = [(layer, layer.get_kv_cache_spec(vllm_config)) for layer in own]
-    return [(layer, spec) for layer, spec in specs if spec is not None]
-
-
-def _pages_per_block(plan: EnginePlan, others: Sequence[Any], vllm_config: Any) -> int:
-    """Pages per block, so that it is no smaller than the block of a layer that is not compressed.
-
-    vLLM's blocks are of one size. Sliding-window layers take the shortest that their attention
-    can have, states of linear attention what they have; the rest of a block is padding.
-    """
-    needed, kinds = 0, set()
-    for layer, spec in others:
-        kinds.add(type(spec))
-        size = spec.page_size_bytes
-        if isinstance(spec, SlidingWindowSpec):
-            sizes = layer.attn_backend.get_supported_kernel_block_sizes()
-            shortest = min(getattr(block, "base", block) for block in sizes)
-            size = size // spec.block_size * shortest
-        elif isinstance(spec, MambaSpec):  # padded to vLLM's own blocks of attention
-            size = replace(spec, page_size_padded=None).page_size_bytes
-        needed = max(needed, size)
-    pages = plan.page_bytes
-    count = max(1, -(-needed // max(pages)))
-    if count > 1 and len(pages) > 1:
-        raise ValueError(
-            "tightkv: protected layers or layer_bits in a model with other layers' larger blocks; "
-            "set protected_first and protected_last to 0 and leave layer_bits out"
-        )
-    states = {kind for kind in kinds if issubclass(kind, MambaSpec)}
-    if states:
-        count = align_state_blocks(
-            count, plan.options.config.page_size, kinds - states, vllm_config
-        )
-    if any(issubclass(kind, SlidingWindowSpec) for kind in kinds):
-        vllm_config.cache_config.skip_page_size_padded = count * max(pages)
-    return count
-
-
-def align_state_blocks(pages: int, page_size: int, others: set[type], vllm_config: Any) -> int:
-    """Pages per block, with blocks of states as long as ours: prefixes end where both do.
-
-    With other boundaries vLLM's hits could end inside a page, which nobody could continue.
-    """
-    cache = vllm_config.cache_config
-    cache.mamba_page_size_padded = None  # to our blocks, by vLLM itself
-    if not cache.enable_prefix_caching:
-        return pages
-    if cache.mamba_cache_mode == "align" and others:
-        listed = ", ".join(sorted(kind.__name__ for kind in others))
-        raise ValueError(
-            f"tightkv with prefix caching in a model with states and other layers of its own "
-            f"({listed}): prefixes could end inside a page; add --no-enable-prefix-caching"
-        )
-    if cache.mamba_cache_mode == "all":  # a state every block, at the end of a kernel's chunk
-        chunk = vllm_config.model_config.get_mamba_chunk_size() or 1
-        unit = math.lcm(chunk, page_size) // page_size
-        pages = -(-pages // unit) * unit
-    cache.mamba_block_size = pages * page_size
-    return pages
-
-
 def compressed_layers(layers: Mapping[str, Any], cfg: KVQuantConfig) -> dict[str, Any]:
     """The layers that can be compressed; an error where none can, or not one with layer_bits."""
     shared = {shared_layer(layer) for layer in layers.values()}
@@ -286,46 +218,3 @@ def exact_rows(options: EngineOptions, vllm_config: Any, layouts: dict[str, Page
 
 def _size(layouts: Mapping[str, PageLayout]) -> CacheBytes:
     return CacheBytes(tuple(LayerBytes.of_layout(layout) for layout in layouts.values()))
-
-
-def check_engine_options(options: EngineOptions, vllm_config: Any) -> None:
-    """Raise at start what could only go wrong later."""
-    cfg, cache, parallel = options.config, vllm_config.cache_config, vllm_config.parallel_config
-    if cache.cache_dtype not in ("auto", "bfloat16", "float16"):
-        raise ValueError(
-            f"tightkv with --kv-cache-dtype {cache.cache_dtype}: both would compress the cache; "
-            "leave --kv-cache-dtype at auto, or leave tightkv out"
-        )
-    if cache.user_specified_block_size and cache.block_size != cfg.page_size:
-        raise ValueError(
-            f"tightkv with --block-size {cache.block_size}: a block is a page of "
-            f"{cfg.page_size} tokens; leave --block-size out or set page_size to it"
-        )
-    if cache.prefix_match_unit is not None and cache.prefix_match_unit % cfg.page_size:
-        raise ValueError(
-            f"tightkv with --prefix-match-unit {cache.prefix_match_unit}: prefixes end at pages of "
-            f"{cfg.page_size} tokens; leave it out or set a multiple of {cfg.page_size}"
-        )
-    if getattr(vllm_config.model_config, "rswa_window", None) is not None:
-        raise ValueError("tightkv with reference sliding windows (rswa_window): not supported")
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name, 1) > 1:
-            raise ValueError(f"tightkv with {name}={getattr(parallel, name)}; supported: 1")
-    if parallel.pipeline_parallel_size > 1 and (cfg.protected_first or cfg.protected_last):
-        raise ValueError("tightkv: protected layers with pipeline parallelism; set both to 0")
-    count = getattr(vllm_config.model_config.hf_text_config, "num_hidden_layers", None)
-    beyond = max(cfg.bits_of_layers(), default=0)
-    if count is not None and beyond >= count and vllm_config.speculative_config is None:
-        raise ValueError(
-            f"tightkv: layer_bits={cfg.layer_bits!r} names layer {beyond}; the model has layers 0 "
-            f"to {count - 1}"
-        )
-    tokens = _speculative_tokens(vllm_config)
-    if tokens > RING_SLACK:
-        raise ValueError(f"tightkv with {tokens} speculative tokens; supported: up to {RING_SLACK}")
-
-
-def _speculative_tokens(vllm_config: Any) -> int:
-    """Tokens a sequence may decode beyond the one that is certain."""
-    speculative = vllm_config.speculative_config
-    return 0 if speculative is None else speculative.num_speculative_tokens or 0

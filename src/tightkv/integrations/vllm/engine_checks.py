@@ -1,0 +1,51 @@
+"""What cannot work together with an engine's options, refused at start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tightkv.integrations.vllm.options import EngineOptions
+from tightkv.layout import RING_SLACK
+
+
+def check_engine_options(options: EngineOptions, vllm_config: Any) -> None:
+    """Raise at start what could only go wrong later."""
+    cfg, cache, parallel = options.config, vllm_config.cache_config, vllm_config.parallel_config
+    if cache.cache_dtype not in ("auto", "bfloat16", "float16"):
+        raise ValueError(
+            f"tightkv with --kv-cache-dtype {cache.cache_dtype}: both would compress the cache; "
+            "leave --kv-cache-dtype at auto, or leave tightkv out"
+        )
+    if cache.user_specified_block_size and cache.block_size != cfg.page_size:
+        raise ValueError(
+            f"tightkv with --block-size {cache.block_size}: a block is a page of "
+            f"{cfg.page_size} tokens; leave --block-size out or set page_size to it"
+        )
+    if cache.prefix_match_unit is not None and cache.prefix_match_unit % cfg.page_size:
+        raise ValueError(
+            f"tightkv with --prefix-match-unit {cache.prefix_match_unit}: prefixes end at pages of "
+            f"{cfg.page_size} tokens; leave it out or set a multiple of {cfg.page_size}"
+        )
+    if getattr(vllm_config.model_config, "rswa_window", None) is not None:
+        raise ValueError("tightkv with reference sliding windows (rswa_window): not supported")
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            raise ValueError(f"tightkv with {name}={getattr(parallel, name)}; supported: 1")
+    if parallel.pipeline_parallel_size > 1 and (cfg.protected_first or cfg.protected_last):
+        raise ValueError("tightkv: protected layers with pipeline parallelism; set both to 0")
+    count = getattr(vllm_config.model_config.hf_text_config, "num_hidden_layers", None)
+    beyond = max(cfg.bits_of_layers(), default=0)
+    if count is not None and beyond >= count and vllm_config.speculative_config is None:
+        raise ValueError(
+            f"tightkv: layer_bits={cfg.layer_bits!r} names layer {beyond}; the model has layers 0 "
+            f"to {count - 1}"
+        )
+    tokens = speculative_tokens(vllm_config)
+    if tokens > RING_SLACK:
+        raise ValueError(f"tightkv with {tokens} speculative tokens; supported: up to {RING_SLACK}")
+
+
+def speculative_tokens(vllm_config: Any) -> int:
+    """Tokens a sequence may decode beyond the one that is certain."""
+    speculative = vllm_config.speculative_config
+    return 0 if speculative is None else speculative.numspeculative_tokens or 0
