@@ -20,7 +20,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 import models
 from tightkv import KVQuantConfig, TightCache
 from tightkv.cli import main
-from tightkv.cli.generate.compare import find_parting, mean_kl
+from tightkv.cli.generate.compare import find_divergence, mean_kl
 from tightkv.cli.generate.generation import _timing, _until_end, generate
 from tightkv.cli.generate.prompt import check_length, encode, long_context
 from tightkv.cli.generate.report import compare_text, single_text
@@ -244,7 +244,7 @@ def test_compare_without_compression_is_exact(
     data = run_json(
         capsys, tiny, "--compare", "--prompt", SENTENCE * 6, "--max-new-tokens", 60, *flags
     )
-    assert data["compare"]["equal"] and data["compare"]["parting_token"] is None
+    assert data["compare"]["equal"] and data["compare"]["divergence_token"] is None
     assert answer(data, 0) == answer(data, 1)
     assert data["compare"]["scored_tokens"] == data["runs"][0]["answers"][0]["new_tokens"] - 1
     assert data["compare"]["mean_kl"] < 1e-4  # bf16 rounding of another order of sums
@@ -334,15 +334,17 @@ def test_layers_protected_at_16_bits_are_counted(
 def test_where_texts_part() -> None:
     tokenizer = byte_tokenizer()
 
-    def parting(first: str, second: str) -> Any:
-        return find_parting(tokenizer, *(tokenizer(text)["input_ids"] for text in (first, second)))
+    def divergence(first: str, second: str) -> Any:
+        return find_divergence(
+            tokenizer, *(tokenizer(text)["input_ids"] for text in (first, second))
+        )
 
-    there = parting("the cat sat down there", "the cat ran away there")
+    there = divergence("the cat sat down there", "the cat ran away there")
     assert there.token == len("the cat ")
     assert (there.before, there.first, there.second) == ("the cat ", "sat down", "ran away")
-    shorter = parting("the cat", "the")
+    shorter = divergence("the cat", "the")
     assert (shorter.token, shorter.first, shorter.second) == (3, " cat", "")
-    assert parting("same", "same").token is None
+    assert divergence("same", "same").token is None
 
 
 def test_compare_ends_with_the_table(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -360,7 +362,7 @@ def test_compare_ends_with_the_table(tiny: Path, capsys: pytest.CaptureFixture[s
     assert "comparing the distributions" in captured.err
 
 
-def test_the_parting_is_told() -> None:
+def test_the_divergence_is_shown() -> None:
     run = {
         "cache": "k2v2",
         "answers": [{"text": "a b c " * 40, "prompt_tokens": 9, "new_tokens": 9}],
@@ -372,7 +374,7 @@ def test_the_parting_is_told() -> None:
         },
     }
     compare = {
-        **{"equal": False, "parting_token": 7, "before": "it is", "uncompressed": " so"},
+        **{"equal": False, "divergence_token": 7, "before": "it is", "uncompressed": " so"},
         **{"compressed": " not", "mean_kl": None, "scored_tokens": 0},
     }
     data = {
@@ -382,7 +384,7 @@ def test_the_parting_is_told() -> None:
     }
     lines = compare_text(data).splitlines()
     assert lines[1:4] == [
-        "The texts part at token 7, after 'it is':",
+        "The texts diverge at token 7, after 'it is':",
         "  uncompressed: ' so'",
         "  k2v2:         ' not'",
     ]

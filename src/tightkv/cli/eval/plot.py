@@ -81,7 +81,7 @@ def _draw_greedy(axes: Any, data: dict[str, Any], colours: dict[str, Any]) -> No
     most = data["settings"]["new_tokens"]
     axes.axhline(most, color="black", linewidth=0.8)
     axes.set_ylim(0, 1.12 * most)
-    axes.set_title(f"Greedy tokens before the texts part, {most} at most", fontsize=11)
+    axes.set_title(f"Greedy tokens before the texts diverge, {most} at most", fontsize=11)
     axes.set_ylabel("tokens: each prompt (x), median (dot)")
     _bits_axis(axes, data)
 

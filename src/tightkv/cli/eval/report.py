@@ -150,7 +150,7 @@ def _needle_cells(name: str, entries: Sequence[dict[str, Any]]) -> list[object]:
 def _greedy_title(data: dict[str, Any]) -> str:
     s = data["settings"]
     return (
-        f"Greedy tokens before the texts part, {s['prompts']} prompts of {s['prompt_tokens']} "
+        f"Greedy tokens before the texts diverge, {s['prompts']} prompts of {s['prompt_tokens']} "
         f"tokens, {s['new_tokens']} at most:"
     )
 

@@ -45,7 +45,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--compare",
         action="store_true",
-        help="run the uncompressed cache too and show where the texts part",
+        help="run the uncompressed cache too and show where the texts diverge",
     )
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default: 128")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Two runs on the same prompt: where their texts part, and how far the distributions are apart."""
+"""Two runs on one prompt: where their texts diverge, and the KL between their distributions."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 16  # tokens a forward pass; so few are read back through the cache
-_AROUND = 8  # tokens shown on either side of the parting
+_AROUND = 8  # tokens shown on either side of the divergence
 
 
 @dataclass(frozen=True)
-class Parting:
+class Divergence:
     """Where the second text leaves the first; `token` None: nowhere."""
 
     token: int | None
@@ -25,17 +25,17 @@ class Parting:
     second: str
 
 
-def find_parting(tokenizer: Any, first: Sequence[int], second: Sequence[int]) -> Parting:
+def find_divergence(tokenizer: Any, first: Sequence[int], second: Sequence[int]) -> Divergence:
     """The first token that differs, and the words around it."""
     if list(first) == list(second):
-        return Parting(None, "", "", "")
+        return Divergence(None, "", "", "")
     pairs = zip(first, second, strict=False)
     at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
     def words(tokens: Sequence[int]) -> str:
         return str(tokenizer.decode(list(tokens)))
 
-    return Parting(
+    return Divergence(
         at,
         words(first[max(0, at - _AROUND) : at]),
         words(first[at : at + _AROUND]),

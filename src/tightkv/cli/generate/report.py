@@ -21,7 +21,7 @@ def single_text(data: dict[str, Any], streamed: bool) -> str:
 def compare_text(data: dict[str, Any]) -> str:
     tight = data["runs"][1]
     sizes = _bytes(tight, data["model"]["dtype"])
-    return "\n".join(["", *_parting(data["compare"], tight), "", *sizes, "", _table(data)])
+    return "\n".join(["", *_divergence(data["compare"], tight), "", *sizes, "", _table(data)])
 
 
 def _answers(run: dict[str, Any]) -> list[str]:
@@ -67,12 +67,12 @@ def _bytes(run: dict[str, Any], dtype: str) -> list[str]:
     return lines
 
 
-def _parting(compare: dict[str, Any], tight: dict[str, Any]) -> list[str]:
+def _divergence(compare: dict[str, Any], tight: dict[str, Any]) -> list[str]:
     if compare["equal"]:
         return [f"The texts are equal: {compare['scored_tokens'] + 1} tokens."]
     width = max(len("uncompressed"), len(tight["cache"])) + 1
     return [
-        f"The texts part at token {compare['parting_token']}, after {compare['before']!r}:",
+        f"The texts diverge at token {compare['divergence_token']}, after {compare['before']!r}:",
         f"  {'uncompressed:':{width}} {compare['uncompressed']!r}",
         f"  {tight['cache'] + ':':{width}} {compare['compressed']!r}",
     ]

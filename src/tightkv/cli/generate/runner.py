@@ -15,7 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from tightkv import __version__
 from tightkv.cli.generate import report
-from tightkv.cli.generate.compare import find_parting, mean_kl
+from tightkv.cli.generate.compare import find_divergence, mean_kl
 from tightkv.cli.generate.generation import Generation, generate
 from tightkv.config import KVQuantConfig
 from tightkv.integrations.transformers import TightCache
@@ -67,18 +67,18 @@ class Runner:
         fresh = TightCache(self.config, model=self.model)
         assert plain.logits is not None
         kl = mean_kl(self.model, self.inputs["input_ids"], first, plain.logits, fresh)
-        parting = find_parting(self.tokenizer, first, second)
+        divergence = find_divergence(self.tokenizer, first, second)
         data = self._head() | {
             "runs": [
                 self._row(PLAIN, PLAIN_ATTENTION, plain),
                 self._row(self.label, self.args.attn, tight),
             ],
             "compare": {
-                "equal": parting.token is None,
-                "parting_token": parting.token,
-                "before": parting.before,
-                "uncompressed": parting.first,
-                "compressed": parting.second,
+                "equal": divergence.token is None,
+                "divergence_token": divergence.token,
+                "before": divergence.before,
+                "uncompressed": divergence.first,
+                "compressed": divergence.second,
                 "mean_kl": kl,
                 "scored_tokens": len(first) - 1,
             },

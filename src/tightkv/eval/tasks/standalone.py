@@ -91,7 +91,7 @@ class NeedleTask(Task):
 
 @dataclass(frozen=True)
 class GreedyTask(Task):
-    """Tokens before greedy texts part."""
+    """Tokens before greedy texts diverge."""
 
     prompts: Windows
     new_tokens: int
