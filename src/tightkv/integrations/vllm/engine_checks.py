@@ -48,4 +48,4 @@ def check_engine_options(options: EngineOptions, vllm_config: Any) -> None:
 def speculative_tokens(vllm_config: Any) -> int:
     """Tokens a sequence may decode beyond the one that is certain."""
     speculative = vllm_config.speculative_config
-    return 0 if speculative is None else speculative.numspeculative_tokens or 0
+    return 0 if speculative is None else speculative.num_speculative_tokens or 0
