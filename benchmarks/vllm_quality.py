@@ -106,7 +106,7 @@ def main() -> None:
     from tightkv.eval.results import provenance
     from tightkv.eval.text import default_texts
     from tightkv.eval.windows import cut_windows
-    from tightkv.integrations.transformers.bundled import bundled_folder
+    from tightkv.model_loading.bundled import bundled_folder
     from tightkv.provenance import append_rows
 
     folder = Path(args.model or bundled_folder(print))
