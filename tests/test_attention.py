@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from helpers import add, exact_attention, make_cache, tokens
 from tightkv.attention import attend
 from tightkv.config import KVQuantConfig
-from tightkv.kernels import select
+from tightkv.kernels.registry import select
 
 CFG = KVQuantConfig(page_size=32, sinks=2, exact_pages=2)
 

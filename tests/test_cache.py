@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from helpers import add, make_cache, tokens
 from tightkv.config import PRESETS, KVQuantConfig
-from tightkv.kernels import select
+from tightkv.kernels.registry import select
 from tightkv.layout import PageLayout
 from tightkv.sequences import SequenceTable
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-import tightkv.kernels as kernels
 from tightkv import KVQuantConfig
 from tightkv.cli import main
-from tightkv.kernels import SlowKernelsWarning, choose, select
+from tightkv.kernels import registry
+from tightkv.kernels.registry import SlowKernelsWarning, choose, select
 from tightkv.layout import PageLayout
 from tiny_folder import write_tiny_folder
 
@@ -25,9 +25,9 @@ PLAIN = PageLayout(KVQuantConfig(), 2, 64, torch.float32)
 
 @pytest.fixture(autouse=True)
 def nothing_told() -> Iterator[None]:
-    before, kernels._told = kernels._told, set()
+    before, registry._warned = registry._warned, set()
     yield
-    kernels._told = before
+    registry._warned = before
 
 
 def test_one_warning_for_each_reason() -> None:

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 
 import sanitizers
 from helpers import add, exact_attention, make_cache, tokens
-from tightkv import kernels
 from tightkv.attention import attend
 from tightkv.cache import PagedKV, even_rows
 from tightkv.config import KVQuantConfig
-from tightkv.kernels import cpu, reference
+from tightkv.kernels import cpu, reference, registry
 from tightkv.kernels.cpu import library
 from tightkv.layout import PageLayout
 from tightkv.sequences import SequenceTable
@@ -434,7 +433,7 @@ def test_append_threads():
 # --- choosing ---
 def test_auto_takes_native_code_where_it_can():
     def chosen(cfg, name="auto", device=CPU):
-        return kernels.select(name, device, PageLayout(cfg, 2, 64))
+        return registry.select(name, device, PageLayout(cfg, 2, 64))
 
     assert chosen(CFG) is cpu
     assert chosen(CFG.replace(key_bits=16)) is reference
@@ -444,24 +443,24 @@ def test_auto_takes_native_code_where_it_can():
         chosen(CFG.replace(key_bits=16), "cpu")
     with pytest.raises(ValueError, match="do not run on cuda"):
         chosen(CFG, "cpu", torch.device("cuda"))
-    assert {k.name: k.usable for k in kernels.available()}["cpu"]
+    assert {k.name: k.usable for k in registry.available()}["cpu"]
 
 
 def test_an_install_without_the_library_says_so(monkeypatch):
     monkeypatch.setattr(library, "EXTENSION_SUFFIXES", [".absent"])
     library.load.cache_clear()
     try:
-        status = {k.name: k for k in kernels.available()}["cpu"]
+        status = {k.name: k for k in registry.available()}["cpu"]
         assert not status.usable and "C compiler" in status.reason
-        assert kernels.select("auto", CPU, PageLayout(CFG, 2, 64)) is reference
+        assert registry.select("auto", CPU, PageLayout(CFG, 2, 64)) is reference
         with pytest.raises(ValueError, match="C compiler"):
-            kernels.select("cpu", CPU, PageLayout(CFG, 2, 64))
+            registry.select("cpu", CPU, PageLayout(CFG, 2, 64))
     finally:
         library.load.cache_clear()
 
 
 def in_process(isa):
-    code = "from tightkv.kernels import available; print([k for k in available()])"
+    code = "from tightkv.kernels.registry import available; print([k for k in available()])"
     env = {**os.environ, "TIGHTKV_CPU_ISA": isa}
     run = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True

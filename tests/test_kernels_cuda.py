@@ -13,8 +13,9 @@ from helpers import tokens
 from test_attention import poison
 from test_kernels_triton import CFG, DEVICE, HEADS, cache_on, fill, queries, with_gaps
 from tightkv.config import KVQuantConfig
-from tightkv.kernels import cuda, reference, select
+from tightkv.kernels import cuda, reference
 from tightkv.kernels.cuda import tiles
+from tightkv.kernels.registry import select
 
 ON_GPU = DEVICE.type == "cuda"
 pytestmark = pytest.mark.skipif(

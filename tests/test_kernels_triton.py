@@ -17,7 +17,8 @@ from helpers import exact_attention, make_cache, tokens
 from test_attention import poison
 from tightkv.codec import Codec
 from tightkv.config import KVQuantConfig
-from tightkv.kernels import reference, select
+from tightkv.kernels import reference
+from tightkv.kernels.registry import select
 from tightkv.kernels.staged import Part
 from tightkv.kernels.view import CacheView
 from tightkv.layout import PageLayout

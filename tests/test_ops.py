@@ -7,7 +7,8 @@ import torch
 
 from helpers import add, make_cache, tokens
 from tightkv.config import KVQuantConfig
-from tightkv.kernels import ops, select
+from tightkv.kernels import ops
+from tightkv.kernels.registry import select
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32

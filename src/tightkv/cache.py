@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tightkv import kernels as kernel_choice
 from tightkv.codec import Codec
+from tightkv.kernels import registry
 from tightkv.kernels.check import check_feedback, check_new_tokens, expect
 from tightkv.kernels.reference import materialize
 from tightkv.kernels.view import CacheView
@@ -48,7 +48,7 @@ class PagedKV:
             raise ValueError("the table was made for another page_size, exact_pages or sinks")
         self.layout, self.table, self.device = layout, table, torch.device(device)
         self.codec = Codec(layout)
-        self._kernels = kernel_choice.select(kernels, self.device, layout).__name__
+        self._kernels = registry.select(kernels, self.device, layout).__name__
         self._pages = layout.new_pages(0, self.device)
         self._offloaded: OffloadedPages | None = None
         self._feedback: Tensor | None = None

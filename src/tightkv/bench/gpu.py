@@ -16,7 +16,7 @@ from tightkv.bench.problems import Layer, Shape, fill, layers_for
 from tightkv.bench.rows import provenance
 from tightkv.bench.timing import copy_bandwidth, graph_ms
 from tightkv.config import KVQuantConfig
-from tightkv.kernels import select
+from tightkv.kernels.registry import select
 from tightkv.layout import PageLayout
 
 # Odd lengths: the newest page is neither empty nor full, as most of the time.

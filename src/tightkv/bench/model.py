@@ -20,7 +20,7 @@ from tightkv.bench.problems import Layer, Shape, fill
 from tightkv.bench.rows import provenance
 from tightkv.bench.timing import graph_ms
 from tightkv.config import KVQuantConfig
-from tightkv.kernels import select
+from tightkv.kernels.registry import select
 from tightkv.layout import PageLayout
 
 # For bf16 the better of these: torch's own choice is not always the fastest for decoding.

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from tightkv.codec import Codec
 from tightkv.config import FORMAT_VERSION, KVQuantConfig
-from tightkv.kernels import select
 from tightkv.kernels.check import FLOATS, check_append, check_attend
+from tightkv.kernels.registry import select
 from tightkv.kernels.view import CacheView
 from tightkv.layout import PageLayout, page_layout
 

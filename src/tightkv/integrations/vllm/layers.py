@@ -16,7 +16,6 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
-from tightkv import kernels
 from tightkv.calibration import not_used
 from tightkv.config import KVQuantConfig
 from tightkv.integrations.vllm.attention import TightAttention
@@ -37,6 +36,7 @@ from tightkv.integrations.vllm.protection import (
     layer_number,
     model_layers,
 )
+from tightkv.kernels import registry
 from tightkv.layout import RING_SLACK, PageLayout, page_layout
 
 logger = logging.getLogger("vllm.tightkv")  # vLLM's handlers show its children
@@ -107,7 +107,7 @@ def change_over(vllm_config: Any) -> None:
     for name, layout in plan.layouts.items():
         layer = layers[name]
         device = layer._k_scale.device
-        choice = kernels.choose("auto", device, layout)
+        choice = registry.choose("auto", device, layout)
         layer.impl = TightAttention(layer, layout, choice.module, limits, device)
         layer.attn_backend = TightBackend
         setattr(layer, _LAYOUT, (layout, plan.block_pages))
