@@ -17,7 +17,7 @@ import torch
 from tightkv import KVQuantConfig
 from tightkv.cache import POOL_GROWTH
 from tightkv.integrations.vllm.cuts import SHORT_PROMPT
-from tightkv.kernels.staged import LEAST_QUERIES
+from tightkv.kernels.prefill import MIN_QUERIES
 from tightkv.layout import RING_SLACK, PageLayout
 
 ROOT = Path(__file__).parents[1]
@@ -235,7 +235,7 @@ def test_limits_in_vllm() -> None:
     ring = PageLayout(KVQuantConfig(), 8, 128, torch.bfloat16).ring_tokens
     expect(
         "docs/vllm.md",
-        f"**Long prompts** ({LEAST_QUERIES} new tokens or more)",
+        f"**Long prompts** ({MIN_QUERIES} new tokens or more)",
         f"up to {SHORT_PROMPT} new tokens of a prompt",
         f"more than {RING_SLACK} speculative tokens",
     )

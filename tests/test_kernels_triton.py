@@ -19,7 +19,7 @@ from tightkv.codec import Codec
 from tightkv.config import KVQuantConfig
 from tightkv.kernels import reference
 from tightkv.kernels.registry import select
-from tightkv.kernels.staged import Part
+from tightkv.kernels.sdpa import AttentionState
 from tightkv.kernels.view import CacheView
 from tightkv.layout import PageLayout
 
@@ -396,12 +396,13 @@ class Grids:
 
 def test_grids_have_room_for_many_sequences(monkeypatch):
     """65,535 is the most that all dimensions but the first can have."""
-    from tightkv.kernels.triton import rows
+    from tightkv.kernels.triton import prefill as triton_prefill
 
     grids = Grids()
     for module, names in (
         (kernels, ("_append_kernel", "_attend_kernel", "_merge_kernel", "_dequantize_kernel")),
-        (rows, ("_rotate_queries_kernel", "_exact_kernel", "_join_kernel", "_finish_kernel")),
+        (triton_prefill, ("_rotate_queries_kernel", "_load_exact_kernel")),
+        (triton_prefill, ("_merge_states_kernel", "_merge_and_unrotate_kernel")),
     ):
         for name in names:
             monkeypatch.setattr(module, name, grids)
@@ -424,11 +425,11 @@ def test_grids_have_room_for_many_sequences(monkeypatch):
     kernels.append(codec, view, x, x, number, number, max_new=1, open_codes=True)
     kernels.attend(codec, x, view, number, max_queries=1)
     kernels.attend(codec, x, view, number, max_queries=batch)
-    rows.rotate_queries(codec, many)
-    rows.load_prefix(codec, view, 0, 200, many, many)
-    part = Part(many, torch.empty(batch, heads, 32, device=meta))
-    rows.join(part, part)
-    rows.finish(codec, part, part)
+    triton_prefill.rotate_queries(codec, many)
+    triton_prefill.load_prefix(codec, view, 0, 200, many, many)
+    part = AttentionState(many, torch.empty(batch, heads, 32, device=meta))
+    triton_prefill.merge_states(part, part)
+    triton_prefill.merge_and_unrotate(codec, part, part)
     assert len(grids.seen) >= 10
     assert all(n <= 65_535 for grid in grids.seen for n in grid[1:])
     assert max(grid[0] for grid in grids.seen) > batch

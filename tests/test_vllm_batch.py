@@ -18,10 +18,10 @@ from tightkv.integrations.vllm.cuts import SHORT_PROMPT, Cut, Limits, cut_batch
 from tightkv.integrations.vllm.options import EngineOptions, engine_options, with_options
 from tightkv.integrations.vllm.replay import CudaRecorder, Replay
 from tightkv.integrations.vllm.rows import BatchRows, RowTable
-from tightkv.kernels.staged import LEAST_QUERIES
+from tightkv.kernels.prefill import MIN_QUERIES
 from tightkv.layout import RING_SLACK
 
-LONG = LEAST_QUERIES
+LONG = MIN_QUERIES
 
 
 def cut(counts: list[int], before: list[int] | None, most_decoding: int = 1) -> list[Cut]:

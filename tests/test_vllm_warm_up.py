@@ -23,7 +23,7 @@ from tightkv.integrations.vllm.metadata import part_of
 from tightkv.integrations.vllm.rows import BatchRows, RowTable
 from tightkv.integrations.vllm.warm_up import kinds_of_parts, sizes, warm_up, warm_up_once
 from tightkv.kernels import cpu, reference
-from tightkv.kernels.staged import LEAST_QUERIES
+from tightkv.kernels.prefill import MIN_QUERIES
 from tightkv.layout import PageLayout
 
 HEADS, DIM = 2, 64
@@ -91,9 +91,9 @@ def test_every_kind_of_part_is_run(kernels: ModuleType) -> None:
     decoded = [count for count, new, _ in watched.attended if not new]
     short = [count for count, new, length in watched.attended if new and length is None]
     long = [(count, length) for count, new, length in watched.attended if length is not None]
-    assert decoded == sizes(1, 4) and short == sizes(5, LEAST_QUERIES - 1)
+    assert decoded == sizes(1, 4) and short == sizes(5, MIN_QUERIES - 1)
     assert [length for _, length in long] == [32, 2048 + 3 * 512 + 16]
-    assert all(count >= LEAST_QUERIES for count, _ in long)
+    assert all(count >= MIN_QUERIES for count, _ in long)
     # No sequence's ring is touched.
     assert all(bool((ring[:3] == 1).all()) for ring in rings)
     assert not bool((rings[0][3] == 1).all())
@@ -239,10 +239,10 @@ class Launches:
 def launches(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """kernels.triton that launches nothing, and the binaries it asked for."""
     kernels = pytest.importorskip("tightkv.kernels.triton")
-    from tightkv.kernels.triton import rows
+    from tightkv.kernels.triton import prefill as triton_prefill
 
     found: set[Any] = set()
-    for place in (kernels, rows):
+    for place in (kernels, triton_prefill):
         for name, kernel in list(vars(place).items()):
             if name.endswith("_kernel"):
                 monkeypatch.setattr(place, name, Launches(kernel, found))

@@ -65,7 +65,7 @@ def main(dim: int, preset: str, *only: str) -> None:
     if only:
         json.dump(appends, sys.stdout)
         return
-    for count in (1, 20):  # a decode step, and a prefill that `staged` does not take
+    for count in (1, 20):  # a decode step, and a prefill that `kernels.prefill` does not take
         q = torch.zeros(count, 8, dim, dtype=torch.bfloat16)
         first = torch.tensor([0, count], dtype=torch.int32)
         new = {} if count == 1 else {"new_key": x[0], "new_value": x[0], "window": 4096}

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from tightkv.kernels.staged import LEAST_QUERIES
+from tightkv.kernels.prefill import MIN_QUERIES
 
 # New tokens of a prompt that goes with the decodes, whose queries are planned as many then. They
 # have to be in the ring: no more than RING_SLACK.
@@ -54,7 +54,7 @@ def cut_batch(first: Sequence[int], lengths: Sequence[int] | None, most_decoding
     counts = [end - begin for begin, end in itertools.pairwise(first)]
     cuts = []
     for begin, end in _runs(counts, lengths is not None):
-        if lengths is not None and counts[begin] >= LEAST_QUERIES:
+        if lengths is not None and counts[begin] >= MIN_QUERIES:
             length = lengths[begin] - counts[begin]
             cuts.append(Cut(begin, end, True, counts[begin], length))
             continue
@@ -70,7 +70,7 @@ def _runs(counts: Sequence[int], cut_long: bool) -> Iterator[tuple[int, int]]:
     """Long prompts, and neighbours that are none."""
     begin = 0
     for i, count in enumerate(counts):
-        if cut_long and count >= LEAST_QUERIES:
+        if cut_long and count >= MIN_QUERIES:
             if begin < i:
                 yield begin, i
             yield i, i + 1

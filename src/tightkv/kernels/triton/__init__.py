@@ -15,8 +15,8 @@ import triton
 from torch import Tensor
 
 from tightkv.codec import Codec
-from tightkv.kernels import staged
 from tightkv.kernels.device_guard import device_guard
+from tightkv.kernels.prefill import can_extend, extend
 from tightkv.kernels.triton.append import _append_kernel
 from tightkv.kernels.triton.attend import _attend_kernel, _merge_kernel
 from tightkv.kernels.triton.dequantize import _dequantize_kernel
@@ -190,12 +190,12 @@ def attend(
     rows, hq, d = query.shape
     scale = 1 / math.sqrt(d) if scale is None else scale
     plain = causal and window is None and softcap is None and mask is None
-    many = plain and not interpreted() and staged.can_extend(codec, query, view, max_queries)
+    many = plain and not interpreted() and can_extend(codec, query, view, max_queries)
     if many and rows and new_key is not None and new_value is not None:
-        from tightkv.kernels.triton import rows as steps  # it imports this module
+        from tightkv.kernels.triton import prefill as ops  # it imports this module
 
-        answer, lse = staged.extend(
-            codec, _last_contiguous(query), view, steps, scale=scale,
+        answer, lse = extend(
+            codec, _last_contiguous(query), view, ops, scale=scale,
             new_key=_last_contiguous(new_key), new_value=_last_contiguous(new_value),
         )  # fmt: skip
         return answer if out is None else out.copy_(answer), lse

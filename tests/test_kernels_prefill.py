@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from test_attention import poison
-from test_staged import CFG, assert_extends_like_the_reference, filled
-from tightkv.kernels import staged
-from tightkv.kernels.staged import Part
+from test_prefill import CFG, assert_extends_like_the_reference, filled
+from tightkv.kernels import prefill
+from tightkv.kernels.sdpa import AttentionState
 
 pytest.importorskip("triton")
 pytest.importorskip("tightkv.kernels.triton")
-from tightkv.kernels.triton import rows
+from tightkv.kernels.triton import prefill as triton_prefill
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-PLAIN = staged.PlainSteps()
+PLAIN = prefill.TorchPrefillOps()
 # The interpreter's bfloat16 is not to be relied on.
 HALVES = [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 
@@ -32,11 +32,11 @@ def by_token(*shape, dtype=torch.float16, pad=0):
 def part(b, h, t, d, dtype=torch.float16, **options):
     """Attention over some tokens; LSEs far apart now and then, so that one part vanishes."""
     lse = torch.randn(b, h, t, device=DEVICE) * 10
-    return Part(by_token(b, h, t, d, dtype=dtype, **options), lse)
+    return AttentionState(by_token(b, h, t, d, dtype=dtype, **options), lse)
 
 
 def copy(x):
-    return Part(x.out.clone(), x.lse.clone())
+    return AttentionState(x.out.clone(), x.lse.clone())
 
 
 def close(made, expected):
@@ -51,7 +51,7 @@ def close(made, expected):
 def test_rotated_queries(dim, rotation, dtype):
     codec = filled(CFG.replace(rotation=rotation), 0, dim).codec
     query = by_token(2, 6, 37, dim, dtype=dtype, pad=16)
-    made = rows.rotate_queries(codec, query)
+    made = triton_prefill.rotate_queries(codec, query)
     assert made.is_contiguous() and made.dtype == dtype
     close(made, PLAIN.rotate_queries(codec, query))
 
@@ -61,10 +61,10 @@ def test_rotated_queries(dim, rotation, dtype):
 def test_join(dim, dtype):
     """Half precision and strided first, float32 in place from then on."""
     parts = [part(2, 2, 37, dim, dtype) for _ in range(3)]
-    expected = PLAIN.join(PLAIN.join(parts[0], parts[1]), parts[2])
-    once = rows.join(copy(parts[0]), parts[1])
+    expected = PLAIN.merge_states(PLAIN.merge_states(parts[0], parts[1]), parts[2])
+    once = triton_prefill.merge_states(copy(parts[0]), parts[1])
     assert once.out.dtype == torch.float32 and once.out.is_contiguous()
-    made = rows.join(once, parts[2])
+    made = triton_prefill.merge_states(once, parts[2])
     assert made.out.data_ptr() == once.out.data_ptr(), "no new accumulator"
     close(made.out, expected.out)
     close(made.lse, expected.lse)
@@ -81,9 +81,9 @@ def test_finish(dim, rotation, dtype, prefix_dtype):
     prefix = part(2, 2, 3 * 19, dim, torch.float32 if prefix_dtype == "float32" else dtype)
     exact = part(2, 6, 19, dim, dtype)
     expected = copy(exact)
-    PLAIN.finish(codec, prefix, expected)
-    made = Part(exact.out, exact.lse)
-    rows.finish(codec, prefix, made)
+    PLAIN.merge_and_unrotate(codec, prefix, expected)
+    made = AttentionState(exact.out, exact.lse)
+    triton_prefill.merge_and_unrotate(codec, prefix, made)
     close(made.out, expected.out)
     close(made.lse, expected.lse)
 
@@ -92,7 +92,7 @@ def test_finish(dim, rotation, dtype, prefix_dtype):
 @pytest.mark.parametrize("first,count", [(0, 64), (0, 50), (64, 64), (128, 12)])
 @pytest.mark.parametrize("open_codes", [True, False])
 @pytest.mark.parametrize("dim", [64, 80])
-def test_a_piece_of_the_prefix(dim, open_codes, first, count):
+def test_a_chunk_of_the_prefix(dim, open_codes, first, count):
     """Codes, sinks and ring in one frame; NaN in slots that nothing was written to."""
     cache = filled(CFG, 140, dim, open_codes=open_codes)
     if open_codes:
@@ -103,7 +103,7 @@ def test_a_piece_of_the_prefix(dim, open_codes, first, count):
         [torch.full(shape, math.nan, dtype=torch.float16, device=DEVICE) for _ in "kv"]
         for _ in range(2)
     )
-    rows.load_prefix(cache.codec, cache.view(), first, count, *made)
+    triton_prefill.load_prefix(cache.codec, cache.view(), first, count, *made)
     PLAIN.load_prefix(cache.codec, cache.view(), first, count, *expected)
     for a, b in zip(made, expected, strict=True):
         assert torch.isfinite(a[:, :, :count]).all()
@@ -112,11 +112,11 @@ def test_a_piece_of_the_prefix(dim, open_codes, first, count):
 
 @pytest.mark.parametrize("prefix", [0, 20, 131])
 def test_extend_with_the_kernels(prefix, monkeypatch):
-    monkeypatch.setattr(staged, "PIECE_TOKENS", (64, 64))
-    monkeypatch.setattr(staged, "LEAST_QUERIES", 1)
+    monkeypatch.setattr(prefill, "CHUNK_TOKENS", (64, 64))
+    monkeypatch.setattr(prefill, "MIN_QUERIES", 1)
     cache = filled(CFG, prefix, open_codes=False)
     poison(cache)
-    assert_extends_like_the_reference(cache, steps=rows)
+    assert_extends_like_the_reference(cache, ops=triton_prefill)
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Prefill over a compressed prefix a piece at a time, against the reference."""
+"""Prefill over a compressed prefix a chunk at a time, against the reference."""
 
 import dataclasses
 import itertools
@@ -10,16 +10,16 @@ import torch
 from helpers import add, make_cache, tokens
 from test_attention import poison
 from tightkv.config import KVQuantConfig
-from tightkv.kernels import reference, staged
+from tightkv.kernels import prefill, reference, sdpa
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CFG = KVQuantConfig(page_size=32, sinks=2, exact_pages=1)
 
 
 @pytest.fixture(autouse=True)
-def _small_pieces(monkeypatch):
-    monkeypatch.setattr(staged, "PIECE_TOKENS", (64, 64))
-    monkeypatch.setattr(staged, "LEAST_QUERIES", 1)
+def _small_chunks(monkeypatch):
+    monkeypatch.setattr(prefill, "CHUNK_TOKENS", (64, 64))
+    monkeypatch.setattr(prefill, "MIN_QUERIES", 1)
 
 
 def filled(cfg, prefix, dim=64, rows=2, heads=2, **options):
@@ -32,7 +32,7 @@ def filled(cfg, prefix, dim=64, rows=2, heads=2, **options):
     return cache
 
 
-def assert_extends_like_the_reference(cache, view=None, *, heads=6, count=20, steps=None):
+def assert_extends_like_the_reference(cache, view=None, *, heads=6, count=20, ops=None):
     view = cache.view() if view is None else view
     layout = cache.layout
     rows, dim = view.batch, layout.head_dim
@@ -40,10 +40,10 @@ def assert_extends_like_the_reference(cache, view=None, *, heads=6, count=20, st
     new_key, new_value = (x.to(DEVICE, torch.float16).flatten(0, 1) for x in drawn)
     query = torch.randn(rows * count, heads, dim).to(DEVICE, torch.float16)
     first = torch.arange(rows + 1, dtype=torch.int32, device=DEVICE) * count
-    assert staged.can_extend(cache.codec, query, view, count)
+    assert prefill.can_extend(cache.codec, query, view, count)
     arguments = {"scale": 0.1, "new_key": new_key, "new_value": new_value}
-    steps = staged.PlainSteps() if steps is None else steps
-    out, lse = staged.extend(cache.codec, query, view, steps, **arguments)
+    ops = prefill.TorchPrefillOps() if ops is None else ops
+    out, lse = prefill.extend(cache.codec, query, view, ops, **arguments)
     expected, expected_lse = reference.attend(
         cache.codec, query, view, first, max_queries=count, **arguments
     )
@@ -106,32 +106,32 @@ def test_extend_after_a_crop():
     assert_extends_like_the_reference(cache)
 
 
-def test_pieces_are_whole_pages_and_grow_with_the_queries(monkeypatch):
-    monkeypatch.setattr(staged, "PIECE_TOKENS", (2048, 8192))
-    assert [staged.piece_tokens(n, 64) for n in (256, 512, 2048, 4096, 100_000)] == [
+def test_chunks_are_whole_pages_and_grow_with_the_queries(monkeypatch):
+    monkeypatch.setattr(prefill, "CHUNK_TOKENS", (2048, 8192))
+    assert [prefill.chunk_tokens(n, 64) for n in (256, 512, 2048, 4096, 100_000)] == [
         2048, 2048, 4096, 8192, 8192,
     ]  # fmt: skip
-    assert staged.piece_tokens(512, 96) == 2016
-    assert staged.piece_tokens(512, 16384) == 16384
+    assert prefill.chunk_tokens(512, 96) == 2016
+    assert prefill.chunk_tokens(512, 16384) == 16384
 
 
-def test_memory_of_a_piece_is_used_again(monkeypatch):
-    """Two buffers, of a piece or of a shorter prefix, however long the prefix is."""
+def test_memory_of_a_chunk_is_used_again(monkeypatch):
+    """Two buffers, of a chunk or of a shorter prefix, however long the prefix is."""
     seen = set()
 
-    class Watched(staged.PlainSteps):
+    class Watched(prefill.TorchPrefillOps):
         def load_prefix(self, codec, view, first, count, key, value):
             seen.add((key.data_ptr(), value.data_ptr(), key.shape[2]))
             super().load_prefix(codec, view, first, count, key, value)
 
     for prefix, held in ((300, 64), (40, 64), (20, 32)):
         seen.clear()
-        assert_extends_like_the_reference(filled(CFG, prefix), steps=Watched())
+        assert_extends_like_the_reference(filled(CFG, prefix), ops=Watched())
         assert [size for *_, size in seen] == [held]
 
 
 def test_only_rows_of_one_known_length_qualify(monkeypatch):
-    monkeypatch.setattr(staged, "LEAST_QUERIES", 256)
+    monkeypatch.setattr(prefill, "MIN_QUERIES", 256)
     cache = make_cache(KVQuantConfig(page_size=32), dtype=torch.float16)
     key, value = (x.half() for x in tokens(2, 50))
     add(cache, key, value, counts=[50, 40])
@@ -142,10 +142,10 @@ def test_only_rows_of_one_known_length_qualify(monkeypatch):
     alike = make_cache(KVQuantConfig(page_size=32), dtype=torch.float16)
     add(alike, key, value)
     query = torch.zeros(600, 2, 64).half()
-    assert staged.can_extend(alike.codec, query, alike.view(), 300)
-    assert not staged.can_extend(alike.codec, query, alike.view(), 299), "rows must be even"
-    assert not staged.can_extend(alike.codec, query.float(), alike.view(), 300)
-    assert not staged.can_extend(alike.codec, query[:20], alike.view(), 10)
+    assert prefill.can_extend(alike.codec, query, alike.view(), 300)
+    assert not prefill.can_extend(alike.codec, query, alike.view(), 299), "rows must be even"
+    assert not prefill.can_extend(alike.codec, query.float(), alike.view(), 300)
+    assert not prefill.can_extend(alike.codec, query[:20], alike.view(), 10)
 
 
 @pytest.mark.parametrize("capability,fastest", [((9, 0), "_cudnn"), ((8, 0), "_flash")])
@@ -153,12 +153,12 @@ def test_cudnn_gets_lengths_that_come_again(capability, fastest, monkeypatch):
     """It plans every new shape for longer than a call saves."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
 
-    def first_way(queries, keys, any_length=False):
+    def first_backend(queries, keys, any_length=False):
         q, k = torch.empty(1, 2, queries, 64), torch.empty(1, 1, keys, 64)
-        return staged._ways(q, k, any_length)[0].__name__
+        return sdpa._backends(q, k, any_length)[0].__name__
 
-    assert first_way(512, 8192) == first_way(300, 999, any_length=True) == fastest
-    assert first_way(512, 100) == first_way(513, 8192) == "_flash"
+    assert first_backend(512, 8192) == first_backend(300, 999, any_length=True) == fastest
+    assert first_backend(512, 100) == first_backend(513, 8192) == "_flash"
 
 
 def test_attention_falls_back_where_a_kernel_refuses(monkeypatch):
@@ -172,20 +172,20 @@ def test_attention_falls_back_where_a_kernel_refuses(monkeypatch):
     def repeated_only(q, k, v, scale, causal):
         if k.shape[1] != q.shape[1]:
             refuse(q, k, v, scale, causal)
-        return staged.Part(q, k)
+        return sdpa.AttentionState(q, k)
 
     q, k = torch.empty(1, 6, 4, 64, device="meta"), torch.empty(1, 2, 4, 64, device="meta")
-    monkeypatch.setattr(staged, "_ways", lambda *_: [refuse, repeated_only])
-    assert staged.attention(q, k, k, 1.0).lse.shape[1] == 6
+    monkeypatch.setattr(sdpa, "_backends", lambda *_: [refuse, repeated_only])
+    assert sdpa.sdpa_with_lse(q, k, k, 1.0).lse.shape[1] == 6
     assert calls == [2, 6, 2]
-    monkeypatch.setattr(staged, "_ways", lambda *_: [refuse])
+    monkeypatch.setattr(sdpa, "_backends", lambda *_: [refuse])
     with pytest.raises(RuntimeError, match=r"no attention for q \[1, 6, 4, 64\]"):
-        staged.attention(q, k, k, 1.0)
+        sdpa.sdpa_with_lse(q, k, k, 1.0)
 
 
 @pytest.mark.parametrize("count", [1, 511, 512, 1024, 3616, 8192, 8191])
-def test_pieces_are_cut_into_lengths_that_come_again(count):
-    cuts = list(staged.planned_cuts(count))
+def test_chunks_are_cut_into_lengths_that_come_again(count):
+    cuts = list(prefill.sdpa_cuts(count))
     assert cuts[0][0] == 0 and cuts[-1][1] == count
     assert all(a[1] == b[0] for a, b in itertools.pairwise(cuts))
     for low, high in cuts[:-1]:
@@ -195,16 +195,16 @@ def test_pieces_are_cut_into_lengths_that_come_again(count):
 
 @pytest.mark.parametrize("prefix", [0, 131])
 @pytest.mark.parametrize("count", [16, 20, 33])
-def test_queries_are_filled_up_and_nobody_sees_it(prefix, count, monkeypatch):
-    monkeypatch.setattr(staged, "PLANNED_TOKENS", 16)
-    monkeypatch.setattr(staged, "PADDED_FROM", 20)
+def test_queries_are_padded_and_nobody_sees_it(prefix, count, monkeypatch):
+    monkeypatch.setattr(prefill, "CUDNN_MULTIPLE", 16)
+    monkeypatch.setattr(prefill, "PAD_FROM", 20)
     lengths = []
-    attention = staged.attention
+    attention = prefill.sdpa_with_lse
 
     def watched(q, *rest, **options):
         lengths.append(q.shape[2])
         return attention(q, *rest, **options)
 
-    monkeypatch.setattr(staged, "attention", watched)
+    monkeypatch.setattr(prefill, "sdpa_with_lse", watched)
     assert_extends_like_the_reference(filled(CFG, prefix), count=count)
     assert all(length % 16 == 0 for length in lengths) and lengths[0] >= count
