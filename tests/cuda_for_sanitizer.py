@@ -8,7 +8,7 @@ import torch
 from test_feedback import anisotropic_metric
 from test_kernels_triton import cache_on, fill, queries
 from tightkv.config import KVQuantConfig
-from tightkv.kernels import cuda
+from tightkv.kernels.cuda import backend as cuda
 from tightkv.math.feedback import QueryMetric
 
 CASES = (

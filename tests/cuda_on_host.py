@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tightkv.kernels import cuda
+from tightkv.kernels.cuda import source
 
 COMPILER = shutil.which("g++")
 HEADER = Path(__file__).with_name("cuda_on_host.h")
@@ -69,8 +69,8 @@ def module(
     name: str, layout: Any, query_heads: int, tile: Any, softcap: bool, _: Any
 ) -> HostModule:
     """In place of `cuda._module`."""
-    text = cuda.source(name, layout, query_heads, tile, softcap)
-    machine = Path(cuda.__file__).with_name("machine.cu").read_text(encoding="utf-8")
+    text = source.source(name, layout, query_heads, tile, softcap)
+    machine = Path(source.__file__).with_name("machine.cu").read_text(encoding="utf-8")
     assert machine in text
     text = f'#include "{HEADER}"\n' + text.replace(machine, "") + _LAUNCHERS[name]
     text = text.replace(

@@ -15,7 +15,9 @@ from tightkv.cache import PagedKV
 from tightkv.codec import Codec
 from tightkv.config import KVQuantConfig
 from tightkv.kernels import ops, reference
+from tightkv.kernels.constants import decode_constants, encode_constants, layout_constants
 from tightkv.kernels.device_guard import device_guard
+from tightkv.kernels.registry import load
 from tightkv.layout import PageLayout, page_layout
 from tightkv.sequences import SequenceTable
 
@@ -50,16 +52,18 @@ def test_a_layout_is_a_value():
 
 
 def test_tables_of_many_layers_are_made_once():
-    triton = pytest.importorskip("tightkv.kernels.triton")
+    makers = layout_constants, encode_constants, decode_constants
     layouts = [PageLayout(KVQuantConfig(seed=5), 8, 128) for _ in range(80)]
-    triton.constants.cache_clear(), triton.books.cache_clear()
+    for make in makers:
+        make.cache_clear()
     for layout in layouts:
-        triton.constants(layout), triton.books(layout)
-    assert triton.constants.cache_info().misses == triton.books.cache_info().misses == 1
+        for make in makers:
+            make(layout)
+    assert all(make.cache_info().misses == 1 for make in makers)
 
 
 def test_caches_that_are_alike_share_their_cuda_modules(monkeypatch):
-    cuda = pytest.importorskip("tightkv.kernels.cuda")
+    cuda = pytest.importorskip("tightkv.kernels.cuda.backend")
     from tightkv.kernels.cuda.tiles import Tile
 
     loads = []
@@ -108,7 +112,7 @@ def test_rotations_that_fell_out_of_the_cache_keep_their_tables():
 
 
 def test_copies_of_caches_of_two_models_attend_as_their_originals():
-    kernels = pytest.importorskip("tightkv.kernels.triton")
+    kernels = pytest.importorskip("tightkv.kernels.triton.backend")
     if not kernels.interpreted():
         pytest.skip("compares on the CPU")
     originals = [filled(dim=dim, cfg=CFG.replace(seed=dim), count=80) for dim in (64, 128)]
@@ -150,8 +154,7 @@ def test_tokens_of_another_dtype_than_the_cache(kernels, dtype):
     """A float32 key in a bfloat16 cache is rounded as the ring rounds it, and not misread."""
     cfg = CFG.replace(exact_pages=2)
     cache = make_cache(cfg, dtype=torch.bfloat16)
-    cache._kernels = f"tightkv.kernels.{kernels}"
-    __import__(cache._kernels)
+    cache._kernels = load(kernels).__name__
     key, value = (x.to(dtype) for x in tokens(2, 150))
     add(cache, key, value)
     got_key, got_value = cache.dequantize()
@@ -363,10 +366,13 @@ def test_launches_are_made_on_the_device_of_the_tensors(monkeypatch):
 @pytest.mark.parametrize("module", ["cuda", "triton"])
 def test_every_launching_function_is_guarded(module):
     pytest.importorskip("triton")
-    module = __import__(f"tightkv.kernels.{module}", fromlist=["append"])
-    for name in ("append", "attend", "dequantize_pages"):
-        if hasattr(module, name):
-            assert hasattr(getattr(module, name), "__wrapped__"), name
+    backend = load(module)
+    assert hasattr(backend.append, "__wrapped__") and hasattr(backend.attend, "__wrapped__")
+
+
+def test_dequantizing_is_guarded():
+    dequantize = pytest.importorskip("tightkv.kernels.triton.dequantize")
+    assert hasattr(dequantize.dequantize_pages, "__wrapped__")
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU or none")

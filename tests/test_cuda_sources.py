@@ -8,8 +8,9 @@ import sys
 import pytest
 
 from tightkv.config import KVQuantConfig
-from tightkv.kernels.cuda import source, tiles
-from tightkv.kernels.cuda.nvrtc import CompileError, compile_with, load_nvrtc
+from tightkv.kernels.cuda import tiles
+from tightkv.kernels.cuda.nvrtc import CompileError, compile_source, load_nvrtc
+from tightkv.kernels.cuda.source import source
 from tightkv.kernels.cuda.tiles import Tile
 from tightkv.layout import PageLayout
 
@@ -27,13 +28,13 @@ def test_nvrtc_takes_the_sources(preset, dim, arch):
     layout = PageLayout(KVQuantConfig.preset(preset), 8, dim)
     for columns, softcap in ((4, False), (8, True)):
         text = source("decode", layout, 32, Tile.of(layout, columns), softcap)
-        assert len(compile_with(lib, text, arch)) > 10_000
+        assert len(compile_source(lib, text, arch)) > 10_000
     text = source("append", layout, 8, None)
-    assert len(compile_with(lib, text, arch)) > 10_000
+    assert len(compile_source(lib, text, arch)) > 10_000
     text = source("append_with_feedback", layout, 8, None)
-    assert len(compile_with(lib, text, arch)) > 10_000
+    assert len(compile_source(lib, text, arch)) > 10_000
     with pytest.raises(CompileError, match="expected"):
-        compile_with(lib, text.replace("struct Append {", "struct Append"), arch)
+        compile_source(lib, text.replace("struct Append {", "struct Append"), arch)
 
 
 def compile_for_hopper(text, folder):

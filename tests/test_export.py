@@ -36,7 +36,7 @@ class Pair:
             cfg, rows=len(pads), heads=heads, dim=dim, dtype=dtype, starts=list(pads),
             open_codes=False,
         )  # fmt: skip
-        self.paged._kernels = "tightkv.kernels.cpu"
+        self.paged._kernels = "tightkv.kernels.cpu.backend"
         self.paged.feedback = options.get("feedback")
         self.heads, self.group, self.dim, self.dtype = heads, group, dim, dtype
         self.pads = torch.tensor(pads)

@@ -14,6 +14,8 @@ import cuda_on_host
 from helpers import make_cache, tokens
 from tightkv import KVQuantConfig
 from tightkv.cache import PagedKV
+from tightkv.kernels import registry
+from tightkv.kernels.cuda.source import source
 from tightkv.layout import page_layout
 from tightkv.math.feedback import QueryMetric, feedback_factors
 from tightkv.math.rotation import make_rotation
@@ -168,7 +170,7 @@ def test_feedback_of_another_shape_is_refused():
 @pytest.fixture
 def cuda(monkeypatch):
     """The CUDA kernels; where there is no GPU, on the host."""
-    kernels = pytest.importorskip("tightkv.kernels.cuda")
+    kernels = pytest.importorskip("tightkv.kernels.cuda.backend")
     if not ON_GPU:
         if cuda_on_host.COMPILER is None:
             pytest.skip("neither a GPU nor g++")
@@ -187,7 +189,7 @@ def appended(name, cfg, dim, dtype, steps, *, heads=2, starts=None, lose_exact=T
         cfg, rows=rows, heads=heads, dim=dim, starts=starts, dtype=dtype, device=DEVICE,
         open_codes=True,
     )  # fmt: skip
-    cache._kernels = f"tightkv.kernels.{name}"
+    cache._kernels = registry.load(name).__name__
     cache.use_metric(QueryMetric(anisotropic_metric(heads, dim)))
     for seed, counts in enumerate(steps):
         key, value = tokens(rows, max(counts), heads=heads, dim=dim, seed=seed)
@@ -270,7 +272,7 @@ def test_cuda_without_feedback_launches_one_kernel(cuda, monkeypatch):
         ["append_with_feedback", "append", "seal", "append"],  # the ring, last
         ["append", "append"],
     ]
-    assert "FEEDBACK_WIDTH" not in cuda.source("append", cache.layout, 2, None)
+    assert "FEEDBACK_WIDTH" not in source("append", cache.layout, 2, None)
 
 
 @pytest.mark.parametrize(("preset", "dim", "dtype"), TRITON, ids=str)

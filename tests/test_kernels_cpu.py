@@ -16,7 +16,8 @@ from helpers import add, exact_attention, make_cache, tokens
 from tightkv.attention import attend
 from tightkv.cache import PagedKV, even_rows
 from tightkv.config import KVQuantConfig
-from tightkv.kernels import cpu, reference, registry
+from tightkv.kernels import reference, registry
+from tightkv.kernels.cpu import backend as cpu
 from tightkv.kernels.cpu import library
 from tightkv.layout import PageLayout
 from tightkv.sequences import SequenceTable

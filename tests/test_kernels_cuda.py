@@ -13,8 +13,9 @@ from helpers import tokens
 from test_attention import poison
 from test_kernels_triton import CFG, DEVICE, HEADS, cache_on, fill, queries, with_gaps
 from tightkv.config import KVQuantConfig
-from tightkv.kernels import cuda, reference
-from tightkv.kernels.cuda import tiles
+from tightkv.kernels import reference
+from tightkv.kernels.cuda import backend as cuda
+from tightkv.kernels.cuda import source, tiles
 from tightkv.kernels.registry import select
 
 ON_GPU = DEVICE.type == "cuda"
@@ -287,14 +288,14 @@ def test_selection():
     ids=["copies", "lanes", "block"],
 )
 def test_a_forgotten_wait_is_found_on_the_host(wait, monkeypatch):
-    source, changed = cuda.source, []
+    real, changed = source.source, []
 
     def broken(*args):
-        text = source(*args)
+        text = real(*args)
         changed.append(text.count(wait))
         return text.replace(wait, wait[wait.index(";") + 1 :])
 
-    monkeypatch.setattr(cuda, "source", broken)
+    monkeypatch.setattr(source, "source", broken)
     monkeypatch.setattr(cuda, "_module", cuda_on_host.module.__wrapped__)
     cache = cache_on(CFG, [330, 65], dim=128, dtype=torch.bfloat16)
     fill(cache, [330, 65])

@@ -128,7 +128,7 @@ def test_attend_takes_the_way_of_many_queries(prefix, count, batch, dtype):
     """Through `attend`, with torch's own attention kernels: cuDNN gets whole 512s alone."""
     from helpers import add, make_cache, tokens
     from tightkv.kernels import reference
-    from tightkv.kernels import triton as kernels
+    from tightkv.kernels.triton import backend as kernels
 
     cache = make_cache(CFG.replace(page_size=64), rows=batch, dim=128, dtype=dtype, device=DEVICE)
     if prefix:

@@ -18,13 +18,14 @@ from test_attention import poison
 from tightkv.codec import Codec
 from tightkv.config import KVQuantConfig
 from tightkv.kernels import reference
-from tightkv.kernels.registry import select
+from tightkv.kernels.registry import load, select
 from tightkv.kernels.sdpa import AttentionState
 from tightkv.kernels.view import CacheView
 from tightkv.layout import PageLayout
 
 triton = pytest.importorskip("triton")
-kernels = pytest.importorskip("tightkv.kernels.triton")
+kernels = pytest.importorskip("tightkv.kernels.triton.backend")
+dequantize_pages = pytest.importorskip("tightkv.kernels.triton.dequantize").dequantize_pages
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS = 2 if DEVICE.type == "cuda" else 1  # the interpreter takes its time
@@ -36,7 +37,7 @@ if DEVICE.type == "cpu":  # each width on each side
 
 def cache_on(cfg, lengths, *, name="reference", dim=64, heads=HEADS, **options):
     cache = make_cache(cfg, rows=len(lengths), dim=dim, heads=heads, device=DEVICE, **options)
-    cache._kernels = f"tightkv.kernels.{name}"
+    cache._kernels = load(name).__name__
     return cache
 
 
@@ -260,8 +261,8 @@ def test_pages_with_gaps_between_them():
     assert not caches[1].pages.is_contiguous()
     assert torch.equal(caches[0].pages, caches[1].pages)
     assert_attends_like_the_reference(caches[1], [1, 1], 2)
-    got = kernels.dequantize_pages(caches[1].codec, caches[1].view(), 0, 2)
-    dense = kernels.dequantize_pages(caches[0].codec, caches[0].view(), 0, 2)
+    got = dequantize_pages(caches[1].codec, caches[1].view(), 0, 2)
+    dense = dequantize_pages(caches[0].codec, caches[0].view(), 0, 2)
     assert all(torch.equal(x[0], y[0]) for x, y in zip(got, dense, strict=True))
 
 
@@ -303,7 +304,7 @@ def test_kernels_of_wide_heads_fit_shared_memory(dim, preset, tmp_path):
 
 @pytest.mark.gpu
 def test_ptx_and_plain_decoders_agree_bit_for_bit():
-    from tightkv.kernels.triton.testing import decode_words
+    from triton_decode import decode_words
 
     words = torch.randint(-(2**31), 2**31, (4096,), dtype=torch.int64).to(torch.int32).cuda()
     for bits in (2, 3, 4):
@@ -320,7 +321,7 @@ def test_dequantized_pages_are_the_references(bits, dim):
     cache = cache_on(cfg, [140, 140], dim=dim, dtype=torch.float16)
     fill(cache, [140, 140])
     view = cache.view()
-    key, value = kernels.dequantize_pages(cache.codec, view, 1, 2)
+    key, value = dequantize_pages(cache.codec, view, 1, 2)
     records = view.pages[view.block_table[:, 1:2].long()]
     for made, expected in zip(
         (key, value), reference.dequantize(cache.codec, records), strict=True
@@ -396,11 +397,17 @@ class Grids:
 
 def test_grids_have_room_for_many_sequences(monkeypatch):
     """65,535 is the most that all dimensions but the first can have."""
+    from tightkv.kernels.triton import append as triton_append
+    from tightkv.kernels.triton import attend as triton_attend
+    from tightkv.kernels.triton import dequantize, merge_splits
     from tightkv.kernels.triton import prefill as triton_prefill
 
     grids = Grids()
     for module, names in (
-        (kernels, ("_append_kernel", "_attend_kernel", "_merge_kernel", "_dequantize_kernel")),
+        (triton_append, ("_append_kernel",)),
+        (triton_attend, ("_attend_kernel",)),
+        (merge_splits, ("_merge_splits_kernel",)),
+        (dequantize, ("_dequantize_kernel",)),
         (triton_prefill, ("_rotate_queries_kernel", "_load_exact_kernel")),
         (triton_prefill, ("_merge_states_kernel", "_merge_and_unrotate_kernel")),
     ):

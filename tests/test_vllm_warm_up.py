@@ -22,7 +22,8 @@ from tightkv.integrations.vllm.layer_step import LayerStep
 from tightkv.integrations.vllm.metadata import part_of
 from tightkv.integrations.vllm.rows import BatchRows, RowTable
 from tightkv.integrations.vllm.warm_up import kinds_of_parts, sizes, warm_up, warm_up_once
-from tightkv.kernels import cpu, reference
+from tightkv.kernels import reference
+from tightkv.kernels.cpu import backend as cpu
 from tightkv.kernels.prefill import MIN_QUERIES
 from tightkv.layout import PageLayout
 
@@ -238,15 +239,15 @@ class Launches:
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """kernels.triton that launches nothing, and the binaries it asked for."""
-    kernels = pytest.importorskip("tightkv.kernels.triton")
-    from tightkv.kernels.triton import prefill as triton_prefill
+    kernels = pytest.importorskip("tightkv.kernels.triton.backend")
+    from tightkv.kernels.triton import append, attend, dequantize, merge_splits, prefill
 
     found: set[Any] = set()
-    for place in (kernels, triton_prefill):
+    for place in (append, attend, dequantize, merge_splits, prefill):
         for name, kernel in list(vars(place).items()):
             if name.endswith("_kernel"):
                 monkeypatch.setattr(place, name, Launches(kernel, found))
-    monkeypatch.setattr(kernels, "interpreted", lambda: False)  # long prompts go another way
+    monkeypatch.setattr(attend, "interpreted", lambda: False)  # long prompts go another way
     return SimpleNamespace(kernels=kernels, found=found)
 
 

@@ -27,7 +27,7 @@ class KernelStatus:
     reason: str
 
 
-# Best first; each entry names a module of this package and what it runs on.
+# Best first, and what each runs on.
 _IMPLEMENTATIONS = {
     "cuda": "CUDA C++ and Triton kernels, NVIDIA GPUs from sm_80 on",
     "triton": "fused Triton kernels, CUDA and ROCm devices",
@@ -36,6 +36,12 @@ _IMPLEMENTATIONS = {
 }
 
 
+_MODULES = {
+    "cuda": "tightkv.kernels.cuda.backend",
+    "triton": "tightkv.kernels.triton.backend",
+    "cpu": "tightkv.kernels.cpu.backend",
+    "reference": "tightkv.kernels.reference",
+}
 # What each of them is made for; a ROCm device is of type "cuda", too.
 _MADE_FOR = {"cuda": "cuda", "triton": "cuda", "cpu": "cpu"}
 # Decoding, as measured (docs/kernels.md).
@@ -59,7 +65,7 @@ class KernelChoice:
 
     @property
     def module(self) -> ModuleType:
-        return _load(self.name)
+        return load(self.name)
 
 
 def available() -> list[KernelStatus]:
@@ -120,8 +126,9 @@ def _best(device: torch.device, layout: PageLayout) -> KernelChoice:
     )
 
 
-def _load(name: str) -> ModuleType:
-    return importlib.import_module(f"tightkv.kernels.{name}")
+def load(name: str) -> ModuleType:
+    """The module of an implementation, whether it can run or not."""
+    return importlib.import_module(_MODULES[name])
 
 
 def _unavailable(name: str, device_type: str | None, asked: bool = False) -> str | None:
@@ -129,7 +136,7 @@ def _unavailable(name: str, device_type: str | None, asked: bool = False) -> str
         return None
     if name in ("cuda", "triton") and importlib.util.find_spec("triton") is None:
         return "needs Triton: pip install triton"
-    reason: str | None = _load(name).unavailable(device_type, asked)
+    reason: str | None = load(name).unavailable(device_type, asked)
     return reason
 
 
@@ -138,5 +145,5 @@ def _cannot_serve(
 ) -> str | None:
     reason = _unavailable(name, device.type, asked)
     if reason is None and name != "reference":
-        reason = _load(name).unsupported(layout)
+        reason = load(name).unsupported(layout)
     return reason

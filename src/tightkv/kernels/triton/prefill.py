@@ -12,10 +12,11 @@ import triton.language as tl
 from torch import Tensor
 
 from tightkv.codec import Codec
+from tightkv.kernels.constants import DENSE_ROTATION, NO_ROTATION, layout_constants
 from tightkv.kernels.prefill import exact_ranges
 from tightkv.kernels.sdpa import AttentionState
-from tightkv.kernels.triton import constants, dequantize_pages
-from tightkv.kernels.triton.rotate import DENSE, NONE, rotate, rotate_back
+from tightkv.kernels.triton.dequantize import dequantize_pages
+from tightkv.kernels.triton.rotate import rotate, rotate_back
 from tightkv.kernels.view import CacheView
 
 
@@ -38,11 +39,11 @@ def _rows_and_head(count, ROWS: tl.constexpr):
 @triton.jit
 def _load_rotated(
     x, offsets, live, table, BACK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    KIND: tl.constexpr, ROWS: tl.constexpr,
+    ROTATION: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Rows of D elements at x + offsets -> [ROWS, DP] in float32, rotated or rotated back."""
     d = tl.arange(0, DP)
-    if KIND == 2:  # a matrix of any size, 16 of its rows at a time
+    if ROTATION == 2:  # a matrix of any size, 16 of its rows at a time
         y = tl.zeros([ROWS, DP], tl.float32)
         for k0 in range(0, D, 16):
             k = k0 + tl.arange(0, 16)
@@ -54,8 +55,8 @@ def _load_rotated(
     there = live[:, None] & (d < D)[None, :]
     y = tl.load(x + offsets[:, None] + d[None, :], mask=there, other=0.0).to(tl.float32)
     if BACK:
-        return rotate_back(y, table, ROWS, D, DP, KIND)
-    return rotate(y, table, ROWS, D, DP, KIND)
+        return rotate_back(y, table, ROWS, D, DP, ROTATION)
+    return rotate(y, table, ROWS, D, DP, ROTATION)
 
 
 @triton.jit
@@ -71,7 +72,7 @@ def _merge_weights(a, b):
 @triton.jit(do_not_specialize=["tokens"])  # one binary for all lengths
 def _rotate_queries_kernel(
     query, out, table, tokens, query_b, query_h, query_l,
-    H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROTATION: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     at, bh = _rows_and_head(tokens, ROWS)
     b = bh // H
@@ -79,7 +80,7 @@ def _rotate_queries_kernel(
     d = tl.arange(0, DP)
     live = at < tokens
     offsets = _row_offsets(b, h, at, query_b, query_h, query_l)
-    x = _load_rotated(query, offsets, live, table, False, D, DP, KIND, ROWS)
+    x = _load_rotated(query, offsets, live, table, False, D, DP, ROTATION, ROWS)
     flat = bh.to(tl.int64) * tokens + at
     where = out + flat[:, None] * D + d[None, :]
     tl.store(where, x.to(out.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
@@ -93,7 +94,7 @@ def _load_exact_kernel(
     key, value, source_key, source_value, key_table, value_table,
     ring_starts, sink_counts, ring_rows, out_b, out_h, start, low, high, slots,
     HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SINKS: tl.constexpr,
-    KIND: tl.constexpr, ROWS: tl.constexpr,
+    ROTATION: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Exact tokens among positions [low, high) over their codes in key and value, rotated.
 
@@ -116,10 +117,10 @@ def _load_exact_kernel(
     offsets = (owner * slots + at % slots) * (HKV * D) + head * D
     target = _row_offsets(row, head, at - start, out_b, out_h, D)[:, None] + d[None, :]
     if tl.program_id(1) == 0:
-        x = _load_rotated(source_key, offsets, chosen, key_table, False, D, DP, KIND, ROWS)
+        x = _load_rotated(source_key, offsets, chosen, key_table, False, D, DP, ROTATION, ROWS)
         tl.store(key + target, x.to(key.dtype.element_ty), mask=there)
     else:
-        x = _load_rotated(source_value, offsets, chosen, value_table, False, D, DP, KIND, ROWS)
+        x = _load_rotated(source_value, offsets, chosen, value_table, False, D, DP, ROTATION, ROWS)
         tl.store(value + target, x.to(value.dtype.element_ty), mask=there)
 
 
@@ -151,7 +152,7 @@ def _merge_states_kernel(
 def _merge_and_unrotate_kernel(
     prefix, prefix_lse, exact, exact_lse, table, tokens,
     prefix_b, prefix_h, prefix_l, exact_b, exact_h, exact_l,
-    HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, KIND: tl.constexpr,
+    HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROTATION: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
     """Rotate the prefix back and merge it into `exact` and `exact_lse`, in place."""
@@ -162,7 +163,7 @@ def _merge_and_unrotate_kernel(
     live = at < tokens
     there = live[:, None] & (d < D)[None, :]
     offsets = _row_offsets(b, h // G, (h % G) * tokens + at, prefix_b, prefix_h, prefix_l)
-    x = _load_rotated(prefix, offsets, live, table, True, D, DP, KIND, ROWS)
+    x = _load_rotated(prefix, offsets, live, table, True, D, DP, ROTATION, ROWS)
     flat = bh.to(tl.int64) * tokens + at
     a = tl.load(prefix_lse + flat, mask=live, other=0.0)
     c = tl.load(exact_lse + flat, mask=live, other=0.0)
@@ -178,10 +179,10 @@ def rotate_queries(codec: Codec, query: Tensor) -> Tensor:
     """See `PrefillOps`."""
     b, h, tokens, d = query.shape
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    kind, rows = _kind_and_rows(codec)
+    kind, rows = _rotation_and_rows(codec)
     _rotate_queries_kernel[(triton.cdiv(tokens, rows) * b * h,)](
         query, out, codec.key.rotation.table(query.device), tokens, *query.stride()[:3],
-        H=h, D=d, DP=triton.next_power_of_2(d), KIND=kind, ROWS=rows, num_warps=4,
+        H=h, D=d, DP=triton.next_power_of_2(d), ROTATION=kind, ROWS=rows, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -193,7 +194,7 @@ def load_prefix(
     page = codec.layout.page_size
     pages = start // page, -(-(start + count) // page)
     dequantize_pages(codec, view, *pages, out=(key, value))
-    kind, rows = _kind_and_rows(codec)
+    kind, rows = _rotation_and_rows(codec)
     heads, d = codec.layout.num_kv_heads, codec.layout.head_dim
     for ring, low, high in exact_ranges(view, start, count):
         sources = (view.ring_key, view.ring_value) if ring else (view.sink_key, view.sink_value)
@@ -202,8 +203,8 @@ def load_prefix(
             codec.key.rotation.table(key.device), codec.value.rotation.table(key.device),
             view.ring_starts, view.sink_counts, view.ring_rows,
             key.stride(0), key.stride(1), start, low, high, sources[0].shape[1],
-            HKV=heads, D=d, DP=constants(codec.layout)["DP"],
-            SINKS=not ring, KIND=kind, ROWS=rows, num_warps=4,
+            HKV=heads, D=d, DP=layout_constants(codec.layout)["DP"],
+            SINKS=not ring, ROTATION=kind, ROWS=rows, num_warps=4,
         )  # fmt: skip
 
 
@@ -224,17 +225,17 @@ def merge_states(old: AttentionState, new: AttentionState) -> AttentionState:
 def merge_and_unrotate(codec: Codec | None, prefix: AttentionState, exact: AttentionState) -> None:
     """See `PrefillOps`."""
     b, hq, tokens, d = exact.out.shape
-    kind, rows = (NONE, 16) if codec is None else _kind_and_rows(codec)
+    kind, rows = (NO_ROTATION, 16) if codec is None else _rotation_and_rows(codec)
     table = exact.lse if codec is None else codec.value.rotation.table(exact.out.device)
     _merge_and_unrotate_kernel[(triton.cdiv(tokens, rows) * b * hq,)](
         prefix.out, prefix.lse, exact.out, exact.lse, table, tokens,
         *prefix.out.stride()[:3], *exact.out.stride()[:3],
-        HQ=hq, G=hq // prefix.out.shape[1], D=d, DP=triton.next_power_of_2(d), KIND=kind,
+        HQ=hq, G=hq // prefix.out.shape[1], D=d, DP=triton.next_power_of_2(d), ROTATION=kind,
         ROWS=rows, num_warps=4,
     )  # fmt: skip
 
 
-def _kind_and_rows(codec: Codec) -> tuple[int, int]:
+def _rotation_and_rows(codec: Codec) -> tuple[int, int]:
     """The rotation, and how many rows a program takes: a matrix is worth loading for more."""
-    kind: int = constants(codec.layout)["KIND"]
-    return kind, 32 if kind == DENSE else 16
+    kind: int = layout_constants(codec.layout)["ROTATION"]
+    return kind, 32 if kind == DENSE_ROTATION else 16

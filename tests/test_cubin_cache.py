@@ -1,12 +1,11 @@
 """Compiled kernels on disk: whatever is found there, the compiler's own output is used."""
 
-import importlib
 import resource
 from pathlib import Path
 
 import pytest
 
-nvrtc = importlib.import_module("tightkv.kernels.cuda.nvrtc")  # a function there has that name too
+from tightkv.kernels.cuda import cubin_cache, nvrtc
 
 SOURCE = 'extern "C" __global__ void k(float *x) { x[threadIdx.x] += 1.0f; }'
 
@@ -18,7 +17,7 @@ def folder(tmp_path, monkeypatch):
         lib = nvrtc.load_nvrtc("13")
     except OSError as error:
         pytest.skip(f"no NVRTC: {error}")
-    monkeypatch.setattr(nvrtc, "nvrtc", lambda: lib)
+    monkeypatch.setattr(cubin_cache, "load_torch_nvrtc", lambda: lib)
     monkeypatch.setenv("TIGHTKV_CACHE_DIR", str(tmp_path))
     return tmp_path / "kernels"
 
@@ -26,15 +25,15 @@ def folder(tmp_path, monkeypatch):
 def compiled(monkeypatch):
     """compile_cubin, and whether it had to compile."""
     calls = []
-    real = nvrtc.compile_with
+    real = cubin_cache.compile_source
 
     def counted(*args):
         calls.append(args)
         return real(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(nvrtc, "compile_with", counted)
-        return nvrtc.compile_cubin(SOURCE, "sm_90"), bool(calls)
+        patch.setattr(cubin_cache, "compile_source", counted)
+        return cubin_cache.compile_cubin(SOURCE, "sm_90"), bool(calls)
 
 
 def only_file(folder: Path) -> Path:
@@ -101,15 +100,16 @@ def test_a_root_that_is_a_file(folder, monkeypatch):
 
 def test_options_are_part_of_the_key(folder, monkeypatch):
     compiled(monkeypatch)
-    real = nvrtc._options
-    monkeypatch.setattr(nvrtc, "_options", lambda arch: [*real(arch), "--fmad=false"])
+    real = nvrtc.compile_options
+    for module in (nvrtc, cubin_cache):
+        monkeypatch.setattr(module, "compile_options", lambda arch: [*real(arch), "--fmad=false"])
     assert compiled(monkeypatch)[1]
     assert len(list(folder.iterdir())) == 2
 
 
 def test_a_folder_that_others_write_is_not_used(folder, monkeypatch):
     good, _ = compiled(monkeypatch)
-    planted = nvrtc._entry(b"not ours")
+    planted = cubin_cache._entry(b"not ours")
     only_file(folder).write_bytes(planted)
     assert compiled(monkeypatch) == (b"not ours", False)  # who may write there is trusted
     folder.chmod(0o777)

@@ -1,4 +1,4 @@
-"""Pieces of the kernels on their own, for tests."""
+"""The decoding of code words by the Triton kernels, on its own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tightkv.kernels.triton.words import nibble_levels
+from tightkv.kernels.constants import e4m3_table
+from tightkv.kernels.triton.unpack import nibble_levels
 from tightkv.math.codebook import get_codebook
 
 
@@ -22,10 +23,8 @@ def _decode_kernel(words, out, n, BITS: tl.constexpr, TABLE: tl.constexpr, PTX: 
 
 def decode_words(words: Tensor, bits: int, ptx: bool) -> Tensor:
     """Nibble words int32 [n] -> levels float16 [n, 8]."""
-    from tightkv.kernels.triton import level_table
-
     book = get_codebook("fp8", bits)
     out = torch.empty(len(words), 8, dtype=torch.float16, device=words.device)
     grid = (triton.cdiv(len(words), 128),)
-    _decode_kernel[grid](words, out, len(words), BITS=bits, TABLE=level_table(book), PTX=ptx)
+    _decode_kernel[grid](words, out, len(words), BITS=bits, TABLE=e4m3_table(book), PTX=ptx)
     return out

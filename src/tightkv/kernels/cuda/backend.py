@@ -1,0 +1,252 @@
+"""Append and decode attention in CUDA C++, compiled at run time; prefill is the Triton kernels'.
+
+For NVIDIA GPUs from sm_80 on, float16 and bfloat16 models and head_dim 64, 128 and 256.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from tightkv.codec import Codec
+from tightkv.kernels.cuda.cubin_cache import compile_cubin
+from tightkv.kernels.cuda.driver import Module
+from tightkv.kernels.cuda.nvrtc import load_torch_nvrtc
+from tightkv.kernels.cuda.source import source
+from tightkv.kernels.cuda.tiles import Launch, Tile, processor_count
+from tightkv.kernels.device_guard import device_guard
+from tightkv.kernels.triton import backend as triton_kernels
+from tightkv.kernels.view import CacheView
+from tightkv.layout import RING_SLACK, PageLayout
+
+__all__ = ["append", "attend", "unavailable", "unsupported"]
+
+_MAX_QUERIES = RING_SLACK  # more than this is prefill
+_EXACT_TOKENS = 16  # that a warp reads at a time
+_MANY_THREADS, _FEW_THREADS = 256, 128  # of a block that appends
+_MOST_BLOCKS_Z = 65_535  # of a grid; blocks take further pages in turn
+_SEAL_THREADS, _SEAL_BLOCKS = 128, 4  # of a block that seals with feedback, and blocks a processor
+
+
+def unavailable(device_type: str | None, asked: bool = False) -> str | None:
+    """Why these kernels cannot run on a kind of device (None: on any here), or None."""
+    if device_type not in (None, "cuda"):
+        return f"CUDA kernels do not run on {device_type}"
+    if not torch.cuda.is_available() or torch.version.cuda is None:
+        return "no CUDA device"
+    if torch.cuda.get_device_capability() < (8, 0):
+        return "the GPU is older than sm_80"
+    try:
+        load_torch_nvrtc()
+    except OSError as error:
+        return f"torch's NVRTC was not found: {error}"
+    return triton_kernels.unavailable(device_type, asked)
+
+
+def unsupported(layout: PageLayout) -> str | None:
+    """Why these kernels cannot run a config, or None."""
+    cfg = layout.cfg
+    if layout.head_dim not in (64, 128, 256):
+        return f"head_dim={layout.head_dim}; they have 64, 128 and 256"
+    if cfg.rotation == "haar":
+        return 'rotation="haar"; they have "hadamard" and "none"'
+    if layout.dtype not in (torch.float16, torch.bfloat16):
+        return f"dtype={layout.dtype}; they have float16 and bfloat16"
+    return triton_kernels.unsupported(layout)
+
+
+class _Rows(ctypes.Structure):
+    """`struct Rows` of shares.cu."""
+
+    _fields_ = (
+        [("query", ctypes.c_void_p), ("pages", ctypes.c_void_p)]
+        + [(name, ctypes.c_void_p) for name in ("block_table", "lengths", "starts", "ring_starts")]
+        + [(name, ctypes.c_void_p) for name in ("sink_counts", "ring_rows", "first")]
+        + [(name, ctypes.c_void_p) for name in ("ring_key", "ring_value", "sink_key", "sink_value")]
+        + [(name, ctypes.c_void_p) for name in ("signs", "partial", "partial_lse", "out", "lse")]
+        + [(name, ctypes.c_longlong) for name in ("query_n", "query_h", "out_n", "out_h")]
+        + [(name, ctypes.c_longlong) for name in ("table_b", "page_bytes", "total_rows")]
+        + [("scale", ctypes.c_float), ("softcap", ctypes.c_float)]
+        + [(name, ctypes.c_int) for name in ("ring", "sinks", "splits", "exact_shares")]
+        + [(name, ctypes.c_int) for name in ("window", "causal", "appended")]
+    )
+
+
+class _Append(ctypes.Structure):
+    """`struct Append` of encode.cu."""
+
+    _fields_ = (
+        [(name, ctypes.c_void_p) for name in ("key", "value", "pages", "block_table", "lengths")]
+        + [(name, ctypes.c_void_p) for name in ("starts", "ring_rows", "exact_starts", "first")]
+        + [(name, ctypes.c_void_p) for name in ("ring_key", "ring_value", "sink_key", "sink_value")]
+        + [("signs", ctypes.c_void_p)]
+        + [(name, ctypes.c_longlong) for name in ("key_n", "key_h", "value_n", "value_h")]
+        + [("table_b", ctypes.c_longlong), ("page_bytes", ctypes.c_longlong)]
+        + [(name, ctypes.c_int) for name in ("ring", "sinks", "open", "copy", "encode")]
+    )
+
+
+@device_guard
+def append(
+    codec: Codec,
+    view: CacheView,
+    key: Tensor,
+    value: Tensor,
+    first: Tensor,
+    exact_starts: Tensor,
+    *,
+    max_new: int,
+    open_codes: bool,
+) -> None:
+    """See `reference.append`."""
+    layout = codec.layout
+    usual = key.dtype == value.dtype == layout.dtype and not codec.cfg.check_finite
+    if not usual or not view.batch:
+        triton_kernels.append(
+            codec, view, key, value, first, exact_starts, max_new=max_new, open_codes=open_codes
+        )
+        return
+    key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
+    signs = codec.key.rotation.table(key.device)
+    ring = view.ring_key.shape[1]
+    arguments = [
+        *[
+            x.data_ptr()
+            for x in (
+                key, value, view.pages, view.block_table, view.lengths, view.starts,
+                view.ring_rows, exact_starts, first, view.ring_key, view.ring_value,
+                view.sink_key, view.sink_value, signs,
+            )
+        ],
+        key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+        view.block_table.stride(0), view.pages.stride(0),
+        ring, view.sink_key.shape[1], int(open_codes),
+    ]  # fmt: skip
+    name = "append" if view.feedback is None else "append_with_feedback"
+    module = _module(name, layout, layout.num_kv_heads, None, False, key.device)
+    blocks = view.batch * layout.num_kv_heads
+    if max_new <= RING_SLACK:
+        # Many blocks are launched sooner if they are small; few should seal pages fast.
+        threads = _FEW_THREADS if blocks > processor_count(key.device) else _MANY_THREADS
+        module.launch("append", (blocks, 2, 1), threads, _Append(*arguments, 1, 1))
+        _seal(module, layout, view, _Append(*arguments, 1, 1), max_new)
+        return
+    # Only a short append may overwrite the ring while pages are sealed from it.
+    touched = min((max_new - 2) // layout.page_size + 2, _MOST_BLOCKS_Z)
+    module.launch("append", (blocks, 2, touched), _MANY_THREADS, _Append(*arguments, 0, 1))
+    _seal(module, layout, view, _Append(*arguments, 0, 1), max_new)
+    copies = -(-min(max_new, ring) // 32)
+    module.launch("append", (blocks, 2, copies), _MANY_THREADS, _Append(*arguments, 1, 0))
+
+
+def _seal(module: Module, layout: PageLayout, view: CacheView, of: _Append, max_new: int) -> None:
+    """Keys of the pages that an append just launched completes, where they take feedback."""
+    if view.feedback is None or not max_new:
+        return
+    d, size = layout.head_dim, layout.page_size
+    pages = view.batch * layout.num_kv_heads * -(-max_new // size)
+    # Few pages are sealed by several blocks each; many by blocks that take one after another.
+    blocks = min(pages * (size * d // 2048), _SEAL_BLOCKS * processor_count(view.pages.device))
+    factors = ctypes.c_void_p(view.feedback.data_ptr())
+    shared = 64 * d  # rows of factors on their way
+    grid = (max(blocks, 1), 1, 1)
+    batch = ctypes.c_int(view.batch)
+    module.launch("seal", grid, _SEAL_THREADS, of, factors, batch, shared=shared)
+
+
+@device_guard
+def attend(
+    codec: Codec,
+    query: Tensor,
+    view: CacheView,
+    first: Tensor,
+    *,
+    max_queries: int,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    mask: Tensor | None = None,
+    new_key: Tensor | None = None,
+    new_value: Tensor | None = None,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See `reference.attend`."""
+    layout, device = codec.layout, query.device
+    rows, hq, d = query.shape
+    decoding = 0 < max_queries <= _MAX_QUERIES and mask is None and new_key is None
+    if not decoding or query.dtype != layout.dtype or not rows or not view.batch:
+        return triton_kernels.attend(
+            codec, query, view, first, max_queries=max_queries, scale=scale, causal=causal,
+            window=window, softcap=softcap, mask=mask, new_key=new_key, new_value=new_value,
+            out=out,
+        )  # fmt: skip
+    appended = view.appended
+    if query.stride(-1) != 1:
+        query, appended = query.contiguous(), False
+    group = hq // layout.num_kv_heads
+    plan = Launch.of(layout, group, max_queries, view.batch, view.block_table.shape[1], device)
+    module = _module("decode", layout, hq, plan.tile, softcap is not None, device)
+    splits = plan.splits
+    groups = -(-(view.ring_key.shape[1] + view.sink_key.shape[1]) // _EXACT_TOKENS)
+    exact_shares = min(splits, -(-groups // plan.tile.warps))  # that have any
+    shares = splits + exact_shares if splits > 1 else 0
+
+    out = torch.empty_like(query) if out is None else out
+    lse = torch.empty(rows, hq, dtype=torch.float32, device=device)
+    partial = torch.empty(shares, rows, hq, d, dtype=torch.float32, device=device)
+    partial_lse = torch.empty(shares, rows, hq, dtype=torch.float32, device=device)
+    signs = codec.value.rotation.table(device)
+    arguments = _Rows(
+        *[
+            x.data_ptr()
+            for x in (
+                query, view.pages, view.block_table, view.lengths, view.starts, view.ring_starts,
+                view.sink_counts, view.ring_rows, first, view.ring_key, view.ring_value,
+                view.sink_key, view.sink_value, signs, partial, partial_lse, out, lse,
+            )
+        ],
+        query.stride(0), query.stride(1), out.stride(0), out.stride(1),
+        view.block_table.stride(0), view.pages.stride(0), rows,
+        1 / math.sqrt(d) if scale is None else scale, softcap or 0.0,
+        view.ring_key.shape[1], view.sink_key.shape[1], splits, exact_shares,
+        window or 0, int(causal), int(appended),
+    )  # fmt: skip
+    grid = (view.batch * layout.num_kv_heads, splits, plan.parts)
+    module.launch("decode", grid, 32 * plan.tile.warps, arguments, shared=plan.shared_bytes)
+    if splits == 1:
+        return out, lse
+    pointers = (partial, partial_lse, signs, first, out, lse)
+    module.launch(
+        "merge",
+        (rows * hq, 1, 1),
+        256,
+        *[ctypes.c_void_p(x.data_ptr()) for x in pointers],
+        *[ctypes.c_longlong(n) for n in (out.stride(0), out.stride(1), rows)],
+        *[ctypes.c_int(n) for n in (view.batch, splits, shares)],
+    )
+    return out, lse
+
+
+@functools.lru_cache(maxsize=1024)
+def _module(
+    name: str,
+    layout: PageLayout,
+    query_heads: int,
+    tile: Tile | None,
+    softcap: bool,
+    device: torch.device,
+) -> Module:
+    """The kernels of one source for one layout; layouts of the same source share a module."""
+    return _loaded(source(name, layout, query_heads, tile, softcap), device)
+
+
+# Kept for good: a CUDA graph may hold a kernel of any of them. Sources are few.
+@functools.cache
+def _loaded(text: str, device: torch.device) -> Module:
+    major, minor = torch.cuda.get_device_capability(device)
+    return Module(compile_cubin(text, f"sm_{major}{minor}"), device)
