@@ -1,5 +1,5 @@
 // CUDA C++ as C++ of this machine: the threads of a block are fibers, and what lanes do together
-// is done when the last of them arrives. Stands before the sources, in place of machine.cu.
+// is done when the last of them arrives. Stands before the sources, in place of ptx.cuh.
 //
 // Copies to shared memory happen when they are waited for, not before; dynamic shared memory is
 // full of NaN when a block begins; so is memory that the kernel before is told to write, when that
@@ -264,7 +264,7 @@ inline bool __any_sync(u32, bool x) {
     return std::any_of(of, of + 32, [](bool b) { return b; });
 }
 
-// --- machine.cu ---
+// --- ptx.cuh ---
 inline void wait_for_previous() {  // until here the kernel before may still write
     if (host::late) memset(host::late, 0xff, host::late_bytes);
     host::late = nullptr;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import re
 import shutil
 import subprocess
 import tempfile
@@ -15,6 +16,7 @@ from tightkv.kernels.cuda import source
 
 COMPILER = shutil.which("g++")
 HEADER = Path(__file__).with_name("cuda_on_host.h")
+_PTX = re.compile(r'#line 1 "ptx\.cuh"\n.*?(?=#line )', re.DOTALL)  # the header takes its place
 _FOLDER = tempfile.TemporaryDirectory(prefix="tightkv-cuda-on-host-")  # removed with the process
 _APPEND = """
 extern "C" void host_append(const int *shape, int threads, size_t shared, void **args) {
@@ -70,9 +72,9 @@ def module(
 ) -> HostModule:
     """In place of `cuda._module`."""
     text = source.source(name, layout, query_heads, tile, softcap)
-    machine = Path(source.__file__).with_name("machine.cu").read_text(encoding="utf-8")
-    assert machine in text
-    text = f'#include "{HEADER}"\n' + text.replace(machine, "") + _LAUNCHERS[name]
+    text, found = _PTX.subn("", text)
+    assert found == 1
+    text = f'#include "{HEADER}"\n' + text + _LAUNCHERS[name]
     text = text.replace(
         "extern __shared__ __align__(128) char memory[];", "char *memory = host::memory;"
     )

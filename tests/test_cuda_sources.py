@@ -4,16 +4,18 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tightkv.config import KVQuantConfig
 from tightkv.kernels.cuda import tiles
 from tightkv.kernels.cuda.nvrtc import CompileError, compile_source, load_nvrtc
-from tightkv.kernels.cuda.source import source
+from tightkv.kernels.cuda.source import included, source
 from tightkv.kernels.cuda.tiles import Tile
 from tightkv.layout import PageLayout
 
+HEADERS = Path(tiles.__file__).parent / "csrc" / "include"
 NVCC = shutil.which("nvcc")
 HOPPER, ADA = (132, 228 << 10), (128, 100 << 10)  # processors, shared memory of each
 
@@ -33,8 +35,16 @@ def test_nvrtc_takes_the_sources(preset, dim, arch):
     assert len(compile_source(lib, text, arch)) > 10_000
     text = source("append_with_feedback", layout, 8, None)
     assert len(compile_source(lib, text, arch)) > 10_000
-    with pytest.raises(CompileError, match="expected"):
+    with pytest.raises(CompileError, match=r"encode\.cuh\(\d+\): error: expected"):
         compile_source(lib, text.replace("struct Append {", "struct Append"), arch)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="NVRTC is there for Linux")
+@pytest.mark.parametrize("header", sorted(path.name for path in HEADERS.glob("*.cuh")))
+def test_a_header_includes_what_it_needs(header):
+    layout = PageLayout(KVQuantConfig.preset("k4v4"), 8, 128)
+    macros, _, _ = source("decode", layout, 32, Tile.of(layout, 4)).partition("#line")
+    compile_source(load_nvrtc("13"), macros + included(f"include/{header}"), "sm_90")
 
 
 def compile_for_hopper(text, folder):

@@ -60,7 +60,7 @@ def unsupported(layout: PageLayout) -> str | None:
 
 
 class _Rows(ctypes.Structure):
-    """`struct Rows` of shares.cu."""
+    """`struct Rows` of decode_params.cuh."""
 
     _fields_ = (
         [("query", ctypes.c_void_p), ("pages", ctypes.c_void_p)]
@@ -77,7 +77,7 @@ class _Rows(ctypes.Structure):
 
 
 class _Append(ctypes.Structure):
-    """`struct Append` of encode.cu."""
+    """`struct Append` of encode.cuh."""
 
     _fields_ = (
         [(name, ctypes.c_void_p) for name in ("key", "value", "pages", "block_table", "lengths")]

@@ -1,7 +1,10 @@
-"""The CUDA C++ of a layout: its constants as macros, then the sources."""
+"""The CUDA C++ of a layout: its constants as macros, then a program of csrc."""
 
 from __future__ import annotations
 
+import functools
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -18,16 +21,13 @@ from tightkv.layout import PageLayout
 from tightkv.math.feedback import MOST_SCALE, gain
 from tightkv.math.quantize import Quantizer, TurboQuantMSE
 
-_FOLDER = Path(__file__).parent
-_MACHINE = ("machine", "primitives")
-_SOURCES = {
-    "append": (*_MACHINE, "encode", "append"),
-    "append_with_feedback": (*_MACHINE, "encode", "append", "seal"),
-    "decode": (
-        *_MACHINE, "pages", "products", "shares", "means", "queries", "exact", "tile", "stage",
-        "join", "decode",
-    ),
-}  # fmt: skip
+_FOLDER = Path(__file__).parent / "csrc"
+_INCLUDE = re.compile(r'#include "([\w.]+)"$')
+_PROGRAMS = {
+    "append": ("append.cu",),
+    "append_with_feedback": ("append.cu", "seal.cu"),
+    "decode": ("decode.cu", "merge.cu"),
+}
 
 
 def source(
@@ -79,12 +79,34 @@ def source(
         constants[f"{side}_THRESHOLDS"] = _floats(*thresholds)
         constants[f"{side}_MAGNITUDES"] = _floats(*magnitudes)
     defines = "".join(f"#define {field} {value}\n" for field, value in constants.items())
-    files = [_FOLDER / f"{part}.cu" for part in _SOURCES[name]]
-    return defines + "\n".join(file.read_text(encoding="utf-8") for file in files)
+    return defines + included(*_PROGRAMS[name])
+
+
+@functools.cache
+def included(*names: str) -> str:
+    """Files of csrc as one text, every header once and where it is first included.
+
+    NVRTC knows no folders. Lines keep the names and numbers that they have in their files.
+    """
+    done: set[str] = set()
+
+    def lines_of(path: Path) -> Iterator[str]:
+        done.add(path.name)
+        yield f'#line 1 "{path.name}"'
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            header = _INCLUDE.match(line)
+            if header is None:
+                yield "" if line == "#pragma once" else line
+                continue
+            if header[1] not in done:
+                yield from lines_of(_FOLDER / "include" / header[1])
+            yield f'#line {number + 1} "{path.name}"'
+
+    return "".join(f"{line}\n" for name in names for line in lines_of(_FOLDER / name))
 
 
 def _byte_levels(quantizer: Quantizer) -> str:
-    """`struct Table` of pages.cu: levels as bytes, by the low three bits of a code."""
+    """`struct Table` of page_codes.cuh: levels as bytes, by the low three bits of a code."""
     assert isinstance(quantizer, TurboQuantMSE)
     book = quantizer.codebook
     if book.bits == 8:  # codes are levels

@@ -38,7 +38,7 @@ class Tile:
         return Tile(2, 2, 2, columns, 6 if few_bits and columns <= 4 else 4)
 
     def shared_bytes(self, layout: PageLayout) -> int:
-        """sizeof(Shared) in decode.cu."""
+        """sizeof(Shared) in epilogue.cuh."""
         cfg, d, columns = layout.cfg, layout.head_dim, self.columns
         both = (cfg.key_bits, cfg.value_bits)
         words = [bits // 2 if d == 64 and bits >= 4 else bits for bits in both]

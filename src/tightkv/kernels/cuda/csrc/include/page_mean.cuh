@@ -1,4 +1,8 @@
 // What the mean of a page adds to scores: q.mu, once a page.
+#pragma once
+
+#include "int8_mma.cuh"
+#include "page_codes.cuh"
 
 #if MEAN_BITS == 8
 // Of two pages: one in the upper rows of an A operand, one in the lower. Words are loaded one by one, each

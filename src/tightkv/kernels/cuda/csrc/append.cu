@@ -4,6 +4,8 @@
 // page too. A warp encodes a token, lane l holding channels l + 32 k; codes go through shared memory
 // and are packed word by word.
 
+#include "encode.cuh"
+
 #define MOST_THREADS 256
 #define ROOM (PAGE * D > 32768 ? 32768 / D : PAGE)  // tokens whose codes fit shared memory
 

@@ -1,5 +1,6 @@
 // Instructions by name: all inline assembler is here, so that another machine can have its own.
-// Upper-case names that are not defined here are constants of the build (kernels/cuda/__init__.py).
+// Upper-case names that are not defined here are constants of the build (kernels/cuda/source.py).
+#pragma once
 
 typedef unsigned int u32;
 typedef unsigned short u16;

@@ -1,4 +1,11 @@
 // A block's memory, and how what its warps found becomes an answer or a share of one.
+#pragma once
+
+#include "exact_tile.cuh"
+#include "output.cuh"
+#include "queries.cuh"
+#include "smem_pipeline.cuh"
+#include "tile_softmax.cuh"
 
 struct Stash {  // what a warp found, in one frame
     float acc[COLS][D + 4], peak[COLS], sum[COLS];

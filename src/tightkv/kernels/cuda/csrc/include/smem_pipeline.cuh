@@ -1,4 +1,7 @@
 // Tiles on their way through shared memory: where a lane's bytes of a page lie, and where they go.
+#pragma once
+
+#include "page_codes.cuh"
 
 // A tile on its way or being read: each lane's codes, then what is common to all lanes.
 struct __align__(128) Stage {  // all banks of shared memory once

@@ -1,4 +1,8 @@
 // Encoders: arguments of an append, the quantizer, the order of bits, a page's mean.
+#pragma once
+
+#include "hadamard.cuh"
+#include "model_dtype.cuh"
 
 #define PARTS 8  // of a page's sum, however many threads there are: the sum must not depend on it
 #define N (D / 32)  // channels a lane

@@ -5,6 +5,9 @@
 // turns the weights (movmatrix) and multiplies them with the values. Products are of bytes: levels
 // of codes are small whole numbers, and as bytes they need no conversion.
 
+#include "epilogue.cuh"
+#include "page_mean.cuh"
+
 extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(const Rows a) {
     extern __shared__ __align__(128) char memory[];
     Shared &sh = *(Shared *)memory;

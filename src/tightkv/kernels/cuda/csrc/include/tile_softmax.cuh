@@ -3,6 +3,11 @@
 // Weights are relative to the highest score of the tile and to its largest scale, so that 16 bits have
 // them: what is lost is far below another token of its tile, not below the peak. Sums of tiles are
 // floats.
+#pragma once
+
+#include "decode_params.cuh"
+#include "int8_mma.cuh"
+#include "page_codes.cuh"
 
 #define TILE_SLACK 16.f   // a tile's scores may be that much above the peak before it is raised
 // Below 65,536 by as much as scores are rounded: right up to scores of 2**19.

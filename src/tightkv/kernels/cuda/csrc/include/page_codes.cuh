@@ -4,6 +4,9 @@
 // Decoded they are an A operand of mma.m16n8k32 as they lie: keys as tokens by channels (the order
 // of channels is applied to the query), values as channels by tokens. A word of values holds four
 // channels of a token pair; bytes of two are sorted by channel first. docs/kernels.md has the picture.
+#pragma once
+
+#include "ptx.cuh"
 
 #if PAGE >= 32 * TB
 #define TILES (PAGE / (32 * TB))      // tiles in a page

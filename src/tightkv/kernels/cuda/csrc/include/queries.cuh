@@ -1,4 +1,10 @@
 // The queries of a block: from the model's tensor to both frames in shared memory, to registers.
+#pragma once
+
+#include "decode_params.cuh"
+#include "hadamard.cuh"
+#include "int8_mma.cuh"
+#include "page_codes.cuh"
 
 #define OWN_COLS ((COLS + WARPS - 1) / WARPS)  // that a warp prepares: every WARPS-th
 

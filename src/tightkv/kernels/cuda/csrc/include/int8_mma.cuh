@@ -4,6 +4,9 @@
 // own among the columns of a B operand: those of a column are neighbours where four columns are all,
 // else in tiles that follow each other. Sums start at the bits of a float whose last place is one:
 // as floats they are numbers without a conversion.
+#pragma once
+
+#include "ptx.cuh"
 
 #define NT ((COLS + 7) / 8)                // tiles of eight columns
 #define FEW (COLS == 4)

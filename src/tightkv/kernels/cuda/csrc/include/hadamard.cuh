@@ -1,21 +1,5 @@
-// What the other sources are written with: numbers of the model's dtype, the rotation.
-
-#define NEG_INF (__int_as_float(0xff800000))
-
-__device__ __forceinline__ u32 pack_model(float low, float high) {
-    return BF16 ? pack_bf16(low, high) : pack_half(low, high);
-}
-
-__device__ __forceinline__ float model_to_float(u16 h) {
-    return BF16 ? __int_as_float((u32)h << 16) : half_to_float(h);
-}
-
-__device__ __forceinline__ void mma_model(float *c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    if (BF16)
-        mma_bf16(c, a0, a1, a2, a3, b0, b1);
-    else
-        mma(c, a0, a1, a2, a3, b0, b1);
-}
+// The rotation of a vector that a warp holds.
+#pragma once
 
 // x [D] of a warp's lanes, lane l holding channels l + 32 k, times the unscaled Hadamard matrix.
 __device__ __forceinline__ void hadamard(float (&x)[D / 32], int lane) {

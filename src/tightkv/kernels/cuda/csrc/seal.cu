@@ -5,6 +5,8 @@
 // time. A coordinate is rounded by the lane that holds it; the others add what it missed, times the
 // row, to what they hold of the coordinates before it.
 
+#include "encode.cuh"
+
 #define WARPS 4
 #define LANES (D / 16)  // of a token
 #define TOKENS (32 / LANES)  // of a warp

@@ -1,4 +1,9 @@
 // Tokens that are kept exact, sinks and ring: scores and values in the model's own frame.
+#pragma once
+
+#include "decode_params.cuh"
+#include "int8_mma.cuh"
+#include "page_codes.cuh"
 
 #define SLACK 4.f        // scores may be that much above the peak before it is raised: weights to 16
 
