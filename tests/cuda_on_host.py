@@ -20,19 +20,19 @@ _PTX = re.compile(r'#line 1 "ptx\.cuh"\n.*?(?=#line )', re.DOTALL)  # the header
 _FOLDER = tempfile.TemporaryDirectory(prefix="tightkv-cuda-on-host-")  # removed with the process
 _APPEND = """
 extern "C" void host_append(const int *shape, int threads, size_t shared, void **args) {
-    host::launch(shape, threads, shared, [&] { append(*(Append *)args[0]); });
+    host::launch(shape, threads, shared, [&] { append(*(AppendParams *)args[0]); });
 }
 """
 _SEAL = """
 extern "C" void host_seal(const int *shape, int threads, size_t shared, void **args) {
     host::launch(shape, threads, shared, [&] {
-        seal(*(Append *)args[0], *(float **)args[1], *(int *)args[2]);
+        seal(*(AppendParams *)args[0], *(float **)args[1], *(int *)args[2]);
     });
 }
 """
 _DECODE = """
 extern "C" void host_decode(const int *shape, int threads, size_t shared, void **args) {
-    host::launch(shape, threads, shared, [&] { decode(*(Rows *)args[0]); });
+    host::launch(shape, threads, shared, [&] { decode(*(DecodeParams *)args[0]); });
 }
 extern "C" void host_merge(const int *shape, int threads, size_t shared, void **args) {
     host::launch(shape, threads, shared, [&] {

@@ -64,7 +64,7 @@ def test_tables_of_many_layers_are_made_once():
 
 def test_caches_that_are_alike_share_their_cuda_modules(monkeypatch):
     cuda = pytest.importorskip("tightkv.kernels.cuda.backend")
-    from tightkv.kernels.cuda.tiles import Tile
+    from tightkv.kernels.cuda.decode_plan import DecodeTile
 
     loads = []
     monkeypatch.setattr(cuda, "compile_cubin", lambda text, arch: text.encode())
@@ -77,7 +77,7 @@ def test_caches_that_are_alike_share_their_cuda_modules(monkeypatch):
             for _ in range(32):
                 layout = PageLayout(KVQuantConfig(sinks=sinks), 8, 128)
                 cuda._module("append", layout, 8, None, False, gpu)
-                cuda._module("decode", layout, 32, Tile.of(layout, 4), False, gpu)
+                cuda._module("decode", layout, 32, DecodeTile.of(layout, 4), False, gpu)
         assert len(loads) == 2
         cuda._module("append", layout, 8, None, False, torch.device("cuda:1"))
         assert len(loads) == 3  # a module belongs to a device

@@ -15,7 +15,8 @@ from test_kernels_triton import CFG, DEVICE, HEADS, cache_on, fill, queries, wit
 from tightkv.config import KVQuantConfig
 from tightkv.kernels import reference
 from tightkv.kernels.cuda import backend as cuda
-from tightkv.kernels.cuda import source, tiles
+from tightkv.kernels.cuda import decode_plan, source
+from tightkv.kernels.cuda.decode_plan import DecodePlan
 from tightkv.kernels.registry import select
 
 ON_GPU = DEVICE.type == "cuda"
@@ -41,16 +42,16 @@ def _on_host(monkeypatch):
     """Where there is no GPU, on a small one: few sequences are as many as its processors."""
     if not ON_GPU:
         monkeypatch.setattr(cuda, "_module", cuda_on_host.module)
-        monkeypatch.setattr(tiles, "_processors", lambda device: (24, 228 << 10))
-        tiles.Launch.of.cache_clear()
+        monkeypatch.setattr(decode_plan, "_processors", lambda device: (24, 228 << 10))
+        DecodePlan.of.cache_clear()
     yield
-    tiles.Launch.of.cache_clear()
+    DecodePlan.of.cache_clear()
 
 
 def shares(cache, group):
     """Into how many each sequence is cut when every one decodes a token."""
     table = cache.view().block_table
-    return tiles.Launch.of(cache.layout, group, 1, *table.shape, DEVICE).splits
+    return DecodePlan.of(cache.layout, group, 1, *table.shape, DEVICE).num_splits
 
 
 def assert_attends_alike(cache, counts, group, **options):
@@ -189,8 +190,8 @@ def test_many_tokens_and_many_sequences(preset, lengths):
     fill(cache, lengths)
     poison(cache)
     for group in (1, 4):
-        plan = tiles.Launch.of(cache.layout, group, 1, *cache.view().block_table.shape, DEVICE)
-        assert (plan.splits > 1) == (len(lengths) == 3)
+        plan = DecodePlan.of(cache.layout, group, 1, *cache.view().block_table.shape, DEVICE)
+        assert (plan.num_splits > 1) == (len(lengths) == 3)
         assert plan.tile.warps == (6 if preset == "k2v2" else 4)
         assert_attends_alike(cache, [1] * len(lengths), group)
         assert_attends_alike(cache, [1] * len(lengths), group, window=700)
@@ -200,7 +201,8 @@ def test_many_tokens_and_many_sequences(preset, lengths):
 def test_queries_of_no_sequence_are_zero(few):
     """A CUDA graph's batch is filled up with queries that belong to nobody."""
     heads = 8 if ON_GPU else 1
-    rows = 2 if few else 2 * tiles._processors(DEVICE)[0] // heads  # a block of each, all at once
+    # a block of each, all at once
+    rows = 2 if few else 2 * decode_plan._processors(DEVICE)[0] // heads
     cache = cache_on(CFG, [700] * rows, dim=128, heads=heads, dtype=torch.bfloat16)
     fill(cache, [700] * rows)
     assert (shares(cache, 4) > 1) == few
@@ -281,7 +283,7 @@ def test_selection():
 @pytest.mark.parametrize(
     "wait",
     [
-        "wait_for_copies<STAGES - 1>();",
+        "cp_async_wait<STAGES - 1>();",
         "__syncwarp();  // lanes read what others copied",
         "__syncthreads();\n    // One factor for all columns",
     ],
@@ -328,8 +330,8 @@ def test_outputs_are_written_after_the_kernel_before_has_ended(owned):
     q, _ = queries(cache, [4], 2)
     first = torch.tensor([0, owned], dtype=torch.int32)
     view = dataclasses.replace(cache.view(), appended=True)
-    plan = tiles.Launch.of(cache.layout, 2, 1, *view.block_table.shape, DEVICE)
-    assert plan.splits == 1
+    plan = DecodePlan.of(cache.layout, 2, 1, *view.block_table.shape, DEVICE)
+    assert plan.num_splits == 1
     module = cuda_on_host.module("decode", cache.layout, q.shape[1], plan.tile, False, DEVICE)
     out = torch.full_like(q, 7.0)
     module.previous_writes(out)

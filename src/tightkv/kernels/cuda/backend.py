@@ -14,10 +14,11 @@ from torch import Tensor
 
 from tightkv.codec import Codec
 from tightkv.kernels.cuda.cubin_cache import compile_cubin
+from tightkv.kernels.cuda.decode_plan import DecodePlan, DecodeTile, processor_count
 from tightkv.kernels.cuda.driver import Module
 from tightkv.kernels.cuda.nvrtc import load_torch_nvrtc
+from tightkv.kernels.cuda.params import AppendParams, DecodeParams
 from tightkv.kernels.cuda.source import source
-from tightkv.kernels.cuda.tiles import Launch, Tile, processor_count
 from tightkv.kernels.device_guard import device_guard
 from tightkv.kernels.triton import backend as triton_kernels
 from tightkv.kernels.view import CacheView
@@ -57,37 +58,6 @@ def unsupported(layout: PageLayout) -> str | None:
     if layout.dtype not in (torch.float16, torch.bfloat16):
         return f"dtype={layout.dtype}; they have float16 and bfloat16"
     return triton_kernels.unsupported(layout)
-
-
-class _Rows(ctypes.Structure):
-    """`struct Rows` of decode_params.cuh."""
-
-    _fields_ = (
-        [("query", ctypes.c_void_p), ("pages", ctypes.c_void_p)]
-        + [(name, ctypes.c_void_p) for name in ("block_table", "lengths", "starts", "ring_starts")]
-        + [(name, ctypes.c_void_p) for name in ("sink_counts", "ring_rows", "first")]
-        + [(name, ctypes.c_void_p) for name in ("ring_key", "ring_value", "sink_key", "sink_value")]
-        + [(name, ctypes.c_void_p) for name in ("signs", "partial", "partial_lse", "out", "lse")]
-        + [(name, ctypes.c_longlong) for name in ("query_n", "query_h", "out_n", "out_h")]
-        + [(name, ctypes.c_longlong) for name in ("table_b", "page_bytes", "total_rows")]
-        + [("scale", ctypes.c_float), ("softcap", ctypes.c_float)]
-        + [(name, ctypes.c_int) for name in ("ring", "sinks", "splits", "exact_shares")]
-        + [(name, ctypes.c_int) for name in ("window", "causal", "appended")]
-    )
-
-
-class _Append(ctypes.Structure):
-    """`struct Append` of encode.cuh."""
-
-    _fields_ = (
-        [(name, ctypes.c_void_p) for name in ("key", "value", "pages", "block_table", "lengths")]
-        + [(name, ctypes.c_void_p) for name in ("starts", "ring_rows", "exact_starts", "first")]
-        + [(name, ctypes.c_void_p) for name in ("ring_key", "ring_value", "sink_key", "sink_value")]
-        + [("signs", ctypes.c_void_p)]
-        + [(name, ctypes.c_longlong) for name in ("key_n", "key_h", "value_n", "value_h")]
-        + [("table_b", ctypes.c_longlong), ("page_bytes", ctypes.c_longlong)]
-        + [(name, ctypes.c_int) for name in ("ring", "sinks", "open", "copy", "encode")]
-    )
 
 
 @device_guard
@@ -132,18 +102,20 @@ def append(
     if max_new <= RING_SLACK:
         # Many blocks are launched sooner if they are small; few should seal pages fast.
         threads = _FEW_THREADS if blocks > processor_count(key.device) else _MANY_THREADS
-        module.launch("append", (blocks, 2, 1), threads, _Append(*arguments, 1, 1))
-        _seal(module, layout, view, _Append(*arguments, 1, 1), max_new)
+        module.launch("append", (blocks, 2, 1), threads, AppendParams(*arguments, 1, 1))
+        _seal(module, layout, view, AppendParams(*arguments, 1, 1), max_new)
         return
     # Only a short append may overwrite the ring while pages are sealed from it.
     touched = min((max_new - 2) // layout.page_size + 2, _MOST_BLOCKS_Z)
-    module.launch("append", (blocks, 2, touched), _MANY_THREADS, _Append(*arguments, 0, 1))
-    _seal(module, layout, view, _Append(*arguments, 0, 1), max_new)
+    module.launch("append", (blocks, 2, touched), _MANY_THREADS, AppendParams(*arguments, 0, 1))
+    _seal(module, layout, view, AppendParams(*arguments, 0, 1), max_new)
     copies = -(-min(max_new, ring) // 32)
-    module.launch("append", (blocks, 2, copies), _MANY_THREADS, _Append(*arguments, 1, 0))
+    module.launch("append", (blocks, 2, copies), _MANY_THREADS, AppendParams(*arguments, 1, 0))
 
 
-def _seal(module: Module, layout: PageLayout, view: CacheView, of: _Append, max_new: int) -> None:
+def _seal(
+    module: Module, layout: PageLayout, view: CacheView, params: AppendParams, max_new: int
+) -> None:
     """Keys of the pages that an append just launched completes, where they take feedback."""
     if view.feedback is None or not max_new:
         return
@@ -155,7 +127,7 @@ def _seal(module: Module, layout: PageLayout, view: CacheView, of: _Append, max_
     shared = 64 * d  # rows of factors on their way
     grid = (max(blocks, 1), 1, 1)
     batch = ctypes.c_int(view.batch)
-    module.launch("seal", grid, _SEAL_THREADS, of, factors, batch, shared=shared)
+    module.launch("seal", grid, _SEAL_THREADS, params, factors, batch, shared=shared)
 
 
 @device_guard
@@ -189,19 +161,19 @@ def attend(
     if query.stride(-1) != 1:
         query, appended = query.contiguous(), False
     group = hq // layout.num_kv_heads
-    plan = Launch.of(layout, group, max_queries, view.batch, view.block_table.shape[1], device)
+    plan = DecodePlan.of(layout, group, max_queries, view.batch, view.block_table.shape[1], device)
     module = _module("decode", layout, hq, plan.tile, softcap is not None, device)
-    splits = plan.splits
+    num_splits = plan.num_splits
     groups = -(-(view.ring_key.shape[1] + view.sink_key.shape[1]) // _EXACT_TOKENS)
-    exact_shares = min(splits, -(-groups // plan.tile.warps))  # that have any
-    shares = splits + exact_shares if splits > 1 else 0
+    num_exact_splits = min(num_splits, -(-groups // plan.tile.warps))  # that have any
+    num_partials = num_splits + num_exact_splits if num_splits > 1 else 0
 
     out = torch.empty_like(query) if out is None else out
     lse = torch.empty(rows, hq, dtype=torch.float32, device=device)
-    partial = torch.empty(shares, rows, hq, d, dtype=torch.float32, device=device)
-    partial_lse = torch.empty(shares, rows, hq, dtype=torch.float32, device=device)
+    partial = torch.empty(num_partials, rows, hq, d, dtype=torch.float32, device=device)
+    partial_lse = torch.empty(num_partials, rows, hq, dtype=torch.float32, device=device)
     signs = codec.value.rotation.table(device)
-    arguments = _Rows(
+    arguments = DecodeParams(
         *[
             x.data_ptr()
             for x in (
@@ -213,12 +185,12 @@ def attend(
         query.stride(0), query.stride(1), out.stride(0), out.stride(1),
         view.block_table.stride(0), view.pages.stride(0), rows,
         1 / math.sqrt(d) if scale is None else scale, softcap or 0.0,
-        view.ring_key.shape[1], view.sink_key.shape[1], splits, exact_shares,
+        view.ring_key.shape[1], view.sink_key.shape[1], num_splits, num_exact_splits,
         window or 0, int(causal), int(appended),
     )  # fmt: skip
-    grid = (view.batch * layout.num_kv_heads, splits, plan.parts)
+    grid = (view.batch * layout.num_kv_heads, num_splits, plan.num_q_tiles)
     module.launch("decode", grid, 32 * plan.tile.warps, arguments, shared=plan.shared_bytes)
-    if splits == 1:
+    if num_splits == 1:
         return out, lse
     pointers = (partial, partial_lse, signs, first, out, lse)
     module.launch(
@@ -227,7 +199,7 @@ def attend(
         256,
         *[ctypes.c_void_p(x.data_ptr()) for x in pointers],
         *[ctypes.c_longlong(n) for n in (out.stride(0), out.stride(1), rows)],
-        *[ctypes.c_int(n) for n in (view.batch, splits, shares)],
+        *[ctypes.c_int(n) for n in (view.batch, num_splits, num_partials)],
     )
     return out, lse
 
@@ -237,7 +209,7 @@ def _module(
     name: str,
     layout: PageLayout,
     query_heads: int,
-    tile: Tile | None,
+    tile: DecodeTile | None,
     softcap: bool,
     device: torch.device,
 ) -> Module:

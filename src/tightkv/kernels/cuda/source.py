@@ -16,7 +16,7 @@ from tightkv.kernels.constants import (
     layout_constants,
     table_levels,
 )
-from tightkv.kernels.cuda.tiles import Tile
+from tightkv.kernels.cuda.decode_plan import DecodeTile
 from tightkv.layout import PageLayout
 from tightkv.math.feedback import MOST_SCALE, gain
 from tightkv.math.quantize import Quantizer, TurboQuantMSE
@@ -31,7 +31,7 @@ _PROGRAMS = {
 
 
 def source(
-    name: str, layout: PageLayout, query_heads: int, tile: Tile | None, softcap: bool = False
+    name: str, layout: PageLayout, query_heads: int, tile: DecodeTile | None, softcap: bool = False
 ) -> str:
     """CUDA C++ with the constants of a layout and, for attention, of a tile."""
     heads, d = layout.num_kv_heads, layout.head_dim
@@ -106,7 +106,7 @@ def included(*names: str) -> str:
 
 
 def _byte_levels(quantizer: Quantizer) -> str:
-    """`struct Table` of page_codes.cuh: levels as bytes, by the low three bits of a code."""
+    """`struct LevelTable` of page_codes.cuh: levels as bytes, by the low three bits of a code."""
     assert isinstance(quantizer, TurboQuantMSE)
     book = quantizer.codebook
     if book.bits == 8:  # codes are levels

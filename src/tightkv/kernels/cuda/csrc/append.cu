@@ -9,19 +9,19 @@
 #define MOST_THREADS 256
 #define ROOM (PAGE * D > 32768 ? 32768 / D : PAGE)  // tokens whose codes fit shared memory
 
-extern "C" __global__ void __launch_bounds__(MOST_THREADS) append(const Append a) {
+extern "C" __global__ void __launch_bounds__(MOST_THREADS) append(const AppendParams a) {
     __shared__ u8 codes[ROOM][D];
     __shared__ float sums[PARTS][D];
     __shared__ float mean[D];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
     const int row = blockIdx.x / HKV, head = blockIdx.x % HKV;
     const bool is_key = blockIdx.y == 0;
-    wait_for_previous();
-    let_next_start();  // attention, mostly
-    const int begin = a.first[row], count = a.first[row + 1] - begin;
+    grid_dependency_wait();
+    launch_dependents();  // attention, mostly
+    const int begin = a.cu_seqlens[row], count = a.cu_seqlens[row + 1] - begin;
     const int length = a.lengths[row];
     if (!count || length < count) return;
-    const int before = length - count, start = a.starts[row];
+    const int before = length - count, start = a.left_pad[row];
     const long long owner = a.ring_rows[row];
     const u16 *source = is_key ? a.key + head * a.key_h : a.value + head * a.value_h;
     const long long stride = is_key ? a.key_n : a.value_n;
@@ -47,9 +47,9 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS) append(const Append a
     for (int index = before / PAGE + blockIdx.z; index * PAGE < length; index += gridDim.z) {
         const int page_at = index * PAGE;
         const bool complete = page_at + PAGE <= length;
-        if (!complete && !a.open) return;
+        if (!complete && !a.encode_partial_page) return;
         if (FEEDBACK && is_key && complete) continue;  // seal.cu has it
-        const int exact_from = a.exact_starts[row];
+        const int exact_from = a.ring_valid_from[row];
         const int low = max(complete ? exact_from : before, page_at);
         const int high = min(length, page_at + PAGE);
         u8 *record = a.pages + a.block_table[row * a.table_b + index] * a.page_bytes + head * RECORD;
@@ -93,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS) append(const Append a
                             plain += (double)x[k] * (double)x[k];
                             rest += (double)y[k] * (double)y[k];
                         }
-                        centered = (float)total(rest) < (float)total(plain);
+                        centered = (float)warp_sum(rest) < (float)warp_sum(plain);
 #pragma unroll
                         for (int k = 0; k < N; k++) x[k] = centered ? y[k] : x[k];
                     }
@@ -106,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS) append(const Append a
                     scale = fminf(fmaxf(scale, -65504.f), 65504.f);
                     scales = (u16 *)(record + VALUE_SCALE_AT);
                 }
-                if (lane == 0) scales[(t / 32) * 32 + (t % 8) * 4 + (t % 32) / 8] = to_half(scale);
+                if (lane == 0) scales[(t / 32) * 32 + (t % 8) * 4 + (t % 32) / 8] = float_to_half(scale);
             }
             __syncthreads();
 

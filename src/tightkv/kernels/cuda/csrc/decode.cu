@@ -1,39 +1,39 @@
-// Decode attention over compressed pages: a block has a share of one sequence and KV head.
+// Decode attention over compressed pages: a block has a split of one sequence and KV head.
 //
-// Each warp has a run of that share and works alone until the end: the next tile is on its way to
+// Each warp has a run of tiles of that split and works alone until the end: the next tile is on its way to
 // shared memory (cp.async) while it decodes the present one, multiplies keys with the queries,
-// turns the weights (movmatrix) and multiplies them with the values. Products are of bytes: levels
+// transposes the weights (movmatrix) and multiplies them with the values. Products are of bytes: levels
 // of codes are small whole numbers, and as bytes they need no conversion.
 
 #include "epilogue.cuh"
 #include "page_mean.cuh"
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(const Rows a) {
+extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(const DecodeParams a) {
     extern __shared__ __align__(128) char memory[];
-    Shared &sh = *(Shared *)memory;
+    SharedMemory &sh = *(SharedMemory *)memory;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int r = lane >> 2, c = lane & 3;
     const int split = blockIdx.y, row = blockIdx.x / HKV, head = blockIdx.x % HKV;
-    if (!a.appended) wait_for_previous();
-    const int begin = a.first[row], count = a.first[row + 1] - begin;
-    const int length = a.lengths[row], start = a.starts[row], ring_start = a.ring_starts[row];
-    const int sinks_end = min(start + a.sink_counts[row], ring_start), owner = a.ring_rows[row];
+    if (!a.overlaps_append) grid_dependency_wait();
+    const int begin = a.cu_seqlens[row], count = a.cu_seqlens[row + 1] - begin;
+    const int length = a.lengths[row], start = a.left_pad[row], ring_read_from = a.ring_read_from[row];
+    const int sinks_end = min(start + a.sink_counts[row], ring_read_from), owner = a.ring_rows[row];
     const int col0 = blockIdx.z * COLS;
     if (col0 >= count * G) {
-        if (a.appended) wait_for_previous();
-        clear_unowned(a);
+        if (a.overlaps_append) grid_dependency_wait();
+        clear_unused_queries(a);
         return;
     }
 
-    Bounds v;
-    v.low = max(sinks_end, start), v.high = ring_start;
+    MaskBounds v;
+    v.low = max(sinks_end, start), v.high = ring_read_from;
     v.first_at = length - count;
     v.causal = a.causal, v.window = a.window, v.softcap = a.softcap;
     const int first_col_at = v.first_at + col0 / G;  // tokens up to here are seen by every column
     int low = start;
     if (v.window > 0) low = max(low, first_col_at - v.window + 1);
     Exact exact;
-    exact.start = start, exact.ring_from = max(ring_start, start), exact.ring = a.ring;
+    exact.start = start, exact.ring_from = max(ring_read_from, start), exact.ring = a.ring;
     exact.sinks = max(sinks_end - start, 0);
     exact.count = exact.sinks + max(length - exact.ring_from, 0);
     const long long sink_at = ((long long)owner * a.sinks * HKV + head) * D;
@@ -41,15 +41,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
     exact.sink_key = a.sink_key + sink_at, exact.sink_value = a.sink_value + sink_at;
     exact.ring_key = a.ring_key + ring_at, exact.ring_value = a.ring_value + ring_at;
 
-    // Exact tokens are dealt to the warps of all shares, 16 at a time; each warp also has a run of
+    // The warps of all splits take exact tokens in turn, 16 at a time; each warp also has a run of
     // tiles, shorter by as many, for they take about as long.
-    const int page_from = low / PAGE, page_to = (ring_start + PAGE - 1) / PAGE;
+    const int page_from = low / PAGE, page_to = (ring_read_from + PAGE - 1) / PAGE;
     const int tile_from = page_from * TILES / SPAN, tile_to = (page_to * TILES + SPAN - 1) / SPAN;
     const int groups = (exact.count + 15) / 16, tiles = max(tile_to - tile_from, 0);
-    const int workers = a.splits * WARPS, worker = split * WARPS + warp;
+    const int workers = a.num_splits * WARPS, worker = split * WARPS + warp;
     const auto run_begin = [&](int worker) {
-        const int dealt = groups / workers * worker + min(worker, groups % workers);
-        return min(max((tiles + groups) * worker / workers - dealt, 0), tiles);
+        const int exact_before = groups / workers * worker + min(worker, groups % workers);
+        return min(max((tiles + groups) * worker / workers - exact_before, 0), tiles);
     };
     int t = tile_from + run_begin(worker);
     const int t_end = tile_from + run_begin(worker + 1);
@@ -62,10 +62,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
     Queries queries;
     load(queries, a, begin, count, v.first_at, head, col0, lane, warp);
     const u8 *pages = a.pages + head * RECORD;
-    const u8 *key_base = pages + key_lane(r, c), *value_base = pages + value_lane(r, c);
-    const Number numbers[2] = {Number(lane), Number(lane + 32)};
+    const u8 *key_base = pages + key_lane_offset(r, c), *value_base = pages + value_lane_offset(r, c);
+    const ScaleCopy scale_copies[2] = {ScaleCopy(lane), ScaleCopy(lane + 32)};
     const u32 page_bytes = a.page_bytes;
-    const u64 policy = read_once();
+    const u64 policy = evict_first_policy();
     const Stage *stages = sh.warp[warp].stage;
     const u32 first_stage = (u32)__cvta_generic_to_shared(stages);
     u32 to = first_stage;
@@ -84,10 +84,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
                 copy_codes(to, p, key_base + at + block * KEY_BLOCK,
                            value_base + at + block * VALUE_BLOCK, lane, policy);
 #pragma unroll
-                for (int k = 0; k < NUMBERS; k++) {
-                    const Number &x = numbers[k];
+                for (int k = 0; k < SCALE_COPIES; k++) {
+                    const ScaleCopy &x = scale_copies[k];
                     if (x.scale || (new_page && x.mean))
-                        copy(to + x.to + p * x.to_next,
+                        cp_async(to + x.to + p * x.to_next,
                              pages + at + x.from + (x.scale ? 64 * block : 0), policy);
                 }
             }
@@ -95,10 +95,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
             to += sizeof(Stage);
             if (to == first_stage + STAGES * sizeof(Stage)) to = first_stage;
         }
-        end_of_copies();
+        cp_async_commit();
     };
-    if (a.appended) wait_for_previous();  // pages and rings are read from here on, and outputs written
-    clear_unowned(a);
+    // Pages and rings are read from here on, and outputs written.
+    if (a.overlaps_append) grid_dependency_wait();
+    clear_unused_queries(a);
 #pragma unroll
     for (int k = 0; k < STAGES - 1; k++) copy_next();
     if (threadIdx.x == 0) {
@@ -107,15 +108,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
     }
     const float factor = prepare(queries, sh, a.scale, lane, warp);
 
-    Found f;
+    Accumulators f;
     clear(f);
-    Sixteen tokens;  // the first exact ones of this warp: loaded with its last tile
+    ExactTile tokens;  // the first exact ones of this warp: loaded with its last tile
     const bool some = worker < groups, early = EARLY_EXACT && t < t_end;
     {
         u32 q[SLOT_TILES][KX][2];
         load_query_bytes(q, sh.query_bytes, r, c);
-        const Table key_table = kept(sh.tables[0]);
-        const Table value_table = VALUE_BITS == KEY_BITS ? key_table : kept(sh.tables[1]);
+        const LevelTable key_table = reload(sh.tables[0]);
+        const LevelTable value_table = VALUE_BITS == KEY_BITS ? key_table : reload(sh.tables[1]);
         const float key_unit = KEY_UNIT * factor * BYTE_UNIT, score_unit = SOFTCAP ? 1.f : key_unit;
         // tiles in [whole_from, whole_to) are wholly seen by every column
         const int newest = v.first_at + (col0 + COLS - 1) / G;
@@ -129,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
         int at_stage = 0;
         for (; t < t_end; t++) {
             copy_next();
-            wait_for_copies<STAGES - 1>();
+            cp_async_wait<STAGES - 1>();
             __syncwarp();  // lanes read what others copied
             const Stage &tile = stages[at_stage];
             at_stage = at_stage + 1 == STAGES ? 0 : at_stage + 1;
@@ -138,8 +139,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
             uint2 value_scale[TB];
 #pragma unroll
             for (int b = 0; b < TB; b++) value_scale[b] = tile.value_scale[b][r];
-            if (edge) hide_scales(v, value_scale, t * 32 * TB, r);
-            const float value_most = largest_scale(value_scale);
+            if (edge) mask_scales(v, value_scale, t * 32 * TB, r);
+            const float value_most = max_scale(value_scale);
             float s[LANE_COLS][4 * TB];
 #if MEAN_BITS > 0
             if (SPAN > 1 || new_page)
@@ -161,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
 #pragma unroll
                 for (int k = 0; k < KL * KW; k++) (&codes.w[0][0])[k] = tile.key[b][k][lane];
                 const uint2 key_scale = tile.key_scale[b][r];
-                Sums sums[2];  // 16 tokens each
+                Int8Sums sums[2];  // 16 tokens each
 #pragma unroll
                 for (int x = 0; x < KX; x++) {
                     Levels of[4];
@@ -173,17 +174,17 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
 #pragma unroll
                         for (int h = 0; h < 2; h++) {
                             const Levels &one = of[2 * h], &two = of[2 * h + 1];
-                            multiply<false>(sums[h].of[n], one.low, two.low, one.high, two.high,
+                            mma_accumulate<false>(sums[h].of[n], one.low, two.low, one.high, two.high,
                                             q[n][x], x == 0);
                             if (KEY_BITS == 4)
-                                multiply<false>(sums[h].of[n], one.negative_low, two.negative_low,
+                                mma_accumulate<false>(sums[h].of[n], one.negative_low, two.negative_low,
                                                 one.negative_high, two.negative_high, q[n][x],
                                                 false);
                         }
                 }
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    const float scale = half_of(key_scale, i);
+                    const float scale = half_at(key_scale, i);
                     const bool centered = MEAN_BITS > 0 && __float_as_int(scale) < 0;
 #pragma unroll
                     for (int j = 0; j < LANE_COLS; j++) {
@@ -193,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
                     }
                 }
             }
-            if (edge) hide_scores(v, s, t * 32 * TB, col0, r, c);
+            if (edge) mask_scores(v, s, t * 32 * TB, col0, r, c);
 
             // values with weights
             ValueBlock codes[TB];
@@ -211,13 +212,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
             const float weight_unit = value_most > 0.f ? value_most * (1.f / MOST_WEIGHT) : 1.f;
             float top[LANE_COLS], sum[LANE_COLS], scale[LANE_COLS];
             u32 weights[TB][SLOT_TILES][2];
-            weigh(s, score_unit, value_scale, weight_unit, weights, top, sum);
-            add_tile(f, top, sum, scale);
+            softmax_weights(s, score_unit, value_scale, weight_unit, weights, top, sum);
+            rescale(f, top, sum, scale);
 #pragma unroll
             for (int j = 0; j < LANE_COLS; j++) scale[j] *= weight_unit;
 #pragma unroll
             for (int x = 0; x < VX; x++) {
-                Sums sums[2];  // channels 0, 1 and 2, 3
+                Int8Sums sums[2];  // channels 0, 1 and 2, 3
 #pragma unroll
                 for (int b = 0; b < TB; b++) {
                     Levels of[2][2];  // channel pair; tokens 0..15, 16..31
@@ -231,10 +232,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
 #pragma unroll
                         for (int m = 0; m < 2; m++) {
                             const Levels &one = of[m][0], &two = of[m][1];
-                            multiply<true>(sums[m].of[n], one.low, one.high, two.low, two.high,
+                            mma_accumulate<true>(sums[m].of[n], one.low, one.high, two.low, two.high,
                                            weights[b][n], b == 0);
                             if (VALUE_BITS == 4)
-                                multiply<true>(sums[m].of[n], one.negative_low, one.negative_high,
+                                mma_accumulate<true>(sums[m].of[n], one.negative_low, one.negative_high,
                                                two.negative_low, two.negative_high, weights[b][n],
                                                false);
                         }
@@ -249,23 +250,23 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
             }
         }
     }
-    let_next_start();
+    launch_dependents();
 
     if (some && !early) load(tokens, exact, 16 * worker, r, c);
     __syncwarp();  // the last tile has been read by all lanes
-    stash(f, sh.warp[warp].found.pages, r, c);
+    store_state(f, sh.warp[warp].states.pages, r, c);
     if (some) {
-        u32 q[NT][KX][4];
+        u32 q[COL_TILES][KX][4];
         load_queries(q, sh.query[1], r, c);
-        State st;
+        ExactAccumulators st;
         clear(st);
         for (int group = worker; group < groups; group += workers) {
             if (group != worker) load(tokens, exact, 16 * group, r, c);
-            attend(st, q, tokens, v, col0, c, a.scale);
+            attend_exact_tile(st, q, tokens, v, col0, c, a.scale);
         }
-        stash(st, sh.warp[warp].found.exact, r, c);
+        store_state(st, sh.warp[warp].states.exact, r, c);
     } else if (lane < COLS) {
-        sh.warp[warp].found.exact.sum[lane] = 0.f;
+        sh.warp[warp].states.exact.sum[lane] = 0.f;
     }
-    join(sh, a, split, begin, count, head, col0, lane, warp);
+    epilogue(sh, a, split, begin, count, head, col0, lane, warp);
 }

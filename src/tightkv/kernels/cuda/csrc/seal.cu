@@ -23,14 +23,14 @@ struct __align__(16) Scratch {
 };
 
 // Pages that row `row` completes.
-__device__ __forceinline__ int completed(const Append &a, int row, int batch, int &index) {
+__device__ __forceinline__ int completed(const AppendParams &a, int row, int batch, int &index) {
     if (row >= batch) return 0;
-    const int length = a.lengths[row], before = length - (a.first[row + 1] - a.first[row]);
+    const int length = a.lengths[row], before = length - (a.cu_seqlens[row + 1] - a.cu_seqlens[row]);
     index = before / PAGE;
     return before < 0 ? 0 : length / PAGE - index;
 }
 
-__device__ __forceinline__ int count_pages(const Append &a, int batch, int lane) {
+__device__ __forceinline__ int count_pages(const AppendParams &a, int batch, int lane) {
     int count = 0, index;
     for (int row = lane; row < (batch + 31) / 32 * 32; row += 32) count += completed(a, row, batch, index);
 #pragma unroll
@@ -39,7 +39,8 @@ __device__ __forceinline__ int count_pages(const Append &a, int batch, int lane)
 }
 
 // The n-th of them: its row, and its index within the row.
-__device__ __forceinline__ void find_page(const Append &a, int batch, int n, int lane, int &row, int &index) {
+__device__ __forceinline__ void find_page(const AppendParams &a, int batch, int n, int lane, int &row,
+                                          int &index) {
     for (int base = 0;; base += 32) {
         int own = 0;
         const int count = completed(a, base + lane, batch, own);
@@ -61,13 +62,13 @@ __device__ __forceinline__ void find_page(const Append &a, int batch, int n, int
 }
 
 // Reads keys of a row's head: new ones, and older ones from the ring.
-struct Exact {
+struct KeyReader {
     const u16 *fresh, *ring;
     long long stride;
     int before, slots;
-    __device__ __forceinline__ Exact(const Append &a, int row, int head) {
-        const int begin = a.first[row];
-        before = a.lengths[row] - (a.first[row + 1] - begin);
+    __device__ __forceinline__ KeyReader(const AppendParams &a, int row, int head) {
+        const int begin = a.cu_seqlens[row];
+        before = a.lengths[row] - (a.cu_seqlens[row + 1] - begin);
         stride = a.key_n, slots = a.ring;
         fresh = a.key + head * a.key_h + begin * stride;
         ring = a.ring_key + ((long long)a.ring_rows[row] * slots * HKV + head) * D;
@@ -82,11 +83,11 @@ struct Exact {
 
 __device__ __forceinline__ int nearest(float y, float &centroid) {
     int index = 0;
-    centroid = Book<KEY_BITS>::magnitude(0);
+    centroid = Codebook<KEY_BITS>::magnitude(0);
 #pragma unroll
     for (int i = 0; i < (1 << (KEY_BITS - 1)) - 1; i++)
-        if (fabsf(y) > Book<KEY_BITS>::threshold(i))
-            index = i + 1, centroid = Book<KEY_BITS>::magnitude(i + 1);
+        if (fabsf(y) > Codebook<KEY_BITS>::threshold(i))
+            index = i + 1, centroid = Codebook<KEY_BITS>::magnitude(i + 1);
     if (y < 0.f) index += 1 << (KEY_BITS - 1), centroid = -centroid;
     return index;
 }
@@ -103,9 +104,9 @@ __device__ __forceinline__ void fetch_rows(u32 memory, const float *factors, int
     for (int begin = 0; begin < D; begin += 32 * WARPS) {
         const int p = begin + threadIdx.x, r = p / QUARTER, d = p % QUARTER * 4;
         if (p < D && d <= i)
-            copy(memory + 4 * ((n % STAGES * 4 + r) * D + d), (const u8 *)(factors + (i + r) * D + d));
+            cp_async(memory + 4 * ((n % STAGES * 4 + r) * D + d), (const u8 *)(factors + (i + r) * D + d));
     }
-    end_of_copies();
+    cp_async_commit();
 }
 
 // Products and sums are rounded one by one: none are fused.
@@ -123,7 +124,7 @@ __device__ __forceinline__ void feed_back(const float (&x)[4][4], float (&missed
 #pragma unroll 1
         for (int owner = LANES - 1; owner >= 0; owner--) {
             const int n = (4 - k) * LANES - 1 - owner;
-            wait_for_copies<STAGES - 2>();
+            cp_async_wait<STAGES - 2>();
             __syncthreads();  // rows are there for all, and those before them are no longer read
             fetch_rows(to, factors, n + STAGES - 1);
             const float *rows = (const float *)memory + n % STAGES * 4 * D + 4 * c;
@@ -161,7 +162,7 @@ __device__ __forceinline__ void scale_keys(Scratch &s, const float *signs, int l
         rotate(x, signs, lane);
 #pragma unroll
         for (int k = 0; k < N; k++) square += (double)x[k] * (double)x[k];
-        float size = (float)total(square);
+        float size = (float)warp_sum(square);
         bool centered = false;
         if (MEAN_BITS > 0) {
             square = 0;
@@ -170,7 +171,7 @@ __device__ __forceinline__ void scale_keys(Scratch &s, const float *signs, int l
                 rest[k] = __fadd_rn(x[k], -s.mean[lane + 32 * k]);
                 square += (double)rest[k] * (double)rest[k];
             }
-            const float smaller = (float)total(square);
+            const float smaller = (float)warp_sum(square);
             centered = smaller < size;
             size = centered ? smaller : size;
 #pragma unroll
@@ -225,12 +226,12 @@ __device__ __forceinline__ float encode(Scratch &s, int token, const float *fact
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 4)
-    seal(const Append a, const float *all_factors, int batch) {
+    seal(const AppendParams a, const float *all_factors, int batch) {
     extern __shared__ __align__(128) char memory[];
     __shared__ Scratch s;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     // What is read was there before the append that this follows, and that has begun.
-    let_next_start();
+    launch_dependents();
     const int pages = count_pages(a, batch, lane);
     const int parts = pages ? max(1, min(PAGE / PASS, (int)gridDim.x / (pages * HKV))) : 0;
 
@@ -238,7 +239,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 4)
         const int part = job % parts, head = job / parts % HKV;
         int row, index;
         find_page(a, batch, job / parts / HKV, lane, row, index);
-        const int page_at = index * PAGE, exact_from = a.exact_starts[row];
+        const int page_at = index * PAGE, exact_from = a.ring_valid_from[row];
         const float *factors = all_factors + (long long)head * D * D;
         u8 *record = a.pages + a.block_table[row * a.table_b + index] * a.page_bytes + head * RECORD;
         u16 *scales = (u16 *)(record + KEY_SCALE_AT);
@@ -246,9 +247,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 4)
 
         if (MEAN_BITS > 0) {
             __syncthreads();  // the mean before is no longer read
-            const int real_from = max(a.starts[row], page_at), to = page_at + PAGE;
+            const int real_from = max(a.left_pad[row], page_at), to = page_at + PAGE;
             if (exact_from <= page_at)
-                make_mean(Exact(a, row, head), real_from, to, a.signs, record, part == 0, s.sums, s.mean, lane,
+                make_mean(KeyReader(a, row, head), real_from, to, a.signs, record, part == 0, s.sums, s.mean, lane,
                           warp, WARPS);
             else if (warp == 0)
                 read_mean(record, s.mean, lane);
@@ -263,7 +264,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 4)
             for (int n = 0; n < STAGES - 1; n++)
                 fetch_rows((u32)__cvta_generic_to_shared(memory), factors, n);
 
-            const Exact load(a, row, head);
+            const KeyReader load(a, row, head);
             float x[TOKENS][N];
 #pragma unroll
             for (int t = 0; t < TOKENS; t++)  // all at once
@@ -281,7 +282,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 4)
             const int token = warp * TOKENS + lane / LANES, t = pass_at + token - page_at;
             const float scale = encode(s, token, factors, memory, lane % LANES);
             if (lane % LANES == 0 && page_at + t >= exact_from)
-                scales[t / 32 * 32 + t % 8 * 4 + t % 32 / 8] = to_half(scale);
+                scales[t / 32 * 32 + t % 8 * 4 + t % 32 / 8] = float_to_half(scale);
             __syncwarp();
 
             constexpr int C = D / 32;
@@ -294,5 +295,5 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 4)
             }
         }
     }
-    wait_for_previous();  // who waits for this waits for the append
+    grid_dependency_wait();  // who waits for this waits for the append
 }

@@ -6,14 +6,14 @@
 
 #define LOWEST (-1e30f)  // no score yet; finite, so that differences are numbers
 
-struct Bounds {
+struct MaskBounds {
     int low, high;        // positions in [low, high) are read from pages, others there are not
     int first_at;         // position of the first query token
     int causal, window;
     float softcap;
 };
 
-__device__ __forceinline__ float seen(const Bounds &v, int at, int query_at, float s, int page) {
+__device__ __forceinline__ float masked_score(const MaskBounds &v, int at, int query_at, float s, int page) {
 #if SOFTCAP
     // s is in log2 units: cap * tanh(x / cap) = cap * (1 - 2 / (1 + e^(2 x / cap)))
     const float e = exp2_fast(s * __fdividef(2.f, v.softcap));
@@ -26,17 +26,17 @@ __device__ __forceinline__ float seen(const Bounds &v, int at, int query_at, flo
     return ok ? s : NEG_INF;
 }
 
-struct Rows {  // one kernel argument for all pointers and strides
+struct DecodeParams {  // one kernel argument for all pointers and strides
     const void *query;
     const u8 *pages;
-    const int *block_table, *lengths, *starts, *ring_starts, *sink_counts, *ring_rows, *first;
+    const int *block_table, *lengths, *left_pad, *ring_read_from, *sink_counts, *ring_rows, *cu_seqlens;
     const u16 *ring_key, *ring_value, *sink_key, *sink_value;
     const float *signs;
-    float *partial, *partial_lse;  // of shares, where there are several
+    float *partial, *partial_lse;  // of splits, where there are several
     u16 *out;
     float *lse;
     long long query_n, query_h, out_n, out_h, table_b, page_bytes, total_rows;
     float scale, softcap;
-    int ring, sinks, splits, exact_shares, window, causal;
-    int appended;  // the append right before this may still run, and nothing else
+    int ring, sinks, num_splits, num_exact_splits, window, causal;
+    int overlaps_append;  // the append right before this may still run, and nothing else
 };

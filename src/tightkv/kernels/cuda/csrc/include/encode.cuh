@@ -7,14 +7,14 @@
 #define PARTS 8  // of a page's sum, however many threads there are: the sum must not depend on it
 #define N (D / 32)  // channels a lane
 
-struct Append {
+struct AppendParams {
     const u16 *key, *value;
     u8 *pages;
-    const int *block_table, *lengths, *starts, *ring_rows, *exact_starts, *first;
+    const int *block_table, *lengths, *left_pad, *ring_rows, *ring_valid_from, *cu_seqlens;
     u16 *ring_key, *ring_value, *sink_key, *sink_value;
     const float *signs;
     long long key_n, key_h, value_n, value_h, table_b, page_bytes;
-    int ring, sinks, open, copy, encode;  // the last two: which half is done, or both
+    int ring, sinks, encode_partial_page, copy, encode;  // the last two: which half is done, or both
 };
 
 __device__ __forceinline__ float finite(float x) {
@@ -23,7 +23,7 @@ __device__ __forceinline__ float finite(float x) {
     return x == __int_as_float(0xff800000) ? -65504.f : x;
 }
 
-__device__ __forceinline__ double total(double x) {
+__device__ __forceinline__ double warp_sum(double x) {
 #pragma unroll
     for (int bit = 1; bit < 32; bit *= 2) x += __shfl_xor_sync(~0u, x, bit);
     return x;
@@ -41,9 +41,9 @@ __device__ __forceinline__ void rotate(float (&x)[N], const float *signs, int la
 }
 
 template <int BITS>
-struct Book;
+struct Codebook;
 template <>
-struct Book<KEY_BITS> {
+struct Codebook<KEY_BITS> {
     static __device__ __forceinline__ float threshold(int i) {
         const float t[] = {KEY_THRESHOLDS};
         return t[i];
@@ -55,7 +55,7 @@ struct Book<KEY_BITS> {
 };
 #if VALUE_BITS != KEY_BITS
 template <>
-struct Book<VALUE_BITS> {
+struct Codebook<VALUE_BITS> {
     static __device__ __forceinline__ float threshold(int i) {
         const float t[] = {VALUE_THRESHOLDS};
         return t[i];
@@ -74,20 +74,20 @@ __device__ __forceinline__ float quantize(const float (&y)[N], u8 *codes, int la
     double square = 0;
 #pragma unroll
     for (int k = 0; k < N; k++) square += (double)y[k] * (double)y[k];
-    const float norm = __fsqrt_rn((float)total(square));
+    const float norm = __fsqrt_rn((float)warp_sum(square));
     double yc = 0, cc = 0;
 #pragma unroll
     for (int k = 0; k < N; k++) {
         float z = __fdiv_rn(y[k], fmaxf(norm, tiny)) * WIDTH, size = fabsf(z), c;
         int index = 0;
         if constexpr (BITS == 8) {  // whole multiples of a unit
-            const float level = fminf(fmaxf(rintf(z * Book<BITS>::threshold(0)), -127.f), 127.f);
-            index = (int)level, c = level * Book<BITS>::magnitude(0);
+            const float level = fminf(fmaxf(rintf(z * Codebook<BITS>::threshold(0)), -127.f), 127.f);
+            index = (int)level, c = level * Codebook<BITS>::magnitude(0);
         } else {
-            c = Book<BITS>::magnitude(0);
+            c = Codebook<BITS>::magnitude(0);
 #pragma unroll
             for (int i = 0; i < (1 << (BITS - 1)) - 1; i++)
-                if (size > Book<BITS>::threshold(i)) index = i + 1, c = Book<BITS>::magnitude(i + 1);
+                if (size > Codebook<BITS>::threshold(i)) index = i + 1, c = Codebook<BITS>::magnitude(i + 1);
             if (z < 0.f) index += 1 << (BITS - 1), c = -c;
         }
         codes[lane + 32 * k] = (u8)index;
@@ -96,9 +96,9 @@ __device__ __forceinline__ float quantize(const float (&y)[N], u8 *codes, int la
         cc += (double)c * (double)c;
     }
     if (MODE == 0) return norm;
-    if (MODE == 1) return __fdiv_rn(norm, fmaxf(__fsqrt_rn((float)total(cc)), tiny));
-    if (MODE == 2) return __fdiv_rn((float)total(yc), fmaxf((float)total(cc), tiny));
-    return __fdiv_rn(norm * norm, fmaxf((float)total(yc), tiny));
+    if (MODE == 1) return __fdiv_rn(norm, fmaxf(__fsqrt_rn((float)warp_sum(cc)), tiny));
+    if (MODE == 2) return __fdiv_rn((float)warp_sum(yc), fmaxf((float)warp_sum(cc), tiny));
+    return __fdiv_rn(norm * norm, fmaxf((float)warp_sum(yc), tiny));
 }
 
 // Word j of 32 codes code(0..31).
@@ -158,7 +158,7 @@ __device__ __forceinline__ void make_mean(Load load, int from, int to, const flo
         for (int k = 0; k < N; k++) top = fmaxf(top, fabsf(x[k]));
 #pragma unroll
         for (int bit = 1; bit < 32; bit *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, bit));
-        const u16 half_step = to_half(__fdiv_rn(top, 127.f));
+        const u16 half_step = float_to_half(__fdiv_rn(top, 127.f));
         const float step = half_to_float(half_step);
         if (lane == 0 && first) *(u16 *)(record + MEAN_AT + D) = half_step;
 #pragma unroll
@@ -171,7 +171,7 @@ __device__ __forceinline__ void make_mean(Load load, int from, int to, const flo
 #else
 #pragma unroll
         for (int k = 0; k < N; k++) {
-            const u16 h = to_half(x[k]);
+            const u16 h = float_to_half(x[k]);
             if (first) ((u16 *)(record + MEAN_AT))[lane + 32 * k] = h;
             mean[lane + 32 * k] = half_to_float(h);
         }

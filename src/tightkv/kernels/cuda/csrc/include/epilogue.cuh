@@ -1,4 +1,4 @@
-// A block's memory, and how what its warps found becomes an answer or a share of one.
+// The epilogue: a block's shared memory, and how the states of its warps become the output or a split's state.
 #pragma once
 
 #include "exact_tile.cuh"
@@ -7,25 +7,25 @@
 #include "smem_pipeline.cuh"
 #include "tile_softmax.cuh"
 
-struct Stash {  // what a warp found, in one frame
+struct WarpState {  // what a warp found, in one frame
     float acc[COLS][D + 4], peak[COLS], sum[COLS];
 };
 
-union Warp {  // a warp's own memory: first for tiles, then for what it found
+union WarpMemory {  // a warp's own memory: first for tiles, then for what it found
     Stage stage[STAGES];
     struct {
-        Stash pages, exact;
-    } found;
+        WarpState pages, exact;
+    } states;
 };
 
-struct Shared {
-    Warp warp[WARPS];
+struct SharedMemory {
+    WarpMemory warp[WARPS];
     u32 query[2][COLS][D / 2 + 4];  // rotated halves, and as they came
     QueryBytes query_bytes;
     float query_top[COLS];
-    Table tables[2];  // of keys, of values
+    LevelTable tables[2];  // of keys, of values
 };
-static_assert(sizeof(Shared) == SHARED_BYTES, "kernels/cuda computes another size");
+static_assert(sizeof(SharedMemory) == SHARED_BYTES, "kernels/cuda computes another size");
 
 __device__ __forceinline__ float of_all_rows(float sum) {
     sum += __shfl_xor_sync(~0u, sum, 4);
@@ -33,7 +33,7 @@ __device__ __forceinline__ float of_all_rows(float sum) {
     return sum + __shfl_xor_sync(~0u, sum, 16);
 }
 
-__device__ __forceinline__ void stash(const Found &f, Stash &to, int r, int c) {
+__device__ __forceinline__ void store_state(const Accumulators &f, WarpState &to, int r, int c) {
 #pragma unroll
     for (int j = 0; j < LANE_COLS; j++) {
         const int column = lane_column(j, c);
@@ -49,9 +49,9 @@ __device__ __forceinline__ void stash(const Found &f, Stash &to, int r, int c) {
     }
 }
 
-__device__ __forceinline__ void stash(const State &st, Stash &to, int r, int c) {
+__device__ __forceinline__ void store_state(const ExactAccumulators &st, WarpState &to, int r, int c) {
 #pragma unroll
-    for (int n = 0; n < NT; n++)
+    for (int n = 0; n < COL_TILES; n++)
 #pragma unroll
         for (int k = 0; k < 2; k++) {
             const int column = 8 * n + 2 * c + k;
@@ -71,19 +71,19 @@ __device__ __forceinline__ void stash(const State &st, Stash &to, int r, int c) 
 
 // A column of all warps: their sum relative to the highest peak, which is returned with the weight.
 template <bool EXACT>
-__device__ __forceinline__ void gather(const Shared &sh, int n, int lane, float (&o)[D / 32],
+__device__ __forceinline__ void reduce_warps(const SharedMemory &sh, int n, int lane, float (&o)[D / 32],
                                        float &peak, float &sum) {
     peak = LOWEST, sum = 0.f;
 #pragma unroll
     for (int w = 0; w < WARPS; w++) {
-        const Stash &from = EXACT ? sh.warp[w].found.exact : sh.warp[w].found.pages;
+        const WarpState &from = EXACT ? sh.warp[w].states.exact : sh.warp[w].states.pages;
         if (from.sum[n] > 0.f) peak = fmaxf(peak, from.peak[n]);
     }
 #pragma unroll
     for (int k = 0; k < D / 32; k++) o[k] = 0.f;
 #pragma unroll
     for (int w = 0; w < WARPS; w++) {
-        const Stash &from = EXACT ? sh.warp[w].found.exact : sh.warp[w].found.pages;
+        const WarpState &from = EXACT ? sh.warp[w].states.exact : sh.warp[w].states.pages;
         if (!(from.sum[n] > 0.f)) continue;  // nothing was found
         const float weight = exp2_fast(from.peak[n] - peak);
         sum += weight * from.sum[n];
@@ -92,9 +92,9 @@ __device__ __forceinline__ void gather(const Shared &sh, int n, int lane, float 
     }
 }
 
-// Join the warps of a block: to the answer where it has all of a sequence, else to its shares.
-__device__ __forceinline__ void join(Shared &sh, const Rows &a, int split, int begin, int count,
-                                     int head, int col0, int lane, int warp) {
+// Merge the warps of a block: to the output where it has all of a sequence, else to its split's state.
+__device__ __forceinline__ void epilogue(SharedMemory &sh, const DecodeParams &a, int split, int begin,
+                                         int count, int head, int col0, int lane, int warp) {
     __syncthreads();
     for (int n = warp; n < COLS; n += WARPS) {
         const int col = col0 + n, token = col / G;
@@ -102,12 +102,12 @@ __device__ __forceinline__ void join(Shared &sh, const Rows &a, int split, int b
         const int query_head = head * G + col % G;
         const long long row = (long long)(begin + token) * HQ + query_head;
         float o[D / 32], e[D / 32], peak, sum, exact_peak, exact_sum;
-        gather<false>(sh, n, lane, o, peak, sum);
-        gather<true>(sh, n, lane, e, exact_peak, exact_sum);
-        if (a.splits > 1) {
-            write_share(a, split, row, lane, o, peak, sum, VALUE_UNIT);
-            if (split < a.exact_shares)
-                write_share(a, a.splits + split, row, lane, e, exact_peak, exact_sum, 1.f);
+        reduce_warps<false>(sh, n, lane, o, peak, sum);
+        reduce_warps<true>(sh, n, lane, e, exact_peak, exact_sum);
+        if (a.num_splits > 1) {
+            write_split(a, split, row, lane, o, peak, sum, VALUE_UNIT);
+            if (split < a.num_exact_splits)
+                write_split(a, a.num_splits + split, row, lane, e, exact_peak, exact_sum, 1.f);
             continue;
         }
         const float top = fmaxf(peak, exact_peak);
@@ -116,10 +116,10 @@ __device__ __forceinline__ void join(Shared &sh, const Rows &a, int split, int b
         __syncwarp();
 #pragma unroll
         for (int k = 0; k < D / 32; k++) {
-            sh.warp[0].found.pages.acc[n][lane + 32 * k] = w * VALUE_UNIT * o[k];
-            sh.warp[0].found.exact.acc[n][lane + 32 * k] = v * e[k];
+            sh.warp[0].states.pages.acc[n][lane + 32 * k] = w * VALUE_UNIT * o[k];
+            sh.warp[0].states.exact.acc[n][lane + 32 * k] = v * e[k];
         }
-        write_answer(sh.warp[0].found.pages.acc[n], sh.warp[0].found.exact.acc[n], a.signs,
+        write_output(sh.warp[0].states.pages.acc[n], sh.warp[0].states.exact.acc[n], a.signs,
                      a.out + (long long)(begin + token) * a.out_n + query_head * a.out_h,
                      a.lse + row, lane, top, w * sum + v * exact_sum);
     }

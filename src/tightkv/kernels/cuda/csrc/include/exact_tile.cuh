@@ -7,14 +7,14 @@
 
 #define SLACK 4.f        // scores may be that much above the peak before it is raised: weights to 16
 
-struct State {
-    float peak[NT][2], sum[NT][2];  // of columns 2 c, 2 c + 1; sum of this lane's tokens alone
-    float acc[NT][VX][2][4];
+struct ExactAccumulators {
+    float peak[COL_TILES][2], sum[COL_TILES][2];  // of columns 2 c, 2 c + 1; sum of this lane's tokens alone
+    float acc[COL_TILES][VX][2][4];
 };
 
-__device__ __forceinline__ void clear(State &st) {
+__device__ __forceinline__ void clear(ExactAccumulators &st) {
 #pragma unroll
-    for (int n = 0; n < NT; n++) {
+    for (int n = 0; n < COL_TILES; n++) {
 #pragma unroll
         for (int k = 0; k < 2; k++) st.peak[n][k] = LOWEST, st.sum[n][k] = 0.f;
 #pragma unroll
@@ -30,7 +30,7 @@ __device__ __forceinline__ void clear(State &st) {
 __device__ __forceinline__ float base_of(float peak) { return peak == LOWEST ? 0.f : -peak; }
 
 // A higher score than any before, or the first: the accumulators shrink.
-__device__ __forceinline__ void raise_peak(State &st, float (&s)[NT][4], int n,
+__device__ __forceinline__ void raise_peak(ExactAccumulators &st, float (&s)[COL_TILES][4], int n,
                                            float (&top)[2]) {
 #pragma unroll
     for (int k = 0; k < 2; k++) {
@@ -55,9 +55,9 @@ __device__ __forceinline__ void raise_peak(State &st, float (&s)[NT][4], int n,
 }
 
 // Scores of 16 tokens, in log2 units and relative to base_of(peak) -> weights.
-__device__ __forceinline__ void softmax_step(State &st, float (&s)[NT][4]) {
+__device__ __forceinline__ void softmax_step(ExactAccumulators &st, float (&s)[COL_TILES][4]) {
 #pragma unroll
-    for (int n = 0; n < NT; n++) {
+    for (int n = 0; n < COL_TILES; n++) {
         float top[2];
 #pragma unroll
         for (int k = 0; k < 2; k++) top[k] = fmaxf(s[n][k], s[n][k + 2]);
@@ -79,7 +79,7 @@ struct Exact {
     int sinks, count, start, ring_from, ring;
 };
 
-__device__ __forceinline__ bool exact_place(const Exact &x, int e, int &at, long long &place) {
+__device__ __forceinline__ bool locate_exact(const Exact &x, int e, int &at, long long &place) {
     const bool sink = e < x.sinks;
     at = sink ? x.start + e : x.ring_from + e - x.sinks;
     place = (long long)(sink ? e : at % x.ring) * HKV * D;
@@ -89,7 +89,7 @@ __device__ __forceinline__ bool exact_place(const Exact &x, int e, int &at, long
 // A lane's part of 16 of them is 64 registers at D = 128, and must not take them from a tile.
 #define EARLY_EXACT (D <= 128 && COLS <= 8 && WARPS * MIN_BLOCKS <= 8)
 
-struct Sixteen {  // of them, as a lane reads them
+struct ExactTile {  // of them, as a lane reads them
     int at[2];
     bool key_there[2];
     uint4 key[2][KX];
@@ -97,13 +97,13 @@ struct Sixteen {  // of them, as a lane reads them
 };
 
 // From the `from`-th on.
-__device__ __forceinline__ void load(Sixteen &y, const Exact &x, int from, int r, int c) {
+__device__ __forceinline__ void load(ExactTile &y, const Exact &x, int from, int r, int c) {
     const uint4 zero = {0, 0, 0, 0};
     long long place;
 #pragma unroll
     for (int k = 0; k < 2; k++) {
         const int e = from + r + 8 * k;
-        const u16 *key = exact_place(x, e, y.at[k], place) ? x.sink_key : x.ring_key;
+        const u16 *key = locate_exact(x, e, y.at[k], place) ? x.sink_key : x.ring_key;
         y.key_there[k] = e < x.count;
 #pragma unroll
         for (int i = 0; i < KX; i++)
@@ -113,7 +113,7 @@ __device__ __forceinline__ void load(Sixteen &y, const Exact &x, int from, int r
     for (int k = 0; k < 4; k++) {  // tokens 2 c, 2 c + 1 and 8 more
         const int e = from + 2 * c + (k & 1) + 8 * (k >> 1);
         int unused;
-        const u16 *value = exact_place(x, e, unused, place) ? x.sink_value : x.ring_value;
+        const u16 *value = locate_exact(x, e, unused, place) ? x.sink_value : x.ring_value;
 #pragma unroll
         for (int i = 0; i < VX; i++)
             y.value[i][k] = e < x.count ? *(const uint2 *)(value + place + value_channel(i, r))
@@ -122,37 +122,39 @@ __device__ __forceinline__ void load(Sixteen &y, const Exact &x, int from, int r
 }
 
 // In their own frame, not rotated.
-__device__ __forceinline__ void attend(State &st, const u32 (&q)[NT][KX][4], const Sixteen &y,
-                                       const Bounds &v, int col0, int c, float scale) {
-    float s[NT][4];
+__device__ __forceinline__ void attend_exact_tile(ExactAccumulators &st,
+                                                  const u32 (&q)[COL_TILES][KX][4],
+                                                  const ExactTile &y, const MaskBounds &v, int col0,
+                                                  int c, float scale) {
+    float s[COL_TILES][4];
 #pragma unroll
-    for (int n = 0; n < NT; n++)
+    for (int n = 0; n < COL_TILES; n++)
 #pragma unroll
         for (int k = 0; k < 4; k++) s[n][k] = 0.f;
 #pragma unroll
     for (int i = 0; i < KX; i++)
 #pragma unroll
-        for (int n = 0; n < NT; n++) {
+        for (int n = 0; n < COL_TILES; n++) {
             const uint4 h = y.key[0][i], g = y.key[1][i];
             mma_model(s[n], h.x, g.x, h.z, g.z, q[n][i][0], q[n][i][1]);
             mma_model(s[n], h.y, g.y, h.w, g.w, q[n][i][2], q[n][i][3]);
         }
 #pragma unroll
-    for (int n = 0; n < NT; n++)
+    for (int n = 0; n < COL_TILES; n++)
 #pragma unroll
         for (int k = 0; k < 4; k++) {
             const int col = col0 + 8 * n + 2 * c + (k & 1);
-            const float e = seen(v, y.at[k >> 1], v.first_at + col / G,
+            const float e = masked_score(v, y.at[k >> 1], v.first_at + col / G,
                                  s[n][k] * scale * 1.4426950408889634f, 0);
             s[n][k] = y.key_there[k >> 1] ? e + base_of(st.peak[n][k & 1]) : NEG_INF;
         }
     softmax_step(st, s);
-    u32 p[NT][2];
+    u32 p[COL_TILES][2];
 #pragma unroll
-    for (int n = 0; n < NT; n++)
+    for (int n = 0; n < COL_TILES; n++)
 #pragma unroll
         for (int k = 0; k < 2; k++)
-            p[n][k] = turn(pack_model(s[n][2 * k], s[n][2 * k + 1]));
+            p[n][k] = transpose_8x8(pack_model2(s[n][2 * k], s[n][2 * k + 1]));
 #pragma unroll
     for (int i = 0; i < VX; i++) {
         const uint2(&w)[4] = y.value[i];
@@ -164,7 +166,7 @@ __device__ __forceinline__ void attend(State &st, const u32 (&q)[NT][KX][4], con
             b[d] = d < 2 ? __byte_perm(w[2].x, w[3].x, pick) : __byte_perm(w[2].y, w[3].y, pick);
         }
 #pragma unroll
-        for (int n = 0; n < NT; n++) {
+        for (int n = 0; n < COL_TILES; n++) {
             mma_model(st.acc[n][i][0], a[0], a[1], b[0], b[1], p[n][0], p[n][1]);
             mma_model(st.acc[n][i][1], a[2], a[3], b[2], b[3], p[n][0], p[n][1]);
         }

@@ -30,12 +30,12 @@
 // tables: the fourth bit of a selector asks for eight copies of a byte's sign bit, so a level of the
 // first table, above zero, or 0; and a level of the second, below zero, or -1. Their sum is the level,
 // if those of the first table are one more; it is left to the products.
-struct Table {
+struct LevelTable {
     u32 low, high, negative_low, negative_high;  // the last two of four bits alone
 };
 
 // Read back from shared memory: constants would be made again for every use.
-__device__ __forceinline__ Table kept(const volatile Table &t) {
+__device__ __forceinline__ LevelTable reload(const volatile LevelTable &t) {
     return {t.low, t.high, t.negative_low, t.negative_high};
 }
 
@@ -45,21 +45,21 @@ struct Levels {
 };
 
 template <int BITS>
-__device__ __forceinline__ Levels levels_of(u32 w, const Table &t) {
+__device__ __forceinline__ Levels decode_levels(u32 w, const LevelTable &t) {
     Levels x;
-    x.low = permute_bytes(t.low, t.high, w), x.high = permute_bytes(t.low, t.high, w >> 16);
+    x.low = prmt(t.low, t.high, w), x.high = prmt(t.low, t.high, w >> 16);
     if (BITS == 4) {
-        const u32 other = other_sign(w);
-        x.negative_low = permute_bytes(t.negative_low, t.negative_high, other);
-        x.negative_high = permute_bytes(t.negative_low, t.negative_high, other >> 16);
+        const u32 other = flip_sign_bits(w);
+        x.negative_low = prmt(t.negative_low, t.negative_high, other);
+        x.negative_high = prmt(t.negative_low, t.negative_high, other >> 16);
     }
     return x;
 }
 
 // Words of values of two token pairs -> words of two channels each, of both pairs.
 __device__ __forceinline__ void sort_by_channel(u32 &w, u32 &v) {
-    const u32 first = permute_bytes(w, v, 0x5140);
-    v = permute_bytes(w, v, 0x7362);
+    const u32 first = prmt(w, v, 0x5140);
+    v = prmt(w, v, 0x7362);
     w = first;
 }
 
@@ -115,24 +115,24 @@ __device__ __forceinline__ int value_channel(int x, int r) {
 
 // Levels of the eight codes of slot x of the lane's i-th token. Eight bits are levels already.
 __device__ __forceinline__ Levels key_levels(const KeyBlock &t, int x, int i, int c,
-                                             const Table &table) {
+                                             const LevelTable &table) {
     const u32 *w = (const u32 *)&t.w[D == 256 ? (x & 1) : 0][0] + i;
     const int q = D == 256 ? x >> 1 : x;
     if (KEY_BITS == 8) return {w[4 * (2 * q % KW)], w[4 * ((2 * q + 1) % KW)], 0, 0};
-    if (D == 64) return levels_of<KEY_BITS>(nibbles_at<KEY_BITS>(w, x, c >> 1), table);
-    return levels_of<KEY_BITS>(nibbles<KEY_BITS>(w, q), table);
+    if (D == 64) return decode_levels<KEY_BITS>(nibbles_at<KEY_BITS>(w, x, c >> 1), table);
+    return decode_levels<KEY_BITS>(nibbles<KEY_BITS>(w, q), table);
 }
 
 // Levels of channels 2 m and 2 m + 1 of slot x, of four tokens each: two pairs, of the tile's first or
 // second 16 tokens. Codes are sorted by channel, but for eight bits, which are sorted here.
 __device__ __forceinline__ Levels value_levels(const ValueBlock &t, int x, int m, int half, int r,
-                                               const Table &table) {
+                                               const LevelTable &table) {
     const u32 *w = (const u32 *)&t.w[D == 256 ? (x & 1) : 0][0] + 2 * half;
     const int q = D == 256 ? x >> 1 : x;
     if (VALUE_BITS == 8) {
         const u32 *two = w + 4 * ((2 * q + m) % VW);
-        return {permute_bytes(two[0], two[1], 0x5410), permute_bytes(two[0], two[1], 0x7632), 0, 0};
+        return {prmt(two[0], two[1], 0x5410), prmt(two[0], two[1], 0x7632), 0, 0};
     }
-    if (D == 64) return levels_of<VALUE_BITS>(nibbles_at<VALUE_BITS>(w + m, x, r >> 2), table);
-    return levels_of<VALUE_BITS>(nibbles<VALUE_BITS>(w + m, q), table);
+    if (D == 64) return decode_levels<VALUE_BITS>(nibbles_at<VALUE_BITS>(w + m, x, r >> 2), table);
+    return decode_levels<VALUE_BITS>(nibbles<VALUE_BITS>(w + m, q), table);
 }

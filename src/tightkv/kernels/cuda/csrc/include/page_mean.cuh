@@ -11,14 +11,14 @@ __device__ __forceinline__ void mean_scores(float (&one)[LANE_COLS], float (&two
                                             const u32 (&q)[SLOT_TILES][KX][2], const uint4 *mean1,
                                             const uint4 *mean2, int c, float factor) {
     const volatile u32 *m = (const volatile u32 *)mean1, *w = (const volatile u32 *)mean2;
-    Sums sums;
+    Int8Sums sums;
 #pragma unroll
     for (int x = 0; x < KX; x++) {
         const int at = key_channel(x, c) / 4;
         const u32 a[4] = {m[at], w[at], m[at + 1], w[at + 1]};
 #pragma unroll
         for (int n = 0; n < SLOT_TILES; n++)
-            multiply<false>(sums.of[n], a[0], a[1], a[2], a[3], q[n][x], x == 0);
+            mma_accumulate<false>(sums.of[n], a[0], a[1], a[2], a[3], q[n][x], x == 0);
     }
     const float unit1 = half_to_float(*(const u16 *)(mean1 + D / 16)) * factor;
     const float unit2 = half_to_float(*(const u16 *)(mean2 + D / 16)) * factor;
@@ -35,20 +35,20 @@ __device__ __forceinline__ void mean_scores(float (&one)[LANE_COLS], float (&two
 __device__ __forceinline__ void mean_scores(float (&scores)[LANE_COLS],
                                             const u32 (*queries)[D / 2 + 4], const uint4 *mean,
                                             int r, int c, float factor) {
-    float upper[NT][4], lower[NT][4];
+    float upper[COL_TILES][4], lower[COL_TILES][4];
 #pragma unroll
-    for (int n = 0; n < NT; n++)
+    for (int n = 0; n < COL_TILES; n++)
 #pragma unroll
         for (int k = 0; k < 4; k++) upper[n][k] = lower[n][k] = 0.f;
 #pragma unroll
     for (int x = 0; x < KX; x++) {
         const uint4 m = mean[key_channel(x, c) / 8];
 #pragma unroll
-        for (int n = 0; n < NT; n++) {
-            const u32 *row = queries[FEW ? r >> 1 : 8 * n + r];
+        for (int n = 0; n < COL_TILES; n++) {
+            const u32 *row = queries[FEW_COLS ? r >> 1 : 8 * n + r];
             const uint4 q = *(const uint4 *)(row + key_channel(x, c) / 2);  // pairs 0 2 1 3
-            mma(upper[n], m.x, m.y, m.z, m.w, q.x, q.y);
-            mma(lower[n], m.x, m.y, m.z, m.w, q.z, q.w);
+            mma_f16(upper[n], m.x, m.y, m.z, m.w, q.x, q.y);
+            mma_f16(lower[n], m.x, m.y, m.z, m.w, q.z, q.w);
         }
     }
 #pragma unroll

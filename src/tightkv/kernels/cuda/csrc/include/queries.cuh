@@ -17,7 +17,7 @@ __device__ __forceinline__ bool is_own(int warp, int i) {
     return COLS % WARPS == 0 || warp + WARPS * i < COLS;
 }
 
-__device__ __forceinline__ void load(Queries &q, const Rows &a, int begin, int count, int first_at,
+__device__ __forceinline__ void load(Queries &q, const DecodeParams &a, int begin, int count, int first_at,
                                      int head, int col0, int lane, int warp) {
 #pragma unroll
     for (int i = 0; i < OWN_COLS; i++) {
@@ -47,8 +47,8 @@ __device__ __forceinline__ void write_bytes(QueryBytes &to, int column, int chan
 // Both frames of a block's queries to shared memory; returns what scores of rotated halves are to be
 // multiplied with to be in log2 units; those of bytes also with BYTE_UNIT. It is above zero: where
 // `scale` is not, rotated queries are turned, or zero.
-template <class Shared>
-__device__ __forceinline__ float prepare(const Queries &q, Shared &sh, float scale, int lane,
+template <class SharedMemory>
+__device__ __forceinline__ float prepare(const Queries &q, SharedMemory &sh, float scale, int lane,
                                          int warp) {
     const float turned = scale > 0.f ? 1.f : scale < 0.f ? -1.f : 0.f;
     float x[OWN_COLS][D / 32];
@@ -84,7 +84,7 @@ __device__ __forceinline__ float prepare(const Queries &q, Shared &sh, float sca
                 const float y = __fdividef(x[i][k], top);
                 const int pairs_0213 = lane & ~6 | (lane & 2) << 1 | (lane & 4) >> 1;
                 u16 *row = (u16 *)sh.query[0][warp + WARPS * i];
-                row[pairs_0213 + 32 * k] = (u16)pack_half(y, 0.f);
+                row[pairs_0213 + 32 * k] = (u16)pack_half2(y, 0.f);
                 write_bytes(sh.query_bytes, warp + WARPS * i, lane + 32 * k, 127.f * y);
             }
     __syncthreads();
@@ -98,20 +98,20 @@ __device__ __forceinline__ void load_query_bytes(u32 (&q)[SLOT_TILES][KX][2], co
     for (int n = 0; n < SLOT_TILES; n++)
 #pragma unroll
         for (int x = 0; x < KX; x++) {
-            const u8 *row = FEW ? from.plane[r & 1][r >> 1] : from.plane[n & 1][8 * (n >> 1) + r];
+            const u8 *row = FEW_COLS ? from.plane[r & 1][r >> 1] : from.plane[n & 1][8 * (n >> 1) + r];
             const uint2 eight = *(const uint2 *)(row + key_channel(x, c));
             q[n][x][0] = eight.x, q[n][x][1] = eight.y;
         }
 }
 
-__device__ __forceinline__ void load_queries(u32 (&q)[NT][KX][4], const u32 (*shared)[D / 2 + 4],
+__device__ __forceinline__ void load_queries(u32 (&q)[COL_TILES][KX][4], const u32 (*shared)[D / 2 + 4],
                                              int r, int c) {
 #pragma unroll
-    for (int n = 0; n < NT; n++)
+    for (int n = 0; n < COL_TILES; n++)
 #pragma unroll
         for (int x = 0; x < KX; x++)
 #pragma unroll
             for (int k = 0; k < 4; k++)  // pairs 0 2 1 3: see attend
-                q[n][x][k] = shared[FEW ? r & 3 : 8 * n + r]
+                q[n][x][k] = shared[FEW_COLS ? r & 3 : 8 * n + r]
                                    [key_channel(x, c) / 2 + 2 * (k & 1) + (k >> 1)];
 }

@@ -16,13 +16,13 @@ struct __align__(128) Stage {  // all banks of shared memory once
 #define STAGE_MEAN (STAGE_VALUE_SCALE + 64 * TB)
 
 // Where a lane's bytes of a record begin; the rest of an address is constant.
-__device__ __forceinline__ int key_lane(int r, int c) {
+__device__ __forceinline__ int key_lane_offset(int r, int c) {
     const int words = KEY_BITS == 4 ? 1 : KEY_BITS == 8 ? 2 : 0;  // that belong to other lanes
     if (D == 64) return 16 * ((8 * words * (c >> 1) + r) * C + (c & 1));
     return 16 * (r * C + c);
 }
 
-__device__ __forceinline__ int value_lane(int r, int c) {
+__device__ __forceinline__ int value_lane_offset(int r, int c) {
     const int words = VALUE_BITS == 4 ? 1 : VALUE_BITS == 8 ? 2 : 0;
     if (D == 64) return 16 * ((VC * words * (r >> 2) + (r & 3)) * 4 + c);
     return 16 * (r * 4 + c);
@@ -45,7 +45,7 @@ __device__ __forceinline__ void copy_codes(u32 to, int p, const u8 *key, const u
 #pragma unroll
             for (int k = 0; k < KW; k++) {
                 const int j = own_word(k, KEY_BITS);
-                copy(keys + 512 * (((p * BP + b) * KL + l) * KW + k),
+                cp_async(keys + 512 * (((p * BP + b) * KL + l) * KW + k),
                      key + b * KEY_BLOCK + 128 * C * j + 64 * l, policy);
             }
 #pragma unroll
@@ -55,17 +55,17 @@ __device__ __forceinline__ void copy_codes(u32 to, int p, const u8 *key, const u
 #pragma unroll
             for (int k = 0; k < VW; k++) {
                 const int j = own_word(k, VALUE_BITS);
-                copy(values + 512 * (((p * BP + b) * VL + l) * VW + k),
+                cp_async(values + 512 * (((p * BP + b) * VL + l) * VW + k),
                      value + VALUE_AT + b * VALUE_BLOCK + 64 * VC * j + 512 * l, policy);
             }
 }
 
 // 16 bytes of a page's scales or mean that a lane copies: where from, where to in a stage.
-struct Number {
+struct ScaleCopy {
     int from, to, to_next;  // of the next page of the tile
     bool scale, mean;
 
-    __device__ __forceinline__ Number(int e) {
+    __device__ __forceinline__ ScaleCopy(int e) {
         scale = e < 8 * BP, mean = !scale && e < 8 * BP + MEAN_CHUNKS;
         const bool key = e < 4 * BP;
         const int chunk = key ? e : scale ? e - 4 * BP : e - 8 * BP;
@@ -74,4 +74,4 @@ struct Number {
         to_next = scale ? 64 * BP : 16 * MEAN_CHUNKS;
     }
 };
-#define NUMBERS ((8 * BP + MEAN_CHUNKS + 31) / 32)  // a lane
+#define SCALE_COPIES ((8 * BP + MEAN_CHUNKS + 31) / 32)  // a lane

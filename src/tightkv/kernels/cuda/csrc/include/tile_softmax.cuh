@@ -14,12 +14,12 @@
 #define MOST_WEIGHT 61440.f
 #define WHOLE 8388608.f   // its last place is one
 
-struct Found {
+struct Accumulators {
     float peak[LANE_COLS], sum[LANE_COLS];  // sum of this lane's tokens alone
     float acc[VX][2][2][LANE_COLS];         // channel pairs 0 1 and 2 3, rows
 };
 
-__device__ __forceinline__ void clear(Found &f) {
+__device__ __forceinline__ void clear(Accumulators &f) {
 #pragma unroll
     for (int j = 0; j < LANE_COLS; j++) {
         f.peak[j] = LOWEST, f.sum[j] = 0.f;
@@ -31,12 +31,12 @@ __device__ __forceinline__ void clear(Found &f) {
 }
 
 // The i-th of four halves: of token r + 8 i.
-__device__ __forceinline__ float half_of(uint2 four, int i) {
+__device__ __forceinline__ float half_at(uint2 four, int i) {
     return half_to_float((u16)((i < 2 ? four.x : four.y) >> (16 * (i & 1))));
 }
 
 // A tile at the edge of what is seen: hide scales that were never written (NaN), and scores.
-__device__ __forceinline__ void hide_scales(const Bounds &v, uint2 (&scale)[TB], int at0, int r) {
+__device__ __forceinline__ void mask_scales(const MaskBounds &v, uint2 (&scale)[TB], int at0, int r) {
 #pragma unroll
     for (int t = 0; t < 4 * TB; t++) {
         const int at = at0 + 8 * t + r;
@@ -45,27 +45,28 @@ __device__ __forceinline__ void hide_scales(const Bounds &v, uint2 (&scale)[TB],
     }
 }
 
-__device__ __forceinline__ void hide_scores(const Bounds &v, float (&s)[LANE_COLS][4 * TB], int at0,
+__device__ __forceinline__ void mask_scores(const MaskBounds &v, float (&s)[LANE_COLS][4 * TB], int at0,
                                             int col0, int r, int c) {
 #pragma unroll
     for (int t = 0; t < 4 * TB; t++)
 #pragma unroll
         for (int j = 0; j < LANE_COLS; j++)
-            s[j][t] = seen(v, at0 + 8 * t + r, v.first_at + (col0 + lane_column(j, c)) / G, s[j][t], 1);
+            s[j][t] = masked_score(v, at0 + 8 * t + r,
+                                   v.first_at + (col0 + lane_column(j, c)) / G, s[j][t], 1);
 }
 
 // The largest of a tile's scales.
-__device__ __forceinline__ float largest_scale(const uint2 (&scale)[TB]) {
+__device__ __forceinline__ float max_scale(const uint2 (&scale)[TB]) {
     u32 most = 0;
 #pragma unroll
-    for (int b = 0; b < TB; b++) most = larger_halves(most, larger_halves(scale[b].x, scale[b].y));
-    return half_to_float((u16)largest(max((int)(most & 0xffff), (int)(most >> 16))));
+    for (int b = 0; b < TB; b++) most = max_half2(most, max_half2(scale[b].x, scale[b].y));
+    return half_to_float((u16)warp_max(max((int)(most & 0xffff), (int)(most >> 16))));
 }
 
 // A tile's scores, of which `unit` makes log2 units -> weights times the scales of values, as B operands
 // of 32 tokens, 1 / `weight_unit` to one. `sum` is of the weights alone. Both are relative to the highest
 // scores, which are returned in log2 units.
-__device__ __forceinline__ void weigh(const float (&s)[LANE_COLS][4 * TB], float unit,
+__device__ __forceinline__ void softmax_weights(const float (&s)[LANE_COLS][4 * TB], float unit,
                                       const uint2 (&value_scale)[TB], float weight_unit,
                                       u32 (&weights)[TB][SLOT_TILES][2], float (&top)[LANE_COLS],
                                       float (&sum)[LANE_COLS]) {
@@ -85,7 +86,7 @@ __device__ __forceinline__ void weigh(const float (&s)[LANE_COLS][4 * TB], float
         for (int k = 0; k < 4 * TB; k++) {
             const float e = exp2_fast(fmaf(s[j][k], unit, parts - base));
             sum[j] += e;
-            whole[j][k] = __float_as_int(fmaf(e, half_of(value_scale[k / 4], k % 4), WHOLE));
+            whole[j][k] = __float_as_int(fmaf(e, half_at(value_scale[k / 4], k % 4), WHOLE));
         }
         sum[j] *= weight_unit;
     }
@@ -97,20 +98,20 @@ __device__ __forceinline__ void weigh(const float (&s)[LANE_COLS][4 * TB], float
             u32 bytes[LANE_COLS];
 #pragma unroll
             for (int j = 0; j < LANE_COLS; j++)
-                bytes[j] = permute_bytes(whole[j][4 * b + 2 * h], whole[j][4 * b + 2 * h + 1], 0x4051);
+                bytes[j] = prmt(whole[j][4 * b + 2 * h], whole[j][4 * b + 2 * h + 1], 0x4051);
 #pragma unroll
             for (int n = 0; n < SLOT_TILES; n++) {
-                const u32 mine = FEW ? bytes[0]
-                                     : permute_bytes(bytes[n & ~1], bytes[FEW ? 0 : n | 1],
+                const u32 mine = FEW_COLS ? bytes[0]
+                                     : prmt(bytes[n & ~1], bytes[FEW_COLS ? 0 : n | 1],
                                                      n & 1 ? 0x7632 : 0x5410);
-                const u32 turned = turn(mine);
-                weights[b][n][h] = permute_bytes(turned, turned, 0x3120);  // in the values' order
+                const u32 turned = transpose_8x8(mine);
+                weights[b][n][h] = prmt(turned, turned, 0x3120);  // in the values' order
             }
         }
 }
 
 // Add a tile's sum; returns by `scale` what its weights are to be multiplied with.
-__device__ __forceinline__ void add_tile(Found &f, const float (&top)[LANE_COLS],
+__device__ __forceinline__ void rescale(Accumulators &f, const float (&top)[LANE_COLS],
                                          const float (&sum)[LANE_COLS], float (&scale)[LANE_COLS]) {
     bool raise = false;
 #pragma unroll
