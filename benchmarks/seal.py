@@ -67,7 +67,7 @@ class Layer:
             self.first,
             self.exact,
             max_new=self.new,
-            open_codes=False,
+            encode_partial_page=False,
         )
 
 

@@ -28,8 +28,8 @@ def main() -> None:
             cache.use_metric(QueryMetric(anisotropic_metric(2, 128)))
         fill(cache, lengths)
         fill(cache, counts, seed=2)
-        q, first = queries(cache, counts, 4)
-        out, _ = cuda.attend(cache.codec, q, cache.view(), first, max_queries=max(counts))
+        q, cu_seqlens = queries(cache, counts, 4)
+        out, _ = cuda.attend(cache.codec, q, cache.view(), cu_seqlens, max_queries=max(counts))
         assert out.isfinite().all()
 
 

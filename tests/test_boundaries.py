@@ -116,11 +116,11 @@ def test_copies_of_caches_of_two_models_attend_as_their_originals():
     if not kernels.interpreted():
         pytest.skip("compares on the CPU")
     originals = [filled(dim=dim, cfg=CFG.replace(seed=dim), count=80) for dim in (64, 128)]
-    first = torch.tensor([0, 1, 2], dtype=torch.int32)
+    cu_seqlens = torch.tensor([0, 1, 2], dtype=torch.int32)
     for i in range(2):
         cache = copy.deepcopy(originals[i % 2])
         q = torch.randn(2, 2, cache.layout.head_dim)
-        arguments = cache.codec, q, cache.view(), first
+        arguments = cache.codec, q, cache.view(), cu_seqlens
         out, _ = kernels.attend(*arguments, max_queries=1)
         expected, _ = reference.attend(*arguments, max_queries=1)
         torch.testing.assert_close(out, expected, atol=5e-3, rtol=5e-3)
@@ -170,15 +170,15 @@ def operands():
     cache = filled()
     q = torch.randn(2, 4, 64)
     key = torch.randn(2, 2, 64)
-    first = torch.arange(3, dtype=torch.int32)
-    return cache, cache.view(), q, key, first
+    cu_seqlens = torch.arange(3, dtype=torch.int32)
+    return cache, cache.view(), q, key, cu_seqlens
 
 
 WRONG_VIEWS = {
     "int64 lengths": (lambda v: {"lengths": v.lengths.long()}, "lengths is int64"),
-    "float starts": (lambda v: {"starts": v.starts.float()}, "starts is float32"),
+    "float left_pad": (lambda v: {"left_pad": v.left_pad.float()}, "left_pad is float32"),
     "int64 table": (lambda v: {"block_table": v.block_table.long()}, "block_table is int64"),
-    "a row less": (lambda v: {"ring_starts": v.ring_starts[:1]}, "ring_starts has shape"),
+    "a row less": (lambda v: {"ring_read_from": v.ring_read_from[:1]}, "ring_read_from has shape"),
     "a flat table": (lambda v: {"block_table": v.block_table[0]}, "block_table has shape"),
     "strided lengths": (
         lambda v: {"lengths": torch.stack([v.lengths, v.lengths], 1)[:, 0]},
@@ -207,7 +207,7 @@ WRONG_VIEWS = {
     ),
     "a negative page": (lambda v: {"block_table": -1 - v.block_table}, "the pool has 0 to"),
     "a length beyond the table": (
-        lambda v: {"lengths": v.lengths + 4000, "ring_starts": v.ring_starts + 4000},
+        lambda v: {"lengths": v.lengths + 4000, "ring_read_from": v.ring_read_from + 4000},
         "tokens of a row need",
     ),
     "another's ring": (lambda v: {"ring_rows": v.ring_rows + 2}, "ring_rows from 2 to 3"),
@@ -221,29 +221,31 @@ WRONG_VIEWS = {
 @pytest.mark.parametrize("name", WRONG_VIEWS)
 def test_operators_refuse_views_that_are_wrong(name, kernels):
     change, message = WRONG_VIEWS[name]
-    cache, view, q, key, first = operands()
+    cache, view, q, key, cu_seqlens = operands()
     spec = ops.spec_of(cache.layout, kernels)
     wrong = replace(view, **change(view))
     with pytest.raises(ValueError, match=message):
-        ops.attend(spec, q, wrong, first, max_queries=1)
+        ops.attend(spec, q, wrong, cu_seqlens, max_queries=1)
     pages = view.pages.clone()
     with pytest.raises(ValueError, match=message):
-        ops.append(spec, wrong, key, key, first, view.starts, max_new=1, open_codes=True)
+        ops.append(
+            spec, wrong, key, key, cu_seqlens, view.left_pad, max_new=1, encode_partial_page=True
+        )
     assert torch.equal(pages, view.pages)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_operators_refuse_operands_that_are_wrong(kernels):
-    cache, view, q, key, first = operands()
+    cache, view, q, key, cu_seqlens = operands()
     spec = ops.spec_of(cache.layout, kernels)
     attention = {
         "query is float64": {"query": q.double()},
         "query has shape": {"query": q[0]},
         "query has 3 heads": {"query": q[:, :3]},
-        "first is int64": {"first": first.long()},
-        "it must ascend from 0": {"first": torch.tensor([0, 2, 9], dtype=torch.int32)},
-        "must ascend": {"first": torch.tensor([0, 2, 1], dtype=torch.int32)},
-        "a row has 2 tokens": {"first": torch.tensor([0, 2, 2], dtype=torch.int32)},
+        "cu_seqlens is int64": {"cu_seqlens": cu_seqlens.long()},
+        "it must ascend from 0": {"cu_seqlens": torch.tensor([0, 2, 9], dtype=torch.int32)},
+        "must ascend": {"cu_seqlens": torch.tensor([0, 2, 1], dtype=torch.int32)},
+        "a row has 2 tokens": {"cu_seqlens": torch.tensor([0, 2, 2], dtype=torch.int32)},
         "mask is int64": {"mask": torch.ones(1, 1, 1, 200, dtype=torch.long)},
         "mask covers 150 tokens": {"mask": torch.ones(1, 1, 1, 150, dtype=torch.bool)},
         "mask has shape": {"mask": torch.ones(3, 1, 1, 200, dtype=torch.bool)},
@@ -254,7 +256,7 @@ def test_operators_refuse_operands_that_are_wrong(kernels):
         "scale=nan": {"scale": float("nan")},
     }
     for message, change in attention.items():
-        options = {"query": q, "view": view, "first": first, "max_queries": 1, **change}
+        options = {"query": q, "view": view, "cu_seqlens": cu_seqlens, "max_queries": 1, **change}
         with pytest.raises(ValueError, match=message):
             ops.attend(spec, **options)
     appending = {
@@ -262,12 +264,17 @@ def test_operators_refuse_operands_that_are_wrong(kernels):
         "value is float16": {"value": key.half()},
         "must agree": {"value": torch.randn(3, 2, 64)},
         "key has shape": {"key": key[0], "value": key[0]},
-        "exact_starts is int64": {"exact_starts": view.starts.long()},
+        "ring_valid_from is int64": {"ring_valid_from": view.left_pad.long()},
         "max_new=0": {"max_new": 0},
     }
     for message, change in appending.items():
-        options = {"key": key, "value": key, "first": first, "exact_starts": view.starts}
-        options |= {"max_new": 1, "open_codes": True, **change}
+        options = {
+            "key": key,
+            "value": key,
+            "cu_seqlens": cu_seqlens,
+            "ring_valid_from": view.left_pad,
+        }
+        options |= {"max_new": 1, "encode_partial_page": True, **change}
         with pytest.raises(ValueError, match=message):
             ops.append(spec, view, **options)
 
@@ -276,19 +283,19 @@ def test_operators_refuse_operands_that_are_wrong(kernels):
     "spec", ["", "[]", "{}", '{"format": 1}', "null", '{"format": 2, "config": {}}', "x" * 5000]
 )
 def test_specs_that_nobody_made(spec):
-    _, view, q, _, first = operands()
+    _, view, q, _, cu_seqlens = operands()
     with pytest.raises(ValueError, match="spec"):
-        ops.attend(spec, q, view, first, max_queries=1)
+        ops.attend(spec, q, view, cu_seqlens, max_queries=1)
 
 
 def test_a_spec_of_another_format():
-    cache, view, q, _, first = operands()
+    cache, view, q, _, cu_seqlens = operands()
     spec = ops.spec_of(cache.layout).replace('"format": 2', '"format": 1')
     with pytest.raises(ValueError, match="format 1; this tightkv reads format 2"):
-        ops.attend(spec, q, view, first, max_queries=1)
+        ops.attend(spec, q, view, cu_seqlens, max_queries=1)
     spec = ops.spec_of(cache.layout).replace('"float32"', '"nn"')
     with pytest.raises(ValueError, match="dtype='nn'"):
-        ops.attend(spec, q, view, first, max_queries=1)
+        ops.attend(spec, q, view, cu_seqlens, max_queries=1)
 
 
 # --- devices ---
@@ -387,9 +394,9 @@ def test_a_cache_on_the_second_device():
         add(cache, key, value)
         q = torch.randn(2, 1, 4, 64, device="cuda:1", dtype=dtype)
         out, _ = attend(cache, q)
-        first = torch.arange(3, dtype=torch.int32, device="cuda:1")
+        cu_seqlens = torch.arange(3, dtype=torch.int32, device="cuda:1")
         expected, _ = reference.attend(
-            cache.codec, q.flatten(0, 1), cache.view(), first, max_queries=1
+            cache.codec, q.flatten(0, 1), cache.view(), cu_seqlens, max_queries=1
         )
         torch.testing.assert_close(out.flatten(0, 1), expected, atol=2e-2, rtol=2e-2)
         assert torch.cuda.current_device() == 0

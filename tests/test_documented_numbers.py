@@ -102,7 +102,7 @@ def test_short_sequences(preset: str) -> None:
     layout = PageLayout(KVQuantConfig.preset(preset), 8, 128, torch.bfloat16)
     limit = layout.exact_limit
     sizes = [
-        32 * layout.total_bytes(tokens, open_codes=False, exact_limit=limit) / 2**20
+        32 * layout.total_bytes(tokens, encode_partial_page=False, exact_limit=limit) / 2**20
         for tokens in (256, 1024, 4096)
     ]
     cells = [str(limit + 1), *(f"{size:.1f}" for size in sizes)]

@@ -52,7 +52,7 @@ def keys(heads, dim, tokens, seed=1):
 
 def filled(layout, key, value, metric=None, kernels="auto", device="cpu", steps=None):
     """A PagedKV with one sequence, its tokens appended in the given steps."""
-    table = SequenceTable(layout.cfg, open_codes=False)
+    table = SequenceTable(layout.cfg, encode_partial_page=False)
     kv = PagedKV(layout, table, device, kernels)
     if metric is not None:
         kv.use_metric(QueryMetric(metric))
@@ -179,15 +179,15 @@ def cuda(monkeypatch):
     return kernels
 
 
-def appended(name, cfg, dim, dtype, steps, *, heads=2, starts=None, lose_exact=True):
+def appended(name, cfg, dim, dtype, steps, *, heads=2, left_pad=None, lose_exact=True):
     """A cache with feedback on DEVICE: steps of as many tokens as each row gets.
 
     Some keys are zero, NaN or infinite. Row 0 loses its exact tokens after the first step.
     """
     rows = len(steps[0])
     cache = make_cache(
-        cfg, rows=rows, heads=heads, dim=dim, starts=starts, dtype=dtype, device=DEVICE,
-        open_codes=True,
+        cfg, rows=rows, heads=heads, dim=dim, left_pad=left_pad, dtype=dtype, device=DEVICE,
+        encode_partial_page=True,
     )  # fmt: skip
     cache._kernels = registry.load(name).__name__
     cache.use_metric(QueryMetric(anisotropic_metric(heads, dim)))
@@ -226,7 +226,7 @@ def test_cuda_pages_are_those_of_the_reference(cuda, preset, dim, dtype):
     cfg = KVQuantConfig.preset(preset)
     arguments = (cfg, dim, dtype, STEPS)
     assert_pages_alike(
-        *(appended(name, *arguments, starts=[0, 5, 0]) for name in ("reference", "cuda"))
+        *(appended(name, *arguments, left_pad=[0, 5, 0]) for name in ("reference", "cuda"))
     )
 
 
@@ -281,7 +281,7 @@ def test_triton_pages_are_those_of_the_reference(preset, dim, dtype):
     cfg = KVQuantConfig.preset(preset).replace(page_size=32)
     steps = STEPS if ON_GPU else [(20, 34), (13, 1)]
     arguments = (cfg, dim, dtype, steps)
-    options = {"starts": [0, 5, 0][: len(steps[0])], "heads": 2 if ON_GPU else 1}
+    options = {"left_pad": [0, 5, 0][: len(steps[0])], "heads": 2 if ON_GPU else 1}
     assert_pages_alike(*(appended(name, *arguments, **options) for name in ("reference", "triton")))
 
 

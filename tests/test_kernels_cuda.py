@@ -55,10 +55,10 @@ def shares(cache, group):
 
 
 def assert_attends_alike(cache, counts, group, **options):
-    q, first = queries(cache, counts, group)
+    q, cu_seqlens = queries(cache, counts, group)
     options = {"max_queries": max(counts), **options}
-    expected, expected_lse = reference.attend(cache.codec, q, cache.view(), first, **options)
-    out, lse = cuda.attend(cache.codec, q, cache.view(), first, **options)
+    expected, expected_lse = reference.attend(cache.codec, q, cache.view(), cu_seqlens, **options)
+    out, lse = cuda.attend(cache.codec, q, cache.view(), cu_seqlens, **options)
     assert torch.equal(torch.isneginf(lse), torch.isneginf(expected_lse))
     some = ~torch.isneginf(lse)
     torch.testing.assert_close(lse[some], expected_lse[some], atol=40 * 2.0**-11, rtol=2.0**-11)
@@ -96,13 +96,13 @@ def test_attention_right_after_an_append(preset):
         KVQuantConfig.preset(preset), [2000, 70], name="cuda", dim=128, dtype=torch.bfloat16
     )
     fill(cache, [2000, 70])
-    q, first = queries(cache, [1, 1], 4)
+    q, cu_seqlens = queries(cache, [1, 1], 4)
     for step in range(3):
         fill(cache, [1, 1], seed=step)
-        view = dataclasses.replace(cache.view(), appended=True)
-        out, lse = cuda.attend(cache.codec, q, view, first, max_queries=1)
+        view = dataclasses.replace(cache.view(), overlaps_append=True)
+        out, lse = cuda.attend(cache.codec, q, view, cu_seqlens, max_queries=1)
         expected, expected_lse = reference.attend(
-            cache.codec, q, cache.view(), first, max_queries=1
+            cache.codec, q, cache.view(), cu_seqlens, max_queries=1
         )
         torch.testing.assert_close(lse, expected_lse, atol=2e-2, rtol=2.0**-11)
         torch.testing.assert_close(out, expected, atol=2.0**-7, rtol=2.0**-6)
@@ -159,10 +159,10 @@ def test_many_tokens_far_below_the_highest(height, bound):
     key, value = (x.to(DEVICE, torch.float16) for x in (key, value))
     cache.append(cache.table.append([0], [2000]), key, value)
     q = torch.ones(1, 2 * HEADS, 128, dtype=torch.float16, device=DEVICE)
-    first = torch.tensor([0, 1], dtype=torch.int32, device=DEVICE)
+    cu_seqlens = torch.tensor([0, 1], dtype=torch.int32, device=DEVICE)
     options = {"max_queries": 1, "scale": height / 128}
-    expected, _ = reference.attend(cache.codec, q, cache.view(), first, **options)
-    out, _ = cuda.attend(cache.codec, q, cache.view(), first, **options)
+    expected, _ = reference.attend(cache.codec, q, cache.view(), cu_seqlens, **options)
+    out, _ = cuda.attend(cache.codec, q, cache.view(), cu_seqlens, **options)
     assert float((out.float() - expected.float()).norm() / expected.float().norm()) < bound
 
 
@@ -206,10 +206,10 @@ def test_queries_of_no_sequence_are_zero(few):
     cache = cache_on(CFG, [700] * rows, dim=128, heads=heads, dtype=torch.bfloat16)
     fill(cache, [700] * rows)
     assert (shares(cache, 4) > 1) == few
-    q, first = queries(cache, [1] * rows, 4)
+    q, cu_seqlens = queries(cache, [1] * rows, 4)
     q = torch.cat([q, q[:3]])
     out = torch.full_like(q, torch.nan)
-    _, lse = cuda.attend(cache.codec, q, cache.view(), first, max_queries=1, out=out)
+    _, lse = cuda.attend(cache.codec, q, cache.view(), cu_seqlens, max_queries=1, out=out)
     assert out[:rows].isfinite().all() and not out[rows:].any()
     assert torch.isneginf(lse[rows:]).all() and lse[:rows].isfinite().all()
 
@@ -217,7 +217,9 @@ def test_queries_of_no_sequence_are_zero(few):
 def test_pages_with_gaps_between_them():
     caches = []
     for name in ("reference", "cuda"):
-        cache = cache_on(CFG, [150, 40], name=name, dim=128, dtype=torch.bfloat16, open_codes=True)
+        cache = cache_on(
+            CFG, [150, 40], name=name, dim=128, dtype=torch.bfloat16, encode_partial_page=True
+        )
         fill(cache, [150, 40])
         caches.append(cache if name == "reference" else with_gaps(cache))
         fill(cache, [7, 3], seed=5)
@@ -226,10 +228,10 @@ def test_pages_with_gaps_between_them():
     assert_attends_alike(caches[1], [1, 1], 2)
 
 
-@pytest.mark.parametrize("bits,dim,open_codes", APPENDS)
-def test_append_writes_the_bytes_of_the_reference(bits, dim, open_codes):
+@pytest.mark.parametrize("bits,dim,encode_partial_page", APPENDS)
+def test_append_writes_the_bytes_of_the_reference(bits, dim, encode_partial_page):
     cfg = CFG.replace(key_bits=bits[0], value_bits=bits[1], sinks=3)
-    options = {"dim": dim, "dtype": torch.bfloat16, "open_codes": open_codes}
+    options = {"dim": dim, "dtype": torch.bfloat16, "encode_partial_page": encode_partial_page}
     caches = [cache_on(cfg, [0, 0], name=name, **options) for name in ("reference", "cuda")]
     steps = [(1, 1), (30, 3), (1, 0), (31, 32), (2, 29), (32, 32), (333, 70)]
     for seed, counts in enumerate(steps):
@@ -256,7 +258,9 @@ def test_a_page_is_the_same_however_it_was_filled(monkeypatch):
     pages = []
     for counts, processors in (([135], 132), (steps, 132), (steps, 0)):
         monkeypatch.setattr(cuda, "processor_count", lambda device, n=processors: n)
-        cache = cache_on(CFG, [0], name="cuda", dim=128, dtype=torch.float16, open_codes=False)
+        cache = cache_on(
+            CFG, [0], name="cuda", dim=128, dtype=torch.float16, encode_partial_page=False
+        )
         at = 0
         for count in counts:
             new = (x[:, at : at + count] for x in (key, value))
@@ -328,14 +332,14 @@ def test_outputs_are_written_after_the_kernel_before_has_ended(owned):
     cache = cache_on(CFG, [100], dtype=torch.float16)
     fill(cache, [100])
     q, _ = queries(cache, [4], 2)
-    first = torch.tensor([0, owned], dtype=torch.int32)
-    view = dataclasses.replace(cache.view(), appended=True)
+    cu_seqlens = torch.tensor([0, owned], dtype=torch.int32)
+    view = dataclasses.replace(cache.view(), overlaps_append=True)
     plan = DecodePlan.of(cache.layout, 2, 1, *view.block_table.shape, DEVICE)
     assert plan.num_splits == 1
     module = cuda_on_host.module("decode", cache.layout, q.shape[1], plan.tile, False, DEVICE)
     out = torch.full_like(q, 7.0)
     module.previous_writes(out)
-    cuda.attend(cache.codec, q, view, first, max_queries=1, out=out)
+    cuda.attend(cache.codec, q, view, cu_seqlens, max_queries=1, out=out)
     assert torch.equal(out[owned:], torch.zeros_like(out[owned:]))
     assert torch.isfinite(out).all()
 
@@ -350,11 +354,11 @@ def test_scores_of_any_size(preset):
     cache = cache_on(cfg, [400], dim=128, dtype=torch.float16)
     add_to(cache, key.half(), value.half())
     arguments = cache.codec, q.half().to(DEVICE), cache.view()
-    first = torch.tensor([0, 1], dtype=torch.int32, device=DEVICE)
+    cu_seqlens = torch.tensor([0, 1], dtype=torch.int32, device=DEVICE)
     for scale in (1.0, 30.0, 41.0, 57.0, 300.0, 311.0, 353.0):
         options = {"max_queries": 1, "scale": scale}
-        expected, _ = reference.attend(*arguments, first, **options)
-        out, _ = cuda.attend(*arguments, first, **options)
+        expected, _ = reference.attend(*arguments, cu_seqlens, **options)
+        out, _ = cuda.attend(*arguments, cu_seqlens, **options)
         size = float(expected.abs().max())
         torch.testing.assert_close(out, expected, atol=2e-3 * size, rtol=2e-3)
 

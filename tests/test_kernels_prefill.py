@@ -90,12 +90,12 @@ def test_finish(dim, rotation, dtype, prefix_dtype):
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("first,count", [(0, 64), (0, 50), (64, 64), (128, 12)])
-@pytest.mark.parametrize("open_codes", [True, False])
+@pytest.mark.parametrize("encode_partial_page", [True, False])
 @pytest.mark.parametrize("dim", [64, 80])
-def test_a_chunk_of_the_prefix(dim, open_codes, first, count):
+def test_a_chunk_of_the_prefix(dim, encode_partial_page, first, count):
     """Codes, sinks and ring in one frame; NaN in slots that nothing was written to."""
-    cache = filled(CFG, 140, dim, open_codes=open_codes)
-    if open_codes:
+    cache = filled(CFG, 140, dim, encode_partial_page=encode_partial_page)
+    if encode_partial_page:
         cache.table.drop_exact(1)
     poison(cache)
     shape = (2, 2, 64, dim)
@@ -114,7 +114,7 @@ def test_a_chunk_of_the_prefix(dim, open_codes, first, count):
 def test_extend_with_the_kernels(prefix, monkeypatch):
     monkeypatch.setattr(prefill, "CHUNK_TOKENS", (64, 64))
     monkeypatch.setattr(prefill, "MIN_QUERIES", 1)
-    cache = filled(CFG, prefix, open_codes=False)
+    cache = filled(CFG, prefix, encode_partial_page=False)
     poison(cache)
     assert_extends_like_the_reference(cache, ops=triton_prefill)
 

@@ -55,14 +55,14 @@ def queries(cache, counts, group, seed=3):
     layout = cache.layout
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(sum(counts), layout.num_kv_heads * group, layout.head_dim, generator=generator)
-    first = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
-    return q.to(DEVICE, layout.dtype), first.to(DEVICE)
+    cu_seqlens = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
+    return q.to(DEVICE, layout.dtype), cu_seqlens.to(DEVICE)
 
 
 def assert_attends_like_the_reference(cache, counts, group, **options):
     """float16 operands on the tensor cores: 2^-11 of the largest score and of the output."""
-    q, first = queries(cache, counts, group)
-    arguments = (cache.codec, q, cache.view(), first)
+    q, cu_seqlens = queries(cache, counts, group)
+    arguments = (cache.codec, q, cache.view(), cu_seqlens)
     options = {"max_queries": max(counts), **options}
     expected, expected_lse = reference.attend(*arguments, **options)
     out, lse = kernels.attend(*arguments, **options)
@@ -127,7 +127,7 @@ def test_new_tokens_after_the_cache(causal, page):
 
 
 def test_masks_and_left_padding():
-    cache = cache_on(CFG, [150, 150], starts=[0, 70])
+    cache = cache_on(CFG, [150, 150], left_pad=[0, 70])
     fill(cache, [150, 150])
     generator = torch.Generator().manual_seed(0)
     for shape in ((2, 2 * HEADS, 3, 150), (1, 1, 3, 150)):
@@ -171,12 +171,14 @@ def test_half_precision(dtype):
     assert_attends_like_the_reference(cache, [20, 3], 4)
 
 
-@pytest.mark.parametrize("open_codes", [True, False])
+@pytest.mark.parametrize("encode_partial_page", [True, False])
 @pytest.mark.parametrize("bits", ALL_BITS, ids=lambda b: f"k{b[0]}v{b[1]}")
-def test_append_writes_the_bytes_of_the_reference(bits, open_codes):
+def test_append_writes_the_bytes_of_the_reference(bits, encode_partial_page):
     """Page by page, token by token, over page ends: every byte of pages, ring and sinks."""
     cfg = CFG.replace(key_bits=bits[0], value_bits=bits[1], sinks=3)
-    append_alike(cfg, 64, open_codes, [(1, 1), (70, 3), (1, 0), (31, 33), (40, 100), (2, 5)])
+    append_alike(
+        cfg, 64, encode_partial_page, [(1, 1), (70, 3), (1, 0), (31, 33), (40, 100), (2, 5)]
+    )
 
 
 @pytest.mark.parametrize("dim", [80, 96, 112, 128, 192, 256])
@@ -191,10 +193,10 @@ def test_append_for_all_scale_modes(mode):
     append_alike(CFG.replace(key_scale=mode, value_scale=mode), 64, True, [(70, 64)])
 
 
-def append_alike(cfg, dim, open_codes, steps, ties=0):
+def append_alike(cfg, dim, encode_partial_page, steps, ties=0):
     """`ties`: bytes that may differ where a dense rotation is summed in another order."""
     caches = [
-        cache_on(cfg, [0, 0], name=name, dim=dim, open_codes=open_codes)
+        cache_on(cfg, [0, 0], name=name, dim=dim, encode_partial_page=encode_partial_page)
         for name in ("reference", "triton")
     ]
     for seed, counts in enumerate(steps):
@@ -236,8 +238,8 @@ def test_append_keeps_what_has_no_exact_copy():
 def test_close_to_exact_attention():
     cache = cache_on(CFG, [300], name="triton")
     key, value = fill(cache, [300])
-    q, first = queries(cache, [2], 2)
-    out, _ = kernels.attend(cache.codec, q, cache.view(), first, max_queries=2)
+    q, cu_seqlens = queries(cache, [2], 2)
+    out, _ = kernels.attend(cache.codec, q, cache.view(), cu_seqlens, max_queries=2)
     expected, _ = exact_attention(q[None].cpu(), key.cpu(), value.cpu(), lengths=[300])
     assert 0.002 < float((out[None].cpu() - expected).norm() / expected.norm()) < 0.2
 
@@ -269,8 +271,8 @@ def test_pages_with_gaps_between_them():
 def test_nothing_to_attend():
     cache = cache_on(CFG, [10])
     fill(cache, [10])
-    q, first = queries(cache, [0], 2)
-    out, lse = kernels.attend(cache.codec, q, cache.view(), first, max_queries=0)
+    q, cu_seqlens = queries(cache, [0], 2)
+    out, lse = kernels.attend(cache.codec, q, cache.view(), cu_seqlens, max_queries=0)
     assert out.shape == q.shape and lse.shape == q.shape[:2]
 
 
@@ -354,10 +356,10 @@ def test_masks_of_more_than_2_to_31_elements():
 def test_a_mask_that_ends_early_hides_the_rest():
     cache = cache_on(CFG, [90])
     fill(cache, [90])
-    q, first = queries(cache, [2], 2)
+    q, cu_seqlens = queries(cache, [2], 2)
     short = torch.ones(1, 1, 2, 70, dtype=torch.bool, device=DEVICE)
     whole = torch.cat([short, torch.zeros_like(short)[..., :20]], -1)
-    arguments = (cache.codec, q, cache.view(), first)
+    arguments = (cache.codec, q, cache.view(), cu_seqlens)
     out, _ = kernels.attend(*arguments, max_queries=2, mask=short)
     expected, _ = kernels.attend(*arguments, max_queries=2, mask=whole)
     assert torch.equal(out, expected)
@@ -368,20 +370,20 @@ def test_tokens_whose_heads_lie_far_apart():
     heads, stride = 3, 2**30 + 2**20
     cache = cache_on(CFG, [90], heads=heads, dtype=torch.float16)
     fill(cache, [90])
-    q, first = queries(cache, [2], 1)
+    q, cu_seqlens = queries(cache, [2], 1)
     memory = torch.empty(stride * (heads - 1) + 256, dtype=q.dtype, device=DEVICE)
     far = memory.as_strided((2, heads, 64), (64, stride, 1))
     far.copy_(q)
     options = {"max_queries": 2}
-    out, _ = kernels.attend(cache.codec, far, cache.view(), first, **options)
-    expected, _ = kernels.attend(cache.codec, q, cache.view(), first, **options)
+    out, _ = kernels.attend(cache.codec, far, cache.view(), cu_seqlens, **options)
+    expected, _ = kernels.attend(cache.codec, q, cache.view(), cu_seqlens, **options)
     assert torch.equal(out, expected)
     new = torch.randn(2, heads, 64, device=DEVICE, dtype=torch.float16)
     far.copy_(new)
     options |= {"new_key": far, "new_value": far}
-    out, _ = kernels.attend(cache.codec, q, cache.view(), first, **options)
+    out, _ = kernels.attend(cache.codec, q, cache.view(), cu_seqlens, **options)
     options |= {"new_key": new, "new_value": new}
-    assert torch.equal(out, kernels.attend(cache.codec, q, cache.view(), first, **options)[0])
+    assert torch.equal(out, kernels.attend(cache.codec, q, cache.view(), cu_seqlens, **options)[0])
 
 
 class Grids:
@@ -429,7 +431,7 @@ def test_grids_have_room_for_many_sequences(monkeypatch):
     codec = Codec(layout)
     x = torch.empty(batch, heads, d, dtype=torch.float16, device=meta)
     many = torch.empty(batch, heads, 32, d, dtype=torch.float16, device=meta)
-    kernels.append(codec, view, x, x, number, number, max_new=1, open_codes=True)
+    kernels.append(codec, view, x, x, number, number, max_new=1, encode_partial_page=True)
     kernels.attend(codec, x, view, number, max_queries=1)
     kernels.attend(codec, x, view, number, max_queries=batch)
     triton_prefill.rotate_queries(codec, many)

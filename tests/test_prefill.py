@@ -39,13 +39,13 @@ def assert_extends_like_the_reference(cache, view=None, *, heads=6, count=20, op
     drawn = tokens(rows, count, heads=layout.num_kv_heads, dim=dim, seed=5)
     new_key, new_value = (x.to(DEVICE, torch.float16).flatten(0, 1) for x in drawn)
     query = torch.randn(rows * count, heads, dim).to(DEVICE, torch.float16)
-    first = torch.arange(rows + 1, dtype=torch.int32, device=DEVICE) * count
+    cu_seqlens = torch.arange(rows + 1, dtype=torch.int32, device=DEVICE) * count
     assert prefill.can_extend(cache.codec, query, view, count)
     arguments = {"scale": 0.1, "new_key": new_key, "new_value": new_value}
     ops = prefill.TorchPrefillOps() if ops is None else ops
     out, lse = prefill.extend(cache.codec, query, view, ops, **arguments)
     expected, expected_lse = reference.attend(
-        cache.codec, query, view, first, max_queries=count, **arguments
+        cache.codec, query, view, cu_seqlens, max_queries=count, **arguments
     )
     assert out.dtype == query.dtype and out.shape == query.shape
     assert lse.dtype == torch.float32 and lse.shape == expected_lse.shape
@@ -53,13 +53,15 @@ def assert_extends_like_the_reference(cache, view=None, *, heads=6, count=20, op
     torch.testing.assert_close(out, expected, atol=8e-3, rtol=4e-3)
 
 
-@pytest.mark.parametrize("open_codes", [True, False])
+@pytest.mark.parametrize("encode_partial_page", [True, False])
 @pytest.mark.parametrize("prefix", [0, 1, 3, 40, 64, 131, 300])
 @pytest.mark.parametrize("dim,bits", [(64, 4), (80, 3)])
-def test_extend_is_attention_over_pages_ring_sinks_and_new_tokens(prefix, dim, bits, open_codes):
+def test_extend_is_attention_over_pages_ring_sinks_and_new_tokens(
+    prefix, dim, bits, encode_partial_page
+):
     """Slots that nothing was written to hold NaN."""
     cfg = CFG.replace(key_bits=bits, value_bits=bits)
-    cache = filled(cfg, prefix, dim, open_codes=open_codes)
+    cache = filled(cfg, prefix, dim, encode_partial_page=encode_partial_page)
     poison(cache)
     assert cache.view().same_length == prefix
     assert_extends_like_the_reference(cache)
@@ -82,7 +84,7 @@ def test_rows_of_one_length_may_differ_in_what_is_exact():
     cache = filled(CFG, 131, rows=3)
     cache.table.drop_exact(1)
     view = cache.view()
-    assert view.same_length == 131 and len(set(view.ring_starts.tolist())) == 2
+    assert view.same_length == 131 and len(set(view.ring_read_from.tolist())) == 2
     # what is not to be read must not be
     for x in (view.ring_key, view.ring_value, view.sink_key, view.sink_value):
         x[1] = math.nan
@@ -91,7 +93,7 @@ def test_rows_of_one_length_may_differ_in_what_is_exact():
     other = dataclasses.replace(
         view,
         block_table=view.block_table[order],
-        ring_starts=view.ring_starts[order],
+        ring_read_from=view.ring_read_from[order],
         sink_counts=view.sink_counts[order],
         ring_rows=view.ring_rows[order],
     )
@@ -100,7 +102,7 @@ def test_rows_of_one_length_may_differ_in_what_is_exact():
 
 def test_extend_after_a_crop():
     """The last page then has codes of some tokens alone, and exact copies of the others."""
-    cache = filled(CFG, 140, open_codes=False)
+    cache = filled(CFG, 140, encode_partial_page=False)
     for row in range(2):
         cache.table.crop(row, 100)
     assert_extends_like_the_reference(cache)
@@ -120,9 +122,9 @@ def test_memory_of_a_chunk_is_used_again(monkeypatch):
     seen = set()
 
     class Watched(prefill.TorchPrefillOps):
-        def load_prefix(self, codec, view, first, count, key, value):
+        def load_prefix(self, codec, view, cu_seqlens, count, key, value):
             seen.add((key.data_ptr(), value.data_ptr(), key.shape[2]))
-            super().load_prefix(codec, view, first, count, key, value)
+            super().load_prefix(codec, view, cu_seqlens, count, key, value)
 
     for prefix, held in ((300, 64), (40, 64), (20, 32)):
         seen.clear()
@@ -136,7 +138,7 @@ def test_only_rows_of_one_known_length_qualify(monkeypatch):
     key, value = (x.half() for x in tokens(2, 50))
     add(cache, key, value, counts=[50, 40])
     assert cache.view().same_length is None
-    padded = make_cache(KVQuantConfig(page_size=32), dtype=torch.float16, starts=[3, 3])
+    padded = make_cache(KVQuantConfig(page_size=32), dtype=torch.float16, left_pad=[3, 3])
     add(padded, key, value)
     assert padded.view().same_length is None
     alike = make_cache(KVQuantConfig(page_size=32), dtype=torch.float16)

@@ -155,7 +155,7 @@ def test_only_attention_right_after_its_append_may_begin_before_it_ends() -> Non
 
     class Hints(Watched):
         def attend(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-            hints.append(args[2].appended)
+            hints.append(args[2].overlaps_append)
             return super().attend(*args, **options)
 
     step = make_step(Hints(reference))

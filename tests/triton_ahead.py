@@ -69,9 +69,9 @@ def main(dim: int, preset: str, *only: str) -> None:
         return
     for count in (1, 20):  # a decode step, and a prefill that `kernels.prefill` does not take
         q = torch.zeros(count, 8, dim, dtype=torch.bfloat16)
-        first = torch.tensor([0, count], dtype=torch.int32)
+        cu_seqlens = torch.tensor([0, count], dtype=torch.int32)
         new = {} if count == 1 else {"new_key": x[0], "new_value": x[0], "window": 4096}
-        kernels.attend(cache.codec, q, cache.view(), first, max_queries=count, **new)
+        kernels.attend(cache.codec, q, cache.view(), cu_seqlens, max_queries=count, **new)
     json.dump(shared, sys.stdout)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tightkv.cache import PagedKV, even_rows
+from tightkv.cache import PagedKV, uniform_cu_seqlens
 from tightkv.kernels.check import (
     check_heads,
     check_mask,
@@ -66,7 +66,7 @@ def attend(
         cache.codec,
         query.flatten(0, 1),
         view,
-        even_rows(batch, lq, query.device),
+        uniform_cu_seqlens(batch, lq, query.device),
         max_queries=lq,
         scale=scale,
         causal=causal,

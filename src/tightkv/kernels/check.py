@@ -15,7 +15,7 @@ from tightkv.layout import PageLayout
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _INDEX = (torch.int32,)
-_COUNTERS = ("lengths", "starts", "ring_starts", "sink_counts", "ring_rows")
+_COUNTERS = ("lengths", "left_pad", "ring_read_from", "sink_counts", "ring_rows")
 
 
 def expect(
@@ -81,10 +81,10 @@ def check_append(
     key: Tensor,
     value: Tensor,
     cu_seqlens: Tensor,
-    exact_starts: Tensor,
+    ring_valid_from: Tensor,
     *,
     max_new: int,
-    open_codes: bool,
+    encode_partial_page: bool,
 ) -> None:
     """The operands of `kernels.*.append`; on the CPU the numbers in them, too."""
     device, batch = view.pages.device, view.batch
@@ -93,8 +93,8 @@ def check_append(
     expect("key", key, tokens, device)
     expect("value", value, tokens, device)
     check_new_tokens(layout, key, value)
-    expect("first", cu_seqlens, (batch + 1,), device, _INDEX)
-    expect("exact_starts", exact_starts, (batch,), device, _INDEX)
+    expect("cu_seqlens", cu_seqlens, (batch + 1,), device, _INDEX)
+    expect("ring_valid_from", ring_valid_from, (batch,), device, _INDEX)
     if view.feedback is not None:
         check_feedback(layout, view.feedback, device)
     if device.type != "cpu" or not batch:
@@ -104,7 +104,7 @@ def check_append(
     before = lengths - counts
     live = (counts > 0) & (before >= 0)  # others are left alone
     size = layout.page_size
-    last = torch.where(live, (lengths + (size - 1 if open_codes else 0)) // size, 0)
+    last = torch.where(live, (lengths + (size - 1 if encode_partial_page else 0)) // size, 0)
     _check_rows(view)
     _check_pages(view, torch.where(live, before // size, 0), last)
 
@@ -142,7 +142,7 @@ def check_attend(
     check_view(layout, view)
     expect("query", query, ("N", "Hq", layout.head_dim), device)
     check_heads(layout, query.shape[1])
-    expect("first", cu_seqlens, (batch + 1,), device, _INDEX)
+    expect("cu_seqlens", cu_seqlens, (batch + 1,), device, _INDEX)
     check_options(scale=scale, window=window, softcap=softcap)
     if (new_key is None) != (new_value is None):
         raise ValueError("new_key and new_value go together; only one was given")
@@ -159,8 +159,8 @@ def check_attend(
         return
     counts = _check_counts(cu_seqlens, len(query), "max_queries", max_queries)
     _check_rows(view)
-    low = view.starts.clamp_min(0).long() // layout.page_size
-    _check_pages(view, low, -(-view.ring_starts.long() // layout.page_size))
+    low = view.left_pad.clamp_min(0).long() // layout.page_size
+    _check_pages(view, low, -(-view.ring_read_from.long() // layout.page_size))
     if mask is not None:
         tokens = int((view.lengths.long() + (0 if new_key is None else counts)).amax())
         check_mask_tokens(mask, tokens)
@@ -207,11 +207,12 @@ def check_mask_tokens(mask: Tensor, tokens: int) -> None:
 
 
 def _check_counts(cu_seqlens: Tensor, total: int, name: str, most: int) -> Tensor:
-    """How many tokens each row has; `first` ascends from 0 and stays within them."""
+    """How many tokens each row has; `cu_seqlens` ascends from 0 and stays within them."""
     counts = cu_seqlens.long().diff()
     if int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) > total or bool((counts < 0).any()):
         raise ValueError(
-            f"first={cu_seqlens.tolist()[:8]}; it must ascend from 0 and end at {total} at most"
+            f"cu_seqlens={cu_seqlens.tolist()[:8]}; "
+            f"it must ascend from 0 and end at {total} at most"
         )
     if int(counts.amax()) > most:
         raise ValueError(f"{name}={most}; a row has {int(counts.amax())} tokens")
@@ -227,15 +228,15 @@ def _check_rows(view: CacheView) -> None:
     low, high = view.sink_counts.aminmax()
     if int(low) < 0 or int(high) > sinks:
         raise ValueError(f"sink_counts from {int(low)} to {int(high)}; allowed: 0 to {sinks}")
-    for name in ("starts", "lengths", "ring_starts"):
+    for name in ("left_pad", "lengths", "ring_read_from"):
         if int(getattr(view, name).amin()) < 0:
             raise ValueError(f"{name} has {int(getattr(view, name).amin())}; it must be 0 or more")
-    if bool((view.ring_starts > view.lengths).any()):
-        raise ValueError("ring_starts lie beyond lengths in some row")
-    exact = int((view.lengths - view.ring_starts).amax())
+    if bool((view.ring_read_from > view.lengths).any()):
+        raise ValueError("ring_read_from lie beyond lengths in some row")
+    exact = int((view.lengths - view.ring_read_from).amax())
     if exact > view.ring_key.shape[1]:
         raise ValueError(
-            f"ring_starts leave {exact} tokens of some row to a ring of {view.ring_key.shape[1]}"
+            f"ring_read_from leave {exact} tokens of some row to a ring of {view.ring_key.shape[1]}"
         )
 
 

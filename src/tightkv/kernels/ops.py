@@ -73,15 +73,15 @@ def _append(
     spec: str,
     key: Tensor,
     value: Tensor,
-    first: Tensor,
-    exact_starts: Tensor,
+    cu_seqlens: Tensor,
+    ring_valid_from: Tensor,
     max_new: int,
-    open_codes: bool,
+    encode_partial_page: bool,
     pages: Tensor,
     block_table: Tensor,
     lengths: Tensor,
-    starts: Tensor,
-    ring_starts: Tensor,
+    left_pad: Tensor,
+    ring_read_from: Tensor,
     sink_counts: Tensor,
     ring_rows: Tensor,
     ring_key: Tensor,
@@ -91,15 +91,29 @@ def _append(
     feedback: Tensor | None = None,
 ) -> None:
     view = CacheView(
-        pages, block_table, lengths, starts, ring_starts, sink_counts, ring_rows,
+        pages, block_table, lengths, left_pad, ring_read_from, sink_counts, ring_rows,
         ring_key, ring_value, sink_key, sink_value, feedback=feedback,
     )  # fmt: skip
     codec = _codec(spec)
     check_append(
-        codec.layout, view, key, value, first, exact_starts, max_new=max_new, open_codes=open_codes
+        codec.layout,
+        view,
+        key,
+        value,
+        cu_seqlens,
+        ring_valid_from,
+        max_new=max_new,
+        encode_partial_page=encode_partial_page,
     )
     _kernels(spec, key.device).append(
-        codec, view, key, value, first, exact_starts, max_new=max_new, open_codes=open_codes
+        codec,
+        view,
+        key,
+        value,
+        cu_seqlens,
+        ring_valid_from,
+        max_new=max_new,
+        encode_partial_page=encode_partial_page,
     )
 
 
@@ -107,7 +121,7 @@ def _append(
 def _attend(
     spec: str,
     query: Tensor,
-    first: Tensor,
+    cu_seqlens: Tensor,
     max_queries: int,
     scale: float,
     causal: bool,
@@ -119,8 +133,8 @@ def _attend(
     pages: Tensor,
     block_table: Tensor,
     lengths: Tensor,
-    starts: Tensor,
-    ring_starts: Tensor,
+    left_pad: Tensor,
+    ring_read_from: Tensor,
     sink_counts: Tensor,
     ring_rows: Tensor,
     ring_key: Tensor,
@@ -129,7 +143,7 @@ def _attend(
     sink_value: Tensor,
 ) -> tuple[Tensor, Tensor]:
     view = CacheView(
-        pages, block_table, lengths, starts, ring_starts, sink_counts, ring_rows,
+        pages, block_table, lengths, left_pad, ring_read_from, sink_counts, ring_rows,
         ring_key, ring_value, sink_key, sink_value,
     )  # fmt: skip
     codec = _codec(spec)
@@ -137,9 +151,9 @@ def _attend(
         "max_queries": max_queries, "scale": scale, "window": window or None,
         "softcap": softcap or None, "mask": mask, "new_key": new_key, "new_value": new_value,
     }  # fmt: skip
-    check_attend(codec.layout, query, view, first, **options)
+    check_attend(codec.layout, query, view, cu_seqlens, **options)
     out, lse = _kernels(spec, query.device).attend(
-        codec, query, view, first, causal=causal, **options
+        codec, query, view, cu_seqlens, causal=causal, **options
     )
     return out, lse
 
@@ -152,7 +166,7 @@ def _(spec, query, *arguments):
 
 def _tensors(view: CacheView) -> tuple[Tensor, ...]:
     return (
-        view.pages, view.block_table, view.lengths, view.starts, view.ring_starts,
+        view.pages, view.block_table, view.lengths, view.left_pad, view.ring_read_from,
         view.sink_counts, view.ring_rows, view.ring_key, view.ring_value, view.sink_key,
         view.sink_value,
     )  # fmt: skip
@@ -163,22 +177,22 @@ def append(
     view: CacheView,
     key: Tensor,
     value: Tensor,
-    first: Tensor,
-    exact_starts: Tensor,
+    cu_seqlens: Tensor,
+    ring_valid_from: Tensor,
     *,
     max_new: int,
-    open_codes: bool,
+    encode_partial_page: bool,
 ) -> None:
     """`kernels.*.append` with a spec in place of the codec."""
-    options = (max_new, open_codes, *_tensors(view), view.feedback)
-    _append(spec, key, value, first, exact_starts, *options)
+    options = (max_new, encode_partial_page, *_tensors(view), view.feedback)
+    _append(spec, key, value, cu_seqlens, ring_valid_from, *options)
 
 
 def attend(
     spec: str,
     query: Tensor,
     view: CacheView,
-    first: Tensor,
+    cu_seqlens: Tensor,
     *,
     max_queries: int,
     scale: float | None = None,
@@ -192,5 +206,5 @@ def attend(
     """`kernels.*.attend` with a spec in place of the codec."""
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     options = (max_queries, scale, causal, window or 0, softcap or 0.0, mask, new_key, new_value)
-    out, lse = _attend(spec, query, first, *options, *_tensors(view))
+    out, lse = _attend(spec, query, cu_seqlens, *options, *_tensors(view))
     return out, lse

@@ -206,7 +206,7 @@ class TorchPrefillOps:
 
 def _is_exact(view: CacheView, ring: bool, at: Tensor) -> Tensor:
     """bool [B, n]: which rows read positions `at` from the ring, or from the sinks."""
-    starts = view.ring_starts[:, None]
+    read_from = view.ring_read_from[:, None]
     if ring:
-        return at >= starts
-    return at < torch.minimum(view.sink_counts[:, None], starts)
+        return at >= read_from
+    return at < torch.minimum(view.sink_counts[:, None], read_from)

@@ -55,14 +55,14 @@ class LayerStep:
                 part.first,
                 part.rows.exact_starts,
                 max_new=part.most,
-                open_codes=True,
+                encode_partial_page=True,
             )
         for part in parts:
             mine = part.tokens
             self.kernels.attend(
                 self.codec,
                 query[mine],
-                _view(pages, rings, part, context=part.fresh, appended=len(parts) == 1),
+                _view(pages, rings, part, context=part.fresh, overlaps_append=len(parts) == 1),
                 part.first,
                 max_queries=part.most,
                 scale=self.scale,
@@ -81,7 +81,7 @@ def _view(
     rings: Rings,
     part: Sequences,
     context: bool,
-    appended: bool = False,
+    overlaps_append: bool = False,
     feedback: Tensor | None = None,
 ) -> CacheView:
     """The cache with a part's new tokens, or only what came before them."""
@@ -90,8 +90,8 @@ def _view(
         pages=pages,
         block_table=part.block_table,
         lengths=rows.before if context else rows.lengths,
-        starts=part.starts,
-        ring_starts=rows.context_ring_starts if context else rows.ring_starts,
+        left_pad=part.starts,
+        ring_read_from=rows.context_ring_starts if context else rows.ring_starts,
         sink_counts=rows.context_sink_counts if context else rows.sink_counts,
         ring_rows=rows.ring_rows,
         ring_key=rings[0],
@@ -99,6 +99,6 @@ def _view(
         sink_key=rings[2],
         sink_value=rings[3],
         same_length=part.length if context else None,
-        appended=appended,
+        overlaps_append=overlaps_append,
         feedback=feedback,
     )

@@ -49,25 +49,30 @@ def append(
     view: CacheView,
     key: Tensor,
     value: Tensor,
-    first: Tensor,
-    exact_starts: Tensor,
+    cu_seqlens: Tensor,
+    ring_valid_from: Tensor,
     *,
     max_new: int,
-    open_codes: bool,
+    encode_partial_page: bool,
 ) -> None:
     """As `reference.append`; with check_finite new tokens are checked before any is written."""
     if codec.cfg.check_finite:
         finite(key, check=True)
         finite(value, check=True)
-    key, value, first, exact_starts = _row(key), _row(value), _int(first), _int(exact_starts)
+    key, value, cu_seqlens, ring_valid_from = (
+        _row(key),
+        _row(value),
+        _int(cu_seqlens),
+        _int(ring_valid_from),
+    )
     arguments = _APPEND.pack(
         *_view(view),
         *_tokens(key),
         *_tokens(value),
         library.DTYPES[key.dtype],
-        first.data_ptr(),
-        exact_starts.data_ptr(),
-        open_codes,
+        cu_seqlens.data_ptr(),
+        ring_valid_from.data_ptr(),
+        encode_partial_page,
         torch.get_num_threads(),
         0 if view.feedback is None else view.feedback.data_ptr(),
     )
@@ -79,7 +84,7 @@ def attend(
     codec: Codec,
     query: Tensor,
     view: CacheView,
-    first: Tensor,
+    cu_seqlens: Tensor,
     *,
     max_queries: int,
     scale: float | None = None,
@@ -92,7 +97,7 @@ def attend(
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `reference.attend`."""
-    query, first = _row(query), _int(first)
+    query, cu_seqlens = _row(query), _int(cu_seqlens)
     total, heads, dim = query.shape
     wanted = out
     if out is None or not out.is_contiguous():
@@ -112,7 +117,7 @@ def attend(
         new_dtype,
         total,
         heads,
-        first.data_ptr(),
+        cu_seqlens.data_ptr(),
         out.data_ptr(),
         lse.data_ptr(),
         0 if mask is None else mask.data_ptr(),
@@ -139,8 +144,8 @@ def _view(view: CacheView) -> tuple[int, ...]:
         view.block_table.data_ptr(),
         view.block_table.stride(0),
         view.lengths.data_ptr(),
-        view.starts.data_ptr(),
-        view.ring_starts.data_ptr(),
+        view.left_pad.data_ptr(),
+        view.ring_read_from.data_ptr(),
         view.sink_counts.data_ptr(),
         view.ring_rows.data_ptr(),
         *(x.data_ptr() for x in exact),

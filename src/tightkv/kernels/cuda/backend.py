@@ -66,18 +66,25 @@ def append(
     view: CacheView,
     key: Tensor,
     value: Tensor,
-    first: Tensor,
-    exact_starts: Tensor,
+    cu_seqlens: Tensor,
+    ring_valid_from: Tensor,
     *,
     max_new: int,
-    open_codes: bool,
+    encode_partial_page: bool,
 ) -> None:
     """See `reference.append`."""
     layout = codec.layout
     usual = key.dtype == value.dtype == layout.dtype and not codec.cfg.check_finite
     if not usual or not view.batch:
         triton_kernels.append(
-            codec, view, key, value, first, exact_starts, max_new=max_new, open_codes=open_codes
+            codec,
+            view,
+            key,
+            value,
+            cu_seqlens,
+            ring_valid_from,
+            max_new=max_new,
+            encode_partial_page=encode_partial_page,
         )
         return
     key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
@@ -87,14 +94,14 @@ def append(
         *[
             x.data_ptr()
             for x in (
-                key, value, view.pages, view.block_table, view.lengths, view.starts,
-                view.ring_rows, exact_starts, first, view.ring_key, view.ring_value,
+                key, value, view.pages, view.block_table, view.lengths, view.left_pad,
+                view.ring_rows, ring_valid_from, cu_seqlens, view.ring_key, view.ring_value,
                 view.sink_key, view.sink_value, signs,
             )
         ],
         key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         view.block_table.stride(0), view.pages.stride(0),
-        ring, view.sink_key.shape[1], int(open_codes),
+        ring, view.sink_key.shape[1], int(encode_partial_page),
     ]  # fmt: skip
     name = "append" if view.feedback is None else "append_with_feedback"
     module = _module(name, layout, layout.num_kv_heads, None, False, key.device)
@@ -135,7 +142,7 @@ def attend(
     codec: Codec,
     query: Tensor,
     view: CacheView,
-    first: Tensor,
+    cu_seqlens: Tensor,
     *,
     max_queries: int,
     scale: float | None = None,
@@ -153,13 +160,13 @@ def attend(
     decoding = 0 < max_queries <= _MAX_QUERIES and mask is None and new_key is None
     if not decoding or query.dtype != layout.dtype or not rows or not view.batch:
         return triton_kernels.attend(
-            codec, query, view, first, max_queries=max_queries, scale=scale, causal=causal,
+            codec, query, view, cu_seqlens, max_queries=max_queries, scale=scale, causal=causal,
             window=window, softcap=softcap, mask=mask, new_key=new_key, new_value=new_value,
             out=out,
         )  # fmt: skip
-    appended = view.appended
+    overlaps_append = view.overlaps_append
     if query.stride(-1) != 1:
-        query, appended = query.contiguous(), False
+        query, overlaps_append = query.contiguous(), False
     group = hq // layout.num_kv_heads
     plan = DecodePlan.of(layout, group, max_queries, view.batch, view.block_table.shape[1], device)
     module = _module("decode", layout, hq, plan.tile, softcap is not None, device)
@@ -177,22 +184,23 @@ def attend(
         *[
             x.data_ptr()
             for x in (
-                query, view.pages, view.block_table, view.lengths, view.starts, view.ring_starts,
-                view.sink_counts, view.ring_rows, first, view.ring_key, view.ring_value,
-                view.sink_key, view.sink_value, signs, partial, partial_lse, out, lse,
+                query, view.pages, view.block_table, view.lengths, view.left_pad,
+                view.ring_read_from, view.sink_counts, view.ring_rows, cu_seqlens,
+                view.ring_key, view.ring_value, view.sink_key, view.sink_value,
+                signs, partial, partial_lse, out, lse,
             )
         ],
         query.stride(0), query.stride(1), out.stride(0), out.stride(1),
         view.block_table.stride(0), view.pages.stride(0), rows,
         1 / math.sqrt(d) if scale is None else scale, softcap or 0.0,
         view.ring_key.shape[1], view.sink_key.shape[1], num_splits, num_exact_splits,
-        window or 0, int(causal), int(appended),
+        window or 0, int(causal), int(overlaps_append),
     )  # fmt: skip
     grid = (view.batch * layout.num_kv_heads, num_splits, plan.num_q_tiles)
     module.launch("decode", grid, 32 * plan.tile.warps, arguments, shared=plan.shared_bytes)
     if num_splits == 1:
         return out, lse
-    pointers = (partial, partial_lse, signs, first, out, lse)
+    pointers = (partial, partial_lse, signs, cu_seqlens, out, lse)
     module.launch(
         "merge",
         (rows * hq, 1, 1),

@@ -44,12 +44,12 @@ def _copy(source, source_n, token, target, place, there, HKV: tl.constexpr, D: t
 # What changes from step to step, and tables that are cut anywhere, must not ask for other binaries.
 @triton.jit(
     do_not_specialize=[
-        "block_table", "lengths", "starts", "ring_rows", "exact_starts", "first",
+        "block_table", "lengths", "left_pad", "ring_rows", "ring_valid_from", "cu_seqlens",
         "table_b", "touched", "copies", "ring_tokens",
     ]
 )  # fmt: skip
 def _append_kernel(
-    key, value, pages, block_table, lengths, starts, ring_rows, exact_starts, first,
+    key, value, pages, block_table, lengths, left_pad, ring_rows, ring_valid_from, cu_seqlens,
     ring_key, ring_value, sink_key, sink_value, key_table, value_table, feedback,
     key_n, key_h, value_n, value_h, table_b, page_b, touched, copies, ring_tokens,
     HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
@@ -58,7 +58,7 @@ def _append_kernel(
     KEY_MODE: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_BOOK: tl.constexpr,
     VALUE_MODE: tl.constexpr, VALUE_AT: tl.constexpr, KEY_SCALE_AT: tl.constexpr,
     VALUE_SCALE_AT: tl.constexpr, MEAN_AT: tl.constexpr, MEAN_BITS: tl.constexpr,
-    ROTATION: tl.constexpr, OPEN: tl.constexpr, GAIN: tl.constexpr,
+    ROTATION: tl.constexpr, ENCODE_PARTIAL_PAGE: tl.constexpr, GAIN: tl.constexpr,
 ):  # fmt: skip
     """Keys of pages that complete take `feedback`, unless GAIN is 0.
 
@@ -67,13 +67,13 @@ def _append_kernel(
     row = tl.program_id(0) // (touched + copies)
     part = tl.program_id(0) % (touched + copies)
     head = tl.program_id(1).to(tl.int64)  # its stride may be that of all tokens
-    begin = tl.load(first + row)
-    count = tl.load(first + row + 1) - begin
+    begin = tl.load(cu_seqlens + row)
+    count = tl.load(cu_seqlens + row + 1) - begin
     length = tl.load(lengths + row)
     if (count == 0) | (length < count):
         return
     before = length - count
-    start = tl.load(starts + row)
+    start = tl.load(left_pad + row)
     owner = tl.load(ring_rows + row).to(tl.int64)
     d = tl.arange(0, DP)
     t = tl.arange(0, 32)
@@ -100,11 +100,11 @@ def _append_kernel(
     if index * PAGE >= length:
         return
     complete = (index + 1) * PAGE <= length
-    if (not OPEN) & (not complete):
+    if (not ENCODE_PARTIAL_PAGE) & (not complete):
         return
     page = tl.load(block_table + row * table_b + index).to(tl.int64)
     record = pages + page * page_b + head * RECORD
-    exact_from = tl.load(exact_starts + row)
+    exact_from = tl.load(ring_valid_from + row)
     # tokens to encode: those with an exact copy, or the new ones of an open page
     lowest = tl.maximum(tl.where(complete, exact_from, before), index * PAGE)
     highest = tl.minimum(length, (index + 1) * PAGE)
@@ -211,11 +211,11 @@ def append(
     view: CacheView,
     key: Tensor,
     value: Tensor,
-    first: Tensor,
-    exact_starts: Tensor,
+    cu_seqlens: Tensor,
+    ring_valid_from: Tensor,
     *,
     max_new: int,
-    open_codes: bool,
+    encode_partial_page: bool,
 ) -> None:
     """See `reference.append`."""
     layout = codec.layout
@@ -234,12 +234,13 @@ def append(
         options = {"GAIN": gain(codec.cfg.key_bits), "num_warps": 8, "enable_fp_fusion": False}
     for pages, copied in launches:
         _append_kernel[(view.batch * (pages + copied), layout.num_kv_heads, 2)](
-            key, value, view.pages, view.block_table, view.lengths, view.starts, view.ring_rows,
-            exact_starts, first, view.ring_key, view.ring_value, view.sink_key, view.sink_value,
+            key, value, view.pages, view.block_table, view.lengths, view.left_pad, view.ring_rows,
+            ring_valid_from, cu_seqlens,
+            view.ring_key, view.ring_value, view.sink_key, view.sink_value,
             codec.key.rotation.table(key.device), codec.value.rotation.table(key.device),
             view.feedback, key.stride(0), key.stride(1), value.stride(0), value.stride(1),
             view.block_table.stride(0), view.pages.stride(0), pages, copied, ring,
             **layout_constants(layout), **encode_constants(layout),
             SINKS=sinks, SINKS_P=triton.next_power_of_2(max(sinks, 1)),
-            OPEN=open_codes, **options,
+            ENCODE_PARTIAL_PAGE=encode_partial_page, **options,
         )  # fmt: skip

@@ -1,8 +1,8 @@
 """Attention over pages, ring, sinks and new tokens: one kernel for decoding and for prefill.
 
 Keys are the left operand, so a tile is [tokens, columns] where a column is one query head of one
-query token. A program takes COLS columns of one sequence and KV head, and a share of the pages
-(split-KV), or of the exact tokens. Its result lies in the frame of the pages; `merge_splits`
+query token. A program takes COLS columns of one sequence and KV head, and a split of the pages
+(split-KV) or of the exact tokens. Its result lies in the frame of the pages; `merge_splits`
 merges the splits and rotates back.
 """
 
@@ -92,18 +92,18 @@ def _mask_scores(
 # What changes from step to step, and tables that are cut anywhere, must not ask for other binaries.
 @triton.jit(
     do_not_specialize=[
-        "block_table", "lengths", "starts", "ring_starts", "sink_counts", "ring_rows", "first",
-        "table_b", "mask_tokens", "total_rows", "batch", "splits", "exact_splits",
-        "ring_tokens",
+        "block_table", "lengths", "left_pad", "ring_read_from", "sink_counts", "ring_rows",
+        "cu_seqlens", "table_b", "mask_tokens", "total_rows", "batch", "num_splits",
+        "num_exact_splits", "ring_tokens",
     ]
 )  # fmt: skip
 def _attend_kernel(
-    query, pages, block_table, lengths, starts, ring_starts, sink_counts, ring_rows, first,
-    ring_key, ring_value, sink_key, sink_value, new_key, new_value, mask, key_table, value_table,
-    partial, partial_lse,
+    query, pages, block_table, lengths, left_pad, ring_read_from, sink_counts, ring_rows,
+    cu_seqlens, ring_key, ring_value, sink_key, sink_value, new_key, new_value, mask,
+    key_table, value_table, partial, partial_lse,
     query_n, query_h, table_b, page_b, new_key_n, new_key_h, new_value_n, new_value_h,
-    mask_b, mask_h, mask_q, mask_n, mask_tokens, total_rows, scale, batch, splits, exact_splits,
-    ring_tokens,
+    mask_b, mask_h, mask_q, mask_n, mask_tokens, total_rows, scale, batch, num_splits,
+    num_exact_splits, ring_tokens,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, COLS: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, RECORD: tl.constexpr, SINKS: tl.constexpr,
     KEY_BITS: tl.constexpr, KEY_CHUNK: tl.constexpr, KEY_TABLE: tl.constexpr,
@@ -128,14 +128,14 @@ def _attend_kernel(
     VW: tl.constexpr = VQ * VCP
 
     # One dimension of programs, since the others end at 65,535: split, head, row, tile.
-    shares = splits + exact_splits
-    split = tl.program_id(0) % shares
-    place = tl.program_id(0) // shares
+    num_partials = num_splits + num_exact_splits
+    split = tl.program_id(0) % num_partials
+    place = tl.program_id(0) // num_partials
     tile = place // (batch * HKV)
     row = place % (batch * HKV) // HKV
     kv_head = place % HKV
-    begin = tl.load(first + row)
-    count = tl.load(first + row + 1) - begin
+    begin = tl.load(cu_seqlens + row)
+    count = tl.load(cu_seqlens + row + 1) - begin
     col = tile * COLS + tl.arange(0, COLS)
     if tile * COLS >= count * G:
         return
@@ -144,10 +144,10 @@ def _attend_kernel(
     live = token < count
 
     length = tl.load(lengths + row)
-    start = tl.load(starts + row)
-    ring_start = tl.load(ring_starts + row)
+    start = tl.load(left_pad + row)
+    read_from = tl.load(ring_read_from + row)
     sink_count = tl.load(sink_counts + row)
-    sinks_end = tl.minimum(start + sink_count, ring_start)
+    sinks_end = tl.minimum(start + sink_count, read_from)
     total = length + count if NEW else length
     query_at = total - count + token
     live = live & (query_at >= 0)
@@ -156,14 +156,14 @@ def _attend_kernel(
     if WINDOW > 0:
         low = tl.maximum(low, total - count + (tile * COLS) // G - WINDOW + 1)
 
-    # this program's share of pages and of exact tokens (sinks, ring, new)
+    # this program's split of pages and of exact tokens (sinks, ring, new)
     page_from = low // PAGE
-    page_to = tl.cdiv(ring_start, PAGE)
-    each = tl.cdiv(tl.maximum(page_to - page_from, 0), splits)
+    page_to = tl.cdiv(read_from, PAGE)
+    each = tl.cdiv(tl.maximum(page_to - page_from, 0), num_splits)
     page_from = page_from + split * each
     page_to = tl.minimum(page_to, page_from + each)
     n_sinks = tl.maximum(sinks_end - start, 0)
-    ring_from = tl.maximum(ring_start, start)
+    ring_from = tl.maximum(read_from, start)
     n_old = n_sinks + tl.maximum(length - ring_from, 0)
     exact_from = 0
     exact_to = n_old
@@ -171,10 +171,10 @@ def _attend_kernel(
         exact_to += count
         if CAUSAL:
             exact_to = tl.minimum(exact_to, n_old + tl.maximum(last_at + 1 - length, 0))
-    if exact_splits > 0:
-        exact_from = tl.where(split >= splits, (split - splits) * EXACT_TILE, exact_to)
+    if num_exact_splits > 0:
+        exact_from = tl.where(split >= num_splits, (split - num_splits) * EXACT_TILE, exact_to)
         exact_to = tl.minimum(exact_to, exact_from + EXACT_TILE)
-        page_to = tl.where(split >= splits, page_from, page_to)
+        page_to = tl.where(split >= num_splits, page_from, page_to)
 
     d = tl.arange(0, DP)
     query_from = (begin + token).to(tl.int64) * query_n + head.to(tl.int64) * query_h
@@ -309,7 +309,7 @@ def _attend_kernel(
                 s += tl.where(centered[:, None], bias[None, :], 0.0)
             s = s * factor[None, :]
             at = index * PAGE + block * 32 + offset
-            valid = (at >= sinks_end) & (at >= start) & (at < ring_start)
+            valid = (at >= sinks_end) & (at >= start) & (at < read_from)
             s = _mask_scores(
                 s, at, valid, query_at, live, mask, mask_b, mask_h, mask_q, mask_n, mask_tokens,
                 row, head, token, CAUSAL, WINDOW, CAP, MASK,
@@ -337,8 +337,8 @@ def _attend_kernel(
     w = tl.arange(0, VW)
     channel = (w % VCP) * 16 + (w // VCP) * X
     at = (split * total_rows + begin + token).to(tl.int64) * HQ + head
-    share_lse = tl.where(weight > 0.0, peak + tl.log2(weight), float("-inf"))
-    tl.store(partial_lse + at, share_lse, mask=token < count)
+    split_lse = tl.where(weight > 0.0, peak + tl.log2(weight), float("-inf"))
+    tl.store(partial_lse + at, split_lse, mask=token < count)
     factor = tl.where(weight > 0.0, VALUE_UNIT / weight, 0.0)
     where = partial + at[None, :] * D + channel[:, None]
     there = (token < count)[None, :] & (channel < D)[:, None]
@@ -360,7 +360,7 @@ def attend(
     codec: Codec,
     query: Tensor,
     view: CacheView,
-    first: Tensor,
+    cu_seqlens: Tensor,
     *,
     max_queries: int,
     scale: float | None = None,
@@ -396,28 +396,28 @@ def attend(
         new_key = new_value = query  # not read
     exact_dtype = view.ring_key.dtype  # one load reads rings and new tokens
     new_key, new_value = (last_contiguous(x.to(exact_dtype)) for x in (new_key, new_value))
-    splits, exact_splits = plan.pop("splits"), plan.pop("exact_splits")
-    shares = splits + exact_splits
-    partial = torch.empty(shares, rows, hq, d, dtype=torch.float32, device=device)
-    partial_lse = torch.empty(shares, rows, hq, dtype=torch.float32, device=device)
+    num_splits, num_exact_splits = plan.pop("num_splits"), plan.pop("num_exact_splits")
+    num_partials = num_splits + num_exact_splits
+    partial = torch.empty(num_partials, rows, hq, d, dtype=torch.float32, device=device)
+    partial_lse = torch.empty(num_partials, rows, hq, dtype=torch.float32, device=device)
     mask_kind, mask, mask_strides = _mask(mask, query)
     tiles = triton.cdiv(max_queries * (hq // hkv), plan["COLS"])
-    _attend_kernel[(shares * view.batch * hkv * tiles,)](
-        query, view.pages, view.block_table, view.lengths, view.starts,
-        view.ring_starts, view.sink_counts, view.ring_rows, first,
+    _attend_kernel[(num_partials * view.batch * hkv * tiles,)](
+        query, view.pages, view.block_table, view.lengths, view.left_pad,
+        view.ring_read_from, view.sink_counts, view.ring_rows, cu_seqlens,
         view.ring_key, view.ring_value, view.sink_key, view.sink_value, new_key, new_value, mask,
         codec.key.rotation.table(device), codec.value.rotation.table(device),
         partial, partial_lse,
         query.stride(0), query.stride(1), view.block_table.stride(0), view.pages.stride(0),
         new_key.stride(0), new_key.stride(1), new_value.stride(0), new_value.stride(1),
         *mask_strides, mask.shape[-1], rows, scale,
-        view.batch, splits, exact_splits, view.ring_key.shape[1],
+        view.batch, num_splits, num_exact_splits, view.ring_key.shape[1],
         **layout_constants(layout), **decode_constants(layout),
         HQ=hq, SINKS=view.sink_key.shape[1],
         NEW=new, CAUSAL=causal, WINDOW=window or 0, CAP=softcap or 0.0, MASK=mask_kind,
         PTX=has_ptx(device), **plan,
     )  # fmt: skip
-    merge_splits(codec, partial, partial_lse, first, view.batch, out, lse)
+    merge_splits(codec, partial, partial_lse, cu_seqlens, view.batch, out, lse)
     return out, lse
 
 

@@ -20,7 +20,7 @@ def attend_plan(
     new: bool,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Tile sizes and how many programs share the tokens of a sequence."""
+    """Tile sizes, and into how many splits the tokens of a sequence are cut."""
     columns = max_queries * group
     tile = 64 if layout.page_size % 64 == 0 else 32
     if layout.head_dim > 128 and 8 in (layout.cfg.key_bits, layout.cfg.value_bits):
@@ -34,12 +34,12 @@ def attend_plan(
     programs = view.batch * layout.num_kv_heads * triton.cdiv(columns, cols)
     wide = 2 if layout.head_dim > 128 else 1  # more warps, else registers spill
     if max_queries > 16:
-        return {**plan, "splits": 1, "exact_splits": 0, "num_warps": 4 * wide}
+        return {**plan, "num_splits": 1, "num_exact_splits": 0, "num_warps": 4 * wide}
     wanted = triton.cdiv(processor_count(device) * 8, programs)
-    splits = max(1, min(wanted, max(1, view.block_table.shape[1]), 256))
+    num_splits = max(1, min(wanted, max(1, view.block_table.shape[1]), 256))
     exact_tokens = view.ring_key.shape[1] + view.sink_key.shape[1] + (max_queries if new else 0)
     exact = triton.cdiv(exact_tokens, plan["EXACT_TILE"])
     warps = wide if cols <= 16 else 2 * wide
     return {
-        **plan, "splits": splits, "exact_splits": exact, "num_warps": warps,
+        **plan, "num_splits": num_splits, "num_exact_splits": exact, "num_warps": warps,
     }  # fmt: skip

@@ -88,11 +88,19 @@ def _rotate_queries_kernel(
 
 # one binary for all lengths
 @triton.jit(
-    do_not_specialize=["ring_starts", "sink_counts", "ring_rows", "start", "low", "high", "slots"]
+    do_not_specialize=[
+        "ring_read_from",
+        "sink_counts",
+        "ring_rows",
+        "start",
+        "low",
+        "high",
+        "slots",
+    ]
 )
 def _load_exact_kernel(
     key, value, source_key, source_value, key_table, value_table,
-    ring_starts, sink_counts, ring_rows, out_b, out_h, start, low, high, slots,
+    ring_read_from, sink_counts, ring_rows, out_b, out_h, start, low, high, slots,
     HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SINKS: tl.constexpr,
     ROTATION: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -105,12 +113,12 @@ def _load_exact_kernel(
     at += low
     row = bh // HKV
     head = bh % HKV
-    ring_start = tl.load(ring_starts + row)
+    read_from = tl.load(ring_read_from + row)
     chosen = at < high
     if SINKS:
-        chosen &= at < tl.minimum(tl.load(sink_counts + row), ring_start)
+        chosen &= at < tl.minimum(tl.load(sink_counts + row), read_from)
     else:
-        chosen &= at >= ring_start
+        chosen &= at >= read_from
     d = tl.arange(0, DP)
     there = chosen[:, None] & (d < D)[None, :]
     owner = tl.load(ring_rows + row).to(tl.int64)
@@ -201,7 +209,7 @@ def load_prefix(
         _load_exact_kernel[(triton.cdiv(high - low, rows) * view.batch * heads, 2)](
             key, value, *sources,
             codec.key.rotation.table(key.device), codec.value.rotation.table(key.device),
-            view.ring_starts, view.sink_counts, view.ring_rows,
+            view.ring_read_from, view.sink_counts, view.ring_rows,
             key.stride(0), key.stride(1), start, low, high, sources[0].shape[1],
             HKV=heads, D=d, DP=layout_constants(codec.layout)["DP"],
             SINKS=not ring, ROTATION=kind, ROWS=rows, num_warps=4,

@@ -122,7 +122,7 @@ static void make_book(const struct side *side, struct book *book)
 
 static int64_t count_of(const struct attend_args *a, int64_t sequence)
 {
-    return a->first[sequence + 1] - a->first[sequence];
+    return a->cu_seqlens[sequence + 1] - a->cu_seqlens[sequence];
 }
 
 /* Position of a sequence's query 0; its tokens are the last ones, or follow the cache. */
@@ -140,7 +140,7 @@ static void load_queries(const struct call *call, const struct group *g, struct 
     for (int64_t r = 0; r < g->rows; r++) {
         int64_t query = (g->row + r) / call->share;
         int64_t head = g->head * call->share + (g->row + r) % call->share;
-        const void *from = token_at(a->query, a->dtype, a->first[g->sequence] + query, head);
+        const void *from = token_at(a->query, a->dtype, a->cu_seqlens[g->sequence] + query, head);
         float *to = s->query + r * dim;
         read_floats(from, a->dtype, dim, rotated ? s->row : to);
         if (rotated)
@@ -444,9 +444,9 @@ struct exact_token {
 static struct exact count_exact(const struct attend_args *a, int64_t b)
 {
     const struct view *v = &a->view;
-    const int64_t start = v->starts[b], ring_start = v->ring_starts[b], length = v->lengths[b];
-    const int64_t sinks_end = least(start + v->sink_counts[b], ring_start);
-    const int64_t from = most(most(ring_start, start), most(length - v->ring, 0));
+    const int64_t start = v->left_pad[b], ring_read_from = v->ring_read_from[b], length = v->lengths[b];
+    const int64_t sinks_end = least(start + v->sink_counts[b], ring_read_from);
+    const int64_t from = most(most(ring_read_from, start), most(length - v->ring, 0));
     return (struct exact){most(least(sinks_end - start, v->sinks), 0), most(length - from, 0),
                           a->new_key.data != NULL ? count_of(a, b) : 0, from};
 }
@@ -461,7 +461,7 @@ static struct exact_token exact_at(const struct call *call, const struct group *
     if (n < e->sinks) {
         int64_t at = ((owner * v->sinks + n) * heads + g->head) * bytes;
         return (struct exact_token){(uint8_t *)v->sink_key + at, (uint8_t *)v->sink_value + at,
-                                    v->dtype, v->starts[b] + n};
+                                    v->dtype, v->left_pad[b] + n};
     }
     n -= e->sinks;
     if (n < e->ring) {
@@ -471,8 +471,8 @@ static struct exact_token exact_at(const struct call *call, const struct group *
                                     v->dtype, position};
     }
     n -= e->ring;
-    return (struct exact_token){token_at(a->new_key, a->new_dtype, a->first[b] + n, g->head),
-                                token_at(a->new_value, a->new_dtype, a->first[b] + n, g->head),
+    return (struct exact_token){token_at(a->new_key, a->new_dtype, a->cu_seqlens[b] + n, g->head),
+                                token_at(a->new_value, a->new_dtype, a->cu_seqlens[b] + n, g->head),
                                 a->new_dtype, v->lengths[b] + n};
 }
 
@@ -515,7 +515,7 @@ static void finish(const struct call *call, const struct group *g, struct scratc
     const int dim = (int)call->layer->dim;
     float *plain = s->row, *rotated = plain + dim, *back = rotated + dim;
     for (int64_t r = 0; r < g->rows; r++) {
-        int64_t query = a->first[g->sequence] + (g->row + r) / call->share;
+        int64_t query = a->cu_seqlens[g->sequence] + (g->row + r) / call->share;
         int64_t head = g->head * call->share + (g->row + r) % call->share;
         int64_t at = query * a->heads + head;
         float peak = -INFINITY, weight = 0.0f;
@@ -581,11 +581,11 @@ static void set_range(const struct call *call, struct group *g)
 {
     const struct attend_args *a = call->args;
     const struct view *v = &a->view;
-    int64_t start = v->starts[g->sequence], ring_start = v->ring_starts[g->sequence];
+    int64_t start = v->left_pad[g->sequence], ring_read_from = v->ring_read_from[g->sequence];
     int64_t first = first_position(a, g->sequence) + g->row / call->share;
     int64_t last = first_position(a, g->sequence) + (g->row + g->rows - 1) / call->share;
-    g->begin = most(least(start + v->sink_counts[g->sequence], ring_start), most(start, 0));
-    g->end = ring_start;
+    g->begin = most(least(start + v->sink_counts[g->sequence], ring_read_from), most(start, 0));
+    g->end = ring_read_from;
     if (a->causal)
         g->end = least(g->end, last + 1);
     if (a->window != 0)
@@ -634,7 +634,7 @@ static void list_tasks(struct call *call, int64_t groups)
 /* Queries of no sequence see nothing. */
 static void clear_rest(const struct attend_args *a, int64_t dim)
 {
-    const int64_t rows[2][2] = {{0, a->first[0]}, {a->first[a->view.batch], a->total}};
+    const int64_t rows[2][2] = {{0, a->cu_seqlens[0]}, {a->cu_seqlens[a->view.batch], a->total}};
     for (int k = 0; k < 2; k++)
         for (int64_t n = rows[k][0] * a->heads; n < rows[k][1] * a->heads; n++) {
             memset((uint8_t *)a->out + n * dim * item_size(a->dtype), 0,

@@ -191,7 +191,7 @@ struct step {
     int64_t batch, count, start; /* new tokens of each row, the position of the first */
     struct operand key, value;   /* new tokens in the ring's dtype */
     struct row *rows;
-    int32_t *numbers, *table, *lengths, *starts, *ring_starts, *sink_counts, *exact;
+    int32_t *numbers, *table, *lengths, *left_pad, *ring_read_from, *sink_counts, *exact;
     int32_t *ids; /* [batch + 1]: row numbers; where rows of one token begin */
     float *lse;
 };
@@ -303,8 +303,8 @@ static int allocate(const struct refusal *r, struct step *s)
     s->lse = malloc(sizeof *s->lse * queries);
     if (s->rows == NULL || s->numbers == NULL || s->lse == NULL)
         return refuse(r, "out of memory");
-    s->table = s->numbers, s->lengths = s->table + batch * pages, s->starts = s->lengths + batch;
-    s->ring_starts = s->starts + batch, s->sink_counts = s->ring_starts + batch;
+    s->table = s->numbers, s->lengths = s->table + batch * pages, s->left_pad = s->lengths + batch;
+    s->ring_read_from = s->left_pad + batch, s->sink_counts = s->ring_read_from + batch;
     s->exact = s->sink_counts + batch, s->ids = s->exact + batch;
     for (size_t k = 0; k < batch * pages; k++)
         s->table[k] = (int32_t)k;
@@ -355,8 +355,8 @@ static void set_numbers(const struct step *s)
 {
     for (int64_t b = 0; b < s->batch; b++) {
         const struct row *row = &s->rows[b];
-        s->lengths[b] = (int32_t)row->length, s->starts[b] = (int32_t)row->start;
-        s->ring_starts[b] = (int32_t)row->ring, s->sink_counts[b] = (int32_t)row->sinks;
+        s->lengths[b] = (int32_t)row->length, s->left_pad[b] = (int32_t)row->start;
+        s->ring_read_from[b] = (int32_t)row->ring, s->sink_counts[b] = (int32_t)row->sinks;
     }
 }
 
@@ -371,7 +371,7 @@ static struct view view_of(const struct step *s, int64_t b, int64_t rows)
         .batch = rows, .pages = pages ? s->args->pages.data : NULL,
         .page_bytes = layer->heads * layer->record_bytes,
         .block_table = s->table + b * pages, .block_stride = pages,
-        .lengths = s->lengths + b, .starts = s->starts + b, .ring_starts = s->ring_starts + b,
+        .lengths = s->lengths + b, .left_pad = s->left_pad + b, .ring_read_from = s->ring_read_from + b,
         .sink_counts = s->sink_counts + b, .ring_rows = s->ids + b,
         .ring_key = ring, .ring_value = ring + s->batch * s->spec.ring * token,
         .sink_key = sinks,
@@ -389,20 +389,20 @@ static struct tokens tokens_of(const struct step *s, const struct operand *x, in
                            s->count == 1 ? x->stride[0] : x->stride[2], x->stride[1]};
 }
 
-static int append_rows(const struct step *s, int64_t b, int64_t rows, const int32_t *first)
+static int append_rows(const struct step *s, int64_t b, int64_t rows, const int32_t *cu_seqlens)
 {
     const struct static_args *a = s->args;
     const struct append_args args = {
         .view = view_of(s, b, rows), .key = tokens_of(s, &s->key, b, 0),
-        .value = tokens_of(s, &s->value, b, 0), .dtype = s->key.dtype, .first = first,
-        .exact_starts = s->exact + b, .threads = a->threads,
+        .value = tokens_of(s, &s->value, b, 0), .dtype = s->key.dtype, .cu_seqlens = cu_seqlens,
+        .ring_valid_from = s->exact + b, .threads = a->threads,
         .feedback = is_given(&a->feedback) ? a->feedback.data : NULL,
     };
     return tightkv_append(&s->spec.layer, &args);
 }
 
 /* `fresh`: the new tokens are not in the cache yet. The first `skip` queries see nothing. */
-static int attend_rows(const struct step *s, int64_t b, int64_t rows, const int32_t *first,
+static int attend_rows(const struct step *s, int64_t b, int64_t rows, const int32_t *cu_seqlens,
                        int fresh, int64_t skip)
 {
     const struct static_args *a = s->args;
@@ -411,8 +411,8 @@ static int attend_rows(const struct step *s, int64_t b, int64_t rows, const int3
     const int64_t at = (b * s->count + skip) * heads;
     struct attend_args args = {
         .view = view_of(s, b, rows), .query = tokens_of(s, &a->query, b, skip),
-        .dtype = a->query.dtype, .new_dtype = a->key.dtype, .total = first[rows], .heads = heads,
-        .first = first, .out = (uint8_t *)a->out.data + at * dim * item_size(a->out.dtype),
+        .dtype = a->query.dtype, .new_dtype = a->key.dtype, .total = cu_seqlens[rows], .heads = heads,
+        .cu_seqlens = cu_seqlens, .out = (uint8_t *)a->out.data + at * dim * item_size(a->out.dtype),
         .lse = s->lse + at, .causal = a->causal, .window = a->window, .scale = a->scale,
         .softcap = a->softcap, .threads = a->threads,
     };
@@ -435,11 +435,11 @@ static int attend_rows(const struct step *s, int64_t b, int64_t rows, const int3
 static int decode(const struct step *s)
 {
     const int64_t rows = s->count == 1 ? s->batch : 1;
-    const int32_t one[2] = {0, (int32_t)s->count}, *first = rows == 1 ? one : s->ids;
+    const int32_t one[2] = {0, (int32_t)s->count}, *cu_seqlens = rows == 1 ? one : s->ids;
     int failed = 0;
     set_numbers(s);
     for (int64_t b = 0; !failed && b < s->batch; b += rows)
-        failed = append_rows(s, b, rows, first) || attend_rows(s, b, rows, first, 0, 0);
+        failed = append_rows(s, b, rows, cu_seqlens) || attend_rows(s, b, rows, cu_seqlens, 0, 0);
     return failed;
 }
 
