@@ -9,6 +9,7 @@ from test_feedback import anisotropic_metric
 from test_kernels_triton import cache_on, fill, queries
 from tightkv.config import KVQuantConfig
 from tightkv.kernels.cuda import backend as cuda
+from tightkv.kernels.options import AttendOptions
 from tightkv.math.feedback import QueryMetric
 
 CASES = (
@@ -29,7 +30,9 @@ def main() -> None:
         fill(cache, lengths)
         fill(cache, counts, seed=2)
         q, cu_seqlens = queries(cache, counts, 4)
-        out, _ = cuda.attend(cache.codec, q, cache.view(), cu_seqlens, max_queries=max(counts))
+        out, _ = cuda.attend(
+            cache.codec, q, cache.view(), cu_seqlens, AttendOptions(max_queries=max(counts))
+        )
         assert out.isfinite().all()
 
 

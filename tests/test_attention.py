@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from helpers import add, exact_attention, make_cache, tokens
 from tightkv.attention import attend
 from tightkv.config import KVQuantConfig
+from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.registry import select
 
 CFG = KVQuantConfig(page_size=32, sinks=2, exact_pages=2)
@@ -161,7 +162,9 @@ def test_packed_rows_of_different_lengths():
     add(cache, *tokens(4, 150), counts=[150, 0, 40, 97])
     cu_seqlens = torch.tensor([0, 1, 1, 6, 9], dtype=torch.int32)
     q = query(1, 12, 4)[0]  # three more than the rows own
-    out, lse = cache.kernels.attend(cache.codec, q, cache.view(), cu_seqlens, max_queries=5)
+    out, lse = cache.kernels.attend(
+        cache.codec, q, cache.view(), cu_seqlens, AttendOptions(max_queries=5)
+    )
     k, v = cache.dequantize()
     for row in range(4):
         mine = slice(cu_seqlens[row], cu_seqlens[row + 1])
@@ -276,9 +279,11 @@ def test_output_goes_where_it_is_asked_to(name):
     layout = cache.layout
     q = torch.randn(2, 2 * layout.num_kv_heads, layout.head_dim)
     cu_seqlens = torch.tensor([0, 1, 2], dtype=torch.int32)
-    expected, _ = kernels_of.attend(cache.codec, q, cache.view(), cu_seqlens, max_queries=1)
+    expected, _ = kernels_of.attend(
+        cache.codec, q, cache.view(), cu_seqlens, AttendOptions(max_queries=1)
+    )
     for out in (torch.empty_like(q), torch.empty(2, 9, *q.shape[1:])[:, 3]):
         answer, _ = kernels_of.attend(
-            cache.codec, q, cache.view(), cu_seqlens, max_queries=1, out=out
+            cache.codec, q, cache.view(), cu_seqlens, AttendOptions(max_queries=1, out=out)
         )
         assert answer is out and torch.equal(out, expected)

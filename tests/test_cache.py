@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from helpers import add, make_cache, tokens
 from tightkv.config import PRESETS, KVQuantConfig
+from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.registry import select
 from tightkv.layout import PageLayout
 from tightkv.sequences import SequenceTable
@@ -253,8 +254,10 @@ def test_rows_may_use_any_ring_of_a_pool():
         assert not getattr(view, name)[[0, 2, 4]].any()
     q = torch.randn(2, 4, 64)
     ends = torch.arange(3, dtype=torch.int32)
-    out, _ = pooled.kernels.attend(pooled.codec, q, view, ends, max_queries=1)
-    assert torch.equal(out, own.kernels.attend(own.codec, q, own.view(), ends, max_queries=1)[0])
+    out, _ = pooled.kernels.attend(pooled.codec, q, view, ends, AttendOptions(max_queries=1))
+    assert torch.equal(
+        out, own.kernels.attend(own.codec, q, own.view(), ends, AttendOptions(max_queries=1))[0]
+    )
 
 
 @pytest.mark.parametrize("name", ON_CPU)

@@ -19,6 +19,7 @@ from tightkv.config import KVQuantConfig
 from tightkv.kernels import reference, registry
 from tightkv.kernels.cpu import backend as cpu
 from tightkv.kernels.cpu import library
+from tightkv.kernels.options import AttendOptions
 from tightkv.layout import PageLayout
 from tightkv.sequences import SequenceTable
 
@@ -72,17 +73,24 @@ def both(cache, q, lq, **options):
     cu_seqlens = uniform_cu_seqlens(len(q) // lq, lq, CPU)
     view = cache.view()
     options["max_queries"] = lq
-    return tuple(m.attend(cache.codec, q, view, cu_seqlens, **options) for m in (cpu, reference))
+    return tuple(
+        m.attend(cache.codec, q, view, cu_seqlens, AttendOptions(**options))
+        for m in (cpu, reference)
+    )
 
 
 def check_every_isa(cache, q, lq, **options):
     """Each instruction set of this machine against the reference."""
     cu_seqlens, view = uniform_cu_seqlens(len(q) // lq, lq, CPU), cache.view()
-    expected = reference.attend(cache.codec, q, view, cu_seqlens, max_queries=lq, **options)
+    expected = reference.attend(
+        cache.codec, q, view, cu_seqlens, AttendOptions(max_queries=lq, **options)
+    )
     try:
         for isa in ISAS:
             library.use(library.load(), isa)
-            got = cpu.attend(cache.codec, q, view, cu_seqlens, max_queries=lq, **options)
+            got = cpu.attend(
+                cache.codec, q, view, cu_seqlens, AttendOptions(max_queries=lq, **options)
+            )
             check_equal(isa, cache, got, expected, q)
     finally:
         library.use(library.load(), None)
@@ -194,7 +202,8 @@ def test_new_tokens_and_varlen_rows(isa):
     view = cache.view()
     options = {"max_queries": 40, "new_key": key, "new_value": value}
     got, expected = (
-        m.attend(cache.codec, q, view, cu_seqlens, **options) for m in (cpu, reference)
+        m.attend(cache.codec, q, view, cu_seqlens, AttendOptions(**options))
+        for m in (cpu, reference)
     )
     check_equal(isa, cache, got, expected, q)
 
@@ -203,7 +212,9 @@ def test_queries_of_no_row_are_zero(isa):
     cache = make_cache(CFG, rows=1)
     add(cache, *tokens(1, 70))
     cu_seqlens = torch.tensor([1, 2], dtype=torch.int32)
-    out, lse = cpu.attend(cache.codec, query(4, 2, 64), cache.view(), cu_seqlens, max_queries=1)
+    out, lse = cpu.attend(
+        cache.codec, query(4, 2, 64), cache.view(), cu_seqlens, AttendOptions(max_queries=1)
+    )
     assert (out[[0, 2, 3]] == 0).all() and (lse[[0, 2, 3]] == -math.inf).all()
     assert (out[1] != 0).all() and torch.isfinite(lse[1]).all()
 
@@ -213,7 +224,9 @@ def test_empty_batch():
     cache.table.select([])
     cache.select([])
     cu_seqlens = torch.zeros(1, dtype=torch.int32)
-    out, lse = cpu.attend(cache.codec, query(0, 2, 64), cache.view(), cu_seqlens, max_queries=0)
+    out, lse = cpu.attend(
+        cache.codec, query(0, 2, 64), cache.view(), cu_seqlens, AttendOptions(max_queries=0)
+    )
     assert out.shape == (0, 2, 64) and lse.shape == (0, 2)
 
 
@@ -333,10 +346,10 @@ def test_sixteen_bit_error_is_as_documented():
     view, cu_seqlens = cache.view(), uniform_cu_seqlens(1, 1, CPU)
     keys = reference.materialize(cache.codec, view)[0][0, :, 0]
     norms = float(q.norm(dim=-1).max() * keys.norm(dim=-1).max()) / math.sqrt(128)
-    expected = reference.attend(cache.codec, q, view, cu_seqlens, max_queries=1)
+    expected = reference.attend(cache.codec, q, view, cu_seqlens, AttendOptions(max_queries=1))
     for isa in ISAS:
         library.use(library.load(), isa)
-        got = cpu.attend(cache.codec, q, view, cu_seqlens, max_queries=1)
+        got = cpu.attend(cache.codec, q, view, cu_seqlens, AttendOptions(max_queries=1))
         size = expected[0].norm()
         assert (got[0] - expected[0]).norm() / size < (5e-5 if isa in ROUNDING else 2e-6), isa
         assert (got[1] - expected[1]).abs().max() < 5e-6 * norms + 2e-6, isa

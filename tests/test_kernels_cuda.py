@@ -17,6 +17,7 @@ from tightkv.kernels import reference
 from tightkv.kernels.cuda import backend as cuda
 from tightkv.kernels.cuda import decode_plan, source
 from tightkv.kernels.cuda.decode_plan import DecodePlan
+from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.registry import select
 
 ON_GPU = DEVICE.type == "cuda"
@@ -57,8 +58,10 @@ def shares(cache, group):
 def assert_attends_alike(cache, counts, group, **options):
     q, cu_seqlens = queries(cache, counts, group)
     options = {"max_queries": max(counts), **options}
-    expected, expected_lse = reference.attend(cache.codec, q, cache.view(), cu_seqlens, **options)
-    out, lse = cuda.attend(cache.codec, q, cache.view(), cu_seqlens, **options)
+    expected, expected_lse = reference.attend(
+        cache.codec, q, cache.view(), cu_seqlens, AttendOptions(**options)
+    )
+    out, lse = cuda.attend(cache.codec, q, cache.view(), cu_seqlens, AttendOptions(**options))
     assert torch.equal(torch.isneginf(lse), torch.isneginf(expected_lse))
     some = ~torch.isneginf(lse)
     torch.testing.assert_close(lse[some], expected_lse[some], atol=40 * 2.0**-11, rtol=2.0**-11)
@@ -100,9 +103,9 @@ def test_attention_right_after_an_append(preset):
     for step in range(3):
         fill(cache, [1, 1], seed=step)
         view = dataclasses.replace(cache.view(), overlaps_append=True)
-        out, lse = cuda.attend(cache.codec, q, view, cu_seqlens, max_queries=1)
+        out, lse = cuda.attend(cache.codec, q, view, cu_seqlens, AttendOptions(max_queries=1))
         expected, expected_lse = reference.attend(
-            cache.codec, q, cache.view(), cu_seqlens, max_queries=1
+            cache.codec, q, cache.view(), cu_seqlens, AttendOptions(max_queries=1)
         )
         torch.testing.assert_close(lse, expected_lse, atol=2e-2, rtol=2.0**-11)
         torch.testing.assert_close(out, expected, atol=2.0**-7, rtol=2.0**-6)
@@ -161,8 +164,10 @@ def test_many_tokens_far_below_the_highest(height, bound):
     q = torch.ones(1, 2 * HEADS, 128, dtype=torch.float16, device=DEVICE)
     cu_seqlens = torch.tensor([0, 1], dtype=torch.int32, device=DEVICE)
     options = {"max_queries": 1, "scale": height / 128}
-    expected, _ = reference.attend(cache.codec, q, cache.view(), cu_seqlens, **options)
-    out, _ = cuda.attend(cache.codec, q, cache.view(), cu_seqlens, **options)
+    expected, _ = reference.attend(
+        cache.codec, q, cache.view(), cu_seqlens, AttendOptions(**options)
+    )
+    out, _ = cuda.attend(cache.codec, q, cache.view(), cu_seqlens, AttendOptions(**options))
     assert float((out.float() - expected.float()).norm() / expected.float().norm()) < bound
 
 
@@ -209,7 +214,9 @@ def test_queries_of_no_sequence_are_zero(few):
     q, cu_seqlens = queries(cache, [1] * rows, 4)
     q = torch.cat([q, q[:3]])
     out = torch.full_like(q, torch.nan)
-    _, lse = cuda.attend(cache.codec, q, cache.view(), cu_seqlens, max_queries=1, out=out)
+    _, lse = cuda.attend(
+        cache.codec, q, cache.view(), cu_seqlens, AttendOptions(max_queries=1, out=out)
+    )
     assert out[:rows].isfinite().all() and not out[rows:].any()
     assert torch.isneginf(lse[rows:]).all() and lse[:rows].isfinite().all()
 
@@ -339,7 +346,7 @@ def test_outputs_are_written_after_the_kernel_before_has_ended(owned):
     module = cuda_on_host.module("decode", cache.layout, q.shape[1], plan.tile, False, DEVICE)
     out = torch.full_like(q, 7.0)
     module.previous_writes(out)
-    cuda.attend(cache.codec, q, view, cu_seqlens, max_queries=1, out=out)
+    cuda.attend(cache.codec, q, view, cu_seqlens, AttendOptions(max_queries=1, out=out))
     assert torch.equal(out[owned:], torch.zeros_like(out[owned:]))
     assert torch.isfinite(out).all()
 
@@ -357,8 +364,8 @@ def test_scores_of_any_size(preset):
     cu_seqlens = torch.tensor([0, 1], dtype=torch.int32, device=DEVICE)
     for scale in (1.0, 30.0, 41.0, 57.0, 300.0, 311.0, 353.0):
         options = {"max_queries": 1, "scale": scale}
-        expected, _ = reference.attend(*arguments, cu_seqlens, **options)
-        out, _ = cuda.attend(*arguments, cu_seqlens, **options)
+        expected, _ = reference.attend(*arguments, cu_seqlens, AttendOptions(**options))
+        out, _ = cuda.attend(*arguments, cu_seqlens, AttendOptions(**options))
         size = float(expected.abs().max())
         torch.testing.assert_close(out, expected, atol=2e-3 * size, rtol=2e-3)
 

@@ -11,6 +11,7 @@ import torch
 from test_attention import poison
 from test_prefill import CFG, assert_extends_like_the_reference, filled
 from tightkv.kernels import prefill
+from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.sdpa import AttentionState
 
 pytest.importorskip("triton")
@@ -138,8 +139,10 @@ def test_attend_takes_the_way_of_many_queries(prefix, count, batch, dtype):
     query = torch.randn(batch * count, 8, 128, device=DEVICE).to(dtype)
     first = torch.arange(batch + 1, dtype=torch.int32, device=DEVICE) * count
     options = {"max_queries": count, "new_key": new_key, "new_value": new_value}
-    out, lse = kernels.attend(cache.codec, query, cache.view(), first, **options)
-    expected, expected_lse = reference.attend(cache.codec, query, cache.view(), first, **options)
+    out, lse = kernels.attend(cache.codec, query, cache.view(), first, AttendOptions(**options))
+    expected, expected_lse = reference.attend(
+        cache.codec, query, cache.view(), first, AttendOptions(**options)
+    )
     half = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-11
     torch.testing.assert_close(lse, expected_lse, atol=40 * half, rtol=half)
     size = float(expected.abs().max())

@@ -18,6 +18,7 @@ from test_attention import poison
 from tightkv.codec import Codec
 from tightkv.config import KVQuantConfig
 from tightkv.kernels import reference
+from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.registry import load, select
 from tightkv.kernels.sdpa import AttentionState
 from tightkv.kernels.view import CacheView
@@ -64,8 +65,8 @@ def assert_attends_like_the_reference(cache, counts, group, **options):
     q, cu_seqlens = queries(cache, counts, group)
     arguments = (cache.codec, q, cache.view(), cu_seqlens)
     options = {"max_queries": max(counts), **options}
-    expected, expected_lse = reference.attend(*arguments, **options)
-    out, lse = kernels.attend(*arguments, **options)
+    expected, expected_lse = reference.attend(*arguments, AttendOptions(**options))
+    out, lse = kernels.attend(*arguments, AttendOptions(**options))
     assert out.dtype == q.dtype and lse.dtype == torch.float32
     assert torch.equal(torch.isneginf(lse), torch.isneginf(expected_lse))
     some = ~torch.isneginf(lse)
@@ -239,7 +240,7 @@ def test_close_to_exact_attention():
     cache = cache_on(CFG, [300], name="triton")
     key, value = fill(cache, [300])
     q, cu_seqlens = queries(cache, [2], 2)
-    out, _ = kernels.attend(cache.codec, q, cache.view(), cu_seqlens, max_queries=2)
+    out, _ = kernels.attend(cache.codec, q, cache.view(), cu_seqlens, AttendOptions(max_queries=2))
     expected, _ = exact_attention(q[None].cpu(), key.cpu(), value.cpu(), lengths=[300])
     assert 0.002 < float((out[None].cpu() - expected).norm() / expected.norm()) < 0.2
 
@@ -272,7 +273,9 @@ def test_nothing_to_attend():
     cache = cache_on(CFG, [10])
     fill(cache, [10])
     q, cu_seqlens = queries(cache, [0], 2)
-    out, lse = kernels.attend(cache.codec, q, cache.view(), cu_seqlens, max_queries=0)
+    out, lse = kernels.attend(
+        cache.codec, q, cache.view(), cu_seqlens, AttendOptions(max_queries=0)
+    )
     assert out.shape == q.shape and lse.shape == q.shape[:2]
 
 
@@ -360,8 +363,8 @@ def test_a_mask_that_ends_early_hides_the_rest():
     short = torch.ones(1, 1, 2, 70, dtype=torch.bool, device=DEVICE)
     whole = torch.cat([short, torch.zeros_like(short)[..., :20]], -1)
     arguments = (cache.codec, q, cache.view(), cu_seqlens)
-    out, _ = kernels.attend(*arguments, max_queries=2, mask=short)
-    expected, _ = kernels.attend(*arguments, max_queries=2, mask=whole)
+    out, _ = kernels.attend(*arguments, AttendOptions(max_queries=2, mask=short))
+    expected, _ = kernels.attend(*arguments, AttendOptions(max_queries=2, mask=whole))
     assert torch.equal(out, expected)
 
 
@@ -375,15 +378,17 @@ def test_tokens_whose_heads_lie_far_apart():
     far = memory.as_strided((2, heads, 64), (64, stride, 1))
     far.copy_(q)
     options = {"max_queries": 2}
-    out, _ = kernels.attend(cache.codec, far, cache.view(), cu_seqlens, **options)
-    expected, _ = kernels.attend(cache.codec, q, cache.view(), cu_seqlens, **options)
+    out, _ = kernels.attend(cache.codec, far, cache.view(), cu_seqlens, AttendOptions(**options))
+    expected, _ = kernels.attend(cache.codec, q, cache.view(), cu_seqlens, AttendOptions(**options))
     assert torch.equal(out, expected)
     new = torch.randn(2, heads, 64, device=DEVICE, dtype=torch.float16)
     far.copy_(new)
     options |= {"new_key": far, "new_value": far}
-    out, _ = kernels.attend(cache.codec, q, cache.view(), cu_seqlens, **options)
+    out, _ = kernels.attend(cache.codec, q, cache.view(), cu_seqlens, AttendOptions(**options))
     options |= {"new_key": new, "new_value": new}
-    assert torch.equal(out, kernels.attend(cache.codec, q, cache.view(), cu_seqlens, **options)[0])
+    assert torch.equal(
+        out, kernels.attend(cache.codec, q, cache.view(), cu_seqlens, AttendOptions(**options))[0]
+    )
 
 
 class Grids:
@@ -432,8 +437,8 @@ def test_grids_have_room_for_many_sequences(monkeypatch):
     x = torch.empty(batch, heads, d, dtype=torch.float16, device=meta)
     many = torch.empty(batch, heads, 32, d, dtype=torch.float16, device=meta)
     kernels.append(codec, view, x, x, number, number, max_new=1, encode_partial_page=True)
-    kernels.attend(codec, x, view, number, max_queries=1)
-    kernels.attend(codec, x, view, number, max_queries=batch)
+    kernels.attend(codec, x, view, number, AttendOptions(max_queries=1))
+    kernels.attend(codec, x, view, number, AttendOptions(max_queries=batch))
     triton_prefill.rotate_queries(codec, many)
     triton_prefill.load_prefix(codec, view, 0, 200, many, many)
     part = AttentionState(many, torch.empty(batch, heads, 32, device=meta))

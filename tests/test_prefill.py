@@ -11,6 +11,7 @@ from helpers import add, make_cache, tokens
 from test_attention import poison
 from tightkv.config import KVQuantConfig
 from tightkv.kernels import prefill, reference, sdpa
+from tightkv.kernels.options import AttendOptions
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CFG = KVQuantConfig(page_size=32, sinks=2, exact_pages=1)
@@ -45,7 +46,7 @@ def assert_extends_like_the_reference(cache, view=None, *, heads=6, count=20, op
     ops = prefill.TorchPrefillOps() if ops is None else ops
     out, lse = prefill.extend(cache.codec, query, view, ops, **arguments)
     expected, expected_lse = reference.attend(
-        cache.codec, query, view, cu_seqlens, max_queries=count, **arguments
+        cache.codec, query, view, cu_seqlens, AttendOptions(max_queries=count, **arguments)
     )
     assert out.dtype == query.dtype and out.shape == query.shape
     assert lse.dtype == torch.float32 and lse.shape == expected_lse.shape

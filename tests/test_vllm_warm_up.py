@@ -24,6 +24,7 @@ from tightkv.integrations.vllm.rows import BatchRows, RowTable
 from tightkv.integrations.vllm.warm_up import kinds_of_parts, sizes, warm_up, warm_up_once
 from tightkv.kernels import reference
 from tightkv.kernels.cpu import backend as cpu
+from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.prefill import MIN_QUERIES
 from tightkv.layout import PageLayout
 
@@ -58,12 +59,11 @@ class Watched:
         self.appended.append(max_new)
         self.kernels.append(*args, max_new=max_new, **options)
 
-    def attend(self, *args: Any, max_queries: int, **options: Any) -> tuple[Tensor, Tensor]:
-        new = options["new_key"] is not None
-        self.attended.append((max_queries, new, args[2].same_length))
-        found: tuple[Tensor, Tensor] = self.kernels.attend(
-            *args, max_queries=max_queries, **options
-        )
+    def attend(self, *args: Any) -> tuple[Tensor, Tensor]:
+        options: AttendOptions = args[-1]
+        new = options.new_key is not None
+        self.attended.append((options.max_queries, new, args[2].same_length))
+        found: tuple[Tensor, Tensor] = self.kernels.attend(*args)
         self.finite &= bool(torch.isfinite(found[0]).all() and torch.isfinite(found[1]).all())
         return found
 
@@ -154,9 +154,9 @@ def test_only_attention_right_after_its_append_may_begin_before_it_ends() -> Non
     hints: list[bool] = []
 
     class Hints(Watched):
-        def attend(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        def attend(self, *args: Any) -> tuple[Tensor, Tensor]:
             hints.append(args[2].overlaps_append)
-            return super().attend(*args, **options)
+            return super().attend(*args)
 
     step = make_step(Hints(reference))
     layout = step.codec.layout

@@ -17,6 +17,7 @@ from triton.runtime.jit import JITFunction
 
 from helpers import make_cache
 from tightkv.config import KVQuantConfig
+from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.triton import attend as triton_attend
 from tightkv.kernels.triton import backend as kernels
 from tightkv.kernels.triton import dequantize
@@ -71,7 +72,9 @@ def main(dim: int, preset: str, *only: str) -> None:
         q = torch.zeros(count, 8, dim, dtype=torch.bfloat16)
         cu_seqlens = torch.tensor([0, count], dtype=torch.int32)
         new = {} if count == 1 else {"new_key": x[0], "new_value": x[0], "window": 4096}
-        kernels.attend(cache.codec, q, cache.view(), cu_seqlens, max_queries=count, **new)
+        kernels.attend(
+            cache.codec, q, cache.view(), cu_seqlens, AttendOptions(max_queries=count, **new)
+        )
     json.dump(shared, sys.stdout)
 
 

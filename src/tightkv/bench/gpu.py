@@ -16,6 +16,7 @@ from tightkv.bench.problems import Layer, Shape, fill, layers_for
 from tightkv.bench.rows import provenance
 from tightkv.bench.timing import copy_bandwidth, graph_ms
 from tightkv.config import KVQuantConfig
+from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.registry import select
 from tightkv.layout import PageLayout
 
@@ -72,7 +73,7 @@ def _decode_times(module: ModuleType, layers: Sequence[Layer], shape: Shape) -> 
         )  # fmt: skip
 
     def attend(layer: Layer) -> None:
-        module.attend(layer.codec, query, layer.view, cu_seqlens, max_queries=1)
+        module.attend(layer.codec, query, layer.view, cu_seqlens, AttendOptions(max_queries=1))
 
     def step(layer: Layer) -> None:  # as vLLM's layers launch them
         append(layer)
@@ -161,7 +162,7 @@ def _extend_row(chunk: int, prefix: int, preset: str, device: torch.device) -> d
     cu_seqlens = torch.tensor([0, chunk], dtype=torch.int32, device=device)
     attend = partial(
         module.attend, layer.codec, query, view, cu_seqlens,
-        max_queries=chunk, new_key=key, new_value=value,
+        AttendOptions(max_queries=chunk, new_key=key, new_value=value),
     )  # fmt: skip
     ours = graph_ms([attend], repeats=5)
     return {

@@ -20,6 +20,7 @@ from tightkv.bench.problems import Layer, Shape, fill
 from tightkv.bench.rows import provenance
 from tightkv.bench.timing import graph_ms
 from tightkv.config import KVQuantConfig
+from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.registry import select
 from tightkv.layout import PageLayout
 
@@ -100,7 +101,9 @@ class TightModelCache:
             at.codec, at.view, key, value, self.cu_seqlens, at.ring_valid_from,
             max_new=1, encode_partial_page=False,
         )  # fmt: skip
-        out, _ = self.kernels.attend(at.codec, query, at.view, self.cu_seqlens, max_queries=1)
+        out, _ = self.kernels.attend(
+            at.codec, query, at.view, self.cu_seqlens, AttendOptions(max_queries=1)
+        )
         return out
 
     @property

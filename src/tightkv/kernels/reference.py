@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tightkv.codec import Codec
+from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.view import CacheView
 
 _STEP_BYTES = 32 << 20  # float32 temporaries of one step
@@ -202,16 +203,7 @@ def attend(
     query: Tensor,
     view: CacheView,
     cu_seqlens: Tensor,
-    *,
-    max_queries: int,
-    scale: float | None = None,
-    causal: bool = True,
-    window: int | None = None,
-    softcap: float | None = None,
-    mask: Tensor | None = None,
-    new_key: Tensor | None = None,
-    new_value: Tensor | None = None,
-    out: Tensor | None = None,
+    options: AttendOptions,
 ) -> tuple[Tensor, Tensor]:
     """Attention over the cache: output like query, and its LSE [N, Hq] in float32.
 
@@ -222,6 +214,7 @@ def attend(
     (bool, True attends) or is added to the scores (float). Queries that attend to nothing
     give zeros and an LSE of -inf. The output is written to `out` where that is given.
     """
+    max_queries, scale, causal, window, softcap, mask, new_key, new_value, out = options
     _, hq, d = query.shape
     hkv = view.ring_key.shape[2]
     cu_seqlens = cu_seqlens.long()

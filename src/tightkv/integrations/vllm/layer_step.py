@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tightkv.codec import Codec
 from tightkv.integrations.vllm.metadata import Sequences
+from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.view import CacheView
 
 Rings = tuple[Tensor, ...]  # ring key and value, sink key and value, each [rows + 1, n, Hkv, D]
@@ -64,15 +65,14 @@ class LayerStep:
                 query[mine],
                 _view(pages, rings, part, context=part.fresh, overlaps_append=len(parts) == 1),
                 part.first,
-                max_queries=part.most,
-                scale=self.scale,
-                causal=True,
-                window=None,
-                softcap=self.softcap,
-                mask=None,
-                new_key=key[mine] if part.fresh else None,
-                new_value=value[mine] if part.fresh else None,
-                out=output[mine],
+                AttendOptions(
+                    max_queries=part.most,
+                    scale=self.scale,
+                    softcap=self.softcap,
+                    new_key=key[mine] if part.fresh else None,
+                    new_value=value[mine] if part.fresh else None,
+                    out=output[mine],
+                ),
             )
 
 

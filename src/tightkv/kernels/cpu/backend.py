@@ -17,6 +17,7 @@ from torch import Tensor
 from tightkv.codec import Codec
 from tightkv.kernels.constants import unsupported_codec
 from tightkv.kernels.cpu import library
+from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.view import CacheView
 from tightkv.layout import PageLayout
 from tightkv.math.quantize import finite
@@ -85,18 +86,10 @@ def attend(
     query: Tensor,
     view: CacheView,
     cu_seqlens: Tensor,
-    *,
-    max_queries: int,
-    scale: float | None = None,
-    causal: bool = True,
-    window: int | None = None,
-    softcap: float | None = None,
-    mask: Tensor | None = None,
-    new_key: Tensor | None = None,
-    new_value: Tensor | None = None,
-    out: Tensor | None = None,
+    options: AttendOptions,
 ) -> tuple[Tensor, Tensor]:
     """As `reference.attend`."""
+    _, scale, causal, window, softcap, mask, new_key, new_value, out = options
     query, cu_seqlens = _row(query), _int(cu_seqlens)
     total, heads, dim = query.shape
     wanted = out

@@ -20,6 +20,7 @@ from tightkv.kernels.cuda.nvrtc import load_torch_nvrtc
 from tightkv.kernels.cuda.params import AppendParams, DecodeParams
 from tightkv.kernels.cuda.source import source
 from tightkv.kernels.device_guard import device_guard
+from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.triton import backend as triton_kernels
 from tightkv.kernels.view import CacheView
 from tightkv.layout import RING_SLACK, PageLayout
@@ -143,27 +144,15 @@ def attend(
     query: Tensor,
     view: CacheView,
     cu_seqlens: Tensor,
-    *,
-    max_queries: int,
-    scale: float | None = None,
-    causal: bool = True,
-    window: int | None = None,
-    softcap: float | None = None,
-    mask: Tensor | None = None,
-    new_key: Tensor | None = None,
-    new_value: Tensor | None = None,
-    out: Tensor | None = None,
+    options: AttendOptions,
 ) -> tuple[Tensor, Tensor]:
     """See `reference.attend`."""
     layout, device = codec.layout, query.device
     rows, hq, d = query.shape
+    max_queries, scale, causal, window, softcap, mask, new_key, _, out = options
     decoding = 0 < max_queries <= _MAX_QUERIES and mask is None and new_key is None
     if not decoding or query.dtype != layout.dtype or not rows or not view.batch:
-        return triton_kernels.attend(
-            codec, query, view, cu_seqlens, max_queries=max_queries, scale=scale, causal=causal,
-            window=window, softcap=softcap, mask=mask, new_key=new_key, new_value=new_value,
-            out=out,
-        )  # fmt: skip
+        return triton_kernels.attend(codec, query, view, cu_seqlens, options)
     overlaps_append = view.overlaps_append
     if query.stride(-1) != 1:
         query, overlaps_append = query.contiguous(), False

@@ -18,6 +18,7 @@ from torch import Tensor
 from tightkv.codec import Codec
 from tightkv.kernels.constants import decode_constants, layout_constants
 from tightkv.kernels.device_guard import device_guard
+from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.prefill import can_extend, extend
 from tightkv.kernels.triton import prefill as prefill_ops
 from tightkv.kernels.triton.attend_plan import attend_plan
@@ -361,18 +362,10 @@ def attend(
     query: Tensor,
     view: CacheView,
     cu_seqlens: Tensor,
-    *,
-    max_queries: int,
-    scale: float | None = None,
-    causal: bool = True,
-    window: int | None = None,
-    softcap: float | None = None,
-    mask: Tensor | None = None,
-    new_key: Tensor | None = None,
-    new_value: Tensor | None = None,
-    out: Tensor | None = None,
+    options: AttendOptions,
 ) -> tuple[Tensor, Tensor]:
     """See `reference.attend`."""
+    max_queries, scale, causal, window, softcap, mask, new_key, new_value, out = options
     layout, device = codec.layout, query.device
     rows, hq, d = query.shape
     scale = 1 / math.sqrt(d) if scale is None else scale
