@@ -1,8 +1,8 @@
 /* A cache of fixed size for graphs that run without Python: one call takes the new tokens of a
    layer and attends to all. Operands come from a file that anybody may have made, so each is
    checked here before it is used. */
-#ifndef TIGHTKV_STATIC_H
-#define TIGHTKV_STATIC_H
+#ifndef TIGHTKV_STATIC_CACHE_H
+#define TIGHTKV_STATIC_CACHE_H
 
 #include <stddef.h>
 

@@ -1,6 +1,6 @@
 /* The shape of a block of key codes, and rows that are an odd number of 16 codes. */
-#ifndef TIGHTKV_KEYS16_H
-#define TIGHTKV_KEYS16_H
+#ifndef TIGHTKV_KEY_BLOCK_H
+#define TIGHTKV_KEY_BLOCK_H
 
 #include <stdint.h>
 

@@ -16,7 +16,7 @@
      multiply(levels, by, sums)    by: 16 bytes [even q1][odd q1][even q0][odd q0]
      join(sums)                    products, by token or by channel */
 
-#include "keys16.h"
+#include "key_block.h"
 #include "ops.h"
 #include "vectors.h"
 

@@ -6,7 +6,7 @@
 #include <stdlib.h>
 
 #include "internal.h"
-#include "static.h"
+#include "static_cache.h"
 
 #define DECODE_TOKENS 16 /* up to so many are appended first and read from the ring */
 #define RING_SLACK 32    /* of layout.py: so many at once see the window of the first */
