@@ -13,6 +13,7 @@ from tightkv.config import FORMAT_VERSION, PRESETS, KVQuantConfig
 from tightkv.export import StaticKV, operator_library
 from tightkv.export.operator import OperatorError
 from tightkv.export.spec import spec_of
+from tightkv.kernels.registry import load
 from tightkv.layout import PageLayout
 
 try:
@@ -36,7 +37,7 @@ class Pair:
             cfg, rows=len(pads), heads=heads, dim=dim, dtype=dtype, left_pad=list(pads),
             encode_partial_page=False,
         )  # fmt: skip
-        self.paged._kernels = "tightkv.kernels.cpu.backend"
+        self.paged._kernels = load("cpu").__name__
         self.paged.feedback = options.get("feedback")
         self.heads, self.group, self.dim, self.dtype = heads, group, dim, dtype
         self.pads = torch.tensor(pads)
