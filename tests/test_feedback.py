@@ -277,7 +277,7 @@ def test_cuda_without_feedback_launches_one_kernel(cuda, monkeypatch):
 
 @pytest.mark.parametrize(("preset", "dim", "dtype"), TRITON, ids=str)
 def test_triton_pages_are_those_of_the_reference(preset, dim, dtype):
-    pytest.importorskip("tightkv.kernels.triton")
+    pytest.importorskip("tightkv.kernels.triton.backend")
     cfg = KVQuantConfig.preset(preset).replace(page_size=32)
     steps = STEPS if ON_GPU else [(20, 34), (13, 1)]
     arguments = (cfg, dim, dtype, steps)
@@ -286,7 +286,7 @@ def test_triton_pages_are_those_of_the_reference(preset, dim, dtype):
 
 
 def test_triton_takes_feedback_for_uncentered_keys():
-    pytest.importorskip("tightkv.kernels.triton")
+    pytest.importorskip("tightkv.kernels.triton.backend")
     cfg = KVQuantConfig.preset("k2v2").replace(key_centering="none", page_size=32)
     arguments = (cfg, 64, torch.float32, [(33,)])
     options = {"heads": 1, "lose_exact": False}

@@ -15,7 +15,7 @@ from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.sdpa import AttentionState
 
 pytest.importorskip("triton")
-pytest.importorskip("tightkv.kernels.triton")
+pytest.importorskip("tightkv.kernels.triton.backend")
 from tightkv.kernels.triton import prefill as triton_prefill
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -45,7 +45,7 @@ def make_step(kernels: Any, dtype: torch.dtype = torch.float32) -> LayerStep:
 class Watched:
     """Kernels that tell how they were called, and what came out."""
 
-    __name__ = "kernels.watched"
+    NAME = "watched"
 
     def __init__(self, kernels: ModuleType) -> None:
         self.kernels = kernels

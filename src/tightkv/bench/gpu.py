@@ -45,7 +45,7 @@ def decode_rows(
                     "bench": "decode",
                     "shape": asdict(shape),
                     "preset": preset,
-                    "kernels": module.__name__.split(".")[-1],
+                    "kernels": module.NAME,
                     "ms": times,
                     "others_ms": others,
                     "against_best_bf16": bf16 / times["step"],

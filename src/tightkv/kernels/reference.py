@@ -18,6 +18,7 @@ from tightkv.codec import Codec
 from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.view import CacheView
 
+NAME = "reference"
 _STEP_BYTES = 32 << 20  # float32 temporaries of one step
 
 

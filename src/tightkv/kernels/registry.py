@@ -1,7 +1,7 @@
 """Which implementation of append and attend can run where, and which is taken.
 
-Each is a module with the same two functions as `reference`, and two that say where it cannot
-serve: `unavailable(device_type)` and `unsupported(layout)`, a reason or None.
+Each is a module with its `NAME`, the same two functions as `reference`, and two that say where it
+cannot serve: `unavailable(device_type)` and `unsupported(layout)`, a reason or None.
 """
 
 from __future__ import annotations

@@ -27,7 +27,8 @@ class LayerStep:
 
     @property
     def kernel_name(self) -> str:
-        return self.kernels.__name__.rpartition(".")[2]
+        name: str = self.kernels.NAME
+        return name
 
     def run(
         self,

@@ -22,6 +22,7 @@ from tightkv.kernels.view import CacheView
 from tightkv.layout import PageLayout
 from tightkv.math.quantize import finite
 
+NAME = "cpu"
 # struct view, attend_args and append_args of native/native.h
 _VIEW = "17q"
 _ATTEND = struct.Struct(f"={_VIEW}9q4q4q5q2q2dq")

@@ -25,7 +25,9 @@ from tightkv.kernels.triton import backend as triton_kernels
 from tightkv.kernels.view import CacheView
 from tightkv.layout import RING_SLACK, PageLayout
 
-__all__ = ["append", "attend", "unavailable", "unsupported"]
+__all__ = ["NAME", "append", "attend", "unavailable", "unsupported"]
+
+NAME = "cuda"
 
 _MAX_QUERIES = RING_SLACK  # more than this is prefill
 _EXACT_TOKENS = 16  # that a warp reads at a time

@@ -13,7 +13,9 @@ from tightkv.kernels.triton.attend import attend
 from tightkv.kernels.triton.device import interpreted
 from tightkv.layout import PageLayout
 
-__all__ = ["append", "attend", "unavailable", "unsupported"]
+__all__ = ["NAME", "append", "attend", "unavailable", "unsupported"]
+
+NAME = "triton"
 
 
 def unavailable(device_type: str | None, asked: bool = False) -> str | None:
