@@ -18,7 +18,8 @@ from torch import Tensor
 
 from tightkv.codec import Codec
 from tightkv.config import KVQuantConfig
-from tightkv.kernels import cuda, triton
+from tightkv.kernels.cuda import backend as cuda
+from tightkv.kernels.triton import backend as triton
 from tightkv.kernels.view import CacheView
 from tightkv.layout import page_layout
 from tightkv.math.feedback import QueryMetric
@@ -66,7 +67,7 @@ class Layer:
             self.first,
             self.exact,
             max_new=self.new,
-            open_codes=False,
+            encode_partial_page=False,
         )
 
 

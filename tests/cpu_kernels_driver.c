@@ -112,7 +112,7 @@ static void run(const char *isa, int key_bits, int value_bits, int dim, int page
 {
     struct constants constants[2];
     struct layer layer = make_layer(key_bits, value_bits, dim, page, constants);
-    int32_t lengths[BATCH] = {0}, starts[BATCH] = {0, 3}, ring_starts[BATCH] = {0};
+    int32_t lengths[BATCH] = {0}, left_pad[BATCH] = {0, 3}, ring_read_from[BATCH] = {0};
     int32_t sink_counts[BATCH] = {0}, ring_rows[BATCH] = {1, 0}, exact[BATCH] = {0};
     const int steps[][BATCH] = {{700, 45}, {1, 1}, {5, 0}, {30, 64}};
     const int64_t most_pages = 900 / page + 1;
@@ -124,7 +124,7 @@ static void run(const char *isa, int key_bits, int value_bits, int dim, int page
     for (int k = 0; k < 4; k++)
         exact_rows[k] = zeros((size_t)(BATCH * (k < 2 ? RING : SINKS) * HEADS * dim), sizeof(float));
     struct view view = {BATCH, pages, HEADS * layer.record_bytes, table, most_pages,
-                        lengths, starts, ring_starts, sink_counts, ring_rows,
+                        lengths, left_pad, ring_read_from, sink_counts, ring_rows,
                         exact_rows[0], exact_rows[1], exact_rows[2], exact_rows[3],
                         RING, SINKS, FLOAT32};
     float *factors = key_bits > 4 ? NULL : floats((size_t)(HEADS * dim * dim));
@@ -138,7 +138,7 @@ static void run(const char *isa, int key_bits, int value_bits, int dim, int page
         struct tokens k = {key, HEADS * dim, dim}, v = {value, HEADS * dim, dim};
         for (int b = 0; b < BATCH; b++) {
             lengths[b] += steps[step][b];
-            ring_starts[b] = lengths[b] > RING ? (lengths[b] - RING + page - 1) / page * page : 0;
+            ring_read_from[b] = lengths[b] > RING ? (lengths[b] - RING + page - 1) / page * page : 0;
             sink_counts[b] = SINKS;
         }
         struct append_args append = {view, k, v, FLOAT32, first, exact, 1, threads, factors};
@@ -152,7 +152,7 @@ static void run(const char *isa, int key_bits, int value_bits, int dim, int page
         float *query = floats((size_t)(total * heads * dim)), *out = floats((size_t)(total * heads * dim));
         float *lse = floats((size_t)(total * heads));
         struct attend_args attend = {.view = view, .query = {query, heads * dim, dim},
-                                     .total = total, .heads = heads, .first = rows, .out = out,
+                                     .total = total, .heads = heads, .cu_seqlens = rows, .out = out,
                                      .lse = lse, .causal = 1, .window = step == 2 ? 50 : 0,
                                      .scale = 0.1, .softcap = step == 1 ? 5.0 : 0.0,
                                      .threads = threads};

@@ -8,7 +8,8 @@ import torch
 from test_feedback import anisotropic_metric
 from test_kernels_triton import cache_on, fill, queries
 from tightkv.config import KVQuantConfig
-from tightkv.kernels import cuda
+from tightkv.kernels.cuda import backend as cuda
+from tightkv.kernels.options import AttendOptions
 from tightkv.math.feedback import QueryMetric
 
 CASES = (
@@ -28,8 +29,10 @@ def main() -> None:
             cache.use_metric(QueryMetric(anisotropic_metric(2, 128)))
         fill(cache, lengths)
         fill(cache, counts, seed=2)
-        q, first = queries(cache, counts, 4)
-        out, _ = cuda.attend(cache.codec, q, cache.view(), first, max_queries=max(counts))
+        q, cu_seqlens = queries(cache, counts, 4)
+        out, _ = cuda.attend(
+            cache.codec, q, cache.view(), cu_seqlens, AttendOptions(max_queries=max(counts))
+        )
         assert out.isfinite().all()
 
 

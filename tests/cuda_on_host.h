@@ -1,5 +1,5 @@
 // CUDA C++ as C++ of this machine: the threads of a block are fibers, and what lanes do together
-// is done when the last of them arrives. Stands before the sources, in place of machine.cu.
+// is done when the last of them arrives. Stands before the sources, in place of ptx.cuh.
 //
 // Copies to shared memory happen when they are waited for, not before; dynamic shared memory is
 // full of NaN when a block begins; so is memory that the kernel before is told to write, when that
@@ -264,27 +264,27 @@ inline bool __any_sync(u32, bool x) {
     return std::any_of(of, of + 32, [](bool b) { return b; });
 }
 
-// --- machine.cu ---
-inline void wait_for_previous() {  // until here the kernel before may still write
+// --- ptx.cuh ---
+inline void grid_dependency_wait() {  // until here the kernel before may still write
     if (host::late) memset(host::late, 0xff, host::late_bytes);
     host::late = nullptr;
 }
-inline void let_next_start() {}
+inline void launch_dependents() {}
 inline float exp2_fast(float x) { return exp2f(x); }
 inline float log2_fast(float x) { return log2f(x); }
 inline float half_to_float(u16 h) { return host::to_float(h); }
-inline u16 to_half(float x) { return host::from_float(x); }
-inline u32 pack_half(float low, float high) {
+inline u16 float_to_half(float x) { return host::from_float(x); }
+inline u32 pack_half2(float low, float high) {
     return host::from_float(low) | (u32)host::from_float(high) << 16;
 }
-inline u32 pack_bf16(float low, float high) {
+inline u32 pack_bf16x2(float low, float high) {
     return host::to_bf16(low) | (u32)host::to_bf16(high) << 16;
 }
-inline u32 larger_halves(u32 a, u32 b) {
-    return pack_half(fmaxf(half_to_float((u16)a), half_to_float((u16)b)),
+inline u32 max_half2(u32 a, u32 b) {
+    return pack_half2(fmaxf(half_to_float((u16)a), half_to_float((u16)b)),
                      fmaxf(half_to_float((u16)(a >> 16)), half_to_float((u16)(b >> 16))));
 }
-inline u32 permute_bytes(u32 low, u32 high, u32 select) {
+inline u32 prmt(u32 low, u32 high, u32 select) {
     const u64 pool = low | (u64)high << 32;
     u32 y = 0;
     for (int k = 0; k < 4; k++) {
@@ -295,15 +295,15 @@ inline u32 permute_bytes(u32 low, u32 high, u32 select) {
     }
     return y;
 }
-inline u32 __byte_perm(u32 low, u32 high, u32 select) { return permute_bytes(low, high, select); }
-inline u32 other_sign(u32 w) { return w ^ 0x88888888u; }
-inline u32 turn(u32 x) {
+inline u32 __byte_perm(u32 low, u32 high, u32 select) { return prmt(low, high, select); }
+inline u32 flip_sign_bits(u32 w) { return w ^ 0x88888888u; }
+inline u32 transpose_8x8(u32 x) {
     const u32 *of = host::show(x);
     const int g = host::now->lane >> 2, t = host::now->lane & 3;
     const int half = 16 * (g & 1);
     return ((of[8 * t + g / 2] >> half) & 0xffff) | ((of[8 * t + 4 + g / 2] >> half) << 16);
 }
-inline void mma(float *c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+inline void mma_f16(float *c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     const u32 a[] = {a0, a1, a2, a3}, b[] = {b0, b1};
     float x[8], y[4];
     for (int k = 0; k < 8; k++) x[k] = half_to_float((u16)(a[k / 2] >> (16 * (k & 1))));
@@ -320,7 +320,7 @@ inline void mma_bf16(float *c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     host::multiply(c, x, y);
 }
 template <bool B_UNSIGNED>
-void mma_bytes(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, int c0, int c1, int c2,
+void mma_int8(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, int c0, int c1, int c2,
                int c3) {
     const int c[] = {c0, c1, c2, c3};
     struct Operands {
@@ -341,19 +341,19 @@ void mma_bytes(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, int 
         }
     }
 }
-inline u32 largest(u32 x) {
+inline u32 warp_max(u32 x) {
     const u32 *of = host::show(x);
     return *std::max_element(of, of + 32);
 }
-inline u64 read_once() { return 0; }
-inline void copy(u32 to, const u8 *from, u64) { host::now->open.push_back({to, from, 16}); }
-inline void copy(u32 to, const u8 *from) { copy(to, from, 0); }
-inline void end_of_copies() {
+inline u64 evict_first_policy() { return 0; }
+inline void cp_async(u32 to, const u8 *from, u64) { host::now->open.push_back({to, from, 16}); }
+inline void cp_async(u32 to, const u8 *from) { cp_async(to, from, 0); }
+inline void cp_async_commit() {
     host::now->groups.push_back(std::move(host::now->open));
     host::now->open.clear();
 }
 template <int LATER>
-void wait_for_copies() {
+void cp_async_wait() {
     auto &groups = host::now->groups;
     for (; groups.size() > LATER; groups.pop_front())
         for (const host::Copy &c : groups.front()) host::move(c);

@@ -5,32 +5,34 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import re
 import shutil
 import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from tightkv.kernels import cuda
+from tightkv.kernels.cuda import source
 
 COMPILER = shutil.which("g++")
 HEADER = Path(__file__).with_name("cuda_on_host.h")
+_PTX = re.compile(r'#line 1 "ptx\.cuh"\n.*?(?=#line )', re.DOTALL)  # the header takes its place
 _FOLDER = tempfile.TemporaryDirectory(prefix="tightkv-cuda-on-host-")  # removed with the process
 _APPEND = """
 extern "C" void host_append(const int *shape, int threads, size_t shared, void **args) {
-    host::launch(shape, threads, shared, [&] { append(*(Append *)args[0]); });
+    host::launch(shape, threads, shared, [&] { append(*(AppendParams *)args[0]); });
 }
 """
 _SEAL = """
 extern "C" void host_seal(const int *shape, int threads, size_t shared, void **args) {
     host::launch(shape, threads, shared, [&] {
-        seal(*(Append *)args[0], *(float **)args[1], *(int *)args[2]);
+        seal(*(AppendParams *)args[0], *(float **)args[1], *(int *)args[2]);
     });
 }
 """
 _DECODE = """
 extern "C" void host_decode(const int *shape, int threads, size_t shared, void **args) {
-    host::launch(shape, threads, shared, [&] { decode(*(Rows *)args[0]); });
+    host::launch(shape, threads, shared, [&] { decode(*(DecodeParams *)args[0]); });
 }
 extern "C" void host_merge(const int *shape, int threads, size_t shared, void **args) {
     host::launch(shape, threads, shared, [&] {
@@ -69,10 +71,10 @@ def module(
     name: str, layout: Any, query_heads: int, tile: Any, softcap: bool, _: Any
 ) -> HostModule:
     """In place of `cuda._module`."""
-    text = cuda.source(name, layout, query_heads, tile, softcap)
-    machine = Path(cuda.__file__).with_name("machine.cu").read_text(encoding="utf-8")
-    assert machine in text
-    text = f'#include "{HEADER}"\n' + text.replace(machine, "") + _LAUNCHERS[name]
+    text = source.source(name, layout, query_heads, tile, softcap)
+    text, found = _PTX.subn("", text)
+    assert found == 1
+    text = f'#include "{HEADER}"\n' + text + _LAUNCHERS[name]
     text = text.replace(
         "extern __shared__ __align__(128) char memory[];", "char *memory = host::memory;"
     )

@@ -10,10 +10,10 @@ from tightkv.sequences import SequenceTable
 
 
 def make_cache(
-    cfg, *, rows=2, heads=2, dim=64, starts=None, dtype=torch.float32, device="cpu", **table
+    cfg, *, rows=2, heads=2, dim=64, left_pad=None, dtype=torch.float32, device="cpu", **table
 ):
     sequences = SequenceTable(cfg, **table)
-    sequences.add_rows(starts or [0] * rows)
+    sequences.add_rows(left_pad or [0] * rows)
     return PagedKV(PageLayout(cfg, heads, dim, dtype), sequences, device, "reference")
 
 
@@ -33,7 +33,7 @@ def add(cache, key, value, counts=None):
 
 
 def exact_attention(
-    q, k, v, *, lengths, starts=None, scale=None, window=None, softcap=None, mask=None
+    q, k, v, *, lengths, left_pad=None, scale=None, window=None, softcap=None, mask=None
 ):
     """float64 attention of the last Lq tokens of each row; a plain loop, to be read at a glance."""
     b, lq, hq, d = q.shape
@@ -42,7 +42,7 @@ def exact_attention(
     for row in range(b):
         for i in range(lq):
             at = lengths[row] - lq + i
-            first = starts[row] if starts else 0
+            first = left_pad[row] if left_pad else 0
             if window is not None:
                 first = max(first, at - window + 1)
             if at < first:

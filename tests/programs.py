@@ -138,13 +138,13 @@ class Model:
         assert table.lengths == [row.length for row in self.rows]
         self._check_pool(table)
         readings = [torch.stack(kv.dequantize(), 2).float() for kv in layers]
-        fresh = self._fresh(table.open_codes)
+        fresh = self._fresh(table.encode_partial_page)
         for number, (row, state) in enumerate(zip(self.rows, table.rows, strict=True)):
-            assert (state.start, state.sink_count) == (row.start, row.sinks)
+            assert (state.left_pad, state.sink_count) == (row.start, row.sinks)
             newest = max(0, row.length - 1) // self.page
             window = (newest - self.cfg.exact_pages + 1) * self.page
             window = 0 if row.whole else window
-            assert row.copied_from <= state.ring_start <= max(row.copied_from, window)
+            assert row.copied_from <= state.ring_read_from <= max(row.copied_from, window)
             assert not row.whole or not state.pages
             for i, kv in enumerate(layers):
                 self._check_row(row, state, readings[i][number], i)
@@ -155,7 +155,7 @@ class Model:
         exact = row.layers[layer]
         at = torch.arange(row.length)
         real = at >= row.start
-        copied = (at >= state.ring_start) | (at < row.start + row.sinks)
+        copied = (at >= state.ring_read_from) | (at < row.start + row.sinks)
         got, want = reading[: row.length], exact
         assert torch.equal(got[real & copied], want[real & copied])
         assert not got[~real].any() and not reading[row.length :].any()
@@ -167,7 +167,7 @@ class Model:
                 error = (a - b).square().sum(1) / b.square().sum(1)
                 assert (error < ERROR[self.cfg.bits(name)]).all(), (name, error.max())
         for position, kept in row.frozen.items():
-            if position < state.ring_start and position >= row.start + row.sinks:
+            if position < state.ring_read_from and position >= row.start + row.sinks:
                 assert torch.equal(got[position], kept[layer]), f"token {position} has other codes"
 
     def _check_pages(self, row, state, kv, fresh, number):
@@ -183,9 +183,9 @@ class Model:
         assert set(free) | set(owned) == set(range(table.num_pages))
         assert table._references == {page: owned.count(page) for page in set(owned)}
 
-    def _fresh(self, open_codes):
+    def _fresh(self, encode_partial_page):
         """Caches that get the tokens that are left, all at once."""
-        table = SequenceTable(self.cfg, open_codes=open_codes)
+        table = SequenceTable(self.cfg, encode_partial_page=encode_partial_page)
         table.add_rows([row.start for row in self.rows])
         plan = table.append(range(len(self.rows)), [row.length for row in self.rows])
         out = []

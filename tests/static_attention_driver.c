@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "static.h"
+#include "static_cache.h"
 
 enum { ROUNDS = 400, STEPS = 12, MOST_OPERANDS = 13 };
 

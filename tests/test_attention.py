@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from helpers import add, exact_attention, make_cache, tokens
 from tightkv.attention import attend
 from tightkv.config import KVQuantConfig
-from tightkv.kernels import select
+from tightkv.kernels.options import AttendOptions
+from tightkv.kernels.registry import select
 
 CFG = KVQuantConfig(page_size=32, sinks=2, exact_pages=2)
 
@@ -24,7 +25,7 @@ def poison(cache):
     for page in set(range(len(cache.pages))) - used:
         cache.pages[page] = 0xFF
     for b, row in enumerate(cache.table.rows):
-        coded = row.ring_start if not cache.table.open_codes else row.length
+        coded = row.ring_read_from if not cache.table.encode_partial_page else row.length
         for at in range(coded, len(row.pages) * size):
             page = torch.tensor([row.pages[at // size]])
             for side in ("key", "value"):
@@ -40,7 +41,7 @@ def poison(cache):
                     cache.pages, page, torch.tensor([at % size]), side, fields
                 )
         ring = view.ring_key.shape[1]
-        live = {p % ring for p in range(row.ring_start, row.length)}
+        live = {p % ring for p in range(row.ring_read_from, row.length)}
         for slot in set(range(ring)) - live:
             view.ring_key[b, slot] = view.ring_value[b, slot] = math.nan
         view.sink_key[b, row.sink_count :] = view.sink_value[b, row.sink_count :] = math.nan
@@ -53,16 +54,16 @@ def poison(cache):
     lq=st.sampled_from([1, 2, 7]),
     group=st.sampled_from([1, 3, 4]),
     bits=st.sampled_from([(4, 4), (3, 2), (8, 3), (16, 4)]),
-    open_codes=st.booleans(),
+    encode_partial_page=st.booleans(),
     window=st.sampled_from([None, 1, 40]),
     softcap=st.sampled_from([None, 3.0]),
 )
 @settings(max_examples=40, deadline=None)
 def test_equals_exact_attention_over_what_the_cache_holds(
-    lengths, lq, group, bits, open_codes, window, softcap
+    lengths, lq, group, bits, encode_partial_page, window, softcap
 ):
     cfg = CFG.replace(key_bits=bits[0], value_bits=bits[1])
-    cache = make_cache(cfg, rows=len(lengths), open_codes=open_codes)
+    cache = make_cache(cfg, rows=len(lengths), encode_partial_page=encode_partial_page)
     if max(lengths):
         add(cache, *tokens(len(lengths), max(lengths)), counts=lengths)
     poison(cache)
@@ -131,12 +132,12 @@ def test_new_tokens_follow_the_cache_exactly():
 
 
 def test_left_padding_and_masks():
-    cache = make_cache(CFG, starts=[0, 50])
+    cache = make_cache(CFG, left_pad=[0, 50])
     add(cache, *tokens(2, 120))
     k, v = cache.dequantize()
     q = query(2, 3, 6)
     out, _ = attend(cache, q)
-    expected, _ = exact_attention(q, k, v, lengths=[120, 120], starts=[0, 50])
+    expected, _ = exact_attention(q, k, v, lengths=[120, 120], left_pad=[0, 50])
     torch.testing.assert_close(out.double(), expected, atol=3e-5, rtol=1e-4)
 
     generator = torch.Generator().manual_seed(0)
@@ -146,7 +147,7 @@ def test_left_padding_and_masks():
             torch.randn(shape, generator=generator),
         ):
             out, _ = attend(cache, q, mask=mask)
-            expected, _ = exact_attention(q, k, v, lengths=[120, 120], starts=[0, 50], mask=mask)
+            expected, _ = exact_attention(q, k, v, lengths=[120, 120], left_pad=[0, 50], mask=mask)
             torch.testing.assert_close(out.double(), expected, atol=3e-5, rtol=1e-4)
 
     long = query(2, 75, 4)
@@ -159,12 +160,14 @@ def test_packed_rows_of_different_lengths():
     """What an engine sends: decoding rows and prefill chunks of different sizes in one call."""
     cache = make_cache(CFG, rows=4)
     add(cache, *tokens(4, 150), counts=[150, 0, 40, 97])
-    first = torch.tensor([0, 1, 1, 6, 9], dtype=torch.int32)
+    cu_seqlens = torch.tensor([0, 1, 1, 6, 9], dtype=torch.int32)
     q = query(1, 12, 4)[0]  # three more than the rows own
-    out, lse = cache.kernels.attend(cache.codec, q, cache.view(), first, max_queries=5)
+    out, lse = cache.kernels.attend(
+        cache.codec, q, cache.view(), cu_seqlens, AttendOptions(max_queries=5)
+    )
     k, v = cache.dequantize()
     for row in range(4):
-        mine = slice(first[row], first[row + 1])
+        mine = slice(cu_seqlens[row], cu_seqlens[row + 1])
         n = cache.table.lengths[row]
         expected, expected_lse = exact_attention(
             q[None, mine], k[row : row + 1], v[row : row + 1], lengths=[n]
@@ -214,7 +217,7 @@ def test_long_sequences_go_in_steps(monkeypatch):
 
 
 def test_no_sequences():
-    cache = make_cache(CFG, rows=0, starts=[])
+    cache = make_cache(CFG, rows=0, left_pad=[])
     out, lse = attend(cache, torch.zeros(0, 1, 4, 64))
     assert out.shape == (0, 1, 4, 64) and lse.shape == (0, 1, 4)
 
@@ -275,8 +278,12 @@ def test_output_goes_where_it_is_asked_to(name):
     kernels_of = select(name, torch.device("cpu"), cache.layout)
     layout = cache.layout
     q = torch.randn(2, 2 * layout.num_kv_heads, layout.head_dim)
-    first = torch.tensor([0, 1, 2], dtype=torch.int32)
-    expected, _ = kernels_of.attend(cache.codec, q, cache.view(), first, max_queries=1)
+    cu_seqlens = torch.tensor([0, 1, 2], dtype=torch.int32)
+    expected, _ = kernels_of.attend(
+        cache.codec, q, cache.view(), cu_seqlens, AttendOptions(max_queries=1)
+    )
     for out in (torch.empty_like(q), torch.empty(2, 9, *q.shape[1:])[:, 3]):
-        answer, _ = kernels_of.attend(cache.codec, q, cache.view(), first, max_queries=1, out=out)
+        answer, _ = kernels_of.attend(
+            cache.codec, q, cache.view(), cu_seqlens, AttendOptions(max_queries=1, out=out)
+        )
         assert answer is out and torch.equal(out, expected)

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from helpers import add, make_cache, tokens
 from tightkv.config import PRESETS, KVQuantConfig
-from tightkv.kernels import select
+from tightkv.kernels.options import AttendOptions
+from tightkv.kernels.registry import select
 from tightkv.layout import PageLayout
 from tightkv.sequences import SequenceTable
 
@@ -26,15 +27,15 @@ def relative_error(a, b):
     return float((a - b).square().sum() / a.square().sum())
 
 
-@pytest.mark.parametrize("open_codes", [True, False])
+@pytest.mark.parametrize("encode_partial_page", [True, False])
 @pytest.mark.parametrize("dim", [64, 80, 96, 112, 128, 192, 256])
 @pytest.mark.parametrize("name", PRESETS)
-def test_allocated_bytes_are_the_claimed_bytes(name, dim, open_codes):
+def test_allocated_bytes_are_the_claimed_bytes(name, dim, encode_partial_page):
     cfg = KVQuantConfig.preset(name)
-    cache = make_cache(cfg, dim=dim, dtype=torch.bfloat16, open_codes=open_codes)
+    cache = make_cache(cfg, dim=dim, dtype=torch.bfloat16, encode_partial_page=encode_partial_page)
     key, value = tokens(2, 150, dim=dim)
     add(cache, key, value)
-    assert cache.allocated_bytes() == cache.layout.total_bytes(150, 2, open_codes)
+    assert cache.allocated_bytes() == cache.layout.total_bytes(150, 2, encode_partial_page)
     assert (
         cache.pages.numel() == sum(len(r.pages) for r in cache.table.rows) * cache.layout.page_bytes
     )
@@ -43,14 +44,14 @@ def test_allocated_bytes_are_the_claimed_bytes(name, dim, open_codes):
 
 @given(
     cuts=st.lists(st.integers(1, 70), min_size=1, max_size=8),
-    open_codes=st.booleans(),
+    encode_partial_page=st.booleans(),
     page=st.sampled_from([32, 64]),
 )
 @settings(max_examples=30)
-def test_appending_in_pieces_gives_the_bytes_of_appending_at_once(cuts, open_codes, page):
+def test_appending_in_pieces_gives_the_bytes_of_appending_at_once(cuts, encode_partial_page, page):
     cfg = CFG.replace(page_size=page)
     key, value = tokens(2, sum(cuts))
-    whole, pieces = (make_cache(cfg, open_codes=open_codes) for _ in range(2))
+    whole, pieces = (make_cache(cfg, encode_partial_page=encode_partial_page) for _ in range(2))
     add(whole, key, value)
     at = 0
     for n in cuts:
@@ -71,7 +72,7 @@ def test_ring_and_sinks_are_exact_and_pages_are_close():
     key, value = tokens(2, 32 * 5 + 7)
     add(cache, key, value)
     state = cache.table.rows[0]
-    assert (state.length, state.ring_start, state.sink_count) == (167, 32 * 4, 2)
+    assert (state.length, state.ring_read_from, state.sink_count) == (167, 32 * 4, 2)
     k, v = cache.dequantize()
     for exact, seen in ((key, k), (value, v)):
         assert torch.equal(seen[:, 128:], exact[:, 128:])
@@ -86,7 +87,7 @@ def test_ring_and_sinks_are_exact_and_pages_are_close():
 def test_the_ring_holds_the_open_page_and_the_one_before(length, first):
     cache = make_cache(CFG)
     add(cache, *tokens(2, length))
-    assert cache.table.rows[0].ring_start == first
+    assert cache.table.rows[0].ring_read_from == first
 
 
 def test_centering_is_chosen_per_token_and_marked_by_the_sign():
@@ -113,11 +114,11 @@ def test_identical_keys_have_zero_scale_and_are_exact_through_the_mean():
     assert torch.allclose(cache.dequantize()[0][:, :32], key[:, :32], atol=2e-2)
 
 
-@pytest.mark.parametrize("open_codes", [True, False])
-def test_crop_inside_the_ring_and_going_on_is_as_if_nothing_happened(open_codes):
+@pytest.mark.parametrize("encode_partial_page", [True, False])
+def test_crop_inside_the_ring_and_going_on_is_as_if_nothing_happened(encode_partial_page):
     key, value = tokens(2, 150)
     other, other_value = tokens(2, 40, seed=5)
-    straight, cropped = (make_cache(CFG, open_codes=open_codes) for _ in range(2))
+    straight, cropped = (make_cache(CFG, encode_partial_page=encode_partial_page) for _ in range(2))
     add(straight, key, value)
     add(cropped, key[:, :110], value[:, :110])
     add(cropped, other, other_value)  # rejected: 110..150, over the sealed page 96..128
@@ -126,7 +127,7 @@ def test_crop_inside_the_ring_and_going_on_is_as_if_nothing_happened(open_codes)
     add(cropped, key[:, 110:], value[:, 110:])
     for row in range(2):
         assert torch.equal(page_bytes(straight, row)[:4], page_bytes(cropped, row)[:4])
-        assert cropped.table.rows[row].ring_start == straight.table.rows[row].ring_start
+        assert cropped.table.rows[row].ring_read_from == straight.table.rows[row].ring_read_from
     for a, b in zip(straight.dequantize(), cropped.dequantize(), strict=True):
         assert torch.equal(a, b)
 
@@ -141,20 +142,20 @@ def test_tokens_taken_back_leave_the_window_as_it_was():
         add(drafted, draft, draft_value)
         drafted.table.crop(0, at)
         add(drafted, key[:, at : at + 5], value[:, at : at + 5])
-        assert drafted.table.rows[0].ring_start == plain.table.rows[0].ring_start
-        assert plain.table.rows[0].ring_start == max(0, (at // 32 - 1) * 32)
+        assert drafted.table.rows[0].ring_read_from == plain.table.rows[0].ring_read_from
+        assert plain.table.rows[0].ring_read_from == max(0, (at // 32 - 1) * 32)
         assert torch.equal(drafted.dequantize()[0], plain.dequantize()[0])
 
 
-@pytest.mark.parametrize("open_codes", [True, False])
-def test_crop_deep_into_a_sealed_page_keeps_its_tokens_and_takes_new_ones(open_codes):
+@pytest.mark.parametrize("encode_partial_page", [True, False])
+def test_crop_deep_into_a_sealed_page_keeps_its_tokens_and_takes_new_ones(encode_partial_page):
     key, value = tokens(1, 200)
-    cache = make_cache(CFG, rows=1, open_codes=open_codes)
+    cache = make_cache(CFG, rows=1, encode_partial_page=encode_partial_page)
     add(cache, key, value)
     old_key, old_value = cache.dequantize()
     cache.table.crop(0, 45)  # page 1 holds 32..64; the ring held 160..200
     state = cache.table.rows[0]
-    assert (state.length, state.ring_start, len(state.pages)) == (45, 45, 2)
+    assert (state.length, state.ring_read_from, len(state.pages)) == (45, 45, 2)
     assert torch.equal(cache.dequantize()[0], old_key[:, :45])
     new, new_value = tokens(1, 100, seed=3)
     for at in range(0, 100, 10):
@@ -207,9 +208,9 @@ def test_losing_the_ring_loses_accuracy_never_data():
     assert torch.equal(k[:, 96:], more[:, 6:])
     assert relative_error(key[:, 64:], k[:, 64:90]) < 0.012
     assert torch.isfinite(k).all() and torch.isfinite(v).all()
-    ring_only = make_cache(CFG, rows=1, open_codes=False)
+    ring_only = make_cache(CFG, rows=1, encode_partial_page=False)
     add(ring_only, key, value)
-    with pytest.raises(ValueError, match="open_codes=True"):
+    with pytest.raises(ValueError, match="encode_partial_page=True"):
         ring_only.table.drop_exact(0)
 
 
@@ -242,10 +243,10 @@ def test_rows_may_use_any_ring_of_a_pool():
         sink_key=sinks,
         sink_value=sinks.clone(),
     )
-    first, exact_starts = plan.tensors(pooled.device)
+    first, ring_valid_from = plan.tensors(pooled.device)
     packed = [torch.cat([x[0, :100], x[1, :70], x[0, :3]]) for x in (key, value)]
     pooled.kernels.append(
-        pooled.codec, view, *packed, first, exact_starts, max_new=100, open_codes=True
+        pooled.codec, view, *packed, first, ring_valid_from, max_new=100, encode_partial_page=True
     )
     assert torch.equal(view.pages, own.pages)
     for name in ("ring_key", "ring_value", "sink_key", "sink_value"):
@@ -253,8 +254,10 @@ def test_rows_may_use_any_ring_of_a_pool():
         assert not getattr(view, name)[[0, 2, 4]].any()
     q = torch.randn(2, 4, 64)
     ends = torch.arange(3, dtype=torch.int32)
-    out, _ = pooled.kernels.attend(pooled.codec, q, view, ends, max_queries=1)
-    assert torch.equal(out, own.kernels.attend(own.codec, q, own.view(), ends, max_queries=1)[0])
+    out, _ = pooled.kernels.attend(pooled.codec, q, view, ends, AttendOptions(max_queries=1))
+    assert torch.equal(
+        out, own.kernels.attend(own.codec, q, own.view(), ends, AttendOptions(max_queries=1))[0]
+    )
 
 
 @pytest.mark.parametrize("name", ON_CPU)
@@ -270,7 +273,9 @@ def test_a_row_shorter_than_its_new_tokens_is_left_alone(name):
     before = {n: getattr(view, n).clone() for n in written}
     key, value = (x.flatten(0, 1) for x in tokens(1, 42, seed=2))
     first = torch.tensor([0, 40, 42], dtype=torch.int32)
-    kernels.append(cache.codec, view, key, value, first, view.starts, max_new=40, open_codes=True)
+    kernels.append(
+        cache.codec, view, key, value, first, view.left_pad, max_new=40, encode_partial_page=True
+    )
     mine = cache.table.rows[0].pages
     assert torch.equal(view.pages[mine], before["pages"][mine])
     for n in written[1:]:
@@ -307,7 +312,7 @@ def test_ragged_rows():
 def test_left_padding_stays_out_of_means_and_sinks():
     key, value = tokens(2, 130)
     key[1, :20] = 1e4  # garbage where row 1 is padded
-    cache = make_cache(CFG, starts=[0, 20])
+    cache = make_cache(CFG, left_pad=[0, 20])
     add(cache, key, value)
     k, _ = cache.dequantize()
     assert torch.equal(k[1, 20:22], key[1, 20:22]), "sinks are the first real tokens"

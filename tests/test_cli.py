@@ -274,7 +274,7 @@ def test_info_survives_broken_kernels_and_drivers(
     def broken() -> None:
         raise RuntimeError("driver\nmismatch")
 
-    monkeypatch.setattr("tightkv.kernels.available", broken)
+    monkeypatch.setattr("tightkv.kernels.registry.available", broken)
     monkeypatch.setattr(torch.cuda, "is_available", broken)
     data = info_json(capsys)
     assert data["errors"] == [

@@ -17,7 +17,7 @@ import torch
 from tightkv import KVQuantConfig
 from tightkv.cache import POOL_GROWTH
 from tightkv.integrations.vllm.batch_split import SHORT_PROMPT
-from tightkv.kernels.staged import LEAST_QUERIES
+from tightkv.kernels.prefill import MIN_QUERIES
 from tightkv.layout import RING_SLACK, PageLayout
 
 ROOT = Path(__file__).parents[1]
@@ -102,7 +102,7 @@ def test_short_sequences(preset: str) -> None:
     layout = PageLayout(KVQuantConfig.preset(preset), 8, 128, torch.bfloat16)
     limit = layout.exact_limit
     sizes = [
-        32 * layout.total_bytes(tokens, open_codes=False, exact_limit=limit) / 2**20
+        32 * layout.total_bytes(tokens, encode_partial_page=False, exact_limit=limit) / 2**20
         for tokens in (256, 1024, 4096)
     ]
     cells = [str(limit + 1), *(f"{size:.1f}" for size in sizes)]
@@ -235,7 +235,7 @@ def test_limits_in_vllm() -> None:
     ring = PageLayout(KVQuantConfig(), 8, 128, torch.bfloat16).ring_tokens
     expect(
         "docs/vllm.md",
-        f"**Long prompts** ({LEAST_QUERIES} new tokens or more)",
+        f"**Long prompts** ({MIN_QUERIES} new tokens or more)",
         f"up to {SHORT_PROMPT} new tokens of a prompt",
         f"more than {RING_SLACK} speculative tokens",
     )

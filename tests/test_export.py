@@ -13,6 +13,7 @@ from tightkv.config import FORMAT_VERSION, PRESETS, KVQuantConfig
 from tightkv.export import StaticKV, operator_library
 from tightkv.export.operator import OperatorError
 from tightkv.export.spec import spec_of
+from tightkv.kernels.registry import load
 from tightkv.layout import PageLayout
 
 try:
@@ -33,10 +34,10 @@ class Pair:
     def __init__(self, cfg, *, heads=2, group=2, dim=64, dtype=torch.float32, pads=(0,), **options):
         self.static = StaticKV(PageLayout(cfg, heads, dim, dtype), 512, batch=len(pads), **options)
         self.paged = make_cache(
-            cfg, rows=len(pads), heads=heads, dim=dim, dtype=dtype, starts=list(pads),
-            open_codes=False,
+            cfg, rows=len(pads), heads=heads, dim=dim, dtype=dtype, left_pad=list(pads),
+            encode_partial_page=False,
         )  # fmt: skip
-        self.paged._kernels = "tightkv.kernels.cpu"
+        self.paged._kernels = load("cpu").__name__
         self.paged.feedback = options.get("feedback")
         self.heads, self.group, self.dim, self.dtype = heads, group, dim, dtype
         self.pads = torch.tensor(pads)
@@ -77,7 +78,7 @@ class Pair:
 
     def check_state(self):
         for b, row in enumerate(self.paged.table.rows):
-            names = ("length", "exact_start", "ring_start", "sink_count", "start")
+            names = ("length", "ring_valid_from", "ring_read_from", "sink_count", "left_pad")
             assert self.static.state[b].tolist() == [getattr(row, name) for name in names]
             sealed = row.pages[: row.length // self.paged.layout.page_size]
             assert sealed
@@ -150,7 +151,7 @@ def test_windows_in_the_ring_alone(window):
         new = (x[:, :, end - count : end] for x in (query, key, value))
         got = kv(*new, torch.arange(end - count, end), left_pad=pads)
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        options = {"lengths": [end, end], "starts": [0, 7], "window": window}
+        options = {"lengths": [end, end], "left_pad": [0, 7], "window": window}
         expected, _ = exact_attention(q[:, end - count : end], k, v, **options)
         torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
     new = (x[:, :, :1] for x in (query, key, value))
@@ -270,7 +271,7 @@ def test_bytes_are_what_the_layout_says():
     held = kv.pages.numel() + 2 * (kv.ring.numel() + kv.sinks.numel())
     counters = 2 * 5 * 4  # of the paged cache's sequences
     tables = 2 * 64 * 4  # and its block table
-    assert held + counters + tables == layout.total_bytes(4096, 2, open_codes=False)
+    assert held + counters + tables == layout.total_bytes(4096, 2, encode_partial_page=False)
     assert kv.allocated_bytes() == held + kv.state.numel() * 8 + kv.spec.numel() * 8
 
 

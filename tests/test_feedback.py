@@ -14,6 +14,8 @@ import cuda_on_host
 from helpers import make_cache, tokens
 from tightkv import KVQuantConfig
 from tightkv.cache import PagedKV
+from tightkv.kernels import registry
+from tightkv.kernels.cuda.source import source
 from tightkv.layout import page_layout
 from tightkv.math.feedback import QueryMetric, feedback_factors
 from tightkv.math.rotation import make_rotation
@@ -50,7 +52,7 @@ def keys(heads, dim, tokens, seed=1):
 
 def filled(layout, key, value, metric=None, kernels="auto", device="cpu", steps=None):
     """A PagedKV with one sequence, its tokens appended in the given steps."""
-    table = SequenceTable(layout.cfg, open_codes=False)
+    table = SequenceTable(layout.cfg, encode_partial_page=False)
     kv = PagedKV(layout, table, device, kernels)
     if metric is not None:
         kv.use_metric(QueryMetric(metric))
@@ -168,7 +170,7 @@ def test_feedback_of_another_shape_is_refused():
 @pytest.fixture
 def cuda(monkeypatch):
     """The CUDA kernels; where there is no GPU, on the host."""
-    kernels = pytest.importorskip("tightkv.kernels.cuda")
+    kernels = pytest.importorskip("tightkv.kernels.cuda.backend")
     if not ON_GPU:
         if cuda_on_host.COMPILER is None:
             pytest.skip("neither a GPU nor g++")
@@ -177,17 +179,17 @@ def cuda(monkeypatch):
     return kernels
 
 
-def appended(name, cfg, dim, dtype, steps, *, heads=2, starts=None, lose_exact=True):
+def appended(name, cfg, dim, dtype, steps, *, heads=2, left_pad=None, lose_exact=True):
     """A cache with feedback on DEVICE: steps of as many tokens as each row gets.
 
     Some keys are zero, NaN or infinite. Row 0 loses its exact tokens after the first step.
     """
     rows = len(steps[0])
     cache = make_cache(
-        cfg, rows=rows, heads=heads, dim=dim, starts=starts, dtype=dtype, device=DEVICE,
-        open_codes=True,
+        cfg, rows=rows, heads=heads, dim=dim, left_pad=left_pad, dtype=dtype, device=DEVICE,
+        encode_partial_page=True,
     )  # fmt: skip
-    cache._kernels = f"tightkv.kernels.{name}"
+    cache._kernels = registry.load(name).__name__
     cache.use_metric(QueryMetric(anisotropic_metric(heads, dim)))
     for seed, counts in enumerate(steps):
         key, value = tokens(rows, max(counts), heads=heads, dim=dim, seed=seed)
@@ -224,7 +226,7 @@ def test_cuda_pages_are_those_of_the_reference(cuda, preset, dim, dtype):
     cfg = KVQuantConfig.preset(preset)
     arguments = (cfg, dim, dtype, STEPS)
     assert_pages_alike(
-        *(appended(name, *arguments, starts=[0, 5, 0]) for name in ("reference", "cuda"))
+        *(appended(name, *arguments, left_pad=[0, 5, 0]) for name in ("reference", "cuda"))
     )
 
 
@@ -270,21 +272,21 @@ def test_cuda_without_feedback_launches_one_kernel(cuda, monkeypatch):
         ["append_with_feedback", "append", "seal", "append"],  # the ring, last
         ["append", "append"],
     ]
-    assert "FEEDBACK_WIDTH" not in cuda.source("append", cache.layout, 2, None)
+    assert "FEEDBACK_WIDTH" not in source("append", cache.layout, 2, None)
 
 
 @pytest.mark.parametrize(("preset", "dim", "dtype"), TRITON, ids=str)
 def test_triton_pages_are_those_of_the_reference(preset, dim, dtype):
-    pytest.importorskip("tightkv.kernels.triton")
+    pytest.importorskip("tightkv.kernels.triton.backend")
     cfg = KVQuantConfig.preset(preset).replace(page_size=32)
     steps = STEPS if ON_GPU else [(20, 34), (13, 1)]
     arguments = (cfg, dim, dtype, steps)
-    options = {"starts": [0, 5, 0][: len(steps[0])], "heads": 2 if ON_GPU else 1}
+    options = {"left_pad": [0, 5, 0][: len(steps[0])], "heads": 2 if ON_GPU else 1}
     assert_pages_alike(*(appended(name, *arguments, **options) for name in ("reference", "triton")))
 
 
 def test_triton_takes_feedback_for_uncentered_keys():
-    pytest.importorskip("tightkv.kernels.triton")
+    pytest.importorskip("tightkv.kernels.triton.backend")
     cfg = KVQuantConfig.preset("k2v2").replace(key_centering="none", page_size=32)
     arguments = (cfg, 64, torch.float32, [(33,)])
     options = {"heads": 1, "lose_exact": False}

@@ -188,7 +188,11 @@ def test_bytes_are_those_of_the_layout(tiny: Path, capsys: pytest.CaptureFixture
     assert (kv["compressed_layers"], kv["exact_layers"], kv["other_layers"]) == (2, 0, 0)
     layout = PageLayout(KVQuantConfig.from_dict(data["config"]), 2, 32)
     assert kv["break_even_tokens"] == layout.exact_limit + 1 <= kv["tokens"]
-    assert kv["bytes"] == 2 * layout.total_bytes(kv["tokens"], open_codes=False) < kv["bf16_bytes"]
+    assert (
+        kv["bytes"]
+        == 2 * layout.total_bytes(kv["tokens"], encode_partial_page=False)
+        < kv["bf16_bytes"]
+    )
 
 
 def test_the_report_says_when_the_cache_is_larger_and_when_it_is_smaller() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import sanitizers
-from tightkv.kernels import cpu
+from tightkv.kernels.cpu import backend as cpu
 
 _MISSING = cpu.unavailable("cpu")
 pytestmark = pytest.mark.skipif(_MISSING is not None, reason=f"native CPU kernels: {_MISSING}")

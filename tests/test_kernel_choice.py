@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-import tightkv.kernels as kernels
 from tightkv import KVQuantConfig
 from tightkv.cli import main
-from tightkv.kernels import SlowKernelsWarning, choose, select
+from tightkv.kernels import registry
+from tightkv.kernels.registry import SlowKernelsWarning, choose, select
 from tightkv.layout import PageLayout
 from tiny_folder import write_tiny_folder
 
@@ -25,16 +25,24 @@ PLAIN = PageLayout(KVQuantConfig(), 2, 64, torch.float32)
 
 @pytest.fixture(autouse=True)
 def nothing_told() -> Iterator[None]:
-    before, kernels._told = kernels._told, set()
+    before, registry._warned = registry._warned, set()
     yield
-    kernels._told = before
+    registry._warned = before
+
+
+@pytest.mark.parametrize("name", ["cuda", "triton", "cpu", "reference"])
+def test_a_backend_knows_its_name(name: str) -> None:
+    """What vLLM's layers, reports and benchmarks go by."""
+    if name in ("cuda", "triton"):
+        pytest.importorskip("triton")
+    assert name == registry.load(name).NAME
 
 
 def test_one_warning_for_each_reason() -> None:
     group = PageLayout(KVQuantConfig(value_method="group"), 2, 64, torch.float32)
     with pytest.warns(SlowKernelsWarning) as caught:
         for layout in (PROD, PROD, group, PROD):
-            assert select("auto", CPU, layout).__name__.endswith("reference")
+            assert select("auto", CPU, layout).NAME == "reference"
     texts = [str(entry.message) for entry in caught]
     assert len(texts) == 2
     assert 'cpu: keys are not stored as plain "mse"' in texts[0]

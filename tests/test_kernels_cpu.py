@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 import sanitizers
 from helpers import add, exact_attention, make_cache, tokens
-from tightkv import kernels
 from tightkv.attention import attend
-from tightkv.cache import PagedKV, even_rows
+from tightkv.cache import PagedKV, uniform_cu_seqlens
 from tightkv.config import KVQuantConfig
-from tightkv.kernels import cpu, reference
+from tightkv.kernels import reference, registry
+from tightkv.kernels.cpu import backend as cpu
 from tightkv.kernels.cpu import library
+from tightkv.kernels.options import AttendOptions
 from tightkv.layout import PageLayout
 from tightkv.sequences import SequenceTable
 
@@ -69,20 +70,27 @@ def check_equal(isa, cache, got, expected, q):
 
 def both(cache, q, lq, **options):
     """Native and reference attention of q [rows * lq, Hq, D]."""
-    first = even_rows(len(q) // lq, lq, CPU)
+    cu_seqlens = uniform_cu_seqlens(len(q) // lq, lq, CPU)
     view = cache.view()
     options["max_queries"] = lq
-    return tuple(m.attend(cache.codec, q, view, first, **options) for m in (cpu, reference))
+    return tuple(
+        m.attend(cache.codec, q, view, cu_seqlens, AttendOptions(**options))
+        for m in (cpu, reference)
+    )
 
 
 def check_every_isa(cache, q, lq, **options):
     """Each instruction set of this machine against the reference."""
-    first, view = even_rows(len(q) // lq, lq, CPU), cache.view()
-    expected = reference.attend(cache.codec, q, view, first, max_queries=lq, **options)
+    cu_seqlens, view = uniform_cu_seqlens(len(q) // lq, lq, CPU), cache.view()
+    expected = reference.attend(
+        cache.codec, q, view, cu_seqlens, AttendOptions(max_queries=lq, **options)
+    )
     try:
         for isa in ISAS:
             library.use(library.load(), isa)
-            got = cpu.attend(cache.codec, q, view, first, max_queries=lq, **options)
+            got = cpu.attend(
+                cache.codec, q, view, cu_seqlens, AttendOptions(max_queries=lq, **options)
+            )
             check_equal(isa, cache, got, expected, q)
     finally:
         library.use(library.load(), None)
@@ -114,17 +122,17 @@ def test_every_width_and_head_dim(dim, key_bits):
     group=st.sampled_from([1, 2, 3, 4, 5]),
     bits=st.sampled_from([(4, 4), (3, 2), (8, 3), (2, 8)]),
     page_size=st.sampled_from([32, 64]),
-    open_codes=st.booleans(),
+    encode_partial_page=st.booleans(),
     causal=st.booleans(),
     window=st.sampled_from([None, 1, 40]),
     softcap=st.sampled_from([None, 3.0]),
 )
 @settings(max_examples=60)
 def test_odd_lengths_windows_and_caps(
-    lengths, lq, group, bits, page_size, open_codes, causal, window, softcap
+    lengths, lq, group, bits, page_size, encode_partial_page, causal, window, softcap
 ):
     cfg = CFG.replace(key_bits=bits[0], value_bits=bits[1], page_size=page_size)
-    cache = make_cache(cfg, rows=len(lengths), open_codes=open_codes)
+    cache = make_cache(cfg, rows=len(lengths), encode_partial_page=encode_partial_page)
     if max(lengths):
         add(cache, *tokens(len(lengths), max(lengths)), counts=lengths)
     poison(cache)
@@ -141,7 +149,7 @@ def poison(cache):
     view = cache.view()
     ring = view.ring_key.shape[1]
     for b, row in enumerate(cache.table.rows):
-        coded = row.length if cache.table.open_codes else row.ring_start
+        coded = row.length if cache.table.encode_partial_page else row.ring_read_from
         for at in range(coded, len(row.pages) * size):
             page, offset = torch.tensor([row.pages[at // size]]), torch.tensor([at % size])
             for side in ("key", "value"):
@@ -152,7 +160,7 @@ def poison(cache):
         if row.length < size and cache.codec.cfg.centered:  # never sealed: no mean yet
             for page in row.pages:
                 cache.pages[page, :, cache.layout.mean_offset :] = 0xFF
-        live = {p % ring for p in range(row.ring_start, row.length)}
+        live = {p % ring for p in range(row.ring_read_from, row.length)}
         for slot in set(range(ring)) - live:
             view.ring_key[b, slot] = view.ring_value[b, slot] = math.nan
         view.sink_key[b, row.sink_count :] = view.sink_value[b, row.sink_count :] = math.nan
@@ -188,20 +196,25 @@ def test_new_tokens_and_varlen_rows(isa):
     """Queries packed row by row, one row without any, and exact tokens that follow the cache."""
     cache = make_cache(CFG, rows=3)
     add(cache, *tokens(3, 150), counts=[150, 33, 90])
-    first = torch.tensor([0, 40, 40, 47], dtype=torch.int32)
+    cu_seqlens = torch.tensor([0, 40, 40, 47], dtype=torch.int32)
     q = query(47, 4, 64)
     key, value = query(47, 2, 64, seed=5), query(47, 2, 64, seed=6)
     view = cache.view()
     options = {"max_queries": 40, "new_key": key, "new_value": value}
-    got, expected = (m.attend(cache.codec, q, view, first, **options) for m in (cpu, reference))
+    got, expected = (
+        m.attend(cache.codec, q, view, cu_seqlens, AttendOptions(**options))
+        for m in (cpu, reference)
+    )
     check_equal(isa, cache, got, expected, q)
 
 
 def test_queries_of_no_row_are_zero(isa):
     cache = make_cache(CFG, rows=1)
     add(cache, *tokens(1, 70))
-    first = torch.tensor([1, 2], dtype=torch.int32)
-    out, lse = cpu.attend(cache.codec, query(4, 2, 64), cache.view(), first, max_queries=1)
+    cu_seqlens = torch.tensor([1, 2], dtype=torch.int32)
+    out, lse = cpu.attend(
+        cache.codec, query(4, 2, 64), cache.view(), cu_seqlens, AttendOptions(max_queries=1)
+    )
     assert (out[[0, 2, 3]] == 0).all() and (lse[[0, 2, 3]] == -math.inf).all()
     assert (out[1] != 0).all() and torch.isfinite(lse[1]).all()
 
@@ -210,8 +223,10 @@ def test_empty_batch():
     cache = make_cache(CFG, rows=1)
     cache.table.select([])
     cache.select([])
-    first = torch.zeros(1, dtype=torch.int32)
-    out, lse = cpu.attend(cache.codec, query(0, 2, 64), cache.view(), first, max_queries=0)
+    cu_seqlens = torch.zeros(1, dtype=torch.int32)
+    out, lse = cpu.attend(
+        cache.codec, query(0, 2, 64), cache.view(), cu_seqlens, AttendOptions(max_queries=0)
+    )
     assert out.shape == (0, 2, 64) and lse.shape == (0, 2)
 
 
@@ -301,7 +316,7 @@ def test_own_threads_give_the_same():
 )
 def test_other_options(isa, options):
     cfg = CFG.replace(**options)
-    cache = make_cache(cfg, rows=2, starts=[0, 9])
+    cache = make_cache(cfg, rows=2, left_pad=[0, 9])
     add(cache, *tokens(2, 600), counts=[600, 333])
     q = query(4, 6, 64)
     got, expected = both(cache, q, 2, scale=0.3)
@@ -328,13 +343,13 @@ def test_sixteen_bit_error_is_as_documented():
     cache = make_cache(CFG.replace(sinks=0, exact_pages=1), rows=1, heads=1, dim=128)
     add(cache, *tokens(1, 2000, heads=1, dim=128, bias=0.0))
     q = query(1, 4, 128) * 0.02  # flat attention: the LSE's error is the scores' mean error
-    view, first = cache.view(), even_rows(1, 1, CPU)
+    view, cu_seqlens = cache.view(), uniform_cu_seqlens(1, 1, CPU)
     keys = reference.materialize(cache.codec, view)[0][0, :, 0]
     norms = float(q.norm(dim=-1).max() * keys.norm(dim=-1).max()) / math.sqrt(128)
-    expected = reference.attend(cache.codec, q, view, first, max_queries=1)
+    expected = reference.attend(cache.codec, q, view, cu_seqlens, AttendOptions(max_queries=1))
     for isa in ISAS:
         library.use(library.load(), isa)
-        got = cpu.attend(cache.codec, q, view, first, max_queries=1)
+        got = cpu.attend(cache.codec, q, view, cu_seqlens, AttendOptions(max_queries=1))
         size = expected[0].norm()
         assert (got[0] - expected[0]).norm() / size < (5e-5 if isa in ROUNDING else 2e-6), isa
         assert (got[1] - expected[1]).abs().max() < 5e-6 * norms + 2e-6, isa
@@ -342,8 +357,10 @@ def test_sixteen_bit_error_is_as_documented():
 
 
 # --- append ---
-def history(cfg, module, appends, *, dim, dtype, open_codes, starts):
-    cache = make_cache(cfg, dim=dim, dtype=dtype, open_codes=open_codes, starts=starts)
+def history(cfg, module, appends, *, dim, dtype, encode_partial_page, left_pad):
+    cache = make_cache(
+        cfg, dim=dim, dtype=dtype, encode_partial_page=encode_partial_page, left_pad=left_pad
+    )
     cache._kernels = module.__name__
     for seed, counts in enumerate(appends):
         key, value = tokens(2, max(counts), dim=dim, seed=seed)
@@ -354,8 +371,8 @@ def history(cfg, module, appends, *, dim, dtype, open_codes, starts):
 @pytest.mark.parametrize("dim", [64, 80, 128])
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("open_codes", [True, False])
-def test_append_writes_the_same_bytes(dim, bits, dtype, open_codes):
+@pytest.mark.parametrize("encode_partial_page", [True, False])
+def test_append_writes_the_same_bytes(dim, bits, dtype, encode_partial_page):
     for mode, options in {
         "unbiased": {},
         "corrected": {"mean_bits": 8, "page_size": 64},
@@ -365,7 +382,12 @@ def test_append_writes_the_same_bytes(dim, bits, dtype, open_codes):
         cfg = CFG.replace(
             key_bits=bits, value_bits=bits, key_scale=mode, value_scale=mode, **options
         )
-        shape = {"dim": dim, "dtype": dtype, "open_codes": open_codes, "starts": [0, 5]}
+        shape = {
+            "dim": dim,
+            "dtype": dtype,
+            "encode_partial_page": encode_partial_page,
+            "left_pad": [0, 5],
+        }
         appends = [(70, 45), (1, 1), (3, 0), (37, 90)]
         ours, theirs = (history(cfg, m, appends, **shape) for m in (cpu, reference))
         assert ours.pages.any() and same_bytes(ours, theirs)
@@ -374,7 +396,7 @@ def test_append_writes_the_same_bytes(dim, bits, dtype, open_codes):
 @pytest.mark.slow
 def test_a_million_codes_are_the_same():
     """Sums are in another order, so a code on the edge could differ; none of a million does."""
-    shape = {"dim": 128, "dtype": torch.float32, "open_codes": False, "starts": None}
+    shape = {"dim": 128, "dtype": torch.float32, "encode_partial_page": False, "left_pad": None}
     ours, theirs = (history(KVQuantConfig(), m, [(4096, 4096)], **shape) for m in (cpu, reference))
     assert same_bytes(ours, theirs)
 
@@ -425,7 +447,7 @@ def test_append_threads():
     caches = []
     for threads in (1, 3):
         torch.set_num_threads(threads)
-        shape = {"dim": 64, "dtype": torch.float32, "open_codes": True, "starts": None}
+        shape = {"dim": 64, "dtype": torch.float32, "encode_partial_page": True, "left_pad": None}
         caches.append(history(CFG, cpu, [(500, 300), (1, 1)], **shape))
     torch.set_num_threads(before)
     assert same_bytes(*caches)
@@ -434,7 +456,7 @@ def test_append_threads():
 # --- choosing ---
 def test_auto_takes_native_code_where_it_can():
     def chosen(cfg, name="auto", device=CPU):
-        return kernels.select(name, device, PageLayout(cfg, 2, 64))
+        return registry.select(name, device, PageLayout(cfg, 2, 64))
 
     assert chosen(CFG) is cpu
     assert chosen(CFG.replace(key_bits=16)) is reference
@@ -444,24 +466,24 @@ def test_auto_takes_native_code_where_it_can():
         chosen(CFG.replace(key_bits=16), "cpu")
     with pytest.raises(ValueError, match="do not run on cuda"):
         chosen(CFG, "cpu", torch.device("cuda"))
-    assert {k.name: k.usable for k in kernels.available()}["cpu"]
+    assert {k.name: k.usable for k in registry.available()}["cpu"]
 
 
 def test_an_install_without_the_library_says_so(monkeypatch):
     monkeypatch.setattr(library, "EXTENSION_SUFFIXES", [".absent"])
     library.load.cache_clear()
     try:
-        status = {k.name: k for k in kernels.available()}["cpu"]
+        status = {k.name: k for k in registry.available()}["cpu"]
         assert not status.usable and "C compiler" in status.reason
-        assert kernels.select("auto", CPU, PageLayout(CFG, 2, 64)) is reference
+        assert registry.select("auto", CPU, PageLayout(CFG, 2, 64)) is reference
         with pytest.raises(ValueError, match="C compiler"):
-            kernels.select("cpu", CPU, PageLayout(CFG, 2, 64))
+            registry.select("cpu", CPU, PageLayout(CFG, 2, 64))
     finally:
         library.load.cache_clear()
 
 
 def in_process(isa):
-    code = "from tightkv.kernels import available; print([k for k in available()])"
+    code = "from tightkv.kernels.registry import available; print([k for k in available()])"
     env = {**os.environ, "TIGHTKV_CPU_ISA": isa}
     run = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True

@@ -13,8 +13,12 @@ from helpers import tokens
 from test_attention import poison
 from test_kernels_triton import CFG, DEVICE, HEADS, cache_on, fill, queries, with_gaps
 from tightkv.config import KVQuantConfig
-from tightkv.kernels import cuda, reference, select
-from tightkv.kernels.cuda import tiles
+from tightkv.kernels import reference
+from tightkv.kernels.cuda import backend as cuda
+from tightkv.kernels.cuda import decode_plan, source
+from tightkv.kernels.cuda.decode_plan import DecodePlan
+from tightkv.kernels.options import AttendOptions
+from tightkv.kernels.registry import select
 
 ON_GPU = DEVICE.type == "cuda"
 pytestmark = pytest.mark.skipif(
@@ -39,23 +43,25 @@ def _on_host(monkeypatch):
     """Where there is no GPU, on a small one: few sequences are as many as its processors."""
     if not ON_GPU:
         monkeypatch.setattr(cuda, "_module", cuda_on_host.module)
-        monkeypatch.setattr(tiles, "_processors", lambda device: (24, 228 << 10))
-        tiles.Launch.of.cache_clear()
+        monkeypatch.setattr(decode_plan, "_processors", lambda device: (24, 228 << 10))
+        DecodePlan.of.cache_clear()
     yield
-    tiles.Launch.of.cache_clear()
+    DecodePlan.of.cache_clear()
 
 
 def shares(cache, group):
     """Into how many each sequence is cut when every one decodes a token."""
     table = cache.view().block_table
-    return tiles.Launch.of(cache.layout, group, 1, *table.shape, DEVICE).splits
+    return DecodePlan.of(cache.layout, group, 1, *table.shape, DEVICE).num_splits
 
 
 def assert_attends_alike(cache, counts, group, **options):
-    q, first = queries(cache, counts, group)
+    q, cu_seqlens = queries(cache, counts, group)
     options = {"max_queries": max(counts), **options}
-    expected, expected_lse = reference.attend(cache.codec, q, cache.view(), first, **options)
-    out, lse = cuda.attend(cache.codec, q, cache.view(), first, **options)
+    expected, expected_lse = reference.attend(
+        cache.codec, q, cache.view(), cu_seqlens, AttendOptions(**options)
+    )
+    out, lse = cuda.attend(cache.codec, q, cache.view(), cu_seqlens, AttendOptions(**options))
     assert torch.equal(torch.isneginf(lse), torch.isneginf(expected_lse))
     some = ~torch.isneginf(lse)
     torch.testing.assert_close(lse[some], expected_lse[some], atol=40 * 2.0**-11, rtol=2.0**-11)
@@ -93,13 +99,13 @@ def test_attention_right_after_an_append(preset):
         KVQuantConfig.preset(preset), [2000, 70], name="cuda", dim=128, dtype=torch.bfloat16
     )
     fill(cache, [2000, 70])
-    q, first = queries(cache, [1, 1], 4)
+    q, cu_seqlens = queries(cache, [1, 1], 4)
     for step in range(3):
         fill(cache, [1, 1], seed=step)
-        view = dataclasses.replace(cache.view(), appended=True)
-        out, lse = cuda.attend(cache.codec, q, view, first, max_queries=1)
+        view = dataclasses.replace(cache.view(), overlaps_append=True)
+        out, lse = cuda.attend(cache.codec, q, view, cu_seqlens, AttendOptions(max_queries=1))
         expected, expected_lse = reference.attend(
-            cache.codec, q, cache.view(), first, max_queries=1
+            cache.codec, q, cache.view(), cu_seqlens, AttendOptions(max_queries=1)
         )
         torch.testing.assert_close(lse, expected_lse, atol=2e-2, rtol=2.0**-11)
         torch.testing.assert_close(out, expected, atol=2.0**-7, rtol=2.0**-6)
@@ -156,10 +162,12 @@ def test_many_tokens_far_below_the_highest(height, bound):
     key, value = (x.to(DEVICE, torch.float16) for x in (key, value))
     cache.append(cache.table.append([0], [2000]), key, value)
     q = torch.ones(1, 2 * HEADS, 128, dtype=torch.float16, device=DEVICE)
-    first = torch.tensor([0, 1], dtype=torch.int32, device=DEVICE)
+    cu_seqlens = torch.tensor([0, 1], dtype=torch.int32, device=DEVICE)
     options = {"max_queries": 1, "scale": height / 128}
-    expected, _ = reference.attend(cache.codec, q, cache.view(), first, **options)
-    out, _ = cuda.attend(cache.codec, q, cache.view(), first, **options)
+    expected, _ = reference.attend(
+        cache.codec, q, cache.view(), cu_seqlens, AttendOptions(**options)
+    )
+    out, _ = cuda.attend(cache.codec, q, cache.view(), cu_seqlens, AttendOptions(**options))
     assert float((out.float() - expected.float()).norm() / expected.float().norm()) < bound
 
 
@@ -187,8 +195,8 @@ def test_many_tokens_and_many_sequences(preset, lengths):
     fill(cache, lengths)
     poison(cache)
     for group in (1, 4):
-        plan = tiles.Launch.of(cache.layout, group, 1, *cache.view().block_table.shape, DEVICE)
-        assert (plan.splits > 1) == (len(lengths) == 3)
+        plan = DecodePlan.of(cache.layout, group, 1, *cache.view().block_table.shape, DEVICE)
+        assert (plan.num_splits > 1) == (len(lengths) == 3)
         assert plan.tile.warps == (6 if preset == "k2v2" else 4)
         assert_attends_alike(cache, [1] * len(lengths), group)
         assert_attends_alike(cache, [1] * len(lengths), group, window=700)
@@ -198,14 +206,17 @@ def test_many_tokens_and_many_sequences(preset, lengths):
 def test_queries_of_no_sequence_are_zero(few):
     """A CUDA graph's batch is filled up with queries that belong to nobody."""
     heads = 8 if ON_GPU else 1
-    rows = 2 if few else 2 * tiles._processors(DEVICE)[0] // heads  # a block of each, all at once
+    # a block of each, all at once
+    rows = 2 if few else 2 * decode_plan._processors(DEVICE)[0] // heads
     cache = cache_on(CFG, [700] * rows, dim=128, heads=heads, dtype=torch.bfloat16)
     fill(cache, [700] * rows)
     assert (shares(cache, 4) > 1) == few
-    q, first = queries(cache, [1] * rows, 4)
+    q, cu_seqlens = queries(cache, [1] * rows, 4)
     q = torch.cat([q, q[:3]])
     out = torch.full_like(q, torch.nan)
-    _, lse = cuda.attend(cache.codec, q, cache.view(), first, max_queries=1, out=out)
+    _, lse = cuda.attend(
+        cache.codec, q, cache.view(), cu_seqlens, AttendOptions(max_queries=1, out=out)
+    )
     assert out[:rows].isfinite().all() and not out[rows:].any()
     assert torch.isneginf(lse[rows:]).all() and lse[:rows].isfinite().all()
 
@@ -213,7 +224,9 @@ def test_queries_of_no_sequence_are_zero(few):
 def test_pages_with_gaps_between_them():
     caches = []
     for name in ("reference", "cuda"):
-        cache = cache_on(CFG, [150, 40], name=name, dim=128, dtype=torch.bfloat16, open_codes=True)
+        cache = cache_on(
+            CFG, [150, 40], name=name, dim=128, dtype=torch.bfloat16, encode_partial_page=True
+        )
         fill(cache, [150, 40])
         caches.append(cache if name == "reference" else with_gaps(cache))
         fill(cache, [7, 3], seed=5)
@@ -222,10 +235,10 @@ def test_pages_with_gaps_between_them():
     assert_attends_alike(caches[1], [1, 1], 2)
 
 
-@pytest.mark.parametrize("bits,dim,open_codes", APPENDS)
-def test_append_writes_the_bytes_of_the_reference(bits, dim, open_codes):
+@pytest.mark.parametrize("bits,dim,encode_partial_page", APPENDS)
+def test_append_writes_the_bytes_of_the_reference(bits, dim, encode_partial_page):
     cfg = CFG.replace(key_bits=bits[0], value_bits=bits[1], sinks=3)
-    options = {"dim": dim, "dtype": torch.bfloat16, "open_codes": open_codes}
+    options = {"dim": dim, "dtype": torch.bfloat16, "encode_partial_page": encode_partial_page}
     caches = [cache_on(cfg, [0, 0], name=name, **options) for name in ("reference", "cuda")]
     steps = [(1, 1), (30, 3), (1, 0), (31, 32), (2, 29), (32, 32), (333, 70)]
     for seed, counts in enumerate(steps):
@@ -252,7 +265,9 @@ def test_a_page_is_the_same_however_it_was_filled(monkeypatch):
     pages = []
     for counts, processors in (([135], 132), (steps, 132), (steps, 0)):
         monkeypatch.setattr(cuda, "processor_count", lambda device, n=processors: n)
-        cache = cache_on(CFG, [0], name="cuda", dim=128, dtype=torch.float16, open_codes=False)
+        cache = cache_on(
+            CFG, [0], name="cuda", dim=128, dtype=torch.float16, encode_partial_page=False
+        )
         at = 0
         for count in counts:
             new = (x[:, at : at + count] for x in (key, value))
@@ -265,9 +280,9 @@ def test_a_page_is_the_same_however_it_was_filled(monkeypatch):
 @pytest.mark.gpu
 def test_selection():
     cache = cache_on(CFG, [1], dtype=torch.bfloat16)
-    assert select("auto", DEVICE, cache.layout).__name__.endswith("cuda")
+    assert select("auto", DEVICE, cache.layout).NAME == "cuda"
     single = cache_on(CFG, [1])
-    assert select("auto", DEVICE, single.layout).__name__.endswith("triton")
+    assert select("auto", DEVICE, single.layout).NAME == "triton"
     with pytest.raises(ValueError, match=r"dtype=torch.float32; they have float16"):
         select("cuda", DEVICE, single.layout)
     wide = cache_on(KVQuantConfig(), [1], dim=96, dtype=torch.bfloat16)
@@ -279,21 +294,21 @@ def test_selection():
 @pytest.mark.parametrize(
     "wait",
     [
-        "wait_for_copies<STAGES - 1>();",
+        "cp_async_wait<STAGES - 1>();",
         "__syncwarp();  // lanes read what others copied",
         "__syncthreads();\n    // One factor for all columns",
     ],
     ids=["copies", "lanes", "block"],
 )
 def test_a_forgotten_wait_is_found_on_the_host(wait, monkeypatch):
-    source, changed = cuda.source, []
+    real, changed = source.source, []
 
     def broken(*args):
-        text = source(*args)
+        text = real(*args)
         changed.append(text.count(wait))
         return text.replace(wait, wait[wait.index(";") + 1 :])
 
-    monkeypatch.setattr(cuda, "source", broken)
+    monkeypatch.setattr(source, "source", broken)
     monkeypatch.setattr(cuda, "_module", cuda_on_host.module.__wrapped__)
     cache = cache_on(CFG, [330, 65], dim=128, dtype=torch.bfloat16)
     fill(cache, [330, 65])
@@ -324,14 +339,14 @@ def test_outputs_are_written_after_the_kernel_before_has_ended(owned):
     cache = cache_on(CFG, [100], dtype=torch.float16)
     fill(cache, [100])
     q, _ = queries(cache, [4], 2)
-    first = torch.tensor([0, owned], dtype=torch.int32)
-    view = dataclasses.replace(cache.view(), appended=True)
-    plan = tiles.Launch.of(cache.layout, 2, 1, *view.block_table.shape, DEVICE)
-    assert plan.splits == 1
+    cu_seqlens = torch.tensor([0, owned], dtype=torch.int32)
+    view = dataclasses.replace(cache.view(), overlaps_append=True)
+    plan = DecodePlan.of(cache.layout, 2, 1, *view.block_table.shape, DEVICE)
+    assert plan.num_splits == 1
     module = cuda_on_host.module("decode", cache.layout, q.shape[1], plan.tile, False, DEVICE)
     out = torch.full_like(q, 7.0)
     module.previous_writes(out)
-    cuda.attend(cache.codec, q, view, first, max_queries=1, out=out)
+    cuda.attend(cache.codec, q, view, cu_seqlens, AttendOptions(max_queries=1, out=out))
     assert torch.equal(out[owned:], torch.zeros_like(out[owned:]))
     assert torch.isfinite(out).all()
 
@@ -346,11 +361,11 @@ def test_scores_of_any_size(preset):
     cache = cache_on(cfg, [400], dim=128, dtype=torch.float16)
     add_to(cache, key.half(), value.half())
     arguments = cache.codec, q.half().to(DEVICE), cache.view()
-    first = torch.tensor([0, 1], dtype=torch.int32, device=DEVICE)
+    cu_seqlens = torch.tensor([0, 1], dtype=torch.int32, device=DEVICE)
     for scale in (1.0, 30.0, 41.0, 57.0, 300.0, 311.0, 353.0):
         options = {"max_queries": 1, "scale": scale}
-        expected, _ = reference.attend(*arguments, first, **options)
-        out, _ = cuda.attend(*arguments, first, **options)
+        expected, _ = reference.attend(*arguments, cu_seqlens, AttendOptions(**options))
+        out, _ = cuda.attend(*arguments, cu_seqlens, AttendOptions(**options))
         size = float(expected.abs().max())
         torch.testing.assert_close(out, expected, atol=2e-3 * size, rtol=2e-3)
 

@@ -17,13 +17,16 @@ from helpers import exact_attention, make_cache, tokens
 from test_attention import poison
 from tightkv.codec import Codec
 from tightkv.config import KVQuantConfig
-from tightkv.kernels import reference, select
-from tightkv.kernels.staged import Part
+from tightkv.kernels import reference
+from tightkv.kernels.options import AttendOptions
+from tightkv.kernels.registry import load, select
+from tightkv.kernels.sdpa import AttentionState
 from tightkv.kernels.view import CacheView
 from tightkv.layout import PageLayout
 
 triton = pytest.importorskip("triton")
-kernels = pytest.importorskip("tightkv.kernels.triton")
+kernels = pytest.importorskip("tightkv.kernels.triton.backend")
+dequantize_pages = pytest.importorskip("tightkv.kernels.triton.dequantize").dequantize_pages
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS = 2 if DEVICE.type == "cuda" else 1  # the interpreter takes its time
@@ -35,7 +38,7 @@ if DEVICE.type == "cpu":  # each width on each side
 
 def cache_on(cfg, lengths, *, name="reference", dim=64, heads=HEADS, **options):
     cache = make_cache(cfg, rows=len(lengths), dim=dim, heads=heads, device=DEVICE, **options)
-    cache._kernels = f"tightkv.kernels.{name}"
+    cache._kernels = load(name).__name__
     return cache
 
 
@@ -53,17 +56,17 @@ def queries(cache, counts, group, seed=3):
     layout = cache.layout
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(sum(counts), layout.num_kv_heads * group, layout.head_dim, generator=generator)
-    first = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
-    return q.to(DEVICE, layout.dtype), first.to(DEVICE)
+    cu_seqlens = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
+    return q.to(DEVICE, layout.dtype), cu_seqlens.to(DEVICE)
 
 
 def assert_attends_like_the_reference(cache, counts, group, **options):
     """float16 operands on the tensor cores: 2^-11 of the largest score and of the output."""
-    q, first = queries(cache, counts, group)
-    arguments = (cache.codec, q, cache.view(), first)
+    q, cu_seqlens = queries(cache, counts, group)
+    arguments = (cache.codec, q, cache.view(), cu_seqlens)
     options = {"max_queries": max(counts), **options}
-    expected, expected_lse = reference.attend(*arguments, **options)
-    out, lse = kernels.attend(*arguments, **options)
+    expected, expected_lse = reference.attend(*arguments, AttendOptions(**options))
+    out, lse = kernels.attend(*arguments, AttendOptions(**options))
     assert out.dtype == q.dtype and lse.dtype == torch.float32
     assert torch.equal(torch.isneginf(lse), torch.isneginf(expected_lse))
     some = ~torch.isneginf(lse)
@@ -125,7 +128,7 @@ def test_new_tokens_after_the_cache(causal, page):
 
 
 def test_masks_and_left_padding():
-    cache = cache_on(CFG, [150, 150], starts=[0, 70])
+    cache = cache_on(CFG, [150, 150], left_pad=[0, 70])
     fill(cache, [150, 150])
     generator = torch.Generator().manual_seed(0)
     for shape in ((2, 2 * HEADS, 3, 150), (1, 1, 3, 150)):
@@ -169,12 +172,14 @@ def test_half_precision(dtype):
     assert_attends_like_the_reference(cache, [20, 3], 4)
 
 
-@pytest.mark.parametrize("open_codes", [True, False])
+@pytest.mark.parametrize("encode_partial_page", [True, False])
 @pytest.mark.parametrize("bits", ALL_BITS, ids=lambda b: f"k{b[0]}v{b[1]}")
-def test_append_writes_the_bytes_of_the_reference(bits, open_codes):
+def test_append_writes_the_bytes_of_the_reference(bits, encode_partial_page):
     """Page by page, token by token, over page ends: every byte of pages, ring and sinks."""
     cfg = CFG.replace(key_bits=bits[0], value_bits=bits[1], sinks=3)
-    append_alike(cfg, 64, open_codes, [(1, 1), (70, 3), (1, 0), (31, 33), (40, 100), (2, 5)])
+    append_alike(
+        cfg, 64, encode_partial_page, [(1, 1), (70, 3), (1, 0), (31, 33), (40, 100), (2, 5)]
+    )
 
 
 @pytest.mark.parametrize("dim", [80, 96, 112, 128, 192, 256])
@@ -189,10 +194,10 @@ def test_append_for_all_scale_modes(mode):
     append_alike(CFG.replace(key_scale=mode, value_scale=mode), 64, True, [(70, 64)])
 
 
-def append_alike(cfg, dim, open_codes, steps, ties=0):
+def append_alike(cfg, dim, encode_partial_page, steps, ties=0):
     """`ties`: bytes that may differ where a dense rotation is summed in another order."""
     caches = [
-        cache_on(cfg, [0, 0], name=name, dim=dim, open_codes=open_codes)
+        cache_on(cfg, [0, 0], name=name, dim=dim, encode_partial_page=encode_partial_page)
         for name in ("reference", "triton")
     ]
     for seed, counts in enumerate(steps):
@@ -234,8 +239,8 @@ def test_append_keeps_what_has_no_exact_copy():
 def test_close_to_exact_attention():
     cache = cache_on(CFG, [300], name="triton")
     key, value = fill(cache, [300])
-    q, first = queries(cache, [2], 2)
-    out, _ = kernels.attend(cache.codec, q, cache.view(), first, max_queries=2)
+    q, cu_seqlens = queries(cache, [2], 2)
+    out, _ = kernels.attend(cache.codec, q, cache.view(), cu_seqlens, AttendOptions(max_queries=2))
     expected, _ = exact_attention(q[None].cpu(), key.cpu(), value.cpu(), lengths=[300])
     assert 0.002 < float((out[None].cpu() - expected).norm() / expected.norm()) < 0.2
 
@@ -259,16 +264,18 @@ def test_pages_with_gaps_between_them():
     assert not caches[1].pages.is_contiguous()
     assert torch.equal(caches[0].pages, caches[1].pages)
     assert_attends_like_the_reference(caches[1], [1, 1], 2)
-    got = kernels.dequantize_pages(caches[1].codec, caches[1].view(), 0, 2)
-    dense = kernels.dequantize_pages(caches[0].codec, caches[0].view(), 0, 2)
+    got = dequantize_pages(caches[1].codec, caches[1].view(), 0, 2)
+    dense = dequantize_pages(caches[0].codec, caches[0].view(), 0, 2)
     assert all(torch.equal(x[0], y[0]) for x, y in zip(got, dense, strict=True))
 
 
 def test_nothing_to_attend():
     cache = cache_on(CFG, [10])
     fill(cache, [10])
-    q, first = queries(cache, [0], 2)
-    out, lse = kernels.attend(cache.codec, q, cache.view(), first, max_queries=0)
+    q, cu_seqlens = queries(cache, [0], 2)
+    out, lse = kernels.attend(
+        cache.codec, q, cache.view(), cu_seqlens, AttendOptions(max_queries=0)
+    )
     assert out.shape == q.shape and lse.shape == q.shape[:2]
 
 
@@ -276,7 +283,7 @@ def test_selection():
     layout = cache_on(CFG, [1]).layout
     assert select("triton", DEVICE, layout) is kernels
     expected = "triton" if DEVICE.type == "cuda" else "reference"
-    assert select("auto", DEVICE, layout).__name__.endswith((expected, "cpu"))
+    assert select("auto", DEVICE, layout).NAME in (expected, "cpu")
     odd = make_cache(CFG.replace(codebook="gaussian")).layout
     with pytest.raises(ValueError, match=r"kernels='triton' cannot run here: codebook='gaussian'"):
         select("triton", DEVICE, odd)
@@ -302,7 +309,7 @@ def test_kernels_of_wide_heads_fit_shared_memory(dim, preset, tmp_path):
 
 @pytest.mark.gpu
 def test_ptx_and_plain_decoders_agree_bit_for_bit():
-    from tightkv.kernels.triton.testing import decode_words
+    from triton_decode import decode_words
 
     words = torch.randint(-(2**31), 2**31, (4096,), dtype=torch.int64).to(torch.int32).cuda()
     for bits in (2, 3, 4):
@@ -319,7 +326,7 @@ def test_dequantized_pages_are_the_references(bits, dim):
     cache = cache_on(cfg, [140, 140], dim=dim, dtype=torch.float16)
     fill(cache, [140, 140])
     view = cache.view()
-    key, value = kernels.dequantize_pages(cache.codec, view, 1, 2)
+    key, value = dequantize_pages(cache.codec, view, 1, 2)
     records = view.pages[view.block_table[:, 1:2].long()]
     for made, expected in zip(
         (key, value), reference.dequantize(cache.codec, records), strict=True
@@ -352,12 +359,12 @@ def test_masks_of_more_than_2_to_31_elements():
 def test_a_mask_that_ends_early_hides_the_rest():
     cache = cache_on(CFG, [90])
     fill(cache, [90])
-    q, first = queries(cache, [2], 2)
+    q, cu_seqlens = queries(cache, [2], 2)
     short = torch.ones(1, 1, 2, 70, dtype=torch.bool, device=DEVICE)
     whole = torch.cat([short, torch.zeros_like(short)[..., :20]], -1)
-    arguments = (cache.codec, q, cache.view(), first)
-    out, _ = kernels.attend(*arguments, max_queries=2, mask=short)
-    expected, _ = kernels.attend(*arguments, max_queries=2, mask=whole)
+    arguments = (cache.codec, q, cache.view(), cu_seqlens)
+    out, _ = kernels.attend(*arguments, AttendOptions(max_queries=2, mask=short))
+    expected, _ = kernels.attend(*arguments, AttendOptions(max_queries=2, mask=whole))
     assert torch.equal(out, expected)
 
 
@@ -366,20 +373,22 @@ def test_tokens_whose_heads_lie_far_apart():
     heads, stride = 3, 2**30 + 2**20
     cache = cache_on(CFG, [90], heads=heads, dtype=torch.float16)
     fill(cache, [90])
-    q, first = queries(cache, [2], 1)
+    q, cu_seqlens = queries(cache, [2], 1)
     memory = torch.empty(stride * (heads - 1) + 256, dtype=q.dtype, device=DEVICE)
     far = memory.as_strided((2, heads, 64), (64, stride, 1))
     far.copy_(q)
     options = {"max_queries": 2}
-    out, _ = kernels.attend(cache.codec, far, cache.view(), first, **options)
-    expected, _ = kernels.attend(cache.codec, q, cache.view(), first, **options)
+    out, _ = kernels.attend(cache.codec, far, cache.view(), cu_seqlens, AttendOptions(**options))
+    expected, _ = kernels.attend(cache.codec, q, cache.view(), cu_seqlens, AttendOptions(**options))
     assert torch.equal(out, expected)
     new = torch.randn(2, heads, 64, device=DEVICE, dtype=torch.float16)
     far.copy_(new)
     options |= {"new_key": far, "new_value": far}
-    out, _ = kernels.attend(cache.codec, q, cache.view(), first, **options)
+    out, _ = kernels.attend(cache.codec, q, cache.view(), cu_seqlens, AttendOptions(**options))
     options |= {"new_key": new, "new_value": new}
-    assert torch.equal(out, kernels.attend(cache.codec, q, cache.view(), first, **options)[0])
+    assert torch.equal(
+        out, kernels.attend(cache.codec, q, cache.view(), cu_seqlens, AttendOptions(**options))[0]
+    )
 
 
 class Grids:
@@ -395,12 +404,19 @@ class Grids:
 
 def test_grids_have_room_for_many_sequences(monkeypatch):
     """65,535 is the most that all dimensions but the first can have."""
-    from tightkv.kernels.triton import rows
+    from tightkv.kernels.triton import append as triton_append
+    from tightkv.kernels.triton import attend as triton_attend
+    from tightkv.kernels.triton import dequantize, merge_splits
+    from tightkv.kernels.triton import prefill as triton_prefill
 
     grids = Grids()
     for module, names in (
-        (kernels, ("_append_kernel", "_attend_kernel", "_merge_kernel", "_dequantize_kernel")),
-        (rows, ("_rotate_queries_kernel", "_exact_kernel", "_join_kernel", "_finish_kernel")),
+        (triton_append, ("_append_kernel",)),
+        (triton_attend, ("_attend_kernel",)),
+        (merge_splits, ("_merge_splits_kernel",)),
+        (dequantize, ("_dequantize_kernel",)),
+        (triton_prefill, ("_rotate_queries_kernel", "_load_exact_kernel")),
+        (triton_prefill, ("_merge_states_kernel", "_merge_and_unrotate_kernel")),
     ):
         for name in names:
             monkeypatch.setattr(module, name, grids)
@@ -420,14 +436,14 @@ def test_grids_have_room_for_many_sequences(monkeypatch):
     codec = Codec(layout)
     x = torch.empty(batch, heads, d, dtype=torch.float16, device=meta)
     many = torch.empty(batch, heads, 32, d, dtype=torch.float16, device=meta)
-    kernels.append(codec, view, x, x, number, number, max_new=1, open_codes=True)
-    kernels.attend(codec, x, view, number, max_queries=1)
-    kernels.attend(codec, x, view, number, max_queries=batch)
-    rows.rotate_queries(codec, many)
-    rows.load_prefix(codec, view, 0, 200, many, many)
-    part = Part(many, torch.empty(batch, heads, 32, device=meta))
-    rows.join(part, part)
-    rows.finish(codec, part, part)
+    kernels.append(codec, view, x, x, number, number, max_new=1, encode_partial_page=True)
+    kernels.attend(codec, x, view, number, AttendOptions(max_queries=1))
+    kernels.attend(codec, x, view, number, AttendOptions(max_queries=batch))
+    triton_prefill.rotate_queries(codec, many)
+    triton_prefill.load_prefix(codec, view, 0, 200, many, many)
+    part = AttentionState(many, torch.empty(batch, heads, 32, device=meta))
+    triton_prefill.merge_states(part, part)
+    triton_prefill.merge_and_unrotate(codec, part, part)
     assert len(grids.seen) >= 10
     assert all(n <= 65_535 for grid in grids.seen for n in grid[1:])
     assert max(grid[0] for grid in grids.seen) > batch

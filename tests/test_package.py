@@ -52,7 +52,7 @@ def test_ci_skips_nothing_but_gpus() -> None:
     """What is missing is skipped elsewhere; here a broken install or build must be noticed."""
     import cuda_on_host
     from tightkv.export import operator_library
-    from tightkv.kernels import cpu
+    from tightkv.kernels.cpu import backend as cpu
 
     assert operator_library().is_file()
     assert cuda_on_host.COMPILER is not None

@@ -93,7 +93,7 @@ def test_every_preset_is_sized_by_the_page_layout(preset: str, head_dim: int) ->
     plan = config_plan(preset, shape, cfg)
     assert plan.bytes_per_token == 3 * layout.new_pages(1).numel() / cfg.page_size
     for tokens in (1000, 1024):
-        assert plan.total_bytes(tokens) == 3 * layout.total_bytes(tokens, open_codes=False)
+        assert plan.total_bytes(tokens) == 3 * layout.total_bytes(tokens, encode_partial_page=False)
     for tokens in (1, 64, 65, layout.exact_limit):
         assert plan.total_bytes(tokens) == 3 * (tokens * 2 * 2 * head_dim * 2 + 20)
 
@@ -112,7 +112,7 @@ def test_no_length_is_planned_larger_than_bf16(
         assert plan.total_bytes(tokens) <= bf16.total_bytes(tokens) + 3 * 20
     layouts = {cost.layout for cost in plan.layers if cost.layout}
     limit = max(layout.exact_limit for layout in layouts)
-    later = [layout.total_bytes(limit, open_codes=False) - 20 for layout in layouts]
+    later = [layout.total_bytes(limit, encode_partial_page=False) - 20 for layout in layouts]
     assert any(size > limit * 2 * 2 * head_dim * 2 for size in later)
 
 
@@ -121,7 +121,7 @@ def test_sliding_layers_stay_16_bit_and_stop_growing() -> None:
     plan, bf16 = config_plan("k4v4", shape, KVQuantConfig()), baseline_plan("bf16", shape, 2)
     layout = PageLayout(KVQuantConfig(), 2, 64)
     assert plan.bytes_per_token == 2 * 140
-    pages = layout.total_bytes(1000, open_codes=False)
+    pages = layout.total_bytes(1000, encode_partial_page=False)
     assert plan.total_bytes(1000) == 2 * 100 * 512 + 2 * pages
     assert plan.total_bytes(40) == 4 * 40 * 512 + 2 * 20
     assert bf16.total_bytes(1000) == 2 * 100 * 512 + 2 * 1000 * 512
@@ -214,7 +214,7 @@ def test_report_numbers(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert rows["bf16"]["total_bytes"] == 3 * 1000 * 3 * 512
     assert rows["bf16"]["max_tokens"] == (60 << 20) // (3 * 512)
     assert rows["bf16"]["max_requests"] == (60 << 20) // (1000 * 3 * 512)
-    k4v4 = 3 * PageLayout(KVQuantConfig(), 2, 64).total_bytes(1000, open_codes=False)
+    k4v4 = 3 * PageLayout(KVQuantConfig(), 2, 64).total_bytes(1000, encode_partial_page=False)
     assert rows["k4v4"]["total_bytes"] == 3 * k4v4
     assert rows["k4v4"]["total_ratio"] == pytest.approx(1000 * 3 * 512 / k4v4)
     assert rows["k4v4"]["ratio"] == pytest.approx(512 / 140)

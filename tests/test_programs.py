@@ -57,7 +57,9 @@ class Pages:
     def __init__(self, name, seed, kernels, shapes=SHAPES):
         layouts = layouts_of(name, shapes)
         limit = (0, 0, 40, 100)[seed % 4]
-        self.table = SequenceTable(CONFIGS[name], open_codes=bool(seed % 2), exact_limit=limit)
+        self.table = SequenceTable(
+            CONFIGS[name], encode_partial_page=bool(seed % 2), exact_limit=limit
+        )
         kernels = kernels_of(name, kernels)
         self.model = Model(layouts, torch.Generator().manual_seed(seed), kernels, limit)
         self.layers = [PagedKV(x, self.table, "cpu", kernels) for x in layouts]
@@ -107,7 +109,7 @@ class Pages:
             self.add([a % 70, 0], 1 + b % 2)
 
     def drop_exact(self, a, b, c):
-        if len(self.table) and self.table.open_codes and not self.table.exact_limit:
+        if len(self.table) and self.table.encode_partial_page and not self.table.exact_limit:
             self.table.drop_exact(a % len(self.table))
             self.model.drop_exact(a % len(self.table))
 
@@ -141,8 +143,8 @@ class Pages:
             for row, state in enumerate(self.table.rows):
                 reading = torch.stack([key, value], 2)[row, : state.length].float()
                 expected = torch.zeros(2 * heads, dim)
-                if state.length > state.start:
-                    expected = attention_over(reading, query[row, 0], state.start)
+                if state.length > state.left_pad:
+                    expected = attention_over(reading, query[row, 0], state.left_pad)
                 torch.testing.assert_close(out[row, 0].float(), expected, atol=5e-3, rtol=5e-3)
 
     def copy(self, a, b, c):

@@ -164,7 +164,7 @@ def test_left_padded_batch_equals_rows_alone():
         mask[i, 150 - row.shape[1] :] = 1
     cache = TightCache(FINE, model=model)
     together = generate(model, cache, ids, attention_mask=mask)[:, 150:]
-    assert [row.start for row in cache.shared.table.rows] == [0, 53, 110]
+    assert [row.left_pad for row in cache.shared.table.rows] == [0, 53, 110]
     for i, row in enumerate(rows):
         alone = generate(model, TightCache(FINE, model=model), row)[:, row.shape[1] :]
         assert torch.equal(together[i : i + 1], alone)
@@ -254,7 +254,7 @@ def test_bytes_used_are_the_bytes_of_the_layout():
     exact = sum(layout.total_bytes(300, 2, exact_limit=300) for layout in layers)
     assert cache.bytes_used() == {"compressed": exact, "bf16": 4 * 4 * 2 * 32 * 600}
     logits_of(model, prompt(2, 100), cache, [])
-    pages = sum(layout.total_bytes(400, 2, open_codes=False) for layout in layers)
+    pages = sum(layout.total_bytes(400, 2, encode_partial_page=False) for layout in layers)
     assert cache.bytes_used() == {"compressed": pages, "bf16": 4 * 4 * 2 * 32 * 800}
     assert pages < 4 * 4 * 2 * 32 * 800
 

@@ -17,7 +17,7 @@ def feed(model, cache, ids, **inputs):
 
 def content(cache):
     """Everything the cache holds, by value."""
-    found = [[(row.start, row.length, row.pages[:]) for row in cache.shared.table.rows]]
+    found = [[(row.left_pad, row.length, row.pages[:]) for row in cache.shared.table.rows]]
     for layer in cache.layers:
         if getattr(layer, "kv", None) is not None:
             found += [layer.length, *layer.kv.dequantize()]

@@ -57,8 +57,8 @@ def test_chunks_of_padding_alone_give_the_sinks_and_starts_of_one_prefill(cuts):
     feed(model, whole, ids, mask)
     feed(model, chunked, ids, mask, cuts)
     rows, expected = chunked.shared.table.rows, whole.shared.table.rows
-    assert [row.start for row in expected] == list(PADS)
-    assert [(row.start, row.sink_count) for row in rows] == [(pad, 2) for pad in PADS]
+    assert [row.left_pad for row in expected] == list(PADS)
+    assert [(row.left_pad, row.sink_count) for row in rows] == [(pad, 2) for pad in PADS]
     # The first layer sees the same keys either way, so its tokens are the same bytes.
     ours, theirs = chunked.layers[0].kv, whole.layers[0].kv
     torch.testing.assert_close(ours.sink_key, theirs.sink_key)
@@ -77,7 +77,7 @@ def test_a_cache_cropped_to_nothing_takes_another_padding():
     feed(model, cache, ids[:, :99], mask[:, :99])
     fresh = TightCache(QUANT, model=model)
     feed(model, fresh, ids[:, :99], mask[:, :99])
-    assert [row.start for row in cache.shared.table.rows] == [30, 0]
+    assert [row.left_pad for row in cache.shared.table.rows] == [30, 0]
     last = ids[:, 99:], mask
     assert torch.equal(feed(model, cache, *last), feed(model, fresh, *last))
 
@@ -88,7 +88,7 @@ def test_crop_into_the_padding_forgets_where_it_ended():
     cache.crop(-70)
     more = prompt(2, 70, seed=5)
     feed(model, cache, more, padding_mask((0, 35), 100))
-    assert [row.start for row in cache.shared.table.rows] == [0, 35]
+    assert [row.left_pad for row in cache.shared.table.rows] == [0, 35]
     feed(model, cache, prompt(2, 1), padding_mask((0, 35), 101))
 
 

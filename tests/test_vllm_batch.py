@@ -18,10 +18,10 @@ from tightkv.integrations.vllm.batch_split import SHORT_PROMPT, Limits, PartRang
 from tightkv.integrations.vllm.graph_replay import CudaGraphRecorder, GraphReplay
 from tightkv.integrations.vllm.options import EngineOptions, engine_options, with_options
 from tightkv.integrations.vllm.ring_table import BatchRings, RingTable
-from tightkv.kernels.staged import LEAST_QUERIES
+from tightkv.kernels.prefill import MIN_QUERIES
 from tightkv.layout import RING_SLACK
 
-LONG = LEAST_QUERIES
+LONG = MIN_QUERIES
 
 
 def cut(counts: list[int], before: list[int] | None, most_decoding: int = 1) -> list[PartRange]:

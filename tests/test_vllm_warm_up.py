@@ -22,8 +22,10 @@ from tightkv.integrations.vllm.layer_step import LayerStep
 from tightkv.integrations.vllm.metadata import make_part
 from tightkv.integrations.vllm.ring_table import BatchRings, RingTable
 from tightkv.integrations.vllm.warm_up import kinds_of_parts, sizes, warm_up, warm_up_once
-from tightkv.kernels import cpu, reference
-from tightkv.kernels.staged import LEAST_QUERIES
+from tightkv.kernels import reference
+from tightkv.kernels.cpu import backend as cpu
+from tightkv.kernels.options import AttendOptions
+from tightkv.kernels.prefill import MIN_QUERIES
 from tightkv.layout import PageLayout
 
 HEADS, DIM = 2, 64
@@ -43,7 +45,7 @@ def make_step(kernels: Any, dtype: torch.dtype = torch.float32) -> LayerStep:
 class Watched:
     """Kernels that tell how they were called, and what came out."""
 
-    __name__ = "kernels.watched"
+    NAME = "watched"
 
     def __init__(self, kernels: ModuleType) -> None:
         self.kernels = kernels
@@ -57,12 +59,11 @@ class Watched:
         self.appended.append(max_new)
         self.kernels.append(*args, max_new=max_new, **options)
 
-    def attend(self, *args: Any, max_queries: int, **options: Any) -> tuple[Tensor, Tensor]:
-        new = options["new_key"] is not None
-        self.attended.append((max_queries, new, args[2].same_length))
-        found: tuple[Tensor, Tensor] = self.kernels.attend(
-            *args, max_queries=max_queries, **options
-        )
+    def attend(self, *args: Any) -> tuple[Tensor, Tensor]:
+        options: AttendOptions = args[-1]
+        new = options.new_key is not None
+        self.attended.append((options.max_queries, new, args[2].same_length))
+        found: tuple[Tensor, Tensor] = self.kernels.attend(*args)
         self.finite &= bool(torch.isfinite(found[0]).all() and torch.isfinite(found[1]).all())
         return found
 
@@ -91,9 +92,9 @@ def test_every_kind_of_part_is_run(kernels: ModuleType) -> None:
     decoded = [count for count, new, _ in watched.attended if not new]
     short = [count for count, new, length in watched.attended if new and length is None]
     long = [(count, length) for count, new, length in watched.attended if length is not None]
-    assert decoded == sizes(1, 4) and short == sizes(5, LEAST_QUERIES - 1)
+    assert decoded == sizes(1, 4) and short == sizes(5, MIN_QUERIES - 1)
     assert [length for _, length in long] == [32, 2048 + 3 * 512 + 16]
-    assert all(count >= LEAST_QUERIES for count, _ in long)
+    assert all(count >= MIN_QUERIES for count, _ in long)
     # No sequence's ring is touched.
     assert all(bool((ring[:3] == 1).all()) for ring in rings)
     assert not bool((rings[0][3] == 1).all())
@@ -153,9 +154,9 @@ def test_only_attention_right_after_its_append_may_begin_before_it_ends() -> Non
     hints: list[bool] = []
 
     class Hints(Watched):
-        def attend(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-            hints.append(args[2].appended)
-            return super().attend(*args, **options)
+        def attend(self, *args: Any) -> tuple[Tensor, Tensor]:
+            hints.append(args[2].overlaps_append)
+            return super().attend(*args)
 
     step = make_step(Hints(reference))
     layout = step.codec.layout
@@ -238,15 +239,15 @@ class Launches:
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """kernels.triton that launches nothing, and the binaries it asked for."""
-    kernels = pytest.importorskip("tightkv.kernels.triton")
-    from tightkv.kernels.triton import rows
+    kernels = pytest.importorskip("tightkv.kernels.triton.backend")
+    from tightkv.kernels.triton import append, attend, dequantize, merge_splits, prefill
 
     found: set[Any] = set()
-    for place in (kernels, rows):
+    for place in (append, attend, dequantize, merge_splits, prefill):
         for name, kernel in list(vars(place).items()):
             if name.endswith("_kernel"):
                 monkeypatch.setattr(place, name, Launches(kernel, found))
-    monkeypatch.setattr(kernels, "interpreted", lambda: False)  # long prompts go another way
+    monkeypatch.setattr(attend, "interpreted", lambda: False)  # long prompts go another way
     return SimpleNamespace(kernels=kernels, found=found)
 
 

@@ -29,7 +29,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 import tightkv
 from tightkv import TightCache
-from tightkv.kernels import cpu
+from tightkv.kernels.cpu import backend as cpu
 
 heads = dict(num_attention_heads=4, num_key_value_heads=2)
 config = LlamaConfig(hidden_size=128, num_hidden_layers=1, vocab_size=97, **heads)
@@ -40,7 +40,7 @@ out = model.generate(inputs, past_key_values=cache, max_new_tokens=4, do_sample=
 assert out.shape == (1, 204) and cache.get_seq_length() == 203
 print(tightkv.__file__, cpu.unavailable("cpu"), sep="\\n")
 """
-KERNELS = 'from tightkv.kernels import cpu; print(cpu.unavailable("cpu"))'
+KERNELS = 'from tightkv.kernels.cpu import backend as cpu; print(cpu.unavailable("cpu"))'
 
 
 def run(words: list[str], cwd: Path, **env: str) -> str:

@@ -43,7 +43,7 @@ def test_pages_are_those_of_a_cache_that_never_waited(kernels, dtype):
     key, value = (x.to(dtype) for x in tokens(2, 150, heads=1))
     caches = []
     for limit in (0, 120):
-        table = SequenceTable(layout.cfg, open_codes=False, exact_limit=limit)
+        table = SequenceTable(layout.cfg, encode_partial_page=False, exact_limit=limit)
         table.add_rows([0, 9])
         cache = PagedKV(layout, table, "cpu", kernels)
         for first, last in ((0, 50), (50, 51), (51, 115), (115, 121), (121, 150)):

@@ -17,7 +17,10 @@ from triton.runtime.jit import JITFunction
 
 from helpers import make_cache
 from tightkv.config import KVQuantConfig
-from tightkv.kernels import triton as kernels
+from tightkv.kernels.options import AttendOptions
+from tightkv.kernels.triton import attend as triton_attend
+from tightkv.kernels.triton import backend as kernels
+from tightkv.kernels.triton import dequantize
 
 shared: dict[str, int] = {}
 appends: dict[str, int | bool] = {}
@@ -55,9 +58,9 @@ def compile_only(kernel, *args, grid, warmup, num_warps, enable_fp_fusion=True, 
 
 def main(dim: int, preset: str, *only: str) -> None:
     JITFunction.run = compile_only
-    kernels._has_ptx = lambda device: True
+    triton_attend.has_ptx = dequantize.has_ptx = lambda device: True
     cache = make_cache(KVQuantConfig.preset(preset), rows=1, dim=dim, dtype=torch.bfloat16)
-    cache._kernels = "tightkv.kernels.triton"
+    cache._kernels = kernels.__name__
     if "feedback" in only:
         cache.feedback = torch.zeros(2, dim, dim)
     x = torch.zeros(1, 20, 2, dim, dtype=torch.bfloat16)
@@ -65,11 +68,13 @@ def main(dim: int, preset: str, *only: str) -> None:
     if only:
         json.dump(appends, sys.stdout)
         return
-    for count in (1, 20):  # a decode step, and a prefill that `staged` does not take
+    for count in (1, 20):  # a decode step, and a prefill that `kernels.prefill` does not take
         q = torch.zeros(count, 8, dim, dtype=torch.bfloat16)
-        first = torch.tensor([0, count], dtype=torch.int32)
+        cu_seqlens = torch.tensor([0, count], dtype=torch.int32)
         new = {} if count == 1 else {"new_key": x[0], "new_value": x[0], "window": 4096}
-        kernels.attend(cache.codec, q, cache.view(), first, max_queries=count, **new)
+        kernels.attend(
+            cache.codec, q, cache.view(), cu_seqlens, AttendOptions(max_queries=count, **new)
+        )
     json.dump(shared, sys.stdout)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tightkv.cache import PagedKV, even_rows
+from tightkv.cache import PagedKV, uniform_cu_seqlens
 from tightkv.kernels.check import (
     check_heads,
     check_mask,
@@ -14,6 +14,7 @@ from tightkv.kernels.check import (
     check_view,
     expect,
 )
+from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.view import CacheView
 
 
@@ -35,7 +36,7 @@ def attend(
     Row b attends to sequence b. Query i is token length - Lq + i of its row, so causal
     attention with Lq != tokens aligns to the end; with new_key/new_value [B, Lq, Hkv, D] the
     queries' own tokens follow the cache without being in it. `view` is the layer's own view
-    unless given. See `kernels.reference.attend` for the other options.
+    unless given. See `kernels.options` for the others.
     """
     layout = cache.layout
     tokens: int | None = None  # where the host knows
@@ -66,14 +67,16 @@ def attend(
         cache.codec,
         query.flatten(0, 1),
         view,
-        even_rows(batch, lq, query.device),
-        max_queries=lq,
-        scale=scale,
-        causal=causal,
-        window=window,
-        softcap=softcap,
-        mask=mask,
-        new_key=None if new_key is None else new_key.flatten(0, 1),
-        new_value=None if new_value is None else new_value.flatten(0, 1),
+        uniform_cu_seqlens(batch, lq, query.device),
+        AttendOptions(
+            max_queries=lq,
+            scale=scale,
+            causal=causal,
+            window=window,
+            softcap=softcap,
+            mask=mask,
+            new_key=None if new_key is None else new_key.flatten(0, 1),
+            new_value=None if new_value is None else new_value.flatten(0, 1),
+        ),
     )
     return out.unflatten(0, (batch, lq)), lse.unflatten(0, (batch, lq))

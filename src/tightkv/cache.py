@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tightkv import kernels as kernel_choice
 from tightkv.codec import Codec
+from tightkv.kernels import registry
 from tightkv.kernels.check import check_feedback, check_new_tokens, expect
 from tightkv.kernels.reference import materialize
 from tightkv.kernels.view import CacheView
@@ -48,7 +48,7 @@ class PagedKV:
             raise ValueError("the table was made for another page_size, exact_pages or sinks")
         self.layout, self.table, self.device = layout, table, torch.device(device)
         self.codec = Codec(layout)
-        self._kernels = kernel_choice.select(kernels, self.device, layout).__name__
+        self._kernels = registry.select(kernels, self.device, layout).__name__
         self._pages = layout.new_pages(0, self.device)
         self._offloaded: OffloadedPages | None = None
         self._feedback: Tensor | None = None
@@ -165,16 +165,16 @@ class PagedKV:
             self.ring_value[at] = _pack(value, plan.whole_counts)
         if not any(plan.encoded):
             return
-        first, exact_starts = plan.tensors(self.device)
+        cu_seqlens, ring_valid_from = plan.tensors(self.device)
         self.kernels.append(
             self.codec,
             self.view(self.table.tensors(self.device).pick(plan.rows)),
             new_key,
             new_value,
-            first,
-            exact_starts,
+            cu_seqlens,
+            ring_valid_from,
             max_new=max(plan.encoded),
-            open_codes=self.table.open_codes,
+            encode_partial_page=self.table.encode_partial_page,
         )
 
     def select(self, rows: Sequence[int]) -> None:
@@ -298,6 +298,6 @@ def _encoded(plan: AppendPlan, ring: Tensor, new: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=256)
-def even_rows(rows: int, count: int, device: torch.device) -> Tensor:
+def uniform_cu_seqlens(rows: int, count: int, device: torch.device) -> Tensor:
     """int32 [rows + 1]: where each row's tokens begin when every row has `count`."""
     return torch.arange(rows + 1, dtype=torch.int32, device=device) * count

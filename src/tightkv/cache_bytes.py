@@ -63,7 +63,9 @@ class LayerBytes:
         """Bytes of one sequence of `tokens` tokens, fixed parts included."""
         if self.layout is None:
             return self.shape.uncompressed_bytes(tokens, self.element_bytes)
-        held = self.layout.total_bytes(tokens, open_codes=False, exact_limit=self.exact_limit)
+        held = self.layout.total_bytes(
+            tokens, encode_partial_page=False, exact_limit=self.exact_limit
+        )
         return held + (self.shape.state_bytes or 0)
 
 

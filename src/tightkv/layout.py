@@ -229,17 +229,21 @@ class PageLayout:
         return exact * self.exact_bytes_per_token + 5 * 4
 
     def total_bytes(
-        self, tokens: int, sequences: int = 1, open_codes: bool = True, exact_limit: int = 0
+        self,
+        tokens: int,
+        sequences: int = 1,
+        encode_partial_page: bool = True,
+        exact_limit: int = 0,
     ) -> int:
         """Bytes of a layer that holds `sequences` sequences of `tokens` tokens each.
 
-        Pages, block-table entries, rings and sinks. `open_codes` says whether an unfinished
-        page already has codes or lives in the ring alone; sequences of up to `exact_limit` tokens
-        live there whole, without sinks.
+        Pages, block-table entries, rings and sinks. `encode_partial_page` says whether an
+        unfinished page already has codes or lives in the ring alone; sequences of up to
+        `exact_limit` tokens live there whole, without sinks.
         """
         if tokens <= exact_limit:
             return sequences * (max(tokens, 1) * self.exact_bytes_per_token + 5 * 4)
-        pages = -(-tokens // self.page_size) if open_codes else tokens // self.page_size
+        pages = -(-tokens // self.page_size) if encode_partial_page else tokens // self.page_size
         return sequences * (pages * (self.page_bytes + 4) + self.sequence_bytes(tokens))
 
     @property

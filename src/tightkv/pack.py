@@ -13,12 +13,6 @@ from torch import Tensor
 CODES_PER_UNIT = 16  # a packed row holds whole units
 
 
-def packed_bytes(count: int, bits: int) -> int:
-    """Bytes of a packed row of `count` codes: exactly count * bits / 8."""
-    _check(count, bits)
-    return count * bits // 8
-
-
 def pack(codes: Tensor, bits: int) -> Tensor:
     """uint8 codes [..., n] below 2**bits -> uint8 bytes [..., n * bits / 8]."""
     if codes.dim() == 0:

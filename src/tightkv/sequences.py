@@ -20,17 +20,17 @@ from tightkv.layout import MAX_TOKENS, RING_SLACK, ring_tokens
 
 @dataclass
 class SequenceState:
-    """Tokens [start, length) exist; the first sink_count and [ring_start, length) are read exactly.
+    """Tokens [left_pad, length) exist; the first sink_count of them are read from the sinks.
 
-    The ring holds copies from exact_start <= ring_start on: a few more than the window, so that
-    tokens taken back (speculative decoding) leave the window as it was before them. A short
-    sequence has no pages: the ring holds it whole.
+    Those from ring_read_from on are read from the ring. It holds copies from ring_valid_from on: a
+    few more than the window, so that tokens taken back (speculative decoding) leave the window as
+    it was before them. A short sequence has no pages: the ring holds it whole.
     """
 
-    start: int = 0
+    left_pad: int = 0
     length: int = 0
-    exact_start: int = 0
-    ring_start: int = 0
+    ring_valid_from: int = 0
+    ring_read_from: int = 0
     sink_count: int = 0
     pages: list[int] = field(default_factory=list)
 
@@ -41,7 +41,7 @@ class AppendPlan:
 
     rows: tuple[int, ...]
     counts: tuple[int, ...]
-    exact_starts: tuple[int, ...]  # from where the ring held copies before
+    ring_valid_from: tuple[int, ...]  # from where the ring held copies before
     copies: tuple[tuple[int, int], ...]  # page copies (from, to): a shared page is written
     encoded: tuple[int, ...]  # the newest tokens of rows[i], of which kernels make pages;
     # 0 where the ring holds the row whole, more than counts[i] where it did so until now
@@ -51,12 +51,12 @@ class AppendPlan:
     _tensors: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False)
 
     def tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """int32, made once for a device: where packed rows begin [n + 1], and exact_starts."""
+        """int32, made once for a device: where packed rows begin [n + 1], and ring_valid_from."""
         key = str(device)
         if key not in self._tensors:
-            first = [0, *accumulate(self.encoded)]
-            both = _int32([*first, *self.exact_starts], device)
-            self._tensors[key] = both[: len(first)], both[len(first) :]
+            cu_seqlens = [0, *accumulate(self.encoded)]
+            both = _int32([*cu_seqlens, *self.ring_valid_from], device)
+            self._tensors[key] = both[: len(cu_seqlens)], both[len(cu_seqlens) :]
         return self._tensors[key]
 
     def ring_slots(self, old: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -100,11 +100,11 @@ class SequenceTable:
         self,
         cfg: KVQuantConfig,
         *,
-        open_codes: bool = True,
+        encode_partial_page: bool = True,
         max_pages: int | None = None,
         exact_limit: int = 0,
     ) -> None:
-        """`open_codes`: unfinished pages have codes too, not only their ring copy.
+        """`encode_partial_page`: unfinished pages have codes too, not only their ring copy.
 
         `max_pages` bounds the pool; None lets it grow. Up to `exact_limit` tokens a sequence has
         no pages: rings are as long as that needs.
@@ -112,7 +112,11 @@ class SequenceTable:
         self.page_size, self.sinks = cfg.page_size, cfg.sinks
         self.exact_limit = exact_limit
         self.ring_tokens = ring_tokens(cfg)
-        self.exact_pages, self.open_codes, self.max_pages = cfg.exact_pages, open_codes, max_pages
+        self.exact_pages, self.encode_partial_page, self.max_pages = (
+            cfg.exact_pages,
+            encode_partial_page,
+            max_pages,
+        )
         self.rows: list[SequenceState] = []
         self.num_pages = 0  # pages ever handed out: the pool a layer must have
         self._references: dict[int, int] = {}
@@ -132,13 +136,13 @@ class SequenceTable:
         return len(self._references)
 
     # --- rows ---
-    def add_rows(self, starts: Iterable[int]) -> list[int]:
-        """New empty sequences; the first starts[i] tokens appended to one are left padding."""
-        starts = list(starts)
-        if any(start < 0 for start in starts):
-            raise ValueError(f"starts={starts}; left padding cannot be negative")
+    def add_rows(self, left_pad: Iterable[int]) -> list[int]:
+        """New empty sequences; the first left_pad[i] tokens appended to one are left padding."""
+        pads = list(left_pad)
+        if any(pad < 0 for pad in pads):
+            raise ValueError(f"left_pad={pads}; left padding cannot be negative")
         first = len(self.rows)
-        self.rows += [SequenceState(start=start) for start in starts]
+        self.rows += [SequenceState(left_pad=pad) for pad in pads]
         self._forget_tensors()
         return list(range(first, len(self.rows)))
 
@@ -156,23 +160,23 @@ class SequenceTable:
 
     def _check_state(self, where: str, row: SequenceState) -> None:
         size, length = self.page_size, row.length
-        _check_range(f"{where}.start", row.start, 0, MAX_TOKENS)
+        _check_range(f"{where}.left_pad", row.left_pad, 0, MAX_TOKENS)
         _check_range(f"{where}.length", length, 0, MAX_TOKENS)
         # A page that was cropped into stays, though it is open again.
         least, most = self._pages_for(length), -(-length // size)
         if not self._is_whole(row):
             _check_range(f"the number of {where}.pages", len(row.pages), least, most)
-        held = min(length, size * len(row.pages))  # tokens before exact_start have codes alone
+        held = min(length, size * len(row.pages))  # tokens before ring_valid_from have codes alone
         oldest = min(max(0, length - self.ring_tokens), held)
-        _check_range(f"{where}.exact_start", row.exact_start, oldest, held)
+        _check_range(f"{where}.ring_valid_from", row.ring_valid_from, oldest, held)
         newest = range((length - RING_SLACK) // size, (length - 1) // size + 1)  # see append
-        windows = {max(row.exact_start, (n - self.exact_pages + 1) * size) for n in newest}
+        windows = {max(row.ring_valid_from, (n - self.exact_pages + 1) * size) for n in newest}
         if self._is_whole(row):
             windows = {0}
-        if row.ring_start not in windows:
+        if row.ring_read_from not in windows:
             allowed = ", ".join(map(str, sorted(windows)))
-            raise ValueError(f"{where}.ring_start={row.ring_start}; allowed: {allowed}")
-        sinks = min(self.sinks, max(0, length - row.start))
+            raise ValueError(f"{where}.ring_read_from={row.ring_read_from}; allowed: {allowed}")
+        sinks = min(self.sinks, max(0, length - row.left_pad))
         _check_range(f"{where}.sink_count", row.sink_count, 0, sinks)
 
     def clear(self) -> None:
@@ -208,12 +212,12 @@ class SequenceTable:
         self._release(state.pages[keep:])
         state.pages = state.pages[:keep]
         state.length = length
-        state.exact_start = min(state.exact_start, length)
+        state.ring_valid_from = min(state.ring_valid_from, length)
         self._set_window(state)
-        state.sink_count = min(state.sink_count, max(0, length - state.start))
+        state.sink_count = min(state.sink_count, max(0, length - state.left_pad))
         self._forget_tensors()
 
-    def set_start(self, row: int, start: int) -> None:
+    def set_left_pad(self, row: int, left_pad: int) -> None:
         """Change a sequence's left padding: up only before its first real token, down at any time.
 
         Tokens that turn out to be real keep the bytes they have; the sinks, whose copies lie
@@ -221,13 +225,13 @@ class SequenceTable:
         """
         self._check_row(row)
         state = self.rows[row]
-        if start < 0 or (start > state.start and state.start < state.length):
+        if left_pad < 0 or (left_pad > state.left_pad and state.left_pad < state.length):
             raise ValueError(
-                f"start={start} for sequence {row}, which holds real tokens from {state.start} on; "
-                f"supported: 0 to {state.start}"
+                f"left_pad={left_pad} for sequence {row}, which holds real tokens from "
+                f"{state.left_pad} on; supported: 0 to {state.left_pad}"
             )
-        if start != state.start:
-            state.start, state.sink_count = start, 0
+        if left_pad != state.left_pad:
+            state.left_pad, state.sink_count = left_pad, 0
             self._forget_tensors()
 
     def drop_exact(self, row: int) -> None:
@@ -237,9 +241,9 @@ class SequenceTable:
         if state.length > self.page_size * len(state.pages):
             raise ValueError(
                 f"sequence {row} has tokens in its ring alone; drop_exact needs a table with "
-                "open_codes=True and exact_limit=0"
+                "encode_partial_page=True and exact_limit=0"
             )
-        state.exact_start, state.sink_count = state.length, 0
+        state.ring_valid_from, state.sink_count = state.length, 0
         self._set_window(state)
         self._forget_tensors()
 
@@ -253,7 +257,7 @@ class SequenceTable:
             if count < 0:
                 raise ValueError(f"counts={list(counts)}; a count cannot be negative")
         self._check_room(rows, counts)
-        exact_starts = tuple(self.rows[row].exact_start for row in rows)
+        ring_valid_from = tuple(self.rows[row].ring_valid_from for row in rows)
         held = tuple(self.lengths)
         copies: list[tuple[int, int]] = []
         encoded: list[int] = []
@@ -267,15 +271,15 @@ class SequenceTable:
                 continue
             encoded.append(new if whole else count)
             copies += self._prepare_pages(state, new - encoded[-1])
-            state.exact_start = max(state.exact_start, new - self.ring_tokens)
+            state.ring_valid_from = max(state.ring_valid_from, new - self.ring_tokens)
             # A few tokens at once (speculative decoding) see the window of the first.
             self._set_window(state, at=old if count <= RING_SLACK else new - 1)
-            wanted = min(new, state.start + self.sinks) - state.start
-            if max(0, new - encoded[-1] - state.start) <= state.sink_count:  # no gap before
+            wanted = min(new, state.left_pad + self.sinks) - state.left_pad
+            if max(0, new - encoded[-1] - state.left_pad) <= state.sink_count:  # no gap before
                 state.sink_count = max(state.sink_count, wanted, 0)
         self._tensors.clear()
         return AppendPlan(
-            tuple(rows), tuple(counts), exact_starts, tuple(copies), tuple(encoded), held,
+            tuple(rows), tuple(counts), ring_valid_from, tuple(copies), tuple(encoded), held,
             ring_tokens=max([1, *map(self._exact_tokens, self.rows)]),
             sinks=0 if all(map(self._is_whole, self.rows)) else self.sinks,
         )  # fmt: skip
@@ -292,7 +296,7 @@ class SequenceTable:
         """The window of token `at` (the newest): its page and the ones before, where copied."""
         page = (state.length - 1 if at is None else at) // self.page_size
         window = 0 if self._is_whole(state) else (page - self.exact_pages + 1) * self.page_size
-        state.ring_start = max(state.exact_start, window)
+        state.ring_read_from = max(state.ring_valid_from, window)
 
     def _is_whole(self, state: SequenceState) -> bool:
         """Whether the ring holds every token, and there is neither a page nor a sink."""
@@ -303,7 +307,9 @@ class SequenceTable:
         return state.length if self._is_whole(state) else min(state.length, self.ring_tokens)
 
     def _pages_for(self, length: int) -> int:
-        return -(-length // self.page_size) if self.open_codes else length // self.page_size
+        return (
+            -(-length // self.page_size) if self.encode_partial_page else length // self.page_size
+        )
 
     def _check_room(self, rows: Sequence[int], counts: Sequence[int]) -> None:
         if self.max_pages is None:
@@ -412,8 +418,8 @@ class RowTensors(NamedTuple):
 
     block_table: Tensor  # [B, max_pages], -1 past a row's last page
     lengths: Tensor  # [B]
-    starts: Tensor
-    ring_starts: Tensor
+    left_pad: Tensor
+    ring_read_from: Tensor
     sink_counts: Tensor
     ring_rows: Tensor
 
@@ -428,7 +434,7 @@ class RowTensors(NamedTuple):
 def same_length(rows: Sequence[SequenceState]) -> int | None:
     """See `SequenceTable.same_length`."""
     lengths = {row.length for row in rows}
-    if len(lengths) != 1 or any(row.start for row in rows):
+    if len(lengths) != 1 or any(row.left_pad for row in rows):
         return None
     return lengths.pop()
 
@@ -445,7 +451,7 @@ def _block_table(rows: Sequence[SequenceState], device: torch.device) -> Tensor:
 
 def _counters(rows: Sequence[SequenceState], device: torch.device) -> Tensor:
     """int32 [5, B]: the columns of RowTensors but the first."""
-    names = ("length", "start", "ring_start", "sink_count")
+    names = ("length", "left_pad", "ring_read_from", "sink_count")
     columns = [[getattr(row, name) for row in rows] for name in names]
     return _int32([*columns, list(range(len(rows)))], device)
 

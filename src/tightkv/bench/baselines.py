@@ -16,8 +16,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from tightkv.bench.bf16_kernel import bf16_decode
 from tightkv.bench.inputs import L2_BYTES, Shape
 from tightkv.bench.timing import graph_ms
-from tightkv.kernels.staged import attention
-from tightkv.kernels.triton import rows
+from tightkv.kernels.sdpa import sdpa_with_lse
+from tightkv.kernels.triton import prefill as triton_prefill
 
 SDPA = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -112,18 +112,18 @@ def sdpa_extend(shape: Shape, prefix: int, device: torch.device) -> dict[str, fl
 
 
 def _two_parts(query: Tensor, key: Tensor, value: Tensor, prefix: int) -> Tensor:
-    """Prefix and new tokens apart, so that cuDNN's kernels can be used; joined by their LSEs.
+    """Prefix and new tokens apart, so that cuDNN's kernels can be used; merged by their LSEs.
 
-    Nothing is copied, and the join is one kernel: what our own prefill does, without the codes.
+    Nothing is copied, and the merge is one kernel: what our own prefill does, without the codes.
     """
     batch, _, _, d = query.shape
     scale = 1 / math.sqrt(d)
     packed = query.view(batch, key.shape[1], -1, d)  # heads of a group as further queries
     old_key, new_key = key[:, :, :prefix], key[:, :, prefix:]
     old_value, new_value = value[:, :, :prefix], value[:, :, prefix:]
-    old = attention(packed, old_key, old_value, scale, any_length=True)
-    new = attention(query, new_key, new_value, scale, causal=True, any_length=True)
-    rows.finish(None, old, new)
+    old = sdpa_with_lse(packed, old_key, old_value, scale, any_length=True)
+    new = sdpa_with_lse(query, new_key, new_value, scale, causal=True, any_length=True)
+    triton_prefill.merge_and_unrotate(None, old, new)
     return new.out
 
 

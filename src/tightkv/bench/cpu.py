@@ -190,7 +190,7 @@ class Plain:
 
 
 def _filled(cfg: KVQuantConfig, key: Tensor, value: Tensor, kernels: str) -> PagedKV:
-    table = SequenceTable(cfg, open_codes=False)
+    table = SequenceTable(cfg, encode_partial_page=False)
     table.add_rows([0] * len(key))
     layout = PageLayout(cfg, key.shape[2], key.shape[3], key.dtype)
     cache = PagedKV(layout, table, "cpu", kernels)

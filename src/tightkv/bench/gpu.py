@@ -16,7 +16,8 @@ from tightkv.bench.inputs import Layer, Shape, fill, layers_for
 from tightkv.bench.provenance import provenance
 from tightkv.bench.timing import copy_bandwidth, graph_ms
 from tightkv.config import KVQuantConfig
-from tightkv.kernels import select
+from tightkv.kernels.options import AttendOptions
+from tightkv.kernels.registry import select
 from tightkv.layout import PageLayout
 
 # Odd lengths: the newest page is neither empty nor full, as most of the time.
@@ -44,7 +45,7 @@ def decode_rows(
                     "bench": "decode",
                     "shape": asdict(shape),
                     "preset": preset,
-                    "kernels": module.__name__.split(".")[-1],
+                    "kernels": module.NAME,
                     "ms": times,
                     "others_ms": others,
                     "against_best_bf16": bf16 / times["step"],
@@ -61,22 +62,22 @@ def decode_rows(
 def _decode_times(module: ModuleType, layers: Sequence[Layer], shape: Shape) -> dict[str, float]:
     """Milliseconds of append and attend together, of each alone, and of a step that seals."""
     device = layers[0].view.pages.device
-    first = torch.arange(shape.batch + 1, dtype=torch.int32, device=device)
+    cu_seqlens = torch.arange(shape.batch + 1, dtype=torch.int32, device=device)
     query = _random(shape.batch, shape.query_heads, shape.head_dim, device)
     key, value = (_random(shape.batch, shape.kv_heads, shape.head_dim, device) for _ in range(2))
 
     def append(layer: Layer) -> None:
         module.append(
-            layer.codec, layer.view, key, value, first, layer.exact_starts,
-            max_new=1, open_codes=False,
+            layer.codec, layer.view, key, value, cu_seqlens, layer.ring_valid_from,
+            max_new=1, encode_partial_page=False,
         )  # fmt: skip
 
     def attend(layer: Layer) -> None:
-        module.attend(layer.codec, query, layer.view, first, max_queries=1)
+        module.attend(layer.codec, query, layer.view, cu_seqlens, AttendOptions(max_queries=1))
 
     def step(layer: Layer) -> None:  # as vLLM's layers launch them
         append(layer)
-        attend(replace(layer, view=replace(layer.view, appended=True)))
+        attend(replace(layer, view=replace(layer.view, overlaps_append=True)))
 
     page = layers[0].codec.layout.page_size
     full = [
@@ -115,11 +116,11 @@ def _store_row(tokens: int, preset: str, device: torch.device) -> dict[str, Any]
     module = select("auto", device, layout)
     layer = fill(layout, shape, module, device, 0)
     key, value = (_random(tokens, shape.kv_heads, shape.head_dim, device) for _ in range(2))
-    first = torch.tensor([0, tokens], dtype=torch.int32, device=device)
+    cu_seqlens = torch.tensor([0, tokens], dtype=torch.int32, device=device)
     nothing = torch.zeros(1, dtype=torch.int32, device=device)
     append = partial(
-        module.append, layer.codec, layer.view, key, value, first, nothing,
-        max_new=tokens, open_codes=False,
+        module.append, layer.codec, layer.view, key, value, cu_seqlens, nothing,
+        max_new=tokens, encode_partial_page=False,
     )  # fmt: skip
     targets = [torch.empty_like(key) for _ in range(2)]
     slots = torch.randperm(tokens, device=device)
@@ -154,14 +155,14 @@ def _extend_row(chunk: int, prefix: int, preset: str, device: torch.device) -> d
     if not prefix:
         nothing = torch.zeros_like(view.lengths)
         view = replace(
-            view, lengths=nothing, ring_starts=nothing, sink_counts=nothing, same_length=0
+            view, lengths=nothing, ring_read_from=nothing, sink_counts=nothing, same_length=0
         )
     query = _random(chunk, shape.query_heads, shape.head_dim, device)
     key, value = (_random(chunk, shape.kv_heads, shape.head_dim, device) for _ in range(2))
-    first = torch.tensor([0, chunk], dtype=torch.int32, device=device)
+    cu_seqlens = torch.tensor([0, chunk], dtype=torch.int32, device=device)
     attend = partial(
-        module.attend, layer.codec, query, view, first,
-        max_queries=chunk, new_key=key, new_value=value,
+        module.attend, layer.codec, query, view, cu_seqlens,
+        AttendOptions(max_queries=chunk, new_key=key, new_value=value),
     )  # fmt: skip
     ours = graph_ms([attend], repeats=5)
     return {

@@ -38,14 +38,14 @@ class Layer:
 
     codec: Codec
     view: CacheView
-    exact_starts: Tensor
+    ring_valid_from: Tensor
 
     @property
     def bytes(self) -> int:
         """What a decode step reads."""
         layout, view = self.codec.layout, self.view
-        exact = int((view.lengths - view.ring_starts).sum() + view.sink_counts.sum())
-        pages = int(view.ring_starts.sum()) * layout.bytes_per_token
+        exact = int((view.lengths - view.ring_read_from).sum() + view.sink_counts.sum())
+        pages = int(view.ring_read_from.sum()) * layout.bytes_per_token
         return int(pages) + exact * layout.exact_bytes_per_token
 
 
@@ -76,8 +76,8 @@ def fill(
         pages=layout.new_pages(batch * pages_each, device),
         block_table=order.view(batch, pages_each).int(),
         lengths=zero,
-        starts=zero,
-        ring_starts=zero,
+        left_pad=zero,
+        ring_read_from=zero,
         sink_counts=zero + cfg.sinks,
         ring_rows=torch.arange(batch, dtype=torch.int32, device=device),
         ring_key=exact(ring),
@@ -94,18 +94,18 @@ def fill(
             )
             for _ in range(2)
         )
-        first = torch.arange(batch + 1, dtype=torch.int32, device=device) * count
+        cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=device) * count
         after = replace(view, lengths=zero + at + count)
         kernels.append(  # type: ignore[attr-defined]
-            codec, after, key, value, first, zero + max(0, at - ring),
-            max_new=count, open_codes=False,
+            codec, after, key, value, cu_seqlens, zero + max(0, at - ring),
+            max_new=count, encode_partial_page=False,
         )  # fmt: skip
     page = (shape.tokens - 1) // cfg.page_size
     ring_start = max(0, (page - cfg.exact_pages + 1) * cfg.page_size)
     view = replace(
         view,
         lengths=zero + shape.tokens,
-        ring_starts=zero + ring_start,
+        ring_read_from=zero + ring_start,
         same_length=shape.tokens,
     )
     return Layer(codec, view, zero + max(0, shape.tokens - 1 - ring))

@@ -20,7 +20,8 @@ from tightkv.bench.inputs import Layer, Shape, fill
 from tightkv.bench.provenance import provenance
 from tightkv.bench.timing import graph_ms
 from tightkv.config import KVQuantConfig
-from tightkv.kernels import select
+from tightkv.kernels.options import AttendOptions
+from tightkv.kernels.registry import select
 from tightkv.layout import PageLayout
 
 # For bf16 the better of these: torch's own choice is not always the fastest for decoding.
@@ -92,15 +93,17 @@ class TightModelCache:
         self.layers: list[Layer] = [
             fill(layout, shape, self.kernels, device, seed) for seed in range(model.layers)
         ]
-        self.first = torch.arange(batch + 1, dtype=torch.int32, device=device)
+        self.cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         at = self.layers[layer]
         self.kernels.append(
-            at.codec, at.view, key, value, self.first, at.exact_starts,
-            max_new=1, open_codes=False,
+            at.codec, at.view, key, value, self.cu_seqlens, at.ring_valid_from,
+            max_new=1, encode_partial_page=False,
         )  # fmt: skip
-        out, _ = self.kernels.attend(at.codec, query, at.view, self.first, max_queries=1)
+        out, _ = self.kernels.attend(
+            at.codec, query, at.view, self.cu_seqlens, AttendOptions(max_queries=1)
+        )
         return out
 
     @property

@@ -128,7 +128,7 @@ def _devices(errors: list[str]) -> list[dict[str, Any]]:
 def _kernels(errors: list[str]) -> list[dict[str, Any]]:
     # A kernel that breaks while it is asked must not hide the rest of the report.
     try:
-        from tightkv.kernels import available
+        from tightkv.kernels.registry import available
 
         return [{"name": k.name, "usable": k.usable, "reason": k.reason} for k in available()]
     except Exception as error:

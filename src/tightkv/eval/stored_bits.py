@@ -38,7 +38,7 @@ def kernels_of(model: Any, make: MakeCache) -> str:
     run = CacheRun(model, make())
     run.feed(torch.zeros(1, 1, dtype=torch.long), last_only=True)
     layers = [layer for layer in run.cache.layers if isinstance(layer, TightLayer) and layer.kv]
-    names = {layer.kv.kernels.__name__.split(".")[-1] for layer in layers if layer.kv}
+    names = {layer.kv.kernels.NAME for layer in layers if layer.kv}
     return ", ".join(sorted(names)) or "none"
 
 

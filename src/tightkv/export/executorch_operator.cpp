@@ -8,7 +8,7 @@
 #include <optional>
 
 extern "C" {
-#include "static.h"
+#include "static_cache.h"
 }
 
 namespace {

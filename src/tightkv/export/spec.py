@@ -12,7 +12,8 @@ from torch import Tensor
 
 from tightkv.codec import Codec
 from tightkv.config import FORMAT_VERSION
-from tightkv.kernels.cpu import library, unsupported
+from tightkv.kernels.constants import unsupported_codec
+from tightkv.kernels.cpu import library
 from tightkv.layout import PageLayout
 from tightkv.math.quantize import TurboQuantMSE
 
@@ -22,7 +23,7 @@ _SIDE = struct.Struct("<5q2d")
 
 def spec_of(layout: PageLayout, max_tokens: int) -> Tensor:
     """int64 [words], for a cache of at most `max_tokens` tokens a row."""
-    if reason := unsupported(layout):
+    if reason := unsupported_codec(layout):
         raise ValueError(f"{layout.cfg.name} cannot be exported: {reason}")
     if layout.cfg.check_finite:
         raise ValueError("check_finite=True cannot be exported; set it to False")

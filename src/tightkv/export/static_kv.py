@@ -28,7 +28,7 @@ class StaticKV(nn.Module):
     pages: Tensor  # uint8 [B, pages, Hkv, record_bytes]
     ring: Tensor  # [2, B, ring, Hkv, D]: keys, values
     sinks: Tensor  # [2, B, sinks, Hkv, D]
-    state: Tensor  # int64 [B, 5]: length, exact_start, ring_start, sink_count, start
+    state: Tensor  # int64 [B, 5]: length, ring_valid_from, ring_read_from, sink_count, left_pad
     feedback: Tensor | None  # float32 [Hkv, D, D]
 
     def __init__(

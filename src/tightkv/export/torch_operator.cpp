@@ -12,7 +12,7 @@
 #include <string>
 
 extern "C" {
-#include "static.h"
+#include "static_cache.h"
 }
 
 namespace {

@@ -1,6 +1,6 @@
 """What append and attend accept: rank, dtype, device, contiguity and ranges, in one place.
 
-`PagedKV.append`, `attention.attend` and the operators of `ops` call these; kernels rely on them.
+`PagedKV.append` and `attention.attend` call these; kernels rely on them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tightkv.layout import PageLayout
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _INDEX = (torch.int32,)
-_COUNTERS = ("lengths", "starts", "ring_starts", "sink_counts", "ring_rows")
+_COUNTERS = ("lengths", "left_pad", "ring_read_from", "sink_counts", "ring_rows")
 
 
 def expect(
@@ -75,40 +75,6 @@ def check_view(layout: PageLayout, view: CacheView) -> None:
             raise ValueError(f"{name} must be contiguous; call .contiguous() on it")
 
 
-def check_append(
-    layout: PageLayout,
-    view: CacheView,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor,
-    exact_starts: Tensor,
-    *,
-    max_new: int,
-    open_codes: bool,
-) -> None:
-    """The operands of `kernels.*.append`; on the CPU the numbers in them, too."""
-    device, batch = view.pages.device, view.batch
-    check_view(layout, view)
-    tokens = ("N", layout.num_kv_heads, layout.head_dim)
-    expect("key", key, tokens, device)
-    expect("value", value, tokens, device)
-    check_new_tokens(layout, key, value)
-    expect("first", cu_seqlens, (batch + 1,), device, _INDEX)
-    expect("exact_starts", exact_starts, (batch,), device, _INDEX)
-    if view.feedback is not None:
-        check_feedback(layout, view.feedback, device)
-    if device.type != "cpu" or not batch:
-        return
-    counts = _check_counts(cu_seqlens, len(key), "max_new", max_new)
-    lengths = view.lengths.long()
-    before = lengths - counts
-    live = (counts > 0) & (before >= 0)  # others are left alone
-    size = layout.page_size
-    last = torch.where(live, (lengths + (size - 1 if open_codes else 0)) // size, 0)
-    _check_rows(view)
-    _check_pages(view, torch.where(live, before // size, 0), last)
-
-
 def check_feedback(layout: PageLayout, feedback: Tensor, device: torch.device) -> None:
     """What `Codec.feedback_factors` made for a layer of this layout."""
     heads, d = layout.num_kv_heads, layout.head_dim
@@ -120,50 +86,6 @@ def check_feedback(layout: PageLayout, feedback: Tensor, device: torch.device) -
             f"feedback for {layout.cfg.name}: only mse keys of 2, 3 and 4 bits without outlier "
             "channels are coded with it"
         )
-
-
-def check_attend(
-    layout: PageLayout,
-    query: Tensor,
-    view: CacheView,
-    cu_seqlens: Tensor,
-    *,
-    max_queries: int,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    mask: Tensor | None = None,
-    new_key: Tensor | None = None,
-    new_value: Tensor | None = None,
-    out: Tensor | None = None,
-) -> None:
-    """The operands of `kernels.*.attend`; on the CPU the numbers in them, too."""
-    device, batch, heads = view.pages.device, view.batch, layout.num_kv_heads
-    check_view(layout, view)
-    expect("query", query, ("N", "Hq", layout.head_dim), device)
-    check_heads(layout, query.shape[1])
-    expect("first", cu_seqlens, (batch + 1,), device, _INDEX)
-    check_options(scale=scale, window=window, softcap=softcap)
-    if (new_key is None) != (new_value is None):
-        raise ValueError("new_key and new_value go together; only one was given")
-    if new_key is not None and new_value is not None:
-        wanted = (len(query), heads, layout.head_dim)
-        expect("new_key", new_key, wanted, device)
-        expect("new_value", new_value, wanted, device)
-        check_new_tokens(layout, new_key, new_value, "new_")
-    if out is not None:
-        expect("out", out, tuple(query.shape), device, (query.dtype,))
-    if mask is not None:
-        check_mask(mask, batch, query.shape[1], max_queries, device)
-    if device.type != "cpu" or not batch:
-        return
-    counts = _check_counts(cu_seqlens, len(query), "max_queries", max_queries)
-    _check_rows(view)
-    low = view.starts.clamp_min(0).long() // layout.page_size
-    _check_pages(view, low, -(-view.ring_starts.long() // layout.page_size))
-    if mask is not None:
-        tokens = int((view.lengths.long() + (0 if new_key is None else counts)).amax())
-        check_mask_tokens(mask, tokens)
 
 
 def check_heads(layout: PageLayout, query_heads: int) -> None:
@@ -201,59 +123,6 @@ def check_mask(mask: Tensor, batch: int, heads: int, queries: int, device: torch
 def check_mask_tokens(mask: Tensor, tokens: int) -> None:
     if mask.shape[3] < tokens:
         raise ValueError(f"mask covers {mask.shape[3]} tokens; the cache has {tokens}")
-
-
-# --- numbers, of tensors on the CPU ---
-
-
-def _check_counts(cu_seqlens: Tensor, total: int, name: str, most: int) -> Tensor:
-    """How many tokens each row has; `first` ascends from 0 and stays within them."""
-    counts = cu_seqlens.long().diff()
-    if int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) > total or bool((counts < 0).any()):
-        raise ValueError(
-            f"first={cu_seqlens.tolist()[:8]}; it must ascend from 0 and end at {total} at most"
-        )
-    if int(counts.amax()) > most:
-        raise ValueError(f"{name}={most}; a row has {int(counts.amax())} tokens")
-    return counts
-
-
-def _check_rows(view: CacheView) -> None:
-    """Counters of each row, and which ring is its own."""
-    rows, sinks = view.ring_key.shape[0], view.sink_key.shape[1]
-    low, high = view.ring_rows.aminmax()
-    if int(low) < 0 or int(high) >= rows:
-        raise ValueError(f"ring_rows from {int(low)} to {int(high)}; allowed: 0 to {rows - 1}")
-    low, high = view.sink_counts.aminmax()
-    if int(low) < 0 or int(high) > sinks:
-        raise ValueError(f"sink_counts from {int(low)} to {int(high)}; allowed: 0 to {sinks}")
-    for name in ("starts", "lengths", "ring_starts"):
-        if int(getattr(view, name).amin()) < 0:
-            raise ValueError(f"{name} has {int(getattr(view, name).amin())}; it must be 0 or more")
-    if bool((view.ring_starts > view.lengths).any()):
-        raise ValueError("ring_starts lie beyond lengths in some row")
-    exact = int((view.lengths - view.ring_starts).amax())
-    if exact > view.ring_key.shape[1]:
-        raise ValueError(
-            f"ring_starts leave {exact} tokens of some row to a ring of {view.ring_key.shape[1]}"
-        )
-
-
-def _check_pages(view: CacheView, low: Tensor, high: Tensor) -> None:
-    """Entries [low, high) of each row of the block table name pages of the pool."""
-    width, pages = view.block_table.shape[1], view.pages.shape[0]
-    if int(high.amax()) > width:
-        raise ValueError(
-            f"block_table has {width} pages a row; the tokens of a row need {int(high.amax())}"
-        )
-    at = torch.arange(width, device="cpu")
-    used = (at >= low[:, None]) & (at < high[:, None])
-    ids = view.block_table[used]
-    if len(ids) and (int(ids.amin()) < 0 or int(ids.amax()) >= pages):
-        raise ValueError(
-            f"block_table names pages {int(ids.amin())} to {int(ids.amax())}; "
-            f"the pool has 0 to {pages - 1}"
-        )
 
 
 def _same_device(a: torch.device, b: torch.device) -> bool:

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from tightkv.codec import Codec
+from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.view import CacheView
 
+NAME = "reference"
 _STEP_BYTES = 32 << 20  # float32 temporaries of one step
 
 
@@ -25,24 +27,24 @@ def append(
     view: CacheView,
     key: Tensor,
     value: Tensor,
-    first: Tensor,
-    exact_starts: Tensor,
+    cu_seqlens: Tensor,
+    ring_valid_from: Tensor,
     *,
     max_new: int,
-    open_codes: bool,
+    encode_partial_page: bool,
 ) -> None:
     """Write new tokens: seal the pages they complete, then fill open page, ring and sinks.
 
-    Row b's tokens are key[first[b]:first[b + 1]] of key and value [N, Hkv, D], at most
+    Row b's tokens are key[cu_seqlens[b] : cu_seqlens[b + 1]] of key and value [N, Hkv, D], at most
     `max_new`; they are the last of view.lengths[b]. Before them the ring holds copies from
-    position exact_starts[b] on. Without `open_codes` an unfinished page gets no codes. A row
-    shorter than its new tokens (an engine's dry run) is left alone.
+    position ring_valid_from[b] on. Without `encode_partial_page` an unfinished page gets no codes.
+    A row shorter than its new tokens (an engine's dry run) is left alone.
     """
     layout, device = codec.layout, key.device
     size, ring = layout.page_size, view.ring_key.shape[1]
-    lengths, starts = view.lengths.long(), view.starts.long()
-    first = first.long()
-    before = lengths - first.diff()
+    lengths, left_pad = view.lengths.long(), view.left_pad.long()
+    cu_seqlens = cu_seqlens.long()
+    before = lengths - cu_seqlens.diff()
     real = before >= 0
 
     step = torch.arange((max_new + size - 1) // size, device=device)
@@ -53,24 +55,24 @@ def append(
         index = index[row, j]
         at = index[:, None] * size + torch.arange(size, device=device)  # [n, page_size]
         fresh = (at - before[row, None])[..., None, None] >= 0
-        source = (first[row, None] + at - before[row, None]).clamp_min(0)
+        source = (cu_seqlens[row, None] + at - before[row, None]).clamp_min(0)
         slot = view.ring_rows[row, None].long(), at % ring
         exact = [
             torch.where(fresh, new[source], old[slot].to(new.dtype))
             for new, old in ((key, view.ring_key), (value, view.ring_value))
         ]
-        keep = (exact_starts[row] - index * size).clamp(0, size)
-        pad = (starts[row] - index * size).clamp(0, size)
+        keep = (ring_valid_from[row] - index * size).clamp(0, size)
+        pad = (left_pad[row] - index * size).clamp(0, size)
         page = view.block_table[row, index]
         seal(codec, view.pages, page, exact[0], exact[1], keep, pad, view.feedback)
 
     token = torch.arange(len(key), device=device)
-    row = torch.searchsorted(first[1:].contiguous(), token, right=True)
+    row = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
     owned = row < view.batch
     owned &= real[row.clamp_max(max(view.batch - 1, 0))]
     token, row = token[owned], row[owned]
-    at = before[row] + token - first[row]
-    if open_codes:
+    at = before[row] + token - cu_seqlens[row]
+    if encode_partial_page:
         pick = (at >= lengths[row] // size * size).nonzero().squeeze(-1)
         page = view.block_table[row[pick], at[pick] // size]
         slots = page * size + at[pick] % size
@@ -79,8 +81,8 @@ def append(
         ((view.ring_key, view.ring_value), at % ring, at >= lengths[row] - ring),
         (
             (view.sink_key, view.sink_value),
-            at - starts[row],
-            (at >= starts[row]) & (at < starts[row] + view.sink_key.shape[1]),
+            at - left_pad[row],
+            (at >= left_pad[row]) & (at < left_pad[row] + view.sink_key.shape[1]),
         ),
     ):
         pick = wanted.nonzero().squeeze(-1)
@@ -201,34 +203,26 @@ def attend(
     codec: Codec,
     query: Tensor,
     view: CacheView,
-    first: Tensor,
-    *,
-    max_queries: int,
-    scale: float | None = None,
-    causal: bool = True,
-    window: int | None = None,
-    softcap: float | None = None,
-    mask: Tensor | None = None,
-    new_key: Tensor | None = None,
-    new_value: Tensor | None = None,
-    out: Tensor | None = None,
+    cu_seqlens: Tensor,
+    options: AttendOptions,
 ) -> tuple[Tensor, Tensor]:
     """Attention over the cache: output like query, and its LSE [N, Hq] in float32.
 
-    Row b's queries are query[first[b]:first[b + 1]] of query [N, Hq, D], at most
+    Row b's queries are query[cu_seqlens[b] : cu_seqlens[b + 1]] of query [N, Hq, D], at most
     `max_queries`; they are the last tokens of the cache, or exact tokens `new_key` and
     `new_value` [N, Hkv, D] that follow it without being in it. `window` keeps keys with
     position > query position - window. `mask` [B|1, Hq|1, max_queries, tokens] further masks
     (bool, True attends) or is added to the scores (float). Queries that attend to nothing
     give zeros and an LSE of -inf. The output is written to `out` where that is given.
     """
+    max_queries, scale, causal, window, softcap, mask, new_key, new_value, out = options
     _, hq, d = query.shape
     hkv = view.ring_key.shape[2]
-    first = first.long()
-    counts = first.diff()
+    cu_seqlens = cu_seqlens.long()
+    counts = cu_seqlens.diff()
     offset = torch.arange(max_queries, device=query.device)
     live = offset < counts[:, None]  # [B, Lq]
-    index = torch.where(live, first[:-1, None] + offset, 0)
+    index = torch.where(live, cu_seqlens[:-1, None] + offset, 0)
     total = view.lengths.long() + (0 if new_key is None else counts)
     positions = torch.where(live, (total - counts)[:, None] + offset, -1)
     scale = 1 / math.sqrt(d) if scale is None else scale
@@ -293,17 +287,17 @@ def materialize(codec: Codec, view: CacheView) -> tuple[Tensor, Tensor]:
 
 def _segments(codec: Codec, view: CacheView) -> Iterator[_Segment]:
     device, owner = view.lengths.device, view.ring_rows.long()
-    lengths, starts, ring_starts = (
-        t.long()[:, None] for t in (view.lengths, view.starts, view.ring_starts)
+    lengths, left_pad, ring_read_from = (
+        t.long()[:, None] for t in (view.lengths, view.left_pad, view.ring_read_from)
     )
-    sinks_end = torch.minimum(starts + view.sink_counts.long()[:, None], ring_starts)
+    sinks_end = torch.minimum(left_pad + view.sink_counts.long()[:, None], ring_read_from)
 
     if view.sink_key.shape[1]:
-        at = starts + torch.arange(view.sink_key.shape[1], device=device)
+        at = left_pad + torch.arange(view.sink_key.shape[1], device=device)
         yield _exact(view.sink_key[owner], view.sink_value[owner], at, at < sinks_end)
 
     size = codec.layout.page_size
-    pages_end = int(ring_starts.max()) if view.batch else 0
+    pages_end = int(ring_read_from.max()) if view.batch else 0
     row_bytes = 4 * view.batch * view.ring_key.shape[2] * view.ring_key.shape[3] * size
     step = max(1, _STEP_BYTES // max(1, row_bytes))
     for first in range(0, -(-pages_end // size), step):
@@ -311,7 +305,7 @@ def _segments(codec: Codec, view: CacheView) -> Iterator[_Segment]:
         key, value = dequantize(codec, view.pages[ids])  # [B, n, Hkv, page, D]
         at = first * size + torch.arange(ids.shape[1] * size, device=device)
         at = at.expand(view.batch, -1)
-        valid = (at >= sinks_end) & (at < ring_starts) & (at >= starts)
+        valid = (at >= sinks_end) & (at < ring_read_from) & (at >= left_pad)
         flat = [x.transpose(1, 2).flatten(2, 3) for x in (key, value)]
         yield _Segment(flat[0], flat[1], at, valid, rotated=True)
 
@@ -319,7 +313,7 @@ def _segments(codec: Codec, view: CacheView) -> Iterator[_Segment]:
     slot = torch.arange(ring, device=device)
     # The one position in [length - ring, length) that a slot can hold.
     at = lengths - 1 - (lengths - 1 - slot) % ring
-    valid = (at >= ring_starts) & (at >= starts)
+    valid = (at >= ring_read_from) & (at >= left_pad)
     yield _exact(view.ring_key[owner], view.ring_value[owner], at, valid)
 
 

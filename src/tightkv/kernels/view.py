@@ -9,10 +9,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class CacheView:
-    """Sequence b holds tokens [starts[b], lengths[b]), each read from one of three places.
+    """Sequence b holds tokens [left_pad[b], lengths[b]), each read from one of three places.
 
-    - sinks: positions [starts, starts + sink_counts), exact;
-    - ring: positions [ring_starts, lengths), exact, position p in slot p % ring size;
+    - sinks: positions [left_pad, left_pad + sink_counts), exact;
+    - ring: positions [ring_read_from, lengths), exact, position p in slot p % ring size;
     - pages: everything between, compressed.
 
     A position that both sinks and ring hold is read from the ring.
@@ -21,8 +21,8 @@ class CacheView:
     pages: Tensor  # uint8 [num_pages, Hkv, record_bytes]
     block_table: Tensor  # int32 [B, max_pages]
     lengths: Tensor  # int32 [B]
-    starts: Tensor  # int32 [B], left padding before it
-    ring_starts: Tensor  # int32 [B]
+    left_pad: Tensor  # int32 [B], left padding before it
+    ring_read_from: Tensor  # int32 [B]
     sink_counts: Tensor  # int32 [B]
     ring_rows: Tensor  # int32 [B], which ring and sinks below are sequence b's
     ring_key: Tensor  # [rows, ring, Hkv, D] in the layout's dtype
@@ -32,7 +32,7 @@ class CacheView:
     same_length: int | None = None  # every row's length, where the host knows: alike, unpadded
     # Attention is launched right after an append, with nothing in between: lengths, tables and
     # queries may be read while the append still runs.
-    appended: bool = False
+    overlaps_append: bool = False
     feedback: Tensor | None = None  # float32 [Hkv, D, D], how sealed keys are coded: math.feedback
 
     @property

@@ -10,7 +10,7 @@ from torch import Tensor
 from tightkv.attention import attend
 from tightkv.cache import PagedKV
 from tightkv.config import KVQuantConfig
-from tightkv.kernels import choose
+from tightkv.kernels.registry import choose
 from tightkv.layout import PageLayout
 from tightkv.sequences import SequenceTable
 from tightkv.validate.inputs import Problem

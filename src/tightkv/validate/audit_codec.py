@@ -106,7 +106,7 @@ def _integer_book() -> AuditRow:
 def _short_contexts(options: Options) -> Iterator[AuditRow]:
     """As TightCache holds them: without pages up to a limit."""
     layout = PageLayout(KVQuantConfig.preset("k4v4"), HEADS, 128)
-    kept: dict[str, Any] = {"open_codes": False, "exact_limit": layout.exact_limit}
+    kept: dict[str, Any] = {"encode_partial_page": False, "exact_limit": layout.exact_limit}
     for tokens in (32, 128, 512):
         allocated = allocated_bytes(layout, tokens, options.stream("short"), **kept)
         yield AuditRow(

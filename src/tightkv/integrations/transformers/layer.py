@@ -53,7 +53,7 @@ class SharedSteps:
         `eager`: pages are sealed from the first on.
         """
         # A layer's ring lives as long as its sequences, so open pages need no codes.
-        self.table = SequenceTable(cfg, open_codes=False)
+        self.table = SequenceTable(cfg, encode_partial_page=False)
         own_bits = (cfg.for_layer(i, i + 1) for i in cfg.bits_of_layers())
         self.cfgs = {layer for layer in own_bits if layer.compresses}  # and those of each layer
         self.eager = eager
@@ -89,7 +89,7 @@ class SharedSteps:
         """The plan of a layer's step number `step`, made by whichever layer asks first."""
         if step == self.steps:
             if self._padded_step != step:  # no mask has come by: what is new is not padding
-                self._set_starts(step, [min(row.start, row.length) for row in self.table.rows])
+                self._set_starts(step, [min(row.left_pad, row.length) for row in self.table.rows])
             if not len(self.table):
                 self.table.add_rows([0] * batch)
             self.before, self._before_tensors = self.table.snapshot(), {}
@@ -113,8 +113,8 @@ class SharedSteps:
         padding = noted_padding(mask, batch)
         if padding is None:
             assert mask is not None
-            real = [row.start < row.length for row in self.table.rows]
-            if real and all(real) and not any(row.start for row in self.table.rows):
+            real = [row.left_pad < row.length for row in self.table.rows]
+            if real and all(real) and not any(row.left_pad for row in self.table.rows):
                 return None
             padding = self._look_at(step, mask, batch)
         self._set_starts(step, padding.starts)
@@ -135,10 +135,10 @@ class SharedSteps:
         for row, start in enumerate(starts):
             state = self.table.rows[row]
             moved = step != self.steps  # another layer has given this step its starts
-            if start < state.start or (state.length <= state.start and not moved):
-                self.table.set_start(row, start)
-                if moved and start < self.before[row].start:
-                    self.before[row].start, self.before[row].sink_count = start, 0
+            if start < state.left_pad or (state.length <= state.left_pad and not moved):
+                self.table.set_left_pad(row, start)
+                if moved and start < self.before[row].left_pad:
+                    self.before[row].left_pad, self.before[row].sink_count = start, 0
                     self._before_tensors = {}
 
     def rows_at(self, step: int, device: torch.device) -> RowTensors:
@@ -319,7 +319,7 @@ class TightLayer(CacheLayerMixin):  # type: ignore[misc]
             return False
         if step.new_key.shape[2] > _DECODE_TOKENS and max(padding.starts, default=0) > step.past:
             return False
-        return [row.start for row in self.shared.table.rows] == list(padding.starts)
+        return [row.left_pad for row in self.shared.table.rows] == list(padding.starts)
 
     def attend(self, step: StepStates, query: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         """Attention of query [B, Lq, Hq, D] over pages, ring and the step's new tokens.

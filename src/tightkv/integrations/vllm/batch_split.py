@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from tightkv.kernels.staged import LEAST_QUERIES
+from tightkv.kernels.prefill import MIN_QUERIES
 
 # New tokens of a prompt that goes with the decodes, whose queries are planned as many then. They
 # have to be in the ring: no more than RING_SLACK.
@@ -56,7 +56,7 @@ def split_batch(
     counts = [end - begin for begin, end in itertools.pairwise(query_start_loc)]
     parts = []
     for begin, end in _runs(counts, lengths is not None):
-        if lengths is not None and counts[begin] >= LEAST_QUERIES:
+        if lengths is not None and counts[begin] >= MIN_QUERIES:
             length = lengths[begin] - counts[begin]
             parts.append(PartRange(begin, end, True, counts[begin], length))
             continue
@@ -72,7 +72,7 @@ def _runs(counts: Sequence[int], cut_long: bool) -> Iterator[tuple[int, int]]:
     """Long prompts, and neighbours that are none."""
     begin = 0
     for i, count in enumerate(counts):
-        if cut_long and count >= LEAST_QUERIES:
+        if cut_long and count >= MIN_QUERIES:
             if begin < i:
                 yield begin, i
             yield i, i + 1

@@ -12,7 +12,6 @@ from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_pa
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
 
-from tightkv import kernels
 from tightkv.cache_bytes import CacheBytes, LayerBytes
 from tightkv.calibration import not_used
 from tightkv.config import KVQuantConfig
@@ -33,6 +32,7 @@ from tightkv.integrations.vllm.layer_numbers import layer_number, model_layers
 from tightkv.integrations.vllm.layer_shapes import layer_shape, shared_layer
 from tightkv.integrations.vllm.options import EngineOptions, engine_options, with_options
 from tightkv.integrations.vllm.protect_keys import check_keys, in_equal_blocks
+from tightkv.kernels import registry
 from tightkv.layout import PageLayout, page_layout
 from tightkv.model_shape import skip_reason
 
@@ -108,7 +108,7 @@ def install(vllm_config: Any) -> None:
     for name, layout in plan.layouts.items():
         layer = layers[name]
         device = layer._k_scale.device
-        choice = kernels.choose("auto", device, layout)
+        choice = registry.choose("auto", device, layout)
         layer.impl = TightAttention(layer, layout, choice.module, limits, device)
         layer.attn_backend = TightBackend
         setattr(layer, _LAYOUT, (layout, plan.pages_per_block))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tightkv.codec import Codec
 from tightkv.integrations.vllm.metadata import BatchPart
+from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.view import CacheView
 
 Rings = tuple[Tensor, ...]  # ring key and value, sink key and value, each [rows + 1, n, Hkv, D]
@@ -26,7 +27,8 @@ class LayerStep:
 
     @property
     def kernel_name(self) -> str:
-        return self.kernels.__name__.rpartition(".")[2]
+        name: str = self.kernels.NAME
+        return name
 
     def run(
         self,
@@ -55,24 +57,23 @@ class LayerStep:
                 part.query_start_loc,
                 part.rows.exact_starts,
                 max_new=part.max_query_len,
-                open_codes=True,
+                encode_partial_page=True,
             )
         for part in parts:
             mine = part.tokens
             self.kernels.attend(
                 self.codec,
                 query[mine],
-                _view(pages, rings, part, context=part.is_prefill, appended=len(parts) == 1),
+                _view(pages, rings, part, context=part.is_prefill, overlaps_append=len(parts) == 1),
                 part.query_start_loc,
-                max_queries=part.max_query_len,
-                scale=self.scale,
-                causal=True,
-                window=None,
-                softcap=self.softcap,
-                mask=None,
-                new_key=key[mine] if part.is_prefill else None,
-                new_value=value[mine] if part.is_prefill else None,
-                out=output[mine],
+                AttendOptions(
+                    max_queries=part.max_query_len,
+                    scale=self.scale,
+                    softcap=self.softcap,
+                    new_key=key[mine] if part.is_prefill else None,
+                    new_value=value[mine] if part.is_prefill else None,
+                    out=output[mine],
+                ),
             )
 
 
@@ -81,7 +82,7 @@ def _view(
     rings: Rings,
     part: BatchPart,
     context: bool,
-    appended: bool = False,
+    overlaps_append: bool = False,
     feedback: Tensor | None = None,
 ) -> CacheView:
     """The cache with a part's new tokens, or only what came before them."""
@@ -90,8 +91,8 @@ def _view(
         pages=pages,
         block_table=part.block_table,
         lengths=rows.before if context else rows.lengths,
-        starts=part.starts,
-        ring_starts=rows.context_ring_starts if context else rows.ring_starts,
+        left_pad=part.starts,
+        ring_read_from=rows.context_ring_starts if context else rows.ring_starts,
         sink_counts=rows.context_sink_counts if context else rows.sink_counts,
         ring_rows=rows.ring_rows,
         ring_key=rings[0],
@@ -99,6 +100,6 @@ def _view(
         sink_key=rings[2],
         sink_value=rings[3],
         same_length=part.context_len if context else None,
-        appended=appended,
+        overlaps_append=overlaps_append,
         feedback=feedback,
     )

@@ -21,7 +21,8 @@ from torch import Tensor
 from tightkv.integrations.vllm.layer_step import LayerStep, Rings
 from tightkv.integrations.vllm.metadata import BatchPart
 from tightkv.integrations.vllm.ring_table import BatchRings
-from tightkv.kernels.staged import LEAST_QUERIES, PLANNED_TOKENS, piece_tokens
+from tightkv.kernels.prefill import MIN_QUERIES, chunk_tokens
+from tightkv.kernels.sdpa import CUDNN_MULTIPLE
 from tightkv.layout import PageLayout
 
 logger = logging.getLogger("vllm.tightkv")
@@ -84,12 +85,12 @@ def kinds_of_parts(
     page = layout.page_size
     for count in sizes(1, most_decoding):
         yield _part(layout, rings, count, before=page, is_prefill=False)
-    for count in sizes(least_fresh, LEAST_QUERIES - 1):
+    for count in sizes(least_fresh, MIN_QUERIES - 1):
         yield _part(layout, rings, count, before=page, is_prefill=True)
     # Several pieces, of lengths that cuDNN plans for and one that it does not.
-    several = piece_tokens(PLANNED_TOKENS, page) + 3 * PLANNED_TOKENS + page // 2
+    several = chunk_tokens(CUDNN_MULTIPLE, page) + 3 * CUDNN_MULTIPLE + page // 2
     for before in (page, several):
-        yield _part(layout, rings, PLANNED_TOKENS, before, is_prefill=True, host_knows=True)
+        yield _part(layout, rings, CUDNN_MULTIPLE, before, is_prefill=True, host_knows=True)
 
 
 def sizes(least: int, most: int) -> list[int]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tightkv.codec import Codec
+from tightkv.kernels.constants import ROTATIONS, SCALE_MODES
 from tightkv.layout import PageLayout
 from tightkv.math.feedback import gain
 from tightkv.math.quantize import TurboQuantMSE
@@ -20,8 +21,6 @@ from tightkv.math.rotation import Rotation
 ISA_VARIABLE = "TIGHTKV_CPU_ISA"
 ISAS = ("portable", "neon", "dotprod", "avx2", "avx512", "vnni")
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.bool: 3}
-_ROTATIONS = {"none": 0, "hadamard": 1, "haar": 2}
-_SCALE_MODES = {"norm": 0, "corrected": 1, "least_squares": 2, "unbiased": 3}
 
 
 class Side(ctypes.Structure):
@@ -143,8 +142,8 @@ def _side(codec: Codec, name: str, quantizer: TurboQuantMSE, keep: list[Tensor])
         bits=quantizer.bits,
         codes=codec.layout.planes[name, "codes"].offset,
         scales=codec.layout.planes[name, "scale"].offset,
-        scale_mode=_SCALE_MODES[quantizer.scale_mode],
-        rotation=_ROTATIONS[quantizer.rotation.kind],
+        scale_mode=SCALE_MODES[quantizer.scale_mode],
+        rotation=ROTATIONS[quantizer.rotation.kind],
         unit=quantizer.codebook.unit,
         gain=gain(quantizer.bits) if codec.cfg.takes_feedback and name == "key" else 1.0,
         **{key: _address(tensor) for key, tensor in tables.items()},

@@ -1,16 +1,31 @@
 """Attention over pages, ring, sinks and new tokens: one kernel for decoding and for prefill.
 
 Keys are the left operand, so a tile is [tokens, columns] where a column is one query head of one
-query token. A program takes COLS columns of one sequence and KV head, and a share of the pages
-(split-KV), or of the exact tokens. Its result lies in the frame of the pages; `_merge_kernel`
-joins the shares and rotates back.
+query token. A program takes COLS columns of one sequence and KV head, and a split of the pages
+(split-KV) or of the exact tokens. Its result lies in the frame of the pages; `merge_splits`
+merges the splits and rotates back.
 """
 
+from __future__ import annotations
+
+import math
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from tightkv.kernels.triton.rotate import rotate, rotate_back
-from tightkv.kernels.triton.words import (
+from tightkv.codec import Codec
+from tightkv.kernels.constants import decode_constants, layout_constants
+from tightkv.kernels.device_guard import device_guard
+from tightkv.kernels.options import AttendOptions
+from tightkv.kernels.prefill import can_extend, extend
+from tightkv.kernels.triton import prefill as prefill_ops
+from tightkv.kernels.triton.attend_plan import attend_plan
+from tightkv.kernels.triton.device import has_ptx, interpreted, last_contiguous
+from tightkv.kernels.triton.merge_splits import merge_splits
+from tightkv.kernels.triton.rotate import rotate
+from tightkv.kernels.triton.unpack import (
     byte_levels,
     load_key_words,
     load_value_words,
@@ -18,6 +33,7 @@ from tightkv.kernels.triton.words import (
     scale_order,
     token_order,
 )
+from tightkv.kernels.view import CacheView
 
 
 @triton.jit
@@ -77,18 +93,18 @@ def _mask_scores(
 # What changes from step to step, and tables that are cut anywhere, must not ask for other binaries.
 @triton.jit(
     do_not_specialize=[
-        "block_table", "lengths", "starts", "ring_starts", "sink_counts", "ring_rows", "first",
-        "table_b", "mask_tokens", "total_rows", "batch", "splits", "exact_splits",
-        "ring_tokens",
+        "block_table", "lengths", "left_pad", "ring_read_from", "sink_counts", "ring_rows",
+        "cu_seqlens", "table_b", "mask_tokens", "total_rows", "batch", "num_splits",
+        "num_exact_splits", "ring_tokens",
     ]
 )  # fmt: skip
 def _attend_kernel(
-    query, pages, block_table, lengths, starts, ring_starts, sink_counts, ring_rows, first,
-    ring_key, ring_value, sink_key, sink_value, new_key, new_value, mask, key_table, value_table,
-    partial, partial_lse,
+    query, pages, block_table, lengths, left_pad, ring_read_from, sink_counts, ring_rows,
+    cu_seqlens, ring_key, ring_value, sink_key, sink_value, new_key, new_value, mask,
+    key_table, value_table, partial, partial_lse,
     query_n, query_h, table_b, page_b, new_key_n, new_key_h, new_value_n, new_value_h,
-    mask_b, mask_h, mask_q, mask_n, mask_tokens, total_rows, scale, batch, splits, exact_splits,
-    ring_tokens,
+    mask_b, mask_h, mask_q, mask_n, mask_tokens, total_rows, scale, batch, num_splits,
+    num_exact_splits, ring_tokens,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, COLS: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, RECORD: tl.constexpr, SINKS: tl.constexpr,
     KEY_BITS: tl.constexpr, KEY_CHUNK: tl.constexpr, KEY_TABLE: tl.constexpr,
@@ -96,7 +112,7 @@ def _attend_kernel(
     KEY_UNIT: tl.constexpr, VALUE_UNIT: tl.constexpr,
     VALUE_AT: tl.constexpr, KEY_SCALE_AT: tl.constexpr, VALUE_SCALE_AT: tl.constexpr,
     MEAN_AT: tl.constexpr, MEAN_BITS: tl.constexpr,
-    KIND: tl.constexpr, EXACT_TILE: tl.constexpr,
+    ROTATION: tl.constexpr, EXACT_TILE: tl.constexpr,
     EXACT_STEP: tl.constexpr, EXACT_STAGES: tl.constexpr,
     NEW: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
     MASK: tl.constexpr, PTX: tl.constexpr, STAGES: tl.constexpr,
@@ -113,14 +129,14 @@ def _attend_kernel(
     VW: tl.constexpr = VQ * VCP
 
     # One dimension of programs, since the others end at 65,535: split, head, row, tile.
-    shares = splits + exact_splits
-    split = tl.program_id(0) % shares
-    place = tl.program_id(0) // shares
+    num_partials = num_splits + num_exact_splits
+    split = tl.program_id(0) % num_partials
+    place = tl.program_id(0) // num_partials
     tile = place // (batch * HKV)
     row = place % (batch * HKV) // HKV
     kv_head = place % HKV
-    begin = tl.load(first + row)
-    count = tl.load(first + row + 1) - begin
+    begin = tl.load(cu_seqlens + row)
+    count = tl.load(cu_seqlens + row + 1) - begin
     col = tile * COLS + tl.arange(0, COLS)
     if tile * COLS >= count * G:
         return
@@ -129,10 +145,10 @@ def _attend_kernel(
     live = token < count
 
     length = tl.load(lengths + row)
-    start = tl.load(starts + row)
-    ring_start = tl.load(ring_starts + row)
+    start = tl.load(left_pad + row)
+    read_from = tl.load(ring_read_from + row)
     sink_count = tl.load(sink_counts + row)
-    sinks_end = tl.minimum(start + sink_count, ring_start)
+    sinks_end = tl.minimum(start + sink_count, read_from)
     total = length + count if NEW else length
     query_at = total - count + token
     live = live & (query_at >= 0)
@@ -141,14 +157,14 @@ def _attend_kernel(
     if WINDOW > 0:
         low = tl.maximum(low, total - count + (tile * COLS) // G - WINDOW + 1)
 
-    # this program's share of pages and of exact tokens (sinks, ring, new)
+    # this program's split of pages and of exact tokens (sinks, ring, new)
     page_from = low // PAGE
-    page_to = tl.cdiv(ring_start, PAGE)
-    each = tl.cdiv(tl.maximum(page_to - page_from, 0), splits)
+    page_to = tl.cdiv(read_from, PAGE)
+    each = tl.cdiv(tl.maximum(page_to - page_from, 0), num_splits)
     page_from = page_from + split * each
     page_to = tl.minimum(page_to, page_from + each)
     n_sinks = tl.maximum(sinks_end - start, 0)
-    ring_from = tl.maximum(ring_start, start)
+    ring_from = tl.maximum(read_from, start)
     n_old = n_sinks + tl.maximum(length - ring_from, 0)
     exact_from = 0
     exact_to = n_old
@@ -156,10 +172,10 @@ def _attend_kernel(
         exact_to += count
         if CAUSAL:
             exact_to = tl.minimum(exact_to, n_old + tl.maximum(last_at + 1 - length, 0))
-    if exact_splits > 0:
-        exact_from = tl.where(split >= splits, (split - splits) * EXACT_TILE, exact_to)
+    if num_exact_splits > 0:
+        exact_from = tl.where(split >= num_splits, (split - num_splits) * EXACT_TILE, exact_to)
         exact_to = tl.minimum(exact_to, exact_from + EXACT_TILE)
-        page_to = tl.where(split >= splits, page_from, page_to)
+        page_to = tl.where(split >= num_splits, page_from, page_to)
 
     d = tl.arange(0, DP)
     query_from = (begin + token).to(tl.int64) * query_n + head.to(tl.int64) * query_h
@@ -211,7 +227,7 @@ def _attend_kernel(
             v = v.to(q_columns.dtype)
             acc = acc * shrink[None, :]
             acc += tl.dot(tl.trans(v), p.to(v.dtype), input_precision="ieee")
-        acc = rotate(tl.trans(acc), value_table, COLS, D, DP, KIND) * (1.0 / VALUE_UNIT)
+        acc = rotate(tl.trans(acc), value_table, COLS, D, DP, ROTATION) * (1.0 / VALUE_UNIT)
         # channel = 16 chunk + X q + x
         if VALUE_BITS < 8:
             x = tl.permute(tl.reshape(acc, [COLS, VCP, 4, 4]), [2, 1, 0, 3])
@@ -226,7 +242,7 @@ def _attend_kernel(
             a1 = tl.reshape(x1, [VW, COLS])
 
     if page_to > page_from:
-        qr = rotate(q.to(tl.float32), key_table, COLS, D, DP, KIND)  # [COLS, DP]
+        qr = rotate(q.to(tl.float32), key_table, COLS, D, DP, ROTATION)  # [COLS, DP]
         top = tl.max(tl.abs(qr), axis=1)
         top = tl.where(top > 0.0, top, 1.0)
         factor = top * scale
@@ -294,7 +310,7 @@ def _attend_kernel(
                 s += tl.where(centered[:, None], bias[None, :], 0.0)
             s = s * factor[None, :]
             at = index * PAGE + block * 32 + offset
-            valid = (at >= sinks_end) & (at >= start) & (at < ring_start)
+            valid = (at >= sinks_end) & (at >= start) & (at < read_from)
             s = _mask_scores(
                 s, at, valid, query_at, live, mask, mask_b, mask_h, mask_q, mask_n, mask_tokens,
                 row, head, token, CAUSAL, WINDOW, CAP, MASK,
@@ -322,8 +338,8 @@ def _attend_kernel(
     w = tl.arange(0, VW)
     channel = (w % VCP) * 16 + (w // VCP) * X
     at = (split * total_rows + begin + token).to(tl.int64) * HQ + head
-    share_lse = tl.where(weight > 0.0, peak + tl.log2(weight), float("-inf"))
-    tl.store(partial_lse + at, share_lse, mask=token < count)
+    split_lse = tl.where(weight > 0.0, peak + tl.log2(weight), float("-inf"))
+    tl.store(partial_lse + at, split_lse, mask=token < count)
     factor = tl.where(weight > 0.0, VALUE_UNIT / weight, 0.0)
     where = partial + at[None, :] * D + channel[:, None]
     there = (token < count)[None, :] & (channel < D)[:, None]
@@ -340,46 +356,69 @@ def _one_row(x, DP: tl.constexpr):
     return tl.where(tl.arange(0, 16)[:, None] == 0, x[None, :], 0.0).to(tl.float16)
 
 
-@triton.jit(do_not_specialize=["first", "batch", "total_rows", "shares"])
-def _merge_kernel(
-    partial, partial_lse, value_table, first, out, lse, batch, total_rows, out_n, out_h, shares,
-    HQ: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HEADS: tl.constexpr,
-    STEP: tl.constexpr, KIND: tl.constexpr,
-):  # fmt: skip
-    """Join the shares of HEADS consecutive (query, head) rows and rotate back."""
-    row = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
-    inside = row < total_rows * HQ
-    live = row < tl.load(first + batch) * HQ  # the others are nobody's queries
-    d = tl.arange(0, DP)
-    peak = tl.full([HEADS], float("-inf"), tl.float32)
-    for s0 in range(0, shares, STEP):
-        s = s0 + tl.arange(0, STEP)
-        x = tl.load(
-            partial_lse + s[:, None].to(tl.int64) * (total_rows * HQ) + row[None, :],
-            mask=(s < shares)[:, None] & live[None, :], other=float("-inf"),
+@device_guard
+def attend(
+    codec: Codec,
+    query: Tensor,
+    view: CacheView,
+    cu_seqlens: Tensor,
+    options: AttendOptions,
+) -> tuple[Tensor, Tensor]:
+    """See `reference.attend`."""
+    max_queries, scale, causal, window, softcap, mask, new_key, new_value, out = options
+    layout, device = codec.layout, query.device
+    rows, hq, d = query.shape
+    scale = 1 / math.sqrt(d) if scale is None else scale
+    plain = causal and window is None and softcap is None and mask is None
+    many = plain and not interpreted() and can_extend(codec, query, view, max_queries)
+    if many and rows and new_key is not None and new_value is not None:
+        answer, lse = extend(
+            codec, last_contiguous(query), view, prefill_ops, scale=scale,
+            new_key=last_contiguous(new_key), new_value=last_contiguous(new_value),
         )  # fmt: skip
-        peak = tl.maximum(peak, tl.max(x, axis=0))
-    base = tl.where(peak == float("-inf"), 0.0, peak)
-    weight = tl.zeros([HEADS], tl.float32)
-    acc = tl.zeros([HEADS, DP], tl.float32)
-    for s0 in range(0, shares, STEP):
-        s = s0 + tl.arange(0, STEP)
-        at = s[:, None].to(tl.int64) * (total_rows * HQ) + row[None, :]  # [STEP, HEADS]
-        x = tl.load(
-            partial_lse + at, mask=(s < shares)[:, None] & live[None, :], other=float("-inf")
-        )
-        w = tl.exp2(x - base[None, :])
-        weight += tl.sum(w, axis=0)
-        o = tl.load(
-            partial + at[:, :, None] * D + d[None, None, :],
-            mask=(w > 0.0)[:, :, None] & (d < D)[None, None, :], other=0.0,
-        )  # fmt: skip
-        acc += tl.sum(o * w[:, :, None], axis=0)
-    acc = acc / tl.where(weight > 0.0, weight, 1.0)[:, None]
-    acc = rotate_back(acc, value_table, HEADS, D, DP, KIND)
-    out_at = (row // HQ).to(tl.int64) * out_n + (row % HQ).to(tl.int64) * out_h
-    where = out + out_at[:, None] + d[None, :]
-    tl.store(where, acc.to(out.dtype.element_ty), mask=inside[:, None] & (d < D)[None, :])
-    LN2: tl.constexpr = 0.6931471805599453
-    result = tl.where(weight > 0.0, (peak + tl.log2(weight)) * LN2, float("-inf"))
-    tl.store(lse + row, result, mask=inside)
+        return answer if out is None else out.copy_(answer), lse
+    out = torch.empty_like(query) if out is None else out
+    lse = torch.empty(rows, hq, dtype=torch.float32, device=device)
+    if not rows or not view.batch:
+        return out.zero_(), lse.fill_(-math.inf)
+    query = last_contiguous(query)
+    hkv = layout.num_kv_heads
+    new = new_key is not None
+    plan = attend_plan(layout, view, hq // hkv, max_queries, new, device)
+    if new_key is None or new_value is None:
+        new_key = new_value = query  # not read
+    exact_dtype = view.ring_key.dtype  # one load reads rings and new tokens
+    new_key, new_value = (last_contiguous(x.to(exact_dtype)) for x in (new_key, new_value))
+    num_splits, num_exact_splits = plan.pop("num_splits"), plan.pop("num_exact_splits")
+    num_partials = num_splits + num_exact_splits
+    partial = torch.empty(num_partials, rows, hq, d, dtype=torch.float32, device=device)
+    partial_lse = torch.empty(num_partials, rows, hq, dtype=torch.float32, device=device)
+    mask_kind, mask, mask_strides = _mask(mask, query)
+    tiles = triton.cdiv(max_queries * (hq // hkv), plan["COLS"])
+    _attend_kernel[(num_partials * view.batch * hkv * tiles,)](
+        query, view.pages, view.block_table, view.lengths, view.left_pad,
+        view.ring_read_from, view.sink_counts, view.ring_rows, cu_seqlens,
+        view.ring_key, view.ring_value, view.sink_key, view.sink_value, new_key, new_value, mask,
+        codec.key.rotation.table(device), codec.value.rotation.table(device),
+        partial, partial_lse,
+        query.stride(0), query.stride(1), view.block_table.stride(0), view.pages.stride(0),
+        new_key.stride(0), new_key.stride(1), new_value.stride(0), new_value.stride(1),
+        *mask_strides, mask.shape[-1], rows, scale,
+        view.batch, num_splits, num_exact_splits, view.ring_key.shape[1],
+        **layout_constants(layout), **decode_constants(layout),
+        HQ=hq, SINKS=view.sink_key.shape[1],
+        NEW=new, CAUSAL=causal, WINDOW=window or 0, CAP=softcap or 0.0, MASK=mask_kind,
+        PTX=has_ptx(device), **plan,
+    )  # fmt: skip
+    merge_splits(codec, partial, partial_lse, cu_seqlens, view.batch, out, lse)
+    return out, lse
+
+
+def _mask(mask: Tensor | None, like: Tensor) -> tuple[int, Tensor, tuple[int, int, int, int]]:
+    """Kind (0 none, 1 bool, 2 float), tensor, strides with 0 for broadcast dimensions."""
+    if mask is None:
+        return 0, like, (0, 0, 0, 0)
+    steps = [0 if n == 1 else s for n, s in zip(mask.shape[:3], mask.stride()[:3], strict=True)]
+    kind = 1 if mask.dtype == torch.bool else 2
+    mask = mask.view(torch.uint8) if kind == 1 else mask
+    return kind, mask, (steps[0], steps[1], steps[2], mask.stride(3))

@@ -1,9 +1,17 @@
 """Pages to plain keys and values, for attention that wants them so (a bounded piece at a time)."""
 
+from __future__ import annotations
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from tightkv.kernels.triton.words import (
+from tightkv.codec import Codec
+from tightkv.kernels.constants import decode_constants, layout_constants
+from tightkv.kernels.device_guard import device_guard
+from tightkv.kernels.triton.device import has_ptx
+from tightkv.kernels.triton.unpack import (
     byte_levels,
     load_key_words,
     load_value_words,
@@ -11,6 +19,7 @@ from tightkv.kernels.triton.words import (
     scale_order,
     token_order,
 )
+from tightkv.kernels.view import CacheView
 
 
 @triton.jit
@@ -28,7 +37,7 @@ def _dequantize_kernel(
     KEY_TABLE: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_TABLE: tl.constexpr,
     KEY_UNIT: tl.constexpr, VALUE_UNIT: tl.constexpr, VALUE_AT: tl.constexpr,
     KEY_SCALE_AT: tl.constexpr, VALUE_SCALE_AT: tl.constexpr, MEAN_AT: tl.constexpr,
-    MEAN_BITS: tl.constexpr, KIND: tl.constexpr, PTX: tl.constexpr,
+    MEAN_BITS: tl.constexpr, ROTATION: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """One block of 32 tokens of one head -> rows [32, D] of key and value, in the rotated frame.
 
@@ -106,3 +115,33 @@ def _dequantize_kernel(
         x = tl.reshape(tl.permute(levels, [2, 1, 0, 3]), [16, DP]).to(tl.float32)
         x = x * (tl.load(scale_at + 4 * odds).to(tl.float32) * VALUE_UNIT)[:, None]
         tl.store(where + odds * D, x.to(value.dtype.element_ty), mask=(d < D)[None, :])
+
+
+@device_guard
+def dequantize_pages(
+    codec: Codec,
+    view: CacheView,
+    first_page: int,
+    last_page: int,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Rotated keys and values [B, Hkv, tokens, D] of pages [first_page, last_page).
+
+    `out` may hold more tokens; its strides are the same for both. Pages that are not in the
+    block table are left as they are.
+    """
+    layout = codec.layout
+    tokens = (last_page - first_page) * layout.page_size
+    if out is None:
+        shape = (view.batch, layout.num_kv_heads, tokens, layout.head_dim)
+        made = [torch.empty(shape, dtype=layout.dtype, device=view.pages.device) for _ in "kv"]
+        out = made[0], made[1]
+    key, value = out
+    _dequantize_kernel[(tokens // 32 * view.batch * layout.num_kv_heads,)](
+        view.pages, view.block_table, key, value,
+        view.block_table.stride(0), view.block_table.shape[1],
+        view.pages.stride(0), first_page, tokens // 32,
+        key.stride(0), key.stride(1), **layout_constants(layout), **decode_constants(layout),
+        PTX=has_ptx(view.pages.device), num_warps=4,
+    )  # fmt: skip
+    return key, value

@@ -7,8 +7,6 @@ Kinds: 0 none, 1 randomized Hadamard (the butterflies of `math.rotation`, same o
 import triton
 import triton.language as tl
 
-NONE, HADAMARD, DENSE = 0, 1, 2
-
 
 @triton.jit
 def hadamard_sums(x, ROWS: tl.constexpr, D: tl.constexpr):
@@ -23,29 +21,29 @@ def hadamard_sums(x, ROWS: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def rotate(
-    x, table, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, KIND: tl.constexpr
+    x, table, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROTATION: tl.constexpr
 ):  # fmt: skip
     """R x for each row of [ROWS, DP]; columns from D on are zero.
 
     `table` holds D signs (Hadamard) or the matrix R^T [D, D] in float32.
     """
-    if KIND == 1:
+    if ROTATION == 1:
         x = x * tl.load(table + tl.arange(0, D))[None, :]
         x = hadamard_sums(x, ROWS, D) * (D**-0.5)
-    if KIND == 2:
+    if ROTATION == 2:
         x = _dense(x, table, D, 1, ROWS, D, DP)
     return x
 
 
 @triton.jit
 def rotate_back(
-    y, table, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, KIND: tl.constexpr
+    y, table, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROTATION: tl.constexpr
 ):  # fmt: skip
     """R^T y for each row of [ROWS, DP]."""
-    if KIND == 1:
+    if ROTATION == 1:
         y = hadamard_sums(y, ROWS, D) * (D**-0.5)
         y = y * tl.load(table + tl.arange(0, D))[None, :]
-    if KIND == 2:
+    if ROTATION == 2:
         y = _dense(y, table, 1, D, ROWS, D, DP)
     return y
 

@@ -98,12 +98,22 @@ def _config(field: Field) -> KVQuantConfig:
     return cfg
 
 
+# How a file names what a SequenceState holds.
+ROW_FIELDS = {
+    "start": "left_pad",
+    "length": "length",
+    "exact_start": "ring_valid_from",
+    "ring_start": "ring_read_from",
+    "sink_count": "sink_count",
+    "pages": "pages",
+}
+
+
 def _row(field: Field) -> SequenceState:
     """Types alone; `SequenceTable.restore` checks how the numbers of all rows go together."""
-    names = [f.name for f in dataclasses.fields(SequenceState)]
-    fields = field.record(*names)
+    fields = field.record(*ROW_FIELDS)
     pages = fields.pop("pages").items()
-    numbers = {name: number.integer(0, MAX_TOKENS) for name, number in fields.items()}
+    numbers = {ROW_FIELDS[name]: n.integer(0, MAX_TOKENS) for name, n in fields.items()}
     return SequenceState(**numbers, pages=[page.integer(0, MAX_TOKENS) for page in pages])
 
 

@@ -180,7 +180,7 @@ def _shapes(
 ) -> dict[str, tuple[int, ...]]:
     """Of a layer's tensors. Rings may be longer than the tokens that the rows have in them."""
     rows, heads, dim = len(table), layout.num_kv_heads, layout.head_dim
-    least = max([1, *(row.length - row.exact_start for row in table.rows)])
+    least = max([1, *(row.length - row.ring_valid_from for row in table.rows)])
     ring = tensors.get("ring_key")
     slots = least if ring is None or ring.dim() < 2 else max(least, ring.shape[1])
     sinks = layout.cfg.sinks

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from tightkv.config import FORMAT_VERSION, KVQuantConfig
 from tightkv.files import whole_file
 from tightkv.integrations.transformers.layer import SharedSteps, TightLayer
-from tightkv.integrations.transformers.saving.header import parse_header
+from tightkv.integrations.transformers.saving.header import ROW_FIELDS, parse_header
 from tightkv.integrations.transformers.saving.reading import CENTER_TENSORS, KV_TENSORS, SavedCache
 from tightkv.integrations.transformers.saving.states import write_state
 from tightkv.sequences import SequenceTable
@@ -39,7 +38,11 @@ def save_cache(
         "fingerprint": quant.fingerprint(),
         "grows": grows,
         "rows": [
-            {**asdict(row), "pages": [place[page] for page in row.pages]} for row in table.rows
+            {
+                **{name: getattr(row, own) for name, own in ROW_FIELDS.items()},
+                "pages": [place[page] for page in row.pages],
+            }
+            for row in table.rows
         ],
         "layers": [_layer(layer, f"layers.{i}.", used, tensors) for i, layer in enumerate(layers)],
     }

@@ -52,7 +52,7 @@ static void close_scratch(void *own)
 /* New tokens of a sequence; none if it is shorter than they are (an engine's dry run). */
 static int64_t count_of(const struct append_args *a, int64_t sequence)
 {
-    const int64_t count = a->first[sequence + 1] - a->first[sequence];
+    const int64_t count = a->cu_seqlens[sequence + 1] - a->cu_seqlens[sequence];
     return count > a->view.lengths[sequence] ? 0 : count;
 }
 
@@ -81,7 +81,7 @@ static void read_exact(const struct call *call, int value, int64_t b, int64_t he
     const int64_t fresh = at - length_before(a, b);
     if (fresh >= 0) {
         struct tokens from = value ? a->value : a->key;
-        read_floats(token_at(from, a->dtype, a->first[b] + fresh, head), a->dtype, dim, to);
+        read_floats(token_at(from, a->dtype, a->cu_seqlens[b] + fresh, head), a->dtype, dim, to);
     } else {
         const uint8_t *ring = value ? v->ring_value : v->ring_key;
         int64_t slot = v->ring_rows[b] * v->ring + at % v->ring;
@@ -145,7 +145,7 @@ static void seal_keys(const struct call *call, struct scratch *s, int64_t b, int
         rotate(&layer->key, dim, s->row, s->key + t * dim);
     }
     if (layer->centered && keep == 0) {
-        int64_t pad = least(most(call->args->view.starts[b] - index * size, 0), size);
+        int64_t pad = least(most(call->args->view.left_pad[b] - index * size, 0), size);
         mean_of(s->key, pad, size, dim, s->row, s->mean);
         write_mean(layer, record, s->mean);
     }
@@ -201,7 +201,7 @@ static void seal(const struct call *call, struct scratch *s, const struct sealin
     const struct append_args *a = call->args;
     const int64_t b = page->sequence, size = call->layer->page_size;
     const int64_t id = a->view.block_table[b * a->view.block_stride + page->index];
-    const int64_t keep = least(most(a->exact_starts[b] - page->index * size, 0), size);
+    const int64_t keep = least(most(a->ring_valid_from[b] - page->index * size, 0), size);
     uint8_t *record = record_of(call, id, head);
     seal_keys(call, s, b, page->index, head, record, keep);
     seal_values(call, s, b, page->index, head, record, keep);
@@ -276,9 +276,9 @@ static void fill_exact(const struct call *call)
     const struct append_args *a = call->args;
     const struct view *v = &a->view;
     for (int64_t b = 0; b < v->batch; b++) {
-        const int64_t before = length_before(a, b), start = v->starts[b], owner = v->ring_rows[b];
+        const int64_t before = length_before(a, b), start = v->left_pad[b], owner = v->ring_rows[b];
         for (int64_t at = before; at < v->lengths[b]; at++) {
-            int64_t token = a->first[b] + at - before;
+            int64_t token = a->cu_seqlens[b] + at - before;
             if (at >= v->lengths[b] - v->ring)
                 copy_token(call, token, v->ring_key, v->ring_value, owner * v->ring + at % v->ring);
             if (at >= start && at < start + v->sinks)
@@ -303,7 +303,7 @@ int tightkv_append(const struct layer *layer, const struct append_args *args)
             *next++ = (struct sealing){b, i};
     call.sealed = count * layer->heads;
     struct work work = {run_task, open_scratch, close_scratch, &call, call.sealed};
-    if (args->open_codes)
+    if (args->encode_partial_page)
         work.tasks += batch * layer->heads;
     if (work.tasks > 0)
         result = run_tasks(&work, args->threads);

@@ -1,21 +1,21 @@
 /* attend: an online softmax over blocks of 32 tokens, exact ones and compressed ones.
 
    The (query, head) pairs that share a key head are cut into groups of at most ROWS; a group is
-   one unit of output. Where there are few groups, the pages of each are cut into parts that
-   different threads work on; the last one to finish joins the parts. How things are cut depends
+   one unit of output. Where there are few groups, the pages of each are cut into splits that
+   different threads work on; the last one to finish merges their states. How things are cut depends
    on the shapes alone, so results do not change with the number of threads. */
 #include <math.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 
 #include "encode.h"
-#include "keys16.h"
+#include "key_block.h"
 
 #define WANTED_TASKS 64
-#define LEAST_BLOCKS 16 /* of a part */
+#define LEAST_BLOCKS 16 /* of a split */
 
 /* Softmax-weighted sums over some tokens, relative to e^peak. */
-struct part {
+struct state {
     float *peak, *weight; /* [rows] */
     float *sums;          /* [rows][dim], in the pages' frame or in the exact tokens' */
 };
@@ -24,13 +24,13 @@ struct group {
     int64_t sequence, head;  /* of keys */
     int64_t row, rows;       /* its pairs: query * (heads / key heads) + head within */
     int64_t begin, end;      /* tokens read from pages */
-    int64_t pages_parts;     /* parts the pages are cut into */
-    int64_t first_part;      /* in `parts`, the exact tokens' comes first; -1: not shared */
+    int64_t num_splits;      /* of the pages */
+    int64_t first_state;     /* in `states`, the exact tokens' comes first; -1: not shared */
     _Atomic int64_t to_do;
 };
 
 struct task {
-    int64_t group, part; /* part 0 is the exact tokens, -1 everything */
+    int64_t group, split; /* split 0 is the exact tokens, -1 everything */
 };
 
 struct call {
@@ -41,11 +41,11 @@ struct call {
     struct book key_book, value_book;
     float key_factor, value_factor; /* level * scale * factor is a coordinate */
     int key_groups, *key_order;     /* of 8 codes; the dim of each */
-    int64_t share;                  /* query heads of a key head */
+    int64_t group_size;             /* query heads of a key head */
     struct group *groups;
     struct task *tasks;
-    float *parts;
-    int64_t part_floats;
+    float *states;
+    int64_t state_floats;
 };
 
 /* What a thread works in. */
@@ -54,7 +54,7 @@ struct scratch {
     float *keys;   /* [dim up to a multiple of 32][BLOCK], or [BLOCK][dim] */
     float *values; /* [BLOCK][dim] */
     float *row;    /* 4 x [dim] */
-    struct part own[2];
+    struct state own[2];
     uint8_t *work;       /* a block's codes */
     int8_t *query_bytes; /* [DOT_ROWS][groups of 8 dims][16] */
     float *all;
@@ -70,17 +70,17 @@ struct scratch {
     int64_t position[BLOCK]; /* -1: no token */
 };
 
-static struct part part_in(float *at, int64_t rows)
+static struct state state_in(float *at, int64_t rows)
 {
-    return (struct part){at, at + rows, at + 2 * rows};
+    return (struct state){at, at + rows, at + 2 * rows};
 }
 
 static void *open_scratch(void *context)
 {
     const struct call *call = context;
     const size_t dim = (size_t)call->layer->dim, padded = (dim + 31) / 32 * 32;
-    const size_t part = ROWS * (dim + 2);
-    const size_t floats = ROWS * dim + padded * BLOCK + BLOCK * dim + 4 * dim + 2 * part +
+    const size_t state = ROWS * (dim + 2);
+    const size_t floats = ROWS * dim + padded * BLOCK + BLOCK * dim + 4 * dim + 2 * state +
                           padded * BLOCK / 4 + DOT_ROWS * padded / 2;
     struct scratch *s = malloc(sizeof *s);
     float *at = s == NULL ? NULL : aligned_alloc(64, (floats * sizeof(float) + 63) / 64 * 64);
@@ -93,8 +93,8 @@ static void *open_scratch(void *context)
     s->values = at, at += BLOCK * dim;
     s->query = at, at += ROWS * dim;
     s->row = at, at += 4 * dim;
-    s->own[0] = part_in(at, ROWS), at += part;
-    s->own[1] = part_in(at, ROWS), at += part;
+    s->own[0] = state_in(at, ROWS), at += state;
+    s->own[1] = state_in(at, ROWS), at += state;
     s->work = (uint8_t *)at, at += padded * BLOCK / 4;
     s->query_bytes = (int8_t *)at;
     return s;
@@ -122,7 +122,7 @@ static void make_book(const struct side *side, struct book *book)
 
 static int64_t count_of(const struct attend_args *a, int64_t sequence)
 {
-    return a->first[sequence + 1] - a->first[sequence];
+    return a->cu_seqlens[sequence + 1] - a->cu_seqlens[sequence];
 }
 
 /* Position of a sequence's query 0; its tokens are the last ones, or follow the cache. */
@@ -138,9 +138,9 @@ static void load_queries(const struct call *call, const struct group *g, struct 
     const struct attend_args *a = call->args;
     const int dim = (int)call->layer->dim;
     for (int64_t r = 0; r < g->rows; r++) {
-        int64_t query = (g->row + r) / call->share;
-        int64_t head = g->head * call->share + (g->row + r) % call->share;
-        const void *from = token_at(a->query, a->dtype, a->first[g->sequence] + query, head);
+        int64_t query = (g->row + r) / call->group_size;
+        int64_t head = g->head * call->group_size + (g->row + r) % call->group_size;
+        const void *from = token_at(a->query, a->dtype, a->cu_seqlens[g->sequence] + query, head);
         float *to = s->query + r * dim;
         read_floats(from, a->dtype, dim, rotated ? s->row : to);
         if (rotated)
@@ -203,8 +203,8 @@ static void mask_row(const struct call *call, const struct group *g, const struc
                      int64_t r, float *scores)
 {
     const struct attend_args *a = call->args;
-    int64_t query = (g->row + r) / call->share;
-    int64_t head = g->head * call->share + (g->row + r) % call->share;
+    int64_t query = (g->row + r) / call->group_size;
+    int64_t head = g->head * call->group_size + (g->row + r) % call->group_size;
     int64_t base = g->sequence * a->mask_batch + head * a->mask_head + query * a->mask_query;
     for (int t = 0; t < BLOCK; t++) {
         if (!is_seen(a, s->query_at[r], s->position[t])) {
@@ -245,20 +245,20 @@ static void finish_scores(const struct call *call, const struct group *g, struct
 }
 
 static int weigh(const struct call *call, const struct group *g, struct scratch *s, int blocks,
-                 struct part *part)
+                 struct state *state)
 {
     return call->ops->softmax(s->scores, (int)g->rows, blocks * BLOCK, STRIP * BLOCK,
-                              (int)call->layer->dim, s->value_factor, part->peak, part->weight,
-                              part->sums, s->top);
+                              (int)call->layer->dim, s->value_factor, state->peak, state->weight,
+                              state->sums, s->top);
 }
 
-static void start(struct part *part, int64_t rows, int64_t dim)
+static void clear_state(struct state *state, int64_t rows, int64_t dim)
 {
     for (int64_t r = 0; r < rows; r++) {
-        part->peak[r] = -INFINITY;
-        part->weight[r] = 0.0f;
+        state->peak[r] = -INFINITY;
+        state->weight[r] = 0.0f;
     }
-    memset(part->sums, 0, sizeof(float) * (size_t)(rows * dim));
+    memset(state->sums, 0, sizeof(float) * (size_t)(rows * dim));
 }
 
 /* --- compressed tokens --- */
@@ -362,7 +362,7 @@ static void page_block(const struct call *call, const struct group *g, struct sc
 }
 
 static void add_values(const struct call *call, const struct group *g, struct scratch *s,
-                       int blocks, struct part *part)
+                       int blocks, struct state *state)
 {
     const int dim = (int)call->layer->dim, rows = (int)g->rows;
     if (uses_dots(call, g)) {
@@ -371,18 +371,18 @@ static void add_values(const struct call *call, const struct group *g, struct sc
                                                   s->top[r],
                                                   s->weight_bytes + r * STRIP * BLOCK * 2);
         call->dots->values(&call->value_book, dim, s->value_codes, blocks, s->weight_bytes,
-                           s->weight_unit, rows, part->sums);
+                           s->weight_unit, rows, state->sums);
         return;
     }
     for (int block = 0; block < blocks; block++) {
         call->ops->decode_values(&call->value_book, dim, s->value_codes[block], s->values);
         call->ops->accumulate(s->scores + block * BLOCK, STRIP * BLOCK, rows, dim, s->values,
-                              part->sums);
+                              state->sums);
     }
 }
 
 static void attend_pages(const struct call *call, const struct group *g, struct scratch *s,
-                         struct part *part, int64_t begin, int64_t end)
+                         struct state *state, int64_t begin, int64_t end)
 {
     const struct layer *layer = call->layer;
     int64_t shift_of = -1;
@@ -401,8 +401,8 @@ static void attend_pages(const struct call *call, const struct group *g, struct 
         page_block(call, g, s, at, begin, end, blocks++, &shift_of);
         if (blocks < STRIP && at + BLOCK < end)
             continue;
-        if (weigh(call, g, s, blocks, part))
-            add_values(call, g, s, blocks, part);
+        if (weigh(call, g, s, blocks, state))
+            add_values(call, g, s, blocks, state);
         blocks = 0;
     }
 }
@@ -410,7 +410,7 @@ static void attend_pages(const struct call *call, const struct group *g, struct 
 /* --- exact tokens --- */
 
 static void exact_block(const struct call *call, const struct group *g, struct scratch *s,
-                        struct part *part, int count)
+                        struct state *state, int count)
 {
     const int dim = (int)call->layer->dim, rows = (int)g->rows;
     int64_t low = s->position[0], high = low;
@@ -426,8 +426,8 @@ static void exact_block(const struct call *call, const struct group *g, struct s
     int all = count == BLOCK && sees_all(call->args, g, s, low, high + 1);
     call->ops->score_tokens(s->query, rows, dim, s->keys, s->scores, STRIP * BLOCK);
     finish_scores(call, g, s, 0, all);
-    if (weigh(call, g, s, 1, part))
-        call->ops->accumulate(s->scores, STRIP * BLOCK, rows, dim, s->values, part->sums);
+    if (weigh(call, g, s, 1, state))
+        call->ops->accumulate(s->scores, STRIP * BLOCK, rows, dim, s->values, state->sums);
 }
 
 /* A sequence's exact tokens, numbered on: sinks, then ring, then new ones. */
@@ -444,9 +444,9 @@ struct exact_token {
 static struct exact count_exact(const struct attend_args *a, int64_t b)
 {
     const struct view *v = &a->view;
-    const int64_t start = v->starts[b], ring_start = v->ring_starts[b], length = v->lengths[b];
-    const int64_t sinks_end = least(start + v->sink_counts[b], ring_start);
-    const int64_t from = most(most(ring_start, start), most(length - v->ring, 0));
+    const int64_t start = v->left_pad[b], ring_read_from = v->ring_read_from[b], length = v->lengths[b];
+    const int64_t sinks_end = least(start + v->sink_counts[b], ring_read_from);
+    const int64_t from = most(most(ring_read_from, start), most(length - v->ring, 0));
     return (struct exact){most(least(sinks_end - start, v->sinks), 0), most(length - from, 0),
                           a->new_key.data != NULL ? count_of(a, b) : 0, from};
 }
@@ -461,7 +461,7 @@ static struct exact_token exact_at(const struct call *call, const struct group *
     if (n < e->sinks) {
         int64_t at = ((owner * v->sinks + n) * heads + g->head) * bytes;
         return (struct exact_token){(uint8_t *)v->sink_key + at, (uint8_t *)v->sink_value + at,
-                                    v->dtype, v->starts[b] + n};
+                                    v->dtype, v->left_pad[b] + n};
     }
     n -= e->sinks;
     if (n < e->ring) {
@@ -471,13 +471,13 @@ static struct exact_token exact_at(const struct call *call, const struct group *
                                     v->dtype, position};
     }
     n -= e->ring;
-    return (struct exact_token){token_at(a->new_key, a->new_dtype, a->first[b] + n, g->head),
-                                token_at(a->new_value, a->new_dtype, a->first[b] + n, g->head),
+    return (struct exact_token){token_at(a->new_key, a->new_dtype, a->cu_seqlens[b] + n, g->head),
+                                token_at(a->new_value, a->new_dtype, a->cu_seqlens[b] + n, g->head),
                                 a->new_dtype, v->lengths[b] + n};
 }
 
 static void attend_exact(const struct call *call, const struct group *g, struct scratch *s,
-                         struct part *part)
+                         struct state *state)
 {
     const struct attend_args *a = call->args;
     const int dim = (int)call->layer->dim;
@@ -499,7 +499,7 @@ static void attend_exact(const struct call *call, const struct group *g, struct 
             s->position[filled++] = token.position;
         }
         if (filled == BLOCK || (filled > 0 && n + 1 == count)) {
-            exact_block(call, g, s, part, filled);
+            exact_block(call, g, s, state, filled);
             filled = 0;
         }
     }
@@ -507,28 +507,28 @@ static void attend_exact(const struct call *call, const struct group *g, struct 
 
 /* --- the whole --- */
 
-/* Joins the parts of a group: the first is of exact tokens, the others are in the pages' frame. */
-static void finish(const struct call *call, const struct group *g, struct scratch *s,
-                   const struct part *parts, int64_t count)
+/* Merges the states of a group: the first is of exact tokens, the others are in the pages' frame. */
+static void merge_states(const struct call *call, const struct group *g, struct scratch *s,
+                         const struct state *states, int64_t count)
 {
     const struct attend_args *a = call->args;
     const int dim = (int)call->layer->dim;
     float *plain = s->row, *rotated = plain + dim, *back = rotated + dim;
     for (int64_t r = 0; r < g->rows; r++) {
-        int64_t query = a->first[g->sequence] + (g->row + r) / call->share;
-        int64_t head = g->head * call->share + (g->row + r) % call->share;
+        int64_t query = a->cu_seqlens[g->sequence] + (g->row + r) / call->group_size;
+        int64_t head = g->head * call->group_size + (g->row + r) % call->group_size;
         int64_t at = query * a->heads + head;
         float peak = -INFINITY, weight = 0.0f;
         for (int64_t k = 0; k < count; k++)
-            if (!(parts[k].peak[r] <= peak))
-                peak = parts[k].peak[r];
+            if (!(states[k].peak[r] <= peak))
+                peak = states[k].peak[r];
         memset(plain, 0, 2 * sizeof(float) * (size_t)dim);
         for (int64_t k = 0; k < count && peak != -INFINITY; k++) {
-            float shrink = expf(parts[k].peak[r] - peak);
+            float shrink = expf(states[k].peak[r] - peak);
             float *sums = k == 0 ? plain : rotated;
-            weight += shrink * parts[k].weight[r];
+            weight += shrink * states[k].weight[r];
             for (int d = 0; d < dim; d++)
-                sums[d] += shrink * parts[k].sums[r * dim + d];
+                sums[d] += shrink * states[k].sums[r * dim + d];
         }
         rotate_back(&call->layer->value, dim, rotated, back);
         for (int d = 0; d < dim; d++)
@@ -538,9 +538,9 @@ static void finish(const struct call *call, const struct group *g, struct scratc
     }
 }
 
-static struct part part_of(const struct call *call, const struct group *g, int64_t k)
+static struct state state_of(const struct call *call, const struct group *g, int64_t k)
 {
-    return part_in(call->parts + (g->first_part + k) * call->part_floats, g->rows);
+    return state_in(call->states + (g->first_state + k) * call->state_floats, g->rows);
 }
 
 static void run_task(void *context, void *own, int64_t number)
@@ -550,29 +550,29 @@ static void run_task(void *context, void *own, int64_t number)
     struct group *g = &call->groups[task.group];
     struct scratch *s = own;
     const int64_t dim = call->layer->dim;
-    if (task.part < 0) {
-        start(&s->own[0], g->rows, dim);
-        start(&s->own[1], g->rows, dim);
+    if (task.split < 0) {
+        clear_state(&s->own[0], g->rows, dim);
+        clear_state(&s->own[1], g->rows, dim);
         attend_exact(call, g, s, &s->own[0]);
         attend_pages(call, g, s, &s->own[1], g->begin, g->end);
-        finish(call, g, s, s->own, 2);
+        merge_states(call, g, s, s->own, 2);
         return;
     }
-    struct part part = part_of(call, g, task.part);
-    start(&part, g->rows, dim);
-    if (task.part == 0) {
-        attend_exact(call, g, s, &part);
+    struct state state = state_of(call, g, task.split);
+    clear_state(&state, g->rows, dim);
+    if (task.split == 0) {
+        attend_exact(call, g, s, &state);
     } else {
         int64_t first = g->begin / BLOCK, blocks = (g->end + BLOCK - 1) / BLOCK - first;
-        int64_t from = first + blocks * (task.part - 1) / g->pages_parts;
-        int64_t to = first + blocks * task.part / g->pages_parts;
-        attend_pages(call, g, s, &part, most(g->begin, from * BLOCK), least(g->end, to * BLOCK));
+        int64_t from = first + blocks * (task.split - 1) / g->num_splits;
+        int64_t to = first + blocks * task.split / g->num_splits;
+        attend_pages(call, g, s, &state, most(g->begin, from * BLOCK), least(g->end, to * BLOCK));
     }
     if (atomic_fetch_sub(&g->to_do, 1) == 1) {
-        struct part parts[WANTED_TASKS + 1];
-        for (int64_t k = 0; k <= g->pages_parts; k++)
-            parts[k] = part_of(call, g, k);
-        finish(call, g, s, parts, g->pages_parts + 1);
+        struct state states[WANTED_TASKS + 1];
+        for (int64_t k = 0; k <= g->num_splits; k++)
+            states[k] = state_of(call, g, k);
+        merge_states(call, g, s, states, g->num_splits + 1);
     }
 }
 
@@ -581,11 +581,11 @@ static void set_range(const struct call *call, struct group *g)
 {
     const struct attend_args *a = call->args;
     const struct view *v = &a->view;
-    int64_t start = v->starts[g->sequence], ring_start = v->ring_starts[g->sequence];
-    int64_t first = first_position(a, g->sequence) + g->row / call->share;
-    int64_t last = first_position(a, g->sequence) + (g->row + g->rows - 1) / call->share;
-    g->begin = most(least(start + v->sink_counts[g->sequence], ring_start), most(start, 0));
-    g->end = ring_start;
+    int64_t start = v->left_pad[g->sequence], ring_read_from = v->ring_read_from[g->sequence];
+    int64_t first = first_position(a, g->sequence) + g->row / call->group_size;
+    int64_t last = first_position(a, g->sequence) + (g->row + g->rows - 1) / call->group_size;
+    g->begin = most(least(start + v->sink_counts[g->sequence], ring_read_from), most(start, 0));
+    g->end = ring_read_from;
     if (a->causal)
         g->end = least(g->end, last + 1);
     if (a->window != 0)
@@ -595,10 +595,10 @@ static void set_range(const struct call *call, struct group *g)
 
 static int64_t group_rows(const struct call *call, int64_t sequence)
 {
-    return count_of(call->args, sequence) * call->share;
+    return count_of(call->args, sequence) * call->group_size;
 }
 
-static void cut_groups(struct call *call, int64_t groups, int64_t *tasks, int64_t *parts)
+static void cut_groups(struct call *call, int64_t groups, int64_t *tasks, int64_t *states)
 {
     int64_t n = 0;
     for (int64_t b = 0; b < call->args->view.batch; b++)
@@ -610,11 +610,11 @@ static void cut_groups(struct call *call, int64_t groups, int64_t *tasks, int64_
                 set_range(call, g);
                 int64_t blocks = (g->end - g->begin) / BLOCK;
                 int64_t wanted = (WANTED_TASKS + groups - 1) / groups;
-                g->pages_parts = least(most(blocks / LEAST_BLOCKS, 1), wanted);
-                g->first_part = g->pages_parts > 1 ? *parts : -1;
-                atomic_init(&g->to_do, g->pages_parts + 1);
-                *tasks += g->pages_parts > 1 ? g->pages_parts + 1 : 1;
-                *parts += g->pages_parts > 1 ? g->pages_parts + 1 : 0;
+                g->num_splits = least(most(blocks / LEAST_BLOCKS, 1), wanted);
+                g->first_state = g->num_splits > 1 ? *states : -1;
+                atomic_init(&g->to_do, g->num_splits + 1);
+                *tasks += g->num_splits > 1 ? g->num_splits + 1 : 1;
+                *states += g->num_splits > 1 ? g->num_splits + 1 : 0;
             }
 }
 
@@ -622,11 +622,11 @@ static void list_tasks(struct call *call, int64_t groups)
 {
     struct task *next = call->tasks;
     for (int64_t n = 0; n < groups; n++) {
-        if (call->groups[n].first_part < 0) {
+        if (call->groups[n].first_state < 0) {
             *next++ = (struct task){n, -1};
             continue;
         }
-        for (int64_t k = 0; k <= call->groups[n].pages_parts; k++)
+        for (int64_t k = 0; k <= call->groups[n].num_splits; k++)
             *next++ = (struct task){n, k};
     }
 }
@@ -634,7 +634,7 @@ static void list_tasks(struct call *call, int64_t groups)
 /* Queries of no sequence see nothing. */
 static void clear_rest(const struct attend_args *a, int64_t dim)
 {
-    const int64_t rows[2][2] = {{0, a->first[0]}, {a->first[a->view.batch], a->total}};
+    const int64_t rows[2][2] = {{0, a->cu_seqlens[0]}, {a->cu_seqlens[a->view.batch], a->total}};
     for (int k = 0; k < 2; k++)
         for (int64_t n = rows[k][0] * a->heads; n < rows[k][1] * a->heads; n++) {
             memset((uint8_t *)a->out + n * dim * item_size(a->dtype), 0,
@@ -648,10 +648,10 @@ int tightkv_attend(const struct layer *layer, const struct attend_args *args)
     const struct isa *isa = current_isa();
     struct call call = {.layer = layer, .args = args, .ops = isa->ops, .dots = isa->dots};
     const double root = sqrt((double)layer->dim);
-    int64_t groups = 0, widest = 0, tasks = 0, parts = 0;
+    int64_t groups = 0, widest = 0, tasks = 0, states = 0;
     int result = -1;
     call.key_groups = key_groups((int)layer->dim, (int)layer->key.bits);
-    call.share = args->heads / layer->heads;
+    call.group_size = args->heads / layer->heads;
     call.key_factor = (float)(layer->key.unit / root);
     call.value_factor = (float)(layer->value.unit / root);
     make_book(&layer->key, &call.key_book);
@@ -661,7 +661,7 @@ int tightkv_attend(const struct layer *layer, const struct attend_args *args)
         groups += layer->heads * ((group_rows(&call, b) + ROWS - 1) / ROWS);
         widest = most(widest, least(group_rows(&call, b), ROWS));
     }
-    call.part_floats = widest * (layer->dim + 2);
+    call.state_floats = widest * (layer->dim + 2);
     if (groups == 0)
         return 0;
     call.groups = malloc(sizeof *call.groups * (size_t)groups);
@@ -669,10 +669,10 @@ int tightkv_attend(const struct layer *layer, const struct attend_args *args)
     if (call.groups != NULL && call.key_order != NULL) {
         if (call.dots != NULL)
             order_keys(&call);
-        cut_groups(&call, groups, &tasks, &parts);
+        cut_groups(&call, groups, &tasks, &states);
         call.tasks = malloc(sizeof *call.tasks * (size_t)tasks);
-        call.parts = malloc(sizeof(float) * (size_t)(parts * call.part_floats + 1));
-        if (call.tasks != NULL && call.parts != NULL) {
+        call.states = malloc(sizeof(float) * (size_t)(states * call.state_floats + 1));
+        if (call.tasks != NULL && call.states != NULL) {
             struct work work = {run_task, open_scratch, close_scratch, &call, tasks};
             list_tasks(&call, groups);
             result = run_tasks(&work, args->threads);
@@ -681,6 +681,6 @@ int tightkv_attend(const struct layer *layer, const struct attend_args *args)
     free(call.groups);
     free(call.key_order);
     free(call.tasks);
-    free(call.parts);
+    free(call.states);
     return result;
 }

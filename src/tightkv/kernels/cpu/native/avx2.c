@@ -55,7 +55,7 @@ static void halves(const word16 *in, int count, float *out)
 }
 
 #include "decode.h"
-#include "body.h"
+#include "simd_attend.h"
 #if defined(__clang__)
 #pragma clang attribute pop
 #endif

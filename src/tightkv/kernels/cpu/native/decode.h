@@ -6,7 +6,7 @@
      gather_words(at, step)         the 4-word vectors at `at`, `at + step`, ..., LANES words
      put_parts(v, tile, dim)        4 lanes each to rows 0, 4, 1, 5, 2, 6, 3, 7 of a value tile */
 
-#include "keys16.h"
+#include "key_block.h"
 #include "vectors.h"
 
 /* --- keys: lanes are tokens of LANES / 4 rows r, dims go down the tile --- */

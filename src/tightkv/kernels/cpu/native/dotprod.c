@@ -1,4 +1,4 @@
-/* ARM's 8-bit dot product (SDOT, from ARMv8.2): dots.h in registers of four words. */
+/* ARM's 8-bit dot product (SDOT, from ARMv8.2): int8_dot.h in registers of four words. */
 #if defined(__aarch64__)
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("dotprod"))), apply_to = function)
@@ -129,7 +129,7 @@ static float split_weights(const float *weights, int count, float top, int8_t *b
     return top / LARGEST;
 }
 
-#include "dots.h"
+#include "int8_dot.h"
 
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -181,20 +181,6 @@ static void pack_half_chunk(int bits, const uint8_t *c, uint16_t *w)
         w[j] = (uint16_t)(bits == 3 ? words[j] : words[j / 2] >> 16 * (j % 2));
 }
 
-static void unpack_half_chunk(int bits, const uint16_t *w, uint8_t *c)
-{
-    uint8_t both[32];
-    uint32_t words[8] = {0};
-    for (int j = 0; j < bits; j++)
-        if (bits == 3)
-            words[j] = w[j];
-        else
-            words[j / 2] |= (uint32_t)w[j] << 16 * (j % 2);
-    unpack_chunk(bits, words, both);
-    for (int k = 0; k < 16; k++)
-        c[k] = both[bits == 3 ? k / 4 * 8 + k % 4 : k];
-}
-
 /* --- where words lie: [block][word j][row r][chunk c][i], values [block][j][chunk][pair][i] --- */
 
 static int64_t key_word(int bits, int chunks, int offset, int j, int c)
@@ -225,25 +211,6 @@ void pack_key(int bits, int dim, int offset, const uint8_t *codes, uint8_t *plan
         pack_half_chunk(bits, codes + 16 * c, h);
         for (int j = 0; j < bits; j++)
             ((word16 *)plane)[key_word(bits, dim / 16, offset, j, c)] = h[j];
-    }
-}
-
-void unpack_key(int bits, int dim, int offset, const uint8_t *plane, uint8_t *codes)
-{
-    uint32_t w[8];
-    uint16_t h[8];
-    if (dim % 32 == 0) {
-        for (int c = 0; c < dim / 32; c++) {
-            for (int j = 0; j < bits; j++)
-                w[j] = ((const word32 *)plane)[key_word(bits, dim / 32, offset, j, c)];
-            unpack_chunk(bits, w, codes + 32 * c);
-        }
-        return;
-    }
-    for (int c = 0; c < dim / 16; c++) {
-        for (int j = 0; j < bits; j++)
-            h[j] = ((const word16 *)plane)[key_word(bits, dim / 16, offset, j, c)];
-        unpack_half_chunk(bits, h, codes + 16 * c);
     }
 }
 

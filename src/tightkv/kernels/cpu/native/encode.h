@@ -10,10 +10,9 @@ uint16_t encode_vector(const struct side *side, int dim, const float *y, uint8_t
 uint16_t encode_with_feedback(const struct side *side, int dim, const float *y,
                               const float *factors, float *work, uint8_t *codes);
 
-/* One token's key codes [dim] in the code plane of a record, and back. */
+/* One token's key codes [dim] into the code plane of a record. */
 void pack_key(int bits, int dim, int offset, const uint8_t *codes, uint8_t *plane);
-void unpack_key(int bits, int dim, int offset, const uint8_t *plane, uint8_t *codes);
-/* Two neighbouring tokens' value codes, [2][dim]; `pair` is half the even one's offset. */
+/* Two neighbouring tokens' value codes, [2][dim], and back; `pair` is half the even one's offset. */
 void pack_values(int bits, int dim, int pair, const uint8_t *codes, uint8_t *plane);
 void unpack_values(int bits, int dim, int pair, const uint8_t *plane, uint8_t *codes);
 

@@ -39,7 +39,7 @@ struct view {
     int64_t page_bytes;
     const int32_t *block_table;
     int64_t block_stride;
-    const int32_t *lengths, *starts, *ring_starts, *sink_counts, *ring_rows;
+    const int32_t *lengths, *left_pad, *ring_read_from, *sink_counts, *ring_rows;
     void *ring_key, *ring_value; /* [rows][ring][heads][dim] */
     void *sink_key, *sink_value; /* [rows][sinks][heads][dim] */
     int64_t ring, sinks, dtype;
@@ -56,7 +56,7 @@ struct attend_args {
     struct tokens query, new_key, new_value; /* new_*.data NULL: no new tokens */
     int64_t dtype, new_dtype;
     int64_t total, heads;   /* packed queries, query heads */
-    const int32_t *first;   /* [batch + 1] */
+    const int32_t *cu_seqlens;   /* [batch + 1] */
     void *out;              /* [total][heads][dim], dtype of the query */
     float *lse;             /* [total][heads] */
     const void *mask;       /* NULL: none */
@@ -70,9 +70,9 @@ struct append_args {
     struct view view;
     struct tokens key, value;
     int64_t dtype;
-    const int32_t *first; /* [batch + 1] */
-    const int32_t *exact_starts;
-    int64_t open_codes, threads;
+    const int32_t *cu_seqlens; /* [batch + 1] */
+    const int32_t *ring_valid_from;
+    int64_t encode_partial_page, threads;
     const float *feedback; /* [heads][dim][dim] of math/feedback.py, or NULL */
 };
 

@@ -4,7 +4,7 @@
 #include <arm_neon.h>
 
 #include "ops.h"
-#include "keys16.h"
+#include "key_block.h"
 
 #define LANES 4
 #define COLUMNS 4
@@ -272,5 +272,5 @@ static void halves(const word16 *in, int count, float *out)
         vst1q_f32(out + k, vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8((const uint8_t *)(in + k)))));
 }
 
-#include "body.h"
+#include "simd_attend.h"
 #endif

@@ -56,7 +56,7 @@ struct ops {
     void (*halves)(const word16 *in, int count, float *out);
 };
 
-/* Products of 8-bit numbers with the codes themselves, for few rows (dots.h). */
+/* Products of 8-bit numbers with the codes themselves, for few rows (int8_dot.h). */
 struct dots {
     /* scores[row * stride + 32] of a block; query is [row][group of 8 dims][16 bytes] */
     void (*keys)(const struct book *book, int dim, const uint8_t *codes, uint8_t *work,

@@ -44,4 +44,4 @@ static void halves(const word16 *in, int count, float *out)
 }
 
 #include "decode.h"
-#include "body.h"
+#include "simd_attend.h"

@@ -2,7 +2,7 @@
 #include <math.h>
 #include <string.h>
 
-#include "static.h"
+#include "static_cache.h"
 
 #define MAGIC 0x58564b5448474954LL /* "TIGHTKVX" */
 #define HEADER_WORDS 27

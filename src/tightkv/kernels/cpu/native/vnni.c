@@ -1,4 +1,4 @@
-/* x86-64 with AVX-512 VNNI and VBMI: dots.h in registers of sixteen words.
+/* x86-64 with AVX-512 VNNI and VBMI: int8_dot.h in registers of sixteen words.
 
    VPDPBUSD multiplies unsigned bytes with signed ones: levels are looked up with 128 added, and
    sums start at -128 times the sum of what they are multiplied with. VPERMB ignores the upper two
@@ -190,7 +190,7 @@ static float split_weights(const float *weights, int count, float top, int8_t *b
     return top / LARGEST;
 }
 
-#include "dots.h"
+#include "int8_dot.h"
 #if defined(__clang__)
 #pragma clang attribute pop
 #endif

@@ -1,0 +1,175 @@
+"""append and attend in C with SIMD: the same functions as `reference`, for caches on the CPU.
+
+Keys and values are decoded block by block into a tile of floats that all query heads of a key
+head share. Arithmetic is float32, or 16-bit integers with few rows where the processor multiplies
+bytes (docs/cpu.md).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import struct
+
+import torch
+from torch import Tensor
+
+from tightkv.codec import Codec
+from tightkv.kernels.constants import unsupported_codec
+from tightkv.kernels.cpu import library
+from tightkv.kernels.options import AttendOptions
+from tightkv.kernels.view import CacheView
+from tightkv.layout import PageLayout
+from tightkv.math.quantize import finite
+
+NAME = "cpu"
+# struct view, attend_args and append_args of native/native.h
+_VIEW = "17q"
+_ATTEND = struct.Struct(f"={_VIEW}9q4q4q5q2q2dq")
+_APPEND = struct.Struct(f"={_VIEW}6qq2q2qq")
+_NO_TOKENS = (0, 0, 0)
+
+
+def unavailable(device_type: str | None, asked: bool = False) -> str | None:
+    """Why these kernels cannot run on a kind of device (None: on any here), or None."""
+    if device_type not in (None, "cpu"):
+        return f"native CPU kernels do not run on {device_type}"
+    try:
+        library.load()
+    except library.LibraryError as error:
+        return str(error)
+    return None
+
+
+def unsupported(layout: PageLayout) -> str | None:
+    """Why these kernels cannot run a config, or None."""
+    return unsupported_codec(layout)
+
+
+def append(
+    codec: Codec,
+    view: CacheView,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    ring_valid_from: Tensor,
+    *,
+    max_new: int,
+    encode_partial_page: bool,
+) -> None:
+    """As `reference.append`; with check_finite new tokens are checked before any is written."""
+    if codec.cfg.check_finite:
+        finite(key, check=True)
+        finite(value, check=True)
+    key, value, cu_seqlens, ring_valid_from = (
+        _row(key),
+        _row(value),
+        _int(cu_seqlens),
+        _int(ring_valid_from),
+    )
+    arguments = _APPEND.pack(
+        *_view(view),
+        *_tokens(key),
+        *_tokens(value),
+        library.DTYPES[key.dtype],
+        cu_seqlens.data_ptr(),
+        ring_valid_from.data_ptr(),
+        encode_partial_page,
+        torch.get_num_threads(),
+        0 if view.feedback is None else view.feedback.data_ptr(),
+    )
+    layer = library.describe(codec.layout)
+    _check(library.load().tightkv_append(ctypes.addressof(layer), arguments))
+
+
+def attend(
+    codec: Codec,
+    query: Tensor,
+    view: CacheView,
+    cu_seqlens: Tensor,
+    options: AttendOptions,
+) -> tuple[Tensor, Tensor]:
+    """As `reference.attend`."""
+    _, scale, causal, window, softcap, mask, new_key, new_value, out = options
+    query, cu_seqlens = _row(query), _int(cu_seqlens)
+    total, heads, dim = query.shape
+    wanted = out
+    if out is None or not out.is_contiguous():
+        out = torch.empty((total, heads, dim), dtype=query.dtype, device=query.device)
+    lse = torch.empty((total, heads), dtype=torch.float32, device=query.device)
+    new, new_dtype = (*_NO_TOKENS, *_NO_TOKENS), 0
+    if new_key is not None and new_value is not None:
+        new_key, new_value = _row(new_key), _row(new_value)
+        new, new_dtype = (*_tokens(new_key), *_tokens(new_value)), library.DTYPES[new_key.dtype]
+    if mask is not None and mask.dtype not in library.DTYPES:
+        mask = mask.float()
+    arguments = _ATTEND.pack(
+        *_view(view),
+        *_tokens(query),
+        *new,
+        library.DTYPES[query.dtype],
+        new_dtype,
+        total,
+        heads,
+        cu_seqlens.data_ptr(),
+        out.data_ptr(),
+        lse.data_ptr(),
+        0 if mask is None else mask.data_ptr(),
+        *((0,) * 5 if mask is None else _mask(mask)),
+        causal,
+        window or 0,
+        1 / math.sqrt(dim) if scale is None else scale,
+        softcap or 0.0,
+        torch.get_num_threads(),
+    )
+    layer = library.describe(codec.layout)
+    _check(library.load().tightkv_attend(ctypes.addressof(layer), arguments))
+    if wanted is not None and wanted is not out:
+        out = wanted.copy_(out)
+    return out, lse
+
+
+def _view(view: CacheView) -> tuple[int, ...]:
+    exact = (view.ring_key, view.ring_value, view.sink_key, view.sink_value)
+    return (
+        view.batch,
+        view.pages.data_ptr(),
+        view.pages.stride(0),
+        view.block_table.data_ptr(),
+        view.block_table.stride(0),
+        view.lengths.data_ptr(),
+        view.left_pad.data_ptr(),
+        view.ring_read_from.data_ptr(),
+        view.sink_counts.data_ptr(),
+        view.ring_rows.data_ptr(),
+        *(x.data_ptr() for x in exact),
+        view.ring_key.shape[1],
+        view.sink_key.shape[1],
+        library.DTYPES[view.ring_key.dtype],
+    )
+
+
+def _tokens(x: Tensor) -> tuple[int, int, int]:
+    return x.data_ptr(), x.stride(0), x.stride(1)
+
+
+def _mask(mask: Tensor) -> tuple[int, ...]:
+    """dtype, and strides; a dimension of size 1 is the same for all."""
+    strides = (
+        step if size > 1 else 0 for size, step in zip(mask.shape, mask.stride(), strict=True)
+    )
+    return library.DTYPES[mask.dtype], *strides
+
+
+def _row(x: Tensor) -> Tensor:
+    """Elements of a head side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _int(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.int32 and x.is_contiguous() else x.int().contiguous()
+
+
+def _check(result: int) -> None:
+    if result:
+        raise MemoryError("the native CPU kernels could not allocate their scratch memory")

@@ -1,0 +1,223 @@
+"""Append and decode attention in CUDA C++, compiled at run time; prefill is the Triton kernels'.
+
+For NVIDIA GPUs from sm_80 on, float16 and bfloat16 models and head_dim 64, 128 and 256.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from tightkv.codec import Codec
+from tightkv.kernels.cuda.cubin_cache import compile_cubin
+from tightkv.kernels.cuda.decode_plan import DecodePlan, DecodeTile, processor_count
+from tightkv.kernels.cuda.driver import Module
+from tightkv.kernels.cuda.nvrtc import load_torch_nvrtc
+from tightkv.kernels.cuda.params import AppendParams, DecodeParams
+from tightkv.kernels.cuda.source import source
+from tightkv.kernels.device_guard import device_guard
+from tightkv.kernels.options import AttendOptions
+from tightkv.kernels.triton import backend as triton_kernels
+from tightkv.kernels.view import CacheView
+from tightkv.layout import RING_SLACK, PageLayout
+
+__all__ = ["NAME", "append", "attend", "unavailable", "unsupported"]
+
+NAME = "cuda"
+
+_MAX_QUERIES = RING_SLACK  # more than this is prefill
+_EXACT_TOKENS = 16  # that a warp reads at a time
+_MANY_THREADS, _FEW_THREADS = 256, 128  # of a block that appends
+_MOST_BLOCKS_Z = 65_535  # of a grid; blocks take further pages in turn
+_SEAL_THREADS, _SEAL_BLOCKS = 128, 4  # of a block that seals with feedback, and blocks a processor
+
+
+def unavailable(device_type: str | None, asked: bool = False) -> str | None:
+    """Why these kernels cannot run on a kind of device (None: on any here), or None."""
+    if device_type not in (None, "cuda"):
+        return f"CUDA kernels do not run on {device_type}"
+    if not torch.cuda.is_available() or torch.version.cuda is None:
+        return "no CUDA device"
+    if torch.cuda.get_device_capability() < (8, 0):
+        return "the GPU is older than sm_80"
+    try:
+        load_torch_nvrtc()
+    except OSError as error:
+        return f"torch's NVRTC was not found: {error}"
+    return triton_kernels.unavailable(device_type, asked)
+
+
+def unsupported(layout: PageLayout) -> str | None:
+    """Why these kernels cannot run a config, or None."""
+    cfg = layout.cfg
+    if layout.head_dim not in (64, 128, 256):
+        return f"head_dim={layout.head_dim}; they have 64, 128 and 256"
+    if cfg.rotation == "haar":
+        return 'rotation="haar"; they have "hadamard" and "none"'
+    if layout.dtype not in (torch.float16, torch.bfloat16):
+        return f"dtype={layout.dtype}; they have float16 and bfloat16"
+    return triton_kernels.unsupported(layout)
+
+
+@device_guard
+def append(
+    codec: Codec,
+    view: CacheView,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    ring_valid_from: Tensor,
+    *,
+    max_new: int,
+    encode_partial_page: bool,
+) -> None:
+    """See `reference.append`."""
+    layout = codec.layout
+    usual = key.dtype == value.dtype == layout.dtype and not codec.cfg.check_finite
+    if not usual or not view.batch:
+        triton_kernels.append(
+            codec,
+            view,
+            key,
+            value,
+            cu_seqlens,
+            ring_valid_from,
+            max_new=max_new,
+            encode_partial_page=encode_partial_page,
+        )
+        return
+    key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
+    signs = codec.key.rotation.table(key.device)
+    ring = view.ring_key.shape[1]
+    arguments = [
+        *[
+            x.data_ptr()
+            for x in (
+                key, value, view.pages, view.block_table, view.lengths, view.left_pad,
+                view.ring_rows, ring_valid_from, cu_seqlens, view.ring_key, view.ring_value,
+                view.sink_key, view.sink_value, signs,
+            )
+        ],
+        key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+        view.block_table.stride(0), view.pages.stride(0),
+        ring, view.sink_key.shape[1], int(encode_partial_page),
+    ]  # fmt: skip
+    name = "append" if view.feedback is None else "append_with_feedback"
+    module = _module(name, layout, layout.num_kv_heads, None, False, key.device)
+    blocks = view.batch * layout.num_kv_heads
+    if max_new <= RING_SLACK:
+        # Many blocks are launched sooner if they are small; few should seal pages fast.
+        threads = _FEW_THREADS if blocks > processor_count(key.device) else _MANY_THREADS
+        module.launch("append", (blocks, 2, 1), threads, AppendParams(*arguments, 1, 1))
+        _seal(module, layout, view, AppendParams(*arguments, 1, 1), max_new)
+        return
+    # Only a short append may overwrite the ring while pages are sealed from it.
+    touched = min((max_new - 2) // layout.page_size + 2, _MOST_BLOCKS_Z)
+    module.launch("append", (blocks, 2, touched), _MANY_THREADS, AppendParams(*arguments, 0, 1))
+    _seal(module, layout, view, AppendParams(*arguments, 0, 1), max_new)
+    copies = -(-min(max_new, ring) // 32)
+    module.launch("append", (blocks, 2, copies), _MANY_THREADS, AppendParams(*arguments, 1, 0))
+
+
+def _seal(
+    module: Module, layout: PageLayout, view: CacheView, params: AppendParams, max_new: int
+) -> None:
+    """Keys of the pages that an append just launched completes, where they take feedback."""
+    if view.feedback is None or not max_new:
+        return
+    d, size = layout.head_dim, layout.page_size
+    pages = view.batch * layout.num_kv_heads * -(-max_new // size)
+    # Few pages are sealed by several blocks each; many by blocks that take one after another.
+    blocks = min(pages * (size * d // 2048), _SEAL_BLOCKS * processor_count(view.pages.device))
+    factors = ctypes.c_void_p(view.feedback.data_ptr())
+    shared = 64 * d  # rows of factors on their way
+    grid = (max(blocks, 1), 1, 1)
+    batch = ctypes.c_int(view.batch)
+    module.launch("seal", grid, _SEAL_THREADS, params, factors, batch, shared=shared)
+
+
+@device_guard
+def attend(
+    codec: Codec,
+    query: Tensor,
+    view: CacheView,
+    cu_seqlens: Tensor,
+    options: AttendOptions,
+) -> tuple[Tensor, Tensor]:
+    """See `reference.attend`."""
+    layout, device = codec.layout, query.device
+    rows, hq, d = query.shape
+    max_queries, scale, causal, window, softcap, mask, new_key, _, out = options
+    decoding = 0 < max_queries <= _MAX_QUERIES and mask is None and new_key is None
+    if not decoding or query.dtype != layout.dtype or not rows or not view.batch:
+        return triton_kernels.attend(codec, query, view, cu_seqlens, options)
+    overlaps_append = view.overlaps_append
+    if query.stride(-1) != 1:
+        query, overlaps_append = query.contiguous(), False
+    group = hq // layout.num_kv_heads
+    plan = DecodePlan.of(layout, group, max_queries, view.batch, view.block_table.shape[1], device)
+    module = _module("decode", layout, hq, plan.tile, softcap is not None, device)
+    num_splits = plan.num_splits
+    groups = -(-(view.ring_key.shape[1] + view.sink_key.shape[1]) // _EXACT_TOKENS)
+    num_exact_splits = min(num_splits, -(-groups // plan.tile.warps))  # that have any
+    num_partials = num_splits + num_exact_splits if num_splits > 1 else 0
+
+    out = torch.empty_like(query) if out is None else out
+    lse = torch.empty(rows, hq, dtype=torch.float32, device=device)
+    partial = torch.empty(num_partials, rows, hq, d, dtype=torch.float32, device=device)
+    partial_lse = torch.empty(num_partials, rows, hq, dtype=torch.float32, device=device)
+    signs = codec.value.rotation.table(device)
+    arguments = DecodeParams(
+        *[
+            x.data_ptr()
+            for x in (
+                query, view.pages, view.block_table, view.lengths, view.left_pad,
+                view.ring_read_from, view.sink_counts, view.ring_rows, cu_seqlens,
+                view.ring_key, view.ring_value, view.sink_key, view.sink_value,
+                signs, partial, partial_lse, out, lse,
+            )
+        ],
+        query.stride(0), query.stride(1), out.stride(0), out.stride(1),
+        view.block_table.stride(0), view.pages.stride(0), rows,
+        1 / math.sqrt(d) if scale is None else scale, softcap or 0.0,
+        view.ring_key.shape[1], view.sink_key.shape[1], num_splits, num_exact_splits,
+        window or 0, int(causal), int(overlaps_append),
+    )  # fmt: skip
+    grid = (view.batch * layout.num_kv_heads, num_splits, plan.num_q_tiles)
+    module.launch("decode", grid, 32 * plan.tile.warps, arguments, shared=plan.shared_bytes)
+    if num_splits == 1:
+        return out, lse
+    pointers = (partial, partial_lse, signs, cu_seqlens, out, lse)
+    module.launch(
+        "merge",
+        (rows * hq, 1, 1),
+        256,
+        *[ctypes.c_void_p(x.data_ptr()) for x in pointers],
+        *[ctypes.c_longlong(n) for n in (out.stride(0), out.stride(1), rows)],
+        *[ctypes.c_int(n) for n in (view.batch, num_splits, num_partials)],
+    )
+    return out, lse
+
+
+@functools.lru_cache(maxsize=1024)
+def _module(
+    name: str,
+    layout: PageLayout,
+    query_heads: int,
+    tile: DecodeTile | None,
+    softcap: bool,
+    device: torch.device,
+) -> Module:
+    """The kernels of one source for one layout; layouts of the same source share a module."""
+    return _loaded(source(name, layout, query_heads, tile, softcap), device)
+
+
+# Kept for good: a CUDA graph may hold a kernel of any of them. Sources are few.
+@functools.cache
+def _loaded(text: str, device: torch.device) -> Module:
+    major, minor = torch.cuda.get_device_capability(device)
+    return Module(compile_cubin(text, f"sm_{major}{minor}"), device)

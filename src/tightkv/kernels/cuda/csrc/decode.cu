@@ -1,0 +1,272 @@
+// Decode attention over compressed pages: a block has a split of one sequence and KV head.
+//
+// Each warp has a run of tiles of that split and works alone until the end: the next tile is on its way to
+// shared memory (cp.async) while it decodes the present one, multiplies keys with the queries,
+// transposes the weights (movmatrix) and multiplies them with the values. Products are of bytes: levels
+// of codes are small whole numbers, and as bytes they need no conversion.
+
+#include "epilogue.cuh"
+#include "page_mean.cuh"
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(const DecodeParams a) {
+    extern __shared__ __align__(128) char memory[];
+    SharedMemory &sh = *(SharedMemory *)memory;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int r = lane >> 2, c = lane & 3;
+    const int split = blockIdx.y, row = blockIdx.x / HKV, head = blockIdx.x % HKV;
+    if (!a.overlaps_append) grid_dependency_wait();
+    const int begin = a.cu_seqlens[row], count = a.cu_seqlens[row + 1] - begin;
+    const int length = a.lengths[row], start = a.left_pad[row], ring_read_from = a.ring_read_from[row];
+    const int sinks_end = min(start + a.sink_counts[row], ring_read_from), owner = a.ring_rows[row];
+    const int col0 = blockIdx.z * COLS;
+    if (col0 >= count * G) {
+        if (a.overlaps_append) grid_dependency_wait();
+        clear_unused_queries(a);
+        return;
+    }
+
+    MaskBounds v;
+    v.low = max(sinks_end, start), v.high = ring_read_from;
+    v.first_at = length - count;
+    v.causal = a.causal, v.window = a.window, v.softcap = a.softcap;
+    const int first_col_at = v.first_at + col0 / G;  // tokens up to here are seen by every column
+    int low = start;
+    if (v.window > 0) low = max(low, first_col_at - v.window + 1);
+    Exact exact;
+    exact.start = start, exact.ring_from = max(ring_read_from, start), exact.ring = a.ring;
+    exact.sinks = max(sinks_end - start, 0);
+    exact.count = exact.sinks + max(length - exact.ring_from, 0);
+    const long long sink_at = ((long long)owner * a.sinks * HKV + head) * D;
+    const long long ring_at = ((long long)owner * a.ring * HKV + head) * D;
+    exact.sink_key = a.sink_key + sink_at, exact.sink_value = a.sink_value + sink_at;
+    exact.ring_key = a.ring_key + ring_at, exact.ring_value = a.ring_value + ring_at;
+
+    // The warps of all splits take exact tokens in turn, 16 at a time; each warp also has a run of
+    // tiles, shorter by as many, for they take about as long.
+    const int page_from = low / PAGE, page_to = (ring_read_from + PAGE - 1) / PAGE;
+    const int tile_from = page_from * TILES / SPAN, tile_to = (page_to * TILES + SPAN - 1) / SPAN;
+    const int groups = (exact.count + 15) / 16, tiles = max(tile_to - tile_from, 0);
+    const int workers = a.num_splits * WARPS, worker = split * WARPS + warp;
+    const auto run_begin = [&](int worker) {
+        const int exact_before = groups / workers * worker + min(worker, groups % workers);
+        return min(max((tiles + groups) * worker / workers - exact_before, 0), tiles);
+    };
+    int t = tile_from + run_begin(worker);
+    const int t_end = tile_from + run_begin(worker + 1);
+
+    // The first tiles are on their way while the queries are prepared. Page numbers are taken
+    // from the table 32 at a time, one a lane.
+    const int *table = a.block_table + row * a.table_b;
+    int window = t / TILES * SPAN;
+    int page_ids = t < t_end ? table[min(window + lane, page_to - 1)] : 0;
+    Queries queries;
+    load(queries, a, begin, count, v.first_at, head, col0, lane, warp);
+    const u8 *pages = a.pages + head * RECORD;
+    const u8 *key_base = pages + key_lane_offset(r, c), *value_base = pages + value_lane_offset(r, c);
+    const ScaleCopy scale_copies[2] = {ScaleCopy(lane), ScaleCopy(lane + 32)};
+    const u32 page_bytes = a.page_bytes;
+    const u64 policy = evict_first_policy();
+    const Stage *stages = sh.warp[warp].stage;
+    const u32 first_stage = (u32)__cvta_generic_to_shared(stages);
+    u32 to = first_stage;
+    int ahead = t;  // the next tile to be copied
+    auto copy_next = [&]() {
+        if (ahead < t_end) {
+            const int page = ahead / TILES * SPAN, block = (ahead % TILES) * TB;
+            if (page == window + 32) {
+                window += 32;
+                page_ids = table[min(window + lane, page_to - 1)];
+            }
+            const bool new_page = TILES == 1 || block == 0 || ahead == t;
+#pragma unroll
+            for (int p = 0; p < SPAN; p++) {
+                const u64 at = (u64)page_bytes * (u32)__shfl_sync(~0u, page_ids, page + p - window);
+                copy_codes(to, p, key_base + at + block * KEY_BLOCK,
+                           value_base + at + block * VALUE_BLOCK, lane, policy);
+#pragma unroll
+                for (int k = 0; k < SCALE_COPIES; k++) {
+                    const ScaleCopy &x = scale_copies[k];
+                    if (x.scale || (new_page && x.mean))
+                        cp_async(to + x.to + p * x.to_next,
+                             pages + at + x.from + (x.scale ? 64 * block : 0), policy);
+                }
+            }
+            ahead++;
+            to += sizeof(Stage);
+            if (to == first_stage + STAGES * sizeof(Stage)) to = first_stage;
+        }
+        cp_async_commit();
+    };
+    // Pages and rings are read from here on, and outputs written.
+    if (a.overlaps_append) grid_dependency_wait();
+    clear_unused_queries(a);
+#pragma unroll
+    for (int k = 0; k < STAGES - 1; k++) copy_next();
+    if (threadIdx.x == 0) {
+        sh.tables[0] = {KEY_TABLE};
+        sh.tables[1] = {VALUE_TABLE};
+    }
+    const float factor = prepare(queries, sh, a.scale, lane, warp);
+
+    Accumulators f;
+    clear(f);
+    ExactTile tokens;  // the first exact ones of this warp: loaded with its last tile
+    const bool some = worker < groups, early = EARLY_EXACT && t < t_end;
+    {
+        u32 q[SLOT_TILES][KX][2];
+        load_query_bytes(q, sh.query_bytes, r, c);
+        const LevelTable key_table = reload(sh.tables[0]);
+        const LevelTable value_table = VALUE_BITS == KEY_BITS ? key_table : reload(sh.tables[1]);
+        const float key_unit = KEY_UNIT * factor * BYTE_UNIT, score_unit = SOFTCAP ? 1.f : key_unit;
+        // tiles in [whole_from, whole_to) are wholly seen by every column
+        const int newest = v.first_at + (col0 + COLS - 1) / G;
+        int seen_from = v.low, seen_to = v.high;
+        if (v.window > 0) seen_from = max(seen_from, newest - v.window + 1);
+        if (v.causal) seen_to = min(seen_to, first_col_at + 1);
+        const int whole_from = SOFTCAP ? t_end : (seen_from + 32 * TB - 1) / (32 * TB);
+        const int whole_to = seen_to / (32 * TB);
+        float bias[SPAN][LANE_COLS];
+        [[maybe_unused]] bool new_page = true;  // only where a tile is part of one
+        int at_stage = 0;
+        for (; t < t_end; t++) {
+            copy_next();
+            cp_async_wait<STAGES - 1>();
+            __syncwarp();  // lanes read what others copied
+            const Stage &tile = stages[at_stage];
+            at_stage = at_stage + 1 == STAGES ? 0 : at_stage + 1;
+            if (EARLY_EXACT && t + 1 == t_end && some) load(tokens, exact, 16 * worker, r, c);
+            const bool edge = t < whole_from || t >= whole_to;
+            uint2 value_scale[TB];
+#pragma unroll
+            for (int b = 0; b < TB; b++) value_scale[b] = tile.value_scale[b][r];
+            if (edge) mask_scales(v, value_scale, t * 32 * TB, r);
+            const float value_most = max_scale(value_scale);
+            float s[LANE_COLS][4 * TB];
+#if MEAN_BITS > 0
+            if (SPAN > 1 || new_page)
+#pragma unroll
+                for (int p = 0; p < SPAN; p += MEAN_BITS == 16 ? 1 : 2)
+#if MEAN_BITS == 16
+                    mean_scores(bias[p], sh.query[0], tile.mean[p], r, c, 1.f / (KEY_UNIT * BYTE_UNIT));
+#else
+                    mean_scores(bias[p], bias[min(p + 1, SPAN - 1)], q, tile.mean[p],
+                                tile.mean[min(p + 1, SPAN - 1)], c, 1.f / KEY_UNIT);
+#endif
+#endif
+            new_page = (t + 1) % TILES == 0;
+
+            // keys with queries
+#pragma unroll
+            for (int b = 0; b < TB; b++) {
+                KeyBlock codes;
+#pragma unroll
+                for (int k = 0; k < KL * KW; k++) (&codes.w[0][0])[k] = tile.key[b][k][lane];
+                const uint2 key_scale = tile.key_scale[b][r];
+                Int8Sums sums[2];  // 16 tokens each
+#pragma unroll
+                for (int x = 0; x < KX; x++) {
+                    Levels of[4];
+#pragma unroll
+                    for (int i = 0; i < 4; i++)
+                        of[i] = key_levels(codes, x, i, c, key_table);
+#pragma unroll
+                    for (int n = 0; n < SLOT_TILES; n++)
+#pragma unroll
+                        for (int h = 0; h < 2; h++) {
+                            const Levels &one = of[2 * h], &two = of[2 * h + 1];
+                            mma_accumulate<false>(sums[h].of[n], one.low, two.low, one.high, two.high,
+                                            q[n][x], x == 0);
+                            if (KEY_BITS == 4)
+                                mma_accumulate<false>(sums[h].of[n], one.negative_low, two.negative_low,
+                                                one.negative_high, two.negative_high, q[n][x],
+                                                false);
+                        }
+                }
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const float scale = half_at(key_scale, i);
+                    const bool centered = MEAN_BITS > 0 && __float_as_int(scale) < 0;
+#pragma unroll
+                    for (int j = 0; j < LANE_COLS; j++) {
+                        s[j][4 * b + i] = fmaf(sums[i / 2].column(j, i & 1), fabsf(scale),
+                                               centered ? bias[b / BP][j] : 0.f);
+                        if (SOFTCAP) s[j][4 * b + i] *= key_unit;
+                    }
+                }
+            }
+            if (edge) mask_scores(v, s, t * 32 * TB, col0, r, c);
+
+            // values with weights
+            ValueBlock codes[TB];
+#pragma unroll
+            for (int b = 0; b < TB; b++)
+#pragma unroll
+                for (int k = 0; k < VL * VW; k++) {
+                    uint4 w = tile.value[b][k][lane];
+                    if (VALUE_BITS < 8) {
+                        sort_by_channel(w.x, w.y);
+                        sort_by_channel(w.z, w.w);
+                    }
+                    (&codes[b].w[0][0])[k] = w;
+                }
+            const float weight_unit = value_most > 0.f ? value_most * (1.f / MOST_WEIGHT) : 1.f;
+            float top[LANE_COLS], sum[LANE_COLS], scale[LANE_COLS];
+            u32 weights[TB][SLOT_TILES][2];
+            softmax_weights(s, score_unit, value_scale, weight_unit, weights, top, sum);
+            rescale(f, top, sum, scale);
+#pragma unroll
+            for (int j = 0; j < LANE_COLS; j++) scale[j] *= weight_unit;
+#pragma unroll
+            for (int x = 0; x < VX; x++) {
+                Int8Sums sums[2];  // channels 0, 1 and 2, 3
+#pragma unroll
+                for (int b = 0; b < TB; b++) {
+                    Levels of[2][2];  // channel pair; tokens 0..15, 16..31
+#pragma unroll
+                    for (int h = 0; h < 2; h++)
+#pragma unroll
+                        for (int m = 0; m < 2; m++)
+                            of[m][h] = value_levels(codes[b], x, m, h, r, value_table);
+#pragma unroll
+                    for (int n = 0; n < SLOT_TILES; n++)
+#pragma unroll
+                        for (int m = 0; m < 2; m++) {
+                            const Levels &one = of[m][0], &two = of[m][1];
+                            mma_accumulate<true>(sums[m].of[n], one.low, one.high, two.low, two.high,
+                                           weights[b][n], b == 0);
+                            if (VALUE_BITS == 4)
+                                mma_accumulate<true>(sums[m].of[n], one.negative_low, one.negative_high,
+                                               two.negative_low, two.negative_high, weights[b][n],
+                                               false);
+                        }
+                }
+#pragma unroll
+                for (int m = 0; m < 2; m++)
+#pragma unroll
+                    for (int half = 0; half < 2; half++)
+#pragma unroll
+                        for (int j = 0; j < LANE_COLS; j++)
+                            f.acc[x][m][half][j] += sums[m].column(j, half) * scale[j];
+            }
+        }
+    }
+    launch_dependents();
+
+    if (some && !early) load(tokens, exact, 16 * worker, r, c);
+    __syncwarp();  // the last tile has been read by all lanes
+    store_state(f, sh.warp[warp].states.pages, r, c);
+    if (some) {
+        u32 q[COL_TILES][KX][4];
+        load_queries(q, sh.query[1], r, c);
+        ExactAccumulators st;
+        clear(st);
+        for (int group = worker; group < groups; group += workers) {
+            if (group != worker) load(tokens, exact, 16 * group, r, c);
+            attend_exact_tile(st, q, tokens, v, col0, c, a.scale);
+        }
+        store_state(st, sh.warp[warp].states.exact, r, c);
+    } else if (lane < COLS) {
+        sh.warp[warp].states.exact.sum[lane] = 0.f;
+    }
+    epilogue(sh, a, split, begin, count, head, col0, lane, warp);
+}

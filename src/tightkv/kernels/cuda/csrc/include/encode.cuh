@@ -1,0 +1,191 @@
+// Encoders: arguments of an append, the quantizer, the order of bits, a page's mean.
+#pragma once
+
+#include "hadamard.cuh"
+#include "model_dtype.cuh"
+
+#define PARTS 8  // of a page's sum, however many threads there are: the sum must not depend on it
+#define N (D / 32)  // channels a lane
+
+struct AppendParams {
+    const u16 *key, *value;
+    u8 *pages;
+    const int *block_table, *lengths, *left_pad, *ring_rows, *ring_valid_from, *cu_seqlens;
+    u16 *ring_key, *ring_value, *sink_key, *sink_value;
+    const float *signs;
+    long long key_n, key_h, value_n, value_h, table_b, page_bytes;
+    int ring, sinks, encode_partial_page, copy, encode;  // the last two: which half is done, or both
+};
+
+__device__ __forceinline__ float finite(float x) {
+    if (x != x) return 0.f;
+    if (x == __int_as_float(0x7f800000)) return 65504.f;
+    return x == __int_as_float(0xff800000) ? -65504.f : x;
+}
+
+__device__ __forceinline__ double warp_sum(double x) {
+#pragma unroll
+    for (int bit = 1; bit < 32; bit *= 2) x += __shfl_xor_sync(~0u, x, bit);
+    return x;
+}
+
+// The same sums in the same order as math.rotation.
+__device__ __forceinline__ void rotate(float (&x)[N], const float *signs, int lane) {
+#if ROTATED
+#pragma unroll
+    for (int k = 0; k < N; k++) x[k] *= signs[lane + 32 * k];
+    hadamard(x, lane);
+#pragma unroll
+    for (int k = 0; k < N; k++) x[k] *= ROOT;
+#endif
+}
+
+template <int BITS>
+struct Codebook;
+template <>
+struct Codebook<KEY_BITS> {
+    static __device__ __forceinline__ float threshold(int i) {
+        const float t[] = {KEY_THRESHOLDS};
+        return t[i];
+    }
+    static __device__ __forceinline__ float magnitude(int i) {
+        const float m[] = {KEY_MAGNITUDES};
+        return m[i];
+    }
+};
+#if VALUE_BITS != KEY_BITS
+template <>
+struct Codebook<VALUE_BITS> {
+    static __device__ __forceinline__ float threshold(int i) {
+        const float t[] = {VALUE_THRESHOLDS};
+        return t[i];
+    }
+    static __device__ __forceinline__ float magnitude(int i) {
+        const float m[] = {VALUE_MAGNITUDES};
+        return m[i];
+    }
+};
+#endif
+
+// Rotated y of one token -> codes in shared memory, scale (all lanes).
+template <int BITS, int MODE>
+__device__ __forceinline__ float quantize(const float (&y)[N], u8 *codes, int lane) {
+    const float tiny = 1.1754943508222875e-38f;
+    double square = 0;
+#pragma unroll
+    for (int k = 0; k < N; k++) square += (double)y[k] * (double)y[k];
+    const float norm = __fsqrt_rn((float)warp_sum(square));
+    double yc = 0, cc = 0;
+#pragma unroll
+    for (int k = 0; k < N; k++) {
+        float z = __fdiv_rn(y[k], fmaxf(norm, tiny)) * WIDTH, size = fabsf(z), c;
+        int index = 0;
+        if constexpr (BITS == 8) {  // whole multiples of a unit
+            const float level = fminf(fmaxf(rintf(z * Codebook<BITS>::threshold(0)), -127.f), 127.f);
+            index = (int)level, c = level * Codebook<BITS>::magnitude(0);
+        } else {
+            c = Codebook<BITS>::magnitude(0);
+#pragma unroll
+            for (int i = 0; i < (1 << (BITS - 1)) - 1; i++)
+                if (size > Codebook<BITS>::threshold(i)) index = i + 1, c = Codebook<BITS>::magnitude(i + 1);
+            if (z < 0.f) index += 1 << (BITS - 1), c = -c;
+        }
+        codes[lane + 32 * k] = (u8)index;
+        c = c * ROOT;
+        yc += (double)y[k] * (double)c;
+        cc += (double)c * (double)c;
+    }
+    if (MODE == 0) return norm;
+    if (MODE == 1) return __fdiv_rn(norm, fmaxf(__fsqrt_rn((float)warp_sum(cc)), tiny));
+    if (MODE == 2) return __fdiv_rn((float)warp_sum(yc), fmaxf((float)warp_sum(cc), tiny));
+    return __fdiv_rn(norm * norm, fmaxf((float)warp_sum(yc), tiny));
+}
+
+// Word j of 32 codes code(0..31).
+template <int BITS, class F>
+__device__ __forceinline__ u32 pack(int j, F code) {
+    u32 w = 0;
+    if (BITS == 8) {
+#pragma unroll
+        for (int n = 0; n < 4; n++) w |= (u32)code(4 * j + n) << (8 * n);
+    } else if (BITS == 4) {
+#pragma unroll
+        for (int n = 0; n < 8; n++) w |= (u32)code(8 * j + n) << (4 * n);
+    } else if (BITS == 3) {
+#pragma unroll
+        for (int n = 0; n < 8; n++)
+            w |= (u32)code(8 * j + n) << (4 * n) | (((u32)code(24 + n) >> j) & 1) << (4 * n + 3);
+    } else {
+#pragma unroll
+        for (int n = 0; n < 16; n++) w |= (u32)code(16 * j + n) << (4 * (n % 8) + 2 * (n / 8));
+    }
+    return w;
+}
+
+// The mean key of a page's tokens [from, to), in the rotated frame, to shared memory; written to the
+// page too, where it is `first`. `load` reads a token, lane l channels l + 32 k.
+template <class Load>
+__device__ __forceinline__ void make_mean(Load load, int from, int to, const float *signs, u8 *record,
+                                          bool first, float (&sums)[PARTS][D], float (&mean)[D], int lane,
+                                          int warp, int warps) {
+    for (int p = warp; p < PARTS; p += warps) {
+        float part[N];
+#pragma unroll
+        for (int k = 0; k < N; k++) part[k] = 0.f;
+        for (int at = from + p; at < to; at += PARTS) {
+            float x[N];
+            load(at, x);
+#pragma unroll
+            for (int k = 0; k < N; k++) part[k] += x[k];
+        }
+#pragma unroll
+        for (int k = 0; k < N; k++) sums[p][lane + 32 * k] = part[k];
+    }
+    __syncthreads();
+    if (warp == 0) {
+        const float real = max(to - from, 1);
+        float x[N];
+#pragma unroll
+        for (int k = 0; k < N; k++) {
+            x[k] = 0.f;
+            for (int p = 0; p < PARTS; p++) x[k] += sums[p][lane + 32 * k];
+            x[k] = __fdiv_rn(x[k], real);
+        }
+        rotate(x, signs, lane);
+#if MEAN_BITS == 8
+        float top = 0.f;
+#pragma unroll
+        for (int k = 0; k < N; k++) top = fmaxf(top, fabsf(x[k]));
+#pragma unroll
+        for (int bit = 1; bit < 32; bit *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, bit));
+        const u16 half_step = float_to_half(__fdiv_rn(top, 127.f));
+        const float step = half_to_float(half_step);
+        if (lane == 0 && first) *(u16 *)(record + MEAN_AT + D) = half_step;
+#pragma unroll
+        for (int k = 0; k < N; k++) {
+            float level = rintf(__fdiv_rn(x[k], fmaxf(step, 6.103515625e-05f)));
+            level = fminf(fmaxf(level, -127.f), 127.f);
+            if (first) ((signed char *)(record + MEAN_AT))[lane + 32 * k] = (signed char)level;
+            mean[lane + 32 * k] = level * step;
+        }
+#else
+#pragma unroll
+        for (int k = 0; k < N; k++) {
+            const u16 h = float_to_half(x[k]);
+            if (first) ((u16 *)(record + MEAN_AT))[lane + 32 * k] = h;
+            mean[lane + 32 * k] = half_to_float(h);
+        }
+#endif
+    }
+}
+
+// The mean that a page has.
+__device__ __forceinline__ void read_mean(const u8 *record, float (&mean)[D], int lane) {
+    for (int d = lane; d < D; d += 32)
+#if MEAN_BITS == 8
+        mean[d] = (float)((signed char *)(record + MEAN_AT))[d] *
+                  half_to_float(*(u16 *)(record + MEAN_AT + D));
+#else
+        mean[d] = half_to_float(((u16 *)(record + MEAN_AT))[d]);
+#endif
+}

@@ -1,0 +1,126 @@
+// The epilogue: a block's shared memory, and how the states of its warps become the output or a split's state.
+#pragma once
+
+#include "exact_tile.cuh"
+#include "output.cuh"
+#include "queries.cuh"
+#include "smem_pipeline.cuh"
+#include "tile_softmax.cuh"
+
+struct WarpState {  // what a warp found, in one frame
+    float acc[COLS][D + 4], peak[COLS], sum[COLS];
+};
+
+union WarpMemory {  // a warp's own memory: first for tiles, then for what it found
+    Stage stage[STAGES];
+    struct {
+        WarpState pages, exact;
+    } states;
+};
+
+struct SharedMemory {
+    WarpMemory warp[WARPS];
+    u32 query[2][COLS][D / 2 + 4];  // rotated halves, and as they came
+    QueryBytes query_bytes;
+    float query_top[COLS];
+    LevelTable tables[2];  // of keys, of values
+};
+static_assert(sizeof(SharedMemory) == SHARED_BYTES, "kernels/cuda computes another size");
+
+__device__ __forceinline__ float of_all_rows(float sum) {
+    sum += __shfl_xor_sync(~0u, sum, 4);
+    sum += __shfl_xor_sync(~0u, sum, 8);
+    return sum + __shfl_xor_sync(~0u, sum, 16);
+}
+
+__device__ __forceinline__ void store_state(const Accumulators &f, WarpState &to, int r, int c) {
+#pragma unroll
+    for (int j = 0; j < LANE_COLS; j++) {
+        const int column = lane_column(j, c);
+        const float sum = of_all_rows(f.sum[j]);
+        if (r == 0) to.peak[column] = f.peak[j], to.sum[column] = sum;
+#pragma unroll
+        for (int x = 0; x < VX; x++)
+#pragma unroll
+            for (int m = 0; m < 2; m++)
+#pragma unroll
+                for (int half = 0; half < 2; half++)
+                    to.acc[column][8 * (4 * x + 2 * m + half) + r] = f.acc[x][m][half][j];
+    }
+}
+
+__device__ __forceinline__ void store_state(const ExactAccumulators &st, WarpState &to, int r, int c) {
+#pragma unroll
+    for (int n = 0; n < COL_TILES; n++)
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+            const int column = 8 * n + 2 * c + k;
+            const float sum = of_all_rows(st.sum[n][k]);
+            if (column >= COLS) continue;
+            if (r == 0) to.peak[column] = st.peak[n][k], to.sum[column] = sum;
+#pragma unroll
+            for (int x = 0; x < VX; x++)
+#pragma unroll
+                for (int m = 0; m < 2; m++)
+#pragma unroll
+                    for (int half = 0; half < 2; half++)
+                        to.acc[column][8 * (4 * x + 2 * m + half) + r] =
+                            st.acc[n][x][m][k + 2 * half];
+        }
+}
+
+// A column of all warps: their sum relative to the highest peak, which is returned with the weight.
+template <bool EXACT>
+__device__ __forceinline__ void reduce_warps(const SharedMemory &sh, int n, int lane, float (&o)[D / 32],
+                                       float &peak, float &sum) {
+    peak = LOWEST, sum = 0.f;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+        const WarpState &from = EXACT ? sh.warp[w].states.exact : sh.warp[w].states.pages;
+        if (from.sum[n] > 0.f) peak = fmaxf(peak, from.peak[n]);
+    }
+#pragma unroll
+    for (int k = 0; k < D / 32; k++) o[k] = 0.f;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+        const WarpState &from = EXACT ? sh.warp[w].states.exact : sh.warp[w].states.pages;
+        if (!(from.sum[n] > 0.f)) continue;  // nothing was found
+        const float weight = exp2_fast(from.peak[n] - peak);
+        sum += weight * from.sum[n];
+#pragma unroll
+        for (int k = 0; k < D / 32; k++) o[k] += weight * from.acc[n][lane + 32 * k];
+    }
+}
+
+// Merge the warps of a block: to the output where it has all of a sequence, else to its split's state.
+__device__ __forceinline__ void epilogue(SharedMemory &sh, const DecodeParams &a, int split, int begin,
+                                         int count, int head, int col0, int lane, int warp) {
+    __syncthreads();
+    for (int n = warp; n < COLS; n += WARPS) {
+        const int col = col0 + n, token = col / G;
+        if (token >= count) break;
+        const int query_head = head * G + col % G;
+        const long long row = (long long)(begin + token) * HQ + query_head;
+        float o[D / 32], e[D / 32], peak, sum, exact_peak, exact_sum;
+        reduce_warps<false>(sh, n, lane, o, peak, sum);
+        reduce_warps<true>(sh, n, lane, e, exact_peak, exact_sum);
+        if (a.num_splits > 1) {
+            write_split(a, split, row, lane, o, peak, sum, VALUE_UNIT);
+            if (split < a.num_exact_splits)
+                write_split(a, a.num_splits + split, row, lane, e, exact_peak, exact_sum, 1.f);
+            continue;
+        }
+        const float top = fmaxf(peak, exact_peak);
+        const float w = sum > 0.f ? exp2_fast(peak - top) : 0.f;
+        const float v = exact_sum > 0.f ? exp2_fast(exact_peak - top) : 0.f;
+        __syncwarp();
+#pragma unroll
+        for (int k = 0; k < D / 32; k++) {
+            sh.warp[0].states.pages.acc[n][lane + 32 * k] = w * VALUE_UNIT * o[k];
+            sh.warp[0].states.exact.acc[n][lane + 32 * k] = v * e[k];
+        }
+        write_output(sh.warp[0].states.pages.acc[n], sh.warp[0].states.exact.acc[n], a.signs,
+                     a.out + (long long)(begin + token) * a.out_n + query_head * a.out_h,
+                     a.lse + row, lane, top, w * sum + v * exact_sum);
+    }
+}

@@ -1,0 +1,174 @@
+// Tokens that are kept exact, sinks and ring: scores and values in the model's own frame.
+#pragma once
+
+#include "decode_params.cuh"
+#include "int8_mma.cuh"
+#include "page_codes.cuh"
+
+#define SLACK 4.f        // scores may be that much above the peak before it is raised: weights to 16
+
+struct ExactAccumulators {
+    float peak[COL_TILES][2], sum[COL_TILES][2];  // of columns 2 c, 2 c + 1; sum of this lane's tokens alone
+    float acc[COL_TILES][VX][2][4];
+};
+
+__device__ __forceinline__ void clear(ExactAccumulators &st) {
+#pragma unroll
+    for (int n = 0; n < COL_TILES; n++) {
+#pragma unroll
+        for (int k = 0; k < 2; k++) st.peak[n][k] = LOWEST, st.sum[n][k] = 0.f;
+#pragma unroll
+        for (int x = 0; x < VX; x++)
+#pragma unroll
+            for (int m = 0; m < 2; m++)
+#pragma unroll
+                for (int k = 0; k < 4; k++) st.acc[n][x][m][k] = 0.f;
+    }
+}
+
+// What scores are taken relative to: the peak so far, or 0 before there is one.
+__device__ __forceinline__ float base_of(float peak) { return peak == LOWEST ? 0.f : -peak; }
+
+// A higher score than any before, or the first: the accumulators shrink.
+__device__ __forceinline__ void raise_peak(ExactAccumulators &st, float (&s)[COL_TILES][4], int n,
+                                           float (&top)[2]) {
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+        float t = top[k];
+        t = fmaxf(t, __shfl_xor_sync(~0u, t, 4));
+        t = fmaxf(t, __shfl_xor_sync(~0u, t, 8));
+        t = fmaxf(t, __shfl_xor_sync(~0u, t, 16));
+        const bool first = st.peak[n][k] == LOWEST, none = t == NEG_INF;
+        const float up = first ? (none ? 0.f : t) : fmaxf(t, 0.f);
+        const float shrink = first ? 1.f : exp2_fast(-up);
+        st.peak[n][k] = first ? (none ? LOWEST : t) : st.peak[n][k] + up;
+        st.sum[n][k] *= shrink;
+        s[n][k] -= up, s[n][k + 2] -= up;
+#pragma unroll
+        for (int x = 0; x < VX; x++)
+#pragma unroll
+            for (int m = 0; m < 2; m++) {
+                st.acc[n][x][m][k] *= shrink;
+                st.acc[n][x][m][k + 2] *= shrink;
+            }
+    }
+}
+
+// Scores of 16 tokens, in log2 units and relative to base_of(peak) -> weights.
+__device__ __forceinline__ void softmax_step(ExactAccumulators &st, float (&s)[COL_TILES][4]) {
+#pragma unroll
+    for (int n = 0; n < COL_TILES; n++) {
+        float top[2];
+#pragma unroll
+        for (int k = 0; k < 2; k++) top[k] = fmaxf(s[n][k], s[n][k + 2]);
+        const bool fresh = fminf(st.peak[n][0], st.peak[n][1]) == LOWEST;
+        if (__any_sync(~0u, fresh || fmaxf(top[0], top[1]) > SLACK))
+            raise_peak(st, s, n, top);
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+            s[n][k] = exp2_fast(s[n][k]);
+            s[n][k + 2] = exp2_fast(s[n][k + 2]);
+            st.sum[n][k] += s[n][k] + s[n][k + 2];
+        }
+    }
+}
+
+// Where the exact tokens of a sequence are: sinks, then the ring.
+struct Exact {
+    const u16 *sink_key, *sink_value, *ring_key, *ring_value;  // of the sequence and head
+    int sinks, count, start, ring_from, ring;
+};
+
+__device__ __forceinline__ bool locate_exact(const Exact &x, int e, int &at, long long &place) {
+    const bool sink = e < x.sinks;
+    at = sink ? x.start + e : x.ring_from + e - x.sinks;
+    place = (long long)(sink ? e : at % x.ring) * HKV * D;
+    return sink;
+}
+
+// A lane's part of 16 of them is 64 registers at D = 128, and must not take them from a tile.
+#define EARLY_EXACT (D <= 128 && COLS <= 8 && WARPS * MIN_BLOCKS <= 8)
+
+struct ExactTile {  // of them, as a lane reads them
+    int at[2];
+    bool key_there[2];
+    uint4 key[2][KX];
+    uint2 value[VX][4];
+};
+
+// From the `from`-th on.
+__device__ __forceinline__ void load(ExactTile &y, const Exact &x, int from, int r, int c) {
+    const uint4 zero = {0, 0, 0, 0};
+    long long place;
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+        const int e = from + r + 8 * k;
+        const u16 *key = locate_exact(x, e, y.at[k], place) ? x.sink_key : x.ring_key;
+        y.key_there[k] = e < x.count;
+#pragma unroll
+        for (int i = 0; i < KX; i++)
+            y.key[k][i] = e < x.count ? *(const uint4 *)(key + place + key_channel(i, c)) : zero;
+    }
+#pragma unroll
+    for (int k = 0; k < 4; k++) {  // tokens 2 c, 2 c + 1 and 8 more
+        const int e = from + 2 * c + (k & 1) + 8 * (k >> 1);
+        int unused;
+        const u16 *value = locate_exact(x, e, unused, place) ? x.sink_value : x.ring_value;
+#pragma unroll
+        for (int i = 0; i < VX; i++)
+            y.value[i][k] = e < x.count ? *(const uint2 *)(value + place + value_channel(i, r))
+                                        : make_uint2(0, 0);
+    }
+}
+
+// In their own frame, not rotated.
+__device__ __forceinline__ void attend_exact_tile(ExactAccumulators &st,
+                                                  const u32 (&q)[COL_TILES][KX][4],
+                                                  const ExactTile &y, const MaskBounds &v, int col0,
+                                                  int c, float scale) {
+    float s[COL_TILES][4];
+#pragma unroll
+    for (int n = 0; n < COL_TILES; n++)
+#pragma unroll
+        for (int k = 0; k < 4; k++) s[n][k] = 0.f;
+#pragma unroll
+    for (int i = 0; i < KX; i++)
+#pragma unroll
+        for (int n = 0; n < COL_TILES; n++) {
+            const uint4 h = y.key[0][i], g = y.key[1][i];
+            mma_model(s[n], h.x, g.x, h.z, g.z, q[n][i][0], q[n][i][1]);
+            mma_model(s[n], h.y, g.y, h.w, g.w, q[n][i][2], q[n][i][3]);
+        }
+#pragma unroll
+    for (int n = 0; n < COL_TILES; n++)
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            const int col = col0 + 8 * n + 2 * c + (k & 1);
+            const float e = masked_score(v, y.at[k >> 1], v.first_at + col / G,
+                                 s[n][k] * scale * 1.4426950408889634f, 0);
+            s[n][k] = y.key_there[k >> 1] ? e + base_of(st.peak[n][k & 1]) : NEG_INF;
+        }
+    softmax_step(st, s);
+    u32 p[COL_TILES][2];
+#pragma unroll
+    for (int n = 0; n < COL_TILES; n++)
+#pragma unroll
+        for (int k = 0; k < 2; k++)
+            p[n][k] = transpose_8x8(pack_model2(s[n][2 * k], s[n][2 * k + 1]));
+#pragma unroll
+    for (int i = 0; i < VX; i++) {
+        const uint2(&w)[4] = y.value[i];
+        u32 a[4], b[4];  // channel: tokens (2c, 2c+1), and the 8 later
+#pragma unroll
+        for (int d = 0; d < 4; d++) {
+            const u32 pick = (d & 1) ? 0x7632 : 0x5410;
+            a[d] = d < 2 ? __byte_perm(w[0].x, w[1].x, pick) : __byte_perm(w[0].y, w[1].y, pick);
+            b[d] = d < 2 ? __byte_perm(w[2].x, w[3].x, pick) : __byte_perm(w[2].y, w[3].y, pick);
+        }
+#pragma unroll
+        for (int n = 0; n < COL_TILES; n++) {
+            mma_model(st.acc[n][i][0], a[0], a[1], b[0], b[1], p[n][0], p[n][1]);
+            mma_model(st.acc[n][i][1], a[2], a[3], b[2], b[3], p[n][0], p[n][1]);
+        }
+    }
+}

@@ -1,0 +1,65 @@
+// From accumulators to memory: the state of a split, or the output.
+#pragma once
+
+#include "decode_params.cuh"
+#include "hadamard.cuh"
+
+// Where in a row of a WarpState a channel lies: the lanes of a store then have banks of their own.
+__device__ __forceinline__ int state_slot(int channel) {
+    int r, x;
+    if (D == 64) {
+        r = ((channel >> 4) & 3) | (channel & 4);
+        x = (channel >> 3) & 1;
+    } else if (D == 128) {
+        r = channel >> 4;
+        x = (channel >> 2) & 3;
+    } else {
+        r = (channel >> 4) & 7;
+        x = (channel >> 7) | ((channel >> 1) & 6);
+    }
+    return 8 * (4 * x + (channel & 3)) + r;
+}
+
+// A split's output and LSE (in log2 units) of one query.
+__device__ __forceinline__ void write_split(const DecodeParams &a, int partial, long long row, int lane,
+                                            const float (&o)[D / 32], float peak, float sum,
+                                            float unit) {
+    const long long place = (long long)partial * a.total_rows * HQ + row;
+    if (lane == 0) a.partial_lse[place] = sum > 0.f ? peak + log2f(sum) : NEG_INF;
+    const float inverse = sum > 0.f ? unit / sum : 0.f;
+#pragma unroll
+    for (int k = 0; k < D / 32; k++) a.partial[place * D + lane + 32 * k] = o[k] * inverse;
+}
+
+// Sums over pages and over exact tokens, both in the order of `state_slot` -> the output.
+__device__ __forceinline__ void write_output(float *pages, float *exact, const float *signs,
+                                             u16 *out, float *lse, int lane, float peak,
+                                             float sum) {
+    float x[D / 32], y[D / 32];
+    __syncwarp();
+#pragma unroll
+    for (int k = 0; k < D / 32; k++) {
+        const int place = state_slot(lane + 32 * k);
+        x[k] = pages[place], y[k] = exact[place];
+    }
+#if ROTATED
+    hadamard(x, lane);
+#pragma unroll
+    for (int k = 0; k < D / 32; k++) x[k] *= ROOT * signs[lane + 32 * k];
+#endif
+    const float inverse = sum > 0.f ? 1.f / sum : 0.f;
+#pragma unroll
+    for (int k = 0; k < D / 32; k++)
+        out[lane + 32 * k] = (u16)pack_model2((x[k] + y[k]) * inverse, 0.f);
+    if (lane == 0) *lse = sum > 0.f ? (peak + log2f(sum)) * 0.6931471805599453f : NEG_INF;
+}
+
+// Queries after those of the last sequence, which no block and no merge answers.
+__device__ __forceinline__ void clear_unused_queries(const DecodeParams &a) {
+    if (a.num_splits > 1 || blockIdx.x || blockIdx.z) return;
+    for (long long n = a.cu_seqlens[gridDim.x / HKV]; n < a.total_rows; n++)
+        for (int i = threadIdx.x; i < HQ * D; i += 32 * WARPS) {
+            a.out[n * a.out_n + i / D * a.out_h + i % D] = 0;
+            if (i % D == 0) a.lse[n * HQ + i / D] = NEG_INF;
+        }
+}

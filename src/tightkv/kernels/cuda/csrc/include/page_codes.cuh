@@ -1,0 +1,138 @@
+// Pages: which words a lane has of them, how codes become levels.
+//
+// Lane 4 r + c has 16 bytes of a row of words: the same word of tokens r, r + 8, r + 16, r + 24.
+// Decoded they are an A operand of mma.m16n8k32 as they lie: keys as tokens by channels (the order
+// of channels is applied to the query), values as channels by tokens. A word of values holds four
+// channels of a token pair; bytes of two are sorted by channel first. docs/kernels.md has the picture.
+#pragma once
+
+#include "ptx.cuh"
+
+#if PAGE >= 32 * TB
+#define TILES (PAGE / (32 * TB))      // tiles in a page
+#define SPAN 1                        // pages in a tile
+#else
+#define TILES 1
+#define SPAN (32 * TB / PAGE)
+#endif
+#define BP (TB / SPAN)                // blocks of 32 tokens in a page's part of a tile
+#define C (D / 32)                    // chunks of a key row
+#define VC (D / 16)                   // chunks of a value row
+#define KX (C)                        // nibble words a lane has for a key row: 4 C / 4
+#define VX (VC / 2)                   // and for a value pair: 4 VC / 8
+#define KL ((C + 3) / 4)              // key chunks a lane loads
+#define VL ((VC + 7) / 8)             // value chunks a lane loads
+#define KEY_BLOCK (4 * D * KEY_BITS)      // bytes of codes of 32 tokens
+#define VALUE_BLOCK (4 * D * VALUE_BITS)
+#define MEAN_CHUNKS (MEAN_BITS == 16 ? D / 8 : MEAN_BITS == 8 ? D / 16 + 1 : 0)  // of 16 bytes
+
+// Levels of codes are bytes, and a byte permute looks up eight of them. With four bits there are two
+// tables: the fourth bit of a selector asks for eight copies of a byte's sign bit, so a level of the
+// first table, above zero, or 0; and a level of the second, below zero, or -1. Their sum is the level,
+// if those of the first table are one more; it is left to the products.
+struct LevelTable {
+    u32 low, high, negative_low, negative_high;  // the last two of four bits alone
+};
+
+// Read back from shared memory: constants would be made again for every use.
+__device__ __forceinline__ LevelTable reload(const volatile LevelTable &t) {
+    return {t.low, t.high, t.negative_low, t.negative_high};
+}
+
+struct Levels {
+    u32 low, high;  // of the codes in the word's low and high half
+    u32 negative_low, negative_high;
+};
+
+template <int BITS>
+__device__ __forceinline__ Levels decode_levels(u32 w, const LevelTable &t) {
+    Levels x;
+    x.low = prmt(t.low, t.high, w), x.high = prmt(t.low, t.high, w >> 16);
+    if (BITS == 4) {
+        const u32 other = flip_sign_bits(w);
+        x.negative_low = prmt(t.negative_low, t.negative_high, other);
+        x.negative_high = prmt(t.negative_low, t.negative_high, other >> 16);
+    }
+    return x;
+}
+
+// Words of values of two token pairs -> words of two channels each, of both pairs.
+__device__ __forceinline__ void sort_by_channel(u32 &w, u32 &v) {
+    const u32 first = prmt(w, v, 0x5140);
+    v = prmt(w, v, 0x7362);
+    w = first;
+}
+
+// Nibble word q of a chunk from its packed words (w has a stride of 4: uint4 components).
+template <int BITS>
+__device__ __forceinline__ u32 nibbles(const u32 *w, int q) {
+    if (BITS == 4) return w[4 * q];
+    if (BITS == 3) {
+        u32 spare = ((w[0] >> 3) & 0x11111111u) | ((w[4] >> 2) & 0x22222222u) |
+                    ((w[8] >> 1) & 0x44444444u);
+        return q == 3 ? spare : (w[4 * (q == 3 ? 0 : q)] & 0x77777777u);
+    }
+    return (w[4 * (q >> 1)] >> (2 * (q & 1))) & 0x33333333u;
+}
+
+template <int BITS>
+__device__ __forceinline__ u32 nibbles_at(const u32 *w, int x, int low) {
+    // q = 2 x + low where a row has half as many chunks as lanes: `low` differs between lanes
+    if (BITS == 4) return w[4 * x];  // loaded for this lane's q
+    if (BITS == 3) {
+        u32 spare = ((w[0] >> 3) & 0x11111111u) | ((w[4] >> 2) & 0x22222222u) |
+                    ((w[8] >> 1) & 0x44444444u);
+        if (x == 0) return (low ? w[4] : w[0]) & 0x77777777u;
+        return low ? spare : (w[8] & 0x77777777u);
+    }
+    return (w[4 * x] >> (2 * low)) & 0x33333333u;
+}
+
+// uint4 a chunk; with 64 channels a lane needs every second word of 4 bits, or two of four of 8
+#define KW (D == 64 && KEY_BITS >= 4 ? KEY_BITS / 2 : KEY_BITS)
+#define VW (D == 64 && VALUE_BITS >= 4 ? VALUE_BITS / 2 : VALUE_BITS)
+
+struct KeyBlock {  // a lane's codes of 32 tokens
+    uint4 w[KL][KW];
+};
+struct ValueBlock {
+    uint4 w[VL][VW];
+};
+
+// Channel of the first of a lane's eight codes of key slot x.
+__device__ __forceinline__ int key_channel(int x, int c) {
+    if (D == 64) return 32 * (c & 1) + 8 * (2 * x + (c >> 1));
+    if (D == 128) return 32 * c + 8 * x;
+    return 32 * (c + 4 * (x & 1)) + 8 * (x >> 1);
+}
+
+// Channel of the first of a lane's four channels of value slot x.
+__device__ __forceinline__ int value_channel(int x, int r) {
+    if (D == 64) return 16 * (r & 3) + 4 * (2 * x + (r >> 2));
+    if (D == 128) return 16 * r + 4 * x;
+    return 16 * (r + 8 * (x & 1)) + 4 * (x >> 1);
+}
+
+// Levels of the eight codes of slot x of the lane's i-th token. Eight bits are levels already.
+__device__ __forceinline__ Levels key_levels(const KeyBlock &t, int x, int i, int c,
+                                             const LevelTable &table) {
+    const u32 *w = (const u32 *)&t.w[D == 256 ? (x & 1) : 0][0] + i;
+    const int q = D == 256 ? x >> 1 : x;
+    if (KEY_BITS == 8) return {w[4 * (2 * q % KW)], w[4 * ((2 * q + 1) % KW)], 0, 0};
+    if (D == 64) return decode_levels<KEY_BITS>(nibbles_at<KEY_BITS>(w, x, c >> 1), table);
+    return decode_levels<KEY_BITS>(nibbles<KEY_BITS>(w, q), table);
+}
+
+// Levels of channels 2 m and 2 m + 1 of slot x, of four tokens each: two pairs, of the tile's first or
+// second 16 tokens. Codes are sorted by channel, but for eight bits, which are sorted here.
+__device__ __forceinline__ Levels value_levels(const ValueBlock &t, int x, int m, int half, int r,
+                                               const LevelTable &table) {
+    const u32 *w = (const u32 *)&t.w[D == 256 ? (x & 1) : 0][0] + 2 * half;
+    const int q = D == 256 ? x >> 1 : x;
+    if (VALUE_BITS == 8) {
+        const u32 *two = w + 4 * ((2 * q + m) % VW);
+        return {prmt(two[0], two[1], 0x5410), prmt(two[0], two[1], 0x7632), 0, 0};
+    }
+    if (D == 64) return decode_levels<VALUE_BITS>(nibbles_at<VALUE_BITS>(w + m, x, r >> 2), table);
+    return decode_levels<VALUE_BITS>(nibbles<VALUE_BITS>(w + m, q), table);
+}

@@ -1,0 +1,73 @@
+"""Machine code of kernels, kept on disk: a source is compiled once on a machine."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import stat
+import warnings
+from contextlib import suppress
+from pathlib import Path
+
+from tightkv.config import cache_root
+from tightkv.files import whole_file
+from tightkv.kernels.cuda.nvrtc import compile_options, compile_source, load_torch_nvrtc
+
+
+def compile_cubin(source: str, arch: str) -> bytes:
+    """CUDA C++ -> machine code for `arch` ("sm_90"), from disk if it was compiled before."""
+    lib = load_torch_nvrtc()
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    lib.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    key = "\0".join([_MAGIC.hex(), f"{major.value}.{minor.value}", *compile_options(arch), source])
+    folder = cache_root() / "kernels"
+    path = folder / (hashlib.sha256(key.encode()).hexdigest()[:32] + ".cubin")
+    kept = _is_own(folder)
+    cubin = _read_entry(path) if kept else None
+    if cubin is None:
+        cubin = compile_source(lib, source, arch)
+        if kept:
+            _write_entry(path, cubin)
+    return cubin
+
+
+# --- on disk: magic, length, SHA-256, machine code ---
+_MAGIC = b"tightkv\x01"  # the last byte is the version of this format
+
+
+def _is_own(folder: Path) -> bool:
+    """Whether compiled kernels may be kept there: others could put theirs in place of ours."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+    except OSError:
+        return False  # a folder that cannot be made is no error
+    if found.st_uid == os.geteuid() and not found.st_mode & stat.S_IWOTH:
+        return True
+    warnings.warn(
+        f"{folder} belongs to or can be written by others, so CUDA kernels are compiled again in "
+        "each process; set TIGHTKV_CACHE_DIR to a folder of your own",
+        stacklevel=2,
+    )
+    return False
+
+
+def _read_entry(path: Path) -> bytes | None:
+    """None where there is no entry, or one that is cut off or damaged."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    cubin = data[len(_MAGIC) + 40 :]
+    return cubin if data == _entry(cubin) else None
+
+
+def _entry(cubin: bytes) -> bytes:
+    return _MAGIC + len(cubin).to_bytes(8, "little") + hashlib.sha256(cubin).digest() + cubin
+
+
+def _write_entry(path: Path, cubin: bytes) -> None:
+    """A disk that is full or cannot be written is no error."""
+    with suppress(OSError), whole_file(path) as temporary:
+        temporary.write_bytes(_entry(cubin))

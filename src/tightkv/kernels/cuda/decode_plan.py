@@ -1,0 +1,107 @@
+"""How decode attention is cut into tiles and splits."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+
+from tightkv.layout import PageLayout
+
+_MAX_SPLITS = 64
+_DRIVER_BYTES = 1024  # of shared memory that the driver takes of each block
+
+
+@dataclass(frozen=True)
+class DecodeTile:
+    """How decode.cu is cut: what a warp works on, what is on its way, what fits a processor."""
+
+    blocks_of_32: int  # tokens a warp works on at a time
+    stages: int  # tiles in shared memory, the one being read among them
+    blocks: int  # that a processor can hold
+    columns: int  # queries: 4, 8 or 16
+    warps: int = 4  # of a block
+
+    @staticmethod
+    def of(layout: PageLayout, columns: int) -> DecodeTile:
+        """What was fastest on an H200 (docs/log.md), as far as registers and memory allow."""
+        key_bits, value_bits = layout.cfg.key_bits, layout.cfg.value_bits
+        wide_codes = layout.head_dim * max(key_bits, value_bits) >= 128 * 8
+        if layout.head_dim > 128:  # sm_89 has 99 KiB of shared memory for a block
+            return DecodeTile(1, 2, 2, columns, 2 if 8 in (key_bits, value_bits) else 4)
+        if columns > 8 or wide_codes:
+            return DecodeTile(1, 2, 2, columns)
+        # Two bits wait for arithmetic, not for memory: more warps.
+        few_bits = key_bits + value_bits <= 4
+        return DecodeTile(2, 2, 2, columns, 6 if few_bits and columns <= 4 else 4)
+
+    def shared_bytes(self, layout: PageLayout) -> int:
+        """sizeof(SharedMemory) in epilogue.cuh."""
+        cfg, d, columns = layout.cfg, layout.head_dim, self.columns
+        both = (cfg.key_bits, cfg.value_bits)
+        words = [bits // 2 if d == 64 and bits >= 4 else bits for bits in both]
+        loads = -(-d // 128) * sum(words)  # of 16 bytes a lane
+        mean = {16: d // 8, 8: d // 16 + 1}.get(cfg.mean_bits if cfg.centered else 0, 1)
+        span = max(1, 32 * self.blocks_of_32 // layout.page_size)  # pages in a tile
+        stage = _round_up(self.blocks_of_32 * (512 * loads + 128) + 16 * mean * span)
+        found = 2 * 4 * columns * (d + 6)
+        warp = _round_up(max(self.stages * stage, found))
+        queries = 8 * columns * (d // 2 + 4) + 2 * columns * (d + 16)  # halves, bytes
+        return _round_up(self.warps * warp + queries + 4 * columns + 32)
+
+
+def _round_up(size: int) -> int:
+    return -(-size // 128) * 128
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """How one call of decode.cu is launched."""
+
+    tile: DecodeTile
+    num_q_tiles: int  # tiles of `columns` queries
+    num_splits: int  # of each sequence's tokens
+    shared_bytes: int
+
+    @staticmethod
+    @functools.lru_cache(maxsize=4096)
+    def of(
+        layout: PageLayout, group: int, max_queries: int, batch: int, pages: int, gpu: torch.device
+    ) -> DecodePlan:
+        """For `batch` sequences of at most `pages` pages, `group` query heads a KV head."""
+        processors, memory = _processors(gpu)
+        columns = max_queries * group
+        widths = (4, 8, 16) if layout.head_dim <= 128 else (4, 8)  # registers are for so many
+        width = next((w for w in widths if columns <= w), widths[-1])
+        num_q_tiles = -(-columns // width)
+        tile, programs = DecodeTile.of(layout, width), batch * layout.num_kv_heads * num_q_tiles
+        num_splits = num_splits_heuristic(
+            programs, processors * tile.blocks, min(_MAX_SPLITS, pages // 4)
+        )
+        # As much memory as keeps further blocks off a processor: another would miss them.
+        share = (memory // tile.blocks - _DRIVER_BYTES) // 16 * 16
+        return DecodePlan(tile, num_q_tiles, num_splits, max(tile.shared_bytes(layout), share))
+
+
+def num_splits_heuristic(programs: int, slots: int, most: int) -> int:
+    """Into how many splits to cut sequences, so that the last wave of blocks is a full one."""
+    best, best_time = 1, math.inf
+    for splits in range(1, max(1, most) + 1):
+        # waves of blocks, each a split long; merging splits costs a little too
+        time = -(-programs * splits // slots) / splits * (1 + 0.004 * splits)
+        if time < best_time:
+            best, best_time = splits, time
+    return best
+
+
+def processor_count(device: torch.device) -> int:
+    return _processors(device)[0]
+
+
+@functools.lru_cache(maxsize=16)
+def _processors(device: torch.device) -> tuple[int, int]:
+    """How many there are, and the bytes of shared memory of each."""
+    found = torch.cuda.get_device_properties(device)
+    return int(found.multi_processor_count), int(found.shared_memory_per_multiprocessor)

@@ -1,0 +1,94 @@
+"""Load machine code and launch kernels with the CUDA driver, which is there whenever CUDA is."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import torch
+
+
+@functools.lru_cache(maxsize=1)
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+class Module:
+    """Kernels of one cubin, loaded on one device."""
+
+    def __init__(self, cubin: bytes, device: torch.device) -> None:
+        self._device = device
+        with torch.cuda.device(device):
+            torch.cuda.current_stream()  # makes torch's context the current one
+            self._module = ctypes.c_void_p()
+            _check(_driver().cuModuleLoadData(ctypes.byref(self._module), cubin), "load a kernel")
+        self._functions: dict[str, ctypes.c_void_p] = {}
+        self._attributes = int(torch.cuda.get_device_capability(device) >= (9, 0))  # _OVERLAP
+
+    def launch(
+        self, name: str, grid: tuple[int, int, int], threads: int, *args: Any, shared: int = 0
+    ) -> None:
+        """Launch on the device's current stream; the device must be the current one.
+
+        `args` are ctypes values, in the kernel's order.
+        `shared`: bytes of dynamic shared memory a block; the same at every launch.
+        """
+        if name not in self._functions:
+            self._functions[name] = self._find(name, shared)
+        pointers = (ctypes.c_void_p * len(args))(
+            *[ctypes.cast(ctypes.pointer(a), ctypes.c_void_p) for a in args]
+        )
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        overlap = ctypes.pointer(_OVERLAP)
+        config = _LaunchConfig(*grid, threads, 1, 1, shared, stream, overlap, self._attributes)
+        status = _driver().cuLaunchKernelEx(
+            ctypes.byref(config), self._functions[name], pointers, None
+        )
+        _check(status, f"launch {name} on a grid of {grid}")
+
+    def _find(self, name: str, shared: int) -> ctypes.c_void_p:
+        function = ctypes.c_void_p()
+        status = _driver().cuModuleGetFunction(ctypes.byref(function), self._module, name.encode())
+        _check(status, f"find kernel {name}")
+        if shared > 48 << 10:  # more than that has to be asked for
+            status = _driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, shared)
+            _check(status, f"give kernel {name} {shared} bytes of shared memory")
+        return function
+
+
+class _LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute."""
+
+    _fields_ = (
+        ("id", ctypes.c_int),
+        ("pad", ctypes.c_int),
+        ("value", ctypes.c_int),
+        ("rest", ctypes.c_char * 60),
+    )
+
+
+class _LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint) for name in ("gx", "gy", "gz", "bx", "by", "bz", "shared")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_LaunchAttribute)),
+        ("count", ctypes.c_uint),
+    )
+
+
+# Programmatic stream serialization: a kernel may be set up while the one before it still runs;
+# ours wait (griddepcontrol.wait) before they read what it wrote.
+_OVERLAP = _LaunchAttribute(id=6, value=1)
+
+
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+
+def _check(status: int, what: str) -> None:
+    if status:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(status, ctypes.byref(text))
+        raise RuntimeError(f"could not {what}: {(text.value or b'unknown error').decode()}")

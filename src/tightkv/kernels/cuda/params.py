@@ -1,0 +1,36 @@
+"""The arguments of the CUDA kernels, as ctypes structures."""
+
+from __future__ import annotations
+
+import ctypes
+
+
+def _fields(ctype: type, names: str) -> list[tuple[str, type]]:
+    return [(name, ctype) for name in names.split()]
+
+
+class DecodeParams(ctypes.Structure):
+    """`struct DecodeParams` of decode_params.cuh."""
+
+    _fields_ = (
+        _fields(ctypes.c_void_p, "query pages block_table lengths left_pad ring_read_from")
+        + _fields(ctypes.c_void_p, "sink_counts ring_rows cu_seqlens")
+        + _fields(ctypes.c_void_p, "ring_key ring_value sink_key sink_value")
+        + _fields(ctypes.c_void_p, "signs partial partial_lse out lse")
+        + _fields(ctypes.c_longlong, "query_n query_h out_n out_h table_b page_bytes total_rows")
+        + _fields(ctypes.c_float, "scale softcap")
+        + _fields(ctypes.c_int, "ring sinks num_splits num_exact_splits")
+        + _fields(ctypes.c_int, "window causal overlaps_append")
+    )
+
+
+class AppendParams(ctypes.Structure):
+    """`struct AppendParams` of encode.cuh."""
+
+    _fields_ = (
+        _fields(ctypes.c_void_p, "key value pages block_table lengths left_pad ring_rows")
+        + _fields(ctypes.c_void_p, "ring_valid_from cu_seqlens")
+        + _fields(ctypes.c_void_p, "ring_key ring_value sink_key sink_value signs")
+        + _fields(ctypes.c_longlong, "key_n key_h value_n value_h table_b page_bytes")
+        + _fields(ctypes.c_int, "ring sinks encode_partial_page copy encode")
+    )

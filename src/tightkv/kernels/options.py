@@ -1,0 +1,21 @@
+"""AttendOptions: what attention is asked for beside the query and the cache."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class AttendOptions(NamedTuple):
+    """The options of `attend`, the same for every implementation (see `reference.attend`)."""
+
+    max_queries: int  # of a row
+    scale: float | None = None  # of the scores; None: 1 / sqrt(head_dim)
+    causal: bool = True
+    window: int | None = None  # keys with position > query position - window
+    softcap: float | None = None
+    mask: Tensor | None = None  # [B|1, Hq|1, max_queries, tokens]; bool (True attends) or added
+    new_key: Tensor | None = None  # [N, Hkv, D], exact tokens after those of the cache
+    new_value: Tensor | None = None
+    out: Tensor | None = None  # where the output is written

@@ -1,0 +1,212 @@
+"""Prefill over a compressed prefix with torch's own attention kernels.
+
+New tokens among themselves are plain causal attention. The prefix is brought to plain keys and
+values a bounded chunk at a time, in the frame of the pages; each chunk goes through torch's
+attention, and the attention states are merged by their LSEs. Memory beyond inputs and outputs
+does not grow with the prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tightkv.codec import Codec
+from tightkv.kernels import reference
+from tightkv.kernels.sdpa import CUDNN_MULTIPLE, AttentionState, sdpa_with_lse
+from tightkv.kernels.view import CacheView
+
+MIN_QUERIES = 256  # below this, decoding out of the pages is faster
+CHUNK_TOKENS = (2048, 8192)  # of the prefix at a time: with few queries, with many
+PAD_FROM = 1024  # so many queries are padded to a multiple of CUDNN_MULTIPLE
+
+
+class PrefillOps(Protocol):
+    """The work around torch's attention: `TorchPrefillOps`, or the kernels of `triton.prefill`."""
+
+    def rotate_queries(self, codec: Codec, query: Tensor) -> Tensor:
+        """Queries [B, H, T, D] into the frame of the pages' keys; contiguous, same dtype."""
+
+    def load_prefix(
+        self, codec: Codec, view: CacheView, start: int, count: int, key: Tensor, value: Tensor
+    ) -> None:
+        """Positions [start, start + count) to the start of key and value [B, Hkv, tokens, D].
+
+        In the frame of the pages, exact tokens too; `start` begins a page, and the buffers hold
+        whole pages. Needs a view whose `same_length` is known.
+        """
+
+    def merge_states(self, old: AttentionState, new: AttentionState) -> AttentionState:
+        """Attention over the tokens of both, `out` in float32; `old` may be changed."""
+
+    def merge_and_unrotate(
+        self, codec: Codec | None, prefix: AttentionState, exact: AttentionState
+    ) -> None:
+        """Rotate the prefix's output back and merge it into `exact` [B, Hq, T, D], in place.
+
+        prefix is [B, Hkv, group * T, D]; without a codec it is not rotated.
+        """
+
+
+def can_extend(codec: Codec, query: Tensor, view: CacheView, max_queries: int) -> bool:
+    """Many queries, half precision, and unpadded rows of one length that the host knows."""
+    return (
+        view.same_length is not None
+        and len(query) == view.batch * max_queries
+        and max_queries >= MIN_QUERIES
+        and query.dtype == codec.layout.dtype
+        and query.dtype in (torch.float16, torch.bfloat16)
+    )
+
+
+def extend(
+    codec: Codec,
+    query: Tensor,
+    view: CacheView,
+    ops: PrefillOps,
+    *,
+    scale: float,
+    new_key: Tensor,
+    new_value: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Causal attention of query [N, Hq, D] over the cache and new tokens [N, Hkv, D].
+
+    Rows are sequences of the same length with the same number of queries.
+    """
+    batch = view.batch
+    tokens = len(query) // batch
+    q, key, value = (
+        _pad_to_multiple(x.unflatten(0, (batch, tokens))).transpose(1, 2)  # [B, H, T, D]
+        for x in (query, new_key, new_value)
+    )
+    exact = sdpa_with_lse(q, key, value, scale, causal=True)
+    if view.same_length:
+        ops.merge_and_unrotate(codec, _attend_prefix(codec, q, view, ops, scale), exact)
+    out, lse = (x.transpose(1, 2)[:, :tokens].flatten(0, 1) for x in exact)
+    return out, lse
+
+
+def _pad_to_multiple(x: Tensor) -> Tensor:
+    """x [B, T, H, D] with zeros after it, so that cuDNN has planned for its length before.
+
+    Nobody sees them: attention among new tokens is causal.
+    """
+    more = -x.shape[1] % CUDNN_MULTIPLE
+    if not more or x.shape[1] < PAD_FROM:
+        return x
+    return torch.nn.functional.pad(x, (0, 0, 0, 0, 0, more))
+
+
+def _attend_prefix(
+    codec: Codec, query: Tensor, view: CacheView, ops: PrefillOps, scale: float
+) -> AttentionState:
+    """Attention of query [B, Hq, T, D] over the whole prefix: [B, Hkv, group * T, D], rotated."""
+    assert view.same_length is not None
+    layout, length, tokens = codec.layout, view.same_length, query.shape[2]
+    heads, d, page = layout.num_kv_heads, layout.head_dim, layout.page_size
+    # Heads of a group as further queries: every query sees the whole prefix.
+    packed = ops.rotate_queries(codec, query).view(view.batch, heads, -1, d)
+    size = chunk_tokens(tokens, page)
+    held = min(size, -(-length // page) * page)
+    key, value = (
+        torch.empty(view.batch, heads, held, d, dtype=layout.dtype, device=query.device)
+        for _ in range(2)
+    )
+    prefix: AttentionState | None = None
+    for start in range(0, length, size):
+        count = min(size, length - start)
+        ops.load_prefix(codec, view, start, count, key, value)
+        for low, high in sdpa_cuts(count):
+            chunk = sdpa_with_lse(packed, key[:, :, low:high], value[:, :, low:high], scale)
+            prefix = chunk if prefix is None else ops.merge_states(prefix, chunk)
+            del chunk  # its memory serves the next one
+    assert prefix is not None
+    return prefix
+
+
+def chunk_tokens(queries: int, page: int) -> int:
+    """Tokens of the prefix to dequantize at a time: whole pages, about twice the queries.
+
+    So the dequantized keys and values stay of the size of the queries' own tensors.
+    """
+    few, many = CHUNK_TOKENS
+    return max(1, min(many, max(few, 2 * queries)) // page) * page
+
+
+def sdpa_cuts(count: int) -> Iterator[tuple[int, int]]:
+    """[0, count) in ranges: of lengths that come again, as few as possible, and the rest."""
+    low = 0
+    while count - low >= 2 * CUDNN_MULTIPLE:
+        length = 1 << (count - low).bit_length() - 1
+        yield low, low + length
+        low += length
+    if low < count:
+        yield low, count
+
+
+def exact_ranges(view: CacheView, start: int, count: int) -> Iterator[tuple[bool, int, int]]:
+    """Where among positions [start, start + count) exact tokens can be: is it the ring, from, to.
+
+    Rows decide on the device which of these they have. The ring comes last.
+    """
+    assert view.same_length is not None
+    end = start + count
+    sinks_end = min(end, view.sink_key.shape[1])
+    if start < sinks_end:
+        yield False, start, sinks_end
+    ring_from = max(start, view.same_length - view.ring_key.shape[1])
+    if ring_from < end:
+        yield True, ring_from, end
+
+
+class TorchPrefillOps:
+    """`PrefillOps` in plain torch: any device, any config."""
+
+    def rotate_queries(self, codec: Codec, query: Tensor) -> Tensor:
+        return codec.key.rotation(query).to(query.dtype).contiguous()
+
+    def load_prefix(
+        self, codec: Codec, view: CacheView, start: int, count: int, key: Tensor, value: Tensor
+    ) -> None:
+        page = codec.layout.page_size
+        # An open page may have no codes, and no place in the table.
+        ids = view.block_table[:, start // page : -(-(start + count) // page)].long().clamp_min(0)
+        coded = reference.dequantize(codec, view.pages[ids])  # [B, pages, Hkv, page, D]
+        for target, x in zip((key, value), coded, strict=True):
+            flat = x.transpose(1, 2).flatten(2, 3)
+            target[:, :, : flat.shape[2]] = flat.to(target.dtype)
+        owner = view.ring_rows.long()
+        for ring, low, high in exact_ranges(view, start, count):
+            at = torch.arange(low, high, device=key.device)
+            chosen = _is_exact(view, ring, at)[:, None, :, None]  # [B, 1, n, 1]
+            sources = (view.ring_key, view.ring_value) if ring else (view.sink_key, view.sink_value)
+            for target, source, side in zip((key, value), sources, ("key", "value"), strict=True):
+                exact = source[owner][:, at % source.shape[1]].transpose(1, 2)
+                rotated = codec.side(side).rotation(exact).to(target.dtype)
+                piece = target[:, :, low - start : high - start]
+                piece.copy_(torch.where(chosen, rotated, piece))
+
+    def merge_states(self, old: AttentionState, new: AttentionState) -> AttentionState:
+        both = torch.logaddexp(old.lse, new.lse)
+        out = old.out.float() * torch.exp(old.lse - both)[..., None]
+        return AttentionState(out + new.out.float() * torch.exp(new.lse - both)[..., None], both)
+
+    def merge_and_unrotate(
+        self, codec: Codec | None, prefix: AttentionState, exact: AttentionState
+    ) -> None:
+        out = prefix.out.float() if codec is None else codec.value.rotation.inverse(prefix.out)
+        own = AttentionState(out.reshape(exact.out.shape), prefix.lse.reshape(exact.lse.shape))
+        merged = self.merge_states(own, exact)
+        exact.out.copy_(merged.out)
+        exact.lse.copy_(merged.lse)
+
+
+def _is_exact(view: CacheView, ring: bool, at: Tensor) -> Tensor:
+    """bool [B, n]: which rows read positions `at` from the ring, or from the sinks."""
+    read_from = view.ring_read_from[:, None]
+    if ring:
+        return at >= read_from
+    return at < torch.minimum(view.sink_counts[:, None], read_from)
