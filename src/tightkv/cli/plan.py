@@ -18,6 +18,7 @@ from tightkv.key_check import CheckedConfig, KeyCheck, raised_layers
 from tightkv.model_shape import ModelShape, is_local, read_model_shape
 from tightkv.model_shape.tensors import safetensors_files
 from tightkv.planner import (
+    BASELINES,
     GPUS,
     WEIGHT_BITS,
     CachePlan,
@@ -45,8 +46,8 @@ class Memory:
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "plan",
-        description="Bytes of a model's KV cache in bf16, fp8 and every preset, and what fits. "
-        "All numbers are those of one GPU.",
+        description="Bytes of a model's KV cache in bf16, fp8, nvfp4 and every preset, and what "
+        "fits. All numbers are those of one GPU.",
     )
     parser.add_argument("model", help="folder with config.json, a config.json, or a hub id")
     memory = parser.add_mutually_exclusive_group()
@@ -153,7 +154,7 @@ def _plans(args: argparse.Namespace, shape: ModelShape) -> tuple[list[CachePlan]
         cfg = KVQuantConfig.parse(path)
         label = Path(path).stem if path.endswith(".json") else "config"
         configs[f"{label} ({cfg.name})"] = cfg
-    plans = [baseline_plan("bf16", shape, 2, args.tp), baseline_plan("fp8", shape, 1, args.tp)]
+    plans = [baseline_plan(name, shape, args.tp) for name in BASELINES]
     check = None
     if shape.folder is not None and safetensors_files(shape.folder):
         check = KeyCheck(shape.folder)
