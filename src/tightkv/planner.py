@@ -44,6 +44,15 @@ WEIGHT_BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "fp8": 8, "int8": 8
 # Bytes a number in the caches to compare with. nvfp4: 4 bits, and an fp8 scale for 16 numbers.
 BASELINES = {"bf16": 2, "fp8": 1, "nvfp4": 0.5625}
 
+# Kinds of layers that are never compressed, and why.
+KEPT = {
+    "sliding": "sliding window",
+    "chunked": "chunked attention",
+    "linear": "constant state",
+    "mla": "latent attention (MLA)",
+    "none": "keeps nothing",
+}
+
 # A cache that holds this many tokens is limited by something else than memory.
 _NO_LIMIT = 1 << 40
 
@@ -51,13 +60,7 @@ _NO_LIMIT = 1 << 40
 def kept_reason(layer: LayerShape) -> str | None:
     """Why a layer is not compressed, or None where it is."""
     if layer.kind != "full":
-        return {
-            "sliding": "sliding window",
-            "chunked": "chunked attention",
-            "linear": "constant state",
-            "mla": "latent attention (MLA)",
-            "none": "keeps nothing",
-        }[layer.kind]
+        return KEPT[layer.kind]
     if layer.head_dim != layer.value_head_dim:
         return f"keys have {layer.head_dim} dimensions and values {layer.value_head_dim}"
     try:

@@ -13,6 +13,7 @@ import torch
 from tightkv import __version__
 from tightkv.cli import hub, plan_report
 from tightkv.cli.output import add_output_options, check_plot, emit, parse_bytes
+from tightkv.cli.plan_page import plan_page
 from tightkv.config import PRESETS, KVQuantConfig
 from tightkv.key_check import CheckedConfig, KeyCheck, raised_layers
 from tightkv.model_shape import ModelShape, is_local, read_model_shape
@@ -49,7 +50,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Bytes of a model's KV cache in bf16, fp8, nvfp4 and every preset, and what "
         "fits. All numbers are those of one GPU.",
     )
-    parser.add_argument("model", help="folder with config.json, a config.json, or a hub id")
+    parser.add_argument(
+        "model", nargs="?", help="folder with config.json, a config.json, or a hub id"
+    )
     memory = parser.add_mutually_exclusive_group()
     memory.add_argument("--budget", metavar="SIZE", help="memory for weights and cache, as 80GiB")
     memory.add_argument("--gpu", metavar="NAME", help=f"one of {', '.join(GPUS)}")
@@ -73,10 +76,17 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--config", action="append", default=[], metavar="FILE", help="a config as a further row"
     )
+    parser.add_argument(
+        "--html", metavar="FILE", help="write the planner as a page for browsers, without a model"
+    )
     add_output_options(parser, plot="draw bytes against context")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.html is not None:
+        return _write_page(args)
+    if args.model is None:
+        raise ValueError("which model? Give a folder with a config.json, or --html FILE alone")
     for name in ("context", "batch", "tp"):
         value = getattr(args, name)
         if value is not None and value < 1:
@@ -94,6 +104,15 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         plan_report.draw(args.plot, data, plans)
     emit(args, data, plan_report.as_text(data))
+    return 0
+
+
+def _write_page(args: argparse.Namespace) -> int:
+    if args.model is not None:
+        raise ValueError(f"--html writes a page for all models; leave out {args.model!r}")
+    path = Path(args.html)
+    path.write_text(plan_page(DEFAULT_CONTEXT, DEFAULT_UTILIZATION), encoding="utf-8")
+    emit(args, {"schema": 1, "html": str(path)}, f"wrote {path}")
     return 0
 
 
