@@ -13,7 +13,7 @@ ENDS  := oldest newest
 
 .NOTPARALLEL:
 .DEFAULT_GOAL := test
-.PHONY: test test-all quick lint unit format demo venv clean
+.PHONY: test test-all quick lint unit format demo docs venv clean
 
 test: lint unit
 
@@ -61,6 +61,12 @@ format: $(STAMP)
 
 demo: $(STAMP)
 	$(BIN)/tightkv generate --compare --long-prompt --max-new-tokens 40
+
+# the site; a link that leads nowhere, or a page that is in no list, fails
+docs: $(STAMP)
+	$(PIP) install -c $(CONSTRAINTS) -c constraints-docs.txt "tightkv[docs]"
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
+	@echo "open build/docs/index.html"
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
