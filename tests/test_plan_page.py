@@ -16,8 +16,6 @@ from tightkv.cli import hub, main, plan_page
 from tightkv.model_shape import estimate_parameters, read_model_shape
 from tightkv.planner import GPUS, WEIGHT_BITS
 
-pytestmark = pytest.mark.xdist_group("browser")
-
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "planner.html"
 MODELS = json.loads((Path(plan_page.__file__).parent / "models.json").read_text(encoding="utf-8"))
 OPTIONS: dict[str, list[Any]] = {
@@ -225,7 +223,10 @@ def test_a_chosen_model_shows_what_the_command_prints(
         if "parameters" in model:
             command += ["--weights-bytes", str(2 * model["parameters"])]
         assert main(command) == 0
-        assert table_of(browser) == printed_table(capsys.readouterr().out), model["name"]
+        said = capsys.readouterr().out
+        assert table_of(browser) == printed_table(said), model["name"]
+        none = "No layer of this model can be compressed" in browser.text("#headline")
+        assert none == ("no layer of this model can be compressed" in said)
 
 
 def test_a_pasted_config_and_own_memory(

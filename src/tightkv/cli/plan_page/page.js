@@ -160,6 +160,10 @@ function show(report) {
 function headline(report) {
   const [bf16, k4v4] = ["bf16", "k4v4"].map((name) => report.rows.find((r) => r.name === name));
   const requests = `requests of ${whole(report.context)} tokens`;
+  if (report.model.layers.every((group) => !group.compressed)) {
+    const fit = `${whole(bf16.max_requests)} ${requests} fit with bf16`;
+    return `${report.model.name}: ${fit}. No layer of this model can be compressed.`;
+  }
   return (
     `${report.model.name}: ${whole(k4v4.max_requests)} ${requests} fit with k4v4, ` +
     `${whole(bf16.max_requests)} with bf16. The cache is ${ratio(k4v4.total_ratio)} smaller.`
