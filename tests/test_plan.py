@@ -80,8 +80,13 @@ def test_bytes_of_one_layer_by_hand() -> None:
 
 def test_baselines_by_hand() -> None:
     shape = read_model_shape(LLAMA)
-    assert baseline_plan("bf16", shape, 2).bytes_per_token == 3 * 2 * 2 * 64 * 2
-    assert baseline_plan("fp8", shape, 1).total_bytes(10) == 10 * 3 * 2 * 2 * 64
+    assert baseline_plan("bf16", shape).bytes_per_token == 3 * 2 * 2 * 64 * 2
+    assert baseline_plan("fp8", shape).total_bytes(10) == 10 * 3 * 2 * 2 * 64
+    nvfp4 = baseline_plan("nvfp4", shape)  # as vLLM's: 64 / 2 + 64 / 16 bytes a head
+    assert nvfp4.total_bytes(10) == 10 * 3 * 2 * 2 * 36
+    assert nvfp4.bytes_per_token == 3 * 2 * 2 * 36
+    odd = LayerShape("full", 1, 9, 9)  # 18 numbers: 10.125 bytes
+    assert odd.uncompressed_bytes(1, 0.5625) == 11
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -107,7 +112,7 @@ def test_no_length_is_planned_larger_than_bf16(
     """But for 20 bytes of counters a layer; and pages are not put off any longer."""
     shape = read_model_shape(LLAMA | {"head_dim": head_dim})
     cfg = KVQuantConfig.preset(preset, **options)
-    plan, bf16 = config_plan(preset, shape, cfg), baseline_plan("bf16", shape, 2)
+    plan, bf16 = config_plan(preset, shape, cfg), baseline_plan("bf16", shape)
     for tokens in range(1, 2000):
         assert plan.total_bytes(tokens) <= bf16.total_bytes(tokens) + 3 * 20
     layouts = {cost.layout for cost in plan.layers if cost.layout}
@@ -118,7 +123,7 @@ def test_no_length_is_planned_larger_than_bf16(
 
 def test_sliding_layers_stay_16_bit_and_stop_growing() -> None:
     shape = read_model_shape(GEMMA)  # layers 0 and 2 slide over 100 tokens
-    plan, bf16 = config_plan("k4v4", shape, KVQuantConfig()), baseline_plan("bf16", shape, 2)
+    plan, bf16 = config_plan("k4v4", shape, KVQuantConfig()), baseline_plan("bf16", shape)
     layout = PageLayout(KVQuantConfig(), 2, 64)
     assert plan.bytes_per_token == 2 * 140
     pages = layout.total_bytes(1000, encode_partial_page=False)
@@ -185,13 +190,13 @@ def test_max_tokens_is_the_longest_that_fits(
 
 def test_no_limit_where_every_layer_slides() -> None:
     shape = read_model_shape(LLAMA | {"model_type": "mistral", "sliding_window": 100})
-    plan = baseline_plan("bf16", shape, 2)
+    plan = baseline_plan("bf16", shape)
     assert plan.max_tokens(3 * 100 * 512) is None
     assert plan.max_tokens(3 * 100 * 512 - 1) == 99
 
 
 def test_max_requests() -> None:
-    plan = baseline_plan("bf16", read_model_shape(LLAMA), 2)
+    plan = baseline_plan("bf16", read_model_shape(LLAMA))
     one = plan.total_bytes(100)
     assert [plan.max_requests(m, 100) for m in (-5, one - 1, one, 7 * one + 1)] == [0, 0, 1, 7]
 
@@ -210,7 +215,7 @@ def test_report_numbers(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
     }
     assert data["weights"] == {"bytes": 4 << 20, "dtype": None, "source": "given"}
     rows = {row["name"]: row for row in data["rows"]}
-    assert list(rows) == ["bf16", "fp8", *PRESETS]
+    assert list(rows) == ["bf16", "fp8", "nvfp4", *PRESETS]
     assert rows["bf16"]["total_bytes"] == 3 * 1000 * 3 * 512
     assert rows["bf16"]["max_tokens"] == (60 << 20) // (3 * 512)
     assert rows["bf16"]["max_requests"] == (60 << 20) // (1000 * 3 * 512)
@@ -231,7 +236,7 @@ def test_gpu_utilization_and_default_context(
     assert data["context"] == 4096  # the model's limit
     parameters = 2 * 1000 * 256 + 3 * (2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 512)
     assert data["weights"] == {"bytes": 2 * parameters, "dtype": "bfloat16", "source": "estimated"}
-    assert [row["name"] for row in data["rows"]] == ["bf16", "fp8", "k4v4"]
+    assert [row["name"] for row in data["rows"]] == ["bf16", "fp8", "nvfp4", "k4v4"]
     (folder / "config.json").write_text(json.dumps(LLAMA | {"max_position_embeddings": 131072}))
     assert plan_json(capsys, folder)["context"] == 32768
 
@@ -263,7 +268,7 @@ def test_config_file_as_a_row(folder: Path, capsys: pytest.CaptureFixture[str]) 
     cfg = KVQuantConfig(key_bits=4, value_bits=2, page_size=128)
     path.write_text(cfg.to_json())
     rows = plan_json(capsys, folder, "--config", path, "--presets", "")["rows"]
-    assert [row["name"] for row in rows] == ["bf16", "fp8", "mine (k4v2)"]
+    assert [row["name"] for row in rows] == ["bf16", "fp8", "nvfp4", "mine (k4v2)"]
     expected = PageLayout(cfg, 2, 64).bytes_per_token
     assert rows[-1]["bytes_per_token_per_layer"] == expected
 
@@ -463,10 +468,10 @@ def test_rows_with_more_bits_for_keys_are_marked(
     data = plan_json(capsys, folder, "--presets", presets, "--config", mine)
     check_schema(data, SCHEMA | {"memory": OPTIONAL})
     rows = {row["name"]: row["bytes_per_token"] for row in data["rows"]}
-    assert list(rows) == ["bf16", "fp8", "k8v4", "k4v4+", "k2v2+", "mine (k4v4)"]
+    assert list(rows) == ["bf16", "fp8", "nvfp4", "k8v4", "k4v4+", "k2v2+", "mine (k4v4)"]
     assert rows["k4v4+"] == rows["mine (k4v4)"] + 2 * 16 * 4 / 8  # two heads, four bits more
     assert any("k4v4+, k2v2+: 8-bit keys in layer 2" in note for note in data["notes"])
     (folder / "model.safetensors").unlink()
     data = plan_json(capsys, folder, "--presets", presets)
-    assert [row["name"] for row in data["rows"]][2:] == ["k8v4", "k4v4", "k2v2"]
+    assert [row["name"] for row in data["rows"]][3:] == ["k8v4", "k4v4", "k2v2"]
     assert not any("bits" in note for note in data["notes"])

@@ -261,7 +261,8 @@ def test_a_long_interrupted_chunk_leaves_every_layer_readable():
         lambda cache: cache.batch_select_indices(torch.tensor([1])),
         lambda cache: cache.batch_repeat_interleave(2),
         lambda cache: cache.crop(-5),
-        lambda cache: cache.crop(30),
+        # from transformers 5.20 on, crop to a length is TightCache's own
+        lambda cache: cache.crop(30 if isinstance(cache, TightCache) else -10),
         lambda cache: cache.reset(),
     ],
     ids=["reorder", "select", "repeat", "crop", "crop_to", "reset"],

@@ -19,7 +19,15 @@ GROUPS = {
         name: (name,)
         for name in (
             *("calibration", "compare_script", "documentation_runs", "eval", "eval_tasks"),
-            *("folder_noise", "validate", "vllm_gpu", "vllm_plugin", "vllm_server", "wheel"),
+            *(
+                "folder_noise",
+                "plan_page",
+                "validate",
+                "vllm_gpu",
+                "vllm_plugin",
+                "vllm_server",
+                "wheel",
+            ),
         )
     },
 }

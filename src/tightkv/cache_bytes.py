@@ -24,7 +24,7 @@ class LayerBytes:
     """
 
     shape: LayerShape
-    element_bytes: int = 2
+    element_bytes: float = 2
     layout: PageLayout | None = None
     exact_limit: int = 0
 

@@ -43,6 +43,9 @@ GPUS = {
 }
 WEIGHT_BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "fp8": 8, "int8": 8, "int4": 4}
 
+# Bytes a number in the caches to compare with. nvfp4: 4 bits, and an fp8 scale for 16 numbers.
+BASELINES = {"bf16": 2, "fp8": 1, "nvfp4": 0.5625}
+
 # A cache that holds this many tokens is limited by something else than memory.
 _NO_LIMIT = 1 << 40
 
@@ -79,10 +82,10 @@ class CachePlan(CacheBytes):
         return max(0, memory) // max(1, self.total_bytes(tokens))
 
 
-def baseline_plan(name: str, shape: ModelShape, element_bytes: int, ranks: int = 1) -> CachePlan:
-    """Nothing compressed; attention at `element_bytes` per element."""
+def baseline_plan(name: str, shape: ModelShape, ranks: int = 1) -> CachePlan:
+    """One of BASELINES, for every attention layer."""
     layers = [layer.shard(ranks) for layer in shape.layers]
-    return CachePlan(tuple(LayerBytes(layer, element_bytes) for layer in layers), name)
+    return CachePlan(tuple(LayerBytes(layer, BASELINES[name]) for layer in layers), name)
 
 
 def config_plan(name: str, shape: ModelShape, cfg: KVQuantConfig, ranks: int = 1) -> CachePlan:

@@ -14,7 +14,7 @@ from tightkv.model_shape.shape import ALIBI, IMAGES, SHARED, SINKS, LayerShape
 
 SUPPORTED_EXTRAS = {"transformers": (ALIBI, IMAGES, SHARED, SINKS), "vllm": ()}
 """`LayerShape.extras` that the attention of each integration can do."""
-_KIND_REASONS = {
+KIND_REASONS = {
     "sliding": "sliding window",
     "chunked": "chunked attention",
     "linear": "constant state",
@@ -22,12 +22,13 @@ _KIND_REASONS = {
     "none": "keeps nothing",
     "other": "not the attention of a decoder",
 }
+"""Kinds of layers that are never compressed, and why."""
 
 
 def skip_reason(layer: LayerShape, integration: str = "transformers") -> str | None:
     """Why a layer is not compressed, or None where it is."""
     if layer.kind != "full":
-        return _KIND_REASONS[layer.kind]
+        return KIND_REASONS[layer.kind]
     for extra in layer.extras:
         if extra not in SUPPORTED_EXTRAS[integration]:
             return extra

@@ -10,7 +10,7 @@ from tightkv.model_shape.source import ModelConfig
 
 # Names in layer_types and layers_block_type. "hybrid": attention and a state side by side;
 # "indexed": attention with a sparse index, known only over a latent (mla).
-_NAMES = {
+LAYER_NAMES = {
     "full_attention": "full",
     "attention": "full",
     "deepseek_sparse_attention": "indexed",
@@ -24,12 +24,12 @@ _NAMES = {
     "mlp": "none",
     "moe": "none",
 }
-_PATTERN = {"*": "full", "M": "linear", "-": "none", "E": "none"}  # hybrid_override_pattern
+PATTERN = {"*": "full", "M": "linear", "-": "none", "E": "none"}  # hybrid_override_pattern
 
 # Fields that make layers differ in ways not read here: counting them as attention would be wrong.
 # The first ones matter even where layer_types is given.
-_ADDS_TO_ATTENTION = ("indexer_n_heads", "linear_attn_config")
-_NOT_UNDERSTOOD = (
+ADDS_TO_ATTENTION = ("indexer_n_heads", "linear_attn_config")
+NOT_UNDERSTOOD = (
     "attention_types",
     "attn_type_list",
     "block_configs",
@@ -40,7 +40,7 @@ _NOT_UNDERSTOOD = (
     "ssm_cfg",
 )
 # Lists with a string a layer that do not say what the cache is.
-_UNRELATED_LISTS = ("mlp_layer_types", "indexer_types")
+UNRELATED_LISTS = ("mlp_layer_types", "indexer_types")
 
 
 def layer_kinds(cfg: ModelConfig) -> list[str]:
@@ -50,10 +50,10 @@ def layer_kinds(cfg: ModelConfig) -> list[str]:
 
 def _all_kinds(cfg: ModelConfig) -> list[str]:
     """The same, with layers that read another layer's cache as if they had their own."""
-    _refuse_fields(cfg, _ADDS_TO_ATTENTION)
+    _refuse_fields(cfg, ADDS_TO_ATTENTION)
     kinds = _listed(cfg)
     if kinds is None:
-        _refuse_fields(cfg, _NOT_UNDERSTOOD)
+        _refuse_fields(cfg, NOT_UNDERSTOOD)
         _refuse_unread_lists(cfg)
         ways = (_pattern, _indices, _period, _interval, _side_by_side, _no_rope, _windowed)
         kinds = next((found for way in ways if (found := way(cfg)) is not None), None)
@@ -84,17 +84,17 @@ def _listed(cfg: ModelConfig) -> list[str] | None:
         if names is None:
             continue
         for name in names:
-            if name not in _NAMES:
+            if name not in LAYER_NAMES:
                 raise ValueError(
                     f"{field} of {cfg.name} has a layer of kind {name!r}, which is not understood; "
-                    f"supported: {', '.join(_NAMES)}"
+                    f"supported: {', '.join(LAYER_NAMES)}"
                 )
         # Nemotron-H counts its layers by this list alone.
         if cfg.model_type != "nemotron_h" and len(names) != num_layers(cfg):
             raise ValueError(
                 f"{field} of {cfg.name} names {len(names)} layers, but there are {num_layers(cfg)}"
             )
-        return [_NAMES[name] for name in names]
+        return [LAYER_NAMES[name] for name in names]
     return None
 
 
@@ -103,12 +103,12 @@ def _pattern(cfg: ModelConfig) -> list[str] | None:
     if pattern is None:
         return None
     for letter in pattern:
-        if letter not in _PATTERN:
+        if letter not in PATTERN:
             raise ValueError(
                 f"hybrid_override_pattern of {cfg.name} has a layer of kind {letter!r}, which is "
-                f"not understood; supported: {' '.join(_PATTERN)}"
+                f"not understood; supported: {' '.join(PATTERN)}"
             )
-    return [_PATTERN[letter] for letter in pattern]
+    return [PATTERN[letter] for letter in pattern]
 
 
 def _indices(cfg: ModelConfig) -> list[str] | None:
@@ -205,7 +205,7 @@ def _refuse_unread_lists(cfg: ModelConfig) -> None:
     """A word for each layer in an unknown field can only be a kind that nothing here reads."""
     layers = cfg.first("num_hidden_layers", "n_layer", "n_layers")
     for field, value in cfg.values.items():
-        if field in _UNRELATED_LISTS or not isinstance(value, list) or len(value) != layers:
+        if field in UNRELATED_LISTS or not isinstance(value, list) or len(value) != layers:
             continue
         if all(isinstance(entry, str) for entry in value):
             kinds = ", ".join(sorted(set(value)))

@@ -12,13 +12,22 @@ from tightkv.model_shape.shape import ALIBI, SHARED, SINKS, WINDOW, LayerShape, 
 from tightkv.model_shape.source import ModelConfig, load_config
 from tightkv.model_shape.state import state_bytes
 
-_DTYPES = {
+DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "half": torch.float16,
     "float32": torch.float32,
     "float": torch.float32,
 }
+
+# Any of these says which layers are recurrent.
+SAYS_LAYERS = (
+    "layer_types",
+    "layers_block_type",
+    "hybrid_override_pattern",
+    "full_attn_idxs",
+    "attn_layer_indices",
+)
 
 
 def read_model_shape(source: Any) -> ModelShape:
@@ -74,7 +83,7 @@ def _layers(
     recurrent = {"linear", "hybrid"} & set(kinds)
     if state is None and recurrent:
         notes.append("the config does not tell the size of the recurrent state; counted as 0")
-    if state is not None and not recurrent and not _says_layers(cfg):
+    if state is not None and not recurrent and cfg.first(*SAYS_LAYERS) is None:
         raise ValueError(
             f"{cfg.name} (model_type {cfg.model_type!r}) has recurrent layers, but its config does "
             f"not tell which; add layer_types to it"
@@ -126,11 +135,6 @@ def _extras(cfg: ModelConfig, read_by_others: bool) -> tuple[str, ...]:
     if cfg.model_type in SINK_FAMILIES:
         found.append(SINKS)
     return tuple(found)
-
-
-def _says_layers(cfg: ModelConfig) -> bool:
-    fields = ("layer_types", "layers_block_type", "hybrid_override_pattern", "full_attn_idxs")
-    return cfg.first(*fields, "attn_layer_indices") is not None
 
 
 def _kv_heads(cfg: ModelConfig, num_heads: int) -> int:
@@ -216,6 +220,6 @@ def _dtype(cfg: ModelConfig, notes: list[str]) -> torch.dtype:
         notes.append("the config names no dtype; bfloat16 is assumed")
         return torch.bfloat16
     text = str(name).removeprefix("torch.")
-    if text not in _DTYPES:
-        raise ValueError(f"dtype={text!r} of {cfg.name}; supported: {', '.join(_DTYPES)}")
-    return _DTYPES[text]
+    if text not in DTYPES:
+        raise ValueError(f"dtype={text!r} of {cfg.name}; supported: {', '.join(DTYPES)}")
+    return DTYPES[text]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -65,10 +66,10 @@ class LayerShape:
         """How many of a sequence's `tokens` the layer holds."""
         return tokens if self.window is None else min(tokens, self.window)
 
-    def uncompressed_bytes(self, tokens: int, element_bytes: int = 2) -> int:
+    def uncompressed_bytes(self, tokens: int, element_bytes: float = 2) -> int:
         """Bytes of one sequence of `tokens` tokens when nothing is compressed."""
         kept = self.tokens_kept(tokens) * self.elements_per_token * element_bytes
-        return kept + (self.state_bytes or 0)
+        return math.ceil(kept) + (self.state_bytes or 0)
 
     def shard(self, ranks: int) -> LayerShape:
         """The part of one of `ranks` tensor-parallel ranks: heads are split, then repeated.

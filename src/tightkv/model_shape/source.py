@@ -12,9 +12,9 @@ from typing import Any
 from tightkv.model_shape.families import DEFAULTS, NESTED_DEFAULTS
 
 # Where a composite (vision, audio) model keeps its language model.
-_TEXT_PARTS = ("text_config", "thinker_config", "language_config", "llm_config")
+TEXT_PARTS = ("text_config", "thinker_config", "language_config", "llm_config")
 # Read from the whole config when the language part does not say.
-_SHARED = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
+SHARED = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
 
 
 @dataclass(frozen=True)
@@ -101,9 +101,9 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _text_part(whole: dict[str, Any], name: str, folder: Path | None) -> ModelConfig:
     """The language model inside `whole`, with the defaults of its family."""
     part, nested = whole, False
-    while key := next((k for k in _TEXT_PARTS if isinstance(part.get(k), dict)), None):
+    while key := next((k for k in TEXT_PARTS if isinstance(part.get(k), dict)), None):
         inner = dict(part[key])
-        for shared in _SHARED:
+        for shared in SHARED:
             if inner.get(shared) is None and part.get(shared) is not None:
                 inner[shared] = part[shared]
         inner.setdefault("model_type", part.get("model_type"))

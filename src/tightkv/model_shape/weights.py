@@ -13,7 +13,7 @@ from tightkv.model_shape.tensors import read_header, safetensors_files
 
 # Matrices of one MLP: gate, up and down, or up and down alone.
 _GATED, _PLAIN = 3, 2
-_MLP = {
+MLP_MATRICES = {
     **dict.fromkeys(
         (
             "deepseek_v2",
@@ -39,6 +39,8 @@ _MLP = {
     ),
     **dict.fromkeys(("falcon", "gpt2", "gpt_bigcode", "starcoder2"), _PLAIN),
 }
+
+FP8_METHODS = ("fp8", "fbgemm_fp8", "modelopt_fp8")
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ def weights_dtype(shape: ModelShape) -> str | None:
     if not isinstance(quantization, Mapping):
         return str(shape.dtype).removeprefix("torch.")
     method, bits = quantization.get("quant_method"), quantization.get("bits")
-    if method in ("fp8", "fbgemm_fp8", "modelopt_fp8"):
+    if method in FP8_METHODS:
         return "fp8"
     if method == "mxfp4" or bits == 4 or quantization.get("load_in_4bit"):
         return "int4"
@@ -83,9 +85,9 @@ def estimate_parameters(shape: ModelShape) -> int | None:
     Vision and audio towers, norms and biases are not in it.
     """
     cfg = ModelConfig(shape.config, shape.name, None, False)
-    if shape.model_type not in _MLP or any(layer.state_bytes for layer in shape.layers):
+    if shape.model_type not in MLP_MATRICES or any(layer.state_bytes for layer in shape.layers):
         return None
-    needed = ["intermediate_size"] if _MLP[shape.model_type] == _GATED else []
+    needed = ["intermediate_size"] if MLP_MATRICES[shape.model_type] == _GATED else []
     if any(layer.kind == "mla" for layer in shape.layers):
         needed += ["qk_nope_head_dim", "v_head_dim"]
     if any(cfg.number(name) is None for name in needed):
@@ -113,7 +115,7 @@ def _attention(cfg: ModelConfig, shape: ModelShape, layer: LayerShape) -> int:
 
 
 def _mlp(cfg: ModelConfig, shape: ModelShape, index: int) -> int:
-    hidden, matrices = shape.hidden_size, _MLP[shape.model_type]
+    hidden, matrices = shape.hidden_size, MLP_MATRICES[shape.model_type]
     dense = cfg.number("ffn_hidden_size", "n_inner", "intermediate_size") or 4 * hidden
     experts = cfg.number("num_local_experts", "num_experts", "n_routed_experts")
     if experts is None or not _is_sparse(cfg, index):

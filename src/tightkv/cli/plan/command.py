@@ -13,6 +13,7 @@ import torch
 
 from tightkv import __version__
 from tightkv.cli.plan import hub, report
+from tightkv.cli.plan.page import plan_page
 from tightkv.cli.shared.output import add_output_options, check_plot, emit, parse_bytes
 from tightkv.config import PRESETS, KVQuantConfig
 from tightkv.key_check import CheckedConfig, KeyCheck, raised_layers
@@ -25,6 +26,7 @@ from tightkv.model_shape import (
 )
 from tightkv.model_shape.tensors import safetensors_files
 from tightkv.planner import (
+    BASELINES,
     GPUS,
     WEIGHT_BITS,
     CachePlan,
@@ -51,10 +53,12 @@ class Memory:
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "plan",
-        description="Bytes of a model's KV cache in bf16, fp8 and every preset, and what fits. "
-        "All numbers are those of one GPU.",
+        description="Bytes of a model's KV cache in bf16, fp8, nvfp4 and every preset, and what "
+        "fits. All numbers are those of one GPU.",
     )
-    parser.add_argument("model", help="folder with config.json, a config.json, or a hub id")
+    parser.add_argument(
+        "model", nargs="?", help="folder with config.json, a config.json, or a hub id"
+    )
     memory = parser.add_mutually_exclusive_group()
     memory.add_argument("--budget", metavar="SIZE", help="memory for weights and cache, as 80GiB")
     memory.add_argument("--gpu", metavar="NAME", help=f"one of {', '.join(GPUS)}")
@@ -78,10 +82,17 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--config", action="append", default=[], metavar="FILE", help="a config as a further row"
     )
+    parser.add_argument(
+        "--html", metavar="FILE", help="write the planner as a page for browsers, without a model"
+    )
     add_output_options(parser, plot="draw bytes against context")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.html is not None:
+        return _write_page(args)
+    if args.model is None:
+        raise ValueError("which model? Give a folder with a config.json, or --html FILE alone")
     for name in ("context", "batch", "tp"):
         value = getattr(args, name)
         if value is not None and value < 1:
@@ -99,6 +110,15 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         report.draw(args.plot, data, plans)
     emit(args, data, report.as_text(data))
+    return 0
+
+
+def _write_page(args: argparse.Namespace) -> int:
+    if args.model is not None:
+        raise ValueError(f"--html writes a page for all models; leave out {args.model!r}")
+    path = Path(args.html)
+    path.write_text(plan_page(DEFAULT_CONTEXT, DEFAULT_UTILIZATION), encoding="utf-8")
+    emit(args, {"schema": 1, "html": str(path)}, f"wrote {path}")
     return 0
 
 
@@ -159,7 +179,7 @@ def _plans(args: argparse.Namespace, shape: ModelShape) -> tuple[list[CachePlan]
         cfg = KVQuantConfig.parse(path)
         label = Path(path).stem if path.endswith(".json") else "config"
         configs[f"{label} ({cfg.name})"] = cfg
-    plans = [baseline_plan("bf16", shape, 2, args.tp), baseline_plan("fp8", shape, 1, args.tp)]
+    plans = [baseline_plan(name, shape, args.tp) for name in BASELINES]
     check = None
     if shape.folder is not None and safetensors_files(shape.folder):
         check = KeyCheck(shape.folder)

@@ -1,7 +1,7 @@
 """recording(): every attention call of a model goes through an observer.
 
 One implementation is registered with transformers for all who look at what attention is given:
-the query probe, the sensitivity of layers (`eval.sensitivity`), and export.
+the query probe, the sensitivity of layers (`eval.layer_bits.sensitivity`), and export.
 """
 
 from __future__ import annotations

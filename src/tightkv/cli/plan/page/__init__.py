@@ -1,0 +1,86 @@
+"""The planner as one HTML page that needs no server and no network.
+
+Its scripts do what `model_shape` and `planner` do; tables, sizes and models are written into it
+here. tests/test_plan_page.py compares the two in a browser.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tightkv import __version__
+from tightkv.config import PRESETS, KVQuantConfig
+from tightkv.layout import MAX_TOKENS, PageLayout
+from tightkv.model_shape import families, kinds, reader, source, state, weights
+from tightkv.model_shape.compressible import KIND_REASONS
+from tightkv.planner import BASELINES, GPUS, WEIGHT_BITS
+
+_HERE = Path(__file__).parent
+_SCRIPTS = ("config.js", "bytes.js", "page.js")
+
+
+def plan_page(context: int, utilization: float) -> str:
+    """The page, with the defaults of the command line."""
+    data = _tables() | {"context": context, "utilization": utilization}
+    scripts = [f"const DATA = {json.dumps(data)};", *map(_read, _SCRIPTS)]
+    page = _read("page.html").replace("/* style.css */", _read("style.css").strip())
+    return page.replace("/* scripts */", "\n".join(scripts).strip())
+
+
+def _read(name: str) -> str:
+    return (_HERE / name).read_text(encoding="utf-8")
+
+
+def _tables() -> dict[str, Any]:
+    layout = PageLayout(KVQuantConfig(), 1, 16)
+    return {
+        "version": __version__,
+        "models": json.loads(_read("models.json")),
+        "gpus": GPUS,
+        "weight_bits": WEIGHT_BITS,
+        "baselines": BASELINES,
+        "presets": {name: _preset(KVQuantConfig.preset(name)) for name in PRESETS},
+        "kept": KIND_REASONS,
+        "max_tokens": MAX_TOKENS,
+        "exact_element_bytes": layout.exact_bytes_per_token // 32,
+        "counter_bytes": layout.sequence_bytes(0) - layout.cfg.sinks * layout.exact_bytes_per_token,
+        "entry_bytes": layout.total_bytes(64) - layout.sequence_bytes(64) - layout.page_bytes,
+        "text_parts": source.TEXT_PARTS,
+        "shared": source.SHARED,
+        "defaults": families.DEFAULTS,
+        "nested_defaults": families.NESTED_DEFAULTS,
+        "all_slide": families.ALL_SLIDE,
+        "refused": families.REFUSED,
+        "layer_names": kinds.LAYER_NAMES,
+        "pattern": kinds.PATTERN,
+        "adds_to_attention": kinds.ADDS_TO_ATTENTION,
+        "not_understood": kinds.NOT_UNDERSTOOD,
+        "unrelated_lists": kinds.UNRELATED_LISTS,
+        "says_layers": reader.SAYS_LAYERS,
+        "dtypes": {name: str(d).removeprefix("torch.") for name, d in reader.DTYPES.items()},
+        "conv_bytes": state.CONV_BYTES,
+        "recurrent_bytes": state.RECURRENT_BYTES,
+        "mlp_matrices": weights.MLP_MATRICES,
+        "fp8_methods": weights.FP8_METHODS,
+    }
+
+
+def _preset(cfg: KVQuantConfig) -> dict[str, int]:
+    """What a layer's bytes follow from: a head's record grows evenly with head_dim."""
+    sizes = [PageLayout(cfg, 1, dim).record_bytes for dim in range(16, 1025, 16)]
+    slope, rest = divmod(sizes[1] - sizes[0], 16)
+    offset = sizes[0] - 16 * slope
+    if rest or any(size != slope * 16 * i + offset for i, size in enumerate(sizes, 1)):
+        raise NotImplementedError(f"records of {cfg.name} do not grow evenly: bytes.js needs more")
+    layout = PageLayout(cfg, 1, 16)
+    return {
+        "key_bits": cfg.key_bits,
+        "value_bits": cfg.value_bits,
+        "page_size": cfg.page_size,
+        "ring_tokens": layout.ring_tokens,
+        "sinks": cfg.sinks,
+        "record_slope": slope,
+        "record_offset": offset,
+    }
