@@ -193,7 +193,7 @@ class _Softmax:
             self.sums[frame] = self.sums[frame] * shrink[..., None]
         self.sums[seg.rotated] = self.sums[seg.rotated] + p @ value.unsqueeze(2)
 
-    def finish(self, codec: Codec) -> tuple[Tensor, Tensor]:
+    def output(self, codec: Codec) -> tuple[Tensor, Tensor]:
         out = self.sums[False] + codec.value.rotation.inverse(self.sums[True])
         weight = self.weight[..., None]
         return torch.where(weight > 0, out / weight, 0.0), self.peak + self.weight.log()
@@ -247,7 +247,7 @@ def attend(
                 scores = scores + part.float()
         softmax.add(torch.where(seen, scores, -math.inf), seg)
 
-    padded_out, padded_lse = softmax.finish(codec)
+    padded_out, padded_lse = softmax.output(codec)
     out = torch.zeros_like(query) if out is None else out.zero_()
     lse = query.new_full(query.shape[:2], -math.inf).float()
     out[index[live]] = padded_out.permute(0, 3, 1, 2, 4).flatten(2, 3)[live].to(query.dtype)
