@@ -109,11 +109,11 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: str) -> None:
 
 def engine(**cache: object) -> None:
     pytest.importorskip("vllm")
-    from tightkv.integrations.vllm.layers import refuse_impossible
+    from tightkv.integrations.vllm.engine_checks import check_engine_options
 
     asked = engine_options({"tightkv": {"preset": "k4v4"}}, env={})
     config = {"cache_dtype": "auto", "block_size": 64, "user_specified_block_size": True, **cache}
-    refuse_impossible(
+    check_engine_options(
         asked, SimpleNamespace(cache_config=SimpleNamespace(**config), parallel_config=None)
     )
 
@@ -122,9 +122,13 @@ PROVOKE: dict[str, Provoke] = {
     "TightCache needs transformers": without_transformers,
     "no model was given": without_the_bundled_model,
     "model folder": lambda path, _: load_model(str(path)),
-    "... uses multi-head": lambda *_: TightCache("k4v4", model=hf.DeepseekV3Config()),
     "... is an encoder": lambda *_: TightCache("k4v4", model=hf.T5Config()),
-    "... has no full": lambda *_: TightCache("k4v4", model=hf.MistralConfig(sliding_window=64)),
+    "no layer of ... can be compressed (latent": lambda *_: TightCache(
+        "k4v4", model=hf.DeepseekV3Config()
+    ),
+    "no layer of ... can be compressed (sliding": lambda *_: TightCache(
+        "k4v4", model=hf.MistralConfig(sliding_window=64)
+    ),
     "head_dim=": lambda *_: PageLayout(KVQuantConfig(), 1, 72),
     "layer_types of": odd_layer,
     "the compressed cache runs": slow_kernels,
