@@ -13,8 +13,16 @@ from typing import Any
 from tightkv import __version__
 from tightkv.config import PRESETS, KVQuantConfig
 from tightkv.layout import MAX_TOKENS, PageLayout
-from tightkv.model_shape import families, kinds, reader, source, state, weights
-from tightkv.model_shape.compressible import KIND_REASONS
+from tightkv.model_shape import (
+    compressible,
+    families,
+    kinds,
+    reader,
+    shape,
+    source,
+    state,
+    weights,
+)
 from tightkv.planner import BASELINES, GPUS, WEIGHT_BITS
 
 _HERE = Path(__file__).parent
@@ -42,7 +50,9 @@ def _tables() -> dict[str, Any]:
         "weight_bits": WEIGHT_BITS,
         "baselines": BASELINES,
         "presets": {name: _preset(KVQuantConfig.preset(name)) for name in PRESETS},
-        "kept": KIND_REASONS,
+        "kind_reasons": compressible.KIND_REASONS,
+        "supported_extras": compressible.SUPPORTED_EXTRAS,
+        "extras": {name: getattr(shape, name) for name in ("ALIBI", "SHARED", "SINKS", "WINDOW")},
         "max_tokens": MAX_TOKENS,
         "exact_element_bytes": layout.exact_bytes_per_token // 32,
         "counter_bytes": layout.sequence_bytes(0) - layout.cfg.sinks * layout.exact_bytes_per_token,
@@ -52,6 +62,8 @@ def _tables() -> dict[str, Any]:
         "defaults": families.DEFAULTS,
         "nested_defaults": families.NESTED_DEFAULTS,
         "all_slide": families.ALL_SLIDE,
+        "alibi_families": families.ALIBI_FAMILIES,
+        "sink_families": families.SINK_FAMILIES,
         "refused": families.REFUSED,
         "layer_names": kinds.LAYER_NAMES,
         "pattern": kinds.PATTERN,

@@ -20,12 +20,17 @@ function shard(layer, ranks) {
   };
 }
 
-function keptReason(layer) {
-  if (layer.kind !== "full") return DATA.kept[layer.kind];
+// Why a layer is not compressed, or null where it is.
+function skipReason(layer, integration = "transformers") {
+  if (layer.kind !== "full") return DATA.kind_reasons[layer.kind];
+  const supported = DATA.supported_extras[integration];
+  const extra = layer.extras.find((each) => !supported.includes(each));
+  if (extra !== undefined) return extra;
   if (layer.headDim !== layer.valueHeadDim) {
     return `keys have ${layer.headDim} dimensions and values ${layer.valueHeadDim}`;
   }
-  if (layer.headDim < 16 || layer.headDim % 16) {
+  // A headDim of 0 is not known.
+  if (layer.headDim && (layer.headDim < 16 || layer.headDim % 16)) {
     return `head_dim=${layer.headDim}; supported: multiples of 16 from 16 up`;
   }
   return null;
@@ -102,7 +107,7 @@ class CachePlan {
 
   // Mean over the layers that can be compressed; null where there is none.
   get bytesPerTokenPerLayer() {
-    const costs = this.costs.filter((cost) => keptReason(cost.layer) === null);
+    const costs = this.costs.filter((cost) => skipReason(cost.layer) === null);
     if (!costs.length) return null;
     return costs.reduce((sum, cost) => sum + cost.bytesPerToken, 0) / costs.length;
   }
@@ -138,10 +143,10 @@ function baselinePlan(name, layers) {
 
 function presetPlan(name, layers) {
   const preset = DATA.presets[name];
-  const compressed = layers.filter((layer) => keptReason(layer) === null);
+  const compressed = layers.filter((layer) => skipReason(layer) === null);
   const limit = Math.max(0, ...compressed.map((layer) => exactLimit(layer, preset)));
   const costs = layers.map((layer) =>
-    keptReason(layer) === null
+    skipReason(layer) === null
       ? pagedCost(layer, preset, limit)
       : plainCost(layer, DATA.exact_element_bytes),
   );
@@ -298,8 +303,8 @@ function modelPart(shape, ranks) {
       latent_dim: own.latentDim,
       window: own.window,
       state_bytes: own.stateBytes,
-      compressed: keptReason(own) === null,
-      kept_because: keptReason(own),
+      compressed: skipReason(own) === null,
+      skip_reason: skipReason(own),
     };
   });
   return {
@@ -339,9 +344,10 @@ function notesOf(shape, context, memory, weights) {
   if (shape.maxPositions !== null && context > shape.maxPositions) {
     notes.push(`context ${context} is beyond the model's limit of ${shape.maxPositions}`);
   }
-  if (shape.layers.every((layer) => keptReason(layer) !== null)) {
+  if (shape.layers.every((layer) => skipReason(layer) !== null)) {
     notes.push("no layer of this model can be compressed: every preset is the same as bf16");
   }
+  notes.push(...vllmNotes(shape));
   if (weights && weights.source === "estimated" && shape.config.nested) {
     notes.push("the estimate of the weights leaves out the parts beside the language model");
   }
@@ -349,4 +355,17 @@ function notesOf(shape, context, memory, weights) {
     notes.push("the weights alone exceed the budget: nothing fits");
   }
   return notes;
+}
+
+// Layers that TightCache compresses and the vLLM plugin does not.
+function vllmNotes(shape) {
+  const found = new Map();
+  for (const layer of shape.layers) {
+    const reason = skipReason(layer) === null ? skipReason(layer, "vllm") : null;
+    if (reason !== null) found.set(reason, (found.get(reason) || 0) + 1);
+  }
+  return [...found].map(
+    ([reason, count]) =>
+      `vLLM leaves ${count} layer${count > 1 ? "s" : ""} more uncompressed (${reason})`,
+  );
 }

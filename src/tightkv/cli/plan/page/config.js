@@ -131,6 +131,11 @@ function refuseModelsWithoutCache(cfg) {
 const numLayers = (cfg) => cfg.need("num_hidden_layers", "n_layer", "n_layers");
 
 function layerKinds(cfg) {
+  return withoutOwnCache(cfg, allKinds(cfg));
+}
+
+// The same, with layers that read another layer's cache as if they had their own.
+function allKinds(cfg) {
   refuseFields(cfg, DATA.adds_to_attention);
   let kinds = listedKinds(cfg);
   if (kinds === null) {
@@ -149,7 +154,15 @@ function layerKinds(cfg) {
       if (kinds !== null) break;
     }
   }
-  return withoutOwnCache(cfg, kinds || fill(numLayers(cfg), () => "full"));
+  return kinds && kinds.length ? kinds : fill(numLayers(cfg), () => "full");
+}
+
+// Layers whose cache the last layers read: the last before those, of each kind.
+function layersReadByOthers(cfg) {
+  const kinds = allKinds(cfg);
+  const border = kinds.length - (cfg.first("num_kv_shared_layers") || 0);
+  const own = kinds.slice(0, border);
+  return new Set(kinds.slice(border).map((kind) => own.lastIndexOf(kind)));
 }
 
 function listedKinds(cfg) {
@@ -303,10 +316,12 @@ function readLayers(cfg, numHeads, hiddenSize, notes) {
     );
   }
   const window = usefulWindow(cfg, kinds, notes);
+  const shared = layersReadByOthers(cfg);
   const layers = kinds.map((kind, index) => {
     const [ownHeads, ownDim] = layerOverride(cfg, index, kind, heads, headDim);
     const valueDim = cfg.number("v_head_dim") || ownDim;
-    const attention = (name, limit, own) => layer(name, ownHeads, ownDim, valueDim, limit, own);
+    const attention = (name, limit, own, extras = []) =>
+      layer(name, ownHeads, ownDim, valueDim, limit, own, extras);
     if (kind === "none") return layer("none", 0, 0, 0, null, 0);
     if (kind === "linear") return layer("linear", 0, 0, 0, null, state);
     if (cfg.first("kv_lora_rank") !== null) {
@@ -318,16 +333,30 @@ function readLayers(cfg, numHeads, hiddenSize, notes) {
           "(kv_lora_rank), which is not understood",
       );
     }
-    if (kind === "sliding") return attention(window ? "sliding" : "full", window, 0);
+    if (kind === "sliding" && window === null) {
+      return attention("full", null, 0, [DATA.extras.WINDOW]);
+    }
+    if (kind === "sliding") return attention("sliding", window, 0);
     if (kind === "chunked") return attention("chunked", cfg.need("attention_chunk_size"), 0);
-    return attention("full", null, kind === "hybrid" ? state : 0);
+    const extras = extrasOf(cfg, shared.has(index));
+    return attention("full", null, kind === "hybrid" ? state : 0, extras);
   });
   noteEmptyLayers(cfg, notes);
   return layers;
 }
 
-function layer(kind, numKvHeads, headDim, valueHeadDim, window, state) {
-  return { kind, numKvHeads, headDim, valueHeadDim, window, latentDim: 0, stateBytes: state };
+function layer(kind, numKvHeads, headDim, valueHeadDim, window, stateBytes, extras = []) {
+  return { kind, numKvHeads, headDim, valueHeadDim, window, latentDim: 0, stateBytes, extras };
+}
+
+// What a layer of full attention needs beyond the causal mask.
+function extrasOf(cfg, readByOthers) {
+  const found = readByOthers ? [DATA.extras.SHARED] : [];
+  if (DATA.alibi_families.includes(cfg.modelType) || cfg.values.alibi) {
+    found.push(DATA.extras.ALIBI);
+  }
+  if (DATA.sink_families.includes(cfg.modelType)) found.push(DATA.extras.SINKS);
+  return found;
 }
 
 function kvHeads(cfg, numHeads) {
@@ -380,7 +409,7 @@ function usefulWindow(cfg, kinds, notes) {
   if (longest !== null && window >= longest) {
     notes.push(
       `sliding_window=${window} never slides within max_position_embeddings=${longest}: ` +
-        "counted as full attention",
+        "its layers grow like full attention, and are not compressed",
     );
     return null;
   }
