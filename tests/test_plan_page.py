@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import itertools
 import json
 import random
 import re
@@ -15,7 +17,15 @@ from browser import Browser
 from tightkv.cli import main
 from tightkv.cli.plan import hub
 from tightkv.cli.plan import page as plan_page
-from tightkv.model_shape import estimate_parameters, read_model_shape
+from tightkv.model_shape import (
+    KINDS,
+    LayerShape,
+    estimate_parameters,
+    read_model_shape,
+    skip_reason,
+)
+from tightkv.model_shape.compressible import SUPPORTED_EXTRAS
+from tightkv.model_shape.shape import EXTRAS
 from tightkv.planner import GPUS, WEIGHT_BITS
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "planner.html"
@@ -62,12 +72,18 @@ CHANGES: list[dict[str, Any]] = [
     {"hybrid_override_pattern": "M-*EM*", "n_groups": 2, "mamba_num_heads": 8}
     | {"mamba_head_dim": 16, "ssm_state_size": 8, "conv_kernel": 4},
     {"hybrid_override_pattern": "M?"},
+    {"hybrid_override_pattern": ""},
     {"attention_chunk_size": 1024, "no_rope_layers": None},
     {"attention_chunk_size": 1024, "num_hidden_layers": 3, "no_rope_layers": [1, 1, 0]},
     {"kv_lora_rank": 128, "qk_rope_head_dim": 16},
     {"kv_lora_rank": 128, "qk_rope_head_dim": 16, "index_head_dim": 24},
     {"kv_lora_rank": 128, "qk_rope_head_dim": None},
     {"num_kv_shared_layers": 2},
+    {"num_kv_shared_layers": 10**3},
+    {"num_kv_shared_layers": 3, "sliding_window": 96, "sliding_window_pattern": "LLG"},
+    {"alibi": True},
+    {"model_type": "bloom"},
+    {"model_type": "gpt_oss", "sliding_window_pattern": 2},
     {"cross_attention_layers": [1, 3]},
     {"per_layer_config": {"0": {"head_dim": 32}, "1": {"num_key_value_heads": 2}}},
     {"global_head_dim": 512, "attention_k_eq_v": True, "num_global_key_value_heads": 2},
@@ -123,18 +139,16 @@ def arguments(options: dict[str, Any]) -> list[str]:
 
 
 def cases() -> list[dict[str, Any]]:
-    """Every model of the page as it is, and 200 changed ones."""
+    """Every model of the page as it is, and 200 changed ones: each change alone, then mixtures."""
     draw = random.Random(0)
     changed = [{**draw.choice(MODELS), "parameters": None} for _ in range(200)]
+    mixed = [draw.sample(CHANGES, draw.choice([0, 1, 1, 2])) for _ in range(200 - len(CHANGES))]
+    changes = [[]] * 2 * len(MODELS) + [[change] for change in CHANGES] + mixed
     out = []
-    for i, model in enumerate([*MODELS, *MODELS, *changed]):
-        config = model["config"]
-        if i >= 2 * len(MODELS):
-            config = {**config}
-            for change in draw.sample(CHANGES, draw.choice([0, 1, 1, 2])):
-                config |= change
-            if draw.random() < 0.2:
-                config = {"model_type": "composite", "text_config": config, "torch_dtype": "half"}
+    for model, change in zip([*MODELS, *MODELS, *changed], changes, strict=True):
+        config = dict(collections.ChainMap(*change, model["config"]))
+        if change and draw.random() < 0.2:
+            config = {"model_type": "composite", "text_config": config, "torch_dtype": "half"}
         options = {name: draw.choice(values) for name, values in OPTIONS.items()}
         options |= {"name": "model", "parameters": model.get("parameters")}
         out.append({"config": config, "options": options})
@@ -183,6 +197,24 @@ def test_every_figure_is_that_of_the_command(
     assert len(errors) >= 18
 
 
+def test_layers_are_compressed_where_the_package_says_so(browser: Browser) -> None:
+    """Also layers that no config of today makes."""
+    layers = [
+        LayerShape(kind, 2, dim, value_dim, extras=extras)
+        for kind in KINDS
+        for dim, value_dim in ((0, 0), (8, 8), (72, 72), (96, 96), (96, 64))
+        for count in range(3)
+        for extras in itertools.permutations(EXTRAS, count)
+    ]
+    wanted = [[skip_reason(layer, name) for name in SUPPORTED_EXTRAS] for layer in layers]
+    script = """
+        return arguments[0].map(([kind, headDim, valueHeadDim, extras]) =>
+          arguments[1].map((name) => skipReason({kind, headDim, valueHeadDim, extras}, name)));
+    """
+    given = [[each.kind, each.head_dim, each.value_head_dim, each.extras] for each in layers]
+    assert browser.run(script, given, list(SUPPORTED_EXTRAS)) == wanted
+
+
 def test_the_page_is_up_to_date(tmp_path: Path) -> None:
     assert main(["plan", "--html", str(tmp_path / "page.html")]) == 0
     written = (tmp_path / "page.html").read_text(encoding="utf-8")
@@ -211,6 +243,11 @@ def printed_table(said: str) -> list[list[str]]:
     return [row[:1] + row[2:] for row in rows]
 
 
+def shown_lines(browser: Browser, selector: str) -> list[str]:
+    script = f"return [...document.querySelectorAll('{selector} li')].map((e) => e.textContent)"
+    return [re.sub(r"(\d),(\d)", r"\1\2", line) for line in browser.run(script)]
+
+
 def test_a_chosen_model_shows_what_the_command_prints(
     browser: Browser, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -227,6 +264,10 @@ def test_a_chosen_model_shows_what_the_command_prints(
         assert main(command) == 0
         said = capsys.readouterr().out
         assert table_of(browser) == printed_table(said), model["name"]
+        layers = [line.strip() for line in said.splitlines() if line.startswith("  ")]
+        assert shown_lines(browser, "#layers") == layers
+        notes = [line for line in said.splitlines() if line.startswith("note")]
+        assert [f"n{line[1:]}" for line in shown_lines(browser, "#notes")] == notes
         none = "No layer of this model can be compressed" in browser.text("#headline")
         assert none == ("no layer of this model can be compressed" in said)
 
