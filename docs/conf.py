@@ -24,7 +24,7 @@ CONTENTS = {
     "Use it": "quickstart presets python paged vllm export plan config troubleshooting",
     "Commands": "generate eval doctor calibrate bench validate info",
     "How it works": "math layout kernels cpu security",
-    "What was measured": "results comparison log",
+    "What was measured": "results comparison log measurements",
 }
 
 

@@ -17,6 +17,7 @@ from tightkv import KVQuantConfig, TightCache
 from tightkv.cache import PagedKV
 from tightkv.cli import main
 from tightkv.cli.plan import hub
+from tightkv.kernels import registry
 from tightkv.layout import PageLayout
 from tightkv.model_shape import read_model_shape
 from tightkv.planner import GPUS
@@ -25,6 +26,7 @@ from tightkv.sequences import SequenceTable
 hf = pytest.importorskip("transformers")
 
 from models import prompt, tiny  # noqa: E402
+from tightkv.integrations.transformers import states  # noqa: E402
 from tightkv.integrations.transformers.protect_keys import warn_of_noise  # noqa: E402
 from tightkv.integrations.vllm.options import engine_options  # noqa: E402
 from tightkv.model_loading import source as model_source  # noqa: E402
@@ -53,11 +55,13 @@ def odd_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def slow_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_warned", set())  # each reason is told once
     cfg = KVQuantConfig(value_bits=16)
     PagedKV(PageLayout(cfg, 1, 64, torch.float32), SequenceTable(cfg))
 
 
 def other_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    states._warn_slow.cache_clear()  # told once
     model = tiny()
     model.set_attn_implementation("sdpa")
     cache = TightCache("k4v4", model=model, eager=True)
