@@ -3,7 +3,7 @@
 One exact pass over each window gives queries, keys and values of every layer (sensitivity.py), and
 from these come metrics and centers. Gradients of the first window then say what each layer's keys
 and values, coded so, cost at each number of bits, and with this the bits of layers are chosen that
-cost least at no more bytes than a preset takes.
+cost least at the bytes a preset takes (k2v2: at most 3% more).
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ from tightkv.math.feedback import QueryMetric
 PRESETS = ("k4v4", "k3v3", "k2v2")
 """Whose bits are chosen layer by layer."""
 WINDOW = 2048
+GROWTH = 0.03
+"""Of the bytes, for presets of the fewest bits: their layers have none to give to others."""
 PREFILL = 256  # tokens of a window whose queries read no codes, or hardly any
 _ESTIMATED = (2, 3, 4)  # bits; eight cost what four do, times the ratio of their distortions
 
@@ -111,16 +113,20 @@ class Calibrator:
     def bits(self, preset: KVQuantConfig) -> str:
         """`layer_bits` of the least KL at the bytes that the preset takes in this model.
 
-        No layer's keys get fewer bits than `protect_keys` gives them.
+        No layer's keys get fewer bits than `protect_keys` gives them. A preset of the fewest bits
+        takes up to `GROWTH` more bytes, what `protect_keys` adds among them.
         """
         layers = TightCache(preset, model=self.model).layers
         # A layer whose keys no code holds stays uncompressed.
         own = {n: layers[n].cfg for n in self.numbers if isinstance(layers[n], TightLayer)}
         size = sum(page_layout(cfg, *self._shapes[n]).bytes_per_token for n, cfg in own.items())
+        if preset.key_bits == preset.value_bits == min(SEARCHED_BITS):
+            plain = sum(page_layout(preset, *self._shapes[n]).bytes_per_token for n in own)
+            size = max(size, (1 + GROWTH) * plain)
         chosen = least_kl({n: self._options(preset, n, cfg) for n, cfg in own.items()}, size)
         assert chosen is not None  # the preset itself is among them
-        plain = preset.key_bits, preset.value_bits
-        others = {n: option.bits for n, option in chosen.items() if option.bits != plain}
+        common = preset.key_bits, preset.value_bits
+        others = {n: option.bits for n, option in chosen.items() if option.bits != common}
         return ",".join(f"{n}=k{k}v{v}" for n, (k, v) in others.items())
 
     def _options(self, preset: KVQuantConfig, n: int, own: KVQuantConfig) -> list[Option]:
