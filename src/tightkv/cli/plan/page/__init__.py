@@ -1,7 +1,7 @@
 """The planner as one HTML page that needs no server and no network.
 
 Its scripts do what `model_shape` and `planner` do; tables, sizes and models are written into it
-here. tests/test_plan_page.py compares the two in a browser.
+here. tests/cli/test_plan_page.py compares the two in a browser.
 """
 
 from __future__ import annotations

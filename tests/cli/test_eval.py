@@ -53,7 +53,7 @@ from tightkv.layout import ring_tokens
 from tightkv.provenance import source_commit
 from tiny_folder import TEMPLATE, byte_tokenizer, write_tiny_folder
 
-DOC = Path(__file__).resolve().parents[1] / "docs" / "eval.md"
+DOC = Path(__file__).resolve().parents[2] / "docs" / "eval.md"
 SMALL = {"page_size": 32, "exact_pages": 1, "sinks": 1}
 SCHEDULE = Schedule(prefill=40, chunk=16, batch=2)
 

@@ -69,7 +69,7 @@ def test_the_runner_without_torch_or_python(tmp_path):
     model, ids = tiny("qwen2").requires_grad_(False), prompt(1, 100)
     program = ExportableModel(model, "k3v3", max_tokens=320).program()
     (tmp_path / "model.pte").write_bytes(executorch.to_pte(program, backend="portable"))
-    example = Path(__file__).parents[1] / "examples" / "executorch"
+    example = Path(__file__).parents[2] / "examples" / "executorch"
     wheel, _ = executorch.installed()
     prefix = f"-DCMAKE_PREFIX_PATH={wheel / 'share/cmake'}"
     for command in (["-S", example, "-B", tmp_path, prefix], ["--build", tmp_path]):

@@ -1,6 +1,6 @@
 """Runs vLLM engines one after another, each in a process of its own: jobs in, results out, as JSON.
 
-    python tests/vllm_engine.py jobs.json results.json
+    python tests/support/vllm_engine.py jobs.json results.json
 
 The processes are forks of one that has imported vLLM, which takes longer than most jobs.
 

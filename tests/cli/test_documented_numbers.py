@@ -20,7 +20,7 @@ from tightkv.integrations.vllm.batch_split import SHORT_PROMPT
 from tightkv.kernels.prefill import MIN_QUERIES
 from tightkv.layout import RING_SLACK, PageLayout
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 Row = dict[str, Any]
 # sequences x tokens: how tables name them, and what rows say
 SIZES = {

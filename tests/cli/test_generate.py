@@ -29,7 +29,7 @@ from tightkv.layout import PageLayout
 from tightkv.model_loading.load import load_model
 from tiny_folder import TEMPLATE, byte_tokenizer, write_tiny_folder
 
-DOC = Path(__file__).resolve().parents[1] / "docs" / "generate.md"
+DOC = Path(__file__).resolve().parents[2] / "docs" / "generate.md"
 SMALL_PAGES = ("--page-size", "32", "--exact-pages", "1")
 # What the hand-worked bytes are for, whatever the defaults become.
 KNOWN = ("--preset", "k4v4", "--page-size", "64", "--mean-bits", "16")

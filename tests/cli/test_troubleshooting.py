@@ -32,7 +32,7 @@ from tightkv.integrations.vllm.options import engine_options  # noqa: E402
 from tightkv.model_loading import source as model_source  # noqa: E402
 from tightkv.model_loading.load import load_model  # noqa: E402
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "troubleshooting.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "troubleshooting.md"
 HEADINGS = re.findall(r"^### `(.+)`$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
 Provoke = Callable[[Path, pytest.MonkeyPatch], object]
 

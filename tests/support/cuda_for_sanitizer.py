@@ -1,12 +1,12 @@
-"""Appends, sealing and decode of uneven sequences, for NVIDIA's sanitizer.
+r"""Appends, sealing and decode of uneven sequences, for NVIDIA's sanitizer.
 
-compute-sanitizer --tool memcheck|racecheck|synccheck|initcheck python tests/cuda_for_sanitizer.py
+compute-sanitizer --tool memcheck|racecheck|synccheck|initcheck \
+    python tests/support/cuda_for_sanitizer.py
 """
 
 import torch
 
-from test_feedback import anisotropic_metric
-from test_kernels_triton import cache_on, fill, queries
+from kernel_caches import anisotropic_metric, cache_on, fill, queries
 from tightkv.config import KVQuantConfig
 from tightkv.kernels.cuda import backend as cuda
 from tightkv.kernels.options import AttendOptions

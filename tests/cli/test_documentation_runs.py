@@ -24,7 +24,7 @@ from tightkv.cli.shared.server_file import read_server_file
 from tightkv.eval.text import Text, default_texts
 from tightkv.integrations.vllm.options import engine_options
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 TARGETS = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
 PROJECT = (ROOT / "pyproject.toml").read_text()

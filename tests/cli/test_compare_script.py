@@ -16,7 +16,7 @@ from tightkv.eval.tasks.quality import Schedule, measure_quality
 from tightkv.eval.windows import Windows
 from tightkv.integrations.transformers.cache_size import cache_size
 
-SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "compare_caches.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "compare_caches.py"
 ROWS = SCRIPT.parent / "results" / "comparison.jsonl"
 DOC = SCRIPT.parents[1] / "docs" / "comparison.md"
 CONTEXTS = (32, 300)

@@ -231,7 +231,7 @@ def reference_rows() -> list[str]:
 
 
 def test_the_reference_has_every_field_as_it_is() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "config.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "config.md").read_text()
     table = page.split("## Fields")[1].split("## ")[0]
     assert [line for line in table.splitlines() if line.startswith("| `")] == reference_rows()
     assert f"The presets are {', '.join(PRESETS[:-1])} and {PRESETS[-1]}" in " ".join(page.split())

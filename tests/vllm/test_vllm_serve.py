@@ -46,7 +46,7 @@ def test_our_options_become_one_of_vllms_and_its_own_stay(
 
 def test_the_object_is_that_of_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "m", "--json"]) == 0
-    page = (Path(__file__).parents[1] / "docs" / "vllm.md").read_text().split("| key | type |")[1]
+    page = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text().split("| key | type |")[1]
     named = re.findall(r"^\| `(\w+)` \|", page.split("## ")[0], re.MULTILINE)
     assert list(json.loads(capsys.readouterr().out)) == named
 

@@ -26,7 +26,7 @@ from tightkv.cli.shared.output import (
     save_plot,
 )
 
-INFO_DOC = Path(__file__).resolve().parents[1] / "docs" / "info.md"
+INFO_DOC = Path(__file__).resolve().parents[2] / "docs" / "info.md"
 
 
 # --- frame -------------------------------------------------------------------------------------

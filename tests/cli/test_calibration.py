@@ -404,7 +404,6 @@ def test_the_bundled_model_is_nearer_on_other_text(preset="k3v3"):
     bundled, tokenizer = load_model(None, dtype="float32", device="cpu")
     windows = cut_windows(tokenizer, [language_reference()], 448, 1)
     configs = {
-        "off": KVQuantConfig.preset(preset, feedback="off"),
         "probed": KVQuantConfig.preset(preset),
         "calibrated": KVQuantConfig.preset(preset, calibration="auto"),
     }
@@ -413,8 +412,8 @@ def test_the_bundled_model_is_nearer_on_other_text(preset="k3v3"):
     }
     found = measure_quality(bundled, windows, caches, Schedule(prefill=256, chunk=64))
     kls = {name: quality.summary.kl for name, quality in found.items()}
-    assert kls["calibrated"] < min(kls["probed"], 0.6 * kls["off"])
-    assert found["calibrated"].bytes_held <= found["off"].bytes_held
+    assert kls["calibrated"] < 0.7 * kls["probed"]
+    assert found["calibrated"].bytes_held <= found["probed"].bytes_held
 
 
 def test_the_default_device_does_not_matter(file):

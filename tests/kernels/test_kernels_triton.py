@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from helpers import exact_attention, make_cache, tokens
-from test_attention import poison
+from kernel_caches import CFG, DEVICE, HEADS, cache_on, fill, poison, queries, with_gaps
 from tightkv.codec import Codec
 from tightkv.config import KVQuantConfig
 from tightkv.kernels import reference
 from tightkv.kernels.options import AttendOptions
-from tightkv.kernels.registry import load, select
+from tightkv.kernels.registry import select
 from tightkv.kernels.sdpa import AttentionState
 from tightkv.kernels.view import CacheView
 from tightkv.layout import PageLayout
@@ -28,36 +28,9 @@ triton = pytest.importorskip("triton")
 kernels = pytest.importorskip("tightkv.kernels.triton.backend")
 dequantize_pages = pytest.importorskip("tightkv.kernels.triton.dequantize").dequantize_pages
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-HEADS = 2 if DEVICE.type == "cuda" else 1  # the interpreter takes its time
-CFG = KVQuantConfig(page_size=64, sinks=2, exact_pages=1)
 ALL_BITS = [(k, v) for k in (2, 3, 4, 8) for v in (2, 3, 4, 8)]
 if DEVICE.type == "cpu":  # each width on each side
     ALL_BITS = [(4, 4), (3, 2), (2, 3), (8, 4), (4, 8)]
-
-
-def cache_on(cfg, lengths, *, name="reference", dim=64, heads=HEADS, **options):
-    cache = make_cache(cfg, rows=len(lengths), dim=dim, heads=heads, device=DEVICE, **options)
-    cache._kernels = load(name).__name__
-    return cache
-
-
-def fill(cache, lengths, seed=0):
-    layout = cache.layout
-    key, value = tokens(
-        len(lengths), max(lengths), heads=layout.num_kv_heads, dim=layout.head_dim, seed=seed
-    )
-    key, value = (x.to(DEVICE, layout.dtype) for x in (key, value))
-    cache.append(cache.table.append(range(len(lengths)), lengths), key, value)
-    return key, value
-
-
-def queries(cache, counts, group, seed=3):
-    layout = cache.layout
-    generator = torch.Generator().manual_seed(seed)
-    q = torch.randn(sum(counts), layout.num_kv_heads * group, layout.head_dim, generator=generator)
-    cu_seqlens = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
-    return q.to(DEVICE, layout.dtype), cu_seqlens.to(DEVICE)
 
 
 def assert_attends_like_the_reference(cache, counts, group, **options):
@@ -245,15 +218,6 @@ def test_close_to_exact_attention():
     assert 0.002 < float((out[None].cpu() - expected).norm() / expected.norm()) < 0.2
 
 
-def with_gaps(cache):
-    """The same cache, its pages 64 bytes apart, as an engine may hand them out."""
-    layout = cache.layout
-    wide = cache.pages.new_full((len(cache.pages), layout.page_bytes + 64), 255)
-    pages = wide[:, : layout.page_bytes].unflatten(1, (layout.num_kv_heads, layout.record_bytes))
-    cache.pages = pages.copy_(cache.pages)
-    return cache
-
-
 def test_pages_with_gaps_between_them():
     lengths, caches = [150, 40], []
     for name in ("reference", "triton"):
@@ -295,11 +259,17 @@ def test_selection():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dim", "preset"), [(192, "k4v4"), (256, "k8v8")])
+@pytest.mark.sampled
+@pytest.mark.parametrize(("dim", "preset"), [(256, "k8v8"), (192, "k4v4")])
 def test_kernels_of_wide_heads_fit_shared_memory(dim, preset, tmp_path):
     """Compiled, which the interpreter does not do; heads of 192 have a dense rotation."""
     env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
-    command = [sys.executable, Path(__file__).with_name("triton_ahead.py"), str(dim), preset]
+    command = [
+        sys.executable,
+        Path(__file__).parents[1] / "support" / "triton_ahead.py",
+        str(dim),
+        preset,
+    ]
     run = subprocess.run(command, env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     shared = json.loads(run.stdout)

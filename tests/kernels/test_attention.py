@@ -1,11 +1,10 @@
-import math
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers import add, exact_attention, make_cache, tokens
+from kernel_caches import poison
 from tightkv.attention import attend
 from tightkv.config import KVQuantConfig
 from tightkv.kernels.options import AttendOptions
@@ -16,35 +15,6 @@ CFG = KVQuantConfig(page_size=32, sinks=2, exact_pages=2)
 
 def query(rows, lq, heads, dim=64, seed=11):
     return torch.randn(rows, lq, heads, dim, generator=torch.Generator().manual_seed(seed))
-
-
-def poison(cache):
-    """NaN wherever nothing was written: unused pages, open tails, stale ring and sinks."""
-    view, size = cache.view(), cache.layout.page_size
-    used = {p for row in cache.table.rows for p in row.pages}
-    for page in set(range(len(cache.pages))) - used:
-        cache.pages[page] = 0xFF
-    for b, row in enumerate(cache.table.rows):
-        coded = row.ring_read_from if not cache.table.encode_partial_page else row.length
-        for at in range(coded, len(row.pages) * size):
-            page = torch.tensor([row.pages[at // size]])
-            for side in ("key", "value"):
-                fields = {
-                    name: x[:1, :, 0] * 0 + (255 if x.dtype == torch.uint8 else math.nan)
-                    for name, x in cache.layout.read(cache.pages[page], side).items()
-                }
-                for name, x in fields.items():
-                    if x.dtype == torch.uint8:
-                        bits = cache.layout.planes[side, name].field.bits
-                        fields[name] = x & (2**bits - 1)
-                cache.layout.write_tokens(
-                    cache.pages, page, torch.tensor([at % size]), side, fields
-                )
-        ring = view.ring_key.shape[1]
-        live = {p % ring for p in range(row.ring_read_from, row.length)}
-        for slot in set(range(ring)) - live:
-            view.ring_key[b, slot] = view.ring_value[b, slot] = math.nan
-        view.sink_key[b, row.sink_count :] = view.sink_value[b, row.sink_count :] = math.nan
 
 
 @given(

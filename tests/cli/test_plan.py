@@ -22,7 +22,7 @@ from tightkv.planner import (
     plan_weights,
 )
 
-DOC = Path(__file__).resolve().parents[1] / "docs" / "plan.md"
+DOC = Path(__file__).resolve().parents[2] / "docs" / "plan.md"
 LLAMA = {
     "model_type": "llama",
     "vocab_size": 1000,

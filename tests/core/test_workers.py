@@ -10,12 +10,12 @@ import pytest
 
 from workers import FILES, FUNCTIONS, Scheduler, group_of, make_scheduler
 
-FOLDER = Path(__file__).parent
+FILES_OF_TESTS = sorted(Path(__file__).parents[1].glob("*/test_*.py"))
 
 
 def test_the_tests_are_there() -> None:
-    assert not [name for name in FILES if not (FOLDER / name).is_file()]
-    text = "".join(path.read_text(encoding="utf-8") for path in FOLDER.glob("test_*.py"))
+    assert set(FILES) <= {path.name for path in FILES_OF_TESTS}
+    text = "".join(path.read_text(encoding="utf-8") for path in FILES_OF_TESTS)
     assert all(f"def {name}(" in text for name in FUNCTIONS)
 
 
@@ -38,7 +38,7 @@ def costly_fixtures(path: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("path", sorted(FOLDER.glob("test_*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", FILES_OF_TESTS, ids=lambda path: path.name)
 def test_modules_with_costly_fixtures_have_a_group(path: Path) -> None:
     assert not costly_fixtures(path) or path.name in FILES
 

@@ -28,7 +28,7 @@ from tightkv.model_shape.compressible import SUPPORTED_EXTRAS
 from tightkv.model_shape.shape import EXTRAS
 from tightkv.planner import GPUS, WEIGHT_BITS
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "planner.html"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "planner.html"
 MODELS = json.loads((Path(plan_page.__file__).parent / "models.json").read_text(encoding="utf-8"))
 OPTIONS: dict[str, list[Any]] = {
     "context": [None, 1, 63, 300, 1000, 8192, 131072, 1_000_003],

@@ -8,50 +8,16 @@ import pytest
 import torch
 
 from helpers import add, make_cache, tokens
-from test_attention import poison
+from kernel_caches import poison
+from prefill_caches import CFG, assert_extends_like_the_reference, filled
 from tightkv.config import KVQuantConfig
-from tightkv.kernels import prefill, reference, sdpa
-from tightkv.kernels.options import AttendOptions
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-CFG = KVQuantConfig(page_size=32, sinks=2, exact_pages=1)
+from tightkv.kernels import prefill, sdpa
 
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch):
     monkeypatch.setattr(prefill, "CHUNK_TOKENS", (64, 64))
     monkeypatch.setattr(prefill, "MIN_QUERIES", 1)
-
-
-def filled(cfg, prefix, dim=64, rows=2, heads=2, **options):
-    cache = make_cache(
-        cfg, dim=dim, rows=rows, heads=heads, dtype=torch.float16, device=DEVICE, **options
-    )
-    if prefix:
-        drawn = tokens(rows, prefix, heads=heads, dim=dim)
-        add(cache, *(x.to(DEVICE, torch.float16) for x in drawn))
-    return cache
-
-
-def assert_extends_like_the_reference(cache, view=None, *, heads=6, count=20, ops=None):
-    view = cache.view() if view is None else view
-    layout = cache.layout
-    rows, dim = view.batch, layout.head_dim
-    drawn = tokens(rows, count, heads=layout.num_kv_heads, dim=dim, seed=5)
-    new_key, new_value = (x.to(DEVICE, torch.float16).flatten(0, 1) for x in drawn)
-    query = torch.randn(rows * count, heads, dim).to(DEVICE, torch.float16)
-    cu_seqlens = torch.arange(rows + 1, dtype=torch.int32, device=DEVICE) * count
-    assert prefill.can_extend(cache.codec, query, view, count)
-    arguments = {"scale": 0.1, "new_key": new_key, "new_value": new_value}
-    ops = prefill.TorchPrefillOps() if ops is None else ops
-    out, lse = prefill.extend(cache.codec, query, view, ops, **arguments)
-    expected, expected_lse = reference.attend(
-        cache.codec, query, view, cu_seqlens, AttendOptions(max_queries=count, **arguments)
-    )
-    assert out.dtype == query.dtype and out.shape == query.shape
-    assert lse.dtype == torch.float32 and lse.shape == expected_lse.shape
-    torch.testing.assert_close(lse, expected_lse, atol=5e-3, rtol=1e-3)
-    torch.testing.assert_close(out, expected, atol=8e-3, rtol=4e-3)
 
 
 @pytest.mark.parametrize("encode_partial_page", [True, False])

@@ -87,7 +87,7 @@ def test_the_plan_says_what_is_allocated(preset, options, tokens):
 @pytest.mark.parametrize("preset", ["k4v4", "k2v2"])
 def test_the_peak_on_a_gpu_is_what_the_plan_says(preset):
     """Weights and cache, as the allocator of a process of their own sees them."""
-    command = [sys.executable, Path(__file__).with_name("gpu_peak.py"), preset]
+    command = [sys.executable, Path(__file__).parents[1] / "support" / "gpu_peak.py", preset]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     held, plan = json.loads(run.stdout.splitlines()[-1])

@@ -12,7 +12,7 @@ from tightkv.kernels.cpu import backend as cpu
 
 _MISSING = cpu.unavailable("cpu")
 pytestmark = pytest.mark.skipif(_MISSING is not None, reason=f"native CPU kernels: {_MISSING}")
-PROGRAM = Path(__file__).with_name("hostile_files.py")
+PROGRAM = Path(__file__).parents[1] / "support" / "hostile_files.py"
 CASES = 10_000
 # Stacks of allocations and a long quarantine cost more time than the cases themselves.
 ASAN = "detect_leaks=0:malloc_context_size=2:quarantine_size_mb=16"

@@ -12,6 +12,7 @@ import torch
 
 import cuda_on_host
 from helpers import make_cache, tokens
+from kernel_caches import anisotropic_metric
 from tightkv import KVQuantConfig
 from tightkv.cache import PagedKV
 from tightkv.kernels import registry
@@ -32,16 +33,6 @@ if ON_GPU:
         (preset, dim, dtype) for preset in PRESETS for dim in (64, 128, 256) for dtype in HALVES
     ]
     TRITON = [(*case[:2], dtype) for case in CUDA[::2] for dtype in (*HALVES, torch.float32)]
-
-
-def anisotropic_metric(heads, dim, seed=0):
-    """E[q q^T] of queries that lie mostly in a few directions."""
-    generator = torch.Generator().manual_seed(seed)
-    q = torch.randn(heads, 4 * dim, dim, generator=generator)
-    q *= torch.logspace(0.7, -0.7, dim)
-    turn = torch.linalg.qr(torch.randn(heads, dim, dim, generator=generator)).Q
-    q = q @ turn
-    return q.mT @ q / q.shape[1]
 
 
 def keys(heads, dim, tokens, seed=1):
@@ -297,7 +288,7 @@ def test_triton_takes_feedback_for_uncentered_keys():
 def test_triton_fuses_no_product_with_a_sum(tmp_path, dim=128, preset="k4v4"):
     """Compiled for sm_90; ptxas is told not to, either."""
     env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
-    program = Path(__file__).with_name("triton_ahead.py")
+    program = Path(__file__).parents[1] / "support" / "triton_ahead.py"
     made = []
     for option in ([], ["feedback"]):
         command = [sys.executable, program, str(dim), preset, "append", *option]

@@ -10,8 +10,7 @@ import torch
 
 import cuda_on_host
 from helpers import tokens
-from test_attention import poison
-from test_kernels_triton import CFG, DEVICE, HEADS, cache_on, fill, queries, with_gaps
+from kernel_caches import CFG, DEVICE, HEADS, cache_on, fill, poison, queries, with_gaps
 from tightkv.config import KVQuantConfig
 from tightkv.kernels import reference
 from tightkv.kernels.cuda import backend as cuda

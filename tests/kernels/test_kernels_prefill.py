@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from test_attention import poison
-from test_prefill import CFG, assert_extends_like_the_reference, filled
+from kernel_caches import poison
+from prefill_caches import CFG, assert_extends_like_the_reference, filled
 from tightkv.kernels import prefill
 from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.sdpa import AttentionState

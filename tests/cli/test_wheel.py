@@ -18,7 +18,7 @@ import tightkv
 
 pytest.importorskip("setuptools.command.bdist_wheel")
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "tightkv"
 BUILD = "import sys; from setuptools import build_meta as b; getattr(b, sys.argv[1])(sys.argv[2])"
 TOP_FILES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "Makefile")
@@ -89,7 +89,7 @@ def env(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_sdist_has_what_tests_and_documentation_need(source: Path) -> None:
-    for name in (*TOP_FILES, "docs/log.md", "tests/conftest.py", "tests/cuda_on_host.h"):
+    for name in (*TOP_FILES, "docs/log.md", "tests/conftest.py", "tests/support/cuda_on_host.h"):
         assert (source / name).is_file(), name
     assert list((source / "benchmarks" / "results").glob("*.jsonl"))
     assert not list(source.rglob("*.so"))

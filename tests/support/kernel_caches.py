@@ -1,0 +1,87 @@
+"""Caches, queries and metrics that kernel tests compare backends on."""
+
+import math
+
+import torch
+
+from helpers import make_cache, tokens
+from tightkv.config import KVQuantConfig
+from tightkv.kernels.registry import load
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+HEADS = 2 if DEVICE.type == "cuda" else 1  # the interpreter takes its time
+
+CFG = KVQuantConfig(page_size=64, sinks=2, exact_pages=1)
+
+
+def cache_on(cfg, lengths, *, name="reference", dim=64, heads=HEADS, **options):
+    cache = make_cache(cfg, rows=len(lengths), dim=dim, heads=heads, device=DEVICE, **options)
+    cache._kernels = load(name).__name__
+    return cache
+
+
+def fill(cache, lengths, seed=0):
+    layout = cache.layout
+    key, value = tokens(
+        len(lengths), max(lengths), heads=layout.num_kv_heads, dim=layout.head_dim, seed=seed
+    )
+    key, value = (x.to(DEVICE, layout.dtype) for x in (key, value))
+    cache.append(cache.table.append(range(len(lengths)), lengths), key, value)
+    return key, value
+
+
+def queries(cache, counts, group, seed=3):
+    layout = cache.layout
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(sum(counts), layout.num_kv_heads * group, layout.head_dim, generator=generator)
+    cu_seqlens = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
+    return q.to(DEVICE, layout.dtype), cu_seqlens.to(DEVICE)
+
+
+def with_gaps(cache):
+    """The same cache, its pages 64 bytes apart, as an engine may hand them out."""
+    layout = cache.layout
+    wide = cache.pages.new_full((len(cache.pages), layout.page_bytes + 64), 255)
+    pages = wide[:, : layout.page_bytes].unflatten(1, (layout.num_kv_heads, layout.record_bytes))
+    cache.pages = pages.copy_(cache.pages)
+    return cache
+
+
+def poison(cache):
+    """NaN wherever nothing was written: unused pages, open tails, stale ring and sinks."""
+    view, size = cache.view(), cache.layout.page_size
+    used = {p for row in cache.table.rows for p in row.pages}
+    for page in set(range(len(cache.pages))) - used:
+        cache.pages[page] = 0xFF
+    for b, row in enumerate(cache.table.rows):
+        coded = row.ring_read_from if not cache.table.encode_partial_page else row.length
+        for at in range(coded, len(row.pages) * size):
+            page = torch.tensor([row.pages[at // size]])
+            for side in ("key", "value"):
+                fields = {
+                    name: x[:1, :, 0] * 0 + (255 if x.dtype == torch.uint8 else math.nan)
+                    for name, x in cache.layout.read(cache.pages[page], side).items()
+                }
+                for name, x in fields.items():
+                    if x.dtype == torch.uint8:
+                        bits = cache.layout.planes[side, name].field.bits
+                        fields[name] = x & (2**bits - 1)
+                cache.layout.write_tokens(
+                    cache.pages, page, torch.tensor([at % size]), side, fields
+                )
+        ring = view.ring_key.shape[1]
+        live = {p % ring for p in range(row.ring_read_from, row.length)}
+        for slot in set(range(ring)) - live:
+            view.ring_key[b, slot] = view.ring_value[b, slot] = math.nan
+        view.sink_key[b, row.sink_count :] = view.sink_value[b, row.sink_count :] = math.nan
+
+
+def anisotropic_metric(heads, dim, seed=0):
+    """E[q q^T] of queries that lie mostly in a few directions."""
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(heads, 4 * dim, dim, generator=generator)
+    q *= torch.logspace(0.7, -0.7, dim)
+    turn = torch.linalg.qr(torch.randn(heads, dim, dim, generator=generator)).Q
+    q = q @ turn
+    return q.mT @ q / q.shape[1]
