@@ -214,7 +214,9 @@ class SequenceTable:
         state.length = length
         state.ring_valid_from = min(state.ring_valid_from, length)
         self._set_window(state)
-        state.sink_count = min(state.sink_count, max(0, length - state.left_pad))
+        # A sequence that is whole again has its sinks in the ring, and no memory for others.
+        held = 0 if self._is_whole(state) else max(0, length - state.left_pad)
+        state.sink_count = min(state.sink_count, held)
         self._forget_tensors()
 
     def set_left_pad(self, row: int, left_pad: int) -> None:

@@ -27,7 +27,8 @@ class Row:
     start: int = 0
     copied_from: int = 0  # exact copies exist from here on
     sinks: int = 0
-    whole: bool = True  # never longer than the limit since it was empty: no pages, no sinks
+    whole: bool = True  # within the limit, and no page was sealed since it was empty: no sinks
+    paged: bool = False
     frozen: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # reading, for each layer
     mixed: set[int] = field(default_factory=set)  # pages with tokens of before and after a crop
 
@@ -38,23 +39,23 @@ class Row:
     def copy(self):
         return Row(
             list(self.layers), self.start, self.copied_from, self.sinks, self.whole,
-            dict(self.frozen), set(self.mixed),
+            self.paged, dict(self.frozen), set(self.mixed),
         )  # fmt: skip
 
 
 class Model:
     """What a table and the layers over it should hold."""
 
-    def __init__(self, layouts, generator, kernels="reference", limit=0):
-        """`limit`: sequences of so many tokens have no pages."""
+    def __init__(self, layouts, generator, kernels="reference", limit=0, partial=False):
+        """`limit`: sequences of so many tokens have no pages; `partial`: open pages are coded."""
         self.layouts, self.generator, self.kernels = layouts, generator, kernels
-        self.limit = limit
+        self.limit, self.partial = limit, partial
         self.cfg = layouts[0].cfg
         self.page, self.ring = self.cfg.page_size, layouts[0].ring_tokens
         self.rows = []
 
     def copy(self):
-        other = Model(self.layouts, self.generator, self.kernels, self.limit)
+        other = Model(self.layouts, self.generator, self.kernels, self.limit, self.partial)
         other.rows = [row.copy() for row in self.rows]
         return other
 
@@ -88,6 +89,7 @@ class Model:
         old = 0 if row.whole else old  # its tokens so far are written again
         row.whole = row.whole and new <= self.limit
         if not row.whole:
+            row.paged = row.paged or self.partial or new >= self.page
             row.copied_from = max(row.copied_from, new - self.ring)
             if max(0, old - row.start) <= row.sinks:
                 row.sinks = max(0, min(new - row.start, self.cfg.sinks))
@@ -105,7 +107,13 @@ class Model:
         row.mixed = {i for i in row.mixed if i * self.page < length}
         row.layers = [x[:length] for x in row.layers]
         row.sinks = min(row.sinks, max(0, length - row.start))
-        row.whole = row.whole or not length
+        self._shrunk(row)
+
+    def _shrunk(self, row):
+        """A short row whose tokens never got a page is as before it was long."""
+        row.paged = row.paged and bool(row.length)
+        if row.length <= self.limit and not row.paged:
+            row.whole, row.sinks = True, 0
 
     def interrupted(self, number, count, reading):
         """`count` tokens reached some layers only, and were cropped away."""
@@ -114,6 +122,7 @@ class Model:
         self._grown(row, row.length, row.length + count)
         row.copied_from = min(row.copied_from, row.length)
         row.sinks = min(row.sinks, max(0, row.length - row.start))
+        self._shrunk(row)
         if row.copied_from > page:
             # The page was sealed with those tokens; what had no copy before has the codes it had.
             row.mixed.add(page // self.page)

@@ -8,7 +8,7 @@ from copy import deepcopy
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from programs import Model, attention_over, readings
@@ -61,7 +61,8 @@ class Pages:
             CONFIGS[name], encode_partial_page=bool(seed % 2), exact_limit=limit
         )
         kernels = kernels_of(name, kernels)
-        self.model = Model(layouts, torch.Generator().manual_seed(seed), kernels, limit)
+        generator = torch.Generator().manual_seed(seed)
+        self.model = Model(layouts, generator, kernels, limit, bool(seed % 2))
         self.layers = [PagedKV(x, self.table, "cpu", kernels) for x in layouts]
         self.add([0, 0], 2)
         self.append(seed, seed // 12, 2)
@@ -176,7 +177,12 @@ def test_pages(name, program, seed, other):
     run([Pages(name, seed, "cpu"), Pages(other, seed + 1, "cpu", ((2, 48),))], program)
 
 
+# longer than the limit, cropped before there was a page, and grown again
+BACK = [("append", 0, 56, 0), ("crop", 1, 1, 0), ("append", 0, 0, 0)]
+
+
 @pytest.mark.parametrize("name", FAST)
+@example(program=BACK, seed=186)
 @given(program=programs(PAGE_STEPS, 6), seed=numbers)
 @settings(max_examples=40 * FACTOR)
 def test_pages_with_the_reference_kernels(name, program, seed):
