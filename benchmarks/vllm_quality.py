@@ -123,6 +123,7 @@ def main() -> None:
         "max_num_batched_tokens": args.chunk,
         "max_logprobs": TOP,
         "kv_cache_memory_bytes": 1 << 30,
+        "gpu_memory_utilization": 0.1,  # other engines may run beside this one
     }
     caches: dict[str, Any] = {OWN: False}
     for name in args.presets:

@@ -720,7 +720,7 @@ def test_the_bundled_model_loses_more_with_fewer_bits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kept = ("--results", str(tmp_path / "kept.jsonl"))
-    sizes = (*kept, "--tasks", "quality", "--window", "400", "--windows", "1", "--prefill", "240")
+    sizes = (*kept, "--tasks", "quality", "--window", "336", "--windows", "1", "--prefill", "240")
     assert main(["eval", "--presets", "k4v4", "k2v2", *sizes, "--chunk", "32", "--json"]) == 0
     fine, coarse = json.loads(capsys.readouterr().out)["rows"]
     assert 0 < 4 * fine["quality"]["kl"] < coarse["quality"]["kl"] < 0.2

@@ -260,7 +260,7 @@ def test_selection():
 
 @pytest.mark.slow
 @pytest.mark.sampled
-@pytest.mark.parametrize(("dim", "preset"), [(256, "k8v8"), (192, "k4v4")])
+@pytest.mark.parametrize(("dim", "preset"), [(192, "k4v4"), (256, "k8v4")])
 def test_kernels_of_wide_heads_fit_shared_memory(dim, preset, tmp_path):
     """Compiled, which the interpreter does not do; heads of 192 have a dense rotation."""
     env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}

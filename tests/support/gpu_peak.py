@@ -1,7 +1,8 @@
 """The peak of a long prefill and decoding on a GPU: `python gpu_peak.py PRESET`.
 
-Prints JSON: bytes beyond the weights as the allocator sees them, and those of the plan. A program,
-because other tests free and allocate memory of the process that they share.
+Prints JSON: the peak of bytes beyond the weights, as the allocator sees them, what is left in the
+end, those of the plan, and those of one layer's pages. A program, because other tests free and
+allocate memory of the process that they share.
 """
 
 import json
@@ -38,10 +39,12 @@ def main(preset: str) -> None:
         for at in range(TOKENS, TOKENS + DECODED):
             model(ids[:, at : at + 1], past_key_values=cache)
     peak = torch.cuda.max_memory_allocated() - before
+    left = torch.cuda.memory_allocated() - before - ids.nbytes
     # What sealing knows of the queries belongs to the model, like its weights.
     weights += sum(layer.kv.feedback.nbytes for layer in cache.tight_layers)
     plan = config_plan(preset, read_model_shape(config), quant).total_bytes(TOKENS + DECODED)
-    json.dump([peak - weights, plan], sys.stdout)
+    layer = cache.tight_layers[0].kv.pages.nbytes
+    json.dump([peak - weights, left - weights, plan, layer], sys.stdout)
 
 
 if __name__ == "__main__":

@@ -90,5 +90,7 @@ def test_the_peak_on_a_gpu_is_what_the_plan_says(preset):
     command = [sys.executable, Path(__file__).parents[1] / "support" / "gpu_peak.py", preset]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    held, plan = json.loads(run.stdout.splitlines()[-1])
-    assert abs(held - plan) / plan < 0.05, (held, plan)
+    peak, left, plan, layer = json.loads(run.stdout.splitlines()[-1])
+    assert abs(left - plan) / plan < 0.05, (left, plan)
+    # The pool of one layer is there twice while it grows.
+    assert peak < 1.05 * plan + layer, (peak, plan, layer)
