@@ -18,7 +18,7 @@ from tightkv import KVQuantConfig
 from tightkv.cache import POOL_GROWTH
 from tightkv.integrations.vllm.batch_split import SHORT_PROMPT
 from tightkv.kernels.prefill import MIN_QUERIES
-from tightkv.layout import RING_SLACK, PageLayout
+from tightkv.layout import RING_SLACK, SIDES, PageLayout
 
 ROOT = Path(__file__).parents[2]
 Row = dict[str, Any]
@@ -95,6 +95,27 @@ def test_the_plots_are_those_of_the_rows() -> None:
     for name, draw in plots.DRAWINGS.items():
         assert (plots.PLOTS / name).read_text(encoding="utf-8") == draw(), name
         assert f"docs/plots/{name}" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_drawings_of_a_page() -> None:
+    layout = PageLayout(KVQuantConfig.preset("k4v4"), 8, 128, torch.bfloat16)
+    spans = [(plane.offset, plane.size) for plane in layout.planes.values()]
+    spans.append((layout.mean_offset, layout.record_bytes - layout.mean_offset))
+    offsets = [*(offset for offset, _ in spans), layout.record_bytes]
+    assert list(layout.planes) == [(side, name) for name in ("codes", "scale") for side in SIDES]
+    expect("docs/layout.md", "offset " + " ".join(map(str, offsets)))
+    expect(
+        "docs/drawings/page.svg",
+        *(f">{offset}<" for offset in offsets),
+        *(f">{size:,} bytes<" for _, size in spans),
+        f"8 x {layout.record_bytes:,} = {layout.page_bytes:,} bytes",
+        f"first {layout.cfg.sinks} tokens",
+        f"ring: the newest {layout.ring_tokens} tokens",
+        f"{layout.record_bytes:,} bytes / {layout.page_size} tokens = "
+        f"{layout.bytes_per_token / 8:g} bytes per token per head. A 16-bit cache takes "
+        f"{layout.exact_bytes_per_token / 8:g}.",
+    )
+    expect("docs/how-it-works.md", f"the newest {layout.ring_tokens}")
 
 
 @pytest.mark.parametrize("preset", ["k8v8", "k8v4", "k4v4", "k3v3", "k3v2", "k2v2"])
@@ -177,6 +198,21 @@ class Engine:
 
     def ratio(self, kv: str, measure: str, size: str | None = None) -> float:
         return self.value(kv, measure, size) / self.value("auto", measure, size)
+
+
+def test_the_first_screen_of_the_readme() -> None:
+    layout, engine = PageLayout(KVQuantConfig.preset("k4v4"), 8, 128, torch.bfloat16), Engine()
+    ratio = 32768 * 4 * 8 * 128 / layout.total_bytes(32768)
+    tpot = [engine.ratio(kv, "tpot", "8 x 32k") for kv in ("k4v4", "fp8")]
+    found = quality("k4v4")
+    expect(
+        "README.md",
+        f"the cache is {ratio:.2f} times smaller than bf16 at 32k tokens, and vLLM fits "
+        f"{engine.ratio('k4v4', 'capacity'):.2f} times the tokens.",
+        f"takes {tpot[0]:.2f} of bf16's time at 8 x 32k tokens (fp8: {tpot[1]:.2f})",
+        f"KL {found['kl']:.4f} nats/token and {100 * found['perplexity_increase']:+.1f}% perplexity",
+        f"Prefill runs at {engine.ratio('k4v4', 'prefill', '8 x 32k'):.2f} of bf16's speed",
+    )
 
 
 def test_vllm_in_the_results() -> None:
