@@ -39,7 +39,7 @@ NOT_UNDERSTOOD = (
     "layer_group_size",
     "ssm_cfg",
 )
-# Lists with a string a layer that do not say what the cache is.
+# Lists with one string per layer that do not say what the cache is.
 UNRELATED_LISTS = ("mlp_layer_types", "indexer_types")
 
 
