@@ -167,8 +167,13 @@ def test_decode_steps_on_a_gpu() -> None:
             found.append(f"{row[against]:.2f}x")
         return " | ".join(found)
 
+    limits = []
+    for preset in ("k4v4", "k3v3", "k2v2"):
+        layout = PageLayout(KVQuantConfig.preset(preset), 8, 128, torch.bfloat16)
+        limits.append(32768 * layout.exact_bytes_per_token / layout.total_bytes(32768))
     expect(
         "docs/results.md",
+        "the limits at 32k tokens are {:.2f}x, {:.2f}x and {:.2f}x".format(*limits),
         f"| sequences x tokens | {' | '.join(SIZES)} |",
         *(
             f"| {preset} against the best bf16 | {cells(preset, 'against_best_bf16')} |"
@@ -202,13 +207,13 @@ class Engine:
 
 def test_the_first_screen_of_the_readme() -> None:
     layout, engine = PageLayout(KVQuantConfig.preset("k4v4"), 8, 128, torch.bfloat16), Engine()
-    ratio = 32768 * 4 * 8 * 128 / layout.total_bytes(32768)
+    size, plain = (32 * count / 2**30 for count in (layout.total_bytes(2**17), 2**17 * 4096))
     tpot = [engine.ratio(kv, "tpot", "8 x 32k") for kv in ("k4v4", "fp8")]
     found = quality("k4v4")
     expect(
         "README.md",
-        f"the cache is {ratio:.2f} times smaller than bf16 at 32k tokens, and vLLM fits "
-        f"{engine.ratio('k4v4', 'capacity'):.2f} times the tokens.",
+        f"128k tokens of Llama-3.1-8B take {size:.1f} GiB instead of {plain:.0f} GiB. In vLLM, "
+        f"{engine.ratio('k4v4', 'capacity'):.2f} times as many tokens fit.",
         f"takes {tpot[0]:.2f} of bf16's time at 8 x 32k tokens (fp8: {tpot[1]:.2f})",
         f"KL {found['kl']:.4f} nats/token and {100 * found['perplexity_increase']:+.1f}% perplexity",
         f"Prefill runs at {engine.ratio('k4v4', 'prefill', '8 x 32k'):.2f} of bf16's speed",
