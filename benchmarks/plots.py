@@ -228,7 +228,8 @@ def speed() -> str:
         drawing.text(middle, BOTTOM + 18, f"{batch} x {short(tokens)}", anchor="middle")
         left += (slots[number] + gap) * width
     drawing.line(LEFT, BOTTOM, RIGHT, BOTTOM, INK)
-    drawing.text((LEFT + split) / 2, BOTTOM + 38, "decode step of one layer", anchor="middle", fill=MUTED)
+    middle, words = (LEFT + split) / 2, "decode step of one layer"
+    drawing.text(middle, BOTTOM + 38, words, anchor="middle", fill=MUTED)
     if engines:
         middle = (split + RIGHT) / 2
         drawing.text(middle, BOTTOM + 38, "whole model in vLLM", anchor="middle", fill=MUTED)

@@ -209,13 +209,13 @@ def test_the_first_screen_of_the_readme() -> None:
     layout, engine = PageLayout(KVQuantConfig.preset("k4v4"), 8, 128, torch.bfloat16), Engine()
     size, plain = (32 * count / 2**30 for count in (layout.total_bytes(2**17), 2**17 * 4096))
     tpot = [engine.ratio(kv, "tpot", "8 x 32k") for kv in ("k4v4", "fp8")]
-    found = quality("k4v4")
+    kl, growth = (quality("k4v4")[name] for name in ("kl", "perplexity_increase"))
     expect(
         "README.md",
         f"128k tokens of Llama-3.1-8B take {size:.1f} GiB instead of {plain:.0f} GiB. In vLLM, "
         f"{engine.ratio('k4v4', 'capacity'):.2f} times as many tokens fit.",
         f"takes {tpot[0]:.2f} of bf16's time at 8 x 32k tokens (fp8: {tpot[1]:.2f})",
-        f"KL {found['kl']:.4f} nats/token and {100 * found['perplexity_increase']:+.1f}% perplexity",
+        f"KL {kl:.4f} nats/token and {100 * growth:+.1f}% perplexity",
         f"Prefill runs at {engine.ratio('k4v4', 'prefill', '8 x 32k'):.2f} of bf16's speed",
     )
 
