@@ -46,7 +46,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports & imports=$$!; $(BIN)/mypy && wait $$imports
 
-# one thread a worker: the workers share the cores; tests that share an engine share a worker
+# one thread per worker: the workers share the cores; tests that share an engine share a worker
 unit: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(PYTEST_ARGS)
 

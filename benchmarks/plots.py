@@ -20,7 +20,7 @@ OURS, OTHERS = "#0b5fff", "#b45309"
 # Bars, in this order; what has no rows is left out.
 BARS = {
     "fp8": ("#f0a35e", "fp8"),
-    "turboquant_4bit_nc": ("#8c959f", "vLLM's TurboQuant, 4 bits"),
+    "turboquant_4bit_nc": ("#8c959f", "vLLM TurboQuant 4-bit"),
     "k8v4": ("#b6d0ff", "k8v4"),
     "k4v4": ("#0b5fff", "k4v4"),
     "k3v3": ("#5b93ff", "k3v3"),
@@ -28,6 +28,7 @@ BARS = {
 }
 LEAST_SLOT = 3.2  # bars
 Row = dict[str, Any]
+Speeds = dict[str, float]  # by cache
 
 
 def rows(name: str) -> list[Row]:
@@ -108,7 +109,7 @@ def quality() -> str:
         points.append((row["cache"], slope, sizes["1024"] / 1024, row["kl"]))
     model, positions = plain["model"]["name"], plain["positions"]
     drawing = Drawing(
-        "Quality against size: left and low is better",
+        "Quality against memory: lower left is better",
         f"{model}, {positions:,} tokens; a 16-bit cache takes "
         f"{plain['bytes']['1024'] / 1024:,.0f} bytes/token",
     )
@@ -130,7 +131,7 @@ def quality() -> str:
         drawing.text(at_x(count), BOTTOM + 19, f"{count:,}", anchor="middle", fill=MUTED)
     drawing.line(LEFT, BOTTOM, RIGHT, BOTTOM, INK)
     drawing.text(14, (TOP + BOTTOM) / 2, "KL (nats/token)", anchor="middle", turn=True)
-    words = "bytes/token: dot: each further token; bar to the right: mean at 1,024 tokens"
+    words = "bytes/token (dot: each further token; right end: mean of the first 1,024)"
     drawing.text((LEFT + RIGHT) / 2, BOTTOM + 44, words, anchor="middle")
     for name, slope, mean, kl in points:
         color, x, y = color_of(name), at_x(slope), at_y(kl)
@@ -151,9 +152,14 @@ def short(tokens: int) -> str:
     return f"{round(tokens / 1024)}k"
 
 
-def layer_speeds() -> dict[tuple[int, int], dict[str, float]]:
+def by_context(speeds: dict[tuple[int, int], Speeds]) -> dict[tuple[int, int], Speeds]:
+    """Short contexts first; of the same context, large batches first."""
+    return dict(sorted(speeds.items(), key=lambda item: (item[0][1], -item[0][0])))
+
+
+def layer_speeds() -> dict[tuple[int, int], Speeds]:
     """(sequences, tokens) -> name -> how many times as fast as the best bf16 of the same run."""
-    found: dict[tuple[int, int], dict[str, float]] = {}
+    found: dict[tuple[int, int], Speeds] = {}
     for row in rows("gpu_decode_8bit") + rows("gpu_decode"):
         shape = row["shape"]
         if (shape["query_heads"], shape["kv_heads"], shape["head_dim"]) != (32, 8, 128):
@@ -162,21 +168,21 @@ def layer_speeds() -> dict[tuple[int, int], dict[str, float]]:
         speeds[row["preset"]] = row["against_best_bf16"]
         if row.get("against_fp8"):
             speeds["fp8"] = row["against_best_bf16"] / row["against_fp8"]
-    return dict(sorted(found.items()))
+    return by_context(found)
 
 
-def engine_speeds() -> dict[tuple[int, int], dict[str, float]]:
+def engine_speeds() -> dict[tuple[int, int], Speeds]:
     """The same of a whole model in vLLM: bf16's time per output token over the others'."""
     times = {
         (row["batch"], row["context"], row["kv"]): row["value"]
         for row in rows("vllm_engine")
         if row["device"] == "cuda" and row["measure"] == "tpot"
     }
-    found: dict[tuple[int, int], dict[str, float]] = {}
+    found: dict[tuple[int, int], Speeds] = {}
     for (batch, context, kv), value in times.items():
         if kv != "auto":
             found.setdefault((batch, context), {})[kv] = times[batch, context, "auto"] / value
-    return dict(sorted(found.items()))
+    return by_context(found)
 
 
 def speed() -> str:
@@ -184,8 +190,8 @@ def speed() -> str:
     layers, engines = layer_speeds(), engine_speeds()
     (gpu,) = {row["gpu"] for row in rows("gpu_decode")}
     drawing = Drawing(
-        "Decode speed, bf16 = 1: high is better",
-        f"{gpu}, Llama-3.1-8B shape; sequences x tokens",
+        "Decode speed against bf16: higher is better",
+        f"{gpu}, Llama-3.1-8B shape; below: sequences x context",
     )
     groups = [
         (size, {name: speeds[name] for name in BARS if name in speeds})
@@ -202,7 +208,8 @@ def speed() -> str:
 
     for value in range(top + 1):
         drawing.line(LEFT, at_y(value), RIGHT, at_y(value), INK if value == 1 else GRID)
-        drawing.text(LEFT - 8, at_y(value) + 4, f"{value}", anchor="end", fill=MUTED)
+        words, ink = ("bf16", INK) if value == 1 else (f"{value}", MUTED)
+        drawing.text(LEFT - 8, at_y(value) + 4, words, anchor="end", fill=ink)
     drawing.text(14, (TOP + BOTTOM) / 2, "times as fast as bf16", anchor="middle", turn=True)
     left, split = LEFT + gap * width / 2, float(RIGHT)
     for number, ((batch, tokens), speeds) in enumerate(groups):
@@ -221,11 +228,12 @@ def speed() -> str:
         drawing.text(middle, BOTTOM + 18, f"{batch} x {short(tokens)}", anchor="middle")
         left += (slots[number] + gap) * width
     drawing.line(LEFT, BOTTOM, RIGHT, BOTTOM, INK)
-    drawing.text((LEFT + split) / 2, BOTTOM + 38, "one layer", anchor="middle", fill=MUTED)
+    middle, words = (LEFT + split) / 2, "decode step of one layer"
+    drawing.text(middle, BOTTOM + 38, words, anchor="middle", fill=MUTED)
     if engines:
         middle = (split + RIGHT) / 2
         drawing.text(middle, BOTTOM + 38, "whole model in vLLM", anchor="middle", fill=MUTED)
-    at = float(LEFT)
+    at = 12.0
     for name in drawn:
         color, words = BARS[name]
         drawing.bar(at, TOP - 10, 12, 12, color)

@@ -23,7 +23,7 @@ html_copy_source = False
 CONTENTS = {
     "Use it": "quickstart presets python paged vllm export plan config troubleshooting",
     "Commands": "generate eval doctor calibrate bench validate info",
-    "How it works": "math layout kernels cpu security",
+    "How it works": "how-it-works math layout kernels cpu security",
     "What was measured": "results comparison log measurements",
 }
 

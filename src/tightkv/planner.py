@@ -43,7 +43,7 @@ GPUS = {
 }
 WEIGHT_BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "fp8": 8, "int8": 8, "int4": 4}
 
-# Bytes a number in the caches to compare with. nvfp4: 4 bits, and an fp8 scale for 16 numbers.
+# Bytes per number in the caches to compare with. nvfp4: 4 bits, and an fp8 scale for 16 numbers.
 BASELINES = {"bf16": 2, "fp8": 1, "nvfp4": 0.5625}
 
 # A cache that holds this many tokens is limited by something else than memory.

@@ -233,4 +233,4 @@ def test_every_page_is_in_both_lists() -> None:
     assert sidebar is not None
     pages = [page.name for page in (ROOT / "docs").glob("*.md") if page.name != "index.md"]
     assert [name for name in pages if f"({name})" not in listed] == []
-    assert {f"{name}.md" for name in re.findall(r"\w+(?=[ \"])", sidebar[1])} >= set(pages)
+    assert {f"{name}.md" for name in re.findall(r"[\w-]+(?=[ \"])", sidebar[1])} >= set(pages)

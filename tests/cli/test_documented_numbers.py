@@ -18,7 +18,7 @@ from tightkv import KVQuantConfig
 from tightkv.cache import POOL_GROWTH
 from tightkv.integrations.vllm.batch_split import SHORT_PROMPT
 from tightkv.kernels.prefill import MIN_QUERIES
-from tightkv.layout import RING_SLACK, PageLayout
+from tightkv.layout import RING_SLACK, SIDES, PageLayout
 
 ROOT = Path(__file__).parents[2]
 Row = dict[str, Any]
@@ -97,6 +97,27 @@ def test_the_plots_are_those_of_the_rows() -> None:
         assert f"docs/plots/{name}" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
+def test_the_drawings_of_a_page() -> None:
+    layout = PageLayout(KVQuantConfig.preset("k4v4"), 8, 128, torch.bfloat16)
+    spans = [(plane.offset, plane.size) for plane in layout.planes.values()]
+    spans.append((layout.mean_offset, layout.record_bytes - layout.mean_offset))
+    offsets = [*(offset for offset, _ in spans), layout.record_bytes]
+    assert list(layout.planes) == [(side, name) for name in ("codes", "scale") for side in SIDES]
+    expect("docs/layout.md", "offset " + " ".join(map(str, offsets)))
+    expect(
+        "docs/drawings/page.svg",
+        *(f">{offset}<" for offset in offsets),
+        *(f">{size:,} bytes<" for _, size in spans),
+        f"8 x {layout.record_bytes:,} = {layout.page_bytes:,} bytes",
+        f"first {layout.cfg.sinks} tokens",
+        f"ring: the newest {layout.ring_tokens} tokens",
+        f"{layout.record_bytes:,} bytes / {layout.page_size} tokens = "
+        f"{layout.bytes_per_token / 8:g} bytes per token per head. A 16-bit cache takes "
+        f"{layout.exact_bytes_per_token / 8:g}.",
+    )
+    expect("docs/how-it-works.md", f"the newest {layout.ring_tokens}")
+
+
 @pytest.mark.parametrize("preset", ["k8v8", "k8v4", "k4v4", "k3v3", "k3v2", "k2v2"])
 def test_short_sequences(preset: str) -> None:
     layout = PageLayout(KVQuantConfig.preset(preset), 8, 128, torch.bfloat16)
@@ -146,8 +167,13 @@ def test_decode_steps_on_a_gpu() -> None:
             found.append(f"{row[against]:.2f}x")
         return " | ".join(found)
 
+    limits = []
+    for preset in ("k4v4", "k3v3", "k2v2"):
+        layout = PageLayout(KVQuantConfig.preset(preset), 8, 128, torch.bfloat16)
+        limits.append(32768 * layout.exact_bytes_per_token / layout.total_bytes(32768))
     expect(
         "docs/results.md",
+        "the limits at 32k tokens are {:.2f}x, {:.2f}x and {:.2f}x".format(*limits),
         f"| sequences x tokens | {' | '.join(SIZES)} |",
         *(
             f"| {preset} against the best bf16 | {cells(preset, 'against_best_bf16')} |"
@@ -177,6 +203,21 @@ class Engine:
 
     def ratio(self, kv: str, measure: str, size: str | None = None) -> float:
         return self.value(kv, measure, size) / self.value("auto", measure, size)
+
+
+def test_the_first_screen_of_the_readme() -> None:
+    layout, engine = PageLayout(KVQuantConfig.preset("k4v4"), 8, 128, torch.bfloat16), Engine()
+    size, plain = (32 * count / 2**30 for count in (layout.total_bytes(2**17), 2**17 * 4096))
+    tpot = [engine.ratio(kv, "tpot", "8 x 32k") for kv in ("k4v4", "fp8")]
+    kl, growth = (quality("k4v4")[name] for name in ("kl", "perplexity_increase"))
+    expect(
+        "README.md",
+        f"128k tokens of Llama-3.1-8B take {size:.1f} GiB instead of {plain:.0f} GiB. In vLLM, "
+        f"{engine.ratio('k4v4', 'capacity'):.2f} times as many tokens fit.",
+        f"takes {tpot[0]:.2f} of bf16's time at 8 x 32k tokens (fp8: {tpot[1]:.2f})",
+        f"KL {kl:.4f} nats/token and {100 * growth:+.1f}% perplexity",
+        f"Prefill runs at {engine.ratio('k4v4', 'prefill', '8 x 32k'):.2f} of bf16's speed",
+    )
 
 
 def test_vllm_in_the_results() -> None:

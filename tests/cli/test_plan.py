@@ -351,7 +351,7 @@ def test_unknown_weights_ask_for_their_size(
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"model_type": "newish"}))
-    assert "give --weights-bytes" in error_of(capsys, tmp_path, "--gpu", "T4")
+    assert "set --weights-bytes" in error_of(capsys, tmp_path, "--gpu", "T4")
     assert plan_json(capsys, tmp_path)["weights"] is None  # without a budget nobody needs them
 
 

@@ -236,7 +236,7 @@ def table_of(browser: Browser) -> list[list[str]]:
 
 
 def printed_table(said: str) -> list[list[str]]:
-    """Cells of the table that the command prints, without bytes a token and layer."""
+    """Cells of the table that the command prints, without bytes per token and layer."""
     lines = said.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("bf16"))
     rows = [re.split(r"\s{2,}", line.strip()) for line in lines[start:] if line[:4] != "note"]
@@ -290,7 +290,7 @@ def test_a_pasted_config_and_own_memory(
     assert main(["plan", str(tmp_path), "--budget", "3.7GiB"]) == 0
     assert table_of(browser) == printed_table(capsys.readouterr().out)
     browser.type("#context", "0")
-    assert "tokens a request 0; it must be a whole number, at least 1" in browser.text("#error")
+    assert "tokens per request 0; it must be an integer, at least 1" in browser.text("#error")
 
 
 def test_desktop_and_phone(browser: Browser, tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_the_default_is_a_window_of_128() -> None:
         ({"protected_layers": 2, "protected_last": 1}, "'protected_last' set the same option"),
         ({"enabled": False, "key_bits": 5}, "key_bits=5"),
         ({"residual_windw": 64}, "did you mean 'residual_window'"),
-        ({"kv_quant": {}, "enabled": False}, "'enabled' stands beside 'kv_quant'"),
+        ({"kv_quant": {}, "enabled": False}, "'enabled' is next to 'kv_quant'"),
         (
             {"kv_quant": {"page_size": 64}, "runtime": {"page_size": 128}},
             "page_size=64 in 'kv_quant' and 128 in 'runtime'; keep one",

@@ -298,7 +298,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "recurrent layers that are not named": (
         decoder("newish", 2, 32, 8, **MAMBA2),
-        "does not tell which",
+        "does not say which",
     ),
     "a window that nothing places": (
         decoder("newish", 2, 32, 8, sliding_window=512),

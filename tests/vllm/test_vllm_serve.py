@@ -114,7 +114,7 @@ def test_the_command_line_wins_over_the_file(capsys: pytest.CaptureFixture[str])
     ("blocks", "message"),
     [
         ({"other": 1}, "unknown block 'other' (allowed: kv_quant, model, runtime)"),
-        ({"preset": "k4v4"}, "'preset' stands beside 'kv_quant'; move it into that block"),
+        ({"preset": "k4v4"}, "'preset' is next to 'kv_quant'; move it into that block"),
         ({"runtime": {"page_size": 48}}, "page_size=48; supported: 32, 64, 128, 256"),
         (
             {"runtime": {"kv_dtype": "fp8"}},

@@ -40,7 +40,7 @@ def graph_ms(calls: Sequence[Call], repeats: int = 20) -> float:
 
 
 def copy_bandwidth(device: torch.device, megabytes: int = 1024, repeats: int = 10) -> float:
-    """Bytes a second of a large copy, read and written bytes counted.
+    """Bytes per second of a large copy, read and written bytes counted.
 
     The best of the driver's copy and of a kernel that reads and writes every element.
     """

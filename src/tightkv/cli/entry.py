@@ -30,7 +30,7 @@ COMMANDS = {
     "export": "a model and its compressed cache as one file that needs no Python",
     "generate": "text from a model with a compressed cache, or from both caches to compare",
     "info": "versions, devices, and which kernels can run here",
-    "plan": "how much memory a model's KV cache takes, and what fits a GPU",
+    "plan": "how much memory a model's KV cache takes, and what fits on a GPU",
     "run": "text from a model that `tightkv export` wrote",
     "serve": "vLLM's OpenAI-compatible server with a compressed cache",
     "validate": "re-derive the paper's claims and measure where the method is weak",

@@ -27,9 +27,9 @@ class ConfigFields:
     """How keys and values are stored; impossible values raise. Used as `KVQuantConfig`."""
 
     key_bits: int = 4
-    """Bits per key element: 2, 3, 4 or 8; 16 leaves keys alone."""
+    """Bits per key element: 2, 3, 4 or 8; 16 does not compress keys."""
     value_bits: int = 4
-    """Bits per value element: 2, 3, 4 or 8; 16 leaves values alone."""
+    """Bits per value element: 2, 3, 4 or 8; 16 does not compress values."""
     key_method: str = "mse"
     """mse (TurboQuant-MSE), prod (one bit fewer plus a QJL sketch), group (min/max), absmax."""
     value_method: str = "mse"
@@ -39,21 +39,21 @@ class ConfigFields:
     value_scale: str = "unbiased"
     """As key_scale, for values."""
     rotation: str = "hadamard"
-    """hadamard (Haar where the size is no power of two), haar, or none."""
+    """hadamard (Haar if head_dim is not a power of two), haar, or none."""
     seed: int = 0
     """Seed of the rotation and of the QJL sketch."""
     codebook: str = "fp8"
-    """fp8 (hardware-native levels; what the kernels take), gaussian or beta (Lloyd-Max)."""
+    """fp8 (hardware-native levels; the fast kernels need it), gaussian or beta (Lloyd-Max)."""
     group_size: int = 32
     """Elements that share a range in the group method."""
     page_size: int = 64
     """Tokens per page: 32, 64, 128 or 256."""
     exact_pages: int = 3
-    """Newest pages kept exact beside their codes, the open one included."""
+    """Newest pages that are also kept exact, including the open one."""
     sinks: int = 4
     """First tokens of a sequence kept exact."""
     key_centering: str = "page"
-    """page subtracts each page's mean key where that helps; none does not."""
+    """page subtracts the page's mean from each key that is closer to it than to zero; none: off."""
     mean_bits: int = 16
     """Precision of a page's mean key: 16 (fp16) or 8 (int8 and a scale)."""
     protected_first: int = 0
@@ -65,19 +65,19 @@ class ConfigFields:
     layer_bits: str = ""
     """Bits of single layers, by their number in the model: "0=k8v4,5=k4v4"."""
     protect_keys: bool = True
-    """Give keys more bits in layers whose weights say that codes would drown their scores."""
+    """Give keys more bits in layers where quantization noise would hide the scores."""
     feedback: str = "auto"
-    """auto codes keys in the metric of the model's queries, where it is known; off does not."""
+    """auto codes keys with error feedback if the metric of the queries is known; off does not."""
     calibration: str = ""
-    """What was measured of the model (tightkv calibrate): a file, a bundled one's name, or auto."""
+    """Calibration of the model (tightkv calibrate): a file, a bundled one by name, or auto."""
     outlier_share: float = 0.0
-    """Share of channels that get outlier_extra_bits more; 0 is off, 0.5 makes 3 bits 3.5."""
+    """Share of channels that get outlier_extra_bits more; 0 is off, 0.5 turns 3 bits into 3.5."""
     outlier_extra_bits: int = 1
     """Extra bits of an outlier channel."""
     outlier_side: str = "both"
     """Which of keys, values or both have outlier channels."""
     outlier_channels: tuple[int, ...] = ()
-    """Which channels; empty takes the slowest RoPE channels of each half."""
+    """Which channels; by default the slowest RoPE channels of each half."""
     check_finite: bool = False
     """Raise on NaN or Inf instead of storing NaN as 0 and Inf as the largest fp16."""
 

@@ -77,7 +77,7 @@ def fields_of(document: Mapping[str, Any]) -> dict[str, Any]:
         return expand(document)
     for name in document:
         if name in (*DEFAULTS, "preset", *ALIASES):
-            raise ValueError(f"{name!r} stands beside {_BLOCK!r}; move it into that block")
+            raise ValueError(f"{name!r} is next to {_BLOCK!r}; move it into that block")
         if name not in (_BLOCK, *_SERVER_BLOCKS):
             raise ValueError(unknown_name("block", name, (_BLOCK, *_SERVER_BLOCKS)))
     inner = document[_BLOCK]

@@ -22,7 +22,7 @@ _SIDE = struct.Struct("<5q2d")
 
 
 def spec_of(layout: PageLayout, max_tokens: int) -> Tensor:
-    """int64 [words], for a cache of at most `max_tokens` tokens a row."""
+    """int64 [words], for a cache of at most `max_tokens` tokens per row."""
     if reason := unsupported_codec(layout):
         raise ValueError(f"{layout.cfg.name} cannot be exported: {reason}")
     if layout.cfg.check_finite:

@@ -81,7 +81,7 @@ def select(name: str, device: torch.device, layout: PageLayout) -> ModuleType:
     """The implementation called `name`; "auto" takes TIGHTKV_KERNELS, else the best that can run.
 
     One that was asked for by name and cannot run is an error, never silently another. Where "auto"
-    takes a slow one, a warning says why, once a process for each reason.
+    takes a slow one, a warning says why, once per process and reason.
     """
     choice = choose(name, device, layout)
     if choice.slow is not None and choice.slow not in _warned:

@@ -196,7 +196,7 @@ def finite(tensor: Tensor, name: str) -> Tensor:
 
 
 def rope_frequencies(config: Mapping[str, Any], head_dim: int) -> Tensor:
-    """Angles a token of full-attention layers, unscaled.
+    """Angles per token of full-attention layers, unscaled.
 
     Scaling for long contexts slows pairs that hardly turn within a page, or all of them: what
     turns is overstated by leaving it out, never missed.

@@ -39,7 +39,7 @@ NOT_UNDERSTOOD = (
     "layer_group_size",
     "ssm_cfg",
 )
-# Lists with a string a layer that do not say what the cache is.
+# Lists with one string per layer that do not say what the cache is.
 UNRELATED_LISTS = ("mlp_layer_types", "indexer_types")
 
 
@@ -170,7 +170,7 @@ def _slides_rule(cfg: ModelConfig) -> Callable[[int], bool]:
     if border is None:
         raise ValueError(
             f"sliding_window={window_size(cfg)} of {cfg.name}, but neither its config nor its "
-            f"model_type {cfg.model_type!r} tells which layers slide; add layer_types to the config"
+            f"model_type {cfg.model_type!r} says which layers slide; add layer_types to the config"
         )
     if cfg.model_type == "qwen2_moe":
         return lambda layer: layer % 2 == 0 and layer < border
@@ -197,7 +197,7 @@ def _refuse_fields(cfg: ModelConfig, fields: tuple[str, ...]) -> None:
         if cfg.first(field) is not None:
             raise ValueError(
                 f"{field}={_short(cfg.first(field))} of {cfg.name} changes what its layers keep, "
-                f"and it is not understood; layer_types and the like are"
+                f"and it is not supported; use layer_types instead"
             )
 
 

@@ -82,11 +82,11 @@ def _layers(
     state = state_bytes(cfg, hidden_size, num_heads, head_dim)
     recurrent = {"linear", "hybrid"} & set(kinds)
     if state is None and recurrent:
-        notes.append("the config does not tell the size of the recurrent state; counted as 0")
+        notes.append("the config does not give the size of the recurrent state; counted as 0")
     if state is not None and not recurrent and cfg.first(*SAYS_LAYERS) is None:
         raise ValueError(
             f"{cfg.name} (model_type {cfg.model_type!r}) has recurrent layers, but its config does "
-            f"not tell which; add layer_types to it"
+            f"not say which; add layer_types to it"
         )
     window = _useful_window(cfg, kinds, notes)
     shared = layers_read_by_others(cfg)

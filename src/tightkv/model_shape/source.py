@@ -44,7 +44,7 @@ class ModelConfig:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             name = next(n for n in names if self.values.get(n) is not None)
-            raise ValueError(f"{name}={value!r} of {self.name}; it must be a whole number > 0")
+            raise ValueError(f"{name}={value!r} of {self.name}; it must be an integer > 0")
         return value
 
     def need(self, *names: str) -> int:

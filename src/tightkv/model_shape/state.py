@@ -13,7 +13,7 @@ RECURRENT_BYTES = 4
 
 
 def state_bytes(cfg: ModelConfig, hidden_size: int, num_heads: int, head_dim: int) -> int | None:
-    """Bytes a sequence, or None where the config does not name the sizes."""
+    """Bytes per sequence, or None where the config does not name the sizes."""
     if cfg.first("linear_num_value_heads") is not None:
         return _delta_net(cfg)
     if cfg.first("conv_L_cache") is not None:
@@ -22,7 +22,7 @@ def state_bytes(cfg: ModelConfig, hidden_size: int, num_heads: int, head_dim: in
         return _mamba2(cfg, hidden_size)
     if cfg.first("mamba_d_state") is not None:
         return _mamba1(cfg, hidden_size)
-    if cfg.model_type == "minimax":  # lightning attention: one matrix a head
+    if cfg.model_type == "minimax":  # lightning attention: one matrix per head
         return num_heads * head_dim * head_dim * RECURRENT_BYTES
     return None
 

@@ -81,7 +81,7 @@ def _ratio_row(layout: PageLayout, name: str) -> Claim:
 
 
 def _bits_per_element(layout: PageLayout, tokens: int) -> float:
-    """Codes, a 16-bit scale a vector, a mean key a page, exact tokens, tables."""
+    """Codes, a 16-bit scale per vector, a mean key per page, exact tokens, tables."""
     cfg, dim = layout.cfg, layout.head_dim
     codes = (cfg.key_bits + cfg.value_bits) / 2
     mean_bytes = 2 * dim if cfg.mean_bits == 16 else dim + 16  # int8: a scale, padded to 16 bytes

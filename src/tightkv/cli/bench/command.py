@@ -212,7 +212,7 @@ def _as_text(rows: Sequence[Row]) -> str:
 def _draw(rows: Sequence[Row], path: str) -> None:
     rows = [row for row in rows if _ratios(row)]
     if not rows:
-        raise ValueError("--plot: no ratios to draw, nothing was measured beside another")
+        raise ValueError("--plot: no ratios to draw, because only one cache was measured")
     name = next(n for n in ("fastest sdpa", *_ratios(rows[0])) if n in _ratios(rows[0]))
     rows = [row for row in rows if name in _ratios(row)]
     with save_plot(path, height=1.5 + 0.5 * len(rows)) as figure:

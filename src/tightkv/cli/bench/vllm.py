@@ -30,7 +30,7 @@ def _add_engine(
     kinds: argparse._SubParsersAction[argparse.ArgumentParser],
 ) -> argparse.ArgumentParser:
     parser = kinds.add_parser("engine", help="KV caches side by side in vLLM, offline")
-    parser.add_argument("model", nargs="?", help="model folder or hub id, as vLLM takes it")
+    parser.add_argument("model", nargs="?", help="model folder or hub id, as vLLM accepts it")
     parser.add_argument("--shape", metavar="NAME", help="random weights instead: llama-3.1-8b, ...")
     parser.add_argument(
         "--kv",
@@ -66,7 +66,7 @@ def _add_engine(
     parser.add_argument(
         "--timeout", type=float, default=3600, metavar="S", help="for one engine (default: 3600)"
     )
-    parser.add_argument("--log", metavar="FILE", help="append what the engines say to a file")
+    parser.add_argument("--log", metavar="FILE", help="append the engines' output to a file")
     return parser
 
 
@@ -83,7 +83,7 @@ def _add_serve(
     )
     parser.add_argument("--model", help="name it is served under (default: the server's first)")
     for name, default, text in (
-        ("requests", 64, "in all, to each server"),
+        ("requests", 64, "in total, to each server"),
         ("concurrency", 16, "requests at a time"),
         ("prompt-tokens", 512, "of each request"),
         ("output-tokens", 128, "of each request"),

@@ -96,10 +96,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--results",
         metavar="FILE",
-        help="where results are kept and found again (default: eval.jsonl in tightkv's cache)",
+        help="where results are stored and reused (default: eval.jsonl in tightkv's cache)",
     )
     parser.add_argument(
-        "--fresh", action="store_true", help="measure everything again, whatever is kept"
+        "--fresh", action="store_true", help="measure everything again, even if results are stored"
     )
     parser.add_argument("--out", metavar="FILE", help="append one JSON row per config (.jsonl)")
     add_output_options(parser, plot="draw quality against bits (one model)")
@@ -114,9 +114,9 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
         "chunk": "tokens a forward pass after that",
         "batch": "windows or prompts at a time",
         "max_context": "longest context, if the model has it",
-        "depths": "passkeys or values asked for in a context",
+        "depths": "passkeys or values per context",
         "needles": "facts hidden in a context",
-        "calls": "tool calls asked for in a context",
+        "calls": "tool calls per context",
         "prompts": "prompts to continue",
         "prompt_tokens": "tokens of such a prompt",
         "new_tokens": "tokens to continue it by",

@@ -119,7 +119,7 @@ class TaskBuilder:
         if len(contexts) < len(self.args.contexts):
             left_out = ", ".join(str(n) for n in self.args.contexts if n not in contexts)
             self.notes.append(
-                f"contexts of {left_out} tokens are left out: the model was made for {self.limit}"
+                f"contexts of {left_out} tokens are skipped: the model's limit is {self.limit}"
             )
         return contexts
 

@@ -27,7 +27,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "model", nargs="?", help=f"model folder or hub id (default: the bundled {BUNDLED_NAME})"
     )
     parser.add_argument(
-        "--prompt", action="append", default=[], metavar="TEXT", help="give it again for a batch"
+        "--prompt", action="append", default=[], metavar="TEXT", help="repeat it for a batch"
     )
     parser.add_argument(
         "--prompt-file", metavar="FILE", help="without this and --prompt: standard input"
@@ -55,10 +55,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--top-p",
         type=float,
         metavar="X",
-        help="sample the likeliest tokens that make this probability",
+        help="sample from the most likely tokens that add up to this probability",
     )
     parser.add_argument(
-        "--top-k", type=int, metavar="N", help="sample from the so many likeliest tokens"
+        "--top-k", type=int, metavar="N", help="sample from the N most likely tokens"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of sampling (default: 0)")
     parser.add_argument(

@@ -83,7 +83,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--config", action="append", default=[], metavar="FILE", help="a config as a further row"
     )
     parser.add_argument(
-        "--html", metavar="FILE", help="write the planner as a page for browsers, without a model"
+        "--html", metavar="FILE", help="write the planner as an HTML page, without a model"
     )
     add_output_options(parser, plot="draw bytes against context")
 
@@ -165,7 +165,7 @@ def _weights(
     if parameters is None:
         raise ValueError(
             f"the weights of {shape.name} (model_type {shape.model_type!r}) have an unknown size: "
-            f"no files beside the config, and no estimate for this family; give --weights-bytes"
+            f"no files next to the config, and no estimate for this family; set --weights-bytes"
         )
     return count_weights(parameters, shape, args.weights_dtype, args.tp)
 
@@ -294,7 +294,7 @@ def _notes(
         notes.append("no layer of this model can be compressed: every preset is the same as bf16")
     notes += _vllm_notes(shape)
     if weights is not None and weights.source == "estimated" and shape.composite:
-        notes.append("the estimate of the weights leaves out the parts beside the language model")
+        notes.append("the estimate of the weights covers the language model only")
     if memory is not None and weights is not None and weights.bytes >= memory.budget:
         notes.append("the weights alone exceed the budget: nothing fits")
     return notes

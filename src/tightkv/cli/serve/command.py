@@ -46,8 +46,8 @@ def own_parser() -> argparse.ArgumentParser:
         "--exact-rows",
         type=int,
         metavar="N",
-        help="sequences that may have an exact ring at a time (default: --max-num-seqs, or as "
-        "many as fit a twentieth of the memory)",
+        help="number of sequences that can have an exact ring at a time (default: --max-num-seqs, "
+        "or as many as fit in a twentieth of the memory)",
     )
     add_output_options(parser)
     add_config_flags(parser)

@@ -367,7 +367,7 @@ def _crop_other(layer: Any, number: int, keep: int, removed: int) -> None:
             return
         if removed and any(layer.is_recurrent_states_initialized.values()):
             raise RuntimeError(
-                f"layer {number} has a recurrent state, which cannot be taken back by {removed} "
+                f"layer {number} has a recurrent state, which cannot be cropped by {removed} "
                 "tokens; compute the cache again"
             )
         LinearAttentionLayer.crop(layer, -removed)
@@ -389,6 +389,6 @@ def _crop_other(layer: Any, number: int, keep: int, removed: int) -> None:
 
 def _too_far(number: int, removed: int) -> str:
     return (
-        f"layer {number} has not recorded enough to be taken back by {removed} tokens; call "
+        f"layer {number} has not recorded enough to be cropped by {removed} tokens; call "
         "activate_past_recording() before they are added, or compute the cache again"
     )

@@ -28,7 +28,7 @@ def apply_calibration(cfg: KVQuantConfig, model: Any) -> tuple[KVQuantConfig, Ca
         return cfg, None
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
-            f"calibration={cfg.calibration!r} needs the model, whose weights tell whether it was "
+            f"calibration={cfg.calibration!r} needs the model, to check that it was "
             "measured on it: TightCache(quant, model=model)"
         )
     name, shape = model.name_or_path or type(model).__name__, read_model_shape(model.config)

@@ -34,8 +34,8 @@ def find_for_engine(cfg: KVQuantConfig, vllm_config: Any) -> Calibration | None:
 def without_bits(cfg: KVQuantConfig) -> str:
     """What is said where layers cannot have bits of their own."""
     return (
-        f"tightkv {cfg.name}: the calibration's bits of layers are left out, for vLLM's blocks are "
-        "of one size in models with layers of other kinds; keys are coded in its metrics"
+        f"tightkv {cfg.name}: the calibration's bits of layers are ignored, because all of vLLM's "
+        "blocks have one size in models with layers of other kinds; its metrics are used"
     )
 
 

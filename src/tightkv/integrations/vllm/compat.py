@@ -14,7 +14,7 @@ from tightkv.layout import PageLayout
 def page_spec(spec: Any, layout: PageLayout, pages: int = 1) -> Any:
     """vLLM's FullAttentionSpec, changed so that one of its blocks is `pages` of our pages."""
     names = {field.name for field in fields(spec)}
-    if "state_content_bytes" in names:  # a block is [head slots, states, bytes]: a state a page
+    if "state_content_bytes" in names:  # a block is [head slots, states, bytes]: one state per page
         return replace(
             spec,
             block_size=pages * layout.page_size,
@@ -46,7 +46,7 @@ def cache_shape(num_blocks: int, block_size: int, heads: int, head_size: int) ->
 
 def as_pages(kv_cache: Tensor, layout: PageLayout) -> Tensor:
     """A layer's part of vLLM's cache -> uint8 [pages, Hkv, record_bytes]; nothing is copied."""
-    if kv_cache.dim() == 4:  # [blocks, 1, pages a block, page_bytes]
+    if kv_cache.dim() == 4:  # [blocks, 1, pages per block, page_bytes]
         pages, size = kv_cache.squeeze(1).flatten(1), layout.page_bytes
     else:  # [blocks, bytes]
         pages, size = kv_cache, layout.page_size * slot_bytes(layout)

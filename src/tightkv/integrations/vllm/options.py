@@ -59,6 +59,6 @@ def _from_config(given: Any) -> EngineOptions | None:
     fields = dict(given if isinstance(given, Mapping) else read_source(given))
     rows = fields.pop("exact_rows", None)  # beside the fields, or beside their kv_quant block
     if rows is not None and (type(rows) is not int or rows < 0):
-        raise ValueError(f"exact_rows={rows!r}; it must be a whole number of sequences, 0 for none")
+        raise ValueError(f"exact_rows={rows!r}; it must be a number of sequences, 0 for none")
     config = KVQuantConfig.from_dict(fields)
     return None if is_off(fields) else EngineOptions(config, rows)

@@ -32,7 +32,7 @@ class Module:
         """Launch on the device's current stream; the device must be the current one.
 
         `args` are ctypes values, in the kernel's order.
-        `shared`: bytes of dynamic shared memory a block; the same at every launch.
+        `shared`: bytes of dynamic shared memory per block; the same at every launch.
         """
         if name not in self._functions:
             self._functions[name] = self._find(name, shared)

@@ -349,7 +349,7 @@ function notesOf(shape, context, memory, weights) {
   }
   notes.push(...vllmNotes(shape));
   if (weights && weights.source === "estimated" && shape.config.nested) {
-    notes.push("the estimate of the weights leaves out the parts beside the language model");
+    notes.push("the estimate of the weights covers the language model only");
   }
   if (memory && weights && weights.bytes >= memory.budget_bytes) {
     notes.push("the weights alone exceed the budget: nothing fits");

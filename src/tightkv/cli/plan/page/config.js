@@ -21,7 +21,7 @@ class ModelConfig {
     if (value === null) return null;
     if (!Number.isInteger(value) || value < 1) {
       const name = names.find((n) => this.values[n] != null);
-      throw new Error(`${name}=${repr(value)} of ${this.name}; it must be a whole number > 0`);
+      throw new Error(`${name}=${repr(value)} of ${this.name}; it must be an integer > 0`);
     }
     return value;
   }
@@ -254,7 +254,7 @@ function slidesRule(cfg, window) {
   if (border === null) {
     throw new Error(
       `sliding_window=${window} of ${cfg.name}, but neither its config nor its model_type ` +
-        `${repr(cfg.modelType)} tells which layers slide; add layer_types to the config`,
+        `${repr(cfg.modelType)} says which layers slide; add layer_types to the config`,
     );
   }
   if (cfg.modelType === "qwen2_moe") return (layer) => layer % 2 === 0 && layer < border;
@@ -278,7 +278,7 @@ function refuseFields(cfg, fields) {
     if (cfg.first(field) !== null) {
       throw new Error(
         `${field}=${shortRepr(cfg.first(field))} of ${cfg.name} changes what its layers keep, ` +
-          "and it is not understood; layer_types and the like are",
+          "and it is not supported; use layer_types instead",
       );
     }
   }
@@ -307,12 +307,12 @@ function readLayers(cfg, numHeads, hiddenSize, notes) {
   const state = stateBytes(cfg, hiddenSize, numHeads, headDim);
   const recurrent = kinds.some((kind) => kind === "linear" || kind === "hybrid");
   if (state === null && recurrent) {
-    notes.push("the config does not tell the size of the recurrent state; counted as 0");
+    notes.push("the config does not give the size of the recurrent state; counted as 0");
   }
   if (state !== null && !recurrent && cfg.first(...DATA.says_layers) === null) {
     throw new Error(
       `${cfg.name} (model_type ${repr(cfg.modelType)}) has recurrent layers, but its config does ` +
-        "not tell which; add layer_types to it",
+        "not say which; add layer_types to it",
     );
   }
   const window = usefulWindow(cfg, kinds, notes);

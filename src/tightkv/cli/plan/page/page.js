@@ -59,7 +59,7 @@ function numberOf(id, name, least, most = Infinity, integer = true) {
   const value = Number(text);
   const fits = value >= least && value <= most && (!integer || Number.isSafeInteger(value));
   if (text === "" || !fits) {
-    const kind = integer ? "a whole number, at least" : "a number, at least";
+    const kind = integer ? "an integer, at least" : "a number, at least";
     const limit = most === Infinity ? "" : ` and at most ${most}`;
     throw new Error(`${name} ${text}; it must be ${kind} ${least}${limit}`);
   }
@@ -92,7 +92,7 @@ function readOptions(model) {
     gpu: ownGpu ? null : $("gpu").value,
     budgetBytes: ownGpu ? gibibytes("budget", "memory") || 0 : null,
     utilization: numberOf("utilization", "share of the memory", 0.01, 1, false),
-    context: numberOf("context", "tokens a request", 1, 2 ** 30),
+    context: numberOf("context", "tokens per request", 1, 2 ** 30),
     batch: numberOf("batch", "requests at once", 1, 2 ** 20) || 1,
     tp: numberOf("tp", "tensor-parallel ranks", 1, 1024) || 1,
     weightsDtype: $("dtype").value || null,
@@ -190,7 +190,7 @@ function showTable(report) {
   const context = whole(report.context);
   const header = [
     "cache",
-    "bytes a token",
+    "bytes per token",
     "smaller",
     `${whole(report.batch)} x ${context} tokens`,
     "smaller",
@@ -276,9 +276,9 @@ function drawLines(report) {
   const budget = report.memory.cache_bytes / 2 ** 30;
   const highest = 1.05 * Math.max(...report.plans.map((each) => gib(each, longest)), 1e-6);
   const requests = batch === 1 ? "one request" : `${whole(batch)} requests`;
-  const dashed = budget < highest ? "; dashed: what is left for it" : "";
+  const dashed = budget < highest ? "; dashed: memory left for the cache" : "";
   $("lines-title").textContent =
-    `Cache of ${requests} in GiB, by tokens a request (colours as above${dashed})`;
+    `Cache of ${requests} in GiB, by tokens per request (colours as above${dashed})`;
   const x = (tokens) => left + ((width - left - right) * tokens) / longest;
   const y = (value) => height - bottom - ((height - top - bottom) * value) / highest;
   const picture = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img" });

@@ -147,7 +147,7 @@ def _load_pages(
 ) -> None:
     if saved.layout is None or saved.dtype is None:
         if tensors:
-            raise ValueError(f"tensor {next(iter(tensors))!r} of a layer is there, but no rows are")
+            raise ValueError(f"tensor {next(iter(tensors))!r} of a layer, but there are no rows")
         return
     layer.use_centers(_centers(saved.layout, tensors))
     kv = layer.use(saved.layout.num_kv_heads, saved.layout.head_dim, saved.dtype, device)
