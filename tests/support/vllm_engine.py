@@ -5,7 +5,9 @@
 The processes are forks of one that has imported vLLM, which takes longer than most jobs.
 
 A job is {"engine": arguments of vllm.LLM, "batches": [[prompt, ...], ...], "sampling": {...}}; its
-prompts are token ids, and the prompts of one batch are in the engine together.
+prompts are token ids, and the prompts of one batch are in the engine together. With "forced",
+tokens for each prompt of each batch, those come out whatever the model says. With
+"format_version", pages are of that version.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ SETTINGS = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # more workers than cores
 }
 METRICS = (
+    "vllm:external_prefix_cache_hits",
     "vllm:num_preemptions",
     "vllm:prefix_cache_hits",
     "vllm:spec_decode_num_drafts",
@@ -48,6 +51,12 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
         "skip_tokenizer_init": True,
         **job["engine"],
     }
+    if "forced" in job:
+        engine["logits_processors"] = [forcing_processor()]
+    if "format_version" in job:
+        from tightkv.config import quant
+
+        quant.FORMAT_VERSION = job["format_version"]
     try:
         llm = LLM(**engine)
     except ValueError as error:
@@ -55,9 +64,12 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
     sampling = {"temperature": 0, "max_tokens": 16, "logprobs": 2, "detokenize": False}
     params = SamplingParams(**{**sampling, **job.get("sampling", {})})
     outputs = []
-    for batch in job["batches"]:
+    for i, batch in enumerate(job["batches"]):
         prompts = [{"prompt_token_ids": ids} for ids in batch]
-        outputs.append([result(r) for r in llm.generate(prompts, params, use_tqdm=False)])
+        chosen: Any = params
+        if "forced" in job:
+            chosen = [forced_params(params, tokens) for tokens in job["forced"][i]]
+        outputs.append([result(r) for r in llm.generate(prompts, chosen, use_tqdm=False)])
     core = llm.llm_engine.engine_core.engine_core
     context = core.vllm_config.compilation_config.static_forward_context
     counters = {m.name: m.value for m in llm.get_metrics() if m.name in METRICS}
@@ -83,8 +95,50 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
             (type(group.kv_cache_spec).__name__, group.kv_cache_spec.block_size)
             for group in core.scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups
         ),
+        "tightkv": tightkv_metrics(),
         "free_blocks": core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
     }
+
+
+def tightkv_metrics() -> dict[str, float]:
+    from prometheus_client import REGISTRY
+
+    samples = (sample for family in REGISTRY.collect() for sample in family.samples)
+    ours = (sample for sample in samples if sample.name.startswith("tightkv:"))
+    return {sample.name.removeprefix("tightkv:"): sample.value for sample in ours}
+
+
+def forced_params(params: Any, tokens: list[int]) -> Any:
+    changed = params.clone()
+    changed.max_tokens, changed.extra_args = len(tokens), {"forced": tokens}
+    return changed
+
+
+def forcing_processor() -> type:
+    """A logits processor that leaves one token; vLLM takes logprobs before it."""
+    from vllm.v1.sample.logits_processor import LogitsProcessor
+    from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+
+    class Forced(LogitsProcessor):
+        def __init__(self, *_: Any) -> None:
+            self.requests: dict[int, tuple[list[int], list[int]]] = {}
+
+        def is_argmax_invariant(self) -> bool:
+            return False
+
+        def update_state(self, batch_update: Any) -> None:
+            process_dict_updates(
+                self.requests, batch_update, lambda p, _, out: (p.extra_args["forced"], out)
+            )
+
+        def apply(self, logits: Any) -> Any:
+            for row, (tokens, out) in self.requests.items():
+                if len(out) < len(tokens):
+                    logits[row] = -1e9
+                    logits[row, tokens[len(out)]] = 0
+            return logits
+
+    return Forced
 
 
 def result(request: Any) -> dict[str, Any]:

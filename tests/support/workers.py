@@ -25,6 +25,7 @@ GROUPS = {
                 "validate",
                 "vllm_gpu",
                 "vllm_plugin",
+                "vllm_prefixes",
                 "vllm_server",
                 "wheel",
             ),

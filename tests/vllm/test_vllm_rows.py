@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tightkv import KVQuantConfig
-from tightkv.integrations.vllm.ring_table import BatchRings, RingTable
+from tightkv.integrations.vllm.ring_table import BatchRings, RingTable, sink_rows
 
 PAGE = 32
 CFG = KVQuantConfig(page_size=PAGE, exact_pages=2, sinks=4)
@@ -37,7 +37,7 @@ class Scheduler:
         self.out = torch.empty(len(BatchRings._fields), 64, dtype=torch.int32)
         ring = self.table.ring
         self.ring = [[None] * ring for _ in range(rows + 1)]
-        self.sink = [[None] * CFG.sinks for _ in range(rows + 1)]
+        self.sink = [[None] * CFG.sinks for _ in range(sink_rows(rows))]
 
     # --- blocks ---
     def admit(self, tokens: list[int]) -> Sequence:
@@ -106,8 +106,13 @@ class Scheduler:
             assert (v["before"], v["lengths"]) == (seq.computed, seq.computed + count)
             self.check_ring(seq, v["ring_rows"], v["exact_starts"], seq.computed, seq.computed)
         sinks = [list(self.sink[v["sink_sources"]]) for v in values]
-        for v, copied in zip(values, sinks, strict=True):
-            assert copies or v["sink_sources"] == v["ring_rows"]
+        saved = [list(self.sink[v["ring_rows"]]) for v in values]
+        for v, copied, old in zip(values, sinks, saved, strict=True):
+            if not copies:
+                assert (v["sink_sources"], v["saved_at"]) == (v["ring_rows"], self.rows)
+                continue
+            assert v["saved_at"] >= self.rows
+            self.sink[v["saved_at"]] = old
             self.sink[v["ring_rows"]] = copied
         for (seq, _), v in zip(work, values, strict=True):
             for at in range(v["context_sink_counts"]):
@@ -245,6 +250,36 @@ def test_a_prefix_hit_takes_over_the_sinks() -> None:
     scheduler.release(one)
     rows = hit(scheduler, [3] * 95)  # takes the first's ring, and its sinks from either
     assert rows.ring_rows.tolist() == [0] and rows.sink_counts.tolist() == [4]
+
+
+def test_sinks_outlive_the_rows_of_their_sequences() -> None:
+    scheduler = Scheduler(blocks=60, rows=2, drafts=0, seed=0)
+    scheduler.random.random = lambda: 0.0  # free blocks in turn: cached ones stay a while
+    for number in range(3, 8):  # five first blocks, two rows, eight saved
+        seq = scheduler.admit([number] * 50)
+        scheduler.reserve(seq, 50)
+        scheduler.remember(seq, 50)
+        scheduler.run([(seq, 50)])
+        scheduler.release(seq)
+        scheduler.running.remove(seq)
+    for number in range(3, 8):
+        rows = hit(scheduler, [number] * 60)
+        assert rows.sink_counts.tolist() == rows.context_sink_counts.tolist() == [4], number
+
+
+def test_a_prefix_hit_that_begins_with_one_token_takes_over_the_sinks_later() -> None:
+    """A step without prompts copies nothing."""
+    scheduler = Scheduler(blocks=40, rows=2, drafts=0, seed=0)
+    one = scheduler.admit([3] * 100)
+    scheduler.reserve(one, 100)
+    scheduler.remember(one, 100)
+    scheduler.run([(one, 100)])
+    two = scheduler.admit([3] * 90)
+    scheduler.reserve(two, 90)
+    assert scheduler.run([(two, 1)]).sink_counts.tolist() == [0]
+    rows = scheduler.run([(two, 25)])
+    assert rows.sink_sources.tolist() == [0] and rows.ring_rows.tolist() == [1]
+    assert rows.sink_counts.tolist() == rows.context_sink_counts.tolist() == [4]
 
 
 def test_sinks_of_a_first_block_that_was_written_again_are_gone() -> None:

@@ -155,6 +155,9 @@ def test_streaming_clients_get_the_text_of_one_alone_and_leak_no_block(server: S
     assert len(set(together)) > CLIENTS // 2 and len(left) == CLIENTS
     server.wait_until_idle()
     assert server.metric("vllm:kv_cache_usage_perc") == 0
+    assert server.metric("tightkv:compression_ratio") > 3
+    assert server.metric("tightkv:exact_rings") == 16
+    assert server.metric("tightkv:kv_cache_used_bytes") == 0
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from tightkv.integrations.vllm.compat import as_pages
 from tightkv.integrations.vllm.graph_replay import GraphReplay
 from tightkv.integrations.vllm.layer_step import LayerStep, Rings
 from tightkv.integrations.vllm.metadata import TightMetadata
-from tightkv.integrations.vllm.ring_table import BatchRings
+from tightkv.integrations.vllm.ring_table import BatchRings, sink_rows
 from tightkv.integrations.vllm.warm_up import warm_up_once
 from tightkv.layout import PageLayout
 from tightkv.math.centers import Centers
@@ -74,14 +74,17 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
     def exact_tensors(self) -> Rings:
         """Ring and sink keys and values [rows + 1, n, Hkv, D]; the last row is a waste bin.
 
+        More sinks follow: those that the RingTable saves.
+
         Made in vLLM's first run of the model, the one that measures memory.
         """
         if self.rings is None:
             shape, dtype = (self.num_kv_heads, self.head_size), self.layout.dtype
-            counts = (self.layout.ring_tokens,) * 2 + (self.layout.cfg.sinks,) * 2
+            rings = (self.limits.rows + 1, self.layout.ring_tokens)
+            sinks = (sink_rows(self.limits.rows), self.layout.cfg.sinks)
             self.rings = tuple(
-                torch.zeros(self.limits.rows + 1, count, *shape, dtype=dtype, device=self.device)
-                for count in counts
+                torch.zeros(*size, *shape, dtype=dtype, device=self.device)
+                for size in (rings, rings, sinks, sinks)
             )
         return self.rings
 

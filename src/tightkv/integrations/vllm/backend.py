@@ -85,7 +85,11 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
             rows = steps(*tensors) if replay else steps.function(*tensors)
         else:
             rows = steps.function(*tensors, copies=True)
-            inherited = rows.ring_rows.long(), rows.sink_sources.long()
+            own = rows.ring_rows
+            inherited = (
+                torch.cat([rows.saved_at, own]).long(),
+                torch.cat([own, rows.sink_sources]).long(),
+            )
         parts = [
             make_part(part, starts, common.query_start_loc, pages, rows, self.starts)
             for part in ranges

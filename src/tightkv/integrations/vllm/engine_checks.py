@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tightkv.integrations.vllm.options import EngineOptions
 from tightkv.layout import RING_SLACK
+
+# Connectors that find blocks by vLLM's block hashes, which `store_keys` separates by format.
+_BY_BLOCK_HASH = ("OffloadingConnector", "SimpleCPUOffloadConnector", "MooncakeStoreConnector")
 
 
 def check_engine_options(options: EngineOptions, vllm_config: Any) -> None:
@@ -40,9 +44,49 @@ def check_engine_options(options: EngineOptions, vllm_config: Any) -> None:
             f"tightkv: layer_bits={cfg.layer_bits!r} names layer {beyond}; the model has layers 0 "
             f"to {count - 1}"
         )
+    for connector in _connectors(vllm_config.kv_transfer_config):
+        if connector not in _BY_BLOCK_HASH:
+            raise ValueError(
+                f"tightkv with the KV connector {connector}: it compares neither presets nor "
+                f"calibrations, so that pages of another format could be read; supported: "
+                f"{', '.join(_BY_BLOCK_HASH)}, and your own (kv_connector_module_path) that find "
+                "blocks by their block hashes"
+            )
     tokens = speculative_tokens(vllm_config)
     if tokens > RING_SLACK:
         raise ValueError(f"tightkv with {tokens} speculative tokens; supported: up to {RING_SLACK}")
+
+
+def _connectors(transfer: Any) -> Iterator[str]:
+    """Connectors of vLLM's own that an engine uses, one by one."""
+    if transfer is None:
+        return
+    given = {
+        "kv_connector": transfer.kv_connector,
+        "kv_connector_module_path": transfer.kv_connector_module_path,
+        "kv_connector_extra_config": transfer.kv_connector_extra_config,
+    }
+    yield from _named(given)
+
+
+def _named(given: Mapping[str, Any]) -> Iterator[str]:
+    name = given.get("kv_connector")
+    if name == "MultiConnector":
+        for one in given.get("kv_connector_extra_config", {}).get("connectors", ()):
+            yield from _named(one)
+    elif name is not None and given.get("kv_connector_module_path") is None:
+        yield name
+
+
+def rings_obstacle(vllm_config: Any) -> str | None:
+    """Why no sequence of an engine can have an exact ring; None where they can."""
+    if vllm_config.kv_transfer_config is not None:
+        # unseen by the tags of the rings
+        name = vllm_config.kv_transfer_config.kv_connector
+        return f"the KV connector {name} fills blocks without the plugin's knowledge"
+    if vllm_config.cache_config.prefix_match_unit is not None:
+        return "with --prefix-match-unit vLLM copies blocks without the plugin's knowledge"
+    return None
 
 
 def speculative_tokens(vllm_config: Any) -> int:

@@ -26,12 +26,17 @@ from tightkv.integrations.vllm.calibration import (
     without_bits,
 )
 from tightkv.integrations.vllm.compat import page_spec
-from tightkv.integrations.vllm.engine_checks import check_engine_options, speculative_tokens
+from tightkv.integrations.vllm.engine_checks import (
+    check_engine_options,
+    rings_obstacle,
+    speculative_tokens,
+)
 from tightkv.integrations.vllm.feedback import set_feedback
 from tightkv.integrations.vllm.layer_numbers import layer_number, model_layers
 from tightkv.integrations.vllm.layer_shapes import layer_shape, shared_layer
 from tightkv.integrations.vllm.options import EngineOptions, engine_options, with_options
 from tightkv.integrations.vllm.protect_keys import check_keys, in_equal_blocks
+from tightkv.integrations.vllm.ring_table import SAVED_SINKS
 from tightkv.kernels import registry
 from tightkv.layout import PageLayout, page_layout
 from tightkv.model_shape import skip_reason
@@ -63,7 +68,7 @@ class EnginePlan:
         """Preset, bytes per token, and what that is worth."""
         size = self.size
         packed, plain = size.bytes_per_token, size.bf16_bytes_per_token
-        rings = size.bytes_per_sequence * self.rows
+        rings = _row_bytes(self.layouts) * self.rows
         return (
             f"tightkv {self.options.config.name}: {packed:,.0f} bytes per token in "
             f"{len(size.layers)} layers, "
@@ -130,6 +135,8 @@ def install(vllm_config: Any) -> None:
             if warning is not None:
                 logger.warning(warning)
         logger.info(plan.line())
+        if (why := rings_obstacle(vllm_config)) is not None:
+            logger.warning("tightkv: the newest tokens are read from their codes, for %s", why)
         if feedback is not None:
             logger.info(feedback)
         for reason, names in slow.items():
@@ -204,16 +211,19 @@ def make_plan(options: EngineOptions, vllm_config: Any, chosen: Mapping[str, Any
 
 def exact_rows(options: EngineOptions, vllm_config: Any, layouts: dict[str, PageLayout]) -> int:
     """How many sequences can have an exact ring at a time."""
-    if vllm_config.kv_transfer_config is not None:
-        return 0  # blocks are filled from elsewhere, unseen by the tags of the rings
-    cache = vllm_config.cache_config
-    if cache.prefix_match_unit is not None:
-        return 0  # blocks are copied for prefixes that end inside one, unseen as well
+    if rings_obstacle(vllm_config) is not None:
+        return 0
     most: int = vllm_config.scheduler_config.max_num_seqs
     if options.exact_rows is not None:
         return min(options.exact_rows, most)
     memory = current_platform.get_device_total_memory() // _ROWS_SHARE
-    return max(0, min(most, memory // _size(layouts).bytes_per_sequence))
+    return max(0, min(most, memory // _row_bytes(layouts)))
+
+
+def _row_bytes(layouts: Mapping[str, PageLayout]) -> int:
+    """Bytes of a ring, its sinks and the saved sinks that go with it, in all layers."""
+    sinks = sum(layout.cfg.sinks * layout.exact_bytes_per_token for layout in layouts.values())
+    return _size(layouts).bytes_per_sequence + SAVED_SINKS * sinks
 
 
 def _size(layouts: Mapping[str, PageLayout]) -> CacheBytes:

@@ -13,7 +13,8 @@ from tightkv.integrations.vllm.metadata import BatchPart
 from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.view import CacheView
 
-Rings = tuple[Tensor, ...]  # ring key and value, sink key and value, each [rows + 1, n, Hkv, D]
+# Ring key and value [rows + 1, n, Hkv, D], sink key and value [at least rows + 1, n, Hkv, D].
+Rings = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def _view(
     feedback: Tensor | None = None,
 ) -> CacheView:
     """The cache with a part's new tokens, or only what came before them."""
-    rows = part.rows
+    rows, count = part.rows, len(rings[0])
     return CacheView(
         pages=pages,
         block_table=part.block_table,
@@ -97,8 +98,8 @@ def _view(
         ring_rows=rows.ring_rows,
         ring_key=rings[0],
         ring_value=rings[1],
-        sink_key=rings[2],
-        sink_value=rings[3],
+        sink_key=rings[2][:count],
+        sink_value=rings[3][:count],
         same_length=part.context_len if context else None,
         overlaps_append=overlaps_append,
         feedback=feedback,

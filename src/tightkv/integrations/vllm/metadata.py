@@ -29,7 +29,7 @@ class BatchPart:
 class TightMetadata:
     parts: tuple[BatchPart, ...]
     num_actual_tokens: int
-    inherited: tuple[Tensor, Tensor] | None = None  # rows of sinks [B]: copied to, copied from
+    inherited: tuple[Tensor, Tensor] | None = None  # rows of sinks [2 B]: copied to, copied from
 
 
 def make_part(

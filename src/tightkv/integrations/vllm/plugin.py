@@ -23,11 +23,16 @@ def register() -> None:
     That answer is wrapped; without our options it is vLLM's own. Layers that keep vLLM's cache are
     wrapped too: one of them may be asked first, and the size of their blocks follows from ours.
 
+    The scheduler of such an engine is told what its workers hold (`engine_core`), and the API
+    server where it finds the metrics (`stats_file`).
+
     A vLLM that we do not fit is left alone, unless an engine asks for compression: that is refused.
     """
     try:
         for kind in _asked():
             _wrap(kind, "get_kv_cache_spec", _compressing)
+        for owner, name, wrapper in _engine_hooks():
+            _wrap(owner, name, wrapper)
     except (ImportError, AttributeError) as error:
         _refuse_requests(_does_not_fit(error))
 
@@ -52,6 +57,52 @@ def _compressing(original: Any) -> Any:
         return compressed_spec(self, original(self, vllm_config))
 
     return get_kv_cache_spec
+
+
+def _engine_hooks() -> tuple[tuple[Any, str, Callable[[Any], Any]], ...]:
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+    return (
+        (EngineCore, "_initialize_kv_caches", _reading_formats),
+        (Scheduler, "__init__", _following),
+        (PrometheusStatLogger, "__init__", _showing_stats),
+    )
+
+
+def _reading_formats(original: Any) -> Any:
+    def _initialize_kv_caches(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        made = original(self, vllm_config, *args, **kwargs)
+        if engine_options(vllm_config.additional_config) is not None:
+            from tightkv.integrations.vllm.engine_core import read_format
+
+            read_format(self, vllm_config)
+        return made
+
+    return _initialize_kv_caches
+
+
+def _following(original: Any) -> Any:
+    def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, vllm_config, *args, **kwargs)
+        if engine_options(vllm_config.additional_config) is not None:
+            from tightkv.integrations.vllm.engine_core import follow_scheduler
+
+            follow_scheduler(self, vllm_config)
+
+    return __init__
+
+
+def _showing_stats(original: Any) -> Any:
+    def __init__(self: Any, vllm_config: Any, engine_indexes: Any = None, **kwargs: Any) -> None:
+        original(self, vllm_config, engine_indexes, **kwargs)
+        if engine_options(vllm_config.additional_config) is not None:
+            from tightkv.integrations.vllm.stats_file import show_stats
+
+            show_stats(vllm_config, engine_indexes)
+
+    return __init__
 
 
 def _refuse_requests(reason: str) -> None:

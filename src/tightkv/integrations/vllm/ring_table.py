@@ -5,7 +5,8 @@ it was that wrote them. So a row is tagged with what it was written for: the blo
 token and the length. A sequence that goes on from there finds the row through its block. Whoever
 writes a block takes it over, so a freed and reused block never leads to an old row. A sequence
 that finds no row is read from the codes in its blocks, which are always right; the sinks of a
-cached prefix it takes over from a row that has them for the same first block.
+cached prefix it takes over from a row that has them for the same first block, or from the saved
+sinks of rows that were given to another sequence.
 
 Everything is device tensors of fixed shape: no step waits for the device, and a CUDA graph can
 hold one (`replay`).
@@ -23,6 +24,7 @@ from tightkv.layout import RING_SLACK, ring_tokens
 
 _STEP = 1 << 20  # more than any batch: step and sequence in one number
 _NEVER = 1 << 62
+SAVED_SINKS = 4  # places for sinks alone, per row of the pool
 
 
 class BatchRings(NamedTuple):
@@ -36,7 +38,13 @@ class BatchRings(NamedTuple):
     sink_counts: Tensor
     context_ring_starts: Tensor  # the same of the tokens before the new ones
     context_sink_counts: Tensor
-    sink_sources: Tensor  # the row whose sinks are to be copied to `ring_rows` first
+    sink_sources: Tensor  # whose sinks are to be copied to `ring_rows` first
+    saved_at: Tensor  # where those that `ring_rows` had go at the same time; last row: nowhere
+
+
+def sink_rows(rows: int) -> int:
+    """Places for sinks: of each row, of the row that is nobody's, and saved ones."""
+    return rows + 1 + SAVED_SINKS * rows
 
 
 class RingTable:
@@ -64,11 +72,13 @@ class RingTable:
         self.written_at = tensor(num_blocks, -1)  # step and sequence that wrote it last
         self.content = tensor(num_blocks, -1)  # step and sequence that began it
         self.sink_row = tensor(num_blocks, rows)  # who has the sinks of a first block
-        self.sink_content = tensor(rows + 1, -2)  # and of which content of it
+        self.sink_content = tensor(sink_rows(rows), -2)  # and of which content of it
         self.block = tensor(rows + 1, -1)  # block of a row's newest token
         self.length = tensor(rows + 1, 0)
         self.exact_start = tensor(rows + 1, 0)
-        self.sink_count = tensor(rows + 1, 0)
+        self.sink_count = tensor(sink_rows(rows), 0)
+        self.first_block = tensor(rows + 1, 0)
+        self.saved = torch.zeros((), dtype=torch.long, device=device)  # how many ever were
         self.used_at = tensor(rows + 1, -1)
         self.used_at[rows] = _NEVER
 
@@ -88,7 +98,7 @@ class RingTable:
         written at `slots` [N] = block * page_size + offset; a negative slot is not written.
         Block 0 is nobody's. (A block here is one page.) The answer is put into `out`
         int32 [len(BatchRings._fields), at least B]: the same memory at every step. With `copies`
-        the layers copy sinks as `sink_sources` says before anything else.
+        the layers copy sinks as `sink_sources` and `saved_at` say before anything else.
         """
         size, batch = self.page_size, len(lengths)
         starts = query_start_loc.long()
@@ -106,16 +116,23 @@ class RingTable:
         exact_before = torch.where(matched, self.exact_start[own], before)
         begun = block_table[:, 0].long().masked_fill(~live, 0)  # first blocks
         source = self.sink_row[begun]
-        known = matched | without_row | (begun == 0) | (before == 0) | (not copies)
-        inherits = ~known & (self.sink_content[source] == self.content[begun])
+        had = self.sink_count[own].masked_fill(~matched, 0)
+        # A prefix hit may begin with a step that copies nothing: it asks again later.
+        lacking = (had < self.sinks) & (had < before) & ~without_row & (begun != 0) & copies
+        inherits = lacking & (self.sink_content[source] == self.content[begun])
         source = torch.where(inherits, source, rows)
-        had = self.sink_count[torch.where(inherits, source, own)]
-        sinks_before = torch.minimum(had, before).masked_fill(~(matched | inherits), 0)
+        had = torch.where(inherits, self.sink_count[source], had)
+        sinks_before = torch.minimum(had, before)
         exact_after = torch.maximum(exact_before, lengths - self.ring)
         sinks_after = torch.where(
             before <= sinks_before, lengths.clamp_max(self.sinks), sinks_before
         )
         sinks_after = sinks_after.masked_fill(without_row, 0)
+        saved_at = (
+            self._save_sinks(rows, matched | without_row)
+            if copies
+            else rows.new_full(rows.shape, self.rows)
+        )
 
         self.block[rows] = _block_at(block_table, lengths - 1, size)
         self.length[rows] = lengths
@@ -123,6 +140,7 @@ class RingTable:
         self.sink_count[rows] = sinks_after
         self.sink_content[rows] = self.content[begun].masked_fill(sinks_after == 0, -2)
         self.sink_row[begun.masked_fill(sinks_after == 0, 0)] = rows
+        self.first_block[rows] = begun
         self.used_at[rows] = self.steps
         self.block[self.rows :].fill_(-1)
         self.used_at[self.rows :].fill_(_NEVER)
@@ -144,6 +162,7 @@ class RingTable:
             torch.where(matched, torch.minimum(context, before), before),
             sinks_before,
             source,
+            saved_at,
         )
         return BatchRings(*out[:, :batch].copy_(torch.stack(answer)).unbind())
 
@@ -194,6 +213,25 @@ class RingTable:
         rank = (wanting.cumsum(0) - 1).clamp_min(0)
         fresh = oldest_first[rank.clamp_max(self.rows)]
         return torch.where(wanting & (rank < free), fresh, kept)
+
+    def _save_sinks(self, rows: Tensor, keeps: Tensor) -> Tensor:
+        """Where the sinks go that these rows had for sequences that are gone; the oldest goes.
+
+        Sinks that another row has too, or whose first block was written again, go nowhere.
+        """
+        nowhere = self.rows
+        if not self.rows or not self.sinks:
+            return rows.new_full(rows.shape, nowhere)
+        block = self.first_block[rows]
+        leaves = ~keeps & (self.sink_count[rows] > 0) & (self.sink_row[block] == rows)
+        leaves &= self.sink_content[rows] == self.content[block]
+        place = (self.saved + leaves.cumsum(0) - 1) % (SAVED_SINKS * self.rows) + self.rows + 1
+        place = place.masked_fill(~leaves, nowhere)
+        self.sink_row[block.masked_fill(~leaves, 0)] = place
+        self.sink_content[place] = self.sink_content[rows].masked_fill(~leaves, -2)
+        self.sink_count[place] = self.sink_count[rows]
+        self.saved += leaves.sum()
+        return place
 
     def _window(self, newest: Tensor) -> Tensor:
         """Where the exact window of token `newest` begins."""

@@ -126,6 +126,7 @@ def _part(
         context_ring_starts=number(before),
         context_sink_counts=number(0),
         sink_sources=number(len(rings[0]) - 1),
+        saved_at=number(len(rings[0]) - 1),
     )
     pages = -(-length // layout.page_size)
     return BatchPart(

@@ -1,0 +1,91 @@
+"""CacheFormat: what a scheduler has to know of the pages that the workers of its engine hold."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention.attention import Attention
+
+from tightkv.integrations.vllm.attention import TightAttention
+from tightkv.integrations.vllm.layer_numbers import model_layers
+
+
+@dataclass(frozen=True)
+class CacheFormat:
+    """Of one worker, or of all of them (`joined`)."""
+
+    fingerprint: str
+    """Of what the bytes of every compressed layer mean."""
+    name: str
+    page_size: int
+    exact_pages: int
+    rows: int
+    """Sequences that can have an exact ring at a time."""
+    bytes_per_token: float
+    plain_bytes_per_token: int
+    """Of a 16-bit cache."""
+    kernels: tuple[str, ...]
+
+    @property
+    def ratio(self) -> float:
+        return self.plain_bytes_per_token / self.bytes_per_token
+
+
+def worker_format(worker: Any) -> CacheFormat | None:
+    """Runs in each worker when its layers are installed; None where it compresses none."""
+    layers = get_layers_from_vllm_config(worker.vllm_config, Attention)
+    impls = {
+        name: layer.impl for name, layer in layers.items() if isinstance(layer.impl, TightAttention)
+    }
+    if not impls:
+        return None
+    numbers = model_layers(impls)
+    first = next(iter(impls.values()))
+    layouts = [impl.layout for impl in impls.values()]
+    return CacheFormat(
+        fingerprint=_digest([(numbers[name], *_meaning(impl)) for name, impl in impls.items()]),
+        name="+".join(sorted({layout.cfg.name for layout in layouts})),
+        page_size=first.layout.page_size,
+        exact_pages=first.layout.cfg.exact_pages,
+        rows=first.limits.rows,
+        bytes_per_token=sum(layout.bytes_per_token for layout in layouts),
+        plain_bytes_per_token=sum(4 * x.num_kv_heads * x.head_dim for x in layouts),
+        kernels=tuple(sorted({impl.step.kernel_name for impl in impls.values()})),
+    )
+
+
+def joined(formats: Sequence[CacheFormat | None]) -> CacheFormat | None:
+    """The format of an engine from those of its workers, in the order of their ranks."""
+    known = [found for found in formats if found is not None]
+    if not known:
+        return None
+    return CacheFormat(
+        fingerprint=_digest([None if one is None else one.fingerprint for one in formats]),
+        name=known[0].name,
+        page_size=known[0].page_size,
+        exact_pages=known[0].exact_pages,
+        rows=min(one.rows for one in known),
+        bytes_per_token=sum(one.bytes_per_token for one in known),
+        plain_bytes_per_token=sum(one.plain_bytes_per_token for one in known),
+        kernels=tuple(sorted({name for one in known for name in one.kernels})),
+    )
+
+
+def _meaning(impl: TightAttention) -> tuple[Any, ...]:
+    """What a layer's bytes depend on: its format, its heads, and what tokens are relative to."""
+    layout = impl.layout
+    centers = None
+    if impl.centers is not None:
+        data = b"".join(x.cpu().float().numpy().tobytes() for x in impl.centers[:2])
+        centers = hashlib.sha256(data).hexdigest()
+    heads = layout.num_kv_heads, layout.head_dim
+    return layout.cfg.fingerprint(), *heads, str(layout.raw_dtype), centers
+
+
+def _digest(parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

@@ -1,0 +1,30 @@
+"""What an engine's scheduler does for the compressed cache: vLLM's hooks in the core's process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tightkv.integrations.vllm.cache_format import CacheFormat, joined, worker_format
+from tightkv.integrations.vllm.monitor import watch_scheduler
+from tightkv.integrations.vllm.prefix_hits import keep_windows_exact
+from tightkv.integrations.vllm.store_keys import separate_block_hashes
+
+_FORMAT = "_tightkv_format"
+
+
+def read_format(core: Any, vllm_config: Any) -> None:
+    """Ask the workers of an EngineCore, whose caches were just made, what they hold."""
+    found = joined(core.model_executor.collective_rpc(worker_format))
+    object.__setattr__(vllm_config, _FORMAT, found)
+    if found is not None and vllm_config.kv_transfer_config is not None:
+        separate_block_hashes(found.fingerprint)
+
+
+def follow_scheduler(scheduler: Any, vllm_config: Any) -> None:
+    """Of a Scheduler that was just made."""
+    found: CacheFormat | None = getattr(vllm_config, _FORMAT, None)
+    if found is None:
+        return
+    if found.rows:
+        keep_windows_exact(scheduler.kv_cache_manager.coordinator, found)
+    watch_scheduler(scheduler, vllm_config, found)

@@ -1,0 +1,190 @@
+"""Sequences that begin with cached blocks, vLLM's own or a store's: as exact as others, not mixed.
+
+Continuations are forced (vllm_engine.py), so that engines say how probable the same text is.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tightkv import KVQuantConfig
+from tightkv.config.quant import FORMAT_VERSION
+from tightkv.integrations.vllm.prefix_hits import reusable_tokens
+from tightkv.layout import PageLayout
+from tiny_folder import write_tiny_folder
+from vllm_outputs import VOCABULARY, assert_same_text, batches, mean_kl, random_tokens, run_engines
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1200)]
+
+PAGE, WINDOW = 32, 3
+K4V4 = {"preset": "k4v4", "page_size": PAGE, "exact_pages": WINDOW}
+K8V8 = {"preset": "k8v8", "page_size": PAGE, "exact_pages": 1}
+BRANCHES = 24
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    return random_tokens(random.Random(seed), count)
+
+
+# A chat: the second turn is everything that was said before, and a question.
+CHATS = [tokens(seed, 300) for seed in range(8)]
+FIRST, SAID, ASKED = 200, 238, 248
+# An agent: many branches of one long prompt.
+SYSTEM = tokens(100, 230)
+LOOP = [SYSTEM + tokens(200 + seed, 60) for seed in range(BRANCHES)]
+OTHERS = [tokens(300 + seed, 40) for seed in range(16)]
+
+
+def job(
+    options: dict[str, Any] | None, *steps: tuple[list[list[int]], int, int], **engine: Any
+) -> dict[str, Any]:
+    """Steps are (texts, prompt, end): tokens up to `prompt` are given, those up to `end` forced."""
+    shared = {"model": "tiny", "kv_cache_memory_bytes": 4 << 20, "max_num_seqs": 32}
+    if options is not None:
+        shared["additional_config"] = {"tightkv": options}
+    return {
+        "engine": {**shared, **engine},
+        "batches": [[text[:prompt] for text in texts] for texts, prompt, _ in steps],
+        "forced": [[text[prompt:end] for text in texts] for texts, prompt, end in steps],
+        "sampling": {"logprobs": VOCABULARY, "ignore_eos": True},
+    }
+
+
+def store_job(options: dict[str, Any], folder: Path, **job_options: Any) -> dict[str, Any]:
+    few = [tokens(400 + seed, count) for seed, count in enumerate((33, 64, 130, 200, 300))]
+    connector = {
+        "kv_connector": "FileConnector",
+        "kv_connector_module_path": "file_connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"folder": str(folder)},
+    }
+    return {
+        "engine": {
+            "model": "tiny",
+            "kv_cache_memory_bytes": 512 << 10,  # too little for both batches
+            "kv_transfer_config": connector,
+            "additional_config": {"tightkv": options},
+        },
+        "batches": [few, [tokens(500 + seed, 400) for seed in range(4)], few],
+        "sampling": {"max_tokens": 16, "ignore_eos": True},
+        **job_options,
+    }
+
+
+def jobs(folder: Path) -> dict[str, dict[str, Any]]:
+    chat = (CHATS, ASKED, 288)
+    loop = (LOOP, 240, 272)
+    fresh = {"enable_prefix_caching": False}
+    store = folder / "store"
+    store.mkdir()
+    return {
+        "plain chat": job(None, chat, **fresh),
+        "fresh chat": job(K4V4, chat, **fresh),
+        "chat": job(K4V4, (CHATS, FIRST, SAID), chat),
+        "chat, others between": job(
+            {**K4V4, "exact_rows": 8}, (CHATS, FIRST, SAID), (OTHERS, 39, 40), chat
+        ),
+        "plain loop": job(None, loop, **fresh),
+        "fresh loop": job(K4V4, loop, **fresh),
+        "loop": job(K4V4, ([SYSTEM], 229, 230), loop),
+        "few rings": job({**K4V4, "exact_rows": 8}, ([SYSTEM], 229, 230), loop),
+        "store": store_job(K8V8, store),
+        "store again": store_job(K8V8, store),
+        "store of another seed": store_job({**K8V8, "seed": 1}, store),
+        "store of another version": store_job(K8V8, store, format_version=FORMAT_VERSION + 1),
+        **{
+            name: job(K4V4, kv_transfer_config={"kv_connector": name, "kv_role": "kv_both"})
+            for name in ("ExampleConnector", "NixlConnector")
+        },
+    }
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("vllm_prefixes")
+    model = write_tiny_folder(folder / "tiny", max_position_embeddings=1024)
+    return run_engines(jobs(folder), {"tiny": model}, folder)
+
+
+def last(result: dict[str, Any]) -> dict[str, Any]:
+    return batches(result)[-1]
+
+
+def cached(result: dict[str, Any]) -> list[int]:
+    return [output["cached"] for output in last(result)["outputs"][0]]
+
+
+@pytest.mark.parametrize("newest", range(0, 5 * PAGE, 7))
+def test_a_cached_prefix_ends_before_the_exact_window(newest: int) -> None:
+    taken = reusable_tokens(newest, PAGE, WINDOW)
+    assert taken % PAGE == 0 and taken <= newest
+    assert taken == max(0, newest // PAGE * PAGE - (WINDOW - 1) * PAGE)
+
+
+@pytest.mark.parametrize("name", ["chat", "chat, others between", "loop"])
+def test_continuations_of_cached_prefixes_are_as_exact_as_fresh_ones(
+    engines: dict[str, Any], name: str
+) -> None:
+    kind = name.split(",")[0]
+    plain, fresh = last(engines[f"plain {kind}"]), last(engines[f"fresh {kind}"])
+    assert min(cached(engines[name])) >= 160
+    hit, alone = (mean_kl(plain, x, "best") for x in (last(engines[name]), fresh))
+    assert 0 < hit < 1.1 * alone
+
+
+def test_blocks_go_out_and_come_back(engines: dict[str, Any]) -> None:
+    told = engines["store"]
+    first, _, again = batches(told)
+    assert max(cached(engines["store"])) == 288
+    assert told["metrics"]["vllm:external_prefix_cache_hits"] > 200
+    assert_same_text(first, again, tie=0.05, share=0.6)
+
+
+def test_another_engine_reads_what_one_of_the_same_format_stored(engines: dict[str, Any]) -> None:
+    begun, *_ = batches(engines["store again"])
+    assert [text["cached"] for text in begun["outputs"][0]] == [32, 32, 128, 192, 288]
+    assert_same_text(batches(engines["store"])[0], begun, tie=0.05, share=0.6)
+
+
+@pytest.mark.parametrize("other", ["seed", "version"])
+def test_a_store_of_another_format_is_missed(engines: dict[str, Any], other: str) -> None:
+    """Pages of another seed have the same bytes in number and mean other numbers."""
+    begun, _, again = batches(engines[f"store of another {other}"])
+    assert {text["cached"] for text in begun["outputs"][0]} == {0}
+    assert {text["cached"] for text in again["outputs"][0]} == {32, 128, 192, 288}  # its own
+    assert_same_text(begun, again, tie=0.05, share=0.6)
+
+
+def test_engines_with_a_connector_say_that_they_have_no_rings(engines: dict[str, Any]) -> None:
+    line = "codes, for the KV connector FileConnector fills blocks without the plugin's knowledge"
+    assert engines["log"]["text"].count(line) == 4
+    assert engines["store"]["tightkv"]["exact_rings"] == 0
+
+
+@pytest.mark.parametrize("name", ["ExampleConnector", "NixlConnector"])
+def test_connectors_that_do_not_compare_formats_are_refused(
+    engines: dict[str, Any], name: str
+) -> None:
+    assert f"tightkv with the KV connector {name}: it compares neither" in engines[name]["error"]
+
+
+def test_metrics_say_what_is_compressed_and_what_runs_without_a_ring(
+    engines: dict[str, Any],
+) -> None:
+    whole, few = engines["loop"]["tightkv"], engines["few rings"]["tightkv"]
+    layout = PageLayout(KVQuantConfig.from_dict(K4V4), 2, 32)
+    blocks = engines["loop"]["blocks"]
+    assert whole["kv_cache_bytes"] == blocks * 2 * layout.page_bytes
+    assert whole["compression_ratio"] == pytest.approx(layout.ratio)
+    assert whole["cache_info"] == 1 and whole["exact_rings"] == 32 and few["exact_rings"] == 8
+    for told in (whole, few):  # idle
+        assert told["exact_rings_in_use"] == told["sequences_without_ring"] == 0
+        assert told["kv_cache_used_bytes"] == 0
+    assert whole["prefix_hits_without_window_total"] == 0
+    assert few["prefix_hits_without_window_total"] == BRANCHES - 8
+    line = f"tightkv: {BRANCHES} sequences run at a time and 8 have an exact ring"
+    assert engines["log"]["text"].count(line) == 1
