@@ -62,9 +62,3 @@ def host_lengths(common: Any) -> list[int] | None:
     """
     lengths = getattr(common, "seq_lens_cpu_upper_bound", None)
     return None if lengths is None else lengths.tolist()
-
-
-def engine_index(parallel_config: Any) -> int:
-    """Which of the engines behind an API server this one is."""
-    index = getattr(parallel_config, "data_parallel_index", parallel_config.data_parallel_rank)
-    return int(index)

@@ -14,7 +14,6 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from tightkv.integrations.vllm.cache_format import CacheFormat
-from tightkv.integrations.vllm.compat import engine_index
 from tightkv.integrations.vllm.stats_file import StatsFile
 
 logger = logging.getLogger("vllm.tightkv")
@@ -105,7 +104,7 @@ class EngineMonitor:
 
 def watch_scheduler(scheduler: Any, vllm_config: Any, found: CacheFormat) -> EngineMonitor:
     """Update the metrics after every step of a vLLM Scheduler."""
-    cache, index = vllm_config.cache_config, engine_index(vllm_config.parallel_config)
+    cache, index = vllm_config.cache_config, vllm_config.parallel_config.data_parallel_index
     labels = [vllm_config.model_config.served_model_name, str(index)]
     monitor = EngineMonitor(found, cache.num_gpu_blocks or 0, cache.block_size, labels)
     shared = "PROMETHEUS_MULTIPROC_DIR" in os.environ  # the values are
