@@ -6,6 +6,7 @@ Continuations are forced (vllm_engine.py), so that engines say how probable the 
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,9 @@ def test_metrics_say_what_is_compressed_and_what_runs_without_a_ring(
     engines: dict[str, Any],
 ) -> None:
     whole, few = engines["loop"]["tightkv"], engines["few rings"]["tightkv"]
+    page = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
+    named = {name for name in whole if not name.endswith("_created")}
+    assert named == set(re.findall(r"`tightkv:(\w+)`", page))
     layout = PageLayout(KVQuantConfig.from_dict(K4V4), 2, 32)
     blocks = engines["loop"]["blocks"]
     assert whole["kv_cache_bytes"] == blocks * 2 * layout.page_bytes

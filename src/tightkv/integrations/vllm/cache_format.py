@@ -11,6 +11,7 @@ from typing import Any
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention.attention import Attention
 
+from tightkv.cache_bytes import CacheBytes, LayerBytes
 from tightkv.integrations.vllm.attention import TightAttention
 from tightkv.integrations.vllm.layer_numbers import model_layers
 
@@ -47,14 +48,15 @@ def worker_format(worker: Any) -> CacheFormat | None:
     numbers = model_layers(impls)
     first = next(iter(impls.values()))
     layouts = [impl.layout for impl in impls.values()]
+    size = CacheBytes(tuple(LayerBytes.of_layout(layout) for layout in layouts))
     return CacheFormat(
         fingerprint=_digest([(numbers[name], *_meaning(impl)) for name, impl in impls.items()]),
         name="+".join(sorted({layout.cfg.name for layout in layouts})),
         page_size=first.layout.page_size,
         exact_pages=first.layout.cfg.exact_pages,
         rows=first.limits.rows,
-        bytes_per_token=sum(layout.bytes_per_token for layout in layouts),
-        plain_bytes_per_token=sum(4 * x.num_kv_heads * x.head_dim for x in layouts),
+        bytes_per_token=size.bytes_per_token,
+        plain_bytes_per_token=size.bf16_bytes_per_token,
         kernels=tuple(sorted({impl.step.kernel_name for impl in impls.values()})),
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import os
@@ -10,6 +9,7 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ class StatsFile:
             logger.warning("tightkv: no tightkv: metrics (%s)", error)
             return None
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-            logger.warning("tightkv: no tightkv: metrics, %s belongs to another user", folder)
+            logger.warning("tightkv: no tightkv: metrics, %s is not a folder of this user", folder)
             return None
         return cls(folder / f"{instance_id}-{index}.prom")
 
@@ -86,4 +86,4 @@ def show_stats(vllm_config: Any, engine_indexes: list[int] | None) -> None:
     known = [file for file in files if file is not None]
     REGISTRY.register(StatsCollector(known))
     for file in known:
-        atexit.register(file.remove)
+        Finalize(None, file.remove, exitpriority=0)  # also at the end of a forked process

@@ -1,0 +1,62 @@
+"""The file through which an engine's metrics reach the API server."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tightkv.integrations.vllm import stats_file
+
+pytestmark = pytest.mark.vllm  # comes with prometheus_client
+TEXT = b"""# HELP tightkv:exact_rings Sequences.
+# TYPE tightkv:exact_rings gauge
+tightkv:exact_rings{engine="%d"} 8.0
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path / f"tightkv-{os.getuid()}"
+
+
+def engine_file(index: int) -> stats_file.StatsFile:
+    file = stats_file.StatsFile.of_engine("abcde", index)
+    assert file is not None
+    return file
+
+
+def test_metrics_of_all_engines_are_one_family(folder: Path) -> None:
+    files = [engine_file(index) for index in range(3)]
+    for index in range(2):  # the third has not started
+        files[index].write(TEXT % index)
+    (family,) = stats_file.StatsCollector(files).collect()
+    assert [sample.labels["engine"] for sample in family.samples] == ["0", "1"]
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert sorted(path.suffix for path in folder.iterdir()) == [".prom", ".prom"]
+    files[0].remove()
+    assert len(list(folder.iterdir())) == 1
+
+
+def test_a_folder_that_is_not_the_users_own_is_not_used(
+    folder: Path, tmp_path: Path, caplog: Any
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    folder.symlink_to(tmp_path / "elsewhere")
+    with caplog.at_level(logging.WARNING, logger="vllm.tightkv"):
+        logging.getLogger("vllm.tightkv").addHandler(caplog.handler)
+        assert stats_file.StatsFile.of_engine("abcde", 0) is None
+        logging.getLogger("vllm.tightkv").removeHandler(caplog.handler)
+    assert "is not a folder of this user" in caplog.text
+
+
+def test_a_disk_that_takes_nothing_costs_no_request(folder: Path) -> None:
+    file = engine_file(0)
+    folder.rmdir()
+    file.write(TEXT % 0)
+    assert list(stats_file.StatsCollector([file]).collect()) == []
