@@ -168,7 +168,7 @@ def test_models_with_other_layers(engines: dict[str, Any], model: str) -> None:
     plain, k8v8, k4v4 = (engines[f"{name} {model}"] for name in ("plain", "k8v8", "k4v4"))
     assert set(k4v4["layers"].values()) == {"TightAttention", HYBRIDS[model]}
     first, again = batches(k8v8)
-    assert all(text["cached"] >= 512 for text in outputs(again))
+    assert all(text["cached"] >= 384 for text in outputs(again))
     # After a hit the newest pages are read as codes; which of two tied tokens wins may change.
     assert_same_text(first, again, TIE, share=0.25)
     assert mean_kl(first, again, "best") < 1e-3
