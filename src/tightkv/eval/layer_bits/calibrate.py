@@ -8,7 +8,7 @@ cost least at the bytes a preset takes (k2v2: at most 3% more).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,8 +20,10 @@ from tightkv.config import KVQuantConfig
 from tightkv.eval.forward import Bars, advance_bar
 from tightkv.eval.layer_bits.search import SEARCHED_BITS, Option, least_kl
 from tightkv.eval.layer_bits.sensitivity import (
+    ESTIMATED_BITS,
     Layer,
     Moments,
+    all_bits,
     estimate,
     moments,
     observe,
@@ -34,7 +36,6 @@ from tightkv.integrations.transformers.calibration import loaded_fingerprint
 from tightkv.integrations.transformers.layer import TightLayer
 from tightkv.layout import page_layout
 from tightkv.math.centers import Centers
-from tightkv.math.codebook import get_codebook
 from tightkv.math.feedback import QueryMetric
 
 PRESETS = ("k4v4", "k3v3", "k2v2")
@@ -43,7 +44,6 @@ WINDOW = 2048
 GROWTH = 0.03
 """Of the bytes, for presets of the fewest bits: their layers have none to give to others."""
 PREFILL = 256  # tokens of a window whose queries read no codes, or hardly any
-_ESTIMATED = (2, 3, 4)  # bits; eight cost what four do, times the ratio of their distortions
 
 
 class Calibrator:
@@ -100,14 +100,14 @@ class Calibrator:
     @torch.no_grad()
     def _estimate(self, bar: Any) -> None:
         """By the gradients of one window: bits depend on ratios of costs, which are far apart."""
-        cfgs = [self.base.replace(key_bits=b, value_bits=b) for b in _ESTIMATED]
+        cfgs = [self.base.replace(key_bits=b, value_bits=b) for b in ESTIMATED_BITS]
         ids, generator = self.windows.ids[:1], torch.Generator().manual_seed(0)
         layers: dict[int, Layer] = record(self.model, ids, self.numbers, self.first, generator)[0]
         positions = ids.shape[1] - 1 - self.first
         for n in self.numbers:
             metric, centers = self.metrics[n], self.centers.get(n)
             keys, values = estimate(layers.pop(n), cfgs, self.first, metric, centers)
-            self.costs[n] = Costs(*(_all_bits(kl, positions) for kl in (keys, values)))
+            self.costs[n] = Costs(*(all_bits(kl, positions) for kl in (keys, values)))
             advance_bar(bar)
 
     def bits(self, preset: KVQuantConfig) -> str:
@@ -140,12 +140,3 @@ class Calibrator:
                 size = page_layout(cfg, *self._shapes[n]).bytes_per_token
                 found.append(Option((k, v), size, self.costs[n].key[k] + self.costs[n].value[v]))
         return found
-
-
-def _all_bits(costs: Mapping[int, float], positions: int) -> dict[int, float]:
-    """KL a position at every number of bits; more of them never cost more: the rest is noise."""
-    ratio = get_codebook("fp8", 8).distortion / get_codebook("fp8", 4).distortion
-    found, least = {}, float("inf")
-    for bits, kl in {**costs, 8: costs[4] * ratio}.items():
-        found[bits] = least = min(least, kl / positions)
-    return found

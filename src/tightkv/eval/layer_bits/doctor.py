@@ -22,7 +22,15 @@ from tightkv.eval.forward import Bars, CacheRun, advance_bar
 from tightkv.eval.layer_bits.diagnosis import Diagnosis, Measured, Uniform, describe
 from tightkv.eval.layer_bits.layer_report import Energies, key_energy, layer_reports
 from tightkv.eval.layer_bits.search import SEARCHED_BITS, Option, as_config, fewest_bytes
-from tightkv.eval.layer_bits.sensitivity import Costs, Layer, estimate, record
+from tightkv.eval.layer_bits.sensitivity import (
+    ESTIMATED_BITS,
+    Costs,
+    Layer,
+    all_bits,
+    estimate,
+    exact_log_p,
+    record,
+)
 from tightkv.eval.tasks.quality import Schedule, measure_quality, quality_passes
 from tightkv.eval.windows import Windows
 from tightkv.integrations.transformers import TightCache
@@ -102,34 +110,31 @@ class Doctor:
     def estimate(self, cfgs: Sequence[KVQuantConfig]) -> list[_Family]:
         """A family for each set of options beside the bits; fills the report on layers.
 
-        Where the configs name a calibration, it has the estimates already.
+        From the first window, as their ratios decide; measurements take all. Where the configs
+        name a calibration, it has the estimates already.
         """
         bases = list(dict.fromkeys(_without_bits(cfg) for cfg in cfgs))
         families = [_Family(base, {}, {}) for base in bases]
         if (known := apply_calibration(cfgs[0], self.model)[1]) is not None:
             return self._read(known, families)
         numbers, first = self._layer_numbers(), self.schedule.prefill
-        generator = torch.Generator().manual_seed(0)
-        energies: dict[int, tuple[Tensor, Tensor]] = {}
-        with self.bars("layers", len(self.windows) * len(numbers) * 2) as bar:
-            for row in range(len(self.windows)):
-                ids = self.windows.ids[row : row + 1]
-                layers, log_p = record(self.model, ids, numbers, first, generator)
-                self._keep(log_p)
-                advance_bar(bar, len(numbers))
-                for n, layer in layers.items():
-                    self._shapes[n] = layer.key.shape[1], layer.key.shape[3]
-                    energies.setdefault(n, key_energy(layer.key, bases[0].page_size))
-                    for family in families:
-                        self._add(family, n, layer)
-                    advance_bar(bar, 1)
-                # After each window, so that an interruption leaves what was found.
-                self._report(families[0], row + 1, energies)
-        scored = self.windows.ids.shape[1] - 1 - first
-        for family in families:
-            for side in (family.keys, family.values):
-                for n, costs in side.items():
-                    side[n] = _falling(_scaled(costs, len(self.windows) * scored))
+        with self.bars("layers", 2 * len(numbers) + len(self.windows) - 1) as bar:
+            ids, generator = self.windows.ids[:1], torch.Generator().manual_seed(0)
+            layers, log_p = record(self.model, ids, numbers, first, generator)
+            self._keep(log_p)
+            advance_bar(bar, len(numbers))
+            energies: dict[int, tuple[Tensor, Tensor]] = {}
+            for n in numbers:
+                layer = layers.pop(n)
+                self._shapes[n] = layer.key.shape[1], layer.key.shape[3]
+                energies[n] = key_energy(layer.key, bases[0].page_size)
+                for family in families:
+                    self._add(family, n, layer)
+                advance_bar(bar, 1)
+            self._set_layers(families[0].keys, families[0].values, energies)
+            for row in range(1, len(self.windows)):
+                self._keep(exact_log_p(self.model, self.windows.ids[row : row + 1], first))
+                advance_bar(bar, 1)
         return families
 
     def _read(self, known: Calibration, families: list[_Family]) -> list[_Family]:
@@ -143,13 +148,12 @@ class Doctor:
 
     @torch.no_grad()
     def _add(self, family: _Family, number: int, layer: Layer) -> None:
-        """One window's sums for one layer."""
-        cfgs = [family.base.replace(key_bits=b, value_bits=b) for b in SEARCHED_BITS]
+        """Estimates for one layer."""
+        cfgs = [family.base.replace(key_bits=b, value_bits=b) for b in ESTIMATED_BITS]
         metrics = probed_metrics(self.model) if family.base.feedback == "auto" else {}
         both = estimate(layer, cfgs, self.schedule.prefill, metrics.get(number))
-        for side, costs in zip((family.keys, family.values), both, strict=True):
-            before = side.get(number, {})
-            side[number] = {b: before.get(b, 0.0) + cost for b, cost in costs.items()}
+        scored = self.windows.ids.shape[1] - 1 - self.schedule.prefill
+        family.keys[number], family.values[number] = (all_bits(costs, scored) for costs in both)
 
     def _keep(self, log_p: Tensor) -> None:
         """Hold on to the reference, unless all windows' would be too large."""
@@ -159,14 +163,6 @@ class Doctor:
     def _layer_numbers(self) -> list[int]:
         cache = TightCache(KVQuantConfig(protect_keys=False), model=self.model)
         return [i for i, layer in enumerate(cache.layers) if isinstance(layer, TightLayer)]
-
-    def _report(self, family: _Family, windows: int, energies: Energies) -> None:
-        positions = windows * (self.windows.ids.shape[1] - 1 - self.schedule.prefill)
-        keys, values = (
-            {n: _falling(_scaled(costs, positions)) for n, costs in side.items()}
-            for side in (family.keys, family.values)
-        )
-        self._set_layers(keys, values, energies)
 
     def _set_layers(
         self, keys: Mapping[int, Costs], values: Mapping[int, Costs], energies: Energies
@@ -329,16 +325,3 @@ def _without_bits(cfg: KVQuantConfig) -> KVQuantConfig:
     """What configs of one family share."""
     plain = cfg.replace(protected_first=0, protected_last=0, layer_bits="", protect_keys=False)
     return plain.replace(key_bits=4, value_bits=4)
-
-
-def _scaled(costs: Costs, positions: int) -> Costs:
-    return {bits: cost / positions for bits, cost in costs.items()}
-
-
-def _falling(costs: Costs) -> Costs:
-    """More bits never cost more: what an estimate says against it is noise."""
-    out, least = {}, float("inf")
-    for bits in sorted(costs):
-        least = min(least, costs[bits])
-        out[bits] = least
-    return out

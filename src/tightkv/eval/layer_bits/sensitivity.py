@@ -24,9 +24,11 @@ from tightkv.integrations.transformers.recorder import AttentionCall, recording
 from tightkv.kernels.reference import dequantize, seal
 from tightkv.layout import page_layout
 from tightkv.math.centers import Centers
+from tightkv.math.codebook import get_codebook
 from tightkv.math.feedback import QueryMetric
 
 Costs = dict[int, float]  # KL by bits
+ESTIMATED_BITS = (2, 3, 4)  # eight cost what four do, times the ratio of their distortions
 
 
 @dataclass
@@ -103,6 +105,27 @@ def record(
     for layer, gradient in zip(layers.values(), gradients, strict=True):
         layer.gradient = gradient
     return layers, log_p.detach()
+
+
+@torch.no_grad()
+def exact_log_p(model: Any, ids: Tensor, first: int) -> Tensor:
+    """The log-probabilities that `record` returns, without its gradients."""
+    cache = DynamicCache(config=model.config)
+    options = {"logits_to_keep": ids.shape[1] - first} if keeps_logits(model) else {}
+    out = model(ids.to(model.device), past_key_values=cache, **options).logits
+    return out[:, first - ids.shape[1] : -1].float().log_softmax(-1)
+
+
+def all_bits(costs: Costs, positions: int) -> Costs:
+    """KL per position at every number of bits, of sums for `ESTIMATED_BITS`.
+
+    More bits never cost more: what an estimate says against it is noise.
+    """
+    ratio = get_codebook("fp8", 8).distortion / get_codebook("fp8", 4).distortion
+    found, least = {}, float("inf")
+    for bits, kl in {**costs, 8: costs[4] * ratio}.items():
+        found[bits] = least = min(least, kl / positions)
+    return found
 
 
 def coded(
