@@ -504,6 +504,7 @@ def test_the_last_line_of_a_terminal(
     errors, out = Screen(), Screen()
     monkeypatch.setattr(sys, "stderr", errors)
     monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("LINES", "30")
     told = live_answer(tiny, monkeypatch, text)

@@ -1,4 +1,4 @@
-"""Progress on standard error: lines where it is a file, one changing line where it is a terminal."""
+"""Progress on standard error: lines in a file, one line that changes on a terminal."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ import pytest
 from tightkv.cli.shared import progress, terminal
 from tightkv.cli.shared.output import print_status
 from tightkv.cli.shared.progress import Progress, Working
+
+
+@pytest.fixture(autouse=True)
+def _a_terminal_that_can_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
 
 
 class Screen(io.StringIO):
@@ -47,6 +52,15 @@ def test_a_long_step_is_named_again(
     with Working("loading"):
         time.sleep(0.2)
     assert capsys.readouterr().err.count("tightkv: loading\n") > 2
+
+
+def test_quick_work_is_not_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with Working("reading", delay=60):
+        pass
+    assert capsys.readouterr().err == ""
+    with Working("reading", delay=0.02):
+        time.sleep(0.2)
+    assert capsys.readouterr().err == "tightkv: reading\n"
 
 
 def test_lines_may_be_kept_apart(capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,3 +124,12 @@ def test_lines_of_steps_may_be_kept_apart(capsys: pytest.CaptureFixture[str]) ->
         bar._last_line -= 61
         bar.advance()
     assert re.fullmatch(r"tightkv: layers: 30 of 30, \d+ s\n", capsys.readouterr().err)
+
+
+def test_a_terminal_that_cannot_draw_gets_lines(
+    screen: Screen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    with Working("loading"), Progress("windows", 1) as bar:
+        bar.advance()
+    assert screen.getvalue() == "tightkv: loading\ntightkv: windows: 1 of 1, 0 s\n"

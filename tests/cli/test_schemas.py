@@ -52,9 +52,9 @@ def _open_objects(schema: Any, where: str = "") -> Any:
             yield from _open_objects(part, where)
     if not isinstance(schema, dict):
         return
-    if schema.get("type") == "object" and "additionalProperties" not in schema:
-        if where not in ("arguments", "model"):
-            yield where
+    open_object = schema.get("type") == "object" and "additionalProperties" not in schema
+    if open_object and where not in ("arguments", "model"):
+        yield where
     for key, part in schema.items():
         yield from _open_objects(part, where if key in ("anyOf", "properties", "items") else key)
 

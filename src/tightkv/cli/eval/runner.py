@@ -15,7 +15,7 @@ from tightkv.cli.eval.tasks import TaskBuilder, check_lengths
 from tightkv.cli.info import collect
 from tightkv.cli.shared.loading import load_for
 from tightkv.cli.shared.output import print_status
-from tightkv.cli.shared.progress import Progress
+from tightkv.cli.shared.progress import QUICK_SECONDS, Progress, Working
 from tightkv.config import KVQuantConfig
 from tightkv.eval import results
 from tightkv.eval.forward import MakeCache
@@ -65,10 +65,12 @@ def _evaluate_model(
         print_status(f"model {name}")
     model, tokenizer = load_for("eval", source, dtype=args.dtype, device=args.device)
     with quiet():
-        builder = TaskBuilder(args, texts, model, tokenizer)
-        tasks = builder.build(configs.values())
-        facts = results.model_facts(model, name)
-        rows, reference = ModelRun(model, facts, configs, store).measure(tasks, all_tasks)
+        with Working("preparing tasks and caches", delay=QUICK_SECONDS):
+            builder = TaskBuilder(args, texts, model, tokenizer)
+            tasks = builder.build(configs.values())
+            facts = results.model_facts(model, name)
+            run = ModelRun(model, facts, configs, store)
+        rows, reference = run.measure(tasks, all_tasks)
     notes = list(builder.notes)
     if model.dtype == torch.float32:
         notes.insert(

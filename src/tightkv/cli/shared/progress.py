@@ -11,6 +11,7 @@ from tightkv.cli.shared import terminal
 
 _REDRAW_SECONDS = 1.0
 _REMIND_SECONDS = 30.0  # where every line stays
+QUICK_SECONDS = 3.0  # what is done by then needs no progress
 _LONG_SECONDS = 5.0  # a step that took so long leaves a line on a terminal, too
 
 
@@ -65,17 +66,19 @@ class Working:
 
     A terminal shows the step and its seconds. Elsewhere each step is a line, unless it comes
     `line_seconds` or less after another; one that goes on is named again twice a minute.
+    Nothing is shown of work that ends within `delay` seconds.
     """
 
-    def __init__(self, title: str, line_seconds: float = 0.0) -> None:
-        self.line_seconds = line_seconds
+    def __init__(self, title: str, line_seconds: float = 0.0, delay: float = 0.0) -> None:
+        self.line_seconds, self.delay = line_seconds, delay
         self._title, self._start = title, time.monotonic()
         self._last_line = float("-inf")
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._tell, daemon=True)
 
     def __enter__(self) -> Working:
-        self._draw()
+        if not self.delay:
+            self._draw()
         self._thread.start()
         return self
 
@@ -117,6 +120,8 @@ class Working:
             terminal.print_line(self._line())
 
     def _tell(self) -> None:
+        if self.delay and not self._over.wait(self.delay):
+            self._draw()
         period = _REDRAW_SECONDS if terminal.is_terminal() else _REMIND_SECONDS
         while not self._over.wait(period):
             self._draw()

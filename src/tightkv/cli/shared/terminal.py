@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import threading
@@ -13,7 +14,7 @@ _shown = False
 
 def is_terminal() -> bool:
     """Whether a line can be drawn again."""
-    return sys.stderr.isatty()
+    return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def print_line(line: str) -> None:
