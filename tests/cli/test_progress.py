@@ -24,8 +24,8 @@ class Screen(io.StringIO):
         return True
 
 
-@pytest.fixture
-def screen(monkeypatch: pytest.MonkeyPatch) -> Screen:
+def a_screen(monkeypatch: pytest.MonkeyPatch) -> Screen:
+    """Standard error from now on; pytest replaces it between a fixture and its test."""
     made = Screen()
     monkeypatch.setattr(sys, "stderr", made)
     monkeypatch.setenv("COLUMNS", "60")
@@ -69,9 +69,8 @@ def test_lines_may_be_kept_apart(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "tightkv: first\n"
 
 
-def test_a_terminal_shows_seconds_and_is_left_clean(
-    screen: Screen, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_terminal_shows_seconds_and_is_left_clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = a_screen(monkeypatch)
     monkeypatch.setattr(progress, "_REDRAW_SECONDS", 0.05)
     with Working("loading") as work:
         assert last_line(screen.getvalue()) == "tightkv: loading"
@@ -83,7 +82,8 @@ def test_a_terminal_shows_seconds_and_is_left_clean(
     assert last_line(screen.getvalue()) == "" and "\n" not in screen.getvalue()
 
 
-def test_a_step_that_took_long_leaves_a_line(screen: Screen) -> None:
+def test_a_step_that_took_long_leaves_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = a_screen(monkeypatch)
     with Working("loading") as work:
         work._start -= 20
         work.step("compiling")
@@ -94,14 +94,18 @@ def test_a_step_that_took_long_leaves_a_line(screen: Screen) -> None:
     ]
 
 
-def test_an_interrupted_step_leaves_nothing(screen: Screen) -> None:
+def test_an_interrupted_step_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = a_screen(monkeypatch)
     with pytest.raises(KeyboardInterrupt), Working("loading") as work:
         work._start -= 20
         raise KeyboardInterrupt
     assert last_line(screen.getvalue()) == "" and "\n" not in screen.getvalue()
 
 
-def test_lines_that_stay_do_not_mix_with_the_one_that_changes(screen: Screen) -> None:
+def test_lines_that_stay_do_not_mix_with_the_one_that_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    screen = a_screen(monkeypatch)
     terminal.show("changing")
     print_status("staying")
     terminal.clear()
@@ -109,7 +113,8 @@ def test_lines_that_stay_do_not_mix_with_the_one_that_changes(screen: Screen) ->
 
 
 # --- work of known steps -------------------------------------------------------------------------
-def test_bars_on_a_terminal(screen: Screen) -> None:
+def test_bars_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = a_screen(monkeypatch)
     with Progress("windows", 4) as bar:
         bar.advance(2)
         bar._bar.refresh()
@@ -126,9 +131,8 @@ def test_lines_of_steps_may_be_kept_apart(capsys: pytest.CaptureFixture[str]) ->
     assert re.fullmatch(r"tightkv: layers: 30 of 30, \d+ s\n", capsys.readouterr().err)
 
 
-def test_a_terminal_that_cannot_draw_gets_lines(
-    screen: Screen, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_terminal_that_cannot_draw_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = a_screen(monkeypatch)
     monkeypatch.setenv("TERM", "dumb")
     with Working("loading"), Progress("windows", 1) as bar:
         bar.advance()
