@@ -19,5 +19,8 @@ def validator(command: str) -> Callable[[Any], Any]:
 
 
 def check(command: str, text: str) -> None:
-    """Raise fastjsonschema.JsonSchemaValueException where it is not."""
-    validator(command)(json.loads(text))
+    """An AssertionError where it is not: commands would take a ValueError for their user's."""
+    try:
+        validator(command)(json.loads(text))
+    except fastjsonschema.JsonSchemaValueException as error:
+        raise AssertionError(f"tightkv {command} --json: {error}") from error
