@@ -82,7 +82,6 @@ def _sample(config: pytest.Config, items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _json_follows_its_schema(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a command prints with --json in a test is as its schema says."""
-    import json_schemas
     from tightkv.cli.shared import output
 
     plain = output.to_json
@@ -90,6 +89,8 @@ def _json_follows_its_schema(monkeypatch: pytest.MonkeyPatch) -> None:
     def checked(args: Any, data: Any) -> str:
         text = plain(args, data)
         if hasattr(args, "command"):
+            import json_schemas
+
             json_schemas.check(args.command, text)
         return text
 
