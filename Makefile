@@ -63,7 +63,7 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 demo: $(STAMP)
-	$(BIN)/tightkv generate --compare --long-prompt --max-new-tokens 40
+	$(BIN)/tightkv generate --compare --long-prompt 4096 --needle --max-new-tokens 40
 
 # the site; a link that leads nowhere, or a page that is in no list, fails
 docs: $(STAMP)

@@ -80,6 +80,24 @@ def _sample(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
+def _json_follows_its_schema(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a command prints with --json in a test is as its schema says."""
+    from tightkv.cli.shared import output
+
+    plain = output.to_json
+
+    def checked(args: Any, data: Any) -> str:
+        text = plain(args, data)
+        if hasattr(args, "command"):
+            import json_schemas
+
+            json_schemas.check(args.command, text)
+        return text
+
+    monkeypatch.setattr(output, "to_json", checked)
+
+
+@pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
     """Give each test the same random numbers, whatever ran before it."""
     torch.manual_seed(0)

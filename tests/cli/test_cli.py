@@ -41,7 +41,8 @@ def test_help_lists_every_command_and_loads_none() -> None:
         assert re.search(rf"^ +{name} +{line[:20]}", run.stdout, re.MULTILINE)
     assert (
         run.stdout.splitlines()[-1]
-        == "0 tightkv.cli.entry tightkv.cli.shared tightkv.cli.shared.output"
+        == "0 tightkv.cli.entry tightkv.cli.shared tightkv.cli.shared.output "
+        "tightkv.cli.shared.terminal"
     )
 
 

@@ -45,7 +45,7 @@ def test_commands() -> None:
         ("tightkv generate model --comp", "--compare"),
         ("tightkv serve --exact-r", "--exact-rows"),
         ("tightkv serve --no-prot", "--no-protect-keys"),
-        ("tightkv bench decode --js", "--json"),
+        ("tightkv bench decode --json-", "--json-schema"),
     ],
 )
 def test_options(line: str, word: str) -> None:

@@ -228,6 +228,8 @@ def test_config_of_a_choice():
 
 # --- the command ---
 KEYS = {
+    "schema",
+    "tightkv",
     "budget",
     "interrupted",
     "chosen",

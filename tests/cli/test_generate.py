@@ -15,15 +15,19 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaForCausalLM
+from transformers import DynamicCache, LlamaForCausalLM, TextStreamer
 
 import models
 from tightkv import KVQuantConfig, TightCache
 from tightkv.cli import main
+from tightkv.cli.generate import live
 from tightkv.cli.generate.compare import find_divergence, mean_kl
 from tightkv.cli.generate.generation import _timing, _until_end, generate
+from tightkv.cli.generate.needle import AskedNeedle, choose_needle, hide
 from tightkv.cli.generate.prompt import check_length, encode, long_context
 from tightkv.cli.generate.report import compare_text, single_text
+from tightkv.cli.generate.shared_prompt import SharedPrompt, can_share
+from tightkv.eval.tasks.needles import Needle
 from tightkv.integrations.transformers.cache_size import CacheSize, cache_size
 from tightkv.layout import PageLayout
 from tightkv.model_loading.load import load_model
@@ -295,7 +299,7 @@ def test_mean_kl_by_hand(tiny: Path) -> None:
     assert got == pytest.approx(total / (len(tokens) - 1), rel=0.1)
     assert mean_kl(model, prompt, tokens[:1], plain, TightCache(config, model=model)) is None
     exact = mean_kl(model, prompt, tokens, plain, DynamicCache(config=model.config))
-    assert exact is not None and exact < 1e-9 < got
+    assert exact is not None and exact < 1e-5 * got  # rounding of chunks
 
 
 @pytest.mark.parametrize(
@@ -379,11 +383,12 @@ def test_the_divergence_is_shown() -> None:
     }
     compare = {
         **{"equal": False, "divergence_token": 7, "before": "it is", "uncompressed": " so"},
-        **{"compressed": " not", "mean_kl": None, "scored_tokens": 0},
+        **{"compressed": " not", "mean_kl": None, "scored_tokens": 0, "shared_tokens": 0},
     }
     data = {
         "runs": [run | {"cache": "uncompressed"}, run],
         "compare": compare,
+        "needle": None,
         "model": {"dtype": "float32"},
     }
     lines = compare_text(data).splitlines()
@@ -393,6 +398,125 @@ def test_the_divergence_is_shown() -> None:
         "  k2v2:         ' not'",
     ]
     assert lines[-1].endswith("...") and " - " in lines[-1]
+
+
+# --- a prompt that is read once ------------------------------------------------------------------
+def test_a_shared_prompt_fills_a_cache_as_reading_does(tiny: Path) -> None:
+    model, tokenizer = load_model(str(tiny), device="cpu", dtype="float32")
+    ids = tokenizer(SENTENCE * 8, return_tensors="pt")["input_ids"]
+    config = KVQuantConfig.preset("k3v3", page_size=32, exact_pages=1)
+    read = TightCache(config, model=model)
+    model.set_attn_implementation("sdpa")
+    prompt = SharedPrompt(model, ids[:, :-5])
+    model.set_attn_implementation("tightkv")
+    given = prompt.compressed(config)
+    with torch.no_grad():
+        model(ids[:, :-5], past_key_values=read)
+        one, two = (model(ids[:, -5:], past_key_values=cache).logits for cache in (read, given))
+        exact = model(ids, past_key_values=DynamicCache(config=model.config)).logits[:, -5:]
+    assert prompt.tokens == given.get_seq_length() - 5 == ids.shape[1] - 5
+    assert given.bytes_used() == read.bytes_used()
+    error, codes = (one - two).abs().max(), (one - exact).abs().max()
+    assert error < 1e-3 * codes  # rounding of two attentions, against what codes change
+    assert prompt.uncompressed().get_seq_length() == prompt.tokens
+
+
+def test_only_caches_of_keys_and_values_alone_share_a_prompt() -> None:
+    assert can_share(models.tiny("llama"))
+    for family in ("gemma3", "qwen3_5", "falcon_h1"):
+        assert not can_share(models.tiny(family)), family
+
+
+def test_compare_says_what_was_read_once(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    few = ("--compare", "--max-new-tokens", "3", "--prompt")
+    assert run_json(capsys, tiny, *few, "x" * 300)["compare"]["shared_tokens"] == 300 - 1 - 64
+    assert run_json(capsys, tiny, *few, "x" * 60)["compare"]["shared_tokens"] == 0
+    assert main(["generate", str(tiny), *few, "x" * 300, "--device", "cpu"]) == 0
+    told = capsys.readouterr()
+    assert "The first 235 of 300 prompt tokens were read once" in told.out
+    assert "prompt of 300 tokens, 235 of them read once" in told.err
+
+
+# --- the needle ----------------------------------------------------------------------------------
+def test_the_needle_is_in_the_middle_and_asked_for() -> None:
+    text = "\n\n".join(f"Paragraph {i} of the text." for i in range(100))
+    needle = choose_needle(text)
+    assert needle == choose_needle(text) and needle.answer not in text
+    hidden = hide(text, needle.fact)
+    before, after = hidden.split(f"\n\n{needle.fact}\n\n")
+    assert f"{before}\n\n{after}" == text and 0.5 <= len(before) / len(text) < 0.52
+    assert hide("one line", "fact") == "one line\n\nfact"
+
+
+def test_answers_to_the_needle(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The model is random, so its answers are judged by hand."""
+    flags = ("--compare", "--needle", "--long-prompt", 300, "--max-new-tokens", 3)
+    data = run_json(capsys, tiny, *flags)
+    needle = data["needle"]
+    assert len(needle["answers"]) == 2 and not any(a["found"] for a in needle["answers"])
+    asked = AskedNeedle(Needle("The number is 7.", "Which?", "7"), None)
+    assert [a["found"] for a in asked.as_json(["It is 7.", "17"])["answers"]] == [True, False]
+    needle["answers"][0] = {"text": "7!", "found": True}
+    text = compare_text(data)
+    assert "  uncompressed: '7!' (found)" in text and " (not found)" in text
+    assert "needle" in text.splitlines()[-4] and " found " in text.splitlines()[-2]
+
+
+# --- while it answers ----------------------------------------------------------------------------
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def live_answer(tiny: Path, monkeypatch: pytest.MonkeyPatch, text: bool) -> str:
+    """What standard error got while a model wrote 6 tokens."""
+    monkeypatch.setattr(live, "_REDRAW_SECONDS", 0.0)
+    monkeypatch.setattr(live, "_LINE_SECONDS", 0.0)
+    model, tokenizer = load_model(str(tiny), device="cpu")
+    cache = TightCache("k4v4", model=model)
+    streamer = TextStreamer(tokenizer, skip_prompt=True) if text else None
+    listener = live.LiveAnswer(model, cache, "k4v4", 6, streamer)
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    inputs = tokenizer(SENTENCE, return_tensors="pt")
+    generate(model, inputs, cache, options=options, listener=listener)
+    assert not any(layer._forward_hooks for layer in model.model.layers)
+    return str(getattr(sys.stderr, "getvalue", str)())
+
+
+def test_lines_of_speed_and_bytes_in_a_file(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    live_answer(tiny, monkeypatch, text=True)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[1] == "tightkv: k4v4: prompt, layers: 2 of 2, 0 s"
+    pattern = (
+        r"tightkv: k4v4: (\d) of 6 tokens, [\d.]+ tokens/s, KV cache [\d.]+ KiB \((\d+) tokens\)"
+    )
+    found = [re.fullmatch(pattern, line) for line in lines[2:]]
+    assert [(int(m[1]), int(m[2])) for m in found if m] == [(n, 44 + n) for n in range(2, 7)]
+
+
+@pytest.mark.parametrize("text", [True, False])
+def test_the_last_line_of_a_terminal(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, text: bool
+) -> None:
+    """Below the text where both are on the terminal; else the line that the cursor is in."""
+    errors, out = Screen(), Screen()
+    monkeypatch.setattr(sys, "stderr", errors)
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("LINES", "30")
+    told = live_answer(tiny, monkeypatch, text)
+    assert "tokens/s, KV cache" in told
+    assert "tokens/s" not in out.getvalue()
+    reserved, free = "\033[1;29r", "\033[r"
+    assert (told.count(reserved), told.count(free)) == ((1, 1) if text else (0, 0))
+    assert ("\033[30;1H" in told) == text
+    if text:
+        assert told.index(reserved) < told.index(free)
+    else:
+        assert told.endswith("\r\033[K")
 
 
 # --- the long prompt ---------------------------------------------------------------------------
@@ -430,6 +554,8 @@ def test_the_long_context_is_prose_about_code_blocks() -> None:
         (["--seed", "-1"], "--seed -1; it must be at least 0"),
         (["--long-prompt", "0"], "--long-prompt 0; it must be at least 1"),
         (["--compare", "--temperature", "1"], "--compare is greedy"),
+        (["--needle", "--compare"], "give --compare and --long-prompt"),
+        (["--needle", "--long-prompt", "9"], "give --compare and --long-prompt"),
         (["--compare", "--prompt", "another"], "--compare with 2 prompts; give one"),
         (["--prompt", "  "], "the prompt is empty"),
         (["--prompt-file", "absent"], "--prompt and --prompt-file both give the prompt"),
@@ -492,7 +618,7 @@ def test_ctrl_c_ends_cleanly(tmp_path: Path) -> None:
     )
     try:
         assert process.stderr is not None
-        assert b"prompt of 1 tokens" in process.stderr.readline()
+        assert any(b"prompt of 1 tokens" in line for line in process.stderr)
         time.sleep(1)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
@@ -517,21 +643,23 @@ def flatten(value: Any, path: str = "") -> list[tuple[str, Any]]:
     return [(path, value)]
 
 
-@pytest.mark.parametrize("compare", [False, True])
-def test_json_is_as_documented(
-    tiny: Path, capsys: pytest.CaptureFixture[str], compare: bool
-) -> None:
+@pytest.mark.parametrize("kind", ["single", "compare", "needle"])
+def test_json_is_as_documented(tiny: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
     rows = re.findall(r"^\| `([\w.\[\]]+)` \| ([a-z ]+) \|", DOC.read_text(), re.MULTILINE)
     documented = {path: kinds.split(" or ") for path, kinds in rows}
-    flags = ["--compare"] if compare else ["--prompt", "and another"]
-    data = run_json(capsys, tiny, "--prompt", SENTENCE, "--max-new-tokens", 4, *flags)
+    flags = {
+        "single": ["--prompt", SENTENCE, "--prompt", "and another"],
+        "compare": ["--compare", "--prompt", SENTENCE],
+        "needle": ["--compare", "--needle", "--long-prompt", 300],
+    }
+    data = run_json(capsys, tiny, "--max-new-tokens", 4, *flags[kind])
     leaves = flatten(data)
     for path, value in leaves:
         kinds = documented[path]
         assert (value is None and "null" in kinds) or type(value) is TYPES[kinds[0]], (path, value)
-    wanted = {path for path in documented if compare != (path == "compare")}
-    if not compare:
-        wanted = {path for path in documented if not path.startswith("compare.")}
+    absent = {"single": ("compare.", "needle."), "compare": ("needle.",), "needle": ()}[kind]
+    full = {"single": set(), "compare": {"compare"}, "needle": {"compare", "needle"}}[kind]
+    wanted = {path for path in documented if not path.startswith(absent) and path not in full}
     assert {path for path, _ in leaves} == wanted
     assert data["schema"] == 1
     assert KVQuantConfig.from_dict(data["config"]) == KVQuantConfig()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import scipy.stats
 import torch
 from torch import Tensor
 
+import json_schemas
 from tightkv import validate
 from tightkv.cache import POOL_GROWTH, PagedKV
 from tightkv.cli import main
@@ -196,11 +199,10 @@ def test_dimensions_it_cannot_do_are_refused(dim: int, capsys: pytest.CaptureFix
 def command(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any], Path]:
     """Exit code, JSON and figure of one quick run."""
     plot = tmp_path_factory.mktemp("plot") / "validate.png"
-    with pytest.MonkeyPatch.context() as patch:
-        printed: list[str] = []
-        patch.setattr("builtins.print", lambda *args, **_: printed.append(" ".join(map(str, args))))
+    with redirect_stdout(io.StringIO()) as printed:
         code = main(["validate", "--quick", "--json", "--plot", str(plot)])
-    return code, json.loads("\n".join(printed)), plot
+    json_schemas.check("validate", printed.getvalue())
+    return code, json.loads(printed.getvalue()), plot
 
 
 def test_quick_run_passes(command: tuple[int, dict[str, Any], Path]) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
 import tightkv
 
+ROOT = Path(__file__).parents[2]
 HEAVY = ("gguf", "lm_eval", "matplotlib", "numpy", "scipy", "transformers", "triton", "vllm")
 
 # torch may bring some of these itself; only what tightkv adds counts.
@@ -26,6 +29,20 @@ print(*(set(sys.modules) - before))
 
 def test_version_is_the_installed_one() -> None:
     assert tightkv.__version__ == metadata.version("tightkv")
+
+
+def test_the_changelog_begins_with_this_version() -> None:
+    """`## X.Y.Z (YYYY-MM-DD)`, or (unreleased); each version once, the newest first."""
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    heads = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    found = [
+        re.fullmatch(r"(\d+)\.(\d+)\.(\d+) \((\d{4}-\d\d-\d\d|unreleased)\)", h) for h in heads
+    ]
+    assert all(found), heads
+    versions = [tuple(map(int, head.groups()[:3])) for head in found if head]
+    assert ".".join(map(str, versions[0])) == tightkv.__version__
+    assert versions == sorted(set(versions), reverse=True)
+    assert all("unreleased" not in head for head in heads[1:])
 
 
 def test_torch_is_the_only_base_dependency() -> None:

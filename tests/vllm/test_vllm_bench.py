@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +70,10 @@ def test_batches_are_prefilled_on_a_gpu(
 ) -> None:
     jobs: list[Any] = []
 
-    def run(files: Any, said: Path, *_: Any) -> None:
+    def run(files: Any, said: Path, *_: Any) -> Iterator[Any]:
         said.touch()
         jobs.append(engine.json.loads(Path(files[0]).read_text()))
+        yield from ()
 
     monkeypatch.setattr(engine, "_run_worker", run)
     plan = EnginePlan(model="m", sizes=[(2, 9)], device=device)

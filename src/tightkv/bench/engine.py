@@ -9,10 +9,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from tightkv.bench.engine_models import write_shape
 from tightkv.config import PRESETS
@@ -25,6 +27,7 @@ VLLM_CACHES = (
 )  # fmt: skip
 CACHES = (*VLLM_CACHES, *PRESETS)
 SIZES = {"cuda": ((32, 8192), (8, 32768), (1, 32768)), "cpu": ((1, 512), (1, 2048), (8, 512))}
+_POLL_SECONDS = 1.0
 _ROUND = 512  # a multiple of every block, so that no cache loses tokens to a half-used one
 _SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -65,10 +68,16 @@ class EnginePlan:
             raise ValueError("nothing to measure: give a size (batch x context) or a prefill")
 
 
-def engine_rows(plan: EnginePlan, caches: Sequence[str], log: Path | None = None) -> Iterator[Row]:
-    """Rows of every cache, with ratios to vLLM's own where that is among them.
+def engine_rows(
+    plan: EnginePlan,
+    caches: Sequence[str],
+    log: Path | None = None,
+    progress: Callable[[str], None] = lambda step: None,
+) -> Iterator[Row]:
+    """Rows of every cache as they are measured, with ratios to vLLM's own where that is there.
 
-    An engine that fails gives a row with an "error" and ends neither the others nor the run.
+    `progress` is told of each engine as it begins. An engine that fails gives a row with an
+    "error" and ends neither the others nor the run.
     """
     for name in caches:
         if name not in CACHES:
@@ -76,7 +85,9 @@ def engine_rows(plan: EnginePlan, caches: Sequence[str], log: Path | None = None
     own: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="tightkv-bench-") as folder:
         plan_folder = Path(folder)
-        for name in sorted(dict.fromkeys(caches), key=lambda name: name != OWN):
+        names = sorted(dict.fromkeys(caches), key=lambda name: name != OWN)
+        for number, name in enumerate(names, start=1):
+            progress(f"engine {number} of {len(names)}: {name}")
             for row in _run_engine(plan, name, plan_folder, log):
                 yield _with_ratio(row, own)
 
@@ -156,12 +167,11 @@ def _run_engine(plan: EnginePlan, name: str, folder: Path, log: Path | None) -> 
     job_file, rows_file, said = (folder / f"{name}.{end}" for end in ("json", "jsonl", "txt"))
     job_file.write_text(json.dumps(job), encoding="utf-8")
     rows_file.touch()
-    error = _run_worker([str(job_file), str(rows_file)], said, _environment(model), plan.timeout)
+    files = [str(job_file), str(rows_file)]
+    error = yield from _run_worker(files, said, _environment(model), plan.timeout)
     if log is not None:
         with log.open("a", encoding="utf-8") as file:
             file.write(said.read_text(encoding="utf-8", errors="replace"))
-    for line in rows_file.read_text(encoding="utf-8").splitlines():
-        yield json.loads(line)
     if error is not None:
         yield {"bench": "engine", "kv": name, "model": job["model_name"], "error": error}
 
@@ -173,20 +183,45 @@ def _environment(model: str) -> dict[str, str]:
 
 def _run_worker(
     files: Sequence[str], said: Path, env: Mapping[str, str], timeout: float
-) -> str | None:
-    """None, or why the engine's process ended."""
+) -> Generator[Row, None, str | None]:
+    """The rows of a job and rows file, as they come; then None, or why the process ended."""
     command = [sys.executable, "-m", "tightkv.bench.engine_worker", *files]
-    with said.open("w", encoding="utf-8") as file:
+    deadline = time.monotonic() + timeout
+    with (
+        said.open("w", encoding="utf-8") as output,
+        Path(files[1]).open(encoding="utf-8") as rows,
+        subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=dict(env),
+        ) as process,
+    ):
         try:
-            done = subprocess.run(
-                command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
-                env=dict(env), timeout=timeout,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
+            while process.poll() is None and time.monotonic() < deadline:
+                yield from _new_rows(rows)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_POLL_SECONDS)
+        finally:
+            process.kill()  # does nothing to one that has ended
+        yield from _new_rows(rows)
+        if process.returncode is None:
             return f"not done after {timeout:g} seconds"
-    if done.returncode == 0:
+    if process.returncode == 0:
         return None
-    return _why(done.returncode, said.read_text(encoding="utf-8", errors="replace"))
+    return _why(process.returncode, said.read_text(encoding="utf-8", errors="replace"))
+
+
+def _new_rows(file: TextIO) -> Iterator[Row]:
+    """The rows that a file has gained; half a line is left for the next time."""
+    while True:
+        start = file.tell()
+        line = file.readline()
+        if not line.endswith("\n"):
+            file.seek(start)
+            return
+        yield json.loads(line)
 
 
 def _why(code: int, output: str) -> str:

@@ -6,8 +6,9 @@ import http.client
 import random
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,6 +18,8 @@ from tightkv.bench.openai_client import Answer, Server, ServerError, metric
 from tightkv.bench.provenance import provenance
 
 Row = dict[str, Any]
+# Called with a title and a number of steps; the bar is told of each step.
+Bars = Callable[[str, int], AbstractContextManager[Any]]
 
 PREEMPTIONS = "vllm:num_preemptions"
 _PERCENTS = (50, 90, 99)
@@ -40,7 +43,9 @@ class Load:
                 raise ValueError(f"{name}={getattr(self, name)}; it must be more than 0")
 
 
-def serve_rows(servers: Sequence[Server], load: Load, model: str | None = None) -> Iterator[Row]:
+def serve_rows(
+    servers: Sequence[Server], load: Load, model: str | None = None, bars: Bars | None = None
+) -> Iterator[Row]:
     """A row for each server, one server after another, with ratios to the first.
 
     All are asked for their model before the first is measured: a dead one ends it at once.
@@ -52,7 +57,9 @@ def serve_rows(servers: Sequence[Server], load: Load, model: str | None = None) 
     facts = provenance(torch.device("cpu"))
     first: Row | None = None
     for server, name in zip(servers, models, strict=True):
-        row = {**_measure(server, name, load), "client": facts}
+        title = f"{server.name}: requests"
+        with nullcontext() if bars is None else bars(title, load.requests) as bar:
+            row = {**_measure(server, name, load, bar), "client": facts}
         first = first or row
         yield {**row, "ratios": _ratios(row, first)}
 
@@ -72,7 +79,7 @@ def _served_model(server: Server, wanted: str | None) -> str:
     return wanted or served[0]
 
 
-def _measure(server: Server, model: str, load: Load) -> Row:
+def _measure(server: Server, model: str, load: Load, bar: Any = None) -> Row:
     bodies = _bodies(model, load)
     warm_up = {**bodies[-1], "max_tokens": 2}
     _request(server, warm_up, time.perf_counter() + load.seconds)
@@ -80,7 +87,11 @@ def _measure(server: Server, model: str, load: Load) -> Row:
     start = time.perf_counter()
     deadline = start + load.seconds
     with ThreadPoolExecutor(load.concurrency) as clients:
-        done = list(clients.map(lambda body: _request(server, body, deadline), bodies[:-1]))
+        done = []
+        for result in clients.map(lambda body: _request(server, body, deadline), bodies[:-1]):
+            done.append(result)
+            if bar is not None:
+                bar.advance()
     seconds = time.perf_counter() - start
     after = _preemptions(server)
     return {

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from tightkv.calibration import SUFFIX, Calibration, save_calibration
+from tightkv.cli.shared.loading import load_for
 from tightkv.cli.shared.output import MissingPackageError, add_output_options, emit, print_status
-from tightkv.cli.shared.progress import Progress
+from tightkv.cli.shared.progress import Progress, Working
 from tightkv.model_loading.source import BUNDLED_NAME, check_source, is_hub_id
 
 _TIMED_TOKENS = 64
@@ -74,21 +75,19 @@ def _measure(args: argparse.Namespace, name: str) -> Calibration:
         from tightkv.eval.layer_bits.calibrate import PREFILL, WINDOW, Calibrator
         from tightkv.eval.text import default_texts, read_text
         from tightkv.eval.windows import cut_windows
-        from tightkv.model_loading.load import load_model
     except ImportError:
         raise MissingPackageError("tightkv calibrate", "transformers", "hf") from None
     if args.tokens < 2 * PREFILL:
         raise ValueError(f"--tokens {args.tokens}; at least {2 * PREFILL} are needed")
     texts = [read_text(path) for path in args.text] or default_texts()
-    model, tokenizer = load_model(
-        args.model, dtype=args.dtype, device=args.device, progress=print_status
-    )
+    model, tokenizer = load_for("calibrate", args.model, dtype=args.dtype, device=args.device)
     window = min(WINDOW, args.tokens, max_positions(model) or WINDOW)
     windows = cut_windows(tokenizer, texts, window, max(1, args.tokens // window))
     run, ids = CacheRun(model), windows.ids[:1, :_TIMED_TOKENS]
-    run.feed(ids)  # brings the weights into memory
-    start = time.perf_counter()
-    CacheRun(model).feed(ids)
+    with Working("timing a short pass"):
+        run.feed(ids)  # brings the weights into memory
+        start = time.perf_counter()
+        CacheRun(model).feed(ids)
     passes = windows.ids.numel() * _PASSES + window * _GRADIENT_PASSES
     seconds = (time.perf_counter() - start) / ids.numel() * passes
     duration = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
@@ -105,6 +104,7 @@ def _measure(args: argparse.Namespace, name: str) -> Calibration:
 def as_json(found: Calibration, out: Path) -> dict[str, Any]:
     measured = found.measured
     return {
+        "schema": 1,
         "file": str(out),
         "bytes": out.stat().st_size,
         "model": measured.model,

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TextIO
 
 from tightkv import __version__
+from tightkv.cli.shared import terminal
 from tightkv.cli.shared.output import MissingPackageError
 
 # name -> one line for `tightkv --help`; the module of the same name has add_parser and run.
@@ -56,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
         if "--traceback" in argv:
             traceback.print_exc()
         message = " ".join(str(error).split())
-        print(f"tightkv: error: {message}", file=sys.stderr)
+        terminal.print_line(f"tightkv: error: {message}")
         return USER_ERROR
 
 
@@ -76,7 +77,7 @@ def _warnings_as_lines() -> Iterator[None]:
         ) -> None:
             if Path(filename).is_relative_to(Path(__file__).parents[1]):
                 text = " ".join(str(message).split())
-                print(f"tightkv: warning: {text}", file=sys.stderr, flush=True)
+                terminal.print_line(f"tightkv: warning: {text}")
             else:
                 show(message, category, filename, lineno, file, line)
 

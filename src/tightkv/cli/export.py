@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from dataclasses import asdict
 from pathlib import Path
 
 from tightkv.cli.shared.config_flags import add_config_flags, config_from_args
+from tightkv.cli.shared.loading import load_for
 from tightkv.cli.shared.output import (
     MissingPackageError,
     add_output_options,
     emit,
     human_bytes,
-    print_status,
 )
+from tightkv.cli.shared.progress import Working
 from tightkv.model_loading.source import BUNDLED_NAME, DTYPE_NAMES, check_source
 
 MAX_TOKENS = 2048
@@ -67,16 +67,15 @@ def run(args: argparse.Namespace) -> int:
         import transformers  # noqa: F401
     except ImportError:
         raise MissingPackageError("tightkv export", "transformers", "hf") from None
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from tightkv.integrations.transformers.package import write_package
-    from tightkv.model_loading.load import load_model, quiet
-
     start = time.monotonic()
-    model, tokenizer = load_model(args.model, dtype=args.dtype, device="cpu", progress=print_status)
+    model, tokenizer = load_for("export", args.model, dtype=args.dtype, device="cpu")
+    from tightkv.integrations.transformers.package import write_package
+    from tightkv.model_loading.load import quiet
+
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and args.max_tokens > limit:
         raise ValueError(f"--max-tokens {args.max_tokens}; the model takes {limit}")
-    with quiet():
+    with quiet(), Working("exporting") as work:
         about = write_package(
             model,
             tokenizer,
@@ -85,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
             max_tokens=args.max_tokens,
             kind=args.format,
             backend=args.backend,
-            progress=print_status,
+            progress=work.step,
         )
     size = (folder / about.model_file).stat().st_size
     data = {

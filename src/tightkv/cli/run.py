@@ -10,6 +10,7 @@ from typing import Any
 
 from tightkv.cli.generate.prompt import encode, read_prompts
 from tightkv.cli.shared.output import MissingPackageError, add_output_options, emit
+from tightkv.cli.shared.progress import Working
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -53,7 +54,8 @@ def run(args: argparse.Namespace) -> int:
     streamer = None
     if not args.json:
         streamer = transformers.TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    step, count = load_package(folder, about), min(args.max_new_tokens, room)
+    with Working(f"loading {folder / about.model_file}"):
+        step, count = load_package(folder, about), min(args.max_new_tokens, room)
     tokens, seconds = _greedy(step, ids, count, about.stop_tokens, streamer)
     data = {
         "schema": 1,

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tightkv.cli.bench import vllm
-from tightkv.cli.shared.output import add_output_options, check_plot, emit, format_table, save_plot
+from tightkv.cli.shared.output import (
+    add_output_options,
+    check_plot,
+    emit,
+    format_table,
+    print_status,
+    save_plot,
+)
+from tightkv.cli.shared.progress import Working
 from tightkv.config import PRESETS, KVQuantConfig
 
 if TYPE_CHECKING:
@@ -17,6 +24,7 @@ if TYPE_CHECKING:
     from tightkv.bench.inputs import Shape
 
 Row = dict[str, Any]
+Measure = Callable[[argparse.Namespace, "torch.device"], Iterator[Row]]
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -70,8 +78,8 @@ def run(args: argparse.Namespace) -> int:
         rows.append(row)
         if args.out:
             append_rows(args.out, [row])
-        print(f"measured {_label(row)}{_figures(row)}", file=sys.stderr, flush=True)
-    emit(args, {"rows": rows}, _as_text(rows))
+        print_status(f"measured {_label(row)}{_figures(row)}")
+    emit(args, {"schema": 1, "rows": rows}, _as_text(rows))
     if args.plot:
         _draw(rows, args.plot)
     return int(any(map(vllm.went_wrong, rows)))
@@ -136,11 +144,21 @@ def _size(text: str) -> tuple[int, int]:
     return int(batch), int(tokens)
 
 
-_MEASURE = {
-    "model": _model,
-    "decode": _decode,
-    "store": _store,
-    "extend": _extend,
+def _working(measure: Measure) -> Measure:
+    """The same, with progress."""
+
+    def shown(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
+        with Working(f"measuring {args.bench}"):
+            yield from measure(args, device)
+
+    return shown
+
+
+_MEASURE: dict[str, Measure] = {
+    "model": _working(_model),
+    "decode": _working(_decode),
+    "store": _working(_store),
+    "extend": _working(_extend),
     "engine": vllm.engine,
     "serve": vllm.serve,
 }

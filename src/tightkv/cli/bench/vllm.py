@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tightkv.cli.shared.output import MissingPackageError, format_table, parse_bytes
+from tightkv.cli.shared.progress import Progress, Working
 
 if TYPE_CHECKING:
     import torch
@@ -121,7 +122,8 @@ def engine(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
     if find_spec("vllm") is None:
         raise MissingPackageError("tightkv bench engine", "vLLM", "vllm")
     caches = args.kv or (["auto", "fp8", "k4v4"] if on_gpu else ["auto", "k4v4"])
-    yield from engine_rows(plan, caches, Path(args.log) if args.log else None)
+    with Working("starting") as work:
+        yield from engine_rows(plan, caches, Path(args.log) if args.log else None, work.step)
 
 
 def serve(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
@@ -136,7 +138,7 @@ def serve(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
         seconds=args.seconds,
         seed=random.SystemRandom().randrange(1 << 31) if args.seed is None else args.seed,
     )
-    yield from serve_rows([Server.parse(url) for url in args.url], load, args.model)
+    yield from serve_rows([Server.parse(url) for url in args.url], load, args.model, Progress)
 
 
 def _default(given: int | None, value: int) -> int:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tightkv.cli.shared.config_flags import add_config_flags, config_from_args, given_fields
+from tightkv.cli.shared.loading import load_for
 from tightkv.cli.shared.output import MissingPackageError, add_output_options, emit, print_status
-from tightkv.cli.shared.progress import Progress
+from tightkv.cli.shared.progress import Progress, Working
 from tightkv.cli.shared.server_file import model_of
 from tightkv.config import KVQuantConfig
 from tightkv.files import whole_file
@@ -74,19 +75,18 @@ def _diagnose(args: argparse.Namespace, cfg: KVQuantConfig | None, calibration: 
         from tightkv.eval.tasks.quality import check_compresses
         from tightkv.eval.text import default_texts, read_text
         from tightkv.eval.windows import cut_windows
-        from tightkv.model_loading.load import load_model
     except ImportError:
         raise MissingPackageError("tightkv doctor", "transformers", "hf") from None
     candidates = default_candidates(calibration) if cfg is None else [cfg]
     for candidate in candidates:
         check_compresses(candidate, args.window)
     texts = [read_text(path) for path in args.text] or default_texts()
-    model, tokenizer = load_model(
-        args.model, dtype=args.dtype, device=args.device, progress=print_status
-    )
+    model, tokenizer = load_for("doctor", args.model, dtype=args.dtype, device=args.device)
     windows = cut_windows(tokenizer, texts, args.window, args.windows)
     doctor = Doctor(model, windows, args.budget, bars=Progress)
-    print_status(f"{windows.ids.numel()} tokens; this takes about {_duration(doctor, cfg)}")
+    with Working("timing a short pass"):
+        duration = _duration(doctor, cfg)
+    print_status(f"{windows.ids.numel()} tokens; this takes about {duration}")
     start = time.monotonic()
     found = doctor.diagnose(candidates) if cfg is None else doctor.check(cfg)
     print_status(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tightkv import __version__
 from tightkv.cli.shared.config_flags import flag_name
 from tightkv.cli.shared.output import format_table
 from tightkv.config import PRESETS, KVQuantConfig
@@ -15,6 +16,8 @@ _SHOWN_LAYERS = 5
 def as_json(found: Diagnosis) -> dict[str, Any]:
     chosen, uniform = found.chosen, found.uniform
     return {
+        "schema": 1,
+        "tightkv": __version__,
         "budget": found.budget,
         "interrupted": found.interrupted,
         "chosen": None if chosen is None else chosen.name,

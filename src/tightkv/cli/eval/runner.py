@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -14,8 +13,9 @@ import torch
 
 from tightkv.cli.eval.tasks import TaskBuilder, check_lengths
 from tightkv.cli.info import collect
+from tightkv.cli.shared.loading import load_for
 from tightkv.cli.shared.output import print_status
-from tightkv.cli.shared.progress import Progress
+from tightkv.cli.shared.progress import QUICK_SECONDS, Progress, Working
 from tightkv.config import KVQuantConfig
 from tightkv.eval import results
 from tightkv.eval.forward import MakeCache
@@ -24,7 +24,7 @@ from tightkv.eval.stored_bits import bits_of, kernels_of
 from tightkv.eval.tasks.base import Task
 from tightkv.eval.text import Text, default_texts, read_text
 from tightkv.integrations.transformers import TightCache
-from tightkv.model_loading.load import load_model, quiet
+from tightkv.model_loading.load import quiet
 from tightkv.model_loading.source import BUNDLED_NAME
 
 SCHEMA = 2
@@ -39,7 +39,6 @@ def evaluate(
     args: argparse.Namespace, configs: Mapping[str, KVQuantConfig], all_tasks: Sequence[str]
 ) -> list[dict[str, Any]]:
     """An object for each model, as --json prints them (docs/eval.md)."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     check_lengths(args, configs.values())
     texts = [read_text(path) for path in args.text] or default_texts()
     store = Store(args.results, args.fresh)
@@ -64,14 +63,14 @@ def _evaluate_model(
     name = source or BUNDLED_NAME
     if len(args.models) > 1:
         print_status(f"model {name}")
-    model, tokenizer = load_model(
-        source, dtype=args.dtype, device=args.device, progress=print_status
-    )
+    model, tokenizer = load_for("eval", source, dtype=args.dtype, device=args.device)
     with quiet():
-        builder = TaskBuilder(args, texts, model, tokenizer)
-        tasks = builder.build(configs.values())
-        facts = results.model_facts(model, name)
-        rows, reference = ModelRun(model, facts, configs, store).measure(tasks, all_tasks)
+        with Working("preparing tasks and caches", delay=QUICK_SECONDS):
+            builder = TaskBuilder(args, texts, model, tokenizer)
+            tasks = builder.build(configs.values())
+            facts = results.model_facts(model, name)
+            run = ModelRun(model, facts, configs, store)
+        rows, reference = run.measure(tasks, all_tasks)
     notes = list(builder.notes)
     if model.dtype == torch.float32:
         notes.insert(

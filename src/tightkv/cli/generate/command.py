@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from typing import Any
 
 from tightkv.cli.generate.prompt import check_length, encode, long_context, read_prompts
 from tightkv.cli.shared.config_flags import OFF_LINE, add_config_flags, options_from_args
+from tightkv.cli.shared.loading import load_for
 from tightkv.cli.shared.output import MissingPackageError, add_output_options, emit, print_status
 from tightkv.cli.shared.server_file import model_of
 from tightkv.config import KVQuantConfig, is_off
@@ -40,6 +40,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="TOKENS",
         help="put this many tokens of Python's language reference before the prompt, by default a "
         f"question about it ({LONG_PROMPT} if no number is given)",
+    )
+    parser.add_argument(
+        "--needle",
+        action="store_true",
+        help="with --compare and --long-prompt: hide a fact in the text and ask both caches for it",
     )
     parser.add_argument("--raw", action="store_true", help="do not use the chat template")
     parser.add_argument(
@@ -118,6 +123,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--top-p {args.top_p}; it must be above 0 and at most 1")
     if args.temperature == 0 and (args.top_p is not None or args.top_k is not None):
         raise ValueError("--top-p and --top-k are for sampling; give --temperature above 0 too")
+    if args.needle and (args.long_prompt is None or not args.compare):
+        raise ValueError("--needle hides a fact in a long text; give --compare and --long-prompt")
     if args.temperature > 0 and args.compare:
         raise ValueError("--compare is greedy; leave --temperature out")
 
@@ -126,23 +133,29 @@ def _generate(
     args: argparse.Namespace, config: KVQuantConfig, prompts: list[str]
 ) -> tuple[dict[str, Any], str]:
     """The report, as JSON data and as text; the answers stream meanwhile."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from tightkv.cli.generate.runner import Runner
-    from tightkv.model_loading.load import load_model, quiet
-
-    model, tokenizer = load_model(
+    model, tokenizer = load_for(
+        "generate",
         args.model,
         dtype=args.dtype,
         device=args.device,
         attn_implementation=args.attn,
-        progress=print_status,
     )
+    from tightkv.cli.generate.needle import AskedNeedle, choose_needle, hide
+    from tightkv.cli.generate.runner import Runner
+    from tightkv.model_loading.load import quiet
+
+    asked = None
     if args.long_prompt is not None:
         context = long_context(tokenizer, args.long_prompt)
+        if args.needle:
+            needle = choose_needle(context)
+            context = hide(context, needle.fact)
+            question = encode(tokenizer, [f"{context}\n\n{needle.question}"], args.raw)
+            asked = AskedNeedle(needle, question.to(model.device))
         prompts = [f"{context}\n\n{prompt}" for prompt in prompts]
     inputs = encode(tokenizer, prompts, args.raw)
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     check_length(inputs["input_ids"].shape[1], args.max_new_tokens, limit)
     with quiet():
-        runner = Runner(args, config, model, tokenizer, inputs.to(model.device), print_status)
+        runner = Runner(args, config, model, tokenizer, inputs.to(model.device), asked)
         return runner.compare() if args.compare else runner.single()

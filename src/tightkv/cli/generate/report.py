@@ -19,9 +19,15 @@ def single_text(data: dict[str, Any], streamed: bool) -> str:
 
 
 def compare_text(data: dict[str, Any]) -> str:
-    tight = data["runs"][1]
-    sizes = _bytes(tight, data["model"]["dtype"])
-    return "\n".join(["", *_divergence(data["compare"], tight), "", *sizes, "", _table(data)])
+    tight, dtype = data["runs"][1], data["model"]["dtype"]
+    parts = [
+        _divergence(data["compare"], tight),
+        _needle(data),
+        _prompt(data),
+        _bytes(tight, dtype) + _wide(data["runs"][0], dtype),
+        [_table(data)],
+    ]
+    return "\n".join(line for lines in parts if lines for line in ("", *lines))
 
 
 def _answers(run: dict[str, Any]) -> list[str]:
@@ -78,21 +84,59 @@ def _divergence(compare: dict[str, Any], tight: dict[str, Any]) -> list[str]:
     ]
 
 
+def _needle(data: dict[str, Any]) -> list[str]:
+    """What both caches answered to the question for the hidden fact."""
+    needle = data["needle"]
+    if needle is None:
+        return []
+    width = max(len(run["cache"]) for run in data["runs"]) + 1
+    lines = [
+        f"In the text, at {needle['depth']:.0%} of its length: {needle['fact']!r}",
+        f"  {needle['question']}",
+    ]
+    for run, answer in zip(data["runs"], needle["answers"], strict=True):
+        verdict = "found" if answer["found"] else "not found"
+        lines.append(f"  {run['cache'] + ':':{width}} {answer['text']!r} ({verdict})")
+    return lines
+
+
+def _prompt(data: dict[str, Any]) -> list[str]:
+    shared, run = data["compare"]["shared_tokens"], data["runs"][0]
+    total = run["answers"][0]["prompt_tokens"]
+    if not shared:
+        return []
+    return [
+        f"The first {shared} of {total} prompt tokens were read once, and their exact keys and "
+        f"values given to both caches. The last {total - shared}, and the answers, read each cache."
+    ]
+
+
+def _wide(plain: dict[str, Any], dtype: str) -> list[str]:
+    if dtype != "float32":
+        return []
+    held = human_bytes(plain["kv"]["bytes"])
+    return [f"The model runs in float32 here, so its uncompressed cache takes {held}, twice bf16."]
+
+
 def _table(data: dict[str, Any]) -> str:
-    header = ("cache", "KV bytes", "vs bf16", "tokens/s", "KL", "answer")
-    kl = data["compare"]["mean_kl"]
+    header = ["cache", "KV bytes", "vs bf16", "tokens/s", "KL", "answer"]
+    kl, needle = data["compare"]["mean_kl"], data["needle"]
     rows = []
     for run, divergence in zip(data["runs"], (None, kl), strict=True):
         rows.append(
-            (
+            [
                 run["cache"],
                 human_bytes(run["kv"]["bytes"]),
                 f"{run['kv']['ratio']:.2f}x",
                 _rate(run["timing"]["decode_tokens_per_second"]),
                 "-" if divergence is None else f"{divergence:.5f}",
                 _shorten(run["answers"][0]["text"]),
-            )
+            ]
         )
+    if needle is not None:
+        header.insert(5, "needle")
+        for row, answer in zip(rows, needle["answers"], strict=True):
+            row.insert(5, "found" if answer["found"] else "not found")
     return format_table(header, rows)
 
 

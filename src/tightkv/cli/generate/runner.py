@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import argparse
-import sys
+import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
-from transformers import DynamicCache, TextStreamer
-from transformers.generation.streamers import BaseStreamer
+from transformers import TextStreamer
 
 from tightkv import __version__
 from tightkv.cli.generate import report
 from tightkv.cli.generate.compare import find_divergence, mean_kl
 from tightkv.cli.generate.generation import Generation, generate
+from tightkv.cli.generate.live import LiveAnswer
+from tightkv.cli.generate.needle import NEEDLE_TOKENS, AskedNeedle
+from tightkv.cli.generate.shared_prompt import TAIL_TOKENS, SharedPrompt, can_share
+from tightkv.cli.shared.output import print_status
+from tightkv.cli.shared.progress import Working
 from tightkv.config import KVQuantConfig
+from tightkv.eval.prompts import common_prefix
 from tightkv.integrations.transformers import TightCache
 from tightkv.integrations.transformers.cache_size import cache_size
 
@@ -35,10 +42,11 @@ class Runner:
         model: Any,
         tokenizer: Any,
         inputs: Any,
-        print_status: Callable[[str], None],
+        needle: AskedNeedle | None = None,
     ) -> None:
+        """`needle` is for `compare`: a fact in the prompt, and its question as a second prompt."""
         self.args, self.config, self.model = args, config, model
-        self.tokenizer, self.inputs, self.print_status = tokenizer, inputs, print_status
+        self.tokenizer, self.inputs, self.needle = tokenizer, inputs, needle
         self.label = config.name
         self.options: dict[str, Any] = {
             "max_new_tokens": args.max_new_tokens,
@@ -51,22 +59,26 @@ class Runner:
             self.options |= {name: value for name, value in given.items() if value is not None}
 
     def single(self) -> tuple[dict[str, Any], str]:
-        done = self._run(self.label, TightCache(self.config, model=self.model))
+        done = self._run(self.label, partial(TightCache, self.config, model=self.model))
         data = self._head() | {"runs": [self._row(self.label, self.args.attn, done)]}
-        data["compare"] = None
+        data |= {"compare": None, "needle": None}
         return data, report.single_text(data, streamed=self._streams)
 
     def compare(self) -> tuple[dict[str, Any], str]:
         """Both caches, greedy, and the distributions along the uncompressed text."""
         self.model.set_attn_implementation(PLAIN_ATTENTION)
-        plain = self._run(PLAIN, DynamicCache(config=self.model.config), keep_logits=True)
+        prompt = self._read_prompt()
+        plain = self._run(PLAIN, prompt.uncompressed, prompt.seconds, keep_logits=True)
+        found = [self._ask_needle(PLAIN, prompt.uncompressed)]
         self.model.set_attn_implementation(self.args.attn)
-        tight = self._run(self.label, TightCache(self.config, model=self.model))
+        make = partial(prompt.compressed, self.config)
+        tight = self._run(self.label, make, prompt.seconds)
+        found.append(self._ask_needle(self.label, make))
         first, second = plain.tokens[0], tight.tokens[0]
-        self.print_status("comparing the distributions along the uncompressed text")
-        fresh = TightCache(self.config, model=self.model)
         assert plain.logits is not None
-        kl = mean_kl(self.model, self.inputs["input_ids"], first, plain.logits, fresh)
+        with Working("comparing the distributions along the uncompressed text"):
+            tail = self.inputs["input_ids"][:, prompt.tokens :]
+            kl = mean_kl(self.model, tail, first, plain.logits, make())
         divergence = find_divergence(self.tokenizer, first, second)
         data = self._head() | {
             "runs": [
@@ -74,6 +86,7 @@ class Runner:
                 self._row(self.label, self.args.attn, tight),
             ],
             "compare": {
+                "shared_tokens": prompt.tokens,
                 "equal": divergence.token is None,
                 "divergence_token": divergence.token,
                 "before": divergence.before,
@@ -82,33 +95,70 @@ class Runner:
                 "mean_kl": kl,
                 "scored_tokens": len(first) - 1,
             },
+            "needle": None if self.needle is None else self.needle.as_json(found),
         }
         return data, report.compare_text(data)
+
+    def _read_prompt(self) -> SharedPrompt:
+        """All but the last tokens, and what the needle's question does not share."""
+        ids = self.inputs["input_ids"]
+        prompts = [ids[0].tolist()]
+        if self.needle is not None:
+            prompts.append(self.needle.inputs["input_ids"][0].tolist())
+        count = max(0, common_prefix(prompts) - TAIL_TOKENS) if can_share(self.model) else 0
+        if count:
+            print_status(f"prompt of {ids.shape[1]} tokens, {count} of them read once")
+        return SharedPrompt(self.model, ids[:, :count])
+
+    def _ask_needle(self, label: str, make: Callable[[], Any]) -> str:
+        """What a cache answers when it is asked for the needle; nothing if there is none."""
+        if self.needle is None:
+            return ""
+        with Working(f"{label}: looking for the needle"):
+            done = generate(
+                self.model,
+                self.needle.inputs,
+                make(),
+                options={**self.options, "max_new_tokens": NEEDLE_TOKENS},
+            )
+        return str(self.tokenizer.decode(done.tokens[0], skip_special_tokens=True)).strip()
 
     # --- one run ---
     @property
     def _streams(self) -> bool:
         return len(self.inputs["input_ids"]) == 1 and not self.args.json
 
-    def _run(self, label: str, cache: Any, keep_logits: bool = False) -> Generation:
+    def _run(
+        self, label: str, make: Callable[[], Any], before: float = 0.0, keep_logits: bool = False
+    ) -> Generation:
+        """An answer with the cache that `make` fills, after `before` seconds of reading."""
         torch.manual_seed(self.args.seed)
+        start = time.perf_counter()
+        cache = make()
+        before += time.perf_counter() - start
         rows, length = self.inputs["input_ids"].shape
-        self.print_status(
-            f"{label}: prompt of {length} tokens" + (f" x {rows}" if rows > 1 else "")
+        left = length - cache.get_seq_length()
+        print_status(
+            f"{label}: {'' if left == length else f'last {left} of a '}prompt of {length} tokens"
+            + (f" x {rows}" if rows > 1 else "")
         )
-        listener: BaseStreamer = (
-            TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
-            if self._streams
-            else TokenCounter(self.args.max_new_tokens)
-        )
-        return generate(
-            self.model,
-            self.inputs,
-            cache,
-            options=self.options,
-            listener=listener,
-            keep_logits=keep_logits,
-        )
+        text = None
+        if self._streams:
+            text = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        live = LiveAnswer(self.model, cache, label, self.args.max_new_tokens, text)
+        try:
+            done = generate(
+                self.model,
+                self.inputs,
+                cache,
+                options=self.options,
+                listener=live,
+                keep_logits=keep_logits,
+            )
+        finally:
+            live.close()
+        timing = replace(done.timing, prefill_seconds=done.timing.prefill_seconds + before)
+        return replace(done, timing=timing)
 
     # --- the report ---
     def _head(self) -> dict[str, Any]:
@@ -168,20 +218,3 @@ class Runner:
     def _prompt_tokens(self) -> list[int]:
         mask: Tensor = self.inputs["attention_mask"]
         return [int(count) for count in mask.sum(-1)]
-
-
-class TokenCounter(BaseStreamer):  # type: ignore[misc]
-    """A line on a terminal's standard error that counts tokens."""
-
-    def __init__(self, most: int) -> None:
-        self.most, self.count = most, -1  # the prompt comes first
-        self.shown = sys.stderr.isatty()
-
-    def put(self, value: Tensor) -> None:
-        self.count += 1
-        if self.shown and self.count:
-            print(f"\r{self.count} of {self.most} tokens", end="", file=sys.stderr, flush=True)
-
-    def end(self) -> None:
-        if self.shown:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)

@@ -15,6 +15,7 @@ from tightkv import __version__
 from tightkv.cli.plan import hub, report
 from tightkv.cli.plan.page import plan_page
 from tightkv.cli.shared.output import add_output_options, check_plot, emit, parse_bytes
+from tightkv.cli.shared.progress import QUICK_SECONDS, Working
 from tightkv.config import PRESETS, KVQuantConfig
 from tightkv.key_check import CheckedConfig, KeyCheck, raised_layers
 from tightkv.model_shape import (
@@ -104,7 +105,8 @@ def run(args: argparse.Namespace) -> int:
     context = args.context or min(shape.max_positions or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
     memory = _memory(args)
     weights = _weights(args, shape, source, needed=memory is not None)
-    plans, notes = _plans(args, shape)
+    with Working("reading the weights of queries and keys", delay=QUICK_SECONDS):
+        plans, notes = _plans(args, shape)
     data = _report(args, shape, context, memory, weights, plans)
     data["notes"] += notes
     if args.plot:

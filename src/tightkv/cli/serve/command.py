@@ -15,6 +15,7 @@ from tightkv import __version__
 from tightkv.calibration import find_for_folder, not_used
 from tightkv.cli.shared.config_flags import OFF_LINE, add_config_flags, options_from_args
 from tightkv.cli.shared.output import MissingPackageError, add_output_options, emit
+from tightkv.cli.shared.progress import QUICK_SECONDS, Working
 from tightkv.cli.shared.server_file import read_server_file
 from tightkv.config import PRESETS, KVQuantConfig, is_off
 from tightkv.key_check import KeyCheck
@@ -94,9 +95,11 @@ def _tell_of_folder(model: str, config: KVQuantConfig, command: list[str]) -> No
     """
     if not Path(model).is_dir() or any(word.startswith("--load-format") for word in command):
         return
-    found = find_for_folder(config, Path(model), model)
-    used = config if found is None else found.applied(config)
-    for line in (not_used(config, found, model), KeyCheck(model).protect(used).line):
+    with Working(f"reading weights of {model}", delay=QUICK_SECONDS):
+        found = find_for_folder(config, Path(model), model)
+        used = config if found is None else found.applied(config)
+        lines = (not_used(config, found, model), KeyCheck(model).protect(used).line)
+    for line in lines:
         if line is not None:
             print(line, file=sys.stderr, flush=True)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tightkv.cli.shared import terminal
 from tightkv.extras import install_hint
 
 _UNITS = {
@@ -30,19 +30,38 @@ class MissingPackageError(ImportError):
 
 def print_status(line: str) -> None:
     """A line of progress on standard error."""
-    print(f"tightkv: {line}", file=sys.stderr, flush=True)
+    terminal.print_line(f"tightkv: {line}")
+
+
+class _PrintSchema(argparse.Action):
+    """Print the schema of the parser's command, and do nothing else."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from tightkv.cli.schemas import schema_of
+
+        command = parser.prog.split()[1]
+        print(json.dumps(schema_of(command), indent=2))
+        parser.exit()
 
 
 def add_output_options(parser: argparse.ArgumentParser, plot: str | None = None) -> None:
-    """--json, and --plot with `plot` as its help."""
+    """--json and its schema, and --plot with `plot` as its help."""
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.add_argument(
+        "--json-schema", action=_PrintSchema, nargs=0, help="print the JSON Schema of --json"
+    )
     if plot is not None:
         parser.add_argument("--plot", metavar="FILE", help=f"{plot} (.png, .svg or .pdf)")
 
 
 def emit(args: argparse.Namespace, data: Mapping[str, Any], text: str) -> None:
     """Print `data` as JSON with --json, else `text`."""
-    print(json.dumps(data, indent=2, allow_nan=False) if args.json else text)
+    print(to_json(args, data) if args.json else text)
+
+
+def to_json(args: argparse.Namespace, data: Mapping[str, Any]) -> str:
+    """`data` as `schemas` describes it for the command of `args`."""
+    return json.dumps(data, indent=2, allow_nan=False)
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 from tightkv.cli.shared.output import add_output_options, check_plot, emit
+from tightkv.cli.shared.progress import Working
 from tightkv.cli.validate.report import as_text, draw
 
 
@@ -27,17 +27,10 @@ def run(args: argparse.Namespace) -> int:
     options = validate.Options(seed=args.seed, dim=args.dim, quick=args.quick)
     if args.plot:
         check_plot(args.plot)
-    show = sys.stderr.isatty()
-    report = validate.run(options, _show_step) if show else validate.run(options)
-    if show:
-        _show_step("")
+    with Working("validating", line_seconds=10) as work:
+        report = validate.run(options, work.step)
     data = report.to_dict()
     emit(args, data, as_text(data))
     if args.plot:
         draw(args.plot, data)
     return 0 if report.passed else 1
-
-
-def _show_step(step: str) -> None:
-    """Overwrite the line of the step before."""
-    print(f"\r\033[K{step}", end="", file=sys.stderr, flush=True)

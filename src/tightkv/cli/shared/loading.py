@@ -1,0 +1,21 @@
+"""load_model for commands: progress on standard error, and how to install what is missing."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from tightkv.cli.shared.output import MissingPackageError
+from tightkv.cli.shared.progress import Working
+from tightkv.model_loading.source import BUNDLED_NAME
+
+
+def load_for(command: str, source: str | None, **options: Any) -> tuple[Any, Any]:
+    """The model and its tokenizer; options are those of `load_model`."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    with Working(f"loading {source or BUNDLED_NAME}") as work:
+        try:
+            from tightkv.model_loading.load import load_model
+        except ImportError:
+            raise MissingPackageError(f"tightkv {command}", "transformers", "hf") from None
+        return load_model(source, progress=work.step, **options)
