@@ -319,7 +319,7 @@ inline void mma_bf16(float *c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
         y[k] = __int_as_float(k & 1 ? b[k / 2] & 0xffff0000u : b[k / 2] << 16);
     host::multiply(c, x, y);
 }
-template <bool B_UNSIGNED>
+template <bool A_UNSIGNED, bool B_UNSIGNED>
 void mma_int8(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, int c0, int c1, int c2,
                int c3) {
     const int c[] = {c0, c1, c2, c3};
@@ -337,7 +337,7 @@ void mma_int8(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, int c
         for (int s = 0; s < 32; s++) {
             const u32 row = of[4 * g + s % 16 / 4].a[2 * (s / 16) + (k >> 1)];
             const u32 column = of[4 * (2 * t + (k & 1)) + s % 16 / 4].b[s / 16];
-            d[k] += number(row, s % 4, false) * number(column, s % 4, B_UNSIGNED);
+            d[k] += number(row, s % 4, A_UNSIGNED) * number(column, s % 4, B_UNSIGNED);
         }
     }
 }
@@ -346,6 +346,7 @@ inline u32 warp_max(u32 x) {
     return *std::max_element(of, of + 32);
 }
 inline u64 evict_first_policy() { return 0; }
+inline void prefetch_to_l2(const void *) {}
 inline void cp_async(u32 to, const u8 *from, u64) { host::now->open.push_back({to, from, 16}); }
 inline void cp_async(u32 to, const u8 *from) { cp_async(to, from, 0); }
 inline void cp_async_commit() {

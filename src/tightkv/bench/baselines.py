@@ -31,7 +31,10 @@ def _copies(shape: Shape, bytes_each: int, make: Callable[[], Any]) -> list[Any]
 
 
 def sdpa_decode(shape: Shape, device: torch.device) -> dict[str, float]:
-    """Milliseconds of every backend that takes the shape; query heads packed as query tokens."""
+    """Milliseconds of every backend that takes the shape; query heads packed as query tokens.
+
+    Torch's take no ragged lengths; the plain Triton kernel does, over a padded cache.
+    """
     group = shape.query_heads // shape.kv_heads
 
     def random(tokens: int) -> Tensor:
@@ -41,15 +44,19 @@ def sdpa_decode(shape: Shape, device: torch.device) -> dict[str, float]:
     query = random(group)
     caches = _copies(shape, shape.bf16_bytes, lambda: (random(shape.tokens), random(shape.tokens)))
     times = {}
-    for name, backend in SDPA.items():
+    for name, backend in ({} if shape.ragged else SDPA).items():
         with sdpa_kernel(backend):
             calls = [partial(scaled_dot_product_attention, query, k, v) for k, v in caches]
             try:
                 times[f"sdpa {name}"] = graph_ms(calls)
             except RuntimeError:  # the backend refuses this shape
                 continue
+    if shape.head_dim & (shape.head_dim - 1):  # the Triton kernel takes powers of two
+        return times
     packed = query.flatten(1, 2)
-    times["triton bf16"] = graph_ms([partial(bf16_decode, packed, k, v) for k, v in caches])
+    lengths = torch.tensor(shape.lengths, dtype=torch.int32, device=device)
+    calls = [partial(bf16_decode, packed, k, v, lengths) for k, v in caches]
+    times["triton bf16"] = graph_ms(calls)
     return times
 
 
@@ -60,17 +67,19 @@ def flashinfer_decode(shape: Shape, device: torch.device) -> dict[str, float]:
     import flashinfer
 
     page, b = 64, shape.batch
-    pages = -(-shape.tokens // page)
+    lengths = torch.tensor(shape.lengths, dtype=torch.int32, device=device)
+    each = (lengths + page - 1) // page
+    pages = int(each.sum())
     query = torch.randn(b, shape.query_heads, shape.head_dim, dtype=torch.bfloat16, device=device)
-    order = torch.randperm(b * pages, device=device).int()
-    ends = torch.arange(b + 1, dtype=torch.int32, device=device) * pages
-    last = torch.full((b,), (shape.tokens - 1) % page + 1, dtype=torch.int32, device=device)
+    order = torch.randperm(pages, device=device).int()
+    ends = torch.cat([each.new_zeros(1), each.cumsum(0).int()])
+    last = (lengths - 1) % page + 1
     times = {}
     for name, dtype in (("bf16", torch.bfloat16), ("fp8", torch.float8_e4m3fn)):
         bytes_each = shape.bf16_bytes * dtype.itemsize // 2
 
         def make(dtype: torch.dtype = dtype) -> Tensor:
-            size = (b * pages, 2, page, shape.kv_heads, shape.head_dim)
+            size = (pages, 2, page, shape.kv_heads, shape.head_dim)
             return torch.randn(size, dtype=torch.bfloat16, device=device).to(dtype)
 
         caches = _copies(shape, bytes_each, make)

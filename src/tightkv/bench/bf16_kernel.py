@@ -12,18 +12,19 @@ from torch import Tensor
 
 @triton.jit
 def _decode_kernel(
-    query, key, value, partial, partial_lse, scale, tokens, each, stride_b, stride_h,
-    HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
+    query, key, value, lengths, partial, partial_lse, scale, each, stride_b, stride_h,
+    HKV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     split, splits = tl.program_id(0), tl.num_programs(0)
     batch, head = tl.program_id(1) // HKV, tl.program_id(1) % HKV
-    g, d, t = tl.arange(0, 16), tl.arange(0, D), tl.arange(0, TILE)
+    g, d, t = tl.arange(0, GP), tl.arange(0, D), tl.arange(0, TILE)
+    tokens = tl.load(lengths + batch)
     row = (batch * HKV + head) * G + g
     q = tl.load(query + row[:, None] * D + d[None, :], mask=(g < G)[:, None], other=0.0)
     base = batch.to(tl.int64) * stride_b + head * stride_h
-    peak = tl.full([16], float("-inf"), tl.float32)
-    total = tl.zeros([16], tl.float32)
-    acc = tl.zeros([16, D], tl.float32)
+    peak = tl.full([GP], float("-inf"), tl.float32)
+    total = tl.zeros([GP], tl.float32)
+    acc = tl.zeros([GP, D], tl.float32)
     for at in range(split * each, tl.minimum(tokens, (split + 1) * each), TILE):
         there = at + t < tokens
         where = base + (at + t)[:, None] * D + d[None, :]
@@ -38,7 +39,8 @@ def _decode_kernel(
         acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v)
         peak = new
     at = row * splits + split
-    tl.store(partial + at[:, None] * D + d[None, :], acc / total[:, None], mask=(g < G)[:, None])
+    result = acc / tl.maximum(total, 1e-30)[:, None]  # a short sequence may have fewer splits
+    tl.store(partial + at[:, None] * D + d[None, :], result, mask=(g < G)[:, None])
     tl.store(partial_lse + at, peak + tl.log2(total), mask=g < G)
 
 
@@ -55,8 +57,8 @@ def _merge_kernel(
     tl.store(out + row * D + d, result.to(out.dtype.element_ty))
 
 
-def bf16_decode(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """query [B, Hq, D] over key and value [B, Hkv, N, D], contiguous."""
+def bf16_decode(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> Tensor:
+    """query [B, Hq, D] over the first `lengths` [B] of key and value [B, Hkv, N, D], contiguous."""
     batch, hq, d = query.shape
     hkv, tokens = key.shape[1], key.shape[2]
     processors = torch.cuda.get_device_properties(query.device).multi_processor_count
@@ -66,9 +68,10 @@ def bf16_decode(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     partial_lse = torch.empty(batch * hq, splits, dtype=torch.float32, device=query.device)
     out = torch.empty_like(query)
     _decode_kernel[(splits, batch * hkv)](
-        query, key, value, partial, partial_lse, 1 / math.sqrt(d), tokens, each,
-        key.stride(0), key.stride(1), HKV=hkv, G=hq // hkv, D=d, TILE=64,
-        num_warps=4, num_stages=4,
+        query, key, value, lengths, partial, partial_lse, 1 / math.sqrt(d), each,
+        key.stride(0), key.stride(1), HKV=hkv, G=hq // hkv,
+        GP=max(16, triton.next_power_of_2(hq // hkv)), D=d, TILE=64 if d <= 128 else 32,
+        num_warps=4, num_stages=4 if d <= 256 else 2,
     )  # fmt: skip
     _merge_kernel[(batch * hq,)](
         partial, partial_lse, out, SPLITS=splits, SP=triton.next_power_of_2(splits), D=d

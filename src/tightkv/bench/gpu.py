@@ -60,7 +60,7 @@ def decode_rows(
 
 
 def _decode_times(module: ModuleType, layers: Sequence[Layer], shape: Shape) -> dict[str, float]:
-    """Milliseconds of append and attend together, of each alone, and of a step that seals."""
+    """Milliseconds of append and attend together and of each alone; sealing a page of every row."""
     device = layers[0].view.pages.device
     cu_seqlens = torch.arange(shape.batch + 1, dtype=torch.int32, device=device)
     query = _random(shape.batch, shape.query_heads, shape.head_dim, device)
@@ -89,6 +89,7 @@ def _decode_times(module: ModuleType, layers: Sequence[Layer], shape: Shape) -> 
         "append": graph_ms([partial(append, layer) for layer in layers]),
         "attend": graph_ms([partial(attend, layer) for layer in layers]),
         "append_and_seal": graph_ms([partial(append, layer) for layer in full]),
+        "step_and_seal": graph_ms([partial(step, layer) for layer in full]),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,21 +13,49 @@ from tightkv.kernels.view import CacheView
 from tightkv.layout import PageLayout
 
 L2_BYTES = 300 << 20  # several L2 caches: what is read again must come from memory
+SHORTEST = 1024  # tokens, of ragged sequences
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One attention layer: sequences, tokens of each, query heads, KV heads, head size."""
+    """One attention layer: sequences, tokens of each, query heads, KV heads, head size.
+
+    Ragged: a mix of lengths from `SHORTEST` to `tokens`, each as many times the one before.
+    """
 
     batch: int
     tokens: int
     query_heads: int = 32
     kv_heads: int = 8
     head_dim: int = 128
+    ragged: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "tokens", "query_heads", "kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}; it must be at least 1")
+        if self.query_heads % self.kv_heads:
+            raise ValueError(
+                f"query_heads={self.query_heads}; it must be a multiple of kv_heads={self.kv_heads}"
+            )
+        if self.ragged and (self.batch < 2 or self.tokens < SHORTEST):
+            raise ValueError(
+                f"batch={self.batch}, tokens={self.tokens}; ragged lengths need two sequences or "
+                f"more and at least {SHORTEST} tokens"
+            )
+
+    @property
+    def lengths(self) -> list[int]:
+        if not self.ragged:
+            return [self.tokens] * self.batch
+        most = self.tokens / SHORTEST
+        found = [round(SHORTEST * most ** (i / (self.batch - 1))) for i in range(self.batch)]
+        random.Random(0).shuffle(found)
+        return found
 
     @property
     def bf16_bytes(self) -> int:
-        return self.batch * self.tokens * self.kv_heads * self.head_dim * 4
+        return sum(self.lengths) * self.kv_heads * self.head_dim * 4
 
     def __str__(self) -> str:
         return f"B={self.batch} N={self.tokens}"
@@ -53,7 +82,7 @@ def layers_for(
     layout: PageLayout, shape: Shape, kernels: object, device: torch.device
 ) -> list[Layer]:
     """As many layers as make the data larger than the L2 cache."""
-    each = shape.batch * shape.tokens * layout.bytes_per_token
+    each = sum(shape.lengths) * layout.bytes_per_token
     count = max(1, min(12, -(-L2_BYTES // max(1, int(each)))))
     return [fill(layout, shape, kernels, device, seed) for seed in range(count)]
 
@@ -86,26 +115,27 @@ def fill(
         sink_value=exact(cfg.sinks),
     )
     codec = Codec(layout)
+    lengths = torch.tensor(shape.lengths, dtype=torch.int32)
     for at in range(0, shape.tokens, 4096):
-        count = min(4096, shape.tokens - at)
+        counts = (lengths - at).clamp(0, 4096)
         key, value = (
-            torch.randn(batch * count, heads, d, generator=generator, device=device).to(
+            torch.randn(int(counts.sum()), heads, d, generator=generator, device=device).to(
                 layout.dtype
             )
             for _ in range(2)
         )
-        cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=device) * count
-        after = replace(view, lengths=zero + at + count)
+        cu_seqlens = torch.cat([counts.new_zeros(1), counts.cumsum(0).int()]).to(device)
+        after = replace(view, lengths=lengths.clamp(max=at + 4096).to(device))
         kernels.append(  # type: ignore[attr-defined]
             codec, after, key, value, cu_seqlens, zero + max(0, at - ring),
-            max_new=count, encode_partial_page=False,
+            max_new=int(counts.max()), encode_partial_page=False,
         )  # fmt: skip
-    page = (shape.tokens - 1) // cfg.page_size
-    ring_start = max(0, (page - cfg.exact_pages + 1) * cfg.page_size)
+    pages = (lengths - 1) // cfg.page_size
+    ring_start = ((pages - cfg.exact_pages + 1) * cfg.page_size).clamp(min=0)
     view = replace(
         view,
-        lengths=zero + shape.tokens,
-        ring_read_from=zero + ring_start,
-        same_length=shape.tokens,
+        lengths=lengths.to(device),
+        ring_read_from=ring_start.to(device),
+        same_length=None if shape.ragged else shape.tokens,
     )
-    return Layer(codec, view, zero + max(0, shape.tokens - 1 - ring))
+    return Layer(codec, view, (lengths - 1 - ring).clamp(min=0).to(device))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tightkv.cli.bench import vllm
@@ -39,6 +40,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--tokens", type=int, action="append", metavar="N", help="context length, repeatable"
     )
     decode.add_argument("--batch", type=int, default=1, metavar="N", help="with --tokens")
+    for name, default in (("heads", 32), ("kv-heads", 8), ("head-dim", 128)):
+        decode.add_argument(f"--{name}", type=int, metavar="N", help=f"default: {default}")
+    decode.add_argument(
+        "--ragged", action="store_true", help="a mix of lengths from 1024 to --tokens, on a GPU"
+    )
     decode.add_argument(
         "--kernels", action="append", metavar="NAME", help="repeatable (default: the best)"
     )
@@ -92,7 +98,7 @@ def _decode(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
         return
     from tightkv.bench import gpu
 
-    shapes = _shapes(args) or gpu.DECODE_SHAPES
+    shapes = _shapes(args, gpu.DECODE_SHAPES)
     yield from gpu.decode_rows(shapes, _presets(args), args.kernels or ["auto"], device)
 
 
@@ -103,13 +109,15 @@ def _decode_cpu(args: argparse.Namespace) -> Iterator[Row]:
 
     if args.kernels not in (None, ["cpu"]):
         raise ValueError(f"--kernels {args.kernels}; on a CPU cpu is measured, and the reference")
+    if args.ragged:
+        raise ValueError("--ragged is measured on GPUs; leave it out, or use --device cuda")
     for name in ("repeats", "threads"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"--{name} {getattr(args, name)}; it must be at least 1")
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     for preset in _presets(args):
-        shapes = _shapes(args) or cpu.SHAPES
+        shapes = _shapes(args, cpu.SHAPES)
         yield from cpu.decode_rows(KVQuantConfig.preset(preset), shapes, args.repeats)
 
 
@@ -173,10 +181,14 @@ def _presets(args: argparse.Namespace) -> list[str]:
     return args.preset or ["k4v4"]
 
 
-def _shapes(args: argparse.Namespace) -> list[Shape]:
+def _shapes(args: argparse.Namespace, usual: Sequence[Shape]) -> list[Shape]:
     from tightkv.bench.inputs import Shape
 
-    return [Shape(args.batch, tokens) for tokens in args.tokens or []]
+    given = {"query_heads": args.heads, "kv_heads": args.kv_heads, "head_dim": args.head_dim}
+    changes: dict[str, Any] = {name: n for name, n in given.items() if n is not None}
+    changes |= {"ragged": True} if args.ragged else {}
+    shapes = [Shape(args.batch, tokens) for tokens in args.tokens or []] or usual
+    return [replace(shape, **changes) for shape in shapes]
 
 
 # --- showing ---
@@ -191,7 +203,8 @@ def _label(row: Row) -> str:
         return f"{row['preset']}, {', '.join(sizes)}"
     s = row["shape"]
     heads = f"{s['query_heads']}/{s['kv_heads']} heads of {s['head_dim']}"
-    return f"{row['preset']} {row['kernels']}, {s['batch']} x {s['tokens']} tokens, {heads}"
+    tokens = f"1024 to {s['tokens']}" if s.get("ragged") else s["tokens"]
+    return f"{row['preset']} {row['kernels']}, {s['batch']} x {tokens} tokens, {heads}"
 
 
 def _figures(row: Row) -> str:

@@ -12,6 +12,7 @@ from tightkv.layout import PageLayout
 
 _MAX_SPLITS = 64
 _DRIVER_BYTES = 1024  # of shared memory that the driver takes of each block
+_BLOCK_TILES, _MERGE_TILES = 6, 4  # as many take as long as a block's setup, and as a merge
 
 
 @dataclass(frozen=True)
@@ -21,8 +22,11 @@ class DecodeTile:
     blocks_of_32: int  # tokens a warp works on at a time
     stages: int  # tiles in shared memory, the one being read among them
     blocks: int  # that a processor can hold
-    columns: int  # queries: 4, 8 or 16
+    columns: int  # queries: 4, 8, 12 or 16
     warps: int = 4  # of a block
+    sum_levels: bool = False  # of 4 bits: one product a code and more arithmetic, or two
+    shared_queries: bool = False  # their operands are read again for each tile, or in registers
+    prefetch_exact: bool = False  # to the L2 cache, while queries are prepared
 
     @staticmethod
     def of(layout: PageLayout, columns: int) -> DecodeTile:
@@ -49,6 +53,7 @@ class DecodeTile:
         found = 2 * 4 * columns * (d + 6)
         warp = _round_up(max(self.stages * stage, found))
         queries = 8 * columns * (d // 2 + 4) + 2 * columns * (d + 16)  # halves, bytes
+        queries += 2 * columns * d if self.shared_queries else 0
         return _round_up(self.warps * warp + queries + 4 * columns + 32)
 
 
@@ -73,24 +78,30 @@ class DecodePlan:
         """For `batch` sequences of at most `pages` pages, `group` query heads a KV head."""
         processors, memory = _processors(gpu)
         columns = max_queries * group
-        widths = (4, 8, 16) if layout.head_dim <= 128 else (4, 8)  # registers are for so many
+        widths = (4, 8, 12, 16) if layout.head_dim <= 128 else (4, 8)  # registers are for so many
         width = next((w for w in widths if columns <= w), widths[-1])
         num_q_tiles = -(-columns // width)
         tile, programs = DecodeTile.of(layout, width), batch * layout.num_kv_heads * num_q_tiles
         num_splits = num_splits_heuristic(
-            programs, processors * tile.blocks, min(_MAX_SPLITS, pages // 4)
+            programs, processors * tile.blocks, pages * layout.page_size // 64
         )
         # As much memory as keeps further blocks off a processor: another would miss them.
         share = (memory // tile.blocks - _DRIVER_BYTES) // 16 * 16
         return DecodePlan(tile, num_q_tiles, num_splits, max(tile.shared_bytes(layout), share))
 
 
-def num_splits_heuristic(programs: int, slots: int, most: int) -> int:
-    """Into how many splits to cut sequences, so that the last wave of blocks is a full one."""
+def num_splits_heuristic(programs: int, slots: int, tiles: int) -> int:
+    """Into how many splits to cut sequences of `tiles` tiles of 64 tokens.
+
+    So that the last wave of blocks is a full one. Where there are many waves it costs little if it
+    is not, and sequences may be much shorter than the longest that has room.
+    """
+    if programs >= 4 * slots:
+        return 1
     best, best_time = 1, math.inf
-    for splits in range(1, max(1, most) + 1):
-        # waves of blocks, each a split long; merging splits costs a little too
-        time = -(-programs * splits // slots) / splits * (1 + 0.004 * splits)
+    for splits in range(1, max(1, min(_MAX_SPLITS, tiles // 4)) + 1):
+        merging = 0 if splits == 1 else _MERGE_TILES
+        time = -(-programs * splits // slots) * (tiles / splits + _BLOCK_TILES) + merging
         if time < best_time:
             best, best_time = splits, time
     return best

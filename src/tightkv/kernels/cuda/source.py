@@ -61,6 +61,9 @@ def source(
             "COLS": tile.columns,
             "TB": tile.blocks_of_32,
             "STAGES": tile.stages,
+            "SUM_LEVELS": int(tile.sum_levels),
+            "SHARED_QUERIES": int(tile.shared_queries),
+            "PREFETCH_EXACT": int(tile.prefetch_exact),
             "SHARED_BYTES": tile.shared_bytes(layout),
         }
     shared = layout_constants(layout)
@@ -71,7 +74,8 @@ def source(
     encode, decode = encode_constants(layout), decode_constants(layout)
     codec = Codec(layout)
     for side in ("KEY", "VALUE"):
-        constants[f"{side}_TABLE"] = _byte_levels(codec.side(side.lower()))
+        sums = tile is not None and tile.sum_levels
+        constants[f"{side}_TABLE"] = _byte_levels(codec.side(side.lower()), sums)
         constants[f"{side}_UNIT"] = _floats(decode[f"{side}_UNIT"])
         constants[f"{side}_MODE"] = encode[f"{side}_MODE"]
         book = encode[f"{side}_BOOK"]  # of 8 bits: 1 / unit and unit
@@ -105,7 +109,7 @@ def included(*names: str) -> str:
     return "".join(f"{line}\n" for name in names for line in lines_of(_FOLDER / name))
 
 
-def _byte_levels(quantizer: Quantizer) -> str:
+def _byte_levels(quantizer: Quantizer, sum_levels: bool) -> str:
     """`struct LevelTable` of page_codes.cuh: levels as bytes, by the low three bits of a code."""
     assert isinstance(quantizer, TurboQuantMSE)
     book = quantizer.codebook
@@ -114,7 +118,7 @@ def _byte_levels(quantizer: Quantizer) -> str:
     levels = table_levels(book)
     assert all(x.is_integer() and abs(x) < 127 for x in levels)
     if book.bits == 4:  # magnitudes
-        levels = [x + 1 for x in levels] + [-x for x in levels]
+        levels = 2 * levels if sum_levels else [x + 1 for x in levels] + [-x for x in levels]
     data = bytes(int(x) & 255 for x in levels)
     words = [int.from_bytes(data[at : at + 4], "little") for at in range(0, len(data), 4)]
     return ", ".join(f"{word}u" for word in words)

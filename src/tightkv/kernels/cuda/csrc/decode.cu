@@ -61,6 +61,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
     int page_ids = t < t_end ? table[min(window + lane, page_to - 1)] : 0;
     Queries queries;
     load(queries, a, begin, count, v.first_at, head, col0, lane, warp);
+    if (PREFETCH_EXACT)
+        for (int group = worker; group < groups; group += workers) prefetch(exact, 16 * group, lane);
     const u8 *pages = a.pages + head * RECORD;
     const u8 *key_base = pages + key_lane_offset(r, c), *value_base = pages + value_lane_offset(r, c);
     const ScaleCopy scale_copies[2] = {ScaleCopy(lane), ScaleCopy(lane + 32)};
@@ -113,8 +115,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
     ExactTile tokens;  // the first exact ones of this warp: loaded with its last tile
     const bool some = worker < groups, early = EARLY_EXACT && t < t_end;
     {
-        u32 q[SLOT_TILES][KX][2];
-        load_query_bytes(q, sh.query_bytes, r, c);
+        QueryOperands q;
+        load_query_bytes(q, sh, lane, warp);
+        SumStart key_start, value_start;
+        clear(key_start), clear(value_start);
+        if (KEY_OFFSET)
+#pragma unroll
+            for (int x = 0; x < KX; x++)
+#pragma unroll
+                for (int n = 0; n < LANE_COLS; n++) take_off_offset<false>(key_start, n, q(n, x));
         const LevelTable key_table = reload(sh.tables[0]);
         const LevelTable value_table = VALUE_BITS == KEY_BITS ? key_table : reload(sh.tables[1]);
         const float key_unit = KEY_UNIT * factor * BYTE_UNIT, score_unit = SOFTCAP ? 1.f : key_unit;
@@ -170,17 +179,20 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
                     for (int i = 0; i < 4; i++)
                         of[i] = key_levels(codes, x, i, c, key_table);
 #pragma unroll
-                    for (int n = 0; n < SLOT_TILES; n++)
+                    for (int n = 0; n < LANE_COLS; n++) {
+                        const uint2 operand = q(n, x);
+                        const int(&start)[2] = key_start.of[n];
 #pragma unroll
                         for (int h = 0; h < 2; h++) {
                             const Levels &one = of[2 * h], &two = of[2 * h + 1];
-                            mma_accumulate<false>(sums[h].of[n], one.low, two.low, one.high, two.high,
-                                            q[n][x], x == 0);
-                            if (KEY_BITS == 4)
-                                mma_accumulate<false>(sums[h].of[n], one.negative_low, two.negative_low,
-                                                one.negative_high, two.negative_high, q[n][x],
-                                                false);
+                            mma_accumulate<KEY_OFFSET, false>(sums[h].of[n], one.low, two.low, one.high,
+                                                              two.high, operand, start, x == 0);
+                            if (KEY_PRODUCTS == 2)
+                                mma_accumulate<false, false>(
+                                    sums[h].of[n], one.negative_low, two.negative_low,
+                                    one.negative_high, two.negative_high, operand, start, false);
                         }
+                    }
                 }
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
@@ -211,11 +223,19 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
                 }
             const float weight_unit = value_most > 0.f ? value_most * (1.f / MOST_WEIGHT) : 1.f;
             float top[LANE_COLS], sum[LANE_COLS], scale[LANE_COLS];
-            u32 weights[TB][SLOT_TILES][2];
+            u32 weights[TB][LANE_COLS][2];
             softmax_weights(s, score_unit, value_scale, weight_unit, weights, top, sum);
             rescale(f, top, sum, scale);
 #pragma unroll
             for (int j = 0; j < LANE_COLS; j++) scale[j] *= weight_unit;
+            if (VALUE_OFFSET) {
+                clear(value_start);
+#pragma unroll
+                for (int b = 0; b < TB; b++)
+#pragma unroll
+                    for (int n = 0; n < LANE_COLS; n++)
+                        take_off_offset<true>(value_start, n, make_uint2(weights[b][n][0], weights[b][n][1]));
+            }
 #pragma unroll
             for (int x = 0; x < VX; x++) {
                 Int8Sums sums[2];  // channels 0, 1 and 2, 3
@@ -228,17 +248,20 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
                         for (int m = 0; m < 2; m++)
                             of[m][h] = value_levels(codes[b], x, m, h, r, value_table);
 #pragma unroll
-                    for (int n = 0; n < SLOT_TILES; n++)
+                    for (int n = 0; n < LANE_COLS; n++) {
+                        const uint2 operand = make_uint2(weights[b][n][0], weights[b][n][1]);
+                        const int(&start)[2] = value_start.of[n];
 #pragma unroll
                         for (int m = 0; m < 2; m++) {
                             const Levels &one = of[m][0], &two = of[m][1];
-                            mma_accumulate<true>(sums[m].of[n], one.low, one.high, two.low, two.high,
-                                           weights[b][n], b == 0);
-                            if (VALUE_BITS == 4)
-                                mma_accumulate<true>(sums[m].of[n], one.negative_low, one.negative_high,
-                                               two.negative_low, two.negative_high, weights[b][n],
-                                               false);
+                            mma_accumulate<VALUE_OFFSET, true>(sums[m].of[n], one.low, one.high, two.low,
+                                                               two.high, operand, start, b == 0);
+                            if (VALUE_PRODUCTS == 2)
+                                mma_accumulate<false, true>(
+                                    sums[m].of[n], one.negative_low, one.negative_high,
+                                    two.negative_low, two.negative_high, operand, start, false);
                         }
+                    }
                 }
 #pragma unroll
                 for (int m = 0; m < 2; m++)

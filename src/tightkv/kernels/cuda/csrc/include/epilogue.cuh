@@ -22,6 +22,9 @@ struct SharedMemory {
     WarpMemory warp[WARPS];
     u32 query[2][COLS][D / 2 + 4];  // rotated halves, and as they came
     QueryBytes query_bytes;
+#if SHARED_QUERIES
+    uint2 query_operands[LANE_COLS * KX][32];
+#endif
     float query_top[COLS];
     LevelTable tables[2];  // of keys, of values
 };

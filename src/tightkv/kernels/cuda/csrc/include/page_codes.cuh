@@ -29,7 +29,14 @@
 // Levels of codes are bytes, and a byte permute looks up eight of them. With four bits there are two
 // tables: the fourth bit of a selector asks for eight copies of a byte's sign bit, so a level of the
 // first table, above zero, or 0; and a level of the second, below zero, or -1. Their sum is the level,
-// if those of the first table are one more; it is left to the products.
+// if those of the first table are one more; it is left to the products. Where there are many columns,
+// products are what takes time (SUM_LEVELS): then both tables are magnitudes, and their difference plus
+// 128 is the level's byte, unsigned.
+#define KEY_OFFSET (KEY_BITS == 4 && SUM_LEVELS)
+#define VALUE_OFFSET (VALUE_BITS == 4 && SUM_LEVELS)
+#define KEY_PRODUCTS (KEY_BITS == 4 && !SUM_LEVELS ? 2 : 1)  // a code takes part in
+#define VALUE_PRODUCTS (VALUE_BITS == 4 && !SUM_LEVELS ? 2 : 1)
+
 struct LevelTable {
     u32 low, high, negative_low, negative_high;  // the last two of four bits alone
 };
@@ -50,8 +57,12 @@ __device__ __forceinline__ Levels decode_levels(u32 w, const LevelTable &t) {
     x.low = prmt(t.low, t.high, w), x.high = prmt(t.low, t.high, w >> 16);
     if (BITS == 4) {
         const u32 other = flip_sign_bits(w);
-        x.negative_low = prmt(t.negative_low, t.negative_high, other);
-        x.negative_high = prmt(t.negative_low, t.negative_high, other >> 16);
+        const u32 low = prmt(t.negative_low, t.negative_high, other);
+        const u32 high = prmt(t.negative_low, t.negative_high, other >> 16);
+        if (SUM_LEVELS)  // no byte borrows from the next
+            x.low += 0x80808080 - low, x.high += 0x80808080 - high;
+        else
+            x.negative_low = low, x.negative_high = high;
     }
     return x;
 }

@@ -1,24 +1,24 @@
 // What the mean of a page adds to scores: q.mu, once a page.
 #pragma once
 
-#include "int8_mma.cuh"
-#include "page_codes.cuh"
+#include "queries.cuh"
 
 #if MEAN_BITS == 8
 // Of two pages: one in the upper rows of an A operand, one in the lower. Words are loaded one by one, each
 // to its place; pairs would have to be moved there.
 __device__ __forceinline__ void mean_scores(float (&one)[LANE_COLS], float (&two)[LANE_COLS],
-                                            const u32 (&q)[SLOT_TILES][KX][2], const uint4 *mean1,
+                                            const QueryOperands &q, const uint4 *mean1,
                                             const uint4 *mean2, int c, float factor) {
     const volatile u32 *m = (const volatile u32 *)mean1, *w = (const volatile u32 *)mean2;
+    const int zero[2] = {ZERO_BITS, ZERO_BITS};
     Int8Sums sums;
 #pragma unroll
     for (int x = 0; x < KX; x++) {
         const int at = key_channel(x, c) / 4;
         const u32 a[4] = {m[at], w[at], m[at + 1], w[at + 1]};
 #pragma unroll
-        for (int n = 0; n < SLOT_TILES; n++)
-            mma_accumulate<false>(sums.of[n], a[0], a[1], a[2], a[3], q[n][x], x == 0);
+        for (int n = 0; n < LANE_COLS; n++)
+            mma_accumulate<false, false>(sums.of[n], a[0], a[1], a[2], a[3], q(n, x), zero, x == 0);
     }
     const float unit1 = half_to_float(*(const u16 *)(mean1 + D / 16)) * factor;
     const float unit2 = half_to_float(*(const u16 *)(mean2 + D / 16)) * factor;
@@ -29,8 +29,7 @@ __device__ __forceinline__ void mean_scores(float (&one)[LANE_COLS], float (&two
 #endif
 
 #if MEAN_BITS == 16
-// Of one page, in all rows. Queries as halves, from shared memory; where four columns are all, each of
-// them twice. Registers are operands as they were loaded: pairs of channels 0 and 2 of each eight in
+// Of one page, in all rows. Queries as halves, from shared memory. Registers are operands as they were loaded: pairs of channels 0 and 2 of each eight in
 // the upper rows, 1 and 3 in the lower ones, so each product is half of use.
 __device__ __forceinline__ void mean_scores(float (&scores)[LANE_COLS],
                                             const u32 (*queries)[D / 2 + 4], const uint4 *mean,
@@ -45,7 +44,7 @@ __device__ __forceinline__ void mean_scores(float (&scores)[LANE_COLS],
         const uint4 m = mean[key_channel(x, c) / 8];
 #pragma unroll
         for (int n = 0; n < COL_TILES; n++) {
-            const u32 *row = queries[FEW_COLS ? r >> 1 : 8 * n + r];
+            const u32 *row = queries[tile_column(n, r)];
             const uint4 q = *(const uint4 *)(row + key_channel(x, c) / 2);  // pairs 0 2 1 3
             mma_f16(upper[n], m.x, m.y, m.z, m.w, q.x, q.y);
             mma_f16(lower[n], m.x, m.y, m.z, m.w, q.z, q.w);

@@ -92,8 +92,8 @@ __device__ __forceinline__ void mma_f16(float *c, u32 a0, u32 a1, u32 a2, u32 a3
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// d (16 x 8) = a (16 x 32) b (32 x 8) + c of bytes; those of B may be unsigned.
-template <bool B_UNSIGNED>
+// d (16 x 8) = a (16 x 32) b (32 x 8) + c of bytes; those of A and of B may be unsigned.
+template <bool A_UNSIGNED, bool B_UNSIGNED>
 __device__ __forceinline__ void mma_int8(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1,
                                           int c0, int c1, int c2, int c3) {
 #define MMA_INT8(kinds)                                                                            \
@@ -101,7 +101,11 @@ __device__ __forceinline__ void mma_int8(int (&d)[4], u32 a0, u32 a1, u32 a2, u3
         " {%10,%11,%12,%13};"                                                                       \
         : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])                                            \
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(c0), "r"(c1), "r"(c2), "r"(c3))
-    if (B_UNSIGNED)
+    if (A_UNSIGNED && B_UNSIGNED)
+        MMA_INT8("u8.u8");
+    else if (A_UNSIGNED)
+        MMA_INT8("u8.s8");
+    else if (B_UNSIGNED)
         MMA_INT8("s8.u8");
     else
         MMA_INT8("s8.s8");
@@ -124,6 +128,10 @@ __device__ __forceinline__ u64 evict_first_policy() {  // a policy of the L2 cac
     u64 policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     return policy;
+}
+
+__device__ __forceinline__ void prefetch_to_l2(const void *line) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
 }
 
 // 16 bytes to an address in shared memory.

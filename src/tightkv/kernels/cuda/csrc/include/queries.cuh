@@ -92,16 +92,37 @@ __device__ __forceinline__ float prepare(const Queries &q, SharedMemory &sh, flo
 }
 
 // A lane's part of B operands: bytes, and halves of the exact tokens' frame.
-__device__ __forceinline__ void load_query_bytes(u32 (&q)[SLOT_TILES][KX][2], const QueryBytes &from,
-                                                 int r, int c) {
+struct QueryOperands {
+#if SHARED_QUERIES
+    const volatile u64 *own;  // in shared memory, 32 lanes side by side
+    __device__ __forceinline__ uint2 operator()(int n, int x) const {
+        const u64 both = own[32 * (KX * n + x)];
+        return make_uint2((u32)both, (u32)(both >> 32));
+    }
+#else
+    uint2 own[LANE_COLS][KX];
+    __device__ __forceinline__ uint2 operator()(int n, int x) const { return own[n][x]; }
+#endif
+};
+
+template <class SharedMemory>
+__device__ __forceinline__ void load_query_bytes(QueryOperands &q, SharedMemory &sh, int lane, int warp) {
+    const int r = lane >> 2, c = lane & 3;
 #pragma unroll
-    for (int n = 0; n < SLOT_TILES; n++)
+    for (int n = 0; n < LANE_COLS; n++)
 #pragma unroll
         for (int x = 0; x < KX; x++) {
-            const u8 *row = FEW_COLS ? from.plane[r & 1][r >> 1] : from.plane[n & 1][8 * (n >> 1) + r];
+            const u8 *row = sh.query_bytes.plane[r & 1][lane_column(n, r >> 1)];
             const uint2 eight = *(const uint2 *)(row + key_channel(x, c));
-            q[n][x][0] = eight.x, q[n][x][1] = eight.y;
+#if SHARED_QUERIES
+            if (warp == (KX * n + x) % WARPS) sh.query_operands[KX * n + x][lane] = eight;
         }
+    __syncthreads();
+    q.own = (const volatile u64 *)sh.query_operands[0] + lane;
+#else
+            q.own[n][x] = eight;
+        }
+#endif
 }
 
 __device__ __forceinline__ void load_queries(u32 (&q)[COL_TILES][KX][4], const u32 (*shared)[D / 2 + 4],
@@ -112,6 +133,6 @@ __device__ __forceinline__ void load_queries(u32 (&q)[COL_TILES][KX][4], const u
         for (int x = 0; x < KX; x++)
 #pragma unroll
             for (int k = 0; k < 4; k++)  // pairs 0 2 1 3: see attend
-                q[n][x][k] = shared[FEW_COLS ? r & 3 : 8 * n + r]
+                q[n][x][k] = shared[8 * n + (8 * n + 8 <= COLS ? r : r & 3)]
                                    [key_channel(x, c) / 2 + 2 * (k & 1) + (k >> 1)];
 }

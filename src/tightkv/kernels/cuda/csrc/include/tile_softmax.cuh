@@ -68,7 +68,7 @@ __device__ __forceinline__ float max_scale(const uint2 (&scale)[TB]) {
 // scores, which are returned in log2 units.
 __device__ __forceinline__ void softmax_weights(const float (&s)[LANE_COLS][4 * TB], float unit,
                                       const uint2 (&value_scale)[TB], float weight_unit,
-                                      u32 (&weights)[TB][SLOT_TILES][2], float (&top)[LANE_COLS],
+                                      u32 (&weights)[TB][LANE_COLS][2], float (&top)[LANE_COLS],
                                       float (&sum)[LANE_COLS]) {
     const float parts = -log2_fast(weight_unit);
     u32 whole[LANE_COLS][4 * TB];
@@ -94,20 +94,13 @@ __device__ __forceinline__ void softmax_weights(const float (&s)[LANE_COLS][4 * 
 #pragma unroll
     for (int b = 0; b < TB; b++)
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-            u32 bytes[LANE_COLS];
+        for (int h = 0; h < 2; h++)
 #pragma unroll
-            for (int j = 0; j < LANE_COLS; j++)
-                bytes[j] = prmt(whole[j][4 * b + 2 * h], whole[j][4 * b + 2 * h + 1], 0x4051);
-#pragma unroll
-            for (int n = 0; n < SLOT_TILES; n++) {
-                const u32 mine = FEW_COLS ? bytes[0]
-                                     : prmt(bytes[n & ~1], bytes[FEW_COLS ? 0 : n | 1],
-                                                     n & 1 ? 0x7632 : 0x5410);
-                const u32 turned = transpose_8x8(mine);
-                weights[b][n][h] = prmt(turned, turned, 0x3120);  // in the values' order
+            for (int j = 0; j < LANE_COLS; j++) {
+                const u32 bytes = prmt(whole[j][4 * b + 2 * h], whole[j][4 * b + 2 * h + 1], 0x4051);
+                const u32 turned = transpose_8x8(bytes);
+                weights[b][j][h] = prmt(turned, turned, 0x3120);  // in the values' order
             }
-        }
 }
 
 // Add a tile's sum; returns by `scale` what its weights are to be multiplied with.

@@ -1,0 +1,101 @@
+"""tightkv bench decode: shapes of any heads, and ragged lengths."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tightkv.bench.inputs import Shape, fill
+from tightkv.cli.bench import command
+from tightkv.cli.entry import main
+from tightkv.config import KVQuantConfig
+from tightkv.kernels import reference
+from tightkv.kernels.options import AttendOptions
+from tightkv.layout import PageLayout
+
+CPU = torch.device("cpu")
+
+
+def test_ragged_lengths_go_from_the_shortest_to_all_tokens() -> None:
+    lengths = Shape(6, 32768, ragged=True).lengths
+    assert sorted(lengths) == [1024, 2048, 4096, 8192, 16384, 32768] != lengths
+    assert Shape(3, 500).lengths == [500, 500, 500]
+    ragged = Shape(6, 32768, kv_heads=2, head_dim=64, ragged=True)
+    assert ragged.bf16_bytes == sum(lengths) * 2 * 64 * 4
+
+
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        ({"query_heads": 12}, "query_heads=12; it must be a multiple of kv_heads=8"),
+        ({"head_dim": 0}, "head_dim=0; it must be at least 1"),
+        ({"ragged": True}, "batch=1, tokens=2048; ragged lengths need two sequences"),
+    ],
+)
+def test_shapes_that_cannot_be(options: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Shape(1, 2048, **options)
+
+
+def test_a_layer_of_ragged_sequences_attends_to_their_own_tokens() -> None:
+    """As a layer that has one of them alone, but for which random tokens it holds."""
+    cfg = KVQuantConfig.preset("k8v8", page_size=64, exact_pages=1)
+    layout = PageLayout(cfg, 1, 64, torch.float32)
+    shape = Shape(3, 1300, query_heads=2, kv_heads=1, head_dim=64, ragged=True)
+    view = (layer := fill(layout, shape, reference, CPU, seed=0)).view
+    assert view.lengths.tolist() == shape.lengths and view.same_length is None
+    assert view.ring_read_from.tolist() == [(n - 1) // 64 * 64 for n in shape.lengths]
+    query = torch.zeros(3, 2, 64)
+    _, lse = reference.attend(
+        layer.codec, query, view, torch.arange(4, dtype=torch.int32), AttendOptions(max_queries=1)
+    )
+    torch.testing.assert_close(lse, torch.tensor(shape.lengths).float().log()[:, None].expand(3, 2))
+
+
+def test_heads_and_lengths_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Shape] = []
+
+    def rows(cfg: KVQuantConfig, shapes: list[Shape], repeats: int) -> list[dict[str, object]]:
+        seen.extend(shapes)
+        shape = {"batch": 2, "tokens": 1, "query_heads": 1, "kv_heads": 1, "head_dim": 1}
+        return [{"bench": "decode", "shape": shape, "preset": cfg.name, "kernels": "cpu"}]
+
+    monkeypatch.setattr("tightkv.bench.cpu.decode_rows", rows)
+    heads = ["--heads", "12", "--kv-heads", "2", "--head-dim", "96"]
+    arguments = ["bench", "decode", "--device", "cpu", *heads]
+    assert main([*arguments, "--batch", "2", "--tokens", "300"]) == 0
+    assert seen == [Shape(2, 300, 12, 2, 96)]
+    seen.clear()
+    assert main(arguments) == 0
+    assert seen and all((s.query_heads, s.kv_heads, s.head_dim) == (12, 2, 96) for s in seen)
+
+
+def test_ragged_on_a_cpu_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--device", "cpu", "--ragged", "--batch", "2", "--tokens", "2048"]
+    assert main(["bench", "decode", *options]) == 2
+    assert "--ragged is measured on GPUs" in capsys.readouterr().err
+
+
+def test_a_ragged_row_says_so() -> None:
+    shape = {"batch": 4, "tokens": 8192, "query_heads": 32, "kv_heads": 8, "head_dim": 128}
+    row = {"bench": "decode", "preset": "k4v4", "kernels": "cuda", "shape": shape}
+    assert command._label(row) == "k4v4 cuda, 4 x 8192 tokens, 32/8 heads of 128"
+    row["shape"] = shape | {"ragged": True}
+    assert command._label(row) == "k4v4 cuda, 4 x 1024 to 8192 tokens, 32/8 heads of 128"
+
+
+@pytest.mark.gpu
+def test_the_plain_triton_kernel_takes_ragged_lengths() -> None:
+    from tightkv.bench.bf16_kernel import bf16_decode
+
+    lengths = torch.tensor([5000, 1, 1024], dtype=torch.int32, device="cuda")
+    query, key, value = (
+        torch.randn(3, *size, dtype=torch.bfloat16, device="cuda")
+        for size in ((12, 128), (2, 5000, 128), (2, 5000, 128))
+    )
+    found = bf16_decode(query, key, value, lengths)
+    for b, n in enumerate(lengths.tolist()):
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            query[b].view(2, 6, 128).float(), key[b, :, :n].float(), value[b, :, :n].float()
+        )
+        torch.testing.assert_close(found[b].float(), expected.flatten(0, 1), atol=2e-2, rtol=2e-2)
