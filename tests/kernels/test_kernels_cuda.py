@@ -91,6 +91,32 @@ def test_eight_queries_a_head(bits, dim, counts):
     assert_attends_alike(cache, counts, 8)
 
 
+@pytest.mark.parametrize(
+    "bits,dim,group,options",
+    [
+        ((4, 4), 128, 12, {"sum_levels": True}),
+        ((4, 3), 64, 16, {"sum_levels": True, "shared_queries": True}),
+        ((2, 4), 128, 10, {"shared_queries": True}),
+        ((4, 4), 256, 3, {"sum_levels": True, "prefetch_exact": True}),
+    ],
+    ids=str,
+)
+def test_options_of_tiles(bits, dim, group, options, monkeypatch):
+    """One product a code of four bits, operands that stay in shared memory, columns by fours."""
+    plain = decode_plan.DecodeTile.of
+
+    def chosen(layout, columns):
+        assert columns == -(-group // 4) * 4
+        return dataclasses.replace(plain(layout, columns), **options)
+
+    monkeypatch.setattr(decode_plan.DecodeTile, "of", staticmethod(chosen))
+    cfg = CFG.replace(key_bits=bits[0], value_bits=bits[1], mean_bits=8 if group == 10 else 16)
+    cache = cache_on(cfg, [330, 65], dim=dim, dtype=torch.bfloat16)
+    fill(cache, [330, 65])
+    poison(cache)
+    assert_attends_alike(cache, [1, 1], group)
+
+
 @pytest.mark.parametrize("preset", ["k4v4", "k2v2"])
 def test_attention_right_after_an_append(preset):
     """With nothing in between: it begins before the append has ended."""
