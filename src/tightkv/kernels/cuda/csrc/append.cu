@@ -1,11 +1,10 @@
 // Append: copy the new tokens to ring and sinks, encode what they touch.
 //
 // Blocks have a sequence, a head and a side (key or value); those of many tokens, every so many-th
-// page too. Pages that are complete and at hand are encoded at once (whole_page.cuh). Of others, a warp
-// encodes a token, lane l holding channels l + 32 k; codes go through shared memory and are packed word
-// by word.
+// page too. A warp encodes a token, lane l holding channels l + 32 k; codes go through shared memory
+// and are packed word by word.
 
-#include "whole_page.cuh"
+#include "encode.cuh"
 
 #define MOST_THREADS 256
 #define ROOM (PAGE * D > 32768 ? 32768 / D : PAGE)  // tokens whose codes fit shared memory
@@ -14,7 +13,6 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS) append(const AppendPa
     __shared__ u8 codes[ROOM][D];
     __shared__ float sums[PARTS][D];
     __shared__ float mean[D];
-    __shared__ float levels[16];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
     const int row = blockIdx.x / HKV, head = blockIdx.x % HKV;
     const bool is_key = blockIdx.y == 0;
@@ -56,26 +54,20 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS) append(const AppendPa
         const int high = min(length, page_at + PAGE);
         u8 *record = a.pages + a.block_table[row * a.table_b + index] * a.page_bytes + head * RECORD;
         const bool center = is_key && complete && MEAN_BITS > 0;
-        const TokenReader tokens(a, row, head, is_key);
 
-        if (complete && exact_from <= page_at) {
-            if (center)
-                make_mean(tokens, max(start, page_at), page_at + PAGE, a.signs, record, true, sums, mean,
-                          lane, warp);
-            if (is_key)
-                fill_levels<KEY_BITS>(levels);
-            else
-                fill_levels<VALUE_BITS>(levels);
-            __syncthreads();
-            if (is_key)
-                encode_page<true>(tokens, page_at, record, a.signs, mean, levels, lane, warp, warps);
-            else
-                encode_page<false>(tokens, page_at, record, a.signs, mean, levels, lane, warp, warps);
-            __syncthreads();  // the mean is free for what comes next
-            continue;
-        }
+        auto load = [&](int at, float(&x)[N]) {
+            const u16 *p = at >= before ? source + (begin + at - before) * stride
+                                        : ring + (long long)(at % a.ring) * HKV * D;
+#pragma unroll
+            for (int k = 0; k < N; k++) x[k] = finite(model_to_float(p[lane + 32 * k]));
+        };
+
         if (center) {
-            if (warp == 0) read_mean(record, mean, lane);
+            const int real_from = max(start, page_at), to = page_at + PAGE;
+            if (exact_from <= page_at)
+                make_mean(load, real_from, to, a.signs, record, true, sums, mean, lane, warp, warps);
+            else if (warp == 0)
+                read_mean(record, mean, lane);
             __syncthreads();
         }
 
@@ -86,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS) append(const AppendPa
             for (int at = from + warp; at < to; at += warps) {
                 const int t = at - page_at;
                 float x[N];
-                tokens.load(at, lane, x);
+                load(at, x);
                 rotate(x, a.signs, lane);
                 float scale;
                 u16 *scales;

@@ -5,9 +5,11 @@
 // time. A coordinate is rounded by the lane that holds it; the others add what it missed, times the
 // row, to what they hold of the coordinates before it.
 
-#include "whole_page.cuh"
+#include "encode.cuh"
 
 #define WARPS 4
+#define LANES (D / 16)  // of a token
+#define TOKENS (32 / LANES)  // of a warp
 #define PASS (WARPS * TOKENS)  // tokens that a block encodes at once
 #define QUARTER (D / 4)
 #define STAGES 4  // groups of four rows that are there or on their way
@@ -58,6 +60,26 @@ __device__ __forceinline__ void find_page(const AppendParams &a, int batch, int 
         n -= all;
     }
 }
+
+// Reads keys of a row's head: new ones, and older ones from the ring.
+struct KeyReader {
+    const u16 *fresh, *ring;
+    long long stride;
+    int before, slots;
+    __device__ __forceinline__ KeyReader(const AppendParams &a, int row, int head) {
+        const int begin = a.cu_seqlens[row];
+        before = a.lengths[row] - (a.cu_seqlens[row + 1] - begin);
+        stride = a.key_n, slots = a.ring;
+        fresh = a.key + head * a.key_h + begin * stride;
+        ring = a.ring_key + ((long long)a.ring_rows[row] * slots * HKV + head) * D;
+    }
+    __device__ __forceinline__ void operator()(int at, float (&x)[N]) const {
+        const u16 *p = at >= before ? fresh + (at - before) * stride
+                                    : ring + (long long)(at % slots) * HKV * D;
+#pragma unroll
+        for (int k = 0; k < N; k++) x[k] = finite(model_to_float(p[(threadIdx.x & 31) + 32 * k]));
+    }
+};
 
 __device__ __forceinline__ int nearest(float y, float &centroid) {
     int index = 0;
@@ -227,8 +249,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 4)
             __syncthreads();  // the mean before is no longer read
             const int real_from = max(a.left_pad[row], page_at), to = page_at + PAGE;
             if (exact_from <= page_at)
-                make_mean(TokenReader(a, row, head, true), real_from, to, a.signs, record, part == 0, s.sums,
-                          s.mean, lane, warp);
+                make_mean(KeyReader(a, row, head), real_from, to, a.signs, record, part == 0, s.sums, s.mean, lane,
+                          warp, WARPS);
             else if (warp == 0)
                 read_mean(record, s.mean, lane);
             __syncthreads();
@@ -242,12 +264,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 4)
             for (int n = 0; n < STAGES - 1; n++)
                 fetch_rows((u32)__cvta_generic_to_shared(memory), factors, n);
 
-            const TokenReader tokens(a, row, head, true);
+            const KeyReader load(a, row, head);
             float x[TOKENS][N];
 #pragma unroll
             for (int t = 0; t < TOKENS; t++)  // all at once
                 if (const int at = pass_at + warp * TOKENS + t; at >= exact_from)
-                    tokens.load(at, lane, x[t]);
+                    load(at, x[t]);
                 else  // its codes stay
 #pragma unroll
                     for (int k = 0; k < N; k++) x[t][k] = 0.f;

@@ -122,51 +122,24 @@ __device__ __forceinline__ u32 pack(int j, F code) {
     return w;
 }
 
-// Where tokens of a row's head are: new ones, and older ones in the ring.
-struct TokenReader {
-    const u16 *fresh, *ring;
-    long long stride;
-    int before, slots;
-
-    __device__ __forceinline__ TokenReader(const AppendParams &a, int row, int head, bool is_key) {
-        const int begin = a.cu_seqlens[row];
-        before = a.lengths[row] - (a.cu_seqlens[row + 1] - begin);
-        stride = is_key ? a.key_n : a.value_n, slots = a.ring;
-        fresh = (is_key ? a.key + head * a.key_h : a.value + head * a.value_h) + begin * stride;
-        ring = (is_key ? a.ring_key : a.ring_value) + ((long long)a.ring_rows[row] * slots * HKV + head) * D;
-    }
-    __device__ __forceinline__ const u16 *at(int position) const {
-        return position >= before ? fresh + (position - before) * stride
-                                  : ring + (long long)(position % slots) * HKV * D;
-    }
-    // Lane l has channels l + 32 k.
-    __device__ __forceinline__ void load(int position, int lane, float (&x)[N]) const {
-        const u16 *p = at(position);
-#pragma unroll
-        for (int k = 0; k < N; k++) x[k] = finite(model_to_float(p[lane + 32 * k]));
-    }
-};
-
 // The mean key of a page's tokens [from, to), in the rotated frame, to shared memory; written to the
-// page too, where it is `first`.
-__device__ __forceinline__ void make_mean(const TokenReader &tokens, int from, int to, const float *signs,
-                                          u8 *record, bool first, float (&sums)[PARTS][D],
-                                          float (&mean)[D], int lane, int warp) {
-    for (int item = threadIdx.x; item < PARTS * D / 8; item += blockDim.x) {
-        const int p = item / (D / 8), channel = item % (D / 8) * 8;
-        float part[8];
+// page too, where it is `first`. `load` reads a token, lane l channels l + 32 k.
+template <class Load>
+__device__ __forceinline__ void make_mean(Load load, int from, int to, const float *signs, u8 *record,
+                                          bool first, float (&sums)[PARTS][D], float (&mean)[D], int lane,
+                                          int warp, int warps) {
+    for (int p = warp; p < PARTS; p += warps) {
+        float part[N];
 #pragma unroll
-        for (int k = 0; k < 8; k++) part[k] = 0.f;
-#pragma unroll 8
+        for (int k = 0; k < N; k++) part[k] = 0.f;
         for (int at = from + p; at < to; at += PARTS) {
-            const uint4 eight = *(const uint4 *)(tokens.at(at) + channel);
-            const u32 w[4] = {eight.x, eight.y, eight.z, eight.w};
+            float x[N];
+            load(at, x);
 #pragma unroll
-            for (int k = 0; k < 8; k++)
-                part[k] += finite(model_to_float((u16)(w[k / 2] >> (16 * (k & 1)))));
+            for (int k = 0; k < N; k++) part[k] += x[k];
         }
 #pragma unroll
-        for (int k = 0; k < 8; k++) sums[p][channel + k] = part[k];
+        for (int k = 0; k < N; k++) sums[p][lane + 32 * k] = part[k];
     }
     __syncthreads();
     if (warp == 0) {
