@@ -15,7 +15,7 @@ from tightkv.config import KVQuantConfig
 from tightkv.kernels import reference
 from tightkv.kernels.cuda import backend as cuda
 from tightkv.kernels.cuda import decode_plan, source
-from tightkv.kernels.cuda.decode_plan import DecodePlan
+from tightkv.kernels.cuda.decode_plan import DecodePlan, DecodeTile
 from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.registry import select
 
@@ -92,29 +92,44 @@ def test_eight_queries_a_head(bits, dim, counts):
 
 
 @pytest.mark.parametrize(
-    "bits,dim,group,options",
+    "bits,dim,group,tile",
     [
-        ((4, 4), 128, 12, {"sum_levels": True}),
-        ((4, 3), 64, 16, {"sum_levels": True, "shared_queries": True}),
-        ((2, 4), 128, 10, {"shared_queries": True}),
-        ((4, 4), 256, 3, {"sum_levels": True, "prefetch_exact": True}),
+        ((4, 4), 128, 12, DecodeTile(2, 2, 2, 12, 4, sum_levels=True, shared_queries=True)),
+        ((4, 4), 128, 16, DecodeTile(2, 2, 2, 16, 4, sum_levels=True, shared_queries=True)),
+        ((2, 2), 128, 10, DecodeTile(2, 2, 2, 12, 4, shared_queries=True)),
+        ((2, 2), 128, 6, DecodeTile(2, 2, 2, 8, 6)),
+        ((4, 4), 64, 3, DecodeTile(2, 2, 2, 4, 8)),
+        ((4, 3), 64, 12, DecodeTile(1, 2, 2, 12, 4)),
     ],
     ids=str,
 )
-def test_options_of_tiles(bits, dim, group, options, monkeypatch):
+def test_tiles_by_bits_and_columns(bits, dim, group, tile):
     """One product a code of four bits, operands that stay in shared memory, columns by fours."""
-    plain = decode_plan.DecodeTile.of
-
-    def chosen(layout, columns):
-        assert columns == -(-group // 4) * 4
-        return dataclasses.replace(plain(layout, columns), **options)
-
-    monkeypatch.setattr(decode_plan.DecodeTile, "of", staticmethod(chosen))
+    if ON_GPU and decode_plan._processors(DEVICE)[1] < 228 << 10:
+        pytest.skip("their blocks do not fit this GPU")
     cfg = CFG.replace(key_bits=bits[0], value_bits=bits[1], mean_bits=8 if group == 10 else 16)
     cache = cache_on(cfg, [330, 65], dim=dim, dtype=torch.bfloat16)
     fill(cache, [330, 65])
     poison(cache)
+    table = cache.view().block_table
+    assert DecodePlan.of(cache.layout, group, 1, *table.shape, DEVICE).tile == tile
     assert_attends_alike(cache, [1, 1], group)
+
+
+@pytest.mark.parametrize("preset", ["k4v4", "k2v2"])
+def test_many_programs_have_small_blocks(preset, monkeypatch):
+    memory = decode_plan._processors(DEVICE)[1]
+    if memory < 228 << 10:
+        pytest.skip("their blocks do not fit this GPU")
+    monkeypatch.setattr(decode_plan, "_processors", lambda device: (2, memory))
+    lengths = [330, 65, 0, 200, 64, 1, 300, 129]
+    options = {"dim": 128, "heads": 1, "dtype": torch.bfloat16}
+    cache = cache_on(KVQuantConfig.preset(preset), lengths, **options)
+    fill(cache, lengths)
+    poison(cache)
+    plan = DecodePlan.of(cache.layout, 4, 1, *cache.view().block_table.shape, DEVICE)
+    assert plan.tile == DecodeTile(2, 2, 4, 4, 3) and plan.num_splits == 1
+    assert_attends_alike(cache, [1] * len(lengths), 4)
 
 
 @pytest.mark.parametrize("preset", ["k4v4", "k2v2"])

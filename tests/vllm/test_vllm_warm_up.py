@@ -51,6 +51,7 @@ class Watched:
         self.kernels = kernels
         self.appended: list[int] = []
         self.attended: list[tuple[int, bool, int | None]] = []
+        self.batches: set[int] = set()
         self.finite = True
         self.feedback: list[Tensor | None] = []
 
@@ -63,6 +64,7 @@ class Watched:
         options: AttendOptions = args[-1]
         new = options.new_key is not None
         self.attended.append((options.max_queries, new, args[2].same_length))
+        self.batches.add(args[2].batch)
         found: tuple[Tensor, Tensor] = self.kernels.attend(*args)
         self.finite &= bool(torch.isfinite(found[0]).all() and torch.isfinite(found[1]).all())
         return found
@@ -85,14 +87,14 @@ def test_every_kind_of_part_is_run(kernels: ModuleType) -> None:
     step = make_step(watched)
     rings = make_rings(step.codec.layout, rows=3)
     feedback = torch.eye(DIM).repeat(HEADS, 1, 1)
-    warm_up(step, rings, 4, most_decoding=4, least_fresh=5, feedback=feedback)
-    assert watched.finite
+    warm_up(step, rings, 4, most_decoding=4, least_fresh=5, feedback=feedback, sequences=3)
+    assert watched.finite and watched.batches == {1, 3}
     assert watched.feedback and all(given is feedback for given in watched.feedback)
     assert watched.appended == [count for count, _, _ in watched.attended]
     decoded = [count for count, new, _ in watched.attended if not new]
     short = [count for count, new, length in watched.attended if new and length is None]
     long = [(count, length) for count, new, length in watched.attended if length is not None]
-    assert decoded == sizes(1, 4) and short == sizes(5, MIN_QUERIES - 1)
+    assert decoded == [1, *sizes(1, 4)] and short == sizes(5, MIN_QUERIES - 1)
     assert [length for _, length in long] == [32, 2048 + 3 * 512 + 16]
     assert all(count >= MIN_QUERIES for count, _ in long)
     # No sequence's ring is touched.
@@ -193,6 +195,8 @@ def test_layers_that_are_alike_are_warmed_up_once(
     for _ in range(2):
         warm_up_once(step, rings, 4, 1, 2, torch.eye(DIM).repeat(HEADS, 1, 1))
     assert len(calls) == 5  # another kernel codes keys with feedback
+    warm_up_once(step, rings, 4, 1, 2, sequences=64)
+    assert len(calls) == 6
 
 
 def test_a_kernel_that_does_not_compile_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,4 +120,6 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
         limits, short = self.limits, self.short_prompt
         most = max(limits.decoding, short)
         least_fresh = limits.most_as_decoding(limits.sequences, short) + 1
-        warm_up_once(self.step, rings, self.num_heads, most, least_fresh, self.feedback)
+        warm_up_once(
+            self.step, rings, self.num_heads, most, least_fresh, self.feedback, limits.sequences
+        )

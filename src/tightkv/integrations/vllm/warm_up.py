@@ -3,9 +3,9 @@
 Triton and NVRTC compile a kernel when it is launched for the first time, cuDNN is loaded when it
 is first asked. So a layer runs here every kind of part that `split_batch` makes, on one page of its
 own and on the row of the rings that is nobody's. Which binary a launch takes is decided by
-dtypes, head counts, how many tokens a sequence has and whether a prefix is read in one piece or
-in several; numbers that differ from step to step do not decide (`do_not_specialize` in
-`kernels.triton`). cuDNN still plans each new prompt length once.
+dtypes, head counts, how many tokens a sequence has, whether a batch has few sequences or many, and
+whether a prefix is read in one piece or in several; other numbers that differ from step to step do
+not decide (`do_not_specialize` in `kernels.triton`). cuDNN still plans each new prompt length once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tightkv.kernels.sdpa import CUDNN_MULTIPLE
 from tightkv.layout import PageLayout
 
 logger = logging.getLogger("vllm.tightkv")
-_WARM: set[tuple[PageLayout, str, int, float | None, torch.device, int, int, bool]] = set()
+_WARM: set[tuple[PageLayout, str, int, float | None, torch.device, int, int, int, bool]] = set()
 
 
 def warm_up_once(
@@ -36,16 +36,18 @@ def warm_up_once(
     most_decoding: int,
     least_fresh: int,
     feedback: Tensor | None = None,
+    sequences: int = 1,
 ) -> None:
     """`warm_up` for the first of all layers that are alike. Errors of the device come out here."""
     layout, device = step.codec.layout, rings[0].device
-    limits = most_decoding, least_fresh  # of the engine; another in this process may have others
+    # of the engine; another in this process may have others
+    limits = most_decoding, least_fresh, sequences
     has = feedback is not None
     alike = (layout, step.kernel_name, query_heads, step.softcap, device, *limits, has)
     if alike in _WARM:
         return
     started = time.perf_counter()
-    warm_up(step, rings, query_heads, most_decoding, least_fresh, feedback)
+    warm_up(step, rings, query_heads, most_decoding, least_fresh, feedback, sequences)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     _WARM.add(alike)
@@ -60,18 +62,19 @@ def warm_up(
     most_decoding: int,
     least_fresh: int,
     feedback: Tensor | None = None,
+    sequences: int = 1,
 ) -> None:
     """Run parts of every kind, one after another: their memory is a few tens of megabytes at most.
 
     `most_decoding`: new tokens a sequence can have in a part that decodes; `least_fresh`: in one
-    of prompts.
+    of prompts; `sequences`: the most of a batch.
     """
     layout, device = step.codec.layout, rings[0].device
     pages = layout.new_pages(1, device)
-    for part in kinds_of_parts(layout, rings, most_decoding, least_fresh):
+    for part in kinds_of_parts(layout, rings, most_decoding, least_fresh, sequences):
         # as a model has them: parts of one tensor
         heads = (query_heads, layout.num_kv_heads, layout.num_kv_heads)
-        shape = (part.max_query_len, sum(heads), layout.head_dim)
+        shape = (part.tokens.stop, sum(heads), layout.head_dim)
         qkv = torch.zeros(shape, dtype=layout.dtype, device=device)
         query, key, value = qkv.split(heads, dim=1)
         output = torch.empty_like(query)
@@ -79,10 +82,12 @@ def warm_up(
 
 
 def kinds_of_parts(
-    layout: PageLayout, rings: Rings, most_decoding: int, least_fresh: int
+    layout: PageLayout, rings: Rings, most_decoding: int, least_fresh: int, sequences: int = 1
 ) -> Iterator[BatchPart]:
     """A part for every kind: decodes, short prompts, long ones over one piece and over several."""
     page = layout.page_size
+    if sequences > 1:  # many programs have other tiles than few (kernels.cuda.decode_plan)
+        yield _part(layout, rings, 1, before=page, is_prefill=False, sequences=sequences)
     for count in sizes(1, most_decoding):
         yield _part(layout, rings, count, before=page, is_prefill=False)
     for count in sizes(least_fresh, MIN_QUERIES - 1):
@@ -107,14 +112,15 @@ def _part(
     before: int,
     is_prefill: bool,
     host_knows: bool = False,
+    sequences: int = 1,
 ) -> BatchPart:
-    """One sequence with `count` new tokens after `before` others, all in page 0."""
+    """Sequences with `count` new tokens each after `before` others, all in page 0."""
     device = rings[0].device
     length = before + count
     exact = max(before, length - layout.ring_tokens)
 
     def number(n: int) -> Tensor:
-        return torch.tensor([n], dtype=torch.int32, device=device)
+        return torch.full((sequences,), n, dtype=torch.int32, device=device)
 
     rows = BatchRings(
         lengths=number(length),
@@ -130,11 +136,11 @@ def _part(
     )
     pages = -(-length // layout.page_size)
     return BatchPart(
-        tokens=slice(0, count),
-        query_start_loc=torch.tensor([0, count], dtype=torch.int32, device=device),
+        tokens=slice(0, count * sequences),
+        query_start_loc=torch.arange(sequences + 1, dtype=torch.int32, device=device) * count,
         max_query_len=count,
         is_prefill=is_prefill,
-        block_table=torch.zeros(1, pages, dtype=torch.int32, device=device),
+        block_table=torch.zeros(sequences, pages, dtype=torch.int32, device=device),
         starts=number(0),
         rows=rows,
         context_len=before if host_knows else None,

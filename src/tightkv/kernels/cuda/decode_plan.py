@@ -11,7 +11,9 @@ import torch
 from tightkv.layout import PageLayout
 
 _MAX_SPLITS = 64
+_HOPPER_BYTES = 228 << 10  # of shared memory of a processor
 _DRIVER_BYTES = 1024  # of shared memory that the driver takes of each block
+_MANY_PROGRAMS = 3.8  # for each processor: 64 sequences of 8 KV heads on an H200
 _BLOCK_TILES, _MERGE_TILES = 6, 4  # as many take as long as a block's setup, and as a merge
 
 
@@ -26,11 +28,18 @@ class DecodeTile:
     warps: int = 4  # of a block
     sum_levels: bool = False  # of 4 bits: one product a code and more arithmetic, or two
     shared_queries: bool = False  # their operands are read again for each tile, or in registers
-    prefetch_exact: bool = False  # to the L2 cache, while queries are prepared
 
     @staticmethod
-    def of(layout: PageLayout, columns: int) -> DecodeTile:
-        """What was fastest on an H200 (docs/log.md), as far as registers and memory allow."""
+    def of(
+        layout: PageLayout, columns: int, programs: float = 0.0, memory: int = _HOPPER_BYTES
+    ) -> DecodeTile:
+        """What was fastest on an H200 (docs/log.md), as far as registers and memory allow.
+
+        `programs`: for each processor, which has `memory` bytes of shared memory.
+        """
+        tuned = _tuned(layout, columns, programs)
+        if tuned is not None and tuned.fits(layout, memory):
+            return tuned
         key_bits, value_bits = layout.cfg.key_bits, layout.cfg.value_bits
         wide_codes = layout.head_dim * max(key_bits, value_bits) >= 128 * 8
         if layout.head_dim > 128:  # sm_89 has 99 KiB of shared memory for a block
@@ -40,6 +49,10 @@ class DecodeTile:
         # Two bits wait for arithmetic, not for memory: more warps.
         few_bits = key_bits + value_bits <= 4
         return DecodeTile(2, 2, 2, columns, 6 if few_bits and columns <= 4 else 4)
+
+    def fits(self, layout: PageLayout, memory: int) -> bool:
+        """Whether its blocks all fit a processor of so much shared memory."""
+        return self.blocks * (self.shared_bytes(layout) + _DRIVER_BYTES) <= memory
 
     def shared_bytes(self, layout: PageLayout) -> int:
         """sizeof(SharedMemory) in epilogue.cuh."""
@@ -59,6 +72,22 @@ class DecodeTile:
 
 def _round_up(size: int) -> int:
     return -(-size // 128) * 128
+
+
+def _tuned(layout: PageLayout, columns: int, programs: float) -> DecodeTile | None:
+    """For the bits and sizes at which it was measured to be faster."""
+    bits, d = (layout.cfg.key_bits, layout.cfg.value_bits), layout.head_dim
+    if bits == (4, 4) and d == 64 and columns == 4:
+        return DecodeTile(2, 2, 2, columns, 8)
+    if bits not in ((4, 4), (2, 2)) or d != 128:
+        return None
+    if columns > 8:
+        return DecodeTile(2, 2, 2, columns, 4, sum_levels=4 in bits, shared_queries=True)
+    if bits == (2, 2) and columns == 8:
+        return DecodeTile(2, 2, 2, columns, 6)
+    if columns == 4 and programs >= _MANY_PROGRAMS:
+        return DecodeTile(2, 2, 4, columns, 3)
+    return None
 
 
 @dataclass(frozen=True)
@@ -81,22 +110,27 @@ class DecodePlan:
         widths = (4, 8, 12, 16) if layout.head_dim <= 128 else (4, 8)  # registers are for so many
         width = next((w for w in widths if columns <= w), widths[-1])
         num_q_tiles = -(-columns // width)
-        tile, programs = DecodeTile.of(layout, width), batch * layout.num_kv_heads * num_q_tiles
-        num_splits = num_splits_heuristic(
-            programs, processors * tile.blocks, pages * layout.page_size // 64
-        )
+        programs = batch * layout.num_kv_heads * num_q_tiles
+        tiles = pages * layout.page_size // 64
+        tile = DecodeTile.of(layout, width, programs / processors, memory)
+        num_splits = num_splits_heuristic(programs, processors, tile.blocks, tiles)
+        if num_splits > 1:  # small blocks are for whole sequences
+            tile = DecodeTile.of(layout, width, 0, memory)
+            num_splits = num_splits_heuristic(programs, processors, tile.blocks, tiles)
         # As much memory as keeps further blocks off a processor: another would miss them.
         share = (memory // tile.blocks - _DRIVER_BYTES) // 16 * 16
         return DecodePlan(tile, num_q_tiles, num_splits, max(tile.shared_bytes(layout), share))
 
 
-def num_splits_heuristic(programs: int, slots: int, tiles: int) -> int:
+def num_splits_heuristic(programs: int, processors: int, blocks: int, tiles: int) -> int:
     """Into how many splits to cut sequences of `tiles` tiles of 64 tokens.
 
-    So that the last wave of blocks is a full one. Where there are many waves it costs little if it
-    is not, and sequences may be much shorter than the longest that has room.
+    So that the last wave of blocks, so many for each processor, is a full one. Where there are many
+    programs it costs little if it is not, and sequences may be much shorter than the longest that
+    has room.
     """
-    if programs >= 4 * slots:
+    slots = processors * blocks
+    if programs >= 8 * processors:
         return 1
     best, best_time = 1, math.inf
     for splits in range(1, max(1, min(_MAX_SPLITS, tiles // 4)) + 1):

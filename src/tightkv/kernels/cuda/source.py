@@ -63,7 +63,6 @@ def source(
             "STAGES": tile.stages,
             "SUM_LEVELS": int(tile.sum_levels),
             "SHARED_QUERIES": int(tile.shared_queries),
-            "PREFETCH_EXACT": int(tile.prefetch_exact),
             "SHARED_BYTES": tile.shared_bytes(layout),
         }
     shared = layout_constants(layout)

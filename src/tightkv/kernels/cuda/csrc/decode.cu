@@ -61,8 +61,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
     int page_ids = t < t_end ? table[min(window + lane, page_to - 1)] : 0;
     Queries queries;
     load(queries, a, begin, count, v.first_at, head, col0, lane, warp);
-    if (PREFETCH_EXACT)
-        for (int group = worker; group < groups; group += workers) prefetch(exact, 16 * group, lane);
     const u8 *pages = a.pages + head * RECORD;
     const u8 *key_base = pages + key_lane_offset(r, c), *value_base = pages + value_lane_offset(r, c);
     const ScaleCopy scale_copies[2] = {ScaleCopy(lane), ScaleCopy(lane + 32)};

@@ -121,18 +121,6 @@ __device__ __forceinline__ void load(ExactTile &y, const Exact &x, int from, int
     }
 }
 
-// 16 of them to the L2 cache: a lane has the key or the value of one.
-__device__ __forceinline__ void prefetch(const Exact &x, int from, int lane) {
-    const int e = from + lane / 2;
-    int unused;
-    long long place;
-    const bool sink = locate_exact(x, e, unused, place);
-    const u16 *row = lane & 1 ? (sink ? x.sink_value : x.ring_value) : (sink ? x.sink_key : x.ring_key);
-    if (e < x.count)
-#pragma unroll
-        for (int d = 0; d < D; d += 64) prefetch_to_l2(row + place + d);
-}
-
 // In their own frame, not rotated.
 __device__ __forceinline__ void attend_exact_tile(ExactAccumulators &st,
                                                   const u32 (&q)[COL_TILES][KX][4],

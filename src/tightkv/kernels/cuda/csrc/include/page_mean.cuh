@@ -29,8 +29,9 @@ __device__ __forceinline__ void mean_scores(float (&one)[LANE_COLS], float (&two
 #endif
 
 #if MEAN_BITS == 16
-// Of one page, in all rows. Queries as halves, from shared memory. Registers are operands as they were loaded: pairs of channels 0 and 2 of each eight in
-// the upper rows, 1 and 3 in the lower ones, so each product is half of use.
+// Of one page, in all rows. Queries as halves, from shared memory. Registers are operands as they were
+// loaded: pairs of channels 0 and 2 of each eight in the upper rows, 1 and 3 in the lower ones, so each
+// product is half of use.
 __device__ __forceinline__ void mean_scores(float (&scores)[LANE_COLS],
                                             const u32 (*queries)[D / 2 + 4], const uint4 *mean,
                                             int r, int c, float factor) {

@@ -130,10 +130,6 @@ __device__ __forceinline__ u64 evict_first_policy() {  // a policy of the L2 cac
     return policy;
 }
 
-__device__ __forceinline__ void prefetch_to_l2(const void *line) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
-}
-
 // 16 bytes to an address in shared memory.
 __device__ __forceinline__ void cp_async(u32 to, const u8 *from, u64 policy) {
     asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to),
