@@ -210,6 +210,44 @@ def test_decode_steps_on_a_gpu() -> None:
     )
 
 
+def test_decode_steps_of_other_shapes() -> None:
+    """The slowest first."""
+    found: dict[tuple[int, ...], dict[str, Row]] = {}
+    for row in rows("gpu_decode_shapes"):
+        others, step = row["others_ms"], row["ms"]["step"]
+        assert row["best_bf16"] == min(others, key=others.get)
+        assert row["against_best_bf16"] == round(min(others.values()) / step, 3)
+        found.setdefault(tuple(row["shape"].values()), {})[row["preset"]] = row
+    lines = []
+    for shape, by in sorted(found.items(), key=lambda x: x[1]["k4v4"]["against_best_bf16"]):
+        batch, tokens, query_heads, kv_heads, dim = shape
+        bf16, name = 1e3 * min(by["k4v4"]["others_ms"].values()), by["k4v4"]["best_bf16"]
+        cells = [
+            f"{query_heads}/{kv_heads} of {dim}",
+            f"{batch} x {tokens:,}",
+            f"{bf16:.1f} ({name})",
+        ]
+        for row in (by["k4v4"], by["k2v2"]):
+            cells.append(f"{1e3 * row['ms']['step']:.1f} ({row['against_best_bf16']:.2f}x)")
+        lines.append(f"| {' | '.join(cells)} |")
+    assert len(lines) == 18
+    expect("docs/results.md", "\n".join(lines))
+
+    def change(preset: str, *shape: int) -> str:
+        row = found[shape][preset]
+        return f"{1e3 * row['before']['ms']['step']:.1f} to {1e3 * row['ms']['step']:.1f}"
+
+    many, most = (8, 32731, 96, 8, 128), (32, 8155, 64, 4, 128)
+    expect(
+        "docs/log.md",
+        f"k4v4 there {change('k4v4', 256, 1019, 32, 8, 128)}",
+        f"96/8 heads: k4v4 {change('k4v4', *many)}, k2v2 {change('k2v2', *many)}",
+        f"64/4 heads: {change('k4v4', *most)} and {change('k2v2', *most)}",
+        f"8 columns: {change('k2v2', 8, 32731, 64, 8, 128)} (64/8 heads)",
+        f"head_dim 64: {change('k4v4', 32, 8155, 24, 8, 64)}.",
+    )
+
+
 class Engine:
     """Figures of the engines on a GPU, by cache, measure and size."""
 
