@@ -2,6 +2,7 @@
 
 from tightkv.cli.schemas.build import (
     ANYTHING,
+    BOOL,
     FLOAT,
     INT,
     STR,
@@ -30,7 +31,10 @@ def _row(bench: str, fields: dict[str, Schema], optional: tuple[str, ...] = ()) 
     return obj({"bench": constant(bench), **fields, **_MACHINE}, optional=(*optional, *_ON_GPU))
 
 
-_SHAPE = obj(names("batch tokens query_heads kv_heads head_dim", INT))
+_SHAPE = obj(
+    {**names("batch tokens query_heads kv_heads head_dim", INT), "ragged": BOOL},
+    optional=("ragged",),  # older rows
+)
 _DECODE = {"shape": _SHAPE, **names("preset kernels", STR), "ms": _MS}
 _DECODE_CPU = _row(
     "decode",
