@@ -60,7 +60,7 @@ def test_what_the_plan_leaves_out_the_cache_refuses(name: str) -> None:
 def test_a_config_that_is_not_understood_is_judged_by_its_cache() -> None:
     config = FAMILIES["llama"]()
     config.ssm_cfg = {"layer": "new"}
-    with pytest.raises(ValueError, match="not understood"):
+    with pytest.raises(ValueError, match="not supported"):
         read_model_shape(config)
     assert cached(config) == [0, 1, 2, 3]
 
