@@ -55,8 +55,11 @@ unit: $(STAMP)
 test-all: PYTEST_ARGS += --all-shapes
 test-all: lint unit
 
-# for people at work: no engines, no sanitizers, nothing that takes ten seconds
-quick: PYTEST_ARGS += -m "not slow and not vllm"
+# for people at work: core, and of each other room what tells most in a minute
+QUICK := tests/core $(wildcard $(addprefix tests/,kernels/test_attention.py kernels/test_prefill.py \
+	transformers/test_transformers*.py transformers/test_window.py vllm/test_vllm_rows.py \
+	vllm/test_vllm_batch.py cli/test_cli.py cli/test_plan.py))
+quick: PYTEST_ARGS += -m "not slow and not vllm" $(QUICK)
 quick: unit
 
 format: $(STAMP)
