@@ -193,3 +193,30 @@ def test_metrics_say_what_is_compressed_and_what_runs_without_a_ring(
     assert few["prefix_hits_without_window_total"] == BRANCHES - 8
     line = f"tightkv: {BRANCHES} sequences run at a time and 8 have an exact ring"
     assert engines["log"]["text"].count(line) == 1
+
+
+def test_engines_of_one_process_have_hashes_of_their_own() -> None:
+    from vllm import SamplingParams
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import init_none_hash
+    from vllm.v1.engine import core
+    from vllm.v1.request import Request
+
+    from tightkv.integrations.vllm.store_keys import separate_block_hashes
+
+    own, function = core.get_request_block_hasher, get_hash_fn_by_name("sha256_cbor")
+    init_none_hash(function)
+    hashers = {}
+    for name, fingerprint in (("a", "a"), ("b", "b"), ("again", "a"), ("vllm", None)):
+        separate_block_hashes(fingerprint)
+        hashers[name] = core.get_request_block_hasher(16, function)
+        assert core.get_request_block_hasher is own  # the next engine's are vLLM's
+
+    def hashes(name: str, tokens: int) -> list[bytes]:
+        ids = list(range(tokens))
+        params = SamplingParams(max_tokens=1)
+        return Request(name, ids, params, None, block_hasher=hashers[name]).block_hashes
+
+    first = {name: hashes(name, 64) for name in hashers}
+    assert first["a"] == first["again"] == hashes("a", 80)[:4] and len(first["a"]) == 4
+    assert len({tuple(found) for found in first.values()}) == 3

@@ -16,8 +16,8 @@ def read_format(core: Any, vllm_config: Any) -> None:
     """Ask the workers of an EngineCore, whose caches were just made, what they hold."""
     found = joined(core.model_executor.collective_rpc(worker_format))
     object.__setattr__(vllm_config, _FORMAT, found)
-    if found is not None and vllm_config.kv_transfer_config is not None:
-        separate_block_hashes(found.fingerprint)
+    has_store = vllm_config.kv_transfer_config is not None
+    separate_block_hashes(found.fingerprint if found is not None and has_store else None)
 
 
 def follow_scheduler(scheduler: Any, vllm_config: Any) -> None:

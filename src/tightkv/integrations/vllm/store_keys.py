@@ -1,8 +1,8 @@
 """Keys of stored blocks that depend on the format of our pages.
 
 KV connectors store blocks under vLLM's block hashes, or under names made from them. A hash covers
-tokens, and neither the preset nor the calibration that the bytes of a block depend on. Every hash
-is chained to the one before it and the first to `NONE_HASH`, so one number separates all keys.
+tokens, and neither the preset nor the calibration that the bytes of a block depend on. So the
+engine's hash function takes in the format too.
 """
 
 from __future__ import annotations
@@ -10,25 +10,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from vllm.v1.engine import core
 
-def separate_block_hashes(fingerprint: str) -> None:
-    """Chain the hashes of the engine that is being built in this process to a format."""
-    from vllm.v1.engine import core
-
-    core.init_none_hash = _salted(core, core.init_none_hash, fingerprint)
+_make_hasher = core.get_request_block_hasher
 
 
-def _salted(core: Any, original: Callable[[Any], None], fingerprint: str) -> Callable[[Any], None]:
-    """`init_none_hash` of one engine: it takes its own place back."""
-    from vllm.v1.core import kv_cache_utils
+def separate_block_hashes(fingerprint: str | None) -> None:
+    """Give the engine that is being built in this process hashes of its format; None: vLLM's own.
 
-    def init_none_hash(hash_fn: Any) -> None:
-        core.init_none_hash = original
-        original(hash_fn)
-        first = (kv_cache_utils.NONE_HASH, f"tightkv {fingerprint}")
-        kv_cache_utils.NONE_HASH = kv_cache_utils.BlockHash(hash_fn(first))
-        # Peers that exchange blocks compare this.
-        if isinstance(seed := getattr(kv_cache_utils, "_NONE_HASH_SEED", None), str):
-            kv_cache_utils._NONE_HASH_SEED = f"{seed} tightkv {fingerprint}"
+    Its own, not the process's: another engine here may have another format.
+    """
+    if fingerprint is None:
+        core.get_request_block_hasher = _make_hasher
+        return
 
-    return init_none_hash
+    def get_request_block_hasher(block_size: int, hash_fn: Callable[[Any], bytes]) -> Any:
+        core.get_request_block_hasher = _make_hasher
+        return _make_hasher(block_size, lambda x: hash_fn((f"tightkv {fingerprint}", x)))
+
+    core.get_request_block_hasher = get_request_block_hasher
