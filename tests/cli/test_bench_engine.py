@@ -59,6 +59,33 @@ def test_prefill_counts_prompts_that_are_not_cached_and_not_the_first() -> None:
     assert steady.asked == [(1, 1)] * 3
 
 
+def test_the_first_prompts_of_new_lengths_are_all_counted() -> None:
+    row = engine_worker.new_lengths(SteadyEngine(), 300, CAPACITY)
+    assert row["lengths"] == [263, 182, 49] and row["seconds"] == [1.0] * 3
+    assert row["value"] == pytest.approx(182.0)
+    assert engine_worker.new_lengths(SteadyEngine(), 99 * 16, CAPACITY)["value"] is None
+
+
+def test_a_mixed_load_is_timed_by_request() -> None:
+    class Queue(SteadyEngine):
+        """One request after another: a second to its first token, 10 ms to each other."""
+
+        def answer_all(self, prompts: list[list[int]], answers: list[int]) -> list[list[float]]:
+            times, now = [], 0.0
+            for tokens in answers:
+                times.append([now + 1 + 0.010 * i for i in range(tokens)])
+                now = times[-1][-1]
+            return times
+
+    load = {"requests": 5, "prompt": [10, 20], "answer": [3, 3]}
+    row = engine_worker.mixed(Queue(), load)
+    assert row["seconds"] == [pytest.approx(5.1)] and row["value"] == pytest.approx(15 / 5.1)
+    assert 50 <= row["load"]["prompt_tokens"] <= 100 and row["load"]["output_tokens"] == 15
+    assert row["ttft_ms"]["p50"] == pytest.approx(3040) and row["tpot_ms"]["p99"] == pytest.approx(
+        10
+    )
+
+
 def test_what_does_not_fit_is_left_out_with_the_reason() -> None:
     steady = SteadyEngine()
     # 11 x (135 + 8 + 1) tokens are 11 x 9 blocks; the last of 100 is vLLM's own
@@ -126,6 +153,9 @@ def test_why_an_engine_ended() -> None:
         (["m", "--size", "8*2"], "--size '8*2'; give BATCHxCONTEXT"),
         (["m", "--size", "0x2"], "size 0x2: 0; it must be at least 1"),
         (["m", "--prefill", "0"], "prefill of 0: 0; it must be"),
+        (["m", "--mixed", "0"], "mixed requests: 0; there must be at least 1"),
+        (["m", "--mixed", "2", "--mixed-prompts", "9"], "--mixed-prompts '9'; give LOW-HIGH"),
+        (["m", "--mixed", "2", "--mixed-answers", "9-3"], "mixed answer lengths 9-3; give 1 <="),
         (["m", "--repeats", "0"], "repeats: 0; it must be"),
         (["m", "--decode-tokens", "0"], "decode tokens: 0; it must be"),
         (["m", "--engine-args", "{"], "is not valid JSON"),
@@ -169,7 +199,18 @@ def test_two_caches_in_the_real_engine(
     model = write_tiny_folder(tmp_path / "model")
     out, log = tmp_path / "rows.jsonl", tmp_path / "log.txt"
     words = ["--kv", "k4v4", "--kv", "auto", "--size", "2x100", "--size", "400x60"]
-    words += ["--prefill", "200", "--decode-tokens", "24", "--repeats", "1", "--kv-memory", "4MiB"]
+    words += ["--mixed", "9", "--mixed-prompts", "20-120", "--mixed-answers", "1-24"]
+    words += [
+        "--new-lengths",
+        "--prefill",
+        "200",
+        "--decode-tokens",
+        "24",
+        "--repeats",
+        "1",
+        "--kv-memory",
+        "4MiB",
+    ]
     words += ["--out", str(out), "--log", str(log), "--engine-args", '{"max_num_seqs": 8}']
     code = main(["bench", "engine", str(model), *words])
     text, progress = capsys.readouterr()
@@ -177,11 +218,11 @@ def test_two_caches_in_the_real_engine(
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     for row in rows:  # nobody has to wait for the end
         assert row["value"] is None or f": {row['value']:.4g}, to auto " in progress
-    measures = ["capacity", "prefill", "tpot", "tpot"]
+    measures = ["capacity", "prefill", "new_lengths", "tpot", "tpot", "mixed"]
     assert [(r["kv"], r["measure"]) for r in rows] == [
         (kv, measure) for kv in ("auto", "k4v4") for measure in measures
     ]
-    own, ours = rows[:4], rows[4:]
+    own, ours = rows[:6], rows[6:]
     assert not any("tightkv" in name for name in own[0]["attention"])
     assert [count for name, count in ours[0]["attention"].items() if "tightkv" in name] == [2]
     for row in own[0], ours[0]:
@@ -191,8 +232,10 @@ def test_two_caches_in_the_real_engine(
     float32_bytes = 2 * 2 * 32 * 4  # keys and values, heads, numbers
     expected = float32_bytes / layout.bytes_per_token
     assert ours[0]["ratios"]["to auto"] == pytest.approx(expected, rel=0.03)
-    assert own[1]["value"] > 0 and ours[2]["ratios"]["to auto"] > 0
-    assert "need" in own[3]["left_out"] and own[3]["value"] is None
+    assert own[1]["value"] > 0 and ours[3]["ratios"]["to auto"] > 0
+    assert "need" in own[4]["left_out"] and own[4]["value"] is None
+    assert own[5]["load"] == ours[5]["load"] and own[5]["load"]["requests"] == 9
+    assert 0 < ours[5]["ttft_ms"]["p50"] <= ours[5]["seconds"][0] * 1e3
     assert "capacity, tokens" in text and "TPOT 2 x 100, ms" in text
     assert "auto keeps 32 bits per number" in text
 

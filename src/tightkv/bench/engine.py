@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,17 +23,36 @@ Row = dict[str, Any]
 
 OWN = "auto"  # vLLM's cache in the model's dtype: what the ratios are to
 VLLM_CACHES = (
-    OWN, "fp8", "turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc",
+    OWN, "fp8", "nvfp4", "int4_per_token_head", "int8_per_token_head",
+    "turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc",
 )  # fmt: skip
 CACHES = (*VLLM_CACHES, *PRESETS)
 SIZES = {"cuda": ((32, 8192), (8, 32768), (1, 32768)), "cpu": ((1, 512), (1, 2048), (8, 512))}
 _POLL_SECONDS = 1.0
+_MOST_MIXED = 256  # requests of a mixed load that run at a time, as vLLM's servers allow
 _ROUND = 512  # a multiple of every block, so that no cache loses tokens to a half-used one
 _SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
+
+
+@dataclass(frozen=True)
+class MixedLoad:
+    """Requests that all arrive at once, of lengths between (and with) two bounds each."""
+
+    requests: int
+    prompt: tuple[int, int]
+    answer: tuple[int, int]
+
+    def __post_init__(self) -> None:
+        if self.requests < 1:
+            raise ValueError(f"mixed requests: {self.requests}; there must be at least 1")
+        for name in ("prompt", "answer"):
+            low, high = getattr(self, name)
+            if not 1 <= low <= high:
+                raise ValueError(f"mixed {name} lengths {low}-{high}; give 1 <= LOW <= HIGH")
 
 
 @dataclass(frozen=True)
@@ -46,6 +65,9 @@ class EnginePlan:
     sizes: Sequence[tuple[int, int]] = ()
     """(batch, context) of each measurement of decoding."""
     prefill: Sequence[int] = ()
+    new_lengths: bool = False
+    """Measure the first prompt of a length as well, near each of `prefill`."""
+    mixed: MixedLoad | None = None
     decode_tokens: int = 64
     repeats: int = 3
     device: str = "cpu"
@@ -64,8 +86,10 @@ class EnginePlan:
         for name, number in numbers.items():
             if number < 1:
                 raise ValueError(f"{name}: {number}; it must be at least 1")
-        if not (self.sizes or self.prefill):
-            raise ValueError("nothing to measure: give a size (batch x context) or a prefill")
+        if not (self.sizes or self.prefill or self.mixed):
+            raise ValueError(
+                "nothing to measure: give a size (batch x context), a prefill or a mixed load"
+            )
 
 
 def engine_rows(
@@ -97,6 +121,10 @@ def what_is_measured(row: Mapping[str, Any]) -> str:
     if row["measure"] == "prefill":
         batch = f"{row['batch']} x " if "batch" in row else ""
         return f"prefill of {batch}{row['tokens']}, tokens/s"
+    if row["measure"] == "new_lengths":
+        return f"first prefill of a length near {row['tokens']}, tokens/s"
+    if row["measure"] == "mixed":
+        return f"{row['load']['requests']} mixed requests, tokens/s"
     if row["measure"] == "tpot":
         return f"TPOT {row['batch']} x {row['context']}, ms"
     return "capacity, tokens"
@@ -114,9 +142,12 @@ def _with_ratio(row: Row, own: dict[str, float]) -> Row:
 def engine_arguments(plan: EnginePlan, name: str, model: str) -> dict[str, Any]:
     """Arguments of vllm.LLM; the same for every cache but for the cache."""
     batches = [batch for batch, _ in plan.sizes] or [1]
-    longest = max(
-        [n + plan.decode_tokens + 1 for _, n in plan.sizes] + [n + 1 for n in plan.prefill]
-    )
+    lengths = [n + plan.decode_tokens + 1 for _, n in plan.sizes] + [n + 1 for n in plan.prefill]
+    if plan.mixed is not None:
+        most = min(_MOST_MIXED, plan.mixed.requests)
+        batches += [most, *range(8, most, 8)]
+        lengths.append(plan.mixed.prompt[1] + plan.mixed.answer[1])
+    longest = max(lengths)
     ours = name in PRESETS
     arguments: dict[str, Any] = {
         "model": model,
@@ -160,6 +191,8 @@ def _run_engine(plan: EnginePlan, name: str, folder: Path, log: Path | None) -> 
         "arguments": engine_arguments(plan, name, model),
         "sizes": list(plan.sizes),
         "prefill": list(plan.prefill),
+        "new_lengths": plan.new_lengths,
+        "mixed": None if plan.mixed is None else asdict(plan.mixed),
         "batch_prefill": plan.device == "cuda",  # minutes on a CPU
         "decode_tokens": plan.decode_tokens,
         "repeats": plan.repeats,

@@ -17,11 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from tightkv.bench.provenance import provenance
+from tightkv.bench.serve import spread
 from tightkv.config import PRESETS
 from tightkv.provenance import append_rows
 
 Row = dict[str, Any]
 Prompt = list[int]
+
+_STEPS = (37, 118, 251)  # by which new lengths are shorter
 
 
 def rows(job: dict[str, Any]) -> Iterator[Row]:
@@ -53,6 +56,8 @@ def rows(job: dict[str, Any]) -> Iterator[Row]:
     warm_up(engine, job["arguments"]["max_model_len"], capacity)
     for tokens in job["prefill"]:
         yield {**prefill(engine, tokens, job["repeats"], capacity), **facts}
+        if job["new_lengths"]:
+            yield {**new_lengths(engine, tokens, capacity), **facts}
     for batch, context in job["sizes"]:
         size = (batch, context, job["decode_tokens"])
         prompts = None
@@ -60,6 +65,8 @@ def rows(job: dict[str, Any]) -> Iterator[Row]:
             row, prompts = batch_prefill(engine, *size, capacity)
             yield {**row, **facts}
         yield {**tpot(engine, *size, job["repeats"], capacity, prompts), **facts}
+    if job["mixed"] is not None:
+        yield {**mixed(engine, job["mixed"]), **facts}
 
 
 class Engine:
@@ -112,6 +119,29 @@ class Engine:
             raise RuntimeError(f"asked for {new_tokens} tokens, got {sorted(counts)}")
         return taken
 
+    def answer_all(self, prompts: Sequence[Prompt], answers: Sequence[int]) -> list[list[float]]:
+        """Seconds from now to each token of each answer; all requests arrive now."""
+        from vllm import SamplingParams
+
+        core = self._llm.llm_engine
+        start = time.perf_counter()
+        for number, (prompt, tokens) in enumerate(zip(prompts, answers, strict=True)):
+            params = SamplingParams(
+                max_tokens=tokens, temperature=0.0, ignore_eos=True, detokenize=False
+            )
+            core.add_request(f"mixed-{number}", {"prompt_token_ids": prompt}, params)
+        times: list[list[float]] = [[] for _ in prompts]
+        while core.has_unfinished_requests():
+            for output in core.step():
+                # vLLM may add to the id
+                of = times[int(output.request_id.split("-")[1])]
+                more = len(output.outputs[0].token_ids) - len(of)
+                of += [time.perf_counter() - start] * more
+        counts = [len(of) for of in times]
+        if counts != list(answers):
+            raise RuntimeError(f"asked for {list(answers)} tokens, got {counts}")
+        return times
+
 
 def warm_up(engine: Any, max_tokens: int, capacity: Row) -> None:
     """A small batch that is not counted: what the first requests load and compile, in any engine.
@@ -133,6 +163,41 @@ def prefill(engine: Any, tokens: int, repeats: int, capacity: Row) -> Row:
         return {**row, "value": None, "left_out": reason}
     times = [engine.seconds(engine.prompts(1, tokens), 1) for _ in range(repeats + 1)][1:]
     return {**row, "value": tokens / statistics.median(times), "seconds": times}
+
+
+def new_lengths(engine: Any, tokens: int, capacity: Row) -> Row:
+    """Tokens per second of single prompts of lengths that the engine has not seen before."""
+    row: Row = {"measure": "new_lengths", "tokens": tokens, "unit": "tokens/s"}
+    if reason := _too_much(1, tokens + 1, capacity):
+        return {**row, "value": None, "left_out": reason}
+    lengths = [length for length in (tokens - step for step in _STEPS) if length > 0] or [tokens]
+    times = [engine.seconds(engine.prompts(1, length), 1) for length in lengths]
+    speeds = [length / taken for length, taken in zip(lengths, times, strict=True)]
+    return {**row, "value": statistics.median(speeds), "seconds": times, "lengths": lengths}
+
+
+def mixed(engine: Any, load: dict[str, Any]) -> Row:
+    """Output tokens per second of requests that arrive at once, and the latencies of each.
+
+    They need not fit: what waits and what is preempted is part of it.
+    """
+    choose = random.Random(1)
+    sizes = [
+        (choose.randint(*load["prompt"]), choose.randint(*load["answer"]))
+        for _ in range(load["requests"])
+    ]
+    prompts = [engine.prompts(1, tokens)[0] for tokens, _ in sizes]
+    times = engine.answer_all(prompts, [tokens for _, tokens in sizes])
+    taken, output = max(of[-1] for of in times), sum(map(len, times))
+    return {
+        "measure": "mixed",
+        "unit": "tokens/s",
+        "value": output / taken,
+        "seconds": [taken],
+        "load": {**load, "prompt_tokens": sum(map(len, prompts)), "output_tokens": output},
+        "ttft_ms": spread([of[0] for of in times]),
+        "tpot_ms": spread([(of[-1] - of[0]) / (len(of) - 1) for of in times if len(of) > 1]),
+    }
 
 
 def batch_prefill(

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 
+# Lengths of a mixed load on a GPU and on a CPU.
+_PROMPTS, _ANSWERS = ("2048-14336", "128-512"), ("200-1200", "16-64")
+
 
 # --- options ---
 def add_parsers(
@@ -37,7 +40,7 @@ def _add_engine(
         "--kv",
         action="append",
         metavar="NAME",
-        help="auto (vLLM's own cache), fp8, turboquant_4bit_nc or a preset, repeatable "
+        help="auto (vLLM's own cache), fp8, another cache of vLLM's or a preset, repeatable "
         "(default: auto, k4v4, and fp8 on a GPU)",
     )
     parser.add_argument(
@@ -53,6 +56,20 @@ def _add_engine(
         metavar="N",
         help="prompt length of a prefill measurement, repeatable (default: the contexts of --size)",
     )
+    parser.add_argument(
+        "--new-lengths",
+        action="store_true",
+        help="also measure the first prompt of a length, near each prefill",
+    )
+    parser.add_argument(
+        "--mixed", type=int, metavar="N", help="also measure N requests that arrive at once"
+    )
+    for name, gpu, cpu in (("prompts", *_PROMPTS), ("answers", *_ANSWERS)):
+        parser.add_argument(
+            f"--mixed-{name}",
+            metavar="LOW-HIGH",
+            help=f"their lengths in tokens (default: {gpu}, on a CPU {cpu})",
+        )
     parser.add_argument("--decode-tokens", type=int, metavar="N", help="default: 64, on a CPU 16")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="default: 3")
     parser.add_argument("--dtype", help="default: bfloat16, on a CPU float32")
@@ -101,16 +118,25 @@ def _add_serve(
 
 # --- measuring ---
 def engine(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
-    from tightkv.bench.engine import SIZES, EnginePlan, engine_rows
+    from tightkv.bench.engine import SIZES, EnginePlan, MixedLoad, engine_rows
 
     on_gpu = device.type == "cuda"
-    sizes = tuple(map(_size, args.size or ())) or (() if args.prefill else SIZES[device.type])
+    sizes = tuple(map(_size, args.size or ()))
+    if not (sizes or args.prefill or args.mixed is not None):
+        sizes = SIZES[device.type]
+    mixed = None
+    if args.mixed is not None:
+        prompts = _lengths("--mixed-prompts", args.mixed_prompts or _PROMPTS[not on_gpu])
+        answers = _lengths("--mixed-answers", args.mixed_answers or _ANSWERS[not on_gpu])
+        mixed = MixedLoad(args.mixed, prompts, answers)
     kv_memory = args.kv_memory or (None if on_gpu else "1GiB")
     plan = EnginePlan(
         model=args.model,
         shape=args.shape,
         sizes=sizes,
         prefill=args.prefill or tuple(dict.fromkeys(context for _, context in sizes)),
+        new_lengths=args.new_lengths,
+        mixed=mixed,
         decode_tokens=_default(args.decode_tokens, 64 if on_gpu else 16),
         repeats=args.repeats,
         device=device.type,
@@ -152,6 +178,13 @@ def _size(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
+def _lengths(option: str, text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)-(\d+)", text)
+    if match is None:
+        raise ValueError(f"{option} {text!r}; give LOW-HIGH, as in 2048-14336")
+    return int(match[1]), int(match[2])
+
+
 def _json_object(option: str, text: str) -> dict[str, Any]:
     try:
         data = json.loads(text)
@@ -187,6 +220,7 @@ def engine_text(rows: Sequence[Row]) -> str:
     table = [[name, *(_cell(found.get((name, kv))) for kv in caches)] for name in names]
     parts = [_heading(good[0])] if good else []
     parts += [format_table(("measured", *caches), table)] if good else []
+    parts += [_latencies([row for row in good if row["measure"] == "mixed"])]
     parts += [
         "\n".join(
             [f"{label(row)}: {row['left_out']}" for row in good if "left_out" in row]
@@ -194,6 +228,18 @@ def engine_text(rows: Sequence[Row]) -> str:
         )
     ]
     return "\n\n".join(part for part in parts if part)
+
+
+def _latencies(mixed: Sequence[Row]) -> str:
+    """What requests of a mixed load waited for, a line per cache."""
+    if not mixed:
+        return ""
+    header = ("mixed requests", "TTFT p50 ms", "p99", "TPOT p50 ms", "p99")
+    lines = []
+    for row in mixed:
+        found = [row["ttft_ms"], row["tpot_ms"] or {"p50": 0.0, "p99": 0.0}]
+        lines.append([row["kv"], *(f"{of[p]:,.1f}" for of in found for p in ("p50", "p99"))])
+    return format_table(header, lines)
 
 
 def _heading(row: Row) -> str:

@@ -82,16 +82,25 @@ _MODEL = _row(
         "ratios": mapping(FLOAT),
     },
 )
+_LATENCY = nullable(obj(names("mean p50 p90 p99", FLOAT)))
 _ENGINE = _row(
     "engine",
     {
         **names("kv model vllm unit", STR),
-        "measure": {"enum": ["capacity", "prefill", "tpot"]},
+        "measure": {"enum": ["capacity", "prefill", "new_lengths", "tpot", "mixed"]},
         "value": nullable(FLOAT),
         "ratios": mapping(FLOAT),
         **names("blocks block_size tokens batch context decode_tokens", INT),
         "reported": nullable(INT),
         "seconds": array(one_of(FLOAT, array(FLOAT))),
+        "lengths": array(INT),
+        "load": obj(
+            {
+                **names("requests prompt_tokens output_tokens", INT),
+                **names("prompt answer", array(INT)),
+            }
+        ),
+        **names("ttft_ms tpot_ms", _LATENCY),
         "left_out": STR,
         "start_s": FLOAT,
         "arguments": ANYTHING,
@@ -99,11 +108,10 @@ _ENGINE = _row(
     },
     optional=(
         *("ratios", "blocks", "block_size", "tokens", "batch", "context", "decode_tokens"),
-        *("reported", "seconds", "left_out"),
+        *("reported", "seconds", "lengths", "load", "ttft_ms", "tpot_ms", "left_out"),
     ),
 )
 _FAILED = obj({"bench": constant("engine"), **names("kv model error", STR)})
-_LATENCY = nullable(obj(names("mean p50 p90 p99", FLOAT)))
 _SERVE = obj(
     {
         "bench": constant("serve"),
