@@ -55,6 +55,7 @@ def prompts() -> dict[str, list[list[int]]]:
         "few": [tokens(count) for count in (1, 32, 33, 64, 130, 200, 300)],
         "long": [tokens(400) for _ in range(4)],
         "shared": [shared + tokens(20) for _ in range(4)],
+        "longest": [random_tokens(random.Random(1), 601)],
         "repeating": [(tokens(12) * 20)[:count] for count in (100, 150, 230)],
     }
 
@@ -76,7 +77,7 @@ def job(
 def jobs() -> dict[str, dict[str, Any]]:
     few, mixed, shared = PROMPTS["few"], PROMPTS["mixed"], PROMPTS["shared"]
     every = {"logprobs": VOCABULARY, "prompt_logprobs": VOCABULARY}
-    some = mixed[:16]
+    some, longest = mixed[:16], PROMPTS["longest"]
     repeating = {"sampling": {"max_tokens": 40}}
     ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
     return {
@@ -120,7 +121,10 @@ def jobs() -> dict[str, dict[str, Any]]:
         "unknown": job({"key_bit": 4}),
         "plain windows": job(None, few, model="windows"),
         "raw windows": job(RAW, few, model="windows"),
-        "k4v4 windows": job({"preset": "k4v4"}, few, model="windows"),
+        "k4v4 windows": job(
+            *({"preset": "k4v4"}, few, longest, longest),
+            **{"model": "windows", "max_model_len": 640, "enable_prefix_caching": True},
+        ),
         "plain states": job(None, few, model="mamba"),
         "raw states": job(RAW, few, model="mamba"),
         "k4v4 states": job({"preset": "k4v4"}, few, model="mamba"),
@@ -323,6 +327,14 @@ def test_sliding_window_layers_stay_vllms_own(engines: dict[str, Any]) -> None:
     assert kinds.count("TightAttention") == 2
     assert told["blocks"] > engines["plain windows"]["blocks"]
     assert_same_text(engines["plain windows"], engines["raw windows"])
+
+
+def test_prefixes_of_windows_end_before_the_exact_tokens(engines: dict[str, Any]) -> None:
+    """vLLM keeps the end of a window where prompts end; it must where cached prefixes end."""
+    told = engines["k4v4 windows"]
+    assert told["groups"] == [["FullAttentionSpec", 256], ["SlidingWindowSpec", 32]]
+    # exact are the tokens from 448 on; prompts of 601 tokens end in the third block
+    assert [text["cached"] for text in outputs(batches(told)[2])] == [256]
 
 
 def tokens_that_fit(told: dict[str, Any]) -> int:

@@ -160,7 +160,8 @@ def test_a_crowd_that_preempts_gives_the_text_of_each_alone(engines: dict[str, A
 def test_ngram_speculation_equals_none(engines: dict[str, Any]) -> None:
     told = engines["speculative"]
     assert told["metrics"]["vllm:spec_decode_num_accepted_tokens"] > 10
-    assert_same_text(engines["repeating"], told, TIE)
+    # several queries take other kernels: logits of 16 to 32 may differ by a step of bfloat16
+    assert_same_text(engines["repeating"], told, tie=0.13)
 
 
 @pytest.mark.parametrize("model", HYBRIDS)
@@ -169,7 +170,7 @@ def test_models_with_other_layers(engines: dict[str, Any], model: str) -> None:
     assert set(k4v4["layers"].values()) == {"TightAttention", HYBRIDS[model]}
     first, again = batches(k8v8)
     assert all(text["cached"] >= 384 for text in outputs(again))
-    # After a hit the newest pages are read as codes; which of two tied tokens wins may change.
+    # After a hit other blocks are exact; which of two tied tokens wins may change.
     assert_same_text(first, again, TIE, share=0.25)
     assert mean_kl(first, again, "best") < 1e-3
     assert mean_kl(plain, first, "best") < 1e-3
