@@ -4,13 +4,24 @@ Without a GPU their sources are compiled for this machine's CPU (cuda_on_host.h)
 """
 
 import dataclasses
+import functools
 
 import pytest
 import torch
 
 import cuda_on_host
 from helpers import tokens
-from kernel_caches import CFG, DEVICE, HEADS, cache_on, fill, poison, queries, with_gaps
+from kernel_caches import (
+    CFG,
+    DEVICE,
+    HEADS,
+    anisotropic_metric,
+    cache_on,
+    fill,
+    poison,
+    queries,
+    with_gaps,
+)
 from tightkv.config import KVQuantConfig
 from tightkv.kernels import reference
 from tightkv.kernels.cuda import backend as cuda
@@ -18,6 +29,7 @@ from tightkv.kernels.cuda import decode_plan, source
 from tightkv.kernels.cuda.decode_plan import DecodePlan, DecodeTile
 from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.registry import select
+from tightkv.math.feedback import QueryMetric
 
 ON_GPU = DEVICE.type == "cuda"
 pytestmark = pytest.mark.skipif(
@@ -293,6 +305,43 @@ def test_append_writes_the_bytes_of_the_reference(bits, dim, encode_partial_page
         assert differ <= 4 * len(caches[0].pages), f"{differ} bytes after {counts}"
         for name in ("ring_key", "ring_value", "sink_key", "sink_value"):
             assert torch.equal(getattr(caches[0], name), getattr(caches[1], name))
+
+
+@pytest.mark.parametrize("with_feedback", [False, True])
+def test_tokens_relative_to_centers(with_feedback, monkeypatch):
+    """Kernels that subtract and add them leave what tokens that are relative already leave."""
+    center = torch.Generator().manual_seed(1)
+    centers = tuple(
+        torch.randn(HEADS, 64, generator=center).to(DEVICE, torch.bfloat16) * 3 for _ in "kv"
+    )
+    caches = [cache_on(CFG, [0, 0], name="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    if with_feedback:
+        metric = QueryMetric(anisotropic_metric(HEADS, 64))
+        factors = caches[0].codec.feedback_factors(metric, DEVICE)
+        for cache in caches:
+            cache.feedback = factors
+    plain = cuda.append
+    for seed, counts in enumerate([(3, 1), (60, 30), (1, 33), (1, 1), (200, 70)]):
+        key, value = (
+            x.to(DEVICE, torch.bfloat16)
+            for x in tokens(2, max(counts), heads=HEADS, dim=64, seed=seed)
+        )
+        relative = key - centers[0], value - centers[1]
+        caches[0].append(caches[0].table.append([0, 1], list(counts)), *relative)
+        with monkeypatch.context() as patch:
+            patch.setattr(cuda, "append", functools.partial(plain, centers=centers))
+            caches[1].append(caches[1].table.append([0, 1], list(counts)), key, value)
+        for name in ("pages", "ring_key", "ring_value", "sink_key", "sink_value"):
+            assert torch.equal(getattr(caches[0], name), getattr(caches[1], name)), name
+    for counts, group in (([1, 1], 4), ([2, 1], 2)):
+        q, cu_seqlens = queries(caches[1], counts, group)
+        options = AttendOptions(max_queries=max(counts))
+        out, _ = cuda.attend(caches[0].codec, q, caches[0].view(), cu_seqlens, options)
+        found, _ = cuda.attend(
+            caches[1].codec, q, caches[1].view(), cu_seqlens, options, value_center=centers[1]
+        )
+        expected = out.float() + centers[1].float().repeat_interleave(group, 0)
+        torch.testing.assert_close(found.float(), expected, atol=2.0**-6, rtol=2.0**-7)
 
 
 def test_a_page_is_the_same_however_it_was_filled(monkeypatch):

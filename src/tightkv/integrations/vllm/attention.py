@@ -45,7 +45,7 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
         self.rings: Rings | None = None
         self.feedback: Tensor | None = None
         """`Codec.feedback_factors` of the layer's queries, for CUDA graphs at a fixed address."""
-        self.centers: tuple[Tensor, Tensor, Tensor] | None = None
+        self.centers: tuple[Tensor, Tensor] | None = None
         # Number of pages and steps of the RingTable, of all layers with the same metadata.
         self.row_steps: tuple[int, GraphReplay[BatchRings]] | None = None
 
@@ -67,9 +67,7 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
                 "tightkv: the calibration has key centers, and this layer a soft cap of scores, "
                 "which they would change; leave the calibration out"
             )
-        key, value = centers.on(self.layout.dtype, self.device)
-        queries = value.repeat_interleave(self.num_heads // self.num_kv_heads, 0)
-        self.centers = key, value, queries
+        self.centers = centers.on(self.layout.dtype, self.device)
 
     def exact_tensors(self) -> Rings:
         """Ring and sink keys and values [rows + 1, n, Hkv, D]; the last row is a waste bin.
@@ -110,10 +108,10 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
             return output.fill_(0)
         pages = as_pages(kv_cache, self.layout)
         parts, inherited = attn_metadata.parts, attn_metadata.inherited
-        if self.centers is not None:
-            key, value = key - self.centers[0], value - self.centers[1]
-        self.step.run(parts, pages, rings, query, key, value, output, inherited, self.feedback)
-        return output if self.centers is None else output.add_(self.centers[2])
+        self.step.run(
+            parts, pages, rings, query, key, value, output, inherited, self.feedback, self.centers
+        )
+        return output
 
     def _warm_up(self, rings: Rings) -> None:
         """While vLLM starts; layers that are alike do it once."""

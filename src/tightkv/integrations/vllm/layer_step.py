@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 
 from torch import Tensor
@@ -42,15 +43,26 @@ class LayerStep:
         output: Tensor,
         inherited: tuple[Tensor, Tensor] | None = None,
         feedback: Tensor | None = None,
+        centers: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        """query [N, Hq, D], key and value [N, Hkv, D] -> output [N, Hq, D]."""
+        """query [N, Hq, D], key and value [N, Hkv, D] -> output [N, Hq, D].
+
+        Tokens are stored relative to `centers`. Kernels do it while decoding, where they can.
+        """
+        fused = self.kernel_name == "cuda" and not any(part.is_prefill for part in parts)
+        append, attend = self.kernels.append, self.kernels.attend
+        if centers is not None and fused:
+            append = partial(append, centers=centers)
+            attend = partial(attend, value_center=centers[1])
+        elif centers is not None:
+            key, value = key - centers[0], value - centers[1]
         if inherited is not None:
             to, source = inherited  # a row may be both: all are read before any is written
             for sinks in rings[2:]:
                 sinks[to] = sinks[source]
         # All tokens are written before any is read: sequences share blocks within a step.
         for part in parts:
-            self.kernels.append(
+            append(
                 self.codec,
                 _view(pages, rings, part, context=False, feedback=feedback),
                 key[part.tokens],
@@ -62,7 +74,7 @@ class LayerStep:
             )
         for part in parts:
             mine = part.tokens
-            self.kernels.attend(
+            attend(
                 self.codec,
                 query[mine],
                 _view(pages, rings, part, context=part.is_prefill, overlaps_append=len(parts) == 1),
@@ -76,6 +88,8 @@ class LayerStep:
                     out=output[mine],
                 ),
             )
+        if centers is not None and not fused:
+            output.unflatten(1, (centers[1].shape[0], -1)).add_(centers[1][:, None])
 
 
 def _view(

@@ -74,11 +74,14 @@ def append(
     *,
     max_new: int,
     encode_partial_page: bool,
+    centers: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """See `reference.append`."""
+    """See `reference.append`; tokens are stored relative to `centers` [Hkv, D] of key and value."""
     layout = codec.layout
     usual = key.dtype == value.dtype == layout.dtype and not codec.cfg.check_finite
     if not usual or not view.batch:
+        if centers is not None:
+            key, value = key - centers[0], value - centers[1]
         triton_kernels.append(
             codec,
             view,
@@ -102,6 +105,7 @@ def append(
                 view.sink_key, view.sink_value, signs,
             )
         ],
+        *([0, 0] if centers is None else [x.data_ptr() for x in centers]),
         key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         view.block_table.stride(0), view.pages.stride(0),
         ring, view.sink_key.shape[1], int(encode_partial_page),
@@ -147,14 +151,18 @@ def attend(
     view: CacheView,
     cu_seqlens: Tensor,
     options: AttendOptions,
+    value_center: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `reference.attend`."""
+    """See `reference.attend`; values are relative to `value_center` [Hkv, D]."""
     layout, device = codec.layout, query.device
     rows, hq, d = query.shape
     max_queries, scale, causal, window, softcap, mask, new_key, _, out = options
     decoding = 0 < max_queries <= _MAX_QUERIES and mask is None and new_key is None
     if not decoding or query.dtype != layout.dtype or not rows or not view.batch:
-        return triton_kernels.attend(codec, query, view, cu_seqlens, options)
+        out, lse = triton_kernels.attend(codec, query, view, cu_seqlens, options)
+        if value_center is not None:
+            out.unflatten(1, (layout.num_kv_heads, -1)).add_(value_center[:, None])
+        return out, lse
     overlaps_append = view.overlaps_append
     if query.stride(-1) != 1:
         query, overlaps_append = query.contiguous(), False
@@ -171,16 +179,17 @@ def attend(
     partial = torch.empty(num_partials, rows, hq, d, dtype=torch.float32, device=device)
     partial_lse = torch.empty(num_partials, rows, hq, dtype=torch.float32, device=device)
     signs = codec.value.rotation.table(device)
+    center = 0 if value_center is None else value_center.data_ptr()
     arguments = DecodeParams(
         *[
             x.data_ptr()
             for x in (
                 query, view.pages, view.block_table, view.lengths, view.left_pad,
                 view.ring_read_from, view.sink_counts, view.ring_rows, cu_seqlens,
-                view.ring_key, view.ring_value, view.sink_key, view.sink_value,
-                signs, partial, partial_lse, out, lse,
+                view.ring_key, view.ring_value, view.sink_key, view.sink_value, signs,
             )
         ],
+        center, partial.data_ptr(), partial_lse.data_ptr(), out.data_ptr(), lse.data_ptr(),
         query.stride(0), query.stride(1), out.stride(0), out.stride(1),
         view.block_table.stride(0), view.pages.stride(0), rows,
         1 / math.sqrt(d) if scale is None else scale, softcap or 0.0,
@@ -191,12 +200,13 @@ def attend(
     module.launch("decode", grid, 32 * plan.tile.warps, arguments, shared=plan.shared_bytes)
     if num_splits == 1:
         return out, lse
-    pointers = (partial, partial_lse, signs, cu_seqlens, out, lse)
+    tensors = (partial, partial_lse, signs), (cu_seqlens, out, lse)
+    before, after = ([x.data_ptr() for x in some] for some in tensors)
     module.launch(
         "merge",
         (rows * hq, 1, 1),
         256,
-        *[ctypes.c_void_p(x.data_ptr()) for x in pointers],
+        *[ctypes.c_void_p(x) for x in (*before, center, *after)],
         *[ctypes.c_longlong(n) for n in (out.stride(0), out.stride(1), rows)],
         *[ctypes.c_int(n) for n in (view.batch, num_splits, num_partials)],
     )

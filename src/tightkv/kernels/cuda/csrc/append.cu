@@ -25,6 +25,8 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS) append(const AppendPa
     const long long owner = a.ring_rows[row];
     const u16 *source = is_key ? a.key + head * a.key_h : a.value + head * a.value_h;
     const long long stride = is_key ? a.key_n : a.value_n;
+    const u16 *center = is_key ? a.key_center : a.value_center;
+    if (center) center += head * D;
     u16 *ring = (is_key ? a.ring_key : a.ring_value) + (owner * a.ring * HKV + head) * D;
     u16 *sink = (is_key ? a.sink_key : a.sink_value) + (owner * a.sinks * HKV + head) * D;
 
@@ -33,13 +35,13 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS) append(const AppendPa
         for (int t = max(count - a.ring, 0) + own; t < count; t += step) {
             const u16 *x = source + (begin + t) * stride;
             u16 *place = ring + (long long)((before + t) % a.ring) * HKV * D;
-            for (int d = lane; d < D; d += 32) place[d] = x[d];
+            for (int d = lane; d < D; d += 32) place[d] = relative(x[d], center, d);
         }
         const int sinks_to = min(length, start + a.sinks);
         for (int at = max(before, start) + own; at < sinks_to; at += step) {
             const u16 *x = source + (begin + at - before) * stride;
             u16 *place = sink + (long long)(at - start) * HKV * D;
-            for (int d = lane; d < D; d += 32) place[d] = x[d];
+            for (int d = lane; d < D; d += 32) place[d] = relative(x[d], center, d);
         }
     }
     if (!a.encode) return;
@@ -53,16 +55,19 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS) append(const AppendPa
         const int low = max(complete ? exact_from : before, page_at);
         const int high = min(length, page_at + PAGE);
         u8 *record = a.pages + a.block_table[row * a.table_b + index] * a.page_bytes + head * RECORD;
-        const bool center = is_key && complete && MEAN_BITS > 0;
+        const bool has_mean = is_key && complete && MEAN_BITS > 0;
 
         auto load = [&](int at, float(&x)[N]) {
-            const u16 *p = at >= before ? source + (begin + at - before) * stride
-                                        : ring + (long long)(at % a.ring) * HKV * D;
+            const bool fresh = at >= before;  // tokens of the ring are relative already
+            const u16 *p = fresh ? source + (begin + at - before) * stride
+                                 : ring + (long long)(at % a.ring) * HKV * D;
+            const u16 *o = fresh ? center : nullptr;
 #pragma unroll
-            for (int k = 0; k < N; k++) x[k] = finite(model_to_float(p[lane + 32 * k]));
+            for (int k = 0; k < N; k++)
+                x[k] = finite(model_to_float(relative(p[lane + 32 * k], o, lane + 32 * k)));
         };
 
-        if (center) {
+        if (has_mean) {
             const int real_from = max(start, page_at), to = page_at + PAGE;
             if (exact_from <= page_at)
                 make_mean(load, real_from, to, a.signs, record, true, sums, mean, lane, warp, warps);
@@ -84,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS) append(const AppendPa
                 u16 *scales;
                 if (is_key) {
                     bool centered = false;
-                    if (center) {
+                    if (has_mean) {
                         double plain = 0, rest = 0;
                         float y[N];
 #pragma unroll

@@ -6,8 +6,8 @@
 
 // One block for each (query, head): weigh the states, rotate those of the pages back, add the exact ones.
 extern "C" __global__ void __launch_bounds__(MERGE_WARPS * 32)
-merge(const float *partial, const float *partial_lse, const float *signs, const int *cu_seqlens,
-      u16 *out, float *lse, long long out_n, long long out_h, long long total_rows, int batch,
+merge(const float *partial, const float *partial_lse, const float *signs, const u16 *value_center,
+      const int *cu_seqlens, u16 *out, float *lse, long long out_n, long long out_h, long long total_rows, int batch,
       int num_splits, int num_partials) {
     __shared__ float sums[MERGE_WARPS][2][D], weights[MERGE_WARPS];
     grid_dependency_wait();
@@ -57,6 +57,7 @@ merge(const float *partial, const float *partial_lse, const float *signs, const 
         sums[0][0][lane + 32 * k] = pages[k];
         sums[0][1][lane + 32 * k] = exact[k];
     }
-    write_output(sums[0][0], sums[0][1], signs, out + (row / HQ) * out_n + (row % HQ) * out_h,
+    const u16 *center = value_center ? value_center + row % HQ / (HQ / HKV) * D : nullptr;
+    write_output(sums[0][0], sums[0][1], signs, center, out + (row / HQ) * out_n + (row % HQ) * out_h,
                  lse + row, lane, peak, sum);
 }

@@ -63,7 +63,7 @@ __device__ __forceinline__ void find_page(const AppendParams &a, int batch, int 
 
 // Reads keys of a row's head: new ones, and older ones from the ring.
 struct KeyReader {
-    const u16 *fresh, *ring;
+    const u16 *fresh, *ring, *center;
     long long stride;
     int before, slots;
     __device__ __forceinline__ KeyReader(const AppendParams &a, int row, int head) {
@@ -71,13 +71,17 @@ struct KeyReader {
         before = a.lengths[row] - (a.cu_seqlens[row + 1] - begin);
         stride = a.key_n, slots = a.ring;
         fresh = a.key + head * a.key_h + begin * stride;
+        center = a.key_center ? a.key_center + head * D : nullptr;
         ring = a.ring_key + ((long long)a.ring_rows[row] * slots * HKV + head) * D;
     }
     __device__ __forceinline__ void operator()(int at, float (&x)[N]) const {
         const u16 *p = at >= before ? fresh + (at - before) * stride
                                     : ring + (long long)(at % slots) * HKV * D;
+        const u16 *o = at >= before ? center : nullptr;  // tokens of the ring are relative already
+        const int lane = threadIdx.x & 31;
 #pragma unroll
-        for (int k = 0; k < N; k++) x[k] = finite(model_to_float(p[(threadIdx.x & 31) + 32 * k]));
+        for (int k = 0; k < N; k++)
+            x[k] = finite(model_to_float(relative(p[lane + 32 * k], o, lane + 32 * k)));
     }
 };
 

@@ -13,6 +13,7 @@ struct AppendParams {
     const int *block_table, *lengths, *left_pad, *ring_rows, *ring_valid_from, *cu_seqlens;
     u16 *ring_key, *ring_value, *sink_key, *sink_value;
     const float *signs;
+    const u16 *key_center, *value_center;  // [HKV, D] or null: what new tokens are stored relative to
     long long key_n, key_h, value_n, value_h, table_b, page_bytes;
     int ring, sinks, encode_partial_page, copy, encode;  // the last two: which half is done, or both
 };

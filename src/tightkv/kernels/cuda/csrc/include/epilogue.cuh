@@ -122,7 +122,8 @@ __device__ __forceinline__ void epilogue(SharedMemory &sh, const DecodeParams &a
             sh.warp[0].states.pages.acc[n][lane + 32 * k] = w * VALUE_UNIT * o[k];
             sh.warp[0].states.exact.acc[n][lane + 32 * k] = v * e[k];
         }
-        write_output(sh.warp[0].states.pages.acc[n], sh.warp[0].states.exact.acc[n], a.signs,
+        const u16 *center = a.value_center ? a.value_center + head * D : nullptr;
+        write_output(sh.warp[0].states.pages.acc[n], sh.warp[0].states.exact.acc[n], a.signs, center,
                      a.out + (long long)(begin + token) * a.out_n + query_head * a.out_h,
                      a.lse + row, lane, top, w * sum + v * exact_sum);
     }

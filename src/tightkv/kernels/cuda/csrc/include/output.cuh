@@ -31,10 +31,11 @@ __device__ __forceinline__ void write_split(const DecodeParams &a, int partial, 
     for (int k = 0; k < D / 32; k++) a.partial[place * D + lane + 32 * k] = o[k] * inverse;
 }
 
-// Sums over pages and over exact tokens, both in the order of `state_slot` -> the output.
+// Sums over pages and over exact tokens, both in the order of `state_slot` -> the output. `center`
+// (or null) is what the values of the head are relative to.
 __device__ __forceinline__ void write_output(float *pages, float *exact, const float *signs,
-                                             u16 *out, float *lse, int lane, float peak,
-                                             float sum) {
+                                             const u16 *center, u16 *out, float *lse, int lane,
+                                             float peak, float sum) {
     float x[D / 32], y[D / 32];
     __syncwarp();
 #pragma unroll
@@ -49,8 +50,10 @@ __device__ __forceinline__ void write_output(float *pages, float *exact, const f
 #endif
     const float inverse = sum > 0.f ? 1.f / sum : 0.f;
 #pragma unroll
-    for (int k = 0; k < D / 32; k++)
-        out[lane + 32 * k] = (u16)pack_model2((x[k] + y[k]) * inverse, 0.f);
+    for (int k = 0; k < D / 32; k++) {
+        const float o = center ? model_to_float(center[lane + 32 * k]) : 0.f;
+        out[lane + 32 * k] = (u16)pack_model2((x[k] + y[k]) * inverse + o, 0.f);
+    }
     if (lane == 0) *lse = sum > 0.f ? (peak + log2f(sum)) * 0.6931471805599453f : NEG_INF;
 }
 
