@@ -11,11 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tightkv import KVQuantConfig
+from tightkv.calibration import Calibration, Costs, Measured, save_calibration
+from tightkv.calibration.file import COST_BITS
 from tightkv.config.quant import FORMAT_VERSION
 from tightkv.integrations.vllm.prefix_hits import reusable_tokens
 from tightkv.layout import PageLayout
+from tightkv.math.centers import Centers
+from tightkv.math.feedback import QueryMetric
+from tightkv.model_shape import read_model_shape
+from tightkv.model_shape.fingerprint import folder_fingerprint
 from tiny_folder import write_tiny_folder
 from vllm_outputs import VOCABULARY, assert_same_text, batches, mean_kl, random_tokens, run_engines
 
@@ -25,6 +32,7 @@ PAGE, WINDOW = 32, 3
 K4V4 = {"preset": "k4v4", "page_size": PAGE, "exact_pages": WINDOW}
 K8V8 = {"preset": "k8v8", "page_size": PAGE, "exact_pages": 1}
 BRANCHES = 24
+CENTERS = "centers.safetensors"
 REFUSED = ("ExampleConnector",)
 
 
@@ -95,6 +103,11 @@ def jobs(folder: Path) -> dict[str, dict[str, Any]]:
         "fresh loop": job(K4V4, loop, **chunks),
         "loop": job(K4V4, ([SYSTEM], 229, 230), loop),
         "few rings": job({**K4V4, "exact_rows": 8}, ([SYSTEM], 229, 230), loop),
+        # As above, and tokens are stored relative to centers far from them.
+        "centered chat": job(
+            {**K8V8, "calibration": str(folder / CENTERS)},
+            *((CHATS, FIRST, SAID), chat),
+        ),
         "store": store_job(K8V8, store),
         "store again": store_job(K8V8, store),
         "store of another seed": store_job({**K8V8, "seed": 1}, store),
@@ -106,10 +119,23 @@ def jobs(folder: Path) -> dict[str, dict[str, Any]]:
     }
 
 
+def write_centers(model: Path, path: Path) -> None:
+    """A calibration that says nothing else."""
+    make = torch.Generator().manual_seed(0)
+    layers = read_model_shape(model).full_layers()
+    centers = {n: Centers(*(2 * torch.randn(2, *layers[n], generator=make))) for n in layers}
+    metrics = {n: QueryMetric(torch.eye(d).expand(h, d, d)) for n, (h, d) in layers.items()}
+    free = Costs(*(dict.fromkeys(COST_BITS, 0.0) for _ in "kv"))
+    costs, measured = dict.fromkeys(layers, free), Measured("tiny", (("text", "0" * 64),), 1, "0")
+    calibration = Calibration(folder_fingerprint(model), metrics, {}, costs, measured, centers)
+    save_calibration(calibration, path)
+
+
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("vllm_prefixes")
     model = write_tiny_folder(folder / "tiny", max_position_embeddings=1024)
+    write_centers(model, folder / CENTERS)
     return run_engines(jobs(folder), {"tiny": model}, folder)
 
 
@@ -136,6 +162,12 @@ def test_continuations_of_cached_prefixes_are_as_exact_as_fresh_ones(
     assert set(cached(engines[kind])) == {REUSED}
     hit, alone = (mean_kl(plain, x, "best") for x in (last(engines[kind]), fresh))
     assert 0 < hit < 1.1 * alone, (hit, alone)
+
+
+def test_tokens_relative_to_centers_say_the_same(engines: dict[str, Any]) -> None:
+    """In prompts, while decoding and after a hit."""
+    assert min(cached(engines["centered chat"])) > 0
+    assert 0 < mean_kl(last(engines["plain chat"]), last(engines["centered chat"]), "best") < 1e-3
 
 
 def test_blocks_go_out_and_come_back(engines: dict[str, Any]) -> None:
