@@ -22,23 +22,30 @@ NVCC = shutil.which("nvcc")
 HOPPER, ADA = (132, 228 << 10), (128, 100 << 10)  # processors, shared memory of each
 
 
-@pytest.mark.sampled
 @pytest.mark.skipif(sys.platform != "linux", reason="NVRTC is there for Linux")
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-@pytest.mark.parametrize("preset,dim", [("k4v4", 128), ("k2v2", 64), ("k3v2", 256)])
-def test_nvrtc_takes_the_sources(preset, dim, arch):
+@pytest.mark.parametrize(
+    ("arch", "preset", "dim", "columns"),
+    [
+        ("sm_80", "k4v4", 128, 4),
+        ("sm_86", "k2v2", 64, 8),
+        ("sm_89", "k3v2", 256, 4),
+        ("sm_90", "k4v2", 128, 8),
+        ("sm_100", "k4v4", 64, 4),
+        ("sm_120", "k3v3", 128, 8),
+    ],
+)
+def test_nvrtc_takes_the_sources(arch, preset, dim, columns):
     """As at a user's: the compiler at run time knows less than nvcc."""
     lib = load_nvrtc("13")
     layout = PageLayout(KVQuantConfig.preset(preset), 8, dim)
-    for columns, softcap in ((4, False), (8, True)):
-        text = source("decode", layout, 32, DecodeTile.of(layout, columns), softcap)
+    tile, softcap = DecodeTile.of(layout, columns), columns == 8
+    texts = [source("decode", layout, 32, tile, softcap)]
+    texts += [source(name, layout, 8, None) for name in ("append", "append_with_feedback")]
+    for text in texts:
         assert len(compile_source(lib, text, arch)) > 10_000
-    text = source("append", layout, 8, None)
-    assert len(compile_source(lib, text, arch)) > 10_000
-    text = source("append_with_feedback", layout, 8, None)
-    assert len(compile_source(lib, text, arch)) > 10_000
+    broken = texts[1].replace("struct AppendParams {", "struct AppendParams")
     with pytest.raises(CompileError, match=r"encode\.cuh\(\d+\): error: expected"):
-        compile_source(lib, text.replace("struct AppendParams {", "struct AppendParams"), arch)
+        compile_source(lib, broken, arch)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="NVRTC is there for Linux")

@@ -260,10 +260,20 @@ def test_selection():
 
 @pytest.mark.slow
 @pytest.mark.sampled
-@pytest.mark.parametrize(("dim", "preset"), [(192, "k4v4"), (256, "k8v4")])
-def test_kernels_of_wide_heads_fit_shared_memory(dim, preset, tmp_path):
+@pytest.mark.parametrize(
+    ("dim", "preset", "sm"),
+    [
+        (192, "k4v4", 90),
+        (256, "k8v4", 89),
+        (128, "k4v4", 80),
+        (64, "k2v2", 86),
+        (128, "k3v3", 100),
+        (64, "k4v4", 120),
+    ],
+)
+def test_kernels_compile_and_fit_shared_memory(dim, preset, sm, tmp_path):
     """Compiled, which the interpreter does not do; heads of 192 have a dense rotation."""
-    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
+    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0", "SM": str(sm)}
     command = [
         sys.executable,
         Path(__file__).parents[1] / "support" / "triton_ahead.py",

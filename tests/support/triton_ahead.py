@@ -1,4 +1,4 @@
-"""Compile what the Triton kernels would launch, for sm_90 and without a GPU.
+"""Compile what the Triton kernels would launch, without a GPU: for sm_90, or the sm_ of $SM.
 
 python triton_ahead.py HEAD_DIM PRESET: JSON with the shared memory of each kernel, in bytes.
 python triton_ahead.py HEAD_DIM PRESET append [feedback]: that of an append, and how many products
@@ -7,6 +7,7 @@ Not under TRITON_INTERPRET.
 """
 
 import json
+import os
 import sys
 
 import torch
@@ -24,6 +25,7 @@ from tightkv.kernels.triton import dequantize
 
 shared: dict[str, int] = {}
 appends: dict[str, int | bool] = {}
+SM = int(os.environ.get("SM", "90"))
 POINTERS = {
     torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.uint8: "*u8",
 }  # fmt: skip
@@ -45,7 +47,7 @@ def compile_only(kernel, *args, grid, warmup, num_warps, enable_fp_fusion=True, 
             aligned[(param.num,)] = [["tt.divisibility", 16]]
     values = {(names.index(name),): x for name, x in constants.items()}
     source = ASTSource(kernel, signature, values, aligned)
-    target = GPUTarget("cuda", 90, 32)
+    target = GPUTarget("cuda", SM, 32)
     options = {"num_warps": num_warps, "enable_fp_fusion": enable_fp_fusion}
     built = triton.compile(source, target=target, options=options)
     name = kernel.fn.__name__
@@ -58,7 +60,7 @@ def compile_only(kernel, *args, grid, warmup, num_warps, enable_fp_fusion=True, 
 
 def main(dim: int, preset: str, *only: str) -> None:
     JITFunction.run = compile_only
-    triton_attend.has_ptx = dequantize.has_ptx = lambda device: True
+    triton_attend.has_ptx = dequantize.has_ptx = lambda device: SM >= 89
     cache = make_cache(KVQuantConfig.preset(preset), rows=1, dim=dim, dtype=torch.bfloat16)
     cache._kernels = kernels.__name__
     if "feedback" in only:
