@@ -6,11 +6,12 @@ import logging
 import os
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tightkv.integrations.vllm import stats_file
+from tightkv.integrations.vllm import monitor, stats_file
 
 pytestmark = pytest.mark.vllm  # comes with prometheus_client
 TEXT = b"""# HELP tightkv:exact_rings Sequences.
@@ -29,6 +30,45 @@ def engine_file(index: int) -> stats_file.StatsFile:
     file = stats_file.StatsFile.of_engine("abcde", index)
     assert file is not None
     return file
+
+
+class OtherScheduler:
+    """Of a vLLM that moved what the metrics are read from."""
+
+    log_stats = False
+
+    def update_from_output(self, scheduler_output: Any) -> str:
+        return f"outputs of {scheduler_output}"
+
+
+def test_a_scheduler_that_changed_costs_the_metrics_and_no_request(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    found: Any = SimpleNamespace(
+        fingerprint="abc",
+        name="k4v4",
+        page_size=64,
+        rows=8,
+        bytes_per_token=9.0,
+        ratio=3.7,
+        kernels=("cpu",),
+    )
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(num_gpu_blocks=9, block_size=64),
+        parallel_config=SimpleNamespace(data_parallel_index=0),
+        model_config=SimpleNamespace(served_model_name="tiny"),
+        instance_id="abcde",
+    )
+    scheduler: Any = OtherScheduler()
+    monitor.watch_scheduler(scheduler, config, found)
+    assert [scheduler.update_from_output(step) for step in (1, 2)] == [
+        "outputs of 1",
+        "outputs of 2",
+    ]
+    assert len(caplog.messages) == 1 and "scheduled_cached_reqs" in caplog.text
+    monitor.watch_scheduler(OtherScheduler(), SimpleNamespace(), found)
+    assert len(caplog.messages) == 2 and "cache_config" in caplog.text
 
 
 def test_metrics_of_all_engines_are_one_family(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -81,3 +82,21 @@ def test_without_options_nothing_of_ours_is_imported(monkeypatch: pytest.MonkeyP
     assert ask(object(), SimpleNamespace(additional_config={})) == "vLLM's own"
     with pytest.raises(RuntimeError, match="cannot compress the KV cache of vLLM"):
         ask(object(), SimpleNamespace(additional_config={"tightkv": True}))
+
+
+def test_a_vllm_that_moved_its_metrics_still_compresses(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Layer:
+        def get_kv_cache_spec(self, vllm_config: Any) -> None: ...
+
+    own = Layer.get_kv_cache_spec
+    monkeypatch.setattr(plugin, "_asked", lambda: (Layer,))
+    monkeypatch.setattr(plugin, "_engine_hooks", lambda: ())
+    monkeypatch.setattr(plugin, "_refuse_requests", pytest.fail)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    monkeypatch.setitem(sys.modules, "vllm.v1.metrics.loggers", None)
+    plugin.register()
+    assert Layer.get_kv_cache_spec is not own
+    (line,) = caplog.messages
+    assert "no tightkv: metrics" in line and "vllm.v1.metrics.loggers" in line

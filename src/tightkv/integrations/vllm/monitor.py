@@ -9,16 +9,19 @@ from __future__ import annotations
 import logging
 import os
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
-from tightkv.integrations.vllm.cache_format import CacheFormat
 from tightkv.integrations.vllm.stats_file import StatsFile
+
+if TYPE_CHECKING:
+    from tightkv.integrations.vllm.cache_format import CacheFormat
 
 logger = logging.getLogger("vllm.tightkv")
 _LABELS = ("model_name", "engine")
 _SECONDS = 1.0  # between two writes, while requests run
+_STOPPED = "tightkv: this engine has no tightkv: metrics, its vLLM differs from those known: %s"
 
 
 class EngineMonitor:
@@ -102,23 +105,41 @@ class EngineMonitor:
         return True
 
 
-def watch_scheduler(scheduler: Any, vllm_config: Any, found: CacheFormat) -> EngineMonitor:
-    """Update the metrics after every step of a vLLM Scheduler."""
+def watch_scheduler(scheduler: Any, vllm_config: Any, found: CacheFormat) -> None:
+    """Update the metrics after every step of a vLLM Scheduler.
+
+    One that has other attributes costs a warning and the metrics, and no request.
+    """
+    original = scheduler.update_from_output
+
+    def update_from_output(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = original(scheduler_output, *args, **kwargs)
+        try:
+            _follow_step(monitor, scheduler, scheduler_output)
+        except (AttributeError, TypeError) as error:
+            scheduler.update_from_output = original
+            logger.warning(_STOPPED, error)
+        return outputs
+
+    try:
+        monitor = _monitor_of(scheduler, vllm_config, found)
+        scheduler.update_from_output = update_from_output
+    except (AttributeError, TypeError) as error:
+        logger.warning(_STOPPED, error)
+
+
+def _monitor_of(scheduler: Any, vllm_config: Any, found: CacheFormat) -> EngineMonitor:
     cache, index = vllm_config.cache_config, vllm_config.parallel_config.data_parallel_index
     labels = [vllm_config.model_config.served_model_name, str(index)]
     monitor = EngineMonitor(found, cache.num_gpu_blocks or 0, cache.block_size, labels)
     shared = "PROMETHEUS_MULTIPROC_DIR" in os.environ  # the values are
     if scheduler.log_stats and not shared:
         monitor.file = StatsFile.of_engine(vllm_config.instance_id, index)
-    original = scheduler.update_from_output
-
-    def update_from_output(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        outputs = original(scheduler_output, *args, **kwargs)
-        resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
-        begun = sum(new.num_computed_tokens > 0 for new in scheduler_output.scheduled_new_reqs)
-        usage = scheduler.kv_cache_manager.usage
-        monitor.update(len(scheduler.running), usage, begun + len(resumed))
-        return outputs
-
-    scheduler.update_from_output = update_from_output
     return monitor
+
+
+def _follow_step(monitor: EngineMonitor, scheduler: Any, scheduler_output: Any) -> None:
+    resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
+    begun = sum(new.num_computed_tokens > 0 for new in scheduler_output.scheduled_new_reqs)
+    usage = scheduler.kv_cache_manager.usage
+    monitor.update(len(scheduler.running), usage, begun + len(resumed))

@@ -27,6 +27,7 @@ def register() -> None:
     server where it finds the metrics (`stats_file`).
 
     A vLLM that we do not fit is left alone, unless an engine asks for compression: that is refused.
+    Metrics alone are no reason to refuse one.
     """
     try:
         for kind in _asked():
@@ -35,6 +36,11 @@ def register() -> None:
             _wrap(owner, name, wrapper)
     except (ImportError, AttributeError) as error:
         _refuse_requests(_does_not_fit(error))
+        return
+    try:
+        _wrap(_metrics_logger(), "__init__", _showing_stats)
+    except (ImportError, AttributeError) as error:
+        _warn_once("tightkv: /metrics has no tightkv: metrics with vLLM %s (%s)", _version(), error)
 
 
 def _asked() -> tuple[Any, ...]:
@@ -62,13 +68,17 @@ def _compressing(original: Any) -> Any:
 def _engine_hooks() -> tuple[tuple[Any, str, Callable[[Any], Any]], ...]:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
-    from vllm.v1.metrics.loggers import PrometheusStatLogger
 
     return (
         (EngineCore, "_initialize_kv_caches", _reading_formats),
         (Scheduler, "__init__", _following),
-        (PrometheusStatLogger, "__init__", _showing_stats),
     )
+
+
+def _metrics_logger() -> Any:
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+    return PrometheusStatLogger
 
 
 def _reading_formats(original: Any) -> Any:
@@ -123,8 +133,13 @@ def _refuse_requests(reason: str) -> None:
     except (ImportError, AttributeError):  # what an engine asks for cannot be seen either
         if engine_options(None) is not None:
             raise RuntimeError(reason) from None
-    if multiprocessing.parent_process() is None:  # once, not in each of vLLM's processes
-        logger.warning("%s. Engines that do not ask for it run as if it were not there.", reason)
+    _warn_once("%s. Engines that do not ask for it run as if it were not there.", reason)
+
+
+def _warn_once(line: str, *values: object) -> None:
+    """Not in each of vLLM's processes."""
+    if multiprocessing.parent_process() is None:
+        logger.warning(line, *values)
 
 
 def _wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
@@ -136,10 +151,14 @@ def _wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
         setattr(owner, name, wrapped)
 
 
+def _version() -> str:
+    found: str = getattr(sys.modules.get("vllm"), "__version__", "of an unknown version")
+    return found
+
+
 def _does_not_fit(error: Exception) -> str:
-    found = getattr(sys.modules.get("vllm"), "__version__", "of an unknown version")
     return (
-        f"tightkv cannot compress the KV cache of vLLM {found} ({error}); install one that it "
+        f"tightkv cannot compress the KV cache of vLLM {_version()} ({error}); install one that it "
         f"supports ({install_hint('vllm')}), or take tightkv out of additional_config and "
         "TIGHTKV_* out of the environment"
     )
