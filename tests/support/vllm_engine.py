@@ -7,7 +7,8 @@ The processes are forks of one that has imported vLLM, which takes longer than m
 A job is {"engine": arguments of vllm.LLM, "batches": [[prompt, ...], ...], "sampling": {...}}; its
 prompts are token ids, and the prompts of one batch are in the engine together. With "forced",
 tokens for each prompt of each batch, those come out whatever the model says. With
-"format_version", pages are of that version.
+"format_version", pages are of that version. {"soak": arguments of benchmarks/soak.py's run} is a
+job, too.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ METRICS = (
 
 
 def run_job(job: dict[str, Any]) -> dict[str, Any]:
+    if "soak" in job:
+        return run_soak(job["soak"])
     from vllm import LLM, SamplingParams
 
     engine = {
@@ -100,6 +103,14 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def run_soak(arguments: dict[str, Any]) -> dict[str, Any]:
+    sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+    import soak
+
+    row: dict[str, Any] = soak.run(**arguments)
+    return row
+
+
 def tightkv_metrics() -> dict[str, float]:
     from prometheus_client import REGISTRY
 
@@ -160,7 +171,7 @@ def run_forked(job: dict[str, Any], place: Path) -> dict[str, Any]:
     process = multiprocessing.get_context("fork").Process(target=write_result, args=(job, place))
     process.start()
     process.join()
-    assert process.exitcode == 0, job["engine"]
+    assert process.exitcode == 0, job
     result: dict[str, Any] = json.loads(place.read_text())
     return result
 

@@ -23,8 +23,8 @@ def run_engines(
     jobs: dict[str, dict[str, Any]], models: dict[str, Path], folder: Path
 ) -> dict[str, dict[str, Any]]:
     """Results of every job of vllm_engine.py, and what the process printed as "log"."""
-    for entry in jobs.values():
-        entry["engine"]["model"] = str(models[entry["engine"]["model"]])
+    for engine in (entry["engine"] for entry in jobs.values() if "engine" in entry):
+        engine["model"] = str(models[engine["model"]])
     (folder / "jobs.json").write_text(json.dumps(jobs))
     done, log = folder / "results.json", folder / "log.txt"
     script = Path(__file__).with_name("vllm_engine.py")

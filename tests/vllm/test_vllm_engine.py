@@ -81,6 +81,7 @@ def jobs() -> dict[str, dict[str, Any]]:
     repeating = {"sampling": {"max_tokens": 40}}
     ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
     return {
+        "soak": {"soak": {"minutes": 0.02, "preset": "k8v8", "requests": 10}},
         "plain": job(None, few),
         "raw": job(RAW, few),
         "default": job({"preset": "k4v4"}, few),
@@ -110,8 +111,6 @@ def jobs() -> dict[str, dict[str, Any]]:
         ),
         "raw alone": job(RAW, *([prompt] for prompt in mixed)),
         "raw crowd": job(RAW, mixed, kv_cache_memory_bytes=700 << 10, max_num_seqs=16),
-        "k4v4 alone": job(K4V4, *([prompt] for prompt in some)),
-        "k4v4 crowd": job(K4V4, some, max_num_seqs=16),
         "raw shared": job(RAW, shared, shared, enable_prefix_caching=True),
         "k8v8 shared": job(K8V8, shared, shared, enable_prefix_caching=True),
         "raw chunks": job(RAW, some, max_num_batched_tokens=40),
@@ -294,8 +293,14 @@ def test_a_crowd_that_preempts_gives_the_text_of_each_alone(engines: dict[str, A
     assert_same_text(engines["raw alone"], engines["raw crowd"])
 
 
-def test_compressed_text_does_not_depend_on_who_else_is_there(engines: dict[str, Any]) -> None:
-    assert_same_text(engines["k4v4 alone"], engines["k4v4 crowd"])
+def test_a_soak_gives_the_answers_of_each_alone_and_leaves_nothing_behind(
+    engines: dict[str, Any],
+) -> None:
+    """Compressed, with aborts, preemptions, cached prefixes and a killed worker."""
+    row = engines["soak"]
+    assert row["problems"] == [] and row["killed_workers"] == row["engines"] == 1
+    assert row["preemptions"] > 0 and row["aborted"] > 0 and row["prefix_hits"] > 0
+    assert row["equal"] + row["tied"] == row["finished"] + row["aborted"] >= 40
 
 
 @pytest.mark.parametrize(("name", "tie"), [("raw", TIE), ("k8v8", 0.05)])
