@@ -22,7 +22,6 @@ COMPRESSED = {family: [1, 3] for family in FAMILIES} | {
     "falcon_h1": [0, 1, 2, 3],
     "llama4": [3],
 }
-VLLM_SKIPS = {"gpt_oss": [1, 3]}  # its learned sink logits
 MORE: dict[str, Callable[[], Any]] = {
     "a head of 24": lambda: hf.LlamaConfig(**SHAPE, head_dim=24),
     "a window that never slides": lambda: hf.MistralConfig(**SHAPE, sliding_window=4096),
@@ -66,10 +65,11 @@ def test_a_config_that_is_not_understood_is_judged_by_its_cache() -> None:
 
 
 def test_extras_are_those_of_the_integration() -> None:
-    for extra in ("sink logits", "ALiBi", "shares its cache with another layer"):
+    shared = "shares its cache with another layer"
+    for extra, in_vllm in (("sink logits", None), ("ALiBi", "ALiBi"), (shared, None)):
         layer = LayerShape("full", 2, 64, 64, extras=(extra,))
         assert skip_reason(layer) is None
-        assert skip_reason(layer, "vllm") == extra
+        assert skip_reason(layer, "vllm") == in_vllm
     with pytest.raises(ValueError, match="layer extra 'wings'; supported: ALiBi"):
         LayerShape("full", 2, 64, 64, extras=("wings",))
 
@@ -80,8 +80,7 @@ def test_layers_whose_cache_others_read() -> None:
     shape = read_model_shape(config)
     shared = [i for i, layer in enumerate(shape.layers) if layer.extras]
     assert shared == [4] and [layer.kind for layer in shape.layers[6:]] == ["none"] * 4
-    assert compressed_layers(shape.layers) == [4]
-    assert compressed_layers(shape.layers, "vllm") == []
+    assert compressed_layers(shape.layers) == [4] == compressed_layers(shape.layers, "vllm")
 
 
 # --- vLLM ----------------------------------------------------------------------------------------
@@ -99,6 +98,7 @@ def vllm_layers(config: Any) -> dict[str, Any]:
             impl=SimpleNamespace(alibi_slopes=None),
             kv_sharing_target_layer_name=None,
             sliding_window=None,
+            num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
             head_size=getattr(config, "head_dim", None) or 16,
             head_size_v=getattr(config, "head_dim", None) or 16,
@@ -130,13 +130,29 @@ def test_vllm_agrees_for_every_family(family: str) -> None:
     from tightkv.integrations.vllm.layer_numbers import layer_number
 
     config = FAMILIES[family]()
-    if config.model_type == "gpt_oss":
-        with pytest.raises(ValueError, match=r"can be compressed \(sink logits, sliding window\)"):
-            chosen_layers(vllm_layers(config), KVQuantConfig())
-        chosen = []
-    else:
-        chosen = [
-            layer_number(name) for name in chosen_layers(vllm_layers(config), KVQuantConfig())
-        ]
-    assert chosen == [i for i in COMPRESSED[family] if i not in VLLM_SKIPS.get(family, [])]
+    chosen = [layer_number(name) for name in chosen_layers(vllm_layers(config), KVQuantConfig())]
+    assert chosen == COMPRESSED[family]
     assert chosen == compressed_layers(read_model_shape(config).layers, "vllm")
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(("change", "compressed"), [({}, [0]), ({"sliding_window": 16}, [])])
+def test_a_cache_that_others_read_is_compressed_if_they_can_read_pages(
+    change: dict[str, Any], compressed: list[int]
+) -> None:
+    from tightkv.integrations.vllm.install import compressed_layers as chosen_layers
+    from tightkv.integrations.vllm.layer_numbers import layer_number
+    from tightkv.integrations.vllm.layer_shapes import readers
+
+    first, second, third, *_ = vllm_layers(FAMILIES["llama"]()).items()
+    layers = dict((first, second, third))
+    for name, layer in (second, third):
+        layer.kv_sharing_target_layer_name = first[0]
+        vars(layer).update(change if name == third[0] else {})
+    if not compressed:
+        with pytest.raises(ValueError, match="cannot read compressed pages"):
+            chosen_layers(layers, KVQuantConfig())
+        return
+    chosen = chosen_layers(layers, KVQuantConfig())
+    assert [layer_number(name) for name in chosen] == compressed
+    assert readers(layers, chosen) == dict.fromkeys((second[0], third[0]), first[0])

@@ -18,6 +18,7 @@ import json
 import multiprocessing
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,8 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
         llm = LLM(**engine)
     except ValueError as error:
         return {"error": str(error)}
+    if engine.get("pipeline_parallel_size", 1) > 1:
+        llm.llm_engine.engine_core.engine_core.model_executor.collective_rpc(prepare_stage)
     sampling = {"temperature": 0, "max_tokens": 16, "logprobs": 2, "detokenize": False}
     params = SamplingParams(**{**sampling, **job.get("sampling", {})})
     outputs = []
@@ -84,6 +87,7 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
         "layers": {
             name: type(getattr(layer, "impl", layer)).__name__ for name, layer in context.items()
         },
+        **kinds_of_layers(context),
         "bits": {
             name: layer.impl.layout.cfg.name
             for name, layer in context.items()
@@ -101,6 +105,36 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
         "tightkv": tightkv_metrics(),
         "free_blocks": core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
     }
+
+
+def prepare_stage(worker: Any) -> None:
+    """What vLLM's CPU runner does only when it compiles: a buffer for the stage before."""
+    from vllm.distributed import get_pp_group
+
+    runner = worker.model_runner
+    if not get_pp_group().is_first_rank:
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.dtype, device=runner.device
+        )
+
+
+def kinds_of_layers(context: dict[str, Any]) -> dict[str, Any]:
+    """How many layers are compressed, and of those with vLLM's own cache how many for what."""
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    from tightkv.integrations.vllm.attention import TightAttention
+    from tightkv.integrations.vllm.layer_shapes import layer_shape
+    from tightkv.model_shape import skip_reason
+
+    layers = [layer for layer in context.values() if isinstance(layer, AttentionLayerBase)]
+    ours = [x.impl for x in layers if isinstance(getattr(x, "impl", None), TightAttention)]
+    shared = sum(impl.reads is not None for impl in ours)
+    kept = Counter(
+        skip_reason(layer_shape(layer), "vllm")
+        for layer in layers
+        if getattr(layer, "impl", None) not in ours
+    )
+    return {"compressed": {"own": len(ours) - shared, "shared": shared}, "kept": dict(kept)}
 
 
 def run_soak(arguments: dict[str, Any]) -> dict[str, Any]:

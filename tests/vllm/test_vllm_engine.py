@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import transformers as hf
 
+import vllm_families
 from models import MAMBA, SHAPE
 from tightkv import KVQuantConfig
 from tightkv.layout import PageLayout
@@ -34,6 +35,7 @@ pytestmark = [
     pytest.mark.timeout(1200),
 ]
 
+DOCS = Path(__file__).parents[2] / "docs" / "vllm.md"
 HEADS, HEAD_DIM, LAYERS = 2, 32, 2
 BUDGET = 4 << 20
 # A short exact window, so that most tokens are read from the blocks.
@@ -41,6 +43,9 @@ SHORT = {"page_size": 32, "exact_pages": 1}
 RAW = {"key_bits": 16, "value_bits": 16, **SHORT}
 K8V8 = {"preset": "k8v8", **SHORT}
 K4V4 = {"preset": "k4v4", **SHORT}
+STAGED = 4  # prompts of engines with two stages
+PROTECTED = {**K4V4, "protected_first": 1}
+NEW_ATTENTION = ("gpt_oss", "gemma3n")  # sink logits; layers that read another one's cache
 
 
 def prompts() -> dict[str, list[list[int]]]:
@@ -75,7 +80,7 @@ def job(
 
 
 def jobs() -> dict[str, dict[str, Any]]:
-    few, mixed, shared = PROMPTS["few"], PROMPTS["mixed"], PROMPTS["shared"]
+    few, mixed, shared = PROMPTS["few"], PROMPTS["mixed"][:20], PROMPTS["shared"]
     every = {"logprobs": VOCABULARY, "prompt_logprobs": VOCABULARY}
     some, longest = mixed[:16], PROMPTS["longest"]
     repeating = {"sampling": {"max_tokens": 40}}
@@ -86,7 +91,7 @@ def jobs() -> dict[str, dict[str, Any]]:
         "raw": job(RAW, few),
         "default": job({"preset": "k4v4"}, few),
         "k2v2": job({"preset": "k2v2"}, few),
-        "protected": job({**K4V4, "protected_first": 1}, few),
+        "protected": job(PROTECTED, few),
         "layer bits": job({**K4V4, "layer_bits": "1=k8v2"}, few),
         "layer 9": job({**K4V4, "layer_bits": "9=k8v4"}),
         "noisy": job(K4V4, few, model="noisy"),
@@ -94,8 +99,8 @@ def jobs() -> dict[str, dict[str, Any]]:
         "noisy, given": job({**K4V4, "layer_bits": "1=k4v2"}, model="noisy"),
         "noisy, random": job(K4V4, model="noisy", load_format="dummy"),
         "noisy, two ranks": job(K4V4, few, model="noisy", tensor_parallel_size=2),
-        # Started alone: vLLM's stages cannot run eagerly on a CPU.
-        "noisy, two stages": job(K4V4, model="noisy", pipeline_parallel_size=2),
+        "noisy, two stages": job(K4V4, few[:STAGED], model="noisy", pipeline_parallel_size=2),
+        "protected, two stages": job(PROTECTED, few[:STAGED], pipeline_parallel_size=2),
         "noisy windows": job(K4V4, few, model="noisy windows"),
         "sliding layer": job({**K4V4, "layer_bits": "0=k8v4"}, model="windows"),
         "other blocks": job({**K4V4, "layer_bits": "1=k8v4"}, model="windows"),
@@ -125,10 +130,15 @@ def jobs() -> dict[str, dict[str, Any]]:
             **{"model": "windows", "max_model_len": 640, "enable_prefix_caching": True},
         ),
         "plain states": job(None, few, model="mamba"),
-        "raw states": job(RAW, few, model="mamba"),
         "k4v4 states": job({"preset": "k4v4"}, few, model="mamba"),
         "prefixes": job(K4V4, few, few, model="convolutions", enable_prefix_caching=True),
         "latent": job(K4V4, model="latent"),
+        **{
+            name: job(K4V4, model=name, kv_cache_memory_bytes=16 << 20)
+            for name in vllm_families.CONFIGS
+        },
+        **{f"plain {name}": job(None, few, model=name) for name in NEW_ATTENTION},
+        **{name: job(RAW, few, model=name) for name in NEW_ATTENTION},
         "match unit": job(K4V4, enable_prefix_caching=True, prefix_match_unit=16),
         "one rank": job(K4V4, few, model="three heads"),
         "three ranks": job(K4V4, few, model="three heads", tensor_parallel_size=3),
@@ -152,6 +162,7 @@ def write_models(folder: Path) -> dict[str, Path]:
         plant_key_bias(write_model(folder / name, config), layer=1, size=bias)
     wide = {"qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "n_routed_experts": 4}
     return {
+        **vllm_families.write_families(folder),
         **{name: folder / name for name in noisy},
         "tiny": write_tiny_folder(folder / "tiny", **size),
         "three heads": write_tiny_folder(folder / "three", **size, **three, vocab_size=384),
@@ -198,7 +209,7 @@ def test_capacity_is_what_the_layout_says(engines: dict[str, Any], name: str) ->
 
 
 def test_protected_layers_share_a_block_table_with_the_others(engines: dict[str, Any]) -> None:
-    cfg = KVQuantConfig.from_dict({**K4V4, "protected_first": 1})
+    cfg = KVQuantConfig.from_dict(PROTECTED)
     pages = [PageLayout(cfg.for_layer(i, 2), HEADS, HEAD_DIM).page_bytes for i in range(2)]
     assert pages[0] > pages[1]
     assert engines["protected"]["blocks"] == BUDGET // sum(pages)
@@ -240,6 +251,10 @@ def test_random_weights_are_not_checked(engines: dict[str, Any]) -> None:
     assert engines["log"]["text"].count(line) == 1
 
 
+def first(told: dict[str, Any], prompts: int) -> dict[str, Any]:
+    return {"outputs": [outputs(told)[:prompts]]}
+
+
 def test_ranks_and_stages_agree_on_a_noisy_layer(engines: dict[str, Any]) -> None:
     assert_same_text(engines["noisy"], engines["noisy, two ranks"])
     cfg = KVQuantConfig.from_dict(K4V4)
@@ -248,6 +263,14 @@ def test_ranks_and_stages_agree_on_a_noisy_layer(engines: dict[str, Any]) -> Non
     assert engines["noisy, two ranks"]["blocks"] == BUDGET // rank
     # The stage with layer 1 has room for fewer blocks.
     assert engines["noisy, two stages"]["blocks"] == BUDGET // page_sizes(raised)
+    assert_same_text(first(engines["noisy"], STAGED), engines["noisy, two stages"])
+
+
+def test_protected_layers_are_counted_over_all_stages(engines: dict[str, Any]) -> None:
+    """The first layer of the second stage is not the model's first."""
+    one, two = engines["protected"], engines["protected, two stages"]
+    assert one["tightkv"]["compression_ratio"] == two["tightkv"]["compression_ratio"]
+    assert_same_text(first(one, STAGED), two)
 
 
 def test_a_noisy_layer_among_layers_of_other_kinds_keeps_its_bits(engines: dict[str, Any]) -> None:
@@ -342,6 +365,24 @@ def test_prefixes_of_windows_end_before_the_exact_tokens(engines: dict[str, Any]
     assert [text["cached"] for text in outputs(batches(told)[2])] == [256]
 
 
+@pytest.mark.parametrize("name", NEW_ATTENTION)
+def test_sink_logits_and_shared_caches_give_the_text_of_vllms_own(
+    engines: dict[str, Any], name: str
+) -> None:
+    assert (
+        engines[name]["compressed"]
+        == {
+            "gpt_oss": {"own": 2, "shared": 0},
+            "gemma3n": {"own": 2, "shared": 1},
+        }[name]
+    )
+    assert_same_text(engines[f"plain {name}"], engines[name])
+
+
+def test_the_documented_table_is_what_engines_of_each_family_say(engines: dict[str, Any]) -> None:
+    assert vllm_families.table(engines) in DOCS.read_text()
+
+
 def tokens_that_fit(told: dict[str, Any]) -> int:
     tokens: int = told["blocks"] * dict(told["groups"])["FullAttentionSpec"]
     return tokens
@@ -352,7 +393,6 @@ def test_layers_with_a_state_stay_vllms_own(engines: dict[str, Any]) -> None:
     assert sorted(set(told["layers"].values())) == ["MambaMixer2", "TightAttention"]
     assert sum(kind == "TightAttention" for kind in told["layers"].values()) == 4
     assert tokens_that_fit(told) > 3 * tokens_that_fit(plain)
-    assert_same_text(plain, engines["raw states"])
     assert_same_text(plain, told, tie=0.05, share=0.6)
 
 

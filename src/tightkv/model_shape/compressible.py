@@ -12,7 +12,7 @@ from tightkv.config import KVQuantConfig
 from tightkv.layout import page_layout
 from tightkv.model_shape.shape import ALIBI, IMAGES, SHARED, SINKS, LayerShape
 
-SUPPORTED_EXTRAS = {"transformers": (ALIBI, IMAGES, SHARED, SINKS), "vllm": ()}
+SUPPORTED_EXTRAS = {"transformers": (ALIBI, IMAGES, SHARED, SINKS), "vllm": (SHARED, SINKS)}
 """`LayerShape.extras` that the attention of each integration can do."""
 KIND_REASONS = {
     "sliding": "sliding window",

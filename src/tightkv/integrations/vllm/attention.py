@@ -31,8 +31,12 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
         kernels: ModuleType,
         limits: Limits,
         device: torch.device,
+        reads: TightAttention | None = None,
     ) -> None:
-        """`layer` is a vLLM Attention with its own implementation, whose numbers are taken."""
+        """`layer` is a vLLM Attention with its own implementation, whose numbers are taken.
+
+        `reads`: of the layer whose cache this one reads, having none of its own.
+        """
         old = layer.impl
         self.num_heads, self.num_kv_heads = layer.num_heads, layer.num_kv_heads
         self.head_size, self.kv_cache_dtype = layer.head_size, layer.kv_cache_dtype
@@ -41,7 +45,15 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
         self.attn_type, self.sliding_window = AttentionType.DECODER, None
         self.alibi_slopes, self.kv_sharing_target_layer_name = None, None
         self.layout, self.kernels, self.limits, self.device = layout, kernels, limits, device
-        self.step = LayerStep(kernels, Codec(layout), self.scale, self.softcap)
+        sinks: Tensor | None = getattr(old, "sinks", None)
+        self.sink_logits = None if sinks is None else sinks.detach().float()
+        codec = Codec(layout)
+        self.step = LayerStep(kernels, codec, self.scale, self.softcap, self.sink_logits)
+        self.reads, self.has_readers = reads, False
+        self.new_tokens: tuple[Tensor, Tensor] | None = None
+        """Keys and values of the last step with a prompt, for layers that read this cache."""
+        if reads is not None:
+            reads.has_readers = True
         self.rings: Rings | None = None
         self.feedback: Tensor | None = None
         """`Codec.feedback_factors` of the layer's queries, for CUDA graphs at a fixed address."""
@@ -62,10 +74,10 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
 
     def use_centers(self, centers: Centers) -> None:
         """Hold keys and values relative to these; of a layer whose cache is empty."""
-        if self.softcap is not None:
+        if self.softcap is not None or self.sink_logits is not None:
             raise ValueError(
-                "tightkv: the calibration has key centers, and this layer a soft cap of scores, "
-                "which they would change; leave the calibration out"
+                "tightkv: the calibration has key centers, and this layer a soft cap of scores or "
+                "sink logits, which they would change; leave the calibration out"
             )
         self.centers = centers.on(self.layout.dtype, self.device)
 
@@ -76,6 +88,8 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
 
         Made in vLLM's first run of the model, the one that measures memory.
         """
+        if self.reads is not None:
+            return self.reads.exact_tensors()
         if self.rings is None:
             shape, dtype = (self.num_kv_heads, self.head_size), self.layout.dtype
             rings = (self.limits.rows + 1, self.layout.ring_tokens)
@@ -98,7 +112,10 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """query [N, Hq, D], key and value [N, Hkv, D] -> output [N, Hq, D], in place."""
+        """query [N, Hq, D], key and value [N, Hkv, D] -> output [N, Hq, D], in place.
+
+        Layers that read another one's cache are given no key and value.
+        """
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("tightkv: quantized attention outputs are not supported")
         rings = self.exact_tensors()
@@ -108,10 +125,22 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
             return output.fill_(0)
         pages = as_pages(kv_cache, self.layout)
         parts, inherited = attn_metadata.parts, attn_metadata.inherited
+        if self.reads is not None:
+            new, centers = self.reads.new_tokens, self.reads.centers
+            self.step.attend(parts, pages, rings, query, new, output, centers)
+            return output
+        if self.has_readers and any(part.is_prefill for part in parts):
+            self.new_tokens = self._for_readers(key, value)
         self.step.run(
             parts, pages, rings, query, key, value, output, inherited, self.feedback, self.centers
         )
         return output
+
+    def _for_readers(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies: compiled models and CUDA graphs use the memory again before it is read."""
+        if self.centers is None:
+            return key.clone(), value.clone()
+        return key - self.centers[0], value - self.centers[1]
 
     def _warm_up(self, rings: Rings) -> None:
         """While vLLM starts; layers that are alike do it once."""

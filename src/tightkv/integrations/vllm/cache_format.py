@@ -41,7 +41,9 @@ def worker_format(worker: Any) -> CacheFormat | None:
     """Runs in each worker when its layers are installed; None where it compresses none."""
     layers = get_layers_from_vllm_config(worker.vllm_config, Attention)
     impls = {
-        name: layer.impl for name, layer in layers.items() if isinstance(layer.impl, TightAttention)
+        name: layer.impl
+        for name, layer in layers.items()
+        if isinstance(layer.impl, TightAttention) and layer.impl.reads is None
     }
     if not impls:
         return None

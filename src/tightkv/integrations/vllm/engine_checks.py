@@ -30,13 +30,20 @@ def check_engine_options(options: EngineOptions, vllm_config: Any) -> None:
             f"tightkv with --prefix-match-unit {cache.prefix_match_unit}: prefixes end at pages of "
             f"{cfg.page_size} tokens; leave it out or set a multiple of {cfg.page_size}"
         )
+    if vllm_config.model_config.is_encoder_decoder:
+        raise ValueError(
+            f"tightkv with {', '.join(vllm_config.model_config.architectures)}: encoder-decoder "
+            "models are not supported; leave tightkv out"
+        )
     if getattr(vllm_config.model_config, "rswa_window", None) is not None:
         raise ValueError("tightkv with reference sliding windows (rswa_window): not supported")
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name, 1) > 1:
-            raise ValueError(f"tightkv with {name}={getattr(parallel, name)}; supported: 1")
-    if parallel.pipeline_parallel_size > 1 and (cfg.protected_first or cfg.protected_last):
-        raise ValueError("tightkv: protected layers with pipeline parallelism; set both to 0")
+        if (ranks := getattr(parallel, name, 1)) > 1:
+            raise ValueError(
+                f"tightkv with {name}={ranks}: each rank would hold every {ranks}th token or run "
+                "of tokens, and a page, its mean and the exact window are of consecutive tokens; "
+                "leave it at 1, and use tensor parallelism"
+            )
     count = getattr(vllm_config.model_config.hf_text_config, "num_hidden_layers", None)
     beyond = max(cfg.bits_of_layers(), default=0)
     if count is not None and beyond >= count and vllm_config.speculative_config is None:

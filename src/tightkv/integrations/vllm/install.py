@@ -7,8 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from vllm.config import get_layers_from_vllm_config
-from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.distributed import (
+    get_pp_group,
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
 
@@ -33,7 +38,12 @@ from tightkv.integrations.vllm.engine_checks import (
 )
 from tightkv.integrations.vllm.feedback import set_feedback
 from tightkv.integrations.vllm.layer_numbers import layer_number, model_layers
-from tightkv.integrations.vllm.layer_shapes import layer_shape, shared_layer
+from tightkv.integrations.vllm.layer_shapes import (
+    UNREADABLE,
+    layer_shape,
+    readers,
+    unreadable_layers,
+)
 from tightkv.integrations.vllm.options import EngineOptions, engine_options, with_options
 from tightkv.integrations.vllm.protect_keys import check_keys, in_equal_blocks
 from tightkv.integrations.vllm.ring_table import SAVED_SINKS
@@ -96,7 +106,8 @@ def install(vllm_config: Any) -> None:
         options = replace(options, config=calibration.applied(options.config))
     chosen = compressed_layers(layers, options.config)
     checked = check_keys(options.config, vllm_config)
-    plan = make_plan(replace(options, config=checked.config), vllm_config, chosen)
+    place = place_in_model(options.config, len(chosen))
+    plan = make_plan(replace(options, config=checked.config), vllm_config, chosen, place)
     for layer in layers.values():
         setattr(layer, _LAYOUT, (None, 1))
     others = other_specs(plan.layouts, layers, vllm_config)
@@ -105,7 +116,7 @@ def install(vllm_config: Any) -> None:
             line, checked = without_bits(given.config), check_keys(given.config, vllm_config)
         if checked.raised:
             checked = in_equal_blocks(given.config, checked)
-        plan = make_plan(given, vllm_config, chosen)
+        plan = make_plan(given, vllm_config, chosen, place)
     plan = replace(plan, pages_per_block=pages_per_block(plan.layouts, others, vllm_config))
     most = vllm_config.scheduler_config.max_num_seqs
     limits = Limits(most, plan.rows, 1 + speculative_tokens(vllm_config))
@@ -120,6 +131,7 @@ def install(vllm_config: Any) -> None:
         if choice.slow is not None:
             slow.setdefault(choice.slow, []).append(name)
     impls = {name: layers[name].impl for name in plan.layouts}
+    install_readers(layers, impls, vllm_config)
     rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
     feedback = None
     if calibration is None:
@@ -144,6 +156,24 @@ def install(vllm_config: Any) -> None:
         blocked = cuda_graph_obstacle(impls)
         if blocked is not None and not vllm_config.model_config.enforce_eager:
             logger.warning(blocked)
+
+
+def install_readers(
+    layers: Mapping[str, Any], impls: Mapping[str, TightAttention], vllm_config: Any
+) -> None:
+    """Give layers that read the cache of a compressed one our attention, too."""
+    shared = readers(layers, impls)
+    if shared and vllm_config.cache_config.kv_sharing_fast_prefill:
+        raise ValueError(
+            "tightkv with --kv-sharing-fast-prefill: prompts of layers that share a compressed "
+            "cache are not cut short; leave the option out"
+        )
+    for name, target in shared.items():
+        layer, own = layers[name], impls[target]
+        layer.impl = TightAttention(
+            layer, own.layout, own.kernels, own.limits, own.device, reads=own
+        )
+        layer.attn_backend = TightBackend
 
 
 def cuda_graph_obstacle(impls: Mapping[str, TightAttention]) -> str | None:
@@ -171,9 +201,9 @@ def _some(names: Sequence[str], of: int) -> str:
 
 def compressed_layers(layers: Mapping[str, Any], cfg: KVQuantConfig) -> dict[str, Any]:
     """The layers that can be compressed; an error where none can, or not one with layer_bits."""
-    shared = {shared_layer(layer) for layer in layers.values()}
+    unreadable = unreadable_layers(layers)
     reasons = {
-        name: skip_reason(layer_shape(layer, name in shared), "vllm")
+        name: UNREADABLE if name in unreadable else skip_reason(layer_shape(layer), "vllm")
         for name, layer in layers.items()
     }
     chosen = {name: layers[name] for name, reason in reasons.items() if reason is None}
@@ -194,12 +224,28 @@ def compressed_layers(layers: Mapping[str, Any], cfg: KVQuantConfig) -> dict[str
     return chosen
 
 
-def make_plan(options: EngineOptions, vllm_config: Any, chosen: Mapping[str, Any]) -> EnginePlan:
-    """Layouts of the layers that are compressed."""
+def place_in_model(cfg: KVQuantConfig, count: int) -> tuple[int, int]:
+    """Compressed layers of the pipeline stages before this one, and of all stages.
+
+    `count` is of this stage. Stages ask each other where the answer matters.
+    """
+    group = get_pp_group()
+    if group.world_size == 1 or not (cfg.protected_first or cfg.protected_last):
+        return 0, count
+    counts = [0] * group.world_size
+    torch.distributed.all_gather_object(counts, count, group=group.cpu_group)
+    return sum(counts[: group.rank_in_group]), sum(counts)
+
+
+def make_plan(
+    options: EngineOptions, vllm_config: Any, chosen: Mapping[str, Any], place: tuple[int, int]
+) -> EnginePlan:
+    """Layouts of the layers that are compressed; `place` is that of the first of them."""
     dtype, numbers = vllm_config.model_config.dtype, model_layers(chosen)
+    first, count = place
     layouts = {
         name: page_layout(
-            options.config.for_layer(index, len(chosen), numbers[name]),
+            options.config.for_layer(first + index, count, numbers[name]),
             layer.num_kv_heads,
             layer.head_size,
             dtype,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
 
+import torch
 from torch import Tensor
 
 from tightkv.codec import Codec
@@ -26,6 +27,8 @@ class LayerStep:
     codec: Codec
     scale: float
     softcap: float | None
+    sink_logits: Tensor | None = None
+    """[Hq]: logits that take part in the softmax and have no value."""
 
     @property
     def kernel_name(self) -> str:
@@ -49,13 +52,70 @@ class LayerStep:
 
         Tokens are stored relative to `centers`. Kernels do it while decoding, where they can.
         """
-        fused = self.kernel_name == "cuda" and not any(part.is_prefill for part in parts)
-        append, attend = self.kernels.append, self.kernels.attend
-        if centers is not None and fused:
+        append = self.kernels.append
+        if centers is not None and self._fuses_centers(parts):
             append = partial(append, centers=centers)
-            attend = partial(attend, value_center=centers[1])
         elif centers is not None:
             key, value = key - centers[0], value - centers[1]
+        self._append(append, parts, pages, rings, key, value, inherited, feedback)
+        overlaps = len(parts) == 1
+        self.attend(parts, pages, rings, query, (key, value), output, centers, overlaps)
+
+    def attend(
+        self,
+        parts: Sequence[BatchPart],
+        pages: Tensor,
+        rings: Rings,
+        query: Tensor,
+        new_tokens: tuple[Tensor, Tensor] | None,
+        output: Tensor,
+        centers: tuple[Tensor, Tensor] | None = None,
+        overlaps_append: bool = False,
+    ) -> None:
+        """Attention alone; `new_tokens` are key and value [N, Hkv, D], needed by prompts.
+
+        They are relative to `centers`, as the tokens of the cache are.
+        """
+        attend, fused = self.kernels.attend, self._fuses_centers(parts)
+        if centers is not None and fused:
+            attend = partial(attend, value_center=centers[1])
+        for part in parts:
+            mine, key, value = part.tokens, None, None
+            if part.is_prefill and new_tokens is not None:
+                key, value = (x[mine] for x in new_tokens)
+            _, lse = attend(
+                self.codec,
+                query[mine],
+                _view(pages, rings, part, context=part.is_prefill, overlaps_append=overlaps_append),
+                part.query_start_loc,
+                AttendOptions(
+                    max_queries=part.max_query_len,
+                    scale=self.scale,
+                    softcap=self.softcap,
+                    new_key=key,
+                    new_value=value,
+                    out=output[mine],
+                ),
+            )
+            if self.sink_logits is not None:
+                output[mine].mul_(torch.sigmoid(lse - self.sink_logits)[..., None])
+        if centers is not None and not fused:
+            output.unflatten(1, (centers[1].shape[0], -1)).add_(centers[1][:, None])
+
+    def _fuses_centers(self, parts: Sequence[BatchPart]) -> bool:
+        return self.kernel_name == "cuda" and not any(part.is_prefill for part in parts)
+
+    def _append(
+        self,
+        append: Callable[..., None],
+        parts: Sequence[BatchPart],
+        pages: Tensor,
+        rings: Rings,
+        key: Tensor,
+        value: Tensor,
+        inherited: tuple[Tensor, Tensor] | None,
+        feedback: Tensor | None,
+    ) -> None:
         if inherited is not None:
             to, source = inherited  # a row may be both: all are read before any is written
             for sinks in rings[2:]:
@@ -72,24 +132,6 @@ class LayerStep:
                 max_new=part.max_query_len,
                 encode_partial_page=True,
             )
-        for part in parts:
-            mine = part.tokens
-            attend(
-                self.codec,
-                query[mine],
-                _view(pages, rings, part, context=part.is_prefill, overlaps_append=len(parts) == 1),
-                part.query_start_loc,
-                AttendOptions(
-                    max_queries=part.max_query_len,
-                    scale=self.scale,
-                    softcap=self.softcap,
-                    new_key=key[mine] if part.is_prefill else None,
-                    new_value=value[mine] if part.is_prefill else None,
-                    out=output[mine],
-                ),
-            )
-        if centers is not None and not fused:
-            output.unflatten(1, (centers[1].shape[0], -1)).add_(centers[1][:, None])
 
 
 def _view(
