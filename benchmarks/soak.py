@@ -276,8 +276,8 @@ def resident_mib() -> float:
 def ring_table(core: Any) -> Any:
     """The RingTable of an engine in this process."""
     layers = core.vllm_config.compilation_config.static_forward_context.values()
-    (steps,) = [layer.impl.row_steps for layer in layers if layer.impl.row_steps is not None]
-    return steps[1].function.__self__
+    (table,) = [layer.impl.ring_table for layer in layers if layer.impl.ring_table is not None]
+    return table
 
 
 def run_piece(job: dict[str, Any]) -> dict[str, Any]:

@@ -205,7 +205,7 @@ def run_forked(job: dict[str, Any], place: Path) -> dict[str, Any]:
     process = multiprocessing.get_context("fork").Process(target=write_result, args=(job, place))
     process.start()
     process.join()
-    assert process.exitcode == 0, job
+    assert process.exitcode == 0, job.get("engine", job)
     result: dict[str, Any] = json.loads(place.read_text())
     return result
 

@@ -446,3 +446,27 @@ def test_impossible_combinations_are_refused_at_start(
     engines: dict[str, Any], name: str, message: str
 ) -> None:
     assert message in engines[name]["error"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "encoder", "message"),
+    [
+        (2, False, "decode_context_parallel_size=2: each of 2 ranks would hold"),
+        (1, True, "tightkv with WhisperForConditionalGeneration: encoder-decoder models"),
+    ],
+)
+def test_what_no_cpu_engine_can_be_built_for_is_refused_too(
+    ranks: int, encoder: bool, message: str
+) -> None:
+    from tightkv.integrations.vllm.engine_checks import check_engine_options
+    from tightkv.integrations.vllm.options import EngineOptions
+
+    cache = {"cache_dtype": "auto", "user_specified_block_size": False, "prefix_match_unit": None}
+    name = "WhisperForConditionalGeneration"
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(**cache),
+        model_config=SimpleNamespace(is_encoder_decoder=encoder, architectures=[name]),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=ranks),
+    )
+    with pytest.raises(ValueError, match=message):
+        check_engine_options(EngineOptions(KVQuantConfig()), config)

@@ -17,7 +17,6 @@ from tightkv import KVQuantConfig
 from tightkv.calibration import Calibration, Costs, Measured, save_calibration
 from tightkv.calibration.file import COST_BITS
 from tightkv.config.quant import FORMAT_VERSION
-from tightkv.integrations.vllm.prefix_hits import reusable_tokens
 from tightkv.layout import PageLayout
 from tightkv.math.centers import Centers
 from tightkv.math.feedback import QueryMetric
@@ -47,6 +46,7 @@ FIRST, SAID, ASKED = 200, 238, 248
 SYSTEM = tokens(100, 230)
 REUSED = 160  # of their prompts: whole pages, but the two before that of the last token
 LOOP = [SYSTEM + tokens(200 + seed, 60) for seed in range(BRANCHES)]
+EVICTING = [tokens(600 + seed, 400) for seed in range(10)]
 OTHERS = [tokens(300 + seed, 40) for seed in range(16)]
 
 
@@ -65,19 +65,22 @@ def job(
     }
 
 
-def store_job(options: dict[str, Any], folder: Path, **job_options: Any) -> dict[str, Any]:
-    few = [tokens(400 + seed, count) for seed, count in enumerate((33, 64, 130, 200, 300))]
-    connector = {
+def connector(folder: Path) -> dict[str, Any]:
+    return {
         "kv_connector": "FileConnector",
         "kv_connector_module_path": "file_connector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"folder": str(folder)},
     }
+
+
+def store_job(options: dict[str, Any], folder: Path, **job_options: Any) -> dict[str, Any]:
+    few = [tokens(400 + seed, count) for seed, count in enumerate((33, 64, 130, 200, 300))]
     return {
         "engine": {
             "model": "tiny",
             "kv_cache_memory_bytes": 512 << 10,  # too little for both batches
-            "kv_transfer_config": connector,
+            "kv_transfer_config": connector(folder),
             "additional_config": {"tightkv": options},
         },
         "batches": [few, [tokens(500 + seed, 400) for seed in range(4)], few],
@@ -108,6 +111,20 @@ def jobs(folder: Path) -> dict[str, dict[str, Any]]:
             {**K8V8, "calibration": str(folder / CENTERS)},
             *((CHATS, FIRST, SAID), chat),
         ),
+        **{
+            name: job(
+                options,
+                ([SYSTEM], 229, 230),
+                (EVICTING, 399, 400),
+                loop,
+                kv_cache_memory_bytes=512 << 10,
+                kv_transfer_config=connector(store),
+            )
+            for name, options in (
+                ("store loop", K4V4),
+                ("store loop, no rings", {**K4V4, "exact_rows": 0}),
+            )
+        },
         "store": store_job(K8V8, store),
         "store again": store_job(K8V8, store),
         "store of another seed": store_job({**K8V8, "seed": 1}, store),
@@ -149,16 +166,20 @@ def cached(result: dict[str, Any]) -> list[int]:
 
 @pytest.mark.parametrize("newest", range(0, 5 * PAGE, 7))
 def test_a_cached_prefix_ends_before_the_exact_window(newest: int) -> None:
-    taken = reusable_tokens(newest, PAGE, WINDOW)
+    from tightkv.integrations.vllm.cache_format import CacheFormat
+
+    found = CacheFormat("abc", "k4v4", PAGE, WINDOW, 8, 1000.0, 3700, ("cpu",))
+    taken = found.reusable_tokens(newest)
     assert taken % PAGE == 0 and taken <= newest
     assert taken == max(0, newest // PAGE * PAGE - (WINDOW - 1) * PAGE)
 
 
-@pytest.mark.parametrize("kind", ["chat", "loop"])
+@pytest.mark.parametrize("kind", ["chat", "loop", "store loop"])
 def test_continuations_of_cached_prefixes_are_as_exact_as_fresh_ones(
     engines: dict[str, Any], kind: str
 ) -> None:
-    plain, fresh = last(engines[f"plain {kind}"]), last(engines[f"fresh {kind}"])
+    text = kind.removeprefix("store ")
+    plain, fresh = last(engines[f"plain {text}"]), last(engines[f"fresh {text}"])
     assert set(cached(engines[kind])) == {REUSED}
     hit, alone = (mean_kl(plain, x, "best") for x in (last(engines[kind]), fresh))
     assert 0 < hit < 1.1 * alone, (hit, alone)
@@ -193,10 +214,17 @@ def test_a_store_of_another_format_is_missed(engines: dict[str, Any], other: str
     assert_same_text(begun, again, tie=0.05, share=0.6)
 
 
-def test_engines_with_a_connector_say_that_they_have_no_rings(engines: dict[str, Any]) -> None:
-    line = "codes, for the KV connector FileConnector fills blocks without the plugin's knowledge"
-    assert engines["log"]["text"].count(line) == 4
-    assert engines["store"]["tightkv"]["exact_rings"] == 0
+def test_a_loaded_prefix_is_as_exact_as_a_cached_one(engines: dict[str, Any]) -> None:
+    """With rings, and with the sinks of a sequence that ended before its blocks were evicted."""
+    assert engines["store"]["tightkv"]["exact_rings"] == 8
+    assert engines["store loop"]["metrics"]["vllm:external_prefix_cache_hits"] >= REUSED
+    plain = last(engines["plain loop"])
+    loaded, cached_, none = (
+        mean_kl(plain, last(engines[name]), "best")
+        for name in ("store loop", "loop", "store loop, no rings")
+    )
+    assert loaded == pytest.approx(cached_, rel=0.01)
+    assert loaded < 0.9 * none
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tightkv import KVQuantConfig
-from tightkv.integrations.vllm.ring_table import BatchRings, RingTable, sink_rows
+from tightkv.integrations.vllm.ring_table import NAMED, BatchRings, RingTable, sink_rows
 
 PAGE = 32
 CFG = KVQuantConfig(page_size=PAGE, exact_pages=2, sinks=4)
@@ -25,12 +25,16 @@ class Sequence:
 class Scheduler:
     """Blocks with reference counts and a prefix cache, as an engine keeps them."""
 
-    def __init__(self, blocks: int, rows: int, drafts: int, seed: int) -> None:
+    def __init__(
+        self, blocks: int, rows: int, drafts: int, seed: int, has_store: bool = False
+    ) -> None:
         self.random = random.Random(seed)
+        self.has_store, self.loads = has_store, 0
         self.free = list(range(1, blocks))
         self.users = [0] * blocks
         self.known: dict[tuple[int, ...], int] = {}  # tokens up to a block's end -> block
         self.holds: dict[int, tuple[int, ...]] = {}
+        self.store: set[tuple[int, ...]] = set()  # what a KV connector could load
         self.running: list[Sequence] = []
         self.drafts, self.rows = drafts, rows
         self.table = RingTable(CFG, rows, blocks, drafts, "cpu")
@@ -40,9 +44,9 @@ class Scheduler:
         self.sink = [[None] * CFG.sinks for _ in range(sink_rows(rows))]
 
     # --- blocks ---
-    def admit(self, tokens: list[int]) -> Sequence:
+    def admit(self, tokens: list[int], hits: bool = True) -> Sequence:
         seq = Sequence(tokens)
-        while (end := (len(seq.blocks) + 1) * PAGE) < len(tokens):
+        while hits and (end := (len(seq.blocks) + 1) * PAGE) < len(tokens):
             block = self.known.get(tuple(tokens[:end]))
             if block is None:
                 break
@@ -53,6 +57,20 @@ class Scheduler:
         seq.computed = len(seq.blocks) * PAGE
         self.running.append(seq)
         return seq
+
+    def load(self, seq: Sequence, forget: bool = True) -> list[int]:
+        """Further blocks of a prefix come from a store, without a step of the model."""
+        loaded = []
+        while (end := (len(seq.blocks) + 1) * PAGE) < len(seq.tokens):
+            if tuple(seq.tokens[:end]) not in self.store or not self.reserve(seq, end):
+                break
+            loaded.append(seq.blocks[-1])
+        if loaded and forget:
+            first = loaded[0] == seq.blocks[0]
+            self.table.load(loaded, {loaded[0]: self.first_name(seq)} if first else {})
+        seq.computed = len(seq.blocks) * PAGE
+        self.remember(seq, seq.computed)
+        return loaded
 
     def release(self, seq: Sequence) -> None:
         for block in reversed(seq.blocks):
@@ -75,6 +93,7 @@ class Scheduler:
         """Full blocks become findable as soon as they are scheduled, before they are written."""
         for i in range(length // PAGE):
             key = tuple(seq.tokens[: (i + 1) * PAGE])
+            self.store.add(key)
             if key not in self.known:
                 self.known[key] = seq.blocks[i]
                 self.holds[seq.blocks[i]] = key
@@ -129,8 +148,14 @@ class Scheduler:
             for at in range(v["sink_counts"]):
                 assert self.sink[v["ring_rows"]][at] == self.name(seq, at)
             assert v["context_sink_counts"] <= min(v["sink_counts"], seq.computed)
+            if self.has_store and len(seq.tokens) >= PAGE:
+                self.table.name({seq.blocks[0]: self.first_name(seq)})
             seq.computed = end
         return rows
+
+    @staticmethod
+    def first_name(seq: Sequence) -> int:
+        return NAMED + hash(tuple(seq.tokens[:PAGE])) % NAMED
 
     @staticmethod
     def name(seq: Sequence, at: int) -> tuple[int, ...]:
@@ -147,7 +172,10 @@ class Scheduler:
         prompts = [[7] * 200, [7] * 64 + [9] * 70, [5] * 33]
         if len(self.running) < 6 and choose.random() < 0.4:
             base = choose.choice(prompts)[: choose.randint(1, 200)]
-            self.admit([*base, choose.randint(0, 3)])
+            hits = not self.has_store or choose.random() < 0.5
+            seq = self.admit([*base, choose.randint(0, 3)], hits)
+            if self.has_store:
+                self.loads += len(self.load(seq))
         work: list[tuple[Sequence, int]] = []
         for seq in list(self.running):
             if choose.random() < 0.15:
@@ -184,6 +212,56 @@ def test_no_step_reads_anothers_copies(rows: int, drafts: int) -> None:
         scheduler = Scheduler(blocks=24, rows=rows, drafts=drafts, seed=seed)
         for _ in range(120):
             scheduler.random_step()
+
+
+@pytest.mark.parametrize("rows", [3, 8])
+def test_blocks_that_a_store_fills_bring_no_copies_of_others(rows: int) -> None:
+    for seed in range(3):
+        scheduler = Scheduler(blocks=24, rows=rows, drafts=0, seed=seed, has_store=True)
+        for _ in range(120):
+            scheduler.random_step()
+        assert scheduler.loads > 5
+
+
+@pytest.mark.parametrize("forget", [True, False])
+def test_a_loaded_first_block_has_not_the_sinks_of_what_it_held(forget: bool) -> None:
+    scheduler = Scheduler(blocks=4, rows=4, drafts=0, seed=0, has_store=True)
+    scheduler.random.random = lambda: 0.0  # free blocks in turn
+    stored = [3] * 60
+    scheduler.store.add(tuple(stored[:PAGE]))
+    one = scheduler.admit([5] * 90)  # all blocks
+    scheduler.reserve(one, 90)
+    scheduler.run([(one, 90)])
+    first = one.blocks[0]
+    scheduler.release(one)
+    scheduler.running.remove(one)
+    scheduler.free.sort(key=lambda block: block != first)
+    two = scheduler.admit(stored)
+    assert scheduler.load(two, forget) == [first]
+    scheduler.reserve(two, 60)
+    work = [(two, 60 - PAGE)]
+    if forget:
+        assert scheduler.run(work).sink_counts.tolist() == [0]
+    else:
+        with pytest.raises(AssertionError):
+            scheduler.run(work)
+
+
+def test_sinks_are_found_again_when_their_first_block_is_loaded() -> None:
+    """Blocks and rings went to others meanwhile."""
+    scheduler = Scheduler(blocks=8, rows=2, drafts=0, seed=0, has_store=True)
+    prompts = [[number] * 200 for number in (3, 4, 5, 6)]
+    for tokens in prompts * 3:
+        seq = scheduler.admit(tokens, hits=False)
+        loaded = scheduler.load(seq)
+        scheduler.reserve(seq, 200)
+        scheduler.remember(seq, 200)
+        rows = scheduler.run([(seq, 200 - seq.computed)])
+        assert rows.sink_counts.tolist() == [4]
+        assert rows.context_sink_counts.tolist() == [4 if loaded else 0]
+        scheduler.release(seq)
+        scheduler.running.remove(seq)
+    assert len(loaded) == 6
 
 
 def test_a_decoding_sequence_keeps_its_window_and_sinks() -> None:

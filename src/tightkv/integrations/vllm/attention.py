@@ -15,7 +15,7 @@ from tightkv.integrations.vllm.compat import as_pages
 from tightkv.integrations.vllm.graph_replay import GraphReplay
 from tightkv.integrations.vllm.layer_step import LayerStep, Rings
 from tightkv.integrations.vllm.metadata import TightMetadata
-from tightkv.integrations.vllm.ring_table import BatchRings, sink_rows
+from tightkv.integrations.vllm.ring_table import BatchRings, RingTable, sink_rows
 from tightkv.integrations.vllm.warm_up import warm_up_once
 from tightkv.layout import PageLayout
 from tightkv.math.centers import Centers
@@ -58,8 +58,9 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
         self.feedback: Tensor | None = None
         """`Codec.feedback_factors` of the layer's queries, for CUDA graphs at a fixed address."""
         self.centers: tuple[Tensor, Tensor] | None = None
-        # Number of pages and steps of the RingTable, of all layers with the same metadata.
-        self.row_steps: tuple[int, GraphReplay[BatchRings]] | None = None
+        # Of all layers with the same metadata, as one of them has it.
+        self.ring_table: RingTable | None = None
+        self.ring_steps: GraphReplay[BatchRings] | None = None
 
     @property
     def capturable(self) -> bool:

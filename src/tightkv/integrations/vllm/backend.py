@@ -121,13 +121,19 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
     def _steps(self) -> GraphReplay[BatchRings]:
         """Steps of the group's RingTable, made when vLLM has said how many blocks there are."""
         impl, layer = self.impls[0], self.layers[0]
-        blocks = len(layer.kv_cache) * self.pages_per_block
-        if impl.row_steps is None or impl.row_steps[0] != blocks:
-            taken_back, rows = impl.limits.decoding - 1, impl.limits.rows
-            table = RingTable(impl.layout.cfg, rows, blocks, taken_back, self.device)
+        pages = len(layer.kv_cache) * self.pages_per_block
+        if impl.ring_steps is None or impl.ring_table is None or impl.ring_table.pages != pages:
+            impl.ring_table = RingTable(
+                impl.layout.cfg,
+                impl.limits.rows,
+                pages,
+                taken_back=impl.limits.decoding - 1,
+                device=self.device,
+                pages_per_block=self.pages_per_block,
+            )
             recorder = CudaGraphRecorder(self.device) if self.device.type == "cuda" else None
-            impl.row_steps = blocks, GraphReplay(table.step, recorder)
-        return impl.row_steps[1]
+            impl.ring_steps = GraphReplay(impl.ring_table.step, recorder)
+        return impl.ring_steps
 
 
 class TightBackend(AttentionBackend):  # type: ignore[misc]

@@ -36,6 +36,10 @@ class CacheFormat:
     def ratio(self) -> float:
         return self.plain_bytes_per_token / self.bytes_per_token
 
+    def reusable_tokens(self, newest: int) -> int:
+        """Tokens before the exact window of token `newest`."""
+        return max(0, newest // self.page_size - self.exact_pages + 1) * self.page_size
+
 
 def worker_format(worker: Any) -> CacheFormat | None:
     """Runs in each worker when its layers are installed; None where it compresses none."""

@@ -40,9 +40,9 @@ def check_engine_options(options: EngineOptions, vllm_config: Any) -> None:
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if (ranks := getattr(parallel, name, 1)) > 1:
             raise ValueError(
-                f"tightkv with {name}={ranks}: each rank would hold every {ranks}th token or run "
-                "of tokens, and a page, its mean and the exact window are of consecutive tokens; "
-                "leave it at 1, and use tensor parallelism"
+                f"tightkv with {name}={ranks}: each of {ranks} ranks would hold every so many "
+                "tokens of a sequence, and a page, its mean and the exact window are of consecutive "
+                "ones; leave it at 1, and use tensor parallelism"
             )
     count = getattr(vllm_config.model_config.hf_text_config, "num_hidden_layers", None)
     beyond = max(cfg.bits_of_layers(), default=0)
@@ -87,10 +87,6 @@ def _named(given: Mapping[str, Any]) -> Iterator[str]:
 
 def rings_obstacle(vllm_config: Any) -> str | None:
     """Why no sequence of an engine can have an exact ring; None where they can."""
-    if vllm_config.kv_transfer_config is not None:
-        # unseen by the tags of the rings
-        name = vllm_config.kv_transfer_config.kv_connector
-        return f"the KV connector {name} fills blocks without the plugin's knowledge"
     if vllm_config.cache_config.prefix_match_unit is not None:
         return "with --prefix-match-unit vLLM copies blocks without the plugin's knowledge"
     return None

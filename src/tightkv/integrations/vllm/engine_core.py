@@ -8,6 +8,7 @@ from tightkv.integrations.vllm.cache_format import CacheFormat, joined, worker_f
 from tightkv.integrations.vllm.monitor import watch_scheduler
 from tightkv.integrations.vllm.prefix_hits import keep_windows_exact
 from tightkv.integrations.vllm.store_keys import separate_block_hashes
+from tightkv.integrations.vllm.store_loads import follow_loads, watch_loads
 
 _FORMAT = "_tightkv_format"
 
@@ -18,6 +19,8 @@ def read_format(core: Any, vllm_config: Any) -> None:
     object.__setattr__(vllm_config, _FORMAT, found)
     has_store = vllm_config.kv_transfer_config is not None
     separate_block_hashes(found.fingerprint if found is not None and has_store else None)
+    if found is not None and found.rows and has_store:
+        core.model_executor.collective_rpc(watch_loads)
 
 
 def follow_scheduler(scheduler: Any, vllm_config: Any) -> None:
@@ -27,4 +30,6 @@ def follow_scheduler(scheduler: Any, vllm_config: Any) -> None:
         return
     if found.rows:
         keep_windows_exact(scheduler.kv_cache_manager.coordinator, found)
+        if scheduler.connector is not None:
+            follow_loads(scheduler, found)
     watch_scheduler(scheduler, vllm_config, found)

@@ -27,7 +27,7 @@ def keep_windows_exact(coordinator: Any, found: CacheFormat) -> None:
 
     def find_longest_cache_hit(block_hashes: Any, max_cache_hit_length: int) -> Any:
         nonlocal warned
-        most = reusable_tokens(max_cache_hit_length, found.page_size, found.exact_pages)
+        most = found.reusable_tokens(max_cache_hit_length)
         hit = find(block_hashes, most)
         if most == max_cache_hit_length or len(managers) == 1:
             return hit
@@ -49,6 +49,11 @@ def keep_windows_exact(coordinator: Any, found: CacheFormat) -> None:
     for manager in managers:
         _keep_beginnings_of_windows(manager, found)
     coordinator.find_longest_cache_hit = find_longest_cache_hit
+    if (find_each := getattr(coordinator, "find_longest_cache_hit_per_group", None)) is not None:
+        # for KV connectors
+        coordinator.find_longest_cache_hit_per_group = lambda block_hashes, most: find_each(
+            block_hashes, found.reusable_tokens(most)
+        )
 
 
 def _keep_beginnings_of_windows(manager: Any, found: CacheFormat) -> None:
@@ -58,12 +63,7 @@ def _keep_beginnings_of_windows(manager: Any, found: CacheFormat) -> None:
         return
 
     def cache_blocks(*args: Any, replay_boundaries: Sequence[int], **kwargs: Any) -> Any:
-        ours = (reusable_tokens(x, found.page_size, found.exact_pages) for x in replay_boundaries)
+        ours = (found.reusable_tokens(x) for x in replay_boundaries)
         return keep(*args, replay_boundaries=(*replay_boundaries, *ours), **kwargs)
 
     manager.cache_blocks = cache_blocks
-
-
-def reusable_tokens(newest: int, page_size: int, exact_pages: int) -> int:
-    """Tokens before the exact window of token `newest`."""
-    return max(0, newest // page_size - exact_pages + 1) * page_size

@@ -14,6 +14,7 @@ hold one (`replay`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from tightkv.layout import RING_SLACK, ring_tokens
 
 _STEP = 1 << 20  # more than any batch: step and sequence in one number
 _NEVER = 1 << 62
+NAMED = 1 << 62  # and above: a content that has a name, other than step and sequence
 SAVED_SINKS = 4  # places for sinks alone, per row of the pool
 
 
@@ -57,12 +59,17 @@ class RingTable:
         num_blocks: int,
         taken_back: int,
         device: torch.device | str,
+        pages_per_block: int = 1,
     ) -> None:
-        """`taken_back`: how many of its newest tokens a sequence may lose between two steps."""
+        """`taken_back`: how many of its newest tokens a sequence may lose between two steps.
+
+        `num_blocks` and the blocks of `step` are single pages, those of `forget` have more.
+        """
         if taken_back > RING_SLACK:
             raise ValueError(f"{taken_back} speculative tokens; supported: up to {RING_SLACK}")
         self.page_size, self.exact_pages, self.sinks = cfg.page_size, cfg.exact_pages, cfg.sinks
         self.ring, self.rows, self.taken_back = ring_tokens(cfg), rows, taken_back
+        self.pages, self.pages_per_block = num_blocks, pages_per_block
         self.steps = torch.zeros((), dtype=torch.long, device=device)
 
         def tensor(size: int, value: int) -> Tensor:
@@ -166,6 +173,38 @@ class RingTable:
         )
         return BatchRings(*out[:, :batch].copy_(torch.stack(answer)).unbind())
 
+    def name(self, firsts: Mapping[int, int]) -> None:
+        """Call the content of sequences' first blocks by name: block -> number of NAMED or more.
+
+        Sinks of a named content are found again (`load`) when its block was given to another.
+        """
+        pages, names = self._first_pages(firsts)
+        source = self.sink_row[pages]
+        same = self.sink_content[source] == self.content[pages]
+        self.sink_content[source] = torch.where(same, names, self.sink_content[source])
+        self.content[pages] = names
+
+    def load(self, blocks: Sequence[int], firsts: Mapping[int, int]) -> None:
+        """Blocks were filled from elsewhere: no ring belongs to them, and sinks by name alone.
+
+        `firsts`: names of those that are sequences' first.
+        """
+        begin = torch.tensor(blocks, device=self.steps.device) * self.pages_per_block
+        inside = torch.arange(self.pages_per_block, device=self.steps.device)
+        filled = (begin[:, None] + inside).flatten()
+        self.row_of_block[filled] = self.rows
+        self.sink_row[filled] = self.rows
+        self.content[filled] = -1
+        if firsts:
+            pages, names = self._first_pages(firsts)
+            known = self.sink_content == names[:, None]
+            self.sink_row[pages] = torch.where(known.any(1), known.int().argmax(1), self.rows)
+            self.content[pages] = names
+
+    def _first_pages(self, firsts: Mapping[int, int]) -> tuple[Tensor, Tensor]:
+        both = torch.tensor([list(firsts), list(firsts.values())], device=self.steps.device)
+        return both[0] * self.pages_per_block, both[1]
+
     def _live(self, starts: Tensor, counts: Tensor, slots: Tensor) -> Tensor:
         """bool [B]: sequences whose tokens are really written."""
         if not len(slots):
@@ -217,18 +256,22 @@ class RingTable:
     def _save_sinks(self, rows: Tensor, keeps: Tensor) -> Tensor:
         """Where the sinks go that these rows had for sequences that are gone; the oldest goes.
 
-        Sinks that another row has too, or whose first block was written again, go nowhere.
+        Sinks that another row has too, or whose first block was written again, go nowhere; but
+        those of a named content go where there are none of it.
         """
         nowhere = self.rows
         if not self.rows or not self.sinks:
             return rows.new_full(rows.shape, nowhere)
-        block = self.first_block[rows]
-        leaves = ~keeps & (self.sink_count[rows] > 0) & (self.sink_row[block] == rows)
-        leaves &= self.sink_content[rows] == self.content[block]
+        block, content = self.first_block[rows], self.sink_content[rows]
+        there = content == self.content[block]
+        named = content >= NAMED
+        saved = (self.sink_content[nowhere + 1 :] == content[:, None]).any(1)
+        leaves = torch.where(named, ~saved, there & (self.sink_row[block] == rows))
+        leaves &= ~keeps & (self.sink_count[rows] > 0)
         place = (self.saved + leaves.cumsum(0) - 1) % (SAVED_SINKS * self.rows) + self.rows + 1
         place = place.masked_fill(~leaves, nowhere)
-        self.sink_row[block.masked_fill(~leaves, 0)] = place
-        self.sink_content[place] = self.sink_content[rows].masked_fill(~leaves, -2)
+        self.sink_row[block.masked_fill(~(leaves & there), 0)] = place
+        self.sink_content[place] = content.masked_fill(~leaves, -2)
         self.sink_count[place] = self.sink_count[rows]
         self.saved += leaves.sum()
         return place
