@@ -451,7 +451,7 @@ def test_impossible_combinations_are_refused_at_start(
 @pytest.mark.parametrize(
     ("ranks", "encoder", "message"),
     [
-        (2, False, "decode_context_parallel_size=2: each of 2 ranks would hold"),
+        (2, False, "decode_context_parallel_size=2: each rank would hold"),
         (1, True, "tightkv with WhisperForConditionalGeneration: encoder-decoder models"),
     ],
 )

@@ -40,9 +40,9 @@ def check_engine_options(options: EngineOptions, vllm_config: Any) -> None:
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if (ranks := getattr(parallel, name, 1)) > 1:
             raise ValueError(
-                f"tightkv with {name}={ranks}: each of {ranks} ranks would hold every so many "
-                "tokens of a sequence, and a page, its mean and the exact window are of consecutive "
-                "ones; leave it at 1, and use tensor parallelism"
+                f"tightkv with {name}={ranks}: each rank would hold scattered tokens of a "
+                "sequence, and a page, its mean and the exact window are of consecutive ones; "
+                "leave it at 1, and use tensor parallelism"
             )
     count = getattr(vllm_config.model_config.hf_text_config, "num_hidden_layers", None)
     beyond = max(cfg.bits_of_layers(), default=0)
