@@ -74,6 +74,18 @@ def connector(folder: Path) -> dict[str, Any]:
     }
 
 
+# vLLM's own connector, with memory for all prefixes.
+OFFLOADING = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {
+        "cpu_bytes_to_use": 16 << 20,
+        "spec_name": "HostSpec",
+        "spec_module_path": "host_offload",
+    },
+}
+
+
 def store_job(options: dict[str, Any], folder: Path, **job_options: Any) -> dict[str, Any]:
     few = [tokens(400 + seed, count) for seed, count in enumerate((33, 64, 130, 200, 300))]
     return {
@@ -118,11 +130,11 @@ def jobs(folder: Path) -> dict[str, dict[str, Any]]:
                 (EVICTING, 399, 400),
                 loop,
                 kv_cache_memory_bytes=512 << 10,
-                kv_transfer_config=connector(store),
+                kv_transfer_config=OFFLOADING,
             )
             for name, options in (
-                ("store loop", K4V4),
-                ("store loop, no rings", {**K4V4, "exact_rows": 0}),
+                ("offload loop", K4V4),
+                ("offload loop, no rings", {**K4V4, "exact_rows": 0}),
             )
         },
         "store": store_job(K8V8, store),
@@ -174,11 +186,11 @@ def test_a_cached_prefix_ends_before_the_exact_window(newest: int) -> None:
     assert taken == max(0, newest // PAGE * PAGE - (WINDOW - 1) * PAGE)
 
 
-@pytest.mark.parametrize("kind", ["chat", "loop", "store loop"])
+@pytest.mark.parametrize("kind", ["chat", "loop", "offload loop"])
 def test_continuations_of_cached_prefixes_are_as_exact_as_fresh_ones(
     engines: dict[str, Any], kind: str
 ) -> None:
-    text = kind.removeprefix("store ")
+    text = kind.removeprefix("offload ")
     plain, fresh = last(engines[f"plain {text}"]), last(engines[f"fresh {text}"])
     assert set(cached(engines[kind])) == {REUSED}
     hit, alone = (mean_kl(plain, x, "best") for x in (last(engines[kind]), fresh))
@@ -217,11 +229,11 @@ def test_a_store_of_another_format_is_missed(engines: dict[str, Any], other: str
 def test_a_loaded_prefix_is_as_exact_as_a_cached_one(engines: dict[str, Any]) -> None:
     """With rings, and with the sinks of a sequence that ended before its blocks were evicted."""
     assert engines["store"]["tightkv"]["exact_rings"] == 8
-    assert engines["store loop"]["metrics"]["vllm:external_prefix_cache_hits"] >= REUSED
+    assert engines["offload loop"]["metrics"]["vllm:external_prefix_cache_hits"] >= REUSED
     plain = last(engines["plain loop"])
     loaded, cached_, none = (
         mean_kl(plain, last(engines[name]), "best")
-        for name in ("store loop", "loop", "store loop, no rings")
+        for name in ("offload loop", "loop", "offload loop, no rings")
     )
     assert loaded == pytest.approx(cached_, rel=0.01)
     assert loaded < 0.9 * none
