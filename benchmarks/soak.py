@@ -269,8 +269,10 @@ class Soak:
 
 
 def resident_mib() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+    """Without pages of files, which come and go as other processes need memory."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (kib,) = [int(line.split()[1]) for line in lines if line.startswith("RssAnon")]
+    return kib / 1024
 
 
 def ring_table(core: Any) -> Any:
