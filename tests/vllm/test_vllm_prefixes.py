@@ -128,8 +128,9 @@ def jobs(folder: Path) -> dict[str, dict[str, Any]]:
             ([SYSTEM], 229, 230),
             (EVICTING, 399, 400),
             loop,
-            kv_cache_memory_bytes=512 << 10,
+            kv_cache_memory_bytes=256 << 10,  # of each rank
             kv_transfer_config=OFFLOADING,
+            tensor_parallel_size=2,
         ),
         "store": store_job(K8V8, store),
         "store again": store_job(K8V8, store),
@@ -159,7 +160,9 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     folder = tmp_path_factory.mktemp("vllm_prefixes")
     model = write_tiny_folder(folder / "tiny", max_position_embeddings=1024)
     write_centers(model, folder / CENTERS)
-    return run_engines(jobs(folder), {"tiny": model}, folder)
+    listed = jobs(folder)
+    listed["offload loop"]["fork_ranks"] = True
+    return run_engines(listed, {"tiny": model}, folder)
 
 
 def last(result: dict[str, Any]) -> dict[str, Any]:
@@ -221,7 +224,10 @@ def test_a_store_of_another_format_is_missed(engines: dict[str, Any], other: str
 
 
 def test_a_loaded_prefix_is_as_exact_as_a_cached_one(engines: dict[str, Any]) -> None:
-    """With rings, and with the sinks of a sequence that ended before its blocks were evicted."""
+    """With rings, and with the sinks of a sequence that ended before its blocks were evicted.
+
+    The workers are other processes than the scheduler, which tells them what is loaded.
+    """
     assert engines["store"]["tightkv"]["exact_rings"] == 8
     assert engines["offload loop"]["metrics"]["vllm:external_prefix_cache_hits"] >= REUSED
     plain = last(engines["plain loop"])

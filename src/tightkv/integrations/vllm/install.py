@@ -118,6 +118,8 @@ def install(vllm_config: Any) -> None:
             checked = in_equal_blocks(given.config, checked)
         plan = make_plan(given, vllm_config, chosen, place)
     plan = replace(plan, pages_per_block=pages_per_block(plan.layouts, others, vllm_config))
+    if not others:  # vLLM tells its own process alone, and KV connectors of other workers ask
+        vllm_config.cache_config.block_size = plan.pages_per_block * plan.options.config.page_size
     most = vllm_config.scheduler_config.max_num_seqs
     limits = Limits(most, plan.rows, 1 + speculative_tokens(vllm_config))
     slow: dict[str, list[str]] = {}
