@@ -252,6 +252,29 @@ def test_gpu_refusals():
         pair.static(query, key, value, torch.tensor([0], device="cuda"))
 
 
+@pytest.mark.gpu
+def test_a_compiled_decode_step_on_a_gpu():
+    """As one graph, replayed as a CUDA graph."""
+    from tightkv.integrations.transformers.export import ExportableModel
+
+    model = tiny("llama", torch.bfloat16, num_hidden_layers=2, head_dim=64).cuda()
+    model.requires_grad_(False)
+    static, other = (ExportableModel(model, "k4v4", max_tokens=320) for _ in range(2))
+    step = torch.compile(other, fullgraph=True, mode="reduce-overhead")
+    ids, at = prompt(1, 200).cuda(), torch.arange(200, device="cuda")
+    counters = torch._dynamo.utils.counters["inductor"]
+    counters.clear()
+    with torch.no_grad():
+        for module in (static, other):
+            module(ids[:, :100], at[:100])
+        for k in range(100, 200):
+            expected = static(ids[:, k : k + 1], at[k : k + 1])
+            got = step(ids[:, k : k + 1], at[k : k + 1].clone())
+            torch.testing.assert_close(got, expected, atol=0.1, rtol=0.1)
+    assert not counters["cudagraph_skips"]
+    assert torch.equal(other.caches[0].state, static.caches[0].state)
+
+
 ELSEWHERE = """
 import ctypes, sys, torch
 library, kernels, model, inputs = sys.argv[1:]

@@ -203,3 +203,16 @@ def test_a_process_that_never_imports_tightkv(tmp_path, kind):
         torch._inductor.aoti_compile_and_package(program, package_path=str(path))
     expected, _ = greedy(with_tight_cache(model, "k4v4"), ids, COUNT)
     assert torch.equal(run_elsewhere(tmp_path, path, ids, kind), expected)
+
+
+def test_a_decode_step_compiles_as_one_graph():
+    model, ids = tiny("llama", num_hidden_layers=1), prompt(1, 60)
+    static, other = (ExportableModel(model, "k4v4", max_tokens=128) for _ in range(2))
+    step = torch.compile(other, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert torch.equal(static(ids, torch.arange(60)), other(ids, torch.arange(60)))
+        for at in range(60, 80):  # a page is sealed on the way
+            token, position = ids[:, at - 60 : at - 59], torch.tensor([at])
+            assert torch.equal(step(token, position), static(token, position))
+    assert torch.equal(other.caches[0].pages, static.caches[0].pages)
+    assert static.caches[0].pages.any()
