@@ -4,8 +4,8 @@
 
 The same model (SmolLM2-135M, float32, XNNPACK) is exported once for each cache: `k4v4`, and
 ExecuTorch's `sdpa_with_kv_cache` over float32 and bfloat16, and its int8 cache with the attention
-for it. Steps are taken in turn, and the processor's time is measured. `--kernel` measures one layer of another shape, operators alone.
-See docs/export.md.
+for it. Steps are taken in turn, and the processor's time is measured. `--kernel` measures one layer
+of another shape, operators alone. See docs/export.md.
 """
 
 from __future__ import annotations

@@ -76,8 +76,27 @@ def test_export_refuses_what_it_cannot_do(tmp_path, capsys):
     line = error_of(capsys, "export", tmp_path / "nothing", "--output", out)
     assert "does not exist" in line
     line = error_of(capsys, "export", model, "--output", out, "--backend", "portable")
-    assert "--backend portable is for --format pte" in line
+    assert "--backend portable with --format pt2; supported: cpu, cuda" in line
+    line = error_of(
+        capsys, "export", model, "--output", out, "--backend", "cuda", "--format", "pte"
+    )
+    assert "--backend cuda with --format pte; supported: xnnpack, portable" in line
+    if not torch.cuda.is_available():
+        line = error_of(capsys, "export", model, "--output", out, "--backend", "cuda")
+        assert "--backend cuda compiles kernels for the GPU at hand: no CUDA device" in line
     assert not out.exists()
+
+
+@pytest.mark.gpu
+def test_a_folder_for_a_gpu(tmp_path, capsys):
+    model = write_tiny_folder(tmp_path / "model", head_dim=64)
+    out = tmp_path / "out"
+    argv = ["--preset", "k4v4", "--max-tokens", "400", "--backend", "cuda"]
+    assert main(["export", str(model), "--output", str(out), *argv, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["device"] == "cuda"
+    argv = ["run", str(out), "--prompt", PROMPT, "--raw", "--max-new-tokens", "150", "--json"]
+    assert main(argv) == 0
+    assert json.loads(capsys.readouterr().out)["new_tokens"] > 0
 
 
 @pytest.mark.skipif(find_spec("executorch") is not None, reason="ExecuTorch is installed")
@@ -117,6 +136,8 @@ def package(folder: Path, about):
         ({**ABOUT, "schema": 9}, "export the model again"),
         ({**ABOUT, "kind": "gguf"}, "kind='gguf'; supported: pt2, pte"),
         ({**ABOUT, "kind": "pte"}, "has no model.pte"),
+        ({**ABOUT, "device": "tpu"}, "device='tpu'; supported: cpu, cuda"),
+        ({**ABOUT, "device": "cuda"}, "has no model.kernels"),
         ({**ABOUT, "max_tokens": -1}, "max_tokens=-1"),
         ({**ABOUT, "max_tokens": "many"}, "max_tokens='many'"),
         ({**ABOUT, "stop_tokens": ["x"]}, "stop_tokens=['x']"),
