@@ -243,7 +243,7 @@ def main() -> None:
             bundled_folder(lambda line: None), dtype=torch.float32
         )
         model = model.eval().requires_grad_(False)
-        names = ("k4v4", "fp32", "bf16", "int8")
+        names = ("k4v4", "fp32", "int8", "bf16")
         tokens = max(args.contexts)
         sizes = write_files(model, tokens, args.folder, names)
         files = {name: args.folder / f"{name}.pte" for name in names}

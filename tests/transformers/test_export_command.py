@@ -1,16 +1,17 @@
 """tightkv export and tightkv run."""
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
+from elsewhere import run_elsewhere
 from models import FAMILIES
 from tightkv.cli import main
 from tightkv.config import FORMAT_VERSION, KVQuantConfig
 from tightkv.export import OperatorError, operator_library
+from tightkv.integrations import executorch
 from tightkv.integrations.transformers import TightCache
 from tightkv.model_loading.load import load_model
 from tiny_folder import TEMPLATE, byte_tokenizer, write_model, write_tiny_folder
@@ -60,6 +61,11 @@ def test_an_exported_folder_answers_as_the_model_does(tmp_path, capsys):
     assert main(argv) == 0
     text = capsys.readouterr().out
     assert answer["text"].strip()[:20] in text and "tokens/s" in text
+    # and so it does without tightkv
+    _, tokenizer = load_model(str(model), dtype="float32", device="cpu")
+    ids = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
+    tokens, refusal = run_elsewhere(tmp_path, out / "model.pt2", ids, "aoti")
+    assert tokens[0, :150].tolist() == answer["tokens"] and "the cache has room for" in refusal
     # the answer ends where the cache does
     assert main([*argv[:-1], "1000", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
@@ -99,8 +105,8 @@ def test_a_folder_for_a_gpu(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["new_tokens"] > 0
 
 
-@pytest.mark.skipif(find_spec("executorch") is not None, reason="ExecuTorch is installed")
-def test_pte_needs_executorch(tmp_path, capsys):
+def test_pte_needs_executorch(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(executorch.importlib.util, "find_spec", lambda name: None)
     argv = (write_tiny_folder(tmp_path / "model"), "--output", tmp_path / "out", "--max-tokens", 64)
     line = error_of(capsys, "export", *argv, "--format", "pte")
     assert 'ExecuTorch is not installed: pip install ".[executorch]"' in line

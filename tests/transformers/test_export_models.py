@@ -1,12 +1,9 @@
 """Exported tiny models against the same models with a TightCache, token for token."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
+from elsewhere import run_elsewhere
 from greedy import COUNT, greedy, with_tight_cache
 from models import prompt, tiny
 from tightkv.export import OperatorError, operator_library
@@ -153,56 +150,15 @@ def test_layers_that_stay_exact_are_refused():
         ExportableModel(tiny(), {"preset": "k4v4", "layer_bits": "1=k16v16"}, max_tokens=64)
 
 
-# --- without tightkv ---
-ELSEWHERE = """
-import sys, torch
-library, model, inputs, kind = sys.argv[1:]
-torch.ops.load_library(library)
-if kind == "export":
-    run = torch.export.load(model).module()
-else:
-    run = torch._inductor.aoti_load_package(model)
-ids = torch.load(inputs)
-at, tokens = ids.shape[1], []
-logits = run(ids, torch.arange(at))
-for position in range(at, at + 200):
-    tokens.append(int(logits[0, -1].argmax()))
-    logits = run(torch.tensor([[tokens[-1]]]), torch.tensor([position]))
-assert "tightkv" not in sys.modules
-print(*tokens)
-try:
-    run(ids, torch.arange(400, 400 + ids.shape[1]))
-except RuntimeError as error:
-    print(error)
-"""
-
-
-def run_elsewhere(folder, model, ids, kind):
-    torch.save(ids, folder / "ids.pt")
-    run = subprocess.run(
-        [sys.executable, "-c", ELSEWHERE, operator_library(), model, folder / "ids.pt", kind],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": ""},
-    )
-    assert run.returncode == 0, run.stderr
-    tokens, refusal = run.stdout.splitlines()
-    assert "100 tokens from position 400 on; the cache has room for positions 0 to 319" in refusal
-    return torch.tensor([[int(token) for token in tokens.split()]])
-
-
-@pytest.mark.parametrize("kind", ["export", pytest.param("aoti", marks=pytest.mark.slow)])
-def test_a_process_that_never_imports_tightkv(tmp_path, kind):
+def test_a_process_that_never_imports_tightkv(tmp_path):
+    """As torch.export.save wrote it; what AOTInductor compiles: test_export_command."""
     model, ids = tiny("qwen2", num_hidden_layers=2), prompt(1, 100)
-    program = ExportableModel(model, "k4v4", max_tokens=320).program()
     path = tmp_path / "model.pt2"
-    if kind == "export":
-        torch.export.save(program, path)
-    else:
-        torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+    torch.export.save(ExportableModel(model, "k4v4", max_tokens=320).program(), path)
     expected, _ = greedy(with_tight_cache(model, "k4v4"), ids, COUNT)
-    assert torch.equal(run_elsewhere(tmp_path, path, ids, kind), expected)
+    tokens, refusal = run_elsewhere(tmp_path, path, ids, "export")
+    assert torch.equal(tokens, expected)
+    assert "100 tokens from position 400 on; the cache has room for positions 0 to 319" in refusal
 
 
 def test_a_decode_step_compiles_as_one_graph():
