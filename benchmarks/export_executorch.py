@@ -83,7 +83,7 @@ class Int8(nn.Module):
 
     def __init__(self, shape: LayerShape) -> None:
         super().__init__()
-        self.cache = QuantizedKVCache(
+        cache = QuantizedKVCache(
             1,
             shape.tokens,
             shape.kv_heads,
@@ -92,13 +92,14 @@ class Int8(nn.Module):
             use_custom_update_cache_op=True,
             return_float_values=False,
         )
-        self.sdpa = QuantizedSDPA(shape.heads * shape.head_dim, self.cache)
+        self.sdpa = QuantizedSDPA(shape.heads * shape.head_dim, cache)  # which holds the cache
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, position: Tensor, **options: Any
     ) -> Tensor:
-        _start(position, self.cache.k_cache)
-        keys, values = self.cache.update(position, key, value)
+        cache = self.sdpa.kv_cache
+        _start(position, cache.k_cache)
+        keys, values = cache.update(position, key, value)
         tokens = query.shape[2]
         out: Tensor = self.sdpa(position, query, keys, values, 1, tokens, None)
         return out.view(1, tokens, query.shape[1], query.shape[3])
