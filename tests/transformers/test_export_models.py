@@ -7,8 +7,9 @@ from elsewhere import run_elsewhere
 from greedy import COUNT, greedy, with_tight_cache
 from models import prompt, tiny
 from tightkv.export import OperatorError, operator_library
-from tightkv.integrations.transformers import TightCache
+from tightkv.integrations.transformers import TightCache, export
 from tightkv.integrations.transformers.export import NAME, ExportableModel, ExportError
+from tightkv.math.centers import Centers
 
 try:
     operator_library()
@@ -172,3 +173,24 @@ def test_a_decode_step_compiles_as_one_graph():
             assert torch.equal(step(token, position), static(token, position))
     assert torch.equal(other.caches[0].pages, static.caches[0].pages)
     assert static.caches[0].pages.any()
+
+
+def test_centers_of_a_calibration_are_exported(monkeypatch):
+    model, ids = tiny("llama", num_hidden_layers=2), prompt(1, 100)
+    shape = (model.config.num_key_value_heads, model.config.head_dim)
+    centers = {n: Centers(3 * torch.randn(shape), 3 * torch.randn(shape)) for n in range(2)}
+
+    def with_centers(quant, model, **options):
+        cache = TightCache(quant, model, **options)
+        cache._use_centers(centers)
+        return cache
+
+    monkeypatch.setattr(export, "TightCache", with_centers)
+    exported = ExportableModel(model, "k4v4", max_tokens=320).program().module()
+    cache = with_centers("k4v4", model, eager=True)
+    tokens, logits = greedy(exported, ids, 80)
+    expected, tight = greedy(lambda x, at: model(x, past_key_values=cache).logits, ids, 80)
+    torch.testing.assert_close(logits, tight, atol=5e-3, rtol=5e-3)  # of float16 numbers around 3
+    assert torch.equal(tokens, expected)
+    pages = exported.get_buffer("caches.0.pages")[0, :2]
+    assert torch.equal(pages, cache.layers[0].kv.pages[:2])

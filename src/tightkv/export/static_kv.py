@@ -30,6 +30,8 @@ class StaticKV(nn.Module):
     sinks: Tensor  # [2, B, sinks, Hkv, D]
     state: Tensor  # int64 [B, 5]: length, ring_valid_from, ring_read_from, sink_count, left_pad
     feedback: Tensor | None  # float32 [Hkv, D, D]
+    key_center: Tensor | None  # [Hkv, D]
+    value_center: Tensor | None
 
     def __init__(
         self,
@@ -41,11 +43,13 @@ class StaticKV(nn.Module):
         window: int | None = None,
         device: torch.device | str = "cpu",
         query_heads: int | None = None,
+        centers: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         """`feedback` are the layer's `Codec.feedback_factors`; None codes each key for itself.
 
         `window` is the layer's sliding window. Where the ring holds it whole, there are no pages.
-        On a GPU the kernels are compiled here, for queries of `query_heads` heads.
+        On a GPU the kernels are compiled here, for queries of `query_heads` heads. `centers` are
+        those of `math.centers`, in the model's dtype: keys and values are stored relative to them.
         """
         super().__init__()
         if not 1 <= max_tokens <= MAX_TOKENS:
@@ -67,6 +71,9 @@ class StaticKV(nn.Module):
             self.kernels = self._gpu_kernels(device, batch, query_heads, feedback is not None)
         self.register_buffer("spec", spec_of(layout, max_tokens).to(device))
         self.register_buffer("feedback", feedback)
+        key_center, value_center = (None, None) if centers is None else centers
+        self.register_buffer("key_center", key_center)
+        self.register_buffer("value_center", value_center)
         # Of the tokens, not of the model:
         tokens = {
             "pages": pages.view(batch, len(pages) // batch, *pages.shape[1:]),
@@ -112,6 +119,8 @@ class StaticKV(nn.Module):
         drops what was there; position 0 begins anew. `left_pad` int64 [B] counts the padding of
         each row and comes with position 0. `mask` is as in `attention.attend`.
         """
+        if self.key_center is not None and self.value_center is not None:
+            key, value = key - self.key_center[:, None], value - self.value_center[:, None]
         out: Tensor = torch.ops.tightkv.static_attention(
             query,
             key,
@@ -131,6 +140,9 @@ class StaticKV(nn.Module):
             causal,
             self.kernels,
         )
+        if self.value_center is not None:
+            heads = self.layout.num_kv_heads
+            out = (out.unflatten(2, (heads, -1)) + self.value_center[:, None]).flatten(2, 3)
         return out
 
     @classmethod

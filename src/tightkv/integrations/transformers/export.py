@@ -219,6 +219,7 @@ def _static_cache(
             feedback=factors,
             device=device,
             query_heads=shape.query_heads,
+            centers=None if layer.centers is None else layer.centers.on(dtype, device),
         )
     if type(layer) is DynamicSlidingWindowLayer:
         window = layer.sliding_window
