@@ -28,6 +28,7 @@ from executorch.examples.models.llama.source_transformation.custom_kv_cache impo
     QuantizedKVCache,
 )
 from executorch.examples.models.llama.source_transformation.sdpa import QuantizedSDPA
+from executorch.exir._serialize._program import deserialize_pte_binary
 from executorch.extension.llm.custom_ops import custom_ops  # noqa: F401
 from executorch.extension.pybindings.portable_lib import _unsafe_reset_threadpool
 from executorch.kernels import quantized  # noqa: F401
@@ -147,6 +148,12 @@ def write_files(model: Any, tokens: int, folder: Path, names: Sequence[str]) -> 
     return sizes
 
 
+def planned_bytes(path: Path) -> int:
+    """What a file asks for beside its weights: caches, and room for the activations."""
+    plan = deserialize_pte_binary(path.read_bytes()).program.execution_plan[0]
+    return sum(plan.non_const_buffer_sizes)
+
+
 def decode_rows(files: Mapping[str, Path], contexts: Sequence[int]) -> list[dict[str, Any]]:
     """Milliseconds per token at each context, all caches in turn.
 
@@ -248,6 +255,7 @@ def main() -> None:
         tokens = max(args.contexts)
         sizes = write_files(model, tokens, args.folder, names)
         files = {name: args.folder / f"{name}.pte" for name in names}
+        planned = {name: planned_bytes(path) for name, path in files.items()}
         rows = [
             {
                 "bench": "executorch",
@@ -255,6 +263,7 @@ def main() -> None:
                 "backend": "xnnpack",
                 "room": tokens,
                 "cache_bytes": sizes,
+                "planned_bytes": planned,
                 "file_bytes": {name: path.stat().st_size for name, path in files.items()},
                 **row,
                 **facts,
