@@ -232,6 +232,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSONL file, appended to")
     parser.add_argument("--folder", type=Path, default=Path("build/executorch-bench"))
     parser.add_argument("--kernel", action="store_true", help="the shape of ExecuTorch's TQ4")
+    parser.add_argument("--caches", nargs="+", default=("fp32", "int8", "bf16"), metavar="NAME")
     parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS, metavar="N")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -251,7 +252,7 @@ def main() -> None:
             bundled_folder(lambda line: None), dtype=torch.float32
         )
         model = model.eval().requires_grad_(False)
-        names = ("k4v4", "fp32", "int8", "bf16")
+        names = ("k4v4", *args.caches)
         tokens = max(args.contexts)
         sizes = write_files(model, tokens, args.folder, names)
         files = {name: args.folder / f"{name}.pte" for name in names}
