@@ -27,7 +27,6 @@ from executorch.examples.models.llama.source_transformation.custom_kv_cache impo
     QuantizedCacheType,
     QuantizedKVCache,
 )
-from executorch.examples.models.llama.source_transformation.sdpa import QuantizedSDPA
 from executorch.exir._serialize._program import deserialize_pte_binary
 from executorch.extension.llm.custom_ops import custom_ops  # noqa: F401
 from executorch.extension.pybindings.portable_lib import _unsafe_reset_threadpool
@@ -80,11 +79,15 @@ class Plain(nn.Module):
 
 
 class Int8(nn.Module):
-    """`QuantizedKVCache` and `QuantizedSDPA`: a scale and a zero point for each token and head."""
+    """`QuantizedKVCache` and the attention for it: a scale and zero point for each token and head.
+
+    `custom_quantized_sdpa` is called as ExecuTorch's `QuantizedSDPA` does, on the cache as it lies:
+    the transposes there and back, which its own exporter removes, would copy all of it.
+    """
 
     def __init__(self, shape: LayerShape) -> None:
         super().__init__()
-        cache = QuantizedKVCache(
+        self.cache = QuantizedKVCache(
             1,
             shape.tokens,
             shape.kv_heads,
@@ -93,17 +96,32 @@ class Int8(nn.Module):
             use_custom_update_cache_op=True,
             return_float_values=False,
         )
-        self.sdpa = QuantizedSDPA(shape.heads * shape.head_dim, cache)  # which holds the cache
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, position: Tensor, **options: Any
     ) -> Tensor:
-        cache = self.sdpa.kv_cache
-        _start(position, cache.k_cache)
-        keys, values = cache.update(position, key, value)
-        tokens = query.shape[2]
-        out: Tensor = self.sdpa(position, query, keys, values, 1, tokens, None)
-        return out.view(1, tokens, query.shape[1], query.shape[3])
+        cache = self.cache
+        start = _start(position, cache.k_cache)
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        keys, values = cache._update_and_return_quantized_values(position, k, v)
+        codes, scales, zeros = cache._quantize(q)
+        out: Tensor = torch.ops.llama.custom_quantized_sdpa(
+            codes,
+            keys,
+            values,
+            start,
+            None,
+            0,
+            True,
+            None,
+            zeros.to(torch.int8),
+            scales.to(torch.float32),
+            cache.k_cache_zero_points,
+            cache.k_cache_scales,
+            cache.v_cache_zero_points,
+            cache.v_cache_scales,
+        )
+        return out
 
 
 def _start(position: Tensor, cache: Tensor) -> Any:
