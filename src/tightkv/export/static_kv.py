@@ -82,6 +82,8 @@ class StaticKV(nn.Module):
             "state": torch.zeros(batch, _STATE_WORDS, dtype=torch.int64, device=device),
         }
         for name, buffer in tokens.items():
+            if device.type != "cpu":  # CUDA graphs of a compiled step may write to it in place
+                torch._dynamo.mark_static_address(buffer)
             self.register_buffer(name, buffer, persistent=False)
 
     def _gpu_kernels(
