@@ -421,8 +421,8 @@ def test_executorch() -> None:
     expect(
         "docs/results.md",
         f"{at_2k['fp32']:.2f}x as fast at 2,048 tokens and {at_8k['fp32']:.2f}x at 8,192 as with "
-        f"ExecuTorch's own float32 cache, {at_2k['int8']:.2f}x and {at_8k['int8']:.2f}x as with its "
-        f"int8 cache, in {size['k4v4'] / size['bf16']:.2f} of the bytes of a bf16 cache",
+        f"ExecuTorch's own float32 cache, {at_2k['int8']:.2f}x and {at_8k['int8']:.2f}x as with "
+        f"its int8 cache, in {size['k4v4'] / size['bf16']:.2f} of the bytes of a bf16 cache",
     )
 
 

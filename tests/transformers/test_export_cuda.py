@@ -25,7 +25,9 @@ except OperatorError as error:
 
 from tightkv.export import cuda_programs
 from tightkv.kernels.cuda import backend, decode_plan
+from tightkv.kernels.cuda.nvrtc import compile_source, load_nvrtc
 from tightkv.kernels.cuda.params import StepParams
+from tightkv.kernels.cuda.source import STATIC_STEP, included
 
 SMALL = KVQuantConfig(page_size=32, exact_pages=1, sinks=2)  # ring of 64 tokens
 
@@ -87,6 +89,12 @@ def test_a_damaged_kernel_file_is_refused(recorded):
             add_kernels(bytes(changed))
         except OperatorError:
             continue
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="NVRTC is there for Linux")
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_nvrtc_takes_the_counters(arch):
+    assert compile_source(load_nvrtc("13"), included(STATIC_STEP), arch)
 
 
 def host_step(state, start, count, pads=None, cfg=SMALL, max_tokens=512):
