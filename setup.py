@@ -29,8 +29,12 @@ kernels = Extension(
 )
 operator = Extension(
     "tightkv.export._operator",  # registers itself with the torch of the process
-    sources=["src/tightkv/export/torch_operator.cpp"],
-    depends=[*HEADERS, *kernels.sources],
+    sources=[
+        "src/tightkv/export/torch_operator.cpp",
+        "src/tightkv/export/cuda_operator.cpp",
+        "src/tightkv/export/kernel_file.cpp",
+    ],
+    depends=[*HEADERS, *kernels.sources, *sorted(glob("src/tightkv/export/*.h"))],
     include_dirs=[NATIVE],
     extra_compile_args=["-std=c++17", *COMMON],
     extra_link_args=["-pthread"],

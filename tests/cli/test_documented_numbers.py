@@ -394,6 +394,38 @@ def test_the_results_have_the_worst_and_the_best_of_a_cpu() -> None:
     )
 
 
+# --- exported models ------------------------------------------------------------------------------
+def test_executorch() -> None:
+    """Milliseconds per token, and how many times ours that is."""
+    names = ("fp32", "bf16", "int8")
+    found = rows("export_executorch")
+    model = [row for row in found if row["bench"] == "executorch"]
+    (kernel,) = [row for row in found if row["bench"] == "executorch kernel"]
+
+    def cells(row: Row, digits: int) -> str:
+        ms, ratios = row["ms"], row["ratios"]
+        others = [
+            f"{ms[name]:.{digits}f} ({ratios[name]:.2f}x)" if name in ms else "" for name in names
+        ]
+        return " | ".join([f"{ms['k4v4']:.{digits}f}", *others])
+
+    lines = [f"| {row['context']:,} tokens | {cells(row, 1)} |" for row in model]
+    lines.append(f"| 16/2 heads of 256, 4,096 tokens | {cells(kernel, 2)} |")
+    size = dict(model[-1]["cache_bytes"])
+    size.setdefault("bf16", size["fp32"] // 2)
+    sizes = [f"{size[name] / 2**20:.1f}" for name in ("k4v4", *names)]
+    lines.append(f"| caches for 8,192 tokens, MiB | {' | '.join(sizes)} |")
+    expect("docs/export.md", *lines)
+    at_2k = next(row["ratios"] for row in model if row["context"] == 2048)
+    at_8k = next(row["ratios"] for row in model if row["context"] == 8192)
+    expect(
+        "docs/results.md",
+        f"{at_2k['fp32']:.2f}x as fast at 2,048 tokens and {at_8k['fp32']:.2f}x at 8,192 as with "
+        f"ExecuTorch's own float32 cache, {at_2k['int8']:.2f}x and {at_8k['int8']:.2f}x as with "
+        f"its int8 cache, in {size['k4v4'] / size['bf16']:.2f} of the bytes of a bf16 cache",
+    )
+
+
 def test_how_slow_plain_torch_is() -> None:
     slow = [row["ratios"]["reference"] for row in rows("cpu_decode")]
     expect(

@@ -43,6 +43,11 @@ extern "C" void host_merge(const int *shape, int threads, size_t shared, void **
     });
 }
 """
+_STATIC_STEP = """
+extern "C" void host_static_step(const int *shape, int threads, size_t shared, void **args) {
+    host::launch(shape, threads, shared, [&] { static_step(*(StepParams *)args[0]); });
+}
+"""
 _LAUNCHERS = {"append": _APPEND, "append_with_feedback": _APPEND + _SEAL, "decode": _DECODE}
 
 
@@ -72,10 +77,18 @@ def module(
     name: str, layout: Any, query_heads: int, tile: Any, softcap: bool, _: Any
 ) -> HostModule:
     """In place of `cuda._module`."""
-    text = source.source(name, layout, query_heads, tile, softcap)
+    return _compile(source.source(name, layout, query_heads, tile, softcap), _LAUNCHERS[name])
+
+
+@functools.cache
+def static_step_module() -> HostModule:
+    return _compile(source.included(source.STATIC_STEP), _STATIC_STEP)
+
+
+def _compile(text: str, launchers: str) -> HostModule:
     text, found = _PTX.subn("", text)
     assert found == 1
-    text = f'#include "{HEADER}"\n' + text + _LAUNCHERS[name]
+    text = f'#include "{HEADER}"\n' + text + launchers
     text = text.replace(
         "extern __shared__ __align__(128) char memory[];", "char *memory = host::memory;"
     )

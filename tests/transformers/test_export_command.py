@@ -1,16 +1,17 @@
 """tightkv export and tightkv run."""
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
+from elsewhere import run_elsewhere
 from models import FAMILIES
 from tightkv.cli import main
 from tightkv.config import FORMAT_VERSION, KVQuantConfig
 from tightkv.export import OperatorError, operator_library
+from tightkv.integrations import executorch
 from tightkv.integrations.transformers import TightCache
 from tightkv.model_loading.load import load_model
 from tiny_folder import TEMPLATE, byte_tokenizer, write_model, write_tiny_folder
@@ -60,6 +61,11 @@ def test_an_exported_folder_answers_as_the_model_does(tmp_path, capsys):
     assert main(argv) == 0
     text = capsys.readouterr().out
     assert answer["text"].strip()[:20] in text and "tokens/s" in text
+    # and so it does without tightkv
+    _, tokenizer = load_model(str(model), dtype="float32", device="cpu")
+    ids = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
+    tokens, refusal = run_elsewhere(tmp_path, out / "model.pt2", ids, "aoti")
+    assert tokens[0, :150].tolist() == answer["tokens"] and "the cache has room for" in refusal
     # the answer ends where the cache does
     assert main([*argv[:-1], "1000", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
@@ -76,12 +82,31 @@ def test_export_refuses_what_it_cannot_do(tmp_path, capsys):
     line = error_of(capsys, "export", tmp_path / "nothing", "--output", out)
     assert "does not exist" in line
     line = error_of(capsys, "export", model, "--output", out, "--backend", "portable")
-    assert "--backend portable is for --format pte" in line
+    assert "--backend portable with --format pt2; supported: cpu, cuda" in line
+    line = error_of(
+        capsys, "export", model, "--output", out, "--backend", "cuda", "--format", "pte"
+    )
+    assert "--backend cuda with --format pte; supported: xnnpack, portable" in line
+    if not torch.cuda.is_available():
+        line = error_of(capsys, "export", model, "--output", out, "--backend", "cuda")
+        assert "--backend cuda compiles kernels for the GPU at hand: no CUDA device" in line
     assert not out.exists()
 
 
-@pytest.mark.skipif(find_spec("executorch") is not None, reason="ExecuTorch is installed")
-def test_pte_needs_executorch(tmp_path, capsys):
+@pytest.mark.gpu
+def test_a_folder_for_a_gpu(tmp_path, capsys):
+    model = write_tiny_folder(tmp_path / "model", head_dim=64)
+    out = tmp_path / "out"
+    argv = ["--preset", "k4v4", "--max-tokens", "400", "--backend", "cuda"]
+    assert main(["export", str(model), "--output", str(out), *argv, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["device"] == "cuda"
+    argv = ["run", str(out), "--prompt", PROMPT, "--raw", "--max-new-tokens", "150", "--json"]
+    assert main(argv) == 0
+    assert json.loads(capsys.readouterr().out)["new_tokens"] > 0
+
+
+def test_pte_needs_executorch(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(executorch.importlib.util, "find_spec", lambda name: None)
     argv = (write_tiny_folder(tmp_path / "model"), "--output", tmp_path / "out", "--max-tokens", 64)
     line = error_of(capsys, "export", *argv, "--format", "pte")
     assert 'ExecuTorch is not installed: pip install ".[executorch]"' in line
@@ -117,6 +142,8 @@ def package(folder: Path, about):
         ({**ABOUT, "schema": 9}, "export the model again"),
         ({**ABOUT, "kind": "gguf"}, "kind='gguf'; supported: pt2, pte"),
         ({**ABOUT, "kind": "pte"}, "has no model.pte"),
+        ({**ABOUT, "device": "tpu"}, "device='tpu'; supported: cpu, cuda"),
+        ({**ABOUT, "device": "cuda"}, "has no model.kernels"),
         ({**ABOUT, "max_tokens": -1}, "max_tokens=-1"),
         ({**ABOUT, "max_tokens": "many"}, "max_tokens='many'"),
         ({**ABOUT, "stop_tokens": ["x"]}, "stop_tokens=['x']"),

@@ -1,17 +1,15 @@
 """Exported tiny models against the same models with a TightCache, token for token."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
+from elsewhere import run_elsewhere
 from greedy import COUNT, greedy, with_tight_cache
 from models import prompt, tiny
 from tightkv.export import OperatorError, operator_library
-from tightkv.integrations.transformers import TightCache
+from tightkv.integrations.transformers import TightCache, export
 from tightkv.integrations.transformers.export import NAME, ExportableModel, ExportError
+from tightkv.math.centers import Centers
 
 try:
     operator_library()
@@ -153,53 +151,46 @@ def test_layers_that_stay_exact_are_refused():
         ExportableModel(tiny(), {"preset": "k4v4", "layer_bits": "1=k16v16"}, max_tokens=64)
 
 
-# --- without tightkv ---
-ELSEWHERE = """
-import sys, torch
-library, model, inputs, kind = sys.argv[1:]
-torch.ops.load_library(library)
-if kind == "export":
-    run = torch.export.load(model).module()
-else:
-    run = torch._inductor.aoti_load_package(model)
-ids = torch.load(inputs)
-at, tokens = ids.shape[1], []
-logits = run(ids, torch.arange(at))
-for position in range(at, at + 200):
-    tokens.append(int(logits[0, -1].argmax()))
-    logits = run(torch.tensor([[tokens[-1]]]), torch.tensor([position]))
-assert "tightkv" not in sys.modules
-print(*tokens)
-try:
-    run(ids, torch.arange(400, 400 + ids.shape[1]))
-except RuntimeError as error:
-    print(error)
-"""
-
-
-def run_elsewhere(folder, model, ids, kind):
-    torch.save(ids, folder / "ids.pt")
-    run = subprocess.run(
-        [sys.executable, "-c", ELSEWHERE, operator_library(), model, folder / "ids.pt", kind],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": ""},
-    )
-    assert run.returncode == 0, run.stderr
-    tokens, refusal = run.stdout.splitlines()
-    assert "100 tokens from position 400 on; the cache has room for positions 0 to 319" in refusal
-    return torch.tensor([[int(token) for token in tokens.split()]])
-
-
-@pytest.mark.parametrize("kind", ["export", pytest.param("aoti", marks=pytest.mark.slow)])
-def test_a_process_that_never_imports_tightkv(tmp_path, kind):
+def test_a_process_that_never_imports_tightkv(tmp_path):
+    """As torch.export.save wrote it; what AOTInductor compiles: test_export_command."""
     model, ids = tiny("qwen2", num_hidden_layers=2), prompt(1, 100)
-    program = ExportableModel(model, "k4v4", max_tokens=320).program()
     path = tmp_path / "model.pt2"
-    if kind == "export":
-        torch.export.save(program, path)
-    else:
-        torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+    torch.export.save(ExportableModel(model, "k4v4", max_tokens=320).program(), path)
     expected, _ = greedy(with_tight_cache(model, "k4v4"), ids, COUNT)
-    assert torch.equal(run_elsewhere(tmp_path, path, ids, kind), expected)
+    tokens, refusal = run_elsewhere(tmp_path, path, ids, "export")
+    assert torch.equal(tokens, expected)
+    assert "100 tokens from position 400 on; the cache has room for positions 0 to 319" in refusal
+
+
+def test_a_decode_step_compiles_as_one_graph():
+    model, ids = tiny("llama", num_hidden_layers=1), prompt(1, 60)
+    static, other = (ExportableModel(model, "k4v4", max_tokens=128) for _ in range(2))
+    step = torch.compile(other, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert torch.equal(static(ids, torch.arange(60)), other(ids, torch.arange(60)))
+        for at in range(60, 80):  # a page is sealed on the way
+            token, position = ids[:, at - 60 : at - 59], torch.tensor([at])
+            assert torch.equal(step(token, position), static(token, position))
+    assert torch.equal(other.caches[0].pages, static.caches[0].pages)
+    assert static.caches[0].pages.any()
+
+
+def test_centers_of_a_calibration_are_exported(monkeypatch):
+    model, ids = tiny("llama", num_hidden_layers=2), prompt(1, 100)
+    shape = (model.config.num_key_value_heads, model.config.head_dim)
+    centers = {n: Centers(3 * torch.randn(shape), 3 * torch.randn(shape)) for n in range(2)}
+
+    def with_centers(quant, model, **options):
+        cache = TightCache(quant, model, **options)
+        cache._use_centers(centers)
+        return cache
+
+    monkeypatch.setattr(export, "TightCache", with_centers)
+    exported = ExportableModel(model, "k4v4", max_tokens=320).program().module()
+    cache = with_centers("k4v4", model, eager=True)
+    tokens, logits = greedy(exported, ids, 80)
+    expected, tight = greedy(lambda x, at: model(x, past_key_values=cache).logits, ids, 80)
+    torch.testing.assert_close(logits, tight, atol=5e-3, rtol=5e-3)  # of float16 numbers around 3
+    assert torch.equal(tokens, expected)
+    pages = exported.get_buffer("caches.0.pages")[0, :2]
+    assert torch.equal(pages, cache.layers[0].kv.pages[:2])

@@ -24,7 +24,7 @@ MAX_TOKENS = 2048
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "export",
-        description="Compile a model with its compressed cache into one file for the CPU. "
+        description="Compile a model with its compressed cache into one file. "
         "`tightkv run` runs it, and so does any process that has libtorch (docs/export.md).",
     )
     parser.add_argument(
@@ -40,7 +40,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="pt2: an AOTInductor package, for libtorch (default); pte: for ExecuTorch",
     )
     parser.add_argument(
-        "--backend", choices=("xnnpack", "portable"), help="of a pte (default: xnnpack)"
+        "--backend",
+        choices=("xnnpack", "portable", "cpu", "cuda"),
+        help="of a pte: xnnpack (default) or portable; of a pt2: cpu (default) or cuda, for GPUs "
+        "like the one here",
     )
     parser.add_argument(
         "--max-tokens",
@@ -58,8 +61,17 @@ def run(args: argparse.Namespace) -> int:
     config, folder = config_from_args(args), Path(args.output).expanduser()
     if args.max_tokens < 1:
         raise ValueError(f"--max-tokens {args.max_tokens}; it must be at least 1")
-    if args.backend is not None and args.format != "pte":
-        raise ValueError(f"--backend {args.backend} is for --format pte")
+    allowed = ("xnnpack", "portable") if args.format == "pte" else ("cpu", "cuda")
+    if args.backend is not None and args.backend not in allowed:
+        raise ValueError(
+            f"--backend {args.backend} with --format {args.format}; supported: {', '.join(allowed)}"
+        )
+    on_gpu = args.backend == "cuda"
+    if on_gpu:
+        from tightkv.kernels.cuda import backend as cuda_kernels
+
+        if reason := cuda_kernels.unavailable("cuda", asked=True):
+            raise ValueError(f"--backend cuda compiles kernels for the GPU at hand: {reason}")
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"--output {args.output!r} is a file; give a folder")
     check_source(args.model)
@@ -68,7 +80,9 @@ def run(args: argparse.Namespace) -> int:
     except ImportError:
         raise MissingPackageError("tightkv export", "transformers", "hf") from None
     start = time.monotonic()
-    model, tokenizer = load_for("export", args.model, dtype=args.dtype, device="cpu")
+    model, tokenizer = load_for(
+        "export", args.model, dtype=args.dtype, device="cuda" if on_gpu else "cpu"
+    )
     from tightkv.integrations.transformers.package import write_package
     from tightkv.model_loading.load import quiet
 
@@ -83,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
             folder,
             max_tokens=args.max_tokens,
             kind=args.format,
-            backend=args.backend,
+            backend=args.backend if args.format == "pte" else None,
             progress=work.step,
         )
     size = (folder / about.model_file).stat().st_size

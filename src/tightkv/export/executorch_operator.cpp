@@ -57,7 +57,7 @@ Tensor &static_attention_out(KernelRuntimeContext &context, const Tensor &query,
                              const std::optional<Tensor> &mask, const Tensor &spec,
                              const std::optional<Tensor> &feedback, Tensor &pages, Tensor &ring,
                              Tensor &sinks, Tensor &state, double scale, double softcap,
-                             int64_t window, bool causal, Tensor &out)
+                             int64_t window, bool causal, int64_t kernels, Tensor &out)
 {
     ET_KERNEL_CHECK_MSG(context, query.dim() == 4, InvalidArgument, out,
                         "tightkv: query has %d dimensions; expected 4", (int)query.dim());
@@ -73,6 +73,8 @@ Tensor &static_attention_out(KernelRuntimeContext &context, const Tensor &query,
     args.state = describe(state), args.out = describe(out);
     args.scale = scale, args.softcap = softcap, args.window = window, args.causal = causal;
     args.threads = executorch::extension::get_thread_count();
+    ET_KERNEL_CHECK_MSG(context, kernels == 0, InvalidArgument, out,
+                        "tightkv: kernels=%lld are for GPUs", (long long)kernels);
     char why[512];
     ET_KERNEL_CHECK_MSG(context, tightkv_static_attention(&args, why, sizeof why) == 0,
                         InvalidArgument, out, "tightkv: %s", why);

@@ -47,6 +47,16 @@ def load_operator() -> None:
     torch.library.register_fake("tightkv::static_attention", _output)
 
 
+def add_kernels(data: bytes) -> None:
+    """Give the operator the kernels of a kernel file (cuda_programs.py), for calls on a GPU."""
+    load_operator()
+    add = ctypes.CDLL(str(operator_library())).tightkv_add_kernels
+    add.restype, add.argtypes = ctypes.c_char_p, [ctypes.c_char_p, ctypes.c_size_t]
+    problem: bytes = add(data, len(data))
+    if problem:
+        raise OperatorError(f"the file of GPU kernels cannot be used: {problem.decode()}")
+
+
 def _output(query: Tensor, *arguments: object) -> Tensor:
     """What the operator returns of a query [B, Hq, T, D], without the numbers."""
     if query.dim() != 4:

@@ -30,6 +30,8 @@ class StaticKV(nn.Module):
     sinks: Tensor  # [2, B, sinks, Hkv, D]
     state: Tensor  # int64 [B, 5]: length, ring_valid_from, ring_read_from, sink_count, left_pad
     feedback: Tensor | None  # float32 [Hkv, D, D]
+    key_center: Tensor | None  # [Hkv, D]
+    value_center: Tensor | None
 
     def __init__(
         self,
@@ -39,35 +41,66 @@ class StaticKV(nn.Module):
         batch: int = 1,
         feedback: Tensor | None = None,
         window: int | None = None,
+        device: torch.device | str = "cpu",
+        query_heads: int | None = None,
+        centers: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         """`feedback` are the layer's `Codec.feedback_factors`; None codes each key for itself.
 
         `window` is the layer's sliding window. Where the ring holds it whole, there are no pages.
+        On a GPU the kernels are compiled here, for queries of `query_heads` heads. `centers` are
+        those of `math.centers`, in the model's dtype: keys and values are stored relative to them.
         """
         super().__init__()
         if not 1 <= max_tokens <= MAX_TOKENS:
             raise ValueError(f"max_tokens={max_tokens}; allowed: 1 to {MAX_TOKENS}")
         if batch < 1:
             raise ValueError(f"batch={batch}; it must be at least 1")
+        device = torch.device(device)
         if feedback is not None:
-            check_feedback(layout, feedback, torch.device("cpu"))
+            check_feedback(layout, feedback, device)
         check_options(window=window)
         load_operator()
         self.layout, self.max_tokens, self.window = layout, max_tokens, window
         heads, dim, size = layout.num_kv_heads, layout.head_dim, layout.page_size
         in_ring = window is not None and window - 1 <= (layout.cfg.exact_pages - 1) * size
-        pages = layout.new_pages(0 if in_ring else batch * (max_tokens // size))
-        self.register_buffer("spec", spec_of(layout, max_tokens))
+        pages = layout.new_pages(0 if in_ring else batch * (max_tokens // size), device)
+        exact = torch.empty(0, dtype=layout.dtype, device=device)
+        self.kernels = 0  # of the CPU
+        if device.type != "cpu":
+            self.kernels = self._gpu_kernels(device, batch, query_heads, feedback is not None)
+        self.register_buffer("spec", spec_of(layout, max_tokens).to(device))
         self.register_buffer("feedback", feedback)
+        key_center, value_center = (None, None) if centers is None else centers
+        self.register_buffer("key_center", key_center)
+        self.register_buffer("value_center", value_center)
         # Of the tokens, not of the model:
         tokens = {
             "pages": pages.view(batch, len(pages) // batch, *pages.shape[1:]),
-            "ring": torch.zeros(2, batch, layout.ring_tokens, heads, dim, dtype=layout.dtype),
-            "sinks": torch.zeros(2, batch, layout.cfg.sinks, heads, dim, dtype=layout.dtype),
-            "state": torch.zeros(batch, _STATE_WORDS, dtype=torch.int64),
+            "ring": exact.new_zeros(2, batch, layout.ring_tokens, heads, dim),
+            "sinks": exact.new_zeros(2, batch, layout.cfg.sinks, heads, dim),
+            "state": torch.zeros(batch, _STATE_WORDS, dtype=torch.int64, device=device),
         }
         for name, buffer in tokens.items():
+            if device.type != "cpu":  # CUDA graphs of a compiled step may write to it in place
+                torch._dynamo.mark_static_address(buffer)
             self.register_buffer(name, buffer, persistent=False)
+
+    def _gpu_kernels(
+        self, device: torch.device, batch: int, query_heads: int | None, feedback: bool
+    ) -> int:
+        """The key of the kernels for this layer, which the operator knows from now on."""
+        from tightkv.export.cuda_programs import StaticShape, known_kernels
+
+        if query_heads is None or query_heads % self.layout.num_kv_heads:
+            raise ValueError(
+                f"query_heads={query_heads}; on a GPU it must be given, as a multiple of "
+                f"{self.layout.num_kv_heads}"
+            )
+        if self.window is not None:
+            raise ValueError("sliding windows are not supported on a GPU; use the CPU")
+        shape = StaticShape(self.layout, query_heads, batch, self.max_tokens, feedback)
+        return known_kernels(shape, device)
 
     def forward(
         self,
@@ -88,6 +121,8 @@ class StaticKV(nn.Module):
         drops what was there; position 0 begins anew. `left_pad` int64 [B] counts the padding of
         each row and comes with position 0. `mask` is as in `attention.attend`.
         """
+        if self.key_center is not None and self.value_center is not None:
+            key, value = key - self.key_center[:, None], value - self.value_center[:, None]
         out: Tensor = torch.ops.tightkv.static_attention(
             query,
             key,
@@ -105,7 +140,11 @@ class StaticKV(nn.Module):
             softcap or 0.0,
             self.window or 0,
             causal,
+            self.kernels,
         )
+        if self.value_center is not None:
+            heads = self.layout.num_kv_heads
+            out = (out.unflatten(2, (heads, -1)) + self.value_center[:, None]).flatten(2, 3)
         return out
 
     @classmethod

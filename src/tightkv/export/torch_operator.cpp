@@ -1,51 +1,12 @@
 /* Registers tightkv::static_attention with the libtorch of the process, when this library is
    loaded. torch's stable C functions are found by name at run time, so neither its headers nor its
    version matter to the build. */
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE
-#endif
-#include <dlfcn.h>
+#include "torch_shim.h"
 
-#include <cstdint>
-#include <cstring>
 #include <stdexcept>
-#include <string>
 
-extern "C" {
-#include "static_cache.h"
-}
-
+namespace tightkv {
 namespace {
-
-// --- torch's stable C interface ---
-struct AtenTensor;
-struct TorchLibrary;
-using Value = uint64_t;  // an argument or a result, or a pointer to it
-using Kernel = void (*)(Value *, uint64_t, uint64_t);
-
-struct Torch {
-    int (*get_data)(AtenTensor *, void **);
-    int (*get_rank)(AtenTensor *, int64_t *);
-    int (*get_sizes)(AtenTensor *, int64_t **);
-    int (*get_strides)(AtenTensor *, int64_t **);
-    int (*get_dtype)(AtenTensor *, int32_t *);
-    int (*get_device)(AtenTensor *, int32_t *);
-    int (*delete_tensor)(AtenTensor *);
-    int (*empty_strided)(int64_t, const int64_t *, const int64_t *, int32_t, int32_t, int32_t,
-                         AtenTensor **);
-    int (*fragment)(const char *, const char *, uint32_t, TorchLibrary **);
-    int (*implementation)(const char *, const char *, const char *, uint32_t, TorchLibrary **);
-    int (*define)(TorchLibrary *, const char *);
-    // Where the process has them:
-    int (*implement)(TorchLibrary *, const char *, Kernel, uint64_t);  // from torch 2.10 on
-    int (*implement_before)(TorchLibrary *, const char *, Kernel);
-    int (*delete_value)(Value *);  // from torch 2.13 on
-    int (*get_threads)(uint32_t *);
-    int (*get_omp_threads)();
-} torch;
-
-constexpr uint64_t ABI_VERSION = 2ULL << 56 | 10ULL << 48;  // the arguments below are as in 2.10
-constexpr int32_t CPU = 0;
 
 // The numbers of torch's dtypes never change; struct operand has its own.
 struct Dtype {
@@ -55,53 +16,28 @@ struct Dtype {
 constexpr Dtype DTYPES[] = {{0, UINT8},    {4, INT64},     {5, FLOAT16},
                             {6, FLOAT32},  {11, BOOLEAN},  {15, BFLOAT16}};
 
-// --- one call ---
-class Tensor {
-public:
-    explicit Tensor(AtenTensor *handle) : handle_(handle) {}
-    Tensor(const Tensor &) = delete;
-    Tensor &operator=(const Tensor &) = delete;
-    ~Tensor()
-    {
-        if (handle_ != nullptr)
-            torch.delete_tensor(handle_);
-    }
-    AtenTensor *release()
-    {
-        AtenTensor *handle = handle_;
-        handle_ = nullptr;
-        return handle;
-    }
-    int32_t dtype() const
-    {
-        int32_t dtype = -1;
-        torch.get_dtype(handle_, &dtype);
-        return dtype;
-    }
-    operand describe(const char *name) const;
+}  // namespace
 
-private:
-    AtenTensor *handle_;
-};
+Torch torch;
 
-[[noreturn]] void fail(const std::string &why)
+void fail(const std::string &why)
 {
     throw std::runtime_error("tightkv::static_attention: " + why);
 }
 
-operand Tensor::describe(const char *name) const
+operand Tensor::describe(const char *name, int32_t device) const
 {
     operand x{};
     x.rank = -1;
     if (handle_ == nullptr)
         return x;
     int64_t *sizes = nullptr, *strides = nullptr;
-    int32_t device = -1;
+    int32_t own_device = -1;
     if (torch.get_rank(handle_, &x.rank) || torch.get_sizes(handle_, &sizes) ||
-        torch.get_strides(handle_, &strides) || torch.get_device(handle_, &device))
+        torch.get_strides(handle_, &strides) || torch.get_device(handle_, &own_device))
         fail(std::string(name) + " is not a dense tensor");
-    if (device != CPU)
-        fail(std::string(name) + " is not on the CPU");
+    if (own_device != device)
+        fail(std::string(name) + " is not on the " + (device == CPU ? "CPU" : "GPU"));
     if (x.rank > MOST_RANK)
         fail(std::string(name) + " has " + std::to_string(x.rank) + " dimensions");
     if (torch.get_data(handle_, &x.data))
@@ -115,13 +51,7 @@ operand Tensor::describe(const char *name) const
     return x;
 }
 
-template <typename T>
-T from_value(Value value)
-{
-    T x;
-    std::memcpy(&x, &value, sizeof x);
-    return x;
-}
+namespace {
 
 // The caller owns it.
 AtenTensor *tensor_of(Value value) { return from_value<AtenTensor *>(value); }
@@ -139,7 +69,21 @@ AtenTensor *optional_tensor_of(Value value)
     return handle;
 }
 
-AtenTensor *new_output(const operand &query, int32_t dtype)
+}  // namespace
+
+Arguments::Arguments(Value *stack)
+    : query(tensor_of(stack[0])), key(tensor_of(stack[1])), value(tensor_of(stack[2])),
+      position(tensor_of(stack[3])), left_pad(optional_tensor_of(stack[4])),
+      mask(optional_tensor_of(stack[5])), spec(tensor_of(stack[6])),
+      feedback(optional_tensor_of(stack[7])), pages(tensor_of(stack[8])), ring(tensor_of(stack[9])),
+      sinks(tensor_of(stack[10])), state(tensor_of(stack[11])),
+      scale(from_value<double>(stack[12])), softcap(from_value<double>(stack[13])),
+      window(from_value<int64_t>(stack[14])), causal(from_value<bool>(stack[15])),
+      kernels(from_value<int64_t>(stack[16]))
+{
+}
+
+AtenTensor *new_output(const operand &query, int32_t dtype, int32_t device, int32_t index)
 {
     if (query.rank != 4)
         fail("query has " + std::to_string(query.rank) + " dimensions; expected 4");
@@ -147,10 +91,12 @@ AtenTensor *new_output(const operand &query, int32_t dtype)
     const int64_t size[4] = {q[0], q[2], q[1], q[3]};
     const int64_t stride[4] = {q[2] * q[1] * q[3], q[1] * q[3], q[3], 1};
     AtenTensor *out = nullptr;
-    if (torch.empty_strided(4, size, stride, dtype, CPU, -1, &out))
+    if (torch.empty_strided(4, size, stride, dtype, device, index, &out))
         fail("no memory for the output");
     return out;
 }
+
+namespace {
 
 int64_t threads()
 {
@@ -165,54 +111,37 @@ int64_t threads()
 constexpr const char *SCHEMA =
     "static_attention(Tensor query, Tensor key, Tensor value, Tensor position, Tensor? left_pad, "
     "Tensor? mask, Tensor spec, Tensor? feedback, Tensor(a!) pages, Tensor(b!) ring, "
-    "Tensor(c!) sinks, Tensor(d!) state, float scale, float softcap, int window, bool causal) "
-    "-> Tensor";
+    "Tensor(c!) sinks, Tensor(d!) state, float scale, float softcap, int window, bool causal, "
+    "int kernels=0) -> Tensor";
 
 void call(Value *stack, uint64_t, uint64_t)
 {
-    const Tensor query(tensor_of(stack[0])), key(tensor_of(stack[1])), value(tensor_of(stack[2]));
-    const Tensor position(tensor_of(stack[3])), left_pad(optional_tensor_of(stack[4]));
-    const Tensor mask(optional_tensor_of(stack[5])), spec(tensor_of(stack[6]));
-    const Tensor feedback(optional_tensor_of(stack[7])), pages(tensor_of(stack[8]));
-    const Tensor ring(tensor_of(stack[9])), sinks(tensor_of(stack[10]));
-    const Tensor state(tensor_of(stack[11]));
+    const Arguments given(stack);
     static_args args{};
-    args.query = query.describe("query");
-    args.key = key.describe("key");
-    args.value = value.describe("value");
-    args.position = position.describe("position");
-    args.left_pad = left_pad.describe("left_pad");
-    args.mask = mask.describe("mask");
-    args.spec = spec.describe("spec");
-    args.feedback = feedback.describe("feedback");
-    args.pages = pages.describe("pages");
-    args.ring = ring.describe("ring");
-    args.sinks = sinks.describe("sinks");
-    args.state = state.describe("state");
-    args.scale = from_value<double>(stack[12]);
-    args.softcap = from_value<double>(stack[13]);
-    args.window = from_value<int64_t>(stack[14]);
-    args.causal = from_value<bool>(stack[15]);
+    args.query = given.query.describe("query", CPU);
+    args.key = given.key.describe("key", CPU);
+    args.value = given.value.describe("value", CPU);
+    args.position = given.position.describe("position", CPU);
+    args.left_pad = given.left_pad.describe("left_pad", CPU);
+    args.mask = given.mask.describe("mask", CPU);
+    args.spec = given.spec.describe("spec", CPU);
+    args.feedback = given.feedback.describe("feedback", CPU);
+    args.pages = given.pages.describe("pages", CPU);
+    args.ring = given.ring.describe("ring", CPU);
+    args.sinks = given.sinks.describe("sinks", CPU);
+    args.state = given.state.describe("state", CPU);
+    args.scale = given.scale, args.softcap = given.softcap;
+    args.window = given.window, args.causal = given.causal;
     args.threads = threads();
-    Tensor out(new_output(args.query, query.dtype()));
-    args.out = out.describe("out");
+    Tensor out(new_output(args.query, given.query.dtype(), CPU, -1));
+    args.out = out.describe("out", CPU);
     char why[512];
     if (tightkv_static_attention(&args, why, sizeof why))
         fail(why);
-    AtenTensor *result = out.release();
-    stack[0] = 0;
-    std::memcpy(&stack[0], &result, sizeof result);
+    stack[0] = to_value(out.release());
 }
 
 // --- registration ---
-template <typename F>
-bool find(void *library, const char *name, F &function)
-{
-    void *address = dlsym(library, name);
-    std::memcpy(&function, &address, sizeof address);
-    return address != nullptr;
-}
-
 const char *find_torch(void *library)
 {
     const char *missing = nullptr;
@@ -226,17 +155,33 @@ const char *find_torch(void *library)
     need("aoti_torch_get_strides", torch.get_strides);
     need("aoti_torch_get_dtype", torch.get_dtype);
     need("aoti_torch_get_device_type", torch.get_device);
+    need("aoti_torch_get_device_index", torch.get_device_index);
     need("aoti_torch_delete_tensor_object", torch.delete_tensor);
     need("aoti_torch_empty_strided", torch.empty_strided);
+    need("aoti_torch_copy_", torch.copy);
+    need("aoti_torch__reinterpret_tensor", torch.reinterpret);
     need("aoti_torch_library_init_fragment", torch.fragment);
     need("aoti_torch_library_init_impl", torch.implementation);
     need("aoti_torch_library_def", torch.define);
+    find(library, "torch_new_stable_ivalue", torch.new_value);
     find(library, "torch_delete_stable_ivalue", torch.delete_value);
     find(library, "torch_get_num_threads", torch.get_threads);
     find(library, "omp_get_max_threads", torch.get_omp_threads);
     if (!find(library, "torch_library_impl", torch.implement))
         need("aoti_torch_library_impl", torch.implement_before);
+    if (!find(library, "torch_call_dispatcher", torch.call))
+        need("aoti_torch_call_dispatcher", torch.call_before);
     return missing;
+}
+
+bool implement(const char *device, Kernel kernel)
+{
+    TorchLibrary *library = nullptr;
+    const char *name = "static_attention";
+    if (torch.implementation("tightkv", device, __FILE__, __LINE__, &library))
+        return false;
+    return 0 == (torch.implement != nullptr ? torch.implement(library, name, kernel, ABI_VERSION)
+                                            : torch.implement_before(library, name, kernel));
 }
 
 std::string register_operator()
@@ -247,16 +192,10 @@ std::string register_operator()
     if (const char *missing = find_torch(library))
         return "libtorch has no " + std::string(missing) +
                ": load it first (import torch), version 2.9 or later";
-    TorchLibrary *fragment = nullptr, *implementation = nullptr;
-    const char *name = "static_attention";
-    if (torch.fragment("tightkv", __FILE__, __LINE__, &fragment) ||
-        torch.define(fragment, SCHEMA) ||
-        torch.implementation("tightkv", "CPU", __FILE__, __LINE__, &implementation))
+    TorchLibrary *fragment = nullptr;
+    if (torch.fragment("tightkv", __FILE__, __LINE__, &fragment) || torch.define(fragment, SCHEMA))
         return "torch refused the operator's schema; has another copy of this library been loaded?";
-    const int failed = torch.implement != nullptr
-                           ? torch.implement(implementation, name, call, ABI_VERSION)
-                           : torch.implement_before(implementation, name, call);
-    if (failed)
+    if (!implement("CPU", call) || !implement("CUDA", call_cuda))
         return "torch refused the operator's kernel";
     void (*parallel)(void (*)(void *), void *, unsigned, unsigned) = nullptr;
     find(library, "GOMP_parallel", parallel);
@@ -267,13 +206,15 @@ std::string register_operator()
 std::string problem = "not registered";
 
 }  // namespace
+}  // namespace tightkv
 
 /* Registers the operator unless that has been done; returns why not, or "". Loading the library
    calls it; call it again where torch was loaded only later. */
 extern "C" PUBLIC const char *tightkv_register_operator()
 {
+    using tightkv::problem;
     if (!problem.empty())
-        problem = register_operator();
+        problem = tightkv::register_operator();
     return problem.c_str();
 }
 

@@ -5,7 +5,7 @@ from tightkv.cli.schemas.build import CONFIG, FLOAT, INT, STR, array, constant, 
 SCHEMA = obj(
     {
         "schema": constant(1),
-        **names("kind dtype torch tightkv folder", STR),
+        **names("kind dtype device torch tightkv folder", STR),
         **names("max_tokens cache_bytes format file_bytes", INT),
         "stop_tokens": array(INT),
         "config": CONFIG,

@@ -87,8 +87,8 @@ class ExportableModel(nn.Module):
         last_only: bool = True,
     ) -> None:
         super().__init__()
-        if model.device.type != "cpu":
-            raise ExportError(f"the model is on {model.device}; exported caches run on the CPU")
+        if model.device.type not in ("cpu", "cuda"):
+            raise ExportError(f"the model is on {model.device}; supported: the CPU and NVIDIA GPUs")
         text = model.config.get_text_config(decoder=True)
         if getattr(text, "num_kv_shared_layers", 0):
             raise ExportError("layers that share keys and values cannot be exported")
@@ -98,7 +98,7 @@ class ExportableModel(nn.Module):
         cache = TightCache(quant, model)
         shapes = _shapes(model, len(cache.layers))
         self.caches = nn.ModuleList(
-            _static_cache(layer, i, *shapes[i], model.dtype, max_tokens, batch)
+            _static_cache(layer, i, shapes[i], model, max_tokens, batch)
             for i, layer in enumerate(cache.layers)
         )
         self.model = model
@@ -124,25 +124,42 @@ class ExportableModel(nn.Module):
         """Bytes of every cache, all of which are there from the start."""
         return sum(x.numel() * x.element_size() for x in self.caches.buffers())
 
+    def kernel_file(self) -> bytes:
+        """What the operator needs beside the model on a GPU (`tightkv_load_kernels`)."""
+        from tightkv.export.cuda_programs import kernel_file_of
+
+        caches = [cache for cache in self.caches if isinstance(cache, StaticKV)]
+        return kernel_file_of(cache.kernels for cache in caches)
+
     def program(self) -> torch.export.ExportedProgram:
         """The graph of `forward`, of any number of tokens up to `max_tokens`."""
         tokens = torch.export.Dim("tokens", min=1, max=self.max_tokens)
-        example = min(8, self.max_tokens)
+        example, device = min(8, self.max_tokens), self.model.device
         inputs: tuple[Tensor, ...] = (
-            torch.zeros(self.batch, example, dtype=torch.int64),
-            torch.arange(example),
+            torch.zeros(self.batch, example, dtype=torch.int64, device=device),
+            torch.arange(example, device=device),
         )
         shapes: tuple[Any, ...] = ({1: tokens}, {0: tokens})
         if self.batch > 1:
-            inputs += (torch.zeros(self.batch, dtype=torch.int64),)
+            inputs += (torch.zeros(self.batch, dtype=torch.int64, device=device),)
             shapes += (None,)
         with torch.no_grad():
             return torch.export.export(self.eval(), inputs, dynamic_shapes=shapes, strict=False)
 
 
-def _shapes(model: PreTrainedModel, layers: int) -> dict[int, tuple[int, int]]:
-    """KV heads and head_dim of each layer, as one token shows them."""
-    shapes: dict[int, tuple[int, int]] = {}
+@dataclass(frozen=True)
+class LayerShape:
+    """Of one layer's attention."""
+
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    softcap: float | None
+
+
+def _shapes(model: PreTrainedModel, layers: int) -> dict[int, LayerShape]:
+    """The shape of each layer, as one token shows it."""
+    shapes: dict[int, LayerShape] = {}
 
     def note(call: AttentionCall) -> Tensor:
         _check_call(call.module, call.mask, call.options)
@@ -153,13 +170,14 @@ def _shapes(model: PreTrainedModel, layers: int) -> dict[int, tuple[int, int]]:
                 f"layer {layer} has keys {list(key)} and values {list(value)}, or attends twice; "
                 "only layers with one attention of like keys and values are exported"
             )
-        shapes[layer] = key[1], key[3]
+        softcap = call.options.get("softcap")
+        shapes[layer] = LayerShape(call.query.shape[1], key[1], key[3], softcap)
         return call.query.transpose(1, 2)
 
     with torch.no_grad(), recording(model, note):
         model(
-            input_ids=torch.zeros(1, 1, dtype=torch.int64),
-            position_ids=torch.zeros(1, 1, dtype=torch.int64),
+            input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device),
+            position_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device),
             use_cache=False,
             static_step=None,
         )
@@ -174,19 +192,35 @@ def _shapes(model: PreTrainedModel, layers: int) -> dict[int, tuple[int, int]]:
 def _static_cache(
     layer: Any,
     number: int,
-    heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
+    shape: LayerShape,
+    model: PreTrainedModel,
     max_tokens: int,
     batch: int,
 ) -> StaticKV:
     """What takes the place of a cache layer."""
+    heads, head_dim, device, dtype = shape.kv_heads, shape.head_dim, model.device, model.dtype
+    on_gpu = device.type != "cpu"
+    if on_gpu and (shape.softcap or type(layer) is not TightLayer):
+        raise ExportError(
+            f"layer {number} has a soft cap, a sliding window or a cache of another kind; these "
+            "are exported for the CPU alone"
+        )
+    if on_gpu and dtype not in (torch.float16, torch.bfloat16):
+        raise ExportError(f"the model is in {dtype}; GPUs have float16 and bfloat16: use --dtype")
     if type(layer) is TightLayer:
         layout = page_layout(layer.cfg, heads, head_dim, exact_dtype(dtype))
         factors = None
         if layer.metric is not None:
-            factors = Codec(layout).feedback_factors(layer.metric, torch.device("cpu"))
-        return StaticKV(layout, max_tokens, batch=batch, feedback=factors)
+            factors = Codec(layout).feedback_factors(layer.metric, device)
+        return StaticKV(
+            layout,
+            max_tokens,
+            batch=batch,
+            feedback=factors,
+            device=device,
+            query_heads=shape.query_heads,
+            centers=None if layer.centers is None else layer.centers.on(dtype, device),
+        )
     if type(layer) is DynamicSlidingWindowLayer:
         window = layer.sliding_window
         return StaticKV.exact_window(window, heads, head_dim, dtype, max_tokens, batch=batch)

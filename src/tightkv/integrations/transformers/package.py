@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tightkv import __version__
 from tightkv.config import FORMAT_VERSION, KVQuantConfig
-from tightkv.export.operator import load_operator
+from tightkv.export.operator import add_kernels, load_operator
 from tightkv.files import whole_file
 from tightkv.integrations.executorch import installed, load_pte, to_pte
 from tightkv.integrations.transformers.export import ExportableModel, ExportError
@@ -22,6 +22,8 @@ from tightkv.layout import MAX_TOKENS
 from tightkv.strict_json import parse_json
 
 ABOUT_FILE = "tightkv.json"
+KERNEL_FILE = "model.kernels"  # of a pt2 for a GPU
+DEVICES = ("cpu", "cuda")
 KINDS = ("pt2", "pte")  # AOTInductor, ExecuTorch
 _SCHEMA = 1
 _MOST_BYTES = 1 << 20
@@ -38,6 +40,7 @@ class About:
     cache_bytes: int
     config: dict[str, Any]
     torch: str
+    device: str = "cpu"
     tightkv: str = __version__
     format: int = FORMAT_VERSION
     schema: int = _SCHEMA
@@ -58,7 +61,10 @@ def write_package(
     backend: str | None = None,
     progress: Callable[[str], None],
 ) -> About:
-    """Export, compile, and write everything; tightkv.json comes last. `backend` is for a pte."""
+    """Export, compile, and write everything; tightkv.json comes last. `backend` is for a pte.
+
+    A pt2 is for the device that the model is on.
+    """
     if kind == "pt2" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
         raise ExportError("AOTInductor compiles C++; install a compiler (g++ or clang++)")
     if kind == "pte":
@@ -81,7 +87,11 @@ def write_package(
         cache_bytes=exportable.cache_bytes(),
         config=quant.to_dict(),
         torch=torch.__version__,
+        device=model.device.type,
     )
+    if about.device == "cuda":
+        with whole_file(folder / KERNEL_FILE) as path:
+            path.write_bytes(exportable.kernel_file())
     with whole_file(folder / about.model_file) as path:
         if kind == "pt2":
             _write_pt2(program, path)
@@ -140,8 +150,14 @@ def read_about(folder: Path) -> About:
         )
     if about.kind not in KINDS:
         raise ValueError(f"{str(path)!r} has kind={about.kind!r}; supported: {', '.join(KINDS)}")
-    if not (folder / about.model_file).is_file():
-        raise FileNotFoundError(f"{str(folder)!r} has no {about.model_file}; export it again")
+    if about.device not in DEVICES:
+        raise ValueError(
+            f"{str(path)!r} has device={about.device!r}; supported: {', '.join(DEVICES)}"
+        )
+    names = [about.model_file] + [KERNEL_FILE] * (about.device == "cuda")
+    for name in names:
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{str(folder)!r} has no {name}; export it again")
     stops = about.stop_tokens
     if (
         type(about.max_tokens) is not int
@@ -162,8 +178,12 @@ def load_package(folder: Path, about: About) -> Callable[[Tensor, Tensor], Tenso
     if about.kind == "pte":
         return load_pte(path)
     load_operator()
+    if about.device == "cuda":
+        if not torch.cuda.is_available():
+            raise RuntimeError(f"{str(path)!r} was exported for a GPU; there is none here")
+        add_kernels((folder / KERNEL_FILE).read_bytes())
     run: Callable[[Tensor, Tensor], Tensor] = torch._inductor.aoti_load_package(str(path))
-    return run
+    return lambda ids, position: run(ids.to(about.device), position.to(about.device))
 
 
 def _stop_tokens(model: Any, tokenizer: Any) -> list[int]:

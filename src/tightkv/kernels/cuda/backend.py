@@ -17,8 +17,8 @@ from tightkv.kernels.cuda.cubin_cache import compile_cubin
 from tightkv.kernels.cuda.decode_plan import DecodePlan, DecodeTile, processor_count
 from tightkv.kernels.cuda.driver import Module
 from tightkv.kernels.cuda.nvrtc import load_torch_nvrtc
-from tightkv.kernels.cuda.params import AppendParams, DecodeParams
-from tightkv.kernels.cuda.source import source
+from tightkv.kernels.cuda.params import AppendParams, DecodeParams, StepParams
+from tightkv.kernels.cuda.source import STATIC_STEP, included, source
 from tightkv.kernels.device_guard import device_guard
 from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.triton import backend as triton_kernels
@@ -33,6 +33,7 @@ _MAX_QUERIES = RING_SLACK  # more than this is prefill
 _EXACT_TOKENS = 16  # that a warp reads at a time
 _MANY_THREADS, _FEW_THREADS = 256, 128  # of a block that appends
 _MOST_BLOCKS_Z = 65_535  # of a grid; blocks take further pages in turn
+_STEP_THREADS = 128
 _SEAL_THREADS, _SEAL_BLOCKS = 128, 4  # of a block that seals with feedback, and blocks a processor
 
 
@@ -211,6 +212,12 @@ def attend(
         *[ctypes.c_int(n) for n in (view.batch, num_splits, num_partials)],
     )
     return out, lse
+
+
+def static_step(params: StepParams, device: torch.device) -> None:
+    """The counters of a static cache for one step (static_step.cu)."""
+    module = _loaded(included(STATIC_STEP), device)
+    module.launch("static_step", (1, 1, 1), _STEP_THREADS, params)
 
 
 @functools.lru_cache(maxsize=1024)

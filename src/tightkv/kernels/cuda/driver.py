@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,17 +17,50 @@ def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
+@dataclass(frozen=True)
+class Launch:
+    """A kernel and what it is launched with; `args` are ctypes values, in the kernel's order."""
+
+    cubin: bytes
+    name: str
+    grid: tuple[int, int, int]
+    threads: int
+    shared: int
+    args: tuple[Any, ...]
+
+
+_records: list[list[Launch]] = []
+
+
+@contextmanager
+def recording() -> Iterator[list[Launch]]:
+    """Launches within are listed and not done."""
+    _records.append([])
+    try:
+        yield _records[-1]
+    finally:
+        _records.pop()
+
+
 class Module:
-    """Kernels of one cubin, loaded on one device."""
+    """Kernels of one cubin, loaded on one device at the first launch."""
 
     def __init__(self, cubin: bytes, device: torch.device) -> None:
-        self._device = device
-        with torch.cuda.device(device):
-            torch.cuda.current_stream()  # makes torch's context the current one
-            self._module = ctypes.c_void_p()
-            _check(_driver().cuModuleLoadData(ctypes.byref(self._module), cubin), "load a kernel")
+        self._cubin, self._device = cubin, device
         self._functions: dict[str, ctypes.c_void_p] = {}
-        self._attributes = int(torch.cuda.get_device_capability(device) >= (9, 0))  # _OVERLAP
+
+    @functools.cached_property
+    def _module(self) -> ctypes.c_void_p:
+        module = ctypes.c_void_p()
+        with torch.cuda.device(self._device):
+            torch.cuda.current_stream()  # makes torch's context the current one
+            _check(_driver().cuModuleLoadData(ctypes.byref(module), self._cubin), "load a kernel")
+        return module
+
+    @functools.cached_property
+    def _attributes(self) -> int:
+        """How many of them there are: _OVERLAP, or none."""
+        return int(torch.cuda.get_device_capability(self._device) >= (9, 0))
 
     def launch(
         self, name: str, grid: tuple[int, int, int], threads: int, *args: Any, shared: int = 0
@@ -34,6 +70,9 @@ class Module:
         `args` are ctypes values, in the kernel's order.
         `shared`: bytes of dynamic shared memory per block; the same at every launch.
         """
+        if _records:
+            _records[-1].append(Launch(self._cubin, name, grid, threads, shared, args))
+            return
         if name not in self._functions:
             self._functions[name] = self._find(name, shared)
         pointers = (ctypes.c_void_p * len(args))(

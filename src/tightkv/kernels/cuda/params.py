@@ -35,3 +35,14 @@ class AppendParams(ctypes.Structure):
         + _fields(ctypes.c_longlong, "key_n key_h value_n value_h table_b page_bytes")
         + _fields(ctypes.c_int, "ring sinks encode_partial_page copy encode")
     )
+
+
+class StepParams(ctypes.Structure):
+    """`struct StepParams` of static_step.cu."""
+
+    _fields_ = (
+        _fields(ctypes.c_void_p, "position new_left_pad state lengths left_pad ring_read_from")
+        + _fields(ctypes.c_void_p, "sink_counts ring_valid_from cu_seqlens refused")
+        + _fields(ctypes.c_int, "count batch max_tokens page_size exact_pages ring sinks")
+        + _fields(ctypes.c_int, "ring_slack")
+    )

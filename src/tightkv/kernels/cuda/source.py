@@ -28,6 +28,7 @@ _PROGRAMS = {
     "append_with_feedback": ("append.cu", "seal.cu"),
     "decode": ("decode.cu", "merge.cu"),
 }
+STATIC_STEP = "static_step.cu"  # takes no constants
 
 
 def source(

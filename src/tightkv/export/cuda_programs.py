@@ -1,0 +1,318 @@
+"""What a static cache does on a GPU, as data: machine code, and how each step launches it.
+
+The launches are those of `kernels.cuda`, recorded for every number of new tokens. The operator
+(cuda_operator.cpp) launches them again with the operands of a call, so it needs neither Python nor
+the layout. `kernel_file.cpp` reads what `KernelSet.to_bytes` writes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from tightkv.codec import Codec
+from tightkv.export.operator import add_kernels
+from tightkv.kernels.cuda import backend
+from tightkv.kernels.cuda.driver import Launch, recording
+from tightkv.kernels.cuda.params import StepParams
+from tightkv.kernels.options import AttendOptions
+from tightkv.kernels.view import CacheView
+from tightkv.layout import RING_SLACK, PageLayout
+
+MAGIC = b"TIGHTKVG"
+VERSION = 1
+_OPERANDS = (
+    "query", "key", "value", "position", "left_pad", "feedback", "pages", "ring", "sinks",
+    "state", "out", "refused",
+)  # fmt: skip
+# what a launch gets in place of recorded bytes: an address, or a number of the call
+_COUNT, _SCALE, _CONSTANT, _SCRATCH = 100, 101, 1_000, 2_000
+
+
+@dataclass(frozen=True)
+class Relocation:
+    """Bytes of an argument that differ by call."""
+
+    argument: int
+    at: int
+    what: int
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Program:
+    """The launches of a step of `tokens` new tokens; those that only append: of up to as many."""
+
+    attends: bool
+    tokens: int
+    scratch: list[int]  # bytes of each buffer
+    launches: list[tuple[Launch, list[Relocation]]]
+
+
+@dataclass(frozen=True)
+class StaticShape:
+    """What a set of kernels is made for."""
+
+    layout: PageLayout
+    query_heads: int
+    batch: int
+    max_tokens: int
+    feedback: bool
+
+
+class KernelSet:
+    """The kernels of layers of one shape on one kind of GPU."""
+
+    def __init__(self, shape: StaticShape, device: torch.device) -> None:
+        self.shape = shape
+        self.arch = torch.cuda.get_device_capability(device)
+        recorder = _Recorder(shape, device)
+        self.programs = [recorder.program(tokens, True) for tokens in range(1, RING_SLACK + 1)]
+        self.programs += [recorder.program(n, False) for n in _prefill_tokens(shape.max_tokens)]
+        self.constants = recorder.constants
+
+    def to_bytes(self) -> bytes:
+        """Without its key, by which the operator is told which set to use."""
+        shape, layout = self.shape, self.shape.layout
+        pages = shape.max_tokens // layout.page_size
+        data = _Writer()
+        data.numbers(*self.arch, int(layout.dtype == torch.bfloat16), shape.batch)
+        data.numbers(shape.query_heads, layout.num_kv_heads, layout.head_dim, layout.ring_tokens)
+        data.numbers(layout.cfg.sinks, pages, layout.record_bytes, shape.max_tokens)
+        data.numbers(int(shape.feedback))
+        launches = [launch for program in self.programs for launch, _ in program.launches]
+        cubins = list(dict.fromkeys(launch.cubin for launch in launches))
+        data.blocks(cubins)
+        data.blocks(self.constants)
+        data.numbers(len(self.programs))
+        for program in self.programs:
+            data.numbers(int(program.attends), program.tokens, len(program.scratch))
+            data.numbers(*program.scratch, len(program.launches))
+            for launch, relocations in program.launches:
+                data.numbers(cubins.index(launch.cubin), *launch.grid, launch.threads)
+                data.numbers(launch.shared)
+                data.blocks([launch.name.encode(), *map(bytes, launch.args)])
+                data.numbers(len(relocations))
+                for r in relocations:
+                    data.numbers(r.argument, r.at, r.what, r.offset)
+        return bytes(data.data)
+
+
+@functools.cache
+def known_kernels(shape: StaticShape, device: torch.device) -> int:
+    """Compile a set, give it to the operator, return its key."""
+    if reason := backend.unavailable(device.type, asked=True) or backend.unsupported(shape.layout):
+        raise ValueError(f"{shape.layout.cfg.name} cannot run on a GPU: {reason}")
+    data = KernelSet(shape, device).to_bytes()
+    add_kernels(kernel_file([data]))
+    _made[key_of(data)] = data
+    return key_of(data)
+
+
+_made: dict[int, bytes] = {}
+
+
+def kernel_file_of(keys: Iterable[int]) -> bytes:
+    """The file to ship beside a model whose layers have these kernels."""
+    return kernel_file([_made[key] for key in dict.fromkeys(keys)])
+
+
+def key_of(data: bytes) -> int:
+    """A positive number that says which set of kernels is meant."""
+    return int.from_bytes(hashlib.sha256(data).digest()[:8], "little") >> 1 or 1
+
+
+def kernel_file(sets: list[bytes]) -> bytes:
+    """A file of several sets, each under its key."""
+    data = _Writer()
+    data.data += MAGIC
+    data.numbers(VERSION, len(sets))
+    for one in sets:
+        data.numbers(key_of(one))
+        data.blocks([one])
+    return bytes(data.data)
+
+
+class _Writer:
+    """Numbers of 8 bytes, and blocks of bytes padded to as many."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+
+    def numbers(self, *values: int) -> None:
+        self.data += struct.pack(f"<{len(values)}q", *values)
+
+    def blocks(self, blocks: list[bytes]) -> None:
+        self.numbers(len(blocks))
+        for block in blocks:
+            self.numbers(len(block))
+            self.data += block + bytes(-len(block) % 8)
+
+
+def _prefill_tokens(max_tokens: int) -> Iterator[int]:
+    """Programs that append many tokens: powers of two, up to the whole cache."""
+    tokens = 2 * RING_SLACK
+    while tokens < max_tokens:
+        yield tokens
+        tokens *= 2
+    if max_tokens > RING_SLACK:
+        yield max_tokens
+
+
+class _Recorder:
+    """Calls the kernels' wrappers with tensors that stand for the operands of a step."""
+
+    def __init__(self, shape: StaticShape, device: torch.device) -> None:
+        self.shape, self.device = shape, device
+        layout, batch = shape.layout, shape.batch
+        self.codec = Codec(layout)
+        pages = shape.max_tokens // layout.page_size
+        table = torch.arange(batch * pages, dtype=torch.int32).view(batch, pages).to(device)
+        rows = torch.arange(batch, dtype=torch.int32).to(device)
+        self.table, self.rows = table, rows
+        tables = [side.rotation.table(device) for side in (self.codec.key, self.codec.value)]
+        self._constants = [table, rows, *tables]
+        self.constants = [_bytes(x) for x in self._constants]
+        heads, dim = layout.num_kv_heads, layout.head_dim
+        self.operands = {
+            "pages": layout.new_pages(1, device),  # its address and the size of a page count
+            "ring": self._empty(2, batch, layout.ring_tokens, heads, dim),
+            "sinks": self._empty(2, batch, layout.cfg.sinks, heads, dim),
+            "state": self._empty(batch, 5, dtype=torch.int64),
+            "refused": self._empty(1, dtype=torch.int32),
+            "left_pad": self._empty(batch, dtype=torch.int64),
+        }
+        if shape.feedback:
+            self.operands["feedback"] = self._empty(heads, dim, dim, dtype=torch.float32)
+
+    def program(self, tokens: int, attends: bool) -> Program:
+        shape, layout = self.shape, self.shape.layout
+        rows = shape.batch * tokens
+        self.operands |= {
+            "query": self._empty(rows, shape.query_heads, layout.head_dim),
+            "out": self._empty(rows, shape.query_heads, layout.head_dim),
+            "key": self._empty(rows, layout.num_kv_heads, layout.head_dim),
+            "value": self._empty(rows, layout.num_kv_heads, layout.head_dim),
+            "position": self._empty(tokens, dtype=torch.int64),
+        }
+        numbers = [self._empty(shape.batch, dtype=torch.int32) for _ in range(5)]
+        numbers.append(self._empty(shape.batch + 1, dtype=torch.int32))
+        with recording() as launches, _Allocations() as allocations:
+            self._step(numbers, tokens, attends)
+        scratch = [*numbers, *allocations.made]
+        sizes = [x.numel() * x.element_size() for x in scratch]
+        places = _Places(self.operands, self._constants, scratch)
+        return Program(
+            attends, tokens, sizes, [(launch, places.relocations(launch)) for launch in launches]
+        )
+
+    def _step(self, numbers: list[Tensor], tokens: int, attends: bool) -> None:
+        """As a layer does it in vLLM: the counters, append, attend."""
+        shape, layout, x = self.shape, self.shape.layout, self.operands
+        lengths, left_pad, ring_read_from, sink_counts, ring_valid_from, cu_seqlens = numbers
+        pointers = (x["position"], x["left_pad"], x["state"], *numbers, x["refused"])
+        params = StepParams(
+            *[tensor.data_ptr() for tensor in pointers],
+            tokens, shape.batch, shape.max_tokens, layout.page_size, layout.cfg.exact_pages,
+            layout.ring_tokens, layout.cfg.sinks, RING_SLACK,
+        )  # fmt: skip
+        backend.static_step(params, self.device)
+        view = CacheView(
+            pages=x["pages"],
+            block_table=self.table,
+            lengths=lengths,
+            left_pad=left_pad,
+            ring_read_from=ring_read_from,
+            sink_counts=sink_counts,
+            ring_rows=self.rows,
+            ring_key=x["ring"][0],
+            ring_value=x["ring"][1],
+            sink_key=x["sinks"][0],
+            sink_value=x["sinks"][1],
+            overlaps_append=True,
+            feedback=x.get("feedback"),
+        )
+        backend.append(
+            self.codec,
+            view,
+            x["key"],
+            x["value"],
+            cu_seqlens,
+            ring_valid_from,
+            max_new=tokens,
+            encode_partial_page=False,
+        )
+        if attends:
+            options = AttendOptions(max_queries=tokens, out=x["out"])
+            backend.attend(self.codec, x["query"], view, cu_seqlens, options)
+
+    def _empty(self, *size: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(size, dtype=dtype or self.shape.layout.dtype, device=self.device)
+
+
+class _Allocations(TorchFunctionMode):
+    """The tensors made within."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.empty, torch.empty_like):
+            self.made.append(result)
+        return result
+
+
+class _Places:
+    """Which operand an address belongs to."""
+
+    def __init__(
+        self, operands: dict[str, Tensor], constants: list[Tensor], scratch: list[Tensor]
+    ) -> None:
+        known = [(_OPERANDS.index(name), x) for name, x in operands.items()]
+        known += [(_CONSTANT + i, x) for i, x in enumerate(constants)]
+        known += [(_SCRATCH + i, x) for i, x in enumerate(scratch)]
+        self.ranges = [
+            (x.data_ptr(), x.data_ptr() + x.numel() * x.element_size(), what)
+            for what, x in known
+            if x.numel()
+        ]
+
+    def relocations(self, launch: Launch) -> list[Relocation]:
+        found = []
+        for number, argument in enumerate(launch.args):
+            if isinstance(argument, ctypes.Structure):
+                fields = [
+                    (name, kind, getattr(type(argument), name).offset, getattr(argument, name))
+                    for name, kind, *_ in argument._fields_
+                ]
+            else:
+                fields = [("", type(argument), 0, argument.value)]
+            for name, kind, at, value in fields:
+                if kind is ctypes.c_void_p and value:
+                    found.append(Relocation(number, at, *self._find(value)))
+                elif name == "count":
+                    found.append(Relocation(number, at, _COUNT))
+                elif name == "scale":
+                    found.append(Relocation(number, at, _SCALE))
+        return found
+
+    def _find(self, address: int) -> tuple[int, int]:
+        for start, end, what in self.ranges:
+            if start <= address < end:
+                return what, address - start
+        raise RuntimeError("a kernel is given an address that is no operand's")
+
+
+def _bytes(x: Tensor) -> bytes:
+    return bytes(x.cpu().contiguous().flatten().view(torch.uint8).tolist())
