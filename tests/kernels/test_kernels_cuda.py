@@ -479,6 +479,34 @@ def test_outputs_are_written_after_the_kernel_before_has_ended(owned):
     assert torch.isfinite(out).all()
 
 
+@pytest.mark.skipif(ON_GPU, reason="shows on the host what is a matter of time on a GPU")
+def test_sealing_overlaps_the_append_and_ends_after_it(monkeypatch):
+    """It reads nothing that the append writes, and who waits for it waits for both."""
+    pages, ends = [], []
+    for lost in (False, True):
+        cache = cache_on(CFG, [0], name="cuda", dtype=torch.bfloat16, encode_partial_page=False)
+        fill(cache, [63])
+        module = cuda_on_host.module("append", cache.layout, HEADS, None, False, DEVICE)
+
+        class Launches:
+            def launch(self, name, *arguments, module=module, cache=cache, lost=lost):
+                if name == "seal_pages":
+                    ends.append(torch.zeros(4))
+                    module.previous_writes(ends[-1])
+                    if lost:
+                        cache.ring_key[:, 63], cache.ring_value[:, 63] = torch.nan, torch.nan
+                module.launch(name, *arguments)
+
+        launches = Launches()
+        with monkeypatch.context() as patch:
+            patch.setattr(cuda, "_module", lambda *_, launches=launches: launches)
+            fill(cache, [1], seed=1)
+        pages.append(cache.pages[cache.view().block_table[0, :1].long()])
+        assert cache.ring_key.isnan().any() == lost
+    assert pages[0].any() and torch.equal(*pages)
+    assert len(ends) == 2 and all(end.isnan().all() for end in ends)
+
+
 @pytest.mark.parametrize("preset", ["k4v4", "k2v2"])
 def test_scores_of_any_size(preset):
     """Weights are 16 bits wide, and large scores are rounded: the largest weight must still fit."""

@@ -33,7 +33,7 @@ _MAX_QUERIES = RING_SLACK  # more than this is prefill
 _EXACT_TOKENS = 16  # that a warp reads at a time
 _MANY_THREADS, _FEW_THREADS = 256, 128  # of a block that appends
 _MOST_BLOCKS_Z = 65_535  # of a grid; blocks take further pages in turn
-_PAGE_THREADS, _PAGE_BLOCKS = 128, 6  # of a block that seals pages, and blocks a processor
+_PAGE_THREADS, _PAGE_BLOCKS = 128, 8  # of a block that seals pages, and blocks a processor
 _SEAL_THREADS, _SEAL_BLOCKS = 128, 4  # the same, with feedback
 
 

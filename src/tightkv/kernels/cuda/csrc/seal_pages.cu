@@ -7,7 +7,7 @@
 #include "whole_page.cuh"
 
 #define PAGE_THREADS 128
-#define PAGE_BLOCKS 6  // a processor: as many as its registers hold
+#define PAGE_BLOCKS 8  // a processor: as many as its registers hold
 
 struct PageJob {
     int row, head, part, page_at;
