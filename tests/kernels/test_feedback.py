@@ -259,9 +259,9 @@ def test_cuda_without_feedback_launches_one_kernel(cuda, monkeypatch):
     cache.feedback = None
     cache.append(cache.table.append([0], [1]), *torch.zeros(2, 1, 1, 2, 64, device=DEVICE).half())
     assert made == [
-        ["append_with_feedback", "append", "seal_pages", "seal"],
-        ["append_with_feedback", "append", "seal_pages", "seal", "append"],  # the ring, last
-        ["append", "append", "seal_pages"],
+        ["append_with_feedback", "append", "seal"],
+        ["append_with_feedback", "append", "seal", "append"],  # the ring, last
+        ["append", "append"],
     ]
     assert "FEEDBACK_WIDTH" not in source("append", cache.layout, 2, None)
 

@@ -239,12 +239,6 @@ inline int __float_as_int(float f) { return (int)host::float_to_bits(f); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float __fmul_rn(float a, float b) { return a * b; }  // built without contraction
 inline float __fadd_rn(float a, float b) { return a + b; }
-inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
-inline float __fmaf_rd(float a, float b, float c) {  // of sums that a double holds
-    const double exact = (double)a * (double)b + (double)c;
-    const float near = (float)exact;
-    return near > exact ? nextafterf(near, -INFINITY) : near;
-}
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fsqrt_rn(float a) { return sqrtf(a); }
 inline int min(int a, int b) { return a < b ? a : b; }

@@ -22,11 +22,6 @@ _APPEND = """
 extern "C" void host_append(const int *shape, int threads, size_t shared, void **args) {
     host::launch(shape, threads, shared, [&] { append(*(AppendParams *)args[0]); });
 }
-extern "C" void host_seal_pages(const int *shape, int threads, size_t shared, void **args) {
-    host::launch(shape, threads, shared, [&] {
-        seal_pages(*(AppendParams *)args[0], *(int *)args[1], *(int *)args[2], *(int *)args[3]);
-    });
-}
 """
 _SEAL = """
 extern "C" void host_seal(const int *shape, int threads, size_t shared, void **args) {

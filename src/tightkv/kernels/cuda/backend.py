@@ -34,8 +34,7 @@ _EXACT_TOKENS = 16  # that a warp reads at a time
 _MANY_THREADS, _FEW_THREADS = 256, 128  # of a block that appends
 _MOST_BLOCKS_Z = 65_535  # of a grid; blocks take further pages in turn
 _STEP_THREADS = 128
-_PAGE_THREADS, _PAGE_BLOCKS = 128, 8  # of a block that seals pages, and blocks a processor
-_SEAL_THREADS, _SEAL_BLOCKS = 128, 4  # the same, with feedback
+_SEAL_THREADS, _SEAL_BLOCKS = 128, 4  # of a block that seals with feedback, and blocks a processor
 
 
 def unavailable(device_type: str | None, asked: bool = False) -> str | None:
@@ -95,7 +94,7 @@ def append(
             encode_partial_page=encode_partial_page,
         )
         return
-    key, value = (x if _is_aligned(x) else x.contiguous() for x in (key, value))
+    key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
     signs = codec.key.rotation.table(key.device)
     ring = view.ring_key.shape[1]
     arguments = [
@@ -116,7 +115,7 @@ def append(
     module = _module(name, layout, layout.num_kv_heads, None, False, key.device)
     blocks = view.batch * layout.num_kv_heads
     if max_new <= RING_SLACK:
-        # Many blocks are launched sooner if they are small; few should encode fast.
+        # Many blocks are launched sooner if they are small; few should seal pages fast.
         threads = _FEW_THREADS if blocks > processor_count(key.device) else _MANY_THREADS
         module.launch("append", (blocks, 2, 1), threads, AppendParams(*arguments, 1, 1))
         _seal(module, layout, view, AppendParams(*arguments, 1, 1), max_new)
@@ -129,29 +128,14 @@ def append(
     module.launch("append", (blocks, 2, copies), _MANY_THREADS, AppendParams(*arguments, 1, 0))
 
 
-def _is_aligned(x: Tensor) -> bool:
-    """Whether each head of each token can be read in vectors of 16 bytes."""
-    starts = (x.data_ptr() // x.element_size(), *x.stride()[:-1])
-    return x.stride(-1) == 1 and all(n % 8 == 0 for n in starts)
-
-
 def _seal(
     module: Module, layout: PageLayout, view: CacheView, params: AppendParams, max_new: int
 ) -> None:
-    """Encode the pages that an append just launched completes."""
-    if not max_new:
+    """Keys of the pages that an append just launched completes, where they take feedback."""
+    if view.feedback is None or not max_new:
         return
     d, size = layout.head_dim, layout.page_size
-    completed = -(-max_new // size)  # of a sequence, at most
-    jobs = 2 * view.batch * completed * layout.num_kv_heads
-    most = _PAGE_BLOCKS * processor_count(view.pages.device)
-    parts = size // 32 if jobs * (size // 32) <= most else 1  # few pages: several blocks each
-    numbers = [ctypes.c_int(n) for n in (view.batch, completed, parts)]
-    grid = (max(min(jobs * parts, most), 1), 1, 1)
-    module.launch("seal_pages", grid, _PAGE_THREADS, params, *numbers)
-    if view.feedback is None:
-        return
-    pages = view.batch * layout.num_kv_heads * completed
+    pages = view.batch * layout.num_kv_heads * -(-max_new // size)
     # Few pages are sealed by several blocks each; many by blocks that take one after another.
     blocks = min(pages * (size * d // 2048), _SEAL_BLOCKS * processor_count(view.pages.device))
     factors = ctypes.c_void_p(view.feedback.data_ptr())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,8 +24,8 @@ from tightkv.math.quantize import Quantizer, TurboQuantMSE
 _FOLDER = Path(__file__).parent / "csrc"
 _INCLUDE = re.compile(r'#include "([\w.]+)"$')
 _PROGRAMS = {
-    "append": ("append.cu", "seal_pages.cu"),
-    "append_with_feedback": ("append.cu", "seal_pages.cu", "seal.cu"),
+    "append": ("append.cu",),
+    "append_with_feedback": ("append.cu", "seal.cu"),
     "decode": ("decode.cu", "merge.cu"),
 }
 STATIC_STEP = "static_step.cu"  # takes no constants
@@ -83,9 +82,6 @@ def source(
         thresholds, magnitudes = ((x,) if isinstance(x, float) else x for x in book)
         constants[f"{side}_THRESHOLDS"] = _floats(*thresholds)
         constants[f"{side}_MAGNITUDES"] = _floats(*magnitudes)
-        quotients = [_largest_quotient(x, d**0.5) for x in thresholds]
-        constants[f"{side}_QUOTIENTS"] = _floats(*(q for q, _ in quotients))
-        constants[f"{side}_HALF_STEPS"] = _floats(*(step / 2 for _, step in quotients))
     defines = "".join(f"#define {field} {value}\n" for field, value in constants.items())
     return defines + included(*_PROGRAMS[name])
 
@@ -126,21 +122,6 @@ def _byte_levels(quantizer: Quantizer, sum_levels: bool) -> str:
     data = bytes(int(x) & 255 for x in levels)
     words = [int.from_bytes(data[at : at + 4], "little") for at in range(0, len(data), 4)]
     return ", ".join(f"{word}u" for word in words)
-
-
-def _largest_quotient(threshold: float, width: float) -> tuple[float, float]:
-    """The largest float32 whose product with `width` is not above a threshold, and its last bit."""
-    limit, factor, end = (_float32(x) for x in (threshold, width, math.inf))
-    quotient = limit / factor
-    while quotient * factor > limit:
-        quotient = torch.nextafter(quotient, -end)
-    while (above := torch.nextafter(quotient, end)) * factor <= limit:
-        quotient = above
-    return quotient.item(), (above - quotient).item()
-
-
-def _float32(x: float) -> torch.Tensor:
-    return torch.tensor(x, dtype=torch.float32, device="cpu")
 
 
 def _floats(*values: float) -> str:

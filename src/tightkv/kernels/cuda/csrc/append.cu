@@ -1,15 +1,18 @@
 // Append: copy the new tokens to ring and sinks, encode what they touch.
 //
 // Blocks have a sequence, a head and a side (key or value); those of many tokens, every so many-th
-// page too. Pages that are complete and at hand are left to seal_pages.cu.
+// page too. A warp encodes a token, lane l holding channels l + 32 k; codes go through shared memory
+// and are packed word by word.
 
-#include "encode_tokens.cuh"
+#include "encode.cuh"
 
 #define MOST_THREADS 256
+#define ROOM (PAGE * D > 32768 ? 32768 / D : PAGE)  // tokens whose codes fit shared memory
 
-extern "C" __global__ void __launch_bounds__(MOST_THREADS, 6) append(const AppendParams a) {
+extern "C" __global__ void __launch_bounds__(MOST_THREADS) append(const AppendParams a) {
     __shared__ u8 codes[ROOM][D];
-    __shared__ float mean[MEAN_STRIDE * N];
+    __shared__ float sums[PARTS][D];
+    __shared__ float mean[D];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
     const int row = blockIdx.x / HKV, head = blockIdx.x % HKV;
     const bool is_key = blockIdx.y == 0;
@@ -49,18 +52,101 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS, 6) append(const Appen
         if (!complete && !a.encode_partial_page) return;
         if (FEEDBACK && is_key && complete) continue;  // seal.cu has it
         const int exact_from = a.ring_valid_from[row];
-        if (complete && is_sealed_whole(a, is_key, before, exact_from, page_at)) continue;
-        const int low = max(complete && (is_key || !a.encode_partial_page) ? exact_from : before, page_at);
+        const int low = max(complete ? exact_from : before, page_at);
         const int high = min(length, page_at + PAGE);
         u8 *record = a.pages + a.block_table[row * a.table_b + index] * a.page_bytes + head * RECORD;
         const bool has_mean = is_key && complete && MEAN_BITS > 0;
 
-        const TokenReader tokens{source + begin * stride, ring, center, stride, before, a.ring};
+        auto load = [&](int at, float(&x)[N]) {
+            const bool fresh = at >= before;  // tokens of the ring are relative already
+            const u16 *p = fresh ? source + (begin + at - before) * stride
+                                 : ring + (long long)(at % a.ring) * HKV * D;
+            const u16 *o = fresh ? center : nullptr;
+#pragma unroll
+            for (int k = 0; k < N; k++)
+                x[k] = finite(model_to_float(relative(p[lane + 32 * k], o, lane + 32 * k)));
+        };
+
         if (has_mean) {
-            if (warp == 0) read_mean(record, mean, lane);
+            const int real_from = max(start, page_at), to = page_at + PAGE;
+            if (exact_from <= page_at)
+                make_mean(load, real_from, to, a.signs, record, true, sums, mean, lane, warp, warps);
+            else if (warp == 0)
+                read_mean(record, mean, lane);
             __syncthreads();
         }
-        encode_tokens(tokens, page_at, low, high, is_key, has_mean, a.signs, record, mean, codes, lane, warp,
-                      warps);
+
+#pragma unroll 1
+        for (int part = page_at; part < page_at + PAGE; part += ROOM) {
+            const int from = max(low, part), to = min(high, part + ROOM);
+            if (from >= to) continue;
+            for (int at = from + warp; at < to; at += warps) {
+                const int t = at - page_at;
+                float x[N];
+                load(at, x);
+                rotate(x, a.signs, lane);
+                float scale;
+                u16 *scales;
+                if (is_key) {
+                    bool centered = false;
+                    if (has_mean) {
+                        double plain = 0, rest = 0;
+                        float y[N];
+#pragma unroll
+                        for (int k = 0; k < N; k++) {
+                            y[k] = x[k] - mean[lane + 32 * k];
+                            plain += (double)x[k] * (double)x[k];
+                            rest += (double)y[k] * (double)y[k];
+                        }
+                        centered = (float)warp_sum(rest) < (float)warp_sum(plain);
+#pragma unroll
+                        for (int k = 0; k < N; k++) x[k] = centered ? y[k] : x[k];
+                    }
+                    scale = quantize<KEY_BITS, KEY_MODE>(x, codes[t % ROOM], lane);
+                    scale = fminf(fmaxf(scale, -65504.f), 65504.f);
+                    scale = centered ? -scale : scale;
+                    scales = (u16 *)(record + KEY_SCALE_AT);
+                } else {
+                    scale = quantize<VALUE_BITS, VALUE_MODE>(x, codes[t % ROOM], lane);
+                    scale = fminf(fmaxf(scale, -65504.f), 65504.f);
+                    scales = (u16 *)(record + VALUE_SCALE_AT);
+                }
+                if (lane == 0) scales[(t / 32) * 32 + (t % 8) * 4 + (t % 32) / 8] = float_to_half(scale);
+            }
+            __syncthreads();
+
+            const int first_block = (from - page_at) / 32, last_block = (to - page_at - 1) / 32;
+            if (is_key) {
+                constexpr int C = D / 32, BLOCK = KEY_BITS * 32 * C;  // words of 32 tokens
+                u32 *plane = (u32 *)record;
+                for (int w = first_block * BLOCK + threadIdx.x; w < (last_block + 1) * BLOCK; w += blockDim.x) {
+                    const int i = w % 4, c = w / 4 % C, r = w / (4 * C) % 8, j = w / (32 * C) % KEY_BITS;
+                    const int t = w / BLOCK * 32 + 8 * i + r;
+                    if (page_at + t < from || page_at + t >= to) continue;
+                    plane[w] = pack<KEY_BITS>(j, [&](int k) { return codes[t % ROOM][32 * c + k]; });
+                }
+            } else {
+                constexpr int C = D / 16, BLOCK = VALUE_BITS * 16 * C;
+                u32 *plane = (u32 *)(record + VALUE_AT);
+                for (int w = first_block * BLOCK + threadIdx.x; w < (last_block + 1) * BLOCK; w += blockDim.x) {
+                    const int i = w % 4, c = w / 4 % 4, ch = w / 16 % C, j = w / (16 * C) % VALUE_BITS;
+                    const int t = w / BLOCK * 32 + 2 * (4 * i + c);
+                    const bool even = page_at + t >= from && page_at + t < to;
+                    const bool odd = page_at + t + 1 >= from && page_at + t + 1 < to;
+                    if (!even && !odd) continue;
+                    u32 word = pack<VALUE_BITS>(j, [&](int k) {
+                        return ((k & 1) ? odd : even) ? codes[(t + (k & 1)) % ROOM][16 * ch + k / 2] : (u8)0;
+                    });
+                    if (!even || !odd) {
+                        u32 own = pack<VALUE_BITS>(j, [&](int k) {
+                            return ((k & 1) ? odd : even) ? (u8)((1 << VALUE_BITS) - 1) : (u8)0;
+                        });
+                        word |= plane[w] & ~own;
+                    }
+                    plane[w] = word;
+                }
+            }
+            __syncthreads();  // codes are free for what comes next
+        }
     }
 }

@@ -19,7 +19,7 @@ struct __align__(16) Scratch {
     float keys[PASS][D + 4];
     u8 codes[PASS][D];
     float norms[PASS];  // with the sign of the scale
-    float sums[PARTS][D], mean[MEAN_STRIDE * N];
+    float sums[PARTS][D], mean[D];
 };
 
 // Pages that row `row` completes.
@@ -60,6 +60,30 @@ __device__ __forceinline__ void find_page(const AppendParams &a, int batch, int 
         n -= all;
     }
 }
+
+// Reads keys of a row's head: new ones, and older ones from the ring.
+struct KeyReader {
+    const u16 *fresh, *ring, *center;
+    long long stride;
+    int before, slots;
+    __device__ __forceinline__ KeyReader(const AppendParams &a, int row, int head) {
+        const int begin = a.cu_seqlens[row];
+        before = a.lengths[row] - (a.cu_seqlens[row + 1] - begin);
+        stride = a.key_n, slots = a.ring;
+        fresh = a.key + head * a.key_h + begin * stride;
+        center = a.key_center ? a.key_center + head * D : nullptr;
+        ring = a.ring_key + ((long long)a.ring_rows[row] * slots * HKV + head) * D;
+    }
+    __device__ __forceinline__ void operator()(int at, float (&x)[N]) const {
+        const u16 *p = at >= before ? fresh + (at - before) * stride
+                                    : ring + (long long)(at % slots) * HKV * D;
+        const u16 *o = at >= before ? center : nullptr;  // tokens of the ring are relative already
+        const int lane = threadIdx.x & 31;
+#pragma unroll
+        for (int k = 0; k < N; k++)
+            x[k] = finite(model_to_float(relative(p[lane + 32 * k], o, lane + 32 * k)));
+    }
+};
 
 __device__ __forceinline__ int nearest(float y, float &centroid) {
     int index = 0;
@@ -148,7 +172,7 @@ __device__ __forceinline__ void scale_keys(Scratch &s, const float *signs, int l
             square = 0;
 #pragma unroll
             for (int k = 0; k < N; k++) {
-                rest[k] = __fadd_rn(x[k], -s.mean[lane + MEAN_STRIDE * k]);
+                rest[k] = __fadd_rn(x[k], -s.mean[lane + 32 * k]);
                 square += (double)rest[k] * (double)rest[k];
             }
             const float smaller = (float)warp_sum(square);
@@ -229,8 +253,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 4)
             __syncthreads();  // the mean before is no longer read
             const int real_from = max(a.left_pad[row], page_at), to = page_at + PAGE;
             if (exact_from <= page_at)
-                make_mean(TokenReader::of(a, row, head, true), real_from, to, a.signs, record, part == 0, s.sums,
-                          s.mean, lane, warp, WARPS);
+                make_mean(KeyReader(a, row, head), real_from, to, a.signs, record, part == 0, s.sums, s.mean, lane,
+                          warp, WARPS);
             else if (warp == 0)
                 read_mean(record, s.mean, lane);
             __syncthreads();
@@ -244,7 +268,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 4)
             for (int n = 0; n < STAGES - 1; n++)
                 fetch_rows((u32)__cvta_generic_to_shared(memory), factors, n);
 
-            const TokenReader load = TokenReader::of(a, row, head, true);
+            const KeyReader load(a, row, head);
             float x[TOKENS][N];
 #pragma unroll
             for (int t = 0; t < TOKENS; t++)  // all at once

@@ -6,7 +6,6 @@
 
 #define PARTS 8  // of a page's sum, however many threads there are: the sum must not depend on it
 #define N (D / 32)  // channels a lane
-#define MEAN_STRIDE 36  // floats from 32 channels of a mean to the next: their vectors have banks of their own
 
 struct AppendParams {
     const u16 *key, *value;
@@ -38,7 +37,7 @@ __device__ __forceinline__ void rotate(float (&x)[N], const float *signs, int la
     for (int k = 0; k < N; k++) x[k] *= signs[lane + 32 * k];
     hadamard(x, lane);
 #pragma unroll
-    for (int k = 0; k < N; k++) x[k] = __fmul_rn(x[k], ROOT);  // not fused with what follows
+    for (int k = 0; k < N; k++) x[k] *= ROOT;
 #endif
 }
 
@@ -54,15 +53,6 @@ struct Codebook<KEY_BITS> {
         const float m[] = {KEY_MAGNITUDES};
         return m[i];
     }
-    // The largest quotient by the norm that is not above a threshold, and half of its last bit.
-    static __device__ __forceinline__ float quotient(int i) {
-        const float q[] = {KEY_QUOTIENTS};
-        return q[i];
-    }
-    static __device__ __forceinline__ float half_step(int i) {
-        const float h[] = {KEY_HALF_STEPS};
-        return h[i];
-    }
 };
 #if VALUE_BITS != KEY_BITS
 template <>
@@ -74,15 +64,6 @@ struct Codebook<VALUE_BITS> {
     static __device__ __forceinline__ float magnitude(int i) {
         const float m[] = {VALUE_MAGNITUDES};
         return m[i];
-    }
-    // The largest quotient by the norm that is not above a threshold, and half of its last bit.
-    static __device__ __forceinline__ float quotient(int i) {
-        const float q[] = {VALUE_QUOTIENTS};
-        return q[i];
-    }
-    static __device__ __forceinline__ float half_step(int i) {
-        const float h[] = {VALUE_HALF_STEPS};
-        return h[i];
     }
 };
 #endif
@@ -142,49 +123,28 @@ __device__ __forceinline__ u32 pack(int j, F code) {
     return w;
 }
 
-// Where tokens of a row's head are: new ones, and older ones in the ring, which are relative to the center.
-struct TokenReader {
-    const u16 *fresh, *ring, *center;
-    long long stride;
-    int before, slots;
-
-    static __device__ __forceinline__ TokenReader of(const AppendParams &a, int row, int head, bool is_key) {
-        const int begin = a.cu_seqlens[row];
-        const long long stride = is_key ? a.key_n : a.value_n;
-        const u16 *center = is_key ? a.key_center : a.value_center;
-        return {(is_key ? a.key + head * a.key_h : a.value + head * a.value_h) + begin * stride,
-                (is_key ? a.ring_key : a.ring_value) + ((long long)a.ring_rows[row] * a.ring * HKV + head) * D,
-                center ? center + head * D : nullptr,
-                stride,
-                a.lengths[row] - (a.cu_seqlens[row + 1] - begin),
-                a.ring};
-    }
-    // Lane l has channels l + 32 k.
-    __device__ __forceinline__ void operator()(int at, float (&x)[N]) const {
-        const u16 *p = at >= before ? fresh + (at - before) * stride
-                                    : ring + (long long)(at % slots) * HKV * D;
-        const u16 *o = at >= before ? center : nullptr;
-        const int lane = threadIdx.x & 31;
+// The mean key of a page's tokens [from, to), in the rotated frame, to shared memory; written to the
+// page too, where it is `first`. `load` reads a token, lane l channels l + 32 k.
+template <class Load>
+__device__ __forceinline__ void make_mean(Load load, int from, int to, const float *signs, u8 *record,
+                                          bool first, float (&sums)[PARTS][D], float (&mean)[D], int lane,
+                                          int warp, int warps) {
+    for (int p = warp; p < PARTS; p += warps) {
+        float part[N];
 #pragma unroll
-        for (int k = 0; k < N; k++)
-            x[k] = finite(model_to_float(relative(p[lane + 32 * k], o, lane + 32 * k)));
+        for (int k = 0; k < N; k++) part[k] = 0.f;
+        for (int at = from + p; at < to; at += PARTS) {
+            float x[N];
+            load(at, x);
+#pragma unroll
+            for (int k = 0; k < N; k++) part[k] += x[k];
+        }
+#pragma unroll
+        for (int k = 0; k < N; k++) sums[p][lane + 32 * k] = part[k];
     }
-};
-
-// Whether seal_pages.cu encodes a page that an append completes: all of it is at hand and to be encoded.
-// Values that came before have their codes already, if unfinished pages have any.
-__device__ __forceinline__ bool is_sealed_whole(const AppendParams &a, bool is_key, int before, int exact_from,
-                                                int page_at) {
-    if (FEEDBACK && is_key) return false;  // seal.cu
-    return (is_key || !a.encode_partial_page ? exact_from : before) <= page_at;
-}
-
-// The mean of a page's keys from sums over every PARTS-th of them, in the rotated frame, to shared memory, by
-// warp 0; written to the page too, where it is `first`.
-__device__ __forceinline__ void finish_mean(int count, const float *signs, u8 *record, bool first,
-                                            const float (&sums)[PARTS][D], float *mean, int lane, int warp) {
+    __syncthreads();
     if (warp == 0) {
-        const float real = max(count, 1);
+        const float real = max(to - from, 1);
         float x[N];
 #pragma unroll
         for (int k = 0; k < N; k++) {
@@ -207,49 +167,26 @@ __device__ __forceinline__ void finish_mean(int count, const float *signs, u8 *r
             float level = rintf(__fdiv_rn(x[k], fmaxf(step, 6.103515625e-05f)));
             level = fminf(fmaxf(level, -127.f), 127.f);
             if (first) ((signed char *)(record + MEAN_AT))[lane + 32 * k] = (signed char)level;
-            mean[lane + MEAN_STRIDE * k] = level * step;
+            mean[lane + 32 * k] = level * step;
         }
 #else
 #pragma unroll
         for (int k = 0; k < N; k++) {
             const u16 h = float_to_half(x[k]);
             if (first) ((u16 *)(record + MEAN_AT))[lane + 32 * k] = h;
-            mean[lane + MEAN_STRIDE * k] = half_to_float(h);
+            mean[lane + 32 * k] = half_to_float(h);
         }
 #endif
     }
 }
 
-// The mean key of a page's tokens [from, to), in the rotated frame, to shared memory; written to the
-// page too, where it is `first`. `load` reads a token, lane l channels l + 32 k.
-template <class Load>
-__device__ __forceinline__ void make_mean(Load load, int from, int to, const float *signs, u8 *record,
-                                          bool first, float (&sums)[PARTS][D], float *mean, int lane,
-                                          int warp, int warps) {
-    for (int p = warp; p < PARTS; p += warps) {
-        float part[N];
-#pragma unroll
-        for (int k = 0; k < N; k++) part[k] = 0.f;
-        for (int at = from + p; at < to; at += PARTS) {
-            float x[N];
-            load(at, x);
-#pragma unroll
-            for (int k = 0; k < N; k++) part[k] += x[k];
-        }
-#pragma unroll
-        for (int k = 0; k < N; k++) sums[p][lane + 32 * k] = part[k];
-    }
-    __syncthreads();
-    finish_mean(to - from, signs, record, first, sums, mean, lane, warp);
-}
-
 // The mean that a page has.
-__device__ __forceinline__ void read_mean(const u8 *record, float *mean, int lane) {
+__device__ __forceinline__ void read_mean(const u8 *record, float (&mean)[D], int lane) {
     for (int d = lane; d < D; d += 32)
 #if MEAN_BITS == 8
-        mean[d / 32 * MEAN_STRIDE + lane] = (float)((signed char *)(record + MEAN_AT))[d] *
-                                            half_to_float(*(u16 *)(record + MEAN_AT + D));
+        mean[d] = (float)((signed char *)(record + MEAN_AT))[d] *
+                  half_to_float(*(u16 *)(record + MEAN_AT + D));
 #else
-        mean[d / 32 * MEAN_STRIDE + lane] = half_to_float(((u16 *)(record + MEAN_AT))[d]);
+        mean[d] = half_to_float(((u16 *)(record + MEAN_AT))[d]);
 #endif
 }
