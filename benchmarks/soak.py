@@ -51,8 +51,8 @@ TIES = {"k8v8": 0.05, "k4v4": 0.5, "own": math.inf}
 LEAST_EQUAL = {"k8v8": 0.9, "k4v4": 0.4}
 WAIT = 10.0  # seconds for Python's resource tracker to remove what an engine had
 # KiB per request that memory may grow by: so much, or half more than with vLLM's own cache. Its
-# engine on a CPU grows by about 13 KiB per request, none of it in objects of Python.
-GROWTH = 24.0
+# engine on a CPU grows by about 7 KiB per request, none of it in objects of Python.
+GROWTH = 12.0
 
 
 @dataclass
@@ -426,6 +426,15 @@ def _run(minutes: float, preset: str, requests: int, seed: int, folder: str) -> 
     return {**row, "problems": problems}
 
 
+def provenance() -> dict[str, Any]:
+    import torch
+    import vllm
+
+    from tightkv.bench.provenance import provenance
+
+    return {"vllm": vllm.__version__, **provenance(torch.device("cpu"))}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--minutes", type=float, default=60.0, help="under load; 60")
@@ -438,7 +447,7 @@ def main() -> int:
         parser.error(f"at least {ROWS} requests, and more than 0 minutes")
     os.environ.update({**SETTINGS, **os.environ})
     import_engine()
-    row = run(args.minutes, args.preset, args.requests, args.seed)
+    row = {**run(args.minutes, args.preset, args.requests, args.seed), **provenance()}
     sys.stdout.write(json.dumps(row) + "\n")
     if args.out is not None:
         with args.out.open("a") as file:

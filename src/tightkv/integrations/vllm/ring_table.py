@@ -63,7 +63,7 @@ class RingTable:
     ) -> None:
         """`taken_back`: how many of its newest tokens a sequence may lose between two steps.
 
-        `num_blocks` and the blocks of `step` are single pages, those of `forget` have more.
+        `num_blocks` and the blocks of `step` are pages; `name` and `load` take vLLM's blocks.
         """
         if taken_back > RING_SLACK:
             raise ValueError(f"{taken_back} speculative tokens; supported: up to {RING_SLACK}")
