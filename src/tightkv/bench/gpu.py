@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from types import ModuleType
@@ -60,36 +60,50 @@ def decode_rows(
 
 
 def _decode_times(module: ModuleType, layers: Sequence[Layer], shape: Shape) -> dict[str, float]:
-    """Milliseconds of append and attend together and of each alone; sealing a page of every row."""
+    """Milliseconds of append and attend together and of each alone; sealing a page of every row.
+
+    In vLLM a token is coded at once, and with a calibration it is relative to centers.
+    """
     device = layers[0].view.pages.device
     cu_seqlens = torch.arange(shape.batch + 1, dtype=torch.int32, device=device)
     query = _random(shape.batch, shape.query_heads, shape.head_dim, device)
     key, value = (_random(shape.batch, shape.kv_heads, shape.head_dim, device) for _ in range(2))
+    centers = tuple(_random(shape.kv_heads, shape.head_dim, device) for _ in range(2))
 
-    def append(layer: Layer) -> None:
+    def append(layer: Layer, in_vllm: bool = False, **centers: Any) -> None:
         module.append(
             layer.codec, layer.view, key, value, cu_seqlens, layer.ring_valid_from,
-            max_new=1, encode_partial_page=False,
+            max_new=1, encode_partial_page=in_vllm, **centers,
         )  # fmt: skip
 
-    def attend(layer: Layer) -> None:
-        module.attend(layer.codec, query, layer.view, cu_seqlens, AttendOptions(max_queries=1))
+    def attend(layer: Layer, **center: Tensor) -> None:
+        options = AttendOptions(max_queries=1)
+        module.attend(layer.codec, query, layer.view, cu_seqlens, options, **center)
 
-    def step(layer: Layer) -> None:  # as vLLM's layers launch them
-        append(layer)
-        attend(replace(layer, view=replace(layer.view, overlaps_append=True)))
+    def step(layer: Layer, in_vllm: bool = False, centered: bool = False) -> None:
+        append(layer, in_vllm, **({"centers": centers} if centered else {}))
+        over = replace(layer, view=replace(layer.view, overlaps_append=True))  # as vLLM launches it
+        attend(over, **({"value_center": centers[1]} if centered else {}))
 
     page = layers[0].codec.layout.page_size
     full = [
         replace(layer, view=replace(layer.view, lengths=_up_to_page(layer.view.lengths, page)))
         for layer in layers
     ]
+    calls: dict[str, tuple[Callable[..., None], Sequence[Layer], dict[str, bool]]] = {
+        "step": (step, layers, {}),
+        "append": (append, layers, {}),
+        "attend": (attend, layers, {}),
+        "append_and_seal": (append, full, {}),
+        "step_and_seal": (step, full, {}),
+        "vllm_step": (step, layers, {"in_vllm": True}),
+        "vllm_step_and_seal": (step, full, {"in_vllm": True}),
+    }
+    if module.NAME == "cuda":  # others have no way to take centers
+        calls["vllm_step_with_centers"] = (step, layers, {"in_vllm": True, "centered": True})
     return {
-        "step": graph_ms([partial(step, layer) for layer in layers]),
-        "append": graph_ms([partial(append, layer) for layer in layers]),
-        "attend": graph_ms([partial(attend, layer) for layer in layers]),
-        "append_and_seal": graph_ms([partial(append, layer) for layer in full]),
-        "step_and_seal": graph_ms([partial(step, layer) for layer in full]),
+        name: graph_ms([partial(call, layer, **options) for layer in of])
+        for name, (call, of, options) in calls.items()
     }
 
 
