@@ -61,7 +61,7 @@ def test_decode_equals_the_reference_for_all_bits(bits):
     assert_attends_like_the_reference(cache, [1, 1], group=4)
 
 
-@pytest.mark.parametrize("dim", [64, 80, 96, 112, 128, 192, 256])
+@pytest.mark.parametrize("dim", [512, 64, 80, 96, 112, 128, 192, 256])
 @pytest.mark.parametrize("bits", [(4, 4), (3, 2), (2, 8), (8, 3)], ids=lambda b: f"k{b[0]}v{b[1]}")
 def test_decode_equals_the_reference_for_all_head_dims(dim, bits):
     cfg = CFG.replace(key_bits=bits[0], value_bits=bits[1], page_size=32, exact_pages=2)
@@ -155,7 +155,7 @@ def test_append_writes_the_bytes_of_the_reference(bits, encode_partial_page):
     )
 
 
-@pytest.mark.parametrize("dim", [80, 96, 112, 128, 192, 256])
+@pytest.mark.parametrize("dim", [512, 80, 96, 112, 128, 192, 256])
 @pytest.mark.parametrize("bits", [(4, 4), (3, 2), (2, 3), (8, 8)], ids=lambda b: f"k{b[0]}v{b[1]}")
 def test_append_for_all_head_dims(dim, bits):
     cfg = CFG.replace(key_bits=bits[0], value_bits=bits[1], page_size=32, key_scale="corrected")
@@ -254,6 +254,10 @@ def test_selection():
     assert select("auto", DEVICE, odd) is reference
     wide = make_cache(CFG.replace(rotation="haar"), dim=256).layout
     assert select("triton", DEVICE, wide) is kernels
+    for dim, reason in ((384, "head_dim=384; they have 64 to 256, and 512"), (512, "haar")):
+        widest = make_cache(CFG.replace(rotation="haar"), dim=dim).layout
+        with pytest.raises(ValueError, match=reason):
+            select("triton", DEVICE, widest)
     with pytest.raises(ValueError, match="do not run on meta"):
         select("triton", torch.device("meta"), layout)
 
@@ -269,6 +273,7 @@ def test_selection():
         (64, "k2v2", 86),
         (128, "k3v3", 100),
         (64, "k4v4", 120),
+        (512, "k8v4", 89),
     ],
 )
 def test_kernels_compile_and_fit_shared_memory(dim, preset, sm, tmp_path):

@@ -115,6 +115,10 @@ def test_only_rows_of_one_known_length_qualify(monkeypatch):
     assert not prefill.can_extend(alike.codec, query, alike.view(), 299), "rows must be even"
     assert not prefill.can_extend(alike.codec, query.float(), alike.view(), 300)
     assert not prefill.can_extend(alike.codec, query[:20], alike.view(), 10)
+    wide = make_cache(KVQuantConfig(page_size=32), dtype=torch.float16, dim=512)
+    add(wide, *(x.half() for x in tokens(2, 50, dim=512)))
+    query = torch.zeros(600, 2, 512).half()
+    assert not prefill.can_extend(wide.codec, query, wide.view(), 300), "torch has heads of 256"
 
 
 @pytest.mark.parametrize("capability,fastest", [((9, 0), "_cudnn"), ((8, 0), "_flash")])

@@ -52,13 +52,14 @@ class PrefillOps(Protocol):
 
 
 def can_extend(codec: Codec, query: Tensor, view: CacheView, max_queries: int) -> bool:
-    """Many queries, half precision, and unpadded rows of one length that the host knows."""
+    """Many queries, half precision, unpadded rows of a length that the host knows, usual heads."""
     return (
         view.same_length is not None
         and len(query) == view.batch * max_queries
         and max_queries >= MIN_QUERIES
         and query.dtype == codec.layout.dtype
         and query.dtype in (torch.float16, torch.bfloat16)
+        and codec.layout.head_dim <= 256  # torch's fused attention has no more
     )
 
 

@@ -23,16 +23,19 @@ def attend_plan(
     """Tile sizes, and into how many splits the tokens of a sequence are cut."""
     columns = max_queries * group
     tile = 64 if layout.page_size % 64 == 0 else 32
-    if layout.head_dim > 128 and 8 in (layout.cfg.key_bits, layout.cfg.value_bits):
+    eight = 8 in (layout.cfg.key_bits, layout.cfg.value_bits)
+    if layout.head_dim > (128 if eight else 256):
         tile = 32  # those of 64 do not fit sm_89's shared memory
     # At least 16 columns: with 8, Triton 3.6 gives wrong products (seen on sm_90).
-    cols = min(max(16, triton.next_power_of_2(columns)), 32 if columns <= 32 else 64)
+    widest = 64 if layout.head_dim <= 256 else 16
+    cols = min(max(16, triton.next_power_of_2(columns)), 32 if columns <= 32 else 64, widest)
     plan: dict[str, Any] = {
         "COLS": cols, "TILE": tile, "STAGES": 2, "EXACT_TILE": 64, "EXACT_STEP": 16,
         "EXACT_STAGES": 1,
     }  # fmt: skip
     programs = view.batch * layout.num_kv_heads * triton.cdiv(columns, cols)
-    wide = 2 if layout.head_dim > 128 else 1  # more warps, else registers spill
+    wide = triton.cdiv(layout.head_dim, 128)  # more warps, else registers spill
+    wide = triton.next_power_of_2(wide)
     if max_queries > 16:
         return {**plan, "num_splits": 1, "num_exact_splits": 0, "num_warps": 4 * wide}
     wanted = triton.cdiv(processor_count(device) * 8, programs)

@@ -37,6 +37,8 @@ def unavailable(device_type: str | None, asked: bool = False) -> str | None:
 def unsupported(layout: PageLayout) -> str | None:
     """Why these kernels cannot run a config, or None."""
     reason = unsupported_codec(layout)
-    if reason is None and not 64 <= layout.head_dim <= 256:
-        return f"head_dim={layout.head_dim}; they have 64 to 256"
+    if reason is None and not (64 <= layout.head_dim <= 256 or layout.head_dim == 512):
+        return f"head_dim={layout.head_dim}; they have 64 to 256, and 512"
+    if reason is None and layout.head_dim == 512 and layout.cfg.rotation == "haar":
+        return 'rotation="haar" at head_dim=512; there they have "hadamard" and "none"'
     return reason

@@ -11,7 +11,7 @@ import triton.language as tl
 @triton.jit
 def hadamard_sums(x, ROWS: tl.constexpr, D: tl.constexpr):
     """x [ROWS, D] @ H, unscaled."""
-    for step in tl.static_range(0, 8):
+    for step in tl.static_range(0, 9):
         if (1 << step) < D:
             even, odd = tl.split(tl.reshape(x, [ROWS, D // 2, 2]))
             both = tl.join(even + odd, even - odd)  # [ROWS, D / 2, 2]
