@@ -52,7 +52,7 @@ def test_every_count_of_tokens_has_its_launches(recorded):
     assert [p.tokens for p in recorded.programs if not p.attends] == [64, 128, 256, 512]
     for program in recorded.programs:
         names = [launch.name for launch, _ in program.launches]
-        assert names[:3] == ["static_step", "append", "seal"]
+        assert names[:2] == ["static_step", "append"] and "seal" in names
         assert ("decode" in names) == program.attends
         for launch, relocations in program.launches:
             # no address of the process that exported stays in the file

@@ -213,14 +213,14 @@ void expect(const char *name, const operand &x, int64_t dtype, std::vector<int64
         fail(std::string(name) + " has another dtype than the kernels were made for");
 }
 
-// [B, H, T, D] whose memory is [B, T, H, D]: itself, or a copy.
+// [B, H, T, D] whose memory is [B, T, H, D], for reads of 16 bytes: itself, or a copy.
 class Packed {
 public:
     Packed(const Tensor &tensor, const operand &x) : copy_(nullptr), x_(x)
     {
         const int64_t *n = x.size, tokens = n[1] * n[3], row = n[2] * tokens;
         const int64_t stride[4] = {row, n[3], tokens, 1};
-        bool is = true;
+        bool is = reinterpret_cast<uintptr_t>(x.data) % 16 == 0;
         for (int k = 0; k < 4; k++)
             is = is && (n[k] == 1 || x.stride[k] == stride[k]);
         if (is)
