@@ -20,6 +20,7 @@ GROUPS = {
         for name in (
             *("calibration", "compare_script", "documentation_runs", "eval", "eval_tasks"),
             *(
+                "export_executorch",
                 "folder_noise",
                 "plan_page",
                 "validate",

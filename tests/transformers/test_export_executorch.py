@@ -20,10 +20,7 @@ from tightkv.integrations.transformers.export import ExportableModel
 from tightkv.model_loading.load import load_model
 from tiny_folder import write_tiny_folder
 
-pytestmark = [
-    pytest.mark.skipif(find_spec("executorch") is None, reason="needs ExecuTorch"),
-    pytest.mark.xdist_group("executorch"),  # they share a file that takes long to write
-]
+pytestmark = pytest.mark.skipif(find_spec("executorch") is None, reason="needs ExecuTorch")
 PROMPT = "The quick brown fox. " * 4
 SHAPE = ("--max-tokens", "320", "--dtype", "float32", "--preset", "k4v4")
 

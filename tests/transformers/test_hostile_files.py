@@ -23,10 +23,14 @@ def sanitized(tmp_path_factory):
     """Arguments and environment of a Python with AddressSanitizer in the native kernels."""
     built = sanitizers.build_library(tmp_path_factory.mktemp("asan"))
     compiler = sanitizers.find_compiler()
-    runtime = subprocess.run(
-        [compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    preload = " ".join([runtime, *os.environ.get("LD_PRELOAD", "").split()])
+    # Without the C++ library beside it, AddressSanitizer ends at the first exception in C++.
+    libraries = [
+        subprocess.run(
+            [compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        for name in ("libasan.so", "libstdc++.so.6")
+    ]
+    preload = " ".join([*libraries, *os.environ.get("LD_PRELOAD", "").split()])
     environment = {
         **os.environ,
         "LD_PRELOAD": preload,
