@@ -39,13 +39,19 @@ def test_nvrtc_takes_the_sources(arch, preset, dim, columns):
     lib = load_nvrtc("13")
     layout = PageLayout(KVQuantConfig.preset(preset), 8, dim)
     tile, softcap = DecodeTile.of(layout, columns), columns == 8
-    texts = [source("decode", layout, 32, tile, softcap)]
-    texts += [source(name, layout, 8, None) for name in ("append", "append_with_feedback")]
-    for text in texts:
-        assert len(compile_source(lib, text, arch)) > 10_000
-    broken = texts[1].replace("struct AppendParams {", "struct AppendParams")
+    for name, *of in (
+        ("decode", layout, 32, tile, softcap),
+        ("append_with_feedback", layout, 8, None),
+    ):
+        assert len(compile_source(lib, source(name, *of), arch)) > 10_000
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="NVRTC is there for Linux")
+def test_nvrtc_says_where_a_source_is_wrong():
+    text = source("append", PageLayout(KVQuantConfig.preset("k4v4"), 8, 128), 8, None)
+    broken = text.replace("struct AppendParams {", "struct AppendParams")
     with pytest.raises(CompileError, match=r"encode\.cuh\(\d+\): error: expected"):
-        compile_source(lib, broken, arch)
+        compile_source(load_nvrtc("13"), broken, "sm_90")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="NVRTC is there for Linux")

@@ -270,10 +270,10 @@ def test_selection():
         (192, "k4v4", 90),
         (256, "k8v4", 89),
         (128, "k4v4", 80),
-        (64, "k2v2", 86),
+        (64, "k3v2", 86),
         (128, "k3v3", 100),
         (64, "k4v4", 120),
-        (512, "k8v4", 89),
+        (512, "k4v4", 89),
     ],
 )
 def test_kernels_compile_and_fit_shared_memory(dim, preset, sm, tmp_path):
