@@ -4,6 +4,7 @@ import ctypes
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ except OperatorError as error:
     pytest.skip(str(error), allow_module_level=True)
 
 from tightkv.export import cuda_programs
-from tightkv.kernels.cuda import backend, decode_plan
+from tightkv.kernels.cuda import backend, decode_plan, driver
 from tightkv.kernels.cuda.nvrtc import compile_source, load_nvrtc
 from tightkv.kernels.cuda.params import StepParams
 from tightkv.kernels.cuda.source import STATIC_STEP, included
@@ -330,3 +331,20 @@ def test_a_gpu_package_in_a_process_without_tightkv(tmp_path):
             spread = logits.float().std()
             assert logits.max() - logits[token] < 0.1 * spread, at
             logits = exportable(token[None, None], torch.tensor([100 + at], device="cuda"))[0, -1]
+
+
+def test_only_the_thread_that_records_launches_nothing(monkeypatch):
+    """Another model may decode meanwhile: a launch that is listed there would be lost."""
+
+    def find(self, name, shared):
+        raise RuntimeError("launched")
+
+    monkeypatch.setattr(driver.Module, "_find", find)
+    module = driver.Module(b"", torch.device("cuda", 0))
+    with driver.recording() as launches, ThreadPoolExecutor(1) as other:
+        module.launch("here", (1, 1, 1), 32)
+        with pytest.raises(RuntimeError, match="launched"):
+            other.submit(module.launch, "there", (1, 1, 1), 32).result()
+    assert [launch.name for launch in launches] == ["here"]
+    with pytest.raises(RuntimeError, match="launched"):
+        module.launch("after", (1, 1, 1), 32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,17 +30,22 @@ class Launch:
     args: tuple[Any, ...]
 
 
-_records: list[list[Launch]] = []
+_here = threading.local()
 
 
 @contextmanager
 def recording() -> Iterator[list[Launch]]:
-    """Launches within are listed and not done."""
-    _records.append([])
+    """Launches within, of this thread alone, are listed and not done."""
+    outer, _here.launches = _recorded(), []
     try:
-        yield _records[-1]
+        yield _here.launches
     finally:
-        _records.pop()
+        _here.launches = outer
+
+
+def _recorded() -> list[Launch] | None:
+    """Where launches of this thread are listed; None where they are done."""
+    return getattr(_here, "launches", None)
 
 
 class Module:
@@ -70,8 +76,8 @@ class Module:
         `args` are ctypes values, in the kernel's order.
         `shared`: bytes of dynamic shared memory per block; the same at every launch.
         """
-        if _records:
-            _records[-1].append(Launch(self._cubin, name, grid, threads, shared, args))
+        if (launches := _recorded()) is not None:
+            launches.append(Launch(self._cubin, name, grid, threads, shared, args))
             return
         if name not in self._functions:
             self._functions[name] = self._find(name, shared)
