@@ -201,13 +201,13 @@ def attend(
     module.launch("decode", grid, 32 * plan.tile.warps, arguments, shared=plan.shared_bytes)
     if num_splits == 1:
         return out, lse
-    tensors = (partial, partial_lse, signs), (cu_seqlens, out, lse)
-    before, after = ([x.data_ptr() for x in some] for some in tensors)
+    partials = (partial.data_ptr(), partial_lse.data_ptr(), signs.data_ptr())
+    results = (cu_seqlens.data_ptr(), out.data_ptr(), lse.data_ptr())
     module.launch(
         "merge",
         (rows * hq, 1, 1),
         256,
-        *[ctypes.c_void_p(x) for x in (*before, center, *after)],
+        *[ctypes.c_void_p(x) for x in (*partials, center, *results)],
         *[ctypes.c_longlong(n) for n in (out.stride(0), out.stride(1), rows)],
         *[ctypes.c_int(n) for n in (view.batch, num_splits, num_partials)],
     )
