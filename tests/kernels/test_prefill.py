@@ -169,7 +169,7 @@ def test_chunks_are_cut_into_lengths_that_come_again(count):
 @pytest.mark.parametrize("prefix", [0, 131])
 @pytest.mark.parametrize("count", [16, 20, 33])
 def test_queries_are_padded_and_nobody_sees_it(prefix, count, monkeypatch):
-    monkeypatch.setattr(prefill, "CUDNN_MULTIPLE", 16)
+    monkeypatch.setattr(sdpa, "CUDNN_MULTIPLE", 16)
     monkeypatch.setattr(prefill, "PAD_FROM", 20)
     lengths = []
     attention = prefill.sdpa_with_lse
@@ -181,3 +181,23 @@ def test_queries_are_padded_and_nobody_sees_it(prefix, count, monkeypatch):
     monkeypatch.setattr(prefill, "sdpa_with_lse", watched)
     assert_extends_like_the_reference(filled(CFG, prefix), count=count)
     assert all(length % 16 == 0 for length in lengths) and lengths[0] >= count
+
+
+def test_attention_of_an_engine_comes_first_and_takes_any_length(monkeypatch):
+    """Nothing is padded or cut for it; where it refuses, torch's attention answers."""
+    monkeypatch.setattr(sdpa, "_PREFERRED", [])
+    asked = []
+
+    def engines(q, k, v, scale, causal):
+        asked.append((q.shape[2], k.shape[2]))
+        raise RuntimeError("no such head")
+
+    sdpa.prefer(engines)
+    sdpa.prefer(engines)
+    assert sdpa.length_multiple() == 1 and list(prefill.sdpa_cuts(3616)) == [(0, 3616)]
+    flash = torch.empty(1, 1, 1, 1)
+    monkeypatch.setattr(sdpa, "_flash", lambda *_: sdpa.AttentionState(flash, flash))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    q = torch.empty(1, 2, 33, 64, device="meta")
+    assert sdpa.sdpa_with_lse(q, q, q, 1.0).out is flash
+    assert asked == [(33, 33)]

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from tightkv.codec import Codec
 from tightkv.kernels import reference
-from tightkv.kernels.sdpa import CUDNN_MULTIPLE, AttentionState, sdpa_with_lse
+from tightkv.kernels.sdpa import AttentionState, length_multiple, sdpa_with_lse
 from tightkv.kernels.view import CacheView
 
 MIN_QUERIES = 256  # below this, decoding out of the pages is faster
 CHUNK_TOKENS = (2048, 8192)  # of the prefix at a time: with few queries, with many
-PAD_FROM = 1024  # so many queries are padded to a multiple of CUDNN_MULTIPLE
+PAD_FROM = 1024  # so many queries are padded to a multiple of `length_multiple()`
 
 
 class PrefillOps(Protocol):
@@ -95,7 +95,7 @@ def _pad_to_multiple(x: Tensor) -> Tensor:
 
     Nobody sees them: attention among new tokens is causal.
     """
-    more = -x.shape[1] % CUDNN_MULTIPLE
+    more = -x.shape[1] % length_multiple()
     if not more or x.shape[1] < PAD_FROM:
         return x
     return torch.nn.functional.pad(x, (0, 0, 0, 0, 0, more))
@@ -139,8 +139,8 @@ def chunk_tokens(queries: int, page: int) -> int:
 
 def sdpa_cuts(count: int) -> Iterator[tuple[int, int]]:
     """[0, count) in ranges: of lengths that come again, as few as possible, and the rest."""
-    low = 0
-    while count - low >= 2 * CUDNN_MULTIPLE:
+    low, multiple = 0, length_multiple()
+    while multiple > 1 and count - low >= 2 * multiple:
         length = 1 << (count - low).bit_length() - 1
         yield low, low + length
         low += length

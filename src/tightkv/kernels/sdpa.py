@@ -1,4 +1,4 @@
-"""torch's attention kernels (SDPA backends), with the LSE that they compute."""
+"""torch's attention kernels (SDPA backends), or those of an engine, with the LSE they compute."""
 
 from __future__ import annotations
 
@@ -19,7 +19,19 @@ class AttentionState(NamedTuple):
     lse: Tensor
 
 
-_SDPABackend = Callable[[Tensor, Tensor, Tensor, float, bool], AttentionState]
+SDPABackend = Callable[[Tensor, Tensor, Tensor, float, bool], AttentionState]
+_PREFERRED: list[SDPABackend] = []
+
+
+def prefer(backend: SDPABackend) -> None:
+    """Try this one first, with lengths of any kind: an engine's own attention plans none."""
+    if backend not in _PREFERRED:
+        _PREFERRED.append(backend)
+
+
+def length_multiple() -> int:
+    """Lengths that are multiples of this need no plan of their own."""
+    return 1 if _PREFERRED else CUDNN_MULTIPLE
 
 
 def sdpa_with_lse(
@@ -31,7 +43,7 @@ def sdpa_with_lse(
     *,
     any_length: bool = False,
 ) -> AttentionState:
-    """torch's fastest attention of q [B, H, L, D] over k, v [B, H / group, N, D].
+    """The fastest attention of q [B, H, L, D] over k, v [B, H / group, N, D].
 
     Causal attention is square: query i sees keys 0 to i. cuDNN plans every new shape anew, for
     longer than it then saves, so it gets lengths that come again, unless `any_length`.
@@ -53,12 +65,12 @@ def sdpa_with_lse(
     raise RuntimeError(f"torch has no attention for q {list(q.shape)} {q.dtype}") from refusal
 
 
-def _backends(q: Tensor, k: Tensor, any_length: bool) -> list[_SDPABackend]:
-    """Which kernels to try, the fastest first: cuDNN's are, from Hopper on."""
+def _backends(q: Tensor, k: Tensor, any_length: bool) -> list[SDPABackend]:
+    """Which kernels to try, the fastest first: of torch's, cuDNN's are, from Hopper on."""
     comes_again = q.shape[2] % CUDNN_MULTIPLE == 0 and k.shape[2] % CUDNN_MULTIPLE == 0
     if not (any_length or comes_again) or torch.cuda.get_device_capability(q.device) < (9, 0):
-        return [_flash]
-    return [_cudnn, _flash]
+        return [*_PREFERRED, _flash]
+    return [*_PREFERRED, _cudnn, _flash]
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> AttentionState:

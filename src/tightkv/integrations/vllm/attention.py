@@ -12,6 +12,7 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 from tightkv.codec import Codec
 from tightkv.integrations.vllm.batch_split import SHORT_PROMPT, Limits
 from tightkv.integrations.vllm.compat import as_pages
+from tightkv.integrations.vllm.flash_attention import prefer_flash_attention
 from tightkv.integrations.vllm.graph_replay import GraphReplay
 from tightkv.integrations.vllm.layer_step import LayerStep, Rings
 from tightkv.integrations.vllm.metadata import TightMetadata
@@ -54,6 +55,8 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
         """Keys and values of the last step with a prompt, for layers that read this cache."""
         if reads is not None:
             reads.has_readers = True
+        if device.type == "cuda":
+            prefer_flash_attention()
         self.rings: Rings | None = None
         self.feedback: Tensor | None = None
         """`Codec.feedback_factors` of the layer's queries, for CUDA graphs at a fixed address."""

@@ -5,7 +5,8 @@ is first asked. So a layer runs here every kind of part that `split_batch` makes
 own and on the row of the rings that is nobody's. Which binary a launch takes is decided by
 dtypes, head counts, how many tokens a sequence has, whether a batch has few sequences or many, and
 whether a prefix is read in one piece or in several; other numbers that differ from step to step do
-not decide (`do_not_specialize` in `kernels.triton`). cuDNN still plans each new prompt length once.
+not decide (`do_not_specialize` in `kernels.triton`). Without FlashAttention 3, cuDNN still plans
+each new prompt length once.
 """
 
 from __future__ import annotations

@@ -1,0 +1,43 @@
+"""vLLM's FlashAttention 3 as attention of prompts, against plain attention. Needs a Hopper GPU."""
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
+    pytest.skip("FlashAttention 3 needs a Hopper GPU", allow_module_level=True)
+
+from tightkv.integrations.vllm.flash_attention import flash_attention_3, prefer_flash_attention
+from tightkv.kernels import sdpa
+
+
+@pytest.mark.parametrize("batch,heads,kv_heads,queries,keys,causal", [
+    (1, 8, 2, 301, 301, True), (1, 8, 2, 1, 1, True), (3, 4, 4, 257, 999, False),
+    (2, 4, 1, 130, 130, True), (1, 2, 2, 2048, 4100, False),
+])  # fmt: skip
+def test_flash_attention_equals_plain_attention(batch, heads, kv_heads, queries, keys, causal):
+    """Queries and keys as they come: parts of larger tensors, heads in front or behind."""
+    make = torch.Generator("cuda").manual_seed(0)
+
+    def random(tokens, count):
+        shape = (batch, tokens, count + 3, 128)
+        x = torch.randn(shape, generator=make, device="cuda").bfloat16()
+        return x[:, :, :count].transpose(1, 2)
+
+    q, k, v = random(queries, heads), random(keys, kv_heads), random(keys, kv_heads)
+    if not causal:  # as pieces of a prefix are
+        k, v = (x.contiguous()[:, :, 5:] for x in (k, v))
+    scale = 128**-0.5
+    made = flash_attention_3(q, k, v, scale, causal)
+    plain = sdpa._plain_attention(q, k, v, scale, causal)
+    assert made.out.shape == q.shape and made.lse.is_contiguous()
+    torch.testing.assert_close(made.out.float(), plain.out.float(), atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(made.lse, plain.lse, atol=2e-3, rtol=1e-3)
+
+
+def test_it_is_chosen(monkeypatch):
+    monkeypatch.setattr(sdpa, "_PREFERRED", [])
+    prefer_flash_attention.cache_clear()
+    prefer_flash_attention()
+    q = torch.empty(1, 2, 300, 128, device="cuda", dtype=torch.bfloat16)
+    assert sdpa._backends(q, q, any_length=False)[0] is flash_attention_3
