@@ -30,6 +30,7 @@ SIZES = {
     "1 x 128k": (1, 131072),
     "1 x 32k": (1, 32768),
 }
+ENGINE_SIZES = {**SIZES, "1 x 2k": (1, 2048)}
 
 
 def rows(name: str) -> list[Row]:
@@ -264,7 +265,9 @@ class Engine:
         }
 
     def value(self, kv: str, measure: str, size: str | None = None) -> float:
-        return float(self.rows[(kv, measure, *(SIZES[size] if size else (None, None)))]["value"])
+        return float(
+            self.rows[(kv, measure, *(ENGINE_SIZES[size] if size else (None, None)))]["value"]
+        )
 
     def ratio(self, kv: str, measure: str, size: str | None = None) -> float:
         return self.value(kv, measure, size) / self.value("auto", measure, size)
@@ -273,14 +276,15 @@ class Engine:
 def test_the_first_screen_of_the_readme() -> None:
     layout, engine = PageLayout(KVQuantConfig.preset("k4v4"), 8, 128, torch.bfloat16), Engine()
     size, plain = (32 * count / 2**30 for count in (layout.total_bytes(2**17), 2**17 * 4096))
-    tpot = [engine.ratio(kv, "tpot", "8 x 32k") for kv in ("k4v4", "fp8")]
+    tpot = [engine.ratio(kv, "tpot", "8 x 32k") for kv in ("k4v4", "fp8", "turboquant_4bit_nc")]
     models = [found["k4v4"] for found in by_model("default").values()]
     kl, growth = (max(x[name] for x in models) for name in ("kl", "perplexity_increase"))
     expect(
         "README.md",
         f"128k tokens of Llama-3.1-8B take {size:.1f} GiB instead of {plain:.0f} GiB. In vLLM, "
         f"{engine.ratio('k4v4', 'capacity'):.2f} times as many tokens fit.",
-        f"takes {tpot[0]:.2f} of bf16's time at 8 x 32k tokens (fp8: {tpot[1]:.2f})",
+        f"takes {tpot[0]:.2f} of bf16's time at 8 x 32k tokens (fp8: {tpot[1]:.2f}, vLLM's own "
+        f"TurboQuant: {tpot[2]:.2f}).",
         f"KL at most {kl:.4f} nats/token and {100 * growth:+.2f}% perplexity on three models",
         f"Prefill runs at {engine.ratio('k4v4', 'prefill', '8 x 32k'):.2f} of bf16's speed",
     )
@@ -292,37 +296,38 @@ def test_vllm_in_the_results() -> None:
     def tpot(kv: str) -> tuple[float, float]:
         return engine.ratio(kv, "tpot", "32 x 8k"), engine.ratio(kv, "tpot", "8 x 32k")
 
-    ours, fp8 = tpot("k4v4"), tpot("fp8")
-    prefill = {f"{engine.ratio('k4v4', 'prefill', size):.2f}" for size in ("32 x 8k", "8 x 32k")}
-    assert len(prefill) == 1
+    ours, fp8, turboquant = tpot("k4v4"), tpot("fp8"), tpot("turboquant_4bit_nc")
+    prefill = [engine.ratio("k4v4", "prefill", size) for size in ("32 x 8k", "8 x 32k")]
     expect(
         "docs/results.md",
         f"{engine.ratio('k4v4', 'capacity'):.2f} times the tokens in the same memory, "
         f"{ours[0]:.2f} and {ours[1]:.2f} of bf16's time per output token (32 x 8k, 8 x 32k; "
-        f"fp8: {fp8[0]:.2f} and {fp8[1]:.2f}), {prefill.pop()} of its prefill speed.",
+        f"fp8: {fp8[0]:.2f} and {fp8[1]:.2f}; vLLM's TurboQuant: {turboquant[0]:.2f} and "
+        f"{turboquant[1]:.2f}), {prefill[0]:.2f} and {prefill[1]:.2f} of its prefill speed. "
+        f"One sequence with 2,048 tokens takes {engine.ratio('k4v4', 'tpot', '1 x 2k'):.2f} of "
+        "bf16's time",
     )
 
 
 def test_vllm_in_its_own_page() -> None:
     engine = Engine()
 
-    def line(title: str, measure: str, form: str) -> str:
-        sizes = ("32 x 8k", "8 x 32k")
-        cells = [
-            " / ".join(format(engine.value(kv, measure, size), form) for size in sizes)
-            for kv in ("auto", "k4v4")
-        ]
-        found = " / ".join(f"{engine.ratio('k4v4', measure, size):.2f}x" for size in sizes)
-        return f"| {title}, 32 x 8k / 8 x 32k | {cells[0]} | {cells[1]} | {found} |"
+    def cell(kv: str, form: str, *key: object) -> str:
+        row = engine.rows.get((kv, *key))
+        return "-" if row is None else format(row["value"], form)
 
-    tokens = [f"{engine.value(kv, 'capacity'):,.0f}" for kv in ("auto", "k4v4")]
-    gain = f"{engine.ratio('k4v4', 'capacity'):.2f}x"
-    expect(
-        "docs/vllm.md",
-        f"| tokens that fit | {tokens[0]} | {tokens[1]} | {gain} |",
-        line("ms per output token", "tpot", ".3g"),
-        line("prefill, tokens/s", "prefill", ",.0f"),
-    )
+    def line(kv: str) -> str:
+        sizes = [ENGINE_SIZES[size] for size in ("32 x 8k", "8 x 32k", "1 x 2k")]
+        times = " / ".join(cell(kv, ".2f", "tpot", *size) for size in sizes)
+        prompts = [cell(kv, ",.0f", "prefill", None, 32768)]
+        prompts.append(cell(kv, ",.0f", "new_lengths", None, 2048))
+        name = "auto (bf16)" if kv == "auto" else kv
+        fit = cell(kv, ",.0f", "capacity", None, None)
+        return f"| {' | '.join([name, fit, times, *prompts])} |"
+
+    caches = dict.fromkeys(kv for kv, *_ in engine.rows)
+    assert len(caches) >= 7
+    expect("docs/vllm.md", *(line(kv) for kv in caches))
 
 
 def test_the_start_up_line_of_vllm_is_that_of_smollm2() -> None:
