@@ -1,21 +1,15 @@
-"""How a batch is cut into parts, and when its bookkeeping is recorded and replayed."""
+"""How a batch is cut into parts, and the options of an engine."""
 
 from __future__ import annotations
 
-import logging
 import random
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tightkv import KVQuantConfig
-from tightkv.integrations.vllm import graph_replay as replay
 from tightkv.integrations.vllm.batch_split import SHORT_PROMPT, Limits, PartRange, split_batch
-from tightkv.integrations.vllm.graph_replay import CudaGraphRecorder, GraphReplay
 from tightkv.integrations.vllm.options import EngineOptions, engine_options, with_options
 from tightkv.integrations.vllm.ring_table import BatchRings, RingTable
 from tightkv.kernels.prefill import MIN_QUERIES
@@ -153,142 +147,3 @@ def test_bits_that_were_found_become_part_of_it_too() -> None:
     raised = replace(options, config=options.config.replace(layer_bits="0=k8v2"))
     assert engine_options(with_options(given, raised), env={}) == raised
     assert given == {"tightkv": {"preset": "k2v2", "exact_rows": 3}}
-
-
-# --- replaying ---
-class Again:
-    """Records by remembering the function; what recording itself did is taken back."""
-
-    def __init__(self, state: Tensor) -> None:
-        self.state, self.records, self.replays, self.busy = state, 0, 0, False
-        self.fails = False
-
-    def is_busy(self) -> bool:
-        return self.busy
-
-    def record(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        if self.fails:
-            raise RuntimeError("operation not permitted")
-        self.records += 1
-        before = self.state.clone()
-        result = run()
-        self.state.copy_(before)
-
-        def again() -> None:
-            self.replays += 1
-            run()
-
-        return again, result
-
-
-@pytest.fixture
-def counted() -> tuple[GraphReplay[Tensor], Again, Tensor]:
-    state, out = torch.zeros(()), torch.zeros(8)
-    recorder = Again(state)
-
-    def add(x: Tensor) -> Tensor:
-        state.add_(1)
-        return out[: len(x)].copy_(x + state)
-
-    return GraphReplay(add, recorder), recorder, state
-
-
-def test_the_same_tensors_are_recorded_the_second_time(
-    counted: tuple[GraphReplay[Tensor], Again, Tensor],
-) -> None:
-    function, recorder, state = counted
-    x = torch.zeros(3)
-    for call in range(1, 6):
-        x.fill_(10 * call)
-        assert function(x).tolist() == [11 * call] * 3
-        assert state == call
-        assert (recorder.records, recorder.replays) == (int(call > 1), call - 1)
-
-
-def test_other_tensors_shapes_and_strides_are_not_mixed_up(
-    counted: tuple[GraphReplay[Tensor], Again, Tensor],
-) -> None:
-    function, recorder, _ = counted
-    x = torch.zeros(8)
-    for given in (x[:4], x[:3], x[::2], x[1:5], x[:4].view(torch.int32), torch.zeros(4)):
-        function(given)
-    assert recorder.records == 0
-    function(x[:4]), function(x[1:5])
-    assert recorder.records == 2
-
-
-def test_nothing_is_recorded_while_another_records(
-    counted: tuple[GraphReplay[Tensor], Again, Tensor],
-) -> None:
-    function, recorder, state = counted
-    x, recorder.busy = torch.zeros(3), True
-    for _ in range(3):
-        function(x)
-    assert (recorder.records, int(state)) == (0, 3)
-
-
-def test_what_cannot_be_recorded_is_run(
-    counted: tuple[GraphReplay[Tensor], Again, Tensor],
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    function, recorder, state = counted
-    x, recorder.fails = torch.zeros(3), True
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)  # vLLM turns it off
-    with caplog.at_level("WARNING", logger="vllm.tightkv"):
-        for call in range(1, 5):
-            assert function(x).tolist() == [call] * 3
-    assert int(state) == 4 and function.recorder is None and recorder.records == 0
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "no CUDA graph of its own bookkeeping" in caplog.text
-
-
-def test_only_so_many_are_kept(
-    counted: tuple[GraphReplay[Tensor], Again, Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    function, recorder, _ = counted
-    monkeypatch.setattr(replay, "_MOST_KEPT", 2)
-    x = torch.zeros(8)
-    for size in (1, 1, 2, 1, 3):  # 3 pushes out 2, not the 1 that was used since
-        function(x[:size])
-    assert recorder.records == 1 and len(function.kept) == 2
-    function(x[:1])
-    assert (recorder.records, recorder.replays) == (1, 3)
-    function(x[:2])
-    assert (recorder.records, recorder.replays) == (1, 3)
-
-
-@pytest.mark.gpu
-def test_recorded_steps_are_the_steps() -> None:
-    """Two tables see the same decodes, one of them through a graph; no step waits."""
-    device, batch, page = torch.device("cuda"), 5, 32
-    cfg = KVQuantConfig(page_size=page, exact_pages=2, sinks=4)
-    tables = [RingTable(cfg, rows, 200, 0, device) for rows in (4, 4)]
-    steps: list[Callable[..., BatchRings]] = [
-        tables[0].step,
-        GraphReplay(tables[1].step, CudaGraphRecorder(device)),
-    ]
-    outs = [
-        torch.zeros(len(BatchRings._fields), batch, dtype=torch.int32, device=device) for _ in steps
-    ]
-    blocks = torch.arange(1, 1 + batch * 8, device=device).int().view(batch, 8)
-    first = torch.arange(batch + 1, device=device).int()
-    lengths = torch.zeros(batch, dtype=torch.int32, device=device)
-    slots = torch.zeros(batch, dtype=torch.long, device=device)
-    for at in range(100):
-        lengths.fill_(at + 1)
-        slots.copy_(blocks[:, at // page] * page + at % page)
-        slots[-1:].fill_(-1)  # a stand-in
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            expected, found = (
-                step(blocks, lengths, first, slots, out)
-                for step, out in zip(steps, outs, strict=True)
-            )
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        assert torch.equal(torch.stack([*expected]), torch.stack([*found])), at
-    replayed = steps[1]
-    assert isinstance(replayed, GraphReplay) and next(iter(replayed.kept.values())) is not None
-    for name in ("row_of_block", "written_at", "block", "length", "used_at", "steps"):
-        assert torch.equal(getattr(tables[0], name), getattr(tables[1], name)), name

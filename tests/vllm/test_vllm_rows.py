@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from dataclasses import dataclass, field
 
 import pytest
 import torch
+from torch import Tensor
 
 from tightkv import KVQuantConfig
+from tightkv.integrations.vllm import ring_kernel
 from tightkv.integrations.vllm.ring_table import NAMED, BatchRings, RingTable, sink_rows
 
 PAGE = 32
@@ -26,9 +29,16 @@ class Scheduler:
     """Blocks with reference counts and a prefix cache, as an engine keeps them."""
 
     def __init__(
-        self, blocks: int, rows: int, drafts: int, seed: int, has_store: bool = False
+        self,
+        blocks: int,
+        rows: int,
+        drafts: int,
+        seed: int,
+        has_store: bool = False,
+        has_kernel: bool = False,
     ) -> None:
         self.random = random.Random(seed)
+        self.has_kernel, self.kernel_steps = has_kernel, 0
         self.has_store, self.loads = has_store, 0
         self.free = list(range(1, blocks))
         self.users = [0] * blocks
@@ -111,10 +121,7 @@ class Scheduler:
             for at in range(seq.computed, seq.computed + count)
         ]
         copies = any(count > 1 + self.drafts for _, count in work)  # as with prompts
-        rows = self.table.step(
-            torch.tensor(blocks).int(), lengths, first, torch.tensor(slots), self.out, copies
-        )
-        rows = BatchRings(*(column.clone() for column in rows))
+        rows = self.step(torch.tensor(blocks).int(), lengths, first, torch.tensor(slots), copies)
         values = [
             dict(zip(rows._fields, row, strict=True))
             for row in zip(*map(torch.Tensor.tolist, rows), strict=True)
@@ -151,6 +158,19 @@ class Scheduler:
             if self.has_store and len(seq.tokens) >= PAGE:
                 self.table.name({seq.blocks[0]: self.first_name(seq)})
             seq.computed = end
+        return rows
+
+    def step(
+        self, blocks: Tensor, lengths: Tensor, first: Tensor, slots: Tensor, copies: bool
+    ) -> BatchRings:
+        """The table's step; of decodes, also the kernel's on a copy, which must agree."""
+        given = (blocks, lengths, first, slots)
+        twin = copy.deepcopy(self.table) if self.has_kernel and not copies else None
+        rows = self.table.step(*given, self.out, copies)
+        rows = BatchRings(*(column.clone() for column in rows))
+        if twin is not None:
+            self.kernel_steps += 1
+            assert_kernel_agrees(self.table, rows, twin, given)
         return rows
 
     @staticmethod
@@ -202,6 +222,54 @@ class Scheduler:
             if len(seq.tokens) > 300 or choose.random() < 0.03:
                 self.release(seq)
                 self.running.remove(seq)
+
+
+def assert_kernel_agrees(
+    table: RingTable, rows: BatchRings, twin: RingTable, given: tuple[Tensor, ...]
+) -> None:
+    """`twin` is `table` before its step with `given`. Block 0 and the last row are nobody's."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # there the interpreter
+    tensors = [name for name, x in vars(twin).items() if isinstance(x, Tensor)]
+    for name in tensors:
+        setattr(twin, name, getattr(twin, name).to(device))
+    out = torch.empty(len(BatchRings._fields), 16, dtype=torch.int32, device=device)
+    ring_kernel.decode_step(twin, *(x.to(device) for x in given), out)
+    for name, expected, found in zip(rows._fields, rows, out, strict=True):
+        assert torch.equal(expected, found.cpu()[: len(expected)]), name
+    for name in tensors:
+        expected, found = getattr(table, name), getattr(twin, name).cpu()
+        if expected.dim():
+            low, high = (1, None) if len(expected) == table.pages else (0, table.rows)
+            expected, found = expected[low:high], found[low:high]
+        assert torch.equal(expected, found), name
+    assert twin.claims is not None and (twin.claims == ring_kernel.NOBODY).all()
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("rows,drafts", [(3, 3), (0, 0), (8, 0), (20, 2)])
+def test_the_kernel_takes_the_steps_of_the_table(rows: int, drafts: int) -> None:
+    """Also with stand-ins, and with slots that no sequence has."""
+    scheduler = Scheduler(blocks=24, rows=rows, drafts=drafts, seed=1, has_kernel=True)
+    plain = scheduler.step
+
+    def padded(
+        blocks: Tensor, lengths: Tensor, first: Tensor, slots: Tensor, copies: bool
+    ) -> BatchRings:
+        if copies:
+            return plain(blocks, lengths, first, slots, copies)
+        ends = torch.cat([first, first[-1:] + torch.tensor([1, 1])]).int()
+        more = torch.tensor([-1] * 4)
+        rows = plain(
+            torch.cat([blocks, blocks[:1], 0 * blocks[:1]]),
+            torch.cat([lengths, torch.tensor([500, 0]).int()]),
+            ends, torch.cat([slots, more]), copies,
+        )  # fmt: skip
+        return BatchRings(*(column[: len(lengths)] for column in rows))
+
+    scheduler.step = padded  # type: ignore[method-assign]
+    for _ in range(60):
+        scheduler.random_step()
+    assert scheduler.kernel_steps > 8
 
 
 @pytest.mark.sampled

@@ -13,10 +13,9 @@ from tightkv.codec import Codec
 from tightkv.integrations.vllm.batch_split import SHORT_PROMPT, Limits
 from tightkv.integrations.vllm.compat import as_pages
 from tightkv.integrations.vllm.flash_attention import prefer_flash_attention
-from tightkv.integrations.vllm.graph_replay import GraphReplay
 from tightkv.integrations.vllm.layer_step import LayerStep, Rings
 from tightkv.integrations.vllm.metadata import TightMetadata
-from tightkv.integrations.vllm.ring_table import BatchRings, RingTable, sink_rows
+from tightkv.integrations.vllm.ring_table import RingTable, sink_rows
 from tightkv.integrations.vllm.warm_up import warm_up_once
 from tightkv.layout import PageLayout
 from tightkv.math.centers import Centers
@@ -63,7 +62,6 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
         self.centers: tuple[Tensor, Tensor] | None = None
         # Of all layers with the same metadata, as one of them has it.
         self.ring_table: RingTable | None = None
-        self.ring_steps: GraphReplay[BatchRings] | None = None
 
     @property
     def capturable(self) -> bool:

@@ -19,7 +19,6 @@ from tightkv.config import PAGE_SIZES
 from tightkv.integrations.vllm.attention import TightAttention
 from tightkv.integrations.vllm.batch_split import Limits, split_batch
 from tightkv.integrations.vllm.compat import cache_shape, host_lengths
-from tightkv.integrations.vllm.graph_replay import CudaGraphRecorder, GraphReplay
 from tightkv.integrations.vllm.metadata import TightMetadata, make_part
 from tightkv.integrations.vllm.ring_table import BatchRings, RingTable
 
@@ -60,19 +59,12 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> TightMetadata:
-        return self._build(common_attn_metadata, replay=True)
-
-    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> TightMetadata:
-        return self._build(common_attn_metadata, replay=False)
-
-    def _build(self, common: Any, replay: bool) -> TightMetadata:
+        common = common_attn_metadata
         starts: list[int] = common.query_start_loc_cpu.tolist()
         ranges = split_batch(starts, host_lengths(common), self._most_decoding(len(starts) - 1))
         pages = self._page_table(common.block_table_tensor)
-        steps = self._steps()
-        few_shapes = all(
-            part.max_query_len <= self._limits.decoding for part in ranges
-        )  # no prompts
+        table = self._ring_table()
+        has_prompts = any(part.max_query_len > table.taken_back + 1 for part in ranges)
         tensors = (
             pages,
             common.seq_lens,
@@ -81,10 +73,10 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
             self.out,
         )
         inherited = None
-        if few_shapes:
-            rows = steps(*tensors) if replay else steps.function(*tensors)
+        if not has_prompts:
+            rows = table.decode_step(*tensors)
         else:
-            rows = steps.function(*tensors, copies=True)
+            rows = table.step(*tensors, copies=True)
             own = rows.ring_rows
             inherited = (
                 torch.cat([rows.saved_at, own]).long(),
@@ -118,11 +110,11 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
         torch.add(block_table[:, :, None] * count, self.inside, out=by_block)
         return pages
 
-    def _steps(self) -> GraphReplay[BatchRings]:
-        """Steps of the group's RingTable, made when vLLM has said how many blocks there are."""
+    def _ring_table(self) -> RingTable:
+        """The group's, made when vLLM has said how many blocks there are."""
         impl, layer = self.impls[0], self.layers[0]
         pages = len(layer.kv_cache) * self.pages_per_block
-        if impl.ring_steps is None or impl.ring_table is None or impl.ring_table.pages != pages:
+        if impl.ring_table is None or impl.ring_table.pages != pages:
             impl.ring_table = RingTable(
                 impl.layout.cfg,
                 impl.limits.rows,
@@ -131,9 +123,13 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
                 device=self.device,
                 pages_per_block=self.pages_per_block,
             )
-            recorder = CudaGraphRecorder(self.device) if self.device.type == "cuda" else None
-            impl.ring_steps = GraphReplay(impl.ring_table.step, recorder)
-        return impl.ring_steps
+            self._compile(impl.ring_table)
+        return impl.ring_table
+
+    def _compile(self, table: RingTable) -> None:
+        """A step of nobody, so that no request waits for the compiler."""
+        zeros = self.starts.new_zeros(2)
+        table.decode_step(zeros[:1, None], zeros[:1], zeros, zeros[:1].long(), self.out)
 
 
 class TightBackend(AttentionBackend):  # type: ignore[misc]

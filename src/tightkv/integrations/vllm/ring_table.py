@@ -8,8 +8,7 @@ that finds no row is read from the codes in its blocks, which are always right; 
 cached prefix it takes over from a row that has them for the same first block, or from the saved
 sinks of rows that were given to another sequence.
 
-Everything is device tensors of fixed shape: no step waits for the device, and a CUDA graph can
-hold one (`replay`).
+Everything is device tensors of fixed shape, and no step waits for the device.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from torch import Tensor
 from tightkv.config import KVQuantConfig
 from tightkv.layout import RING_SLACK, ring_tokens
 
-_STEP = 1 << 20  # more than any batch: step and sequence in one number
-_NEVER = 1 << 62
+STEP = 1 << 20  # more than any batch: step and sequence in one number
+NEVER = 1 << 62
 NAMED = 1 << 62  # and above: a content that has a name, other than step and sequence
 SAVED_SINKS = 4  # places for sinks alone, per row of the pool
 
@@ -87,7 +86,26 @@ class RingTable:
         self.first_block = tensor(rows + 1, 0)
         self.saved = torch.zeros((), dtype=torch.long, device=device)  # how many ever were
         self.used_at = tensor(rows + 1, -1)
-        self.used_at[rows] = _NEVER
+        self.used_at[rows] = NEVER
+        # what `ring_kernel` writes to and reads back
+        self.claims: Tensor | None = None
+        self.order: Tensor | None = None
+
+    def decode_step(
+        self,
+        block_table: Tensor,
+        lengths: Tensor,
+        query_start_loc: Tensor,
+        slots: Tensor,
+        out: Tensor,
+    ) -> BatchRings:
+        """`step` without copies, of at most `taken_back` + 1 tokens each; one kernel on GPUs."""
+        if out.device.type == "cpu":
+            return self.step(block_table, lengths, query_start_loc, slots, out)
+        from tightkv.integrations.vllm import ring_kernel
+
+        ring_kernel.decode_step(self, block_table, lengths, query_start_loc, slots, out)
+        return BatchRings(*out[:, : len(lengths)].unbind())
 
     def step(
         self,
@@ -150,7 +168,7 @@ class RingTable:
         self.first_block[rows] = begun
         self.used_at[rows] = self.steps
         self.block[self.rows :].fill_(-1)
-        self.used_at[self.rows :].fill_(_NEVER)
+        self.used_at[self.rows :].fill_(NEVER)
         self.row_of_block[blocks] = torch.cat([rows, rows.new_full((1,), self.rows)])[writers]
         self.steps += 1
 
@@ -218,7 +236,7 @@ class RingTable:
         real = (writers < len(starts) - 1) & (slots >= 0)
         writers = writers.masked_fill(~real, len(starts) - 1)
         blocks = (slots.long() // self.page_size).masked_fill(~real, 0)
-        stamps = self.steps * _STEP + writers
+        stamps = self.steps * STEP + writers
         self.written_at[blocks] = stamps
         self.content[blocks.masked_fill(slots % self.page_size != 0, 0)] = stamps
         return blocks, writers
@@ -228,7 +246,7 @@ class RingTable:
     ) -> tuple[Tensor, Tensor]:
         """The row that each sequence's last block leads to, and whether it is that sequence's."""
         own = self.row_of_block[block]
-        written, now = self.written_at[block], self.steps * _STEP
+        written, now = self.written_at[block], self.steps * STEP
         lost = self.length[own] - before
         matched = live & (before > 0) & (block > 0) & (self.block[own] == block)
         matched &= (lost >= 0) & (lost <= self.taken_back) & (before > self.exact_start[own])
@@ -245,9 +263,9 @@ class RingTable:
     def _assign(self, own: Tensor, matched: Tensor, live: Tensor) -> Tensor:
         """Matched sequences keep their rows; the others get those that were not used longest."""
         kept = own.masked_fill(~matched, self.rows)
-        used_at = self.used_at.index_fill(0, kept, _NEVER)
+        used_at = self.used_at.index_fill(0, kept, NEVER)
         oldest_first = torch.argsort(used_at, stable=True)
-        free = (used_at < _NEVER).sum()
+        free = (used_at < NEVER).sum()
         wanting = live & ~matched
         rank = (wanting.cumsum(0) - 1).clamp_min(0)
         fresh = oldest_first[rank.clamp_max(self.rows)]
