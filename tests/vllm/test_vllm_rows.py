@@ -349,6 +349,25 @@ def test_a_decoding_sequence_keeps_its_window_and_sinks() -> None:
         assert sorted(rows.ring_rows.tolist()) == [0, 1]
 
 
+def test_rejected_drafts_cost_no_window() -> None:
+    """Also where they had begun a block that the sequence then goes back from."""
+    drafts = 3
+    scheduler = Scheduler(blocks=8, rows=1, drafts=drafts, seed=0)
+    seq = scheduler.admit([5] * 50)
+    scheduler.reserve(seq, 50)
+    scheduler.run([(seq, 50)])
+    for step in range(60):
+        seq.tokens += [1, *range(drafts)]
+        before = seq.computed
+        scheduler.reserve(seq, len(seq.tokens))
+        rows = scheduler.run([(seq, 1 + drafts)])
+        assert rows.ring_starts.tolist() == [max(0, (before // PAGE - 1) * PAGE)], before
+        assert rows.sink_counts.tolist() == [CFG.sinks]
+        rejected = step % (drafts + 1)
+        seq.computed -= rejected
+        del seq.tokens[len(seq.tokens) - rejected :]
+
+
 def test_more_sequences_than_rows_leaves_the_running_ones_theirs() -> None:
     scheduler = Scheduler(blocks=40, rows=1, drafts=0, seed=0)
     seqs = [scheduler.admit([i] * 10) for i in range(3)]

@@ -94,10 +94,15 @@ def _decode_step_kernel(
     # the row that each sequence's last block leads to, and whether it is that sequence's
     last = _block_at(block_table, before - 1, columns, table_stride, here, there, PAGE)
     own = tl.load(row_of_block + last)
+    matched = live & (before > 0) & (last > 0)
+    had = tl.load(length + own)
+    if TAKEN_BACK > 0:  # the row's newest token may have been in a block after this one
+        last = _block_at(block_table, had - 1, columns, table_stride, here, there, PAGE)
+        matched &= tl.load(row_of_block + last) == own
     by = tl.load(written_at + last)
-    lost = tl.load(length + own) - before
+    lost = had - before
     started = tl.load(exact_start + own)
-    matched = live & (before > 0) & (last > 0) & (tl.load(block + own) == last)
+    matched &= tl.load(block + own) == last
     matched &= (lost >= 0) & (lost <= TAKEN_BACK) & (before > started)
     matched &= (by < now * STEP) | (by == stamp)
     claimed = matched

@@ -134,7 +134,7 @@ class RingTable:
         before = (lengths - counts).masked_fill(~live, 0)
         blocks, writers = self._mark_written(starts, slots)
 
-        own, matched = self._find(_block_at(block_table, before - 1, size), before, live, here)
+        own, matched = self._find(block_table, before, live, here)
         rows = self._assign(own, matched, live)
         without_row = rows == self.rows
 
@@ -242,13 +242,18 @@ class RingTable:
         return blocks, writers
 
     def _find(
-        self, block: Tensor, before: Tensor, live: Tensor, here: Tensor
+        self, block_table: Tensor, before: Tensor, live: Tensor, here: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The row that each sequence's last block leads to, and whether it is that sequence's."""
+        block = _block_at(block_table, before - 1, self.page_size)
         own = self.row_of_block[block]
+        matched = live & (before > 0) & (block > 0)
+        if self.taken_back:  # the row's newest token may have been in a block after this one
+            block = _block_at(block_table, self.length[own] - 1, self.page_size)
+            matched &= self.row_of_block[block] == own
         written, now = self.written_at[block], self.steps * STEP
         lost = self.length[own] - before
-        matched = live & (before > 0) & (block > 0) & (self.block[own] == block)
+        matched &= self.block[own] == block
         matched &= (lost >= 0) & (lost <= self.taken_back) & (before > self.exact_start[own])
         # A block that another sequence writes in this very step holds no tokens of ours.
         matched &= (written < now) | (written == now + here)
