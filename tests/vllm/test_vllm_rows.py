@@ -241,6 +241,11 @@ def assert_kernel_agrees(
         if expected.dim():
             low, high = (1, None) if len(expected) == table.pages else (0, table.rows)
             expected, found = expected[low:high], found[low:high]
+        if name == "sink_row":  # of sequences with the same first block, one is named
+            other = (expected != found).nonzero().squeeze(1)
+            assert torch.equal(table.first_block[found[other]], other + 1)
+            assert torch.equal(table.first_block[expected[other]], other + 1)
+            continue
         assert torch.equal(expected, found), name
     assert twin.claims is not None and (twin.claims == ring_kernel.NOBODY).all()
 
