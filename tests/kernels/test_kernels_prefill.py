@@ -113,7 +113,7 @@ def test_a_chunk_of_the_prefix(dim, encode_partial_page, first, count):
 
 @pytest.mark.parametrize("prefix", [0, 20, 131])
 def test_extend_with_the_kernels(prefix, monkeypatch):
-    monkeypatch.setattr(prefill, "CHUNK_TOKENS", (64, 64))
+    monkeypatch.setattr(prefill, "CHUNK_TOKENS", 64)
     monkeypatch.setattr(prefill, "MIN_QUERIES", 1)
     cache = filled(CFG, prefix, encode_partial_page=False)
     poison(cache)

@@ -12,11 +12,12 @@ from kernel_caches import poison
 from prefill_caches import CFG, assert_extends_like_the_reference, filled
 from tightkv.config import KVQuantConfig
 from tightkv.kernels import prefill, sdpa
+from tightkv.layout import PageLayout
 
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch):
-    monkeypatch.setattr(prefill, "CHUNK_TOKENS", (64, 64))
+    monkeypatch.setattr(prefill, "CHUNK_TOKENS", 64)
     monkeypatch.setattr(prefill, "MIN_QUERIES", 1)
 
 
@@ -75,13 +76,21 @@ def test_extend_after_a_crop():
     assert_extends_like_the_reference(cache)
 
 
-def test_chunks_are_whole_pages_and_grow_with_the_queries(monkeypatch):
-    monkeypatch.setattr(prefill, "CHUNK_TOKENS", (2048, 8192))
-    assert [prefill.chunk_tokens(n, 64) for n in (256, 512, 2048, 4096, 100_000)] == [
-        2048, 2048, 4096, 8192, 8192,
-    ]  # fmt: skip
-    assert prefill.chunk_tokens(512, 96) == 2016
-    assert prefill.chunk_tokens(512, 16384) == 16384
+@pytest.mark.parametrize("heads,batch,page,tokens", [
+    (8, 1, 64, 8192), (8, 2, 64, 8192), (8, 4, 64, 4096), (64, 1, 64, 2048), (3, 8, 128, 5376),
+    (64, 64, 64, 64),
+])  # fmt: skip
+def test_chunks_are_whole_pages_in_bounded_memory(heads, batch, page, tokens, monkeypatch):
+    monkeypatch.setattr(prefill, "CHUNK_TOKENS", 8192)
+    layout = PageLayout(KVQuantConfig(page_size=page), heads, 128, torch.bfloat16)
+    assert prefill.chunk_tokens(layout, batch) == tokens
+
+
+def test_few_queries_are_many_over_a_long_prefix(monkeypatch):
+    monkeypatch.setattr(prefill, "MIN_QUERIES", 256)
+    few, long = prefill.MIN_OVER_PREFIX
+    assert prefill.are_many(256, 0) and prefill.are_many(few, long)
+    assert not prefill.are_many(255, long - 1) and not prefill.are_many(few - 1, 1 << 20)
 
 
 def test_memory_of_a_chunk_is_used_again(monkeypatch):

@@ -25,7 +25,7 @@ from tightkv.integrations.vllm.warm_up import kinds_of_parts, sizes, warm_up, wa
 from tightkv.kernels import reference
 from tightkv.kernels.cpu import backend as cpu
 from tightkv.kernels.options import AttendOptions
-from tightkv.kernels.prefill import MIN_QUERIES
+from tightkv.kernels.prefill import CHUNK_TOKENS, MIN_QUERIES
 from tightkv.layout import PageLayout
 
 HEADS, DIM = 2, 64
@@ -95,7 +95,7 @@ def test_every_kind_of_part_is_run(kernels: ModuleType) -> None:
     short = [count for count, new, length in watched.attended if new and length is None]
     long = [(count, length) for count, new, length in watched.attended if length is not None]
     assert decoded == [1, *sizes(1, 4)] and short == sizes(5, MIN_QUERIES - 1)
-    assert [length for _, length in long] == [32, 2048 + 3 * 512 + 16]
+    assert [length for _, length in long] == [32, CHUNK_TOKENS + 3 * 512 + 16]
     assert all(count >= MIN_QUERIES for count, _ in long)
     # No sequence's ring is touched.
     assert all(bool((ring[:3] == 1).all()) for ring in rings)

@@ -18,9 +18,13 @@ from tightkv.codec import Codec
 from tightkv.kernels import reference
 from tightkv.kernels.sdpa import AttentionState, length_multiple, sdpa_with_lse
 from tightkv.kernels.view import CacheView
+from tightkv.layout import PageLayout
 
 MIN_QUERIES = 256  # below this, decoding out of the pages is faster
-CHUNK_TOKENS = (2048, 8192)  # of the prefix at a time: with few queries, with many
+# Fewer are many where they dequantize a long prefix: queries, tokens of the prefix.
+MIN_OVER_PREFIX = (32, 1024)
+# of the prefix at a time, and bytes of them dequantized
+CHUNK_TOKENS, CHUNK_BYTES = 8192, 64 << 20
 PAD_FROM = 1024  # so many queries are padded to a multiple of `length_multiple()`
 
 
@@ -51,12 +55,18 @@ class PrefillOps(Protocol):
         """
 
 
+def are_many(queries: int, prefix: int) -> bool:
+    """Whether dequantizing the prefix costs so many queries less than decoding out of it."""
+    few, long = MIN_OVER_PREFIX
+    return queries >= MIN_QUERIES or (queries >= few and prefix >= long)
+
+
 def can_extend(codec: Codec, query: Tensor, view: CacheView, max_queries: int) -> bool:
     """Many queries, half precision, unpadded rows of a length that the host knows, usual heads."""
     return (
         view.same_length is not None
         and len(query) == view.batch * max_queries
-        and max_queries >= MIN_QUERIES
+        and are_many(max_queries, view.same_length)
         and query.dtype == codec.layout.dtype
         and query.dtype in (torch.float16, torch.bfloat16)
         and codec.layout.head_dim <= 256  # torch's fused attention has no more
@@ -106,11 +116,11 @@ def _attend_prefix(
 ) -> AttentionState:
     """Attention of query [B, Hq, T, D] over the whole prefix: [B, Hkv, group * T, D], rotated."""
     assert view.same_length is not None
-    layout, length, tokens = codec.layout, view.same_length, query.shape[2]
+    layout, length = codec.layout, view.same_length
     heads, d, page = layout.num_kv_heads, layout.head_dim, layout.page_size
     # Heads of a group as further queries: every query sees the whole prefix.
     packed = ops.rotate_queries(codec, query).view(view.batch, heads, -1, d)
-    size = chunk_tokens(tokens, page)
+    size = chunk_tokens(codec.layout, view.batch)
     held = min(size, -(-length // page) * page)
     key, value = (
         torch.empty(view.batch, heads, held, d, dtype=layout.dtype, device=query.device)
@@ -128,13 +138,11 @@ def _attend_prefix(
     return prefix
 
 
-def chunk_tokens(queries: int, page: int) -> int:
-    """Tokens of the prefix to dequantize at a time: whole pages, about twice the queries.
-
-    So the dequantized keys and values stay of the size of the queries' own tensors.
-    """
-    few, many = CHUNK_TOKENS
-    return max(1, min(many, max(few, 2 * queries)) // page) * page
+def chunk_tokens(layout: PageLayout, batch: int) -> int:
+    """Tokens of the prefix to dequantize at a time: whole pages, in bounded memory."""
+    page = layout.page_size
+    each = 2 * batch * layout.num_kv_heads * layout.head_dim * layout.dtype.itemsize
+    return max(1, min(CHUNK_TOKENS, CHUNK_BYTES // each) // page) * page
 
 
 def sdpa_cuts(count: int) -> Iterator[tuple[int, int]]:

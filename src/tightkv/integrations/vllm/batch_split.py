@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from tightkv.kernels.prefill import MIN_QUERIES
+from tightkv.kernels.prefill import are_many
 
 # New tokens of a prompt that goes with the decodes, whose queries are planned as many then. They
 # have to be in the ring: no more than RING_SLACK.
@@ -54,9 +54,13 @@ def split_batch(
     Lengths need to be right for long prompts only; None where the host has none.
     """
     counts = [end - begin for begin, end in itertools.pairwise(query_start_loc)]
+    is_long = [
+        lengths is not None and count > most_decoding and are_many(count, lengths[i] - count)
+        for i, count in enumerate(counts)
+    ]
     parts = []
-    for begin, end in _runs(counts, lengths is not None):
-        if lengths is not None and counts[begin] >= MIN_QUERIES:
+    for begin, end in _runs(is_long):
+        if lengths is not None and is_long[begin]:
             length = lengths[begin] - counts[begin]
             parts.append(PartRange(begin, end, True, counts[begin], length))
             continue
@@ -68,14 +72,14 @@ def split_batch(
     return parts
 
 
-def _runs(counts: Sequence[int], cut_long: bool) -> Iterator[tuple[int, int]]:
+def _runs(is_long: Sequence[bool]) -> Iterator[tuple[int, int]]:
     """Long prompts, and neighbours that are none."""
     begin = 0
-    for i, count in enumerate(counts):
-        if cut_long and count >= MIN_QUERIES:
+    for i, alone in enumerate(is_long):
+        if alone:
             if begin < i:
                 yield begin, i
             yield i, i + 1
             begin = i + 1
-    if begin < len(counts):
-        yield begin, len(counts)
+    if begin < len(is_long):
+        yield begin, len(is_long)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -42,5 +42,6 @@ def flash_attention_3(
     return AttentionState(out.unflatten(0, (batch, queries)).transpose(1, 2), lse)
 
 
+@lru_cache(maxsize=256)  # a launch takes longer than many of these calls
 def _starts(batch: int, count: int, device: torch.device) -> Tensor:
     return torch.arange(batch + 1, dtype=torch.int32, device=device) * count

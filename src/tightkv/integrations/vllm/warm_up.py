@@ -94,7 +94,7 @@ def kinds_of_parts(
     for count in sizes(least_fresh, MIN_QUERIES - 1):
         yield _part(layout, rings, count, before=page, is_prefill=True)
     # Several pieces, of lengths that cuDNN plans for and one that it does not.
-    several = chunk_tokens(CUDNN_MULTIPLE, page) + 3 * CUDNN_MULTIPLE + page // 2
+    several = chunk_tokens(layout, 1) + 3 * CUDNN_MULTIPLE + page // 2
     for before in (page, several):
         yield _part(layout, rings, CUDNN_MULTIPLE, before, is_prefill=True, host_knows=True)
 
