@@ -18,7 +18,7 @@ from tightkv import KVQuantConfig
 from tightkv.cache import POOL_GROWTH
 from tightkv.integrations.vllm.batch_split import SHORT_PROMPT
 from tightkv.integrations.vllm.ring_table import SAVED_SINKS
-from tightkv.kernels.prefill import MIN_OVER_PREFIX, MIN_QUERIES
+from tightkv.kernels.prefill import MIN_QUERIES
 from tightkv.layout import RING_SLACK, SIDES, PageLayout
 
 ROOT = Path(__file__).parents[2]
@@ -348,8 +348,7 @@ def test_limits_in_vllm() -> None:
     ring = PageLayout(KVQuantConfig(), 8, 128, torch.bfloat16).ring_tokens
     expect(
         "docs/vllm.md",
-        f"**Long prompts** ({MIN_QUERIES} new tokens or more, or {MIN_OVER_PREFIX[0]} after a "
-        f"prefix of at least {MIN_OVER_PREFIX[1]:,})",
+        f"**Long prompts** ({MIN_QUERIES} new tokens or more)",
         f"up to {SHORT_PROMPT} new tokens of a prompt",
         f"more than {RING_SLACK} speculative tokens",
     )

@@ -86,13 +86,6 @@ def test_chunks_are_whole_pages_in_bounded_memory(heads, batch, page, tokens, mo
     assert prefill.chunk_tokens(layout, batch) == tokens
 
 
-def test_few_queries_are_many_over_a_long_prefix(monkeypatch):
-    monkeypatch.setattr(prefill, "MIN_QUERIES", 256)
-    few, long = prefill.MIN_OVER_PREFIX
-    assert prefill.are_many(256, 0) and prefill.are_many(few, long)
-    assert not prefill.are_many(255, long - 1) and not prefill.are_many(few - 1, 1 << 20)
-
-
 def test_memory_of_a_chunk_is_used_again(monkeypatch):
     """Two buffers, of a chunk or of a shorter prefix, however long the prefix is."""
     seen = set()

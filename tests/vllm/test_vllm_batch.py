@@ -12,7 +12,7 @@ from tightkv import KVQuantConfig
 from tightkv.integrations.vllm.batch_split import SHORT_PROMPT, Limits, PartRange, split_batch
 from tightkv.integrations.vllm.options import EngineOptions, engine_options, with_options
 from tightkv.integrations.vllm.ring_table import BatchRings, RingTable
-from tightkv.kernels.prefill import MIN_OVER_PREFIX, MIN_QUERIES
+from tightkv.kernels.prefill import MIN_QUERIES
 from tightkv.layout import RING_SLACK
 
 LONG = MIN_QUERIES
@@ -48,18 +48,6 @@ def test_a_long_prompt_is_alone_and_the_host_knows_what_came_before() -> None:
         PartRange(0, 1, True, LONG, 0),
         PartRange(1, 2, True, LONG + 5, 64),
     ]
-
-
-def test_the_rest_of_a_prompt_after_a_long_prefix_is_a_long_one() -> None:
-    """Such as the tokens after a prefix hit: the prefix is dequantized once for all of them."""
-    few, prefix = MIN_OVER_PREFIX
-    assert cut([1, few, few - 1], [9, prefix, prefix]) == [
-        PartRange(0, 1, False, 1),
-        PartRange(1, 2, True, few, prefix),
-        PartRange(2, 3, True, few - 1),
-    ]
-    assert cut([few, few], [prefix - 1, 0]) == [PartRange(0, 2, True, few)]
-    assert cut([few, 1], [prefix, prefix], most_decoding=few) == [PartRange(0, 2, False, few)]
 
 
 def test_short_prompts_on_both_sides_of_a_long_one() -> None:

@@ -21,8 +21,6 @@ from tightkv.kernels.view import CacheView
 from tightkv.layout import PageLayout
 
 MIN_QUERIES = 256  # below this, decoding out of the pages is faster
-# Fewer are many where they dequantize a long prefix: queries, tokens of the prefix.
-MIN_OVER_PREFIX = (32, 1024)
 # of the prefix at a time, and bytes of them dequantized
 CHUNK_TOKENS, CHUNK_BYTES = 8192, 64 << 20
 PAD_FROM = 1024  # so many queries are padded to a multiple of `length_multiple()`
@@ -55,18 +53,12 @@ class PrefillOps(Protocol):
         """
 
 
-def are_many(queries: int, prefix: int) -> bool:
-    """Whether dequantizing the prefix costs so many queries less than decoding out of it."""
-    few, long = MIN_OVER_PREFIX
-    return queries >= MIN_QUERIES or (queries >= few and prefix >= long)
-
-
 def can_extend(codec: Codec, query: Tensor, view: CacheView, max_queries: int) -> bool:
     """Many queries, half precision, unpadded rows of a length that the host knows, usual heads."""
     return (
         view.same_length is not None
         and len(query) == view.batch * max_queries
-        and are_many(max_queries, view.same_length)
+        and max_queries >= MIN_QUERIES
         and query.dtype == codec.layout.dtype
         and query.dtype in (torch.float16, torch.bfloat16)
         and codec.layout.head_dim <= 256  # torch's fused attention has no more

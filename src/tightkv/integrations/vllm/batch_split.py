@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from tightkv.kernels.prefill import are_many
+from tightkv.kernels.prefill import MIN_QUERIES
 
 # New tokens of a prompt that goes with the decodes, whose queries are planned as many then. They
 # have to be in the ring: no more than RING_SLACK.
@@ -54,10 +54,7 @@ def split_batch(
     Lengths need to be right for long prompts only; None where the host has none.
     """
     counts = [end - begin for begin, end in itertools.pairwise(query_start_loc)]
-    is_long = [
-        lengths is not None and count > most_decoding and are_many(count, lengths[i] - count)
-        for i, count in enumerate(counts)
-    ]
+    is_long = [lengths is not None and count >= MIN_QUERIES for count in counts]
     parts = []
     for begin, end in _runs(is_long):
         if lengths is not None and is_long[begin]:
