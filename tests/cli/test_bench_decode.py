@@ -70,10 +70,13 @@ def test_heads_and_lengths_of_the_command_line(monkeypatch: pytest.MonkeyPatch) 
     assert seen and all((s.query_heads, s.kv_heads, s.head_dim) == (12, 2, 96) for s in seen)
 
 
-def test_ragged_on_a_cpu_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--device", "cpu", "--ragged", "--batch", "2", "--tokens", "2048"]
+@pytest.mark.parametrize("option", [["--ragged"], ["--against", "sdpa"]])
+def test_options_of_gpus_are_refused_on_a_cpu(
+    option: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--device", "cpu", *option, "--batch", "2", "--tokens", "2048"]
     assert main(["bench", "decode", *options]) == 2
-    assert "--ragged is measured on GPUs" in capsys.readouterr().err
+    assert f"{option[0]} is for GPUs" in capsys.readouterr().err
 
 
 def test_a_ragged_row_says_so() -> None:

@@ -1,12 +1,9 @@
-"""Attention over uncompressed caches: torch's backends, FlashInfer, and a plain Triton kernel."""
+"""Attention over uncompressed caches: torch's backends, and a plain Triton kernel."""
 
 from __future__ import annotations
 
-import importlib.util
 import math
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from tightkv.bench.bf16_kernel import bf16_decode
-from tightkv.bench.inputs import L2_BYTES, Shape
+from tightkv.bench.inputs import Shape, copies_for
 from tightkv.bench.timing import graph_ms
 from tightkv.kernels.sdpa import sdpa_with_lse
 from tightkv.kernels.triton import prefill as triton_prefill
@@ -26,75 +23,36 @@ SDPA = {
 }
 
 
-def _copies(shape: Shape, bytes_each: int, make: Callable[[], Any]) -> list[Any]:
-    return [make() for _ in range(max(1, min(12, -(-L2_BYTES // bytes_each))))]
+def sdpa_decode(shape: Shape, device: torch.device, *, backend: SDPBackend) -> float:
+    """Milliseconds of a backend of torch; query heads are packed as query tokens."""
+    if shape.ragged:
+        raise ValueError("torch's attention takes sequences of one length")
+    query, caches = _dense(shape, device)
+    with sdpa_kernel(backend):
+        return graph_ms([partial(scaled_dot_product_attention, query, k, v) for k, v in caches])
 
 
-def sdpa_decode(shape: Shape, device: torch.device) -> dict[str, float]:
-    """Milliseconds of every backend that takes the shape; query heads packed as query tokens.
+def triton_decode(shape: Shape, device: torch.device) -> float:
+    """Milliseconds of the plain Triton kernel, over a padded cache."""
+    if shape.head_dim & (shape.head_dim - 1):
+        raise ValueError(f"head_dim={shape.head_dim}; the plain Triton kernel takes powers of two")
+    query, caches = _dense(shape, device)
+    packed = query.flatten(1, 2)
+    lengths = torch.tensor(shape.lengths, dtype=torch.int32, device=device)
+    return graph_ms([partial(bf16_decode, packed, k, v, lengths) for k, v in caches])
 
-    Torch's take no ragged lengths; the plain Triton kernel does, over a padded cache.
-    """
-    group = shape.query_heads // shape.kv_heads
+
+def _dense(shape: Shape, device: torch.device) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    """Queries [B, Hkv, Hq / Hkv, D]; keys and values [B, Hkv, N, D] of as many caches as needed."""
 
     def random(tokens: int) -> Tensor:
         size = (shape.batch, shape.kv_heads, tokens, shape.head_dim)
         return torch.randn(size, dtype=torch.bfloat16, device=device)
 
-    query = random(group)
-    caches = _copies(shape, shape.bf16_bytes, lambda: (random(shape.tokens), random(shape.tokens)))
-    times = {}
-    for name, backend in ({} if shape.ragged else SDPA).items():
-        with sdpa_kernel(backend):
-            calls = [partial(scaled_dot_product_attention, query, k, v) for k, v in caches]
-            try:
-                times[f"sdpa {name}"] = graph_ms(calls)
-            except RuntimeError:  # the backend refuses this shape
-                continue
-    if shape.head_dim & (shape.head_dim - 1):  # the Triton kernel takes powers of two
-        return times
-    packed = query.flatten(1, 2)
-    lengths = torch.tensor(shape.lengths, dtype=torch.int32, device=device)
-    calls = [partial(bf16_decode, packed, k, v, lengths) for k, v in caches]
-    times["triton bf16"] = graph_ms(calls)
-    return times
-
-
-def flashinfer_decode(shape: Shape, device: torch.device) -> dict[str, float]:
-    """FlashInfer with tensor cores over shuffled pages, bf16 and fp8; empty if not installed."""
-    if importlib.util.find_spec("flashinfer") is None:
-        return {}
-    import flashinfer
-
-    page, b = 64, shape.batch
-    lengths = torch.tensor(shape.lengths, dtype=torch.int32, device=device)
-    each = (lengths + page - 1) // page
-    pages = int(each.sum())
-    query = torch.randn(b, shape.query_heads, shape.head_dim, dtype=torch.bfloat16, device=device)
-    order = torch.randperm(pages, device=device).int()
-    ends = torch.cat([each.new_zeros(1), each.cumsum(0).int()])
-    last = (lengths - 1) % page + 1
-    times = {}
-    for name, dtype in (("bf16", torch.bfloat16), ("fp8", torch.float8_e4m3fn)):
-        bytes_each = shape.bf16_bytes * dtype.itemsize // 2
-
-        def make(dtype: torch.dtype = dtype) -> Tensor:
-            size = (pages, 2, page, shape.kv_heads, shape.head_dim)
-            return torch.randn(size, dtype=torch.bfloat16, device=device).to(dtype)
-
-        caches = _copies(shape, bytes_each, make)
-        workspace = torch.empty(256 << 20, dtype=torch.uint8, device=device)
-        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            workspace, "NHD", use_tensor_cores=True
-        )
-        wrapper.plan(
-            ends, order, last, shape.query_heads, shape.kv_heads, shape.head_dim, page,
-            q_data_type=torch.bfloat16, kv_data_type=dtype,
-        )  # fmt: skip
-        calls = [partial(wrapper.run, query, cache) for cache in caches]
-        times[f"flashinfer {name}"] = graph_ms(calls)
-        del caches
-    return times
+    caches = [
+        (random(shape.tokens), random(shape.tokens)) for _ in range(copies_for(shape.bf16_bytes))
+    ]
+    return random(shape.query_heads // shape.kv_heads), caches
 
 
 def sdpa_extend(shape: Shape, prefix: int, device: torch.device) -> dict[str, float]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from tightkv.bench import baselines
 from tightkv.bench.inputs import Layer, Shape, fill, layers_for
 from tightkv.bench.provenance import provenance
+from tightkv.bench.rivals import measure_rivals
 from tightkv.bench.timing import copy_bandwidth, graph_ms
 from tightkv.config import KVQuantConfig
 from tightkv.kernels.options import AttendOptions
@@ -25,15 +26,20 @@ DECODE_SHAPES = (Shape(8, 32731), Shape(32, 8155), Shape(1, 131035), Shape(1, 32
 
 
 def decode_rows(
-    shapes: Sequence[Shape], presets: Sequence[str], kernels: Sequence[str], device: torch.device
+    shapes: Sequence[Shape],
+    presets: Sequence[str],
+    kernels: Sequence[str],
+    device: torch.device,
+    rivals: Sequence[str] = (),
 ) -> Iterator[dict[str, Any]]:
-    """A row for each shape and preset: a whole decode step of one layer, and its parts."""
+    """A row for each shape and preset: a whole decode step of one layer, and its parts.
+
+    `rivals`: words of the names of those to measure; all without.
+    """
     facts = provenance(device)
     bandwidth = copy_bandwidth(device)
     for shape in shapes:
-        others = baselines.sdpa_decode(shape, device)
-        others |= baselines.flashinfer_decode(shape, device)
-        bf16, fp8 = baselines.best(others, "sdpa", "bf16"), others.get("flashinfer fp8")
+        others = measure_rivals(shape, device, rivals)
         for preset in presets:
             layout = _layout(preset, shape)
             for name in kernels:
@@ -47,9 +53,14 @@ def decode_rows(
                     "preset": preset,
                     "kernels": module.NAME,
                     "ms": times,
-                    "others_ms": others,
-                    "against_best_bf16": bf16 / times["step"],
-                    "against_fp8": None if fp8 is None else fp8 / times["step"],
+                    "others_ms": others.ms,
+                    "others_timed": others.timed,
+                    "others_failed": others.failed,
+                    "vllm": others.vllm,
+                    **{
+                        name: None if least is None else least / times["step"]
+                        for name, least in others.least.items()
+                    },
                     "share_of_copy_bandwidth": read / (times["attend"] / 1e3) / bandwidth,
                     "bytes_read": read,
                     "copy_bytes_per_s": bandwidth,

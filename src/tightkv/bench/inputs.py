@@ -78,12 +78,16 @@ class Layer:
         return int(pages) + exact * layout.exact_bytes_per_token
 
 
+def copies_for(bytes_each: int) -> int:
+    """As many caches as make the data larger than the L2 cache, up to 12."""
+    return max(1, min(12, -(-L2_BYTES // max(1, bytes_each))))
+
+
 def layers_for(
     layout: PageLayout, shape: Shape, kernels: object, device: torch.device
 ) -> list[Layer]:
-    """As many layers as make the data larger than the L2 cache."""
-    each = sum(shape.lengths) * layout.bytes_per_token
-    count = max(1, min(12, -(-L2_BYTES // max(1, int(each)))))
+    """Filled layers, together larger than the L2 cache."""
+    count = copies_for(int(sum(shape.lengths) * layout.bytes_per_token))
     return [fill(layout, shape, kernels, device, seed) for seed in range(count)]
 
 

@@ -48,6 +48,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     decode.add_argument(
         "--kernels", action="append", metavar="NAME", help="repeatable (default: the best)"
     )
+    decode.add_argument(
+        "--against",
+        action="append",
+        metavar="WORD",
+        help="measure only rivals whose name has this word, on a GPU; repeatable (default: all)",
+    )
     decode.add_argument("--repeats", type=int, default=15, help="rounds, on a CPU (default: 15)")
     decode.add_argument("--threads", type=int, metavar="N", help="on a CPU")
     store = kinds.add_parser("store", help="appending many tokens at once, on a GPU")
@@ -99,7 +105,8 @@ def _decode(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
     from tightkv.bench import gpu
 
     shapes = _shapes(args, gpu.DECODE_SHAPES)
-    yield from gpu.decode_rows(shapes, _presets(args), args.kernels or ["auto"], device)
+    kernels, against = args.kernels or ["auto"], args.against or ()
+    yield from gpu.decode_rows(shapes, _presets(args), kernels, device, against)
 
 
 def _decode_cpu(args: argparse.Namespace) -> Iterator[Row]:
@@ -109,8 +116,9 @@ def _decode_cpu(args: argparse.Namespace) -> Iterator[Row]:
 
     if args.kernels not in (None, ["cpu"]):
         raise ValueError(f"--kernels {args.kernels}; on a CPU cpu is measured, and the reference")
-    if args.ragged:
-        raise ValueError("--ragged is measured on GPUs; leave it out, or use --device cuda")
+    for option in ("ragged", "against"):
+        if getattr(args, option):
+            raise ValueError(f"--{option} is for GPUs; leave it out, or use --device cuda")
     for name in ("repeats", "threads"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"--{name} {getattr(args, name)}; it must be at least 1")
@@ -220,7 +228,7 @@ def _ratios(row: Row) -> dict[str, float]:
     if "ratios" in row:
         found: dict[str, float] = row["ratios"]
         return found
-    names = ("against_best_bf16", "against_fp8", "share_of_copy_bandwidth")
+    names = ("against_best_bf16", "against_fp8", "against_4bit", "share_of_copy_bandwidth")
     found = {name: row[name] for name in names if row.get(name) is not None}
     if row["bench"] == "store":
         found["of a bf16 write's time"] = row["ms"] / row["bf16_write_ms"]

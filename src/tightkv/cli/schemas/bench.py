@@ -51,10 +51,13 @@ _DECODE_GPU = _row(
     {
         **_DECODE,
         "others_ms": _MS,
-        **names("against_best_bf16 share_of_copy_bandwidth copy_bytes_per_s", FLOAT),
-        "against_fp8": nullable(FLOAT),
+        **names("others_timed others_failed", mapping(STR)),
+        **names("share_of_copy_bandwidth copy_bytes_per_s", FLOAT),
+        **names("against_best_bf16 against_fp8 against_4bit", nullable(FLOAT)),
+        "vllm": nullable(STR),
         "bytes_read": INT,
     },
+    optional=("others_timed", "others_failed", "against_4bit", "vllm"),  # older rows
 )
 _STORE = _row("store", {"tokens": INT, "preset": STR, **names("ms bf16_write_ms more_us", FLOAT)})
 _EXTEND = _row(

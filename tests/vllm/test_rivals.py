@@ -1,0 +1,154 @@
+"""Rivals of tightkv bench decode: what they compute, and what a failing one leaves behind."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from tightkv.bench import flashinfer_kernels, rivals, vllm_kernels
+from tightkv.bench.inputs import Shape
+from tightkv.bench.paged import NewCache, paged_batch
+
+CUDA = torch.device("cuda")
+TURBOQUANT = partial(vllm_kernels.turboquant, preset="turboquant_4bit_nc")
+
+
+def relative_error(new_cache: NewCache, shape: Shape, page: int, device: torch.device) -> float:
+    """Of the outputs, against exact attention over the tokens that were written."""
+    batch = paged_batch(shape, page, device)
+    generator = torch.Generator().manual_seed(0)
+
+    def random(tokens: int, heads: int) -> Tensor:
+        found = torch.randn(tokens, heads, shape.head_dim, generator=generator)
+        return found.to(device, torch.bfloat16)
+
+    query = random(shape.batch, shape.query_heads)
+    key, value = (random(len(batch.slots), shape.kv_heads) for _ in range(2))
+    cache = new_cache(shape, batch)
+    assert cache.write is not None
+    cache.write(key, value, batch.slots)
+    last = batch.lengths.cumsum(0) - 1
+    cache.write(key[last], value[last], batch.newest)  # the step's own write: nothing changes
+    expected = []
+    for one, k, v in zip(
+        query, *(x.split(batch.lengths.tolist()) for x in (key, value)), strict=True
+    ):
+        grouped = one.view(shape.kv_heads, -1, shape.head_dim)
+        expected.append(
+            torch.nn.functional.scaled_dot_product_attention(
+                grouped.float(), k.transpose(0, 1).float(), v.transpose(0, 1).float()
+            ).flatten(0, 1)
+        )
+    exact, found = torch.stack(expected), cache.attend(query).float()
+    return float((found - exact).norm() / exact.norm())
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[None]:
+    """vLLM for CPUs has no Triton: give its kernels the interpreter while they are imported."""
+    import triton
+    import triton.language
+    import vllm.triton_utils as utils
+
+    names = {"triton": triton, "tl": triton.language, "HAS_TRITON": True}
+    before = {name: getattr(utils, name) for name in names}
+    ops = "vllm.v1.attention.ops."
+    kept = {name: sys.modules.pop(name) for name in [*sys.modules] if name.startswith(ops)}
+    for name, found in names.items():
+        setattr(utils, name, found)
+    for name in ("int4_per_token_head", "triton_turboquant_decode", "triton_turboquant_store"):
+        importlib.import_module(ops + name)
+    yield
+    for name in [name for name in sys.modules if name.startswith(ops)]:
+        del sys.modules[name]
+    sys.modules.update(kept)
+    for name, found in before.items():
+        setattr(utils, name, found)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("new_cache", [vllm_kernels.int4_per_token_head, TURBOQUANT])
+def test_triton_kernels_of_vllm_attend_to_what_was_written(
+    interpreted: None, new_cache: NewCache
+) -> None:
+    shape = Shape(2, 37, query_heads=2, kv_heads=1, head_dim=64)
+    error = relative_error(new_cache, shape, vllm_kernels.PAGE, torch.device("cpu"))
+    assert 0.03 < error < 0.2  # of codes of 4 bits; other tokens would make it 1.4
+
+
+# name, cache, tokens per page, the largest error
+ON_A_GPU = [
+    ("nvfp4", flashinfer_kernels.nvfp4, flashinfer_kernels.PAGE, 0.25),
+    ("fa3 bf16", partial(vllm_kernels.flash_attention, dtype=torch.bfloat16), 16, 0.01),
+    ("fa3 fp8", partial(vllm_kernels.flash_attention, dtype=torch.float8_e4m3fn), 16, 0.1),
+    ("int4", vllm_kernels.int4_per_token_head, vllm_kernels.PAGE, 0.2),
+    ("turboquant", TURBOQUANT, vllm_kernels.PAGE, 0.2),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.vllm
+@pytest.mark.parametrize("heads", [(8, 2), (4, 1)])
+@pytest.mark.parametrize(
+    "new_cache,page,most", [x[1:] for x in ON_A_GPU], ids=[x[0] for x in ON_A_GPU]
+)
+def test_rivals_attend_to_ragged_sequences(
+    new_cache: NewCache, page: int, most: float, heads: tuple[int, int]
+) -> None:
+    if page == flashinfer_kernels.PAGE:
+        pytest.importorskip("flashinfer")
+    shape = Shape(5, 2000, *heads, head_dim=128, ragged=True)
+    assert relative_error(new_cache, shape, page, CUDA) < most
+
+
+# --- without a GPU ---
+def test_pages_of_a_batch_hold_each_token_once() -> None:
+    shape = Shape(3, 1090, ragged=True)
+    batch = paged_batch(shape, 16, torch.device("cpu"))
+    assert batch.lengths.tolist() == shape.lengths
+    assert batch.pages == sum(-(-n // 16) for n in shape.lengths)
+    assert len(set(batch.slots.tolist())) == sum(shape.lengths) == len(batch.slots)
+    at = 0
+    for b, n in enumerate(shape.lengths):
+        slots = batch.slots[at : at + n].tolist()
+        table = batch.block_table[b].tolist()
+        assert slots == [table[t // 16] * 16 + t % 16 for t in range(n)]
+        assert batch.newest[b] == slots[-1]
+        at += n
+
+
+def test_a_failing_rival_leaves_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(shape: Shape, device: torch.device) -> float:
+        raise RuntimeError("no kernel image\nand more")
+
+    listed = {
+        "a bf16": rivals.Rival(lambda shape, device: 2.0),
+        "b bf16": rivals.Rival(lambda shape, device: 1.5, rivals.STEP),
+        "c fp8": rivals.Rival(fails),
+        "d nvfp4": rivals.Rival(fails, package="no_such_package"),
+    }
+    monkeypatch.setattr(rivals, "RIVALS", listed)
+    found = rivals.measure_rivals(Shape(1, 1), torch.device("cpu"))
+    assert found.ms == {"a bf16": 2.0, "b bf16": 1.5}
+    assert found.timed == {"a bf16": "attention", "b bf16": "write and attention"}
+    assert found.failed == {"c fp8": "RuntimeError: no kernel image"}
+    assert found.least == {"against_best_bf16": 1.5, "against_fp8": None, "against_4bit": None}
+    only = rivals.measure_rivals(Shape(1, 1), torch.device("cpu"), ["a", "fp8"])
+    assert list(only.ms) == ["a bf16"] and list(only.failed) == ["c fp8"]
+    with pytest.raises(ValueError, match="--against sdpa; it must be part of one of: a bf16, b"):
+        rivals.measure_rivals(Shape(1, 1), torch.device("cpu"), ["sdpa"])
+
+
+def test_rivals_that_take_one_length_refuse_ragged_ones() -> None:
+    shape, device = Shape(2, 2048, ragged=True), torch.device("cpu")
+    for name in ("sdpa flash", "sdpa cudnn"):
+        with pytest.raises(ValueError, match="sequences of one length"):
+            rivals.RIVALS[name].measure(shape, device)
+    with pytest.raises(ValueError, match="head_dim=96; the plain Triton kernel"):
+        rivals.RIVALS["triton bf16"].measure(Shape(1, 64, head_dim=96), device)
