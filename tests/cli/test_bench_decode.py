@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import runpy
+from dataclasses import asdict
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -85,6 +89,32 @@ def test_a_ragged_row_says_so() -> None:
     assert command._label(row) == "k4v4 cuda, 4 x 8192 tokens, 32/8 heads of 128"
     row["shape"] = shape | {"ragged": True}
     assert command._label(row) == "k4v4 cuda, 4 x 1024 to 8192 tokens, 32/8 heads of 128"
+
+
+def test_the_table_of_shapes() -> None:
+    def row(preset: str, shape: Shape, step: float, others: dict[str, float]) -> dict[str, object]:
+        return {
+            "shape": asdict(shape),
+            "preset": preset,
+            "kernels": "triton" if shape.head_dim == 512 else "cuda",
+            "ms": {"step": step},
+            "others_ms": others,
+            "against_best_bf16": min(ms for name, ms in others.items() if "fp8" not in name) / step,
+        }
+
+    mixed, large = Shape(4, 8155, ragged=True), Shape(8, 32731, 32, 4, 512)
+    others = {"sdpa flash": 0.3, "vllm fa3 bf16": 0.25, "vllm fa3 fp8": 0.2}
+    rows = [
+        *(row(preset, mixed, 0.1, others) for preset in ("k4v4", "k2v2")),
+        *(row(preset, large, 0.5, {"triton bf16": 0.4}) for preset in ("k4v4", "k2v2")),
+    ]
+    script = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "decode_shapes.py"))
+    assert script["table"](rows).splitlines()[2:] == [
+        "| 32/4 of 512 | 8 x 32,731 | 400.0 (triton bf16) | - | - "
+        "| 500.0 (0.80x, triton) | 500.0 (0.80x, triton) |",
+        "| 32/8 of 128 | 4 x 1,024 to 8,155 | 250.0 (vllm fa3 bf16) | 200.0 (vllm fa3 fp8) | - "
+        "| 100.0 (2.50x) | 100.0 (2.50x) |",
+    ]
 
 
 @pytest.mark.gpu

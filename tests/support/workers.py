@@ -23,6 +23,7 @@ GROUPS = {
                 "export_executorch",
                 "folder_noise",
                 "plan_page",
+                "rivals",
                 "validate",
                 "vllm_gpu",
                 "vllm_plugin",

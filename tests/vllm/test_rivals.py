@@ -75,11 +75,20 @@ def interpreted() -> Iterator[None]:
 @pytest.mark.vllm
 @pytest.mark.parametrize("new_cache", [vllm_kernels.int4_per_token_head, TURBOQUANT])
 def test_triton_kernels_of_vllm_attend_to_what_was_written(
-    interpreted: None, new_cache: NewCache
+    interpreted: None, new_cache: NewCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shape = Shape(2, 37, query_heads=2, kv_heads=1, head_dim=64)
+    from vllm.model_executor.layers.quantization.turboquant import centroids
+
+    def quickly(dim: int, bits: int) -> Tensor:
+        """In place of vLLM's solver, which takes seconds: a little worse."""
+        middles = (torch.arange(2**bits) + 0.5) / 2**bits
+        return torch.special.ndtri(middles) / dim**0.5
+
+    monkeypatch.setattr(centroids, "get_centroids", quickly)
+    monkeypatch.setattr(vllm_kernels, "_TURBOQUANT_SPLITS", 2)
+    shape = Shape(2, 21, query_heads=2, kv_heads=1, head_dim=64)
     error = relative_error(new_cache, shape, vllm_kernels.PAGE, torch.device("cpu"))
-    assert 0.03 < error < 0.2  # of codes of 4 bits; other tokens would make it 1.4
+    assert 0.03 < error < 0.25  # of codes of 4 bits; other tokens would make it 1.4
 
 
 # name, cache, tokens per page, the largest error
