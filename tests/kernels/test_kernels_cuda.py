@@ -374,8 +374,8 @@ def test_selection():
     assert select("auto", DEVICE, single.layout).NAME == "triton"
     with pytest.raises(ValueError, match=r"dtype=torch.float32; they have float16"):
         select("cuda", DEVICE, single.layout)
-    wide = cache_on(KVQuantConfig(), [1], dim=96, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"head_dim=96; they have 64, 128 and 256"):
+    wide = cache_on(KVQuantConfig(), [1], dim=80, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"head_dim=80; they have 64, 96, 128, 192, 256"):
         select("cuda", DEVICE, wide.layout)
 
 
@@ -476,3 +476,24 @@ def test_more_pages_than_a_grid_has_layers():
     exact = key[0].view(-1, cfg.page_size, 64)[ids]
     rotated = cache.codec.rotate("value", exact)
     assert ((values[:, 0] - rotated).norm(dim=-1) / rotated.norm(dim=-1)).mean() < 0.5
+
+
+# (bits, head_dim, mean_bits, query heads of a KV head)
+OTHER_HEADS = [
+    ((4, 4), 96, 16, 4),
+    ((2, 2), 96, 8, 12),
+    ((8, 3), 96, 16, 4),
+    ((4, 4), 192, 16, 8),
+    ((3, 2), 192, 8, 4),
+    ((4, 8), 192, 16, 4),
+]
+
+
+@pytest.mark.parametrize("bits,dim,mean_bits,group", OTHER_HEADS, ids=str)
+def test_heads_that_are_no_power_of_two(bits, dim, mean_bits, group):
+    """Lanes are for the next one; what they have of further channels must not matter."""
+    cfg = CFG.replace(key_bits=bits[0], value_bits=bits[1], mean_bits=mean_bits)
+    cache = cache_on(cfg, [330, 65, 0], dim=dim, dtype=torch.bfloat16)
+    fill(cache, [330, 65, 0])
+    poison(cache)
+    assert_attends_alike(cache, [1, 1, 1], group)

@@ -1,6 +1,7 @@
 """Append and decode attention in CUDA C++, compiled at run time; prefill is the Triton kernels'.
 
-For NVIDIA GPUs from sm_80 on, float16 and bfloat16 models and head_dim 64, 128 and 256.
+For NVIDIA GPUs from sm_80 on, float16 and bfloat16 models and head_dim 64, 128 and 256; of 96 and
+192, which are rotated by a matrix, decode attention alone.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from tightkv.codec import Codec
 from tightkv.kernels.cuda.cubin_cache import compile_cubin
-from tightkv.kernels.cuda.decode_plan import DecodePlan, DecodeTile, processor_count
+from tightkv.kernels.cuda.decode_plan import DecodePlan, DecodeTile, padded_dim, processor_count
 from tightkv.kernels.cuda.driver import Module
 from tightkv.kernels.cuda.nvrtc import load_torch_nvrtc
 from tightkv.kernels.cuda.params import AppendParams, DecodeParams, StepParams
@@ -24,11 +25,13 @@ from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.triton import backend as triton_kernels
 from tightkv.kernels.view import CacheView
 from tightkv.layout import RING_SLACK, PageLayout
+from tightkv.math.rotation import Rotation
 
 __all__ = ["NAME", "append", "attend", "unavailable", "unsupported"]
 
 NAME = "cuda"
 
+HEAD_DIMS = (64, 96, 128, 192, 256)
 _MAX_QUERIES = RING_SLACK  # more than this is prefill
 _EXACT_TOKENS = 16  # that a warp reads at a time
 _MANY_THREADS, _FEW_THREADS = 256, 128  # of a block that appends
@@ -55,13 +58,18 @@ def unavailable(device_type: str | None, asked: bool = False) -> str | None:
 def unsupported(layout: PageLayout) -> str | None:
     """Why these kernels cannot run a config, or None."""
     cfg = layout.cfg
-    if layout.head_dim not in (64, 128, 256):
-        return f"head_dim={layout.head_dim}; they have 64, 128 and 256"
+    if layout.head_dim not in HEAD_DIMS:
+        return f"head_dim={layout.head_dim}; they have {', '.join(map(str, HEAD_DIMS))}"
     if cfg.rotation == "haar":
         return 'rotation="haar"; they have "hadamard" and "none"'
     if layout.dtype not in (torch.float16, torch.bfloat16):
         return f"dtype={layout.dtype}; they have float16 and bfloat16"
     return triton_kernels.unsupported(layout)
+
+
+def appended_by_triton(layout: PageLayout) -> bool:
+    """Whether the tokens of a supported config are encoded by Triton kernels: no power of two."""
+    return layout.head_dim & (layout.head_dim - 1) != 0
 
 
 @device_guard
@@ -80,7 +88,7 @@ def append(
     """See `reference.append`; tokens are stored relative to `centers` [Hkv, D] of key and value."""
     layout = codec.layout
     usual = key.dtype == value.dtype == layout.dtype and not codec.cfg.check_finite
-    if not usual or not view.batch:
+    if not usual or not view.batch or appended_by_triton(layout):
         if centers is not None:
             key, value = key - centers[0], value - centers[1]
         triton_kernels.append(
@@ -177,9 +185,10 @@ def attend(
 
     out = torch.empty_like(query) if out is None else out
     lse = torch.empty(rows, hq, dtype=torch.float32, device=device)
-    partial = torch.empty(num_partials, rows, hq, d, dtype=torch.float32, device=device)
+    room = padded_dim(layout)
+    partial = torch.empty(num_partials, rows, hq, room, dtype=torch.float32, device=device)
     partial_lse = torch.empty(num_partials, rows, hq, dtype=torch.float32, device=device)
-    signs = codec.value.rotation.table(device)
+    rotation = _rotation_table(codec.value.rotation, device)
     center = 0 if value_center is None else value_center.data_ptr()
     arguments = DecodeParams(
         *[
@@ -187,7 +196,7 @@ def attend(
             for x in (
                 query, view.pages, view.block_table, view.lengths, view.left_pad,
                 view.ring_read_from, view.sink_counts, view.ring_rows, cu_seqlens,
-                view.ring_key, view.ring_value, view.sink_key, view.sink_value, signs,
+                view.ring_key, view.ring_value, view.sink_key, view.sink_value, rotation,
             )
         ],
         center, partial.data_ptr(), partial_lse.data_ptr(), out.data_ptr(), lse.data_ptr(),
@@ -201,7 +210,7 @@ def attend(
     module.launch("decode", grid, 32 * plan.tile.warps, arguments, shared=plan.shared_bytes)
     if num_splits == 1:
         return out, lse
-    partials = (partial.data_ptr(), partial_lse.data_ptr(), signs.data_ptr())
+    partials = (partial.data_ptr(), partial_lse.data_ptr(), rotation.data_ptr())
     results = (cu_seqlens.data_ptr(), out.data_ptr(), lse.data_ptr())
     module.launch(
         "merge",
@@ -212,6 +221,13 @@ def attend(
         *[ctypes.c_int(n) for n in (view.batch, num_splits, num_partials)],
     )
     return out, lse
+
+
+@functools.cache  # a CUDA graph may hold its address
+def _rotation_table(rotation: Rotation, device: torch.device) -> Tensor:
+    """Signs [D], or the matrices of rotations by one: of the map and of its inverse [2, D, D]."""
+    table = rotation.table(device)
+    return table if table.dim() == 1 else torch.stack((table, table.T))
 
 
 def static_step(params: StepParams, device: torch.device) -> None:

@@ -41,7 +41,7 @@ class DecodeTile:
         if tuned is not None and tuned.fits(layout, memory):
             return tuned
         key_bits, value_bits = layout.cfg.key_bits, layout.cfg.value_bits
-        wide_codes = layout.head_dim * max(key_bits, value_bits) >= 128 * 8
+        wide_codes = padded_dim(layout) * max(key_bits, value_bits) >= 128 * 8
         if layout.head_dim > 128:  # sm_89 has 99 KiB of shared memory for a block
             return DecodeTile(1, 2, 2, columns, 2 if 8 in (key_bits, value_bits) else 4)
         if columns > 8 or wide_codes:
@@ -56,11 +56,12 @@ class DecodeTile:
 
     def shared_bytes(self, layout: PageLayout) -> int:
         """sizeof(SharedMemory) in epilogue.cuh."""
-        cfg, d, columns = layout.cfg, layout.head_dim, self.columns
+        cfg, d, columns = layout.cfg, padded_dim(layout), self.columns
         both = (cfg.key_bits, cfg.value_bits)
         words = [bits // 2 if d == 64 and bits >= 4 else bits for bits in both]
         loads = -(-d // 128) * sum(words)  # of 16 bytes a lane
-        mean = {16: d // 8, 8: d // 16 + 1}.get(cfg.mean_bits if cfg.centered else 0, 1)
+        own = layout.head_dim
+        mean = {16: own // 8, 8: own // 16 + 1}.get(cfg.mean_bits if cfg.centered else 0, 1)
         span = max(1, 32 * self.blocks_of_32 // layout.page_size)  # pages in a tile
         stage = _round_up(self.blocks_of_32 * (512 * loads + 128) + 16 * mean * span)
         found = 2 * 4 * columns * (d + 6)
@@ -70,13 +71,18 @@ class DecodeTile:
         return _round_up(self.warps * warp + queries + 4 * columns + 32)
 
 
+def padded_dim(layout: PageLayout) -> int:
+    """DP of the sources: registers and shared memory are for the next power of two."""
+    return 1 << (layout.head_dim - 1).bit_length()
+
+
 def _round_up(size: int) -> int:
     return -(-size // 128) * 128
 
 
 def _tuned(layout: PageLayout, columns: int, programs: float) -> DecodeTile | None:
     """For the bits and sizes at which it was measured to be faster."""
-    bits, d = (layout.cfg.key_bits, layout.cfg.value_bits), layout.head_dim
+    bits, d = (layout.cfg.key_bits, layout.cfg.value_bits), padded_dim(layout)
     if bits == (4, 4) and d == 64 and columns == 4:
         return DecodeTile(2, 2, 2, columns, 8)
     if bits not in ((4, 4), (2, 2)) or d != 128:

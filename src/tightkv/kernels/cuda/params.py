@@ -16,7 +16,7 @@ class DecodeParams(ctypes.Structure):
         _fields(ctypes.c_void_p, "query pages block_table lengths left_pad ring_read_from")
         + _fields(ctypes.c_void_p, "sink_counts ring_rows cu_seqlens")
         + _fields(ctypes.c_void_p, "ring_key ring_value sink_key sink_value")
-        + _fields(ctypes.c_void_p, "signs value_center partial partial_lse out lse")
+        + _fields(ctypes.c_void_p, "rotation value_center partial partial_lse out lse")
         + _fields(ctypes.c_longlong, "query_n query_h out_n out_h table_b page_bytes total_rows")
         + _fields(ctypes.c_float, "scale softcap")
         + _fields(ctypes.c_int, "ring sinks num_splits num_exact_splits")

@@ -35,14 +35,15 @@ def source(
     name: str, layout: PageLayout, query_heads: int, tile: DecodeTile | None, softcap: bool = False
 ) -> str:
     """CUDA C++ with the constants of a layout and, for attention, of a tile."""
-    heads, d = layout.num_kv_heads, layout.head_dim
+    heads, d, shared = layout.num_kv_heads, layout.head_dim, layout_constants(layout)
     constants: dict[str, object] = {
         "D": d,
+        "DP": shared["DP"],
         "HQ": query_heads,
         "HKV": heads,
         "G": query_heads // heads,
         "SOFTCAP": int(softcap),
-        "ROTATED": int(layout.cfg.rotation == "hadamard"),
+        "ROTATED": shared["ROTATION"],
         "BF16": int(layout.dtype == torch.bfloat16),
         "ROOT": _floats(d**-0.5),
         "WIDTH": _floats(d**0.5),
@@ -66,7 +67,6 @@ def source(
             "SHARED_QUERIES": int(tile.shared_queries),
             "SHARED_BYTES": tile.shared_bytes(layout),
         }
-    shared = layout_constants(layout)
     for field in ("PAGE", "RECORD", "KEY_BITS", "VALUE_BITS", "VALUE_AT", "KEY_SCALE_AT"):
         constants[field] = shared[field]
     for field in ("VALUE_SCALE_AT", "MEAN_AT", "MEAN_BITS"):

@@ -106,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
         sh.tables[0] = {KEY_TABLE};
         sh.tables[1] = {VALUE_TABLE};
     }
-    const float factor = prepare(queries, sh, a.scale, lane, warp);
+    const float factor = prepare(queries, sh, a.scale, a.rotation, lane, warp);
 
     Accumulators f;
     clear(f);

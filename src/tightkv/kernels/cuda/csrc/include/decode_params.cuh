@@ -31,7 +31,7 @@ struct DecodeParams {  // one kernel argument for all pointers and strides
     const u8 *pages;
     const int *block_table, *lengths, *left_pad, *ring_read_from, *sink_counts, *ring_rows, *cu_seqlens;
     const u16 *ring_key, *ring_value, *sink_key, *sink_value;
-    const float *signs;
+    const float *rotation;  // signs [D], or the matrices of the rotation and of its inverse [2, D, D]
     const u16 *value_center;  // [HKV, D] or null
     float *partial, *partial_lse;  // of splits, where there are several
     u16 *out;

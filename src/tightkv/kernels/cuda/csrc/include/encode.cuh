@@ -32,7 +32,7 @@ __device__ __forceinline__ double warp_sum(double x) {
 
 // The same sums in the same order as math.rotation.
 __device__ __forceinline__ void rotate(float (&x)[N], const float *signs, int lane) {
-#if ROTATED
+#if HADAMARD
 #pragma unroll
     for (int k = 0; k < N; k++) x[k] *= signs[lane + 32 * k];
     hadamard(x, lane);

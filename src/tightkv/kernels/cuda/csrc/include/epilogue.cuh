@@ -8,7 +8,7 @@
 #include "tile_softmax.cuh"
 
 struct WarpState {  // what a warp found, in one frame
-    float acc[COLS][D + 4], peak[COLS], sum[COLS];
+    float acc[COLS][DP + 4], peak[COLS], sum[COLS];
 };
 
 union WarpMemory {  // a warp's own memory: first for tiles, then for what it found
@@ -20,7 +20,7 @@ union WarpMemory {  // a warp's own memory: first for tiles, then for what it fo
 
 struct SharedMemory {
     WarpMemory warp[WARPS];
-    u32 query[2][COLS][D / 2 + 4];  // rotated halves, and as they came
+    u32 query[2][COLS][DP / 2 + 4];  // rotated halves, and as they came
     QueryBytes query_bytes;
 #if SHARED_QUERIES
     uint2 query_operands[LANE_COLS * KX][32];
@@ -74,7 +74,7 @@ __device__ __forceinline__ void store_state(const ExactAccumulators &st, WarpSta
 
 // A column of all warps: their sum relative to the highest peak, which is returned with the weight.
 template <bool EXACT>
-__device__ __forceinline__ void reduce_warps(const SharedMemory &sh, int n, int lane, float (&o)[D / 32],
+__device__ __forceinline__ void reduce_warps(const SharedMemory &sh, int n, int lane, float (&o)[DP / 32],
                                        float &peak, float &sum) {
     peak = LOWEST, sum = 0.f;
 #pragma unroll
@@ -83,7 +83,7 @@ __device__ __forceinline__ void reduce_warps(const SharedMemory &sh, int n, int 
         if (from.sum[n] > 0.f) peak = fmaxf(peak, from.peak[n]);
     }
 #pragma unroll
-    for (int k = 0; k < D / 32; k++) o[k] = 0.f;
+    for (int k = 0; k < DP / 32; k++) o[k] = 0.f;
 #pragma unroll
     for (int w = 0; w < WARPS; w++) {
         const WarpState &from = EXACT ? sh.warp[w].states.exact : sh.warp[w].states.pages;
@@ -91,7 +91,7 @@ __device__ __forceinline__ void reduce_warps(const SharedMemory &sh, int n, int 
         const float weight = exp2_fast(from.peak[n] - peak);
         sum += weight * from.sum[n];
 #pragma unroll
-        for (int k = 0; k < D / 32; k++) o[k] += weight * from.acc[n][lane + 32 * k];
+        for (int k = 0; k < DP / 32; k++) o[k] += weight * from.acc[n][lane + 32 * k];
     }
 }
 
@@ -104,7 +104,7 @@ __device__ __forceinline__ void epilogue(SharedMemory &sh, const DecodeParams &a
         if (token >= count) break;
         const int query_head = head * G + col % G;
         const long long row = (long long)(begin + token) * HQ + query_head;
-        float o[D / 32], e[D / 32], peak, sum, exact_peak, exact_sum;
+        float o[DP / 32], e[DP / 32], peak, sum, exact_peak, exact_sum;
         reduce_warps<false>(sh, n, lane, o, peak, sum);
         reduce_warps<true>(sh, n, lane, e, exact_peak, exact_sum);
         if (a.num_splits > 1) {
@@ -118,12 +118,12 @@ __device__ __forceinline__ void epilogue(SharedMemory &sh, const DecodeParams &a
         const float v = exact_sum > 0.f ? exp2_fast(exact_peak - top) : 0.f;
         __syncwarp();
 #pragma unroll
-        for (int k = 0; k < D / 32; k++) {
+        for (int k = 0; k < DP / 32; k++) {
             sh.warp[0].states.pages.acc[n][lane + 32 * k] = w * VALUE_UNIT * o[k];
             sh.warp[0].states.exact.acc[n][lane + 32 * k] = v * e[k];
         }
         const u16 *center = a.value_center ? a.value_center + head * D : nullptr;
-        write_output(sh.warp[0].states.pages.acc[n], sh.warp[0].states.exact.acc[n], a.signs, center,
+        write_output(sh.warp[0].states.pages.acc[n], sh.warp[0].states.exact.acc[n], a.rotation, center,
                      a.out + (long long)(begin + token) * a.out_n + query_head * a.out_h,
                      a.lse + row, lane, top, w * sum + v * exact_sum);
     }

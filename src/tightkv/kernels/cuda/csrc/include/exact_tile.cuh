@@ -86,8 +86,8 @@ __device__ __forceinline__ bool locate_exact(const Exact &x, int e, int &at, lon
     return sink;
 }
 
-// A lane's part of 16 of them is 64 registers at D = 128, and must not take them from a tile.
-#define EARLY_EXACT (D <= 128 && COLS <= 8 && WARPS * MIN_BLOCKS <= 8)
+// A lane's part of 16 of them is 64 registers at DP = 128, and must not take them from a tile.
+#define EARLY_EXACT (DP <= 128 && COLS <= 8 && WARPS * MIN_BLOCKS <= 8)
 
 struct ExactTile {  // of them, as a lane reads them
     int at[2];
@@ -107,7 +107,8 @@ __device__ __forceinline__ void load(ExactTile &y, const Exact &x, int from, int
         y.key_there[k] = e < x.count;
 #pragma unroll
         for (int i = 0; i < KX; i++)
-            y.key[k][i] = e < x.count ? *(const uint4 *)(key + place + key_channel(i, c)) : zero;
+            y.key[k][i] = e < x.count && (D == DP || key_channel(i, c) < D)
+                              ? *(const uint4 *)(key + place + key_channel(i, c)) : zero;
     }
 #pragma unroll
     for (int k = 0; k < 4; k++) {  // tokens 2 c, 2 c + 1 and 8 more
@@ -116,8 +117,9 @@ __device__ __forceinline__ void load(ExactTile &y, const Exact &x, int from, int
         const u16 *value = locate_exact(x, e, unused, place) ? x.sink_value : x.ring_value;
 #pragma unroll
         for (int i = 0; i < VX; i++)
-            y.value[i][k] = e < x.count ? *(const uint2 *)(value + place + value_channel(i, r))
-                                        : make_uint2(0, 0);
+            y.value[i][k] = e < x.count && (D == DP || value_channel(i, r) < D)
+                                ? *(const uint2 *)(value + place + value_channel(i, r))
+                                : make_uint2(0, 0);
     }
 }
 

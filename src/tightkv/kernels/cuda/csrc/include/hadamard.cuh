@@ -1,6 +1,10 @@
-// The rotation of a vector that a warp holds.
+// The rotation of a vector that a warp holds: a fast transform for powers of two, else a matrix.
 #pragma once
 
+#define HADAMARD (ROTATED == 1)
+#define DENSE (ROTATED == 2)
+
+#if HADAMARD
 // x [D] of a warp's lanes, lane l holding channels l + 32 k, times the unscaled Hadamard matrix.
 __device__ __forceinline__ void hadamard(float (&x)[D / 32], int lane) {
 #pragma unroll
@@ -20,3 +24,25 @@ __device__ __forceinline__ void hadamard(float (&x)[D / 32], int lane) {
                 x[k + bit] = a - b;
             }
 }
+#endif
+
+#if DENSE
+// x [D], held alike, times a matrix [D, D].
+template <int K>
+__device__ __forceinline__ void multiply(float (&x)[K], const float *matrix, int lane) {
+    float y[D / 32];
+#pragma unroll
+    for (int k = 0; k < D / 32; k++) y[k] = 0.f;
+#pragma unroll
+    for (int i = 0; i < D / 32; i++)
+#pragma unroll 8
+        for (int l = 0; l < 32; l++) {
+            const float one = __shfl_sync(~0u, x[i], l);
+            const float *row = matrix + (32 * i + l) * D + lane;
+#pragma unroll
+            for (int k = 0; k < D / 32; k++) y[k] = fmaf(one, row[32 * k], y[k]);
+        }
+#pragma unroll
+    for (int k = 0; k < D / 32; k++) x[k] = y[k];
+}
+#endif

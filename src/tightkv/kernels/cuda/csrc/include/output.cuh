@@ -7,10 +7,10 @@
 // Where in a row of a WarpState a channel lies: the lanes of a store then have banks of their own.
 __device__ __forceinline__ int state_slot(int channel) {
     int r, x;
-    if (D == 64) {
+    if (DP == 64) {
         r = ((channel >> 4) & 3) | (channel & 4);
         x = (channel >> 3) & 1;
-    } else if (D == 128) {
+    } else if (DP == 128) {
         r = channel >> 4;
         x = (channel >> 2) & 3;
     } else {
@@ -22,18 +22,18 @@ __device__ __forceinline__ int state_slot(int channel) {
 
 // A split's output and LSE (in log2 units) of one query.
 __device__ __forceinline__ void write_split(const DecodeParams &a, int partial, long long row, int lane,
-                                            const float (&o)[D / 32], float peak, float sum,
+                                            const float (&o)[DP / 32], float peak, float sum,
                                             float unit) {
     const long long place = (long long)partial * a.total_rows * HQ + row;
     if (lane == 0) a.partial_lse[place] = sum > 0.f ? peak + log2f(sum) : NEG_INF;
     const float inverse = sum > 0.f ? unit / sum : 0.f;
 #pragma unroll
-    for (int k = 0; k < D / 32; k++) a.partial[place * D + lane + 32 * k] = o[k] * inverse;
+    for (int k = 0; k < DP / 32; k++) a.partial[place * DP + lane + 32 * k] = o[k] * inverse;
 }
 
 // Sums over pages and over exact tokens, both in the order of `state_slot` -> the output. `center`
 // (or null) is what the values of the head are relative to.
-__device__ __forceinline__ void write_output(float *pages, float *exact, const float *signs,
+__device__ __forceinline__ void write_output(float *pages, float *exact, const float *rotation,
                                              const u16 *center, u16 *out, float *lse, int lane,
                                              float peak, float sum) {
     float x[D / 32], y[D / 32];
@@ -43,10 +43,12 @@ __device__ __forceinline__ void write_output(float *pages, float *exact, const f
         const int place = state_slot(lane + 32 * k);
         x[k] = pages[place], y[k] = exact[place];
     }
-#if ROTATED
+#if HADAMARD
     hadamard(x, lane);
 #pragma unroll
-    for (int k = 0; k < D / 32; k++) x[k] *= ROOT * signs[lane + 32 * k];
+    for (int k = 0; k < D / 32; k++) x[k] *= ROOT * rotation[lane + 32 * k];
+#elif DENSE
+    multiply(x, rotation + D * D, lane);
 #endif
     const float inverse = sum > 0.f ? 1.f / sum : 0.f;
 #pragma unroll

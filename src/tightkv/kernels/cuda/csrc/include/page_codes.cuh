@@ -18,10 +18,11 @@
 #define BP (TB / SPAN)                // blocks of 32 tokens in a page's part of a tile
 #define C (D / 32)                    // chunks of a key row
 #define VC (D / 16)                   // chunks of a value row
-#define KX (C)                        // nibble words a lane has for a key row: 4 C / 4
-#define VX (VC / 2)                   // and for a value pair: 4 VC / 8
-#define KL ((C + 3) / 4)              // key chunks a lane loads
-#define VL ((VC + 7) / 8)             // value chunks a lane loads
+// Lanes are for the next power of two, DP: those of the channels that are none have zeros in queries.
+#define KX (DP / 32)                  // nibble words a lane has for a key row: 4 chunks / 4
+#define VX (DP / 32)                  // and for a value pair: 4 chunks / 8
+#define KL ((DP + 127) / 128)         // key chunks a lane loads
+#define VL ((DP + 127) / 128)         // value chunks a lane loads
 #define KEY_BLOCK (4 * D * KEY_BITS)      // bytes of codes of 32 tokens
 #define VALUE_BLOCK (4 * D * VALUE_BITS)
 #define MEAN_CHUNKS (MEAN_BITS == 16 ? D / 8 : MEAN_BITS == 8 ? D / 16 + 1 : 0)  // of 16 bytes
@@ -113,22 +114,22 @@ struct ValueBlock {
 // Channel of the first of a lane's eight codes of key slot x.
 __device__ __forceinline__ int key_channel(int x, int c) {
     if (D == 64) return 32 * (c & 1) + 8 * (2 * x + (c >> 1));
-    if (D == 128) return 32 * c + 8 * x;
+    if (DP == 128) return 32 * c + 8 * x;
     return 32 * (c + 4 * (x & 1)) + 8 * (x >> 1);
 }
 
 // Channel of the first of a lane's four channels of value slot x.
 __device__ __forceinline__ int value_channel(int x, int r) {
     if (D == 64) return 16 * (r & 3) + 4 * (2 * x + (r >> 2));
-    if (D == 128) return 16 * r + 4 * x;
+    if (DP == 128) return 16 * r + 4 * x;
     return 16 * (r + 8 * (x & 1)) + 4 * (x >> 1);
 }
 
 // Levels of the eight codes of slot x of the lane's i-th token. Eight bits are levels already.
 __device__ __forceinline__ Levels key_levels(const KeyBlock &t, int x, int i, int c,
                                              const LevelTable &table) {
-    const u32 *w = (const u32 *)&t.w[D == 256 ? (x & 1) : 0][0] + i;
-    const int q = D == 256 ? x >> 1 : x;
+    const u32 *w = (const u32 *)&t.w[DP == 256 ? (x & 1) : 0][0] + i;
+    const int q = DP == 256 ? x >> 1 : x;
     if (KEY_BITS == 8) return {w[4 * (2 * q % KW)], w[4 * ((2 * q + 1) % KW)], 0, 0};
     if (D == 64) return decode_levels<KEY_BITS>(nibbles_at<KEY_BITS>(w, x, c >> 1), table);
     return decode_levels<KEY_BITS>(nibbles<KEY_BITS>(w, q), table);
@@ -138,8 +139,8 @@ __device__ __forceinline__ Levels key_levels(const KeyBlock &t, int x, int i, in
 // second 16 tokens. Codes are sorted by channel, but for eight bits, which are sorted here.
 __device__ __forceinline__ Levels value_levels(const ValueBlock &t, int x, int m, int half, int r,
                                                const LevelTable &table) {
-    const u32 *w = (const u32 *)&t.w[D == 256 ? (x & 1) : 0][0] + 2 * half;
-    const int q = D == 256 ? x >> 1 : x;
+    const u32 *w = (const u32 *)&t.w[DP == 256 ? (x & 1) : 0][0] + 2 * half;
+    const int q = DP == 256 ? x >> 1 : x;
     if (VALUE_BITS == 8) {
         const u32 *two = w + 4 * ((2 * q + m) % VW);
         return {prmt(two[0], two[1], 0x5410), prmt(two[0], two[1], 0x7632), 0, 0};

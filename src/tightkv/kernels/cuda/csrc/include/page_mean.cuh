@@ -15,7 +15,8 @@ __device__ __forceinline__ void mean_scores(float (&one)[LANE_COLS], float (&two
 #pragma unroll
     for (int x = 0; x < KX; x++) {
         const int at = key_channel(x, c) / 4;
-        const u32 a[4] = {m[at], w[at], m[at + 1], w[at + 1]};
+        const bool there = D == DP || 4 * at < D;
+        const u32 a[4] = {there ? m[at] : 0, there ? w[at] : 0, there ? m[at + 1] : 0, there ? w[at + 1] : 0};
 #pragma unroll
         for (int n = 0; n < LANE_COLS; n++)
             mma_accumulate<false, false>(sums.of[n], a[0], a[1], a[2], a[3], q(n, x), zero, x == 0);
@@ -33,7 +34,7 @@ __device__ __forceinline__ void mean_scores(float (&one)[LANE_COLS], float (&two
 // loaded: pairs of channels 0 and 2 of each eight in the upper rows, 1 and 3 in the lower ones, so each
 // product is half of use.
 __device__ __forceinline__ void mean_scores(float (&scores)[LANE_COLS],
-                                            const u32 (*queries)[D / 2 + 4], const uint4 *mean,
+                                            const u32 (*queries)[DP / 2 + 4], const uint4 *mean,
                                             int r, int c, float factor) {
     float upper[COL_TILES][4], lower[COL_TILES][4];
 #pragma unroll
@@ -42,11 +43,12 @@ __device__ __forceinline__ void mean_scores(float (&scores)[LANE_COLS],
         for (int k = 0; k < 4; k++) upper[n][k] = lower[n][k] = 0.f;
 #pragma unroll
     for (int x = 0; x < KX; x++) {
-        const uint4 m = mean[key_channel(x, c) / 8];
+        const int at = key_channel(x, c);
+        const uint4 m = D == DP || at < D ? mean[at / 8] : uint4{0, 0, 0, 0};
 #pragma unroll
         for (int n = 0; n < COL_TILES; n++) {
             const u32 *row = queries[tile_column(n, r)];
-            const uint4 q = *(const uint4 *)(row + key_channel(x, c) / 2);  // pairs 0 2 1 3
+            const uint4 q = *(const uint4 *)(row + at / 2);  // pairs 0 2 1 3
             mma_f16(upper[n], m.x, m.y, m.z, m.w, q.x, q.y);
             mma_f16(lower[n], m.x, m.y, m.z, m.w, q.z, q.w);
         }

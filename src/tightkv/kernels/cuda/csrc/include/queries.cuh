@@ -9,8 +9,8 @@
 #define OWN_COLS ((COLS + WARPS - 1) / WARPS)  // that a warp prepares: every WARPS-th
 
 struct Queries {  // a lane's part of them
-    u16 raw[OWN_COLS][D / 32];
-    float sign[D / 32];
+    u16 raw[OWN_COLS][DP / 32];
+    float sign[DP / 32];
 };
 
 __device__ __forceinline__ bool is_own(int warp, int i) {
@@ -26,16 +26,17 @@ __device__ __forceinline__ void load(Queries &q, const DecodeParams &a, int begi
         const u16 *at = (const u16 *)a.query + (long long)(begin + token) * a.query_n +
                         (long long)(head * G + col % G) * a.query_h;
 #pragma unroll
-        for (int k = 0; k < D / 32; k++) q.raw[i][k] = live ? at[lane + 32 * k] : (u16)0;
+        for (int k = 0; k < DP / 32; k++)
+            q.raw[i][k] = live && k < D / 32 ? at[lane + 32 * k] : (u16)0;
     }
 #pragma unroll
-    for (int k = 0; k < D / 32; k++) q.sign[k] = ROTATED ? a.signs[lane + 32 * k] : 1.f;
+    for (int k = 0; k < DP / 32; k++) q.sign[k] = HADAMARD ? a.rotation[lane + 32 * k] : 1.f;
 }
 
 // Rotated queries as bytes: their largest component is 127 * 256 = 256 hi + lo.
 #define BYTE_UNIT (1.f / 127.f)  // of one of their halves, the largest of which is 256
 struct QueryBytes {
-    u8 plane[2][COLS][D + 16];  // hi, lo
+    u8 plane[2][COLS][DP + 16];  // hi, lo
 };
 
 __device__ __forceinline__ void write_bytes(QueryBytes &to, int column, int channel, float x) {
@@ -48,24 +49,26 @@ __device__ __forceinline__ void write_bytes(QueryBytes &to, int column, int chan
 // multiplied with to be in log2 units; those of bytes also with BYTE_UNIT. It is above zero: where
 // `scale` is not, rotated queries are turned, or zero.
 template <class SharedMemory>
-__device__ __forceinline__ float prepare(const Queries &q, SharedMemory &sh, float scale, int lane,
-                                         int warp) {
+__device__ __forceinline__ float prepare(const Queries &q, SharedMemory &sh, float scale,
+                                         const float *rotation, int lane, int warp) {
     const float turned = scale > 0.f ? 1.f : scale < 0.f ? -1.f : 0.f;
-    float x[OWN_COLS][D / 32];
+    float x[OWN_COLS][DP / 32];
 #pragma unroll
     for (int i = 0; i < OWN_COLS; i++) {
         if (!is_own(warp, i)) continue;
         float top = 0.f;
 #pragma unroll
-        for (int k = 0; k < D / 32; k++) {
+        for (int k = 0; k < DP / 32; k++) {
             ((u16 *)sh.query[1][warp + WARPS * i])[lane + 32 * k] = q.raw[i][k];
             x[i][k] = model_to_float(q.raw[i][k]) * q.sign[k] * turned;
         }
-#if ROTATED
+#if HADAMARD
         hadamard(x[i], lane);
+#elif DENSE
+        multiply(x[i], rotation, lane);
 #endif
 #pragma unroll
-        for (int k = 0; k < D / 32; k++) top = fmaxf(top, fabsf(x[i][k]));
+        for (int k = 0; k < DP / 32; k++) top = fmaxf(top, fabsf(x[i][k]));
 #pragma unroll
         for (int bit = 1; bit < 32; bit *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, bit));
         if (lane == 0) sh.query_top[warp + WARPS * i] = top;
@@ -79,7 +82,7 @@ __device__ __forceinline__ float prepare(const Queries &q, SharedMemory &sh, flo
 #pragma unroll
     for (int i = 0; i < OWN_COLS; i++)
 #pragma unroll
-        for (int k = 0; k < D / 32; k++)
+        for (int k = 0; k < DP / 32; k++)
             if (is_own(warp, i)) {
                 const float y = __fdividef(x[i][k], top);
                 const int pairs_0213 = lane & ~6 | (lane & 2) << 1 | (lane & 4) >> 1;
@@ -88,7 +91,7 @@ __device__ __forceinline__ float prepare(const Queries &q, SharedMemory &sh, flo
                 write_bytes(sh.query_bytes, warp + WARPS * i, lane + 32 * k, 127.f * y);
             }
     __syncthreads();
-    return top * (ROTATED ? ROOT : 1.f) * (scale ? fabsf(scale) : 1.f) * 1.4426950408889634f;
+    return top * (HADAMARD ? ROOT : 1.f) * (scale ? fabsf(scale) : 1.f) * 1.4426950408889634f;
 }
 
 // A lane's part of B operands: bytes, and halves of the exact tokens' frame.
@@ -125,7 +128,7 @@ __device__ __forceinline__ void load_query_bytes(QueryOperands &q, SharedMemory 
 #endif
 }
 
-__device__ __forceinline__ void load_queries(u32 (&q)[COL_TILES][KX][4], const u32 (*shared)[D / 2 + 4],
+__device__ __forceinline__ void load_queries(u32 (&q)[COL_TILES][KX][4], const u32 (*shared)[DP / 2 + 4],
                                              int r, int c) {
 #pragma unroll
     for (int n = 0; n < COL_TILES; n++)

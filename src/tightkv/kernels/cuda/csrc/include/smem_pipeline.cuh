@@ -38,12 +38,14 @@ __device__ __forceinline__ constexpr int own_word(int k, int bits) {
 __device__ __forceinline__ void copy_codes(u32 to, int p, const u8 *key, const u8 *value, int lane,
                                            u64 policy) {
     const u32 keys = to + 16 * lane, values = keys + STAGE_VALUE;
+    const int r = lane >> 2, c = lane & 3;
 #pragma unroll
     for (int b = 0; b < BP; b++)
 #pragma unroll
         for (int l = 0; l < KL; l++)
 #pragma unroll
             for (int k = 0; k < KW; k++) {
+                if (D < DP && c + 4 * l >= C) continue;
                 const int j = own_word(k, KEY_BITS);
                 cp_async(keys + 512 * (((p * BP + b) * KL + l) * KW + k),
                      key + b * KEY_BLOCK + 128 * C * j + 64 * l, policy);
@@ -54,6 +56,7 @@ __device__ __forceinline__ void copy_codes(u32 to, int p, const u8 *key, const u
         for (int l = 0; l < VL; l++)
 #pragma unroll
             for (int k = 0; k < VW; k++) {
+                if (D < DP && r + 8 * l >= VC) continue;
                 const int j = own_word(k, VALUE_BITS);
                 cp_async(values + 512 * (((p * BP + b) * VL + l) * VW + k),
                      value + VALUE_AT + b * VALUE_BLOCK + 64 * VC * j + 512 * l, policy);
