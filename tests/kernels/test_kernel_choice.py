@@ -102,10 +102,10 @@ def test_a_device_without_any_kernels_is_told() -> None:
 
 @pytest.mark.gpu
 def test_triton_in_place_of_cuda_is_told() -> None:
-    wide = PageLayout(KVQuantConfig.preset("k8v4"), 8, 80, torch.bfloat16)
+    wide = PageLayout(KVQuantConfig.preset("k8v4"), 8, 160, torch.bfloat16)
     choice = choose("auto", torch.device("cuda"), wide)
     assert choice.name == "triton" and choice.slow is not None
-    assert "cuda: head_dim=80; they have 64, 96, 128, 192, 256" in choice.slow
+    assert "cuda: head_dim=160; they have 64, 80, 96, 112, 128, 192, 256" in choice.slow
     best = choose("auto", torch.device("cuda"), PageLayout(KVQuantConfig(), 8, 128))
     assert best.name == "cuda" and best.slow is None
 

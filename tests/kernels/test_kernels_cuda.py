@@ -374,8 +374,8 @@ def test_selection():
     assert select("auto", DEVICE, single.layout).NAME == "triton"
     with pytest.raises(ValueError, match=r"dtype=torch.float32; they have float16"):
         select("cuda", DEVICE, single.layout)
-    wide = cache_on(KVQuantConfig(), [1], dim=80, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"head_dim=80; they have 64, 96, 128, 192, 256"):
+    wide = cache_on(KVQuantConfig(), [1], dim=160, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"head_dim=160; they have 64, 80, 96, 112, 128, 192, 256"):
         select("cuda", DEVICE, wide.layout)
 
 
@@ -480,9 +480,13 @@ def test_more_pages_than_a_grid_has_layers():
 
 # (bits, head_dim, mean_bits, query heads of a KV head)
 OTHER_HEADS = [
+    ((3, 4), 80, 8, 8),
+    ((4, 4), 80, 16, 4),
     ((4, 4), 96, 16, 4),
     ((2, 2), 96, 8, 12),
     ((8, 3), 96, 16, 4),
+    ((2, 2), 112, 8, 4),
+    ((8, 4), 112, 16, 4),
     ((4, 4), 192, 16, 8),
     ((3, 2), 192, 8, 4),
     ((4, 8), 192, 16, 4),
@@ -497,3 +501,20 @@ def test_heads_that_are_no_power_of_two(bits, dim, mean_bits, group):
     fill(cache, [330, 65, 0])
     poison(cache)
     assert_attends_alike(cache, [1, 1, 1], group)
+
+
+@pytest.mark.parametrize("dim", [80, 192])
+def test_splits_and_centers_of_such_heads(dim):
+    cache = cache_on(CFG, [700], dim=dim, dtype=torch.bfloat16)
+    fill(cache, [700])
+    poison(cache)
+    assert shares(cache, 4) > 1
+    q, cu_seqlens = queries(cache, [1], 4)
+    options = AttendOptions(max_queries=1)
+    center = torch.randn(HEADS, dim, generator=torch.Generator().manual_seed(5))
+    center = center.to(DEVICE, torch.bfloat16)
+    expected, lse = reference.attend(cache.codec, q, cache.view(), cu_seqlens, options)
+    expected = (expected.view(HEADS, 4, dim) + center[:, None]).view_as(expected)
+    out, found = cuda.attend(cache.codec, q, cache.view(), cu_seqlens, options, center)
+    torch.testing.assert_close(found, lse, atol=40 * 2.0**-11, rtol=2.0**-11)
+    torch.testing.assert_close(out, expected, atol=2.0**-6, rtol=2.0**-6)

@@ -47,6 +47,13 @@ def recorded(monkeypatch):
     backend._module.cache_clear(), backend._loaded.cache_clear()
 
 
+def test_heads_whose_tokens_triton_appends_are_refused(monkeypatch):
+    monkeypatch.setattr(backend, "unavailable", lambda device_type, asked: None)
+    shape = cuda_programs.StaticShape(PageLayout(SMALL, 2, 96, torch.bfloat16), 4, 2, 512, False)
+    with pytest.raises(ValueError, match="head_dim=96 cannot be exported to a GPU; powers of two"):
+        cuda_programs.known_kernels(shape, torch.device("cpu"))
+
+
 def test_every_count_of_tokens_has_its_launches(recorded):
     attending = [p for p in recorded.programs if p.attends]
     assert [p.tokens for p in attending] == list(range(1, RING_SLACK + 1))

@@ -1,7 +1,7 @@
 """Append and decode attention in CUDA C++, compiled at run time; prefill is the Triton kernels'.
 
-For NVIDIA GPUs from sm_80 on, float16 and bfloat16 models and head_dim 64, 128 and 256; of 96 and
-192, which are rotated by a matrix, decode attention alone.
+For NVIDIA GPUs from sm_80 on, float16 and bfloat16 models and head_dim 64, 128 and 256; of 80,
+96, 112 and 192, which are rotated by a matrix, decode attention alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["NAME", "append", "attend", "unavailable", "unsupported"]
 
 NAME = "cuda"
 
-HEAD_DIMS = (64, 96, 128, 192, 256)
+HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 _MAX_QUERIES = RING_SLACK  # more than this is prefill
 _EXACT_TOKENS = 16  # that a warp reads at a time
 _MANY_THREADS, _FEW_THREADS = 256, 128  # of a block that appends

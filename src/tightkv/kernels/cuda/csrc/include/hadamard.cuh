@@ -3,6 +3,8 @@
 
 #define HADAMARD (ROTATED == 1)
 #define DENSE (ROTATED == 2)
+#define LANE_CHANNELS ((D + 31) / 32)  // lane + 32 k, where there is such a channel:
+#define THERE(k) (D % 32 == 0 ? (k) < D / 32 : lane + 32 * (k) < D)
 
 #if HADAMARD
 // x [D] of a warp's lanes, lane l holding channels l + 32 k, times the unscaled Hadamard matrix.
@@ -30,19 +32,20 @@ __device__ __forceinline__ void hadamard(float (&x)[D / 32], int lane) {
 // x [D], held alike, times a matrix [D, D].
 template <int K>
 __device__ __forceinline__ void multiply(float (&x)[K], const float *matrix, int lane) {
-    float y[D / 32];
+    float y[LANE_CHANNELS];
 #pragma unroll
-    for (int k = 0; k < D / 32; k++) y[k] = 0.f;
+    for (int k = 0; k < LANE_CHANNELS; k++) y[k] = 0.f;
 #pragma unroll
-    for (int i = 0; i < D / 32; i++)
+    for (int i = 0; i < LANE_CHANNELS; i++)
 #pragma unroll 8
-        for (int l = 0; l < 32; l++) {
+        for (int l = 0; l < 32 && 32 * i + l < D; l++) {
             const float one = __shfl_sync(~0u, x[i], l);
             const float *row = matrix + (32 * i + l) * D + lane;
 #pragma unroll
-            for (int k = 0; k < D / 32; k++) y[k] = fmaf(one, row[32 * k], y[k]);
+            for (int k = 0; k < LANE_CHANNELS; k++)
+                if (THERE(k)) y[k] = fmaf(one, row[32 * k], y[k]);
         }
 #pragma unroll
-    for (int k = 0; k < D / 32; k++) x[k] = y[k];
+    for (int k = 0; k < LANE_CHANNELS; k++) x[k] = y[k];
 }
 #endif

@@ -36,23 +36,24 @@ __device__ __forceinline__ void write_split(const DecodeParams &a, int partial, 
 __device__ __forceinline__ void write_output(float *pages, float *exact, const float *rotation,
                                              const u16 *center, u16 *out, float *lse, int lane,
                                              float peak, float sum) {
-    float x[D / 32], y[D / 32];
+    float x[LANE_CHANNELS], y[LANE_CHANNELS];
     __syncwarp();
 #pragma unroll
-    for (int k = 0; k < D / 32; k++) {
+    for (int k = 0; k < LANE_CHANNELS; k++) {
         const int place = state_slot(lane + 32 * k);
         x[k] = pages[place], y[k] = exact[place];
     }
 #if HADAMARD
     hadamard(x, lane);
 #pragma unroll
-    for (int k = 0; k < D / 32; k++) x[k] *= ROOT * rotation[lane + 32 * k];
+    for (int k = 0; k < LANE_CHANNELS; k++) x[k] *= ROOT * rotation[lane + 32 * k];
 #elif DENSE
     multiply(x, rotation + D * D, lane);
 #endif
     const float inverse = sum > 0.f ? 1.f / sum : 0.f;
 #pragma unroll
-    for (int k = 0; k < D / 32; k++) {
+    for (int k = 0; k < LANE_CHANNELS; k++) {
+        if (!THERE(k)) continue;
         const float o = center ? model_to_float(center[lane + 32 * k]) : 0.f;
         out[lane + 32 * k] = (u16)pack_model2((x[k] + y[k]) * inverse + o, 0.f);
     }

@@ -16,7 +16,8 @@
 #define SPAN (32 * TB / PAGE)
 #endif
 #define BP (TB / SPAN)                // blocks of 32 tokens in a page's part of a tile
-#define C (D / 32)                    // chunks of a key row
+#define HALF_WORDS (D % 32 != 0)      // of keys: an odd multiple of 16 has chunks of 16 codes
+#define C (D / (HALF_WORDS ? 16 : 32))  // chunks of a key row
 #define VC (D / 16)                   // chunks of a value row
 // Lanes are for the next power of two, DP: those of the channels that are none have zeros in queries.
 #define KX (DP / 32)                  // nibble words a lane has for a key row: 4 chunks / 4
@@ -113,6 +114,7 @@ struct ValueBlock {
 
 // Channel of the first of a lane's eight codes of key slot x.
 __device__ __forceinline__ int key_channel(int x, int c) {
+    if (HALF_WORDS) return 16 * (c + 4 * (x >> 1)) + 8 * (x & 1);
     if (D == 64) return 32 * (c & 1) + 8 * (2 * x + (c >> 1));
     if (DP == 128) return 32 * c + 8 * x;
     return 32 * (c + 4 * (x & 1)) + 8 * (x >> 1);
@@ -125,9 +127,30 @@ __device__ __forceinline__ int value_channel(int x, int r) {
     return 16 * (r + 8 * (x & 1)) + 4 * (x >> 1);
 }
 
+#if HALF_WORDS
+static_assert(DP == 128, "a lane has two chunks of keys");
+// As below; a register has a word of two tokens, and the lane's chunks c and c + 4 follow one another.
+__device__ __forceinline__ Levels half_word_levels(const KeyBlock &t, int x, int i, const LevelTable &table) {
+    const u32 *w = (const u32 *)&t.w[0][0] + 2 * (x >> 1) + (i >> 1);
+    const u32 token = (i & 1) ? 0x7632 : 0x5410;
+    const int h = x & 1;  // half of the chunk
+    const auto both = [&](int j) { return prmt(w[4 * (j % KW)], w[4 * ((j + 1) % KW)], token); };
+    if (KEY_BITS == 8) return {both(4 * h), both(4 * h + 2), 0, 0};
+    if (KEY_BITS == 4) return decode_levels<KEY_BITS>(both(2 * h), table);
+    if (KEY_BITS == 2) return decode_levels<KEY_BITS>((both(0) >> (2 * h)) & 0x33333333u, table);
+    if (h == 0) return decode_levels<KEY_BITS>(both(0) & 0x77777777u, table);
+    const u32 spare = ((w[0] >> 3) & 0x11111111u) | ((w[4 % (4 * KW)] >> 2) & 0x22222222u) |
+                      ((w[8 % (4 * KW)] >> 1) & 0x44444444u);
+    return decode_levels<KEY_BITS>(prmt(w[8 % (4 * KW)] & 0x77777777u, spare, token), table);
+}
+#endif
+
 // Levels of the eight codes of slot x of the lane's i-th token. Eight bits are levels already.
 __device__ __forceinline__ Levels key_levels(const KeyBlock &t, int x, int i, int c,
                                              const LevelTable &table) {
+#if HALF_WORDS
+    return half_word_levels(t, x, i, table);
+#endif
     const u32 *w = (const u32 *)&t.w[DP == 256 ? (x & 1) : 0][0] + i;
     const int q = DP == 256 ? x >> 1 : x;
     if (KEY_BITS == 8) return {w[4 * (2 * q % KW)], w[4 * ((2 * q + 1) % KW)], 0, 0};

@@ -27,7 +27,7 @@ __device__ __forceinline__ void load(Queries &q, const DecodeParams &a, int begi
                         (long long)(head * G + col % G) * a.query_h;
 #pragma unroll
         for (int k = 0; k < DP / 32; k++)
-            q.raw[i][k] = live && k < D / 32 ? at[lane + 32 * k] : (u16)0;
+            q.raw[i][k] = live && THERE(k) ? at[lane + 32 * k] : (u16)0;
     }
 #pragma unroll
     for (int k = 0; k < DP / 32; k++) q.sign[k] = HADAMARD ? a.rotation[lane + 32 * k] : 1.f;

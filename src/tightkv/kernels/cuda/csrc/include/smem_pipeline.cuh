@@ -18,6 +18,7 @@ struct __align__(128) Stage {  // all banks of shared memory once
 // Where a lane's bytes of a record begin; the rest of an address is constant.
 __device__ __forceinline__ int key_lane_offset(int r, int c) {
     const int words = KEY_BITS == 4 ? 1 : KEY_BITS == 8 ? 2 : 0;  // that belong to other lanes
+    if (HALF_WORDS) return 8 * (r * C + c);
     if (D == 64) return 16 * ((8 * words * (c >> 1) + r) * C + (c & 1));
     return 16 * (r * C + c);
 }
@@ -45,6 +46,13 @@ __device__ __forceinline__ void copy_codes(u32 to, int p, const u8 *key, const u
         for (int l = 0; l < KL; l++)
 #pragma unroll
             for (int k = 0; k < KW; k++) {
+                if (HALF_WORDS) {
+                    const u32 at = keys + 512 * ((p * BP + b) * KW + k);
+                    const u8 *from = key + b * KEY_BLOCK + 64 * C * k;
+                    cp_async_8(at, from);
+                    if (c + 4 < C) cp_async_8(at + 8, from + 32);
+                    continue;
+                }
                 if (D < DP && c + 4 * l >= C) continue;
                 const int j = own_word(k, KEY_BITS);
                 cp_async(keys + 512 * (((p * BP + b) * KL + l) * KW + k),
