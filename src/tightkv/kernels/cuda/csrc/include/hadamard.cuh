@@ -37,7 +37,7 @@ __device__ __forceinline__ void multiply(float (&x)[K], const float *matrix, int
     for (int k = 0; k < LANE_CHANNELS; k++) y[k] = 0.f;
 #pragma unroll
     for (int i = 0; i < LANE_CHANNELS; i++)
-#pragma unroll 8
+#pragma unroll 16
         for (int l = 0; l < 32 && 32 * i + l < D; l++) {
             const float one = __shfl_sync(~0u, x[i], l);
             const float *row = matrix + (32 * i + l) * D + lane;
