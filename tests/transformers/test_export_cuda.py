@@ -47,7 +47,7 @@ def recorded(monkeypatch):
     backend._module.cache_clear(), backend._loaded.cache_clear()
 
 
-def test_heads_whose_tokens_triton_appends_are_refused(monkeypatch):
+def test_heads_that_are_no_power_of_two_are_refused(monkeypatch):
     monkeypatch.setattr(backend, "unavailable", lambda device_type, asked: None)
     shape = cuda_programs.StaticShape(PageLayout(SMALL, 2, 96, torch.bfloat16), 4, 2, 512, False)
     with pytest.raises(ValueError, match="head_dim=96 cannot be exported to a GPU; powers of two"):

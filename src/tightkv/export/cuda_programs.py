@@ -112,10 +112,8 @@ def known_kernels(shape: StaticShape, device: torch.device) -> int:
     """Compile a set, give it to the operator, return its key."""
     if reason := backend.unavailable(device.type, asked=True) or backend.unsupported(shape.layout):
         raise ValueError(f"{shape.layout.cfg.name} cannot run on a GPU: {reason}")
-    if backend.appended_by_triton(shape.layout):
-        raise ValueError(
-            f"head_dim={shape.layout.head_dim} cannot be exported to a GPU; powers of two can"
-        )
+    if (dim := shape.layout.head_dim) & (dim - 1):  # they cannot seal with feedback
+        raise ValueError(f"head_dim={dim} cannot be exported to a GPU; powers of two can")
     data = KernelSet(shape, device).to_bytes()
     add_kernels(kernel_file([data]))
     _made[key_of(data)] = data

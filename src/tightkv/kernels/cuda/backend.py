@@ -1,7 +1,7 @@
 """Append and decode attention in CUDA C++, compiled at run time; prefill is the Triton kernels'.
 
-For NVIDIA GPUs from sm_80 on, float16 and bfloat16 models and head_dim 64, 128 and 256; of 80,
-96, 112 and 192, which are rotated by a matrix, decode attention alone.
+For NVIDIA GPUs from sm_80 on, float16 and bfloat16 models and head_dim 64 to 256; error feedback
+for powers of two.
 """
 
 from __future__ import annotations
@@ -67,11 +67,6 @@ def unsupported(layout: PageLayout) -> str | None:
     return triton_kernels.unsupported(layout)
 
 
-def appended_by_triton(layout: PageLayout) -> bool:
-    """Whether the tokens of a supported config are encoded by Triton kernels: no power of two."""
-    return layout.head_dim & (layout.head_dim - 1) != 0
-
-
 @device_guard
 def append(
     codec: Codec,
@@ -88,7 +83,8 @@ def append(
     """See `reference.append`; tokens are stored relative to `centers` [Hkv, D] of key and value."""
     layout = codec.layout
     usual = key.dtype == value.dtype == layout.dtype and not codec.cfg.check_finite
-    if not usual or not view.batch or appended_by_triton(layout):
+    sealed_here = view.feedback is None or padded_dim(layout) == layout.head_dim
+    if not usual or not view.batch or not sealed_here:
         if centers is not None:
             key, value = key - centers[0], value - centers[1]
         triton_kernels.append(
@@ -103,7 +99,7 @@ def append(
         )
         return
     key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
-    signs = codec.key.rotation.table(key.device)
+    rotation = codec.key.rotation.table(key.device)
     ring = view.ring_key.shape[1]
     arguments = [
         *[
@@ -111,7 +107,7 @@ def append(
             for x in (
                 key, value, view.pages, view.block_table, view.lengths, view.left_pad,
                 view.ring_rows, ring_valid_from, cu_seqlens, view.ring_key, view.ring_value,
-                view.sink_key, view.sink_value, signs,
+                view.sink_key, view.sink_value, rotation,
             )
         ],
         *([0, 0] if centers is None else [x.data_ptr() for x in centers]),

@@ -7,7 +7,7 @@
 #include "encode.cuh"
 
 #define MOST_THREADS 256
-#define ROOM (PAGE * D > 32768 ? 32768 / D : PAGE)  // tokens whose codes fit shared memory
+#define ROOM (PAGE * D > 32768 ? 32768 / D / 32 * 32 : PAGE)  // tokens whose codes fit shared memory
 
 extern "C" __global__ void __launch_bounds__(MOST_THREADS) append(const AppendParams a) {
     __shared__ u8 codes[ROOM][D];
@@ -64,13 +64,13 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS) append(const AppendPa
             const u16 *o = fresh ? center : nullptr;
 #pragma unroll
             for (int k = 0; k < N; k++)
-                x[k] = finite(model_to_float(relative(p[lane + 32 * k], o, lane + 32 * k)));
+                x[k] = THERE(k) ? finite(model_to_float(relative(p[lane + 32 * k], o, lane + 32 * k))) : 0.f;
         };
 
         if (has_mean) {
             const int real_from = max(start, page_at), to = page_at + PAGE;
             if (exact_from <= page_at)
-                make_mean(load, real_from, to, a.signs, record, true, sums, mean, lane, warp, warps);
+                make_mean(load, real_from, to, a.rotation, record, true, sums, mean, lane, warp, warps);
             else if (warp == 0)
                 read_mean(record, mean, lane);
             __syncthreads();
@@ -84,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS) append(const AppendPa
                 const int t = at - page_at;
                 float x[N];
                 load(at, x);
-                rotate(x, a.signs, lane);
+                rotate(x, a.rotation, lane);
                 float scale;
                 u16 *scales;
                 if (is_key) {
@@ -94,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS) append(const AppendPa
                         float y[N];
 #pragma unroll
                         for (int k = 0; k < N; k++) {
-                            y[k] = x[k] - mean[lane + 32 * k];
+                            y[k] = THERE(k) ? x[k] - mean[lane + 32 * k] : 0.f;
                             plain += (double)x[k] * (double)x[k];
                             rest += (double)y[k] * (double)y[k];
                         }
@@ -116,7 +116,17 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS) append(const AppendPa
             __syncthreads();
 
             const int first_block = (from - page_at) / 32, last_block = (to - page_at - 1) / 32;
-            if (is_key) {
+            if (is_key && D % 32 != 0) {
+                constexpr int C = D / 16, BLOCK = KEY_BITS * 32 * C;  // words, of 16 bits
+                u16 *plane = (u16 *)record;
+                for (int w = first_block * BLOCK + threadIdx.x; w < (last_block + 1) * BLOCK; w += blockDim.x) {
+                    const int i = w % 4, c = w / 4 % C, r = w / (4 * C) % 8, j = w / (32 * C) % KEY_BITS;
+                    const int t = w / BLOCK * 32 + 8 * i + r;
+                    if (page_at + t < from || page_at + t >= to) continue;
+                    const u8 *own = codes[t % ROOM] + 16 * c;
+                    plane[w] = pack_half_word<KEY_BITS>(j, [&](int k) { return own[k]; });
+                }
+            } else if (is_key) {
                 constexpr int C = D / 32, BLOCK = KEY_BITS * 32 * C;  // words of 32 tokens
                 u32 *plane = (u32 *)record;
                 for (int w = first_block * BLOCK + threadIdx.x; w < (last_block + 1) * BLOCK; w += blockDim.x) {

@@ -253,7 +253,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 4)
             __syncthreads();  // the mean before is no longer read
             const int real_from = max(a.left_pad[row], page_at), to = page_at + PAGE;
             if (exact_from <= page_at)
-                make_mean(KeyReader(a, row, head), real_from, to, a.signs, record, part == 0, s.sums, s.mean, lane,
+                make_mean(KeyReader(a, row, head), real_from, to, a.rotation, record, part == 0, s.sums, s.mean, lane,
                           warp, WARPS);
             else if (warp == 0)
                 read_mean(record, s.mean, lane);
@@ -281,7 +281,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 4)
             for (int t = 0; t < TOKENS; t++)
 #pragma unroll
                 for (int k = 0; k < N; k++) s.keys[warp * TOKENS + t][lane + 32 * k] = x[t][k];
-            scale_keys(s, a.signs, lane, warp);
+            scale_keys(s, a.rotation, lane, warp);
             __syncwarp();
             const int token = warp * TOKENS + lane / LANES, t = pass_at + token - page_at;
             const float scale = encode(s, token, factors, memory, lane % LANES);

@@ -5,14 +5,14 @@
 #include "model_dtype.cuh"
 
 #define PARTS 8  // of a page's sum, however many threads there are: the sum must not depend on it
-#define N (D / 32)  // channels a lane
+#define N LANE_CHANNELS
 
 struct AppendParams {
     const u16 *key, *value;
     u8 *pages;
     const int *block_table, *lengths, *left_pad, *ring_rows, *ring_valid_from, *cu_seqlens;
     u16 *ring_key, *ring_value, *sink_key, *sink_value;
-    const float *signs;
+    const float *rotation;  // signs [D], or a matrix [D, D]
     const u16 *key_center, *value_center;  // [HKV, D] or null: what new tokens are stored relative to
     long long key_n, key_h, value_n, value_h, table_b, page_bytes;
     int ring, sinks, encode_partial_page, copy, encode;  // the last two: which half is done, or both
@@ -31,13 +31,15 @@ __device__ __forceinline__ double warp_sum(double x) {
 }
 
 // The same sums in the same order as math.rotation.
-__device__ __forceinline__ void rotate(float (&x)[N], const float *signs, int lane) {
+__device__ __forceinline__ void rotate(float (&x)[N], const float *rotation, int lane) {
 #if HADAMARD
 #pragma unroll
-    for (int k = 0; k < N; k++) x[k] *= signs[lane + 32 * k];
+    for (int k = 0; k < N; k++) x[k] *= rotation[lane + 32 * k];
     hadamard(x, lane);
 #pragma unroll
     for (int k = 0; k < N; k++) x[k] *= ROOT;
+#elif DENSE
+    multiply<double>(x, rotation, lane);
 #endif
 }
 
@@ -79,6 +81,7 @@ __device__ __forceinline__ float quantize(const float (&y)[N], u8 *codes, int la
     double yc = 0, cc = 0;
 #pragma unroll
     for (int k = 0; k < N; k++) {
+        if (!THERE(k)) continue;
         float z = __fdiv_rn(y[k], fmaxf(norm, tiny)) * WIDTH, size = fabsf(z), c;
         int index = 0;
         if constexpr (BITS == 8) {  // whole multiples of a unit
@@ -123,10 +126,26 @@ __device__ __forceinline__ u32 pack(int j, F code) {
     return w;
 }
 
+// Word j, of 16 bits, of 16 codes code(0..15).
+template <int BITS, class F>
+__device__ __forceinline__ u16 pack_half_word(int j, F code) {
+    u32 w = 0;
+#pragma unroll
+    for (int n = 0; n < 4; n++) {
+        if (BITS == 8)
+            w |= n < 2 ? (u32)code(2 * j + n) << (8 * n) : 0;
+        else
+            w |= (u32)code(4 * j + n) << (4 * n);
+        if (BITS == 3) w |= (((u32)code(12 + n) >> j) & 1) << (4 * n + 3);
+        if (BITS == 2) w |= (u32)code(8 + 4 * j + n) << (4 * n + 2);
+    }
+    return (u16)w;
+}
+
 // The mean key of a page's tokens [from, to), in the rotated frame, to shared memory; written to the
 // page too, where it is `first`. `load` reads a token, lane l channels l + 32 k.
 template <class Load>
-__device__ __forceinline__ void make_mean(Load load, int from, int to, const float *signs, u8 *record,
+__device__ __forceinline__ void make_mean(Load load, int from, int to, const float *rotation, u8 *record,
                                           bool first, float (&sums)[PARTS][D], float (&mean)[D], int lane,
                                           int warp, int warps) {
     for (int p = warp; p < PARTS; p += warps) {
@@ -140,7 +159,8 @@ __device__ __forceinline__ void make_mean(Load load, int from, int to, const flo
             for (int k = 0; k < N; k++) part[k] += x[k];
         }
 #pragma unroll
-        for (int k = 0; k < N; k++) sums[p][lane + 32 * k] = part[k];
+        for (int k = 0; k < N; k++)
+            if (THERE(k)) sums[p][lane + 32 * k] = part[k];
     }
     __syncthreads();
     if (warp == 0) {
@@ -149,10 +169,11 @@ __device__ __forceinline__ void make_mean(Load load, int from, int to, const flo
 #pragma unroll
         for (int k = 0; k < N; k++) {
             x[k] = 0.f;
+            if (!THERE(k)) continue;
             for (int p = 0; p < PARTS; p++) x[k] += sums[p][lane + 32 * k];
             x[k] = __fdiv_rn(x[k], real);
         }
-        rotate(x, signs, lane);
+        rotate(x, rotation, lane);
 #if MEAN_BITS == 8
         float top = 0.f;
 #pragma unroll
@@ -164,6 +185,7 @@ __device__ __forceinline__ void make_mean(Load load, int from, int to, const flo
         if (lane == 0 && first) *(u16 *)(record + MEAN_AT + D) = half_step;
 #pragma unroll
         for (int k = 0; k < N; k++) {
+            if (!THERE(k)) continue;
             float level = rintf(__fdiv_rn(x[k], fmaxf(step, 6.103515625e-05f)));
             level = fminf(fmaxf(level, -127.f), 127.f);
             if (first) ((signed char *)(record + MEAN_AT))[lane + 32 * k] = (signed char)level;
@@ -172,6 +194,7 @@ __device__ __forceinline__ void make_mean(Load load, int from, int to, const flo
 #else
 #pragma unroll
         for (int k = 0; k < N; k++) {
+            if (!THERE(k)) continue;
             const u16 h = float_to_half(x[k]);
             if (first) ((u16 *)(record + MEAN_AT))[lane + 32 * k] = h;
             mean[lane + 32 * k] = half_to_float(h);

@@ -29,23 +29,23 @@ __device__ __forceinline__ void hadamard(float (&x)[D / 32], int lane) {
 #endif
 
 #if DENSE
-// x [D], held alike, times a matrix [D, D].
-template <int K>
+// x [D], held alike, times a matrix [D, D]; in double precision it is rounded as math.rotation does.
+template <class Number, int K>
 __device__ __forceinline__ void multiply(float (&x)[K], const float *matrix, int lane) {
-    float y[LANE_CHANNELS];
+    Number y[LANE_CHANNELS];
 #pragma unroll
-    for (int k = 0; k < LANE_CHANNELS; k++) y[k] = 0.f;
+    for (int k = 0; k < LANE_CHANNELS; k++) y[k] = 0;
 #pragma unroll
     for (int i = 0; i < LANE_CHANNELS; i++)
 #pragma unroll 16
         for (int l = 0; l < 32 && 32 * i + l < D; l++) {
-            const float one = __shfl_sync(~0u, x[i], l);
+            const Number one = __shfl_sync(~0u, x[i], l);
             const float *row = matrix + (32 * i + l) * D + lane;
 #pragma unroll
             for (int k = 0; k < LANE_CHANNELS; k++)
-                if (THERE(k)) y[k] = fmaf(one, row[32 * k], y[k]);
+                if (THERE(k)) y[k] = fma(one, (Number)row[32 * k], y[k]);
         }
 #pragma unroll
-    for (int k = 0; k < LANE_CHANNELS; k++) x[k] = y[k];
+    for (int k = 0; k < LANE_CHANNELS; k++) x[k] = (float)y[k];
 }
 #endif

@@ -48,7 +48,7 @@ __device__ __forceinline__ void write_output(float *pages, float *exact, const f
 #pragma unroll
     for (int k = 0; k < LANE_CHANNELS; k++) x[k] *= ROOT * rotation[lane + 32 * k];
 #elif DENSE
-    multiply(x, rotation + D * D, lane);
+    multiply<float>(x, rotation + D * D, lane);
 #endif
     const float inverse = sum > 0.f ? 1.f / sum : 0.f;
 #pragma unroll

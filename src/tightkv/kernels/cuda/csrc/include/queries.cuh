@@ -65,7 +65,7 @@ __device__ __forceinline__ float prepare(const Queries &q, SharedMemory &sh, flo
 #if HADAMARD
         hadamard(x[i], lane);
 #elif DENSE
-        multiply(x[i], rotation, lane);
+        multiply<float>(x[i], rotation, lane);
 #endif
 #pragma unroll
         for (int k = 0; k < DP / 32; k++) top = fmaxf(top, fabsf(x[i][k]));
