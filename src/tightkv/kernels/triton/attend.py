@@ -410,7 +410,8 @@ def attend(
         NEW=new, CAUSAL=causal, WINDOW=window or 0, CAP=softcap or 0.0, MASK=mask_kind,
         PTX=has_ptx(device), **plan,
     )  # fmt: skip
-    merge_splits(codec, partial, partial_lse, cu_seqlens, view.batch, out, lse)
+    rotation = codec.value.rotation
+    merge_splits(rotation, partial, partial_lse, out, lse, cu_seqlens, view.batch)
     return out, lse
 
 

@@ -20,7 +20,7 @@ def finite(x):
 
 
 @triton.jit
-def _nearest(z, BITS: tl.constexpr, BOOK: tl.constexpr):
+def nearest(z, BITS: tl.constexpr, BOOK: tl.constexpr):
     """Codes (int32) of the nearest centroids, and those."""
     size = tl.abs(z)
     index = tl.zeros(z.shape, tl.int32)
@@ -53,7 +53,7 @@ def quantize(y, D: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, BOOK: tl.
         code = level.to(tl.int32) & 0xFF
         c = level * BOOK[1]
     else:
-        code, c = _nearest(z, BITS, BOOK)
+        code, c = nearest(z, BITS, BOOK)
     c = tl.where(tl.arange(0, DP)[None, :] < D, c * (1.0 / D**0.5), 0.0).to(tl.float64)
     if MODE == 0:
         scale = norm
@@ -86,11 +86,11 @@ def quantize_with_feedback(
         i = D - 1 - step
         row = tl.load(factors + i * D + d, mask=d < i, other=0.0)
         now = tl.sum(tl.where(d == i, x, 0.0), axis=1)
-        _, c = _nearest(now + tl.sum(tl.where(d == i, missed, 0.0), axis=1), BITS, BOOK)
+        _, c = nearest(now + tl.sum(tl.where(d == i, missed, 0.0), axis=1), BITS, BOOK)
         missed += (now - c)[:, None] * row
         projected += now[:, None] * row
     target = x + missed
-    code, c = _nearest(target, BITS, BOOK)
+    code, c = nearest(target, BITS, BOOK)
     weights = tl.load(factors + d * (D + 1), mask=d < D, other=0.0).to(tl.float64)
     size = (x + projected).to(tl.float64)
     whole = tl.sum(weights * size * size, axis=1).to(tl.float32)
@@ -101,7 +101,7 @@ def quantize_with_feedback(
 
 
 @triton.jit
-def _pack_word(codes, ROWS: tl.constexpr, N: tl.constexpr, BITS: tl.constexpr):
+def pack_words(codes, ROWS: tl.constexpr, N: tl.constexpr, BITS: tl.constexpr):
     """Codes [ROWS, N] -> 32-bit words [ROWS, N * BITS / 32], for 2, 4 and 8 bits."""
     PER: tl.constexpr = 32 // BITS
     k = tl.arange(0, PER)
@@ -114,7 +114,7 @@ def _pack_word(codes, ROWS: tl.constexpr, N: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def _pack_word3(codes, J: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr, GROUP: tl.constexpr):
+def pack_words3(codes, J: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr, GROUP: tl.constexpr):
     """Word J of each group of 3-bit codes: [ROWS, N] -> [ROWS, N / GROUP]."""
     QUARTER: tl.constexpr = GROUP // 4
     k = tl.arange(0, GROUP)
@@ -136,7 +136,7 @@ def store_keys(plane, block, codes, live, BITS: tl.constexpr, D: tl.constexpr, D
     row = ((t % 8) * (C * 4) + t // 8)[:, None]
     if BITS == 3:
         for j in tl.static_range(3):
-            w = _pack_word3(codes, j, 32, DP, CHUNK)  # [32, CP]
+            w = pack_words3(codes, j, 32, DP, CHUNK)  # [32, CP]
             c = tl.arange(0, CP)
             at = (block * 3 + j) * (32 * C) + row + c[None, :] * 4
             there = live[:, None] & (c < C)[None, :]
@@ -145,7 +145,7 @@ def store_keys(plane, block, codes, live, BITS: tl.constexpr, D: tl.constexpr, D
             else:
                 tl.store(plane.to(tl.pointer_type(tl.int16)) + at, w.to(tl.int16), mask=there)
     else:
-        w = _pack_word(codes, 32, DP, BITS)  # [32, DP * BITS / 32]
+        w = pack_words(codes, 32, DP, BITS)  # [32, DP * BITS / 32]
         PER: tl.constexpr = BITS * CHUNK // 32  # 32-bit words of a chunk
         n = tl.arange(0, CP * PER)
         c = (n // PER)[None, :]
@@ -185,13 +185,13 @@ def store_values(plane, block, codes, live, WHOLE, BITS: tl.constexpr, D: tl.con
     if BITS == 3:
         c = tl.arange(0, DP // 16)[None, :]
         for j in tl.static_range(3):
-            new = _pack_word3(codes, j, 16, 2 * DP, 32)
-            own = _pack_word3(ones, j, 16, 2 * DP, 32)
+            new = pack_words3(codes, j, 16, 2 * DP, 32)
+            own = pack_words3(ones, j, 16, 2 * DP, 32)
             where = words + ((block * 3 + j) * C + c) * 16 + row
             _merge_words(where, new, own, (c < C) & (row >= 0), WHOLE)
     else:
-        new = _pack_word(codes, 16, 2 * DP, BITS)
-        own = _pack_word(ones, 16, 2 * DP, BITS)
+        new = pack_words(codes, 16, 2 * DP, BITS)
+        own = pack_words(ones, 16, 2 * DP, BITS)
         n = tl.arange(0, DP // 16 * BITS)
         c = (n // BITS)[None, :]
         j = (n % BITS)[None, :]

@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tightkv.codec import Codec
-from tightkv.kernels.constants import DENSE_ROTATION, layout_constants
+from tightkv.kernels.constants import DENSE_ROTATION, ROTATIONS
 from tightkv.kernels.triton.rotate import rotate_back
+from tightkv.math.rotation import Rotation
 
 
 @triton.jit(do_not_specialize=["cu_seqlens", "batch", "total_rows", "num_partials"])
@@ -20,7 +20,9 @@ def _merge_splits_kernel(
     """Merge the states of HEADS consecutive (query, head) rows and rotate back."""
     row = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
     inside = row < total_rows * HQ
-    live = row < tl.load(cu_seqlens + batch) * HQ  # the others are nobody's queries
+    live = inside
+    if cu_seqlens is not None:
+        live = row < tl.load(cu_seqlens + batch) * HQ  # the others are nobody's queries
     d = tl.arange(0, DP)
     peak = tl.full([HEADS], float("-inf"), tl.float32)
     for s0 in range(0, num_partials, STEP):
@@ -57,22 +59,25 @@ def _merge_splits_kernel(
 
 
 def merge_splits(
-    codec: Codec,
+    rotation: Rotation,
     partial: Tensor,
     partial_lse: Tensor,
-    cu_seqlens: Tensor,
-    batch: int,
     out: Tensor,
     lse: Tensor,
+    cu_seqlens: Tensor | None = None,
+    batch: int = 0,
 ) -> None:
-    """States [num_partials, N, Hq, D], LSEs in log2 units -> out [N, Hq, D] and lse [N, Hq]."""
-    shared = layout_constants(codec.layout)
+    """States [num_partials, N, Hq, D], LSEs in log2 units -> out [N, Hq, D] and lse [N, Hq].
+
+    Rows from cu_seqlens[batch] on, which nobody wrote, give zeros and -inf.
+    """
     num_partials, rows, hq, d = partial.shape
-    heads = 16 if shared["ROTATION"] == DENSE_ROTATION else 1
+    kind = ROTATIONS[rotation.kind]
+    heads = 16 if kind == DENSE_ROTATION else 1
     _merge_splits_kernel[(triton.cdiv(rows * hq, heads),)](
-        partial, partial_lse, codec.value.rotation.table(out.device), cu_seqlens, out, lse,
+        partial, partial_lse, rotation.table(out.device), cu_seqlens, out, lse,
         batch, rows, out.stride(0), out.stride(1), num_partials,
-        HQ=hq, D=d, DP=shared["DP"], HEADS=heads,
+        HQ=hq, D=d, DP=triton.next_power_of_2(d), HEADS=heads,
         STEP=16 if heads == 1 else 4,  # [STEP, heads, DP] is in registers
-        ROTATION=shared["ROTATION"], num_warps=4,
+        ROTATION=kind, num_warps=4,
     )  # fmt: skip

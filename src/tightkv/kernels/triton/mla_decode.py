@@ -1,0 +1,204 @@
+"""Decoding of latent attention (MLA) over compressed pages.
+
+A program takes HEADS query heads of one query and a split of its tokens. A tile of latents is
+dequantized once, to float16 levels, and serves as keys and as values; scales are applied to the
+scores and to the weights. All of it happens in the rotated frame: queries are rotated before, and
+`merge_splits` rotates the output back.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tightkv.kernels.constants import DENSE_ROTATION
+from tightkv.kernels.device_guard import device_guard
+from tightkv.kernels.triton.device import has_ptx, last_contiguous, processor_count
+from tightkv.kernels.triton.encode import FP16_MAX
+from tightkv.kernels.triton.merge_splits import merge_splits
+from tightkv.kernels.triton.mla_plan import DecodePlan, decode_plan
+from tightkv.kernels.triton.mla_tile import (
+    channel_order,
+    column_order,
+    decode_constants,
+    layout_constants,
+    load_levels,
+    rope_type,
+    rotation_kind,
+    scale_values,
+)
+from tightkv.kernels.triton.rotate import rotate
+from tightkv.latent import LatentCodec
+
+
+@triton.jit(do_not_specialize=["count"])
+def _rotate_queries_kernel(
+    query, out, table, count, query_n, query_h, H: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, ROTATION: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """[N, H, D] -> float16 [N, H, DP], columns in the order of `channel_order`; zero from D on."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = row < count
+    d = tl.arange(0, DP)[None, :]
+    where = (row // H).to(tl.int64) * query_n + (row % H).to(tl.int64) * query_h
+    x = tl.load(query + where[:, None] + d, mask=live[:, None] & (d < D), other=0.0)
+    y = rotate(x.to(tl.float32), table, ROWS, D, DP, ROTATION)
+    y = tl.minimum(tl.maximum(y, -FP16_MAX), FP16_MAX).to(tl.float16)
+    where = out + row[:, None].to(tl.int64) * DP + column_order(DP)[None, :]
+    tl.store(where, y, mask=live[:, None])
+
+
+@triton.jit(do_not_specialize=["block_table", "lengths", "table_b", "total_rows", "num_splits"])
+def _decode_kernel(
+    query, query_rope, pages, block_table, lengths, partial, partial_lse,
+    rope_n, rope_h, table_b, page_b, scale, total_rows, num_splits,
+    H: tl.constexpr, HEADS: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+    BITS: tl.constexpr, TABLE: tl.constexpr, UNIT: tl.constexpr, CODE_BYTES: tl.constexpr,
+    ROPE_AT: tl.constexpr, SCALE_AT: tl.constexpr, ROPE_TYPE: tl.constexpr,
+    TOKENS_FIRST: tl.constexpr, PTX: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """query is what `_rotate_queries_kernel` makes. TOKENS_FIRST: keys are the left operand."""
+    BLOCKS: tl.constexpr = (H + HEADS - 1) // HEADS
+    head = tl.program_id(0) % BLOCKS * HEADS + tl.arange(0, HEADS)
+    split = tl.program_id(0) // BLOCKS % num_splits
+    row = tl.program_id(0) // BLOCKS // num_splits
+    live = head < H
+
+    length = tl.load(lengths + row // QUERIES) - (QUERIES - 1 - row % QUERIES)
+    tiles = tl.cdiv(tl.maximum(length, 0), TILE)
+    each = tl.cdiv(tiles, num_splits)
+    first = split * each
+    last = tl.minimum(tiles, first + each)
+
+    d = tl.arange(0, DP)
+    r = tl.arange(0, ROPE)
+    place = tl.arange(0, TILE)
+    q_at = (row.to(tl.int64) * H + head)[:, None] * DP + d[None, :]
+    q = tl.load(query + q_at, mask=live[:, None], other=0.0)  # [HEADS, DP]
+    q_rope_at = row.to(tl.int64) * rope_n + head.to(tl.int64) * rope_h
+    qr = tl.load(query_rope + q_rope_at[:, None] + r[None, :], mask=live[:, None], other=0.0)
+    qr = qr.to(ROPE_TYPE)
+
+    peak = tl.full([HEADS], float("-inf"), tl.float32)
+    weight = tl.zeros([HEADS], tl.float32)
+    if TOKENS_FIRST:
+        acc = tl.zeros([DP, HEADS], tl.float32)
+    else:
+        acc = tl.zeros([HEADS, DP], tl.float32)
+    factor = scale * 1.4426950408889634
+    for t in tl.range(first, last, num_stages=STAGES):
+        index = tl.load(block_table + row // QUERIES * table_b + t * TILE // PAGE)
+        page = pages + index.to(tl.int64) * page_b
+        at = t * TILE % PAGE + place
+        valid = t * TILE + place < length
+        # Every row of a page can be read: one that holds no token yet is hidden below.
+        levels = load_levels(page + at * CODE_BYTES, place >= 0, D, DP, TILE, BITS, TABLE, PTX)
+        keys = (page + ROPE_AT).to(tl.pointer_type(ROPE_TYPE)) + at[:, None] * ROPE + r[None, :]
+        k = tl.load(keys)  # [TILE, ROPE]
+        norm = scale_values(tl.load(page + SCALE_AT + at))
+        if TOKENS_FIRST:
+            s = tl.trans(tl.dot(levels, tl.trans(q)))
+            s_rope = tl.trans(tl.dot(k, tl.trans(qr), input_precision="ieee"))
+        else:
+            s = tl.dot(q, tl.trans(levels))
+            s_rope = tl.dot(qr, tl.trans(k), input_precision="ieee")
+        s = (s * (norm * UNIT)[None, :] + s_rope) * factor
+        s = tl.where(valid[None, :], s, float("-inf"))  # log2 units, [HEADS, TILE]
+        new = tl.maximum(peak, tl.max(s, axis=1))
+        p = tl.exp2(s - new[:, None])
+        shrink = tl.exp2(peak - new)
+        weight = weight * shrink + tl.sum(p, axis=1)
+        peak = new
+        p = (p * norm[None, :]).to(tl.float16)
+        if TOKENS_FIRST:
+            acc = tl.dot(tl.trans(levels), tl.trans(p), acc * shrink[None, :])
+        else:
+            acc = tl.dot(p, levels, acc * shrink[:, None])
+
+    out_at = (split * total_rows + row).to(tl.int64) * H + head
+    lse = tl.where(weight > 0.0, peak + tl.log2(weight), float("-inf"))
+    tl.store(partial_lse + out_at, lse, mask=live)
+    share = tl.where(weight > 0.0, UNIT / weight, 0.0)
+    d = channel_order(DP)
+    if TOKENS_FIRST:
+        where = partial + out_at[None, :] * D + d[:, None]
+        tl.store(where, acc * share[None, :], mask=live[None, :] & (d < D)[:, None])
+    else:
+        where = partial + out_at[:, None] * D + d[None, :]
+        tl.store(where, acc * share[:, None], mask=live[:, None] & (d < D)[None, :])
+
+
+@device_guard
+def decode(
+    codec: LatentCodec,
+    query: Tensor,
+    query_rope: Tensor,
+    pages: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """See `mla_reference.decode`."""
+    rows, heads, d = query.shape
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    lse = torch.empty(rows, heads, dtype=torch.float32, device=query.device)
+    if not rows:
+        return out, lse
+    queries = rows // len(lengths)
+    width = block_table.shape[1]
+    plan = decode_plan(codec.layout, rows, heads, width, processor_count(query.device))
+    run(codec, rotate_queries(codec, query), query_rope, pages, block_table, lengths, scale,
+        queries, plan, out, lse)  # fmt: skip
+    return out, lse
+
+
+def rotate_queries(codec: LatentCodec, query: Tensor) -> Tensor:
+    """[N, H, rank] -> float16 [N, H, the next power of two], rotated, as tiles have their columns."""
+    query, kind = last_contiguous(query), rotation_kind(codec)
+    rows, heads, d = query.shape
+    dp = triton.next_power_of_2(d)
+    out = torch.empty(rows, heads, dp, dtype=torch.float16, device=query.device)
+    each = 16 if kind == DENSE_ROTATION else 4
+    _rotate_queries_kernel[(triton.cdiv(rows * heads, each),)](
+        query, out, codec.rotation.table(query.device), rows * heads,
+        query.stride(0), query.stride(1), H=heads, D=d, DP=dp, ROTATION=kind, ROWS=each,
+        num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def run(
+    codec: LatentCodec,
+    turned: Tensor,
+    query_rope: Tensor,
+    pages: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    scale: float,
+    queries: int,
+    plan: DecodePlan,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Attend with rotated queries, `queries` per sequence, and merge the splits."""
+    layout, (rows, heads, d) = codec.layout, out.shape
+    query_rope, device = last_contiguous(query_rope), out.device
+    partial = torch.empty(plan.splits, rows, heads, d, dtype=torch.float32, device=device)
+    partial_lse = torch.empty(plan.splits, rows, heads, dtype=torch.float32, device=device)
+    blocks = triton.cdiv(heads, plan.heads)
+    _decode_kernel[(rows * plan.splits * blocks,)](
+        turned, query_rope, pages, block_table, lengths, partial, partial_lse,
+        query_rope.stride(0), query_rope.stride(1), block_table.stride(0), pages.stride(0),
+        scale, rows, plan.splits,
+        **layout_constants(layout), **decode_constants(layout),
+        H=heads, HEADS=plan.heads, QUERIES=queries, TILE=plan.tile,
+        ROPE_TYPE=rope_type(layout.dtype), TOKENS_FIRST=plan.tokens_first,
+        PTX=has_ptx(device), STAGES=plan.stages, num_warps=plan.warps,
+    )  # fmt: skip
+    merge_splits(codec.rotation, partial, partial_lse, out, lse)

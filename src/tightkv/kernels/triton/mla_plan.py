@@ -1,0 +1,43 @@
+"""How decoding of latent attention is cut into programs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tightkv.latent import LatentLayout
+
+_MOST_SPLITS = 64
+
+
+class DecodePlan(NamedTuple):
+    """Sizes of a program, and into how many splits the tokens of a sequence are cut."""
+
+    heads: int
+    tile: int
+    """Tokens; they divide a page."""
+    tokens_first: bool
+    """Tokens are the rows of the matrix products: few heads fill no rows."""
+    splits: int
+    warps: int
+    stages: int
+
+
+def decode_plan(
+    layout: LatentLayout, rows: int, heads: int, pages: int, processors: int
+) -> DecodePlan:
+    """For `rows` queries of `heads` heads over block tables of `pages` pages."""
+    few = heads <= 32
+    block = (16 if heads <= 16 else 32) if few else 64
+    tile = min(64, layout.page_size)
+    programs = rows * -(-heads // block)
+    splits = best_splits(programs, processors, pages * layout.page_size // tile)
+    return DecodePlan(block, tile, few, splits, 4 if few else 8, 2)
+
+
+def best_splits(programs: int, at_once: int, most: int) -> int:
+    """Splits whose programs take the least time: full waves, and each split costs a merge."""
+
+    def time(splits: int) -> float:
+        return -(-programs * splits // at_once) / splits * (1 + 0.01 * splits)
+
+    return min(range(1, max(1, min(most, _MOST_SPLITS)) + 1), key=time)
