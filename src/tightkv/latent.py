@@ -50,7 +50,7 @@ class LatentLayout:
             )
         if cfg.codebook != "fp8" or {cfg.key_method, cfg.value_method} != {"mse"}:
             raise ValueError(
-                f'latent attention (MLA) with codebook={cfg.codebook!r} and methods '
+                f"latent attention (MLA) with codebook={cfg.codebook!r} and methods "
                 f'{cfg.key_method!r}, {cfg.value_method!r}; supported: "fp8" and "mse"'
             )
         if cfg.outlier_share:
@@ -100,7 +100,9 @@ class LatentLayout:
         return (self.rank + self.rope_dim) * self.dtype.itemsize
 
     # --- tokens of pages [pages, page_bytes] ---
-    def write(self, pages: Tensor, slots: Tensor, codes: Tensor, scale: Tensor, rope: Tensor) -> None:
+    def write(
+        self, pages: Tensor, slots: Tensor, codes: Tensor, scale: Tensor, rope: Tensor
+    ) -> None:
         """Tokens at slots[t] = page * page_size + place: codes [T, rank], scale [T], rope."""
         page, place = slots // self.page_size, slots % self.page_size
         planes = self._planes(pages)
@@ -109,7 +111,7 @@ class LatentLayout:
         planes[2][page, place] = scale
 
     def read(self, pages: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Codes [..., rank], scales [...] and RoPE parts [..., rope_dim] of the tokens at `slots`."""
+        """Codes [..., rank], scales [...] and RoPE parts of the tokens at `slots`."""
         page, place = slots // self.page_size, slots % self.page_size
         packed, rope, scale = (plane[page, place] for plane in self._planes(pages))
         return unpack(packed, self.bits), scale, rope.contiguous().view(self.dtype)

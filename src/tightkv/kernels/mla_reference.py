@@ -17,7 +17,7 @@ NAME = "reference"
 
 
 def append(codec: LatentCodec, pages: Tensor, latent: Tensor, rope: Tensor, slots: Tensor) -> None:
-    """Write tokens: latent [T, rank] and rope [T, rope_dim] at slots [T]; negative ones are left out.
+    """Write latent [T, rank] and rope [T, rope_dim] at slots [T]; negative ones are left out.
 
     A slot is page * page_size + place.
     """

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tightkv.latent import LatentLayout
 from tightkv.layout import PageLayout
 
 
-def page_spec(spec: Any, layout: PageLayout, pages: int = 1) -> Any:
-    """vLLM's FullAttentionSpec, changed so that one of its blocks is `pages` of our pages."""
+def page_spec(spec: Any, layout: PageLayout | LatentLayout, pages: int = 1) -> Any:
+    """vLLM's spec of full or latent attention, its blocks being `pages` of our pages each."""
     names = {field.name for field in fields(spec)}
     if "state_content_bytes" in names:  # a block is [head slots, states, bytes]: one state per page
         return replace(
@@ -23,6 +24,7 @@ def page_spec(spec: Any, layout: PageLayout, pages: int = 1) -> Any:
             tokens_per_state=layout.page_size,
             state_content_bytes=layout.page_bytes,
         )
+    assert isinstance(layout, PageLayout)  # latents are not compressed there
     # Before that a block is block_size * heads * (head_size + head_size_v) numbers.
     return replace(
         spec,

@@ -37,9 +37,11 @@ from tightkv.integrations.vllm.engine_checks import (
     speculative_tokens,
 )
 from tightkv.integrations.vllm.feedback import set_feedback
+from tightkv.integrations.vllm.install_mla import install_latent, latent_obstacle
 from tightkv.integrations.vllm.layer_numbers import layer_number, model_layers
 from tightkv.integrations.vllm.layer_shapes import (
     UNREADABLE,
+    is_latent,
     layer_shape,
     readers,
     unreadable_layers,
@@ -100,11 +102,20 @@ def install(vllm_config: Any) -> None:
     if options is None or all(hasattr(layer, _LAYOUT) for layer in layers.values()):
         return
     check_engine_options(options, vllm_config)
+    obstacle = None
+    if any(is_latent(layer) for layer in layers.values()):
+        obstacle = latent_obstacle(layers)
+        if obstacle is None:
+            pages = install_latent(options, layers, vllm_config)
+            for layer in layers.values():
+                setattr(layer, _LAYOUT, (pages, 1))
+            vllm_config.additional_config = with_options(vllm_config.additional_config, options)
+            return
     given, calibration = options, find_for_engine(options.config, vllm_config)
     line = not_used(options.config, calibration, vllm_config.model_config.model)
     if calibration is not None:
         options = replace(options, config=calibration.applied(options.config))
-    chosen = compressed_layers(layers, options.config)
+    chosen = compressed_layers(layers, options.config, obstacle)
     checked = check_keys(options.config, vllm_config)
     place = place_in_model(options.config, len(chosen))
     plan = make_plan(replace(options, config=checked.config), vllm_config, chosen, place)
@@ -201,13 +212,20 @@ def _some(names: Sequence[str], of: int) -> str:
     return f"{len(names)} of {of} layers ({listed})"
 
 
-def compressed_layers(layers: Mapping[str, Any], cfg: KVQuantConfig) -> dict[str, Any]:
-    """The layers that can be compressed; an error where none can, or not one with layer_bits."""
+def compressed_layers(
+    layers: Mapping[str, Any], cfg: KVQuantConfig, latent: str | None = None
+) -> dict[str, Any]:
+    """The layers that can be compressed; an error where none can, or not one with layer_bits.
+
+    `latent` is why those with latent attention are not.
+    """
     unreadable = unreadable_layers(layers)
     reasons = {
         name: UNREADABLE if name in unreadable else skip_reason(layer_shape(layer), "vllm")
         for name, layer in layers.items()
     }
+    if latent is not None:
+        reasons |= {name: latent for name, layer in layers.items() if is_latent(layer)}
     chosen = {name: layers[name] for name, reason in reasons.items() if reason is None}
     if not chosen:
         listed = ", ".join(sorted({reason for reason in reasons.values() if reason}))

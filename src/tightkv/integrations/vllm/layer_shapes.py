@@ -64,6 +64,11 @@ def _kind_of_other(layer: Any) -> str:
     return next((_KINDS[c.__name__] for c in type(layer).__mro__ if c.__name__ in _KINDS), "other")
 
 
+def is_latent(layer: Any) -> bool:
+    """Whether a layer has latent attention (MLA)."""
+    return _kind_of_other(layer) == "mla"
+
+
 def shared_layer(layer: Any) -> str | None:
     """The layer whose cache this one reads instead of one of its own."""
     name: str | None = getattr(layer, "kv_sharing_target_layer_name", None)

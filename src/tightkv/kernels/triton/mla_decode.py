@@ -8,9 +8,6 @@ scores and to the weights. All of it happens in the rotated frame: queries are r
 
 from __future__ import annotations
 
-import functools
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -87,10 +84,7 @@ def _decode_kernel(
 
     peak = tl.full([HEADS], float("-inf"), tl.float32)
     weight = tl.zeros([HEADS], tl.float32)
-    if TOKENS_FIRST:
-        acc = tl.zeros([DP, HEADS], tl.float32)
-    else:
-        acc = tl.zeros([HEADS, DP], tl.float32)
+    acc = tl.zeros([DP, HEADS] if TOKENS_FIRST else [HEADS, DP], tl.float32)
     factor = scale * 1.4426950408889634
     for t in tl.range(first, last, num_stages=STAGES):
         index = tl.load(block_table + row // QUERIES * table_b + t * TILE // PAGE)
@@ -145,7 +139,7 @@ def decode(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """See `mla_reference.decode`."""
-    rows, heads, d = query.shape
+    rows, heads = query.shape[:2]
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     lse = torch.empty(rows, heads, dtype=torch.float32, device=query.device)
     if not rows:
@@ -159,7 +153,7 @@ def decode(
 
 
 def rotate_queries(codec: LatentCodec, query: Tensor) -> Tensor:
-    """[N, H, rank] -> float16 [N, H, the next power of two], rotated, as tiles have their columns."""
+    """[N, H, rank] -> float16 [N, H, the next power of two], rotated, columns as in tiles."""
     query, kind = last_contiguous(query), rotation_kind(codec)
     rows, heads, d = query.shape
     dp = triton.next_power_of_2(d)

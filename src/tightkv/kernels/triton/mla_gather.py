@@ -22,9 +22,7 @@ from tightkv.kernels.triton.rotate import rotate_back
 from tightkv.latent import LatentCodec
 
 
-@triton.jit(
-    do_not_specialize=["block_table", "cu_seqlens", "starts", "rows", "table_b", "count"]
-)
+@triton.jit(do_not_specialize=["block_table", "cu_seqlens", "starts", "rows", "table_b", "count"])
 def _gather_kernel(
     pages, block_table, cu_seqlens, starts, rows, out, table, page_b, table_b, out_n, count,
     D: tl.constexpr, DP: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr,

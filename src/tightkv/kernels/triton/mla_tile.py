@@ -1,4 +1,4 @@
-"""A tile of latents: packed rows of a page to float16 levels, and what the kernels are built with."""
+"""Tiles of latents: rows of a page to float16 levels, and what kernels of MLA are built with."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def load_levels(rows, there, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constex
 def channel_order(DP: tl.constexpr):
     """The channel of each column of a tile.
 
-    A lane loads four words of eight codes. Column by column they are DP / 4 apart, so that the lanes
-    of a warp store neighbouring columns to shared memory, without bank conflicts.
+    A lane loads four words of eight codes. Their columns are DP / 4 apart, so that lanes store
+    neighbouring columns to shared memory, without bank conflicts.
     """
     column = tl.arange(0, DP)
     word = column // 8
@@ -121,4 +121,6 @@ def rotation_kind(codec: LatentCodec) -> int:
 
 def rope_type(dtype: torch.dtype) -> Any:
     """Triton's name of a RoPE part's dtype."""
-    return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[dtype]
+    return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[
+        dtype
+    ]

@@ -1,0 +1,97 @@
+"""Which layers with latent attention (MLA) get compressed pages, and how they are installed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import fields
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from tightkv.config import KVQuantConfig
+from tightkv.integrations.vllm.layer_shapes import is_latent
+from tightkv.integrations.vllm.options import EngineOptions
+from tightkv.latent import LatentLayout
+
+logger = logging.getLogger("vllm.tightkv")
+
+
+def latent_obstacle(layers: Mapping[str, Any]) -> str | None:
+    """Why the latents of a model with MLA layers are not compressed; None where they are."""
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+    latent = [layer for layer in layers.values() if is_latent(layer)]
+    if any(layer.use_sparse or layer.indexer is not None for layer in latent):
+        return "sparse latent attention (an indexer chooses tokens)"
+    if len(latent) < len(layers):
+        return "latent attention (MLA) beside layers of other kinds"
+    if any(layer.sliding_window is not None for layer in latent):
+        return "latent attention (MLA) in a sliding window"
+    if any(layer.non_causal_multi_token_decode for layer in latent):
+        return "latent attention (MLA) of drafts that see later tokens"
+    if "state_content_bytes" not in {field.name for field in fields(MLAAttentionSpec)}:
+        return "latent attention (MLA) before vLLM 0.32"
+    return None
+
+
+def install_latent(
+    options: EngineOptions, layers: Mapping[str, Any], vllm_config: Any
+) -> LatentLayout:
+    """Give all layers our attention -> the layout of their pages."""
+    from tightkv.integrations.vllm.mla import TightLatentAttention, TightLatentBackend
+
+    layout = latent_layout(options.config, layers, vllm_config.model_config.dtype)
+    vllm_config.cache_config.block_size = layout.page_size
+    for layer in layers.values():
+        kernels = latent_kernels(layer._k_scale.device)
+        layer.impl = TightLatentAttention(layer, layout, kernels)
+        layer.attn_backend = TightLatentBackend
+    if vllm_config.parallel_config.rank == 0:
+        plain, size = layout.exact_bytes_per_token, layout.bytes_per_token
+        logger.info(
+            "tightkv %s: latents at %d bits, %d bytes per token and layer in %d layers, %.2f times "
+            "the tokens of vLLM's own cache (%d bytes); no exact window and sinks",
+            options.config.name,
+            layout.bits,
+            size,
+            len(layers),
+            plain / size,
+            plain,
+        )
+    return layout
+
+
+def latent_layout(
+    cfg: KVQuantConfig, layers: Mapping[str, Any], dtype: torch.dtype
+) -> LatentLayout:
+    """The layout of all layers, which must be alike."""
+    if cfg.names_layers:
+        raise ValueError(
+            "tightkv: layer_bits and protected layers in a model with latent attention (MLA); all "
+            "its layers have the same bits: set protected_first and protected_last to 0 and leave "
+            "layer_bits out"
+        )
+    if cfg.calibration:
+        raise ValueError(
+            f"tightkv: calibration={cfg.calibration!r} in a model with latent attention (MLA), for "
+            "which there are none; leave it out"
+        )
+    sizes = {(layer.kv_lora_rank, layer.qk_rope_head_dim) for layer in layers.values()}
+    if len(sizes) > 1:
+        raise ValueError(
+            f"tightkv: layers with latents of different sizes (kv_lora_rank, qk_rope_head_dim): "
+            f"{', '.join(map(str, sorted(sizes)))}; supported: one size"
+        )
+    return LatentLayout(cfg.for_layer(0, 1), *sizes.pop(), dtype)
+
+
+def latent_kernels(device: torch.device) -> ModuleType:
+    if device.type == "cuda":
+        from tightkv.kernels.triton import mla
+
+        return mla
+    from tightkv.kernels import mla_reference
+
+    return mla_reference
