@@ -26,12 +26,11 @@ def decode_plan(
     layout: LatentLayout, rows: int, heads: int, pages: int, processors: int
 ) -> DecodePlan:
     """For `rows` queries of `heads` heads over block tables of `pages` pages."""
-    few = heads <= 32
-    block = (16 if heads <= 16 else 32) if few else 64
-    tile = min(64, layout.page_size)
-    programs = rows * -(-heads // block)
-    splits = best_splits(programs, processors, pages * layout.page_size // tile)
-    return DecodePlan(block, tile, few, splits, 4 if few else 8, 2)
+    few = heads <= 16
+    block, tile = (16, 32) if few else (64, min(64, layout.page_size))
+    at_once = 2 * processors if few else processors
+    splits = best_splits(rows * -(-heads // block), at_once, pages * layout.page_size // tile)
+    return DecodePlan(block, tile, False, splits, 4 if few else 8, 2)
 
 
 def best_splits(programs: int, at_once: int, most: int) -> int:
