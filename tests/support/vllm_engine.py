@@ -124,11 +124,13 @@ def kinds_of_layers(context: dict[str, Any]) -> dict[str, Any]:
 
     from tightkv.integrations.vllm.attention import TightAttention
     from tightkv.integrations.vllm.layer_shapes import layer_shape
+    from tightkv.integrations.vllm.mla import TightLatentAttention
     from tightkv.model_shape import skip_reason
 
     layers = [layer for layer in context.values() if isinstance(layer, AttentionLayerBase)]
-    ours = [x.impl for x in layers if isinstance(getattr(x, "impl", None), TightAttention)]
-    shared = sum(impl.reads is not None for impl in ours)
+    kinds = (TightAttention, TightLatentAttention)
+    ours = [x.impl for x in layers if isinstance(getattr(x, "impl", None), kinds)]
+    shared = sum(getattr(impl, "reads", None) is not None for impl in ours)
     kept = Counter(
         skip_reason(layer_shape(layer), "vllm")
         for layer in layers

@@ -11,11 +11,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import transformers as hf
 
 import vllm_families
 from models import MAMBA, SHAPE
 from tightkv import KVQuantConfig
+from tightkv.latent import LatentLayout
 from tightkv.layout import PageLayout
 from tiny_folder import lfm2_for_vllm, plant_key_bias, write_model, write_tiny_folder
 from vllm_outputs import (
@@ -45,6 +47,7 @@ K8V8 = {"preset": "k8v8", **SHORT}
 K4V4 = {"preset": "k4v4", **SHORT}
 STAGED = 4  # prompts of engines with two stages
 PROTECTED = {**K4V4, "protected_first": 1}
+LATENT = KVQuantConfig.from_dict(K4V4)
 NEW_ATTENTION = ("gpt_oss", "gemma3n")  # sink logits; layers that read another one's cache
 
 
@@ -132,7 +135,9 @@ def jobs() -> dict[str, dict[str, Any]]:
         "plain states": job(None, few, model="mamba"),
         "k4v4 states": job({"preset": "k4v4"}, few, model="mamba"),
         "prefixes": job(K4V4, few, few, model="convolutions", enable_prefix_caching=True),
-        "latent": job(K4V4, model="latent"),
+        "plain latent": job(None, few, sampling=every, model="latent"),
+        "latent": job(K4V4, few, sampling=every, model="latent"),
+        "latent k8v8": job(K8V8, model="latent"),
         **{
             name: job(K4V4, model=name, kv_cache_memory_bytes=16 << 20)
             for name in vllm_families.CONFIGS
@@ -151,7 +156,7 @@ def write_models(folder: Path) -> dict[str, Path]:
     size = {"max_position_embeddings": 1024}
     three = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
     shape = {**SHAPE, **size, "head_dim": 32, "vocab_size": VOCABULARY}
-    latent = {"kv_lora_rank": 32, "q_lora_rank": None, "v_head_dim": 32, "num_key_value_heads": 4}
+    latent = {"kv_lora_rank": 512, "q_lora_rank": None, "v_head_dim": 32, "num_hidden_layers": 2}
     biased = {**shape, "attention_bias": True, "sliding_window": 16}
     noisy = {
         "noisy": hf.Qwen2Config(**{**shape, "hidden_size": 128, "num_hidden_layers": 2}),
@@ -160,7 +165,7 @@ def write_models(folder: Path) -> dict[str, Path]:
     for name, config in noisy.items():  # Gemma scales scores by less
         bias = 20.0 if name == "noisy windows" else 10.0
         plant_key_bias(write_model(folder / name, config), layer=1, size=bias)
-    wide = {"qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "n_routed_experts": 4}
+    wide = {"qk_rope_head_dim": 64, "qk_nope_head_dim": 16, "first_k_dense_replace": 2}
     return {
         **vllm_families.write_families(folder),
         **{name: folder / name for name in noisy},
@@ -379,6 +384,21 @@ def test_sink_logits_and_shared_caches_give_the_text_of_vllms_own(
     assert_same_text(engines[f"plain {name}"], engines[name])
 
 
+def test_latents_take_the_bytes_of_their_layout(engines: dict[str, Any]) -> None:
+    told, layout = engines["latent"], LatentLayout(LATENT, 512, 64, torch.float32)
+    assert set(told["layers"].values()) == {"TightLatentAttention"}
+    assert (told["block_size"], told["blocks"]) == (32, BUDGET // (2 * layout.page_bytes))
+    assert told["tightkv"]["compression_ratio"] == 2 * 576 / layout.bytes_per_token
+    line = f"tightkv k4v4: latents at 4 bits, {layout.bytes_per_token} bytes per token and layer"
+    assert line in engines["log"]["text"]
+
+
+def test_latents_at_4_bits_stay_within_a_kl_budget(engines: dict[str, Any]) -> None:
+    """Prompts attend exactly; what is generated reads the pages."""
+    kl = mean_kl(engines["plain latent"], engines["latent"], "best")
+    assert 1e-4 < kl < 1e-2
+
+
 def test_the_documented_table_is_what_engines_of_each_family_say(engines: dict[str, Any]) -> None:
     assert vllm_families.table(engines) in DOCS.read_text()
 
@@ -438,7 +458,7 @@ def test_finished_requests_leave_every_block_free(engines: dict[str, Any]) -> No
         ("other blocks", "leave layer_bits out"),
         ("block size", "a block is a page of 32 tokens"),
         ("unknown", "did you mean 'key_bits'"),
-        ("latent", "no layer of this model can be compressed (latent attention (MLA))"),
+        ("latent k8v8", "takes the larger of key_bits and value_bits, 8; supported: 2, 3, 4"),
         ("match unit", "leave it out or set a multiple of 32"),
     ],
 )

@@ -10,10 +10,12 @@ from typing import Any
 
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from tightkv.cache_bytes import CacheBytes, LayerBytes
 from tightkv.integrations.vllm.attention import TightAttention
 from tightkv.integrations.vllm.layer_numbers import model_layers
+from tightkv.latent import LatentLayout
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ def worker_format(worker: Any) -> CacheFormat | None:
         if isinstance(layer.impl, TightAttention) and layer.impl.reads is None
     }
     if not impls:
-        return None
+        return _latent_format(worker.vllm_config)
     numbers = model_layers(impls)
     first = next(iter(impls.values()))
     layouts = [impl.layout for impl in impls.values()]
@@ -64,6 +66,31 @@ def worker_format(worker: Any) -> CacheFormat | None:
         bytes_per_token=size.bytes_per_token,
         plain_bytes_per_token=size.bf16_bytes_per_token,
         kernels=tuple(sorted({impl.step.kernel_name for impl in impls.values()})),
+    )
+
+
+def _latent_format(vllm_config: Any) -> CacheFormat | None:
+    """Of a worker whose layers have latent attention (MLA)."""
+    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
+    impls = {name: getattr(layer, "impl", None) for name, layer in layers.items()}
+    found = {
+        name: impl
+        for name, impl in impls.items()
+        if isinstance(getattr(impl, "layout", None), LatentLayout)
+    }
+    if not found:
+        return None
+    numbers, layout = model_layers(found), next(iter(found.values())).layout
+    meaning = (layout.cfg.fingerprint(), layout.rank, layout.rope_dim, str(layout.dtype))
+    return CacheFormat(
+        fingerprint=_digest([("latent", number, *meaning) for number in numbers.values()]),
+        name=layout.cfg.name,
+        page_size=layout.page_size,
+        exact_pages=0,
+        rows=0,
+        bytes_per_token=len(found) * layout.bytes_per_token,
+        plain_bytes_per_token=len(found) * 2 * (layout.rank + layout.rope_dim),
+        kernels=(next(iter(found.values())).kernels.NAME,),
     )
 
 

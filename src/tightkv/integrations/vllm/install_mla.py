@@ -27,6 +27,8 @@ def latent_obstacle(layers: Mapping[str, Any]) -> str | None:
         return "sparse latent attention (an indexer chooses tokens)"
     if len(latent) < len(layers):
         return "latent attention (MLA) beside layers of other kinds"
+    if any(getattr(layer, "is_amx_bmm_enabled", False) for layer in latent):
+        return "latent attention (MLA) in AMX kernels; --attention-backend CPU_MLA has others"
     if any(layer.sliding_window is not None for layer in latent):
         return "latent attention (MLA) in a sliding window"
     if any(layer.non_causal_multi_token_decode for layer in latent):
