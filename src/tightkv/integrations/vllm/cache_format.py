@@ -72,7 +72,7 @@ def worker_format(worker: Any) -> CacheFormat | None:
 def _latent_format(vllm_config: Any) -> CacheFormat | None:
     """Of a worker whose layers have latent attention (MLA)."""
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
-    impls = {name: getattr(layer, "impl", None) for name, layer in layers.items()}
+    impls: dict[str, Any] = {name: getattr(layer, "impl", None) for name, layer in layers.items()}
     found = {
         name: impl
         for name, impl in impls.items()
@@ -80,7 +80,8 @@ def _latent_format(vllm_config: Any) -> CacheFormat | None:
     }
     if not found:
         return None
-    numbers, layout = model_layers(found), next(iter(found.values())).layout
+    first = next(iter(found.values()))
+    numbers, layout = model_layers(found), first.layout
     meaning = (layout.cfg.fingerprint(), layout.rank, layout.rope_dim, str(layout.dtype))
     return CacheFormat(
         fingerprint=_digest([("latent", number, *meaning) for number in numbers.values()]),
@@ -90,7 +91,7 @@ def _latent_format(vllm_config: Any) -> CacheFormat | None:
         rows=0,
         bytes_per_token=len(found) * layout.bytes_per_token,
         plain_bytes_per_token=len(found) * 2 * (layout.rank + layout.rope_dim),
-        kernels=(next(iter(found.values())).kernels.NAME,),
+        kernels=(first.kernels.NAME,),
     )
 
 
