@@ -15,7 +15,12 @@ from torch import Tensor
 
 from tightkv.kernels.constants import DENSE_ROTATION
 from tightkv.kernels.device_guard import device_guard
-from tightkv.kernels.triton.device import has_ptx, last_contiguous, processor_count
+from tightkv.kernels.triton.device import (
+    has_large_shared_memory,
+    has_ptx,
+    last_contiguous,
+    processor_count,
+)
 from tightkv.kernels.triton.encode import FP16_MAX
 from tightkv.kernels.triton.merge_splits import merge_splits
 from tightkv.kernels.triton.mla_plan import DecodePlan, decode_plan
@@ -145,8 +150,9 @@ def decode(
     if not rows:
         return out, lse
     queries = rows // len(lengths)
-    width = block_table.shape[1]
-    plan = decode_plan(codec.layout, rows, heads, width, processor_count(query.device))
+    device, width = query.device, block_table.shape[1]
+    large = has_large_shared_memory(device)
+    plan = decode_plan(codec.layout, rows, heads, width, processor_count(device), large)
     run(codec, rotate_queries(codec, query), query_rope, pages, block_table, lengths, scale,
         queries, plan, out, lse)  # fmt: skip
     return out, lse

@@ -23,10 +23,13 @@ class DecodePlan(NamedTuple):
 
 
 def decode_plan(
-    layout: LatentLayout, rows: int, heads: int, pages: int, processors: int
+    layout: LatentLayout, rows: int, heads: int, pages: int, processors: int, large: bool
 ) -> DecodePlan:
-    """For `rows` queries of `heads` heads over block tables of `pages` pages."""
-    few = heads <= 16
+    """For `rows` queries of `heads` heads over block tables of `pages` pages.
+
+    `large`: a program can have 172 KiB of shared memory, not only 96.
+    """
+    few = heads <= 16 or not large
     block, tile = (16, 32) if few else (64, min(64, layout.page_size))
     at_once = 2 * processors if few else processors
     splits = best_splits(rows * -(-heads // block), at_once, pages * layout.page_size // tile)

@@ -62,7 +62,9 @@ def load_levels(rows, there, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constex
     h0, h1, h2, h3, h4, h5, h6, h7 = nibble_levels(w, BITS, TABLE, PTX)
     even = tl.join(tl.join(h0, h4), tl.join(h2, h6))
     odd = tl.join(tl.join(h1, h5), tl.join(h3, h7))
-    return tl.reshape(tl.join(even, odd), [TILE, DP])
+    bits = tl.join(even, odd).to(tl.int16, bitcast=True)
+    # Triton 3.6 fails where a reshape comes right before a product.
+    return tl.reshape(bits, [TILE, DP]).to(tl.float16, bitcast=True)
 
 
 @triton.jit
