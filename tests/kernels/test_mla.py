@@ -3,7 +3,12 @@
 Without a GPU the kernels run in Triton's interpreter, which is set up in conftest.py.
 """
 
+import json
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -197,3 +202,19 @@ def test_gather_gives_back_what_is_stored(options):
 def test_what_pages_do_not_hold_is_refused(arguments, words):
     with pytest.raises(ValueError, match=words):
         LatentLayout(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("rank", "preset", "heads", "sm"),
+    [(512, "k3v3", 128, 90), (192, "k4v4", 16, 89)],
+)
+def test_kernels_compile_and_fit_shared_memory(rank, preset, heads, sm, tmp_path):
+    """Compiled, which the interpreter does not do."""
+    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0", "SM": str(sm)}
+    script = Path(__file__).parents[1] / "support" / "triton_ahead.py"
+    command = [sys.executable, script, str(rank), preset, "mla", str(heads)]
+    run = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    shared = json.loads(run.stdout)
+    assert len(shared) == 5
+    assert max(shared.values()) <= (227 if sm == 90 else 99) * 1024, shared

@@ -3,6 +3,7 @@
 python triton_ahead.py HEAD_DIM PRESET: JSON with the shared memory of each kernel, in bytes.
 python triton_ahead.py HEAD_DIM PRESET append [feedback]: that of an append, and how many products
 its PTX fuses with sums.
+python triton_ahead.py RANK PRESET mla HEADS: of the kernels of latent attention.
 Not under TRITON_INTERPRET.
 """
 
@@ -28,6 +29,7 @@ appends: dict[str, int | bool] = {}
 SM = int(os.environ.get("SM", "90"))
 POINTERS = {
     torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.uint8: "*u8",
+    torch.float16: "*fp16", torch.int64: "*i64",
 }  # fmt: skip
 
 
@@ -80,5 +82,26 @@ def main(dim: int, preset: str, *only: str) -> None:
     json.dump(shared, sys.stdout)
 
 
+def main_mla(rank: int, preset: str, heads: int) -> None:
+    from tightkv.kernels.triton import mla, mla_decode, mla_gather
+    from tightkv.latent import LatentCodec, LatentLayout
+
+    JITFunction.run = compile_only
+    mla_decode.has_ptx = mla_gather.has_ptx = lambda device: SM >= 89
+    mla_decode.has_large_shared_memory = lambda device: SM // 10 in (9, 10)
+    layout = LatentLayout(KVQuantConfig.preset(preset), rank, 64)
+    codec, pages = LatentCodec(layout), torch.zeros(1, layout.page_bytes, dtype=torch.uint8)
+    x = torch.zeros(2000, heads, rank + 64, dtype=torch.bfloat16)
+    rows, row = torch.zeros(2000, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+    for count in (1, 2000):
+        mla.append(codec, pages, x[:count, 0, :rank], x[:count, 0, rank:], rows[:count])
+    mla.gather(codec, pages, row[None], row, row, row, x[:1, 0])
+    mla.decode(codec, x[:1, :, :rank], x[:1, :, rank:], pages, row[None], row, 1.0)
+    json.dump(shared, sys.stdout)
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), *sys.argv[2:])
+    if sys.argv[3:4] == ["mla"]:
+        main_mla(int(sys.argv[1]), sys.argv[2], int(sys.argv[4]))
+    else:
+        main(int(sys.argv[1]), *sys.argv[2:])

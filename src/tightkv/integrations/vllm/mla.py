@@ -7,6 +7,8 @@ exactly, and to the tokens before them through `_compute_prefill_context`.
 
 from __future__ import annotations
 
+import logging
+import time
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -25,7 +27,11 @@ from vllm.model_executor.layers.attention.mla_attention import (
 from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
 
 from tightkv.config import PAGE_SIZES
+from tightkv.integrations.vllm.engine_checks import speculative_tokens
 from tightkv.latent import LatentCodec, LatentLayout
+
+logger = logging.getLogger("vllm.tightkv")
+_WARM: set[tuple[LatentLayout, int, int]] = set()
 
 
 class TightLatentAttention(MLACommonImpl):  # type: ignore[misc]
@@ -127,6 +133,37 @@ class TightLatentBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):  # type: 
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.UNIFORM
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        impl = vllm_config.compilation_config.static_forward_context[layer_names[0]].impl
+        if device.type == "cuda":
+            warm_up_once(impl, device, {1, 1 + speculative_tokens(vllm_config)})
+
+
+def warm_up_once(impl: TightLatentAttention, device: torch.device, queries: set[int]) -> None:
+    """Compile what the layers launch, so that no request waits for it."""
+    new = {count for count in queries if (impl.layout, impl.num_heads, count) not in _WARM}
+    if not new:
+        return
+    started, layout, codec = time.perf_counter(), impl.layout, impl.codec
+    pages = torch.zeros(1, layout.page_bytes, dtype=torch.uint8, device=device)
+    for count in (1, 4096):  # one token per program, and several
+        x = torch.zeros(count, layout.rank + layout.rope_dim, dtype=layout.dtype, device=device)
+        slots = torch.full((count,), -1, dtype=torch.int64, device=device)
+        impl.kernels.append(codec, pages, x[:, : layout.rank], x[:, layout.rank :], slots)
+    zero = torch.zeros(1, 1, dtype=torch.int32, device=device)
+    impl.kernels.gather(codec, pages, zero, zero[0], zero[0], zero[0], x[:1])
+    for count in sorted(new):
+        q = x.new_zeros(count, impl.num_heads, layout.rank + layout.rope_dim)
+        latent, rope = q[..., : layout.rank].contiguous(), q[..., layout.rank :]
+        impl.kernels.decode(codec, latent, rope, pages, zero, zero[0] + count, impl.scale)
+        _WARM.add((layout, impl.num_heads, count))
+    torch.cuda.synchronize(device)
+    seconds = time.perf_counter() - started
+    logger.info("tightkv: kernels of latent attention ready in %.1f s", seconds)
 
 
 class TightLatentBackend(MLACommonBackend):  # type: ignore[misc]
