@@ -63,9 +63,9 @@ def _decode_kernel(
     DP: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
     BITS: tl.constexpr, TABLE: tl.constexpr, UNIT: tl.constexpr, CODE_BYTES: tl.constexpr,
     ROPE_AT: tl.constexpr, SCALE_AT: tl.constexpr, ROPE_TYPE: tl.constexpr,
-    TOKENS_FIRST: tl.constexpr, PTX: tl.constexpr, STAGES: tl.constexpr,
+    PTX: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """query is what `_rotate_queries_kernel` makes. TOKENS_FIRST: keys are the left operand."""
+    """query is what `_rotate_queries_kernel` makes."""
     BLOCKS: tl.constexpr = (H + HEADS - 1) // HEADS
     head = tl.program_id(0) % BLOCKS * HEADS + tl.arange(0, HEADS)
     split = tl.program_id(0) // BLOCKS % num_splits
@@ -89,7 +89,7 @@ def _decode_kernel(
 
     peak = tl.full([HEADS], float("-inf"), tl.float32)
     weight = tl.zeros([HEADS], tl.float32)
-    acc = tl.zeros([DP, HEADS] if TOKENS_FIRST else [HEADS, DP], tl.float32)
+    acc = tl.zeros([HEADS, DP], tl.float32)
     factor = scale * 1.4426950408889634
     for t in tl.range(first, last, num_stages=STAGES):
         index = tl.load(block_table + row // QUERIES * table_b + t * TILE // PAGE)
@@ -101,12 +101,8 @@ def _decode_kernel(
         keys = (page + ROPE_AT).to(tl.pointer_type(ROPE_TYPE)) + at[:, None] * ROPE + r[None, :]
         k = tl.load(keys)  # [TILE, ROPE]
         norm = scale_values(tl.load(page + SCALE_AT + at))
-        if TOKENS_FIRST:
-            s = tl.trans(tl.dot(levels, tl.trans(q)))
-            s_rope = tl.trans(tl.dot(k, tl.trans(qr), input_precision="ieee"))
-        else:
-            s = tl.dot(q, tl.trans(levels))
-            s_rope = tl.dot(qr, tl.trans(k), input_precision="ieee")
+        s = tl.dot(q, tl.trans(levels))
+        s_rope = tl.dot(qr, tl.trans(k), input_precision="ieee")
         s = (s * (norm * UNIT)[None, :] + s_rope) * factor
         s = tl.where(valid[None, :], s, float("-inf"))  # log2 units, [HEADS, TILE]
         new = tl.maximum(peak, tl.max(s, axis=1))
@@ -115,22 +111,15 @@ def _decode_kernel(
         weight = weight * shrink + tl.sum(p, axis=1)
         peak = new
         p = (p * norm[None, :]).to(tl.float16)
-        if TOKENS_FIRST:
-            acc = tl.dot(tl.trans(levels), tl.trans(p), acc * shrink[None, :])
-        else:
-            acc = tl.dot(p, levels, acc * shrink[:, None])
+        acc = tl.dot(p, levels, acc * shrink[:, None])
 
     out_at = (split * total_rows + row).to(tl.int64) * H + head
     lse = tl.where(weight > 0.0, peak + tl.log2(weight), float("-inf"))
     tl.store(partial_lse + out_at, lse, mask=live)
     share = tl.where(weight > 0.0, UNIT / weight, 0.0)
-    d = channel_order(DP)
-    if TOKENS_FIRST:
-        where = partial + out_at[None, :] * D + d[:, None]
-        tl.store(where, acc * share[None, :], mask=live[None, :] & (d < D)[:, None])
-    else:
-        where = partial + out_at[:, None] * D + d[None, :]
-        tl.store(where, acc * share[:, None], mask=live[:, None] & (d < D)[None, :])
+    channel = channel_order(DP)[None, :]
+    where = partial + out_at[:, None] * D + channel
+    tl.store(where, acc * share[:, None], mask=live[:, None] & (channel < D))
 
 
 @device_guard
@@ -198,7 +187,7 @@ def run(
         scale, rows, plan.splits,
         **layout_constants(layout), **decode_constants(layout),
         H=heads, HEADS=plan.heads, QUERIES=queries, TILE=plan.tile,
-        ROPE_TYPE=rope_type(layout.dtype), TOKENS_FIRST=plan.tokens_first,
+        ROPE_TYPE=rope_type(layout.dtype),
         PTX=has_ptx(device), STAGES=plan.stages, num_warps=plan.warps,
     )  # fmt: skip
     merge_splits(codec.rotation, partial, partial_lse, out, lse)

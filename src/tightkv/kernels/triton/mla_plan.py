@@ -15,8 +15,6 @@ class DecodePlan(NamedTuple):
     heads: int
     tile: int
     """Tokens; they divide a page."""
-    tokens_first: bool
-    """Tokens are the rows of the matrix products: few heads fill no rows."""
     splits: int
     warps: int
     stages: int
@@ -33,7 +31,7 @@ def decode_plan(
     block, tile = (16, 32) if few else (64, min(64, layout.page_size))
     at_once = 2 * processors if few else processors
     splits = best_splits(rows * -(-heads // block), at_once, pages * layout.page_size // tile)
-    return DecodePlan(block, tile, False, splits, 4 if few else 8, 2)
+    return DecodePlan(block, tile, splits, warps=4 if few else 8, stages=1 if few else 2)
 
 
 def best_splits(programs: int, at_once: int, most: int) -> int:
