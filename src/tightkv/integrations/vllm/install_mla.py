@@ -46,8 +46,9 @@ def install_latent(
 
     layout = latent_layout(options.config, layers, vllm_config.model_config.dtype)
     vllm_config.cache_config.block_size = layout.page_size
+    device = next(iter(layers.values()))._k_scale.device
+    kernels = latent_kernels(device)
     for layer in layers.values():
-        kernels = latent_kernels(layer._k_scale.device)
         layer.impl = TightLatentAttention(layer, layout, kernels)
         layer.attn_backend = TightLatentBackend
     if vllm_config.parallel_config.rank == 0:
@@ -62,6 +63,12 @@ def install_latent(
             plain / size,
             plain,
         )
+        if device.type == "cuda":
+            logger.warning(
+                "tightkv: decoding latents takes longer than with vLLM's own kernels for Hopper, 1.6 "
+                "times (16 heads) to 2.5 times (128 heads) as long on an H200; without tightkv the "
+                "cache holds fewer tokens and is read faster"
+            )
     return layout
 
 
