@@ -24,9 +24,11 @@ mla = pytest.importorskip("tightkv.kernels.triton.mla")
 CFG = KVQuantConfig.preset("k4v4")
 # The interpreter's bfloat16 is not to be relied on.
 HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
+# The interpreter takes its time.
+RANK, MANY, FEW = (512, 128, 16) if DEVICE.type == "cuda" else (64, 66, 3)
 
 
-def codec_of(bits=4, rank=512, rope_dim=64, dtype=HALF, **options):
+def codec_of(bits=4, rank=RANK, rope_dim=64, dtype=HALF, **options):
     cfg = CFG.replace(key_bits=bits, value_bits=bits, **options)
     return LatentCodec(LatentLayout(cfg, rank, rope_dim, dtype))
 
@@ -67,10 +69,10 @@ class Sequences:
 
 
 def test_a_token_of_deepseek_takes_385_bytes():
-    layout = codec_of().layout
+    layout = codec_of(rank=512).layout
     assert layout.bytes_per_token == 385 and layout.page_bytes == 64 * 385
     assert 656 / layout.bytes_per_token > 1.7
-    assert codec_of(bits=3).layout.bytes_per_token == 192 + 128 + 1
+    assert codec_of(bits=3, rank=512).layout.bytes_per_token == 192 + 128 + 1
     assert codec_of(bits=2, rank=256, rope_dim=32).layout.bytes_per_token == 64 + 64 + 1
 
 
@@ -87,7 +89,7 @@ def test_scales_are_the_nearest_of_five_bits_and_three():
 @pytest.mark.parametrize(("bits", "distortion"), [(4, 0.0095), (3, 0.0346), (2, 0.1175)])
 def test_a_byte_of_scale_costs_little(bits, distortion):
     """Unbiased decoding has D / (1 - D); rounding the scale first adds at most 2% to that."""
-    codec = codec_of(bits=bits)
+    codec = codec_of(bits=bits, rank=512)
     x = vectors(400, 512) * torch.exp2(vectors(400, 1, seed=3).float())
     codes, scale = codec.encode(x)
     missed = (codec.decode(codes, scale) - x.float()).square().sum(-1) / x.float().square().sum(-1)
@@ -97,30 +99,31 @@ def test_a_byte_of_scale_costs_little(bits, distortion):
 
 
 @pytest.mark.parametrize("bits", [4, 3, 2])
-@pytest.mark.parametrize("rank", [512, 192])
+@pytest.mark.parametrize("rank", [RANK, 192])
 def test_append_writes_the_bytes_of_the_reference(bits, rank):
-    codec = codec_of(bits=bits, rank=rank)
-    sequences = Sequences(codec, [70, 3])
+    codec = codec_of(bits=bits, rank=rank, page_size=32)
+    sequences = Sequences(codec, [34, 3])
     sequences.latent[5], sequences.latent[6, :7] = 0, torch.nan
     sequences.latent *= 30
     sequences.slots[[2, 9]] = -1
     expected = sequences.filled().pages.clone()
     sequences.pages.fill_(0xFF)
     pages = sequences.filled(mla).pages
-    size = 64 * codec.layout.code_bytes
+    size = 37 * codec.layout.code_bytes
     # A coordinate beside a threshold may fall on the other side where sums differ.
     differ = (pages != expected).sum().item()
-    assert differ <= (0 if rank == 512 else size // 1000)
+    assert differ <= (0 if rank == RANK else size // 1000)
 
 
 @pytest.mark.parametrize(
     ("heads", "lengths", "options"),
     [
+        (FEW, [1, 65], {"rank": 512}),
         (16, [1, 64, 130], {}),
-        (128, [65, 200], {}),
-        (20, [90], {"bits": 3, "rank": 256, "rope_dim": 32}),
-        (8, [33, 70], {"bits": 2, "dtype": torch.float16, "page_size": 32}),
-        (16, [40], {"rank": 192, "dtype": torch.float32}),
+        (MANY, [65], {}),
+        (20, [90], {"bits": 3, "rope_dim": 32}),
+        (FEW, [33, 70], {"bits": 2, "dtype": torch.float16, "page_size": 32}),
+        (FEW, [40], {"rank": 192, "dtype": torch.float32}),
     ],
 )
 def test_decode_equals_the_reference(heads, lengths, options):
@@ -138,8 +141,8 @@ def assert_close(found, expected):
 
 def test_queries_of_one_sequence_see_their_own_tokens():
     sequences = Sequences(codec_of(), [66, 2, 1]).filled()
-    found = sequences.decode(mla, 16, queries=3)
-    assert_close_where_seen(found, sequences.decode(mla_reference, 16, queries=3))
+    found = sequences.decode(mla, FEW, queries=3)
+    assert_close_where_seen(found, sequences.decode(mla_reference, FEW, queries=3))
     # two tokens seen by three queries, one token by three
     assert torch.isneginf(found[1]).all(-1).tolist() == [False] * 3 + [True] + [False] * 2 + [
         True, True, False,
@@ -155,9 +158,9 @@ def assert_close_where_seen(found, expected):
 
 def test_sequences_without_tokens_give_zeros():
     sequences = Sequences(codec_of(), [0, 70, 0]).filled()
-    found = sequences.decode(mla, 16)
-    assert_close_where_seen(found, sequences.decode(mla_reference, 16))
-    none = torch.zeros(0, 16, 512, dtype=HALF, device=DEVICE)
+    found = sequences.decode(mla, FEW)
+    assert_close_where_seen(found, sequences.decode(mla_reference, FEW))
+    none = torch.zeros(0, 16, RANK, dtype=HALF, device=DEVICE)
     empty = mla.decode(
         sequences.codec, none, none[..., :64], sequences.pages, sequences.table[:0],
         torch.zeros(0, dtype=torch.int32, device=DEVICE), 1.0,
@@ -165,7 +168,7 @@ def test_sequences_without_tokens_give_zeros():
     assert empty[0].shape == none.shape
 
 
-@pytest.mark.parametrize("options", [{}, {"bits": 3}, {"rank": 192, "dtype": torch.float32}])
+@pytest.mark.parametrize("options", [{"bits": 3}, {"rank": 192, "dtype": torch.float32}])
 def test_gather_gives_back_what_is_stored(options):
     codec = codec_of(**options)
     sequences = Sequences(codec, [70, 130, 9]).filled()
@@ -204,17 +207,12 @@ def test_what_pages_do_not_hold_is_refused(arguments, words):
         LatentLayout(*arguments)
 
 
-@pytest.mark.parametrize(
-    ("rank", "preset", "heads", "sm"),
-    [(512, "k3v3", 128, 90), (192, "k4v4", 16, 89)],
-)
-def test_kernels_compile_and_fit_shared_memory(rank, preset, heads, sm, tmp_path):
-    """Compiled, which the interpreter does not do."""
-    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0", "SM": str(sm)}
+def test_kernels_compile_and_fit_shared_memory(tmp_path):
+    """Compiled, which the interpreter does not do; 3 bits once did not."""
+    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
     script = Path(__file__).parents[1] / "support" / "triton_ahead.py"
-    command = [sys.executable, script, str(rank), preset, "mla", str(heads)]
+    command = [sys.executable, script, "512", "k3v3", "mla", "128"]
     run = subprocess.run(command, env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     shared = json.loads(run.stdout)
-    assert len(shared) == 5
-    assert max(shared.values()) <= (227 if sm == 90 else 99) * 1024, shared
+    assert len(shared) == 5 and max(shared.values()) <= 227 * 1024, shared

@@ -137,7 +137,6 @@ def jobs() -> dict[str, dict[str, Any]]:
         "prefixes": job(K4V4, few, few, model="convolutions", enable_prefix_caching=True),
         "plain latent": job(None, few, sampling=every, model="latent"),
         "latent": job(K4V4, few, sampling=every, model="latent"),
-        "latent k8v8": job(K8V8, model="latent"),
         **{
             name: job(K4V4, model=name, kv_cache_memory_bytes=16 << 20)
             for name in vllm_families.CONFIGS
@@ -458,7 +457,6 @@ def test_finished_requests_leave_every_block_free(engines: dict[str, Any]) -> No
         ("other blocks", "leave layer_bits out"),
         ("block size", "a block is a page of 32 tokens"),
         ("unknown", "did you mean 'key_bits'"),
-        ("latent k8v8", "takes the larger of key_bits and value_bits, 8; supported: 2, 3, 4"),
         ("match unit", "leave it out or set a multiple of 32"),
     ],
 )

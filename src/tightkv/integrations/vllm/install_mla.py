@@ -65,9 +65,9 @@ def install_latent(
         )
         if device.type == "cuda":
             logger.warning(
-                "tightkv: decoding latents takes longer than with vLLM's own kernels for Hopper, 1.6 "
-                "times (16 heads) to 2.5 times (128 heads) as long on an H200; without tightkv the "
-                "cache holds fewer tokens and is read faster"
+                "tightkv: decoding latents takes longer than with vLLM's own kernels for Hopper, "
+                "1.6 times (16 heads) to 2.5 times (128 heads) as long on an H200; without tightkv "
+                "the cache holds fewer tokens and is read faster"
             )
     return layout
 
