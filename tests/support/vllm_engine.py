@@ -122,14 +122,12 @@ def kinds_of_layers(context: dict[str, Any]) -> dict[str, Any]:
     """How many layers are compressed, and of those with vLLM's own cache how many for what."""
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
-    from tightkv.integrations.vllm.attention import TightAttention
     from tightkv.integrations.vllm.layer_shapes import layer_shape
-    from tightkv.integrations.vllm.mla import TightLatentAttention
     from tightkv.model_shape import skip_reason
 
     layers = [layer for layer in context.values() if isinstance(layer, AttentionLayerBase)]
-    kinds = (TightAttention, TightLatentAttention)
-    ours = [x.impl for x in layers if isinstance(getattr(x, "impl", None), kinds)]
+    names = ("TightAttention", "TightLatentAttention")  # older versions cannot import the second
+    ours = [x.impl for x in layers if type(getattr(x, "impl", None)).__name__ in names]
     shared = sum(getattr(impl, "reads", None) is not None for impl in ours)
     kept = Counter(
         skip_reason(layer_shape(layer), "vllm")
