@@ -278,8 +278,8 @@ def resident_mib() -> float:
 def ring_table(core: Any) -> Any:
     """The RingTable of an engine in this process."""
     layers = core.vllm_config.compilation_config.static_forward_context.values()
-    (table,) = [layer.impl.ring_table for layer in layers if layer.impl.ring_table is not None]
-    return table
+    (group,) = {layer.impl.group_rings for layer in layers}
+    return group.table
 
 
 def run_piece(job: dict[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,9 @@ def run_engines(
 ) -> dict[str, dict[str, Any]]:
     """Results of every job of vllm_engine.py, and what the process printed as "log"."""
     for engine in (entry["engine"] for entry in jobs.values() if "engine" in entry):
-        engine["model"] = str(models[engine["model"]])
+        for models_of in (engine, engine.get("speculative_config", {})):
+            if "model" in models_of:
+                models_of["model"] = str(models[models_of["model"]])
     (folder / "jobs.json").write_text(json.dumps(jobs))
     done, log = folder / "results.json", folder / "log.txt"
     script = Path(__file__).with_name("vllm_engine.py")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import transformers as hf
 
+from drafts import write_eagle_head
 from models import MAMBA, SHAPE
 from tiny_folder import lfm2_for_vllm, write_model, write_tiny_folder
 from vllm_outputs import (
@@ -33,6 +34,7 @@ pytestmark = [
 ]
 
 K4V4 = {"preset": "k4v4"}
+SHORT = {"preset": "k8v8", "page_size": 32, "exact_pages": 1}
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 TIE = 0.07  # nats: logits of 8 to 16 in bfloat16 are 0.06 apart
 PRESETS = ("k8v8", "k4v4", "k3v3", "k2v2")
@@ -82,6 +84,7 @@ def jobs() -> dict[str, dict[str, Any]]:
     chunks = {"sampling": every, "max_num_batched_tokens": 192}  # most is read from pages
     eager = {"enforce_eager": True, "compilation_config": {}}
     ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
+    eagle = {"method": "eagle", "model": "head", "num_speculative_tokens": 3}
     listed = {
         "eager": job(K4V4, few, few, enable_prefix_caching=True, **eager),
         "graphs": job(K4V4, few, few, enable_prefix_caching=True),
@@ -92,6 +95,9 @@ def jobs() -> dict[str, dict[str, Any]]:
         "crowd": job(K4V4, many, sampling=whole, kv_cache_memory_bytes=3 << 19, max_num_seqs=16),
         "repeating": job(K4V4, PROMPTS["repeating"]),
         "speculative": job(K4V4, PROMPTS["repeating"], speculative_config=ngram),
+        "drafted": job(SHORT, few),
+        "eagle": job(SHORT, few, speculative_config=eagle),
+        "plain eagle": job(None, few, speculative_config=eagle),
     }
     generated = {"logprobs": VOCABULARY, "max_tokens": 24}
     for model in HYBRIDS:
@@ -115,6 +121,7 @@ def write_models(folder: Path) -> dict[str, Path]:
     size = {"max_position_embeddings": 4096, "head_dim": 128, "hidden_size": 128}
     return {
         "tiny": write_tiny_folder(folder / "tiny", **size),
+        "head": write_eagle_head(folder / "tiny", folder / "head"),
         **{name: write_model(folder / name, config) for name, config in configs.items()},
     }
 
@@ -162,6 +169,16 @@ def test_ngram_speculation_equals_none(engines: dict[str, Any]) -> None:
     assert told["metrics"]["vllm:spec_decode_num_accepted_tokens"] > 10
     # several queries take other kernels: logits of 16 to 32 may differ by a step of bfloat16
     assert_same_text(engines["repeating"], told, tie=0.13)
+
+
+def test_eagle_speculation_equals_none(engines: dict[str, Any]) -> None:
+    """Rejected drafts cross pages; the draft's own layer is as exact as the model's."""
+    told, plain = engines["eagle"], engines["plain eagle"]
+    assert list(told["layers"].values()) == ["TightAttention"] * 3
+    assert_same_text(engines["drafted"], told, tie=0.13, share=0.5)
+    counts = ("vllm:spec_decode_num_accepted_tokens", "vllm:spec_decode_num_drafts")
+    ours, own = (x["metrics"][counts[0]] / x["metrics"][counts[1]] for x in (told, plain))
+    assert own > 0.1 and ours > 0.8 * own, (ours, own)
 
 
 @pytest.mark.parametrize("model", HYBRIDS)

@@ -373,6 +373,49 @@ def test_rejected_drafts_cost_no_window() -> None:
         del seq.tokens[len(seq.tokens) - rejected :]
 
 
+def test_drafts_that_go_on_in_the_models_table_take_no_window() -> None:
+    """vLLM's second runner: the model's step, which is the draft's first pass too, then its others.
+
+    Only the draft's own rings are written by those.
+    """
+    drafts = 3
+    scheduler = Scheduler(blocks=16, rows=2, drafts=drafts, seed=0)
+    seqs = [scheduler.admit([start] * 40) for start in (5, 6)]
+    rings = model, draft = scheduler.ring, [list(ring) for ring in scheduler.ring]
+
+    def run(work: list[tuple[Sequence, int]], *written: list[list[object]]) -> None:
+        """A pass whose tokens are written to these rings, of which all reads are checked."""
+        before, table = [seq.computed for seq, _ in work], scheduler.table
+        states = {name: x.clone() for name, x in vars(table).items() if torch.is_tensor(x)}
+        for ring in written:
+            for name, value in states.items():  # a step is one, whatever rings it writes
+                getattr(table, name).copy_(value)
+            for (seq, _), computed in zip(work, before, strict=True):
+                seq.computed = computed
+            scheduler.ring = ring
+            rows = scheduler.run(work)
+            windows = [max(0, (computed // PAGE - 1) * PAGE) for computed in before]
+            assert rows.ring_starts.tolist() == windows
+
+    for step in range(40):
+        for seq in seqs:
+            seq.tokens += [1, *range(drafts)] if step else []
+            scheduler.reserve(seq, len(seq.tokens) + drafts)
+        run([(seq, len(seq.tokens) - seq.computed) for seq in seqs], model, draft)
+        for i, seq in enumerate(seqs):
+            rejected = (step + i) % (drafts + 1) if step else 0
+            seq.computed -= rejected
+            del seq.tokens[len(seq.tokens) - rejected :]
+        for _ in range(drafts - 1):
+            for seq in seqs:
+                seq.tokens.append(9)
+            run([(seq, 1) for seq in seqs], draft)
+        for seq in seqs:
+            seq.computed -= drafts - 1
+            del seq.tokens[len(seq.tokens) - drafts + 1 :]
+    assert rings == (model, draft) and model != draft
+
+
 def test_more_sequences_than_rows_leaves_the_running_ones_theirs() -> None:
     scheduler = Scheduler(blocks=40, rows=1, drafts=0, seed=0)
     seqs = [scheduler.admit([i] * 10) for i in range(3)]

@@ -15,7 +15,7 @@ from tightkv.integrations.vllm.compat import as_pages
 from tightkv.integrations.vllm.flash_attention import prefer_flash_attention
 from tightkv.integrations.vllm.layer_step import LayerStep, Rings
 from tightkv.integrations.vllm.metadata import TightMetadata
-from tightkv.integrations.vllm.ring_table import RingTable, sink_rows
+from tightkv.integrations.vllm.ring_table import GroupRings, sink_rows
 from tightkv.integrations.vllm.warm_up import warm_up_once
 from tightkv.layout import PageLayout
 from tightkv.math.centers import Centers
@@ -32,10 +32,12 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
         limits: Limits,
         device: torch.device,
         reads: TightAttention | None = None,
+        is_draft: bool = False,
     ) -> None:
         """`layer` is a vLLM Attention with its own implementation, whose numbers are taken.
 
-        `reads`: of the layer whose cache this one reads, having none of its own.
+        `reads`: of the layer whose cache this one reads, having none of its own. `is_draft`: the
+        layer is one of a speculator's model.
         """
         old = layer.impl
         self.num_heads, self.num_kv_heads = layer.num_heads, layer.num_kv_heads
@@ -49,7 +51,7 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
         self.sink_logits = None if sinks is None else sinks.detach().float()
         codec = Codec(layout)
         self.step = LayerStep(kernels, codec, self.scale, self.softcap, self.sink_logits)
-        self.reads, self.has_readers = reads, False
+        self.reads, self.has_readers, self.is_draft = reads, False, is_draft
         self.new_tokens: tuple[Tensor, Tensor] | None = None
         """Keys and values of the last step with a prompt, for layers that read this cache."""
         if reads is not None:
@@ -60,8 +62,8 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
         self.feedback: Tensor | None = None
         """`Codec.feedback_factors` of the layer's queries, for CUDA graphs at a fixed address."""
         self.centers: tuple[Tensor, Tensor] | None = None
-        # Of all layers with the same metadata, as one of them has it.
-        self.ring_table: RingTable | None = None
+        self.group_rings: GroupRings | None = None
+        """Of all layers with the same metadata."""
 
     @property
     def capturable(self) -> bool:

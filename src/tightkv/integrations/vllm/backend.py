@@ -18,9 +18,9 @@ from vllm.v1.attention.backend import (
 from tightkv.config import PAGE_SIZES
 from tightkv.integrations.vllm.attention import TightAttention
 from tightkv.integrations.vllm.batch_split import Limits, split_batch
-from tightkv.integrations.vllm.compat import cache_shape, host_lengths
+from tightkv.integrations.vllm.compat import cache_shape, drafts_share_metadata, host_lengths
 from tightkv.integrations.vllm.metadata import TightMetadata, make_part
-from tightkv.integrations.vllm.ring_table import BatchRings, RingTable
+from tightkv.integrations.vllm.ring_table import BatchRings, GroupRings, RingTable
 
 
 class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[misc]
@@ -34,6 +34,7 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
         self.layers: list[Any] = list(layers.values())
         self.impls: list[TightAttention] = [layer.impl for layer in self.layers]
+        self.group_rings = _group_rings(self.impls, drafts_share_metadata(vllm_config))
         self.pages_per_block: int = kv_cache_spec.block_size // self.impls[0].layout.page_size
         self.inside = torch.arange(self.pages_per_block, dtype=torch.int32, device=device)
         self.pages: Tensor | None = None  # of each sequence, where a block has several
@@ -112,10 +113,10 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
 
     def _ring_table(self) -> RingTable:
         """The group's, made when vLLM has said how many blocks there are."""
-        impl, layer = self.impls[0], self.layers[0]
+        impl, layer, rings = self.impls[0], self.layers[0], self.group_rings
         pages = len(layer.kv_cache) * self.pages_per_block
-        if impl.ring_table is None or impl.ring_table.pages != pages:
-            impl.ring_table = RingTable(
+        if rings.table is None or rings.table.pages != pages:
+            rings.table = RingTable(
                 impl.layout.cfg,
                 impl.limits.rows,
                 pages,
@@ -123,13 +124,28 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
                 device=self.device,
                 pages_per_block=self.pages_per_block,
             )
-            self._compile(impl.ring_table)
-        return impl.ring_table
+            self._compile(rings.table)
+        return rings.table
 
     def _compile(self, table: RingTable) -> None:
         """A step of nobody, so that no request waits for the compiler."""
         zeros = self.starts.new_zeros(2)
         table.decode_step(zeros[:1, None], zeros[:1], zeros, zeros[:1].long(), self.out)
+
+
+def _group_rings(impls: list[TightAttention], drafts_share: bool) -> GroupRings:
+    """Of the first builder that has these layers: all builders of a group step one table.
+
+    A draft whose first pass is a step of its own needs a table of its own: to the model's, that
+    pass would be the same step again. Where it takes the metadata of the model's step, its later
+    passes go on from there, in the same table.
+    """
+    known = impls[0].group_rings
+    if known is None or (all(impl.is_draft for impl in impls) and not drafts_share):
+        known = GroupRings()
+        for impl in impls:
+            impl.group_rings = known
+    return known
 
 
 class TightBackend(AttentionBackend):  # type: ignore[misc]

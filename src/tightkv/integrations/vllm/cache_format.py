@@ -53,7 +53,7 @@ def worker_format(worker: Any) -> CacheFormat | None:
     }
     if not impls:
         return _latent_format(worker.vllm_config)
-    numbers = model_layers(impls)
+    numbers = model_layers(impls, {name for name, impl in impls.items() if impl.is_draft})
     first = next(iter(impls.values()))
     layouts = [impl.layout for impl in impls.values()]
     size = CacheBytes(tuple(LayerBytes.of_layout(layout) for layout in layouts))

@@ -43,7 +43,7 @@ def set_calibrated_feedback(
     found: Calibration, impls: Mapping[str, TightAttention], rank: int, ranks: int
 ) -> None:
     """Code keys of all compressed layers, by name, in the metrics of the KV heads of this rank."""
-    numbers = model_layers(impls)
+    numbers = model_layers(impls, {name for name, impl in impls.items() if impl.is_draft})
     for name, impl in impls.items():
         if numbers[name] in found.metrics:
             whole = found.metrics[numbers[name]].value
@@ -55,7 +55,7 @@ def set_centers(
     found: Calibration, impls: Mapping[str, TightAttention], rank: int, ranks: int
 ) -> None:
     """Hold tokens of all compressed layers, by name, relative to the centers of their KV heads."""
-    numbers = model_layers(impls)
+    numbers = model_layers(impls, {name for name, impl in impls.items() if impl.is_draft})
     for name, impl in impls.items():
         if (whole := found.centers.get(numbers[name])) is not None:
             key, value = (

@@ -57,6 +57,18 @@ def as_pages(kv_cache: Tensor, layout: PageLayout) -> Tensor:
     return pages[:, : layout.page_bytes].unflatten(1, (layout.num_kv_heads, layout.record_bytes))
 
 
+def drafts_share_metadata(vllm_config: Any) -> bool:
+    """Whether the first pass of a draft runs with the attention metadata of the model's own step.
+
+    vLLM's second model runner does that for heads on the model's hidden states.
+    """
+    speculative = vllm_config.speculative_config
+    if speculative is None or not getattr(vllm_config, "use_v2_model_runner", False):
+        return False
+    several = getattr(speculative, "use_multi_module_mtp", bool)()
+    return speculative.method in ("eagle", "eagle3", "mtp") and not several
+
+
 def host_lengths(common: Any) -> list[int] | None:
     """Sequences' lengths with the new tokens, where the host knows them without asking the device.
 

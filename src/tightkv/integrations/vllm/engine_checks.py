@@ -8,6 +8,11 @@ from typing import Any
 from tightkv.integrations.vllm.options import EngineOptions
 from tightkv.layout import RING_SLACK
 
+_DRAFTS = {
+    "dflash": "its drafts attend in both directions, and are written to the cache elsewhere",
+    "dspark": "its drafts attend in both directions, and are written to the cache elsewhere",
+    "gemma4_mtp": "its layers read the cache of the model's layers",
+}
 # Connectors that find blocks by vLLM's block hashes, which `store_keys` separates by format.
 _BY_BLOCK_HASH = ("OffloadingConnector", "SimpleCPUOffloadConnector", "MooncakeStoreConnector")
 
@@ -46,10 +51,15 @@ def check_engine_options(options: EngineOptions, vllm_config: Any) -> None:
             )
     count = getattr(vllm_config.model_config.hf_text_config, "num_hidden_layers", None)
     beyond = max(cfg.bits_of_layers(), default=0)
-    if count is not None and beyond >= count and vllm_config.speculative_config is None:
+    if count is not None and beyond >= count:
         raise ValueError(
             f"tightkv: layer_bits={cfg.layer_bits!r} names layer {beyond}; the model has layers 0 "
             f"to {count - 1}"
+        )
+    if (why := _DRAFTS.get(draft := _draft(vllm_config.speculative_config))) is not None:
+        raise ValueError(
+            f"tightkv with speculation by {draft}: {why}; choose another method (ngram, eagle, "
+            "eagle3, mtp, draft_model), or leave speculation or tightkv out"
         )
     for connector in _connectors(vllm_config.kv_transfer_config):
         if connector not in _BY_BLOCK_HASH:
@@ -62,6 +72,12 @@ def check_engine_options(options: EngineOptions, vllm_config: Any) -> None:
     tokens = speculative_tokens(vllm_config)
     if tokens > RING_SLACK:
         raise ValueError(f"tightkv with {tokens} speculative tokens; supported: up to {RING_SLACK}")
+
+
+def _draft(speculative: Any) -> str:
+    if speculative is not None and getattr(speculative, "use_gemma4_mtp", bool)():
+        return "gemma4_mtp"
+    return getattr(speculative, "method", None) or ""
 
 
 def _connectors(transfer: Any) -> Iterator[str]:

@@ -28,7 +28,7 @@ def set_feedback(
     `impls` are all compressed layers by name; `rank` is that among the tensor-parallel ones. A
     metric that is not known leaves a layer without feedback and is never an error.
     """
-    numbers = model_layers(impls)
+    numbers = model_layers(impls, {name for name, impl in impls.items() if impl.is_draft})
     mine = {numbers[name]: impl for name, impl in impls.items() if _gains(impl.layout.cfg)}
     mine.pop(-1, None)  # of a draft, which has weights of its own
     if cfg.feedback == "off" or not mine:

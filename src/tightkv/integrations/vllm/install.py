@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,7 +38,7 @@ from tightkv.integrations.vllm.engine_checks import (
 )
 from tightkv.integrations.vllm.feedback import set_feedback
 from tightkv.integrations.vllm.install_mla import install_latent, latent_obstacle
-from tightkv.integrations.vllm.layer_numbers import layer_number, model_layers
+from tightkv.integrations.vllm.layer_numbers import draft_layers, layer_number, model_layers
 from tightkv.integrations.vllm.layer_shapes import (
     UNREADABLE,
     is_latent,
@@ -67,6 +67,8 @@ class EnginePlan:
     rows: int
     pages_per_block: int = 1
     """Pages per block of vLLM's: more than one where other layers' blocks are larger."""
+    drafts: frozenset[str] = frozenset()
+    """Layers of a speculator's model."""
 
     @property
     def size(self) -> CacheBytes:
@@ -81,9 +83,10 @@ class EnginePlan:
         size = self.size
         packed, plain = size.bytes_per_token, size.bf16_bytes_per_token
         rings = _row_bytes(self.layouts) * self.rows
+        drafts = f" ({len(self.drafts)} of them a draft model's)" if self.drafts else ""
         return (
             f"tightkv {self.options.config.name}: {packed:,.0f} bytes per token in "
-            f"{len(size.layers)} layers, "
+            f"{len(size.layers)} layers{drafts}, "
             f"{plain / packed:.2f} times the tokens of a 16-bit cache ({plain:,} bytes); "
             f"exact rings for {self.rows} sequences take {rings / 2**20:,.1f} MiB"
         )
@@ -115,10 +118,11 @@ def install(vllm_config: Any) -> None:
     line = not_used(options.config, calibration, vllm_config.model_config.model)
     if calibration is not None:
         options = replace(options, config=calibration.applied(options.config))
-    chosen = compressed_layers(layers, options.config, obstacle)
+    drafts = draft_layers(layers, vllm_config)
+    chosen = compressed_layers(layers, options.config, obstacle, drafts)
     checked = check_keys(options.config, vllm_config)
-    place = place_in_model(options.config, len(chosen))
-    plan = make_plan(replace(options, config=checked.config), vllm_config, chosen, place)
+    place = place_in_model(options.config, len(chosen.keys() - drafts))
+    plan = make_plan(replace(options, config=checked.config), vllm_config, chosen, place, drafts)
     for layer in layers.values():
         setattr(layer, _LAYOUT, (None, 1))
     others = other_specs(plan.layouts, layers, vllm_config)
@@ -127,7 +131,7 @@ def install(vllm_config: Any) -> None:
             line, checked = without_bits(given.config), check_keys(given.config, vllm_config)
         if checked.raised:
             checked = in_equal_blocks(given.config, checked)
-        plan = make_plan(given, vllm_config, chosen, place)
+        plan = make_plan(given, vllm_config, chosen, place, drafts)
     plan = replace(plan, pages_per_block=pages_per_block(plan.layouts, others, vllm_config))
     if not others:  # vLLM tells its own process alone, and KV connectors of other workers ask
         vllm_config.cache_config.block_size = plan.pages_per_block * plan.options.config.page_size
@@ -138,7 +142,9 @@ def install(vllm_config: Any) -> None:
         layer = layers[name]
         device = layer._k_scale.device
         choice = registry.choose("auto", device, layout)
-        layer.impl = TightAttention(layer, layout, choice.module, limits, device)
+        layer.impl = TightAttention(
+            layer, layout, choice.module, limits, device, is_draft=name in drafts
+        )
         layer.attn_backend = TightBackend
         setattr(layer, _LAYOUT, (layout, plan.pages_per_block))
         if choice.slow is not None:
@@ -184,7 +190,7 @@ def install_readers(
     for name, target in shared.items():
         layer, own = layers[name], impls[target]
         layer.impl = TightAttention(
-            layer, own.layout, own.kernels, own.limits, own.device, reads=own
+            layer, own.layout, own.kernels, own.limits, own.device, own, own.is_draft
         )
         layer.attn_backend = TightBackend
 
@@ -213,11 +219,14 @@ def _some(names: Sequence[str], of: int) -> str:
 
 
 def compressed_layers(
-    layers: Mapping[str, Any], cfg: KVQuantConfig, latent: str | None = None
+    layers: Mapping[str, Any],
+    cfg: KVQuantConfig,
+    latent: str | None = None,
+    drafts: Collection[str] = (),
 ) -> dict[str, Any]:
     """The layers that can be compressed; an error where none can, or not one with layer_bits.
 
-    `latent` is why those with latent attention are not.
+    `latent` is why those with latent attention are not. Layers of `drafts` have no numbers.
     """
     unreadable = unreadable_layers(layers)
     reasons = {
@@ -233,7 +242,7 @@ def compressed_layers(
     for reason in sorted({reason for reason in reasons.values() if reason}):
         count = list(reasons.values()).count(reason)
         logger.info("tightkv: %d layers stay with vLLM's own cache: %s", count, reason)
-    numbers = set(model_layers(chosen).values())
+    numbers = set(model_layers(chosen, drafts).values())
     for name in reasons.keys() - chosen:
         number = layer_number(name)
         if number in cfg.bits_of_layers() and number not in numbers:
@@ -258,21 +267,34 @@ def place_in_model(cfg: KVQuantConfig, count: int) -> tuple[int, int]:
 
 
 def make_plan(
-    options: EngineOptions, vllm_config: Any, chosen: Mapping[str, Any], place: tuple[int, int]
+    options: EngineOptions,
+    vllm_config: Any,
+    chosen: Mapping[str, Any],
+    place: tuple[int, int],
+    drafts: Collection[str] = (),
 ) -> EnginePlan:
-    """Layouts of the layers that are compressed; `place` is that of the first of them."""
-    dtype, numbers = vllm_config.model_config.dtype, model_layers(chosen)
-    first, count = place
+    """Layouts of the layers that are compressed; `place` is that of the first of them.
+
+    Layers of `drafts` have bits of their own in no case.
+    """
+    dtype, numbers = vllm_config.model_config.dtype, model_layers(chosen, drafts)
+    (first, count), cfg = place, options.config
+    own = [name for name in chosen if name not in drafts]
+    configs = {
+        name: cfg.for_layer(first + index, count, numbers[name]) for index, name in enumerate(own)
+    }
+    plain = cfg.replace(protected_first=0, protected_last=0, layer_bits="").for_layer(0, 1)
     layouts = {
         name: page_layout(
-            options.config.for_layer(first + index, count, numbers[name]),
+            configs.get(name, plain),
             layer.num_kv_heads,
             layer.head_size,
             dtype,
         )
-        for index, (name, layer) in enumerate(chosen.items())
+        for name, layer in chosen.items()
     }
-    return EnginePlan(options, layouts, exact_rows(options, vllm_config, layouts))
+    rows = exact_rows(options, vllm_config, layouts)
+    return EnginePlan(options, layouts, rows, drafts=frozenset(chosen.keys() & set(drafts)))
 
 
 def exact_rows(options: EngineOptions, vllm_config: Any, layouts: dict[str, PageLayout]) -> int:

@@ -305,6 +305,13 @@ class RingTable:
         return (page - self.exact_pages + 1) * self.page_size
 
 
+class GroupRings:
+    """What layers that run with the same metadata share."""
+
+    table: RingTable | None = None
+    """Made with the first step, when vLLM has said how many blocks there are."""
+
+
 def _block_at(block_table: Tensor, position: Tensor, size: int) -> Tensor:
     """The block that holds a sequence's token `position` (that of token 0 for -1)."""
     index = (position.clamp_min(0) // size).clamp_max(block_table.shape[1] - 1)

@@ -104,7 +104,8 @@ def watch_loads(worker: Any) -> None:
     execute = worker.execute_model
 
     def tables() -> list[RingTable]:  # made in the first step
-        return [impl.ring_table for impl in impls if impl.ring_table is not None]
+        groups = {impl.group_rings for impl in impls if impl.group_rings is not None}
+        return [group.table for group in groups if group.table is not None]
 
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         told: StoreStep = getattr(scheduler_output, _STORE, StoreStep())
