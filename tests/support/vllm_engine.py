@@ -233,8 +233,9 @@ def import_engine() -> None:
     from vllm.platforms import current_platform
 
     registry._run_in_subprocess = lambda look: look()  # model classes are looked at here, too
-    current_platform.register_triton_kernel_overrides()
-    type(current_platform).register_triton_kernel_overrides = lambda *_: None
+    if hasattr(type(current_platform), "register_triton_kernel_overrides"):  # from 0.31 on
+        current_platform.register_triton_kernel_overrides()
+        type(current_platform).register_triton_kernel_overrides = lambda *_: None
 
 
 def main() -> None:

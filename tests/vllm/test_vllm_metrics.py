@@ -71,6 +71,35 @@ def test_a_scheduler_that_changed_costs_the_metrics_and_no_request(
     assert len(caplog.messages) == 2 and "cache_config" in caplog.text
 
 
+def test_prefixes_that_end_within_the_exact_window_are_counted() -> None:
+    """Of sequences that begin and of those that are resumed, with a window of 100 tokens."""
+    updates: list[tuple[float, ...]] = []
+    found = SimpleNamespace(rows=4, reusable_tokens=lambda newest: newest - 100)
+    watched: Any = SimpleNamespace(found=found, update=lambda *values: updates.append(values))
+    scheduler = SimpleNamespace(
+        running=[0, 0],
+        kv_cache_manager=SimpleNamespace(usage=0.5),
+        requests={name: SimpleNamespace(num_prompt_tokens=300) for name in "ab"},
+    )
+    output = SimpleNamespace(
+        scheduled_new_reqs=[
+            SimpleNamespace(num_computed_tokens=cached, prompt_token_ids=ids)
+            for cached, ids in ((199, [1] * 300), (200, [1] * 300), (50, None))
+        ],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=["a", "b", "ended"],
+            resumed_req_ids={"b", "ended"},
+            num_computed_tokens=[300, 240, 300],
+            num_output_tokens=[5, 40, 0],
+        ),
+    )
+    monitor._follow_step(watched, scheduler, output)
+    assert updates == [(2, 0.5, 5, 2)]
+    found.rows = 0  # nothing is exact then
+    monitor._follow_step(watched, scheduler, output)
+    assert updates[1] == (2, 0.5, 5, 0)
+
+
 def test_metrics_of_all_engines_are_one_family(folder: Path) -> None:
     files = [engine_file(index) for index in range(3)]
     for index in range(2):  # the third has not started

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
@@ -42,11 +43,13 @@ class EngineMonitor:
         self._without = self._gauge(
             "sequences_without_ring", "Sequences whose newest tokens are read from codes."
         )
-        self._hits = Counter(
-            "tightkv:prefix_hits_without_window",
+        self._hits = self._counter(
+            "prefix_hits_without_window",
             "Sequences that began with a cached prefix and without an exact ring.",
-            _LABELS,
-            registry=self.registry,
+        )
+        self._stateless = self._counter(
+            "prefix_hits_without_state",
+            "Sequences whose cached prefix ends within their exact window: no state before it.",
         )
         info = Gauge(
             "tightkv:cache_info",
@@ -64,7 +67,8 @@ class EngineMonitor:
             (rows, found.rows),
         ):
             gauge.labels(*labels).set(value)
-        self._hits.labels(*labels)
+        for counter in (self._hits, self._stateless):
+            counter.labels(*labels)
         self.update(0, 0.0, 0)
 
     def _gauge(self, name: str, text: str) -> Gauge:
@@ -76,8 +80,14 @@ class EngineMonitor:
             multiprocess_mode="mostrecent",
         )
 
-    def update(self, running: int, usage: float, hits: int) -> None:
-        """After a step: sequences that run, used share of the blocks, new ones with a prefix."""
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(f"tightkv:{name}", text, _LABELS, registry=self.registry)
+
+    def update(self, running: int, usage: float, hits: int, stateless: int = 0) -> None:
+        """After a step: sequences that run, used share of the blocks, new ones with a prefix.
+
+        `stateless`: those of them whose prefix ends within their exact window.
+        """
         rows = self.found.rows
         without = max(0, running - rows)
         self._used.labels(*self.labels).set(usage * self.blocks * self.block_bytes)
@@ -85,6 +95,7 @@ class EngineMonitor:
         self._without.labels(*self.labels).set(without)
         if without and hits:
             self._hits.labels(*self.labels).inc(min(hits, without))
+        self._stateless.labels(*self.labels).inc(stateless)
         if without and rows and not self._warned:
             self._warned = True
             logger.warning(
@@ -142,4 +153,24 @@ def _follow_step(monitor: EngineMonitor, scheduler: Any, scheduler_output: Any) 
     resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
     begun = sum(new.num_computed_tokens > 0 for new in scheduler_output.scheduled_new_reqs)
     usage = scheduler.kv_cache_manager.usage
-    monitor.update(len(scheduler.running), usage, begun + len(resumed))
+    stateless = 0
+    if monitor.found.rows:
+        stateless = sum(
+            cached > monitor.found.reusable_tokens(tokens - 1)
+            for cached, tokens in _beginnings(scheduler, scheduler_output)
+        )
+    monitor.update(len(scheduler.running), usage, begun + len(resumed), stateless)
+
+
+def _beginnings(scheduler: Any, scheduler_output: Any) -> Iterator[tuple[int, int]]:
+    """Cached tokens and all tokens of each sequence that begins, or is resumed, with a step."""
+    for new in scheduler_output.scheduled_new_reqs:
+        if new.prompt_token_ids:  # not where there are only embeddings
+            yield new.num_computed_tokens, len(new.prompt_token_ids)
+    cached = scheduler_output.scheduled_cached_reqs
+    if cached.resumed_req_ids:
+        columns = cached.req_ids, cached.num_computed_tokens, cached.num_output_tokens
+        for name, computed, outputs in zip(*columns, strict=True):
+            request = scheduler.requests.get(name)  # None: it has ended with this step
+            if name in cached.resumed_req_ids and request is not None:
+                yield computed, request.num_prompt_tokens + outputs
