@@ -205,7 +205,8 @@ def run_forked(job: dict[str, Any], place: Path) -> dict[str, Any]:
     process = multiprocessing.get_context("fork").Process(target=write_result, args=(job, place))
     process.start()
     process.join()
-    assert process.exitcode == 0, job.get("engine", job)
+    if process.exitcode:  # of this one; the others' tests can still run
+        return {"error": f"exit code {process.exitcode}; the log says why"}
     result: dict[str, Any] = json.loads(place.read_text())
     return result
 

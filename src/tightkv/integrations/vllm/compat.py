@@ -15,19 +15,17 @@ from tightkv.layout import PageLayout
 def page_spec(spec: Any, layout: PageLayout | LatentLayout, pages: int = 1) -> Any:
     """vLLM's spec of full or latent attention, its blocks being `pages` of our pages each."""
     names = {field.name for field in fields(spec)}
-    if "state_content_bytes" in names:  # a block is [head slots, states, bytes]
-        size = {"state_content_bytes": slot_bytes(layout)}
-        if "tokens_per_state" in names:  # from 0.29 on: one state per page
-            size = {"state_content_bytes": layout.page_bytes, "tokens_per_state": layout.page_size}
+    if "tokens_per_state" in names:  # a block is [head slots, states, bytes]: one state per page
         return replace(
             spec,
             block_size=pages * layout.page_size,
             dtype=torch.uint8,
             num_head_slots=1,
-            **size,
+            tokens_per_state=layout.page_size,
+            state_content_bytes=layout.page_bytes,
         )
     assert isinstance(layout, PageLayout)  # latents are not compressed there
-    # Before that a block is block_size * heads * (head_size + head_size_v) numbers.
+    # Before 0.29 a block is block_size * heads * (head_size + head_size_v) numbers.
     return replace(
         spec,
         block_size=pages * layout.page_size,
@@ -50,12 +48,10 @@ def cache_shape(num_blocks: int, block_size: int, heads: int, head_size: int) ->
 
 def as_pages(kv_cache: Tensor, layout: PageLayout) -> Tensor:
     """A layer's part of vLLM's cache -> uint8 [pages, Hkv, record_bytes]; nothing is copied."""
-    size = layout.page_size * slot_bytes(layout)
-    if kv_cache.dim() == 4:  # [blocks, 1, states per block, bytes]: a state is a page or a token
-        pages = kv_cache.squeeze(1).flatten(1)
-        size = layout.page_bytes if kv_cache.shape[-1] == layout.page_bytes else size
+    if kv_cache.dim() == 4:  # [blocks, 1, pages per block, page_bytes]
+        pages, size = kv_cache.squeeze(1).flatten(1), layout.page_bytes
     else:  # [blocks, bytes]
-        pages = kv_cache
+        pages, size = kv_cache, layout.page_size * slot_bytes(layout)
     if pages.shape[1] > size:
         pages = pages.view(-1, size)
     return pages[:, : layout.page_bytes].unflatten(1, (layout.num_kv_heads, layout.record_bytes))

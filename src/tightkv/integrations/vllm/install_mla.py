@@ -33,8 +33,8 @@ def latent_obstacle(layers: Mapping[str, Any]) -> str | None:
         return "latent attention (MLA) in a sliding window"
     if any(layer.non_causal_multi_token_decode for layer in latent):
         return "latent attention (MLA) of drafts that see later tokens"
-    if "state_content_bytes" not in {field.name for field in fields(MLAAttentionSpec)}:
-        return "latent attention (MLA) before vLLM 0.32"
+    if "tokens_per_state" not in {field.name for field in fields(MLAAttentionSpec)}:
+        return "latent attention (MLA) before vLLM 0.29"
     return None
 
 

@@ -57,9 +57,12 @@ def keep_windows_exact(coordinator: Any, found: CacheFormat) -> None:
 
 
 def _keep_beginnings_of_windows(manager: Any, found: CacheFormat) -> None:
-    """From 0.32, sliding windows are cached at the ends of prompts alone: at our ends too."""
+    """From 0.29 on, sliding windows are cached at the ends of prompts alone: at our ends too."""
     keep = manager.cache_blocks
-    if "replay_boundaries" not in signature(keep).parameters:
+    known = signature(keep).parameters
+    if "replay_boundaries" not in known:
+        if "retention_interval" in known:  # None: at all ends of blocks
+            manager.cache_blocks = lambda request, num_tokens, **_: keep(request, num_tokens)
         return
 
     def cache_blocks(*args: Any, replay_boundaries: Sequence[int], **kwargs: Any) -> Any:
