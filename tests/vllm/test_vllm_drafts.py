@@ -92,3 +92,76 @@ def test_drafts_that_do_not_append_to_pages_are_refused(found: Any, name: str | 
         return
     with pytest.raises(ValueError, match=f"with speculation by {name}: .*choose another method"):
         check_engine_options(options, config)
+
+
+def builder(pages_per_block: int) -> Any:
+    """Of an engine with two sequences and up to three drafts, and pages of 32 tokens."""
+    import torch
+
+    from tightkv import KVQuantConfig
+    from tightkv.integrations.vllm.backend import TightBuilder
+    from tightkv.integrations.vllm.batch_split import Limits
+    from tightkv.integrations.vllm.ring_table import BatchRings, GroupRings
+
+    made = object.__new__(TightBuilder)
+    cfg = KVQuantConfig(page_size=32, exact_pages=1, sinks=4)
+    layout = SimpleNamespace(cfg=cfg, page_size=32)
+    made.impls = [SimpleNamespace(layout=layout, limits=Limits(2, 2, 4), short_prompt=0)]
+    made.layers = [SimpleNamespace(kv_cache=torch.zeros(12, 1))]
+    made.group_rings, made.device, made.pages = GroupRings(), torch.device("cpu"), None
+    made.reorder_batch_threshold, made.pages_per_block = 4, pages_per_block
+    made.inside = torch.arange(pages_per_block, dtype=torch.int32)
+    made.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=2))
+    made.starts = torch.zeros(2, dtype=torch.int32)
+    made.out = torch.zeros(len(BatchRings._fields), 2, dtype=torch.int32)
+    return made
+
+
+@pytest.mark.parametrize("pages_per_block", [1, 2])
+def test_metadata_that_is_updated_is_that_of_another_build(pages_per_block: int) -> None:
+    """As a CUDA graph of a draft's passes holds it: all tensors keep their addresses."""
+    import torch
+
+    size = 32 * pages_per_block
+    table = torch.tensor([[1, 2, 3], [4, 5, 6]], dtype=torch.int32)
+    starts, lengths = torch.tensor([0, 1, 2], dtype=torch.int32), torch.zeros(2).int()
+    slots = torch.zeros(2, dtype=torch.long)
+
+    def common(counts: list[int], *tensors: Any) -> Any:
+        begins = torch.tensor([0, *counts]).cumsum(0).int()
+        given = tensors or (lengths, starts, slots)
+        return SimpleNamespace(
+            block_table_tensor=table,
+            query_start_loc_cpu=begins,
+            **dict(zip(("seq_lens", "query_start_loc", "slot_mapping"), given, strict=True)),
+            num_actual_tokens=sum(counts),
+        )
+
+    def prompts() -> Any:
+        counts = [30, 63]
+        at = [(row, i) for row, count in enumerate(counts) for i in range(count)]
+        where = [int(table[row, i // size]) * size + i % size for row, i in at]
+        begins = torch.tensor([0, *counts]).cumsum(0).int()
+        return common(counts, torch.tensor(counts).int(), begins, torch.tensor(where))
+
+    updated, rebuilt = builder(pages_per_block), builder(pages_per_block)
+    metadata = None
+    for step in range(1, 5):  # both sequences begin another page
+        for made in (updated, rebuilt):
+            if step == 1:
+                made.build(0, prompts())
+        lengths.copy_(torch.tensor([30 + step, 63 + step]))
+        newest = (lengths - 1).tolist()
+        slots.copy_(
+            torch.tensor([int(table[i, n // size]) * size + n % size for i, n in enumerate(newest)])
+        )
+        other = rebuilt.build(0, common([1, 1]))
+        if metadata is None:
+            metadata = updated.build(0, common([1, 1]))
+        else:
+            updated.update_draft_decode_metadata(metadata)
+        (mine,), (theirs,) = metadata.parts, other.parts
+        assert torch.equal(torch.stack(mine.rows), torch.stack(theirs.rows))
+        assert torch.equal(mine.block_table, theirs.block_table)
+        assert mine.rows.lengths.tolist() == lengths.tolist()
+        assert mine.rows.ring_starts.tolist() == [n // 32 * 32 for n in newest]

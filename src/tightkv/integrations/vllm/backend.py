@@ -26,6 +26,8 @@ from tightkv.integrations.vllm.ring_table import BatchRings, GroupRings, RingTab
 class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[misc]
     """Finds each sequence's ring once per step for all layers of a group."""
 
+    supports_draft_decode_metadata_update: bool = True
+
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
@@ -63,21 +65,16 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
         common = common_attn_metadata
         starts: list[int] = common.query_start_loc_cpu.tolist()
         ranges = split_batch(starts, host_lengths(common), self._most_decoding(len(starts) - 1))
+        slots = common.slot_mapping[: common.num_actual_tokens]
+        given = (common.seq_lens, common.query_start_loc, slots)
         pages = self._page_table(common.block_table_tensor)
         table = self._ring_table()
         has_prompts = any(part.max_query_len > table.taken_back + 1 for part in ranges)
-        tensors = (
-            pages,
-            common.seq_lens,
-            common.query_start_loc,
-            common.slot_mapping[: common.num_actual_tokens],
-            self.out,
-        )
         inherited = None
         if not has_prompts:
-            rows = table.decode_step(*tensors)
+            rows = table.decode_step(pages, *given, self.out)
         else:
-            rows = table.step(*tensors, copies=True)
+            rows = table.step(pages, *given, self.out, copies=True)
             own = rows.ring_rows
             inherited = (
                 torch.cat([rows.saved_at, own]).long(),
@@ -87,7 +84,17 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
             make_part(part, starts, common.query_start_loc, pages, rows, self.starts)
             for part in ranges
         ]
-        return TightMetadata(tuple(parts), common.num_actual_tokens, inherited)
+        built_from = (common.block_table_tensor, *given)
+        return TightMetadata(tuple(parts), common.num_actual_tokens, inherited, built_from)
+
+    def update_draft_decode_metadata(self, metadata: TightMetadata) -> None:
+        """The step that follows: a draft's next token, one per sequence.
+
+        vLLM has changed what `metadata` was built from. A CUDA graph can hold this.
+        """
+        block_table, lengths, starts, slots = metadata.built_from
+        pages = self._page_table(block_table)
+        self._ring_table().decode_step(pages, lengths, starts, slots, self.out)
 
     @property
     def _limits(self) -> Limits:

@@ -30,6 +30,7 @@ class TightMetadata:
     parts: tuple[BatchPart, ...]
     num_actual_tokens: int
     inherited: tuple[Tensor, Tensor] | None = None  # rows of sinks [2 B]: copied to, copied from
+    built_from: tuple[Tensor, ...] = ()  # vLLM's block table, lengths, query_start_loc and slots
 
 
 def make_part(
