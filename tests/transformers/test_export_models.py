@@ -175,6 +175,21 @@ def test_a_decode_step_compiles_as_one_graph():
     assert static.caches[0].pages.any()
 
 
+def test_the_model_keeps_its_attention_and_shares_its_weights(monkeypatch):
+    """A step asks nothing of the model that torch.compile could not trace."""
+    model, ids = tiny("llama", num_hidden_layers=1), prompt(1, 5)
+    exportable = ExportableModel(model, "k4v4", max_tokens=64)
+    assert model.config._attn_implementation == "tightkv"
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        assert exportable.model.get_parameter(name) is tensor
+
+    def change(self, *args, **kwargs):
+        raise AssertionError("changed")
+
+    monkeypatch.setattr(type(model), "set_attn_implementation", change)
+    exportable(ids, torch.arange(5))
+
+
 def test_centers_of_a_calibration_are_exported(monkeypatch):
     model, ids = tiny("llama", num_hidden_layers=2), prompt(1, 100)
     shape = (model.config.num_key_value_heads, model.config.head_dim)
