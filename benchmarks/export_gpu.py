@@ -87,11 +87,11 @@ def fill(exportable: ExportableModel, batch: int, context: int) -> None:
 def compile_package(exportable: ExportableModel, inputs: tuple[Tensor, ...], path: Path) -> None:
     """Only the code is written: weights and caches are those of the process that loads it."""
     program = torch.export.export(exportable, inputs, strict=False)
-    compile_pt2(program, path, package_constants_in_so=False)
+    compile_pt2(program, path, inputs[0].device.type, package_constants_in_so=False)
 
 
 def load_package(exportable: ExportableModel, path: Path) -> Callable[..., Tensor]:
-    run = load_pt2(path)
+    run = load_pt2(path, exportable.model.device.type)
     held = {**dict(exportable.named_parameters()), **dict(exportable.named_buffers())}
     held |= dict(exportable.named_parameters(remove_duplicate=False))
     run.load_constants(

@@ -12,7 +12,7 @@ from tightkv.cli import main
 from tightkv.config import FORMAT_VERSION, KVQuantConfig
 from tightkv.export import OperatorError, operator_library
 from tightkv.integrations import executorch
-from tightkv.integrations.transformers import TightCache
+from tightkv.integrations.transformers import TightCache, package
 from tightkv.model_loading.load import load_model
 from tiny_folder import TEMPLATE, byte_tokenizer, write_model, write_tiny_folder
 
@@ -93,6 +93,22 @@ def test_export_refuses_what_it_cannot_do(tmp_path, capsys):
     assert not out.exists()
 
 
+def test_packages_for_gpus_ask_no_compiler_about_vectors(tmp_path, monkeypatch):
+    """Torch would start a process for every set of instructions."""
+    asked = []
+    monkeypatch.setattr(package.cpu_vec_isa, "valid_vec_isa_list", lambda: asked.append(1) or [])
+
+    def compile(program, package_path, inductor_configs):
+        package.cpu_vec_isa.pick_vec_isa()
+        Path(package_path).write_bytes(b"PK")
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compile)
+    package.compile_pt2(None, tmp_path / "model.pt2", "cuda")
+    assert not asked and (tmp_path / "model.pt2").read_bytes() == b"PK"
+    package.compile_pt2(None, tmp_path / "model.pt2", "cpu")
+    assert len(asked) == 1
+
+
 @pytest.mark.gpu
 def test_a_folder_for_a_gpu(tmp_path, capsys):
     model = write_tiny_folder(tmp_path / "model", head_dim=64)
@@ -127,7 +143,7 @@ ABOUT = {
 }  # fmt: skip
 
 
-def package(folder: Path, about):
+def folder_of(folder: Path, about):
     byte_tokenizer().save_pretrained(folder)
     (folder / "model.pt2").write_bytes(b"PK")
     text = about if isinstance(about, str) else json.dumps(about)
@@ -156,14 +172,14 @@ def package(folder: Path, about):
     ids=lambda x: str(x)[-20:].strip(),
 )
 def test_run_refuses_another_about_file(tmp_path, capsys, about, message):
-    assert message in error_of(capsys, "run", package(tmp_path, about), "--prompt", "a")
+    assert message in error_of(capsys, "run", folder_of(tmp_path, about), "--prompt", "a")
 
 
 def test_run_refuses_prompts_and_folders(tmp_path, capsys):
     assert "give a folder that tightkv export wrote" in error_of(
         capsys, "run", tmp_path, "--prompt", "a"
     )
-    package(tmp_path, ABOUT)
+    folder_of(tmp_path, ABOUT)
     line = error_of(capsys, "run", tmp_path, "--prompt", "a" * 20)
     assert "the prompt has 20 tokens; this model was exported for 20 with its answer" in line
     line = error_of(capsys, "run", tmp_path, "--prompt", "a", "--max-new-tokens", 0)

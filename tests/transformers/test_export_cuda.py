@@ -327,7 +327,7 @@ def test_a_gpu_package_in_a_process_without_tightkv(tmp_path):
     model = tiny("llama", torch.bfloat16, num_hidden_layers=2, head_dim=64).cuda()
     exportable = ExportableModel(model.requires_grad_(False), "k4v4", max_tokens=320)
     ids = prompt(1, 100)
-    compile_pt2(exportable.program(), tmp_path / "model.pt2")
+    compile_pt2(exportable.program(), tmp_path / "model.pt2", "cuda")
     (tmp_path / "model.kernels").write_bytes(exportable.kernel_file())
     torch.save(ids, tmp_path / "ids.pt")
     names = ("model.kernels", "model.pt2", "ids.pt")

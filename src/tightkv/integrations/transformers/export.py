@@ -200,6 +200,15 @@ def _shapes(model: PreTrainedModel, layers: int) -> dict[int, LayerShape]:
     return shapes
 
 
+def _cpu_alone(layer: Any, shape: LayerShape) -> str | None:
+    """What the operator does not do on a GPU."""
+    if shape.softcap:
+        return f"a soft cap of {shape.softcap}"
+    if type(layer) is DynamicSlidingWindowLayer:
+        return f"a sliding window of {layer.sliding_window} tokens"
+    return None
+
+
 def _static_cache(
     layer: Any,
     number: int,
@@ -211,11 +220,8 @@ def _static_cache(
     """What takes the place of a cache layer."""
     heads, head_dim, device, dtype = shape.kv_heads, shape.head_dim, model.device, model.dtype
     on_gpu = device.type != "cpu"
-    if on_gpu and (shape.softcap or type(layer) is not TightLayer):
-        raise ExportError(
-            f"layer {number} has a soft cap, a sliding window or a cache of another kind; these "
-            "are exported for the CPU alone"
-        )
+    if on_gpu and (reason := _cpu_alone(layer, shape)):
+        raise ExportError(f"layer {number} has {reason}, which is exported for the CPU alone")
     if on_gpu and dtype not in (torch.float16, torch.bfloat16):
         raise ExportError(f"the model is in {dtype}; GPUs have float16 and bfloat16: use --dtype")
     if type(layer) is TightLayer:
