@@ -297,6 +297,8 @@ torch.ops.load_library(library)
 load = ctypes.CDLL(library).tightkv_load_kernels
 load.restype = ctypes.c_char_p
 assert load(kernels.encode()) == b"", load(kernels.encode())
+from torch._inductor import cpu_vec_isa
+cpu_vec_isa.valid_vec_isa_list = list  # half a minute less: integrations/transformers/package.py
 run = torch._inductor.aoti_load_package(model, run_single_threaded=True)
 ids = torch.load(inputs).cuda()
 at, tokens = ids.shape[1], []
