@@ -8,6 +8,7 @@ import torch
 
 from elsewhere import run_elsewhere
 from models import FAMILIES
+from tightkv.cli import export as cli_export
 from tightkv.cli import main
 from tightkv.config import FORMAT_VERSION, KVQuantConfig
 from tightkv.export import OperatorError, operator_library
@@ -119,6 +120,27 @@ def test_a_folder_for_a_gpu(tmp_path, capsys):
     argv = ["run", str(out), "--prompt", PROMPT, "--raw", "--max-new-tokens", "150", "--json"]
     assert main(argv) == 0
     assert json.loads(capsys.readouterr().out)["new_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "dtype"),
+    [
+        ((), None),
+        (("--format", "pte"), "float32"),
+        (("--format", "pte", "--dtype", "bfloat16"), "bfloat16"),
+    ],
+)
+def test_a_pte_is_in_float32_whatever_is_fast_here(tmp_path, capsys, monkeypatch, words, dtype):
+    asked = []
+
+    def load(command, source, **options):
+        asked.append(options["dtype"])
+        raise OSError("enough")
+
+    monkeypatch.setattr(cli_export, "load_for", load)
+    model = write_tiny_folder(tmp_path / "model")
+    assert "enough" in error_of(capsys, "export", model, "--output", tmp_path / "out", *words)
+    assert asked == [dtype]
 
 
 def test_pte_needs_executorch(tmp_path, capsys, monkeypatch):
