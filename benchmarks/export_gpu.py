@@ -26,6 +26,7 @@ from tightkv.bench.engine_models import SHAPES
 from tightkv.bench.provenance import provenance
 from tightkv.config import KVQuantConfig
 from tightkv.integrations.transformers.export import ExportableModel
+from tightkv.integrations.transformers.package import compile_pt2, load_pt2
 from tightkv.provenance import append_rows
 
 VLLM_ROWS = Path(__file__).parent / "results" / "vllm_engine.jsonl"
@@ -86,17 +87,11 @@ def fill(exportable: ExportableModel, batch: int, context: int) -> None:
 def compile_package(exportable: ExportableModel, inputs: tuple[Tensor, ...], path: Path) -> None:
     """Only the code is written: weights and caches are those of the process that loads it."""
     program = torch.export.export(exportable, inputs, strict=False)
-    options = {
-        "aot_inductor.package_constants_in_so": False,
-        "aot_inductor.compile_wrapper_opt_level": "O0",  # compiles faster, costs the host little
-    }
-    torch._inductor.aoti_compile_and_package(
-        program, package_path=str(path), inductor_configs=options
-    )
+    compile_pt2(program, path, inputs[0].device.type, package_constants_in_so=False)
 
 
 def load_package(exportable: ExportableModel, path: Path) -> Callable[..., Tensor]:
-    run = torch._inductor.aoti_load_package(str(path))
+    run = load_pt2(path, exportable.model.device.type)
     held = {**dict(exportable.named_parameters()), **dict(exportable.named_buffers())}
     held |= dict(exportable.named_parameters(remove_duplicate=False))
     run.load_constants(
@@ -104,7 +99,8 @@ def load_package(exportable: ExportableModel, path: Path) -> Callable[..., Tenso
         check_full_update=True,
         user_managed=True,
     )
-    return run
+    loaded: Callable[..., Tensor] = run
+    return loaded
 
 
 def step_ms(run: Callable[[Tensor], Tensor], position: Tensor, context: int) -> dict[str, float]:

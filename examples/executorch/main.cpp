@@ -10,8 +10,27 @@
 #include <numeric>
 #include <vector>
 
+using executorch::aten::ScalarType;
+using executorch::aten::Tensor;
 using executorch::extension::from_blob;
 using executorch::extension::Module;
+
+template <typename T>
+static int64_t position_of_largest(const Tensor &scores)
+{
+    const T *first = scores.const_data_ptr<T>();
+    return std::max_element(first, first + scores.numel()) - first;
+}
+
+// Of logits [1, 1, vocabulary], in the dtype of the model.
+static int64_t likeliest(const Tensor &logits)
+{
+    switch (logits.scalar_type()) {
+    case ScalarType::BFloat16: return position_of_largest<executorch::aten::BFloat16>(logits);
+    case ScalarType::Half: return position_of_largest<executorch::aten::Half>(logits);
+    default: return position_of_largest<float>(logits);
+    }
+}
 
 int main(int count, char **arguments)
 {
@@ -26,17 +45,14 @@ int main(int count, char **arguments)
     std::iota(position.begin(), position.end(), 0);  // 0 begins anew
     for (int64_t left = std::atoll(arguments[2]); left > 0; left--) {
         const int size = static_cast<int>(ids.size());
-        const auto type = executorch::aten::ScalarType::Long;
-        auto ids_tensor = from_blob(ids.data(), {1, size}, type);
-        auto position_tensor = from_blob(position.data(), {size}, type);
+        auto ids_tensor = from_blob(ids.data(), {1, size}, ScalarType::Long);
+        auto position_tensor = from_blob(position.data(), {size}, ScalarType::Long);
         auto result = model.forward({ids_tensor, position_tensor});
         if (!result.ok()) {
             std::cerr << "error " << static_cast<int>(result.error()) << "\n";
             return 1;
         }
-        const auto logits = result->at(0).toTensor();  // float32 [1, 1, vocabulary]
-        const float *scores = logits.const_data_ptr<float>();
-        const int64_t token = std::max_element(scores, scores + logits.numel()) - scores;
+        const int64_t token = likeliest(result->at(0).toTensor());
         std::cout << token << (left > 1 ? " " : "\n") << std::flush;
         ids = {token};
         position = {position.back() + 1};

@@ -400,22 +400,30 @@ def test_the_results_have_the_worst_and_the_best_of_a_cpu() -> None:
 
 
 # --- exported models ------------------------------------------------------------------------------
+def step_cells(row: Row, names: tuple[str, ...], digits: int) -> str:
+    ms, ratios = row["ms"], row["ratios"]
+    others = [
+        f"{ms[name]:.{digits}f} ({ratios[name]:.2f}x)" if name in ms else "" for name in names
+    ]
+    return " | ".join([f"{ms['k4v4']:.{digits}f}", *others])
+
+
+def test_packages_on_a_cpu() -> None:
+    names, found = ("fp32", "bf16"), rows("export_cpu")
+    lines = [f"| {row['context']:,} tokens | {step_cells(row, names, 1)} |" for row in found]
+    sizes = [f"{found[-1]['cache_bytes'][name] / 2**20:.1f}" for name in ("k4v4", *names)]
+    lines.append(f"| caches for 8,192 tokens, MiB | {' | '.join(sizes)} |")
+    expect("docs/export.md", *lines)
+
+
 def test_executorch() -> None:
     """Milliseconds per token, and how many times ours that is."""
     names = ("fp32", "bf16", "int8")
     found = rows("export_executorch")
     model = [row for row in found if row["bench"] == "executorch"]
     (kernel,) = [row for row in found if row["bench"] == "executorch kernel"]
-
-    def cells(row: Row, digits: int) -> str:
-        ms, ratios = row["ms"], row["ratios"]
-        others = [
-            f"{ms[name]:.{digits}f} ({ratios[name]:.2f}x)" if name in ms else "" for name in names
-        ]
-        return " | ".join([f"{ms['k4v4']:.{digits}f}", *others])
-
-    lines = [f"| {row['context']:,} tokens | {cells(row, 1)} |" for row in model]
-    lines.append(f"| 16/2 heads of 256, 4,096 tokens | {cells(kernel, 2)} |")
+    lines = [f"| {row['context']:,} tokens | {step_cells(row, names, 1)} |" for row in model]
+    lines.append(f"| 16/2 heads of 256, 4,096 tokens | {step_cells(kernel, names, 2)} |")
     size = dict(model[-1]["cache_bytes"])
     size.setdefault("bf16", size["fp32"] // 2)
     sizes = [f"{size[name] / 2**20:.1f}" for name in ("k4v4", *names)]

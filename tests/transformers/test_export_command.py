@@ -8,11 +8,12 @@ import torch
 
 from elsewhere import run_elsewhere
 from models import FAMILIES
+from tightkv.cli import export as cli_export
 from tightkv.cli import main
 from tightkv.config import FORMAT_VERSION, KVQuantConfig
 from tightkv.export import OperatorError, operator_library
 from tightkv.integrations import executorch
-from tightkv.integrations.transformers import TightCache
+from tightkv.integrations.transformers import TightCache, package
 from tightkv.model_loading.load import load_model
 from tiny_folder import TEMPLATE, byte_tokenizer, write_model, write_tiny_folder
 
@@ -93,6 +94,22 @@ def test_export_refuses_what_it_cannot_do(tmp_path, capsys):
     assert not out.exists()
 
 
+def test_packages_for_gpus_ask_no_compiler_about_vectors(tmp_path, monkeypatch):
+    """Torch would start a process for every set of instructions."""
+    asked = []
+    monkeypatch.setattr(package.cpu_vec_isa, "valid_vec_isa_list", lambda: asked.append(1) or [])
+
+    def compile(program, package_path, inductor_configs):
+        package.cpu_vec_isa.pick_vec_isa()
+        Path(package_path).write_bytes(b"PK")
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compile)
+    package.compile_pt2(None, tmp_path / "model.pt2", "cuda")
+    assert not asked and (tmp_path / "model.pt2").read_bytes() == b"PK"
+    package.compile_pt2(None, tmp_path / "model.pt2", "cpu")
+    assert len(asked) == 1
+
+
 @pytest.mark.gpu
 def test_a_folder_for_a_gpu(tmp_path, capsys):
     model = write_tiny_folder(tmp_path / "model", head_dim=64)
@@ -103,6 +120,27 @@ def test_a_folder_for_a_gpu(tmp_path, capsys):
     argv = ["run", str(out), "--prompt", PROMPT, "--raw", "--max-new-tokens", "150", "--json"]
     assert main(argv) == 0
     assert json.loads(capsys.readouterr().out)["new_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "dtype"),
+    [
+        ((), None),
+        (("--format", "pte"), "float32"),
+        (("--format", "pte", "--dtype", "bfloat16"), "bfloat16"),
+    ],
+)
+def test_a_pte_is_in_float32_whatever_is_fast_here(tmp_path, capsys, monkeypatch, words, dtype):
+    asked = []
+
+    def load(command, source, **options):
+        asked.append(options["dtype"])
+        raise OSError("enough")
+
+    monkeypatch.setattr(cli_export, "load_for", load)
+    model = write_tiny_folder(tmp_path / "model")
+    assert "enough" in error_of(capsys, "export", model, "--output", tmp_path / "out", *words)
+    assert asked == [dtype]
 
 
 def test_pte_needs_executorch(tmp_path, capsys, monkeypatch):
@@ -127,7 +165,7 @@ ABOUT = {
 }  # fmt: skip
 
 
-def package(folder: Path, about):
+def folder_of(folder: Path, about):
     byte_tokenizer().save_pretrained(folder)
     (folder / "model.pt2").write_bytes(b"PK")
     text = about if isinstance(about, str) else json.dumps(about)
@@ -156,14 +194,14 @@ def package(folder: Path, about):
     ids=lambda x: str(x)[-20:].strip(),
 )
 def test_run_refuses_another_about_file(tmp_path, capsys, about, message):
-    assert message in error_of(capsys, "run", package(tmp_path, about), "--prompt", "a")
+    assert message in error_of(capsys, "run", folder_of(tmp_path, about), "--prompt", "a")
 
 
 def test_run_refuses_prompts_and_folders(tmp_path, capsys):
     assert "give a folder that tightkv export wrote" in error_of(
         capsys, "run", tmp_path, "--prompt", "a"
     )
-    package(tmp_path, ABOUT)
+    folder_of(tmp_path, ABOUT)
     line = error_of(capsys, "run", tmp_path, "--prompt", "a" * 20)
     assert "the prompt has 20 tokens; this model was exported for 20 with its answer" in line
     line = error_of(capsys, "run", tmp_path, "--prompt", "a", "--max-new-tokens", 0)

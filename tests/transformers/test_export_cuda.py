@@ -297,14 +297,24 @@ torch.ops.load_library(library)
 load = ctypes.CDLL(library).tightkv_load_kernels
 load.restype = ctypes.c_char_p
 assert load(kernels.encode()) == b"", load(kernels.encode())
-run = torch._inductor.aoti_load_package(model)
+from torch._inductor import cpu_vec_isa
+cpu_vec_isa.valid_vec_isa_list = list  # half a minute less: integrations/transformers/package.py
+run = torch._inductor.aoti_load_package(model, run_single_threaded=True)
 ids = torch.load(inputs).cuda()
 at, tokens = ids.shape[1], []
 logits = run(ids, torch.arange(at, device="cuda"))
-for position in range(at, at + 200):
+token, position, graph = ids[:, :1].clone(), torch.tensor([at], device="cuda"), None
+for step in range(200):
     tokens.append(int(logits[0, -1].argmax()))
-    token = torch.tensor([[tokens[-1]]], device="cuda")
-    logits = run(token, torch.tensor([position], device="cuda"))
+    token.fill_(tokens[-1]), position.fill_(at + step)
+    if step < 100:
+        logits = run(token, position)
+        continue
+    if graph is None:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = run(token, position)
+    graph.replay()
 assert "tightkv" not in sys.modules
 print(*tokens)
 """
@@ -312,13 +322,14 @@ print(*tokens)
 
 @pytest.mark.gpu
 def test_a_gpu_package_in_a_process_without_tightkv(tmp_path):
+    """100 tokens called, 100 replayed from a CUDA graph."""
     from tightkv.integrations.transformers.export import ExportableModel
+    from tightkv.integrations.transformers.package import compile_pt2
 
     model = tiny("llama", torch.bfloat16, num_hidden_layers=2, head_dim=64).cuda()
     exportable = ExportableModel(model.requires_grad_(False), "k4v4", max_tokens=320)
     ids = prompt(1, 100)
-    program = exportable.program()
-    torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
+    compile_pt2(exportable.program(), tmp_path / "model.pt2", "cuda")
     (tmp_path / "model.kernels").write_bytes(exportable.kernel_file())
     torch.save(ids, tmp_path / "ids.pt")
     names = ("model.kernels", "model.pt2", "ids.pt")

@@ -106,18 +106,31 @@ def test_executorchs_own_text_runner(exported, expected, tmp_path):
     assert (tmp_path / "text").read_text() == expected[2]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("cmake") is None, reason="no cmake")
-def test_the_runner_without_torch_or_python(exported, expected, tmp_path):
-    """examples/executorch, built against the wheel."""
-    example = Path(__file__).parents[2] / "examples" / "executorch"
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory):
+    """examples/executorch, built against the wheel: (model, prompt) -> tokens."""
+    if shutil.which("cmake") is None:
+        pytest.skip("no cmake")
+    example, build = (
+        Path(__file__).parents[2] / "examples" / "executorch",
+        tmp_path_factory.mktemp("c"),
+    )
     wheel, _ = executorch.installed()
     options = [f"-DCMAKE_PREFIX_PATH={wheel / 'share/cmake'}", "-DCMAKE_BUILD_TYPE=Debug"]
-    for command in (["-S", example, "-B", tmp_path, *options], ["--build", tmp_path]):
+    for command in (["-S", example, "-B", build, *options], ["--build", build]):
         subprocess.run(["cmake", *command], check=True, capture_output=True)
-    words = [tmp_path / "run", exported[1] / "model.pte", COUNT, *expected[0]]
-    done = subprocess.run([str(w) for w in words], check=True, capture_output=True, text=True)
-    assert done.stdout.split() == [str(token) for token in expected[1]]
+
+    def run(model, ids):
+        words = [str(word) for word in (build / "run", model, COUNT, *ids)]
+        done = subprocess.run(words, check=True, capture_output=True, text=True)
+        return [int(token) for token in done.stdout.split()]
+
+    return run
+
+
+@pytest.mark.slow
+def test_the_runner_without_torch_or_python(exported, expected, runner):
+    assert runner(exported[1] / "model.pte", expected[0]) == expected[1]
 
 
 @pytest.mark.slow
@@ -133,6 +146,22 @@ def test_other_models_and_xnnpack(request, tmp_path, family, backend):
     tokens, _ = greedy(executorch.load_pte(path), ids, COUNT)
     same, _ = greedy(with_tight_cache(model, "k3v3"), ids, COUNT)
     assert torch.equal(tokens, same)
+
+
+@pytest.mark.slow
+def test_a_model_in_bf16(request, tmp_path, runner):
+    """As the module says it, in Python and in C++."""
+    if not request.config.getoption("--all-shapes"):
+        pytest.skip("takes half a minute; --all-shapes runs it")
+    model = tiny("llama", torch.bfloat16, num_hidden_layers=1).requires_grad_(False)
+    static = ExportableModel(model, "k4v4", max_tokens=320)
+    path = tmp_path / "model.pte"
+    path.write_bytes(executorch.to_pte(static.program(), backend="xnnpack"))
+    ids = prompt(1, 100)
+    expected, _ = greedy(static, ids, COUNT)
+    tokens, _ = greedy(executorch.load_pte(path), ids, COUNT)
+    assert torch.equal(tokens, expected)
+    assert runner(path, ids[0].tolist()) == expected[0].tolist()
 
 
 def test_the_library_is_kept():

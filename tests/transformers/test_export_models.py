@@ -1,5 +1,8 @@
 """Exported tiny models against the same models with a TightCache, token for token."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -173,6 +176,33 @@ def test_a_decode_step_compiles_as_one_graph():
             assert torch.equal(step(token, position), static(token, position))
     assert torch.equal(other.caches[0].pages, static.caches[0].pages)
     assert static.caches[0].pages.any()
+
+
+def test_what_gpus_do_not_do_is_refused_by_name():
+    cuda = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
+    model = tiny("gemma2")
+    shapes = export._shapes(model, 4)
+    layers = TightCache("k4v4", model).layers
+    with pytest.raises(ExportError, match=r"layer 1 has a soft cap of 50.0, .* CPU alone"):
+        export._static_cache(layers[1], 1, shapes[1], cuda, 64, 1)
+    shape = replace(shapes[0], softcap=None)
+    with pytest.raises(ExportError, match=r"layer 0 has a sliding window of 16 tokens, .* alone"):
+        export._static_cache(layers[0], 0, shape, cuda, 64, 1)
+
+
+def test_the_model_keeps_its_attention_and_shares_its_weights(monkeypatch):
+    """A step asks nothing of the model that torch.compile could not trace."""
+    model, ids = tiny("llama", num_hidden_layers=1), prompt(1, 5)
+    exportable = ExportableModel(model, "k4v4", max_tokens=64)
+    assert model.config._attn_implementation == "tightkv"
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        assert exportable.model.get_parameter(name) is tensor
+
+    def change(self, *args, **kwargs):
+        raise AssertionError("changed")
+
+    monkeypatch.setattr(type(model), "set_attn_implementation", change)
+    exportable(ids, torch.arange(5))
 
 
 def test_centers_of_a_calibration_are_exported(monkeypatch):

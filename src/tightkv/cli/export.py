@@ -52,7 +52,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="N",
         help=f"prompt and answer together; the cache has this size (default: {MAX_TOKENS})",
     )
-    parser.add_argument("--dtype", choices=DTYPE_NAMES, help="default: bfloat16 where it is fast")
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPE_NAMES,
+        help="default: of a pte float32, which XNNPACK computes; else bfloat16 where it is fast",
+    )
     add_output_options(parser)
     add_config_flags(parser)
 
@@ -80,8 +84,10 @@ def run(args: argparse.Namespace) -> int:
     except ImportError:
         raise MissingPackageError("tightkv export", "transformers", "hf") from None
     start = time.monotonic()
+    # a pte is for another processor than the one here
+    dtype = args.dtype or ("float32" if args.format == "pte" else None)
     model, tokenizer = load_for(
-        "export", args.model, dtype=args.dtype, device="cuda" if on_gpu else "cpu"
+        "export", args.model, dtype=dtype, device="cuda" if on_gpu else "cpu"
     )
     from tightkv.integrations.transformers.package import write_package
     from tightkv.model_loading.load import quiet

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +16,6 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from tightkv.codec import Codec
 from tightkv.config import KVQuantConfig
 from tightkv.export import StaticKV
-from tightkv.integrations.transformers.attention import use_attention
 from tightkv.integrations.transformers.cache import TightCache
 from tightkv.integrations.transformers.layer import TightLayer
 from tightkv.integrations.transformers.recorder import AttentionCall, recording
@@ -74,7 +75,7 @@ class ExportableModel(nn.Module):
     Sequences have at most `max_tokens` tokens. Layers are compressed as an eager TightCache of the
     same `quant` and model does it; sliding windows stay exact, in rings. With `batch` above 1
     forward takes left_pad [B] too. `last_only` gives the logits of the last token alone. The model
-    itself is not changed.
+    itself is not changed; its weights are shared.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class ExportableModel(nn.Module):
             _static_cache(layer, i, shapes[i], model, max_tokens, batch)
             for i, layer in enumerate(cache.layers)
         )
-        self.model = model
+        self.model = _with_static_attention(model)
 
     def forward(
         self, input_ids: Tensor, cache_position: Tensor, left_pad: Tensor | None = None
@@ -109,14 +110,13 @@ class ExportableModel(nn.Module):
         position_ids = cache_position[None]
         if left_pad is not None:
             position_ids = (position_ids - left_pad[:, None]).clamp_min(0)
-        with use_attention(self.model, NAME):
-            out = self.model(
-                input_ids=input_ids,
-                position_ids=position_ids,
-                use_cache=False,
-                logits_to_keep=1 if self.last_only else 0,
-                static_step=Step(self.caches, cache_position, left_pad),
-            )
+        out = self.model(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            use_cache=False,
+            logits_to_keep=1 if self.last_only else 0,
+            static_step=Step(self.caches, cache_position, left_pad),
+        )
         logits: Tensor = out.logits
         return logits
 
@@ -145,6 +145,17 @@ class ExportableModel(nn.Module):
             shapes += (None,)
         with torch.no_grad():
             return torch.export.export(self.eval(), inputs, dynamic_shapes=shapes, strict=False)
+
+
+def _with_static_attention(model: PreTrainedModel) -> PreTrainedModel:
+    """The same weights in modules of their own, which attend with our operator.
+
+    `torch.compile` cannot trace `set_attn_implementation` in every version of torch.
+    """
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    copied = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    copied.set_attn_implementation(NAME)
+    return copied
 
 
 @dataclass(frozen=True)
@@ -189,6 +200,15 @@ def _shapes(model: PreTrainedModel, layers: int) -> dict[int, LayerShape]:
     return shapes
 
 
+def _cpu_alone(layer: Any, shape: LayerShape) -> str | None:
+    """What the operator does not do on a GPU."""
+    if shape.softcap:
+        return f"a soft cap of {shape.softcap}"
+    if type(layer) is DynamicSlidingWindowLayer:
+        return f"a sliding window of {layer.sliding_window} tokens"
+    return None
+
+
 def _static_cache(
     layer: Any,
     number: int,
@@ -200,11 +220,8 @@ def _static_cache(
     """What takes the place of a cache layer."""
     heads, head_dim, device, dtype = shape.kv_heads, shape.head_dim, model.device, model.dtype
     on_gpu = device.type != "cpu"
-    if on_gpu and (shape.softcap or type(layer) is not TightLayer):
-        raise ExportError(
-            f"layer {number} has a soft cap, a sliding window or a cache of another kind; these "
-            "are exported for the CPU alone"
-        )
+    if on_gpu and (reason := _cpu_alone(layer, shape)):
+        raise ExportError(f"layer {number} has {reason}, which is exported for the CPU alone")
     if on_gpu and dtype not in (torch.float16, torch.bfloat16):
         raise ExportError(f"the model is in {dtype}; GPUs have float16 and bfloat16: use --dtype")
     if type(layer) is TightLayer:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._inductor import cpu_vec_isa
 
 from tightkv import __version__
 from tightkv.config import FORMAT_VERSION, KVQuantConfig
@@ -25,6 +27,9 @@ ABOUT_FILE = "tightkv.json"
 KERNEL_FILE = "model.kernels"  # of a pt2 for a GPU
 DEVICES = ("cpu", "cuda")
 KINDS = ("pt2", "pte")  # AOTInductor, ExecuTorch
+# for AOTInductor: its code launches operators and loops over nothing, so optimizing it takes longer
+# than it saves; headers compiled beforehand pay off from the second model on
+_COMPILER = {"compile_wrapper_opt_level": "O0", "precompile_headers": False}
 _SCHEMA = 1
 _MOST_BYTES = 1 << 20
 
@@ -94,7 +99,7 @@ def write_package(
             path.write_bytes(exportable.kernel_file())
     with whole_file(folder / about.model_file) as path:
         if kind == "pt2":
-            _write_pt2(program, path)
+            compile_pt2(program, path, about.device)
         else:
             methods = _runner_methods(model, tokenizer, about)
             path.write_bytes(to_pte(program, backend=backend or "xnnpack", **methods))
@@ -104,13 +109,43 @@ def write_package(
     return about
 
 
-def _write_pt2(program: torch.export.ExportedProgram, path: Path) -> None:
+def compile_pt2(
+    program: torch.export.ExportedProgram, path: Path, device: str, **options: Any
+) -> None:
+    """An AOTInductor package; `options` are more of `torch._inductor.config.aot_inductor`."""
     package = path.with_name(path.name + ".pt2")  # torch wants that ending
+    known = {k: v for k, v in _COMPILER.items() if hasattr(torch._inductor.config.aot_inductor, k)}
+    configs = {f"aot_inductor.{name}": value for name, value in {**known, **options}.items()}
     try:
-        torch._inductor.aoti_compile_and_package(program, package_path=str(package))
+        with _vector_instructions_of(device):
+            torch._inductor.aoti_compile_and_package(
+                program, package_path=str(package), inductor_configs=configs
+            )
         package.replace(path)
     finally:
         package.unlink(missing_ok=True)
+
+
+def load_pt2(path: Path, device: str) -> Any:
+    """For one thread: a model has one cache. Nothing else is captured in a CUDA graph then."""
+    with _vector_instructions_of(device):
+        return torch._inductor.aoti_load_package(str(path), run_single_threaded=True)
+
+
+@contextmanager
+def _vector_instructions_of(device: str) -> Iterator[None]:
+    """For a GPU: those of the CPU do not matter.
+
+    To find them torch compiles programs and starts a process for each: half a minute on x86.
+    """
+    module: Any = cpu_vec_isa
+    before = module.valid_vec_isa_list
+    if device != "cpu":
+        module.valid_vec_isa_list = list
+    try:
+        yield
+    finally:
+        module.valid_vec_isa_list = before
 
 
 def _runner_methods(model: Any, tokenizer: Any, about: About) -> dict[str, Any]:
@@ -182,7 +217,7 @@ def load_package(folder: Path, about: About) -> Callable[[Tensor, Tensor], Tenso
         if not torch.cuda.is_available():
             raise RuntimeError(f"{str(path)!r} was exported for a GPU; there is none here")
         add_kernels((folder / KERNEL_FILE).read_bytes())
-    run: Callable[[Tensor, Tensor], Tensor] = torch._inductor.aoti_load_package(str(path))
+    run: Callable[[Tensor, Tensor], Tensor] = load_pt2(path, about.device)
     return lambda ids, position: run(ids.to(about.device), position.to(about.device))
 
 
