@@ -341,7 +341,9 @@ def test_tokens_relative_to_centers(with_feedback, monkeypatch):
             caches[1].codec, q, caches[1].view(), cu_seqlens, options, value_center=centers[1]
         )
         expected = out.float() + centers[1].float().repeat_interleave(group, 0)
-        torch.testing.assert_close(found.float(), expected, atol=2.0**-6, rtol=2.0**-7)
+        # both are rounded to bfloat16, one of them before the center is added
+        rounding = 2.0**-8 * (out.float().abs() + expected.abs()) + 2.0**-10
+        assert ((found.float() - expected).abs() <= rounding).all()
 
 
 def test_a_page_is_the_same_however_it_was_filled(monkeypatch):

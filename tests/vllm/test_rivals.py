@@ -52,6 +52,8 @@ def relative_error(new_cache: NewCache, shape: Shape, page: int, device: torch.d
 @pytest.fixture(scope="module")
 def interpreted() -> Iterator[None]:
     """vLLM for CPUs has no Triton: give its kernels the interpreter while they are imported."""
+    if torch.cuda.is_available():
+        pytest.skip("the kernels themselves run here")
     import triton
     import triton.language
     import vllm.triton_utils as utils
