@@ -1,6 +1,7 @@
 """What a cache takes: the bytes of each layer and their sum. Nobody else adds bytes up.
 
-Sizes of compressed layers are those of `PageLayout`, sizes of other layers those of `LayerShape`.
+Sizes of compressed layers are those of `PageLayout` and `LatentLayout`, sizes of other layers those
+of `LayerShape`.
 """
 
 from __future__ import annotations
@@ -20,13 +21,16 @@ from tightkv.model_shape import LayerShape
 class LayerBytes:
     """One layer: in pages where it has a `layout`, else uncompressed.
 
-    Sequences of up to `exact_limit` tokens have no pages yet.
+    Sequences of up to `exact_limit` tokens have no pages yet. A latent (mla) in a format of its own
+    takes `latent_bytes` per token, in blocks of `block_tokens`.
     """
 
     shape: LayerShape
     element_bytes: float = 2
     layout: PageLayout | None = None
     exact_limit: int = 0
+    latent_bytes: int | None = None
+    block_tokens: int = 1
 
     @classmethod
     def of_layout(cls, layout: PageLayout, exact_limit: int = 0) -> LayerBytes:
@@ -52,15 +56,21 @@ class LayerBytes:
         """Bytes that each further token of a long sequence takes."""
         if self.layout is not None:
             return self.layout.bytes_per_token
-        return self.shape.elements_per_token * self.element_bytes if self.shape.grows else 0
+        if self.latent_bytes is not None:
+            return self.latent_bytes + self.shape.index_bytes
+        return self.shape.bytes_per_token(self.element_bytes) if self.shape.grows else 0
 
     @property
     def bf16_bytes_per_token(self) -> int:
         """The same at 16 bits per element."""
-        return 2 * self.shape.elements_per_token if self.shape.grows else 0
+        shape = self.shape
+        return 2 * shape.elements_per_token + shape.index_bytes if shape.grows else 0
 
     def total_bytes(self, tokens: int) -> int:
         """Bytes of one sequence of `tokens` tokens, fixed parts included."""
+        if self.latent_bytes is not None:
+            held = -(-tokens // self.block_tokens) * self.block_tokens * self.latent_bytes
+            return held + tokens * self.shape.index_bytes
         if self.layout is None:
             return self.shape.uncompressed_bytes(tokens, self.element_bytes)
         held = self.layout.total_bytes(

@@ -124,6 +124,24 @@ class LatentLayout:
         return codes.unflatten(1, shape), rope.unflatten(1, shape), scale
 
 
+def latent_layout(
+    cfg: KVQuantConfig, rank: int, rope_dim: int, dtype: torch.dtype = torch.bfloat16
+) -> LatentLayout:
+    """Pages of every layer of a model under `cfg`, or an error where it asks for what has none."""
+    if cfg.names_layers:
+        raise ValueError(
+            "layer_bits and protected layers in a model with latent attention (MLA); all its "
+            "layers have the same bits: set protected_first and protected_last to 0 and leave "
+            "layer_bits out"
+        )
+    if cfg.calibration:
+        raise ValueError(
+            f"calibration={cfg.calibration!r} in a model with latent attention (MLA), for which "
+            "there are none; leave it out"
+        )
+    return LatentLayout(cfg.for_layer(0, 1), rank, rope_dim, dtype)
+
+
 class LatentCodec:
     """Latent vectors to codes and scales, and back."""
 

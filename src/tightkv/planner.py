@@ -1,8 +1,8 @@
 """How many bytes a model's cache takes under each config, and how much fits a memory budget.
 
 `model_shape.compressible` says which layers are compressed, `cache_bytes` what layers take. Layers
-that are not compressed (sliding, chunked, latent, recurrent) stay as the model keeps them, at 16
-bits.
+that are not compressed (sliding, chunked, recurrent) stay as the model keeps them, at 16 bits.
+Latents (MLA) are planned as in vLLM, which alone compresses them.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import torch
 
 from tightkv.cache_bytes import CacheBytes, LayerBytes
 from tightkv.config import KVQuantConfig
+from tightkv.latent import LatentLayout, latent_layout
 from tightkv.layout import PageLayout
 from tightkv.model_shape import (
+    LayerShape,
     ModelShape,
     compressed_layers,
     estimate_parameters,
@@ -22,6 +24,7 @@ from tightkv.model_shape import (
     stored_weights,
     weights_dtype,
 )
+from tightkv.model_shape.shape import INDEXED
 
 # Memory in MiB as the driver reports it, which is what can be allocated.
 GPUS = {
@@ -45,6 +48,11 @@ WEIGHT_BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "fp8": 8, "int8": 8
 
 # Bytes per number in the caches to compare with. nvfp4: 4 bits, and an fp8 scale for 16 numbers.
 BASELINES = {"bf16": 2, "fp8": 1, "nvfp4": 0.5625}
+# Bytes per token of an indexed latent, whose formats have a size of their own (fp8_ds_mla and
+# nvfp4_ds_mla: vLLM 0.32, MLAAttention.get_kv_cache_spec).
+INDEXED_LATENT_BYTES = {"fp8": 656, "nvfp4": 352}
+# What no MLA backend of vLLM 0.32 has for other latents (supported_kv_cache_dtypes).
+NOT_FOR_LATENTS = ("nvfp4",)
 
 # A cache that holds this many tokens is limited by something else than memory.
 _NO_LIMIT = 1 << 40
@@ -56,11 +64,13 @@ class CachePlan(CacheBytes):
 
     name: str
     config: KVQuantConfig | None = None
+    refusal: str | None = None
+    """Why the vLLM plugin refuses the config for this model's latents, if it does."""
 
     @property
     def bytes_per_token_per_layer(self) -> float | None:
         """Mean over the layers that can be compressed; None where there is none."""
-        sizes = [layer.bytes_per_token for layer in self.layers if skip_reason(layer.shape) is None]
+        sizes = [layer.bytes_per_token for layer in self.layers if kept_reason(layer.shape) is None]
         return sum(sizes) / len(sizes) if sizes else None
 
     def max_tokens(self, memory: int) -> int | None:
@@ -82,10 +92,45 @@ class CachePlan(CacheBytes):
         return max(0, memory) // max(1, self.total_bytes(tokens))
 
 
+def kept_reason(layer: LayerShape) -> str | None:
+    """Why no config compresses a layer; None where TightCache does or, of latents, vLLM."""
+    return skip_reason(layer, "vllm" if layer.kind == "mla" else "transformers")
+
+
 def baseline_plan(name: str, shape: ModelShape, ranks: int = 1) -> CachePlan:
-    """One of BASELINES, for every attention layer."""
+    """One of BASELINES, for every attention layer that vLLM has it for."""
     layers = [layer.shard(ranks) for layer in shape.layers]
-    return CachePlan(tuple(LayerBytes(layer, BASELINES[name]) for layer in layers), name)
+    return CachePlan(tuple(_baseline_layer(name, layer) for layer in layers), name)
+
+
+def latent_notes(plans: list[CachePlan], shape: ModelShape) -> list[str]:
+    """What is to be said about the latents (MLA) of a model's plans."""
+    latents = [layer for layer in shape.layers if layer.kind == "mla"]
+    notes = []
+    if any(kept_reason(layer) is None for layer in latents):
+        notes.append(
+            "latents (MLA) are compressed in vLLM alone; transformers keeps them in its "
+            "DynamicCache"
+        )
+    if any(INDEXED not in layer.extras for layer in latents):
+        notes += [
+            f"{plan.name}: vLLM has none for latents (MLA); they are counted at 16 bits"
+            for plan in plans
+            if plan.name in NOT_FOR_LATENTS
+        ]
+    return notes + [
+        f"{plan.name}: counted at 16 bits, for the vLLM plugin refuses it: {plan.refusal}"
+        for plan in plans
+        if plan.refusal is not None
+    ]
+
+
+def _baseline_layer(name: str, layer: LayerShape) -> LayerBytes:
+    if layer.kind == "mla" and INDEXED in layer.extras:
+        return LayerBytes(layer, latent_bytes=INDEXED_LATENT_BYTES.get(name))
+    if layer.kind == "mla" and name in NOT_FOR_LATENTS:
+        return LayerBytes(layer)
+    return LayerBytes(layer, BASELINES[name])
 
 
 def config_plan(name: str, shape: ModelShape, cfg: KVQuantConfig, ranks: int = 1) -> CachePlan:
@@ -100,11 +145,32 @@ def config_plan(name: str, shape: ModelShape, cfg: KVQuantConfig, ranks: int = 1
             heads, dim = layers[i].num_kv_heads, layers[i].head_dim
             layouts[i] = PageLayout(layer_cfg, heads, dim, cache_dtype(shape))
     limit = max((layout.exact_limit for layout in layouts.values()), default=0)
-    sizes = [
-        LayerBytes(layer, layout=layouts.get(i), exact_limit=limit if i in layouts else 0)
-        for i, layer in enumerate(layers)
-    ]
-    return CachePlan(tuple(sizes), name, cfg)
+    latent, refusal = _latents(layers, cfg, cache_dtype(shape))
+    sizes = []
+    for i, layer in enumerate(layers):
+        if i in layouts:
+            sizes.append(LayerBytes(layer, layout=layouts[i], exact_limit=limit))
+        elif latent is not None and layer.kind == "mla":
+            size, tokens = latent.bytes_per_token, latent.page_size
+            sizes.append(LayerBytes(layer, latent_bytes=size, block_tokens=tokens))
+        else:
+            sizes.append(LayerBytes(layer))
+    return CachePlan(tuple(sizes), name, cfg, refusal)
+
+
+def _latents(
+    layers: list[LayerShape], cfg: KVQuantConfig, dtype: torch.dtype
+) -> tuple[LatentLayout | None, str | None]:
+    """The layout of the latents that can be compressed, or why `cfg` is refused for them."""
+    latents = (layer for layer in layers if layer.kind == "mla" and kept_reason(layer) is None)
+    layer = next(latents, None)  # a config gives all layers the same
+    if layer is None:
+        return None, None
+    try:
+        rank = layer.latent_dim - layer.rope_dim
+        return latent_layout(cfg, rank, layer.rope_dim, dtype), None
+    except ValueError as error:
+        return None, str(error)
 
 
 def cache_dtype(shape: ModelShape) -> torch.dtype:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import json
 import re
 import struct
@@ -13,10 +15,14 @@ import torch
 
 from tightkv.cli import main
 from tightkv.config import PRESETS, KVQuantConfig
+from tightkv.latent import LatentLayout
 from tightkv.layout import PageLayout
 from tightkv.model_shape import LayerShape, ModelShape, read_model_shape, skip_reason
 from tightkv.planner import (
+    BASELINES,
     GPUS,
+    INDEXED_LATENT_BYTES,
+    NOT_FOR_LATENTS,
     baseline_plan,
     config_plan,
     plan_weights,
@@ -35,6 +41,8 @@ LLAMA = {
     "torch_dtype": "bfloat16",
 }
 GEMMA = LLAMA | {"model_type": "gemma2", "num_hidden_layers": 4, "sliding_window": 100}
+INDEX = {"index_head_dim": 128}
+LINEAR = {"layer_types": ["full_attention", "linear_attention", "full_attention"]}
 DEEPSEEK = LLAMA | {"model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64}
 
 
@@ -132,12 +140,80 @@ def test_sliding_layers_stay_16_bit_and_stop_growing() -> None:
     assert bf16.total_bytes(1000) == 2 * 100 * 512 + 2 * 1000 * 512
 
 
-def test_latent_attention_is_counted_and_not_compressed() -> None:
+@pytest.mark.parametrize(("preset", "size"), [("k4v2", 385), ("k3v3", 321), ("k2v2", 257)])
+def test_latents_are_sized_by_their_layout(preset: str, size: int) -> None:
+    """4 bits: 256 bytes of codes, 128 of RoPE, 1 of scale. vLLM allocates whole pages."""
     shape = read_model_shape(DEEPSEEK)
-    plan = config_plan("k4v4", shape, KVQuantConfig())
-    assert plan.bytes_per_token == 3 * 576 * 2
-    assert plan.bytes_per_token_per_layer is None
-    assert plan.total_bytes(10) == 10 * 3 * 576 * 2
+    cfg = KVQuantConfig.preset(preset)
+    plan, layout = config_plan(preset, shape, cfg), LatentLayout(cfg, 512, 64)
+    assert plan.bytes_per_token_per_layer == layout.bytes_per_token == size
+    assert plan.bytes_per_token == 3 * size
+    assert plan.total_bytes(cfg.page_size + 1, 2) == 2 * 3 * 2 * layout.page_bytes
+    assert config_plan(preset, shape, cfg, ranks=8) == plan
+
+
+def test_float16_and_float32_models_keep_rope_at_16_bits() -> None:
+    for dtype in ("float16", "float32"):
+        plan = config_plan("k4v4", read_model_shape(DEEPSEEK | {"dtype": dtype}), KVQuantConfig())
+        assert plan.bytes_per_token == 3 * 385
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"key_bits": 8}, "k8v4 for a layer with latent attention"),
+        ({"protected_last": 1}, "protected layers in a model with latent attention"),
+        ({"calibration": "some.json"}, "calibration='some.json'"),
+    ],
+)
+def test_what_the_plugin_refuses_for_latents_is_uncompressed(
+    options: dict[str, Any], reason: str
+) -> None:
+    shape = read_model_shape(DEEPSEEK)
+    plan = config_plan("mine", shape, KVQuantConfig(**options))
+    assert plan.refusal is not None and reason in plan.refusal
+    assert plan.total_bytes(100) == baseline_plan("bf16", shape).total_bytes(100)
+
+
+@pytest.mark.parametrize(
+    ("change", "sizes"),
+    [
+        ({}, [1152, 576, 1152, 385]),  # no MLA backend of vLLM has nvfp4
+        (INDEX, [1152 + 132, 656 + 132, 352 + 132, 1152 + 132]),  # fp8_ds_mla, nvfp4_ds_mla
+        ({"kv_lora_rank": 480}, [1088, 544, 1088, 1088]),
+        (LINEAR, [1152, 576, 1152, 1152]),
+    ],
+)
+def test_latents_in_caches_of_vllm(change: dict[str, Any], sizes: list[int]) -> None:
+    shape = read_model_shape(DEEPSEEK | change)
+    plans = [baseline_plan(name, shape) for name in BASELINES]
+    plans.append(config_plan("k4v4", shape, KVQuantConfig()))
+    count = sum(layer.kind == "mla" for layer in shape.layers)
+    assert [plan.bytes_per_token for plan in plans] == [count * size for size in sizes]
+    for plan in plans[:3]:
+        assert plan.total_bytes(10) == 10 * plan.bytes_per_token
+
+
+@pytest.mark.vllm
+def test_sizes_of_latents_are_those_of_vllm() -> None:
+    """Read from its source: the numbers are literals inside of a method, backends need a GPU."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None and spec.origin is not None
+    folder = Path(spec.origin).parent
+    layer = (folder / "model_executor/layers/attention/mla_attention.py").read_text()
+    sizes = re.search(r"state_content_bytes=(\{.*?\})", layer, re.DOTALL)
+    if sizes is None:
+        pytest.skip("an older vLLM, which says it elsewhere")
+    found = ast.literal_eval(sizes[1])
+    assert found == {f"{name}_ds_mla": size for name, size in INDEXED_LATENT_BYTES.items()}
+    dense = list((folder / "v1/attention/backends/mla").glob("*mla.py"))
+    assert len(dense) > 4
+    for path in dense:
+        listed = re.findall(
+            r"supported_kv_cache_dtypes.*?=\s*\[(.*?)\]", path.read_text(), re.DOTALL
+        )
+        for name in NOT_FOR_LATENTS:
+            assert name not in " ".join(listed), path
 
 
 def test_state_of_hybrid_layers_is_added_once_a_sequence() -> None:
@@ -307,14 +383,30 @@ def test_text_report(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"^k4v4 +140 +420 +3\.66x", text, re.MULTILINE)
 
 
+def test_text_report_of_latents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK))
+    assert main(["plan", str(tmp_path), "--presets", "k8v8,k4v4"]) == 0
+    text = capsys.readouterr().out
+    assert "3 x mla, 576 numbers per token (compressed in vLLM)" in text
+    assert re.search(r"^k4v4 +385 +1155 +2\.99x", text, re.MULTILINE)
+    assert "note: latents (MLA) are compressed in vLLM alone" in text
+    assert "note: nvfp4: vLLM has none for latents (MLA)" in text
+    assert "note: k8v8: counted at 16 bits, for the vLLM plugin refuses it: k8v8 for" in text
+    assert "k4v4:" not in text and "no layer" not in text
+
+
 def test_text_report_of_a_model_that_cannot_be_compressed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK))
-    assert main(["plan", str(tmp_path), "--presets", "k4v4"]) == 0
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK | INDEX))
+    assert main(["plan", str(tmp_path), "--presets", "k8v8,k4v4"]) == 0
     text = capsys.readouterr().out
-    assert "3 x mla, 576 numbers per token (not compressed: latent attention (MLA))" in text
-    assert "no layer of this model can be compressed" in text
+    about = "3 x mla, 576 numbers per token, an index of 132 bytes per token"
+    assert f"{about} (not compressed: sparse latent attention (an indexer chooses tokens))" in text
+    notes = [line for line in text.splitlines() if line.startswith("note")]
+    assert notes == [
+        "note: no layer of this model can be compressed: every preset is the same as bf16"
+    ]
 
 
 def test_weights_beyond_the_budget(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -372,6 +464,7 @@ LAYER = {
     "head_dim": int,
     "value_head_dim": int,
     "latent_dim": int,
+    "index_bytes": int,
     "window": (int, OPTIONAL),
     "state_bytes": (int, OPTIONAL),
     "compressed": bool,

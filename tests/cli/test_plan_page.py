@@ -77,6 +77,14 @@ CHANGES: list[dict[str, Any]] = [
     {"attention_chunk_size": 1024, "num_hidden_layers": 3, "no_rope_layers": [1, 1, 0]},
     {"kv_lora_rank": 128, "qk_rope_head_dim": 16},
     {"kv_lora_rank": 128, "qk_rope_head_dim": 16, "index_head_dim": 24},
+    {"kv_lora_rank": 256, "qk_rope_head_dim": 32},
+    {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128},
+    {"kv_lora_rank": 512, "qk_rope_head_dim": 24},
+    {"kv_lora_rank": 100, "qk_rope_head_dim": 64},
+    {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_hidden_layers": 2}
+    | {"layer_types": ["full_attention", "linear_attention"]},
+    {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_hidden_layers": 2, "sliding_window": 96}
+    | {"layer_types": ["full_attention", "sliding_attention"]},
     {"kv_lora_rank": 128, "qk_rope_head_dim": None},
     {"num_kv_shared_layers": 2},
     {"num_kv_shared_layers": 10**3},
@@ -206,12 +214,23 @@ def test_layers_are_compressed_where_the_package_says_so(browser: Browser) -> No
         for count in range(3)
         for extras in itertools.permutations(EXTRAS, count)
     ]
+    layers += [
+        LayerShape("mla", latent_dim=rank + rope, rope_dim=rope, extras=extras)
+        for rank in (32, 64, 100, 448, 512, 576)
+        for rope in (16, 24, 64, 128)
+        for extras in ((), EXTRAS[:1], EXTRAS[-1:])
+    ]
     wanted = [[skip_reason(layer, name) for name in SUPPORTED_EXTRAS] for layer in layers]
     script = """
-        return arguments[0].map(([kind, headDim, valueHeadDim, extras]) =>
-          arguments[1].map((name) => skipReason({kind, headDim, valueHeadDim, extras}, name)));
+        return arguments[0].map(([kind, headDim, valueHeadDim, latentDim, ropeDim, extras]) => {
+          const layer = {kind, headDim, valueHeadDim, latentDim, ropeDim, extras};
+          return arguments[1].map((name) => skipReason(layer, name));
+        });
     """
-    given = [[each.kind, each.head_dim, each.value_head_dim, each.extras] for each in layers]
+    given = [
+        [each.kind, each.head_dim, each.value_head_dim, each.latent_dim, each.rope_dim, each.extras]
+        for each in layers
+    ]
     assert browser.run(script, given, list(SUPPORTED_EXTRAS)) == wanted
 
 

@@ -13,6 +13,7 @@ from models import FAMILIES, SHAPE
 from tightkv import KVQuantConfig, TightCache
 from tightkv.integrations.transformers.layer import TightLayer
 from tightkv.model_shape import LayerShape, compressed_layers, read_model_shape, skip_reason
+from tightkv.model_shape.shape import INDEXED
 from tightkv.planner import config_plan
 
 COMPRESSED = {family: [1, 3] for family in FAMILIES} | {
@@ -72,6 +73,21 @@ def test_extras_are_those_of_the_integration() -> None:
         assert skip_reason(layer, "vllm") == in_vllm
     with pytest.raises(ValueError, match="layer extra 'wings'; supported: ALiBi"):
         LayerShape("full", 2, 64, 64, extras=("wings",))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({}, None),
+        ({"extras": (INDEXED,)}, INDEXED),
+        ({"rope_dim": 24}, "kv_lora_rank=552; supported: multiples of 64 up to 512"),
+        ({"latent_dim": 536, "rope_dim": 24}, "qk_rope_head_dim=24; supported: 16, 32, 64, 128"),
+    ],
+)
+def test_latents_are_compressed_in_vllm_alone(options: dict[str, Any], reason: str | None) -> None:
+    layer = LayerShape("mla", **{"latent_dim": 576, "rope_dim": 64} | options)
+    assert skip_reason(layer) == "latent attention (MLA)"
+    assert skip_reason(layer, "vllm") == reason
 
 
 def test_layers_whose_cache_others_read() -> None:

@@ -18,7 +18,7 @@ from tightkv.model_shape import (
     stored_weights,
     weights_dtype,
 )
-from tightkv.model_shape.shape import SINKS, WINDOW
+from tightkv.model_shape.shape import BESIDE_OTHERS, INDEXED, LATENT_WINDOW, SINKS, WINDOW
 
 
 def decoder(model_type: str, layers: int, heads: int, kv_heads: int, **more: Any) -> dict[str, Any]:
@@ -44,8 +44,12 @@ def sliding(heads: int, dim: int, window: int, kind: str = "sliding") -> LayerSh
     return LayerShape(kind, heads, dim, dim, window)
 
 
-def linear(state: int) -> LayerShape:
+def linear(state: int | None) -> LayerShape:
     return LayerShape("linear", state_bytes=state)
+
+
+def latent(*extras: str, index_bytes: int = 0) -> LayerShape:
+    return LayerShape("mla", latent_dim=576, rope_dim=64, index_bytes=index_bytes, extras=extras)
 
 
 NOTHING = LayerShape("none")
@@ -155,16 +159,26 @@ FAMILIES: dict[str, tuple[dict[str, Any], list[LayerShape]]] = {
     ),
     "deepseek_v2": (
         decoder("deepseek_v2", 2, 16, 16, kv_lora_rank=512, qk_rope_head_dim=64, v_head_dim=128),
-        [LayerShape("mla", latent_dim=576)] * 2,
+        [latent()] * 2,
     ),
     "deepseek_v3": (
         decoder("deepseek_v3", 2, 128, 128, kv_lora_rank=512, qk_rope_head_dim=64, v_head_dim=128),
-        [LayerShape("mla", latent_dim=576)] * 2,
+        [latent()] * 2,
     ),
     "deepseek_v32 with its index": (
         decoder("deepseek_v32", 1, 128, 128, kv_lora_rank=512, qk_rope_head_dim=64)
         | {"index_head_dim": 128, "layer_types": ["deepseek_sparse_attention"]},
-        [LayerShape("mla", latent_dim=704)],
+        [latent(INDEXED, index_bytes=128 + 4)],
+    ),
+    "latents beside recurrent layers": (
+        decoder("kimi_linear", 2, 16, 16, kv_lora_rank=512, qk_rope_head_dim=64, v_head_dim=128)
+        | {"layer_types": ["linear_attention", "full_attention"]},
+        [linear(None), latent(BESIDE_OTHERS)],
+    ),
+    "latents in a window": (
+        decoder("new", 2, 16, 16, kv_lora_rank=512, qk_rope_head_dim=64, sliding_window=64)
+        | {"layer_types": ["sliding_attention", "full_attention"]},
+        [latent(LATENT_WINDOW)] * 2,
     ),
     "llama4": (
         {

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tightkv.config import KVQuantConfig
-from tightkv.integrations.vllm.install_mla import latent_layout, latent_obstacle
+from tightkv.integrations.vllm.install_mla import layout_of_layers, latent_obstacle
 from tightkv.kernels import mla_reference
 from tightkv.latent import LatentLayout
 
@@ -64,7 +64,7 @@ def test_options_that_latents_do_not_have_are_refused(
 ) -> None:
     layers = {"0": MLAAttention(), "1": MLAAttention(**dims)}
     with pytest.raises(ValueError, match=words):
-        latent_layout(CFG.replace(**options), layers, torch.bfloat16)
+        layout_of_layers(CFG.replace(**options), layers, torch.bfloat16)
 
 
 def test_prompts_attend_to_stored_tokens_a_workspace_at_a_time() -> None:

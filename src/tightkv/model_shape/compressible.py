@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tightkv.config import KVQuantConfig
+from tightkv.latent import LatentLayout
 from tightkv.layout import page_layout
 from tightkv.model_shape.shape import ALIBI, IMAGES, SHARED, SINKS, LayerShape
 
@@ -22,16 +23,23 @@ KIND_REASONS = {
     "none": "keeps nothing",
     "other": "not the attention of a decoder",
 }
-"""Kinds of layers that are never compressed, and why."""
+"""Kinds of layers that are not compressed, and why. Latents are in vLLM."""
 
 
 def skip_reason(layer: LayerShape, integration: str = "transformers") -> str | None:
     """Why a layer is not compressed, or None where it is."""
-    if layer.kind != "full":
+    latent = layer.kind == "mla" and integration == "vllm" and layer.latent_dim > 0
+    if layer.kind != "full" and not latent:
         return KIND_REASONS[layer.kind]
     for extra in layer.extras:
         if extra not in SUPPORTED_EXTRAS[integration]:
             return extra
+    if latent:
+        try:
+            LatentLayout(KVQuantConfig(), layer.latent_dim - layer.rope_dim, layer.rope_dim)
+        except ValueError as error:
+            return str(error)
+        return None
     if layer.head_dim != layer.value_head_dim:
         return f"keys have {layer.head_dim} dimensions and values {layer.value_head_dim}"
     if layer.head_dim:  # 0: not known

@@ -8,7 +8,17 @@ import torch
 
 from tightkv.model_shape.families import ALIBI_FAMILIES, REFUSED, SINK_FAMILIES
 from tightkv.model_shape.kinds import layer_kinds, layers_read_by_others, window_size
-from tightkv.model_shape.shape import ALIBI, SHARED, SINKS, WINDOW, LayerShape, ModelShape
+from tightkv.model_shape.shape import (
+    ALIBI,
+    BESIDE_OTHERS,
+    INDEXED,
+    LATENT_WINDOW,
+    SHARED,
+    SINKS,
+    WINDOW,
+    LayerShape,
+    ModelShape,
+)
 from tightkv.model_shape.source import ModelConfig, load_config
 from tightkv.model_shape.state import state_bytes
 
@@ -99,7 +109,7 @@ def _layers(
         elif kind == "linear":
             shape = LayerShape("linear", state_bytes=state)
         elif cfg.first("kv_lora_rank") is not None:
-            shape = LayerShape("mla", latent_dim=_latent_dim(cfg))
+            shape = _latent_layer(cfg, kinds)
         elif kind == "indexed":
             raise ValueError(
                 f"layer {index} of {cfg.name} is of kind 'indexed_attention' without a latent "
@@ -178,10 +188,26 @@ def _layer_override(
     return heads, head_dim
 
 
-def _latent_dim(cfg: ModelConfig) -> int:
-    """DeepSeek's latent: compressed KV, the shared RoPE key, and a sparse index where there is."""
-    latent, rope = cfg.need("kv_lora_rank"), cfg.need("qk_rope_head_dim")
-    return latent + rope + (cfg.number("index_head_dim") or 0)
+def _latent_layer(cfg: ModelConfig, kinds: list[str]) -> LayerShape:
+    """DeepSeek's latent and the shared RoPE key.
+
+    An index is counted as vLLM 0.32 keeps it (models/deepseek_v2.py, Indexer): a byte per number
+    and a float32 scale for 128 of them.
+    """
+    rank, rope = cfg.need("kv_lora_rank"), cfg.need("qk_rope_head_dim")
+    index = cfg.number("index_head_dim") or 0
+    found = {
+        INDEXED: index or "indexed" in kinds,
+        BESIDE_OTHERS: {"linear", "hybrid"} & set(kinds),
+        LATENT_WINDOW: {"sliding", "chunked"} & set(kinds),
+    }
+    return LayerShape(
+        "mla",
+        latent_dim=rank + rope,
+        rope_dim=rope,
+        index_bytes=index + index // 128 * 4,
+        extras=tuple(extra for extra in found if found[extra]),
+    )
 
 
 def _useful_window(cfg: ModelConfig, kinds: list[str], notes: list[str]) -> int | None:

@@ -11,13 +11,16 @@ from typing import Any
 import torch
 
 KINDS = ("full", "sliding", "chunked", "linear", "mla", "none", "other")
-# What attention over all tokens may need beyond the causal mask: the extras of a LayerShape.
+# What attention may need beyond the causal mask over all tokens: the extras of a LayerShape.
 ALIBI = "ALiBi"
 IMAGES = "images attend in both directions"
 SHARED = "shares its cache with another layer"
 SINKS = "sink logits"
 WINDOW = "sliding window, longer than any sequence"
-EXTRAS = (ALIBI, IMAGES, SHARED, SINKS, WINDOW)
+INDEXED = "sparse latent attention (an indexer chooses tokens)"
+BESIDE_OTHERS = "latent attention (MLA) beside layers of other kinds"
+LATENT_WINDOW = "latent attention (MLA) in a sliding window"
+EXTRAS = (ALIBI, IMAGES, SHARED, SINKS, WINDOW, INDEXED, BESIDE_OTHERS, LATENT_WINDOW)
 
 
 @dataclass(frozen=True)
@@ -37,11 +40,15 @@ class LayerShape:
     value_head_dim: int = 0
     window: int | None = None
     latent_dim: int = 0
-    """mla: numbers per token (latent, RoPE key and, where there is one, sparse index)."""
+    """mla: numbers per token, of the latent and the RoPE part of the key."""
+    rope_dim: int = 0
+    """mla: of these, the RoPE part."""
+    index_bytes: int = 0
+    """mla: bytes per token of a sparse index, whatever the cache's dtype."""
     state_bytes: int | None = 0
     """Bytes of the constant state per sequence; None where the config does not tell."""
     extras: tuple[str, ...] = ()
-    """full: what its attention needs beyond the causal mask."""
+    """full, mla: what its attention needs beyond the causal mask."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -62,13 +69,17 @@ class LayerShape:
             return self.latent_dim
         return self.num_kv_heads * (self.head_dim + self.value_head_dim)
 
+    def bytes_per_token(self, element_bytes: float = 2) -> float:
+        """Bytes of a token inside the window when nothing is compressed."""
+        return self.elements_per_token * element_bytes + self.index_bytes
+
     def tokens_kept(self, tokens: int) -> int:
         """How many of a sequence's `tokens` the layer holds."""
         return tokens if self.window is None else min(tokens, self.window)
 
     def uncompressed_bytes(self, tokens: int, element_bytes: float = 2) -> int:
         """Bytes of one sequence of `tokens` tokens when nothing is compressed."""
-        kept = self.tokens_kept(tokens) * self.elements_per_token * element_bytes
+        kept = self.tokens_kept(tokens) * self.bytes_per_token(element_bytes)
         return math.ceil(kept) + (self.state_bytes or 0)
 
     def shard(self, ranks: int) -> LayerShape:

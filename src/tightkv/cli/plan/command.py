@@ -20,7 +20,6 @@ from tightkv.config import PRESETS, KVQuantConfig
 from tightkv.key_check import CheckedConfig, KeyCheck, raised_layers
 from tightkv.model_shape import (
     ModelShape,
-    compressed_layers,
     is_local,
     read_model_shape,
     skip_reason,
@@ -35,6 +34,8 @@ from tightkv.planner import (
     baseline_plan,
     config_plan,
     count_weights,
+    kept_reason,
+    latent_notes,
     plan_weights,
 )
 
@@ -192,7 +193,8 @@ def _plans(args: argparse.Namespace, shape: ModelShape) -> tuple[list[CachePlan]
             name += "+"
             raised.setdefault(raised_layers(cfg, checked.config), []).append(name)
         plans.append(config_plan(name, shape, checked.config, args.tp))
-    notes = [
+    notes = latent_notes(plans, shape)
+    notes += [
         f"{', '.join(names)}: {layers}, whose weights would make scores too noisy otherwise; "
         "protect_keys=false turns this off"
         for layers, names in raised.items()
@@ -248,10 +250,11 @@ def _model_part(shape: ModelShape, ranks: int) -> dict[str, Any]:
                 "head_dim": own.head_dim,
                 "value_head_dim": own.value_head_dim,
                 "latent_dim": own.latent_dim,
+                "index_bytes": own.index_bytes,
                 "window": own.window,
                 "state_bytes": own.state_bytes,
-                "compressed": skip_reason(own) is None,
-                "skip_reason": skip_reason(own),
+                "compressed": kept_reason(own) is None,
+                "skip_reason": kept_reason(own),
             }
         )
     return {
@@ -292,7 +295,7 @@ def _notes(
         notes.append("the config says float32; the cache is planned as if the model ran in bf16")
     if shape.max_positions is not None and context > shape.max_positions:
         notes.append(f"context {context} is beyond the model's limit of {shape.max_positions}")
-    if not compressed_layers(shape.layers):
+    if all(kept_reason(layer) is not None for layer in shape.layers):
         notes.append("no layer of this model can be compressed: every preset is the same as bf16")
     notes += _vllm_notes(shape)
     if weights is not None and weights.source == "estimated" and shape.composite:

@@ -33,11 +33,15 @@ def _layer_line(group: dict[str, Any]) -> str:
         about.append(f"{group['num_kv_heads']} KV heads of {group['head_dim']}")
     if group["latent_dim"]:
         about.append(f"{group['latent_dim']} numbers per token")
+    if group["index_bytes"]:
+        about.append(f"an index of {group['index_bytes']} bytes per token")
     if group["window"]:
         about.append(f"at most {group['window']} tokens")
     if group["state_bytes"]:
         about.append(f"state of {human_bytes(group['state_bytes'])} per sequence")
-    kept = "compressed" if group["compressed"] else f"not compressed: {group['skip_reason']}"
+    kept = f"not compressed: {group['skip_reason']}"
+    if group["compressed"]:
+        kept = "compressed in vLLM" if group["kind"] == "mla" else "compressed"
     return f"{', '.join(about)} ({kept})"
 
 

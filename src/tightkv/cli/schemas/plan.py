@@ -16,7 +16,7 @@ from tightkv.cli.schemas.build import (
 _LAYERS = obj(
     {
         "kind": STR,
-        **names("count num_kv_heads head_dim value_head_dim latent_dim", INT),
+        **names("count num_kv_heads head_dim value_head_dim latent_dim index_bytes", INT),
         **names("window state_bytes", nullable(INT)),
         "compressed": BOOL,
         "skip_reason": nullable(STR),

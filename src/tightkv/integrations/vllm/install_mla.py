@@ -13,7 +13,8 @@ import torch
 from tightkv.config import KVQuantConfig
 from tightkv.integrations.vllm.layer_shapes import is_latent
 from tightkv.integrations.vllm.options import EngineOptions
-from tightkv.latent import LatentLayout
+from tightkv.latent import LatentLayout, latent_layout
+from tightkv.model_shape.shape import BESIDE_OTHERS, INDEXED, LATENT_WINDOW
 
 logger = logging.getLogger("vllm.tightkv")
 
@@ -24,13 +25,13 @@ def latent_obstacle(layers: Mapping[str, Any]) -> str | None:
 
     latent = [layer for layer in layers.values() if is_latent(layer)]
     if any(layer.use_sparse or layer.indexer is not None for layer in latent):
-        return "sparse latent attention (an indexer chooses tokens)"
+        return INDEXED
     if len(latent) < len(layers):
-        return "latent attention (MLA) beside layers of other kinds"
+        return BESIDE_OTHERS
     if any(getattr(layer, "is_amx_bmm_enabled", False) for layer in latent):
         return "latent attention (MLA) in AMX kernels; --attention-backend CPU_MLA has others"
     if any(layer.sliding_window is not None for layer in latent):
-        return "latent attention (MLA) in a sliding window"
+        return LATENT_WINDOW
     if any(layer.non_causal_multi_token_decode for layer in latent):
         return "latent attention (MLA) of drafts that see later tokens"
     if "tokens_per_state" not in {field.name for field in fields(MLAAttentionSpec)}:
@@ -44,7 +45,7 @@ def install_latent(
     """Give all layers our attention -> the layout of their pages."""
     from tightkv.integrations.vllm.mla import TightLatentAttention, TightLatentBackend
 
-    layout = latent_layout(options.config, layers, vllm_config.model_config.dtype)
+    layout = layout_of_layers(options.config, layers, vllm_config.model_config.dtype)
     vllm_config.cache_config.block_size = layout.page_size
     device = next(iter(layers.values()))._k_scale.device
     kernels = latent_kernels(device)
@@ -72,28 +73,17 @@ def install_latent(
     return layout
 
 
-def latent_layout(
+def layout_of_layers(
     cfg: KVQuantConfig, layers: Mapping[str, Any], dtype: torch.dtype
 ) -> LatentLayout:
     """The layout of all layers, which must be alike."""
-    if cfg.names_layers:
-        raise ValueError(
-            "tightkv: layer_bits and protected layers in a model with latent attention (MLA); all "
-            "its layers have the same bits: set protected_first and protected_last to 0 and leave "
-            "layer_bits out"
-        )
-    if cfg.calibration:
-        raise ValueError(
-            f"tightkv: calibration={cfg.calibration!r} in a model with latent attention (MLA), for "
-            "which there are none; leave it out"
-        )
     sizes = {(layer.kv_lora_rank, layer.qk_rope_head_dim) for layer in layers.values()}
     if len(sizes) > 1:
         raise ValueError(
             f"tightkv: layers with latents of different sizes (kv_lora_rank, qk_rope_head_dim): "
             f"{', '.join(map(str, sorted(sizes)))}; supported: one size"
         )
-    return LatentLayout(cfg.for_layer(0, 1), *sizes.pop(), dtype)
+    return latent_layout(cfg, *sizes.pop(), dtype)
 
 
 def latent_kernels(device: torch.device) -> ModuleType:

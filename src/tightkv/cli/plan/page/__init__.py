@@ -12,6 +12,7 @@ from typing import Any
 
 from tightkv import __version__
 from tightkv.config import PRESETS, KVQuantConfig
+from tightkv.latent import RANKS, ROPE_DIMS, latent_layout
 from tightkv.layout import MAX_TOKENS, PageLayout
 from tightkv.model_shape import (
     compressible,
@@ -23,9 +24,16 @@ from tightkv.model_shape import (
     state,
     weights,
 )
-from tightkv.planner import BASELINES, GPUS, WEIGHT_BITS
+from tightkv.planner import (
+    BASELINES,
+    GPUS,
+    INDEXED_LATENT_BYTES,
+    NOT_FOR_LATENTS,
+    WEIGHT_BITS,
+)
 
 _HERE = Path(__file__).parent
+_EXTRAS = ["ALIBI", "SHARED", "SINKS", "WINDOW", "INDEXED", "BESIDE_OTHERS", "LATENT_WINDOW"]
 _SCRIPTS = ("config.js", "bytes.js", "page.js")
 
 
@@ -49,10 +57,14 @@ def _tables() -> dict[str, Any]:
         "gpus": GPUS,
         "weight_bits": WEIGHT_BITS,
         "baselines": BASELINES,
+        "indexed_latent_bytes": INDEXED_LATENT_BYTES,
+        "not_for_latents": NOT_FOR_LATENTS,
+        "latent_ranks": list(RANKS),
+        "latent_rope_dims": ROPE_DIMS,
         "presets": {name: _preset(KVQuantConfig.preset(name)) for name in PRESETS},
         "kind_reasons": compressible.KIND_REASONS,
         "supported_extras": compressible.SUPPORTED_EXTRAS,
-        "extras": {name: getattr(shape, name) for name in ("ALIBI", "SHARED", "SINKS", "WINDOW")},
+        "extras": {name: getattr(shape, name) for name in _EXTRAS},
         "max_tokens": MAX_TOKENS,
         "exact_element_bytes": layout.exact_bytes_per_token // 32,
         "counter_bytes": layout.sequence_bytes(0) - layout.cfg.sinks * layout.exact_bytes_per_token,
@@ -79,7 +91,7 @@ def _tables() -> dict[str, Any]:
     }
 
 
-def _preset(cfg: KVQuantConfig) -> dict[str, int]:
+def _preset(cfg: KVQuantConfig) -> dict[str, Any]:
     """What a layer's bytes follow from: a head's record grows evenly with head_dim."""
     sizes = [PageLayout(cfg, 1, dim).record_bytes for dim in range(16, 1025, 16)]
     slope, rest = divmod(sizes[1] - sizes[0], 16)
@@ -95,4 +107,23 @@ def _preset(cfg: KVQuantConfig) -> dict[str, int]:
         "sinks": cfg.sinks,
         "record_slope": slope,
         "record_offset": offset,
+        "latent": _latent(cfg),
     }
+
+
+def _latent(cfg: KVQuantConfig) -> dict[str, Any]:
+    """The same of latents, whose bytes grow evenly with their rank; or why there are none."""
+    try:
+        latent_layout(cfg, RANKS[0], ROPE_DIMS[0])
+    except ValueError as error:
+        return {"refusal": str(error)}
+    sizes = {
+        (rank, rope): latent_layout(cfg, rank, rope).bytes_per_token - 2 * rope
+        for rank in RANKS
+        for rope in ROPE_DIMS
+    }
+    slope = (sizes[128, 64] - sizes[64, 64]) / 64
+    offset = sizes[64, 64] - 64 * slope
+    if any(size != slope * rank + offset for (rank, _), size in sizes.items()):
+        raise NotImplementedError(f"latents of {cfg.name} do not grow evenly: bytes.js needs more")
+    return {"refusal": None, "slope": slope, "offset": offset}

@@ -22,10 +22,20 @@ function shard(layer, ranks) {
 
 // Why a layer is not compressed, or null where it is.
 function skipReason(layer, integration = "transformers") {
-  if (layer.kind !== "full") return DATA.kind_reasons[layer.kind];
+  const latent = layer.kind === "mla" && integration === "vllm" && layer.latentDim > 0;
+  if (layer.kind !== "full" && !latent) return DATA.kind_reasons[layer.kind];
   const supported = DATA.supported_extras[integration];
   const extra = layer.extras.find((each) => !supported.includes(each));
   if (extra !== undefined) return extra;
+  if (latent) {
+    const rank = layer.latentDim - layer.ropeDim;
+    if (!DATA.latent_ranks.includes(rank)) {
+      return `kv_lora_rank=${rank}; supported: multiples of 64 up to 512`;
+    }
+    const dims = DATA.latent_rope_dims;
+    if (dims.includes(layer.ropeDim)) return null;
+    return `qk_rope_head_dim=${layer.ropeDim}; supported: ${dims.join(", ")}`;
+  }
   if (layer.headDim !== layer.valueHeadDim) {
     return `keys have ${layer.headDim} dimensions and values ${layer.valueHeadDim}`;
   }
@@ -36,6 +46,10 @@ function skipReason(layer, integration = "transformers") {
   return null;
 }
 
+// Why no preset compresses a layer; null where TightCache does or, of latents, vLLM.
+const keptReason = (layer) =>
+  skipReason(layer, layer.kind === "mla" ? "vllm" : "transformers");
+
 const elementsPerToken = (layer) =>
   layer.kind === "mla"
     ? layer.latentDim
@@ -43,7 +57,7 @@ const elementsPerToken = (layer) =>
 
 // A layer that stays uncompressed, at `elementBytes` a number.
 function plainCost(layer, elementBytes) {
-  const perToken = elementsPerToken(layer) * elementBytes;
+  const perToken = elementsPerToken(layer) * elementBytes + layer.indexBytes;
   return {
     layer,
     exactLimit: 0,
@@ -52,6 +66,17 @@ function plainCost(layer, elementBytes) {
       const kept = layer.window === null ? tokens : Math.min(tokens, layer.window);
       return Math.ceil(kept * perToken) + (layer.stateBytes || 0);
     },
+  };
+}
+
+// A latent of `latentBytes` per token, in blocks of `blockTokens`.
+function latentCost(layer, latentBytes, blockTokens) {
+  return {
+    layer,
+    exactLimit: 0,
+    bytesPerToken: latentBytes + layer.indexBytes,
+    totalBytes: (tokens) =>
+      ceilDiv(tokens, blockTokens) * blockTokens * latentBytes + tokens * layer.indexBytes,
   };
 }
 
@@ -95,10 +120,11 @@ function exactLimit(layer, preset) {
 
 // --- the whole cache ---
 class CachePlan {
-  constructor(name, preset, costs) {
+  constructor(name, preset, costs, refusal = null) {
     this.name = name;
     this.preset = preset;
     this.costs = costs;
+    this.refusal = refusal;
   }
 
   get bytesPerToken() {
@@ -107,7 +133,7 @@ class CachePlan {
 
   // Mean over the layers that can be compressed; null where there is none.
   get bytesPerTokenPerLayer() {
-    const costs = this.costs.filter((cost) => skipReason(cost.layer) === null);
+    const costs = this.costs.filter((cost) => keptReason(cost.layer) === null);
     if (!costs.length) return null;
     return costs.reduce((sum, cost) => sum + cost.bytesPerToken, 0) / costs.length;
   }
@@ -137,20 +163,32 @@ class CachePlan {
 }
 
 function baselinePlan(name, layers) {
-  const costs = layers.map((layer) => plainCost(layer, DATA.baselines[name]));
-  return new CachePlan(name, null, costs);
+  return new CachePlan(name, null, layers.map((layer) => baselineCost(name, layer)));
+}
+
+function baselineCost(name, layer) {
+  if (layer.kind === "mla" && layer.extras.includes(DATA.extras.INDEXED)) {
+    const bytes = DATA.indexed_latent_bytes[name];
+    return bytes ? latentCost(layer, bytes, 1) : plainCost(layer, DATA.exact_element_bytes);
+  }
+  const none = layer.kind === "mla" && DATA.not_for_latents.includes(name);
+  return plainCost(layer, none ? DATA.exact_element_bytes : DATA.baselines[name]);
 }
 
 function presetPlan(name, layers) {
   const preset = DATA.presets[name];
   const compressed = layers.filter((layer) => skipReason(layer) === null);
   const limit = Math.max(0, ...compressed.map((layer) => exactLimit(layer, preset)));
-  const costs = layers.map((layer) =>
-    skipReason(layer) === null
-      ? pagedCost(layer, preset, limit)
-      : plainCost(layer, DATA.exact_element_bytes),
-  );
-  return new CachePlan(name, preset, costs);
+  const { refusal, slope, offset } = preset.latent;
+  const isLatent = (layer) => layer.kind === "mla" && keptReason(layer) === null;
+  const costs = layers.map((layer) => {
+    if (skipReason(layer) === null) return pagedCost(layer, preset, limit);
+    if (!isLatent(layer) || refusal) return plainCost(layer, DATA.exact_element_bytes);
+    const rope = layer.ropeDim * DATA.exact_element_bytes;
+    const bytes = slope * (layer.latentDim - layer.ropeDim) + rope + offset;
+    return latentCost(layer, bytes, preset.page_size);
+  });
+  return new CachePlan(name, preset, costs, layers.some(isLatent) ? refusal : null);
 }
 
 // --- weights ---
@@ -269,7 +307,7 @@ function plan(config, given) {
     weights,
     memory: memory && { ...memory, cache_bytes: left },
     rows: plans.map((each) => rowOf(each, plans[0], context, options.batch, left)),
-    notes: notesOf(shape, context, memory, weights),
+    notes: [...notesOf(shape, context, memory, weights), ...latentNotes(plans, shape)],
     plans,
   };
 }
@@ -301,10 +339,11 @@ function modelPart(shape, ranks) {
       head_dim: own.headDim,
       value_head_dim: own.valueHeadDim,
       latent_dim: own.latentDim,
+      index_bytes: own.indexBytes,
       window: own.window,
       state_bytes: own.stateBytes,
-      compressed: skipReason(own) === null,
-      skip_reason: skipReason(own),
+      compressed: keptReason(own) === null,
+      skip_reason: keptReason(own),
     };
   });
   return {
@@ -344,7 +383,7 @@ function notesOf(shape, context, memory, weights) {
   if (shape.maxPositions !== null && context > shape.maxPositions) {
     notes.push(`context ${context} is beyond the model's limit of ${shape.maxPositions}`);
   }
-  if (shape.layers.every((layer) => skipReason(layer) !== null)) {
+  if (shape.layers.every((layer) => keptReason(layer) !== null)) {
     notes.push("no layer of this model can be compressed: every preset is the same as bf16");
   }
   notes.push(...vllmNotes(shape));
@@ -353,6 +392,26 @@ function notesOf(shape, context, memory, weights) {
   }
   if (memory && weights && weights.bytes >= memory.budget_bytes) {
     notes.push("the weights alone exceed the budget: nothing fits");
+  }
+  return notes;
+}
+
+// What is to be said about the latents (MLA) of a model's plans.
+function latentNotes(plans, shape) {
+  const latents = shape.layers.filter((layer) => layer.kind === "mla");
+  const notes = [];
+  if (latents.some((layer) => keptReason(layer) === null)) {
+    notes.push(
+      "latents (MLA) are compressed in vLLM alone; transformers keeps them in its DynamicCache",
+    );
+  }
+  if (latents.some((layer) => !layer.extras.includes(DATA.extras.INDEXED))) {
+    for (const name of DATA.not_for_latents) {
+      notes.push(`${name}: vLLM has none for latents (MLA); they are counted at 16 bits`);
+    }
+  }
+  for (const { name, refusal } of plans.filter((each) => each.refusal)) {
+    notes.push(`${name}: counted at 16 bits, for the vLLM plugin refuses it: ${refusal}`);
   }
   return notes;
 }

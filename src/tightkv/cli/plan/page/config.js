@@ -325,7 +325,7 @@ function readLayers(cfg, numHeads, hiddenSize, notes) {
     if (kind === "none") return layer("none", 0, 0, 0, null, 0);
     if (kind === "linear") return layer("linear", 0, 0, 0, null, state);
     if (cfg.first("kv_lora_rank") !== null) {
-      return { ...layer("mla", 0, 0, 0, null, 0), latentDim: latentDim(cfg) };
+      return latentLayer(cfg, kinds);
     }
     if (kind === "indexed") {
       throw new Error(
@@ -346,7 +346,8 @@ function readLayers(cfg, numHeads, hiddenSize, notes) {
 }
 
 function layer(kind, numKvHeads, headDim, valueHeadDim, window, stateBytes, extras = []) {
-  return { kind, numKvHeads, headDim, valueHeadDim, window, latentDim: 0, stateBytes, extras };
+  const sizes = { numKvHeads, headDim, valueHeadDim, latentDim: 0, ropeDim: 0, indexBytes: 0 };
+  return { kind, ...sizes, window, stateBytes, extras };
 }
 
 // What a layer of full attention needs beyond the causal mask.
@@ -393,9 +394,24 @@ function layerOverride(cfg, index, kind, heads, headDim) {
   return [heads, headDim];
 }
 
-function latentDim(cfg) {
+// DeepSeek's latent and the shared RoPE key; an index as vLLM keeps it.
+function latentLayer(cfg, kinds) {
+  const rank = cfg.need("kv_lora_rank");
   const rope = cfg.need("qk_rope_head_dim");
-  return cfg.need("kv_lora_rank") + rope + (cfg.number("index_head_dim") || 0);
+  const index = cfg.number("index_head_dim") || 0;
+  const has = (...names) => kinds.some((kind) => names.includes(kind));
+  const found = {
+    INDEXED: index || has("indexed"),
+    BESIDE_OTHERS: has("linear", "hybrid"),
+    LATENT_WINDOW: has("sliding", "chunked"),
+  };
+  const extras = Object.keys(found).filter((name) => found[name]);
+  return {
+    ...layer("mla", 0, 0, 0, null, 0, extras.map((name) => DATA.extras[name])),
+    latentDim: rank + rope,
+    ropeDim: rope,
+    indexBytes: index + Math.floor(index / 128) * 4,
+  };
 }
 
 // The window, or null where no allowed sequence outgrows it.

@@ -180,9 +180,11 @@ function layerLine(group) {
   const about = [`${group.count} x ${group.kind}`];
   if (group.num_kv_heads) about.push(`${group.num_kv_heads} KV heads of ${group.head_dim}`);
   if (group.latent_dim) about.push(`${group.latent_dim} numbers per token`);
+  if (group.index_bytes) about.push(`an index of ${group.index_bytes} bytes per token`);
   if (group.window) about.push(`at most ${whole(group.window)} tokens`);
   if (group.state_bytes) about.push(`state of ${humanBytes(group.state_bytes)} per sequence`);
-  const kept = group.compressed ? "compressed" : `not compressed: ${group.skip_reason}`;
+  const where = group.kind === "mla" ? "compressed in vLLM" : "compressed";
+  const kept = group.compressed ? where : `not compressed: ${group.skip_reason}`;
   return `${about.join(", ")} (${kept})`;
 }
 
