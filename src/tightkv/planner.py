@@ -103,28 +103,6 @@ def baseline_plan(name: str, shape: ModelShape, ranks: int = 1) -> CachePlan:
     return CachePlan(tuple(_baseline_layer(name, layer) for layer in layers), name)
 
 
-def latent_notes(plans: list[CachePlan], shape: ModelShape) -> list[str]:
-    """What is to be said about the latents (MLA) of a model's plans."""
-    latents = [layer for layer in shape.layers if layer.kind == "mla"]
-    notes = []
-    if any(kept_reason(layer) is None for layer in latents):
-        notes.append(
-            "latents (MLA) are compressed in vLLM alone; transformers keeps them in its "
-            "DynamicCache"
-        )
-    if any(INDEXED not in layer.extras for layer in latents):
-        notes += [
-            f"{plan.name}: vLLM has none for latents (MLA); they are counted at 16 bits"
-            for plan in plans
-            if plan.name in NOT_FOR_LATENTS
-        ]
-    return notes + [
-        f"{plan.name}: counted at 16 bits, for the vLLM plugin refuses it: {plan.refusal}"
-        for plan in plans
-        if plan.refusal is not None
-    ]
-
-
 def _baseline_layer(name: str, layer: LayerShape) -> LayerBytes:
     if layer.kind == "mla" and INDEXED in layer.extras:
         return LayerBytes(layer, latent_bytes=INDEXED_LATENT_BYTES.get(name))
@@ -171,6 +149,28 @@ def _latents(
         return latent_layout(cfg, rank, layer.rope_dim, dtype), None
     except ValueError as error:
         return None, str(error)
+
+
+def latent_notes(plans: list[CachePlan], shape: ModelShape) -> list[str]:
+    """What is to be said about the latents (MLA) of a model's plans."""
+    latents = [layer for layer in shape.layers if layer.kind == "mla"]
+    notes = []
+    if any(kept_reason(layer) is None for layer in latents):
+        notes.append(
+            "latents (MLA) are compressed in vLLM alone; transformers keeps them in its "
+            "DynamicCache"
+        )
+    if any(INDEXED not in layer.extras for layer in latents):
+        notes += [
+            f"{plan.name}: vLLM has none for latents (MLA); they are counted at 16 bits"
+            for plan in plans
+            if plan.name in NOT_FOR_LATENTS
+        ]
+    return notes + [
+        f"{plan.name}: counted at 16 bits, for the vLLM plugin refuses it: {plan.refusal}"
+        for plan in plans
+        if plan.refusal is not None
+    ]
 
 
 def cache_dtype(shape: ModelShape) -> torch.dtype:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tightkv.config import KVQuantConfig
-from tightkv.integrations.vllm.install_mla import layout_of_layers, latent_obstacle
+from tightkv.integrations.vllm.install_mla import latent_obstacle, layout_of_layers
 from tightkv.kernels import mla_reference
 from tightkv.latent import LatentLayout
 

@@ -23,7 +23,7 @@ KIND_REASONS = {
     "none": "keeps nothing",
     "other": "not the attention of a decoder",
 }
-"""Kinds of layers that are not compressed, and why. Latents are in vLLM."""
+"""Kinds of layers that are not compressed, and why; mla is in vLLM."""
 
 
 def skip_reason(layer: LayerShape, integration: str = "transformers") -> str | None:
