@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tightkv.cache import PagedKV, uniform_cu_seqlens
+from tightkv.cache import PagedKV
 from tightkv.kernels.check import (
     check_heads,
     check_mask,
@@ -16,6 +16,7 @@ from tightkv.kernels.check import (
 )
 from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.view import CacheView
+from tightkv.sequences import uniform_cu_seqlens
 
 
 def attend(
@@ -63,9 +64,10 @@ def attend(
         if tokens is not None:
             check_mask_tokens(mask, tokens + (0 if new_key is None else query.shape[1]))
     batch, lq = query.shape[:2]
+    batches = cache.kernels.TAKES_BATCHES
     out, lse = cache.kernels.attend(
         cache.codec,
-        query.flatten(0, 1),
+        query if batches else query.flatten(0, 1),
         view,
         uniform_cu_seqlens(batch, lq, query.device),
         AttendOptions(
@@ -75,8 +77,8 @@ def attend(
             window=window,
             softcap=softcap,
             mask=mask,
-            new_key=None if new_key is None else new_key.flatten(0, 1),
-            new_value=None if new_value is None else new_value.flatten(0, 1),
+            new_key=new_key if batches or new_key is None else new_key.flatten(0, 1),
+            new_value=new_value if batches or new_value is None else new_value.flatten(0, 1),
         ),
     )
-    return out.unflatten(0, (batch, lq)), lse.unflatten(0, (batch, lq))
+    return (out, lse) if batches else (out.unflatten(0, (batch, lq)), lse.unflatten(0, (batch, lq)))

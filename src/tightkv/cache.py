@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Sequence
-from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch import Tensor
 from tightkv.codec import Codec
 from tightkv.kernels import registry
 from tightkv.kernels.check import check_feedback, check_new_tokens, expect
+from tightkv.kernels.cpu.copies import copy_tokens
 from tightkv.kernels.reference import materialize
 from tightkv.kernels.view import CacheView
 from tightkv.layout import PageLayout
@@ -108,16 +108,11 @@ class PagedKV:
         self._fit_pages()
         if rows is None:
             rows, same_length = self.table.tensors(self.device), self.table.same_length()
-        return CacheView(
-            same_length=same_length,
-            pages=self.pages,
-            **rows._asdict(),
-            ring_key=self.ring_key,
-            ring_value=self.ring_value,
-            sink_key=self.sink_key,
-            sink_value=self.sink_value,
-            feedback=self._feedback,
-        )
+        return self._view(rows, same_length)
+
+    def _view(self, rows: RowTensors, same_length: int | None = None) -> CacheView:
+        exact = (self.ring_key, self.ring_value, self.sink_key, self.sink_value)
+        return CacheView(self.pages, *rows, *exact, same_length, feedback=self._feedback)
 
     def allocated_bytes(self) -> int:
         """Bytes of every tensor this layer holds, its share of the table's tensors included."""
@@ -140,8 +135,11 @@ class PagedKV:
         They are kept in the layout's dtype; numbers beyond its range become its largest.
         """
         self._check(plan, key, value)
+        if plan.ring_only and self._put_in_rings(plan, key, value):
+            return
         self.fit_rows()
         self._fit_pages()
+        kernels = self.kernels
         if plan.copies:
             source, target = torch.tensor(plan.copies, device=self.device).T
             self.pages[target] = self.pages[source]
@@ -152,23 +150,24 @@ class PagedKV:
         if self.layout.cfg.check_finite:  # here, since kernels do not see tokens of whole rows
             for x in (key, value):
                 finite(_pack(x, plan.counts), check=True)
-        key, value = self.exact(key), self.exact(value)
+        if key.dtype != self.layout.dtype:
+            key, value = self.exact(key), self.exact(value)
         # Before the ring becomes a shorter one: what kernels encode may be in it.
-        new_key, new_value = (
-            _encoded(plan, self.ring_key, key),
-            _encoded(plan, self.ring_value, value),
-        )
+        new_key, new_value = key, value
+        if not (kernels.TAKES_BATCHES and plan.encoded == (key.shape[1],) * len(plan.rows)):
+            new_key = _encoded(plan, self.ring_key, key)
+            new_value = _encoded(plan, self.ring_value, value)
         self._fit_exact(plan)
-        if any(plan.whole_counts):
+        if plan.encoded != plan.counts and any(plan.whole_counts):
             at = plan.whole_slots(self.device)
             self.ring_key[at] = _pack(key, plan.whole_counts)
             self.ring_value[at] = _pack(value, plan.whole_counts)
         if not any(plan.encoded):
             return
         cu_seqlens, ring_valid_from = plan.tensors(self.device)
-        self.kernels.append(
+        kernels.append(
             self.codec,
-            self.view(self.table.tensors(self.device).pick(plan.rows)),
+            self._view(self.table.tensors(self.device).pick(plan.rows)),
             new_key,
             new_value,
             cu_seqlens,
@@ -176,6 +175,20 @@ class PagedKV:
             max_new=max(plan.encoded),
             encode_partial_page=self.table.encode_partial_page,
         )
+
+    def _put_in_rings(self, plan: AppendPlan, key: Tensor, value: Tensor) -> bool:
+        """A plan that is `ring_only`, on a CPU: a step without torch. False: done nothing."""
+        ring = self.ring_key
+        if (
+            self.device.type != "cpu"
+            or ring.shape[:2] != (len(self.table), plan.ring_tokens)
+            or self.layout.cfg.check_finite
+        ):
+            return False
+        if key.dtype != ring.dtype:
+            key, value = self.exact(key), self.exact(value)
+        slots = [row * plan.ring_tokens + plan.held[row] % plan.ring_tokens for row in plan.rows]
+        return copy_tokens(ring, key, slots) and copy_tokens(self.ring_value, value, slots)
 
     def select(self, rows: Sequence[int]) -> None:
         """Follow `table.select(rows)`: move rings and sinks; pages stay where they are."""
@@ -222,24 +235,25 @@ class PagedKV:
 
     @property
     def _num_pages(self) -> int:
-        return len(self._pages if self._offloaded is None else self._offloaded)
+        return self._pages.shape[0] if self._offloaded is None else len(self._offloaded)
 
     def _check(self, plan: AppendPlan, key: Tensor, value: Tensor) -> None:
         heads, d = self.layout.num_kv_heads, self.layout.head_dim
-        for name, x in (("key", key), ("value", value)):
-            expect(name, x, (len(plan.rows), "T", heads, d), self.device)
-        check_new_tokens(self.layout, key, value)
-        if key.shape[1] < max(plan.counts, default=0):
-            raise ValueError(
-                f"key and value {list(key.shape)} must hold {max(plan.counts, default=0)} tokens"
-            )
+        wanted = (len(plan.rows), "T", heads, d)
+        expect("key", key, wanted, self.device)
+        if (value.shape, value.dtype, value.device) != (key.shape, key.dtype, key.device):
+            expect("value", value, wanted, self.device)
+            check_new_tokens(self.layout, key, value)
+        most = max(plan.counts, default=0)
+        if key.shape[1] < most:
+            raise ValueError(f"key and value {list(key.shape)} must hold {most} tokens")
 
     def fit_rows(self) -> None:
         """Give every row of the table a ring and sinks."""
         self._fit_rows(len(self.table))
 
     def _fit_rows(self, rows: int) -> None:
-        missing = rows - len(self.ring_key)
+        missing = rows - self.ring_key.shape[0]
         if missing > 0:
             for name in _EXACT:
                 old = getattr(self, name)
@@ -279,25 +293,21 @@ POOL_GROWTH = 128  # a pool that is full grows by this part of it
 _EXACT = ("ring_key", "ring_value", "sink_key", "sink_value")
 
 
-def _pack(x: Tensor, counts: Sequence[int]) -> Tensor:
+def _pack(x: Tensor, counts: tuple[int, ...]) -> Tensor:
     """The first counts[i] tokens of each row of [n, T, Hkv, D], one after another."""
-    if all(count == x.shape[1] for count in counts):
+    if counts == (x.shape[1],) * len(counts):
         return x.flatten(0, 1)
     return torch.cat([row[:count] for row, count in zip(x, counts, strict=True)])
 
 
 def _encoded(plan: AppendPlan, ring: Tensor, new: Tensor) -> Tensor:
     """What kernels encode, [N, Hkv, D]: new tokens, and all of a row that was whole until now."""
-    if all(n in (0, count) for n, count in zip(plan.encoded, plan.counts, strict=True)):
+    if plan.encoded == plan.counts or all(
+        n in (0, count) for n, count in zip(plan.encoded, plan.counts, strict=True)
+    ):
         return _pack(new, plan.encoded)
     parts = []
     for i, (row, count) in enumerate(zip(plan.rows, plan.encoded, strict=True)):
         older = max(0, count - plan.counts[i])
         parts += [ring[row, :older], new[i, : count - older]]
     return torch.cat(parts)
-
-
-@lru_cache(maxsize=256)
-def uniform_cu_seqlens(rows: int, count: int, device: torch.device) -> Tensor:
-    """int32 [rows + 1]: where each row's tokens begin when every row has `count`."""
-    return torch.arange(rows + 1, dtype=torch.int32, device=device) * count

@@ -6,8 +6,10 @@ Every change is planned whole before anything is changed, so a refused call leav
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -48,16 +50,20 @@ class AppendPlan:
     held: tuple[int, ...]  # tokens of each row of the table before
     ring_tokens: int  # that rings have from now on
     sinks: int  # likewise
+    ring_only: bool  # a token for each row, copied to its ring; pages and what is read of it stay
     _tensors: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False)
 
     def tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """int32, made once for a device: where packed rows begin [n + 1], and ring_valid_from."""
-        key = str(device)
-        if key not in self._tensors:
-            cu_seqlens = [0, *accumulate(self.encoded)]
-            both = _int32([*cu_seqlens, *self.ring_valid_from], device)
-            self._tensors[key] = both[: len(cu_seqlens)], both[len(cu_seqlens) :]
-        return self._tensors[key]
+        if device not in self._tensors:
+            rows, first = len(self.encoded), self.encoded[0]
+            if self.encoded == (first,) * rows:
+                cu_seqlens = uniform_cu_seqlens(rows, first, device)
+                self._tensors[device] = cu_seqlens, _int32(self.ring_valid_from, device)
+            else:
+                both = _int32([0, *accumulate(self.encoded), *self.ring_valid_from], device)
+                self._tensors[device] = both[: rows + 1], both[rows + 1 :]
+        return self._tensors[device]
 
     def ring_slots(self, old: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Where in rings of `old` tokens that is which a ring has from now on: row and slot.
@@ -121,8 +127,9 @@ class SequenceTable:
         self.num_pages = 0  # pages ever handed out: the pool a layer must have
         self._references: dict[int, int] = {}
         self._free: list[int] = []
-        self._tensors: dict[str, RowTensors] = {}
-        self._blocks: dict[str, Tensor] = {}
+        self._tensors: dict[torch.device, RowTensors] = {}
+        self._longer: set[torch.device] = set()  # whose tensors have the lengths of an older step
+        self._blocks: dict[torch.device, Tensor] = {}
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -252,38 +259,49 @@ class SequenceTable:
     # --- append ---
     def append(self, rows: Sequence[int], counts: Sequence[int]) -> AppendPlan:
         """Grow rows[i] by counts[i] tokens and say what the layers must write."""
+        rows, counts = tuple(rows), tuple(counts)
         if len(rows) != len(counts) or len(set(rows)) != len(rows):
             raise ValueError(f"rows={list(rows)}, counts={list(counts)}: one count for each row")
-        for row, count in zip(rows, counts, strict=True):
-            self._check_row(row)
-            if count < 0:
-                raise ValueError(f"counts={list(counts)}; a count cannot be negative")
-        self._check_room(rows, counts)
-        ring_valid_from = tuple(self.rows[row].ring_valid_from for row in rows)
-        held = tuple(self.lengths)
+        for row in rows:
+            if not 0 <= row < len(self.rows):
+                self._check_row(row)
+        if counts and min(counts) < 0:
+            raise ValueError(f"counts={list(counts)}; a count cannot be negative")
+        if self.max_pages is not None:
+            self._check_room(rows, counts)
+        states = [self.rows[row] for row in rows]
+        ring_valid_from = tuple([state.ring_valid_from for state in states])
+        held = tuple([row.length for row in self.rows])
         copies: list[tuple[int, int]] = []
         encoded: list[int] = []
-        for row, count in zip(rows, counts, strict=True):
-            state = self.rows[row]
-            old, new = state.length, state.length + count
-            whole = self._is_whole(state)
-            state.length = new
+        grew_only = True  # nothing has changed but lengths
+        for state, count in zip(states, counts, strict=True):
+            old = state.length
+            new = state.length = old + count
+            whole = old <= self.exact_limit and not state.pages
             if not count or (whole and new <= self.exact_limit):
                 encoded.append(0)
                 continue
-            encoded.append(new if whole else count)
-            copies += self._prepare_pages(state, new - encoded[-1])
+            first = 0 if whole else old  # of the tokens that get codes
+            encoded.append(new - first)
+            read = state.ring_read_from, state.sink_count
+            if self._pages_for(new) > first // self.page_size:
+                copies += self._prepare_pages(state, first)
+                grew_only = False
             state.ring_valid_from = max(state.ring_valid_from, new - self.ring_tokens)
             # A few tokens at once (speculative decoding) see the window of the first.
             self._set_window(state, at=old if count <= RING_SLACK else new - 1)
-            wanted = min(new, state.left_pad + self.sinks) - state.left_pad
-            if max(0, new - encoded[-1] - state.left_pad) <= state.sink_count:  # no gap before
-                state.sink_count = max(state.sink_count, wanted, 0)
-        self._tensors.clear()
+            if max(0, first - state.left_pad) <= state.sink_count < self.sinks:  # no gap before
+                wanted = min(new - state.left_pad, self.sinks)
+                state.sink_count = max(state.sink_count, wanted)
+            grew_only = grew_only and read == (state.ring_read_from, state.sink_count)
+        if grew_only:
+            self._longer.update(self._tensors)
+        else:
+            self._tensors.clear()
         return AppendPlan(
-            tuple(rows), tuple(counts), ring_valid_from, tuple(copies), tuple(encoded), held,
-            ring_tokens=max([1, *map(self._exact_tokens, self.rows)]),
-            sinks=0 if all(map(self._is_whole, self.rows)) else self.sinks,
+            rows, counts, ring_valid_from, tuple(copies), tuple(encoded), held,
+            *self._exact_sizes(), grew_only and encoded == [1] * len(rows),
         )  # fmt: skip
 
     def written_pages(self, plan: AppendPlan) -> list[int]:
@@ -304,9 +322,13 @@ class SequenceTable:
         """Whether the ring holds every token, and there is neither a page nor a sink."""
         return state.length <= self.exact_limit and not state.pages
 
-    def _exact_tokens(self, state: SequenceState) -> int:
-        """Tokens of a sequence that its ring must hold."""
-        return state.length if self._is_whole(state) else min(state.length, self.ring_tokens)
+    def _exact_sizes(self) -> tuple[int, int]:
+        """Tokens that rings must hold, and sinks."""
+        limit, rows = self.exact_limit, self.rows
+        whole = [row.length for row in rows if row.length <= limit and not row.pages]
+        longest = max([row.length for row in rows], default=0)
+        tokens = max(1, min(longest, self.ring_tokens), *whole)
+        return tokens, 0 if len(whole) == len(rows) else self.sinks
 
     def _pages_for(self, length: int) -> int:
         return (
@@ -314,8 +336,7 @@ class SequenceTable:
         )
 
     def _check_room(self, rows: Sequence[int], counts: Sequence[int]) -> None:
-        if self.max_pages is None:
-            return
+        assert self.max_pages is not None
         needed = 0
         for row, count in zip(rows, counts, strict=True):
             state = self.rows[row]
@@ -375,12 +396,18 @@ class SequenceTable:
 
     def tensors(self, device: torch.device) -> RowTensors:
         """The rows as device tensors; made once for each change."""
-        key = str(device)
-        if key not in self._tensors:
-            if key not in self._blocks:
-                self._blocks[key] = _block_table(self.rows, device)
-            self._tensors[key] = RowTensors(self._blocks[key], *_counters(self.rows, device))
-        return self._tensors[key]
+        made = self._tensors.get(device)
+        if made is None:
+            if device not in self._blocks:
+                self._blocks[device] = _block_table(self.rows, device)
+            made = RowTensors(self._blocks[device], *_counters(self.rows, device))
+        elif device in self._longer:
+            made = made._replace(lengths=_int32([row.length for row in self.rows], device))
+        else:
+            return made
+        self._tensors[device] = made
+        self._longer.discard(device)
+        return made
 
     def same_length(self) -> int | None:
         """The length of every row, if all have the same and none is padded."""
@@ -427,7 +454,7 @@ class RowTensors(NamedTuple):
 
     def pick(self, rows: Sequence[int]) -> RowTensors:
         """Some of the rows, in another order maybe."""
-        if list(rows) == list(range(len(self.lengths))):
+        if tuple(rows) == tuple(range(self.lengths.shape[0])):
             return self
         index = torch.tensor(list(rows), dtype=torch.long, device=self.lengths.device)
         return RowTensors(*(x[index] for x in self))
@@ -435,10 +462,8 @@ class RowTensors(NamedTuple):
 
 def same_length(rows: Sequence[SequenceState]) -> int | None:
     """See `SequenceTable.same_length`."""
-    lengths = {row.length for row in rows}
-    if len(lengths) != 1 or any(row.left_pad for row in rows):
-        return None
-    return lengths.pop()
+    lengths = {row.length if not row.left_pad else None for row in rows}
+    return lengths.pop() if len(lengths) == 1 else None
 
 
 def row_tensors(rows: Sequence[SequenceState], device: torch.device) -> RowTensors:
@@ -447,17 +472,29 @@ def row_tensors(rows: Sequence[SequenceState], device: torch.device) -> RowTenso
 
 def _block_table(rows: Sequence[SequenceState], device: torch.device) -> Tensor:
     width = max([len(row.pages) for row in rows], default=0)
-    table = [row.pages + [-1] * (width - len(row.pages)) for row in rows]
-    return _int32(table, device).reshape(len(rows), width)
+    pages: list[int] = []
+    for row in rows:
+        pages += row.pages
+        pages += [-1] * (width - len(row.pages))
+    return _int32(pages, device).view(len(rows), width)
 
 
-def _counters(rows: Sequence[SequenceState], device: torch.device) -> Tensor:
+def _counters(rows: Sequence[SequenceState], device: torch.device) -> Sequence[Tensor]:
     """int32 [5, B]: the columns of RowTensors but the first."""
     names = ("length", "left_pad", "ring_read_from", "sink_count")
-    columns = [[getattr(row, name) for row in rows] for name in names]
-    return _int32([*columns, list(range(len(rows)))], device)
+    numbers = [getattr(row, name) for name in names for row in rows]
+    return _int32([*numbers, *range(len(rows))], device).view(5, len(rows)).unbind()
 
 
-def _int32(numbers: list[Any], device: torch.device) -> Tensor:
+@lru_cache(maxsize=256)
+def uniform_cu_seqlens(rows: int, count: int, device: torch.device) -> Tensor:
+    """int32 [rows + 1]: where each row's tokens begin when every row has `count`."""
+    return torch.arange(rows + 1, dtype=torch.int32, device=device) * count
+
+
+def _int32(numbers: Sequence[int], device: torch.device) -> Tensor:
     """Made on the CPU, whatever torch's default device, and sent in one copy."""
-    return torch.tensor(numbers, dtype=torch.int32, device="cpu").to(device)
+    if not numbers:
+        return torch.empty(0, dtype=torch.int32, device=device)
+    made = torch.frombuffer(array("i", numbers), dtype=torch.int32)
+    return made if made.device == device else made.to(device)

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from random import Random
 
 import pytest
 import torch
@@ -10,12 +11,13 @@ from tightkv.config import PRESETS, KVQuantConfig
 from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.registry import select
 from tightkv.layout import PageLayout
-from tightkv.sequences import SequenceTable
+from tightkv.sequences import SequenceTable, row_tensors
 
 # Triton takes tensors of the CPU in its interpreter alone.
 COMPILED = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU")
 ON_CPU = ["reference", pytest.param("triton", marks=COMPILED), "cpu"]
 CFG = KVQuantConfig(page_size=32, sinks=2, exact_pages=2)
+CPU = torch.device("cpu")
 
 
 def page_bytes(cache, row):
@@ -165,6 +167,83 @@ def test_crop_deep_into_a_sealed_page_keeps_its_tokens_and_takes_new_ones(encode
     assert relative_error(new[:, :19], k[:, 45:64]) < 0.006  # centered on the old page's mean
     assert relative_error(new_value[:, :19], v[:, 45:64]) < 0.012
     assert torch.equal(k[:, 96:145], new[:, 51:])
+
+
+@pytest.mark.parametrize(
+    ("seed", "exact_limit", "wide"), [(0, 0, False), (1, 50, False), (2, 0, True)]
+)
+def test_tokens_copied_to_the_ring_alone_are_as_if_kernels_had_stored_them(seed, exact_limit, wide):
+    """Steps that seal nothing take a short way; another cache of the same tokens never does."""
+    random = Random(seed)
+    options = {"rows": 3, "encode_partial_page": False, "exact_limit": exact_limit}
+    short, long = (make_cache(CFG, kernels="cpu", **options) for _ in range(2))
+    taken = 0
+    for step in range(100):
+        rows, do = len(short.table), random.random()
+        tables = (short.table, long.table)
+        if do < 0.04:
+            order = random.choices(range(rows), k=random.randint(1, 4))
+            for cache in (short, long):
+                cache.table.select(order)
+                cache.select(order)
+        elif do < 0.08:
+            row = random.randrange(rows)
+            length = random.randint(0, short.table.lengths[row])
+            for table in tables:
+                table.crop(row, length)
+        elif do < 0.12:
+            pad = random.randint(0, 1)
+            for table in tables:
+                table.add_rows([pad])
+        count = random.choice([1, 1, 1, 1, 1, 1, 1, 1, 5, 60])
+        some = sorted(random.sample(range(len(short.table)), random.randint(1, len(short.table))))
+        key, value = tokens(len(some), count, seed=step)
+        if wide:  # the heads of a token are not side by side: the kernels store it
+            key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (key, value))
+        plans = [table.append(some, [count] * len(some)) for table in tables]
+        taken += plans[0].ring_only
+        short.append(plans[0], key, value)
+        long.append(replace(plans[1], ring_only=False), key, value)
+        for table in tables:
+            for a, b in zip(table.tensors(CPU), row_tensors(table.rows, CPU), strict=True):
+                assert a.shape == b.shape and torch.equal(a, b)
+        assert torch.equal(short.ring_key, long.ring_key)
+        assert torch.equal(short.ring_value, long.ring_value)
+    for a, b in zip(short.dequantize(), long.dequantize(), strict=True):
+        assert torch.equal(a, b)
+    assert taken > 5  # else nothing was compared
+
+
+def test_views_keep_their_lengths_when_the_sequences_grow():
+    cache = make_cache(CFG, encode_partial_page=False)
+    key, value = tokens(2, 101)
+    add(cache, key[:, :100], value[:, :100])
+    view = cache.view()
+    before = view.lengths.clone()
+    add(cache, key[:, 100:], value[:, 100:])
+    assert torch.equal(view.lengths, before) and cache.view().lengths.tolist() == [101, 101]
+
+
+@pytest.mark.parametrize("kernels", ["cpu", "reference"])
+def test_a_single_token_is_checked_and_rounded_whichever_way_it_takes(kernels):
+    cache = make_cache(CFG, rows=1, dtype=torch.float16, kernels=kernels, encode_partial_page=False)
+    key, value = tokens(1, 102)
+    add(cache, key[:, :100], value[:, :100])
+    add(cache, 1e6 * key[:, 100:101], value[:, 100:101])  # float32, beyond float16
+    add(cache, key[:, 101:].half(), value[:, 101:].half())
+    stored = cache.dequantize()[0][:, 100:]
+    assert stored[0, 0].abs().max() == torch.finfo(torch.float16).max
+    assert torch.equal(stored[:, 1], key[:, 101].half())
+    with pytest.raises(ValueError, match="value has shape"):
+        add(cache, key[:, :1], value[:, :1, :1])
+    with pytest.raises(ValueError, match="both must have one dtype"):
+        add(cache, key[:, :1], value[:, :1].half())
+    checked = make_cache(
+        CFG.replace(check_finite=True), rows=1, kernels=kernels, encode_partial_page=False
+    )
+    add(checked, key[:, :100], value[:, :100])
+    with pytest.raises(ValueError, match="elements are NaN or Inf"):
+        add(checked, key[:, 100:101] * torch.nan, value[:, 100:101])
 
 
 def test_shared_pages_are_copied_only_when_written():

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 import sanitizers
 from helpers import add, exact_attention, make_cache, tokens
 from tightkv.attention import attend
-from tightkv.cache import PagedKV, uniform_cu_seqlens
+from tightkv.cache import PagedKV
 from tightkv.config import KVQuantConfig
 from tightkv.kernels import reference, registry
 from tightkv.kernels.cpu import backend as cpu
 from tightkv.kernels.cpu import library
 from tightkv.kernels.options import AttendOptions
 from tightkv.layout import PageLayout
-from tightkv.sequences import SequenceTable
+from tightkv.sequences import SequenceTable, uniform_cu_seqlens
 
 _MISSING = cpu.unavailable("cpu")
 pytestmark = pytest.mark.skipif(_MISSING is not None, reason=f"native CPU kernels: {_MISSING}")

@@ -10,11 +10,20 @@ from tightkv.sequences import SequenceTable
 
 
 def make_cache(
-    cfg, *, rows=2, heads=2, dim=64, left_pad=None, dtype=torch.float32, device="cpu", **table
+    cfg,
+    *,
+    rows=2,
+    heads=2,
+    dim=64,
+    left_pad=None,
+    dtype=torch.float32,
+    device="cpu",
+    kernels="reference",
+    **table,
 ):
     sequences = SequenceTable(cfg, **table)
     sequences.add_rows(left_pad or [0] * rows)
-    return PagedKV(PageLayout(cfg, heads, dim, dtype), sequences, device, "reference")
+    return PagedKV(PageLayout(cfg, heads, dim, dtype), sequences, device, kernels)
 
 
 def tokens(rows, count, heads=2, dim=64, seed=0, bias=2.0):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -26,9 +27,7 @@ def expect(
     dtypes: tuple[torch.dtype, ...] | None = FLOATS,
 ) -> None:
     """Rank and each size that is fixed (a name: any), then dtype, then device."""
-    if len(x.shape) != len(shape) or any(
-        isinstance(n, int) and n != m for n, m in zip(shape, x.shape, strict=True)
-    ):
+    if not _fits(x.shape, shape):
         wanted = f"[{', '.join(map(str, shape))}]"
         raise ValueError(f"{name} has shape {list(x.shape)}; expected {wanted}")
     if dtypes is not None and x.dtype not in dtypes:
@@ -125,8 +124,19 @@ def check_mask_tokens(mask: Tensor, tokens: int) -> None:
         raise ValueError(f"mask covers {mask.shape[3]} tokens; the cache has {tokens}")
 
 
+def _fits(sizes: Sequence[int], shape: tuple[int | str, ...]) -> bool:
+    if len(sizes) != len(shape):
+        return False
+    for size, wanted in zip(sizes, shape, strict=True):  # a step makes many of these: no generator
+        if size != wanted and not isinstance(wanted, str):
+            return False
+    return True
+
+
 def _same_device(a: torch.device, b: torch.device) -> bool:
     """ "cuda" stands for the current device."""
+    if a == b:
+        return True
     if a.type != b.type or a.index == b.index:
         return a.type == b.type
     if a.type != "cuda":

@@ -19,6 +19,7 @@ from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.view import CacheView
 
 NAME = "reference"
+TAKES_BATCHES = False
 _STEP_BYTES = 32 << 20  # float32 temporaries of one step
 
 

@@ -1,7 +1,8 @@
 """Which implementation of append and attend can run where, and which is taken.
 
 Each is a module with its `NAME`, the same two functions as `reference`, and two that say where it
-cannot serve: `unavailable(device_type)` and `unsupported(layout)`, a reason or None.
+cannot serve: `unavailable(device_type)` and `unsupported(layout)`, a reason or None. Those with
+TAKES_BATCHES are given tokens of equally long rows as they are, [B, T, heads, D], too.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from tightkv.layout import PageLayout
 from tightkv.math.quantize import finite
 
 NAME = "cpu"
+TAKES_BATCHES = True
 # struct view, attend_args and append_args of native/native.h
 _VIEW = "17q"
 _ATTEND = struct.Struct(f"={_VIEW}9q4q4q5q2q2dq")
@@ -57,20 +58,19 @@ def append(
     max_new: int,
     encode_partial_page: bool,
 ) -> None:
-    """As `reference.append`; with check_finite new tokens are checked before any is written."""
+    """As `reference.append`; with check_finite new tokens are checked before any is written.
+
+    `key` and `value` may be [B, T, Hkv, D].
+    """
     if codec.cfg.check_finite:
         finite(key, check=True)
         finite(value, check=True)
-    key, value, cu_seqlens, ring_valid_from = (
-        _row(key),
-        _row(value),
-        _int(cu_seqlens),
-        _int(ring_valid_from),
-    )
+    cu_seqlens, ring_valid_from = _int(cu_seqlens), _int(ring_valid_from)
+    (key, at_key), (value, at_value) = _tokens(key), _tokens(value)
     arguments = _APPEND.pack(
         *_view(view),
-        *_tokens(key),
-        *_tokens(value),
+        *at_key,
+        *at_value,
         library.DTYPES[key.dtype],
         cu_seqlens.data_ptr(),
         ring_valid_from.data_ptr(),
@@ -89,27 +89,28 @@ def attend(
     cu_seqlens: Tensor,
     options: AttendOptions,
 ) -> tuple[Tensor, Tensor]:
-    """As `reference.attend`."""
+    """As `reference.attend`; `query` and new tokens may be [B, Lq, heads, D]."""
     _, scale, causal, window, softcap, mask, new_key, new_value, out = options
-    query, cu_seqlens = _row(query), _int(cu_seqlens)
-    total, heads, dim = query.shape
+    cu_seqlens = _int(cu_seqlens)
+    query, at_query = _tokens(query)
+    *tokens, heads, dim = query.shape
     wanted = out
     if out is None or not out.is_contiguous():
-        out = torch.empty((total, heads, dim), dtype=query.dtype, device=query.device)
-    lse = torch.empty((total, heads), dtype=torch.float32, device=query.device)
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    lse = torch.empty((*tokens, heads), dtype=torch.float32, device=query.device)
     new, new_dtype = (*_NO_TOKENS, *_NO_TOKENS), 0
     if new_key is not None and new_value is not None:
-        new_key, new_value = _row(new_key), _row(new_value)
-        new, new_dtype = (*_tokens(new_key), *_tokens(new_value)), library.DTYPES[new_key.dtype]
+        (new_key, at_key), (new_value, at_value) = _tokens(new_key), _tokens(new_value)
+        new, new_dtype = (*at_key, *at_value), library.DTYPES[new_key.dtype]
     if mask is not None and mask.dtype not in library.DTYPES:
         mask = mask.float()
     arguments = _ATTEND.pack(
         *_view(view),
-        *_tokens(query),
+        *at_query,
         *new,
         library.DTYPES[query.dtype],
         new_dtype,
-        total,
+        math.prod(tokens),
         heads,
         cu_seqlens.data_ptr(),
         out.data_ptr(),
@@ -130,9 +131,8 @@ def attend(
 
 
 def _view(view: CacheView) -> tuple[int, ...]:
-    exact = (view.ring_key, view.ring_value, view.sink_key, view.sink_value)
     return (
-        view.batch,
+        view.lengths.shape[0],
         view.pages.data_ptr(),
         view.pages.stride(0),
         view.block_table.data_ptr(),
@@ -142,15 +142,31 @@ def _view(view: CacheView) -> tuple[int, ...]:
         view.ring_read_from.data_ptr(),
         view.sink_counts.data_ptr(),
         view.ring_rows.data_ptr(),
-        *(x.data_ptr() for x in exact),
+        view.ring_key.data_ptr(),
+        view.ring_value.data_ptr(),
+        view.sink_key.data_ptr(),
+        view.sink_value.data_ptr(),
         view.ring_key.shape[1],
         view.sink_key.shape[1],
         library.DTYPES[view.ring_key.dtype],
     )
 
 
-def _tokens(x: Tensor) -> tuple[int, int, int]:
-    return x.data_ptr(), x.stride(0), x.stride(1)
+def _tokens(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
+    """[N, heads, D] or [B, T, heads, D] as struct tokens: address, token and head strides.
+
+    Elements of a head are side by side, tokens at equal distances; else this makes a copy.
+    """
+    *outer, head, last = x.stride()
+    if len(outer) == 1:
+        even = True
+    elif x.shape[1] == 1:
+        even, outer = True, outer[:1]
+    else:
+        even = x.shape[0] == 1 or outer[0] == x.shape[1] * outer[1]
+    if last != 1 or not even:
+        return _tokens(x.contiguous())
+    return x, (x.data_ptr(), outer[-1], head)
 
 
 def _mask(mask: Tensor) -> tuple[int, ...]:
@@ -159,11 +175,6 @@ def _mask(mask: Tensor) -> tuple[int, ...]:
         step if size > 1 else 0 for size, step in zip(mask.shape, mask.stride(), strict=True)
     )
     return library.DTYPES[mask.dtype], *strides
-
-
-def _row(x: Tensor) -> Tensor:
-    """Elements of a head side by side."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _int(x: Tensor) -> Tensor:

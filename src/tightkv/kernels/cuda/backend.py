@@ -30,6 +30,7 @@ from tightkv.math.rotation import Rotation
 __all__ = ["NAME", "append", "attend", "unavailable", "unsupported"]
 
 NAME = "cuda"
+TAKES_BATCHES = False
 
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 _MAX_QUERIES = RING_SLACK  # more than this is prefill

@@ -16,6 +16,7 @@ from tightkv.layout import PageLayout
 __all__ = ["NAME", "append", "attend", "unavailable", "unsupported"]
 
 NAME = "triton"
+TAKES_BATCHES = False
 
 
 def unavailable(device_type: str | None, asked: bool = False) -> str | None:
