@@ -338,6 +338,31 @@ def test_through_the_public_function(isa):
     torch.testing.assert_close(lse, expected_lse, atol=2e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("rows", [0, 1, 2])
+@pytest.mark.parametrize("count", [1, 3])
+def test_batches_in_any_order_of_dimensions(rows, count):
+    """[B, T, heads, D] as models hand it over, without a copy where tokens are equally far apart."""
+    orders = {
+        "tokens first": lambda x: x.contiguous(),
+        "heads first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+        "rows last": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+        "dim first": lambda x: x.movedim(3, 0).contiguous().movedim(0, 3),
+    }
+    q = query(rows * count, 4, 64).view(rows, count, 4, 64)
+    key, value = tokens(rows, 100 + count)
+    found = []
+    for order in orders.values():
+        cache = native(make_cache(CFG, rows=rows, left_pad=[0] * rows))
+        add(cache, key[:, :100], value[:, :100])
+        new = order(key[:, 100:]), order(value[:, 100:])
+        ahead = attend(cache, order(q), new_key=new[0], new_value=new[1])
+        add(cache, *new)
+        found.append((*ahead, *attend(cache, order(q)), cache.ring_key, cache.pages))
+    for other in found[1:]:
+        for a, b in zip(found[0], other, strict=True):
+            assert a.shape == b.shape and torch.equal(a, b)
+
+
 def test_sixteen_bit_error_is_as_documented():
     """docs/cpu.md: score errors of 5e-6 |q| |k| scale (rms), and far more exact in floats."""
     cache = make_cache(CFG.replace(sinks=0, exact_pages=1), rows=1, heads=1, dim=128)

@@ -165,7 +165,7 @@ def _tokens(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
     else:
         even = x.shape[0] == 1 or outer[0] == x.shape[1] * outer[1]
     if last != 1 or not even:
-        return _tokens(x.contiguous())
+        return _tokens(x.clone(memory_format=torch.contiguous_format))
     return x, (x.data_ptr(), outer[-1], head)
 
 
