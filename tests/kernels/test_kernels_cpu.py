@@ -341,7 +341,7 @@ def test_through_the_public_function(isa):
 @pytest.mark.parametrize("rows", [0, 1, 2])
 @pytest.mark.parametrize("count", [1, 3])
 def test_batches_in_any_order_of_dimensions(rows, count):
-    """[B, T, heads, D] as models hand it over, without a copy where tokens are equally far apart."""
+    """[B, T, heads, D] as models hand it over."""
     orders = {
         "tokens first": lambda x: x.contiguous(),
         "heads first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
