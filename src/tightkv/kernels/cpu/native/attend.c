@@ -376,8 +376,8 @@ static void add_values(const struct call *call, const struct group *g, struct sc
     }
     for (int block = 0; block < blocks; block++) {
         call->ops->decode_values(&call->value_book, dim, s->value_codes[block], s->values);
-        call->ops->accumulate(s->scores + block * BLOCK, STRIP * BLOCK, rows, dim, s->values,
-                              state->sums);
+        call->ops->accumulate(s->scores + block * BLOCK, STRIP * BLOCK, rows, BLOCK, dim, s->values,
+                              dim, state->sums);
     }
 }
 
@@ -409,36 +409,16 @@ static void attend_pages(const struct call *call, const struct group *g, struct 
 
 /* --- exact tokens --- */
 
-static void exact_block(const struct call *call, const struct group *g, struct scratch *s,
-                        struct state *state, int count)
-{
-    const int dim = (int)call->layer->dim, rows = (int)g->rows;
-    int64_t low = s->position[0], high = low;
-    for (int t = 0; t < BLOCK; t++) {
-        s->key_factor[t] = s->value_factor[t] = t < count ? 1.0f : 0.0f;
-        s->centered[t] = 0.0f;
-        s->position[t] = t < count ? s->position[t] : -1;
-        low = t < count ? least(low, s->position[t]) : low;
-        high = most(high, s->position[t]);
-    }
-    memset(s->keys + count * dim, 0, sizeof(float) * (size_t)((BLOCK - count) * dim));
-    memset(s->values + count * dim, 0, sizeof(float) * (size_t)((BLOCK - count) * dim));
-    int all = count == BLOCK && sees_all(call->args, g, s, low, high + 1);
-    call->ops->score_tokens(s->query, rows, dim, s->keys, s->scores, STRIP * BLOCK);
-    finish_scores(call, g, s, 0, all);
-    if (weigh(call, g, s, 1, state))
-        call->ops->accumulate(s->scores, STRIP * BLOCK, rows, dim, s->values, state->sums);
-}
-
 /* A sequence's exact tokens, numbered on: sinks, then ring, then new ones. */
 struct exact {
     int64_t sinks, ring, fresh; /* how many */
     int64_t ring_from;          /* first position */
 };
 
+/* Bytes to the next token are `step`, but at the end of the ring. */
 struct exact_token {
     const uint8_t *key, *value;
-    int64_t dtype, position;
+    int64_t dtype, position, key_step, value_step;
 };
 
 static struct exact count_exact(const struct attend_args *a, int64_t b)
@@ -457,23 +437,94 @@ static struct exact_token exact_at(const struct call *call, const struct group *
     const struct attend_args *a = call->args;
     const struct view *v = &a->view;
     const int64_t b = g->sequence, heads = call->layer->heads, owner = v->ring_rows[b];
-    const int64_t bytes = call->layer->dim * item_size(v->dtype);
+    const int64_t bytes = call->layer->dim * item_size(v->dtype), step = heads * bytes;
     if (n < e->sinks) {
-        int64_t at = ((owner * v->sinks + n) * heads + g->head) * bytes;
+        int64_t at = (owner * v->sinks + n) * step + g->head * bytes;
         return (struct exact_token){(uint8_t *)v->sink_key + at, (uint8_t *)v->sink_value + at,
-                                    v->dtype, v->left_pad[b] + n};
+                                    v->dtype, v->left_pad[b] + n, step, step};
     }
     n -= e->sinks;
     if (n < e->ring) {
         int64_t position = e->ring_from + n;
-        int64_t at = ((owner * v->ring + position % v->ring) * heads + g->head) * bytes;
+        int64_t at = (owner * v->ring + position % v->ring) * step + g->head * bytes;
         return (struct exact_token){(uint8_t *)v->ring_key + at, (uint8_t *)v->ring_value + at,
-                                    v->dtype, position};
+                                    v->dtype, position, step, step};
     }
     n -= e->ring;
+    const int64_t size = item_size(a->new_dtype);
     return (struct exact_token){token_at(a->new_key, a->new_dtype, a->cu_seqlens[b] + n, g->head),
                                 token_at(a->new_value, a->new_dtype, a->cu_seqlens[b] + n, g->head),
-                                a->new_dtype, v->lengths[b] + n};
+                                a->new_dtype, v->lengths[b] + n, a->new_key.token_stride * size,
+                                a->new_value.token_stride * size};
+}
+
+/* How many exact tokens come before a position; theirs ascend. */
+static int64_t count_before(const struct attend_args *a, int64_t b, const struct exact *e,
+                            int64_t position)
+{
+    const int64_t sinks = position - a->view.left_pad[b], ring = position - e->ring_from;
+    const int64_t fresh = position - a->view.lengths[b];
+    return least(most(sinks, 0), e->sinks) + least(most(ring, 0), e->ring) +
+           least(most(fresh, 0), e->fresh);
+}
+
+/* Where a product finds the keys or values of `tokens` tokens, a multiple of BLOCK. */
+struct operand {
+    const float *data;
+    int64_t stride;
+    int tokens;
+};
+
+/* Whether keys, or values, of `count` exact tokens are floats at equal distances. */
+static int is_even(const struct call *call, const struct group *g, const struct exact *e, int64_t n,
+                   int64_t count, int value)
+{
+    const struct exact_token first = exact_at(call, g, e, n);
+    const struct exact_token last = exact_at(call, g, e, n + count - 1);
+    const int64_t apart = value ? last.value - first.value : last.key - first.key;
+    return first.dtype == FLOAT32 && last.position - first.position == count - 1 &&
+           apart == (count - 1) * (value ? first.value_step : first.key_step);
+}
+
+/* Of up to `count` exact tokens from the n-th on: whole blocks where they are, if they are even,
+   else a block in `tile`, with zeros after them. */
+static struct operand exact_operand(const struct call *call, const struct group *g,
+                                    const struct exact *e, int64_t n, int64_t count, int value,
+                                    float *tile)
+{
+    const int dim = (int)call->layer->dim;
+    const struct exact_token first = exact_at(call, g, e, n);
+    const int64_t whole[2] = {count / BLOCK * BLOCK, BLOCK};
+    for (int k = 0; k < 2; k++)
+        if (whole[k] > 0 && whole[k] <= count && is_even(call, g, e, n, whole[k], value))
+            return (struct operand){(const float *)(value ? first.value : first.key),
+                                    (value ? first.value_step : first.key_step) / 4, (int)whole[k]};
+    const int here = (int)least(count, BLOCK);
+    for (int t = 0; t < here; t++) {
+        const struct exact_token token = exact_at(call, g, e, n + t);
+        read_floats(value ? token.value : token.key, token.dtype, dim, tile + t * dim);
+    }
+    memset(tile + here * dim, 0, sizeof(float) * (size_t)((BLOCK - here) * dim));
+    return (struct operand){tile, dim, BLOCK};
+}
+
+/* Scores of exact tokens [n, n + count) as block `block` of a strip. */
+static void exact_block(const struct call *call, const struct group *g, struct scratch *s,
+                        const struct exact *e, int64_t n, int count, int block)
+{
+    const int dim = (int)call->layer->dim, rows = (int)g->rows;
+    float *scores = s->scores + block * BLOCK;
+    const struct operand keys = exact_operand(call, g, e, n, count, 0, s->keys);
+    for (int t = 0; t < BLOCK; t++)
+        s->position[t] = t < count ? exact_at(call, g, e, n + t).position : -1;
+    call->ops->score_tokens(s->query, rows, dim, keys.data, keys.stride, scores, STRIP * BLOCK);
+    if (call->args->softcap > 0.0)
+        call->ops->scale(scores, rows, STRIP * BLOCK, s->value_factor, s->centered, s->shift,
+                         (float)call->args->softcap);
+    if (count < BLOCK ||
+        !sees_all(call->args, g, s, s->position[0], s->position[BLOCK - 1] + 1))
+        for (int64_t r = 0; r < rows; r++)
+            mask_row(call, g, s, r, scores + r * STRIP * BLOCK);
 }
 
 static void attend_exact(const struct call *call, const struct group *g, struct scratch *s,
@@ -482,25 +533,29 @@ static void attend_exact(const struct call *call, const struct group *g, struct 
     const struct attend_args *a = call->args;
     const int dim = (int)call->layer->dim;
     const struct exact e = count_exact(a, g->sequence);
-    const int64_t count = e.sinks + e.ring + e.fresh;
-    int filled = 0;
+    int64_t n = 0, end = e.sinks + e.ring + e.fresh;
     load_queries(call, g, s, 0);
+    if (a->causal)
+        end = count_before(a, g->sequence, &e, s->query_at[g->rows - 1] + 1);
+    if (a->window != 0)
+        n = count_before(a, g->sequence, &e, s->query_at[0] - a->window + 1);
     memset(s->shift, 0, sizeof s->shift);
-    const int64_t last = a->causal ? s->query_at[g->rows - 1] : INT64_MAX;
-    const int64_t first = a->window != 0 ? s->query_at[0] - a->window + 1 : INT64_MIN;
-    for (int64_t n = 0; n < count; n++) {
-        const struct exact_token token = exact_at(call, g, &e, n);
-        const struct exact_token ahead = exact_at(call, g, &e, least(n + 4, count - 1));
-        fetch(ahead.key, dim * item_size(ahead.dtype));
-        fetch(ahead.value, dim * item_size(ahead.dtype));
-        if (token.position >= first && token.position <= last) {
-            read_floats(token.key, token.dtype, dim, s->keys + filled * dim);
-            read_floats(token.value, token.dtype, dim, s->values + filled * dim);
-            s->position[filled++] = token.position;
+    memset(s->centered, 0, sizeof s->centered);
+    for (int t = 0; t < STRIP * BLOCK; t++)
+        s->value_factor[t] = 1.0f;
+    for (int blocks; n < end; n += blocks * BLOCK) {
+        for (blocks = 0; blocks < STRIP && n + blocks * BLOCK < end; blocks++) {
+            const int64_t at = n + blocks * BLOCK;
+            exact_block(call, g, s, &e, at, (int)least(end - at, BLOCK), blocks);
         }
-        if (filled == BLOCK || (filled > 0 && n + 1 == count)) {
-            exact_block(call, g, s, state, filled);
-            filled = 0;
+        if (!weigh(call, g, s, blocks, state))
+            continue;
+        for (int at = 0, tokens; at < blocks * BLOCK; at += tokens) {
+            const struct operand values = exact_operand(
+                call, g, &e, n + at, least(end - n, blocks * BLOCK) - at, 1, s->values);
+            tokens = values.tokens;
+            call->ops->accumulate(s->scores + at, STRIP * BLOCK, (int)g->rows, tokens, dim,
+                                  values.data, values.stride, state->sums);
         }
     }
 }

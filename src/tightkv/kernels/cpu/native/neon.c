@@ -7,10 +7,13 @@
 #include "key_block.h"
 
 #define LANES 4
-#define COLUMNS 4
+#define COLUMNS 2 /* more, and compilers move sums from register to register */
 #define OPS_NAME neon_ops
 #define LARGER vmaxq_f32
 #define BY_LANE(sum, x, y, lane) vfmaq_f32(sum, x, vdupq_n_f32((y)[lane]))
+
+#define SUM_FOUR(to, x)                                                                       \
+    vst1q_f32(to, vpaddq_f32(vpaddq_f32((x)[0], (x)[1]), vpaddq_f32((x)[2], (x)[3])))
 
 #define X 255 /* out of the table's range: gives a zero byte */
 /* Byte b of each of the four words of a register pair (high bytes, low bytes), as four floats. */

@@ -9,7 +9,7 @@
 #define BASE 254      /* of the two bytes of a number: 127 / BASE is exactly a half */
 #define LARGEST 32384 /* 127 BASE + 126: the next one is nearer to 128 BASE */
 #define DOT_ROWS 8 /* as many rows use them at most */
-#define ROWS 32  /* (query, head) pairs that share one decoded tile at most */
+#define ROWS 64  /* (query, head) pairs that share one decoded tile at most */
 
 /* The levels of one side's codes, whole numbers of at most 7 bits, by code; repeated to fill. */
 struct book {
@@ -33,9 +33,9 @@ struct ops {
     /* scores[row * stride + 32] = query[row][dim] . tile[dim][32] */
     void (*score)(const float *query, int rows, int dim, const float *tile, float *scores,
                   int stride);
-    /* The same for keys[32][dim], token by token. */
-    void (*score_tokens)(const float *query, int rows, int dim, const float *keys, float *scores,
-                         int stride);
+    /* The same for 32 tokens' keys[dim], key_stride apart. */
+    void (*score_tokens)(const float *query, int rows, int dim, const float *keys,
+                         int64_t key_stride, float *scores, int stride);
     /* out[row] = query[row][dim] . x[dim] */
     void (*project)(const float *query, int rows, int dim, const float *x, float *out);
     /* float16 scales of 32 tokens times `factor`; a sign bit, if `flags`, says centered: 1 or 0.
@@ -49,9 +49,10 @@ struct ops {
        the new peak. Returns whether any weight is not zero. */
     int (*softmax)(float *scores, int rows, int count, int stride, int dim, const float *factor,
                    float *peak, float *weight, float *sums, float *top);
-    /* sums[row][dim] += weights[row * stride + 32] . tile[32][dim] */
-    void (*accumulate)(const float *weights, int stride, int rows, int dim, const float *tile,
-                       float *sums);
+    /* sums[row][dim] += weights[row * stride + tokens] . values[dim] of a multiple of 32 tokens,
+       value_stride apart */
+    void (*accumulate)(const float *weights, int stride, int rows, int tokens, int dim,
+                       const float *values, int64_t value_stride, float *sums);
     /* float16 -> float */
     void (*halves)(const word16 *in, int count, float *out);
 };

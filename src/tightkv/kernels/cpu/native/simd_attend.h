@@ -1,26 +1,26 @@
 /* The products and the softmax in the compiler's vector types, once for each instruction set.
    The including file defines LANES, COLUMNS (vectors side by side in a product), OPS_NAME
    and, before including, the decoders decode_keys, decode_values and halves; BY_LANE where
-   an instruction multiplies by one lane of a register. */
+   an instruction multiplies by one lane of a register, SUM_FOUR where one adds neighbours. */
 
 #include "vectors.h"
 
-ALWAYS void score_part(const float *query, int dim, const float *tile, float *scores, int stride,
-                       const int rows, const int columns)
+ALWAYS void score_part(const float *query, int64_t dim, const float *tile, float *scores,
+                       int64_t stride, const int rows, const int columns)
 {
     vf sum[4][8];
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < columns; c++)
             sum[r][c] = splat(0.0f);
-    for (int d = 0; d < dim; d += 4) {
+    for (int64_t d = 0; d < dim; d += 4) {
 #ifdef BY_LANE /* multiplies by one lane of a register: four coordinates of a query a load */
         vf q[4];
         for (int r = 0; r < rows; r++)
             q[r] = load(query + r * dim + d);
 #endif
-        for (int e = 0; e < 4; e++)
+        for (int e = 0; e < 4; e++, tile += BLOCK)
             for (int c = 0; c < columns; c++) {
-                vf key = load(tile + (d + e) * BLOCK + c * LANES);
+                vf key = load(tile + c * LANES);
                 for (int r = 0; r < rows; r++)
 #ifdef BY_LANE
                     sum[r][c] = BY_LANE(sum[r][c], key, q[r], e);
@@ -50,56 +50,67 @@ static void score(const float *query, int rows, int dim, const float *tile, floa
         }
 }
 
-/* Two tokens at a time, lanes along the dims. */
-ALWAYS void score_pair(const float *query, int dim, const float *keys, float *scores, int stride,
-                       const int rows)
+#ifndef SUM_FOUR /* to[k] = the sum of the lanes of x[k] */
+#define SUM_FOUR(to, x)                                                                       \
+    for (int k_ = 0; k_ < 4; k_++)                                                            \
+    (to)[k_] = sum_lanes((x)[k_])
+#endif
+
+/* Four tokens at a time, lanes along the dims. */
+ALWAYS void score_four(const float *query, int64_t dim, const float *keys, int64_t key_stride,
+                       float *scores, int64_t stride, const int rows)
 {
-    vf sum[4][2];
+    vf sum[4][4];
     for (int r = 0; r < rows; r++)
-        sum[r][0] = sum[r][1] = splat(0.0f);
-    for (int d = 0; d < dim; d += LANES)
-        for (int t = 0; t < 2; t++) {
-            vf key = load(keys + t * dim + d);
-            for (int r = 0; r < rows; r++)
-                sum[r][t] += key * load(query + r * dim + d);
+        for (int t = 0; t < 4; t++)
+            sum[r][t] = splat(0.0f);
+    for (int64_t d = 0; d < dim; d += LANES) {
+        vf key[4];
+        for (int t = 0; t < 4; t++)
+            key[t] = load(keys + t * key_stride + d);
+        for (int r = 0; r < rows; r++) {
+            const vf q = load(query + r * dim + d);
+            for (int t = 0; t < 4; t++)
+                sum[r][t] += key[t] * q;
         }
+    }
     for (int r = 0; r < rows; r++)
-        for (int t = 0; t < 2; t++)
-            scores[r * stride + t] = sum_lanes(sum[r][t]);
+        SUM_FOUR(scores + r * stride, sum[r]);
 }
 
-static void score_tokens(const float *query, int rows, int dim, const float *keys, float *scores,
-                         int stride)
+static void score_tokens(const float *query, int rows, int dim, const float *keys,
+                         int64_t key_stride, float *scores, int stride)
 {
     for (int r = 0; r < rows; r += 4)
-        for (int t = 0; t < BLOCK; t += 2) {
-            const float *q = query + r * dim, *k = keys + t * dim;
+        for (int t = 0; t < BLOCK; t += 4) {
+            const float *q = query + r * dim, *k = keys + t * key_stride;
             float *s = scores + r * stride + t;
             switch (rows - r) {
-            case 1: score_pair(q, dim, k, s, stride, 1); break;
-            case 2: score_pair(q, dim, k, s, stride, 2); break;
-            case 3: score_pair(q, dim, k, s, stride, 3); break;
-            default: score_pair(q, dim, k, s, stride, 4);
+            case 1: score_four(q, dim, k, key_stride, s, stride, 1); break;
+            case 2: score_four(q, dim, k, key_stride, s, stride, 2); break;
+            case 3: score_four(q, dim, k, key_stride, s, stride, 3); break;
+            default: score_four(q, dim, k, key_stride, s, stride, 4);
             }
         }
 }
 
-ALWAYS void accumulate_part(const float *weights, int stride, int dim, const float *tile,
-                            float *sums, const int rows, const int columns)
+ALWAYS void accumulate_part(const float *weights, int64_t stride, int tokens, int64_t dim,
+                            const float *values, int64_t value_stride, float *sums,
+                            const int rows, const int columns)
 {
     vf sum[4][8];
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < columns; c++)
             sum[r][c] = load(sums + r * dim + c * LANES);
-    for (int t = 0; t < BLOCK; t += 4) {
+    for (int t = 0; t < tokens; t += 4) {
 #ifdef BY_LANE
         vf w[4];
         for (int r = 0; r < rows; r++)
             w[r] = load(weights + r * stride + t);
 #endif
-        for (int e = 0; e < 4; e++)
+        for (int e = 0; e < 4; e++, values += value_stride)
             for (int c = 0; c < columns; c++) {
-                vf value = load(tile + (t + e) * dim + c * LANES);
+                vf value = load(values + c * LANES);
                 for (int r = 0; r < rows; r++)
 #ifdef BY_LANE
                     sum[r][c] = BY_LANE(sum[r][c], value, w[r], e);
@@ -113,29 +124,31 @@ ALWAYS void accumulate_part(const float *weights, int stride, int dim, const flo
             store(sums + r * dim + c * LANES, sum[r][c]);
 }
 
-ALWAYS void accumulate_columns(const float *weights, int stride, int rows, int dim,
-                               const float *tile, float *sums, const int columns)
+ALWAYS void accumulate_columns(const float *weights, int stride, int rows, int tokens, int dim,
+                               const float *values, int64_t value_stride, float *sums,
+                               const int columns)
 {
+    const float *w = weights, *v = values;
     switch (rows) {
-    case 1: accumulate_part(weights, stride, dim, tile, sums, 1, columns); break;
-    case 2: accumulate_part(weights, stride, dim, tile, sums, 2, columns); break;
-    case 3: accumulate_part(weights, stride, dim, tile, sums, 3, columns); break;
-    default: accumulate_part(weights, stride, dim, tile, sums, 4, columns);
+    case 1: accumulate_part(w, stride, tokens, dim, v, value_stride, sums, 1, columns); break;
+    case 2: accumulate_part(w, stride, tokens, dim, v, value_stride, sums, 2, columns); break;
+    case 3: accumulate_part(w, stride, tokens, dim, v, value_stride, sums, 3, columns); break;
+    default: accumulate_part(w, stride, tokens, dim, v, value_stride, sums, 4, columns);
     }
 }
 
-static void accumulate(const float *weights, int stride, int rows, int dim, const float *tile,
-                       float *sums)
+static void accumulate(const float *weights, int stride, int rows, int tokens, int dim,
+                       const float *values, int64_t value_stride, float *sums)
 {
-    for (int r = 0; r < rows; r += 4) {
-        const float *w = weights + r * stride;
-        float *s = sums + r * dim;
-        int d = 0;
-        for (; d + COLUMNS * LANES <= dim; d += COLUMNS * LANES)
-            accumulate_columns(w, stride, rows - r, dim, tile + d, s + d, COLUMNS);
-        for (; d < dim; d += LANES) /* head_dim 16 more than a multiple, on the widest vectors */
-            accumulate_columns(w, stride, rows - r, dim, tile + d, s + d, 1);
-    }
+    int d = 0;
+    for (; d + COLUMNS * LANES <= dim; d += COLUMNS * LANES)
+        for (int r = 0; r < rows; r += 4)
+            accumulate_columns(weights + r * stride, stride, rows - r, tokens, dim, values + d,
+                               value_stride, sums + r * dim + d, COLUMNS);
+    for (; d < dim; d += LANES) /* head_dim 16 more than a multiple, on the widest vectors */
+        for (int r = 0; r < rows; r += 4)
+            accumulate_columns(weights + r * stride, stride, rows - r, tokens, dim, values + d,
+                               value_stride, sums + r * dim + d, 1);
 }
 
 #define AT_ONCE (LANES == 16 ? 2 : 4)
