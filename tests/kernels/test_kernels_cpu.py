@@ -208,6 +208,25 @@ def test_new_tokens_and_varlen_rows(isa):
     check_equal(isa, cache, got, expected, q)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 50])
+def test_prompts_as_slices_of_one_projection(isa, dtype, window):
+    """Long enough to be packed; rows of unequal lengths, and tokens of none before and after."""
+    cache = make_cache(CFG, rows=3, dtype=dtype)
+    add(cache, *(x.to(dtype) for x in tokens(3, 150)), counts=[150, 0, 70])
+    projected = torch.randn(300, 8, 64, generator=torch.Generator().manual_seed(3)).to(dtype)
+    q, key, value = projected.split([4, 2, 2], 1)
+    cu_seqlens = torch.tensor([2, 135, 266, 297], dtype=torch.int32)
+    options = AttendOptions(max_queries=133, window=window, new_key=key, new_value=value)
+    got, expected = (
+        m.attend(cache.codec, q, cache.view(), cu_seqlens, options) for m in (cpu, reference)
+    )
+    if dtype == torch.bfloat16:
+        torch.testing.assert_close(got[0], expected[0])  # to a rounding of the output
+        got, expected = (got[0] * 0, got[1]), (expected[0] * 0, expected[1])
+    check_equal(isa, cache, got, expected, q)
+
+
 def test_queries_of_no_row_are_zero(isa):
     cache = make_cache(CFG, rows=1)
     add(cache, *tokens(1, 70))

@@ -13,6 +13,7 @@
 
 #define WANTED_TASKS 64
 #define LEAST_BLOCKS 16 /* of a split */
+#define NEAR 1024 /* bytes: values further apart are in too many pages of memory for the TLB */
 
 /* Softmax-weighted sums over some tokens, relative to e^peak. */
 struct state {
@@ -475,7 +476,8 @@ struct operand {
     int tokens;
 };
 
-/* Whether keys, or values, of `count` exact tokens are floats at equal distances. */
+/* Whether keys, or values, of `count` exact tokens can be read where they are: floats at equal
+   distances. Products read values many times, each time all of them. */
 static int is_even(const struct call *call, const struct group *g, const struct exact *e, int64_t n,
                    int64_t count, int value)
 {
@@ -483,6 +485,7 @@ static int is_even(const struct call *call, const struct group *g, const struct 
     const struct exact_token last = exact_at(call, g, e, n + count - 1);
     const int64_t apart = value ? last.value - first.value : last.key - first.key;
     return first.dtype == FLOAT32 && last.position - first.position == count - 1 &&
+           (!value || first.value_step <= NEAR) &&
            apart == (count - 1) * (value ? first.value_step : first.key_step);
 }
 
@@ -698,9 +701,63 @@ static void clear_rest(const struct attend_args *a, int64_t dim)
         }
 }
 
-int tightkv_attend(const struct layer *layer, const struct attend_args *args)
+/* --- prompts --- */
+
+#define PACK_TOKENS 256           /* of a task */
+#define MOST_PACKED (64 << 20)    /* bytes */
+
+struct packing {
+    const struct layer *layer;
+    const struct attend_args *args;
+    float *to[2]; /* keys and values, [head][token][dim] */
+};
+
+static void *no_scratch(void *context) { return context; }
+static void keep_scratch(void *own) { (void)own; }
+
+static void pack_tokens(void *context, void *own, int64_t task)
+{
+    const struct packing *p = context;
+    const struct attend_args *a = p->args;
+    const int64_t heads = p->layer->heads, dim = p->layer->dim;
+    const int64_t head = task % heads, from = task / heads * PACK_TOKENS;
+    (void)own;
+    for (int side = 0; side < 2; side++)
+        for (int64_t n = from; n < least(from + PACK_TOKENS, a->total); n++)
+            read_floats(token_at(side ? a->new_value : a->new_key, a->new_dtype, n, head),
+                        a->new_dtype, (int)dim, p->to[side] + (head * a->total + n) * dim);
+}
+
+/* The new tokens of a prompt as floats in one piece for each head, since all groups of its
+   queries read them: `packed` is what was asked with those. Returns their memory, or NULL where
+   they stay as they are. */
+static float *pack_prompt(const struct layer *layer, const struct attend_args *args,
+                          struct attend_args *packed)
+{
+    const int64_t floats = args->total * layer->heads * layer->dim;
+    if (args->new_key.data == NULL || args->heads / layer->heads * args->total < 4 * ROWS ||
+        floats * 8 > MOST_PACKED)
+        return NULL;
+    float *data = malloc(sizeof(float) * 2 * (size_t)floats);
+    if (data == NULL)
+        return NULL;
+    struct packing packing = {layer, args, {data, data + floats}};
+    struct work work = {pack_tokens, no_scratch, keep_scratch, &packing,
+                        layer->heads * ((args->total + PACK_TOKENS - 1) / PACK_TOKENS)};
+    run_tasks(&work, args->threads);
+    *packed = *args;
+    packed->new_dtype = FLOAT32;
+    packed->new_key = (struct tokens){data, layer->dim, args->total * layer->dim};
+    packed->new_value = (struct tokens){data + floats, layer->dim, args->total * layer->dim};
+    return data;
+}
+
+int tightkv_attend(const struct layer *layer, const struct attend_args *given)
 {
     const struct isa *isa = current_isa();
+    struct attend_args packed;
+    float *prompt = pack_prompt(layer, given, &packed);
+    const struct attend_args *args = prompt == NULL ? given : &packed;
     struct call call = {.layer = layer, .args = args, .ops = isa->ops, .dots = isa->dots};
     const double root = sqrt((double)layer->dim);
     int64_t groups = 0, widest = 0, tasks = 0, states = 0;
@@ -717,11 +774,11 @@ int tightkv_attend(const struct layer *layer, const struct attend_args *args)
         widest = most(widest, least(group_rows(&call, b), ROWS));
     }
     call.state_floats = widest * (layer->dim + 2);
-    if (groups == 0)
-        return 0;
     call.groups = malloc(sizeof *call.groups * (size_t)groups);
     call.key_order = malloc(sizeof *call.key_order * 8 * (size_t)call.key_groups);
-    if (call.groups != NULL && call.key_order != NULL) {
+    if (groups == 0) {
+        result = 0;
+    } else if (call.groups != NULL && call.key_order != NULL) {
         if (call.dots != NULL)
             order_keys(&call);
         cut_groups(&call, groups, &tasks, &states);
@@ -737,5 +794,6 @@ int tightkv_attend(const struct layer *layer, const struct attend_args *args)
     free(call.key_order);
     free(call.tasks);
     free(call.states);
+    free(prompt);
     return result;
 }
