@@ -13,6 +13,7 @@
 
 #define WANTED_TASKS 64
 #define LEAST_BLOCKS 16 /* of a split */
+#define IN_CACHE 8192 /* floats that one product reads again and again at most */
 #define NEAR 1024 /* bytes: values further apart are in too many pages of memory for the TLB */
 
 /* Softmax-weighted sums over some tokens, relative to e^peak. */
@@ -497,7 +498,8 @@ static struct operand exact_operand(const struct call *call, const struct group 
 {
     const int dim = (int)call->layer->dim;
     const struct exact_token first = exact_at(call, g, e, n);
-    const int64_t whole[2] = {count / BLOCK * BLOCK, BLOCK};
+    const int64_t most_tokens = least(count, most(IN_CACHE / dim, BLOCK));
+    const int64_t whole[2] = {most_tokens / BLOCK * BLOCK, BLOCK};
     for (int k = 0; k < 2; k++)
         if (whole[k] > 0 && whole[k] <= count && is_even(call, g, e, n, whole[k], value))
             return (struct operand){(const float *)(value ? first.value : first.key),
