@@ -40,14 +40,11 @@ def attend(
     unless given. See `kernels.options` for the others.
     """
     layout = cache.layout
-    tokens: int | None = None  # where the host knows
+    own = view is None
     if view is None:
-        view, tokens = cache.view(), max(cache.table.lengths, default=0)
+        view = cache.view()
     else:
         check_view(layout, view)
-        tokens = view.same_length
-        if view.lengths.device.type == "cpu":
-            tokens = max(view.lengths.tolist(), default=0)
     heads, d = layout.num_kv_heads, layout.head_dim
     expect("query", query, (view.batch, "Lq", "Hq", d), cache.device)
     check_heads(layout, query.shape[2])
@@ -61,6 +58,7 @@ def attend(
         check_new_tokens(layout, new_key, new_value, "new_")
     if mask is not None:
         check_mask(mask, view.batch, query.shape[2], query.shape[1], cache.device)
+        tokens = max(cache.table.lengths, default=0) if own else _most_tokens(view)
         if tokens is not None:
             check_mask_tokens(mask, tokens + (0 if new_key is None else query.shape[1]))
     batch, lq = query.shape[:2]
@@ -82,3 +80,10 @@ def attend(
         ),
     )
     return (out, lse) if batches else (out.unflatten(0, (batch, lq)), lse.unflatten(0, (batch, lq)))
+
+
+def _most_tokens(view: CacheView) -> int | None:
+    """Of the longest row, where the host knows."""
+    if view.lengths.device.type == "cpu":
+        return max(view.lengths.tolist(), default=0)
+    return view.same_length

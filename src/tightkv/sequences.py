@@ -402,7 +402,8 @@ class SequenceTable:
                 self._blocks[device] = _block_table(self.rows, device)
             made = RowTensors(self._blocks[device], *_counters(self.rows, device))
         elif device in self._longer:
-            made = made._replace(lengths=_int32([row.length for row in self.rows], device))
+            lengths = _int32([row.length for row in self.rows], device)
+            made = RowTensors(made.block_table, lengths, *made[2:])
         else:
             return made
         self._tensors[device] = made

@@ -513,6 +513,19 @@ static struct operand exact_operand(const struct call *call, const struct group 
     return (struct operand){tile, dim, BLOCK};
 }
 
+/* Values of exact tokens [n, n + BLOCK), and keys of the block after. */
+static void fetch_exact(const struct call *call, const struct group *g, const struct exact *e,
+                        int64_t n, int64_t end)
+{
+    const int64_t dim = call->layer->dim;
+    for (int64_t at = n; at < least(n + BLOCK, end); at++) {
+        const struct exact_token here = exact_at(call, g, e, at);
+        const struct exact_token ahead = exact_at(call, g, e, least(at + BLOCK, end - 1));
+        fetch(here.value, dim * item_size(here.dtype));
+        fetch(ahead.key, dim * item_size(ahead.dtype));
+    }
+}
+
 /* Scores of exact tokens [n, n + count) as block `block` of a strip. */
 static void exact_block(const struct call *call, const struct group *g, struct scratch *s,
                         const struct exact *e, int64_t n, int count, int block)
@@ -551,6 +564,8 @@ static void attend_exact(const struct call *call, const struct group *g, struct 
     for (int blocks; n < end; n += blocks * BLOCK) {
         for (blocks = 0; blocks < STRIP && n + blocks * BLOCK < end; blocks++) {
             const int64_t at = n + blocks * BLOCK;
+            if (g->rows <= DOT_ROWS) /* else products take longer than their operands */
+                fetch_exact(call, g, &e, at, end);
             exact_block(call, g, s, &e, at, (int)least(end - at, BLOCK), blocks);
         }
         if (!weigh(call, g, s, blocks, state))
