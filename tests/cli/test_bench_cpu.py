@@ -61,14 +61,16 @@ def test_contenders_take_turns_and_sealing_has_its_share(monkeypatch: pytest.Mon
     monkeypatch.setattr(cpu, "perf_counter", clock)
     contenders = {
         "fast": Noting("fast", clock, 0.002, sealing=0.032),
-        "slow": Noting("slow", clock, 0.15),
+        "slower": Noting("slower", clock, 0.018),
+        "slow": Noting("slow", clock, 0.022),
     }
     found = interleaved(contenders, page_size=32, repeats=4)
-    assert clock.calls[:4] == ["fast appends", "fast attends", "slow appends", "slow attends"]
+    assert clock.calls[:4] == ["fast appends", "fast attends", "slower appends", "slower attends"]
     assert clock.calls.count("fast attends") == 1 + 4 * 32
-    assert clock.calls.count("slow attends") == 1 + 3
+    assert clock.calls.count("slower attends") == 1 + 4 * 32
+    assert clock.calls.count("slow attends") == 1 + 3  # more than ten times the fastest
     assert found["fast"].attention == pytest.approx(2) and found["fast"].step == pytest.approx(3)
-    assert found["slow"].step == pytest.approx(150)
+    assert found["slow"].step == pytest.approx(22)
 
 
 def test_ratios_are_of_whole_steps_with_attention_beside_them() -> None:
