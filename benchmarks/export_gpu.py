@@ -25,6 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from tightkv.bench.engine_models import SHAPES
 from tightkv.bench.provenance import provenance
 from tightkv.config import KVQuantConfig
+from tightkv.export.operator import add_kernels
 from tightkv.integrations.transformers.export import ExportableModel
 from tightkv.integrations.transformers.package import compile_pt2, load_pt2
 from tightkv.provenance import append_rows
@@ -86,11 +87,17 @@ def fill(exportable: ExportableModel, batch: int, context: int) -> None:
 
 def compile_package(exportable: ExportableModel, inputs: tuple[Tensor, ...], path: Path) -> None:
     """Only the code is written: weights and caches are those of the process that loads it."""
+    device = inputs[0].device.type
     program = torch.export.export(exportable, inputs, strict=False)
-    compile_pt2(program, path, inputs[0].device.type, package_constants_in_so=False)
+    compile_pt2(program, path, device, package_constants_in_so=False)
+    if device == "cuda":
+        path.with_suffix(".kernels").write_bytes(exportable.kernel_file())
 
 
 def load_package(exportable: ExportableModel, path: Path) -> Callable[..., Tensor]:
+    kernels = path.with_suffix(".kernels")
+    if kernels.is_file():
+        add_kernels(kernels.read_bytes())
     run = load_pt2(path, exportable.model.device.type)
     held = {**dict(exportable.named_parameters()), **dict(exportable.named_buffers())}
     held |= dict(exportable.named_parameters(remove_duplicate=False))

@@ -77,6 +77,17 @@ def test_every_count_of_tokens_has_its_launches(recorded):
             assert len([r for r in relocations if r.what not in (100, 101)]) == len(addresses)
 
 
+def test_kernel_files_are_the_same_in_every_process(recorded):
+    """A package that was compiled elsewhere finds its kernels by their key."""
+    again = cuda_programs.KernelSet(recorded.shape, torch.device("cpu"))
+    arguments = [
+        [bytes(x) for p in kernels.programs for launch, _ in p.launches for x in launch.args]
+        for kernels in (recorded, again)
+    ]
+    assert arguments[0] != arguments[1]  # other addresses
+    assert cuda_programs.key_of(recorded.to_bytes()) == cuda_programs.key_of(again.to_bytes())
+
+
 def test_a_damaged_kernel_file_is_refused(recorded):
     data = recorded.to_bytes()
     file = cuda_programs.kernel_file([data])

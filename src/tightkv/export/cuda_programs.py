@@ -100,7 +100,7 @@ class KernelSet:
             for launch, relocations in program.launches:
                 data.numbers(cubins.index(launch.cubin), *launch.grid, launch.threads)
                 data.numbers(launch.shared)
-                data.blocks([launch.name.encode(), *map(bytes, launch.args)])
+                data.blocks([launch.name.encode(), *_without_addresses(launch, relocations)])
                 data.numbers(len(relocations))
                 for r in relocations:
                     data.numbers(r.argument, r.at, r.what, r.offset)
@@ -314,6 +314,15 @@ class _Places:
             if start <= address < end:
                 return what, address - start
         raise RuntimeError("a kernel is given an address that is no operand's")
+
+
+def _without_addresses(launch: Launch, relocations: list[Relocation]) -> list[bytes]:
+    """The arguments, zero where a call puts its own: they and the key are the same everywhere."""
+    arguments = [bytearray(bytes(x)) for x in launch.args]
+    for r in relocations:
+        size = 4 if r.what in (_COUNT, _SCALE) else 8
+        arguments[r.argument][r.at : r.at + size] = bytes(size)
+    return [bytes(x) for x in arguments]
 
 
 def _bytes(x: Tensor) -> bytes:
