@@ -65,7 +65,7 @@ def _longest_unused(used_at, order, rank, wanting, rows, ROWS: tl.constexpr):
 def _decode_step_kernel(
     block_table, lengths, query_start_loc, slots, out,
     steps, row_of_block, written_at, content, sink_row, sink_content,
-    block, length, exact_start, sink_count, first_block, used_at, claims, order,
+    block, block_before, length, exact_start, sink_count, first_block, used_at, claims, order,
     batch, tokens, columns, table_stride, out_stride, rows,
     BATCH: tl.constexpr, ROWS: tl.constexpr, NEW: tl.constexpr, TAKEN_BACK: tl.constexpr,
     PAGE: tl.constexpr, EXACT_PAGES: tl.constexpr, RING: tl.constexpr, SINKS: tl.constexpr,
@@ -95,16 +95,20 @@ def _decode_step_kernel(
     last = _block_at(block_table, before - 1, columns, table_stride, here, there, PAGE)
     own = tl.load(row_of_block + last)
     matched = live & (before > 0) & (last > 0)
+    by = tl.load(written_at + last)
+    matched &= (by < now * STEP) | (by == stamp)
     had = tl.load(length + own)
     if TAKEN_BACK > 0:  # the row's newest token may have been in a block after this one
-        last = _block_at(block_table, had - 1, columns, table_stride, here, there, PAGE)
-        matched &= tl.load(row_of_block + last) == own
-    by = tl.load(written_at + last)
+        newest = _block_at(block_table, had - 1, columns, table_stride, here, there, PAGE)
+        matched &= tl.load(row_of_block + newest) == own
+        matched &= (newest == last) | (tl.load(block_before + own) == last)
+        last = newest
+        by = tl.load(written_at + last)
+        matched &= (by < now * STEP) | (by == stamp)
     lost = had - before
     started = tl.load(exact_start + own)
     matched &= tl.load(block + own) == last
     matched &= (lost >= 0) & (lost <= TAKEN_BACK) & (before > started)
-    matched &= (by < now * STEP) | (by == stamp)
     claimed = matched
     tl.atomic_min(claims + own, here, mask=claimed)
     tl.debug_barrier()
@@ -134,10 +138,12 @@ def _decode_step_kernel(
     sinks_after = tl.where(before <= sinks_before, tl.minimum(after, SINKS), sinks_before)
     sinks_after = tl.where(has_row, sinks_after, 0)
     newest = _block_at(block_table, after - 1, columns, table_stride, here, there, PAGE)
+    older = _block_at(block_table, after - 1 - PAGE, columns, table_stride, here, there, PAGE)
     name = tl.where(sinks_after == 0, -2, tl.load(content + begun))
     tl.debug_barrier()
 
     tl.store(block + mine, newest, mask=has_row)
+    tl.store(block_before + mine, older, mask=has_row)
     tl.store(length + mine, after, mask=has_row)
     tl.store(exact_start + mine, exact_after, mask=has_row)
     tl.store(sink_count + mine, sinks_after, mask=has_row)
@@ -187,8 +193,8 @@ def decode_step(
     _decode_step_kernel[(1,)](
         block_table, lengths, query_start_loc, slots, out,
         table.steps, table.row_of_block, table.written_at, table.content, table.sink_row,
-        table.sink_content, table.block, table.length, table.exact_start, table.sink_count,
-        table.first_block, table.used_at, table.claims, table.order,
+        table.sink_content, table.block, table.block_before, table.length, table.exact_start,
+        table.sink_count, table.first_block, table.used_at, table.claims, table.order,
         len(lengths), len(slots), block_table.shape[1], block_table.stride(0), out.stride(0),
         table.rows, BATCH=size, ROWS=triton.next_power_of_2(max(16, table.rows)),
         NEW=table.taken_back + 1, TAKEN_BACK=table.taken_back, PAGE=table.page_size,

@@ -80,6 +80,7 @@ class RingTable:
         self.sink_row = tensor(num_blocks, rows)  # who has the sinks of a first block
         self.sink_content = tensor(sink_rows(rows), -2)  # and of which content of it
         self.block = tensor(rows + 1, -1)  # block of a row's newest token
+        self.block_before = tensor(rows + 1, -1)  # and the sequence's block before that one
         self.length = tensor(rows + 1, 0)
         self.exact_start = tensor(rows + 1, 0)
         self.sink_count = tensor(sink_rows(rows), 0)
@@ -160,6 +161,7 @@ class RingTable:
         )
 
         self.block[rows] = _block_at(block_table, lengths - 1, size)
+        self.block_before[rows] = _block_at(block_table, lengths - 1 - size, size)
         self.length[rows] = lengths
         self.exact_start[rows] = exact_after
         self.sink_count[rows] = sinks_after
@@ -245,18 +247,18 @@ class RingTable:
         self, block_table: Tensor, before: Tensor, live: Tensor, here: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The row that each sequence's last block leads to, and whether it is that sequence's."""
-        block = _block_at(block_table, before - 1, self.page_size)
-        own = self.row_of_block[block]
-        matched = live & (before > 0) & (block > 0)
+        last = _block_at(block_table, before - 1, self.page_size)
+        own = self.row_of_block[last]
+        matched = live & (before > 0) & (last > 0) & self._is_ours(last, here)
+        block = last
         if self.taken_back:  # the row's newest token may have been in a block after this one
             block = _block_at(block_table, self.length[own] - 1, self.page_size)
-            matched &= self.row_of_block[block] == own
-        written, now = self.written_at[block], self.steps * STEP
+            matched &= (self.row_of_block[block] == own) & self._is_ours(block, here)
+            # Whoever wrote the last block may have lost the row to another sequence.
+            matched &= (block == last) | (self.block_before[own] == last)
         lost = self.length[own] - before
         matched &= self.block[own] == block
         matched &= (lost >= 0) & (lost <= self.taken_back) & (before > self.exact_start[own])
-        # A block that another sequence writes in this very step holds no tokens of ours.
-        matched &= (written < now) | (written == now + here)
         # Two sequences may share their last full block and so the row: the first keeps it.
         claims = own.masked_fill(~matched, self.rows)
         claimed_by = torch.full_like(self.length, len(here)).scatter_reduce(
@@ -264,6 +266,11 @@ class RingTable:
         )
         matched &= claimed_by[own] == here
         return own, matched
+
+    def _is_ours(self, block: Tensor, here: Tensor) -> Tensor:
+        """A block that another sequence writes in this very step holds no tokens of ours."""
+        written, now = self.written_at[block], self.steps * STEP
+        return (written < now) | (written == now + here)
 
     def _assign(self, own: Tensor, matched: Tensor, live: Tensor) -> Tensor:
         """Matched sequences keep their rows; the others get those that were not used longest."""
