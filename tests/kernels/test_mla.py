@@ -115,6 +115,16 @@ def test_append_writes_the_bytes_of_the_reference(bits, rank):
     assert differ <= (0 if rank == RANK else size // 1000)
 
 
+@pytest.mark.parametrize("kernels", [mla_reference, mla])
+def test_padding_is_not_checked_for_nan(kernels):
+    sequences = Sequences(codec_of(check_finite=True), [3])
+    sequences.latent[1], sequences.slots[1] = torch.nan, -1
+    sequences.filled(kernels)
+    sequences.latent[2, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"1 of \d+ elements are NaN"):
+        sequences.filled(kernels)
+
+
 @pytest.mark.parametrize(
     ("heads", "lengths", "options"),
     [
@@ -147,6 +157,23 @@ def test_queries_of_one_sequence_see_their_own_tokens():
     assert torch.isneginf(found[1]).all(-1).tolist() == [False] * 3 + [True] + [False] * 2 + [
         True, True, False,
     ]  # fmt: skip
+
+
+def test_queries_per_sequence_decide_no_binary(monkeypatch):
+    """Drafts of each length would wait for the compiler."""
+    from tightkv.kernels.triton import mla_decode
+
+    constants = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *args, **options: constants.append(options)
+
+    monkeypatch.setattr(mla_decode, "_decode_kernel", Kernel())
+    sequences = Sequences(codec_of(), [5, 4]).filled()
+    for queries in (1, 3):
+        sequences.decode(mla, FEW, queries)
+    assert constants[0] == constants[1]
 
 
 def assert_close_where_seen(found, expected):

@@ -5,6 +5,7 @@ Engines with it run in test_vllm_engine.py.
 
 from __future__ import annotations
 
+from dataclasses import make_dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,6 +48,54 @@ class MLAAttention:
 def test_latents_that_stay_with_vllm_are_named(layers: list[Any], reason: str | None) -> None:
     found = latent_obstacle({str(i): layer for i, layer in enumerate(layers)})
     assert found is None if reason is None else reason in str(found)
+
+
+def test_layers_of_versions_without_latent_pages_are_asked_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of vLLM 0.26 have no sliding_window and no non_causal_multi_token_decode."""
+    spec = make_dataclass("MLAAttentionSpec", ["block_size"])
+    monkeypatch.setattr("vllm.v1.kv_cache_interface.MLAAttentionSpec", spec)
+    old = object.__new__(MLAAttention)
+    assert latent_obstacle({"0": old}) == "latent attention (MLA) before vLLM 0.29"
+
+
+def latent_attention(cfg: KVQuantConfig, kernels: Any) -> Any:
+    from tightkv.integrations.vllm.mla import TightLatentAttention
+
+    layout = LatentLayout(cfg, RANK, ROPE, torch.float32)
+    old = SimpleNamespace(num_heads=HEADS, scale=1.0)
+    impl = object.__new__(TightLatentAttention)
+    impl.__init__(SimpleNamespace(impl=old), layout, kernels)  # type: ignore[misc]
+    return impl
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_appends_that_wait_for_the_device_are_in_no_cuda_graph(check: bool) -> None:
+    from vllm.v1.attention.backend import AttentionCGSupport
+
+    from tightkv.integrations.vllm.mla import TightLatentBuilder
+
+    impl = latent_attention(CFG.replace(check_finite=check), mla_reference)
+    layers = {"0": SimpleNamespace(impl=impl), "experts": object()}
+    config: Any = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+    expected = AttentionCGSupport.NEVER if check else AttentionCGSupport.UNIFORM_BATCH
+    assert TightLatentBuilder.get_cudagraph_support(config, None) == expected
+
+
+def test_kernels_are_compiled_once_on_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tightkv.integrations.vllm import mla
+
+    monkeypatch.setattr(mla, "_WARM", set())
+    launched = []
+    kernels = SimpleNamespace(
+        append=lambda codec, pages, *_: launched.append(pages.device.type),
+        gather=lambda *_: None,
+        decode=lambda *_: None,
+    )
+    for device in ("cpu", "meta", "cpu"):
+        mla.warm_up_once(latent_attention(CFG, kernels), torch.device(device))
+    assert launched == ["cpu"] * 2 + ["meta"] * 2
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,9 @@ _DRAFTS = {
     "dspark": "its drafts attend in both directions, and are written to the cache elsewhere",
     "gemma4_mtp": "its layers read the cache of the model's layers",
 }
+WAITS_FOR_DEVICE = (
+    "tightkv: no CUDA graphs, check_finite waits for the device; leave it out to have them"
+)
 # Connectors that find blocks by vLLM's block hashes, which `store_keys` separates by format.
 _BY_BLOCK_HASH = ("OffloadingConnector", "SimpleCPUOffloadConnector", "MooncakeStoreConnector")
 

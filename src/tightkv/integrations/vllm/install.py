@@ -32,6 +32,7 @@ from tightkv.integrations.vllm.calibration import (
 )
 from tightkv.integrations.vllm.compat import page_spec
 from tightkv.integrations.vllm.engine_checks import (
+    WAITS_FOR_DEVICE,
     check_engine_options,
     rings_obstacle,
     speculative_tokens,
@@ -201,9 +202,7 @@ def cuda_graph_obstacle(impls: Mapping[str, TightAttention]) -> str | None:
         return None
     plain = [name for name, impl in impls.items() if impl.step.kernel_name == "reference"]
     if not plain:
-        return (
-            "tightkv: no CUDA graphs, check_finite waits for the device; leave it out to have them"
-        )
+        return WAITS_FOR_DEVICE
     return (
         f"tightkv: no CUDA graphs, {_some(plain, len(impls))} run in plain torch; choose bits and "
         "a method that have kernels (of protected layers: protected_bits=8) to have them"

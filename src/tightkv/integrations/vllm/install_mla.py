@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tightkv.config import KVQuantConfig
+from tightkv.integrations.vllm.engine_checks import WAITS_FOR_DEVICE
 from tightkv.integrations.vllm.layer_shapes import is_latent
 from tightkv.integrations.vllm.options import EngineOptions
 from tightkv.latent import LatentLayout, latent_layout
@@ -23,6 +24,9 @@ def latent_obstacle(layers: Mapping[str, Any]) -> str | None:
     """Why the latents of a model with MLA layers are not compressed; None where they are."""
     from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
+    # before anything is asked that layers of those versions do not have
+    if "tokens_per_state" not in {field.name for field in fields(MLAAttentionSpec)}:
+        return "latent attention (MLA) before vLLM 0.29"
     latent = [layer for layer in layers.values() if is_latent(layer)]
     if any(layer.use_sparse or layer.indexer is not None for layer in latent):
         return INDEXED
@@ -34,8 +38,6 @@ def latent_obstacle(layers: Mapping[str, Any]) -> str | None:
         return LATENT_WINDOW
     if any(layer.non_causal_multi_token_decode for layer in latent):
         return "latent attention (MLA) of drafts that see later tokens"
-    if "tokens_per_state" not in {field.name for field in fields(MLAAttentionSpec)}:
-        return "latent attention (MLA) before vLLM 0.29"
     return None
 
 
@@ -70,6 +72,8 @@ def install_latent(
                 "1.6 times (16 heads) to 2.5 times (128 heads) as long on an H200; without tightkv "
                 "the cache holds fewer tokens and is read faster"
             )
+            if layout.cfg.check_finite and not vllm_config.model_config.enforce_eager:
+                logger.warning(WAITS_FOR_DEVICE)
     return layout
 
 

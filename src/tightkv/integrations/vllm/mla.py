@@ -27,11 +27,10 @@ from vllm.model_executor.layers.attention.mla_attention import (
 from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
 
 from tightkv.config import PAGE_SIZES
-from tightkv.integrations.vllm.engine_checks import speculative_tokens
 from tightkv.latent import LatentCodec, LatentLayout
 
 logger = logging.getLogger("vllm.tightkv")
-_WARM: set[tuple[LatentLayout, int, int]] = set()
+_WARM: set[tuple[LatentLayout, int, torch.device]] = set()
 
 
 class TightLatentAttention(MLACommonImpl):  # type: ignore[misc]
@@ -140,13 +139,23 @@ class TightLatentBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):  # type: 
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         impl = vllm_config.compilation_config.static_forward_context[layer_names[0]].impl
         if device.type == "cuda":
-            warm_up_once(impl, device, {1, 1 + speculative_tokens(vllm_config)})
+            warm_up_once(impl, device)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        layers = vllm_config.compilation_config.static_forward_context.values()
+        ours = [
+            x.impl for x in layers if isinstance(getattr(x, "impl", None), TightLatentAttention)
+        ]
+        if any(impl.layout.cfg.check_finite for impl in ours):  # every append waits for the device
+            return AttentionCGSupport.NEVER
+        return cls._cudagraph_support
 
 
-def warm_up_once(impl: TightLatentAttention, device: torch.device, queries: set[int]) -> None:
+def warm_up_once(impl: TightLatentAttention, device: torch.device) -> None:
     """Compile what the layers launch, so that no request waits for it."""
-    new = {count for count in queries if (impl.layout, impl.num_heads, count) not in _WARM}
-    if not new:
+    alike = impl.layout, impl.num_heads, device
+    if alike in _WARM:
         return
     started, layout, codec = time.perf_counter(), impl.layout, impl.codec
     pages = torch.zeros(1, layout.page_bytes, dtype=torch.uint8, device=device)
@@ -156,12 +165,12 @@ def warm_up_once(impl: TightLatentAttention, device: torch.device, queries: set[
         impl.kernels.append(codec, pages, x[:, : layout.rank], x[:, layout.rank :], slots)
     zero = torch.zeros(1, 1, dtype=torch.int32, device=device)
     impl.kernels.gather(codec, pages, zero, zero[0], zero[0], zero[0], x[:1])
-    for count in sorted(new):
-        q = x.new_zeros(count, impl.num_heads, layout.rank + layout.rope_dim)
-        latent, rope = q[..., : layout.rank].contiguous(), q[..., layout.rank :]
-        impl.kernels.decode(codec, latent, rope, pages, zero, zero[0] + count, impl.scale)
-        _WARM.add((layout, impl.num_heads, count))
-    torch.cuda.synchronize(device)
+    q = x.new_zeros(1, impl.num_heads, layout.rank + layout.rope_dim)
+    latent, rope = q[..., : layout.rank].contiguous(), q[..., layout.rank :]
+    impl.kernels.decode(codec, latent, rope, pages, zero, zero[0] + 1, impl.scale)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    _WARM.add(alike)
     seconds = time.perf_counter() - started
     logger.info("tightkv: kernels of latent attention ready in %.1f s", seconds)
 

@@ -68,7 +68,7 @@ def append(codec: LatentCodec, pages: Tensor, latent: Tensor, rope: Tensor, slot
     """See `mla_reference.append`."""
     layout, count, kind = codec.layout, len(slots), rotation_kind(codec)
     if layout.cfg.check_finite:
-        finite_or_raise(latent, True)
+        finite_or_raise(latent[slots >= 0], True)  # padding can be anything
     if not count:
         return
     latent, rope = last_contiguous(latent), last_contiguous(rope)

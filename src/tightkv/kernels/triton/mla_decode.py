@@ -55,11 +55,13 @@ def _rotate_queries_kernel(
     tl.store(where, y, mask=live[:, None])
 
 
-@triton.jit(do_not_specialize=["block_table", "lengths", "table_b", "total_rows", "num_splits"])
+@triton.jit(
+    do_not_specialize=["block_table", "lengths", "table_b", "total_rows", "num_splits", "queries"]
+)
 def _decode_kernel(
     query, query_rope, pages, block_table, lengths, partial, partial_lse,
-    rope_n, rope_h, table_b, page_b, scale, total_rows, num_splits,
-    H: tl.constexpr, HEADS: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr,
+    rope_n, rope_h, table_b, page_b, scale, total_rows, num_splits, queries,
+    H: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
     BITS: tl.constexpr, TABLE: tl.constexpr, UNIT: tl.constexpr, CODE_BYTES: tl.constexpr,
     ROPE_AT: tl.constexpr, SCALE_AT: tl.constexpr, ROPE_TYPE: tl.constexpr,
@@ -72,7 +74,8 @@ def _decode_kernel(
     row = tl.program_id(0) // BLOCKS // num_splits
     live = head < H
 
-    length = tl.load(lengths + row // QUERIES) - (QUERIES - 1 - row % QUERIES)
+    sequence = row // queries
+    length = tl.load(lengths + sequence) - (queries - 1 - row % queries)
     tiles = tl.cdiv(tl.maximum(length, 0), TILE)
     each = tl.cdiv(tiles, num_splits)
     first = split * each
@@ -92,7 +95,7 @@ def _decode_kernel(
     acc = tl.zeros([HEADS, DP], tl.float32)
     factor = scale * 1.4426950408889634
     for t in tl.range(first, last, num_stages=STAGES):
-        index = tl.load(block_table + row // QUERIES * table_b + t * TILE // PAGE)
+        index = tl.load(block_table + sequence * table_b + t * TILE // PAGE)
         page = pages + index.to(tl.int64) * page_b
         at = t * TILE % PAGE + place
         valid = t * TILE + place < length
@@ -184,9 +187,9 @@ def run(
     _decode_kernel[(rows * plan.splits * blocks,)](
         turned, query_rope, pages, block_table, lengths, partial, partial_lse,
         query_rope.stride(0), query_rope.stride(1), block_table.stride(0), pages.stride(0),
-        scale, rows, plan.splits,
+        scale, rows, plan.splits, queries,
         **layout_constants(layout), **decode_constants(layout),
-        H=heads, HEADS=plan.heads, QUERIES=queries, TILE=plan.tile,
+        H=heads, HEADS=plan.heads, TILE=plan.tile,
         ROPE_TYPE=rope_type(layout.dtype),
         PTX=has_ptx(device), STAGES=plan.stages, num_warps=plan.warps,
     )  # fmt: skip
