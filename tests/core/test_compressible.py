@@ -152,6 +152,20 @@ def test_vllm_agrees_for_every_family(family: str) -> None:
 
 
 @pytest.mark.vllm
+def test_a_draft_is_not_compressed_alone() -> None:
+    """Its model keeps vLLM's cache, as one with latents beside a draft that has none."""
+    from tightkv.integrations.vllm.install import compressed_layers as chosen_layers
+
+    layers = vllm_layers(FAMILIES["llama"]())
+    *own, draft = layers
+    for name in own:
+        layers[name].sliding_window = 16
+    assert list(chosen_layers(layers, KVQuantConfig())) == [draft]
+    with pytest.raises(ValueError, match="no layer of this model can be compressed"):
+        chosen_layers(layers, KVQuantConfig(), drafts={draft})
+
+
+@pytest.mark.vllm
 @pytest.mark.parametrize(("change", "compressed"), [({}, [0]), ({"sliding_window": 16}, [])])
 def test_a_cache_that_others_read_is_compressed_if_they_can_read_pages(
     change: dict[str, Any], compressed: list[int]

@@ -31,6 +31,8 @@ def test_layers_of_a_draft_are_known_by_their_names() -> None:
     )
     assert draft_layers(layers, config) == set(drafts)
     assert list(model_layers(layers, drafts).values()) == [3, 7, -1, -1, -1]
+    del config.model_config.hf_text_config.num_hidden_layers  # some call it otherwise
+    assert draft_layers(layers, config) == set(drafts[1:])
     config.speculative_config = None
     assert draft_layers(layers, config) == set()
 

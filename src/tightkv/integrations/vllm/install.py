@@ -223,7 +223,8 @@ def compressed_layers(
     latent: str | None = None,
     drafts: Collection[str] = (),
 ) -> dict[str, Any]:
-    """The layers that can be compressed; an error where none can, or not one with layer_bits.
+    """The layers that can be compressed; an error where none of the model can, or not one with
+    layer_bits.
 
     `latent` is why those with latent attention are not. Layers of `drafts` have no numbers.
     """
@@ -235,7 +236,7 @@ def compressed_layers(
     if latent is not None:
         reasons |= {name: latent for name, layer in layers.items() if is_latent(layer)}
     chosen = {name: layers[name] for name, reason in reasons.items() if reason is None}
-    if not chosen:
+    if not chosen.keys() - set(drafts):  # a compressed draft alone is worth nothing
         listed = ", ".join(sorted({reason for reason in reasons.values() if reason}))
         raise ValueError(f"tightkv: no layer of this model can be compressed ({listed or 'none'})")
     for reason in sorted({reason for reason in reasons.values() if reason}):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -30,7 +31,7 @@ def draft_layers(layers: Mapping[str, Any], vllm_config: Any) -> set[str]:
     """Layers of a speculator's model; their numbers, if they count on, come after the model's."""
     if vllm_config.speculative_config is None:
         return set()
-    count = vllm_config.model_config.hf_text_config.num_hidden_layers
+    count = getattr(vllm_config.model_config.hf_text_config, "num_hidden_layers", math.inf)
     return {
         name
         for name, layer in layers.items()
