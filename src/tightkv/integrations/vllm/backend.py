@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,14 +12,13 @@ from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
     AttentionMetadataBuilder,
-    MultipleOf,
 )
 
-from tightkv.config import PAGE_SIZES
 from tightkv.integrations.vllm.attention import TightAttention
 from tightkv.integrations.vllm.batch_split import Limits, split_batch
 from tightkv.integrations.vllm.compat import cache_shape, drafts_share_metadata, host_lengths
 from tightkv.integrations.vllm.metadata import TightMetadata, make_part
+from tightkv.integrations.vllm.page_blocks import PageBlocks
 from tightkv.integrations.vllm.ring_table import BatchRings, GroupRings, RingTable
 
 
@@ -155,16 +154,11 @@ def _group_rings(impls: list[TightAttention], drafts_share: bool) -> GroupRings:
     return known
 
 
-class TightBackend(AttentionBackend):  # type: ignore[misc]
-    """Our pages in vLLM's blocks. Layers are given it; nobody selects it by name."""
+class TightBackend(PageBlocks, AttentionBackend):  # type: ignore[misc]
+    """Of attention with keys and values."""
 
     accept_output_buffer: bool = True
     forward_includes_kv_cache_update: bool = True
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-
-    @staticmethod
-    def get_name() -> str:
-        return "CUSTOM"
 
     @staticmethod
     def get_impl_cls() -> type[TightAttention]:
@@ -173,16 +167,6 @@ class TightBackend(AttentionBackend):  # type: ignore[misc]
     @staticmethod
     def get_builder_cls() -> type[TightBuilder]:
         return TightBuilder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        return [MultipleOf(min(PAGE_SIZES))]  # whole blocks
-
-    @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
-        from vllm.v1.kv_cache_interface import KVCacheLayout
-
-        return (KVCacheLayout.LBHNC, KVCacheLayout.LBNHC)
 
     @staticmethod
     def get_kv_cache_shape(

@@ -24,9 +24,9 @@ from vllm.model_executor.layers.attention.mla_attention import (
     accumulate_mla_context_chunk,
     init_mla_context_partial,
 )
-from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
+from vllm.v1.attention.backend import AttentionCGSupport
 
-from tightkv.config import PAGE_SIZES
+from tightkv.integrations.vllm.page_blocks import PageBlocks
 from tightkv.latent import LatentCodec, LatentLayout
 
 logger = logging.getLogger("vllm.tightkv")
@@ -175,14 +175,8 @@ def warm_up_once(impl: TightLatentAttention, device: torch.device) -> None:
     logger.info("tightkv: kernels of latent attention ready in %.1f s", seconds)
 
 
-class TightLatentBackend(MLACommonBackend):  # type: ignore[misc]
-    """Our pages in vLLM's blocks. Layers are given it; nobody selects it by name."""
-
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-
-    @staticmethod
-    def get_name() -> str:
-        return "CUSTOM"
+class TightLatentBackend(PageBlocks, MLACommonBackend):  # type: ignore[misc]
+    """Of latent attention."""
 
     @staticmethod
     def get_impl_cls() -> type[TightLatentAttention]:
@@ -191,13 +185,3 @@ class TightLatentBackend(MLACommonBackend):  # type: ignore[misc]
     @staticmethod
     def get_builder_cls() -> type[TightLatentBuilder]:
         return TightLatentBuilder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        return [MultipleOf(min(PAGE_SIZES))]  # whole blocks
-
-    @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
-        from vllm.v1.kv_cache_interface import KVCacheLayout
-
-        return (KVCacheLayout.LBHNC, KVCacheLayout.LBNHC)
