@@ -6,6 +6,7 @@ Every change is planned whole before anything is changed, so a refused call leav
 
 from __future__ import annotations
 
+import operator
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -145,7 +146,7 @@ class SequenceTable:
     # --- rows ---
     def add_rows(self, left_pad: Iterable[int]) -> list[int]:
         """New empty sequences; the first left_pad[i] tokens appended to one are left padding."""
-        pads = list(left_pad)
+        pads = list(map(operator.index, left_pad))
         if any(pad < 0 for pad in pads):
             raise ValueError(f"left_pad={pads}; left padding cannot be negative")
         first = len(self.rows)
@@ -212,7 +213,7 @@ class SequenceTable:
     def crop(self, row: int, length: int) -> None:
         """Drop the tokens from `length` on."""
         self._check_row(row)
-        state = self.rows[row]
+        state, length = self.rows[row], operator.index(length)
         if not 0 <= length <= state.length:
             raise ValueError(f"crop to {length}; sequence {row} holds {state.length} tokens")
         keep = -(-length // self.page_size)
@@ -233,7 +234,7 @@ class SequenceTable:
         relative to the start, are read from the pages then.
         """
         self._check_row(row)
-        state = self.rows[row]
+        state, left_pad = self.rows[row], operator.index(left_pad)
         if left_pad < 0 or (left_pad > state.left_pad and state.left_pad < state.length):
             raise ValueError(
                 f"left_pad={left_pad} for sequence {row}, which holds real tokens from "
@@ -259,7 +260,7 @@ class SequenceTable:
     # --- append ---
     def append(self, rows: Sequence[int], counts: Sequence[int]) -> AppendPlan:
         """Grow rows[i] by counts[i] tokens and say what the layers must write."""
-        rows, counts = tuple(rows), tuple(counts)
+        rows, counts = tuple(map(operator.index, rows)), tuple(map(operator.index, counts))
         if len(rows) != len(counts) or len(set(rows)) != len(rows):
             raise ValueError(f"rows={list(rows)}, counts={list(counts)}: one count for each row")
         for row in rows:

@@ -456,6 +456,7 @@ def test_layers_of_an_engine_get_the_factors_of_their_heads(file):
         return {
             f"model.layers.{n}.self_attn.attn": SimpleNamespace(
                 num_kv_heads=1,
+                is_draft=False,
                 step=SimpleNamespace(codec=codec),
                 device=torch.device("cpu"),
                 feedback=None,

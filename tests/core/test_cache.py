@@ -134,6 +134,18 @@ def test_crop_inside_the_ring_and_going_on_is_as_if_nothing_happened(encode_part
         assert torch.equal(a, b)
 
 
+def test_numbers_may_be_tensors():
+    """As some versions of transformers give them; the next token is copied by address."""
+    key, value = tokens(1, 61)
+    cache = make_cache(CFG, rows=1, left_pad=torch.tensor([3]))
+    add(cache, key[:, :60], value[:, :60], counts=torch.tensor([60]))
+    cache.table.crop(0, torch.tensor(50))
+    add(cache, key[:, 50:51], value[:, 50:51], counts=torch.tensor([1]))
+    state = cache.table.rows[0]
+    assert (type(state.length), type(state.left_pad), state.length) == (int, int, 51)
+    assert torch.equal(cache.ring_key[0, 50 % cache.ring_key.shape[1]], key[0, 50])
+
+
 def test_tokens_taken_back_leave_the_window_as_it_was():
     """Speculative decoding: whatever was drafted and dropped, the same tokens are read exactly."""
     key, value = tokens(1, 200)

@@ -48,6 +48,7 @@ def layers(cfg: KVQuantConfig = K4V4, heads: int = 2, names: list[str] = NAMES) 
             num_kv_heads=heads,
             head_size=16,
             device=CPU,
+            is_draft=False,
             step=SimpleNamespace(codec=Codec(layout)),
             feedback=None,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -248,6 +249,8 @@ class TightCache(Cache):  # type: ignore[misc]
         table, used = self.shared.table, [x for x in self.tight_layers if x.kv is not None]
         lengths = [layer.get_seq_length() for layer in used or self._counting_layers]
         total, shortest = max(lengths, default=0), min(lengths, default=0)
+        # some versions of transformers give a tensor
+        tokens_to_remove = operator.index(tokens_to_remove)
         keep = tokens_to_remove if tokens_to_remove > 0 else total + tokens_to_remove
         keep = max(0, min(keep, total))
         if keep > shortest:
