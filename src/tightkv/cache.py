@@ -177,7 +177,7 @@ class PagedKV:
         )
 
     def _put_in_rings(self, plan: AppendPlan, key: Tensor, value: Tensor) -> bool:
-        """A plan that is `ring_only`, on a CPU: a step without torch. False: done nothing."""
+        """A plan that is `ring_only`, on a CPU: a step without torch. False: not done."""
         ring = self.ring_key
         if (
             self.device.type != "cpu"

@@ -146,6 +146,21 @@ def test_numbers_may_be_tensors():
     assert torch.equal(cache.ring_key[0, 50 % cache.ring_key.shape[1]], key[0, 50])
 
 
+def test_a_ring_that_is_part_of_another_tensor_takes_the_token_in_its_place():
+    key, value = tokens(1, 101)
+    caches = [make_cache(CFG, rows=1, encode_partial_page=False) for _ in range(2)]
+    for cache in caches:
+        add(cache, key[:, :100], value[:, :100])
+    wide = torch.zeros(*caches[1].ring_key.shape[:-1], 80)
+    wide[..., :64] = caches[1].ring_key
+    caches[1].ring_key = wide[..., :64]
+    for cache in caches:
+        plan = cache.table.append([0], [1])
+        assert plan.ring_only
+        cache.append(plan, key[:, 100:], value[:, 100:])
+    assert torch.equal(caches[0].ring_key, caches[1].ring_key) and not wide[..., 64:].any()
+
+
 def test_tokens_taken_back_leave_the_window_as_it_was():
     """Speculative decoding: whatever was drafted and dropped, the same tokens are read exactly."""
     key, value = tokens(1, 200)

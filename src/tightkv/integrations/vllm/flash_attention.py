@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import cache
 
-import torch
 from torch import Tensor
 
 from tightkv.kernels.sdpa import AttentionState, prefer
+from tightkv.sequences import uniform_cu_seqlens
 
 
 @cache
@@ -30,9 +30,9 @@ def flash_attention_3(
     out, lse = flash_attn_varlen_func(
         *(x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)),
         max_seqlen_q=queries,
-        cu_seqlens_q=_starts(batch, queries, q.device),
+        cu_seqlens_q=uniform_cu_seqlens(batch, queries, q.device),
         max_seqlen_k=keys,
-        cu_seqlens_k=_starts(batch, keys, q.device),
+        cu_seqlens_k=uniform_cu_seqlens(batch, keys, q.device),
         softmax_scale=scale,
         causal=causal,
         return_softmax_lse=True,
@@ -40,8 +40,3 @@ def flash_attention_3(
     )  # [B * L, H, D], [H, B * L]
     lse = lse.unflatten(1, (batch, queries)).transpose(0, 1).contiguous()
     return AttentionState(out.unflatten(0, (batch, queries)).transpose(1, 2), lse)
-
-
-@lru_cache(maxsize=256)  # a launch takes longer than many of these calls
-def _starts(batch: int, count: int, device: torch.device) -> Tensor:
-    return torch.arange(batch + 1, dtype=torch.int32, device=device) * count

@@ -9,13 +9,13 @@ from torch import Tensor
 
 
 def copy_tokens(ring: Tensor, new: Tensor, slots: Sequence[int]) -> bool:
-    """Copy new [n, 1, Hkv, D] to tokens `slots` of a contiguous ring [rows, tokens, Hkv, D].
+    """Copy new [n, 1, Hkv, D] to tokens `slots` of a ring [rows, tokens, Hkv, D].
 
-    False, and nothing done, where the numbers of a new token do not lie side by side.
+    False, and nothing done, where the numbers of a token do not lie side by side in both.
     """
     _, _, heads, dim = new.shape
     row, _, head, number = new.stride()
-    if number != 1 or (head != dim and heads != 1):
+    if number != 1 or (head != dim and heads != 1) or not ring.is_contiguous():
         return False
     size = new.element_size()
     length = heads * dim * size
