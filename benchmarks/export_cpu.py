@@ -23,7 +23,7 @@ from export_gpu import compile_package, load_package
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from tightkv.bench.cpu import _machine as machine
+from tightkv.bench.cpu import machine
 from tightkv.bench.provenance import provenance
 from tightkv.integrations.transformers.export import ExportableModel
 from tightkv.model_loading.bundled import BUNDLED_NAME, bundled_folder

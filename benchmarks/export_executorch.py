@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,9 +30,10 @@ from executorch.exir._serialize._program import deserialize_pte_binary
 from executorch.extension.llm.custom_ops import custom_ops  # noqa: F401
 from executorch.extension.pybindings.portable_lib import _unsafe_reset_threadpool
 from executorch.kernels import quantized  # noqa: F401
+from export_cpu import summary
 from torch import Tensor, nn
 
-from tightkv.bench.cpu import _machine as machine
+from tightkv.bench.cpu import machine
 from tightkv.bench.provenance import provenance
 from tightkv.config import KVQuantConfig
 from tightkv.export import StaticKV
@@ -198,16 +198,6 @@ def decode_rows(files: Mapping[str, Path], contexts: Sequence[int]) -> list[dict
         rows.append({"context": context, **summary(times)})
         sys.stderr.write(f"{context}: {rows[-1]['ms']}\n")
     return rows
-
-
-def summary(times: Mapping[str, list[float]]) -> dict[str, Any]:
-    """Means: the step that seals a page counts as what it takes."""
-    ms = {name: statistics.mean(found) for name, found in times.items()}
-    return {
-        "ms": {name: round(x, 4) for name, x in ms.items()},
-        "median_ms": {name: round(statistics.median(x), 4) for name, x in times.items()},
-        "ratios": {name: round(x / ms["k4v4"], 3) for name, x in ms.items() if name != "k4v4"},
-    }
 
 
 # --- one layer ---

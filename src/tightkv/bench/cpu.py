@@ -50,7 +50,7 @@ def decode_rows(
     cfg: KVQuantConfig, shapes: Sequence[Shape] = SHAPES, repeats: int = 15
 ) -> Iterator[dict[str, Any]]:
     """A row for each shape: median milliseconds of a step of one layer, and ratios to ours."""
-    facts = {**provenance(torch.device("cpu")), **_machine()}
+    facts = {**provenance(torch.device("cpu")), **machine()}
     for shape in shapes:
         times = interleaved(_contenders(cfg, shape, repeats), cfg.page_size, repeats)
         yield {
@@ -200,7 +200,8 @@ def _filled(cfg: KVQuantConfig, key: Tensor, value: Tensor, kernels: str) -> Pag
     return cache
 
 
-def _machine() -> dict[str, Any]:
+def machine() -> dict[str, Any]:
+    """The processor, its threads, and the instruction set of our kernels."""
     lib = library.load()
     return {
         "cpu": _cpu_name(),
