@@ -7,8 +7,9 @@ The processes are forks of one that has imported vLLM, which takes longer than m
 A job is {"engine": arguments of vllm.LLM, "batches": [[prompt, ...], ...], "sampling": {...}}; its
 prompts are token ids, and the prompts of one batch are in the engine together. With "forced",
 tokens for each prompt of each batch, those come out whatever the model says. With
-"format_version", pages are of that version. {"soak": arguments of benchmarks/soak.py's run} is a
-job, too.
+"format_version", pages are of that version; with "drafts_convolve", convolutions forget rejected
+drafts, which those of vLLM's CPU engine do not. {"soak": arguments of benchmarks/soak.py's run} is
+a job, too.
 """
 
 from __future__ import annotations
@@ -61,6 +62,10 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
         from tightkv.config import quant
 
         quant.FORMAT_VERSION = job["format_version"]
+    if "drafts_convolve" in job:
+        from vllm.model_executor.layers.mamba import mamba_mixer2
+
+        mamba_mixer2.causal_conv1d_update = convolve_drafts
     try:
         llm = LLM(**engine)
     except ValueError as error:
@@ -116,6 +121,26 @@ def prepare_stage(worker: Any) -> None:
         runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
             batch_size=runner.max_num_tokens, dtype=runner.dtype, device=runner.device
         )
+
+
+def convolve_drafts(
+    x: Any, states: Any, weight: Any, bias: Any, _activation: Any, **of: Any
+) -> Any:
+    """vLLM's causal_conv1d_update in torch: a state begins after the last accepted token."""
+    import torch
+    import torch.nn.functional as F
+
+    out, width = x.clone(), weight.shape[1]
+    starts, accepted = of["query_start_loc"].tolist(), of["num_accepted_tokens"]
+    for i, row in enumerate(of["conv_state_indices"].reshape(len(starts) - 1, -1)[:, 0].tolist()):
+        new, state = x[starts[i] : starts[i + 1]].T, states[row]
+        skip = 0 if accepted is None else int(accepted[i]) - 1
+        tokens = torch.cat([state[:, skip : skip + width - 1], new], 1)
+        out[starts[i] : starts[i + 1]] = F.silu(
+            F.conv1d(tokens[None], weight[:, None], bias, groups=len(weight))
+        )[0].T
+        state[:, : tokens.shape[1] - 1] = tokens[:, 1:]
+    return out
 
 
 def kinds_of_layers(context: dict[str, Any]) -> dict[str, Any]:
