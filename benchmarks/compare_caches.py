@@ -157,28 +157,39 @@ def tensors(root: Any) -> Iterator[Tensor]:
             todo += [getattr(item, name) for name in slots if hasattr(item, name)]
 
 
-def bytes_held(cache: Any) -> int:
-    """numel * element_size of all a cache's tensors; the same memory counts once."""
-    sizes = {(t.data_ptr(), t.numel()): t.numel() * t.element_size() for t in tensors(cache)}
-    return sum(sizes.values())
+def sizes(cache: Any) -> dict[tuple[int, int], int]:
+    """Bytes of all a cache's tensors by where they lie: the same memory counts once."""
+    return {(t.data_ptr(), t.numel()): t.numel() * t.element_size() for t in tensors(cache)}
 
 
-def bytes_by_context(model: Any, make: MakeAny, contexts: Sequence[int]) -> dict[str, int | str]:
+def bytes_held(cache: Any, beside: Any = None) -> int:
+    """Of all a cache's tensors, but for those that it shares with the cache `beside` it."""
+    own = sizes(cache)
+    return sum(own[place] for place in own.keys() - sizes(beside).keys())
+
+
+def bytes_by_context(
+    model: Any, make: MakeAny, contexts: Sequence[int]
+) -> tuple[dict[str, int | str], int]:
     """Bytes after a prompt and one decoded token, at 16 bits; the error of a cache that fails.
 
-    Only the shape of keys and values matters, so a narrow model of the same shape is fed.
+    And the bytes that all caches of a model share. Only the shape of keys and values matters, so
+    a narrow model of the same shape is fed.
     """
     narrow = _narrow(model.config)
     held: dict[str, int | str] = {}
+    shared = 0
     for tokens in contexts:
-        run = open_run(narrow, make)
+        runs = [open_run(narrow, make) for _ in range(2)]
         try:
-            run.feed(torch.ones(1, tokens - 1, dtype=torch.long), last_only=True)
-            run.feed(torch.ones(1, 1, dtype=torch.long), last_only=True)
-            held[str(tokens)] = bytes_held(run.cache)
+            for run in runs:
+                run.feed(torch.ones(1, tokens - 1, dtype=torch.long), last_only=True)
+                run.feed(torch.ones(1, 1, dtype=torch.long), last_only=True)
+            held[str(tokens)] = own = bytes_held(runs[0].cache, beside=runs[1].cache)
+            shared = bytes_held(runs[0].cache) - own
         except RuntimeError as error:
             held[str(tokens)] = str(error)
-    return held
+    return held, shared
 
 
 def _narrow(config: Any) -> Any:
@@ -220,13 +231,15 @@ class Reference:
             run = open_run(self.model, make)
             targets = self.windows.ids[[row], self.schedule.prefill + 1 :]
             scores.append(compare(log_p, self._feed(run, row), targets))
+        held, shared = bytes_by_context(self.model, make, contexts)
         names = ("nll", "reference_nll", "kl", "same_top")
         whole = Scores(**{name: torch.cat([getattr(s, name) for s in scores]) for name in names})
         return {
             **asdict(whole.summary()),
             "kl_by_window": [own.summary().kl for own in scores],
             "decode": self._speed(run),
-            "bytes": bytes_by_context(self.model, make, contexts),
+            "bytes": held,
+            "bytes_of_all_caches": shared,
         }
 
     def _speed(self, run: CacheRun) -> dict[str, Any]:

@@ -61,6 +61,10 @@ def test_the_uncompressed_cache_agrees_with_itself(rows: dict[str, Any]) -> None
     assert row["perplexity"] == row["reference_perplexity"]
     # layers, K and V, heads, head_dim, 2 bytes
     assert row["bytes"] == {str(n): 4 * 2 * 2 * 32 * 2 * n for n in CONTEXTS}
+    # metrics of the queries and their factors: layers, heads, 32 x 32, 4 bytes, both
+    shared = 2 * 4 * 2 * 32 * 32 * 4
+    assert shared <= rows["tightkv k4v4"]["bytes_of_all_caches"] < 1.1 * shared
+    assert row["bytes_of_all_caches"] == 0
 
 
 def test_quality_is_what_tightkv_eval_measures(
@@ -117,6 +121,7 @@ def test_bytes_of_wrapped_and_shared_tensors_count_once(script: Any) -> None:
     item, tensor = Slotted(), torch.zeros(6, dtype=torch.int16)
     item.inside = {"a": [tensor, tensor.view(2, 3)], "b": (torch.zeros(5), torch.nn.Linear(3, 3))}
     assert script.bytes_held([item, item]) == 12 + 20
+    assert script.bytes_held([item, torch.zeros(2)], beside=[tensor]) == 20 + 8
 
 
 def test_the_table_has_a_line_a_cache(script: Any, rows: dict[str, Any]) -> None:
@@ -145,7 +150,7 @@ def test_a_cache_that_cannot_take_a_context_is_said_to_fail(
                 raise RuntimeError("too long")
             return super().update(keys, *rest, **options)
 
-    held = script.bytes_by_context(
+    held, _ = script.bytes_by_context(
         reference.model, lambda model: script.Cache(layer_class_to_replicate=Short), CONTEXTS
     )
     assert held == {**rows["dynamic"]["bytes"], "300": "too long"}
