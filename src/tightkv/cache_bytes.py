@@ -33,9 +33,12 @@ class LayerBytes:
     block_tokens: int = 1
 
     @classmethod
-    def of_layout(cls, layout: PageLayout, exact_limit: int = 0) -> LayerBytes:
-        """A compressed layer of full attention."""
-        shape = LayerShape("full", layout.num_kv_heads, layout.head_dim, layout.head_dim)
+    def of_layout(
+        cls, layout: PageLayout, exact_limit: int = 0, window: int | None = None
+    ) -> LayerBytes:
+        """A compressed layer of full attention, or with a sliding window."""
+        kind = "full" if window is None else "sliding"
+        shape = LayerShape(kind, layout.num_kv_heads, layout.head_dim, layout.head_dim, window)
         return cls(shape, layout=layout, exact_limit=exact_limit)
 
     @classmethod
@@ -54,11 +57,13 @@ class LayerBytes:
     @property
     def bytes_per_token(self) -> float:
         """Bytes that each further token of a long sequence takes."""
+        if not self.shape.grows:
+            return 0
         if self.layout is not None:
             return self.layout.bytes_per_token
         if self.latent_bytes is not None:
             return self.latent_bytes + self.shape.index_bytes
-        return self.shape.bytes_per_token(self.element_bytes) if self.shape.grows else 0
+        return self.shape.bytes_per_token(self.element_bytes)
 
     @property
     def bf16_bytes_per_token(self) -> int:
@@ -73,6 +78,8 @@ class LayerBytes:
             return held + tokens * self.shape.index_bytes
         if self.layout is None:
             return self.shape.uncompressed_bytes(tokens, self.element_bytes)
+        if self.shape.window is not None:
+            return self.layout.window_bytes(self.shape.window, tokens)
         held = self.layout.total_bytes(
             tokens, encode_partial_page=False, exact_limit=self.exact_limit
         )

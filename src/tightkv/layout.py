@@ -228,6 +228,12 @@ class PageLayout:
         exact = min(tokens, self.ring_tokens) + self.cfg.sinks
         return exact * self.exact_bytes_per_token + 5 * 4
 
+    def window_bytes(self, window: int, tokens: int = MAX_TOKENS) -> int:
+        """Most bytes of a sequence in a layer that keeps the pages of a sliding window alone."""
+        most = -(-(window - 1) // self.page_size) + 1  # it may begin anywhere in the first
+        pages = min(most, -(-tokens // self.page_size))
+        return pages * (self.page_bytes + 4) + self.sequence_bytes(tokens)
+
     def total_bytes(
         self,
         tokens: int,

@@ -100,6 +100,23 @@ def test_new_tokens_after_the_cache(causal, page):
     )
 
 
+def test_a_prompt_reads_no_new_tokens_before_its_window():
+    cache = cache_on(CFG, [70])
+    fill(cache, [70])
+    key, value = (x[0].to(DEVICE) for x in tokens(1, 130, heads=HEADS, seed=8))
+    new = {"window": 40, "new_key": key, "new_value": value}
+    assert_attends_like_the_reference(cache, [130], 1, **new)
+    query, starts = key.clone(), torch.tensor([0, 130], dtype=torch.int32, device=DEVICE)
+
+    def attend():
+        options = AttendOptions(max_queries=130, **new)
+        return kernels.attend(cache.codec, query, cache.view(), starts, options)[0]
+
+    expected = attend()
+    value[:20] = torch.nan  # seen by the first tile of 64 queries, and not by the others
+    assert torch.equal(attend()[64:], expected[64:])
+
+
 def test_masks_and_left_padding():
     cache = cache_on(CFG, [150, 150], left_pad=[0, 70])
     fill(cache, [150, 150])

@@ -49,6 +49,7 @@ def layers(cfg: KVQuantConfig = K4V4, heads: int = 2, names: list[str] = NAMES) 
             head_size=16,
             device=CPU,
             is_draft=False,
+            window=None,
             step=SimpleNamespace(codec=Codec(layout)),
             feedback=None,
         )

@@ -50,7 +50,7 @@ def test_a_scheduler_that_changed_costs_the_metrics_and_no_request(
         name="k4v4",
         page_size=64,
         rows=8,
-        bytes_per_token=9.0,
+        block_bytes=576.0,
         ratio=3.7,
         kernels=("cpu",),
     )

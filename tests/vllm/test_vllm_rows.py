@@ -24,6 +24,7 @@ class Sequence:
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
     drafted: int = 0  # of the newest tokens
+    freed: int = 0  # of its first blocks, which have left the window
 
 
 class Scheduler:
@@ -37,6 +38,7 @@ class Scheduler:
         seed: int,
         has_store: bool = False,
         has_kernel: bool = False,
+        window: int | None = None,
     ) -> None:
         self.random = random.Random(seed)
         self.has_kernel, self.kernel_steps = has_kernel, 0
@@ -48,7 +50,8 @@ class Scheduler:
         self.store: set[tuple[int, ...]] = set()  # what a KV connector could load
         self.running: list[Sequence] = []
         self.drafts, self.rows = drafts, rows
-        self.table = RingTable(CFG, rows, blocks, drafts, "cpu")
+        self.window = window
+        self.table = RingTable(CFG, rows, blocks, drafts, "cpu", window=window)
         self.out = torch.empty(len(BatchRings._fields), 64, dtype=torch.int32)
         ring = self.table.ring
         self.ring = [[None] * ring for _ in range(rows + 1)]
@@ -57,17 +60,36 @@ class Scheduler:
     # --- blocks ---
     def admit(self, tokens: list[int], hits: bool = True) -> Sequence:
         seq = Sequence(tokens)
-        while hits and (end := (len(seq.blocks) + 1) * PAGE) < len(tokens):
-            block = self.known.get(tuple(tokens[:end]))
-            if block is None:
+        for count in range((len(tokens) - 1) // PAGE if hits else 0, 0, -1):
+            ends = range((self.left(count * PAGE) + 1) * PAGE, count * PAGE + 1, PAGE)
+            found = [self.known.get(tuple(tokens[:end])) for end in ends]
+            if None not in found:
+                seq.freed = self.left(count * PAGE)
+                seq.blocks = [0] * seq.freed + [block for block in found if block is not None]
                 break
-            seq.blocks.append(block)
+        for block in seq.blocks[seq.freed :]:
             self.users[block] += 1
             if block in self.free:
                 self.free.remove(block)
         seq.computed = len(seq.blocks) * PAGE
         self.running.append(seq)
         return seq
+
+    def left(self, computed: int) -> int:
+        """How many blocks of a sequence have left its window."""
+        return 0 if self.window is None else max(0, computed - self.window + 1) // PAGE
+
+    def free_left(self, seq: Sequence) -> None:
+        """The sequence's table still names them, whoever writes them next."""
+        left = self.left(seq.computed)
+        self.give_back(seq.blocks[seq.freed : left])
+        seq.freed = max(seq.freed, left)
+
+    def give_back(self, blocks: list[int]) -> None:
+        for block in reversed(blocks):
+            self.users[block] -= 1
+            if not self.users[block]:
+                self.free.append(block)
 
     def load(self, seq: Sequence, forget: bool = True) -> list[int]:
         """Further blocks of a prefix come from a store, without a step of the model."""
@@ -84,11 +106,8 @@ class Scheduler:
         return loaded
 
     def release(self, seq: Sequence) -> None:
-        for block in reversed(seq.blocks):
-            self.users[block] -= 1
-            if not self.users[block]:
-                self.free.append(block)
-        seq.blocks, seq.computed = [], 0
+        self.give_back(seq.blocks[seq.freed :])
+        seq.blocks, seq.computed, seq.freed = [], 0, 0
 
     def reserve(self, seq: Sequence, length: int) -> bool:
         while len(seq.blocks) * PAGE < length:
@@ -102,7 +121,7 @@ class Scheduler:
 
     def remember(self, seq: Sequence, length: int) -> None:
         """Full blocks become findable as soon as they are scheduled, before they are written."""
-        for i in range(length // PAGE):
+        for i in range(seq.freed, length // PAGE):
             key = tuple(seq.tokens[: (i + 1) * PAGE])
             self.store.add(key)
             if key not in self.known:
@@ -193,6 +212,7 @@ class Scheduler:
     def random_step(self) -> None:
         choose = self.random
         prompts = [[7] * 200, [7] * 64 + [9] * 70, [5] * 33]
+        prompts += [[6] * 120, [8] * 150] if self.window else []
         if len(self.running) < 6 and choose.random() < 0.4:
             base = choose.choice(prompts)[: choose.randint(1, 200)]
             hits = not self.has_store or choose.random() < 0.5
@@ -203,6 +223,7 @@ class Scheduler:
         for seq in list(self.running):
             if choose.random() < 0.15:
                 continue  # not scheduled in this step
+            self.free_left(seq)
             left = len(seq.tokens) - seq.computed
             count = choose.randint(1, left) if choose.random() < 0.5 else left
             drafts = choose.randint(0, self.drafts) if count == left else 0
@@ -255,10 +276,14 @@ def assert_kernel_agrees(
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("rows,drafts", [(3, 3), (0, 0), (8, 0), (20, 2)])
-def test_the_kernel_takes_the_steps_of_the_table(rows: int, drafts: int) -> None:
+@pytest.mark.parametrize(
+    "rows,drafts,window", [(3, 3, None), (0, 0, None), (8, 2, 70), (8, 0, None), (20, 2, None)]
+)
+def test_the_kernel_takes_the_steps_of_the_table(
+    rows: int, drafts: int, window: int | None
+) -> None:
     """Also with stand-ins, and with slots that no sequence has."""
-    scheduler = Scheduler(blocks=24, rows=rows, drafts=drafts, seed=1, has_kernel=True)
+    scheduler = Scheduler(24, rows, drafts, seed=1, has_kernel=True, window=window)
     plain = scheduler.step
 
     def padded(
@@ -289,6 +314,40 @@ def test_no_step_reads_anothers_copies(rows: int, drafts: int) -> None:
         scheduler = Scheduler(blocks=24, rows=rows, drafts=drafts, seed=seed)
         for _ in range(120):
             scheduler.random_step()
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("window", [70, 33, 128])
+@pytest.mark.parametrize("drafts", [0, 8])
+def test_no_step_reads_copies_of_who_writes_blocks_that_left_a_window(
+    window: int, drafts: int
+) -> None:
+    for seed in range(4):
+        scheduler = Scheduler(blocks=24, rows=8, drafts=drafts, seed=seed, window=window)
+        for _ in range(100):
+            scheduler.random_step()
+
+
+def test_a_first_block_that_left_a_window_has_the_sinks_of_its_next_writer() -> None:
+    scheduler = Scheduler(blocks=8, rows=4, drafts=0, seed=0, window=PAGE + 8)
+    old = scheduler.admit([5] * 80)
+    scheduler.reserve(old, 80)
+    scheduler.run([(old, 80)])
+    scheduler.free_left(old)
+    scheduler.free = [old.blocks[0], 5]
+    scheduler.random.random = lambda: 0.0  # free blocks in turn
+    new = scheduler.admit([6] * (PAGE + 1))
+    scheduler.reserve(new, PAGE + 1)
+    scheduler.remember(new, PAGE)
+    scheduler.run([(new, PAGE + 1)])
+    assert new.blocks == [old.blocks[0], 5]
+    old.tokens += [1]
+    scheduler.run([(old, 1)])  # its table still has that block in the first place
+    scheduler.free = [4]
+    hit = scheduler.admit([6] * PAGE + [7] * 5)
+    assert hit.blocks == new.blocks[:1]
+    scheduler.reserve(hit, len(hit.tokens))
+    assert scheduler.run([(hit, 5)]).context_sink_counts.tolist() == [4]
 
 
 @pytest.mark.parametrize("rows", [3, 8])

@@ -7,6 +7,7 @@ config, a transformers cache or a vLLM layer) and ask `skip_reason`.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from tightkv.config import KVQuantConfig
 from tightkv.latent import LatentLayout
@@ -23,13 +24,37 @@ KIND_REASONS = {
     "none": "keeps nothing",
     "other": "not the attention of a decoder",
 }
-"""Kinds of layers that are not compressed, and why; mla is in vLLM."""
+"""Kinds of layers that are not compressed, and why; mla is in vLLM, and sliding if asked for."""
+
+Windows = bool | int
+"""Which sliding windows are compressed (vLLM): none, those that become smaller, or those of at
+least so many tokens."""
 
 
-def skip_reason(layer: LayerShape, integration: str = "transformers") -> str | None:
-    """Why a layer is not compressed, or None where it is."""
+def check_windows(given: Any) -> Windows:
+    """The option sliding_windows, where it is one."""
+    if type(given) not in (bool, int) or (type(given) is int and given < 1):
+        raise ValueError(
+            f"sliding_windows={given!r}; it must be true (windows that become smaller), false, or "
+            "the shortest window to compress, in tokens"
+        )
+    windows: Windows = given
+    return windows
+
+
+def skip_reason(
+    layer: LayerShape,
+    integration: str = "transformers",
+    windows: Windows = False,
+    cfg: KVQuantConfig | None = None,
+) -> str | None:
+    """Why a layer is not compressed, or None where it is.
+
+    `cfg` is what sliding windows would be compressed with, the default one unless given.
+    """
     latent = layer.kind == "mla" and integration == "vllm" and layer.latent_dim > 0
-    if layer.kind != "full" and not latent:
+    sliding = layer.kind == "sliding" and integration == "vllm" and windows is not False
+    if layer.kind != "full" and not latent and not sliding:
         return KIND_REASONS[layer.kind]
     for extra in layer.extras:
         if extra not in SUPPORTED_EXTRAS[integration]:
@@ -47,7 +72,17 @@ def skip_reason(layer: LayerShape, integration: str = "transformers") -> str | N
             page_layout(KVQuantConfig(), layer.num_kv_heads, layer.head_dim)
         except ValueError as error:
             return str(error)
-    return None
+    return _too_short(layer, windows, cfg or KVQuantConfig()) if sliding else None
+
+
+def _too_short(layer: LayerShape, windows: Windows, cfg: KVQuantConfig) -> str | None:
+    window = layer.window or 0
+    if windows is not True:
+        return None if window >= windows else f"sliding window of less than {windows} tokens"
+    layout = page_layout(cfg, layer.num_kv_heads, layer.head_dim)
+    if layout.window_bytes(window) < layer.uncompressed_bytes(window):
+        return None
+    return f"sliding window of {window} tokens, smaller than with exact rings"
 
 
 def compressed_layers(layers: Iterable[LayerShape], integration: str = "transformers") -> list[int]:

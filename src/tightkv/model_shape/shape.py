@@ -48,7 +48,7 @@ class LayerShape:
     state_bytes: int | None = 0
     """Bytes of the constant state per sequence; None where the config does not tell."""
     extras: tuple[str, ...] = ()
-    """full, mla: what its attention needs beyond the causal mask."""
+    """full, sliding, mla: what its attention needs beyond the causal mask and the window."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:

@@ -49,8 +49,11 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
         self.layout, self.kernels, self.limits, self.device = layout, kernels, limits, device
         sinks: Tensor | None = getattr(old, "sinks", None)
         self.sink_logits = None if sinks is None else sinks.detach().float()
+        self.window: int | None = layer.sliding_window
         codec = Codec(layout)
-        self.step = LayerStep(kernels, codec, self.scale, self.softcap, self.sink_logits)
+        self.step = LayerStep(
+            kernels, codec, self.scale, self.softcap, self.sink_logits, self.window
+        )
         self.reads, self.has_readers, self.is_draft = reads, False, is_draft
         self.new_tokens: tuple[Tensor, Tensor] | None = None
         """Keys and values of the last step with a prompt, for layers that read this cache."""

@@ -129,6 +129,7 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
                 taken_back=impl.limits.decoding - 1,
                 device=self.device,
                 pages_per_block=self.pages_per_block,
+                window=_window(self.impls),
             )
             self._compile(rings.table)
         return rings.table
@@ -152,6 +153,12 @@ def _group_rings(impls: list[TightAttention], drafts_share: bool) -> GroupRings:
         for impl in impls:
             impl.group_rings = known
     return known
+
+
+def _window(impls: list[TightAttention]) -> int | None:
+    """Of a group whose blocks vLLM frees when they have left it; None where one layer needs all."""
+    windows = [impl.window for impl in impls if impl.window is not None]
+    return min(windows) if len(windows) == len(impls) else None
 
 
 class TightBackend(PageBlocks, AttentionBackend):  # type: ignore[misc]

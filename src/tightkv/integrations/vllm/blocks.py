@@ -27,12 +27,13 @@ def other_specs(
 
 
 def pages_per_block(
-    layouts: Mapping[str, PageLayout], others: Sequence[Any], vllm_config: Any
+    layouts: Mapping[str, PageLayout], others: Sequence[Any], vllm_config: Any, mixed: bool
 ) -> int:
     """Pages per block, so that it is no smaller than the block of a layer that is not compressed.
 
     vLLM's blocks are of one size. Sliding-window layers take the shortest that their attention
     can have, states of linear attention what they have; the rest of a block is padding.
+    `mixed`: those of `layouts` have full attention and sliding windows.
     """
     needed, kinds = 0, set()
     for layer, spec in others:
@@ -47,10 +48,10 @@ def pages_per_block(
         needed = max(needed, size)
     pages = {layout.page_bytes for layout in layouts.values()}
     count = max(1, -(-needed // max(pages)))
-    if count > 1 and len(pages) > 1:
+    if (count > 1 or mixed) and len(pages) > 1:
         raise ValueError(
-            "tightkv: protected layers or layer_bits in a model with other layers' larger blocks; "
-            "set protected_first and protected_last to 0 and leave layer_bits out"
+            "tightkv: protected layers or layer_bits in a model with other layers, whose blocks "
+            "must be as large; set protected_first and protected_last to 0 and leave layer_bits out"
         )
     states = {kind for kind in kinds if issubclass(kind, MambaSpec)}
     if states:

@@ -13,8 +13,12 @@ from tightkv.layout import PageLayout
 
 
 def page_spec(spec: Any, layout: PageLayout | LatentLayout, pages: int = 1) -> Any:
-    """vLLM's spec of full or latent attention, its blocks being `pages` of our pages each."""
+    """vLLM's spec of full, sliding or latent attention, its blocks being `pages` of our pages each.
+
+    A sliding window may come padded to the blocks of windows that are not compressed.
+    """
     names = {field.name for field in fields(spec)}
+    spec = replace(spec, page_size_padded=None)
     if "tokens_per_state" in names:  # a block is [head slots, states, bytes]: one state per page
         return replace(
             spec,

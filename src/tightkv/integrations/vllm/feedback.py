@@ -29,7 +29,11 @@ def set_feedback(
     metric that is not known leaves a layer without feedback and is never an error.
     """
     numbers = model_layers(impls, {name for name, impl in impls.items() if impl.is_draft})
-    mine = {numbers[name]: impl for name, impl in impls.items() if _gains(impl.layout.cfg)}
+    mine = {
+        numbers[name]: impl
+        for name, impl in impls.items()
+        if _gains(impl.layout.cfg) and impl.window is None  # windows may have a RoPE of their own
+    }
     mine.pop(-1, None)  # of a draft, which has weights of its own
     if cfg.feedback == "off" or not mine:
         return None

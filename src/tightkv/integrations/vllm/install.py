@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -46,13 +46,15 @@ from tightkv.integrations.vllm.layer_shapes import (
     layer_shape,
     readers,
     unreadable_layers,
+    windows_of_other_pages,
 )
 from tightkv.integrations.vllm.options import EngineOptions, engine_options, with_options
 from tightkv.integrations.vllm.protect_keys import check_keys, in_equal_blocks
 from tightkv.integrations.vllm.ring_table import SAVED_SINKS
 from tightkv.kernels import registry
-from tightkv.layout import PageLayout, page_layout
+from tightkv.layout import MAX_TOKENS, PageLayout, page_layout
 from tightkv.model_shape import skip_reason
+from tightkv.model_shape.compressible import Windows
 
 logger = logging.getLogger("vllm.tightkv")  # vLLM's handlers show its children
 _LAYOUT = "_tightkv_layout"
@@ -70,10 +72,12 @@ class EnginePlan:
     """Pages per block of vLLM's: more than one where other layers' blocks are larger."""
     drafts: frozenset[str] = frozenset()
     """Layers of a speculator's model."""
+    windows: Mapping[str, int] = field(default_factory=dict)
+    """Layers with a sliding window, and its tokens."""
 
     @property
     def size(self) -> CacheBytes:
-        return _size(self.layouts)
+        return _size(self.layouts, self.windows)
 
     @property
     def page_bytes(self) -> set[int]:
@@ -81,16 +85,25 @@ class EnginePlan:
 
     def line(self) -> str:
         """Preset, bytes per token, and what that is worth."""
-        size = self.size
+        size, parts = self.size, []
         packed, plain = size.bytes_per_token, size.bf16_bytes_per_token
         rings = _row_bytes(self.layouts) * self.rows
         drafts = f" ({len(self.drafts)} of them a draft model's)" if self.drafts else ""
-        return (
-            f"tightkv {self.options.config.name}: {packed:,.0f} bytes per token in "
-            f"{len(size.layers)} layers{drafts}, "
-            f"{plain / packed:.2f} times the tokens of a 16-bit cache ({plain:,} bytes); "
-            f"exact rings for {self.rows} sequences take {rings / 2**20:,.1f} MiB"
-        )
+        windows = [layer for layer in size.layers if not layer.shape.grows]
+        if count := len(size.layers) - len(windows):
+            parts.append(
+                f"{packed:,.0f} bytes per token in {count} layers{drafts}, "
+                f"{plain / packed:.2f} times the tokens of a 16-bit cache ({plain:,} bytes)"
+            )
+        if windows:
+            most = sum(layer.total_bytes(MAX_TOKENS) for layer in windows)
+            exact = sum(layer.shape.uncompressed_bytes(MAX_TOKENS) for layer in windows)
+            parts.append(
+                f"{len(windows)} sliding windows take at most {most / 1024:,.0f} KiB per sequence "
+                f"with its exact ring, in 16 bits {exact / 1024:,.0f} KiB"
+            )
+        parts.append(f"exact rings for {self.rows} sequences take {rings / 2**20:,.1f} MiB")
+        return f"tightkv {self.options.config.name}: {'; '.join(parts)}"
 
 
 def compressed_spec(layer: Any, spec: Any) -> Any:
@@ -120,20 +133,21 @@ def install(vllm_config: Any) -> None:
     if calibration is not None:
         options = replace(options, config=calibration.applied(options.config))
     drafts = draft_layers(layers, vllm_config)
-    chosen = compressed_layers(layers, options.config, obstacle, drafts)
+    chosen = compressed_layers(layers, options.config, obstacle, drafts, windows=options.windows)
     checked = check_keys(options.config, vllm_config)
     place = place_in_model(options.config, len(chosen.keys() - drafts))
     plan = make_plan(replace(options, config=checked.config), vllm_config, chosen, place, drafts)
     for layer in layers.values():
         setattr(layer, _LAYOUT, (None, 1))
     others = other_specs(plan.layouts, layers, vllm_config)
-    if others and len(plan.page_bytes) > 1 and (checked.raised or options != given):
+    mixed = len({layer.sliding_window for layer in chosen.values()}) > 1
+    if (others or mixed) and len(plan.page_bytes) > 1 and (checked.raised or options != given):
         if options != given:
             line, checked = without_bits(given.config), check_keys(given.config, vllm_config)
         if checked.raised:
             checked = in_equal_blocks(given.config, checked)
         plan = make_plan(given, vllm_config, chosen, place, drafts)
-    plan = replace(plan, pages_per_block=pages_per_block(plan.layouts, others, vllm_config))
+    plan = replace(plan, pages_per_block=pages_per_block(plan.layouts, others, vllm_config, mixed))
     if not others:  # vLLM tells its own process alone, and KV connectors of other workers ask
         vllm_config.cache_config.block_size = plan.pages_per_block * plan.options.config.page_size
     most = vllm_config.scheduler_config.max_num_seqs
@@ -222,6 +236,7 @@ def compressed_layers(
     cfg: KVQuantConfig,
     latent: str | None = None,
     drafts: Collection[str] = (),
+    windows: Windows = False,
 ) -> dict[str, Any]:
     """The layers that can be compressed; an error where none of the model can, or not one with
     layer_bits.
@@ -230,9 +245,12 @@ def compressed_layers(
     """
     unreadable = unreadable_layers(layers)
     reasons = {
-        name: UNREADABLE if name in unreadable else skip_reason(layer_shape(layer), "vllm")
+        name: UNREADABLE
+        if name in unreadable
+        else skip_reason(layer_shape(layer), "vllm", windows, cfg)
         for name, layer in layers.items()
     }
+    reasons |= windows_of_other_pages(layers, reasons, cfg)
     if latent is not None:
         reasons |= {name: latent for name, layer in layers.items() if is_latent(layer)}
     chosen = {name: layers[name] for name, reason in reasons.items() if reason is None}
@@ -294,7 +312,13 @@ def make_plan(
         for name, layer in chosen.items()
     }
     rows = exact_rows(options, vllm_config, layouts)
-    return EnginePlan(options, layouts, rows, drafts=frozenset(chosen.keys() & set(drafts)))
+    windows = {
+        name: layer.sliding_window
+        for name, layer in chosen.items()
+        if layer.sliding_window is not None
+    }
+    own_drafts = frozenset(chosen.keys() & set(drafts))
+    return EnginePlan(options, layouts, rows, drafts=own_drafts, windows=windows)
 
 
 def exact_rows(options: EngineOptions, vllm_config: Any, layouts: dict[str, PageLayout]) -> int:
@@ -311,8 +335,10 @@ def exact_rows(options: EngineOptions, vllm_config: Any, layouts: dict[str, Page
 def _row_bytes(layouts: Mapping[str, PageLayout]) -> int:
     """Bytes of a ring, its sinks and the saved sinks that go with it, in all layers."""
     sinks = sum(layout.cfg.sinks * layout.exact_bytes_per_token for layout in layouts.values())
-    return _size(layouts).bytes_per_sequence + SAVED_SINKS * sinks
+    return _size(layouts, {}).bytes_per_sequence + SAVED_SINKS * sinks
 
 
-def _size(layouts: Mapping[str, PageLayout]) -> CacheBytes:
-    return CacheBytes(tuple(LayerBytes.of_layout(layout) for layout in layouts.values()))
+def _size(layouts: Mapping[str, PageLayout], windows: Mapping[str, int]) -> CacheBytes:
+    return CacheBytes(
+        tuple(LayerBytes.of_layout(x, window=windows.get(name)) for name, x in layouts.items())
+    )

@@ -8,10 +8,13 @@ from typing import Any
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.v1.attention.backend import AttentionType
 
+from tightkv.config import KVQuantConfig
+from tightkv.layout import page_layout
 from tightkv.model_shape import LayerShape, skip_reason
 from tightkv.model_shape.shape import ALIBI, IMAGES, SINKS
 
 UNREADABLE = "its cache is also read by a layer that cannot read compressed pages"
+OTHER_PAGES = "sliding window, whose pages would not be as large as those of full attention"
 # By the names of classes, which have moved between versions of vLLM.
 _KINDS = {"MLAAttention": "mla", "ChunkedLocalAttention": "chunked", "MambaBase": "linear"}
 
@@ -29,14 +32,15 @@ def layer_shape(layer: Any) -> LayerShape:
 
 def _attention_shape(layer: Any) -> LayerShape:
     heads = layer.num_kv_heads, layer.head_size, layer.head_size_v
-    if layer.sliding_window is not None:
-        return LayerShape("sliding", *heads, window=layer.sliding_window)
     needs = {
         SINKS: layer.has_sink,
         ALIBI: getattr(layer.impl, "alibi_slopes", None) is not None,
         IMAGES: getattr(layer, "use_mm_prefix", False),
     }
-    return LayerShape("full", *heads, extras=tuple(extra for extra in needs if needs[extra]))
+    extras = tuple(extra for extra in needs if needs[extra])
+    if layer.sliding_window is not None:
+        return LayerShape("sliding", *heads, window=layer.sliding_window, extras=extras)
+    return LayerShape("full", *heads, extras=extras)
 
 
 def unreadable_layers(layers: Mapping[str, Any]) -> set[str]:
@@ -49,9 +53,26 @@ def unreadable_layers(layers: Mapping[str, Any]) -> set[str]:
 
 
 def _reads_pages(layer: Any, target: Any) -> bool:
-    heads = ("num_heads", "num_kv_heads", "head_size")
-    alike = all(getattr(layer, name) == getattr(target, name) for name in heads)
-    return alike and skip_reason(_attention_shape(layer), "vllm") is None
+    same = ("num_heads", "num_kv_heads", "head_size", "sliding_window")
+    alike = all(getattr(layer, name) == getattr(target, name) for name in same)
+    return alike and skip_reason(_attention_shape(layer), "vllm", windows=1) is None
+
+
+def windows_of_other_pages(
+    layers: Mapping[str, Any], reasons: Mapping[str, str | None], cfg: KVQuantConfig
+) -> dict[str, str]:
+    """Layers with a window whose pages would not be as large as those of full attention.
+
+    vLLM would pad the smaller ones.
+    """
+    sizes = {
+        name: page_layout(cfg, layer.num_kv_heads, layer.head_size).page_bytes
+        for name, layer in layers.items()
+        if reasons[name] is None and type(layer) is Attention
+    }
+    windows = {name for name in sizes if layers[name].sliding_window is not None}
+    full = {size for name, size in sizes.items() if name not in windows}
+    return {name: OTHER_PAGES for name in windows if full and full != {sizes[name]}}
 
 
 def readers(layers: Mapping[str, Any], compressed: Container[str]) -> dict[str, str]:

@@ -29,6 +29,8 @@ class LayerStep:
     softcap: float | None
     sink_logits: Tensor | None = None
     """[Hq]: logits that take part in the softmax and have no value."""
+    window: int | None = None
+    """Tokens that a query sees, itself included; None: all."""
 
     @property
     def kernel_name(self) -> str:
@@ -91,6 +93,7 @@ class LayerStep:
                 AttendOptions(
                     max_queries=part.max_query_len,
                     scale=self.scale,
+                    window=self.window,
                     softcap=self.softcap,
                     new_key=key,
                     new_value=value,

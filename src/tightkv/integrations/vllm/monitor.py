@@ -28,10 +28,9 @@ _STOPPED = "tightkv: this engine has no tightkv: metrics, its vLLM differs from 
 class EngineMonitor:
     """Metrics of one engine, and one warning when sequences are less exact than configured."""
 
-    def __init__(self, found: CacheFormat, blocks: int, block_size: int, labels: list[str]) -> None:
-        """`blocks` of `block_size` tokens, in all; `labels`: the model's name, the engine."""
-        self.found, self.block_bytes = found, found.bytes_per_token * block_size
-        self.blocks = blocks
+    def __init__(self, found: CacheFormat, blocks: int, labels: list[str]) -> None:
+        """`blocks` in all; `labels`: the model's name, the engine."""
+        self.found, self.blocks = found, blocks
         self.file: StatsFile | None = None
         self.registry = CollectorRegistry()
         self._written, self._warned = -_SECONDS, False
@@ -62,7 +61,7 @@ class EngineMonitor:
         info.labels(*labels, found.name, kernels, found.fingerprint, found.page_size).set(1)
         self.labels = labels
         for gauge, value in (
-            (size, blocks * self.block_bytes),
+            (size, blocks * found.block_bytes),
             (ratio, found.ratio),
             (rows, found.rows),
         ):
@@ -90,7 +89,7 @@ class EngineMonitor:
         """
         rows = self.found.rows
         without = max(0, running - rows)
-        self._used.labels(*self.labels).set(usage * self.blocks * self.block_bytes)
+        self._used.labels(*self.labels).set(usage * self.blocks * self.found.block_bytes)
         self._rings.labels(*self.labels).set(min(running, rows))
         self._without.labels(*self.labels).set(without)
         if without and hits:
@@ -142,7 +141,7 @@ def watch_scheduler(scheduler: Any, vllm_config: Any, found: CacheFormat) -> Non
 def _monitor_of(scheduler: Any, vllm_config: Any, found: CacheFormat) -> EngineMonitor:
     cache, index = vllm_config.cache_config, vllm_config.parallel_config.data_parallel_index
     labels = [vllm_config.model_config.served_model_name, str(index)]
-    monitor = EngineMonitor(found, cache.num_gpu_blocks or 0, cache.block_size, labels)
+    monitor = EngineMonitor(found, cache.num_gpu_blocks or 0, labels)
     shared = "PROMETHEUS_MULTIPROC_DIR" in os.environ  # the values are
     if scheduler.log_stats and not shared:
         monitor.file = StatsFile.of_engine(vllm_config.instance_id, index)

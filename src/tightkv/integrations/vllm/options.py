@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from tightkv.config import KVQuantConfig, env_fields, env_requests, is_off, read_source
+from tightkv.model_shape.compressible import Windows, check_windows
 
 _CONFIG_KEY = "tightkv"
+_WINDOWS = "sliding_windows"
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,8 @@ class EngineOptions:
     config: KVQuantConfig
     exact_rows: int | None = None
     """Sequences that may have an exact ring; None takes a twentieth of the device's memory."""
+    windows: Windows = False
+    """Which layers with a sliding window are compressed too."""
 
 
 def engine_options(
@@ -48,7 +52,8 @@ def with_options(additional_config: Any, options: EngineOptions) -> Any:
     if not isinstance(given, Mapping):
         return additional_config
     rows = {} if options.exact_rows is None else {"exact_rows": options.exact_rows}
-    return {**given, _CONFIG_KEY: options.config.to_dict() | rows}
+    windows = {_WINDOWS: options.windows} if options.windows else {}
+    return {**given, _CONFIG_KEY: options.config.to_dict() | rows | windows}
 
 
 def _from_config(given: Any) -> EngineOptions | None:
@@ -60,5 +65,6 @@ def _from_config(given: Any) -> EngineOptions | None:
     rows = fields.pop("exact_rows", None)  # beside the fields, or beside their kv_quant block
     if rows is not None and (type(rows) is not int or rows < 0):
         raise ValueError(f"exact_rows={rows!r}; it must be a number of sequences, 0 for none")
+    windows = check_windows(fields.pop(_WINDOWS, False))
     config = KVQuantConfig.from_dict(fields)
-    return None if is_off(fields) else EngineOptions(config, rows)
+    return None if is_off(fields) else EngineOptions(config, rows, windows)

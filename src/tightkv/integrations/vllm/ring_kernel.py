@@ -69,7 +69,8 @@ def _decode_step_kernel(
     batch, tokens, columns, table_stride, out_stride, rows,
     BATCH: tl.constexpr, ROWS: tl.constexpr, NEW: tl.constexpr, TAKEN_BACK: tl.constexpr,
     PAGE: tl.constexpr, EXACT_PAGES: tl.constexpr, RING: tl.constexpr, SINKS: tl.constexpr,
-    SLACK: tl.constexpr, STEP: tl.constexpr, NEVER: tl.constexpr, NOBODY: tl.constexpr,
+    WINDOW: tl.constexpr, SLACK: tl.constexpr, STEP: tl.constexpr, NEVER: tl.constexpr,
+    NOBODY: tl.constexpr,
 ):  # fmt: skip
     """See `RingTable.step`, whose names these are."""
     here = tl.arange(0, BATCH)
@@ -130,7 +131,10 @@ def _decode_step_kernel(
         mine = tl.where(wanting & (rank < free), fresh, kept)
     has_row = mine < rows
 
-    begun = tl.load(block_table + here * table_stride, mask=live, other=0).to(tl.int64)
+    gone = before + TAKEN_BACK >= WINDOW
+    keeps_name = gone & matched
+    first = live & (gone == 0)
+    begun = tl.load(block_table + here * table_stride, mask=first, other=0).to(tl.int64)
     exact_before = tl.where(matched, started, before)
     sinks_before = tl.where(matched, tl.load(sink_count + own), 0)
     sinks_before = tl.minimum(sinks_before, before)
@@ -139,7 +143,9 @@ def _decode_step_kernel(
     sinks_after = tl.where(has_row, sinks_after, 0)
     newest = _block_at(block_table, after - 1, columns, table_stride, here, there, PAGE)
     older = _block_at(block_table, after - 1 - PAGE, columns, table_stride, here, there, PAGE)
-    name = tl.where(sinks_after == 0, -2, tl.load(content + begun))
+    name = tl.where((sinks_after == 0) | gone, -2, tl.load(content + begun))
+    name = tl.where(keeps_name, tl.load(sink_content + own), name)
+    begun_at = tl.where(keeps_name, tl.load(first_block + own), begun)
     tl.debug_barrier()
 
     tl.store(block + mine, newest, mask=has_row)
@@ -148,8 +154,8 @@ def _decode_step_kernel(
     tl.store(exact_start + mine, exact_after, mask=has_row)
     tl.store(sink_count + mine, sinks_after, mask=has_row)
     tl.store(sink_content + mine, name, mask=has_row)
-    tl.store(sink_row + begun, mine, mask=sinks_after > 0)
-    tl.store(first_block + mine, begun, mask=has_row)
+    tl.store(sink_row + begun, mine, mask=(sinks_after > 0) & (gone == 0))
+    tl.store(first_block + mine, begun_at, mask=has_row)
     tl.store(used_at + mine, now, mask=has_row)
     for t in range(NEW):
         slot = tl.load(
@@ -198,6 +204,7 @@ def decode_step(
         len(lengths), len(slots), block_table.shape[1], block_table.stride(0), out.stride(0),
         table.rows, BATCH=size, ROWS=triton.next_power_of_2(max(16, table.rows)),
         NEW=table.taken_back + 1, TAKEN_BACK=table.taken_back, PAGE=table.page_size,
-        EXACT_PAGES=table.exact_pages, RING=table.ring, SINKS=table.sinks, SLACK=of.RING_SLACK,
-        STEP=of.STEP, NEVER=of.NEVER, NOBODY=NOBODY, num_warps=min(8, size // 32 or 1),
+        EXACT_PAGES=table.exact_pages, RING=table.ring, SINKS=table.sinks,
+        WINDOW=table.window or of.NEVER, SLACK=of.RING_SLACK, STEP=of.STEP, NEVER=of.NEVER,
+        NOBODY=NOBODY, num_warps=min(8, size // 32 or 1),
     )  # fmt: skip

@@ -59,16 +59,18 @@ class RingTable:
         taken_back: int,
         device: torch.device | str,
         pages_per_block: int = 1,
+        window: int | None = None,
     ) -> None:
         """`taken_back`: how many of its newest tokens a sequence may lose between two steps.
 
         `num_blocks` and the blocks of `step` are pages; `name` and `load` take vLLM's blocks.
+        `window`: blocks before a sliding window of so many tokens may belong to others.
         """
         if taken_back > RING_SLACK:
             raise ValueError(f"{taken_back} speculative tokens; supported: up to {RING_SLACK}")
         self.page_size, self.exact_pages, self.sinks = cfg.page_size, cfg.exact_pages, cfg.sinks
         self.ring, self.rows, self.taken_back = ring_tokens(cfg), rows, taken_back
-        self.pages, self.pages_per_block = num_blocks, pages_per_block
+        self.pages, self.pages_per_block, self.window = num_blocks, pages_per_block, window
         self.steps = torch.zeros((), dtype=torch.long, device=device)
 
         def tensor(size: int, value: int) -> Tensor:
@@ -140,7 +142,9 @@ class RingTable:
         without_row = rows == self.rows
 
         exact_before = torch.where(matched, self.exact_start[own], before)
-        begun = block_table[:, 0].long().masked_fill(~live, 0)  # first blocks
+        gone = before + self.taken_back >= (self.window or NEVER)  # vLLM may have freed the first
+        begun = block_table[:, 0].long().masked_fill(~live | gone, 0)  # first blocks
+        keeps_name = gone & matched
         source = self.sink_row[begun]
         had = self.sink_count[own].masked_fill(~matched, 0)
         # A prefix hit may begin with a step that copies nothing: it asks again later.
@@ -165,9 +169,10 @@ class RingTable:
         self.length[rows] = lengths
         self.exact_start[rows] = exact_after
         self.sink_count[rows] = sinks_after
-        self.sink_content[rows] = self.content[begun].masked_fill(sinks_after == 0, -2)
+        named = self.content[begun].masked_fill((sinks_after == 0) | gone, -2)
+        self.sink_content[rows] = torch.where(keeps_name, self.sink_content[own], named)
         self.sink_row[begun.masked_fill(sinks_after == 0, 0)] = rows
-        self.first_block[rows] = begun
+        self.first_block[rows] = torch.where(keeps_name, self.first_block[own], begun)
         self.used_at[rows] = self.steps
         self.block[self.rows :].fill_(-1)
         self.used_at[self.rows :].fill_(NEVER)

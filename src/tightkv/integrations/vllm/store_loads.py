@@ -76,7 +76,7 @@ def follow_loads(scheduler: Any, found: CacheFormat) -> None:
         local = getattr(request, _LOCAL)
         for ids, size in zip(blocks.get_block_ids(), sizes, strict=True):
             coming.loaded += ids[local // size :]
-            if not local:
+            if not local and ids[0]:
                 coming.loaded_firsts[ids[0]] = content_name(request.block_hashes[hashed - 1])
 
     def schedule(*args: Any, **kwargs: Any) -> Any:
@@ -85,7 +85,8 @@ def follow_loads(scheduler: Any, found: CacheFormat) -> None:
         for new in output.scheduled_new_reqs:
             request = scheduler.requests[new.req_id]
             if len(request.block_hashes) >= hashed:
-                firsts = (ids[0] for ids in new.block_ids if ids)
+                # Block 0 is nobody's: it stands for those that have left a sliding window.
+                firsts = (ids[0] for ids in new.block_ids if ids and ids[0])
                 name = content_name(request.block_hashes[hashed - 1])
                 coming.begun_firsts |= dict.fromkeys(firsts, name)
         setattr(output, _STORE, coming)

@@ -27,7 +27,7 @@ from tightkv.kernels.sdpa import CUDNN_MULTIPLE
 from tightkv.layout import PageLayout
 
 logger = logging.getLogger("vllm.tightkv")
-_WARM: set[tuple[PageLayout, str, int, float | None, torch.device, int, int, int, bool]] = set()
+_WARM: set[tuple[object, ...]] = set()
 
 
 def warm_up_once(
@@ -44,7 +44,8 @@ def warm_up_once(
     # of the engine; another in this process may have others
     limits = most_decoding, least_fresh, sequences
     has = feedback is not None
-    alike = (layout, step.kernel_name, query_heads, step.softcap, device, *limits, has)
+    scores = step.softcap, step.window
+    alike = (layout, step.kernel_name, query_heads, *scores, device, *limits, has)
     if alike in _WARM:
         return
     started = time.perf_counter()

@@ -170,6 +170,8 @@ def _attend_kernel(
     exact_to = n_old
     if NEW:
         exact_to += count
+        if WINDOW > 0:  # where it begins among the new tokens
+            exact_from = tl.where(low > length, n_old + low - length, 0)
         if CAUSAL:
             exact_to = tl.minimum(exact_to, n_old + tl.maximum(last_at + 1 - length, 0))
     if num_exact_splits > 0:
