@@ -46,6 +46,7 @@ SHORT = {"page_size": 32, "exact_pages": 1}
 RAW = {"key_bits": 16, "value_bits": 16, **SHORT}
 K8V8 = {"preset": "k8v8", **SHORT}
 K4V4 = {"preset": "k4v4", **SHORT}
+WINDOW = 48  # tokens, of the model with sliding windows
 STAGED = 4  # prompts of engines with two stages
 PROTECTED = {**K4V4, "protected_first": 1}
 LATENT = KVQuantConfig.from_dict(K4V4)
@@ -95,7 +96,8 @@ def job(
 
 def jobs() -> dict[str, dict[str, Any]]:
     few, mixed, shared = PROMPTS["few"], PROMPTS["mixed"][:20], PROMPTS["shared"]
-    every = {"logprobs": VOCABULARY, "prompt_logprobs": VOCABULARY}
+    generated = {"logprobs": VOCABULARY}
+    every = {**generated, "prompt_logprobs": VOCABULARY}
     some, longest = mixed[:16], PROMPTS["longest"]
     changing, drafted = PROMPTS["changing"], PROMPTS["drafted"]
     longer = {"sampling": {"max_tokens": 56}}
@@ -141,11 +143,19 @@ def jobs() -> dict[str, dict[str, Any]]:
         "fp8": job(K4V4, kv_cache_dtype="fp8"),
         "block size": job(K4V4, block_size=128),
         "unknown": job({"key_bit": 4}),
-        "plain windows": job(None, few, model="windows"),
+        "plain windows": job(None, few, shared, sampling=generated, model="windows"),
         "raw windows": job(RAW, few, model="windows"),
         "k4v4 windows": job(
-            *({"preset": "k4v4"}, few, longest, longest),
+            *({"preset": "k4v4", "sliding_windows": True}, few, longest, longest),
             **{"model": "windows", "max_model_len": 640, "enable_prefix_caching": True},
+        ),
+        "raw sliding": job(
+            *({**RAW, "sliding_windows": WINDOW}, few, shared[:1], shared[1:]),
+            **{"model": "windows", "enable_prefix_caching": True, "max_num_batched_tokens": 64},
+            **{"kv_cache_memory_bytes": 400 << 10, "speculative_config": ngram},
+        ),
+        "k4v4 sliding": job(
+            {**K4V4, "sliding_windows": WINDOW}, few, sampling=generated, model="windows"
         ),
         "plain states": job(None, few, changing, model="mamba"),
         "states, ngram": {
@@ -191,7 +201,7 @@ def write_models(folder: Path) -> dict[str, Path]:
         "tiny": write_tiny_folder(folder / "tiny", **size),
         "head": write_eagle_head(folder / "tiny", folder / "head"),
         "three heads": write_tiny_folder(folder / "three", **size, **three, vocab_size=384),
-        "windows": write_model(folder / "windows", hf.Gemma2Config(**shape, sliding_window=16)),
+        "windows": write_model(folder / "windows", hf.Gemma2Config(**shape, sliding_window=WINDOW)),
         "mamba": write_model(folder / "mamba", hf.FalconH1Config(**shape, **MAMBA)),
         "convolutions": write_model(
             folder / "convolutions", lfm2_for_vllm(**{**shape, "hidden_size": 64})
@@ -391,7 +401,41 @@ def test_sliding_window_layers_stay_vllms_own(engines: dict[str, Any]) -> None:
     assert sorted(set(kinds)) == ["CPUAttentionBackendImpl", "TightAttention"]
     assert kinds.count("TightAttention") == 2
     assert told["blocks"] > engines["plain windows"]["blocks"]
-    assert_same_text(engines["plain windows"], engines["raw windows"])
+    assert_same_text(batches(engines["plain windows"])[0], engines["raw windows"])
+    line = "2 layers stay with vLLM's own cache: sliding window of 48 tokens, smaller than with"
+    assert line in engines["log"]["text"]  # the default ring has 224
+
+
+def test_compressed_windows_give_the_text_of_vllms_own(engines: dict[str, Any]) -> None:
+    """In chunks, with preemptions, with drafts that are rejected, and after prefix hits."""
+    told, plain = engines["raw sliding"], batches(engines["plain windows"])
+    assert set(told["layers"].values()) == {"TightAttention"}
+    assert told["groups"] == [["FullAttentionSpec", 32], ["SlidingWindowSpec", 32]]
+    count = told["metrics"]
+    assert count["vllm:num_preemptions"] > 0
+    drafts, accepted = (
+        count[f"vllm:spec_decode_num_{kind}"] for kind in ("drafts", "accepted_tokens")
+    )
+    assert 10 < accepted < 2.5 * drafts  # of 3 each
+    several, fresh, hits = told["outputs"]
+    assert [text["cached"] for text in hits].count(128) >= 2  # few blocks are left for prefixes
+    assert_same_text(plain[0], {"outputs": [several]})
+    assert_same_text(plain[1], {"outputs": [fresh, hits]})
+
+
+def test_compressed_windows_take_the_bytes_of_their_pages(engines: dict[str, Any]) -> None:
+    told, layout = engines["k4v4 sliding"], PageLayout(KVQuantConfig.from_dict(K4V4), 2, 32)
+    # A block has a page of two layers: of full attention, or with windows.
+    assert told["blocks"] == BUDGET // (2 * layout.page_bytes)
+    assert told["tightkv"]["kv_cache_bytes"] == told["blocks"] * 2 * layout.page_bytes
+    line = f"{2 * layout.bytes_per_token:,.0f} bytes per token in 2 layers, {layout.ratio:.2f} "
+    assert line in engines["log"]["text"]
+    assert "; 2 sliding windows take at most " in engines["log"]["text"]
+
+
+def test_compressed_windows_stay_within_a_kl_budget(engines: dict[str, Any]) -> None:
+    plain = batches(engines["plain windows"])[0]
+    assert 1e-5 < mean_kl(plain, engines["k4v4 sliding"], "best") < 1e-2
 
 
 def test_prefixes_of_windows_end_before_the_exact_tokens(engines: dict[str, Any]) -> None:
