@@ -2,11 +2,13 @@
 
 `model_shape.compressible` says which layers are compressed, `cache_bytes` what layers take. Layers
 that are not compressed (sliding, chunked, recurrent) stay as the model keeps them, at 16 bits.
-Latents (MLA) are planned as in vLLM, which alone compresses them.
+Latents (MLA) are planned as in vLLM, which alone compresses them; so are sliding windows if asked
+for.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +26,7 @@ from tightkv.model_shape import (
     stored_weights,
     weights_dtype,
 )
+from tightkv.model_shape.compressible import Windows, windows_of_other_pages
 from tightkv.model_shape.shape import INDEXED
 
 # Memory in MiB as the driver reports it, which is what can be allocated.
@@ -111,18 +114,24 @@ def _baseline_layer(name: str, layer: LayerShape) -> LayerBytes:
     return LayerBytes(layer, BASELINES[name])
 
 
-def config_plan(name: str, shape: ModelShape, cfg: KVQuantConfig, ranks: int = 1) -> CachePlan:
-    """The cache of one tensor-parallel rank under `cfg`."""
+def config_plan(
+    name: str, shape: ModelShape, cfg: KVQuantConfig, ranks: int = 1, windows: Windows = False
+) -> CachePlan:
+    """The cache of one tensor-parallel rank under `cfg`.
+
+    `windows`: which sliding windows the vLLM plugin is asked to compress.
+    """
     layers = [layer.shard(ranks) for layer in shape.layers]
     # Protected layers are the first and last of those that are compressed.
-    compressed = compressed_layers(layers)
+    compressed = sorted(compressed_layers(layers) + compressed_windows(layers, cfg, windows))
     layouts = {}
     for number, i in enumerate(compressed):
         layer_cfg = cfg.for_layer(number, len(compressed), i)
         if layer_cfg.compresses:
             heads, dim = layers[i].num_kv_heads, layers[i].head_dim
             layouts[i] = PageLayout(layer_cfg, heads, dim, cache_dtype(shape))
-    limit = max((layout.exact_limit for layout in layouts.values()), default=0)
+    limits = [layouts[i].exact_limit for i in layouts if layers[i].kind == "full"]
+    limit = max(limits, default=0)
     latent, refusal = _latents(layers, cfg, cache_dtype(shape))
     sizes = []
     for i, layer in enumerate(layers):
@@ -134,6 +143,19 @@ def config_plan(name: str, shape: ModelShape, cfg: KVQuantConfig, ranks: int = 1
         else:
             sizes.append(LayerBytes(layer))
     return CachePlan(tuple(sizes), name, cfg, refusal)
+
+
+def compressed_windows(
+    layers: Sequence[LayerShape], cfg: KVQuantConfig, windows: Windows
+) -> list[int]:
+    """Layers with a sliding window that the vLLM plugin compresses under `cfg`, by number."""
+    found = {
+        i: layer
+        for i, layer in enumerate(layers)
+        if skip_reason(layer, "vllm", windows, cfg) is None
+    }
+    other = windows_of_other_pages(found, cfg) if windows else set()
+    return [i for i, layer in found.items() if layer.kind == "sliding" and i not in other]
 
 
 def _latents(

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import re
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +242,53 @@ def test_why_layers_are_kept() -> None:
     assert skip_reason(LayerShape("sliding", 2, 64, 64, 100)) == "sliding window"
     odd = read_model_shape(LLAMA | {"head_dim": 72})
     assert config_plan("k4v4", odd, KVQuantConfig()).bytes_per_token == 3 * 2 * 2 * 72 * 2
+
+
+def test_windows_are_compressed_where_that_saves() -> None:
+    def reason(window: int, windows: bool | int, preset: str = "k4v4", **of: Any) -> str | None:
+        shape = LayerShape("sliding", 2, 64, 64, window, **of)
+        return skip_reason(shape, "vllm", windows, KVQuantConfig.preset(preset))
+
+    assert reason(4096, False) == "sliding window"
+    assert skip_reason(LayerShape("sliding", 2, 64, 64, 4096), windows=True) == "sliding window"
+    assert reason(512, True) is None
+    short = "sliding window of {} tokens, smaller than with exact rings"
+    assert reason(128, True) == short.format(128)
+    assert (reason(512, True, "k8v8"), reason(1024, True, "k8v8")) == (short.format(512), None)
+    assert reason(128, 128) is None
+    assert reason(127, 128) == "sliding window of less than 128 tokens"
+    assert reason(4096, True, extras=("ALiBi",)) == "ALiBi"
+
+
+def test_a_plan_with_windows_counts_their_pages_and_rings() -> None:
+    shape = read_model_shape(GEMMA | {"sliding_window": 1024})
+    (window,) = {layer for layer in shape.layers if layer.kind == "sliding"}
+    cfg = KVQuantConfig()
+    plan = config_plan("k4v4", shape, cfg, windows=True)
+    layout = PageLayout(cfg, window.num_kv_heads, window.head_dim)
+    ring = layout.sequence_bytes()
+    found = [layer for layer in plan.layers if layer.shape == window]
+    assert all(layer.bytes_per_token == 0 for layer in found)
+    assert found[0].total_bytes(100_000) == 17 * (layout.page_bytes + 4) + ring
+    assert found[0].total_bytes(400) == 7 * (layout.page_bytes + 4) + ring
+    without = config_plan("k4v4", shape, cfg)
+    saved = window.uncompressed_bytes(100_000) - found[0].total_bytes(100_000)
+    assert without.total_bytes(100_000) - plan.total_bytes(100_000) == len(found) * saved > 0
+    wider = replace(window, head_dim=128, value_head_dim=128)  # pages of another size
+    layers = tuple(wider if layer == window else layer for layer in shape.layers)
+    plan = config_plan("k4v4", replace(shape, layers=layers), cfg, windows=True)
+    assert all(layer.layout is None for layer in plan.layers if layer.shape == wider)
+
+
+def test_windows_of_a_plan_are_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for config, note in (
+        (GEMMA, "k4v4, k8v8: none of 2 sliding windows compressed"),
+        (GEMMA | {"sliding_window": 512}, "k4v4: 2 of 2 sliding windows compressed"),
+        (LLAMA, "--sliding-windows: this model has none"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        told = plan_json(capsys, tmp_path, "--sliding-windows", "--presets", "k4v4,k8v8")
+        assert any(line.startswith(note) for line in told["notes"]), told["notes"]
 
 
 PAGE_ERROR = "head_dim=72; supported: multiples of 16 from 16 up"

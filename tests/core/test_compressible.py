@@ -166,6 +166,27 @@ def test_a_draft_is_not_compressed_alone() -> None:
 
 
 @pytest.mark.vllm
+def test_windows_that_are_compressed_can_be_read_by_others_with_the_same() -> None:
+    from tightkv.integrations.vllm.install import compressed_layers as chosen_layers
+    from tightkv.integrations.vllm.layer_shapes import readers
+
+    first, second, third, *_ = vllm_layers(FAMILIES["llama"]()).items()
+    layers = dict((first, second, third))
+    for _, layer in layers.items():
+        layer.sliding_window = 1024
+    second[1].kv_sharing_target_layer_name = first[0]
+    chosen = chosen_layers(layers, KVQuantConfig(), windows=True)
+    assert list(chosen) == [first[0], third[0]]
+    assert readers(layers, chosen) == {second[0]: first[0]}
+    second[1].sliding_window = None
+    assert list(chosen_layers(layers, KVQuantConfig(), windows=True)) == [third[0]]
+    third[1].sliding_window, third[1].head_size = None, 2 * third[1].head_size
+    third[1].head_size_v = third[1].head_size
+    second[1].sliding_window = 1024
+    assert list(chosen_layers(layers, KVQuantConfig(), windows=True)) == [third[0]]
+
+
+@pytest.mark.vllm
 @pytest.mark.parametrize(("change", "compressed"), [({}, [0]), ({"sliding_window": 16}, [])])
 def test_a_cache_that_others_read_is_compressed_if_they_can_read_pages(
     change: dict[str, Any], compressed: list[int]

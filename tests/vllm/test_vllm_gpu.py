@@ -106,13 +106,17 @@ def jobs() -> dict[str, dict[str, Any]]:
         for name in ("k8v8", "k4v4"):
             prefixes = {"enable_prefix_caching": True, **shared}
             listed[f"{name} {model}"] = job({"preset": name}, long, long, **prefixes)
+    for name in ("k8v8", "k4v4"):
+        options = {**SHORT, "preset": name, "sliding_windows": 1}
+        shared = {"model": "windows", "sampling": generated, "enable_prefix_caching": True}
+        listed[f"{name} sliding"] = job(options, long, long, **shared)
     return listed
 
 
 def write_models(folder: Path) -> dict[str, Path]:
     """A llama, one with convolutions, one with Mamba, one with sliding windows."""
     shape = {**SHAPE, "max_position_embeddings": 4096, "head_dim": 128, "vocab_size": VOCABULARY}
-    windows = {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    windows = {"sliding_window": 160, "layer_types": ["sliding_attention", "full_attention"] * 2}
     configs = {
         "convolutions": lfm2_for_vllm(**{**shape, "hidden_size": 256}),
         "mamba": hf.FalconH1Config(**shape, **MAMBA),
@@ -192,6 +196,16 @@ def test_models_with_other_layers(engines: dict[str, Any], model: str) -> None:
     assert mean_kl(first, again, "best") < 1e-3
     assert mean_kl(plain, first, "best") < 1e-3
     assert mean_kl(plain, batches(k4v4)[0], "best") < 2e-3  # of attention to a neighbour: 1e-2
+
+
+def test_compressed_windows(engines: dict[str, Any]) -> None:
+    plain, k8v8, k4v4 = (engines[x] for x in ("plain windows", "k8v8 sliding", "k4v4 sliding"))
+    assert set(k4v4["layers"].values()) == {"TightAttention"}
+    first, again = batches(k8v8)
+    assert all(text["cached"] >= 384 for text in outputs(again))
+    assert mean_kl(first, again, "best") < 1e-3
+    assert mean_kl(plain, first, "best") < 1e-3
+    assert mean_kl(plain, batches(k4v4)[0], "best") < 5e-3
 
 
 def test_finished_requests_leave_every_block_free(engines: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tightkv.integrations.vllm import monitor, stats_file
 
@@ -69,6 +70,14 @@ def test_a_scheduler_that_changed_costs_the_metrics_and_no_request(
     assert len(caplog.messages) == 1 and "scheduled_cached_reqs" in caplog.text
     monitor.watch_scheduler(OtherScheduler(), SimpleNamespace(), found)
     assert len(caplog.messages) == 2 and "cache_config" in caplog.text
+
+
+def test_prompts_of_compressed_windows_are_told_to_be_slow_on_gpus() -> None:
+    from tightkv.integrations.vllm.install import slow_prompts
+
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert "leave sliding_windows out" in (slow_prompts(512, cuda) or "")
+    assert slow_prompts(None, cuda) is None and slow_prompts(512, cpu) is None
 
 
 def test_prefixes_that_end_within_the_exact_window_are_counted() -> None:

@@ -177,7 +177,7 @@ def cached(result: dict[str, Any]) -> list[int]:
 def test_a_cached_prefix_ends_before_the_exact_window(newest: int) -> None:
     from tightkv.integrations.vllm.cache_format import CacheFormat
 
-    found = CacheFormat("abc", "k4v4", PAGE, WINDOW, 8, 1000.0, 3700, 64000.0, ("cpu",))
+    found = CacheFormat("abc", "k4v4", PAGE, WINDOW, 8, 1000.0, 3700, ("cpu",))
     taken = found.reusable_tokens(newest)
     assert taken % PAGE == 0 and taken <= newest
     assert taken == max(0, newest // PAGE * PAGE - (WINDOW - 1) * PAGE)

@@ -15,7 +15,7 @@ from tightkv.cli import main
 from tightkv.cli.serve import command as serve
 from tightkv.cli.shared.server_file import model_of
 from tightkv.config import ENV_SETTINGS
-from tightkv.integrations.vllm.options import engine_options
+from tightkv.integrations.vllm.options import engine_options, with_options
 
 
 def dry_run(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
@@ -62,8 +62,9 @@ def test_a_config_file_with_a_kv_quant_block(
 ) -> None:
     file = tmp_path / "cache.json"
     file.write_text(json.dumps({"kv_quant": {"preset": "k2v2", "seed": 7}}))
-    words = dry_run(capsys, "m", "--config", str(file), "--exact-rows", "3")
-    assert ours(words) == {"preset": "k2v2", "seed": 7, "exact_rows": 3}
+    words = dry_run(capsys, "m", "--config", str(file), "--exact-rows", "3", "--sliding-windows")
+    own = {"exact_rows": 3, "sliding_windows": True}
+    assert ours(words) == {"preset": "k2v2", "seed": 7, **own}
 
 
 SERVER_FILE = {
@@ -73,6 +74,7 @@ SERVER_FILE = {
         "max_batch_size": 16,
         "weight_dtype": "float32",
         "exact_rows": 4,
+        "sliding_windows": 1024,
     },
     "kv_quant": {"preset": "k3v3"},
 }
@@ -91,7 +93,7 @@ def test_a_servers_file_says_which_model_and_how(capsys: pytest.CaptureFixture[s
     for flags in (["--port", "80"], ["--", "--port", "80"]):
         words = told(capsys, "--json", "--config", json.dumps(SERVER_FILE), *flags)
         assert words[:-2] == ["--model", "folder", *ITS_OPTIONS, *name, "--port", "80"]
-        assert ours(words) == {"preset": "k3v3", "exact_rows": 4}
+        assert ours(words) == {"preset": "k3v3", "exact_rows": 4, "sliding_windows": 1024}
 
 
 def test_help_names_our_options(capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,7 +109,7 @@ def test_the_command_line_wins_over_the_file(capsys: pytest.CaptureFixture[str])
         told(capsys, "--json", "--config", json.dumps(SERVER_FILE), "mine", *flags),
     ):
         assert words[:-2] == ["--model", "mine", *ITS_OPTIONS, "--max-num-seqs", "2"]
-        assert ours(words) == {"preset": "k3v3", "exact_rows": 0}
+        assert ours(words) == {"preset": "k3v3", "exact_rows": 0, "sliding_windows": 1024}
 
 
 @pytest.mark.parametrize(
@@ -124,6 +126,7 @@ def test_the_command_line_wins_over_the_file(capsys: pytest.CaptureFixture[str])
         ({"runtime": {"max_batch": 4}}, "did you mean 'max_batch_size'?"),
         ({"runtime": {"max_batch_size": "4"}}, "max_batch_size='4' in the runtime block"),
         ({"runtime": {"exact_rows": -1}}, "exact_rows=-1 in the runtime block"),
+        ({"runtime": {"sliding_windows": 0}}, "sliding_windows=0 in the runtime block"),
         ({"runtime": 4}, "runtime=4; it must be an object"),
         ({"model": 3}, "model=3; it must be a folder or hub id"),
         ({"model": {"model_id": "x"}}, "an object with a 'model_dir'"),
@@ -264,6 +267,18 @@ def test_true_takes_the_defaults_and_rows_are_the_engines() -> None:
 def test_options_in_the_environment() -> None:
     options = engine_options({}, env={"TIGHTKV_PRESET": "k2v2", "TIGHTKV_SINKS": "2"})
     assert options is not None and options.config == KVQuantConfig.preset("k2v2", sinks=2)
+
+
+def test_windows_are_an_option_of_the_engine() -> None:
+    for given, wanted in (({}, False), ({"sliding_windows": True}, True)):
+        options = engine_options({"tightkv": given}, env={})
+        assert options is not None and options.windows is wanted
+    for windows in ("true", 0, -1, 1.5, None):
+        with pytest.raises(ValueError, match=r"sliding_windows=.*; it must be true"):
+            engine_options({"tightkv": {"sliding_windows": windows}}, env={})
+    options = engine_options({"tightkv": {"sliding_windows": 512}}, env={})
+    assert options is not None
+    assert engine_options(with_options({}, options)) == options
 
 
 @pytest.mark.parametrize("rows", [-1, True, "4", 1.0])

@@ -6,8 +6,8 @@ config, a transformers cache or a vLLM layer) and ask `skip_reason`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
 
 from tightkv.config import KVQuantConfig
 from tightkv.latent import LatentLayout
@@ -26,20 +26,16 @@ KIND_REASONS = {
 }
 """Kinds of layers that are not compressed, and why; mla is in vLLM, and sliding if asked for."""
 
+OTHER_PAGES = "sliding window, whose pages would not be as large as those of full attention"
+
+Key = TypeVar("Key", int, str)
 Windows = bool | int
 """Which sliding windows are compressed (vLLM): none, those that become smaller, or those of at
 least so many tokens."""
 
 
-def check_windows(given: Any) -> Windows:
-    """The option sliding_windows, where it is one."""
-    if type(given) not in (bool, int) or (type(given) is int and given < 1):
-        raise ValueError(
-            f"sliding_windows={given!r}; it must be true (windows that become smaller), false, or "
-            "the shortest window to compress, in tokens"
-        )
-    windows: Windows = given
-    return windows
+def is_windows(given: Any) -> bool:
+    return type(given) is bool or (type(given) is int and given >= 1)
 
 
 def skip_reason(
@@ -83,6 +79,21 @@ def _too_short(layer: LayerShape, windows: Windows, cfg: KVQuantConfig) -> str |
     if layout.window_bytes(window) < layer.uncompressed_bytes(window):
         return None
     return f"sliding window of {window} tokens, smaller than with exact rings"
+
+
+def windows_of_other_pages(layers: Mapping[Key, LayerShape], cfg: KVQuantConfig) -> set[Key]:
+    """Of layers that could be compressed, those with a window that cannot beside the others.
+
+    vLLM's blocks are of one size in such models: it would pad the smaller pages.
+    """
+    sizes = {
+        key: page_layout(cfg, layer.num_kv_heads, layer.head_dim).page_bytes
+        for key, layer in layers.items()
+        if layer.kind in ("full", "sliding")
+    }
+    full = {size for key, size in sizes.items() if layers[key].kind == "full"}
+    windows = (key for key in sizes if layers[key].kind == "sliding")
+    return {key for key in windows if full and full != {sizes[key]}}
 
 
 def compressed_layers(layers: Iterable[LayerShape], integration: str = "transformers") -> list[int]:

@@ -85,6 +85,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--config", action="append", default=[], metavar="FILE", help="a config as a further row"
     )
     parser.add_argument(
+        "--sliding-windows",
+        action="store_true",
+        help="count sliding windows as the vLLM plugin's option of that name compresses them",
+    )
+    parser.add_argument(
         "--html", metavar="FILE", help="write the planner as an HTML page, without a model"
     )
     add_output_options(parser, plot="draw bytes against context")
@@ -192,8 +197,10 @@ def _plans(args: argparse.Namespace, shape: ModelShape) -> tuple[list[CachePlan]
         if checked.raised:
             name += "+"
             raised.setdefault(raised_layers(cfg, checked.config), []).append(name)
-        plans.append(config_plan(name, shape, checked.config, args.tp))
+        plans.append(config_plan(name, shape, checked.config, args.tp, args.sliding_windows))
     notes = latent_notes(plans, shape)
+    if args.sliding_windows:
+        notes += _window_notes(plans, shape)
     notes += [
         f"{', '.join(names)}: {layers}, whose weights would make scores too noisy otherwise; "
         "protect_keys=false turns this off"
@@ -303,6 +310,22 @@ def _notes(
     if memory is not None and weights is not None and weights.bytes >= memory.budget:
         notes.append("the weights alone exceed the budget: nothing fits")
     return notes
+
+
+def _window_notes(plans: list[CachePlan], shape: ModelShape) -> list[str]:
+    """In which rows sliding windows are compressed."""
+    count = sum(layer.kind == "sliding" for layer in shape.layers)
+    if not count:
+        return ["--sliding-windows: this model has none"]
+    found: dict[int, list[str]] = {}
+    for plan in plans[len(BASELINES) :]:
+        windows = [layer for layer in plan.layers if layer.shape.kind == "sliding"]
+        found.setdefault(sum(x.layout is not None for x in windows), []).append(plan.name)
+    return [
+        f"{', '.join(names)}: {many or 'none'} of {count} sliding windows compressed (vLLM with "
+        "sliding_windows)"
+        for many, names in found.items()
+    ]
 
 
 def _vllm_notes(shape: ModelShape) -> list[str]:

@@ -19,6 +19,7 @@ from tightkv.cli.shared.progress import QUICK_SECONDS, Working
 from tightkv.cli.shared.server_file import read_server_file
 from tightkv.config import PRESETS, KVQuantConfig, is_off
 from tightkv.key_check import KeyCheck
+from tightkv.model_shape.compressible import Windows
 
 SERVER = "vllm.entrypoints.openai.api_server"
 _OPTION = "--additional-config"
@@ -50,6 +51,11 @@ def own_parser() -> argparse.ArgumentParser:
         help="number of sequences that can have an exact ring at a time (default: --max-num-seqs, "
         "or as many as fit in a twentieth of the memory)",
     )
+    parser.add_argument(
+        "--sliding-windows",
+        action="store_true",
+        help="compress layers with a sliding window too, where that takes less memory",
+    )
     add_output_options(parser)
     add_config_flags(parser)
     return parser
@@ -70,8 +76,9 @@ def run(args: argparse.Namespace) -> int:
     if file.served_name is not None and model == file.model:
         vllm_options = ["--served-model-name", file.served_name, *vllm_options]
     rows = file.exact_rows if args.exact_rows is None else args.exact_rows
+    windows = args.sliding_windows or file.windows
     # vLLM takes the last of two: the command line wins over the file.
-    command = server_command(model, config, [*file.options, *vllm_options], rows)
+    command = server_command(model, config, [*file.options, *vllm_options], rows, windows)
     for line in (*file.notes, *([OFF_LINE] if config is None else [])):
         print(f"tightkv: {line}", file=sys.stderr, flush=True)
     if config is not None:
@@ -109,6 +116,7 @@ def server_command(
     config: KVQuantConfig | None,
     vllm_options: list[str],
     exact_rows: int | None = None,
+    windows: Windows = False,
 ) -> list[str]:
     """The server's command line; `--additional-config` among the options is extended.
 
@@ -125,6 +133,7 @@ def server_command(
     ours: dict[str, Any] | bool = False
     if config is not None:
         ours = shortest(config) | ({} if exact_rows is None else {"exact_rows": exact_rows})
+        ours |= {"sliding_windows": windows} if windows else {}
     value = json.dumps({**additional, "tightkv": ours})
     return [sys.executable, "-m", SERVER, "--model", model, *options, _OPTION, value]
 

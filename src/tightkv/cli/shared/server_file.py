@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from tightkv.config import fields_of, read_json, unknown_name
+from tightkv.model_shape.compressible import Windows, is_windows
 
-# The runtime block: name -> vLLM's option. exact_rows is ours; page_size is the cache's
-# (`config.fields_of`).
+# The runtime block: name -> vLLM's option. exact_rows and sliding_windows are ours; page_size is
+# the cache's (`config.fields_of`).
 _RUNTIME = {
     "max_seq_len": "--max-model-len",
     "max_batch_size": "--max-num-seqs",
@@ -17,6 +18,7 @@ _RUNTIME = {
     "weight_dtype": "--dtype",
 }
 _EXACT_ROWS, _PAGE_SIZE, _DTYPE = "exact_rows", "page_size", "weight_dtype"
+_WINDOWS = "sliding_windows"
 # What other servers' files have there and nothing here needs -> what happens instead.
 _UNUSED = {
     "backend": "vLLM runs on the device that its build is for",
@@ -31,12 +33,13 @@ _FORMAT = "huggingface"
 
 @dataclass(frozen=True)
 class ServerFile:
-    """A model, the name it is served under, vLLM's options, and sequences with an exact ring."""
+    """A model, the name it is served under, vLLM's options, and the plugin's own."""
 
     model: str | None = None
     served_name: str | None = None
     options: tuple[str, ...] = ()
     exact_rows: int | None = None
+    windows: Windows = False
     notes: tuple[str, ...] = ()
     """What the file asks for and is not done."""
 
@@ -53,7 +56,8 @@ def read_server_file(source: str | None) -> ServerFile:
     notes = [
         f"{key}={runtime[key]!r} is not used: {_UNUSED[key]}" for key in _UNUSED if key in runtime
     ]
-    return ServerFile(model, name, tuple(map(str, words)), runtime.get(_EXACT_ROWS), tuple(notes))
+    rows, windows = runtime.get(_EXACT_ROWS), runtime.get(_WINDOWS, False)
+    return ServerFile(model, name, tuple(map(str, words)), rows, windows, tuple(notes))
 
 
 def model_of(given: str | None, sources: Sequence[str]) -> str | None:
@@ -89,7 +93,7 @@ def _runtime(block: Any) -> dict[str, Any]:
     """The block, checked, without entries that are null."""
     if not isinstance(block, Mapping):
         raise ValueError(f"runtime={block!r}; it must be an object of {', '.join(_RUNTIME)}")
-    _refuse_unknown("runtime", block, (*_RUNTIME, _PAGE_SIZE, _EXACT_ROWS, *_UNUSED))
+    _refuse_unknown("runtime", block, (*_RUNTIME, _PAGE_SIZE, _EXACT_ROWS, _WINDOWS, *_UNUSED))
     given = {name: value for name, value in block.items() if value is not None}
     for name, value in given.items():
         if name == _DTYPE:
@@ -101,6 +105,8 @@ def _runtime(block: Any) -> dict[str, Any]:
             )
         elif name in _UNUSED:
             good, wanted = True, ""
+        elif name == _WINDOWS:
+            good, wanted = is_windows(value), "true, false, or the shortest window in tokens"
         else:
             good, wanted = type(value) is int and value >= (name != _EXACT_ROWS), "a count"
         if not good:

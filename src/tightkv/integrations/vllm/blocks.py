@@ -52,6 +52,7 @@ def pages_per_block(
         raise ValueError(
             "tightkv: protected layers or layer_bits in a model with other layers, whose blocks "
             "must be as large; set protected_first and protected_last to 0 and leave layer_bits out"
+            + (", or leave sliding_windows out" if mixed else "")
         )
     states = {kind for kind in kinds if issubclass(kind, MambaSpec)}
     if states:

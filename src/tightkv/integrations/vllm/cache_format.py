@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm.config import get_layers_from_vllm_config
@@ -16,7 +16,6 @@ from tightkv.cache_bytes import CacheBytes, LayerBytes
 from tightkv.integrations.vllm.attention import TightAttention
 from tightkv.integrations.vllm.layer_numbers import model_layers
 from tightkv.latent import LatentLayout
-from tightkv.layout import PageLayout
 
 
 @dataclass(frozen=True)
@@ -33,9 +32,9 @@ class CacheFormat:
     bytes_per_token: float
     plain_bytes_per_token: int
     """Of a 16-bit cache."""
-    block_bytes: float
-    """Of one of vLLM's blocks, in the layers of a group: layers with a window have others."""
     kernels: tuple[str, ...]
+    block_bytes: float = 0
+    """Of one of vLLM's blocks, which is used by a part of the layers where they differ in kind."""
 
     @property
     def ratio(self) -> float:
@@ -47,15 +46,36 @@ class CacheFormat:
 
 
 def worker_format(worker: Any) -> CacheFormat | None:
-    """Runs in each worker when its layers are installed; None where it compresses none."""
-    layers = get_layers_from_vllm_config(worker.vllm_config, Attention)
+    """Runs in each worker, when its cache is allocated."""
+    found = format_of(worker.vllm_config)
+    return None if found is None else replace(found, block_bytes=_block_bytes(worker))
+
+
+def _block_bytes(worker: Any) -> float:
+    layers = get_layers_from_vllm_config(worker.vllm_config, AttentionLayerBase)
+    impls: dict[str, Any] = {n: getattr(layer, "impl", None) for n, layer in layers.items()}
+    sizes = {
+        name: impl.layout.bytes_per_token
+        for name, impl in impls.items()
+        if hasattr(impl, "layout") and getattr(impl, "reads", None) is None
+    }
+    groups = worker.model_runner.kv_cache_config.kv_cache_groups
+    return max(
+        group.kv_cache_spec.block_size * sum(sizes.get(name, 0) for name in group.layer_names)
+        for group in groups
+    )
+
+
+def format_of(vllm_config: Any) -> CacheFormat | None:
+    """Of this process' layers, when they are installed; None where none is compressed."""
+    layers = get_layers_from_vllm_config(vllm_config, Attention)
     impls = {
         name: layer.impl
         for name, layer in layers.items()
         if isinstance(layer.impl, TightAttention) and layer.impl.reads is None
     }
     if not impls:
-        return _latent_format(worker)
+        return _latent_format(vllm_config)
     numbers = model_layers(impls, {name for name, impl in impls.items() if impl.is_draft})
     first = next(iter(impls.values()))
     layouts = [impl.layout for impl in impls.values()]
@@ -68,23 +88,13 @@ def worker_format(worker: Any) -> CacheFormat | None:
         rows=first.limits.rows,
         bytes_per_token=size.bytes_per_token,
         plain_bytes_per_token=size.bf16_bytes_per_token,
-        block_bytes=_block_bytes(worker, {name: impl.layout for name, impl in impls.items()}),
         kernels=tuple(sorted({impl.step.kernel_name for impl in impls.values()})),
     )
 
 
-def _block_bytes(worker: Any, layouts: Mapping[str, PageLayout | LatentLayout]) -> float:
-    groups = worker.model_runner.kv_cache_config.kv_cache_groups
-    return max(
-        group.kv_cache_spec.block_size
-        * sum(layouts[name].bytes_per_token for name in group.layer_names if name in layouts)
-        for group in groups
-    )
-
-
-def _latent_format(worker: Any) -> CacheFormat | None:
+def _latent_format(vllm_config: Any) -> CacheFormat | None:
     """Of a worker whose layers have latent attention (MLA)."""
-    layers = get_layers_from_vllm_config(worker.vllm_config, AttentionLayerBase)
+    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
     impls: dict[str, Any] = {name: getattr(layer, "impl", None) for name, layer in layers.items()}
     found = {
         name: impl
@@ -104,7 +114,6 @@ def _latent_format(worker: Any) -> CacheFormat | None:
         rows=0,
         bytes_per_token=len(found) * layout.bytes_per_token,
         plain_bytes_per_token=len(found) * 2 * (layout.rank + layout.rope_dim),
-        block_bytes=_block_bytes(worker, {name: impl.layout for name, impl in found.items()}),
         kernels=(first.kernels.NAME,),
     )
 
@@ -122,8 +131,8 @@ def joined(formats: Sequence[CacheFormat | None]) -> CacheFormat | None:
         rows=min(one.rows for one in known),
         bytes_per_token=sum(one.bytes_per_token for one in known),
         plain_bytes_per_token=sum(one.plain_bytes_per_token for one in known),
-        block_bytes=sum(one.block_bytes for one in known),
         kernels=tuple(sorted({name for one in known for name in one.kernels})),
+        block_bytes=sum(one.block_bytes for one in known),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,9 +15,7 @@ from vllm.distributed import (
     get_tensor_model_parallel_world_size,
 )
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.platforms import current_platform
 
-from tightkv.cache_bytes import CacheBytes, LayerBytes
 from tightkv.calibration import not_used
 from tightkv.config import KVQuantConfig
 from tightkv.integrations.vllm.attention import TightAttention
@@ -37,6 +35,7 @@ from tightkv.integrations.vllm.engine_checks import (
     rings_obstacle,
     speculative_tokens,
 )
+from tightkv.integrations.vllm.engine_plan import make_plan
 from tightkv.integrations.vllm.feedback import set_feedback
 from tightkv.integrations.vllm.install_mla import install_latent, latent_obstacle
 from tightkv.integrations.vllm.layer_numbers import draft_layers, layer_number, model_layers
@@ -46,64 +45,15 @@ from tightkv.integrations.vllm.layer_shapes import (
     layer_shape,
     readers,
     unreadable_layers,
-    windows_of_other_pages,
 )
-from tightkv.integrations.vllm.options import EngineOptions, engine_options, with_options
+from tightkv.integrations.vllm.options import engine_options, with_options
 from tightkv.integrations.vllm.protect_keys import check_keys, in_equal_blocks
-from tightkv.integrations.vllm.ring_table import SAVED_SINKS
 from tightkv.kernels import registry
-from tightkv.layout import MAX_TOKENS, PageLayout, page_layout
 from tightkv.model_shape import skip_reason
-from tightkv.model_shape.compressible import Windows
+from tightkv.model_shape.compressible import OTHER_PAGES, Windows, windows_of_other_pages
 
 logger = logging.getLogger("vllm.tightkv")  # vLLM's handlers show its children
 _LAYOUT = "_tightkv_layout"
-_ROWS_SHARE = 20  # the exact rings take at most a 20th of the device's memory
-
-
-@dataclass(frozen=True)
-class EnginePlan:
-    """What the layers of one engine (one worker of it) get."""
-
-    options: EngineOptions
-    layouts: dict[str, PageLayout]
-    rows: int
-    pages_per_block: int = 1
-    """Pages per block of vLLM's: more than one where other layers' blocks are larger."""
-    drafts: frozenset[str] = frozenset()
-    """Layers of a speculator's model."""
-    windows: Mapping[str, int] = field(default_factory=dict)
-    """Layers with a sliding window, and its tokens."""
-
-    @property
-    def size(self) -> CacheBytes:
-        return _size(self.layouts, self.windows)
-
-    @property
-    def page_bytes(self) -> set[int]:
-        return {layout.page_bytes for layout in self.layouts.values()}
-
-    def line(self) -> str:
-        """Preset, bytes per token, and what that is worth."""
-        size, parts = self.size, []
-        packed, plain = size.bytes_per_token, size.bf16_bytes_per_token
-        rings = _row_bytes(self.layouts) * self.rows
-        drafts = f" ({len(self.drafts)} of them a draft model's)" if self.drafts else ""
-        windows = [layer for layer in size.layers if not layer.shape.grows]
-        if count := len(size.layers) - len(windows):
-            parts.append(
-                f"{packed:,.0f} bytes per token in {count} layers{drafts}, "
-                f"{plain / packed:.2f} times the tokens of a 16-bit cache ({plain:,} bytes)"
-            )
-        if windows:
-            most = sum(layer.total_bytes(MAX_TOKENS) for layer in windows)
-            exact = sum(layer.shape.uncompressed_bytes(MAX_TOKENS) for layer in windows)
-            parts.append(
-                f"{len(windows)} sliding windows take at most {most / 1024:,.0f} KiB per sequence "
-                f"with its exact ring, in 16 bits {exact / 1024:,.0f} KiB"
-            )
-        parts.append(f"exact rings for {self.rows} sequences take {rings / 2**20:,.1f} MiB")
-        return f"tightkv {self.options.config.name}: {'; '.join(parts)}"
 
 
 def compressed_spec(layer: Any, spec: Any) -> Any:
@@ -162,8 +112,9 @@ def install(vllm_config: Any) -> None:
         )
         layer.attn_backend = TightBackend
         setattr(layer, _LAYOUT, (layout, plan.pages_per_block))
-        if choice.slow is not None:
-            slow.setdefault(choice.slow, []).append(name)
+        for reason in (choice.slow, slow_prompts(layer.sliding_window, device)):
+            if reason is not None:
+                slow.setdefault(reason, []).append(name)
     impls = {name: layers[name].impl for name in plan.layouts}
     install_readers(layers, impls, vllm_config)
     rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
@@ -223,6 +174,16 @@ def cuda_graph_obstacle(impls: Mapping[str, TightAttention]) -> str | None:
     )
 
 
+def slow_prompts(window: int | None, device: torch.device) -> str | None:
+    """Why prompts of a layer take longer than they could; None where they do not."""
+    if window is None or device.type != "cuda":
+        return None
+    return (
+        f"prompts in a compressed sliding window of {window} tokens run in our Triton kernel and "
+        "not in FlashAttention; leave sliding_windows out if they take too long"
+    )
+
+
 def _some(names: Sequence[str], of: int) -> str:
     """All layers, or so many of them with the first few by name."""
     if len(names) == of:
@@ -250,7 +211,8 @@ def compressed_layers(
         else skip_reason(layer_shape(layer), "vllm", windows, cfg)
         for name, layer in layers.items()
     }
-    reasons |= windows_of_other_pages(layers, reasons, cfg)
+    shapes = {name: layer_shape(layers[name]) for name in reasons if reasons[name] is None}
+    reasons |= dict.fromkeys(windows_of_other_pages(shapes, cfg), OTHER_PAGES)
     if latent is not None:
         reasons |= {name: latent for name, layer in layers.items() if is_latent(layer)}
     chosen = {name: layers[name] for name, reason in reasons.items() if reason is None}
@@ -282,63 +244,3 @@ def place_in_model(cfg: KVQuantConfig, count: int) -> tuple[int, int]:
     counts = [0] * group.world_size
     torch.distributed.all_gather_object(counts, count, group=group.cpu_group)
     return sum(counts[: group.rank_in_group]), sum(counts)
-
-
-def make_plan(
-    options: EngineOptions,
-    vllm_config: Any,
-    chosen: Mapping[str, Any],
-    place: tuple[int, int],
-    drafts: Collection[str] = (),
-) -> EnginePlan:
-    """Layouts of the layers that are compressed; `place` is that of the first of them.
-
-    Layers of `drafts` have bits of their own in no case.
-    """
-    dtype, numbers = vllm_config.model_config.dtype, model_layers(chosen, drafts)
-    (first, count), cfg = place, options.config
-    own = [name for name in chosen if name not in drafts]
-    configs = {
-        name: cfg.for_layer(first + index, count, numbers[name]) for index, name in enumerate(own)
-    }
-    plain = cfg.replace(protected_first=0, protected_last=0, layer_bits="").for_layer(0, 1)
-    layouts = {
-        name: page_layout(
-            configs.get(name, plain),
-            layer.num_kv_heads,
-            layer.head_size,
-            dtype,
-        )
-        for name, layer in chosen.items()
-    }
-    rows = exact_rows(options, vllm_config, layouts)
-    windows = {
-        name: layer.sliding_window
-        for name, layer in chosen.items()
-        if layer.sliding_window is not None
-    }
-    own_drafts = frozenset(chosen.keys() & set(drafts))
-    return EnginePlan(options, layouts, rows, drafts=own_drafts, windows=windows)
-
-
-def exact_rows(options: EngineOptions, vllm_config: Any, layouts: dict[str, PageLayout]) -> int:
-    """How many sequences can have an exact ring at a time."""
-    if rings_obstacle(vllm_config) is not None:
-        return 0
-    most: int = vllm_config.scheduler_config.max_num_seqs
-    if options.exact_rows is not None:
-        return min(options.exact_rows, most)
-    memory = current_platform.get_device_total_memory() // _ROWS_SHARE
-    return max(0, min(most, memory // _row_bytes(layouts)))
-
-
-def _row_bytes(layouts: Mapping[str, PageLayout]) -> int:
-    """Bytes of a ring, its sinks and the saved sinks that go with it, in all layers."""
-    sinks = sum(layout.cfg.sinks * layout.exact_bytes_per_token for layout in layouts.values())
-    return _size(layouts, {}).bytes_per_sequence + SAVED_SINKS * sinks
-
-
-def _size(layouts: Mapping[str, PageLayout], windows: Mapping[str, int]) -> CacheBytes:
-    return CacheBytes(
-        tuple(LayerBytes.of_layout(x, window=windows.get(name)) for name, x in layouts.items())
-    )

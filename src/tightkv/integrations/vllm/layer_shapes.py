@@ -8,13 +8,10 @@ from typing import Any
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.v1.attention.backend import AttentionType
 
-from tightkv.config import KVQuantConfig
-from tightkv.layout import page_layout
 from tightkv.model_shape import LayerShape, skip_reason
 from tightkv.model_shape.shape import ALIBI, IMAGES, SINKS
 
 UNREADABLE = "its cache is also read by a layer that cannot read compressed pages"
-OTHER_PAGES = "sliding window, whose pages would not be as large as those of full attention"
 # By the names of classes, which have moved between versions of vLLM.
 _KINDS = {"MLAAttention": "mla", "ChunkedLocalAttention": "chunked", "MambaBase": "linear"}
 
@@ -56,23 +53,6 @@ def _reads_pages(layer: Any, target: Any) -> bool:
     same = ("num_heads", "num_kv_heads", "head_size", "sliding_window")
     alike = all(getattr(layer, name) == getattr(target, name) for name in same)
     return alike and skip_reason(_attention_shape(layer), "vllm", windows=1) is None
-
-
-def windows_of_other_pages(
-    layers: Mapping[str, Any], reasons: Mapping[str, str | None], cfg: KVQuantConfig
-) -> dict[str, str]:
-    """Layers with a window whose pages would not be as large as those of full attention.
-
-    vLLM would pad the smaller ones.
-    """
-    sizes = {
-        name: page_layout(cfg, layer.num_kv_heads, layer.head_size).page_bytes
-        for name, layer in layers.items()
-        if reasons[name] is None and type(layer) is Attention
-    }
-    windows = {name for name in sizes if layers[name].sliding_window is not None}
-    full = {size for name, size in sizes.items() if name not in windows}
-    return {name: OTHER_PAGES for name in windows if full and full != {sizes[name]}}
 
 
 def readers(layers: Mapping[str, Any], compressed: Container[str]) -> dict[str, str]:

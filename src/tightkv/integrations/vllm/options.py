@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tightkv.config import KVQuantConfig, env_fields, env_requests, is_off, read_source
-from tightkv.model_shape.compressible import Windows, check_windows
+from tightkv.model_shape.compressible import Windows, is_windows
 
 _CONFIG_KEY = "tightkv"
 _WINDOWS = "sliding_windows"
@@ -65,6 +65,11 @@ def _from_config(given: Any) -> EngineOptions | None:
     rows = fields.pop("exact_rows", None)  # beside the fields, or beside their kv_quant block
     if rows is not None and (type(rows) is not int or rows < 0):
         raise ValueError(f"exact_rows={rows!r}; it must be a number of sequences, 0 for none")
-    windows = check_windows(fields.pop(_WINDOWS, False))
+    windows = fields.pop(_WINDOWS, False)
+    if not is_windows(windows):
+        raise ValueError(
+            f"{_WINDOWS}={windows!r}; it must be true (windows that become smaller), false, or the "
+            "shortest window to compress, in tokens"
+        )
     config = KVQuantConfig.from_dict(fields)
     return None if is_off(fields) else EngineOptions(config, rows, windows)
