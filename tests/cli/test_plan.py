@@ -280,6 +280,20 @@ def test_a_plan_with_windows_counts_their_pages_and_rings() -> None:
     assert all(layer.layout is None for layer in plan.layers if layer.shape == wider)
 
 
+@pytest.mark.parametrize("preset", ["k8v8", "k4v4", "k3v3", "k2v2"])
+def test_the_documented_bytes_of_windows(preset: str) -> None:
+    cfg = KVQuantConfig.preset(preset)
+    layout = PageLayout(cfg, 8, 128)
+
+    def saves(window: int) -> bool:
+        return skip_reason(LayerShape("sliding", 8, 128, 128, window), "vllm", True, cfg) is None
+
+    shortest = next(window for window in range(1, 1000) if saves(window))
+    ratios = [layout.window_bytes(n) / (4 * 8 * 128 * n) for n in (512, 1024, 2048, 4096)]
+    row = f"| {preset} | {shortest} | {' | '.join(f'{ratio:.2f}' for ratio in ratios)} |"
+    assert row in (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
+
+
 def test_windows_of_a_plan_are_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for config, note in (
         (GEMMA, "k4v4, k8v8: none of 2 sliding windows compressed"),

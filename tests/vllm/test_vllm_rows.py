@@ -277,7 +277,7 @@ def assert_kernel_agrees(
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(
-    "rows,drafts,window", [(3, 3, None), (0, 0, None), (8, 2, 70), (8, 0, None), (20, 2, None)]
+    "rows,drafts,window", [(3, 3, None), (0, 0, None), (8, 0, None), (20, 2, 70)]
 )
 def test_the_kernel_takes_the_steps_of_the_table(
     rows: int, drafts: int, window: int | None
@@ -322,14 +322,14 @@ def test_no_step_reads_anothers_copies(rows: int, drafts: int) -> None:
 def test_no_step_reads_copies_of_who_writes_blocks_that_left_a_window(
     window: int, drafts: int
 ) -> None:
-    for seed in range(4):
+    for seed in range(3):
         scheduler = Scheduler(blocks=24, rows=8, drafts=drafts, seed=seed, window=window)
-        for _ in range(100):
+        for _ in range(80):
             scheduler.random_step()
 
 
 def test_a_first_block_that_left_a_window_has_the_sinks_of_its_next_writer() -> None:
-    scheduler = Scheduler(blocks=8, rows=4, drafts=0, seed=0, window=PAGE + 8)
+    scheduler = Scheduler(blocks=8, rows=4, drafts=0, seed=0, has_kernel=True, window=PAGE + 8)
     old = scheduler.admit([5] * 80)
     scheduler.reserve(old, 80)
     scheduler.run([(old, 80)])
