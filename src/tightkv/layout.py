@@ -252,6 +252,14 @@ class PageLayout:
         pages = -(-tokens // self.page_size) if encode_partial_page else tokens // self.page_size
         return sequences * (pages * (self.page_bytes + 4) + self.sequence_bytes(tokens))
 
+    def read_pages(self, max_tokens: int) -> int:
+        """Pages of at most `max_tokens` tokens that can be read: the newest stay in the ring."""
+        return max(-(-max_tokens // self.page_size) - self.cfg.exact_pages, 0)
+
+    def ring_holds(self, window: int | None) -> bool:
+        """Whether the ring has every token that a sliding window shows, so that no page is read."""
+        return window is not None and window - 1 <= (self.cfg.exact_pages - 1) * self.page_size
+
     @property
     def ratio(self) -> float:
         """16-bit bytes over page bytes, for a long sequence."""

@@ -85,6 +85,18 @@ def static_step_module() -> HostModule:
     return _compile(source.included(source.STATIC_STEP), _STATIC_STEP)
 
 
+@functools.cache
+def of_source(text: str) -> HostModule:
+    """Of what a kernel's wrapper would compile for a GPU."""
+    parts = {
+        " decode(": _DECODE,
+        " append(": _APPEND,
+        " seal(": _SEAL,
+        " static_step(": _STATIC_STEP,
+    }
+    return _compile(text, "".join(part for name, part in parts.items() if name in text))
+
+
 def _compile(text: str, launchers: str) -> HostModule:
     text, found = _PTX.subn("", text)
     assert found == 1

@@ -6,7 +6,7 @@
 
 #include "static_cache.h"
 
-enum { ROUNDS = 400, STEPS = 12, MOST_OPERANDS = 13 };
+enum { ROUNDS = 250, STEPS = 12, MOST_OPERANDS = 13 };
 
 static uint64_t seed = 1;
 
@@ -101,17 +101,20 @@ static void change_operand(struct operand *x)
 
 static void round_of(const int64_t *spec, int64_t count, int kind, int *accepted, int *refused)
 {
-    const int64_t dim = spec[2], heads = spec[3], pages = spec[12] / spec[4];
+    const int64_t dim = spec[2], heads = spec[3], full = spec[12] / spec[4];
+    const int64_t read = (spec[12] + spec[4] - 1) / spec[4] - spec[9];
     const int64_t batch = 1 + draw(3), share = 1 + draw(3), dtype = draw(3), ring = draw(3);
     struct static_args a = {.scale = 0.1, .causal = 1, .threads = 1 + draw(2)};
     struct operand none = {.rank = -1};
     a.spec = TENSOR(INT64, count);
     memcpy(a.spec.data, spec, (size_t)count * 8);
-    a.pages = TENSOR(UINT8, batch, pages, heads, spec[5]);
+    a.pages = TENSOR(UINT8, batch, draw(4) ? read : full, heads, spec[5]);
     a.ring = TENSOR(ring, 2, batch, spec[10], heads, dim);
     a.sinks = TENSOR(ring, 2, batch, spec[11], heads, dim);
     a.state = TENSOR(INT64, batch, STATE_WORDS);
-    a.feedback = spec[13] < 8 && draw(2) ? TENSOR(FLOAT32, heads, dim, dim) : none;
+    a.feedback = spec[13] >= 8 || draw(2) ? none
+                 : draw(4) ? TENSOR(FLOAT32, heads, dim * (dim + 1) / 2)
+                           : TENSOR(FLOAT32, heads, dim, dim);
     a.window = draw(2) ? 0 : 1 + draw(90);
     if (a.window > 0 && a.window <= (spec[9] - 1) * spec[4]) { /* the ring holds it */
         free(a.pages.data);

@@ -81,6 +81,7 @@ class Pair:
             names = ("length", "ring_valid_from", "ring_read_from", "sink_count", "left_pad")
             assert self.static.state[b].tolist() == [getattr(row, name) for name in names]
             sealed = row.pages[: row.length // self.paged.layout.page_size]
+            sealed = sealed[: self.static.pages.shape[1]]
             assert sealed
             assert torch.equal(self.static.pages[b, : len(sealed)], self.paged.pages[sealed])
 
@@ -217,7 +218,11 @@ def test_feedback():
     factors = torch.eye(64).expand(2, 64, 64) * (1 + noise(2, 64, 64).abs())
     factors = (factors + 0.1 * noise(2, 64, 64, seed=1).tril(-1)).contiguous()
     pair = Pair(SMALL, feedback=factors)
+    assert pair.static.feedback.shape == (2, 64 * 65 // 2)
     pair.check(COUNTS)
+    whole = Pair(SMALL, feedback=factors)
+    whole.static.feedback = factors  # as files of earlier versions have them
+    whole.check(COUNTS)
     plain = Pair(SMALL)
     plain.check(COUNTS)
     assert not torch.equal(pair.static.pages, plain.static.pages)
@@ -250,13 +255,42 @@ def test_any_strides():
 
 def test_the_cache_ends_where_it_says():
     pair = Pair(SMALL)
-    pair.static = StaticKV(PageLayout(SMALL, 2, 64, torch.float32), 101)
-    assert pair.static.pages.shape[1] == 3  # the last five tokens live in the ring
-    pair.check((100, 1))
+    pair.static = StaticKV(PageLayout(SMALL, 2, 64, torch.float32), 161)
+    pair.check((160, 1))
     with pytest.raises(
-        RuntimeError, match=r"1 tokens from position 101 on; the cache has .* 0 to 100"
+        RuntimeError, match=r"1 tokens from position 161 on; the cache has .* 0 to 160"
     ):
         pair.step(1)
+
+
+@pytest.mark.parametrize("exact_pages", [1, 2])
+@pytest.mark.parametrize("max_tokens", [191, 192, 193])
+def test_pages_that_never_leave_the_ring_are_not_stored(max_tokens, exact_pages):
+    """To the end and back again: no rewind reads a page that is not there."""
+    pair = Pair(SMALL.replace(exact_pages=exact_pages))
+    layout = pair.static.layout
+    pair.static = StaticKV(layout, max_tokens)
+    assert pair.static.pages.shape[1] == -(-max_tokens // 32) - exact_pages
+    pair.check((max_tokens - 40, *[1] * 3, 17, 20))
+    for back in (2, 12, 33, 70, 130):
+        pair.crop(max_tokens - back)
+        pair.check((1, back - 1))
+
+
+def test_short_caches_have_no_pages():
+    pair = Pair(SMALL.replace(exact_pages=3))
+    pair.static = StaticKV(pair.static.layout, 96)
+    assert pair.static.pages.shape[1] == 0
+    for count in (64, 1, 31):
+        got, expected = pair.step(count)
+        assert torch.equal(got, expected)
+
+
+def test_files_of_earlier_versions_have_all_pages():
+    pair = Pair(SMALL)
+    pages = pair.static.layout.new_pages(16)
+    pair.static.pages = pages.view(1, *pages.shape)
+    pair.check((470, 1, 40, 1))
 
 
 def test_no_tokens():
@@ -271,7 +305,9 @@ def test_bytes_are_what_the_layout_says():
     held = kv.pages.numel() + 2 * (kv.ring.numel() + kv.sinks.numel())
     counters = 2 * 5 * 4  # of the paged cache's sequences
     tables = 2 * 64 * 4  # and its block table
-    assert held + counters + tables == layout.total_bytes(4096, 2, encode_partial_page=False)
+    unread = 2 * 3 * layout.page_bytes  # which stay in the ring
+    paged = layout.total_bytes(4096, 2, encode_partial_page=False)
+    assert held + counters + tables + unread == paged
     assert kv.allocated_bytes() == held + kv.state.numel() * 8 + kv.spec.numel() * 8
 
 
@@ -358,8 +394,10 @@ BAD = {
     "spec zeros": ({"spec": torch.zeros(100, dtype=INT)}, "spec is not one"),
     "spec dtype": ({"spec": torch.zeros(100)}, "spec is float32; expected int64"),
     "feedback shape": ({"feedback": torch.zeros(2, 64, 32)}, "feedback has shape"),
+    "feedback packed": ({"feedback": torch.zeros(2, 2016)}, r"feedback has shape .* 2080\]"),
     "feedback dtype": ({"feedback": torch.zeros(2, 64, 64).half()}, "feedback is float16"),
-    "pages few": ({"pages": torch.zeros(1, 2, 2, 4416, dtype=torch.uint8)}, "pages has shape"),
+    "pages few": ({"pages": torch.zeros(1, 1, 2, 4416, dtype=torch.uint8)}, r"expected \[1, 2,"),
+    "pages many": ({"pages": torch.zeros(1, 4, 2, 4416, dtype=torch.uint8)}, r"expected \[1, 3,"),
     "pages dtype": ({"pages": torch.zeros(1, 3, 2, 1)}, "pages has shape"),
     "ring short": ({"ring": torch.zeros(2, 1, 63, 2, 64)}, "ring has shape"),
     "ring dtype": ({"ring": torch.zeros(2, 1, 64, 2, 64, dtype=INT)}, "ring is int64"),

@@ -55,13 +55,14 @@ def test_heads_that_are_no_power_of_two_are_refused(monkeypatch):
 
 
 def test_every_count_of_tokens_has_its_launches(recorded):
-    attending = [p for p in recorded.programs if p.attends]
-    assert [p.tokens for p in attending] == list(range(1, RING_SLACK + 1))
-    assert [p.tokens for p in recorded.programs if not p.attends] == [64, 128, 256, 512]
+    tokens = {kind: [p.tokens for p in recorded.programs if p.kind == kind] for kind in range(3)}
+    assert tokens[cuda_programs.STEP] == list(range(1, RING_SLACK + 1))
+    assert tokens[cuda_programs.APPEND] == [64, 128, 256, 512]
+    assert not tokens[cuda_programs.ATTEND_NEW]  # torch's attention does it
     for program in recorded.programs:
         names = [launch.name for launch, _ in program.launches]
         assert names[:2] == ["static_step", "append"] and "seal" in names
-        assert ("decode" in names) == program.attends
+        assert ("decode" in names) == (program.kind == cuda_programs.STEP)
         for launch, relocations in program.launches:
             # no address of the process that exported stays in the file
             addresses = [
@@ -98,7 +99,7 @@ def test_a_damaged_kernel_file_is_refused(recorded):
     with pytest.raises(OperatorError, match="goes on after its end"):
         add_kernels(file + bytes(8))
     with pytest.raises(OperatorError, match="another version wrote it"):
-        add_kernels(file[:8] + b"\2" + file[9:])
+        add_kernels(file[:8] + b"\1" + file[9:])
     generator = torch.Generator().manual_seed(0)
     for _ in range(200):  # whatever the numbers are, nothing is read beyond the file
         changed = bytearray(file)
@@ -125,7 +126,7 @@ def host_step(state, start, count, pads=None, cfg=SMALL, max_tokens=512):
     pointers = (position.data_ptr(), 0 if pads is None else pads.data_ptr(), state.data_ptr())
     params = StepParams(
         *pointers, *[x.data_ptr() for x in numbers], refused.data_ptr(), count, batch, max_tokens,
-        layout.page_size, cfg.exact_pages, layout.ring_tokens, cfg.sinks, RING_SLACK,
+        layout.page_size, cfg.exact_pages, layout.ring_tokens, cfg.sinks, RING_SLACK, 0,
     )  # fmt: skip
     cuda_on_host.static_step_module().launch("static_step", (1, 1, 1), 64, params)
     return [x.tolist() for x in numbers], bool(refused)
@@ -162,15 +163,122 @@ def test_a_bad_position_is_refused_until_position_0():
     assert host_step(state, 10, 1)[1]
 
 
+class OnHost:
+    """A StaticKV, and the programs of the same layer for a GPU, run on this machine's CPU.
+
+    What the operator does with them (cuda_operator.cpp) is done here in Python.
+    """
+
+    def __init__(self, monkeypatch, cfg, window, pads, softcap=3.0):
+        layout = PageLayout(cfg, 1, 64, torch.bfloat16)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+        monkeypatch.setattr(decode_plan, "_processors", lambda device: (2, 228 << 10))
+        monkeypatch.setattr(backend, "compile_cubin", lambda text, arch: text.encode())
+        backend._module.cache_clear(), backend._loaded.cache_clear()
+        decode_plan.DecodePlan.of.cache_clear()
+        rows, heads = len(pads), layout.num_kv_heads
+        shape = cuda_programs.StaticShape(layout, 2 * heads, rows, 256, False, window, softcap)
+        self.programs = cuda_programs.KernelSet(shape, torch.device("cpu"))
+        self.constants = [torch.frombuffer(bytearray(x), dtype=torch.uint8)
+                          for x in self.programs.constants]  # fmt: skip
+        self.static, own = (StaticKV(layout, 256, batch=rows, window=window) for _ in range(2))
+        self.pads, self.softcap, self.refused = torch.tensor(pads), softcap, torch.zeros(1).int()
+        self.own = {name: getattr(own, name) for name in ("pages", "ring", "sinks", "state")}
+        self.own |= {"left_pad": self.pads, "refused": self.refused}
+        backend._module.cache_clear(), backend._loaded.cache_clear()
+        decode_plan.DecodePlan.of.cache_clear()
+
+    def run(self, kind, count, **operands):
+        """`operands`: a tensor, and how many of its elements come before."""
+        found = [p for p in self.programs.programs if p.kind == kind and p.tokens >= count]
+        program = found[0]
+        scratch = [torch.full((size,), 0xFF, dtype=torch.uint8) for size in program.scratch]
+        places = {name: (x, 0) for name, x in self.own.items()} | operands
+        for launch, relocations in program.launches:
+            args = [type(x).from_buffer_copy(x) for x in launch.args]
+            for r in relocations:
+                if r.what == cuda_programs._COUNT:
+                    value = ctypes.c_int(count)
+                elif r.what == cuda_programs._SCALE:
+                    value = ctypes.c_float(0.125)
+                else:
+                    x, skip = (
+                        places[cuda_programs._OPERANDS[r.what]] if r.what < 100
+                        else (self.constants[r.what - 1000], 0) if r.what < 2000
+                        else (scratch[r.what - 2000], 0)
+                    )  # fmt: skip
+                    value = ctypes.c_void_p(x.data_ptr() + skip * x.element_size() + r.offset)
+                to = ctypes.addressof(args[r.argument]) + r.at
+                ctypes.memmove(to, ctypes.addressof(value), ctypes.sizeof(value))
+            module = cuda_on_host.of_source(launch.cubin.decode())
+            module.launch(launch.name, launch.grid, launch.threads, *args, shared=launch.shared)
+
+    def check(self, start, count):
+        generator = torch.Generator().manual_seed(start + count)
+        rows, heads, dim = len(self.pads), self.static.layout.num_kv_heads, 64
+        shape = (rows, count, 4 * heads, dim)
+        new = torch.randn(shape, generator=generator).bfloat16()
+        query, key, value = (
+            x.contiguous() for x in new.split((2 * heads, heads, heads), 2)
+        )  # [B, T, H, D]
+        position = torch.arange(start, start + count)
+        expected = self.static(
+            *(x.transpose(1, 2) for x in (query, key, value)), position,
+            left_pad=self.pads, softcap=self.softcap,
+        )  # fmt: skip
+        out = torch.full_like(query, torch.nan)
+        tokens = {"query": (query, 0), "key": (key, 0), "value": (value, 0), "out": (out, 0)}
+        if count <= RING_SLACK:
+            self.run(cuda_programs.STEP, count, position=(position, 0), **tokens)
+        else:
+            state = torch.full((5,), 99)
+            for b in range(rows):
+                for next_token in range(0, count, RING_SLACK):
+                    at = min(next_token, count - RING_SLACK)
+                    row, first = b * count * heads * dim, (b * count + at) * 2 * heads * dim
+                    self.run(
+                        cuda_programs.ATTEND_NEW, RING_SLACK, query=(query, first),
+                        out=(out, first), key=(key, row), value=(value, row),
+                        position=(position, at), left_pad=(self.pads, b), state=(state, 0),
+                    )  # fmt: skip
+            self.run(cuda_programs.APPEND, count, position=(position, 0), **tokens)
+        assert not self.refused
+        torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
+        for name in ("state", "ring", "sinks"):
+            assert torch.equal(self.own[name], getattr(self.static, name)), name
+
+
+@pytest.mark.skipif(cuda_on_host.COMPILER is None, reason="no g++")
+def test_programs_of_windows_and_soft_caps(monkeypatch):
+    """Over pages, and a window that the ring holds; prompts with padding, and rewinds."""
+    cache = OnHost(monkeypatch, SMALL, 60, (0,))
+    for start, count in ((0, 100), (40, 9)):
+        cache.check(start, count)
+    assert cache.own["pages"].numel() > 0
+    cache = OnHost(monkeypatch, KVQuantConfig(page_size=32, exact_pages=2, sinks=0), 20, (0, 35))
+    for start, count in ((0, 40), (40, 32), (72, 32), (104, 9), (100, 9)):
+        cache.check(start, count)
+    assert cache.own["pages"].numel() == 0
+    tokens = torch.randn(2, 9, 2, 64).bfloat16()
+    operands = dict.fromkeys(("query", "key", "value", "out"), (tokens, 0))
+    cache.run(cuda_programs.STEP, 9, position=(torch.arange(20, 29), 0), **operands)
+    assert cache.refused and not tokens.any()  # the ring has forgotten what position 20 sees
+
+
 # --- on a GPU ---
 class Pair:
     """A StaticKV on the GPU and the PagedKV of the same kernels."""
 
-    def __init__(self, cfg, *, heads=2, group=2, dim=128, rows=1, feedback=None):
+    def __init__(
+        self, cfg, *, heads=2, group=2, dim=128, rows=1, feedback=None, window=None, softcap=None
+    ):
         layout = PageLayout(cfg, heads, dim, torch.bfloat16)
         self.static = StaticKV(
-            layout, 512, batch=rows, feedback=feedback, device="cuda", query_heads=heads * group
-        )
+            layout, 512, batch=rows, feedback=feedback, device="cuda", query_heads=heads * group,
+            window=window, softcap=softcap,
+        )  # fmt: skip
+        self.softcap = softcap
+        self.options = {"window": window, "softcap": softcap}
         self.paged = make_cache(
             cfg, rows=rows, heads=heads, dim=dim, dtype=torch.bfloat16, left_pad=[0] * rows,
             encode_partial_page=False, device="cuda",
@@ -192,16 +300,16 @@ class Pair:
     def check(self, count):
         query, key, value = self.tokens(count)
         position = torch.arange(self.length, self.length + count, device="cuda")
-        got = self.static(query, key, value, position)
+        got = self.static(query, key, value, position, softcap=self.softcap)
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         plan = [range(self.rows), [count] * self.rows]
         if count <= RING_SLACK:
             self.paged.append(self.paged.table.append(*plan), k, v)
-            expected, _ = attend(self.paged, q)
+            expected, _ = attend(self.paged, q, **self.options)
             # the same kernels; only splits may differ
             torch.testing.assert_close(got, expected, atol=2e-2, rtol=2e-2)
         else:
-            expected, _ = attend(self.paged, q, new_key=k, new_value=v)
+            expected, _ = attend(self.paged, q, new_key=k, new_value=v, **self.options)
             self.paged.append(self.paged.table.append(*plan), k, v)
             if self.length == 0:
                 torch.testing.assert_close(got, expected, atol=2e-2, rtol=2e-2)
@@ -214,6 +322,7 @@ class Pair:
             if count <= RING_SLACK or self.length == count:
                 assert state == [getattr(row, name) for name in names]
             sealed = row.pages[: row.length // self.paged.layout.page_size]
+            sealed = sealed[: self.static.pages.shape[1]]
             assert torch.equal(self.static.pages[b, : len(sealed)], self.paged.pages[sealed])
 
 
@@ -233,6 +342,60 @@ def test_gpu_shapes(group, dim):
     pair = Pair(SMALL, group=group, dim=dim)
     for count in (33, 1, 31, 1):
         pair.check(count)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(
+    ("window", "softcap", "exact_pages"), [(None, 3.0, 1), (60, None, 1), (60, 3.0, 3)]
+)
+def test_windows_and_soft_caps_on_a_gpu(window, softcap, exact_pages, rows):
+    """Over pages, and (exact_pages=3) in the ring alone; to the last token that has room."""
+    cfg = SMALL.replace(exact_pages=exact_pages)
+    pair = Pair(cfg, rows=rows, window=window, softcap=softcap)
+    assert (pair.static.pages.numel() == 0) == (exact_pages == 3)
+    for count in (100, 1, 1, 17, 32, 1, 5, *[32] * 10, 1, 30, 4):
+        pair.check(count)
+    assert pair.length == 512
+
+
+@pytest.mark.gpu
+def test_left_padding_of_windows_on_a_gpu():
+    """As the CPU's operator has it."""
+    pads, layout = torch.tensor([0, 45, 70]), PageLayout(SMALL, 2, 64, torch.bfloat16)
+    options = {"batch": 3, "window": 60}
+    here = StaticKV(layout, 512, **options)
+    there = StaticKV(layout, 512, **options, device="cuda", query_heads=4, softcap=3.0)
+    start, generator = 0, torch.Generator().manual_seed(0)
+    for count in (100, 1, 20, 1):
+        new = [torch.randn(3, h, count, 64, generator=generator).bfloat16() for h in (4, 2, 2)]
+        at = torch.arange(start, start + count)
+        expected = here(*new, at, left_pad=pads, softcap=3.0)
+        got = there(*(x.cuda() for x in (*new, at)), left_pad=pads.cuda(), softcap=3.0)
+        torch.testing.assert_close(got.cpu(), expected, atol=2e-2, rtol=2e-2)
+        start += count
+    assert torch.equal(there.state.cpu(), here.state)
+
+
+@pytest.mark.gpu
+def test_gemma_on_a_gpu():
+    """Sliding windows and soft caps; teacher-forced, against TightCache."""
+    from tightkv.integrations.transformers import TightCache
+    from tightkv.integrations.transformers.export import ExportableModel
+
+    model = tiny("gemma2", torch.bfloat16, head_dim=64).cuda().requires_grad_(False)
+    static, cache = (
+        ExportableModel(model, "k4v4", max_tokens=320),
+        TightCache("k4v4", model, eager=True),
+    )
+    ids, start = prompt(1, 300).cuda(), 0
+    with torch.no_grad():
+        for count in (100, *[1] * 200):
+            new, at = ids[:, start : start + count], torch.arange(start, start + count)
+            got = static(new, at.cuda())[:, -1].float()
+            expected = model(new, past_key_values=cache).logits[:, -1].float()
+            assert (got - expected).norm() < 0.1 * expected.norm(), start
+            start += count
 
 
 @pytest.mark.gpu
@@ -269,8 +432,10 @@ def test_gpu_refusals():
         pair.static(query, key, value, torch.tensor([0]))
     with pytest.raises(RuntimeError, match=r"key has shape \[1, 2, 2, 128\]"):
         pair.static(query, key.repeat(1, 1, 2, 1), value, torch.tensor([0], device="cuda"))
-    with pytest.raises(RuntimeError, match="soft caps and windows are not supported"):
+    with pytest.raises(RuntimeError, match=r"softcap=3.0+; its kernels were made for 0 and 0"):
         pair.static(query, key, value, torch.tensor([0], device="cuda"), softcap=3.0)
+    with pytest.raises(RuntimeError, match="masks, and attention to later tokens, are not"):
+        pair.static(query, key, value, torch.tensor([0], device="cuda"), causal=False)
     pair.static.kernels = 5
     with pytest.raises(RuntimeError, match="kernels are not loaded: call tightkv_load_kernels"):
         pair.static(query, key, value, torch.tensor([0], device="cuda"))

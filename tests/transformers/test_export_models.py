@@ -1,6 +1,5 @@
 """Exported tiny models against the same models with a TightCache, token for token."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from elsewhere import run_elsewhere
 from greedy import COUNT, greedy, with_tight_cache
 from models import prompt, tiny
-from tightkv.export import OperatorError, operator_library
+from tightkv.export import OperatorError, StaticKV, operator_library
 from tightkv.integrations.transformers import TightCache, export
 from tightkv.integrations.transformers.export import NAME, ExportableModel, ExportError
 from tightkv.math.centers import Centers
@@ -60,7 +59,7 @@ def forced(model, preset, ids, tokens):
 def test_other_presets_and_bf16(preset):
     """Nearer to a TightCache than that is to itself in float32; bf16 has ties, so by logits."""
     model = tiny("llama", torch.bfloat16)
-    static = ExportableModel(model, preset, max_tokens=320)
+    static = ExportableModel(model, preset, max_tokens=512)
     ids = prompt(1, 100)
     tokens, logits = greedy(static, ids, 150)
     expected, cache = forced(model, preset, ids, tokens)
@@ -74,7 +73,7 @@ def test_other_presets_and_bf16(preset):
 def test_pages_of_an_exported_model_are_those_of_the_tight_cache():
     """Protected layers, error feedback and all: the bytes that TightCache stores."""
     model = tiny("qwen2")
-    static = ExportableModel(model, "k3v2", max_tokens=320)
+    static = ExportableModel(model, "k3v2", max_tokens=512)
     ids, cache = prompt(1, 300), TightCache("k3v2", model, eager=True)
     with torch.no_grad():
         static(ids, torch.arange(300))
@@ -167,7 +166,7 @@ def test_a_process_that_never_imports_tightkv(tmp_path):
 
 def test_a_decode_step_compiles_as_one_graph():
     model, ids = tiny("llama", num_hidden_layers=1), prompt(1, 60)
-    static, other = (ExportableModel(model, "k4v4", max_tokens=128) for _ in range(2))
+    static, other = (ExportableModel(model, "k4v4", max_tokens=320) for _ in range(2))
     step = torch.compile(other, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         assert torch.equal(static(ids, torch.arange(60)), other(ids, torch.arange(60)))
@@ -178,16 +177,22 @@ def test_a_decode_step_compiles_as_one_graph():
     assert static.caches[0].pages.any()
 
 
-def test_what_gpus_do_not_do_is_refused_by_name():
+def test_layers_for_a_gpu(monkeypatch):
+    """Their kernels are made for the window and the soft cap; float32 is refused."""
     cuda = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
-    model = tiny("gemma2")
+    model, made = tiny("gemma2"), []
     shapes = export._shapes(model, 4)
-    layers = TightCache("k4v4", model).layers
-    with pytest.raises(ExportError, match=r"layer 1 has a soft cap of 50.0, .* CPU alone"):
+    layers = TightCache({"preset": "k4v4", "feedback": "off"}, model).layers
+    monkeypatch.setattr(StaticKV, "__init__", lambda self, *_, **options: made.append(options))
+    for layer in (0, 1):
+        export._static_cache(layers[layer], layer, shapes[layer], cuda, 64, 1)
+    assert [(x.get("window"), x["softcap"], x["query_heads"]) for x in made] == [
+        (16, 50.0, 4),
+        (None, 50.0, 4),
+    ]
+    cuda.dtype = torch.float32
+    with pytest.raises(ExportError, match="GPUs have float16 and bfloat16: use --dtype"):
         export._static_cache(layers[1], 1, shapes[1], cuda, 64, 1)
-    shape = replace(shapes[0], softcap=None)
-    with pytest.raises(ExportError, match=r"layer 0 has a sliding window of 16 tokens, .* alone"):
-        export._static_cache(layers[0], 0, shape, cuda, 64, 1)
 
 
 def test_the_model_keeps_its_attention_and_shares_its_weights(monkeypatch):

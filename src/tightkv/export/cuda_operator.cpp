@@ -14,6 +14,7 @@ namespace tightkv {
 namespace {
 
 constexpr int64_t MOST_QUERIES = 32;  // of a program that attends
+constexpr int32_t TORCH_INT64 = 4;
 
 // --- the CUDA driver ---
 struct Attribute {  // CUlaunchAttribute
@@ -306,10 +307,10 @@ void run(const Call &call, const Program &program, int64_t count)
     }
 }
 
-const Program &program_of(const KernelSet &set, bool attends, int64_t tokens)
+const Program &program_of(const KernelSet &set, Kind kind, int64_t tokens)
 {
     for (const Program &p : set.programs)
-        if ((p.attends != 0) == attends && (attends ? p.tokens == tokens : p.tokens >= tokens))
+        if (p.kind == kind && (kind == APPEND ? p.tokens >= tokens : p.tokens == tokens))
             return p;
     fail(std::to_string(tokens) + " tokens; the cache has room for " +
          std::to_string(set.max_tokens));
@@ -362,6 +363,34 @@ void attend_new(const Arguments &given, const static_args &x, const Tensor &out,
         fail("the output cannot be copied");
 }
 
+// Attention among the new tokens with a window or a soft cap. Each launch has as many queries; the
+// last ones may have been in the one before.
+void attend_pieces(const Call &call, const static_args &x)
+{
+    const KernelSet &set = *call.kernels.set;
+    const Program &program = program_of(set, ATTEND_NEW, MOST_QUERIES);
+    const int64_t count = x.query.size[2], last = count - MOST_QUERIES, words = STATE_WORDS, one = 1;
+    AtenTensor *handle = nullptr;
+    void *state = nullptr;
+    if (torch.empty_strided(1, &words, &one, TORCH_INT64, CUDA, call.device, &handle))
+        fail("no memory for counters");
+    const Tensor counters(handle);
+    torch.get_data(handle, &state);
+    for (int64_t b = 0; b < x.query.size[0]; b++)
+        for (int64_t next = 0; next < count; next += MOST_QUERIES) {
+            const int64_t from = std::min(next, last), row = 2 * b * count * set.dim;
+            const int64_t query = (row + 2 * from * set.dim) * set.query_heads;
+            Call piece = call;
+            piece.at[AT_QUERY] += query, piece.at[AT_OUT] += query;
+            piece.at[AT_KEY] += row * set.heads, piece.at[AT_VALUE] += row * set.heads;
+            piece.at[AT_POSITION] += 8 * from;
+            if (piece.at[AT_LEFT_PAD] != nullptr)
+                piece.at[AT_LEFT_PAD] += 8 * b;
+            piece.at[AT_STATE] = static_cast<char *>(state);
+            run(piece, program, MOST_QUERIES);
+        }
+}
+
 template <typename T>
 std::vector<T> to_host(const Call &call, const void *from, size_t count)
 {
@@ -378,7 +407,13 @@ void append_many(Call &call, const Arguments &given, const static_args &x, const
 {
     const KernelSet &set = *call.kernels.set;
     const int64_t batch = x.query.size[0], count = x.query.size[2];
-    if (to_host<int64_t>(call, x.position.data, 1)[0] == 0) {
+    const bool at_start = to_host<int64_t>(call, x.position.data, 1)[0] == 0;
+    if (at_start && (set.softcap != 0.0 || (set.window != 0 && set.window < count))) {
+        attend_pieces(call, x);
+        run(call, program_of(set, APPEND, count), count);
+        return;
+    }
+    if (at_start) {
         std::vector<int64_t> pads(static_cast<size_t>(batch), 0);
         if (x.left_pad.rank >= 0)
             pads = to_host<int64_t>(call, x.left_pad.data, pads.size());
@@ -393,7 +428,7 @@ void append_many(Call &call, const Arguments &given, const static_args &x, const
                 if (const int64_t pad = pads[static_cast<size_t>(b)]; pad >= 0 && pad < count)
                     attend_new(given, x, out, b, pad);
         }
-        run(call, program_of(set, false, count), count);
+        run(call, program_of(set, APPEND, count), count);
         return;
     }
     if (batch > 1)
@@ -406,7 +441,7 @@ void append_many(Call &call, const Arguments &given, const static_args &x, const
         piece.at[AT_QUERY] += row * set.query_heads, piece.at[AT_OUT] += row * set.query_heads;
         piece.at[AT_KEY] += row * set.heads, piece.at[AT_VALUE] += row * set.heads;
         piece.at[AT_POSITION] += 8 * from;
-        run(piece, program_of(set, true, tokens), tokens);
+        run(piece, program_of(set, STEP, tokens), tokens);
     }
 }
 
@@ -442,8 +477,12 @@ void check_operands(const Arguments &given, const static_args &x, const KernelSe
     for (const auto &[name, tensor] : tensors)
         if (tensor->get() != nullptr && tensor->device_index() != given.query.device_index())
             fail(std::string(name) + " is on another GPU than the query");
-    if (given.mask.get() != nullptr || given.softcap != 0.0 || given.window != 0 || !given.causal)
-        fail("masks, soft caps and windows are not supported on a GPU");
+    if (given.mask.get() != nullptr || !given.causal)
+        fail("masks, and attention to later tokens, are not supported on a GPU; left_pad is");
+    if (given.window != s.window || given.softcap != s.softcap)
+        fail("window=" + std::to_string(given.window) + " and softcap=" +
+             std::to_string(given.softcap) + "; its kernels were made for " +
+             std::to_string(s.window) + " and " + std::to_string(s.softcap));
 }
 
 }  // namespace
@@ -489,7 +528,7 @@ void call_cuda(Value *stack, uint64_t, uint64_t)
         if (count > MOST_QUERIES)
             append_many(call, given, x, out);
         else
-            run(call, program_of(*kernels.set, true, count), count);
+            run(call, program_of(*kernels.set, STEP, count), count);
     }
     stack[0] = to_value(out.release());
 }

@@ -8,10 +8,11 @@ the layout. `kernel_file.cpp` reads what `KernelSet.to_bytes` writes.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import hashlib
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,13 +30,15 @@ from tightkv.kernels.view import CacheView
 from tightkv.layout import RING_SLACK, PageLayout
 
 MAGIC = b"TIGHTKVG"
-VERSION = 1
+VERSION = 2
 _OPERANDS = (
     "query", "key", "value", "position", "left_pad", "feedback", "pages", "ring", "sinks",
     "state", "out", "refused",
 )  # fmt: skip
 # what a launch gets in place of recorded bytes: an address, or a number of the call
 _COUNT, _SCALE, _CONSTANT, _SCRATCH = 100, 101, 1_000, 2_000
+# what a program does
+APPEND, STEP, ATTEND_NEW = 0, 1, 2
 
 
 @dataclass(frozen=True)
@@ -50,9 +53,13 @@ class Relocation:
 
 @dataclass(frozen=True)
 class Program:
-    """The launches of a step of `tokens` new tokens; those that only append: of up to as many."""
+    """The launches of a step of `tokens` new tokens; those that only append: of up to as many.
 
-    attends: bool
+    Those that attend to new tokens have as many queries of one row, and exact keys and values from
+    the row's first token on: the call's own, where torch's attention cannot do it.
+    """
+
+    kind: int
     tokens: int
     scratch: list[int]  # bytes of each buffer
     launches: list[tuple[Launch, list[Relocation]]]
@@ -67,6 +74,22 @@ class StaticShape:
     batch: int
     max_tokens: int
     feedback: bool
+    window: int | None = None
+    softcap: float | None = None
+
+    @property
+    def in_ring(self) -> bool:
+        return self.layout.ring_holds(self.window)
+
+    @property
+    def pages(self) -> int:
+        return 0 if self.in_ring else self.layout.read_pages(self.max_tokens)
+
+    def block_table(self) -> Tensor:
+        """int32 [batch, full pages]: -1 for pages that nobody reads."""
+        table = torch.full((self.batch, max(self.max_tokens // self.layout.page_size, 1)), -1)
+        table[:, : self.pages] = torch.arange(self.batch * self.pages).view(self.batch, self.pages)
+        return table.to(torch.int32)
 
 
 class KernelSet:
@@ -76,26 +99,29 @@ class KernelSet:
         self.shape = shape
         self.arch = torch.cuda.get_device_capability(device)
         recorder = _Recorder(shape, device)
-        self.programs = [recorder.program(tokens, True) for tokens in range(1, RING_SLACK + 1)]
-        self.programs += [recorder.program(n, False) for n in _prefill_tokens(shape.max_tokens)]
+        self.programs = [recorder.program(STEP, tokens) for tokens in range(1, RING_SLACK + 1)]
+        prefill = list(_prefill_tokens(shape.max_tokens))
+        self.programs += [recorder.program(APPEND, tokens) for tokens in prefill]
+        if prefill and (shape.window or shape.softcap):
+            self.programs.append(recorder.program(ATTEND_NEW, RING_SLACK))
         self.constants = recorder.constants
 
     def to_bytes(self) -> bytes:
         """Without its key, by which the operator is told which set to use."""
         shape, layout = self.shape, self.shape.layout
-        pages = shape.max_tokens // layout.page_size
         data = _Writer()
         data.numbers(*self.arch, int(layout.dtype == torch.bfloat16), shape.batch)
         data.numbers(shape.query_heads, layout.num_kv_heads, layout.head_dim, layout.ring_tokens)
-        data.numbers(layout.cfg.sinks, pages, layout.record_bytes, shape.max_tokens)
-        data.numbers(int(shape.feedback))
+        data.numbers(layout.cfg.sinks, shape.pages, layout.record_bytes, shape.max_tokens)
+        data.numbers(int(shape.feedback), shape.window or 0)
+        data.data += struct.pack("<d", shape.softcap or 0.0)
         launches = [launch for program in self.programs for launch, _ in program.launches]
         cubins = list(dict.fromkeys(launch.cubin for launch in launches))
         data.blocks(cubins)
         data.blocks(self.constants)
         data.numbers(len(self.programs))
         for program in self.programs:
-            data.numbers(int(program.attends), program.tokens, len(program.scratch))
+            data.numbers(program.kind, program.tokens, len(program.scratch))
             data.numbers(*program.scratch, len(program.launches))
             for launch, relocations in program.launches:
                 data.numbers(cubins.index(launch.cubin), *launch.grid, launch.threads)
@@ -177,8 +203,7 @@ class _Recorder:
         self.shape, self.device = shape, device
         layout, batch = shape.layout, shape.batch
         self.codec = Codec(layout)
-        pages = shape.max_tokens // layout.page_size
-        table = torch.arange(batch * pages, dtype=torch.int32).view(batch, pages).to(device)
+        table = shape.block_table().to(device)
         rows = torch.arange(batch, dtype=torch.int32).to(device)
         self.table, self.rows = table, rows
         tables = [side.rotation.table(device) for side in (self.codec.key, self.codec.value)]
@@ -196,9 +221,9 @@ class _Recorder:
         if shape.feedback:
             self.operands["feedback"] = self._empty(heads, dim, dim, dtype=torch.float32)
 
-    def program(self, tokens: int, attends: bool) -> Program:
+    def program(self, kind: int, tokens: int) -> Program:
         shape, layout = self.shape, self.shape.layout
-        rows = shape.batch * tokens
+        rows = tokens if kind == ATTEND_NEW else shape.batch * tokens
         self.operands |= {
             "query": self._empty(rows, shape.query_heads, layout.head_dim),
             "out": self._empty(rows, shape.query_heads, layout.head_dim),
@@ -209,40 +234,26 @@ class _Recorder:
         numbers = [self._empty(shape.batch, dtype=torch.int32) for _ in range(5)]
         numbers.append(self._empty(shape.batch + 1, dtype=torch.int32))
         with recording() as launches, _Allocations() as allocations:
-            self._step(numbers, tokens, attends)
+            if kind == ATTEND_NEW:
+                self._attend_new(numbers, tokens)
+            else:
+                self._step(numbers, tokens, kind == STEP)
         scratch = [*numbers, *allocations.made]
         sizes = [x.numel() * x.element_size() for x in scratch]
         places = _Places(self.operands, self._constants, scratch)
         return Program(
-            attends, tokens, sizes, [(launch, places.relocations(launch)) for launch in launches]
+            kind, tokens, sizes, [(launch, places.relocations(launch)) for launch in launches]
         )
 
     def _step(self, numbers: list[Tensor], tokens: int, attends: bool) -> None:
         """As a layer does it in vLLM: the counters, append, attend."""
         shape, layout, x = self.shape, self.shape.layout, self.operands
-        lengths, left_pad, ring_read_from, sink_counts, ring_valid_from, cu_seqlens = numbers
-        pointers = (x["position"], x["left_pad"], x["state"], *numbers, x["refused"])
-        params = StepParams(
-            *[tensor.data_ptr() for tensor in pointers],
-            tokens, shape.batch, shape.max_tokens, layout.page_size, layout.cfg.exact_pages,
-            layout.ring_tokens, layout.cfg.sinks, RING_SLACK,
-        )  # fmt: skip
-        backend.static_step(params, self.device)
-        view = CacheView(
-            pages=x["pages"],
-            block_table=self.table,
-            lengths=lengths,
-            left_pad=left_pad,
-            ring_read_from=ring_read_from,
-            sink_counts=sink_counts,
-            ring_rows=self.rows,
-            ring_key=x["ring"][0],
-            ring_value=x["ring"][1],
-            sink_key=x["sinks"][0],
-            sink_value=x["sinks"][1],
-            overlaps_append=True,
-            feedback=x.get("feedback"),
-        )
+        cfg, window = layout.cfg, shape.window if shape.in_ring else None
+        sizes = (cfg.exact_pages, layout.ring_tokens, cfg.sinks, RING_SLACK, window or 0)
+        self._counters(numbers, tokens, shape.batch, sizes)
+        *_, ring_valid_from, cu_seqlens = numbers
+        view = self._view(numbers, shape.batch, list(x["ring"]))
+        view = dataclasses.replace(view, overlaps_append=True, feedback=x.get("feedback"))
         backend.append(
             self.codec,
             view,
@@ -254,8 +265,48 @@ class _Recorder:
             encode_partial_page=False,
         )
         if attends:
-            options = AttendOptions(max_queries=tokens, out=x["out"])
-            backend.attend(self.codec, x["query"], view, cu_seqlens, options)
+            self._attend(view, cu_seqlens, tokens)
+
+    def _attend_new(self, numbers: list[Tensor], tokens: int) -> None:
+        """The counters of a cache whose ring holds everything; the new tokens are that ring."""
+        shape, x = self.shape, self.operands
+        most = shape.max_tokens
+        self._counters(numbers, tokens, 1, (most, most, 0, RING_SLACK, 0))
+        ring = [x[name][:1].expand(1, most, -1, -1) for name in ("key", "value")]
+        self._attend(self._view(numbers, 1, ring), numbers[-1], tokens)
+
+    def _counters(
+        self, numbers: list[Tensor], tokens: int, batch: int, sizes: tuple[int, ...]
+    ) -> None:
+        shape, x = self.shape, self.operands
+        pointers = (x["position"], x["left_pad"], x["state"], *numbers, x["refused"])
+        addresses = [tensor.data_ptr() for tensor in pointers]
+        layer = (batch, shape.max_tokens, shape.layout.page_size)
+        backend.static_step(StepParams(*addresses, tokens, *layer, *sizes), self.device)
+
+    def _view(self, numbers: list[Tensor], batch: int, ring: Sequence[Tensor]) -> CacheView:
+        lengths, left_pad, ring_read_from, sink_counts, *_ = numbers
+        sinks = self.operands["sinks"]
+        return CacheView(
+            pages=self.operands["pages"],
+            block_table=self.table[:batch],
+            lengths=lengths[:batch],
+            left_pad=left_pad[:batch],
+            ring_read_from=ring_read_from[:batch],
+            sink_counts=sink_counts[:batch],
+            ring_rows=self.rows[:batch],
+            ring_key=ring[0],
+            ring_value=ring[1],
+            sink_key=sinks[0],
+            sink_value=sinks[1],
+        )
+
+    def _attend(self, view: CacheView, cu_seqlens: Tensor, tokens: int) -> None:
+        shape, x = self.shape, self.operands
+        options = AttendOptions(
+            max_queries=tokens, window=shape.window, softcap=shape.softcap, out=x["out"]
+        )
+        backend.attend(self.codec, x["query"], view, cu_seqlens, options)
 
     def _empty(self, *size: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(size, dtype=dtype or self.shape.layout.dtype, device=self.device)

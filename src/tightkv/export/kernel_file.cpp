@@ -14,7 +14,7 @@ namespace tightkv {
 namespace {
 
 constexpr char MAGIC[] = "TIGHTKVG";
-constexpr int64_t VERSION = 1, MOST = 1 << 30;
+constexpr int64_t VERSION = 2, MOST = 1 << 30;
 
 class Reader {
 public:
@@ -92,12 +92,15 @@ std::shared_ptr<const KernelSet> read_set(const std::string &data)
     auto set = std::make_shared<KernelSet>();
     KernelSet &s = *set;
     for (int64_t *field : {&s.major, &s.minor, &s.bf16, &s.batch, &s.query_heads, &s.heads, &s.dim,
-                           &s.ring, &s.sinks, &s.pages, &s.record_bytes, &s.max_tokens, &s.feedback})
+                           &s.ring, &s.sinks, &s.pages, &s.record_bytes, &s.max_tokens, &s.feedback,
+                           &s.window})
         *field = r.number();
+    const int64_t softcap = r.number(INT64_MIN, INT64_MAX);
+    std::memcpy(&s.softcap, &softcap, sizeof softcap);
     s.cubins = r.blocks(), s.constants = r.blocks();
     s.programs.resize(static_cast<size_t>(r.number(1, 1 << 12)));
     for (Program &p : s.programs) {
-        p.attends = r.number(0, 1), p.tokens = r.number(1);
+        p.kind = r.number(APPEND, ATTEND_NEW), p.tokens = r.number(1);
         p.scratch.resize(static_cast<size_t>(r.number(0, 1 << 8)));
         for (int64_t &bytes : p.scratch)
             bytes = r.number(0, INT64_MAX / 2);

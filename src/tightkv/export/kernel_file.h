@@ -28,15 +28,18 @@ struct Launch {
     std::vector<Relocation> relocations;
 };
 
+enum Kind { APPEND, STEP, ATTEND_NEW };  // of programs: cuda_programs.py
+
 struct Program {
-    int64_t attends, tokens;
+    int64_t kind, tokens;
     std::vector<int64_t> scratch;
     std::vector<Launch> launches;
 };
 
 struct KernelSet {
     int64_t major, minor, bf16, batch, query_heads, heads, dim, ring, sinks, pages, record_bytes;
-    int64_t max_tokens, feedback;
+    int64_t max_tokens, feedback, window;  // window 0: none
+    double softcap;                        // 0: none
     std::vector<std::string> cubins, constants;
     std::vector<Program> programs;
 };

@@ -12,6 +12,7 @@ from tightkv.export.operator import load_operator
 from tightkv.export.spec import spec_of
 from tightkv.kernels.check import check_feedback, check_options
 from tightkv.layout import MAX_TOKENS, PageLayout, page_layout
+from tightkv.math.feedback import packed_factors
 
 _STATE_WORDS = 5
 
@@ -20,8 +21,8 @@ class StaticKV(nn.Module):
     """Pages, ring, sinks and counters of `batch` sequences of at most `max_tokens` tokens.
 
     Nothing changes its size, so `torch.export` and `torch.compile` see one operator on fixed
-    buffers. Pages have the bytes of `PagedKV`; they are sealed as soon as they are full, so there
-    are none for the tokens of an unfinished one. Exact tokens are kept in the layout's dtype.
+    buffers. Pages have the bytes of `PagedKV`, but there are none for the last of `max_tokens`
+    tokens, which never leave the ring. Exact tokens are kept in the layout's dtype.
     """
 
     spec: Tensor  # int64: spec.py
@@ -29,7 +30,7 @@ class StaticKV(nn.Module):
     ring: Tensor  # [2, B, ring, Hkv, D]: keys, values
     sinks: Tensor  # [2, B, sinks, Hkv, D]
     state: Tensor  # int64 [B, 5]: length, ring_valid_from, ring_read_from, sink_count, left_pad
-    feedback: Tensor | None  # float32 [Hkv, D, D]
+    feedback: Tensor | None  # float32 [Hkv, D * (D + 1) / 2]: packed_factors; [Hkv, D, D] on a GPU
     key_center: Tensor | None  # [Hkv, D]
     value_center: Tensor | None
 
@@ -43,13 +44,15 @@ class StaticKV(nn.Module):
         window: int | None = None,
         device: torch.device | str = "cpu",
         query_heads: int | None = None,
+        softcap: float | None = None,
         centers: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         """`feedback` are the layer's `Codec.feedback_factors`; None codes each key for itself.
 
         `window` is the layer's sliding window. Where the ring holds it whole, there are no pages.
-        On a GPU the kernels are compiled here, for queries of `query_heads` heads. `centers` are
-        those of `math.centers`, in the model's dtype: keys and values are stored relative to them.
+        On a GPU the kernels are compiled here, for queries of `query_heads` heads and the `softcap`
+        that forward will be given. `centers` are those of `math.centers`, in the model's dtype:
+        keys and values are stored relative to them.
         """
         super().__init__()
         if not 1 <= max_tokens <= MAX_TOKENS:
@@ -59,24 +62,27 @@ class StaticKV(nn.Module):
         device = torch.device(device)
         if feedback is not None:
             check_feedback(layout, feedback, device)
-        check_options(window=window)
+        check_options(window=window, softcap=softcap)
         load_operator()
         self.layout, self.max_tokens, self.window = layout, max_tokens, window
-        heads, dim, size = layout.num_kv_heads, layout.head_dim, layout.page_size
-        in_ring = window is not None and window - 1 <= (layout.cfg.exact_pages - 1) * size
-        pages = layout.new_pages(0 if in_ring else batch * (max_tokens // size), device)
+        heads, dim = layout.num_kv_heads, layout.head_dim
+        count = 0 if layout.ring_holds(window) else layout.read_pages(max_tokens)
+        pages = layout.new_pages(batch * count, device)
         exact = torch.empty(0, dtype=layout.dtype, device=device)
         self.kernels = 0  # of the CPU
         if device.type != "cpu":
-            self.kernels = self._gpu_kernels(device, batch, query_heads, feedback is not None)
+            has_feedback = feedback is not None
+            self.kernels = self._gpu_kernels(device, batch, query_heads, has_feedback, softcap)
         self.register_buffer("spec", spec_of(layout, max_tokens).to(device))
+        if feedback is not None and device.type == "cpu":
+            feedback = packed_factors(feedback)
         self.register_buffer("feedback", feedback)
         key_center, value_center = (None, None) if centers is None else centers
         self.register_buffer("key_center", key_center)
         self.register_buffer("value_center", value_center)
         # Of the tokens, not of the model:
         tokens = {
-            "pages": pages.view(batch, len(pages) // batch, *pages.shape[1:]),
+            "pages": pages.view(batch, count, *pages.shape[1:]),
             "ring": exact.new_zeros(2, batch, layout.ring_tokens, heads, dim),
             "sinks": exact.new_zeros(2, batch, layout.cfg.sinks, heads, dim),
             "state": torch.zeros(batch, _STATE_WORDS, dtype=torch.int64, device=device),
@@ -87,7 +93,12 @@ class StaticKV(nn.Module):
             self.register_buffer(name, buffer, persistent=False)
 
     def _gpu_kernels(
-        self, device: torch.device, batch: int, query_heads: int | None, feedback: bool
+        self,
+        device: torch.device,
+        batch: int,
+        query_heads: int | None,
+        feedback: bool,
+        softcap: float | None,
     ) -> int:
         """The key of the kernels for this layer, which the operator knows from now on."""
         from tightkv.export.cuda_programs import StaticShape, known_kernels
@@ -97,9 +108,9 @@ class StaticKV(nn.Module):
                 f"query_heads={query_heads}; on a GPU it must be given, as a multiple of "
                 f"{self.layout.num_kv_heads}"
             )
-        if self.window is not None:
-            raise ValueError("sliding windows are not supported on a GPU; use the CPU")
-        shape = StaticShape(self.layout, query_heads, batch, self.max_tokens, feedback)
+        shape = StaticShape(
+            self.layout, query_heads, batch, self.max_tokens, feedback, self.window, softcap
+        )
         return known_kernels(shape, device)
 
     def forward(
@@ -157,12 +168,23 @@ class StaticKV(nn.Module):
         max_tokens: int,
         *,
         batch: int = 1,
+        device: torch.device | str = "cpu",
+        query_heads: int | None = None,
+        softcap: float | None = None,
     ) -> StaticKV:
         """The cache of a sliding-window layer that is not compressed: a ring alone."""
         cfg = KVQuantConfig(page_size=32, sinks=0)
         cfg = cfg.replace(exact_pages=1 + -(-(window - 1) // cfg.page_size))
         layout = page_layout(cfg, num_kv_heads, head_dim, dtype)
-        return cls(layout, max_tokens, batch=batch, window=window)
+        return cls(
+            layout,
+            max_tokens,
+            batch=batch,
+            window=window,
+            device=device,
+            query_heads=query_heads,
+            softcap=softcap,
+        )
 
     @property
     def length(self) -> int:

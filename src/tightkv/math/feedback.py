@@ -60,6 +60,13 @@ def feedback_factors(metric: Tensor, rotation: Rotation, bits: int) -> Tensor:
     return factors.float().contiguous()
 
 
+def packed_factors(factors: Tensor) -> Tensor:
+    """`feedback_factors` without the zeros above the diagonal: [heads, dim * (dim + 1) / 2]."""
+    dim = factors.shape[-1]
+    row, column = torch.tril_indices(dim, dim, device=factors.device)
+    return factors[:, row, column].contiguous()
+
+
 @dataclass(frozen=True, eq=False)
 class QueryMetric:
     """H = E[q q^T] of a layer's KV heads, [heads, dim, dim] in the model's frame, of any scale."""

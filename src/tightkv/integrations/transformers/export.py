@@ -181,7 +181,7 @@ def _shapes(model: PreTrainedModel, layers: int) -> dict[int, LayerShape]:
                 f"layer {layer} has keys {list(key)} and values {list(value)}, or attends twice; "
                 "only layers with one attention of like keys and values are exported"
             )
-        softcap = call.options.get("softcap")
+        softcap = call.options.get("softcap") or None
         shapes[layer] = LayerShape(call.query.shape[1], key[1], key[3], softcap)
         return call.query.transpose(1, 2)
 
@@ -200,15 +200,6 @@ def _shapes(model: PreTrainedModel, layers: int) -> dict[int, LayerShape]:
     return shapes
 
 
-def _cpu_alone(layer: Any, shape: LayerShape) -> str | None:
-    """What the operator does not do on a GPU."""
-    if shape.softcap:
-        return f"a soft cap of {shape.softcap}"
-    if type(layer) is DynamicSlidingWindowLayer:
-        return f"a sliding window of {layer.sliding_window} tokens"
-    return None
-
-
 def _static_cache(
     layer: Any,
     number: int,
@@ -219,10 +210,7 @@ def _static_cache(
 ) -> StaticKV:
     """What takes the place of a cache layer."""
     heads, head_dim, device, dtype = shape.kv_heads, shape.head_dim, model.device, model.dtype
-    on_gpu = device.type != "cpu"
-    if on_gpu and (reason := _cpu_alone(layer, shape)):
-        raise ExportError(f"layer {number} has {reason}, which is exported for the CPU alone")
-    if on_gpu and dtype not in (torch.float16, torch.bfloat16):
+    if device.type != "cpu" and dtype not in (torch.float16, torch.bfloat16):
         raise ExportError(f"the model is in {dtype}; GPUs have float16 and bfloat16: use --dtype")
     if type(layer) is TightLayer:
         layout = page_layout(layer.cfg, heads, head_dim, exact_dtype(dtype))
@@ -236,11 +224,21 @@ def _static_cache(
             feedback=factors,
             device=device,
             query_heads=shape.query_heads,
+            softcap=shape.softcap,
             centers=None if layer.centers is None else layer.centers.on(dtype, device),
         )
     if type(layer) is DynamicSlidingWindowLayer:
-        window = layer.sliding_window
-        return StaticKV.exact_window(window, heads, head_dim, dtype, max_tokens, batch=batch)
+        return StaticKV.exact_window(
+            layer.sliding_window,
+            heads,
+            head_dim,
+            dtype,
+            max_tokens,
+            batch=batch,
+            device=device,
+            query_heads=shape.query_heads,
+            softcap=shape.softcap,
+        )
     raise ExportError(
         f"layer {number} keeps its cache in a {type(layer).__name__}, which cannot be exported"
     )

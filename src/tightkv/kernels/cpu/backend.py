@@ -27,7 +27,7 @@ TAKES_BATCHES = True
 # struct view, attend_args and append_args of native/native.h
 _VIEW = "17q"
 _ATTEND = struct.Struct(f"={_VIEW}9q4q4q5q2q2dq")
-_APPEND = struct.Struct(f"={_VIEW}6qq2q2qq")
+_APPEND = struct.Struct(f"={_VIEW}6qq2q2q2q")
 _NO_TOKENS = (0, 0, 0)
 
 
@@ -77,6 +77,7 @@ def append(
         encode_partial_page,
         torch.get_num_threads(),
         0 if view.feedback is None else view.feedback.data_ptr(),
+        0,  # whole matrices
     )
     layer = library.describe(codec.layout)
     _check(library.load().tightkv_append(ctypes.addressof(layer), arguments))

@@ -138,8 +138,9 @@ static void seal_keys(const struct call *call, struct scratch *s, int64_t b, int
     const int64_t size = layer->page_size;
     const int dim = (int)layer->dim;
     const float *factors = call->args->feedback;
+    const int packed = call->args->feedback_packed != 0;
     if (factors != NULL)
-        factors += head * dim * dim;
+        factors += head * dim * (packed ? dim + 1 : 2 * dim) / 2;
     for (int64_t t = layer->centered && keep == 0 ? 0 : keep; t < size; t++) {
         read_exact(call, 0, b, head, index * size + t, s->row);
         rotate(&layer->key, dim, s->row, s->key + t * dim);
@@ -162,7 +163,7 @@ static void seal_keys(const struct call *call, struct scratch *s, int64_t b, int
         }
         uint16_t scale = factors == NULL
             ? encode_vector(&layer->key, dim, y, s->codes)
-            : encode_with_feedback(&layer->key, dim, y, factors, s->feedback, s->codes);
+            : encode_with_feedback(&layer->key, dim, y, factors, packed, s->feedback, s->codes);
         scale ^= flag;
         pack_key((int)layer->key.bits, dim, (int)t, s->codes, record + layer->key.codes);
         memcpy(scale_at(record + layer->key.scales, (int)t), &scale, 2);
@@ -202,6 +203,8 @@ static void seal(const struct call *call, struct scratch *s, const struct sealin
     const int64_t b = page->sequence, size = call->layer->page_size;
     const int64_t id = a->view.block_table[b * a->view.block_stride + page->index];
     const int64_t keep = least(most(a->ring_valid_from[b] - page->index * size, 0), size);
+    if (id < 0) /* nobody will read it */
+        return;
     uint8_t *record = record_of(call, id, head);
     seal_keys(call, s, b, page->index, head, record, keep);
     seal_values(call, s, b, page->index, head, record, keep);

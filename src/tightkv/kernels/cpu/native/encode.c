@@ -87,8 +87,14 @@ static void add_multiples(int count, float error, float value, const float *row,
     }
 }
 
+/* Where row `i` of a triangle begins. */
+static int64_t row_at(int64_t i, int64_t dim, int packed)
+{
+    return packed ? i * (i + 1) / 2 : i * dim;
+}
+
 uint16_t encode_with_feedback(const struct side *side, int dim, const float *y,
-                              const float *factors, float *work, uint8_t *codes)
+                              const float *factors, int packed, float *work, uint8_t *codes)
 {
     const int half = 1 << (side->bits - 1);
     const float width = (float)(side->gain * sqrt((double)dim));
@@ -106,11 +112,12 @@ uint16_t encode_with_feedback(const struct side *side, int dim, const float *y,
         const float centroid = side->centroids[code];
         codes[i] = (uint8_t)code;
         rest[i] = target - centroid;
-        add_multiples(i, x[i] - centroid, x[i], factors + (int64_t)i * dim, missed, projected);
+        const float *row = factors + row_at(i, dim, packed);
+        add_multiples(i, x[i] - centroid, x[i], row, missed, projected);
     }
     double whole = 0.0, along = 0.0;
     for (int d = 0; d < dim; d++) {
-        const double size = x[d] + projected[d], own = factors[(int64_t)d * (dim + 1)] * size;
+        const double size = x[d] + projected[d], own = factors[row_at(d, dim, packed) + d] * size;
         whole += own * size;
         along += own * (size - rest[d]);
     }

@@ -6,9 +6,10 @@
 
 /* Rotated y[dim] -> codes[dim]; returns the float16 scale. */
 uint16_t encode_vector(const struct side *side, int dim, const float *y, uint8_t *codes);
-/* The same in the metric of factors[dim][dim]; `work` has room for 4 dim. */
+/* The same in the metric of factors[dim][dim], packed: of rows that end with the diagonal. `work`
+   has room for 4 dim. */
 uint16_t encode_with_feedback(const struct side *side, int dim, const float *y,
-                              const float *factors, float *work, uint8_t *codes);
+                              const float *factors, int packed, float *work, uint8_t *codes);
 
 /* One token's key codes [dim] into the code plane of a record. */
 void pack_key(int bits, int dim, int offset, const uint8_t *codes, uint8_t *plane);

@@ -74,6 +74,7 @@ struct append_args {
     const int32_t *ring_valid_from;
     int64_t encode_partial_page, threads;
     const float *feedback; /* [heads][dim][dim] of math/feedback.py, or NULL */
+    int64_t feedback_packed; /* [heads][dim (dim + 1) / 2]: its rows end with the diagonal */
 };
 
 /* Both return 0, or -1 where memory runs out. */

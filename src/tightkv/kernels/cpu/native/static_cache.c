@@ -129,9 +129,21 @@ static int ring_alone(const struct static_args *a, const struct spec *s)
            a->pages.rank == 4 && a->pages.size[1] == 0;
 }
 
+/* Full pages of max_tokens. */
+static int64_t whole_pages(const struct spec *s) { return s->max_tokens / s->layer.page_size; }
+
+/* The pages that can leave the exact window: the others have no codes to read. */
+static int64_t read_pages(const struct spec *s)
+{
+    const int64_t size = s->layer.page_size;
+    return most((s->max_tokens + size - 1) / size - s->exact_pages, 0);
+}
+
+/* Pages of the operand: those that are read, or up to all, as files of earlier versions have them. */
 static int64_t pages_of(const struct static_args *a, const struct spec *s)
 {
-    return ring_alone(a, s) ? 0 : s->max_tokens / s->layer.page_size;
+    const int64_t given = a->pages.rank == 4 ? a->pages.size[1] : 0;
+    return ring_alone(a, s) ? 0 : least(most(given, read_pages(s)), whole_pages(s));
 }
 
 static int check_operands(const struct refusal *r, const struct static_args *a, struct spec *s)
@@ -169,7 +181,9 @@ static int check_operands(const struct refusal *r, const struct static_args *a, 
                                    expect_packed(r, "left_pad", &a->left_pad)))
         return -1;
     if (is_given(&a->feedback)) {
-        if (EXPECT(r, "feedback", &a->feedback, FLOAT32, heads, dim, dim) ||
+        if ((a->feedback.rank == 2
+                 ? EXPECT(r, "feedback", &a->feedback, FLOAT32, heads, dim * (dim + 1) / 2)
+                 : EXPECT(r, "feedback", &a->feedback, FLOAT32, heads, dim, dim)) ||
             expect_packed(r, "feedback", &a->feedback))
             return -1;
         if (s->layer.key.bits == 8)
@@ -198,7 +212,7 @@ struct step {
 
 static int check_row(const struct refusal *r, const struct spec *s, const struct row *row)
 {
-    const int64_t size = s->layer.page_size, sealed = s->max_tokens / size * size;
+    const int64_t sealed = read_pages(s) * s->layer.page_size;
     if (row->length >= 0 && row->length <= s->max_tokens && row->exact >= 0 &&
         row->exact >= row->length - s->ring && row->exact <= row->ring &&
         row->ring <= least(row->length, sealed) && row->sinks >= 0 && row->sinks <= s->sinks &&
@@ -294,20 +308,28 @@ static void write_rows(const struct step *s)
 
 /* --- the kernels --- */
 
+/* Entries of a row of the block table, one for each page that is sealed. */
+static int64_t table_stride(const struct step *s)
+{
+    return pages_of(s->args, &s->spec) ? whole_pages(&s->spec) : 0;
+}
+
 static int allocate(const struct refusal *r, struct step *s)
 {
-    const size_t batch = (size_t)s->batch, pages = (size_t)pages_of(s->args, &s->spec);
+    const int64_t pages = pages_of(s->args, &s->spec);
+    const size_t batch = (size_t)s->batch, table = batch * (size_t)table_stride(s);
     const size_t queries = (size_t)(s->batch * s->count * s->args->query.size[1]);
     s->rows = malloc(sizeof *s->rows * batch);
-    s->numbers = malloc(sizeof *s->numbers * (batch * (pages + 6) + 1));
+    s->numbers = malloc(sizeof *s->numbers * (table + 6 * batch + 1));
     s->lse = malloc(sizeof *s->lse * queries);
     if (s->rows == NULL || s->numbers == NULL || s->lse == NULL)
         return refuse(r, "out of memory");
-    s->table = s->numbers, s->lengths = s->table + batch * pages, s->left_pad = s->lengths + batch;
+    s->table = s->numbers, s->lengths = s->table + table, s->left_pad = s->lengths + batch;
     s->ring_read_from = s->left_pad + batch, s->sink_counts = s->ring_read_from + batch;
     s->exact = s->sink_counts + batch, s->ids = s->exact + batch;
-    for (size_t k = 0; k < batch * pages; k++)
-        s->table[k] = (int32_t)k;
+    for (int64_t b = 0; b < s->batch; b++)
+        for (int64_t k = 0; k < table_stride(s); k++)
+            s->table[b * table_stride(s) + k] = k < pages ? (int32_t)(b * pages + k) : -1;
     for (size_t b = 0; b <= batch; b++)
         s->ids[b] = (int32_t)b;
     return 0;
@@ -370,7 +392,7 @@ static struct view view_of(const struct step *s, int64_t b, int64_t rows)
     return (struct view){
         .batch = rows, .pages = pages ? s->args->pages.data : NULL,
         .page_bytes = layer->heads * layer->record_bytes,
-        .block_table = s->table + b * pages, .block_stride = pages,
+        .block_table = s->table + b * table_stride(s), .block_stride = table_stride(s),
         .lengths = s->lengths + b, .left_pad = s->left_pad + b, .ring_read_from = s->ring_read_from + b,
         .sink_counts = s->sink_counts + b, .ring_rows = s->ids + b,
         .ring_key = ring, .ring_value = ring + s->batch * s->spec.ring * token,
@@ -397,6 +419,7 @@ static int append_rows(const struct step *s, int64_t b, int64_t rows, const int3
         .value = tokens_of(s, &s->value, b, 0), .dtype = s->key.dtype, .cu_seqlens = cu_seqlens,
         .ring_valid_from = s->exact + b, .threads = a->threads,
         .feedback = is_given(&a->feedback) ? a->feedback.data : NULL,
+        .feedback_packed = a->feedback.rank == 2,
     };
     return tightkv_append(&s->spec.layer, &args);
 }

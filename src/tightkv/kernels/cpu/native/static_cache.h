@@ -28,9 +28,9 @@ struct static_args {
     struct operand left_pad;  /* int64 [batch], padding of each row; not given: as before */
     struct operand mask;      /* [batch or 1, query heads or 1, tokens, cached tokens or more] */
     struct operand spec;      /* int64, of export/spec.py */
-    struct operand feedback;  /* float32 [heads, dim, dim] */
-    struct operand pages;     /* uint8 [batch, pages, heads, record bytes]; 0 pages where the ring
-                                 holds the window */
+    struct operand feedback;  /* float32 [heads, dim, dim], or packed [heads, dim (dim + 1) / 2] */
+    struct operand pages;     /* uint8 [batch, pages, heads, record bytes]: pages that are read, or
+                                 all of max_tokens; 0 where the ring holds the window */
     struct operand ring;      /* [key and value, batch, ring, heads, dim], any float dtype */
     struct operand sinks;     /* [key and value, batch, sinks, heads, dim], dtype of the ring */
     struct operand state;     /* int64 [batch, STATE_WORDS] */

@@ -51,10 +51,12 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS) append(const AppendPa
         const bool complete = page_at + PAGE <= length;
         if (!complete && !a.encode_partial_page) return;
         if (FEEDBACK && is_key && complete) continue;  // seal.cu has it
+        const int id = a.block_table[row * a.table_b + index];
+        if (id < 0) continue;  // nobody will read it
         const int exact_from = a.ring_valid_from[row];
         const int low = max(complete ? exact_from : before, page_at);
         const int high = min(length, page_at + PAGE);
-        u8 *record = a.pages + a.block_table[row * a.table_b + index] * a.page_bytes + head * RECORD;
+        u8 *record = a.pages + id * a.page_bytes + head * RECORD;
         const bool has_mean = is_key && complete && MEAN_BITS > 0;
 
         auto load = [&](int at, float(&x)[N]) {

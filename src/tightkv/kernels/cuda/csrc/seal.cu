@@ -245,7 +245,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 4)
         find_page(a, batch, job / parts / HKV, lane, row, index);
         const int page_at = index * PAGE, exact_from = a.ring_valid_from[row];
         const float *factors = all_factors + (long long)head * D * D;
-        u8 *record = a.pages + a.block_table[row * a.table_b + index] * a.page_bytes + head * RECORD;
+        const int id = a.block_table[row * a.table_b + index];
+        if (id < 0) continue;  // nobody will read it
+        u8 *record = a.pages + id * a.page_bytes + head * RECORD;
         u16 *scales = (u16 *)(record + KEY_SCALE_AT);
         u32 *plane = (u32 *)record;
 

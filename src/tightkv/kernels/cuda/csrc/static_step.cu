@@ -12,6 +12,7 @@ struct StepParams {
     int *cu_seqlens;                           // [batch + 1]
     int *refused;                              // set where a step is refused
     int count, batch, max_tokens, page_size, exact_pages, ring, sinks, ring_slack;
+    int ring_window;  // the sliding window of a layer without pages, or 0
 };
 
 struct Row {
@@ -28,10 +29,10 @@ __device__ void set_window(const StepParams &a, Row &row, long long at) {
 }
 
 __device__ bool is_valid(const StepParams &a, const Row &row) {
-    const long long sealed = (long long)a.max_tokens / a.page_size * a.page_size;
+    const long long pages = (a.max_tokens + a.page_size - 1) / a.page_size - a.exact_pages;  // that are read
     return row.length >= 0 && row.length <= a.max_tokens && row.exact >= 0 &&
            row.exact >= row.length - a.ring && row.exact <= row.ring &&
-           row.ring <= least(row.length, sealed) && row.sinks >= 0 && row.sinks <= a.sinks &&
+           row.ring <= least(row.length, most(pages, 0) * a.page_size) && row.sinks >= 0 && row.sinks <= a.sinks &&
            row.start >= 0 && row.start <= a.max_tokens;
 }
 
@@ -54,6 +55,7 @@ __device__ bool read_row(const StepParams &a, int b, long long from, Row &row) {
         set_window(a, row, from - 1);
         row.sinks = least(row.sinks, most(from - row.start, 0));
     }
+    if (a.ring_window > 0 && row.ring > most(from - a.ring_window + 1, 0)) return false;  // forgotten
     return true;
 }
 
@@ -92,7 +94,9 @@ extern "C" __global__ void static_step(const StepParams a) {
             a.ring_valid_from[b] = (int)row.exact;
             grow(a, row);
             a.lengths[b] = (int)row.length, a.left_pad[b] = (int)row.start;
-            a.ring_read_from[b] = (int)row.ring, a.sink_counts[b] = (int)row.sinks;
+            a.sink_counts[b] = (int)row.sinks;
+            // the start of a page where there are none: attention reads the page that it lies in
+            a.ring_read_from[b] = (int)(a.ring_window > 0 ? row.ring / a.page_size * a.page_size : row.ring);
             state[0] = row.length, state[1] = row.exact, state[2] = row.ring;
             state[3] = row.sinks, state[4] = row.start;
         }
