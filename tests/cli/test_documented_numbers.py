@@ -414,9 +414,22 @@ def step_cells(row: Row, names: tuple[str, ...], digits: int) -> str:
 def test_packages_on_a_cpu() -> None:
     names, found = ("fp32", "bf16"), rows("export_cpu")
     lines = [f"| {row['context']:,} tokens | {step_cells(row, names, 1)} |" for row in found]
-    sizes = [f"{found[-1]['cache_bytes'][name] / 2**20:.1f}" for name in ("k4v4", *names)]
+    (memory,) = rows("export_memory")
+    sizes = [f"{memory['cache_bytes'][name] / 2**20:.1f}" for name in ("k4v4", *names)]
     lines.append(f"| caches for 8,192 tokens, MiB | {' | '.join(sizes)} |")
     expect("docs/export.md", *lines)
+
+
+def test_bytes_of_exported_caches() -> None:
+    (memory,) = rows("export_memory")
+    mib = {name: size / 2**20 for name, size in memory["parts"].items()}
+    whole, share = sum(mib.values()), memory["of_bf16"]
+    expect(
+        "docs/export.md",
+        f"Of k4v4's {whole:.1f} MiB, which are {share:.3f} of bf16's, {mib['pages']:.1f} are pages, "
+        f"{mib['ring']:.1f} the exact tokens of the rings, and {mib['feedback']:.1f} the matrices",
+    )
+    expect("docs/results.md", f"in {share:.2f} of the bytes of a bf16 cache")
 
 
 def test_executorch() -> None:
@@ -427,8 +440,7 @@ def test_executorch() -> None:
     (kernel,) = [row for row in found if row["bench"] == "executorch kernel"]
     lines = [f"| {row['context']:,} tokens | {step_cells(row, names, 1)} |" for row in model]
     lines.append(f"| 16/2 heads of 256, 4,096 tokens | {step_cells(kernel, names, 2)} |")
-    size = dict(model[-1]["cache_bytes"])
-    size.setdefault("bf16", size["fp32"] // 2)
+    size = model[-1]["cache_bytes"] | rows("export_memory")[0]["cache_bytes"]
     sizes = [f"{size[name] / 2**20:.1f}" for name in ("k4v4", *names)]
     lines.append(f"| caches for 8,192 tokens, MiB | {' | '.join(sizes)} |")
     expect("docs/export.md", *lines)

@@ -14,7 +14,7 @@ from tightkv.export import StaticKV, operator_library
 from tightkv.export.operator import OperatorError
 from tightkv.export.spec import spec_of
 from tightkv.kernels.registry import load
-from tightkv.layout import PageLayout
+from tightkv.layout import PageLayout, exact_dtype
 
 try:
     operator_library()
@@ -309,6 +309,14 @@ def test_bytes_are_what_the_layout_says():
     paged = layout.total_bytes(4096, 2, encode_partial_page=False)
     assert held + counters + tables + unread == paged
     assert kv.allocated_bytes() == held + kv.state.numel() * 8 + kv.spec.numel() * 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_caches_take_three_tenths_of_bf16(dtype):
+    """SmolLM2-135M's shape at 8,192 tokens; a float32 model's exact tokens have 16 bits, too."""
+    layout = PageLayout(KVQuantConfig.preset("k4v4"), 3, 64, exact_dtype(dtype))
+    kv = StaticKV(layout, 8192, feedback=torch.eye(64).expand(3, 64, 64).contiguous())
+    assert kv.allocated_bytes() <= 0.3 * (2 * 8192 * 3 * 64 * 2)
 
 
 @pytest.mark.parametrize(
