@@ -426,8 +426,8 @@ def test_bytes_of_exported_caches() -> None:
     whole, share = sum(mib.values()), memory["of_bf16"]
     expect(
         "docs/export.md",
-        f"Of k4v4's {whole:.1f} MiB, which are {share:.3f} of bf16's, {mib['pages']:.1f} are pages, "
-        f"{mib['ring']:.1f} the exact tokens of the rings, and {mib['feedback']:.1f} the matrices",
+        f"Of k4v4's {whole:.1f} MiB, which are {share:.3f} of bf16's, {mib['pages']:.1f} are "
+        f"pages, {mib['ring']:.1f} the exact tokens of the rings, and {mib['feedback']:.1f} the",
     )
     expect("docs/results.md", f"in {share:.2f} of the bytes of a bf16 cache")
 
