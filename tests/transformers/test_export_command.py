@@ -1,7 +1,9 @@
 """tightkv export and tightkv run."""
 
 import json
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -75,7 +77,9 @@ def test_an_exported_folder_answers_as_the_model_does(tmp_path, capsys):
 
 def test_export_refuses_what_it_cannot_do(tmp_path, capsys):
     model, out = write_tiny_folder(tmp_path / "model"), tmp_path / "out"
-    assert "at least 1" in error_of(capsys, "export", model, "--output", out, "--max-tokens", 0)
+    for tokens in (0, 1):
+        line = error_of(capsys, "export", model, "--output", out, "--max-tokens", tokens)
+        assert f"--max-tokens {tokens}; it must be at least 2" in line
     line = error_of(capsys, "export", model, "--output", out, "--max-tokens", 513)
     assert "--max-tokens 513; the model takes 512" in line
     line = error_of(capsys, "export", model, "--output", model / "config.json")
@@ -206,3 +210,45 @@ def test_run_refuses_prompts_and_folders(tmp_path, capsys):
     assert "the prompt has 20 tokens; this model was exported for 20 with its answer" in line
     line = error_of(capsys, "run", tmp_path, "--prompt", "a", "--max-new-tokens", 0)
     assert "it must be at least 1" in line
+    assert "the prompt is empty" in error_of(capsys, "run", tmp_path, "--prompt", "")
+    both = ("--prompt", "", "--prompt-file", tmp_path / "tightkv.json")
+    assert "keep one of them" in error_of(capsys, "run", tmp_path, *both)
+    line = error_of(capsys, "run", tmp_path, "--prompt", os.fsdecode(b"a\xff"))
+    assert "character 1 of the prompt is not Unicode text" in line
+
+
+def test_run_names_the_file_that_is_wrong(tmp_path, capsys):
+    folder_of(tmp_path, {**ABOUT, "torch": "2.0"})
+    assert "'nothing' does not exist" in error_of(capsys, "run", "nothing", "--prompt", "a")
+    line = error_of(capsys, "run", tmp_path / "tokenizer.json", "--prompt", "a")
+    assert "is not the model of its folder, model.pt2" in line
+    assert main(["run", str(tmp_path), "--prompt", "a"]) == 2
+    lines = capsys.readouterr().err
+    assert "warning: " in lines and "exported with torch 2.0, this is " in lines
+    assert "cannot be loaded (it was exported with torch 2.0" in lines
+    (tmp_path / "tokenizer.json").write_text("{")
+    line = error_of(capsys, "run", tmp_path, "--prompt", "a")
+    assert "the tokenizer files in " in line and "export it again" in line
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_run_says_that_there_is_no_gpu(tmp_path, capsys):
+    folder_of(tmp_path, {**ABOUT, "device": "cuda"})
+    (tmp_path / "model.kernels").write_bytes(b"")
+    line = error_of(capsys, "run", tmp_path, "--prompt", "a")
+    assert "was exported for a GPU; there is none here" in line
+
+
+def test_a_failed_export_leaves_no_description_of_the_model_before(tmp_path, capsys, monkeypatch):
+    def compile(program, package_path, inductor_configs):
+        raise OSError("disk full")
+
+    traced = SimpleNamespace(program=lambda: None, cache_bytes=lambda: 0)
+    monkeypatch.setattr(package, "ExportableModel", lambda *_, **options: traced)
+    model = write_tiny_folder(tmp_path / "model")
+    out = tmp_path / "out"
+    out.mkdir()
+    folder_of(out, ABOUT)
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compile)
+    assert "disk full" in error_of(capsys, "export", model, "--output", out, "--max-tokens", 64)
+    assert not (out / "tightkv.json").exists()

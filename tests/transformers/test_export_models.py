@@ -148,6 +148,20 @@ def test_what_cannot_be_exported_is_refused(family, reason):
     assert model.config._attn_implementation == "tightkv"
 
 
+def test_windows_that_never_slide_take_no_more_than_the_cache():
+    model, ids = tiny("gemma2", sliding_window=4096), prompt(1, 100)
+    static = ExportableModel(model, "k4v4", max_tokens=128)
+    assert static.caches[0].ring.shape[2] <= 128 + 2 * 32
+    expected, _ = greedy(with_tight_cache(model, "k4v4"), ids, 10)
+    assert torch.equal(greedy(static, ids, 10)[0], expected)
+
+
+def test_a_graph_needs_room_for_two_tokens():
+    with pytest.raises(ExportError, match="max_tokens=1; a graph needs room for 2"):
+        ExportableModel(tiny(num_hidden_layers=1), "k4v4", max_tokens=1).program()
+    ExportableModel(tiny(num_hidden_layers=1), "k4v4", max_tokens=2).program()
+
+
 def test_layers_that_stay_exact_are_refused():
     with pytest.raises(ExportError, match="layer 1 keeps its cache in a DynamicLayer"):
         ExportableModel(tiny(), {"preset": "k4v4", "layer_bits": "1=k16v16"}, max_tokens=64)

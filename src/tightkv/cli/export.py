@@ -63,8 +63,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     config, folder = config_from_args(args), Path(args.output).expanduser()
-    if args.max_tokens < 1:
-        raise ValueError(f"--max-tokens {args.max_tokens}; it must be at least 1")
+    if args.max_tokens < 2:
+        raise ValueError(
+            f"--max-tokens {args.max_tokens}; it must be at least 2: a prompt, a token"
+        )
     allowed = ("xnnpack", "portable") if args.format == "pte" else ("cpu", "cuda")
     if args.backend is not None and args.backend not in allowed:
         raise ValueError(

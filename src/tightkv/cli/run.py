@@ -30,11 +30,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     if args.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens {args.max_new_tokens}; it must be at least 1")
-    if args.prompt and args.prompt_file is not None:
+    if args.prompt is not None and args.prompt_file is not None:
         raise ValueError("--prompt and --prompt-file both give the prompt; keep one of them")
-    folder = Path(args.file).expanduser()
-    folder = folder if folder.is_dir() else folder.parent
-    (prompt,) = read_prompts([args.prompt] if args.prompt else [], args.prompt_file, False)
+    given = Path(args.file).expanduser()
+    if not given.exists():
+        raise FileNotFoundError(f"{args.file!r} does not exist; give a folder of tightkv export")
+    folder = given if given.is_dir() else given.parent
+    prompts = [] if args.prompt is None else [args.prompt]
+    (prompt,) = read_prompts(prompts, args.prompt_file, False)
     try:
         import transformers
     except ImportError:
@@ -43,7 +46,14 @@ def run(args: argparse.Namespace) -> int:
     from tightkv.integrations.transformers.package import load_package, read_about
 
     about = read_about(folder)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder))
+    if given not in (folder, folder / about.model_file):
+        raise ValueError(f"{args.file!r} is not the model of its folder, {about.model_file}")
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"the tokenizer files in {str(folder)!r} cannot be read; export it again: {error}"
+        ) from None
     ids = encode(tokenizer, [prompt], args.raw)["input_ids"]
     room = about.max_tokens - ids.shape[1]
     if room < 1:

@@ -25,6 +25,10 @@ def read_prompts(prompts: list[str], file: str | None, has_context: bool) -> lis
     for text in texts:
         if not text.strip():
             raise ValueError("the prompt is empty; give --prompt TEXT with some text")
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:  # bytes of the command line that are no text
+            raise ValueError(f"character {error.start} of the prompt is not Unicode text") from None
     return texts
 
 

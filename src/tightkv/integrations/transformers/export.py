@@ -133,6 +133,8 @@ class ExportableModel(nn.Module):
 
     def program(self) -> torch.export.ExportedProgram:
         """The graph of `forward`, of any number of tokens up to `max_tokens`."""
+        if self.max_tokens < 2:
+            raise ExportError(f"max_tokens={self.max_tokens}; a graph needs room for 2 or more")
         tokens = torch.export.Dim("tokens", min=1, max=self.max_tokens)
         example, device = min(8, self.max_tokens), self.model.device
         inputs: tuple[Tensor, ...] = (
@@ -229,7 +231,7 @@ def _static_cache(
         )
     if type(layer) is DynamicSlidingWindowLayer:
         return StaticKV.exact_window(
-            layer.sliding_window,
+            min(layer.sliding_window, max_tokens),  # a longer one never slides
             heads,
             head_dim,
             dtype,

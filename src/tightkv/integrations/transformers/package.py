@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -84,6 +85,7 @@ def write_package(
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ExportError(f"torch.export cannot trace {type(model).__name__}: {reason}") from error
     progress("compiling, which takes minutes")
+    (folder / ABOUT_FILE).unlink(missing_ok=True)  # of another model that was here
     about = About(
         kind=kind,
         max_tokens=max_tokens,
@@ -215,9 +217,17 @@ def load_package(folder: Path, about: About) -> Callable[[Tensor, Tensor], Tenso
     load_operator()
     if about.device == "cuda":
         if not torch.cuda.is_available():
-            raise RuntimeError(f"{str(path)!r} was exported for a GPU; there is none here")
+            raise ValueError(f"{str(path)!r} was exported for a GPU; there is none here")
         add_kernels((folder / KERNEL_FILE).read_bytes())
-    run: Callable[[Tensor, Tensor], Tensor] = load_pt2(path, about.device)
+    versions = f"it was exported with torch {about.torch}, this is {torch.__version__}"
+    if about.torch != torch.__version__:
+        warnings.warn(f"{str(path)!r} may not run here: {versions}", stacklevel=1)
+    try:
+        run: Callable[[Tensor, Tensor], Tensor] = load_pt2(path, about.device)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{str(path)!r} cannot be loaded ({versions}); export it again: {error}"
+        ) from None
     return lambda ids, position: run(ids.to(about.device), position.to(about.device))
 
 
