@@ -407,10 +407,11 @@ void append_many(Call &call, const Arguments &given, const static_args &x, const
 {
     const KernelSet &set = *call.kernels.set;
     const int64_t batch = x.query.size[0], count = x.query.size[2];
+    const Program &append = program_of(set, APPEND, count);  // or there is no room
     const bool at_start = to_host<int64_t>(call, x.position.data, 1)[0] == 0;
     if (at_start && (set.softcap != 0.0 || (set.window != 0 && set.window < count))) {
         attend_pieces(call, x);
-        run(call, program_of(set, APPEND, count), count);
+        run(call, append, count);
         return;
     }
     if (at_start) {
@@ -428,7 +429,7 @@ void append_many(Call &call, const Arguments &given, const static_args &x, const
                 if (const int64_t pad = pads[static_cast<size_t>(b)]; pad >= 0 && pad < count)
                     attend_new(given, x, out, b, pad);
         }
-        run(call, program_of(set, APPEND, count), count);
+        run(call, append, count);
         return;
     }
     if (batch > 1)
