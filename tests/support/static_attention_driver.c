@@ -79,15 +79,16 @@ static int64_t invent_state(struct operand *x, const int64_t *spec)
     return length;
 }
 
-/* A tensor of another size, dtype or rank in place of a good one, as long as it says. */
+/* A tensor of another size, dtype or rank in place of a good one, as long as it says; or no memory. */
 static void change_operand(struct operand *x)
 {
     struct operand old = *x;
     if (old.rank < 1)
         return;
-    switch (draw(4)) {
+    switch (draw(5)) {
     case 0: old.rank += draw(2) && old.rank < MOST_RANK ? 1 : -1; break;
     case 1: old.dtype = draw(OTHER_DTYPE + 1); break;
+    case 2: free(x->data), x->data = NULL; return;
     default: old.size[draw(old.rank)] += draw(3) - 1; break;
     }
     if (old.rank > 0 && old.size[old.rank - 1] < 1)

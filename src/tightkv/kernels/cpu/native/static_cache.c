@@ -38,6 +38,14 @@ static void write_shape(const int64_t *size, int64_t rank, char *to, size_t room
                                  k ? ", " : "", (long long)size[k]);
 }
 
+static int is_empty(const struct operand *x)
+{
+    for (int64_t k = 0; k < x->rank; k++)
+        if (x->size[k] == 0)
+            return 1;
+    return 0;
+}
+
 /* Rank, sizes (ANY: not looked at) and dtype (ANY: a float). */
 static int expect(const struct refusal *r, const char *name, const struct operand *x, int64_t dtype,
                   int64_t rank, const int64_t *size)
@@ -54,6 +62,8 @@ static int expect(const struct refusal *r, const char *name, const struct operan
     if (dtype == ANY ? x->dtype < FLOAT32 || x->dtype > FLOAT16 : x->dtype != dtype)
         return refuse(r, "%s is %s; expected %s", name, dtype_name(x->dtype),
                       dtype == ANY ? "float32, bfloat16 or float16" : dtype_name(dtype));
+    if (x->data == NULL && !is_empty(x)) /* a runtime that was given no memory for it */
+        return refuse(r, "%s has no data", name);
     return 0;
 }
 #define EXPECT(r, name, x, dtype, ...) \
@@ -62,14 +72,6 @@ static int expect(const struct refusal *r, const char *name, const struct operan
 static int64_t element_size(int64_t dtype)
 {
     return dtype == INT64 ? 8 : dtype == UINT8 ? 1 : item_size(dtype);
-}
-
-static int is_empty(const struct operand *x)
-{
-    for (int64_t k = 0; k < x->rank; k++)
-        if (x->size[k] == 0)
-            return 1;
-    return 0;
 }
 
 static int expect_packed(const struct refusal *r, const char *name, const struct operand *x)
