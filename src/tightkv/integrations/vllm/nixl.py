@@ -9,16 +9,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import (
-    NixlBaseConnector,
-    NixlPullConnector,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import (
-    NixlPullConnectorScheduler,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 from vllm.platforms import current_platform
+
+try:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import (
+        NixlBaseConnector,
+        NixlPullConnector,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import (
+        NixlPullConnectorScheduler,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import (
+        NixlPullConnectorWorker,
+    )
+except ImportError as error:
+    raise ImportError("TightNixlConnector needs the NIXL connector of vLLM 0.32") from error
 
 from tightkv.integrations.vllm.cache_format import format_of
 from tightkv.integrations.vllm.options import engine_options
@@ -32,7 +38,8 @@ class TightNixlScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
     ) -> tuple[int, bool]:
         count, _ = super().get_num_new_matched_tokens(request, num_computed_tokens)
         end = min(num_computed_tokens + count, request.num_tokens - 1)
-        count = max(0, end // self.block_size * self.block_size - num_computed_tokens)
+        size = self.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        count = max(0, end // size * size - num_computed_tokens)
         return count, count > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
