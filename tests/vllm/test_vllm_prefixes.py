@@ -322,7 +322,9 @@ def test_connectors_that_separate_formats_are_not_refused() -> None:
         ({"tightkv": False}, "an engine without tightkv"),
         ({"extra": {"enforce_handshake_compat": False}}, "enforce_handshake_compat=false"),
         ({"device": "cuda"}, "kv_buffer_device='cuda'"),
-        ({"groups": 2}, "layers with vLLM's own cache"),
+        ({"specs": ("FullAttentionSpec", "MambaSpec")}, "caches of FullAttentionSpec, MambaSpec"),
+        ({"specs": ("SlidingWindowSpec",)}, "caches of SlidingWindowSpec"),
+        ({"specs": ("MLAAttentionSpec",)}, "caches of MLAAttentionSpec"),
         ({}, None),
     ],
 )
@@ -330,6 +332,7 @@ def test_what_pages_cannot_be_read_with_is_refused(
     changed: dict[str, Any], why: str | None
 ) -> None:
     from vllm.config import KVTransferConfig
+    from vllm.v1 import kv_cache_interface
 
     from tightkv.integrations.vllm.nixl import check_engine
 
@@ -342,7 +345,9 @@ def test_what_pages_cannot_be_read_with_is_refused(
             kv_connector_extra_config=changed.get("extra", {}),
         ),
     )
-    cache = SimpleNamespace(kv_cache_groups=[None] * changed.get("groups", 1))
+    specs = [getattr(kv_cache_interface, x) for x in changed.get("specs", ("FullAttentionSpec",))]
+    groups = [SimpleNamespace(kv_cache_spec=spec.__new__(spec)) for spec in specs]
+    cache = SimpleNamespace(kv_cache_groups=groups)
     with nullcontext() if why is None else pytest.raises(ValueError, match=why):
         check_engine(config, cache)
 

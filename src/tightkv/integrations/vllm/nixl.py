@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 try:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -23,6 +24,7 @@ try:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import (
         NixlPullConnectorWorker,
     )
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.utils import get_representative_spec_type
 except ImportError as error:
     raise ImportError("TightNixlConnector needs the NIXL connector of vLLM 0.32") from error
 
@@ -96,9 +98,13 @@ def check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
             f"TightNixlConnector with kv_buffer_device={transfer.kv_buffer_device!r}: pages are "
             f"read from the cache itself; set it to {current_platform.device_type!r}"
         )
-    if len(kv_cache_config.kv_cache_groups) != 1:
+    kinds = [
+        get_representative_spec_type(group.kv_cache_spec)
+        for group in kv_cache_config.kv_cache_groups
+    ]
+    if kinds != [FullAttentionSpec]:
+        listed = ", ".join(kind.__name__ for kind in kinds)
         raise ValueError(
-            "TightNixlConnector in a model that also has layers with vLLM's own cache (sliding "
-            "windows, states): what these need of a prompt's end is not read; leave the connector "
-            "or tightkv out"
+            f"TightNixlConnector with caches of {listed}: pages of full attention alone are read; "
+            "leave the connector or tightkv out"
         )
