@@ -8,8 +8,9 @@ A job is {"engine": arguments of vllm.LLM, "batches": [[prompt, ...], ...], "sam
 prompts are token ids, and the prompts of one batch are in the engine together. With "forced",
 tokens for each prompt of each batch, those come out whatever the model says. With
 "format_version", pages are of that version; with "drafts_convolve", convolutions forget rejected
-drafts, which those of vLLM's CPU engine do not. {"soak": arguments of benchmarks/soak.py's run} is
-a job, too.
+drafts, which those of vLLM's CPU engine do not. With "hands_over", a file, the engine stays for
+jobs with "taken_over", that file and the number of a batch: they take over its prompts by NIXL.
+{"soak": arguments of benchmarks/soak.py's run} is a job, too.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import json
 import multiprocessing
 import os
 import sys
+import threading
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -38,6 +41,8 @@ METRICS = (
     "vllm:spec_decode_num_drafts",
     "vllm:spec_decode_num_accepted_tokens",
 )
+HAND_OVER = {"do_remote_decode": True, "do_remote_prefill": False}
+ENGINES_THAT_STAY: list[Any] = []
 
 
 def run_job(job: dict[str, Any]) -> dict[str, Any]:
@@ -66,10 +71,18 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
         from vllm.model_executor.layers.mamba import mamba_mixer2
 
         mamba_mixer2.causal_conv1d_update = convolve_drafts
+    taken: list[Any] = []
+    if "hands_over" in job or "taken_over" in job:
+        prepare_transfer()
+    if "taken_over" in job:
+        file, batch = job["taken_over"]
+        taken = [json.loads(Path(file).read_text())[batch]]
     try:
         llm = LLM(**engine)
     except ValueError as error:
         return {"error": str(error)}
+    if "hands_over" in job:
+        hand_over(llm, job)
     if engine.get("pipeline_parallel_size", 1) > 1:
         llm.llm_engine.engine_core.engine_core.model_executor.collective_rpc(prepare_stage)
     sampling = {"temperature": 0, "max_tokens": 16, "logprobs": 2, "detokenize": False}
@@ -80,6 +93,9 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
         chosen: Any = params
         if "forced" in job:
             chosen = [forced_params(params, tokens) for tokens in job["forced"][i]]
+        if taken:
+            for one, given in zip(chosen, taken[i], strict=True):
+                one.extra_args["kv_transfer_params"] = given
         outputs.append([result(r) for r in llm.generate(prompts, chosen, use_tqdm=False)])
     core = llm.llm_engine.engine_core.engine_core
     context = core.vllm_config.compilation_config.static_forward_context
@@ -110,6 +126,30 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
         "tightkv": tightkv_metrics(),
         "free_blocks": core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
     }
+
+
+def hand_over(llm: Any, job: dict[str, Any]) -> None:
+    """Compute prompts, write down where they are, and stay until the process is ended."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": dict(HAND_OVER)})
+    handed = []
+    for batch in job["batches"]:
+        prompts = [{"prompt_token_ids": ids} for ids in batch]
+        done = llm.generate(prompts, params, use_tqdm=False)
+        handed.append([request.kv_transfer_params for request in done])
+    place = Path(job["hands_over"])
+    place.with_suffix(".part").write_text(json.dumps(handed))
+    place.with_suffix(".part").rename(place)
+    threading.Event().wait()
+
+
+def prepare_transfer() -> None:
+    import nixl_agent
+
+    nixl_agent.replace_agent()
+    os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = "127.0.0.1"
+    os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(nixl_agent.free_port())
 
 
 def prepare_stage(worker: Any) -> None:
@@ -229,6 +269,11 @@ def best(step: dict[int, Any]) -> list[tuple[int, float]]:
 def run_forked(job: dict[str, Any], place: Path) -> dict[str, Any]:
     process = multiprocessing.get_context("fork").Process(target=write_result, args=(job, place))
     process.start()
+    while "hands_over" in job and process.is_alive():
+        if Path(job["hands_over"]).exists():
+            ENGINES_THAT_STAY.append(process)
+            return {}
+        time.sleep(0.05)
     process.join()
     if process.exitcode:  # of this one; the others' tests can still run
         return {"error": f"exit code {process.exitcode}; the log says why"}
@@ -273,6 +318,8 @@ def main() -> None:
     else:
         import_engine()
         results = {name: run_forked(job, done) for name, job in jobs.items()}
+        for process in ENGINES_THAT_STAY:
+            process.kill()
     done.write_text(json.dumps(results))
 
 

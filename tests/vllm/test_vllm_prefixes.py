@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import random
 import re
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,7 +34,6 @@ K4V4 = {"preset": "k4v4", "page_size": PAGE, "exact_pages": WINDOW}
 K8V8 = {"preset": "k8v8", "page_size": PAGE, "exact_pages": 1}
 BRANCHES = 24
 CENTERS = "centers.safetensors"
-REFUSED = ("ExampleConnector",)
 
 
 def tokens(seed: int, count: int) -> list[int]:
@@ -86,6 +87,16 @@ OFFLOADING = {
 }
 
 
+# Another engine's pages, or none where they are of another format.
+NIXL = {
+    "kv_connector": "TightNixlConnector",
+    "kv_connector_module_path": "tightkv.integrations.vllm.nixl",
+    "kv_role": "kv_both",
+    "kv_buffer_device": "cpu",
+    "kv_load_failure_policy": "recompute",
+}
+
+
 def store_job(options: dict[str, Any], folder: Path, **job_options: Any) -> dict[str, Any]:
     few = [tokens(400 + seed, count) for seed, count in enumerate((33, 64, 130, 200, 300))]
     return {
@@ -109,6 +120,9 @@ def jobs(folder: Path) -> dict[str, dict[str, Any]]:
     chunks = {**fresh, "long_prefill_token_threshold": REUSED}
     store = folder / "store"
     store.mkdir()
+    few = (LOOP[:2], 240, 272)
+    handed, source = str(folder / "handed_over.json"), job(K4V4, loop, few, kv_transfer_config=NIXL)
+    del source["forced"]
     return {
         "plain chat": job(None, chat, **fresh),
         "fresh chat": job(K4V4, chat, **chunks),
@@ -132,14 +146,19 @@ def jobs(folder: Path) -> dict[str, dict[str, Any]]:
             kv_transfer_config=OFFLOADING,
             tensor_parallel_size=2,
         ),
+        "nixl source": {**source, "hands_over": handed},
+        "nixl loop": {**job(K4V4, loop, kv_transfer_config=NIXL), "taken_over": (handed, 0)},
+        "nixl loop of another seed": {
+            **job({**K4V4, "seed": 1}, few, kv_transfer_config=NIXL),
+            "taken_over": (handed, 1),
+        },
         "store": store_job(K8V8, store),
         "store again": store_job(K8V8, store),
         "store of another seed": store_job({**K8V8, "seed": 1}, store),
         "store of another version": store_job(K8V8, store, format_version=FORMAT_VERSION + 1),
-        **{
-            name: job(K4V4, kv_transfer_config={"kv_connector": name, "kv_role": "kv_both"})
-            for name in REFUSED
-        },
+        "refused": job(
+            K4V4, kv_transfer_config={"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+        ),
     }
 
 
@@ -235,11 +254,102 @@ def test_a_loaded_prefix_is_as_exact_as_a_cached_one(engines: dict[str, Any]) ->
     assert loaded == pytest.approx(hit, rel=0.01)  # without sinks: 3% more
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_connectors_that_do_not_compare_formats_are_refused(
-    engines: dict[str, Any], name: str
+def test_pages_of_another_engine_are_read(engines: dict[str, Any]) -> None:
+    """All before the exact windows. Only their sinks are less exact: they are read from codes."""
+    read = engines["nixl loop"]
+    assert read["metrics"]["vllm:external_prefix_cache_hits"] == BRANCHES * REUSED
+    plain, fresh = last(engines["plain loop"]), last(engines["fresh loop"])
+    hit, alone = (mean_kl(plain, x, "best") for x in (last(read), fresh))
+    assert 0 < hit < 1.2 * alone, (hit, alone)
+
+
+def test_pages_of_another_engine_and_seed_are_not_read(engines: dict[str, Any]) -> None:
+    """The handshake fails, and prompts are computed where they are continued."""
+    assert "NIXL compatibility hash mismatch" in engines["log"]["text"]
+    [plain], [fresh] = (engines[name]["outputs"] for name in ("plain loop", "fresh loop"))
+    computed = last(engines["nixl loop of another seed"])
+    count = len(computed["outputs"][0])
+    few, alone = ({"outputs": [outputs[:count]]} for outputs in (plain, fresh))
+    assert 0 < mean_kl(few, computed, "best") < 1.5 * mean_kl(few, alone, "best")
+
+
+def test_connectors_that_cannot_move_pages_are_refused_at_start(engines: dict[str, Any]) -> None:
+    line = "tightkv with the KV connector ExampleConnector: it copies single tokens"
+    assert line in engines["refused"]["error"]
+
+
+def transfer(name: str, module: str | None = None, **options: Any) -> dict[str, Any]:
+    found = {"kv_connector": name, "kv_connector_module_path": module}
+    return {**found, "kv_connector_extra_config": options}
+
+
+def of_several(*connectors: dict[str, Any]) -> dict[str, Any]:
+    return transfer("MultiConnector", connectors=connectors)
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (transfer("LMCacheConnectorV1"), "copies keys and values of single tokens"),
+        (transfer("LMCacheMPConnector"), "finds blocks by token ids"),
+        (transfer("LMCacheMPConnector", "lmcache.integration.vllm"), "finds blocks by token ids"),
+        (transfer("NixlConnector"), "use TightNixlConnector"),
+        (transfer("NixlPushConnector"), "from the end of a prompt"),
+        (transfer("MooncakeConnector"), "compares neither presets"),
+        (transfer("ExampleConnector", "vllm.anywhere"), "single tokens"),
+        (of_several(transfer("OffloadingConnector"), transfer("NixlConnector")), "use TightNixl"),
+    ],
+)
+def test_connectors_are_refused_by_name(given: dict[str, Any], why: str) -> None:
+    from tightkv.integrations.vllm.connector_checks import check_connectors
+
+    with pytest.raises(ValueError, match=why):
+        check_connectors(SimpleNamespace(**given))
+
+
+def test_connectors_that_separate_formats_are_not_refused() -> None:
+    from tightkv.integrations.vllm.connector_checks import check_connectors
+
+    ours = transfer(NIXL["kv_connector"], NIXL["kv_connector_module_path"])
+    for given in (ours, transfer("OffloadingConnector"), of_several(ours, transfer("Own", "own"))):
+        check_connectors(SimpleNamespace(**given))
+    check_connectors(None)
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"tightkv": False}, "an engine without tightkv"),
+        ({"extra": {"enforce_handshake_compat": False}}, "enforce_handshake_compat=false"),
+        ({"device": "cuda"}, "kv_buffer_device='cuda'"),
+        ({"specs": ("FullAttentionSpec", "MambaSpec")}, "caches of FullAttentionSpec, MambaSpec"),
+        ({"specs": ("SlidingWindowSpec",)}, "caches of SlidingWindowSpec"),
+        ({"specs": ("MLAAttentionSpec",)}, "caches of MLAAttentionSpec"),
+        ({}, None),
+    ],
+)
+def test_what_pages_cannot_be_read_with_is_refused(
+    changed: dict[str, Any], why: str | None
 ) -> None:
-    assert f"tightkv with the KV connector {name}: it compares neither" in engines[name]["error"]
+    from vllm.config import KVTransferConfig
+    from vllm.v1 import kv_cache_interface
+
+    from tightkv.integrations.vllm.nixl import check_engine
+
+    config = SimpleNamespace(
+        additional_config={"tightkv": changed.get("tightkv", K4V4)},
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="TightNixlConnector",
+            kv_role="kv_both",
+            kv_buffer_device=changed.get("device", "cpu"),
+            kv_connector_extra_config=changed.get("extra", {}),
+        ),
+    )
+    specs = [getattr(kv_cache_interface, x) for x in changed.get("specs", ("FullAttentionSpec",))]
+    groups = [SimpleNamespace(kv_cache_spec=spec.__new__(spec)) for spec in specs]
+    cache = SimpleNamespace(kv_cache_groups=groups)
+    with nullcontext() if why is None else pytest.raises(ValueError, match=why):
+        check_engine(config, cache)
 
 
 def test_metrics_say_what_is_compressed_and_what_runs_without_a_ring(

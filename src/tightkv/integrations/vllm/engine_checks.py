@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Any
 
+from tightkv.integrations.vllm.connector_checks import check_connectors
 from tightkv.integrations.vllm.options import EngineOptions
 from tightkv.layout import RING_SLACK
 
@@ -16,8 +16,6 @@ _DRAFTS = {
 WAITS_FOR_DEVICE = (
     "tightkv: no CUDA graphs, check_finite waits for the device; leave it out to have them"
 )
-# Connectors that find blocks by vLLM's block hashes, which `store_keys` separates by format.
-_BY_BLOCK_HASH = ("OffloadingConnector", "SimpleCPUOffloadConnector", "MooncakeStoreConnector")
 
 
 def check_engine_options(options: EngineOptions, vllm_config: Any) -> None:
@@ -64,14 +62,7 @@ def check_engine_options(options: EngineOptions, vllm_config: Any) -> None:
             f"tightkv with speculation by {draft}: {why}; choose another method (ngram, eagle, "
             "eagle3, mtp, draft_model), or leave speculation or tightkv out"
         )
-    for connector in _connectors(vllm_config.kv_transfer_config):
-        if connector not in _BY_BLOCK_HASH:
-            raise ValueError(
-                f"tightkv with the KV connector {connector}: it compares neither presets nor "
-                f"calibrations, so that pages of another format could be read; supported: "
-                f"{', '.join(_BY_BLOCK_HASH)}, and your own (kv_connector_module_path) that find "
-                "blocks by their block hashes"
-            )
+    check_connectors(vllm_config.kv_transfer_config)
     tokens = speculative_tokens(vllm_config)
     if tokens > RING_SLACK:
         raise ValueError(f"tightkv with {tokens} speculative tokens; supported: up to {RING_SLACK}")
@@ -81,27 +72,6 @@ def _draft(speculative: Any) -> str:
     if speculative is not None and getattr(speculative, "use_gemma4_mtp", bool)():
         return "gemma4_mtp"
     return getattr(speculative, "method", None) or ""
-
-
-def _connectors(transfer: Any) -> Iterator[str]:
-    """Connectors of vLLM's own that an engine uses, one by one."""
-    if transfer is None:
-        return
-    given = {
-        "kv_connector": transfer.kv_connector,
-        "kv_connector_module_path": transfer.kv_connector_module_path,
-        "kv_connector_extra_config": transfer.kv_connector_extra_config,
-    }
-    yield from _named(given)
-
-
-def _named(given: Mapping[str, Any]) -> Iterator[str]:
-    name = given.get("kv_connector")
-    if name == "MultiConnector":
-        for one in given.get("kv_connector_extra_config", {}).get("connectors", ()):
-            yield from _named(one)
-    elif name is not None and given.get("kv_connector_module_path") is None:
-        yield name
 
 
 def rings_obstacle(vllm_config: Any) -> str | None:
