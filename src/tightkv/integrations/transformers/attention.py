@@ -10,14 +10,22 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
+from transformers.masking_utils import (
+    causal_mask_function,
+    eager_mask,
+    prepare_padding_mask,
+    sdpa_mask,
+)
 
 from tightkv.integrations.transformers.layer import TightLayer
+from tightkv.integrations.transformers.own_attention import has_own_attention
 from tightkv.integrations.transformers.padding import Padding, left_padding, note_padding
 from tightkv.integrations.transformers.protect_keys import measured_noise, warn_of_noise
 from tightkv.integrations.transformers.states import CompressedStates
 
 NAME = "tightkv"
+# What some models give to attention beside a mask: a bias, or the only keys that a query sees.
+_CHANGE_SCORES = ("position_bias", "indices", "block_indices")
 
 
 def register() -> None:
@@ -50,12 +58,18 @@ def tightkv_mask(
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
+    config: Any = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """The mask sdpa would get; None where it is causal and aligned to the end."""
+    """The mask sdpa would get; None where it is causal and aligned to the end.
+
+    A model that computes attention itself gets the mask that is added to scores.
+    """
+    own = has_own_attention(config)
     padding = None
     if (
-        allow_is_causal_skip
+        not own
+        and allow_is_causal_skip
         and kv_offset == 0
         and q_offset + q_length == kv_length
         and (local_size is None or kv_length <= local_size)
@@ -66,7 +80,7 @@ def tightkv_mask(
             padding = left_padding(visible[:, :kv_length].bool())
         if padding.causal and not any(padding.starts):
             return None
-    mask: Tensor = sdpa_mask(
+    mask: Tensor = (eager_mask if own else sdpa_mask)(
         batch_size=batch_size,
         q_length=q_length,
         kv_length=kv_length,
@@ -76,6 +90,7 @@ def tightkv_mask(
         attention_mask=attention_mask,
         local_size=local_size,
         allow_is_causal_skip=False,
+        config=config,
         **kwargs,
     )
     if padding is not None and padding.causal:
@@ -94,18 +109,20 @@ def tightkv_attention(
     is_causal: bool | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """query [B, Hq, Lq, D] -> output [B, Lq, Hq, D]; transformers' attention signature."""
-    if position_bias is not None:
-        raise ValueError('attn_implementation="tightkv" has no position_bias; use "sdpa"')
+    for option in _CHANGE_SCORES:
+        if kwargs.get(option) is not None:
+            raise ValueError(f'attn_implementation="tightkv" has no {option}; use "sdpa"')
     if attention_mask is not None and attention_mask.dim() != 4:
         raise ValueError(
             f"attention mask of shape {tuple(attention_mask.shape)}; "
             "expected [batch, heads or 1, queries, keys]"
         )
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
+    if isinstance(key, CompressedStates) and not key.is_pair_with(value):  # made of the values
+        key = key.whole()
     if not isinstance(key, CompressedStates):  # a layer that stays uncompressed
         out = _exact(module, query, key, value, attention_mask, scaling, causal, softcap, s_aux)
         return out, None

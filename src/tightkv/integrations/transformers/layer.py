@@ -281,15 +281,18 @@ class TightLayer(CacheLayerMixin):  # type: ignore[misc]
         self.offload()
 
     def materialize(self, step: StepStates) -> tuple[Tensor, Tensor]:
-        """All keys and values [B, Hkv, tokens, D] as of a step, its own tokens exact."""
+        """All keys and values [B, Hkv, tokens, D] as of a step, its own tokens exact.
+
+        They are contiguous, as DynamicCache's are: some models view them.
+        """
         try:
             key, value = self._materialize(step)
         finally:
             self.offload()
-        if self.centers is None:
-            return key, value
-        key_center, value_center = self.centers.on(self.dtype, self.device)
-        return key + key_center[:, None], value + value_center[:, None]
+        if self.centers is not None:
+            key_center, value_center = self.centers.on(self.dtype, self.device)
+            key, value = key + key_center[:, None], value + value_center[:, None]
+        return key.contiguous(), value.contiguous()
 
     def _materialize(self, step: StepStates) -> tuple[Tensor, Tensor]:
         assert self.kv is not None

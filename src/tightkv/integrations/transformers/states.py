@@ -62,14 +62,19 @@ class CompressedStates(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"CompressedStates(shape={tuple(self.shape)}, side={'kv'[self.side]})"
 
+    def whole(self) -> Tensor:
+        """Every key (or value) of the layer, the new ones exact."""
+        return self.step.whole()[self.side]
+
+    def is_pair_with(self, value: Tensor) -> bool:
+        """Whether these are keys, and `value` the values of the same step."""
+        return isinstance(value, CompressedStates) and value.step is self.step and value.side == 1
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        def read(x: CompressedStates) -> Tensor:
-            return x.step.whole()[x.side]
-
-        args, kwargs = tree_map_only(CompressedStates, read, (args, kwargs or {}))
+        args, kwargs = tree_map_only(CompressedStates, cls.whole, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
@@ -77,6 +82,7 @@ class CompressedStates(Tensor):
 def _warn_slow() -> None:
     warnings.warn(
         "this model's attention reads the whole cache, so tightkv dequantizes it at every step; "
-        'load the model with attn_implementation="tightkv" to attend over the compressed pages',
+        'load the model with attn_implementation="tightkv" to attend over the compressed pages '
+        "(models with attention code of their own always read the whole cache)",
         stacklevel=2,
     )
