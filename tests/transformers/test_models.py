@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import FalconConfig
 
 from tightkv import TightCache
 from tightkv.config import cache_root
@@ -21,7 +22,7 @@ from tightkv.model_loading import bundled, load, source
 from tightkv.model_loading.bundled import bundled_folder
 from tightkv.model_loading.load import default_dtype, load_model, quiet
 from tightkv.model_loading.source import bundled_gguf, check_source, is_hub_id
-from tiny_folder import write_tiny_folder
+from tiny_folder import write_model, write_tiny_folder
 
 
 @pytest.fixture(scope="session")
@@ -96,6 +97,21 @@ def test_a_folder_is_loaded_ready_for_the_compressed_cache(tiny: Path) -> None:
     cache = TightCache("k4v4", model=model)
     model.generate(**inputs, past_key_values=cache, max_new_tokens=2, do_sample=False)
     assert cache.get_seq_length() == 4
+
+
+def test_a_model_without_the_attention_is_loaded_with_its_own(tmp_path: Path) -> None:
+    """Falcon chooses a class by the name of the implementation."""
+    write_tiny_folder(tmp_path)
+    write_model(
+        tmp_path,
+        FalconConfig(vocab_size=258, hidden_size=64, num_hidden_layers=2, num_attention_heads=4),
+    )
+    lines: list[str] = []
+    model, _ = load_model(str(tmp_path), device="cpu", progress=lines.append)
+    assert lines == ["this model has no attention 'tightkv': the whole cache is read at every step"]
+    cache = TightCache("k4v4", model=model)
+    model(torch.ones(1, 3, dtype=torch.long), past_key_values=cache)
+    assert cache.get_seq_length() == 3
 
 
 @pytest.mark.parametrize("dtype", ["float16", torch.float16])

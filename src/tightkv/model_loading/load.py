@@ -46,12 +46,24 @@ def load_model(
         options = {"device_map": "auto"} if place is None else {}
         with _one_line_errors(source):
             tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                name, dtype=kind, attn_implementation=attn_implementation, **options
-            )
+            model = _pretrained(name, attn_implementation, report, dtype=kind, **options)
     if place is not None:
         model.to(place)
     return model.eval(), tokenizer
+
+
+def _pretrained(
+    name: str, implementation: str, report: Callable[[str], None], **options: Any
+) -> Any:
+    """Falcon, GPT-J and GPT-Neo have a class for each implementation they know, and no others."""
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    try:
+        return load(name, attn_implementation=implementation, **options)
+    except KeyError as error:
+        if error.args != (implementation,):
+            raise
+    report(f"this model has no attention {implementation!r}: the whole cache is read at every step")
+    return load(name, **options)
 
 
 def default_dtype(device: torch.device | None) -> torch.dtype:
