@@ -226,8 +226,8 @@ def _at_least(name: str, value: int, least: int) -> None:
         raise ValueError(f"{name}={value}; it must be at least {least}")
 
 
-def unknown_name(what: str, value: str, allowed: Any) -> str:
+def unknown_name(what: str, value: object, allowed: Any) -> str:
     """The message that refuses a name: the nearest right one, and all that are allowed."""
-    near = difflib.get_close_matches(value, [str(a) for a in allowed], n=1, cutoff=0.5)
+    near = difflib.get_close_matches(str(value), [str(a) for a in allowed], n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"unknown {what} {value!r}{hint} (allowed: {', '.join(map(str, allowed))})"

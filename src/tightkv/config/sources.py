@@ -83,8 +83,10 @@ def fields_of(document: Mapping[str, Any]) -> dict[str, Any]:
     inner = document[_BLOCK]
     if not isinstance(inner, Mapping):
         raise ValueError(f"{_BLOCK}={inner!r}; it must be an object of config fields")
-    runtime = document.get("runtime")
-    size = runtime.get("page_size") if isinstance(runtime, Mapping) else None
+    runtime = document.get("runtime") or {}
+    if not isinstance(runtime, Mapping):
+        raise ValueError(f"runtime={runtime!r}; it must be an object")
+    size = runtime.get("page_size")
     if size is not None and inner.get("page_size", size) != size:
         raise ValueError(
             f"page_size={inner['page_size']!r} in {_BLOCK!r} and {size!r} in 'runtime'; keep one"
@@ -116,12 +118,22 @@ def read_json(source: str) -> dict[str, Any]:
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"config file {source!r} cannot be read: {error}") from None
     try:
-        data = json.loads(text)
+        data = json.loads(text, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"config {source!r} is not valid JSON: {error}") from None
     if not isinstance(data, dict):
         raise ValueError(f"config {source!r} is a JSON {type(data).__name__}; it must be an object")
     return data
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; of a name that stands there twice, one value would be lost."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice!r} stands twice in one object; keep one")
+    return found
 
 
 def cache_root() -> Path:
