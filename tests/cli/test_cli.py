@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import re
 import subprocess
@@ -121,6 +122,14 @@ def test_closed_pipe_is_quiet() -> None:
     process.stderr.close()
     assert process.wait() == 141
     assert error == b""
+
+
+def test_characters_that_the_terminal_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(info, "run", lambda args: out.write("m\u00f6del \udcc3\n") and 0)
+    assert main(["info"]) == 0
+    assert out.buffer.getvalue() == b"m\\xf6del \\udcc3\n"  # type: ignore[attr-defined]
 
 
 # --- hub ids -------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ Only the module of the command that is asked for is imported.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 import traceback
@@ -42,6 +43,7 @@ USER_ERROR, BROKEN_PIPE, INTERRUPTED = 2, 141, 130
 def main(argv: list[str] | None = None) -> int:
     """Run a command and return its exit code."""
     argv = sys.argv[1:] if argv is None else argv
+    _print_any_character()
     try:
         with _warnings_as_lines():
             code = _run(argv)
@@ -59,6 +61,13 @@ def main(argv: list[str] | None = None) -> int:
         message = " ".join(str(error).split())
         terminal.print_line(f"tightkv: error: {message}")
         return USER_ERROR
+
+
+def _print_any_character() -> None:
+    """Answers and paths may have characters that the terminal's encoding has not: \\xf6 then."""
+    out = sys.stdout
+    if isinstance(out, io.TextIOWrapper) and out.errors == "strict":
+        out.reconfigure(errors="backslashreplace")
 
 
 @contextmanager
