@@ -83,6 +83,16 @@ def test_sixteen_bits_change_nothing():
     assert not cache.tight_layers
 
 
+def test_a_gradient_that_would_lack_the_cache_is_refused():
+    model, ids = tiny(), prompt(1, 40)
+    cache = TightCache(FINE, model=model)
+    first = model(ids[:, :30], past_key_values=cache).logits
+    later = model(ids[:, 30:], past_key_values=cache).logits
+    first.sum().backward()  # the first prefill attends exactly
+    with pytest.raises(RuntimeError, match="has no gradient; train without a cache"):
+        later.sum().backward()
+
+
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_other_implementations_dequantize_and_warn_once(implementation):
     model = tiny()

@@ -160,7 +160,24 @@ def tightkv_attention(
         softcap=softcap,
         mask=attention_mask,
     )
+    if torch.is_grad_enabled() and query.requires_grad:
+        out = _WithoutGradient.apply(out, query)
     return (out if s_aux is None else _with_sink(out, lse, s_aux)), None
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """The kernels have no backward pass: a gradient would silently lack what they computed."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, query: Tensor) -> Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        raise RuntimeError(
+            "attention over a TightCache that holds tokens has no gradient; train without a cache "
+            "(use_cache=False) or with DynamicCache"
+        )
 
 
 def _look_at_keys(
