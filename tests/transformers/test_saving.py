@@ -174,6 +174,20 @@ def test_other_versions_files_and_models_are_refused(tmp_path):
         TightCache.load(tmp_path / "missing", model=model)
 
 
+def test_a_cache_of_other_weights_is_refused(tmp_path):
+    """A fine-tuned model has the shapes of its base, and its keys mean something else."""
+    path, model = tmp_path / "cache.safetensors", tiny(num_hidden_layers=2)
+    cache = TightCache(QUANT, model=model)
+    greedy(model, cache, prompt(1, 20), 2)
+    cache.save(path)
+    with pytest.raises(ValueError, match="was saved with other weights"):
+        TightCache.load(path, model=tiny(num_hidden_layers=2, seed=1))
+    again = TightCache.load(path, model=model)
+    assert again.weights == cache.weights and TightCache.load(path).get_seq_length() == 21
+    again.reset()  # another model may use it next
+    assert not again.weights
+
+
 def test_a_failed_save_keeps_the_old_file(tmp_path, monkeypatch):
     from tightkv.integrations.transformers.saving import writing
 

@@ -31,6 +31,7 @@ from tightkv.integrations.transformers.layer_shapes import layer_shapes
 from tightkv.integrations.transformers.protect_keys import protect
 from tightkv.integrations.transformers.query_probe import probed_metrics
 from tightkv.integrations.transformers.saving import read_cache, save_cache
+from tightkv.integrations.transformers.weights_mark import weights_mark
 from tightkv.math.centers import Centers
 from tightkv.math.feedback import QueryMetric
 from tightkv.model_shape import skip_reason
@@ -78,6 +79,7 @@ class TightCache(Cache):  # type: ignore[misc]
         if self.calibration is not None:
             self._use_centers(self.calibration.centers)
         self.offloading = offloading  # not transformers' kind, which moves layers too early
+        self.weights = weights_mark(model) if isinstance(model, PreTrainedModel) else ""
 
     def _new_layer(self, cfg: KVQuantConfig | None = None, instead_of: Any = None) -> TightLayer:
         cfg = cfg or self.quant
@@ -275,6 +277,7 @@ class TightCache(Cache):  # type: ignore[misc]
     def reset(self) -> None:
         """Forget everything; another model or batch may use the cache next."""
         self.shared.reset()
+        self.weights = ""
         for layer in self.layers:
             layer.reset()
             if isinstance(layer, LinearAttentionLayer):
@@ -287,7 +290,9 @@ class TightCache(Cache):  # type: ignore[misc]
         grows = self.layer_class_to_replicate is not None
         try:
             quant = self.quant.replace(calibration="")  # pages are read without it
-            save_cache(path, quant, self.shared.table, self.layers, grows=grows)
+            save_cache(
+                path, quant, self.shared.table, self.layers, grows=grows, weights=self.weights
+            )
         finally:
             for layer in self.tight_layers:
                 layer.offload()
@@ -325,6 +330,8 @@ class TightCache(Cache):  # type: ignore[misc]
         cache.layers = saved.make_layers(
             cache.shared, kernels, torch.device(device), expected=cache.layers
         )
+        saved.check_weights(model)
+        cache.weights = saved.weights
         _, cache.calibration = apply_calibration(quant.replace(calibration=calibration), model)
         if isinstance(model, PreTrainedModel):
             cache._use_metrics(cache._metrics_of(model))

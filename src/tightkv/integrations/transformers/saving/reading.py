@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from tightkv.integrations.transformers.layer import SharedSteps, TightHybridLayer, TightLayer
 from tightkv.integrations.transformers.saving.header import Header, SavedLayer, parse_header
 from tightkv.integrations.transformers.saving.states import PLAIN_KINDS, StateReader
+from tightkv.integrations.transformers.weights_mark import weights_mark
 from tightkv.layout import PageLayout
 from tightkv.math.centers import Centers
 from tightkv.sequences import SequenceTable
@@ -29,6 +30,7 @@ class SavedCache:
     path: str
     header: Header
     tensors: dict[str, Tensor] = field(repr=False)
+    weights: str = ""
 
     def check_model(self, model: PreTrainedModel | PreTrainedConfig) -> None:
         """Refuse a file whose compressed layers have another shape than the model's."""
@@ -39,6 +41,15 @@ class SavedCache:
             raise ValueError(
                 f"{self.path} holds layers of (KV heads, head_dim) {sorted(shapes)}; this model "
                 f"has {possible[0]}. Load it with the model it is from"
+            )
+
+    def check_weights(self, model: PreTrainedModel | PreTrainedConfig | None) -> None:
+        """Refuse a file of a model with other weights, as far as both are known."""
+        own = weights_mark(model) if isinstance(model, PreTrainedModel) else ""
+        if self.weights and own and self.weights != own:
+            raise ValueError(
+                f"{self.path} was saved with other weights (mark {self.weights[:16]!r}) than this "
+                f"model's ({own!r}). Load it with the model it is from"
             )
 
     def make_layers(
@@ -134,12 +145,14 @@ def read_cache(path: str | os.PathLike[str]) -> SavedCache:
     text = metadata.get("tightkv")
     if text is None:
         raise ValueError(f"{path} is a safetensors file, but not one that TightCache.save wrote")
-    if metadata.get("checksum") != checksum(text, tensors):
+    weights = metadata.get("weights", "")  # of a model that was known
+    if metadata.get("checksum") != checksum(text + weights, tensors):
         raise ValueError(f"{path} is damaged: its checksum does not match its content")
     try:
-        return SavedCache(os.fspath(path), parse_header(text), tensors)
+        header = parse_header(text)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+    return SavedCache(os.fspath(path), header, tensors, weights)
 
 
 def _load_pages(

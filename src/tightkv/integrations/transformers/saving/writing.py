@@ -27,8 +27,12 @@ def save_cache(
     layers: list[Any],
     *,
     grows: bool,
+    weights: str,
 ) -> None:
-    """Write the whole cache; the file appears complete or not at all."""
+    """Write the whole cache; the file appears complete or not at all.
+
+    `weights`: the mark of the model's, if it is known.
+    """
     used = sorted({page for row in table.rows for page in row.pages})
     place = {page: i for i, page in enumerate(used)}
     tensors: dict[str, Tensor] = {}
@@ -49,7 +53,9 @@ def save_cache(
     tensors = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
     text = json.dumps(header, sort_keys=True)
     _check(quant, text, tensors)
-    metadata = {"tightkv": text, "checksum": checksum(text, tensors)}
+    metadata = {"tightkv": text, "checksum": checksum(text + weights, tensors)}
+    if weights:
+        metadata["weights"] = weights
     with whole_file(path, mode=0o600) as temporary:  # a cache tells what was asked
         save_file(tensors, temporary, metadata)
 

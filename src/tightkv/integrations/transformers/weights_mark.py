@@ -1,0 +1,32 @@
+"""A short mark of a model's weights, by which a saved cache knows the model it is from."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+_PARAMETERS, _NUMBERS = 512, 8  # of a model and of a parameter, at most
+
+
+def weights_mark(model: PreTrainedModel) -> str:
+    """16 hex digits: the first numbers of parameters that lie evenly through the model.
+
+    Parameters that are elsewhere (offloaded, spread over ranks) are left out.
+    """
+    found = [
+        (name, x.detach())
+        for name, x in model.named_parameters()
+        if type(x) in (Tensor, torch.nn.Parameter) and x.device.type != "meta" and x.numel()
+    ]
+    step = -(-len(found) // _PARAMETERS) or 1
+    digest, by_device = hashlib.sha256(), dict[torch.device, list[Tensor]]()
+    for name, x in found[::step]:
+        digest.update(name.encode())
+        first = x[(0,) * (x.dim() - 1)][:_NUMBERS] if x.dim() else x[None]
+        by_device.setdefault(x.device, []).append(first.float())
+    for numbers in by_device.values():
+        digest.update(torch.cat(numbers).cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
