@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-_PARAMETERS, _NUMBERS = 512, 8  # of a model and of a parameter, at most
+_PARAMETERS, _NUMBERS = 128, 8  # of a model and of a parameter, at most
 
 
 def weights_mark(model: PreTrainedModel) -> str:
