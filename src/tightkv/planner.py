@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from tightkv.cache_bytes import CacheBytes, LayerBytes
-from tightkv.config import KVQuantConfig
+from tightkv.config import KVQuantConfig, Windows
 from tightkv.latent import LatentLayout, latent_layout
 from tightkv.layout import PageLayout
 from tightkv.model_shape import (
@@ -26,7 +26,7 @@ from tightkv.model_shape import (
     stored_weights,
     weights_dtype,
 )
-from tightkv.model_shape.compressible import Windows, windows_of_other_pages
+from tightkv.model_shape.compressible import windows_of_other_pages
 from tightkv.model_shape.shape import INDEXED
 
 # Memory in MiB as the driver reports it, which is what can be allocated.

@@ -552,4 +552,4 @@ def test_sanitizers_find_nothing(tmp_path):
 def test_structs_agree_with_c():
     """Python packs what native.h declares."""
     assert cpu._ATTEND.size == ctypes.sizeof(ctypes.c_int64) * (17 + 9 + 4 + 4 + 5 + 2 + 2 + 1)
-    assert cpu._APPEND.size == ctypes.sizeof(ctypes.c_int64) * (17 + 6 + 1 + 2 + 2 + 1)
+    assert cpu._APPEND.size == ctypes.sizeof(ctypes.c_int64) * (17 + 6 + 1 + 2 + 2 + 2)

@@ -26,6 +26,7 @@ from tightkv.config.sources import (
     read_json,
     read_source,
 )
+from tightkv.config.windows import Windows, is_windows
 
 __all__ = [
     "BITS",
@@ -43,11 +44,13 @@ __all__ = [
     "ROTATIONS",
     "SCALE_MODES",
     "KVQuantConfig",
+    "Windows",
     "cache_root",
     "env_fields",
     "env_requests",
     "fields_of",
     "is_off",
+    "is_windows",
     "read_json",
     "read_source",
     "unknown_name",

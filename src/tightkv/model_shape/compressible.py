@@ -7,9 +7,9 @@ config, a transformers cache or a vLLM layer) and ask `skip_reason`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from tightkv.config import KVQuantConfig
+from tightkv.config import KVQuantConfig, Windows
 from tightkv.latent import LatentLayout
 from tightkv.layout import page_layout
 from tightkv.model_shape.shape import ALIBI, IMAGES, SHARED, SINKS, LayerShape
@@ -29,13 +29,6 @@ KIND_REASONS = {
 OTHER_PAGES = "sliding window, whose pages would not be as large as those of full attention"
 
 Key = TypeVar("Key", int, str)
-Windows = bool | int
-"""Which sliding windows are compressed (vLLM): none, those that become smaller, or those of at
-least so many tokens."""
-
-
-def is_windows(given: Any) -> bool:
-    return type(given) is bool or (type(given) is int and given >= 1)
 
 
 def skip_reason(

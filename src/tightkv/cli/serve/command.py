@@ -17,9 +17,8 @@ from tightkv.cli.shared.config_flags import OFF_LINE, add_config_flags, options_
 from tightkv.cli.shared.output import MissingPackageError, add_output_options, emit
 from tightkv.cli.shared.progress import QUICK_SECONDS, Working
 from tightkv.cli.shared.server_file import read_server_file
-from tightkv.config import PRESETS, KVQuantConfig, is_off
+from tightkv.config import PRESETS, KVQuantConfig, Windows, is_off
 from tightkv.key_check import KeyCheck
-from tightkv.model_shape.compressible import Windows
 
 SERVER = "vllm.entrypoints.openai.api_server"
 _OPTION = "--additional-config"

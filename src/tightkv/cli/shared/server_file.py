@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tightkv.config import fields_of, read_json, unknown_name
-from tightkv.model_shape.compressible import Windows, is_windows
+from tightkv.config import Windows, fields_of, is_windows, read_json, unknown_name
 
 # The runtime block: name -> vLLM's option. exact_rows and sliding_windows are ours; page_size is
 # the cache's (`config.fields_of`).

@@ -17,7 +17,7 @@ from vllm.distributed import (
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from tightkv.calibration import not_used
-from tightkv.config import KVQuantConfig
+from tightkv.config import KVQuantConfig, Windows
 from tightkv.integrations.vllm.attention import TightAttention
 from tightkv.integrations.vllm.backend import TightBackend
 from tightkv.integrations.vllm.batch_split import Limits
@@ -50,7 +50,7 @@ from tightkv.integrations.vllm.options import engine_options, with_options
 from tightkv.integrations.vllm.protect_keys import check_keys, in_equal_blocks
 from tightkv.kernels import registry
 from tightkv.model_shape import skip_reason
-from tightkv.model_shape.compressible import OTHER_PAGES, Windows, windows_of_other_pages
+from tightkv.model_shape.compressible import OTHER_PAGES, windows_of_other_pages
 
 logger = logging.getLogger("vllm.tightkv")  # vLLM's handlers show its children
 _LAYOUT = "_tightkv_layout"

@@ -7,8 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tightkv.config import KVQuantConfig, env_fields, env_requests, is_off, read_source
-from tightkv.model_shape.compressible import Windows, is_windows
+from tightkv.config import (
+    KVQuantConfig,
+    Windows,
+    env_fields,
+    env_requests,
+    is_off,
+    is_windows,
+    read_source,
+)
 
 _CONFIG_KEY = "tightkv"
 _WINDOWS = "sliding_windows"
