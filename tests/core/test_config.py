@@ -205,8 +205,11 @@ def test_files_that_are_no_configs(tmp_path):
         (binary, "cannot be read"),
         (tmp_path / ("x" * 300 + ".json"), "cannot be read"),
         ({"outlier_share": 10**400}, "it must be a float"),
-        ('{"key_bits": 4, "key_bits": 2}', "'key_bits' stands twice in one object"),
-        ('{"kv_quant": {"enabled": false, "enabled": true}}', "'enabled' stands twice"),
+        ('{"key_bits": 4, "key_bits": 2}', "the name 'key_bits' twice in one object"),
+        (
+            '{"kv_quant": {"enabled": false, "enabled": true}}',
+            "the name 'enabled' twice",
+        ),
         ({"kv_quant": {}, "runtime": [64]}, r"runtime=\[64\]; it must be an object"),
         ({4: 4}, "unknown config field 4"),
     ):

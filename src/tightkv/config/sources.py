@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from tightkv.config.aliases import ALIASES, SWITCH, expand, overlay
 from tightkv.config.fields import DEFAULTS, unknown_name
 from tightkv.config.presets import PRESETS
+from tightkv.strict_json import parse_json
 
 ENV_PREFIX = "TIGHTKV_"
 # TIGHTKV_* variables beside the fields, which all ask for compression: these two do as well,
@@ -118,22 +118,12 @@ def read_json(source: str) -> dict[str, Any]:
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"config file {source!r} cannot be read: {error}") from None
     try:
-        data = json.loads(text, object_pairs_hook=_object)
-    except (ValueError, RecursionError) as error:
+        data = parse_json(text)
+    except ValueError as error:
         raise ValueError(f"config {source!r} is not valid JSON: {error}") from None
     if not isinstance(data, dict):
         raise ValueError(f"config {source!r} is a JSON {type(data).__name__}; it must be an object")
     return data
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; of a name that stands there twice, one value would be lost."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{twice!r} stands twice in one object; keep one")
-    return found
 
 
 def cache_root() -> Path:
