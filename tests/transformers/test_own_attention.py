@@ -1,6 +1,8 @@
 """Models that do not call attention as Llama does: right answers, or a clear refusal."""
 
 import copy
+import sys
+import types
 
 import pytest
 import torch
@@ -60,7 +62,9 @@ def test_models_with_attention_of_their_own(family, padded):
 def test_whose_attention_is_known():
     for model in (hf.CodeGenForCausalLM, hf.GitForCausalLM, hf.FalconForCausalLM):
         assert has_own_attention(model.config_class())
-    for model in (hf.LlamaForCausalLM, hf.PaliGemmaForConditionalGeneration):
+    # PaliGemma's text model is Gemma, whose code is imported with it
+    imported = (hf.LlamaForCausalLM, hf.GemmaForCausalLM)
+    for model in (*imported, hf.PaliGemmaForConditionalGeneration):
         assert not has_own_attention(model.config_class())
 
 
@@ -69,3 +73,15 @@ def test_what_changes_scores_and_is_not_known_is_refused(option):
     x = torch.zeros(1, 2, 3, 16)
     with pytest.raises(ValueError, match=f'"tightkv" has no {option}; use "sdpa"'):
         tightkv_attention(torch.nn.Module(), x, x, x, None, **{option: torch.zeros(1)})
+
+
+def test_a_model_whose_code_is_not_found_counts_as_one_with_its_own(monkeypatch):
+    """A full mask is right for all. Once the code is there, it decides."""
+    config = type(
+        "OwnConfig", (hf.PreTrainedConfig,), {"__module__": "somewhere.configuration_own"}
+    )
+    assert has_own_attention(config())
+    found = types.ModuleType("somewhere.modeling_own")
+    found.ALL_ATTENTION_FUNCTIONS = None
+    monkeypatch.setitem(sys.modules, found.__name__, found)
+    assert not has_own_attention(config())

@@ -1,3 +1,4 @@
+import copy
 import json
 
 import pytest
@@ -8,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from models import FAMILIES, prompt, sliding, tiny
 from tightkv import KVQuantConfig, TightCache
+from tightkv.integrations.transformers.weights_mark import weights_mark
 from tightkv.tensor_file import checksum
 
 QUANT = KVQuantConfig.preset("k3v2", page_size=32, sinks=2, exact_pages=2, protected_first=1)
@@ -184,6 +186,7 @@ def test_a_cache_of_other_weights_is_refused(tmp_path):
         TightCache.load(path, model=tiny(num_hidden_layers=2, seed=1))
     again = TightCache.load(path, model=model)
     assert again.weights == cache.weights and TightCache.load(path).get_seq_length() == 21
+    assert weights_mark(copy.deepcopy(model).to(torch.bfloat16)) == cache.weights
     again.reset()  # another model may use it next
     assert not again.weights
 

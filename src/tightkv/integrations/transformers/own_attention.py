@@ -6,6 +6,8 @@ import sys
 from functools import lru_cache
 from typing import Any
 
+from transformers import PreTrainedConfig
+
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # what models look an implementation up in
 _TABLES = "_SELF_ATTENTION_CLASSES"  # attention classes by implementation, without others
 
@@ -19,17 +21,19 @@ def has_own_attention(config: Any) -> bool:
     if config is None:
         return False
     bases = type(config.get_text_config(decoder=True)).__mro__
-    return not _calls_interface(tuple(base.__module__ for base in bases))
+    # The module of PreTrainedConfig itself says nothing of a model.
+    for module in [base.__module__ for base in bases if base is not PreTrainedConfig]:
+        for name in (module.replace("configuration_", "modeling_"), module):
+            calls = _calls_interface(name) if name in sys.modules else None
+            if calls is not None:
+                return not calls
+    return True
 
 
 @lru_cache
-def _calls_interface(modules: tuple[str, ...]) -> bool:
-    """`modules`: those of a config's class and of its bases."""
-    for own in modules:
-        for name in (own.replace("configuration_", "modeling_"), own):
-            names = vars(sys.modules[name]) if name in sys.modules else {}
-            if _INTERFACE in names:
-                return not any(name.endswith(_TABLES) for name in names)
-            if name != own and names:
-                return False
-    return False
+def _calls_interface(name: str) -> bool | None:
+    """Whether models of a module that is imported do; None of one that has no models."""
+    names = vars(sys.modules[name])
+    if _INTERFACE in names:
+        return not any(other.endswith(_TABLES) for other in names)
+    return False if "modeling_" in name else None

@@ -14,6 +14,7 @@ _PARAMETERS, _NUMBERS = 128, 8  # of a model and of a parameter, at most
 def weights_mark(model: PreTrainedModel) -> str:
     """16 hex digits: the first numbers of parameters that lie evenly through the model.
 
+    They are rounded to bfloat16, so that the same weights in float32 have the same mark.
     Parameters that are elsewhere (offloaded, spread over ranks) are left out.
     """
     found = [
@@ -26,7 +27,7 @@ def weights_mark(model: PreTrainedModel) -> str:
     for name, x in found[::step]:
         digest.update(name.encode())
         first = x[(0,) * (x.dim() - 1)][:_NUMBERS] if x.dim() else x[None]
-        by_device.setdefault(x.device, []).append(first.float())
+        by_device.setdefault(x.device, []).append(first.bfloat16().float())
     for numbers in by_device.values():
         digest.update(torch.cat(numbers).cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
