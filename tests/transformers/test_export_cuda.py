@@ -169,10 +169,10 @@ class OnHost:
     What the operator does with them (cuda_operator.cpp) is done here in Python.
     """
 
-    def __init__(self, monkeypatch, cfg, window, pads, softcap=3.0):
+    def __init__(self, monkeypatch, cfg, window, pads, softcap=3.0, processors=2):
         layout = PageLayout(cfg, 1, 64, torch.bfloat16)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-        monkeypatch.setattr(decode_plan, "_processors", lambda device: (2, 228 << 10))
+        monkeypatch.setattr(decode_plan, "_processors", lambda device: (processors, 228 << 10))
         monkeypatch.setattr(backend, "compile_cubin", lambda text, arch: text.encode())
         backend._module.cache_clear(), backend._loaded.cache_clear()
         decode_plan.DecodePlan.of.cache_clear()
@@ -263,6 +263,15 @@ def test_programs_of_windows_and_soft_caps(monkeypatch):
     operands = dict.fromkeys(("query", "key", "value", "out"), (tokens, 0))
     cache.run(cuda_programs.STEP, 9, position=(torch.arange(20, 29), 0), **operands)
     assert cache.refused and not tokens.any()  # the ring has forgotten what position 20 sees
+
+
+@pytest.mark.skipif(cuda_on_host.COMPILER is None, reason="no g++")
+def test_a_tile_of_two_pages_is_not_read_where_there_are_none(monkeypatch):
+    """The first page that a window lies in is the second of a tile."""
+    cache = OnHost(monkeypatch, SMALL.replace(exact_pages=3), 60, (0,), processors=132)
+    assert cache.own["pages"].numel() == 0
+    for start, count in ((0, 100), (100, 1), (101, 1)):
+        cache.check(start, count)
 
 
 # --- on a GPU ---

@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
     // tiles, shorter by as many, for they take about as long.
     const int page_from = low / PAGE, page_to = (ring_read_from + PAGE - 1) / PAGE;
     const int tile_from = page_from * TILES / SPAN, tile_to = (page_to * TILES + SPAN - 1) / SPAN;
-    const int groups = (exact.count + 15) / 16, tiles = max(tile_to - tile_from, 0);
+    const int groups = (exact.count + 15) / 16, tiles = page_from < page_to ? tile_to - tile_from : 0;
     const int workers = a.num_splits * WARPS, worker = split * WARPS + warp;
     const auto run_begin = [&](int worker) {
         const int exact_before = groups / workers * worker + min(worker, groups % workers);
