@@ -23,6 +23,7 @@ def run_engines(
     jobs: dict[str, dict[str, Any]], models: dict[str, Path], folder: Path
 ) -> dict[str, dict[str, Any]]:
     """Results of every job of vllm_engine.py, and what the process printed as "log"."""
+    jobs = json.loads(json.dumps(jobs))  # some share a dictionary
     for engine in (entry["engine"] for entry in jobs.values() if "engine" in entry):
         for models_of in (engine, engine.get("speculative_config", {})):
             if "model" in models_of:

@@ -134,7 +134,7 @@ def write_models(folder: Path) -> dict[str, Path]:
 def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Results of every job."""
     folder = tmp_path_factory.mktemp("vllm_gpu")
-    return run_engines_apart(jobs(), write_models(folder), folder, at_once=7)
+    return run_engines_apart(jobs(), write_models(folder), folder, at_once=12)
 
 
 def test_graphs_give_the_text_of_eager_steps(engines: dict[str, Any]) -> None:
