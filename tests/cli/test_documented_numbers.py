@@ -402,6 +402,20 @@ def test_the_results_have_the_worst_and_the_best_of_a_cpu() -> None:
     )
 
 
+def test_speculation() -> None:
+    found = {(row["cache"], row["drafts"], row["batch"]): row for row in rows("speculation")}
+    for batch in (1, 8):
+        cells = []
+        for cache in ("auto", "k4v4"):
+            drafted = found[cache, 3, batch]
+            gain = drafted["ratios"]["to no speculation"]
+            cells += [
+                f"{found[cache, 0, batch]['tpot_ms']:.2f}",
+                f"{drafted['tpot_ms']:.2f} ({gain:.2f}x)",
+            ]
+        expect("docs/vllm.md", f"| {batch} | {' | '.join(cells)} |")
+
+
 # --- exported models ------------------------------------------------------------------------------
 def step_cells(row: Row, names: tuple[str, ...], digits: int) -> str:
     ms, ratios = row["ms"], row["ratios"]
@@ -417,6 +431,19 @@ def test_packages_on_a_cpu() -> None:
     (memory,) = rows("export_memory")
     sizes = [f"{memory['cache_bytes'][name] / 2**20:.1f}" for name in ("k4v4", *names)]
     lines.append(f"| caches for 8,192 tokens, MiB | {' | '.join(sizes)} |")
+    expect("docs/export.md", *lines)
+
+
+def test_exported_models_on_a_gpu() -> None:
+    (found,) = rows("export_gpu")
+    ours, bf16 = found["ms"]["k4v4"], found["ms"]["bf16"]
+    lines = [
+        f"| {name} | {ours[key]:.2f} | {bf16[key]:.2f} ({bf16[key] / ours[key]:.2f}x) |"
+        for name, key in (("called", "called"), ("CUDA graph", "graph"))
+    ]
+    size = {name: count / 2**30 for name, count in found["cache_bytes"].items()}
+    lines.append(f"| caches, GiB | {size['k4v4']:.2f} | {size['bf16']:.2f} |")
+    lines.append(f"vLLM's step with k4v4 for the same batch takes {found['vllm_k4v4_ms']:.2f} ms")
     expect("docs/export.md", *lines)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from tightkv.cli import main
 from tightkv.config import FORMAT_VERSION, KVQuantConfig
 from tightkv.export import OperatorError, operator_library
 from tightkv.integrations import executorch
-from tightkv.integrations.transformers import TightCache, package
+from tightkv.integrations.transformers import TightCache, cxx, package
 from tightkv.model_loading.load import load_model
 from tiny_folder import TEMPLATE, byte_tokenizer, write_model, write_tiny_folder
 
@@ -112,6 +113,24 @@ def test_packages_for_gpus_ask_no_compiler_about_vectors(tmp_path, monkeypatch):
     assert not asked and (tmp_path / "model.pt2").read_bytes() == b"PK"
     package.compile_pt2(None, tmp_path / "model.pt2", "cpu")
     assert len(asked) == 1
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+def test_a_compiler_whose_libraries_torch_can_load(tmp_path):
+    """Others make packages that crash when they are loaded."""
+    compilers = {"static": "-static-libstdc++", "broken": "--no-such-option", "good": "-DNDEBUG"}
+    for name, option in compilers.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "g++").write_text(f'#!/bin/sh\nexec {shutil.which("g++")} "$@" {option}\n')
+        (folder / "g++").chmod(0o755)
+    paths = [str(tmp_path / name) for name in compilers]
+    with pytest.warns(UserWarning, match="static/g.. cannot be used here; .*good/g.. is"):
+        assert cxx._first_that_shares(f"{paths[0]}/g++", ":".join(paths)) == f"{paths[2]}/g++"
+    with pytest.raises(cxx.NoCompilerError, match=r"fail: .*static/g\+\+, .*broken/g\+\+; set"):
+        cxx._first_that_shares(None, ":".join(paths[:2]))
+    with pytest.raises(cxx.NoCompilerError, match="install a compiler"):
+        cxx._first_that_shares("clang++", str(tmp_path))
 
 
 @pytest.mark.gpu

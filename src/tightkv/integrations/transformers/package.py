@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from tightkv.config import FORMAT_VERSION, KVQuantConfig
 from tightkv.export.operator import add_kernels, load_operator
 from tightkv.files import whole_file
 from tightkv.integrations.executorch import installed, load_pte, to_pte
+from tightkv.integrations.transformers.cxx import NoCompilerError, shared_library_compiler
 from tightkv.integrations.transformers.export import ExportableModel, ExportError
 from tightkv.layout import MAX_TOKENS
 from tightkv.strict_json import parse_json
@@ -71,9 +71,12 @@ def write_package(
 
     A pt2 is for the device that the model is on.
     """
-    if kind == "pt2" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
-        raise ExportError("AOTInductor compiles C++; install a compiler (g++ or clang++)")
-    if kind == "pte":
+    if kind == "pt2":
+        try:
+            shared_library_compiler()
+        except NoCompilerError as error:
+            raise ExportError(str(error)) from None
+    else:
         installed()
     folder.mkdir(parents=True, exist_ok=True)
     progress("measuring the model and making its caches")
@@ -118,6 +121,7 @@ def compile_pt2(
     package = path.with_name(path.name + ".pt2")  # torch wants that ending
     known = {k: v for k, v in _COMPILER.items() if hasattr(torch._inductor.config.aot_inductor, k)}
     configs = {f"aot_inductor.{name}": value for name, value in {**known, **options}.items()}
+    configs["cpp.cxx"] = (shared_library_compiler(),)
     try:
         with _vector_instructions_of(device):
             torch._inductor.aoti_compile_and_package(
