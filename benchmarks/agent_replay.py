@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -151,6 +152,10 @@ def arguments(args: argparse.Namespace, cache: str, longest: int) -> dict[str, A
     ours = cache in PRESETS
     transfer = json.loads(args.connector)
     extra = {"cpu_bytes_to_use": int(args.host_gib * 2**30)}
+    compiled: dict[str, Any] = {"enforce_eager": True}
+    if args.device == "cuda":  # prompts are what is measured
+        graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+        compiled = {"compilation_config": graphs}
     transfer["kv_connector_extra_config"] = {
         **extra,
         **transfer.get("kv_connector_extra_config", {}),
@@ -169,6 +174,7 @@ def arguments(args: argparse.Namespace, cache: str, longest: int) -> dict[str, A
         "max_num_batched_tokens": 16384,
         "kv_cache_memory_bytes": int(args.gpu_gib * 2**30),
         "kv_transfer_config": {"kv_role": "kv_both", **transfer},
+        **compiled,
         **json.loads(args.engine),
     }
 
@@ -180,6 +186,7 @@ def main() -> int:
     parser.add_argument("--shape", choices=tuple(SHAPES), default="llama-3.1-8b")
     parser.add_argument("--layers", type=int, default=12, help="of the shape; 12")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--agents", type=int, default=32)
     parser.add_argument("--system", type=int, default=2048, help="tokens that all share")
     parser.add_argument("--context", type=int, default=12288, help="tokens of each agent's own")
@@ -200,6 +207,7 @@ def main() -> int:
         return 0
     if args.rounds <= LATE:
         parser.error(f"--rounds {args.rounds}; at least {LATE + 1}, the first are not late")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # engines end with this process
     with tempfile.TemporaryDirectory() as folder:
         return replay(args, Path(folder))
 
@@ -217,8 +225,21 @@ def replay(args: argparse.Namespace, folder: Path) -> int:
     vocabulary = config["vocab_size"]
     names = ("agents", "system", "context", "question", "answer", "rounds")
     sizes = {**{name: getattr(args, name) for name in names}, "vocabulary": vocabulary}
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        return run_engines(args, folder, sizes, processes)
+    finally:  # none outlives this one: it would hold the device and the host's memory
+        for process in processes:
+            process.kill()
+
+
+def run_engines(
+    args: argparse.Namespace,
+    folder: Path,
+    sizes: dict[str, Any],
+    processes: list[subprocess.Popen[bytes]],
+) -> int:
     longest = Replay(**{**sizes, "agents": 1}).longest
-    processes = []
     for i, cache in enumerate(args.caches):
         job = {
             "cache": cache,
@@ -256,7 +277,7 @@ def write(rows: list[dict[str, Any]], args: argparse.Namespace, sizes: dict[str,
     if args.out is not None:
         memory = {"gpu_gib": args.gpu_gib, "host_gib": args.host_gib}
         model = {"model": args.shape, "layers": args.layers, "dtype": args.dtype}
-        facts = provenance(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        facts = provenance(torch.device(args.device))
         kind = {"bench": "agent replay", **model, **sizes, **memory}
         append_rows(args.out, [{**row, **kind, **facts} for row in rows])
 
