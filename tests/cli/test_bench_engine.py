@@ -128,10 +128,11 @@ def test_shapes_are_configs_that_can_be_read(name: str, tmp_path: Path) -> None:
 def test_ratios_are_to_vllms_own_which_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     values = {"auto": 200.0, "k4v4": 150.0, "fp8": None}
 
-    def rows(plan: Any, name: str, *_: Any) -> Iterator[dict[str, Any]]:
-        yield {"kv": name, "measure": "capacity", "value": values[name]}
+    def rows(plan: Any, job: Any, *_: Any) -> Iterator[dict[str, Any]]:
+        yield {"kv": job.kv, "measure": "capacity", "value": values[job.kv]}
 
     monkeypatch.setattr(engine, "_run_engine", rows)
+    monkeypatch.setattr(engine._Workers, "start", lambda self, job: None)
     plan = EnginePlan(model="m", prefill=[1])
     found = list(engine.engine_rows(plan, ["k4v4", "auto", "fp8", "k4v4"]))
     assert [row["kv"] for row in found] == ["auto", "k4v4", "fp8"]

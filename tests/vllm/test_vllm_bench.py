@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
 from pathlib import Path
 from typing import Any
 
@@ -65,20 +65,78 @@ def test_a_batch_that_does_not_fit_with_its_answers_is_left_out() -> None:
 
 
 @pytest.mark.parametrize(("device", "wanted"), [("cuda", True), ("cpu", False)])
-def test_batches_are_prefilled_on_a_gpu(
-    device: str, wanted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    jobs: list[Any] = []
-
-    def run(files: Any, said: Path, *_: Any) -> Iterator[Any]:
-        said.touch()
-        jobs.append(engine.json.loads(Path(files[0]).read_text()))
-        yield from ()
-
-    monkeypatch.setattr(engine, "_run_worker", run)
+def test_batches_are_prefilled_on_a_gpu(device: str, wanted: bool, tmp_path: Path) -> None:
     plan = EnginePlan(model="m", sizes=[(2, 9)], device=device)
-    assert list(engine._run_engine(plan, "auto", tmp_path, None)) == []
-    assert jobs[0]["batch_prefill"] is wanted
+    job = json.loads(engine._write_job(plan, "auto", tmp_path).job.read_text())
+    assert job["batch_prefill"] is wanted
+
+
+WORKER = """
+import json, sys, time
+from pathlib import Path
+job = json.loads(Path(sys.argv[1]).read_text())
+Path(job["turn"]).with_suffix(".here").touch()
+while not Path(job["turn"]).exists():
+    time.sleep(0.01)
+row = {"kv": job["kv"], "measure": "capacity", "value": time.monotonic()}
+row["others"] = sorted(path.stem for path in Path(job["turn"]).parent.glob("*.here"))
+Path(sys.argv[2]).write_text(json.dumps(row) + "\\n")
+if job["kv"] == "fp8":
+    raise ValueError("this one fails")
+"""
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_engines_take_turns(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the next one imports meanwhile; what fails ends neither the others nor the run."""
+    (tmp_path / "worker.py").write_text(WORKER)
+    command = engine.subprocess.Popen
+
+    def start(words: list[str], **options: Any) -> Any:
+        return command([words[0], str(tmp_path / "worker.py"), *words[-2:]], **options)
+
+    monkeypatch.setattr(engine.subprocess, "Popen", start)
+    monkeypatch.setattr(engine, "_POLL_SECONDS", 0.05)
+    plan = EnginePlan(model="m", sizes=[(2, 9)], device=device)
+    rows = list(engine.engine_rows(plan, ["k4v4", "fp8", "auto"]))
+    assert [row["kv"] for row in rows] == ["auto", "k4v4", "fp8", "fp8"]
+    assert rows[-1]["error"] == "ValueError: this one fails"
+    times = [row["value"] for row in rows[:3]]
+    assert times == sorted(times)
+    assert rows[2]["others"] == ["auto", "fp8", "k4v4"]
+    if device == "cpu":
+        assert rows[0]["others"] == ["auto"]
+
+
+def test_a_worker_waits_for_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    turn, slept = tmp_path / "turn", []
+
+    def sleep(_: float) -> None:
+        slept.append(turn.touch())
+
+    monkeypatch.setattr(engine_worker.time, "sleep", sleep)
+    engine_worker.wait_for(turn)
+    engine_worker.wait_for(turn)
+    assert len(slept) == 1
+    parents = iter((1, 2))
+    monkeypatch.setattr(engine_worker.os, "getppid", lambda: next(parents))
+    with pytest.raises(SystemExit, match="has ended"):
+        engine_worker.wait_for(tmp_path / "never")
+
+
+def test_an_engine_that_takes_too_long_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "worker.py").write_text("import time\ntime.sleep(60)")
+    command = engine.subprocess.Popen
+    monkeypatch.setattr(
+        engine.subprocess,
+        "Popen",
+        lambda words, **options: command([words[0], str(tmp_path / "worker.py")], **options),
+    )
+    plan = EnginePlan(model="m", sizes=[(2, 9)], timeout=0.3)
+    (row,) = engine.engine_rows(plan, ["auto"])
+    assert row["error"] == "not done after 0.3 seconds"
 
 
 def test_random_prompts_are_of_the_vocabulary_and_differ() -> None:

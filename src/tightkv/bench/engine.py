@@ -107,12 +107,15 @@ def engine_rows(
         if name not in CACHES:
             raise ValueError(f"KV cache {name!r}; supported: {', '.join(CACHES)}")
     own: dict[str, float] = {}
-    with tempfile.TemporaryDirectory(prefix="tightkv-bench-") as folder:
-        plan_folder = Path(folder)
+    with tempfile.TemporaryDirectory(prefix="tightkv-bench-") as folder, _Workers() as workers:
         names = sorted(dict.fromkeys(caches), key=lambda name: name != OWN)
+        jobs = {name: _write_job(plan, name, Path(folder)) for name in names}
         for number, name in enumerate(names, start=1):
             progress(f"engine {number} of {len(names)}: {name}")
-            for row in _run_engine(plan, name, plan_folder, log):
+            workers.start(jobs[name])
+            if plan.device == "cuda" and number < len(names):  # it imports vLLM, and waits
+                workers.start(jobs[names[number]])
+            for row in _run_engine(plan, jobs[name], workers, log):
                 yield _with_ratio(row, own)
 
 
@@ -180,14 +183,30 @@ def engine_arguments(plan: EnginePlan, name: str, model: str) -> dict[str, Any]:
     return {**arguments, **given, "additional_config": additional}
 
 
-def _run_engine(plan: EnginePlan, name: str, folder: Path, log: Path | None) -> Iterator[Row]:
+@dataclass(frozen=True)
+class _Job:
+    """The files of one engine's process, and what they are about."""
+
+    kv: str
+    model_name: str
+    env: Mapping[str, str]
+    job: Path
+    rows: Path
+    said: Path
+    turn: Path
+    """There when the process may use the device."""
+
+
+def _write_job(plan: EnginePlan, name: str, folder: Path) -> _Job:
     if plan.shape is not None:
         model = str(write_shape(plan.shape, folder / plan.shape))
     else:
         model = str(plan.model)
+    paths = [folder / f"{name}.{end}" for end in ("json", "jsonl", "txt", "turn")]
+    written = _Job(name, str(plan.shape or plan.model), _environment(model), *paths)
     job = {
         "kv": name,
-        "model_name": plan.shape or plan.model,
+        "model_name": written.model_name,
         "arguments": engine_arguments(plan, name, model),
         "sizes": list(plan.sizes),
         "prefill": list(plan.prefill),
@@ -196,54 +215,75 @@ def _run_engine(plan: EnginePlan, name: str, folder: Path, log: Path | None) -> 
         "batch_prefill": plan.device == "cuda",  # minutes on a CPU
         "decode_tokens": plan.decode_tokens,
         "repeats": plan.repeats,
+        "turn": str(written.turn),
     }
-    job_file, rows_file, said = (folder / f"{name}.{end}" for end in ("json", "jsonl", "txt"))
-    job_file.write_text(json.dumps(job), encoding="utf-8")
-    rows_file.touch()
-    files = [str(job_file), str(rows_file)]
-    error = yield from _run_worker(files, said, _environment(model), plan.timeout)
+    written.job.write_text(json.dumps(job), encoding="utf-8")
+    written.rows.touch()
+    return written
+
+
+class _Workers:
+    """The processes of engines; leaving the block ends them."""
+
+    def __init__(self) -> None:
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> _Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes.values():
+            process.kill()  # does nothing to one that has ended
+            process.wait()
+
+    def start(self, job: _Job) -> None:
+        """Once each."""
+        if job.kv in self._processes:
+            return
+        command = [sys.executable, "-m", "tightkv.bench.engine_worker", str(job.job), str(job.rows)]
+        with job.said.open("w", encoding="utf-8") as output:
+            self._processes[job.kv] = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=dict(job.env),
+            )
+
+    def rows(self, job: _Job, timeout: float) -> Generator[Row, None, str | None]:
+        """It is its turn: the rows as they come; then None, or why the process ended."""
+        job.turn.touch()
+        process, deadline = self._processes[job.kv], time.monotonic() + timeout
+        with job.rows.open(encoding="utf-8") as rows:
+            try:
+                while process.poll() is None and time.monotonic() < deadline:
+                    yield from _new_rows(rows)
+                    with suppress(subprocess.TimeoutExpired):
+                        process.wait(_POLL_SECONDS)
+                late = process.poll() is None
+            finally:
+                process.kill()
+                process.wait()
+            yield from _new_rows(rows)
+        if late:
+            return f"not done after {timeout:g} seconds"
+        if process.returncode == 0:
+            return None
+        return _why(process.returncode, job.said.read_text(encoding="utf-8", errors="replace"))
+
+
+def _run_engine(plan: EnginePlan, job: _Job, workers: _Workers, log: Path | None) -> Iterator[Row]:
+    error = yield from workers.rows(job, plan.timeout)
     if log is not None:
         with log.open("a", encoding="utf-8") as file:
-            file.write(said.read_text(encoding="utf-8", errors="replace"))
+            file.write(job.said.read_text(encoding="utf-8", errors="replace"))
     if error is not None:
-        yield {"bench": "engine", "kv": name, "model": job["model_name"], "error": error}
+        yield {"bench": "engine", "kv": job.kv, "model": job.model_name, "error": error}
 
 
 def _environment(model: str) -> dict[str, str]:
     offline = {"HF_HUB_OFFLINE": "1"} if Path(model).is_dir() else {}
     return {**_SETTINGS, **offline, **os.environ}
-
-
-def _run_worker(
-    files: Sequence[str], said: Path, env: Mapping[str, str], timeout: float
-) -> Generator[Row, None, str | None]:
-    """The rows of a job and rows file, as they come; then None, or why the process ended."""
-    command = [sys.executable, "-m", "tightkv.bench.engine_worker", *files]
-    deadline = time.monotonic() + timeout
-    with (
-        said.open("w", encoding="utf-8") as output,
-        Path(files[1]).open(encoding="utf-8") as rows,
-        subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=dict(env),
-        ) as process,
-    ):
-        try:
-            while process.poll() is None and time.monotonic() < deadline:
-                yield from _new_rows(rows)
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(_POLL_SECONDS)
-        finally:
-            process.kill()  # does nothing to one that has ended
-        yield from _new_rows(rows)
-        if process.returncode is None:
-            return f"not done after {timeout:g} seconds"
-    if process.returncode == 0:
-        return None
-    return _why(process.returncode, said.read_text(encoding="utf-8", errors="replace"))
 
 
 def _new_rows(file: TextIO) -> Iterator[Row]:

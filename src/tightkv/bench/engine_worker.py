@@ -8,6 +8,7 @@ A process of its own, so that each engine finds the device as empty as the one b
 from __future__ import annotations
 
 import json
+import os
 import random
 import statistics
 import sys
@@ -36,6 +37,7 @@ def rows(job: dict[str, Any]) -> Iterator[Row]:
         from tightkv.integrations.vllm import register
 
         register()  # vLLM finds the plugin itself only where tightkv is installed
+    wait_for(Path(job["turn"]))
     started = time.perf_counter()
     engine = Engine(vllm.LLM(**job["arguments"]))
     facts = {
@@ -67,6 +69,15 @@ def rows(job: dict[str, Any]) -> Iterator[Row]:
         yield {**tpot(engine, *size, job["repeats"], capacity, prompts), **facts}
     if job["mixed"] is not None:
         yield {**mixed(engine, job["mixed"]), **facts}
+
+
+def wait_for(turn: Path) -> None:
+    """Another engine has the device; the process that measures makes this file next."""
+    parent = os.getppid()
+    while not turn.exists():
+        time.sleep(0.05)
+        if os.getppid() != parent:
+            raise SystemExit("the process that measures has ended")
 
 
 class Engine:
