@@ -1,0 +1,41 @@
+#!/bin/bash
+# Measures again what the tables of the docs about GPUs come from, one step after another:
+#
+#   bash benchmarks/gpu_rows.sh FOLDER [STEP...]      all steps unless some are named
+#
+# Rows and logs go to FOLDER. A step that fails or takes too long ends neither the others nor the
+# run, and its rows so far are kept. Nothing else may use the GPU. Seconds are those of an H200.
+set -u
+here=$(dirname "$0") out=${1:?a folder for the rows} && shift
+mkdir -p "$out"
+engine="python3 -m tightkv bench engine --shape llama-3.1-8b --repeats 2 --out $out/vllm_engine.jsonl"
+caches="--kv auto --kv fp8 --kv k4v4 --kv k3v3 --kv k2v2"
+rivals="--kv nvfp4 --kv int4_per_token_head --kv turboquant_4bit_nc"
+
+step() {  # name, seconds at most, command
+    local name=$1 limit=$2 begin=$SECONDS
+    shift 2
+    case " $wanted " in *" $name "*) ;; *) return ;; esac
+    timeout --kill-after 10 "$limit" "$@" >> "$out/$name.log" 2>&1
+    echo "$name: exit code $?, $((SECONDS - begin)) s"
+}
+
+wanted=${*:-engine few crowd mixed long rivals agents speculation decode heads seal prefill export mla}
+step engine 480 $engine $caches --size 32x8192 --size 8x32768 --prefill 2048 --prefill 32768 --new-lengths
+step few 300 $engine $caches --size 1x2048
+step crowd 360 $engine --kv auto --kv fp8 --kv k4v4 --kv k2v2 --size 256x1024
+step mixed 600 $engine --kv auto --kv fp8 --kv k4v4 --mixed 160
+step long 300 $engine --kv auto --kv k4v4 --prefill 65536 --prefill 131000
+step rivals 600 $engine $rivals --size 32x8192 --size 8x32768
+step agents 420 python3 "$here/agent_replay.py" --agents 24 --gpu-gib 1 --host-gib 4 --seconds 40 \
+    --out "$out/agent_replay.jsonl"
+step speculation 240 python3 "$here/speculation.py" --out "$out/speculation.jsonl"
+step decode 300 python3 "$here/decode_shapes.py" --out "$out/gpu_decode_shapes.jsonl"
+for dim in 64 80 96 112 128 192 256; do
+    step heads 60 python3 -m tightkv bench decode --batch 32 --tokens 8155 --head-dim $dim \
+        --preset k4v4 --against bf16 --out "$out/gpu_decode_heads.jsonl"
+done
+step seal 120 python3 "$here/seal.py"
+step prefill 120 python3 -m tightkv bench extend --out "$out/gpu_extend.jsonl"
+step export 300 python3 "$here/export_gpu.py" --folder "$out/packages" --out "$out/export_gpu.jsonl"
+step mla 120 python3 "$here/mla_decode.py" "$out/mla_decode.jsonl"
