@@ -44,7 +44,7 @@ from tightkv.eval.windows import Windows, cut_windows
 from tightkv.model_loading.bundled import BUNDLED_NAME, bundled_folder
 from tightkv.provenance import append_rows
 
-CONTEXTS = (64, 256, 1024, 2048)
+CONTEXTS = (64, 256, 1024)
 WARM_STEPS, TIMED_STEPS = 3, 20
 
 MakeAny = Callable[[Any], Any]  # model -> an empty cache
