@@ -58,6 +58,11 @@ class FileConnector(KVConnectorBase_V1):
         ids = blocks.get_block_ids()[0]
         self.loads += list(zip(names, ids, strict=False))[first : first + count]
 
+    def reset_cache(self) -> bool:
+        for file in self.folder.glob("*.pt"):
+            file.unlink()
+        return True
+
     def build_connector_meta(self, scheduler_output: Any) -> Transfers:
         loads, self.loads = self.loads, []
         stores = [

@@ -7,6 +7,7 @@ The processes are forks of one that has imported vLLM, which takes longer than m
 A job is {"engine": arguments of vllm.LLM, "batches": [[prompt, ...], ...], "sampling": {...}}; its
 prompts are token ids, and the prompts of one batch are in the engine together. With "forced",
 tokens for each prompt of each batch, those come out whatever the model says. With
+"new_weights_before", a number, the model's weights change before that batch. With
 "format_version", pages are of that version; with "drafts_convolve", convolutions forget rejected
 drafts, which those of vLLM's CPU engine do not. With "hands_over", a file, the engine stays for
 jobs with "taken_over", that file and the number of a batch: they take over its prompts by NIXL.
@@ -89,6 +90,9 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
     params = SamplingParams(**{**sampling, **job.get("sampling", {})})
     outputs = []
     for i, batch in enumerate(job["batches"]):
+        if i == job.get("new_weights_before"):
+            llm.llm_engine.engine_core.engine_core.model_executor.collective_rpc(change_weights)
+            assert llm.reset_prefix_cache(reset_connector="kv_transfer_config" in engine)
         prompts = [{"prompt_token_ids": ids} for ids in batch]
         chosen: Any = params
         if "forced" in job:
@@ -142,6 +146,13 @@ def hand_over(llm: Any, job: dict[str, Any]) -> None:
     place.with_suffix(".part").write_text(json.dumps(handed))
     place.with_suffix(".part").rename(place)
     threading.Event().wait()
+
+
+def change_weights(worker: Any) -> None:
+    """In place, as trainers do that have an engine sample. vLLM's CPU engine packs matrices."""
+    for name, weight in worker.get_model().named_parameters():
+        if "input_layernorm" in name or name.endswith("sinks"):
+            weight.data[::2] *= -1
 
 
 def prepare_transfer() -> None:

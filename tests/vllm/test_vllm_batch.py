@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from tightkv import KVQuantConfig
 from tightkv.integrations.vllm.batch_split import SHORT_PROMPT, Limits, PartRange, split_batch
 from tightkv.integrations.vllm.options import EngineOptions, engine_options, with_options
 from tightkv.integrations.vllm.ring_table import BatchRings, RingTable
+from tightkv.kernels import reference
 from tightkv.kernels.prefill import MIN_QUERIES
-from tightkv.layout import RING_SLACK
+from tightkv.layout import RING_SLACK, PageLayout
 
 LONG = MIN_QUERIES
 
@@ -147,3 +149,23 @@ def test_bits_that_were_found_become_part_of_it_too() -> None:
     raised = replace(options, config=options.config.replace(layer_bits="0=k8v2"))
     assert engine_options(with_options(given, raised), env={}) == raised
     assert given == {"tightkv": {"preset": "k2v2", "exact_rows": 3}}
+
+
+# --- layers ---
+@pytest.mark.vllm
+def test_sink_logits_are_the_parameter_that_new_weights_are_loaded_into() -> None:
+    from tightkv.integrations.vllm.attention import TightAttention
+
+    heads, logits = 4, torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+    layout, device = PageLayout(KVQuantConfig(), 2, 32), torch.device("cpu")
+    layer = SimpleNamespace(
+        impl=SimpleNamespace(scale=1.0, sinks=logits),
+        num_heads=heads,
+        num_kv_heads=2,
+        head_size=32,
+        kv_cache_dtype="auto",
+        sliding_window=None,
+    )
+    made = TightAttention(layer, layout, reference, Limits(1, 1, 1), device)
+    logits.data.fill_(3.0)
+    assert made.step.sink_logits is not None and made.step.sink_logits.tolist() == [3.0] * heads

@@ -532,7 +532,7 @@ def test_finished_requests_leave_every_block_free(engines: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("fp8", "leave --kv-cache-dtype at auto"),
+        ("fp8", "leave --kv-cache-dtype at auto, set it to bfloat16 if the checkpoint asks"),
         ("layer 9", "layer_bits='9=k8v4' names layer 9; the model has layers 0 to 1"),
         ("sliding layer", "names layer 0, which stays with vLLM's own cache (sliding window)"),
         ("other blocks", "leave layer_bits out"),

@@ -48,7 +48,8 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
         self.alibi_slopes, self.kv_sharing_target_layer_name = None, None
         self.layout, self.kernels, self.limits, self.device = layout, kernels, limits, device
         sinks: Tensor | None = getattr(old, "sinks", None)
-        self.sink_logits = None if sinks is None else sinks.detach().float()
+        # The parameter itself and no copy: new weights are loaded into it.
+        self.sink_logits = None if sinks is None else sinks.detach()
         self.window: int | None = layer.sliding_window
         codec = Codec(layout)
         self.step = LayerStep(

@@ -226,6 +226,10 @@ class RingTable:
             self.sink_row[pages] = torch.where(known.any(1), known.int().argmax(1), self.rows)
             self.content[pages] = names
 
+    def forget_names(self) -> None:
+        """No sinks are found again by name: what is stored from now on has other contents."""
+        self.sink_content.masked_fill_(self.sink_content >= NAMED, -2)
+
     def _first_pages(self, firsts: Mapping[int, int]) -> tuple[Tensor, Tensor]:
         both = torch.tensor([list(firsts), list(firsts.values())], device=self.steps.device)
         return both[0] * self.pages_per_block, both[1]

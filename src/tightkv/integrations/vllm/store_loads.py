@@ -33,6 +33,8 @@ class StoreStep:
     """Those of them that are sequences' first -> name of their content."""
     begun_firsts: dict[int, int] = field(default_factory=dict)
     """First blocks of sequences that begin with this step -> name of their content."""
+    forget: bool = False
+    """vLLM's cache was reset, as after a change of weights: names mean other contents now."""
 
 
 class ShorterRequest:
@@ -52,7 +54,7 @@ def follow_loads(scheduler: Any, found: CacheFormat) -> None:
     """
     connector = scheduler.connector
     match, allocated = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
-    schedule_step = scheduler.schedule
+    schedule_step, reset = scheduler.schedule, scheduler.reset_prefix_cache
     sizes = [group.kv_cache_spec.block_size for group in scheduler.kv_cache_config.kv_cache_groups]
     hash_size = getattr(scheduler, "hash_block_size", found.page_size)
     hashed = max(1, found.page_size // hash_size)  # hashes up to a page's end
@@ -93,9 +95,13 @@ def follow_loads(scheduler: Any, found: CacheFormat) -> None:
         coming = StoreStep()
         return output
 
+    def reset_prefix_cache(*args: Any, **kwargs: Any) -> Any:
+        coming.forget = True
+        return reset(*args, **kwargs)
+
     connector.get_num_new_matched_tokens = get_num_new_matched_tokens
     connector.update_state_after_alloc = update_state_after_alloc
-    scheduler.schedule = schedule
+    scheduler.schedule, scheduler.reset_prefix_cache = schedule, reset_prefix_cache
 
 
 def watch_loads(worker: Any) -> None:
@@ -110,10 +116,13 @@ def watch_loads(worker: Any) -> None:
 
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         told: StoreStep = getattr(scheduler_output, _STORE, StoreStep())
-        if told.loaded:
+        if told.forget or told.loaded:
             with torch.inference_mode():  # as the tables' tensors were made
                 for table in tables():
-                    table.load(told.loaded, told.loaded_firsts)
+                    if told.forget:
+                        table.forget_names()
+                    if told.loaded:
+                        table.load(told.loaded, told.loaded_firsts)
         output = execute(scheduler_output, *args, **kwargs)
         if told.begun_firsts:
             with torch.inference_mode():
