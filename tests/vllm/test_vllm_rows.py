@@ -376,6 +376,7 @@ def test_a_store_names_no_blocks_that_left_a_window() -> None:
     scheduler: Any = SimpleNamespace(
         connector=connector,
         schedule=lambda: SimpleNamespace(scheduled_new_reqs=[new]),
+        reset_prefix_cache=lambda: True,
         kv_cache_config=SimpleNamespace(kv_cache_groups=[group, group]),
         hash_block_size=PAGE,
         requests={"a": request},
@@ -386,7 +387,9 @@ def test_a_store_names_no_blocks_that_left_a_window() -> None:
     blocks = SimpleNamespace(get_block_ids=lambda: ids)
     connector.update_state_after_alloc(request, blocks, 2 * PAGE)
     told = vars(scheduler.schedule())["_tightkv_store_step"]
-    assert told.loaded_firsts == told.begun_firsts == {3: name}
+    assert told.loaded_firsts == told.begun_firsts == {3: name} and not told.forget
+    assert scheduler.reset_prefix_cache()
+    assert [vars(scheduler.schedule())["_tightkv_store_step"].forget for _ in "ab"] == [True, False]
 
 
 @pytest.mark.parametrize("forget", [True, False])
@@ -428,6 +431,24 @@ def test_sinks_are_found_again_when_their_first_block_is_loaded() -> None:
         scheduler.release(seq)
         scheduler.running.remove(seq)
     assert len(loaded) == 6
+
+
+def test_forgotten_sinks_are_not_found_again() -> None:
+    scheduler = Scheduler(blocks=8, rows=2, drafts=0, seed=0, has_store=True)
+    counts = []
+    for forget in (False, False, True, False):
+        if forget:
+            scheduler.table.forget_names()
+        for tokens in ([number] * 200 for number in (3, 4, 5)):  # more than there are blocks for
+            seq = scheduler.admit(tokens, hits=False)
+            scheduler.load(seq)
+            scheduler.reserve(seq, 200)
+            scheduler.remember(seq, 200)
+            rows = scheduler.run([(seq, 200 - seq.computed)])
+            scheduler.release(seq)
+            scheduler.running.remove(seq)
+        counts += rows.context_sink_counts.tolist()
+    assert counts == [0, 4, 0, 0]  # loaded from then on without any, as after a restart
 
 
 def test_a_decoding_sequence_keeps_its_window_and_sinks() -> None:
