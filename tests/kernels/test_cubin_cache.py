@@ -1,10 +1,12 @@
 """Compiled kernels on disk: whatever is found there, the compiler's own output is used."""
 
+import pwd
 import resource
 from pathlib import Path
 
 import pytest
 
+from tightkv.config import cache_root
 from tightkv.kernels.cuda import cubin_cache, nvrtc
 
 SOURCE = 'extern "C" __global__ void k(float *x) { x[threadIdx.x] += 1.0f; }'
@@ -46,6 +48,20 @@ def test_compiled_once(folder, monkeypatch):
     assert did and first[:4] == b"\x7fELF"
     assert compiled(monkeypatch) == (first, False)
     assert folder.stat().st_mode & 0o077 == 0
+
+
+def test_a_user_without_a_home_compiles_each_time(folder, monkeypatch):
+    """As in a container whose user the system does not know."""
+
+    def unknown(_):
+        raise KeyError("getpwuid(): uid not found")
+
+    for name in ("TIGHTKV_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    with pytest.raises(OSError, match="set TIGHTKV_CACHE_DIR to one"):
+        cache_root()
+    assert [compiled(monkeypatch)[1] for _ in "ab"] == [True, True]
 
 
 @pytest.mark.parametrize(

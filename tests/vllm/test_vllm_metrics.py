@@ -33,6 +33,16 @@ def engine_file(index: int) -> stats_file.StatsFile:
     return file
 
 
+def test_without_a_temporary_folder_there_are_no_metrics(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/dev/null/none"])
+    assert stats_file.StatsFile.of_engine("abcde", 0) is None
+    assert "no tightkv: metrics" in caplog.text
+
+
 class OtherScheduler:
     """Of a vLLM that moved what the metrics are read from."""
 

@@ -129,10 +129,12 @@ def read_json(source: str) -> dict[str, Any]:
 def cache_root() -> Path:
     """Where converted models and compiled kernels are kept.
 
-    $TIGHTKV_CACHE_DIR, or the user's cache directory.
+    $TIGHTKV_CACHE_DIR, or the user's cache directory. An OSError where the user has no home.
     """
-    own = os.environ.get("TIGHTKV_CACHE_DIR")
-    if own:
-        return Path(own).expanduser()
-    shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared) if shared else Path.home() / ".cache") / "tightkv"
+    own, shared = os.environ.get("TIGHTKV_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
+    try:
+        if own:
+            return Path(own).expanduser()
+        return (Path(shared) if shared else Path.home() / ".cache") / "tightkv"
+    except RuntimeError as error:  # containers may run as a user that the system does not know
+        raise OSError(f"no cache folder ({error}); set TIGHTKV_CACHE_DIR to one") from None

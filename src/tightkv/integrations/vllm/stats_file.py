@@ -29,8 +29,8 @@ class StatsFile:
     @classmethod
     def of_engine(cls, instance_id: str, index: int) -> StatsFile | None:
         """None, and one warning, where no folder can be had that is the user's alone."""
-        folder = Path(tempfile.gettempdir()) / f"tightkv-{os.getuid()}"
         try:
+            folder = Path(tempfile.gettempdir()) / f"tightkv-{os.getuid()}"
             folder.mkdir(mode=0o700, exist_ok=True)
             found = folder.lstat()
         except OSError as error:

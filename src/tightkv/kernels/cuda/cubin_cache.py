@@ -21,14 +21,14 @@ def compile_cubin(source: str, arch: str) -> bytes:
     major, minor = ctypes.c_int(), ctypes.c_int()
     lib.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     key = "\0".join([_MAGIC.hex(), f"{major.value}.{minor.value}", *compile_options(arch), source])
-    folder = cache_root() / "kernels"
+    folder = _own_folder()
+    if folder is None:
+        return compile_source(lib, source, arch)
     path = folder / (hashlib.sha256(key.encode()).hexdigest()[:32] + ".cubin")
-    kept = _is_own(folder)
-    cubin = _read_entry(path) if kept else None
+    cubin = _read_entry(path)
     if cubin is None:
         cubin = compile_source(lib, source, arch)
-        if kept:
-            _write_entry(path, cubin)
+        _write_entry(path, cubin)
     return cubin
 
 
@@ -36,21 +36,22 @@ def compile_cubin(source: str, arch: str) -> bytes:
 _MAGIC = b"tightkv\x01"  # the last byte is the version of this format
 
 
-def _is_own(folder: Path) -> bool:
-    """Whether compiled kernels may be kept there: others could put theirs in place of ours."""
+def _own_folder() -> Path | None:
+    """Where compiled kernels may be kept: others could put theirs in place of ours."""
     try:
+        folder = cache_root() / "kernels"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
     except OSError:
-        return False  # a folder that cannot be made is no error
+        return None  # a folder that cannot be made is no error
     if found.st_uid == os.geteuid() and not found.st_mode & stat.S_IWOTH:
-        return True
+        return folder
     warnings.warn(
         f"{folder} belongs to or can be written by others, so CUDA kernels are compiled again in "
         "each process; set TIGHTKV_CACHE_DIR to a folder of your own",
         stacklevel=2,
     )
-    return False
+    return None
 
 
 def _read_entry(path: Path) -> bytes | None:
