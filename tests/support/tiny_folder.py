@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,22 @@ def write_model(folder: Path, config: Any) -> Path:
     """Random weights of any family, without a tokenizer."""
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def write_adapter(folder: Path, seed: int) -> Path:
+    """A LoRA adapter of `write_tiny_folder`'s queries, keys and values."""
+    make, rank, tensors = torch.Generator().manual_seed(seed), 8, {}
+    outputs = {"q_proj": 128, "k_proj": 64, "v_proj": 64}
+    for layer in range(2):
+        for name, size in outputs.items():
+            path = f"base_model.model.model.layers.{layer}.self_attn.{name}.lora"
+            for side, shape in (("A", (rank, 64)), ("B", (size, rank))):
+                tensors[f"{path}_{side}.weight"] = 0.2 * torch.randn(shape, generator=make)
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": [*outputs]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
 
 

@@ -7,7 +7,8 @@ The processes are forks of one that has imported vLLM, which takes longer than m
 A job is {"engine": arguments of vllm.LLM, "batches": [[prompt, ...], ...], "sampling": {...}}; its
 prompts are token ids, and the prompts of one batch are in the engine together. With "forced",
 tokens for each prompt of each batch, those come out whatever the model says. With
-"new_weights_before", a number, the model's weights change before that batch. With
+"new_weights_before", a number, the model's weights change before that batch. "tenants" are one
+{"salt": cache salt, "adapter": LoRA folder} per batch, both or either may be left out. With
 "format_version", pages are of that version; with "drafts_convolve", convolutions forget rejected
 drafts, which those of vLLM's CPU engine do not. With "hands_over", a file, the engine stays for
 jobs with "taken_over", that file and the number of a batch: they take over its prompts by NIXL.
@@ -23,6 +24,7 @@ import os
 import sys
 import threading
 import time
+import zlib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -93,14 +95,18 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
         if i == job.get("new_weights_before"):
             llm.llm_engine.engine_core.engine_core.model_executor.collective_rpc(change_weights)
             assert llm.reset_prefix_cache(reset_connector="kv_transfer_config" in engine)
-        prompts = [{"prompt_token_ids": ids} for ids in batch]
+        tenant = job["tenants"][i] if "tenants" in job else {}
+        salt = {"cache_salt": tenant["salt"]} if "salt" in tenant else {}
+        prompts = [{"prompt_token_ids": ids, **salt} for ids in batch]
+        adapter = lora_request(tenant.get("adapter"))
         chosen: Any = params
         if "forced" in job:
             chosen = [forced_params(params, tokens) for tokens in job["forced"][i]]
         if taken:
             for one, given in zip(chosen, taken[i], strict=True):
                 one.extra_args["kv_transfer_params"] = given
-        outputs.append([result(r) for r in llm.generate(prompts, chosen, use_tqdm=False)])
+        done = llm.generate(prompts, chosen, use_tqdm=False, lora_request=adapter)
+        outputs.append([result(request) for request in done])
     core = llm.llm_engine.engine_core.engine_core
     context = core.vllm_config.compilation_config.static_forward_context
     counters = {m.name: m.value for m in llm.get_metrics() if m.name in METRICS}
@@ -146,6 +152,14 @@ def hand_over(llm: Any, job: dict[str, Any]) -> None:
     place.with_suffix(".part").write_text(json.dumps(handed))
     place.with_suffix(".part").rename(place)
     threading.Event().wait()
+
+
+def lora_request(folder: str | None) -> Any:
+    if folder is None:
+        return None
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(folder, 1 + zlib.crc32(folder.encode()) % (1 << 30), folder)
 
 
 def change_weights(worker: Any) -> None:

@@ -24,7 +24,7 @@ from tightkv.math.centers import Centers
 from tightkv.math.feedback import QueryMetric
 from tightkv.model_shape import read_model_shape
 from tightkv.model_shape.fingerprint import folder_fingerprint
-from tiny_folder import write_tiny_folder
+from tiny_folder import write_adapter, write_tiny_folder
 from vllm_outputs import VOCABULARY, assert_same_text, batches, mean_kl, random_tokens, run_engines
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -112,6 +112,26 @@ def store_job(options: dict[str, Any], folder: Path, **job_options: Any) -> dict
     }
 
 
+def tenants_job(folder: Path) -> dict[str, Any]:
+    """The same prompts of several tenants; all of them come back."""
+    adapters = [{"adapter": str(write_adapter(folder / name, i))} for i, name in enumerate("ab")]
+    tenants = [{}, *adapters, {"salt": "secret"}, {**adapters[0], "salt": "secret"}]
+    prompts = [tokens(700 + seed, count) for seed, count in enumerate((70, 130, 200))]
+    return {
+        "engine": {
+            "model": "tiny",
+            "kv_cache_memory_bytes": 4 << 20,
+            "enable_lora": True,
+            "max_loras": 2,
+            "max_lora_rank": 8,
+            "additional_config": {"tightkv": K8V8},
+        },
+        "batches": [prompts] * 2 * len(tenants),
+        "tenants": tenants * 2,
+        "sampling": {"max_tokens": 16, "ignore_eos": True},
+    }
+
+
 def new_weights(job: dict[str, Any]) -> dict[str, Any]:
     """The job, and once more after a change of weights that empties the store."""
     batches = job["batches"]
@@ -158,6 +178,7 @@ def jobs(folder: Path) -> dict[str, dict[str, Any]]:
             **job({**K4V4, "seed": 1}, few, kv_transfer_config=NIXL),
             "taken_over": (handed, 1),
         },
+        "tenants": tenants_job(folder),
         "store": store_job(K8V8, store),
         "store again": store_job(K8V8, store),
         "store of another seed": store_job({**K8V8, "seed": 1}, store),
@@ -225,6 +246,21 @@ def test_tokens_relative_to_centers_say_the_same(engines: dict[str, Any]) -> Non
     """In prompts, while decoding and after a hit."""
     assert min(cached(engines["centered chat"])) > 0
     assert 0 < mean_kl(last(engines["plain chat"]), last(engines["centered chat"]), "best") < 1e-3
+
+
+def test_tenants_share_neither_blocks_nor_exact_tokens(engines: dict[str, Any]) -> None:
+    """A tenant is an adapter, a cache salt or both; hits read codes, a ring and saved sinks."""
+    told = batches(engines["tenants"])
+    begun, again = told[: len(told) // 2], told[len(told) // 2 :]
+    for first, second in zip(begun, again, strict=True):
+        assert {text["cached"] for text in first["outputs"][0]} == {0}
+        assert [text["cached"] for text in second["outputs"][0]] == [64, 128, 192]
+        assert_same_text(first, second, tie=0.05, share=0.6)
+    base, a, b, salted, a_salted = (
+        [text["tokens"] for text in first["outputs"][0]] for first in begun
+    )
+    assert base == salted and a == a_salted
+    assert all(x != y and y != z and z != x for x, y, z in zip(base, a, b, strict=True))
 
 
 def test_blocks_go_out_and_come_back(engines: dict[str, Any]) -> None:

@@ -24,8 +24,8 @@ def check_engine_options(options: EngineOptions, vllm_config: Any) -> None:
     if cache.cache_dtype not in ("auto", "bfloat16", "float16"):
         raise ValueError(
             f"tightkv with --kv-cache-dtype {cache.cache_dtype}: both would compress the cache; "
-            "leave --kv-cache-dtype at auto, set it to bfloat16 if the checkpoint asks for another, "
-            "or leave tightkv out"
+            "leave --kv-cache-dtype at auto, set it to bfloat16 if the checkpoint asks for "
+            "another, or leave tightkv out"
         )
     if cache.user_specified_block_size and cache.block_size != cfg.page_size:
         raise ValueError(
