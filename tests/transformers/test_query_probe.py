@@ -11,9 +11,9 @@ from models import FAMILIES, prompt, tiny
 from tightkv import TightCache
 from tightkv.integrations.transformers.query_probe import (
     FeedbackWarning,
+    probe,
     probe_tokens,
-    probed_metrics,
-    query_metrics,
+    probed,
     spread_positions,
 )
 
@@ -38,7 +38,7 @@ def test_metrics_are_those_of_the_queries():
         return sdpa(module, query, key, *args, **kwargs)
 
     ids = prompt(rows=3, count=64)
-    found = query_metrics(model, ids)
+    found = probe(model, ids).metrics
     modeling.ALL_ATTENTION_FUNCTIONS["sdpa"] = watch
     try:
         model.set_attn_implementation("sdpa")
@@ -103,7 +103,7 @@ def test_the_model_is_left_as_it_was():
     model.model.layers[1].eval()  # a part that is frozen
     modes = [module.training for module in model.modules()]
     model.set_attn_implementation("sdpa")
-    probed_metrics(model)
+    probed(model)
     assert [module.training for module in model.modules()] == modes
     assert model.training and model.config._attn_implementation == "sdpa"
     assert all(parameter.requires_grad for parameter in model.parameters())
@@ -136,11 +136,11 @@ def test_the_tokens_are_always_the_same():
 
 def test_the_default_device_does_not_matter():
     model = tiny("llama")
-    wanted = query_metrics(model, probe_tokens(model))
+    wanted = probe(model, probe_tokens(model)).metrics
     with torch.device("meta"):
         ids = probe_tokens(model)
         assert ids.device.type == spread_positions(model, ids).device.type == "cpu"
-    assert torch.equal(query_metrics(model, ids)[0].value, wanted[0].value)
+    assert torch.equal(probe(model, ids).metrics[0].value, wanted[0].value)
 
 
 def test_a_loaded_cache_goes_on_with_feedback(tmp_path):
@@ -160,5 +160,5 @@ def test_metrics_made_under_inference_mode_serve_training():
     with torch.inference_mode():
         TightCache("k3v3", model=model)
         filled(model)
-    assert not any(m.value.is_inference() for m in probed_metrics(model).values())
+    assert not any(m.value.is_inference() for m in probed(model).metrics.values())
     assert not filled(model).layers[0].kv.feedback.is_inference()

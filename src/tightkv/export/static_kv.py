@@ -33,6 +33,7 @@ class StaticKV(nn.Module):
     feedback: Tensor | None  # float32 [Hkv, D * (D + 1) / 2]: packed_factors; [Hkv, D, D] on a GPU
     key_center: Tensor | None  # [Hkv, D]
     value_center: Tensor | None
+    key_scale: Tensor | None  # [Hkv, D], by which keys are divided
 
     def __init__(
         self,
@@ -46,13 +47,15 @@ class StaticKV(nn.Module):
         query_heads: int | None = None,
         softcap: float | None = None,
         centers: tuple[Tensor, Tensor] | None = None,
+        key_scale: Tensor | None = None,
     ) -> None:
         """`feedback` are the layer's `Codec.feedback_factors`; None codes each key for itself.
 
         `window` is the layer's sliding window. Where the ring holds it whole, there are no pages.
         On a GPU the kernels are compiled here, for queries of `query_heads` heads and the `softcap`
         that forward will be given. `centers` are those of `math.centers`, in the model's dtype:
-        keys and values are stored relative to them.
+        keys and values are stored relative to them, and keys divided by a `key_scale`
+        (`math.key_scale`).
         """
         super().__init__()
         if not 1 <= max_tokens <= MAX_TOKENS:
@@ -80,6 +83,7 @@ class StaticKV(nn.Module):
         key_center, value_center = (None, None) if centers is None else centers
         self.register_buffer("key_center", key_center)
         self.register_buffer("value_center", value_center)
+        self.register_buffer("key_scale", key_scale)
         # Of the tokens, not of the model:
         tokens = {
             "pages": pages.view(batch, count, *pages.shape[1:]),
@@ -134,6 +138,10 @@ class StaticKV(nn.Module):
         """
         if self.key_center is not None and self.value_center is not None:
             key, value = key - self.key_center[:, None], value - self.value_center[:, None]
+        if self.key_scale is not None:
+            key = key / self.key_scale[:, None]
+            by_group = query.unflatten(1, (len(self.key_scale), -1))  # [B, Hkv, G, T, D]
+            query = (by_group * self.key_scale[:, None, None]).flatten(1, 2)
         out: Tensor = torch.ops.tightkv.static_attention(
             query,
             key,

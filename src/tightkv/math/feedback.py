@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from tightkv.math.key_scale import KeyScale
 from tightkv.math.rotation import Rotation
 
 MOST_SCALE = 2.0
@@ -73,10 +74,20 @@ class QueryMetric:
 
     value: Tensor
     _made: dict[tuple[Rotation, int, str], Tensor] = field(default_factory=dict, repr=False)
+    _scaled: dict[KeyScale, QueryMetric] = field(default_factory=dict, repr=False, init=False)
 
     def __post_init__(self) -> None:
         with torch.inference_mode(False):  # made inside of it, it must serve outside too
             object.__setattr__(self, "value", self.value.detach().clone())
+
+    def scaled(self, scale: KeyScale | None) -> QueryMetric:
+        """That of queries which are multiplied by a key scale, made once."""
+        if scale is None:
+            return self
+        if scale not in self._scaled:
+            s = scale.on(self.value.dtype, self.value.device)
+            self._scaled[scale] = QueryMetric(s[:, :, None] * self.value * s[:, None])
+        return self._scaled[scale]
 
     def factors(self, rotation: Rotation, bits: int, device: torch.device) -> Tensor:
         """`feedback_factors` on a device, made once: all caches of a model share them."""

@@ -34,6 +34,7 @@ from tightkv.eval.windows import Windows
 from tightkv.integrations.transformers import TightCache
 from tightkv.integrations.transformers.calibration import loaded_fingerprint
 from tightkv.integrations.transformers.layer import TightLayer
+from tightkv.integrations.transformers.query_probe import probed
 from tightkv.layout import page_layout
 from tightkv.math.centers import Centers
 from tightkv.math.feedback import QueryMetric
@@ -106,7 +107,8 @@ class Calibrator:
         positions = ids.shape[1] - 1 - self.first
         for n in self.numbers:
             metric, centers = self.metrics[n], self.centers.get(n)
-            keys, values = estimate(layers.pop(n), cfgs, self.first, metric, centers)
+            scale = probed(self.model).scales.get(n)
+            keys, values = estimate(layers.pop(n), cfgs, self.first, metric, centers, scale)
             self.costs[n] = Costs(*(all_bits(kl, positions) for kl in (keys, values)))
             advance_bar(bar)
 

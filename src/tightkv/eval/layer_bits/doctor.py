@@ -36,7 +36,7 @@ from tightkv.eval.windows import Windows
 from tightkv.integrations.transformers import TightCache
 from tightkv.integrations.transformers.calibration import apply_calibration
 from tightkv.integrations.transformers.layer import TightLayer
-from tightkv.integrations.transformers.query_probe import probed_metrics
+from tightkv.integrations.transformers.query_probe import Probed, probed
 
 _AIM = 0.9  # of the budget: what a search leaves for the estimate's error
 _NEAR = 0.75  # of the budget: close enough to stop
@@ -150,8 +150,9 @@ class Doctor:
     def _add(self, family: _Family, number: int, layer: Layer) -> None:
         """Estimates for one layer."""
         cfgs = [family.base.replace(key_bits=b, value_bits=b) for b in ESTIMATED_BITS]
-        metrics = probed_metrics(self.model) if family.base.feedback == "auto" else {}
-        both = estimate(layer, cfgs, self.schedule.prefill, metrics.get(number))
+        known = probed(self.model) if family.base.feedback == "auto" else Probed()
+        metric, scale = known.metrics.get(number), known.scales.get(number)
+        both = estimate(layer, cfgs, self.schedule.prefill, metric, scale=scale)
         scored = self.windows.ids.shape[1] - 1 - self.schedule.prefill
         family.keys[number], family.values[number] = (all_bits(costs, scored) for costs in both)
 

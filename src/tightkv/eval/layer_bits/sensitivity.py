@@ -26,6 +26,7 @@ from tightkv.layout import page_layout
 from tightkv.math.centers import Centers
 from tightkv.math.codebook import get_codebook
 from tightkv.math.feedback import QueryMetric
+from tightkv.math.key_scale import KeyScale
 
 Costs = dict[int, float]  # KL by bits
 ESTIMATED_BITS = (2, 3, 4)  # eight cost what four do, times the ratio of their distortions
@@ -134,12 +135,17 @@ def coded(
     value: Tensor,
     metric: QueryMetric | None = None,
     centers: Centers | None = None,
+    scale: KeyScale | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Keys and values [B, Hkv, N, D] as sealed pages give them back; N is a whole of pages."""
     if centers is not None:
         middle = [center[:, None] for center in centers.on(key.dtype, key.device)]
-        back = coded(cfg, key - middle[0], value - middle[1], metric)
+        back = coded(cfg, key - middle[0], value - middle[1], metric, scale=scale)
         return back[0] + middle[0], back[1] + middle[1]
+    if scale is not None:
+        s = scale.on(key.dtype, key.device)[:, None]
+        keys, values = coded(cfg, key / s, value, None if metric is None else metric.scaled(scale))
+        return keys * s, values
     b, heads, n, d = key.shape
     layout = page_layout(cfg, heads, d, torch.float32)
     codec, pages = Codec(layout), layout.new_pages(b * n // cfg.page_size, key.device)
@@ -163,17 +169,19 @@ def estimate(
     first: int,
     metric: QueryMetric | None = None,
     centers: Centers | None = None,
+    scale: KeyScale | None = None,
 ) -> tuple[Costs, Costs]:
     """KL in nats, summed over the positions from `first` on, of coded keys and of coded values.
 
     The configs differ in their bits alone. Tokens that the cache would read exactly (sinks and
     the newest pages) stay exact. Errors at different positions are taken as independent. Keys are
-    coded in the `metric` of their queries, and both relative to their `centers`, where given.
+    coded in the `metric` of their queries and a `scale` of channels, and both relative to their
+    `centers`, where given.
     """
     page, end = cfgs[0].page_size, layer.query.shape[2]
     n = layer.key.shape[2] // page * page
     key, value = layer.key.float(), layer.value.float()
-    hats = [coded(cfg, key[:, :, :n], value[:, :, :n], metric, centers) for cfg in cfgs]
+    hats = [coded(cfg, key[:, :, :n], value[:, :, :n], metric, centers, scale) for cfg in cfgs]
     wrong = torch.cat([v - value[:, :, :n] for _, v in hats], -1)  # [B, Hkv, n, configs * D]
     by_key, by_value = [0.0] * len(cfgs), [0.0] * len(cfgs)
     for start, stop, sinks, coded_end in _coded_spans(cfgs[0], first, end):

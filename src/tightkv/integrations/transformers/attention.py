@@ -133,6 +133,7 @@ def tightkv_attention(
             "this layer's scores have a soft cap or a sink logit, and its cache holds keys "
             "relative to a center, which changes them; leave the calibration out"
         )
+    query = layer.scaled(query)
     padding_alone = layer.follow(step, attention_mask)
     if not step.past:  # the first prefill attends exactly
         if layer.shared.watch:

@@ -29,11 +29,12 @@ from tightkv.integrations.transformers.layer import (
 )
 from tightkv.integrations.transformers.layer_shapes import layer_shapes
 from tightkv.integrations.transformers.protect_keys import protect
-from tightkv.integrations.transformers.query_probe import probed_metrics
+from tightkv.integrations.transformers.query_probe import probed
 from tightkv.integrations.transformers.saving import read_cache, save_cache
 from tightkv.integrations.transformers.weights_mark import weights_mark
 from tightkv.math.centers import Centers
 from tightkv.math.feedback import QueryMetric
+from tightkv.math.key_scale import KeyScale
 from tightkv.model_shape import skip_reason
 
 
@@ -75,6 +76,7 @@ class TightCache(Cache):  # type: ignore[misc]
             config = model.config if isinstance(model, PreTrainedModel) else model
             super().__init__(layers=self._layers_of(config))
         if isinstance(model, PreTrainedModel):
+            self._use_scales(probed(model).scales if self._feeds_back else {})
             self._use_metrics(self._metrics_of(model))
         if self.calibration is not None:
             self._use_centers(self.calibration.centers)
@@ -115,17 +117,28 @@ class TightCache(Cache):  # type: ignore[misc]
                 layers[i] = self._new_layer(cfg, layers[i])
         return layers
 
-    def _metrics_of(self, model: PreTrainedModel) -> Mapping[int, QueryMetric]:
+    @property
+    def _feeds_back(self) -> bool:
         wanted = any(layer.cfg.takes_feedback for layer in self.tight_layers)
-        if not wanted or self.quant.feedback != "auto":
+        return wanted and self.quant.feedback == "auto"
+
+    def _metrics_of(self, model: PreTrainedModel) -> Mapping[int, QueryMetric]:
+        if not self._feeds_back:
             return {}
-        return probed_metrics(model) if self.calibration is None else self.calibration.metrics
+        return probed(model).metrics if self.calibration is None else self.calibration.metrics
 
     def _use_metrics(self, metrics: Mapping[int, QueryMetric]) -> None:
         """Code the keys of layers in the metrics of their queries from now on."""
         for number, layer in enumerate(self.layers):
             if isinstance(layer, TightLayer):
-                layer.use_metric(metrics.get(number))
+                metric = metrics.get(number)
+                layer.use_metric(None if metric is None else metric.scaled(layer.scale))
+
+    def _use_scales(self, scales: Mapping[int, KeyScale]) -> None:
+        """Hold the keys of layers in the scales of their channels; the cache is empty."""
+        for number, layer in enumerate(self.layers):
+            if isinstance(layer, TightLayer) and layer.cfg.takes_feedback:
+                layer.use_scale(scales.get(number))
 
     def _use_centers(self, centers: Mapping[int, Centers]) -> None:
         """Hold tokens of layers relative to their centers; the cache is empty."""

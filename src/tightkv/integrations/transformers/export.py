@@ -228,6 +228,7 @@ def _static_cache(
             query_heads=shape.query_heads,
             softcap=shape.softcap,
             centers=None if layer.centers is None else layer.centers.on(dtype, device),
+            key_scale=None if layer.scale is None else layer.scale.on(dtype, device),
         )
     if type(layer) is DynamicSlidingWindowLayer:
         return StaticKV.exact_window(

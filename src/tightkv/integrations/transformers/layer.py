@@ -19,6 +19,7 @@ from tightkv.kernels.reference import materialize
 from tightkv.layout import PageLayout, exact_dtype, page_layout
 from tightkv.math.centers import Centers
 from tightkv.math.feedback import QueryMetric
+from tightkv.math.key_scale import KeyScale
 from tightkv.offload import DeviceBuffers
 from tightkv.sequences import (
     AppendPlan,
@@ -168,6 +169,7 @@ class TightLayer(CacheLayerMixin):  # type: ignore[misc]
         shared.cfgs.add(cfg)
         self.metric: QueryMetric | None = None
         self.centers: Centers | None = None
+        self.scale: KeyScale | None = None
         self.kv: PagedKV | None = None
         self.length, self.step = 0, 0
         self._pending: StepStates | None = None
@@ -187,6 +189,11 @@ class TightLayer(CacheLayerMixin):  # type: ignore[misc]
                 f"keys have {heads} heads of {head_dim}; this layer's centers, of a calibration, "
                 f"{list(self.centers.key.shape)}. Use a new TightCache for another model"
             )
+        if self.scale is not None and self.scale.value.shape != (heads, head_dim):
+            raise ValueError(
+                f"keys have {heads} heads of {head_dim}; this layer's scales "
+                f"{list(self.scale.value.shape)}. Use a new TightCache for another model"
+            )
         layout = page_layout(self.cfg, heads, head_dim, exact_dtype(dtype))
         self.shared.grow_limit(layout)
         self.kv = PagedKV(layout, self.shared.table, device, self.kernels)
@@ -195,7 +202,7 @@ class TightLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.kv
 
     def use_metric(self, metric: QueryMetric | None) -> None:
-        """Code keys of pages to come in the metric of the layer's queries."""
+        """Code keys of pages to come in the metric of the layer's queries, its scale in it."""
         self.metric = metric
         if self.kv is not None:
             self.kv.use_metric(metric)
@@ -205,6 +212,12 @@ class TightLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.kv is not None:
             raise RuntimeError("this layer holds tokens, or had some; use a new TightCache")
         self.centers = centers
+
+    def use_scale(self, scale: KeyScale | None) -> None:
+        """Hold keys divided by this; of a layer that holds none yet."""
+        if self.kv is not None:
+            raise RuntimeError("this layer holds tokens, or had some; use a new TightCache")
+        self.scale = scale
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -217,6 +230,8 @@ class TightLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.centers is not None:
             key, value = self.centers.on(self.dtype, self.device)
             key_states, value_states = key_states - key[:, None], value_states - value[:, None]
+        if self.scale is not None:
+            key_states = key_states / self.scale.on(self.dtype, self.device)[:, None]
         if self.shared.buffers is not None and self.kv is not None:
             self.kv.offload(self.shared.buffers)
         self._pending = StepStates(self, key_states, value_states)
@@ -289,6 +304,8 @@ class TightLayer(CacheLayerMixin):  # type: ignore[misc]
             key, value = self._materialize(step)
         finally:
             self.offload()
+        if self.scale is not None:
+            key = key * self.scale.on(self.dtype, self.device)[:, None]
         if self.centers is not None:
             key_center, value_center = self.centers.on(self.dtype, self.device)
             key, value = key + key_center[:, None], value + value_center[:, None]
@@ -327,13 +344,20 @@ class TightLayer(CacheLayerMixin):  # type: ignore[misc]
     def attend(self, step: StepStates, query: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         """Attention of query [B, Lq, Hq, D] over pages, ring and the step's new tokens.
 
-        With centers the logsumexp is that of keys relative to theirs.
+        The query is in the scale of the keys (`scaled`). With centers the logsumexp is that of
+        keys relative to theirs.
         """
         try:
             out, lse = self._attend(step, query, **options)
         finally:
             self.offload()
         return self.add_center(out), lse
+
+    def scaled(self, query: Tensor) -> Tensor:
+        """Queries [B, Hq, Lq, D] of the model -> of the keys that this layer holds."""
+        if self.scale is None:
+            return query
+        return self.scale.times(query.transpose(1, 2)).transpose(1, 2)
 
     def add_center(self, out: Tensor) -> Tensor:
         """Attention's output [B, Lq, Hq, D] over values relative to their center -> over values."""

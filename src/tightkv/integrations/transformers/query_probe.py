@@ -1,4 +1,4 @@
-"""The metric of a model's queries, from one short pass of the model itself.
+"""The metric of a model's queries, and scales of its keys, from one short pass of the model.
 
 Random tokens serve nearly as well as text: what shapes H = E[q q^T] are the weights and the mean
 of the hidden states, which every token has. So no data is needed, and the codes of a sequence
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,27 +19,33 @@ from transformers import PreTrainedModel
 
 from tightkv.integrations.transformers.recorder import AttentionCall, recording
 from tightkv.math.feedback import QueryMetric
+from tightkv.math.key_scale import KeyScale, balanced_scale
 
 PROBE_SHAPE = 4, 64  # rows, tokens
 _SPAN = 2048  # positions that rows are spread over: RoPE turns queries with them
 _FIRST = 4  # whose queries are left out: first tokens are unlike all others
-_probed: WeakKeyDictionary[PreTrainedModel, dict[int, QueryMetric]] = WeakKeyDictionary()
+_probed: WeakKeyDictionary[PreTrainedModel, Probed] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Probed:
+    """By the number of an attention layer. Metrics are in the model's own frame."""
+
+    metrics: dict[int, QueryMetric] = field(default_factory=dict)
+    scales: dict[int, KeyScale] = field(default_factory=dict)
 
 
 class FeedbackWarning(UserWarning):
     """Keys are coded without feedback; the message has the way out."""
 
 
-def probed_metrics(model: PreTrainedModel) -> dict[int, QueryMetric]:
-    """The metric of each attention layer by its number; measured once for a model.
-
-    Empty for a model that cannot be run on plain tokens, which is said once.
-    """
+def probed(model: PreTrainedModel) -> Probed:
+    """Measured once for a model; empty for one that cannot run on plain tokens: said once."""
     if model not in _probed:
         try:
-            _probed[model] = query_metrics(model, probe_tokens(model))
+            _probed[model] = probe(model, probe_tokens(model))
         except (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-            _probed[model] = {}
+            _probed[model] = Probed()
             warnings.warn(
                 f"tightkv: {type(model).__name__} could not be run on random tokens, so its keys "
                 f'are coded without feedback ({error}); feedback="off" skips the attempt',
@@ -65,10 +72,10 @@ def spread_positions(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def query_metrics(model: PreTrainedModel, ids: Tensor) -> dict[int, QueryMetric]:
+def probe(model: PreTrainedModel, ids: Tensor) -> Probed:
     """Mean q q^T of each layer after RoPE, over tokens [B, N] and the queries of each KV head.
 
-    Rows are taken for pieces of long sequences (`spread_positions`).
+    Rows are taken for pieces of long sequences (`spread_positions`), and for pages of keys.
     """
     decoder: Any = model.get_decoder()
     training = [module for module in model.modules() if module.training]
@@ -76,12 +83,15 @@ def query_metrics(model: PreTrainedModel, ids: Tensor) -> dict[int, QueryMetric]
     if "position_ids" in inspect.signature(decoder.forward).parameters:
         inputs["position_ids"] = spread_positions(model, ids).to(model.device)
     sums: dict[int, Tensor] = {}  # by layer: q q^T over the queries of a KV head [Hkv, D, D]
+    rests: dict[int, Tensor] = {}  # and the energy of keys less their page's mean [Hkv, D]
 
     def add(call: AttentionCall) -> Tensor:
         if call.layer is not None:
             heads = call.key.shape[1]
             q = call.query[:, :, _FIRST:].float().unflatten(1, (heads, -1)).flatten(2, 3)
             sums[call.layer] = (q.mT @ q).sum(0)  # q [B, Hkv, G * N, D]
+            keys = call.key[:, :, _FIRST:].float()
+            rests[call.layer] = (keys - keys.mean(2, keepdim=True)).square().mean((0, 2))
         return call.attend()
 
     with recording(model, add):
@@ -93,4 +103,8 @@ def query_metrics(model: PreTrainedModel, ids: Tensor) -> dict[int, QueryMetric]
                 module.training = True
     count = ids.shape[0] * (ids.shape[1] - _FIRST)
     finite = {n: total / count for n, total in sums.items() if total.isfinite().all()}
-    return {n: QueryMetric(mean.cpu()) for n, mean in finite.items()}  # devices have factors alone
+    scales = {n: balanced_scale(rests[n]) for n in finite}
+    return Probed(
+        {n: QueryMetric(mean.cpu()) for n, mean in finite.items()},  # devices have factors alone
+        {n: scale for n, scale in scales.items() if scale is not None},
+    )

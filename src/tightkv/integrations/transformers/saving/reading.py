@@ -16,11 +16,13 @@ from tightkv.integrations.transformers.saving.states import PLAIN_KINDS, StateRe
 from tightkv.integrations.transformers.weights_mark import weights_mark
 from tightkv.layout import PageLayout
 from tightkv.math.centers import Centers
+from tightkv.math.key_scale import KeyScale
 from tightkv.sequences import SequenceTable
 from tightkv.tensor_file import checksum, read_file
 
 KV_TENSORS = ("pages", "ring_key", "ring_value", "sink_key", "sink_value")
 CENTER_TENSORS = ("center_key", "center_value")  # of a layer whose tokens are relative to these
+SCALE_TENSOR = "key_scale"  # of one whose keys are divided by it
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ class SavedCache:
         kernels: str,
         device: torch.device,
     ) -> Any:
-        known = (*KV_TENSORS, *CENTER_TENSORS) if saved.cfg else ()
+        known = (*KV_TENSORS, *CENTER_TENSORS, SCALE_TENSOR) if saved.cfg else ()
         pages = {name: tensors.pop(name) for name in known if name in tensors}
         state = None
         if saved.state is not None:
@@ -163,6 +165,7 @@ def _load_pages(
             raise ValueError(f"tensor {next(iter(tensors))!r} of a layer, but there are no rows")
         return
     layer.use_centers(_centers(saved.layout, tensors))
+    layer.use_scale(_scale(saved.layout, tensors))
     kv = layer.use(saved.layout.num_kv_heads, saved.layout.head_dim, saved.dtype, device)
     for name, shape in _shapes(kv.layout, kv.table, tensors).items():
         found = tensors.get(name)
@@ -186,6 +189,17 @@ def _centers(layout: PageLayout, tensors: dict[str, Tensor]) -> Centers | None:
         told = [(x.dtype, tuple(x.shape)) for x in found]
         raise ValueError(f"centers of a layer are {told}; its config gives two bfloat16 {wanted}")
     return Centers(*found)
+
+
+def _scale(layout: PageLayout, tensors: dict[str, Tensor]) -> KeyScale | None:
+    found = tensors.get(SCALE_TENSOR)
+    if found is None:
+        return None
+    wanted = (layout.num_kv_heads, layout.head_dim)
+    if found.dtype != torch.bfloat16 or found.shape != wanted:
+        told = (found.dtype, tuple(found.shape))
+        raise ValueError(f"the key scale of a layer is {told}; its config gives bfloat16 {wanted}")
+    return KeyScale(found)
 
 
 def _shapes(

@@ -14,7 +14,12 @@ from tightkv.config import FORMAT_VERSION, KVQuantConfig
 from tightkv.files import whole_file
 from tightkv.integrations.transformers.layer import SharedSteps, TightLayer
 from tightkv.integrations.transformers.saving.header import ROW_FIELDS, parse_header
-from tightkv.integrations.transformers.saving.reading import CENTER_TENSORS, KV_TENSORS, SavedCache
+from tightkv.integrations.transformers.saving.reading import (
+    CENTER_TENSORS,
+    KV_TENSORS,
+    SCALE_TENSOR,
+    SavedCache,
+)
 from tightkv.integrations.transformers.saving.states import write_state
 from tightkv.sequences import SequenceTable
 from tightkv.tensor_file import checksum
@@ -86,6 +91,8 @@ def _layer(layer: Any, prefix: str, used: list[int], tensors: dict[str, Tensor])
                 centers = layer.centers.key, layer.centers.value
                 for name, center in zip(CENTER_TENSORS, centers, strict=True):
                     tensors[prefix + name] = center.bfloat16()
+            if layer.scale is not None:
+                tensors[prefix + SCALE_TENSOR] = layer.scale.value.bfloat16()
     if type(layer) is not TightLayer:
         entry["state"] = write_state(layer, f"{prefix}state.", tensors)
     return entry
