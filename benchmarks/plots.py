@@ -11,6 +11,11 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
+import torch
+
+from tightkv import KVQuantConfig
+from tightkv.layout import PageLayout
+
 ROOT = Path(__file__).parents[1]
 RESULTS, PLOTS = ROOT / "benchmarks" / "results", ROOT / "docs" / "plots"
 WIDTH, HEIGHT = 600, 420
@@ -27,6 +32,7 @@ BARS = {
     "k2v2": ("#0a2f7a", "k2v2"),
 }
 LEAST_SLOT = 3.2  # bars
+HEAD_DIM = 64  # of the model that caches are compared with
 Row = dict[str, Any]
 Speeds = dict[str, float]  # by cache
 
@@ -106,6 +112,10 @@ def quality() -> str:
             continue
         sizes = row["bytes"]
         slope = (sizes["1024"] - sizes["256"]) / 768
+        if row["package"] == "tightkv":  # whose first 256 tokens are exact
+            cfg = KVQuantConfig.preset(row["cache"].removeprefix("tightkv "))
+            heads = plain["bytes"]["1024"] / 1024 / (4 * HEAD_DIM)  # of all layers
+            slope = heads * PageLayout(cfg, 1, HEAD_DIM, torch.float16).bytes_per_token
         points.append((row["cache"], slope, sizes["1024"] / 1024, row["kl"]))
     model, positions = plain["model"]["name"], plain["positions"]
     drawing = Drawing(
