@@ -460,6 +460,7 @@ def test_layers_of_an_engine_get_the_factors_of_their_heads(file):
                 step=SimpleNamespace(codec=codec),
                 device=torch.device("cpu"),
                 feedback=None,
+                key_scale=None,
             )
             for n in (0, 3, 9)
         }

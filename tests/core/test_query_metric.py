@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from models import MAMBA, MOE, SHAPE
 from tightkv.integrations.transformers.protect_keys import LoadedTensor
 from tightkv.model_shape import checkpoint_metric
-from tightkv.model_shape.checkpoint_metric import KNOWN, query_metrics
+from tightkv.model_shape.checkpoint_metric import KNOWN, key_energies, query_metrics
 from tightkv.model_shape.query_metric import POSITIONS, normed
 from tightkv.model_shape.tensors import StoredTensor
 from tiny_folder import write_model
@@ -99,20 +99,26 @@ class Recorded(Exception):
 @torch.no_grad()
 def recorded_metric(model: Any, monkeypatch: pytest.MonkeyPatch, rows: int = 32) -> Tensor:
     """The mean of q q^T in layer 0 over inputs without a preferred direction."""
+    return recorded(model, monkeypatch, rows)[0]
+
+
+def recorded(model: Any, monkeypatch: pytest.MonkeyPatch, rows: int = 32) -> tuple[Tensor, Tensor]:
+    """That, and the variance of each channel of the keys."""
     text = model.config.get_text_config()
 
     def record(module: Any, query: Tensor, key: Tensor, *_: Any, **__: Any) -> None:
         grouped = query.unflatten(1, (key.shape[1], -1)).float()
         count = query.shape[0] * query.shape[2]
-        raise Recorded(torch.einsum("bkgtd,bkgte->kde", grouped, grouped) / count)
+        energy = key.float().var(0).mean(1)  # of what is not the same in all inputs
+        raise Recorded(torch.einsum("bkgtd,bkgte->kde", grouped, grouped) / count, energy)
 
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "tightkv", record)
     positions = torch.arange(0, POSITIONS, 7)[None].expand(rows, -1)
     inputs = torch.randn(*positions.shape, text.hidden_size)
-    with pytest.raises(Recorded) as recorded:
+    with pytest.raises(Recorded) as raised:
         model(inputs_embeds=inputs, position_ids=positions, use_cache=False, logits_to_keep=1)
-    metric: Tensor = recorded.value.args[0]
-    return metric
+    metric, energy = raised.value.args
+    return metric, energy
 
 
 def relative(found: Tensor, wanted: Tensor) -> Tensor:
@@ -137,9 +143,28 @@ def test_weights_give_the_metric_of_isotropic_inputs(
     loaded = {name: LoadedTensor(name, value) for name, value in model.named_parameters()}
     again = query_metrics(model.config, tensors=loaded)
     torch.testing.assert_close(again.by_layer[0], found.by_layer[0])
-    metric = recorded_metric(model, monkeypatch)
+    metric, energy = recorded(model, monkeypatch)
     # A mean over n queries is off by sqrt(dim / n), and some norms take a direction out.
     assert relative(found.by_layer[0], metric).max() < 0.06
+    keys = key_energies(tmp_path, [0], page_size=1)[0]  # whose mean takes all that is constant
+    keys, energy = (x / x.mean(1, keepdim=True) for x in (keys, energy))
+    assert (keys - energy).norm() < 0.15 * energy.norm()
+
+
+def test_energies_of_keys_have_what_pages_leave_of_a_bias(tmp_path: Path) -> None:
+    """RoPE turns the first pairs within a page, and hardly the last ones."""
+    model = random_model(hf.Qwen2Config(**TWO))
+    attention = model.model.layers[0].self_attn
+    dim = attention.head_dim
+    attention.k_proj.bias.data.fill_(30.0)
+    model.save_pretrained(tmp_path)
+    with_bias, without = (key_energies(tmp_path, [0], page_size=n)[0] for n in (64, 1))
+    more = with_bias - without
+    torch.testing.assert_close(more[:, : dim // 2], more[:, dim // 2 :])
+    assert (more[:, 0] > 800).all() and (more[:, dim // 2 - 1] < 100).all()
+    parts = [key_energies(tmp_path, [0], 64, rank=i, ranks=2)[0] for i in range(2)]
+    torch.testing.assert_close(torch.cat(parts), with_bias)
+    assert key_energies(tmp_path / "none", [0], 64) == {}
 
 
 @pytest.mark.parametrize(("family", "interleaved"), [("llama", True), ("glm", False)])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import torch
@@ -40,10 +42,13 @@ def write_tiny_folder(folder: Path, *, template: str | None = None, **changes: A
     return write_model(folder, config)
 
 
-def write_model(folder: Path, config: Any) -> Path:
-    """Random weights of any family, without a tokenizer."""
+def write_model(folder: Path, config: Any, change: Callable[[Any], None] | None = None) -> Path:
+    """Random weights of any family, changed by `change`, without a tokenizer."""
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    if change is not None:
+        change(model)
+    model.save_pretrained(folder)
     return folder
 
 
@@ -93,3 +98,16 @@ def byte_tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
     tokenizer.chat_template = template
     return tokenizer
+
+
+def write_uneven(folder: Path, source: Path, head_dim: int, factor: float = 32.0) -> Path:
+    """The same model, but that a few channels of its keys are large and those of queries small."""
+    copytree(source, folder)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for name, tensor in tensors.items():
+        for which, size in (("k_proj.weight", factor), ("q_proj.weight", 1 / factor)):
+            if name.endswith(which):  # the pairs of RoPE
+                tensor.unflatten(0, (-1, head_dim))[:, [1, 1 + head_dim // 2]] *= size
+    save_file(tensors, path, {"format": "pt"})
+    return folder

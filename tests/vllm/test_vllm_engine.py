@@ -20,7 +20,13 @@ from models import MAMBA, SHAPE
 from tightkv import KVQuantConfig
 from tightkv.latent import LatentLayout
 from tightkv.layout import PageLayout
-from tiny_folder import lfm2_for_vllm, plant_key_bias, write_model, write_tiny_folder
+from tiny_folder import (
+    lfm2_for_vllm,
+    plant_key_bias,
+    write_model,
+    write_tiny_folder,
+    write_uneven,
+)
 from vllm_outputs import (
     TIE,
     VOCABULARY,
@@ -133,6 +139,9 @@ def jobs() -> dict[str, dict[str, Any]]:
             sampling=every,
             max_num_batched_tokens=48,
         ),
+        "uneven kl": job(
+            K4V4, PROMPTS["long"], sampling=every, max_num_batched_tokens=48, model="uneven"
+        ),
         "raw alone": job(RAW, *([prompt] for prompt in mixed)),
         "raw crowd": job(RAW, mixed, kv_cache_memory_bytes=700 << 10, max_num_seqs=16),
         "raw shared": job(RAW, shared, shared, enable_prefix_caching=True),
@@ -200,6 +209,7 @@ def write_models(folder: Path) -> dict[str, Path]:
         **{name: folder / name for name in noisy},
         "tiny": write_tiny_folder(folder / "tiny", **size),
         "head": write_eagle_head(folder / "tiny", folder / "head"),
+        "uneven": write_uneven(folder / "uneven", folder / "tiny", HEAD_DIM),
         "three heads": write_tiny_folder(folder / "three", **size, **three, vocab_size=384),
         "windows": write_model(folder / "windows", hf.Gemma2Config(**shape, sliding_window=WINDOW)),
         "mamba": write_model(folder / "mamba", hf.FalconH1Config(**shape, **MAMBA)),
@@ -343,6 +353,14 @@ def test_keys_are_coded_with_feedback_unless_it_is_off(engines: dict[str, Any]) 
     assert "tightkv k4v4: 2 of 2 layers code keys with error feedback" in engines["log"]["text"]
     fed, alone = (mean_kl(engines["plain kl"], result, "prompt") for result in (on, off))
     assert fed != alone and fed < 1.1 * alone
+
+
+def test_large_channels_of_keys_are_scaled(engines: dict[str, Any]) -> None:
+    """The model is the same one; without scales its KL is 10 times as large."""
+    even, uneven = (
+        mean_kl(engines["plain kl"], engines[x], "prompt") for x in ("k4v4 kl", "uneven kl")
+    )
+    assert uneven < 3 * even
 
 
 def test_a_crowd_that_preempts_gives_the_text_of_each_alone(engines: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from models import SHAPE
 from tightkv import KVQuantConfig
 from tightkv.codec import Codec
 from tightkv.integrations.vllm import feedback as module
-from tightkv.integrations.vllm.feedback import set_feedback
+from tightkv.integrations.vllm.feedback import set_feedback, set_key_scales
 from tightkv.layout import PageLayout
 from tightkv.math.feedback import QueryMetric
 from tightkv.model_shape.checkpoint_metric import query_metrics
@@ -52,8 +53,22 @@ def layers(cfg: KVQuantConfig = K4V4, heads: int = 2, names: list[str] = NAMES) 
             window=None,
             step=SimpleNamespace(codec=Codec(layout)),
             feedback=None,
+            key_scale=None,
         )
+        found[name].use_scale = partial(setattr, found[name], "key_scale")
     return found
+
+
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, and keys of layers 1 and 2 with a few large channels."""
+
+    def enlarge(model: Any) -> None:
+        for layer in model.model.layers[1:3]:
+            layer.self_attn.k_proj.weight.data.view(2, 16, -1)[1, [2, 10]] *= 40
+
+    folder = tmp_path_factory.mktemp("uneven")
+    return write_model(folder, hf.Qwen2Config(**SHAPE), enlarge)
 
 
 def test_every_layer_has_the_factors_of_its_own_metric(folder: Path) -> None:
@@ -66,6 +81,39 @@ def test_every_layer_has_the_factors_of_its_own_metric(folder: Path) -> None:
         wanted = impl.step.codec.feedback_factors(QueryMetric(metric), CPU)
         assert torch.equal(impl.feedback, wanted)
         assert impl.feedback.dtype == torch.float32 and impl.feedback.is_contiguous()
+
+
+@pytest.mark.parametrize("preset", ["k4v4", "k2v2"])
+def test_channels_of_uneven_keys_are_scaled(preset: str, uneven: Path) -> None:
+    cfg = KVQuantConfig.preset(preset)
+    impls = layers(cfg)
+    line = set_key_scales(cfg, impls, engine(uneven), 0, 1)
+    assert line == f"tightkv {preset}: key channels of 2 layers are scaled"
+    scales = [impl.key_scale for impl in impls.values()]
+    assert [scale is None for scale in scales] == [True, False, False, True]
+    assert (scales[1].value[0] == 1).all() and scales[1].value[1, 2] > scales[1].value[1, 3]
+    if preset == "k4v4":
+        set_feedback(cfg, impls, engine(uneven), 0, 1)
+        metric = QueryMetric(query_metrics(uneven).by_layer[1]).scaled(scales[1])
+        wanted = impls[NAMES[1]].step.codec.feedback_factors(metric, CPU)
+        assert torch.equal(impls[NAMES[1]].feedback, wanted)
+    part = layers(cfg, heads=1, names=NAMES[2:])
+    set_key_scales(cfg, part, engine(uneven), 1, 2)
+    assert torch.equal(part[NAMES[2]].key_scale.value, scales[2].value[1:])
+
+
+def test_layers_without_scales(uneven: Path, folder: Path) -> None:
+    off, eight = K4V4.replace(feedback="off"), KVQuantConfig.preset("k8v4")
+    for cfg, where, form in (
+        (off, uneven, "auto"),
+        (eight, uneven, "auto"),
+        (K4V4, folder, "auto"),
+        (K4V4, uneven, "dummy"),
+        (K4V4, uneven / "gone", "auto"),
+    ):
+        impls = layers(cfg)
+        assert set_key_scales(cfg, impls, engine(where, form), 0, 1) is None
+        assert all(impl.key_scale is None for impl in impls.values())
 
 
 def test_off(folder: Path) -> None:

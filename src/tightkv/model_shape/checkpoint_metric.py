@@ -1,10 +1,13 @@
-"""The metrics of a model's queries (`query_metric`), from its folder or its weights."""
+"""The metrics of a model's queries (`query_metric`), from its folder or its weights.
+
+And the energies of its keys' channels, in the same way.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,6 +19,7 @@ from tightkv.model_shape.attention_weights import (
     WeightTensor,
     finite,
 )
+from tightkv.model_shape.key_noise import turned_energy
 from tightkv.model_shape.query_metric import MeanRope, covariance, normed
 from tightkv.model_shape.reader import read_model_shape
 
@@ -107,6 +111,35 @@ def query_metrics(
     return QueryMetrics(found, reason)
 
 
+def key_energies(
+    source: str | os.PathLike[str] | Any,
+    layers: Collection[int],
+    page_size: int,
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    device: torch.device | str = "cpu",
+) -> dict[int, Tensor]:
+    """[KV heads, dim] by layer: what page means leave of each channel; see `query_metrics`.
+
+    Layers whose energies are not known are left out.
+    """
+    found: dict[int, Tensor] = {}
+    try:
+        shape = read_model_shape(source)
+        if shape.model_type not in KNOWN:
+            return {}
+        reader = _Reader(AttentionWeights(shape, sorted(layers), None), rank, ranks, device)
+    except NOT_READABLE:
+        return {}
+    for layer in sorted(layers):
+        try:
+            found[layer] = reader.key_energy(layer, page_size)
+        except (*NOT_READABLE, IndexError):
+            continue
+    return found
+
+
 class _Reader:
     def __init__(
         self, weights: AttentionWeights, rank: int, ranks: int, device: torch.device | str
@@ -123,14 +156,32 @@ class _Reader:
         group, rest = divmod(shape.num_heads, kv_heads)
         if rest:
             raise ValueError(f"{shape.num_heads} query heads for {kv_heads} KV heads")
-        query = self._query(layer)
+        query = self._projected(layer, "q")
         first, count = self.rank * kv_heads // self.ranks, max(1, int(group * self.share))
         heads = range(first, first + mine.num_kv_heads)
         found = torch.stack([query.covariance(head * group, count) for head in heads])
         return finite(self._rope(layer)(found), f"the metric of layer {layer}")
 
-    def _query(self, layer: int) -> _Query:
-        found, norm = self.weights.projection(layer, "q"), self.weights.head_norm(layer, "q")
+    def key_energy(self, layer: int, page_size: int) -> Tensor:
+        weights, kv_heads = self.weights, self.weights.shape.layers[layer].num_kv_heads
+        weights.refuse_unknown(layer)
+        mine = weights.shape.layers[layer].shard(self.ranks).num_kv_heads
+        first = self.rank * kv_heads // self.ranks
+        key, rope = self._projected(layer, "k"), self._rope(layer)
+        still = key if key.norm is not None else replace(key, bias=None, shift=None)
+        heads = range(first, first + mine)
+        moving = torch.stack([still.covariance(head, 1) for head in heads])
+        energy = rope(moving).diagonal(dim1=1, dim2=2).clamp_min(0).cpu()
+        if still is not key and (constant := key.constant(first, mine)) is not None:
+            inv_freq = weights.inv_freq(layer)
+            turned = turned_energy(constant.cpu(), inv_freq, page_size, weights.interleaved) / 2
+            pairs = turned.shape[1]
+            both = turned.repeat_interleave(2, 1) if weights.interleaved else turned.repeat(1, 2)
+            energy[:, : 2 * pairs] += both
+        return finite(energy, f"the key energies of layer {layer}")
+
+    def _projected(self, layer: int, what: str) -> _Projected:
+        found, norm = self.weights.projection(layer, what), self.weights.head_norm(layer, what)
         gain, shift = self.weights.input_norm(layer)
         if found.matrix is None:
             raise ValueError(f"{found.name} is quantized")
@@ -138,7 +189,7 @@ class _Reader:
             raise ValueError(f"its files have no norm before {found.name}")
         dim = self.weights.shape.layers[layer].head_dim
         vectors = [v if v is None else v.to(self.device) for v in (found.bias, norm, gain, shift)]
-        return _Query(self.device, found.matrix, dim, found.head_rows, *vectors)
+        return _Projected(self.device, found.matrix, dim, found.head_rows, *vectors)
 
     def _rope(self, layer: int) -> MeanRope:
         inv_freq = self.weights.inv_freq(layer)
@@ -150,8 +201,8 @@ class _Reader:
 
 
 @dataclass(frozen=True)
-class _Query:
-    """A layer's queries before RoPE; vectors are on `device`."""
+class _Projected:
+    """A layer's queries or keys before RoPE; vectors are on `device`."""
 
     device: torch.device | str
     matrix: WeightTensor
@@ -164,15 +215,23 @@ class _Query:
     """Of the norm before the matrix; what it adds is `shift`."""
     shift: Tensor | None
 
-    def covariance(self, first: int, count: int) -> Tensor:
-        """[dim, dim]: sum over `count` heads."""
+    def _weight(self, first: int, count: int) -> Tensor:
         rows = self.matrix.rows(first * self.head_rows, count * self.head_rows)
         weight = rows.read().to(self.device).float()
-        weight = weight.view(count, self.head_rows, -1)[:, : self.dim]
-        heads = slice(first, first + count)
-        bias = None if self.bias is None else self.bias.view(-1, self.dim)[heads]
+        return weight.view(count, self.head_rows, -1)[:, : self.dim]
+
+    def constant(self, first: int, count: int, weight: Tensor | None = None) -> Tensor | None:
+        """[count, dim]: what every token has."""
+        bias = None if self.bias is None else self.bias.view(-1, self.dim)[first : first + count]
         if self.shift is not None:
+            weight = self._weight(first, count) if weight is None else weight
             bias = weight @ self.shift + (0 if bias is None else bias)
+        return bias
+
+    def covariance(self, first: int, count: int) -> Tensor:
+        """[dim, dim]: sum over `count` heads."""
+        weight, heads = self._weight(first, count), slice(first, first + count)
+        bias = self.constant(first, count, weight)
         found = covariance(weight if self.gain is None else weight * self.gain, bias)
         if self.norm is None:
             return found.sum(0)

@@ -88,7 +88,7 @@ def turned_share(inv_freq: Tensor, page_size: int) -> Tensor:
 def turned_energy(
     bias: Tensor, inv_freq: Tensor, page_size: int, interleaved: bool = False
 ) -> Tensor:
-    """[heads]: energy of a key bias [heads, head_dim] that page means leave.
+    """[heads, pairs]: energy of a key bias [heads, head_dim] that page means leave.
 
     Pairs are (i, i + pairs), or (2i, 2i + 1) where interleaved; channels beyond the pairs do not
     turn.
@@ -99,7 +99,7 @@ def turned_energy(
     squares = bias[..., : 2 * pairs].float().cpu().square()
     split = squares.unflatten(-1, (pairs, 2) if interleaved else (2, pairs))
     energy = split.sum(-1 if interleaved else -2)
-    return (energy * turned_share(inv_freq, page_size)).sum(-1)
+    return energy * turned_share(inv_freq, page_size)
 
 
 def score_noise(
@@ -120,7 +120,7 @@ def score_noise(
         raise ValueError(f"{query.heads} query heads do not share {key.heads} KV heads evenly")
     factor = 1 / key.head_dim if scale is None else scale * scale
     keys = key.energy(input_norm)
-    keys = keys + turned_energy(key.biases(), inv_freq, page_size, interleaved)
+    keys = keys + turned_energy(key.biases(), inv_freq, page_size, interleaved).sum(-1)
     queries = query.energy(input_norm) + query.biases().square().sum(1)
     grouped = queries.unflatten(0, (key.heads, -1)).mean(1)
     return factor / key.head_dim * grouped * keys

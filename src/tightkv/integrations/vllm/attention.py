@@ -19,6 +19,7 @@ from tightkv.integrations.vllm.ring_table import GroupRings, sink_rows
 from tightkv.integrations.vllm.warm_up import warm_up_once
 from tightkv.layout import PageLayout
 from tightkv.math.centers import Centers
+from tightkv.math.key_scale import KeyScale
 
 
 class TightAttention(AttentionImpl):  # type: ignore[misc]
@@ -66,6 +67,7 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
         self.feedback: Tensor | None = None
         """`Codec.feedback_factors` of the layer's queries, for CUDA graphs at a fixed address."""
         self.centers: tuple[Tensor, Tensor] | None = None
+        self.key_scale: KeyScale | None = None
         self.group_rings: GroupRings | None = None
         """Of all layers with the same metadata."""
 
@@ -87,7 +89,19 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
                 "tightkv: the calibration has key centers, and this layer a soft cap of scores or "
                 "sink logits, which they would change; leave the calibration out"
             )
-        self.centers = centers.on(self.layout.dtype, self.device)
+        key, value = centers.on(self.layout.dtype, self.device)
+        self.centers = (key if self.key_scale is None else key / self._scale(key.dtype)), value
+
+    def use_scale(self, scale: KeyScale) -> None:
+        """Hold keys divided by this; of a layer whose cache is empty and has no centers yet."""
+        assert self.centers is None
+        for dtype in (self.layout.dtype, self.layout.raw_dtype):
+            scale.on(dtype, self.device)  # now, not while a CUDA graph is captured
+        self.key_scale = scale
+
+    def _scale(self, dtype: torch.dtype) -> Tensor:
+        assert self.key_scale is not None
+        return self.key_scale.on(dtype, self.device)
 
     def exact_tensors(self) -> Rings:
         """Ring and sink keys and values [rows + 1, n, Hkv, D]; the last row is a waste bin.
@@ -133,6 +147,11 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
             return output.fill_(0)
         pages = as_pages(kv_cache, self.layout)
         parts, inherited = attn_metadata.parts, attn_metadata.inherited
+        scale = (self.reads or self).key_scale
+        if scale is not None:
+            query = scale.times(query)
+        if self.key_scale is not None:
+            key = key / self._scale(key.dtype)
         if self.reads is not None:
             new, centers = self.reads.new_tokens, self.reads.centers
             self.step.attend(parts, pages, rings, query, new, output, centers)

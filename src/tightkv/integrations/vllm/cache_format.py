@@ -143,8 +143,11 @@ def _meaning(impl: TightAttention) -> tuple[Any, ...]:
     if impl.centers is not None:
         data = b"".join(x.cpu().float().numpy().tobytes() for x in impl.centers[:2])
         centers = hashlib.sha256(data).hexdigest()
+    scale = None
+    if impl.key_scale is not None:
+        scale = hashlib.sha256(impl.key_scale.value.numpy().tobytes()).hexdigest()
     heads = layout.num_kv_heads, layout.head_dim
-    return layout.cfg.fingerprint(), *heads, str(layout.raw_dtype), centers
+    return layout.cfg.fingerprint(), *heads, str(layout.raw_dtype), centers, scale
 
 
 def _digest(parts: Any) -> str:

@@ -48,6 +48,7 @@ def set_calibrated_feedback(
         if numbers[name] in found.metrics:
             whole = found.metrics[numbers[name]].value
             own = QueryMetric(own_heads(whole, impl.num_kv_heads, rank, ranks))
+            own = own.scaled(impl.key_scale)
             impl.feedback = impl.step.codec.feedback_factors(own, impl.device)
 
 

@@ -10,10 +10,51 @@ from tightkv.config import KVQuantConfig
 from tightkv.integrations.vllm.checkpoint import checkpoint_folder
 from tightkv.integrations.vllm.layer_numbers import model_layers
 from tightkv.math.feedback import QueryMetric
-from tightkv.model_shape.checkpoint_metric import LEAST_BITS, QueryMetrics, query_metrics
+from tightkv.math.key_scale import balanced_scale
+from tightkv.model_shape.checkpoint_metric import (
+    LEAST_BITS,
+    QueryMetrics,
+    key_energies,
+    query_metrics,
+)
 
 if TYPE_CHECKING:
     from tightkv.integrations.vllm.attention import TightAttention
+
+
+def set_key_scales(
+    cfg: KVQuantConfig,
+    impls: Mapping[str, TightAttention],
+    vllm_config: Any,
+    rank: int,
+    ranks: int,
+) -> str | None:
+    """Scale the key channels of layers where the checkpoint's weights say that they are uneven.
+
+    Arguments and answer are those of `set_feedback`, which comes after this. What cannot be read
+    is left as it is.
+    """
+    numbers = model_layers(impls, {name for name, impl in impls.items() if impl.is_draft})
+    mine = {
+        numbers[name]: impl
+        for name, impl in impls.items()
+        if impl.layout.cfg.takes_feedback and impl.window is None
+    }
+    mine.pop(-1, None)  # of a draft
+    folder = checkpoint_folder(vllm_config)
+    if cfg.feedback == "off" or not mine or isinstance(folder, str):
+        return None
+    device = next(iter(mine.values())).device
+    try:
+        found = key_energies(folder, mine, cfg.page_size, rank=rank, ranks=ranks, device=device)
+    except RuntimeError:  # the device's own
+        return None
+    for number, energy in found.items():
+        impl, scale = mine[number], balanced_scale(energy)
+        if scale is not None and energy.shape == (impl.num_kv_heads, impl.head_size):
+            impl.use_scale(scale)
+    count = sum(impl.key_scale is not None for impl in mine.values())
+    return f"tightkv {cfg.name}: key channels of {count} layers are scaled" if count else None
 
 
 def set_feedback(
@@ -46,7 +87,8 @@ def set_feedback(
     for number, metric in found.by_layer.items():
         impl = mine[number]
         if metric.shape[:2] == (impl.num_kv_heads, impl.head_size):
-            impl.feedback = impl.step.codec.feedback_factors(QueryMetric(metric), impl.device)
+            own = QueryMetric(metric).scaled(impl.key_scale)
+            impl.feedback = impl.step.codec.feedback_factors(own, impl.device)
         else:
             reason = f"layer {number}: its heads are not those of the checkpoint"
     return _line(cfg, mine, reason)

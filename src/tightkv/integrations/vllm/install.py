@@ -36,7 +36,7 @@ from tightkv.integrations.vllm.engine_checks import (
     speculative_tokens,
 )
 from tightkv.integrations.vllm.engine_plan import make_plan
-from tightkv.integrations.vllm.feedback import set_feedback
+from tightkv.integrations.vllm.feedback import set_feedback, set_key_scales
 from tightkv.integrations.vllm.install_mla import install_latent, latent_obstacle
 from tightkv.integrations.vllm.layer_numbers import draft_layers, layer_number, model_layers
 from tightkv.integrations.vllm.layer_shapes import (
@@ -119,6 +119,7 @@ def install(vllm_config: Any) -> None:
     install_readers(layers, impls, vllm_config)
     rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
     feedback = None
+    scales = set_key_scales(options.config, impls, vllm_config, rank, ranks)
     if calibration is None:
         feedback = set_feedback(options.config, impls, vllm_config, rank, ranks)
     else:
@@ -134,8 +135,9 @@ def install(vllm_config: Any) -> None:
         logger.info(plan.line())
         if (why := rings_obstacle(vllm_config)) is not None:
             logger.warning("tightkv: the newest tokens are read from their codes, for %s", why)
-        if feedback is not None:
-            logger.info(feedback)
+        for told in (scales, feedback):
+            if told is not None:
+                logger.info(told)
         for reason, names in slow.items():
             logger.warning("tightkv, %s: %s", _some(names, len(plan.layouts)), reason)
         blocked = cuda_graph_obstacle(impls)
