@@ -67,7 +67,7 @@ class ConfigFields:
     protect_keys: bool = True
     """Give keys more bits in layers where quantization noise would hide the scores."""
     feedback: str = "auto"
-    """auto codes keys with error feedback if the metric of the queries is known; off does not."""
+    """auto codes keys with error feedback, and scales their uneven channels; off does neither."""
     calibration: str = ""
     """Calibration of the model (tightkv calibrate): a file, a bundled one by name, or auto."""
     outlier_share: float = 0.0
