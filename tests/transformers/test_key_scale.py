@@ -72,8 +72,28 @@ def test_a_metric_in_the_frame_of_scaled_queries():
     metric = QueryMetric(grouped.mT @ grouped)
     again = scale.times(queries).unflatten(1, (2, 3)).transpose(0, 1).flatten(1, 2)
     torch.testing.assert_close(metric.scaled(scale).value, again.mT @ again)
-    assert metric.scaled(scale) is metric.scaled(copy.deepcopy(scale))
+    # equal ones too, as every file has: a server that loads many keeps one metric
+    assert metric.scaled(scale) is metric.scaled(KeyScale(scale.value))
+    assert metric.scaled(scale) is not metric.scaled(KeyScale(2 * torch.ones(2, 8)))
     assert metric.scaled(None) is metric
+
+
+def test_two_models_and_a_copy_are_apart():
+    """Each cache keeps the scales of its own model."""
+    one, two = uneven(), uneven()
+    two.model.layers[0].self_attn.k_proj.weight.data.unflatten(0, (-1, 64))[:, [5, 37]] *= LARGE
+    ids, chunks = prompt(1, 400), (300, 1, 40, 1)
+    alone = [logits(model, cache_of(model, eager=True), ids, chunks) for model in (one, two)]
+    caches = [cache_of(model, eager=True) for model in (one, two)]
+    assert not torch.equal(*(cache.layers[0].scale.value for cache in caches))
+    found, at = [[], []], 0
+    for count in chunks:
+        for i, model in enumerate((one, two)):
+            found[i].append(logits(model, caches[i], ids[:, at : at + count], (count,)))
+        at += count
+    assert all(torch.equal(torch.cat(x, 1), y) for x, y in zip(found, alone, strict=True))
+    copied = copy.deepcopy(caches[0])
+    assert torch.equal(*(logits(one, cache, ids[:, :7], (7,)) for cache in (caches[0], copied)))
 
 
 def test_only_uneven_models_have_scales():

@@ -74,7 +74,7 @@ class QueryMetric:
 
     value: Tensor
     _made: dict[tuple[Rotation, int, str], Tensor] = field(default_factory=dict, repr=False)
-    _scaled: dict[KeyScale, QueryMetric] = field(default_factory=dict, repr=False, init=False)
+    _scaled: dict[bytes, QueryMetric] = field(default_factory=dict, repr=False, init=False)
 
     def __post_init__(self) -> None:
         with torch.inference_mode(False):  # made inside of it, it must serve outside too
@@ -84,10 +84,11 @@ class QueryMetric:
         """That of queries which are multiplied by a key scale, made once."""
         if scale is None:
             return self
-        if scale not in self._scaled:
+        key = scale.value.numpy().tobytes()  # loaded caches have equal scales of their own
+        if key not in self._scaled:
             s = scale.on(self.value.dtype, self.value.device)
-            self._scaled[scale] = QueryMetric(s[:, :, None] * self.value * s[:, None])
-        return self._scaled[scale]
+            self._scaled[key] = QueryMetric(s[:, :, None] * self.value * s[:, None])
+        return self._scaled[key]
 
     def factors(self, rotation: Rotation, bits: int, device: torch.device) -> Tensor:
         """`feedback_factors` on a device, made once: all caches of a model share them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,13 +34,7 @@ def set_key_scales(
     Arguments and answer are those of `set_feedback`, which comes after this. What cannot be read
     is left as it is.
     """
-    numbers = model_layers(impls, {name for name, impl in impls.items() if impl.is_draft})
-    mine = {
-        numbers[name]: impl
-        for name, impl in impls.items()
-        if impl.layout.cfg.takes_feedback and impl.window is None
-    }
-    mine.pop(-1, None)  # of a draft
+    mine = _by_number(impls, lambda cfg: cfg.takes_feedback)
     folder = checkpoint_folder(vllm_config)
     if cfg.feedback == "off" or not mine or isinstance(folder, str):
         return None
@@ -69,13 +63,7 @@ def set_feedback(
     `impls` are all compressed layers by name; `rank` is that among the tensor-parallel ones. A
     metric that is not known leaves a layer without feedback and is never an error.
     """
-    numbers = model_layers(impls, {name for name, impl in impls.items() if impl.is_draft})
-    mine = {
-        numbers[name]: impl
-        for name, impl in impls.items()
-        if _gains(impl.layout.cfg) and impl.window is None  # windows may have a RoPE of their own
-    }
-    mine.pop(-1, None)  # of a draft, which has weights of its own
+    mine = _by_number(impls, _gains)
     if cfg.feedback == "off" or not mine:
         return None
     folder = checkpoint_folder(vllm_config)
@@ -92,6 +80,20 @@ def set_feedback(
         else:
             reason = f"layer {number}: its heads are not those of the checkpoint"
     return _line(cfg, mine, reason)
+
+
+def _by_number(
+    impls: Mapping[str, TightAttention], wanted: Callable[[KVQuantConfig], bool]
+) -> dict[int, TightAttention]:
+    """Without windows, which may have a RoPE of their own, and drafts, which have own weights."""
+    numbers = model_layers(impls, {name for name, impl in impls.items() if impl.is_draft})
+    mine = {
+        numbers[name]: impl
+        for name, impl in impls.items()
+        if wanted(impl.layout.cfg) and impl.window is None
+    }
+    mine.pop(-1, None)
+    return mine
 
 
 def _gains(cfg: KVQuantConfig) -> bool:
