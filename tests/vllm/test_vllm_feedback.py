@@ -17,7 +17,9 @@ from tightkv.codec import Codec
 from tightkv.integrations.vllm import feedback as module
 from tightkv.integrations.vllm.feedback import set_feedback, set_key_scales
 from tightkv.layout import PageLayout
+from tightkv.math.centers import Centers
 from tightkv.math.feedback import QueryMetric
+from tightkv.math.key_scale import KeyScale
 from tightkv.model_shape.checkpoint_metric import query_metrics
 from tiny_folder import write_model
 
@@ -179,3 +181,25 @@ def test_without_weights_there_is_a_reason_and_no_feedback(
 
     monkeypatch.setattr(module, "query_metrics", out_of_memory)
     assert "(out of memory)" in reason(engine(folder))
+
+
+def test_centers_are_scaled_with_their_keys_and_both_are_the_format() -> None:
+    """(k - k0) / s, whichever of the two a kernel does first; stores of other scales are apart."""
+    pytest.importorskip("vllm")
+    from tightkv.integrations.vllm.attention import TightAttention
+    from tightkv.integrations.vllm.cache_format import _meaning
+
+    impl = TightAttention.__new__(TightAttention)
+    impl.layout, impl.device = PageLayout(K4V4, 2, 16, torch.bfloat16), CPU
+    impl.softcap = impl.sink_logits = impl.centers = impl.key_scale = None
+    formats = [_meaning(impl)]
+    for exponent in (1, 2):
+        impl.centers, scale = None, torch.ones(2, 16)
+        scale[1, 3] = 2.0**exponent
+        impl.use_scale(KeyScale(scale))
+        formats.append(_meaning(impl))
+        impl.use_centers(Centers(torch.full((2, 16), 3.0), torch.full((2, 16), 5.0)))
+        key, value = impl.centers
+        assert torch.equal(key.float() * scale, torch.full((2, 16), 3.0)) and (value == 5).all()
+        formats.append(_meaning(impl))
+    assert len(set(formats)) == 5
