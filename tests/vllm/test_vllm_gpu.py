@@ -15,7 +15,7 @@ import transformers as hf
 
 from drafts import write_eagle_head
 from models import MAMBA, SHAPE
-from tiny_folder import lfm2_for_vllm, write_model, write_tiny_folder
+from tiny_folder import lfm2_for_vllm, write_model, write_tiny_folder, write_uneven_copy
 from vllm_outputs import (
     VOCABULARY,
     assert_same_text,
@@ -95,6 +95,8 @@ def jobs() -> dict[str, dict[str, Any]]:
         "crowd": job(K4V4, many, sampling=whole, kv_cache_memory_bytes=3 << 19, max_num_seqs=16),
         "repeating": job(K4V4, PROMPTS["repeating"]),
         "speculative": job(K4V4, PROMPTS["repeating"], speculative_config=ngram),
+        "scaled": job(K4V4, long, model="uneven", **chunks),
+        "unscaled": job({**K4V4, "feedback": "off"}, long, model="uneven", **chunks),
         "drafted": job(SHORT, few),
         "eagle": job(SHORT, few, speculative_config=eagle),
         "plain eagle": job(None, few, speculative_config=eagle),
@@ -114,7 +116,7 @@ def jobs() -> dict[str, dict[str, Any]]:
 
 
 def write_models(folder: Path) -> dict[str, Path]:
-    """A llama, one with convolutions, one with Mamba, one with sliding windows."""
+    """A llama, one with uneven keys, with convolutions, with Mamba, with sliding windows."""
     shape = {**SHAPE, "max_position_embeddings": 4096, "head_dim": 128, "vocab_size": VOCABULARY}
     windows = {"sliding_window": 160, "layer_types": ["sliding_attention", "full_attention"] * 2}
     configs = {
@@ -123,8 +125,10 @@ def write_models(folder: Path) -> dict[str, Path]:
         "windows": hf.Gemma3TextConfig(**shape, **windows),
     }
     size = {"max_position_embeddings": 4096, "head_dim": 128, "hidden_size": 128}
+    tiny = write_tiny_folder(folder / "tiny", **size)
     return {
-        "tiny": write_tiny_folder(folder / "tiny", **size),
+        "tiny": tiny,
+        "uneven": write_uneven_copy(tiny, folder / "uneven"),
         "head": write_eagle_head(folder / "tiny", folder / "head"),
         **{name: write_model(folder / name, config) for name, config in configs.items()},
     }
@@ -157,6 +161,17 @@ def test_layers_of_more_bits_have_larger_pages(engines: dict[str, Any]) -> None:
     """One of the two layers: pages of two sizes in one engine, under CUDA graphs."""
     mixed, uniform = (mean_kl(engines["plain"], engines[x], "prompt") for x in ("layers", "k3v3"))
     assert mixed < 0.8 * uniform
+
+
+def test_uneven_keys_are_scaled(
+    engines: dict[str, Any], record_property: Callable[..., None]
+) -> None:
+    """The plain model is the same; without scales its few large channels spoil all others."""
+    scaled, off = (
+        mean_kl(engines["plain"], engines[x], "prompt") for x in ("scaled", "unscaled")
+    )
+    record_property("kl", (scaled, off))
+    assert 2e-4 < scaled < min(0.02, 0.5 * off)
 
 
 def test_a_crowd_that_preempts_gives_the_text_of_each_alone(engines: dict[str, Any]) -> None:
