@@ -52,6 +52,7 @@ def prompts() -> dict[str, list[list[int]]]:
         "long": [random_tokens(choose, 800) for _ in range(4)],
         "many": [random_tokens(choose, choose.randint(3, 500)) for _ in range(32)],
         "repeating": [(random_tokens(choose, 12) * 80)[:count] for count in (100, 450, 900)],
+        "drafts": [random_tokens(choose, choose.randint(3, 500)) for _ in range(96)],
     }
 
 
@@ -98,8 +99,8 @@ def jobs() -> dict[str, dict[str, Any]]:
         "scaled": job(K4V4, long, model="uneven", **chunks),
         "unscaled": job({**K4V4, "feedback": "off"}, long, model="uneven", **chunks),
         "drafted": job(SHORT, few),
-        "eagle": job(SHORT, few, speculative_config=eagle),
-        "plain eagle": job(None, few, speculative_config=eagle),
+        "eagle": job(SHORT, few, PROMPTS["drafts"], speculative_config=eagle),
+        "plain eagle": job(None, few, PROMPTS["drafts"], speculative_config=eagle),
     }
     generated = {"logprobs": VOCABULARY, "max_tokens": 24}
     for model in HYBRIDS:
@@ -167,9 +168,7 @@ def test_uneven_keys_are_scaled(
     engines: dict[str, Any], record_property: Callable[..., None]
 ) -> None:
     """The plain model is the same; without scales its few large channels spoil all others."""
-    scaled, off = (
-        mean_kl(engines["plain"], engines[x], "prompt") for x in ("scaled", "unscaled")
-    )
+    scaled, off = (mean_kl(engines["plain"], engines[x], "prompt") for x in ("scaled", "unscaled"))
     record_property("kl", (scaled, off))
     assert 2e-4 < scaled < min(0.02, 0.5 * off)
 
@@ -191,13 +190,22 @@ def test_ngram_speculation_equals_none(engines: dict[str, Any]) -> None:
 
 
 def test_eagle_speculation_equals_none(engines: dict[str, Any]) -> None:
-    """Rejected drafts cross pages; the draft's own layer is as exact as the model's."""
-    told, plain = engines["eagle"], engines["plain eagle"]
+    """Rejected drafts cross pages."""
+    told = engines["eagle"]
     assert list(told["layers"].values()) == ["TightAttention"] * 3
-    assert_same_text(engines["drafted"], told, tie=0.13, share=0.5)
-    counts = ("vllm:spec_decode_num_accepted_tokens", "vllm:spec_decode_num_drafts")
-    ours, own = (x["metrics"][counts[0]] / x["metrics"][counts[1]] for x in (told, plain))
-    assert own > 0.1 and ours > 0.8 * own, (ours, own)
+    assert_same_text(engines["drafted"], batches(told)[0], tie=0.13, share=0.5)
+
+
+def test_eagle_drafts_are_as_good_as_with_16_bits(
+    engines: dict[str, Any], record_property: Callable[..., None]
+) -> None:
+    """Texts differ, so rates do by chance: 5,000 drafts have a standard deviation of 6%."""
+    counts = [f"vllm:spec_decode_num_{kind}" for kind in ("accepted_tokens", "drafts")]
+    told = [engines[name]["metrics"] for name in ("eagle", "plain eagle")]
+    record_property("metrics", told)
+    ours, own = (metrics[counts[0]] / metrics[counts[1]] for metrics in told)
+    assert min(metrics[counts[1]] for metrics in told) > 3000
+    assert own > 0.05 and ours > 0.8 * own, told
 
 
 @pytest.mark.parametrize("model", HYBRIDS)
