@@ -115,8 +115,6 @@ def run_engine(job: dict[str, Any]) -> list[Turn]:
         from tightkv.integrations.vllm import register
 
         register()  # vLLM finds the plugin itself only where tightkv is installed
-    while not Path(job["turn"]).exists():  # another engine has the device; this one has imported
-        time.sleep(0.1)
     llm = vllm.LLM(**job["engine"])
     engine, replay = llm.llm_engine, Replay(**job["replay"])
     params = vllm.SamplingParams(
@@ -125,6 +123,9 @@ def run_engine(job: dict[str, Any]) -> list[Turn]:
     warm = Replay(**{**job["replay"], "agents": 1, "seed": 1})
     for i in range(2):  # compiles, and plans for these lengths
         run_turn(engine, f"warm {i}", warm.ask(0), params)
+    Path(job["ready"]).touch()
+    while not Path(job["turn"]).exists():  # another engine has the device
+        time.sleep(0.1)
     turns, end = [], time.monotonic() + job["seconds"]
     for number in range(replay.rounds):
         for agent in replay.order():
@@ -173,6 +174,7 @@ def arguments(args: argparse.Namespace, cache: str, longest: int) -> dict[str, A
         "max_num_seqs": 8,
         "max_num_batched_tokens": 16384,
         "kv_cache_memory_bytes": int(args.gpu_gib * 2**30),
+        "gpu_memory_utilization": round(0.9 / len(args.caches), 2),  # others are there too
         "kv_transfer_config": {"kv_role": "kv_both", **transfer},
         **compiled,
         **json.loads(args.engine),
@@ -213,7 +215,7 @@ def main() -> int:
 
 
 def replay(args: argparse.Namespace, folder: Path) -> int:
-    """One engine after another; each imports while the one before runs."""
+    """All engines start together; then one after another has the device."""
     args.load_format = "auto"
     vocabulary = None
     if args.model is None:
@@ -243,6 +245,7 @@ def run_engines(
     for i, cache in enumerate(args.caches):
         job = {
             "cache": cache,
+            "ready": str(folder / f"ready{i}"),
             "turn": str(folder / f"turn{i}"),
             "engine": arguments(args, cache, longest),
             "replay": sizes,
@@ -252,6 +255,9 @@ def run_engines(
         paths = [str(folder / f"{name}{i}.json") for name in ("job", "turns")]
         words = [sys.executable, __file__, "--job", *paths]
         processes.append(subprocess.Popen(words, env={**os.environ, **SETTINGS}))
+    for i, process in enumerate(processes):  # none starts while another is measured
+        while not (folder / f"ready{i}").exists() and process.poll() is None:
+            time.sleep(0.1)
     failed = 0
     for i, (cache, process) in enumerate(zip(args.caches, processes, strict=True)):
         (folder / f"turn{i}").touch()

@@ -416,6 +416,20 @@ def test_speculation() -> None:
         expect("docs/vllm.md", f"| {batch} | {' | '.join(cells)} |")
 
 
+def test_agents_that_come_back() -> None:
+    found = {(row["cache"], row["round"]): row for row in rows("agent_replay")}
+    for name, cache in (("bf16", "auto"), ("fp8", "fp8"), ("k4v4", "k4v4")):
+        late, first = found[cache, "late"], found[cache, 1]
+        assert late["requests"] == 2 * late["agents"], "a round was cut short"
+        times = (late["ttft_ms"], late["ttft_ms_p90"], first["ttft_ms"])
+        cells = [f"{100 * late['hit_rate']:.1f}%", *(f"{ms:.1f}" for ms in times)]
+        expect("docs/vllm.md", f"| {name} | {' | '.join(cells)} |")
+    sizes = ("agents", "context", "system", "question", "rounds", "gpu_gib", "host_gib", "layers")
+    assert {tuple(row[name] for name in sizes) for row in found.values()} == {
+        (24, 12288, 2048, 256, 4, 1, 4, 12)
+    }
+
+
 # --- exported models ------------------------------------------------------------------------------
 def step_cells(row: Row, names: tuple[str, ...], digits: int) -> str:
     ms, ratios = row["ms"], row["ratios"]

@@ -77,6 +77,20 @@ def plant_key_bias(folder: Path, layer: int, size: float = 10.0) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
+def write_uneven_copy(model: Path, folder: Path) -> Path:
+    """The same function, but a few channels of keys are 16 times as large, of queries as small."""
+    copytree(model, folder)
+    half = json.loads((folder / "config.json").read_text())["head_dim"] // 2
+    large = [channel + side for channel in (3, 7) for side in (0, half)]  # pairs of RoPE
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        factor = {"k_proj": 16.0, "q_proj": 1 / 16}.get(name.split(".")[-2])
+        if factor is not None:
+            tensor.unflatten(0, (-1, 2 * half))[:, large] *= factor
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
 def lfm2_for_vllm(hidden_size: int, **shape: Any) -> Lfm2Config:
     """Two heads; vLLM reads the names of older files."""
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}

@@ -43,6 +43,7 @@ METRICS = (
     "vllm:prefix_cache_hits",
     "vllm:spec_decode_num_drafts",
     "vllm:spec_decode_num_accepted_tokens",
+    "vllm:spec_decode_num_accepted_tokens_per_pos",
 )
 HAND_OVER = {"do_remote_decode": True, "do_remote_prefill": False}
 ENGINES_THAT_STAY: list[Any] = []
@@ -109,7 +110,8 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
         outputs.append([result(request) for request in done])
     core = llm.llm_engine.engine_core.engine_core
     context = core.vllm_config.compilation_config.static_forward_context
-    counters = {m.name: m.value for m in llm.get_metrics() if m.name in METRICS}
+    wanted = [metric for metric in llm.get_metrics() if metric.name in METRICS]
+    counters = {m.name: m.values if hasattr(m, "values") else m.value for m in wanted}
     return {
         "outputs": outputs,
         "metrics": counters,

@@ -44,8 +44,8 @@ def run_engines_apart(
     """The same, every job in a process of its own: vLLM captures CUDA graphs once a process."""
 
     def run(name: str) -> dict[str, Any]:
-        place = folder / name.replace(" ", "_")
-        place.mkdir()
+        place = folder / "engines" / name.replace(" ", "_")  # models are in `folder`, too
+        place.mkdir(parents=True)
         try:
             return run_engines({name: jobs[name]}, models, place)[name]
         except AssertionError as error:  # of this one; the others' tests can still run

@@ -15,7 +15,7 @@ import transformers as hf
 
 from drafts import write_eagle_head
 from models import MAMBA, SHAPE
-from tiny_folder import lfm2_for_vllm, write_model, write_tiny_folder
+from tiny_folder import lfm2_for_vllm, write_model, write_tiny_folder, write_uneven_copy
 from vllm_outputs import (
     VOCABULARY,
     assert_same_text,
@@ -52,6 +52,7 @@ def prompts() -> dict[str, list[list[int]]]:
         "long": [random_tokens(choose, 800) for _ in range(4)],
         "many": [random_tokens(choose, choose.randint(3, 500)) for _ in range(32)],
         "repeating": [(random_tokens(choose, 12) * 80)[:count] for count in (100, 450, 900)],
+        "drafts": [random_tokens(choose, choose.randint(3, 500)) for _ in range(96)],
     }
 
 
@@ -95,9 +96,11 @@ def jobs() -> dict[str, dict[str, Any]]:
         "crowd": job(K4V4, many, sampling=whole, kv_cache_memory_bytes=3 << 19, max_num_seqs=16),
         "repeating": job(K4V4, PROMPTS["repeating"]),
         "speculative": job(K4V4, PROMPTS["repeating"], speculative_config=ngram),
+        "scaled": job(K4V4, long, model="uneven", **chunks),
+        "unscaled": job({**K4V4, "feedback": "off"}, long, model="uneven", **chunks),
         "drafted": job(SHORT, few),
-        "eagle": job(SHORT, few, speculative_config=eagle),
-        "plain eagle": job(None, few, speculative_config=eagle),
+        "eagle": job(SHORT, few, PROMPTS["drafts"], speculative_config=eagle),
+        "plain eagle": job(None, few, PROMPTS["drafts"], speculative_config=eagle),
     }
     generated = {"logprobs": VOCABULARY, "max_tokens": 24}
     for model in HYBRIDS:
@@ -114,7 +117,7 @@ def jobs() -> dict[str, dict[str, Any]]:
 
 
 def write_models(folder: Path) -> dict[str, Path]:
-    """A llama, one with convolutions, one with Mamba, one with sliding windows."""
+    """A llama, one with uneven keys, with convolutions, with Mamba, with sliding windows."""
     shape = {**SHAPE, "max_position_embeddings": 4096, "head_dim": 128, "vocab_size": VOCABULARY}
     windows = {"sliding_window": 160, "layer_types": ["sliding_attention", "full_attention"] * 2}
     configs = {
@@ -123,8 +126,10 @@ def write_models(folder: Path) -> dict[str, Path]:
         "windows": hf.Gemma3TextConfig(**shape, **windows),
     }
     size = {"max_position_embeddings": 4096, "head_dim": 128, "hidden_size": 128}
+    tiny = write_tiny_folder(folder / "tiny", **size)
     return {
-        "tiny": write_tiny_folder(folder / "tiny", **size),
+        "tiny": tiny,
+        "uneven": write_uneven_copy(tiny, folder / "uneven"),
         "head": write_eagle_head(folder / "tiny", folder / "head"),
         **{name: write_model(folder / name, config) for name, config in configs.items()},
     }
@@ -159,6 +164,15 @@ def test_layers_of_more_bits_have_larger_pages(engines: dict[str, Any]) -> None:
     assert mixed < 0.8 * uniform
 
 
+def test_uneven_keys_are_scaled(
+    engines: dict[str, Any], record_property: Callable[..., None]
+) -> None:
+    """The plain model is the same; without scales its few large channels spoil all others."""
+    scaled, off = (mean_kl(engines["plain"], engines[x], "prompt") for x in ("scaled", "unscaled"))
+    record_property("kl", (scaled, off))
+    assert 2e-4 < scaled < min(0.02, 0.5 * off)
+
+
 def test_a_crowd_that_preempts_gives_the_text_of_each_alone(engines: dict[str, Any]) -> None:
     alone, crowd = engines["alone"], engines["crowd"]
     assert crowd["metrics"]["vllm:num_preemptions"] > 0
@@ -176,13 +190,22 @@ def test_ngram_speculation_equals_none(engines: dict[str, Any]) -> None:
 
 
 def test_eagle_speculation_equals_none(engines: dict[str, Any]) -> None:
-    """Rejected drafts cross pages; the draft's own layer is as exact as the model's."""
-    told, plain = engines["eagle"], engines["plain eagle"]
+    """Rejected drafts cross pages."""
+    told = engines["eagle"]
     assert list(told["layers"].values()) == ["TightAttention"] * 3
-    assert_same_text(engines["drafted"], told, tie=0.13, share=0.5)
-    counts = ("vllm:spec_decode_num_accepted_tokens", "vllm:spec_decode_num_drafts")
-    ours, own = (x["metrics"][counts[0]] / x["metrics"][counts[1]] for x in (told, plain))
-    assert own > 0.1 and ours > 0.8 * own, (ours, own)
+    assert_same_text(engines["drafted"], batches(told)[0], tie=0.13, share=0.5)
+
+
+def test_eagle_drafts_are_as_good_as_with_16_bits(
+    engines: dict[str, Any], record_property: Callable[..., None]
+) -> None:
+    """Texts differ, so rates do by chance: 5,000 drafts have a standard deviation of 6%."""
+    counts = [f"vllm:spec_decode_num_{kind}" for kind in ("accepted_tokens", "drafts")]
+    told = [engines[name]["metrics"] for name in ("eagle", "plain eagle")]
+    record_property("metrics", told)
+    ours, own = (metrics[counts[0]] / metrics[counts[1]] for metrics in told)
+    assert min(metrics[counts[1]] for metrics in told) > 3000
+    assert own > 0.05 and ours > 0.8 * own, told
 
 
 @pytest.mark.parametrize("model", HYBRIDS)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tightkv import KVQuantConfig
 from tightkv.integrations.vllm import ring_kernel
@@ -780,3 +781,39 @@ def test_a_prefix_hit_does_not_take_the_ring_from_who_goes_on() -> None:
     one.tokens.append(5)
     rows = scheduler.run([(two, 1), (one, 1)])
     assert rows.exact_starts.tolist() == [PAGE, 0]
+
+
+class Copies(TorchDispatchMode):
+    """Notes of each copy to another device whether the host goes on meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asynchronous: list[bool] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and kwargs.get("device") is not None:
+            self.asynchronous.append(bool(kwargs.get("non_blocking")))
+        return func(*args, **kwargs)
+
+
+def test_the_host_does_not_wait_when_blocks_are_named_or_loaded() -> None:
+    table = RingTable(CFG, 4, 16, 0, "meta")
+    with Copies() as copies:
+        table.name({3: NAMED + 5})
+        table.load([3, 4], {3: NAMED + 5})
+    assert copies.asynchronous == [True] * 3
+
+
+@pytest.mark.gpu
+def test_naming_and_loading_have_no_synchronization() -> None:
+    table = RingTable(CFG, 4, 16, 0, "cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        table.name({3: NAMED + 5})
+        table.load([3, 4], {3: NAMED + 5})
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert table.content[3] == NAMED + 5

@@ -14,7 +14,7 @@ Everything is device tensors of fixed shape, and no step waits for the device.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -214,7 +214,7 @@ class RingTable:
 
         `firsts`: names of those that are sequences' first.
         """
-        begin = torch.tensor(blocks, device=self.steps.device) * self.pages_per_block
+        begin = _on_device(blocks, self.steps.device) * self.pages_per_block
         inside = torch.arange(self.pages_per_block, device=self.steps.device)
         filled = (begin[:, None] + inside).flatten()
         self.row_of_block[filled] = self.rows
@@ -231,7 +231,7 @@ class RingTable:
         self.sink_content.masked_fill_(self.sink_content >= NAMED, -2)
 
     def _first_pages(self, firsts: Mapping[int, int]) -> tuple[Tensor, Tensor]:
-        both = torch.tensor([list(firsts), list(firsts.values())], device=self.steps.device)
+        both = _on_device([list(firsts), list(firsts.values())], self.steps.device)
         return both[0] * self.pages_per_block, both[1]
 
     def _live(self, starts: Tensor, counts: Tensor, slots: Tensor) -> Tensor:
@@ -326,6 +326,12 @@ class GroupRings:
 
     table: RingTable | None = None
     """Made with the first step, when vLLM has said how many blocks there are."""
+
+
+def _on_device(numbers: Sequence[Any], device: torch.device) -> Tensor:
+    """From pinned memory: of any other, a copy would wait for all that the device has to do."""
+    host = torch.tensor(numbers, dtype=torch.long, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
 
 
 def _block_at(block_table: Tensor, position: Tensor, size: int) -> Tensor:
