@@ -19,6 +19,7 @@ from tightkv.codec import Codec
 from tightkv.config import KVQuantConfig
 from tightkv.kernels import reference
 from tightkv.kernels.options import AttendOptions
+from tightkv.kernels.ragged_plan import plan_groups
 from tightkv.kernels.registry import select
 from tightkv.kernels.sdpa import AttentionState
 from tightkv.kernels.view import CacheView
@@ -305,7 +306,10 @@ def test_kernels_compile_and_fit_shared_memory(dim, preset, sm, tmp_path):
     run = subprocess.run(command, env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     shared = json.loads(run.stdout)
-    assert set(shared) == {"_append_kernel", "_attend_kernel", "_merge_splits_kernel"}
+    expected = {"_append_kernel", "_attend_kernel", "_merge_splits_kernel"}
+    if dim <= 256:
+        expected |= {"_load_workspace_kernel", "_rotate_rows_kernel"}
+    assert set(shared) == expected
     assert all(size <= 99 * 1024 for size in shared.values()), shared  # sm_89 has the least
 
 
@@ -410,6 +414,7 @@ def test_grids_have_room_for_many_sequences(monkeypatch):
     from tightkv.kernels.triton import attend as triton_attend
     from tightkv.kernels.triton import dequantize, merge_splits
     from tightkv.kernels.triton import prefill as triton_prefill
+    from tightkv.kernels.triton import ragged as triton_ragged
 
     grids = Grids()
     for module, names in (
@@ -419,6 +424,7 @@ def test_grids_have_room_for_many_sequences(monkeypatch):
         (dequantize, ("_dequantize_kernel",)),
         (triton_prefill, ("_rotate_queries_kernel", "_load_exact_kernel")),
         (triton_prefill, ("_merge_states_kernel", "_merge_and_unrotate_kernel")),
+        (triton_ragged, ("_load_workspace_kernel", "_rotate_rows_kernel")),
     ):
         for name in names:
             monkeypatch.setattr(module, name, grids)
@@ -446,6 +452,10 @@ def test_grids_have_room_for_many_sequences(monkeypatch):
     part = AttentionState(many, torch.empty(batch, heads, 32, device=meta))
     triton_prefill.merge_states(part, part)
     triton_prefill.merge_and_unrotate(codec, part, part)
-    assert len(grids.seen) >= 10
+    starts = torch.zeros(batch + 1, dtype=torch.int32, device=meta)
+    groups = plan_groups([1] * batch, [200] * batch, 2**30, starts, number)
+    triton_ragged.load_workspace(codec, view, groups[0], x, x, x, x)
+    triton_ragged.unrotate(codec, triton_ragged.rotate_queries(codec, x), x)
+    assert len(grids.seen) >= 13
     assert all(n <= 65_535 for grid in grids.seen for n in grid[1:])
     assert max(grid[0] for grid in grids.seen) > batch

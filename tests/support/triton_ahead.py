@@ -20,9 +20,10 @@ from triton.runtime.jit import JITFunction
 from helpers import make_cache
 from tightkv.config import KVQuantConfig
 from tightkv.kernels.options import AttendOptions
+from tightkv.kernels.ragged_plan import plan_groups
 from tightkv.kernels.triton import attend as triton_attend
 from tightkv.kernels.triton import backend as kernels
-from tightkv.kernels.triton import dequantize
+from tightkv.kernels.triton import dequantize, ragged
 
 shared: dict[str, int] = {}
 appends: dict[str, int | bool] = {}
@@ -62,7 +63,8 @@ def compile_only(kernel, *args, grid, warmup, num_warps, enable_fp_fusion=True, 
 
 def main(dim: int, preset: str, *only: str) -> None:
     JITFunction.run = compile_only
-    triton_attend.has_ptx = dequantize.has_ptx = lambda device: SM >= 89
+    for place in (triton_attend, dequantize, ragged):
+        place.has_ptx = lambda device: SM >= 89
     cache = make_cache(KVQuantConfig.preset(preset), rows=1, dim=dim, dtype=torch.bfloat16)
     cache._kernels = kernels.__name__
     if "feedback" in only:
@@ -79,7 +81,18 @@ def main(dim: int, preset: str, *only: str) -> None:
         kernels.attend(
             cache.codec, q, cache.view(), cu_seqlens, AttendOptions(max_queries=count, **new)
         )
+    if dim <= 256:
+        compile_ragged(cache, q, x[0])
     json.dump(shared, sys.stdout)
+
+
+def compile_ragged(cache, query, new):
+    """What is launched for prompts that share a workspace."""
+    view, starts = cache.view(), torch.tensor([0, len(query)], dtype=torch.int32)
+    (group,) = plan_groups([len(query)], [20], 1000, starts, view.lengths)
+    key = torch.empty(group.tokens, *new.shape[1:], dtype=new.dtype)
+    ragged.load_workspace(cache.codec, view, group, new, new, key, key)
+    ragged.unrotate(cache.codec, ragged.rotate_queries(cache.codec, query), query)
 
 
 def main_mla(rank: int, preset: str, heads: int) -> None:

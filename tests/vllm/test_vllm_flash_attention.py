@@ -7,8 +7,14 @@ pytest.importorskip("vllm")
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
     pytest.skip("FlashAttention 3 needs a Hopper GPU", allow_module_level=True)
 
-from tightkv.integrations.vllm.flash_attention import flash_attention_3, prefer_flash_attention
+from ragged_caches import plain_varlen
+from tightkv.integrations.vllm.flash_attention import (
+    flash_attention_3,
+    prefer_flash_attention,
+    varlen_flash_attention_3,
+)
 from tightkv.kernels import sdpa
+from tightkv.kernels.ragged_plan import plan_groups
 
 
 @pytest.mark.parametrize("batch,heads,kv_heads,queries,keys,causal", [
@@ -35,9 +41,33 @@ def test_flash_attention_equals_plain_attention(batch, heads, kv_heads, queries,
     torch.testing.assert_close(made.lse, plain.lse, atol=2e-3, rtol=1e-3)
 
 
+@pytest.mark.parametrize("spare", [0, 3])
+@pytest.mark.parametrize("heads,kv_heads", [(8, 2), (4, 4)])
+def test_varlen_attention_equals_plain_attention(heads, kv_heads, spare):
+    """In several groups; no prefix, no new tokens, and fewer tokens than the host expects."""
+    counts, before = [64, 0, 200, 1, 97, 33], [1000, 70, 0, 300, 4097, 5]
+    starts = torch.tensor([0, *counts]).cumsum(0).int().cuda()
+    lengths = torch.tensor(before, device="cuda").int()
+    bounds = [n + spare for n in before]
+    groups = plan_groups(counts, bounds, 4300, starts, lengths)
+    assert len(groups) == 2
+    q = torch.randn(sum(counts), heads, 128, device="cuda").bfloat16()
+    for group in groups:
+        shape = (group.tokens, kv_heads, 128)
+        k, v = (torch.randn(shape, device="cuda").bfloat16() for _ in "kv")
+        mine, scale = q[group.queries], 128**-0.5
+        out, plain_out = torch.full_like(mine, torch.nan), torch.empty_like(mine)
+        lse = varlen_flash_attention_3(mine, k, v, group, scale, out)
+        plain_lse = plain_varlen(mine, k, v, group, scale, plain_out)
+        torch.testing.assert_close(out.float(), plain_out.float(), atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(lse, plain_lse, atol=2e-3, rtol=1e-3)
+
+
 def test_it_is_chosen(monkeypatch):
     monkeypatch.setattr(sdpa, "_PREFERRED", [])
+    monkeypatch.setattr(sdpa, "_VARLEN", [])
     prefer_flash_attention.cache_clear()
     prefer_flash_attention()
     q = torch.empty(1, 2, 300, 128, device="cuda", dtype=torch.bfloat16)
     assert sdpa._backends(q, q, any_length=False)[0] is flash_attention_3
+    assert sdpa.varlen_attention() is varlen_flash_attention_3

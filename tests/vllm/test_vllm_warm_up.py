@@ -22,7 +22,7 @@ from tightkv.integrations.vllm.layer_step import LayerStep
 from tightkv.integrations.vllm.metadata import make_part
 from tightkv.integrations.vllm.ring_table import BatchRings, RingTable
 from tightkv.integrations.vllm.warm_up import kinds_of_parts, sizes, warm_up, warm_up_once
-from tightkv.kernels import reference
+from tightkv.kernels import reference, sdpa
 from tightkv.kernels.cpu import backend as cpu
 from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.prefill import CHUNK_TOKENS, MIN_QUERIES
@@ -244,10 +244,10 @@ class Launches:
 def launches(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """kernels.triton that launches nothing, and the binaries it asked for."""
     kernels = pytest.importorskip("tightkv.kernels.triton.backend")
-    from tightkv.kernels.triton import append, attend, dequantize, merge_splits, prefill
+    from tightkv.kernels.triton import append, attend, dequantize, merge_splits, prefill, ragged
 
     found: set[Any] = set()
-    for place in (append, attend, dequantize, merge_splits, prefill):
+    for place in (append, attend, dequantize, merge_splits, prefill, ragged):
         for name, kernel in list(vars(place).items()):
             if name.endswith("_kernel"):
                 monkeypatch.setattr(place, name, Launches(kernel, found))
@@ -278,8 +278,9 @@ class Serving:
         ids = self.ids[: len(counts)]
         slots = torch.full((first[-1],), self.layout.page_size)
         rows = self.table.step(ids, torch.tensor(lengths).int(), starts, slots, self.out)
-        cuts = split_batch(first, lengths, self.most_decoding)
-        parts = [make_part(cut, first, starts, ids, rows, self.zeros) for cut in cuts]
+        room = self.step.workspace_tokens
+        cuts = split_batch(first, lengths, self.most_decoding, room)
+        parts = [make_part(cut, first, starts, ids, rows, self.zeros, room) for cut in cuts]
         heads = (self.hq, HEADS, HEADS)
         qkv = torch.zeros(first[-1], sum(heads), DIM, dtype=self.layout.dtype)
         query, key, value = qkv.split(heads, 1)
@@ -291,20 +292,31 @@ class Serving:
 @pytest.mark.sampled
 @pytest.mark.parametrize("feedback", [None, torch.eye(DIM).repeat(HEADS, 1, 1)], ids=["", "fed"])
 @pytest.mark.parametrize("most_decoding", [1, 5, 16])
+@pytest.mark.parametrize("varlen", [False, True], ids=["", "varlen"])
 @pytest.mark.parametrize("group", [1, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_serving_asks_for_no_binary_that_is_not_there(
     launches: SimpleNamespace,
     dtype: torch.dtype,
     group: int,
+    varlen: bool,
     most_decoding: int,
     feedback: Tensor | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    shared: list[int] = []
+
+    def attention(q: Tensor, *_: Any) -> Tensor:
+        shared.append(len(q))
+        return q[..., 0].float()
+
+    monkeypatch.setattr(sdpa, "_VARLEN", [attention] if varlen else [])
     step, query_heads = make_step(launches.kernels, dtype), group * HEADS
     serving = Serving(step, query_heads, most_decoding, feedback)
     warm_up(step, serving.rings, query_heads, most_decoding, most_decoding + 1, feedback)
     ready = set(launches.found)
     launches.found.clear()
+    shared.clear()
     choose = random.Random(0)
     for prefix in (0, 1, 32, 100, 512, 1000, 2048, 4100, 5000):
         counts = [1, choose.choice([256, 301, 480])]
@@ -316,4 +328,7 @@ def test_serving_asks_for_no_binary_that_is_not_there(
     assert launches.found <= ready
     names = {name for name, *_ in launches.found}
     assert names == {name for name, *_ in ready}
-    assert len(names) == (8 if dtype == torch.bfloat16 else 3)  # long prompts in half precision
+    # Long prompts and prompts together are of half precision.
+    half = dtype == torch.bfloat16
+    assert len(names) == (8 + 2 * varlen if half else 3)
+    assert bool(shared) == (half and varlen)

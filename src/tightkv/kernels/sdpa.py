@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from tightkv.kernels.ragged_plan import RaggedGroup
 
 CUDNN_MULTIPLE = 512  # cuDNN gets lengths that are multiples of this
 
@@ -22,11 +25,37 @@ class AttentionState(NamedTuple):
 SDPABackend = Callable[[Tensor, Tensor, Tensor, float, bool], AttentionState]
 _PREFERRED: list[SDPABackend] = []
 
+# q [N, Hq, D], k and v [tokens, Hkv, D] of a group's sequences, scale, where the output goes -> LSE
+# [N, Hq]. Causal: the last query of a sequence sees all of its keys.
+VarlenAttention = Callable[[Tensor, Tensor, Tensor, RaggedGroup, float, Tensor], Tensor]
+_VARLEN: list[VarlenAttention] = []
 
-def prefer(backend: SDPABackend) -> None:
-    """Try this one first, with lengths of any kind: an engine's own attention plans none."""
+
+def prefer(backend: SDPABackend, varlen: VarlenAttention | None = None) -> None:
+    """Try this one first, with lengths of any kind: an engine's own attention plans none.
+
+    `varlen`: the same for sequences of different lengths. Torch has none.
+    """
     if backend not in _PREFERRED:
         _PREFERRED.append(backend)
+    if varlen is not None and varlen not in _VARLEN:
+        _VARLEN.append(varlen)
+
+
+def varlen_attention() -> VarlenAttention | None:
+    """Attention of sequences of different lengths in one call, where an engine has it."""
+    return _VARLEN[0] if _VARLEN else None
+
+
+def give_up_varlen(attention: VarlenAttention, error: RuntimeError) -> None:
+    """It refused a call: none of this process goes to it any more."""
+    if attention in _VARLEN:
+        _VARLEN.remove(attention)
+        warnings.warn(
+            "tightkv: prompts after a cached prefix are read out of the pages, which is slower, "
+            f"since the engine's attention refused: {error}",
+            stacklevel=2,
+        )
 
 
 def length_multiple() -> int:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from tightkv.kernels.ragged_plan import RaggedGroup
+
 
 @dataclass(frozen=True)
 class CacheView:
@@ -34,6 +36,7 @@ class CacheView:
     # queries may be read while the append still runs.
     overlaps_append: bool = False
     feedback: Tensor | None = None  # float32 [Hkv, D, D], how sealed keys are coded: math.feedback
+    ragged: tuple[RaggedGroup, ...] = ()  # how prompts after these tokens share a workspace
 
     @property
     def batch(self) -> int:

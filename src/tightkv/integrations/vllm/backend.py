@@ -63,7 +63,8 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
     ) -> TightMetadata:
         common = common_attn_metadata
         starts: list[int] = common.query_start_loc_cpu.tolist()
-        ranges = split_batch(starts, host_lengths(common), self._most_decoding(len(starts) - 1))
+        most_decoding, workspace = self._most_decoding(len(starts) - 1), self._workspace_tokens()
+        ranges = split_batch(starts, host_lengths(common), most_decoding, workspace)
         slots = common.slot_mapping[: common.num_actual_tokens]
         given = (common.seq_lens, common.query_start_loc, slots)
         pages = self._page_table(common.block_table_tensor)
@@ -80,7 +81,7 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
                 torch.cat([own, rows.sink_sources]).long(),
             )
         parts = [
-            make_part(part, starts, common.query_start_loc, pages, rows, self.starts)
+            make_part(part, starts, common.query_start_loc, pages, rows, self.starts, workspace)
             for part in ranges
         ]
         built_from = (common.block_table_tensor, *given)
@@ -103,6 +104,11 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
         """New tokens up to which a sequence of this batch is treated like one that decodes."""
         short_prompt = min(impl.short_prompt for impl in self.impls)
         return self._limits.most_as_decoding(sequences, short_prompt)
+
+    def _workspace_tokens(self) -> int | None:
+        """What fits the workspace of each layer that has one; see `LayerStep`."""
+        found = [impl.step.workspace_tokens for impl in self.impls]
+        return min((tokens for tokens in found if tokens is not None), default=None)
 
     def _page_table(self, block_table: Tensor) -> Tensor:
         """[B, blocks] -> [B, pages]: the pages of each block have neighbouring numbers."""

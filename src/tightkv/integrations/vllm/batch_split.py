@@ -7,10 +7,14 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from tightkv.kernels.prefill import MIN_QUERIES
+from tightkv.kernels.ragged_plan import is_worth
 
 # New tokens of a prompt that goes with the decodes, whose queries are planned as many then. They
 # have to be in the ring: no more than RING_SLACK.
 SHORT_PROMPT = 16
+# New tokens from which a prompt is attended to by itself, though others are next to it: it keeps
+# the device busy for longer than its launches take. An estimate.
+ALONE_FROM = 1024
 
 
 class Limits(NamedTuple):
@@ -42,41 +46,85 @@ class PartRange(NamedTuple):
     """New tokens of one sequence."""
     context_len: int | None = None
     """Tokens before the new ones, of a long prompt alone in its part."""
+    most_before: tuple[int, ...] | None = None
+    """Upper bounds of the same, of prompts that share a workspace."""
 
 
 def split_batch(
-    query_start_loc: Sequence[int], lengths: Sequence[int] | None, most_decoding: int
+    query_start_loc: Sequence[int],
+    lengths: Sequence[int] | None,
+    most_decoding: int,
+    workspace_tokens: int | None = None,
 ) -> list[PartRange]:
     """Long prompts one by one; of the others between them, those in front that decode, the rest.
 
     A sequence decodes that has at most `most_decoding` new tokens. The new tokens of sequence b
     are query_start_loc[b] to query_start_loc[b + 1] of the batch, and the last of its lengths[b].
-    Lengths need to be right for long prompts only; None where the host has none.
+    Lengths need to be right for long prompts only, elsewhere they are upper bounds; None where the
+    host has none. With a workspace, prompts that fit it share it where that is worth it.
     """
     counts = [end - begin for begin, end in itertools.pairwise(query_start_loc)]
-    is_long = [lengths is not None and count >= MIN_QUERIES for count in counts]
+    batch = range(len(counts))
+    if lengths is None:
+        return _without_long(counts, batch, most_decoding)
+    before = [length - count for length, count in zip(lengths, counts, strict=True)]
+    if workspace_tokens is None:
+        return _long_apart(counts, before, batch, most_decoding)
     parts = []
-    for begin, end in _runs(is_long):
-        if lengths is not None and is_long[begin]:
-            length = lengths[begin] - counts[begin]
-            parts.append(PartRange(begin, end, True, counts[begin], length))
+    decodes = _first_fresh(counts, batch, most_decoding)  # as long as they like
+    is_alone = [
+        i >= decodes and (counts[i] >= ALONE_FROM or lengths[i] > workspace_tokens) for i in batch
+    ]
+    for run in _runs(batch, is_alone):
+        fresh = _first_fresh(counts, run, most_decoding)
+        prompts = range(fresh, run.stop)
+        inside = [x[fresh : run.stop] for x in (counts, before)]
+        is_long = len(prompts) == 1 and counts[fresh] >= MIN_QUERIES  # has a way of its own
+        if is_long or is_alone[run.start] or not is_worth(*inside):
+            parts += _long_apart(counts, before, run, most_decoding)
             continue
-        fresh = next((i for i in range(begin, end) if counts[i] > most_decoding), end)
-        if fresh > begin:
-            parts.append(PartRange(begin, fresh, False, max(counts[begin:fresh])))
-        if fresh < end:
-            parts.append(PartRange(fresh, end, True, max(counts[fresh:end])))
+        parts += _without_long(counts, range(run.start, fresh), most_decoding)
+        most, bounds = max(inside[0]), tuple(inside[1])
+        parts.append(PartRange(fresh, run.stop, True, most, most_before=bounds))
     return parts
 
 
-def _runs(is_long: Sequence[bool]) -> Iterator[tuple[int, int]]:
-    """Long prompts, and neighbours that are none."""
-    begin = 0
-    for i, alone in enumerate(is_long):
+def _long_apart(
+    counts: Sequence[int], before: Sequence[int], run: range, most_decoding: int
+) -> list[PartRange]:
+    """Long prompts one by one, each with what came before it."""
+    parts = []
+    for part in _runs(run, [counts[i] >= MIN_QUERIES for i in run]):
+        i = part.start
+        if counts[i] >= MIN_QUERIES:
+            parts.append(PartRange(i, part.stop, True, counts[i], before[i]))
+        else:
+            parts += _without_long(counts, part, most_decoding)
+    return parts
+
+
+def _without_long(counts: Sequence[int], run: range, most_decoding: int) -> list[PartRange]:
+    """Those in front that decode, then the rest."""
+    fresh = _first_fresh(counts, run, most_decoding)
+    parts = []
+    for begin, end, is_prefill in ((run.start, fresh, False), (fresh, run.stop, True)):
+        if begin < end:
+            parts.append(PartRange(begin, end, is_prefill, max(counts[begin:end])))
+    return parts
+
+
+def _first_fresh(counts: Sequence[int], run: range, most_decoding: int) -> int:
+    return next((i for i in run if counts[i] > most_decoding), run.stop)
+
+
+def _runs(run: range, is_alone: Sequence[bool]) -> Iterator[range]:
+    """Sequences that are alone, and neighbours that are not."""
+    begin = run.start
+    for i, alone in zip(run, is_alone, strict=True):
         if alone:
             if begin < i:
-                yield begin, i
-            yield i, i + 1
+                yield range(begin, i)
+            yield range(i, i + 1)
             begin = i + 1
-    if begin < len(is_long):
-        yield begin, len(is_long)
+    if begin < run.stop:
+        yield range(begin, run.stop)

@@ -6,8 +6,13 @@ from functools import cache
 
 from torch import Tensor
 
+from tightkv.kernels.ragged_plan import RaggedGroup
 from tightkv.kernels.sdpa import AttentionState, prefer
 from tightkv.sequences import uniform_cu_seqlens
+
+# Rows (query, head) that keep the 132 processors of a Hopper GPU busy, 128 each. With fewer,
+# FlashAttention may split the keys, for which it takes float32 memory per row and split.
+_FULL_ROWS = 128 * 128
 
 
 @cache
@@ -16,7 +21,7 @@ def prefer_flash_attention() -> None:
     from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
     if get_flash_attn_version() == 3:
-        prefer(flash_attention_3)
+        prefer(flash_attention_3, varlen_flash_attention_3)
 
 
 def flash_attention_3(
@@ -40,3 +45,27 @@ def flash_attention_3(
     )  # [B * L, H, D], [H, B * L]
     lse = lse.unflatten(1, (batch, queries)).transpose(0, 1).contiguous()
     return AttentionState(out.unflatten(0, (batch, queries)).transpose(1, 2), lse)
+
+
+def varlen_flash_attention_3(
+    q: Tensor, k: Tensor, v: Tensor, group: RaggedGroup, scale: float, out: Tensor
+) -> Tensor:
+    """Causal attention of a group's queries [N, Hq, D] over its keys; see `VarlenAttention`."""
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    _, lse = flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        max_seqlen_q=group.max_queries,
+        cu_seqlens_q=group.cu_seqlens_q,
+        max_seqlen_k=group.max_keys,
+        cu_seqlens_k=group.cu_seqlens_k,
+        softmax_scale=scale,
+        causal=True,  # aligned to the last query and key
+        return_softmax_lse=True,
+        out=out,
+        num_splits=1 if q.shape[0] * q.shape[1] >= _FULL_ROWS else 0,
+        fa_version=3,
+    )  # lse [Hq, N]
+    return lse.t()

@@ -13,6 +13,9 @@ from torch import Tensor
 from tightkv.codec import Codec
 from tightkv.integrations.vllm.metadata import BatchPart
 from tightkv.kernels.options import AttendOptions
+from tightkv.kernels.ragged import fits_varlen
+from tightkv.kernels.ragged_plan import workspace_tokens
+from tightkv.kernels.sdpa import varlen_attention
 from tightkv.kernels.view import CacheView
 
 # Ring key and value [rows + 1, n, Hkv, D], sink key and value [at least rows + 1, n, Hkv, D].
@@ -36,6 +39,15 @@ class LayerStep:
     def kernel_name(self) -> str:
         name: str = self.kernels.NAME
         return name
+
+    @property
+    def workspace_tokens(self) -> int | None:
+        """Tokens of prompts that can be attended to in one call; None where they cannot."""
+        layout, plain = self.codec.layout, self.window is None and self.softcap is None
+        on_gpu = self.kernel_name in ("cuda", "triton")
+        if not plain or not on_gpu or not fits_varlen(layout) or varlen_attention() is None:
+            return None
+        return workspace_tokens(layout)
 
     def run(
         self,
@@ -160,6 +172,7 @@ def _view(
         sink_key=rings[2][:count],
         sink_value=rings[3][:count],
         same_length=part.context_len if context else None,
+        ragged=part.ragged if context else (),
         overlaps_append=overlaps_append,
         feedback=feedback,
     )

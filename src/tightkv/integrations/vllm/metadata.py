@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch import Tensor
 
 from tightkv.integrations.vllm.batch_split import PartRange
 from tightkv.integrations.vllm.ring_table import BatchRings
+from tightkv.kernels.ragged_plan import RaggedGroup, plan_groups
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,7 @@ class BatchPart:
     starts: Tensor  # int32 [B], zeros
     rows: BatchRings
     context_len: int | None = None  # tokens before the new ones, of a single sequence
+    ragged: tuple[RaggedGroup, ...] = ()  # of prompts that share a workspace
 
 
 @dataclass(frozen=True)
@@ -40,17 +43,26 @@ def make_part(
     pages: Tensor,
     rows: BatchRings,
     zeros: Tensor,
+    workspace_tokens: int | None = None,
 ) -> BatchPart:
     """Those sequences of the batch; where tokens of each begin is known on the host too."""
     begin, end = part.begin, part.end
+    starts = query_start_loc_cpu[begin : end + 1]
     mine = query_start_loc[begin : end + 1]
+    mine = mine - starts[0] if starts[0] else mine
+    groups: tuple[RaggedGroup, ...] = ()
+    if part.most_before is not None and workspace_tokens is not None:
+        counts = [high - low for low, high in pairwise(starts)]
+        before = rows.before[begin:end]
+        groups = plan_groups(counts, part.most_before, workspace_tokens, mine, before)
     return BatchPart(
-        tokens=slice(query_start_loc_cpu[begin], query_start_loc_cpu[end]),
-        query_start_loc=mine - query_start_loc_cpu[begin] if query_start_loc_cpu[begin] else mine,
+        tokens=slice(starts[0], starts[-1]),
+        query_start_loc=mine,
         max_query_len=part.max_query_len,
         is_prefill=part.is_prefill,
         block_table=pages[begin:end],
         starts=zeros[: end - begin],
         rows=BatchRings(*(column[begin:end] for column in rows)),
         context_len=part.context_len,
+        ragged=groups,
     )

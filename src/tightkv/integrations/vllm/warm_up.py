@@ -15,6 +15,7 @@ import itertools
 import logging
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from tightkv.integrations.vllm.layer_step import LayerStep, Rings
 from tightkv.integrations.vllm.metadata import BatchPart
 from tightkv.integrations.vllm.ring_table import BatchRings
 from tightkv.kernels.prefill import MIN_QUERIES, chunk_tokens
+from tightkv.kernels.ragged_plan import plan_groups
 from tightkv.kernels.sdpa import CUDNN_MULTIPLE
 from tightkv.layout import PageLayout
 
@@ -73,7 +75,8 @@ def warm_up(
     """
     layout, device = step.codec.layout, rings[0].device
     pages = layout.new_pages(1, device)
-    for part in kinds_of_parts(layout, rings, most_decoding, least_fresh, sequences):
+    limits = most_decoding, least_fresh, sequences, step.workspace_tokens
+    for part in kinds_of_parts(layout, rings, *limits):
         # as a model has them: parts of one tensor
         heads = (query_heads, layout.num_kv_heads, layout.num_kv_heads)
         shape = (part.tokens.stop, sum(heads), layout.head_dim)
@@ -84,9 +87,17 @@ def warm_up(
 
 
 def kinds_of_parts(
-    layout: PageLayout, rings: Rings, most_decoding: int, least_fresh: int, sequences: int = 1
+    layout: PageLayout,
+    rings: Rings,
+    most_decoding: int,
+    least_fresh: int,
+    sequences: int = 1,
+    workspace_tokens: int | None = None,
 ) -> Iterator[BatchPart]:
-    """A part for every kind: decodes, short prompts, long ones over one piece and over several."""
+    """A part for every kind: decodes, short prompts, long ones over one piece and over several.
+
+    Prompts that share a workspace fill it, so that vLLM counts its memory.
+    """
     page = layout.page_size
     if sequences > 1:  # many programs have other tiles than few (kernels.cuda.decode_plan)
         yield _part(layout, rings, 1, before=page, is_prefill=False, sequences=sequences)
@@ -98,6 +109,8 @@ def kinds_of_parts(
     several = chunk_tokens(layout, 1) + 3 * CUDNN_MULTIPLE + page // 2
     for before in (page, several):
         yield _part(layout, rings, CUDNN_MULTIPLE, before, is_prefill=True, host_knows=True)
+    if workspace_tokens is not None:
+        yield _sharing_part(layout, rings, workspace_tokens)
 
 
 def sizes(least: int, most: int) -> list[int]:
@@ -105,6 +118,21 @@ def sizes(least: int, most: int) -> list[int]:
     doubled = itertools.takewhile(lambda n: n <= most, (1 << i for i in itertools.count()))
     found = {least, most, *(n + more for n in doubled for more in (0, 1))}
     return sorted(n for n in found if least <= n <= most)
+
+
+def _sharing_part(layout: PageLayout, rings: Rings, workspace_tokens: int) -> BatchPart:
+    """Four prompts in one workspace."""
+    sequences, count = 4, 64
+    before = workspace_tokens // sequences - count
+    part = _part(layout, rings, count, before, is_prefill=True, sequences=sequences)
+    groups = plan_groups(
+        [count] * sequences,
+        [before] * sequences,
+        workspace_tokens,
+        part.query_start_loc,
+        part.rows.before,
+    )
+    return replace(part, ragged=groups)
 
 
 def _part(

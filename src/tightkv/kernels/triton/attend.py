@@ -20,7 +20,9 @@ from tightkv.kernels.constants import decode_constants, layout_constants
 from tightkv.kernels.device_guard import device_guard
 from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.prefill import can_extend, extend
+from tightkv.kernels.ragged import try_extend_ragged
 from tightkv.kernels.triton import prefill as prefill_ops
+from tightkv.kernels.triton import ragged as ragged_ops
 from tightkv.kernels.triton.attend_plan import attend_plan
 from tightkv.kernels.triton.device import has_ptx, interpreted, last_contiguous
 from tightkv.kernels.triton.merge_splits import merge_splits
@@ -383,6 +385,13 @@ def attend(
     lse = torch.empty(rows, hq, dtype=torch.float32, device=device)
     if not rows or not view.batch:
         return out.zero_(), lse.fill_(-math.inf)
+    if plain and view.ragged:
+        found = try_extend_ragged(
+            codec, query, view, ragged_ops, scale=scale, new_key=new_key, new_value=new_value,
+            out=out,
+        )  # fmt: skip
+        if found is not None:
+            return out, found
     query = last_contiguous(query)
     hkv = layout.num_kv_heads
     new = new_key is not None

@@ -28,6 +28,86 @@ def _side_by_side(a, b, c, d):
     return tl.join(tl.join(a, c), tl.join(b, d))
 
 
+@triton.jit
+def dequantized_keys(
+    record, block, D: tl.constexpr, DP: tl.constexpr, KEY_BITS: tl.constexpr,
+    KEY_CHUNK: tl.constexpr, KEY_TABLE: tl.constexpr, KEY_UNIT: tl.constexpr,
+    KEY_SCALE_AT: tl.constexpr, MEAN_AT: tl.constexpr, MEAN_BITS: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Keys of 32 tokens of a record, rotated, float32 [32, DP]; row i is token_order(1)[i]."""
+    numbers = record.to(tl.pointer_type(tl.float16))
+    C: tl.constexpr = D // KEY_CHUNK
+    CP: tl.constexpr = DP // KEY_CHUNK
+    if KEY_CHUNK == 32:
+        kw = load_key_words(
+            record.to(tl.pointer_type(tl.int32)), block, 1, KEY_BITS, C, CP, KEY_CHUNK
+        )
+    else:
+        kw = load_key_words(
+            record.to(tl.pointer_type(tl.int16)), block, 1, KEY_BITS, C, CP, KEY_CHUNK
+        )
+    # [32, words] each; word = CP q + chunk, channel = KEY_CHUNK chunk + PER q + code
+    if KEY_BITS < 8:
+        h0, h1, h2, h3, h4, h5, h6, h7 = nibble_levels(kw, KEY_BITS, KEY_TABLE, PTX)
+        x = tl.join(_side_by_side(h0, h2, h4, h6), _side_by_side(h1, h3, h5, h7))
+        x = tl.reshape(x, [32, KEY_CHUNK // 8, CP, 8])
+    else:
+        h0, h1, h2, h3 = byte_levels(kw)
+        x = tl.reshape(_side_by_side(h0, h1, h2, h3), [32, KEY_CHUNK // 4, CP, 4])
+    x = tl.reshape(tl.permute(x, [0, 2, 1, 3]), [32, DP]).to(tl.float32)
+    scale = tl.load(numbers + KEY_SCALE_AT // 2 + block * 32 + scale_order(1)).to(tl.float32)
+    x = x * (tl.abs(scale) * KEY_UNIT)[:, None]
+    if MEAN_BITS > 0:
+        d = tl.arange(0, DP)
+        if MEAN_BITS == 16:
+            mean = tl.load(numbers + MEAN_AT // 2 + d, mask=d < D, other=0.0).to(tl.float32)
+        else:
+            step = tl.load(numbers + (MEAN_AT + D) // 2).to(tl.float32)
+            means = (record + MEAN_AT).to(tl.pointer_type(tl.int8))
+            mean = tl.load(means + d, mask=d < D, other=0).to(tl.float32) * step
+        centered = scale.to(tl.int32, bitcast=True) < 0
+        x += tl.where(centered[:, None], mean[None, :], 0.0)
+    return x
+
+
+@triton.jit
+def even_tokens():
+    """Which tokens of 32 the rows of `dequantized_values` are; those of the odd ones come next."""
+    pair = tl.arange(0, 16)
+    return 8 * (pair % 4) + 2 * (pair // 4)  # the first of the pair, as in token_order
+
+
+@triton.jit
+def dequantized_values(
+    record, block, D: tl.constexpr, DP: tl.constexpr, VALUE_BITS: tl.constexpr,
+    VALUE_TABLE: tl.constexpr, VALUE_UNIT: tl.constexpr, VALUE_AT: tl.constexpr,
+    VALUE_SCALE_AT: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Values of 32 tokens of a record, rotated, float32 [16, DP]: of even tokens, of odd ones."""
+    numbers = record.to(tl.pointer_type(tl.float16))
+    VC: tl.constexpr = D // 16
+    VCP: tl.constexpr = DP // 16
+    vw = load_value_words(
+        (record + VALUE_AT).to(tl.pointer_type(tl.int32)), block, 1, VALUE_BITS, VC, VCP
+    )
+    # [words, 16 pairs] each; word = VCP q + chunk; codes 2 n and 2 n + 1: channel n of two tokens
+    if VALUE_BITS < 8:
+        h0, h1, h2, h3, h4, h5, h6, h7 = nibble_levels(vw, VALUE_BITS, VALUE_TABLE, PTX)
+        even = tl.reshape(_side_by_side(h0, h2, h4, h6), [4, VCP, 16, 4])
+        odd = tl.reshape(_side_by_side(h1, h3, h5, h7), [4, VCP, 16, 4])
+    else:
+        h0, h1, h2, h3 = byte_levels(vw)
+        even = tl.reshape(tl.join(h0, h2), [8, VCP, 16, 2])
+        odd = tl.reshape(tl.join(h1, h3), [8, VCP, 16, 2])
+    token = even_tokens()
+    scale_at = numbers + VALUE_SCALE_AT // 2 + block * 32 + (token % 8) * 4 + token // 8
+    even = tl.reshape(tl.permute(even, [2, 1, 0, 3]), [16, DP]).to(tl.float32)
+    odd = tl.reshape(tl.permute(odd, [2, 1, 0, 3]), [16, DP]).to(tl.float32)
+    even = even * (tl.load(scale_at).to(tl.float32) * VALUE_UNIT)[:, None]
+    odd = odd * (tl.load(scale_at + 4).to(tl.float32) * VALUE_UNIT)[:, None]
+    return even, odd
+
+
 # one binary for all lengths
 @triton.jit(do_not_specialize=["block_table", "table_b", "table_n", "first_page", "blocks"])
 def _dequantize_kernel(
@@ -55,66 +135,20 @@ def _dequantize_kernel(
     if page < 0:
         return
     record = pages + page * page_b + head * RECORD
-    numbers = record.to(tl.pointer_type(tl.float16))
     base = row.to(tl.int64) * out_b + head.to(tl.int64) * out_h + (index * PAGE + block * 32) * D
     d = tl.arange(0, DP)
-
-    C: tl.constexpr = D // KEY_CHUNK
-    CP: tl.constexpr = DP // KEY_CHUNK
-    if KEY_CHUNK == 32:
-        kw = load_key_words(
-            record.to(tl.pointer_type(tl.int32)), block, 1, KEY_BITS, C, CP, KEY_CHUNK
-        )
-    else:
-        kw = load_key_words(
-            record.to(tl.pointer_type(tl.int16)), block, 1, KEY_BITS, C, CP, KEY_CHUNK
-        )
-    # [32, words] each; word = CP q + chunk, channel = KEY_CHUNK chunk + PER q + code
-    if KEY_BITS < 8:
-        h0, h1, h2, h3, h4, h5, h6, h7 = nibble_levels(kw, KEY_BITS, KEY_TABLE, PTX)
-        x = tl.join(_side_by_side(h0, h2, h4, h6), _side_by_side(h1, h3, h5, h7))
-        x = tl.reshape(x, [32, KEY_CHUNK // 8, CP, 8])
-    else:
-        h0, h1, h2, h3 = byte_levels(kw)
-        x = tl.reshape(_side_by_side(h0, h1, h2, h3), [32, KEY_CHUNK // 4, CP, 4])
-    x = tl.reshape(tl.permute(x, [0, 2, 1, 3]), [32, DP]).to(tl.float32)
-    scale = tl.load(numbers + KEY_SCALE_AT // 2 + block * 32 + scale_order(1)).to(tl.float32)
-    x = x * (tl.abs(scale) * KEY_UNIT)[:, None]
-    if MEAN_BITS > 0:
-        if MEAN_BITS == 16:
-            mean = tl.load(numbers + MEAN_AT // 2 + d, mask=d < D, other=0.0).to(tl.float32)
-        else:
-            step = tl.load(numbers + (MEAN_AT + D) // 2).to(tl.float32)
-            means = (record + MEAN_AT).to(tl.pointer_type(tl.int8))
-            mean = tl.load(means + d, mask=d < D, other=0).to(tl.float32) * step
-        centered = scale.to(tl.int32, bitcast=True) < 0
-        x += tl.where(centered[:, None], mean[None, :], 0.0)
+    x = dequantized_keys(
+        record, block, D, DP, KEY_BITS, KEY_CHUNK, KEY_TABLE, KEY_UNIT, KEY_SCALE_AT, MEAN_AT,
+        MEAN_BITS, PTX,
+    )  # fmt: skip
     where = key + base + token_order(1)[:, None] * D + d[None, :]
     tl.store(where, x.to(key.dtype.element_ty), mask=(d < D)[None, :])
-
-    VC: tl.constexpr = D // 16
-    VCP: tl.constexpr = DP // 16
-    vw = load_value_words(
-        (record + VALUE_AT).to(tl.pointer_type(tl.int32)), block, 1, VALUE_BITS, VC, VCP
+    even, odd = dequantized_values(
+        record, block, D, DP, VALUE_BITS, VALUE_TABLE, VALUE_UNIT, VALUE_AT, VALUE_SCALE_AT, PTX
     )
-    # [words, 16 pairs] each; word = VCP q + chunk; codes 2 n and 2 n + 1: channel n of two tokens
-    if VALUE_BITS < 8:
-        h0, h1, h2, h3, h4, h5, h6, h7 = nibble_levels(vw, VALUE_BITS, VALUE_TABLE, PTX)
-        even = tl.reshape(_side_by_side(h0, h2, h4, h6), [4, VCP, 16, 4])
-        odd = tl.reshape(_side_by_side(h1, h3, h5, h7), [4, VCP, 16, 4])
-    else:
-        h0, h1, h2, h3 = byte_levels(vw)
-        even = tl.reshape(tl.join(h0, h2), [8, VCP, 16, 2])
-        odd = tl.reshape(tl.join(h1, h3), [8, VCP, 16, 2])
-    pair = tl.arange(0, 16)
-    token = 8 * (pair % 4) + 2 * (pair // 4)  # the first of the pair, as in token_order
-    where = value + base + token[:, None] * D + d[None, :]
-    scale_at = numbers + VALUE_SCALE_AT // 2 + block * 32 + (token % 8) * 4 + token // 8
-    for odds in tl.static_range(2):
-        levels = odd if odds else even
-        x = tl.reshape(tl.permute(levels, [2, 1, 0, 3]), [16, DP]).to(tl.float32)
-        x = x * (tl.load(scale_at + 4 * odds).to(tl.float32) * VALUE_UNIT)[:, None]
-        tl.store(where + odds * D, x.to(value.dtype.element_ty), mask=(d < D)[None, :])
+    where = value + base + even_tokens()[:, None] * D + d[None, :]
+    tl.store(where, even.to(value.dtype.element_ty), mask=(d < D)[None, :])
+    tl.store(where + D, odd.to(value.dtype.element_ty), mask=(d < D)[None, :])
 
 
 @device_guard

@@ -37,7 +37,7 @@ def _rows_and_head(count, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _load_rotated(
+def load_rotated(
     x, offsets, live, table, BACK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     ROTATION: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -80,7 +80,7 @@ def _rotate_queries_kernel(
     d = tl.arange(0, DP)
     live = at < tokens
     offsets = _row_offsets(b, h, at, query_b, query_h, query_l)
-    x = _load_rotated(query, offsets, live, table, False, D, DP, ROTATION, ROWS)
+    x = load_rotated(query, offsets, live, table, False, D, DP, ROTATION, ROWS)
     flat = bh.to(tl.int64) * tokens + at
     where = out + flat[:, None] * D + d[None, :]
     tl.store(where, x.to(out.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
@@ -125,10 +125,10 @@ def _load_exact_kernel(
     offsets = (owner * slots + at % slots) * (HKV * D) + head * D
     target = _row_offsets(row, head, at - start, out_b, out_h, D)[:, None] + d[None, :]
     if tl.program_id(1) == 0:
-        x = _load_rotated(source_key, offsets, chosen, key_table, False, D, DP, ROTATION, ROWS)
+        x = load_rotated(source_key, offsets, chosen, key_table, False, D, DP, ROTATION, ROWS)
         tl.store(key + target, x.to(key.dtype.element_ty), mask=there)
     else:
-        x = _load_rotated(source_value, offsets, chosen, value_table, False, D, DP, ROTATION, ROWS)
+        x = load_rotated(source_value, offsets, chosen, value_table, False, D, DP, ROTATION, ROWS)
         tl.store(value + target, x.to(value.dtype.element_ty), mask=there)
 
 
@@ -171,7 +171,7 @@ def _merge_and_unrotate_kernel(
     live = at < tokens
     there = live[:, None] & (d < D)[None, :]
     offsets = _row_offsets(b, h // G, (h % G) * tokens + at, prefix_b, prefix_h, prefix_l)
-    x = _load_rotated(prefix, offsets, live, table, True, D, DP, ROTATION, ROWS)
+    x = load_rotated(prefix, offsets, live, table, True, D, DP, ROTATION, ROWS)
     flat = bh.to(tl.int64) * tokens + at
     a = tl.load(prefix_lse + flat, mask=live, other=0.0)
     c = tl.load(exact_lse + flat, mask=live, other=0.0)

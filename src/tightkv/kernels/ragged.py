@@ -1,0 +1,179 @@
+"""Short prompts of many sequences after long prefixes, with an engine's varlen attention.
+
+Cached and new tokens of several sequences are brought to one workspace, in the frame of the pages.
+One call attends to it, causal from the end of each sequence, and the output is rotated back.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tightkv.codec import Codec
+from tightkv.kernels import reference
+from tightkv.kernels.ragged_plan import RaggedGroup
+from tightkv.kernels.sdpa import VarlenAttention, give_up_varlen, varlen_attention
+from tightkv.kernels.view import CacheView
+from tightkv.layout import PageLayout
+
+
+class RaggedOps(Protocol):
+    """The work around attention: `TorchRaggedOps`, or the kernels of `triton.ragged`."""
+
+    def rotate_queries(self, codec: Codec, query: Tensor) -> Tensor:
+        """Queries [N, H, D] into the frame of the pages' keys; contiguous, same dtype."""
+
+    def unrotate(self, codec: Codec, mixed: Tensor, out: Tensor) -> None:
+        """Mixed values [N, H, D] of the pages' frame to `out`, of any strides."""
+
+    def load_workspace(
+        self,
+        codec: Codec,
+        view: CacheView,
+        group: RaggedGroup,
+        new_key: Tensor,
+        new_value: Tensor,
+        key: Tensor,
+        value: Tensor,
+    ) -> None:
+        """All tokens of a group's sequences to key and value [group.tokens, Hkv, D].
+
+        In the frame of the pages, exact tokens too. `view` is the batch's; the new tokens are the
+        group's. Rows after the last token are zeros as far as a tile of attention may reach.
+        """
+
+
+def try_extend_ragged(
+    codec: Codec,
+    query: Tensor,
+    view: CacheView,
+    ops: RaggedOps,
+    *,
+    scale: float,
+    new_key: Tensor | None,
+    new_value: Tensor | None,
+    out: Tensor,
+) -> Tensor | None:
+    """`extend_ragged` where an engine's attention takes it; None elsewhere."""
+    attention = varlen_attention()
+    if attention is None or new_key is None or new_value is None:
+        return None
+    if not can_extend_ragged(codec, query, view, new_key, new_value):
+        return None
+    new = {"new_key": new_key, "new_value": new_value}
+    try:
+        return extend_ragged(codec, query, view, ops, attention, scale=scale, out=out, **new)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # missing, or it refuses the shape
+        give_up_varlen(attention, error)
+    return None
+
+
+def can_extend_ragged(
+    codec: Codec, query: Tensor, view: CacheView, new_key: Tensor, new_value: Tensor
+) -> bool:
+    """Groups were planned for these queries; half precision, usual heads."""
+    return (
+        len(view.ragged) > 0
+        and len(query) == view.ragged[-1].queries.stop
+        and query.dtype == new_key.dtype == new_value.dtype == codec.layout.dtype
+        and fits_varlen(codec.layout)
+    )
+
+
+def fits_varlen(layout: PageLayout) -> bool:
+    """FlashAttention has half precision, and heads of up to 256."""
+    return layout.dtype in (torch.float16, torch.bfloat16) and layout.head_dim <= 256
+
+
+def extend_ragged(
+    codec: Codec,
+    query: Tensor,
+    view: CacheView,
+    ops: RaggedOps,
+    attention: VarlenAttention,
+    *,
+    scale: float,
+    new_key: Tensor,
+    new_value: Tensor,
+    out: Tensor,
+) -> Tensor:
+    """Causal attention of query [N, Hq, D] over the cache and new tokens [N, Hkv, D].
+
+    Fills `out` and returns the LSE [N, Hq].
+    """
+    layout, groups = codec.layout, view.ragged
+    shape = (max(group.tokens for group in groups), layout.num_kv_heads, layout.head_dim)
+    key, value = (torch.empty(shape, dtype=layout.dtype, device=query.device) for _ in range(2))
+    rotated = ops.rotate_queries(codec, query)
+    mixed = torch.empty_like(rotated)
+    lses = []
+    for group in groups:
+        mine, tokens = group.queries, slice(0, group.tokens)
+        k, v = key[tokens], value[tokens]
+        ops.load_workspace(codec, view, group, new_key[mine], new_value[mine], k, v)
+        lses.append(attention(rotated[mine], k, v, group, scale, mixed[mine]))
+    ops.unrotate(codec, mixed, out)
+    return lses[0] if len(lses) == 1 else torch.cat(lses)
+
+
+class TorchRaggedOps:
+    """`RaggedOps` in plain torch: any device, any config."""
+
+    def rotate_queries(self, codec: Codec, query: Tensor) -> Tensor:
+        return codec.key.rotation(query).to(query.dtype).contiguous()
+
+    def unrotate(self, codec: Codec, mixed: Tensor, out: Tensor) -> None:
+        out.copy_(codec.value.rotation.inverse(mixed))
+
+    def load_workspace(
+        self,
+        codec: Codec,
+        view: CacheView,
+        group: RaggedGroup,
+        new_key: Tensor,
+        new_value: Tensor,
+        key: Tensor,
+        value: Tensor,
+    ) -> None:
+        starts, queries = group.cu_seqlens_k.tolist(), group.cu_seqlens_q.tolist()
+        for i, row in enumerate(range(*group.rows.indices(view.batch))):
+            begin, end = queries[i], queries[i + 1]
+            first, pad = starts[i], int(view.left_pad[row])
+            coded = dequantized_row(codec, view, row)
+            for side, target, new in (("key", key, new_key), ("value", value, new_value)):
+                cached = coded[side][pad:]
+                at = first + len(cached)
+                target[first:at] = cached.to(target.dtype)
+                rotated = codec.side(side).rotation(new[begin:end])
+                target[at : at + end - begin] = rotated.to(target.dtype)
+        for target in (key, value):
+            target[starts[-1] :] = 0
+
+
+def dequantized_row(codec: Codec, view: CacheView, row: int) -> dict[str, Tensor]:
+    """Keys and values [length, Hkv, D] of a sequence in the frame of the pages, in float32."""
+    numbers = (view.lengths, view.left_pad, view.ring_read_from, view.sink_counts, view.ring_rows)
+    length, pad, read_from, sinks, owner = (int(x[row]) for x in numbers)
+    page = codec.layout.page_size
+    ids = view.block_table[row, : -(-read_from // page)].long()
+    coded = reference.dequantize(codec, view.pages[ids])  # [pages, Hkv, page, D]
+    ring_from, sinks_end = max(read_from, pad), min(pad + sinks, read_from)
+    slots = torch.arange(ring_from, length, device=ids.device) % view.ring_key.shape[1]
+    found = {}
+    for side, x, ring, sink in (
+        ("key", coded[0], view.ring_key, view.sink_key),
+        ("value", coded[1], view.ring_value, view.sink_value),
+    ):
+        rotation = codec.side(side).rotation
+        made = x.new_zeros(length, *ring.shape[2:])
+        flat = x.transpose(1, 2).flatten(0, 1)
+        made[pad:read_from] = flat[pad:read_from]
+        if sinks_end > pad:
+            made[pad:sinks_end] = rotation(sink[owner, : sinks_end - pad])
+        made[ring_from:] = rotation(ring[owner, slots])
+        found[side] = made
+    return found

@@ -1,0 +1,101 @@
+"""Which prompts go through one workspace of plain keys and values, and where in it each lies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tightkv.layout import PageLayout
+
+BLOCK = 32  # positions that one program brings to the workspace
+WORKSPACE_BYTES = 256 << 20  # of keys and values at a time
+# Decoding out of the pages costs by pairs of query and token, the workspace by tokens and launches.
+# Both are estimates from one shape on an H200: 0.2 ns a pair, 2 ns a token, 0.1 ms of launches.
+MIN_QUERIES = 32  # that read a token of the workspace, on average
+MIN_PAIRS = 1 << 19
+
+
+class RaggedGroup(NamedTuple):
+    """Neighbouring sequences of a batch that fit the workspace together.
+
+    Lengths on the host are upper bounds. Those on the device are right; where a sequence begins in
+    the workspace follows from them.
+    """
+
+    rows: slice  # of the batch
+    queries: slice  # of its new tokens
+    cu_seqlens_q: Tensor  # int32 [n + 1], among these queries
+    cu_seqlens_k: Tensor  # int32 [n + 1], in the workspace: cached tokens, then new ones
+    cu_blocks: Tensor  # int32 [n + 1], blocks of positions; the first number may be any
+    tokens: int  # in the workspace, at most
+    blocks: int  # at most
+    max_queries: int
+    max_keys: int
+
+
+def workspace_tokens(layout: PageLayout) -> int:
+    """Tokens whose keys and values fit the workspace."""
+    each = 2 * layout.num_kv_heads * layout.head_dim * layout.dtype.itemsize
+    return WORKSPACE_BYTES // each
+
+
+def is_worth(counts: Sequence[int], before: Sequence[int]) -> bool:
+    """Whether sequences with `counts` new tokens after `before` others should go this way."""
+    lengths = [a + b for a, b in zip(counts, before, strict=True)]
+    pairs = sum(a * b for a, b in zip(counts, lengths, strict=True))
+    return pairs >= max(MIN_PAIRS, MIN_QUERIES * sum(lengths))
+
+
+def plan_groups(
+    counts: Sequence[int],
+    before: Sequence[int],
+    most_tokens: int,
+    cu_seqlens: Tensor,
+    lengths: Tensor,
+    left_pad: Tensor | None = None,
+) -> tuple[RaggedGroup, ...]:
+    """Groups of at most `most_tokens` tokens; no sequence has more.
+
+    `counts` are right, `before` are upper bounds of `lengths` [B], which are on the device like
+    cu_seqlens [B + 1] of the new tokens. Nothing waits for the device.
+    """
+    ends = lengths + cu_seqlens.diff()
+    sizes = ends if left_pad is None else ends - left_pad
+    both = torch.stack((sizes, (ends + (BLOCK - 1)) // BLOCK)).cumsum(1, dtype=torch.int32)
+    cu_keys, cu_blocks = torch.nn.functional.pad(both, (1, 0))
+    starts = [0, *accumulate(counts)]
+    most = [a + b for a, b in zip(counts, before, strict=True)]
+    cuts = list(_cuts(most, most_tokens))
+    groups = []
+    for low, high in cuts:
+        first = starts[low]
+        groups.append(
+            RaggedGroup(
+                rows=slice(low, high),
+                queries=slice(first, starts[high]),
+                cu_seqlens_q=cu_seqlens[low : high + 1] - first if low else cu_seqlens[: high + 1],
+                cu_seqlens_k=cu_keys[low : high + 1] - cu_keys[low] if low else cu_keys[: high + 1],
+                cu_blocks=cu_blocks[low : high + 1],
+                tokens=sum(most[low:high]),
+                blocks=sum(-(-n // BLOCK) for n in most[low:high]),
+                max_queries=max(counts[low:high]),
+                max_keys=max(most[low:high]),
+            )
+        )
+    return tuple(groups)
+
+
+def _cuts(lengths: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+    """Neighbours whose lengths are at most `most` together, as many as possible."""
+    low = held = 0
+    for i, length in enumerate(lengths):
+        if low < i and held + length > most:
+            yield low, i
+            low, held = i, 0
+        held += length
+    if low < len(lengths):
+        yield low, len(lengths)

@@ -1,0 +1,191 @@
+"""`RaggedOps` as Triton kernels: a workspace for many sequences is filled by one launch."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tightkv.codec import Codec
+from tightkv.kernels.constants import DENSE_ROTATION, decode_constants, layout_constants
+from tightkv.kernels.ragged_plan import BLOCK, RaggedGroup
+from tightkv.kernels.triton.dequantize import dequantized_keys, dequantized_values, even_tokens
+from tightkv.kernels.triton.device import has_ptx, last_contiguous
+from tightkv.kernels.triton.prefill import load_rotated
+from tightkv.kernels.triton.unpack import token_order
+from tightkv.kernels.view import CacheView
+from tightkv.math.rotation import Rotation
+
+TAIL = 256  # rows after the last token that a tile of attention may read
+
+
+@triton.jit(do_not_specialize=["rows"])  # one binary for all lengths
+def _rotate_rows_kernel(
+    x, out, table, rows, x_n, x_h, out_n, out_h,
+    H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BACK: tl.constexpr,
+    ROTATION: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Rows (token, head) of x to those of out, rotated or rotated back."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    live = row < rows
+    d = tl.arange(0, DP)
+    y = load_rotated(x, row // H * x_n + row % H * x_h, live, table, BACK, D, DP, ROTATION, ROWS)
+    where = out + (row // H * out_n + row % H * out_h)[:, None] + d[None, :]
+    tl.store(where, y.to(out.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
+
+
+# What changes from step to step, and tables that are cut anywhere, must not ask for other binaries.
+@triton.jit(
+    do_not_specialize=[
+        "block_table", "lengths", "left_pad", "ring_read_from", "sink_counts", "ring_rows",
+        "cu_seqlens_q", "cu_seqlens_k", "cu_blocks", "table_b", "first_row", "batch", "ring_tokens",
+        "tokens",
+    ]
+)  # fmt: skip
+def _load_workspace_kernel(
+    pages, block_table, lengths, left_pad, ring_read_from, sink_counts, ring_rows,
+    cu_seqlens_q, cu_seqlens_k, cu_blocks, ring_key, ring_value, sink_key, sink_value,
+    new_key, new_value, key_table, value_table, key, value,
+    table_b, page_b, new_key_n, new_key_h, new_value_n, new_value_h, first_row, batch, ring_tokens,
+    tokens,
+    HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
+    RECORD: tl.constexpr, KEY_BITS: tl.constexpr, KEY_CHUNK: tl.constexpr,
+    KEY_TABLE: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_TABLE: tl.constexpr,
+    KEY_UNIT: tl.constexpr, VALUE_UNIT: tl.constexpr, VALUE_AT: tl.constexpr,
+    KEY_SCALE_AT: tl.constexpr, VALUE_SCALE_AT: tl.constexpr, MEAN_AT: tl.constexpr,
+    MEAN_BITS: tl.constexpr, ROTATION: tl.constexpr, SINKS: tl.constexpr, TAIL: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    """32 positions of one sequence and head to their rows of key and value [tokens, HKV, D].
+
+    Positions with codes and exact ones (sinks, ring, new tokens) are written apart, so that each
+    row is written once. The tables of the sequences begin with row `first_row` of the batch.
+    """
+    head = tl.program_id(0) % HKV
+    place = tl.load(cu_blocks) + tl.program_id(0) // HKV
+    d = tl.arange(0, DP)
+    if tl.program_id(0) < HKV:  # attention multiplies what follows the last token by zero
+        end = tl.load(cu_seqlens_k + batch)
+        for n0 in range(end, tl.minimum(end + TAIL, tokens), 32):
+            n = n0 + tl.arange(0, 32)
+            where = (n.to(tl.int64) * HKV + head)[:, None] * D + d[None, :]
+            there = (n < tokens)[:, None] & (d < D)[None, :]
+            nothing = tl.zeros([32, DP], key.dtype.element_ty)
+            tl.store(key + where, nothing, mask=there)
+            tl.store(value + where, nothing, mask=there)
+    row = 0
+    for i in range(0, batch, 128):
+        n = i + tl.arange(0, 128)
+        ends = tl.load(cu_blocks + 1 + n, mask=n < batch, other=2147483647)
+        row += tl.sum((ends <= place).to(tl.int32), axis=0)
+    if row >= batch:  # the host expected more tokens
+        return
+    first = (place - tl.load(cu_blocks + row)) * 32
+    begin = tl.load(cu_seqlens_q + row)
+    count = tl.load(cu_seqlens_q + row + 1) - begin
+    shift = tl.load(cu_seqlens_k + row)
+    row += first_row
+    length = tl.load(lengths + row)
+    start = tl.load(left_pad + row)
+    read_from = tl.load(ring_read_from + row)
+    sinks_end = tl.minimum(start + tl.load(sink_counts + row), read_from)
+    coded_from = tl.maximum(start, sinks_end)
+    total = length + count
+    shift -= start  # from a position to its row of the workspace
+
+    if (first + 32 > coded_from) & (first < read_from):
+        page = tl.load(block_table + row.to(tl.int64) * table_b + first // PAGE).to(tl.int64)
+        record = pages + page * page_b + head * RECORD
+        block = first % PAGE // 32
+        x = dequantized_keys(
+            record, block, D, DP, KEY_BITS, KEY_CHUNK, KEY_TABLE, KEY_UNIT, KEY_SCALE_AT, MEAN_AT,
+            MEAN_BITS, PTX,
+        )  # fmt: skip
+        at = first + token_order(1)
+        there = ((at >= coded_from) & (at < read_from))[:, None] & (d < D)[None, :]
+        where = key + ((shift + at).to(tl.int64) * HKV + head)[:, None] * D + d[None, :]
+        tl.store(where, x.to(key.dtype.element_ty), mask=there)
+        even, odd = dequantized_values(
+            record, block, D, DP, VALUE_BITS, VALUE_TABLE, VALUE_UNIT, VALUE_AT, VALUE_SCALE_AT, PTX
+        )
+        at = first + even_tokens()
+        there = ((at >= coded_from) & (at < read_from))[:, None] & (d < D)[None, :]
+        where = value + ((shift + at).to(tl.int64) * HKV + head)[:, None] * D + d[None, :]
+        tl.store(where, even.to(value.dtype.element_ty), mask=there)
+        there = ((at + 1 >= coded_from) & (at + 1 < read_from))[:, None] & (d < D)[None, :]
+        tl.store(where + HKV * D, odd.to(value.dtype.element_ty), mask=there)
+
+    if (first + 32 > start) & ((first < coded_from) | (first + 32 > read_from)):
+        at = first + tl.arange(0, 32)
+        is_sink = at < sinks_end
+        is_new = at >= length
+        exact = (at >= start) & (at < total) & (is_sink | (at >= read_from))
+        owner = tl.load(ring_rows + row).to(tl.int64)
+        sink_at = (owner * SINKS + at - start) * (HKV * D) + head * D
+        ring_at = (owner * ring_tokens + at % ring_tokens) * (HKV * D) + head * D
+        n = (begin + at - length).to(tl.int64)
+        head64 = head.to(tl.int64)
+        there = exact[:, None] & (d < D)[None, :]
+        where = ((shift + at).to(tl.int64) * HKV + head)[:, None] * D + d[None, :]
+        none = tl.zeros([32], tl.int64)
+        source = tl.where(is_sink, sink_key + sink_at, ring_key + ring_at)
+        source = tl.where(is_new, new_key + n * new_key_n + head64 * new_key_h, source)
+        x = load_rotated(source[:, None], none, exact, key_table, False, D, DP, ROTATION, 32)
+        tl.store(key + where, x.to(key.dtype.element_ty), mask=there)
+        source = tl.where(is_sink, sink_value + sink_at, ring_value + ring_at)
+        source = tl.where(is_new, new_value + n * new_value_n + head64 * new_value_h, source)
+        x = load_rotated(source[:, None], none, exact, value_table, False, D, DP, ROTATION, 32)
+        tl.store(value + where, x.to(value.dtype.element_ty), mask=there)
+
+
+def rotate_queries(codec: Codec, query: Tensor) -> Tensor:
+    """See `RaggedOps`."""
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    _rotate_rows(codec, codec.key.rotation, last_contiguous(query), out, back=False)
+    return out
+
+
+def unrotate(codec: Codec, mixed: Tensor, out: Tensor) -> None:
+    """See `RaggedOps`."""
+    _rotate_rows(codec, codec.value.rotation, mixed, out, back=True)
+
+
+def _rotate_rows(codec: Codec, rotation: Rotation, x: Tensor, out: Tensor, back: bool) -> None:
+    n, h, d = x.shape
+    kind: int = layout_constants(codec.layout)["ROTATION"]
+    rows = 32 if kind == DENSE_ROTATION else 16  # a matrix is worth loading for more
+    _rotate_rows_kernel[(triton.cdiv(n * h, rows),)](
+        x, out, rotation.table(x.device), n * h,
+        x.stride(0), x.stride(1), out.stride(0), out.stride(1),
+        H=h, D=d, DP=triton.next_power_of_2(d), BACK=back, ROTATION=kind, ROWS=rows, num_warps=4,
+    )  # fmt: skip
+
+
+def load_workspace(
+    codec: Codec,
+    view: CacheView,
+    group: RaggedGroup,
+    new_key: Tensor,
+    new_value: Tensor,
+    key: Tensor,
+    value: Tensor,
+) -> None:
+    """See `RaggedOps`."""
+    layout, rows, device = codec.layout, group.rows, key.device
+    new_key, new_value = last_contiguous(new_key), last_contiguous(new_value)
+    _load_workspace_kernel[(group.blocks * layout.num_kv_heads,)](
+        view.pages, view.block_table, view.lengths, view.left_pad,
+        view.ring_read_from, view.sink_counts, view.ring_rows,
+        group.cu_seqlens_q, group.cu_seqlens_k, group.cu_blocks,
+        view.ring_key, view.ring_value, view.sink_key, view.sink_value, new_key, new_value,
+        codec.key.rotation.table(device), codec.value.rotation.table(device), key, value,
+        view.block_table.stride(0), view.pages.stride(0),
+        new_key.stride(0), new_key.stride(1), new_value.stride(0), new_value.stride(1),
+        rows.start, rows.stop - rows.start, view.ring_key.shape[1], group.tokens,
+        **layout_constants(layout), **decode_constants(layout),
+        SINKS=view.sink_key.shape[1], TAIL=TAIL, PTX=has_ptx(device), num_warps=4,
+    )  # fmt: skip
+
+
+assert BLOCK == 32  # positions of a program, as a block of codes has

@@ -1,0 +1,265 @@
+"""Prompts of sequences of different lengths through one workspace, against the reference.
+
+Without a GPU the kernels run in Triton's interpreter, which is set up in conftest.py.
+"""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from kernel_caches import poison
+from ragged_caches import DEVICE, groups_of, plain_varlen, prompts, ragged_cache, use_varlen
+from tightkv.config import KVQuantConfig
+from tightkv.kernels import ragged, ragged_plan, reference, sdpa
+from tightkv.kernels.options import AttendOptions
+from tightkv.layout import PageLayout
+
+pytest.importorskip("triton")
+pytest.importorskip("tightkv.kernels.triton.backend")
+from tightkv.kernels.triton import backend as kernels
+from tightkv.kernels.triton import ragged as triton_ragged
+
+CFG = KVQuantConfig(page_size=32, sinks=2, exact_pages=1)
+PLAIN = ragged.TorchRaggedOps()
+LENGTHS, COUNTS = [70, 0, 1, 64, 33, 140], [5, 7, 0, 33, 1, 12]
+
+
+def bits(cfg, key, value):
+    return cfg.replace(key_bits=key, value_bits=value)
+
+
+def assert_workspaces_agree(cache, counts, most_tokens=1 << 20, spare=0, drop=None):
+    """The kernel's rows are those of the twin, in memory that was full of NaN."""
+    if drop is not None:
+        cache.table.drop_exact(drop)
+    poison(cache)
+    view, layout = cache.view(), cache.layout
+    _, new_key, new_value, starts = prompts(cache, counts)
+    groups = groups_of(view, counts, starts, most_tokens, spare)
+    for group in groups:
+        shape = (group.tokens, layout.num_kv_heads, layout.head_dim)
+        new = new_key[group.queries], new_value[group.queries]
+        both = []
+        for ops in (triton_ragged, PLAIN):
+            made = [torch.full(shape, math.nan, dtype=layout.dtype, device=DEVICE) for _ in "kv"]
+            ops.load_workspace(cache.codec, view, group, *new, *made)
+            both.append(made)
+        for made, expected in zip(*both, strict=True):
+            assert torch.isfinite(made).all()
+            torch.testing.assert_close(made, expected, atol=2e-3, rtol=2e-3)
+    return groups
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(
+    "dim,widths",
+    [(64, (4, 4)), (128, (4, 4)), (256, (4, 4)), (64, (2, 2)), (64, (8, 8)), (64, (3, 3)),
+     (80, (3, 2)), (128, (8, 4))],
+)  # fmt: skip
+def test_workspace_is_the_twins(dim, widths):
+    """Pages, sinks, rings and new tokens; no prefix, none but a sink, page boundaries."""
+    cache = ragged_cache(bits(CFG, *widths), LENGTHS, dim)
+    assert len(assert_workspaces_agree(cache, COUNTS)) == 1
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("encode_partial_page", [True, False])
+@pytest.mark.parametrize(
+    "cfg",
+    [CFG.replace(sinks=0), CFG.replace(sinks=32, exact_pages=3), CFG.replace(rotation="haar"),
+     CFG.replace(page_size=64, rotation="none", mean_bits=16), CFG.replace(key_centering="none")],
+    ids=["no sinks", "many sinks", "haar", "not rotated", "not centered"],
+)  # fmt: skip
+def test_workspace_for_other_configs(cfg, encode_partial_page):
+    cache = ragged_cache(cfg, LENGTHS, encode_partial_page=encode_partial_page)
+    assert_workspaces_agree(cache, COUNTS)
+
+
+def test_workspace_with_left_pads():
+    pads = [3, 0, 0, 40, 33, 64]
+    cache = ragged_cache(CFG, LENGTHS, left_pad=pads)
+    assert_workspaces_agree(cache, COUNTS)
+
+
+@pytest.mark.parametrize(
+    "lengths,counts,spare", [([140, 140, 70], [4, 40, 3], 0), ([70, 141], [3, 0], 1)]
+)
+def test_workspace_where_a_ring_was_lost(lengths, counts, spare):
+    """Codes end anywhere in a block then, and nothing is written after them."""
+    cache = ragged_cache(CFG, lengths, encode_partial_page=True)
+    assert_workspaces_agree(cache, counts, spare=spare, drop=1)
+
+
+@pytest.mark.parametrize("spare", [1, 40, 300])
+def test_workspace_where_the_host_expects_more_tokens(spare):
+    """Rows that attention may read beyond the last token are zeros."""
+    cache = ragged_cache(CFG, [70, 33])
+    _, new_key, new_value, starts = prompts(cache, [5, 12])
+    view = cache.view()
+    (group,) = groups_of(view, [5, 12], starts, spare=spare)
+    assert group.tokens == 120 + 2 * spare
+    made = [torch.full((group.tokens, 2, 64), math.nan, device=DEVICE).half() for _ in "kv"]
+    triton_ragged.load_workspace(cache.codec, view, group, new_key, new_value, *made)
+    assert all(torch.isfinite(x[: 120 + triton_ragged.TAIL]).all() for x in made)
+    assert not any(x[120 : 120 + triton_ragged.TAIL].any() for x in made)
+
+
+def test_more_sequences_than_are_looked_up_at_a_time():
+    lengths, counts = [i % 5 for i in range(140)], [i % 3 for i in range(140)]
+    cache = ragged_cache(CFG, lengths, heads=1)
+    assert_workspaces_agree(cache, counts)
+
+
+@pytest.mark.parametrize("dim,rotation", [(64, "hadamard"), (80, "haar"), (128, "none")])
+def test_rotated_rows(dim, rotation):
+    codec = ragged_cache(CFG.replace(rotation=rotation), [0], dim).codec
+    x = torch.randn(7, 9, dim + 16, device=DEVICE).half()[:, 2:8, :dim]
+    made, expected = (ops.rotate_queries(codec, x) for ops in (triton_ragged, PLAIN))
+    assert made.is_contiguous()
+    torch.testing.assert_close(made, expected, atol=2e-3, rtol=2e-3)
+    out = [torch.zeros(7, 9, dim + 16, device=DEVICE).half() for _ in range(2)]
+    for ops, whole in zip((triton_ragged, PLAIN), out, strict=True):
+        ops.unrotate(codec, made, whole[:, 2:8, :dim])
+    torch.testing.assert_close(*out, atol=2e-3, rtol=2e-3)
+    assert not out[0][:, :2].any() and not out[0][:, 8:].any() and not out[0][..., dim:].any()
+    torch.testing.assert_close(out[0][:, 2:8, :dim], x, atol=4e-3, rtol=4e-3)
+
+
+def attend_both(cache, counts, view=None, most_tokens=1 << 20, spare=0, group=3, **options):
+    """Output and LSE with the workspace, then the reference's."""
+    query, new_key, new_value, starts = prompts(cache, counts, group)
+    view = cache.view() if view is None else view
+    view = dataclasses.replace(view, ragged=groups_of(view, counts, starts, most_tokens, spare))
+    asked = AttendOptions(
+        max(counts), scale=0.1, new_key=new_key, new_value=new_value,
+        out=torch.full_like(query, math.nan), **options,
+    )  # fmt: skip
+    made = kernels.attend(cache.codec, query, view, starts, asked)
+    return made, reference.attend(cache.codec, query, view, starts, asked._replace(out=None))
+
+
+def assert_close(made, expected):
+    """The budget of `extend`."""
+    torch.testing.assert_close(made[1], expected[1], atol=5e-3, rtol=1e-3)
+    torch.testing.assert_close(made[0], expected[0], atol=8e-3, rtol=4e-3)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("most_tokens,calls", [(1 << 20, 1), (152, 3)])
+@pytest.mark.parametrize("ops", ["kernels", "torch"])
+def test_attention_is_the_references(ops, most_tokens, calls, group, monkeypatch):
+    """In one group and in several; a prompt of no tokens, one without a prefix."""
+    asked = []
+
+    def watched(q, k, v, group, scale, out):
+        asked.append(group)
+        return plain_varlen(q, k, v, group, scale, out)
+
+    use_varlen(monkeypatch, watched)
+    if ops == "torch":
+        for name in ("rotate_queries", "unrotate", "load_workspace"):
+            monkeypatch.setattr(triton_ragged, name, getattr(PLAIN, name))
+    cache = ragged_cache(CFG, LENGTHS)
+    poison(cache)
+    assert_close(*attend_both(cache, COUNTS, most_tokens=most_tokens, group=group))
+    assert len(asked) == calls
+    assert all(x.tokens <= most_tokens for x in asked)
+
+
+def test_rounding_of_rotated_tokens(monkeypatch):
+    """New tokens are rounded once rotated, and so is the output before it is rotated back."""
+    use_varlen(monkeypatch)
+    cache = ragged_cache(CFG, [140, 70])
+    made, expected = attend_both(cache, [12, 30])
+    monkeypatch.setattr(sdpa, "_VARLEN", [])
+    pages, _ = attend_both(cache, [12, 30])
+    off = [(x[0].float() - expected[0].float()).square().mean().sqrt() for x in (made, pages)]
+    assert 0 < off[0] < 2.5 * off[1], off
+
+
+@pytest.mark.parametrize("spare", [0, 9])
+def test_attention_with_left_pads_and_loose_bounds(spare, monkeypatch):
+    use_varlen(monkeypatch)
+    cache = ragged_cache(CFG, [70, 33, 64], left_pad=[3, 20, 40])
+    poison(cache)
+    assert_close(*attend_both(cache, [9, 5, 7], spare=spare))
+
+
+def test_what_the_engine_refuses_is_read_out_of_the_pages(monkeypatch):
+    """Once: nobody asks again. The line says so."""
+    asked = []
+
+    def refuse(*arguments):
+        asked.append(1)
+        raise RuntimeError("no such head")
+
+    use_varlen(monkeypatch, refuse)
+    cache = ragged_cache(CFG, [70, 33])
+    with pytest.warns(UserWarning, match="no such head"):
+        assert_close(*attend_both(cache, [9, 5]))
+    assert_close(*attend_both(cache, [9, 5]))
+    assert asked == [1] and sdpa.varlen_attention() is None
+
+
+def test_what_goes_another_way(monkeypatch):
+    """Windows, caps, float32; and all of it where the engine has no such attention."""
+
+    def never(*arguments):
+        raise AssertionError
+
+    use_varlen(monkeypatch, never)
+    cache = ragged_cache(CFG, [70, 33])
+    for options in ({"window": 20}, {"softcap": 5.0}, {"causal": False}):
+        attend_both(cache, [9, 5], **options)
+    attend_both(ragged_cache(CFG, [70, 33], dtype=torch.float32), [9, 5])
+    wide = ragged_cache(CFG, [10, 3], 512)
+    assert not ragged.can_extend_ragged(wide.codec, *_can_extend_arguments(wide, [2, 1])), (
+        "FlashAttention has heads of 256"
+    )
+    assert ragged.can_extend_ragged(cache.codec, *_can_extend_arguments(cache, [2, 1]))
+    monkeypatch.setattr(sdpa, "_VARLEN", [])
+    assert_close(*attend_both(cache, [9, 5]))
+
+
+def _can_extend_arguments(cache, counts):
+    query, new_key, new_value, starts = prompts(cache, counts)
+    view = dataclasses.replace(cache.view(), ragged=groups_of(cache.view(), counts, starts))
+    return query, view, new_key, new_value
+
+
+# --- the plan ---
+def test_groups_are_neighbours_that_fit(monkeypatch):
+    counts, before = [3, 1, 0, 5, 2], [10, 20, 30, 1, 0]
+    starts = torch.tensor([0, 3, 4, 4, 9, 11], dtype=torch.int32)
+    lengths = torch.tensor([10, 18, 30, 1, 0], dtype=torch.int32)  # the host expects 20
+    groups = ragged_plan.plan_groups(counts, before, 36, starts, lengths)
+    assert [(g.rows.start, g.rows.stop) for g in groups] == [(0, 2), (2, 4), (4, 5)]
+    assert [(g.queries.start, g.queries.stop) for g in groups] == [(0, 4), (4, 9), (9, 11)]
+    assert [g.cu_seqlens_q.tolist() for g in groups] == [[0, 3, 4], [0, 0, 5], [0, 2]]
+    assert [g.cu_seqlens_k.tolist() for g in groups] == [[0, 13, 32], [0, 30, 36], [0, 2]]
+    assert [g.cu_blocks.tolist() for g in groups] == [[0, 1, 2], [2, 3, 4], [4, 5]]
+    assert [(g.tokens, g.blocks, g.max_queries, g.max_keys) for g in groups] == [
+        (34, 2, 3, 21), (36, 2, 5, 30), (2, 1, 2, 2),
+    ]  # fmt: skip
+    assert all(x.dtype == torch.int32 for g in groups for x in g[2:5])
+
+
+@pytest.mark.parametrize(
+    "heads,dim,tokens", [(8, 128, 65_536), (2, 256, 131_072), (64, 64, 16_384)]
+)
+def test_the_workspace_is_bounded(heads, dim, tokens):
+    layout = PageLayout(KVQuantConfig(), heads, dim, torch.bfloat16)
+    assert ragged_plan.workspace_tokens(layout) == tokens
+
+
+def test_few_queries_or_few_tokens_are_not_worth_a_workspace():
+    assert ragged_plan.is_worth([128] * 32, [8000] * 32)
+    assert ragged_plan.is_worth([40] * 32, [8000] * 32)
+    assert not ragged_plan.is_worth([20] * 32, [8000] * 32)
+    assert not ragged_plan.is_worth([100], [100])
+    assert not ragged_plan.is_worth([], [])
+    assert ragged_plan.is_worth([1, 200], [1000, 8000]), "a decode among prompts"
+    assert not ragged_plan.is_worth([1] * 31 + [64], [8000] * 32), "a prompt among decodes"

@@ -1,0 +1,62 @@
+"""Caches of sequences of different lengths, their prompts, and plain attention for these."""
+
+import torch
+
+from helpers import make_cache, tokens
+from tightkv.kernels import sdpa
+from tightkv.kernels.ragged_plan import plan_groups
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def plain_varlen(q, k, v, group, scale, out):
+    """In place of FlashAttention: a loop over sequences, in float32."""
+    lse = torch.empty(q.shape[:2], device=q.device)
+    queries, keys = group.cu_seqlens_q.tolist(), group.cu_seqlens_k.tolist()
+    assert len(k) == len(v) == group.tokens >= keys[-1] and queries[-1] == len(q)
+    for i in range(len(queries) - 1):
+        mine, held = slice(queries[i], queries[i + 1]), slice(keys[i], keys[i + 1])
+        count, length = mine.stop - mine.start, held.stop - held.start
+        assert count <= group.max_queries and length <= group.max_keys
+        groups = q.shape[1] // k.shape[1]
+        key, value = (x[held].float().repeat_interleave(groups, 1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q[mine].float(), key) * scale
+        seen = torch.ones(count, length, dtype=torch.bool, device=q.device).tril(length - count)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        lse[mine] = scores.logsumexp(-1).T
+        out[mine] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).to(out.dtype)
+    return lse
+
+
+def use_varlen(monkeypatch, attention=plain_varlen):
+    monkeypatch.setattr(sdpa, "_VARLEN", [attention])
+
+
+def ragged_cache(cfg, lengths, dim=64, heads=2, dtype=torch.float16, **options):
+    """Filled up to `lengths`, which may be 0."""
+    cache = make_cache(
+        cfg, rows=len(lengths), dim=dim, heads=heads, dtype=dtype, device=DEVICE, **options
+    )
+    if max(lengths):
+        drawn = tokens(len(lengths), max(lengths), heads=heads, dim=dim)
+        key, value = (x.to(DEVICE, dtype) for x in drawn)
+        cache.append(cache.table.append(range(len(lengths)), lengths), key, value)
+    return cache
+
+
+def prompts(cache, counts, group=3, seed=5):
+    """Queries, new keys and new values of sum(counts) tokens, and where each row's begin."""
+    layout = cache.layout
+    total, dim = sum(counts), layout.head_dim
+    key, value = tokens(1, total, heads=layout.num_kv_heads, dim=dim, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn(total, layout.num_kv_heads * group, dim, generator=generator)
+    states = [x.to(DEVICE, layout.dtype) for x in (query, key[0], value[0])]
+    starts = torch.tensor([0, *counts]).cumsum(0).int().to(DEVICE)
+    return *states, starts
+
+
+def groups_of(view, counts, starts, most_tokens=1 << 20, spare=0):
+    """As an engine plans them; the host believes in `spare` more tokens per sequence."""
+    before = [n + spare for n in view.lengths.tolist()]
+    return plan_groups(counts, before, most_tokens, starts, view.lengths, view.left_pad)

@@ -1,0 +1,216 @@
+"""Prompts that share a workspace: which these are, and that a layer's output is what it was."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ragged_caches import plain_varlen, use_varlen
+from tightkv import KVQuantConfig
+from tightkv.codec import Codec
+from tightkv.integrations.vllm import batch_split
+from tightkv.integrations.vllm.batch_split import ALONE_FROM, PartRange, split_batch
+from tightkv.integrations.vllm.layer_step import LayerStep
+from tightkv.integrations.vllm.metadata import BatchPart, make_part
+from tightkv.integrations.vllm.ring_table import BatchRings, RingTable
+from tightkv.integrations.vllm.warm_up import kinds_of_parts
+from tightkv.kernels import ragged_plan, reference, sdpa
+from tightkv.kernels.prefill import MIN_QUERIES
+from tightkv.kernels.ragged_plan import is_worth
+from tightkv.layout import PageLayout
+
+pytest.importorskip("triton")
+pytest.importorskip("tightkv.kernels.triton.backend")
+from tightkv.kernels.triton import backend as triton_kernels
+
+ROOM = 65_536
+
+
+def cut(counts: list[int], before: list[int], most_decoding: int = 1) -> list[PartRange]:
+    first = [sum(counts[:i]) for i in range(len(counts) + 1)]
+    lengths = [a + b for a, b in zip(counts, before, strict=True)]
+    return split_batch(first, lengths, most_decoding, ROOM)
+
+
+# --- which share ---
+def test_short_prompts_after_long_prefixes_share() -> None:
+    assert cut([1, 1, 128, 64, 200], [90_000, 5, 8000, 8000, 8100]) == [
+        PartRange(0, 2, False, 1),
+        PartRange(2, 5, True, 200, most_before=(8000, 8000, 8100)),
+    ]
+    assert cut([64], [32_000]) == [PartRange(0, 1, True, 64, most_before=(32_000,))]
+
+
+def test_longer_prompts_share_with_their_neighbours() -> None:
+    assert cut([300, 600], [8000, 0]) == [PartRange(0, 2, True, 600, most_before=(8000, 0))]
+    assert cut([300], [8000]) == [PartRange(0, 1, True, 300, 8000)]
+    assert cut([64, ALONE_FROM, 300, 64], [16_000, 7, 8000, 8000]) == [
+        PartRange(0, 1, True, 64, most_before=(16_000,)),
+        PartRange(1, 2, True, ALONE_FROM, 7),
+        PartRange(2, 4, True, 300, most_before=(8000, 8000)),
+    ]
+
+
+def test_what_does_not_fit_goes_its_own_way() -> None:
+    assert cut([64, 64, 64], [16_000, ROOM - 63, ROOM - 64]) == [
+        PartRange(0, 1, True, 64, most_before=(16_000,)),
+        PartRange(1, 2, True, 64),
+        PartRange(2, 3, True, 64, most_before=(ROOM - 64,)),
+    ]
+    assert cut([300, 300], [ROOM, ROOM]) == [
+        PartRange(0, 1, True, 300, ROOM),
+        PartRange(1, 2, True, 300, ROOM),
+    ]
+
+
+def test_what_is_not_worth_it_is_split_as_before() -> None:
+    counts, before = [1, 20, 17, 300], [9000, 9000, 9000, 20]
+    assert not is_worth(counts[1:], before[1:])
+    first = [sum(counts[:i]) for i in range(len(counts) + 1)]
+    lengths = [a + b for a, b in zip(counts, before, strict=True)]
+    assert cut(counts, before) == split_batch(first, lengths, 1)
+
+
+def test_every_sequence_is_in_exactly_one_part() -> None:
+    choose = random.Random(0)
+    shared = 0
+    for _ in range(600):
+        counts = [choose.choice([0, 1, 9, 64, 300, 2000]) for _ in range(choose.randint(1, 8))]
+        before = [choose.choice([0, 50, 8000, 70_000]) for _ in counts]
+        most_decoding = choose.choice([1, 9])
+        parts = cut(counts, before, most_decoding)
+        assert [i for part in parts for i in range(part.begin, part.end)] == [*range(len(counts))]
+        for part in parts:
+            inside = counts[part.begin : part.end]
+            assert part.max_query_len == max(inside)
+            assert part.is_prefill == (part.max_query_len > most_decoding)
+            assert part.context_len is None or part.most_before is None
+            if part.most_before is None:
+                # a long prompt is never among others without a workspace
+                assert part.max_query_len < MIN_QUERIES or part.end == part.begin + 1
+                continue
+            shared += 1
+            assert list(part.most_before) == before[part.begin : part.end]
+            assert all(a + b <= ROOM for a, b in zip(inside, part.most_before, strict=True))
+            assert is_worth(inside, part.most_before)
+    assert shared > 50
+
+
+# --- a layer ---
+HEADS, GROUP, DIM = 1, 2, 64
+CFG = KVQuantConfig(page_size=32, exact_pages=1, sinks=2)
+
+
+class Engine:
+    """Sequences in pages of their own, stepped as the metadata builder does."""
+
+    def __init__(self, sequences: int, rows: int) -> None:
+        self.layout = PageLayout(CFG, HEADS, DIM, torch.float16)
+        self.codec = Codec(self.layout)
+        blocks = 8
+        self.ids = torch.arange(1, 1 + sequences * blocks).view(sequences, blocks).int()
+        self.pages = self.layout.new_pages(1 + sequences * blocks)
+        self.table = RingTable(CFG, rows, len(self.pages), 0, "cpu")
+        self.out = torch.zeros(len(BatchRings._fields), sequences, dtype=torch.int32)
+        sizes = (self.layout.ring_tokens,) * 2 + (CFG.sinks,) * 2
+        self.rings = tuple(torch.zeros(5 * rows + 1, n, HEADS, DIM).half() for n in sizes)
+        self.rings = (*(x[: rows + 1] for x in self.rings[:2]), *self.rings[2:])
+        self.lengths = [0] * sequences
+
+    def parts(self, counts: list[int], room: int | None, spare: int = 0) -> list[BatchPart]:
+        """Of a step that gives each sequence so many tokens; the host expects `spare` more."""
+        page, before = CFG.page_size, self.lengths
+        self.lengths = [a + b for a, b in zip(before, counts, strict=True)]
+        first = [sum(counts[:i]) for i in range(len(counts) + 1)]
+        starts = torch.tensor(first, dtype=torch.int32)
+        slots = [
+            int(self.ids[row, at // page]) * page + at % page
+            for row, end in enumerate(self.lengths)
+            for at in range(before[row], end)
+        ]
+        lengths = torch.tensor(self.lengths).int()
+        rows = self.table.step(self.ids, lengths, starts, torch.tensor(slots), self.out)
+        ranges = split_batch(first, [n + spare for n in self.lengths], 1, room)
+        zeros = torch.zeros(len(counts), dtype=torch.int32)
+        return [make_part(part, first, starts, self.ids, rows, zeros, room) for part in ranges]
+
+    def run(
+        self, kernels: Any, parts: list[BatchPart], states: tuple[Tensor, ...], **options: Any
+    ) -> tuple[Tensor, ...]:
+        """Output and cache after a step, which leaves the engine's cache as it was."""
+        step = LayerStep(kernels, self.codec, 0.125, None, **options)
+        pages, rings = self.pages.clone(), tuple(x.clone() for x in self.rings)
+        output = torch.full_like(states[0], torch.nan)
+        step.run(parts, pages, rings, *states, output)
+        return (output, pages, *rings)
+
+
+def states(count: int, seed: int) -> tuple[Tensor, ...]:
+    """As a model has them: parts of one tensor."""
+    make = torch.Generator().manual_seed(seed)
+    heads = (HEADS * GROUP, HEADS, HEADS)
+    qkv = torch.randn(count, sum(heads), DIM, generator=make).half()
+    return tuple(qkv.split(heads, 1))
+
+
+@pytest.mark.parametrize("rows", [4, 2], ids=["rings", "few rings"])
+@pytest.mark.parametrize("room,spare", [(4096, 0), (160, 0), (160, 5)])
+def test_a_layer_gives_what_it_gave_without_a_workspace(
+    room: int, spare: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After cached prefixes of 0 to 130 tokens, some of whose rings and sinks were lost."""
+    monkeypatch.setattr(batch_split, "is_worth", lambda *_: True)
+    engine = Engine(4, rows)
+    filling = engine.parts([130, 64, 0, 33], None)
+    _, engine.pages, *rings = engine.run(reference, filling, states(227, 1))
+    engine.rings = tuple(rings)
+    (shared,) = engine.parts([7, 40, 5, 2], room, spare)
+    assert len(shared.ragged) == (1 if room == 4096 else 2)
+    calls: list[Tensor] = []
+
+    def attention(*arguments: Any) -> Tensor:
+        calls.append(arguments[0])
+        return plain_varlen(*arguments)
+
+    given, sinks = states(54, 2), torch.tensor([0.5, -1.0])
+    use_varlen(monkeypatch, attention)
+    made = engine.run(triton_kernels, [shared], given, sink_logits=sinks)
+    assert len(calls) == len(shared.ragged)
+    plain = replace(shared, ragged=())
+    before = engine.run(triton_kernels, [plain], given, sink_logits=sinks)
+    assert len(calls) == len(shared.ragged)
+    torch.testing.assert_close(made[0], before[0], atol=8e-3, rtol=4e-3)
+    for a, b in zip(made[1:], before[1:], strict=True):
+        assert torch.equal(a, b)
+
+
+def test_which_layers_have_a_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = PageLayout(CFG, 8, 128, torch.bfloat16)
+    step = LayerStep(triton_kernels, Codec(layout), 0.125, None)
+    monkeypatch.setattr(sdpa, "_VARLEN", [])
+    assert step.workspace_tokens is None, "the engine has no such attention"
+    use_varlen(monkeypatch)
+    assert step.workspace_tokens == 65_536
+    assert replace(step, window=100).workspace_tokens is None
+    assert replace(step, softcap=30.0).workspace_tokens is None
+    assert replace(step, kernels=reference).workspace_tokens is None
+    single = PageLayout(CFG, 8, 128, torch.float32)
+    assert replace(step, codec=Codec(single)).workspace_tokens is None
+
+
+def test_the_whole_workspace_is_used_while_vllm_measures_memory() -> None:
+    layout = PageLayout(CFG, HEADS, DIM, torch.float16)
+    sizes = (layout.ring_tokens,) * 2 + (CFG.sinks,) * 2
+    rings = tuple(torch.zeros(2, n, HEADS, DIM).half() for n in sizes)
+    *others, last = kinds_of_parts(layout, rings, 1, 2, workspace_tokens=8192)
+    assert not any(part.ragged for part in others)
+    (group,) = last.ragged
+    assert group.tokens == 8192 == int(group.cu_seqlens_k[-1]) and group.rows == slice(0, 4)
+    assert last.tokens == group.queries and int(last.rows.lengths.sum()) == 8192
+    assert last.block_table.shape[1] * CFG.page_size >= int(last.rows.lengths.max())
+    assert ragged_plan.WORKSPACE_BYTES <= 256 << 20
