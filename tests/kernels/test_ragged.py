@@ -180,6 +180,32 @@ def test_rounding_of_rotated_tokens(monkeypatch):
     assert 0 < off[0] < 2.5 * off[1], off
 
 
+def test_prompts_without_a_prefix_are_attended_to_where_they_are(monkeypatch):
+    """Nothing is rotated or copied, so nothing is rounded."""
+    asked = []
+
+    def watched(q, k, v, group, scale, out):
+        asked.append((q, k, v, out))
+        return plain_varlen(q, k, v, group, scale, out)
+
+    use_varlen(monkeypatch, watched)
+    cache = ragged_cache(CFG, [0, 0, 0])
+    poison(cache)
+    query, new_key, new_value, starts = prompts(cache, [9, 0, 40])
+    view = cache.view()
+    view = dataclasses.replace(view, ragged=groups_of(view, [9, 0, 40], starts, 45))
+    out = torch.full_like(query, math.nan)
+    options = AttendOptions(40, new_key=new_key, new_value=new_value, out=out)
+    made = kernels.attend(cache.codec, query, view, starts, options)
+    expected = reference.attend(cache.codec, query, view, starts, options._replace(out=None))
+    assert_close(made, expected)
+    given = query, new_key, new_value, out
+    assert len(asked) == 2
+    for call in asked:
+        for x, whole in zip(call, given, strict=True):
+            assert x.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+
+
 @pytest.mark.parametrize("spare", [0, 9])
 def test_attention_with_left_pads_and_loose_bounds(spare, monkeypatch):
     use_varlen(monkeypatch)
@@ -244,6 +270,7 @@ def test_groups_are_neighbours_that_fit(monkeypatch):
     assert [(g.tokens, g.blocks, g.max_queries, g.max_keys) for g in groups] == [
         (34, 2, 3, 21), (36, 2, 5, 30), (2, 1, 2, 2),
     ]  # fmt: skip
+    assert [g.is_fresh for g in groups] == [False, False, True]
     assert all(x.dtype == torch.int32 for g in groups for x in g[2:5])
 
 
@@ -255,11 +282,31 @@ def test_the_workspace_is_bounded(heads, dim, tokens):
     assert ragged_plan.workspace_tokens(layout) == tokens
 
 
+def test_what_a_call_takes(monkeypatch):
+    """Groups that fill the workspace take as much as is said, rotated queries and output too."""
+    taken = []
+
+    def watched(q, k, v, group, scale, out):
+        whole = sum(x.untyped_storage().nbytes() for x in (q, k, v, out))
+        taken.append(whole)
+        return plain_varlen(q, k, v, group, scale, out)
+
+    use_varlen(monkeypatch, watched)
+    cache = ragged_cache(CFG, [70, 33, 64])
+    layout = cache.layout
+    monkeypatch.setattr(ragged_plan, "WORKSPACE_BYTES", 75 * 2 * 2 * 64 * 2)
+    room = ragged_plan.workspace_tokens(layout)
+    assert room == 75
+    attend_both(cache, [5, 1, 7], most_tokens=room)
+    assert taken == [ragged_plan.most_bytes(layout, 13, 6)] * 3
+
+
 def test_few_queries_or_few_tokens_are_not_worth_a_workspace():
     assert ragged_plan.is_worth([128] * 32, [8000] * 32)
     assert ragged_plan.is_worth([40] * 32, [8000] * 32)
     assert not ragged_plan.is_worth([20] * 32, [8000] * 32)
     assert not ragged_plan.is_worth([100], [100])
     assert not ragged_plan.is_worth([], [])
+    assert ragged_plan.is_worth([100, 20], [0, 0]), "nothing to dequantize"
     assert ragged_plan.is_worth([1, 200], [1000, 8000]), "a decode among prompts"
     assert not ragged_plan.is_worth([1] * 31 + [64], [8000] * 32), "a prompt among decodes"

@@ -56,6 +56,14 @@ def test_longer_prompts_share_with_their_neighbours() -> None:
     ]
 
 
+def test_prompts_without_a_prefix_share() -> None:
+    assert cut([1, 20, 600], [9, 0, 0]) == [
+        PartRange(0, 1, False, 1),
+        PartRange(1, 3, True, 600, most_before=(0, 0)),
+    ]
+    assert cut([600], [0]) == [PartRange(0, 1, True, 600, 0)]
+
+
 def test_what_does_not_fit_goes_its_own_way() -> None:
     assert cut([64, 64, 64], [16_000, ROOM - 63, ROOM - 64]) == [
         PartRange(0, 1, True, 64, most_before=(16_000,)),
@@ -203,7 +211,21 @@ def test_which_layers_have_a_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     assert replace(step, codec=Codec(single)).workspace_tokens is None
 
 
-def test_the_whole_workspace_is_used_while_vllm_measures_memory() -> None:
+def test_every_engine_counts_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = PageLayout(CFG, 8, 128, torch.bfloat16)
+    step = LayerStep(triton_kernels, Codec(layout), 0.125, None)
+    taken: list[int] = []
+    monkeypatch.setattr(torch, "empty", lambda size, **_: taken.append(size))
+    query = torch.zeros(100, 32, 128, dtype=torch.bfloat16)
+    monkeypatch.setattr(sdpa, "_VARLEN", [])
+    step.take_workspace(query)
+    assert taken == []
+    use_varlen(monkeypatch)
+    step.take_workspace(query)
+    assert taken == [(256 << 20) + 2 * query.nbytes]
+
+
+def test_the_whole_workspace_is_used_to_warm_up() -> None:
     layout = PageLayout(CFG, HEADS, DIM, torch.float16)
     sizes = (layout.ring_tokens,) * 2 + (CFG.sinks,) * 2
     rings = tuple(torch.zeros(2, n, HEADS, DIM).half() for n in sizes)

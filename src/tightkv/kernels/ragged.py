@@ -106,17 +106,22 @@ def extend_ragged(
     Fills `out` and returns the LSE [N, Hq].
     """
     layout, groups = codec.layout, view.ragged
-    shape = (max(group.tokens for group in groups), layout.num_kv_heads, layout.head_dim)
+    fresh = all(group.is_fresh for group in groups)
+    room = 0 if fresh else max(group.tokens for group in groups)
+    shape = (room, layout.num_kv_heads, layout.head_dim)
     key, value = (torch.empty(shape, dtype=layout.dtype, device=query.device) for _ in range(2))
-    rotated = ops.rotate_queries(codec, query)
-    mixed = torch.empty_like(rotated)
+    rotated = query if fresh else ops.rotate_queries(codec, query)
+    mixed = out if fresh else torch.empty_like(rotated)
     lses = []
     for group in groups:
         mine, tokens = group.queries, slice(0, group.tokens)
-        k, v = key[tokens], value[tokens]
-        ops.load_workspace(codec, view, group, new_key[mine], new_value[mine], k, v)
+        k, v = new_key[mine], new_value[mine]
+        if not fresh:
+            ops.load_workspace(codec, view, group, k, v, key[tokens], value[tokens])
+            k, v = key[tokens], value[tokens]
         lses.append(attention(rotated[mine], k, v, group, scale, mixed[mine]))
-    ops.unrotate(codec, mixed, out)
+    if not fresh:
+        ops.unrotate(codec, mixed, out)
     return lses[0] if len(lses) == 1 else torch.cat(lses)
 
 

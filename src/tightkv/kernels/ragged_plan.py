@@ -35,6 +35,7 @@ class RaggedGroup(NamedTuple):
     blocks: int  # at most
     max_queries: int
     max_keys: int
+    is_fresh: bool  # no sequence has a prefix: new tokens are attended to where they are
 
 
 def workspace_tokens(layout: PageLayout) -> int:
@@ -43,8 +44,19 @@ def workspace_tokens(layout: PageLayout) -> int:
     return WORKSPACE_BYTES // each
 
 
+def most_bytes(layout: PageLayout, queries: int, query_heads: int) -> int:
+    """What a call with so many queries takes at most: the workspace, queries and output rotated."""
+    rotated = 2 * queries * query_heads * layout.head_dim * layout.dtype.itemsize
+    return WORKSPACE_BYTES + rotated
+
+
 def is_worth(counts: Sequence[int], before: Sequence[int]) -> bool:
-    """Whether sequences with `counts` new tokens after `before` others should go this way."""
+    """Whether sequences with `counts` new tokens after `before` others should go this way.
+
+    Without a prefix there is nothing to dequantize, and one call is all there is.
+    """
+    if not any(before):
+        return any(counts)
     lengths = [a + b for a, b in zip(counts, before, strict=True)]
     pairs = sum(a * b for a, b in zip(counts, lengths, strict=True))
     return pairs >= max(MIN_PAIRS, MIN_QUERIES * sum(lengths))
@@ -84,6 +96,7 @@ def plan_groups(
                 blocks=sum(-(-n // BLOCK) for n in most[low:high]),
                 max_queries=max(counts[low:high]),
                 max_keys=max(most[low:high]),
+                is_fresh=not any(before[low:high]),
             )
         )
     return tuple(groups)

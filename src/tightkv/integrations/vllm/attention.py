@@ -144,6 +144,7 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
         if attn_metadata is None:
             if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
                 self._warm_up(rings)
+                self.step.take_workspace(query)
             return output.fill_(0)
         pages = as_pages(kv_cache, self.layout)
         parts, inherited = attn_metadata.parts, attn_metadata.inherited

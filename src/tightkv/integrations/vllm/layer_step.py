@@ -14,7 +14,7 @@ from tightkv.codec import Codec
 from tightkv.integrations.vllm.metadata import BatchPart
 from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.ragged import fits_varlen
-from tightkv.kernels.ragged_plan import workspace_tokens
+from tightkv.kernels.ragged_plan import most_bytes, workspace_tokens
 from tightkv.kernels.sdpa import varlen_attention
 from tightkv.kernels.view import CacheView
 
@@ -48,6 +48,15 @@ class LayerStep:
         if not plain or not on_gpu or not fits_varlen(layout) or varlen_attention() is None:
             return None
         return workspace_tokens(layout)
+
+    def take_workspace(self, query: Tensor) -> None:
+        """Allocate for a moment what a step of these queries [N, Hq, D] takes at most.
+
+        In the run that measures memory, of every engine: kernels are compiled once per process.
+        """
+        if self.workspace_tokens is not None:
+            size = most_bytes(self.codec.layout, *query.shape[:2])
+            torch.empty(size, dtype=torch.uint8, device=query.device)
 
     def run(
         self,

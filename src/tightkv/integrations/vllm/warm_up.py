@@ -68,7 +68,7 @@ def warm_up(
     feedback: Tensor | None = None,
     sequences: int = 1,
 ) -> None:
-    """Run parts of every kind, one after another: their memory is a few tens of megabytes at most.
+    """Run parts of every kind, one after another.
 
     `most_decoding`: new tokens a sequence can have in a part that decodes; `least_fresh`: in one
     of prompts; `sequences`: the most of a batch.
@@ -96,7 +96,7 @@ def kinds_of_parts(
 ) -> Iterator[BatchPart]:
     """A part for every kind: decodes, short prompts, long ones over one piece and over several.
 
-    Prompts that share a workspace fill it, so that vLLM counts its memory.
+    Prompts that share a workspace fill it.
     """
     page = layout.page_size
     if sequences > 1:  # many programs have other tiles than few (kernels.cuda.decode_plan)
