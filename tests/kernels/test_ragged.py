@@ -206,6 +206,21 @@ def test_prompts_without_a_prefix_are_attended_to_where_they_are(monkeypatch):
             assert x.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
 
 
+@pytest.mark.parametrize("lengths", [[70, 64, 33], [0, 0, 0]], ids=["prefixes", "none"])
+def test_a_group_without_queries_is_left_out(lengths, monkeypatch):
+    """Nothing is dequantized for nobody, and attention gets no empty call."""
+    asked = []
+
+    def watched(q, k, v, group, scale, out):
+        asked.append(len(q))
+        return plain_varlen(q, k, v, group, scale, out)
+
+    use_varlen(monkeypatch, watched)
+    cache = ragged_cache(CFG, lengths)
+    assert_close(*attend_both(cache, [9, 0, 5], most_tokens=40, spare=40))
+    assert asked == [9, 5]
+
+
 @pytest.mark.parametrize("spare", [0, 9])
 def test_attention_with_left_pads_and_loose_bounds(spare, monkeypatch):
     use_varlen(monkeypatch)

@@ -148,13 +148,18 @@ class Engine:
         return [make_part(part, first, starts, self.ids, rows, zeros, room) for part in ranges]
 
     def run(
-        self, kernels: Any, parts: list[BatchPart], states: tuple[Tensor, ...], **options: Any
+        self,
+        kernels: Any,
+        parts: list[BatchPart],
+        states: tuple[Tensor, ...],
+        centers: tuple[Tensor, Tensor] | None = None,
+        **options: Any,
     ) -> tuple[Tensor, ...]:
         """Output and cache after a step, which leaves the engine's cache as it was."""
         step = LayerStep(kernels, self.codec, 0.125, None, **options)
         pages, rings = self.pages.clone(), tuple(x.clone() for x in self.rings)
         output = torch.full_like(states[0], torch.nan)
-        step.run(parts, pages, rings, *states, output)
+        step.run(parts, pages, rings, *states, output, centers=centers)
         return (output, pages, *rings)
 
 
@@ -195,6 +200,28 @@ def test_a_layer_gives_what_it_gave_without_a_workspace(
     torch.testing.assert_close(made[0], before[0], atol=8e-3, rtol=4e-3)
     for a, b in zip(made[1:], before[1:], strict=True):
         assert torch.equal(a, b)
+
+
+def test_decodes_and_prompts_of_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tokens relative to centers, chunk after chunk, as they are without a workspace."""
+    monkeypatch.setattr(batch_split, "is_worth", lambda *_: True)
+    engine = Engine(4, 4)
+    centers = torch.randn(HEADS, DIM).half(), torch.randn(HEADS, DIM).half()
+    filling = engine.parts([90, 33, 64, 0], None)
+    _, engine.pages, *rings = engine.run(reference, filling, states(187, 1), centers)
+    engine.rings = tuple(rings)
+    use_varlen(monkeypatch)
+    for seed, counts in enumerate(([1, 1, 40, 33], [1, 1, 1, 35], [1, 1, 1, 20])):
+        *decodes, shared = engine.parts(counts, 4096)
+        assert len(decodes) == 1 and len(shared.ragged) == 1
+        given = states(sum(counts), 2 + seed)
+        made = engine.run(triton_kernels, [*decodes, shared], given, centers)
+        plain = [*decodes, replace(shared, ragged=())]
+        before = engine.run(triton_kernels, plain, given, centers)
+        torch.testing.assert_close(made[0], before[0], atol=8e-3, rtol=4e-3)
+        assert all(torch.equal(a, b) for a, b in zip(made[1:], before[1:], strict=True))
+        _, engine.pages, *rings = made
+        engine.rings = tuple(rings)
 
 
 def test_which_layers_have_a_workspace(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,6 +115,8 @@ def extend_ragged(
     lses = []
     for group in groups:
         mine, tokens = group.queries, slice(0, group.tokens)
+        if mine.start == mine.stop:
+            continue
         k, v = new_key[mine], new_value[mine]
         if not fresh:
             ops.load_workspace(codec, view, group, k, v, key[tokens], value[tokens])
