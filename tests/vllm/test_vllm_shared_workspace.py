@@ -49,8 +49,8 @@ def test_short_prompts_after_long_prefixes_share() -> None:
 def test_longer_prompts_share_with_their_neighbours() -> None:
     assert cut([300, 600], [8000, 0]) == [PartRange(0, 2, True, 600, most_before=(8000, 0))]
     assert cut([300], [8000]) == [PartRange(0, 1, True, 300, 8000)]
-    assert cut([64, ALONE_FROM, 300, 64], [16_000, 7, 8000, 8000]) == [
-        PartRange(0, 1, True, 64, most_before=(16_000,)),
+    assert cut([64, ALONE_FROM, 300, 64], [17_000, 7, 8000, 8000]) == [
+        PartRange(0, 1, True, 64, most_before=(17_000,)),
         PartRange(1, 2, True, ALONE_FROM, 7),
         PartRange(2, 4, True, 300, most_before=(8000, 8000)),
     ]
@@ -65,8 +65,8 @@ def test_prompts_without_a_prefix_share() -> None:
 
 
 def test_what_does_not_fit_goes_its_own_way() -> None:
-    assert cut([64, 64, 64], [16_000, ROOM - 63, ROOM - 64]) == [
-        PartRange(0, 1, True, 64, most_before=(16_000,)),
+    assert cut([64, 64, 64], [17_000, ROOM - 63, ROOM - 64]) == [
+        PartRange(0, 1, True, 64, most_before=(17_000,)),
         PartRange(1, 2, True, 64),
         PartRange(2, 3, True, 64, most_before=(ROOM - 64,)),
     ]
@@ -249,7 +249,7 @@ def test_every_engine_counts_the_workspace(monkeypatch: pytest.MonkeyPatch) -> N
     assert taken == []
     use_varlen(monkeypatch)
     step.take_workspace(query)
-    assert taken == [(256 << 20) + 2 * query.nbytes]
+    assert taken == [(256 << 20) + 2 * query.nbytes + 3 * 100 * 32 * 4 + (64 << 20)]
 
 
 def test_the_whole_workspace_is_used_to_warm_up() -> None:

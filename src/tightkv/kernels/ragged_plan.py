@@ -14,9 +14,13 @@ from tightkv.layout import PageLayout
 BLOCK = 32  # positions that one program brings to the workspace
 WORKSPACE_BYTES = 256 << 20  # of keys and values at a time
 # Decoding out of the pages costs by pairs of query and token, the workspace by tokens and launches.
-# Both are estimates from one shape on an H200: 0.2 ns a pair, 2 ns a token, 0.1 ms of launches.
-MIN_QUERIES = 32  # that read a token of the workspace, on average
-MIN_PAIRS = 1 << 19
+# Measured over 34 shapes on an H200 (docs/log.md): these cost 5.3% more than the faster way of each
+# shape would, 32 and 2^19 cost 10%.
+MIN_QUERIES = 64  # that read a token of the workspace, on average
+MIN_PAIRS = 1 << 20
+# Where queries are few, FlashAttention splits the keys and keeps a float32 output of each split:
+# rows (query, head) times splits. Up to 64 MiB were measured with heads of 128.
+SPLIT_ROWS = 1 << 17
 
 
 class RaggedGroup(NamedTuple):
@@ -45,9 +49,14 @@ def workspace_tokens(layout: PageLayout) -> int:
 
 
 def most_bytes(layout: PageLayout, queries: int, query_heads: int) -> int:
-    """What a call with so many queries takes at most: the workspace, queries and output rotated."""
-    rotated = 2 * queries * query_heads * layout.head_dim * layout.dtype.itemsize
-    return WORKSPACE_BYTES + rotated
+    """What a call with so many queries takes at most, however long each prompt is.
+
+    The workspace; queries and output in its frame; LSEs of the groups, of all, and of the caller;
+    outputs of splits of the keys.
+    """
+    rows = queries * query_heads
+    rotated = 2 * rows * layout.head_dim * layout.dtype.itemsize
+    return WORKSPACE_BYTES + rotated + 3 * rows * 4 + SPLIT_ROWS * layout.head_dim * 4
 
 
 def is_worth(counts: Sequence[int], before: Sequence[int]) -> bool:
