@@ -10,7 +10,16 @@ import pytest
 import torch
 
 from kernel_caches import poison
-from ragged_caches import DEVICE, groups_of, plain_varlen, prompts, ragged_cache, use_varlen
+from ragged_caches import (
+    DEVICE,
+    groups_of,
+    outputs_beside,
+    plain_varlen,
+    prompts,
+    ragged_cache,
+    spoil,
+    use_varlen,
+)
 from tightkv.config import KVQuantConfig
 from tightkv.kernels import ragged, ragged_plan, reference, sdpa
 from tightkv.kernels.options import AttendOptions
@@ -269,6 +278,64 @@ def _can_extend_arguments(cache, counts):
     query, new_key, new_value, starts = prompts(cache, counts)
     view = dataclasses.replace(cache.view(), ragged=groups_of(cache.view(), counts, starts))
     return query, view, new_key, new_value
+
+
+# --- numbers of one request stay out of another's output ---
+@pytest.mark.sampled
+@pytest.mark.parametrize("ops", [triton_ragged, PLAIN], ids=["kernels", "torch"])
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, 60_000.0])
+@pytest.mark.parametrize(
+    "cfg,dtype",
+    [(CFG, torch.float16), (CFG, torch.bfloat16), (bits(CFG, 8, 8), torch.float16),
+     (CFG.replace(mean_bits=8), torch.float16), (CFG.replace(rotation="haar"), torch.float16),
+     (CFG.replace(rotation="none"), torch.bfloat16)],
+    ids=["float16", "bfloat16", "8 bits", "8-bit means", "haar", "not rotated"],
+)  # fmt: skip
+def test_the_workspace_is_finite(cfg, dtype, number, ops):
+    """Whatever pages, rings, sinks and new tokens hold; other sequences are as they were."""
+    lengths, counts = [70, 133, 64], [5, 40, 9]
+    cache = ragged_cache(cfg, lengths, dtype=dtype)
+    _, new_key, new_value, starts = prompts(cache, counts)
+    (group,) = groups_of(cache.view(), counts, starts)
+    both = []
+    for _ in range(2):
+        made = torch.full((2, group.tokens, 2, 64), math.nan, dtype=dtype, device=DEVICE)
+        ops.load_workspace(cache.codec, cache.view(), group, new_key, new_value, *made)
+        assert torch.isfinite(made).all()
+        both.append(made)
+        spoil(cache, 1, number)
+        new_key[5:45] = new_value[5:45] = number
+    first, second = 70 + 5, 70 + 5 + 133 + 40
+    for mine in (slice(0, first), slice(second, None)):
+        assert torch.equal(both[0][:, mine], both[1][:, mine])
+    bad = both[1][:, first:second]
+    assert not torch.equal(bad, both[0][:, first:second])
+    assert math.isfinite(number) or not bad.any(), "zeros"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_largest_numbers_of_a_dtype_stay_finite_once_rotated(dtype):
+    cache = ragged_cache(CFG, [40, 40], dtype=dtype)
+    _, new_key, new_value, starts = prompts(cache, [5, 5])
+    new_key[:] = new_value[:] = torch.finfo(dtype).max
+    (group,) = groups_of(cache.view(), [5, 5], starts)
+    for ops in (triton_ragged, PLAIN):
+        made = torch.full((2, group.tokens, 2, 64), math.nan, dtype=dtype, device=DEVICE)
+        ops.load_workspace(cache.codec, cache.view(), group, new_key, new_value, *made)
+        assert torch.isfinite(made).all()
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+@pytest.mark.parametrize("lengths", [[70, 133, 64], [0, 0, 0]], ids=["prefixes", "none"])
+def test_requests_do_not_reach_each_other(lengths, number, monkeypatch):
+    """Attention reads tiles that end in the next sequence, and multiplies its values by 0."""
+    use_varlen(monkeypatch)
+    counts = [5, 40, 9]
+    options = {"lengths": lengths, "counts": counts, "cfg": CFG}
+    plain = outputs_beside(kernels, **options)
+    made = outputs_beside(kernels, number=number, **options)
+    for i in (0, 2, 3, 5):
+        assert torch.isfinite(made[i]).all() and torch.equal(made[i], plain[i])
 
 
 # --- the plan ---

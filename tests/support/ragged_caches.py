@@ -1,16 +1,23 @@
 """Caches of sequences of different lengths, their prompts, and plain attention for these."""
 
+import dataclasses
+
 import torch
 
 from helpers import make_cache, tokens
 from tightkv.kernels import sdpa
+from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.ragged_plan import plan_groups
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TILE = 64
 
 
 def plain_varlen(q, k, v, group, scale, out):
-    """In place of FlashAttention: a loop over sequences, in float32."""
+    """In place of FlashAttention: a loop over sequences, in float32.
+
+    It reads whole tiles of keys and values, too: those of the next sequence get weights of 0.
+    """
     lse = torch.empty(q.shape[:2], device=q.device)
     queries, keys = group.cu_seqlens_q.tolist(), group.cu_seqlens_k.tolist()
     assert len(k) == len(v) == group.tokens >= keys[-1] and queries[-1] == len(q)
@@ -18,10 +25,12 @@ def plain_varlen(q, k, v, group, scale, out):
         mine, held = slice(queries[i], queries[i + 1]), slice(keys[i], keys[i + 1])
         count, length = mine.stop - mine.start, held.stop - held.start
         assert count <= group.max_queries and length <= group.max_keys
-        groups = q.shape[1] // k.shape[1]
+        groups, read = q.shape[1] // k.shape[1], -(-length // TILE) * TILE
+        held = slice(held.start, min(held.start + read, len(k)))
+        read = held.stop - held.start
         key, value = (x[held].float().repeat_interleave(groups, 1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q[mine].float(), key) * scale
-        seen = torch.ones(count, length, dtype=torch.bool, device=q.device).tril(length - count)
+        seen = torch.ones(count, read, dtype=torch.bool, device=q.device).tril(length - count)
         scores = scores.masked_fill(~seen, -torch.inf)
         lse[mine] = scores.logsumexp(-1).T
         out[mine] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).to(out.dtype)
@@ -60,3 +69,27 @@ def groups_of(view, counts, starts, most_tokens=1 << 20, spare=0):
     """As an engine plans them; the host believes in `spare` more tokens per sequence."""
     before = [n + spare for n in view.lengths.tolist()]
     return plan_groups(counts, before, most_tokens, starts, view.lengths, view.left_pad)
+
+
+def spoil(cache, row, number):
+    """All that a sequence has stored is this number: records of its pages, ring and sinks."""
+    bits = torch.tensor([number]).half().view(torch.int16).to(DEVICE)
+    cache.pages.view(torch.int16)[cache.table.rows[row].pages] = bits
+    view = cache.view()
+    for x in (view.ring_key, view.ring_value, view.sink_key, view.sink_value):
+        x[int(view.ring_rows[row])] = number
+
+
+def outputs_beside(kernels, lengths, counts, number=None, **options):
+    """Of all prompts; those of the second sequence, and its cache, are this number."""
+    cache = ragged_cache(lengths=lengths, **options)
+    query, new_key, new_value, starts = prompts(cache, counts)
+    if number is not None:
+        spoil(cache, 1, number)
+        second = slice(counts[0], counts[0] + counts[1])
+        new_key[second] = new_value[second] = number
+    view = cache.view()
+    view = dataclasses.replace(view, ragged=groups_of(view, counts, starts))
+    asked = AttendOptions(max(counts), new_key=new_key, new_value=new_value)
+    out, lse = kernels.attend(cache.codec, query, view, starts, asked)
+    return [*out.split(counts), *lse.split(counts)]

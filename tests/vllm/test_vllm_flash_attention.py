@@ -7,7 +7,8 @@ pytest.importorskip("vllm")
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
     pytest.skip("FlashAttention 3 needs a Hopper GPU", allow_module_level=True)
 
-from ragged_caches import plain_varlen
+from ragged_caches import outputs_beside, plain_varlen, use_varlen
+from tightkv.config import KVQuantConfig
 from tightkv.integrations.vllm.flash_attention import (
     flash_attention_3,
     prefer_flash_attention,
@@ -61,6 +62,28 @@ def test_varlen_attention_equals_plain_attention(heads, kv_heads, spare):
         plain_lse = plain_varlen(mine, k, v, group, scale, plain_out)
         torch.testing.assert_close(out.float(), plain_out.float(), atol=2e-2, rtol=2e-2)
         torch.testing.assert_close(lse, plain_lse, atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("lengths", [[1000, 333], [0, 0]], ids=["prefixes", "none"])
+def test_requests_do_not_reach_each_other(lengths, dim, number, monkeypatch):
+    """Tiles of keys end in the next sequence, whose values are multiplied by 0."""
+    from tightkv.kernels.triton import backend as kernels
+
+    asked = []
+
+    def watched(*arguments):
+        asked.append(1)
+        return varlen_flash_attention_3(*arguments)
+
+    use_varlen(monkeypatch, watched)
+    options = {"lengths": lengths, "counts": [75, 90], "dim": dim, "dtype": torch.bfloat16}
+    plain = outputs_beside(kernels, cfg=KVQuantConfig(), **options)
+    made = outputs_beside(kernels, cfg=KVQuantConfig(), number=number, **options)
+    assert asked == [1, 1]
+    for i in (0, 2):
+        assert torch.isfinite(made[i]).all() and torch.equal(made[i], plain[i])
 
 
 def test_it_is_chosen(monkeypatch):

@@ -42,6 +42,9 @@ class RaggedOps(Protocol):
 
         In the frame of the pages, exact tokens too. `view` is the batch's; the new tokens are the
         group's. Rows after the last token are zeros as far as a tile of attention may reach.
+
+        Numbers that are not finite become 0. A tile may reach the next sequence, whose weights are
+        0 there, and 0 times NaN is NaN: one request's numbers would be in another's output.
         """
 
 
@@ -118,6 +121,8 @@ def extend_ragged(
         if mine.start == mine.stop:
             continue
         k, v = new_key[mine], new_value[mine]
+        if fresh and group.rows.stop - group.rows.start > 1:  # as in a workspace
+            k, v = (torch.nan_to_num(x, 0.0, 0.0, 0.0) for x in (k, v))
         if not fresh:
             ops.load_workspace(codec, view, group, k, v, key[tokens], value[tokens])
             k, v = key[tokens], value[tokens]
@@ -154,11 +159,17 @@ class TorchRaggedOps:
             for side, target, new in (("key", key, new_key), ("value", value, new_value)):
                 cached = coded[side][pad:]
                 at = first + len(cached)
-                target[first:at] = cached.to(target.dtype)
+                target[first:at] = _finite(cached, target.dtype)
                 rotated = codec.side(side).rotation(new[begin:end])
-                target[at : at + end - begin] = rotated.to(target.dtype)
+                target[at : at + end - begin] = _finite(rotated, target.dtype)
         for target in (key, value):
             target[starts[-1] :] = 0
+
+
+def _finite(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """NaN and infinity as 0, other numbers as near as the dtype has them."""
+    most = torch.finfo(dtype).max
+    return torch.nan_to_num(x, 0.0, 0.0, 0.0).clamp(-most, most).to(dtype)
 
 
 def dequantized_row(codec: Codec, view: CacheView, row: int) -> dict[str, Tensor]:

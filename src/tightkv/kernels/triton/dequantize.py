@@ -29,12 +29,25 @@ def _side_by_side(a, b, c, d):
 
 
 @triton.jit
+def _number(x, FINITE: tl.constexpr):
+    """float32; with FINITE, NaN and infinity are 0."""
+    x = x.to(tl.float32)
+    if FINITE:
+        x = tl.where(tl.abs(x) < float("inf"), x, 0.0)
+    return x
+
+
+@triton.jit
 def dequantized_keys(
     record, block, D: tl.constexpr, DP: tl.constexpr, KEY_BITS: tl.constexpr,
     KEY_CHUNK: tl.constexpr, KEY_TABLE: tl.constexpr, KEY_UNIT: tl.constexpr,
     KEY_SCALE_AT: tl.constexpr, MEAN_AT: tl.constexpr, MEAN_BITS: tl.constexpr, PTX: tl.constexpr,
+    FINITE: tl.constexpr = False,
 ):  # fmt: skip
-    """Keys of 32 tokens of a record, rotated, float32 [32, DP]; row i is token_order(1)[i]."""
+    """Keys of 32 tokens of a record, rotated, float32 [32, DP]; row i is token_order(1)[i].
+
+    With FINITE, scales and means that are not finite are 0.
+    """
     numbers = record.to(tl.pointer_type(tl.float16))
     C: tl.constexpr = D // KEY_CHUNK
     CP: tl.constexpr = DP // KEY_CHUNK
@@ -55,14 +68,16 @@ def dequantized_keys(
         h0, h1, h2, h3 = byte_levels(kw)
         x = tl.reshape(_side_by_side(h0, h1, h2, h3), [32, KEY_CHUNK // 4, CP, 4])
     x = tl.reshape(tl.permute(x, [0, 2, 1, 3]), [32, DP]).to(tl.float32)
-    scale = tl.load(numbers + KEY_SCALE_AT // 2 + block * 32 + scale_order(1)).to(tl.float32)
+    scale = tl.load(numbers + KEY_SCALE_AT // 2 + block * 32 + scale_order(1))
+    scale = _number(scale, FINITE)
     x = x * (tl.abs(scale) * KEY_UNIT)[:, None]
     if MEAN_BITS > 0:
         d = tl.arange(0, DP)
         if MEAN_BITS == 16:
-            mean = tl.load(numbers + MEAN_AT // 2 + d, mask=d < D, other=0.0).to(tl.float32)
+            mean = tl.load(numbers + MEAN_AT // 2 + d, mask=d < D, other=0.0)
+            mean = _number(mean, FINITE)
         else:
-            step = tl.load(numbers + (MEAN_AT + D) // 2).to(tl.float32)
+            step = _number(tl.load(numbers + (MEAN_AT + D) // 2), FINITE)
             means = (record + MEAN_AT).to(tl.pointer_type(tl.int8))
             mean = tl.load(means + d, mask=d < D, other=0).to(tl.float32) * step
         centered = scale.to(tl.int32, bitcast=True) < 0
@@ -81,9 +96,12 @@ def even_tokens():
 def dequantized_values(
     record, block, D: tl.constexpr, DP: tl.constexpr, VALUE_BITS: tl.constexpr,
     VALUE_TABLE: tl.constexpr, VALUE_UNIT: tl.constexpr, VALUE_AT: tl.constexpr,
-    VALUE_SCALE_AT: tl.constexpr, PTX: tl.constexpr,
+    VALUE_SCALE_AT: tl.constexpr, PTX: tl.constexpr, FINITE: tl.constexpr = False,
 ):  # fmt: skip
-    """Values of 32 tokens of a record, rotated, float32 [16, DP]: of even tokens, of odd ones."""
+    """Values of 32 tokens of a record, rotated, float32 [16, DP]: of even tokens, of odd ones.
+
+    With FINITE, scales that are not finite are 0.
+    """
     numbers = record.to(tl.pointer_type(tl.float16))
     VC: tl.constexpr = D // 16
     VCP: tl.constexpr = DP // 16
@@ -103,8 +121,8 @@ def dequantized_values(
     scale_at = numbers + VALUE_SCALE_AT // 2 + block * 32 + (token % 8) * 4 + token // 8
     even = tl.reshape(tl.permute(even, [2, 1, 0, 3]), [16, DP]).to(tl.float32)
     odd = tl.reshape(tl.permute(odd, [2, 1, 0, 3]), [16, DP]).to(tl.float32)
-    even = even * (tl.load(scale_at).to(tl.float32) * VALUE_UNIT)[:, None]
-    odd = odd * (tl.load(scale_at + 4).to(tl.float32) * VALUE_UNIT)[:, None]
+    even = even * (_number(tl.load(scale_at), FINITE) * VALUE_UNIT)[:, None]
+    odd = odd * (_number(tl.load(scale_at + 4), FINITE) * VALUE_UNIT)[:, None]
     return even, odd
 
 

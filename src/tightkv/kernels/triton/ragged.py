@@ -35,6 +35,23 @@ def _rotate_rows_kernel(
     tl.store(where, y.to(out.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
 
 
+@triton.jit
+def _fitting(x, where):
+    """Finite float32 in the dtype of `where`: too large a number is the largest one."""
+    if where.dtype.element_ty == tl.float16:
+        x = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
+    return x.to(where.dtype.element_ty)
+
+
+@triton.jit
+def _finite(x, where):
+    """Any float32 in the dtype of `where`, with NaN and infinity as 0."""
+    x = tl.where(tl.abs(x) < float("inf"), x, 0.0)
+    if where.dtype.element_ty == tl.bfloat16:
+        x = tl.minimum(tl.maximum(x, -3.3895313892515355e38), 3.3895313892515355e38)
+    return _fitting(x, where)
+
+
 # What changes from step to step, and tables that are cut anywhere, must not ask for other binaries.
 @triton.jit(
     do_not_specialize=[
@@ -61,6 +78,7 @@ def _load_workspace_kernel(
 
     Positions with codes and exact ones (sinks, ring, new tokens) are written apart, so that each
     row is written once. The tables of the sequences begin with row `first_row` of the batch.
+    Every number that is written is finite: a tile of attention reads rows of the next sequence.
     """
     head = tl.program_id(0) % HKV
     place = tl.load(cu_blocks) + tl.program_id(0) // HKV
@@ -100,21 +118,22 @@ def _load_workspace_kernel(
         block = first % PAGE // 32
         x = dequantized_keys(
             record, block, D, DP, KEY_BITS, KEY_CHUNK, KEY_TABLE, KEY_UNIT, KEY_SCALE_AT, MEAN_AT,
-            MEAN_BITS, PTX,
+            MEAN_BITS, PTX, FINITE=True,
         )  # fmt: skip
         at = first + token_order(1)
         there = ((at >= coded_from) & (at < read_from))[:, None] & (d < D)[None, :]
         where = key + ((shift + at).to(tl.int64) * HKV + head)[:, None] * D + d[None, :]
-        tl.store(where, x.to(key.dtype.element_ty), mask=there)
+        tl.store(where, _fitting(x, key), mask=there)
         even, odd = dequantized_values(
-            record, block, D, DP, VALUE_BITS, VALUE_TABLE, VALUE_UNIT, VALUE_AT, VALUE_SCALE_AT, PTX
-        )
+            record, block, D, DP, VALUE_BITS, VALUE_TABLE, VALUE_UNIT, VALUE_AT, VALUE_SCALE_AT,
+            PTX, FINITE=True,
+        )  # fmt: skip
         at = first + even_tokens()
         there = ((at >= coded_from) & (at < read_from))[:, None] & (d < D)[None, :]
         where = value + ((shift + at).to(tl.int64) * HKV + head)[:, None] * D + d[None, :]
-        tl.store(where, even.to(value.dtype.element_ty), mask=there)
+        tl.store(where, _fitting(even, value), mask=there)
         there = ((at + 1 >= coded_from) & (at + 1 < read_from))[:, None] & (d < D)[None, :]
-        tl.store(where + HKV * D, odd.to(value.dtype.element_ty), mask=there)
+        tl.store(where + HKV * D, _fitting(odd, value), mask=there)
 
     if (first + 32 > start) & ((first < coded_from) | (first + 32 > read_from)):
         at = first + tl.arange(0, 32)
@@ -132,11 +151,11 @@ def _load_workspace_kernel(
         source = tl.where(is_sink, sink_key + sink_at, ring_key + ring_at)
         source = tl.where(is_new, new_key + n * new_key_n + head64 * new_key_h, source)
         x = load_rotated(source[:, None], none, exact, key_table, False, D, DP, ROTATION, 32)
-        tl.store(key + where, x.to(key.dtype.element_ty), mask=there)
+        tl.store(key + where, _finite(x, key), mask=there)
         source = tl.where(is_sink, sink_value + sink_at, ring_value + ring_at)
         source = tl.where(is_new, new_value + n * new_value_n + head64 * new_value_h, source)
         x = load_rotated(source[:, None], none, exact, value_table, False, D, DP, ROTATION, 32)
-        tl.store(value + where, x.to(value.dtype.element_ty), mask=there)
+        tl.store(value + where, _finite(x, value), mask=there)
 
 
 def rotate_queries(codec: Codec, query: Tensor) -> Tensor:
