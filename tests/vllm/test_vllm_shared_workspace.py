@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,15 +15,17 @@ from ragged_caches import plain_varlen, use_varlen
 from tightkv import KVQuantConfig
 from tightkv.codec import Codec
 from tightkv.integrations.vllm import batch_split
-from tightkv.integrations.vllm.batch_split import ALONE_FROM, PartRange, split_batch
+from tightkv.integrations.vllm.batch_split import ALONE_FROM, Limits, PartRange, split_batch
 from tightkv.integrations.vllm.layer_step import LayerStep
 from tightkv.integrations.vllm.metadata import BatchPart, make_part
-from tightkv.integrations.vllm.ring_table import BatchRings, RingTable
+from tightkv.integrations.vllm.ring_table import BatchRings, GroupRings, RingTable
 from tightkv.integrations.vllm.warm_up import kinds_of_parts
 from tightkv.kernels import ragged_plan, reference, sdpa
 from tightkv.kernels.prefill import MIN_QUERIES
 from tightkv.kernels.ragged_plan import is_worth
 from tightkv.layout import PageLayout
+from tightkv.math.centers import Centers
+from tightkv.math.key_scale import KeyScale
 
 pytest.importorskip("triton")
 pytest.importorskip("tightkv.kernels.triton.backend")
@@ -263,3 +266,117 @@ def test_the_whole_workspace_is_used_to_warm_up() -> None:
     assert last.tokens == group.queries and int(last.rows.lengths.sum()) == 8192
     assert last.block_table.shape[1] * CFG.page_size >= int(last.rows.lengths.max())
     assert ragged_plan.WORKSPACE_BYTES <= 256 << 20
+
+
+# --- layers of an engine, with metadata of the builder ---
+def make_layer(kernels: Any = triton_kernels, window: int | None = None) -> Any:
+    pytest.importorskip("vllm")
+    from tightkv.integrations.vllm.attention import TightAttention
+
+    layer = SimpleNamespace(
+        impl=SimpleNamespace(scale=0.125), num_heads=HEADS * GROUP, num_kv_heads=HEADS,
+        head_size=DIM, kv_cache_dtype="auto", sliding_window=window,
+    )  # fmt: skip
+    layout = PageLayout(CFG, HEADS, DIM, torch.float16)
+    return TightAttention(layer, layout, kernels, Limits(4, 4, 1), torch.device("cpu"))
+
+
+class Group:
+    """Layers with one metadata builder; sequences of eight blocks each."""
+
+    def __init__(self, *impls: Any, sequences: int = 3) -> None:
+        from tightkv.integrations.vllm.backend import TightBuilder
+
+        made = object.__new__(TightBuilder)
+        blocks = 8
+        self.ids = torch.arange(1, 1 + sequences * blocks).view(sequences, blocks).int()
+        shape = (1 + sequences * blocks, 1, 1, impls[0].layout.page_bytes)
+        self.caches = [torch.zeros(shape, dtype=torch.uint8) for _ in impls]
+        made.impls, made.layers = list(impls), [SimpleNamespace(kv_cache=self.caches[0])]
+        made.group_rings, made.device, made.pages = GroupRings(), torch.device("cpu"), None
+        made.reorder_batch_threshold, made.pages_per_block = 1, 1
+        config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=sequences))
+        made.vllm_config, made.starts = config, torch.zeros(sequences, dtype=torch.int32)
+        made.out = torch.zeros(len(BatchRings._fields), sequences, dtype=torch.int32)
+        self.builder, self.lengths = made, [0] * sequences
+
+    def build(self, counts: list[int]) -> Any:
+        page, before = CFG.page_size, self.lengths
+        self.lengths = [a + b for a, b in zip(before, counts, strict=True)]
+        slots = [
+            int(self.ids[row, at // page]) * page + at % page
+            for row, end in enumerate(self.lengths)
+            for at in range(before[row], end)
+        ]
+        starts = torch.tensor([0, *counts]).cumsum(0).int()
+        lengths = torch.tensor(self.lengths).int()
+        common = SimpleNamespace(
+            block_table_tensor=self.ids, query_start_loc_cpu=starts, query_start_loc=starts,
+            seq_lens=lengths, seq_lens_cpu_upper_bound=lengths, slot_mapping=torch.tensor(slots),
+            num_actual_tokens=sum(counts),
+        )  # fmt: skip
+        return self.builder.build(0, common)
+
+    def forward(self, metadata: Any, given: tuple[Tensor, ...], keep: bool) -> list[Tensor]:
+        """Output of each layer; its cache and rings are left as they were unless kept."""
+        found = []
+        for impl, cache in zip(self.builder.impls, self.caches, strict=True):
+            held = [x.clone() for x in (cache, *impl.exact_tensors())]
+            output = torch.full_like(given[0], torch.nan)
+            found.append(impl.forward(None, *given, cache, metadata, output))
+            if not keep:
+                for x, old in zip((cache, *impl.exact_tensors()), held, strict=True):
+                    x.copy_(old)
+        return found
+
+
+def outputs_of_hits(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[Tensor], list[Tensor], list[int]]:
+    """Of prompts after cached prefixes, with a workspace and without, and calls of each."""
+    monkeypatch.setattr(batch_split, "is_worth", lambda *_: True)
+    use_varlen(monkeypatch)
+    group.forward(group.build([130, 64, 33]), states(227, 1), keep=True)
+    metadata = group.build([7, 40, 1])
+    calls: list[int] = []
+
+    def attention(*arguments: Any) -> Tensor:
+        calls.append(len(arguments[0]))
+        return plain_varlen(*arguments)
+
+    use_varlen(monkeypatch, attention)
+    given = states(48, 2)
+    made = group.forward(metadata, given, keep=False)
+    plain = replace(metadata, parts=tuple(replace(x, ragged=()) for x in metadata.parts))
+    return made, group.forward(plain, given, keep=False), calls
+
+
+def test_scaled_keys_and_centers_share_a_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scaled queries and keys have the dtype they came with, or none of them would share."""
+    scale = torch.ones(HEADS, DIM)
+    scale[0, [3, 40]] = torch.tensor([8.0, 0.25])
+    impl = make_layer()
+    impl.use_scale(KeyScale(scale))
+    impl.use_centers(Centers(torch.randn(HEADS, DIM), torch.randn(HEADS, DIM)))
+    made, before, calls = outputs_of_hits(Group(impl), monkeypatch)
+    assert calls == [48]
+    torch.testing.assert_close(made[0], before[0], atol=8e-3, rtol=4e-3)
+
+
+def test_windows_among_layers_with_a_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They get the same parts, and attend as they did."""
+    group = Group(make_layer(), make_layer(window=50))
+    made, before, calls = outputs_of_hits(group, monkeypatch)
+    assert calls == [48], "of the layer without a window"
+    torch.testing.assert_close(made[0], before[0], atol=8e-3, rtol=4e-3)
+    assert torch.equal(made[1], before[1])
+
+
+def test_groups_that_do_not_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows alone have no workspace, and the reference takes long prompts one by one."""
+    use_varlen(monkeypatch)
+    for impls in ([make_layer(window=50)], [make_layer(), make_layer(reference)]):
+        parts = Group(*impls, sequences=2).build([128, 128]).parts
+        assert not any(part.ragged for part in parts)
+    (part,) = Group(make_layer(), sequences=2).build([128, 128]).parts
+    assert len(part.ragged) == 1

@@ -74,8 +74,7 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
     @property
     def capturable(self) -> bool:
         """Whether a CUDA graph can hold what is launched here: nothing waits for the device."""
-        on_gpu = self.step.kernel_name in ("cuda", "triton")
-        return on_gpu and not self.layout.cfg.check_finite
+        return self.step.on_gpu and not self.layout.cfg.check_finite
 
     @property
     def short_prompt(self) -> int:

@@ -106,8 +106,15 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
         return self._limits.most_as_decoding(sequences, short_prompt)
 
     def _workspace_tokens(self) -> int | None:
-        """What fits the workspace of each layer that has one; see `LayerStep`."""
-        found = [impl.step.workspace_tokens for impl in self.impls]
+        """What fits the workspace of each layer that has one; see `LayerStep`.
+
+        Other layers of the group get the same parts, in which long prompts lie side by side. That
+        costs kernels of a GPU nothing, and the reference memory: it holds all scores at once.
+        """
+        steps = [impl.step for impl in self.impls]
+        if not all(step.on_gpu for step in steps):
+            return None
+        found = [step.workspace_tokens for step in steps]
         return min((tokens for tokens in found if tokens is not None), default=None)
 
     def _page_table(self, block_table: Tensor) -> Tensor:

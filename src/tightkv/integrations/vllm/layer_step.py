@@ -41,11 +41,14 @@ class LayerStep:
         return name
 
     @property
+    def on_gpu(self) -> bool:
+        return self.kernel_name in ("cuda", "triton")
+
+    @property
     def workspace_tokens(self) -> int | None:
         """Tokens of prompts that can be attended to in one call; None where they cannot."""
         layout, plain = self.codec.layout, self.window is None and self.softcap is None
-        on_gpu = self.kernel_name in ("cuda", "triton")
-        if not plain or not on_gpu or not fits_varlen(layout) or varlen_attention() is None:
+        if not plain or not self.on_gpu or not fits_varlen(layout) or varlen_attention() is None:
             return None
         return workspace_tokens(layout)
 
