@@ -270,9 +270,8 @@ class Row:
 
     @property
     def is_prompt(self) -> bool:
-        """The rule decides: it is no decode, no single long prompt, and has a prefix."""
-        alone = self.batch == 1 and self.count >= prefill.MIN_QUERIES
-        return self.count > SHORT_PROMPT and self.before > 0 and not alone
+        """The rule decides: it is no decode, and has a prefix."""
+        return self.count > SHORT_PROMPT and self.before > 0
 
     def is_chosen(self, min_queries: int, min_pairs: int) -> bool:
         length = self.before + self.count
@@ -302,7 +301,7 @@ def advise(rows: list[Row]) -> None:
             f"MIN_QUERIES {mine[0]}, MIN_PAIRS 2^{math.log2(mine[1]):g}: {lost[0]:.1%} above the "
             f"best; {best[0]}, 2^{math.log2(best[1]):g}: {lost[1]:.1%}"
         )
-    long = [row for row in rows if row.batch > 1 and row.before and row.count >= 256]
+    long = [row for row in rows if row.before and row.count >= prefill.MIN_QUERIES]
     wins = [f"{row.count} ({row.now / row.shared:.2f})" for row in long if row.shared < row.now]
     say(f"ALONE_FROM {ALONE_FROM}: the workspace is faster for {', '.join(wins) or 'none'}")
 

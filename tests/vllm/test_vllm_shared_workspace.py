@@ -51,7 +51,8 @@ def test_short_prompts_after_long_prefixes_share() -> None:
 
 def test_longer_prompts_share_with_their_neighbours() -> None:
     assert cut([300, 600], [8000, 0]) == [PartRange(0, 2, True, 600, most_before=(8000, 0))]
-    assert cut([300], [8000]) == [PartRange(0, 1, True, 300, 8000)]
+    assert cut([300], [8000]) == [PartRange(0, 1, True, 300, most_before=(8000,))]
+    assert cut([300], [80]) == [PartRange(0, 1, True, 300, 80)], "not worth it"
     assert cut([64, ALONE_FROM, 300, 64], [17_000, 7, 8000, 8000]) == [
         PartRange(0, 1, True, 64, most_before=(17_000,)),
         PartRange(1, 2, True, ALONE_FROM, 7),

@@ -81,8 +81,9 @@ def split_batch(
         fresh = _first_fresh(counts, run, most_decoding)
         prompts = range(fresh, run.stop)
         inside = [x[fresh : run.stop] for x in (counts, before)]
-        is_long = len(prompts) == 1 and counts[fresh] >= MIN_QUERIES  # has a way of its own
-        if is_long or is_alone[run.start] or not is_worth(*inside):
+        # One long prompt without a prefix needs no workspace, and has a call of its own.
+        is_first = len(prompts) == 1 and counts[fresh] >= MIN_QUERIES and not before[fresh]
+        if is_first or is_alone[run.start] or not is_worth(*inside):
             parts += _long_apart(counts, before, run, most_decoding)
             continue
         parts += _without_long(counts, range(run.start, fresh), most_decoding)
