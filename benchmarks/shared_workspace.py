@@ -1,6 +1,6 @@
 """Prompts after cached prefixes: the shared workspace against what serves them without it.
 
-python benchmarks/shared_workspace.py                                      on a Hopper GPU with vLLM
+python benchmarks/shared_workspace.py [--out ROWS.jsonl]                   on a Hopper GPU with vLLM
 DRY=1 TRITON_INTERPRET=1 PYTHONPATH=src:tests/support python benchmarks/shared_workspace.py
     small shapes on the CPU: checks, and times that say nothing
 
@@ -13,6 +13,7 @@ of its L2 cache, and the host's.
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import random
@@ -21,13 +22,17 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from itertools import accumulate
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tightkv.bench import inputs
+from tightkv.bench.provenance import provenance
 from tightkv.codec import Codec
 from tightkv.config import KVQuantConfig
 from tightkv.integrations.vllm.batch_split import ALONE_FROM, SHORT_PROMPT
@@ -36,6 +41,7 @@ from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.triton import ragged as ragged_ops
 from tightkv.kernels.view import CacheView
 from tightkv.layout import PageLayout
+from tightkv.provenance import append_rows
 
 DRY = bool(os.environ.get("DRY"))
 SECONDS = 70  # no case begins later
@@ -64,6 +70,7 @@ else:
         (4, 1, 160), (4, 1, 64), (1, 1, 160), (8, 32, 160), (8, 32, 64), (8, 32, 32), (8, 32, 8),
         (1, 32, 160), (1, 32, 64), (1, 32, 24), (1, 32, 512), (4, 32, 160), (32, 32, 64),
         (128, 8, 64), (32, 0, 160), (8, 0, 512), (4, 8, 1024), (4, 8, 2048),
+        (1, 8, 512), (1, 8, 2048), (1, 32, 2048), (2, 8, 4096),
     ]  # fmt: skip
 LAYOUT = PageLayout(KVQuantConfig.preset("k4v4"), HKV, D, DTYPE)
 ROOM = 1500 if DRY else ragged_plan.workspace_tokens(LAYOUT)
@@ -246,7 +253,7 @@ def pieces(case: Case) -> list[float]:
     def rotate() -> None:
         ragged_ops.unrotate(codec, ragged_ops.rotate_queries(codec, case.query), case.out)
 
-    return [milliseconds(f) for f in (fill, attend, rotate)]
+    return [round(milliseconds(f), 4) for f in (fill, attend, rotate)]
 
 
 def peak_mib(run: Callable[[], object]) -> int:
@@ -267,6 +274,23 @@ class Row:
     count: int
     now: float
     shared: float
+    pieces: list[float]
+    calls: int
+    mib: tuple[int, int]
+
+    def as_result(self) -> dict[str, Any]:
+        return {
+            "bench": "shared_workspace",
+            "shape": {
+                "batch": self.batch, "before": self.before, "new": self.count,
+                "query_heads": HQ, "kv_heads": HKV, "head_dim": D,
+            },
+            "preset": "k4v4",
+            "ms": {"now": round(self.now, 4), "shared": round(self.shared, 4)},
+            "pieces_ms": dict(zip(("fill", "attend", "rotate"), self.pieces, strict=True)),
+            "calls": self.calls,
+            "peak_mib": {"now": self.mib[0], "shared": self.mib[1]},
+        }  # fmt: skip
 
     @property
     def is_prompt(self) -> bool:
@@ -307,6 +331,11 @@ def advise(rows: list[Row]) -> None:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="file that rows of right results are appended to")
+    args = parser.parse_args()
+    if DRY and args.out is not None:
+        parser.error("--out with DRY: times of the CPU say nothing")
     torch.manual_seed(0)
     sdpa._VARLEN[:] = [attention]
     choose = random.Random(0)
@@ -330,19 +359,24 @@ def main() -> int:
         right = check("", case, (0,))
         good &= right
         now = case.now()
-        row = Row(batch, before * UNIT, count, milliseconds(now), milliseconds(case.by_workspace))
+        times = milliseconds(now), milliseconds(case.by_workspace)
+        mib = peak_mib(now), peak_mib(case.by_workspace)
+        row = Row(batch, before * UNIT, count, *times, pieces(case), len(case.groups), mib)
         rows.append(row)
         mine = row.is_chosen(ragged_plan.MIN_QUERIES, ragged_plan.MIN_PAIRS)
         wrong = row.is_prompt and mine != (row.shared < row.now)
-        sides = " ".join(f"{x:.2f}" for x in pieces(case))
+        sides = " ".join(f"{x:.2f}" for x in row.pieces)
         shape = f"{batch} x {before}{UNIT // 1024 * 'k'} + {count}"
         say(
             f"{shape} | {row.now:.3g} | {row.shared:.3g} | "
-            f"{row.now / row.shared:.2f}{'!' if wrong else ''} | {sides} | {len(case.groups)} | "
-            f"{peak_mib(now)} {peak_mib(case.by_workspace)}{'' if right else ' FAIL'}",
+            f"{row.now / row.shared:.2f}{'!' if wrong else ''} | {sides} | {row.calls} | "
+            f"{mib[0]} {mib[1]}{'' if right else ' FAIL'}",
         )
     say("!: the rule chooses the slower one")
     advise(rows)
+    if good and args.out is not None:
+        facts = {**provenance(DEVICE), "vllm": version("vllm")}
+        append_rows(args.out, [{**row.as_result(), **facts} for row in rows])
     say(f"{'OK' if good else 'FAIL'}, {time.perf_counter() - BEGUN:.0f} s")
     return 0 if good else 1
 

@@ -108,10 +108,9 @@ def builder(pages_per_block: int) -> Any:
     made = object.__new__(TightBuilder)
     cfg = KVQuantConfig(page_size=32, exact_pages=1, sinks=4)
     layout = SimpleNamespace(cfg=cfg, page_size=32)
-    step = SimpleNamespace(on_gpu=False)
-    made.impls = [
-        SimpleNamespace(layout=layout, limits=Limits(2, 2, 4), short_prompt=0, window=None, step=step)
-    ]
+    impl = SimpleNamespace(layout=layout, limits=Limits(2, 2, 4), short_prompt=0, window=None)
+    impl.step = SimpleNamespace(on_gpu=False)
+    made.impls = [impl]
     made.layers = [SimpleNamespace(kv_cache=torch.zeros(12, 1))]
     made.group_rings, made.device, made.pages = GroupRings(), torch.device("cpu"), None
     made.reorder_batch_threshold, made.pages_per_block = 4, pages_per_block
