@@ -190,7 +190,7 @@ def test_rounding_of_rotated_tokens(monkeypatch):
 
 
 def test_prompts_without_a_prefix_are_attended_to_where_they_are(monkeypatch):
-    """Nothing is rotated or copied, so nothing is rounded."""
+    """Nothing is rotated, so nothing is rounded; keys beside another sequence's are copied."""
     asked = []
 
     def watched(q, k, v, group, scale, out):
@@ -210,9 +210,14 @@ def test_prompts_without_a_prefix_are_attended_to_where_they_are(monkeypatch):
     assert_close(made, expected)
     given = query, new_key, new_value, out
     assert len(asked) == 2
-    for call in asked:
-        for x, whole in zip(call, given, strict=True):
-            assert x.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+    for call, copied in zip(asked, (True, False), strict=True):
+        same = [
+            x.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+            for x, whole in zip(call, given, strict=True)
+        ]
+        assert same == [True, not copied, not copied, True]
+        if copied:
+            assert torch.equal(call[1], new_key[:9]) and torch.equal(call[2], new_value[:9])
 
 
 @pytest.mark.parametrize("lengths", [[70, 64, 33], [0, 0, 0]], ids=["prefixes", "none"])

@@ -39,7 +39,7 @@ class RaggedGroup(NamedTuple):
     blocks: int  # at most
     max_queries: int
     max_keys: int
-    is_fresh: bool  # no sequence has a prefix: new tokens are attended to where they are
+    is_fresh: bool  # no sequence has a prefix: new tokens are attended to without a rotation
 
 
 def workspace_tokens(layout: PageLayout) -> int:
