@@ -10,7 +10,7 @@ extern "C" __global__ void __launch_bounds__(MERGE_WARPS * 32)
 merge(const float *partial, const float *partial_lse, const float *rotation, const u16 *value_center,
       const int *cu_seqlens, u16 *out, float *lse, long long out_n, long long out_h, long long total_rows, int batch,
       int num_splits, int num_partials) {
-    __shared__ __align__(16) float sums[MERGE_WARPS][2][DP], weights[MERGE_WARPS];
+    __align__(16) __shared__ float sums[MERGE_WARPS][2][DP], weights[MERGE_WARPS];
     grid_dependency_wait();
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const long long row = blockIdx.x, step = total_rows * HQ;
