@@ -21,7 +21,12 @@ union WarpMemory {  // a warp's own memory: first for tiles, then for what it fo
 struct SharedMemory {
     WarpMemory warp[WARPS];
     u32 query[2][COLS][DP / 2 + 4];  // rotated halves, and as they came
-    QueryBytes query_bytes;
+    union {
+        QueryBytes query_bytes;  // until they are operands
+#if SHARED_SUMS
+        uint4 sums[WARPS][VX * LANE_COLS][32];
+#endif
+    };
 #if SHARED_QUERIES
     uint2 query_operands[LANE_COLS * KX][32];
 #endif
@@ -39,16 +44,15 @@ __device__ __forceinline__ float of_all_rows(float sum) {
 __device__ __forceinline__ void store_state(const Accumulators &f, WarpState &to, int r, int c) {
 #pragma unroll
     for (int j = 0; j < LANE_COLS; j++) {
-        const int column = lane_column(j, c);
         const float sum = of_all_rows(f.sum[j]);
-        if (r == 0) to.peak[column] = f.peak[j], to.sum[column] = sum;
+        if (r == 0) to.peak[lane_column(j, c)] = f.peak[j], to.sum[lane_column(j, c)] = sum;
+    }
 #pragma unroll
-        for (int x = 0; x < VX; x++)
+    for (int x = 0; x < VX; x++) {
+        const SlotSums s = slot_sums(f, x);
 #pragma unroll
-            for (int m = 0; m < 2; m++)
-#pragma unroll
-                for (int half = 0; half < 2; half++)
-                    to.acc[column][8 * (4 * x + 2 * m + half) + r] = f.acc[x][m][half][j];
+        for (int k = 0; k < 4 * LANE_COLS; k++)
+            to.acc[lane_column(k % LANE_COLS, c)][8 * (4 * x + k / LANE_COLS) + r] = s.of[k];
     }
 }
 
