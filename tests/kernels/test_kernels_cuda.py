@@ -139,7 +139,6 @@ def test_tiles_by_bits_and_columns(bits, dim, group, tile):
 )
 def test_sums_in_shared_memory(group, tile, monkeypatch):
     monkeypatch.setattr(decode_plan, "_tuned", lambda *_: tile)
-    monkeypatch.setattr(DecodePlan, "of", staticmethod(DecodePlan.of.__wrapped__))
     cache = cache_on(CFG, [330, 65], dim=128, dtype=torch.bfloat16)
     fill(cache, [330, 65])
     poison(cache)
