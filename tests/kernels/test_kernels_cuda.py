@@ -128,6 +128,23 @@ def test_tiles_by_bits_and_columns(bits, dim, group, tile):
     assert_attends_alike(cache, [1, 1], group)
 
 
+@pytest.mark.parametrize(
+    "group,tile",
+    [
+        (16, DecodeTile(2, 2, 2, 16, 4, sum_levels=True, shared_queries=True, shared_sums=True)),
+        (12, DecodeTile(2, 2, 2, 12, 4, shared_queries=True, shared_sums=True)),
+        (8, DecodeTile(1, 2, 2, 8, 4, shared_sums=True)),
+    ],
+    ids=str,
+)
+def test_sums_in_shared_memory(group, tile, monkeypatch):
+    monkeypatch.setattr(decode_plan, "_tuned", lambda *_: tile)
+    cache = cache_on(CFG, [330, 65], dim=128, dtype=torch.bfloat16)
+    fill(cache, [330, 65])
+    poison(cache)
+    assert_attends_alike(cache, [1, 1], group)
+
+
 @pytest.mark.parametrize("preset", ["k4v4", "k2v2"])
 def test_many_programs_have_small_blocks(preset, monkeypatch):
     memory = decode_plan._processors(DEVICE)[1]

@@ -109,12 +109,16 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
     const float factor = prepare(queries, sh, a.scale, a.rotation, lane, warp);
 
     Accumulators f;
-    clear(f);
+#if SHARED_SUMS
+    f.own = &sh.sums[warp][0][lane];
+#endif
     ExactTile tokens;  // the first exact ones of this warp: loaded with its last tile
     const bool some = worker < groups, early = EARLY_EXACT && t < t_end;
     {
         QueryOperands q;
         load_query_bytes(q, sh, lane, warp);
+        if (SHARED_SUMS && !SHARED_QUERIES) __syncthreads();  // where bytes were, sums will be
+        clear(f);
         SumStart key_start, value_start;
         clear(key_start), clear(value_start);
         if (KEY_OFFSET)
@@ -261,13 +265,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
                         }
                     }
                 }
+                SlotSums so_far = slot_sums(f, x);
 #pragma unroll
-                for (int m = 0; m < 2; m++)
-#pragma unroll
-                    for (int half = 0; half < 2; half++)
-#pragma unroll
-                        for (int j = 0; j < LANE_COLS; j++)
-                            f.acc[x][m][half][j] += sums[m].column(j, half) * scale[j];
+                for (int k = 0; k < 4 * LANE_COLS; k++) {
+                    const int row = k / LANE_COLS, j = k % LANE_COLS;
+                    so_far.of[k] += sums[row / 2].column(j, row % 2) * scale[j];
+                }
+                keep(f, x, so_far);
             }
         }
     }

@@ -21,7 +21,12 @@ union WarpMemory {  // a warp's own memory: first for tiles, then for what it fo
 struct SharedMemory {
     WarpMemory warp[WARPS];
     u32 query[2][COLS][DP / 2 + 4];  // rotated halves, and as they came
-    QueryBytes query_bytes;
+    union {
+        QueryBytes query_bytes;  // until they are operands
+#if SHARED_SUMS
+        uint4 sums[WARPS][VX * LANE_COLS][32];
+#endif
+    };
 #if SHARED_QUERIES
     uint2 query_operands[LANE_COLS * KX][32];
 #endif
@@ -39,16 +44,15 @@ __device__ __forceinline__ float of_all_rows(float sum) {
 __device__ __forceinline__ void store_state(const Accumulators &f, WarpState &to, int r, int c) {
 #pragma unroll
     for (int j = 0; j < LANE_COLS; j++) {
-        const int column = lane_column(j, c);
         const float sum = of_all_rows(f.sum[j]);
-        if (r == 0) to.peak[column] = f.peak[j], to.sum[column] = sum;
+        if (r == 0) to.peak[lane_column(j, c)] = f.peak[j], to.sum[lane_column(j, c)] = sum;
+    }
 #pragma unroll
-        for (int x = 0; x < VX; x++)
+    for (int x = 0; x < VX; x++) {
+        const SlotSums s = slot_sums(f, x);
 #pragma unroll
-            for (int m = 0; m < 2; m++)
-#pragma unroll
-                for (int half = 0; half < 2; half++)
-                    to.acc[column][8 * (4 * x + 2 * m + half) + r] = f.acc[x][m][half][j];
+        for (int k = 0; k < 4 * LANE_COLS; k++)
+            to.acc[lane_column(k % LANE_COLS, c)][8 * (4 * x + k / LANE_COLS) + r] = s.of[k];
     }
 }
 
@@ -72,26 +76,32 @@ __device__ __forceinline__ void store_state(const ExactAccumulators &st, WarpSta
         }
 }
 
-// A column of all warps: their sum relative to the highest peak, which is returned with the weight.
+// A column of all warps: their sum relative to the highest peak, which is returned with the weight. A lane
+// has neighbouring channels, and nothing here is a branch: columns wait for memory together.
 template <bool EXACT>
 __device__ __forceinline__ void reduce_warps(const SharedMemory &sh, int n, int lane, float (&o)[DP / 32],
                                        float &peak, float &sum) {
+    float found[WARPS], weight[WARPS];
     peak = LOWEST, sum = 0.f;
 #pragma unroll
     for (int w = 0; w < WARPS; w++) {
         const WarpState &from = EXACT ? sh.warp[w].states.exact : sh.warp[w].states.pages;
-        if (from.sum[n] > 0.f) peak = fmaxf(peak, from.peak[n]);
+        found[w] = from.sum[n];
+        weight[w] = found[w] > 0.f ? from.peak[n] : LOWEST;
+        peak = fmaxf(peak, weight[w]);
     }
 #pragma unroll
     for (int k = 0; k < DP / 32; k++) o[k] = 0.f;
 #pragma unroll
     for (int w = 0; w < WARPS; w++) {
         const WarpState &from = EXACT ? sh.warp[w].states.exact : sh.warp[w].states.pages;
-        if (!(from.sum[n] > 0.f)) continue;  // nothing was found
-        const float weight = exp2_fast(from.peak[n] - peak);
-        sum += weight * from.sum[n];
+        const bool some = found[w] > 0.f;  // or what is there is not a number
+        weight[w] = exp2_fast(weight[w] - peak);
+        sum += some ? weight[w] * found[w] : 0.f;
+        float x[DP / 32];
+        load_vector(x, from.acc[n] + DP / 32 * lane);
 #pragma unroll
-        for (int k = 0; k < DP / 32; k++) o[k] += weight * from.acc[n][lane + 32 * k];
+        for (int k = 0; k < DP / 32; k++) o[k] += some ? weight[w] * x[k] : 0.f;
     }
 }
 
@@ -99,9 +109,10 @@ __device__ __forceinline__ void reduce_warps(const SharedMemory &sh, int n, int 
 __device__ __forceinline__ void epilogue(SharedMemory &sh, const DecodeParams &a, int split, int begin,
                                          int count, int head, int col0, int lane, int warp) {
     __syncthreads();
-    for (int n = warp; n < COLS; n += WARPS) {
-        const int col = col0 + n, token = col / G;
-        if (token >= count) break;
+#pragma unroll
+    for (int i = 0; i < OWN_COLS; i++) {
+        const int n = warp + WARPS * i, col = col0 + n, token = col / G;
+        if (!is_own(warp, i) || token >= count) continue;
         const int query_head = head * G + col % G;
         const long long row = (long long)(begin + token) * HQ + query_head;
         float o[DP / 32], e[DP / 32], peak, sum, exact_peak, exact_sum;
@@ -119,8 +130,8 @@ __device__ __forceinline__ void epilogue(SharedMemory &sh, const DecodeParams &a
         __syncwarp();
 #pragma unroll
         for (int k = 0; k < DP / 32; k++) {
-            sh.warp[0].states.pages.acc[n][lane + 32 * k] = w * VALUE_UNIT * o[k];
-            sh.warp[0].states.exact.acc[n][lane + 32 * k] = v * e[k];
+            sh.warp[0].states.pages.acc[n][DP / 32 * lane + k] = w * VALUE_UNIT * o[k];
+            sh.warp[0].states.exact.acc[n][DP / 32 * lane + k] = v * e[k];
         }
         const u16 *center = a.value_center ? a.value_center + head * D : nullptr;
         write_output(sh.warp[0].states.pages.acc[n], sh.warp[0].states.exact.acc[n], a.rotation, center,

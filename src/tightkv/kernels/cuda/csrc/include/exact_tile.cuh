@@ -87,7 +87,7 @@ __device__ __forceinline__ bool locate_exact(const Exact &x, int e, int &at, lon
 }
 
 // A lane's part of 16 of them is 64 registers at DP = 128, and must not take them from a tile.
-#define EARLY_EXACT (DP <= 128 && COLS <= 8 && WARPS * MIN_BLOCKS <= 8)
+#define EARLY_EXACT (DP <= 128 && COLS <= 4 && WARPS * MIN_BLOCKS <= 8)
 
 struct ExactTile {  // of them, as a lane reads them
     int at[2];

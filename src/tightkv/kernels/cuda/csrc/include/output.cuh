@@ -20,6 +20,33 @@ __device__ __forceinline__ int state_slot(int channel) {
     return 8 * (4 * x + (channel & 3)) + r;
 }
 
+// A lane's neighbouring numbers, DP / 32 of them: 2, 4 or 8.
+__device__ __forceinline__ void load_vector(float (&x)[DP / 32], const float *from) {
+    if (DP == 64) {
+        const uint2 two = *(const uint2 *)from;
+        x[0] = __int_as_float(two.x), x[1] = __int_as_float(two.y);
+        return;
+    }
+#pragma unroll
+    for (int k = 0; k < DP / 32; k += 4) {
+        const uint4 four = *(const uint4 *)(from + k);
+        x[k] = __int_as_float(four.x), x[(k + 1) % (DP / 32)] = __int_as_float(four.y);
+        x[(k + 2) % (DP / 32)] = __int_as_float(four.z), x[(k + 3) % (DP / 32)] = __int_as_float(four.w);
+    }
+}
+
+__device__ __forceinline__ void store_vector(float *to, const float (&x)[DP / 32]) {
+    if (DP == 64) {
+        *(uint2 *)to = make_uint2(__float_as_int(x[0]), __float_as_int(x[1]));
+        return;
+    }
+#pragma unroll
+    for (int k = 0; k < DP / 32; k += 4)
+        *(uint4 *)(to + k) = {(u32)__float_as_int(x[k]), (u32)__float_as_int(x[(k + 1) % (DP / 32)]),
+                              (u32)__float_as_int(x[(k + 2) % (DP / 32)]),
+                              (u32)__float_as_int(x[(k + 3) % (DP / 32)])};
+}
+
 // A split's output and LSE (in log2 units) of one query.
 __device__ __forceinline__ void write_split(const DecodeParams &a, int partial, long long row, int lane,
                                             const float (&o)[DP / 32], float peak, float sum,
@@ -27,8 +54,10 @@ __device__ __forceinline__ void write_split(const DecodeParams &a, int partial, 
     const long long place = (long long)partial * a.total_rows * HQ + row;
     if (lane == 0) a.partial_lse[place] = sum > 0.f ? peak + log2f(sum) : NEG_INF;
     const float inverse = sum > 0.f ? unit / sum : 0.f;
+    float x[DP / 32];
 #pragma unroll
-    for (int k = 0; k < DP / 32; k++) a.partial[place * DP + lane + 32 * k] = o[k] * inverse;
+    for (int k = 0; k < DP / 32; k++) x[k] = o[k] * inverse;
+    store_vector(a.partial + place * DP + DP / 32 * lane, x);
 }
 
 // Sums over pages and over exact tokens, both in the order of `state_slot` -> the output. `center`

@@ -14,20 +14,63 @@
 #define MOST_WEIGHT 61440.f
 #define WHOLE 8388608.f   // its last place is one
 
+// Sums of a lane's columns over tokens, of channel pairs 0 1 and 2 3 and of the rows of products. With many
+// columns they would take the registers that products need, and are in shared memory.
 struct Accumulators {
     float peak[LANE_COLS], sum[LANE_COLS];  // sum of this lane's tokens alone
-    float acc[VX][2][2][LANE_COLS];         // channel pairs 0 1 and 2 3, rows
+#if SHARED_SUMS
+    uint4 *own;  // [VX][LANE_COLS], each 32 lanes apart
+#else
+    float acc[VX][4 * LANE_COLS];
+#endif
 };
 
-__device__ __forceinline__ void clear(Accumulators &f) {
+struct SlotSums {  // of a slot x of channels: pair, row, column
+    float of[4 * LANE_COLS];
+};
+
+__device__ __forceinline__ SlotSums slot_sums(const Accumulators &f, int x) {
+    SlotSums s;
 #pragma unroll
-    for (int j = 0; j < LANE_COLS; j++) {
-        f.peak[j] = LOWEST, f.sum[j] = 0.f;
+    for (int k = 0; k < LANE_COLS; k++) {
+#if SHARED_SUMS
+        const uint4 four = f.own[32 * (LANE_COLS * x + k)];
+        const u32 w[4] = {four.x, four.y, four.z, four.w};
+#endif
 #pragma unroll
-        for (int x = 0; x < VX; x++)
-#pragma unroll
-            for (int m = 0; m < 2; m++) f.acc[x][m][0][j] = f.acc[x][m][1][j] = 0.f;
+        for (int i = 0; i < 4; i++) {
+#if SHARED_SUMS
+            s.of[4 * k + i] = __int_as_float(w[i]);
+#else
+            s.of[4 * k + i] = f.acc[x][4 * k + i];
+#endif
+        }
     }
+    return s;
+}
+
+__device__ __forceinline__ void keep(Accumulators &f, int x, const SlotSums &s) {
+#pragma unroll
+    for (int k = 0; k < LANE_COLS; k++) {
+#if SHARED_SUMS
+        f.own[32 * (LANE_COLS * x + k)] = {
+            (u32)__float_as_int(s.of[4 * k]), (u32)__float_as_int(s.of[4 * k + 1]),
+            (u32)__float_as_int(s.of[4 * k + 2]), (u32)__float_as_int(s.of[4 * k + 3])};
+#else
+#pragma unroll
+        for (int i = 0; i < 4; i++) f.acc[x][4 * k + i] = s.of[4 * k + i];
+#endif
+    }
+}
+
+__device__ __forceinline__ void clear(Accumulators &f) {
+    SlotSums zero;
+#pragma unroll
+    for (int k = 0; k < 4 * LANE_COLS; k++) zero.of[k] = 0.f;
+#pragma unroll
+    for (int j = 0; j < LANE_COLS; j++) f.peak[j] = LOWEST, f.sum[j] = 0.f;
+#pragma unroll
+    for (int x = 0; x < VX; x++) keep(f, x, zero);
 }
 
 // The i-th of four halves: of token r + 8 i.
@@ -109,17 +152,22 @@ __device__ __forceinline__ void rescale(Accumulators &f, const float (&top)[LANE
     bool raise = false;
 #pragma unroll
     for (int j = 0; j < LANE_COLS; j++) raise = raise || top[j] > f.peak[j] + TILE_SLACK;
-    if (__any_sync(~0u, raise))
+    if (__any_sync(~0u, raise)) {
+        float shrink[LANE_COLS];
 #pragma unroll
         for (int j = 0; j < LANE_COLS; j++) {
-            const float peak = fmaxf(f.peak[j], top[j]), shrink = exp2_fast(f.peak[j] - peak);
-            f.peak[j] = peak, f.sum[j] *= shrink;
-#pragma unroll
-            for (int x = 0; x < VX; x++)
-#pragma unroll
-                for (int m = 0; m < 2; m++)
-                    f.acc[x][m][0][j] *= shrink, f.acc[x][m][1][j] *= shrink;
+            const float peak = fmaxf(f.peak[j], top[j]);
+            shrink[j] = exp2_fast(f.peak[j] - peak);
+            f.peak[j] = peak, f.sum[j] *= shrink[j];
         }
+#pragma unroll
+        for (int x = 0; x < VX; x++) {
+            SlotSums s = slot_sums(f, x);
+#pragma unroll
+            for (int k = 0; k < 4 * LANE_COLS; k++) s.of[k] *= shrink[k % LANE_COLS];
+            keep(f, x, s);
+        }
+    }
 #pragma unroll
     for (int j = 0; j < LANE_COLS; j++) {
         scale[j] = exp2_fast(top[j] - f.peak[j]);
