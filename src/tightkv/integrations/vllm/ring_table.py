@@ -217,9 +217,12 @@ class RingTable:
         begin = _on_device(blocks, self.steps.device) * self.pages_per_block
         inside = torch.arange(self.pages_per_block, device=self.steps.device)
         filled = (begin[:, None] + inside).flatten()
-        self.row_of_block[filled] = self.rows
-        self.sink_row[filled] = self.rows
-        self.content[filled] = -1
+        for table, number in (  # an assignment of a number would wait for the device
+            (self.row_of_block, self.rows),
+            (self.sink_row, self.rows),
+            (self.content, -1),
+        ):
+            table.index_fill_(0, filled, number)
         if firsts:
             pages, names = self._first_pages(firsts)
             known = self.sink_content == names[:, None]
