@@ -128,23 +128,6 @@ def test_tiles_by_bits_and_columns(bits, dim, group, tile):
     assert_attends_alike(cache, [1, 1], group)
 
 
-@pytest.mark.parametrize(
-    "group,tile",
-    [
-        (16, DecodeTile(2, 2, 2, 16, 4, sum_levels=True, shared_queries=True, shared_sums=True)),
-        (12, DecodeTile(2, 2, 2, 12, 4, shared_queries=True, shared_sums=True)),
-        (8, DecodeTile(1, 2, 2, 8, 4, shared_sums=True)),
-    ],
-    ids=str,
-)
-def test_sums_in_shared_memory(group, tile, monkeypatch):
-    monkeypatch.setattr(decode_plan, "_tuned", lambda *_: tile)
-    cache = cache_on(CFG, [330, 65], dim=128, dtype=torch.bfloat16)
-    fill(cache, [330, 65])
-    poison(cache)
-    assert_attends_alike(cache, [1, 1], group)
-
-
 @pytest.mark.parametrize("preset", ["k4v4", "k2v2"])
 def test_many_programs_have_small_blocks(preset, monkeypatch):
     memory = decode_plan._processors(DEVICE)[1]
@@ -400,15 +383,16 @@ def test_selection():
 
 @pytest.mark.skipif(ON_GPU, reason="what a GPU does then is a matter of luck")
 @pytest.mark.parametrize(
-    "wait",
+    ("wait", "dim"),
     [
-        "cp_async_wait<STAGES - 1>();",
-        "__syncwarp();  // lanes read what others copied",
-        "__syncthreads();\n    // One factor for all columns",
+        ("cp_async_wait<STAGES - 1>();", 64),
+        ("__syncwarp();  // lanes read what others copied", 64),
+        ("barrier_wait(barriers + 8 * at_stage, odd);", 128),
+        ("__syncthreads();\n    // One factor for all columns", 128),
     ],
-    ids=["copies", "lanes", "block"],
+    ids=["copies", "lanes", "bulk copies", "block"],
 )
-def test_a_forgotten_wait_is_found_on_the_host(wait, monkeypatch):
+def test_a_forgotten_wait_is_found_on_the_host(wait, dim, monkeypatch):
     real, changed = source.source, []
 
     def broken(*args):
@@ -418,11 +402,23 @@ def test_a_forgotten_wait_is_found_on_the_host(wait, monkeypatch):
 
     monkeypatch.setattr(source, "source", broken)
     monkeypatch.setattr(cuda, "_module", cuda_on_host.module.__wrapped__)
-    cache = cache_on(CFG, [330, 65], dim=128, dtype=torch.bfloat16)
+    cache = cache_on(CFG, [330, 65], dim=dim, dtype=torch.bfloat16)
     fill(cache, [330, 65])
     with pytest.raises(AssertionError) as caught:
-        assert_attends_alike(cache, [1, 1], 4)
+        assert_attends_alike(cache, [1, 1], 8)
     assert changed == [1] and "error:" not in str(caught.value)  # it was compiled
+
+
+@pytest.mark.skipif(ON_GPU, reason="a GPU has one architecture")
+@pytest.mark.parametrize("page", [32, 64, 128])
+@pytest.mark.parametrize("arch", [800, 900])
+def test_tiles_are_copied_in_two_ways(arch, page, monkeypatch):
+    """In bulk from sm_90 on, with eight columns; parts of pages, whole pages and two of them."""
+    monkeypatch.setattr(cuda_on_host, "ARCH", arch)
+    monkeypatch.setattr(cuda, "_module", cuda_on_host.module.__wrapped__)
+    cache = cache_on(CFG.replace(page_size=page), [430, 65], dim=128, dtype=torch.bfloat16)
+    fill(cache, [430, 65])
+    assert_attends_alike(cache, [1, 1], 8)
 
 
 @pytest.mark.parametrize(

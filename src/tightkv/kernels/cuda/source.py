@@ -65,7 +65,6 @@ def source(
             "STAGES": tile.stages,
             "SUM_LEVELS": int(tile.sum_levels),
             "SHARED_QUERIES": int(tile.shared_queries),
-            "SHARED_SUMS": int(tile.shared_sums),
             "SHARED_BYTES": tile.shared_bytes(layout),
         }
     for field in ("PAGE", "RECORD", "KEY_BITS", "VALUE_BITS", "VALUE_AT", "KEY_SCALE_AT"):

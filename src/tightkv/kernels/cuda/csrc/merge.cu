@@ -3,7 +3,7 @@
 #include "output.cuh"
 
 #define MERGE_WARPS 8
-#define MERGE_AHEAD 4  // states that a warp loads at once
+#define MERGE_AHEAD (COLS > 8 ? 0 : 4)  // states that a warp loads at once
 
 // One block for each (query, head): weigh the states, rotate those of the pages back, add the exact ones.
 extern "C" __global__ void __launch_bounds__(MERGE_WARPS * 32)
@@ -16,7 +16,7 @@ merge(const float *partial, const float *partial_lse, const float *rotation, con
     const long long row = blockIdx.x, step = total_rows * HQ;
     if (row >= (long long)cu_seqlens[batch] * HQ) num_partials = 0;  // nobody's
     // The first states of a warp are on their way while the LSEs of all are compared.
-    float first[MERGE_AHEAD][DP / 32];
+    float first[MERGE_AHEAD + 1][DP / 32];
 #pragma unroll
     for (int i = 0; i < MERGE_AHEAD; i++)
         if (warp + MERGE_WARPS * i < num_partials)
@@ -39,7 +39,7 @@ merge(const float *partial, const float *partial_lse, const float *rotation, con
 #pragma unroll
     for (int i = 0; i < MERGE_AHEAD; i++)
         if (warp + MERGE_WARPS * i < num_partials) add(warp + MERGE_WARPS * i, first[i]);
-#pragma unroll 4
+#pragma unroll 8
     for (int s = warp + MERGE_WARPS * MERGE_AHEAD; s < num_partials; s += MERGE_WARPS) {
         float o[DP / 32];
         load_vector(o, partial + (s * step + row) * DP + DP / 32 * lane);

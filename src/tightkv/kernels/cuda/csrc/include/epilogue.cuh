@@ -21,17 +21,13 @@ union WarpMemory {  // a warp's own memory: first for tiles, then for what it fo
 struct SharedMemory {
     WarpMemory warp[WARPS];
     u32 query[2][COLS][DP / 2 + 4];  // rotated halves, and as they came
-    union {
-        QueryBytes query_bytes;  // until they are operands
-#if SHARED_SUMS
-        uint4 sums[WARPS][VX * LANE_COLS][32];
-#endif
-    };
+    QueryBytes query_bytes;
 #if SHARED_QUERIES
     uint2 query_operands[LANE_COLS * KX][32];
 #endif
+    u64 barriers[WARPS][STAGES];  // of tiles on their way, where copies are bulk copies
     float query_top[COLS];
-    LevelTable tables[2];  // of keys, of values
+    LevelTable tables[2][2];  // of keys, of values; lanes read one of two, or the compiler takes them as uniform
 };
 static_assert(sizeof(SharedMemory) == SHARED_BYTES, "kernels/cuda computes another size");
 
@@ -44,15 +40,16 @@ __device__ __forceinline__ float of_all_rows(float sum) {
 __device__ __forceinline__ void store_state(const Accumulators &f, WarpState &to, int r, int c) {
 #pragma unroll
     for (int j = 0; j < LANE_COLS; j++) {
+        const int column = lane_column(j, c);
         const float sum = of_all_rows(f.sum[j]);
-        if (r == 0) to.peak[lane_column(j, c)] = f.peak[j], to.sum[lane_column(j, c)] = sum;
-    }
+        if (r == 0) to.peak[column] = f.peak[j], to.sum[column] = sum;
 #pragma unroll
-    for (int x = 0; x < VX; x++) {
-        const SlotSums s = slot_sums(f, x);
+        for (int x = 0; x < VX; x++)
 #pragma unroll
-        for (int k = 0; k < 4 * LANE_COLS; k++)
-            to.acc[lane_column(k % LANE_COLS, c)][8 * (4 * x + k / LANE_COLS) + r] = s.of[k];
+            for (int m = 0; m < 2; m++)
+#pragma unroll
+                for (int half = 0; half < 2; half++)
+                    to.acc[column][8 * (4 * x + 2 * m + half) + r] = f.acc[x][m][half][j];
     }
 }
 
@@ -77,7 +74,8 @@ __device__ __forceinline__ void store_state(const ExactAccumulators &st, WarpSta
 }
 
 // A column of all warps: their sum relative to the highest peak, which is returned with the weight. A lane
-// has neighbouring channels, and nothing here is a branch: columns wait for memory together.
+// has neighbouring channels. Few columns wait for memory together: nothing is a branch.
+#define MANY_COLUMNS (COLS > 8)
 template <bool EXACT>
 __device__ __forceinline__ void reduce_warps(const SharedMemory &sh, int n, int lane, float (&o)[DP / 32],
                                        float &peak, float &sum) {
@@ -96,6 +94,7 @@ __device__ __forceinline__ void reduce_warps(const SharedMemory &sh, int n, int 
     for (int w = 0; w < WARPS; w++) {
         const WarpState &from = EXACT ? sh.warp[w].states.exact : sh.warp[w].states.pages;
         const bool some = found[w] > 0.f;  // or what is there is not a number
+        if (MANY_COLUMNS && !some) continue;
         weight[w] = exp2_fast(weight[w] - peak);
         sum += some ? weight[w] * found[w] : 0.f;
         float x[DP / 32];
@@ -109,7 +108,8 @@ __device__ __forceinline__ void reduce_warps(const SharedMemory &sh, int n, int 
 __device__ __forceinline__ void epilogue(SharedMemory &sh, const DecodeParams &a, int split, int begin,
                                          int count, int head, int col0, int lane, int warp) {
     __syncthreads();
-#pragma unroll
+    constexpr int together = MANY_COLUMNS ? 1 : OWN_COLS;
+#pragma unroll together
     for (int i = 0; i < OWN_COLS; i++) {
         const int n = warp + WARPS * i, col = col0 + n, token = col / G;
         if (!is_own(warp, i) || token >= count) continue;

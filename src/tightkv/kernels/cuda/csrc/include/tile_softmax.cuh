@@ -14,63 +14,20 @@
 #define MOST_WEIGHT 61440.f
 #define WHOLE 8388608.f   // its last place is one
 
-// Sums of a lane's columns over tokens, of channel pairs 0 1 and 2 3 and of the rows of products. With many
-// columns they would take the registers that products need, and are in shared memory.
 struct Accumulators {
     float peak[LANE_COLS], sum[LANE_COLS];  // sum of this lane's tokens alone
-#if SHARED_SUMS
-    uint4 *own;  // [VX][LANE_COLS], each 32 lanes apart
-#else
-    float acc[VX][4 * LANE_COLS];
-#endif
+    float acc[VX][2][2][LANE_COLS];         // channel pairs 0 1 and 2 3, rows
 };
-
-struct SlotSums {  // of a slot x of channels: pair, row, column
-    float of[4 * LANE_COLS];
-};
-
-__device__ __forceinline__ SlotSums slot_sums(const Accumulators &f, int x) {
-    SlotSums s;
-#pragma unroll
-    for (int k = 0; k < LANE_COLS; k++) {
-#if SHARED_SUMS
-        const uint4 four = f.own[32 * (LANE_COLS * x + k)];
-        const u32 w[4] = {four.x, four.y, four.z, four.w};
-#endif
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-#if SHARED_SUMS
-            s.of[4 * k + i] = __int_as_float(w[i]);
-#else
-            s.of[4 * k + i] = f.acc[x][4 * k + i];
-#endif
-        }
-    }
-    return s;
-}
-
-__device__ __forceinline__ void keep(Accumulators &f, int x, const SlotSums &s) {
-#pragma unroll
-    for (int k = 0; k < LANE_COLS; k++) {
-#if SHARED_SUMS
-        f.own[32 * (LANE_COLS * x + k)] = {
-            (u32)__float_as_int(s.of[4 * k]), (u32)__float_as_int(s.of[4 * k + 1]),
-            (u32)__float_as_int(s.of[4 * k + 2]), (u32)__float_as_int(s.of[4 * k + 3])};
-#else
-#pragma unroll
-        for (int i = 0; i < 4; i++) f.acc[x][4 * k + i] = s.of[4 * k + i];
-#endif
-    }
-}
 
 __device__ __forceinline__ void clear(Accumulators &f) {
-    SlotSums zero;
 #pragma unroll
-    for (int k = 0; k < 4 * LANE_COLS; k++) zero.of[k] = 0.f;
+    for (int j = 0; j < LANE_COLS; j++) {
+        f.peak[j] = LOWEST, f.sum[j] = 0.f;
 #pragma unroll
-    for (int j = 0; j < LANE_COLS; j++) f.peak[j] = LOWEST, f.sum[j] = 0.f;
+        for (int x = 0; x < VX; x++)
 #pragma unroll
-    for (int x = 0; x < VX; x++) keep(f, x, zero);
+            for (int m = 0; m < 2; m++) f.acc[x][m][0][j] = f.acc[x][m][1][j] = 0.f;
+    }
 }
 
 // The i-th of four halves: of token r + 8 i.
@@ -106,15 +63,9 @@ __device__ __forceinline__ float max_scale(const uint2 (&scale)[TB]) {
     return half_to_float((u16)warp_max(max((int)(most & 0xffff), (int)(most >> 16))));
 }
 
-// A tile's scores, of which `unit` makes log2 units -> weights times the scales of values, as B operands
-// of 32 tokens, 1 / `weight_unit` to one. `sum` is of the weights alone. Both are relative to the highest
-// scores, which are returned in log2 units.
-__device__ __forceinline__ void softmax_weights(const float (&s)[LANE_COLS][4 * TB], float unit,
-                                      const uint2 (&value_scale)[TB], float weight_unit,
-                                      u32 (&weights)[TB][LANE_COLS][2], float (&top)[LANE_COLS],
-                                      float (&sum)[LANE_COLS]) {
-    const float parts = -log2_fast(weight_unit);
-    u32 whole[LANE_COLS][4 * TB];
+// The highest scores of a tile in log2 units, of which `unit` makes them.
+__device__ __forceinline__ void tile_tops(const float (&s)[LANE_COLS][4 * TB], float unit,
+                                          float (&top)[LANE_COLS]) {
 #pragma unroll
     for (int j = 0; j < LANE_COLS; j++) {
         float t = s[j][0];
@@ -123,6 +74,41 @@ __device__ __forceinline__ void softmax_weights(const float (&s)[LANE_COLS][4 * 
         t = fmaxf(t, __shfl_xor_sync(~0u, t, 4));
         t = fmaxf(t, __shfl_xor_sync(~0u, t, 8));
         top[j] = fmaxf(t, __shfl_xor_sync(~0u, t, 16)) * unit;
+    }
+}
+
+// Raise the peaks where a tile is far above; returns by `scale` what its weights are to be multiplied with.
+// It comes before the weights: what follows has no branch, and values are looked up meanwhile.
+__device__ __forceinline__ void raise_peaks(Accumulators &f, const float (&top)[LANE_COLS],
+                                            float (&scale)[LANE_COLS]) {
+    bool raise = false;
+#pragma unroll
+    for (int j = 0; j < LANE_COLS; j++) raise = raise || top[j] > f.peak[j] + TILE_SLACK;
+    if (__any_sync(~0u, raise))
+#pragma unroll
+        for (int j = 0; j < LANE_COLS; j++) {
+            const float peak = fmaxf(f.peak[j], top[j]), shrink = exp2_fast(f.peak[j] - peak);
+            f.peak[j] = peak, f.sum[j] *= shrink;
+#pragma unroll
+            for (int x = 0; x < VX; x++)
+#pragma unroll
+                for (int m = 0; m < 2; m++)
+                    f.acc[x][m][0][j] *= shrink, f.acc[x][m][1][j] *= shrink;
+        }
+#pragma unroll
+    for (int j = 0; j < LANE_COLS; j++) scale[j] = exp2_fast(top[j] - f.peak[j]);
+}
+
+// A tile's scores, of which `unit` makes log2 units -> weights times the scales of values, as B operands
+// of 32 tokens, 1 / `weight_unit` to one. `sum` is of the weights alone. Both are relative to `top`.
+__device__ __forceinline__ void softmax_weights(const float (&s)[LANE_COLS][4 * TB], float unit,
+                                      const uint2 (&value_scale)[TB], float weight_unit,
+                                      const float (&top)[LANE_COLS], u32 (&weights)[TB][LANE_COLS][2],
+                                      float (&sum)[LANE_COLS]) {
+    const float parts = -log2_fast(weight_unit);
+    u32 whole[LANE_COLS][4 * TB];
+#pragma unroll
+    for (int j = 0; j < LANE_COLS; j++) {
         const float base = top[j] == NEG_INF ? 0.f : top[j];
         sum[j] = 0.f;
 #pragma unroll
@@ -144,33 +130,4 @@ __device__ __forceinline__ void softmax_weights(const float (&s)[LANE_COLS][4 * 
                 const u32 turned = transpose_8x8(bytes);
                 weights[b][j][h] = prmt(turned, turned, 0x3120);  // in the values' order
             }
-}
-
-// Add a tile's sum; returns by `scale` what its weights are to be multiplied with.
-__device__ __forceinline__ void rescale(Accumulators &f, const float (&top)[LANE_COLS],
-                                         const float (&sum)[LANE_COLS], float (&scale)[LANE_COLS]) {
-    bool raise = false;
-#pragma unroll
-    for (int j = 0; j < LANE_COLS; j++) raise = raise || top[j] > f.peak[j] + TILE_SLACK;
-    if (__any_sync(~0u, raise)) {
-        float shrink[LANE_COLS];
-#pragma unroll
-        for (int j = 0; j < LANE_COLS; j++) {
-            const float peak = fmaxf(f.peak[j], top[j]);
-            shrink[j] = exp2_fast(f.peak[j] - peak);
-            f.peak[j] = peak, f.sum[j] *= shrink[j];
-        }
-#pragma unroll
-        for (int x = 0; x < VX; x++) {
-            SlotSums s = slot_sums(f, x);
-#pragma unroll
-            for (int k = 0; k < 4 * LANE_COLS; k++) s.of[k] *= shrink[k % LANE_COLS];
-            keep(f, x, s);
-        }
-    }
-#pragma unroll
-    for (int j = 0; j < LANE_COLS; j++) {
-        scale[j] = exp2_fast(top[j] - f.peak[j]);
-        f.sum[j] += sum[j] * scale[j];
-    }
 }
