@@ -5,11 +5,9 @@
 #else
 #pragma GCC target("avx2,fma")
 #endif
-#include <immintrin.h>
 
 #define LANES 8
 #define DOTS_NAME avx2_dots
-#define LARGER(a, b) _mm256_max_ps((__m256)(a), (__m256)(b))
 #define ADD_PRODUCTS(sum, a, b) \
     _mm256_add_epi32((__m256i)(sum), _mm256_madd_epi16((__m256i)(a), (__m256i)(b)))
 

@@ -6,11 +6,9 @@
 #else
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma")
 #endif
-#include <immintrin.h>
 
 #define LANES 16
 #define DOTS_NAME avx512_dots
-#define LARGER(a, b) _mm512_max_ps((__m512)(a), (__m512)(b))
 #define ADD_PRODUCTS(sum, a, b) \
     _mm512_add_epi32((__m512i)(sum), _mm512_madd_epi16((__m512i)(a), (__m512i)(b)))
 

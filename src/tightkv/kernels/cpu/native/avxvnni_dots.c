@@ -7,11 +7,9 @@
 #else
 #pragma GCC target("avx2,fma,avxvnni")
 #endif
-#include <immintrin.h>
 
 #define LANES 8
 #define DOTS_NAME avxvnni_dots
-#define LARGER(a, b) _mm256_max_ps((__m256)(a), (__m256)(b))
 #define ADD_PRODUCTS(sum, a, b) \
     _mm256_dpwssd_avx_epi32((__m256i)(sum), (__m256i)(a), (__m256i)(b))
 

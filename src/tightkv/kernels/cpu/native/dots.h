@@ -175,7 +175,7 @@ ALWAYS void value_rows(const struct book *book, int dim, const uint8_t *const *c
     int d = 0;
     for (; d + SETS * LANES <= dim; d += SETS * LANES)
         value_columns(&t, dim, d, codes, next, next_bits, blocks, weights, numbers, sums, rows, bits, SETS);
-    if (SETS * LANES > 16 && d < dim) /* 16 more than a multiple, on the widest vectors */
+    if (d < dim) /* 16 more than a multiple, on the widest vectors */
         value_columns(&t, dim, d, codes, next, next_bits, blocks, weights, numbers, sums, rows, bits, 1);
 }
 

@@ -6,10 +6,11 @@
    up relative to that one: the upper bytes become 0. Sums start at the lowest level times the sum
    of the numbers. The including file defines LANES and ADD_PRODUCTS(sum, a, b). */
 
-#define SETS 2
+#define SETS (LANES == 16 ? 2 : 1) /* as many as the 32 or 16 registers have room for */
 #define PARTS 4
 #define MOST_DIM 512 /* sums fit into 32 bits */
 
+#include "x86.h"
 #include "ops.h"
 #include "x86_codes.h"
 
@@ -105,9 +106,7 @@ static void split_numbers(const float *x, int count, float top, int8_t *bytes,
 #endif
         sum += (vi)whole;
     }
-    *numbers = (struct numbers){top / LARGEST, {0, 0}};
-    for (int lane = 0; lane < LANES; lane++)
-        numbers->sum[0] += sum[lane];
+    *numbers = (struct numbers){top / LARGEST, {SUM_INTS(sum), 0}};
 }
 
 #include "dots.h"

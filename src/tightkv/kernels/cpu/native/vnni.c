@@ -12,15 +12,14 @@
 #else
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,fma")
 #endif
-#include <immintrin.h>
 
 #define LANES 16
 #define SETS 2
 #define PARTS 2 /* even and odd codes */
 #define MOST_DIM 1024 /* sums of bytes are floats exactly */
 #define DOTS_NAME vnni_dots
-#define LARGER(a, b) _mm512_max_ps((__m512)(a), (__m512)(b))
 
+#include "x86.h"
 #include "ops.h"
 #include "x86_codes.h"
 
@@ -111,7 +110,7 @@ static void split_numbers(const float *x, int count, float top, int8_t *bytes,
         _mm_storeu_si128((__m128i *)(bytes + 2 * t + 16), _mm_unpackhi_epi64(high, low));
     }
     *numbers = (struct numbers){top / LARGEST,
-                                {_mm512_reduce_add_epi32(highs), _mm512_reduce_add_epi32(lows)}};
+                                {SUM_INTS(highs), SUM_INTS(lows)}};
 }
 
 #include "dots.h"
