@@ -425,10 +425,10 @@ struct exact {
     int64_t ring_from;          /* first position */
 };
 
-/* Bytes to the next token are `step`, but at the end of the ring. */
+/* `run` tokens from this one on have positions one after the other and are `step` bytes apart. */
 struct exact_token {
     const uint8_t *key, *value;
-    int64_t dtype, position, key_step, value_step;
+    int64_t dtype, position, key_step, value_step, run;
 };
 
 static struct exact count_exact(const struct attend_args *a, int64_t b)
@@ -451,21 +451,22 @@ static struct exact_token exact_at(const struct call *call, const struct group *
     if (n < e->sinks) {
         int64_t at = (owner * v->sinks + n) * step + g->head * bytes;
         return (struct exact_token){(uint8_t *)v->sink_key + at, (uint8_t *)v->sink_value + at,
-                                    v->dtype, v->left_pad[b] + n, step, step};
+                                    v->dtype, v->left_pad[b] + n, step, step, e->sinks - n};
     }
     n -= e->sinks;
     if (n < e->ring) {
-        int64_t position = e->ring_from + n;
-        int64_t at = (owner * v->ring + position % v->ring) * step + g->head * bytes;
+        const int64_t position = e->ring_from + n, slot = position % v->ring;
+        const int64_t at = (owner * v->ring + slot) * step + g->head * bytes;
         return (struct exact_token){(uint8_t *)v->ring_key + at, (uint8_t *)v->ring_value + at,
-                                    v->dtype, position, step, step};
+                                    v->dtype, position, step, step,
+                                    least(e->ring - n, v->ring - slot)};
     }
     n -= e->ring;
     const int64_t size = item_size(a->new_dtype);
     return (struct exact_token){token_at(a->new_key, a->new_dtype, a->cu_seqlens[b] + n, g->head),
                                 token_at(a->new_value, a->new_dtype, a->cu_seqlens[b] + n, g->head),
                                 a->new_dtype, v->lengths[b] + n, a->new_key.token_stride * size,
-                                a->new_value.token_stride * size};
+                                a->new_value.token_stride * size, e->fresh - n};
 }
 
 /* How many exact tokens come before a position; theirs ascend. */
@@ -485,52 +486,46 @@ struct operand {
     int tokens;
 };
 
-/* Whether keys, or values, of `count` exact tokens can be read where they are: floats at equal
-   distances. Products read values many times, each time all of them. */
-static int is_even(const struct call *call, const struct group *g, const struct exact *e, int64_t n,
-                   int64_t count, int value)
-{
-    const struct exact_token first = exact_at(call, g, e, n);
-    const struct exact_token last = exact_at(call, g, e, n + count - 1);
-    const int64_t apart = value ? last.value - first.value : last.key - first.key;
-    return first.dtype == FLOAT32 && last.position - first.position == count - 1 &&
-           (!value || first.value_step <= NEAR) &&
-           apart == (count - 1) * (value ? first.value_step : first.key_step);
-}
-
-/* Of up to `count` exact tokens from the n-th on: whole blocks where they are, if they are even,
-   else a block in `tile`, with zeros after them. */
+/* Of up to `count` exact tokens from the n-th on: whole blocks where they are, if they are floats at
+   equal distances, else a block in `tile`, with zeros after them. Products read values many times,
+   each time all of them. */
 static struct operand exact_operand(const struct call *call, const struct group *g,
                                     const struct exact *e, int64_t n, int64_t count, int value,
                                     float *tile)
 {
     const int dim = (int)call->layer->dim;
-    const struct exact_token first = exact_at(call, g, e, n);
-    const int64_t most_tokens = least(count, most(IN_CACHE / dim, BLOCK));
-    const int64_t whole[2] = {most_tokens / BLOCK * BLOCK, BLOCK};
-    for (int k = 0; k < 2; k++)
-        if (whole[k] > 0 && whole[k] <= count && is_even(call, g, e, n, whole[k], value))
-            return (struct operand){(const float *)(value ? first.value : first.key),
-                                    (value ? first.value_step : first.key_step) / 4, (int)whole[k]};
+    struct exact_token token = exact_at(call, g, e, n);
+    const int64_t run = least(least(count, token.run), most(IN_CACHE / dim, BLOCK));
+    if (run >= BLOCK && token.dtype == FLOAT32 && (!value || token.value_step <= NEAR))
+        return (struct operand){(const float *)(value ? token.value : token.key),
+                                (value ? token.value_step : token.key_step) / 4,
+                                (int)(run / BLOCK * BLOCK)};
     const int here = (int)least(count, BLOCK);
-    for (int t = 0; t < here; t++) {
-        const struct exact_token token = exact_at(call, g, e, n + t);
-        read_floats(value ? token.value : token.key, token.dtype, dim, tile + t * dim);
+    for (int t = 0, k = 0; t < here; t++, k++) {
+        if (k == token.run)
+            token = exact_at(call, g, e, n + t), k = 0;
+        const uint8_t *from = value ? token.value + k * token.value_step
+                                    : token.key + k * token.key_step;
+        if (token.dtype == FLOAT16)
+            call->ops->halves((const word16 *)from, dim, tile + t * dim);
+        else
+            read_floats(from, token.dtype, dim, tile + t * dim);
     }
     memset(tile + here * dim, 0, sizeof(float) * (size_t)((BLOCK - here) * dim));
     return (struct operand){tile, dim, BLOCK};
 }
 
-/* Values of exact tokens [n, n + BLOCK), and keys of the block after. */
+/* Keys, or values, of exact tokens [n, end). */
 static void fetch_exact(const struct call *call, const struct group *g, const struct exact *e,
-                        int64_t n, int64_t end)
+                        int64_t n, int64_t end, int value)
 {
-    const int64_t dim = call->layer->dim;
-    for (int64_t at = n; at < least(n + BLOCK, end); at++) {
-        const struct exact_token here = exact_at(call, g, e, at);
-        const struct exact_token ahead = exact_at(call, g, e, least(at + BLOCK, end - 1));
-        fetch(here.value, dim * item_size(here.dtype));
-        fetch(ahead.key, dim * item_size(ahead.dtype));
+    while (n < end) {
+        const struct exact_token token = exact_at(call, g, e, n);
+        const int64_t run = least(token.run, end - n), step = value ? token.value_step : token.key_step;
+        const uint8_t *from = value ? token.value : token.key;
+        for (int64_t k = 0; k < run; k++)
+            fetch(from + k * step, call->layer->dim * item_size(token.dtype));
+        n += run;
     }
 }
 
@@ -541,8 +536,13 @@ static void exact_block(const struct call *call, const struct group *g, struct s
     const int dim = (int)call->layer->dim, rows = (int)g->rows;
     float *scores = s->scores + block * BLOCK;
     const struct operand keys = exact_operand(call, g, e, n, count, 0, s->keys);
-    for (int t = 0; t < BLOCK; t++)
-        s->position[t] = t < count ? exact_at(call, g, e, n + t).position : -1;
+    for (int t = 0; t < count;) {
+        const struct exact_token token = exact_at(call, g, e, n + t);
+        for (int64_t k = 0; k < token.run && t < count; k++)
+            s->position[t++] = token.position + k;
+    }
+    for (int t = count; t < BLOCK; t++)
+        s->position[t] = -1;
     call->ops->score_tokens(s->query, rows, dim, keys.data, keys.stride, scores, STRIP * BLOCK);
     if (call->args->softcap > 0.0)
         call->ops->scale(scores, rows, STRIP * BLOCK, s->value_factor, s->centered, s->shift,
@@ -572,8 +572,10 @@ static void attend_exact(const struct call *call, const struct group *g, struct 
     for (int blocks; n < end; n += blocks * BLOCK) {
         for (blocks = 0; blocks < STRIP && n + blocks * BLOCK < end; blocks++) {
             const int64_t at = n + blocks * BLOCK;
-            if (g->rows <= DOT_ROWS) /* else products take longer than their operands */
-                fetch_exact(call, g, &e, at, end);
+            if (g->rows <= DOT_ROWS) { /* else products take longer than their operands */
+                fetch_exact(call, g, &e, at, least(at + BLOCK, end), 1);
+                fetch_exact(call, g, &e, at + BLOCK, least(at + 2 * BLOCK, end), 0);
+            }
             exact_block(call, g, s, &e, at, (int)least(end - at, BLOCK), blocks);
         }
         if (!weigh(call, g, s, blocks, state))
