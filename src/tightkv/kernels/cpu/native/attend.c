@@ -14,6 +14,7 @@
 #define WANTED_TASKS 64
 #define LEAST_BLOCKS 16 /* of a split */
 #define IN_CACHE 8192 /* floats that one product reads again and again at most */
+#define LINE 64 /* bytes: vectors do not cross a line of the processor's caches */
 #define NEAR 1024 /* bytes: values further apart are in too many pages of memory for the TLB */
 
 /* Softmax-weighted sums over some tokens, relative to e^peak. */
@@ -48,7 +49,6 @@ struct call {
     struct group *groups;
     struct task *tasks;
     float *states;
-    int64_t state_floats;
 };
 
 /* What a thread works in. */
@@ -64,30 +64,39 @@ struct scratch {
     int64_t query_at[ROWS];
     float shift[ROWS], top[ROWS];
     struct numbers query_numbers[DOT_ROWS], weight_numbers[DOT_ROWS];
-    float scores[ROWS * STRIP * BLOCK];
-    int8_t weight_bytes[DOT_ROWS * STRIP * BLOCK * 2];
+    _Alignas(LINE) float scores[ROWS * STRIP * BLOCK];
+    _Alignas(LINE) int8_t weight_bytes[DOT_ROWS * STRIP * BLOCK * 2];
     /* of the strip at hand */
-    float value_factor[STRIP * BLOCK];
+    _Alignas(LINE) float value_factor[STRIP * BLOCK];
     const uint8_t *value_codes[STRIP], *next_keys[STRIP];
     /* of the block at hand */
-    float key_factor[BLOCK], centered[BLOCK];
+    _Alignas(LINE) float key_factor[BLOCK], centered[BLOCK];
     int64_t position[BLOCK]; /* -1: no token */
 };
 
-static struct state state_in(float *at, int64_t rows)
+static struct state state_in(float *at, int64_t rows, int64_t dim)
 {
-    return (struct state){at, at + rows, at + 2 * rows};
+    return (struct state){at + rows * dim, at + rows * (dim + 1), at};
 }
+
+/* Of a state of the widest group, in whole lines. */
+static int64_t state_floats(const struct call *call)
+{
+    return (call->widest * (call->layer->dim + 2) + LINE / 4 - 1) / (LINE / 4) * (LINE / 4);
+}
+
+/* Memory that begins with a line. */
+static void *lines(size_t bytes) { return aligned_alloc(LINE, (bytes + LINE - 1) / LINE * LINE); }
 
 static void *open_scratch(void *context)
 {
     const struct call *call = context;
     const size_t dim = (size_t)call->layer->dim, padded = (dim + 31) / 32 * 32;
-    const size_t rows = (size_t)call->widest, state = rows * (dim + 2);
+    const size_t rows = (size_t)call->widest, state = (size_t)state_floats(call);
     const size_t floats = rows * dim + padded * BLOCK + BLOCK * dim + 4 * dim + 2 * state +
                           padded * BLOCK / 4 + DOT_ROWS * padded / 2;
-    struct scratch *s = malloc(sizeof *s);
-    float *at = s == NULL ? NULL : aligned_alloc(64, (floats * sizeof(float) + 63) / 64 * 64);
+    struct scratch *s = lines(sizeof *s);
+    float *at = s == NULL ? NULL : lines(floats * sizeof(float));
     if (at == NULL) {
         free(s);
         return NULL;
@@ -97,8 +106,8 @@ static void *open_scratch(void *context)
     s->values = at, at += BLOCK * dim;
     s->query = at, at += rows * dim;
     s->row = at, at += 4 * dim;
-    s->own[0] = state_in(at, call->widest), at += state;
-    s->own[1] = state_in(at, call->widest), at += state;
+    s->own[0] = state_in(at, call->widest, call->layer->dim), at += state;
+    s->own[1] = state_in(at, call->widest, call->layer->dim), at += state;
     s->work = (uint8_t *)at, at += padded * BLOCK / 4;
     s->query_bytes = (int8_t *)at;
     return s;
@@ -625,7 +634,8 @@ static void merge_states(const struct call *call, const struct group *g, struct 
 
 static struct state state_of(const struct call *call, const struct group *g, int64_t k)
 {
-    return state_in(call->states + (g->first_state + k) * call->state_floats, g->rows);
+    return state_in(call->states + (g->first_state + k) * state_floats(call), g->rows,
+                    call->layer->dim);
 }
 
 static void run_task(void *context, void *own, int64_t number)
@@ -800,7 +810,6 @@ int tightkv_attend(const struct layer *layer, const struct attend_args *given)
         groups += layer->heads * ((group_rows(&call, b) + ROWS - 1) / ROWS);
         call.widest = most(call.widest, least(group_rows(&call, b), ROWS));
     }
-    call.state_floats = call.widest * (layer->dim + 2);
     call.groups = malloc(sizeof *call.groups * (size_t)groups);
     call.key_order = malloc(sizeof *call.key_order * 8 * (size_t)call.key_groups);
     if (groups == 0) {
@@ -810,7 +819,7 @@ int tightkv_attend(const struct layer *layer, const struct attend_args *given)
             order_keys(&call);
         cut_groups(&call, groups, &tasks, &states);
         call.tasks = malloc(sizeof *call.tasks * (size_t)tasks);
-        call.states = malloc(sizeof(float) * (size_t)(states * call.state_floats + 1));
+        call.states = lines(sizeof(float) * (size_t)(states * state_floats(&call) + 1));
         if (call.tasks != NULL && call.states != NULL) {
             struct work work = {run_task, open_scratch, close_scratch, &call, tasks};
             list_tasks(&call, groups);

@@ -1,6 +1,7 @@
 /* What the x86 files add to vectors.h, which comes after: operations on neighbouring lanes. GCC
    makes loops over memory of the plain C. */
 #include <immintrin.h>
+#include <stdint.h>
 
 #if LANES == 16
 #define LARGER(a, b) _mm512_max_ps((__m512)(a), (__m512)(b))
