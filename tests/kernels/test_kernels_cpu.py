@@ -421,7 +421,7 @@ def test_integer_products_have_the_same_bits(same, dim, bits):
 
 @pytest.mark.parametrize("dim", [512, 528, 1024, 1040])
 def test_wide_heads(isa, dim):
-    """Up to the widest heads whose sums integers have room for, and beyond; all products positive."""
+    """Up to the widest heads whose sums integers have room for, and beyond."""
     cfg = CFG.replace(rotation="none", key_bits=8, value_bits=8, key_centering="none")
     cache = make_cache(cfg, rows=1, heads=1, dim=dim)
     add(cache, *(torch.ones(1, 200, 1, dim) for _ in range(2)))
