@@ -30,14 +30,14 @@ struct sums {
 
 ALWAYS struct tables tables_of(const struct book *book)
 {
-    uint8_t levels[16];
+    uint8_t levels[16] = {0};
     int at = 0; /* the code of the lowest level */
     for (int k = 1; k < 16 && book->bits < 8; k++)
         at = book->byte[k] < book->byte[at] ? k : at;
     for (int k = 0; k < 16 && book->bits < 8; k++)
         levels[k] = (uint8_t)(book->byte[k ^ at] - book->byte[at]);
     return (struct tables){repeated(words_at(levels)), repeated(words_at(words_across)),
-                           (vu)splat_int(at * 0x11111111), book->byte[at]};
+                           (vu){0} + (uint32_t)at * 0x11111111u, book->byte[at]};
 }
 
 ALWAYS struct codes exchanged(const struct tables *t, struct codes w, const int bits)
