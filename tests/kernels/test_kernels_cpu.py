@@ -30,7 +30,7 @@ CFG = KVQuantConfig(page_size=32, sinks=2, exact_pages=2)
 CPU = torch.device("cpu")
 BITS = (2, 3, 4, 8)
 # Instruction sets that round queries and weights to 16 bits (docs/cpu.md).
-ROUNDING = ("dotprod", "vnni")
+ROUNDING = ("dotprod", "vnni", "avx512", "avxvnni", "avx2")
 
 
 @pytest.fixture(params=ISAS)
@@ -398,6 +398,36 @@ def test_sixteen_bit_error_is_as_documented():
         assert (got[0] - expected[0]).norm() / size < (5e-5 if isa in ROUNDING else 2e-6), isa
         assert (got[1] - expected[1]).abs().max() < 5e-6 * norms + 2e-6, isa
     library.use(library.load(), None)
+
+
+@pytest.mark.parametrize("same", [("vnni", "avx512"), ("avxvnni", "avx2")], ids=str)
+@pytest.mark.parametrize("dim", [80, 128, 512])
+@pytest.mark.parametrize("bits", BITS)
+def test_integer_products_have_the_same_bits(same, dim, bits):
+    """Sums of integers are exact, whatever instructions add them up; the rest is shared."""
+    if not set(same) <= set(ISAS):
+        pytest.skip(f"needs {' and '.join(same)}")
+    cache = make_cache(CFG.replace(key_bits=bits, value_bits=bits), dim=dim)
+    add(cache, *tokens(2, 261, dim=dim))
+    q = query(2, 6, dim)
+    found = []
+    for isa in same:
+        library.use(library.load(), isa)
+        found.append(both(cache, q, 1)[0])
+    library.use(library.load(), None)
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dim", [512, 528, 1024, 1040])
+def test_wide_heads(isa, dim):
+    """Up to the widest heads whose sums integers have room for, and beyond."""
+    cfg = CFG.replace(rotation="none", key_bits=8, value_bits=8, key_centering="none")
+    cache = make_cache(cfg, rows=1, heads=1, dim=dim)
+    add(cache, *(torch.ones(1, 200, 1, dim) for _ in range(2)))
+    got, expected = both(cache, torch.ones(1, 4, dim), 1)
+    torch.testing.assert_close(got[0], expected[0], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(got[1], expected[1], atol=1e-3, rtol=1e-4)
 
 
 # --- append ---

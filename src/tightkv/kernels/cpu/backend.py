@@ -1,8 +1,8 @@
 """append and attend in C with SIMD: the same functions as `reference`, for caches on the CPU.
 
 Keys and values are decoded block by block into a tile of floats that all query heads of a key
-head share. Arithmetic is float32, or 16-bit integers with few rows where the processor multiplies
-bytes (docs/cpu.md).
+head share. With few rows codes are multiplied as they are, with 16-bit integers, if the processor
+can; else arithmetic is float32 (docs/cpu.md).
 """
 
 from __future__ import annotations

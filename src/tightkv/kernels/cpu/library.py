@@ -19,7 +19,10 @@ from tightkv.math.quantize import TurboQuantMSE
 from tightkv.math.rotation import Rotation
 
 ISA_VARIABLE = "TIGHTKV_CPU_ISA"
-ISAS = ("portable", "neon", "dotprod", "avx2", "avx512", "vnni")
+ISAS = (
+    *("portable", "neon", "dotprod"),
+    *("avx2_float", "avx2", "avxvnni", "avx512", "vnni"),
+)
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.bool: 3}
 
 

@@ -14,6 +14,7 @@
 #define WANTED_TASKS 64
 #define LEAST_BLOCKS 16 /* of a split */
 #define IN_CACHE 8192 /* floats that one product reads again and again at most */
+#define LINE 64 /* bytes: vectors do not cross a line of the processor's caches */
 #define NEAR 1024 /* bytes: values further apart are in too many pages of memory for the TLB */
 
 /* Softmax-weighted sums over some tokens, relative to e^peak. */
@@ -44,48 +45,58 @@ struct call {
     float key_factor, value_factor; /* level * scale * factor is a coordinate */
     int key_groups, *key_order;     /* of 8 codes; the dim of each */
     int64_t group_size;             /* query heads of a key head */
+    int64_t widest;                 /* rows of a group */
     struct group *groups;
     struct task *tasks;
     float *states;
-    int64_t state_floats;
 };
 
 /* What a thread works in. */
 struct scratch {
-    float *query;  /* [ROWS][dim], scaled */
+    float *query;  /* [rows][dim], scaled */
     float *keys;   /* [dim up to a multiple of 32][BLOCK], or [BLOCK][dim] */
     float *values; /* [BLOCK][dim] */
     float *row;    /* 4 x [dim] */
     struct state own[2];
     uint8_t *work;       /* a block's codes */
-    int8_t *query_bytes; /* [DOT_ROWS][groups of 8 dims][16] */
+    int8_t *query_bytes; /* [DOT_ROWS][groups of 8 dims][16], in the order of the codes */
     float *all;
     int64_t query_at[ROWS];
-    float query_unit[DOT_ROWS], weight_unit[DOT_ROWS], shift[ROWS], top[ROWS];
-    float scores[ROWS * STRIP * BLOCK];
-    int8_t weight_bytes[DOT_ROWS * STRIP * BLOCK * 2];
+    float shift[ROWS], top[ROWS];
+    struct numbers query_numbers[DOT_ROWS], weight_numbers[DOT_ROWS];
+    _Alignas(LINE) float scores[ROWS * STRIP * BLOCK];
+    _Alignas(LINE) int8_t weight_bytes[DOT_ROWS * STRIP * BLOCK * 2];
     /* of the strip at hand */
-    float value_factor[STRIP * BLOCK];
-    const uint8_t *value_codes[STRIP];
+    _Alignas(LINE) float value_factor[STRIP * BLOCK];
+    const uint8_t *value_codes[STRIP], *next_keys[STRIP];
     /* of the block at hand */
-    float key_factor[BLOCK], centered[BLOCK];
+    _Alignas(LINE) float key_factor[BLOCK], centered[BLOCK];
     int64_t position[BLOCK]; /* -1: no token */
 };
 
-static struct state state_in(float *at, int64_t rows)
+static struct state state_in(float *at, int64_t rows, int64_t dim)
 {
-    return (struct state){at, at + rows, at + 2 * rows};
+    return (struct state){at + rows * dim, at + rows * (dim + 1), at};
 }
+
+/* Of a state of the widest group, in whole lines. */
+static int64_t state_floats(const struct call *call)
+{
+    return (call->widest * (call->layer->dim + 2) + LINE / 4 - 1) / (LINE / 4) * (LINE / 4);
+}
+
+/* Memory that begins with a line. */
+static void *lines(size_t bytes) { return aligned_alloc(LINE, (bytes + LINE - 1) / LINE * LINE); }
 
 static void *open_scratch(void *context)
 {
     const struct call *call = context;
     const size_t dim = (size_t)call->layer->dim, padded = (dim + 31) / 32 * 32;
-    const size_t state = ROWS * (dim + 2);
-    const size_t floats = ROWS * dim + padded * BLOCK + BLOCK * dim + 4 * dim + 2 * state +
+    const size_t rows = (size_t)call->widest, state = (size_t)state_floats(call);
+    const size_t floats = rows * dim + padded * BLOCK + BLOCK * dim + 4 * dim + 2 * state +
                           padded * BLOCK / 4 + DOT_ROWS * padded / 2;
-    struct scratch *s = malloc(sizeof *s);
-    float *at = s == NULL ? NULL : aligned_alloc(64, (floats * sizeof(float) + 63) / 64 * 64);
+    struct scratch *s = lines(sizeof *s);
+    float *at = s == NULL ? NULL : lines(floats * sizeof(float));
     if (at == NULL) {
         free(s);
         return NULL;
@@ -93,10 +104,10 @@ static void *open_scratch(void *context)
     s->all = at;
     s->keys = at, at += padded * BLOCK;
     s->values = at, at += BLOCK * dim;
-    s->query = at, at += ROWS * dim;
+    s->query = at, at += rows * dim;
     s->row = at, at += 4 * dim;
-    s->own[0] = state_in(at, ROWS), at += state;
-    s->own[1] = state_in(at, ROWS), at += state;
+    s->own[0] = state_in(at, call->widest, call->layer->dim), at += state;
+    s->own[1] = state_in(at, call->widest, call->layer->dim), at += state;
     s->work = (uint8_t *)at, at += padded * BLOCK / 4;
     s->query_bytes = (int8_t *)at;
     return s;
@@ -153,43 +164,14 @@ static void load_queries(const struct call *call, const struct group *g, struct 
     }
 }
 
-/* The queries as whole numbers of 16 bits, in the order of the codes: each group's high bytes of
-   even and odd codes, then their low bytes. */
-static void split_queries(const struct call *call, const struct group *g, struct scratch *s)
-{
-    const int dim = (int)call->layer->dim, groups = call->key_groups;
-    float *high = s->row, *low = high + dim;
-    for (int64_t r = 0; r < g->rows; r++) {
-        const float *query = s->query + r * dim;
-        int8_t *bytes = s->query_bytes + r * groups * 16;
-        float top = 0.0f;
-        for (int d = 0; d < dim; d++)
-            top = fabsf(query[d]) > top ? fabsf(query[d]) : top;
-        const float inverse = top > 0.0f ? LARGEST / top : 0.0f;
-        s->query_unit[r] = top / LARGEST;
-        for (int d = 0; d < dim; d++) {
-            low[d] = rintf(query[d] * inverse);
-            high[d] = rintf(low[d] * (1.0f / BASE));
-            low[d] -= BASE * high[d];
-        }
-        for (int group = 0; group < groups; group++)
-            for (int k = 0; k < 8; k++) {
-                int d = call->key_order[group * 8 + k];
-                bytes[group * 16 + k] = d < dim ? (int8_t)high[d] : 0;
-                bytes[group * 16 + 8 + k] = d < dim ? (int8_t)low[d] : 0;
-            }
-    }
-}
-
-/* Which dim each byte of a group stands for. */
+/* The dims of a query in the order of the codes. */
 static void order_keys(struct call *call)
 {
     const int dim = (int)call->layer->dim, bits = (int)call->layer->key.bits;
+    const uint8_t *places = call->dots->places[bits == 8];
     for (int group = 0; group < call->key_groups; group++)
-        for (int code = 0; code < 8; code++) {
-            int at = bits == 8 ? code : code % 2 * 4 + code / 2;
-            call->key_order[group * 8 + at] = key_dim(dim, bits, group, code);
-        }
+        for (int code = 0; code < 8; code++)
+            call->key_order[group * 8 + places[code]] = key_dim(dim, bits, group, code);
 }
 
 /* --- one block --- */
@@ -267,7 +249,7 @@ static void clear_state(struct state *state, int64_t rows, int64_t dim)
 
 static int uses_dots(const struct call *call, const struct group *g)
 {
-    return call->dots != NULL && g->rows <= DOT_ROWS;
+    return call->dots != NULL && g->rows <= DOT_ROWS && call->layer->dim <= call->dots->most_dim;
 }
 
 /* shift[row] = query . mean, once a page. */
@@ -352,14 +334,14 @@ static void page_block(const struct call *call, const struct group *g, struct sc
         load_shift(call, g, record, s);
         *shift_of = page;
     }
+    s->value_codes[block] = codes_at(call, &layer->value, record, at);
     if (uses_dots(call, g)) {
-        call->dots->keys(&call->key_book, dim, codes, s->work, s->query_bytes, s->query_unit, rows,
-                         scores, STRIP * BLOCK);
+        call->dots->keys(&call->key_book, dim, codes, s->value_codes[block],
+                         (int)layer->value.bits, s->work, s->query_bytes, s->query_numbers, rows, scores, STRIP * BLOCK);
     } else {
         call->ops->decode_keys(&call->key_book, dim, codes, s->work, s->keys);
         call->ops->score(s->query, rows, dim, s->keys, scores, STRIP * BLOCK);
     }
-    s->value_codes[block] = codes_at(call, &layer->value, record, at);
     finish_scores(call, g, s, block, all);
 }
 
@@ -369,11 +351,11 @@ static void add_values(const struct call *call, const struct group *g, struct sc
     const int dim = (int)call->layer->dim, rows = (int)g->rows;
     if (uses_dots(call, g)) {
         for (int r = 0; r < rows; r++)
-            s->weight_unit[r] = call->dots->split(s->scores + r * STRIP * BLOCK, blocks * BLOCK,
-                                                  s->top[r],
-                                                  s->weight_bytes + r * STRIP * BLOCK * 2);
-        call->dots->values(&call->value_book, dim, s->value_codes, blocks, s->weight_bytes,
-                           s->weight_unit, rows, state->sums);
+            call->dots->split(s->scores + r * STRIP * BLOCK, blocks * BLOCK, s->top[r],
+                              s->weight_bytes + r * STRIP * BLOCK * 2, &s->weight_numbers[r]);
+        call->dots->values(&call->value_book, dim, s->value_codes, s->next_keys,
+                           (int)call->layer->key.bits, blocks, s->weight_bytes, s->weight_numbers,
+                           rows, state->sums);
         return;
     }
     for (int block = 0; block < blocks; block++) {
@@ -383,23 +365,58 @@ static void add_values(const struct call *call, const struct group *g, struct sc
     }
 }
 
+static void fetch_side(const struct call *call, const struct side *side, const uint8_t *record,
+                       int64_t at)
+{
+    fetch(codes_at(call, side, record, at), side->bits * call->layer->dim * BLOCK / 8);
+}
+
+/* Scales of the block at `at`, and of its page's first block the mean. */
+static void fetch_factors(const struct call *call, const uint8_t *record, int64_t at)
+{
+    const struct layer *layer = call->layer;
+    const int64_t inside = at % layer->page_size;
+    fetch(record + layer->key.scales + 2 * inside, 2 * BLOCK);
+    fetch(record + layer->value.scales + 2 * inside, 2 * BLOCK);
+    if (inside == 0 && layer->centered)
+        fetch(record + layer->mean, layer->mean_bits * layer->dim / 8);
+}
+
+/* What block `block` of a strip, at `at`, fetches of later ones up to the last. Products fetch codes
+   themselves: those of keys the values of their strip, those of values the keys of the next. */
+static void fetch_later(const struct call *call, const struct group *g, struct scratch *s,
+                        int64_t at, int64_t last, int block)
+{
+    const struct layer *layer = call->layer;
+    const int64_t strip = least(at + STRIP * BLOCK, last), near = least(at + 2 * BLOCK, last);
+    const uint8_t *record = record_at(call, g, strip);
+    fetch_factors(call, record, strip);
+    s->next_keys[block] = codes_at(call, &layer->key, record, strip);
+    if (!uses_dots(call, g)) {
+        record = record_at(call, g, near);
+        fetch_side(call, &layer->key, record, near);
+        fetch_side(call, &layer->value, record, near);
+    }
+}
+
 static void attend_pages(const struct call *call, const struct group *g, struct scratch *s,
                          struct state *state, int64_t begin, int64_t end)
 {
-    const struct layer *layer = call->layer;
+    const int64_t first = begin / BLOCK * BLOCK, last = (end - 1) / BLOCK * BLOCK;
     int64_t shift_of = -1;
     int blocks = 0;
     if (begin >= end)
         return;
+    for (int64_t at = first; at < least(first + STRIP * BLOCK, end); at += BLOCK) {
+        fetch_factors(call, record_at(call, g, at), at);
+        fetch_side(call, &call->layer->key, record_at(call, g, at), at);
+    }
     load_queries(call, g, s, 1);
     if (uses_dots(call, g))
-        split_queries(call, g, s);
-    for (int64_t at = begin / BLOCK * BLOCK; at < end; at += BLOCK) {
-        const int64_t ahead = least(at + 2 * BLOCK, (end - 1) / BLOCK * BLOCK);
-        const uint8_t *next = record_at(call, g, ahead);
-        fetch(codes_at(call, &layer->key, next, ahead), layer->key.bits * layer->dim * BLOCK / 8);
-        fetch(codes_at(call, &layer->value, next, ahead),
-              layer->value.bits * layer->dim * BLOCK / 8);
+        call->dots->queries(s->query, (int)g->rows, (int)call->layer->dim, call->key_order,
+                            call->key_groups, s->row, s->query_bytes, s->query_numbers);
+    for (int64_t at = first; at < end; at += BLOCK) {
+        fetch_later(call, g, s, at, last, blocks);
         page_block(call, g, s, at, begin, end, blocks++, &shift_of);
         if (blocks < STRIP && at + BLOCK < end)
             continue;
@@ -417,10 +434,10 @@ struct exact {
     int64_t ring_from;          /* first position */
 };
 
-/* Bytes to the next token are `step`, but at the end of the ring. */
+/* `run` tokens from this one on have positions one after the other and are `step` bytes apart. */
 struct exact_token {
     const uint8_t *key, *value;
-    int64_t dtype, position, key_step, value_step;
+    int64_t dtype, position, key_step, value_step, run;
 };
 
 static struct exact count_exact(const struct attend_args *a, int64_t b)
@@ -443,21 +460,22 @@ static struct exact_token exact_at(const struct call *call, const struct group *
     if (n < e->sinks) {
         int64_t at = (owner * v->sinks + n) * step + g->head * bytes;
         return (struct exact_token){(uint8_t *)v->sink_key + at, (uint8_t *)v->sink_value + at,
-                                    v->dtype, v->left_pad[b] + n, step, step};
+                                    v->dtype, v->left_pad[b] + n, step, step, e->sinks - n};
     }
     n -= e->sinks;
     if (n < e->ring) {
-        int64_t position = e->ring_from + n;
-        int64_t at = (owner * v->ring + position % v->ring) * step + g->head * bytes;
+        const int64_t position = e->ring_from + n, slot = position % v->ring;
+        const int64_t at = (owner * v->ring + slot) * step + g->head * bytes;
         return (struct exact_token){(uint8_t *)v->ring_key + at, (uint8_t *)v->ring_value + at,
-                                    v->dtype, position, step, step};
+                                    v->dtype, position, step, step,
+                                    least(e->ring - n, v->ring - slot)};
     }
     n -= e->ring;
     const int64_t size = item_size(a->new_dtype);
     return (struct exact_token){token_at(a->new_key, a->new_dtype, a->cu_seqlens[b] + n, g->head),
                                 token_at(a->new_value, a->new_dtype, a->cu_seqlens[b] + n, g->head),
                                 a->new_dtype, v->lengths[b] + n, a->new_key.token_stride * size,
-                                a->new_value.token_stride * size};
+                                a->new_value.token_stride * size, e->fresh - n};
 }
 
 /* How many exact tokens come before a position; theirs ascend. */
@@ -477,52 +495,46 @@ struct operand {
     int tokens;
 };
 
-/* Whether keys, or values, of `count` exact tokens can be read where they are: floats at equal
-   distances. Products read values many times, each time all of them. */
-static int is_even(const struct call *call, const struct group *g, const struct exact *e, int64_t n,
-                   int64_t count, int value)
-{
-    const struct exact_token first = exact_at(call, g, e, n);
-    const struct exact_token last = exact_at(call, g, e, n + count - 1);
-    const int64_t apart = value ? last.value - first.value : last.key - first.key;
-    return first.dtype == FLOAT32 && last.position - first.position == count - 1 &&
-           (!value || first.value_step <= NEAR) &&
-           apart == (count - 1) * (value ? first.value_step : first.key_step);
-}
-
-/* Of up to `count` exact tokens from the n-th on: whole blocks where they are, if they are even,
-   else a block in `tile`, with zeros after them. */
+/* Of up to `count` exact tokens from the n-th on: whole blocks where they are, if they are floats at
+   equal distances, else a block in `tile`, with zeros after them. Products read values many times,
+   each time all of them. */
 static struct operand exact_operand(const struct call *call, const struct group *g,
                                     const struct exact *e, int64_t n, int64_t count, int value,
                                     float *tile)
 {
     const int dim = (int)call->layer->dim;
-    const struct exact_token first = exact_at(call, g, e, n);
-    const int64_t most_tokens = least(count, most(IN_CACHE / dim, BLOCK));
-    const int64_t whole[2] = {most_tokens / BLOCK * BLOCK, BLOCK};
-    for (int k = 0; k < 2; k++)
-        if (whole[k] > 0 && whole[k] <= count && is_even(call, g, e, n, whole[k], value))
-            return (struct operand){(const float *)(value ? first.value : first.key),
-                                    (value ? first.value_step : first.key_step) / 4, (int)whole[k]};
+    struct exact_token token = exact_at(call, g, e, n);
+    const int64_t run = least(least(count, token.run), most(IN_CACHE / dim, BLOCK));
+    if (run >= BLOCK && token.dtype == FLOAT32 && (!value || token.value_step <= NEAR))
+        return (struct operand){(const float *)(value ? token.value : token.key),
+                                (value ? token.value_step : token.key_step) / 4,
+                                (int)(run / BLOCK * BLOCK)};
     const int here = (int)least(count, BLOCK);
-    for (int t = 0; t < here; t++) {
-        const struct exact_token token = exact_at(call, g, e, n + t);
-        read_floats(value ? token.value : token.key, token.dtype, dim, tile + t * dim);
+    for (int t = 0, k = 0; t < here; t++, k++) {
+        if (k == token.run)
+            token = exact_at(call, g, e, n + t), k = 0;
+        const uint8_t *from = value ? token.value + k * token.value_step
+                                    : token.key + k * token.key_step;
+        if (token.dtype == FLOAT16)
+            call->ops->halves((const word16 *)from, dim, tile + t * dim);
+        else
+            read_floats(from, token.dtype, dim, tile + t * dim);
     }
     memset(tile + here * dim, 0, sizeof(float) * (size_t)((BLOCK - here) * dim));
     return (struct operand){tile, dim, BLOCK};
 }
 
-/* Values of exact tokens [n, n + BLOCK), and keys of the block after. */
+/* Keys, or values, of exact tokens [n, end). */
 static void fetch_exact(const struct call *call, const struct group *g, const struct exact *e,
-                        int64_t n, int64_t end)
+                        int64_t n, int64_t end, int value)
 {
-    const int64_t dim = call->layer->dim;
-    for (int64_t at = n; at < least(n + BLOCK, end); at++) {
-        const struct exact_token here = exact_at(call, g, e, at);
-        const struct exact_token ahead = exact_at(call, g, e, least(at + BLOCK, end - 1));
-        fetch(here.value, dim * item_size(here.dtype));
-        fetch(ahead.key, dim * item_size(ahead.dtype));
+    while (n < end) {
+        const struct exact_token token = exact_at(call, g, e, n);
+        const int64_t run = least(token.run, end - n), step = value ? token.value_step : token.key_step;
+        const uint8_t *from = value ? token.value : token.key;
+        for (int64_t k = 0; k < run; k++)
+            fetch(from + k * step, call->layer->dim * item_size(token.dtype));
+        n += run;
     }
 }
 
@@ -533,8 +545,13 @@ static void exact_block(const struct call *call, const struct group *g, struct s
     const int dim = (int)call->layer->dim, rows = (int)g->rows;
     float *scores = s->scores + block * BLOCK;
     const struct operand keys = exact_operand(call, g, e, n, count, 0, s->keys);
-    for (int t = 0; t < BLOCK; t++)
-        s->position[t] = t < count ? exact_at(call, g, e, n + t).position : -1;
+    for (int t = 0; t < count;) {
+        const struct exact_token token = exact_at(call, g, e, n + t);
+        for (int64_t k = 0; k < token.run && t < count; k++)
+            s->position[t++] = token.position + k;
+    }
+    for (int t = count; t < BLOCK; t++)
+        s->position[t] = -1;
     call->ops->score_tokens(s->query, rows, dim, keys.data, keys.stride, scores, STRIP * BLOCK);
     if (call->args->softcap > 0.0)
         call->ops->scale(scores, rows, STRIP * BLOCK, s->value_factor, s->centered, s->shift,
@@ -564,8 +581,10 @@ static void attend_exact(const struct call *call, const struct group *g, struct 
     for (int blocks; n < end; n += blocks * BLOCK) {
         for (blocks = 0; blocks < STRIP && n + blocks * BLOCK < end; blocks++) {
             const int64_t at = n + blocks * BLOCK;
-            if (g->rows <= DOT_ROWS) /* else products take longer than their operands */
-                fetch_exact(call, g, &e, at, end);
+            if (g->rows <= DOT_ROWS) { /* else products take longer than their operands */
+                fetch_exact(call, g, &e, at, least(at + BLOCK, end), 1);
+                fetch_exact(call, g, &e, at + BLOCK, least(at + 2 * BLOCK, end), 0);
+            }
             exact_block(call, g, s, &e, at, (int)least(end - at, BLOCK), blocks);
         }
         if (!weigh(call, g, s, blocks, state))
@@ -615,7 +634,8 @@ static void merge_states(const struct call *call, const struct group *g, struct 
 
 static struct state state_of(const struct call *call, const struct group *g, int64_t k)
 {
-    return state_in(call->states + (g->first_state + k) * call->state_floats, g->rows);
+    return state_in(call->states + (g->first_state + k) * state_floats(call), g->rows,
+                    call->layer->dim);
 }
 
 static void run_task(void *context, void *own, int64_t number)
@@ -777,7 +797,7 @@ int tightkv_attend(const struct layer *layer, const struct attend_args *given)
     const struct attend_args *args = prompt == NULL ? given : &packed;
     struct call call = {.layer = layer, .args = args, .ops = isa->ops, .dots = isa->dots};
     const double root = sqrt((double)layer->dim);
-    int64_t groups = 0, widest = 0, tasks = 0, states = 0;
+    int64_t groups = 0, tasks = 0, states = 0;
     int result = -1;
     call.key_groups = key_groups((int)layer->dim, (int)layer->key.bits);
     call.group_size = args->heads / layer->heads;
@@ -788,9 +808,8 @@ int tightkv_attend(const struct layer *layer, const struct attend_args *given)
     clear_rest(args, layer->dim);
     for (int64_t b = 0; b < args->view.batch; b++) {
         groups += layer->heads * ((group_rows(&call, b) + ROWS - 1) / ROWS);
-        widest = most(widest, least(group_rows(&call, b), ROWS));
+        call.widest = most(call.widest, least(group_rows(&call, b), ROWS));
     }
-    call.state_floats = widest * (layer->dim + 2);
     call.groups = malloc(sizeof *call.groups * (size_t)groups);
     call.key_order = malloc(sizeof *call.key_order * 8 * (size_t)call.key_groups);
     if (groups == 0) {
@@ -800,7 +819,7 @@ int tightkv_attend(const struct layer *layer, const struct attend_args *given)
             order_keys(&call);
         cut_groups(&call, groups, &tasks, &states);
         call.tasks = malloc(sizeof *call.tasks * (size_t)tasks);
-        call.states = malloc(sizeof(float) * (size_t)(states * call.state_floats + 1));
+        call.states = lines(sizeof(float) * (size_t)(states * state_floats(&call) + 1));
         if (call.tasks != NULL && call.states != NULL) {
             struct work work = {run_task, open_scratch, close_scratch, &call, tasks};
             list_tasks(&call, groups);

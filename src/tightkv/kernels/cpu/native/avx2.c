@@ -6,18 +6,12 @@
 #else
 #pragma GCC target("avx2,fma,f16c")
 #endif
-#include <immintrin.h>
 
 #define LANES 8
 #define COLUMNS 2
 #define OPS_NAME avx2_ops
-#define LARGER(a, b) _mm256_max_ps((__m256)(a), (__m256)(b))
-#define IN_FOUR(x) \
-    _mm_add_ps(_mm256_castps256_ps128((__m256)(x)), _mm256_extractf128_ps((__m256)(x), 1))
-#define SUM_FOUR(to, x)                                                                       \
-    _mm_storeu_ps(to, _mm_hadd_ps(_mm_hadd_ps(IN_FOUR((x)[0]), IN_FOUR((x)[1])),                \
-                                  _mm_hadd_ps(IN_FOUR((x)[2]), IN_FOUR((x)[3]))))
 
+#include "x86.h"
 #include "ops.h"
 #include "vectors.h"
 

@@ -6,20 +6,12 @@
 #else
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma")
 #endif
-#include <immintrin.h>
 
 #define LANES 16
 #define COLUMNS 2
 #define OPS_NAME avx512_ops
-#define LARGER(a, b) _mm512_max_ps((__m512)(a), (__m512)(b))
-#define IN_EIGHT(x) \
-    _mm256_add_ps(_mm512_castps512_ps256((__m512)(x)), _mm512_extractf32x8_ps((__m512)(x), 1))
-#define IN_FOUR(x) \
-    _mm_add_ps(_mm256_castps256_ps128(IN_EIGHT(x)), _mm256_extractf128_ps(IN_EIGHT(x), 1))
-#define SUM_FOUR(to, x)                                                                       \
-    _mm_storeu_ps(to, _mm_hadd_ps(_mm_hadd_ps(IN_FOUR((x)[0]), IN_FOUR((x)[1])),                \
-                                  _mm_hadd_ps(IN_FOUR((x)[2]), IN_FOUR((x)[3]))))
 
+#include "x86.h"
 #include "ops.h"
 #include "vectors.h"
 

@@ -15,8 +15,12 @@ static const struct isa built[] = {
     {"neon", &neon_ops, NULL},
 #elif defined(__x86_64__)
     {"vnni", &avx512_ops, &vnni_dots},
-    {"avx512", &avx512_ops, NULL},
-    {"avx2", &avx2_ops, NULL},
+    {"avx512", &avx512_ops, &avx512_dots},
+#ifdef HAS_AVXVNNI
+    {"avxvnni", &avx2_ops, &avxvnni_dots},
+#endif
+    {"avx2", &avx2_ops, &avx2_dots},
+    {"avx2_float", &avx2_ops, NULL},
 #endif
     {"portable", &portable_ops, NULL},
 };
@@ -34,9 +38,13 @@ static int can_run(const struct isa *isa)
         return 0;
 #elif defined(__x86_64__)
     __builtin_cpu_init();
-    if (isa->dots != NULL &&
+    if (isa->dots == &vnni_dots &&
         !(__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi")))
         return 0;
+#ifdef HAS_AVXVNNI
+    if (isa->dots == &avxvnni_dots && !__builtin_cpu_supports("avxvnni"))
+        return 0;
+#endif
     if (isa->ops == &avx512_ops)
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&

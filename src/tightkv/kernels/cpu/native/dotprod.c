@@ -1,4 +1,5 @@
-/* ARM's 8-bit dot product (SDOT, from ARMv8.2): int8_dot.h in registers of four words. */
+/* ARM's 8-bit dot product (SDOT, from ARMv8.2): dots.h in registers of four words.
+   A number is 254 q1 + q0 with bytes q1 and q0. */
 #if defined(__aarch64__)
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("dotprod"))), apply_to = function)
@@ -8,6 +9,9 @@
 #include <arm_neon.h>
 
 #define LANES 4
+#define SETS 1
+#define PARTS 2 /* even and odd codes */
+#define MOST_DIM 1024 /* sums of bytes are floats exactly */
 #define DOTS_NAME dotprod_dots
 
 #include "ops.h"
@@ -25,9 +29,11 @@ struct tables {
     uint8x16_t levels, across;
 };
 
-/* Levels of the even and of the odd codes of a word. */
-struct levels {
-    int8x16_t even, odd;
+typedef int8x16_t vector;
+
+/* Nibbles; of 8-bit codes the levels of even and of odd ones. */
+struct codes {
+    uint8x16_t first, second;
 };
 
 /* Added up: products with high bytes, and with low ones. */
@@ -41,28 +47,33 @@ ALWAYS struct tables tables_of(const struct book *book)
 }
 
 /* Nibbles are table indices; fewer than four bits have others above them. */
-ALWAYS struct levels look_up(const struct tables *t, uint8x16_t w, const int bits)
+ALWAYS vector levels_of(const struct tables *t, const struct codes *w, int part, const int bits)
 {
-    const uint8x16_t mask = vdupq_n_u8((uint8_t)((1 << bits) - 1));
-    const uint8x16_t even = vandq_u8(w, mask), high = vshrq_n_u8(w, 4);
-    const uint8x16_t odd = bits == 4 ? high : vandq_u8(high, mask);
-    return (struct levels){vreinterpretq_s8_u8(vqtbl1q_u8(t->levels, even)),
-                           vreinterpretq_s8_u8(vqtbl1q_u8(t->levels, odd))};
+    if (bits == 8)
+        return vreinterpretq_s8_u8(part ? w->second : w->first);
+    uint8x16_t index = part ? vshrq_n_u8(w->first, 4) : w->first;
+    if (bits < 4 || !part)
+        index = vandq_u8(index, vdupq_n_u8((uint8_t)((1 << bits) - 1)));
+    return vreinterpretq_s8_u8(vqtbl1q_u8(t->levels, index));
 }
 
-ALWAYS struct sums first_sums(const int8_t *bytes, int count)
+ALWAYS struct sums first_sums(const struct tables *t, const struct numbers *n, const int bits)
 {
-    (void)bytes, (void)count; /* signed products need no correction */
+    (void)t, (void)n, (void)bits; /* signed products need no correction */
     return (struct sums){vdupq_n_s32(0), vdupq_n_s32(0)};
 }
 
-ALWAYS void multiply(const struct levels *x, const int8_t *bytes, struct sums *sum)
+/* bytes: [even q1][odd q1][even q0][odd q0] */
+ALWAYS void multiply(vector x, const int8_t *bytes, int part, struct sums *sum)
 {
     const int8x16_t by = vld1q_s8(bytes);
-    sum->high = vdotq_laneq_s32(sum->high, x->even, by, 0);
-    sum->low = vdotq_laneq_s32(sum->low, x->even, by, 2);
-    sum->high = vdotq_laneq_s32(sum->high, x->odd, by, 1);
-    sum->low = vdotq_laneq_s32(sum->low, x->odd, by, 3);
+    if (part == 0) {
+        sum->high = vdotq_laneq_s32(sum->high, x, by, 0);
+        sum->low = vdotq_laneq_s32(sum->low, x, by, 2);
+    } else {
+        sum->high = vdotq_laneq_s32(sum->high, x, by, 1);
+        sum->low = vdotq_laneq_s32(sum->low, x, by, 3);
+    }
 }
 
 ALWAYS vf join(const struct sums *sum)
@@ -90,35 +101,37 @@ ALWAYS uint8x16_t nibbles_at(const uint8_t *at, int step, int g, const int bits)
     return g % 2 ? vshrq_n_u8(w, 2) : w;
 }
 
-ALWAYS struct levels key_levels(const struct tables *t, const uint8_t *at, int row, int step,
-                                int g, const int bits)
+ALWAYS struct codes key_codes(const struct tables *t, const uint8_t *at, int row, int step, int g,
+                              const int bits)
 {
-    (void)row; /* four tokens are one row */
+    (void)t, (void)row; /* four tokens are one row */
     if (bits == 8)
-        return (struct levels){vld1q_s8((const int8_t *)at + 2 * g * step),
-                               vld1q_s8((const int8_t *)at + (2 * g + 1) * step)};
-    return look_up(t, nibbles_at(at, step, g, bits), bits);
+        return (struct codes){vld1q_u8(at + 2 * g * step), vld1q_u8(at + (2 * g + 1) * step)};
+    return (struct codes){.first = nibbles_at(at, step, g, bits)};
 }
 
-ALWAYS struct levels value_levels(const struct tables *t, const uint8_t *at, int step, int g,
-                                  const int bits)
+ALWAYS struct codes value_codes(const struct tables *t, const uint8_t *at, int step, int g,
+                                const int bits)
 {
     if (bits == 8) {
         uint8x16x2_t w = {{vld1q_u8(at + 2 * g * step), vld1q_u8(at + (2 * g + 1) * step)}};
-        return (struct levels){vreinterpretq_s8_u8(vqtbl2q_u8(w, vld1q_u8(across8[0]))),
-                               vreinterpretq_s8_u8(vqtbl2q_u8(w, vld1q_u8(across8[1])))};
+        return (struct codes){vqtbl2q_u8(w, vld1q_u8(across8[0])),
+                              vqtbl2q_u8(w, vld1q_u8(across8[1]))};
     }
-    return look_up(t, vqtbl1q_u8(nibbles_at(at, step, g, bits), t->across), bits);
+    return (struct codes){.first = vqtbl1q_u8(nibbles_at(at, step, g, bits), t->across)};
 }
 
-/* Weights of one row [count], a multiple of 8, as bytes [8 high][8 low]; returns their unit. */
-static float split_weights(const float *weights, int count, float top, int8_t *bytes)
+static const uint8_t places[2][8] = {{0, 4, 1, 5, 2, 6, 3, 7}, {0, 1, 2, 3, 4, 5, 6, 7}};
+
+/* As bytes [8 high][8 low]. */
+static void split_numbers(const float *x, int count, float top, int8_t *bytes,
+                          struct numbers *numbers)
 {
     const float inverse = top > 0.0f ? LARGEST / top : 0.0f;
     for (int t = 0; t < count; t += 8) {
         int16x4_t high[2], low[2];
         for (int k = 0; k < 2; k++) {
-            float32x4_t whole = vmulq_n_f32(vld1q_f32(weights + t + 4 * k), inverse);
+            float32x4_t whole = vmulq_n_f32(vld1q_f32(x + t + 4 * k), inverse);
             int32x4_t h = vcvtnq_s32_f32(vmulq_n_f32(whole, 1.0f / BASE));
             high[k] = vmovn_s32(h);
             low[k] = vmovn_s32(vmlsq_n_s32(vcvtnq_s32_f32(whole), h, BASE));
@@ -126,10 +139,10 @@ static float split_weights(const float *weights, int count, float top, int8_t *b
         vst1_s8(bytes + 2 * t, vqmovn_s16(vcombine_s16(high[0], high[1])));
         vst1_s8(bytes + 2 * t + 8, vqmovn_s16(vcombine_s16(low[0], low[1])));
     }
-    return top / LARGEST;
+    numbers->unit = top / LARGEST; /* the sums are not used */
 }
 
-#include "int8_dot.h"
+#include "dots.h"
 
 #if defined(__clang__)
 #pragma clang attribute pop

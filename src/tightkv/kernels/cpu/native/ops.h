@@ -57,16 +57,33 @@ struct ops {
     void (*halves)(const word16 *in, int count, float *out);
 };
 
-/* Products of 8-bit numbers with the codes themselves, for few rows (int8_dot.h). */
+/* Numbers of a row: each is a whole number times `unit`. */
+struct numbers {
+    float unit;
+    int32_t sum[2]; /* of the whole numbers, or of their high and of their low bytes */
+};
+
+/* Products of 16-bit numbers with the codes themselves, for few rows (dots.h). Eight numbers are
+   16 bytes, in an order and a format of the instruction set's own. `next` are codes of the
+   other side, of as many tokens, that are multiplied next: products prefetch them little by
+   little. */
 struct dots {
-    /* scores[row * stride + 32] of a block; query is [row][group of 8 dims][16 bytes] */
-    void (*keys)(const struct book *book, int dim, const uint8_t *codes, uint8_t *work,
-                 const int8_t *query, const float *factor, int rows, float *scores, int stride);
+    int most_dim;
+    /* where code k of a group of keys is among its 8 numbers; [1]: of 8-bit keys */
+    const uint8_t (*places)[8];
+    /* query[row][dim] in `order` -> bytes [row][group][16]; `work` has room for a row */
+    void (*queries)(const float *query, int rows, int dim, const int *order, int groups,
+                    float *work, int8_t *bytes, struct numbers *numbers);
+    /* scores[row * stride + 32] of a block */
+    void (*keys)(const struct book *book, int dim, const uint8_t *codes, const uint8_t *next,
+                 int next_bits, uint8_t *work, const int8_t *query, const struct numbers *numbers,
+                 int rows, float *scores, int stride);
     /* sums[row][dim] += weights . values of a strip; weights are [row][STRIP][4][16 bytes] */
-    void (*values)(const struct book *book, int dim, const uint8_t *const *codes, int blocks,
-                   const int8_t *weights, const float *factor, int rows, float *sums);
-    /* weights of a row of a strip, up to `top` -> bytes; returns their unit */
-    float (*split)(const float *weights, int count, float top, int8_t *bytes);
+    void (*values)(const struct book *book, int dim, const uint8_t *const *codes,
+                   const uint8_t *const *next, int next_bits, int blocks, const int8_t *weights,
+                   const struct numbers *numbers, int rows, float *sums);
+    /* a row of floats up to `top` -> bytes; count is a multiple of 16 */
+    void (*split)(const float *x, int count, float top, int8_t *bytes, struct numbers *numbers);
 };
 
 /* An instruction set: how it is called and what it brings; dots may be NULL. */
@@ -82,7 +99,11 @@ extern const struct ops neon_ops;
 extern const struct dots dotprod_dots;
 #elif defined(__x86_64__)
 extern const struct ops avx2_ops, avx512_ops;
-extern const struct dots vnni_dots;
+extern const struct dots vnni_dots, avx512_dots, avx2_dots;
+#if defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11
+#define HAS_AVXVNNI /* the compiler knows it */
+extern const struct dots avxvnni_dots;
+#endif
 #endif
 
 #endif

@@ -204,9 +204,10 @@ static int scales(const word16 *in, float factor, int flags, float *out, float *
         store(centered + t, (vf)(flag & (vi)splat(1.0f)));
         store(out + t, (vf)((vi)x & ~(flag & splat_int((int)0x80000000))) * splat(factor));
     }
-    int found = 0;
-    for (int i = 0; i < LANES; i++)
-        found |= any[i];
+    uint64_t pairs[LANES / 2], found = 0;
+    memcpy(pairs, &any, sizeof pairs);
+    for (int i = 0; i < LANES / 2; i++)
+        found |= pairs[i];
     return found != 0;
 }
 

@@ -29,6 +29,9 @@ static inline vf larger(vf a, vf b)
 /* Halving the lanes until one is left. */
 static inline float sum_lanes(vf x)
 {
+#ifdef SUM_LANES
+    return SUM_LANES(x);
+#endif
     float a[LANES];
     memcpy(a, &x, sizeof a);
     for (int half = LANES / 2; half > 0; half /= 2)
@@ -39,6 +42,9 @@ static inline float sum_lanes(vf x)
 
 static inline float largest_lane(vf x)
 {
+#ifdef LARGEST_LANE
+    return LARGEST_LANE(x);
+#endif
     float a[LANES];
     memcpy(a, &x, sizeof a);
     for (int half = LANES / 2; half > 0; half /= 2)
