@@ -173,13 +173,17 @@ def test_uneven_keys_are_scaled(
     assert 2e-4 < scaled < min(0.02, 0.5 * off)
 
 
-def test_a_crowd_that_preempts_gives_the_text_of_each_alone(engines: dict[str, Any]) -> None:
+def test_a_crowd_that_preempts_gives_the_text_of_each_alone(
+    engines: dict[str, Any], record_property: Callable[..., None]
+) -> None:
     alone, crowd = engines["alone"], engines["crowd"]
     assert crowd["metrics"]["vllm:num_preemptions"] > 0
     # In a crowd prompts are cut elsewhere, and requests that resume are prefilled again: some
-    # tokens read codes of what they read exactly when alone.
-    assert mean_kl(alone, crowd, "best") < 2e-3
-    assert_same_text(alone, crowd, tie=0.15, share=0.75)
+    # tokens read codes of what they read exactly when alone, rounded to bfloat16 in a workspace.
+    kl = mean_kl(alone, crowd, "best")
+    record_property("kl", kl)
+    assert kl < 2e-3
+    assert_same_text(alone, crowd, tie=0.15, share=0.5)
 
 
 def test_ngram_speculation_equals_none(engines: dict[str, Any]) -> None:
