@@ -401,8 +401,8 @@ def test_the_results_have_the_worst_and_the_best_of_a_cpu() -> None:
 
     expect(
         "docs/results.md",
-        f"{span('dotprod')} as fast as torch's attention on a 2-core ARM machine, {span('vnni')} on "
-        f"1 to 16 cores of a Sapphire Rapids, and {span('avx2')} there with AVX2 alone",
+        f"{span('dotprod')} as fast as torch's attention on a 2-core ARM machine, {span('vnni')} "
+        f"on 1 to 16 cores of a Sapphire Rapids, and {span('avx2')} there with AVX2 alone",
     )
 
 
@@ -500,7 +500,8 @@ def test_executorch() -> None:
 
 
 def test_how_slow_plain_torch_is() -> None:
-    slow = [row["ratios"]["reference"] for row in rows("cpu_decode")]
+    found = [row["ratios"] for row in rows("cpu_decode")]
+    slow = [ratios["reference"] for ratios in found if "reference" in ratios]
     expect(
         "docs/kernels.md",
         f"decodes {min(slow):.0f} to {max(slow):.0f} times slower than the native",
