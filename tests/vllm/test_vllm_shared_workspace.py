@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -254,6 +256,41 @@ def test_every_engine_counts_the_workspace(monkeypatch: pytest.MonkeyPatch) -> N
     use_varlen(monkeypatch)
     step.take_workspace(query)
     assert taken == [(256 << 20) + 2 * query.nbytes + 3 * 100 * 32 * 4 + (64 << 20)]
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("heads,kv_heads", [(8, 1), (1, 1), (14, 2), (32, 8), (6, 2), (32, 32)])
+def test_splits_of_the_keys_fit_what_is_counted(
+    heads: int, kv_heads: int, dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlashAttention's own choice is that for the longest prompt alone, times all queries."""
+    pytest.importorskip("vllm")
+    from tightkv.integrations.vllm import flash_attention
+
+    asked: list[int] = []
+
+    def attention(q: Tensor, *_: Any, num_splits: int, **__: Any) -> tuple[Tensor, Tensor]:
+        asked.append(num_splits)
+        return q, torch.zeros(heads, len(q))
+
+    fake = SimpleNamespace(flash_attn_varlen_func=attention)
+    monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn", fake)
+    monkeypatch.setattr(flash_attention, "processor_count", lambda _: 132)
+    most = []
+    for prompts, count, before in itertools.product((1, 5, 31, 200), (17, 64, 300), (0, 60, 9000)):
+        starts = torch.arange(prompts + 1, dtype=torch.int32) * count
+        lengths = torch.full((prompts,), before, dtype=torch.int32)
+        (group,) = ragged_plan.plan_groups(
+            [count] * prompts, [before] * prompts, 1 << 30, starts, lengths
+        )
+        q = torch.empty(prompts * count, heads, dim, dtype=torch.float16, device="meta")
+        k = torch.empty(group.tokens, kv_heads, dim, dtype=torch.float16, device="meta")
+        flash_attention.varlen_flash_attention_3(q, k, k, group, 1.0, q)
+        rows = prompts * count * heads
+        assert asked[-1] == 1 or rows * asked[-1] <= ragged_plan.SPLIT_ROWS
+        assert asked[-1] >= 1 and (before > 500 or asked[-1] == 1)
+        most.append(asked[-1])
+    assert max(most) > 4, "few queries are split"
 
 
 def test_the_whole_workspace_is_used_to_warm_up() -> None:
