@@ -82,6 +82,37 @@ def test_what_does_not_fit_goes_its_own_way() -> None:
     ]
 
 
+def test_prompts_that_do_not_fit_go_together() -> None:
+    """Long ones still one by one: only those have a call of their own to gain."""
+    assert cut([64] * 3, [ROOM] * 3) == [PartRange(0, 3, True, 64)]
+    assert cut([1, 64, 17, 300, 64, 64], [9, ROOM, ROOM, ROOM, ROOM, 17_000]) == [
+        PartRange(0, 1, False, 1),
+        PartRange(1, 3, True, 64),
+        PartRange(3, 4, True, 300, ROOM),
+        PartRange(4, 5, True, 64),
+        PartRange(5, 6, True, 64, most_before=(17_000,)),
+    ]
+
+
+def test_lengths_that_are_not_exact_cut_nothing_off() -> None:
+    """They are no `context_len`; the workspace, which needs bounds only, takes what fits."""
+    first, lengths = [0, 1, 301, 301 + ALONE_FROM], [9, 8300, 8000 + ALONE_FROM]
+    decode = PartRange(0, 1, False, 1)
+    assert split_batch(first, lengths, 1, exact=False) == [
+        decode,
+        PartRange(1, 3, True, ALONE_FROM),
+    ]
+    assert split_batch(first, lengths, 1, ROOM, exact=False) == [
+        decode,
+        PartRange(1, 3, True, ALONE_FROM, most_before=(8000, 8000)),
+    ]
+    assert split_batch(first, [9, 8300, ROOM + 1], 1, ROOM, exact=False) == [
+        decode,
+        PartRange(1, 2, True, 300, most_before=(8000,)),
+        PartRange(2, 3, True, ALONE_FROM),
+    ]
+
+
 def test_what_is_not_worth_it_is_split_as_before() -> None:
     counts, before = [1, 20, 17, 300], [9000, 9000, 9000, 20]
     assert not is_worth(counts[1:], before[1:])
@@ -338,7 +369,8 @@ class Group:
         made.out = torch.zeros(len(BatchRings._fields), sequences, dtype=torch.int32)
         self.builder, self.lengths = made, [0] * sequences
 
-    def build(self, counts: list[int]) -> Any:
+    def build(self, counts: list[int], unknown: int = 0) -> Any:
+        """A step; of each sequence the host does not count so many tokens."""
         page, before = CFG.page_size, self.lengths
         self.lengths = [a + b for a, b in zip(before, counts, strict=True)]
         slots = [
@@ -350,8 +382,8 @@ class Group:
         lengths = torch.tensor(self.lengths).int()
         common = SimpleNamespace(
             block_table_tensor=self.ids, query_start_loc_cpu=starts, query_start_loc=starts,
-            seq_lens=lengths, seq_lens_cpu_upper_bound=lengths, slot_mapping=torch.tensor(slots),
-            num_actual_tokens=sum(counts),
+            seq_lens=lengths, seq_lens_cpu_upper_bound=lengths - unknown,
+            slot_mapping=torch.tensor(slots), num_actual_tokens=sum(counts),
         )  # fmt: skip
         return self.builder.build(0, common)
 
@@ -418,3 +450,27 @@ def test_groups_that_do_not_share(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not any(part.ragged for part in parts)
     (part,) = Group(make_layer(), sequences=2).build([128, 128]).parts
     assert len(part.ragged) == 1
+
+
+@pytest.mark.parametrize("filled,unknown", [([130, 64, 33], 1), ([0, 0, 0], 3)])
+def test_first_pass_of_a_draft(
+    filled: list[int], unknown: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sequences are longer than vLLM's host says; all their tokens are in the workspace."""
+    monkeypatch.setattr(batch_split, "is_worth", lambda *_: True)
+    use_varlen(monkeypatch)
+    group = Group(make_layer())
+    group.builder.added = 3
+    if any(filled):
+        group.forward(group.build(filled), states(sum(filled), 1), keep=True)
+    metadata = group.build([7, 40, 17], unknown)
+    (part,) = metadata.parts
+    (shared,) = part.ragged
+    assert shared.tokens >= int(shared.cu_seqlens_k[-1]) == sum(filled) + 64
+    assert shared.max_keys >= int(shared.cu_seqlens_k.diff().max())
+    given = states(64, 2)
+    made = group.forward(metadata, given, keep=False)
+    plain = replace(metadata, parts=(replace(part, ragged=()),))
+    torch.testing.assert_close(
+        made[0], group.forward(plain, given, keep=False)[0], atol=8e-3, rtol=4e-3
+    )

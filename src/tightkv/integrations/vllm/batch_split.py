@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from tightkv.kernels.prefill import MIN_QUERIES
@@ -57,34 +58,42 @@ def split_batch(
     lengths: Sequence[int] | None,
     most_decoding: int,
     workspace_tokens: int | None = None,
+    exact: bool = True,
 ) -> list[PartRange]:
     """Long prompts one by one; of the others between them, those in front that decode, the rest.
 
     A sequence decodes that has at most `most_decoding` new tokens. The new tokens of sequence b
     are query_start_loc[b] to query_start_loc[b + 1] of the batch, and the last of its lengths[b].
     Lengths need to be right for long prompts only, elsewhere they are upper bounds; None where the
-    host has none. With a workspace, prompts that fit it share it where that is worth it.
+    host has none. Without `exact` all are upper bounds, and long prompts are not told from others.
+    With a workspace, prompts that fit it share it where that is worth it.
     """
     counts = [end - begin for begin, end in itertools.pairwise(query_start_loc)]
     batch = range(len(counts))
     if lengths is None:
         return _without_long(counts, batch, most_decoding)
     before = [length - count for length, count in zip(lengths, counts, strict=True)]
+    apart: Callable[[range, int], list[PartRange]] = (
+        partial(_long_apart, counts, before) if exact else partial(_without_long, counts)
+    )
     if workspace_tokens is None:
-        return _long_apart(counts, before, batch, most_decoding)
+        return apart(batch, most_decoding)
     parts = []
     decodes = _first_fresh(counts, batch, most_decoding)  # as long as they like
     is_alone = [
-        i >= decodes and (counts[i] >= ALONE_FROM or lengths[i] > workspace_tokens) for i in batch
+        i >= decodes and ((exact and counts[i] >= ALONE_FROM) or lengths[i] > workspace_tokens)
+        for i in batch
     ]
-    for run in _runs(batch, is_alone):
+    for alone, group in itertools.groupby(batch, is_alone.__getitem__):
+        same = list(group)
+        run = range(same[0], same[-1] + 1)
         fresh = _first_fresh(counts, run, most_decoding)
         prompts = range(fresh, run.stop)
         inside = [x[fresh : run.stop] for x in (counts, before)]
         # One long prompt without a prefix needs no workspace, and has a call of its own.
         is_first = len(prompts) == 1 and counts[fresh] >= MIN_QUERIES and not before[fresh]
-        if is_first or is_alone[run.start] or not is_worth(*inside):
-            parts += _long_apart(counts, before, run, most_decoding)
+        if is_first or alone or not is_worth(*inside):
+            parts += apart(run, most_decoding)
             continue
         parts += _without_long(counts, range(run.start, fresh), most_decoding)
         most, bounds = max(inside[0]), tuple(inside[1])
