@@ -94,14 +94,12 @@ def test_prompts_that_do_not_fit_go_together() -> None:
     ]
 
 
-def test_lengths_that_are_not_exact_cut_nothing_off() -> None:
-    """They are no `context_len`; the workspace, which needs bounds only, takes what fits."""
+def test_lengths_that_are_not_exact() -> None:
+    """They are no `context_len`; the workspace, which needs bounds only, takes all that fit."""
     first, lengths = [0, 1, 301, 301 + ALONE_FROM], [9, 8300, 8000 + ALONE_FROM]
     decode = PartRange(0, 1, False, 1)
-    assert split_batch(first, lengths, 1, exact=False) == [
-        decode,
-        PartRange(1, 3, True, ALONE_FROM),
-    ]
+    alone = PartRange(1, 2, True, 300), PartRange(2, 3, True, ALONE_FROM)
+    assert split_batch(first, lengths, 1, exact=False) == [decode, *alone]
     assert split_batch(first, lengths, 1, ROOM, exact=False) == [
         decode,
         PartRange(1, 3, True, ALONE_FROM, most_before=(8000, 8000)),
@@ -109,7 +107,7 @@ def test_lengths_that_are_not_exact_cut_nothing_off() -> None:
     assert split_batch(first, [9, 8300, ROOM + 1], 1, ROOM, exact=False) == [
         decode,
         PartRange(1, 2, True, 300, most_before=(8000,)),
-        PartRange(2, 3, True, ALONE_FROM),
+        alone[1],
     ]
 
 

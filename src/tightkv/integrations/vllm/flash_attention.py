@@ -68,7 +68,7 @@ def varlen_flash_attention_3(
         causal=True,  # aligned to the last query and key
         return_softmax_lse=True,
         out=out,
-        num_splits=most_splits(group, *q.shape[:2], k.shape[1], processor_count(q.device)),
+        num_splits=most_splits(group, len(q), q.shape[1], k.shape[1], processor_count(q.device)),
         fa_version=3,
     )  # lse [Hq, N]
     return lse.t()
