@@ -284,7 +284,23 @@ def test_every_engine_counts_the_workspace(monkeypatch: pytest.MonkeyPatch) -> N
     assert taken == []
     use_varlen(monkeypatch)
     step.take_workspace(query)
-    assert taken == [(256 << 20) + 2 * query.nbytes + 3 * 100 * 32 * 4 + (64 << 20)]
+    most = (256 << 20) + 2 * query.nbytes + 3 * 100 * 32 * 4 + (64 << 20)
+    assert taken == [most]
+    step.take_workspace(query, copied=9)
+    assert taken == [most, most + 9]
+
+
+def test_copies_of_a_layers_inputs_are_counted() -> None:
+    query = torch.zeros(10, HEADS * GROUP, DIM).half()
+    token = query.nbytes // GROUP  # of keys, or of values
+    impl = make_layer()
+    assert impl._copied_bytes(query) == 0
+    impl.use_scale(KeyScale(torch.ones(HEADS, DIM)))
+    assert impl._copied_bytes(query) == query.nbytes + token
+    impl.use_centers(Centers(torch.randn(HEADS, DIM), torch.randn(HEADS, DIM)))
+    assert impl._copied_bytes(query) == query.nbytes + 3 * token
+    impl.has_readers = True
+    assert impl._copied_bytes(query) == query.nbytes + 5 * token
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
