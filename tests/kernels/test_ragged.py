@@ -115,6 +115,20 @@ def test_workspace_where_the_host_expects_more_tokens(spare):
     assert not any(x[120 : 120 + triton_ragged.TAIL].any() for x in made)
 
 
+def test_nothing_is_written_beyond_the_workspace():
+    """Should the host expect too few tokens: other memory stays as it is."""
+    cache = ragged_cache(CFG, [70, 97])
+    _, new_key, new_value, starts = prompts(cache, [5, 12])
+    view = cache.view()
+    (group,) = groups_of(view, [5, 12], starts)
+    for missing in (1, 7, 40):
+        held = [torch.full((group.tokens, 2, 64), 7.0, device=DEVICE).half() for _ in "kv"]
+        short = group._replace(tokens=group.tokens - missing)
+        room = [x[: short.tokens] for x in held]
+        triton_ragged.load_workspace(cache.codec, view, short, new_key, new_value, *room)
+        assert all((x[short.tokens :] == 7).all() for x in held)
+
+
 def test_more_sequences_than_are_looked_up_at_a_time():
     lengths, counts = [i % 5 for i in range(140)], [i % 3 for i in range(140)]
     cache = ragged_cache(CFG, lengths, heads=1)

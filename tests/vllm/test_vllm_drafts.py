@@ -65,6 +65,29 @@ def test_the_table_of_a_draft_is_the_models_where_it_takes_its_metadata(
 
 
 @pytest.mark.parametrize(
+    ("found", "parallel", "added"),
+    [
+        (speculative("eagle"), False, 0),
+        (speculative("mtp"), False, 0),
+        (speculative("eagle3"), True, 3),
+        (speculative("draft_model"), False, 3),
+        (None, False, 0),
+    ],
+)
+def test_which_drafts_have_tokens_that_the_host_does_not_count(
+    found: Any, parallel: bool, added: int
+) -> None:
+    from tightkv.integrations.vllm.backend import _added
+
+    if found is not None:
+        found.parallel_drafting = parallel
+    config = SimpleNamespace(speculative_config=found)
+    layers: list[Any] = [SimpleNamespace(is_draft=i == 1) for i in range(2)]
+    assert _added(layers[1:], config) == added
+    assert _added(layers, config) == _added(layers[:1], config) == 0, "the model's own step"
+
+
+@pytest.mark.parametrize(
     ("found", "name"),
     [
         (speculative("dflash"), "dflash"),

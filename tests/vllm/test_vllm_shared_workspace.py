@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -77,6 +79,35 @@ def test_what_does_not_fit_goes_its_own_way() -> None:
     assert cut([300, 300], [ROOM, ROOM]) == [
         PartRange(0, 1, True, 300, ROOM),
         PartRange(1, 2, True, 300, ROOM),
+    ]
+
+
+def test_prompts_that_do_not_fit_go_together() -> None:
+    """Long ones still one by one: only those have a call of their own to gain."""
+    assert cut([64] * 3, [ROOM] * 3) == [PartRange(0, 3, True, 64)]
+    assert cut([1, 64, 17, 300, 64, 64], [9, ROOM, ROOM, ROOM, ROOM, 17_000]) == [
+        PartRange(0, 1, False, 1),
+        PartRange(1, 3, True, 64),
+        PartRange(3, 4, True, 300, ROOM),
+        PartRange(4, 5, True, 64),
+        PartRange(5, 6, True, 64, most_before=(17_000,)),
+    ]
+
+
+def test_lengths_that_are_not_exact() -> None:
+    """They are no `context_len`; the workspace, which needs bounds only, takes all that fit."""
+    first, lengths = [0, 1, 301, 301 + ALONE_FROM], [9, 8300, 8000 + ALONE_FROM]
+    decode = PartRange(0, 1, False, 1)
+    alone = PartRange(1, 2, True, 300), PartRange(2, 3, True, ALONE_FROM)
+    assert split_batch(first, lengths, 1, exact=False) == [decode, *alone]
+    assert split_batch(first, lengths, 1, ROOM, exact=False) == [
+        decode,
+        PartRange(1, 3, True, ALONE_FROM, most_before=(8000, 8000)),
+    ]
+    assert split_batch(first, [9, 8300, ROOM + 1], 1, ROOM, exact=False) == [
+        decode,
+        PartRange(1, 2, True, 300, most_before=(8000,)),
+        alone[1],
     ]
 
 
@@ -253,7 +284,58 @@ def test_every_engine_counts_the_workspace(monkeypatch: pytest.MonkeyPatch) -> N
     assert taken == []
     use_varlen(monkeypatch)
     step.take_workspace(query)
-    assert taken == [(256 << 20) + 2 * query.nbytes + 3 * 100 * 32 * 4 + (64 << 20)]
+    most = (256 << 20) + 2 * query.nbytes + 3 * 100 * 32 * 4 + (64 << 20)
+    assert taken == [most]
+    step.take_workspace(query, copied=9)
+    assert taken == [most, most + 9]
+
+
+def test_copies_of_a_layers_inputs_are_counted() -> None:
+    query = torch.zeros(10, HEADS * GROUP, DIM).half()
+    token = query.nbytes // GROUP  # of keys, or of values
+    impl = make_layer()
+    assert impl._copied_bytes(query) == 0
+    impl.use_scale(KeyScale(torch.ones(HEADS, DIM)))
+    assert impl._copied_bytes(query) == query.nbytes + token
+    impl.use_centers(Centers(torch.randn(HEADS, DIM), torch.randn(HEADS, DIM)))
+    assert impl._copied_bytes(query) == query.nbytes + 3 * token
+    impl.has_readers = True
+    assert impl._copied_bytes(query) == query.nbytes + 5 * token
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("heads,kv_heads", [(8, 1), (1, 1), (14, 2), (32, 8), (6, 2), (32, 32)])
+def test_splits_of_the_keys_fit_what_is_counted(
+    heads: int, kv_heads: int, dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlashAttention's own choice is that for the longest prompt alone, times all queries."""
+    pytest.importorskip("vllm")
+    from tightkv.integrations.vllm import flash_attention
+
+    asked: list[int] = []
+
+    def attention(q: Tensor, *_: Any, num_splits: int, **__: Any) -> tuple[Tensor, Tensor]:
+        asked.append(num_splits)
+        return q, torch.zeros(heads, len(q))
+
+    fake = SimpleNamespace(flash_attn_varlen_func=attention)
+    monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn", fake)
+    monkeypatch.setattr(flash_attention, "processor_count", lambda _: 132)
+    most = []
+    for prompts, count, before in itertools.product((1, 5, 31, 200), (17, 64, 300), (0, 60, 9000)):
+        starts = torch.arange(prompts + 1, dtype=torch.int32) * count
+        lengths = torch.full((prompts,), before, dtype=torch.int32)
+        (group,) = ragged_plan.plan_groups(
+            [count] * prompts, [before] * prompts, 1 << 30, starts, lengths
+        )
+        q = torch.empty(prompts * count, heads, dim, dtype=torch.float16, device="meta")
+        k = torch.empty(group.tokens, kv_heads, dim, dtype=torch.float16, device="meta")
+        flash_attention.varlen_flash_attention_3(q, k, k, group, 1.0, q)
+        rows = prompts * count * heads
+        assert asked[-1] == 1 or rows * asked[-1] <= ragged_plan.SPLIT_ROWS
+        assert asked[-1] >= 1 and (before > 500 or asked[-1] == 1)
+        most.append(asked[-1])
+    assert max(most) > 4, "few queries are split"
 
 
 def test_the_whole_workspace_is_used_to_warm_up() -> None:
@@ -301,7 +383,8 @@ class Group:
         made.out = torch.zeros(len(BatchRings._fields), sequences, dtype=torch.int32)
         self.builder, self.lengths = made, [0] * sequences
 
-    def build(self, counts: list[int]) -> Any:
+    def build(self, counts: list[int], unknown: int = 0) -> Any:
+        """A step; of each sequence the host does not count so many tokens."""
         page, before = CFG.page_size, self.lengths
         self.lengths = [a + b for a, b in zip(before, counts, strict=True)]
         slots = [
@@ -313,8 +396,8 @@ class Group:
         lengths = torch.tensor(self.lengths).int()
         common = SimpleNamespace(
             block_table_tensor=self.ids, query_start_loc_cpu=starts, query_start_loc=starts,
-            seq_lens=lengths, seq_lens_cpu_upper_bound=lengths, slot_mapping=torch.tensor(slots),
-            num_actual_tokens=sum(counts),
+            seq_lens=lengths, seq_lens_cpu_upper_bound=lengths - unknown,
+            slot_mapping=torch.tensor(slots), num_actual_tokens=sum(counts),
         )  # fmt: skip
         return self.builder.build(0, common)
 
@@ -381,3 +464,27 @@ def test_groups_that_do_not_share(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not any(part.ragged for part in parts)
     (part,) = Group(make_layer(), sequences=2).build([128, 128]).parts
     assert len(part.ragged) == 1
+
+
+@pytest.mark.parametrize("filled,unknown", [([130, 64, 33], 1), ([0, 0, 0], 3)])
+def test_first_pass_of_a_draft(
+    filled: list[int], unknown: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sequences are longer than vLLM's host says; all their tokens are in the workspace."""
+    monkeypatch.setattr(batch_split, "is_worth", lambda *_: True)
+    use_varlen(monkeypatch)
+    group = Group(make_layer())
+    group.builder.added = 3
+    if any(filled):
+        group.forward(group.build(filled), states(sum(filled), 1), keep=True)
+    metadata = group.build([7, 40, 17], unknown)
+    (part,) = metadata.parts
+    (shared,) = part.ragged
+    assert shared.tokens >= int(shared.cu_seqlens_k[-1]) == sum(filled) + 64
+    assert shared.max_keys >= int(shared.cu_seqlens_k.diff().max())
+    given = states(64, 2)
+    made = group.forward(metadata, given, keep=False)
+    plain = replace(metadata, parts=(replace(part, ragged=()),))
+    torch.testing.assert_close(
+        made[0], group.forward(plain, given, keep=False)[0], atol=8e-3, rtol=4e-3
+    )

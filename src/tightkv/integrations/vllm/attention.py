@@ -143,7 +143,7 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
         if attn_metadata is None:
             if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
                 self._warm_up(rings)
-                self.step.take_workspace(query)
+                self.step.take_workspace(query, self._copied_bytes(query))
             return output.fill_(0)
         pages = as_pages(kv_cache, self.layout)
         parts, inherited = attn_metadata.parts, attn_metadata.inherited
@@ -162,6 +162,13 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
             parts, pages, rings, query, key, value, output, inherited, self.feedback, self.centers
         )
         return output
+
+    def _copied_bytes(self, query: Tensor) -> int:
+        """Of scaled queries and keys, tokens relative to centers, and those kept for readers."""
+        scaled = (self.reads or self).key_scale is not None
+        pairs = (self.centers is not None) + (self.reads is None and self.has_readers)
+        keys = 2 * pairs + (self.key_scale is not None)
+        return query.nbytes * scaled + query.nbytes // self.num_heads * self.num_kv_heads * keys
 
     def _for_readers(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Copies: compiled models and CUDA graphs use the memory again before it is read."""

@@ -16,7 +16,12 @@ from vllm.v1.attention.backend import (
 
 from tightkv.integrations.vllm.attention import TightAttention
 from tightkv.integrations.vllm.batch_split import Limits, split_batch
-from tightkv.integrations.vllm.compat import cache_shape, drafts_share_metadata, host_lengths
+from tightkv.integrations.vllm.compat import (
+    added_by_draft,
+    cache_shape,
+    drafts_share_metadata,
+    host_lengths,
+)
 from tightkv.integrations.vllm.metadata import TightMetadata, make_part
 from tightkv.integrations.vllm.page_blocks import PageBlocks
 from tightkv.integrations.vllm.ring_table import BatchRings, GroupRings, RingTable
@@ -26,6 +31,8 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
     """Finds each sequence's ring once per step for all layers of a group."""
 
     supports_draft_decode_metadata_update: bool = True
+    added: int = 0
+    """Tokens that sequences may have beyond those the host counts."""
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
@@ -36,6 +43,7 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
         self.layers: list[Any] = list(layers.values())
         self.impls: list[TightAttention] = [layer.impl for layer in self.layers]
         self.group_rings = _group_rings(self.impls, drafts_share_metadata(vllm_config))
+        self.added = _added(self.impls, vllm_config)
         self.pages_per_block: int = kv_cache_spec.block_size // self.impls[0].layout.page_size
         self.inside = torch.arange(self.pages_per_block, dtype=torch.int32, device=device)
         self.pages: Tensor | None = None  # of each sequence, where a block has several
@@ -64,7 +72,8 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
         common = common_attn_metadata
         starts: list[int] = common.query_start_loc_cpu.tolist()
         most_decoding, workspace = self._most_decoding(len(starts) - 1), self._workspace_tokens()
-        ranges = split_batch(starts, host_lengths(common), most_decoding, workspace)
+        lengths = host_lengths(common, self.added)
+        ranges = split_batch(starts, lengths, most_decoding, workspace, exact=not self.added)
         slots = common.slot_mapping[: common.num_actual_tokens]
         given = (common.seq_lens, common.query_start_loc, slots)
         pages = self._page_table(common.block_table_tensor)
@@ -166,6 +175,11 @@ def _group_rings(impls: list[TightAttention], drafts_share: bool) -> GroupRings:
         for impl in impls:
             impl.group_rings = known
     return known
+
+
+def _added(impls: list[TightAttention], vllm_config: Any) -> int:
+    """`added_by_draft` where the layers are a draft's, whose passes are steps of their own."""
+    return added_by_draft(vllm_config) if all(impl.is_draft for impl in impls) else 0
 
 
 def _window(impls: list[TightAttention]) -> int | None:

@@ -57,34 +57,40 @@ def split_batch(
     lengths: Sequence[int] | None,
     most_decoding: int,
     workspace_tokens: int | None = None,
+    exact: bool = True,
 ) -> list[PartRange]:
     """Long prompts one by one; of the others between them, those in front that decode, the rest.
 
     A sequence decodes that has at most `most_decoding` new tokens. The new tokens of sequence b
     are query_start_loc[b] to query_start_loc[b + 1] of the batch, and the last of its lengths[b].
     Lengths need to be right for long prompts only, elsewhere they are upper bounds; None where the
-    host has none. With a workspace, prompts that fit it share it where that is worth it.
+    host has none. Without `exact` all are upper bounds, and parts have no `context_len`. With a
+    workspace, prompts that fit it share it where that is worth it.
     """
     counts = [end - begin for begin, end in itertools.pairwise(query_start_loc)]
     batch = range(len(counts))
     if lengths is None:
         return _without_long(counts, batch, most_decoding)
     before = [length - count for length, count in zip(lengths, counts, strict=True)]
+    known: Sequence[int | None] = before if exact else [None] * len(before)
     if workspace_tokens is None:
-        return _long_apart(counts, before, batch, most_decoding)
+        return _long_apart(counts, known, batch, most_decoding)
     parts = []
     decodes = _first_fresh(counts, batch, most_decoding)  # as long as they like
     is_alone = [
-        i >= decodes and (counts[i] >= ALONE_FROM or lengths[i] > workspace_tokens) for i in batch
+        i >= decodes and ((exact and counts[i] >= ALONE_FROM) or lengths[i] > workspace_tokens)
+        for i in batch
     ]
-    for run in _runs(batch, is_alone):
+    for alone, group in itertools.groupby(batch, is_alone.__getitem__):
+        same = list(group)
+        run = range(same[0], same[-1] + 1)
         fresh = _first_fresh(counts, run, most_decoding)
         prompts = range(fresh, run.stop)
         inside = [x[fresh : run.stop] for x in (counts, before)]
         # One long prompt without a prefix needs no workspace, and has a call of its own.
         is_first = len(prompts) == 1 and counts[fresh] >= MIN_QUERIES and not before[fresh]
-        if is_first or is_alone[run.start] or not is_worth(*inside):
-            parts += _long_apart(counts, before, run, most_decoding)
+        if is_first or alone or not is_worth(*inside):
+            parts += _long_apart(counts, known, run, most_decoding)
             continue
         parts += _without_long(counts, range(run.start, fresh), most_decoding)
         most, bounds = max(inside[0]), tuple(inside[1])
@@ -93,9 +99,9 @@ def split_batch(
 
 
 def _long_apart(
-    counts: Sequence[int], before: Sequence[int], run: range, most_decoding: int
+    counts: Sequence[int], before: Sequence[int | None], run: range, most_decoding: int
 ) -> list[PartRange]:
-    """Long prompts one by one, each with what came before it."""
+    """Long prompts one by one, each with what came before it, where that is known."""
     parts = []
     for part in _runs(run, [counts[i] >= MIN_QUERIES for i in run]):
         i = part.start

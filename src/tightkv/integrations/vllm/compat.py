@@ -73,10 +73,26 @@ def drafts_share_metadata(vllm_config: Any) -> bool:
     return speculative.method in ("eagle", "eagle3", "mtp") and not several
 
 
-def host_lengths(common: Any) -> list[int] | None:
+def added_by_draft(vllm_config: Any) -> int:
+    """Tokens at most that the first pass of a draft has beyond those of the model's step.
+
+    Drafts that are no heads on the model's hidden states begin with the token sampled last, and
+    parallel ones with all they draft. vLLM adds these to the lengths of the device alone.
+    """
+    speculative = vllm_config.speculative_config
+    if speculative is None:
+        return 0
+    is_head = speculative.method in ("eagle", "eagle3", "mtp")
+    if is_head and not getattr(speculative, "parallel_drafting", False):
+        return 0
+    return speculative.num_speculative_tokens or 1
+
+
+def host_lengths(common: Any, added: int = 0) -> list[int] | None:
     """Sequences' lengths with the new tokens, where the host knows them without asking the device.
 
-    They are exact for prompts; with speculation, a decoding sequence may be shorter.
+    They are exact for prompts; with speculation, a decoding sequence may be shorter. With `added`
+    (`added_by_draft`) all are upper bounds.
     """
     lengths = getattr(common, "seq_lens_cpu_upper_bound", None)
-    return None if lengths is None else lengths.tolist()
+    return None if lengths is None else (lengths + added).tolist()

@@ -6,13 +6,16 @@ from functools import cache
 
 from torch import Tensor
 
-from tightkv.kernels.ragged_plan import RaggedGroup
+from tightkv.kernels.cuda.decode_plan import processor_count
+from tightkv.kernels.ragged_plan import SPLIT_ROWS, RaggedGroup
 from tightkv.kernels.sdpa import AttentionState, prefer
 from tightkv.sequences import uniform_cu_seqlens
 
 # Rows (query, head) that keep the 132 processors of a Hopper GPU busy, 128 each. With fewer,
 # FlashAttention may split the keys, for which it takes float32 memory per row and split.
 _FULL_ROWS = 128 * 128
+_BLOCK_ROWS = 128  # of queries that one processor takes at a time
+_UNSPLIT_KEYS = 512  # that are not worth a split
 
 
 @cache
@@ -65,7 +68,22 @@ def varlen_flash_attention_3(
         causal=True,  # aligned to the last query and key
         return_softmax_lse=True,
         out=out,
-        num_splits=1 if q.shape[0] * q.shape[1] >= _FULL_ROWS else 0,
+        num_splits=most_splits(group, len(q), q.shape[1], k.shape[1], processor_count(q.device)),
         fa_version=3,
     )  # lse [Hq, N]
     return lse.t()
+
+
+def most_splits(
+    group: RaggedGroup, queries: int, heads: int, kv_heads: int, processors: int
+) -> int:
+    """Splits of the keys at most; FlashAttention takes as many of them as each prompt needs.
+
+    Left to itself it allows as many as the longest prompt would need alone, and keeps an output of
+    all queries for each. With few KV heads that is more than `most_bytes` counts, SPLIT_ROWS.
+    """
+    rows = queries * heads
+    blocks = kv_heads * -(-group.max_queries * (heads // kv_heads) // _BLOCK_ROWS)
+    if rows >= _FULL_ROWS or blocks >= 0.8 * processors or group.max_keys <= _UNSPLIT_KEYS:
+        return 1
+    return min(-(-processors // blocks), SPLIT_ROWS // rows)

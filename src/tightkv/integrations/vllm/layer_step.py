@@ -52,14 +52,15 @@ class LayerStep:
             return None
         return workspace_tokens(layout)
 
-    def take_workspace(self, query: Tensor) -> None:
+    def take_workspace(self, query: Tensor, copied: int = 0) -> None:
         """Allocate for a moment what a step of these queries [N, Hq, D] takes at most.
 
-        In the run that measures memory, of every engine: kernels are compiled once per process.
+        `copied`: bytes of what the layer makes of its inputs before. This is done in the run that
+        measures memory, of every engine: kernels are compiled once per process.
         """
         if self.workspace_tokens is not None:
             size = most_bytes(self.codec.layout, *query.shape[:2])
-            torch.empty(size, dtype=torch.uint8, device=query.device)
+            torch.empty(size + copied, dtype=torch.uint8, device=query.device)
 
     def run(
         self,

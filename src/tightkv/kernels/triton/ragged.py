@@ -109,8 +109,9 @@ def _load_workspace_kernel(
     read_from = tl.load(ring_read_from + row)
     sinks_end = tl.minimum(start + tl.load(sink_counts + row), read_from)
     coded_from = tl.maximum(start, sinks_end)
-    total = length + count
     shift -= start  # from a position to its row of the workspace
+    stop = tl.minimum(length + count, tokens - shift)  # nothing is written beyond the workspace
+    coded_to = tl.minimum(read_from, stop)
 
     if (first + 32 > coded_from) & (first < read_from):
         page = tl.load(block_table + row.to(tl.int64) * table_b + first // PAGE).to(tl.int64)
@@ -121,7 +122,7 @@ def _load_workspace_kernel(
             MEAN_BITS, PTX, FINITE=True,
         )  # fmt: skip
         at = first + token_order(1)
-        there = ((at >= coded_from) & (at < read_from))[:, None] & (d < D)[None, :]
+        there = ((at >= coded_from) & (at < coded_to))[:, None] & (d < D)[None, :]
         where = key + ((shift + at).to(tl.int64) * HKV + head)[:, None] * D + d[None, :]
         tl.store(where, _fitting(x, key), mask=there)
         even, odd = dequantized_values(
@@ -129,17 +130,17 @@ def _load_workspace_kernel(
             PTX, FINITE=True,
         )  # fmt: skip
         at = first + even_tokens()
-        there = ((at >= coded_from) & (at < read_from))[:, None] & (d < D)[None, :]
+        there = ((at >= coded_from) & (at < coded_to))[:, None] & (d < D)[None, :]
         where = value + ((shift + at).to(tl.int64) * HKV + head)[:, None] * D + d[None, :]
         tl.store(where, _fitting(even, value), mask=there)
-        there = ((at + 1 >= coded_from) & (at + 1 < read_from))[:, None] & (d < D)[None, :]
+        there = ((at + 1 >= coded_from) & (at + 1 < coded_to))[:, None] & (d < D)[None, :]
         tl.store(where + HKV * D, _fitting(odd, value), mask=there)
 
     if (first + 32 > start) & ((first < coded_from) | (first + 32 > read_from)):
         at = first + tl.arange(0, 32)
         is_sink = at < sinks_end
         is_new = at >= length
-        exact = (at >= start) & (at < total) & (is_sink | (at >= read_from))
+        exact = (at >= start) & (at < stop) & (is_sink | (at >= read_from))
         owner = tl.load(ring_rows + row).to(tl.int64)
         sink_at = (owner * SINKS + at - start) * (HKV * D) + head * D
         ring_at = (owner * ring_tokens + at % ring_tokens) * (HKV * D) + head * D
