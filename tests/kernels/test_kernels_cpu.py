@@ -3,6 +3,7 @@
 import ctypes
 import math
 import os
+import re
 import subprocess
 import sys
 
@@ -573,6 +574,14 @@ def test_environment_names_the_instruction_set():
 
 
 # --- the C code itself ---
+def test_compilers_know_the_features_asked_for():
+    """An unknown name is an error in clang before 19 and in older gcc: no library is built then."""
+    source = (sanitizers.NATIVE / "dispatch.c").read_text()
+    asked = set(re.findall(r'__builtin_cpu_supports\("([^"]*)"\)', source))
+    of_avx512 = {f"avx512{part}" for part in ("f", "bw", "dq", "vl", "vbmi", "vnni")}
+    assert asked == {"avx2", "fma"} | of_avx512  # compilers of 2019 know these
+
+
 def test_sanitizers_find_nothing(tmp_path):
     """AddressSanitizer and UBSan over every instruction set, with buffers of the exact size."""
     program = sanitizers.build("cpu_kernels_driver.c", tmp_path)
