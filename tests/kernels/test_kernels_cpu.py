@@ -3,6 +3,7 @@
 import ctypes
 import math
 import os
+import re
 import subprocess
 import sys
 
@@ -225,6 +226,45 @@ def test_prompts_as_slices_of_one_projection(isa, dtype, window):
         torch.testing.assert_close(got[0], expected[0])  # to a rounding of the output
         got, expected = (got[0] * 0, got[1]), (expected[0] * 0, expected[1])
     check_equal(isa, cache, got, expected, q)
+
+
+@pytest.mark.parametrize("rotation", ["none", "hadamard"])
+@pytest.mark.parametrize("bits", [0x7FC00000, 0xFFFFFFFF, 0x7F800000, 0xFF800000], ids=hex)
+@pytest.mark.parametrize("shape", ["pages", "ring", "one token"])
+def test_bad_queries_give_nan(isa, rotation, bits, shape):
+    """NaN, one of bytes 0xFF, and infinities: that head's output is NaN, others do not change."""
+    cache = make_cache(CFG.replace(rotation=rotation, sinks=0), rows=1)
+    add(cache, *tokens(1, 256 if shape == "pages" else 20))
+    if shape == "pages":
+        cache.table.drop_exact(0)
+    q, window = query(1, 4, 64), 1 if shape == "one token" else None
+    number = torch.tensor([bits]).to(torch.uint32).view(torch.float32)
+    good = both(cache, q, 1, window=window)[0]
+    for at in (0, 13, 63):
+        bad = q.clone()
+        bad[0, 1, at] = number
+        out, lse = both(cache, bad, 1, window=window)[0]
+        if math.isnan(number) or shape != "one token":  # else a score is -inf
+            assert out[0, 1].isnan().all() and lse[0, 1].isnan()
+        rest = [0, 2, 3]
+        assert torch.equal(out[0, rest], good[0][0, rest])
+        assert torch.equal(lse[0, rest], good[1][0, rest])
+
+
+def test_nan_in_pages_is_not_lost(isa):
+    cache = make_cache(CFG.replace(sinks=0), rows=1)
+    add(cache, *tokens(1, 600))
+    pages = cache.pages.clone()
+    for side in ("key", "value"):
+        for at in (0, 5, 100, 383, 511):
+            cache.pages.copy_(pages)
+            page = torch.tensor([cache.table.rows[0].pages[at // 32]])
+            fields = cache.layout.read(cache.pages[page], side)
+            fields = {n: x[:, :, at % 32] for n, x in fields.items()}
+            fields["scale"] = torch.full_like(fields["scale"], math.nan)
+            cache.layout.write_tokens(cache.pages, page, torch.tensor([at % 32]), side, fields)
+            out, _ = both(cache, query(1, 4, 64), 1)[0]
+            assert out.isnan().all()
 
 
 def test_queries_of_no_row_are_zero(isa):
@@ -573,6 +613,14 @@ def test_environment_names_the_instruction_set():
 
 
 # --- the C code itself ---
+def test_compilers_know_the_features_asked_for():
+    """An unknown name is an error in clang before 19 and in older gcc: no library is built then."""
+    source = (sanitizers.NATIVE / "dispatch.c").read_text()
+    asked = set(re.findall(r'__builtin_cpu_supports\("([^"]*)"\)', source))
+    of_avx512 = {f"avx512{part}" for part in ("f", "bw", "dq", "vl", "vbmi", "vnni")}
+    assert asked == {"avx2", "fma"} | of_avx512  # compilers of 2019 know these
+
+
 def test_sanitizers_find_nothing(tmp_path):
     """AddressSanitizer and UBSan over every instruction set, with buffers of the exact size."""
     program = sanitizers.build("cpu_kernels_driver.c", tmp_path)

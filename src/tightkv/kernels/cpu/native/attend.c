@@ -614,7 +614,7 @@ static void merge_states(const struct call *call, const struct group *g, struct 
         int64_t at = query * a->heads + head;
         float peak = -INFINITY, weight = 0.0f;
         for (int64_t k = 0; k < count; k++)
-            if (!(states[k].peak[r] <= peak))
+            if (states[k].peak[r] > peak || isnan(states[k].peak[r]))
                 peak = states[k].peak[r];
         memset(plain, 0, 2 * sizeof(float) * (size_t)dim);
         for (int64_t k = 0; k < count && peak != -INFINITY; k++) {

@@ -6,6 +6,8 @@
 #if defined(__aarch64__) && defined(__linux__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
+#elif defined(__x86_64__)
+#include <cpuid.h>
 #endif
 
 /* Best first. */
@@ -28,6 +30,25 @@ enum { BUILT = sizeof built / sizeof *built };
 
 static const struct isa *chosen;
 
+#if defined(__x86_64__)
+/* Two features that __builtin_cpu_supports has no names for in many compilers. That registers of 32
+   bytes are in use it says with "avx2". */
+static int has_f16c(void)
+{
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c >> 29 & 1);
+}
+
+#ifdef HAS_AVXVNNI
+static int has_avxvnni(void)
+{
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && a >= 1 && /* a: the last subleaf */
+           __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
+}
+#endif
+#endif
+
 static int can_run(const struct isa *isa)
 {
 #if defined(__aarch64__) && defined(__linux__)
@@ -42,7 +63,7 @@ static int can_run(const struct isa *isa)
         !(__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi")))
         return 0;
 #ifdef HAS_AVXVNNI
-    if (isa->dots == &avxvnni_dots && !__builtin_cpu_supports("avxvnni"))
+    if (isa->dots == &avxvnni_dots && !has_avxvnni())
         return 0;
 #endif
     if (isa->ops == &avx512_ops)
@@ -50,8 +71,7 @@ static int can_run(const struct isa *isa)
                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                __builtin_cpu_supports("fma");
     if (isa->ops == &avx2_ops)
-        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-               __builtin_cpu_supports("f16c");
+        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
 #endif
     return isa->ops != NULL;
 }

@@ -139,7 +139,7 @@ static void split_numbers(const float *x, int count, float top, int8_t *bytes,
         vst1_s8(bytes + 2 * t, vqmovn_s16(vcombine_s16(high[0], high[1])));
         vst1_s8(bytes + 2 * t + 8, vqmovn_s16(vcombine_s16(low[0], low[1])));
     }
-    numbers->unit = top / LARGEST; /* the sums are not used */
+    numbers->unit = unit_of(top); /* the sums are not used */
 }
 
 #include "dots.h"

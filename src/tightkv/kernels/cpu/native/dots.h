@@ -35,16 +35,31 @@ ALWAYS void fetch_ahead(const uint8_t *from, int bytes)
 
 /* --- scores --- */
 
+/* The largest magnitude; NaN if any is. As whole numbers, magnitudes are in the same order, and NaN
+   comes last. */
+static float largest_size(const float *x, int dim)
+{
+    vi most = splat_int(0);
+    for (int d = 0; d < dim; d += LANES) {
+        const vi size = (vi)load(x + d) & splat_int(0x7fffffff), more = size > most;
+        most = (more & size) | (~more & most);
+    }
+    int32_t lanes[LANES], last = 0;
+    memcpy(lanes, &most, sizeof lanes);
+    for (int i = 0; i < LANES; i++)
+        last = lanes[i] > last ? lanes[i] : last;
+    float out;
+    memcpy(&out, &last, sizeof out);
+    return out;
+}
+
 static void split_queries(const float *query, int rows, int dim, const int *order, int groups,
                           float *work, int8_t *bytes, struct numbers *numbers)
 {
     for (int r = 0; r < rows; r++, query += dim) {
-        vf most = splat(0.0f);
-        for (int d = 0; d < dim; d += LANES)
-            most = larger(most, (vf)((vi)load(query + d) & splat_int(0x7fffffff)));
         for (int k = 0; k < groups * 8; k++)
             work[k] = order[k] < dim ? query[order[k]] : 0.0f;
-        split_numbers(work, groups * 8, largest_lane(most), bytes + r * groups * 16, numbers + r);
+        split_numbers(work, groups * 8, largest_size(query, dim), bytes + r * groups * 16, numbers + r);
     }
 }
 

@@ -106,7 +106,7 @@ static void split_numbers(const float *x, int count, float top, int8_t *bytes,
 #endif
         sum += (vi)whole;
     }
-    *numbers = (struct numbers){top / LARGEST, {SUM_INTS(sum), 0}};
+    *numbers = (struct numbers){unit_of(top), {SUM_INTS(sum), 0}};
 }
 
 #include "dots.h"

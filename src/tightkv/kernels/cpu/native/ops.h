@@ -45,7 +45,7 @@ struct ops {
     void (*scale)(float *scores, int rows, int stride, const float *factor, const float *centered,
                   const float *shift, float cap);
     /* One step of the online softmax over `count` scores a row: they become weights times
-       `factor`, the largest of which is `top`; peak, weight and sums[row][dim] are brought to
+       `factor`, the largest of which is `top` (NaN if any is); peak, weight and sums[row][dim] are brought to
        the new peak. Returns whether any weight is not zero. */
     int (*softmax)(float *scores, int rows, int count, int stride, int dim, const float *factor,
                    float *peak, float *weight, float *sums, float *top);
@@ -57,11 +57,14 @@ struct ops {
     void (*halves)(const word16 *in, int count, float *out);
 };
 
-/* Numbers of a row: each is a whole number times `unit`. */
+/* Numbers of a row: each is a whole number times `unit`, NaN if any is NaN or infinite. */
 struct numbers {
     float unit;
     int32_t sum[2]; /* of the whole numbers, or of their high and of their low bytes */
 };
+
+/* Of numbers up to `top`, which is NaN if any is. */
+static inline float unit_of(float top) { return (top + (top - top)) / LARGEST; }
 
 /* Products of 16-bit numbers with the codes themselves, for few rows (dots.h). Eight numbers are
    16 bytes, in an order and a format of the instruction set's own. `next` are codes of the

@@ -158,7 +158,8 @@ static void accumulate(const float *weights, int stride, int rows, int tokens, i
 ALWAYS void exponentials(vf x[AT_ONCE])
 {
     static const float terms[4] = {0.00831243489f, 0.0418909937f, 0.166671187f, 0.499992251f};
-    const vf magic = splat(12582912.0f); /* adding 1.5 * 2^23 rounds to a whole number */
+    /* adding 1.5 * 2^23 rounds to a whole number; 127 is the exponent of 1.0f */
+    const vf magic = splat(12582912.0f + 127.0f);
     vf n[AT_ONCE], r[AT_ONCE], p[AT_ONCE];
     for (int k = 0; k < AT_ONCE; k++) {
         n[k] = x[k] * splat(1.44269504f) + magic;
@@ -172,8 +173,8 @@ ALWAYS void exponentials(vf x[AT_ONCE])
             p[k] = p[k] * r[k] + splat(terms[term]);
     for (int k = 0; k < AT_ONCE; k++) {
         p[k] = p[k] * (r[k] * r[k]) + (r[k] + splat(1.0f));
-        vu power = (vu)n[k] << 23; /* the whole number, moved onto the exponent */
-        x[k] = (vf)(((vu)p[k] + power) & ~(vu)(x[k] < splat(-87.3f)));
+        p[k] *= (vf)((vu)n[k] << 23); /* the whole number, moved onto the exponent */
+        x[k] = (vf)((vu)p[k] & ~(vu)(x[k] < splat(-87.3f)));
     }
 }
 
@@ -241,6 +242,20 @@ static void scale(float *scores, int rows, int stride, const float *factor, cons
         }
 }
 
+static int any_nan(const float *x, int count)
+{
+    vi odd = splat_int(0);
+    for (int t = 0; t < count; t += LANES) {
+        const vf y = load(x + t);
+        odd |= y != y;
+    }
+    for (int i = 0; i < LANES; i++)
+        if (odd[i])
+            return 1;
+    return 0;
+}
+
+/* Beside NaN it may be any of the others. */
 ALWAYS float largest(const float *x, int count)
 {
     vf most[AT_ONCE];
@@ -260,21 +275,23 @@ static int softmax(float *scores, int rows, int count, int stride, int dim, cons
     int any = 0;
     for (int r = 0; r < rows; r++) {
         float *s = scores + r * stride;
-        const float best = largest(s, count);
+        float best = largest(s, count);
         top[r] = 0.0f;
+        if (best == -INFINITY && any_nan(s, count))
+            best = NAN;
         if (best == -INFINITY) { /* nothing seen here */
             memset(s, 0, (size_t)count * sizeof(float));
             continue;
         }
         any = 1;
-        if (best > peak[r]) {
+        if (!(best <= peak[r])) { /* or it is NaN */
             float shrink = expf(peak[r] - best);
             peak[r] = best;
             weight[r] *= shrink;
             for (int d = 0; d < dim; d += LANES)
                 store(sums + r * dim + d, load(sums + r * dim + d) * splat(shrink));
         }
-        vf total = splat(0.0f), base = splat(peak[r]), most = splat(0.0f);
+        vf total = splat(0.0f), base = splat(peak[r]), most = total, products = total;
         for (int t = 0; t < count; t += AT_ONCE * LANES) {
             vf p[AT_ONCE];
             for (int k = 0; k < AT_ONCE; k++)
@@ -283,12 +300,13 @@ static int softmax(float *scores, int rows, int count, int stride, int dim, cons
             for (int k = 0; k < AT_ONCE; k++) {
                 total += p[k];
                 p[k] *= load(factor + t + k * LANES);
+                products += p[k];
                 most = larger(most, p[k]);
                 store(s + t + k * LANES, p[k]);
             }
         }
         weight[r] += sum_lanes(total);
-        top[r] = largest_lane(most);
+        top[r] = isnan(sum_lanes(products)) ? NAN : largest_lane(most);
     }
     return any;
 }

@@ -69,8 +69,8 @@ ALWAYS vector levels_of(const struct tables *t, const struct codes *w, int part,
 ALWAYS struct sums first_sums(const struct tables *t, const struct numbers *n, const int bits)
 {
     (void)t, (void)bits;
-    return (struct sums){_mm512_set1_epi32(-OFFSET * n->sum[0]),
-                         _mm512_set1_epi32(-OFFSET * n->sum[1])};
+    return (struct sums){_mm512_set1_epi32((int)(0 - OFFSET * (uint32_t)n->sum[0])),
+                         _mm512_set1_epi32((int)(0 - OFFSET * (uint32_t)n->sum[1]))};
 }
 
 ALWAYS __m512i four_bytes(const int8_t *at)
@@ -109,7 +109,7 @@ static void split_numbers(const float *x, int count, float top, int8_t *bytes,
         _mm_storeu_si128((__m128i *)(bytes + 2 * t), _mm_unpacklo_epi64(high, low));
         _mm_storeu_si128((__m128i *)(bytes + 2 * t + 16), _mm_unpackhi_epi64(high, low));
     }
-    *numbers = (struct numbers){top / LARGEST,
+    *numbers = (struct numbers){unit_of(top),
                                 {SUM_INTS(highs), SUM_INTS(lows)}};
 }
 
