@@ -183,7 +183,7 @@ def test_a_crowd_that_preempts_gives_the_text_of_each_alone(
     kl = mean_kl(alone, crowd, "best")
     record_property("kl", kl)
     assert kl < 2e-3
-    assert_same_text(alone, crowd, tie=0.15, share=0.5)
+    assert_same_text(alone, crowd, tie=0.15, share=0.75)
 
 
 def test_ngram_speculation_equals_none(engines: dict[str, Any]) -> None:
@@ -209,7 +209,7 @@ def test_eagle_drafts_are_as_good_as_with_16_bits(
     record_property("metrics", told)
     ours, own = (metrics[counts[0]] / metrics[counts[1]] for metrics in told)
     assert min(metrics[counts[1]] for metrics in told) > 3000
-    assert own > 0.05 and ours > 0.8 * own, told
+    assert own > 0.1 and ours > 0.8 * own, told
 
 
 @pytest.mark.parametrize("model", HYBRIDS)

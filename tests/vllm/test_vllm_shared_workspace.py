@@ -456,6 +456,18 @@ def test_windows_among_layers_with_a_workspace(monkeypatch: pytest.MonkeyPatch) 
     assert torch.equal(made[1], before[1])
 
 
+def test_a_step_of_decodes_asks_no_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the same for every step, and a model has many layers."""
+    use_varlen(monkeypatch)
+    group, asked = Group(make_layer(), sequences=2), []
+    find = group.builder._workspace_tokens
+    group.builder._workspace_tokens = lambda: asked.append(1) or find()
+    (prompts,) = group.build([128, 128]).parts
+    assert asked == [1] and len(prompts.ragged) == 1
+    (decodes,) = group.build([1, 1]).parts
+    assert asked == [1] and not decodes.ragged and not decodes.is_prefill
+
+
 def test_groups_that_do_not_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows alone have no workspace, and the reference takes long prompts one by one."""
     use_varlen(monkeypatch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -71,7 +72,9 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
     ) -> TightMetadata:
         common = common_attn_metadata
         starts: list[int] = common.query_start_loc_cpu.tolist()
-        most_decoding, workspace = self._most_decoding(len(starts) - 1), self._workspace_tokens()
+        most_decoding = self._most_decoding(len(starts) - 1)
+        some_prompt = any(end - begin > most_decoding for begin, end in pairwise(starts))
+        workspace = self._workspace_tokens() if some_prompt else None  # asks every layer
         lengths = host_lengths(common, self.added)
         ranges = split_batch(starts, lengths, most_decoding, workspace, exact=not self.added)
         slots = common.slot_mapping[: common.num_actual_tokens]

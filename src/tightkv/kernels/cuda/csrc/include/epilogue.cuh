@@ -108,7 +108,7 @@ __device__ __forceinline__ void reduce_warps(const SharedMemory &sh, int n, int 
 __device__ __forceinline__ void epilogue(SharedMemory &sh, const DecodeParams &a, int split, int begin,
                                          int count, int head, int col0, int lane, int warp) {
     __syncthreads();
-    constexpr int together = MANY_COLUMNS ? 1 : OWN_COLS;
+    constexpr int together = MANY_COLUMNS ? 1 : OWN_COLS < 2 ? OWN_COLS : 2;
 #pragma unroll together
     for (int i = 0; i < OWN_COLS; i++) {
         const int n = warp + WARPS * i, col = col0 + n, token = col / G;
