@@ -383,15 +383,16 @@ def test_selection():
 
 @pytest.mark.skipif(ON_GPU, reason="what a GPU does then is a matter of luck")
 @pytest.mark.parametrize(
-    "wait",
+    ("wait", "dim"),
     [
-        "cp_async_wait<STAGES - 1>();",
-        "__syncwarp();  // lanes read what others copied",
-        "__syncthreads();\n    // One factor for all columns",
+        ("cp_async_wait<STAGES - 1>();", 64),
+        ("__syncwarp();  // lanes read what others copied", 64),
+        ("barrier_wait(barriers + 8 * at_stage, odd);", 128),
+        ("__syncthreads();\n    // One factor for all columns", 128),
     ],
-    ids=["copies", "lanes", "block"],
+    ids=["copies", "lanes", "bulk copies", "block"],
 )
-def test_a_forgotten_wait_is_found_on_the_host(wait, monkeypatch):
+def test_a_forgotten_wait_is_found_on_the_host(wait, dim, monkeypatch):
     real, changed = source.source, []
 
     def broken(*args):
@@ -401,11 +402,23 @@ def test_a_forgotten_wait_is_found_on_the_host(wait, monkeypatch):
 
     monkeypatch.setattr(source, "source", broken)
     monkeypatch.setattr(cuda, "_module", cuda_on_host.module.__wrapped__)
-    cache = cache_on(CFG, [330, 65], dim=128, dtype=torch.bfloat16)
+    cache = cache_on(CFG, [330, 65], dim=dim, dtype=torch.bfloat16)
     fill(cache, [330, 65])
     with pytest.raises(AssertionError) as caught:
-        assert_attends_alike(cache, [1, 1], 4)
+        assert_attends_alike(cache, [1, 1], 8)
     assert changed == [1] and "error:" not in str(caught.value)  # it was compiled
+
+
+@pytest.mark.skipif(ON_GPU, reason="a GPU has one architecture")
+@pytest.mark.parametrize("page", [32, 64, 128])
+@pytest.mark.parametrize("arch", [800, 900])
+def test_tiles_are_copied_in_two_ways(arch, page, monkeypatch):
+    """In bulk from sm_90 on, with eight columns; parts of pages, whole pages and two of them."""
+    monkeypatch.setattr(cuda_on_host, "ARCH", arch)
+    monkeypatch.setattr(cuda, "_module", cuda_on_host.module.__wrapped__)
+    cache = cache_on(CFG.replace(page_size=page), [430, 65], dim=128, dtype=torch.bfloat16)
+    fill(cache, [430, 65])
+    assert_attends_alike(cache, [1, 1], 8)
 
 
 @pytest.mark.parametrize(

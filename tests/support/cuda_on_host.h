@@ -14,6 +14,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <map>
 #include <vector>
 
 typedef unsigned int u32;
@@ -27,7 +28,6 @@ typedef unsigned long long u64;
 #define __launch_bounds__(...)
 #define __shared__ static
 #define __align__(n) alignas(n)
-#define __CUDA_ARCH__ 900
 
 struct alignas(8) uint2 {
     u32 x, y;
@@ -56,6 +56,11 @@ struct Copy {
     u32 bytes;
 };
 
+struct Barrier {
+    std::vector<Copy> copies;
+    u32 expected = 0, rounds = 0;
+};
+
 struct Fiber {
     ucontext_t context;
     std::vector<char> stack;
@@ -69,6 +74,7 @@ struct Fiber {
 };
 
 inline std::vector<Fiber> fibers;
+inline std::map<u32, Barrier> barriers;  // by address
 inline Fiber *now;
 inline ucontext_t scheduler;
 inline Place block, grid;
@@ -167,6 +173,7 @@ void run_block(const Kernel &kernel, int threads, size_t shared) {
     std::vector<char> room(shared + 128, (char)0xff);
     memory = (char *)(((uintptr_t)room.data() + 127) & ~(uintptr_t)127);
     memory_bytes = shared;
+    barriers.clear();
     fibers = std::vector<Fiber>(threads);
     warps.assign(threads / 32, {32});
     all = {threads};
@@ -358,6 +365,26 @@ void cp_async_wait() {
     auto &groups = host::now->groups;
     for (; groups.size() > LATER; groups.pop_front())
         for (const host::Copy &c : groups.front()) host::move(c);
+}
+
+inline void barrier_init(u32 barrier) { host::barriers[barrier] = {}; }
+inline void barrier_init_fence() {}
+inline void barrier_expect(u32 barrier, u32 bytes) {
+    host::Barrier &b = host::barriers.at(barrier);
+    if (b.expected) host::fail("a barrier is used for two tiles at a time");
+    b.expected = bytes;
+}
+inline void bulk_copy(u32 to, const u8 *from, u32 bytes, u32 barrier, u64) {
+    if (to % 16 || bytes % 16 || (uintptr_t)from % 16) host::fail("a bulk copy of no multiple of 16");
+    host::barriers.at(barrier).copies.push_back({to, from, bytes});
+}
+inline void barrier_wait(u32 barrier, u32 odd) {
+    host::Barrier &b = host::barriers.at(barrier);
+    if (b.rounds % 2 != odd) return;  // that round is over
+    u32 bytes = 0;
+    for (const host::Copy &c : b.copies) host::move(c), bytes += c.bytes;
+    if (!bytes || bytes != b.expected) host::fail("a barrier waits for bytes that do not come");
+    b = {{}, 0, b.rounds + 1};
 }
 
 extern "C" void host_previous_writes(void *to, size_t bytes) {

@@ -15,6 +15,7 @@ from typing import Any
 from tightkv.kernels.cuda import source
 
 COMPILER = shutil.which("g++")
+ARCH = 900  # of sm_90: sources differ by it
 HEADER = Path(__file__).with_name("cuda_on_host.h")
 _PTX = re.compile(r'#line 1 "ptx\.cuh"\n.*?(?=#line )', re.DOTALL)  # the header takes its place
 _FOLDER = tempfile.TemporaryDirectory(prefix="tightkv-cuda-on-host-")  # removed with the process
@@ -100,7 +101,7 @@ def of_source(text: str) -> HostModule:
 def _compile(text: str, launchers: str) -> HostModule:
     text, found = _PTX.subn("", text)
     assert found == 1
-    text = f'#include "{HEADER}"\n' + text + launchers
+    text = f'#define __CUDA_ARCH__ {ARCH}\n#include "{HEADER}"\n' + text + launchers
     text = text.replace(
         "extern __shared__ __align__(128) char memory[];", "char *memory = host::memory;"
     )

@@ -63,12 +63,13 @@ class DecodeTile:
         own = layout.head_dim
         mean = {16: own // 8, 8: own // 16 + 1}.get(cfg.mean_bits if cfg.centered else 0, 1)
         span = max(1, 32 * self.blocks_of_32 // layout.page_size)  # pages in a tile
-        stage = _round_up(self.blocks_of_32 * (512 * loads + 128) + 16 * mean * span)
+        stage = span * _round_up(self.blocks_of_32 // span * (512 * loads + 128) + 16 * mean)
         found = 2 * 4 * columns * (d + 6)
         warp = _round_up(max(self.stages * stage, found))
         queries = 8 * columns * (d // 2 + 4) + 2 * columns * (d + 16)  # halves, bytes
         queries += 2 * columns * d if self.shared_queries else 0
-        return _round_up(self.warps * warp + queries + 4 * columns + 32)
+        barriers = 8 * self.warps * self.stages
+        return _round_up(self.warps * warp + queries + barriers + 4 * columns + 64)
 
 
 def padded_dim(layout: PageLayout) -> int:

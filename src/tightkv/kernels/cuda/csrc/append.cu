@@ -54,7 +54,9 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS) append(const AppendPa
         const int id = a.block_table[row * a.table_b + index];
         if (id < 0) continue;  // nobody will read it
         const int exact_from = a.ring_valid_from[row];
-        const int low = max(complete ? exact_from : before, page_at);
+        // Values that were coded when they came have the bytes that they would get again.
+        const bool again = complete && !(a.encode_partial_page && (!is_key || MEAN_BITS == 0));
+        const int low = max(again ? exact_from : before, page_at);
         const int high = min(length, page_at + PAGE);
         u8 *record = a.pages + id * a.page_bytes + head * RECORD;
         const bool has_mean = is_key && complete && MEAN_BITS > 0;

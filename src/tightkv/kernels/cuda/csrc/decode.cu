@@ -63,13 +63,18 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
     load(queries, a, begin, count, v.first_at, head, col0, lane, warp);
     const u8 *pages = a.pages + head * RECORD;
     const u8 *key_base = pages + key_lane_offset(r, c), *value_base = pages + value_lane_offset(r, c);
-    const ScaleCopy scale_copies[2] = {ScaleCopy(lane), ScaleCopy(lane + 32)};
     const u32 page_bytes = a.page_bytes;
     const u64 policy = evict_first_policy();
     const Stage *stages = sh.warp[warp].stage;
     const u32 first_stage = (u32)__cvta_generic_to_shared(stages);
-    u32 to = first_stage;
-    int ahead = t;  // the next tile to be copied
+    int ahead = t, ahead_stage = 0;  // the next tile to be copied, and where to
+#if BULK_COPIES
+    const u32 barriers = (u32)__cvta_generic_to_shared(sh.barriers[warp]);
+    if (lane < STAGES) barrier_init(barriers + 8 * lane);
+    barrier_init_fence();
+#else
+    const ScaleCopy scale_copies[2] = {ScaleCopy(lane), ScaleCopy(lane + 32)};
+#endif
     auto copy_next = [&]() {
         if (ahead < t_end) {
             const int page = ahead / TILES * SPAN, block = (ahead % TILES) * TB;
@@ -77,34 +82,47 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
                 window += 32;
                 page_ids = table[min(window + lane, page_to - 1)];
             }
+            const u32 to = first_stage + ahead_stage * sizeof(Stage);
+#if BULK_COPIES
+            const u32 barrier = barriers + 8 * ahead_stage;
+            __syncwarp();  // the tile that was there has been read by all lanes
+            if (lane == 0) barrier_expect(barrier, SPAN * PART_BYTES);
+#pragma unroll
+            for (int p = 0; p < SPAN; p++) {
+                const u32 id = __shfl_sync(~0u, page_ids, page + p - window);
+                if (lane == 0)
+                    bulk_copy_part(to + p * sizeof(PagePart), pages + (u64)page_bytes * id, block, barrier,
+                                   policy);
+            }
+#else
             const bool new_page = TILES == 1 || block == 0 || ahead == t;
 #pragma unroll
             for (int p = 0; p < SPAN; p++) {
                 const u64 at = (u64)page_bytes * (u32)__shfl_sync(~0u, page_ids, page + p - window);
-                copy_codes(to, p, key_base + at + block * KEY_BLOCK,
+                copy_codes(to + p * sizeof(PagePart), key_base + at + block * KEY_BLOCK,
                            value_base + at + block * VALUE_BLOCK, lane, policy);
 #pragma unroll
                 for (int k = 0; k < SCALE_COPIES; k++) {
                     const ScaleCopy &x = scale_copies[k];
                     if (x.scale || (new_page && x.mean))
-                        cp_async(to + x.to + p * x.to_next,
+                        cp_async(to + p * sizeof(PagePart) + x.to,
                              pages + at + x.from + (x.scale ? 64 * block : 0), policy);
                 }
             }
+#endif
             ahead++;
-            to += sizeof(Stage);
-            if (to == first_stage + STAGES * sizeof(Stage)) to = first_stage;
+            ahead_stage = ahead_stage + 1 == STAGES ? 0 : ahead_stage + 1;
         }
-        cp_async_commit();
+        if (!BULK_COPIES) cp_async_commit();
     };
     // Pages and rings are read from here on, and outputs written.
     if (a.overlaps_append) grid_dependency_wait();
     clear_unused_queries(a);
 #pragma unroll
     for (int k = 0; k < STAGES - 1; k++) copy_next();
-    if (threadIdx.x == 0) {
-        sh.tables[0] = {KEY_TABLE};
-        sh.tables[1] = {VALUE_TABLE};
+    if (threadIdx.x < 2) {
+        sh.tables[0][lane] = {KEY_TABLE};
+        sh.tables[1][lane] = {VALUE_TABLE};
     }
     const float factor = prepare(queries, sh, a.scale, a.rotation, lane, warp);
 
@@ -122,8 +140,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
             for (int x = 0; x < KX; x++)
 #pragma unroll
                 for (int n = 0; n < LANE_COLS; n++) take_off_offset<false>(key_start, n, q(n, x));
-        const LevelTable key_table = reload(sh.tables[0]);
-        const LevelTable value_table = VALUE_BITS == KEY_BITS ? key_table : reload(sh.tables[1]);
+        const LevelTable key_table = reload(sh.tables[0][lane & 1]);
+        const LevelTable value_table = VALUE_BITS == KEY_BITS ? key_table : reload(sh.tables[1][lane & 1]);
         const float key_unit = KEY_UNIT * factor * BYTE_UNIT, score_unit = SOFTCAP ? 1.f : key_unit;
         // tiles in [whole_from, whole_to) are wholly seen by every column
         const int newest = v.first_at + (col0 + COLS - 1) / G;
@@ -135,17 +153,23 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
         float bias[SPAN][LANE_COLS];
         [[maybe_unused]] bool new_page = true;  // only where a tile is part of one
         int at_stage = 0;
+        [[maybe_unused]] u32 odd = 0;  // round of the stage
         for (; t < t_end; t++) {
             copy_next();
+#if BULK_COPIES
+            barrier_wait(barriers + 8 * at_stage, odd);
+#else
             cp_async_wait<STAGES - 1>();
             __syncwarp();  // lanes read what others copied
+#endif
             const Stage &tile = stages[at_stage];
             at_stage = at_stage + 1 == STAGES ? 0 : at_stage + 1;
+            odd ^= at_stage == 0;
             if (EARLY_EXACT && t + 1 == t_end && some) load(tokens, exact, 16 * worker, r, c);
             const bool edge = t < whole_from || t >= whole_to;
             uint2 value_scale[TB];
 #pragma unroll
-            for (int b = 0; b < TB; b++) value_scale[b] = tile.value_scale[b][r];
+            for (int b = 0; b < TB; b++) value_scale[b] = tile.page[b / BP].value_scale[b % BP][r];
             if (edge) mask_scales(v, value_scale, t * 32 * TB, r);
             const float value_most = max_scale(value_scale);
             float s[LANE_COLS][4 * TB];
@@ -154,10 +178,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
 #pragma unroll
                 for (int p = 0; p < SPAN; p += MEAN_BITS == 16 ? 1 : 2)
 #if MEAN_BITS == 16
-                    mean_scores(bias[p], sh.query[0], tile.mean[p], r, c, 1.f / (KEY_UNIT * BYTE_UNIT));
+                    mean_scores(bias[p], sh.query[0], tile.page[p].mean, r, c, 1.f / (KEY_UNIT * BYTE_UNIT));
 #else
-                    mean_scores(bias[p], bias[min(p + 1, SPAN - 1)], q, tile.mean[p],
-                                tile.mean[min(p + 1, SPAN - 1)], c, 1.f / KEY_UNIT);
+                    mean_scores(bias[p], bias[min(p + 1, SPAN - 1)], q, tile.page[p].mean,
+                                tile.page[min(p + 1, SPAN - 1)].mean, c, 1.f / KEY_UNIT);
 #endif
 #endif
             new_page = (t + 1) % TILES == 0;
@@ -167,8 +191,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
             for (int b = 0; b < TB; b++) {
                 KeyBlock codes;
 #pragma unroll
-                for (int k = 0; k < KL * KW; k++) (&codes.w[0][0])[k] = tile.key[b][k][lane];
-                const uint2 key_scale = tile.key_scale[b][r];
+                for (int k = 0; k < KL * KW; k++) (&codes.w[0][0])[k] = tile.page[b / BP].key[b % BP][k][lane];
+                const uint2 key_scale = tile.page[b / BP].key_scale[b % BP][r];
                 Int8Sums sums[2];  // 16 tokens each
 #pragma unroll
                 for (int x = 0; x < KX; x++) {
@@ -212,7 +236,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
             for (int b = 0; b < TB; b++)
 #pragma unroll
                 for (int k = 0; k < VL * VW; k++) {
-                    uint4 w = tile.value[b][k][lane];
+                    uint4 w = tile.page[b / BP].value[b % BP][k][lane];
                     if (VALUE_BITS < 8) {
                         sort_by_channel(w.x, w.y);
                         sort_by_channel(w.z, w.w);
@@ -222,10 +246,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
             const float weight_unit = value_most > 0.f ? value_most * (1.f / MOST_WEIGHT) : 1.f;
             float top[LANE_COLS], sum[LANE_COLS], scale[LANE_COLS];
             u32 weights[TB][LANE_COLS][2];
-            softmax_weights(s, score_unit, value_scale, weight_unit, weights, top, sum);
-            rescale(f, top, sum, scale);
+            tile_tops(s, score_unit, top);
+            raise_peaks(f, top, scale);
+            softmax_weights(s, score_unit, value_scale, weight_unit, top, weights, sum);
 #pragma unroll
-            for (int j = 0; j < LANE_COLS; j++) scale[j] *= weight_unit;
+            for (int j = 0; j < LANE_COLS; j++) {
+                f.sum[j] += sum[j] * scale[j];
+                scale[j] *= weight_unit;
+            }
             if (VALUE_OFFSET) {
                 clear(value_start);
 #pragma unroll

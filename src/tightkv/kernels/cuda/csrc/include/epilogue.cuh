@@ -25,8 +25,9 @@ struct SharedMemory {
 #if SHARED_QUERIES
     uint2 query_operands[LANE_COLS * KX][32];
 #endif
+    u64 barriers[WARPS][STAGES];  // of tiles on their way, where copies are bulk copies
     float query_top[COLS];
-    LevelTable tables[2];  // of keys, of values
+    LevelTable tables[2][2];  // of keys, of values; lanes read one of two, or the compiler takes them as uniform
 };
 static_assert(sizeof(SharedMemory) == SHARED_BYTES, "kernels/cuda computes another size");
 
@@ -72,10 +73,9 @@ __device__ __forceinline__ void store_state(const ExactAccumulators &st, WarpSta
         }
 }
 
-#define MANY_COLUMNS (COLS > 8)
-
 // A column of all warps: their sum relative to the highest peak, which is returned with the weight. A lane
 // has neighbouring channels. Few columns wait for memory together: nothing is a branch.
+#define MANY_COLUMNS (COLS > 8)
 template <bool EXACT>
 __device__ __forceinline__ void reduce_warps(const SharedMemory &sh, int n, int lane, float (&o)[DP / 32],
                                        float &peak, float &sum) {

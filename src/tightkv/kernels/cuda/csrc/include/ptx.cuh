@@ -150,3 +150,36 @@ template <int LATER>  // all but the last `LATER` groups of copies are there
 __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");
 }
+
+// --- bulk copies, from sm_90 on: many bytes an instruction, counted by a barrier in shared memory ---
+#if __CUDA_ARCH__ >= 900
+__device__ __forceinline__ void barrier_init(u32 barrier) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void barrier_init_fence() {  // copies may use what was made until here
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+                 : "memory");
+}
+
+// Sizes and addresses are multiples of 16.
+__device__ __forceinline__ void bulk_copy(u32 to, const u8 *from, u32 bytes, u32 barrier, u64 policy) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+                 " [%0], [%1], %2, [%3], %4;" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+                 : "memory");
+}
+
+// Until all bytes of the barrier's round are there; rounds are odd and even.
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 odd) {
+    u32 there;
+    do {
+        asm volatile("{ .reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+                     " selp.u32 %0, 1, 0, p; }" : "=r"(there) : "r"(barrier), "r"(odd) : "memory");
+    } while (!there);
+}
+#endif

@@ -63,15 +63,9 @@ __device__ __forceinline__ float max_scale(const uint2 (&scale)[TB]) {
     return half_to_float((u16)warp_max(max((int)(most & 0xffff), (int)(most >> 16))));
 }
 
-// A tile's scores, of which `unit` makes log2 units -> weights times the scales of values, as B operands
-// of 32 tokens, 1 / `weight_unit` to one. `sum` is of the weights alone. Both are relative to the highest
-// scores, which are returned in log2 units.
-__device__ __forceinline__ void softmax_weights(const float (&s)[LANE_COLS][4 * TB], float unit,
-                                      const uint2 (&value_scale)[TB], float weight_unit,
-                                      u32 (&weights)[TB][LANE_COLS][2], float (&top)[LANE_COLS],
-                                      float (&sum)[LANE_COLS]) {
-    const float parts = -log2_fast(weight_unit);
-    u32 whole[LANE_COLS][4 * TB];
+// The highest scores of a tile in log2 units, of which `unit` makes them.
+__device__ __forceinline__ void tile_tops(const float (&s)[LANE_COLS][4 * TB], float unit,
+                                          float (&top)[LANE_COLS]) {
 #pragma unroll
     for (int j = 0; j < LANE_COLS; j++) {
         float t = s[j][0];
@@ -80,6 +74,41 @@ __device__ __forceinline__ void softmax_weights(const float (&s)[LANE_COLS][4 * 
         t = fmaxf(t, __shfl_xor_sync(~0u, t, 4));
         t = fmaxf(t, __shfl_xor_sync(~0u, t, 8));
         top[j] = fmaxf(t, __shfl_xor_sync(~0u, t, 16)) * unit;
+    }
+}
+
+// Raise the peaks where a tile is far above; returns by `scale` what its weights are to be multiplied with.
+// It comes before the weights: what follows has no branch, and values are looked up meanwhile.
+__device__ __forceinline__ void raise_peaks(Accumulators &f, const float (&top)[LANE_COLS],
+                                            float (&scale)[LANE_COLS]) {
+    bool raise = false;
+#pragma unroll
+    for (int j = 0; j < LANE_COLS; j++) raise = raise || top[j] > f.peak[j] + TILE_SLACK;
+    if (__any_sync(~0u, raise))
+#pragma unroll
+        for (int j = 0; j < LANE_COLS; j++) {
+            const float peak = fmaxf(f.peak[j], top[j]), shrink = exp2_fast(f.peak[j] - peak);
+            f.peak[j] = peak, f.sum[j] *= shrink;
+#pragma unroll
+            for (int x = 0; x < VX; x++)
+#pragma unroll
+                for (int m = 0; m < 2; m++)
+                    f.acc[x][m][0][j] *= shrink, f.acc[x][m][1][j] *= shrink;
+        }
+#pragma unroll
+    for (int j = 0; j < LANE_COLS; j++) scale[j] = exp2_fast(top[j] - f.peak[j]);
+}
+
+// A tile's scores, of which `unit` makes log2 units -> weights times the scales of values, as B operands
+// of 32 tokens, 1 / `weight_unit` to one. `sum` is of the weights alone. Both are relative to `top`.
+__device__ __forceinline__ void softmax_weights(const float (&s)[LANE_COLS][4 * TB], float unit,
+                                      const uint2 (&value_scale)[TB], float weight_unit,
+                                      const float (&top)[LANE_COLS], u32 (&weights)[TB][LANE_COLS][2],
+                                      float (&sum)[LANE_COLS]) {
+    const float parts = -log2_fast(weight_unit);
+    u32 whole[LANE_COLS][4 * TB];
+#pragma unroll
+    for (int j = 0; j < LANE_COLS; j++) {
         const float base = top[j] == NEG_INF ? 0.f : top[j];
         sum[j] = 0.f;
 #pragma unroll
@@ -101,28 +130,4 @@ __device__ __forceinline__ void softmax_weights(const float (&s)[LANE_COLS][4 * 
                 const u32 turned = transpose_8x8(bytes);
                 weights[b][j][h] = prmt(turned, turned, 0x3120);  // in the values' order
             }
-}
-
-// Add a tile's sum; returns by `scale` what its weights are to be multiplied with.
-__device__ __forceinline__ void rescale(Accumulators &f, const float (&top)[LANE_COLS],
-                                         const float (&sum)[LANE_COLS], float (&scale)[LANE_COLS]) {
-    bool raise = false;
-#pragma unroll
-    for (int j = 0; j < LANE_COLS; j++) raise = raise || top[j] > f.peak[j] + TILE_SLACK;
-    if (__any_sync(~0u, raise))
-#pragma unroll
-        for (int j = 0; j < LANE_COLS; j++) {
-            const float peak = fmaxf(f.peak[j], top[j]), shrink = exp2_fast(f.peak[j] - peak);
-            f.peak[j] = peak, f.sum[j] *= shrink;
-#pragma unroll
-            for (int x = 0; x < VX; x++)
-#pragma unroll
-                for (int m = 0; m < 2; m++)
-                    f.acc[x][m][0][j] *= shrink, f.acc[x][m][1][j] *= shrink;
-        }
-#pragma unroll
-    for (int j = 0; j < LANE_COLS; j++) {
-        scale[j] = exp2_fast(top[j] - f.peak[j]);
-        f.sum[j] += sum[j] * scale[j];
-    }
 }
