@@ -49,7 +49,7 @@ extern "C" void host_static_step(const int *shape, int threads, size_t shared, v
     host::launch(shape, threads, shared, [&] { static_step(*(StepParams *)args[0]); });
 }
 """
-_LAUNCHERS = {"append": _APPEND, "append_with_feedback": _APPEND + _SEAL, "decode": _DECODE}
+_LAUNCHERS = {"append": _APPEND, "decode": _DECODE, "seal": _SEAL, "seal_with_feedback": _SEAL}
 
 
 class HostModule:

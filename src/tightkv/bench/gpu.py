@@ -20,6 +20,7 @@ from tightkv.config import KVQuantConfig
 from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.registry import select
 from tightkv.layout import PageLayout
+from tightkv.math.feedback import QueryMetric
 
 # Odd lengths: the newest page is neither empty nor full, as most of the time.
 DECODE_SHAPES = (Shape(8, 32731), Shape(32, 8155), Shape(1, 131035), Shape(1, 32731))
@@ -71,55 +72,86 @@ def decode_rows(
 
 
 def _decode_times(module: ModuleType, layers: Sequence[Layer], shape: Shape) -> dict[str, float]:
-    """Milliseconds of append and attend together and of each alone; sealing a page of every row.
+    """Milliseconds of append and attend together and of each alone; sealing pages of all or one.
 
-    In vLLM a token is coded at once, and with a calibration it is relative to centers.
+    In vLLM a token is coded at once, keys are sealed with error feedback where they can be, and
+    with a calibration tokens are relative to centers.
     """
-    device = layers[0].view.pages.device
+    codec, device = layers[0].codec, layers[0].view.pages.device
     cu_seqlens = torch.arange(shape.batch + 1, dtype=torch.int32, device=device)
     query = _random(shape.batch, shape.query_heads, shape.head_dim, device)
     key, value = (_random(shape.batch, shape.kv_heads, shape.head_dim, device) for _ in range(2))
-    centers = tuple(_random(shape.kv_heads, shape.head_dim, device) for _ in range(2))
+    centers = (
+        _random(shape.kv_heads, shape.head_dim, device),
+        _random(shape.kv_heads, shape.head_dim, device),
+    )
+    options = AttendOptions(max_queries=1)
 
-    def append(layer: Layer, in_vllm: bool = False, **centers: Any) -> None:
+    def append(layer: Layer) -> None:
         module.append(
             layer.codec, layer.view, key, value, cu_seqlens, layer.ring_valid_from,
-            max_new=1, encode_partial_page=in_vllm, **centers,
+            max_new=1, encode_partial_page=False,
         )  # fmt: skip
 
-    def attend(layer: Layer, **center: Tensor) -> None:
-        options = AttendOptions(max_queries=1)
-        module.attend(layer.codec, query, layer.view, cu_seqlens, options, **center)
+    def attend(layer: Layer) -> None:
+        module.attend(layer.codec, query, layer.view, cu_seqlens, options)
 
-    def step(layer: Layer, in_vllm: bool = False, centered: bool = False) -> None:
-        append(layer, in_vllm, **({"centers": centers} if centered else {}))
-        over = replace(layer, view=replace(layer.view, overlaps_append=True))  # as vLLM launches it
-        attend(over, **({"value_center": centers[1]} if centered else {}))
+    def step(layer: Layer) -> None:
+        append(layer)
+        attend(replace(layer, view=replace(layer.view, overlaps_append=True)))
 
-    page = layers[0].codec.layout.page_size
-    full = [
-        replace(layer, view=replace(layer.view, lengths=_up_to_page(layer.view.lengths, page)))
-        for layer in layers
-    ]
-    calls: dict[str, tuple[Callable[..., None], Sequence[Layer], dict[str, bool]]] = {
-        "step": (step, layers, {}),
-        "append": (append, layers, {}),
-        "attend": (attend, layers, {}),
-        "append_and_seal": (append, full, {}),
-        "step_and_seal": (step, full, {}),
-        "vllm_step": (step, layers, {"in_vllm": True}),
-        "vllm_step_and_seal": (step, full, {"in_vllm": True}),
+    def in_vllm(layer: Layer, centered: bool = False) -> None:
+        view = replace(layer.view, overlaps_append=True)
+        new = (key, value, cu_seqlens, layer.ring_valid_from)
+        if module.NAME == "cuda":
+            module.step(
+                layer.codec, view, query, *new, options,
+                encode_partial_page=True, centers=centers if centered else None,
+            )  # fmt: skip
+        else:
+            module.append(layer.codec, view, *new, max_new=1, encode_partial_page=True)
+            module.attend(layer.codec, query, view, cu_seqlens, options)
+
+    def sealing(rows: int) -> list[Layer]:
+        """The first so many complete a page."""
+        return [_with_view(layer, lengths=_up_to_page(layer, rows)) for layer in layers]
+
+    def fed_back(of: Sequence[Layer]) -> list[Layer]:
+        return [_with_view(layer, feedback=factors) for layer in of]
+
+    full, one = sealing(shape.batch), sealing(1)
+    calls: dict[str, tuple[Callable[..., None], Sequence[Layer]]] = {
+        "step": (step, layers),
+        "append": (append, layers),
+        "attend": (attend, layers),
+        "append_and_seal": (append, full),
+        "step_and_seal": (step, full),
+        "vllm_step": (in_vllm, layers),
+        "vllm_step_and_seal": (in_vllm, full),
     }
+    if codec.cfg.takes_feedback:
+        metric = torch.eye(shape.head_dim).expand(shape.kv_heads, -1, -1)
+        factors = codec.feedback_factors(QueryMetric(metric), device)
+        calls["vllm_step_with_feedback"] = (in_vllm, fed_back(layers))
+        calls["vllm_step_with_feedback_and_seal"] = (in_vllm, fed_back(full))
+        calls["vllm_step_with_feedback_and_seal_one"] = (in_vllm, fed_back(one))
     if module.NAME == "cuda":  # others have no way to take centers
-        calls["vllm_step_with_centers"] = (step, layers, {"in_vllm": True, "centered": True})
+        calls["vllm_step_with_centers"] = (partial(in_vllm, centered=True), layers)
     return {
-        name: graph_ms([partial(call, layer, **options) for layer in of])
-        for name, (call, of, options) in calls.items()
+        name: graph_ms([partial(call, layer) for layer in of])
+        for name, (call, of) in calls.items()
     }
 
 
-def _up_to_page(lengths: Tensor, page: int) -> Tensor:
-    return ((lengths + page - 1) // page * page).int()
+def _with_view(layer: Layer, **changes: Any) -> Layer:
+    return replace(layer, view=replace(layer.view, **changes))
+
+
+def _up_to_page(layer: Layer, rows: int) -> Tensor:
+    """Lengths, those of the first rows grown to the end of their page."""
+    page, lengths = layer.codec.layout.page_size, layer.view.lengths.clone()
+    lengths[:rows] = (lengths[:rows] + page - 1) // page * page
+    return lengths
 
 
 def _random(*size: Any) -> Tensor:

@@ -25,7 +25,8 @@ _FOLDER = Path(__file__).parent / "csrc"
 _INCLUDE = re.compile(r'#include "([\w.]+)"$')
 _PROGRAMS = {
     "append": ("append.cu",),
-    "append_with_feedback": ("append.cu", "seal.cu"),
+    "seal": ("seal.cu",),
+    "seal_with_feedback": ("seal.cu",),
     "decode": ("decode.cu", "merge.cu"),
 }
 STATIC_STEP = "static_step.cu"  # takes no constants
@@ -47,7 +48,7 @@ def source(
         "BF16": int(layout.dtype == torch.bfloat16),
         "ROOT": _floats(d**-0.5),
         "WIDTH": _floats(d**0.5),
-        "FEEDBACK": int(name == "append_with_feedback"),
+        "FEEDBACK": int(name == "seal_with_feedback"),
     }
     if constants["FEEDBACK"]:
         factor = gain(layout.cfg.key_bits)

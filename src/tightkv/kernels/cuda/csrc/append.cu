@@ -50,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS) append(const AppendPa
         const int page_at = index * PAGE;
         const bool complete = page_at + PAGE <= length;
         if (!complete && !a.encode_partial_page) return;
-        if (FEEDBACK && is_key && complete) continue;  // seal.cu has it
+        if (a.encode == 2 && is_key && complete) continue;
         const int id = a.block_table[row * a.table_b + index];
         if (id < 0) continue;  // nobody will read it
         const int exact_from = a.ring_valid_from[row];
@@ -71,14 +71,37 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS) append(const AppendPa
                 x[k] = THERE(k) ? finite(model_to_float(relative(p[lane + 32 * k], o, lane + 32 * k))) : 0.f;
         };
 
-        if (has_mean) {
+        if (has_mean && exact_from <= page_at) {
             const int real_from = max(start, page_at), to = page_at + PAGE;
-            if (exact_from <= page_at)
-                make_mean(load, real_from, to, a.rotation, record, true, sums, mean, lane, warp, warps);
-            else if (warp == 0)
-                read_mean(record, mean, lane);
+            for (int p = warp; p < PARTS; p += warps) {
+                float sum[N];
+#pragma unroll
+                for (int k = 0; k < N; k++) sum[k] = 0.f;
+                for (int at = real_from + p; at < to; at += PARTS) {
+                    float x[N];
+                    load(at, x);
+#pragma unroll
+                    for (int k = 0; k < N; k++) sum[k] += x[k];
+                }
+#pragma unroll
+                for (int k = 0; k < N; k++)
+                    if (THERE(k)) sums[p][lane + 32 * k] = sum[k];
+            }
             __syncthreads();
+            if (warp == 0) {
+                float sum[N];
+#pragma unroll
+                for (int k = 0; k < N; k++) {
+                    sum[k] = 0.f;
+                    if (THERE(k))
+                        for (int p = 0; p < PARTS; p++) sum[k] += sums[p][lane + 32 * k];
+                }
+                mean_of_sum(sum, to - real_from, a.rotation, record, true, mean, lane);
+            }
+        } else if (has_mean && warp == 0) {
+            read_mean(record, mean, lane);
         }
+        if (has_mean) __syncthreads();
 
 #pragma unroll 1
         for (int part = page_at; part < page_at + PAGE; part += ROOM) {
@@ -93,19 +116,8 @@ extern "C" __global__ void __launch_bounds__(MOST_THREADS) append(const AppendPa
                 u16 *scales;
                 if (is_key) {
                     bool centered = false;
-                    if (has_mean) {
-                        double plain = 0, rest = 0;
-                        float y[N];
-#pragma unroll
-                        for (int k = 0; k < N; k++) {
-                            y[k] = THERE(k) ? x[k] - mean[lane + 32 * k] : 0.f;
-                            plain += (double)x[k] * (double)x[k];
-                            rest += (double)y[k] * (double)y[k];
-                        }
-                        centered = (float)warp_sum(rest) < (float)warp_sum(plain);
-#pragma unroll
-                        for (int k = 0; k < N; k++) x[k] = centered ? y[k] : x[k];
-                    }
+                    float size;
+                    if (has_mean) centered = center_key(x, mean, lane, size);
                     scale = quantize<KEY_BITS, KEY_MODE>(x, codes[t % ROOM], lane);
                     scale = fminf(fmaxf(scale, -65504.f), 65504.f);
                     scale = centered ? -scale : scale;

@@ -1,26 +1,31 @@
-// Seal with error feedback: the keys of pages that an append completes (math/feedback.py).
+// Seal: the keys of pages that an append completes, coded relative to their mean and with error feedback
+// (math/feedback.py) where there are factors.
 //
-// A token lies in D / 16 lanes, lane c of them holding four channels of each quarter from 4 c on, so
-// that a warp encodes 512 / D tokens at once. Rows of factors come through shared memory, four at a
-// time. A coordinate is rounded by the lane that holds it; the others add what it missed, times the
-// row, to what they hold of the coordinates before it.
+// Blocks are single warps: one fits beside the blocks of attention, in whose time pages are sealed. With
+// feedback a token lies in D / 16 lanes, lane c of them holding four channels of each quarter from 4 c on, and
+// a lane has two tokens. Rows of factors come through shared memory, four at a time. A coordinate is rounded by
+// the lane that holds it; the others add what it missed, times the row, to what they hold of the coordinates
+// before it.
 
 #include "encode.cuh"
 
-#define WARPS 4
 #define LANES (D / 16)  // of a token
-#define TOKENS (32 / LANES)  // of a warp
-#define PASS (WARPS * TOKENS)  // tokens that a block encodes at once
+#define DEPTH 2  // tokens of a lane
+#define TOKENS (DEPTH * 32 / LANES)  // of a block
+#define PASSES (PAGE / TOKENS)
 #define QUARTER (D / 4)
 #define STAGES 4  // groups of four rows that are there or on their way
 #define TINY 1.1754943508222875e-38f
 
+constexpr int AT_ONCE = D < 256 ? 4 : 2;  // tokens whose sums are made together
+
 struct __align__(16) Scratch {
-    float keys[PASS][D + 4];
-    u8 codes[PASS][D];
-    float norms[PASS];  // with the sign of the scale
-    float sums[PARTS][D], mean[D];
+    float keys[TOKENS][D + 4];
+    float mean[D];
+    float scales[TOKENS];  // or norms; negative where the mean was taken off
+    u8 codes[TOKENS][D];
 };
+typedef float Rows[4][D];  // of factors
 
 // Pages that row `row` completes.
 __device__ __forceinline__ int completed(const AppendParams &a, int row, int batch, int &index) {
@@ -61,6 +66,10 @@ __device__ __forceinline__ void find_page(const AppendParams &a, int batch, int 
     }
 }
 
+struct __align__(2 * N) Channels {  // neighbouring ones, of a lane
+    u16 of[N];
+};
+
 // Reads keys of a row's head: new ones, and older ones from the ring.
 struct KeyReader {
     const u16 *fresh, *ring, *center;
@@ -74,17 +83,56 @@ struct KeyReader {
         center = a.key_center ? a.key_center + head * D : nullptr;
         ring = a.ring_key + ((long long)a.ring_rows[row] * slots * HKV + head) * D;
     }
-    __device__ __forceinline__ void operator()(int at, float (&x)[N]) const {
+    __device__ __forceinline__ Channels operator()(int at, int lane) const {
         const u16 *p = at >= before ? fresh + (at - before) * stride
                                     : ring + (long long)(at % slots) * HKV * D;
-        const u16 *o = at >= before ? center : nullptr;  // tokens of the ring are relative already
-        const int lane = threadIdx.x & 31;
-#pragma unroll
-        for (int k = 0; k < N; k++)
-            x[k] = finite(model_to_float(relative(p[lane + 32 * k], o, lane + 32 * k)));
+        return ((const Channels *)p)[lane];
+    }
+    // Tokens of the ring are relative to the center already.
+    __device__ __forceinline__ float number(const Channels &x, int k, int at, int lane) const {
+        return finite(model_to_float(relative(x.of[k], at >= before ? center : nullptr, N * lane + k)));
     }
 };
 
+// The sum of tokens [from, to), in the order of an append's, to shared memory; several are on their way at a time.
+__device__ __forceinline__ void sum_page(float (&to_sum)[D], const KeyReader &keys, int from, int to, int lane) {
+    constexpr int AHEAD = PAGE / PARTS < 8 ? PAGE / PARTS : 8, BESIDE = D < 256 ? 2 : 1;
+    float sum[N];
+#pragma unroll
+    for (int k = 0; k < N; k++) sum[k] = 0.f;
+#pragma unroll 1
+    for (int p = 0; p < PARTS; p += BESIDE) {
+        float part[BESIDE][N];
+#pragma unroll
+        for (int q = 0; q < BESIDE; q++)
+#pragma unroll
+            for (int k = 0; k < N; k++) part[q][k] = 0.f;
+#pragma unroll 1
+        for (int first = from + p; first < to; first += PARTS * AHEAD) {
+            Channels x[BESIDE][AHEAD];
+#pragma unroll
+            for (int q = 0; q < BESIDE; q++)
+#pragma unroll
+                for (int i = 0; i < AHEAD; i++)
+                    if (const int at = first + q + PARTS * i; at < to) x[q][i] = keys(at, lane);
+#pragma unroll
+            for (int q = 0; q < BESIDE; q++)
+#pragma unroll
+                for (int i = 0; i < AHEAD; i++)
+                    if (const int at = first + q + PARTS * i; at < to)
+#pragma unroll
+                        for (int k = 0; k < N; k++) part[q][k] += keys.number(x[q][i], k, at, lane);
+        }
+#pragma unroll
+        for (int q = 0; q < BESIDE; q++)
+#pragma unroll
+            for (int k = 0; k < N; k++) sum[k] += part[q][k];
+    }
+#pragma unroll
+    for (int k = 0; k < N; k++) to_sum[N * lane + k] = sum[k];
+}
+
+#if FEEDBACK
 __device__ __forceinline__ int nearest(float y, float &centroid) {
     int index = 0;
     centroid = Codebook<KEY_BITS>::magnitude(0);
@@ -102,14 +150,13 @@ __device__ __forceinline__ void read4(const float *p, float (&v)[4]) {
 }
 
 // Rows D - 4 - 4 n to D - 1 - 4 n up to the diagonal: copies are begun, not waited for.
-__device__ __forceinline__ void fetch_rows(u32 memory, const float *factors, int n) {
+__device__ __forceinline__ void fetch_rows(Rows *stages, const float *factors, int n, int lane) {
     const int i = D - 4 - 4 * n;
+    const u32 to = (u32)__cvta_generic_to_shared(stages + n % STAGES);
+    const u8 *from = (const u8 *)(factors + i * D) + 16 * lane;
 #pragma unroll
-    for (int begin = 0; begin < D; begin += 32 * WARPS) {
-        const int p = begin + threadIdx.x, r = p / QUARTER, d = p % QUARTER * 4;
-        if (p < D && d <= i)
-            cp_async(memory + 4 * ((n % STAGES * 4 + r) * D + d), (const u8 *)(factors + (i + r) * D + d));
-    }
+    for (int part = 0; part < D; part += 32)
+        if (4 * ((part + lane) % QUARTER) <= i) cp_async(to + 16 * (part + lane), from + 16 * part);
     cp_async_commit();
 }
 
@@ -118,26 +165,33 @@ __device__ __forceinline__ void add_multiple(float &sum, float factor, float x) 
     sum = __fadd_rn(sum, __fmul_rn(factor, x));
 }
 
-// Scaled coordinates x of the lane's token -> what the later coordinates missed, and L^T x - x.
-__device__ __forceinline__ void feed_back(const float (&x)[4][4], float (&missed)[4][4],
-                                          float (&projected)[4][4], const float *factors, char *memory,
-                                          int c) {
-    const u32 to = (u32)__cvta_generic_to_shared(memory);
+typedef float Token[4][4];  // what a lane has of one
+
+// Scaled coordinates of the lane's tokens, from `token` on -> what the later coordinates missed, and L^T x - x.
+__device__ __forceinline__ void feed_back(const Scratch &s, int token, Token (&missed)[DEPTH],
+                                          Token (&projected)[DEPTH], const float *factors, Rows *stages, int lane) {
+    const int c = lane % LANES;
 #pragma unroll
     for (int k = 3; k >= 0; k--) {
+        float x[DEPTH][4];
+#pragma unroll
+        for (int e = 0; e < DEPTH; e++) read4(&s.keys[token + e][k * QUARTER + 4 * c], x[e]);
 #pragma unroll 1
         for (int owner = LANES - 1; owner >= 0; owner--) {
             const int n = (4 - k) * LANES - 1 - owner;
             cp_async_wait<STAGES - 2>();
-            __syncthreads();  // rows are there for all, and those before them are no longer read
-            fetch_rows(to, factors, n + STAGES - 1);
-            const float *rows = (const float *)memory + n % STAGES * 4 * D + 4 * c;
+            __syncwarp();  // rows are there for all, and those before them are no longer read
+            fetch_rows(stages, factors, n + STAGES - 1, lane);
+            const float *rows = &stages[n % STAGES][0][4 * c];
 #pragma unroll
             for (int j = 3; j >= 0; j--) {
-                float centroid;
-                nearest(__fadd_rn(x[k][j], missed[k][j]), centroid);
-                const float now = __shfl_sync(~0u, x[k][j], owner, LANES);
-                const float error = __shfl_sync(~0u, __fadd_rn(x[k][j], -centroid), owner, LANES);
+                float now[DEPTH], error[DEPTH];
+#pragma unroll
+                for (int e = 0; e < DEPTH; e++) {
+                    nearest(__fadd_rn(x[e][j], missed[e][k][j]), error[e]);
+                    now[e] = __shfl_sync(~0u, x[e][j], owner, LANES);
+                    error[e] = __shfl_sync(~0u, __fadd_rn(x[e][j], -error[e]), owner, LANES);
+                }
 #pragma unroll
                 for (int m = 0; m <= k; m++) {
                     float row[4];
@@ -145,8 +199,11 @@ __device__ __forceinline__ void feed_back(const float (&x)[4][4], float (&missed
 #pragma unroll
                     for (int l = 0; l < 4; l++) {
                         if (m == k) row[l] = c < owner + (l < j) ? row[l] : 0.f;  // below the diagonal
-                        add_multiple(missed[m][l], error, row[l]);
-                        add_multiple(projected[m][l], now, row[l]);
+#pragma unroll
+                        for (int e = 0; e < DEPTH; e++) {
+                            add_multiple(missed[e][m][l], error[e], row[l]);
+                            add_multiple(projected[e][m][l], now[e], row[l]);
+                        }
                     }
                 }
             }
@@ -154,90 +211,105 @@ __device__ __forceinline__ void feed_back(const float (&x)[4][4], float (&missed
     }
 }
 
-// The warp's tokens, in shared memory: rotated, centered, brought to unit variance.
-__device__ __forceinline__ void scale_keys(Scratch &s, const float *signs, int lane, int warp) {
-    constexpr int AT_ONCE = D < 256 ? 2 : 1;  // else registers spill
+// The block's tokens, in shared memory, are brought to unit variance.
+__device__ __forceinline__ void scale_keys(Scratch &s, const float *signs, int lane) {
 #pragma unroll AT_ONCE
-    for (int token = warp * TOKENS; token < (warp + 1) * TOKENS; token++) {
-        float x[N], rest[N];
-        double square = 0;
+    for (int token = 0; token < TOKENS; token++) {
+        float x[N], size = 0.f;
 #pragma unroll
         for (int k = 0; k < N; k++) x[k] = s.keys[token][lane + 32 * k];
         rotate(x, signs, lane);
-#pragma unroll
-        for (int k = 0; k < N; k++) square += (double)x[k] * (double)x[k];
-        float size = (float)warp_sum(square);
         bool centered = false;
         if (MEAN_BITS > 0) {
-            square = 0;
+            centered = center_key(x, s.mean, lane, size);
+        } else {
+            double square = 0;
 #pragma unroll
-            for (int k = 0; k < N; k++) {
-                rest[k] = __fadd_rn(x[k], -s.mean[lane + 32 * k]);
-                square += (double)rest[k] * (double)rest[k];
-            }
-            const float smaller = (float)warp_sum(square);
-            centered = smaller < size;
-            size = centered ? smaller : size;
-#pragma unroll
-            for (int k = 0; k < N; k++) x[k] = centered ? rest[k] : x[k];
+            for (int k = 0; k < N; k++) square += (double)x[k] * (double)x[k];
+            size = (float)warp_sum(square);
         }
         const float norm = __fsqrt_rn(size);
 #pragma unroll
         for (int k = 0; k < N; k++)
             s.keys[token][lane + 32 * k] = __fmul_rn(__fdiv_rn(x[k], fmaxf(norm, TINY)), FEEDBACK_WIDTH);
-        if (lane == 0) s.norms[token] = centered ? -norm : norm;
+        if (lane == 0) s.scales[token] = centered ? -norm : norm;
     }
+    __syncwarp();
 }
 
-// Codes of the lane's token, to shared memory, and its scale.
-__device__ __forceinline__ float encode(Scratch &s, int token, const float *factors, char *memory, int c) {
-    float x[4][4], missed[4][4], projected[4][4];
+// Codes of the block's tokens, and scales.
+__device__ __forceinline__ void encode(Scratch &s, const float *factors, const float *signs, Rows *stages, int lane) {
+    scale_keys(s, signs, lane);
+    const int c = lane % LANES, first = DEPTH * (lane / LANES);
+    Token missed[DEPTH], projected[DEPTH];
 #pragma unroll
-    for (int k = 0; k < 4; k++) {
-        read4(&s.keys[token][k * QUARTER + 4 * c], x[k]);
+    for (int e = 0; e < DEPTH; e++)
 #pragma unroll
-        for (int j = 0; j < 4; j++) missed[k][j] = projected[k][j] = 0.f;
-    }
-    feed_back(x, missed, projected, factors, memory, c);
-
-    double whole = 0, along = 0;  // the key's square in the metric, its product with what is decoded
+        for (int k = 0; k < 4; k++)
 #pragma unroll
-    for (int k = 0; k < 4; k++) {
-        u32 word = 0;
+            for (int j = 0; j < 4; j++) missed[e][k][j] = projected[e][k][j] = 0.f;
+    feed_back(s, first, missed, projected, factors, stages, lane);
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-            const int d = k * QUARTER + 4 * c + j;
-            const float target = __fadd_rn(x[k][j], missed[k][j]);
-            float centroid;
-            word |= (u32)nearest(target, centroid) << (8 * j);
-            const double size = __fadd_rn(x[k][j], projected[k][j]);
-            const double own = (double)factors[d * (D + 1)] * size;
-            whole += own * size;
-            along += own * (size - (double)__fadd_rn(target, -centroid));
+    for (int e = 0; e < DEPTH; e++) {
+        const int token = first + e;
+        double whole = 0, along = 0;  // the key's square in the metric, its product with what is decoded
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            u32 word = 0;
+            float x[4];
+            read4(&s.keys[token][k * QUARTER + 4 * c], x);
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                const int d = k * QUARTER + 4 * c + j;
+                const float target = __fadd_rn(x[j], missed[e][k][j]);
+                float centroid;
+                word |= (u32)nearest(target, centroid) << (8 * j);
+                const double size = __fadd_rn(x[j], projected[e][k][j]);
+                const double own = (double)factors[d * (D + 1)] * size;
+                whole += own * size;
+                along += own * (size - (double)__fadd_rn(target, -centroid));
+            }
+            *(u32 *)&s.codes[token][k * QUARTER + 4 * c] = word;
         }
-        *(u32 *)&s.codes[token][k * QUARTER + 4 * c] = word;
-    }
 #pragma unroll
-    for (int bit = 1; bit < LANES; bit *= 2) {
-        whole += __shfl_xor_sync(~0u, whole, bit);
-        along += __shfl_xor_sync(~0u, along, bit);
+        for (int bit = 1; bit < LANES; bit *= 2) {
+            whole += __shfl_xor_sync(~0u, whole, bit);
+            along += __shfl_xor_sync(~0u, along, bit);
+        }
+        float ratio = __fdiv_rn((float)whole, fmaxf((float)along, TINY));
+        ratio = fminf(fmaxf(ratio, 1.f / FEEDBACK_MOST), FEEDBACK_MOST);
+        const float norm = s.scales[token];
+        const float scale = fminf(__fmul_rn(__fmul_rn(fabsf(norm), FEEDBACK_INVERSE), ratio), 65504.f);
+        __syncwarp();  // all lanes of the token have read its norm
+        if (c == 0) s.scales[token] = __float_as_int(norm) < 0 ? -scale : scale;
     }
-    float ratio = __fdiv_rn((float)whole, fmaxf((float)along, TINY));
-    ratio = fminf(fmaxf(ratio, 1.f / FEEDBACK_MOST), FEEDBACK_MOST);
-    const float norm = s.norms[token];
-    const float scale = fminf(__fmul_rn(__fmul_rn(fabsf(norm), FEEDBACK_INVERSE), ratio), 65504.f);
-    return __float_as_int(norm) < 0 ? -scale : scale;
 }
+#else
+__device__ __forceinline__ void encode(Scratch &s, const float *, const float *signs, Rows *, int lane) {
+#pragma unroll AT_ONCE
+    for (int token = 0; token < TOKENS; token++) {
+        float x[N], size;
+#pragma unroll
+        for (int k = 0; k < N; k++) x[k] = s.keys[token][lane + 32 * k];
+        rotate(x, signs, lane);
+        const bool centered = MEAN_BITS > 0 && center_key(x, s.mean, lane, size);
+        float scale = quantize<KEY_BITS, KEY_MODE>(x, s.codes[token], lane);
+        scale = fminf(fmaxf(scale, -65504.f), 65504.f);
+        if (lane == 0) s.scales[token] = centered ? -scale : scale;
+    }
+}
+#endif
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 4)
+extern "C" __global__ void __launch_bounds__(32, 12)
     seal(const AppendParams a, const float *all_factors, int batch) {
     extern __shared__ __align__(128) char memory[];
     __shared__ Scratch s;
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    Rows *stages = (Rows *)memory;
+    const int lane = threadIdx.x & 31;
     // What is read was there before the append that this follows, and that has begun.
     launch_dependents();
     const int pages = count_pages(a, batch, lane);
-    const int parts = pages ? max(1, min(PAGE / PASS, (int)gridDim.x / (pages * HKV))) : 0;
+    const int parts = pages ? max(1, min(PASSES, (int)gridDim.x / (pages * HKV))) : 0;
 
     for (int job = blockIdx.x; job < pages * HKV * parts; job += gridDim.x) {
         const int part = job % parts, head = job / parts % HKV;
@@ -250,50 +322,51 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 4)
         u8 *record = a.pages + id * a.page_bytes + head * RECORD;
         u16 *scales = (u16 *)(record + KEY_SCALE_AT);
         u32 *plane = (u32 *)record;
+        const KeyReader keys(a, row, head);
 
         if (MEAN_BITS > 0) {
-            __syncthreads();  // the mean before is no longer read
             const int real_from = max(a.left_pad[row], page_at), to = page_at + PAGE;
-            if (exact_from <= page_at)
-                make_mean(KeyReader(a, row, head), real_from, to, a.rotation, record, part == 0, s.sums, s.mean, lane,
-                          warp, WARPS);
-            else if (warp == 0)
+            if (exact_from <= page_at) {
+                __syncwarp();  // the mean before is no longer read
+                sum_page(s.mean, keys, real_from, to, lane);
+                __syncwarp();
+                float sum[N];
+#pragma unroll
+                for (int k = 0; k < N; k++) sum[k] = s.mean[lane + 32 * k];
+                mean_of_sum(sum, to - real_from, a.rotation, record, part == 0, s.mean, lane);
+            } else {
                 read_mean(record, s.mean, lane);
-            __syncthreads();
+            }
         }
 
-        for (int pass = part; pass < PAGE / PASS; pass += parts) {
-            const int pass_at = page_at + pass * PASS;
-            if (pass_at + PASS <= exact_from) continue;
-            __syncthreads();  // rows of the pass before are no longer read
+#pragma unroll 1
+        for (int pass = part; pass < PASSES; pass += parts) {
+            const int pass_at = page_at + pass * TOKENS;
+            if (pass_at + TOKENS <= exact_from) continue;
+            __syncwarp();  // rows and codes of the pass before are no longer read
+#if FEEDBACK
 #pragma unroll
-            for (int n = 0; n < STAGES - 1; n++)
-                fetch_rows((u32)__cvta_generic_to_shared(memory), factors, n);
-
-            const KeyReader load(a, row, head);
-            float x[TOKENS][N];
+            for (int n = 0; n < STAGES - 1; n++) fetch_rows(stages, factors, n, lane);
+#endif
+            Channels x[TOKENS];
 #pragma unroll
-            for (int t = 0; t < TOKENS; t++)  // all at once
-                if (const int at = pass_at + warp * TOKENS + t; at >= exact_from)
-                    load(at, x[t]);
-                else  // its codes stay
-#pragma unroll
-                    for (int k = 0; k < N; k++) x[t][k] = 0.f;
+            for (int t = 0; t < TOKENS; t++)
+                if (pass_at + t >= exact_from) x[t] = keys(pass_at + t, lane);
 #pragma unroll
             for (int t = 0; t < TOKENS; t++)
 #pragma unroll
-                for (int k = 0; k < N; k++) s.keys[warp * TOKENS + t][lane + 32 * k] = x[t][k];
-            scale_keys(s, a.rotation, lane, warp);
+                for (int k = 0; k < N; k++)  // codes of tokens that are no longer exact stay
+                    s.keys[t][N * lane + k] =
+                        pass_at + t >= exact_from ? keys.number(x[t], k, pass_at + t, lane) : 0.f;
             __syncwarp();
-            const int token = warp * TOKENS + lane / LANES, t = pass_at + token - page_at;
-            const float scale = encode(s, token, factors, memory, lane % LANES);
-            if (lane % LANES == 0 && page_at + t >= exact_from)
-                scales[t / 32 * 32 + t % 8 * 4 + t % 32 / 8] = float_to_half(scale);
+            encode(s, factors, a.rotation, stages, lane);
             __syncwarp();
-
+            for (int token = lane; token < TOKENS; token += 32)
+                if (const int t = pass_at + token - page_at; page_at + t >= exact_from)
+                    scales[t / 32 * 32 + t % 8 * 4 + t % 32 / 8] = float_to_half(s.scales[token]);
             constexpr int C = D / 32;
             for (int w = lane; w < TOKENS * KEY_BITS * C; w += 32) {
-                const int token = warp * TOKENS + w / (KEY_BITS * C), j = w / C % KEY_BITS, c = w % C;
+                const int token = w / (KEY_BITS * C), j = w / C % KEY_BITS, c = w % C;
                 const int t = pass_at + token - page_at;
                 if (page_at + t < exact_from) continue;
                 plane[(((t / 32 * KEY_BITS + j) * 8 + t % 8) * C + c) * 4 + t % 32 / 8] =
@@ -301,5 +374,5 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 4)
             }
         }
     }
-    grid_dependency_wait();  // who waits for this waits for the append
+    if (blockIdx.x == 0) grid_dependency_wait();  // who waits for this waits for the kernels before
 }

@@ -15,7 +15,8 @@ struct AppendParams {
     const float *rotation;  // signs [D], or a matrix [D, D]
     const u16 *key_center, *value_center;  // [HKV, D] or null: what new tokens are stored relative to
     long long key_n, key_h, value_n, value_h, table_b, page_bytes;
-    int ring, sinks, encode_partial_page, copy, encode;  // the last two: which half is done, or both
+    int ring, sinks, encode_partial_page;
+    int copy, encode;  // which half is done, or both; encode 2: seal.cu has the keys of complete pages
 };
 
 __device__ __forceinline__ float finite(float x) {
@@ -142,65 +143,58 @@ __device__ __forceinline__ u16 pack_half_word(int j, F code) {
     return (u16)w;
 }
 
-// The mean key of a page's tokens [from, to), in the rotated frame, to shared memory; written to the
-// page too, where it is `first`. `load` reads a token, lane l channels l + 32 k.
-template <class Load>
-__device__ __forceinline__ void make_mean(Load load, int from, int to, const float *rotation, u8 *record,
-                                          bool first, float (&sums)[PARTS][D], float (&mean)[D], int lane,
-                                          int warp, int warps) {
-    for (int p = warp; p < PARTS; p += warps) {
-        float part[N];
+// The mean key of a page, in the rotated frame, to shared memory, from the sum of `real` tokens that lanes
+// hold as `rotate` takes them; written to the page too, where it is `first`.
+__device__ __forceinline__ void mean_of_sum(float (&x)[N], int real, const float *rotation, u8 *record,
+                                            bool first, float (&mean)[D], int lane) {
 #pragma unroll
-        for (int k = 0; k < N; k++) part[k] = 0.f;
-        for (int at = from + p; at < to; at += PARTS) {
-            float x[N];
-            load(at, x);
-#pragma unroll
-            for (int k = 0; k < N; k++) part[k] += x[k];
-        }
-#pragma unroll
-        for (int k = 0; k < N; k++)
-            if (THERE(k)) sums[p][lane + 32 * k] = part[k];
-    }
-    __syncthreads();
-    if (warp == 0) {
-        const float real = max(to - from, 1);
-        float x[N];
-#pragma unroll
-        for (int k = 0; k < N; k++) {
-            x[k] = 0.f;
-            if (!THERE(k)) continue;
-            for (int p = 0; p < PARTS; p++) x[k] += sums[p][lane + 32 * k];
-            x[k] = __fdiv_rn(x[k], real);
-        }
-        rotate(x, rotation, lane);
+    for (int k = 0; k < N; k++) x[k] = __fdiv_rn(x[k], (float)max(real, 1));
+    rotate(x, rotation, lane);
 #if MEAN_BITS == 8
-        float top = 0.f;
+    float top = 0.f;
 #pragma unroll
-        for (int k = 0; k < N; k++) top = fmaxf(top, fabsf(x[k]));
+    for (int k = 0; k < N; k++) top = fmaxf(top, fabsf(x[k]));
 #pragma unroll
-        for (int bit = 1; bit < 32; bit *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, bit));
-        const u16 half_step = float_to_half(__fdiv_rn(top, 127.f));
-        const float step = half_to_float(half_step);
-        if (lane == 0 && first) *(u16 *)(record + MEAN_AT + D) = half_step;
+    for (int bit = 1; bit < 32; bit *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, bit));
+    const u16 half_step = float_to_half(__fdiv_rn(top, 127.f));
+    const float step = half_to_float(half_step);
+    if (lane == 0 && first) *(u16 *)(record + MEAN_AT + D) = half_step;
 #pragma unroll
-        for (int k = 0; k < N; k++) {
-            if (!THERE(k)) continue;
-            float level = rintf(__fdiv_rn(x[k], fmaxf(step, 6.103515625e-05f)));
-            level = fminf(fmaxf(level, -127.f), 127.f);
-            if (first) ((signed char *)(record + MEAN_AT))[lane + 32 * k] = (signed char)level;
-            mean[lane + 32 * k] = level * step;
-        }
+    for (int k = 0; k < N; k++) {
+        if (!THERE(k)) continue;
+        float level = rintf(__fdiv_rn(x[k], fmaxf(step, 6.103515625e-05f)));
+        level = fminf(fmaxf(level, -127.f), 127.f);
+        if (first) ((signed char *)(record + MEAN_AT))[lane + 32 * k] = (signed char)level;
+        mean[lane + 32 * k] = level * step;
+    }
 #else
 #pragma unroll
-        for (int k = 0; k < N; k++) {
-            if (!THERE(k)) continue;
-            const u16 h = float_to_half(x[k]);
-            if (first) ((u16 *)(record + MEAN_AT))[lane + 32 * k] = h;
-            mean[lane + 32 * k] = half_to_float(h);
-        }
-#endif
+    for (int k = 0; k < N; k++) {
+        if (!THERE(k)) continue;
+        const u16 h = float_to_half(x[k]);
+        if (first) ((u16 *)(record + MEAN_AT))[lane + 32 * k] = h;
+        mean[lane + 32 * k] = half_to_float(h);
     }
+#endif
+}
+
+// A rotated key or what is left of it without its page's mean, whichever is smaller, and its squared size.
+__device__ __forceinline__ bool center_key(float (&x)[N], const float (&mean)[D], int lane, float &size) {
+    double plain = 0, without = 0;
+    float rest[N];
+#pragma unroll
+    for (int k = 0; k < N; k++) {
+        rest[k] = THERE(k) ? __fadd_rn(x[k], -mean[lane + 32 * k]) : 0.f;
+        plain += (double)x[k] * (double)x[k];
+        without += (double)rest[k] * (double)rest[k];
+    }
+    const float of_rest = (float)warp_sum(without);
+    size = (float)warp_sum(plain);
+    const bool centered = of_rest < size;
+    size = centered ? of_rest : size;
+#pragma unroll
+    for (int k = 0; k < N; k++) x[k] = centered ? rest[k] : x[k];
+    return centered;
 }
 
 // The mean that a page has.
