@@ -16,7 +16,6 @@ from kernel_caches import anisotropic_metric
 from tightkv import KVQuantConfig
 from tightkv.cache import PagedKV
 from tightkv.kernels import registry
-from tightkv.kernels.cuda.source import source
 from tightkv.layout import page_layout
 from tightkv.math.feedback import QueryMetric, feedback_factors
 from tightkv.math.rotation import make_rotation
@@ -241,31 +240,37 @@ def test_cuda_finds_the_pages_of_many_rows(cuda):
     assert_pages_alike(*both)
 
 
-def test_cuda_without_feedback_launches_one_kernel(cuda, monkeypatch):
-    """And the source it is made of knows nothing of feedback."""
+def test_launches_of_an_append(cuda, monkeypatch):
+    """A few tokens and what they complete are one launch, unless sequences are many."""
     made = []
 
-    class Launches:
+    class Module:
+        def __init__(self, name):
+            self.name = name
+
         def launch(self, name, *arguments, **options):
-            made[-1].append(name)  # of the module that was asked for last
+            made[-1].append(f"{self.name}: {name}")
 
-    def module(name, *arguments):
-        made.append([name])
-        return Launches()
+    def launches(processors, counts, feedback=True):
+        monkeypatch.setattr(cuda, "processor_count", lambda device: processors)
+        cfg = KVQuantConfig.preset("k4v4")
+        cache = appended("cuda", cfg, 64, torch.float16, [counts], lose_exact=False)
+        made.append([])
+        if not feedback:
+            cache.feedback = None
+        rows = range(len(counts))
+        new = torch.zeros(2, len(counts), max(counts), 2, 64, device=DEVICE).half()
+        cache.append(cache.table.append(rows, counts), *new)
+        return made[-1]
 
-    monkeypatch.setattr(cuda, "_module", module)
-    cfg = KVQuantConfig.preset("k4v4")
-    cache = appended("cuda", cfg, 64, torch.float16, [(1,), (100,)], lose_exact=False)
-    cache.feedback = None
-    cache.append(cache.table.append([0], [1]), *torch.zeros(2, 1, 1, 2, 64, device=DEVICE).half())
-    assert made == [
-        ["append", "append"],
-        ["seal_with_feedback", "seal"],
-        ["append", "append"],
-        ["seal_with_feedback", "seal", "append"],  # the ring, last
-        ["append", "append"],
-    ]
-    assert "FEEDBACK_WIDTH" not in source("append", cache.layout, 2, None)
+    made.append([])
+    monkeypatch.setattr(cuda, "_module", lambda name, *_: Module(name))
+    assert launches(24, [1]) == ["seal: append_and_seal"]
+    assert launches(1, [1, 1]) == ["append: append", "seal: seal"]
+    assert launches(24, [1], feedback=False) == ["append: append"]
+    prompt = ["append: append", "seal: seal", "append: append"]  # the ring, last
+    assert launches(24, [100]) == prompt
+    assert launches(24, [100], feedback=False) == ["append: append"] * 2
 
 
 @pytest.mark.parametrize(("preset", "dim", "dtype"), TRITON, ids=str)

@@ -30,6 +30,12 @@ extern "C" void host_seal(const int *shape, int threads, size_t shared, void **a
         seal(*(AppendParams *)args[0], *(float **)args[1], *(int *)args[2]);
     });
 }
+extern "C" void host_append_and_seal(const int *shape, int threads, size_t shared, void **args) {
+    host::launch(shape, threads, shared, [&] {
+        append_and_seal(*(AppendParams *)args[0], *(float **)args[1], *(int *)args[2],
+                        *(int *)args[3]);
+    });
+}
 """
 _DECODE = """
 extern "C" void host_decode(const int *shape, int threads, size_t shared, void **args) {
@@ -49,7 +55,7 @@ extern "C" void host_static_step(const int *shape, int threads, size_t shared, v
     host::launch(shape, threads, shared, [&] { static_step(*(StepParams *)args[0]); });
 }
 """
-_LAUNCHERS = {"append": _APPEND, "decode": _DECODE, "seal": _SEAL, "seal_with_feedback": _SEAL}
+_LAUNCHERS = {"append": _APPEND, "decode": _DECODE, "seal": _SEAL}
 
 
 class HostModule:
@@ -109,6 +115,7 @@ def _compile(text: str, launchers: str) -> HostModule:
     path.with_suffix(".cpp").write_text(text, encoding="utf-8")
     command = [str(COMPILER), "-std=c++17", "-O1", "-fno-strict-aliasing", "-shared", "-fPIC", "-w"]
     command.append("-ffp-contract=off")  # what __fmul_rn gives is rounded
+    command.append("-fno-gnu-unique")  # shared memory of inline functions is this library's own
     command += ["-o", str(path.with_suffix(".so")), str(path.with_suffix(".cpp"))]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-5000:]

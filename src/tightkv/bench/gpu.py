@@ -81,36 +81,24 @@ def _decode_times(module: ModuleType, layers: Sequence[Layer], shape: Shape) -> 
     cu_seqlens = torch.arange(shape.batch + 1, dtype=torch.int32, device=device)
     query = _random(shape.batch, shape.query_heads, shape.head_dim, device)
     key, value = (_random(shape.batch, shape.kv_heads, shape.head_dim, device) for _ in range(2))
-    centers = (
-        _random(shape.kv_heads, shape.head_dim, device),
-        _random(shape.kv_heads, shape.head_dim, device),
-    )
+    centers = tuple(_random(shape.kv_heads, shape.head_dim, device) for _ in range(2))
     options = AttendOptions(max_queries=1)
 
-    def append(layer: Layer) -> None:
+    def append(layer: Layer, in_vllm: bool = False, **centers: Any) -> None:
         module.append(
             layer.codec, layer.view, key, value, cu_seqlens, layer.ring_valid_from,
-            max_new=1, encode_partial_page=False,
+            max_new=1, encode_partial_page=in_vllm, **centers,
         )  # fmt: skip
 
-    def attend(layer: Layer) -> None:
-        module.attend(layer.codec, query, layer.view, cu_seqlens, options)
+    def attend(layer: Layer, **center: Tensor) -> None:
+        module.attend(layer.codec, query, layer.view, cu_seqlens, options, **center)
 
-    def step(layer: Layer) -> None:
-        append(layer)
-        attend(replace(layer, view=replace(layer.view, overlaps_append=True)))
+    def step(layer: Layer, in_vllm: bool = False, centered: bool = False) -> None:
+        append(layer, in_vllm, **({"centers": centers} if centered else {}))
+        over = _with_view(layer, overlaps_append=True)  # as vLLM launches it
+        attend(over, **({"value_center": centers[1]} if centered else {}))
 
-    def in_vllm(layer: Layer, centered: bool = False) -> None:
-        view = replace(layer.view, overlaps_append=True)
-        new = (key, value, cu_seqlens, layer.ring_valid_from)
-        if module.NAME == "cuda":
-            module.step(
-                layer.codec, view, query, *new, options,
-                encode_partial_page=True, centers=centers if centered else None,
-            )  # fmt: skip
-        else:
-            module.append(layer.codec, view, *new, max_new=1, encode_partial_page=True)
-            module.attend(layer.codec, query, view, cu_seqlens, options)
+    in_vllm = partial(step, in_vllm=True)
 
     def sealing(rows: int) -> list[Layer]:
         """The first so many complete a page."""
@@ -138,8 +126,7 @@ def _decode_times(module: ModuleType, layers: Sequence[Layer], shape: Shape) -> 
     if module.NAME == "cuda":  # others have no way to take centers
         calls["vllm_step_with_centers"] = (partial(in_vllm, centered=True), layers)
     return {
-        name: graph_ms([partial(call, layer) for layer in of])
-        for name, (call, of) in calls.items()
+        name: graph_ms([partial(call, layer) for layer in of]) for name, (call, of) in calls.items()
     }
 
 

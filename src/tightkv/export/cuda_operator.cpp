@@ -152,7 +152,8 @@ Loaded load(std::shared_ptr<const KernelSet> set)
         for (const Launch &launch : program.launches) {
             void *function = nullptr, *module = x.modules[static_cast<size_t>(launch.cubin)];
             check(d.module_function(&function, module, launch.name.c_str()), "find a kernel");
-            if (launch.shared > 48 << 10)  // more than that has to be asked for
+            // more than 48 KiB, what a kernel has of its own among them, must be asked for
+            if (launch.shared > 0)
                 check(d.set_attribute(function, MAX_DYNAMIC_SHARED, static_cast<int>(launch.shared)),
                       "give a kernel its shared memory");
             x.functions[&launch] = function;

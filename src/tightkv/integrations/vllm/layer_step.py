@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
 
@@ -79,22 +79,12 @@ class LayerStep:
 
         Tokens are stored relative to `centers`. Kernels do it while decoding, where they can.
         """
-        if inherited is not None:
-            to, source = inherited  # a row may be both: all are read before any is written
-            for sinks in rings[2:]:
-                sinks[to] = sinks[source]
-        if self._seals_meanwhile(parts, rings):
-            mine = parts[0].tokens
-            new = (key[mine], value[mine], parts[0].rows.exact_starts, feedback, centers)
-            attend = partial(self._append_and_attend, new)
-            self._attend(attend, parts, pages, rings, query, None, output, True)
-            return
         append = self.kernels.append
         if centers is not None and self._fuses_centers(parts):
             append = partial(append, centers=centers)
         elif centers is not None:
             key, value = key - centers[0], value - centers[1]
-        self._append(append, parts, pages, rings, key, value, feedback)
+        self._append(append, parts, pages, rings, key, value, inherited, feedback)
         overlaps = len(parts) == 1
         self.attend(parts, pages, rings, query, (key, value), output, centers, overlaps)
 
@@ -116,21 +106,6 @@ class LayerStep:
         attend, fused = self.kernels.attend, self._fuses_centers(parts)
         if centers is not None and fused:
             attend = partial(attend, value_center=centers[1])
-        self._attend(attend, parts, pages, rings, query, new_tokens, output, overlaps_append)
-        if centers is not None and not fused:
-            output.unflatten(1, (centers[1].shape[0], -1)).add_(centers[1][:, None])
-
-    def _attend(
-        self,
-        attend: Callable[..., tuple[Tensor, Tensor]],
-        parts: Sequence[BatchPart],
-        pages: Tensor,
-        rings: Rings,
-        query: Tensor,
-        new_tokens: tuple[Tensor, Tensor] | None,
-        output: Tensor,
-        overlaps_append: bool,
-    ) -> None:
         for part in parts:
             mine, key, value = part.tokens, None, None
             if part.is_prefill and new_tokens is not None:
@@ -152,39 +127,8 @@ class LayerStep:
             )
             if self.sink_logits is not None:
                 output[mine].mul_(torch.sigmoid(lse - self.sink_logits)[..., None])
-
-    def _seals_meanwhile(self, parts: Sequence[BatchPart], rings: Rings) -> bool:
-        """Whether pages may be sealed while attention runs: it reads none of them.
-
-        Decodes read the page that they complete from their rings, if all have one. A sequence that
-        shares it has a prompt in the same step.
-        """
-        decodes = len(parts) == 1 and not parts[0].is_prefill and self.kernel_name == "cuda"
-        return decodes and len(parts[0].starts) < len(rings[0])  # the last ring is nobody's
-
-    def _append_and_attend(
-        self,
-        new: tuple[Tensor, Tensor, Tensor, Tensor | None, tuple[Tensor, Tensor] | None],
-        codec: Codec,
-        query: Tensor,
-        view: CacheView,
-        query_start_loc: Tensor,
-        options: AttendOptions,
-    ) -> tuple[Tensor, Tensor]:
-        key, value, exact_starts, feedback, centers = new
-        found: tuple[Tensor, Tensor] = self.kernels.step(
-            codec,
-            replace(view, feedback=feedback),
-            query,
-            key,
-            value,
-            query_start_loc,
-            exact_starts,
-            options,
-            encode_partial_page=True,
-            centers=centers,
-        )
-        return found
+        if centers is not None and not fused:
+            output.unflatten(1, (centers[1].shape[0], -1)).add_(centers[1][:, None])
 
     def _fuses_centers(self, parts: Sequence[BatchPart]) -> bool:
         return self.kernel_name == "cuda" and not any(part.is_prefill for part in parts)
@@ -197,8 +141,13 @@ class LayerStep:
         rings: Rings,
         key: Tensor,
         value: Tensor,
+        inherited: tuple[Tensor, Tensor] | None,
         feedback: Tensor | None,
     ) -> None:
+        if inherited is not None:
+            to, source = inherited  # a row may be both: all are read before any is written
+            for sinks in rings[2:]:
+                sinks[to] = sinks[source]
         # All tokens are written before any is read: sequences share blocks within a step.
         for part in parts:
             append(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -28,7 +27,7 @@ from tightkv.kernels.view import CacheView
 from tightkv.layout import RING_SLACK, PageLayout
 from tightkv.math.rotation import Rotation
 
-__all__ = ["NAME", "append", "attend", "step", "unavailable", "unsupported"]
+__all__ = ["NAME", "append", "attend", "unavailable", "unsupported"]
 
 NAME = "cuda"
 TAKES_BATCHES = False
@@ -39,8 +38,10 @@ _EXACT_TOKENS = 16  # that a warp reads at a time
 _MANY_THREADS, _FEW_THREADS = 256, 128  # of a block that appends
 _MOST_BLOCKS_Z = 65_535  # of a grid; blocks take further pages in turn
 _STEP_THREADS = 128
-_SEAL_THREADS, _SEAL_BLOCKS = 32, 12  # of a block that seals, and blocks a processor
-_SEAL_CHANNELS = 1024  # that a block encodes at once, of all its tokens
+_SEAL_THREADS, _SEAL_BLOCKS = 128, 4  # of a block that seals with feedback, and blocks a processor
+_SEAL_CHANNELS = 2048  # that it encodes at once, of all its tokens
+_FEW_APPENDS = 2  # blocks a processor that append in one launch with others that seal
+_KEYS_APART = 2  # `encode` of encode.cuh
 
 
 def unavailable(device_type: str | None, asked: bool = False) -> str | None:
@@ -84,61 +85,10 @@ def append(
     centers: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """See `reference.append`; tokens are stored relative to `centers` [Hkv, D] of key and value."""
-    seal = _append(
-        codec, view, key, value, cu_seqlens, ring_valid_from, max_new, encode_partial_page, centers,
-        apart=view.feedback is not None,
-    )  # fmt: skip
-    if seal is not None:
-        seal()
-
-
-@device_guard
-def step(
-    codec: Codec,
-    view: CacheView,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor,
-    ring_valid_from: Tensor,
-    options: AttendOptions,
-    *,
-    encode_partial_page: bool,
-    centers: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`append` and `attend` to it, with keys of complete pages sealed while attention runs.
-
-    Where that may be: their exact tokens are read in this step, and no other sequence has them yet.
-    """
-    cfg, new = codec.cfg, options.max_queries
-    shadow = _decodes(codec, query, view, options) and (cfg.exact_pages > 1 or new == 1)
-    seal = _append(
-        codec, view, key, value, cu_seqlens, ring_valid_from, new, encode_partial_page, centers,
-        apart=view.feedback is not None or (shadow and cfg.centered and _is_power(codec.layout)),
-    )  # fmt: skip
-    if seal is not None and not shadow:
-        seal()
-        seal = None
-    center = None if centers is None else centers[1]
-    return _attend(codec, query, view, cu_seqlens, options, center, seal)
-
-
-def _append(
-    codec: Codec,
-    view: CacheView,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor,
-    ring_valid_from: Tensor,
-    max_new: int,
-    encode_partial_page: bool,
-    centers: tuple[Tensor, Tensor] | None,
-    apart: bool,
-) -> Callable[[], None] | None:
-    """`append`; of `apart`, all but the keys of complete pages, which the returned call seals."""
     layout = codec.layout
     usual = key.dtype == value.dtype == layout.dtype and not codec.cfg.check_finite
-    if not usual or not view.batch or (view.feedback is not None and not _is_power(layout)):
+    sealed_here = view.feedback is None or padded_dim(layout) == layout.head_dim
+    if not usual or not view.batch or not sealed_here:
         if centers is not None:
             key, value = key - centers[0], value - centers[1]
         triton_kernels.append(
@@ -151,8 +101,8 @@ def _append(
             max_new=max_new,
             encode_partial_page=encode_partial_page,
         )
-        return None
-    key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
+        return
+    key, value = map(_aligned, (key, value))
     rotation = codec.key.rotation.table(key.device)
     ring = view.ring_key.shape[1]
     arguments = [
@@ -170,43 +120,58 @@ def _append(
         ring, view.sink_key.shape[1], int(encode_partial_page),
     ]  # fmt: skip
     module = _module("append", layout, layout.num_kv_heads, None, False, key.device)
-    blocks, encode = view.batch * layout.num_kv_heads, 2 if apart else 1
-    seal = functools.partial(_seal, layout, view, AppendParams(*arguments, 1, encode), max_new)
+    heads, processors = view.batch * layout.num_kv_heads, processor_count(key.device)
+    encode = 1 if view.feedback is None else _KEYS_APART
     if max_new <= RING_SLACK:
+        params = AppendParams(*arguments, 1, encode)
+        if view.feedback is not None and 2 * heads <= _FEW_APPENDS * processors:
+            _seal(layout, view, params, 1, appending=2 * heads)
+            return
         # Many blocks are launched sooner if they are small; few should seal pages fast.
-        threads = _FEW_THREADS if blocks > processor_count(key.device) else _MANY_THREADS
-        module.launch("append", (blocks, 2, 1), threads, AppendParams(*arguments, 1, encode))
-        return seal if apart else None
+        threads = _FEW_THREADS if heads > processors else _MANY_THREADS
+        module.launch("append", (heads, 2, 1), threads, params)
+        _seal(layout, view, params, 1)
+        return
     # Only a short append may overwrite the ring while pages are sealed from it.
     touched = min((max_new - 2) // layout.page_size + 2, _MOST_BLOCKS_Z)
-    grid = (blocks, 2, touched)
-    module.launch("append", grid, _MANY_THREADS, AppendParams(*arguments, 0, encode))
-    if apart:
-        seal()
+    params = AppendParams(*arguments, 0, encode)
+    module.launch("append", (heads, 2, touched), _MANY_THREADS, params)
+    _seal(layout, view, params, -(-max_new // layout.page_size))
     copies = -(-min(max_new, ring) // 32)
-    module.launch("append", (blocks, 2, copies), _MANY_THREADS, AppendParams(*arguments, 1, 0))
-    return None
+    module.launch("append", (heads, 2, copies), _MANY_THREADS, AppendParams(*arguments, 1, 0))
 
 
-def _seal(layout: PageLayout, view: CacheView, params: AppendParams, max_new: int) -> None:
-    """Keys of the pages that an append just launched completes."""
-    if not max_new:
+def _aligned(x: Tensor) -> Tensor:
+    """Tokens that can be read 16 bytes at a time."""
+    steps = (x.data_ptr(), *(n * x.element_size() for n in x.stride()[:-1]))
+    if x.stride(-1) == 1 and not any(n % 16 for n in steps):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _seal(
+    layout: PageLayout, view: CacheView, params: AppendParams, pages: int, appending: int = 0
+) -> None:
+    """Keys of at most so many pages of each sequence that an append completes, with feedback.
+
+    `appending`: blocks of the append that are launched with it; else it was launched just before.
+    """
+    if view.feedback is None:
         return
-    device = view.pages.device
-    name = "seal" if view.feedback is None else "seal_with_feedback"
-    module = _module(name, layout, layout.num_kv_heads, None, False, device)
-    pages = view.batch * layout.num_kv_heads * -(-max_new // layout.page_size)
+    device, d = view.pages.device, layout.head_dim
+    processors, heads = processor_count(device), view.batch * layout.num_kv_heads
     # Few pages are sealed by several blocks each; many by blocks that take one after another.
-    passes = layout.page_size * layout.head_dim // _SEAL_CHANNELS
-    blocks = max(min(pages * passes, _SEAL_BLOCKS * processor_count(device)), 1)
-    factors = 0 if view.feedback is None else view.feedback.data_ptr()
-    more = (ctypes.c_void_p(factors), ctypes.c_int(view.batch))
-    shared = 0 if view.feedback is None else 64 * layout.head_dim  # factors on their way
-    module.launch("seal", (blocks, 1, 1), _SEAL_THREADS, params, *more, shared=shared)
-
-
-def _is_power(layout: PageLayout) -> bool:
-    return padded_dim(layout) == layout.head_dim
+    jobs = heads * pages * max(layout.page_size * d // _SEAL_CHANNELS, 1)
+    module = _module("seal", layout, layout.num_kv_heads, None, False, device)
+    args = (params, ctypes.c_void_p(view.feedback.data_ptr()), ctypes.c_int(view.batch))
+    shared = 64 * d  # rows of factors on their way
+    if appending:
+        sealing = max(min(jobs, processors), 1)
+        grid, count = (sealing + appending, 1, 1), ctypes.c_int(sealing)
+        module.launch("append_and_seal", grid, _SEAL_THREADS, *args, count, shared=shared)
+        return
+    grid = (max(min(jobs, _SEAL_BLOCKS * processors), 1), 1, 1)
+    module.launch("seal", grid, _SEAL_THREADS, *args, shared=shared)
 
 
 @device_guard
@@ -219,34 +184,15 @@ def attend(
     value_center: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `reference.attend`; values are relative to `value_center` [Hkv, D]."""
-    return _attend(codec, query, view, cu_seqlens, options, value_center, None)
-
-
-def _decodes(codec: Codec, query: Tensor, view: CacheView, options: AttendOptions) -> bool:
-    """Whether decode.cu attends."""
-    few = 0 < options.max_queries <= _MAX_QUERIES
-    plain = options.mask is None and options.new_key is None
-    return few and plain and query.dtype == codec.layout.dtype and len(query) > 0 < view.batch
-
-
-def _attend(
-    codec: Codec,
-    query: Tensor,
-    view: CacheView,
-    cu_seqlens: Tensor,
-    options: AttendOptions,
-    value_center: Tensor | None,
-    meanwhile: Callable[[], None] | None,
-) -> tuple[Tensor, Tensor]:
-    """`attend`, and what `meanwhile` launches in its time, of an append right before it."""
     layout, device = codec.layout, query.device
-    if not _decodes(codec, query, view, options):
+    rows, hq, d = query.shape
+    max_queries, scale, causal, window, softcap, mask, new_key, _, out = options
+    decoding = 0 < max_queries <= _MAX_QUERIES and mask is None and new_key is None
+    if not decoding or query.dtype != layout.dtype or not rows or not view.batch:
         out, lse = triton_kernels.attend(codec, query, view, cu_seqlens, options)
         if value_center is not None:
             out.unflatten(1, (layout.num_kv_heads, -1)).add_(value_center[:, None])
         return out, lse
-    rows, hq, d = query.shape
-    max_queries, scale, causal, window, softcap, _, _, _, out = options
     overlaps_append = view.overlaps_append
     if query.stride(-1) != 1:
         query, overlaps_append = query.contiguous(), False
@@ -261,7 +207,7 @@ def _attend(
     out = torch.empty_like(query) if out is None else out
     lse = torch.empty(rows, hq, dtype=torch.float32, device=device)
     room = padded_dim(layout)
-    states = torch.empty(num_partials, rows, hq, room, dtype=torch.float32, device=device)
+    partial = torch.empty(num_partials, rows, hq, room, dtype=torch.float32, device=device)
     partial_lse = torch.empty(num_partials, rows, hq, dtype=torch.float32, device=device)
     rotation = _rotation_table(codec.value.rotation, device)
     center = 0 if value_center is None else value_center.data_ptr()
@@ -274,20 +220,18 @@ def _attend(
                 view.ring_key, view.ring_value, view.sink_key, view.sink_value, rotation,
             )
         ],
-        center, states.data_ptr(), partial_lse.data_ptr(), out.data_ptr(), lse.data_ptr(),
+        center, partial.data_ptr(), partial_lse.data_ptr(), out.data_ptr(), lse.data_ptr(),
         query.stride(0), query.stride(1), out.stride(0), out.stride(1),
         view.block_table.stride(0), view.pages.stride(0), rows,
         1 / math.sqrt(d) if scale is None else scale, softcap or 0.0,
         view.ring_key.shape[1], view.sink_key.shape[1], num_splits, num_exact_splits,
-        window or 0, int(causal), int(overlaps_append), int(meanwhile is not None),
+        window or 0, int(causal), int(overlaps_append),
     )  # fmt: skip
     grid = (view.batch * layout.num_kv_heads, num_splits, plan.num_q_tiles)
     module.launch("decode", grid, 32 * plan.tile.warps, arguments, shared=plan.shared_bytes)
-    if meanwhile is not None:
-        meanwhile()
     if num_splits == 1:
         return out, lse
-    partials = (states.data_ptr(), partial_lse.data_ptr(), rotation.data_ptr())
+    partials = (partial.data_ptr(), partial_lse.data_ptr(), rotation.data_ptr())
     results = (cu_seqlens.data_ptr(), out.data_ptr(), lse.data_ptr())
     module.launch(
         "merge",

@@ -13,7 +13,6 @@ from tightkv.layout import PageLayout
 _MAX_SPLITS = 64
 _HOPPER_BYTES = 228 << 10  # of shared memory of a processor
 _DRIVER_BYTES = 1024  # of shared memory that the driver takes of each block
-_SEAL_BYTES = 16 << 10  # that blocks of decode.cu leave to one of seal.cu
 _MANY_PROGRAMS = 3.8  # for each processor: 64 sequences of 8 KV heads on an H200
 _BLOCK_TILES, _MERGE_TILES = 6, 4  # as many take as long as a block's setup, and as a merge
 
@@ -126,7 +125,7 @@ class DecodePlan:
             tile = DecodeTile.of(layout, width, 0, memory)
             num_splits = num_splits_heuristic(programs, processors, tile.blocks, tiles)
         # As much memory as keeps further blocks off a processor: another would miss them.
-        share = ((memory - _SEAL_BYTES) // tile.blocks - _DRIVER_BYTES) // 16 * 16
+        share = (memory // tile.blocks - _DRIVER_BYTES) // 16 * 16
         return DecodePlan(tile, num_q_tiles, num_splits, max(tile.shared_bytes(layout), share))
 
 

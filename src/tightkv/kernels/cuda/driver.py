@@ -96,7 +96,7 @@ class Module:
         function = ctypes.c_void_p()
         status = _driver().cuModuleGetFunction(ctypes.byref(function), self._module, name.encode())
         _check(status, f"find kernel {name}")
-        if shared > 48 << 10:  # more than that has to be asked for
+        if shared:  # more than 48 KiB, what a kernel has of its own among them, must be asked for
             status = _driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, shared)
             _check(status, f"give kernel {name} {shared} bytes of shared memory")
         return function

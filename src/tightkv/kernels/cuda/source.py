@@ -26,7 +26,6 @@ _INCLUDE = re.compile(r'#include "([\w.]+)"$')
 _PROGRAMS = {
     "append": ("append.cu",),
     "seal": ("seal.cu",),
-    "seal_with_feedback": ("seal.cu",),
     "decode": ("decode.cu", "merge.cu"),
 }
 STATIC_STEP = "static_step.cu"  # takes no constants
@@ -48,9 +47,8 @@ def source(
         "BF16": int(layout.dtype == torch.bfloat16),
         "ROOT": _floats(d**-0.5),
         "WIDTH": _floats(d**0.5),
-        "FEEDBACK": int(name == "seal_with_feedback"),
     }
-    if constants["FEEDBACK"]:
+    if name == "seal":
         factor = gain(layout.cfg.key_bits)
         constants |= {
             "FEEDBACK_WIDTH": _floats(factor * d**0.5),

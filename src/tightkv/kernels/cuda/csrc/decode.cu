@@ -117,7 +117,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
     };
     // Pages and rings are read from here on, and outputs written.
     if (a.overlaps_append) grid_dependency_wait();
-    if (a.seals) launch_dependents();
     clear_unused_queries(a);
 #pragma unroll
     for (int k = 0; k < STAGES - 1; k++) copy_next();

@@ -40,5 +40,4 @@ struct DecodeParams {  // one kernel argument for all pointers and strides
     float scale, softcap;
     int ring, sinks, num_splits, num_exact_splits, window, causal;
     int overlaps_append;  // the append right before this may still run, and nothing else
-    int seals;  // pages are sealed while this runs: by a kernel that needs no more than the append
 };

@@ -1,0 +1,176 @@
+// What an append does with a head of a sequence: copy its new tokens to ring and sinks, encode what they touch.
+//
+// A warp encodes a token, lane l holding channels l + 32 k; codes go through shared memory and are packed
+// word by word.
+#pragma once
+
+#include "encode.cuh"
+
+#define ROOM (PAGE * D > 32768 ? 32768 / D / 32 * 32 : PAGE)  // tokens whose codes fit shared memory
+
+// A sequence's head, by number, and a side of it; of its pages or copies, every so many-th from `slice` on.
+__device__ __forceinline__ void append_tokens(const AppendParams &a, int number, bool is_key, int slice,
+                                              int slices) {
+    __shared__ u8 codes[ROOM][D];
+    __shared__ float sums[PARTS][D];
+    __shared__ float mean[D];
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+    const int row = number / HKV, head = number % HKV;
+    const int begin = a.cu_seqlens[row], count = a.cu_seqlens[row + 1] - begin;
+    const int length = a.lengths[row];
+    if (!count || length < count) return;
+    const int before = length - count, start = a.left_pad[row];
+    const long long owner = a.ring_rows[row];
+    const u16 *source = is_key ? a.key + head * a.key_h : a.value + head * a.value_h;
+    const long long stride = is_key ? a.key_n : a.value_n;
+    const u16 *center = is_key ? a.key_center : a.value_center;
+    if (center) center += head * D;
+    u16 *ring = (is_key ? a.ring_key : a.ring_value) + (owner * a.ring * HKV + head) * D;
+    u16 *sink = (is_key ? a.sink_key : a.sink_value) + (owner * a.sinks * HKV + head) * D;
+
+    if (a.copy) {
+        const int own = slice * warps + warp, step = slices * warps;
+        for (int t = max(count - a.ring, 0) + own; t < count; t += step) {
+            const u16 *x = source + (begin + t) * stride;
+            u16 *place = ring + (long long)((before + t) % a.ring) * HKV * D;
+            for (int d = lane; d < D; d += 32) place[d] = relative(x[d], center, d);
+        }
+        const int sinks_to = min(length, start + a.sinks);
+        for (int at = max(before, start) + own; at < sinks_to; at += step) {
+            const u16 *x = source + (begin + at - before) * stride;
+            u16 *place = sink + (long long)(at - start) * HKV * D;
+            for (int d = lane; d < D; d += 32) place[d] = relative(x[d], center, d);
+        }
+    }
+    if (!a.encode) return;
+
+    for (int index = before / PAGE + slice; index * PAGE < length; index += slices) {
+        const int page_at = index * PAGE;
+        const bool complete = page_at + PAGE <= length;
+        if (!complete && !a.encode_partial_page) return;
+        if (a.encode == 2 && is_key && complete) continue;
+        const int id = a.block_table[row * a.table_b + index];
+        if (id < 0) continue;  // nobody will read it
+        const int exact_from = a.ring_valid_from[row];
+        // Values that were coded when they came have the bytes that they would get again.
+        const bool again = complete && !(a.encode_partial_page && (!is_key || MEAN_BITS == 0));
+        const int low = max(again ? exact_from : before, page_at);
+        const int high = min(length, page_at + PAGE);
+        u8 *record = a.pages + id * a.page_bytes + head * RECORD;
+        const bool has_mean = is_key && complete && MEAN_BITS > 0;
+
+        auto load = [&](int at, float(&x)[N]) {
+            const bool fresh = at >= before;  // tokens of the ring are relative already
+            const u16 *p = fresh ? source + (begin + at - before) * stride
+                                 : ring + (long long)(at % a.ring) * HKV * D;
+            const u16 *o = fresh ? center : nullptr;
+#pragma unroll
+            for (int k = 0; k < N; k++)
+                x[k] = THERE(k) ? finite(model_to_float(relative(p[lane + 32 * k], o, lane + 32 * k))) : 0.f;
+        };
+
+        if (has_mean && exact_from <= page_at) {
+            const int real_from = max(start, page_at), to = page_at + PAGE;
+            for (int p = warp; p < PARTS; p += warps) {
+                float sum[N];
+#pragma unroll
+                for (int k = 0; k < N; k++) sum[k] = 0.f;
+                for (int at = real_from + p; at < to; at += PARTS) {
+                    float x[N];
+                    load(at, x);
+#pragma unroll
+                    for (int k = 0; k < N; k++) sum[k] += x[k];
+                }
+#pragma unroll
+                for (int k = 0; k < N; k++)
+                    if (THERE(k)) sums[p][lane + 32 * k] = sum[k];
+            }
+            __syncthreads();
+            if (warp == 0) {
+                float sum[N];
+#pragma unroll
+                for (int k = 0; k < N; k++) {
+                    sum[k] = 0.f;
+                    if (THERE(k))
+                        for (int p = 0; p < PARTS; p++) sum[k] += sums[p][lane + 32 * k];
+                }
+                mean_of_sum(sum, to - real_from, a.rotation, record, true, mean, lane);
+            }
+        } else if (has_mean && warp == 0) {
+            read_mean(record, mean, lane);
+        }
+        if (has_mean) __syncthreads();
+
+#pragma unroll 1
+        for (int part = page_at; part < page_at + PAGE; part += ROOM) {
+            const int from = max(low, part), to = min(high, part + ROOM);
+            if (from >= to) continue;
+            for (int at = from + warp; at < to; at += warps) {
+                const int t = at - page_at;
+                float x[N];
+                load(at, x);
+                rotate(x, a.rotation, lane);
+                float scale;
+                u16 *scales;
+                if (is_key) {
+                    bool centered = false;
+                    float size;
+                    if (has_mean) centered = center_key(x, mean, lane, size);
+                    scale = quantize<KEY_BITS, KEY_MODE>(x, codes[t % ROOM], lane);
+                    scale = fminf(fmaxf(scale, -65504.f), 65504.f);
+                    scale = centered ? -scale : scale;
+                    scales = (u16 *)(record + KEY_SCALE_AT);
+                } else {
+                    scale = quantize<VALUE_BITS, VALUE_MODE>(x, codes[t % ROOM], lane);
+                    scale = fminf(fmaxf(scale, -65504.f), 65504.f);
+                    scales = (u16 *)(record + VALUE_SCALE_AT);
+                }
+                if (lane == 0) scales[(t / 32) * 32 + (t % 8) * 4 + (t % 32) / 8] = float_to_half(scale);
+            }
+            __syncthreads();
+
+            const int first_block = (from - page_at) / 32, last_block = (to - page_at - 1) / 32;
+            if (is_key && D % 32 != 0) {
+                constexpr int C = D / 16, BLOCK = KEY_BITS * 32 * C;  // words, of 16 bits
+                u16 *plane = (u16 *)record;
+                for (int w = first_block * BLOCK + threadIdx.x; w < (last_block + 1) * BLOCK; w += blockDim.x) {
+                    const int i = w % 4, c = w / 4 % C, r = w / (4 * C) % 8, j = w / (32 * C) % KEY_BITS;
+                    const int t = w / BLOCK * 32 + 8 * i + r;
+                    if (page_at + t < from || page_at + t >= to) continue;
+                    const u8 *own = codes[t % ROOM] + 16 * c;
+                    plane[w] = pack_half_word<KEY_BITS>(j, [&](int k) { return own[k]; });
+                }
+            } else if (is_key) {
+                constexpr int C = D / 32, BLOCK = KEY_BITS * 32 * C;  // words of 32 tokens
+                u32 *plane = (u32 *)record;
+                for (int w = first_block * BLOCK + threadIdx.x; w < (last_block + 1) * BLOCK; w += blockDim.x) {
+                    const int i = w % 4, c = w / 4 % C, r = w / (4 * C) % 8, j = w / (32 * C) % KEY_BITS;
+                    const int t = w / BLOCK * 32 + 8 * i + r;
+                    if (page_at + t < from || page_at + t >= to) continue;
+                    plane[w] = pack<KEY_BITS>(j, [&](int k) { return codes[t % ROOM][32 * c + k]; });
+                }
+            } else {
+                constexpr int C = D / 16, BLOCK = VALUE_BITS * 16 * C;
+                u32 *plane = (u32 *)(record + VALUE_AT);
+                for (int w = first_block * BLOCK + threadIdx.x; w < (last_block + 1) * BLOCK; w += blockDim.x) {
+                    const int i = w % 4, c = w / 4 % 4, ch = w / 16 % C, j = w / (16 * C) % VALUE_BITS;
+                    const int t = w / BLOCK * 32 + 2 * (4 * i + c);
+                    const bool even = page_at + t >= from && page_at + t < to;
+                    const bool odd = page_at + t + 1 >= from && page_at + t + 1 < to;
+                    if (!even && !odd) continue;
+                    u32 word = pack<VALUE_BITS>(j, [&](int k) {
+                        return ((k & 1) ? odd : even) ? codes[(t + (k & 1)) % ROOM][16 * ch + k / 2] : (u8)0;
+                    });
+                    if (!even || !odd) {
+                        u32 own = pack<VALUE_BITS>(j, [&](int k) {
+                            return ((k & 1) ? odd : even) ? (u8)((1 << VALUE_BITS) - 1) : (u8)0;
+                        });
+                        word |= plane[w] & ~own;
+                    }
+                    plane[w] = word;
+                }
+            }
+            __syncthreads();  // codes are free for what comes next
+        }
+    }
+}

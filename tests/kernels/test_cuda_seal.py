@@ -1,0 +1,128 @@
+"""Pages that an append of the CUDA kernels completes, against the reference."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+import cuda_on_host
+from helpers import make_cache, tokens
+from kernel_caches import DEVICE, anisotropic_metric
+from tightkv.config import KVQuantConfig
+from tightkv.kernels import reference
+from tightkv.kernels.cuda import backend as cuda
+from tightkv.kernels.registry import load
+from tightkv.math.feedback import QueryMetric
+
+ON_GPU = DEVICE.type == "cuda"
+pytestmark = pytest.mark.skipif(
+    not ON_GPU and cuda_on_host.COMPILER is None, reason="neither a GPU nor g++"
+)
+CFG = KVQuantConfig(page_size=32, sinks=2, exact_pages=2)
+
+
+@pytest.fixture(autouse=True)
+def _on_host(monkeypatch):
+    if not ON_GPU:
+        monkeypatch.setattr(cuda, "_module", cuda_on_host.module)
+        monkeypatch.setattr(cuda, "processor_count", lambda device: 8)
+
+
+class Append:
+    """A cache of a few tokens, and the next ones of each row, of which some complete a page."""
+
+    def __init__(self, cfg, lengths, counts, *, feedback=False, dim=64, partial=True, drop=()):
+        rows, heads = len(lengths), 2
+        self.cache = make_cache(
+            cfg, rows=rows, heads=heads, dim=dim, dtype=torch.bfloat16, device=DEVICE,
+            encode_partial_page=partial,
+        )  # fmt: skip
+        self.cache._kernels = load("reference").__name__
+        if feedback:
+            self.cache.use_metric(QueryMetric(anisotropic_metric(heads, dim)))
+        key, value = (x.to(DEVICE, torch.bfloat16) for x in tokens(rows, 300, heads=heads, dim=dim))
+        self.cache.append(self.cache.table.append(range(rows), lengths), key, value)
+        for row in drop:
+            self.cache.table.drop_exact(row)
+        plan = self.cache.table.append(range(rows), counts)
+        self.cache._fit_pages()
+        self.cache._fit_exact(plan)
+        self.cu_seqlens, self.ring_valid_from = plan.tensors(DEVICE)
+        self.max_new, self.partial = max(counts), partial
+        self.new = [
+            torch.cat([x[row, 200 : 200 + count] for row, count in enumerate(counts)])
+            for x in (key, value)
+        ]
+
+    def run(self, kernels, **options):
+        view = dataclasses.replace(self.cache.view(), feedback=self.cache.feedback)
+        kernels.append(
+            self.cache.codec, view, *self.new, self.cu_seqlens, self.ring_valid_from,
+            max_new=self.max_new, encode_partial_page=self.partial, **options,
+        )  # fmt: skip
+        return self.cache.pages
+
+
+CASES = [
+    ([95, 40, 63], [1, 1, 1], {}),
+    ([95, 62, 160], [1, 3, 0], {"key_bits": 2, "value_bits": 2}),
+    ([31, 250, 90], [16, 5, 6], {"mean_bits": 16, "value_bits": 3}),
+    ([95, 127], [1, 1], {"key_centering": "none", "value_bits": 8}),
+    ([95, 127], [1, 2], {"exact_pages": 1, "page_size": 64, "key_bits": 3}),
+    ([95, 127], [1, 2], {"page_size": 128}),
+]
+
+
+@pytest.mark.parametrize("processors", [1, 8], ids=["two launches", "one launch"])
+@pytest.mark.parametrize("feedback", [False, True])
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize(("lengths", "counts", "changes"), CASES, ids=str)
+def test_pages_are_those_of_the_reference(
+    lengths, counts, changes, partial, feedback, processors, monkeypatch
+):
+    monkeypatch.setattr(cuda, "processor_count", lambda device: processors)
+    cfg = CFG.replace(**changes)
+    drop = [0] if partial else []  # its older tokens keep their codes
+    ours, theirs = (
+        Append(cfg, lengths, counts, feedback=feedback, partial=partial, drop=drop)
+        for _ in range(2)
+    )
+    before = ours.cache.pages.clone()
+    differ = (ours.run(cuda) != theirs.run(reference)).any(-1)
+    assert int(differ.sum()) <= (1 if cfg.centered else 0)  # a mean may be a tie
+    assert (ours.cache.pages != before).any()
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_values_from_an_odd_token_on(bits, dim):
+    """Two tokens share a word; one of them is no longer exact and keeps its code."""
+    cfg = CFG.replace(value_bits=bits, key_bits=bits, key_centering="none", exact_pages=1)
+    ours, theirs = (Append(cfg, [95], [1], dim=dim, partial=False) for _ in range(2))
+    for one in (ours, theirs):
+        one.ring_valid_from = one.ring_valid_from * 0 + 77
+    assert torch.equal(ours.run(cuda), theirs.run(reference))
+
+
+def test_tokens_at_odd_addresses():
+    """They are read 16 bytes at a time, from a copy if need be."""
+    ours, theirs = (Append(CFG, [95, 40], [1, 1]) for _ in range(2))
+    wide = [torch.zeros(2 * x.numel() + 1, dtype=x.dtype, device=DEVICE) for x in ours.new]
+    for x, room in zip(ours.new, wide, strict=True):
+        room[1 : x.numel() + 1] = x.flatten()
+    ours.new = [
+        room[1 : x.numel() + 1].view(x.shape) for x, room in zip(ours.new, wide, strict=True)
+    ]
+    assert (ours.run(cuda) != theirs.run(reference)).any(-1).sum() <= 1
+
+
+@pytest.mark.parametrize("changes", [{}, {"key_centering": "none"}], ids=str)
+def test_what_was_coded_is_not_coded_again(changes):
+    """Values of a page that is complete, and keys that are not relative to its mean."""
+    cfg = CFG.replace(**changes)
+    ours, theirs = (Append(cfg, [95], [1]) for _ in range(2))
+    ours.cache.ring_value.fill_(math.nan)
+    if not cfg.centered:
+        ours.cache.ring_key.fill_(math.nan)
+    assert torch.equal(ours.run(cuda), theirs.run(reference))
