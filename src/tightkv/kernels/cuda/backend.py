@@ -128,7 +128,8 @@ def append(
             _seal(layout, view, params, 1, appending=2 * heads)
             return
         # Many blocks are launched sooner if they are small; few should seal pages fast.
-        threads = _FEW_THREADS if heads > processors else _MANY_THREADS
+        few = heads <= processors * (4 if view.feedback is None else 1)
+        threads = _MANY_THREADS if few else _FEW_THREADS
         module.launch("append", (heads, 2, 1), threads, params)
         _seal(layout, view, params, 1)
         return
