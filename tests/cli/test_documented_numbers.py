@@ -211,28 +211,57 @@ def test_decode_steps_on_a_gpu() -> None:
     )
 
 
-def test_decode_steps_of_other_shapes() -> None:
-    """The slowest first."""
+def test_decode_steps_of_twenty_shapes() -> None:
+    script, found = load_script("decode_shapes"), rows("gpu_decode_20_shapes")
+    assert len({row["commit"] for row in found}) == 1
+    text = script.table(found)
+    assert len(text.splitlines()) == 22
+    steps = {(row["preset"], *row["shape"].values()): row for row in found}
+    eight = [steps[("k8v4", *shape, 32, 8, 128, False)] for shape in ((8, 32731), (32, 8155))]
+    expect(
+        "docs/results.md",
+        text,
+        "k8v4 takes {:.1f} and {:.1f} us".format(*(1e3 * row["ms"]["step"] for row in eight)),
+        "({:.2f}x and {:.2f}x)".format(*(row["against_best_bf16"] for row in eight)),
+    )
+
+
+def test_steps_that_complete_pages() -> None:
+    lines = []
+    for row in rows("gpu_decode_20_shapes"):
+        shape, ms = row["shape"], row["ms"]
+        batch, tokens, *heads = shape.values()
+        if row["preset"] == "k4v4" and heads == [32, 8, 128, False]:
+            step, one, every = (
+                1e3 * ms[f"vllm_step_with_feedback{more}"]
+                for more in ("", "_and_seal_one", "_and_seal")
+            )
+            cells = (f"{x:.1f} ({x / step:.2f}x)" for x in (one, every))
+            lines.append(f"| {batch} x {tokens:,} | {step:.1f} | {' | '.join(cells)} |")
+    assert len(lines) == 9
+    expect("docs/results.md", "\n".join(lines))
+
+
+def test_engines_of_the_newest_kernels() -> None:
+    found = {
+        (row["kv"], row["measure"], row.get("batch")): row["value"]
+        for row in rows("vllm_engine_tpot")
+    }
+    ours, theirs = ([found[kv, "tpot", batch] for batch in (32, 8)] for kv in ("k4v4", "auto"))
+    prefill = [found["k4v4", "prefill", x] / found["auto", "prefill", x] for x in (32, 8)]
+    expect(
+        "docs/results.md",
+        "{:.2f} and {:.2f} ms per output token".format(*ours),
+        "{:.2f} and {:.2f} of bf16's, and {:.2f} and {:.2f} of its prefill speed".format(
+            *(a / b for a, b in zip(ours, theirs, strict=True)), *prefill
+        ),
+    )
+
+
+def test_tiles_that_were_replaced() -> None:
     found: dict[tuple[int, ...], dict[str, Row]] = {}
     for row in rows("gpu_decode_shapes"):
-        others, step = row["others_ms"], row["ms"]["step"]
-        assert row["best_bf16"] == min(others, key=others.get)
-        assert row["against_best_bf16"] == round(min(others.values()) / step, 3)
         found.setdefault(tuple(row["shape"].values()), {})[row["preset"]] = row
-    lines = []
-    for shape, by in sorted(found.items(), key=lambda x: x[1]["k4v4"]["against_best_bf16"]):
-        batch, tokens, query_heads, kv_heads, dim = shape
-        bf16, name = 1e3 * min(by["k4v4"]["others_ms"].values()), by["k4v4"]["best_bf16"]
-        cells = [
-            f"{query_heads}/{kv_heads} of {dim}",
-            f"{batch} x {tokens:,}",
-            f"{bf16:.1f} ({name})",
-        ]
-        for row in (by["k4v4"], by["k2v2"]):
-            cells.append(f"{1e3 * row['ms']['step']:.1f} ({row['against_best_bf16']:.2f}x)")
-        lines.append(f"| {' | '.join(cells)} |")
-    assert len(lines) == 18
-    expect("docs/results.md", "\n".join(lines))
 
     def change(preset: str, *shape: int) -> str:
         row = found[shape][preset]

@@ -102,7 +102,7 @@ def test_a_change_of_the_output_is_noticed(tmp_path: Path, monkeypatch: pytest.M
 def test_measured_rows_of_gpus_and_engines() -> None:
     """The last of each file: those that current code wrote."""
     kinds = set()
-    paths = {*RESULTS.glob("gpu_*.jsonl"), RESULTS / "vllm_engine.jsonl"}
+    paths = {*RESULTS.glob("gpu_*.jsonl"), *RESULTS.glob("vllm_engine*.jsonl")}
     for path in paths - {
         RESULTS / "gpu_decode_shapes.jsonl"
     }:  # a comparison of tiles, not of bench

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -107,5 +108,6 @@ def measure_rivals(shape: Shape, device: torch.device, only: Sequence[str] = ())
 
 
 def reason(error: Exception) -> str:
+    """Its kind and first line, files without their folders."""
     lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"[:300]
+    return f"{type(error).__name__}: {re.sub(r'/[^ ]*/', '', lines[0])}"[:300]
