@@ -40,6 +40,4 @@ struct DecodeParams {  // one kernel argument for all pointers and strides
     float scale, softcap;
     int ring, sinks, num_splits, num_exact_splits, window, causal;
     int overlaps_append;  // the append right before this may still run, and nothing else
-    int batch, max_queries;
-    int most_splits;  // of the batch, where their number depends on lengths (balance.cuh); else 0
 };
