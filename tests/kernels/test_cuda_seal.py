@@ -74,6 +74,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("processors", [1, 8], ids=["two launches", "one launch"])
 @pytest.mark.parametrize("feedback", [False, True])
 @pytest.mark.parametrize("partial", [False, True])
@@ -94,6 +95,7 @@ def test_pages_are_those_of_the_reference(
     assert (ours.cache.pages != before).any()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_values_from_an_odd_token_on(bits, dim):
