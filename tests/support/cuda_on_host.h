@@ -81,13 +81,9 @@ inline Place block, grid;
 inline char *memory;
 inline size_t memory_bytes;
 inline std::vector<Meeting> warps;
-inline Meeting all, waiting;
-struct Late {  // what the kernel before has not written yet
-    void *to;
-    const void *from;
-    size_t bytes;
-};
-inline std::vector<Late> late;
+inline Meeting all;
+inline void *late;  // memory that the kernel before has not finished writing
+inline size_t late_bytes;
 inline char slots[64][2][32][128];  // what lanes show each other: warp, round, lane
 
 inline void fail(const char *what) {
@@ -180,7 +176,7 @@ void run_block(const Kernel &kernel, int threads, size_t shared) {
     barriers.clear();
     fibers = std::vector<Fiber>(threads);
     warps.assign(threads / 32, {32});
-    all = waiting = {threads};
+    all = {threads};
     Entry<Kernel>::kernel = &kernel;
     for (int i = 0; i < threads; i++) {
         Fiber &f = fibers[i];
@@ -277,14 +273,8 @@ inline bool __any_sync(u32, bool x) {
 
 // --- ptx.cuh ---
 inline void grid_dependency_wait() {  // until here the kernel before may still write
-    if (host::late.empty()) return;
-    host::meet(host::waiting);  // for no thread of the block sooner: each must have waited itself
-    for (const host::Late &x : host::late)
-        if (x.from)
-            memcpy(x.to, x.from, x.bytes);
-        else
-            memset(x.to, 0xff, x.bytes);
-    host::late.clear();
+    if (host::late) memset(host::late, 0xff, host::late_bytes);
+    host::late = nullptr;
 }
 inline void launch_dependents() {}
 inline float exp2_fast(float x) { return exp2f(x); }
@@ -397,6 +387,6 @@ inline void barrier_wait(u32 barrier, u32 odd) {
     b = {{}, 0, b.rounds + 1};
 }
 
-extern "C" void host_previous_writes(void *to, const void *from, size_t bytes) {
-    host::late.push_back({to, from, bytes});
+extern "C" void host_previous_writes(void *to, size_t bytes) {
+    host::late = to, host::late_bytes = bytes;
 }
