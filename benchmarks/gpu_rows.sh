@@ -30,7 +30,7 @@ step rivals 600 $engine $rivals --size 32x8192 --size 8x32768
 step agents 420 python3 "$here/agent_replay.py" --agents 24 --gpu-gib 1 --host-gib 4 --seconds 40 \
     --out "$out/agent_replay.jsonl"
 step speculation 240 python3 "$here/speculation.py" --out "$out/speculation.jsonl"
-step decode 300 python3 "$here/decode_shapes.py" --out "$out/gpu_decode_shapes.jsonl"
+step decode 300 python3 "$here/decode_shapes.py" --out "$out/gpu_decode_20_shapes.jsonl"
 for dim in 64 80 96 112 128 192 256; do
     step heads 60 python3 -m tightkv bench decode --batch 32 --tokens 8155 --head-dim $dim \
         --preset k4v4 --against bf16 --out "$out/gpu_decode_heads.jsonl"

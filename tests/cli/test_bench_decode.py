@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tightkv.bench.inputs import Shape, fill
+from tightkv.bench.rivals import reason
 from tightkv.cli.bench import command
 from tightkv.cli.entry import main
 from tightkv.config import KVQuantConfig
@@ -132,3 +133,9 @@ def test_the_plain_triton_kernel_takes_ragged_lengths() -> None:
             query[b].view(2, 6, 128).float(), key[b, :, :n].float(), value[b, :, :n].float()
         )
         torch.testing.assert_close(found[b].float(), expected.flatten(0, 1), atol=2e-2, rtol=2e-2)
+
+
+def test_why_a_rival_failed_names_no_folder() -> None:
+    error = RuntimeError("run, /a/b/flash.cpp:8, needs sm_80/sm_86/sm_90\nand more")
+    assert reason(error) == "RuntimeError: run, flash.cpp:8, needs sm_80/sm_86/sm_90"
+    assert reason(ValueError()) == "ValueError: "

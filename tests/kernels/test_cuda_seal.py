@@ -107,16 +107,28 @@ def test_values_from_an_odd_token_on(bits, dim):
     assert torch.equal(ours.run(cuda), theirs.run(reference))
 
 
-def test_tokens_at_odd_addresses():
-    """They are read 16 bytes at a time, from a copy if need be."""
-    ours, theirs = (Append(CFG, [95, 40], [1, 1]) for _ in range(2))
-    wide = [torch.zeros(2 * x.numel() + 1, dtype=x.dtype, device=DEVICE) for x in ours.new]
-    for x, room in zip(ours.new, wide, strict=True):
-        room[1 : x.numel() + 1] = x.flatten()
-    ours.new = [
-        room[1 : x.numel() + 1].view(x.shape) for x, room in zip(ours.new, wide, strict=True)
-    ]
-    assert (ours.run(cuda) != theirs.run(reference)).any(-1).sum() <= 1
+def test_keys_at_odd_addresses(monkeypatch):
+    """They are read 16 bytes at a time, from a copy if need be: a GPU would refuse others."""
+    ours, theirs = (Append(CFG, [95, 40], [1, 1], feedback=True) for _ in range(2))
+    for gap in (1, 3):  # before the keys, and between tokens
+        key = ours.new[0]
+        room = torch.zeros(len(key), key[0].numel() + gap, dtype=key.dtype, device=DEVICE)
+        room[:, gap:] = key.flatten(1)
+        ours.new[0] = room[:, gap:].unflatten(1, key.shape[1:])
+        assert torch.equal(ours.new[0], key)
+        read = []
+        seal = cuda._seal
+
+        def seen(layout, view, params, *more, read=read, seal=seal, **options):
+            read.append((params.key, 2 * params.key_n, 2 * params.key_h))
+            seal(layout, view, params, *more, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(cuda, "_seal", seen)
+            pages = ours.run(cuda)
+        assert len(read) == 1 and not any(x % 16 for x in read[0])
+        assert (pages != theirs.run(reference)).any(-1).sum() <= 1
+        ours.new[0] = key
 
 
 @pytest.mark.parametrize("changes", [{}, {"key_centering": "none"}], ids=str)

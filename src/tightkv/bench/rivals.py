@@ -110,4 +110,4 @@ def measure_rivals(shape: Shape, device: torch.device, only: Sequence[str] = ())
 def reason(error: Exception) -> str:
     """Its kind and first line, files without their folders."""
     lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {re.sub(r'/[^ ]*/', '', lines[0])}"[:300]
+    return f"{type(error).__name__}: {re.sub(r'(?<![^ ])/[^ ]*/', '', lines[0])}"[:300]

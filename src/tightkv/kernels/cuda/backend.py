@@ -40,7 +40,6 @@ _MOST_BLOCKS_Z = 65_535  # of a grid; blocks take further pages in turn
 _STEP_THREADS = 128
 _SEAL_THREADS, _SEAL_BLOCKS = 128, 4  # of a block that seals with feedback, and blocks a processor
 _SEAL_CHANNELS = 2048  # that it encodes at once, of all its tokens
-_FEW_APPENDS = 2  # blocks a processor that append in one launch with others that seal
 _KEYS_APART = 2  # `encode` of encode.cuh
 
 
@@ -102,7 +101,9 @@ def append(
             encode_partial_page=encode_partial_page,
         )
         return
-    key, value = map(_aligned, (key, value))
+    key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
+    if view.feedback is not None:
+        key = _aligned(key)
     rotation = codec.key.rotation.table(key.device)
     ring = view.ring_key.shape[1]
     arguments = [
@@ -119,18 +120,17 @@ def append(
         view.block_table.stride(0), view.pages.stride(0),
         ring, view.sink_key.shape[1], int(encode_partial_page),
     ]  # fmt: skip
-    module = _module("append", layout, layout.num_kv_heads, None, False, key.device)
     heads, processors = view.batch * layout.num_kv_heads, processor_count(key.device)
     encode = 1 if view.feedback is None else _KEYS_APART
+    if max_new <= RING_SLACK and view.feedback is not None and heads <= processors:
+        _seal(layout, view, AppendParams(*arguments, 1, encode), 1, appending=2 * heads)
+        return
+    module = _module("append", layout, layout.num_kv_heads, None, False, key.device)
     if max_new <= RING_SLACK:
-        params = AppendParams(*arguments, 1, encode)
-        if view.feedback is not None and 2 * heads <= _FEW_APPENDS * processors:
-            _seal(layout, view, params, 1, appending=2 * heads)
-            return
         # Many blocks are launched sooner if they are small; few should seal pages fast.
-        few = heads <= processors * (4 if view.feedback is None else 1)
-        threads = _MANY_THREADS if few else _FEW_THREADS
-        module.launch("append", (heads, 2, 1), threads, params)
+        few = view.feedback is None and heads <= 4 * processors
+        params = AppendParams(*arguments, 1, encode)
+        module.launch("append", (heads, 2, 1), _MANY_THREADS if few else _FEW_THREADS, params)
         _seal(layout, view, params, 1)
         return
     # Only a short append may overwrite the ring while pages are sealed from it.
@@ -143,7 +143,7 @@ def append(
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """Tokens that can be read 16 bytes at a time."""
+    """Keys that seal.cu can read 16 bytes at a time."""
     steps = (x.data_ptr(), *(n * x.element_size() for n in x.stride()[:-1]))
     if x.stride(-1) == 1 and not any(n % 16 for n in steps):
         return x
