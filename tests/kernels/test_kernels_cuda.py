@@ -437,6 +437,40 @@ def test_the_largest_pages(page, dim):
 
 
 @pytest.mark.skipif(ON_GPU, reason="shows on the host what is a matter of time on a GPU")
+@pytest.mark.parametrize("lost", [False, True], ids=["exact", "lost"])
+@pytest.mark.parametrize("length,pages,count", [(319, 2, 1), (319, 2, 3), (270, 1, 1)])
+@pytest.mark.parametrize("group", [4, 8])
+def test_the_append_before_may_still_run(group, length, pages, count, lost):
+    """Until its tokens are read: those of the ring at last, codes of their page at first."""
+    cfg = CFG.replace(exact_pages=pages)
+    cache = cache_on(cfg, [length], dim=128, dtype=torch.bfloat16, encode_partial_page=True)
+    fill(cache, [length])
+    if lost:  # of which there are no exact copies
+        cache.table.drop_exact(0)
+    before = {name: getattr(cache, name).clone() for name in ("pages", "ring_key", "ring_value")}
+    fill(cache, [count], seed=1)
+    q, cu_seqlens = queries(cache, [count], group)
+    options = AttendOptions(max_queries=count)
+    expected = cuda.attend(cache.codec, q, cache.view(), cu_seqlens, options)
+    view = dataclasses.replace(cache.view(), overlaps_append=True)
+    if lost:
+        view = dataclasses.replace(view, ring_read_from=view.lengths.clone())
+        expected = cuda.attend(cache.codec, q, view, cu_seqlens, options)
+    table = view.block_table
+    plan = DecodePlan.of(cache.layout, group, count, *table.shape, DEVICE)
+    assert plan.num_splits == 1  # one block: the host knows of no others
+    module = cuda_on_host.module("decode", cache.layout, q.shape[1], plan.tile, False, DEVICE)
+    after = {name: getattr(cache, name).clone() for name in before}
+    for name, old in before.items():
+        now = getattr(cache, name)
+        now[: len(old)] = old
+        module.previous_writes(now, after[name])
+    found = cuda.attend(cache.codec, q, view, cu_seqlens, options)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert any((after[name][: len(old)] != old).any() for name, old in before.items())
+
+
+@pytest.mark.skipif(ON_GPU, reason="shows on the host what is a matter of time on a GPU")
 @pytest.mark.parametrize("owned", [0, 1])
 def test_outputs_are_written_after_the_kernel_before_has_ended(owned):
     """The memory of an output may have been another kernel's, which still runs."""

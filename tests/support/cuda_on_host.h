@@ -81,9 +81,13 @@ inline Place block, grid;
 inline char *memory;
 inline size_t memory_bytes;
 inline std::vector<Meeting> warps;
-inline Meeting all;
-inline void *late;  // memory that the kernel before has not finished writing
-inline size_t late_bytes;
+inline Meeting all, waiting;
+struct Late {  // what the kernel before has not written yet
+    void *to;
+    const void *from;
+    size_t bytes;
+};
+inline std::vector<Late> late;
 inline char slots[64][2][32][128];  // what lanes show each other: warp, round, lane
 
 inline void fail(const char *what) {
@@ -176,7 +180,7 @@ void run_block(const Kernel &kernel, int threads, size_t shared) {
     barriers.clear();
     fibers = std::vector<Fiber>(threads);
     warps.assign(threads / 32, {32});
-    all = {threads};
+    all = waiting = {threads};
     Entry<Kernel>::kernel = &kernel;
     for (int i = 0; i < threads; i++) {
         Fiber &f = fibers[i];
@@ -273,8 +277,14 @@ inline bool __any_sync(u32, bool x) {
 
 // --- ptx.cuh ---
 inline void grid_dependency_wait() {  // until here the kernel before may still write
-    if (host::late) memset(host::late, 0xff, host::late_bytes);
-    host::late = nullptr;
+    if (host::late.empty()) return;
+    host::meet(host::waiting);  // for no thread of the block sooner: each must have waited itself
+    for (const host::Late &x : host::late)
+        if (x.from)
+            memcpy(x.to, x.from, x.bytes);
+        else
+            memset(x.to, 0xff, x.bytes);
+    host::late.clear();
 }
 inline void launch_dependents() {}
 inline float exp2_fast(float x) { return exp2f(x); }
@@ -387,6 +397,6 @@ inline void barrier_wait(u32 barrier, u32 odd) {
     b = {{}, 0, b.rounds + 1};
 }
 
-extern "C" void host_previous_writes(void *to, size_t bytes) {
-    host::late = to, host::late_bytes = bytes;
+extern "C" void host_previous_writes(void *to, const void *from, size_t bytes) {
+    host::late.push_back({to, from, bytes});
 }

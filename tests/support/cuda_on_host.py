@@ -73,10 +73,11 @@ class HostModule:
         shape = (ctypes.c_int * 3)(*grid)
         getattr(self._library, f"host_{name}")(shape, threads, ctypes.c_size_t(shared), pointers)
 
-    def previous_writes(self, x: Any) -> None:
-        """The kernel before the next launch goes on writing x until it is waited for."""
+    def previous_writes(self, x: Any, data: Any = None) -> None:
+        """The kernel before the next launch writes x only when it is waited for: data, or bits."""
         size = ctypes.c_size_t(x.numel() * x.element_size())
-        self._library.host_previous_writes(ctypes.c_void_p(x.data_ptr()), size)
+        source = ctypes.c_void_p(None if data is None else data.data_ptr())
+        self._library.host_previous_writes(ctypes.c_void_p(x.data_ptr()), source, size)
 
 
 @functools.cache

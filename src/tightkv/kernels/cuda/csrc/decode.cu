@@ -115,9 +115,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
         }
         if (!BULK_COPIES) cp_async_commit();
     };
-    // Pages and rings are read from here on, and outputs written.
-    if (a.overlaps_append) grid_dependency_wait();
-    clear_unused_queries(a);
+    // Pages are read from here on. The append before may write the one that the new tokens are in, and those after.
+    if (a.overlaps_append && ring_read_from > v.first_at / PAGE * PAGE) grid_dependency_wait();
 #pragma unroll
     for (int k = 0; k < STAGES - 1; k++) copy_next();
     if (threadIdx.x < 2) {
@@ -165,7 +164,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
             const Stage &tile = stages[at_stage];
             at_stage = at_stage + 1 == STAGES ? 0 : at_stage + 1;
             odd ^= at_stage == 0;
-            if (EARLY_EXACT && t + 1 == t_end && some) load(tokens, exact, 16 * worker, r, c);
+            if (EARLY_EXACT && t + 1 == t_end && some) {
+                if (a.overlaps_append) grid_dependency_wait();
+                load(tokens, exact, 16 * worker, r, c);
+            }
             const bool edge = t < whole_from || t >= whole_to;
             uint2 value_scale[TB];
 #pragma unroll
@@ -299,8 +301,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
             }
         }
     }
+    // Rings are read from here on, and outputs written.
+    if (a.overlaps_append) grid_dependency_wait();
     launch_dependents();
-
+    clear_unused_queries(a);
     if (some && !early) load(tokens, exact, 16 * worker, r, c);
     __syncwarp();  // the last tile has been read by all lanes
     store_state(f, sh.warp[warp].states.pages, r, c);
