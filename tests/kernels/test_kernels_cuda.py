@@ -128,27 +128,6 @@ def test_tiles_by_bits_and_columns(bits, dim, group, tile):
     assert_attends_alike(cache, [1, 1], group)
 
 
-@pytest.mark.parametrize("counts", [[1] * 6, [3, 0, 1, 2, 1, 3]], ids=["decoding", "drafted"])
-@pytest.mark.parametrize("splits", [1, 2, 5])
-@pytest.mark.parametrize("dim", [64, 128])
-def test_lengths_that_differ(dim, splits, counts, monkeypatch):
-    """Each sequence has as many splits as its length is worth."""
-    monkeypatch.setattr(decode_plan, "num_splits_heuristic", lambda *_: splits)
-    lengths = [2100, 70, 0, 900, 65, 330]
-    cache = cache_on(CFG, lengths, dim=dim, dtype=torch.bfloat16)
-    fill(cache, lengths)
-    poison(cache)
-    assert_attends_alike(cache, counts, 4)
-
-
-def test_more_sequences_than_lanes(monkeypatch):
-    lengths = [(37 * i) % 200 if i % 7 else 700 for i in range(45)]
-    cache = cache_on(CFG, lengths, heads=1, dtype=torch.float16)
-    fill(cache, lengths)
-    poison(cache)
-    assert_attends_alike(cache, [1] * 44 + [0], 4)
-
-
 @pytest.mark.parametrize("preset", ["k4v4", "k2v2"])
 def test_many_programs_have_small_blocks(preset, monkeypatch):
     memory = decode_plan._processors(DEVICE)[1]

@@ -202,20 +202,14 @@ def attend(
     module = _module("decode", layout, hq, plan.tile, softcap is not None, device)
     num_splits = plan.num_splits
     groups = -(-(view.ring_key.shape[1] + view.sink_key.shape[1]) // _EXACT_TOKENS)
-    num_exact_splits = -(-groups // plan.tile.warps)  # that have any
-    # Lengths that may differ: each sequence gets splits by its own, which kernels find out.
-    may_differ = view.batch > 1 and view.same_length is None
-    most_splits = view.batch * (num_splits + 2) if may_differ else 0
-    num_exact_splits = min(num_exact_splits, most_splits or num_splits)
-    partials = (num_splits + num_exact_splits, rows) if num_splits > 1 else (0, rows)
-    if may_differ:
-        partials = (2 * most_splits, max_queries)
+    num_exact_splits = min(num_splits, -(-groups // plan.tile.warps))  # that have any
+    num_partials = num_splits + num_exact_splits if num_splits > 1 else 0
 
     out = torch.empty_like(query) if out is None else out
     lse = torch.empty(rows, hq, dtype=torch.float32, device=device)
     room = padded_dim(layout)
-    partial = torch.empty(*partials, hq, room, dtype=torch.float32, device=device)
-    partial_lse = torch.empty(*partials, hq, dtype=torch.float32, device=device)
+    partial = torch.empty(num_partials, rows, hq, room, dtype=torch.float32, device=device)
+    partial_lse = torch.empty(num_partials, rows, hq, dtype=torch.float32, device=device)
     rotation = _rotation_table(codec.value.rotation, device)
     center = 0 if value_center is None else value_center.data_ptr()
     arguments = DecodeParams(
@@ -232,25 +226,21 @@ def attend(
         view.block_table.stride(0), view.pages.stride(0), rows,
         1 / math.sqrt(d) if scale is None else scale, softcap or 0.0,
         view.ring_key.shape[1], view.sink_key.shape[1], num_splits, num_exact_splits,
-        window or 0, int(causal), int(overlaps_append), view.batch, max_queries, most_splits,
+        window or 0, int(causal), int(overlaps_append),
     )  # fmt: skip
     grid = (view.batch * layout.num_kv_heads, num_splits, plan.num_q_tiles)
-    if most_splits:
-        grid = (layout.num_kv_heads, most_splits, plan.num_q_tiles)
     module.launch("decode", grid, 32 * plan.tile.warps, arguments, shared=plan.shared_bytes)
-    if not partials[0]:
+    if num_splits == 1:
         return out, lse
-    found = (partial.data_ptr(), partial_lse.data_ptr(), rotation.data_ptr())
-    lengths = (view.lengths.data_ptr(), cu_seqlens.data_ptr())
-    results = (out.data_ptr(), lse.data_ptr())
+    partials = (partial.data_ptr(), partial_lse.data_ptr(), rotation.data_ptr())
+    results = (cu_seqlens.data_ptr(), out.data_ptr(), lse.data_ptr())
     module.launch(
         "merge",
         (rows * hq, 1, 1),
         256,
-        *[ctypes.c_void_p(x) for x in (*found, center, *lengths, *results)],
+        *[ctypes.c_void_p(x) for x in (*partials, center, *results)],
         *[ctypes.c_longlong(n) for n in (out.stride(0), out.stride(1), rows)],
-        *[ctypes.c_int(n) for n in (view.batch, num_splits, num_exact_splits, most_splits)],
-        ctypes.c_int(max_queries),
+        *[ctypes.c_int(n) for n in (view.batch, num_splits, num_partials)],
     )
     return out, lse
 

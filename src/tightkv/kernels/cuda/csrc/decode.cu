@@ -5,7 +5,6 @@
 // transposes the weights (movmatrix) and multiplies them with the values. Products are of bytes: levels
 // of codes are small whole numbers, and as bytes they need no conversion.
 
-#include "balance.cuh"
 #include "epilogue.cuh"
 #include "page_mean.cuh"
 
@@ -14,15 +13,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
     SharedMemory &sh = *(SharedMemory *)memory;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int r = lane >> 2, c = lane & 3;
+    const int split = blockIdx.y, row = blockIdx.x / HKV, head = blockIdx.x % HKV;
     if (!a.overlaps_append) grid_dependency_wait();
-    const int head = blockIdx.x % HKV;
-    RowSplits of = {(int)blockIdx.x / HKV, a.num_splits, 0};
-    if (a.most_splits &&
-        !find_row<false>(of, a.lengths, a.cu_seqlens, a.batch, a.num_splits, blockIdx.y, lane)) {
-        if (a.overlaps_append) grid_dependency_wait();  // who waits for this waits for the append
-        return;
-    }
-    const int row = of.row, split = (int)blockIdx.y - of.first;
     const int begin = a.cu_seqlens[row], count = a.cu_seqlens[row + 1] - begin;
     const int length = a.lengths[row], start = a.left_pad[row], ring_read_from = a.ring_read_from[row];
     const int sinks_end = min(start + a.sink_counts[row], ring_read_from), owner = a.ring_rows[row];
@@ -54,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
     const int page_from = low / PAGE, page_to = (ring_read_from + PAGE - 1) / PAGE;
     const int tile_from = page_from * TILES / SPAN, tile_to = (page_to * TILES + SPAN - 1) / SPAN;
     const int groups = (exact.count + 15) / 16, tiles = page_from < page_to ? tile_to - tile_from : 0;
-    const int workers = of.splits * WARPS, worker = split * WARPS + warp;
+    const int workers = a.num_splits * WARPS, worker = split * WARPS + warp;
     const auto run_begin = [&](int worker) {
         const int exact_before = groups / workers * worker + min(worker, groups % workers);
         return min(max((tiles + groups) * worker / workers - exact_before, 0), tiles);
@@ -329,5 +321,5 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
     } else if (lane < COLS) {
         sh.warp[warp].states.exact.sum[lane] = 0.f;
     }
-    epilogue(sh, a, of, split, begin, count, head, col0, lane, warp);
+    epilogue(sh, a, split, begin, count, head, col0, lane, warp);
 }

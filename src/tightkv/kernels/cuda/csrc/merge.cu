@@ -1,45 +1,28 @@
 // Merge the states of the splits of a sequence.
 
-#include "balance.cuh"
 #include "output.cuh"
 
 #define MERGE_WARPS 8
 #define MERGE_AHEAD (COLS > 8 ? 0 : 4)  // states that a warp loads at once
 
-// One block for each (query, head): weigh the states, rotate those of the pages back, add the exact ones. Where
-// sequences have splits of their own number, those with one have been answered.
+// One block for each (query, head): weigh the states, rotate those of the pages back, add the exact ones.
 extern "C" __global__ void __launch_bounds__(MERGE_WARPS * 32)
 merge(const float *partial, const float *partial_lse, const float *rotation, const u16 *value_center,
-      const int *lengths, const int *cu_seqlens, u16 *out, float *lse, long long out_n, long long out_h,
-      long long total_rows, int batch, int num_splits, int num_exact_splits, int most_splits, int max_queries) {
+      const int *cu_seqlens, u16 *out, float *lse, long long out_n, long long out_h, long long total_rows, int batch,
+      int num_splits, int num_partials) {
     __align__(16) __shared__ float sums[MERGE_WARPS][2][DP], weights[MERGE_WARPS];
     grid_dependency_wait();
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    const long long row = blockIdx.x;
-    long long first_place = row, step = total_rows * HQ, to_exact = num_splits * step;
-    int num_partials = num_splits + num_exact_splits;
-    if (row >= (long long)cu_seqlens[batch] * HQ) {
-        num_partials = 0;  // nobody's
-    } else if (most_splits) {
-        const int query = row / HQ;
-        RowSplits of;
-        find_row<true>(of, lengths, cu_seqlens, batch, num_splits, query, lane);
-        if (of.splits == 1) return;
-        step = (long long)max_queries * HQ, to_exact = most_splits * step;
-        first_place = of.first * step + (query - cu_seqlens[of.row]) * HQ + row % HQ;
-        num_splits = of.splits, num_partials = of.splits + min(of.splits, num_exact_splits);
-    }
-    const auto place = [&](int s) {
-        return first_place + (s < num_splits ? s * step : to_exact + (s - num_splits) * step);
-    };
+    const long long row = blockIdx.x, step = total_rows * HQ;
+    if (row >= (long long)cu_seqlens[batch] * HQ) num_partials = 0;  // nobody's
     // The first states of a warp are on their way while the LSEs of all are compared.
     float first[MERGE_AHEAD + 1][DP / 32];
 #pragma unroll
     for (int i = 0; i < MERGE_AHEAD; i++)
         if (warp + MERGE_WARPS * i < num_partials)
-            load_vector(first[i], partial + place(warp + MERGE_WARPS * i) * DP + DP / 32 * lane);
+            load_vector(first[i], partial + ((warp + MERGE_WARPS * i) * step + row) * DP + DP / 32 * lane);
     float peak = NEG_INF;
-    for (int s = lane; s < num_partials; s += 32) peak = fmaxf(peak, partial_lse[place(s)]);
+    for (int s = lane; s < num_partials; s += 32) peak = fmaxf(peak, partial_lse[s * step + row]);
 #pragma unroll
     for (int bit = 1; bit < 32; bit *= 2) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, bit));
     const float base = peak == NEG_INF ? 0.f : peak;
@@ -47,7 +30,7 @@ merge(const float *partial, const float *partial_lse, const float *rotation, con
 #pragma unroll
     for (int k = 0; k < DP / 32; k++) pages[k] = exact[k] = 0.f;
     const auto add = [&](int s, const float(&o)[DP / 32]) {
-        const float w = exp2_fast(partial_lse[place(s)] - base);
+        const float w = exp2_fast(partial_lse[s * step + row] - base);
         sum += w;
 #pragma unroll
         for (int k = 0; k < DP / 32; k++)
@@ -59,7 +42,7 @@ merge(const float *partial, const float *partial_lse, const float *rotation, con
 #pragma unroll 8
     for (int s = warp + MERGE_WARPS * MERGE_AHEAD; s < num_partials; s += MERGE_WARPS) {
         float o[DP / 32];
-        load_vector(o, partial + place(s) * DP + DP / 32 * lane);
+        load_vector(o, partial + (s * step + row) * DP + DP / 32 * lane);
         add(s, o);
     }
     if (lane == 0) weights[warp] = sum;

@@ -42,6 +42,4 @@ struct DecodeParams {  // one kernel argument for all pointers and strides
     // The append right before this may still run, and nothing else. It writes no page that is read here but the
     // one of the first new token and those after it.
     int overlaps_append;
-    int batch, max_queries;
-    int most_splits;  // of the batch, where their number depends on lengths (balance.cuh); else 0
 };

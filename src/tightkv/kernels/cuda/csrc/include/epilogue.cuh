@@ -2,7 +2,6 @@
 #pragma once
 
 #include "exact_tile.cuh"
-#include "balance.cuh"
 #include "output.cuh"
 #include "queries.cuh"
 #include "smem_pipeline.cuh"
@@ -106,8 +105,8 @@ __device__ __forceinline__ void reduce_warps(const SharedMemory &sh, int n, int 
 }
 
 // Merge the warps of a block: to the output where it has all of a sequence, else to its split's state.
-__device__ __forceinline__ void epilogue(SharedMemory &sh, const DecodeParams &a, const RowSplits &of, int split,
-                                         int begin, int count, int head, int col0, int lane, int warp) {
+__device__ __forceinline__ void epilogue(SharedMemory &sh, const DecodeParams &a, int split, int begin,
+                                         int count, int head, int col0, int lane, int warp) {
     __syncthreads();
     constexpr int together = MANY_COLUMNS ? 1 : OWN_COLS < 2 ? OWN_COLS : 2;
 #pragma unroll together
@@ -119,14 +118,10 @@ __device__ __forceinline__ void epilogue(SharedMemory &sh, const DecodeParams &a
         float o[DP / 32], e[DP / 32], peak, sum, exact_peak, exact_sum;
         reduce_warps<false>(sh, n, lane, o, peak, sum);
         reduce_warps<true>(sh, n, lane, e, exact_peak, exact_sum);
-        if (of.splits > 1) {
-            // by split and query, or, where sequences have splits of their own number, by split of the batch
-            const long long step = (a.most_splits ? a.max_queries : a.total_rows) * HQ;
-            const long long own = a.most_splits ? (long long)token * HQ + query_head : row;
-            const long long at = of.first + split, exact_at = (a.most_splits ? a.most_splits : a.num_splits) + at;
-            write_split(a, at * step + own, lane, o, peak, sum, VALUE_UNIT);
+        if (a.num_splits > 1) {
+            write_split(a, split, row, lane, o, peak, sum, VALUE_UNIT);
             if (split < a.num_exact_splits)
-                write_split(a, exact_at * step + own, lane, e, exact_peak, exact_sum, 1.f);
+                write_split(a, a.num_splits + split, row, lane, e, exact_peak, exact_sum, 1.f);
             continue;
         }
         const float top = fmaxf(peak, exact_peak);

@@ -48,8 +48,10 @@ __device__ __forceinline__ void store_vector(float *to, const float (&x)[DP / 32
 }
 
 // A split's output and LSE (in log2 units) of one query.
-__device__ __forceinline__ void write_split(const DecodeParams &a, long long place, int lane,
-                                            const float (&o)[DP / 32], float peak, float sum, float unit) {
+__device__ __forceinline__ void write_split(const DecodeParams &a, int partial, long long row, int lane,
+                                            const float (&o)[DP / 32], float peak, float sum,
+                                            float unit) {
+    const long long place = (long long)partial * a.total_rows * HQ + row;
     if (lane == 0) a.partial_lse[place] = sum > 0.f ? peak + log2f(sum) : NEG_INF;
     const float inverse = sum > 0.f ? unit / sum : 0.f;
     float x[DP / 32];
@@ -89,8 +91,8 @@ __device__ __forceinline__ void write_output(float *pages, float *exact, const f
 
 // Queries after those of the last sequence, which no block and no merge answers.
 __device__ __forceinline__ void clear_unused_queries(const DecodeParams &a) {
-    if (a.num_splits > 1 || a.most_splits || blockIdx.x || blockIdx.z) return;
-    for (long long n = a.cu_seqlens[a.batch]; n < a.total_rows; n++)
+    if (a.num_splits > 1 || blockIdx.x || blockIdx.z) return;
+    for (long long n = a.cu_seqlens[gridDim.x / HKV]; n < a.total_rows; n++)
         for (int i = threadIdx.x; i < HQ * D; i += 32 * WARPS) {
             a.out[n * a.out_n + i / D * a.out_h + i % D] = 0;
             if (i % D == 0) a.lse[n * HQ + i / D] = NEG_INF;
