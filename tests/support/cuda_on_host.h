@@ -8,6 +8,7 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <climits>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -81,13 +82,25 @@ inline Place block, grid;
 inline char *memory;
 inline size_t memory_bytes;
 inline std::vector<Meeting> warps;
-inline Meeting all, waiting;
+inline Meeting all;
 struct Late {  // what the kernel before has not written yet
     void *to;
     const void *from;
     size_t bytes;
 };
 inline std::vector<Late> late;
+inline Meeting waiting;  // for these writes
+
+inline void write_late() {
+    for (const Late &x : late)
+        if (x.from)
+            memcpy(x.to, x.from, x.bytes);
+        else
+            memset(x.to, 0xff, x.bytes);
+    late.clear();
+    waiting.arrived = 0, waiting.round++;
+}
+
 inline char slots[64][2][32][128];  // what lanes show each other: warp, round, lane
 
 inline void fail(const char *what) {
@@ -180,7 +193,7 @@ void run_block(const Kernel &kernel, int threads, size_t shared) {
     barriers.clear();
     fibers = std::vector<Fiber>(threads);
     warps.assign(threads / 32, {32});
-    all = waiting = {threads};
+    all = {threads}, waiting = {INT_MAX};
     Entry<Kernel>::kernel = &kernel;
     for (int i = 0; i < threads; i++) {
         Fiber &f = fibers[i];
@@ -209,7 +222,10 @@ void run_block(const Kernel &kernel, int threads, size_t shared) {
                     swapcontext(&scheduler, &f.context);
                 }
             }
-        if (some && !ran) fail("lanes wait for lanes that do not come");
+        if (some && !ran && waiting.arrived)
+            write_late();  // no sooner: who has not waited may read what was there before
+        else if (some && !ran)
+            fail("lanes wait for lanes that do not come");
     }
 }
 
@@ -277,14 +293,7 @@ inline bool __any_sync(u32, bool x) {
 
 // --- ptx.cuh ---
 inline void grid_dependency_wait() {  // until here the kernel before may still write
-    if (host::late.empty()) return;
-    host::meet(host::waiting);  // for no thread of the block sooner: each must have waited itself
-    for (const host::Late &x : host::late)
-        if (x.from)
-            memcpy(x.to, x.from, x.bytes);
-        else
-            memset(x.to, 0xff, x.bytes);
-    host::late.clear();
+    if (!host::late.empty()) host::meet(host::waiting);
 }
 inline void launch_dependents() {}
 inline float exp2_fast(float x) { return exp2f(x); }

@@ -34,7 +34,6 @@ TAKES_BATCHES = False
 
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 _MAX_QUERIES = RING_SLACK  # more than this is prefill
-_EXACT_TOKENS = 16  # that a warp reads at a time
 _MANY_THREADS, _FEW_THREADS = 256, 128  # of a block that appends
 _MOST_BLOCKS_Z = 65_535  # of a grid; blocks take further pages in turn
 _STEP_THREADS = 128
@@ -201,7 +200,7 @@ def attend(
     plan = DecodePlan.of(layout, group, max_queries, view.batch, view.block_table.shape[1], device)
     module = _module("decode", layout, hq, plan.tile, softcap is not None, device)
     num_splits = plan.num_splits
-    groups = -(-(view.ring_key.shape[1] + view.sink_key.shape[1]) // _EXACT_TOKENS)
+    groups = -(-(view.ring_key.shape[1] + view.sink_key.shape[1]) // plan.tile.exact_tokens)
     num_exact_splits = min(num_splits, -(-groups // plan.tile.warps))  # that have any
     num_partials = num_splits + num_exact_splits if num_splits > 1 else 0
 
@@ -226,7 +225,7 @@ def attend(
         view.block_table.stride(0), view.pages.stride(0), rows,
         1 / math.sqrt(d) if scale is None else scale, softcap or 0.0,
         view.ring_key.shape[1], view.sink_key.shape[1], num_splits, num_exact_splits,
-        window or 0, int(causal), int(overlaps_append),
+        window or 0, int(causal), int(overlaps_append), view.block_table.shape[1],
     )  # fmt: skip
     grid = (view.batch * layout.num_kv_heads, num_splits, plan.num_q_tiles)
     module.launch("decode", grid, 32 * plan.tile.warps, arguments, shared=plan.shared_bytes)

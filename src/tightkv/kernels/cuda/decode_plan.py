@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -28,6 +28,7 @@ class DecodeTile:
     warps: int = 4  # of a block
     sum_levels: bool = False  # of 4 bits: one product a code and more arithmetic, or two
     shared_queries: bool = False  # their operands are read again for each tile, or in registers
+    exact_tokens: int = 16  # that a warp works on at a time: 16 or 8
 
     @staticmethod
     def of(
@@ -37,6 +38,15 @@ class DecodeTile:
 
         `programs`: for each processor, which has `memory` bytes of shared memory.
         """
+        tile = DecodeTile._for_bits(layout, columns, programs, memory)
+        if tile.fits(layout, memory) and layout.head_dim <= 128:
+            return tile
+        return replace(tile, exact_tokens=8)
+
+    @staticmethod
+    def _for_bits(
+        layout: PageLayout, columns: int, programs: float, memory: int
+    ) -> DecodeTile:
         tuned = _tuned(layout, columns, programs)
         if tuned is not None and tuned.fits(layout, memory):
             return tuned
@@ -64,12 +74,13 @@ class DecodeTile:
         mean = {16: own // 8, 8: own // 16 + 1}.get(cfg.mean_bits if cfg.centered else 0, 1)
         span = max(1, 32 * self.blocks_of_32 // layout.page_size)  # pages in a tile
         stage = span * _round_up(self.blocks_of_32 // span * (512 * loads + 128) + 16 * mean)
+        stage = max(stage, 4 * d * self.exact_tokens)
         found = 2 * 4 * columns * (d + 6)
         warp = _round_up(max(self.stages * stage, found))
         queries = 8 * columns * (d // 2 + 4) + 2 * columns * (d + 16)  # halves, bytes
         queries += 2 * columns * d if self.shared_queries else 0
         barriers = 8 * self.warps * self.stages
-        return _round_up(self.warps * warp + queries + barriers + 4 * columns + 64)
+        return _round_up(self.warps * warp + queries + barriers + 4 * columns + d // 8 + 64)
 
 
 def padded_dim(layout: PageLayout) -> int:

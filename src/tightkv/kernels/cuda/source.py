@@ -64,6 +64,7 @@ def source(
             "STAGES": tile.stages,
             "SUM_LEVELS": int(tile.sum_levels),
             "SHARED_QUERIES": int(tile.shared_queries),
+            "EXACT_TOKENS": tile.exact_tokens,
             "SHARED_BYTES": tile.shared_bytes(layout),
         }
     for field in ("PAGE", "RECORD", "KEY_BITS", "VALUE_BITS", "VALUE_AT", "KEY_SCALE_AT"):

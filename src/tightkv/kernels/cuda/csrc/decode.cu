@@ -15,6 +15,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
     const int r = lane >> 2, c = lane & 3;
     const int split = blockIdx.y, row = blockIdx.x / HKV, head = blockIdx.x % HKV;
     if (!a.overlaps_append) grid_dependency_wait();
+    // Page numbers are taken from the table 32 at a time, one a lane; those of a short sequence with its length.
+    const int *table = a.block_table + row * a.table_b;
+    const int first_ids = a.table_pages ? table[min(lane, a.table_pages - 1)] : 0;
     const int begin = a.cu_seqlens[row], count = a.cu_seqlens[row + 1] - begin;
     const int length = a.lengths[row], start = a.left_pad[row], ring_read_from = a.ring_read_from[row];
     const int sinks_end = min(start + a.sink_counts[row], ring_read_from), owner = a.ring_rows[row];
@@ -36,16 +39,17 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
     exact.start = start, exact.ring_from = max(ring_read_from, start), exact.ring = a.ring;
     exact.sinks = max(sinks_end - start, 0);
     exact.count = exact.sinks + max(length - exact.ring_from, 0);
+    exact.first_slot = exact.ring_from % max(a.ring, 1);
     const long long sink_at = ((long long)owner * a.sinks * HKV + head) * D;
     const long long ring_at = ((long long)owner * a.ring * HKV + head) * D;
     exact.sink_key = a.sink_key + sink_at, exact.sink_value = a.sink_value + sink_at;
     exact.ring_key = a.ring_key + ring_at, exact.ring_value = a.ring_value + ring_at;
 
-    // The warps of all splits take exact tokens in turn, 16 at a time; each warp also has a run of
+    // The warps of all splits take exact tokens in turn, a few at a time; each warp first has a run of
     // tiles, shorter by as many, for they take about as long.
     const int page_from = low / PAGE, page_to = (ring_read_from + PAGE - 1) / PAGE;
     const int tile_from = page_from * TILES / SPAN, tile_to = (page_to * TILES + SPAN - 1) / SPAN;
-    const int groups = (exact.count + 15) / 16, tiles = page_from < page_to ? tile_to - tile_from : 0;
+    const int groups = (exact.count + EXACT_TOKENS - 1) / EXACT_TOKENS, tiles = page_from < page_to ? tile_to - tile_from : 0;
     const int workers = a.num_splits * WARPS, worker = split * WARPS + warp;
     const auto run_begin = [&](int worker) {
         const int exact_before = groups / workers * worker + min(worker, groups % workers);
@@ -54,11 +58,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
     int t = tile_from + run_begin(worker);
     const int t_end = tile_from + run_begin(worker + 1);
 
-    // The first tiles are on their way while the queries are prepared. Page numbers are taken
-    // from the table 32 at a time, one a lane.
-    const int *table = a.block_table + row * a.table_b;
-    int window = t / TILES * SPAN;
-    int page_ids = t < t_end ? table[min(window + lane, page_to - 1)] : 0;
+    // The first tiles are on their way while the queries are prepared.
+    int window = 0, page_ids = __shfl_sync(~0u, first_ids, max(min(lane, page_to - 1), 0));
+    if (page_to > 32) {
+        window = t / TILES * SPAN;
+        page_ids = t < t_end ? table[min(window + lane, page_to - 1)] : 0;
+    }
     Queries queries;
     load(queries, a, begin, count, v.first_at, head, col0, lane, warp);
     const u8 *pages = a.pages + head * RECORD;
@@ -68,6 +73,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
     const Stage *stages = sh.warp[warp].stage;
     const u32 first_stage = (u32)__cvta_generic_to_shared(stages);
     int ahead = t, ahead_stage = 0;  // the next tile to be copied, and where to
+    int ahead_group = worker;  // of exact tokens
+    const auto copy_exact_next = [&]() {
+        if (ahead_group >= groups) return;
+        if (a.overlaps_append) grid_dependency_wait();  // rings are read from here on
+        __syncwarp();  // the tile that was there has been read by all lanes
+        copy_exact(first_stage + ahead_stage * sizeof(Stage), exact, EXACT_TOKENS * ahead_group, lane);
+        ahead_group += workers;
+        ahead_stage = ahead_stage + 1 == STAGES ? 0 : ahead_stage + 1;
+    };
 #if BULK_COPIES
     const u32 barriers = (u32)__cvta_generic_to_shared(sh.barriers[warp]);
     if (lane < STAGES) barrier_init(barriers + 8 * lane);
@@ -112,8 +126,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
 #endif
             ahead++;
             ahead_stage = ahead_stage + 1 == STAGES ? 0 : ahead_stage + 1;
+        } else {
+            copy_exact_next();
         }
-        if (!BULK_COPIES) cp_async_commit();
+        cp_async_commit();
     };
     // Pages are read from here on. The append before may write the one that the new tokens are in, and those after.
     if (a.overlaps_append && ring_read_from > v.first_at / PAGE * PAGE) grid_dependency_wait();
@@ -127,8 +143,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
 
     Accumulators f;
     clear(f);
-    ExactTile tokens;  // the first exact ones of this warp: loaded with its last tile
-    const bool some = worker < groups, early = EARLY_EXACT && t < t_end;
+    int at_stage = 0;
     {
         QueryOperands q;
         load_query_bytes(q, sh, lane, warp);
@@ -151,23 +166,18 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
         const int whole_to = seen_to / (32 * TB);
         float bias[SPAN][LANE_COLS];
         [[maybe_unused]] bool new_page = true;  // only where a tile is part of one
-        int at_stage = 0;
         [[maybe_unused]] u32 odd = 0;  // round of the stage
         for (; t < t_end; t++) {
             copy_next();
 #if BULK_COPIES
             barrier_wait(barriers + 8 * at_stage, odd);
 #else
-            cp_async_wait<STAGES - 1>();
+            cp_async_wait<STAGES - 1>();  // tiles
             __syncwarp();  // lanes read what others copied
 #endif
             const Stage &tile = stages[at_stage];
             at_stage = at_stage + 1 == STAGES ? 0 : at_stage + 1;
             odd ^= at_stage == 0;
-            if (EARLY_EXACT && t + 1 == t_end && some) {
-                if (a.overlaps_append) grid_dependency_wait();
-                load(tokens, exact, 16 * worker, r, c);
-            }
             const bool edge = t < whole_from || t >= whole_to;
             uint2 value_scale[TB];
 #pragma unroll
@@ -301,25 +311,28 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
             }
         }
     }
-    // Rings are read from here on, and outputs written.
+    // Outputs are written from here on.
     if (a.overlaps_append) grid_dependency_wait();
     launch_dependents();
     clear_unused_queries(a);
-    if (some && !early) load(tokens, exact, 16 * worker, r, c);
-    __syncwarp();  // the last tile has been read by all lanes
-    store_state(f, sh.warp[warp].states.pages, r, c);
-    if (some) {
+    ExactAccumulators st;
+    clear(st);
+    if (worker < groups) {
         u32 q[COL_TILES][KX][4];
         load_queries(q, sh.query[1], r, c);
-        ExactAccumulators st;
-        clear(st);
         for (int group = worker; group < groups; group += workers) {
-            if (group != worker) load(tokens, exact, 16 * group, r, c);
+            copy_exact_next();
+            cp_async_commit();
+            cp_async_wait<STAGES - 1>();  // exact tokens
+            __syncwarp();  // lanes read exact tokens that others copied
+            ExactTile tokens;
+            load(tokens, stages[at_stage].exact, exact, EXACT_TOKENS * group, r, c);
+            at_stage = at_stage + 1 == STAGES ? 0 : at_stage + 1;
             attend_exact_tile(st, q, tokens, v, col0, c, a.scale);
         }
-        store_state(st, sh.warp[warp].states.exact, r, c);
-    } else if (lane < COLS) {
-        sh.warp[warp].states.exact.sum[lane] = 0.f;
     }
+    __syncwarp();  // the last tokens have been read by all lanes
+    store_state(f, sh.warp[warp].states.pages, r, c);
+    store_state(st, sh.warp[warp].states.exact, r, c);
     epilogue(sh, a, split, begin, count, head, col0, lane, warp);
 }

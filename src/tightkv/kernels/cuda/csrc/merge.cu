@@ -11,8 +11,11 @@ merge(const float *partial, const float *partial_lse, const float *rotation, con
       const int *cu_seqlens, u16 *out, float *lse, long long out_n, long long out_h, long long total_rows, int batch,
       int num_splits, int num_partials) {
     __align__(16) __shared__ float sums[MERGE_WARPS][2][DP], weights[MERGE_WARPS];
-    grid_dependency_wait();
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    float sign[LANE_CHANNELS];
+#pragma unroll
+    for (int k = 0; k < LANE_CHANNELS; k++) sign[k] = HADAMARD ? rotation[lane + 32 * k] : 1.f;
+    grid_dependency_wait();
     const long long row = blockIdx.x, step = total_rows * HQ;
     if (row >= (long long)cu_seqlens[batch] * HQ) num_partials = 0;  // nobody's
     // The first states of a warp are on their way while the LSEs of all are compared.
@@ -62,6 +65,6 @@ merge(const float *partial, const float *partial_lse, const float *rotation, con
     store_vector(sums[0][0] + DP / 32 * lane, pages);
     store_vector(sums[0][1] + DP / 32 * lane, exact);
     const u16 *center = value_center ? value_center + row % HQ / (HQ / HKV) * D : nullptr;
-    write_output(sums[0][0], sums[0][1], rotation, center, out + (row / HQ) * out_n + (row % HQ) * out_h,
+    write_output(sums[0][0], sums[0][1], sign, rotation, center, out + (row / HQ) * out_n + (row % HQ) * out_h,
                  lse + row, lane, peak, sum);
 }

@@ -42,4 +42,5 @@ struct DecodeParams {  // one kernel argument for all pointers and strides
     // The append right before this may still run, and nothing else. It writes no page that is read here but the
     // one of the first new token and those after it.
     int overlaps_append;
+    int table_pages;  // columns of the block table
 };

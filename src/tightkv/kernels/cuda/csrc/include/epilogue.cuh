@@ -27,6 +27,7 @@ struct SharedMemory {
 #endif
     u64 barriers[WARPS][STAGES];  // of tiles on their way, where copies are bulk copies
     float query_top[COLS];
+    u32 negative[DP / 32];  // signs of the rotation, a bit each
     LevelTable tables[2][2];  // of keys, of values; lanes read one of two, or the compiler takes them as uniform
 };
 static_assert(sizeof(SharedMemory) == SHARED_BYTES, "kernels/cuda computes another size");
@@ -108,6 +109,9 @@ __device__ __forceinline__ void reduce_warps(const SharedMemory &sh, int n, int 
 __device__ __forceinline__ void epilogue(SharedMemory &sh, const DecodeParams &a, int split, int begin,
                                          int count, int head, int col0, int lane, int warp) {
     __syncthreads();
+    float sign[LANE_CHANNELS];
+#pragma unroll
+    for (int k = 0; k < LANE_CHANNELS; k++) sign[k] = sh.negative[k] >> lane & 1 ? -1.f : 1.f;
     constexpr int together = MANY_COLUMNS ? 1 : OWN_COLS < 2 ? OWN_COLS : 2;
 #pragma unroll together
     for (int i = 0; i < OWN_COLS; i++) {
@@ -134,7 +138,7 @@ __device__ __forceinline__ void epilogue(SharedMemory &sh, const DecodeParams &a
             sh.warp[0].states.exact.acc[n][DP / 32 * lane + k] = v * e[k];
         }
         const u16 *center = a.value_center ? a.value_center + head * D : nullptr;
-        write_output(sh.warp[0].states.pages.acc[n], sh.warp[0].states.exact.acc[n], a.rotation, center,
+        write_output(sh.warp[0].states.pages.acc[n], sh.warp[0].states.exact.acc[n], sign, a.rotation, center,
                      a.out + (long long)(begin + token) * a.out_n + query_head * a.out_h,
                      a.lse + row, lane, top, w * sum + v * exact_sum);
     }

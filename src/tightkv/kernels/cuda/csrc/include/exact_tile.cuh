@@ -77,49 +77,66 @@ __device__ __forceinline__ void softmax_step(ExactAccumulators &st, float (&s)[C
 struct Exact {
     const u16 *sink_key, *sink_value, *ring_key, *ring_value;  // of the sequence and head
     int sinks, count, start, ring_from, ring;
+    int first_slot;  // of the ring, where the token at ring_from is
 };
 
-__device__ __forceinline__ bool locate_exact(const Exact &x, int e, int &at, long long &place) {
-    const bool sink = e < x.sinks;
-    at = sink ? x.start + e : x.ring_from + e - x.sinks;
-    place = (long long)(sink ? e : at % x.ring) * HKV * D;
-    return sink;
+struct ExactTokens {  // on their way: rows of chunks of 8 channels, in an order that spreads them over banks
+    uint4 key[EXACT_TOKENS][DP / 8], value[EXACT_TOKENS][DP / 8];
+};
+
+__device__ __forceinline__ int key_slot(int row, int chunk) {
+    return chunk ^ ((chunk >> 3) & 1) ^ ((row & 1) << 1);
 }
 
-// A lane's part of 16 of them is 64 registers at DP = 128, and must not take them from a tile.
-#define EARLY_EXACT (DP <= 128 && COLS <= 4 && WARPS * MIN_BLOCKS <= 8)
+__device__ __forceinline__ int value_slot(int row, int chunk) { return chunk ^ ((row >> 1) & 1); }
 
-struct ExactTile {  // of them, as a lane reads them
+// Those from the `from`-th on, to shared memory at `to`.
+__device__ __forceinline__ void copy_exact(u32 to, const Exact &x, int from, int lane) {
+    constexpr int chunks = D / 8;
+#pragma unroll
+    for (int i = 0; i < (EXACT_TOKENS * chunks + 31) / 32; i++) {
+        const int row = (lane + 32 * i) / chunks, chunk = (lane + 32 * i) % chunks, e = from + row;
+        if (row >= EXACT_TOKENS || e >= x.count) continue;
+        const bool sink = e < x.sinks;
+        const int slot = x.first_slot + e - x.sinks;
+        const long long at = (long long)(sink ? e : slot < x.ring ? slot : slot - x.ring) * HKV * D + 8 * chunk;
+        const u32 key = to + 16 * (row * (DP / 8) + key_slot(row, chunk));
+        const u32 value = to + 16 * ((EXACT_TOKENS + row) * (DP / 8) + value_slot(row, chunk));
+        cp_async(key, (const u8 *)((sink ? x.sink_key : x.ring_key) + at));
+        cp_async(value, (const u8 *)((sink ? x.sink_value : x.ring_value) + at));
+    }
+}
+
+struct ExactTile {  // of them, as a lane multiplies them
     int at[2];
     bool key_there[2];
     uint4 key[2][KX];
     uint2 value[VX][4];
 };
 
-// From the `from`-th on.
-__device__ __forceinline__ void load(ExactTile &y, const Exact &x, int from, int r, int c) {
+__device__ __forceinline__ void load(ExactTile &y, const ExactTokens &tokens, const Exact &x, int from, int r, int c) {
     const uint4 zero = {0, 0, 0, 0};
-    long long place;
 #pragma unroll
     for (int k = 0; k < 2; k++) {
-        const int e = from + r + 8 * k;
-        const u16 *key = locate_exact(x, e, y.at[k], place) ? x.sink_key : x.ring_key;
-        y.key_there[k] = e < x.count;
+        const int row = r + 8 * k, e = from + row;
+        y.at[k] = e < x.sinks ? x.start + e : x.ring_from + e - x.sinks;
+        y.key_there[k] = 8 * k < EXACT_TOKENS && e < x.count;
 #pragma unroll
-        for (int i = 0; i < KX; i++)
-            y.key[k][i] = e < x.count && (D == DP || key_channel(i, c) < D)
-                              ? *(const uint4 *)(key + place + key_channel(i, c)) : zero;
+        for (int i = 0; i < KX; i++) {
+            const int channel = key_channel(i, c);
+            y.key[k][i] = y.key_there[k] && (D == DP || channel < D) ? tokens.key[row][key_slot(row, channel / 8)] : zero;
+        }
     }
 #pragma unroll
     for (int k = 0; k < 4; k++) {  // tokens 2 c, 2 c + 1 and 8 more
-        const int e = from + 2 * c + (k & 1) + 8 * (k >> 1);
-        int unused;
-        const u16 *value = locate_exact(x, e, unused, place) ? x.sink_value : x.ring_value;
+        const int row = 2 * c + (k & 1) + 8 * (k >> 1);
+        const bool there = 8 * (k >> 1) < EXACT_TOKENS && from + row < x.count;
 #pragma unroll
-        for (int i = 0; i < VX; i++)
-            y.value[i][k] = e < x.count && (D == DP || value_channel(i, r) < D)
-                                ? *(const uint2 *)(value + place + value_channel(i, r))
-                                : make_uint2(0, 0);
+        for (int i = 0; i < VX; i++) {
+            const int channel = value_channel(i, r);
+            const uint4 *chunk = &tokens.value[row][value_slot(row, channel / 8)];
+            y.value[i][k] = there && (D == DP || channel < D) ? ((const uint2 *)chunk)[channel / 4 & 1] : make_uint2(0, 0);
+        }
     }
 }
 

@@ -61,10 +61,10 @@ __device__ __forceinline__ void write_split(const DecodeParams &a, int partial, 
 }
 
 // Sums over pages and over exact tokens, both in the order of `state_slot` -> the output. `center`
-// (or null) is what the values of the head are relative to.
-__device__ __forceinline__ void write_output(float *pages, float *exact, const float *rotation,
-                                             const u16 *center, u16 *out, float *lse, int lane,
-                                             float peak, float sum) {
+// (or null) is what the values of the head are relative to, `sign` the rotation's where it has signs.
+__device__ __forceinline__ void write_output(float *pages, float *exact, const float (&sign)[LANE_CHANNELS],
+                                             const float *rotation, const u16 *center, u16 *out, float *lse,
+                                             int lane, float peak, float sum) {
     float x[LANE_CHANNELS], y[LANE_CHANNELS];
     __syncwarp();
 #pragma unroll
@@ -75,7 +75,7 @@ __device__ __forceinline__ void write_output(float *pages, float *exact, const f
 #if HADAMARD
     hadamard(x, lane);
 #pragma unroll
-    for (int k = 0; k < LANE_CHANNELS; k++) x[k] *= ROOT * rotation[lane + 32 * k];
+    for (int k = 0; k < LANE_CHANNELS; k++) x[k] *= ROOT * sign[k];
 #elif DENSE
     multiply<float>(x, rotation + D * D, lane);
 #endif

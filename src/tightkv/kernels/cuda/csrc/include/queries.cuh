@@ -52,6 +52,11 @@ template <class SharedMemory>
 __device__ __forceinline__ float prepare(const Queries &q, SharedMemory &sh, float scale,
                                          const float *rotation, int lane, int warp) {
     const float turned = scale > 0.f ? 1.f : scale < 0.f ? -1.f : 0.f;
+#pragma unroll
+    for (int k = 0; k < DP / 32; k++) {
+        const u32 negative = __ballot_sync(~0u, q.sign[k] < 0.f);
+        if (threadIdx.x == 0) sh.negative[k] = negative;
+    }
     float x[OWN_COLS][DP / 32];
 #pragma unroll
     for (int i = 0; i < OWN_COLS; i++) {

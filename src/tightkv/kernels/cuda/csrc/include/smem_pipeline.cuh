@@ -1,6 +1,7 @@
 // Tiles on their way through shared memory: where a lane's bytes of a page lie, and where they go.
 #pragma once
 
+#include "exact_tile.cuh"
 #include "page_codes.cuh"
 
 // What a tile has of a page: each lane's codes, then what is common to all lanes. With 128 channels it
@@ -11,8 +12,9 @@ struct __align__(128) PagePart {  // all banks of shared memory once
     uint4 mean[MEAN_CHUNKS + !MEAN_CHUNKS];
 };
 
-struct Stage {  // a tile on its way or being read
+union Stage {  // a tile on its way or being read, or exact tokens
     PagePart page[SPAN];
+    ExactTokens exact;
 };
 
 #define PART_VALUE (512 * BP * KL * KW)  // where its members begin
