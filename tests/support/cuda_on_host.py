@@ -43,10 +43,9 @@ extern "C" void host_decode(const int *shape, int threads, size_t shared, void *
 }
 extern "C" void host_merge(const int *shape, int threads, size_t shared, void **args) {
     host::launch(shape, threads, shared, [&] {
-        merge(*(float **)args[0], *(float **)args[1], *(float **)args[2], *(u16 **)args[3],
-              *(int **)args[4], *(u16 **)args[5], *(float **)args[6], *(long long *)args[7],
-              *(long long *)args[8], *(long long *)args[9], *(int *)args[10], *(int *)args[11],
-              *(int *)args[12]);
+        merge(*(float **)args[0], *(float **)args[1], *(u16 **)args[2], *(int **)args[3],
+              *(u16 **)args[4], *(float **)args[5], *(long long *)args[6], *(long long *)args[7],
+              *(long long *)args[8], *(int *)args[9], *(int *)args[10]);
     });
 }
 """

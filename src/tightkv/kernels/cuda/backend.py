@@ -200,9 +200,7 @@ def attend(
     plan = DecodePlan.of(layout, group, max_queries, view.batch, view.block_table.shape[1], device)
     module = _module("decode", layout, hq, plan.tile, softcap is not None, device)
     num_splits = plan.num_splits
-    groups = -(-(view.ring_key.shape[1] + view.sink_key.shape[1]) // plan.tile.exact_tokens)
-    num_exact_splits = min(num_splits, -(-groups // plan.tile.warps))  # that have any
-    num_partials = num_splits + num_exact_splits if num_splits > 1 else 0
+    num_partials = num_splits if num_splits > 1 else 0
 
     out = torch.empty_like(query) if out is None else out
     lse = torch.empty(rows, hq, dtype=torch.float32, device=device)
@@ -224,22 +222,22 @@ def attend(
         query.stride(0), query.stride(1), out.stride(0), out.stride(1),
         view.block_table.stride(0), view.pages.stride(0), rows,
         1 / math.sqrt(d) if scale is None else scale, softcap or 0.0,
-        view.ring_key.shape[1], view.sink_key.shape[1], num_splits, num_exact_splits,
+        view.ring_key.shape[1], view.sink_key.shape[1], num_splits,
         window or 0, int(causal), int(overlaps_append), view.block_table.shape[1],
     )  # fmt: skip
     grid = (view.batch * layout.num_kv_heads, num_splits, plan.num_q_tiles)
     module.launch("decode", grid, 32 * plan.tile.warps, arguments, shared=plan.shared_bytes)
     if num_splits == 1:
         return out, lse
-    partials = (partial.data_ptr(), partial_lse.data_ptr(), rotation.data_ptr())
-    results = (cu_seqlens.data_ptr(), out.data_ptr(), lse.data_ptr())
     module.launch(
         "merge",
         (rows * hq, 1, 1),
         256,
-        *[ctypes.c_void_p(x) for x in (*partials, center, *results)],
+        *[ctypes.c_void_p(x.data_ptr()) for x in (partial, partial_lse)],
+        ctypes.c_void_p(center),
+        *[ctypes.c_void_p(x.data_ptr()) for x in (cu_seqlens, out, lse)],
         *[ctypes.c_longlong(n) for n in (out.stride(0), out.stride(1), rows)],
-        *[ctypes.c_int(n) for n in (view.batch, num_splits, num_partials)],
+        *[ctypes.c_int(n) for n in (view.batch, num_splits)],
     )
     return out, lse
 

@@ -19,7 +19,7 @@ class DecodeParams(ctypes.Structure):
         + _fields(ctypes.c_void_p, "rotation value_center partial partial_lse out lse")
         + _fields(ctypes.c_longlong, "query_n query_h out_n out_h table_b page_bytes total_rows")
         + _fields(ctypes.c_float, "scale softcap")
-        + _fields(ctypes.c_int, "ring sinks num_splits num_exact_splits")
+        + _fields(ctypes.c_int, "ring sinks num_splits")
         + _fields(ctypes.c_int, "window causal overlaps_append table_pages")
     )
 

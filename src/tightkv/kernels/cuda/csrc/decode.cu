@@ -318,17 +318,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
     ExactAccumulators st;
     clear(st);
     if (worker < groups) {
-        u32 q[COL_TILES][KX][4];
-        load_queries(q, sh.query[1], r, c);
         for (int group = worker; group < groups; group += workers) {
             copy_exact_next();
             cp_async_commit();
             cp_async_wait<STAGES - 1>();  // exact tokens
             __syncwarp();  // lanes read exact tokens that others copied
-            ExactTile tokens;
-            load(tokens, stages[at_stage].exact, exact, EXACT_TOKENS * group, r, c);
+            attend_exact(st, stages[at_stage].exact, sh.query[1], exact, EXACT_TOKENS * group, v, col0, r, c, a.scale);
             at_stage = at_stage + 1 == STAGES ? 0 : at_stage + 1;
-            attend_exact_tile(st, q, tokens, v, col0, c, a.scale);
         }
     }
     __syncwarp();  // the last tokens have been read by all lanes

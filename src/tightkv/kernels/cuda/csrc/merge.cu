@@ -1,70 +1,62 @@
-// Merge the states of the splits of a sequence.
+// Merge the splits of a sequence.
 
 #include "output.cuh"
 
 #define MERGE_WARPS 8
-#define MERGE_AHEAD (COLS > 8 ? 0 : 4)  // states that a warp loads at once
+#define MERGE_AHEAD 4  // splits that a warp loads at once
 
-// One block for each (query, head): weigh the states, rotate those of the pages back, add the exact ones.
+// One block for each (query, head).
 extern "C" __global__ void __launch_bounds__(MERGE_WARPS * 32)
-merge(const float *partial, const float *partial_lse, const float *rotation, const u16 *value_center,
-      const int *cu_seqlens, u16 *out, float *lse, long long out_n, long long out_h, long long total_rows, int batch,
-      int num_splits, int num_partials) {
-    __align__(16) __shared__ float sums[MERGE_WARPS][2][DP], weights[MERGE_WARPS];
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    float sign[LANE_CHANNELS];
-#pragma unroll
-    for (int k = 0; k < LANE_CHANNELS; k++) sign[k] = HADAMARD ? rotation[lane + 32 * k] : 1.f;
+merge(const float *partial, const float *partial_lse, const u16 *value_center, const int *cu_seqlens, u16 *out,
+      float *lse, long long out_n, long long out_h, long long total_rows, int batch, int num_splits) {
+    __align__(16) __shared__ float sums[MERGE_WARPS][DP], weights[MERGE_WARPS];
     grid_dependency_wait();
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const long long row = blockIdx.x, step = total_rows * HQ;
-    if (row >= (long long)cu_seqlens[batch] * HQ) num_partials = 0;  // nobody's
-    // The first states of a warp are on their way while the LSEs of all are compared.
-    float first[MERGE_AHEAD + 1][DP / 32];
+    if (row >= (long long)cu_seqlens[batch] * HQ) num_splits = 0;  // nobody's
+    // The first splits of a warp are on their way while the LSEs of all are compared.
+    float first[MERGE_AHEAD][DP / 32], own[MERGE_AHEAD];
 #pragma unroll
-    for (int i = 0; i < MERGE_AHEAD; i++)
-        if (warp + MERGE_WARPS * i < num_partials)
-            load_vector(first[i], partial + ((warp + MERGE_WARPS * i) * step + row) * DP + DP / 32 * lane);
+    for (int i = 0; i < MERGE_AHEAD; i++) {
+        const int s = warp + MERGE_WARPS * i;
+        own[i] = NEG_INF;
+        if (s >= num_splits) continue;
+        own[i] = partial_lse[s * step + row];
+        load_vector(first[i], partial + (s * step + row) * DP + DP / 32 * lane);
+    }
     float peak = NEG_INF;
-    for (int s = lane; s < num_partials; s += 32) peak = fmaxf(peak, partial_lse[s * step + row]);
-#pragma unroll
-    for (int bit = 1; bit < 32; bit *= 2) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, bit));
+    for (int s = lane; s < num_splits; s += 32) peak = fmaxf(peak, partial_lse[s * step + row]);
+    peak = warp_top(peak);
     const float base = peak == NEG_INF ? 0.f : peak;
-    float sum = 0.f, pages[DP / 32], exact[DP / 32];
+    float sum = 0.f, o[DP / 32];
 #pragma unroll
-    for (int k = 0; k < DP / 32; k++) pages[k] = exact[k] = 0.f;
-    const auto add = [&](int s, const float(&o)[DP / 32]) {
-        const float w = exp2_fast(partial_lse[s * step + row] - base);
-        sum += w;
+    for (int k = 0; k < DP / 32; k++) o[k] = 0.f;
+    const auto add = [&](float lse, const float(&x)[DP / 32]) {
+        const float weight = exp2_fast(lse - base);
+        sum += weight;
 #pragma unroll
-        for (int k = 0; k < DP / 32; k++)
-            if (s < num_splits) pages[k] += w * o[k]; else exact[k] += w * o[k];
+        for (int k = 0; k < DP / 32; k++) o[k] += weight * x[k];
     };
 #pragma unroll
     for (int i = 0; i < MERGE_AHEAD; i++)
-        if (warp + MERGE_WARPS * i < num_partials) add(warp + MERGE_WARPS * i, first[i]);
-#pragma unroll 8
-    for (int s = warp + MERGE_WARPS * MERGE_AHEAD; s < num_partials; s += MERGE_WARPS) {
-        float o[DP / 32];
-        load_vector(o, partial + (s * step + row) * DP + DP / 32 * lane);
-        add(s, o);
+        if (warp + MERGE_WARPS * i < num_splits) add(own[i], first[i]);
+#pragma unroll 1
+    for (int s = warp + MERGE_WARPS * MERGE_AHEAD; s < num_splits; s += MERGE_WARPS) {
+        float x[DP / 32];
+        load_vector(x, partial + (s * step + row) * DP + DP / 32 * lane);
+        add(partial_lse[s * step + row], x);
     }
     if (lane == 0) weights[warp] = sum;
-    store_vector(sums[warp][0] + DP / 32 * lane, pages);
-    store_vector(sums[warp][1] + DP / 32 * lane, exact);
+    store_vector(sums[warp] + DP / 32 * lane, o);
     __syncthreads();
-    if (warp) return;
+    const int channel = threadIdx.x, head = row % HQ / G;
+    static_assert(D <= 32 * MERGE_WARPS, "a thread has a channel");
+    if (channel >= D) return;
+    float x = 0.f;
+    sum = 0.f;
 #pragma unroll
-    for (int w = 1; w < MERGE_WARPS; w++) {
-        sum += weights[w];
-        float x[DP / 32], y[DP / 32];
-        load_vector(x, sums[w][0] + DP / 32 * lane);
-        load_vector(y, sums[w][1] + DP / 32 * lane);
-#pragma unroll
-        for (int k = 0; k < DP / 32; k++) pages[k] += x[k], exact[k] += y[k];
-    }
-    store_vector(sums[0][0] + DP / 32 * lane, pages);
-    store_vector(sums[0][1] + DP / 32 * lane, exact);
-    const u16 *center = value_center ? value_center + row % HQ / (HQ / HKV) * D : nullptr;
-    write_output(sums[0][0], sums[0][1], sign, rotation, center, out + (row / HQ) * out_n + (row % HQ) * out_h,
-                 lse + row, lane, peak, sum);
+    for (int w = 0; w < MERGE_WARPS; w++) sum += weights[w], x += sums[w][channel];
+    x *= sum > 0.f ? __fdividef(1.f, sum) : 0.f;
+    write_channel(out + (row / HQ) * out_n + (row % HQ) * out_h, value_center, head, channel, x);
+    if (channel == 0) write_lse(lse + row, peak, sum);
 }

@@ -38,7 +38,7 @@ struct DecodeParams {  // one kernel argument for all pointers and strides
     float *lse;
     long long query_n, query_h, out_n, out_h, table_b, page_bytes, total_rows;
     float scale, softcap;
-    int ring, sinks, num_splits, num_exact_splits, window, causal;
+    int ring, sinks, num_splits, window, causal;
     // The append right before this may still run, and nothing else. It writes no page that is read here but the
     // one of the first new token and those after it.
     int overlaps_append;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "exact_tile.cuh"
+#include "hadamard.cuh"
 #include "output.cuh"
 #include "queries.cuh"
 #include "smem_pipeline.cuh"
@@ -74,72 +75,72 @@ __device__ __forceinline__ void store_state(const ExactAccumulators &st, WarpSta
         }
 }
 
-// A column of all warps: their sum relative to the highest peak, which is returned with the weight. A lane
-// has neighbouring channels. Few columns wait for memory together: nothing is a branch.
-#define MANY_COLUMNS (COLS > 8)
-template <bool EXACT>
-__device__ __forceinline__ void reduce_warps(const SharedMemory &sh, int n, int lane, float (&o)[DP / 32],
-                                       float &peak, float &sum) {
-    float found[WARPS], weight[WARPS];
-    peak = LOWEST, sum = 0.f;
+static_assert(2 * WARPS <= 32, "a lane has the peak of a state");
+
+// A state of a column, at a weight.
+__device__ __forceinline__ void add_state(float (&o)[DP / 32], const float *state, float weight) {
+    float x[DP / 32];
+    load_vector(x, state);
 #pragma unroll
-    for (int w = 0; w < WARPS; w++) {
-        const WarpState &from = EXACT ? sh.warp[w].states.exact : sh.warp[w].states.pages;
-        found[w] = from.sum[n];
-        weight[w] = found[w] > 0.f ? from.peak[n] : LOWEST;
-        peak = fmaxf(peak, weight[w]);
-    }
-#pragma unroll
-    for (int k = 0; k < DP / 32; k++) o[k] = 0.f;
-#pragma unroll
-    for (int w = 0; w < WARPS; w++) {
-        const WarpState &from = EXACT ? sh.warp[w].states.exact : sh.warp[w].states.pages;
-        const bool some = found[w] > 0.f;  // or what is there is not a number
-        if (MANY_COLUMNS && !some) continue;
-        weight[w] = exp2_fast(weight[w] - peak);
-        sum += some ? weight[w] * found[w] : 0.f;
-        float x[DP / 32];
-        load_vector(x, from.acc[n] + DP / 32 * lane);
-#pragma unroll
-        for (int k = 0; k < DP / 32; k++) o[k] += some ? weight[w] * x[k] : 0.f;
-    }
+    for (int k = 0; k < DP / 32; k++) o[k] += weight > 0.f ? weight * x[k] : 0.f;
 }
 
-// Merge the warps of a block: to the output where it has all of a sequence, else to its split's state.
-__device__ __forceinline__ void epilogue(SharedMemory &sh, const DecodeParams &a, int split, int begin,
-                                         int count, int head, int col0, int lane, int warp) {
+// Merge the warps of a block: to the output where it has all of a sequence, else to its split's. Few instructions:
+// fetching them takes longer than they do.
+__device__ __forceinline__ void epilogue(SharedMemory &sh, const DecodeParams &a, int split, int begin, int count,
+                                         int head, int col0, int lane, int warp) {
     __syncthreads();
-    float sign[LANE_CHANNELS];
+#pragma unroll 1
+    for (int n = warp; n < COLS; n += WARPS) {
+        const int col = col0 + n, token = col / G, query_head = head * G + col % G;
+        if (token >= count) break;
+        // A lane has the peak and the sum of a state, and its weight.
+        const auto &states = sh.warp[lane % WARPS].states;
+        const WarpState &own = lane < WARPS ? states.pages : states.exact;
+        const float found = lane < 2 * WARPS ? own.sum[n] : 0.f;
+        const bool some = found > 0.f;  // or what is there is not a number
+        const float peak = some ? own.peak[n] : LOWEST, top = warp_top(peak);
+        const float weight = some ? exp2_fast(peak - top) : 0.f;
+        const float sum = warp_sum(some ? weight * found : 0.f);
+        float o[DP / 32], e[DP / 32];  // of neighbouring channels
 #pragma unroll
-    for (int k = 0; k < LANE_CHANNELS; k++) sign[k] = sh.negative[k] >> lane & 1 ? -1.f : 1.f;
-    constexpr int together = MANY_COLUMNS ? 1 : OWN_COLS < 2 ? OWN_COLS : 2;
-#pragma unroll together
-    for (int i = 0; i < OWN_COLS; i++) {
-        const int n = warp + WARPS * i, col = col0 + n, token = col / G;
-        if (!is_own(warp, i) || token >= count) continue;
-        const int query_head = head * G + col % G;
+        for (int k = 0; k < DP / 32; k++) o[k] = e[k] = 0.f;
+#pragma unroll 1
+        for (int w = 0; w < WARPS; w++) {
+            add_state(o, sh.warp[w].states.pages.acc[n] + DP / 32 * lane, __shfl_sync(~0u, weight, w));
+            add_state(e, sh.warp[w].states.exact.acc[n] + DP / 32 * lane, __shfl_sync(~0u, weight, WARPS + w));
+        }
+        float *pages = sh.warp[0].states.pages.acc[n], *exact = sh.warp[0].states.exact.acc[n];
+        store_vector(pages + DP / 32 * lane, o);
+        store_vector(exact + DP / 32 * lane, e);
+        __syncwarp();
+        float x[LANE_CHANNELS];
+#pragma unroll
+        for (int k = 0; k < LANE_CHANNELS; k++) x[k] = VALUE_UNIT * pages[state_slot(lane + 32 * k)];
+#if HADAMARD
+        hadamard(x, lane);
+#elif DENSE
+        multiply<float>(x, a.rotation + D * D, lane);
+#endif
+        const float inverse = sum > 0.f ? __fdividef(1.f, sum) : 0.f;
+#pragma unroll
+        for (int k = 0; k < LANE_CHANNELS; k++) {
+            if (HADAMARD) x[k] *= sh.negative[k] >> lane & 1 ? -ROOT : ROOT;
+            x[k] = (x[k] + exact[state_slot(lane + 32 * k)]) * inverse;
+        }
         const long long row = (long long)(begin + token) * HQ + query_head;
-        float o[DP / 32], e[DP / 32], peak, sum, exact_peak, exact_sum;
-        reduce_warps<false>(sh, n, lane, o, peak, sum);
-        reduce_warps<true>(sh, n, lane, e, exact_peak, exact_sum);
         if (a.num_splits > 1) {
-            write_split(a, split, row, lane, o, peak, sum, VALUE_UNIT);
-            if (split < a.num_exact_splits)
-                write_split(a, a.num_splits + split, row, lane, e, exact_peak, exact_sum, 1.f);
+            const long long place = split * a.total_rows * HQ + row;
+#pragma unroll
+            for (int k = 0; k < LANE_CHANNELS; k++)
+                if (THERE(k)) a.partial[place * DP + lane + 32 * k] = x[k];
+            if (lane == 0) a.partial_lse[place] = sum > 0.f ? top + log2_fast(sum) : NEG_INF;
             continue;
         }
-        const float top = fmaxf(peak, exact_peak);
-        const float w = sum > 0.f ? exp2_fast(peak - top) : 0.f;
-        const float v = exact_sum > 0.f ? exp2_fast(exact_peak - top) : 0.f;
-        __syncwarp();
+        u16 *out = a.out + (long long)(begin + token) * a.out_n + query_head * a.out_h;
 #pragma unroll
-        for (int k = 0; k < DP / 32; k++) {
-            sh.warp[0].states.pages.acc[n][DP / 32 * lane + k] = w * VALUE_UNIT * o[k];
-            sh.warp[0].states.exact.acc[n][DP / 32 * lane + k] = v * e[k];
-        }
-        const u16 *center = a.value_center ? a.value_center + head * D : nullptr;
-        write_output(sh.warp[0].states.pages.acc[n], sh.warp[0].states.exact.acc[n], sign, a.rotation, center,
-                     a.out + (long long)(begin + token) * a.out_n + query_head * a.out_h,
-                     a.lse + row, lane, top, w * sum + v * exact_sum);
+        for (int k = 0; k < LANE_CHANNELS; k++)
+            if (THERE(k)) write_channel(out, a.value_center, head, lane + 32 * k, x[k]);
+        if (lane == 0) write_lse(a.lse + row, top, sum);
     }
 }

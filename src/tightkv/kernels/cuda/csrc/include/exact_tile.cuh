@@ -90,83 +90,56 @@ __device__ __forceinline__ int key_slot(int row, int chunk) {
 
 __device__ __forceinline__ int value_slot(int row, int chunk) { return chunk ^ ((row >> 1) & 1); }
 
-// Those from the `from`-th on, to shared memory at `to`.
+// Those from the `from`-th on, to shared memory at `to`; zeros where there are none.
 __device__ __forceinline__ void copy_exact(u32 to, const Exact &x, int from, int lane) {
-    constexpr int chunks = D / 8;
-#pragma unroll
-    for (int i = 0; i < (EXACT_TOKENS * chunks + 31) / 32; i++) {
-        const int row = (lane + 32 * i) / chunks, chunk = (lane + 32 * i) % chunks, e = from + row;
-        if (row >= EXACT_TOKENS || e >= x.count) continue;
-        const bool sink = e < x.sinks;
-        const int slot = x.first_slot + e - x.sinks;
+    constexpr int chunks = DP / 8;
+    const int chunk = lane % chunks;
+#pragma unroll 1
+    for (int row = lane / chunks; row < EXACT_TOKENS; row += 32 / chunks) {
+        const int e = from + row, slot = x.first_slot + e - x.sinks;
+        const bool sink = e < x.sinks, there = e < x.count && (D == DP || 8 * chunk < D);
         const long long at = (long long)(sink ? e : slot < x.ring ? slot : slot - x.ring) * HKV * D + 8 * chunk;
-        const u32 key = to + 16 * (row * (DP / 8) + key_slot(row, chunk));
-        const u32 value = to + 16 * ((EXACT_TOKENS + row) * (DP / 8) + value_slot(row, chunk));
-        cp_async(key, (const u8 *)((sink ? x.sink_key : x.ring_key) + at));
-        cp_async(value, (const u8 *)((sink ? x.sink_value : x.ring_value) + at));
+        const u32 key = to + 16 * (chunks * row + key_slot(row, chunk));
+        const u32 value = to + 16 * (chunks * (EXACT_TOKENS + row) + value_slot(row, chunk));
+        cp_async_or_zero(key, (const u8 *)((sink ? x.sink_key : x.ring_key) + at), there);
+        cp_async_or_zero(value, (const u8 *)((sink ? x.sink_value : x.ring_value) + at), there);
     }
 }
 
-struct ExactTile {  // of them, as a lane multiplies them
-    int at[2];
-    bool key_there[2];
-    uint4 key[2][KX];
-    uint2 value[VX][4];
-};
-
-__device__ __forceinline__ void load(ExactTile &y, const ExactTokens &tokens, const Exact &x, int from, int r, int c) {
+// Scores and values of exact tokens from the `from`-th on, in their own frame, not rotated. Few instructions: this
+// runs once or twice in a block, and fetching them takes longer than they do.
+__device__ __forceinline__ void attend_exact(ExactAccumulators &st, const ExactTokens &tokens,
+                                             const u32 (*query)[DP / 2 + 4], const Exact &x, int from,
+                                             const MaskBounds &v, int col0, int r, int c, float scale) {
     const uint4 zero = {0, 0, 0, 0};
-#pragma unroll
-    for (int k = 0; k < 2; k++) {
-        const int row = r + 8 * k, e = from + row;
-        y.at[k] = e < x.sinks ? x.start + e : x.ring_from + e - x.sinks;
-        y.key_there[k] = 8 * k < EXACT_TOKENS && e < x.count;
-#pragma unroll
-        for (int i = 0; i < KX; i++) {
-            const int channel = key_channel(i, c);
-            y.key[k][i] = y.key_there[k] && (D == DP || channel < D) ? tokens.key[row][key_slot(row, channel / 8)] : zero;
-        }
-    }
-#pragma unroll
-    for (int k = 0; k < 4; k++) {  // tokens 2 c, 2 c + 1 and 8 more
-        const int row = 2 * c + (k & 1) + 8 * (k >> 1);
-        const bool there = 8 * (k >> 1) < EXACT_TOKENS && from + row < x.count;
-#pragma unroll
-        for (int i = 0; i < VX; i++) {
-            const int channel = value_channel(i, r);
-            const uint4 *chunk = &tokens.value[row][value_slot(row, channel / 8)];
-            y.value[i][k] = there && (D == DP || channel < D) ? ((const uint2 *)chunk)[channel / 4 & 1] : make_uint2(0, 0);
-        }
-    }
-}
-
-// In their own frame, not rotated.
-__device__ __forceinline__ void attend_exact_tile(ExactAccumulators &st,
-                                                  const u32 (&q)[COL_TILES][KX][4],
-                                                  const ExactTile &y, const MaskBounds &v, int col0,
-                                                  int c, float scale) {
     float s[COL_TILES][4];
 #pragma unroll
     for (int n = 0; n < COL_TILES; n++)
 #pragma unroll
         for (int k = 0; k < 4; k++) s[n][k] = 0.f;
-#pragma unroll
-    for (int i = 0; i < KX; i++)
+#pragma unroll 1
+    for (int i = 0; i < KX; i++) {
+        const int channel = key_channel(i, c), slot = key_slot(r, channel / 8);  // that of row r + 8, too
+        const uint4 h = tokens.key[r][slot], g = EXACT_TOKENS > 8 ? tokens.key[(r + 8) % EXACT_TOKENS][slot] : zero;
 #pragma unroll
         for (int n = 0; n < COL_TILES; n++) {
-            const uint4 h = y.key[0][i], g = y.key[1][i];
-            mma_model(s[n], h.x, g.x, h.z, g.z, q[n][i][0], q[n][i][1]);
-            mma_model(s[n], h.y, g.y, h.w, g.w, q[n][i][2], q[n][i][3]);
+            const uint4 q = *(const uint4 *)(query[8 * n + (8 * n + 8 <= COLS ? r : r & 3)] + channel / 2);
+            mma_model(s[n], h.x, g.x, h.z, g.z, q.x, q.z);
+            mma_model(s[n], h.y, g.y, h.w, g.w, q.y, q.w);
         }
+    }
 #pragma unroll
-    for (int n = 0; n < COL_TILES; n++)
+    for (int k = 0; k < 4; k++) {
+        const int row = r + 8 * (k >> 1), e = from + row;
+        const int at = e < x.sinks ? x.start + e : x.ring_from + e - x.sinks;
+        const bool there = row < EXACT_TOKENS && e < x.count;
 #pragma unroll
-        for (int k = 0; k < 4; k++) {
+        for (int n = 0; n < COL_TILES; n++) {
             const int col = col0 + 8 * n + 2 * c + (k & 1);
-            const float e = masked_score(v, y.at[k >> 1], v.first_at + col / G,
-                                 s[n][k] * scale * 1.4426950408889634f, 0);
-            s[n][k] = y.key_there[k >> 1] ? e + base_of(st.peak[n][k & 1]) : NEG_INF;
+            const float score = masked_score(v, at, v.first_at + col / G, s[n][k] * scale * 1.4426950408889634f, 0);
+            s[n][k] = there ? score + base_of(st.peak[n][k & 1]) : NEG_INF;
         }
+    }
     softmax_step(st, s);
     u32 p[COL_TILES][2];
 #pragma unroll
@@ -176,7 +149,13 @@ __device__ __forceinline__ void attend_exact_tile(ExactAccumulators &st,
             p[n][k] = transpose_8x8(pack_model2(s[n][2 * k], s[n][2 * k + 1]));
 #pragma unroll
     for (int i = 0; i < VX; i++) {
-        const uint2(&w)[4] = y.value[i];
+        const int channel = value_channel(i, r), slot = value_slot(2 * c, channel / 8);  // that of all four rows
+        uint2 w[4];  // tokens 2 c, 2 c + 1 and 8 more
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+            w[k] = 8 * (k >> 1) < EXACT_TOKENS
+                       ? ((const uint2 *)&tokens.value[(2 * c + (k & 1) + 8 * (k >> 1)) % EXACT_TOKENS][slot])[channel / 4 & 1]
+                       : make_uint2(0, 0);
         u32 a[4], b[4];  // channel: tokens (2c, 2c+1), and the 8 later
 #pragma unroll
         for (int d = 0; d < 4; d++) {

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "decode_params.cuh"
-#include "hadamard.cuh"
 
 // Where in a row of a WarpState a channel lies: the lanes of a store then have banks of their own.
 __device__ __forceinline__ int state_slot(int channel) {
@@ -47,46 +46,26 @@ __device__ __forceinline__ void store_vector(float *to, const float (&x)[DP / 32
                               (u32)__float_as_int(x[(k + 3) % (DP / 32)])};
 }
 
-// A split's output and LSE (in log2 units) of one query.
-__device__ __forceinline__ void write_split(const DecodeParams &a, int partial, long long row, int lane,
-                                            const float (&o)[DP / 32], float peak, float sum,
-                                            float unit) {
-    const long long place = (long long)partial * a.total_rows * HQ + row;
-    if (lane == 0) a.partial_lse[place] = sum > 0.f ? peak + log2f(sum) : NEG_INF;
-    const float inverse = sum > 0.f ? unit / sum : 0.f;
-    float x[DP / 32];
+__device__ __forceinline__ float warp_top(float x) {
 #pragma unroll
-    for (int k = 0; k < DP / 32; k++) x[k] = o[k] * inverse;
-    store_vector(a.partial + place * DP + DP / 32 * lane, x);
+    for (int bit = 1; bit < 32; bit *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, bit));
+    return x;
 }
 
-// Sums over pages and over exact tokens, both in the order of `state_slot` -> the output. `center`
-// (or null) is what the values of the head are relative to, `sign` the rotation's where it has signs.
-__device__ __forceinline__ void write_output(float *pages, float *exact, const float (&sign)[LANE_CHANNELS],
-                                             const float *rotation, const u16 *center, u16 *out, float *lse,
-                                             int lane, float peak, float sum) {
-    float x[LANE_CHANNELS], y[LANE_CHANNELS];
-    __syncwarp();
+__device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
-    for (int k = 0; k < LANE_CHANNELS; k++) {
-        const int place = state_slot(lane + 32 * k);
-        x[k] = pages[place], y[k] = exact[place];
-    }
-#if HADAMARD
-    hadamard(x, lane);
-#pragma unroll
-    for (int k = 0; k < LANE_CHANNELS; k++) x[k] *= ROOT * sign[k];
-#elif DENSE
-    multiply<float>(x, rotation + D * D, lane);
-#endif
-    const float inverse = sum > 0.f ? 1.f / sum : 0.f;
-#pragma unroll
-    for (int k = 0; k < LANE_CHANNELS; k++) {
-        if (!THERE(k)) continue;
-        const float o = center ? model_to_float(center[lane + 32 * k]) : 0.f;
-        out[lane + 32 * k] = (u16)pack_model2((x[k] + y[k]) * inverse + o, 0.f);
-    }
-    if (lane == 0) *lse = sum > 0.f ? (peak + log2f(sum)) * 0.6931471805599453f : NEG_INF;
+    for (int bit = 1; bit < 32; bit *= 2) x += __shfl_xor_sync(~0u, x, bit);
+    return x;
+}
+
+// A channel of the output; `center` [HKV, D] (or null) is what values are relative to.
+__device__ __forceinline__ void write_channel(u16 *out, const u16 *center, int head, int channel, float x) {
+    const float o = center ? model_to_float(center[head * D + channel]) : 0.f;
+    out[channel] = (u16)pack_model2(x + o, 0.f);
+}
+
+__device__ __forceinline__ void write_lse(float *lse, float peak, float sum) {
+    *lse = sum > 0.f ? (peak + log2_fast(sum)) * 0.6931471805599453f : NEG_INF;
 }
 
 // Queries after those of the last sequence, which no block and no merge answers.

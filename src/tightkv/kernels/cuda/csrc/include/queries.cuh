@@ -132,15 +132,3 @@ __device__ __forceinline__ void load_query_bytes(QueryOperands &q, SharedMemory 
         }
 #endif
 }
-
-__device__ __forceinline__ void load_queries(u32 (&q)[COL_TILES][KX][4], const u32 (*shared)[DP / 2 + 4],
-                                             int r, int c) {
-#pragma unroll
-    for (int n = 0; n < COL_TILES; n++)
-#pragma unroll
-        for (int x = 0; x < KX; x++)
-#pragma unroll
-            for (int k = 0; k < 4; k++)  // pairs 0 2 1 3: see attend
-                q[n][x][k] = shared[8 * n + (8 * n + 8 <= COLS ? r : r & 3)]
-                                   [key_channel(x, c) / 2 + 2 * (k & 1) + (k >> 1)];
-}
