@@ -17,10 +17,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
     if (!a.overlaps_append) grid_dependency_wait();
     // Page numbers are taken from the table 32 at a time, one a lane; those of a short sequence with its length.
     const int *table = a.block_table + row * a.table_b;
-    const int first_ids = a.table_pages ? table[min(lane, a.table_pages - 1)] : 0;
-    const int begin = a.cu_seqlens[row], count = a.cu_seqlens[row + 1] - begin;
-    const int length = a.lengths[row], start = a.left_pad[row], ring_read_from = a.ring_read_from[row];
-    const int sinks_end = min(start + a.sink_counts[row], ring_read_from), owner = a.ring_rows[row];
+    const int first_ids = a.table_pages ? load_now(table + min(lane, a.table_pages - 1)) : 0;
+    const int begin = load_now(a.cu_seqlens + row), end = load_now(a.cu_seqlens + row + 1), count = end - begin;
+    const int length = load_now(a.lengths + row), start = load_now(a.left_pad + row);
+    const int ring_read_from = load_now(a.ring_read_from + row), owner = load_now(a.ring_rows + row);
+    const int sinks_end = min(start + load_now(a.sink_counts + row), ring_read_from);
     const int col0 = blockIdx.z * COLS;
     if (col0 >= count * G) {
         if (a.overlaps_append) grid_dependency_wait();

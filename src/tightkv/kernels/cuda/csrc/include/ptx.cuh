@@ -155,6 +155,12 @@ __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");
 }
 
+__device__ __forceinline__ int load_now(const int *from) {  // here, not where it is needed first
+    int x;
+    asm volatile("ld.global.b32 %0, [%1];" : "=r"(x) : "l"(from));
+    return x;
+}
+
 // --- bulk copies, from sm_90 on: many bytes an instruction, counted by a barrier in shared memory ---
 #if __CUDA_ARCH__ >= 900
 __device__ __forceinline__ void barrier_init(u32 barrier) {
