@@ -172,10 +172,7 @@ inline u16 to_bf16(float f) {
 
 inline void move(const Copy &c) {
     if (c.to + c.bytes > memory_bytes) fail("a copy beyond shared memory");
-    if (c.from)
-        memcpy(memory + c.to, c.from, c.bytes);
-    else
-        memset(memory + c.to, 0, c.bytes);
+    memcpy(memory + c.to, c.from, c.bytes);
 }
 
 template <class Kernel>
@@ -378,7 +375,6 @@ inline int load_now(const int *from) { return *from; }
 inline u64 evict_first_policy() { return 0; }
 inline void cp_async(u32 to, const u8 *from, u64) { host::now->open.push_back({to, from, 16}); }
 inline void cp_async(u32 to, const u8 *from) { cp_async(to, from, 0); }
-inline void cp_async_or_zero(u32 to, const u8 *from, bool there) { cp_async(to, there ? from : nullptr); }
 inline void cp_async_8(u32 to, const u8 *from) { host::now->open.push_back({to, from, 8}); }
 inline void cp_async_commit() {
     host::now->groups.push_back(std::move(host::now->open));

@@ -74,7 +74,7 @@ class DecodeTile:
         mean = {16: own // 8, 8: own // 16 + 1}.get(cfg.mean_bits if cfg.centered else 0, 1)
         span = max(1, 32 * self.blocks_of_32 // layout.page_size)  # pages in a tile
         stage = span * _round_up(self.blocks_of_32 // span * (512 * loads + 128) + 16 * mean)
-        stage = max(stage, 4 * d * self.exact_tokens)
+        stage = max(stage, _round_up(4 * (d + 8) * self.exact_tokens))
         found = 2 * 4 * columns * (d + 6)
         warp = _round_up(max(self.stages * stage, found))
         queries = 8 * columns * (d // 2 + 4) + 2 * columns * (d + 16)  # halves, bytes

@@ -166,8 +166,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
         const int whole_from = SOFTCAP ? t_end : (seen_from + 32 * TB - 1) / (32 * TB);
         const int whole_to = seen_to / (32 * TB);
         float bias[SPAN][LANE_COLS];
-        [[maybe_unused]] bool new_page = true;  // only where a tile is part of one
         [[maybe_unused]] u32 odd = 0;  // round of the stage
+        [[maybe_unused]] bool new_page = true;  // only where a tile is part of one
         for (; t < t_end; t++) {
             copy_next();
 #if BULK_COPIES

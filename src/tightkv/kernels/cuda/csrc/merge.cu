@@ -26,7 +26,7 @@ merge(const float *partial, const float *partial_lse, const u16 *value_center, c
     }
     float peak = NEG_INF;
     for (int s = lane; s < num_splits; s += 32) peak = fmaxf(peak, partial_lse[s * step + row]);
-    peak = warp_top(peak);
+    peak = most_of<32>(peak);
     const float base = peak == NEG_INF ? 0.f : peak;
     float sum = 0.f, o[DP / 32];
 #pragma unroll

@@ -75,7 +75,8 @@ __device__ __forceinline__ void store_state(const ExactAccumulators &st, WarpSta
         }
 }
 
-static_assert(2 * WARPS <= 32, "a lane has the peak of a state");
+#define STATES (WARPS <= 4 ? 8 : WARPS <= 8 ? 16 : 32)  // of a column, or a few more: a lane has one's peak
+static_assert(2 * WARPS <= STATES, "too many warps");
 
 // A state of a column, at a weight.
 __device__ __forceinline__ void add_state(float (&o)[DP / 32], const float *state, float weight) {
@@ -95,20 +96,21 @@ __device__ __forceinline__ void epilogue(SharedMemory &sh, const DecodeParams &a
         const int col = col0 + n, token = col / G, query_head = head * G + col % G;
         if (token >= count) break;
         // A lane has the peak and the sum of a state, and its weight.
-        const auto &states = sh.warp[lane % WARPS].states;
-        const WarpState &own = lane < WARPS ? states.pages : states.exact;
-        const float found = lane < 2 * WARPS ? own.sum[n] : 0.f;
+        const int state = lane % STATES;
+        const auto &states = sh.warp[state / 2 % WARPS].states;
+        const WarpState &own = state % 2 ? states.exact : states.pages;
+        const float found = state < 2 * WARPS ? own.sum[n] : 0.f;
         const bool some = found > 0.f;  // or what is there is not a number
-        const float peak = some ? own.peak[n] : LOWEST, top = warp_top(peak);
+        const float peak = some ? own.peak[n] : LOWEST, top = most_of<STATES>(peak);
         const float weight = some ? exp2_fast(peak - top) : 0.f;
-        const float sum = warp_sum(some ? weight * found : 0.f);
+        const float sum = sum_of<STATES>(some ? weight * found : 0.f);
         float o[DP / 32], e[DP / 32];  // of neighbouring channels
 #pragma unroll
         for (int k = 0; k < DP / 32; k++) o[k] = e[k] = 0.f;
 #pragma unroll 1
         for (int w = 0; w < WARPS; w++) {
-            add_state(o, sh.warp[w].states.pages.acc[n] + DP / 32 * lane, __shfl_sync(~0u, weight, w));
-            add_state(e, sh.warp[w].states.exact.acc[n] + DP / 32 * lane, __shfl_sync(~0u, weight, WARPS + w));
+            add_state(o, sh.warp[w].states.pages.acc[n] + DP / 32 * lane, __shfl_sync(~0u, weight, 2 * w));
+            add_state(e, sh.warp[w].states.exact.acc[n] + DP / 32 * lane, __shfl_sync(~0u, weight, 2 * w + 1));
         }
         float *pages = sh.warp[0].states.pages.acc[n], *exact = sh.warp[0].states.exact.acc[n];
         store_vector(pages + DP / 32 * lane, o);

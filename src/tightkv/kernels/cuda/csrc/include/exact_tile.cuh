@@ -80,34 +80,33 @@ struct Exact {
     int first_slot;  // of the ring, where the token at ring_from is
 };
 
-struct ExactTokens {  // on their way: rows of chunks of 8 channels, in an order that spreads them over banks
-    uint4 key[EXACT_TOKENS][DP / 8], value[EXACT_TOKENS][DP / 8];
+struct ExactTokens {  // on their way; rows are padded, so that they begin in different banks
+    u16 key[EXACT_TOKENS][DP + 8], value[EXACT_TOKENS][DP + 8];
 };
 
-__device__ __forceinline__ int key_slot(int row, int chunk) {
-    return chunk ^ ((chunk >> 3) & 1) ^ ((row & 1) << 1);
+// The keys or the values of the e-th, or of the last where there are fewer.
+__device__ __forceinline__ const u8 *locate_exact(const Exact &x, int e, bool value) {
+    e = min(e, x.count - 1);
+    const bool sink = e < x.sinks;
+    const int slot = x.first_slot + e - x.sinks;
+    const u16 *of = value ? (sink ? x.sink_value : x.ring_value) : sink ? x.sink_key : x.ring_key;
+    return (const u8 *)(of + (long long)(sink ? e : slot < x.ring ? slot : slot - x.ring) * HKV * D);
 }
 
-__device__ __forceinline__ int value_slot(int row, int chunk) { return chunk ^ ((row >> 1) & 1); }
-
-// Those from the `from`-th on, to shared memory at `to`; zeros where there are none.
+// Those from the `from`-th on, to shared memory at `to`: rows of keys, then of values. A lane finds one of them.
 __device__ __forceinline__ void copy_exact(u32 to, const Exact &x, int from, int lane) {
     constexpr int chunks = DP / 8;
     const int chunk = lane % chunks;
-#pragma unroll 1
-    for (int row = lane / chunks; row < EXACT_TOKENS; row += 32 / chunks) {
-        const int e = from + row, slot = x.first_slot + e - x.sinks;
-        const bool sink = e < x.sinks, there = e < x.count && (D == DP || 8 * chunk < D);
-        const long long at = (long long)(sink ? e : slot < x.ring ? slot : slot - x.ring) * HKV * D + 8 * chunk;
-        const u32 key = to + 16 * (chunks * row + key_slot(row, chunk));
-        const u32 value = to + 16 * (chunks * (EXACT_TOKENS + row) + value_slot(row, chunk));
-        cp_async_or_zero(key, (const u8 *)((sink ? x.sink_key : x.ring_key) + at), there);
-        cp_async_or_zero(value, (const u8 *)((sink ? x.sink_value : x.ring_value) + at), there);
+    const u64 own = (u64)locate_exact(x, from + lane % EXACT_TOKENS, lane / EXACT_TOKENS % 2);
+#pragma unroll
+    for (int i = 0; i < 2 * EXACT_TOKENS; i += 32 / chunks) {
+        const int row = i + lane / chunks;
+        const u8 *at = (const u8 *)__shfl_sync(~0u, own, row) + 16 * chunk;
+        if (D == DP || 8 * chunk < D) cp_async(to + 2 * (DP + 8) * row + 16 * chunk, at);
     }
 }
 
-// Scores and values of exact tokens from the `from`-th on, in their own frame, not rotated. Few instructions: this
-// runs once or twice in a block, and fetching them takes longer than they do.
+// Scores and values of exact tokens from the `from`-th on, in their own frame, not rotated.
 __device__ __forceinline__ void attend_exact(ExactAccumulators &st, const ExactTokens &tokens,
                                              const u32 (*query)[DP / 2 + 4], const Exact &x, int from,
                                              const MaskBounds &v, int col0, int r, int c, float scale) {
@@ -117,10 +116,12 @@ __device__ __forceinline__ void attend_exact(ExactAccumulators &st, const ExactT
     for (int n = 0; n < COL_TILES; n++)
 #pragma unroll
         for (int k = 0; k < 4; k++) s[n][k] = 0.f;
-#pragma unroll 1
+#pragma unroll
     for (int i = 0; i < KX; i++) {
-        const int channel = key_channel(i, c), slot = key_slot(r, channel / 8);  // that of row r + 8, too
-        const uint4 h = tokens.key[r][slot], g = EXACT_TOKENS > 8 ? tokens.key[(r + 8) % EXACT_TOKENS][slot] : zero;
+        const int channel = key_channel(i, c);
+        const bool there = D == DP || channel < D;
+        const uint4 h = there ? *(const uint4 *)(tokens.key[r] + channel) : zero;
+        const uint4 g = there && EXACT_TOKENS > 8 ? *(const uint4 *)(tokens.key[(r + 8) % EXACT_TOKENS] + channel) : zero;
 #pragma unroll
         for (int n = 0; n < COL_TILES; n++) {
             const uint4 q = *(const uint4 *)(query[8 * n + (8 * n + 8 <= COLS ? r : r & 3)] + channel / 2);
@@ -149,13 +150,13 @@ __device__ __forceinline__ void attend_exact(ExactAccumulators &st, const ExactT
             p[n][k] = transpose_8x8(pack_model2(s[n][2 * k], s[n][2 * k + 1]));
 #pragma unroll
     for (int i = 0; i < VX; i++) {
-        const int channel = value_channel(i, r), slot = value_slot(2 * c, channel / 8);  // that of all four rows
         uint2 w[4];  // tokens 2 c, 2 c + 1 and 8 more
 #pragma unroll
-        for (int k = 0; k < 4; k++)
-            w[k] = 8 * (k >> 1) < EXACT_TOKENS
-                       ? ((const uint2 *)&tokens.value[(2 * c + (k & 1) + 8 * (k >> 1)) % EXACT_TOKENS][slot])[channel / 4 & 1]
-                       : make_uint2(0, 0);
+        for (int k = 0; k < 4; k++) {
+            const int row = 2 * c + (k & 1) + 8 * (k >> 1);
+            w[k] = 8 * (k >> 1) < EXACT_TOKENS ? *(const uint2 *)(tokens.value[row % EXACT_TOKENS] + value_channel(i, r))
+                                               : make_uint2(0, 0);
+        }
         u32 a[4], b[4];  // channel: tokens (2c, 2c+1), and the 8 later
 #pragma unroll
         for (int d = 0; d < 4; d++) {

@@ -46,15 +46,18 @@ __device__ __forceinline__ void store_vector(float *to, const float (&x)[DP / 32
                               (u32)__float_as_int(x[(k + 3) % (DP / 32)])};
 }
 
-__device__ __forceinline__ float warp_top(float x) {
+// Of as many lanes, to each of them.
+template <int LANES>
+__device__ __forceinline__ float most_of(float x) {
 #pragma unroll
-    for (int bit = 1; bit < 32; bit *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, bit));
+    for (int bit = 1; bit < LANES; bit *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, bit));
     return x;
 }
 
-__device__ __forceinline__ float warp_sum(float x) {
+template <int LANES>
+__device__ __forceinline__ float sum_of(float x) {
 #pragma unroll
-    for (int bit = 1; bit < 32; bit *= 2) x += __shfl_xor_sync(~0u, x, bit);
+    for (int bit = 1; bit < LANES; bit *= 2) x += __shfl_xor_sync(~0u, x, bit);
     return x;
 }
 

@@ -140,10 +140,6 @@ __device__ __forceinline__ void cp_async(u32 to, const u8 *from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
-__device__ __forceinline__ void cp_async_or_zero(u32 to, const u8 *from, bool there) {  // else nothing is read
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
-}
-
 __device__ __forceinline__ void cp_async_8(u32 to, const u8 *from) {  // 8 bytes
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
 }
