@@ -29,6 +29,7 @@ from tightkv.kernels.cuda import decode_plan, source
 from tightkv.kernels.cuda.decode_plan import DecodePlan, DecodeTile
 from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.registry import select
+from tightkv.layout import PageLayout
 from tightkv.math.feedback import QueryMetric
 
 ON_GPU = DEVICE.type == "cuda"
@@ -40,8 +41,8 @@ SHAPES = [(bits, dim, dtype) for bits in BITS for dim in (64, 128, 256) for dtyp
 APPENDS = [
     (bits, dim, opened) for bits in BITS for dim in (64, 128, 256) for opened in (True, False)
 ]
+FEW = [(k, v) for k, v in BITS if 8 not in (k, v)]
 if not ON_GPU:  # each takes two seconds to compile
-    FEW = [(k, v) for k, v in BITS if 8 not in (k, v)]
     SHAPES = [(bits, (64, 128, 256)[sum(bits) % 3], "hb"[bits[0] % 2]) for bits in FEW]
     SHAPES += [((8, v), dim, "b") for v, dim in zip((4, 8, 3), (64, 128, 256), strict=True)]
     SHAPES += [((k, 8), dim, "h") for k, dim in zip((4, 2, 8), (64, 128, 256), strict=True)]
@@ -564,6 +565,25 @@ def test_heads_that_are_no_power_of_two(bits, dim, mean_bits, group):
         assert differ <= 4 * len(caches[0].pages), f"{differ} bytes after {counts}"
     poison(caches[0])
     assert_attends_alike(caches[0], [1, 1, 1], group)
+
+
+WIDE_HEADS = [((4, 4), 8, 16), ((2, 2), 4, 8)] + [(bits, 3, 16) for bits in FEW]
+
+
+@pytest.mark.parametrize("bits,group,mean_bits", WIDE_HEADS, ids=str)
+def test_heads_of_512(bits, group, mean_bits):
+    cfg = CFG.replace(key_bits=bits[0], value_bits=bits[1], mean_bits=mean_bits)
+    cache = cache_on(cfg, [700, 65, 0], dim=512, dtype=torch.bfloat16, name="cuda")
+    fill(cache, [700, 65, 0])
+    poison(cache)
+    assert shares(cache, group) > 1
+    assert_attends_alike(cache, [1, 1, 1], group)
+    assert_attends_alike(cache, [3, 1, 0], group, window=100)
+
+
+def test_wide_heads_of_eight_bits_are_for_other_kernels():
+    wide = PageLayout(CFG.replace(key_bits=8, value_bits=4), HEADS, 512)
+    assert "head_dim=512 of 8 bits; they have 2 to 4 bits of it" in cuda.unsupported(wide)
 
 
 @pytest.mark.parametrize("dim", [80, 192])

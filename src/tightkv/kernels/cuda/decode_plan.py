@@ -51,6 +51,11 @@ class DecodeTile:
         if tuned is not None and tuned.fits(layout, memory):
             return tuned
         key_bits, value_bits = layout.cfg.key_bits, layout.cfg.value_bits
+        if layout.head_dim > 256:  # a block has a processor to itself
+            tile = DecodeTile(1, 2, 1, columns, 4, shared_queries=True, exact_tokens=8)
+            while tile.warps > 1 and not tile.fits(layout, memory):
+                tile = replace(tile, warps=tile.warps // 2)
+            return tile
         wide_codes = padded_dim(layout) * max(key_bits, value_bits) >= 128 * 8
         if layout.head_dim > 128:  # sm_89 has 99 KiB of shared memory for a block
             return DecodeTile(1, 2, 2, columns, 2 if 8 in (key_bits, value_bits) else 4)

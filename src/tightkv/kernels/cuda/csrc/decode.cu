@@ -88,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
     if (lane < STAGES) barrier_init(barriers + 8 * lane);
     barrier_init_fence();
 #else
-    const ScaleCopy scale_copies[2] = {ScaleCopy(lane), ScaleCopy(lane + 32)};
+    const ScaleCopy scale_copies[3] = {ScaleCopy(lane), ScaleCopy(lane + 32), ScaleCopy(lane + 64)};
 #endif
     auto copy_next = [&]() {
         if (ahead < t_end) {
@@ -207,8 +207,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
                 for (int k = 0; k < KL * KW; k++) (&codes.w[0][0])[k] = tile.page[b / BP].key[b % BP][k][lane];
                 const uint2 key_scale = tile.page[b / BP].key_scale[b % BP][r];
                 Int8Sums sums[2];  // 16 tokens each
+                float first[LANE_COLS][4];  // of the slots before, where there are more than one sum can have
 #pragma unroll
                 for (int x = 0; x < KX; x++) {
+                    if (x == SUM_SLOTS)
+#pragma unroll
+                        for (int i = 0; i < 4; i++)
+#pragma unroll
+                            for (int j = 0; j < LANE_COLS; j++) first[j][i] = sums[i / 2].column(j, i & 1);
                     Levels of[4];
 #pragma unroll
                     for (int i = 0; i < 4; i++)
@@ -221,7 +227,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
                         for (int h = 0; h < 2; h++) {
                             const Levels &one = of[2 * h], &two = of[2 * h + 1];
                             mma_accumulate<KEY_OFFSET, false>(sums[h].of[n], one.low, two.low, one.high,
-                                                              two.high, operand, start, x == 0);
+                                                              two.high, operand, start, x % SUM_SLOTS == 0);
                             if (KEY_PRODUCTS == 2)
                                 mma_accumulate<false, false>(
                                     sums[h].of[n], one.negative_low, two.negative_low,
@@ -235,8 +241,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
                     const bool centered = MEAN_BITS > 0 && __float_as_int(scale) < 0;
 #pragma unroll
                     for (int j = 0; j < LANE_COLS; j++) {
-                        s[j][4 * b + i] = fmaf(sums[i / 2].column(j, i & 1), fabsf(scale),
-                                               centered ? bias[b / BP][j] : 0.f);
+                        const float sum = sums[i / 2].column(j, i & 1) + (KX > SUM_SLOTS ? first[j][i] : 0.f);
+                        s[j][4 * b + i] = fmaf(sum, fabsf(scale), centered ? bias[b / BP][j] : 0.f);
                         if (SOFTCAP) s[j][4 * b + i] *= key_unit;
                     }
                 }
@@ -245,23 +251,27 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
 
             // values with weights
             ValueBlock codes[TB];
+            const auto load_values = [&]() {
 #pragma unroll
-            for (int b = 0; b < TB; b++)
+                for (int b = 0; b < TB; b++)
 #pragma unroll
-                for (int k = 0; k < VL * VW; k++) {
-                    uint4 w = tile.page[b / BP].value[b % BP][k][lane];
-                    if (VALUE_BITS < 8) {
-                        sort_by_channel(w.x, w.y);
-                        sort_by_channel(w.z, w.w);
+                    for (int k = 0; k < VL * VW; k++) {
+                        uint4 w = tile.page[b / BP].value[b % BP][k][lane];
+                        if (VALUE_BITS < 8) {
+                            sort_by_channel(w.x, w.y);
+                            sort_by_channel(w.z, w.w);
+                        }
+                        (&codes[b].w[0][0])[k] = w;
                     }
-                    (&codes[b].w[0][0])[k] = w;
-                }
+            };
+            if (DP <= 256) load_values();  // early, where there are registers
             const float weight_unit = value_most > 0.f ? value_most * (1.f / MOST_WEIGHT) : 1.f;
             float top[LANE_COLS], sum[LANE_COLS], scale[LANE_COLS];
             u32 weights[TB][LANE_COLS][2];
             tile_tops(s, score_unit, top);
             raise_peaks(f, top, scale);
             softmax_weights(s, score_unit, value_scale, weight_unit, top, weights, sum);
+            if (DP > 256) load_values();
 #pragma unroll
             for (int j = 0; j < LANE_COLS; j++) {
                 f.sum[j] += sum[j] * scale[j];

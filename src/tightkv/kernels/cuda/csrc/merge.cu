@@ -49,14 +49,15 @@ merge(const float *partial, const float *partial_lse, const u16 *value_center, c
     if (lane == 0) weights[warp] = sum;
     store_vector(sums[warp] + DP / 32 * lane, o);
     __syncthreads();
-    const int channel = threadIdx.x, head = row % HQ / G;
-    static_assert(D <= 32 * MERGE_WARPS, "a thread has a channel");
-    if (channel >= D) return;
-    float x = 0.f;
     sum = 0.f;
 #pragma unroll
-    for (int w = 0; w < MERGE_WARPS; w++) sum += weights[w], x += sums[w][channel];
-    x *= sum > 0.f ? __fdividef(1.f, sum) : 0.f;
-    write_channel(out + (row / HQ) * out_n + (row % HQ) * out_h, value_center, head, channel, x);
-    if (channel == 0) write_lse(lse + row, peak, sum);
+    for (int w = 0; w < MERGE_WARPS; w++) sum += weights[w];
+    const float inverse = sum > 0.f ? __fdividef(1.f, sum) : 0.f;
+    for (int channel = threadIdx.x; channel < D; channel += 32 * MERGE_WARPS) {
+        float x = 0.f;
+#pragma unroll
+        for (int w = 0; w < MERGE_WARPS; w++) x += sums[w][channel];
+        write_channel(out + (row / HQ) * out_n + (row % HQ) * out_h, value_center, row % HQ / G, channel, x * inverse);
+    }
+    if (threadIdx.x == 0) write_lse(lse + row, peak, sum);
 }

@@ -96,11 +96,10 @@ __device__ __forceinline__ const u8 *locate_exact(const Exact &x, int e, bool va
 // Those from the `from`-th on, to shared memory at `to`: rows of keys, then of values. A lane finds one of them.
 __device__ __forceinline__ void copy_exact(u32 to, const Exact &x, int from, int lane) {
     constexpr int chunks = DP / 8;
-    const int chunk = lane % chunks;
     const u64 own = (u64)locate_exact(x, from + lane % EXACT_TOKENS, lane / EXACT_TOKENS % 2);
 #pragma unroll
-    for (int i = 0; i < 2 * EXACT_TOKENS; i += 32 / chunks) {
-        const int row = i + lane / chunks;
+    for (int i = lane; i < 2 * EXACT_TOKENS * chunks; i += 32) {
+        const int row = i / chunks, chunk = i % chunks;
         const u8 *at = (const u8 *)__shfl_sync(~0u, own, row) + 16 * chunk;
         if (D == DP || 8 * chunk < D) cp_async(to + 2 * (DP + 8) * row + 16 * chunk, at);
     }

@@ -14,8 +14,9 @@
 #define ZERO 12582912.f  // 1.5 * 2^23: sums must stay within 2^22 of it
 
 // Values: levels of at most 127 and bytes of 255, of a tile's tokens. Keys and means: bytes from -127
-// on. So DP may be 256.
-static_assert(32 * TB * 127 * 255 < 1 << 22 && DP * 127 * 128 < 1 << 22, "sums may be too large");
+// on, of so many slots of 32 channels.
+#define SUM_SLOTS 8
+static_assert(32 * TB * 127 * 255 < 1 << 22 && 32 * SUM_SLOTS * 127 * 128 < 1 << 22, "sums may be too large");
 
 // Columns 2 c and 2 c + 1 of eight, as the products of exact tokens have them; c of the last four.
 __device__ __forceinline__ int lane_column(int j, int c) {

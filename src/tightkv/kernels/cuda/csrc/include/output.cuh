@@ -9,17 +9,14 @@ __device__ __forceinline__ int state_slot(int channel) {
     if (DP == 64) {
         r = ((channel >> 4) & 3) | (channel & 4);
         x = (channel >> 3) & 1;
-    } else if (DP == 128) {
-        r = channel >> 4;
-        x = (channel >> 2) & 3;
     } else {
         r = (channel >> 4) & 7;
-        x = (channel >> 7) | ((channel >> 1) & 6);
+        x = (channel >> 7) + DP / 128 * ((channel >> 2) & 3);
     }
     return 8 * (4 * x + (channel & 3)) + r;
 }
 
-// A lane's neighbouring numbers, DP / 32 of them: 2, 4 or 8.
+// A lane's neighbouring numbers, DP / 32 of them: from 2 to 16.
 __device__ __forceinline__ void load_vector(float (&x)[DP / 32], const float *from) {
     if (DP == 64) {
         const uint2 two = *(const uint2 *)from;

@@ -116,15 +116,13 @@ struct ValueBlock {
 __device__ __forceinline__ int key_channel(int x, int c) {
     if (HALF_WORDS) return 16 * (c + 4 * (x >> 1)) + 8 * (x & 1);
     if (D == 64) return 32 * (c & 1) + 8 * (2 * x + (c >> 1));
-    if (DP == 128) return 32 * c + 8 * x;
-    return 32 * (c + 4 * (x & 1)) + 8 * (x >> 1);
+    return 32 * (c + 4 * (x % KL)) + 8 * (x / KL);
 }
 
 // Channel of the first of a lane's four channels of value slot x.
 __device__ __forceinline__ int value_channel(int x, int r) {
     if (D == 64) return 16 * (r & 3) + 4 * (2 * x + (r >> 2));
-    if (DP == 128) return 16 * r + 4 * x;
-    return 16 * (r + 8 * (x & 1)) + 4 * (x >> 1);
+    return 16 * (r + 8 * (x % VL)) + 4 * (x / VL);
 }
 
 #if HALF_WORDS
@@ -151,8 +149,8 @@ __device__ __forceinline__ Levels key_levels(const KeyBlock &t, int x, int i, in
 #if HALF_WORDS
     return half_word_levels(t, x, i, table);
 #endif
-    const u32 *w = (const u32 *)&t.w[DP == 256 ? (x & 1) : 0][0] + i;
-    const int q = DP == 256 ? x >> 1 : x;
+    const u32 *w = (const u32 *)&t.w[x % KL][0] + i;
+    const int q = x / KL;
     if (KEY_BITS == 8) return {w[4 * (2 * q % KW)], w[4 * ((2 * q + 1) % KW)], 0, 0};
     if (D == 64) return decode_levels<KEY_BITS>(nibbles_at<KEY_BITS>(w, x, c >> 1), table);
     return decode_levels<KEY_BITS>(nibbles<KEY_BITS>(w, q), table);
@@ -162,8 +160,8 @@ __device__ __forceinline__ Levels key_levels(const KeyBlock &t, int x, int i, in
 // second 16 tokens. Codes are sorted by channel, but for eight bits, which are sorted here.
 __device__ __forceinline__ Levels value_levels(const ValueBlock &t, int x, int m, int half, int r,
                                                const LevelTable &table) {
-    const u32 *w = (const u32 *)&t.w[DP == 256 ? (x & 1) : 0][0] + 2 * half;
-    const int q = DP == 256 ? x >> 1 : x;
+    const u32 *w = (const u32 *)&t.w[x % VL][0] + 2 * half;
+    const int q = x / VL;
     if (VALUE_BITS == 8) {
         const u32 *two = w + 4 * ((2 * q + m) % VW);
         return {prmt(two[0], two[1], 0x5410), prmt(two[0], two[1], 0x7632), 0, 0};

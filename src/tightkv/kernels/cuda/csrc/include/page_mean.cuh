@@ -12,20 +12,25 @@ __device__ __forceinline__ void mean_scores(float (&one)[LANE_COLS], float (&two
     const volatile u32 *m = (const volatile u32 *)mean1, *w = (const volatile u32 *)mean2;
     const int zero[2] = {ZERO_BITS, ZERO_BITS};
     Int8Sums sums;
+    float first[LANE_COLS][2];  // of the slots before, where there are more than one sum can have
 #pragma unroll
     for (int x = 0; x < KX; x++) {
+        if (x == SUM_SLOTS)
+#pragma unroll
+            for (int j = 0; j < LANE_COLS; j++) first[j][0] = sums.column(j, 0), first[j][1] = sums.column(j, 1);
         const int at = key_channel(x, c) / 4;
         const bool there = D == DP || 4 * at < D;
         const u32 a[4] = {there ? m[at] : 0, there ? w[at] : 0, there ? m[at + 1] : 0, there ? w[at + 1] : 0};
 #pragma unroll
         for (int n = 0; n < LANE_COLS; n++)
-            mma_accumulate<false, false>(sums.of[n], a[0], a[1], a[2], a[3], q(n, x), zero, x == 0);
+            mma_accumulate<false, false>(sums.of[n], a[0], a[1], a[2], a[3], q(n, x), zero, x % SUM_SLOTS == 0);
     }
     const float unit1 = half_to_float(*(const u16 *)(mean1 + D / 16)) * factor;
     const float unit2 = half_to_float(*(const u16 *)(mean2 + D / 16)) * factor;
 #pragma unroll
     for (int j = 0; j < LANE_COLS; j++)
-        one[j] = sums.column(j, 0) * unit1, two[j] = sums.column(j, 1) * unit2;
+        one[j] = (sums.column(j, 0) + (KX > SUM_SLOTS ? first[j][0] : 0.f)) * unit1,
+        two[j] = (sums.column(j, 1) + (KX > SUM_SLOTS ? first[j][1] : 0.f)) * unit2;
 }
 #endif
 

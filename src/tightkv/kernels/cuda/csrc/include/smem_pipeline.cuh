@@ -91,6 +91,7 @@ struct ScaleCopy {
     }
 };
 #define SCALE_COPIES ((8 * BP + MEAN_CHUNKS + 31) / 32)  // a lane
+static_assert(SCALE_COPIES <= 3, "more than decode.cu prepares");
 
 // Bulk copies take no lane's time, where codes lie in a page as in a stage. With few columns lanes have it.
 #define BULK_COPIES (__CUDA_ARCH__ >= 900 && D == 128 && COLS >= 8)
