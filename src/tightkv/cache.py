@@ -106,13 +106,20 @@ class PagedKV:
         """
         self.fit_rows()
         self._fit_pages()
-        if rows is None:
-            rows, same_length = self.table.tensors(self.device), self.table.same_length()
-        return self._view(rows, same_length)
+        if rows is not None:
+            return self._view(rows, same_length)
+        rows, same_length = self.table.tensors(self.device), self.table.same_length()
+        return self._view(rows, same_length, self.table.plans(self.device))
 
-    def _view(self, rows: RowTensors, same_length: int | None = None) -> CacheView:
+    def _view(
+        self,
+        rows: RowTensors,
+        same_length: int | None = None,
+        plans: dict[object, Tensor] | None = None,
+    ) -> CacheView:
         exact = (self.ring_key, self.ring_value, self.sink_key, self.sink_value)
-        return CacheView(self.pages, *rows, *exact, same_length, feedback=self._feedback)
+        feedback = self._feedback
+        return CacheView(self.pages, *rows, *exact, same_length, feedback=feedback, plans=plans)
 
     def allocated_bytes(self) -> int:
         """Bytes of every tensor this layer holds, its share of the table's tensors included."""

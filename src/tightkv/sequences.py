@@ -129,6 +129,7 @@ class SequenceTable:
         self._references: dict[int, int] = {}
         self._free: list[int] = []
         self._tensors: dict[torch.device, RowTensors] = {}
+        self._plans: dict[torch.device, dict[object, Tensor]] = {}
         self._longer: set[torch.device] = set()  # whose tensors have the lengths of an older step
         self._blocks: dict[torch.device, Tensor] = {}
 
@@ -408,8 +409,14 @@ class SequenceTable:
         else:
             return made
         self._tensors[device] = made
+        self._plans[device] = {}
         self._longer.discard(device)
         return made
+
+    def plans(self, device: torch.device) -> dict[object, Tensor]:
+        """What kernels keep about `tensors(device)`, for all layers (`CacheView.plans`)."""
+        self.tensors(device)
+        return self._plans[device]
 
     def same_length(self) -> int | None:
         """The length of every row, if all have the same and none is padded."""

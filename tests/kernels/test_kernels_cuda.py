@@ -55,6 +55,8 @@ def _on_host(monkeypatch):
     """Where there is no GPU, on a small one: few sequences are as many as its processors."""
     if not ON_GPU:
         monkeypatch.setattr(cuda, "_module", cuda_on_host.module)
+        plan_module = cuda_on_host.split_plan_module()
+        monkeypatch.setattr(cuda, "_plan_module", lambda device: plan_module)
         monkeypatch.setattr(decode_plan, "_processors", lambda device: (24, 228 << 10))
         DecodePlan.of.cache_clear()
     yield
@@ -67,13 +69,14 @@ def shares(cache, group):
     return DecodePlan.of(cache.layout, group, 1, *table.shape, DEVICE).num_splits
 
 
-def assert_attends_alike(cache, counts, group, **options):
+def assert_attends_alike(cache, counts, group, plans=None, **options):
     q, cu_seqlens = queries(cache, counts, group)
     options = {"max_queries": max(counts), **options}
     expected, expected_lse = reference.attend(
         cache.codec, q, cache.view(), cu_seqlens, AttendOptions(**options)
     )
-    out, lse = cuda.attend(cache.codec, q, cache.view(), cu_seqlens, AttendOptions(**options))
+    view = dataclasses.replace(cache.view(), plans=plans)
+    out, lse = cuda.attend(cache.codec, q, view, cu_seqlens, AttendOptions(**options))
     assert torch.equal(torch.isneginf(lse), torch.isneginf(expected_lse))
     some = ~torch.isneginf(lse)
     torch.testing.assert_close(lse[some], expected_lse[some], atol=40 * 2.0**-11, rtol=2.0**-11)
@@ -127,6 +130,36 @@ def test_tiles_by_bits_and_columns(bits, dim, group, tile):
     table = cache.view().block_table
     assert DecodePlan.of(cache.layout, group, 1, *table.shape, DEVICE).tile == tile
     assert_attends_alike(cache, [1, 1], group)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 300}, {"causal": False}], ids=str)
+@pytest.mark.parametrize("counts", [[1] * 6, [3, 0, 1, 2, 1, 3]], ids=["decoding", "drafted"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_lengths_that_differ(dim, counts, options):
+    """Each sequence is cut by its own length; the plan is made once for all layers."""
+    lengths = [2100, 70, 0, 900, 65, 330]
+    cache = cache_on(CFG, lengths, dim=dim, dtype=torch.bfloat16)
+    fill(cache, lengths)
+    poison(cache)
+    plans = {}
+    out = assert_attends_alike(cache, counts, 4, plans, **options)
+    assert len(plans) == 1
+    (made,) = plans.values()
+    plan = DecodePlan.of(
+        cache.layout, 4, max(counts), *cache.view().block_table.shape, DEVICE, True
+    )
+    rows = made[4 * plan.num_blocks :].view(6, 2)[:, 1].tolist()
+    assert rows[0] > rows[3] > 1 == rows[1] == rows[2] or options.get("window")
+    again = assert_attends_alike(cache, counts, 4, plans, **options)
+    assert torch.equal(out, again) and next(iter(plans.values())) is made
+
+
+def test_more_sequences_than_lanes():
+    lengths = [(37 * i) % 200 if i % 7 else 700 for i in range(45)]
+    cache = cache_on(CFG, lengths, heads=1, dtype=torch.float16)
+    fill(cache, lengths)
+    poison(cache)
+    assert_attends_alike(cache, [1] * 44 + [0], 4, {})
 
 
 @pytest.mark.parametrize("preset", ["k4v4", "k2v2"])

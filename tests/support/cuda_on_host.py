@@ -44,7 +44,7 @@ extern "C" void host_decode(const int *shape, int threads, size_t shared, void *
 extern "C" void host_merge(const int *shape, int threads, size_t shared, void **args) {
     host::launch(shape, threads, shared, [&] {
         merge(*(float **)args[0], *(float **)args[1], *(u16 **)args[2], *(int **)args[3],
-              *(u16 **)args[4], *(float **)args[5], *(long long *)args[6], *(long long *)args[7],
+              *(int **)args[4], *(u16 **)args[5], *(float **)args[6], *(long long *)args[7],
               *(long long *)args[8], *(int *)args[9], *(int *)args[10]);
     });
 }
@@ -52,6 +52,11 @@ extern "C" void host_merge(const int *shape, int threads, size_t shared, void **
 _STATIC_STEP = """
 extern "C" void host_static_step(const int *shape, int threads, size_t shared, void **args) {
     host::launch(shape, threads, shared, [&] { static_step(*(StepParams *)args[0]); });
+}
+"""
+_SPLIT_PLAN = """
+extern "C" void host_split_plan(const int *shape, int threads, size_t shared, void **args) {
+    host::launch(shape, threads, shared, [&] { split_plan(*(PlanParams *)args[0]); });
 }
 """
 _LAUNCHERS = {"append": _APPEND, "decode": _DECODE, "seal": _SEAL}
@@ -90,6 +95,11 @@ def module(
 @functools.cache
 def static_step_module() -> HostModule:
     return _compile(source.included(source.STATIC_STEP), _STATIC_STEP)
+
+
+@functools.cache
+def split_plan_module() -> HostModule:
+    return _compile(source.included(source.SPLIT_PLAN), _SPLIT_PLAN)
 
 
 @functools.cache

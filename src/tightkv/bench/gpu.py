@@ -91,7 +91,8 @@ def _decode_times(module: ModuleType, layers: Sequence[Layer], shape: Shape) -> 
         )  # fmt: skip
 
     def attend(layer: Layer, **center: Tensor) -> None:
-        module.attend(layer.codec, query, layer.view, cu_seqlens, options, **center)
+        view = replace(layer.view, plans={})  # a model has one for all layers
+        module.attend(layer.codec, query, view, cu_seqlens, options, **center)
 
     def step(layer: Layer, in_vllm: bool = False, centered: bool = False) -> None:
         append(layer, in_vllm, **({"centers": centers} if centered else {}))

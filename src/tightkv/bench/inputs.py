@@ -49,7 +49,8 @@ class Shape:
         if not self.ragged:
             return [self.tokens] * self.batch
         most = self.tokens / SHORTEST
-        found = [round(SHORTEST * most ** (i / (self.batch - 1))) for i in range(self.batch)]
+        # odd: none completes a page
+        found = [round(SHORTEST * most ** (i / (self.batch - 1))) | 1 for i in range(self.batch)]
         random.Random(0).shuffle(found)
         return found
 

@@ -36,6 +36,9 @@ class CacheView:
     # queries may be read while the append still runs.
     overlaps_append: bool = False
     feedback: Tensor | None = None  # float32 [Hkv, D, D], how sealed keys are coded: math.feedback
+    # What kernels found out about these lengths, once for all layers of a step; None: nothing is
+    # kept, and sequences are treated as if all were as long as the block table is wide.
+    plans: dict[object, Tensor] | None = None
     ragged: tuple[RaggedGroup, ...] = ()  # how prompts after these tokens share a workspace
 
     @property

@@ -186,6 +186,7 @@ def _view(
         sink_value=rings[3][:count],
         same_length=part.context_len if context else None,
         ragged=part.ragged if context else (),
+        plans=None if context else part.plans,
         overlaps_append=overlaps_append,
         feedback=feedback,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from torch import Tensor
@@ -26,6 +26,7 @@ class BatchPart:
     rows: BatchRings
     context_len: int | None = None  # tokens before the new ones, of a single sequence
     ragged: tuple[RaggedGroup, ...] = ()  # of prompts that share a workspace
+    plans: dict[object, Tensor] = field(default_factory=dict)  # of decode kernels, by layer shapes
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from tightkv.kernels.cuda.cubin_cache import compile_cubin
 from tightkv.kernels.cuda.decode_plan import DecodePlan, DecodeTile, padded_dim, processor_count
 from tightkv.kernels.cuda.driver import Module
 from tightkv.kernels.cuda.nvrtc import load_torch_nvrtc
-from tightkv.kernels.cuda.params import AppendParams, DecodeParams, StepParams
-from tightkv.kernels.cuda.source import STATIC_STEP, included, source
+from tightkv.kernels.cuda.params import AppendParams, DecodeParams, PlanParams, StepParams
+from tightkv.kernels.cuda.source import SPLIT_PLAN, STATIC_STEP, included, source
 from tightkv.kernels.device_guard import device_guard
 from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.triton import backend as triton_kernels
@@ -37,7 +37,7 @@ _MOST_APPENDED = 256  # channels of a head, by append.cu
 _MAX_QUERIES = RING_SLACK  # more than this is prefill
 _MANY_THREADS, _FEW_THREADS = 256, 128  # of a block that appends
 _MOST_BLOCKS_Z = 65_535  # of a grid; blocks take further pages in turn
-_STEP_THREADS = 128
+_STEP_THREADS, _PLAN_THREADS = 128, 1024
 _SEAL_THREADS, _SEAL_BLOCKS = 128, 4  # of a block that seals with feedback, and blocks a processor
 _SEAL_CHANNELS = 2048  # that it encodes at once, of all its tokens
 _KEYS_APART = 2  # `encode` of encode.cuh
@@ -201,16 +201,25 @@ def attend(
     if query.stride(-1) != 1:
         query, overlaps_append = query.contiguous(), False
     group = hq // layout.num_kv_heads
-    plan = DecodePlan.of(layout, group, max_queries, view.batch, view.block_table.shape[1], device)
+    table, heads = view.block_table, layout.num_kv_heads
+    by_length = view.plans is not None and view.same_length is None
+    plan = DecodePlan.of(layout, group, max_queries, *table.shape, device, by_length)
+    blocks = row_splits = 0
+    num_partials = view.batch * plan.num_splits if plan.num_splits > 1 else 0
+    grid = (view.batch * heads, plan.num_splits, plan.num_q_tiles)
+    if plan.num_blocks:
+        made, fresh = _split_plan(view, plan, heads * plan.num_q_tiles, window or 0)
+        blocks, row_splits = made.data_ptr(), made[4 * plan.num_blocks :].data_ptr()
+        overlaps_append = overlaps_append and not fresh
+        num_partials, grid = plan.num_blocks, (heads, plan.num_blocks, plan.num_q_tiles)
     module = _module("decode", layout, hq, plan.tile, softcap is not None, device)
-    num_splits = plan.num_splits
-    num_partials = num_splits if num_splits > 1 else 0
 
     out = torch.empty_like(query) if out is None else out
     lse = torch.empty(rows, hq, dtype=torch.float32, device=device)
     room = padded_dim(layout)
-    partial = torch.empty(num_partials, rows, hq, room, dtype=torch.float32, device=device)
-    partial_lse = torch.empty(num_partials, rows, hq, dtype=torch.float32, device=device)
+    partials = (num_partials, max_queries, hq)
+    partial = torch.empty(*partials, room, dtype=torch.float32, device=device)
+    partial_lse = torch.empty(partials, dtype=torch.float32, device=device)
     rotation = _rotation_table(codec.value.rotation, device)
     center = 0 if value_center is None else value_center.data_ptr()
     arguments = DecodeParams(
@@ -222,28 +231,46 @@ def attend(
                 view.ring_key, view.ring_value, view.sink_key, view.sink_value, rotation,
             )
         ],
-        center, partial.data_ptr(), partial_lse.data_ptr(), out.data_ptr(), lse.data_ptr(),
+        center, blocks, partial.data_ptr(), partial_lse.data_ptr(), out.data_ptr(), lse.data_ptr(),
         query.stride(0), query.stride(1), out.stride(0), out.stride(1),
-        view.block_table.stride(0), view.pages.stride(0), rows,
+        table.stride(0), view.pages.stride(0), rows,
         1 / math.sqrt(d) if scale is None else scale, softcap or 0.0,
-        view.ring_key.shape[1], view.sink_key.shape[1], num_splits,
-        window or 0, int(causal), int(overlaps_append), view.block_table.shape[1],
+        view.ring_key.shape[1], view.sink_key.shape[1], plan.num_splits,
+        window or 0, int(causal), int(overlaps_append), table.shape[1], view.batch, max_queries,
     )  # fmt: skip
-    grid = (view.batch * layout.num_kv_heads, num_splits, plan.num_q_tiles)
     module.launch("decode", grid, 32 * plan.tile.warps, arguments, shared=plan.shared_bytes)
-    if num_splits == 1:
+    if not num_partials:
         return out, lse
     module.launch(
         "merge",
-        (rows * hq, 1, 1),
+        (view.batch * max_queries * hq, 1, 1),
         256,
         *[ctypes.c_void_p(x.data_ptr()) for x in (partial, partial_lse)],
-        ctypes.c_void_p(center),
+        *[ctypes.c_void_p(address) for address in (center, row_splits)],
         *[ctypes.c_void_p(x.data_ptr()) for x in (cu_seqlens, out, lse)],
-        *[ctypes.c_longlong(n) for n in (out.stride(0), out.stride(1), rows)],
-        *[ctypes.c_int(n) for n in (view.batch, num_splits)],
+        *[ctypes.c_longlong(out.stride(axis)) for axis in (0, 1)],
+        *[ctypes.c_int(n) for n in (max_queries, plan.num_splits)],
     )
     return out, lse
+
+
+def _split_plan(view: CacheView, plan: DecodePlan, heads: int, window: int) -> tuple[Tensor, bool]:
+    """int32: what blocks read [num_blocks, 4], then splits of rows [B, 2]; whether just made."""
+    assert view.plans is not None
+    # A graph makes its own each time it runs: lengths are others then.
+    in_graph = view.lengths.is_cuda and torch.cuda.is_current_stream_capturing()
+    key = plan.num_blocks, plan.slots, heads, window, in_graph
+    if key in view.plans:
+        return view.plans[key], False
+    size = 4 * plan.num_blocks + 2 * view.batch
+    made = view.plans[key] = view.lengths.new_empty(size)
+    addresses = [x.data_ptr() for x in (view.lengths, view.left_pad, view.ring_read_from, made)]
+    params = PlanParams(
+        *addresses, made[4 * plan.num_blocks :].data_ptr(),
+        view.batch, plan.num_blocks, heads, plan.slots, window,
+    )  # fmt: skip
+    _plan_module(view.pages.device).launch("split_plan", (1, 1, 1), _PLAN_THREADS, params)
+    return made, True
 
 
 @functools.cache  # a CUDA graph may hold its address
@@ -257,6 +284,10 @@ def static_step(params: StepParams, device: torch.device) -> None:
     """The counters of a static cache for one step (static_step.cu)."""
     module = _loaded(included(STATIC_STEP), device)
     module.launch("static_step", (1, 1, 1), _STEP_THREADS, params)
+
+
+def _plan_module(device: torch.device) -> Module:
+    return _loaded(included(SPLIT_PLAN), device)
 
 
 @functools.lru_cache(maxsize=1024)

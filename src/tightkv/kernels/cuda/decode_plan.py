@@ -13,7 +13,9 @@ from tightkv.layout import PageLayout
 _MAX_SPLITS = 64
 _HOPPER_BYTES = 228 << 10  # of shared memory of a processor
 _DRIVER_BYTES = 1024  # of shared memory that the driver takes of each block
+_MOST_ROWS = 2048  # that split_plan.cu takes
 _MANY_PROGRAMS = 3.8  # for each processor: 64 sequences of 8 KV heads on an H200
+_WHOLE_PROGRAMS = 8  # for each processor: sequences are not cut
 _BLOCK_TILES, _MERGE_TILES = 6, 4  # as many take as long as a block's setup, and as a merge
 
 
@@ -44,9 +46,7 @@ class DecodeTile:
         return replace(tile, exact_tokens=8)
 
     @staticmethod
-    def _for_bits(
-        layout: PageLayout, columns: int, programs: float, memory: int
-    ) -> DecodeTile:
+    def _for_bits(layout: PageLayout, columns: int, programs: float, memory: int) -> DecodeTile:
         tuned = _tuned(layout, columns, programs)
         if tuned is not None and tuned.fits(layout, memory):
             return tuned
@@ -119,15 +119,26 @@ class DecodePlan:
 
     tile: DecodeTile
     num_q_tiles: int  # tiles of `columns` queries
-    num_splits: int  # of each sequence's tokens
+    num_splits: int  # of each sequence's tokens; 0: as many as split_plan.cu finds
     shared_bytes: int
+    slots: int  # blocks that run at a time
+    num_blocks: int = 0  # at most, for each KV head and tile of queries, where split_plan.cu cuts
 
     @staticmethod
     @functools.lru_cache(maxsize=4096)
     def of(
-        layout: PageLayout, group: int, max_queries: int, batch: int, pages: int, gpu: torch.device
+        layout: PageLayout,
+        group: int,
+        max_queries: int,
+        batch: int,
+        pages: int,
+        gpu: torch.device,
+        by_length: bool = False,
     ) -> DecodePlan:
-        """For `batch` sequences of at most `pages` pages, `group` query heads a KV head."""
+        """For `batch` sequences of at most `pages` pages, `group` query heads a KV head.
+
+        `by_length`: they may be much shorter, and are cut on the device, where it is worthwhile.
+        """
         processors, memory = _processors(gpu)
         columns = max_queries * group
         widths = (4, 8, 12, 16) if layout.head_dim <= 128 else (4, 8)  # registers are for so many
@@ -136,13 +147,18 @@ class DecodePlan:
         programs = batch * layout.num_kv_heads * num_q_tiles
         tiles = pages * layout.page_size // 64
         tile = DecodeTile.of(layout, width, programs / processors, memory)
+        by_length = by_length and programs < _WHOLE_PROGRAMS * processors and batch <= _MOST_ROWS
         num_splits = num_splits_heuristic(programs, processors, tile.blocks, tiles)
-        if num_splits > 1:  # small blocks are for whole sequences
+        if num_splits > 1 and not by_length:  # small blocks are for whole sequences
             tile = DecodeTile.of(layout, width, 0, memory)
             num_splits = num_splits_heuristic(programs, processors, tile.blocks, tiles)
         # As much memory as keeps further blocks off a processor: another would miss them.
         share = (memory // tile.blocks - _DRIVER_BYTES) // 16 * 16
-        return DecodePlan(tile, num_q_tiles, num_splits, max(tile.shared_bytes(layout), share))
+        shared, slots = max(tile.shared_bytes(layout), share), processors * tile.blocks
+        if not by_length:
+            return DecodePlan(tile, num_q_tiles, num_splits, shared, slots)
+        num_blocks = batch + slots // (layout.num_kv_heads * num_q_tiles)
+        return DecodePlan(tile, num_q_tiles, 0, shared, slots, num_blocks)
 
 
 def num_splits_heuristic(programs: int, processors: int, blocks: int, tiles: int) -> int:
@@ -153,7 +169,7 @@ def num_splits_heuristic(programs: int, processors: int, blocks: int, tiles: int
     has room.
     """
     slots = processors * blocks
-    if programs >= 8 * processors:
+    if programs >= _WHOLE_PROGRAMS * processors:
         return 1
     best, best_time = 1, math.inf
     for splits in range(1, max(1, min(_MAX_SPLITS, tiles // 4)) + 1):

@@ -16,11 +16,19 @@ class DecodeParams(ctypes.Structure):
         _fields(ctypes.c_void_p, "query pages block_table lengths left_pad ring_read_from")
         + _fields(ctypes.c_void_p, "sink_counts ring_rows cu_seqlens")
         + _fields(ctypes.c_void_p, "ring_key ring_value sink_key sink_value")
-        + _fields(ctypes.c_void_p, "rotation value_center partial partial_lse out lse")
+        + _fields(ctypes.c_void_p, "rotation value_center blocks partial partial_lse out lse")
         + _fields(ctypes.c_longlong, "query_n query_h out_n out_h table_b page_bytes total_rows")
         + _fields(ctypes.c_float, "scale softcap")
         + _fields(ctypes.c_int, "ring sinks num_splits")
-        + _fields(ctypes.c_int, "window causal overlaps_append table_pages")
+        + _fields(ctypes.c_int, "window causal overlaps_append table_pages batch max_queries")
+    )
+
+
+class PlanParams(ctypes.Structure):
+    """`struct PlanParams` of split_plan.cu."""
+
+    _fields_ = _fields(ctypes.c_void_p, "lengths left_pad ring_read_from blocks rows") + _fields(
+        ctypes.c_int, "batch num_blocks heads slots window"
     )
 
 

@@ -28,7 +28,7 @@ _PROGRAMS = {
     "seal": ("seal.cu",),
     "decode": ("decode.cu", "merge.cu"),
 }
-STATIC_STEP = "static_step.cu"  # takes no constants
+STATIC_STEP, SPLIT_PLAN = "static_step.cu", "split_plan.cu"  # take no constants
 
 
 def source(

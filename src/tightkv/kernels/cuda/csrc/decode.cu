@@ -13,8 +13,17 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
     SharedMemory &sh = *(SharedMemory *)memory;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int r = lane >> 2, c = lane & 3;
-    const int split = blockIdx.y, row = blockIdx.x / HKV, head = blockIdx.x % HKV;
     if (!a.overlaps_append) grid_dependency_wait();
+    const int head = blockIdx.x % HKV;
+    int row = blockIdx.x / HKV, split = blockIdx.y, splits = a.num_splits, first_split = row * splits;
+    if (a.blocks) {
+        const int *own = a.blocks + 4 * blockIdx.y;
+        row = load_now(own), split = load_now(own + 1), splits = load_now(own + 2), first_split = load_now(own + 3);
+        if (row < 0) {
+            if (a.overlaps_append) grid_dependency_wait();  // who waits for this waits for the append
+            return;
+        }
+    }
     // Page numbers are taken from the table 32 at a time, one a lane; those of a short sequence with its length.
     const int *table = a.block_table + row * a.table_b;
     const int first_ids = a.table_pages ? load_now(table + min(lane, a.table_pages - 1)) : 0;
@@ -51,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
     const int page_from = low / PAGE, page_to = (ring_read_from + PAGE - 1) / PAGE;
     const int tile_from = page_from * TILES / SPAN, tile_to = (page_to * TILES + SPAN - 1) / SPAN;
     const int groups = (exact.count + EXACT_TOKENS - 1) / EXACT_TOKENS, tiles = page_from < page_to ? tile_to - tile_from : 0;
-    const int workers = a.num_splits * WARPS, worker = split * WARPS + warp;
+    const int workers = splits * WARPS, worker = split * WARPS + warp;
     const auto run_begin = [&](int worker) {
         const int exact_before = groups / workers * worker + min(worker, groups % workers);
         return min(max((tiles + groups) * worker / workers - exact_before, 0), tiles);
@@ -77,7 +86,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
     int ahead_group = worker;  // of exact tokens
     const auto copy_exact_next = [&]() {
         if (ahead_group >= groups) return;
-        if (a.overlaps_append) grid_dependency_wait();  // rings are read from here on
         __syncwarp();  // the tile that was there has been read by all lanes
         copy_exact(first_stage + ahead_stage * sizeof(Stage), exact, EXACT_TOKENS * ahead_group, lane);
         ahead_group += workers;
@@ -132,8 +140,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
         }
         cp_async_commit();
     };
-    // Pages are read from here on. The append before may write the one that the new tokens are in, and those after.
-    if (a.overlaps_append && ring_read_from > v.first_at / PAGE * PAGE) grid_dependency_wait();
+    if (a.overlaps_append) grid_dependency_wait();  // what it writes is read from here on
 #pragma unroll
     for (int k = 0; k < STAGES - 1; k++) copy_next();
     if (threadIdx.x < 2) {
@@ -322,8 +329,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
             }
         }
     }
-    // Outputs are written from here on.
-    if (a.overlaps_append) grid_dependency_wait();
     launch_dependents();
     clear_unused_queries(a);
     ExactAccumulators st;
@@ -341,5 +346,5 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
     __syncwarp();  // the last tokens have been read by all lanes
     store_state(f, sh.warp[warp].states.pages, r, c);
     store_state(st, sh.warp[warp].states.exact, r, c);
-    epilogue(sh, a, split, begin, count, head, col0, lane, warp);
+    epilogue(sh, a, first_split + split, splits, begin, count, head, col0, lane, warp);
 }

@@ -5,15 +5,19 @@
 #define MERGE_WARPS 8
 #define MERGE_AHEAD 4  // splits that a warp loads at once
 
-// One block for each (query, head).
+// One block for each (query, head) of each sequence: `max_queries` of them, or fewer.
 extern "C" __global__ void __launch_bounds__(MERGE_WARPS * 32)
-merge(const float *partial, const float *partial_lse, const u16 *value_center, const int *cu_seqlens, u16 *out,
-      float *lse, long long out_n, long long out_h, long long total_rows, int batch, int num_splits) {
+merge(const float *partial, const float *partial_lse, const u16 *value_center, const int *row_splits,
+      const int *cu_seqlens, u16 *out, float *lse, long long out_n, long long out_h, int max_queries, int num_splits) {
     __align__(16) __shared__ float sums[MERGE_WARPS][DP], weights[MERGE_WARPS];
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, sequence = blockIdx.x / (max_queries * HQ);
+    const int token = blockIdx.x / HQ % max_queries, query_head = blockIdx.x % HQ;
+    const int begin = load_now(cu_seqlens + sequence), end = load_now(cu_seqlens + sequence + 1);
+    int first_split = sequence * num_splits;
+    if (row_splits) first_split = load_now(row_splits + 2 * sequence), num_splits = load_now(row_splits + 2 * sequence + 1);
     grid_dependency_wait();
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    const long long row = blockIdx.x, step = total_rows * HQ;
-    if (row >= (long long)cu_seqlens[batch] * HQ) num_splits = 0;  // nobody's
+    if (token >= end - begin || num_splits == 1) return;  // nobody's, or there is nothing to merge
+    const long long place = ((long long)first_split * max_queries + token) * HQ + query_head, step = max_queries * HQ;
     // The first splits of a warp are on their way while the LSEs of all are compared.
     float first[MERGE_AHEAD][DP / 32], own[MERGE_AHEAD];
 #pragma unroll
@@ -21,11 +25,11 @@ merge(const float *partial, const float *partial_lse, const u16 *value_center, c
         const int s = warp + MERGE_WARPS * i;
         own[i] = NEG_INF;
         if (s >= num_splits) continue;
-        own[i] = partial_lse[s * step + row];
-        load_vector(first[i], partial + (s * step + row) * DP + DP / 32 * lane);
+        own[i] = partial_lse[s * step + place];
+        load_vector(first[i], partial + (s * step + place) * DP + DP / 32 * lane);
     }
     float peak = NEG_INF;
-    for (int s = lane; s < num_splits; s += 32) peak = fmaxf(peak, partial_lse[s * step + row]);
+    for (int s = lane; s < num_splits; s += 32) peak = fmaxf(peak, partial_lse[s * step + place]);
     peak = most_of<32>(peak);
     const float base = peak == NEG_INF ? 0.f : peak;
     float sum = 0.f, o[DP / 32];
@@ -43,8 +47,8 @@ merge(const float *partial, const float *partial_lse, const u16 *value_center, c
 #pragma unroll 1
     for (int s = warp + MERGE_WARPS * MERGE_AHEAD; s < num_splits; s += MERGE_WARPS) {
         float x[DP / 32];
-        load_vector(x, partial + (s * step + row) * DP + DP / 32 * lane);
-        add(partial_lse[s * step + row], x);
+        load_vector(x, partial + (s * step + place) * DP + DP / 32 * lane);
+        add(partial_lse[s * step + place], x);
     }
     if (lane == 0) weights[warp] = sum;
     store_vector(sums[warp] + DP / 32 * lane, o);
@@ -57,7 +61,7 @@ merge(const float *partial, const float *partial_lse, const u16 *value_center, c
         float x = 0.f;
 #pragma unroll
         for (int w = 0; w < MERGE_WARPS; w++) x += sums[w][channel];
-        write_channel(out + (row / HQ) * out_n + (row % HQ) * out_h, value_center, row % HQ / G, channel, x * inverse);
+        write_channel(out + (begin + token) * out_n + query_head * out_h, value_center, query_head / G, channel, x * inverse);
     }
-    if (threadIdx.x == 0) write_lse(lse + row, peak, sum);
+    if (threadIdx.x == 0) write_lse(lse + (long long)(begin + token) * HQ + query_head, peak, sum);
 }

@@ -33,14 +33,14 @@ struct DecodeParams {  // one kernel argument for all pointers and strides
     const u16 *ring_key, *ring_value, *sink_key, *sink_value;
     const float *rotation;  // signs [D], or the matrices of the rotation and of its inverse [2, D, D]
     const u16 *value_center;  // [HKV, D] or null
-    float *partial, *partial_lse;  // of splits, where there are several
+    const int *blocks;  // of split_plan.cu: what blocks read; null: num_splits of each sequence
+    float *partial, *partial_lse;  // of splits, where there are several: [split, max_queries, HQ, DP], without DP
     u16 *out;
     float *lse;
     long long query_n, query_h, out_n, out_h, table_b, page_bytes, total_rows;
     float scale, softcap;
     int ring, sinks, num_splits, window, causal;
-    // The append right before this may still run, and nothing else. It writes no page that is read here but the
-    // one of the first new token and those after it.
-    int overlaps_append;
+    int overlaps_append;  // the append right before this may still run, and nothing else
     int table_pages;  // columns of the block table
+    int batch, max_queries;
 };

@@ -86,10 +86,11 @@ __device__ __forceinline__ void add_state(float (&o)[DP / 32], const float *stat
     for (int k = 0; k < DP / 32; k++) o[k] += weight > 0.f ? weight * x[k] : 0.f;
 }
 
-// Merge the warps of a block: to the output where it has all of a sequence, else to its split's. Few instructions:
+// Merge the warps of a block: to the output where it has all of a sequence, else to its split's, which has the
+// number `split` among those of all sequences. Few instructions:
 // fetching them takes longer than they do.
-__device__ __forceinline__ void epilogue(SharedMemory &sh, const DecodeParams &a, int split, int begin, int count,
-                                         int head, int col0, int lane, int warp) {
+__device__ __forceinline__ void epilogue(SharedMemory &sh, const DecodeParams &a, int split, int splits, int begin,
+                                         int count, int head, int col0, int lane, int warp) {
     __syncthreads();
 #pragma unroll 1
     for (int n = warp; n < COLS; n += WARPS) {
@@ -131,8 +132,8 @@ __device__ __forceinline__ void epilogue(SharedMemory &sh, const DecodeParams &a
             x[k] = (x[k] + exact[state_slot(lane + 32 * k)]) * inverse;
         }
         const long long row = (long long)(begin + token) * HQ + query_head;
-        if (a.num_splits > 1) {
-            const long long place = split * a.total_rows * HQ + row;
+        if (splits > 1) {
+            const long long place = ((long long)split * a.max_queries + token) * HQ + query_head;
 #pragma unroll
             for (int k = 0; k < LANE_CHANNELS; k++)
                 if (THERE(k)) a.partial[place * DP + lane + 32 * k] = x[k];

@@ -70,8 +70,8 @@ __device__ __forceinline__ void write_lse(float *lse, float peak, float sum) {
 
 // Queries after those of the last sequence, which no block and no merge answers.
 __device__ __forceinline__ void clear_unused_queries(const DecodeParams &a) {
-    if (a.num_splits > 1 || blockIdx.x || blockIdx.z) return;
-    for (long long n = a.cu_seqlens[gridDim.x / HKV]; n < a.total_rows; n++)
+    if (blockIdx.x || blockIdx.y || blockIdx.z) return;
+    for (long long n = a.cu_seqlens[a.batch]; n < a.total_rows; n++)
         for (int i = threadIdx.x; i < HQ * D; i += 32 * WARPS) {
             a.out[n * a.out_n + i / D * a.out_h + i % D] = 0;
             if (i % D == 0) a.lse[n * HQ + i / D] = NEG_INF;
