@@ -1,5 +1,6 @@
 """The CUDA C++ sources compile, for every shape of tile, where there is a compiler but no GPU."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -90,6 +91,8 @@ def registers_and_spills(said, kernel):
         ("k4v4", 128, 12, 1),
         ("k4v4", 128, 16, 1),
         ("k2v2", 128, 4, 1),
+        ("k3v3", 128, 4, 4),
+        ("k4v4", 512, 8, 1),
         ("k2v2", 128, 8, 1),
         ("k3v2", 64, 8, 1),
         ("k4v4", 256, 8, 1),
@@ -146,7 +149,7 @@ def test_blocks_fit_a_processor(preset, dim, columns):
         assert tile.shared_bytes(layout) + 1024 <= ADA[1]
 
 
-@pytest.mark.parametrize("preset,small", [("k4v4", True), ("k2v2", True), ("k3v3", False)])
+@pytest.mark.parametrize("preset,small", [("k4v4", True), ("k3v3", True), ("k4v2", False)])
 def test_small_blocks_are_for_many_programs_and_where_four_fit(preset, small, monkeypatch):
     """64 sequences of 8 heads on an H200; other bits were not measured."""
     layout = PageLayout(KVQuantConfig.preset(preset), 8, 128)
@@ -212,7 +215,8 @@ def test_plans_are_those_that_were_measured(monkeypatch):
         group = shape["query_heads"] // shape["kv_heads"]
         pages = shape["tokens"] // cfg.page_size + 2  # bench.inputs.fill
         plan = decode_plan.DecodePlan.of(layout, group, 1, shape["batch"], pages, "cuda")
-        assert (plan.tile, plan.num_splits) == (DecodeTile(**row["tile"]), row["num_splits"]), row
+        tile = dataclasses.replace(plan.tile, **row["tile"])  # it has more fields since then
+        assert (plan.tile, plan.num_splits) == (tile, row["num_splits"]), row
         assert row.get("before", row)["ms"]["step"] >= row["ms"]["step"]
     assert sum("before" in row for row in rows) >= 10
     decode_plan.DecodePlan.of.cache_clear()

@@ -421,12 +421,21 @@ def test_selection():
     [
         ("cp_async_wait<STAGES - 1>();  // tiles", 64),
         ("__syncwarp();  // lanes read what others copied", 64),
-        ("cp_async_wait<STAGES - 1>();  // exact tokens", 128),
+        ("cp_async_wait<EXACT_APART ? 0 : STAGES - 1>();  // exact tokens", 128),
         ("__syncwarp();  // lanes read exact tokens that others copied", 128),
         ("barrier_wait(barriers + 8 * at_stage, odd);", 128),
         ("__syncthreads();\n    // One factor for all columns", 128),
+        ("cp_async_wait<EXACT_APART ? 0 : STAGES - 1>();  // exact tokens", 512),
     ],
-    ids=["copies", "lanes", "exact copies", "exact lanes", "bulk copies", "block"],
+    ids=[
+        "copies",
+        "lanes",
+        "exact copies",
+        "exact lanes",
+        "bulk copies",
+        "block",
+        "wide exact copies",
+    ],
 )
 def test_a_forgotten_wait_is_found_on_the_host(wait, dim, monkeypatch):
     real, changed = source.source, []

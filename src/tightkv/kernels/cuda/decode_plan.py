@@ -102,14 +102,16 @@ def _tuned(layout: PageLayout, columns: int, programs: float) -> DecodeTile | No
     bits, d = (layout.cfg.key_bits, layout.cfg.value_bits), padded_dim(layout)
     if bits == (4, 4) and d == 64 and columns == 4:
         return DecodeTile(2, 2, 2, columns, 8)
-    if bits not in ((4, 4), (2, 2)) or d != 128:
+    if bits not in ((4, 4), (3, 3), (2, 2)) or d != 128:
+        return None
+    if columns == 4 and programs >= _MANY_PROGRAMS:
+        return DecodeTile(2, 2, 4, columns, 3)
+    if bits == (3, 3):
         return None
     if columns > 8:
         return DecodeTile(2, 2, 2, columns, 4, sum_levels=4 in bits, shared_queries=True)
     if bits == (2, 2) and columns == 8:
         return DecodeTile(2, 2, 2, columns, 6)
-    if columns == 4 and programs >= _MANY_PROGRAMS:
-        return DecodeTile(2, 2, 4, columns, 3)
     return None
 
 

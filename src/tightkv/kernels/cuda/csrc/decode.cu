@@ -135,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
 #endif
             ahead++;
             ahead_stage = ahead_stage + 1 == STAGES ? 0 : ahead_stage + 1;
-        } else {
+        } else if (!EXACT_APART) {
             copy_exact_next();
         }
         cp_async_commit();
@@ -209,23 +209,32 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
             // keys with queries
 #pragma unroll
             for (int b = 0; b < TB; b++) {
+                const auto &keys = tile.page[b / BP].key[b % BP];
                 KeyBlock codes;
+                if (!WIDE_KEYS)
 #pragma unroll
-                for (int k = 0; k < KL * KW; k++) (&codes.w[0][0])[k] = tile.page[b / BP].key[b % BP][k][lane];
+                    for (int k = 0; k < KL * KW; k++) (&codes.w[0][0])[k] = keys[k][lane];
                 const uint2 key_scale = tile.page[b / BP].key_scale[b % BP][r];
                 Int8Sums sums[2];  // 16 tokens each
                 float first[LANE_COLS][4];  // of the slots before, where there are more than one sum can have
-#pragma unroll
+#pragma unroll keys_at_once
                 for (int x = 0; x < KX; x++) {
-                    if (x == SUM_SLOTS)
+                    if (KX > SUM_SLOTS && x == SUM_SLOTS)
 #pragma unroll
                         for (int i = 0; i < 4; i++)
 #pragma unroll
                             for (int j = 0; j < LANE_COLS; j++) first[j][i] = sums[i / 2].column(j, i & 1);
                     Levels of[4];
+                    if (WIDE_KEYS) {
+                        const uint4 own = keys[x % KL * KW + x / KL][lane];
+                        of[0] = decode_levels<KEY_BITS>(own.x, key_table);
+                        of[1] = decode_levels<KEY_BITS>(own.y, key_table);
+                        of[2] = decode_levels<KEY_BITS>(own.z, key_table);
+                        of[3] = decode_levels<KEY_BITS>(own.w, key_table);
+                    } else {
 #pragma unroll
-                    for (int i = 0; i < 4; i++)
-                        of[i] = key_levels(codes, x, i, c, key_table);
+                        for (int i = 0; i < 4; i++) of[i] = key_levels(codes, x, i, c, key_table);
+                    }
 #pragma unroll
                     for (int n = 0; n < LANE_COLS; n++) {
                         const uint2 operand = q(n, x);
@@ -258,27 +267,25 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
 
             // values with weights
             ValueBlock codes[TB];
-            const auto load_values = [&]() {
+            const auto load_values = [&](int b, int k) {
+                uint4 w = tile.page[b / BP].value[b % BP][k][lane];
+                if (VALUE_BITS < 8) {
+                    sort_by_channel(w.x, w.y);
+                    sort_by_channel(w.z, w.w);
+                }
+                (&codes[b].w[0][0])[k] = w;
+            };
+            if (!WIDE_VALUES)  // early
 #pragma unroll
                 for (int b = 0; b < TB; b++)
 #pragma unroll
-                    for (int k = 0; k < VL * VW; k++) {
-                        uint4 w = tile.page[b / BP].value[b % BP][k][lane];
-                        if (VALUE_BITS < 8) {
-                            sort_by_channel(w.x, w.y);
-                            sort_by_channel(w.z, w.w);
-                        }
-                        (&codes[b].w[0][0])[k] = w;
-                    }
-            };
-            if (DP <= 256) load_values();  // early, where there are registers
+                    for (int k = 0; k < VL * VW; k++) load_values(b, k);
             const float weight_unit = value_most > 0.f ? value_most * (1.f / MOST_WEIGHT) : 1.f;
             float top[LANE_COLS], sum[LANE_COLS], scale[LANE_COLS];
             u32 weights[TB][LANE_COLS][2];
             tile_tops(s, score_unit, top);
             raise_peaks(f, top, scale);
             softmax_weights(s, score_unit, value_scale, weight_unit, top, weights, sum);
-            if (DP > 256) load_values();
 #pragma unroll
             for (int j = 0; j < LANE_COLS; j++) {
                 f.sum[j] += sum[j] * scale[j];
@@ -297,6 +304,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
                 Int8Sums sums[2];  // channels 0, 1 and 2, 3
 #pragma unroll
                 for (int b = 0; b < TB; b++) {
+                    if (WIDE_VALUES) load_values(b, x % VL * VW + x / VL);
                     Levels of[2][2];  // channel pair; tokens 0..15, 16..31
 #pragma unroll
                     for (int h = 0; h < 2; h++)
@@ -333,18 +341,23 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
     clear_unused_queries(a);
     ExactAccumulators st;
     clear(st);
+    if (EXACT_APART) {
+        __syncwarp();  // the last tile has been read by all lanes
+        store_state(f, sh.warp[warp].states.pages, r, c);
+    }
     if (worker < groups) {
         for (int group = worker; group < groups; group += workers) {
+            if (EXACT_APART) ahead_stage = at_stage = 1;
             copy_exact_next();
             cp_async_commit();
-            cp_async_wait<STAGES - 1>();  // exact tokens
+            cp_async_wait<EXACT_APART ? 0 : STAGES - 1>();  // exact tokens
             __syncwarp();  // lanes read exact tokens that others copied
             attend_exact(st, stages[at_stage].exact, sh.query[1], exact, EXACT_TOKENS * group, v, col0, r, c, a.scale);
             at_stage = at_stage + 1 == STAGES ? 0 : at_stage + 1;
         }
     }
     __syncwarp();  // the last tokens have been read by all lanes
-    store_state(f, sh.warp[warp].states.pages, r, c);
+    if (!EXACT_APART) store_state(f, sh.warp[warp].states.pages, r, c);
     store_state(st, sh.warp[warp].states.exact, r, c);
     epilogue(sh, a, first_split + split, splits, begin, count, head, col0, lane, warp);
 }

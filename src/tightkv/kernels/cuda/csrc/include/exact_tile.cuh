@@ -5,6 +5,8 @@
 #include "int8_mma.cuh"
 #include "page_codes.cuh"
 
+// Where a kernel has many instructions, fetching them takes longer than the loops over a few exact tokens.
+constexpr int exact_at_once = COLS > 8 || DP > 128 ? 1 : 64;  // turns of a loop that are written out
 #define SLACK 4.f        // scores may be that much above the peak before it is raised: weights to 16
 
 struct ExactAccumulators {
@@ -97,7 +99,7 @@ __device__ __forceinline__ const u8 *locate_exact(const Exact &x, int e, bool va
 __device__ __forceinline__ void copy_exact(u32 to, const Exact &x, int from, int lane) {
     constexpr int chunks = DP / 8;
     const u64 own = (u64)locate_exact(x, from + lane % EXACT_TOKENS, lane / EXACT_TOKENS % 2);
-#pragma unroll
+#pragma unroll exact_at_once
     for (int i = lane; i < 2 * EXACT_TOKENS * chunks; i += 32) {
         const int row = i / chunks, chunk = i % chunks;
         const u8 *at = (const u8 *)__shfl_sync(~0u, own, row) + 16 * chunk;
@@ -115,7 +117,7 @@ __device__ __forceinline__ void attend_exact(ExactAccumulators &st, const ExactT
     for (int n = 0; n < COL_TILES; n++)
 #pragma unroll
         for (int k = 0; k < 4; k++) s[n][k] = 0.f;
-#pragma unroll
+#pragma unroll exact_at_once
     for (int i = 0; i < KX; i++) {
         const int channel = key_channel(i, c);
         const bool there = D == DP || channel < D;

@@ -46,7 +46,7 @@ __device__ __forceinline__ void mean_scores(float (&scores)[LANE_COLS],
     for (int n = 0; n < COL_TILES; n++)
 #pragma unroll
         for (int k = 0; k < 4; k++) upper[n][k] = lower[n][k] = 0.f;
-#pragma unroll
+#pragma unroll means_at_once
     for (int x = 0; x < KX; x++) {
         const int at = key_channel(x, c);
         const uint4 m = D == DP || at < D ? mean[at / 8] : uint4{0, 0, 0, 0};
