@@ -154,6 +154,37 @@ def test_lengths_that_differ(dim, counts, options):
     assert torch.equal(out, again) and next(iter(plans.values())) is made
 
 
+@pytest.mark.gpu
+def test_graphs_make_their_plans_again():
+    """Of the lengths that are there when they run, each in memory of its own."""
+    lengths = [2100, 70, 900, 330]
+    cache = cache_on(CFG, lengths, dtype=torch.bfloat16)
+    fill(cache, lengths)
+    q, cu_seqlens = queries(cache, [1] * 4, 4)
+    names = ("block_table", "lengths", "left_pad", "ring_read_from", "sink_counts", "ring_rows")
+    rows = {name: getattr(cache.view(), name).clone() for name in names}
+    view = dataclasses.replace(cache.view(), plans={}, same_length=None, **rows)
+    arguments = (cache.codec, q, view, cu_seqlens, AttendOptions(max_queries=1))
+    cuda.attend(*arguments)
+    graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
+    found = []
+    for graph in graphs:
+        with torch.cuda.graph(graph):
+            found.append(cuda.attend(*arguments))
+    assert len(view.plans) == 3
+    for order in ([0, 1, 2, 3], [1, 3, 0, 2]):
+        for name, column in rows.items():
+            column.copy_(getattr(cache.view(), name)[order])
+        expected, lse = reference.attend(*arguments)
+        for graph, (out, own_lse) in zip(graphs, found, strict=True):
+            graph.replay()
+            torch.testing.assert_close(out, expected, atol=2.0**-6, rtol=2.0**-6)
+            torch.testing.assert_close(own_lse, lse, atol=40 * 2.0**-11, rtol=2.0**-11)
+        last = max(view.plans, key=lambda key: key[-1])
+        splits = view.plans[last][-8:].view(4, 2)[:, 1].tolist()
+        assert splits.index(max(splits)) == order.index(0)  # the longest
+
+
 def test_more_sequences_than_lanes():
     lengths = [(37 * i) % 200 if i % 7 else 700 for i in range(45)]
     cache = cache_on(CFG, lengths, heads=1, dtype=torch.float16)

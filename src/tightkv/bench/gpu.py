@@ -91,12 +91,13 @@ def _decode_times(module: ModuleType, layers: Sequence[Layer], shape: Shape) -> 
         )  # fmt: skip
 
     def attend(layer: Layer, **center: Tensor) -> None:
-        view = replace(layer.view, plans={})  # a model has one for all layers
-        module.attend(layer.codec, query, view, cu_seqlens, options, **center)
+        module.attend(layer.codec, query, layer.view, cu_seqlens, options, **center)
 
     def step(layer: Layer, in_vllm: bool = False, centered: bool = False) -> None:
         append(layer, in_vllm, **({"centers": centers} if centered else {}))
         over = _with_view(layer, overlaps_append=True)  # as vLLM launches it
+        if in_vllm:  # where the host does not know that all lengths are the same
+            over = _with_view(over, same_length=None)
         attend(over, **({"value_center": centers[1]} if centered else {}))
 
     in_vllm = partial(step, in_vllm=True)
@@ -126,9 +127,13 @@ def _decode_times(module: ModuleType, layers: Sequence[Layer], shape: Shape) -> 
         calls["vllm_step_with_feedback_and_seal_one"] = (in_vllm, fed_back(one))
     if module.NAME == "cuda":  # others have no way to take centers
         calls["vllm_step_with_centers"] = (partial(in_vllm, centered=True), layers)
-    return {
-        name: graph_ms([partial(call, layer) for layer in of]) for name, (call, of) in calls.items()
-    }
+    return {name: graph_ms(_calls(call, of)) for name, (call, of) in calls.items()}
+
+
+def _calls(call: Callable[..., None], layers: Sequence[Layer]) -> list[Callable[[], None]]:
+    """Of layers as of one model: what kernels found out about lengths is kept for all of them."""
+    plans: dict[object, Tensor] = {}
+    return [partial(call, _with_view(layer, plans=plans)) for layer in layers]
 
 
 def _with_view(layer: Layer, **changes: Any) -> Layer:

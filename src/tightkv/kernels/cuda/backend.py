@@ -16,7 +16,7 @@ from torch import Tensor
 from tightkv.codec import Codec
 from tightkv.kernels.cuda.cubin_cache import compile_cubin
 from tightkv.kernels.cuda.decode_plan import DecodePlan, DecodeTile, padded_dim, processor_count
-from tightkv.kernels.cuda.driver import Module
+from tightkv.kernels.cuda.driver import Module, capture_of
 from tightkv.kernels.cuda.nvrtc import load_torch_nvrtc
 from tightkv.kernels.cuda.params import AppendParams, DecodeParams, PlanParams, StepParams
 from tightkv.kernels.cuda.source import SPLIT_PLAN, STATIC_STEP, included, source
@@ -33,7 +33,7 @@ NAME = "cuda"
 TAKES_BATCHES = False
 
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256, 512)
-_MOST_APPENDED = 256  # channels of a head, by append.cu
+MOST_APPENDED = 256  # channels of a head, by append.cu
 _MAX_QUERIES = RING_SLACK  # more than this is prefill
 _MANY_THREADS, _FEW_THREADS = 256, 128  # of a block that appends
 _MOST_BLOCKS_Z = 65_535  # of a grid; blocks take further pages in turn
@@ -89,8 +89,8 @@ def append(
     layout = codec.layout
     usual = key.dtype == value.dtype == layout.dtype and not codec.cfg.check_finite
     sealed_here = view.feedback is None or padded_dim(layout) == layout.head_dim
-    sealed_here = sealed_here and layout.head_dim <= _MOST_APPENDED
-    if not usual or not view.batch or not sealed_here:
+    appended_here = sealed_here and layout.head_dim <= MOST_APPENDED
+    if not usual or not view.batch or not appended_here:
         if centers is not None:
             key, value = key - centers[0], value - centers[1]
         triton_kernels.append(
@@ -257,9 +257,8 @@ def attend(
 def _split_plan(view: CacheView, plan: DecodePlan, heads: int, window: int) -> tuple[Tensor, bool]:
     """int32: what blocks read [num_blocks, 4], then splits of rows [B, 2]; whether just made."""
     assert view.plans is not None
-    # A graph makes its own each time it runs: lengths are others then.
-    in_graph = view.lengths.is_cuda and torch.cuda.is_current_stream_capturing()
-    key = plan.num_blocks, plan.slots, heads, window, in_graph
+    # A graph makes its own each time it runs: lengths are others then, and memory is the graph's.
+    key = plan.num_blocks, plan.slots, heads, window, capture_of(view.lengths.device)
     if key in view.plans:
         return view.plans[key], False
     size = 4 * plan.num_blocks + 2 * view.batch

@@ -48,6 +48,19 @@ def _recorded() -> list[Launch] | None:
     return getattr(_here, "launches", None)
 
 
+def capture_of(device: torch.device) -> int:
+    """A number of the CUDA graph that the current stream is being captured for; 0: none."""
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        return 0
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    outputs = (ctypes.byref(status), ctypes.byref(number), None, None, None)
+    stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
+    _check(
+        _driver().cuStreamGetCaptureInfo_v2(stream, *outputs), "see what a stream is captured for"
+    )
+    return number.value
+
+
 class Module:
     """Kernels of one cubin, loaded on one device at the first launch."""
 
