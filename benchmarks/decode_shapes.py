@@ -73,7 +73,7 @@ def table(rows: Sequence[Row]) -> str:
 def _line(by: Mapping[str, Row]) -> list[str]:
     row = by["k4v4"]
     s = row["shape"]
-    tokens = f"1,024 to {s['tokens']:,}" if s["ragged"] else f"{s['tokens']:,}"
+    tokens = f"1,025 to {s['tokens']:,}" if s["ragged"] else f"{s['tokens']:,}"
     return [
         f"{s['query_heads']}/{s['kv_heads']} of {s['head_dim']}",
         f"{s['batch']} x {tokens}",

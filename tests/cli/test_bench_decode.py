@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 def test_ragged_lengths_go_from_the_shortest_to_all_tokens() -> None:
     lengths = Shape(6, 32768, ragged=True).lengths
-    assert sorted(lengths) == [1024, 2048, 4096, 8192, 16384, 32768] != lengths
+    assert sorted(lengths) == [1025, 2049, 4097, 8193, 16385, 32768] != lengths
     assert Shape(3, 500).lengths == [500, 500, 500]
     ragged = Shape(6, 32768, kv_heads=2, head_dim=64, ragged=True)
     assert ragged.bf16_bytes == sum(lengths) * 2 * 64 * 4

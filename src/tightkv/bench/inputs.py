@@ -49,8 +49,8 @@ class Shape:
         if not self.ragged:
             return [self.tokens] * self.batch
         most = self.tokens / SHORTEST
-        # odd: none completes a page
-        found = [round(SHORTEST * most ** (i / (self.batch - 1))) | 1 for i in range(self.batch)]
+        found = [round(SHORTEST * most ** (i / (self.batch - 1))) for i in range(self.batch)]
+        found = [min(length | 1, self.tokens) for length in found]  # odd: none completes a page
         random.Random(0).shuffle(found)
         return found
 
