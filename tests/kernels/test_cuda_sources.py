@@ -43,8 +43,8 @@ def test_nvrtc_takes_the_sources(arch, preset, dim, columns):
     tile, softcap = DecodeTile.of(layout, columns), columns == 8
     for name, *of in (
         ("decode", layout, 32, tile, softcap),
-        *([] if dim == 512 else [("append", layout, 8, None)]),
-        *([] if dim in (80, 512) else [("seal", layout, 8, None)]),
+        ("append", layout, 8, None),
+        *([] if dim == 80 else [("seal", layout, 8, None)]),
     ):
         assert len(compile_source(lib, source(name, *of), arch)) > 10_000
 
@@ -123,16 +123,19 @@ def test_append_compiles(tmp_path):
 @pytest.mark.sampled
 @pytest.mark.skipif(NVCC is None, reason="no nvcc")
 @pytest.mark.parametrize("preset", ["k4v4", "k3v3", "k2v2"])
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 128, 256, 512])
 def test_sealing_keeps_to_its_registers(preset, dim, tmp_path):
-    """Four blocks a processor, where some numbers wait in local memory; three with an append."""
+    """Four blocks a processor, where some numbers wait in local memory; three with an append.
+
+    Of 512 channels two.
+    """
     layout = PageLayout(KVQuantConfig.preset(preset), 8, dim)
     done = compile_for_hopper(source("seal", layout, 8, None), tmp_path)
     assert done.returncode == 0, done.stderr
     registers, spilled = registers_and_spills(done.stderr, "seal")
-    assert registers <= 128 and spilled <= (128 if dim == 256 else 48)
+    assert registers <= (255 if dim > 256 else 128) and spilled <= (128 if dim == 256 else 48)
     registers, spilled = registers_and_spills(done.stderr, "append_and_seal")
-    assert registers <= 168 and spilled == 0
+    assert registers <= (255 if dim > 256 else 168) and spilled == 0
 
 
 @pytest.mark.parametrize("preset", ["k8v8", "k8v4", "k4v4", "k3v2", "k2v2"])

@@ -26,12 +26,17 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = DEVICE.type == "cuda"
 HALVES = (torch.float16, torch.bfloat16)
 CUDA = [("k4v4", 128, torch.bfloat16), ("k2v2", 64, torch.float16), ("k3v3", 256, torch.float16)]
+CUDA += [("k4v4", 512, torch.bfloat16)]
 TRITON = [("k4v4", 64, torch.float32), ("k3v3", 96, torch.float16)]  # heads of 96 are padded
 if ON_GPU:
     CUDA = [
-        (preset, dim, dtype) for preset in PRESETS for dim in (64, 128, 256) for dtype in HALVES
+        (preset, dim, dtype)
+        for preset in PRESETS
+        for dim in (64, 128, 256, 512)
+        for dtype in HALVES
     ]
-    TRITON = [(*case[:2], dtype) for case in CUDA[::2] for dtype in (*HALVES, torch.float32)]
+    narrow = [case for case in CUDA if case[1] <= 256]
+    TRITON = [(*case[:2], dtype) for case in narrow[::2] for dtype in (*HALVES, torch.float32)]
 
 
 def keys(heads, dim, tokens, seed=1):
@@ -204,7 +209,8 @@ def assert_pages_alike(ours, theirs):
         moved = differ[..., layout.mean_offset :].any(-1)
         means = [layout.read_mean(cache.pages) for cache in (ours, theirs)]
         torch.testing.assert_close(*means, rtol=1e-3, atol=1e-2)
-    assert int(moved.sum()) <= (moved.numel() // 2 if ON_GPU else 1)
+    ties = max(layout.head_dim // 128, 1)  # seen on the host
+    assert int(moved.sum()) <= (moved.numel() // 2 if ON_GPU else ties)
     assert not differ[~moved].any(), f"{int(differ[~moved].sum())} bytes"
 
 

@@ -42,12 +42,13 @@ APPENDS = [
     (bits, dim, opened) for bits in BITS for dim in (64, 128, 256) for opened in (True, False)
 ]
 FEW = [(k, v) for k, v in BITS if 8 not in (k, v)]
+APPENDS += [(bits, 512, opened) for bits in FEW for opened in (True, False)]
 if not ON_GPU:  # each takes two seconds to compile
     SHAPES = [(bits, (64, 128, 256)[sum(bits) % 3], "hb"[bits[0] % 2]) for bits in FEW]
     SHAPES += [((8, v), dim, "b") for v, dim in zip((4, 8, 3), (64, 128, 256), strict=True)]
     SHAPES += [((k, 8), dim, "h") for k, dim in zip((4, 2, 8), (64, 128, 256), strict=True)]
     APPENDS = [(bits, (64, 128, 256)[i], i % 2 == 0) for i, bits in enumerate(FEW[2:9:3])]
-    APPENDS += [((8, 4), 128, True), ((4, 8), 64, False)]
+    APPENDS += [((8, 4), 128, True), ((4, 8), 64, False), ((4, 3), 512, True)]
 
 
 @pytest.fixture(autouse=True)

@@ -138,12 +138,8 @@ def known_kernels(shape: StaticShape, device: torch.device) -> int:
     """Compile a set, give it to the operator, return its key."""
     if reason := backend.unavailable(device.type, asked=True) or backend.unsupported(shape.layout):
         raise ValueError(f"{shape.layout.cfg.name} cannot run on a GPU: {reason}")
-    dim = shape.layout.head_dim
-    if dim & (dim - 1) or dim > backend.MOST_APPENDED:  # others are sealed, or appended, by Triton
-        raise ValueError(
-            f"head_dim={dim} cannot be exported to a GPU; powers of two up to "
-            f"{backend.MOST_APPENDED} can"
-        )
+    if (dim := shape.layout.head_dim) & (dim - 1):  # they cannot seal with feedback
+        raise ValueError(f"head_dim={dim} cannot be exported to a GPU; powers of two can")
     data = KernelSet(shape, device).to_bytes()
     add_kernels(kernel_file([data]))
     _made[key_of(data)] = data

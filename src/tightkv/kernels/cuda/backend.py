@@ -1,7 +1,7 @@
 """Append and decode attention in CUDA C++, compiled at run time; prefill is the Triton kernels'.
 
 For NVIDIA GPUs from sm_80 on, float16 and bfloat16 models and head_dim 64 to 256, and 512 of at
-most 4 bits, whose appends are the Triton kernels'; error feedback for powers of two.
+most 4 bits; error feedback for powers of two.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ NAME = "cuda"
 TAKES_BATCHES = False
 
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256, 512)
-MOST_APPENDED = 256  # channels of a head, by append.cu
 _MAX_QUERIES = RING_SLACK  # more than this is prefill
 _MANY_THREADS, _FEW_THREADS = 256, 128  # of a block that appends
 _MOST_BLOCKS_Z = 65_535  # of a grid; blocks take further pages in turn
@@ -89,8 +88,7 @@ def append(
     layout = codec.layout
     usual = key.dtype == value.dtype == layout.dtype and not codec.cfg.check_finite
     sealed_here = view.feedback is None or padded_dim(layout) == layout.head_dim
-    appended_here = sealed_here and layout.head_dim <= MOST_APPENDED
-    if not usual or not view.batch or not appended_here:
+    if not usual or not view.batch or not sealed_here:
         if centers is not None:
             key, value = key - centers[0], value - centers[1]
         triton_kernels.append(

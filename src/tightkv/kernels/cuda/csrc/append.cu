@@ -4,7 +4,7 @@
 
 #define MOST_THREADS 256
 
-extern "C" __global__ void __launch_bounds__(MOST_THREADS, HADAMARD && D <= 128 ? 6 : 4) append(const AppendParams a) {
+extern "C" __global__ void __launch_bounds__(MOST_THREADS, HADAMARD && D <= 128 ? 6 : D <= 256 ? 4 : 2) append(const AppendParams a) {
     grid_dependency_wait();
     launch_dependents();  // attention, mostly
     append_tokens(a, blockIdx.x, blockIdx.y == 0, blockIdx.z, gridDim.z);

@@ -3,7 +3,7 @@
 #include "append_tokens.cuh"
 #include "seal_pages.cuh"
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 4)
+extern "C" __global__ void __launch_bounds__(32 * WARPS, D <= 256 ? 4 : 2)
     seal(const AppendParams a, const float *factors, int batch) {
     extern __shared__ __align__(128) char memory[];
     // What is read was there before the append that this follows, and that has begun.
@@ -13,7 +13,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 4)
 }
 
 // The first `sealing` blocks seal: they take longer. It is for few blocks, so they have many registers.
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 3)
+extern "C" __global__ void __launch_bounds__(32 * WARPS, D <= 256 ? 3 : 2)
     append_and_seal(const AppendParams a, const float *factors, int batch, int sealing) {
     extern __shared__ __align__(128) char memory[];
     grid_dependency_wait();

@@ -6,13 +6,18 @@
 
 #include "encode.cuh"
 
-#define ROOM (PAGE * D > 32768 ? 32768 / D / 32 * 32 : PAGE)  // tokens whose codes fit shared memory
+#define CODE_BYTES (D > 256 ? 16384 : 32768)  // that fit shared memory
+#define ROOM (PAGE * D > CODE_BYTES ? CODE_BYTES / D / 32 * 32 : PAGE)  // tokens
 
 // A sequence's head, by number, and a side of it; of its pages or copies, every so many-th from `slice` on.
 __device__ __forceinline__ void append_tokens(const AppendParams &a, int number, bool is_key, int slice,
                                               int slices) {
-    __shared__ u8 codes[ROOM][D];
-    __shared__ float sums[PARTS][D];
+    __shared__ union {  // of a mean, which is made first, and codes
+        float sums[PARTS][D];
+        u8 codes[ROOM][D];
+    } room;
+    auto &sums = room.sums;
+    auto &codes = room.codes;
     __shared__ float mean[D];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
     const int row = number / HKV, head = number % HKV;

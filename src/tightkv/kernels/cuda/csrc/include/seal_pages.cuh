@@ -65,7 +65,7 @@ __device__ __forceinline__ void find_page(const AppendParams &a, int batch, int 
     }
 }
 
-struct __align__(2 * N) Channels {  // neighbouring ones, of a lane
+struct __align__(N < 8 ? 2 * N : 16) Channels {  // neighbouring ones, of a lane
     u16 of[N];
 };
 
