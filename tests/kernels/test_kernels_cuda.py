@@ -192,6 +192,8 @@ def test_more_sequences_than_lanes():
     fill(cache, lengths)
     poison(cache)
     assert_attends_alike(cache, [1] * 44 + [0], 4, {})
+    plan = DecodePlan.of(cache.layout, 4, 1, *cache.view().block_table.shape, DEVICE, True)
+    assert plan.num_blocks and (ON_GPU or plan.merged_heads == 2)
 
 
 @pytest.mark.parametrize("preset", ["k4v4", "k2v2"])

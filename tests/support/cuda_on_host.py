@@ -45,7 +45,7 @@ extern "C" void host_merge(const int *shape, int threads, size_t shared, void **
     host::launch(shape, threads, shared, [&] {
         merge(*(float **)args[0], *(float **)args[1], *(u16 **)args[2], *(int **)args[3],
               *(int **)args[4], *(u16 **)args[5], *(float **)args[6], *(long long *)args[7],
-              *(long long *)args[8], *(int *)args[9], *(int *)args[10]);
+              *(long long *)args[8], *(int *)args[9], *(int *)args[10], *(int *)args[11]);
     });
 }
 """

@@ -241,13 +241,13 @@ def attend(
         return out, lse
     module.launch(
         "merge",
-        (view.batch * max_queries * hq, 1, 1),
+        (view.batch * max_queries * (hq // plan.merged_heads), 1, 1),
         256,
         *[ctypes.c_void_p(x.data_ptr()) for x in (partial, partial_lse)],
         *[ctypes.c_void_p(address) for address in (center, row_splits)],
         *[ctypes.c_void_p(x.data_ptr()) for x in (cu_seqlens, out, lse)],
         *[ctypes.c_longlong(out.stride(axis)) for axis in (0, 1)],
-        *[ctypes.c_int(n) for n in (max_queries, plan.num_splits)],
+        *[ctypes.c_int(n) for n in (max_queries, plan.num_splits, plan.merged_heads)],
     )
     return out, lse
 

@@ -15,6 +15,7 @@ _HOPPER_BYTES = 228 << 10  # of shared memory of a processor
 _DRIVER_BYTES = 1024  # of shared memory that the driver takes of each block
 _MOST_ROWS = 2048  # that split_plan.cu takes
 _MANY_PROGRAMS = 3.8  # for each processor: 64 sequences of 8 KV heads on an H200
+_MERGE_BLOCKS = 5  # that a processor holds
 _WHOLE_PROGRAMS = 8  # for each processor: sequences are not cut
 _BLOCK_TILES, _MERGE_TILES = 6, 4  # as many take as long as a block's setup, and as a merge
 
@@ -125,6 +126,7 @@ class DecodePlan:
     shared_bytes: int
     slots: int  # blocks that run at a time
     num_blocks: int = 0  # at most, for each KV head and tile of queries, where split_plan.cu cuts
+    merged_heads: int = 1  # of a query, by a block of merge.cu
 
     @staticmethod
     @functools.lru_cache(maxsize=4096)
@@ -160,7 +162,14 @@ class DecodePlan:
         if not by_length:
             return DecodePlan(tile, num_q_tiles, num_splits, shared, slots)
         num_blocks = batch + slots // (layout.num_kv_heads * num_q_tiles)
-        return DecodePlan(tile, num_q_tiles, 0, shared, slots, num_blocks)
+        # Most blocks of the merge have nothing to do: few enough that all are there at once.
+        heads, queries = group * layout.num_kv_heads, batch * max_queries
+        merged = next(
+            n
+            for n in range(1, heads + 1)
+            if n == heads or (heads % n == 0 and queries * heads // n <= _MERGE_BLOCKS * processors)
+        )
+        return DecodePlan(tile, num_q_tiles, 0, shared, slots, num_blocks, merged)
 
 
 def num_splits_heuristic(programs: int, processors: int, blocks: int, tiles: int) -> int:

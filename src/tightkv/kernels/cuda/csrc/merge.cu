@@ -5,18 +5,12 @@
 #define MERGE_WARPS 8
 #define MERGE_AHEAD 4  // splits that a warp loads at once
 
-// One block for each (query, head) of each sequence: `max_queries` of them, or fewer.
-extern "C" __global__ void __launch_bounds__(MERGE_WARPS * 32)
-merge(const float *partial, const float *partial_lse, const u16 *value_center, const int *row_splits,
-      const int *cu_seqlens, u16 *out, float *lse, long long out_n, long long out_h, int max_queries, int num_splits) {
+// One query of a sequence, at most `max_queries` of it, and one of its heads: the splits from `first_split` on.
+__device__ __forceinline__ void merge_head(const float *partial, const float *partial_lse, const u16 *value_center,
+                                           u16 *out, float *lse, int max_queries, int num_splits, int first_split,
+                                           int token, int query_head) {
     __align__(16) __shared__ float sums[MERGE_WARPS][DP], weights[MERGE_WARPS];
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, sequence = blockIdx.x / (max_queries * HQ);
-    const int token = blockIdx.x / HQ % max_queries, query_head = blockIdx.x % HQ;
-    const int begin = load_now(cu_seqlens + sequence), end = load_now(cu_seqlens + sequence + 1);
-    int first_split = sequence * num_splits;
-    if (row_splits) first_split = load_now(row_splits + 2 * sequence), num_splits = load_now(row_splits + 2 * sequence + 1);
-    grid_dependency_wait();
-    if (token >= end - begin || num_splits == 1) return;  // nobody's, or there is nothing to merge
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const long long place = ((long long)first_split * max_queries + token) * HQ + query_head, step = max_queries * HQ;
     // The first splits of a warp are on their way while the LSEs of all are compared.
     float first[MERGE_AHEAD][DP / 32], own[MERGE_AHEAD];
@@ -61,7 +55,31 @@ merge(const float *partial, const float *partial_lse, const u16 *value_center, c
         float x = 0.f;
 #pragma unroll
         for (int w = 0; w < MERGE_WARPS; w++) x += sums[w][channel];
-        write_channel(out + (begin + token) * out_n + query_head * out_h, value_center, query_head / G, channel, x * inverse);
+        write_channel(out, value_center, query_head / G, channel, x * inverse);
     }
-    if (threadIdx.x == 0) write_lse(lse + (long long)(begin + token) * HQ + query_head, peak, sum);
+    if (threadIdx.x == 0) write_lse(lse, peak, sum);
+    __syncthreads();  // what is in shared memory has been read
+}
+
+// A block has a query and `heads` of its heads, one after another: several where there are so many queries that
+// most need no merge.
+extern "C" __global__ void __launch_bounds__(MERGE_WARPS * 32)
+merge(const float *partial, const float *partial_lse, const u16 *value_center, const int *row_splits,
+      const int *cu_seqlens, u16 *out, float *lse, long long out_n, long long out_h, int max_queries, int num_splits,
+      int heads) {
+    const int blocks = HQ / heads, sequence = blockIdx.x / (max_queries * blocks);
+    const int token = blockIdx.x / blocks % max_queries, first_head = blockIdx.x % blocks * heads;
+    const int begin = load_now(cu_seqlens + sequence), end = load_now(cu_seqlens + sequence + 1);
+    int first_split = sequence * num_splits;
+    if (row_splits) {
+        first_split = load_now(row_splits + 2 * sequence);
+        num_splits = load_now(row_splits + 2 * sequence + 1);
+    }
+    grid_dependency_wait();
+    if (token >= end - begin || num_splits == 1) return;  // nobody's, or there is nothing to merge
+    const long long query = begin + token;
+#pragma unroll 1
+    for (int head = first_head; head < first_head + heads; head++)
+        merge_head(partial, partial_lse, value_center, out + query * out_n + head * out_h, lse + query * HQ + head,
+                   max_queries, num_splits, first_split, token, head);
 }
