@@ -258,6 +258,27 @@ def test_engines_of_the_newest_kernels() -> None:
     )
 
 
+def test_a_mixed_load_in_vllm() -> None:
+    found = {(row["kv"], row["measure"]): row for row in rows("vllm_engine_mixed")}
+    assert len({row["commit"] for row in found.values()}) == 1
+    ours, theirs = found["k4v4", "mixed"], found["auto", "mixed"]
+    tpot = found["k4v4", "tpot"]["value"]
+    tokens = sum(ours["load"][kind] for kind in ("prompt_tokens", "output_tokens"))
+    assert ours["load"] == theirs["load"] and tokens > 2 * found["auto", "capacity"]["value"]
+    expect(
+        "docs/results.md",
+        f"{tpot:.2f} ms per output token at 32 x 8k, {tpot / found['auto', 'tpot']['value']:.3f}",
+        f"{ours['load']['requests']} requests",
+        f"{ours['value'] / theirs['value']:.2f} times the tokens per second",
+        *(
+            f"{row[0]['ttft_ms'][p] / 1e3:.1f} instead of {row[1]['ttft_ms'][p] / 1e3:.1f} s"
+            for p, row in (("p50", (ours, theirs)), ("p99", (ours, theirs)))
+        ),
+        f"{ours['tpot_ms']['p50']:.1f} and {theirs['tpot_ms']['p50']:.1f} ms at the median",
+        f"{ours['tpot_ms']['p99']:.0f} and {theirs['tpot_ms']['p99']:.0f} ms at p99",
+    )
+
+
 def test_tiles_that_were_replaced() -> None:
     found: dict[tuple[int, ...], dict[str, Row]] = {}
     for row in rows("gpu_decode_shapes"):
