@@ -113,7 +113,7 @@ def test_the_table_of_shapes() -> None:
     assert script["table"](rows).splitlines()[2:] == [
         "| 32/4 of 512 | 8 x 32,731 | 400.0 (triton bf16) | - | - "
         "| 500.0 (0.80x, triton) | 500.0 (0.80x, triton) |",
-        "| 32/8 of 128 | 4 x 1,024 to 8,155 | 250.0 (vllm fa3 bf16) | 200.0 (vllm fa3 fp8) | - "
+        "| 32/8 of 128 | 4 x 1,025 to 8,155 | 250.0 (vllm fa3 bf16) | 200.0 (vllm fa3 fp8) | - "
         "| 100.0 (2.50x) | 100.0 (2.50x) |",
     ]
 

@@ -100,7 +100,7 @@ __device__ __forceinline__ void epilogue(SharedMemory &sh, const DecodeParams &a
 #pragma unroll 1
     for (int n = warp; n < COLS; n += WARPS) {
         const int col = col0 + n, token = col / G, query_head = head * G + col % G;
-        if (token >= count) break;
+        if (token >= min(count, a.max_queries)) break;  // splits have room for so many
         // A lane has the peak and the sum of a state, and its weight.
         const int state = lane % STATES;
         const auto &states = sh.warp[state / 2 % WARPS].states;
