@@ -220,7 +220,7 @@ STEPS = [(40, 70, 3), (60, 1, 16), (1, 0, 9), (30, 16, 30), (3, 100, 16)]
 @pytest.mark.parametrize(("preset", "dim", "dtype"), CUDA, ids=str)
 def test_cuda_pages_are_those_of_the_reference(cuda, preset, dim, dtype):
     cfg = KVQuantConfig.preset(preset)
-    arguments = (cfg, dim, dtype, STEPS)
+    arguments = (cfg, dim, dtype, STEPS if ON_GPU or dim < 512 else STEPS[:2])
     assert_pages_alike(
         *(appended(name, *arguments, left_pad=[0, 5, 0]) for name in ("reference", "cuda"))
     )
