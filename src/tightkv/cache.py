@@ -125,7 +125,8 @@ class PagedKV:
         """Bytes of every tensor this layer holds, its share of the table's tensors included."""
         own = (self._pages, self.ring_key, self.ring_value, self.sink_key, self.sink_value)
         away = 0 if self._offloaded is None else self._offloaded.allocated_bytes()
-        tensors = (*own, *self.table.tensors(self.device))
+        of_table = (*self.table.tensors(self.device), *self.table.plans(self.device).values())
+        tensors = (*own, *of_table)
         return away + sum(t.numel() * t.element_size() for t in tensors)
 
     def dequantize(self) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from tightkv.config import KVQuantConfig
 from tightkv.kernels.cuda import decode_plan
 from tightkv.kernels.cuda.decode_plan import DecodeTile
 from tightkv.kernels.cuda.nvrtc import CompileError, compile_source, load_nvrtc
-from tightkv.kernels.cuda.source import included, source
+from tightkv.kernels.cuda.source import SPLIT_PLAN, STATIC_STEP, included, source
 from tightkv.layout import PageLayout
 
 ROWS = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu_decode_shapes.jsonl"
@@ -47,6 +47,13 @@ def test_nvrtc_takes_the_sources(arch, preset, dim, columns):
         *([] if dim == 80 else [("seal", layout, 8, None)]),
     ):
         assert len(compile_source(lib, source(name, *of), arch)) > 10_000
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="NVRTC is there for Linux")
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"])
+@pytest.mark.parametrize("name", [STATIC_STEP, SPLIT_PLAN])
+def test_nvrtc_takes_sources_without_constants(name, arch):
+    assert len(compile_source(load_nvrtc("13"), included(name), arch)) > 1000
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="NVRTC is there for Linux")
@@ -135,7 +142,8 @@ def test_sealing_keeps_to_its_registers(preset, dim, tmp_path):
     registers, spilled = registers_and_spills(done.stderr, "seal")
     assert registers <= (255 if dim > 256 else 128) and spilled <= (128 if dim == 256 else 48)
     registers, spilled = registers_and_spills(done.stderr, "append_and_seal")
-    assert registers <= (255 if dim > 256 else 168) and spilled == 0
+    most = 255 if dim > 256 or (preset, dim) == ("k2v2", 64) else 168
+    assert registers <= most and spilled == 0
 
 
 @pytest.mark.parametrize("preset", ["k8v8", "k8v4", "k4v4", "k3v2", "k2v2"])
@@ -152,7 +160,9 @@ def test_blocks_fit_a_processor(preset, dim, columns):
         assert tile.shared_bytes(layout) + 1024 <= ADA[1]
 
 
-@pytest.mark.parametrize("preset,small", [("k4v4", True), ("k3v3", True), ("k4v2", False)])
+@pytest.mark.parametrize(
+    "preset,small", [("k4v4", True), ("k2v2", True), ("k3v3", True), ("k4v2", False)]
+)
 def test_small_blocks_are_for_many_programs_and_where_four_fit(preset, small, monkeypatch):
     """64 sequences of 8 heads on an H200; other bits were not measured."""
     layout = PageLayout(KVQuantConfig.preset(preset), 8, 128)

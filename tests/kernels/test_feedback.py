@@ -209,7 +209,7 @@ def assert_pages_alike(ours, theirs):
         moved = differ[..., layout.mean_offset :].any(-1)
         means = [layout.read_mean(cache.pages) for cache in (ours, theirs)]
         torch.testing.assert_close(*means, rtol=1e-3, atol=1e-2)
-    ties = max(layout.head_dim // 128, 1)  # seen on the host
+    ties = 4 if layout.head_dim > 256 else 1  # seen on the host
     assert int(moved.sum()) <= (moved.numel() // 2 if ON_GPU else ties)
     assert not differ[~moved].any(), f"{int(differ[~moved].sum())} bytes"
 

@@ -155,6 +155,31 @@ def test_lengths_that_differ(dim, counts, options):
     assert torch.equal(out, again) and next(iter(plans.values())) is made
 
 
+def test_attention_waits_for_a_plan_that_was_just_made(monkeypatch):
+    """It lies between the append and attention, which then reads nothing before it has ended."""
+    cache = cache_on(CFG, [330, 65], dtype=torch.bfloat16)
+    fill(cache, [330, 65])
+    q, cu_seqlens = queries(cache, [1, 1], 4)
+    made, module = [], cuda._module
+
+    class Recorder:
+        def __init__(self, *arguments):
+            self.module = module(*arguments)
+
+        def launch(self, name, grid, threads, *arguments, **options):
+            if name == "decode":
+                made.append((bool(arguments[0].blocks), arguments[0].overlaps_append))
+            self.module.launch(name, grid, threads, *arguments, **options)
+
+    monkeypatch.setattr(cuda, "_module", Recorder)
+    view = dataclasses.replace(cache.view(), overlaps_append=True)
+    for plans in ({}, None):
+        for _ in range(2):
+            planned = dataclasses.replace(view, plans=plans)
+            cuda.attend(cache.codec, q, planned, cu_seqlens, AttendOptions(max_queries=1))
+    assert made == [(True, 0), (True, 1), (False, 1), (False, 1)]
+
+
 @pytest.mark.gpu
 def test_graphs_make_their_plans_again():
     """Of the lengths that are there when they run, each in memory of its own."""
@@ -520,7 +545,7 @@ def test_the_largest_pages(page, dim):
 @pytest.mark.parametrize("length,pages,count", [(319, 2, 1), (319, 2, 3), (270, 1, 1)])
 @pytest.mark.parametrize("group", [4, 8])
 def test_the_append_before_may_still_run(group, length, pages, count, lost):
-    """Until its tokens are read: those of the ring at last, codes of their page at first."""
+    """Until what it writes is read, from the ring or as codes."""
     cfg = CFG.replace(exact_pages=pages)
     cache = cache_on(cfg, [length], dim=128, dtype=torch.bfloat16, encode_partial_page=True)
     fill(cache, [length])
@@ -659,7 +684,7 @@ def test_heads_of_512(bits, group, mean_bits):
 
 def test_wide_heads_of_eight_bits_are_for_other_kernels():
     wide = PageLayout(CFG.replace(key_bits=8, value_bits=4), HEADS, 512)
-    assert "head_dim=512 of 8 bits; they have 2 to 4 bits of it" in cuda.unsupported(wide)
+    assert cuda.unsupported(wide) == "head_dim=512 with 8-bit codes; they have it with 2 to 4 bits"
 
 
 @pytest.mark.parametrize("dim", [80, 192])

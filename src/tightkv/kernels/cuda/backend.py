@@ -37,6 +37,7 @@ _MAX_QUERIES = RING_SLACK  # more than this is prefill
 _MANY_THREADS, _FEW_THREADS = 256, 128  # of a block that appends
 _MOST_BLOCKS_Z = 65_535  # of a grid; blocks take further pages in turn
 _STEP_THREADS, _PLAN_THREADS = 128, 1024
+_PLANNED_BYTES = 16  # that split_plan.cu writes for a block
 _SEAL_THREADS, _SEAL_BLOCKS = 128, 4  # of a block that seals with feedback, and blocks a processor
 _SEAL_CHANNELS = 2048  # that it encodes at once, of all its tokens
 _KEYS_APART = 2  # `encode` of encode.cuh
@@ -63,7 +64,7 @@ def unsupported(layout: PageLayout) -> str | None:
     if layout.head_dim not in HEAD_DIMS:
         return f"head_dim={layout.head_dim}; they have {', '.join(map(str, HEAD_DIMS))}"
     if layout.head_dim > 256 and 8 in (cfg.key_bits, cfg.value_bits):
-        return f"head_dim={layout.head_dim} of 8 bits; they have 2 to 4 bits of it"
+        return f"head_dim={layout.head_dim} with 8-bit codes; they have it with 2 to 4 bits"
     if cfg.rotation == "haar":
         return 'rotation="haar"; they have "hadamard" and "none"'
     if layout.dtype not in (torch.float16, torch.bfloat16):
@@ -207,7 +208,8 @@ def attend(
     grid = (view.batch * heads, plan.num_splits, plan.num_q_tiles)
     if plan.num_blocks:
         made, fresh = _split_plan(view, plan, heads * plan.num_q_tiles, window or 0)
-        blocks, row_splits = made.data_ptr(), made[4 * plan.num_blocks :].data_ptr()
+        blocks = made.data_ptr()
+        row_splits = blocks + _PLANNED_BYTES * plan.num_blocks
         overlaps_append = overlaps_append and not fresh
         num_partials, grid = plan.num_blocks, (heads, plan.num_blocks, plan.num_q_tiles)
     module = _module("decode", layout, hq, plan.tile, softcap is not None, device)
@@ -263,7 +265,7 @@ def _split_plan(view: CacheView, plan: DecodePlan, heads: int, window: int) -> t
     made = view.plans[key] = view.lengths.new_empty(size)
     addresses = [x.data_ptr() for x in (view.lengths, view.left_pad, view.ring_read_from, made)]
     params = PlanParams(
-        *addresses, made[4 * plan.num_blocks :].data_ptr(),
+        *addresses, made.data_ptr() + _PLANNED_BYTES * plan.num_blocks,
         view.batch, plan.num_blocks, heads, plan.slots, window,
     )  # fmt: skip
     _plan_module(view.pages.device).launch("split_plan", (1, 1, 1), _PLAN_THREADS, params)

@@ -13,7 +13,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, D <= 256 ? 4 : 2)
 }
 
 // The first `sealing` blocks seal: they take longer. It is for few blocks, so they have many registers.
-extern "C" __global__ void __launch_bounds__(32 * WARPS, D <= 256 ? 3 : 2)
+extern "C" __global__ void __launch_bounds__(32 * WARPS, D > 256 || (D == 64 && KEY_BITS == 2) ? 2 : 3)
     append_and_seal(const AppendParams a, const float *factors, int batch, int sealing) {
     extern __shared__ __align__(128) char memory[];
     grid_dependency_wait();

@@ -4,7 +4,8 @@
 #include "ptx.cuh"
 
 #define PLAN_WARPS 32
-#define MOST_ROWS 2048  // as in decode_plan.py
+// As in decode_plan.py:
+#define MOST_ROWS 2048
 #define MOST_SPLITS 64  // of the longest sequence
 #define BLOCK_TILES 6   // as many take as long as a block's setup, and as a merge
 #define MERGE_TILES 4
