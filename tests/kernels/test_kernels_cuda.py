@@ -3,6 +3,7 @@
 Without a GPU their sources are compiled for this machine's CPU (cuda_on_host.h).
 """
 
+import copy
 import dataclasses
 import functools
 
@@ -153,6 +154,29 @@ def test_lengths_that_differ(dim, counts, options):
     assert rows[0] > rows[3] > 1 == rows[1] == rows[2] or options.get("window")
     again = assert_attends_alike(cache, counts, 4, plans, **options)
     assert torch.equal(out, again) and next(iter(plans.values())) is made
+
+
+def test_plans_of_several_caches_and_their_copies():
+    """Each table keeps its own, until its lengths change."""
+    caches = [
+        cache_on(CFG, [330, 65, 900], dim=64, dtype=torch.float16),
+        cache_on(CFG, [40, 700], dim=128, dtype=torch.bfloat16),
+    ]
+    for cache, lengths in zip(caches, ([330, 65, 900], [40, 700]), strict=True):
+        fill(cache, lengths)
+    caches.append(copy.deepcopy(caches[0]))
+    seen = []
+    for _ in range(2):
+        for cache in caches:
+            plans = cache.view().plans
+            assert_attends_alike(cache, [1] * cache.view().batch, 4, plans)
+            assert len(plans) == 1 and plans is cache.view().plans
+            seen.append(next(iter(plans.values())).data_ptr())
+    assert seen[:3] == seen[3:] and len(set(seen)) == 3
+    fill(caches[2], [1, 400, 0], seed=1)
+    assert not caches[2].view().plans and caches[0].view().plans
+    for cache in caches:
+        assert_attends_alike(cache, [1] * cache.view().batch, 4, cache.view().plans)
 
 
 def test_attention_waits_for_a_plan_that_was_just_made(monkeypatch):
