@@ -194,7 +194,8 @@ def test_small_blocks_are_for_many_programs_and_where_four_fit(preset, small, mo
     ],
 )
 def test_splits_of_eight_heads_on_an_h200(batch, tokens, splits):
-    assert decode_plan.num_splits_heuristic(8 * batch, HOPPER[0], 2, tokens // 64) == splits
+    tile = decode_plan.DecodeTile(2, 2, 2, 4)
+    assert decode_plan.num_splits_heuristic(8 * batch, HOPPER[0], tile, tokens // 64) == splits
 
 
 @pytest.mark.parametrize("preset", ["k4v4", "k2v2"])

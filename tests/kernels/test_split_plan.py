@@ -25,7 +25,7 @@ def plan(lengths, pads, rings, heads, slots, num_blocks, window=0):
         for x in (lengths, pads, rings, [7] * (4 * num_blocks), [7] * (2 * batch))
     ]
     addresses = [x.data_ptr() for x in columns]
-    params = PlanParams(*addresses, batch, num_blocks, heads, slots, window)
+    params = PlanParams(*addresses, batch, num_blocks, heads, slots, window, 4)
     module = backend._plan_module(DEVICE) if ON_GPU else cuda_on_host.split_plan_module()
     module.launch("split_plan", (1, 1, 1), 1024, params)
     return columns[3].view(-1, 4).tolist(), columns[4].view(-1, 2).tolist()

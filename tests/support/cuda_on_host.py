@@ -23,6 +23,11 @@ _APPEND = """
 extern "C" void host_append(const int *shape, int threads, size_t shared, void **args) {
     host::launch(shape, threads, shared, [&] { append(*(AppendParams *)args[0]); });
 }
+extern "C" void host_append_few(const int *shape, int threads, size_t shared, void **args) {
+    host::launch(shape, threads, shared, [&] {
+        append_few(*(AppendParams *)args[0], *(int *)args[1], *(int *)args[2]);
+    });
+}
 """
 _SEAL = """
 extern "C" void host_seal(const int *shape, int threads, size_t shared, void **args) {

@@ -129,10 +129,12 @@ def append(
         return
     module = _module("append", layout, layout.num_kv_heads, None, False, key.device)
     if max_new <= RING_SLACK:
-        # Many blocks are launched sooner if they are small; few should seal pages fast.
+        # A warp has a head. Many are appended sooner by fewer blocks; few should seal pages fast.
         few = view.feedback is None and heads <= 4 * processors
+        threads, own = (_MANY_THREADS, 1) if few else (_FEW_THREADS, _FEW_THREADS // 32)
         params = AppendParams(*arguments, 1, encode)
-        module.launch("append", (heads, 2, 1), _MANY_THREADS if few else _FEW_THREADS, params)
+        grid, counts = (-(-heads // own), 2, 1), (ctypes.c_int(heads), ctypes.c_int(own))
+        module.launch("append_few", grid, threads, params, *counts)
         _seal(layout, view, params, 1)
         return
     # Only a short append may overwrite the ring while pages are sealed from it.
@@ -258,7 +260,8 @@ def _split_plan(view: CacheView, plan: DecodePlan, heads: int, window: int) -> t
     """int32: what blocks read [num_blocks, 4], then splits of rows [B, 2]; whether just made."""
     assert view.plans is not None
     # A graph makes its own each time it runs: lengths are others then, and memory is the graph's.
-    key = plan.num_blocks, plan.slots, heads, window, capture_of(view.lengths.device)
+    least = plan.tile.least_split
+    key = plan.num_blocks, plan.slots, heads, window, least, capture_of(view.lengths.device)
     if key in view.plans:
         return view.plans[key], False
     size = 4 * plan.num_blocks + 2 * view.batch
@@ -266,7 +269,7 @@ def _split_plan(view: CacheView, plan: DecodePlan, heads: int, window: int) -> t
     addresses = [x.data_ptr() for x in (view.lengths, view.left_pad, view.ring_read_from, made)]
     params = PlanParams(
         *addresses, made.data_ptr() + _PLANNED_BYTES * plan.num_blocks,
-        view.batch, plan.num_blocks, heads, plan.slots, window,
+        view.batch, plan.num_blocks, heads, plan.slots, window, least,
     )  # fmt: skip
     _plan_module(view.pages.device).launch("split_plan", (1, 1, 1), _PLAN_THREADS, params)
     return made, True

@@ -14,9 +14,11 @@ _MAX_SPLITS = 64
 _HOPPER_BYTES = 228 << 10  # of shared memory of a processor
 _DRIVER_BYTES = 1024  # of shared memory that the driver takes of each block
 _MOST_ROWS = 2048  # that split_plan.cu takes
-_MANY_PROGRAMS = 3.8  # for each processor: 64 sequences of 8 KV heads on an H200
-_MERGE_BLOCKS = 5  # that a processor holds
-_WHOLE_PROGRAMS = 8  # for each processor: sequences are not cut
+# Programs for each processor:
+_FEW_PROGRAMS, _SOME_PROGRAMS = 1, 2
+_MANY_PROGRAMS = 3.8  # 64 sequences of 8 KV heads on an H200
+_MERGE_BLOCKS, _MERGE_WARPS = 5, 8  # that a processor holds, and of a block
+_WHOLE_PROGRAMS = 8  # sequences are not cut
 _BLOCK_TILES, _MERGE_TILES = 6, 4  # as many take as long as a block's setup, and as a merge
 
 
@@ -70,6 +72,11 @@ class DecodeTile:
         """Whether its blocks all fit a processor of so much shared memory."""
         return self.blocks * (self.shared_bytes(layout) + _DRIVER_BYTES) <= memory
 
+    @property
+    def least_split(self) -> int:
+        """Tiles of 64 tokens, so that most warps have a tile of their own."""
+        return 2 * self.blocks_of_32
+
     def shared_bytes(self, layout: PageLayout) -> int:
         """sizeof(SharedMemory) in epilogue.cuh."""
         cfg, d, columns = layout.cfg, padded_dim(layout), self.columns
@@ -86,7 +93,7 @@ class DecodeTile:
         queries = 8 * columns * (d // 2 + 4) + 2 * columns * (d + 16)  # halves, bytes
         queries += 2 * columns * d if self.shared_queries else 0
         barriers = 8 * self.warps * self.stages
-        return _round_up(self.warps * warp + queries + barriers + 4 * columns + d // 8 + 64)
+        return _round_up(self.warps * warp + queries + barriers + 4 * self.warps + d // 8 + 64)
 
 
 def padded_dim(layout: PageLayout) -> int:
@@ -107,10 +114,11 @@ def _tuned(layout: PageLayout, columns: int, programs: float) -> DecodeTile | No
         return None
     if columns == 4 and programs >= _MANY_PROGRAMS:
         return DecodeTile(2, 2, 4, columns, 3)
-    if bits == (3, 3):
-        return None
     if columns > 8:
-        return DecodeTile(2, 2, 2, columns, 4, sum_levels=4 in bits, shared_queries=True)
+        # Of two blocks of a processor one is favoured, and the other is alone at the end.
+        blocks = 1 if programs <= _FEW_PROGRAMS else 2
+        sums = bits == (4, 4)
+        return DecodeTile(2, 2, blocks, columns, 8 // blocks, sum_levels=sums, shared_queries=True)
     if bits == (2, 2) and columns == 8:
         return DecodeTile(2, 2, 2, columns, 6)
     return None
@@ -152,38 +160,44 @@ class DecodePlan:
         tiles = pages * layout.page_size // 64
         tile = DecodeTile.of(layout, width, programs / processors, memory)
         by_length = by_length and programs < _WHOLE_PROGRAMS * processors and batch <= _MOST_ROWS
-        num_splits = num_splits_heuristic(programs, processors, tile.blocks, tiles)
+        num_splits = num_splits_heuristic(programs, processors, tile, tiles)
         if num_splits > 1 and not by_length:  # small blocks are for whole sequences
-            tile = DecodeTile.of(layout, width, 0, memory)
-            num_splits = num_splits_heuristic(programs, processors, tile.blocks, tiles)
-        # As much memory as keeps further blocks off a processor: another would miss them.
-        share = (memory // tile.blocks - _DRIVER_BYTES) // 16 * 16
+            tile = DecodeTile.of(layout, width, min(programs / processors, _SOME_PROGRAMS), memory)
+            num_splits = num_splits_heuristic(programs, processors, tile, tiles)
+        # As much memory as keeps further blocks off a processor: another would miss them. No more,
+        # so that blocks of the append and of the merge fit beside them.
+        share = memory // (tile.blocks + 1) // 16 * 16 + 16 - _DRIVER_BYTES
         shared, slots = max(tile.shared_bytes(layout), share), processors * tile.blocks
+        heads, queries = group * layout.num_kv_heads, batch * max_queries
+        shares = [n for n in range(1, heads + 1) if heads % n == 0]
         if not by_length:
-            return DecodePlan(tile, num_q_tiles, num_splits, shared, slots)
+            few = num_splits <= splits_at_once(layout)  # a warp has a head
+            merged = max(n for n in shares if n <= _MERGE_WARPS) if few else 1
+            return DecodePlan(tile, num_q_tiles, num_splits, shared, slots, merged_heads=merged)
         num_blocks = batch + slots // (layout.num_kv_heads * num_q_tiles)
         # Most blocks of the merge have nothing to do: few enough that all are there at once.
-        heads, queries = group * layout.num_kv_heads, batch * max_queries
-        merged = next(
-            n
-            for n in range(1, heads + 1)
-            if n == heads or (heads % n == 0 and queries * heads // n <= _MERGE_BLOCKS * processors)
-        )
+        most = _MERGE_BLOCKS * processors
+        merged = next(n for n in shares if n == heads or queries * heads // n <= most)
         return DecodePlan(tile, num_q_tiles, 0, shared, slots, num_blocks, merged)
 
 
-def num_splits_heuristic(programs: int, processors: int, blocks: int, tiles: int) -> int:
+def splits_at_once(layout: PageLayout) -> int:
+    """That a warp of merge.cu loads."""
+    return 5 if layout.head_dim <= 256 else 3
+
+
+def num_splits_heuristic(programs: int, processors: int, tile: DecodeTile, tiles: int) -> int:
     """Into how many splits to cut sequences of `tiles` tiles of 64 tokens.
 
     So that the last wave of blocks, so many for each processor, is a full one. Where there are many
     programs it costs little if it is not, and sequences may be much shorter than the longest that
     has room.
     """
-    slots = processors * blocks
+    slots = processors * tile.blocks
     if programs >= _WHOLE_PROGRAMS * processors:
         return 1
     best, best_time = 1, math.inf
-    for splits in range(1, max(1, min(_MAX_SPLITS, tiles // 4)) + 1):
+    for splits in range(1, max(1, min(_MAX_SPLITS, tiles // tile.least_split)) + 1):
         merging = 0 if splits == 1 else _MERGE_TILES
         time = -(-programs * splits // slots) * (tiles / splits + _BLOCK_TILES) + merging
         if time < best_time:

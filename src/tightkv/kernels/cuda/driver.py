@@ -112,6 +112,10 @@ class Module:
         if shared:  # more than 48 KiB, what a kernel has of its own among them, must be asked for
             status = _driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, shared)
             _check(status, f"give kernel {name} {shared} bytes of shared memory")
+        # A processor that runs one kernel takes blocks of the next only if both split its memory
+        # into cache and shared memory in the same way.
+        status = _driver().cuFuncSetAttribute(function, _PREFERRED_CARVEOUT, _ALL_SHARED)
+        _check(status, f"split the memory of processors for kernel {name}")
         return function
 
 
@@ -143,6 +147,8 @@ _OVERLAP = _LaunchAttribute(id=6, value=1)
 
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_PREFERRED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+_ALL_SHARED = 100  # percent
 
 
 def _check(status: int, what: str) -> None:

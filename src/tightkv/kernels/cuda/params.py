@@ -28,7 +28,7 @@ class PlanParams(ctypes.Structure):
     """`struct PlanParams` of split_plan.cu."""
 
     _fields_ = _fields(ctypes.c_void_p, "lengths left_pad ring_read_from blocks rows") + _fields(
-        ctypes.c_int, "batch num_blocks heads slots window"
+        ctypes.c_int, "batch num_blocks heads slots window least"
     )
 
 

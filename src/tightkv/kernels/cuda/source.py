@@ -16,7 +16,7 @@ from tightkv.kernels.constants import (
     layout_constants,
     table_levels,
 )
-from tightkv.kernels.cuda.decode_plan import DecodeTile
+from tightkv.kernels.cuda.decode_plan import DecodeTile, splits_at_once
 from tightkv.layout import PageLayout
 from tightkv.math.feedback import MOST_SCALE, gain
 from tightkv.math.quantize import Quantizer, TurboQuantMSE
@@ -65,6 +65,7 @@ def source(
             "SUM_LEVELS": int(tile.sum_levels),
             "SHARED_QUERIES": int(tile.shared_queries),
             "EXACT_TOKENS": tile.exact_tokens,
+            "MERGE_AHEAD": splits_at_once(layout),
             "SHARED_BYTES": tile.shared_bytes(layout),
         }
     for field in ("PAGE", "RECORD", "KEY_BITS", "VALUE_BITS", "VALUE_AT", "KEY_SCALE_AT"):

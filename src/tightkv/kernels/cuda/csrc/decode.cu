@@ -55,18 +55,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
     exact.sink_key = a.sink_key + sink_at, exact.sink_value = a.sink_value + sink_at;
     exact.ring_key = a.ring_key + ring_at, exact.ring_value = a.ring_value + ring_at;
 
-    // The warps of all splits take exact tokens in turn, a few at a time; each warp first has a run of
-    // tiles, shorter by as many, for they take about as long.
+    // The warps of all splits have a run of tiles each, and take exact tokens in turn, a few at a time.
     const int page_from = low / PAGE, page_to = (ring_read_from + PAGE - 1) / PAGE;
     const int tile_from = page_from * TILES / SPAN, tile_to = (page_to * TILES + SPAN - 1) / SPAN;
     const int groups = (exact.count + EXACT_TOKENS - 1) / EXACT_TOKENS, tiles = page_from < page_to ? tile_to - tile_from : 0;
     const int workers = splits * WARPS, worker = split * WARPS + warp;
-    const auto run_begin = [&](int worker) {
-        const int exact_before = groups / workers * worker + min(worker, groups % workers);
-        return min(max((tiles + groups) * worker / workers - exact_before, 0), tiles);
-    };
-    int t = tile_from + run_begin(worker);
-    const int t_end = tile_from + run_begin(worker + 1);
+    int t = tile_from + tiles * worker / workers;
+    const int t_end = tile_from + tiles * (worker + 1) / workers;
 
     // The first tiles are on their way while the queries are prepared.
     int window = 0, page_ids = __shfl_sync(~0u, first_ids, max(min(lane, page_to - 1), 0));
@@ -86,6 +81,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
     int ahead_group = worker;  // of exact tokens
     const auto copy_exact_next = [&]() {
         if (ahead_group >= groups) return;
+        if (a.overlaps_append) grid_dependency_wait();  // rings are read from here on
         __syncwarp();  // the tile that was there has been read by all lanes
         copy_exact(first_stage + ahead_stage * sizeof(Stage), exact, EXACT_TOKENS * ahead_group, lane);
         ahead_group += workers;
@@ -140,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
         }
         cp_async_commit();
     };
-    if (a.overlaps_append) grid_dependency_wait();  // what it writes is read from here on
+    if (a.overlaps_append && ring_read_from > v.first_at / PAGE * PAGE) grid_dependency_wait();
 #pragma unroll
     for (int k = 0; k < STAGES - 1; k++) copy_next();
     if (threadIdx.x < 2) {
@@ -337,6 +333,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
             }
         }
     }
+    if (a.overlaps_append) grid_dependency_wait();
     launch_dependents();
     clear_unused_queries(a);
     ExactAccumulators st;

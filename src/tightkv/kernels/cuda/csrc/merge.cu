@@ -1,72 +1,63 @@
-// Merge the splits of a sequence.
+// Merge the splits of each query and head.
 
 #include "output.cuh"
 
 #define MERGE_WARPS 8
-#define MERGE_AHEAD 4  // splits that a warp loads at once
 
-// One query of a sequence, at most `max_queries` of it, and one of its heads: the splits from `first_split` on.
-__device__ __forceinline__ void merge_head(const float *partial, const float *partial_lse, const u16 *value_center,
-                                           u16 *out, float *lse, int max_queries, int num_splits, int first_split,
-                                           int token, int query_head) {
-    __align__(16) __shared__ float sums[MERGE_WARPS][DP], weights[MERGE_WARPS];
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    const long long place = ((long long)first_split * max_queries + token) * HQ + query_head, step = max_queries * HQ;
-    // The first splits of a warp are on their way while the LSEs of all are compared.
-    float first[MERGE_AHEAD][DP / 32], own[MERGE_AHEAD];
+// What splits gave for a query and a head, `step` of them apart.
+struct Splits {
+    const float *partial, *lse;
+    int count;  // at most 64: a lane has the LSEs of two
+    long long step;
+};
+
+// Sum of the splits from `from` on, every `stride`-th; a lane has neighbouring channels. Weights are relative to the
+// largest LSE of all, `sum` is that of all weights. Few instructions: fetching them takes longer than they do.
+__device__ __forceinline__ void merge_splits(const Splits &x, int from, int stride, int lane, float (&o)[DP / 32],
+                                             float &sum, float &peak) {
+    float first[MERGE_AHEAD][DP / 32];  // on their way while LSEs are compared
 #pragma unroll
-    for (int i = 0; i < MERGE_AHEAD; i++) {
-        const int s = warp + MERGE_WARPS * i;
-        own[i] = NEG_INF;
-        if (s >= num_splits) continue;
-        own[i] = partial_lse[s * step + place];
-        load_vector(first[i], partial + (s * step + place) * DP + DP / 32 * lane);
-    }
-    float peak = NEG_INF;
-    for (int s = lane; s < num_splits; s += 32) peak = fmaxf(peak, partial_lse[s * step + place]);
-    peak = most_of<32>(peak);
+    for (int i = 0; i < MERGE_AHEAD; i++)
+        if (from + stride * i < x.count)
+            load_vector(first[i], x.partial + (from + stride * i) * x.step * DP + DP / 32 * lane);
+    float weight[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) weight[i] = lane + 32 * i < x.count ? x.lse[(lane + 32 * i) * x.step] : NEG_INF;
+    float top[1] = {fmaxf(weight[0], weight[1])};
+    most_of<32>(top);
+    peak = top[0];
     const float base = peak == NEG_INF ? 0.f : peak;
-    float sum = 0.f, o[DP / 32];
+#pragma unroll
+    for (int i = 0; i < 2; i++) weight[i] = exp2_fast(weight[i] - base);
+    float all[1] = {weight[0] + weight[1]};
+    sum_of<32>(all);
+    sum = all[0];
 #pragma unroll
     for (int k = 0; k < DP / 32; k++) o[k] = 0.f;
-    const auto add = [&](float lse, const float(&x)[DP / 32]) {
-        const float weight = exp2_fast(lse - base);
-        sum += weight;
+    const auto add = [&](int split, const float(&one)[DP / 32]) {
+        const float own = __shfl_sync(~0u, split < 32 ? weight[0] : weight[1], split & 31);
 #pragma unroll
-        for (int k = 0; k < DP / 32; k++) o[k] += weight * x[k];
+        for (int k = 0; k < DP / 32; k++) o[k] += own * one[k];
     };
 #pragma unroll
     for (int i = 0; i < MERGE_AHEAD; i++)
-        if (warp + MERGE_WARPS * i < num_splits) add(own[i], first[i]);
+        if (from + stride * i < x.count) add(from + stride * i, first[i]);
 #pragma unroll 1
-    for (int s = warp + MERGE_WARPS * MERGE_AHEAD; s < num_splits; s += MERGE_WARPS) {
-        float x[DP / 32];
-        load_vector(x, partial + (s * step + place) * DP + DP / 32 * lane);
-        add(partial_lse[s * step + place], x);
+    for (int s = from + stride * MERGE_AHEAD; s < x.count; s += stride) {
+        float one[DP / 32];
+        load_vector(one, x.partial + s * x.step * DP + DP / 32 * lane);
+        add(s, one);
     }
-    if (lane == 0) weights[warp] = sum;
-    store_vector(sums[warp] + DP / 32 * lane, o);
-    __syncthreads();
-    sum = 0.f;
-#pragma unroll
-    for (int w = 0; w < MERGE_WARPS; w++) sum += weights[w];
-    const float inverse = sum > 0.f ? __fdividef(1.f, sum) : 0.f;
-    for (int channel = threadIdx.x; channel < D; channel += 32 * MERGE_WARPS) {
-        float x = 0.f;
-#pragma unroll
-        for (int w = 0; w < MERGE_WARPS; w++) x += sums[w][channel];
-        write_channel(out, value_center, query_head / G, channel, x * inverse);
-    }
-    if (threadIdx.x == 0) write_lse(lse, peak, sum);
-    __syncthreads();  // what is in shared memory has been read
 }
 
-// A block has a query and `heads` of its heads, one after another: several where there are so many queries that
-// most need no merge.
-extern "C" __global__ void __launch_bounds__(MERGE_WARPS * 32)
+// A block has a query, which is the `token`-th of at most `max_queries` of its sequence, and `heads` of its heads:
+// a warp has one of them if splits are few, else all warps have one after another.
+extern "C" __global__ void __launch_bounds__(MERGE_WARPS * 32, DP <= 128 ? 4 : 2)
 merge(const float *partial, const float *partial_lse, const u16 *value_center, const int *row_splits,
       const int *cu_seqlens, u16 *out, float *lse, long long out_n, long long out_h, int max_queries, int num_splits,
       int heads) {
+    __align__(16) __shared__ float sums[MERGE_WARPS][DP];
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int blocks = HQ / heads, sequence = blockIdx.x / (max_queries * blocks);
     const int token = blockIdx.x / blocks % max_queries, first_head = blockIdx.x % blocks * heads;
     const int begin = load_now(cu_seqlens + sequence), end = load_now(cu_seqlens + sequence + 1);
@@ -77,9 +68,35 @@ merge(const float *partial, const float *partial_lse, const u16 *value_center, c
     }
     grid_dependency_wait();
     if (token >= end - begin || num_splits == 1) return;  // nobody's, or there is nothing to merge
-    const long long query = begin + token;
+    const long long query = begin + token, first_place = ((long long)first_split * max_queries + token) * HQ;
+    const bool few = num_splits <= MERGE_AHEAD;
 #pragma unroll 1
-    for (int head = first_head; head < first_head + heads; head++)
-        merge_head(partial, partial_lse, value_center, out + query * out_n + head * out_h, lse + query * HQ + head,
-                   max_queries, num_splits, first_split, token, head);
+    for (int head = first_head + (few ? warp : 0); head < first_head + heads; head += few ? MERGE_WARPS : 1) {
+        const Splits splits = {partial + (first_place + head) * DP, partial_lse + first_place + head, num_splits,
+                               (long long)max_queries * HQ};
+        float o[DP / 32], sum, peak;
+        merge_splits(splits, few ? 0 : warp, few ? 1 : MERGE_WARPS, lane, o, sum, peak);
+        store_vector(sums[warp] + DP / 32 * lane, o);
+        if (few)
+            __syncwarp();
+        else
+            __syncthreads();
+        const float inverse = sum > 0.f ? __fdividef(1.f, sum) : 0.f;
+        u16 *to = out + query * out_n + head * out_h;
+        for (int channel = few ? lane : threadIdx.x; channel < D; channel += few ? 32 : 32 * MERGE_WARPS) {
+            float x = 0.f;
+            if (few) {
+                x = sums[warp][channel];
+            } else {
+#pragma unroll
+                for (int w = 0; w < MERGE_WARPS; w++) x += sums[w][channel];
+            }
+            write_channel(to, value_center, head / G, channel, x * inverse);
+        }
+        if (few ? lane == 0 : threadIdx.x == 0) write_lse(lse + query * HQ + head, peak, sum);
+        if (few)  // what is in shared memory has been read
+            __syncwarp();
+        else
+            __syncthreads();
+    }
 }

@@ -22,5 +22,5 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, D > 256 || (D == 64 && 
     if (number < 0)
         seal_pages(a, factors, batch, blockIdx.x, sealing, memory);
     else
-        append_tokens(a, number / 2, number % 2 == 0, 0, 1);
+        append_few_tokens<1>(a, number / 2, number / 2 + 1, number % 2 == 0);
 }

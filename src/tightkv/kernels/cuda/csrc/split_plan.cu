@@ -18,6 +18,7 @@ struct PlanParams {
     int heads;  // blocks that read the same split
     int slots;  // blocks that run at a time
     int window;
+    int least;  // tiles of a split, of more than one
 };
 
 __device__ __forceinline__ int divide_up(int a, int b) { return (a + b - 1) / b; }
@@ -69,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(32 * PLAN_WARPS) split_plan(const P
     // A warp estimates the times of a few targets; one split each is always allowed.
     int target = longest;
     float time = time_of(a, tiles, longest, lane);
-    for (int count = 2 + warp; count <= min(MOST_SPLITS, longest / 4); count += PLAN_WARPS) {
+    for (int count = 2 + warp; count <= min(MOST_SPLITS, longest / a.least); count += PLAN_WARPS) {
         const int other = divide_up(longest, count);
         const float found = time_of(a, tiles, other, lane);
         if (found < time) time = found, target = other;

@@ -9,6 +9,9 @@
 #define CODE_BYTES (D > 256 ? 16384 : 32768)  // that fit shared memory
 #define ROOM (PAGE * D > CODE_BYTES ? CODE_BYTES / D / 32 * 32 : PAGE)  // tokens
 
+// Where a token's scale is among those of its page.
+__device__ __forceinline__ int scale_slot(int t) { return t / 32 * 32 + t % 8 * 4 + t % 32 / 8; }
+
 // A sequence's head, by number, and a side of it; of its pages or copies, every so many-th from `slice` on.
 __device__ __forceinline__ void append_tokens(const AppendParams &a, int number, bool is_key, int slice,
                                               int slices) {
@@ -130,7 +133,7 @@ __device__ __forceinline__ void append_tokens(const AppendParams &a, int number,
                     scale = fminf(fmaxf(scale, -65504.f), 65504.f);
                     scales = (u16 *)(record + VALUE_SCALE_AT);
                 }
-                if (lane == 0) scales[(t / 32) * 32 + (t % 8) * 4 + (t % 32) / 8] = float_to_half(scale);
+                if (lane == 0) scales[scale_slot(t)] = float_to_half(scale);
             }
             __syncthreads();
 
@@ -178,4 +181,108 @@ __device__ __forceinline__ void append_tokens(const AppendParams &a, int number,
             __syncthreads();  // codes are free for what comes next
         }
     }
+}
+
+// --- a few tokens, a warp for each head and side ---
+
+// Codes of a page's t-th token, from shared memory to their places in the page.
+__device__ __forceinline__ void place_key_codes(u8 *record, const u8 *codes, int t, int lane) {
+    constexpr bool halves = D % 32 != 0;  // words of 16 bits, else of 32
+    constexpr int C = halves ? D / 16 : D / 32;
+    for (int w = lane; w < KEY_BITS * C; w += 32) {
+        const int j = w / C, c = w % C, at = (((t / 32 * KEY_BITS + j) * 8 + t % 8) * C + c) * 4 + t % 32 / 8;
+        if (halves)
+            ((u16 *)record)[at] = pack_half_word<KEY_BITS>(j, [&](int n) { return codes[16 * c + n]; });
+        else
+            ((u32 *)record)[at] = pack<KEY_BITS>(j, [&](int n) { return codes[32 * c + n]; });
+    }
+}
+
+__device__ __forceinline__ void place_value_codes(u8 *record, const u8 *codes, int t, int lane) {
+    constexpr int C = D / 16;
+    u32 *plane = (u32 *)(record + VALUE_AT);
+    const int two = t % 32 / 2, odd = t % 2;  // words have codes of two neighbouring tokens in turn
+    for (int w = lane; w < VALUE_BITS * C; w += 32) {
+        const int j = w / C, c = w % C, at = ((t / 32 * VALUE_BITS + j) * C + c) * 16 + two % 4 * 4 + two / 4;
+        const u32 word = pack<VALUE_BITS>(j, [&](int n) { return n % 2 == odd ? codes[16 * c + n / 2] : (u8)0; });
+        const u32 own = pack<VALUE_BITS>(j, [&](int n) { return n % 2 == odd ? (u8)((1 << VALUE_BITS) - 1) : (u8)0; });
+        plane[at] = (plane[at] & ~own) | word;
+    }
+}
+
+// A warp copies the new tokens of a sequence's head to ring and sinks, and encodes those of pages that are not
+// sealed. Whether they complete a page that all warps have to seal together is returned.
+__device__ __forceinline__ bool append_by_warp(const AppendParams &a, int number, bool is_key, u8 *codes, int lane) {
+    const int row = number / HKV, head = number % HKV;
+    const int begin = load_now(a.cu_seqlens + row), end = load_now(a.cu_seqlens + row + 1), count = end - begin;
+    const int length = load_now(a.lengths + row), start = load_now(a.left_pad + row);
+    const long long owner = load_now(a.ring_rows + row);
+    if (!count || length < count) return false;
+    const int before = length - count, full_to = length / PAGE * PAGE;
+    // Values that were coded when they came have the bytes that they would get again.
+    const bool coded = a.encode_partial_page && (!is_key || MEAN_BITS == 0);
+    if (a.encode && before < full_to && !coded && !(is_key && a.encode == 2)) return true;
+    const u16 *source = (is_key ? a.key + head * a.key_h : a.value + head * a.value_h);
+    const long long stride = is_key ? a.key_n : a.value_n;
+    const u16 *center = is_key ? a.key_center : a.value_center;
+    if (center) center += head * D;
+    u16 *ring = (is_key ? a.ring_key : a.ring_value) + (owner * a.ring * HKV + head) * D;
+    u16 *sink = (is_key ? a.sink_key : a.sink_value) + (owner * a.sinks * HKV + head) * D;
+
+#pragma unroll 1
+    for (int at = before; at < length; at++) {
+        const u16 *p = source + (begin + at - before) * stride;
+        u16 own[N];
+        float x[N];
+#pragma unroll
+        for (int k = 0; k < N; k++) {
+            own[k] = THERE(k) ? relative(p[lane + 32 * k], center, lane + 32 * k) : (u16)0;
+            x[k] = finite(model_to_float(own[k]));
+        }
+        if (at >= length - a.ring) {
+            u16 *place = ring + (long long)(at % a.ring) * HKV * D;
+#pragma unroll
+            for (int k = 0; k < N; k++)
+                if (THERE(k)) place[lane + 32 * k] = own[k];
+        }
+        if (at >= start && at < start + a.sinks) {
+            u16 *place = sink + (long long)(at - start) * HKV * D;
+#pragma unroll
+            for (int k = 0; k < N; k++)
+                if (THERE(k)) place[lane + 32 * k] = own[k];
+        }
+        const bool sealed_apart = is_key && a.encode == 2 && at < full_to;
+        if (!a.encode || !a.encode_partial_page || sealed_apart) continue;
+        const int id = load_now(a.block_table + row * a.table_b + at / PAGE), t = at % PAGE;
+        if (id < 0) continue;  // nobody will read it
+        u8 *record = a.pages + id * a.page_bytes + head * RECORD;
+        rotate(x, a.rotation, lane);
+        const float scale = is_key ? quantize<KEY_BITS, KEY_MODE>(x, codes, lane)
+                                   : quantize<VALUE_BITS, VALUE_MODE>(x, codes, lane);
+        __syncwarp();
+        if (is_key)
+            place_key_codes(record, codes, t, lane);
+        else
+            place_value_codes(record, codes, t, lane);
+        u16 *scales = (u16 *)(record + (is_key ? KEY_SCALE_AT : VALUE_SCALE_AT));
+        if (lane == 0) scales[scale_slot(t)] = float_to_half(fminf(fmaxf(scale, -65504.f), 65504.f));
+        __syncwarp();  // codes are free for the next token
+    }
+    return false;
+}
+
+// A few tokens of the heads from `first` on and before `end`, at most `MOST` and one for each warp.
+template <int MOST>
+__device__ __forceinline__ void append_few_tokens(const AppendParams &a, int first, int end, bool is_key) {
+    __shared__ u8 codes[MOST][D];
+    __shared__ int seal[MOST];
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    if (first + warp < end) {
+        const bool needed = append_by_warp(a, first + warp, is_key, codes[warp], lane);
+        if (lane == 0) seal[warp] = needed;
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int i = 0; first + i < end; i++)
+        if (seal[i]) append_tokens(a, first + i, is_key, 0, 1);
 }

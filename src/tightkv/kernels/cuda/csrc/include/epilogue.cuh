@@ -32,7 +32,7 @@ struct SharedMemory {
     uint2 query_operands[LANE_COLS * KX][32];
 #endif
     u64 barriers[WARPS][STAGES];  // of tiles on their way, where copies are bulk copies
-    float query_top[COLS];
+    float query_top[WARPS];
     u32 negative[DP / 32];  // signs of the rotation, a bit each
     LevelTable tables[2][2];  // of keys, of values; lanes read one of two, or the compiler takes them as uniform
 };
@@ -91,64 +91,99 @@ __device__ __forceinline__ void add_state(float (&o)[DP / 32], const float *stat
     for (int k = 0; k < DP / 32; k++) o[k] += weight > 0.f ? weight * x[k] : 0.f;
 }
 
+// Columns that a warp merges at once: their loads and shuffles wait for one another's.
+#define MERGED_COLS (OWN_COLS * DP <= 256 ? OWN_COLS : DP <= 128 ? 256 / DP : 1)
+
+// The i-th of them, or the first again where there are fewer.
+__device__ __forceinline__ int own_column(int first, int i) {
+    return first + WARPS * i < COLS ? first + WARPS * i : first;
+}
+
 // Merge the warps of a block: to the output where it has all of a sequence, else to its split's, which has the
-// number `split` among those of all sequences. Few instructions:
-// fetching them takes longer than they do.
+// number `split` among those of all sequences. Few instructions: fetching them takes longer than they do.
 __device__ __forceinline__ void epilogue(SharedMemory &sh, const DecodeParams &a, int split, int splits, int begin,
                                          int count, int head, int col0, int lane, int warp) {
+    const int end = min(COLS, min(count, a.max_queries) * G - col0);  // splits have room for so many queries
     __syncthreads();
 #pragma unroll 1
-    for (int n = warp; n < COLS; n += WARPS) {
-        const int col = col0 + n, token = col / G, query_head = head * G + col % G;
-        if (token >= min(count, a.max_queries)) break;  // splits have room for so many
-        // A lane has the peak and the sum of a state, and its weight.
-        const int state = lane % STATES;
-        const auto &states = sh.warp[state / 2 % WARPS].states;
-        const WarpState &own = state % 2 ? states.exact : states.pages;
-        const float found = state < 2 * WARPS ? own.sum[n] : 0.f;
-        const bool some = found > 0.f;  // or what is there is not a number
-        const float peak = some ? own.peak[n] : LOWEST, top = most_of<STATES>(peak);
-        const float weight = some ? exp2_fast(peak - top) : 0.f;
-        const float sum = sum_of<STATES>(some ? weight * found : 0.f);
-        float o[DP / 32], e[DP / 32];  // of neighbouring channels
+    for (int first = warp; first < end; first += WARPS * MERGED_COLS) {
+        float top[MERGED_COLS], sum[MERGED_COLS], weight[MERGED_COLS];
+        float o[MERGED_COLS][DP / 32], e[MERGED_COLS][DP / 32];  // of neighbouring channels
 #pragma unroll
-        for (int k = 0; k < DP / 32; k++) o[k] = e[k] = 0.f;
+        for (int i = 0; i < MERGED_COLS; i++) {
+            // A lane has the peak and the sum of a state, and its weight.
+            const int state = lane % STATES, n = own_column(first, i);
+            const auto &states = sh.warp[state / 2 % WARPS].states;
+            const WarpState &own = state % 2 ? states.exact : states.pages;
+            sum[i] = state < 2 * WARPS ? own.sum[n] : 0.f;
+            weight[i] = sum[i] > 0.f ? own.peak[n] : LOWEST;  // or what is there is not a number
+            top[i] = weight[i];
+#pragma unroll
+            for (int k = 0; k < DP / 32; k++) o[i][k] = e[i][k] = 0.f;
+        }
+        most_of<STATES>(top);
+#pragma unroll
+        for (int i = 0; i < MERGED_COLS; i++) {
+            weight[i] = sum[i] > 0.f ? exp2_fast(weight[i] - top[i]) : 0.f;
+            sum[i] = sum[i] > 0.f ? weight[i] * sum[i] : 0.f;
+        }
+        sum_of<STATES>(sum);
 #pragma unroll 1
         for (int w = 0; w < WARPS; w++) {
-            add_state(o, sh.warp[w].states.pages.acc[n] + DP / 32 * lane, __shfl_sync(~0u, weight, 2 * w));
-            add_state(e, sh.warp[w].states.exact.acc[n] + DP / 32 * lane, __shfl_sync(~0u, weight, 2 * w + 1));
-        }
-        float *pages = sh.warp[0].states.pages.acc[n], *exact = sh.warp[0].states.exact.acc[n];
-        store_vector(pages + DP / 32 * lane, o);
-        store_vector(exact + DP / 32 * lane, e);
-        __syncwarp();
-        float x[LANE_CHANNELS];
+            const auto &states = sh.warp[w].states;
 #pragma unroll
-        for (int k = 0; k < LANE_CHANNELS; k++) x[k] = VALUE_UNIT * pages[state_slot(lane + 32 * k)];
+            for (int i = 0; i < MERGED_COLS; i++) {
+                const int n = own_column(first, i);
+                add_state(o[i], states.pages.acc[n] + DP / 32 * lane, __shfl_sync(~0u, weight[i], 2 * w));
+                add_state(e[i], states.exact.acc[n] + DP / 32 * lane, __shfl_sync(~0u, weight[i], 2 * w + 1));
+            }
+        }
+        float x[MERGED_COLS][LANE_CHANNELS];
+#pragma unroll
+        for (int i = 0; i < MERGED_COLS; i++) {
+            const int n = first + WARPS * i;
+            if (n >= end) continue;
+            store_vector(sh.warp[0].states.pages.acc[n] + DP / 32 * lane, o[i]);
+            store_vector(sh.warp[0].states.exact.acc[n] + DP / 32 * lane, e[i]);
+        }
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < MERGED_COLS; i++) {
+            const float *pages = sh.warp[0].states.pages.acc[own_column(first, i)];
+#pragma unroll
+            for (int k = 0; k < LANE_CHANNELS; k++) x[i][k] = VALUE_UNIT * pages[state_slot(lane + 32 * k)];
+        }
 #if HADAMARD
         hadamard(x, lane);
 #elif DENSE
-        multiply<float>(x, a.rotation + D * D, lane);
-#endif
-        const float inverse = sum > 0.f ? __fdividef(1.f, sum) : 0.f;
 #pragma unroll
-        for (int k = 0; k < LANE_CHANNELS; k++) {
-            if (HADAMARD) x[k] *= sh.negative[k] >> lane & 1 ? -ROOT : ROOT;
-            x[k] = (x[k] + exact[state_slot(lane + 32 * k)]) * inverse;
-        }
-        const long long row = (long long)(begin + token) * HQ + query_head;
-        if (splits > 1) {
-            const long long place = ((long long)split * a.max_queries + token) * HQ + query_head;
+        for (int i = 0; i < MERGED_COLS; i++) multiply<float>(x[i], a.rotation + D * D, lane);
+#endif
+#pragma unroll
+        for (int i = 0; i < MERGED_COLS; i++) {
+            const int n = first + WARPS * i, token = (col0 + n) / G, query_head = head * G + (col0 + n) % G;
+            if (n >= end) break;
+            const float *exact = sh.warp[0].states.exact.acc[n];
+            const float inverse = sum[i] > 0.f ? __fdividef(1.f, sum[i]) : 0.f;
+#pragma unroll
+            for (int k = 0; k < LANE_CHANNELS; k++) {
+                if (HADAMARD) x[i][k] *= sh.negative[k] >> lane & 1 ? -ROOT : ROOT;
+                x[i][k] = (x[i][k] + exact[state_slot(lane + 32 * k)]) * inverse;
+            }
+            const long long row = (long long)(begin + token) * HQ + query_head;
+            if (splits > 1) {
+                const long long place = ((long long)split * a.max_queries + token) * HQ + query_head;
+#pragma unroll
+                for (int k = 0; k < LANE_CHANNELS; k++)
+                    if (THERE(k)) a.partial[place * DP + lane + 32 * k] = x[i][k];
+                if (lane == 0) a.partial_lse[place] = sum[i] > 0.f ? top[i] + log2_fast(sum[i]) : NEG_INF;
+                continue;
+            }
+            u16 *out = a.out + (long long)(begin + token) * a.out_n + query_head * a.out_h;
 #pragma unroll
             for (int k = 0; k < LANE_CHANNELS; k++)
-                if (THERE(k)) a.partial[place * DP + lane + 32 * k] = x[k];
-            if (lane == 0) a.partial_lse[place] = sum > 0.f ? top + log2_fast(sum) : NEG_INF;
-            continue;
+                if (THERE(k)) write_channel(out, a.value_center, head, lane + 32 * k, x[i][k]);
+            if (lane == 0) write_lse(a.lse + row, top[i], sum[i]);
         }
-        u16 *out = a.out + (long long)(begin + token) * a.out_n + query_head * a.out_h;
-#pragma unroll
-        for (int k = 0; k < LANE_CHANNELS; k++)
-            if (THERE(k)) write_channel(out, a.value_center, head, lane + 32 * k, x[k]);
-        if (lane == 0) write_lse(a.lse + row, top, sum);
     }
 }

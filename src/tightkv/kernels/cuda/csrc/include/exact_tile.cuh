@@ -97,13 +97,16 @@ __device__ __forceinline__ const u8 *locate_exact(const Exact &x, int e, bool va
 
 // Those from the `from`-th on, to shared memory at `to`: rows of keys, then of values. A lane finds one of them.
 __device__ __forceinline__ void copy_exact(u32 to, const Exact &x, int from, int lane) {
-    constexpr int chunks = DP / 8;
+    constexpr int chunks = DP / 8 < 32 ? DP / 8 : 32;  // of 8 channels, that lanes copy at once
+    const int first = lane % chunks;
     const u64 own = (u64)locate_exact(x, from + lane % EXACT_TOKENS, lane / EXACT_TOKENS % 2);
 #pragma unroll exact_at_once
-    for (int i = lane; i < 2 * EXACT_TOKENS * chunks; i += 32) {
-        const int row = i / chunks, chunk = i % chunks;
-        const u8 *at = (const u8 *)__shfl_sync(~0u, own, row) + 16 * chunk;
-        if (D == DP || 8 * chunk < D) cp_async(to + 2 * (DP + 8) * row + 16 * chunk, at);
+    for (int i = 0; i < 2 * EXACT_TOKENS; i += 32 / chunks) {
+        const int row = i + lane / chunks;
+        const u8 *at = (const u8 *)__shfl_sync(~0u, own, row);
+#pragma unroll
+        for (int chunk = first; chunk - first < DP / 8; chunk += chunks)
+            if (D == DP || 8 * chunk < D) cp_async(to + 2 * (DP + 8) * row + 16 * chunk, at + 16 * chunk);
     }
 }
 

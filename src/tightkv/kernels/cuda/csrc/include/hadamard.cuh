@@ -7,24 +7,33 @@
 #define THERE(k) (D % 32 == 0 ? (k) < D / 32 : lane + 32 * (k) < D)
 
 #if HADAMARD
-// x [D] of a warp's lanes, lane l holding channels l + 32 k, times the unscaled Hadamard matrix.
-__device__ __forceinline__ void hadamard(float (&x)[D / 32], int lane) {
+// Several x [D] of a warp's lanes, lane l holding channels l + 32 k, times the unscaled Hadamard matrix.
+template <int COUNT>
+__device__ __forceinline__ void hadamard(float (&x)[COUNT][D / 32], int lane) {
 #pragma unroll
     for (int bit = 1; bit < 32; bit *= 2)
 #pragma unroll
-        for (int k = 0; k < D / 32; k++) {
-            float other = __shfl_xor_sync(~0u, x[k], bit);
-            x[k] = (lane & bit) ? other - x[k] : x[k] + other;
-        }
+        for (int i = 0; i < COUNT; i++)
+#pragma unroll
+            for (int k = 0; k < D / 32; k++) {
+                float other = __shfl_xor_sync(~0u, x[i][k], bit);
+                x[i][k] = (lane & bit) ? other - x[i][k] : x[i][k] + other;
+            }
 #pragma unroll
     for (int bit = 1; bit < D / 32; bit *= 2)
 #pragma unroll
-        for (int k = 0; k < D / 32; k++)
-            if (!(k & bit)) {
-                float a = x[k], b = x[k + bit];
-                x[k] = a + b;
-                x[k + bit] = a - b;
-            }
+        for (int i = 0; i < COUNT; i++)
+#pragma unroll
+            for (int k = 0; k < D / 32; k++)
+                if (!(k & bit)) {
+                    float a = x[i][k], b = x[i][k + bit];
+                    x[i][k] = a + b;
+                    x[i][k + bit] = a - b;
+                }
+}
+
+__device__ __forceinline__ void hadamard(float (&x)[D / 32], int lane) {
+    hadamard((float(&)[1][D / 32])x, lane);
 }
 #endif
 

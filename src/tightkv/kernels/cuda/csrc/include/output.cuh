@@ -43,19 +43,21 @@ __device__ __forceinline__ void store_vector(float *to, const float (&x)[DP / 32
                               (u32)__float_as_int(x[(k + 3) % (DP / 32)])};
 }
 
-// Of as many lanes, to each of them.
-template <int LANES>
-__device__ __forceinline__ float most_of(float x) {
+// Of as many lanes, to each of them; several numbers at once.
+template <int LANES, int COUNT>
+__device__ __forceinline__ void most_of(float (&x)[COUNT]) {
 #pragma unroll
-    for (int bit = 1; bit < LANES; bit *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, bit));
-    return x;
+    for (int bit = 1; bit < LANES; bit *= 2)
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) x[i] = fmaxf(x[i], __shfl_xor_sync(~0u, x[i], bit));
 }
 
-template <int LANES>
-__device__ __forceinline__ float sum_of(float x) {
+template <int LANES, int COUNT>
+__device__ __forceinline__ void sum_of(float (&x)[COUNT]) {
 #pragma unroll
-    for (int bit = 1; bit < LANES; bit *= 2) x += __shfl_xor_sync(~0u, x, bit);
-    return x;
+    for (int bit = 1; bit < LANES; bit *= 2)
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) x[i] += __shfl_xor_sync(~0u, x[i], bit);
 }
 
 // A channel of the output; `center` [HKV, D] (or null) is what values are relative to.

@@ -59,30 +59,32 @@ __device__ __forceinline__ float prepare(const Queries &q, SharedMemory &sh, flo
     }
     float x[OWN_COLS][DP / 32];
 #pragma unroll
-    for (int i = 0; i < OWN_COLS; i++) {
-        if (!is_own(warp, i)) continue;
-        float top = 0.f;
+    for (int i = 0; i < OWN_COLS; i++)
 #pragma unroll
         for (int k = 0; k < DP / 32; k++) {
-            ((u16 *)sh.query[1][warp + WARPS * i])[lane + 32 * k] = q.raw[i][k];
+            if (is_own(warp, i)) ((u16 *)sh.query[1][warp + WARPS * i])[lane + 32 * k] = q.raw[i][k];
             x[i][k] = model_to_float(q.raw[i][k]) * q.sign[k] * turned;
         }
 #if HADAMARD
-        hadamard(x[i], lane);
+    hadamard(x, lane);
 #elif DENSE
-        multiply<float>(x[i], rotation, lane);
+#pragma unroll
+    for (int i = 0; i < OWN_COLS; i++)
+        if (is_own(warp, i)) multiply<float>(x[i], rotation, lane);
 #endif
-#pragma unroll
-        for (int k = 0; k < DP / 32; k++) top = fmaxf(top, fabsf(x[i][k]));
-#pragma unroll
-        for (int bit = 1; bit < 32; bit *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, bit));
-        if (lane == 0) sh.query_top[warp + WARPS * i] = top;
-    }
-    __syncthreads();
     // One factor for all columns: the largest component becomes 256.
     float top = 0.f;
 #pragma unroll
-    for (int n = 0; n < COLS; n++) top = fmaxf(top, sh.query_top[n]);
+    for (int i = 0; i < OWN_COLS; i++)
+#pragma unroll
+        for (int k = 0; k < DP / 32; k++) top = fmaxf(top, fabsf(x[i][k]));
+#pragma unroll
+    for (int bit = 1; bit < 32; bit *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, bit));
+    if (lane == 0) sh.query_top[warp] = top;
+    __syncthreads();
+    top = 0.f;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) top = fmaxf(top, sh.query_top[w]);
     top = top > 0.f ? top * (1.f / 256.f) : 1.f;
 #pragma unroll
     for (int i = 0; i < OWN_COLS; i++)
