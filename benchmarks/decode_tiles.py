@@ -6,6 +6,7 @@ python benchmarks/decode_tiles.py --out rows.jsonl     on a GPU
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import partial
@@ -109,10 +110,9 @@ def main() -> None:
     for row in measure():
         append_rows(options.out, [row])
         s, ours, other = row["shape"], row["ms"]["step"], row["other"]["ms"]["step"]
-        print(
+        sys.stdout.write(
             f"{s['query_heads']}/{s['kv_heads']} of {s['head_dim']}, {s['batch']} x {s['tokens']}, "
-            f"{row['preset']}: {1e3 * ours:.1f} us, other tile {1e3 * other:.1f}",
-            flush=True,
+            f"{row['preset']}: {1e3 * ours:.1f} us, other tile {1e3 * other:.1f}\n"
         )
 
 

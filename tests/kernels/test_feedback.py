@@ -16,11 +16,14 @@ from kernel_caches import anisotropic_metric
 from tightkv import KVQuantConfig
 from tightkv.cache import PagedKV
 from tightkv.kernels import registry
+from tightkv.kernels.cpu import backend as cpu
 from tightkv.layout import page_layout
 from tightkv.math.feedback import QueryMetric, feedback_factors
 from tightkv.math.rotation import make_rotation
 from tightkv.sequences import SequenceTable
 
+_MISSING = cpu.unavailable("cpu")
+needs_native = pytest.mark.skipif(_MISSING is not None, reason=f"native CPU kernels: {_MISSING}")
 PRESETS = ("k4v4", "k3v3", "k2v2")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = DEVICE.type == "cuda"
@@ -106,6 +109,7 @@ def test_scores_are_better_for_the_queries_of_the_metric(preset):
     assert errors[1] < 0.7 * errors[0]
 
 
+@needs_native
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("head_dim", [16, 64, 96, 128, 256])
 def test_native_pages_are_those_of_the_reference(preset, head_dim):
@@ -121,6 +125,7 @@ def test_native_pages_are_those_of_the_reference(preset, head_dim):
     assert torch.equal(*pages)
 
 
+@needs_native
 def test_uncentered_keys_take_feedback_too():
     cfg = KVQuantConfig.preset("k3v3").replace(key_centering="none")
     layout = page_layout(cfg, 2, 64, torch.float32)
@@ -257,13 +262,14 @@ def test_launches_of_an_append(cuda, monkeypatch):
         def launch(self, name, *arguments, **options):
             made[-1].append(f"{self.name}: {name}")
 
-    def launches(processors, counts, feedback=True):
+    def launches(processors, counts, feedback=True, partial=False):
         monkeypatch.setattr(cuda, "processor_count", lambda device: processors)
         cfg = KVQuantConfig.preset("k4v4")
         cache = appended("cuda", cfg, 64, torch.float16, [counts], lose_exact=False)
         made.append([])
         if not feedback:
             cache.feedback = None
+        cache.table.encode_partial_page = partial
         rows = range(len(counts))
         new = torch.zeros(2, len(counts), max(counts), 2, 64, device=DEVICE).half()
         cache.append(cache.table.append(rows, counts), *new)
@@ -272,8 +278,10 @@ def test_launches_of_an_append(cuda, monkeypatch):
     made.append([])
     monkeypatch.setattr(cuda, "_module", lambda name, *_: Module(name))
     assert launches(24, [1]) == ["seal: append_and_seal"]
-    assert launches(1, [1, 1]) == ["append: append", "seal: seal"]
+    assert launches(1, [1, 1]) == ["append: append_few", "seal: seal"]
     assert launches(24, [1], feedback=False) == ["append: append"]
+    assert launches(24, [1], feedback=False, partial=True) == ["append: append_few"]
+    assert launches(1, [1, 1, 1], feedback=False) == ["append: append_few"]
     prompt = ["append: append", "seal: seal", "append: append"]  # the ring, last
     assert launches(24, [100]) == prompt
     assert launches(24, [100], feedback=False) == ["append: append"] * 2

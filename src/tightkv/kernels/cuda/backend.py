@@ -122,28 +122,38 @@ def append(
         view.block_table.stride(0), view.pages.stride(0),
         ring, view.sink_key.shape[1], int(encode_partial_page),
     ]  # fmt: skip
-    heads, processors = view.batch * layout.num_kv_heads, processor_count(key.device)
     encode = 1 if view.feedback is None else _KEYS_APART
-    if max_new <= RING_SLACK and view.feedback is not None and heads <= processors:
-        _seal(layout, view, AppendParams(*arguments, 1, encode), 1, appending=2 * heads)
-        return
-    module = _module("append", layout, layout.num_kv_heads, None, False, key.device)
     if max_new <= RING_SLACK:
-        # A warp has a head. Many are appended sooner by fewer blocks; few should seal pages fast.
-        few = view.feedback is None and heads <= 4 * processors
-        threads, own = (_MANY_THREADS, 1) if few else (_FEW_THREADS, _FEW_THREADS // 32)
-        params = AppendParams(*arguments, 1, encode)
-        grid, counts = (-(-heads // own), 2, 1), (ctypes.c_int(heads), ctypes.c_int(own))
-        module.launch("append_few", grid, threads, params, *counts)
-        _seal(layout, view, params, 1)
+        _append_few(layout, view, AppendParams(*arguments, 1, encode))
         return
     # Only a short append may overwrite the ring while pages are sealed from it.
+    module = _module("append", layout, layout.num_kv_heads, None, False, key.device)
+    heads = view.batch * layout.num_kv_heads
     touched = min((max_new - 2) // layout.page_size + 2, _MOST_BLOCKS_Z)
     params = AppendParams(*arguments, 0, encode)
     module.launch("append", (heads, 2, touched), _MANY_THREADS, params)
     _seal(layout, view, params, -(-max_new // layout.page_size))
     copies = -(-min(max_new, ring) // 32)
     module.launch("append", (heads, 2, copies), _MANY_THREADS, AppendParams(*arguments, 1, 0))
+
+
+def _append_few(layout: PageLayout, view: CacheView, params: AppendParams) -> None:
+    """A few tokens of each sequence, as in a decode step."""
+    device, heads = view.pages.device, view.batch * layout.num_kv_heads
+    processors, sealed_apart = processor_count(device), view.feedback is not None
+    if sealed_apart and heads <= processors:
+        _seal(layout, view, params, 1, appending=2 * heads)
+        return
+    module = _module("append", layout, layout.num_kv_heads, None, False, device)
+    few = not sealed_apart and heads <= 4 * processors
+    if few and not params.encode_partial_page:  # most have nothing to encode
+        module.launch("append", (heads, 2, 1), _MANY_THREADS, params)
+        return
+    # A warp has a head. Many are appended sooner by fewer blocks, and sealed sooner by more.
+    threads, own = (_MANY_THREADS, 1) if few else (_FEW_THREADS, 4 if sealed_apart else 2)
+    grid, counts = (-(-heads // own), 2, 1), (ctypes.c_int(heads), ctypes.c_int(own))
+    module.launch("append_few", grid, threads, params, *counts)
+    _seal(layout, view, params, 1)
 
 
 def _aligned(x: Tensor) -> Tensor:
