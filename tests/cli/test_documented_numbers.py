@@ -280,22 +280,28 @@ def test_a_mixed_load_in_vllm() -> None:
 
 
 def test_tiles_that_were_replaced() -> None:
-    found: dict[tuple[int, ...], dict[str, Row]] = {}
-    for row in rows("gpu_decode_shapes"):
-        found.setdefault(tuple(row["shape"].values()), {})[row["preset"]] = row
+    found = {
+        (*tuple(row["shape"].values())[:5], row["preset"], row["other"]["tile"]["blocks_of_32"]): row
+        for row in rows("gpu_decode_tiles")
+    }
 
-    def change(preset: str, *shape: int) -> str:
-        row = found[shape][preset]
-        return f"{1e3 * row['before']['ms']['step']:.1f} to {1e3 * row['ms']['step']:.1f}"
+    def both(shape: tuple[int, ...], *presets: str, tokens: int = 2) -> list[str]:
+        of = [found[(*shape, preset, tokens)] for preset in presets]
+        return [
+            f"{1e3 * row['other']['ms']['step']:.1f} / {1e3 * row['ms']['step']:.1f}" for row in of
+        ]
 
-    many, most = (8, 32731, 96, 8, 128), (32, 8155, 64, 4, 128)
+    most, wide, all_bits = (8, 32731, 96, 8, 128), (32, 8155, 64, 4, 128), ("k4v4", "k3v3", "k2v2")
+    named = "k4v4 {}, k3v3 {}, k2v2 {}".format
     expect(
         "docs/log.md",
-        f"k4v4 there {change('k4v4', 256, 1019, 32, 8, 128)}",
-        f"96/8 heads: k4v4 {change('k4v4', *many)}, k2v2 {change('k2v2', *many)}",
-        f"64/4 heads: {change('k4v4', *most)} and {change('k2v2', *most)}",
-        f"8 columns: {change('k2v2', 8, 32731, 64, 8, 128)} (64/8 heads)",
-        f"head_dim 64: {change('k4v4', 32, 8155, 24, 8, 64)}.",
+        "at 256 x 1k: " + named(*both((256, 1019, 32, 8, 128), *all_bits)),
+        "96/8 heads " + named(*both(most, *all_bits, tokens=1)),
+        "64/4 heads " + ", ".join(both(wide, *all_bits, tokens=1)),
+        "8 columns: " + both((8, 32731, 64, 8, 128), "k2v2")[0] + " (64/8 heads)",
+        "head_dim 64: " + both((32, 8155, 24, 8, 64), "k4v4")[0],
+        "64/4 heads " + named(*both(wide, *all_bits)),
+        "96/8 heads k4v4 {}, k3v3 {}.".format(*both(most, "k4v4", "k3v3")),
     )
 
 

@@ -116,7 +116,7 @@ def test_eight_queries_a_head(bits, dim, counts):
         ((4, 4), 128, 16, DecodeTile(2, 2, 1, 16, 8, sum_levels=True, shared_queries=True)),
         ((2, 2), 128, 10, DecodeTile(2, 2, 1, 12, 8, shared_queries=True)),
         ((3, 3), 128, 16, DecodeTile(2, 2, 1, 16, 8, shared_queries=True)),
-        ((2, 2), 128, 6, DecodeTile(2, 2, 2, 8, 6)),
+        ((2, 2), 128, 6, DecodeTile(2, 2, 2, 8, 4)),
         ((4, 4), 64, 3, DecodeTile(2, 2, 2, 4, 8)),
         ((4, 3), 64, 12, DecodeTile(1, 2, 2, 12, 4)),
     ],

@@ -4,6 +4,10 @@ compute-sanitizer --tool memcheck|racecheck|synccheck|initcheck \
     python tests/support/cuda_for_sanitizer.py
 """
 
+import dataclasses
+import itertools
+from unittest.mock import patch
+
 import torch
 
 from kernel_caches import anisotropic_metric, cache_on, fill, queries
@@ -24,18 +28,27 @@ CASES = (
 
 
 def main() -> None:
-    for preset, dim, lengths, counts in CASES:
-        cfg = KVQuantConfig.preset(preset)
-        cache = cache_on(cfg, lengths, dim=dim, heads=2, dtype=torch.bfloat16, name="cuda")
-        if cfg.takes_feedback and dim == 128:  # of others Triton seals
-            cache.use_metric(QueryMetric(anisotropic_metric(2, 128)))
-        fill(cache, lengths)
-        fill(cache, counts, seed=2)
-        q, cu_seqlens = queries(cache, counts, 4)
-        out, _ = cuda.attend(
-            cache.codec, q, cache.view(), cu_seqlens, AttendOptions(max_queries=max(counts))
-        )
-        assert out.isfinite().all()
+    # As transformers and as vLLM append; on few processors, many sequences.
+    for case, partial, processors in itertools.product(CASES, (False, True), (1, 132)):
+        with patch.object(cuda, "processor_count", lambda _, count=processors: count):
+            run(*case, partial)
+
+
+def run(preset: str, dim: int, lengths: list[int], counts: list[int], partial: bool) -> None:
+    cfg = KVQuantConfig.preset(preset)
+    cache = cache_on(
+        cfg, lengths, dim=dim, heads=2, dtype=torch.bfloat16, name="cuda",
+        encode_partial_page=partial,
+    )  # fmt: skip
+    if cfg.takes_feedback and dim == 128:  # of others Triton seals
+        cache.use_metric(QueryMetric(anisotropic_metric(2, 128)))
+    fill(cache, lengths)
+    fill(cache, counts, seed=2)
+    for group in (4, 16):
+        q, cu_seqlens = queries(cache, counts, group)
+        view = dataclasses.replace(cache.view(), overlaps_append=True)
+        options = AttendOptions(max_queries=max(counts))
+        assert cuda.attend(cache.codec, q, view, cu_seqlens, options)[0].isfinite().all()
 
 
 if __name__ == "__main__":

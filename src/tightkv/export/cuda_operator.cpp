@@ -28,7 +28,7 @@ struct LaunchConfig {  // CUlaunchConfig
     unsigned count;
 };
 constexpr int OVERLAP = 6;                          // programmatic stream serialization
-constexpr int MAX_DYNAMIC_SHARED = 8;               // of CUfunction_attribute
+constexpr int MAX_DYNAMIC_SHARED = 8, PREFERRED_CARVEOUT = 9;  // of CUfunction_attribute
 constexpr int CAPABILITY_MAJOR = 75, CAPABILITY_MINOR = 76;  // of CUdevice_attribute
 
 struct Driver {
@@ -156,6 +156,8 @@ Loaded load(std::shared_ptr<const KernelSet> set)
             if (launch.shared > 0)
                 check(d.set_attribute(function, MAX_DYNAMIC_SHARED, static_cast<int>(launch.shared)),
                       "give a kernel its shared memory");
+            // all of them the most, in percent: blocks of the next kernel can start beside this one's
+            check(d.set_attribute(function, PREFERRED_CARVEOUT, 100), "split the memory of processors");
             x.functions[&launch] = function;
         }
     void *flag = nullptr;

@@ -119,8 +119,6 @@ def _tuned(layout: PageLayout, columns: int, programs: float) -> DecodeTile | No
         blocks = 1 if programs <= _FEW_PROGRAMS else 2
         sums = bits == (4, 4)
         return DecodeTile(2, 2, blocks, columns, 8 // blocks, sum_levels=sums, shared_queries=True)
-    if bits == (2, 2) and columns == 8:
-        return DecodeTile(2, 2, 2, columns, 6)
     return None
 
 
