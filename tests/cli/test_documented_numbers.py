@@ -280,10 +280,10 @@ def test_a_mixed_load_in_vllm() -> None:
 
 
 def test_tiles_that_were_replaced() -> None:
-    found = {
-        (*tuple(row["shape"].values())[:5], row["preset"], row["other"]["tile"]["blocks_of_32"]): row
-        for row in rows("gpu_decode_tiles")
-    }
+    found = {}
+    for row in rows("gpu_decode_tiles"):
+        shape, other = tuple(row["shape"].values())[:5], row["other"]["tile"]
+        found[(*shape, row["preset"], other["blocks_of_32"])] = row
 
     def both(shape: tuple[int, ...], *presets: str, tokens: int = 2) -> list[str]:
         of = [found[(*shape, preset, tokens)] for preset in presets]

@@ -103,9 +103,7 @@ def test_measured_rows_of_gpus_and_engines() -> None:
     """The last of each file: those that current code wrote."""
     kinds = set()
     paths = {*RESULTS.glob("gpu_*.jsonl"), *RESULTS.glob("vllm_engine*.jsonl")}
-    for path in paths - {
-        RESULTS / "gpu_decode_tiles.jsonl"
-    }:  # a comparison of tiles, not of bench
+    for path in paths - {RESULTS / "gpu_decode_tiles.jsonl"}:  # a comparison of tiles, not of bench
         last = json.loads(path.read_text().splitlines()[-1])
         check("bench", json.dumps({"schema": 1, "rows": [last]}))
         kinds.add(last["bench"])
