@@ -21,6 +21,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, D > 256 || (D == 64 && 
     const int number = (int)blockIdx.x - sealing;
     if (number < 0)
         seal_pages(a, factors, batch, blockIdx.x, sealing, memory);
+    else if (D == 256)  // the other way would leave too few registers for sealing
+        append_tokens(a, number / 2, number % 2 == 0, 0, 1);
     else
         append_few_tokens<1>(a, number / 2, number / 2 + 1, number % 2 == 0);
 }

@@ -233,12 +233,8 @@ __device__ __forceinline__ bool append_by_warp(const AppendParams &a, int number
     for (int at = before; at < length; at++) {
         const u16 *p = source + (begin + at - before) * stride;
         u16 own[N];
-        float x[N];
 #pragma unroll
-        for (int k = 0; k < N; k++) {
-            own[k] = THERE(k) ? relative(p[lane + 32 * k], center, lane + 32 * k) : (u16)0;
-            x[k] = finite(model_to_float(own[k]));
-        }
+        for (int k = 0; k < N; k++) own[k] = THERE(k) ? relative(p[lane + 32 * k], center, lane + 32 * k) : (u16)0;
         if (at >= length - a.ring) {
             u16 *place = ring + (long long)(at % a.ring) * HKV * D;
 #pragma unroll
@@ -256,6 +252,9 @@ __device__ __forceinline__ bool append_by_warp(const AppendParams &a, int number
         const int id = load_now(a.block_table + row * a.table_b + at / PAGE), t = at % PAGE;
         if (id < 0) continue;  // nobody will read it
         u8 *record = a.pages + id * a.page_bytes + head * RECORD;
+        float x[N];
+#pragma unroll
+        for (int k = 0; k < N; k++) x[k] = finite(model_to_float(own[k]));
         rotate(x, a.rotation, lane);
         const float scale = is_key ? quantize<KEY_BITS, KEY_MODE>(x, codes, lane)
                                    : quantize<VALUE_BITS, VALUE_MODE>(x, codes, lane);
