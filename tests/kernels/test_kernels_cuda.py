@@ -600,6 +600,33 @@ def test_the_append_before_may_still_run(group, length, pages, count, lost):
 
 
 @pytest.mark.skipif(ON_GPU, reason="shows on the host what is a matter of time on a GPU")
+@pytest.mark.parametrize("group", [4, 16])
+def test_a_prefix_hit_waits_for_pages_of_the_same_step(group):
+    """vLLM shares a block in the step in which another sequence completes it.
+
+    Who takes it over has no exact copies of older tokens.
+    """
+    length = 4 * CFG.page_size
+    cache = cache_on(CFG, [length], dim=128, dtype=torch.bfloat16, encode_partial_page=True)
+    fill(cache, [length])
+    cache.table.drop_exact(0)
+    fill(cache, [1], seed=1)
+    q, cu_seqlens = queries(cache, [1], group)
+    view = dataclasses.replace(cache.view(), overlaps_append=True)
+    assert int(view.ring_read_from) == length
+    options = AttendOptions(max_queries=1)
+    expected = cuda.attend(cache.codec, q, view, cu_seqlens, options)
+    plan = DecodePlan.of(cache.layout, group, 1, *view.block_table.shape, DEVICE)
+    assert plan.num_splits == 1
+    module = cuda_on_host.module("decode", cache.layout, q.shape[1], plan.tile, False, DEVICE)
+    after = cache.pages.clone()
+    cache.pages[view.block_table[0, 3]] = 0
+    module.previous_writes(cache.pages, after)
+    found = cuda.attend(cache.codec, q, view, cu_seqlens, options)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.skipif(ON_GPU, reason="shows on the host what is a matter of time on a GPU")
 @pytest.mark.parametrize("owned", [0, 1])
 def test_outputs_are_written_after_the_kernel_before_has_ended(owned):
     """The memory of an output may have been another kernel's, which still runs."""

@@ -33,7 +33,7 @@ class CacheView:
     sink_value: Tensor
     same_length: int | None = None  # every row's length, where the host knows: alike, unpadded
     # Attention is launched right after an append, with nothing in between: lengths, tables, queries
-    # and pages before that of the first new token may be read while the append still runs.
+    # and, of sequences with exact tokens from before, pages may be read while it still runs.
     overlaps_append: bool = False
     feedback: Tensor | None = None  # float32 [Hkv, D, D], how sealed keys are coded: math.feedback
     # What kernels found out about these lengths, once for all layers of a step; None: nothing is

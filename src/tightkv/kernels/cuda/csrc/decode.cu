@@ -136,7 +136,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
         }
         cp_async_commit();
     };
-    if (a.overlaps_append && ring_read_from > v.first_at / PAGE * PAGE) grid_dependency_wait();
+    // Pages are read from here on. The append before may write those of this sequence from the first new token's on;
+    // and, of a sequence that has no exact tokens from before yet, any: it may share what another one completes now.
+    if (a.overlaps_append && ring_read_from > (v.first_at - 1) / PAGE * PAGE) grid_dependency_wait();
 #pragma unroll
     for (int k = 0; k < STAGES - 1; k++) copy_next();
     if (threadIdx.x < 2) {
@@ -333,7 +335,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
             }
         }
     }
-    if (a.overlaps_append) grid_dependency_wait();
+    if (a.overlaps_append) grid_dependency_wait();  // outputs are written from here on
     launch_dependents();
     clear_unused_queries(a);
     ExactAccumulators st;
