@@ -30,7 +30,12 @@ SIZES = {
     "1 x 128k": (1, 131072),
     "1 x 32k": (1, 32768),
 }
-ENGINE_SIZES = {**SIZES, "1 x 2k": (1, 2048)}
+ENGINE_SIZES = {
+    "32 x 8k": (32, 8192),
+    "8 x 32k": (8, 32768),
+    "256 x 1k": (256, 1024),
+    "1 x 2k": (1, 2048),
+}
 
 
 def rows(name: str) -> list[Row]:
@@ -242,40 +247,32 @@ def test_steps_that_complete_pages() -> None:
     expect("docs/results.md", "\n".join(lines))
 
 
-def test_engines_of_the_newest_kernels() -> None:
-    found = {
-        (row["kv"], row["measure"], row.get("batch")): row["value"]
-        for row in rows("vllm_engine_tpot")
-    }
-    ours, theirs = ([found[kv, "tpot", batch] for batch in (32, 8)] for kv in ("k4v4", "auto"))
-    prefill = [found["k4v4", "prefill", x] / found["auto", "prefill", x] for x in (32, 8)]
-    expect(
-        "docs/results.md",
-        "{:.2f} and {:.2f} ms per output token".format(*ours),
-        "{:.2f} and {:.2f} of bf16's, and {:.2f} and {:.2f} of its prefill speed".format(
-            *(a / b for a, b in zip(ours, theirs, strict=True)), *prefill
-        ),
-    )
-
-
 def test_a_mixed_load_in_vllm() -> None:
     found = {(row["kv"], row["measure"]): row for row in rows("vllm_engine_mixed")}
     assert len({row["commit"] for row in found.values()}) == 1
-    ours, theirs = found["k4v4", "mixed"], found["auto", "mixed"]
-    tpot = found["k4v4", "tpot"]["value"]
-    tokens = sum(ours["load"][kind] for kind in ("prompt_tokens", "output_tokens"))
-    assert ours["load"] == theirs["load"] and tokens > 2 * found["auto", "capacity"]["value"]
+    own = found["auto", "mixed"]
+    tokens = sum(own["load"][kind] for kind in ("prompt_tokens", "output_tokens"))
+    assert tokens > 2 * found["auto", "capacity"]["value"]
+    lines = []
+    for kv in ("auto", "fp8", "k4v4", "k2v2"):
+        row = found[kv, "mixed"]
+        assert row["load"] == own["load"]
+        speed = f"{row['value']:,.0f} ({row['value'] / own['value']:.2f}x)"
+        first, later = row["ttft_ms"], row["tpot_ms"]
+        name = "auto (bf16)" if kv == "auto" else kv
+        lines.append(
+            f"| {name} | {speed} | {first['p50'] / 1e3:.1f} / {first['p99'] / 1e3:.1f} | "
+            f"{later['p50']:.1f} / {later['p99']:.1f} |"
+        )
+    first = [
+        found[kv, "new_lengths"]["value"] / found["auto", "new_lengths"]["value"]
+        for kv in ("k4v4", "k2v2")
+    ]
     expect(
         "docs/results.md",
-        f"{tpot:.2f} ms per output token at 32 x 8k, {tpot / found['auto', 'tpot']['value']:.3f}",
-        f"{ours['load']['requests']} requests",
-        f"{ours['value'] / theirs['value']:.2f} times the tokens per second",
-        *(
-            f"{row[0]['ttft_ms'][p] / 1e3:.1f} instead of {row[1]['ttft_ms'][p] / 1e3:.1f} s"
-            for p, row in (("p50", (ours, theirs)), ("p99", (ours, theirs)))
-        ),
-        f"{ours['tpot_ms']['p50']:.1f} and {theirs['tpot_ms']['p50']:.1f} ms at the median",
-        f"{ours['tpot_ms']['p99']:.0f} and {theirs['tpot_ms']['p99']:.0f} ms at p99",
+        f"{own['load']['requests']} requests",
+        "\n".join(lines),
+        "prefilled at {:.2f} (k2v2: {:.2f}) of bf16's speed".format(*first),
     )
 
 
@@ -306,27 +303,40 @@ def test_tiles_that_were_replaced() -> None:
 
 
 class Engine:
-    """Figures of the engines on a GPU, by cache, measure and size."""
+    """Figures of the engines of vLLM 0.32 on a GPU, by cache, measure and size."""
 
     def __init__(self) -> None:
-        self.rows = {
+        found = [
+            row
+            for row in rows("vllm_engine")
+            if row["device"] == "cuda"
+            and row["vllm"] == "0.32.0"
+            and row["model"] == "llama-3.1-8b"
+        ]
+        self.commits = {row["commit"] for row in found}
+        self.caches = list(dict.fromkeys(row["kv"] for row in found))
+        self._values = {
             (
                 row["kv"],
                 row["measure"],
                 row.get("batch"),
                 row.get("context") or row.get("tokens"),
-            ): row
-            for row in rows("vllm_engine")
-            if row["device"] == "cuda"
+            ): float(row["value"])
+            for row in found
         }
 
+    def has(self, kv: str, measure: str, size: str | None = None) -> bool:
+        return self._key(kv, measure, size) in self._values
+
     def value(self, kv: str, measure: str, size: str | None = None) -> float:
-        return float(
-            self.rows[(kv, measure, *(ENGINE_SIZES[size] if size else (None, None)))]["value"]
-        )
+        return self._values[self._key(kv, measure, size)]
 
     def ratio(self, kv: str, measure: str, size: str | None = None) -> float:
         return self.value(kv, measure, size) / self.value("auto", measure, size)
+
+    @staticmethod
+    def _key(kv: str, measure: str, size: str | None) -> tuple[Any, ...]:
+        return kv, measure, *(ENGINE_SIZES[size] if size else (None, None))
 
 
 def test_the_first_screen_of_the_readme() -> None:
@@ -338,7 +348,7 @@ def test_the_first_screen_of_the_readme() -> None:
     expect(
         "README.md",
         f"128k tokens of Llama-3.1-8B take {size:.1f} GiB instead of {plain:.0f} GiB. In vLLM, "
-        f"{engine.ratio('k4v4', 'capacity'):.2f} times as many tokens fit.",
+        f"{engine.ratio('k4v4', 'capacity'):.2f} times as many tokens fit with exact rings for 256",
         f"takes {tpot[0]:.2f} of bf16's time at 8 x 32k tokens (fp8: {tpot[1]:.2f}, vLLM's own "
         f"TurboQuant: {tpot[2]:.2f}).",
         f"KL at most {kl:.4f} nats/token and {100 * growth:+.2f}% perplexity on three models",
@@ -348,42 +358,42 @@ def test_the_first_screen_of_the_readme() -> None:
 
 def test_vllm_in_the_results() -> None:
     engine = Engine()
-
-    def tpot(kv: str) -> tuple[float, float]:
-        return engine.ratio(kv, "tpot", "32 x 8k"), engine.ratio(kv, "tpot", "8 x 32k")
-
-    ours, fp8, turboquant = tpot("k4v4"), tpot("fp8"), tpot("turboquant_4bit_nc")
-    prefill = [engine.ratio("k4v4", "prefill", size) for size in ("32 x 8k", "8 x 32k")]
+    assert len(engine.commits) == 1
+    prefill = [engine.ratio("k4v4", "prefill", size) for size in ENGINE_SIZES]
+    lines = []
+    for kv in (name for name in engine.caches if name != "auto"):
+        known = (engine.has(kv, "tpot", size) for size in ENGINE_SIZES)
+        cells = [
+            f"{engine.ratio(kv, 'tpot', size):.2f}" if there else "-"
+            for size, there in zip(ENGINE_SIZES, known, strict=True)
+        ]
+        lines.append(f"| {kv} | {' | '.join(cells)} |")
+    assert len(lines) == 7
     expect(
         "docs/results.md",
-        f"{engine.ratio('k4v4', 'capacity'):.2f} times the tokens in the same memory, "
-        f"{ours[0]:.2f} and {ours[1]:.2f} of bf16's time per output token (32 x 8k, 8 x 32k; "
-        f"fp8: {fp8[0]:.2f} and {fp8[1]:.2f}; vLLM's TurboQuant: {turboquant[0]:.2f} and "
-        f"{turboquant[1]:.2f}), {prefill[0]:.2f} and {prefill[1]:.2f} of its prefill speed. "
-        f"One sequence with 2,048 tokens takes {engine.ratio('k4v4', 'tpot', '1 x 2k'):.2f} of "
-        "bf16's time",
+        f"{engine.ratio('k4v4', 'capacity'):.2f} times the tokens fit",
+        "{:.2f}, {:.2f}, {:.2f} and {:.2f} of bf16's speed".format(*prefill),
+        f"| sequences x tokens | {' | '.join(ENGINE_SIZES)} |",
+        *lines,
     )
 
 
 def test_vllm_in_its_own_page() -> None:
     engine = Engine()
 
-    def cell(kv: str, form: str, *key: object) -> str:
-        row = engine.rows.get((kv, *key))
-        return "-" if row is None else format(row["value"], form)
+    def cell(kv: str, form: str, measure: str, size: str | None = None) -> str:
+        return (
+            format(engine.value(kv, measure, size), form) if engine.has(kv, measure, size) else "-"
+        )
 
     def line(kv: str) -> str:
-        sizes = [ENGINE_SIZES[size] for size in ("32 x 8k", "8 x 32k", "1 x 2k")]
-        times = " / ".join(cell(kv, ".2f", "tpot", *size) for size in sizes)
-        prompts = [cell(kv, ",.0f", "prefill", None, 32768)]
-        prompts.append(cell(kv, ",.0f", "new_lengths", None, 2048))
+        times = " / ".join(cell(kv, ".2f", "tpot", size) for size in ENGINE_SIZES)
+        prompts = " / ".join(cell(kv, ",.0f", "prefill", size) for size in list(ENGINE_SIZES)[:3])
         name = "auto (bf16)" if kv == "auto" else kv
-        fit = cell(kv, ",.0f", "capacity", None, None)
-        return f"| {' | '.join([name, fit, times, *prompts])} |"
+        return f"| {name} | {cell(kv, ',.0f', 'capacity')} | {times} | {prompts} |"
 
-    caches = dict.fromkeys(kv for kv, *_ in engine.rows)
-    assert len(caches) >= 7
-    expect("docs/vllm.md", *(line(kv) for kv in caches))
+    expect("docs/vllm.md", "\n".join(line(kv) for kv in engine.caches))
+    expect("docs/export.md", f"takes {engine.value('k4v4', 'tpot', '32 x 8k'):.2f} ms")
 
 
 def test_the_start_up_line_of_vllm_is_that_of_smollm2() -> None:

@@ -179,11 +179,12 @@ def test_a_crowd_that_preempts_gives_the_text_of_each_alone(
     alone, crowd = engines["alone"], engines["crowd"]
     assert crowd["metrics"]["vllm:num_preemptions"] > 0
     # In a crowd prompts are cut elsewhere, and requests that resume are prefilled again: some
-    # tokens read codes of what they read exactly when alone, rounded to bfloat16 in a workspace.
+    # tokens read codes of what they read exactly when alone. And products of other shapes round
+    # otherwise, which moves codes: of 16-bit caches 26 of 32 texts are the same, of k4v4 15 (H200).
     kl = mean_kl(alone, crowd, "best")
     record_property("kl", kl)
-    assert kl < 2e-3
-    assert_same_text(alone, crowd, tie=0.15, share=0.75)
+    assert kl < 5e-4  # 1.2e-4 on an H200
+    assert_same_text(alone, crowd, tie=0.15, share=0.3)
 
 
 def test_ngram_speculation_equals_none(engines: dict[str, Any]) -> None:
