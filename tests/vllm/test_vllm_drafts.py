@@ -98,6 +98,22 @@ def test_which_drafts_have_tokens_that_the_host_does_not_count(
     ],
 )
 def test_drafts_that_do_not_append_to_pages_are_refused(found: Any, name: str | None) -> None:
+    if name is None:
+        check_speculation(found)
+        return
+    with pytest.raises(ValueError, match=f"with speculation by {name}: .*choose another method"):
+        check_speculation(found)
+
+
+def test_drafts_that_are_counted_on_the_device_are_refused() -> None:
+    found = speculative("eagle3")
+    found.enable_adaptive_verification = True
+    with pytest.raises(ValueError, match="adaptive verification: .*leave enable_adaptive"):
+        check_speculation(found)
+
+
+def check_speculation(found: Any) -> None:
+    """As an engine with these drafts does at start."""
     from tightkv import KVQuantConfig
     from tightkv.integrations.vllm.engine_checks import check_engine_options
     from tightkv.integrations.vllm.options import EngineOptions
@@ -111,12 +127,7 @@ def test_drafts_that_do_not_append_to_pages_are_refused(found: Any, name: str | 
         kv_transfer_config=None,
         speculative_config=found,
     )
-    options = EngineOptions(KVQuantConfig())
-    if name is None:
-        check_engine_options(options, config)
-        return
-    with pytest.raises(ValueError, match=f"with speculation by {name}: .*choose another method"):
-        check_engine_options(options, config)
+    check_engine_options(EngineOptions(KVQuantConfig()), config)
 
 
 def builder(pages_per_block: int) -> Any:

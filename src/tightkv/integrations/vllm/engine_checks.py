@@ -63,6 +63,12 @@ def check_engine_options(options: EngineOptions, vllm_config: Any) -> None:
             f"tightkv with speculation by {draft}: {why}; choose another method (ngram, eagle, "
             "eagle3, mtp, draft_model), or leave speculation or tightkv out"
         )
+    if getattr(vllm_config.speculative_config, "enable_adaptive_verification", False):
+        raise ValueError(
+            "tightkv with adaptive verification: vLLM decides on the device how many drafts of a "
+            "sequence are checked, and the batch is planned on the host; leave "
+            "enable_adaptive_verification out of --speculative-config"
+        )
     check_connectors(vllm_config.kv_transfer_config)
     tokens = speculative_tokens(vllm_config)
     if tokens > RING_SLACK:
