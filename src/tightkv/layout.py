@@ -292,7 +292,7 @@ class PageLayout:
         for plane in self._side_planes(side):
             field, value = plane.field, fields[plane.field.name]
             if field.name == "raw":
-                data = value.to(self.raw_dtype).flatten(-2).contiguous().view(torch.uint8)
+                data = _as_bytes(value.to(self.raw_dtype).flatten(-2))
             elif field.is_codes:
                 codes = _join_pairs(value) if side == "value" else value
                 data = self._rows_to_plane(pack(codes, field.bits), side, field)
@@ -310,12 +310,12 @@ class PageLayout:
             field, value = plane.field, fields[plane.field.name]
             start = plane.offset
             if field.name == "raw":
-                data = value.to(self.raw_dtype).contiguous().view(torch.uint8)
+                data = _as_bytes(value.to(self.raw_dtype))
                 index = torch.arange(data.shape[-1], device=pages.device)
                 _scatter(pages, page, start + offset[:, None] * data.shape[-1] + index, data)
             elif not field.is_codes:
                 index = self._number_index(field).to(pages.device)[offset]  # [T, count * 2]
-                data = value.to(torch.float16).contiguous().view(torch.uint8)
+                data = _as_bytes(value.to(torch.float16))
                 _scatter(pages, page, start + index, data)
             elif side == "key":
                 index = self._row_index(side, field).to(pages.device)[offset]
@@ -344,17 +344,14 @@ class PageLayout:
         """float32 [..., head_dim]; what `read_mean` gives back is the rounded mean."""
         d = self.head_dim
         if self.cfg.mean_bits == 16:
-            data = mean.to(torch.float16).contiguous().view(torch.uint8)
+            data = _as_bytes(mean.to(torch.float16))
             records[..., self.mean_offset : self.mean_offset + 2 * d] = data
             return
         scale = (mean.abs().amax(-1, keepdim=True) / 127).to(torch.float16)
         levels = mean / scale.float().clamp_min(torch.finfo(torch.float16).tiny)
         levels = levels.round().clamp(-127, 127).to(torch.int8)
-        records[..., self.mean_offset : self.mean_offset + d] = levels.contiguous().view(
-            torch.uint8
-        )
-        scale_bytes = scale.contiguous().view(torch.uint8)
-        records[..., self.mean_offset + d : self.mean_offset + d + 2] = scale_bytes
+        records[..., self.mean_offset : self.mean_offset + d] = _as_bytes(levels)
+        records[..., self.mean_offset + d : self.mean_offset + d + 2] = _as_bytes(scale)
 
     # --- orders ---
     def _side_planes(self, side: str) -> list[Plane]:
@@ -418,6 +415,12 @@ def _align(size: int) -> int:
 
 def _as_dtype(data: Tensor, dtype: torch.dtype) -> Tensor:
     return data.contiguous().view(dtype)
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    """[..., n] -> uint8. A single element may be contiguous and have any stride."""
+    x = x.contiguous() if x.shape[-1] > 1 else x.clone(memory_format=torch.contiguous_format)
+    return x.view(torch.uint8)
 
 
 def _numbers_to_tokens(data: Tensor, count: int) -> Tensor:

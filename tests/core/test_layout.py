@@ -51,6 +51,21 @@ def test_planes_hold_whole_pages_and_single_tokens(cfg, head_dim):
             assert torch.equal(value, expected[side][name]), (side, name)
 
 
+@pytest.mark.parametrize("cfg", CONFIGS, ids=lambda c: c.name)
+def test_a_single_token_of_a_single_head_may_have_any_strides(cfg):
+    """Its only scale counts as contiguous whatever its stride is."""
+    layout = PageLayout(cfg, 1, 64)
+    slot = torch.tensor([1]), torch.tensor([5])
+    for side in SIDES:
+        fields = random_fields(layout, side, 1, 1)
+        pages = layout.new_pages(2)
+        layout.write_tokens(pages, *slot, side, fields)
+        strided = {name: torch.stack([x, x], -1)[..., 0] for name, x in fields.items()}
+        again = layout.new_pages(2)
+        layout.write_tokens(again, *slot, side, strided)
+        assert torch.equal(pages, again) and pages.any()
+
+
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("cfg", CONFIGS, ids=lambda c: c.name)
 def test_planes_are_aligned_disjoint_and_as_small_as_their_bits(cfg, head_dim):
