@@ -108,7 +108,7 @@ def test_drafts_that_do_not_append_to_pages_are_refused(found: Any, name: str | 
 def test_drafts_that_are_counted_on_the_device_are_refused() -> None:
     found = speculative("eagle3")
     found.enable_adaptive_verification = True
-    with pytest.raises(ValueError, match="adaptive verification: .*leave enable_adaptive"):
+    with pytest.raises(ValueError, match=r"adaptive verification: .*leave enable_adaptive"):
         check_speculation(found)
 
 
