@@ -189,6 +189,34 @@ def test_a_cache_of_other_weights_is_refused(tmp_path):
     assert weights_mark(copy.deepcopy(model).to(torch.bfloat16)) == cache.weights
     again.reset()  # another model may use it next
     assert not again.weights
+    greedy(model, again, prompt(1, 20), 2)
+    again.save(path)
+    with pytest.warns(UserWarning, match="does not say which weights it is from"):
+        TightCache.load(path, model=model)
+
+
+@pytest.mark.parametrize("part", ["q_proj", "k_proj", "o_proj", "down_proj", "input_layernorm"])
+def test_every_kind_of_weight_counts(part):
+    """Of 291 parameters every third was looked at, and a layer has nine."""
+    model = tiny(num_hidden_layers=32)
+    before, early = weights_mark(model), weights_mark(model, like="0123456789abcdef")
+    assert len(early) == 16
+    with torch.no_grad():
+        for name, x in model.named_parameters():
+            if part in name:
+                x.mul_(2)
+    assert weights_mark(model) != before
+
+
+def test_files_with_an_early_mark_are_compared_by_it(tmp_path):
+    path, model = tmp_path / "cache.safetensors", tiny(num_hidden_layers=2)
+    cache = TightCache(QUANT, model=model)
+    cache.weights = weights_mark(model, like="0123456789abcdef")
+    greedy(model, cache, prompt(1, 20), 2)
+    cache.save(path)
+    assert TightCache.load(path, model=model).get_seq_length() == 21
+    with pytest.raises(ValueError, match="was saved with other weights"):
+        TightCache.load(path, model=tiny(num_hidden_layers=2, seed=1))
 
 
 def test_a_failed_save_keeps_the_old_file(tmp_path, monkeypatch):

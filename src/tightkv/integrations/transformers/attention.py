@@ -122,10 +122,10 @@ def tightkv_attention(
         )
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
     if isinstance(key, CompressedStates) and not key.is_pair_with(value):  # made of the values
-        key = key.whole()
+        key = key.step.without_gradient(key.whole(), query) if key.step.past else key.whole()
     if not isinstance(key, CompressedStates):  # a layer that stays uncompressed
-        out = _exact(module, query, key, value, attention_mask, scaling, causal, softcap, s_aux)
-        return out, None
+        exact = (attention_mask, scaling, causal, softcap, s_aux, dropout)
+        return _exact(module, query, key, value, *exact), None
     step, layer = key.step, key.step.layer
     assert isinstance(layer, TightLayer)
     if layer.centers is not None and (softcap is not None or s_aux is not None):
@@ -148,9 +148,15 @@ def tightkv_attention(
             causal,
             softcap,
             s_aux,
+            dropout,
         )
         layer.commit()
         return layer.add_center(out), None
+    if dropout:
+        raise ValueError(
+            f"attention dropout of {dropout:g} over a TightCache that holds tokens; call "
+            "model.eval(), or train without a cache (use_cache=False)"
+        )
     if padding_alone and attention_mask is not None:  # the cache knows it: kernels need no mask
         attention_mask, causal = None, True
     out, lse = layer.attend(
@@ -161,24 +167,8 @@ def tightkv_attention(
         softcap=softcap,
         mask=attention_mask,
     )
-    if torch.is_grad_enabled() and query.requires_grad:
-        out = _WithoutGradient.apply(out, query)
+    out = step.without_gradient(out, query)
     return (out if s_aux is None else _with_sink(out, lse, s_aux)), None
-
-
-class _WithoutGradient(torch.autograd.Function):
-    """The kernels have no backward pass: a gradient would silently lack what they computed."""
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, query: Tensor) -> Tensor:
-        return out.view_as(out)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        raise RuntimeError(
-            "attention over a TightCache that holds tokens has no gradient; train without a cache "
-            "(use_cache=False) or with DynamicCache"
-        )
 
 
 def _look_at_keys(
@@ -200,6 +190,7 @@ def _exact(
     causal: bool,
     softcap: float | None,
     s_aux: Tensor | None,
+    dropout: float = 0.0,
 ) -> Tensor:
     """Attention over exact keys [B, Hkv, N, D]: torch's, or spelled out where it cannot."""
     lq, n = query.shape[2], key.shape[2]
@@ -207,7 +198,7 @@ def _exact(
         mask = torch.ones(lq, n, dtype=torch.bool, device=query.device).tril(n - lq)[None, None]
     if softcap is None and s_aux is None:
         out, _ = sdpa_attention_forward(
-            module, query, key, value, mask, scaling=scale, is_causal=causal
+            module, query, key, value, mask, dropout=dropout, scaling=scale, is_causal=causal
         )
         return out
     group = query.shape[1] // key.shape[1]
@@ -226,6 +217,7 @@ def _exact(
         )
     lse = torch.logsumexp(scores, -1)
     weights = torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
+    weights = torch.nn.functional.dropout(weights, dropout)
     out = (weights @ value).transpose(1, 2).to(query.dtype)
     return out if s_aux is None else _with_sink(out, lse.transpose(1, 2), s_aux)
 

@@ -38,6 +38,20 @@ from tightkv.math.key_scale import KeyScale
 from tightkv.model_shape import skip_reason
 
 
+def known_model(model: Any) -> PreTrainedModel | PreTrainedConfig | None:
+    """A model as transformers made it, also of one that torch.compile or a wrapper holds."""
+    for name in ("_orig_mod", "module"):  # of torch.compile, of DataParallel
+        inner = getattr(model, name, None)
+        if not isinstance(model, PreTrainedModel) and isinstance(inner, torch.nn.Module):
+            model = inner
+    if model is None or isinstance(model, PreTrainedModel | PreTrainedConfig):
+        return model
+    raise TypeError(
+        f"model is a {type(model).__name__}; TightCache takes a model of transformers or its "
+        "config (model.config)"
+    )
+
+
 class TightCache(Cache):  # type: ignore[misc]
     """A drop-in for DynamicCache: `model.generate(**inputs, past_key_values=TightCache(...))`.
 
@@ -61,6 +75,7 @@ class TightCache(Cache):  # type: ignore[misc]
         offloading: bool = False,
         eager: bool = False,
     ) -> None:
+        model = known_model(model)
         self.quant = KVQuantConfig.parse(quant)
         self.kernels = kernels
         self.quant, self.calibration = apply_calibration(self.quant, model)
@@ -325,6 +340,7 @@ class TightCache(Cache):  # type: ignore[misc]
         It goes to `device`: the model's unless given, else the CPU. Keys of tokens to come are
         coded in the metrics of a `calibration`; files do not name one.
         """
+        model = known_model(model)
         if device is None:
             device = model.device if isinstance(model, PreTrainedModel) else "cpu"
         saved = read_cache(path)

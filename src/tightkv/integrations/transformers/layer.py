@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -66,6 +67,9 @@ class SharedSteps:
         self._before_tensors: dict[str, RowTensors] = {}
         self._padded_step = -1  # whose padding the table has
         self._seen: tuple[int, weakref.ref[Tensor], Padding] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_seen": None}  # a weak reference cannot be pickled
 
     def reset(self) -> None:
         """Forget every sequence, and the device memory that layers take turns with."""
@@ -156,6 +160,19 @@ class SharedSteps:
         return same_length(self.table.rows if step == self.steps else self.before)
 
 
+def _as_written(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Without autocast: codes are computed, and read, in the dtypes that the code names."""
+
+    @functools.wraps(method)
+    def run(self: TightLayer, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_autocast_enabled(self.device.type):
+            return method(self, *args, **kwargs)
+        with torch.autocast(self.device.type, enabled=False):
+            return method(self, *args, **kwargs)
+
+    return run
+
+
 class TightLayer(CacheLayerMixin):  # type: ignore[misc]
     """Compressed keys and values. Batch operations go through the TightCache that owns it."""
 
@@ -226,7 +243,10 @@ class TightLayer(CacheLayerMixin):  # type: ignore[misc]
         self.commit()
         if self.kv is None:
             self.lazy_initialization(key_states, value_states)
+        if torch.is_autocast_enabled(key_states.device.type):  # it leaves rotated keys in float32
+            value_states = value_states.to(key_states.dtype)
         self._check(key_states, value_states)
+        given = key_states, value_states
         if self.centers is not None:
             key, value = self.centers.on(self.dtype, self.device)
             key_states, value_states = key_states - key[:, None], value_states - value[:, None]
@@ -235,7 +255,7 @@ class TightLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.shared.buffers is not None and self.kv is not None:
             self.kv.offload(self.shared.buffers)
         self._pending = StepStates(self, key_states, value_states)
-        return self._pending.tensors()
+        return self._pending.tensors(*given)
 
     def _check(self, key_states: Tensor, value_states: Tensor) -> None:
         assert self.kv is not None
@@ -261,6 +281,7 @@ class TightLayer(CacheLayerMixin):  # type: ignore[misc]
             finally:
                 self.offload()
 
+    @_as_written
     def _write(self) -> None:
         if self._pending is None:
             return
@@ -275,6 +296,7 @@ class TightLayer(CacheLayerMixin):  # type: ignore[misc]
         """Forget the tokens of the last update, if they are not written yet."""
         self._pending = None
 
+    @_as_written
     def catch_up(self) -> None:
         """Follow the table through a pass that was interrupted before this layer.
 
@@ -295,6 +317,7 @@ class TightLayer(CacheLayerMixin):  # type: ignore[misc]
         self.step += 1
         self.offload()
 
+    @_as_written
     def materialize(self, step: StepStates) -> tuple[Tensor, Tensor]:
         """All keys and values [B, Hkv, tokens, D] as of a step, its own tokens exact.
 
@@ -341,6 +364,7 @@ class TightLayer(CacheLayerMixin):  # type: ignore[misc]
             return False
         return [row.left_pad for row in self.shared.table.rows] == list(padding.starts)
 
+    @_as_written
     def attend(self, step: StepStates, query: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         """Attention of query [B, Lq, Hq, D] over pages, ring and the step's new tokens.
 

@@ -10,6 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+_NO_GRADIENT = (
+    "attention over a TightCache that holds tokens has no gradient; train without a cache "
+    "(use_cache=False) or with DynamicCache"
+)
+
 
 class CompressedLayer(Protocol):
     """A cache layer that can give back all of its tokens."""
@@ -28,8 +33,19 @@ class StepStates:
         self.new_key, self.new_value = new_key, new_value  # [B, Hkv, T, D]
         self._whole: tuple[Tensor, Tensor] | None = None
 
-    def tensors(self) -> tuple[CompressedStates, CompressedStates]:
-        return CompressedStates(self, 0), CompressedStates(self, 1)
+    def tensors(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """All tokens, read lazily; `key` and `value`: the new ones as the model gave them."""
+        if not needs_gradient(key, value):
+            return CompressedStates(self, 0), CompressedStates(self, 1)
+        shown: tuple[Tensor, Tensor] = _WithGradient.apply(key, value, self)
+        return shown
+
+    def without_gradient(self, out: Tensor, query: Tensor) -> Tensor:
+        """What kernels computed from tokens of the cache: a gradient would lack these."""
+        if not needs_gradient(query, self.new_key, self.new_value):
+            return out
+        marked: Tensor = _WithoutGradient.apply(out, query, self.new_key, self.new_value)
+        return marked
 
     def whole(self) -> tuple[Tensor, Tensor]:
         """Every key and value [B, Hkv, tokens, D], the new ones exact."""
@@ -76,6 +92,35 @@ class CompressedStates(Tensor):
     ) -> Any:
         args, kwargs = tree_map_only(CompressedStates, cls.whole, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+def needs_gradient(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+class _WithGradient(torch.autograd.Function):
+    """New tokens -> all tokens: the gradient of a first step is that of its tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, key: Tensor, value: Tensor, step: StepStates) -> tuple[Tensor, Tensor]:
+        ctx.past = step.past
+        return CompressedStates(step, 0), CompressedStates(step, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        if ctx.past:
+            raise RuntimeError(_NO_GRADIENT)
+        return (*gradients, None)
+
+
+class _WithoutGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, *inputs: Tensor) -> Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        raise RuntimeError(_NO_GRADIENT)
 
 
 @lru_cache(maxsize=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,10 +48,19 @@ class SavedCache:
 
     def check_weights(self, model: PreTrainedModel | PreTrainedConfig | None) -> None:
         """Refuse a file of a model with other weights, as far as both are known."""
-        own = weights_mark(model) if isinstance(model, PreTrainedModel) else ""
-        if self.weights and own and self.weights != own:
+        if not isinstance(model, PreTrainedModel):
+            return
+        if not self.weights:
+            warnings.warn(
+                f"{self.path} does not say which weights it is from (its cache was made without "
+                "the model, or reset), so this model's are not compared",
+                stacklevel=3,
+            )
+            return
+        own = weights_mark(model, like=self.weights)
+        if self.weights != own:
             raise ValueError(
-                f"{self.path} was saved with other weights (mark {self.weights[:16]!r}) than this "
+                f"{self.path} was saved with other weights (mark {self.weights[:20]!r}) than this "
                 f"model's ({own!r}). Load it with the model it is from"
             )
 
