@@ -122,6 +122,11 @@ def config_plan(
     `windows`: which sliding windows the vLLM plugin is asked to compress.
     """
     layers = [layer.shard(ranks) for layer in shape.layers]
+    if (beyond := max(cfg.bits_of_layers(), default=0)) >= len(layers) > 0:
+        raise ValueError(
+            f"layer_bits={cfg.layer_bits!r} names layer {beyond}; the model has layers 0 to "
+            f"{len(layers) - 1}"
+        )
     # Protected layers are the first and last of those that are compressed.
     compressed = sorted(compressed_layers(layers) + compressed_windows(layers, cfg, windows))
     layouts = {}

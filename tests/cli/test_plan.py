@@ -87,6 +87,12 @@ def test_bytes_of_one_layer_by_hand() -> None:
     assert plan.total_bytes(100) == 3 * (100 * 512 + 20)
 
 
+def test_bits_of_a_layer_that_the_model_does_not_have() -> None:
+    cfg = KVQuantConfig.preset("k4v4", layer_bits="3=k8v8")
+    with pytest.raises(ValueError, match=r"names layer 3; the model has layers 0 to 2"):
+        config_plan("mine", read_model_shape(LLAMA), cfg)
+
+
 def test_baselines_by_hand() -> None:
     shape = read_model_shape(LLAMA)
     assert baseline_plan("bf16", shape).bytes_per_token == 3 * 2 * 2 * 64 * 2

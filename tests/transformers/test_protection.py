@@ -127,6 +127,16 @@ def test_without_weights_the_first_keys_are_looked_at():
     assert not told(lambda: quiet(ids, past_key_values=TightCache("k4v4")))[1]
 
 
+def test_after_a_reset_keys_are_looked_at_again():
+    """Another model may come, of whose weights nothing is known."""
+    quiet, ids = tiny("qwen2"), prompt(2, 90)
+    cache = TightCache("k4v4", model=quiet)
+    assert not told(lambda: quiet(ids, past_key_values=cache))[1]
+    cache.reset()
+    (line,) = told(lambda: biased()(ids, past_key_values=cache))[1]
+    assert "keys of layer 2 need more bits" in line
+
+
 def test_weights_that_cannot_be_read_are_told_where_no_alarm_would_come():
     model = biased()
     for layer in model.model.layers:

@@ -284,6 +284,7 @@ def test_padding_mask_with_other_implementation():
     [
         (lambda: hf.DeepseekV3Config(), "latent attention"),
         (lambda: hf.T5Config(), "encoder-decoder"),
+        (lambda: hf.MllamaConfig(), r"keeps the keys of images .*cross_attention_layers"),
         (lambda: hf.MambaConfig(), "layer"),
         (lambda: hf.MistralConfig(sliding_window=64), r"can be compressed \(sliding window\)"),
     ],

@@ -112,6 +112,11 @@ class TightCache(Cache):  # type: ignore[misc]
             raise ValueError(
                 f"{type(config).__name__} is an encoder-decoder model; TightCache is for decoders"
             )
+        if getattr(text, "cross_attention_layers", None):
+            raise ValueError(
+                f"{type(text).__name__} keeps the keys of images in its cache "
+                "(cross_attention_layers), and TightCache those of text alone; use DynamicCache"
+            )
         layers = DynamicCache(config=config).layers
         reasons = [skip_reason(shape) for shape in layer_shapes(config, layers)]
         full = [i for i, reason in enumerate(reasons) if reason is None]
@@ -303,8 +308,12 @@ class TightCache(Cache):  # type: ignore[misc]
                 tight.length, tight.step = keep, self.shared.steps
 
     def reset(self) -> None:
-        """Forget everything; another model or batch may use the cache next."""
+        """Forget everything; another batch may use the cache next, or a model with like weights.
+
+        Bits and scales of layers stay. Keys that would need others are told of again.
+        """
         self.shared.reset()
+        self.shared.watch = bool(self.quant.protect_keys)
         self.weights = ""
         for layer in self.layers:
             layer.reset()
