@@ -88,7 +88,8 @@ def test_a_cache_that_has_seen_a_mask_is_pickled():
 
 def test_wrapped_models_and_what_is_none():
     model = tiny()
-    for wrapped in (torch.compile(model), torch.nn.DataParallel(model)):
+    compiled = torch.compile(model)
+    for wrapped in (compiled, torch.nn.DataParallel(model), torch.nn.DataParallel(compiled)):
         assert TightCache("k4v4", model=wrapped).weights == TightCache("k4v4", model=model).weights
     for wrong in ("folder", {}, torch.nn.Linear(2, 2)):
         with pytest.raises(

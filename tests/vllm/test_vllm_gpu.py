@@ -36,6 +36,8 @@ pytestmark = [
 K4V4 = {"preset": "k4v4"}
 SHORT = {"preset": "k8v8", "page_size": 32, "exact_pages": 1}
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+CROWDED = {"kv_cache_memory_bytes": 3 << 19, "max_num_seqs": 16}
+FLOAT32 = {"dtype": "float32"}  # the Triton kernels
 TIE = 0.07  # nats: logits of 8 to 16 in bfloat16 are 0.06 apart
 PRESETS = ("k8v8", "k4v4", "k3v3", "k2v2")
 HYBRIDS = {  # what vLLM's own layers are there
@@ -93,7 +95,9 @@ def jobs() -> dict[str, dict[str, Any]]:
         **{name: job({"preset": name}, long, **chunks) for name in PRESETS},
         "layers": job({"preset": "k3v3", "layer_bits": "0=k8v4"}, long, **chunks),
         "alone": job(K4V4, *([prompt] for prompt in many), sampling=whole),
-        "crowd": job(K4V4, many, sampling=whole, kv_cache_memory_bytes=3 << 19, max_num_seqs=16),
+        "crowd": job(K4V4, many, sampling=whole, **CROWDED),
+        "alone float32": job(K4V4, *([prompt] for prompt in many), sampling=whole, **FLOAT32),
+        "crowd float32": job(K4V4, many, sampling=whole, **CROWDED, **FLOAT32),
         "repeating": job(K4V4, PROMPTS["repeating"]),
         "speculative": job(K4V4, PROMPTS["repeating"], speculative_config=ngram),
         "scaled": job(K4V4, long, model="uneven", **chunks),
@@ -173,18 +177,19 @@ def test_uneven_keys_are_scaled(
     assert 2e-4 < scaled < min(0.02, 0.5 * off)
 
 
+@pytest.mark.parametrize(("dtype", "share"), [("", 0.3), (" float32", 0.75)])
 def test_a_crowd_that_preempts_gives_the_text_of_each_alone(
-    engines: dict[str, Any], record_property: Callable[..., None]
+    engines: dict[str, Any], dtype: str, share: float, record_property: Callable[..., None]
 ) -> None:
-    alone, crowd = engines["alone"], engines["crowd"]
+    alone, crowd = engines[f"alone{dtype}"], engines[f"crowd{dtype}"]
     assert crowd["metrics"]["vllm:num_preemptions"] > 0
     # In a crowd prompts are cut elsewhere, and requests that resume are prefilled again: some
-    # tokens read codes of what they read exactly when alone. And products of other shapes round
-    # otherwise, which moves codes: of 16-bit caches 26 of 32 texts are the same, of k4v4 15 (H200).
+    # tokens read codes of what they read exactly when alone. And in bfloat16 products of other
+    # shapes round otherwise, which decides ties and moves codes (docs/log.md).
     kl = mean_kl(alone, crowd, "best")
     record_property("kl", kl)
     assert kl < 5e-4  # 1.2e-4 on an H200
-    assert_same_text(alone, crowd, tie=0.15, share=0.3)
+    assert_same_text(alone, crowd, tie=0.15, share=share)
 
 
 def test_ngram_speculation_equals_none(engines: dict[str, Any]) -> None:

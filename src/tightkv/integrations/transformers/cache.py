@@ -40,10 +40,11 @@ from tightkv.model_shape import skip_reason
 
 def known_model(model: Any) -> PreTrainedModel | PreTrainedConfig | None:
     """A model as transformers made it, also of one that torch.compile or a wrapper holds."""
-    for name in ("_orig_mod", "module"):  # of torch.compile, of DataParallel
-        inner = getattr(model, name, None)
-        if not isinstance(model, PreTrainedModel) and isinstance(inner, torch.nn.Module):
-            model = inner
+    while not isinstance(model, PreTrainedModel):
+        inner = getattr(model, "_orig_mod", getattr(model, "module", None))
+        if not isinstance(inner, torch.nn.Module):  # of torch.compile, of DataParallel
+            break
+        model = inner
     if model is None or isinstance(model, PreTrainedModel | PreTrainedConfig):
         return model
     raise TypeError(
@@ -308,9 +309,10 @@ class TightCache(Cache):  # type: ignore[misc]
                 tight.length, tight.step = keep, self.shared.steps
 
     def reset(self) -> None:
-        """Forget everything; another batch may use the cache next, or a model with like weights.
+        """Forget all tokens; another text or batch may follow.
 
-        Bits and scales of layers stay. Keys that would need others are told of again.
+        The bits of each layer and the scales of its keys stay, so another model should have a new
+        cache: a warning tells if its keys need more bits.
         """
         self.shared.reset()
         self.shared.watch = bool(self.quant.protect_keys)
