@@ -72,8 +72,9 @@ def protection_line(
     cfg: KVQuantConfig, checked: KVQuantConfig, noise: dict[int, float], shape: ModelShape
 ) -> str:
     """What `checked` changes in `cfg`, why, what it costs, and the way back."""
-    order, new = sorted(noise), set(checked.bits_of_layers()) - set(cfg.bits_of_layers())
-    own = {layer: cfg.for_layer(order.index(layer), len(order), layer) for layer in new}
+    order = {layer: number for number, layer in enumerate(sorted(noise))}
+    new = set(checked.bits_of_layers()) - set(cfg.bits_of_layers())
+    own = {layer: cfg.for_layer(order[layer], len(order), layer) for layer in new}
     worst = max(noise[layer] * _distortion(own[layer]) for layer in new)
     before, after = (config_plan("", shape, c).bytes_per_token for c in (cfg, checked))
     return (

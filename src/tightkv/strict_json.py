@@ -24,11 +24,11 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"its JSON has the name {short(twice)} twice in one object")
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"its JSON has the name {short(name)} twice in one object")
+        found[name] = value
     return found
 
 
@@ -57,20 +57,20 @@ def short(value: object) -> str:
 
 @dataclass(frozen=True)
 class Field:
-    """A value of a header, and where it was found."""
+    """A value of a header, and where it was found: cut, for a file may have names of any length."""
 
     value: Any
     where: str
 
     def wrong(self, allowed: str) -> ValueError:
-        return ValueError(f"{self.where[:99]}={short(self.value)}; allowed: {allowed}")
+        return ValueError(f"{self.where}={short(self.value)}; allowed: {allowed}")
 
     def record(self, *names: str) -> dict[str, Field]:
         """An object with exactly these names."""
         found = self.record_of_any()
         if set(found) != set(names):
             raise ValueError(
-                f"{self.where[:99] or 'the header'} has the names {short(sorted(found))}; "
+                f"{self.where or 'the header'} has the names {short(sorted(found))}; "
                 f"allowed: exactly {', '.join(names)}"
             )
         return found
@@ -79,12 +79,12 @@ class Field:
         if type(self.value) is not dict:
             raise self.wrong("an object")
         dot = f"{self.where}." if self.where else ""
-        return {name: Field(value, dot + name) for name, value in self.value.items()}
+        return {name: Field(value, (dot + name)[:99]) for name, value in self.value.items()}
 
     def items(self) -> list[Field]:
         if type(self.value) is not list:
             raise self.wrong("a list")
-        return [Field(value, f"{self.where}[{i}]") for i, value in enumerate(self.value)]
+        return [Field(value, f"{self.where}[{i}]"[:99]) for i, value in enumerate(self.value)]
 
     def integer(self, low: int, high: int) -> int:
         if type(self.value) is not int or not low <= self.value <= high:

@@ -18,7 +18,7 @@ from models import FAMILIES, SHAPE
 from tightkv import KVQuantConfig
 from tightkv.key_check import KeyCheck
 from tightkv.model_shape import checkpoint_noise, read_model_shape
-from tightkv.model_shape.attention_weights import NOT_READABLE
+from tightkv.model_shape.attention_weights import NOT_READABLE, AttentionWeights
 from tightkv.model_shape.checkpoint_noise import read_scores
 from tightkv.model_shape.key_noise import Projection, score_noise
 from tightkv.model_shape.tensors import StoredTensor
@@ -220,6 +220,33 @@ def test_what_is_not_understood_is_not_checked(
     checked = KeyCheck(folder).protect(KVQuantConfig())
     assert checked.config == KVQuantConfig() and not checked.raised
     assert checked.line is not None and ": not checked whether" in checked.line
+
+
+def test_names_are_not_looked_through_for_each_layer() -> None:
+    looks = 0
+
+    class Name(str):
+        def startswith(self, *args: Any) -> bool:
+            nonlocal looks
+            looks += 1
+            return super().startswith(*args)
+
+        def removeprefix(self, prefix: str) -> str:
+            nonlocal looks
+            looks += 1
+            return super().removeprefix(prefix)
+
+    count = 100
+    shape = read_model_shape(hf.Qwen2Config(**{**SHAPE, "num_hidden_layers": count}))
+    tensors = {}
+    for i in range(count):
+        name = Name(f"model.layers.{i}.self_attn.q_proj.weight")
+        tensors[name] = StoredTensor(Path(), name, "F32", (64, 64), 0, 4 * 64 * 64)
+    weights = AttentionWeights(shape, list(range(count)), tensors)
+    for i in range(count):
+        weights.refuse_unknown(i)
+        assert weights.projection(i, "q").matrix is not None
+    assert looks <= 10 * count
 
 
 @pytest.mark.parametrize("names", [["model.safetensors"], ["model.safetensors", "config.json"]])

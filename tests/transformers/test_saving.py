@@ -9,6 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from models import FAMILIES, prompt, sliding, tiny
 from tightkv import KVQuantConfig, TightCache
+from tightkv.config import FORMAT_VERSION
+from tightkv.integrations.transformers.saving import header as headers
 from tightkv.integrations.transformers.weights_mark import weights_mark
 from tightkv.tensor_file import checksum
 
@@ -372,6 +374,36 @@ def test_hostile_json(tmp_path, text, match):
     _, _, path = saved(tmp_path)
     write(path, text, parts(path)[1])
     refuses(path, match)
+
+
+def test_layers_of_a_header_are_not_compared_with_each_other(monkeypatch):
+    """The number of layers is the file's: work per layer must not grow with it."""
+    compared = 0
+
+    class Number(int):
+        __hash__ = int.__hash__
+
+        def __eq__(self, other):
+            nonlocal compared
+            compared += 1
+            return int(self) == other
+
+    def numbered(items):
+        return ((Number(i), item) for i, item in enumerate(items))
+
+    quant, count = KVQuantConfig(), 200
+    tight = {"length": 0, "quant": {}, "layout": None}
+    text = {
+        "format_version": FORMAT_VERSION,
+        "quant": quant.to_dict(),
+        "fingerprint": quant.fingerprint(),
+        "grows": False,
+        "rows": [],
+        "layers": [{"kind": "TightLayer", "tight": tight} for _ in range(count)],
+    }
+    monkeypatch.setattr(headers, "enumerate", numbered, raising=False)
+    assert len(headers.parse_header(json.dumps(text)).layers) == count
+    assert compared <= 4 * count
 
 
 def test_any_bytes_in_pages_are_harmless(tmp_path):

@@ -7,6 +7,8 @@ import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 BITS = (2, 3, 4, 8, 16)
@@ -170,7 +172,7 @@ class ConfigFields:
     def compresses(self) -> bool:
         return self.key_bits != 16 or self.value_bits != 16
 
-    def bits_of_layers(self) -> dict[int, tuple[int, int]]:
+    def bits_of_layers(self) -> Mapping[int, tuple[int, int]]:
         """`layer_bits`: key and value bits by a layer's number in the model."""
         return parse_layer_bits(self.layer_bits)
 
@@ -193,7 +195,9 @@ def _check_types(cfg: ConfigFields) -> None:
         raise ValueError(f"outlier_channels={cfg.outlier_channels}; allowed: whole numbers >= 0")
 
 
-def parse_layer_bits(text: str) -> dict[int, tuple[int, int]]:
+@lru_cache(maxsize=64)
+def parse_layer_bits(text: str) -> Mapping[int, tuple[int, int]]:
+    """Once for each text: a config is asked for each of its layers."""
     found: dict[int, tuple[int, int]] = {}
     for part in text.replace(",", " ").split():
         match = re.fullmatch(r"([0-9]{1,5})=k([0-9]{1,2})v([0-9]{1,2})", part, re.ASCII)
@@ -207,7 +211,7 @@ def parse_layer_bits(text: str) -> dict[int, tuple[int, int]]:
         if layer in found:
             raise ValueError(f"layer_bits={text!r} names layer {layer} twice")
         found[layer] = key, value
-    return found
+    return MappingProxyType(found)
 
 
 def _layer_bits_text(bits: Mapping[int, tuple[int, int]]) -> str:

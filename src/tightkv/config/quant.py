@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from tightkv.config.aliases import ALIASES, SWITCH, WINDOW, pages_of
@@ -41,28 +42,11 @@ class KVQuantConfig(ConfigFields):
         """
         if not 0 <= layer < num_layers:
             raise ValueError(f"layer={layer}; allowed: 0 to {num_layers - 1}")
-        plain = self.replace(
-            protected_first=0,
-            protected_last=0,
-            layer_bits="",
-            protect_keys=True,
-            feedback="auto",
-            calibration="",
-        )
         bits = self.bits_of_layers().get(layer if model_layer is None else model_layer)
-        if bits is None and self.protected_first <= layer < num_layers - self.protected_last:
-            return plain
-        if bits is None:
+        if bits is None and not self.protected_first <= layer < num_layers - self.protected_last:
             least = self.protected_bits
             bits = max(least, self.key_bits), max(least, self.value_bits)
-        return plain.replace(
-            key_bits=bits[0],
-            value_bits=bits[1],
-            key_method="mse",
-            value_method="mse",
-            outlier_share=0.0,
-            outlier_channels=(),
-        )
+        return _of_one_layer(self, bits)
 
     # --- making one ---
     @classmethod
@@ -143,3 +127,26 @@ class KVQuantConfig(ConfigFields):
             return label if self.method(which) == "mse" else f"{label}{self.method(which)}"
 
         return side("k", "key") + side("v", "value") + ("+" if self.layer_bits else "")
+
+
+@lru_cache(maxsize=256)
+def _of_one_layer(cfg: KVQuantConfig, bits: tuple[int, int] | None) -> KVQuantConfig:
+    """`cfg` for a layer with bits of its own, or without; made once for all layers alike."""
+    plain = cfg.replace(
+        protected_first=0,
+        protected_last=0,
+        layer_bits="",
+        protect_keys=True,
+        feedback="auto",
+        calibration="",
+    )
+    if bits is None:
+        return plain
+    return plain.replace(
+        key_bits=bits[0],
+        value_bits=bits[1],
+        key_method="mse",
+        value_method="mse",
+        outlier_share=0.0,
+        outlier_channels=(),
+    )

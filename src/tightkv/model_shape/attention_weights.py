@@ -100,7 +100,11 @@ class AttentionWeights:
         )
         self.part = next(found, "")
         self.tensors = {name: tensors[name] for name in names if name.startswith(self.part)}
-        if not any(name.startswith(self.part + first) for name in names):
+        self._blocks: dict[str, list[str]] = {}  # names in an attention block, by its own
+        for name in self.tensors:
+            block, dot, rest = name.partition(".self_attn.")
+            self._blocks.setdefault(block + dot, []).append(rest)
+        if not (self.block(layers[0]) in self._blocks if layers else self.tensors):
             raise ValueError(f"its files have no tensors model.{first}*")
 
     def block(self, layer: int) -> str:
@@ -111,10 +115,9 @@ class AttentionWeights:
         block = self.block(layer)
         known = {"q_proj", "k_proj", "qkv_proj", *_UNRELATED, *_SCALES}
         norms = {f"{form.format(side)}.weight" for form in _HEAD_NORMS for side in "qk"}
-        for name in self.tensors:
-            rest = name.removeprefix(block)
-            if rest != name and rest.split(".")[0] not in known and rest not in norms:
-                raise ValueError(f"its tensor {name} is not understood")
+        for rest in self._blocks.get(block, ()):
+            if rest.split(".")[0] not in known and rest not in norms:
+                raise ValueError(f"its tensor {block}{rest} is not understood")
 
     def inv_freq(self, layer: int) -> Tensor:
         """RoPE's angles per token; none in a layer without RoPE."""
@@ -150,11 +153,11 @@ class AttentionWeights:
         """`side` is q or k."""
         block, (heads, dim) = self.block(layer), self._sizes(layer, side)
         name, total, first = f"{block}{side}_proj", heads, 0
-        if self._has(f"{block}qkv_proj"):
+        if self._has(layer, "qkv_proj"):
             queries, keys = self._sizes(layer, "q")[0], self._sizes(layer, "k")[0]
             total, first = queries + 2 * keys, 0 if side == "q" else queries
             name = f"{block}qkv_proj"
-        if not self._has(name):
+        if not self._has(layer, name.removeprefix(block)):
             raise ValueError(f"its files have no tensor {name}.weight")
         bias = self._bias(name, total * dim)
         if bias is not None:
@@ -175,8 +178,9 @@ class AttentionWeights:
         shape = self.shape.layers[layer]
         return self.shape.num_heads if side == "q" else shape.num_kv_heads, shape.head_dim
 
-    def _has(self, module: str) -> bool:
-        return any(name.startswith(module + ".") for name in self.tensors)
+    def _has(self, layer: int, module: str) -> bool:
+        names = self._blocks.get(self.block(layer), ())
+        return any(name.startswith(module + ".") for name in names)
 
     def _bias(self, module: str, size: int) -> Tensor | None:
         name = f"{module}.bias"

@@ -145,7 +145,7 @@ def protected_layer_bits(cfg: KVQuantConfig, noise_by_layer: Mapping[int, float]
     `noise_by_layer` has every compressed layer by its number in the model. A layer that `cfg`
     names keeps its bits; one whose keys no code holds stays uncompressed.
     """
-    bits = cfg.bits_of_layers()
+    bits = dict(cfg.bits_of_layers())
     for index, layer in enumerate(sorted(noise_by_layer)):
         own = cfg.for_layer(index, len(noise_by_layer), layer)
         needed = needed_key_bits(own, noise_by_layer[layer])

@@ -20,6 +20,7 @@ _FLOATS = {
     "BF16": torch.bfloat16,
 }
 _MOST_HEADER = 100_000_000  # bytes; what safetensors itself accepts
+_MOST_RANK = 64  # what torch itself accepts
 
 
 @dataclass(frozen=True)
@@ -130,5 +131,7 @@ def _tensor(path: Path, name: str, entry: Mapping[str, Any], base: int) -> Store
     dtype, shape, (first, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     numbers = [*shape, first, end - first]
     if not isinstance(dtype, str) or any(type(n) is not int or n < 0 for n in numbers):
+        raise ValueError(name)
+    if len(shape) > _MOST_RANK or math.prod(shape) > 8 * (end - first):  # an element has a bit
         raise ValueError(name)
     return StoredTensor(path, name, dtype, tuple(shape), base + first, end - first)

@@ -7,6 +7,7 @@ every value has its type and range, and together they are what TightCache.save c
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -121,8 +122,10 @@ def _layers(
     fields: list[Field], quant: KVQuantConfig, rows: int, length: int
 ) -> Iterator[SavedLayer]:
     kinds = [_kind(field) for field in fields]
-    full = [i for i, kind in enumerate(kinds) if kind in _FULL_ATTENTION]
+    full = itertools.count()  # the number of a layer among those of full attention
+    num_full = sum(kind in _FULL_ATTENTION for kind in kinds)
     for i, (kind, entry) in enumerate(zip(kinds, fields, strict=True)):
+        number = next(full) if kind in _FULL_ATTENTION else 0
         names = ["kind", *(["tight"] if kind in TIGHT_KINDS else [])]
         names += ["state"] if kind != "TightLayer" else []
         field = entry.record(*names)
@@ -131,7 +134,7 @@ def _layers(
             continue
         tight = field["tight"].record("length", "quant", "layout")
         cfg = _config(tight["quant"])
-        if cfg != quant.for_layer(full.index(i), len(full), i):
+        if cfg != quant.for_layer(number, num_full, i):
             raise ValueError(f"{tight['quant'].where} is not what the cache's config gives it")
         layout = dtype = None
         if rows:  # then each compressed layer has the tokens that the rows have

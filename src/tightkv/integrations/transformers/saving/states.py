@@ -73,7 +73,7 @@ class StateReader:
     """
 
     def __init__(self, state: Field, tensors: dict[str, Tensor], rows: int, length: int) -> None:
-        self.where, self.fields = state.where[:99], state.record_of_any()
+        self.where, self.fields = state.where, state.record_of_any()
         self.tensors = dict(tensors)  # what was not yet asked for
         self.rows, self.length = rows, length
 
