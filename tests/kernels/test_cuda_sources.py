@@ -25,28 +25,22 @@ HOPPER, ADA = (132, 228 << 10), (128, 100 << 10)  # processors, shared memory of
 
 @pytest.mark.skipif(sys.platform != "linux", reason="NVRTC is there for Linux")
 @pytest.mark.parametrize(
-    ("arch", "preset", "dim", "columns"),
+    ("arch", "name", "preset", "dim"),
     [
-        ("sm_80", "k4v4", 128, 4),
-        ("sm_86", "k2v2", 64, 8),
-        ("sm_89", "k3v2", 256, 4),
-        ("sm_90", "k4v4", 80, 4),
-        ("sm_100", "k4v4", 64, 4),
-        ("sm_120", "k3v3", 128, 8),
-        ("sm_90", "k4v4", 512, 8),
+        ("sm_80", "decode", "k4v4", 128),
+        ("sm_86", "seal", "k2v2", 64),
+        ("sm_89", "append", "k3v2", 256),
+        ("sm_90", "decode", "k4v4", 80),
+        ("sm_90", "seal", "k4v4", 512),
+        ("sm_100", "append", "k4v4", 64),
+        ("sm_120", "decode", "k3v3", 64),
     ],
 )
-def test_nvrtc_takes_the_sources(arch, preset, dim, columns):
+def test_nvrtc_takes_the_sources(arch, name, preset, dim):
     """As at a user's: the compiler at run time knows less than nvcc."""
-    lib = load_nvrtc("13")
     layout = PageLayout(KVQuantConfig.preset(preset), 8, dim)
-    tile, softcap = DecodeTile.of(layout, columns), columns == 8
-    for name, *of in (
-        ("decode", layout, 32, tile, softcap),
-        ("append", layout, 8, None),
-        *([] if dim == 80 else [("seal", layout, 8, None)]),
-    ):
-        assert len(compile_source(lib, source(name, *of), arch)) > 10_000
+    of = (32, DecodeTile.of(layout, 4), dim == 64) if name == "decode" else (8, None)
+    assert len(compile_source(load_nvrtc("13"), source(name, layout, *of), arch)) > 10_000
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="NVRTC is there for Linux")

@@ -59,6 +59,7 @@ def drawn(kind, batch):
     return lengths.int().tolist()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("window", [0, 4096])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize(

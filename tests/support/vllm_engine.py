@@ -330,6 +330,11 @@ def import_engine() -> None:
     from vllm.model_executor.models import registry
     from vllm.platforms import current_platform
 
+    import tightkv.integrations.vllm.engine_core
+    import tightkv.integrations.vllm.install
+    import tightkv.integrations.vllm.monitor
+    import tightkv.kernels.cuda.backend  # noqa: F401
+
     registry._run_in_subprocess = lambda look: look()  # model classes are looked at here, too
     if hasattr(type(current_platform), "register_triton_kernel_overrides"):  # from 0.31 on
         current_platform.register_triton_kernel_overrides()
@@ -337,9 +342,11 @@ def import_engine() -> None:
 
 
 def main() -> None:
-    os.environ.update({**SETTINGS, **os.environ})
     jobs = json.loads(Path(sys.argv[1]).read_text())
     done = Path(sys.argv[2])
+    # One small function of vLLM's sampler is compiled in every engine, for longer than most run.
+    compiles = {} if len(jobs) == 1 else {"TORCH_COMPILE_DISABLE": "1"}
+    os.environ.update({**SETTINGS, **compiles, **os.environ})
     if len(jobs) == 1:  # with a GPU, whose driver does not survive a fork
         results = {name: run_job(job) for name, job in jobs.items()}
     else:

@@ -13,7 +13,7 @@ from tightkv.kernels.cpu import backend as cpu
 _MISSING = cpu.unavailable("cpu")
 pytestmark = pytest.mark.skipif(_MISSING is not None, reason=f"native CPU kernels: {_MISSING}")
 PROGRAM = Path(__file__).parents[1] / "support" / "hostile_files.py"
-CASES = 10_000
+CASES = 10_000 if os.environ.get("HYPOTHESIS_PROFILE") == "explore" else 2_000
 # Stacks of allocations and a long quarantine cost more time than the cases themselves.
 ASAN = "detect_leaks=0:malloc_context_size=2:quarantine_size_mb=16"
 
@@ -51,7 +51,7 @@ def test_the_sanitizer_sees_a_page_that_is_not_there(sanitized):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)  # a minute and a half where a core is free
+@pytest.mark.timeout(1800)  # all cases take a minute and a half where a core is free
 def test_mutated_files_end_in_errors_or_working_caches(sanitized, tmp_path):
     command, environment = sanitized
     progress = tmp_path / "progress"

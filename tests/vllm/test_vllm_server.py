@@ -112,6 +112,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     ours = ["--preset", "k4v4", "--page-size", "32", "--exact-pages", "1"]
     command = [sys.executable, "-m", "tightkv", "serve", str(model), *ours, *words]
     quiet = {"OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    quiet["TORCH_COMPILE_DISABLE"] = "1"
     log = folder / "log.txt"
     with log.open("w") as file:
         process = subprocess.Popen(
