@@ -51,9 +51,13 @@ def test_the_object_is_that_of_the_documentation(capsys: pytest.CaptureFixture[s
     assert list(json.loads(capsys.readouterr().out)) == named
 
 
-def test_what_follows_two_dashes_is_vllms(capsys: pytest.CaptureFixture[str]) -> None:
-    words = dry_run(capsys, "m", "--", "--config", "vllm.yaml")
-    assert words[:-2] == ["--config", "vllm.yaml"]
+def test_what_follows_two_dashes_is_vllms(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "vllm.yaml"
+    file.write_text("port: 80")
+    words = dry_run(capsys, "m", "--", "--config", str(file))
+    assert words[:-2] == ["--config", str(file)]
     assert ours(words) == {"preset": "k4v4"}
 
 
@@ -161,13 +165,88 @@ def test_they_do_not_load_the_bundled_one_instead(
     assert "model folder '/does/not/exist' does not exist" in capsys.readouterr().err
 
 
+OUR_ENTRY = {"tightkv": {"preset": "k4v4"}}
+
+
+@pytest.fixture(scope="module")
+def vllms_parser() -> Any:
+    """What vLLM's own parser makes of the command's words."""
+    vllm_args = pytest.importorskip("vllm.engine.arg_utils")
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    return vllm_args.AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+
+
 @pytest.mark.parametrize(
-    "form", [["--additional-config", '{"a": 1}'], ['--additional-config={"a": 1}']]
-)
-def test_additional_config_is_extended(form: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    words = dry_run(capsys, "m", *form)
-    assert json.loads(words[-1]) == {"a": 1, "tightkv": {"preset": "k4v4"}}
+    ("form", "wanted"),
+    [
+        (["--additional-config", '{"a": 1}'], {"a": 1}),
+        (['--additional-config={"a": 1}'], {"a": 1}),
+        (["--additional_config", '{"a": 1}'], {"a": 1}),
+        (['--additional_config={"a.b": 1}'], {"a.b": 1}),
+        (["--addit", '{"a": 1}', "--max_num_seqs=3"], {"a": 1}),
+        (["--additional-config", '{"a": 1}', "--additional-config", '{"b": 2}'], {"a": 1, "b": 2}),
+        (["--additional-config.a", "1"], {"a": 1}),
+        (["--additional_config.a_b.c=1k"], {"a_b": {"c": 1000}}),
+        (["--additional_c.a+", "x", "--additional-config.a+=y,z"], {"a": ["x", "y", "z"]}),
+        (
+            ["--additional-config.a.b", "x", "--additional-config", '{"a": {"c": [1]}, "d": "1"}'],
+            {"a": {"b": "x", "c": [1]}, "d": "1"},
+        ),
+        (["--", "--additional-config.a", "1"], {"a": 1}),
+        (["--", "--config", "additional-config: {a: 1}"], {"a": 1}),
+        (["--addi.b", "2", "--", "--config", "additional_config: {a: 1}"], {"a": 1, "b": 2}),
+        (["--", "--config", "additional-config.a: 1"], {"a": 1}),
+    ],
+)  # fmt: skip
+@pytest.mark.vllm
+def test_additional_config_is_extended_however_vllm_reads_it(
+    form: list[str],
+    wanted: dict[str, Any],
+    vllms_parser: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if "--config" in form:
+        (tmp_path / "vllm.yaml").write_text(form[-1])
+        form = [*form[:-1], str(tmp_path / "vllm.yaml")]
+    read = vllms_parser.parse_args(told(capsys, "m", "--json", *form))
+    assert read.additional_config == wanted | OUR_ENTRY
+    assert read.model == "m"
+
+
+def test_additional_config_is_one_option(capsys: pytest.CaptureFixture[str]) -> None:
+    words = dry_run(capsys, "m", "--additional_config", '{"a": 1}')
+    assert json.loads(words[-1]) == {"a": 1} | OUR_ENTRY
     assert len(words) == 2
+
+
+def test_our_options_may_have_underscores_too(capsys: pytest.CaptureFixture[str]) -> None:
+    words = dry_run(capsys, "m", "--exact_rows=3", "--no_protect_keys", "--max_model_len", "9")
+    assert words[:-2] == ["--max-model-len", "9"]
+    assert ours(words) == {"preset": "k4v4", "protect_keys": False, "exact_rows": 3}
+
+
+def test_the_model_may_be_vllms_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "vllm.yaml"
+    file.write_text("model: m")
+    for words in (["--model", "m"], ["m", "--model=m"], ["--", "--config", str(file)]):
+        assert told(capsys, "--json", *words)[:2] == ["--model", "m"]
+    assert main(["serve", "m", "--model", "other", "--dry-run"]) == 2
+    assert "--model other and the model 'm'; give one of them" in capsys.readouterr().err
+
+
+def test_a_setting_that_two_files_differ_in_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "vllm.yaml"
+    words = ["--json", "--config", json.dumps(SERVER_FILE), "--", "--config", str(file)]
+    file.write_text("max_num_seqs: 16")
+    assert told(capsys, *words)[-4:-2] == ["--config", str(file)]
+    file.write_text("max_num_seqs: 8")
+    assert main(["serve", *words]) == 2
+    assert "--max-num-seqs is 16 in the file of tightkv serve and 8" in capsys.readouterr().err
+    assert "--max-num-seqs=4" in told(capsys, *words, "--max_num_seqs=4")
 
 
 def test_dry_run_prints_a_line_for_the_shell(capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,13 +263,20 @@ def test_dry_run_prints_a_line_for_the_shell(capsys: pytest.CaptureFixture[str])
         (["--exact-rows", "-1"], "--exact-rows -1; it must be 0"),
         (["--additional-config", "{"], "is not valid JSON"),
         (["--additional-config", "[]"], "must be a JSON object"),
-        (["--additional-config", '{"tightkv": {}}'], 'already has a "tightkv" entry'),
+        (["--additional-config"], "--additional-config without a value"),
+        (["--additional-config.a"], "--additional-config.a without a value"),
+        (["--additional-config", '{"tightkv": {}}'], """{"tightkv": {}}: tightkv serve sets"""),
+        (["--additional_config", '{"tightkv": 1}'], "give its fields as options"),
+        (["--additional_config.tightkv.preset", "k8v8"], "tightkv.preset k8v8: tightkv serve sets"),
+        (["--addit.tightkv.layers+=1"], '--addit.tightkv.layers+ 1: tightkv serve sets "tightkv"'),
+        (["--additional-config.a=1", "--additional-config", '{"b.c": 1}'], "has the key 'b.c'"),
+        (["--", "--config", "no.yaml"], "vLLM's --config no.yaml cannot be read"),
     ],
 )
 def test_wrong_options_are_refused(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["serve", "m", *words, "--dry-run"]) == 2
+    assert main(["serve", "m", "--dry-run", *words]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -229,7 +315,7 @@ def test_more_bits_for_keys_are_told_before_the_engine_starts(
     assert told() == ""
     plant_key_bias(folder, layer=2)
     assert told().startswith("tightkv k4v4: 8-bit keys in layer 2: by its weights")
-    assert told("--no-protect-keys") == told("--load-format", "dummy") == ""
+    assert told("--no-protect-keys") == told("--load_format", "dummy") == ""
     (folder / "model.safetensors").write_bytes(b"abc")
     assert "not checked whether keys of some layers need more bits" in told()
 

@@ -142,7 +142,7 @@ def engine(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
         device=device.type,
         dtype=args.dtype,
         kv_memory=None if kv_memory is None else parse_bytes(kv_memory),
-        engine_args=_json_object("--engine-args", args.engine_args),
+        engine_args=_engine_args(args.engine_args),
         timeout=args.timeout,
     )
     if find_spec("vllm") is None:
@@ -150,6 +150,22 @@ def engine(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
     caches = args.kv or (["auto", "fp8", "k4v4"] if on_gpu else ["auto", "k4v4"])
     with Working("starting") as work:
         yield from engine_rows(plan, caches, Path(args.log) if args.log else None, work.step)
+
+
+def _engine_args(text: str) -> dict[str, Any]:
+    """--engine-args, without what --kv sets for each cache."""
+    given = _json_object("--engine-args", text)
+    additional = given.get("additional_config", {})
+    if not isinstance(additional, dict) or "tightkv" in additional:
+        raise ValueError(
+            f"--engine-args additional_config={additional!r}; it must be an object without "
+            '"tightkv", which --kv sets'
+        )
+    if "kv_cache_dtype" in given:
+        raise ValueError(
+            f"--engine-args kv_cache_dtype={given['kv_cache_dtype']!r}; name the cache with --kv"
+        )
+    return given
 
 
 def serve(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:

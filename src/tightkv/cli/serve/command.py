@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import sys
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from tightkv import __version__
 from tightkv.calibration import find_for_folder, not_used
+from tightkv.cli.serve.vllm_options import (
+    name_of,
+    read_vllm_file,
+    take_model,
+    with_dashes,
+    with_ours,
+)
 from tightkv.cli.shared.config_flags import OFF_LINE, add_config_flags, options_from_args
 from tightkv.cli.shared.output import MissingPackageError, add_output_options, emit
 from tightkv.cli.shared.progress import QUICK_SECONDS, Working
@@ -21,7 +28,6 @@ from tightkv.config import PRESETS, KVQuantConfig, Windows, is_off
 from tightkv.key_check import KeyCheck
 
 SERVER = "vllm.entrypoints.openai.api_server"
-_OPTION = "--additional-config"
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -67,7 +73,8 @@ def run(args: argparse.Namespace) -> int:
         return stop.code if isinstance(stop.code, int) else 2
     options, file = options_from_args(args), read_server_file(args.config)
     config = None if is_off(options) else KVQuantConfig.from_dict(options)
-    model = given or file.model
+    vllm_file = read_vllm_file(vllm_options)
+    model = given or file.model or vllm_file.get("--model")
     if model is None:
         raise ValueError(
             "no model; give its folder or hub id before vLLM's options, or --config with a model"
@@ -76,12 +83,13 @@ def run(args: argparse.Namespace) -> int:
         vllm_options = ["--served-model-name", file.served_name, *vllm_options]
     rows = file.exact_rows if args.exact_rows is None else args.exact_rows
     windows = args.sliding_windows or file.windows
+    _refuse_two_files(file.options, vllm_file, vllm_options)
     # vLLM takes the last of two: the command line wins over the file.
     command = server_command(model, config, [*file.options, *vllm_options], rows, windows)
     for line in (*file.notes, *([OFF_LINE] if config is None else [])):
         print(f"tightkv: {line}", file=sys.stderr, flush=True)
     if config is not None:
-        _tell_of_folder(model, config, command)
+        _tell_of_folder(model, config, [*vllm_file, *vllm_options])
     if args.dry_run or args.json:
         fields = None if config is None else config.to_dict()
         data = {"schema": 1, "tightkv": __version__, "command": command, "kv_quant": fields}
@@ -93,13 +101,26 @@ def run(args: argparse.Namespace) -> int:
     os.execv(command[0], command)
 
 
-def _tell_of_folder(model: str, config: KVQuantConfig, command: list[str]) -> None:
+def _refuse_two_files(
+    ours: Sequence[str], vllm_file: Mapping[str, Any], options: Sequence[str]
+) -> None:
+    """Our file's settings are options, which would override those of vLLM's file unnoticed."""
+    given = set(map(name_of, options))
+    for name, value in zip(ours[::2], ours[1::2], strict=True):
+        if name not in given and str(vllm_file.get(name, value)) != value:
+            raise ValueError(
+                f"{name} is {value} in the file of tightkv serve and {vllm_file[name]} in that of "
+                "vLLM; keep one of them, or give the option on the command line"
+            )
+
+
+def _tell_of_folder(model: str, config: KVQuantConfig, options: list[str]) -> None:
     """Say before the engine starts which layers of a folder get more bits, and why.
 
     A calibration of another model is refused. What is not on this machine yet, or not as it will
     be loaded, the engine checks itself.
     """
-    if not Path(model).is_dir() or any(word.startswith("--load-format") for word in command):
+    if not Path(model).is_dir() or "--load-format" in map(name_of, options):
         return
     with Working(f"reading weights of {model}", delay=QUICK_SECONDS):
         found = find_for_folder(config, Path(model), model)
@@ -123,18 +144,12 @@ def server_command(
     """
     if exact_rows is not None and exact_rows < 0:
         raise ValueError(f"--exact-rows {exact_rows}; it must be 0 (no exact rings) or more")
-    options, additional = _take_additional(vllm_options)
-    if "tightkv" in additional:
-        raise ValueError(
-            f'{_OPTION} already has a "tightkv" entry; give its fields as options of '
-            "tightkv serve or with --config"
-        )
     ours: dict[str, Any] | bool = False
     if config is not None:
         ours = shortest(config) | ({} if exact_rows is None else {"exact_rows": exact_rows})
         ours |= {"sliding_windows": windows} if windows else {}
-    value = json.dumps({**additional, "tightkv": ours})
-    return [sys.executable, "-m", SERVER, "--model", model, *options, _OPTION, value]
+    options = with_ours(vllm_options, read_vllm_file(vllm_options), ours)
+    return [sys.executable, "-m", SERVER, "--model", model, *options]
 
 
 def shortest(config: KVQuantConfig) -> dict[str, Any]:
@@ -151,27 +166,8 @@ def shortest(config: KVQuantConfig) -> dict[str, Any]:
 
 def _parse(args: argparse.Namespace) -> tuple[str | None, list[str]]:
     """Take our options from the words; the model, if the next is no option; the rest is vLLM's."""
-    cut = args.words.index("--") if "--" in args.words else len(args.words)
-    _, rest = own_parser().parse_known_args(args.words[:cut], namespace=args)
+    words = list(map(with_dashes, args.words))
+    cut = words.index("--") if "--" in words else len(words)
+    _, rest = own_parser().parse_known_args(words[:cut], namespace=args)
     model = rest.pop(0) if rest and not rest[0].startswith("-") else None
-    return model, rest + args.words[cut + 1 :]
-
-
-def _take_additional(options: list[str]) -> tuple[list[str], dict[str, Any]]:
-    """vLLM's options without --additional-config, and what that says."""
-    left, text = [], "{}"
-    words = iter(options)
-    for word in words:
-        if word == _OPTION:
-            text = next(words, "")
-        elif word.startswith(_OPTION + "="):
-            text = word.removeprefix(_OPTION + "=")
-        else:
-            left.append(word)
-    try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{_OPTION} {text!r} is not valid JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise ValueError(f"{_OPTION} {text!r}; it must be a JSON object")
-    return left, data
+    return take_model(model, rest + words[cut + 1 :])
