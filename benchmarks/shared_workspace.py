@@ -22,7 +22,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +34,7 @@ from tightkv.bench import inputs
 from tightkv.bench.provenance import provenance
 from tightkv.codec import Codec
 from tightkv.config import KVQuantConfig
+from tightkv.extras import installed_version
 from tightkv.integrations.vllm.batch_split import ALONE_FROM, SHORT_PROMPT
 from tightkv.kernels import prefill, ragged_plan, reference, sdpa
 from tightkv.kernels.options import AttendOptions
@@ -375,7 +375,7 @@ def main() -> int:
     say("!: the rule chooses the slower one")
     advise(rows)
     if good and args.out is not None:
-        facts = {**provenance(DEVICE), "vllm": version("vllm")}
+        facts = {**provenance(DEVICE), "vllm": installed_version("vllm")}
         append_rows(args.out, [{**row.as_result(), **facts} for row in rows])
     say(f"{'OK' if good else 'FAIL'}, {time.perf_counter() - BEGUN:.0f} s")
     return 0 if good else 1

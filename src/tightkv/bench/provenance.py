@@ -6,12 +6,12 @@ import os
 import platform
 import subprocess
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
 import tightkv
+from tightkv.extras import installed_version
 from tightkv.provenance import source_commit
 
 
@@ -27,11 +27,8 @@ def provenance(device: torch.device) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "device": device.type,
     }
-    for package in ("triton", "flashinfer-python"):
-        try:
-            facts[package] = version(package)
-        except PackageNotFoundError:
-            facts[package] = None
+    for package, module in (("triton", "triton"), ("flashinfer-python", "flashinfer")):
+        facts[package] = installed_version(module)
     if device.type == "cuda":
         facts["gpu"] = torch.cuda.get_device_name(device)
         facts["cuda"] = torch.version.cuda

@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from tightkv import __version__
 from tightkv.cli.shared.output import add_output_options, emit, format_table, human_bytes
-from tightkv.extras import install_hint
+from tightkv.extras import install_hint, installed_version
 
 # name -> how to install it
 PACKAGES = {
@@ -67,11 +66,8 @@ def collect() -> dict[str, Any]:
 
 
 def _package(name: str, install: str) -> dict[str, str | None]:
-    try:
-        version = metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return {"name": name, "version": None, "install": install}
-    return {"name": name, "version": version, "install": None}
+    version = installed_version(name)
+    return {"name": name, "version": version, "install": install if version is None else None}
 
 
 def _cpu() -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import importlib.metadata
 import importlib.util
 import os
 import shutil
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from tightkv.config import cache_root
 from tightkv.export.operator import load_operator
-from tightkv.extras import install_hint
+from tightkv.extras import install_hint, installed_version
 from tightkv.kernels.cpu import library
 
 BACKENDS = ("xnnpack", "portable")
@@ -47,8 +46,8 @@ def installed() -> tuple[Path, str]:
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []
     if not folders:
         raise ExecuTorchError(f"ExecuTorch is not installed: {_INSTALL}")
-    version = importlib.metadata.version("executorch")
-    if not version.startswith("1.5."):
+    version = installed_version("executorch")
+    if version is None or not version.startswith("1.5."):
         raise ExecuTorchError(f"executorch {version}; supported: 1.5: {_INSTALL}")
     return Path(folders[0]), version
 
