@@ -286,6 +286,7 @@ def test_padding_mask_with_other_implementation():
         (lambda: hf.T5Config(), "encoder-decoder"),
         (lambda: hf.MllamaConfig(), r"keeps the keys of images .*cross_attention_layers"),
         (lambda: hf.MambaConfig(), "layer"),
+        (lambda: hf.LlamaConfig(attn_implementation="flex_attention"), 'use "tightkv"'),
         (lambda: hf.MistralConfig(sliding_window=64), r"can be compressed \(sliding window\)"),
     ],
 )

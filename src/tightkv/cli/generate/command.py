@@ -123,6 +123,11 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--top-p {args.top_p}; it must be above 0 and at most 1")
     if args.temperature == 0 and (args.top_p is not None or args.top_k is not None):
         raise ValueError("--top-p and --top-k are for sampling; give --temperature above 0 too")
+    if args.attn == "flex_attention":
+        raise ValueError(
+            "--attn flex_attention compiles kernels of its own, which cannot read a compressed "
+            "cache; use tightkv (the default), sdpa or eager"
+        )
     if args.needle and (args.long_prompt is None or not args.compare):
         raise ValueError("--needle hides a fact in a long text; give --compare and --long-prompt")
     if args.temperature > 0 and args.compare:

@@ -135,6 +135,11 @@ class TightCache(Cache):  # type: ignore[misc]
         for number, i in enumerate(full):
             cfg = self.quant.for_layer(number, len(full), i)
             if cfg.compresses:
+                if getattr(text, "_attn_implementation", None) == "flex_attention":
+                    raise ValueError(
+                        'attn_implementation="flex_attention" compiles kernels of its own, which '
+                        'cannot read a TightCache; use "tightkv"'
+                    )
                 layers[i] = self._new_layer(cfg, layers[i])
         return layers
 
