@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import math
 import re
 import struct
 from dataclasses import replace
@@ -490,6 +491,8 @@ def test_weights_beyond_the_budget(folder: Path, capsys: pytest.CaptureFixture[s
         (["--budget", "80G"], "size '80G'"),
         (["--context", "0"], "--context 0; it must be at least 1"),
         (["--batch", "-1"], "--batch -1"),
+        (["--context", "9" * 400], "it must be at least 1 and at most"),
+        (["--budget", "9" * 400], "give a number and one of"),
         (["--utilization", "1.5", "--gpu", "T4"], "--utilization 1.5"),
         (["--presets", "k5v5"], "unknown preset 'k5v5'"),
         (["--config", "missing.json"], "config file 'missing.json' does not exist"),
@@ -501,6 +504,74 @@ def test_bad_options_are_one_line(
     folder: Path, argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert message in error_of(capsys, folder, *argv)
+
+
+# Models that say what their layers are in different ways, and values that no field of them takes.
+WAYS: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "gemma3": LLAMA
+    | {"model_type": "gemma3_text", "head_dim": 64, "sliding_window": 512}
+    | {"sliding_window_pattern": 6, "num_kv_shared_layers": 1},
+    "gemma4": LLAMA
+    | {"model_type": "gemma4_text", "head_dim": 64, "global_head_dim": 128, "sliding_window": 512}
+    | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
+    "qwen3_next": LLAMA
+    | {"model_type": "qwen3_next", "linear_num_key_heads": 4, "linear_num_value_heads": 4}
+    | {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_conv_kernel_dim": 4},
+    "deepseek": DEEPSEEK
+    | {"qk_nope_head_dim": 128, "v_head_dim": 128, "n_routed_experts": 4, "n_shared_experts": 1}
+    | {"first_k_dense_replace": 1, "mlp_only_layers": [2], "decoder_sparse_step": 1},
+    "jamba": LLAMA
+    | {"model_type": "jamba", "attn_layer_period": 2, "attn_layer_offset": 1}
+    | {"mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2},
+    "llama4": LLAMA | {"model_type": "llama4_text", "no_rope_layers": [1, 1, 0]},
+    "qwen2_moe": LLAMA
+    | {"model_type": "qwen2_moe", "use_sliding_window": True, "sliding_window": 512}
+    | {"max_window_layers": 2, "tie_word_embeddings": True},
+    "composite": {"model_type": "qwen2_vl", "text_config": LLAMA},
+}
+MORE_FIELDS = (
+    *("architectures", "attn_layer_indices", "cross_attention_layers", "dtype", "full_attn_idxs"),
+    *("hybrid_override_pattern", "index_head_dim", "layers_block_type"),
+    *("multi_query", "per_layer_config", "quantization_config", "rope_parameters", "alibi"),
+)
+ODD_VALUES: tuple[Any, ...] = (
+    -1,
+    10**30,
+    10**400,
+    1.5,
+    "8",
+    True,
+    [],
+    [1],
+    [None],
+    [{}],
+    {},
+    {"0": 1},
+)
+ODD_VALUES += ({"0": {"head_dim": "x"}}, {"0": {"num_key_value_heads": 10**9}})
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_odd_config_is_planned_or_its_field_is_named(way: str) -> None:
+    errors = 0
+    for field in (*WAYS[way], *MORE_FIELDS):
+        for value in ODD_VALUES:
+            try:
+                shape = read_model_shape(WAYS[way] | {field: value})
+                weights = plan_weights(shape)
+                plan = config_plan("k4v4", shape, KVQuantConfig())
+                assert math.isfinite(plan.total_bytes(10**6)) and repr(weights)
+            except ValueError as error:
+                errors += 1
+                inner = ("text_config", "per_layer_config")  # then a field in it
+                assert field in str(error) or field in inner, (field, value, error)
+    assert errors > 30
+
+
+def test_a_model_of_one_layer_may_name_its_architecture() -> None:
+    config = LLAMA | {"num_hidden_layers": 1, "architectures": ["LlamaForCausalLM"]}
+    assert read_model_shape(config).num_layers == 1
 
 
 def test_unknown_weights_ask_for_their_size(

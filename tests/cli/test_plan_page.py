@@ -119,6 +119,21 @@ CHANGES: list[dict[str, Any]] = [
     {"max_position_embeddings": None},
     {"block_configs": [{"attention": {"n_heads_in_group": 8}}] * 30},
     {"linear_attn_config": {"a": True, "b": None, "c": "d"}},
+    {"num_hidden_layers": 1, "architectures": ["LlamaForCausalLM"], "layer_types": None},
+    {"num_hidden_layers": 10**6, "layer_types": None},
+    {"layer_types": -1},
+    {"architectures": [1]},
+    {"per_layer_config": [{}]},
+    {"per_layer_config": {"0": 1}},
+    {"per_layer_config": {"0": {"head_dim": "x"}}},
+    {"layer_types": None, "attn_layer_indices": {"0": 1}},
+    {"attention_chunk_size": 8, "no_rope_layers": [1] * 50, "layer_types": None},
+    {"num_kv_shared_layers": 1.5},
+    {"cross_attention_layers": "8"},
+    {"multi_query": []},
+    {"text_config": 5},
+    {"model_type": 7},
+    {"dtype": ["float32"]},
 ]
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from tightkv.model_shape.families import ALL_SLIDE
-from tightkv.model_shape.source import ModelConfig
+from tightkv.model_shape.source import MOST_LAYERS, ModelConfig
+from tightkv.strict_json import short
 
 # Names in layer_types and layers_block_type. "hybrid": attention and a state side by side;
 # "indexed": attention with a sparse index, known only over a latent (mla).
@@ -40,7 +40,7 @@ NOT_UNDERSTOOD = (
     "ssm_cfg",
 )
 # Lists with one string per layer that do not say what the cache is.
-UNRELATED_LISTS = ("mlp_layer_types", "indexer_types")
+UNRELATED_LISTS = ("architectures", "mlp_layer_types", "indexer_types")
 
 
 def layer_kinds(cfg: ModelConfig) -> list[str]:
@@ -57,30 +57,34 @@ def _all_kinds(cfg: ModelConfig) -> list[str]:
         _refuse_unread_lists(cfg)
         ways = (_pattern, _indices, _period, _interval, _side_by_side, _no_rope, _windowed)
         kinds = next((found for way in ways if (found := way(cfg)) is not None), None)
-    return kinds or ["full"] * num_layers(cfg)
+    kinds = ["full"] * num_layers(cfg) if kinds is None else kinds
+    if not 1 <= len(kinds) <= MOST_LAYERS:
+        raise ValueError(f"{cfg.name} has {len(kinds)} layers; allowed: 1 to {MOST_LAYERS}")
+    return kinds
 
 
 def layers_read_by_others(cfg: ModelConfig) -> set[int]:
     """Layers whose cache the last layers read: the last before those, of each kind."""
-    kinds, shared = _all_kinds(cfg), cfg.first("num_kv_shared_layers") or 0
+    kinds = _all_kinds(cfg)
+    shared = _shared_layers(cfg, kinds)
     own, readers = kinds[: len(kinds) - shared], set(kinds[len(kinds) - shared :])
     return {max(i for i, kind in enumerate(own) if kind == k) for k in readers & set(own)}
 
 
 def num_layers(cfg: ModelConfig) -> int:
-    return cfg.need("num_hidden_layers", "n_layer", "n_layers")
+    return cfg.need("num_hidden_layers", "n_layer", "n_layers", most=MOST_LAYERS)
 
 
 def window_size(cfg: ModelConfig) -> int | None:
     """The sliding window, or None where it is off."""
-    if cfg.values.get("use_sliding_window") is False or cfg.first("sliding_window") == 0:
+    if cfg.flag("use_sliding_window") is False or cfg.first("sliding_window") == 0:
         return None
     return cfg.number("sliding_window")
 
 
 def _listed(cfg: ModelConfig) -> list[str] | None:
     for field in ("layer_types", "layers_block_type"):
-        names = cfg.first(field)
+        names = cfg.words(field)
         if names is None:
             continue
         for name in names:
@@ -99,7 +103,7 @@ def _listed(cfg: ModelConfig) -> list[str] | None:
 
 
 def _pattern(cfg: ModelConfig) -> list[str] | None:
-    pattern = cfg.first("hybrid_override_pattern")
+    pattern = cfg.text("hybrid_override_pattern")
     if pattern is None:
         return None
     for letter in pattern:
@@ -112,18 +116,19 @@ def _pattern(cfg: ModelConfig) -> list[str] | None:
 
 
 def _indices(cfg: ModelConfig) -> list[str] | None:
-    indices = cfg.first("attn_layer_indices", "full_attn_idxs")
-    if indices is None and cfg.model_type == "bamba":
-        indices = ()
+    indices = cfg.numbers("attn_layer_indices")
     if indices is None:
+        indices = cfg.numbers("full_attn_idxs")
+    if indices is None and cfg.model_type != "bamba":
         return None
-    return ["full" if i in indices else "linear" for i in range(num_layers(cfg))]
+    full = set(indices or ())
+    return ["full" if i in full else "linear" for i in range(num_layers(cfg))]
 
 
 def _period(cfg: ModelConfig) -> list[str] | None:
     if cfg.model_type != "jamba":
         return None
-    period, offset = cfg.need("attn_layer_period"), cfg.first("attn_layer_offset") or 0
+    period, offset = cfg.need("attn_layer_period"), cfg.number("attn_layer_offset", least=0) or 0
     return ["full" if i % period == offset else "linear" for i in range(num_layers(cfg))]
 
 
@@ -139,7 +144,9 @@ def _no_rope(cfg: ModelConfig) -> list[str] | None:
     """Llama 4: layers with RoPE see their own chunk only, the others everything."""
     if cfg.first("attention_chunk_size") is None:
         return None
-    if flags := cfg.first("no_rope_layers"):
+    if flags := cfg.numbers("no_rope_layers"):
+        if len(flags) != num_layers(cfg):
+            raise cfg.wrong("no_rope_layers", f"a number for each of {num_layers(cfg)} layers")
         return ["chunked" if flag else "full" for flag in flags]
     every = _every(cfg, cfg.number("no_rope_layer_interval"), "chunked")
     return every or ["chunked"] * num_layers(cfg)
@@ -166,7 +173,7 @@ def _slides_rule(cfg: ModelConfig) -> Callable[[int], bool]:
     """Which layers have the window when there is no pattern."""
     if cfg.model_type in ALL_SLIDE:
         return lambda layer: True
-    border = cfg.values.get("max_window_layers")
+    border = cfg.number("max_window_layers", least=0)
     if border is None:
         raise ValueError(
             f"sliding_window={window_size(cfg)} of {cfg.name}, but neither its config nor its "
@@ -186,17 +193,20 @@ def _every(cfg: ModelConfig, period: int | None, other: str) -> list[str] | None
 
 def _without_own_cache(cfg: ModelConfig, kinds: list[str]) -> list[str]:
     """Layers that read another layer's cache, or an image's, hold no tokens of their own."""
-    shared = cfg.first("num_kv_shared_layers") or 0
-    first_shared = len(kinds) - shared
-    crossing = cfg.first("cross_attention_layers") or ()
+    first_shared = len(kinds) - _shared_layers(cfg, kinds)
+    crossing = set(cfg.numbers("cross_attention_layers") or ())
     return ["none" if i >= first_shared or i in crossing else k for i, k in enumerate(kinds)]
+
+
+def _shared_layers(cfg: ModelConfig, kinds: list[str]) -> int:
+    return cfg.number("num_kv_shared_layers", least=0, most=len(kinds)) or 0
 
 
 def _refuse_fields(cfg: ModelConfig, fields: tuple[str, ...]) -> None:
     for field in fields:
         if cfg.first(field) is not None:
             raise ValueError(
-                f"{field}={_short(cfg.first(field))} of {cfg.name} changes what its layers keep, "
+                f"{field}={short(cfg.first(field))} of {cfg.name} changes what its layers keep, "
                 f"and it is not supported; use layer_types instead"
             )
 
@@ -213,8 +223,3 @@ def _refuse_unread_lists(cfg: ModelConfig) -> None:
                 f"{field} of {cfg.name} names a kind for each layer ({kinds}), and this field is "
                 f"not understood; only layer_types and layers_block_type are"
             )
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from tightkv.model_shape.shape import (
     LayerShape,
     ModelShape,
 )
-from tightkv.model_shape.source import ModelConfig, load_config
+from tightkv.model_shape.source import MOST_DIM, MOST_HEADS, ModelConfig, load_config
 from tightkv.model_shape.state import state_bytes
 
 DTYPES = {
@@ -49,9 +51,10 @@ def read_model_shape(source: Any) -> ModelShape:
     cfg = load_config(source)
     _refuse_models_without_cache(cfg)
     notes: list[str] = []
-    num_heads = cfg.need("num_attention_heads", "n_head", "n_heads")
+    num_heads = cfg.need("num_attention_heads", "n_head", "n_heads", most=MOST_HEADS)
     hidden_size = cfg.need("hidden_size", "n_embd", "d_model", "n_embed")
     layers = _layers(cfg, num_heads, hidden_size, notes)
+    cfg.record("quantization_config")
     return ModelShape(
         name=cfg.name,
         model_type=cfg.model_type,
@@ -69,14 +72,14 @@ def read_model_shape(source: Any) -> ModelShape:
 
 
 def _refuse_models_without_cache(cfg: ModelConfig) -> None:
-    if cfg.values.get("is_encoder_decoder"):
+    if cfg.flag("is_encoder_decoder"):
         raise ValueError(
             f"{cfg.name} is an encoder-decoder model (model_type {cfg.model_type!r}); only "
             f"decoder-only models are supported"
         )
-    masked = [a for a in cfg.first("architectures") or () if a.endswith("ForMaskedLM")]
+    masked = [a for a in cfg.words("architectures") or () if a.endswith("ForMaskedLM")]
     reason = REFUSED.get(cfg.model_type) or (REFUSED["bert"] if masked else None)
-    if reason and not cfg.values.get("is_decoder"):
+    if reason and not cfg.flag("is_decoder"):
         raise ValueError(f"{cfg.name} (model_type {cfg.model_type!r}) has no KV cache: {reason}")
     if cfg.first("vocab_size") is None:
         raise ValueError(
@@ -100,16 +103,18 @@ def _layers(
         )
     window = _useful_window(cfg, kinds, notes)
     shared = layers_read_by_others(cfg)
+    latent = None if cfg.first("kv_lora_rank") is None else _latent_layer(cfg, set(kinds))
+    value_head_dim = cfg.number("v_head_dim", most=MOST_DIM)
     shapes = []
     for index, kind in enumerate(kinds):
         layer_heads, layer_dim = _layer_override(cfg, index, kind, heads, head_dim)
-        value_dim = cfg.number("v_head_dim") or layer_dim
+        value_dim = value_head_dim or layer_dim
         if kind == "none":
             shape = LayerShape("none")
         elif kind == "linear":
             shape = LayerShape("linear", state_bytes=state)
-        elif cfg.first("kv_lora_rank") is not None:
-            shape = _latent_layer(cfg, kinds)
+        elif latent is not None:
+            shape = latent
         elif kind == "indexed":
             raise ValueError(
                 f"layer {index} of {cfg.name} is of kind 'indexed_attention' without a latent "
@@ -140,7 +145,7 @@ def _layers(
 def _extras(cfg: ModelConfig, read_by_others: bool) -> tuple[str, ...]:
     """What a layer of full attention needs beyond the causal mask."""
     found = [SHARED] if read_by_others else []
-    if cfg.model_type in ALIBI_FAMILIES or cfg.values.get("alibi"):
+    if cfg.model_type in ALIBI_FAMILIES or cfg.flag("alibi"):
         found.append(ALIBI)
     if cfg.model_type in SINK_FAMILIES:
         found.append(SINKS)
@@ -148,9 +153,10 @@ def _extras(cfg: ModelConfig, read_by_others: bool) -> tuple[str, ...]:
 
 
 def _kv_heads(cfg: ModelConfig, num_heads: int) -> int:
-    if cfg.values.get("multi_query") and not cfg.values.get("new_decoder_architecture"):
+    if cfg.flag("multi_query") and not cfg.flag("new_decoder_architecture"):
         return 1
-    heads = cfg.number("num_key_value_heads", "num_kv_heads", "n_head_kv") or num_heads
+    names = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
+    heads = cfg.number(*names, most=MOST_HEADS) or num_heads
     if num_heads % heads and cfg.first("kv_lora_rank") is None:
         raise ValueError(
             f"{num_heads} query heads of {cfg.name} are not a multiple of its {heads} KV heads"
@@ -161,7 +167,7 @@ def _kv_heads(cfg: ModelConfig, num_heads: int) -> int:
 def _head_dim(cfg: ModelConfig, num_heads: int, hidden_size: int) -> int:
     if cfg.first("kv_lora_rank") is not None:
         return 0  # a latent instead of heads
-    dim = cfg.number("head_dim", "attention_head_dim")
+    dim = cfg.number("head_dim", "attention_head_dim", most=MOST_DIM)
     if dim is None:
         if hidden_size % num_heads:
             raise ValueError(
@@ -169,6 +175,8 @@ def _head_dim(cfg: ModelConfig, num_heads: int, hidden_size: int) -> int:
                 f"multiple of {num_heads} heads"
             )
         dim = hidden_size // num_heads
+        if dim > MOST_DIM:
+            raise cfg.wrong("hidden_size", f"at most {MOST_DIM} for each of {num_heads} heads")
     return dim
 
 
@@ -176,30 +184,34 @@ def _layer_override(
     cfg: ModelConfig, index: int, kind: str, heads: int, head_dim: int
 ) -> tuple[int, int]:
     """KV heads and head_dim of one layer, where a config gives some layers their own."""
-    own = (cfg.first("per_layer_config") or {}).get(str(index))
-    if own is None:
-        own = (cfg.first("per_layer_config") or {}).get(index)
-    if own is not None:
-        return own.get("num_key_value_heads") or heads, own.get("head_dim") or head_dim
+    layers = cfg.record("per_layer_config") or {}
+    values = layers.get(index) if layers.get(str(index)) is None else layers[str(index)]
+    if values is not None:
+        if not isinstance(values, Mapping):
+            raise cfg.wrong("per_layer_config", "an object with an object for each layer")
+        own = replace(cfg, values=values, name=f"layer {index} of {cfg.name}")
+        own_heads = own.number("num_key_value_heads", most=MOST_HEADS)
+        return own_heads or heads, own.number("head_dim", most=MOST_DIM) or head_dim
     if kind == "full" and cfg.first("global_head_dim") is not None:
-        if cfg.values.get("attention_k_eq_v"):
-            heads = cfg.number("num_global_key_value_heads") or heads
-        return heads, cfg.need("global_head_dim")
+        if cfg.flag("attention_k_eq_v"):
+            heads = cfg.number("num_global_key_value_heads", most=MOST_HEADS) or heads
+        return heads, cfg.need("global_head_dim", most=MOST_DIM)
     return heads, head_dim
 
 
-def _latent_layer(cfg: ModelConfig, kinds: list[str]) -> LayerShape:
+def _latent_layer(cfg: ModelConfig, kinds: set[str]) -> LayerShape:
     """DeepSeek's latent and the shared RoPE key.
 
     An index is counted as vLLM 0.32 keeps it (models/deepseek_v2.py, Indexer): a byte per number
     and a float32 scale for 128 of them.
     """
-    rank, rope = cfg.need("kv_lora_rank"), cfg.need("qk_rope_head_dim")
-    index = cfg.number("index_head_dim") or 0
+    rank = cfg.need("kv_lora_rank", most=MOST_DIM)
+    rope = cfg.need("qk_rope_head_dim", most=MOST_DIM)
+    index = cfg.number("index_head_dim", most=MOST_DIM) or 0
     found = {
         INDEXED: index or "indexed" in kinds,
-        BESIDE_OTHERS: {"linear", "hybrid"} & set(kinds),
-        LATENT_WINDOW: {"sliding", "chunked"} & set(kinds),
+        BESIDE_OTHERS: {"linear", "hybrid"} & kinds,
+        LATENT_WINDOW: {"sliding", "chunked"} & kinds,
     }
     return LayerShape(
         "mla",
@@ -227,9 +239,9 @@ def _useful_window(cfg: ModelConfig, kinds: list[str], notes: list[str]) -> int 
 
 
 def _note_empty_layers(cfg: ModelConfig, notes: list[str]) -> None:
-    if shared := cfg.first("num_kv_shared_layers"):
+    if shared := cfg.number("num_kv_shared_layers", least=0):
         notes.append(f"the last {shared} layers read the cache of earlier ones and hold none")
-    if crossing := cfg.first("cross_attention_layers"):
+    if crossing := cfg.numbers("cross_attention_layers"):
         notes.append(
             f"{len(crossing)} cross-attention layers hold the image's keys and values, which do "
             f"not grow with the text; not counted"
@@ -241,11 +253,11 @@ def _max_positions(cfg: ModelConfig) -> int | None:
 
 
 def _dtype(cfg: ModelConfig, notes: list[str]) -> torch.dtype:
-    name = cfg.first("dtype", "torch_dtype")
-    if name is None:
-        notes.append("the config names no dtype; bfloat16 is assumed")
-        return torch.bfloat16
-    text = str(name).removeprefix("torch.")
-    if text not in DTYPES:
-        raise ValueError(f"dtype={text!r} of {cfg.name}; supported: {', '.join(DTYPES)}")
-    return DTYPES[text]
+    for field in ("dtype", "torch_dtype"):
+        if (value := cfg.first(field)) is not None:
+            text = str(value).removeprefix("torch.")
+            if text not in DTYPES:
+                raise cfg.wrong(field, ", ".join(DTYPES))
+            return DTYPES[text]
+    notes.append("the config names no dtype; bfloat16 is assumed")
+    return torch.bfloat16

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tightkv.model_shape.families import DEFAULTS, NESTED_DEFAULTS
+from tightkv.strict_json import short
 
 # Where a composite (vision, audio) model keeps its language model.
 TEXT_PARTS = ("text_config", "thinker_config", "language_config", "llm_config")
 # Read from the whole config when the language part does not say.
 SHARED = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
 
+# Beyond these no model is meant: lists of layers and tensors of heads would fill the memory.
+MOST_LAYERS = MOST_HEADS = MOST_DIM = 4096
+MOST = 1 << 48
+
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The language model's config as a mapping with checked look-ups."""
+    """The language model's config as a mapping with checked look-ups: each names what is wrong."""
 
     values: Mapping[str, Any]
     name: str
@@ -37,18 +42,54 @@ class ModelConfig:
                 return self.values[name]
         return None
 
-    def number(self, *names: str) -> int | None:
-        """As `first`, checked to be a whole number above 0."""
-        value = self.first(*names)
-        if value is None:
+    def wrong(self, name: str, allowed: str) -> ValueError:
+        return ValueError(f"{name}={short(self.values[name])} of {self.name}; allowed: {allowed}")
+
+    def number(self, *names: str, least: int = 1, most: int = MOST) -> int | None:
+        """As `first`, checked to be a whole number."""
+        name = next((n for n in names if self.values.get(n) is not None), None)
+        if name is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            name = next(n for n in names if self.values.get(n) is not None)
-            raise ValueError(f"{name}={value!r} of {self.name}; it must be an integer > 0")
+        value = self.values[name]
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise self.wrong(name, f"a whole number from {least} to {most}")
         return value
 
-    def need(self, *names: str) -> int:
-        value = self.number(*names)
+    def flag(self, name: str) -> bool | None:
+        value = self.values.get(name)
+        if value not in (None, False, True):
+            raise self.wrong(name, "true or false")
+        return None if value is None else bool(value)
+
+    def text(self, name: str) -> str | None:
+        value = self.values.get(name)
+        if value is not None and not isinstance(value, str):
+            raise self.wrong(name, "a string")
+        return value
+
+    def record(self, name: str) -> Mapping[Any, Any] | None:
+        value = self.values.get(name)
+        if value is not None and not isinstance(value, Mapping):
+            raise self.wrong(name, "an object")
+        return value
+
+    def words(self, name: str) -> Sequence[str] | None:
+        return self._items(name, "a list of strings", lambda item: isinstance(item, str))
+
+    def numbers(self, name: str) -> Sequence[int] | None:
+        """Numbers of layers, or 0 and 1 for each of them."""
+        return self._items(
+            name, "a list of whole numbers", lambda item: isinstance(item, int) and item >= 0
+        )
+
+    def _items(self, name: str, allowed: str, check: Callable[[Any], bool]) -> Any:
+        value = self.values.get(name)
+        if value is not None and not (isinstance(value, list | tuple) and all(map(check, value))):
+            raise self.wrong(name, allowed)
+        return value
+
+    def need(self, *names: str, most: int = MOST) -> int:
+        value = self.number(*names, most=most)
         if value is None:
             raise ValueError(
                 f"the config of {self.name} (model_type {self.model_type!r}) has no "
@@ -101,13 +142,13 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _text_part(whole: dict[str, Any], name: str, folder: Path | None) -> ModelConfig:
     """The language model inside `whole`, with the defaults of its family."""
     part, nested = whole, False
-    while key := next((k for k in TEXT_PARTS if isinstance(part.get(k), dict)), None):
-        inner = dict(part[key])
+    while key := next((k for k in TEXT_PARTS if part.get(k) is not None), None):
+        inner = dict(ModelConfig(part, name, folder, nested).record(key) or {})
         for shared in SHARED:
             if inner.get(shared) is None and part.get(shared) is not None:
                 inner[shared] = part[shared]
         inner.setdefault("model_type", part.get("model_type"))
         part, nested = inner, True
-    family = str(part.get("model_type") or "")
+    family = ModelConfig(part, name, folder, nested).text("model_type") or ""
     defaults = {**(NESTED_DEFAULTS.get(family, {}) if nested else {}), **DEFAULTS.get(family, {})}
     return ModelConfig({**defaults, **part}, name, folder, nested)

@@ -92,12 +92,13 @@ def estimate_parameters(shape: ModelShape) -> int | None:
         needed += ["qk_nope_head_dim", "v_head_dim"]
     if any(cfg.number(name) is None for name in needed):
         return None
-    embeddings = 1 if cfg.values.get("tie_word_embeddings") else 2
+    embeddings = 1 if cfg.flag("tie_word_embeddings") else 2
     total = embeddings * shape.vocab_size * shape.hidden_size
     if shape.model_type in ("gpt2", "gpt_bigcode"):
         total += (shape.max_positions or 0) * shape.hidden_size
+    sparse = _sparse_layers(cfg, shape.num_layers)
     for index, layer in enumerate(shape.layers):
-        total += _attention(cfg, shape, layer) + _mlp(cfg, shape, index)
+        total += _attention(cfg, shape, layer) + _mlp(cfg, shape, index in sparse)
     return total
 
 
@@ -114,22 +115,22 @@ def _attention(cfg: ModelConfig, shape: ModelShape, layer: LayerShape) -> int:
     return query + down + up + heads * value * hidden
 
 
-def _mlp(cfg: ModelConfig, shape: ModelShape, index: int) -> int:
+def _mlp(cfg: ModelConfig, shape: ModelShape, sparse: bool) -> int:
     hidden, matrices = shape.hidden_size, MLP_MATRICES[shape.model_type]
     dense = cfg.number("ffn_hidden_size", "n_inner", "intermediate_size") or 4 * hidden
     experts = cfg.number("num_local_experts", "num_experts", "n_routed_experts")
-    if experts is None or not _is_sparse(cfg, index):
+    if experts is None or not sparse:
         return matrices * hidden * dense
     width = cfg.number("moe_intermediate_size") or dense
     shared = cfg.number("shared_expert_intermediate_size")
     if shared is None:
-        shared = (cfg.first("n_shared_experts") or 0) * width
+        shared = (cfg.number("n_shared_experts", least=0) or 0) * width
     return hidden * experts + matrices * hidden * (experts * width + shared)
 
 
-def _is_sparse(cfg: ModelConfig, index: int) -> bool:
-    if index < (cfg.first("first_k_dense_replace") or 0):
-        return False
-    if index in (cfg.first("mlp_only_layers") or ()):
-        return False
-    return (index + 1) % (cfg.number("decoder_sparse_step") or 1) == 0
+def _sparse_layers(cfg: ModelConfig, count: int) -> set[int]:
+    """Layers whose MLP has experts, if the model has any."""
+    step = cfg.number("decoder_sparse_step") or 1
+    first = cfg.number("first_k_dense_replace", least=0) or 0
+    found = {i for i in range(first, count) if (i + 1) % step == 0}
+    return found - set(cfg.numbers("mlp_only_layers") or ())

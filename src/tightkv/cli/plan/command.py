@@ -41,6 +41,7 @@ from tightkv.planner import (
 
 DEFAULT_CONTEXT = 32768
 DEFAULT_UTILIZATION = 0.9
+_MOST = 1 << 40  # tokens or requests: sizes beyond are no floats
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,8 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("which model? Give a folder with a config.json, or --html FILE alone")
     for name in ("context", "batch", "tp"):
         value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name} {value}; it must be at least 1")
+        if value is not None and not 1 <= value <= _MOST:
+            raise ValueError(f"--{name} {value}; it must be at least 1 and at most {_MOST}")
     if args.plot:
         check_plot(args.plot)
     source = args.model if is_local(args.model) else hub.load_hub_config(args.model)

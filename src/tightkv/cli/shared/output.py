@@ -102,7 +102,7 @@ def parse_bytes(text: str) -> int:
     """'80GiB' -> 85899345920, '24GB' -> 24000000000; a bare number is bytes."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     units = {unit.lower(): size for unit, size in _UNITS.items()}
-    if match is None or (match[2] or "B").lower() not in units:
+    if match is None or len(match[1]) > 30 or (match[2] or "B").lower() not in units:
         raise ValueError(
             f"size {text!r}; give a number and one of {', '.join(_UNITS)}, as in 80GiB"
         )

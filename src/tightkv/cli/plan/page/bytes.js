@@ -212,13 +212,15 @@ function estimateParameters(shape) {
     needed.push("qk_nope_head_dim", "v_head_dim");
   }
   if (needed.some((name) => cfg.number(name) === null)) return null;
-  const embeddings = cfg.values.tie_word_embeddings ? 1 : 2;
+  const embeddings = cfg.flag("tie_word_embeddings") ? 1 : 2;
   let total = embeddings * shape.vocabSize * shape.hiddenSize;
   if (shape.modelType === "gpt2" || shape.modelType === "gpt_bigcode") {
     total += (shape.maxPositions || 0) * shape.hiddenSize;
   }
+  const sparse = sparseLayers(cfg, shape.layers.length);
   shape.layers.forEach((layer, index) => {
-    total += attentionParameters(cfg, shape, layer) + mlpParameters(cfg, shape, index, matrices);
+    total += attentionParameters(cfg, shape, layer);
+    total += mlpParameters(cfg, shape, sparse.has(index), matrices);
   });
   return total;
 }
@@ -239,21 +241,24 @@ function attentionParameters(cfg, shape, layer) {
   return query + hidden * (rank + rope) + rank * heads * (nope + value) + heads * value * hidden;
 }
 
-function mlpParameters(cfg, shape, index, matrices) {
+function mlpParameters(cfg, shape, sparse, matrices) {
   const hidden = shape.hiddenSize;
   const dense = cfg.number("ffn_hidden_size", "n_inner", "intermediate_size") || 4 * hidden;
   const experts = cfg.number("num_local_experts", "num_experts", "n_routed_experts");
-  if (experts === null || !isSparse(cfg, index)) return matrices * hidden * dense;
+  if (experts === null || !sparse) return matrices * hidden * dense;
   const width = cfg.number("moe_intermediate_size") || dense;
   let shared = cfg.number("shared_expert_intermediate_size");
-  if (shared === null) shared = (cfg.first("n_shared_experts") || 0) * width;
+  if (shared === null) shared = (cfg.number("n_shared_experts", { least: 0 }) || 0) * width;
   return hidden * experts + matrices * hidden * (experts * width + shared);
 }
 
-function isSparse(cfg, index) {
-  if (index < (cfg.first("first_k_dense_replace") || 0)) return false;
-  if ((cfg.first("mlp_only_layers") || []).includes(index)) return false;
-  return (index + 1) % (cfg.number("decoder_sparse_step") || 1) === 0;
+// Layers whose MLP has experts, if the model has any.
+function sparseLayers(cfg, count) {
+  const step = cfg.number("decoder_sparse_step") || 1;
+  const first = cfg.number("first_k_dense_replace", { least: 0 }) || 0;
+  const dense = new Set(cfg.numbers("mlp_only_layers") || []);
+  const isSparse = (i) => i >= first && (i + 1) % step === 0 && !dense.has(i);
+  return new Set(fill(count, (i) => i).filter(isSparse));
 }
 
 // options.weightsBytes: given. options.parameters: counted. Else estimated, or null.

@@ -15,15 +15,52 @@ class ModelConfig {
     return null;
   }
 
-  // As `first`, checked to be a whole number above 0.
+  wrong(name, allowed) {
+    return new Error(
+      `${name}=${shortRepr(this.values[name])} of ${this.name}; allowed: ${allowed}`,
+    );
+  }
+
+  // As `first`, checked to be a whole number; {least, most} may follow the names.
   number(...names) {
-    const value = this.first(...names);
-    if (value === null) return null;
-    if (!Number.isInteger(value) || value < 1) {
-      const name = names.find((n) => this.values[n] != null);
-      throw new Error(`${name}=${repr(value)} of ${this.name}; it must be an integer > 0`);
+    const { least, most } = { least: 1, most: DATA.most, ...names.find(isObject) };
+    const name = names.find((n) => this.values[n] != null);
+    if (name === undefined) return null;
+    const value = this.values[name];
+    if (!Number.isInteger(value) || value < least || value > most) {
+      throw this.wrong(name, `a whole number from ${least} to ${most}`);
     }
     return value;
+  }
+
+  // A value that is null or passes the check.
+  checked(name, allowed, check) {
+    const value = this.first(name);
+    if (value !== null && !check(value)) throw this.wrong(name, allowed);
+    return value;
+  }
+
+  flag(name) {
+    return this.checked(name, "true or false", (v) => [false, true, 0, 1].includes(v));
+  }
+
+  text(name) {
+    return this.checked(name, "a string", (v) => typeof v === "string");
+  }
+
+  record(name) {
+    return this.checked(name, "an object", isObject);
+  }
+
+  words(name) {
+    const isWord = (item) => typeof item === "string";
+    return this.checked(name, "a list of strings", (v) => Array.isArray(v) && v.every(isWord));
+  }
+
+  numbers(name) {
+    const isCount = (item) => typeof item === "boolean" || (Number.isInteger(item) && item >= 0);
+    const allowed = "a list of whole numbers";
+    return this.checked(name, allowed, (v) => Array.isArray(v) && v.every(isCount));
   }
 
   need(...names) {
@@ -31,7 +68,7 @@ class ModelConfig {
     if (value === null) {
       throw new Error(
         `the config of ${this.name} (model_type ${repr(this.modelType)}) has no ` +
-          names.join(" or "),
+          names.filter((name) => !isObject(name)).join(" or "),
       );
     }
     return value;
@@ -51,7 +88,7 @@ function repr(value) {
 
 function shortRepr(value) {
   const text = repr(value);
-  return text.length <= 60 ? text : text.slice(0, 57) + "...";
+  return text.length <= 60 ? text : `${text.slice(0, 50)}... (${text.length} characters)`;
 }
 
 const isObject = (value) =>
@@ -63,9 +100,9 @@ function textPart(whole, name) {
   let part = whole;
   let nested = false;
   for (;;) {
-    const key = DATA.text_parts.find((k) => isObject(part[k]));
+    const key = DATA.text_parts.find((k) => part[k] != null);
     if (key === undefined) break;
-    const inner = { ...part[key] };
+    const inner = { ...new ModelConfig(part, name, nested).record(key) };
     for (const shared of DATA.shared) {
       if (inner[shared] == null && part[shared] != null) inner[shared] = part[shared];
     }
@@ -73,7 +110,7 @@ function textPart(whole, name) {
     part = inner;
     nested = true;
   }
-  const family = String(part.model_type || "");
+  const family = new ModelConfig(part, name, nested).text("model_type") || "";
   const defaults = {
     ...(nested ? DATA.nested_defaults[family] : {}),
     ...DATA.defaults[family],
@@ -90,9 +127,10 @@ function readModelShape(whole, name) {
   );
   refuseModelsWithoutCache(cfg);
   const notes = [];
-  const numHeads = cfg.need("num_attention_heads", "n_head", "n_heads");
+  const numHeads = cfg.need("num_attention_heads", "n_head", "n_heads", MOST_HEADS);
   const hiddenSize = cfg.need("hidden_size", "n_embd", "d_model", "n_embed");
   const layers = readLayers(cfg, numHeads, hiddenSize, notes);
+  cfg.record("quantization_config");
   return {
     name: cfg.name,
     modelType: cfg.modelType,
@@ -109,15 +147,15 @@ function readModelShape(whole, name) {
 
 function refuseModelsWithoutCache(cfg) {
   const type = repr(cfg.modelType);
-  if (cfg.values.is_encoder_decoder) {
+  if (cfg.flag("is_encoder_decoder")) {
     throw new Error(
       `${cfg.name} is an encoder-decoder model (model_type ${type}); only decoder-only models ` +
         "are supported",
     );
   }
-  const masked = (cfg.first("architectures") || []).some((a) => a.endsWith("ForMaskedLM"));
+  const masked = (cfg.words("architectures") || []).some((a) => a.endsWith("ForMaskedLM"));
   const reason = DATA.refused[cfg.modelType] || (masked ? DATA.refused.bert : null);
-  if (reason && !cfg.values.is_decoder) {
+  if (reason && !cfg.flag("is_decoder")) {
     throw new Error(`${cfg.name} (model_type ${type}) has no KV cache: ${reason}`);
   }
   if (cfg.first("vocab_size") === null) {
@@ -128,7 +166,10 @@ function refuseModelsWithoutCache(cfg) {
 }
 
 // --- which kind each layer is ---
-const numLayers = (cfg) => cfg.need("num_hidden_layers", "n_layer", "n_layers");
+const MOST_LAYERS = { most: DATA.most_layers };
+const MOST_HEADS = { most: DATA.most_heads };
+const MOST_DIM = { most: DATA.most_dim };
+const numLayers = (cfg) => cfg.need("num_hidden_layers", "n_layer", "n_layers", MOST_LAYERS);
 
 function layerKinds(cfg) {
   return withoutOwnCache(cfg, allKinds(cfg));
@@ -154,20 +195,26 @@ function allKinds(cfg) {
       if (kinds !== null) break;
     }
   }
-  return kinds && kinds.length ? kinds : fill(numLayers(cfg), () => "full");
+  kinds = kinds || fill(numLayers(cfg), () => "full");
+  if (!kinds.length || kinds.length > DATA.most_layers) {
+    throw new Error(
+      `${cfg.name} has ${kinds.length} layers; allowed: 1 to ${DATA.most_layers}`,
+    );
+  }
+  return kinds;
 }
 
 // Layers whose cache the last layers read: the last before those, of each kind.
 function layersReadByOthers(cfg) {
   const kinds = allKinds(cfg);
-  const border = kinds.length - (cfg.first("num_kv_shared_layers") || 0);
+  const border = kinds.length - sharedLayers(cfg, kinds);
   const own = kinds.slice(0, border);
   return new Set(kinds.slice(border).map((kind) => own.lastIndexOf(kind)));
 }
 
 function listedKinds(cfg) {
   for (const field of ["layer_types", "layers_block_type"]) {
-    const names = cfg.first(field);
+    const names = cfg.words(field);
     if (names === null) continue;
     const unknown = names.find((name) => !(name in DATA.layer_names));
     if (unknown !== undefined) {
@@ -187,7 +234,7 @@ function listedKinds(cfg) {
 }
 
 function kindsOfPattern(cfg) {
-  const pattern = cfg.first("hybrid_override_pattern");
+  const pattern = cfg.text("hybrid_override_pattern");
   if (pattern === null) return null;
   return [...pattern].map((letter) => {
     if (!(letter in DATA.pattern)) {
@@ -201,31 +248,38 @@ function kindsOfPattern(cfg) {
 }
 
 function kindsOfIndices(cfg) {
-  let indices = cfg.first("attn_layer_indices", "full_attn_idxs");
+  let indices = cfg.numbers("attn_layer_indices") || cfg.numbers("full_attn_idxs");
   if (indices === null && cfg.modelType === "bamba") indices = [];
   if (indices === null) return null;
-  return fill(numLayers(cfg), (i) => (indices.includes(i) ? "full" : "linear"));
+  const full = new Set(indices);
+  return fill(numLayers(cfg), (i) => (full.has(i) ? "full" : "linear"));
 }
 
 function kindsOfPeriod(cfg) {
   if (cfg.modelType !== "jamba") return null;
   const period = cfg.need("attn_layer_period");
-  const offset = cfg.first("attn_layer_offset") || 0;
+  const offset = cfg.number("attn_layer_offset", { least: 0 }) || 0;
   return fill(numLayers(cfg), (i) => (i % period === offset ? "full" : "linear"));
 }
 
 // Llama 4: layers with RoPE see their own chunk only, the others everything.
 function kindsWithoutRope(cfg) {
   if (cfg.first("attention_chunk_size") === null) return null;
-  const flags = cfg.first("no_rope_layers");
-  if (flags && flags.length) return flags.map((flag) => (flag ? "chunked" : "full"));
+  const flags = cfg.numbers("no_rope_layers");
+  if (flags && flags.length) {
+    if (flags.length !== numLayers(cfg)) {
+      throw cfg.wrong("no_rope_layers", `a number for each of ${numLayers(cfg)} layers`);
+    }
+    return flags.map((flag) => (flag ? "chunked" : "full"));
+  }
   const kinds = every(cfg, cfg.number("no_rope_layer_interval"), "chunked");
   return kinds || fill(numLayers(cfg), () => "chunked");
 }
 
 // The sliding window, or null where it is off.
 function windowSize(cfg) {
-  if (cfg.values.use_sliding_window === false || cfg.first("sliding_window") === 0) return null;
+  const off = cfg.flag("use_sliding_window");
+  if ((off !== null && !off) || cfg.first("sliding_window") === 0) return null;
   return cfg.number("sliding_window");
 }
 
@@ -250,7 +304,7 @@ function kindsOfWindows(cfg) {
 
 function slidesRule(cfg, window) {
   if (DATA.all_slide.includes(cfg.modelType)) return () => true;
-  const border = cfg.first("max_window_layers");
+  const border = cfg.number("max_window_layers", { least: 0 });
   if (border === null) {
     throw new Error(
       `sliding_window=${window} of ${cfg.name}, but neither its config nor its model_type ` +
@@ -268,9 +322,13 @@ function every(cfg, period, other) {
 }
 
 function withoutOwnCache(cfg, kinds) {
-  const firstShared = kinds.length - (cfg.first("num_kv_shared_layers") || 0);
-  const crossing = cfg.first("cross_attention_layers") || [];
-  return kinds.map((kind, i) => (i >= firstShared || crossing.includes(i) ? "none" : kind));
+  const firstShared = kinds.length - sharedLayers(cfg, kinds);
+  const crossing = new Set(cfg.numbers("cross_attention_layers") || []);
+  return kinds.map((kind, i) => (i >= firstShared || crossing.has(i) ? "none" : kind));
+}
+
+function sharedLayers(cfg, kinds) {
+  return cfg.number("num_kv_shared_layers", { least: 0, most: kinds.length }) || 0;
 }
 
 function refuseFields(cfg, fields) {
@@ -317,16 +375,16 @@ function readLayers(cfg, numHeads, hiddenSize, notes) {
   }
   const window = usefulWindow(cfg, kinds, notes);
   const shared = layersReadByOthers(cfg);
+  const latent = cfg.first("kv_lora_rank") === null ? null : latentLayer(cfg, kinds);
+  const valueHeadDim = cfg.number("v_head_dim", MOST_DIM);
   const layers = kinds.map((kind, index) => {
     const [ownHeads, ownDim] = layerOverride(cfg, index, kind, heads, headDim);
-    const valueDim = cfg.number("v_head_dim") || ownDim;
+    const valueDim = valueHeadDim || ownDim;
     const attention = (name, limit, own, extras = []) =>
       layer(name, ownHeads, ownDim, valueDim, limit, own, extras);
     if (kind === "none") return layer("none", 0, 0, 0, null, 0);
     if (kind === "linear") return layer("linear", 0, 0, 0, null, state);
-    if (cfg.first("kv_lora_rank") !== null) {
-      return latentLayer(cfg, kinds);
-    }
+    if (latent !== null) return latent;
     if (kind === "indexed") {
       throw new Error(
         `layer ${index} of ${cfg.name} is of kind 'indexed_attention' without a latent ` +
@@ -353,7 +411,7 @@ function layer(kind, numKvHeads, headDim, valueHeadDim, window, stateBytes, extr
 // What a layer of full attention needs beyond the causal mask.
 function extrasOf(cfg, readByOthers) {
   const found = readByOthers ? [DATA.extras.SHARED] : [];
-  if (DATA.alibi_families.includes(cfg.modelType) || cfg.values.alibi) {
+  if (DATA.alibi_families.includes(cfg.modelType) || cfg.flag("alibi")) {
     found.push(DATA.extras.ALIBI);
   }
   if (DATA.sink_families.includes(cfg.modelType)) found.push(DATA.extras.SINKS);
@@ -361,8 +419,9 @@ function extrasOf(cfg, readByOthers) {
 }
 
 function kvHeads(cfg, numHeads) {
-  if (cfg.values.multi_query && !cfg.values.new_decoder_architecture) return 1;
-  const heads = cfg.number("num_key_value_heads", "num_kv_heads", "n_head_kv") || numHeads;
+  if (cfg.flag("multi_query") && !cfg.flag("new_decoder_architecture")) return 1;
+  const names = ["num_key_value_heads", "num_kv_heads", "n_head_kv"];
+  const heads = cfg.number(...names, MOST_HEADS) || numHeads;
   if (numHeads % heads && cfg.first("kv_lora_rank") === null) {
     throw new Error(
       `${numHeads} query heads of ${cfg.name} are not a multiple of its ${heads} KV heads`,
@@ -373,7 +432,7 @@ function kvHeads(cfg, numHeads) {
 
 function headDimOf(cfg, numHeads, hiddenSize) {
   if (cfg.first("kv_lora_rank") !== null) return 0;
-  const dim = cfg.number("head_dim", "attention_head_dim");
+  const dim = cfg.number("head_dim", "attention_head_dim", MOST_DIM);
   if (dim !== null) return dim;
   if (hiddenSize % numHeads) {
     throw new Error(
@@ -381,24 +440,36 @@ function headDimOf(cfg, numHeads, hiddenSize) {
         `multiple of ${numHeads} heads`,
     );
   }
+  if (hiddenSize / numHeads > DATA.most_dim) {
+    throw cfg.wrong("hidden_size", `at most ${DATA.most_dim} for each of ${numHeads} heads`);
+  }
   return hiddenSize / numHeads;
 }
 
 function layerOverride(cfg, index, kind, heads, headDim) {
-  const own = (cfg.first("per_layer_config") || {})[index];
-  if (own != null) return [own.num_key_value_heads || heads, own.head_dim || headDim];
+  const values = (cfg.record("per_layer_config") || {})[index];
+  if (values != null) {
+    if (!isObject(values)) {
+      throw cfg.wrong("per_layer_config", "an object with an object for each layer");
+    }
+    const own = new ModelConfig(values, `layer ${index} of ${cfg.name}`, cfg.nested);
+    const ownHeads = own.number("num_key_value_heads", MOST_HEADS);
+    return [ownHeads || heads, own.number("head_dim", MOST_DIM) || headDim];
+  }
   if (kind === "full" && cfg.first("global_head_dim") !== null) {
-    if (cfg.values.attention_k_eq_v) heads = cfg.number("num_global_key_value_heads") || heads;
-    return [heads, cfg.need("global_head_dim")];
+    if (cfg.flag("attention_k_eq_v")) {
+      heads = cfg.number("num_global_key_value_heads", MOST_HEADS) || heads;
+    }
+    return [heads, cfg.need("global_head_dim", MOST_DIM)];
   }
   return [heads, headDim];
 }
 
 // DeepSeek's latent and the shared RoPE key; an index as vLLM keeps it.
 function latentLayer(cfg, kinds) {
-  const rank = cfg.need("kv_lora_rank");
-  const rope = cfg.need("qk_rope_head_dim");
-  const index = cfg.number("index_head_dim") || 0;
+  const rank = cfg.need("kv_lora_rank", MOST_DIM);
+  const rope = cfg.need("qk_rope_head_dim", MOST_DIM);
+  const index = cfg.number("index_head_dim", MOST_DIM) || 0;
   const has = (...names) => kinds.some((kind) => names.includes(kind));
   const found = {
     INDEXED: index || has("indexed"),
@@ -433,11 +504,11 @@ function usefulWindow(cfg, kinds, notes) {
 }
 
 function noteEmptyLayers(cfg, notes) {
-  const shared = cfg.first("num_kv_shared_layers");
+  const shared = cfg.number("num_kv_shared_layers", { least: 0 });
   if (shared) {
     notes.push(`the last ${shared} layers read the cache of earlier ones and hold none`);
   }
-  const crossing = cfg.first("cross_attention_layers") || [];
+  const crossing = cfg.numbers("cross_attention_layers") || [];
   if (crossing.length) {
     notes.push(
       `${crossing.length} cross-attention layers hold the image's keys and values, which do ` +
@@ -451,17 +522,15 @@ function maxPositions(cfg) {
 }
 
 function dtypeOf(cfg, notes) {
-  const name = cfg.first("dtype", "torch_dtype");
-  if (name === null) {
-    notes.push("the config names no dtype; bfloat16 is assumed");
-    return "bfloat16";
+  for (const field of ["dtype", "torch_dtype"]) {
+    const value = cfg.first(field);
+    if (value === null) continue;
+    const text = repr(value).replace(/^'(torch\.)?|'$/g, "");
+    if (!(text in DATA.dtypes)) throw cfg.wrong(field, Object.keys(DATA.dtypes).join(", "));
+    return DATA.dtypes[text];
   }
-  const text = String(name).replace(/^torch\./, "");
-  if (!(text in DATA.dtypes)) {
-    const known = Object.keys(DATA.dtypes).join(", ");
-    throw new Error(`dtype=${repr(text)} of ${cfg.name}; supported: ${known}`);
-  }
-  return DATA.dtypes[text];
+  notes.push("the config names no dtype; bfloat16 is assumed");
+  return "bfloat16";
 }
 
 // --- constant states of convolution, Mamba and linear-attention layers ---
