@@ -4,9 +4,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers import add, exact_attention, make_cache, tokens
-from kernel_caches import poison
+from kernel_caches import assert_blind_before, poison
 from tightkv.attention import attend
 from tightkv.config import KVQuantConfig
+from tightkv.kernels import reference
 from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.registry import select
 
@@ -99,6 +100,14 @@ def test_new_tokens_follow_the_cache_exactly():
         expected, expected_lse = exact_attention(q[row : row + 1], k_all, v_all, lengths=[n + 40])
         torch.testing.assert_close(out[row : row + 1].double(), expected, atol=3e-5, rtol=1e-4)
         torch.testing.assert_close(lse[row : row + 1], expected_lse, atol=3e-5, rtol=1e-4)
+
+
+def test_nothing_before_the_window_is_read():
+    cache = make_cache(CFG)
+    add(cache, *tokens(2, 357), counts=[357, 40])
+    poison(cache)
+    for window, counts in ((120, [3, 1]), (120, [1, 1]), (39, [1, 1]), (5, [1, 1])):
+        assert_blind_before(window, reference.attend, cache, counts, 2)
 
 
 def test_left_padding_and_masks():

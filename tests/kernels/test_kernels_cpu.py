@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import sanitizers
 from helpers import add, exact_attention, make_cache, tokens
+from kernel_caches import assert_blind_before, poison
 from tightkv.attention import attend
 from tightkv.cache import PagedKV
 from tightkv.config import KVQuantConfig
@@ -141,30 +142,17 @@ def test_odd_lengths_windows_and_caps(
     check_every_isa(cache, q, lq, causal=causal, window=window, softcap=softcap)
 
 
-def poison(cache):
-    """Bytes that must not be read: free pages and what follows a row's last coded token."""
-    size = cache.layout.page_size
-    used = {p for row in cache.table.rows for p in row.pages}
-    for page in set(range(len(cache.pages))) - used:
-        cache.pages[page] = 0xFF
-    view = cache.view()
-    ring = view.ring_key.shape[1]
-    for b, row in enumerate(cache.table.rows):
-        coded = row.length if cache.table.encode_partial_page else row.ring_read_from
-        for at in range(coded, len(row.pages) * size):
-            page, offset = torch.tensor([row.pages[at // size]]), torch.tensor([at % size])
-            for side in ("key", "value"):
-                fields = cache.layout.read(cache.pages[page], side)
-                fields = {n: x[:, :, 0] for n, x in fields.items()}
-                fields["scale"] = torch.full_like(fields["scale"], math.nan)
-                cache.layout.write_tokens(cache.pages, page, offset, side, fields)
-        if row.length < size and cache.codec.cfg.centered:  # never sealed: no mean yet
-            for page in row.pages:
-                cache.pages[page, :, cache.layout.mean_offset :] = 0xFF
-        live = {p % ring for p in range(row.ring_read_from, row.length)}
-        for slot in set(range(ring)) - live:
-            view.ring_key[b, slot] = view.ring_value[b, slot] = math.nan
-        view.sink_key[b, row.sink_count :] = view.sink_value[b, row.sink_count :] = math.nan
+def test_nothing_before_the_window_is_read():
+    try:
+        for isa in ISAS:
+            library.use(library.load(), isa)
+            cache = make_cache(CFG)
+            add(cache, *tokens(2, 357), counts=[357, 40])
+            poison(cache)
+            for window, counts in ((120, [3, 1]), (120, [1, 1]), (39, [1, 1]), (5, [1, 1])):
+                assert_blind_before(window, cpu.attend, cache, counts, 2)
+    finally:
+        library.use(library.load(), None)
 
 
 def test_open_pages_have_no_mean_yet():

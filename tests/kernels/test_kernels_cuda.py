@@ -17,6 +17,7 @@ from kernel_caches import (
     DEVICE,
     HEADS,
     anisotropic_metric,
+    assert_blind_before,
     cache_on,
     fill,
     poison,
@@ -302,6 +303,16 @@ def test_pages_means_and_rotations(page, mean_bits, rotation, centering):
     cache = cache_on(cfg, [500, 40], dtype=torch.bfloat16, dim=128)
     fill(cache, [500, 40])
     assert_attends_alike(cache, [1, 1], 4)
+
+
+def test_nothing_before_the_window_is_read():
+    """A tile of two pages may begin with one that is another sequence's by now."""
+    cfg, lengths = CFG.replace(page_size=32, mean_bits=8), [1170, 357, 40]
+    cache = cache_on(cfg, lengths, dtype=torch.bfloat16, dim=128)
+    fill(cache, lengths)
+    poison(cache)
+    for window in (39, 5):  # from an odd page on; within the ring
+        assert_blind_before(window, cuda.attend, cache, [1, 1, 1], 4)
 
 
 def test_large_and_small_scores():

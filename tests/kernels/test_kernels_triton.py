@@ -14,7 +14,17 @@ import pytest
 import torch
 
 from helpers import exact_attention, make_cache, tokens
-from kernel_caches import CFG, DEVICE, HEADS, cache_on, fill, poison, queries, with_gaps
+from kernel_caches import (
+    CFG,
+    DEVICE,
+    HEADS,
+    assert_blind_before,
+    cache_on,
+    fill,
+    poison,
+    queries,
+    with_gaps,
+)
 from tightkv.codec import Codec
 from tightkv.config import KVQuantConfig
 from tightkv.kernels import reference
@@ -116,6 +126,15 @@ def test_a_prompt_reads_no_new_tokens_before_its_window():
     expected = attend()
     value[:20] = torch.nan  # seen by the first tile of 64 queries, and not by the others
     assert torch.equal(attend()[64:], expected[64:])
+
+
+def test_nothing_before_the_window_is_read():
+    cache = cache_on(CFG.replace(page_size=32), [230, 40])
+    fill(cache, [230, 40])
+    poison(cache)
+    key, value = (x[0].to(DEVICE) for x in tokens(1, 4, heads=HEADS, seed=8))
+    assert_blind_before(40, kernels.attend, cache, [3, 1], 2, new_key=key, new_value=value)
+    assert_blind_before(5, kernels.attend, cache, [1, 1], 2)
 
 
 def test_masks_and_left_padding():

@@ -1,11 +1,13 @@
 """Caches, queries and metrics that kernel tests compare backends on."""
 
+import dataclasses
 import math
 
 import torch
 
 from helpers import make_cache, tokens
 from tightkv.config import KVQuantConfig
+from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.registry import load
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -36,7 +38,7 @@ def queries(cache, counts, group, seed=3):
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(sum(counts), layout.num_kv_heads * group, layout.head_dim, generator=generator)
     cu_seqlens = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
-    return q.to(DEVICE, layout.dtype), cu_seqlens.to(DEVICE)
+    return q.to(cache.pages.device, layout.dtype), cu_seqlens.to(cache.pages.device)
 
 
 def with_gaps(cache):
@@ -57,24 +59,65 @@ def poison(cache):
     for b, row in enumerate(cache.table.rows):
         coded = row.ring_read_from if not cache.table.encode_partial_page else row.length
         for at in range(coded, len(row.pages) * size):
-            page = torch.tensor([row.pages[at // size]])
-            for side in ("key", "value"):
-                fields = {
-                    name: x[:1, :, 0] * 0 + (255 if x.dtype == torch.uint8 else math.nan)
-                    for name, x in cache.layout.read(cache.pages[page], side).items()
-                }
-                for name, x in fields.items():
-                    if x.dtype == torch.uint8:
-                        bits = cache.layout.planes[side, name].field.bits
-                        fields[name] = x & (2**bits - 1)
-                cache.layout.write_tokens(
-                    cache.pages, page, torch.tensor([at % size]), side, fields
-                )
+            _poison_token(cache, row, at)
+        if row.length < size and cache.codec.cfg.centered:  # never sealed: no mean yet
+            cache.pages[row.pages, :, cache.layout.mean_offset :] = 0xFF
         ring = view.ring_key.shape[1]
         live = {p % ring for p in range(row.ring_read_from, row.length)}
         for slot in set(range(ring)) - live:
             view.ring_key[b, slot] = view.ring_value[b, slot] = math.nan
         view.sink_key[b, row.sink_count :] = view.sink_value[b, row.sink_count :] = math.nan
+
+
+def _poison_token(cache, row, at):
+    """Codes of ones and scales of NaN for one token of a page."""
+    page, offset = torch.tensor([row.pages[at // cache.layout.page_size]]), torch.tensor([at])
+    for side in ("key", "value"):
+        fields = {
+            name: x[:1, :, 0] * 0 + (255 if x.dtype == torch.uint8 else math.nan)
+            for name, x in cache.layout.read(cache.pages[page], side).items()
+        }
+        for name, x in fields.items():
+            if x.dtype == torch.uint8:
+                bits = cache.layout.planes[side, name].field.bits
+                fields[name] = x & (2**bits - 1)
+        offset = offset % cache.layout.page_size
+        cache.layout.write_tokens(cache.pages, page, offset, side, fields)
+
+
+def forget(cache, low):
+    """NaN wherever tokens before low[b] are: in pages, whole ones 0xFF, in the ring and in sinks.
+
+    Returns the view in which whole pages of them have no entry of the block table.
+    """
+    view, size = cache.view(), cache.layout.page_size
+    table, ring = view.block_table.clone(), view.ring_key.shape[1]
+    for b, (row, first) in enumerate(zip(cache.table.rows, low, strict=True)):
+        for index in range(first // size):
+            cache.pages[row.pages[index]], table[b, index] = 0xFF, -1
+        for at in range(first // size * size, min(first, row.ring_read_from)):
+            _poison_token(cache, row, at)
+        for at in range(row.ring_read_from, first):
+            view.ring_key[b, at % ring] = view.ring_value[b, at % ring] = math.nan
+        sinks = max(first - row.left_pad, 0)
+        view.sink_key[b, :sinks] = view.sink_value[b, :sinks] = math.nan
+    return dataclasses.replace(view, block_table=table)
+
+
+def assert_blind_before(window, attend, cache, counts, group, **options):
+    """Attention has the same bits whatever holds the tokens before the window of any query."""
+    q, cu_seqlens = queries(cache, counts, group)
+    options = AttendOptions(max_queries=max(counts), window=window, **options)
+    new = options.new_key is not None
+    first = [
+        row.length - (not new) * count for row, count in zip(cache.table.rows, counts, strict=True)
+    ]
+    expected = attend(cache.codec, q, cache.view(), cu_seqlens, options)
+    without_entries = forget(cache, [max(at - window + 1, 0) for at in first])
+    for view in (cache.view(), without_entries):  # a read of page -1 would end the process
+        got = attend(cache.codec, q, view, cu_seqlens, options)
+        assert all(torch.isfinite(x).all() for x in expected)
+        assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
 
 
 def anisotropic_metric(heads, dim, seed=0):

@@ -188,7 +188,7 @@ class _Softmax:
         p = torch.exp(scores - base[..., None])
         shrink = torch.exp(self.peak - base)
         self.peak, self.weight = peak, self.weight * shrink + p.sum(-1)
-        # Unwritten slots may hold NaN: their weight is 0, their value must be too.
+        # Slots of no token may hold NaN: their weight is 0, their value must be too.
         value = torch.where(seg.valid[:, None, :, None], seg.value, 0.0)
         for frame in self.sums:
             self.sums[frame] = self.sums[frame] * shrink[..., None]
@@ -225,14 +225,15 @@ def attend(
     live = offset < counts[:, None]  # [B, Lq]
     index = torch.where(live, cu_seqlens[:-1, None] + offset, 0)
     total = view.lengths.long() + (0 if new_key is None else counts)
-    positions = torch.where(live, (total - counts)[:, None] + offset, -1)
+    first_at = (total - counts)[:, None]
+    positions = torch.where(live, first_at + offset, -1)
     scale = 1 / math.sqrt(d) if scale is None else scale
 
     padded = query.new_zeros(0, max_queries, hq, d) if not view.batch else query[index]
     q = padded.float().unflatten(2, (hkv, hq // hkv)).permute(0, 2, 3, 1, 4)  # [B, Hkv, G, Lq, D]
     frames = {False: q, True: codec.key.rotation(q)}
     softmax = _Softmax(q)
-    segments = _segments(codec, view)
+    segments = _segments(codec, view, None if window is None else first_at - window + 1)
     if new_key is not None and new_value is not None:
         segments = chain(segments, [_exact(new_key[index], new_value[index], positions, live)])
     for seg in segments:
@@ -286,27 +287,32 @@ def materialize(codec: Codec, view: CacheView) -> tuple[Tensor, Tensor]:
     return out[0], out[1]
 
 
-def _segments(codec: Codec, view: CacheView) -> Iterator[_Segment]:
+def _segments(codec: Codec, view: CacheView, low: Tensor | None = None) -> Iterator[_Segment]:
+    """Tokens before low [B, 1] are seen by no query: what holds them may be another's by now."""
     device, owner = view.lengths.device, view.ring_rows.long()
     lengths, left_pad, ring_read_from = (
         t.long()[:, None] for t in (view.lengths, view.left_pad, view.ring_read_from)
     )
+    low = left_pad if low is None else torch.maximum(low, left_pad)
     sinks_end = torch.minimum(left_pad + view.sink_counts.long()[:, None], ring_read_from)
 
     if view.sink_key.shape[1]:
         at = left_pad + torch.arange(view.sink_key.shape[1], device=device)
-        yield _exact(view.sink_key[owner], view.sink_value[owner], at, at < sinks_end)
+        yield _exact(
+            view.sink_key[owner], view.sink_value[owner], at, (at >= low) & (at < sinks_end)
+        )
 
     size = codec.layout.page_size
     pages_end = int(ring_read_from.max()) if view.batch else 0
     row_bytes = 4 * view.batch * view.ring_key.shape[2] * view.ring_key.shape[3] * size
     step = max(1, _STEP_BYTES // max(1, row_bytes))
     for first in range(0, -(-pages_end // size), step):
-        ids = view.block_table[:, first : first + step].long().clamp_min(0)  # [B, n]
-        key, value = dequantize(codec, view.pages[ids])  # [B, n, Hkv, page, D]
+        ids = view.block_table[:, first : first + step].long()  # [B, n]
         at = first * size + torch.arange(ids.shape[1] * size, device=device)
         at = at.expand(view.batch, -1)
-        valid = (at >= sinks_end) & (at < ring_read_from) & (at >= left_pad)
+        valid = (at >= sinks_end) & (at < ring_read_from) & (at >= low)
+        ids = torch.where(valid.unflatten(1, (-1, size)).any(-1), ids, 0)  # others may be anything
+        key, value = dequantize(codec, view.pages[ids])  # [B, n, Hkv, page, D]
         flat = [x.transpose(1, 2).flatten(2, 3) for x in (key, value)]
         yield _Segment(flat[0], flat[1], at, valid, rotated=True)
 
@@ -314,7 +320,7 @@ def _segments(codec: Codec, view: CacheView) -> Iterator[_Segment]:
     slot = torch.arange(ring, device=device)
     # The one position in [length - ring, length) that a slot can hold.
     at = lengths - 1 - (lengths - 1 - slot) % ring
-    valid = (at >= ring_read_from) & (at >= left_pad)
+    valid = (at >= ring_read_from) & (at >= low)
     yield _exact(view.ring_key[owner], view.ring_value[owner], at, valid)
 
 

@@ -155,7 +155,7 @@ def _attend_kernel(
     query_at = total - count + token
     live = live & (query_at >= 0)
     last_at = tl.minimum(total - count + (tile * COLS + COLS - 1) // G, total - 1)
-    low = start
+    low = start  # tokens before are seen by no column, and may be another sequence's
     if WINDOW > 0:
         low = tl.maximum(low, total - count + (tile * COLS) // G - WINDOW + 1)
 
@@ -165,8 +165,9 @@ def _attend_kernel(
     each = tl.cdiv(tl.maximum(page_to - page_from, 0), num_splits)
     page_from = page_from + split * each
     page_to = tl.minimum(page_to, page_from + each)
-    n_sinks = tl.maximum(sinks_end - start, 0)
-    ring_from = tl.maximum(read_from, start)
+    coded_from = tl.maximum(sinks_end, low)
+    n_sinks = tl.maximum(sinks_end - low, 0)
+    ring_from = tl.maximum(read_from, low)
     n_old = n_sinks + tl.maximum(length - ring_from, 0)
     exact_from = 0
     exact_to = n_old
@@ -177,7 +178,8 @@ def _attend_kernel(
         if CAUSAL:
             exact_to = tl.minimum(exact_to, n_old + tl.maximum(last_at + 1 - length, 0))
     if num_exact_splits > 0:
-        exact_from = tl.where(split >= num_splits, (split - num_splits) * EXACT_TILE, exact_to)
+        exact_from += (split - num_splits) * EXACT_TILE
+        exact_from = tl.where(split >= num_splits, exact_from, exact_to)
         exact_to = tl.minimum(exact_to, exact_from + EXACT_TILE)
         page_to = tl.where(split >= num_splits, page_from, page_to)
 
@@ -204,10 +206,10 @@ def _attend_kernel(
         for e0 in tl.range(exact_from, exact_to, EXACT_STEP, num_stages=EXACT_STAGES):
             e = e0 + tl.arange(0, EXACT_STEP)
             is_sink = e < n_sinks
-            at = tl.where(is_sink, start + e, ring_from + e - n_sinks)
+            at = tl.where(is_sink, low + e, ring_from + e - n_sinks)
             valid = e < exact_to
             ring_at = (owner * ring_tokens + at % ring_tokens) * (HKV * D) + kv_head * D
-            sink_at = (owner * SINKS + e) * (HKV * D) + kv_head * D
+            sink_at = (owner * SINKS + low - start + e) * (HKV * D) + kv_head * D
             key_at = tl.where(is_sink, sink_key + sink_at, ring_key + ring_at)
             value_at = tl.where(is_sink, sink_value + sink_at, ring_value + ring_at)
             if NEW:
@@ -314,7 +316,7 @@ def _attend_kernel(
                 s += tl.where(centered[:, None], bias[None, :], 0.0)
             s = s * factor[None, :]
             at = index * PAGE + block * 32 + offset
-            valid = (at >= sinks_end) & (at >= start) & (at < read_from)
+            valid = (at >= coded_from) & (at < read_from)
             s = _mask_scores(
                 s, at, valid, query_at, live, mask, mask_b, mask_h, mask_q, mask_n, mask_tokens,
                 row, head, token, CAUSAL, WINDOW, CAP, MASK,

@@ -39,18 +39,18 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
     }
 
     MaskBounds v;
-    v.low = max(sinks_end, start), v.high = ring_read_from;
     v.first_at = length - count;
     v.causal = a.causal, v.window = a.window, v.softcap = a.softcap;
     const int first_col_at = v.first_at + col0 / G;  // tokens up to here are seen by every column
-    int low = start;
+    int low = start;  // tokens before are seen by no column, and their pages may be another sequence's
     if (v.window > 0) low = max(low, first_col_at - v.window + 1);
+    v.low = max(sinks_end, low), v.high = ring_read_from;
     Exact exact;
-    exact.start = start, exact.ring_from = max(ring_read_from, start), exact.ring = a.ring;
-    exact.sinks = max(sinks_end - start, 0);
+    exact.start = low, exact.ring_from = max(ring_read_from, low), exact.ring = a.ring;
+    exact.sinks = max(sinks_end - low, 0);
     exact.count = exact.sinks + max(length - exact.ring_from, 0);
     exact.first_slot = exact.ring_from % max(a.ring, 1);
-    const long long sink_at = ((long long)owner * a.sinks * HKV + head) * D;
+    const long long sink_at = ((long long)(owner * a.sinks + low - start) * HKV + head) * D;
     const long long ring_at = ((long long)owner * a.ring * HKV + head) * D;
     exact.sink_key = a.sink_key + sink_at, exact.sink_value = a.sink_value + sink_at;
     exact.ring_key = a.ring_key + ring_at, exact.ring_value = a.ring_value + ring_at;
@@ -64,10 +64,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
     const int t_end = tile_from + tiles * (worker + 1) / workers;
 
     // The first tiles are on their way while the queries are prepared.
-    int window = 0, page_ids = __shfl_sync(~0u, first_ids, max(min(lane, page_to - 1), 0));
+    int window = 0, page_ids = __shfl_sync(~0u, first_ids, max(min(lane, page_to - 1), page_from));
     if (page_to > 32) {
         window = t / TILES * SPAN;
-        page_ids = t < t_end ? table[min(window + lane, page_to - 1)] : 0;
+        page_ids = t < t_end ? table[max(min(window + lane, page_to - 1), page_from)] : 0;
     }
     Queries queries;
     load(queries, a, begin, count, v.first_at, head, col0, lane, warp);

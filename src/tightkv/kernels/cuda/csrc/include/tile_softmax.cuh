@@ -35,7 +35,8 @@ __device__ __forceinline__ float half_at(uint2 four, int i) {
     return half_to_float((u16)((i < 2 ? four.x : four.y) >> (16 * (i & 1))));
 }
 
-// A tile at the edge of what is seen: hide scales that were never written (NaN), and scores.
+// A tile at the edge of what is seen: hide scales that are not this sequence's or were never written
+// (they may be NaN, or large), and scores.
 __device__ __forceinline__ void mask_scales(const MaskBounds &v, uint2 (&scale)[TB], int at0, int r) {
 #pragma unroll
     for (int t = 0; t < 4 * TB; t++) {
