@@ -41,7 +41,12 @@ class Agent:
     def get_xfer_descs(self, blocks: Any, _kind: str) -> Any:
         return blocks.tolist()  # [address, bytes, device]
 
-    def prep_xfer_dlist(self, agent: str, blocks: Any) -> Any:
+    def prep_xfer_dlist(self, agent: str, blocks: Any, mem_type: str | None = None) -> Any:
+        if mem_type is not None:  # from vLLM 0.33 on: [address, bytes, device, stride, count]
+            rows = blocks.tolist()
+            blocks = [
+                [x + i * step, n, dev] for x, n, dev, step, count in rows for i in range(count)
+            ]
         return agent, blocks
 
     def make_prepped_xfer(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -152,20 +153,33 @@ def test_bits_that_were_found_become_part_of_it_too() -> None:
 
 
 # --- layers ---
-@pytest.mark.vllm
-def test_sink_logits_are_the_parameter_that_new_weights_are_loaded_into() -> None:
+def some_attention(sinks: Any = None) -> Any:
+    """Of a layer with 4 heads."""
     from tightkv.integrations.vllm.attention import TightAttention
 
-    heads, logits = 4, torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
     layout, device = PageLayout(KVQuantConfig(), 2, 32), torch.device("cpu")
     layer = SimpleNamespace(
-        impl=SimpleNamespace(scale=1.0, sinks=logits),
-        num_heads=heads,
+        impl=SimpleNamespace(scale=1.0, sinks=sinks),
+        num_heads=4,
         num_kv_heads=2,
         head_size=32,
         kv_cache_dtype="auto",
         sliding_window=None,
     )
-    made = TightAttention(layer, layout, reference, Limits(1, 1, 1), device)
+    return TightAttention(layer, layout, reference, Limits(1, 1, 1), device)
+
+
+@pytest.mark.vllm
+def test_sink_logits_are_the_parameter_that_new_weights_are_loaded_into() -> None:
+    heads, logits = 4, torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+    made = some_attention(logits)
     logits.data.fill_(3.0)
     assert made.step.sink_logits is not None and made.step.sink_logits.tolist() == [3.0] * heads
+
+
+@pytest.mark.vllm
+def test_a_model_that_writes_to_the_cache_itself_is_refused_in_the_first_run() -> None:
+    made, layer = some_attention(), SimpleNamespace(layer_name="layers.3")
+    query = torch.zeros(1, 4, 32)
+    with pytest.raises(ValueError, match=r"values of layers.3 to vLLM's cache.*TRITON_ATTN"):
+        made.forward(layer, query, None, None, query, None, query)

@@ -122,7 +122,9 @@ def check_speculation(found: Any) -> None:
     shape = SimpleNamespace(num_hidden_layers=2)
     config = SimpleNamespace(
         cache_config=SimpleNamespace(**cache),
-        model_config=SimpleNamespace(is_encoder_decoder=False, hf_text_config=shape),
+        model_config=SimpleNamespace(
+            is_encoder_decoder=False, architectures=["LlamaForCausalLM"], hf_text_config=shape
+        ),
         parallel_config=SimpleNamespace(),
         kv_transfer_config=None,
         speculative_config=found,

@@ -537,6 +537,24 @@ def test_states_among_layers_with_other_blocks_have_no_prefixes() -> None:
     assert cache.mamba_block_size == 192
 
 
+def test_blocks_are_multiples_of_what_checkpoints_of_states_need() -> None:
+    """vLLM 0.33 keeps states of gated delta nets at multiples of 64 tokens."""
+    from vllm.config import CacheConfig
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    from tightkv.integrations.vllm.blocks import pages_per_block
+
+    cache = CacheConfig(enable_prefix_caching=True, mamba_cache_mode="align")
+    layout = PageLayout(KVQuantConfig(page_size=32), 2, 32)
+    layers = [SimpleNamespace(get_prefill_checkpoint_alignment=lambda x=x: x) for x in (64, None)]
+    spec = MambaSpec(block_size=32, shapes=((3 * layout.page_bytes,),), dtypes=(torch.uint8,))
+    for known, pages in ((layers, 4), ([object(), object()], 3)):
+        others = [(layer, spec) for layer in known]
+        config = SimpleNamespace(cache_config=cache)
+        assert pages_per_block({"0": layout}, others, config, mixed=False) == pages
+        assert cache.mamba_block_size == 32 * pages
+
+
 def test_three_ranks_give_the_text_of_one(engines: dict[str, Any]) -> None:
     assert_same_text(engines["one rank"], engines["three ranks"])
 
@@ -566,23 +584,25 @@ def test_impossible_combinations_are_refused_at_start(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "encoder", "message"),
+    ("name", "ranks", "encoder", "message"),
     [
-        (2, False, "decode_context_parallel_size=2: each rank would hold"),
-        (1, True, "tightkv with WhisperForConditionalGeneration: encoder-decoder models"),
+        ("Llama", 2, False, "decode_context_parallel_size=2: each rank would hold"),
+        ("Whisper", 1, True, "tightkv with WhisperForCausalLM: encoder-decoder models"),
+        ("Step5", 1, False, "tightkv with Step5ForCausalLM: the model's own kernels write"),
+        ("Flint", 1, False, "tightkv with FlintForCausalLM: .*leave tightkv out"),
     ],
 )
 def test_what_no_cpu_engine_can_be_built_for_is_refused_too(
-    ranks: int, encoder: bool, message: str
+    name: str, ranks: int, encoder: bool, message: str
 ) -> None:
     from tightkv.integrations.vllm.engine_checks import check_engine_options
     from tightkv.integrations.vllm.options import EngineOptions
 
     cache = {"cache_dtype": "auto", "user_specified_block_size": False, "prefix_match_unit": None}
-    name = "WhisperForConditionalGeneration"
+    model = {"is_encoder_decoder": encoder, "architectures": [f"{name}ForCausalLM"]}
     config = SimpleNamespace(
         cache_config=SimpleNamespace(**cache),
-        model_config=SimpleNamespace(is_encoder_decoder=encoder, architectures=[name]),
+        model_config=SimpleNamespace(**model),
         parallel_config=SimpleNamespace(decode_context_parallel_size=ranks),
     )
     with pytest.raises(ValueError, match=message):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -57,16 +57,26 @@ def pages_per_block(
     states = {kind for kind in kinds if issubclass(kind, MambaSpec)}
     if states:
         page_size = next(iter(layouts.values())).page_size
-        count = align_state_blocks(count, page_size, kinds - states, vllm_config)
+        unit = checkpoint_alignment(layer for layer, _ in others)
+        count = align_state_blocks(count, page_size, kinds - states, vllm_config, unit)
     if any(issubclass(kind, SlidingWindowSpec) for kind in kinds):
         vllm_config.cache_config.skip_page_size_padded = count * max(pages)
     return count
 
 
-def align_state_blocks(pages: int, page_size: int, others: set[type], vllm_config: Any) -> int:
+def checkpoint_alignment(layers: Iterable[Any]) -> int:
+    """Tokens of which blocks of states must be a multiple (from vLLM 0.33 on)."""
+    asked = (getattr(layer, "get_prefill_checkpoint_alignment", None) for layer in layers)
+    return math.lcm(*(ask() or 1 for ask in asked if ask is not None))
+
+
+def align_state_blocks(
+    pages: int, page_size: int, others: set[type], vllm_config: Any, alignment: int = 1
+) -> int:
     """Pages per block, with blocks of states as long as ours: prefixes end where both do.
 
-    With other boundaries vLLM's hits could end inside a page, which nobody could continue.
+    With other boundaries vLLM's hits could end inside a page, which nobody could continue, or
+    states would not be kept where it looks for them (`alignment`).
     """
     cache = vllm_config.cache_config
     cache.mamba_page_size_padded = None  # to our blocks, by vLLM itself
@@ -79,8 +89,8 @@ def align_state_blocks(pages: int, page_size: int, others: set[type], vllm_confi
             f"({listed}): prefixes could end inside a page; add --no-enable-prefix-caching"
         )
     if cache.mamba_cache_mode == "all":  # a state every block, at the end of a kernel's chunk
-        chunk = vllm_config.model_config.get_mamba_chunk_size() or 1
-        unit = math.lcm(chunk, page_size) // page_size
-        pages = -(-pages // unit) * unit
+        alignment = vllm_config.model_config.get_mamba_chunk_size() or 1
+    unit = math.lcm(alignment, page_size) // page_size
+    pages = -(-pages // unit) * unit
     cache.mamba_block_size = pages * page_size
     return pages

@@ -1,4 +1,4 @@
-"""What differs between vLLM 0.26 and 0.32."""
+"""What differs between vLLM 0.26 and 0.33."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ _DRAFTS = {
     "dspark": "its drafts attend in both directions, and are written to the cache elsewhere",
     "gemma4_mtp": "its layers read the cache of the model's layers",
 }
+_OWN_KERNELS = ("Flint", "Step5")  # beginnings of architectures' names
 WAITS_FOR_DEVICE = (
     "tightkv: no CUDA graphs, check_finite waits for the device; leave it out to have them"
 )
@@ -42,6 +43,12 @@ def check_engine_options(options: EngineOptions, vllm_config: Any) -> None:
             f"tightkv with {', '.join(vllm_config.model_config.architectures)}: encoder-decoder "
             "models are not supported; leave tightkv out"
         )
+    for name in vllm_config.model_config.architectures:
+        if name.startswith(_OWN_KERNELS):
+            raise ValueError(
+                f"tightkv with {name}: the model's own kernels write and read vLLM's cache, past "
+                "its attention layers; leave tightkv out"
+            )
     if getattr(vllm_config.model_config, "rswa_window", None) is not None:
         raise ValueError("tightkv with reference sliding windows (rswa_window): not supported")
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):

@@ -52,6 +52,7 @@ class TightLatentAttention(MLACommonImpl):  # type: ignore[misc]
         slot_mapping: Tensor,
         kv_cache_dtype: str,
         k_scale: Tensor,
+        skip_scale: bool = False,
     ) -> None:
         """Store kv_c_normed [N, rank] and k_pe [N, 1, rope_dim]; padding has no slot."""
         if not kv_cache.numel():

@@ -24,8 +24,10 @@ def separate_block_hashes(fingerprint: str | None) -> None:
         core.get_request_block_hasher = _make_hasher
         return
 
-    def get_request_block_hasher(block_size: int, hash_fn: Callable[[Any], bytes]) -> Any:
+    def get_request_block_hasher(
+        block_size: int, hash_fn: Callable[[Any], bytes], *more: Any
+    ) -> Any:
         core.get_request_block_hasher = _make_hasher
-        return _make_hasher(block_size, lambda x: hash_fn((f"tightkv {fingerprint}", x)))
+        return _make_hasher(block_size, lambda x: hash_fn((f"tightkv {fingerprint}", x)), *more)
 
     core.get_request_block_hasher = get_request_block_hasher
