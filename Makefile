@@ -17,7 +17,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .NOTPARALLEL:
 .DEFAULT_GOAL := test
-.PHONY: test test-all quick lint unit format demo docs venv clean
+.PHONY: test test-all quick lint unit format demo docs newest venv clean
 
 test: lint unit
 
@@ -76,6 +76,10 @@ docs: $(STAMP)
 	$(PIP) install -c $(CONSTRAINTS) -c constraints-docs.txt "tightkv[docs]"
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
 	@echo "open build/docs/index.html"
+
+# what is newest today, in environments of its own: for a weekly job, and before a release
+newest:
+	$(PYTHON) benchmarks/newest.py
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

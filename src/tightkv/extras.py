@@ -1,9 +1,12 @@
-"""Optional packages: which version is there, and how to install an extra (no registry has it)."""
+"""Optional packages: versions that are there and that were tested, and how to install an extra."""
 
 from __future__ import annotations
 
+import re
 from importlib import metadata
 from importlib.util import find_spec
+
+NEWEST = {"transformers": (5, 23), "vllm": (0, 33)}
 
 
 def installed_version(module: str) -> str | None:
@@ -21,5 +24,17 @@ def installed_version(module: str) -> str | None:
 
 
 def install_hint(extra: str) -> str:
-    """The pip lines for a checkout of the sources and for a wheel."""
+    """The pip lines for a checkout of the sources and for a wheel; no registry has a release."""
     return f'pip install ".[{extra}]" in a checkout, or pip install "WHEEL[{extra}]"'
+
+
+def untested(package: str, version: str) -> str | None:
+    """A line about a release that is newer than all that were tested; None for others."""
+    major, minor = NEWEST[package]
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None or (int(found[1]), int(found[2])) <= (major, minor):
+        return None
+    return (
+        f"tightkv was tested with {package} up to {major}.{minor}, this is {version}; if something "
+        f"is wrong, install {package}<{major}.{minor + 1}"
+    )

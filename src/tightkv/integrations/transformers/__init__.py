@@ -6,10 +6,12 @@ transformers' own interfaces; no transformers code is changed.
 
 from __future__ import annotations
 
-from tightkv.extras import install_hint
+import warnings as _warnings
+
+from tightkv.extras import install_hint, untested
 
 try:
-    import transformers as _transformers  # noqa: F401
+    import transformers as _transformers
 except ImportError as error:
     raise ImportError(f"TightCache needs transformers: {install_hint('hf')}") from error
 
@@ -17,5 +19,7 @@ from tightkv.integrations.transformers.attention import register
 from tightkv.integrations.transformers.cache import TightCache
 
 register()
+if (_line := untested("transformers", _transformers.__version__)) is not None:
+    _warnings.warn(_line, stacklevel=2)
 
 __all__ = ["TightCache", "register"]

@@ -26,7 +26,7 @@ try:
     )
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.utils import get_representative_spec_type
 except ImportError as error:
-    raise ImportError("TightNixlConnector needs the NIXL connector of vLLM 0.32") from error
+    raise ImportError("TightNixlConnector needs vLLM 0.32 or later") from error
 
 from tightkv.integrations.vllm.cache_format import format_of
 from tightkv.integrations.vllm.options import engine_options

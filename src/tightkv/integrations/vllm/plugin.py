@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from tightkv.extras import install_hint
+from tightkv.extras import install_hint, untested
 from tightkv.integrations.vllm.options import engine_options
 
 logger = logging.getLogger("vllm.tightkv")  # vLLM's handlers show its children
@@ -83,8 +83,11 @@ def _metrics_logger() -> Any:
 
 def _reading_formats(original: Any) -> Any:
     def _initialize_kv_caches(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        asked = engine_options(vllm_config.additional_config) is not None
+        if asked and (line := untested("vllm", _version())) is not None:
+            logger.warning(line)
         made = original(self, vllm_config, *args, **kwargs)
-        if engine_options(vllm_config.additional_config) is not None:
+        if asked:
             from tightkv.integrations.vllm.engine_core import read_format
 
             read_format(self, vllm_config)

@@ -25,9 +25,12 @@ def separate_block_hashes(fingerprint: str | None) -> None:
         return
 
     def get_request_block_hasher(
-        block_size: int, hash_fn: Callable[[Any], bytes], *more: Any
+        hash_block_size: int, caching_hash_fn: Callable[[Any], bytes], *more: Any, **named: Any
     ) -> Any:
+        def own(x: Any) -> bytes:
+            return caching_hash_fn((f"tightkv {fingerprint}", x))
+
         core.get_request_block_hasher = _make_hasher
-        return _make_hasher(block_size, lambda x: hash_fn((f"tightkv {fingerprint}", x)), *more)
+        return _make_hasher(hash_block_size, own, *more, **named)
 
     core.get_request_block_hasher = get_request_block_hasher
