@@ -96,7 +96,7 @@ def _place(name: str, entry: Field) -> _Place:
 
 def _read_tensor(file: io.BufferedReader, place: _Place) -> Tensor:
     """The next bytes of the file: tensors follow each other."""
-    data = torch.empty(place.end - place.begin, dtype=torch.uint8)
+    data = torch.empty(place.end - place.begin, dtype=torch.uint8, device="cpu")
     if file.readinto(data.numpy().data) != len(data):
         raise ValueError(f"it ends within tensor {place.name!r}")
     return data.view(place.dtype).reshape(place.shape)

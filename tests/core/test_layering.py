@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
+
+import torch
+from torch.utils._device import _device_constructors
 
 PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 
@@ -16,3 +20,22 @@ def test_no_contract_is_broken() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "3 kept, 0 broken" in done.stdout
+
+
+def test_every_tensor_is_made_on_a_named_device() -> None:
+    """torch.set_default_device must not move what the code makes for itself."""
+    makers = {f.__name__ for f in _device_constructors()} | {"Generator"}
+    assert {"zeros", "arange", "tensor", "as_tensor", "tril_indices", "randint"} < makers
+    unnamed = []
+    for path in (PYPROJECT.parent / "src").rglob("*.py"):
+        text = path.read_text()
+        for call in ast.walk(ast.parse(text)) if "import torch" in text else ():
+            if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
+                continue
+            name, owner = call.func.attr, call.func.value
+            if not (isinstance(owner, ast.Name) and owner.id == torch.__name__ and name in makers):
+                continue
+            named = any(keyword.arg == "device" for keyword in call.keywords)
+            if not (named or (name == "Generator" and call.args)):
+                unnamed.append(f"{path}:{call.lineno}: {ast.unparse(call)}")
+    assert not unnamed, unnamed

@@ -123,10 +123,10 @@ def _contenders(cfg: KVQuantConfig, shape: Shape, repeats: int) -> dict[str, Con
 
     They begin with so many tokens that the last step has all of the shape's.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
 
     def random(*size: int) -> Tensor:
-        return torch.randn(size, generator=generator)
+        return torch.randn(size, generator=generator, device="cpu")
 
     b, d = shape.batch, shape.head_dim
     before = max(1, shape.tokens - repeats * cfg.page_size - 1)
@@ -172,7 +172,9 @@ class Plain:
         self, query: Tensor, key: Tensor, value: Tensor, dtype: torch.dtype, room: int, packed: bool
     ) -> None:
         batch, self.length, heads, d = key.shape
-        self.key, self.value = (torch.zeros(batch, heads, room, d, dtype=dtype) for _ in range(2))
+        self.key, self.value = (
+            torch.zeros(batch, heads, room, d, dtype=dtype, device="cpu") for _ in range(2)
+        )
         for cache, x in ((self.key, key), (self.value, value)):
             cache[:, :, : self.length] = x.transpose(1, 2)
         self.new = tuple(x[:, :1].transpose(1, 2).to(dtype).contiguous() for x in (key, value))

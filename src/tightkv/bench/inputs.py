@@ -120,7 +120,7 @@ def fill(
         sink_value=exact(cfg.sinks),
     )
     codec = Codec(layout)
-    lengths = torch.tensor(shape.lengths, dtype=torch.int32)
+    lengths = torch.tensor(shape.lengths, dtype=torch.int32, device="cpu")
     for at in range(0, shape.tokens, 4096):
         counts = (lengths - at).clamp(0, 4096)
         key, value = (

@@ -46,13 +46,13 @@ NewCache = Callable[[Shape, PagedBatch], PagedCache]
 
 
 def paged_batch(shape: Shape, page: int, device: torch.device) -> PagedBatch:
-    lengths = torch.tensor(shape.lengths, dtype=torch.int32)
+    lengths = torch.tensor(shape.lengths, dtype=torch.int32, device="cpu")
     each = (lengths + page - 1) // page
-    table = torch.zeros(shape.batch, int(each.max()), dtype=torch.int32)
+    table = torch.zeros(shape.batch, int(each.max()), dtype=torch.int32, device="cpu")
     pages = int(each.sum())
-    used = torch.arange(table.shape[1]) < each[:, None]
-    table[used] = torch.randperm(pages, dtype=torch.int32)
-    token = torch.arange(int(lengths.max()))
+    used = torch.arange(table.shape[1], device="cpu") < each[:, None]
+    table[used] = torch.randperm(pages, dtype=torch.int32, device="cpu")
+    token = torch.arange(int(lengths.max()), device="cpu")
     slots = table.long()[:, token // page] * page + token % page
     newest = slots.gather(1, (lengths.long() - 1)[:, None])[:, 0]
     slots = slots[token < lengths[:, None]]

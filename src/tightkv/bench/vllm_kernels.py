@@ -151,7 +151,7 @@ def _hadamard(dim: int) -> Tensor:
     """Orthonormal, of a power of two."""
     if dim & (dim - 1):
         raise ValueError(f"head_dim={dim}; vLLM's TurboQuant rotates powers of two")
-    matrix = torch.ones(1, 1)
+    matrix = torch.ones(1, 1, device="cpu")
     while len(matrix) < dim:
-        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)
+        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], device="cpu"), matrix)
     return matrix / math.sqrt(dim)

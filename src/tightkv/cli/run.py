@@ -91,7 +91,7 @@ def _greedy(
 
     tokens: list[int] = []
     seconds: list[float] = []
-    position = torch.arange(ids.shape[1])
+    position = torch.arange(ids.shape[1], device=ids.device)
     if streamer is not None:
         streamer.put(ids)
     while len(tokens) < count:

@@ -88,7 +88,7 @@ class CacheRun:
 
     def write_line(self, tokenizer: Any, prompt: Sequence[int], most: int) -> str:
         """Greedy text after a prompt, up to the end of its first line or `most` tokens."""
-        logits = self.feed(torch.tensor([list(prompt)]), last_only=True)
+        logits = self.feed(torch.tensor([list(prompt)], device="cpu"), last_only=True)
         new: list[int] = []
         text = ""
         while len(new) < most:
@@ -99,7 +99,7 @@ class CacheRun:
             text = str(tokenizer.decode(new, skip_special_tokens=True)).lstrip()
             if "\n" in text:
                 break
-            logits = self.feed(torch.tensor([[token]]), last_only=True)
+            logits = self.feed(torch.tensor([[token]], device="cpu"), last_only=True)
         return text.split("\n")[0].strip()
 
     def crop(self, tokens: int) -> None:
@@ -145,7 +145,7 @@ def after_prefix(
         if run is None or not run.can_rewind:
             run = CacheRun(model, None if make is None else make())
             if prefix:
-                run.feed(torch.tensor([list(prefix)]), last_only=True)
+                run.feed(torch.tensor([list(prefix)], device="cpu"), last_only=True)
         else:
             run.crop(run.cache.get_seq_length() - len(prefix))
         yield run
@@ -195,10 +195,10 @@ def write_texts(
     """Greedy texts after prompts of any lengths, as rows of one cache, each up to `stop`."""
     run = CacheRun(model, None if make is None else make())
     longest = max(map(len, prompts))
-    ids = torch.zeros(len(prompts), longest, dtype=torch.long)
+    ids = torch.zeros(len(prompts), longest, dtype=torch.long, device="cpu")
     mask = torch.zeros_like(ids)
     for row, prompt in enumerate(prompts):
-        ids[row, longest - len(prompt) :] = torch.tensor(list(prompt))
+        ids[row, longest - len(prompt) :] = torch.tensor(list(prompt), device="cpu")
         mask[row, longest - len(prompt) :] = 1
 
     def finished(tokens: Tensor, scores: Any, **_: Any) -> Tensor:

@@ -29,14 +29,14 @@ class StoredBits:
 def bits_of(model: Any, make: MakeCache) -> StoredBits:
     """Bits of a cache of this model, which is fed one token to find out."""
     run = CacheRun(model, make())
-    run.feed(torch.zeros(1, 1, dtype=torch.long), last_only=True)
+    run.feed(torch.zeros(1, 1, dtype=torch.long, device="cpu"), last_only=True)
     return stored_bits(run.cache)
 
 
 def kernels_of(model: Any, make: MakeCache) -> str:
     """Which kernels a cache of this model runs on, by name."""
     run = CacheRun(model, make())
-    run.feed(torch.zeros(1, 1, dtype=torch.long), last_only=True)
+    run.feed(torch.zeros(1, 1, dtype=torch.long, device="cpu"), last_only=True)
     layers = [layer for layer in run.cache.layers if isinstance(layer, TightLayer) and layer.kv]
     names = {layer.kv.kernels.NAME for layer in layers if layer.kv}
     return ", ".join(sorted(names)) or "none"

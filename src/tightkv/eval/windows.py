@@ -34,7 +34,7 @@ def cut_windows(tokenizer: Any, texts: Sequence[Text], tokens: int, count: int) 
         raise ValueError("no text was given; at least one is needed")
     first = beginning(tokenizer)
     own = tokens - len(first)
-    encoded = [torch.tensor(encode(tokenizer, text.content)) for text in texts]
+    encoded = [torch.tensor(encode(tokenizer, text.content), device="cpu") for text in texts]
     room = [len(ids) // own for ids in encoded]
     for text, ids, windows in zip(texts, encoded, room, strict=True):
         if not windows:
@@ -47,7 +47,9 @@ def cut_windows(tokenizer: Any, texts: Sequence[Text], tokens: int, count: int) 
         for i in range(share):
             start = (2 * i + 1) * (len(ids) - own * share) // (2 * share) + i * own
             rows.append(
-                torch.cat([torch.tensor(first, dtype=torch.long), ids[start : start + own]])
+                torch.cat(
+                    [torch.tensor(first, dtype=torch.long, device="cpu"), ids[start : start + own]]
+                )
             )
             sources.append(text.name)
     return Windows(torch.stack(rows), tuple(sources))

@@ -87,8 +87,12 @@ class StaticShape:
 
     def block_table(self) -> Tensor:
         """int32 [batch, full pages]: -1 for pages that nobody reads."""
-        table = torch.full((self.batch, max(self.max_tokens // self.layout.page_size, 1)), -1)
-        table[:, : self.pages] = torch.arange(self.batch * self.pages).view(self.batch, self.pages)
+        table = torch.full(
+            (self.batch, max(self.max_tokens // self.layout.page_size, 1)), -1, device="cpu"
+        )
+        table[:, : self.pages] = torch.arange(self.batch * self.pages, device="cpu").view(
+            self.batch, self.pages
+        )
         return table.to(torch.int32)
 
 
@@ -204,7 +208,7 @@ class _Recorder:
         layout, batch = shape.layout, shape.batch
         self.codec = Codec(layout)
         table = shape.block_table().to(device)
-        rows = torch.arange(batch, dtype=torch.int32).to(device)
+        rows = torch.arange(batch, dtype=torch.int32, device="cpu").to(device)
         self.table, self.rows = table, rows
         tables = [side.rotation.table(device) for side in (self.codec.key, self.codec.value)]
         self._constants = [table, rows, *tables]

@@ -125,7 +125,7 @@ class AttentionWeights:
         turns = not isinstance(flags, list) or layer >= len(flags) or bool(flags[layer])
         turns = turns and self.shape.model_type not in _NO_ROPE
         dim = self.shape.layers[layer].head_dim
-        return rope_frequencies(self.shape.config, dim) if turns else torch.empty(0)
+        return rope_frequencies(self.shape.config, dim) if turns else torch.empty(0, device="cpu")
 
     def input_norm(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
         """What the norm before the projections multiplies by, and what it adds."""
@@ -220,5 +220,5 @@ def rope_frequencies(config: Mapping[str, Any], head_dim: int) -> Tensor:
     theta = value(10000.0, "rope_theta", "rotary_emb_base")
     share = min(1.0, value(1.0, "partial_rotary_factor", "rotary_pct"))
     turned = int(head_dim * share) // 2 * 2
-    steps = torch.arange(0, turned, 2, dtype=torch.float64)
+    steps = torch.arange(0, turned, 2, dtype=torch.float64, device="cpu")
     return torch.pow(theta, -steps / max(1, turned))

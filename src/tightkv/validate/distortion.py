@@ -56,7 +56,9 @@ def squared_errors(
 def lloyd_max(codebook: str, bits: int, dim: int) -> float:
     """The distortion this book must have: its cells integrated under the exact law at `dim`."""
     magnitudes = get_codebook(codebook, bits, dim).magnitudes
-    return expected_distortion(BetaLaw(dim), torch.tensor(magnitudes, dtype=torch.float64))
+    return expected_distortion(
+        BetaLaw(dim), torch.tensor(magnitudes, dtype=torch.float64, device="cpu")
+    )
 
 
 def check(options: Options, progress: Progress) -> list[Claim]:

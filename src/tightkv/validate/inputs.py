@@ -38,7 +38,7 @@ def unit_vectors(kind: str, seed: int, count: int, dim: int) -> Tensor:
     if kind == "gaussian":
         x = noise
     elif kind == "uneven":
-        x = (noise + 0.6) * torch.linspace(-0.4, 0.4, dim).exp()
+        x = (noise + 0.6) * torch.linspace(-0.4, 0.4, dim, device="cpu").exp()
     elif kind == "one-hot":
         x = _one_hot(integers(seed, 1, count, dim), dim)
     elif kind == "sparse":
@@ -77,7 +77,7 @@ def many_rotations(kind: str, dim: int, seed: int, count: int) -> ManyRotations:
 def rope(x: Tensor, positions: Tensor) -> Tensor:
     """Rotary embedding of [tokens, heads, dim] at positions [tokens], base 10000, split halves."""
     half = x.shape[-1] // 2
-    speed = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+    speed = 10000.0 ** (-torch.arange(half, dtype=torch.float64, device="cpu") / half)
     angle = (positions.double()[:, None] * speed)[:, None, :]  # [tokens, 1, half]
     cos, sin = angle.cos().float(), angle.sin().float()
     first, second = x[..., :half], x[..., half:]
@@ -125,7 +125,7 @@ def attention_problem(
     mean = bias * math.sqrt(dim) * _direction(seed, 3, heads, biased)
     scale = (spread * normal(seed, 4, heads, dim // 2)).exp().repeat(1, 2)
     scale = scale / scale.square().mean(-1, keepdim=True).sqrt()
-    topic = (torch.arange(tokens) // 32).clamp(max=topics - 1)
+    topic = (torch.arange(tokens, device="cpu") // 32).clamp(max=topics - 1)
     key = scale * 0.7 * (centres[topic] + normal(seed, 5, tokens, heads, dim)) + mean
     wanted = integers(seed, 6, queries, topics)
     query = gain * 0.7 * (centres[wanted] + normal(seed, 7, queries, heads, dim))
@@ -134,7 +134,10 @@ def attention_problem(
     # What all queries share with all keys fades with their distance, as RoPE turns it.
     near = _direction(seed, 8, heads, fast)
     key, query = key + 0.5 * math.sqrt(dim) * near, query + 2 * _LOCAL_SCORE * near
-    key, query = rope(key, torch.arange(tokens)), rope(query, torch.full((queries,), tokens))
+    key, query = (
+        rope(key, torch.arange(tokens, device="cpu")),
+        rope(query, torch.full((queries,), tokens, device="cpu")),
+    )
     shared = _direction(seed, 9, heads, 1 - biased)
     query = query + math.sqrt(dim) * shared
     key[0] = 0.3 * normal(seed, 10, heads, dim) + _SINK_SCORE * shared
@@ -145,7 +148,7 @@ def attention_problem(
 def _channels(dim: int, which: str, part: int) -> Tensor:
     """1 in the dim / part channel pairs that RoPE turns fastest or slowest, else 0."""
     half, count = dim // 2, dim // part
-    pair = torch.arange(dim) % half  # RoPE turns pair 0 fastest
+    pair = torch.arange(dim, device="cpu") % half  # RoPE turns pair 0 fastest
     return (pair >= half - count if which == "slow" else pair < count).float()
 
 

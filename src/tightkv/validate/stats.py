@@ -24,7 +24,7 @@ def ks_test(samples: Tensor, cdf: Callable[[Tensor], Tensor]) -> tuple[float, fl
     """Kolmogorov-Smirnov statistic of independent samples [n] under `cdf`, and its p-value."""
     x = samples.double().sort().values
     n = x.numel()
-    steps = torch.arange(n + 1, dtype=torch.float64) / n
+    steps = torch.arange(n + 1, dtype=torch.float64, device=x.device) / n
     at = cdf(x)
     distance = float(torch.maximum(steps[1:] - at, at - steps[:-1]).max())
     return distance, kolmogorov_tail(distance * (math.sqrt(n) + 0.12 + 0.11 / math.sqrt(n)))

@@ -102,7 +102,7 @@ class Calibrator:
     def _estimate(self, bar: Any) -> None:
         """By the gradients of one window: bits depend on ratios of costs, which are far apart."""
         cfgs = [self.base.replace(key_bits=b, value_bits=b) for b in ESTIMATED_BITS]
-        ids, generator = self.windows.ids[:1], torch.Generator().manual_seed(0)
+        ids, generator = self.windows.ids[:1], torch.Generator("cpu").manual_seed(0)
         layers: dict[int, Layer] = record(self.model, ids, self.numbers, self.first, generator)[0]
         positions = ids.shape[1] - 1 - self.first
         for n in self.numbers:

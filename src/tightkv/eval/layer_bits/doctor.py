@@ -119,7 +119,7 @@ class Doctor:
             return self._read(known, families)
         numbers, first = self._layer_numbers(), self.schedule.prefill
         with self.bars("layers", 2 * len(numbers) + len(self.windows) - 1) as bar:
-            ids, generator = self.windows.ids[:1], torch.Generator().manual_seed(0)
+            ids, generator = self.windows.ids[:1], torch.Generator("cpu").manual_seed(0)
             layers, log_p = record(self.model, ids, numbers, first, generator)
             self._keep(log_p)
             advance_bar(bar, len(numbers))

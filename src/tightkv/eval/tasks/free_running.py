@@ -66,7 +66,7 @@ class FreeTask(Task):
     def measure(self, model: Any, make: MakeCache, reference: Data, advance: Advance) -> Data:
         tokens, own = self._write(model, make, advance)
         grades = self._grade(model, tokens)
-        lengths = same_tokens(torch.tensor(reference["tokens"]), tokens)
+        lengths = same_tokens(torch.tensor(reference["tokens"], device="cpu"), tokens)
         excess = [mine - exact for mine, exact in zip(own, grades, strict=True)]
         return {
             "log_prob": paired(grades, reference["log_probs"]),
@@ -123,6 +123,8 @@ def _gumbel(seed: int, rows: Sequence[int], step: int, vocabulary: int) -> Tenso
     noise = []
     for row in rows:
         number = int(digest([seed, row, step]), 16) >> 1
-        generator = torch.Generator().manual_seed(number)
-        noise.append(torch.empty(vocabulary).exponential_(generator=generator).log().neg())
+        generator = torch.Generator("cpu").manual_seed(number)
+        noise.append(
+            torch.empty(vocabulary, device="cpu").exponential_(generator=generator).log().neg()
+        )
     return torch.stack(noise)

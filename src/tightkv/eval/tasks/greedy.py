@@ -57,5 +57,5 @@ def greedy_tokens(run: CacheRun, prompts: Windows, new_tokens: int, advance: Adv
 def same_tokens(first: Tensor, second: Tensor) -> list[int]:
     """How many leading tokens of each row [B, T] are equal."""
     differs = first != second
-    never = torch.full(differs.shape[:1], differs.shape[1])
+    never = torch.full(differs.shape[:1], differs.shape[1], device=differs.device)
     return [int(n) for n in torch.where(differs.any(1), differs.int().argmax(1), never)]

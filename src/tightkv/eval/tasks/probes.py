@@ -90,7 +90,7 @@ class ProbeTask(Task):
         for passage in self.passages:
             runs = after_prefix(model, make, passage.prefix, len(passage.probes))
             for probe, run in zip(passage.probes, runs, strict=True):
-                ids = torch.tensor([probe.question + probe.answer])
+                ids = torch.tensor([probe.question + probe.answer], device="cpu")
                 got = run.score(ids, len(probe.answer), self.chunk)
                 log_prob = float(got.log_probs.double().sum())
                 scores.append({"log_prob": log_prob, "top": bool(got.top.all())})

@@ -115,5 +115,5 @@ class GreedyTask(Task):
 
     def measure(self, model: Any, make: MakeCache, reference: Data, advance: Advance) -> Data:
         got = greedy_tokens(CacheRun(model, make()), self.prompts, self.new_tokens, advance)
-        lengths = same_tokens(torch.tensor(reference["tokens"]), got)
+        lengths = same_tokens(torch.tensor(reference["tokens"], device="cpu"), got)
         return results.greedy_data(GreedyMatch(tuple(lengths), self.new_tokens))

@@ -333,7 +333,7 @@ class GroupRings:
 
 def _on_device(numbers: Sequence[Any], device: torch.device) -> Tensor:
     """From pinned memory: of any other, a copy would wait for all that the device has to do."""
-    host = torch.tensor(numbers, dtype=torch.long, pin_memory=device.type == "cuda")
+    host = torch.tensor(numbers, dtype=torch.long, pin_memory=device.type == "cuda", device="cpu")
     return host.to(device, non_blocking=True)
 
 
