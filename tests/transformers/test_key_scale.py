@@ -11,6 +11,7 @@ from tightkv.integrations.transformers import query_probe
 from tightkv.integrations.transformers.export import ExportableModel
 from tightkv.math.feedback import QueryMetric
 from tightkv.math.key_scale import MOST, KeyScale, balanced_scale
+from tightkv.math.rotation import make_rotation
 from tightkv.tensor_file import checksum
 
 LARGE = 12.0
@@ -143,6 +144,18 @@ def test_a_file_has_them(tmp_path):
         assert torch.equal(x.layers[0].scale.value, cache.layers[0].scale.value)
     rest = [logits(model, x, ids[:, 300:], (1, 99)) for x in (cache, again)]
     assert torch.equal(*rest)
+
+
+def test_a_metric_keeps_what_few_scales_and_configs_asked_for():
+    """Loaded files bring scales and seeds of their own, and a model may live for months."""
+    metric = QueryMetric(torch.eye(16).expand(2, 16, 16))
+    scales = [KeyScale(torch.full((2, 16), 2.0**n)) for n in range(-4, 5)]
+    own = metric.scaled(scales[0])
+    for number, scale in enumerate(scales):
+        assert metric.scaled(scales[0]) is own
+        metric.scaled(scale).factors(make_rotation("haar", 16, number), 4, torch.device("cpu"))
+        own.factors(make_rotation("haar", 16, number), 4, torch.device("cpu"))
+    assert len(metric._scaled) == len(own._made) == 4
 
 
 def test_files_with_other_scales_are_refused(tmp_path):

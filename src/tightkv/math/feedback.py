@@ -11,7 +11,10 @@ so each coordinate, the last one first, is rounded together with what the later 
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +27,9 @@ MOST_SCALE = 2.0
 # Coarse codes need a metric nearer to the identity, and levels that reach further out.
 _SHRINKAGE = {2: 0.3, 3: 0.1, 4: 0.1}
 _GAIN = {2: 0.9, 3: 0.95, 4: 0.95}
+_KEPT = 4  # of what a metric makes for configs and scales, which files may bring
+_T = TypeVar("_T")
+_lock = threading.RLock()
 
 
 def gain(bits: int) -> float:
@@ -73,8 +79,8 @@ class QueryMetric:
     """H = E[q q^T] of a layer's KV heads, [heads, dim, dim] in the model's frame, of any scale."""
 
     value: Tensor
-    _made: dict[tuple[Rotation, int, str], Tensor] = field(default_factory=dict, repr=False)
-    _scaled: dict[bytes, QueryMetric] = field(default_factory=dict, repr=False, init=False)
+    _made: dict[Hashable, Tensor] = field(default_factory=dict, repr=False, init=False)
+    _scaled: dict[Hashable, QueryMetric] = field(default_factory=dict, repr=False, init=False)
 
     def __post_init__(self) -> None:
         with torch.inference_mode(False):  # made inside of it, it must serve outside too
@@ -84,19 +90,20 @@ class QueryMetric:
         """That of queries which are multiplied by a key scale, made once."""
         if scale is None:
             return self
+        s = scale.on(self.value.dtype, self.value.device)
         key = scale.value.numpy().tobytes()  # loaded caches have equal scales of their own
-        if key not in self._scaled:
-            s = scale.on(self.value.dtype, self.value.device)
-            self._scaled[key] = QueryMetric(s[:, :, None] * self.value * s[:, None])
-        return self._scaled[key]
+        return _kept(
+            self._scaled, key, lambda: QueryMetric(s[:, :, None] * self.value * s[:, None])
+        )
 
     def factors(self, rotation: Rotation, bits: int, device: torch.device) -> Tensor:
         """`feedback_factors` on a device, made once: all caches of a model share them."""
-        key = rotation, bits, str(device)
-        if key not in self._made:
+
+        def make() -> Tensor:
             with torch.inference_mode(False):
-                self._made[key] = feedback_factors(self.value, rotation, bits).to(device)
-        return self._made[key]
+                return feedback_factors(self.value, rotation, bits).to(device)
+
+        return _kept(self._made, (rotation, bits, str(device)), make)
 
     # It never changes: a copy is the metric itself.
     def __copy__(self) -> QueryMetric:
@@ -104,3 +111,13 @@ class QueryMetric:
 
     def __deepcopy__(self, memo: object) -> QueryMetric:
         return self
+
+
+def _kept(made: dict[Hashable, _T], key: Hashable, make: Callable[[], _T]) -> _T:
+    """made[key], made if need be; the last _KEPT that were asked for are kept."""
+    with _lock:
+        found = made.pop(key) if key in made else make()
+        made[key] = found
+        if len(made) > _KEPT:
+            del made[next(iter(made))]
+    return found
