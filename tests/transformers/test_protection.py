@@ -9,6 +9,7 @@ from transformers import DynamicCache
 
 from models import prompt, tiny
 from tightkv import KVQuantConfig, TightCache
+from tightkv.eval.results import model_fingerprint
 from tightkv.integrations.transformers.protect_keys import (
     KeyBitsWarning,
     LoadedTensor,
@@ -158,6 +159,64 @@ def test_weights_that_cannot_be_read_are_told_where_no_alarm_would_come():
     llama.config._attn_implementation = "sdpa"
     cache, lines = told(lambda: TightCache("k3v3", model=llama))
     assert len(lines) == 1 and "not checked" in lines[0] and "k_proj" in lines[0]
+
+
+class Int8Params(torch.nn.Parameter):
+    """As of bitsandbytes: a parameter of its own class."""
+
+
+class Quantized(torch.nn.Module):
+    """A linear layer with int8 weights, kept under the names of GPTQ and AWQ, or others."""
+
+    def __init__(self, linear, kind):
+        super().__init__()
+        scales = linear.weight.data.abs().amax(1, keepdim=True) / 127
+        codes = (linear.weight.data / scales).round().to(torch.int8)
+        self.kind = kind
+        if kind == "weight":
+            self.weight = Int8Params(codes, requires_grad=False)
+        elif kind == "weight_packed":  # compressed-tensors
+            self.weight_packed = torch.nn.Parameter(codes, requires_grad=False)
+        else:
+            self.register_buffer("qweight", codes)
+        self.register_buffer("scales", scales)
+
+    def forward(self, x):
+        return x @ (getattr(self, self.kind) * self.scales).T.to(x)
+
+
+def quantized(kind):
+    model = tiny()
+    if kind.endswith("Config"):
+        torchao = pytest.importorskip("torchao.quantization")
+        torchao.quantize_(model, getattr(torchao, kind)())
+        return model
+    for layer in model.model.layers:
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            old = getattr(layer.self_attn, name)
+            setattr(layer.self_attn, name, Quantized(old, kind))
+    return model
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig", "qweight", "weight", "weight_packed"],
+)
+def test_quantized_models_are_told_once_and_served(kind, tmp_path):
+    model, ids = quantized(kind), prompt(1, 300)
+    model.set_attn_implementation("sdpa")
+    cache, lines = told(lambda: TightCache("k4v4", model=model))
+    assert len(lines) == 1 and "not checked" in lines[0]
+    assert not told(lambda: TightCache("k4v4", model=model))[1]
+    assert all(layer.metric is not None for layer in cache.tight_layers)
+    model.set_attn_implementation("tightkv")
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        cache.save(tmp_path / "cache.safetensors")
+        again = TightCache.load(tmp_path / "cache.safetensors", model=model)
+        found = [model(ids[:, :1], past_key_values=x).logits for x in (cache, again)]
+    assert torch.equal(*found)
+    assert len(model_fingerprint(model)) == 16
 
 
 def test_saved_copied_and_loaded_caches_keep_their_bits(tmp_path):

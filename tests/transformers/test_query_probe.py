@@ -1,6 +1,7 @@
 """The metric of a model's queries, and caches that code their keys in it."""
 
 import copy
+import threading
 import warnings
 
 import pytest
@@ -64,13 +65,7 @@ def test_it_can_be_turned_off_and_eight_bits_need_none():
     model = tiny("llama")
     for quant in ({"preset": "k3v3", "feedback": "off"}, "k8v4"):
         assert all(layer.kv.feedback is None for layer in filled(model, quant).tight_layers)
-    assert model not in _probed_models()  # nothing was run for nothing
-
-
-def _probed_models():
-    from tightkv.integrations.transformers import query_probe
-
-    return query_probe._probed
+    assert model not in probed._made  # nothing was run for nothing
 
 
 def test_caches_and_copies_of_a_model_share_the_factors():
@@ -141,6 +136,48 @@ def test_the_default_device_does_not_matter():
         ids = probe_tokens(model)
         assert ids.device.type == spread_positions(model, ids).device.type == "cpu"
     assert torch.equal(probe(model, ids).metrics[0].value, wanted[0].value)
+
+
+def test_the_default_device_does_not_matter_to_a_cache(tmp_path):
+    """From the constructor to a loaded file, with a model and a seed that nothing is kept of."""
+    model, ids, path = tiny("qwen2"), prompt(count=300), tmp_path / "cache.safetensors"
+    quant = {"preset": "k3v3", "seed": 4711, "page_size": 32}
+    with torch.device("meta"):
+        cache = filled(model, quant, ids)
+        cache.save(path)
+        loaded = TightCache.load(path, model)
+        with torch.no_grad():
+            found = [model(ids[:, :5], past_key_values=x).logits for x in (cache, loaded)]
+    other = filled(tiny("qwen2"), quant, ids)
+    with torch.no_grad():
+        wanted = model(ids[:, :5], past_key_values=other).logits
+    assert torch.equal(found[0], wanted) and torch.equal(found[1], wanted)
+
+
+def test_two_threads_that_make_the_first_caches_get_all_metrics():
+    """The pass of the second thread must not lose its layers when that of the first one ends."""
+    model = tiny("llama")
+    inside, events = [], [threading.Event(), threading.Event()]
+
+    def wait(module, args):
+        inside.append(threading.get_ident())
+        if len(inside) == 2:
+            events[0].set()
+        events[inside.index(threading.get_ident())].wait(0.5)
+
+    def make(done):
+        TightCache("k4v4", model=model)
+        done.set()
+
+    hook = model.model.layers[1].register_forward_pre_hook(wait)
+    threads = [threading.Thread(target=make, args=(events[1],)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    hook.remove()
+    assert len(inside) == 1 and sorted(probed(model).metrics) == [0, 1, 2, 3]
+    assert model.config._attn_implementation == "tightkv"
 
 
 def test_a_loaded_cache_goes_on_with_feedback(tmp_path):

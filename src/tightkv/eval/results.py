@@ -51,8 +51,10 @@ def model_fingerprint(model: Any) -> str:
     """16 hex digits from the name, shape and some numbers of every weight."""
     digest = hashlib.sha256()
     for name, weight in sorted(model.state_dict().items()):
-        flat = weight.flatten()
-        sample = flat[:: max(1, len(flat) // _SAMPLES)][:_SAMPLES].double().tolist()
+        sample = []
+        if type(weight) is torch.Tensor and not weight.is_meta:  # not quantized
+            flat = weight.flatten()
+            sample = flat[:: max(1, len(flat) // _SAMPLES)][:_SAMPLES].double().tolist()
         digest.update(json.dumps([name, list(weight.shape), sample]).encode())
     return digest.hexdigest()[:16]
 

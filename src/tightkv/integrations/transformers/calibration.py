@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import warnings
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
 from tightkv.calibration import Calibration, find_calibration, not_used
 from tightkv.config import KVQuantConfig
+from tightkv.integrations.transformers.per_model import MODEL_LOCK, PerModel
 from tightkv.integrations.transformers.protect_keys import LoadedTensor
 from tightkv.model_shape import read_model_shape
 from tightkv.model_shape.fingerprint import model_fingerprint
 
-_fingerprints: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()
-_warned: WeakKeyDictionary[PreTrainedModel, set[str]] = WeakKeyDictionary()
+_warned = PerModel[set[str]](lambda model: set())
 
 
 class CalibrationWarning(UserWarning):
@@ -41,16 +40,20 @@ def apply_calibration(cfg: KVQuantConfig, model: Any) -> tuple[KVQuantConfig, Ca
     return found.applied(cfg), found
 
 
-def loaded_fingerprint(model: PreTrainedModel) -> str:
-    """`model_fingerprint`, computed once."""
-    if model not in _fingerprints:
-        tensors = {name: LoadedTensor(name, value) for name, value in model.named_parameters()}
-        _fingerprints[model] = model_fingerprint(read_model_shape(model.config), tensors)
-    return _fingerprints[model]
+def _read_fingerprint(model: PreTrainedModel) -> str:
+    tensors = {name: LoadedTensor(name, value) for name, value in model.named_parameters()}
+    return model_fingerprint(read_model_shape(model.config), tensors)
+
+
+loaded_fingerprint = PerModel(_read_fingerprint)
+"""`model_fingerprint`, computed once."""
 
 
 def _warn_once(model: PreTrainedModel, line: str) -> None:
     """Once for each model."""
-    if line not in _warned.setdefault(model, set()):
-        _warned[model].add(line)
+    with MODEL_LOCK:
+        said = _warned(model)
+        first = line not in said
+        said.add(line)
+    if first:
         warnings.warn(line, CalibrationWarning, stacklevel=4)

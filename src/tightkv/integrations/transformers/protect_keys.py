@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 from torch import Tensor
+from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from tightkv.config import KVQuantConfig
+from tightkv.integrations.transformers.per_model import MODEL_LOCK, PerModel
 from tightkv.key_check import CheckedConfig, KeyCheck
 from tightkv.math.codebook import get_codebook
 from tightkv.model_shape.key_noise import NOISE_LIMIT, needed_key_bits
 
 _LEAST_TOKENS = 32  # that a first look at keys needs
 _MOST_PAGES = 4
-_checks: WeakKeyDictionary[PreTrainedModel, _ModelCheck] = WeakKeyDictionary()
 
 
 class KeyBitsWarning(UserWarning):
@@ -44,6 +44,8 @@ class LoadedTensor:
     @property
     def is_float(self) -> bool:
         value = self.value
+        if type(value) not in (Tensor, Parameter):  # quantized (torchao), or spread over ranks
+            return False
         return value.is_floating_point() and value.element_size() > 1 and not value.is_meta
 
     def rows(self, first: int, count: int) -> LoadedTensor:
@@ -51,7 +53,8 @@ class LoadedTensor:
 
     def read(self, step: int = 1) -> Tensor:
         if not self.is_float:
-            raise ValueError(f"{self.name} is {self.value.dtype} on {self.value.device}")
+            kind = f"{type(self.value).__name__} of {self.value.dtype}"
+            raise ValueError(f"{self.name} is a {kind} on {self.value.device}")
         return self.value.detach()[::step]
 
 
@@ -63,9 +66,7 @@ def protect(cfg: KVQuantConfig, model: PreTrainedModel) -> tuple[KVQuantConfig, 
     """
     if not cfg.protect_keys or cfg.key_bits == 16:
         return cfg, True
-    if model not in _checks:
-        _checks[model] = _ModelCheck(model)
-    checked, first = _checks[model].of(cfg)
+    checked, first = _check(model).of(cfg)
     known = checked.raised or checked.line is None
     if first and checked.line and (known or model.config._attn_implementation != "tightkv"):
         warnings.warn(checked.line, KeyBitsWarning, stacklevel=3)
@@ -82,10 +83,14 @@ class _ModelCheck:
 
     def of(self, cfg: KVQuantConfig) -> tuple[CheckedConfig, bool]:
         """The answer, and whether it is a new one."""
-        first = cfg not in self._known
-        if first:
-            self._known[cfg] = self._check.protect(cfg)
-        return self._known[cfg], first
+        with MODEL_LOCK:
+            first = cfg not in self._known
+            if first:
+                self._known[cfg] = self._check.protect(cfg)
+            return self._known[cfg], first
+
+
+_check = PerModel(_ModelCheck)
 
 
 def measured_noise(query: Tensor, key: Tensor, scale: float, page_size: int) -> float | None:

@@ -11,12 +11,12 @@ import inspect
 import warnings
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tightkv.integrations.transformers.per_model import PerModel
 from tightkv.integrations.transformers.recorder import AttentionCall, recording
 from tightkv.math.feedback import QueryMetric
 from tightkv.math.key_scale import KeyScale, balanced_scale
@@ -24,7 +24,6 @@ from tightkv.math.key_scale import KeyScale, balanced_scale
 PROBE_SHAPE = 4, 64  # rows, tokens
 _SPAN = 2048  # positions that rows are spread over: RoPE turns queries with them
 _FIRST = 4  # whose queries are left out: first tokens are unlike all others
-_probed: WeakKeyDictionary[PreTrainedModel, Probed] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -39,20 +38,21 @@ class FeedbackWarning(UserWarning):
     """Keys are coded without feedback; the message has the way out."""
 
 
-def probed(model: PreTrainedModel) -> Probed:
-    """Measured once for a model; empty for one that cannot run on plain tokens: said once."""
-    if model not in _probed:
-        try:
-            _probed[model] = probe(model, probe_tokens(model))
-        except (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-            _probed[model] = Probed()
-            warnings.warn(
-                f"tightkv: {type(model).__name__} could not be run on random tokens, so its keys "
-                f'are coded without feedback ({error}); feedback="off" skips the attempt',
-                FeedbackWarning,
-                stacklevel=4,
-            )
-    return _probed[model]
+def _probe_or_warn(model: PreTrainedModel) -> Probed:
+    try:
+        return probe(model, probe_tokens(model))
+    except (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        warnings.warn(
+            f"tightkv: {type(model).__name__} could not be run on random tokens, so its keys "
+            f'are coded without feedback ({error}); feedback="off" skips the attempt',
+            FeedbackWarning,
+            stacklevel=4,
+        )
+        return Probed()
+
+
+probed = PerModel(_probe_or_warn)
+"""Measured once for a model; empty for one that cannot run on plain tokens: said once."""
 
 
 def probe_tokens(model: PreTrainedModel) -> Tensor:

@@ -21,6 +21,7 @@ from tightkv.integrations.transformers.attention import (
     tightkv_mask,
     use_attention,
 )
+from tightkv.integrations.transformers.per_model import MODEL_LOCK
 
 NAME = "tightkv_recorder"
 
@@ -73,10 +74,10 @@ AttentionMaskInterface.register(NAME, tightkv_mask)
 
 @contextmanager
 def recording(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
-    """Inside, the model attends through `observer`; afterwards as before."""
+    """Inside, the model attends through `observer`; afterwards as before. One thread at a time."""
     token = _observer.set(observer)
     try:
-        with use_attention(model, NAME):
+        with MODEL_LOCK, use_attention(model, NAME):
             yield
     finally:
         _observer.reset(token)
