@@ -26,7 +26,7 @@ from tightkv.kernels.view import CacheView
 from tightkv.layout import PageLayout
 from tightkv.math.feedback import QueryMetric
 from tightkv.math.quantize import finite
-from tightkv.offload import DeviceBuffers, OffloadedPages
+from tightkv.offload import DeviceBuffers, OffloadedPages, lasting
 from tightkv.sequences import AppendPlan, RowTensors, SequenceTable
 
 
@@ -91,6 +91,7 @@ class PagedKV:
         known = None if metric is None else self.codec.feedback_factors(metric, self.device)
         self.feedback = known
 
+    @lasting
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedKV:
         copied = memo[id(self)] = type(self).__new__(type(self))
         for name, value in vars(self).items():
@@ -198,6 +199,7 @@ class PagedKV:
         slots = [row * plan.ring_tokens + plan.held[row] % plan.ring_tokens for row in plan.rows]
         return copy_tokens(ring, key, slots) and copy_tokens(self.ring_value, value, slots)
 
+    @lasting
     def select(self, rows: Sequence[int]) -> None:
         """Follow `table.select(rows)`: move rings and sinks; pages stay where they are."""
         self._fit_rows(max(rows, default=-1) + 1)
@@ -205,6 +207,7 @@ class PagedKV:
         for name in _EXACT:
             setattr(self, name, getattr(self, name).index_select(0, index))
 
+    @lasting
     def reserve(self, pages: int) -> None:
         """Make the pool hold at least `pages` pages, once, instead of growing to it."""
         if pages <= self._num_pages:
@@ -260,6 +263,7 @@ class PagedKV:
         """Give every row of the table a ring and sinks."""
         self._fit_rows(len(self.table))
 
+    @lasting
     def _fit_rows(self, rows: int) -> None:
         missing = rows - self.ring_key.shape[0]
         if missing > 0:
@@ -276,6 +280,7 @@ class PagedKV:
             x = x.clamp(-most, most)
         return x.to(self.layout.dtype)
 
+    @lasting
     def _fit_exact(self, plan: AppendPlan) -> None:
         """Give rings and sinks the size that a plan wants; exact tokens move to their slots."""
         tokens = self.ring_key.shape[1]

@@ -8,11 +8,12 @@ appends have used (`release`), and the caller's stream waits for a copy before i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,22 @@ from torch import Tensor
 from tightkv.layout import PageLayout
 
 _KEPT_BUFFERS = 2  # for the layer that attends and the one that is fetched ahead of it
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_lock = threading.Lock()
+
+
+def lasting(method: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Tensors made under torch.inference_mode() can be written outside of it too."""
+
+    @wraps(method)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if not torch.is_inference_mode_enabled():
+            return method(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return method(*args, **kwargs)
+
+    return run
 
 
 class DeviceBuffers:
@@ -28,6 +45,7 @@ class DeviceBuffers:
     def __init__(self) -> None:
         self._free: list[Tensor] = []
 
+    @lasting
     def take(self, size: int, device: torch.device) -> Tensor:
         """uint8 [>= size]. Only the side stream may use it without waiting for that stream."""
         mine = [buffer for buffer in self._free if buffer.device == device]
@@ -168,6 +186,7 @@ class OffloadedPages:
         shape = (self._count, self.layout.num_kv_heads, self.layout.record_bytes)
         return buffer[: self._count * self.layout.page_bytes].view(shape)
 
+    @lasting
     def _new_chunk(self, count: int) -> Tensor:
         shape = (count, self.layout.num_kv_heads, self.layout.record_bytes)
         pinned = self.device.type == "cuda"
@@ -197,10 +216,17 @@ class OffloadedPages:
             begin += len(chunk)
 
 
-@lru_cache(maxsize=64)
 def side_stream(device: torch.device) -> torch.cuda.Stream | None:
     """The stream of all copies from and to a device; None where copies are synchronous."""
-    return torch.cuda.Stream(device) if device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
+    with _lock:  # two first callers must not get two streams
+        return _stream(device)
+
+
+@lru_cache(maxsize=64)
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def _with_index(device: torch.device) -> torch.device:

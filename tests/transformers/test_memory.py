@@ -1,6 +1,9 @@
+import copy
+import gc
 import json
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -33,6 +36,26 @@ def test_a_long_prefill_and_decode_hold_what_the_plan_says():
     held = cache.bytes_used()["compressed"]
     assert layer.length == tokens + 604
     assert abs(held - planned) / planned < 0.05, (held, planned)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_dropped_cache_is_freed_at_once(known, tmp_path):
+    """Without a garbage collection, which memory of a GPU does not cause."""
+    model, path = tiny(), tmp_path / "cache.safetensors"
+    options = {"model": model} if known else {}
+    gc.disable()
+    try:
+        cache = TightCache("k4v4", **options)
+        with torch.no_grad():
+            model(prompt(1, 300), past_key_values=cache)
+        cache.save(path)
+        caches = [cache, TightCache.load(path, **options), copy.deepcopy(cache)]
+        held = [weakref.ref(x) for x in (*caches, *(x.layers[0].kv.pages for x in caches))]
+        assert all(x() is not None for x in held)
+        del cache, caches
+        assert not any(x() is not None for x in held)
+    finally:
+        gc.enable()
 
 
 COUNTERS = 5 * 4  # bytes per sequence and layer: what a cache may take beyond bf16

@@ -108,8 +108,11 @@ def test_batches_files_copies_and_reset(tmp_path):
     assert torch.equal(greedy(model, deepcopy(away), more, 40), expected)
     away.save(tmp_path / "away")
     assert not any(buffers_in_use(away))
-    loaded = TightCache.load(tmp_path / "away", model=model)
-    assert torch.equal(greedy(model, loaded, more, 40), expected)
+    for offloading, count in ((False, 40), (True, 3)):
+        loaded = TightCache.load(tmp_path / "away", model=model, offloading=offloading)
+        held = sum(layer.kv._pages.numel() for layer in loaded.tight_layers)
+        assert loaded.offloading == offloading and (held == 0) == offloading
+        assert torch.equal(greedy(model, loaded, more, count), expected[:, :count])
     copy = deepcopy(away)
     assert torch.equal(greedy(model, away, more, 40), expected), "the copy is another's"
     assert copy.shared.buffers is not away.shared.buffers
@@ -117,6 +120,28 @@ def test_batches_files_copies_and_reset(tmp_path):
     assert not away.shared.buffers._free
     fresh = TightCache(QUANT, model=model)
     assert torch.equal(greedy(model, away, ids, 3), greedy(model, fresh, ids, 3))
+
+
+@pytest.mark.parametrize("offloading", [False, True])
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_filled_under_inference_mode_and_used_outside(kernels, offloading, tmp_path):
+    model, ids, more = tiny(num_hidden_layers=2), prompt(2, 150), prompt(2, 70, seed=2)
+    options = {"model": model, "kernels": kernels, "offloading": offloading}
+
+    def fill():
+        cache = TightCache(QUANT, **options)
+        greedy(model, cache, ids, 1)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        cache.save(tmp_path / "cache.safetensors")
+        return cache, deepcopy(cache), TightCache.load(tmp_path / "cache.safetensors", **options)
+
+    with torch.inference_mode():
+        caches = fill()
+    wanted = greedy(model, fill()[0], more, 2, chunk=30)
+    for cache in caches:
+        assert torch.equal(greedy(model, cache, more, 2, chunk=30), wanted)
+        stored = [layer.kv for layer in cache.tight_layers]
+        assert not any(x.is_inference() for kv in stored for x in (kv.ring_key, kv.pages))
 
 
 def test_bytes_used_count_the_pages_once():

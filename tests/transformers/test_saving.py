@@ -1,4 +1,5 @@
 import copy
+import hashlib
 import json
 
 import pytest
@@ -6,6 +7,7 @@ import torch
 import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from models import FAMILIES, prompt, sliding, tiny
 from tightkv import KVQuantConfig, TightCache
@@ -197,6 +199,51 @@ def test_a_cache_of_other_weights_is_refused(tmp_path):
         TightCache.load(path, model=model)
 
 
+def test_the_mark_is_that_of_the_weights_which_the_cache_was_made_with(tmp_path):
+    """Also where they change without a trace before it is saved, as by an adapter's merge."""
+    path, model = tmp_path / "cache.safetensors", tiny(num_hidden_layers=2)
+    cache, before = TightCache(QUANT, model=model), copy.deepcopy(model)
+    greedy(model, cache, prompt(1, 20), 2)
+    model.model.layers[0].mlp.up_proj.weight.data += 1
+    copy.deepcopy(cache).save(path)
+    assert TightCache.load(path, model=before).get_seq_length() == 21
+    with pytest.raises(ValueError, match="was saved with other weights"):
+        TightCache.load(path, model=model)
+
+
+def test_a_cache_that_is_not_saved_reads_no_weights():
+    """A copy for each parameter, or a number that is read, takes longer than all the rest."""
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    model, names = tiny(num_hidden_layers=2), []
+    TightCache(QUANT, model=model)  # measures the model, once
+    with Seen():
+        TightCache(QUANT, model=model)
+    assert names.count("cat") == names.count("_to_copy") == 1
+    assert "_local_scalar_dense" not in names
+
+
+def test_the_mark_counts_parameters_of_every_kind():
+    """As it did when each was read for itself: files of before must load."""
+    model = tiny(num_hidden_layers=2)
+    model.scalar = torch.nn.Parameter(torch.tensor(1.5))
+    model.turned = torch.nn.Parameter(torch.arange(60.0).view(6, 10).T)
+    model.small = torch.nn.Parameter(torch.arange(3.0).to(torch.float8_e4m3fn), requires_grad=False)
+    model.codes = torch.nn.Parameter(torch.arange(20), requires_grad=False)
+    model.model.layers[0].half()
+    digest, numbers = hashlib.sha256(), []
+    for name, x in model.named_parameters():
+        digest.update(name.encode())
+        first = x.detach()[(0,) * (x.dim() - 1)][:8] if x.dim() else x.detach()[None]
+        numbers.append(first.bfloat16().float())
+    digest.update(torch.cat(numbers).numpy().tobytes())
+    assert weights_mark(model) == f"all-{digest.hexdigest()[:16]}"
+
+
 @pytest.mark.parametrize("part", ["q_proj", "k_proj", "o_proj", "down_proj", "input_layernorm"])
 def test_every_kind_of_weight_counts(part):
     """Of 291 parameters every third was looked at, and a layer has nine."""
@@ -213,7 +260,7 @@ def test_every_kind_of_weight_counts(part):
 def test_files_with_an_early_mark_are_compared_by_it(tmp_path):
     path, model = tmp_path / "cache.safetensors", tiny(num_hidden_layers=2)
     cache = TightCache(QUANT, model=model)
-    cache.weights = weights_mark(model, like="0123456789abcdef")
+    cache._weights = weights_mark(model, like="0123456789abcdef")
     greedy(model, cache, prompt(1, 20), 2)
     cache.save(path)
     assert TightCache.load(path, model=model).get_seq_length() == 21

@@ -8,7 +8,7 @@ from torch.nn.functional import kl_div
 
 from models import FAMILIES, prompt, tiny
 from tightkv import KVQuantConfig, TightCache
-from tightkv.integrations.transformers import states
+from tightkv.integrations.transformers import attention, states
 
 SMALL = {"page_size": 32, "sinks": 2, "exact_pages": 2}
 FINE = KVQuantConfig.preset("k8v8", **SMALL)
@@ -106,6 +106,21 @@ def test_other_implementations_dequantize_and_warn_once(implementation):
         read = logits_of(model, ids, cache, [130, 131, 140])
     assert [str(w.message) for w in caught if "dequantizes" in str(w.message)].__len__() == 1
     torch.testing.assert_close(read, direct, atol=1e-4, rtol=1e-3)
+
+
+def test_attention_weights_come_with_eager_attention_or_a_warning():
+    model, ids = tiny(), prompt(1, 80)
+    attention._warn_no_weights.cache_clear()
+    with pytest.warns(UserWarning, match='"tightkv" does not support output_attentions=True'):
+        model(ids, past_key_values=TightCache(FINE, model=model), output_attentions=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(ids, output_attentions=True)  # said once
+        model(ids, past_key_values=TightCache(FINE, model=model))
+    model.set_attn_implementation("eager")
+    cache = TightCache(FINE, model=model)
+    found = model(ids, past_key_values=cache, output_attentions=True).attentions
+    assert [x.shape for x in found] == [(1, 4, 80, 80)] * 4
 
 
 def generate(model, cache=None, ids=None, **options):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -112,6 +114,8 @@ def tightkv_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """query [B, Hq, Lq, D] -> output [B, Lq, Hq, D]; transformers' attention signature."""
+    if kwargs.get("output_attentions"):
+        _warn_no_weights()
     for option in _CHANGE_SCORES:
         if kwargs.get(option) is not None:
             raise ValueError(f'attn_implementation="tightkv" has no {option}; use "sdpa"')
@@ -169,6 +173,15 @@ def tightkv_attention(
     )
     out = step.without_gradient(out, query)
     return (out if s_aux is None else _with_sink(out, lse, s_aux)), None
+
+
+@lru_cache(maxsize=1)
+def _warn_no_weights() -> None:
+    warnings.warn(
+        'attn_implementation="tightkv" does not support output_attentions=True: there are no '
+        'attention weights in its output; load the model with attn_implementation="eager"',
+        stacklevel=2,
+    )
 
 
 def _look_at_keys(

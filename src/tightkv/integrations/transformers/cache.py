@@ -6,6 +6,7 @@ import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,11 +32,12 @@ from tightkv.integrations.transformers.layer_shapes import layer_shapes
 from tightkv.integrations.transformers.protect_keys import protect
 from tightkv.integrations.transformers.query_probe import probed
 from tightkv.integrations.transformers.saving import read_cache, save_cache
-from tightkv.integrations.transformers.weights_mark import weights_mark
+from tightkv.integrations.transformers.weights_mark import WeightsSample
 from tightkv.math.centers import Centers
 from tightkv.math.feedback import QueryMetric
 from tightkv.math.key_scale import KeyScale
 from tightkv.model_shape import skip_reason
+from tightkv.offload import lasting
 
 
 def known_model(model: Any) -> PreTrainedModel | PreTrainedConfig | None:
@@ -87,7 +89,9 @@ class TightCache(Cache):  # type: ignore[misc]
         if model is None:
             if self.quant.protected_first or self.quant.protected_last:
                 raise ValueError("protected layers need the model: TightCache(quant, model=model)")
-            super().__init__(layer_class_to_replicate=self._new_layer)
+            # Not a method of this cache, which would then live until garbage is collected.
+            new_layer = partial(TightLayer, self.shared, self.quant, self.kernels)
+            super().__init__(layer_class_to_replicate=new_layer)
         else:
             config = model.config if isinstance(model, PreTrainedModel) else model
             super().__init__(layers=self._layers_of(config))
@@ -97,7 +101,16 @@ class TightCache(Cache):  # type: ignore[misc]
         if self.calibration is not None:
             self._use_centers(self.calibration.centers)
         self.offloading = offloading  # not transformers' kind, which moves layers too early
-        self.weights = weights_mark(model) if isinstance(model, PreTrainedModel) else ""
+        self._weights: WeightsSample | str = ""
+        if isinstance(model, PreTrainedModel):
+            self._weights = WeightsSample(model)
+
+    @property
+    def weights(self) -> str:
+        """The mark of the weights that the model had when this cache was made, if it is known."""
+        if isinstance(self._weights, WeightsSample):
+            self._weights = self._weights.mark()
+        return self._weights
 
     def _new_layer(self, cfg: KVQuantConfig | None = None, instead_of: Any = None) -> TightLayer:
         cfg = cfg or self.quant
@@ -321,7 +334,7 @@ class TightCache(Cache):  # type: ignore[misc]
         """
         self.shared.reset()
         self.shared.watch = bool(self.quant.protect_keys)
-        self.weights = ""
+        self._weights = ""
         for layer in self.layers:
             layer.reset()
             if isinstance(layer, LinearAttentionLayer):
@@ -342,6 +355,7 @@ class TightCache(Cache):  # type: ignore[misc]
                 layer.offload()
 
     @classmethod
+    @lasting
     def load(
         cls,
         path: str | os.PathLike[str],
@@ -349,12 +363,14 @@ class TightCache(Cache):  # type: ignore[misc]
         *,
         device: torch.device | str | None = None,
         kernels: str = "auto",
+        offloading: bool = False,
         calibration: str = "",
     ) -> TightCache:
         """A saved cache, ready to go on. With `model`, a file of another model is refused.
 
-        It goes to `device`: the model's unless given, else the CPU. Keys of tokens to come are
-        coded in the metrics of a `calibration`; files do not name one.
+        It goes to `device`: the model's unless given, else the CPU; with `offloading` its pages
+        stay in host memory. Keys of tokens to come are coded in the metrics of a `calibration`;
+        files do not name one.
         """
         model = known_model(model)
         if device is None:
@@ -364,19 +380,17 @@ class TightCache(Cache):  # type: ignore[misc]
         if model is not None:
             saved.check_model(model)
         if model is None or saved.header.grows:
-            cache = cls(quant.replace(protected_first=0, protected_last=0), kernels=kernels)
+            plain = quant.replace(protected_first=0, protected_last=0)
+            cache = cls(plain, kernels=kernels, offloading=offloading)
             cache.quant = quant
         else:  # its layers have the bits they were written with
-            cache = cls(
-                quant,
-                model.config if isinstance(model, PreTrainedModel) else model,
-                kernels=kernels,
-            )
+            config = model.config if isinstance(model, PreTrainedModel) else model
+            cache = cls(quant, config, kernels=kernels, offloading=offloading)
         cache.layers = saved.make_layers(
             cache.shared, kernels, torch.device(device), expected=cache.layers
         )
         saved.check_weights(model)
-        cache.weights = saved.weights
+        cache._weights = saved.weights
         _, cache.calibration = apply_calibration(quant.replace(calibration=calibration), model)
         if isinstance(model, PreTrainedModel):
             cache._use_metrics(cache._metrics_of(model))

@@ -11,26 +11,44 @@ from transformers import PreTrainedModel
 _NUMBERS = 8  # of a parameter, at most
 _MOST = 128  # parameters of an early mark
 _EVERY = "all-"  # begins a mark of all parameters; those of files before have none
+_TOGETHER = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that torch.cat takes together
+
+
+class WeightsSample:
+    """The first numbers of all parameters as they are now, copied on their devices.
+
+    The mark is computed when it is asked for, so that a cache which is never saved waits for no
+    device. Parameters that are elsewhere (offloaded, spread over ranks) are left out.
+    """
+
+    @torch.no_grad()
+    def __init__(self, model: PreTrainedModel, like: str = _EVERY) -> None:
+        """For a mark of the kind that `like` is."""
+        found = [
+            (name, x)
+            for name, x in model.named_parameters()
+            if type(x) in (Tensor, torch.nn.Parameter) and not x.is_meta and x.numel()
+        ]
+        self._prefix = _EVERY if like.startswith(_EVERY) else ""
+        step = 1 if self._prefix else -(-len(found) // _MOST) or 1
+        self._names = "".join(name for name, _ in found[::step])
+        by_device = dict[torch.device, list[Tensor]]()
+        for _, x in found[::step]:
+            count, stride = (x.size(-1), x.stride(-1)) if x.dim() else (1, 1)
+            first = x.as_strided((min(_NUMBERS, count),), (stride,))  # x[0, ..., 0, :_NUMBERS]
+            if x.dtype not in _TOGETHER:
+                first = first.bfloat16()
+            by_device.setdefault(x.device, []).append(first)
+        self._numbers = [torch.cat(numbers).bfloat16() for numbers in by_device.values()]
+
+    def mark(self) -> str:
+        """16 hex digits. Numbers count as bfloat16: the same weights in float32 have this mark."""
+        digest = hashlib.sha256(self._names.encode())
+        for numbers in self._numbers:
+            digest.update(numbers.float().cpu().numpy().tobytes())
+        return self._prefix + digest.hexdigest()[:16]
 
 
 def weights_mark(model: PreTrainedModel, like: str = _EVERY) -> str:
-    """16 hex digits of the first numbers of all parameters, of the kind that `like` is.
-
-    They are rounded to bfloat16, so that the same weights in float32 have the same mark.
-    Parameters that are elsewhere (offloaded, spread over ranks) are left out.
-    """
-    found = [
-        (name, x.detach())
-        for name, x in model.named_parameters()
-        if type(x) in (Tensor, torch.nn.Parameter) and x.device.type != "meta" and x.numel()
-    ]
-    every = like.startswith(_EVERY)
-    step = 1 if every else -(-len(found) // _MOST) or 1
-    digest, by_device = hashlib.sha256(), dict[torch.device, list[Tensor]]()
-    for name, x in found[::step]:
-        digest.update(name.encode())
-        first = x[(0,) * (x.dim() - 1)][:_NUMBERS] if x.dim() else x[None]
-        by_device.setdefault(x.device, []).append(first.bfloat16().float())
-    for numbers in by_device.values():
-        digest.update(torch.cat(numbers).cpu().numpy().tobytes())
-    return (_EVERY if every else "") + digest.hexdigest()[:16]
+    """The mark of a model's weights now, of the kind that `like` is."""
+    return WeightsSample(model, like).mark()

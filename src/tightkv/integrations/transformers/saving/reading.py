@@ -54,7 +54,7 @@ class SavedCache:
             warnings.warn(
                 f"{self.path} does not say which weights it is from (its cache was made without "
                 "the model, or reset), so this model's are not compared",
-                stacklevel=3,
+                stacklevel=4,
             )
             return
         own = weights_mark(model, like=self.weights)
@@ -177,6 +177,8 @@ def _load_pages(
     layer.use_centers(_centers(saved.layout, tensors))
     layer.use_scale(_scale(saved.layout, tensors))
     kv = layer.use(saved.layout.num_kv_heads, saved.layout.head_dim, saved.dtype, device)
+    if layer.shared.buffers is not None:  # pages of one layer at a time are on the device
+        kv.offload(layer.shared.buffers)
     for name, shape in _shapes(kv.layout, kv.table, tensors).items():
         found = tensors.get(name)
         # Files of float32 models may have float32 rings and sinks.
