@@ -17,7 +17,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .NOTPARALLEL:
 .DEFAULT_GOAL := test
-.PHONY: test test-all quick lint unit format demo docs newest venv clean
+.PHONY: test test-all quick lint unit emulate format demo docs newest venv clean
 
 test: lint unit
 
@@ -63,6 +63,16 @@ QUICK := tests/core $(wildcard $(addprefix tests/,kernels/test_attention.py kern
 	vllm/test_vllm_batch.py cli/test_cli.py cli/test_plan.py))
 quick: PYTEST_ARGS += -m "not slow and not vllm" $(QUICK)
 quick: unit
+
+# the C kernels of another architecture, emulated, with UBSan
+ARCH   ?= aarch64
+NATIVE := src/tightkv/kernels/cpu/native
+emulate:
+	mkdir -p build
+	$(ARCH)-linux-gnu-gcc -std=gnu11 -O1 -pthread -static -I$(NATIVE) \
+		-fsanitize=undefined,float-cast-overflow -fno-sanitize-recover=all \
+		tests/support/cpu_kernels_driver.c $(NATIVE)/*.c -o build/driver-$(ARCH) -lm
+	qemu-$(ARCH)-static build/driver-$(ARCH)
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix-only .

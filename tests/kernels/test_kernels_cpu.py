@@ -32,7 +32,7 @@ CFG = KVQuantConfig(page_size=32, sinks=2, exact_pages=2)
 CPU = torch.device("cpu")
 BITS = (2, 3, 4, 8)
 # Instruction sets that round queries and weights to 16 bits (docs/cpu.md).
-ROUNDING = ("dotprod", "vnni", "avx512", "avxvnni", "avx2")
+ROUNDING = ("dotprod", "vnni", "avx512_vnni", "avx512", "avxvnni", "avx2")
 
 
 @pytest.fixture(params=ISAS)
@@ -255,6 +255,18 @@ def test_nan_in_pages_is_not_lost(isa):
             assert out.isnan().all()
 
 
+def test_negative_scales(isa):
+    """A file may hold them, larger than all others."""
+    cache = make_cache(CFG.replace(sinks=0, rotation="none"), rows=1)
+    add(cache, *tokens(1, 300))
+    page = torch.tensor([cache.table.rows[0].pages[1]])
+    fields = {n: x[:, :, 3] for n, x in cache.layout.read(cache.pages[page], "value").items()}
+    fields["scale"] = fields["scale"] * -5
+    cache.layout.write_tokens(cache.pages, page, torch.tensor([3]), "value", fields)
+    q = query(1, 4, 64)
+    check_equal(isa, cache, *both(cache, q, 1), q)
+
+
 def test_queries_of_no_row_are_zero(isa):
     cache = make_cache(CFG, rows=1)
     add(cache, *tokens(1, 70))
@@ -428,7 +440,9 @@ def test_sixteen_bit_error_is_as_documented():
     library.use(library.load(), None)
 
 
-@pytest.mark.parametrize("same", [("vnni", "avx512"), ("avxvnni", "avx2")], ids=str)
+@pytest.mark.parametrize(
+    "same", [("vnni", "avx512"), ("avx512_vnni", "avx512"), ("avxvnni", "avx2")], ids=str
+)
 @pytest.mark.parametrize("dim", [80, 128, 512])
 @pytest.mark.parametrize("bits", BITS)
 def test_integer_products_have_the_same_bits(same, dim, bits):
@@ -516,12 +530,15 @@ def test_append_without_exact_copies_keeps_codes():
     assert same_bytes(*caches)
 
 
-def test_append_of_bad_numbers():
+@pytest.mark.parametrize("bits", [4, 8])
+def test_append_of_bad_numbers(bits):
     key, value = tokens(2, 64)
     key[0, 3, 0, 5], key[1, 9, 1, 2], value[0, 8, 1, 1] = math.nan, math.inf, -math.inf
+    if bits == 8:
+        value[1, 40, 0, :] = 3e38  # NaN once it is rotated
     caches = []
     for module in (cpu, reference):
-        cache = make_cache(CFG)
+        cache = make_cache(CFG.replace(key_bits=bits, value_bits=bits, mean_bits=8))
         cache._kernels = module.__name__
         add(cache, key, value)
         caches.append(cache)
@@ -613,6 +630,11 @@ def test_sanitizers_find_nothing(tmp_path):
     """AddressSanitizer and UBSan over every instruction set, with buffers of the exact size."""
     program = sanitizers.build("cpu_kernels_driver.c", tmp_path)
     assert sorted(sanitizers.run(program).split()) == sorted(ISAS)
+
+
+def test_threads_ask_for_instruction_sets_at_once(tmp_path):
+    program = sanitizers.build_with_threads("dispatch_driver.c", tmp_path)
+    assert sanitizers.run(program).strip().split(",") == ISAS
 
 
 def test_structs_agree_with_c():

@@ -1,5 +1,6 @@
-/* Runs append and attend over buffers of exactly the size they need, for sanitizers to watch,
-   and compares every instruction set of this machine with the portable code. */
+/* Runs append and attend over buffers of exactly the size they need, for sanitizers to watch, with
+   numbers that are none as well, and compares every instruction set of this machine with the
+   portable code. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -8,6 +9,7 @@
 #include "native.h"
 
 enum { HEADS = 2, SHARE = 3, RING = 96, SINKS = 2, BATCH = 2 };
+enum { NEW, CAPPED, WINDOW, MANY, TINY, NEGATIVE, BAD_QUERY, BAD_SCALE, BAD_TOKENS, STEPS };
 
 static uint32_t state = 1;
 
@@ -65,7 +67,7 @@ static void make_side(struct side *side, int bits, int dim, struct constants *c)
 static struct layer make_layer(int key_bits, int value_bits, int dim, int page, struct constants *c)
 {
     struct layer layer = {.dim = dim, .heads = HEADS, .page_size = page, .centered = 1,
-                          .mean_bits = 16};
+                          .mean_bits = page == 32 ? 8 : 16};
     make_side(&layer.key, key_bits, dim, &c[0]);
     make_side(&layer.value, value_bits, dim, &c[1]);
     int64_t end = 0;
@@ -80,7 +82,7 @@ static struct layer make_layer(int key_bits, int value_bits, int dim, int page, 
 
 /* Outputs of the portable code, which runs first; `seen` counts those compared or kept. */
 static float *kept;
-static size_t kept_count, seen;
+static size_t kept_count, seen, bad;
 
 static void compare(const float *x, size_t count, int portable)
 {
@@ -91,11 +93,14 @@ static void compare(const float *x, size_t count, int portable)
         memcpy(kept + kept_count, x, count * sizeof *kept);
         kept_count += count;
     }
-    for (size_t k = 0; k < count; k++)
-        if (!(fabsf(x[k] - kept[seen + k]) < 2e-4f)) {
-            fprintf(stderr, "%g instead of %g\n", x[k], kept[seen + k]);
+    for (size_t k = 0; k < count; k++) {
+        const float expected = kept[seen + k];
+        bad += !isfinite(expected);
+        if (isfinite(expected) ? !(fabsf(x[k] - expected) < 2e-4f) : isfinite(x[k])) {
+            fprintf(stderr, "%g instead of %g\n", x[k], expected);
             exit(1);
         }
+    }
     seen += count;
 }
 
@@ -107,6 +112,20 @@ static void check(int wrong, const char *what)
     }
 }
 
+/* What has no place in a cache, at some coordinates of a token or of a query. */
+static void spoil(float *x, int dim)
+{
+    x[0] = NAN, x[1] = INFINITY, x[2] = -INFINITY;
+    x[dim - 2] = x[dim - 1] = 3e38f;
+}
+
+/* Scales of a record, as a file may have them. */
+static void spoil_scales(uint8_t *scales, const uint16_t *halves, int count)
+{
+    for (int k = 0; k < count; k++)
+        memcpy(scales + 2 * (3 * k + 1), halves + k, 2);
+}
+
 /* One history: a long append, then short ones, with attention after each. */
 static void run(const char *isa, int key_bits, int value_bits, int dim, int page, int threads)
 {
@@ -114,7 +133,8 @@ static void run(const char *isa, int key_bits, int value_bits, int dim, int page
     struct layer layer = make_layer(key_bits, value_bits, dim, page, constants);
     int32_t lengths[BATCH] = {0}, left_pad[BATCH] = {0, 3}, ring_read_from[BATCH] = {0};
     int32_t sink_counts[BATCH] = {0}, ring_rows[BATCH] = {1, 0}, exact[BATCH] = {0};
-    const int steps[][BATCH] = {{700, 45}, {1, 1}, {5, 0}, {30, 64}};
+    const int steps[STEPS][BATCH] = {{700, 45}, {1, 1}, {5, 0}, {30, 64}, {1, 1}, {1, 1}, {1, 1},
+                                     {1, 1}, {60, 40}};
     const int64_t most_pages = 900 / page + 1;
     int32_t *table = zeros((size_t)(BATCH * most_pages), sizeof *table);
     for (int k = 0; k < BATCH * most_pages; k++)
@@ -131,11 +151,13 @@ static void run(const char *isa, int key_bits, int value_bits, int dim, int page
     for (int k = 0; factors != NULL && k < HEADS * dim * dim; k++)
         factors[k] = k / dim % dim == k % dim ? 1.0f : 0.05f * factors[k];
     check(tightkv_use(isa), "this instruction set cannot run");
-    for (size_t step = 0; step < sizeof steps / sizeof *steps; step++) {
+    for (int step = 0; step < STEPS; step++) {
         int32_t first[BATCH + 1] = {0, steps[step][0], steps[step][0] + steps[step][1]};
         const int64_t count = first[BATCH];
         float *key = floats((size_t)(count * HEADS * dim)), *value = floats((size_t)(count * HEADS * dim));
         struct tokens k = {key, HEADS * dim, dim}, v = {value, HEADS * dim, dim};
+        for (int n = 0; step == BAD_TOKENS && n < first[1]; n += 7) /* of row 0 */
+            spoil(key + n * HEADS * dim, dim), spoil(value + n * HEADS * dim, dim);
         for (int b = 0; b < BATCH; b++) {
             lengths[b] += steps[step][b];
             ring_read_from[b] = lengths[b] > RING ? (lengths[b] - RING + page - 1) / page * page : 0;
@@ -146,20 +168,37 @@ static void run(const char *isa, int key_bits, int value_bits, int dim, int page
         for (int b = 0; b < BATCH; b++)
             exact[b] = lengths[b] > RING ? lengths[b] - RING : 0;
 
-        const int queries = step == 3 ? 9 : 1;
+        const int queries = step == MANY ? 9 : 1;
         int32_t rows[BATCH + 1] = {0, queries, 2 * queries};
         const int64_t total = 2 * queries, heads = HEADS * SHARE;
         float *query = floats((size_t)(total * heads * dim)), *out = floats((size_t)(total * heads * dim));
-        float *lse = floats((size_t)(total * heads));
+        float *lse = floats((size_t)(total * heads)), *mask = floats(900);
+        for (int n = 0; n < 900; n++)
+            mask[n] = n % 300 < 290 ? -85.0f : 0.0f; /* strips of weights that are hardly numbers */
+        for (int d = 0; step == TINY && d < dim; d++)
+            query[d] *= 1e-40f;
+        if (step == BAD_QUERY)
+            spoil(query, dim), query[(heads + 1) * dim] = INFINITY;
+        if (step == NEGATIVE)
+            spoil_scales(pages + layer.value.scales, (const uint16_t[]){0xcf80, 0xb800}, 2);
+        if (step == BAD_SCALE) { /* of both heads of row 0 */
+            spoil_scales(pages + layer.value.scales, (const uint16_t[]){0x7c00, 0xfc00}, 2);
+            spoil_scales(pages + layer.record_bytes + layer.key.scales,
+                         (const uint16_t[]){0x7e00, 0x7c00, 0xffff}, 3);
+        }
         struct attend_args attend = {.view = view, .query = {query, heads * dim, dim},
                                      .total = total, .heads = heads, .cu_seqlens = rows, .out = out,
-                                     .lse = lse, .causal = 1, .window = step == 2 ? 50 : 0,
-                                     .scale = 0.1, .softcap = step == 1 ? 5.0 : 0.0,
-                                     .threads = threads};
+                                     .lse = lse, .causal = 1, .window = step == WINDOW ? 50 : 0,
+                                     .scale = 0.1, .softcap = step == CAPPED ? 5.0 : 0.0,
+                                     .threads = threads, .mask = step == TINY ? mask : NULL,
+                                     .mask_dtype = FLOAT32, .mask_token = 1};
+        bad = 0;
         check(tightkv_attend(&layer, &attend), "attend failed");
         compare(out, (size_t)(total * heads * dim), strcmp(isa, "portable") == 0);
         compare(lse, (size_t)(total * heads), strcmp(isa, "portable") == 0);
-        free(key), free(value), free(query), free(out), free(lse);
+        check((bad > 0) != (step >= BAD_QUERY), "numbers where none are due, or the reverse");
+        check(bad >= (size_t)(total * heads * dim), "nothing but NaN");
+        free(key), free(value), free(query), free(out), free(lse), free(mask);
     }
     free(factors);
     for (int k = 0; k < 4; k++)
@@ -180,12 +219,13 @@ static void run_all(const char *isa)
 
 int main(void)
 {
-    char names[64], *rest = names;
-    strcpy(names, tightkv_supported());
+    char *names = strdup(tightkv_supported()), *rest = names;
+    if (names == NULL)
+        return 2;
     run_all("portable");
     for (char *isa = strtok_r(rest, ",", &rest); isa != NULL; isa = strtok_r(rest, ",", &rest))
         if (strcmp(isa, "portable") != 0)
             run_all(isa);
-    free(kept);
+    free(kept), free(names);
     return 0;
 }

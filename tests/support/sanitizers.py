@@ -5,6 +5,7 @@ They take long to compile, so tests that need them share a worker (workers.py).
 
 import functools
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -17,7 +18,8 @@ from tightkv.kernels.cpu import library
 NATIVE = Path(library.__file__).parent / "native"
 FLAGS = ["-std=gnu11", "-O1", "-g", "-fPIC", "-fvisibility=hidden", "-pthread", f"-I{NATIVE}"]
 WARNINGS = ["-Wall", "-Wextra", "-Werror"]
-SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+SANITIZE = ["-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize-recover=all"]
+THREADS = ["-fsanitize=thread"]
 _FOLDER = tempfile.TemporaryDirectory(prefix="tightkv-sanitizers-")  # removed with the process
 
 
@@ -28,11 +30,11 @@ def find_compiler() -> str:
     return compiler
 
 
-def compile_c(*arguments: object, folder: Path) -> None:
+def compile_c(*arguments: object, folder: Path, sanitize: list[str] = SANITIZE) -> None:
     compiler = find_compiler()
-    command = [compiler, *FLAGS, *WARNINGS, *SANITIZE, *map(str, arguments)]
+    command = [compiler, *FLAGS, *WARNINGS, *sanitize, *map(str, arguments)]
     built = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    if "asan" in built.stderr and "cannot find" in built.stderr:
+    if "cannot find" in built.stderr and re.search(r"lib[at]san", built.stderr):
         pytest.skip(f"{compiler} has no sanitizers")
     assert built.returncode == 0, built.stderr
 
@@ -49,6 +51,13 @@ def build(driver: str, folder: Path) -> str:
     """A program of the kernels and one of the drivers beside this file."""
     source = Path(__file__).with_name(driver)
     compile_c(source, *objects(), "-o", folder / "driver", "-lm", folder=folder)
+    return str(folder / "driver")
+
+
+def build_with_threads(driver: str, folder: Path) -> str:
+    """A driver that includes what it tests, with ThreadSanitizer."""
+    source = Path(__file__).with_name(driver)
+    compile_c(source, "-o", folder / "driver", folder=folder, sanitize=THREADS)
     return str(folder / "driver")
 
 

@@ -21,7 +21,7 @@ from tightkv.math.rotation import Rotation
 ISA_VARIABLE = "TIGHTKV_CPU_ISA"
 ISAS = (
     *("portable", "neon", "dotprod"),
-    *("avx2_float", "avx2", "avxvnni", "avx512", "vnni"),
+    *("avx2_float", "avx2", "avxvnni", "avx512", "avx512_vnni", "vnni"),
 )
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.bool: 3}
 

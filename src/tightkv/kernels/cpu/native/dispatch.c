@@ -1,4 +1,6 @@
 /* Which instruction sets this build and this machine have. */
+#include <pthread.h>
+#include <stdatomic.h>
 #include <stddef.h>
 
 #include "internal.h"
@@ -17,6 +19,7 @@ static const struct isa built[] = {
     {"neon", &neon_ops, NULL},
 #elif defined(__x86_64__)
     {"vnni", &avx512_ops, &vnni_dots},
+    {"avx512_vnni", &avx512_ops, &avx512_vnni_dots},
     {"avx512", &avx512_ops, &avx512_dots},
 #ifdef HAS_AVXVNNI
     {"avxvnni", &avx2_ops, &avxvnni_dots},
@@ -28,7 +31,9 @@ static const struct isa built[] = {
 };
 enum { BUILT = sizeof built / sizeof *built };
 
-static const struct isa *chosen;
+static const struct isa *_Atomic chosen;
+static char names[BUILT * sizeof built->name]; /* each with a comma, or the final zero */
+static pthread_once_t named = PTHREAD_ONCE_INIT;
 
 #if defined(__x86_64__)
 /* Two features that __builtin_cpu_supports has no names for in many compilers. That registers of 32
@@ -59,8 +64,10 @@ static int can_run(const struct isa *isa)
         return 0;
 #elif defined(__x86_64__)
     __builtin_cpu_init();
-    if (isa->dots == &vnni_dots &&
-        !(__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi")))
+    if (isa->dots == &vnni_dots && !__builtin_cpu_supports("avx512vbmi"))
+        return 0;
+    if ((isa->dots == &vnni_dots || isa->dots == &avx512_vnni_dots) &&
+        !__builtin_cpu_supports("avx512vnni"))
         return 0;
 #ifdef HAS_AVXVNNI
     if (isa->dots == &avxvnni_dots && !has_avxvnni())
@@ -78,22 +85,30 @@ static int can_run(const struct isa *isa)
 
 const struct isa *current_isa(void)
 {
-    for (int k = 0; chosen == NULL; k++)
-        if (can_run(&built[k]))
-            chosen = &built[k];
-    return chosen;
+    const struct isa *isa = atomic_load_explicit(&chosen, memory_order_relaxed); /* of constants */
+    if (isa == NULL) {
+        for (isa = built; !can_run(isa);)
+            isa++;
+        const struct isa *none = NULL; /* what another thread has chosen meanwhile stays */
+        if (!atomic_compare_exchange_strong(&chosen, &none, isa))
+            isa = none;
+    }
+    return isa;
+}
+
+static void write_names(void)
+{
+    for (int k = 0; k < BUILT; k++)
+        if (can_run(&built[k])) {
+            if (names[0] != 0)
+                strcat(names, ",");
+            strcat(names, built[k].name);
+        }
 }
 
 const char *tightkv_supported(void)
 {
-    static char names[64];
-    if (names[0] == 0)
-        for (int k = 0; k < BUILT; k++)
-            if (can_run(&built[k])) {
-                if (names[0] != 0)
-                    strcat(names, ",");
-                strcat(names, built[k].name);
-            }
+    pthread_once(&named, write_names);
     return names;
 }
 
@@ -103,7 +118,7 @@ int tightkv_use(const char *name)
 {
     for (int k = 0; k < BUILT; k++)
         if (can_run(&built[k]) && strcmp(built[k].name, name) == 0) {
-            chosen = &built[k];
+            atomic_store(&chosen, &built[k]);
             return 0;
         }
     return -1;

@@ -124,14 +124,13 @@ ALWAYS struct codes value_codes(const struct tables *t, const uint8_t *at, int s
 static const uint8_t places[2][8] = {{0, 4, 1, 5, 2, 6, 3, 7}, {0, 1, 2, 3, 4, 5, 6, 7}};
 
 /* As bytes [8 high][8 low]. */
-static void split_numbers(const float *x, int count, float top, int8_t *bytes,
-                          struct numbers *numbers)
+static void split_numbers(const float *x, int count, float factor, int8_t *bytes, int32_t total[2])
 {
-    const float inverse = top > 0.0f ? LARGEST / top : 0.0f;
+    (void)total; /* is not used */
     for (int t = 0; t < count; t += 8) {
         int16x4_t high[2], low[2];
         for (int k = 0; k < 2; k++) {
-            float32x4_t whole = vmulq_n_f32(vld1q_f32(x + t + 4 * k), inverse);
+            float32x4_t whole = vmulq_n_f32(vld1q_f32(x + t + 4 * k), factor);
             int32x4_t h = vcvtnq_s32_f32(vmulq_n_f32(whole, 1.0f / BASE));
             high[k] = vmovn_s32(h);
             low[k] = vmovn_s32(vmlsq_n_s32(vcvtnq_s32_f32(whole), h, BASE));
@@ -139,7 +138,6 @@ static void split_numbers(const float *x, int count, float top, int8_t *bytes,
         vst1_s8(bytes + 2 * t, vqmovn_s16(vcombine_s16(high[0], high[1])));
         vst1_s8(bytes + 2 * t + 8, vqmovn_s16(vcombine_s16(low[0], low[1])));
     }
-    numbers->unit = unit_of(top); /* the sums are not used */
 }
 
 #include "dots.h"

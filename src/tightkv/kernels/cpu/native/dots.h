@@ -20,8 +20,11 @@
      struct sums; first_sums(t, numbers, bits)         nothing yet
      multiply(levels, by, part, sums)         by: the group's 16 bytes
      join(sums)                     products, by token or by channel
-     split_numbers                  struct dots: split
+     split_numbers(x, count, factor, bytes, sum)       struct dots: split; `factor` makes whole
+                                    numbers up to LARGEST of x, `sum` is as in struct numbers
      places                         struct dots: places */
+
+#include <float.h>
 
 #include "key_block.h"
 #include "ops.h"
@@ -53,13 +56,24 @@ static float largest_size(const float *x, int dim)
     return out;
 }
 
+/* Whole numbers up to LARGEST: 0 where `top` is not a number, or so small that they have no factor. */
+static void split(const float *x, int count, float top, int8_t *bytes, struct numbers *numbers)
+{
+    const float factor = LARGEST / top;
+    *numbers = (struct numbers){.unit = unit_of(top)};
+    if (factor > 0.0f && factor <= FLT_MAX)
+        split_numbers(x, count, factor, bytes, numbers->sum);
+    else
+        memset(bytes, 0, 2 * (size_t)count);
+}
+
 static void split_queries(const float *query, int rows, int dim, const int *order, int groups,
                           float *work, int8_t *bytes, struct numbers *numbers)
 {
     for (int r = 0; r < rows; r++, query += dim) {
         for (int k = 0; k < groups * 8; k++)
             work[k] = order[k] < dim ? query[order[k]] : 0.0f;
-        split_numbers(work, groups * 8, largest_size(query, dim), bytes + r * groups * 16, numbers + r);
+        split(work, groups * 8, largest_size(query, dim), bytes + r * groups * 16, numbers + r);
     }
 }
 
@@ -224,4 +238,4 @@ static void dot_values(const struct book *book, int dim, const uint8_t *const *c
     }
 }
 
-const struct dots DOTS_NAME = {MOST_DIM, places, split_queries, dot_keys, dot_values, split_numbers};
+const struct dots DOTS_NAME = {MOST_DIM, places, split_queries, dot_keys, dot_values, split};

@@ -35,15 +35,20 @@ static void nearest(const struct side *side, int dim, const float *y, uint8_t *c
     }
 }
 
-/* Whole multiples of the unit up to 127, as two's complement bytes. */
+/* The nearest whole number up to 127, as a two's complement byte; 0 for NaN, as in torch. */
+static uint8_t nearest_byte(float x)
+{
+    const float level = rintf(x);
+    return (uint8_t)(int8_t)(level > 127.0f ? 127.0f : level < -127.0f ? -127.0f
+                             : level == level ? level : 0.0f);
+}
+
+/* Whole multiples of the unit. */
 static void nearest_integer(const struct side *side, int dim, const float *y, uint8_t *codes)
 {
     const float inverse = (float)(1.0 / side->unit);
-    for (int d = 0; d < dim; d++) {
-        float level = rintf(y[d] * inverse);
-        level = level > 127.0f ? 127.0f : level < -127.0f ? -127.0f : level;
-        codes[d] = (uint8_t)(int8_t)level;
-    }
+    for (int d = 0; d < dim; d++)
+        codes[d] = nearest_byte(y[d] * inverse);
 }
 
 static float stored_scale(const struct side *side, float norm, float along, float square)
@@ -263,10 +268,8 @@ void write_mean(const struct layer *layer, uint8_t *record, const float *mean)
     uint16_t half = float_to_half(top / 127.0f);
     float step = half_to_float(half);
     step = step < 0x1p-14f ? 0x1p-14f : step; /* the smallest normal float16 */
-    for (int d = 0; d < dim; d++) {
-        float level = rintf(mean[d] / step);
-        at[d] = (uint8_t)(int8_t)(level > 127.0f ? 127.0f : level < -127.0f ? -127.0f : level);
-    }
+    for (int d = 0; d < dim; d++)
+        at[d] = nearest_byte(mean[d] / step);
     memcpy(at + dim, &half, 2);
 }
 

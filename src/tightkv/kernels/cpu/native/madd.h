@@ -89,24 +89,22 @@ ALWAYS void multiply(vector x, const int8_t *by, int part, struct sums *sum)
 ALWAYS vf join(const struct sums *sum) { return __builtin_convertvector((vi)sum->all, vf); }
 
 /* As words. */
-static void split_numbers(const float *x, int count, float top, int8_t *bytes,
-                          struct numbers *numbers)
+static void split_numbers(const float *x, int count, float factor, int8_t *bytes, int32_t total[2])
 {
-    const vf inverse = splat(top > 0.0f ? LARGEST / top : 0.0f);
     vi sum = splat_int(0);
     for (int t = 0; t < count; t += LANES) {
 #if LANES == 16
-        const __m512i whole = _mm512_cvtps_epi32((__m512)(load(x + t) * inverse));
+        const __m512i whole = _mm512_cvtps_epi32((__m512)(load(x + t) * splat(factor)));
         _mm256_storeu_si256((__m256i *)(bytes + 2 * t), _mm512_cvtepi32_epi16(whole));
 #else
-        const __m256i whole = _mm256_cvtps_epi32((__m256)(load(x + t) * inverse));
+        const __m256i whole = _mm256_cvtps_epi32((__m256)(load(x + t) * splat(factor)));
         const __m128i low = _mm256_castsi256_si128(whole);
         _mm_storeu_si128((__m128i *)(bytes + 2 * t),
                          _mm_packs_epi32(low, _mm256_extracti128_si256(whole, 1)));
 #endif
         sum += (vi)whole;
     }
-    *numbers = (struct numbers){unit_of(top), {SUM_INTS(sum), 0}};
+    total[0] = SUM_INTS(sum);
 }
 
 #include "dots.h"

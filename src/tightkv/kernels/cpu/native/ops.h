@@ -45,7 +45,7 @@ struct ops {
     void (*scale)(float *scores, int rows, int stride, const float *factor, const float *centered,
                   const float *shift, float cap);
     /* One step of the online softmax over `count` scores a row: they become weights times
-       `factor`, the largest of which is `top` (NaN if any is); peak, weight and sums[row][dim] are brought to
+       `factor`, the largest magnitude of which is `top` (NaN if any is); peak, weight and sums[row][dim] are brought to
        the new peak. Returns whether any weight is not zero. */
     int (*softmax)(float *scores, int rows, int count, int stride, int dim, const float *factor,
                    float *peak, float *weight, float *sums, float *top);
@@ -91,7 +91,7 @@ struct dots {
 
 /* An instruction set: how it is called and what it brings; dots may be NULL. */
 struct isa {
-    const char *name;
+    char name[16];
     const struct ops *ops;
     const struct dots *dots;
 };
@@ -102,7 +102,7 @@ extern const struct ops neon_ops;
 extern const struct dots dotprod_dots;
 #elif defined(__x86_64__)
 extern const struct ops avx2_ops, avx512_ops;
-extern const struct dots vnni_dots, avx512_dots, avx2_dots;
+extern const struct dots vnni_dots, avx512_vnni_dots, avx512_dots, avx2_dots;
 #if defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11
 #define HAS_AVXVNNI /* the compiler knows it */
 extern const struct dots avxvnni_dots;

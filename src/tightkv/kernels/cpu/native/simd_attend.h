@@ -301,7 +301,7 @@ static int softmax(float *scores, int rows, int count, int stride, int dim, cons
                 total += p[k];
                 p[k] *= load(factor + t + k * LANES);
                 products += p[k];
-                most = larger(most, p[k]);
+                most = larger(most, (vf)((vi)p[k] & splat_int(0x7fffffff)));
                 store(s + t + k * LANES, p[k]);
             }
         }

@@ -7,7 +7,7 @@
 
 #define MOST_THREADS 256
 
-static void (*shared_parallel)(void (*)(void *), void *, unsigned, unsigned);
+static void (*_Atomic shared_parallel)(void (*)(void *), void *, unsigned, unsigned);
 
 void tightkv_share_threads(void (*parallel)(void (*)(void *), void *, unsigned, unsigned))
 {
@@ -58,10 +58,11 @@ static void own_parallel(struct team *team, int64_t threads)
 int run_tasks(const struct work *work, int64_t threads)
 {
     struct team team = {work, 0, 0};
+    void (*parallel)(void (*)(void *), void *, unsigned, unsigned) = shared_parallel;
     if (threads < 2 || work->tasks < 2)
         join(&team);
-    else if (shared_parallel != NULL)
-        shared_parallel(join, &team, (unsigned)threads, 0);
+    else if (parallel != NULL)
+        parallel(join, &team, (unsigned)threads, 0);
     else
         own_parallel(&team, threads);
     return atomic_load(&team.failed) ? -1 : 0;
