@@ -41,9 +41,13 @@ def compile_c(*arguments: object, folder: Path, sanitize: list[str] = SANITIZE) 
 
 @functools.cache
 def objects() -> tuple[Path, ...]:
-    """Of all C sources of the kernels."""
+    """Of all C sources of the kernels; those that cannot run here are only linked."""
     folder = Path(_FOLDER.name)
-    compile_c("-c", *sorted(NATIVE.glob("*.c")), folder=folder)
+    absent = set(library.ISAS) - set(library.supported(library.load()))
+    sources = sorted(NATIVE.glob("*.c"))
+    idle = [source for source in sources if source.stem.removesuffix("_dots") in absent]
+    compile_c("-c", *(source for source in sources if source not in idle), folder=folder)
+    compile_c("-c", "-O0", *idle, folder=folder, sanitize=[])
     return tuple(sorted(folder.glob("*.o")))
 
 

@@ -70,11 +70,17 @@ ALWAYS __m512i four_bytes(const int8_t *at)
     return _mm512_set1_epi32((int)*(const word32 *)at);
 }
 
+/* In place: of the intrinsic's result GCC makes copies, as many as there are products. */
+ALWAYS void add_products(__m512i *sum, vector x, __m512i by)
+{
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(*sum) : "v"(x), "v"(by));
+}
+
 /* by: [even q1][odd q1][even q0][odd q0] */
 ALWAYS void multiply(vector x, const int8_t *by, int part, struct sums *sum)
 {
-    sum->high = _mm512_dpbusd_epi32(sum->high, x, four_bytes(by + 4 * part));
-    sum->low = _mm512_dpbusd_epi32(sum->low, x, four_bytes(by + 4 * part + 8));
+    add_products(&sum->high, x, four_bytes(by + 4 * part));
+    add_products(&sum->low, x, four_bytes(by + 4 * part + 8));
 }
 
 ALWAYS vf join(const struct sums *sum)
