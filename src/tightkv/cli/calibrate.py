@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from tightkv.calibration import SUFFIX, Calibration, save_calibration
 from tightkv.cli.shared.loading import load_for
 from tightkv.cli.shared.output import MissingPackageError, add_output_options, emit, print_status
 from tightkv.cli.shared.progress import Progress, Working
+from tightkv.files import check_writable
 from tightkv.model_loading.source import BUNDLED_NAME, check_source, is_hub_id
 
 _TIMED_TOKENS = 64
@@ -53,12 +55,18 @@ def run(args: argparse.Namespace) -> int:
     out = Path(args.out or f"{name.rpartition('/')[2]}{SUFFIX}")
     if out.suffix != SUFFIX:
         raise ValueError(f"--out {str(out)!r}; a calibration is a {SUFFIX} file")
-    if not out.resolve().parent.is_dir():
-        raise FileNotFoundError(f"the folder of {str(out)!r} does not exist")
+    check_writable(out)
     found = _measure(args, name)
-    save_calibration(found, out)
+    failed = None
+    try:
+        save_calibration(found, out)
+    except OSError as error:  # a disk that is full by now: what was measured must not be lost
+        failed, out = error, Path(tempfile.mkdtemp(prefix="tightkv-")) / out.name
+        save_calibration(found, out)
     print_status(f"wrote {out} ({out.stat().st_size:,} bytes)")
     emit(args, as_json(found, out), as_text(found, out))
+    if failed is not None:
+        raise ValueError(f"{failed}; the calibration is in {out}")
     return 0
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import os
 import sys
 import traceback
 import warnings
@@ -43,6 +42,7 @@ USER_ERROR, BROKEN_PIPE, INTERRUPTED = 2, 141, 130
 def main(argv: list[str] | None = None) -> int:
     """Run a command and return its exit code."""
     argv = sys.argv[1:] if argv is None else argv
+    terminal.open_streams()
     _print_any_character()
     try:
         with _warnings_as_lines():
@@ -50,8 +50,6 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        # The reader (head, less) has gone; keep the interpreter from flushing into it again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return BROKEN_PIPE
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -61,6 +59,8 @@ def main(argv: list[str] | None = None) -> int:
         message = " ".join(str(error).split())
         terminal.print_line(f"tightkv: error: {message}")
         return USER_ERROR
+    finally:
+        terminal.flush_streams()
 
 
 def _print_any_character() -> None:

@@ -16,6 +16,7 @@ from tightkv.cli.shared.output import (
     human_bytes,
 )
 from tightkv.cli.shared.progress import Working
+from tightkv.files import check_folder
 from tightkv.model_loading.source import BUNDLED_NAME, DTYPE_NAMES, check_source
 
 MAX_TOKENS = 2048
@@ -80,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"--backend cuda compiles kernels for the GPU at hand: {reason}")
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"--output {args.output!r} is a file; give a folder")
+    check_folder(folder)
     check_source(args.model)
     try:
         import transformers  # noqa: F401

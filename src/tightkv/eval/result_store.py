@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from functools import cache
@@ -16,6 +17,7 @@ import transformers
 import tightkv
 from tightkv.config import cache_root
 from tightkv.eval.tasks.base import digest
+from tightkv.files import check_appendable
 from tightkv.provenance import append_rows
 
 # Parts of the package that measure nothing.
@@ -28,6 +30,8 @@ class Store:
 
     def __init__(self, path: str | Path | None = None, fresh: bool = False) -> None:
         self.path = cache_root() / "eval.jsonl" if path is None else Path(path)
+        check_appendable(self.path)
+        self._lost = False
         self._results: dict[str, Any] = {} if fresh else _read(self.path)
 
     def __contains__(self, key: str) -> bool:
@@ -37,12 +41,17 @@ class Store:
         return self._results[key]
 
     def keep(self, key: str, about: Mapping[str, Any], result: Any) -> None:
-        """Written at once: an interrupted run goes on after it."""
-        _end_line(self.path)
+        """Written at once: an interrupted run goes on after it. A full disk stops no run."""
+        self._results[key] = result
         time = datetime.now(timezone.utc).isoformat(timespec="seconds")
         row = {"kind": "eval-result", "key": key, "time": time, **about, "result": result}
-        append_rows(self.path, [row])
-        self._results[key] = result
+        try:
+            _end_line(self.path)
+            append_rows(self.path, [row])
+        except OSError as error:
+            if not self._lost:
+                warnings.warn(f"results are not stored in {self.path}: {error}", stacklevel=2)
+            self._lost = True
 
 
 def result_key(about: Mapping[str, Any]) -> str:
@@ -71,7 +80,7 @@ def _read(path: Path) -> dict[str, Any]:
     for line in path.read_bytes().split(b"\n"):
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(row, dict) and row.get("kind") == "eval-result" and "key" in row:
             results[str(row["key"])] = row.get("result")

@@ -18,6 +18,7 @@ from tightkv.cli.shared.output import (
 )
 from tightkv.cli.shared.progress import Working
 from tightkv.config import PRESETS, KVQuantConfig
+from tightkv.files import check_appendable
 
 if TYPE_CHECKING:
     import torch
@@ -81,17 +82,22 @@ def run(args: argparse.Namespace) -> int:
 
     if args.plot:
         check_plot(args.plot)
+    for path in filter(None, (args.out, getattr(args, "log", None))):
+        check_appendable(path)
     asked = getattr(args, "device", None)
     device = torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no CUDA device; use --device cpu")
-    rows = []
-    for row in _MEASURE[args.bench](args, device):
-        rows.append(row)
-        if args.out:
-            append_rows(args.out, [row])
-        print_status(f"measured {_label(row)}{_figures(row)}")
-    emit(args, {"schema": 1, "rows": rows}, _as_text(rows))
+    rows: list[Row] = []
+    try:
+        for row in _MEASURE[args.bench](args, device):
+            rows.append(row)
+            print_status(f"measured {_label(row)}{_figures(row)}")
+            if args.out:
+                append_rows(args.out, [row])
+    finally:
+        if rows:  # also those before an error
+            emit(args, {"schema": 1, "rows": rows}, _as_text(rows))
     if args.plot:
         _draw(rows, args.plot)
     return int(any(map(vllm.went_wrong, rows)))

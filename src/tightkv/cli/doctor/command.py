@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tightkv.cli.shared.config_flags import add_config_flags, config_from_args, given_fields
@@ -13,7 +12,7 @@ from tightkv.cli.shared.output import MissingPackageError, add_output_options, e
 from tightkv.cli.shared.progress import Progress, Working
 from tightkv.cli.shared.server_file import model_of
 from tightkv.config import KVQuantConfig
-from tightkv.files import whole_file
+from tightkv.files import check_writable, whole_file
 from tightkv.model_loading.source import BUNDLED_NAME, check_source
 
 if TYPE_CHECKING:
@@ -48,8 +47,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.out and not Path(args.out).resolve().parent.is_dir():
-        raise FileNotFoundError(f"the folder of {args.out!r} does not exist")
+    if args.out:
+        check_writable(args.out)
     args.model = model_of(args.model, [args.config] if args.config else [])
     check_source(args.model)
     given = given_fields(args)
@@ -57,13 +56,15 @@ def run(args: argparse.Namespace) -> int:
     judged = bool(args.preset or args.config or given)
     cfg = config_from_args(args) if judged else None
     found = _diagnose(args, cfg, calibration)
-    if found.chosen is not None and args.out:
-        with whole_file(args.out) as temporary:
-            temporary.write_text(found.chosen.cfg.to_json() + "\n", encoding="utf-8")
 
     from tightkv.cli.doctor.report import as_json, as_text
 
-    emit(args, as_json(found), as_text(found))
+    try:
+        if found.chosen is not None and args.out:
+            with whole_file(args.out) as temporary:
+                temporary.write_text(found.chosen.cfg.to_json() + "\n", encoding="utf-8")
+    finally:
+        emit(args, as_json(found), as_text(found))
     if found.interrupted:
         return _INTERRUPTED
     return 0 if found.chosen is not None else 1

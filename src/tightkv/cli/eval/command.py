@@ -9,6 +9,7 @@ from tightkv.cli.shared.output import MissingPackageError, add_output_options, c
 from tightkv.cli.shared.server_file import model_of
 from tightkv.config import PRESETS
 from tightkv.eval.configs import parse_configs
+from tightkv.files import check_appendable
 from tightkv.model_loading.source import BUNDLED_NAME, DTYPE_NAMES, check_source
 
 TASKS = ("quality", "free", "passkey", "recall", "tools", "needles", "greedy")
@@ -158,13 +159,15 @@ def run(args: argparse.Namespace) -> int:
     from tightkv.provenance import append_rows
 
     models = report.worst_first(evaluate(args, configs, (*TASKS, *FILE_TASKS)))
-    if args.out:
-        append_rows(args.out, [row for data in models for row in report.file_rows(data)])
-    if len(models) == 1:
-        emit(args, models[0], report.as_text(models[0]))
-    else:
-        data = {"schema": models[0]["schema"], "models": models}
-        emit(args, data, report.models_as_text(models))
+    try:
+        if args.out:
+            append_rows(args.out, [row for data in models for row in report.file_rows(data)])
+    finally:
+        if len(models) == 1:
+            emit(args, models[0], report.as_text(models[0]))
+        else:
+            data = {"schema": models[0]["schema"], "models": models}
+            emit(args, data, report.models_as_text(models))
     if args.plot:
         plot.draw(args.plot, models[0])
     return 0
@@ -183,6 +186,8 @@ def _check_files(args: argparse.Namespace) -> None:
     for path, what in ((args.out, "output"), (args.results, "results")):
         if path and not Path(path).parent.is_dir():
             raise FileNotFoundError(f"the folder of the {what} file {path!r} does not exist")
+        if path:
+            check_appendable(path)
 
 
 def _split(words: str) -> list[str]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
 
 from tightkv.cli.generate.prompt import check_length, encode, long_context, read_prompts
+from tightkv.cli.shared import terminal
 from tightkv.cli.shared.config_flags import OFF_LINE, add_config_flags, options_from_args
 from tightkv.cli.shared.loading import load_for
 from tightkv.cli.shared.output import MissingPackageError, add_output_options, emit, print_status
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         data, text = _generate(args, config, prompts)
     except KeyboardInterrupt:
-        print(file=sys.stderr)  # the shell's prompt shall not follow half a word
+        terminal.print_line("")  # the shell's prompt shall not follow half a word
         raise
     emit(args, data, text)
     return 0

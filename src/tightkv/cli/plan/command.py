@@ -17,6 +17,7 @@ from tightkv.cli.plan.page import plan_page
 from tightkv.cli.shared.output import add_output_options, check_plot, emit, parse_bytes
 from tightkv.cli.shared.progress import QUICK_SECONDS, Working
 from tightkv.config import PRESETS, KVQuantConfig
+from tightkv.files import whole_file
 from tightkv.key_check import CheckedConfig, KeyCheck, raised_layers
 from tightkv.model_shape import (
     ModelShape,
@@ -116,9 +117,9 @@ def run(args: argparse.Namespace) -> int:
         plans, notes = _plans(args, shape)
     data = _report(args, shape, context, memory, weights, plans)
     data["notes"] += notes
+    emit(args, data, report.as_text(data))
     if args.plot:
         report.draw(args.plot, data, plans)
-    emit(args, data, report.as_text(data))
     return 0
 
 
@@ -126,7 +127,8 @@ def _write_page(args: argparse.Namespace) -> int:
     if args.model is not None:
         raise ValueError(f"--html writes a page for all models; leave out {args.model!r}")
     path = Path(args.html)
-    path.write_text(plan_page(DEFAULT_CONTEXT, DEFAULT_UTILIZATION), encoding="utf-8")
+    with whole_file(path) as temporary:
+        temporary.write_text(plan_page(DEFAULT_CONTEXT, DEFAULT_UTILIZATION), encoding="utf-8")
     emit(args, {"schema": 1, "html": str(path)}, f"wrote {path}")
     return 0
 

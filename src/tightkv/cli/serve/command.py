@@ -20,8 +20,14 @@ from tightkv.cli.serve.vllm_options import (
     with_dashes,
     with_ours,
 )
+from tightkv.cli.shared import terminal
 from tightkv.cli.shared.config_flags import OFF_LINE, add_config_flags, options_from_args
-from tightkv.cli.shared.output import MissingPackageError, add_output_options, emit
+from tightkv.cli.shared.output import (
+    MissingPackageError,
+    add_output_options,
+    emit,
+    print_status,
+)
 from tightkv.cli.shared.progress import QUICK_SECONDS, Working
 from tightkv.cli.shared.server_file import read_server_file
 from tightkv.config import PRESETS, KVQuantConfig, Windows, is_off
@@ -87,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     # vLLM takes the last of two: the command line wins over the file.
     command = server_command(model, config, [*file.options, *vllm_options], rows, windows)
     for line in (*file.notes, *([OFF_LINE] if config is None else [])):
-        print(f"tightkv: {line}", file=sys.stderr, flush=True)
+        print_status(line)
     if config is not None:
         _tell_of_folder(model, config, [*vllm_file, *vllm_options])
     if args.dry_run or args.json:
@@ -128,7 +134,7 @@ def _tell_of_folder(model: str, config: KVQuantConfig, options: list[str]) -> No
         lines = (not_used(config, found, model), KeyCheck(model).protect(used).line)
     for line in lines:
         if line is not None:
-            print(line, file=sys.stderr, flush=True)
+            terminal.print_line(line)
 
 
 def server_command(

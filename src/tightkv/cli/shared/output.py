@@ -12,6 +12,7 @@ from typing import Any
 
 from tightkv.cli.shared import terminal
 from tightkv.extras import install_hint
+from tightkv.files import check_writable, whole_file
 
 _UNITS = {
     "B": 1,
@@ -114,8 +115,7 @@ def check_plot(path: str | Path) -> None:
     path = Path(path)
     if path.suffix not in _PLOT_SUFFIXES:
         raise ValueError(f"plot file {str(path)!r}; supported: {', '.join(_PLOT_SUFFIXES)}")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"the folder of the plot file {str(path)!r} does not exist")
+    check_writable(path)
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
@@ -132,4 +132,5 @@ def save_plot(path: str | Path, width: float = 8.0, height: float = 5.0) -> Iter
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     yield figure
-    figure.savefig(path, dpi=150)
+    with whole_file(path) as temporary:
+        figure.savefig(temporary, dpi=150, format=Path(path).suffix[1:])

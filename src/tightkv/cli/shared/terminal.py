@@ -6,10 +6,41 @@ import os
 import shutil
 import sys
 import threading
+from contextlib import suppress
+from typing import TextIO
 
 _CLEAR = "\r\033[K"
 _lock = threading.RLock()
 _shown = False
+
+
+def open_streams() -> None:
+    """Streams that the caller closed (`>&-`) lead nowhere; no other file may get their numbers."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+            os.set_inheritable(nowhere, True)
+            setattr(sys, name, os.fdopen(nowhere, "w" if number else "r", closefd=False))
+
+
+def flush_streams() -> None:
+    """What a reader that has gone (head, less) or a full disk does not take is dropped.
+
+    Else the interpreter would try again at its end, and fail with a traceback.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            _drop(stream)
+
+
+def _drop(stream: TextIO) -> None:
+    """Lead a stream nowhere from now on."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    with suppress(OSError, ValueError):  # a stream of a test has no number
+        os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 def is_terminal() -> bool:
@@ -21,7 +52,7 @@ def print_line(line: str) -> None:
     """A line that stays; the one that changes makes room."""
     with _lock:
         clear()
-        print(line, file=sys.stderr, flush=True)
+        _write(line + "\n")
 
 
 def show(line: str) -> None:
@@ -29,7 +60,7 @@ def show(line: str) -> None:
     global _shown
     with _lock:
         width = shutil.get_terminal_size().columns - 1
-        print(_CLEAR + line[:width], end="", file=sys.stderr, flush=True)
+        _write(_CLEAR + line[:width])
         _shown = True
 
 
@@ -38,5 +69,13 @@ def clear() -> None:
     global _shown
     with _lock:
         if _shown:
-            print(_CLEAR, end="", file=sys.stderr, flush=True)
+            _write(_CLEAR)
             _shown = False
+
+
+def _write(text: str) -> None:
+    """Progress that nobody reads any more must not end the work."""
+    try:
+        print(text, end="", file=sys.stderr, flush=True)
+    except OSError:
+        _drop(sys.stderr)

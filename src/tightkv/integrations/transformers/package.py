@@ -88,7 +88,6 @@ def write_package(
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ExportError(f"torch.export cannot trace {type(model).__name__}: {reason}") from error
     progress("compiling, which takes minutes")
-    (folder / ABOUT_FILE).unlink(missing_ok=True)  # of another model that was here
     about = About(
         kind=kind,
         max_tokens=max_tokens,
@@ -99,15 +98,17 @@ def write_package(
         torch=torch.__version__,
         device=model.device.type,
     )
-    if about.device == "cuda":
-        with whole_file(folder / KERNEL_FILE) as path:
-            path.write_bytes(exportable.kernel_file())
+    kernels = exportable.kernel_file() if about.device == "cuda" else b""
     with whole_file(folder / about.model_file) as path:
         if kind == "pt2":
             compile_pt2(program, path, about.device)
         else:
             methods = _runner_methods(model, tokenizer, about)
             path.write_bytes(to_pte(program, backend=backend or "xnnpack", **methods))
+        (folder / ABOUT_FILE).unlink(missing_ok=True)  # of a model that was here until now
+        if kernels:
+            with whole_file(folder / KERNEL_FILE) as kernel_file:
+                kernel_file.write_bytes(kernels)
     tokenizer.save_pretrained(folder)
     with whole_file(folder / ABOUT_FILE) as path:
         path.write_text(json.dumps(asdict(about), indent=2) + "\n", encoding="utf-8")
