@@ -214,6 +214,34 @@ def assert_appended_alike(name, cfg, dim, dtype, steps, *, heads=2, left_pad=Non
             ours.table.drop_exact(0), theirs.table.drop_exact(0)
 
 
+@pytest.mark.parametrize("feedback", [False, True])
+@pytest.mark.parametrize("wrong", ["mean", "step", "key codes", "value codes", "key scale", "flag"])
+def test_what_sums_do_not_explain_is_found(wrong, feedback):
+    """In the comparison of encoders: one number beside its neighbour, with a dense rotation."""
+    cfg = KVQuantConfig.preset("k3v3").replace(page_size=32)
+    ours, theirs = (
+        cache_with_feedback("reference", cfg, 96, torch.float32, 1, heads=1) for _ in range(2)
+    )
+    if not feedback:
+        ours.feedback = theirs.feedback = None
+    new = [x.to(DEVICE) for x in tokens(1, 33, heads=1, dim=96)]
+    ours.append(ours.table.append([0], [33]), *new)
+    page, layout = ours.pages[ours.table.rows[0].pages[:1]], ours.layout
+    if wrong in ("mean", "step"):
+        page[0, 0, layout.mean_offset + (0 if wrong == "mean" else 96)] += 1
+    else:
+        side = "value" if wrong == "value codes" else "key"
+        fields = layout.read(page, side)
+        if wrong.endswith("codes"):
+            fields["codes"][0, 0, 5, 7] ^= 1
+        larger = 1.03 if feedback else 1.003  # factors add up what sums miss of each channel
+        fields["scale"][0, 0, 5] *= {"key scale": larger, "flag": -1.0}.get(wrong, 1.0)
+        layout.write(page, side, fields)
+    ours.pages[ours.table.rows[0].pages[:1]] = page
+    with pytest.raises(AssertionError), following(ours):
+        theirs.append(theirs.table.append([0], [33]), *new)
+
+
 STEPS = [(40, 70, 3), (60, 1, 16), (1, 0, 9), (30, 16, 30), (3, 100, 16)]
 
 
