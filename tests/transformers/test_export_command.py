@@ -46,7 +46,7 @@ def expected_answer(folder, preset, text, count):
 
 @pytest.mark.slow
 def test_an_exported_folder_answers_as_the_model_does(tmp_path, capsys):
-    model = write_tiny_folder(tmp_path / "model", template=TEMPLATE)
+    model = write_tiny_folder(tmp_path / "model", template=TEMPLATE, num_hidden_layers=1)
     out = tmp_path / "out"
     argv = ["--preset", "k3v2", "--max-tokens", 400, "--dtype", "float32"]
     assert main(["export", str(model), "--output", str(out), *map(str, argv), "--json"]) == 0
