@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(_MISSING is not None, reason=f"native CPU kernel
 PROGRAM = Path(__file__).parents[1] / "support" / "hostile_files.py"
 CASES = 10_000 if os.environ.get("HYPOTHESIS_PROFILE") == "explore" else 2_000
 # Stacks of allocations and a long quarantine cost more time than the cases themselves.
-ASAN = "detect_leaks=0:malloc_context_size=2:quarantine_size_mb=16"
+ASAN = f"{sanitizers.ASAN}:detect_leaks=0:malloc_context_size=2:quarantine_size_mb=16"
 
 
 @pytest.fixture(scope="module")
