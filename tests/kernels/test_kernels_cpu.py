@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import sanitizers
 from helpers import add, exact_attention, make_cache, tokens
 from kernel_caches import assert_blind_before, poison
+from rounding import following
 from tightkv.attention import attend
 from tightkv.cache import PagedKV
 from tightkv.config import KVQuantConfig
@@ -473,15 +474,20 @@ def test_wide_heads(isa, dim):
 
 
 # --- append ---
-def history(cfg, module, appends, *, dim, dtype, encode_partial_page, left_pad):
-    cache = make_cache(
-        cfg, dim=dim, dtype=dtype, encode_partial_page=encode_partial_page, left_pad=left_pad
-    )
-    cache._kernels = module.__name__
+def assert_adds_alike(ours, theirs, key, value, counts=None):
+    """The same tokens to a native cache and to one of the reference."""
+    add(ours, key, value, counts)
+    with following(ours):
+        add(theirs, key, value, counts)
+    assert same_bytes(ours, theirs)
+
+
+def assert_same_history(cfg, appends, *, dim, dtype, **table):
+    ours, theirs = (make_cache(cfg, dim=dim, dtype=dtype, **table) for _ in range(2))
     for seed, counts in enumerate(appends):
         key, value = tokens(2, max(counts), dim=dim, seed=seed)
-        add(cache, key.to(dtype), value.to(dtype), counts=counts)
-    return cache
+        assert_adds_alike(native(ours), theirs, key.to(dtype), value.to(dtype), counts)
+    assert ours.pages.any()
 
 
 @pytest.mark.parametrize("dim", [64, 80, 128])
@@ -505,29 +511,22 @@ def test_append_writes_the_same_bytes(dim, bits, dtype, encode_partial_page):
             "left_pad": [0, 5],
         }
         appends = [(70, 45), (1, 1), (3, 0), (37, 90)]
-        ours, theirs = (history(cfg, m, appends, **shape) for m in (cpu, reference))
-        assert ours.pages.any() and same_bytes(ours, theirs)
+        assert_same_history(cfg, appends, **shape)
 
 
 @pytest.mark.slow
 def test_a_million_codes_are_the_same():
-    """Sums are in another order, so a code on the edge could differ; none of a million does."""
-    shape = {"dim": 128, "dtype": torch.float32, "encode_partial_page": False, "left_pad": None}
-    ours, theirs = (history(KVQuantConfig(), m, [(4096, 4096)], **shape) for m in (cpu, reference))
-    assert same_bytes(ours, theirs)
+    """Sums in float64 are in another order; what they are rounded to shows it in none of them."""
+    shape = {"dim": 128, "dtype": torch.float32, "encode_partial_page": False}
+    assert_same_history(KVQuantConfig(), [(4096, 4096)], **shape)
 
 
 def test_append_without_exact_copies_keeps_codes():
     """Tokens whose exact copy was dropped keep their codes and their page's mean when sealed."""
-    caches = []
-    for module in (cpu, reference):
-        cache = make_cache(CFG)
-        cache._kernels = module.__name__
-        add(cache, *tokens(2, 45))
-        cache.table.drop_exact(0)
-        add(cache, *tokens(2, 60, seed=1))
-        caches.append(cache)
-    assert same_bytes(*caches)
+    ours, theirs = native(make_cache(CFG)), make_cache(CFG)
+    assert_adds_alike(ours, theirs, *tokens(2, 45))
+    ours.table.drop_exact(0), theirs.table.drop_exact(0)
+    assert_adds_alike(ours, theirs, *tokens(2, 60, seed=1))
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -536,13 +535,12 @@ def test_append_of_bad_numbers(bits):
     key[0, 3, 0, 5], key[1, 9, 1, 2], value[0, 8, 1, 1] = math.nan, math.inf, -math.inf
     if bits == 8:
         value[1, 40, 0, :] = 3e38  # NaN once it is rotated
-    caches = []
-    for module in (cpu, reference):
-        cache = make_cache(CFG.replace(key_bits=bits, value_bits=bits, mean_bits=8))
-        cache._kernels = module.__name__
-        add(cache, key, value)
-        caches.append(cache)
-    assert torch.equal(caches[0].pages, caches[1].pages)
+    cfg = CFG.replace(key_bits=bits, value_bits=bits, mean_bits=8)
+    ours, theirs = native(make_cache(cfg)), make_cache(cfg)
+    add(ours, key, value)
+    with following(ours):
+        add(theirs, key, value)
+    assert torch.equal(ours.pages, theirs.pages)
     strict = native(make_cache(CFG.replace(check_finite=True)))
     with pytest.raises(ValueError, match="NaN or Inf"):
         add(strict, key, value)
@@ -551,14 +549,9 @@ def test_append_of_bad_numbers(bits):
 
 def test_append_in_another_dtype():
     """New tokens in float32 for a bfloat16 cache: sealed from what came, kept rounded."""
-    caches = []
-    for module in (cpu, reference):
-        cache = make_cache(CFG, dtype=torch.bfloat16)
-        cache._kernels = module.__name__
-        for seed in range(3):
-            add(cache, *tokens(2, 45, seed=seed))
-        caches.append(cache)
-    assert same_bytes(*caches)
+    ours, theirs = (make_cache(CFG, dtype=torch.bfloat16) for _ in range(2))
+    for seed in range(3):
+        assert_adds_alike(native(ours), theirs, *tokens(2, 45, seed=seed))
 
 
 def test_append_threads():
@@ -566,8 +559,9 @@ def test_append_threads():
     caches = []
     for threads in (1, 3):
         torch.set_num_threads(threads)
-        shape = {"dim": 64, "dtype": torch.float32, "encode_partial_page": True, "left_pad": None}
-        caches.append(history(CFG, cpu, [(500, 300), (1, 1)], **shape))
+        caches.append(native(make_cache(CFG, encode_partial_page=True)))
+        add(caches[-1], *tokens(2, 500), counts=(500, 300))
+        add(caches[-1], *tokens(2, 1, seed=1))
     torch.set_num_threads(before)
     assert same_bytes(*caches)
 

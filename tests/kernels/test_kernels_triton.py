@@ -164,7 +164,7 @@ def test_rotations_and_means(rotation, mean_bits):
     cfg = CFG.replace(rotation=rotation, mean_bits=mean_bits)
     ours, theirs = (cache_on(cfg, [200], name=name) for name in BOTH)
     fill(ours, [200])
-    with following(ours):
+    with following(ours, float32_sums=True):
         fill(theirs, [200])
     assert torch.equal(ours.pages, theirs.pages)
     assert_attends_like_the_reference(ours, [1], 4)
@@ -215,7 +215,7 @@ def append_alike(cfg, dim, encode_partial_page, steps):
         key, value = (x.to(DEVICE) for x in tokens(2, max(counts), heads=HEADS, dim=dim, seed=seed))
         key[0, 0, 0, 3], value[0, 0, 0, 5] = math.nan, -math.inf
         a.append(a.table.append([0, 1], list(counts)), key, value)
-        with following(a):
+        with following(a, float32_sums=True):
             b.append(b.table.append([0, 1], list(counts)), key, value)
         exact = [(getattr(a, n), getattr(b, n)) for n in ("ring_key", "ring_value", "sink_key")]
         assert all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in exact)
@@ -228,7 +228,7 @@ def test_append_keeps_what_has_no_exact_copy():
         fill(cache, [50, 20])
         cache.table.drop_exact(0)
     fill(ours, [30, 60], seed=4)
-    with following(ours):
+    with following(ours, float32_sums=True):
         fill(theirs, [30, 60], seed=4)
     assert torch.equal(ours.pages, theirs.pages)
 

@@ -23,15 +23,18 @@ LEAST_HALF = 2.0**-25  # half of the distance between subnormal ones
 
 
 @contextmanager
-def following(ours):
+def following(ours, float32_sums=False):
     """Within, the reference appends what `ours` has just appended, with its means.
 
-    With a dense rotation, which kernels may sum in float32, also with its codes and scales.
+    With `float32_sums`, of dense rotations, also with its codes and scales. Sums in float64, as the
+    reference has them, are rounded once: their order shows in one of 2**29.
     """
     plain_seal, plain_store = reference.seal, reference.store
+    layout = ours.layout
+    dense = float32_sums and ours.codec.key.rotation.kind == "haar"
 
     def seal(codec, pages, page_ids, key, value, keep, pad, feedback=None):
-        layout, made = codec.layout, ours.pages[page_ids.long()]
+        made = ours.pages[page_ids.long()]
         offset = torch.arange(layout.page_size, device=pages.device)
 
         def take_mean(layout, records, mean):
@@ -53,26 +56,25 @@ def following(ours):
             if codec.cfg.centered:
                 check_mean(codec, made, key, keep, pad)
                 hooks.enter_context(patch.object(PageLayout, "write_mean", take_mean))
-            if codec.key.rotation.kind == "haar":
+            if dense:
                 name = "encode_centered" if codec.cfg.centered else "encode_keys"
                 hooks.enter_context(patch.object(Codec, name, take_key))
-            if codec.value.rotation.kind == "haar":
                 hooks.enter_context(patch.object(Codec, "encode", take_value))
             plain_seal(codec, pages, page_ids, key, value, keep, pad, feedback)
 
     def store(codec, pages, key, value, slots):
         at = slots[slots >= 0].long()
-        page, offset = at // codec.layout.page_size, at % codec.layout.page_size
+        page, offset = at // layout.page_size, at % layout.page_size
 
         def take(codec, side, x):
-            got = codec.layout.read(ours.pages[page], side)  # [n, Hkv, page_size, count]
+            got = layout.read(ours.pages[page], side)  # [n, Hkv, page_size, count]
             got = {name: field[torch.arange(len(at)), :, offset] for name, field in got.items()}
             y = codec.rotate(side, x)
             check_fields(codec.side(side), y, missed_by(y), None, got)
             return got
 
         with ExitStack() as hooks:
-            if codec.key.rotation.kind == "haar":
+            if dense:
                 hooks.enter_context(patch.object(Codec, "encode", take))
             plain_store(codec, pages, key, value, slots)
 
