@@ -22,7 +22,8 @@ from functools import cache
 from pathlib import Path
 
 SRC = Path(__file__).resolve().parents[1] / "src" / "tightkv"
-_CORE, _CONNECTOR = "vllm.v1.core", "vllm.distributed.kv_transfer.kv_connector.v1.base"
+_CORE, _CONNECTORS = "vllm.v1.core", "vllm.distributed.kv_transfer.kv_connector.v1"
+_CONNECTOR = f"{_CONNECTORS}.base:KVConnectorBase_V1"
 # Functions of ours that take the place of vLLM's without being methods of a subclass.
 REPLACED = {
     "plugin.py": {
@@ -30,16 +31,19 @@ REPLACED = {
         "get_kv_cache_spec": "vllm.model_executor.layers.attention.attention:Attention",
     },
     "prefix_hits.py": {
+        "_reachable_store_block_mask": (
+            f"{_CONNECTORS}.offloading.scheduler:OffloadingConnectorScheduler"
+        ),
         "cache_blocks": f"{_CORE}.single_type_kv_cache_manager:SingleTypeKVCacheManager",
         "find_longest_cache_hit": f"{_CORE}.kv_cache_coordinator:HybridKVCacheCoordinator",
+        "get_num_new_matched_tokens": _CONNECTOR,
     },
     "store_keys.py": {"get_request_block_hasher": f"{_CORE}:kv_cache_utils"},
     "store_loads.py": {
         "execute_model": "vllm.v1.worker.worker_base:WorkerBase",
-        "get_num_new_matched_tokens": f"{_CONNECTOR}:KVConnectorBase_V1",
         "reset_prefix_cache": f"{_CORE}.sched.scheduler:Scheduler",
         "schedule": f"{_CORE}.sched.scheduler:Scheduler",
-        "update_state_after_alloc": f"{_CONNECTOR}:KVConnectorBase_V1",
+        "update_state_after_alloc": _CONNECTOR,
     },
 }
 Found = Mapping[str, str | bool]

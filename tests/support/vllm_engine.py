@@ -10,8 +10,10 @@ tokens for each prompt of each batch, those come out whatever the model says. Wi
 "new_weights_before", a number, the model's weights change before that batch. "tenants" are one
 {"salt": cache salt, "adapter": LoRA folder} per batch, both or either may be left out. With
 "format_version", pages are of that version; with "drafts_convolve", convolutions forget rejected
-drafts, which those of vLLM's CPU engine do not. With "hands_over", a file, the engine stays for
-jobs with "taken_over", that file and the number of a batch: they take over its prompts by NIXL.
+drafts, which those of vLLM's CPU engine do not; with "no_checkpoints", Mamba-2 is not asked for
+states inside of a step, which its kernel for CPUs does not return. With "hands_over", a file, the
+engine stays for jobs with "taken_over", that file and the number of a batch: they take over its
+prompts by NIXL.
 {"soak": arguments of benchmarks/soak.py's run} is a job, too.
 """
 
@@ -75,6 +77,10 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
         from vllm.model_executor.layers.mamba import mamba_mixer2
 
         mamba_mixer2.causal_conv1d_update = convolve_drafts
+    if "no_checkpoints" in job:
+        from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaBase, MambaMixer2
+
+        MambaMixer2.get_kv_cache_spec = MambaBase.get_kv_cache_spec
     taken: list[Any] = []
     if "hands_over" in job or "taken_over" in job:
         prepare_transfer()

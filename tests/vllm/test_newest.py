@@ -21,6 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SIGNATURES = Path(__file__).parent / "signatures"
 # What only newer versions are asked for.
 OLDEST_LACKS = {
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:"
+    "OffloadingConnectorScheduler._reachable_store_block_mask",
     "vllm.model_executor.layers.attention.mla_attention:accumulate_mla_context_chunk",
     "vllm.model_executor.layers.attention.mla_attention:init_mla_context_partial",
     "vllm.model_executor.layers.attention:mla_attention._get_kv_b_proj_input_dtype",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 
+from models import MAMBA, SHAPE
 from tightkv import KVQuantConfig
 from tightkv.calibration import Calibration, Costs, Measured, save_calibration
 from tightkv.calibration.file import COST_BITS
@@ -24,14 +27,24 @@ from tightkv.math.centers import Centers
 from tightkv.math.feedback import QueryMetric
 from tightkv.model_shape import read_model_shape
 from tightkv.model_shape.fingerprint import folder_fingerprint
-from tiny_folder import write_adapter, write_tiny_folder
-from vllm_outputs import VOCABULARY, assert_same_text, batches, mean_kl, random_tokens, run_engines
+from tiny_folder import write_adapter, write_model, write_tiny_folder
+from vllm_outputs import (
+    TIE,
+    VOCABULARY,
+    assert_same_text,
+    batches,
+    mean_kl,
+    outputs,
+    random_tokens,
+    run_engines,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 PAGE, WINDOW = 32, 3
 K4V4 = {"preset": "k4v4", "page_size": PAGE, "exact_pages": WINDOW}
 K8V8 = {"preset": "k8v8", "page_size": PAGE, "exact_pages": 1}
+RAW = {"key_bits": 16, "value_bits": 16, "page_size": PAGE, "exact_pages": 2}
 BRANCHES = 24
 CENTERS = "centers.safetensors"
 
@@ -49,6 +62,17 @@ REUSED = 160  # of their prompts: whole pages, but the two before that of the la
 LOOP = [SYSTEM + tokens(200 + seed, 60) for seed in range(BRANCHES)]
 EVICTING = [tokens(600 + seed, 400) for seed in range(10)]
 OTHERS = [tokens(300 + seed, 40) for seed in range(16)]
+# Prompts that come back, and one that comes back with two more questions.
+RETURNING = [tokens(800 + count, count) for count in (120, 256, 300, 390)]
+LONGER = [tokens(900, 300) + tokens(901 + count, count) for count in (40, 150)]
+# Models with other layers too: bytes of their cache, and prompt tokens that are then loaded.
+OFFLOADED = {
+    # Blocks of three pages. States are kept where a prompt ends, or at the last block before.
+    "states": (3 << 20, RAW, [0, 192, 288, 384, 288, 288]),
+    # Blocks of two pages, and windows in blocks of half as many tokens.
+    "windows": (1 << 20, RAW, [64, 192, 256, 320, 256, 256]),
+    "sliding": (800 << 10, {**RAW, "sliding_windows": 48}, [64, 192, 256, 352, 288, 288]),
+}
 
 
 def job(
@@ -132,6 +156,27 @@ def tenants_job(folder: Path) -> dict[str, Any]:
     }
 
 
+def offload_job(name: str) -> dict[str, Any]:
+    """Prompts that return when their blocks are with others, and the last two without a store."""
+    memory, options, _ = OFFLOADED[name]
+    return {
+        "engine": {
+            "model": "windows" if name == "sliding" else name,
+            "kv_cache_memory_bytes": memory,
+            "kv_transfer_config": OFFLOADING,
+            "additional_config": {"tightkv": options},
+            "max_num_seqs": 1 if name == "states" else 4,  # the CPU engine mixes up several states
+        },
+        "batches": [
+            *([*RETURNING, LONGER[0][:300]], EVICTING[:6], [*RETURNING, *LONGER]),
+            *([text] for text in LONGER),
+        ],
+        "tenants": [{}, {}, {}, {"salt": "a"}, {"salt": "b"}],
+        "sampling": {"max_tokens": 12, "ignore_eos": True},
+        "no_checkpoints": True,
+    }
+
+
 def new_weights(job: dict[str, Any]) -> dict[str, Any]:
     """The job, and once more after a change of weights that empties the store."""
     batches = job["batches"]
@@ -147,6 +192,12 @@ def jobs(folder: Path) -> dict[str, dict[str, Any]]:
     store = folder / "store"
     store.mkdir()
     few = (LOOP[:2], 240, 272)
+    offloaded = job(
+        *(K4V4, ([SYSTEM], 229, 230), (EVICTING, 399, 400), loop),
+        kv_cache_memory_bytes=256 << 10,  # of each rank
+        kv_transfer_config=OFFLOADING,
+        tensor_parallel_size=2,
+    )
     handed, source = str(folder / "handed_over.json"), job(K4V4, loop, few, kv_transfer_config=NIXL)
     del source["forced"]
     return {
@@ -163,15 +214,8 @@ def jobs(folder: Path) -> dict[str, dict[str, Any]]:
             {**K8V8, "calibration": str(folder / CENTERS)},
             *((CHATS, FIRST, SAID), chat),
         ),
-        "offload loop": job(
-            K4V4,
-            ([SYSTEM], 229, 230),
-            (EVICTING, 399, 400),
-            loop,
-            kv_cache_memory_bytes=256 << 10,  # of each rank
-            kv_transfer_config=OFFLOADING,
-            tensor_parallel_size=2,
-        ),
+        "offload loop": {**offloaded, "fork_ranks": True},
+        **{f"offload {name}": offload_job(name) for name in OFFLOADED},
         "nixl source": {**source, "hands_over": handed},
         "nixl loop": {**job(K4V4, loop, kv_transfer_config=NIXL), "taken_over": (handed, 0)},
         "nixl loop of another seed": {
@@ -203,14 +247,22 @@ def write_centers(model: Path, path: Path) -> None:
     save_calibration(calibration, path)
 
 
+def write_hybrids(folder: Path) -> dict[str, Path]:
+    shape = {**SHAPE, "head_dim": 32, "vocab_size": VOCABULARY}
+    states = {**MAMBA, "mamba_d_state": 64, "mamba_chunk_size": PAGE}
+    configs = {
+        "states": hf.FalconH1Config(**shape, **states),
+        "windows": hf.Gemma2Config(**shape, sliding_window=48),
+    }
+    return {name: write_model(folder / name, config) for name, config in configs.items()}
+
+
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("vllm_prefixes")
     model = write_tiny_folder(folder / "tiny", max_position_embeddings=1024)
     write_centers(model, folder / CENTERS)
-    listed = jobs(folder)
-    listed["offload loop"]["fork_ranks"] = True
-    return run_engines(listed, {"tiny": model}, folder)
+    return run_engines(jobs(folder), {"tiny": model, **write_hybrids(folder)}, folder)
 
 
 def last(result: dict[str, Any]) -> dict[str, Any]:
@@ -229,6 +281,79 @@ def test_a_cached_prefix_ends_before_the_exact_window(newest: int) -> None:
     taken = found.reusable_tokens(newest)
     assert taken % PAGE == 0 and taken <= newest
     assert taken == max(0, newest // PAGE * PAGE - (WINDOW - 1) * PAGE)
+
+
+class Store:
+    """A connector that has prefixes which end at some tokens; answers may come a step later."""
+
+    def __init__(self, ends: Iterable[int], defers: bool, ignores_length: bool = False) -> None:
+        self.ends, self.defers, self.ignores_length = list(ends), defers, ignores_length
+        self.looked_up: dict[str, int] = {}
+
+    def get_num_new_matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        most = max(self.ends) if self.ignores_length else request.num_tokens - 1
+        if self.defers and request.request_id not in self.looked_up:
+            self.looked_up[request.request_id] = most
+            return None, False
+        most = self.looked_up.pop(request.request_id, most)
+        self.found = max((end for end in self.ends if end <= most), default=0)
+        return max(0, self.found - computed), True
+
+
+PAGES = range(PAGE, 400, PAGE)
+
+
+@pytest.mark.parametrize("defers", [False, True])
+@pytest.mark.parametrize(
+    ("count", "sizes", "stored", "local", "end"),
+    [
+        (400, (32,), PAGES, 0, 352),
+        (400, (32,), PAGES, 64, 352),
+        (400, (96, 96), PAGES, 0, 288),
+        (400, (96, 96), (96, 192, 384), 0, 384),  # a state in the window, and none near it
+        (400, (32, 32), (96, 384), 320, 320),  # too little more than what is cached
+        (400, (96, 96), (288, 384), 384, 384),
+        (400, (96, 96), (64, 90), 0, 0),
+        (400, (64, 32), (64, 224), 0, 64),  # a window that ends inside of another block
+    ],
+)
+def test_what_is_loaded_was_looked_up(
+    count: int, sizes: tuple[int, ...], stored: Iterable[int], local: int, end: int, defers: bool
+) -> None:
+    store = Store(stored, defers)
+    assert load_of(store, count, sizes, local) == max(0, end - local)
+    assert store.found == end or local == end
+
+
+def test_loads_of_connectors_that_ignore_the_length() -> None:
+    assert load_of(Store(PAGES, False, True), 400, (32,), 64) == 352 - 64
+    assert load_of(Store((96, 288), False, True), 310, (96, 96), 0) == 288
+    assert load_of(Store((96, 384), False, True), 310, (96, 96), 0) == 0
+
+
+def test_full_pages_are_not_written_again() -> None:
+    """Without exact windows, and where the last token ends a page."""
+    assert load_of(Store(PAGES, False), 384, (32,), 0, rows=0) == 352
+    assert load_of(Store(PAGES, False), 385, (32,), 0, rows=0) == 384
+
+
+def load_of(store: Store, count: int, sizes: tuple[int, ...], local: int, rows: int = 8) -> int:
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    from tightkv.integrations.vllm.cache_format import CacheFormat
+    from tightkv.integrations.vllm.prefix_hits import HitEnds, bound_loads
+
+    managers = [SimpleNamespace(block_size=size) for size in sizes]
+    found = CacheFormat("abc", "k4v4", PAGE, 2, rows, 1000.0, 3700, ("cpu",))
+    ends = HitEnds(found, SimpleNamespace(single_type_managers=managers))
+    bound_loads(SimpleNamespace(connector=store), ends)
+    request = Request("a", [5] * count, SamplingParams(max_tokens=1), None)
+    answers = (store.get_num_new_matched_tokens(request, local) for _ in range(20))
+    loaded, is_async = next(answer for answer in answers if answer[0] is not None)
+    assert type(request) is Request and request.num_tokens == request.num_prompt_tokens == count
+    assert loaded is not None and is_async == (loaded > 0)
+    return loaded
 
 
 @pytest.mark.parametrize("kind", ["chat", "loop", "offload loop"])
@@ -305,6 +430,25 @@ def test_a_loaded_prefix_is_as_exact_as_a_cached_one(engines: dict[str, Any]) ->
     plain = last(engines["plain loop"])
     loaded, hit = (mean_kl(plain, last(engines[name]), "best") for name in ("offload loop", "loop"))
     assert loaded == pytest.approx(hit, rel=0.01)  # without sinks: 3% more
+
+
+@pytest.mark.parametrize("name", OFFLOADED)
+def test_loads_end_where_all_layers_can_go_on(engines: dict[str, Any], name: str) -> None:
+    """With states, vLLM's own windows and compressed ones."""
+    told, expected = engines[f"offload {name}"], OFFLOADED[name][2]
+    first, _, again, *fresh = (outputs(batch) for batch in batches(told))
+    assert [text["cached"] for text in again] == expected
+    computed = {"outputs": [first[:-1], *fresh]}
+    assert {text["cached"] for text in outputs(computed)} == {0}
+    assert_same_text(computed, {"outputs": [again]})
+    for one, two in zip(outputs(computed), again, strict=True):
+        for a, b in zip(one["best"], two["best"], strict=True):
+            assert a[0][1] == pytest.approx(b[0][1], abs=TIE)
+    hits = told["metrics"]
+    found = hits["vllm:external_prefix_cache_hits"] + hits["vllm:prefix_cache_hits"]
+    assert found == sum(expected)
+    within_window = 2 if name == "states" else 0
+    assert told["tightkv"]["prefix_hits_without_state_total"] == within_window
 
 
 def test_pages_of_another_engine_are_read(engines: dict[str, Any]) -> None:

@@ -364,15 +364,13 @@ def test_blocks_that_a_store_fills_bring_no_copies_of_others(rows: int) -> None:
 
 @pytest.mark.vllm
 def test_a_store_names_no_blocks_that_left_a_window() -> None:
+    from tightkv.integrations.vllm.prefix_hits import LOCAL
     from tightkv.integrations.vllm.store_loads import content_name, follow_loads
 
     ids, name = ([3, 4], [0, 7]), content_name(b"12345678")
-    connector = SimpleNamespace(
-        get_num_new_matched_tokens=lambda request, computed: (PAGE, False),
-        update_state_after_alloc=lambda *_: None,
-    )
+    connector = SimpleNamespace(update_state_after_alloc=lambda *_: None)
     new = SimpleNamespace(req_id="a", block_ids=ids)
-    request: Any = SimpleNamespace(block_hashes=[b"12345678"], num_tokens=3 * PAGE)
+    request: Any = SimpleNamespace(block_hashes=[b"12345678"], **{LOCAL: 0})
     group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=PAGE))
     scheduler: Any = SimpleNamespace(
         connector=connector,
@@ -382,9 +380,8 @@ def test_a_store_names_no_blocks_that_left_a_window() -> None:
         hash_block_size=PAGE,
         requests={"a": request},
     )
-    found: Any = SimpleNamespace(page_size=PAGE, reusable_tokens=lambda newest: 2 * PAGE)
+    found: Any = SimpleNamespace(page_size=PAGE)
     follow_loads(scheduler, found)
-    connector.get_num_new_matched_tokens(request, 0)
     blocks = SimpleNamespace(get_block_ids=lambda: ids)
     connector.update_state_after_alloc(request, blocks, 2 * PAGE)
     told = vars(scheduler.schedule())["_tightkv_store_step"]

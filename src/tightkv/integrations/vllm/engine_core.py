@@ -6,7 +6,7 @@ from typing import Any
 
 from tightkv.integrations.vllm.cache_format import CacheFormat, joined, worker_format
 from tightkv.integrations.vllm.monitor import watch_scheduler
-from tightkv.integrations.vllm.prefix_hits import keep_windows_exact
+from tightkv.integrations.vllm.prefix_hits import HitEnds, bound_loads, keep_windows_exact
 from tightkv.integrations.vllm.store_keys import separate_block_hashes
 from tightkv.integrations.vllm.store_loads import follow_loads, watch_loads
 
@@ -28,8 +28,12 @@ def follow_scheduler(scheduler: Any, vllm_config: Any) -> None:
     found: CacheFormat | None = getattr(vllm_config, _FORMAT, None)
     if found is None:
         return
+    coordinator = scheduler.kv_cache_manager.coordinator
+    ends = HitEnds(found, coordinator)
     if found.rows:
-        keep_windows_exact(scheduler.kv_cache_manager.coordinator, found)
-        if scheduler.connector is not None:
+        keep_windows_exact(coordinator, ends)
+    if scheduler.connector is not None and found.exact_pages:  # latents are coded one by one
+        bound_loads(scheduler, ends)
+        if found.rows:
             follow_loads(scheduler, found)
     watch_scheduler(scheduler, vllm_config, found)

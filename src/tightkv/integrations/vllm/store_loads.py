@@ -17,10 +17,10 @@ from vllm.model_executor.layers.attention.attention import Attention
 
 from tightkv.integrations.vllm.attention import TightAttention
 from tightkv.integrations.vllm.cache_format import CacheFormat
+from tightkv.integrations.vllm.prefix_hits import LOCAL
 from tightkv.integrations.vllm.ring_table import NAMED, RingTable
 
 _STORE = "_tightkv_store_step"  # of a SchedulerOutput
-_LOCAL = "_tightkv_local_tokens"  # of a Request: tokens that vLLM's own cache has
 
 
 @dataclass
@@ -37,45 +37,21 @@ class StoreStep:
     """vLLM's cache was reset, as after a change of weights: names mean other contents now."""
 
 
-class ShorterRequest:
-    """A Request that seems to end earlier, so that connectors find no more than that."""
-
-    def __init__(self, request: Any, num_tokens: int) -> None:
-        self._request, self.num_tokens = request, num_tokens
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._request, name)
-
-
 def follow_loads(scheduler: Any, found: CacheFormat) -> None:
-    """Let loaded prefixes end before exact windows, and tell the workers what is loaded.
-
-    Of a vLLM Scheduler with a KV connector.
-    """
+    """Have a vLLM Scheduler with a KV connector tell the workers what is loaded."""
     connector = scheduler.connector
-    match, allocated = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
+    allocated = connector.update_state_after_alloc
     schedule_step, reset = scheduler.schedule, scheduler.reset_prefix_cache
     sizes = [group.kv_cache_spec.block_size for group in scheduler.kv_cache_config.kv_cache_groups]
     hash_size = getattr(scheduler, "hash_block_size", found.page_size)
     hashed = max(1, found.page_size // hash_size)  # hashes up to a page's end
     coming = StoreStep()
 
-    def get_num_new_matched_tokens(
-        request: Any, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        setattr(request, _LOCAL, num_computed_tokens)
-        most = found.reusable_tokens(request.num_tokens - 1)
-        count, is_async = match(ShorterRequest(request, most + 1), num_computed_tokens)
-        if count is None:  # asks again later
-            return None, is_async
-        count = max(0, min(count, most - num_computed_tokens))
-        return count, is_async and count > 0
-
     def update_state_after_alloc(request: Any, blocks: Any, num_external_tokens: int) -> None:
         allocated(request, blocks, num_external_tokens)
         if not num_external_tokens:
             return
-        local = getattr(request, _LOCAL)
+        local = getattr(request, LOCAL)
         for ids, size in zip(blocks.get_block_ids(), sizes, strict=True):
             coming.loaded += ids[local // size :]
             if not local and ids[0]:
@@ -99,7 +75,6 @@ def follow_loads(scheduler: Any, found: CacheFormat) -> None:
         coming.forget = True
         return reset(*args, **kwargs)
 
-    connector.get_num_new_matched_tokens = get_num_new_matched_tokens
     connector.update_state_after_alloc = update_state_after_alloc
     scheduler.schedule, scheduler.reset_prefix_cache = schedule, reset_prefix_cache
 
