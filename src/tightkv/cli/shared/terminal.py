@@ -15,12 +15,16 @@ _shown = False
 
 
 def open_streams() -> None:
-    """Streams that the caller closed (`>&-`) lead nowhere; no other file may get their numbers."""
+    """Streams that the caller closed (`>&-`) lead nowhere; no other file may get their numbers.
+
+    Standard input stays None: a command that would read it asks for its input in another way.
+    """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             nowhere = os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
             os.set_inheritable(nowhere, True)
-            setattr(sys, name, os.fdopen(nowhere, "w" if number else "r", closefd=False))
+            if number:
+                setattr(sys, name, os.fdopen(nowhere, "w", closefd=False))
 
 
 def flush_streams() -> None:
