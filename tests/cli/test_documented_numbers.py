@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -456,6 +457,17 @@ def test_every_row_of_a_cpu_is_in_the_table() -> None:
             cells.append(f"{ratios[0]:.2f}x ({ratios[1]:.2f}x)" if ratios else "")
         line = f"| {machine}, `{isa}` | {heads} | {tokens:,} | {' | '.join(cells)} |"
         expect("docs/cpu.md", line)
+
+
+def test_the_slowest_runs_with_and_without_vbmi() -> None:
+    slowest: dict[tuple[Any, ...], float] = {}
+    for row in rows("cpu_vnni"):
+        key = (row["isa"], row["preset"], row["shape"]["query_heads"], row["shape"]["tokens"])
+        slowest[key] = min(row["ratios"]["fastest sdpa"], slowest.get(key, math.inf))
+    cells = (("k4v4", 32, 8192), ("k4v4", 32, 2048), ("k4v4", 9, 4096), ("k2v2", 32, 8192))
+    for isa in ("vnni", "avx512_vnni", "avx512"):
+        ratios = " | ".join(f"{slowest[(isa, *cell)]:.2f}x" for cell in cells)
+        expect("docs/cpu.md", f"| `{isa}` | {ratios} |")
 
 
 def test_the_results_have_the_worst_and_the_best_of_a_cpu() -> None:
