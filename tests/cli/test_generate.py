@@ -453,8 +453,10 @@ def test_answers_to_the_needle(tiny: Path, capsys: pytest.CaptureFixture[str]) -
     flags = ("--compare", "--needle", "--long-prompt", 300, "--max-new-tokens", 3)
     data = run_json(capsys, tiny, *flags)
     needle = data["needle"]
-    assert len(needle["answers"]) == 2 and not any(a["found"] for a in needle["answers"])
-    asked = AskedNeedle(Needle("The number is 7.", "Which?", "7"), None)
+    answers = [run["answers"][0]["text"].strip() for run in data["runs"]]
+    assert [a["text"] for a in needle["answers"]] == answers  # its question was the prompt
+    assert len(answers) == 2 and not any(a["found"] for a in needle["answers"])
+    asked = AskedNeedle(Needle("The number is 7.", "Which?", "7"))
     assert [a["found"] for a in asked.as_json(["It is 7.", "17"])["answers"]] == [True, False]
     needle["answers"][0] = {"text": "7!", "found": True}
     text = compare_text(data)
@@ -656,7 +658,7 @@ def test_json_is_as_documented(tiny: Path, capsys: pytest.CaptureFixture[str], k
     flags = {
         "single": ["--prompt", SENTENCE, "--prompt", "and another"],
         "compare": ["--compare", "--prompt", SENTENCE],
-        "needle": ["--compare", "--needle", "--long-prompt", 300],
+        "needle": ["--compare", "--needle", "--long-prompt", 300, "--prompt", "and another"],
     }
     data = run_json(capsys, tiny, "--max-new-tokens", 4, *flags[kind])
     leaves = flatten(data)
@@ -675,10 +677,11 @@ def test_json_is_as_documented(tiny: Path, capsys: pytest.CaptureFixture[str], k
 @pytest.mark.slow
 def test_the_bundled_model_compared(capsys: pytest.CaptureFixture[str]) -> None:
     """What `make demo` shows, on a shorter context."""
-    data = run_json(capsys, "--compare", "--long-prompt", 320, "--max-new-tokens", 16)
+    data = run_json(capsys, "--compare", "--needle", "--long-prompt", 320)
     assert data["model"]["name"] == "bundled"
     plain, tight = data["runs"]
-    assert "code block" in plain["answers"][0]["text"]
+    assert data["compare"]["equal"]
+    assert [answer["found"] for answer in data["needle"]["answers"]] == [True, True]
     assert 0 < data["compare"]["mean_kl"] < 0.05
     layout = PageLayout(KVQuantConfig(), 3, 64)
     assert tight["kv"]["long_ratio"] == pytest.approx(layout.ratio)

@@ -44,7 +44,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--needle",
         action="store_true",
-        help="with --compare and --long-prompt: hide a fact in the text and ask both caches for it",
+        help="with --compare and --long-prompt: hide a fact in the text and ask both caches for "
+        "it, after the prompt if there is one",
     )
     parser.add_argument("--raw", action="store_true", help="do not use the chat template")
     parser.add_argument(
@@ -155,8 +156,11 @@ def _generate(
         if args.needle:
             needle = choose_needle(context)
             context = hide(context, needle.fact)
-            question = encode(tokenizer, [f"{context}\n\n{needle.question}"], args.raw)
-            asked = AskedNeedle(needle, question.to(model.device))
+            if args.prompt or args.prompt_file is not None:
+                question = encode(tokenizer, [f"{context}\n\n{needle.question}"], args.raw)
+                asked = AskedNeedle(needle, question.to(model.device))
+            else:
+                prompts, asked = [needle.question], AskedNeedle(needle)
         prompts = [f"{context}\n\n{prompt}" for prompt in prompts]
     inputs = encode(tokenizer, prompts, args.raw)
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tightkv.eval.tasks.needles import Needle, make_needles, says
@@ -14,10 +14,10 @@ DEPTH = 0.5
 
 @dataclass(frozen=True)
 class AskedNeedle:
-    """A needle, and the prompt that ends with its question, encoded."""
+    """A needle, and the prompt that ends with its question, encoded; None: the only prompt."""
 
     needle: Needle
-    inputs: Any
+    inputs: Any = None
 
     def as_json(self, answers: Sequence[str]) -> dict[str, Any]:
         """With what each cache answered."""
@@ -33,8 +33,12 @@ class AskedNeedle:
 
 
 def choose_needle(text: str) -> Needle:
-    """The same one at every run; its answer is not in the text."""
-    return make_needles(1, 0, text)[0]
+    """The same one at every run; its answer is not in the text.
+
+    A small model goes on after its answer, where words are nearly equally likely, unless told not.
+    """
+    needle = make_needles(1, 0, text)[0]
+    return replace(needle, question=f"{needle.question} Answer in one sentence.")
 
 
 def hide(text: str, fact: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from tightkv.cli.shared.output import format_table, human_bytes
 
 _OTHER_COLUMNS = 62  # of the table; the answer has what the terminal leaves
-_LEAST_ANSWER = 44
+_LEAST_ANSWER = 48
 
 
 def single_text(data: dict[str, Any], streamed: bool) -> str:

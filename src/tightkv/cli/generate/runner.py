@@ -44,7 +44,7 @@ class Runner:
         inputs: Any,
         needle: AskedNeedle | None = None,
     ) -> None:
-        """`needle` is for `compare`: a fact in the prompt, and its question as a second prompt."""
+        """`needle` is for `compare`: a fact in the prompt, and its question, if that is another."""
         self.args, self.config, self.model = args, config, model
         self.tokenizer, self.inputs, self.needle = tokenizer, inputs, needle
         self.label = config.name
@@ -69,11 +69,11 @@ class Runner:
         self.model.set_attn_implementation(PLAIN_ATTENTION)
         prompt = self._read_prompt()
         plain = self._run(PLAIN, prompt.uncompressed, prompt.seconds, keep_logits=True)
-        found = [self._ask_needle(PLAIN, prompt.uncompressed)]
+        found = [self._ask_needle(PLAIN, prompt.uncompressed, plain)]
         self.model.set_attn_implementation(self.args.attn)
         make = partial(prompt.compressed, self.config)
         tight = self._run(self.label, make, prompt.seconds)
-        found.append(self._ask_needle(self.label, make))
+        found.append(self._ask_needle(self.label, make, tight))
         first, second = plain.tokens[0], tight.tokens[0]
         assert plain.logits is not None
         with Working("comparing the distributions along the uncompressed text"):
@@ -103,24 +103,25 @@ class Runner:
         """All but the last tokens, and what the needle's question does not share."""
         ids = self.inputs["input_ids"]
         prompts = [ids[0].tolist()]
-        if self.needle is not None:
+        if self.needle is not None and self.needle.inputs is not None:
             prompts.append(self.needle.inputs["input_ids"][0].tolist())
         count = max(0, common_prefix(prompts) - TAIL_TOKENS) if can_share(self.model) else 0
         if count:
             print_status(f"prompt of {ids.shape[1]} tokens, {count} of them read once")
         return SharedPrompt(self.model, ids[:, :count])
 
-    def _ask_needle(self, label: str, make: Callable[[], Any]) -> str:
-        """What a cache answers when it is asked for the needle; nothing if there is none."""
+    def _ask_needle(self, label: str, make: Callable[[], Any], done: Generation) -> str:
+        """What a cache answers when it is asked for the needle, which the prompt may have done."""
         if self.needle is None:
             return ""
-        with Working(f"{label}: looking for the needle"):
-            done = generate(
-                self.model,
-                self.needle.inputs,
-                make(),
-                options={**self.options, "max_new_tokens": NEEDLE_TOKENS},
-            )
+        if self.needle.inputs is not None:
+            with Working(f"{label}: looking for the needle"):
+                done = generate(
+                    self.model,
+                    self.needle.inputs,
+                    make(),
+                    options={**self.options, "max_new_tokens": NEEDLE_TOKENS},
+                )
         return str(self.tokenizer.decode(done.tokens[0], skip_special_tokens=True)).strip()
 
     # --- one run ---
