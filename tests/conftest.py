@@ -29,7 +29,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 # Kernels of GPUs are interpreted where there is none, and all have many shapes.
 _SAMPLED = ("test_kernels_cpu.py", "test_kernels_cuda.py", "test_kernels_triton.py")
-_SAMPLE = 5  # one case of so many
+_SAMPLE = 8  # one case of so many
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -65,7 +65,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _sample(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of each test with many shapes keep its first, and every fifth by its name."""
+    """Of each test with many shapes keep its first, and every eighth by its name."""
     kept: list[pytest.Item] = []
     left: list[pytest.Item] = []
     seen = set()

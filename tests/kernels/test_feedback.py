@@ -247,8 +247,9 @@ STEPS = [(40, 70, 3), (60, 1, 16), (1, 0, 9), (30, 16, 30), (3, 100, 16)]
 @pytest.mark.parametrize(("preset", "dim", "dtype"), CUDA, ids=str)
 def test_cuda_pages_are_those_of_the_reference(cuda, preset, dim, dtype):
     cfg = KVQuantConfig.preset(preset)
-    arguments = (cfg, dim, dtype, STEPS if ON_GPU or dim < 512 else STEPS[:2])
-    assert_appended_alike("cuda", *arguments, left_pad=[0, 5, 0])
+    less = not ON_GPU and dim > 128  # the host takes seconds for a page
+    arguments = (cfg, dim, dtype, STEPS[:2] if less else STEPS)
+    assert_appended_alike("cuda", *arguments, heads=1 if less else 2, left_pad=[0, 5, 0])
 
 
 @pytest.mark.sampled
