@@ -5,6 +5,7 @@
 // full of NaN when a block begins; so is memory that the kernel before is told to write, when that
 // kernel is waited for. What is not seen: races between lanes of a warp that do not meet.
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -16,6 +17,7 @@
 #include <cstring>
 #include <deque>
 #include <map>
+#include <memory>
 #include <vector>
 
 typedef unsigned int u32;
@@ -63,8 +65,9 @@ struct Barrier {
 };
 
 struct Fiber {
-    ucontext_t context;
-    std::vector<char> stack;
+    ucontext_t context;  // where it begins
+    jmp_buf place;       // where it goes on
+    bool begun = false;
     Place thread;
     int lane, warp;
     Meeting *at = nullptr;  // waits for the end of this round
@@ -77,7 +80,9 @@ struct Fiber {
 inline std::vector<Fiber> fibers;
 inline std::map<u32, Barrier> barriers;  // by address
 inline Fiber *now;
-inline ucontext_t scheduler;
+inline jmp_buf scheduler;
+inline std::vector<std::unique_ptr<char[]>> stacks;  // of fibers, for all blocks
+constexpr size_t STACK_BYTES = 192 << 10;
 inline Place block, grid;
 inline char *memory;
 inline size_t memory_bytes;
@@ -108,7 +113,17 @@ inline void fail(const char *what) {
     abort();
 }
 
-inline void pass() { swapcontext(&now->context, &scheduler); }
+// Jumps, because swapcontext is two system calls.
+inline void pass() {
+    if (!_setjmp(now->place)) _longjmp(scheduler, 1);
+}
+
+inline __attribute__((noinline)) void go_on(Fiber &f) {
+    if (_setjmp(scheduler)) return;
+    if (f.begun) _longjmp(f.place, 1);
+    f.begun = true;
+    setcontext(&f.context);
+}
 
 inline void meet(Meeting &m) {
     const unsigned round = m.round;
@@ -198,11 +213,11 @@ void run_block(const Kernel &kernel, int threads, size_t shared) {
     for (int i = 0; i < threads; i++) {
         Fiber &f = fibers[i];
         f.thread = {(unsigned)i, 0, 0}, f.lane = i % 32, f.warp = i / 32;
-        f.stack.resize(192 << 10);
+        if ((int)stacks.size() == i) stacks.emplace_back(new char[STACK_BYTES]);
         getcontext(&f.context);
-        f.context.uc_stack.ss_sp = f.stack.data();
-        f.context.uc_stack.ss_size = f.stack.size();
-        f.context.uc_link = &scheduler;
+        f.context.uc_stack.ss_sp = stacks[i].get();
+        f.context.uc_stack.ss_size = STACK_BYTES;
+        f.context.uc_link = nullptr;
         makecontext(&f.context, Entry<Kernel>::run, 0);
     }
     // A warp runs for as long as it can before the next does: who relies on others must wait.
@@ -219,7 +234,7 @@ void run_block(const Kernel &kernel, int threads, size_t shared) {
                     some = true;
                     if (f.at && f.at->round == f.round) continue;
                     ran = more = true, now = &f;
-                    swapcontext(&scheduler, &f.context);
+                    go_on(f);
                 }
             }
         if (some && !ran && waiting.arrived)
