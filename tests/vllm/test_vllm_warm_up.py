@@ -16,13 +16,14 @@ from torch import Tensor
 
 from tightkv import KVQuantConfig
 from tightkv.codec import Codec
+from tightkv.integrations.vllm import batch_split
 from tightkv.integrations.vllm import warm_up as module
 from tightkv.integrations.vllm.batch_split import split_batch
 from tightkv.integrations.vllm.layer_step import LayerStep
 from tightkv.integrations.vllm.metadata import make_part
 from tightkv.integrations.vllm.ring_table import BatchRings, RingTable
 from tightkv.integrations.vllm.warm_up import kinds_of_parts, sizes, warm_up, warm_up_once
-from tightkv.kernels import reference, sdpa
+from tightkv.kernels import prefill, reference, sdpa
 from tightkv.kernels.cpu import backend as cpu
 from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.prefill import CHUNK_TOKENS, MIN_QUERIES
@@ -311,6 +312,8 @@ def test_serving_asks_for_no_binary_that_is_not_there(
         return q[..., 0].float()
 
     monkeypatch.setattr(sdpa, "_VARLEN", [attention] if varlen else [])
+    monkeypatch.setattr(batch_split, "ALONE_FROM", 512)
+    monkeypatch.setattr(prefill, "CHUNK_TOKENS", 1024)
     step, query_heads = make_step(launches.kernels, dtype), group * HEADS
     serving = Serving(step, query_heads, most_decoding, feedback)
     warm_up(step, serving.rings, query_heads, most_decoding, most_decoding + 1, feedback)
@@ -321,6 +324,7 @@ def test_serving_asks_for_no_binary_that_is_not_there(
     for prefix in (0, 1, 32, 100, 512, 1000, 2048, 4100, 5000):
         counts = [1, choose.choice([256, 301, 480])]
         serving.run(counts, [choose.randint(1, 600), prefix])
+    serving.run([1, 512], [9, 3000])  # alone, over a prefix in several pieces
     for _ in range(60):
         most = choose.choice([1, most_decoding, 17, 40, 255])
         counts = [choose.randint(1, most) for _ in range(choose.randint(1, serving.batch))]
