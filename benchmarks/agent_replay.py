@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tightkv.bench.engine_models import SHAPES
 from tightkv.config import PRESETS
+from tightkv.tools.bench.engine_models import SHAPES
 
 SETTINGS = {
     "HF_HUB_OFFLINE": "1",
@@ -274,8 +274,8 @@ def run_engines(
 def write(rows: list[dict[str, Any]], args: argparse.Namespace, sizes: dict[str, Any]) -> None:
     import torch
 
-    from tightkv.bench.provenance import provenance
-    from tightkv.provenance import append_rows
+    from tightkv.tools.bench.provenance import provenance
+    from tightkv.tools.rows import append_rows
 
     for row in rows:
         sys.stdout.write(json.dumps(row) + "\n")

@@ -34,15 +34,15 @@ from transformers import (
 )
 
 from tightkv import KVQuantConfig, TightCache
-from tightkv.cli.shared.output import format_table
-from tightkv.eval.configs import label
-from tightkv.eval.forward import CacheRun, exact_attention
-from tightkv.eval.results import model_facts, provenance, text_facts
-from tightkv.eval.tasks.quality import Schedule, Scores, compare
-from tightkv.eval.text import default_texts
-from tightkv.eval.windows import Windows, cut_windows
-from tightkv.model_loading.bundled import BUNDLED_NAME, bundled_folder
-from tightkv.provenance import append_rows
+from tightkv.tools.cli.shared.output import format_table
+from tightkv.tools.eval.configs import label
+from tightkv.tools.eval.forward import CacheRun, exact_attention
+from tightkv.tools.eval.results import model_facts, provenance, text_facts
+from tightkv.tools.eval.tasks.quality import Schedule, Scores, compare
+from tightkv.tools.eval.text import default_texts
+from tightkv.tools.eval.windows import Windows, cut_windows
+from tightkv.tools.model_loading.bundled import BUNDLED_NAME, bundled_folder
+from tightkv.tools.rows import append_rows
 
 CONTEXTS = (64, 256, 1024)
 WARM_STEPS, TIMED_STEPS = 3, 20

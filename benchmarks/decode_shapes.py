@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from tightkv.bench.gpu import decode_rows
-from tightkv.bench.inputs import Shape
-from tightkv.bench.rivals import GROUPS, has
-from tightkv.provenance import append_rows
+from tightkv.tools.bench.gpu import decode_rows
+from tightkv.tools.bench.inputs import Shape
+from tightkv.tools.bench.rivals import GROUPS, has
+from tightkv.tools.rows import append_rows
 
 Row = Mapping[str, Any]
 # Odd lengths: the newest page is neither empty nor full, as most of the time.

@@ -33,15 +33,15 @@ from executorch.kernels import quantized  # noqa: F401
 from export_cpu import summary
 from torch import Tensor, nn
 
-from tightkv.bench.cpu import machine
-from tightkv.bench.provenance import provenance
 from tightkv.config import KVQuantConfig
 from tightkv.export import StaticKV
 from tightkv.integrations.executorch import load_pte, to_pte
 from tightkv.integrations.transformers.export import ExportableModel
-from tightkv.layout import page_layout
-from tightkv.model_loading.bundled import BUNDLED_NAME, bundled_folder
-from tightkv.provenance import append_rows
+from tightkv.pages.layout import page_layout
+from tightkv.tools.bench.cpu import machine
+from tightkv.tools.bench.provenance import provenance
+from tightkv.tools.model_loading.bundled import BUNDLED_NAME, bundled_folder
+from tightkv.tools.rows import append_rows
 
 CONTEXTS = (256, 1024, 2048, 4096, 8192)
 STEPS = 64  # a page of ours: sealing it has its share

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import transformers
 
-from tightkv.bench.provenance import provenance
 from tightkv.export import StaticKV
 from tightkv.integrations.transformers.export import ExportableModel
-from tightkv.model_loading.bundled import BUNDLED_NAME, bundled_folder
-from tightkv.provenance import append_rows
+from tightkv.tools.bench.provenance import provenance
+from tightkv.tools.model_loading.bundled import BUNDLED_NAME, bundled_folder
+from tightkv.tools.rows import append_rows
 
 ITEM_SIZES = {"fp32": 4, "bf16": 2}
 

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tightkv.bench.provenance import provenance
 from tightkv.config import KVQuantConfig
 from tightkv.kernels.triton import mla
-from tightkv.latent import LatentCodec, LatentLayout
+from tightkv.pages.latent import LatentCodec, LatentLayout
+from tightkv.tools.bench.provenance import provenance
 
 DEVICE = torch.device("cuda")
 CACHES, PAGE, RANK, ROPE, SCALE = 3, 64, 512, 64, 192**-0.5

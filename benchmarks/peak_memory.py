@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_map_only
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tightkv import KVQuantConfig, TightCache
-from tightkv.bench.provenance import provenance
 from tightkv.model_shape import read_model_shape
-from tightkv.planner import config_plan
-from tightkv.provenance import append_rows
+from tightkv.model_shape.planner import config_plan
+from tightkv.tools.bench.provenance import provenance
+from tightkv.tools.rows import append_rows
 
 
 def run(model: LlamaForCausalLM, quant: KVQuantConfig, tokens: int, chunk: int) -> None:

@@ -14,7 +14,7 @@ from xml.sax.saxutils import escape
 import torch
 
 from tightkv import KVQuantConfig
-from tightkv.layout import PageLayout
+from tightkv.pages.layout import PageLayout
 
 ROOT = Path(__file__).parents[1]
 RESULTS, PLOTS = ROOT / "benchmarks" / "results", ROOT / "docs" / "plots"

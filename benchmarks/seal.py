@@ -16,13 +16,13 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from tightkv.codec import Codec
 from tightkv.config import KVQuantConfig
 from tightkv.kernels.cuda import backend as cuda
 from tightkv.kernels.triton import backend as triton
 from tightkv.kernels.view import CacheView
-from tightkv.layout import page_layout
 from tightkv.math.feedback import QueryMetric
+from tightkv.pages.codec import Codec
+from tightkv.pages.layout import page_layout
 
 DEVICE = torch.device("cuda")
 HEADS, DIM, LAYERS = 8, 128, 16

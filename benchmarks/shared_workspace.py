@@ -30,18 +30,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tightkv.bench import inputs
-from tightkv.bench.provenance import provenance
-from tightkv.codec import Codec
 from tightkv.config import KVQuantConfig
-from tightkv.extras import installed_version
-from tightkv.integrations.vllm.batch_split import ALONE_FROM, SHORT_PROMPT
+from tightkv.integrations.extras import installed_version
+from tightkv.integrations.vllm.step.batch_split import ALONE_FROM, SHORT_PROMPT
 from tightkv.kernels import prefill, ragged_plan, reference, sdpa
 from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.triton import ragged as ragged_ops
 from tightkv.kernels.view import CacheView
-from tightkv.layout import PageLayout
-from tightkv.provenance import append_rows
+from tightkv.pages.codec import Codec
+from tightkv.pages.layout import PageLayout
+from tightkv.tools.bench import inputs
+from tightkv.tools.bench.provenance import provenance
+from tightkv.tools.rows import append_rows
 
 DRY = bool(os.environ.get("DRY"))
 SECONDS = 70  # no case begins later
@@ -54,8 +54,8 @@ if DRY:
     POOL, UNIT = (2, 256), 1
     CASES = [(2, 128, 20), (2, 64, 8), (1, 256, 17), (2, 0, 20)]
 else:
-    from tightkv.integrations.vllm.flash_attention import flash_attention_3
-    from tightkv.integrations.vllm.flash_attention import varlen_flash_attention_3 as attention
+    from tightkv.integrations.vllm.step.flash_attention import flash_attention_3
+    from tightkv.integrations.vllm.step.flash_attention import varlen_flash_attention_3 as attention
     from tightkv.kernels.cuda import backend as kernels
 
     sdpa._PREFERRED[:] = [flash_attention_3]

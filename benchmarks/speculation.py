@@ -21,8 +21,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tightkv.bench.engine_models import SHAPES
 from tightkv.config import PRESETS
+from tightkv.tools.bench.engine_models import SHAPES
 
 SETTINGS = {
     "HF_HUB_OFFLINE": "1",
@@ -259,8 +259,8 @@ def main() -> int:
 def write(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
     import torch
 
-    from tightkv.bench.provenance import provenance
-    from tightkv.provenance import append_rows
+    from tightkv.tools.bench.provenance import provenance
+    from tightkv.tools.rows import append_rows
 
     names = ("dtype", "context", "tokens", "accepted", "layers")
     kind = {"bench": "speculation", "method": "eagle", "model": args.shape}

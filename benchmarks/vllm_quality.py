@@ -103,11 +103,11 @@ def main() -> None:
 
     from transformers import AutoTokenizer
 
-    from tightkv.eval.results import provenance
-    from tightkv.eval.text import default_texts
-    from tightkv.eval.windows import cut_windows
-    from tightkv.model_loading.bundled import bundled_folder
-    from tightkv.provenance import append_rows
+    from tightkv.tools.eval.results import provenance
+    from tightkv.tools.eval.text import default_texts
+    from tightkv.tools.eval.windows import cut_windows
+    from tightkv.tools.model_loading.bundled import bundled_folder
+    from tightkv.tools.rows import append_rows
 
     folder = Path(args.model or bundled_folder(print))
     tokenizer = AutoTokenizer.from_pretrained(folder)

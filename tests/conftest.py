@@ -82,7 +82,7 @@ def _sample(config: pytest.Config, items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _json_follows_its_schema(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a command prints with --json in a test is as its schema says."""
-    from tightkv.cli.shared import output
+    from tightkv.tools.cli.shared import output
 
     plain = output.to_json
 

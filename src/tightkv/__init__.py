@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tightkv.config import KVQuantConfig
+from tightkv.moved import follow_moves
+from tightkv.version import __version__
 
 if TYPE_CHECKING:
     from tightkv.integrations.transformers import TightCache
 
-__version__ = "0.1.0"
+follow_moves()
 
 __all__ = ["KVQuantConfig", "TightCache", "__version__"]
 

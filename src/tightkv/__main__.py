@@ -2,6 +2,6 @@
 
 import sys
 
-from tightkv.cli import main
+from tightkv.tools.cli import main
 
 sys.exit(main())

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tightkv import KVQuantConfig
-from tightkv.bench import cpu
-from tightkv.bench.cpu import Milliseconds, _contenders, decode_rows, interleaved, ratios
-from tightkv.bench.inputs import Shape
+from tightkv.tools.bench import cpu
+from tightkv.tools.bench.cpu import Milliseconds, _contenders, decode_rows, interleaved, ratios
+from tightkv.tools.bench.inputs import Shape
 
 CFG = KVQuantConfig.preset("k8v8", page_size=32, exact_pages=1)
 SHAPE = Shape(2, 200, query_heads=6, kv_heads=3, head_dim=64)

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tightkv.bench.inputs import Shape, fill
-from tightkv.bench.rivals import reason
-from tightkv.cli.bench import command
-from tightkv.cli.entry import main
 from tightkv.config import KVQuantConfig
 from tightkv.kernels import reference
 from tightkv.kernels.options import AttendOptions
-from tightkv.layout import PageLayout
+from tightkv.pages.layout import PageLayout
+from tightkv.tools.bench.inputs import Shape, fill
+from tightkv.tools.bench.rivals import reason
+from tightkv.tools.cli.bench import command
+from tightkv.tools.cli.entry import main
 
 CPU = torch.device("cpu")
 
@@ -65,7 +65,7 @@ def test_heads_and_lengths_of_the_command_line(monkeypatch: pytest.MonkeyPatch) 
         shape = {"batch": 2, "tokens": 1, "query_heads": 1, "kv_heads": 1, "head_dim": 1}
         return [{"bench": "decode", "shape": shape, "preset": cfg.name, "kernels": "cpu"}]
 
-    monkeypatch.setattr("tightkv.bench.cpu.decode_rows", rows)
+    monkeypatch.setattr("tightkv.tools.bench.cpu.decode_rows", rows)
     heads = ["--heads", "12", "--kv-heads", "2", "--head-dim", "96"]
     arguments = ["bench", "decode", "--device", "cpu", *heads]
     assert main([*arguments, "--batch", "2", "--tokens", "300"]) == 0
@@ -120,7 +120,7 @@ def test_the_table_of_shapes() -> None:
 
 @pytest.mark.gpu
 def test_the_plain_triton_kernel_takes_ragged_lengths() -> None:
-    from tightkv.bench.bf16_kernel import bf16_decode
+    from tightkv.tools.bench.bf16_kernel import bf16_decode
 
     lengths = torch.tensor([5000, 1, 1024], dtype=torch.int32, device="cuda")
     query, key, value = (

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from tightkv import KVQuantConfig
-from tightkv.bench import engine, engine_worker, openai_client, serve
-from tightkv.bench.engine import EnginePlan, engine_arguments
-from tightkv.bench.engine_models import SHAPES, write_shape
-from tightkv.bench.openai_client import Answer, Server, ServerError
-from tightkv.cli import main
-from tightkv.cli.bench import vllm as bench_vllm
-from tightkv.layout import PageLayout
 from tightkv.model_shape import read_model_shape
+from tightkv.pages.layout import PageLayout
+from tightkv.tools.bench import engine, engine_worker, openai_client, serve
+from tightkv.tools.bench.engine import EnginePlan, engine_arguments
+from tightkv.tools.bench.engine_models import SHAPES, write_shape
+from tightkv.tools.bench.openai_client import Answer, Server, ServerError
+from tightkv.tools.cli import main
+from tightkv.tools.cli.bench import vllm as bench_vllm
 
 # --- engine: without vLLM ------------------------------------------------------------------------
 CAPACITY = {"blocks": 100, "block_size": 16}

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tightkv.bench.model import ModelShape, PlainCache, RandomModel, TightModelCache
-from tightkv.cli.bench.command import _size
 from tightkv.config import KVQuantConfig
+from tightkv.tools.bench.model import ModelShape, PlainCache, RandomModel, TightModelCache
+from tightkv.tools.cli.bench.command import _size
 
 TINY = ModelShape(
     layers=2, hidden=64, intermediate=96, query_heads=4, kv_heads=2, head_dim=64, vocabulary=50

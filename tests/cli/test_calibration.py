@@ -13,33 +13,33 @@ from safetensors.torch import load_file, save
 
 from models import prompt, tiny
 from tightkv import KVQuantConfig, TightCache
-from tightkv.calibration import (
+from tightkv.files.tensor_file import checksum, read_file
+from tightkv.fit.calibration import (
     Calibration,
     bundled_names,
     find_for_folder,
     load_calibration,
     save_calibration,
 )
-from tightkv.calibration import find as find_module
-from tightkv.cli import main
-from tightkv.codec import Codec
-from tightkv.eval.layer_bits import sensitivity
-from tightkv.eval.layer_bits.calibrate import PRESETS, Calibrator
-from tightkv.eval.layer_bits.search import Option, least_kl
-from tightkv.eval.layer_bits.sensitivity import moments, record
-from tightkv.eval.tasks.quality import Schedule, measure_quality
-from tightkv.eval.text import Text, language_reference
-from tightkv.eval.windows import Windows, cut_windows
+from tightkv.fit.calibration import find as find_module
+from tightkv.fit.fingerprint import folder_fingerprint
 from tightkv.integrations.transformers.calibration import CalibrationWarning, loaded_fingerprint
-from tightkv.integrations.vllm.calibration import (
+from tightkv.integrations.vllm.start.calibration import (
     find_for_engine,
     own_heads,
     set_calibrated_feedback,
 )
-from tightkv.layout import page_layout
-from tightkv.model_loading.load import load_model
-from tightkv.model_shape.fingerprint import folder_fingerprint
-from tightkv.tensor_file import checksum, read_file
+from tightkv.pages.codec import Codec
+from tightkv.pages.layout import page_layout
+from tightkv.tools.cli import main
+from tightkv.tools.eval.layer_bits import sensitivity
+from tightkv.tools.eval.layer_bits.calibrate import PRESETS, Calibrator
+from tightkv.tools.eval.layer_bits.search import Option, least_kl
+from tightkv.tools.eval.layer_bits.sensitivity import moments, record
+from tightkv.tools.eval.tasks.quality import Schedule, measure_quality
+from tightkv.tools.eval.text import Text, language_reference
+from tightkv.tools.eval.windows import Windows, cut_windows
+from tightkv.tools.model_loading.load import load_model
 from tiny_folder import write_tiny_folder
 
 SCHEDULE = Schedule(prefill=200, chunk=64, batch=4)
@@ -537,7 +537,7 @@ def test_doctor_reads_it_instead_of_measuring_layers(folder_and_file, capsys, mo
     def refuse(*args, **options):
         raise AssertionError("the doctor measured layers")
 
-    monkeypatch.setattr("tightkv.eval.layer_bits.doctor.record", refuse)
+    monkeypatch.setattr("tightkv.tools.eval.layer_bits.doctor.record", refuse)
     words = ["doctor", str(folder), "--text", str(text), "--window", "500", "--windows", "1"]
     assert main([*words, "--calibration", str(out), "--budget", "1.0", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)

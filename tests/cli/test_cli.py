@@ -17,9 +17,10 @@ import pytest
 import torch
 
 import tightkv
-from tightkv.cli import COMMANDS, info, main
-from tightkv.cli.plan import hub
-from tightkv.cli.shared.output import (
+from tightkv.integrations.extras import installed_version
+from tightkv.tools.cli import COMMANDS, info, main
+from tightkv.tools.cli.plan import hub
+from tightkv.tools.cli.shared.output import (
     MissingPackageError,
     emit,
     format_table,
@@ -27,7 +28,6 @@ from tightkv.cli.shared.output import (
     parse_bytes,
     save_plot,
 )
-from tightkv.extras import installed_version
 
 INFO_DOC = Path(__file__).resolve().parents[2] / "docs" / "info.md"
 
@@ -35,8 +35,8 @@ INFO_DOC = Path(__file__).resolve().parents[2] / "docs" / "info.md"
 # --- frame -------------------------------------------------------------------------------------
 def test_help_lists_every_command_and_loads_none() -> None:
     script = (
-        "import sys; from tightkv.cli import main; code = main(['--help']);"
-        "loaded = [m for m in sys.modules if m.startswith('tightkv.cli.') or m == 'torch'];"
+        "import sys; from tightkv.tools.cli import main; code = main(['--help']);"
+        "loaded = [m for m in sys.modules if m.startswith('tightkv.tools.cli.') or m == 'torch'];"
         "print(code, *sorted(loaded))"
     )
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
@@ -44,8 +44,8 @@ def test_help_lists_every_command_and_loads_none() -> None:
         assert re.search(rf"^ +{name} +{line[:20]}", run.stdout, re.MULTILINE)
     assert (
         run.stdout.splitlines()[-1]
-        == "0 tightkv.cli.entry tightkv.cli.shared tightkv.cli.shared.output "
-        "tightkv.cli.shared.terminal"
+        == "0 tightkv.tools.cli.entry tightkv.tools.cli.shared tightkv.tools.cli.shared.output "
+        "tightkv.tools.cli.shared.terminal"
     )
 
 
@@ -53,7 +53,7 @@ def test_help_lists_every_command_and_loads_none() -> None:
 def test_every_command_has_help_json_and_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([name, "--help"]) == 0
     assert "--json" in capsys.readouterr().out
-    assert callable(sys.modules[f"tightkv.cli.{name}"].run)
+    assert callable(sys.modules[f"tightkv.tools.cli.{name}"].run)
     assert main(["--help", name]) == 0
     assert f"{name} " in capsys.readouterr().out
 
@@ -111,7 +111,7 @@ def test_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_closed_pipe_is_quiet() -> None:
     script = (
-        "import sys; from tightkv.cli import info, main;"
+        "import sys; from tightkv.tools.cli import info, main;"
         "info.collect = dict; info.as_text = lambda data: 'x' * 99; sys.exit(main(['info']))"
     )
     process = subprocess.Popen(

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from models import prompt, tiny
-from tightkv.eval.tasks.quality import Schedule, measure_quality
-from tightkv.eval.windows import Windows
 from tightkv.integrations.transformers.cache_size import cache_size
+from tightkv.tools.eval.tasks.quality import Schedule, measure_quality
+from tightkv.tools.eval.windows import Windows
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "compare_caches.py"
 ROWS = SCRIPT.parent / "results" / "comparison.jsonl"

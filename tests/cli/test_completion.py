@@ -9,9 +9,9 @@ import subprocess
 
 import pytest
 
-from tightkv.cli import COMMANDS, main
-from tightkv.cli.completion import SHELLS, collect_words, script
 from tightkv.config import PRESETS
+from tightkv.tools.cli import COMMANDS, main
+from tightkv.tools.cli.completion import SHELLS, collect_words, script
 
 WORDS, CHOICES = collect_words()
 SCRIPT = script("bash", WORDS, CHOICES)

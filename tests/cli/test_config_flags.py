@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tightkv.cli.shared.config_flags import (
+from tightkv.config import CENTERINGS, CODEBOOKS, PRESETS, ROTATIONS, SCALE_MODES, KVQuantConfig
+from tightkv.tools.cli.shared.config_flags import (
     add_config_flags,
     config_from_args,
     field_docs,
     flag_name,
     given_fields,
 )
-from tightkv.config import CENTERINGS, CODEBOOKS, PRESETS, ROTATIONS, SCALE_MODES, KVQuantConfig
 
 FIELDS = [field.name for field in dataclasses.fields(KVQuantConfig)]
 # For each field another value than its default; outlier channels need the method mse.

@@ -6,12 +6,12 @@ import torch
 
 from models import prompt, tiny
 from tightkv import KVQuantConfig
-from tightkv.cli import main
-from tightkv.eval.layer_bits.doctor import Doctor, default_candidates
-from tightkv.eval.layer_bits.search import Option, as_config, fewest_bytes
-from tightkv.eval.tasks.quality import Schedule, measure_quality
-from tightkv.eval.windows import Windows
 from tightkv.integrations.transformers import TightCache
+from tightkv.tools.cli import main
+from tightkv.tools.eval.layer_bits.doctor import Doctor, default_candidates
+from tightkv.tools.eval.layer_bits.search import Option, as_config, fewest_bytes
+from tightkv.tools.eval.tasks.quality import Schedule, measure_quality
+from tightkv.tools.eval.windows import Windows
 from tiny_folder import write_tiny_folder
 
 SMALL = {"page_size": 32, "exact_pages": 1, "sinks": 1}

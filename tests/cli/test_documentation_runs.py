@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import pytest
 
 from tightkv import KVQuantConfig
-from tightkv.cli import COMMANDS, build_parser, main
-from tightkv.cli.serve.command import SERVER
-from tightkv.cli.shared.server_file import read_server_file
-from tightkv.eval.text import Text, default_texts
 from tightkv.integrations.vllm.options import engine_options
+from tightkv.tools.cli import COMMANDS, build_parser, main
+from tightkv.tools.cli.serve.command import SERVER
+from tightkv.tools.cli.shared.server_file import read_server_file
+from tightkv.tools.eval.text import Text, default_texts
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

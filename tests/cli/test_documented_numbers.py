@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from tightkv import KVQuantConfig
-from tightkv.cache import POOL_GROWTH
-from tightkv.integrations.vllm.batch_split import SHORT_PROMPT
-from tightkv.integrations.vllm.ring_table import SAVED_SINKS
+from tightkv.integrations.vllm.step.batch_split import SHORT_PROMPT
+from tightkv.integrations.vllm.step.ring_table import SAVED_SINKS
 from tightkv.kernels.prefill import MIN_QUERIES
-from tightkv.layout import RING_SLACK, SIDES, PageLayout
+from tightkv.paged.cache import POOL_GROWTH
+from tightkv.pages.layout import RING_SLACK, SIDES, PageLayout
 
 ROOT = Path(__file__).parents[2]
 Row = dict[str, Any]

@@ -20,17 +20,20 @@ from tokenizers import processors
 
 from eval_files import write_gsm8k, write_lambada
 from models import prompt, tiny
-from tightkv import KVQuantConfig, TightCache, provenance
-from tightkv.cli import main
-from tightkv.cli.eval import plot as eval_plot
-from tightkv.cli.eval.command import FILE_TASKS, TASKS
-from tightkv.cli.shared.progress import Progress
-from tightkv.eval.configs import label, parse_configs
-from tightkv.eval.forward import CacheRun
-from tightkv.eval.results import model_fingerprint
-from tightkv.eval.stored_bits import bits_of
-from tightkv.eval.tasks.greedy import measure_greedy, same_tokens
-from tightkv.eval.tasks.needles import (
+from tightkv import KVQuantConfig, TightCache
+from tightkv.integrations.transformers.attention import use_attention
+from tightkv.pages.layout import ring_tokens
+from tightkv.tools import rows
+from tightkv.tools.cli import main
+from tightkv.tools.cli.eval import plot as eval_plot
+from tightkv.tools.cli.eval.command import FILE_TASKS, TASKS
+from tightkv.tools.cli.shared.progress import Progress
+from tightkv.tools.eval.configs import label, parse_configs
+from tightkv.tools.eval.forward import CacheRun
+from tightkv.tools.eval.results import model_fingerprint
+from tightkv.tools.eval.stored_bits import bits_of
+from tightkv.tools.eval.tasks.greedy import measure_greedy, same_tokens
+from tightkv.tools.eval.tasks.needles import (
     ANSWER_TOKENS,
     MAX_NEEDLES,
     TAIL_TOKENS,
@@ -39,18 +42,16 @@ from tightkv.eval.tasks.needles import (
     make_needles,
     measure_needles,
 )
-from tightkv.eval.tasks.quality import (
+from tightkv.tools.eval.tasks.quality import (
     Schedule,
     check_compresses,
     compare,
     measure_quality,
     quality_passes,
 )
-from tightkv.eval.text import Text, default_texts, read_text
-from tightkv.eval.windows import Windows, cut_windows
-from tightkv.integrations.transformers.attention import use_attention
-from tightkv.layout import ring_tokens
-from tightkv.provenance import source_commit
+from tightkv.tools.eval.text import Text, default_texts, read_text
+from tightkv.tools.eval.windows import Windows, cut_windows
+from tightkv.tools.rows import source_commit
 from tiny_folder import TEMPLATE, byte_tokenizer, write_tiny_folder
 
 DOC = Path(__file__).resolve().parents[2] / "docs" / "eval.md"
@@ -381,7 +382,7 @@ def test_layers_that_cannot_be_cropped(family: str) -> None:
 
 def test_an_answer_counts_as_a_whole_word(monkeypatch: pytest.MonkeyPatch) -> None:
     replies = iter(["It is 17.", "It is 171.", "A Goat, surely", "goats"])
-    monkeypatch.setattr("tightkv.eval.tasks.needles._answer", lambda *args: next(replies))
+    monkeypatch.setattr("tightkv.tools.eval.tasks.needles._answer", lambda *args: next(replies))
     needles = [Needle("f", f"q{i}", word) for i, word in enumerate(["17", "17", "goat", "goat"])]
     _, _, done = asked(tiny(vocab_size=258), needles=needles)
     assert done["plain"][0].found == (True, False, True, False) and done["plain"][0].score == 2
@@ -434,9 +435,9 @@ def test_the_fingerprint_is_of_the_weights() -> None:
 
 def test_a_changed_source_tree_is_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SOURCE_COMMIT", raising=False)
-    file = tmp_path / "src" / "tightkv" / "provenance.py"
+    file = tmp_path / "src" / "tightkv" / "tools" / "rows.py"
     file.parent.mkdir(parents=True)
-    shutil.copy(provenance.__file__, file)
+    shutil.copy(rows.__file__, file)
     who = ("-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "commit.gpgsign=false")
     for words in (("init", "-q"), ("add", "-A"), (*who, "commit", "-qm", "All")):
         subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
@@ -623,7 +624,7 @@ def test_a_figure_of_each_choice_of_tasks(
 def adapter() -> Any:
     pytest.importorskip("lm_eval")
     pytest.importorskip("datasets")
-    import tightkv.eval.lm_eval as module
+    import tightkv.tools.eval.lm_eval as module
 
     return module
 

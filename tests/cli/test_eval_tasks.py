@@ -11,28 +11,28 @@ from typing import Any
 
 import pytest
 import torch
+from tightkv.eval.jsonl import read_examples
 
 from eval_files import write_gsm8k, write_lambada, write_lines
 from models import prompt, tiny
 from tightkv import KVQuantConfig, TightCache
-from tightkv.cli import main
-from tightkv.cli.eval import report as eval_report
-from tightkv.eval import result_store as store_module
-from tightkv.eval.forward import CacheRun, MakeCache, after_prefix, ignore, write_texts
-from tightkv.eval.jsonl import read_examples
-from tightkv.eval.result_store import Store, code_digest, result_key
-from tightkv.eval.tasks.base import Task, paired
-from tightkv.eval.tasks.free_running import FreeTask, _gumbel
-from tightkv.eval.tasks.gsm8k import build_gsm8k, final_number
-from tightkv.eval.tasks.lambada import build_lambada
-from tightkv.eval.tasks.passkey import MAX_DEPTHS, build_passkeys, make_passkeys
-from tightkv.eval.tasks.probes import Passage, Probe, ProbeTask
-from tightkv.eval.tasks.quality import Schedule
-from tightkv.eval.tasks.recall import build_recall
-from tightkv.eval.tasks.standalone import QualityTask
-from tightkv.eval.tasks.tools import CALL_TOKENS, Call, ToolTask, build_conversation, judge
-from tightkv.eval.windows import Windows
 from tightkv.integrations.transformers.attention import use_attention
+from tightkv.tools.cli import main
+from tightkv.tools.cli.eval import report as eval_report
+from tightkv.tools.eval import result_store as store_module
+from tightkv.tools.eval.forward import CacheRun, MakeCache, after_prefix, ignore, write_texts
+from tightkv.tools.eval.result_store import Store, code_digest, result_key
+from tightkv.tools.eval.tasks.base import Task, paired
+from tightkv.tools.eval.tasks.free_running import FreeTask, _gumbel
+from tightkv.tools.eval.tasks.gsm8k import build_gsm8k, final_number
+from tightkv.tools.eval.tasks.lambada import build_lambada
+from tightkv.tools.eval.tasks.passkey import MAX_DEPTHS, build_passkeys, make_passkeys
+from tightkv.tools.eval.tasks.probes import Passage, Probe, ProbeTask
+from tightkv.tools.eval.tasks.quality import Schedule
+from tightkv.tools.eval.tasks.recall import build_recall
+from tightkv.tools.eval.tasks.standalone import QualityTask
+from tightkv.tools.eval.tasks.tools import CALL_TOKENS, Call, ToolTask, build_conversation, judge
+from tightkv.tools.eval.windows import Windows
 from tiny_folder import TEMPLATE, byte_tokenizer, write_tiny_folder
 
 SMALL = {"page_size": 32, "exact_pages": 1, "sinks": 1}
@@ -401,7 +401,7 @@ def test_right_answers_count_as_numbers(tmp_path: Path, monkeypatch: pytest.Monk
     def written(model: Any, made: Any, tokenizer: Any, prompts: Any, *rest: Any) -> list[str]:
         return [texts[prompt] for prompt in prompts]
 
-    monkeypatch.setattr("tightkv.eval.tasks.gsm8k.write_texts", written)
+    monkeypatch.setattr("tightkv.tools.eval.tasks.gsm8k.write_texts", written)
     replies = task.reference(None, ignore)["replies"]
     assert [reply["correct"] for reply in replies] == [True, False, True]
     assert [reply["got"] for reply in replies] == ["5.0", None, "9"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tightkv.cli import main
+from tightkv.tools.cli import main
 from tiny_folder import write_tiny_folder
 
 NOWHERE = "/proc/tightkv"  # a folder where nobody can make files
@@ -54,7 +54,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_a_model_is_loaded(
     def load(*_: object, **__: object) -> None:
         raise AssertionError("a model is loaded")
 
-    monkeypatch.setattr(importlib.import_module(f"tightkv.cli.{module}"), "load_for", load)
+    monkeypatch.setattr(importlib.import_module(f"tightkv.tools.cli.{module}"), "load_for", load)
     assert main([module.partition(".")[0], str(folder), *words]) == 2
     error = capsys.readouterr().err
     assert NOWHERE in error and "cannot be written" in error

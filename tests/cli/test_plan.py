@@ -15,12 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from tightkv.cli import main
 from tightkv.config import PRESETS, KVQuantConfig
-from tightkv.latent import LatentLayout
-from tightkv.layout import PageLayout
 from tightkv.model_shape import LayerShape, ModelShape, read_model_shape, skip_reason
-from tightkv.planner import (
+from tightkv.model_shape.planner import (
     BASELINES,
     GPUS,
     INDEXED_LATENT_BYTES,
@@ -29,6 +26,9 @@ from tightkv.planner import (
     config_plan,
     plan_weights,
 )
+from tightkv.pages.latent import LatentLayout
+from tightkv.pages.layout import PageLayout
+from tightkv.tools.cli import main
 
 DOC = Path(__file__).resolve().parents[2] / "docs" / "plan.md"
 LLAMA = {

@@ -14,9 +14,6 @@ from typing import Any
 import pytest
 
 from browser import Browser
-from tightkv.cli import main
-from tightkv.cli.plan import hub
-from tightkv.cli.plan import page as plan_page
 from tightkv.model_shape import (
     KINDS,
     LayerShape,
@@ -25,8 +22,11 @@ from tightkv.model_shape import (
     skip_reason,
 )
 from tightkv.model_shape.compressible import SUPPORTED_EXTRAS
+from tightkv.model_shape.planner import GPUS, WEIGHT_BITS
 from tightkv.model_shape.shape import EXTRAS
-from tightkv.planner import GPUS, WEIGHT_BITS
+from tightkv.tools.cli import main
+from tightkv.tools.cli.plan import hub
+from tightkv.tools.cli.plan import page as plan_page
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "planner.html"
 MODELS = json.loads((Path(plan_page.__file__).parent / "models.json").read_text(encoding="utf-8"))

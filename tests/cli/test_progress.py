@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from tightkv.cli.shared import progress, terminal
-from tightkv.cli.shared.output import print_status
-from tightkv.cli.shared.progress import Progress, Working
+from tightkv.tools.cli.shared import progress, terminal
+from tightkv.tools.cli.shared.output import print_status
+from tightkv.tools.cli.shared.progress import Progress, Working
 
 
 @pytest.fixture(autouse=True)

@@ -15,10 +15,10 @@ import pytest
 
 import tightkv
 from json_schemas import check, validator
-from tightkv.cli import COMMANDS, main
-from tightkv.cli.schemas import schema_of
-from tightkv.cli.schemas.build import CONFIG
 from tightkv.config import KVQuantConfig
+from tightkv.tools.cli import COMMANDS, main
+from tightkv.tools.cli.schemas import schema_of
+from tightkv.tools.cli.schemas.build import CONFIG
 from tiny_folder import write_tiny_folder
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -91,7 +91,7 @@ def test_commands_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_a_change_of_the_output_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tightkv.cli import info
+    from tightkv.tools.cli import info
 
     collect = info.collect
     monkeypatch.setattr(info, "collect", lambda: {**collect(), "more": 1})

@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from tightkv import KVQuantConfig, TightCache
-from tightkv.cache import PagedKV
-from tightkv.cli import main
-from tightkv.cli.plan import hub
 from tightkv.kernels import registry
-from tightkv.layout import PageLayout
 from tightkv.model_shape import read_model_shape
-from tightkv.planner import GPUS
-from tightkv.sequences import SequenceTable
+from tightkv.model_shape.planner import GPUS
+from tightkv.paged.cache import PagedKV
+from tightkv.paged.sequences import SequenceTable
+from tightkv.pages.layout import PageLayout
+from tightkv.tools.cli import main
+from tightkv.tools.cli.plan import hub
 
 hf = pytest.importorskip("transformers")
 
@@ -29,8 +29,8 @@ from models import prompt, tiny  # noqa: E402
 from tightkv.integrations.transformers import states  # noqa: E402
 from tightkv.integrations.transformers.protect_keys import warn_of_noise  # noqa: E402
 from tightkv.integrations.vllm.options import engine_options  # noqa: E402
-from tightkv.model_loading import source as model_source  # noqa: E402
-from tightkv.model_loading.load import load_model  # noqa: E402
+from tightkv.tools.model_loading import source as model_source  # noqa: E402
+from tightkv.tools.model_loading.load import load_model  # noqa: E402
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "troubleshooting.md"
 HEADINGS = re.findall(r"^### `(.+)`$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
@@ -113,7 +113,7 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: str) -> None:
 
 def engine(**cache: object) -> None:
     pytest.importorskip("vllm")
-    from tightkv.integrations.vllm.engine_checks import check_engine_options
+    from tightkv.integrations.vllm.start.engine_checks import check_engine_options
 
     asked = engine_options({"tightkv": {"preset": "k4v4"}}, env={})
     config = {"cache_dtype": "auto", "block_size": 64, "user_specified_block_size": True, **cache}

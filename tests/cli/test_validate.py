@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 
 import json_schemas
-from tightkv import validate
-from tightkv.cache import POOL_GROWTH, PagedKV
-from tightkv.cli import main
-from tightkv.codec import Codec
 from tightkv.config import PRESETS
-from tightkv.layout import PageLayout
 from tightkv.math import rotation
 from tightkv.math.codebook import Codebook
 from tightkv.math.lloyd import beta_cdf
 from tightkv.math.quantize import TurboQuantProd
 from tightkv.math.rotation import make_rotation
-from tightkv.validate import (
+from tightkv.paged.cache import POOL_GROWTH, PagedKV
+from tightkv.pages.codec import Codec
+from tightkv.pages.layout import PageLayout
+from tightkv.tools import validate
+from tightkv.tools.cli import main
+from tightkv.tools.validate import (
     audit_attention,
     audit_codec,
     beta,
@@ -36,9 +36,9 @@ from tightkv.validate import (
     retrieval,
     sizes,
 )
-from tightkv.validate.inputs import UNIT_KINDS, attention_problem, normal, rope, unit_vectors
-from tightkv.validate.report import AuditRow, Claim, Options, Report
-from tightkv.validate.stats import LEVEL, Z, ks_test, rank_correlation, recall, softmax_kl
+from tightkv.tools.validate.inputs import UNIT_KINDS, attention_problem, normal, rope, unit_vectors
+from tightkv.tools.validate.report import AuditRow, Claim, Options, Report
+from tightkv.tools.validate.stats import LEVEL, Z, ks_test, rank_correlation, recall, softmax_kl
 
 QUICK = Options(quick=True)
 CLAIM_FIELDS = {

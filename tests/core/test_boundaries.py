@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from helpers import add, make_cache, tokens
-from tightkv.attention import attend
-from tightkv.cache import PagedKV
-from tightkv.codec import Codec
 from tightkv.config import KVQuantConfig
 from tightkv.kernels import reference
 from tightkv.kernels.constants import decode_constants, encode_constants, layout_constants
 from tightkv.kernels.device_guard import device_guard
 from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.registry import load
-from tightkv.layout import PageLayout, page_layout
-from tightkv.sequences import SequenceTable
+from tightkv.paged.attention import attend
+from tightkv.paged.cache import PagedKV
+from tightkv.paged.sequences import SequenceTable
+from tightkv.pages.codec import Codec
+from tightkv.pages.layout import PageLayout, page_layout
 
 CFG = KVQuantConfig(page_size=32, sinks=2, exact_pages=1)
 KERNELS = ["reference", "cpu"]

@@ -10,8 +10,8 @@ from helpers import add, make_cache, tokens
 from tightkv.config import PRESETS, KVQuantConfig
 from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.registry import select
-from tightkv.layout import PageLayout
-from tightkv.sequences import SequenceTable, row_tensors
+from tightkv.paged.sequences import SequenceTable, row_tensors
+from tightkv.pages.layout import PageLayout
 
 # Triton takes tensors of the CPU in its interpreter alone.
 COMPILED = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU")
@@ -487,7 +487,7 @@ def test_bad_rows():
 
 
 def test_table_of_another_config_is_refused():
-    from tightkv.cache import PagedKV
+    from tightkv.paged.cache import PagedKV
 
     with pytest.raises(ValueError, match="another page_size"):
         PagedKV(PageLayout(KVQuantConfig(), 2, 64), SequenceTable(CFG))

@@ -13,8 +13,8 @@ from models import FAMILIES, SHAPE
 from tightkv import KVQuantConfig, TightCache
 from tightkv.integrations.transformers.layer import TightLayer
 from tightkv.model_shape import LayerShape, compressed_layers, read_model_shape, skip_reason
+from tightkv.model_shape.planner import config_plan
 from tightkv.model_shape.shape import INDEXED
-from tightkv.planner import config_plan
 
 COMPRESSED = {family: [1, 3] for family in FAMILIES} | {
     "llama": [0, 1, 2, 3],
@@ -142,8 +142,8 @@ def vllm_layers(config: Any) -> dict[str, Any]:
 @pytest.mark.vllm
 @pytest.mark.parametrize("family", FAMILIES)
 def test_vllm_agrees_for_every_family(family: str) -> None:
-    from tightkv.integrations.vllm.install import compressed_layers as chosen_layers
     from tightkv.integrations.vllm.layer_numbers import layer_number
+    from tightkv.integrations.vllm.start.install import compressed_layers as chosen_layers
 
     config = FAMILIES[family]()
     chosen = [layer_number(name) for name in chosen_layers(vllm_layers(config), KVQuantConfig())]
@@ -154,7 +154,7 @@ def test_vllm_agrees_for_every_family(family: str) -> None:
 @pytest.mark.vllm
 def test_a_draft_is_not_compressed_alone() -> None:
     """Its model keeps vLLM's cache, as one with latents beside a draft that has none."""
-    from tightkv.integrations.vllm.install import compressed_layers as chosen_layers
+    from tightkv.integrations.vllm.start.install import compressed_layers as chosen_layers
 
     layers = vllm_layers(FAMILIES["llama"]())
     *own, draft = layers
@@ -167,8 +167,8 @@ def test_a_draft_is_not_compressed_alone() -> None:
 
 @pytest.mark.vllm
 def test_windows_that_are_compressed_can_be_read_by_others_with_the_same() -> None:
-    from tightkv.integrations.vllm.install import compressed_layers as chosen_layers
     from tightkv.integrations.vllm.layer_shapes import readers
+    from tightkv.integrations.vllm.start.install import compressed_layers as chosen_layers
 
     first, second, third, *_ = vllm_layers(FAMILIES["llama"]()).items()
     layers = dict((first, second, third))
@@ -191,9 +191,9 @@ def test_windows_that_are_compressed_can_be_read_by_others_with_the_same() -> No
 def test_a_cache_that_others_read_is_compressed_if_they_can_read_pages(
     change: dict[str, Any], compressed: list[int]
 ) -> None:
-    from tightkv.integrations.vllm.install import compressed_layers as chosen_layers
     from tightkv.integrations.vllm.layer_numbers import layer_number
     from tightkv.integrations.vllm.layer_shapes import readers
+    from tightkv.integrations.vllm.start.install import compressed_layers as chosen_layers
 
     first, second, third, *_ = vllm_layers(FAMILIES["llama"]()).items()
     layers = dict((first, second, third))

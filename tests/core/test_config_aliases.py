@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from tightkv import KVQuantConfig
-from tightkv.cli import main
-from tightkv.cli.shared.config_flags import OFF_LINE, add_config_flags, config_from_args
 from tightkv.integrations.vllm.options import engine_options
-from tightkv.layout import PageLayout
+from tightkv.pages.layout import PageLayout
+from tightkv.tools.cli import main
+from tightkv.tools.cli.shared.config_flags import OFF_LINE, add_config_flags, config_from_args
 
 WRITTEN = {
     "model": {"model_id": "qwen", "model_dir": "folder", "model_format": "huggingface"},

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tightkv.files import check_appendable, check_folder, check_writable, whole_file
+from tightkv.files.atomic import check_appendable, check_folder, check_writable, whole_file
 
 
 def write(path: Path | str, text: str) -> None:

@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 
 from models import FAMILIES, SHAPE
 from tightkv import KVQuantConfig
-from tightkv.key_check import KeyCheck
+from tightkv.files.checkpoint_tensors import StoredTensor
+from tightkv.fit.attention_weights import NOT_READABLE, AttentionWeights
+from tightkv.fit.checkpoint_noise import read_scores
+from tightkv.fit.key_check import KeyCheck
+from tightkv.fit.key_noise import Projection, score_noise
 from tightkv.model_shape import checkpoint_noise, read_model_shape
-from tightkv.model_shape.attention_weights import NOT_READABLE, AttentionWeights
-from tightkv.model_shape.checkpoint_noise import read_scores
-from tightkv.model_shape.key_noise import Projection, score_noise
-from tightkv.model_shape.tensors import StoredTensor
 from tiny_folder import plant_key_bias, write_model
 
 HEADS, KV_HEADS, PAGE = 4, 2, 64
@@ -134,7 +134,7 @@ def test_rows_are_sampled_where_matrices_are_large(
 
 
 def test_every_second_row_is_every_second_row(tmp_path: Path) -> None:
-    from tightkv.model_shape.tensors import stored_tensors
+    from tightkv.files.checkpoint_tensors import stored_tensors
 
     tensor = torch.randn(6, 5).bfloat16()
     save_file({"a": torch.zeros(3), "w": tensor}, tmp_path / "model.safetensors")

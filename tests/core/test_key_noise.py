@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from tightkv.config import BITS, KVQuantConfig
-from tightkv.math.quantize import TurboQuantMSE
-from tightkv.model_shape.key_noise import (
+from tightkv.fit.key_noise import (
     Projection,
     needed_key_bits,
     protected_layer_bits,
@@ -18,6 +17,7 @@ from tightkv.model_shape.key_noise import (
     turned_energy,
     turned_share,
 )
+from tightkv.math.quantize import TurboQuantMSE
 
 HIDDEN, HEADS, KV_HEADS, DIM, PAGE = 96, 4, 2, 64, 64
 INV_FREQ = 10000.0 ** (-torch.arange(0, DIM, 2) / DIM)

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from tightkv.config import PRESETS, KVQuantConfig
-from tightkv.layout import ALIGN, SIDES, PageLayout, outlier_channels, token_fields
+from tightkv.pages.layout import ALIGN, SIDES, PageLayout, outlier_channels, token_fields
 
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 CONFIGS = [KVQuantConfig.preset(name) for name in PRESETS] + [
@@ -93,7 +93,7 @@ def test_the_bytes_the_readme_claims():
 
 def test_key_codes_lie_where_the_kernels_look():
     """One 16-byte vector: the same word of tokens r, r + 8, r + 16, r + 24."""
-    from tightkv.pack import pack
+    from tightkv.pages.pack import pack
 
     for bits in (2, 3, 4, 8):
         layout = PageLayout(KVQuantConfig(key_bits=bits, value_bits=4), 1, 128)

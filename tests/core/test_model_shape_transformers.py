@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from tightkv.cli import main
-from tightkv.cli.plan import hub
 from tightkv.model_shape import estimate_parameters, read_model_shape
 from tightkv.model_shape.families import DEFAULTS, NESTED_DEFAULTS
+from tightkv.tools.cli import main
+from tightkv.tools.cli.plan import hub
 
 transformers = pytest.importorskip("transformers")
 

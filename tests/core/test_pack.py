@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tightkv.pack import pack, unpack
+from tightkv.pages.pack import pack, unpack
 
 
 @given(

@@ -61,7 +61,7 @@ def test_import_adds_no_heavy_module() -> None:
 
 def test_console_script_points_at_the_cli() -> None:
     (script,) = metadata.entry_points(group="console_scripts", name="tightkv")
-    assert script.value == "tightkv.cli:main"
+    assert script.value == "tightkv.tools.cli:main"
 
 
 @pytest.mark.skipif(not os.environ.get("CI"), reason="only CI must have everything")

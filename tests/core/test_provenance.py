@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tightkv import provenance
+from tightkv.tools import rows
 
-PACKAGE = Path(provenance.__file__).resolve().parent
+PACKAGE = Path(rows.__file__).resolve().parents[1]
 
 
 @pytest.fixture
@@ -20,27 +20,27 @@ def git(monkeypatch):
         return subprocess.CompletedProcess(command, int(answer is None), answer or "")
 
     monkeypatch.delenv("SOURCE_COMMIT", raising=False)
-    monkeypatch.setattr(provenance.subprocess, "run", run)
+    monkeypatch.setattr(rows.subprocess, "run", run)
     return answers
 
 
 @pytest.mark.parametrize(
     "status,said",
-    [("", "abc"), (" M src/tightkv/cache.py", "abc-modified"), (None, "abc-unchecked")],
+    [("", "abc"), (" M src/tightkv/paged/cache.py", "abc-modified"), (None, "abc-unchecked")],
 )
 def test_a_changed_tree_is_not_taken_for_its_commit(git, status, said):
     git[":/src"] = status
-    assert provenance.source_commit() == said
+    assert rows.source_commit() == said
 
 
 def test_a_package_inside_another_repository_has_no_commit(git):
     git["--show-toplevel"] = "/elsewhere"
-    assert provenance.source_commit() is None
+    assert rows.source_commit() is None
     git["--show-toplevel"] = None
-    assert provenance.source_commit() is None
+    assert rows.source_commit() is None
 
 
 def test_what_is_said_wins(git, monkeypatch):
     """A copy of a tree may carry the git of another state."""
     monkeypatch.setenv("SOURCE_COMMIT", "def")
-    assert provenance.source_commit() == "def"
+    assert rows.source_commit() == "def"

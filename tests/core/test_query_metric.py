@@ -16,11 +16,11 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from models import MAMBA, MOE, SHAPE
+from tightkv.files.checkpoint_tensors import StoredTensor
+from tightkv.fit.checkpoint_metric import KNOWN, key_energies, query_metrics
+from tightkv.fit.query_metric import POSITIONS, normed
 from tightkv.integrations.transformers.protect_keys import LoadedTensor
 from tightkv.model_shape import checkpoint_metric
-from tightkv.model_shape.checkpoint_metric import KNOWN, key_energies, query_metrics
-from tightkv.model_shape.query_metric import POSITIONS, normed
-from tightkv.model_shape.tensors import StoredTensor
 from tiny_folder import write_model
 
 TWO = {**SHAPE, "num_hidden_layers": 2, "max_position_embeddings": POSITIONS}
@@ -173,9 +173,7 @@ def test_other_pairs_give_another_metric(
 ) -> None:
     model = random_model(CONFIGS[family]())
     model.save_pretrained(tmp_path)
-    monkeypatch.setattr(
-        "tightkv.model_shape.attention_weights._INTERLEAVED", ("llama",) * interleaved
-    )
+    monkeypatch.setattr("tightkv.fit.attention_weights._INTERLEAVED", ("llama",) * interleaved)
     found = query_metrics(tmp_path).by_layer[0]
     assert relative(found, recorded_metric(model, monkeypatch)).min() > 0.15
 

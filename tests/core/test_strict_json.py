@@ -6,7 +6,7 @@ import pytest
 
 from tightkv import KVQuantConfig
 from tightkv.config.fields import parse_layer_bits
-from tightkv.strict_json import Field, parse_json
+from tightkv.files.strict_json import Field, parse_json
 
 
 def test_a_name_given_twice_is_found_among_many() -> None:

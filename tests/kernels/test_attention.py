@@ -5,11 +5,11 @@ from hypothesis import strategies as st
 
 from helpers import add, exact_attention, make_cache, tokens
 from kernel_caches import assert_blind_before, poison
-from tightkv.attention import attend
 from tightkv.config import KVQuantConfig
 from tightkv.kernels import reference
 from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.registry import select
+from tightkv.paged.attention import attend
 
 CFG = KVQuantConfig(page_size=32, sinks=2, exact_pages=2)
 

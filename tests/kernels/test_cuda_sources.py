@@ -15,7 +15,7 @@ from tightkv.kernels.cuda import decode_plan
 from tightkv.kernels.cuda.decode_plan import DecodeTile
 from tightkv.kernels.cuda.nvrtc import CompileError, compile_source, load_nvrtc
 from tightkv.kernels.cuda.source import SPLIT_PLAN, STATIC_STEP, included, source
-from tightkv.layout import PageLayout
+from tightkv.pages.layout import PageLayout
 
 ROWS = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu_decode_tiles.jsonl"
 HEADERS = Path(decode_plan.__file__).parent / "csrc" / "include"

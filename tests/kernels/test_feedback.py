@@ -15,13 +15,13 @@ from helpers import make_cache, tokens
 from kernel_caches import anisotropic_metric
 from rounding import following
 from tightkv import KVQuantConfig
-from tightkv.cache import PagedKV
 from tightkv.kernels import registry
 from tightkv.kernels.cpu import backend as cpu
-from tightkv.layout import page_layout
 from tightkv.math.feedback import QueryMetric, feedback_factors
 from tightkv.math.rotation import make_rotation
-from tightkv.sequences import SequenceTable
+from tightkv.paged.cache import PagedKV
+from tightkv.paged.sequences import SequenceTable
+from tightkv.pages.layout import page_layout
 
 _MISSING = cpu.unavailable("cpu")
 needs_native = pytest.mark.skipif(_MISSING is not None, reason=f"native CPU kernels: {_MISSING}")

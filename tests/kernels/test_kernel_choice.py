@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from tightkv import KVQuantConfig
-from tightkv.cli import main
 from tightkv.kernels import registry
 from tightkv.kernels.registry import SlowKernelsWarning, choose, select
-from tightkv.layout import PageLayout
+from tightkv.pages.layout import PageLayout
+from tightkv.tools.cli import main
 from tiny_folder import write_tiny_folder
 
 CPU = torch.device("cpu")
@@ -125,7 +125,7 @@ def test_the_command_line_shows_it_in_one_line(
 
 @pytest.mark.vllm
 def test_layers_that_cost_vllm_its_graphs_are_named() -> None:
-    from tightkv.integrations.vllm.install import cuda_graph_obstacle
+    from tightkv.integrations.vllm.start.install import cuda_graph_obstacle
 
     def impl(kernel: str, capturable: bool, device: str = "cuda") -> Any:
         step, place = SimpleNamespace(kernel_name=kernel), SimpleNamespace(type=device)

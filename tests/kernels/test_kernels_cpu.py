@@ -16,15 +16,15 @@ import sanitizers
 from helpers import add, exact_attention, make_cache, tokens
 from kernel_caches import assert_blind_before, poison
 from rounding import following
-from tightkv.attention import attend
-from tightkv.cache import PagedKV
 from tightkv.config import KVQuantConfig
 from tightkv.kernels import reference, registry
 from tightkv.kernels.cpu import backend as cpu
 from tightkv.kernels.cpu import library
 from tightkv.kernels.options import AttendOptions
-from tightkv.layout import PageLayout
-from tightkv.sequences import SequenceTable, uniform_cu_seqlens
+from tightkv.paged.attention import attend
+from tightkv.paged.cache import PagedKV
+from tightkv.paged.sequences import SequenceTable, uniform_cu_seqlens
+from tightkv.pages.layout import PageLayout
 
 _MISSING = cpu.unavailable("cpu")
 pytestmark = pytest.mark.skipif(_MISSING is not None, reason=f"native CPU kernels: {_MISSING}")

@@ -32,8 +32,8 @@ from tightkv.kernels.cuda import decode_plan, source
 from tightkv.kernels.cuda.decode_plan import DecodePlan, DecodeTile
 from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.registry import select
-from tightkv.layout import PageLayout
 from tightkv.math.feedback import QueryMetric
+from tightkv.pages.layout import PageLayout
 
 ON_GPU = DEVICE.type == "cuda"
 pytestmark = pytest.mark.skipif(

@@ -26,7 +26,6 @@ from kernel_caches import (
     with_gaps,
 )
 from rounding import following
-from tightkv.codec import Codec
 from tightkv.config import KVQuantConfig
 from tightkv.kernels import reference
 from tightkv.kernels.options import AttendOptions
@@ -34,7 +33,8 @@ from tightkv.kernels.ragged_plan import plan_groups
 from tightkv.kernels.registry import select
 from tightkv.kernels.sdpa import AttentionState
 from tightkv.kernels.view import CacheView
-from tightkv.layout import PageLayout
+from tightkv.pages.codec import Codec
+from tightkv.pages.layout import PageLayout
 
 triton = pytest.importorskip("triton")
 kernels = pytest.importorskip("tightkv.kernels.triton.backend")

@@ -17,8 +17,8 @@ from kernel_caches import DEVICE
 from rounding import UNIT, check_codes, missed_by
 from tightkv.config import KVQuantConfig
 from tightkv.kernels import mla_reference
-from tightkv.latent import LatentCodec, LatentLayout, scale_code, scale_value
 from tightkv.math.quantize import finite
+from tightkv.pages.latent import LatentCodec, LatentLayout, scale_code, scale_value
 
 pytest.importorskip("triton")
 mla = pytest.importorskip("tightkv.kernels.triton.mla")

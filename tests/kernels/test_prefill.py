@@ -12,7 +12,7 @@ from kernel_caches import poison
 from prefill_caches import CFG, assert_extends_like_the_reference, filled
 from tightkv.config import KVQuantConfig
 from tightkv.kernels import prefill, sdpa
-from tightkv.layout import PageLayout
+from tightkv.pages.layout import PageLayout
 
 
 @pytest.fixture(autouse=True)

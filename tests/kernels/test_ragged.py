@@ -23,7 +23,7 @@ from ragged_caches import (
 from tightkv.config import KVQuantConfig
 from tightkv.kernels import ragged, ragged_plan, reference, sdpa
 from tightkv.kernels.options import AttendOptions
-from tightkv.layout import PageLayout
+from tightkv.pages.layout import PageLayout
 
 pytest.importorskip("triton")
 pytest.importorskip("tightkv.kernels.triton.backend")

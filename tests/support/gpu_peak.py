@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tightkv import KVQuantConfig, TightCache
 from tightkv.model_shape import read_model_shape
-from tightkv.planner import config_plan
+from tightkv.model_shape.planner import config_plan
 
 TOKENS, DECODED, CHUNK = 32_768, 70, 512
 

@@ -4,9 +4,9 @@ import math
 
 import torch
 
-from tightkv.cache import PagedKV
-from tightkv.layout import PageLayout
-from tightkv.sequences import SequenceTable
+from tightkv.paged.cache import PagedKV
+from tightkv.paged.sequences import SequenceTable
+from tightkv.pages.layout import PageLayout
 
 
 def make_cache(

@@ -20,9 +20,9 @@ from safetensors import safe_open
 
 from models import prompt, tiny
 from tightkv import KVQuantConfig, TightCache
-from tightkv.cache import PagedKV
 from tightkv.integrations.transformers.layer import TightLayer
 from tightkv.kernels.cpu import library
+from tightkv.paged.cache import PagedKV
 
 HOSTILE = [
     *(

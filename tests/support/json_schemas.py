@@ -9,7 +9,7 @@ from typing import Any
 
 import fastjsonschema
 
-from tightkv.cli.schemas import schema_of
+from tightkv.tools.cli.schemas import schema_of
 
 
 @lru_cache

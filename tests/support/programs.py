@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tightkv.cache import PagedKV
-from tightkv.sequences import SequenceTable
+from tightkv.paged.cache import PagedKV
+from tightkv.paged.sequences import SequenceTable
 
 # Of a token's energy, at most; the worst of many tokens of 16 channels, not the mean of the codec.
 # Of a vector's energy; rare vectors have a coordinate beyond the last level.

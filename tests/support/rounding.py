@@ -10,11 +10,11 @@ from unittest.mock import patch
 
 import torch
 
-from tightkv.codec import Codec
 from tightkv.kernels import reference
-from tightkv.layout import PageLayout
 from tightkv.math.feedback import gain
 from tightkv.math.quantize import _SCALES
+from tightkv.pages.codec import Codec
+from tightkv.pages.layout import PageLayout
 
 UNIT = 2.0**-24  # of float32: half of the distance between neighbours at 1
 HALF = 2.0**-11  # of float16

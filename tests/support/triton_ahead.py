@@ -97,7 +97,7 @@ def compile_ragged(cache, query, new):
 
 def main_mla(rank: int, preset: str, heads: int) -> None:
     from tightkv.kernels.triton import mla, mla_decode, mla_gather
-    from tightkv.latent import LatentCodec, LatentLayout
+    from tightkv.pages.latent import LatentCodec, LatentLayout
 
     JITFunction.run = compile_only
     mla_decode.has_ptx = mla_gather.has_ptx = lambda device: SM >= 89

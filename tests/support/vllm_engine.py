@@ -336,9 +336,9 @@ def import_engine() -> None:
     from vllm.model_executor.models import registry
     from vllm.platforms import current_platform
 
-    import tightkv.integrations.vllm.engine_core
-    import tightkv.integrations.vllm.install
-    import tightkv.integrations.vllm.monitor
+    import tightkv.integrations.vllm.metrics.monitor
+    import tightkv.integrations.vllm.start.engine_core
+    import tightkv.integrations.vllm.start.install
     import tightkv.kernels.cuda.backend  # noqa: F401
 
     registry._run_in_subprocess = lambda look: look()  # model classes are looked at here, too

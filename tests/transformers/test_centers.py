@@ -7,9 +7,9 @@ import torch
 
 from models import prompt, tiny
 from tightkv import KVQuantConfig, TightCache
-from tightkv.eval.layer_bits.sensitivity import Moments
 from tightkv.integrations.transformers.layer import TightLayer
 from tightkv.math.centers import Centers
+from tightkv.tools.eval.layer_bits.sensitivity import Moments
 
 FAR = 3.0  # how far centers are from the keys and values of tiny models, which are below 1
 

@@ -8,13 +8,13 @@ import torch
 
 import sanitizers
 from helpers import exact_attention, make_cache
-from tightkv.attention import attend
 from tightkv.config import FORMAT_VERSION, PRESETS, KVQuantConfig
 from tightkv.export import StaticKV, operator_library
 from tightkv.export.operator import OperatorError
 from tightkv.export.spec import spec_of
 from tightkv.kernels.registry import load
-from tightkv.layout import PageLayout, exact_dtype
+from tightkv.paged.attention import attend
+from tightkv.pages.layout import PageLayout, exact_dtype
 
 try:
     operator_library()

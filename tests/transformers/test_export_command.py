@@ -11,13 +11,13 @@ import torch
 
 from elsewhere import run_elsewhere
 from models import FAMILIES
-from tightkv.cli import export as cli_export
-from tightkv.cli import main
 from tightkv.config import FORMAT_VERSION, KVQuantConfig
 from tightkv.export import OperatorError, operator_library
 from tightkv.integrations import executorch
 from tightkv.integrations.transformers import TightCache, cxx, package
-from tightkv.model_loading.load import load_model
+from tightkv.tools.cli import export as cli_export
+from tightkv.tools.cli import main
+from tightkv.tools.model_loading.load import load_model
 from tiny_folder import TEMPLATE, byte_tokenizer, write_model, write_tiny_folder
 
 try:

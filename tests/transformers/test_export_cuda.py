@@ -12,12 +12,12 @@ import torch
 import cuda_on_host
 from helpers import make_cache
 from models import prompt, tiny
-from tightkv.attention import attend
 from tightkv.config import KVQuantConfig
 from tightkv.export import OperatorError, StaticKV, operator_library
 from tightkv.export.operator import add_kernels
 from tightkv.kernels.registry import load
-from tightkv.layout import RING_SLACK, PageLayout
+from tightkv.paged.attention import attend
+from tightkv.pages.layout import RING_SLACK, PageLayout
 
 try:
     operator_library()

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from greedy import COUNT, greedy, with_tight_cache
 from models import prompt, tiny
-from tightkv.cli import main
 from tightkv.integrations import executorch
 from tightkv.integrations.transformers.export import ExportableModel
-from tightkv.model_loading.load import load_model
+from tightkv.tools.cli import main
+from tightkv.tools.model_loading.load import load_model
 from tiny_folder import write_tiny_folder
 
 pytestmark = pytest.mark.skipif(find_spec("executorch") is None, reason="needs ExecuTorch")

@@ -7,12 +7,12 @@ import torch
 
 from models import prompt, tiny
 from tightkv import TightCache
+from tightkv.files.tensor_file import checksum
 from tightkv.integrations.transformers import query_probe
 from tightkv.integrations.transformers.export import ExportableModel
 from tightkv.math.feedback import QueryMetric
 from tightkv.math.key_scale import MOST, KeyScale, balanced_scale
 from tightkv.math.rotation import make_rotation
-from tightkv.tensor_file import checksum
 
 LARGE = 12.0
 

@@ -12,7 +12,7 @@ import torch
 from models import prompt, tiny
 from tightkv import KVQuantConfig, TightCache
 from tightkv.model_shape import read_model_shape
-from tightkv.planner import config_plan
+from tightkv.model_shape.planner import config_plan
 
 
 def test_a_long_prefill_and_decode_hold_what_the_plan_says():

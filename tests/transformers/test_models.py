@@ -18,10 +18,10 @@ from transformers import FalconConfig
 
 from tightkv import TightCache
 from tightkv.config import cache_root
-from tightkv.model_loading import bundled, load, source
-from tightkv.model_loading.bundled import bundled_folder
-from tightkv.model_loading.load import default_dtype, load_model, quiet
-from tightkv.model_loading.source import bundled_gguf, check_source, is_hub_id
+from tightkv.tools.model_loading import bundled, load, source
+from tightkv.tools.model_loading.bundled import bundled_folder
+from tightkv.tools.model_loading.load import default_dtype, load_model, quiet
+from tightkv.tools.model_loading.source import bundled_gguf, check_source, is_hub_id
 from tiny_folder import write_model, write_tiny_folder
 
 
@@ -61,7 +61,7 @@ def test_a_folder_that_exists_is_no_hub_id(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_missing_folder_is_refused_before_anything_slow_is_imported() -> None:
     script = (
-        "import sys; from tightkv.cli import main;"
+        "import sys; from tightkv.tools.cli import main;"
         "code = main(['generate', '/no/such/model', '--prompt', 'x']);"
         "print(code, 'torch' in sys.modules, 'transformers' in sys.modules)"
     )
@@ -281,7 +281,7 @@ def test_a_killed_conversion_is_cleared_away_later(
 ) -> None:
     """SIGKILL leaves its half-written folder; it is not used, and gone after a day."""
     script = (
-        "import os, signal; from tightkv.model_loading import bundled\n"
+        "import os, signal; from tightkv.tools.model_loading import bundled\n"
         f"from pathlib import Path\nbundled.bundled_gguf = lambda: Path({str(root.parent)!r}) / "
         "'Model.gguf'\n"
         "def half(gguf, folder, progress):\n"

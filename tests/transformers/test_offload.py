@@ -8,7 +8,7 @@ import torch
 from helpers import make_cache
 from models import FAMILIES, prompt, tiny
 from tightkv import KVQuantConfig, TightCache
-from tightkv.offload import DeviceBuffers, OffloadedPages
+from tightkv.paged.offload import DeviceBuffers, OffloadedPages
 
 QUANT = KVQuantConfig.preset("k3v2", page_size=32, sinks=2, exact_pages=1)
 

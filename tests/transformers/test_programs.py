@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from programs import Model, attention_over, readings
 from tightkv import KVQuantConfig, TightCache
-from tightkv.attention import attend
-from tightkv.cache import PagedKV
 from tightkv.integrations.transformers.attention import tightkv_mask
-from tightkv.layout import PageLayout
-from tightkv.sequences import SequenceTable
+from tightkv.paged.attention import attend
+from tightkv.paged.cache import PagedKV
+from tightkv.paged.sequences import SequenceTable
+from tightkv.pages.layout import PageLayout
 
 FACTOR = 20 if os.environ.get("HYPOTHESIS_PROFILE") == "explore" else 1
 COUNTS = (1, 1, 2, 5, 16, 17, 31, 32, 33, 40, 64, 97)

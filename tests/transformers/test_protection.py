@@ -9,12 +9,12 @@ from transformers import DynamicCache
 
 from models import prompt, tiny
 from tightkv import KVQuantConfig, TightCache
-from tightkv.eval.results import model_fingerprint
 from tightkv.integrations.transformers.protect_keys import (
     KeyBitsWarning,
     LoadedTensor,
     measured_noise,
 )
+from tightkv.tools.eval.results import model_fingerprint
 
 NOISY = 2  # the layer with the bias
 

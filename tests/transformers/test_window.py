@@ -5,10 +5,10 @@ import torch
 
 from helpers import add, exact_attention, make_cache, tokens
 from tightkv import KVQuantConfig, TightCache
-from tightkv.attention import attend
-from tightkv.cache import PagedKV
-from tightkv.layout import PageLayout
-from tightkv.sequences import SequenceTable
+from tightkv.paged.attention import attend
+from tightkv.paged.cache import PagedKV
+from tightkv.paged.sequences import SequenceTable
+from tightkv.pages.layout import PageLayout
 
 CFG = KVQuantConfig(page_size=32, sinks=2, exact_pages=1)  # a full ring has 64 tokens
 KERNELS = ["reference", "cpu", "triton"]

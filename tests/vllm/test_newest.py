@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tightkv.extras import NEWEST, untested
+from tightkv.integrations.extras import NEWEST, untested
 
 ROOT = Path(__file__).resolve().parents[2]
 SIGNATURES = Path(__file__).parent / "signatures"

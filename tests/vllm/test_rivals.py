@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tightkv.bench import flashinfer_kernels, rivals, vllm_kernels
-from tightkv.bench.inputs import Shape
-from tightkv.bench.paged import NewCache, paged_batch
+from tightkv.tools.bench import flashinfer_kernels, rivals, vllm_kernels
+from tightkv.tools.bench.inputs import Shape
+from tightkv.tools.bench.paged import NewCache, paged_batch
 
 CUDA = torch.device("cuda")
 TURBOQUANT = partial(vllm_kernels.turboquant, preset="turboquant_4bit_nc")

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from tightkv import KVQuantConfig
-from tightkv.integrations.vllm.batch_split import SHORT_PROMPT, Limits, PartRange, split_batch
 from tightkv.integrations.vllm.options import EngineOptions, engine_options, with_options
-from tightkv.integrations.vllm.ring_table import BatchRings, RingTable
+from tightkv.integrations.vllm.step.batch_split import SHORT_PROMPT, Limits, PartRange, split_batch
+from tightkv.integrations.vllm.step.ring_table import BatchRings, RingTable
 from tightkv.kernels import reference
 from tightkv.kernels.prefill import MIN_QUERIES
-from tightkv.layout import RING_SLACK, PageLayout
+from tightkv.pages.layout import RING_SLACK, PageLayout
 
 LONG = MIN_QUERIES
 
@@ -155,7 +155,7 @@ def test_bits_that_were_found_become_part_of_it_too() -> None:
 # --- layers ---
 def some_attention(sinks: Any = None) -> Any:
     """Of a layer with 4 heads."""
-    from tightkv.integrations.vllm.attention import TightAttention
+    from tightkv.integrations.vllm.step.attention import TightAttention
 
     layout, device = PageLayout(KVQuantConfig(), 2, 32), torch.device("cpu")
     layer = SimpleNamespace(

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tightkv.bench import engine, engine_worker
-from tightkv.bench.engine import EnginePlan, what_is_measured
+from tightkv.tools.bench import engine, engine_worker
+from tightkv.tools.bench.engine import EnginePlan, what_is_measured
 
 CAPACITY = {"blocks": 100, "block_size": 16}
 

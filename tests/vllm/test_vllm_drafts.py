@@ -51,8 +51,8 @@ def test_layers_of_a_draft_are_known_by_their_names() -> None:
 def test_the_table_of_a_draft_is_the_models_where_it_takes_its_metadata(
     found: Any, second: bool, shares: bool
 ) -> None:
-    from tightkv.integrations.vllm.backend import _group_rings
     from tightkv.integrations.vllm.compat import drafts_share_metadata
+    from tightkv.integrations.vllm.step.backend import _group_rings
 
     config = SimpleNamespace(speculative_config=found, use_v2_model_runner=second)
     assert drafts_share_metadata(config) == shares
@@ -77,7 +77,7 @@ def test_the_table_of_a_draft_is_the_models_where_it_takes_its_metadata(
 def test_which_drafts_have_tokens_that_the_host_does_not_count(
     found: Any, parallel: bool, added: int
 ) -> None:
-    from tightkv.integrations.vllm.backend import _added
+    from tightkv.integrations.vllm.step.backend import _added
 
     if found is not None:
         found.parallel_drafting = parallel
@@ -115,8 +115,8 @@ def test_drafts_that_are_counted_on_the_device_are_refused() -> None:
 def check_speculation(found: Any) -> None:
     """As an engine with these drafts does at start."""
     from tightkv import KVQuantConfig
-    from tightkv.integrations.vllm.engine_checks import check_engine_options
     from tightkv.integrations.vllm.options import EngineOptions
+    from tightkv.integrations.vllm.start.engine_checks import check_engine_options
 
     cache = {"cache_dtype": "auto", "user_specified_block_size": False, "prefix_match_unit": None}
     shape = SimpleNamespace(num_hidden_layers=2)
@@ -137,9 +137,9 @@ def builder(pages_per_block: int) -> Any:
     import torch
 
     from tightkv import KVQuantConfig
-    from tightkv.integrations.vllm.backend import TightBuilder
-    from tightkv.integrations.vllm.batch_split import Limits
-    from tightkv.integrations.vllm.ring_table import BatchRings, GroupRings
+    from tightkv.integrations.vllm.step.backend import TightBuilder
+    from tightkv.integrations.vllm.step.batch_split import Limits
+    from tightkv.integrations.vllm.step.ring_table import BatchRings, GroupRings
 
     made = object.__new__(TightBuilder)
     cfg = KVQuantConfig(page_size=32, exact_pages=1, sinks=4)

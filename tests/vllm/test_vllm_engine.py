@@ -18,8 +18,8 @@ import vllm_families
 from drafts import write_eagle_head
 from models import MAMBA, SHAPE
 from tightkv import KVQuantConfig
-from tightkv.latent import LatentLayout
-from tightkv.layout import PageLayout
+from tightkv.pages.latent import LatentLayout
+from tightkv.pages.layout import PageLayout
 from tiny_folder import (
     lfm2_for_vllm,
     plant_key_bias,
@@ -528,7 +528,7 @@ def test_states_among_layers_with_other_blocks_have_no_prefixes() -> None:
     from vllm.config import CacheConfig
     from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
-    from tightkv.integrations.vllm.blocks import align_state_blocks
+    from tightkv.integrations.vllm.prefix.blocks import align_state_blocks
 
     cache = CacheConfig(enable_prefix_caching=True, mamba_cache_mode="align")
     with pytest.raises(ValueError, match=r"SlidingWindowSpec.*--no-enable-prefix-caching"):
@@ -542,7 +542,7 @@ def test_blocks_are_multiples_of_what_checkpoints_of_states_need() -> None:
     from vllm.config import CacheConfig
     from vllm.v1.kv_cache_interface import MambaSpec
 
-    from tightkv.integrations.vllm.blocks import pages_per_block
+    from tightkv.integrations.vllm.prefix.blocks import pages_per_block
 
     cache = CacheConfig(enable_prefix_caching=True, mamba_cache_mode="align")
     layout = PageLayout(KVQuantConfig(page_size=32), 2, 32)
@@ -595,8 +595,8 @@ def test_impossible_combinations_are_refused_at_start(
 def test_what_no_cpu_engine_can_be_built_for_is_refused_too(
     name: str, ranks: int, encoder: bool, message: str
 ) -> None:
-    from tightkv.integrations.vllm.engine_checks import check_engine_options
     from tightkv.integrations.vllm.options import EngineOptions
+    from tightkv.integrations.vllm.start.engine_checks import check_engine_options
 
     cache = {"cache_dtype": "auto", "user_specified_block_size": False, "prefix_match_unit": None}
     model = {"is_encoder_decoder": encoder, "architectures": [f"{name}ForCausalLM"]}

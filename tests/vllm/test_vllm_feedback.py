@@ -13,14 +13,14 @@ import transformers as hf
 
 from models import SHAPE
 from tightkv import KVQuantConfig
-from tightkv.codec import Codec
-from tightkv.integrations.vllm import feedback as module
-from tightkv.integrations.vllm.feedback import set_feedback, set_key_scales
-from tightkv.layout import PageLayout
+from tightkv.fit.checkpoint_metric import query_metrics
+from tightkv.integrations.vllm.start import feedback as module
+from tightkv.integrations.vllm.start.feedback import set_feedback, set_key_scales
 from tightkv.math.centers import Centers
 from tightkv.math.feedback import QueryMetric
 from tightkv.math.key_scale import KeyScale
-from tightkv.model_shape.checkpoint_metric import query_metrics
+from tightkv.pages.codec import Codec
+from tightkv.pages.layout import PageLayout
 from tiny_folder import write_model
 
 CPU = torch.device("cpu")
@@ -186,8 +186,8 @@ def test_without_weights_there_is_a_reason_and_no_feedback(
 def test_centers_are_scaled_with_their_keys_and_both_are_the_format() -> None:
     """(k - k0) / s, whichever of the two a kernel does first; stores of other scales are apart."""
     pytest.importorskip("vllm")
-    from tightkv.integrations.vllm.attention import TightAttention
-    from tightkv.integrations.vllm.cache_format import _meaning
+    from tightkv.integrations.vllm.prefix.cache_format import _meaning
+    from tightkv.integrations.vllm.step.attention import TightAttention
 
     impl = TightAttention.__new__(TightAttention)
     impl.layout, impl.device = PageLayout(K4V4, 2, 16, torch.bfloat16), CPU

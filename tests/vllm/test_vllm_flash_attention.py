@@ -9,7 +9,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
 
 from ragged_caches import outputs_beside, plain_varlen, use_varlen
 from tightkv.config import KVQuantConfig
-from tightkv.integrations.vllm.flash_attention import (
+from tightkv.integrations.vllm.step.flash_attention import (
     flash_attention_3,
     prefer_flash_attention,
     varlen_flash_attention_3,

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from tightkv.config import KVQuantConfig
-from tightkv.integrations.vllm.install_mla import latent_obstacle, layout_of_layers
+from tightkv.integrations.vllm.start.install_mla import latent_obstacle, layout_of_layers
 from tightkv.kernels import mla_reference
-from tightkv.latent import LatentLayout
+from tightkv.pages.latent import LatentLayout
 
 pytestmark = pytest.mark.vllm
 
@@ -61,7 +61,7 @@ def test_layers_of_versions_without_latent_pages_are_asked_nothing(
 
 
 def latent_attention(cfg: KVQuantConfig, kernels: Any) -> Any:
-    from tightkv.integrations.vllm.mla import TightLatentAttention
+    from tightkv.integrations.vllm.latent.mla import TightLatentAttention
 
     layout = LatentLayout(cfg, RANK, ROPE, torch.float32)
     old = SimpleNamespace(num_heads=HEADS, scale=1.0)
@@ -74,7 +74,7 @@ def latent_attention(cfg: KVQuantConfig, kernels: Any) -> Any:
 def test_appends_that_wait_for_the_device_are_in_no_cuda_graph(check: bool) -> None:
     from vllm.v1.attention.backend import AttentionCGSupport
 
-    from tightkv.integrations.vllm.mla import TightLatentBuilder
+    from tightkv.integrations.vllm.latent.mla import TightLatentBuilder
 
     impl = latent_attention(CFG.replace(check_finite=check), mla_reference)
     layers = {"0": SimpleNamespace(impl=impl), "experts": object()}
@@ -84,7 +84,7 @@ def test_appends_that_wait_for_the_device_are_in_no_cuda_graph(check: bool) -> N
 
 
 def test_kernels_are_compiled_once_on_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tightkv.integrations.vllm import mla
+    from tightkv.integrations.vllm.latent import mla
 
     monkeypatch.setattr(mla, "_WARM", set())
     launched = []
@@ -123,7 +123,7 @@ def test_prompts_attend_to_stored_tokens_a_workspace_at_a_time() -> None:
     )
     from vllm.v1.attention.backends.mla.prefill.cpu_sdpa import CPUSDPAMLAPrefillBackend
 
-    from tightkv.integrations.vllm.mla import TightLatentAttention
+    from tightkv.integrations.vllm.latent.mla import TightLatentAttention
 
     torch.manual_seed(0)
     stored, scale = [70, 0, 200], 0.1

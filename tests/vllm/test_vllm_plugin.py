@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tightkv.integrations.vllm import plugin
+from tightkv.integrations.vllm.start import plugin
 
 # A vLLM whose module moved: what register() logs, and what engines' configs then say.
 MOVED = """
@@ -77,7 +77,7 @@ def test_an_engine_that_asks_for_compression_is_refused(moved: dict[str, Any], a
 
 def test_without_options_nothing_of_ours_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     """A vLLM may also have moved what only our layers need."""
-    monkeypatch.setitem(sys.modules, "tightkv.integrations.vllm.install", None)
+    monkeypatch.setitem(sys.modules, "tightkv.integrations.vllm.start.install", None)
     ask = plugin._compressing(lambda layer, config: "vLLM's own")
     assert ask(object(), SimpleNamespace(additional_config={})) == "vLLM's own"
     with pytest.raises(RuntimeError, match="cannot compress the KV cache of vLLM"):

@@ -19,14 +19,14 @@ import transformers as hf
 
 from models import MAMBA, SHAPE
 from tightkv import KVQuantConfig
-from tightkv.calibration import Calibration, Costs, Measured, save_calibration
-from tightkv.calibration.file import COST_BITS
 from tightkv.config.quant import FORMAT_VERSION
-from tightkv.layout import PageLayout
+from tightkv.fit.calibration import Calibration, Costs, Measured, save_calibration
+from tightkv.fit.calibration.file import COST_BITS
+from tightkv.fit.fingerprint import folder_fingerprint
 from tightkv.math.centers import Centers
 from tightkv.math.feedback import QueryMetric
 from tightkv.model_shape import read_model_shape
-from tightkv.model_shape.fingerprint import folder_fingerprint
+from tightkv.pages.layout import PageLayout
 from tiny_folder import write_adapter, write_model, write_tiny_folder
 from vllm_outputs import (
     TIE,
@@ -114,7 +114,7 @@ OFFLOADING = {
 # Another engine's pages, or none where they are of another format.
 NIXL = {
     "kv_connector": "TightNixlConnector",
-    "kv_connector_module_path": "tightkv.integrations.vllm.nixl",
+    "kv_connector_module_path": "tightkv.integrations.vllm.connectors.nixl",
     "kv_role": "kv_both",
     "kv_buffer_device": "cpu",
     "kv_load_failure_policy": "recompute",
@@ -275,7 +275,7 @@ def cached(result: dict[str, Any]) -> list[int]:
 
 @pytest.mark.parametrize("newest", range(0, 5 * PAGE, 7))
 def test_a_cached_prefix_ends_before_the_exact_window(newest: int) -> None:
-    from tightkv.integrations.vllm.cache_format import CacheFormat
+    from tightkv.integrations.vllm.prefix.cache_format import CacheFormat
 
     found = CacheFormat("abc", "k4v4", PAGE, WINDOW, 8, 1000.0, 3700, ("cpu",))
     taken = found.reusable_tokens(newest)
@@ -341,8 +341,8 @@ def load_of(store: Store, count: int, sizes: tuple[int, ...], local: int, rows: 
     from vllm import SamplingParams
     from vllm.v1.request import Request
 
-    from tightkv.integrations.vllm.cache_format import CacheFormat
-    from tightkv.integrations.vllm.prefix_hits import HitEnds, bound_loads
+    from tightkv.integrations.vllm.prefix.cache_format import CacheFormat
+    from tightkv.integrations.vllm.prefix.prefix_hits import HitEnds, bound_loads
 
     managers = [SimpleNamespace(block_size=size) for size in sizes]
     found = CacheFormat("abc", "k4v4", PAGE, 2, rows, 1000.0, 3700, ("cpu",))
@@ -498,14 +498,14 @@ def of_several(*connectors: dict[str, Any]) -> dict[str, Any]:
     ],
 )
 def test_connectors_are_refused_by_name(given: dict[str, Any], why: str) -> None:
-    from tightkv.integrations.vllm.connector_checks import check_connectors
+    from tightkv.integrations.vllm.connectors.connector_checks import check_connectors
 
     with pytest.raises(ValueError, match=why):
         check_connectors(SimpleNamespace(**given))
 
 
 def test_connectors_that_separate_formats_are_not_refused() -> None:
-    from tightkv.integrations.vllm.connector_checks import check_connectors
+    from tightkv.integrations.vllm.connectors.connector_checks import check_connectors
 
     ours = transfer(NIXL["kv_connector"], NIXL["kv_connector_module_path"])
     for given in (ours, transfer("OffloadingConnector"), of_several(ours, transfer("Own", "own"))):
@@ -531,7 +531,7 @@ def test_what_pages_cannot_be_read_with_is_refused(
     from vllm.config import KVTransferConfig
     from vllm.v1 import kv_cache_interface
 
-    from tightkv.integrations.vllm.nixl import check_engine
+    from tightkv.integrations.vllm.connectors.nixl import check_engine
 
     config = SimpleNamespace(
         additional_config={"tightkv": changed.get("tightkv", K4V4)},
@@ -577,7 +577,7 @@ def test_engines_of_one_process_have_hashes_of_their_own() -> None:
     from vllm.v1.engine import core
     from vllm.v1.request import Request
 
-    from tightkv.integrations.vllm.store_keys import separate_block_hashes
+    from tightkv.integrations.vllm.connectors.store_keys import separate_block_hashes
 
     own, function = core.get_request_block_hasher, get_hash_fn_by_name("sha256_cbor")
     init_none_hash(function)

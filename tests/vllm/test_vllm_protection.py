@@ -11,9 +11,9 @@ import transformers as hf
 
 from models import SHAPE
 from tightkv import KVQuantConfig
-from tightkv.integrations.vllm.checkpoint import checkpoint_folder
 from tightkv.integrations.vllm.layer_numbers import model_layers
-from tightkv.integrations.vllm.protect_keys import check_keys, in_equal_blocks
+from tightkv.integrations.vllm.start.checkpoint import checkpoint_folder
+from tightkv.integrations.vllm.start.protect_keys import check_keys, in_equal_blocks
 from tiny_folder import plant_key_bias, write_model
 
 K4V4 = KVQuantConfig.preset("k4v4")

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tightkv import KVQuantConfig
-from tightkv.integrations.vllm import ring_kernel
-from tightkv.integrations.vllm.ring_table import NAMED, BatchRings, RingTable, sink_rows
+from tightkv.integrations.vllm.step import ring_kernel
+from tightkv.integrations.vllm.step.ring_table import NAMED, BatchRings, RingTable, sink_rows
 
 PAGE = 32
 CFG = KVQuantConfig(page_size=PAGE, exact_pages=2, sinks=4)
@@ -364,8 +364,8 @@ def test_blocks_that_a_store_fills_bring_no_copies_of_others(rows: int) -> None:
 
 @pytest.mark.vllm
 def test_a_store_names_no_blocks_that_left_a_window() -> None:
-    from tightkv.integrations.vllm.prefix_hits import LOCAL
-    from tightkv.integrations.vllm.store_loads import content_name, follow_loads
+    from tightkv.integrations.vllm.connectors.store_loads import content_name, follow_loads
+    from tightkv.integrations.vllm.prefix.prefix_hits import LOCAL
 
     ids, name = ([3, 4], [0, 7]), content_name(b"12345678")
     connector = SimpleNamespace(update_state_after_alloc=lambda *_: None)

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from tightkv import KVQuantConfig
-from tightkv.cli import main
-from tightkv.cli.serve import command as serve
-from tightkv.cli.shared.server_file import model_of
 from tightkv.config import ENV_SETTINGS
 from tightkv.integrations.vllm.options import engine_options, with_options
+from tightkv.tools.cli import main
+from tightkv.tools.cli.serve import command as serve
+from tightkv.tools.cli.shared.server_file import model_of
 
 
 def dry_run(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:

@@ -15,19 +15,19 @@ from torch import Tensor
 
 from ragged_caches import plain_varlen, use_varlen
 from tightkv import KVQuantConfig
-from tightkv.codec import Codec
-from tightkv.integrations.vllm import batch_split
-from tightkv.integrations.vllm.batch_split import ALONE_FROM, Limits, PartRange, split_batch
-from tightkv.integrations.vllm.layer_step import LayerStep
-from tightkv.integrations.vllm.metadata import BatchPart, make_part
-from tightkv.integrations.vllm.ring_table import BatchRings, GroupRings, RingTable
-from tightkv.integrations.vllm.warm_up import kinds_of_parts
+from tightkv.integrations.vllm.step import batch_split
+from tightkv.integrations.vllm.step.batch_split import ALONE_FROM, Limits, PartRange, split_batch
+from tightkv.integrations.vllm.step.layer_step import LayerStep
+from tightkv.integrations.vllm.step.metadata import BatchPart, make_part
+from tightkv.integrations.vllm.step.ring_table import BatchRings, GroupRings, RingTable
+from tightkv.integrations.vllm.step.warm_up import kinds_of_parts
 from tightkv.kernels import ragged_plan, reference, sdpa
 from tightkv.kernels.prefill import MIN_QUERIES
 from tightkv.kernels.ragged_plan import is_worth
-from tightkv.layout import PageLayout
 from tightkv.math.centers import Centers
 from tightkv.math.key_scale import KeyScale
+from tightkv.pages.codec import Codec
+from tightkv.pages.layout import PageLayout
 
 pytest.importorskip("triton")
 pytest.importorskip("tightkv.kernels.triton.backend")
@@ -310,7 +310,7 @@ def test_splits_of_the_keys_fit_what_is_counted(
 ) -> None:
     """FlashAttention's own choice is that for the longest prompt alone, times all queries."""
     pytest.importorskip("vllm")
-    from tightkv.integrations.vllm import flash_attention
+    from tightkv.integrations.vllm.step import flash_attention
 
     asked: list[int] = []
 
@@ -354,7 +354,7 @@ def test_the_whole_workspace_is_used_to_warm_up() -> None:
 # --- layers of an engine, with metadata of the builder ---
 def make_layer(kernels: Any = triton_kernels, window: int | None = None) -> Any:
     pytest.importorskip("vllm")
-    from tightkv.integrations.vllm.attention import TightAttention
+    from tightkv.integrations.vllm.step.attention import TightAttention
 
     layer = SimpleNamespace(
         impl=SimpleNamespace(scale=0.125), num_heads=HEADS * GROUP, num_kv_heads=HEADS,
@@ -368,7 +368,7 @@ class Group:
     """Layers with one metadata builder; sequences of eight blocks each."""
 
     def __init__(self, *impls: Any, sequences: int = 3) -> None:
-        from tightkv.integrations.vllm.backend import TightBuilder
+        from tightkv.integrations.vllm.step.backend import TightBuilder
 
         made = object.__new__(TightBuilder)
         blocks = 8

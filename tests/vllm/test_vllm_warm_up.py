@@ -15,19 +15,19 @@ import torch
 from torch import Tensor
 
 from tightkv import KVQuantConfig
-from tightkv.codec import Codec
-from tightkv.integrations.vllm import batch_split
-from tightkv.integrations.vllm import warm_up as module
-from tightkv.integrations.vllm.batch_split import split_batch
-from tightkv.integrations.vllm.layer_step import LayerStep
-from tightkv.integrations.vllm.metadata import make_part
-from tightkv.integrations.vllm.ring_table import BatchRings, RingTable
-from tightkv.integrations.vllm.warm_up import kinds_of_parts, sizes, warm_up, warm_up_once
+from tightkv.integrations.vllm.step import batch_split
+from tightkv.integrations.vllm.step import warm_up as module
+from tightkv.integrations.vllm.step.batch_split import split_batch
+from tightkv.integrations.vllm.step.layer_step import LayerStep
+from tightkv.integrations.vllm.step.metadata import make_part
+from tightkv.integrations.vllm.step.ring_table import BatchRings, RingTable
+from tightkv.integrations.vllm.step.warm_up import kinds_of_parts, sizes, warm_up, warm_up_once
 from tightkv.kernels import prefill, reference, sdpa
 from tightkv.kernels.cpu import backend as cpu
 from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.prefill import CHUNK_TOKENS, MIN_QUERIES
-from tightkv.layout import PageLayout
+from tightkv.pages.codec import Codec
+from tightkv.pages.layout import PageLayout
 
 HEADS, DIM = 2, 64
 CFG = KVQuantConfig(page_size=32, exact_pages=1, sinks=2)

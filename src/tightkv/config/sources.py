@@ -10,7 +10,7 @@ from typing import Any
 from tightkv.config.aliases import ALIASES, SWITCH, expand, overlay
 from tightkv.config.fields import DEFAULTS, unknown_name
 from tightkv.config.presets import PRESETS
-from tightkv.strict_json import parse_json
+from tightkv.files.strict_json import parse_json
 
 ENV_PREFIX = "TIGHTKV_"
 # TIGHTKV_* variables beside the fields, which all ask for compression: these two do as well,

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from tightkv.codec import Codec
 from tightkv.export.operator import add_kernels
 from tightkv.kernels.cuda import backend
 from tightkv.kernels.cuda.driver import Launch, recording
 from tightkv.kernels.cuda.params import StepParams
 from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.view import CacheView
-from tightkv.layout import RING_SLACK, PageLayout
+from tightkv.pages.codec import Codec
+from tightkv.pages.layout import RING_SLACK, PageLayout
 
 MAGIC = b"TIGHTKVG"
 VERSION = 2

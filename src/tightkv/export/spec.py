@@ -10,12 +10,12 @@ import struct
 import torch
 from torch import Tensor
 
-from tightkv.codec import Codec
 from tightkv.config import FORMAT_VERSION
 from tightkv.kernels.constants import unsupported_codec
 from tightkv.kernels.cpu import library
-from tightkv.layout import PageLayout
 from tightkv.math.quantize import TurboQuantMSE
+from tightkv.pages.codec import Codec
+from tightkv.pages.layout import PageLayout
 
 _MAGIC = b"TIGHTKVX"
 _SIDE = struct.Struct("<5q2d")

@@ -11,8 +11,8 @@ from tightkv.config import KVQuantConfig
 from tightkv.export.operator import load_operator
 from tightkv.export.spec import spec_of
 from tightkv.kernels.check import check_feedback, check_options
-from tightkv.layout import MAX_TOKENS, PageLayout, page_layout
 from tightkv.math.feedback import packed_factors
+from tightkv.pages.layout import MAX_TOKENS, PageLayout, page_layout
 
 _STATE_WORDS = 5
 

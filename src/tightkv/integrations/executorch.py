@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tightkv.config import cache_root
 from tightkv.export.operator import load_operator
-from tightkv.extras import install_hint, installed_version
+from tightkv.integrations.extras import install_hint, installed_version
 from tightkv.kernels.cpu import library
 
 BACKENDS = ("xnnpack", "portable")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tightkv.kernels.view import CacheView
-from tightkv.layout import PageLayout
+from tightkv.pages.layout import PageLayout
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _INDEX = (torch.int32,)

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from tightkv.codec import Codec
-from tightkv.layout import PageLayout
 from tightkv.math.codebook import Codebook
 from tightkv.math.quantize import TurboQuantMSE
+from tightkv.pages.codec import Codec
+from tightkv.pages.layout import PageLayout
 
 ROTATIONS = {"none": 0, "hadamard": 1, "haar": 2}
 NO_ROTATION, DENSE_ROTATION = ROTATIONS["none"], ROTATIONS["haar"]

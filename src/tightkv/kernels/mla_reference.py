@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from tightkv.latent import LatentCodec
+from tightkv.pages.latent import LatentCodec
 
 NAME = "reference"
 

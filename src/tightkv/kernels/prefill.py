@@ -14,11 +14,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tightkv.codec import Codec
 from tightkv.kernels import reference
 from tightkv.kernels.sdpa import AttentionState, length_multiple, sdpa_with_lse
 from tightkv.kernels.view import CacheView
-from tightkv.layout import PageLayout
+from tightkv.pages.codec import Codec
+from tightkv.pages.layout import PageLayout
 
 MIN_QUERIES = 256  # below this, decoding out of the pages is faster
 # of the prefix at a time, and bytes of them dequantized

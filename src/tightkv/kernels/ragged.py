@@ -11,12 +11,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tightkv.codec import Codec
 from tightkv.kernels import reference
 from tightkv.kernels.ragged_plan import RaggedGroup
 from tightkv.kernels.sdpa import VarlenAttention, give_up_varlen, varlen_attention
 from tightkv.kernels.view import CacheView
-from tightkv.layout import PageLayout
+from tightkv.pages.codec import Codec
+from tightkv.pages.layout import PageLayout
 
 
 class RaggedOps(Protocol):

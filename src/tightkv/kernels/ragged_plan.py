@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tightkv.layout import PageLayout
+from tightkv.pages.layout import PageLayout
 
 BLOCK = 32  # positions that one program brings to the workspace
 WORKSPACE_BYTES = 256 << 20  # of keys and values at a time

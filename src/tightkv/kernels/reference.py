@@ -14,9 +14,9 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from tightkv.codec import Codec
 from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.view import CacheView
+from tightkv.pages.codec import Codec
 
 NAME = "reference"
 TAKES_BATCHES = False

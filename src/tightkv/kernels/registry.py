@@ -16,7 +16,7 @@ from types import ModuleType
 
 import torch
 
-from tightkv.layout import PageLayout
+from tightkv.pages.layout import PageLayout
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 from tightkv.config import KVQuantConfig, Windows
-from tightkv.latent import LatentLayout
-from tightkv.layout import page_layout
 from tightkv.model_shape.shape import ALIBI, IMAGES, SHARED, SINKS, LayerShape
+from tightkv.pages.latent import LatentLayout
+from tightkv.pages.layout import page_layout
 
 SUPPORTED_EXTRAS = {"transformers": (ALIBI, IMAGES, SHARED, SINKS), "vllm": (SHARED, SINKS)}
 """`LayerShape.extras` that the attention of each integration can do."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from tightkv.files.strict_json import short
 from tightkv.model_shape.families import ALL_SLIDE
 from tightkv.model_shape.source import MOST_LAYERS, ModelConfig
-from tightkv.strict_json import short
 
 # Names in layer_types and layers_block_type. "hybrid": attention and a state side by side;
 # "indexed": attention with a sparse index, known only over a latent (mla).

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tightkv.files.strict_json import short
 from tightkv.model_shape.families import DEFAULTS, NESTED_DEFAULTS
-from tightkv.strict_json import short
 
 # Where a composite (vision, audio) model keeps its language model.
 TEXT_PARTS = ("text_config", "thinker_config", "language_config", "llm_config")

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tightkv.files.checkpoint_tensors import read_header, safetensors_files
 from tightkv.model_shape.shape import LayerShape, ModelShape
 from tightkv.model_shape.source import ModelConfig
-from tightkv.model_shape.tensors import read_header, safetensors_files
 
 # Matrices of one MLP: gate, up and down, or up and down alone.
 _GATED, _PLAIN = 3, 2

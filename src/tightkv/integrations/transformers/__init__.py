@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings as _warnings
 
-from tightkv.extras import install_hint, untested
+from tightkv.integrations.extras import install_hint, untested
 
 try:
     import transformers as _transformers

@@ -37,7 +37,7 @@ from tightkv.math.centers import Centers
 from tightkv.math.feedback import QueryMetric
 from tightkv.math.key_scale import KeyScale
 from tightkv.model_shape import skip_reason
-from tightkv.offload import lasting
+from tightkv.paged.offload import lasting
 
 
 def known_model(model: Any) -> PreTrainedModel | PreTrainedConfig | None:

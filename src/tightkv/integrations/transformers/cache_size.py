@@ -8,10 +8,10 @@ from typing import Any
 
 from transformers.cache_utils import DynamicLayer
 
-from tightkv.cache_bytes import CacheBytes, LayerBytes
 from tightkv.integrations.transformers.layer import TightLayer
-from tightkv.layout import MAX_TOKENS
 from tightkv.model_shape import LayerShape
+from tightkv.model_shape.cache_bytes import CacheBytes, LayerBytes
+from tightkv.pages.layout import MAX_TOKENS
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from tightkv.calibration import Calibration, find_calibration, not_used
 from tightkv.config import KVQuantConfig
+from tightkv.fit.calibration import Calibration, find_calibration, not_used
+from tightkv.fit.fingerprint import model_fingerprint
 from tightkv.integrations.transformers.per_model import MODEL_LOCK, PerModel
 from tightkv.integrations.transformers.protect_keys import LoadedTensor
 from tightkv.model_shape import read_model_shape
-from tightkv.model_shape.fingerprint import model_fingerprint
 
 _warned = PerModel[set[str]](lambda model: set())
 

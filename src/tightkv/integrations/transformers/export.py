@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from tightkv.codec import Codec
 from tightkv.config import KVQuantConfig
 from tightkv.export import StaticKV
 from tightkv.integrations.transformers.cache import TightCache
 from tightkv.integrations.transformers.layer import TightLayer
 from tightkv.integrations.transformers.recorder import AttentionCall, recording
-from tightkv.layout import exact_dtype, page_layout
+from tightkv.pages.codec import Codec
+from tightkv.pages.layout import exact_dtype, page_layout
 
 NAME = "tightkv_static"
 

@@ -11,18 +11,17 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
-from tightkv.attention import attend
-from tightkv.cache import PagedKV
 from tightkv.config import KVQuantConfig
 from tightkv.integrations.transformers.padding import Padding, noted_padding, seen_padding
 from tightkv.integrations.transformers.states import StepStates
 from tightkv.kernels.reference import materialize
-from tightkv.layout import PageLayout, exact_dtype, page_layout
 from tightkv.math.centers import Centers
 from tightkv.math.feedback import QueryMetric
 from tightkv.math.key_scale import KeyScale
-from tightkv.offload import DeviceBuffers
-from tightkv.sequences import (
+from tightkv.paged.attention import attend
+from tightkv.paged.cache import PagedKV
+from tightkv.paged.offload import DeviceBuffers
+from tightkv.paged.sequences import (
     AppendPlan,
     RowTensors,
     SequenceState,
@@ -30,6 +29,7 @@ from tightkv.sequences import (
     row_tensors,
     same_length,
 )
+from tightkv.pages.layout import PageLayout, exact_dtype, page_layout
 
 DIFFERENT_TOKENS = (
     "the layers of this TightCache have seen different tokens (an interrupted forward pass?); "

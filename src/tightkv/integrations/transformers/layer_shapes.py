@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig, cache_utils
 
+from tightkv.fit.attention_weights import NOT_READABLE
 from tightkv.model_shape import LayerShape, read_model_shape
-from tightkv.model_shape.attention_weights import NOT_READABLE
 
 _KINDS = {
     cache_utils.DynamicLayer: "full",

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 from torch._inductor import cpu_vec_isa
 
-from tightkv import __version__
+from tightkv.version import __version__
 from tightkv.config import FORMAT_VERSION, KVQuantConfig
 from tightkv.export.operator import add_kernels, load_operator
-from tightkv.files import whole_file
+from tightkv.files.atomic import whole_file
+from tightkv.files.strict_json import parse_json
 from tightkv.integrations.executorch import installed, load_pte, to_pte
 from tightkv.integrations.transformers.cxx import NoCompilerError, shared_library_compiler
 from tightkv.integrations.transformers.export import ExportableModel, ExportError
-from tightkv.layout import MAX_TOKENS
-from tightkv.strict_json import parse_json
+from tightkv.pages.layout import MAX_TOKENS
 
 ABOUT_FILE = "tightkv.json"
 KERNEL_FILE = "model.kernels"  # of a pt2 for a GPU

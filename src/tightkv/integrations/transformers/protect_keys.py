@@ -1,6 +1,6 @@
 """More bits for keys whose layers need them: from a model's weights, or an alarm at its first keys.
 
-See `model_shape.key_noise` for what is estimated, and why.
+See `fit.key_noise` for what is estimated, and why.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from tightkv.config import KVQuantConfig
+from tightkv.fit.key_check import CheckedConfig, KeyCheck
+from tightkv.fit.key_noise import NOISE_LIMIT, needed_key_bits
 from tightkv.integrations.transformers.per_model import MODEL_LOCK, PerModel
-from tightkv.key_check import CheckedConfig, KeyCheck
 from tightkv.math.codebook import get_codebook
-from tightkv.model_shape.key_noise import NOISE_LIMIT, needed_key_bits
 
 _LEAST_TOKENS = 32  # that a first look at keys needs
 _MOST_PAGES = 4

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tightkv.integrations.vllm.plugin import register
+from tightkv.integrations.vllm.start.plugin import register
 
 __all__ = ["register"]

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tightkv.latent import LatentLayout
-from tightkv.layout import PageLayout
+from tightkv.pages.latent import LatentLayout
+from tightkv.pages.layout import PageLayout
 
 
 def page_spec(spec: Any, layout: PageLayout | LatentLayout, pages: int = 1) -> Any:

@@ -14,13 +14,13 @@ import struct
 import torch
 from torch import Tensor
 
-from tightkv.codec import Codec
 from tightkv.kernels.constants import unsupported_codec
 from tightkv.kernels.cpu import library
 from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.view import CacheView
-from tightkv.layout import PageLayout
 from tightkv.math.quantize import finite
+from tightkv.pages.codec import Codec
+from tightkv.pages.layout import PageLayout
 
 NAME = "cpu"
 TAKES_BATCHES = True

@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tightkv.codec import Codec
 from tightkv.kernels.constants import ROTATIONS, SCALE_MODES
-from tightkv.layout import PageLayout
 from tightkv.math.feedback import gain
 from tightkv.math.quantize import TurboQuantMSE
 from tightkv.math.rotation import Rotation
+from tightkv.pages.codec import Codec
+from tightkv.pages.layout import PageLayout
 
 ISA_VARIABLE = "TIGHTKV_CPU_ISA"
 ISAS = (

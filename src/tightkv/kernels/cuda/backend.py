@@ -13,7 +13,6 @@ import math
 import torch
 from torch import Tensor
 
-from tightkv.codec import Codec
 from tightkv.kernels.cuda.cubin_cache import compile_cubin
 from tightkv.kernels.cuda.decode_plan import DecodePlan, DecodeTile, padded_dim, processor_count
 from tightkv.kernels.cuda.driver import Module, capture_of
@@ -24,8 +23,9 @@ from tightkv.kernels.device_guard import device_guard
 from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.triton import backend as triton_kernels
 from tightkv.kernels.view import CacheView
-from tightkv.layout import RING_SLACK, PageLayout
 from tightkv.math.rotation import Rotation
+from tightkv.pages.codec import Codec
+from tightkv.pages.layout import RING_SLACK, PageLayout
 
 __all__ = ["NAME", "append", "attend", "unavailable", "unsupported"]
 

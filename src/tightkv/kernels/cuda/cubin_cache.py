@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tightkv.config import cache_root
-from tightkv.files import whole_file
+from tightkv.files.atomic import whole_file
 from tightkv.kernels.cuda.nvrtc import compile_options, compile_source, load_torch_nvrtc
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tightkv.layout import PageLayout
+from tightkv.pages.layout import PageLayout
 
 _MAX_SPLITS = 64
 _HOPPER_BYTES = 228 << 10  # of shared memory of a processor

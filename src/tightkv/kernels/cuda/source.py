@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from tightkv.codec import Codec
 from tightkv.kernels.constants import (
     decode_constants,
     encode_constants,
@@ -17,9 +16,10 @@ from tightkv.kernels.constants import (
     table_levels,
 )
 from tightkv.kernels.cuda.decode_plan import DecodeTile, splits_at_once
-from tightkv.layout import PageLayout
 from tightkv.math.feedback import MOST_SCALE, gain
 from tightkv.math.quantize import Quantizer, TurboQuantMSE
+from tightkv.pages.codec import Codec
+from tightkv.pages.layout import PageLayout
 
 _FOLDER = Path(__file__).parent / "csrc"
 _INCLUDE = re.compile(r'#include "([\w.]+)"$')

@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tightkv.codec import Codec
 from tightkv.kernels.constants import encode_constants, layout_constants
 from tightkv.kernels.device_guard import device_guard
 from tightkv.kernels.triton.device import last_contiguous
@@ -26,9 +25,10 @@ from tightkv.kernels.triton.encode import (
 )
 from tightkv.kernels.triton.rotate import rotate
 from tightkv.kernels.view import CacheView
-from tightkv.layout import RING_SLACK
 from tightkv.math.feedback import gain
 from tightkv.math.quantize import finite as finite_or_raise
+from tightkv.pages.codec import Codec
+from tightkv.pages.layout import RING_SLACK
 
 
 @triton.jit

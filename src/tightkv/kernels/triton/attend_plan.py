@@ -9,7 +9,7 @@ import triton
 
 from tightkv.kernels.triton.device import processor_count
 from tightkv.kernels.view import CacheView
-from tightkv.layout import PageLayout
+from tightkv.pages.layout import PageLayout
 
 
 def attend_plan(

@@ -11,7 +11,7 @@ from tightkv.kernels.constants import unsupported_codec
 from tightkv.kernels.triton.append import append
 from tightkv.kernels.triton.attend import attend
 from tightkv.kernels.triton.device import interpreted
-from tightkv.layout import PageLayout
+from tightkv.pages.layout import PageLayout
 
 __all__ = ["NAME", "append", "attend", "unavailable", "unsupported"]
 

@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tightkv.codec import Codec
 from tightkv.kernels.constants import decode_constants, layout_constants
 from tightkv.kernels.device_guard import device_guard
 from tightkv.kernels.triton.device import has_ptx
@@ -20,6 +19,7 @@ from tightkv.kernels.triton.unpack import (
     token_order,
 )
 from tightkv.kernels.view import CacheView
+from tightkv.pages.codec import Codec
 
 
 @triton.jit

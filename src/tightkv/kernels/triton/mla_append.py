@@ -18,8 +18,8 @@ from tightkv.kernels.triton.mla_tile import (
     scale_values,
 )
 from tightkv.kernels.triton.rotate import rotate
-from tightkv.latent import LatentCodec
 from tightkv.math.quantize import finite as finite_or_raise
+from tightkv.pages.latent import LatentCodec
 
 
 @triton.jit(do_not_specialize=["count", "slots"])

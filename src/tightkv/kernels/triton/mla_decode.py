@@ -35,7 +35,7 @@ from tightkv.kernels.triton.mla_tile import (
     scale_values,
 )
 from tightkv.kernels.triton.rotate import rotate
-from tightkv.latent import LatentCodec
+from tightkv.pages.latent import LatentCodec
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -19,7 +19,7 @@ from tightkv.kernels.triton.mla_tile import (
     scale_values,
 )
 from tightkv.kernels.triton.rotate import rotate_back
-from tightkv.latent import LatentCodec
+from tightkv.pages.latent import LatentCodec
 
 
 @triton.jit(do_not_specialize=["block_table", "cu_seqlens", "starts", "rows", "table_b", "count"])

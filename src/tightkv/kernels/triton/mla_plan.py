@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tightkv.latent import LatentLayout
+from tightkv.pages.latent import LatentLayout
 
 _MOST_SPLITS = 64
 

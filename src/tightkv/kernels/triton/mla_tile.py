@@ -12,9 +12,9 @@ import triton.language as tl
 
 from tightkv.kernels.constants import ROTATIONS, e4m3_table
 from tightkv.kernels.triton.unpack import nibble_levels
-from tightkv.latent import SCALE_BIAS as _SCALE_BIAS
-from tightkv.latent import SCALE_SHIFT as _SCALE_SHIFT
-from tightkv.latent import LatentCodec, LatentLayout
+from tightkv.pages.latent import SCALE_BIAS as _SCALE_BIAS
+from tightkv.pages.latent import SCALE_SHIFT as _SCALE_SHIFT
+from tightkv.pages.latent import LatentCodec, LatentLayout
 
 SCALE_BIAS = tl.constexpr(_SCALE_BIAS)
 SCALE_SHIFT = tl.constexpr(_SCALE_SHIFT)

@@ -11,13 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tightkv.codec import Codec
 from tightkv.kernels.constants import DENSE_ROTATION, NO_ROTATION, layout_constants
 from tightkv.kernels.prefill import exact_ranges
 from tightkv.kernels.sdpa import AttentionState
 from tightkv.kernels.triton.dequantize import dequantize_pages
 from tightkv.kernels.triton.rotate import rotate, rotate_back
 from tightkv.kernels.view import CacheView
+from tightkv.pages.codec import Codec
 
 
 @triton.jit

@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tightkv.codec import Codec
 from tightkv.kernels.constants import DENSE_ROTATION, decode_constants, layout_constants
 from tightkv.kernels.ragged_plan import BLOCK, RaggedGroup
 from tightkv.kernels.triton.dequantize import dequantized_keys, dequantized_values, even_tokens
@@ -16,6 +15,7 @@ from tightkv.kernels.triton.prefill import load_rotated
 from tightkv.kernels.triton.unpack import token_order
 from tightkv.kernels.view import CacheView
 from tightkv.math.rotation import Rotation
+from tightkv.pages.codec import Codec
 
 TAIL = 256  # rows after the last token that a tile of attention may read
 

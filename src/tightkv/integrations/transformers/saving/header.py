@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 
 from tightkv.config import FORMAT_VERSION, KVQuantConfig
+from tightkv.files.strict_json import Field, parse_json
 from tightkv.integrations.transformers.saving.states import DTYPES, PLAIN_KINDS
-from tightkv.layout import MAX_TOKENS, PageLayout, exact_dtype
-from tightkv.sequences import SequenceState
-from tightkv.strict_json import Field, parse_json
+from tightkv.paged.sequences import SequenceState
+from tightkv.pages.layout import MAX_TOKENS, PageLayout, exact_dtype
 
 TIGHT_KINDS = ("TightLayer", "TightHybridLayer")
 _FULL_ATTENTION = (*TIGHT_KINDS, "DynamicLayer", "LinearAttentionAndFullAttentionLayer")

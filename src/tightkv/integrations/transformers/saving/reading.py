@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from tightkv.files.tensor_file import checksum, read_file
 from tightkv.integrations.transformers.layer import SharedSteps, TightHybridLayer, TightLayer
 from tightkv.integrations.transformers.saving.header import Header, SavedLayer, parse_header
 from tightkv.integrations.transformers.saving.states import PLAIN_KINDS, StateReader
 from tightkv.integrations.transformers.weights_mark import weights_mark
-from tightkv.layout import PageLayout
 from tightkv.math.centers import Centers
 from tightkv.math.key_scale import KeyScale
-from tightkv.sequences import SequenceTable
-from tightkv.tensor_file import checksum, read_file
+from tightkv.paged.sequences import SequenceTable
+from tightkv.pages.layout import PageLayout
 
 KV_TENSORS = ("pages", "ring_key", "ring_value", "sink_key", "sink_value")
 CENTER_TENSORS = ("center_key", "center_value")  # of a layer whose tokens are relative to these

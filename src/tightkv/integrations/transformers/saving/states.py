@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from transformers import cache_utils
 
+from tightkv.files.strict_json import Field, short
 from tightkv.integrations.transformers.layer import TightLayer
-from tightkv.layout import MAX_TOKENS
-from tightkv.strict_json import Field, short
+from tightkv.pages.layout import MAX_TOKENS
 
 DTYPES = {str(d): d for d in (torch.float32, torch.float16, torch.bfloat16)}
 # The layers of a DynamicCache that TightCache leaves as they are.

@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tightkv.config import FORMAT_VERSION, KVQuantConfig
-from tightkv.files import whole_file
+from tightkv.files.atomic import whole_file
+from tightkv.files.tensor_file import checksum
 from tightkv.integrations.transformers.layer import SharedSteps, TightLayer
 from tightkv.integrations.transformers.saving.header import ROW_FIELDS, parse_header
 from tightkv.integrations.transformers.saving.reading import (
@@ -21,8 +22,7 @@ from tightkv.integrations.transformers.saving.reading import (
     SavedCache,
 )
 from tightkv.integrations.transformers.saving.states import write_state
-from tightkv.sequences import SequenceTable
-from tightkv.tensor_file import checksum
+from tightkv.paged.sequences import SequenceTable
 
 
 def save_cache(

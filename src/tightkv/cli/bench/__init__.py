@@ -1,5 +1,0 @@
-"""tightkv bench."""
-
-from tightkv.cli.bench.command import add_parser, run
-
-__all__ = ["add_parser", "run"]

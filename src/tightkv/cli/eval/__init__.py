@@ -1,5 +1,0 @@
-"""tightkv eval."""
-
-from tightkv.cli.eval.command import add_parser, run
-
-__all__ = ["add_parser", "run"]

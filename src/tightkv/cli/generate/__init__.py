@@ -1,5 +1,0 @@
-"""tightkv generate."""
-
-from tightkv.cli.generate.command import add_parser, run
-
-__all__ = ["add_parser", "run"]

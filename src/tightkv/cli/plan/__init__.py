@@ -1,5 +1,0 @@
-"""tightkv plan."""
-
-from tightkv.cli.plan.command import add_parser, run
-
-__all__ = ["add_parser", "run"]

@@ -1,5 +1,0 @@
-"""JSON Schema (draft 7) of what each command prints with --json; one module per command."""
-
-from tightkv.cli.schemas.document import schema_of
-
-__all__ = ["schema_of"]

@@ -1,0 +1,1 @@
+"""Files from outside and files of ours: read with bounds, written whole or not at all."""

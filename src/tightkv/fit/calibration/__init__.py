@@ -1,0 +1,27 @@
+"""What was measured of a model: how its keys are coded, and bits of its layers."""
+
+from tightkv.fit.calibration.file import SUFFIX, read_calibration, save_calibration
+from tightkv.fit.calibration.find import (
+    AUTO,
+    bundled_names,
+    find_calibration,
+    find_for_folder,
+    load_calibration,
+    not_used,
+)
+from tightkv.fit.calibration.measured import Calibration, Costs, Measured
+
+__all__ = [
+    "AUTO",
+    "SUFFIX",
+    "Calibration",
+    "Costs",
+    "Measured",
+    "bundled_names",
+    "find_calibration",
+    "find_for_folder",
+    "load_calibration",
+    "not_used",
+    "read_calibration",
+    "save_calibration",
+]

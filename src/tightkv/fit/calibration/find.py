@@ -1,0 +1,79 @@
+"""Which calibration a config names: a file, or one of those that come with the package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tightkv.config import KVQuantConfig, unknown_name
+from tightkv.fit.attention_weights import NOT_READABLE
+from tightkv.fit.calibration.file import SUFFIX, read_calibration
+from tightkv.fit.calibration.measured import Calibration
+from tightkv.fit.fingerprint import folder_fingerprint
+from tightkv.model_shape import read_model_shape
+
+AUTO = "auto"
+"""As `calibration`: the bundled file of this very model, if there is one."""
+BUNDLED_FOLDER = Path(__file__).with_name("bundled")
+
+
+def load_calibration(source: str) -> Calibration:
+    """A file, or a bundled one by its name."""
+    if source.endswith(SUFFIX):
+        return read_calibration(source)
+    if source not in bundled_names():
+        raise ValueError(
+            unknown_name("calibration", source, (*bundled_names(), AUTO))
+            + f"; or give a {SUFFIX} file that tightkv calibrate wrote"
+        )
+    return read_calibration(BUNDLED_FOLDER / f"{source}{SUFFIX}")
+
+
+def bundled_names() -> list[str]:
+    """The models whose calibrations come with the package."""
+    return sorted(path.stem for path in BUNDLED_FOLDER.glob(f"*{SUFFIX}"))
+
+
+def find_calibration(source: str, fingerprint: str) -> Calibration | None:
+    """`load_calibration`; of "auto" the bundled file of the model, None where there is none."""
+    if source != AUTO:
+        return load_calibration(source)
+    bundled = map(load_calibration, bundled_names())
+    return next((found for found in bundled if found.fingerprint == fingerprint), None)
+
+
+def find_for_folder(cfg: KVQuantConfig, folder: Path, name: str) -> Calibration | None:
+    """The calibration of `cfg` for the checkpoint in a folder; another model's is refused.
+
+    None where the config names none, or "auto" finds none.
+    """
+    if not cfg.calibration:
+        return None
+    try:
+        fingerprint, shape = folder_fingerprint(folder), read_model_shape(folder)
+    except NOT_READABLE as error:
+        raise ValueError(
+            f"tightkv: calibration={cfg.calibration!r} cannot be compared with {name}: {error}. "
+            "Leave calibration out"
+        ) from None
+    found = find_calibration(cfg.calibration, fingerprint)
+    if found is not None:
+        found.check_model(fingerprint, name, shape.full_layers())
+    return found
+
+
+def not_used(cfg: KVQuantConfig, found: Calibration | None, name: str) -> str | None:
+    """What is said of a calibration that does less than was asked."""
+    if not cfg.calibration:
+        return None
+    if found is None:
+        return (
+            f"tightkv: calibration={AUTO!r}: {name} is none of {', '.join(bundled_names())}; "
+            f"nothing is changed. Measure it: tightkv calibrate {name} -o FILE"
+        )
+    if cfg.names_layers or cfg.name in found.layer_bits:
+        return None
+    return (
+        f"tightkv: {found.source} has no bits of layers for {cfg.name}, only for "
+        f"{', '.join(found.layer_bits) or 'none'}: keys are coded in the metric of their queries, "
+        "and all layers have the same bits"
+    )

@@ -1,0 +1,101 @@
+"""Which layers of a checkpoint need more bits for their keys, and the line that reports it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tightkv.config import KVQuantConfig
+from tightkv.fit.attention_weights import NOT_READABLE, WeightTensor
+from tightkv.fit.checkpoint_noise import LayerScores, read_scores
+from tightkv.fit.key_noise import NOISE_LIMIT, protected_layer_bits
+from tightkv.math.codebook import get_codebook
+from tightkv.model_shape import ModelShape, compressed_layers, read_model_shape
+from tightkv.model_shape.planner import config_plan
+
+
+@dataclass(frozen=True)
+class CheckedConfig:
+    """A config with the bits that its model's keys need, and what is said about it, if anything."""
+
+    config: KVQuantConfig
+    line: str | None = None
+    raised: bool = False
+    """Whether layers got more bits."""
+
+
+class KeyCheck:
+    """The layers of one model. Weights are read once, for all configs."""
+
+    def __init__(
+        self,
+        source: str | os.PathLike[str] | Any,
+        tensors: Mapping[str, WeightTensor] | None = None,
+    ) -> None:
+        """A checkpoint's folder; or a model's config, and its weights by name."""
+        self.reason: str | None = None
+        self._scores: dict[int, LayerScores] = {}
+        try:
+            self.shape: ModelShape = read_model_shape(source)
+            compressed = compressed_layers(self.shape.layers)
+            self._scores = read_scores(self.shape, compressed, tensors) if compressed else {}
+        except NOT_READABLE as error:
+            self.reason = str(error)
+
+    def protect(self, cfg: KVQuantConfig) -> CheckedConfig:
+        """`cfg` with the layer_bits of noisy layers, unless its protect_keys is off."""
+        if not cfg.protect_keys or cfg.key_bits == 16:
+            return CheckedConfig(cfg)
+        if self.reason is not None:
+            return CheckedConfig(cfg, not_checked(cfg, self.reason))
+        try:
+            noise = {i: scores.noise(cfg.page_size) for i, scores in self._scores.items()}
+        except ValueError as error:
+            return CheckedConfig(cfg, not_checked(cfg, str(error)))
+        checked = cfg.replace(layer_bits=protected_layer_bits(cfg, noise))
+        if checked == cfg:
+            return CheckedConfig(cfg)
+        return CheckedConfig(checked, protection_line(cfg, checked, noise, self.shape), True)
+
+
+def not_checked(cfg: KVQuantConfig, reason: str) -> str:
+    """The line for a model whose weights say nothing."""
+    return (
+        f"tightkv {cfg.name}: not checked whether keys of some layers need more bits: {reason} "
+        f"(layer_bits sets bits of layers, protect_keys=false skips the check)"
+    )
+
+
+def protection_line(
+    cfg: KVQuantConfig, checked: KVQuantConfig, noise: dict[int, float], shape: ModelShape
+) -> str:
+    """What `checked` changes in `cfg`, why, what it costs, and the way back."""
+    order = {layer: number for number, layer in enumerate(sorted(noise))}
+    new = set(checked.bits_of_layers()) - set(cfg.bits_of_layers())
+    own = {layer: cfg.for_layer(order[layer], len(order), layer) for layer in new}
+    worst = max(noise[layer] * _distortion(own[layer]) for layer in new)
+    before, after = (config_plan("", shape, c).bytes_per_token for c in (cfg, checked))
+    return (
+        f"tightkv {cfg.name}: {raised_layers(cfg, checked)}: by its weights, codes of fewer bits "
+        f"would put noise of variance {worst:,.0f} into attention scores (limit {NOISE_LIMIT:g}). "
+        f"{after:,.0f} bytes per token instead of {before:,.0f}; protect_keys=false turns this off"
+    )
+
+
+def raised_layers(cfg: KVQuantConfig, checked: KVQuantConfig) -> str:
+    """'8-bit keys in layers 0, 3': what `checked` has beyond the layer_bits of `cfg`."""
+    given, groups = cfg.bits_of_layers(), dict[int, list[str]]()
+    for layer, (bits, _) in checked.bits_of_layers().items():
+        if layer not in given:
+            groups.setdefault(bits, []).append(str(layer))
+    return ", ".join(
+        f"{'no compression' if bits == 16 else f'{bits}-bit keys'} in "
+        f"layer{'s' * (len(layers) > 1)} {', '.join(layers)}"
+        for bits, layers in groups.items()
+    )
+
+
+def _distortion(cfg: KVQuantConfig) -> float:
+    return get_codebook("fp8", cfg.key_bits).distortion

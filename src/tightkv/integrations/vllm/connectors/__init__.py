@@ -1,0 +1,1 @@
+"""KV connectors: which can move our pages, and what they may load."""

@@ -1,0 +1,1 @@
+"""What an engine's cache holds and does, as Prometheus metrics."""

@@ -1,0 +1,175 @@
+"""EngineMonitor: what an engine's compressed cache holds and does, as Prometheus metrics.
+
+It lives in the process of the scheduler. `/metrics` is answered by another one, which reads what
+the monitor has written (`stats_file`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+
+from tightkv.integrations.vllm.metrics.stats_file import StatsFile
+
+if TYPE_CHECKING:
+    from tightkv.integrations.vllm.prefix.cache_format import CacheFormat
+
+logger = logging.getLogger("vllm.tightkv")
+_LABELS = ("model_name", "engine")
+_SECONDS = 1.0  # between two writes, while requests run
+_STOPPED = "tightkv: this engine has no tightkv: metrics, its vLLM differs from those known: %s"
+
+
+class EngineMonitor:
+    """Metrics of one engine, and one warning when sequences are less exact than configured."""
+
+    def __init__(self, found: CacheFormat, blocks: int, labels: list[str]) -> None:
+        """`blocks` in all; `labels`: the model's name, the engine."""
+        self.found, self.blocks = found, blocks
+        self.file: StatsFile | None = None
+        self.registry = CollectorRegistry()
+        self._written, self._warned = -_SECONDS, False
+        self._used = self._gauge("kv_cache_used_bytes", "Bytes of the compressed blocks in use.")
+        size = self._gauge("kv_cache_bytes", "Bytes of all compressed blocks.")
+        ratio = self._gauge("compression_ratio", "Bytes of a 16-bit cache per compressed byte.")
+        rows = self._gauge("exact_rings", "Sequences that can have an exact ring at a time.")
+        self._rings = self._gauge("exact_rings_in_use", "Sequences that have an exact ring.")
+        self._without = self._gauge(
+            "sequences_without_ring", "Sequences whose newest tokens are read from codes."
+        )
+        self._hits = self._counter(
+            "prefix_hits_without_window",
+            "Sequences that began with a cached prefix and without an exact ring.",
+        )
+        self._stateless = self._counter(
+            "prefix_hits_without_state",
+            "Sequences whose cached prefix ends within their exact window: no state before it.",
+        )
+        info = Gauge(
+            "tightkv:cache_info",
+            "1; the labels say what the cache is.",
+            (*_LABELS, "format", "kernels", "fingerprint", "page_size"),
+            registry=self.registry,
+            multiprocess_mode="mostrecent",
+        )
+        kernels = ",".join(found.kernels)
+        info.labels(*labels, found.name, kernels, found.fingerprint, found.page_size).set(1)
+        self.labels = labels
+        for gauge, value in (
+            (size, blocks * found.block_bytes),
+            (ratio, found.ratio),
+            (rows, found.rows),
+        ):
+            gauge.labels(*labels).set(value)
+        for counter in (self._hits, self._stateless):
+            counter.labels(*labels)
+        self.update(0, 0.0, 0)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(
+            f"tightkv:{name}",
+            text,
+            _LABELS,
+            registry=self.registry,
+            multiprocess_mode="mostrecent",
+        )
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(f"tightkv:{name}", text, _LABELS, registry=self.registry)
+
+    def update(self, running: int, usage: float, hits: int, stateless: int = 0) -> None:
+        """After a step: sequences that run, used share of the blocks, new ones with a prefix.
+
+        `stateless`: those of them whose prefix ends within their exact window.
+        """
+        rows = self.found.rows
+        without = max(0, running - rows)
+        self._used.labels(*self.labels).set(usage * self.blocks * self.found.block_bytes)
+        self._rings.labels(*self.labels).set(min(running, rows))
+        self._without.labels(*self.labels).set(without)
+        if without and hits:
+            self._hits.labels(*self.labels).inc(min(hits, without))
+        self._stateless.labels(*self.labels).inc(stateless)
+        if without and rows and not self._warned:
+            self._warned = True
+            logger.warning(
+                "tightkv: %d sequences run at a time and %d have an exact ring: the newest tokens "
+                "of the others are read from their codes. Raise exact_rows or lower --max-num-seqs",
+                running,
+                rows,
+            )
+        if self.file is not None and self._due(running):
+            self.file.write(generate_latest(self.registry))
+
+    def _due(self, running: int) -> bool:
+        """At most once a second, and when the engine becomes idle."""
+        now = time.monotonic()
+        if running and now - self._written < _SECONDS:
+            return False
+        self._written = now
+        return True
+
+
+def watch_scheduler(scheduler: Any, vllm_config: Any, found: CacheFormat) -> None:
+    """Update the metrics after every step of a vLLM Scheduler.
+
+    One that has other attributes costs a warning and the metrics, and no request.
+    """
+    original = scheduler.update_from_output
+
+    def update_from_output(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = original(scheduler_output, *args, **kwargs)
+        try:
+            _follow_step(monitor, scheduler, scheduler_output)
+        except (AttributeError, TypeError) as error:
+            scheduler.update_from_output = original
+            logger.warning(_STOPPED, error)
+        return outputs
+
+    try:
+        monitor = _monitor_of(scheduler, vllm_config, found)
+        scheduler.update_from_output = update_from_output
+    except (AttributeError, TypeError) as error:
+        logger.warning(_STOPPED, error)
+
+
+def _monitor_of(scheduler: Any, vllm_config: Any, found: CacheFormat) -> EngineMonitor:
+    cache, index = vllm_config.cache_config, vllm_config.parallel_config.data_parallel_index
+    labels = [vllm_config.model_config.served_model_name, str(index)]
+    monitor = EngineMonitor(found, cache.num_gpu_blocks or 0, labels)
+    shared = "PROMETHEUS_MULTIPROC_DIR" in os.environ  # the values are
+    if scheduler.log_stats and not shared:
+        monitor.file = StatsFile.of_engine(vllm_config.instance_id, index)
+    return monitor
+
+
+def _follow_step(monitor: EngineMonitor, scheduler: Any, scheduler_output: Any) -> None:
+    resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
+    begun = sum(new.num_computed_tokens > 0 for new in scheduler_output.scheduled_new_reqs)
+    usage = scheduler.kv_cache_manager.usage
+    stateless = 0
+    if monitor.found.rows:
+        stateless = sum(
+            cached > monitor.found.reusable_tokens(tokens - 1)
+            for cached, tokens in _beginnings(scheduler, scheduler_output)
+        )
+    monitor.update(len(scheduler.running), usage, begun + len(resumed), stateless)
+
+
+def _beginnings(scheduler: Any, scheduler_output: Any) -> Iterator[tuple[int, int]]:
+    """Cached tokens and all tokens of each sequence that begins, or is resumed, with a step."""
+    for new in scheduler_output.scheduled_new_reqs:
+        if new.prompt_token_ids:  # not where there are only embeddings
+            yield new.num_computed_tokens, len(new.prompt_token_ids)
+    cached = scheduler_output.scheduled_cached_reqs
+    if cached.resumed_req_ids:
+        columns = cached.req_ids, cached.num_computed_tokens, cached.num_output_tokens
+        for name, computed, outputs in zip(*columns, strict=True):
+            request = scheduler.requests.get(name)  # None: it has ended with this step
+            if name in cached.resumed_req_ids and request is not None:
+                yield computed, request.num_prompt_tokens + outputs

@@ -1,0 +1,154 @@
+"""CacheFormat: what a scheduler has to know of the pages that the workers of its engine hold."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+from tightkv.integrations.vllm.layer_numbers import model_layers
+from tightkv.integrations.vllm.step.attention import TightAttention
+from tightkv.model_shape.cache_bytes import CacheBytes, LayerBytes
+from tightkv.pages.latent import LatentLayout
+
+
+@dataclass(frozen=True)
+class CacheFormat:
+    """Of one worker, or of all of them (`joined`)."""
+
+    fingerprint: str
+    """Of what the bytes of every compressed layer mean."""
+    name: str
+    page_size: int
+    exact_pages: int
+    rows: int
+    """Sequences that can have an exact ring at a time."""
+    bytes_per_token: float
+    plain_bytes_per_token: int
+    """Of a 16-bit cache."""
+    kernels: tuple[str, ...]
+    block_bytes: float = 0
+    """Of one of vLLM's blocks, which is used by a part of the layers where they differ in kind."""
+
+    @property
+    def ratio(self) -> float:
+        return self.plain_bytes_per_token / self.bytes_per_token
+
+    def reusable_tokens(self, newest: int) -> int:
+        """Tokens before the exact window of token `newest`."""
+        return max(0, newest // self.page_size - self.exact_pages + 1) * self.page_size
+
+
+def worker_format(worker: Any) -> CacheFormat | None:
+    """Runs in each worker, when its cache is allocated."""
+    found = format_of(worker.vllm_config)
+    return None if found is None else replace(found, block_bytes=_block_bytes(worker))
+
+
+def _block_bytes(worker: Any) -> float:
+    layers = get_layers_from_vllm_config(worker.vllm_config, AttentionLayerBase)
+    impls: dict[str, Any] = {n: getattr(layer, "impl", None) for n, layer in layers.items()}
+    sizes = {
+        name: impl.layout.bytes_per_token
+        for name, impl in impls.items()
+        if hasattr(impl, "layout") and getattr(impl, "reads", None) is None
+    }
+    groups = worker.model_runner.kv_cache_config.kv_cache_groups
+    return max(
+        group.kv_cache_spec.block_size * sum(sizes.get(name, 0) for name in group.layer_names)
+        for group in groups
+    )
+
+
+def format_of(vllm_config: Any) -> CacheFormat | None:
+    """Of this process' layers, when they are installed; None where none is compressed."""
+    layers = get_layers_from_vllm_config(vllm_config, Attention)
+    impls = {
+        name: layer.impl
+        for name, layer in layers.items()
+        if isinstance(layer.impl, TightAttention) and layer.impl.reads is None
+    }
+    if not impls:
+        return _latent_format(vllm_config)
+    numbers = model_layers(impls, {name for name, impl in impls.items() if impl.is_draft})
+    first = next(iter(impls.values()))
+    layouts = [impl.layout for impl in impls.values()]
+    size = CacheBytes(tuple(LayerBytes.of_layout(layout) for layout in layouts))
+    return CacheFormat(
+        fingerprint=_digest([(numbers[name], *_meaning(impl)) for name, impl in impls.items()]),
+        name="+".join(sorted({layout.cfg.name for layout in layouts})),
+        page_size=first.layout.page_size,
+        exact_pages=first.layout.cfg.exact_pages,
+        rows=first.limits.rows,
+        bytes_per_token=size.bytes_per_token,
+        plain_bytes_per_token=size.bf16_bytes_per_token,
+        kernels=tuple(sorted({impl.step.kernel_name for impl in impls.values()})),
+    )
+
+
+def _latent_format(vllm_config: Any) -> CacheFormat | None:
+    """Of a worker whose layers have latent attention (MLA)."""
+    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
+    impls: dict[str, Any] = {name: getattr(layer, "impl", None) for name, layer in layers.items()}
+    found = {
+        name: impl
+        for name, impl in impls.items()
+        if isinstance(getattr(impl, "layout", None), LatentLayout)
+    }
+    if not found:
+        return None
+    first = next(iter(found.values()))
+    numbers, layout = model_layers(found), first.layout
+    meaning = (layout.cfg.fingerprint(), layout.rank, layout.rope_dim, str(layout.dtype))
+    return CacheFormat(
+        fingerprint=_digest([("latent", number, *meaning) for number in numbers.values()]),
+        name=layout.cfg.name,
+        page_size=layout.page_size,
+        exact_pages=0,
+        rows=0,
+        bytes_per_token=len(found) * layout.bytes_per_token,
+        plain_bytes_per_token=len(found) * 2 * (layout.rank + layout.rope_dim),
+        kernels=(first.kernels.NAME,),
+    )
+
+
+def joined(formats: Sequence[CacheFormat | None]) -> CacheFormat | None:
+    """The format of an engine from those of its workers, in the order of their ranks."""
+    known = [found for found in formats if found is not None]
+    if not known:
+        return None
+    return CacheFormat(
+        fingerprint=_digest([None if one is None else one.fingerprint for one in formats]),
+        name=known[0].name,
+        page_size=known[0].page_size,
+        exact_pages=known[0].exact_pages,
+        rows=min(one.rows for one in known),
+        bytes_per_token=sum(one.bytes_per_token for one in known),
+        plain_bytes_per_token=sum(one.plain_bytes_per_token for one in known),
+        kernels=tuple(sorted({name for one in known for name in one.kernels})),
+        block_bytes=sum(one.block_bytes for one in known),
+    )
+
+
+def _meaning(impl: TightAttention) -> tuple[Any, ...]:
+    """What a layer's bytes depend on: its format, its heads, and what tokens are relative to."""
+    layout = impl.layout
+    centers = None
+    if impl.centers is not None:
+        data = b"".join(x.cpu().float().numpy().tobytes() for x in impl.centers[:2])
+        centers = hashlib.sha256(data).hexdigest()
+    scale = None
+    if impl.key_scale is not None:
+        scale = hashlib.sha256(impl.key_scale.value.numpy().tobytes()).hexdigest()
+    heads = layout.num_kv_heads, layout.head_dim
+    return layout.cfg.fingerprint(), *heads, str(layout.raw_dtype), centers, scale
+
+
+def _digest(parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

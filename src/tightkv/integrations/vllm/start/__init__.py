@@ -1,0 +1,1 @@
+"""What happens while an engine starts: which layers are compressed, and how."""

@@ -1,0 +1,1 @@
+"""What a layer does in each step of an engine."""

@@ -1,0 +1,192 @@
+"""TightAttention: what a layer of vLLM runs in place of its own attention."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backend import AttentionImpl, AttentionType
+
+from tightkv.integrations.vllm.compat import as_pages
+from tightkv.integrations.vllm.step.batch_split import SHORT_PROMPT, Limits
+from tightkv.integrations.vllm.step.flash_attention import prefer_flash_attention
+from tightkv.integrations.vllm.step.layer_step import LayerStep, Rings
+from tightkv.integrations.vllm.step.metadata import TightMetadata
+from tightkv.integrations.vllm.step.ring_table import GroupRings, sink_rows
+from tightkv.integrations.vllm.step.warm_up import warm_up_once
+from tightkv.math.centers import Centers
+from tightkv.math.key_scale import KeyScale
+from tightkv.pages.codec import Codec
+from tightkv.pages.layout import PageLayout
+
+
+class TightAttention(AttentionImpl):  # type: ignore[misc]
+    """Append to vLLM's blocks and to the exact rings, then attend to both."""
+
+    def __init__(
+        self,
+        layer: Any,
+        layout: PageLayout,
+        kernels: ModuleType,
+        limits: Limits,
+        device: torch.device,
+        reads: TightAttention | None = None,
+        is_draft: bool = False,
+    ) -> None:
+        """`layer` is a vLLM Attention with its own implementation, whose numbers are taken.
+
+        `reads`: of the layer whose cache this one reads, having none of its own. `is_draft`: the
+        layer is one of a speculator's model.
+        """
+        old = layer.impl
+        self.num_heads, self.num_kv_heads = layer.num_heads, layer.num_kv_heads
+        self.head_size, self.kv_cache_dtype = layer.head_size, layer.kv_cache_dtype
+        self.scale = float(old.scale)
+        self.softcap: float | None = getattr(old, "logits_soft_cap", None) or None
+        self.attn_type, self.sliding_window = AttentionType.DECODER, None
+        self.alibi_slopes, self.kv_sharing_target_layer_name = None, None
+        self.layout, self.kernels, self.limits, self.device = layout, kernels, limits, device
+        sinks: Tensor | None = getattr(old, "sinks", None)
+        # The parameter itself and no copy: new weights are loaded into it.
+        self.sink_logits = None if sinks is None else sinks.detach()
+        self.window: int | None = layer.sliding_window
+        codec = Codec(layout)
+        self.step = LayerStep(
+            kernels, codec, self.scale, self.softcap, self.sink_logits, self.window
+        )
+        self.reads, self.has_readers, self.is_draft = reads, False, is_draft
+        self.new_tokens: tuple[Tensor, Tensor] | None = None
+        """Keys and values of the last step with a prompt, for layers that read this cache."""
+        if reads is not None:
+            reads.has_readers = True
+        if device.type == "cuda":
+            prefer_flash_attention()
+        self.rings: Rings | None = None
+        self.feedback: Tensor | None = None
+        """`Codec.feedback_factors` of the layer's queries, for CUDA graphs at a fixed address."""
+        self.centers: tuple[Tensor, Tensor] | None = None
+        self.key_scale: KeyScale | None = None
+        self.group_rings: GroupRings | None = None
+        """Of all layers with the same metadata."""
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a CUDA graph can hold what is launched here: nothing waits for the device."""
+        return self.step.on_gpu and not self.layout.cfg.check_finite
+
+    @property
+    def short_prompt(self) -> int:
+        """Up to how many new tokens of a prompt these kernels take as if they were decoded."""
+        return SHORT_PROMPT if self.step.kernel_name == "cuda" else 0
+
+    def use_centers(self, centers: Centers) -> None:
+        """Hold keys and values relative to these; of a layer whose cache is empty."""
+        if self.softcap is not None or self.sink_logits is not None:
+            raise ValueError(
+                "tightkv: the calibration has key centers, and this layer a soft cap of scores or "
+                "sink logits, which they would change; leave the calibration out"
+            )
+        key, value = centers.on(self.layout.dtype, self.device)
+        self.centers = (key if self.key_scale is None else key / self._scale(key.dtype)), value
+
+    def use_scale(self, scale: KeyScale) -> None:
+        """Hold keys divided by this; of a layer whose cache is empty and has no centers yet."""
+        assert self.centers is None
+        for dtype in (self.layout.dtype, self.layout.raw_dtype):
+            scale.on(dtype, self.device)  # now, not while a CUDA graph is captured
+        self.key_scale = scale
+
+    def _scale(self, dtype: torch.dtype) -> Tensor:
+        assert self.key_scale is not None
+        return self.key_scale.on(dtype, self.device)
+
+    def exact_tensors(self) -> Rings:
+        """Ring and sink keys and values [rows + 1, n, Hkv, D]; the last row is a waste bin.
+
+        More sinks follow: those that the RingTable saves.
+
+        Made in vLLM's first run of the model, the one that measures memory.
+        """
+        if self.reads is not None:
+            return self.reads.exact_tensors()
+        if self.rings is None:
+            shape, dtype = (self.num_kv_heads, self.head_size), self.layout.dtype
+            rings = (self.limits.rows + 1, self.layout.ring_tokens)
+            sinks = (sink_rows(self.limits.rows), self.layout.cfg.sinks)
+            self.rings = tuple(
+                torch.zeros(*size, *shape, dtype=dtype, device=self.device)
+                for size in (rings, rings, sinks, sinks)
+            )
+        return self.rings
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: TightMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """query [N, Hq, D], key and value [N, Hkv, D] -> output [N, Hq, D], in place.
+
+        Layers that read another one's cache are given no key and value.
+        """
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("tightkv: quantized attention outputs are not supported")
+        if key is None and self.reads is None:  # seen in vLLM's first run, which measures memory
+            raise ValueError(
+                f"tightkv: the model writes keys and values of {layer.layer_name} to vLLM's cache "
+                "itself; choose --attention-backend TRITON_ATTN, with which it does not, or leave "
+                "tightkv out"
+            )
+        rings = self.exact_tensors()
+        if attn_metadata is None:
+            if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+                self._warm_up(rings)
+                self.step.take_workspace(query, self._copied_bytes(query))
+            return output.fill_(0)
+        pages = as_pages(kv_cache, self.layout)
+        parts, inherited = attn_metadata.parts, attn_metadata.inherited
+        scale = (self.reads or self).key_scale
+        if scale is not None:
+            query = scale.times(query)
+        if self.key_scale is not None:
+            key = key / self._scale(key.dtype)
+        if self.reads is not None:
+            new, centers = self.reads.new_tokens, self.reads.centers
+            self.step.attend(parts, pages, rings, query, new, output, centers)
+            return output
+        if self.has_readers and any(part.is_prefill for part in parts):
+            self.new_tokens = self._for_readers(key, value)
+        self.step.run(
+            parts, pages, rings, query, key, value, output, inherited, self.feedback, self.centers
+        )
+        return output
+
+    def _copied_bytes(self, query: Tensor) -> int:
+        """Of scaled queries and keys, tokens relative to centers, and those kept for readers."""
+        scaled = (self.reads or self).key_scale is not None
+        pairs = (self.centers is not None) + (self.reads is None and self.has_readers)
+        keys = 2 * pairs + (self.key_scale is not None)
+        return query.nbytes * scaled + query.nbytes // self.num_heads * self.num_kv_heads * keys
+
+    def _for_readers(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies: compiled models and CUDA graphs use the memory again before it is read."""
+        if self.centers is None:
+            return key.clone(), value.clone()
+        return key - self.centers[0], value - self.centers[1]
+
+    def _warm_up(self, rings: Rings) -> None:
+        """While vLLM starts; layers that are alike do it once."""
+        limits, short = self.limits, self.short_prompt
+        most = max(limits.decoding, short)
+        least_fresh = limits.most_as_decoding(limits.sequences, short) + 1
+        warm_up_once(
+            self.step, rings, self.num_heads, most, least_fresh, self.feedback, limits.sequences
+        )

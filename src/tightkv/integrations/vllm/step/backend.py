@@ -1,0 +1,216 @@
+"""TightBackend and its metadata builder: how vLLM addresses our attention."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention.attention import Attention
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionMetadataBuilder,
+)
+
+from tightkv.integrations.vllm.compat import (
+    added_by_draft,
+    cache_shape,
+    drafts_share_metadata,
+    host_lengths,
+)
+from tightkv.integrations.vllm.step.attention import TightAttention
+from tightkv.integrations.vllm.step.batch_split import Limits, split_batch
+from tightkv.integrations.vllm.step.metadata import TightMetadata, make_part
+from tightkv.integrations.vllm.step.page_blocks import PageBlocks
+from tightkv.integrations.vllm.step.ring_table import BatchRings, GroupRings, RingTable
+
+
+class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[misc]
+    """Finds each sequence's ring once per step for all layers of a group."""
+
+    supports_draft_decode_metadata_update: bool = True
+    added: int = 0
+    """Tokens that sequences may have beyond those the host counts."""
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
+        self.layers: list[Any] = list(layers.values())
+        self.impls: list[TightAttention] = [layer.impl for layer in self.layers]
+        self.group_rings = _group_rings(self.impls, drafts_share_metadata(vllm_config))
+        self.added = _added(self.impls, vllm_config)
+        self.pages_per_block: int = kv_cache_spec.block_size // self.impls[0].layout.page_size
+        self.inside = torch.arange(self.pages_per_block, dtype=torch.int32, device=device)
+        self.pages: Tensor | None = None  # of each sequence, where a block has several
+        # What the layers read keeps its address, so that vLLM's CUDA graphs can hold it.
+        self.starts = torch.zeros(self._max_batch, dtype=torch.int32, device=device)
+        columns = len(BatchRings._fields)
+        self.out = torch.zeros(columns, self._max_batch, dtype=torch.int32, device=device)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        impls = [
+            layer.impl for layer in get_layers_from_vllm_config(vllm_config, Attention).values()
+        ]
+        ours = [impl for impl in impls if isinstance(impl, TightAttention)]
+        capturable = all(impl.capturable for impl in ours)
+        return AttentionCGSupport.UNIFORM_BATCH if capturable else AttentionCGSupport.NEVER
+
+    @property
+    def _max_batch(self) -> int:
+        size: int = self.vllm_config.scheduler_config.max_num_seqs
+        return size
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> TightMetadata:
+        common = common_attn_metadata
+        starts: list[int] = common.query_start_loc_cpu.tolist()
+        most_decoding = self._most_decoding(len(starts) - 1)
+        some_prompt = any(end - begin > most_decoding for begin, end in pairwise(starts))
+        workspace = self._workspace_tokens() if some_prompt else None  # asks every layer
+        lengths = host_lengths(common, self.added)
+        ranges = split_batch(starts, lengths, most_decoding, workspace, exact=not self.added)
+        slots = common.slot_mapping[: common.num_actual_tokens]
+        given = (common.seq_lens, common.query_start_loc, slots)
+        pages = self._page_table(common.block_table_tensor)
+        table = self._ring_table()
+        has_prompts = any(part.max_query_len > table.taken_back + 1 for part in ranges)
+        inherited = None
+        if not has_prompts:
+            rows = table.decode_step(pages, *given, self.out)
+        else:
+            rows = table.step(pages, *given, self.out, copies=True)
+            own = rows.ring_rows
+            inherited = (
+                torch.cat([rows.saved_at, own]).long(),
+                torch.cat([own, rows.sink_sources]).long(),
+            )
+        parts = [
+            make_part(part, starts, common.query_start_loc, pages, rows, self.starts, workspace)
+            for part in ranges
+        ]
+        built_from = (common.block_table_tensor, *given)
+        return TightMetadata(tuple(parts), common.num_actual_tokens, inherited, built_from)
+
+    def update_draft_decode_metadata(self, metadata: TightMetadata) -> None:
+        """The step that follows: a draft's next token, one per sequence.
+
+        vLLM has changed what `metadata` was built from. A CUDA graph can hold this.
+        """
+        block_table, lengths, starts, slots = metadata.built_from
+        pages = self._page_table(block_table)
+        self._ring_table().decode_step(pages, lengths, starts, slots, self.out)
+
+    @property
+    def _limits(self) -> Limits:
+        return self.impls[0].limits._replace(decoding=self.reorder_batch_threshold or 1)
+
+    def _most_decoding(self, sequences: int) -> int:
+        """New tokens up to which a sequence of this batch is treated like one that decodes."""
+        short_prompt = min(impl.short_prompt for impl in self.impls)
+        return self._limits.most_as_decoding(sequences, short_prompt)
+
+    def _workspace_tokens(self) -> int | None:
+        """What fits the workspace of each layer that has one; see `LayerStep`.
+
+        Other layers of the group get the same parts, in which long prompts lie side by side. That
+        costs kernels of a GPU nothing, and the reference memory: it holds all scores at once.
+        """
+        steps = [impl.step for impl in self.impls]
+        if not all(step.on_gpu for step in steps):
+            return None
+        found = [step.workspace_tokens for step in steps]
+        return min((tokens for tokens in found if tokens is not None), default=None)
+
+    def _page_table(self, block_table: Tensor) -> Tensor:
+        """[B, blocks] -> [B, pages]: the pages of each block have neighbouring numbers."""
+        count, (batch, blocks) = self.pages_per_block, block_table.shape
+        if count == 1:
+            return block_table
+        if self.pages is None or self.pages.shape[1] != blocks * count:
+            shape = (self._max_batch, blocks * count)
+            self.pages = torch.zeros(shape, dtype=torch.int32, device=block_table.device)
+        pages = self.pages[:batch]
+        by_block = pages.unflatten(1, (blocks, count))
+        torch.add(block_table[:, :, None] * count, self.inside, out=by_block)
+        return pages
+
+    def _ring_table(self) -> RingTable:
+        """The group's, made when vLLM has said how many blocks there are."""
+        impl, layer, rings = self.impls[0], self.layers[0], self.group_rings
+        pages = len(layer.kv_cache) * self.pages_per_block
+        if rings.table is None or rings.table.pages != pages:
+            rings.table = RingTable(
+                impl.layout.cfg,
+                impl.limits.rows,
+                pages,
+                taken_back=impl.limits.decoding - 1,
+                device=self.device,
+                pages_per_block=self.pages_per_block,
+                window=_window(self.impls),
+            )
+            self._compile(rings.table)
+        return rings.table
+
+    def _compile(self, table: RingTable) -> None:
+        """A step of nobody, so that no request waits for the compiler."""
+        zeros = self.starts.new_zeros(2)
+        table.decode_step(zeros[:1, None], zeros[:1], zeros, zeros[:1].long(), self.out)
+
+
+def _group_rings(impls: list[TightAttention], drafts_share: bool) -> GroupRings:
+    """Of the first builder that has these layers: all builders of a group step one table.
+
+    A draft whose first pass is a step of its own needs a table of its own: to the model's, that
+    pass would be the same step again. Where it takes the metadata of the model's step, its later
+    passes go on from there, in the same table.
+    """
+    known = impls[0].group_rings
+    if known is None or (all(impl.is_draft for impl in impls) and not drafts_share):
+        known = GroupRings()
+        for impl in impls:
+            impl.group_rings = known
+    return known
+
+
+def _added(impls: list[TightAttention], vllm_config: Any) -> int:
+    """`added_by_draft` where the layers are a draft's, whose passes are steps of their own."""
+    return added_by_draft(vllm_config) if all(impl.is_draft for impl in impls) else 0
+
+
+def _window(impls: list[TightAttention]) -> int | None:
+    """Of a group whose blocks vLLM frees when they have left it; None where one layer needs all."""
+    windows = [impl.window for impl in impls if impl.window is not None]
+    return min(windows) if len(windows) == len(impls) else None
+
+
+class TightBackend(PageBlocks, AttentionBackend):  # type: ignore[misc]
+    """Of attention with keys and values."""
+
+    accept_output_buffer: bool = True
+    forward_includes_kv_cache_update: bool = True
+
+    @staticmethod
+    def get_impl_cls() -> type[TightAttention]:
+        return TightAttention
+
+    @staticmethod
+    def get_builder_cls() -> type[TightBuilder]:
+        return TightBuilder
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        cache_dtype_str: str = "auto",
+    ) -> tuple[int, ...]:
+        return cache_shape(num_blocks, block_size, num_kv_heads, head_size)

@@ -1,0 +1,212 @@
+"""A decode step of `RingTable` as one kernel: in torch it is a hundred small ones, all in a row.
+
+One program has all sequences of the batch. Its warps see each other's writes after a barrier.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tightkv.pages.layout import RING_SLACK
+
+NOBODY = 1 << 30  # more than any batch
+
+
+@triton.jit
+def _block_at(block_table, position, columns, stride, here, there, PAGE: tl.constexpr):
+    """The block that holds each sequence's token `position` (that of token 0 for -1)."""
+    index = tl.minimum(tl.maximum(position, 0) // PAGE, columns - 1)
+    return tl.load(block_table + here * stride + index, mask=there, other=0).to(tl.int64)
+
+
+@triton.jit
+def _window(newest, PAGE: tl.constexpr, EXACT_PAGES: tl.constexpr):
+    """Where the exact window of token `newest` >= -1 begins."""
+    page = (newest + PAGE) // PAGE - 1
+    return (page - EXACT_PAGES + 1) * PAGE
+
+
+@triton.jit
+def _longest_unused(used_at, order, rank, wanting, rows, ROWS: tl.constexpr):
+    """Row number `rank` of those ordered by their last use."""
+    row = tl.arange(0, ROWS)
+    mine = tl.load(used_at + row, mask=row < rows, other=0)
+    place = tl.zeros([ROWS], tl.int32)
+    for first in range(0, rows, 16):
+        other = first + tl.arange(0, 16)
+        theirs = tl.load(used_at + other, mask=other < rows, other=0)
+        sooner = theirs[None, :] < mine[:, None]
+        sooner |= (theirs[None, :] == mine[:, None]) & (other[None, :] < row[:, None])
+        place += tl.sum((sooner & (other < rows)[None, :]).to(tl.int32), 1)
+    tl.store(order + place, row.to(tl.int64), mask=row < rows)
+    tl.debug_barrier()
+    return tl.load(order + rank, mask=wanting & (rank < rows), other=0)
+
+
+# one binary for all batches
+@triton.jit(
+    do_not_specialize=[
+        "block_table",
+        "lengths",
+        "query_start_loc",
+        "slots",
+        "batch",
+        "tokens",
+        "columns",
+        "table_stride",
+    ]
+)
+def _decode_step_kernel(
+    block_table, lengths, query_start_loc, slots, out,
+    steps, row_of_block, written_at, content, sink_row, sink_content,
+    block, block_before, length, exact_start, sink_count, first_block, used_at, claims, order,
+    batch, tokens, columns, table_stride, out_stride, rows,
+    BATCH: tl.constexpr, ROWS: tl.constexpr, NEW: tl.constexpr, TAKEN_BACK: tl.constexpr,
+    PAGE: tl.constexpr, EXACT_PAGES: tl.constexpr, RING: tl.constexpr, SINKS: tl.constexpr,
+    WINDOW: tl.constexpr, SLACK: tl.constexpr, STEP: tl.constexpr, NEVER: tl.constexpr,
+    NOBODY: tl.constexpr,
+):  # fmt: skip
+    """See `RingTable.step`, whose names these are."""
+    here = tl.arange(0, BATCH)
+    there = here < batch
+    start = tl.load(query_start_loc + here, mask=there, other=0).to(tl.int64)
+    counts = tl.load(query_start_loc + here + 1, mask=there, other=0).to(tl.int64) - start
+    written = there & (counts > 0) & (tokens > 0)
+    slot = tl.load(slots + tl.minimum(start, tokens - 1), mask=written, other=0)
+    live = there & (counts > 0) & (slot >= 0)
+    after = tl.where(live, tl.load(lengths + here, mask=there, other=0).to(tl.int64), 0)
+    before = tl.where(live, after - counts, 0)
+    now = tl.load(steps)
+    stamp = now * STEP + here
+    for t in range(NEW):
+        slot = tl.load(
+            slots + start + t, mask=written & (t < counts) & (start + t < tokens), other=-1
+        )
+        tl.store(written_at + slot // PAGE, stamp, mask=slot >= 0)
+        tl.store(content + slot // PAGE, stamp, mask=(slot >= 0) & (slot % PAGE == 0))
+    tl.debug_barrier()
+
+    # the row that each sequence's last block leads to, and whether it is that sequence's
+    last = _block_at(block_table, before - 1, columns, table_stride, here, there, PAGE)
+    own = tl.load(row_of_block + last)
+    matched = live & (before > 0) & (last > 0)
+    by = tl.load(written_at + last)
+    matched &= (by < now * STEP) | (by == stamp)
+    had = tl.load(length + own)
+    if TAKEN_BACK > 0:  # the row's newest token may have been in a block after this one
+        newest = _block_at(block_table, had - 1, columns, table_stride, here, there, PAGE)
+        matched &= tl.load(row_of_block + newest) == own
+        matched &= (newest == last) | (tl.load(block_before + own) == last)
+        last = newest
+        by = tl.load(written_at + last)
+        matched &= (by < now * STEP) | (by == stamp)
+    lost = had - before
+    started = tl.load(exact_start + own)
+    matched &= tl.load(block + own) == last
+    matched &= (lost >= 0) & (lost <= TAKEN_BACK) & (before > started)
+    claimed = matched
+    tl.atomic_min(claims + own, here, mask=claimed)
+    tl.debug_barrier()
+    matched &= tl.load(claims + own, cache_modifier=".cg") == here
+    kept = tl.where(matched, own, rows)
+    tl.store(used_at + own, NEVER, mask=matched)
+    tl.debug_barrier()
+    tl.store(claims + own, NOBODY, mask=claimed)
+
+    # the others get the rows that were not used longest
+    wanting = live & (matched == 0)
+    mine = kept
+    if tl.sum(wanting.to(tl.int32)) > 0:
+        row = tl.arange(0, ROWS)
+        unused = tl.load(used_at + row, mask=row < rows, other=NEVER) < NEVER
+        free = tl.sum(unused.to(tl.int32))
+        rank = tl.maximum(tl.cumsum(wanting.to(tl.int32), 0) - 1, 0)
+        fresh = _longest_unused(used_at, order, rank, wanting, rows, ROWS)
+        mine = tl.where(wanting & (rank < free), fresh, kept)
+    has_row = mine < rows
+
+    gone = before + TAKEN_BACK >= WINDOW
+    keeps_name = gone & matched
+    first = live & (gone == 0)
+    begun = tl.load(block_table + here * table_stride, mask=first, other=0).to(tl.int64)
+    exact_before = tl.where(matched, started, before)
+    sinks_before = tl.where(matched, tl.load(sink_count + own), 0)
+    sinks_before = tl.minimum(sinks_before, before)
+    exact_after = tl.maximum(exact_before, after - RING)
+    sinks_after = tl.where(before <= sinks_before, tl.minimum(after, SINKS), sinks_before)
+    sinks_after = tl.where(has_row, sinks_after, 0)
+    newest = _block_at(block_table, after - 1, columns, table_stride, here, there, PAGE)
+    older = _block_at(block_table, after - 1 - PAGE, columns, table_stride, here, there, PAGE)
+    name = tl.where((sinks_after == 0) | gone, -2, tl.load(content + begun))
+    name = tl.where(keeps_name, tl.load(sink_content + own), name)
+    begun_at = tl.where(keeps_name, tl.load(first_block + own), begun)
+    tl.debug_barrier()
+
+    tl.store(block + mine, newest, mask=has_row)
+    tl.store(block_before + mine, older, mask=has_row)
+    tl.store(length + mine, after, mask=has_row)
+    tl.store(exact_start + mine, exact_after, mask=has_row)
+    tl.store(sink_count + mine, sinks_after, mask=has_row)
+    tl.store(sink_content + mine, name, mask=has_row)
+    tl.store(sink_row + begun, mine, mask=(sinks_after > 0) & (gone == 0))
+    tl.store(first_block + mine, begun_at, mask=has_row)
+    tl.store(used_at + mine, now, mask=has_row)
+    for t in range(NEW):
+        slot = tl.load(
+            slots + start + t, mask=written & (t < counts) & (start + t < tokens), other=-1
+        )
+        tl.store(row_of_block + slot // PAGE, mine, mask=slot >= 0)
+    tl.store(steps, now + 1)
+
+    seen = tl.where(counts <= SLACK, before, after - 1)
+    ring_starts = tl.minimum(tl.maximum(exact_after, _window(seen, PAGE, EXACT_PAGES)), after)
+    context = tl.minimum(tl.maximum(exact_after, _window(before - 1, PAGE, EXACT_PAGES)), before)
+    to = out + here
+    tl.store(to, after.to(tl.int32), mask=there)
+    tl.store(to + out_stride, before.to(tl.int32), mask=there)
+    tl.store(to + 2 * out_stride, mine.to(tl.int32), mask=there)
+    tl.store(to + 3 * out_stride, exact_before.to(tl.int32), mask=there)
+    tl.store(to + 4 * out_stride, tl.where(has_row, ring_starts, after).to(tl.int32), mask=there)
+    tl.store(to + 5 * out_stride, sinks_after.to(tl.int32), mask=there)
+    tl.store(to + 6 * out_stride, tl.where(matched, context, before).to(tl.int32), mask=there)
+    tl.store(to + 7 * out_stride, sinks_before.to(tl.int32), mask=there)
+    tl.store(to + 8 * out_stride, mine.to(tl.int32), mask=there)
+    tl.store(to + 9 * out_stride, tl.zeros([BATCH], tl.int32) + rows, mask=there)
+
+
+def decode_step(
+    table: Any,
+    block_table: Tensor,
+    lengths: Tensor,
+    query_start_loc: Tensor,
+    slots: Tensor,
+    out: Tensor,
+    numbers: tuple[int, int],
+) -> None:
+    """`RingTable.step` of `table` without copies, into `out`; at most `taken_back` + 1 tokens each.
+
+    `numbers` are STEP and NEVER of ring_table.py.
+    """
+    step, never = numbers
+    if table.claims is None:
+        device = lengths.device
+        table.claims = torch.full((table.rows + 1,), NOBODY, dtype=torch.int32, device=device)
+        table.order = torch.zeros(table.rows + 1, dtype=torch.long, device=device)
+    size = triton.next_power_of_2(max(16, out.shape[1]))
+    _decode_step_kernel[(1,)](
+        block_table, lengths, query_start_loc, slots, out,
+        table.steps, table.row_of_block, table.written_at, table.content, table.sink_row,
+        table.sink_content, table.block, table.block_before, table.length, table.exact_start,
+        table.sink_count, table.first_block, table.used_at, table.claims, table.order,
+        len(lengths), len(slots), block_table.shape[1], block_table.stride(0), out.stride(0),
+        table.rows, BATCH=size, ROWS=triton.next_power_of_2(max(16, table.rows)),
+        NEW=table.taken_back + 1, TAKEN_BACK=table.taken_back, PAGE=table.page_size,
+        EXACT_PAGES=table.exact_pages, RING=table.ring, SINKS=table.sinks,
+        WINDOW=table.window or never, SLACK=RING_SLACK, STEP=step, NEVER=never,
+        NOBODY=NOBODY, num_warps=min(8, size // 32 or 1),
+    )  # fmt: skip

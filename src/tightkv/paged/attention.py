@@ -1,0 +1,89 @@
+"""attend(): attention over a compressed layer, every operand checked, kernel chosen."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tightkv.kernels.check import (
+    check_heads,
+    check_mask,
+    check_mask_tokens,
+    check_new_tokens,
+    check_options,
+    check_view,
+    expect,
+)
+from tightkv.kernels.options import AttendOptions
+from tightkv.kernels.view import CacheView
+from tightkv.paged.cache import PagedKV
+from tightkv.paged.sequences import uniform_cu_seqlens
+
+
+def attend(
+    cache: PagedKV,
+    query: Tensor,
+    *,
+    view: CacheView | None = None,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    mask: Tensor | None = None,
+    new_key: Tensor | None = None,
+    new_value: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of query [B, Lq, Hq, D] over a layer: output [B, Lq, Hq, D], LSE [B, Lq, Hq].
+
+    Row b attends to sequence b. Query i is token length - Lq + i of its row, so causal
+    attention with Lq != tokens aligns to the end; with new_key/new_value [B, Lq, Hkv, D] the
+    queries' own tokens follow the cache without being in it. `view` is the layer's own view
+    unless given. See `kernels.options` for the others.
+    """
+    layout = cache.layout
+    own = view is None
+    if view is None:
+        view = cache.view()
+    else:
+        check_view(layout, view)
+    heads, d = layout.num_kv_heads, layout.head_dim
+    expect("query", query, (view.batch, "Lq", "Hq", d), cache.device)
+    check_heads(layout, query.shape[2])
+    check_options(scale=scale, window=window, softcap=softcap)
+    if (new_key is None) != (new_value is None):
+        raise ValueError("new_key and new_value go together; only one was given")
+    if new_key is not None and new_value is not None:
+        wanted = (view.batch, query.shape[1], heads, d)
+        expect("new_key", new_key, wanted, cache.device)
+        expect("new_value", new_value, wanted, cache.device)
+        check_new_tokens(layout, new_key, new_value, "new_")
+    if mask is not None:
+        check_mask(mask, view.batch, query.shape[2], query.shape[1], cache.device)
+        tokens = max(cache.table.lengths, default=0) if own else _most_tokens(view)
+        if tokens is not None:
+            check_mask_tokens(mask, tokens + (0 if new_key is None else query.shape[1]))
+    batch, lq = query.shape[:2]
+    batches = cache.kernels.TAKES_BATCHES
+    out, lse = cache.kernels.attend(
+        cache.codec,
+        query if batches else query.flatten(0, 1),
+        view,
+        uniform_cu_seqlens(batch, lq, query.device),
+        AttendOptions(
+            max_queries=lq,
+            scale=scale,
+            causal=causal,
+            window=window,
+            softcap=softcap,
+            mask=mask,
+            new_key=new_key if batches or new_key is None else new_key.flatten(0, 1),
+            new_value=new_value if batches or new_value is None else new_value.flatten(0, 1),
+        ),
+    )
+    return (out, lse) if batches else (out.unflatten(0, (batch, lq)), lse.unflatten(0, (batch, lq)))
+
+
+def _most_tokens(view: CacheView) -> int | None:
+    """Of the longest row, where the host knows."""
+    if view.lengths.device.type == "cpu":
+        return max(view.lengths.tolist(), default=0)
+    return view.same_length

@@ -1,0 +1,326 @@
+"""PagedKV: the compressed pages, exact ring and sinks of one layer. Knows no model.
+
+Tokens are appended, pages are sealed as they complete, and `view()` is what attention
+reads. Appending t tokens costs O(t): no history is encoded again but the page being sealed.
+Rings grow with the sequences. Where the table lets short ones live in the ring alone
+(`exact_limit`), all their pages are sealed by the append that makes them longer.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tightkv.kernels import registry
+from tightkv.kernels.check import check_feedback, check_new_tokens, expect
+from tightkv.kernels.cpu.copies import copy_tokens
+from tightkv.kernels.reference import materialize
+from tightkv.kernels.view import CacheView
+from tightkv.math.feedback import QueryMetric
+from tightkv.math.quantize import finite
+from tightkv.paged.offload import DeviceBuffers, OffloadedPages, lasting
+from tightkv.paged.sequences import AppendPlan, RowTensors, SequenceTable
+from tightkv.pages.codec import Codec
+from tightkv.pages.layout import PageLayout
+
+
+class PagedKV:
+    """One layer's cache for the sequences of a table."""
+
+    def __init__(
+        self,
+        layout: PageLayout,
+        table: SequenceTable,
+        device: torch.device | str = "cpu",
+        kernels: str = "auto",
+    ) -> None:
+        if (table.page_size, table.sinks, table.ring_tokens) != (
+            layout.page_size,
+            layout.cfg.sinks,
+            layout.ring_tokens,
+        ):
+            raise ValueError("the table was made for another page_size, exact_pages or sinks")
+        self.layout, self.table, self.device = layout, table, torch.device(device)
+        self.codec = Codec(layout)
+        self._kernels = registry.select(kernels, self.device, layout).__name__
+        self._pages = layout.new_pages(0, self.device)
+        self._offloaded: OffloadedPages | None = None
+        self._feedback: Tensor | None = None
+        self.device = self._pages.device  # "cuda" has a number now
+        heads, d = layout.num_kv_heads, layout.head_dim
+        self.ring_key, self.ring_value, self.sink_key, self.sink_value = (
+            torch.zeros(0, tokens, heads, d, dtype=layout.dtype, device=self.device)
+            for tokens in (1, 1, 0, 0)
+        )
+
+    @property
+    def kernels(self) -> ModuleType:
+        """Whose store, seal and attend this layer uses; kept by name, so caches can be copied."""
+        return sys.modules[self._kernels]
+
+    @property
+    def pages(self) -> Tensor:
+        """uint8 [pages, Hkv, record_bytes] on the device; offloaded ones are brought there."""
+        return self._pages if self._offloaded is None else self._offloaded.tensor()
+
+    @pages.setter
+    def pages(self, pages: Tensor) -> None:
+        old, self._offloaded, self._pages = self._offloaded, None, pages
+        if old is not None:
+            self.offload(old.buffers)
+
+    @property
+    def feedback(self) -> Tensor | None:
+        """How keys of pages to come are coded (`Codec.feedback_factors`); None: each for itself."""
+        return self._feedback
+
+    @feedback.setter
+    def feedback(self, factors: Tensor | None) -> None:
+        if factors is not None:
+            check_feedback(self.layout, factors, self.device)
+        self._feedback = factors
+
+    def use_metric(self, metric: QueryMetric | None) -> None:
+        """Code keys of pages to come in the metric of the layer's queries, where they take one."""
+        known = None if metric is None else self.codec.feedback_factors(metric, self.device)
+        self.feedback = known
+
+    @lasting
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedKV:
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        for name, value in vars(self).items():
+            shared = name == "_feedback"  # of the model, not of its tokens
+            setattr(copied, name, value if shared else copy.deepcopy(value, memo))
+        return copied
+
+    # --- reading ---
+    def view(self, rows: RowTensors | None = None, same_length: int | None = None) -> CacheView:
+        """The tensors attention needs for every row of the table.
+
+        `rows` (and `same_length`) describe this layer where the table has moved on before it.
+        """
+        self.fit_rows()
+        self._fit_pages()
+        if rows is not None:
+            return self._view(rows, same_length)
+        rows, same_length = self.table.tensors(self.device), self.table.same_length()
+        return self._view(rows, same_length, self.table.plans(self.device))
+
+    def _view(
+        self,
+        rows: RowTensors,
+        same_length: int | None = None,
+        plans: dict[object, Tensor] | None = None,
+    ) -> CacheView:
+        exact = (self.ring_key, self.ring_value, self.sink_key, self.sink_value)
+        feedback = self._feedback
+        return CacheView(self.pages, *rows, *exact, same_length, feedback=feedback, plans=plans)
+
+    def allocated_bytes(self) -> int:
+        """Bytes of every tensor this layer holds, its share of the table's tensors included."""
+        own = (self._pages, self.ring_key, self.ring_value, self.sink_key, self.sink_value)
+        away = 0 if self._offloaded is None else self._offloaded.allocated_bytes()
+        of_table = (*self.table.tensors(self.device), *self.table.plans(self.device).values())
+        tensors = (*own, *of_table)
+        return away + sum(t.numel() * t.element_size() for t in tensors)
+
+    def dequantize(self) -> tuple[Tensor, Tensor]:
+        """Every token's key and value [B, tokens, Hkv, D] as attention sees them.
+
+        Padded on the right to the longest row with zeros.
+        """
+        return materialize(self.codec, self.view())
+
+    # --- writing ---
+    def append(self, plan: AppendPlan, key: Tensor, value: Tensor) -> None:
+        """Write the tokens of a plan: key and value [len(plan.rows), T, Hkv, D], T >= counts.
+
+        They are kept in the layout's dtype; numbers beyond its range become its largest.
+        """
+        self._check(plan, key, value)
+        if plan.ring_only and self._put_in_rings(plan, key, value):
+            return
+        self.fit_rows()
+        self._fit_pages()
+        kernels = self.kernels
+        if plan.copies:
+            source, target = torch.tensor(plan.copies, device=self.device).T
+            self.pages[target] = self.pages[source]
+        if self._offloaded is not None:
+            self._offloaded.mark(self.table.written_pages(plan))
+        if not any(plan.counts):
+            return
+        if self.layout.cfg.check_finite:  # here, since kernels do not see tokens of whole rows
+            for x in (key, value):
+                finite(_pack(x, plan.counts), check=True)
+        if key.dtype != self.layout.dtype:
+            key, value = self.exact(key), self.exact(value)
+        # Before the ring becomes a shorter one: what kernels encode may be in it.
+        new_key, new_value = key, value
+        if not (kernels.TAKES_BATCHES and plan.encoded == (key.shape[1],) * len(plan.rows)):
+            new_key = _encoded(plan, self.ring_key, key)
+            new_value = _encoded(plan, self.ring_value, value)
+        self._fit_exact(plan)
+        if plan.encoded != plan.counts and any(plan.whole_counts):
+            at = plan.whole_slots(self.device)
+            self.ring_key[at] = _pack(key, plan.whole_counts)
+            self.ring_value[at] = _pack(value, plan.whole_counts)
+        if not any(plan.encoded):
+            return
+        cu_seqlens, ring_valid_from = plan.tensors(self.device)
+        kernels.append(
+            self.codec,
+            self._view(self.table.tensors(self.device).pick(plan.rows)),
+            new_key,
+            new_value,
+            cu_seqlens,
+            ring_valid_from,
+            max_new=max(plan.encoded),
+            encode_partial_page=self.table.encode_partial_page,
+        )
+
+    def _put_in_rings(self, plan: AppendPlan, key: Tensor, value: Tensor) -> bool:
+        """A plan that is `ring_only`, on a CPU: a step without torch. False: not done."""
+        ring = self.ring_key
+        if (
+            self.device.type != "cpu"
+            or ring.shape[:2] != (len(self.table), plan.ring_tokens)
+            or self.layout.cfg.check_finite
+        ):
+            return False
+        if key.dtype != ring.dtype:
+            key, value = self.exact(key), self.exact(value)
+        slots = [row * plan.ring_tokens + plan.held[row] % plan.ring_tokens for row in plan.rows]
+        return copy_tokens(ring, key, slots) and copy_tokens(self.ring_value, value, slots)
+
+    @lasting
+    def select(self, rows: Sequence[int]) -> None:
+        """Follow `table.select(rows)`: move rings and sinks; pages stay where they are."""
+        self._fit_rows(max(rows, default=-1) + 1)
+        index = torch.tensor(list(rows), device=self.device, dtype=torch.long)
+        for name in _EXACT:
+            setattr(self, name, getattr(self, name).index_select(0, index))
+
+    @lasting
+    def reserve(self, pages: int) -> None:
+        """Make the pool hold at least `pages` pages, once, instead of growing to it."""
+        if pages <= self._num_pages:
+            return
+        if self._offloaded is not None:
+            self._offloaded.grow(pages)
+            return
+        grown = self.layout.new_pages(pages, self.device)
+        grown[: len(self._pages)] = self._pages
+        self._pages = grown
+
+    # --- offloading ---
+    def offload(self, buffers: DeviceBuffers) -> None:
+        """From now on the pages are in host memory, but between a use and `release`.
+
+        Rings and sinks stay on the device. Layers that share `buffers` share device memory.
+        """
+        if self._offloaded is None:
+            pages, self._pages = self._pages, self.layout.new_pages(0, self.device)
+            self._offloaded = OffloadedPages(self.layout, self.device, buffers)
+            if len(pages):
+                self._offloaded.grow(len(pages))
+                self._offloaded.tensor().copy_(pages)
+                self._offloaded.mark(range(len(pages)))
+            self.release()
+
+    def fetch(self) -> None:
+        """Begin to bring offloaded pages to the device, for a use soon."""
+        if self._offloaded is not None:
+            self._offloaded.fetch()
+
+    def release(self) -> None:
+        """Hand on the device memory of offloaded pages; the next use brings them back."""
+        if self._offloaded is not None:
+            self._offloaded.release()
+
+    @property
+    def _num_pages(self) -> int:
+        return self._pages.shape[0] if self._offloaded is None else len(self._offloaded)
+
+    def _check(self, plan: AppendPlan, key: Tensor, value: Tensor) -> None:
+        heads, d = self.layout.num_kv_heads, self.layout.head_dim
+        wanted = (len(plan.rows), "T", heads, d)
+        expect("key", key, wanted, self.device)
+        if (value.shape, value.dtype, value.device) != (key.shape, key.dtype, key.device):
+            expect("value", value, wanted, self.device)
+            check_new_tokens(self.layout, key, value)
+        most = max(plan.counts, default=0)
+        if key.shape[1] < most:
+            raise ValueError(f"key and value {list(key.shape)} must hold {most} tokens")
+
+    def fit_rows(self) -> None:
+        """Give every row of the table a ring and sinks."""
+        self._fit_rows(len(self.table))
+
+    @lasting
+    def _fit_rows(self, rows: int) -> None:
+        missing = rows - self.ring_key.shape[0]
+        if missing > 0:
+            for name in _EXACT:
+                old = getattr(self, name)
+                setattr(self, name, torch.cat([old, old.new_zeros(missing, *old.shape[1:])]))
+
+    def exact(self, x: Tensor) -> Tensor:
+        """Tokens in the dtype that exact ones are kept in; what is beyond it, at its end."""
+        if x.dtype == self.layout.dtype:
+            return x
+        most = torch.finfo(self.layout.dtype).max
+        if most < torch.finfo(x.dtype).max:
+            x = x.clamp(-most, most)
+        return x.to(self.layout.dtype)
+
+    @lasting
+    def _fit_exact(self, plan: AppendPlan) -> None:
+        """Give rings and sinks the size that a plan wants; exact tokens move to their slots."""
+        tokens = self.ring_key.shape[1]
+        if tokens != plan.ring_tokens:
+            row, slot = plan.ring_slots(tokens, self.device)
+            self.ring_key, self.ring_value = self.ring_key[row, slot], self.ring_value[row, slot]
+        if self.sink_key.shape[1] != plan.sinks:
+            self.sink_key, self.sink_value = (
+                x.new_zeros(len(x), plan.sinks, *x.shape[2:])
+                for x in (self.sink_key, self.sink_value)
+            )
+
+    def _fit_pages(self) -> None:
+        """Grow by a share at least: decoding rarely copies the pool, and little lies unused."""
+        if self.table.num_pages > self._num_pages:
+            wanted = max(self.table.num_pages, self._num_pages + self._num_pages // POOL_GROWTH)
+            if self.table.max_pages is not None:
+                wanted = min(wanted, self.table.max_pages)
+            self.reserve(wanted)
+
+
+POOL_GROWTH = 128  # a pool that is full grows by this part of it
+_EXACT = ("ring_key", "ring_value", "sink_key", "sink_value")
+
+
+def _pack(x: Tensor, counts: tuple[int, ...]) -> Tensor:
+    """The first counts[i] tokens of each row of [n, T, Hkv, D], one after another."""
+    if counts == (x.shape[1],) * len(counts):
+        return x.flatten(0, 1)
+    return torch.cat([row[:count] for row, count in zip(x, counts, strict=True)])
+
+
+def _encoded(plan: AppendPlan, ring: Tensor, new: Tensor) -> Tensor:
+    """What kernels encode, [N, Hkv, D]: new tokens, and all of a row that was whole until now."""
+    if plan.encoded == plan.counts or all(
+        n in (0, count) for n, count in zip(plan.encoded, plan.counts, strict=True)
+    ):
+        return _pack(new, plan.encoded)
+    parts = []
+    for i, (row, count) in enumerate(zip(plan.rows, plan.encoded, strict=True)):
+        older = max(0, count - plan.counts[i])
+        parts += [ring[row, :older], new[i, : count - older]]
+    return torch.cat(parts)

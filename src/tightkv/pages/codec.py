@@ -1,0 +1,116 @@
+"""Codec: what a config does to the keys and values of one layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tightkv.config import KVQuantConfig
+from tightkv.math.feedback import QueryMetric
+from tightkv.math.quantize import (
+    AbsMax,
+    Encoded,
+    GroupUniform,
+    OutlierMSE,
+    Quantizer,
+    Raw,
+    TurboQuantMSE,
+    TurboQuantProd,
+    dot,
+    finite,
+)
+from tightkv.pages.layout import PageLayout, outlier_channels
+
+
+def make_quantizer(cfg: KVQuantConfig, side: str, dim: int, raw_dtype: torch.dtype) -> Quantizer:
+    """The quantizer of one side ("key" or "value")."""
+    bits, method = cfg.bits(side), cfg.method(side)
+    mode, book, rotation = cfg.scale_mode(side), cfg.codebook, cfg.rotation
+    if bits == 16:
+        return Raw(dim, raw_dtype)
+    if cfg.has_outliers(side):
+        return OutlierMSE(
+            dim,
+            bits,
+            outlier_channels(cfg, dim),
+            extra_bits=cfg.outlier_extra_bits,
+            scale_mode=mode,
+            codebook=book,
+            rotation=rotation,
+            seed=cfg.seed,
+        )
+    if method == "group":
+        return GroupUniform(dim, bits, group_size=cfg.group_size)
+    if method == "absmax":
+        return AbsMax(dim, bits, rotation=rotation, seed=cfg.seed)
+    turbo = TurboQuantProd if method == "prod" else TurboQuantMSE
+    return turbo(dim, bits, scale_mode=mode, codebook=book, rotation=rotation, seed=cfg.seed)
+
+
+class Codec:
+    """Keys and values to page fields and back, page centering included."""
+
+    def __init__(self, layout: PageLayout) -> None:
+        self.layout, self.cfg = layout, layout.cfg
+        d, raw = layout.head_dim, layout.raw_dtype
+        self.key = make_quantizer(self.cfg, "key", d, raw)
+        self.value = make_quantizer(self.cfg, "value", d, raw)
+
+    # A codec is made of its layout alone and never changes: a copy is the codec itself.
+    def __copy__(self) -> Codec:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Codec:
+        return self
+
+    def feedback_factors(self, metric: QueryMetric, device: torch.device) -> Tensor | None:
+        """What a layer's encoders need of its queries' metric; None where they take none."""
+        if not self.cfg.takes_feedback:
+            return None
+        return metric.factors(self.key.rotation, self.cfg.key_bits, device)
+
+    def side(self, side: str) -> Quantizer:
+        return self.key if side == "key" else self.value
+
+    def encode(self, side: str, x: Tensor) -> Encoded:
+        """[..., head_dim] -> fields, keys uncentered: what an append writes."""
+        return self.side(side).encode(x, check=self.cfg.check_finite)
+
+    def rotate(self, side: str, x: Tensor) -> Tensor:
+        """Into the frame pages are stored in; bad elements as `check_finite` says."""
+        return self.side(side).rotation(finite(x, self.cfg.check_finite))
+
+    def encode_keys(self, y: Tensor, feedback: Tensor | None = None) -> Encoded:
+        """Rotated keys [..., heads, tokens, head_dim] of a sealed page -> fields.
+
+        `feedback` [heads, head_dim, head_dim] are the `feedback_factors` of their queries.
+        """
+        if feedback is None:
+            return self.key.encode_rotated(y)
+        assert isinstance(self.key, TurboQuantMSE)
+        return self.key.encode_with_feedback(y, feedback)
+
+    def encode_centered(self, y: Tensor, mean: Tensor, feedback: Tensor | None = None) -> Encoded:
+        """As `encode_keys`; each token is centered if that makes it smaller.
+
+        A centered token has the sign bit of its (first) scale set.
+        """
+        rest = y - mean
+        centered = dot(rest, rest) < dot(y, y)  # [..., 1]
+        fields = self.encode_keys(torch.where(centered, rest, y), feedback)
+        scale = fields["scale"]
+        first = torch.where(centered, -scale[..., :1], scale[..., :1])
+        return {**fields, "scale": torch.cat([first, scale[..., 1:]], -1)}
+
+    def decode_keys(self, fields: Encoded, mean: Tensor | None) -> Tensor:
+        """Fields -> rotated keys; `mean` [..., head_dim] is added where the flag says so."""
+        if mean is None:
+            return self.key.decode_rotated(fields)
+        scale = fields["scale"]
+        centered = torch.signbit(scale[..., :1])
+        y = self.key.decode_rotated({**fields, "scale": scale.abs()})
+        return torch.where(centered, y + mean, y)
+
+    def decode_values(self, fields: Encoded) -> Tensor:
+        """Fields -> rotated values."""
+        return self.value.decode_rotated(fields)

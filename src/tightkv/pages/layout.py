@@ -1,0 +1,455 @@
+"""Where every byte of a page lies. No other module knows an offset or a size.
+
+A page holds `page_size` tokens of one layer: one record per KV head, one plane per field
+inside a record (docs/layout.md draws it). Planes are ordered for the decoders:
+
+- key codes  [block of 32 tokens][word j][row r][chunk c][i]: token = 32 * block + 8 * i + r
+- value codes  [block][word j][chunk r][pair c][i]: tokens come in pairs packed together,
+  pair = 16 * block + 4 * i + c
+- per-token fp16 numbers [field][block][row r][i]: token = 32 * block + 8 * i + r
+
+so one 16-byte load gives a GPU lane or a CPU vector the same word of four rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tightkv.config import KVQuantConfig
+from tightkv.pages.pack import pack, unpack
+
+BLOCK = 32  # tokens whose codes are interleaved
+ALIGN = 16  # bytes every plane starts on
+SIDES = ("key", "value")
+RING_SLACK = 32  # tokens that can be taken back without shortening the exact window
+MAX_TOKENS = 1 << 30  # of a sequence: kernels count in 32 bits
+
+
+@dataclass(frozen=True)
+class Field:
+    """One thing stored for each token: `count` numbers of `bits` bits."""
+
+    name: str
+    bits: int
+    count: int
+
+    @property
+    def is_codes(self) -> bool:
+        return self.bits <= 8
+
+
+def token_fields(cfg: KVQuantConfig, side: str, head_dim: int) -> tuple[Field, ...]:
+    """What one token of one head stores."""
+    bits, method = cfg.bits(side), cfg.method(side)
+    if bits == 16:
+        return (Field("raw", 16, head_dim),)
+    if cfg.has_outliers(side):
+        wide = len(outlier_channels(cfg, head_dim))
+        return (
+            Field("codes_wide", bits + cfg.outlier_extra_bits, wide),
+            Field("codes", bits, head_dim - wide),
+            Field("scale", 16, 2),
+        )
+    if method == "prod":
+        return (
+            Field("codes", bits - 1, head_dim),
+            Field("signs", 1, head_dim),
+            Field("scale", 16, 1),
+            Field("residual", 16, 1),
+        )
+    if method == "group":
+        if head_dim % cfg.group_size:
+            raise ValueError(
+                f"group_size={cfg.group_size} does not divide head_dim={head_dim}; use 16"
+            )
+        groups = head_dim // cfg.group_size
+        return (
+            Field("codes", bits, head_dim),
+            Field("scale", 16, groups),
+            Field("low", 16, groups),
+        )
+    return (Field("codes", bits, head_dim), Field("scale", 16, 1))
+
+
+def ring_tokens(cfg: KVQuantConfig) -> int:
+    """Tokens a sequence's exact ring holds: the window, and what speculation may add to it."""
+    return cfg.exact_pages * cfg.page_size + RING_SLACK
+
+
+def outlier_channels(cfg: KVQuantConfig, head_dim: int) -> tuple[int, ...]:
+    """The static outlier channels: as configured, else the slowest RoPE channels of each half.
+
+    RoPE turns those least within a context, so they keep the largest mean and range.
+    """
+    count = round(cfg.outlier_share * head_dim / 16) * 16
+    if not 0 < count < head_dim:
+        raise ValueError(
+            f"outlier_share={cfg.outlier_share} gives {count} of {head_dim} channels; "
+            f"it must give a multiple of 16 between 16 and {head_dim - 16}"
+        )
+    if cfg.outlier_channels:
+        if len(cfg.outlier_channels) != count or max(cfg.outlier_channels) >= head_dim:
+            raise ValueError(
+                f"outlier_channels names {len(cfg.outlier_channels)} channels up to "
+                f"{max(cfg.outlier_channels)}; outlier_share={cfg.outlier_share} of head_dim="
+                f"{head_dim} needs {count} below {head_dim}"
+            )
+        return tuple(sorted(cfg.outlier_channels))
+    half, each = head_dim // 2, count // 2
+    return (*range(half - each, half), *range(head_dim - each, head_dim))
+
+
+@dataclass(frozen=True)
+class Plane:
+    """Bytes [offset, offset + size) of a record hold `field` of `side` for all tokens."""
+
+    side: str
+    field: Field
+    offset: int
+    size: int
+
+
+def _derived() -> Any:
+    """A field that follows from the others."""
+    return dataclasses.field(init=False, repr=False, compare=False)
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """The page of one layer: sizes, offsets, and how planes are read and written.
+
+    A value: layouts of equal arguments are equal, and a copy is the layout itself. Take it from
+    `page_layout`, which gives layers that are alike the same object.
+    """
+
+    cfg: KVQuantConfig
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype = torch.bfloat16
+    planes: Mapping[tuple[str, str], Plane] = dataclasses.field(
+        init=False, repr=False, compare=False
+    )
+    mean_offset: int = _derived()
+    record_bytes: int = _derived()
+    _hash: int = _derived()
+
+    def __post_init__(self) -> None:
+        cfg, head_dim = self.cfg, self.head_dim
+        if head_dim < 16 or head_dim % 16:
+            raise ValueError(f"head_dim={head_dim}; supported: multiples of 16 from 16 up")
+        if self.num_kv_heads < 1:
+            raise ValueError(f"num_kv_heads={self.num_kv_heads}; it must be at least 1")
+        if self.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise ValueError(f"dtype={self.dtype}; supported: bfloat16, float16, float32")
+        planes = {}
+        fields = [(side, f) for side in SIDES for f in token_fields(cfg, side, head_dim)]
+        end = 0
+        for side, entry in sorted(fields, key=lambda pair: not pair[1].is_codes):
+            size = entry.count * entry.bits * cfg.page_size // 8
+            planes[side, entry.name] = Plane(side, entry, end, size)
+            end = _align(end + size)
+        object.__setattr__(self, "planes", MappingProxyType(planes))
+        object.__setattr__(self, "mean_offset", end)
+        if cfg.centered:
+            end += _align(head_dim * 2 if cfg.mean_bits == 16 else head_dim + 2)
+        object.__setattr__(self, "record_bytes", end)
+        # Kept: layouts are keys of the caches on the way to every launch.
+        object.__setattr__(self, "_hash", hash((cfg, self.num_kv_heads, head_dim, self.dtype)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __copy__(self) -> PageLayout:
+        return self
+
+    def __deepcopy__(self, memo: object) -> PageLayout:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return page_layout, (self.cfg, self.num_kv_heads, self.head_dim, self.dtype)
+
+    def __repr__(self) -> str:
+        return (
+            f"PageLayout({self.cfg.name}, heads={self.num_kv_heads}, head_dim={self.head_dim}, "
+            f"page={self.page_size} tokens, {self.page_bytes} bytes)"
+        )
+
+    # --- sizes ---
+    @property
+    def page_size(self) -> int:
+        return self.cfg.page_size
+
+    @property
+    def raw_dtype(self) -> torch.dtype:
+        """Of raw planes: 16 bits means 16, so a float32 model's are float16."""
+        return torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float16
+
+    @property
+    def page_bytes(self) -> int:
+        return self.num_kv_heads * self.record_bytes
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes a token of this layer takes in pages, scales, means and padding included."""
+        return self.page_bytes / self.page_size
+
+    @property
+    def exact_bytes_per_token(self) -> int:
+        """Bytes of a token's exact key and value, which are kept in `dtype`."""
+        return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def ring_tokens(self) -> int:
+        return ring_tokens(self.cfg)
+
+    @property
+    def exact_limit(self) -> int:
+        """The longest sequence that takes fewer bytes exact than with a ring, sinks and pages.
+
+        Unfinished pages have no codes. A layout whose pages save nothing has no longest one.
+        """
+        exact, page = self.exact_bytes_per_token, self.page_bytes + 4
+        fixed, saved = (self.ring_tokens + self.cfg.sinks) * exact, self.page_size * exact - page
+        if saved <= 0:
+            return MAX_TOKENS
+        pages = -(-fixed // saved) - 1  # with one more, a sequence is never larger than exact
+        return max(pages * self.page_size, -(-(fixed + pages * page) // exact)) - 1
+
+    def sequence_bytes(self, tokens: int = MAX_TOKENS) -> int:
+        """Bytes a sequence holds beside its pages: ring, sinks and five int32 counters."""
+        exact = min(tokens, self.ring_tokens) + self.cfg.sinks
+        return exact * self.exact_bytes_per_token + 5 * 4
+
+    def window_bytes(self, window: int, tokens: int = MAX_TOKENS) -> int:
+        """Most bytes of a sequence in a layer that keeps the pages of a sliding window alone."""
+        most = -(-(window - 1) // self.page_size) + 1  # it may begin anywhere in the first
+        pages = min(most, -(-tokens // self.page_size))
+        return pages * (self.page_bytes + 4) + self.sequence_bytes(tokens)
+
+    def total_bytes(
+        self,
+        tokens: int,
+        sequences: int = 1,
+        encode_partial_page: bool = True,
+        exact_limit: int = 0,
+    ) -> int:
+        """Bytes of a layer that holds `sequences` sequences of `tokens` tokens each.
+
+        Pages, block-table entries, rings and sinks. `encode_partial_page` says whether an
+        unfinished page already has codes or lives in the ring alone; sequences of up to
+        `exact_limit` tokens live there whole, without sinks.
+        """
+        if tokens <= exact_limit:
+            return sequences * (max(tokens, 1) * self.exact_bytes_per_token + 5 * 4)
+        pages = -(-tokens // self.page_size) if encode_partial_page else tokens // self.page_size
+        return sequences * (pages * (self.page_bytes + 4) + self.sequence_bytes(tokens))
+
+    def read_pages(self, max_tokens: int) -> int:
+        """Pages of at most `max_tokens` tokens that can be read: the newest stay in the ring."""
+        return max(-(-max_tokens // self.page_size) - self.cfg.exact_pages, 0)
+
+    def ring_holds(self, window: int | None) -> bool:
+        """Whether the ring has every token that a sliding window shows, so that no page is read."""
+        return window is not None and window - 1 <= (self.cfg.exact_pages - 1) * self.page_size
+
+    @property
+    def ratio(self) -> float:
+        """16-bit bytes over page bytes, for a long sequence."""
+        return 4 * self.num_kv_heads * self.head_dim / self.bytes_per_token
+
+    # --- whole planes ---
+    def new_pages(self, count: int, device: torch.device | str = "cpu") -> Tensor:
+        """[count, num_kv_heads, record_bytes] uint8, zeroed."""
+        shape = (count, self.num_kv_heads, self.record_bytes)
+        return torch.zeros(shape, dtype=torch.uint8, device=device)
+
+    def read(self, records: Tensor, side: str) -> dict[str, Tensor]:
+        """uint8 [..., record_bytes] -> each field of `side` as [..., page_size, count]."""
+        out = {}
+        for plane in self._side_planes(side):
+            data = records[..., plane.offset : plane.offset + plane.size]
+            field = plane.field
+            if field.name == "raw":
+                out["raw"] = _as_dtype(data, self.raw_dtype).unflatten(-1, (-1, field.count))
+            elif field.is_codes:
+                rows = self._plane_to_rows(data, side, field)
+                codes = unpack(rows, field.bits)
+                out[field.name] = _split_pairs(codes) if side == "value" else codes
+            else:
+                out[field.name] = _numbers_to_tokens(_as_dtype(data, torch.float16), field.count)
+        return out
+
+    def write(self, records: Tensor, side: str, fields: dict[str, Tensor]) -> None:
+        """Write whole planes in place: the inverse of `read`."""
+        for plane in self._side_planes(side):
+            field, value = plane.field, fields[plane.field.name]
+            if field.name == "raw":
+                data = _as_bytes(value.to(self.raw_dtype).flatten(-2))
+            elif field.is_codes:
+                codes = _join_pairs(value) if side == "value" else value
+                data = self._rows_to_plane(pack(codes, field.bits), side, field)
+            else:
+                data = _tokens_to_numbers(value.to(torch.float16)).view(torch.uint8)
+            records[..., plane.offset : plane.offset + plane.size] = data
+
+    # --- single tokens ---
+    def write_tokens(
+        self, pages: Tensor, page: Tensor, offset: Tensor, side: str, fields: dict[str, Tensor]
+    ) -> None:
+        """Write T tokens at (page[t], offset[t]); fields are [T, heads, count]. No neighbour
+        changes. Two tokens may share a packed pair; the same slot must not appear twice."""
+        for plane in self._side_planes(side):
+            field, value = plane.field, fields[plane.field.name]
+            start = plane.offset
+            if field.name == "raw":
+                data = _as_bytes(value.to(self.raw_dtype))
+                index = torch.arange(data.shape[-1], device=pages.device)
+                _scatter(pages, page, start + offset[:, None] * data.shape[-1] + index, data)
+            elif not field.is_codes:
+                index = self._number_index(field).to(pages.device)[offset]  # [T, count * 2]
+                data = _as_bytes(value.to(torch.float16))
+                _scatter(pages, page, start + index, data)
+            elif side == "key":
+                index = self._row_index(side, field).to(pages.device)[offset]
+                _scatter(pages, page, start + index, pack(value, field.bits))
+            else:
+                for parity in (0, 1):  # pair mates in one call must not race
+                    pick = (offset % 2 == parity).nonzero().squeeze(-1)
+                    index = start + self._row_index(side, field).to(pages.device)[offset[pick] // 2]
+                    pair = unpack(_gather(pages, page[pick], index), field.bits)
+                    codes = pair.unflatten(-1, (-1, 2)).clone()  # [t, heads, count, 2]
+                    codes[..., parity] = value[pick]
+                    _scatter(pages, page[pick], index, pack(codes.flatten(-2), field.bits))
+
+    # --- the page mean ---
+    def read_mean(self, records: Tensor) -> Tensor:
+        """uint8 [..., record_bytes] -> float32 [..., head_dim], in the rotated frame."""
+        d = self.head_dim
+        if self.cfg.mean_bits == 16:
+            data = records[..., self.mean_offset : self.mean_offset + 2 * d]
+            return _as_dtype(data, torch.float16).float()
+        levels = _as_dtype(records[..., self.mean_offset : self.mean_offset + d], torch.int8)
+        scale = records[..., self.mean_offset + d : self.mean_offset + d + 2]
+        return levels.float() * _as_dtype(scale, torch.float16).float()
+
+    def write_mean(self, records: Tensor, mean: Tensor) -> None:
+        """float32 [..., head_dim]; what `read_mean` gives back is the rounded mean."""
+        d = self.head_dim
+        if self.cfg.mean_bits == 16:
+            data = _as_bytes(mean.to(torch.float16))
+            records[..., self.mean_offset : self.mean_offset + 2 * d] = data
+            return
+        scale = (mean.abs().amax(-1, keepdim=True) / 127).to(torch.float16)
+        levels = mean / scale.float().clamp_min(torch.finfo(torch.float16).tiny)
+        levels = levels.round().clamp(-127, 127).to(torch.int8)
+        records[..., self.mean_offset : self.mean_offset + d] = _as_bytes(levels)
+        records[..., self.mean_offset + d : self.mean_offset + d + 2] = _as_bytes(scale)
+
+    # --- orders ---
+    def _side_planes(self, side: str) -> list[Plane]:
+        return [plane for plane in self.planes.values() if plane.side == side]
+
+    def _code_shape(self, side: str, field: Field) -> tuple[int, ...]:
+        """[block, word j, A, B, i, element bytes] of a code plane."""
+        blocks = self.page_size // BLOCK
+        if side == "value":
+            return (blocks, field.bits, field.count // 16, 4, 4, 4)
+        chunk = 32 if field.count % 32 == 0 else 16
+        return (blocks, field.bits, 8, field.count // chunk, 4, chunk // 8)
+
+    def _plane_to_rows(self, data: Tensor, side: str, field: Field) -> Tensor:
+        """[..., plane bytes] -> packed rows [..., rows, row bytes]: tokens, or pairs for values."""
+        x = data.unflatten(-1, self._code_shape(side, field))
+        order = (-6, -2, -3, -4, -5, -1) if side == "value" else (-6, -2, -4, -3, -5, -1)
+        x = x.permute(*range(x.dim() - 6), *order)  # [..., block, i, row, chunk, j, bytes]
+        return x.flatten(-6, -4).flatten(-3)
+
+    def _rows_to_plane(self, rows: Tensor, side: str, field: Field) -> Tensor:
+        blocks, words, a, b, i, width = self._code_shape(side, field)
+        row, chunks = (b, a) if side == "value" else (a, b)
+        x = rows.unflatten(-1, (chunks, words, width)).unflatten(-4, (blocks, i, row))
+        # [..., block, i, row, chunk, j, bytes] -> [..., block, j, A, B, i, bytes]
+        order = (-6, -2, -3, -4, -5, -1) if side == "value" else (-6, -2, -4, -3, -5, -1)
+        return x.permute(*range(x.dim() - 6), *order).flatten(-6)
+
+    @lru_cache(maxsize=256)  # noqa: B019 - layouts are values, and few
+    def _row_index(self, side: str, field: Field) -> Tensor:
+        """[rows, row bytes]: byte of the plane for each byte of a packed row."""
+        size = self.planes[side, field.name].size
+        return self._plane_to_rows(torch.arange(size, device="cpu"), side, field)
+
+    @lru_cache(maxsize=256)  # noqa: B019
+    def _number_index(self, field: Field) -> Tensor:
+        """[page_size, count * 2]: byte of the plane for each byte of a token's fp16 numbers."""
+        numbers = torch.arange(field.count * self.page_size, device="cpu")
+        index = _numbers_to_tokens(numbers, field.count)
+        return torch.stack([2 * index, 2 * index + 1], -1).flatten(-2)
+
+
+def page_layout(
+    cfg: KVQuantConfig, num_kv_heads: int, head_dim: int, dtype: torch.dtype = torch.bfloat16
+) -> PageLayout:
+    """The layout of these arguments; equal ones give the same object."""
+    return _cached_layout(cfg, num_kv_heads, head_dim, dtype)
+
+
+_cached_layout = lru_cache(maxsize=1024)(PageLayout)
+
+
+def exact_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of the exact tokens of a model that computes in `dtype`: 16 bits, also for float32."""
+    return torch.float16 if dtype == torch.float32 else dtype
+
+
+def _align(size: int) -> int:
+    return -(-size // ALIGN) * ALIGN
+
+
+def _as_dtype(data: Tensor, dtype: torch.dtype) -> Tensor:
+    return data.contiguous().view(dtype)
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    """[..., n] -> uint8. A single element may be contiguous and have any stride."""
+    x = x.contiguous() if x.shape[-1] > 1 else x.clone(memory_format=torch.contiguous_format)
+    return x.view(torch.uint8)
+
+
+def _numbers_to_tokens(data: Tensor, count: int) -> Tensor:
+    """[..., field, block, r, i] flat -> [..., page_size, count] in token order."""
+    x = data.unflatten(-1, (count, -1, 8, 4)).transpose(-1, -2)  # [..., field, block, i, r]
+    return x.flatten(-3).transpose(-1, -2)
+
+
+def _tokens_to_numbers(values: Tensor) -> Tensor:
+    """[..., page_size, count] -> flat in plane order."""
+    x = values.transpose(-1, -2).unflatten(-1, (-1, 4, 8)).transpose(-1, -2)
+    return x.flatten(-4).contiguous()
+
+
+def _join_pairs(codes: Tensor) -> Tensor:
+    """[..., page_size, n] -> [..., page_size / 2, 2n], mates adjacent."""
+    return codes.unflatten(-2, (-1, 2)).transpose(-1, -2).flatten(-2)
+
+
+def _split_pairs(rows: Tensor) -> Tensor:
+    return rows.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-3, -2)
+
+
+def _scatter(pages: Tensor, page: Tensor, index: Tensor, data: Tensor) -> None:
+    """pages[page[t], h, index[t]] = data[t, h]."""
+    heads = torch.arange(pages.shape[1], device=pages.device)[None, :, None]
+    pages[page[:, None, None], heads, index[:, None, :]] = data
+
+
+def _gather(pages: Tensor, page: Tensor, index: Tensor) -> Tensor:
+    heads = torch.arange(pages.shape[1], device=pages.device)[None, :, None]
+    return pages[page[:, None, None], heads, index[:, None, :]]

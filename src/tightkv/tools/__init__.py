@@ -1,0 +1,1 @@
+"""Everything that measures or talks; nothing of the cache imports it."""

@@ -1,0 +1,110 @@
+"""Attention over uncompressed caches: torch's backends, and a plain Triton kernel."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from tightkv.kernels.sdpa import sdpa_with_lse
+from tightkv.kernels.triton import prefill as triton_prefill
+from tightkv.tools.bench.bf16_kernel import bf16_decode
+from tightkv.tools.bench.inputs import Shape, copies_for
+from tightkv.tools.bench.timing import graph_ms
+
+SDPA = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+
+
+def sdpa_decode(shape: Shape, device: torch.device, *, backend: SDPBackend) -> float:
+    """Milliseconds of a backend of torch; query heads are packed as query tokens."""
+    if shape.ragged:
+        raise ValueError("torch's attention takes sequences of one length")
+    query, caches = _dense(shape, device)
+    with sdpa_kernel(backend):
+        return graph_ms([partial(scaled_dot_product_attention, query, k, v) for k, v in caches])
+
+
+def triton_decode(shape: Shape, device: torch.device) -> float:
+    """Milliseconds of the plain Triton kernel, over a padded cache."""
+    if shape.head_dim & (shape.head_dim - 1):
+        raise ValueError(f"head_dim={shape.head_dim}; the plain Triton kernel takes powers of two")
+    query, caches = _dense(shape, device)
+    packed = query.flatten(1, 2)
+    lengths = torch.tensor(shape.lengths, dtype=torch.int32, device=device)
+    return graph_ms([partial(bf16_decode, packed, k, v, lengths) for k, v in caches])
+
+
+def _dense(shape: Shape, device: torch.device) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    """Queries [B, Hkv, Hq / Hkv, D]; keys and values [B, Hkv, N, D] of as many caches as needed."""
+
+    def random(tokens: int) -> Tensor:
+        size = (shape.batch, shape.kv_heads, tokens, shape.head_dim)
+        return torch.randn(size, dtype=torch.bfloat16, device=device)
+
+    caches = [
+        (random(shape.tokens), random(shape.tokens)) for _ in range(copies_for(shape.bf16_bytes))
+    ]
+    return random(shape.query_heads // shape.kv_heads), caches
+
+
+def sdpa_extend(shape: Shape, prefix: int, device: torch.device) -> dict[str, float]:
+    """Causal attention of `tokens` new tokens after `prefix` others, all in bf16."""
+    hq, hkv, d = shape.query_heads, shape.kv_heads, shape.head_dim
+    total = prefix + shape.tokens
+    query = torch.randn(shape.batch, hq, shape.tokens, d, dtype=torch.bfloat16, device=device)
+    key, value = (
+        torch.randn(shape.batch, hkv, total, d, dtype=torch.bfloat16, device=device)
+        for _ in range(2)
+    )
+    times = {}
+    for name, backend in SDPA.items():
+        with sdpa_kernel(backend):
+            try:
+                call = partial(_aligned_sdpa, query, key, value, prefix)
+                times[f"sdpa {name}"] = graph_ms([call], repeats=5)
+            except (RuntimeError, ValueError, NotImplementedError):
+                continue
+    if prefix:
+        call = partial(_two_parts, query, key, value, prefix)
+        times["sdpa in two parts"] = graph_ms([call], repeats=5)
+    return times
+
+
+def _two_parts(query: Tensor, key: Tensor, value: Tensor, prefix: int) -> Tensor:
+    """Prefix and new tokens apart, so that cuDNN's kernels can be used; merged by their LSEs.
+
+    Nothing is copied, and the merge is one kernel: what our own prefill does, without the codes.
+    """
+    batch, _, _, d = query.shape
+    scale = 1 / math.sqrt(d)
+    packed = query.view(batch, key.shape[1], -1, d)  # heads of a group as further queries
+    old_key, new_key = key[:, :, :prefix], key[:, :, prefix:]
+    old_value, new_value = value[:, :, :prefix], value[:, :, prefix:]
+    old = sdpa_with_lse(packed, old_key, old_value, scale, any_length=True)
+    new = sdpa_with_lse(query, new_key, new_value, scale, causal=True, any_length=True)
+    triton_prefill.merge_and_unrotate(None, old, new)
+    return new.out
+
+
+def _aligned_sdpa(query: Tensor, key: Tensor, value: Tensor, prefix: int) -> Tensor:
+    """Queries are the last tokens: torch's is_causal would align them to the first."""
+    if not prefix:
+        return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    from torch.nn.attention.bias import causal_lower_right
+
+    bias = causal_lower_right(query.shape[2], key.shape[2])
+    return scaled_dot_product_attention(query, key, value, attn_mask=bias, enable_gqa=True)
+
+
+def best(times: dict[str, float], *words: str) -> float:
+    """The least time of entries whose name has one of the words (or of all)."""
+    picked = [t for name, t in times.items() if not words or any(w in name for w in words)]
+    return min(picked, default=math.nan)

@@ -1,0 +1,223 @@
+"""Decode steps on the CPU: native kernels against torch's attention and the reference."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from tightkv.config import KVQuantConfig
+from tightkv.kernels.cpu import library
+from tightkv.paged.attention import attend
+from tightkv.paged.cache import PagedKV
+from tightkv.paged.sequences import SequenceTable
+from tightkv.pages.layout import PageLayout
+from tightkv.tools.bench.inputs import Shape
+from tightkv.tools.bench.provenance import provenance
+
+SHAPES = (
+    Shape(1, 8192),
+    Shape(1, 32768),
+    Shape(1, 4096, query_heads=9, kv_heads=3, head_dim=64),
+)
+_SLOW = 10  # contenders whose steps take as many times the fastest one's take three
+
+
+class Contender(Protocol):
+    """A cache of one layer that grows by a token of each sequence and is attended to."""
+
+    def append(self) -> object: ...
+
+    def attend(self) -> object: ...
+
+
+@dataclass
+class Milliseconds:
+    """Of one step, and of its attention alone."""
+
+    step: float
+    attention: float
+
+
+def decode_rows(
+    cfg: KVQuantConfig, shapes: Sequence[Shape] = SHAPES, repeats: int = 15
+) -> Iterator[dict[str, Any]]:
+    """A row for each shape: median milliseconds of a step of one layer, and ratios to ours."""
+    facts = {**provenance(torch.device("cpu")), **machine()}
+    for shape in shapes:
+        times = interleaved(_contenders(cfg, shape, repeats), cfg.page_size, repeats)
+        yield {
+            "bench": "decode",
+            "shape": asdict(shape),
+            "preset": cfg.name,
+            "kernels": "cpu",
+            "ms": {name: round(ms.step, 4) for name, ms in times.items()},
+            "attention_ms": {name: round(ms.attention, 4) for name, ms in times.items()},
+            "ratios": ratios(times),
+            **facts,
+        }
+
+
+def ratios(times: Mapping[str, Milliseconds]) -> dict[str, float]:
+    """How many times faster our step is than each other's, and our attention than torch's."""
+    ours = times["tightkv"]
+    sdpa = [ms for name, ms in times.items() if name.startswith("sdpa")]
+    fastest = min(ms.step for ms in sdpa)
+    attention = min(ms.attention for ms in sdpa)
+    return {
+        **{n: round(ms.step / ours.step, 3) for n, ms in times.items() if n != "tightkv"},
+        "fastest sdpa": round(fastest / ours.step, 3),
+        "fastest sdpa, attention alone": round(attention / ours.attention, 3),
+        "append share": round(1 - ours.attention / ours.step, 4),
+    }
+
+
+def interleaved(
+    contenders: Mapping[str, Contender], page_size: int, repeats: int
+) -> dict[str, Milliseconds]:
+    """Medians over windows of as many steps as a page has tokens, so that sealing has its share.
+
+    Contenders take steps in turn: what else the machine does hits all, and each finds the
+    processor's caches full of the others' bytes, as a layer of a model does. Slow ones take a
+    step in each of the first windows only: whoever follows many milliseconds of other work finds
+    not even the interpreter in the caches, and whoever follows that one does.
+    """
+    windows: dict[str, list[Milliseconds]] = {name: [] for name in contenders}
+    first = {name: _step(contender) for name, contender in contenders.items()}
+    fastest = min(ms.step for ms in first.values())
+    slow = {name for name, ms in first.items() if ms.step > _SLOW * fastest}
+    for number in range(repeats):
+        steps: dict[str, list[Milliseconds]] = {name: [] for name in contenders}
+        for turn in range(page_size):
+            for name, contender in contenders.items():
+                if name not in slow or (turn == 0 and number < 3):
+                    steps[name].append(_step(contender))
+        for name, found in steps.items():
+            if found:
+                windows[name].append(_join(statistics.mean, found))
+    return {name: _join(statistics.median, found) for name, found in windows.items()}
+
+
+def _join(how: Callable[[Iterable[float]], float], times: Sequence[Milliseconds]) -> Milliseconds:
+    return Milliseconds(how([ms.step for ms in times]), how([ms.attention for ms in times]))
+
+
+def _step(contender: Contender) -> Milliseconds:
+    start = perf_counter()
+    contender.append()
+    appended = perf_counter()
+    contender.attend()
+    end = perf_counter()
+    return Milliseconds(1e3 * (end - start), 1e3 * (end - appended))
+
+
+def _contenders(cfg: KVQuantConfig, shape: Shape, repeats: int) -> dict[str, Contender]:
+    """Ours, the reference, and torch's attention in float32 and bfloat16.
+
+    They begin with so many tokens that the last step has all of the shape's.
+    """
+    generator = torch.Generator("cpu").manual_seed(0)
+
+    def random(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, device="cpu")
+
+    b, d = shape.batch, shape.head_dim
+    before = max(1, shape.tokens - repeats * cfg.page_size - 1)
+    key, value = random(b, before, shape.kv_heads, d), random(b, before, shape.kv_heads, d)
+    query = random(b, 1, shape.query_heads, d)
+    contenders: dict[str, Contender] = {
+        "tightkv": Compressed(_filled(cfg, key, value, "cpu"), query, key[:, :1], value[:, :1]),
+        "reference": Compressed(
+            _filled(cfg, key, value, "reference"), query, key[:, :1], value[:, :1]
+        ),
+    }
+    room = before + repeats * cfg.page_size + 1
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        for packed in (False, True):
+            label = f"sdpa {name} packed" if packed else f"sdpa {name}"
+            contenders[label] = Plain(query, key, value, dtype, room, packed)
+    return contenders
+
+
+class Compressed:
+    """A layer of ours, with a table of its own (which the layers of a model share)."""
+
+    def __init__(self, cache: PagedKV, query: Tensor, key: Tensor, value: Tensor) -> None:
+        self.cache, self.query, self.key, self.value = cache, query, key, value
+
+    def append(self) -> None:
+        batch = len(self.query)
+        plan = self.cache.table.append(range(batch), [1] * batch)
+        self.cache.append(plan, self.key, self.value)
+
+    def attend(self) -> Tensor:
+        return attend(self.cache, self.query)[0]
+
+
+class Plain:
+    """torch's attention over keys and values [B, Hkv, room, D], written in place.
+
+    Packed: the query heads of a key head are query tokens, which reads each key once; else torch
+    is asked with enable_gqa.
+    """
+
+    def __init__(
+        self, query: Tensor, key: Tensor, value: Tensor, dtype: torch.dtype, room: int, packed: bool
+    ) -> None:
+        batch, self.length, heads, d = key.shape
+        self.key, self.value = (
+            torch.zeros(batch, heads, room, d, dtype=dtype, device="cpu") for _ in range(2)
+        )
+        for cache, x in ((self.key, key), (self.value, value)):
+            cache[:, :, : self.length] = x.transpose(1, 2)
+        self.new = tuple(x[:, :1].transpose(1, 2).to(dtype).contiguous() for x in (key, value))
+        self.query = query.transpose(1, 2).to(dtype).contiguous()  # [B, Hq, 1, D]
+        if packed:
+            self.query = self.query.view(batch, heads, -1, d)
+        self.gqa = not packed
+
+    def append(self) -> None:
+        for cache, new in zip((self.key, self.value), self.new, strict=True):
+            cache[:, :, self.length : self.length + 1] = new
+        self.length += 1
+
+    def attend(self) -> Tensor:
+        key, value = self.key[:, :, : self.length], self.value[:, :, : self.length]
+        return scaled_dot_product_attention(self.query, key, value, enable_gqa=self.gqa)
+
+
+def _filled(cfg: KVQuantConfig, key: Tensor, value: Tensor, kernels: str) -> PagedKV:
+    table = SequenceTable(cfg, encode_partial_page=False)
+    table.add_rows([0] * len(key))
+    layout = PageLayout(cfg, key.shape[2], key.shape[3], key.dtype)
+    cache = PagedKV(layout, table, "cpu", kernels)
+    cache.append(table.append(range(len(key)), [key.shape[1]] * len(key)), key, value)
+    return cache
+
+
+def machine() -> dict[str, Any]:
+    """The processor, its threads, and the instruction set of our kernels."""
+    lib = library.load()
+    return {
+        "cpu": _cpu_name(),
+        "threads": torch.get_num_threads(),
+        "isa": library.chosen(lib),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return "unknown"
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    fields = {name.strip(): text.strip() for name, text in fields.items()}
+    arm = f"ARM implementer {fields.get('CPU implementer')} part {fields.get('CPU part')}"
+    return fields.get("model name") or arm

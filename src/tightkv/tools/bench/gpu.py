@@ -1,0 +1,227 @@
+"""decode, store and extend on a GPU: our kernels against uncompressed caches, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tightkv.config import KVQuantConfig
+from tightkv.kernels.options import AttendOptions
+from tightkv.kernels.registry import select
+from tightkv.math.feedback import QueryMetric
+from tightkv.pages.layout import PageLayout
+from tightkv.tools.bench import baselines
+from tightkv.tools.bench.inputs import Layer, Shape, fill, layers_for
+from tightkv.tools.bench.provenance import provenance
+from tightkv.tools.bench.rivals import measure_rivals
+from tightkv.tools.bench.timing import copy_bandwidth, graph_ms
+
+# Odd lengths: the newest page is neither empty nor full, as most of the time.
+DECODE_SHAPES = (Shape(8, 32731), Shape(32, 8155), Shape(1, 131035), Shape(1, 32731))
+
+
+def decode_rows(
+    shapes: Sequence[Shape],
+    presets: Sequence[str],
+    kernels: Sequence[str],
+    device: torch.device,
+    rivals: Sequence[str] = (),
+) -> Iterator[dict[str, Any]]:
+    """A row for each shape and preset: a whole decode step of one layer, and its parts.
+
+    `rivals`: words of the names of those to measure; all without.
+    """
+    facts = provenance(device)
+    bandwidth = copy_bandwidth(device)
+    for shape in shapes:
+        others = measure_rivals(shape, device, rivals)
+        for preset in presets:
+            layout = _layout(preset, shape)
+            for name in kernels:
+                module = select(name, device, layout)
+                layers = layers_for(layout, shape, module, device)
+                times = _decode_times(module, layers, shape)
+                read = layers[0].bytes
+                yield {
+                    "bench": "decode",
+                    "shape": asdict(shape),
+                    "preset": preset,
+                    "kernels": module.NAME,
+                    "ms": times,
+                    "others_ms": others.ms,
+                    "others_timed": others.timed,
+                    "others_failed": others.failed,
+                    "vllm": others.vllm,
+                    **{
+                        name: None if least is None else least / times["step"]
+                        for name, least in others.least.items()
+                    },
+                    "share_of_copy_bandwidth": read / (times["attend"] / 1e3) / bandwidth,
+                    "bytes_read": read,
+                    "copy_bytes_per_s": bandwidth,
+                    **facts,
+                }
+                del layers
+                torch.cuda.empty_cache()
+
+
+def _decode_times(module: ModuleType, layers: Sequence[Layer], shape: Shape) -> dict[str, float]:
+    """Milliseconds of append and attend together and of each alone; sealing pages of all or one.
+
+    In vLLM a token is coded at once, keys are sealed with error feedback where they can be, and
+    with a calibration tokens are relative to centers.
+    """
+    codec, device = layers[0].codec, layers[0].view.pages.device
+    cu_seqlens = torch.arange(shape.batch + 1, dtype=torch.int32, device=device)
+    query = _random(shape.batch, shape.query_heads, shape.head_dim, device)
+    key, value = (_random(shape.batch, shape.kv_heads, shape.head_dim, device) for _ in range(2))
+    centers = tuple(_random(shape.kv_heads, shape.head_dim, device) for _ in range(2))
+    options = AttendOptions(max_queries=1)
+
+    def append(layer: Layer, in_vllm: bool = False, **centers: Any) -> None:
+        module.append(
+            layer.codec, layer.view, key, value, cu_seqlens, layer.ring_valid_from,
+            max_new=1, encode_partial_page=in_vllm, **centers,
+        )  # fmt: skip
+
+    def attend(layer: Layer, **center: Tensor) -> None:
+        module.attend(layer.codec, query, layer.view, cu_seqlens, options, **center)
+
+    def step(layer: Layer, in_vllm: bool = False, centered: bool = False) -> None:
+        append(layer, in_vllm, **({"centers": centers} if centered else {}))
+        over = _with_view(layer, overlaps_append=True)  # as vLLM launches it
+        if in_vllm:  # where the host does not know that all lengths are the same
+            over = _with_view(over, same_length=None)
+        attend(over, **({"value_center": centers[1]} if centered else {}))
+
+    in_vllm = partial(step, in_vllm=True)
+
+    def sealing(rows: int) -> list[Layer]:
+        """The first so many complete a page."""
+        return [_with_view(layer, lengths=_up_to_page(layer, rows)) for layer in layers]
+
+    def fed_back(of: Sequence[Layer]) -> list[Layer]:
+        return [_with_view(layer, feedback=factors) for layer in of]
+
+    full, one = sealing(shape.batch), sealing(1)
+    calls: dict[str, tuple[Callable[..., None], Sequence[Layer]]] = {
+        "step": (step, layers),
+        "append": (append, layers),
+        "attend": (attend, layers),
+        "append_and_seal": (append, full),
+        "step_and_seal": (step, full),
+        "vllm_step": (in_vllm, layers),
+        "vllm_step_and_seal": (in_vllm, full),
+    }
+    if codec.cfg.takes_feedback:
+        metric = torch.eye(shape.head_dim, device="cpu").expand(shape.kv_heads, -1, -1)
+        factors = codec.feedback_factors(QueryMetric(metric), device)
+        calls["vllm_step_with_feedback"] = (in_vllm, fed_back(layers))
+        calls["vllm_step_with_feedback_and_seal"] = (in_vllm, fed_back(full))
+        calls["vllm_step_with_feedback_and_seal_one"] = (in_vllm, fed_back(one))
+    if module.NAME == "cuda":  # others have no way to take centers
+        calls["vllm_step_with_centers"] = (partial(in_vllm, centered=True), layers)
+    return {name: graph_ms(_calls(call, of)) for name, (call, of) in calls.items()}
+
+
+def _calls(call: Callable[..., None], layers: Sequence[Layer]) -> list[Callable[[], None]]:
+    """Of layers as of one model: what kernels found out about lengths is kept for all of them."""
+    plans: dict[object, Tensor] = {}
+    return [partial(call, _with_view(layer, plans=plans)) for layer in layers]
+
+
+def _with_view(layer: Layer, **changes: Any) -> Layer:
+    return replace(layer, view=replace(layer.view, **changes))
+
+
+def _up_to_page(layer: Layer, rows: int) -> Tensor:
+    """Lengths, those of the first rows grown to the end of their page."""
+    page, lengths = layer.codec.layout.page_size, layer.view.lengths.clone()
+    lengths[:rows] = (lengths[:rows] + page - 1) // page * page
+    return lengths
+
+
+def _random(*size: Any) -> Tensor:
+    *shape, device = size
+    return torch.randn(shape, dtype=torch.bfloat16, device=device)
+
+
+def store_rows(
+    token_counts: Sequence[int], preset: str, device: torch.device
+) -> Iterator[dict[str, Any]]:
+    """Appending many tokens at once (a prefill chunk), against writing them as bf16."""
+    facts = provenance(device)
+    for tokens in token_counts:
+        yield {**_store_row(tokens, preset, device), **facts}
+
+
+def _store_row(tokens: int, preset: str, device: torch.device) -> dict[str, Any]:
+    shape = Shape(1, tokens)
+    layout = _layout(preset, shape)
+    module = select("auto", device, layout)
+    layer = fill(layout, shape, module, device, 0)
+    key, value = (_random(tokens, shape.kv_heads, shape.head_dim, device) for _ in range(2))
+    cu_seqlens = torch.tensor([0, tokens], dtype=torch.int32, device=device)
+    nothing = torch.zeros(1, dtype=torch.int32, device=device)
+    append = partial(
+        module.append, layer.codec, layer.view, key, value, cu_seqlens, nothing,
+        max_new=tokens, encode_partial_page=False,
+    )  # fmt: skip
+    targets = [torch.empty_like(key) for _ in range(2)]
+    slots = torch.randperm(tokens, device=device)
+
+    def write_bf16() -> None:
+        targets[0].index_copy_(0, slots, key)
+        targets[1].index_copy_(0, slots, value)
+
+    ours, bf16 = graph_ms([append]), graph_ms([write_bf16])
+    return {
+        "bench": "store", "tokens": tokens, "preset": preset,
+        "ms": ours, "bf16_write_ms": bf16, "more_us": (ours - bf16) * 1e3,
+    }  # fmt: skip
+
+
+def extend_rows(
+    chunk: int, prefixes: Sequence[int], preset: str, device: torch.device
+) -> Iterator[dict[str, Any]]:
+    """A chunk of queries over a compressed prefix and its own exact tokens, against bf16."""
+    facts = provenance(device)
+    for prefix in prefixes:
+        yield {**_extend_row(chunk, prefix, preset, device), **facts}
+
+
+def _extend_row(chunk: int, prefix: int, preset: str, device: torch.device) -> dict[str, Any]:
+    shape = Shape(1, chunk)
+    others = baselines.sdpa_extend(shape, prefix, device)
+    layout = _layout(preset, shape)
+    module = select("auto", device, layout)
+    layer = fill(layout, Shape(1, max(prefix, 1)), module, device, 0)
+    view = layer.view
+    if not prefix:
+        nothing = torch.zeros_like(view.lengths)
+        view = replace(
+            view, lengths=nothing, ring_read_from=nothing, sink_counts=nothing, same_length=0
+        )
+    query = _random(chunk, shape.query_heads, shape.head_dim, device)
+    key, value = (_random(chunk, shape.kv_heads, shape.head_dim, device) for _ in range(2))
+    cu_seqlens = torch.tensor([0, chunk], dtype=torch.int32, device=device)
+    attend = partial(
+        module.attend, layer.codec, query, view, cu_seqlens,
+        AttendOptions(max_queries=chunk, new_key=key, new_value=value),
+    )  # fmt: skip
+    ours = graph_ms([attend], repeats=5)
+    return {
+        "bench": "extend", "chunk": chunk, "prefix": prefix, "preset": preset,
+        "ms": ours, "others_ms": others, "against_best_bf16": baselines.best(others) / ours,
+    }  # fmt: skip
+
+
+def _layout(preset: str, shape: Shape) -> PageLayout:
+    cfg = KVQuantConfig.preset(preset)
+    return PageLayout(cfg, shape.kv_heads, shape.head_dim, torch.bfloat16)

@@ -1,0 +1,146 @@
+"""Shapes to measure, and caches filled with random tokens in shuffled pages."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tightkv.kernels.view import CacheView
+from tightkv.pages.codec import Codec
+from tightkv.pages.layout import PageLayout
+
+L2_BYTES = 300 << 20  # several L2 caches: what is read again must come from memory
+SHORTEST = 1024  # tokens, of ragged sequences
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One attention layer: sequences, tokens of each, query heads, KV heads, head size.
+
+    Ragged: a mix of lengths from `SHORTEST` to `tokens`, each as many times the one before.
+    """
+
+    batch: int
+    tokens: int
+    query_heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    ragged: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "tokens", "query_heads", "kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}; it must be at least 1")
+        if self.query_heads % self.kv_heads:
+            raise ValueError(
+                f"query_heads={self.query_heads}; it must be a multiple of kv_heads={self.kv_heads}"
+            )
+        if self.ragged and (self.batch < 2 or self.tokens < SHORTEST):
+            raise ValueError(
+                f"batch={self.batch}, tokens={self.tokens}; ragged lengths need two sequences or "
+                f"more and at least {SHORTEST} tokens"
+            )
+
+    @property
+    def lengths(self) -> list[int]:
+        if not self.ragged:
+            return [self.tokens] * self.batch
+        most = self.tokens / SHORTEST
+        found = [round(SHORTEST * most ** (i / (self.batch - 1))) for i in range(self.batch)]
+        found = [min(length | 1, self.tokens) for length in found]  # odd: none completes a page
+        random.Random(0).shuffle(found)
+        return found
+
+    @property
+    def bf16_bytes(self) -> int:
+        return sum(self.lengths) * self.kv_heads * self.head_dim * 4
+
+    def __str__(self) -> str:
+        return f"B={self.batch} N={self.tokens}"
+
+
+@dataclass
+class Layer:
+    """A filled compressed layer."""
+
+    codec: Codec
+    view: CacheView
+    ring_valid_from: Tensor
+
+    @property
+    def bytes(self) -> int:
+        """What a decode step reads."""
+        layout, view = self.codec.layout, self.view
+        exact = int((view.lengths - view.ring_read_from).sum() + view.sink_counts.sum())
+        pages = int(view.ring_read_from.sum()) * layout.bytes_per_token
+        return int(pages) + exact * layout.exact_bytes_per_token
+
+
+def copies_for(bytes_each: int) -> int:
+    """As many caches as make the data larger than the L2 cache, up to 12."""
+    return max(1, min(12, -(-L2_BYTES // max(1, bytes_each))))
+
+
+def layers_for(
+    layout: PageLayout, shape: Shape, kernels: object, device: torch.device
+) -> list[Layer]:
+    """Filled layers, together larger than the L2 cache."""
+    count = copies_for(int(sum(shape.lengths) * layout.bytes_per_token))
+    return [fill(layout, shape, kernels, device, seed) for seed in range(count)]
+
+
+def fill(
+    layout: PageLayout, shape: Shape, kernels: object, device: torch.device, seed: int
+) -> Layer:
+    """Append random tokens in steps, as a prefill does."""
+    cfg, batch = layout.cfg, shape.batch
+    generator = torch.Generator(device=device).manual_seed(seed)
+    pages_each = shape.tokens // cfg.page_size + 2
+    order = torch.randperm(batch * pages_each, generator=generator, device=device)
+    heads, d, ring = layout.num_kv_heads, layout.head_dim, layout.ring_tokens
+
+    def exact(tokens: int) -> Tensor:
+        return torch.zeros(batch, tokens, heads, d, dtype=layout.dtype, device=device)
+
+    zero = torch.zeros(batch, dtype=torch.int32, device=device)
+    view = CacheView(
+        pages=layout.new_pages(batch * pages_each, device),
+        block_table=order.view(batch, pages_each).int(),
+        lengths=zero,
+        left_pad=zero,
+        ring_read_from=zero,
+        sink_counts=zero + cfg.sinks,
+        ring_rows=torch.arange(batch, dtype=torch.int32, device=device),
+        ring_key=exact(ring),
+        ring_value=exact(ring),
+        sink_key=exact(cfg.sinks),
+        sink_value=exact(cfg.sinks),
+    )
+    codec = Codec(layout)
+    lengths = torch.tensor(shape.lengths, dtype=torch.int32, device="cpu")
+    for at in range(0, shape.tokens, 4096):
+        counts = (lengths - at).clamp(0, 4096)
+        key, value = (
+            torch.randn(int(counts.sum()), heads, d, generator=generator, device=device).to(
+                layout.dtype
+            )
+            for _ in range(2)
+        )
+        cu_seqlens = torch.cat([counts.new_zeros(1), counts.cumsum(0).int()]).to(device)
+        after = replace(view, lengths=lengths.clamp(max=at + 4096).to(device))
+        kernels.append(  # type: ignore[attr-defined]
+            codec, after, key, value, cu_seqlens, zero + max(0, at - ring),
+            max_new=int(counts.max()), encode_partial_page=False,
+        )  # fmt: skip
+    pages = (lengths - 1) // cfg.page_size
+    ring_start = ((pages - cfg.exact_pages + 1) * cfg.page_size).clamp(min=0)
+    view = replace(
+        view,
+        lengths=lengths.to(device),
+        ring_read_from=ring_start.to(device),
+        same_length=None if shape.ragged else shape.tokens,
+    )
+    return Layer(codec, view, (lengths - 1 - ring).clamp(min=0).to(device))

@@ -1,0 +1,141 @@
+"""tightkv calibrate: measure a model once; every command and engine can use the result."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tightkv.files.atomic import check_writable
+from tightkv.fit.calibration import SUFFIX, Calibration, save_calibration
+from tightkv.tools.cli.shared.loading import load_for
+from tightkv.tools.cli.shared.output import (
+    MissingPackageError,
+    add_output_options,
+    emit,
+    print_status,
+)
+from tightkv.tools.cli.shared.progress import Progress, Working
+from tightkv.tools.model_loading.source import BUNDLED_NAME, check_source, is_hub_id
+
+_TIMED_TOKENS = 64
+_PASSES = 2  # what a token costs: the model, and attention of each layer once more
+_GRADIENT_PASSES = 6  # what those of the first window cost on top
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "calibrate",
+        description="Measure on text what errors of a model's keys and values cost, and write one "
+        "small file: how to code each layer's keys, and for k4v4, k3v3 and k2v2 the bits of each "
+        "layer that cost least at no more bytes. Use it with --calibration FILE in every command, "
+        "or as the config field calibration.",
+    )
+    parser.add_argument(
+        "model", nargs="?", help=f"model folder or hub id (default: the bundled {BUNDLED_NAME})"
+    )
+    parser.add_argument(
+        "--text",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="UTF-8 text, repeatable (default: prose that comes with Python)",
+    )
+    parser.add_argument("--tokens", type=int, default=4096, metavar="N", help="default: 4096")
+    parser.add_argument(
+        "-o", "--out", metavar="FILE", help=f"a {SUFFIX} file (default: MODEL{SUFFIX}, here)"
+    )
+    parser.add_argument("--name", help="of the model in the file (default: its folder's or hub id)")
+    parser.add_argument("--device", metavar="NAME")
+    parser.add_argument("--dtype", metavar="NAME")
+    add_output_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    check_source(args.model)
+    name = args.name or model_name(args.model)
+    out = Path(args.out or f"{name.rpartition('/')[2]}{SUFFIX}")
+    if out.suffix != SUFFIX:
+        raise ValueError(f"--out {str(out)!r}; a calibration is a {SUFFIX} file")
+    check_writable(out)
+    found = _measure(args, name)
+    failed = None
+    try:
+        save_calibration(found, out)
+    except OSError as error:  # a disk that is full by now: what was measured must not be lost
+        failed, out = error, Path(tempfile.mkdtemp(prefix="tightkv-")) / out.name
+        save_calibration(found, out)
+    print_status(f"wrote {out} ({out.stat().st_size:,} bytes)")
+    emit(args, as_json(found, out), as_text(found, out))
+    if failed is not None:
+        raise ValueError(f"{failed}; the calibration is in {out}")
+    return 0
+
+
+def model_name(source: str | None) -> str:
+    """The bundled model's, a hub id, or a folder's last part."""
+    if source is None:
+        return BUNDLED_NAME
+    return source if is_hub_id(source) else Path(source).expanduser().resolve().name
+
+
+def _measure(args: argparse.Namespace, name: str) -> Calibration:
+    try:
+        from tightkv.tools.eval.forward import CacheRun, max_positions
+        from tightkv.tools.eval.layer_bits.calibrate import PREFILL, WINDOW, Calibrator
+        from tightkv.tools.eval.text import default_texts, read_text
+        from tightkv.tools.eval.windows import cut_windows
+    except ImportError:
+        raise MissingPackageError("tightkv calibrate", "transformers", "hf") from None
+    if args.tokens < 2 * PREFILL:
+        raise ValueError(f"--tokens {args.tokens}; at least {2 * PREFILL} are needed")
+    texts = [read_text(path) for path in args.text] or default_texts()
+    model, tokenizer = load_for("calibrate", args.model, dtype=args.dtype, device=args.device)
+    window = min(WINDOW, args.tokens, max_positions(model) or WINDOW)
+    windows = cut_windows(tokenizer, texts, window, max(1, args.tokens // window))
+    run, ids = CacheRun(model), windows.ids[:1, :_TIMED_TOKENS]
+    with Working("timing a short pass"):
+        run.feed(ids)  # brings the weights into memory
+        start = time.perf_counter()
+        CacheRun(model).feed(ids)
+    passes = windows.ids.numel() * _PASSES + window * _GRADIENT_PASSES
+    seconds = (time.perf_counter() - start) / ids.numel() * passes
+    duration = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
+    print_status(f"{windows.ids.numel()} tokens; this takes about {duration}")
+    begin = time.monotonic()
+    prefill = min(PREFILL, window // 2)
+    # File names alone: where a text lay is nobody's business.
+    named = [replace(text, name=Path(text.name).name) for text in texts]
+    found = Calibrator(model, windows, Progress, prefill).run(name, named)
+    print_status(f"done after {time.monotonic() - begin:.0f} s")
+    return found
+
+
+def as_json(found: Calibration, out: Path) -> dict[str, Any]:
+    measured = found.measured
+    return {
+        "schema": 1,
+        "file": str(out),
+        "bytes": out.stat().st_size,
+        "model": measured.model,
+        "fingerprint": found.fingerprint,
+        "texts": [{"name": name, "sha256": digest} for name, digest in measured.texts],
+        "tokens": measured.tokens,
+        "tightkv": measured.tightkv,
+        "layer_bits": dict(found.layer_bits),
+        "layers": [
+            {"layer": n, "key_kl": dict(costs.key), "value_kl": dict(costs.value)}
+            for n, costs in found.costs.items()
+        ],
+    }
+
+
+def as_text(found: Calibration, out: Path) -> str:
+    lines = [f"{found.measured.model}: metrics of {len(found.metrics)} layers"]
+    for preset, bits in found.layer_bits.items():
+        lines.append(f"{preset}: {bits.replace(',', ' ') or 'the same bits in all layers'}")
+    lines.append(f"use it: --calibration {out}")
+    return "\n".join(lines)

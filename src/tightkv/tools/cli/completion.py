@@ -1,0 +1,102 @@
+"""tightkv completion: words for the shell, read from the parsers of all commands."""
+
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+from typing import Any
+
+from tightkv.config import PRESETS
+from tightkv.tools.cli.shared.output import add_output_options, emit
+
+SHELLS = ("bash", "zsh")
+_PRESET_OPTIONS = ("--preset", "--presets")
+Words = dict[str, list[str]]
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "completion",
+        description="Print a script that completes commands, options and their choices. "
+        'Put  eval "$(tightkv completion bash)"  into ~/.bashrc, or zsh into ~/.zshrc.',
+    )
+    parser.add_argument("shell", choices=SHELLS)
+    add_output_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    words, choices = collect_words()
+    data = {"schema": 1, "words": words, "choices": choices}
+    emit(args, data, script(args.shell, words, choices))
+    return 0
+
+
+def collect_words() -> tuple[Words, Words]:
+    """What may follow each command, and each option that takes one of a few words.
+
+    A command is named by its words, "" before the first; an option by its command and itself.
+    """
+    from tightkv.tools.cli.entry import COMMANDS, build_parser
+
+    words: Words = {}
+    choices: Words = {}
+    _collect("", build_parser(), words, choices)
+    for name in COMMANDS:
+        if name == "serve":
+            parser = import_module("tightkv.tools.cli.serve.command").own_parser()
+        else:
+            found = _subparsers(build_parser(chosen=name))
+            assert found is not None
+            parser = found.choices[name]
+        _collect(name, parser, words, choices)
+    return words, choices
+
+
+def _collect(path: str, parser: argparse.ArgumentParser, words: Words, choices: Words) -> None:
+    words[path] = []
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            words[path] += list(action.choices)
+            if path:
+                for name, below in action.choices.items():
+                    _collect(f"{path} {name}", below, words, choices)
+            continue
+        words[path] += action.option_strings or [str(choice) for choice in action.choices or ()]
+        for option in action.option_strings:
+            allowed = PRESETS if option in _PRESET_OPTIONS else action.choices
+            if allowed:
+                choices[f"{path} {option}".strip()] = [str(choice) for choice in allowed]
+
+
+def _subparsers(parser: argparse.ArgumentParser) -> Any:
+    return next((a for a in parser._actions if isinstance(a, argparse._SubParsersAction)), None)
+
+
+def script(shell: str, words: Words, choices: Words) -> str:
+    """Text for `eval`; zsh reads that of bash."""
+    paths = "|".join(f'"{path}"' for path in words if path)
+    of_options = [f'"{option}") words="{" ".join(few)}" ;;' for option, few in choices.items()]
+    of_commands = [f'"{path}") words="{" ".join(after)}" ;;' for path, after in words.items()]
+    lines = [
+        *(["autoload -U +X bashcompinit && bashcompinit"] if shell == "zsh" else []),
+        "_tightkv() {",
+        '  local current="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}"',
+        '  local path="" longer word words="" i',
+        "  for ((i = 1; i < COMP_CWORD; i++)); do",
+        '    word="${COMP_WORDS[i]}"; longer="${path:+$path }$word"',
+        f'    case "$longer" in {paths}) path="$longer" ;; esac',
+        "  done",
+        '  case "${path:+$path }$before" in',
+        *(f"    {line}" for line in of_options),
+        "  esac",
+        '  if [[ -z "$words" ]]; then',
+        '    case "$path" in',
+        *(f"      {line}" for line in of_commands),
+        "    esac",
+        "  fi",
+        '  COMPREPLY=( $(compgen -W "$words" -- "$current") )',
+        '  if [[ ${#COMPREPLY[@]} -eq 0 ]]; then COMPREPLY=( $(compgen -f -- "$current") ); fi',
+        "}",
+        "complete -o filenames -F _tightkv tightkv",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,5 @@
+"""tightkv doctor."""
+
+from tightkv.tools.cli.doctor.command import add_parser, run
+
+__all__ = ["add_parser", "run"]

@@ -1,0 +1,136 @@
+"""main(): the commands, their parser, and errors as exit codes.
+
+Only the module of the command that is asked for is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from itertools import takewhile
+from pathlib import Path
+from typing import TextIO
+
+from tightkv import __version__
+from tightkv.tools.cli.shared import terminal
+from tightkv.tools.cli.shared.output import MissingPackageError
+
+# name -> one line for `tightkv --help`; the module of the same name has add_parser and run.
+COMMANDS = {
+    "bench": "speed against uncompressed caches, as ratios within one run",
+    "calibrate": "measure a model once: better codes of its keys, and bits of its layers",
+    "completion": "a script that completes commands and options in bash or zsh",
+    "doctor": "the smallest cache that keeps a model within a KL budget on your text",
+    "eval": "what each config does to a model's perplexity, retrieval and greedy text",
+    "export": "a model and its compressed cache as one file that needs no Python",
+    "generate": "text from a model with a compressed cache, or from both caches to compare",
+    "info": "versions, devices, and which kernels can run here",
+    "plan": "how much memory a model's KV cache takes, and what fits on a GPU",
+    "run": "text from a model that `tightkv export` wrote",
+    "serve": "vLLM's OpenAI-compatible server with a compressed cache",
+    "validate": "re-derive the paper's claims and measure where the method is weak",
+}
+USER_ERROR, BROKEN_PIPE, INTERRUPTED = 2, 141, 130
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command and return its exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    terminal.open_streams()
+    _print_any_character()
+    try:
+        with _warnings_as_lines():
+            code = _run(argv)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        return BROKEN_PIPE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except (ValueError, OSError, MissingPackageError) as error:
+        if "--traceback" in argv:
+            traceback.print_exc()
+        message = " ".join(str(error).split())
+        terminal.print_line(f"tightkv: error: {message}")
+        return USER_ERROR
+    finally:
+        terminal.flush_streams()
+
+
+def _print_any_character() -> None:
+    """Answers and paths may have characters that the terminal's encoding has not: \\xf6 then."""
+    out = sys.stdout
+    if isinstance(out, io.TextIOWrapper) and out.errors == "strict":
+        out.reconfigure(errors="backslashreplace")
+
+
+@contextmanager
+def _warnings_as_lines() -> Iterator[None]:
+    """Our own warnings as one line on standard error; those of other packages as they come."""
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def show_line(
+            message: Warning | str,
+            category: type[Warning],
+            filename: str,
+            lineno: int,
+            file: TextIO | None = None,
+            line: str | None = None,
+        ) -> None:
+            if Path(filename).is_relative_to(Path(__file__).parents[2]):
+                text = " ".join(str(message).split())
+                terminal.print_line(f"tightkv: warning: {text}")
+            else:
+                show(message, category, filename, lineno, file, line)
+
+        warnings.showwarning = show_line
+        yield
+
+
+def _run(argv: list[str]) -> int:
+    before_help = takewhile(lambda word: word not in ("-h", "--help"), argv)
+    parser = build_parser(chosen=next((word for word in before_help if word in COMMANDS), None))
+    try:
+        args = parser.parse_args(argv)
+    except SystemExit as stop:  # --help, --version, or arguments that argparse refuses
+        return stop.code if isinstance(stop.code, int) else USER_ERROR
+    if args.command is None:
+        parser.print_help(sys.stderr)
+        return USER_ERROR
+    code: int = import_module(f"tightkv.tools.cli.{args.command}").run(args)
+    return code
+
+
+class _Help(argparse.HelpFormatter):
+    """argparse forgets that names of commands are indented; the longest would stand alone."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog)
+        self._action_max_length = max(map(len, COMMANDS)) + 4
+
+
+def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
+    """The parser; only the command `chosen` has its options, which needs its module."""
+    parser = argparse.ArgumentParser(
+        prog="tightkv",
+        description="A compressed KV cache for LLM inference.",
+        formatter_class=_Help,
+    )
+    parser.add_argument("--version", action="version", version=f"tightkv {__version__}")
+    parser.add_argument(
+        "--traceback", action="store_true", help="show where in the code an error comes from"
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for name, line in COMMANDS.items():
+        if name == chosen:
+            import_module(f"tightkv.tools.cli.{name}").add_parser(commands)
+        else:
+            commands.add_parser(name, help=line)
+    return parser

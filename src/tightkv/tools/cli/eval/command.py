@@ -1,0 +1,227 @@
+"""tightkv eval: what each config does to a model's answers, through the cache itself."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from tightkv.config import PRESETS
+from tightkv.files.atomic import check_appendable
+from tightkv.tools.cli.shared.output import (
+    MissingPackageError,
+    add_output_options,
+    check_plot,
+    emit,
+)
+from tightkv.tools.cli.shared.server_file import model_of
+from tightkv.tools.eval.configs import parse_configs
+from tightkv.tools.model_loading.source import BUNDLED_NAME, DTYPE_NAMES, check_source
+
+TASKS = ("quality", "free", "passkey", "recall", "tools", "needles", "greedy")
+FILE_TASKS = ("lambada", "gsm8k")  # measured when their file is given
+# option -> (default, with --quick, least)
+SIZES = {
+    "window": (2048, 512, 3),
+    "windows": (8, 2, 1),
+    "prefill": (256, 128, 1),
+    "chunk": (16, 16, 1),
+    "batch": (8, 8, 1),
+    "max_context": (8192, 512, 1),
+    "depths": (5, 5, 1),
+    "needles": (5, 5, 1),
+    "calls": (8, 4, 1),
+    "prompts": (8, 4, 1),
+    "prompt_tokens": (512, 384, 2),
+    "new_tokens": (64, 32, 1),
+    "limit": (200, 20, 1),
+    "shots": (4, 4, 0),
+    "answer_tokens": (256, 128, 1),
+}
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "eval",
+        description="What each config does to a model's answers, against its uncompressed cache: "
+        "KL, free-running text, passkeys, recall, tool calls. Everything goes through the real "
+        "cache. Results are kept: the same command again goes on where it was interrupted.",
+    )
+    parser.add_argument(
+        "models",
+        nargs="*",
+        metavar="MODEL",
+        help=f"model folders or hub ids (default: the bundled {BUNDLED_NAME})",
+    )
+    parser.add_argument(
+        "--presets",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help=f"all, or any of {', '.join(PRESETS)}",
+    )
+    parser.add_argument(
+        "--config", action="append", default=[], metavar="FILE", help="JSON; may be repeated"
+    )
+    parser.add_argument(
+        "--calibration",
+        metavar="FILE",
+        help="of the model (tightkv calibrate): each of these configs is also measured with it",
+    )
+    parser.add_argument(
+        "--text",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="UTF-8, may be repeated (default: prose that comes with Python)",
+    )
+    parser.add_argument(
+        "--lambada", metavar="FILE", help='last words of passages: JSON lines with "text"'
+    )
+    parser.add_argument(
+        "--gsm8k", metavar="FILE", help='problems: JSON lines with "question" and "answer"'
+    )
+    parser.add_argument(
+        "--tasks",
+        nargs="+",
+        choices=(*TASKS, *FILE_TASKS),
+        help=f"default: {', '.join(TASKS)}, and those whose file is given",
+    )
+    parser.add_argument("--quick", action="store_true", help="small sizes: a first look")
+    _add_sizes(parser)
+    parser.add_argument("--seed", type=int, default=0, help="of facts and draws (default: 0)")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=1.0,
+        help="of free-running text; 0 is greedy (default: 1)",
+    )
+    parser.add_argument(
+        "--device", help="cpu, cuda, cuda:N or auto (default: cuda if there is one)"
+    )
+    parser.add_argument("--dtype", choices=DTYPE_NAMES, help="default: bfloat16 where it is fast")
+    parser.add_argument(
+        "--results",
+        metavar="FILE",
+        help="where results are stored and reused (default: eval.jsonl in tightkv's cache)",
+    )
+    parser.add_argument(
+        "--fresh", action="store_true", help="measure everything again, even if results are stored"
+    )
+    parser.add_argument("--out", metavar="FILE", help="append one JSON row per config (.jsonl)")
+    add_output_options(parser, plot="draw quality against bits (one model)")
+
+
+def _add_sizes(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sizes")
+    about = {
+        "window": "tokens of a window",
+        "windows": "windows, spread evenly over the texts",
+        "prefill": "first tokens of a window, not scored",
+        "chunk": "tokens a forward pass after that",
+        "batch": "windows or prompts at a time",
+        "max_context": "longest context, if the model has it",
+        "depths": "passkeys or values per context",
+        "needles": "facts hidden in a context",
+        "calls": "tool calls per context",
+        "prompts": "prompts to continue",
+        "prompt_tokens": "tokens of such a prompt",
+        "new_tokens": "tokens to continue it by",
+        "limit": "examples of --lambada and --gsm8k",
+        "shots": "solved problems before one of --gsm8k",
+        "answer_tokens": "tokens to solve it with",
+    }
+    for name, help_text in about.items():
+        default = f"default: {SIZES[name][0]}; with --quick: {SIZES[name][1]}"
+        flag = "--" + name.replace("_", "-")
+        group.add_argument(flag, type=int, metavar="N", help=f"{help_text} ({default})")
+    group.add_argument(
+        "--contexts",
+        nargs="+",
+        type=int,
+        metavar="N",
+        help="tokens of the contexts of passkey, recall, tools and needles (default: 512, 1024 "
+        "and so on up to the model's own, at most --max-context)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    # Everything that can be refused is refused before torch and transformers are imported.
+    _fill_sizes(args)
+    names = [name for words in args.presets for name in _split(words)]
+    configs = parse_configs([*names, *args.config] or ["k4v4"], args.calibration)
+    _check_files(args)
+    args.models = args.models or [model_of(None, args.config)]
+    for source in args.models:
+        check_source(source)
+    if twice := {source for source in args.models if args.models.count(source) > 1}:
+        raise ValueError(f"the model {min(map(str, twice))!r} is given twice; leave one out")
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        raise MissingPackageError("tightkv eval", "transformers", "hf") from None
+    from tightkv.tools.cli.eval import plot, report
+    from tightkv.tools.cli.eval.runner import evaluate
+    from tightkv.tools.rows import append_rows
+
+    models = report.worst_first(evaluate(args, configs, (*TASKS, *FILE_TASKS)))
+    try:
+        if args.out:
+            append_rows(args.out, [row for data in models for row in report.file_rows(data)])
+    finally:
+        if len(models) == 1:
+            emit(args, models[0], report.as_text(models[0]))
+        else:
+            data = {"schema": models[0]["schema"], "models": models}
+            emit(args, data, report.models_as_text(models))
+    if args.plot:
+        plot.draw(args.plot, models[0])
+    return 0
+
+
+def _check_files(args: argparse.Namespace) -> None:
+    for name in ("text", *FILE_TASKS):
+        paths = getattr(args, name) or []
+        for path in [paths] if isinstance(paths, str) else paths:
+            if not Path(path).is_file():
+                raise FileNotFoundError(f"{name} file {path!r} does not exist")
+    if args.plot:
+        check_plot(args.plot)
+        if len(args.models) > 1:
+            raise ValueError(f"--plot draws one model; {len(args.models)} are given")
+    for path, what in ((args.out, "output"), (args.results, "results")):
+        if path and not Path(path).parent.is_dir():
+            raise FileNotFoundError(f"the folder of the {what} file {path!r} does not exist")
+        if path:
+            check_appendable(path)
+
+
+def _split(words: str) -> list[str]:
+    """'k4v4,k3v3' -> two presets, 'all' every one; JSON has commas of its own."""
+    if words == "all":
+        return list(PRESETS)
+    return [words] if words.lstrip().startswith("{") else [w for w in words.split(",") if w]
+
+
+def _fill_sizes(args: argparse.Namespace) -> None:
+    for name, (default, quick, least) in SIZES.items():
+        if getattr(args, name) is None:
+            setattr(args, name, quick if args.quick else default)
+        if getattr(args, name) < least:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"{flag} {getattr(args, name)}; it must be at least {least}")
+    if args.contexts is not None:
+        if min(args.contexts) < 1:
+            raise ValueError(f"--contexts {min(args.contexts)}; a context must be at least 1 token")
+        args.contexts = sorted(set(args.contexts))
+    if not 0 <= args.temperature < float("inf"):
+        raise ValueError(f"--temperature {args.temperature}; it must be 0 (greedy) or more")
+    files = [name for name in FILE_TASKS if getattr(args, name)]
+    for name in args.tasks or []:
+        if name in FILE_TASKS and name not in files:
+            raise ValueError(f"the task {name} needs its examples: give --{name} FILE")
+    wanted = args.tasks or [*TASKS, *files]
+    args.tasks = [task for task in (*TASKS, *FILE_TASKS) if task in wanted]
+    if args.prefill > args.window - 2:
+        raise ValueError(
+            f"--prefill {args.prefill} leaves nothing to score of a window of {args.window} tokens"
+        )

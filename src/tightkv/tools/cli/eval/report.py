@@ -1,0 +1,162 @@
+"""The text and the file rows of `tightkv eval`, from the objects that --json prints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tightkv.tools.cli.eval.columns import columns_of
+from tightkv.tools.cli.shared.output import format_table, human_bytes
+
+# Tasks with a table of their own stand only in the table of several models.
+_ALONE = ("free", "passkey", "recall", "tools", "lambada", "gsm8k")
+_TOGETHER = ("quality", *_ALONE, "needles", "greedy")
+
+
+def as_text(data: dict[str, Any]) -> str:
+    parts = [_head(data)]
+    if data["reference"]["perplexity"] is not None:
+        parts += ["", _quality_title(data), _quality_table(data)]
+    if data["reference"]["needles"]:
+        asked = data["settings"]["needles"]
+        parts += ["", f"Needles found, of {asked} at each context:", _needle_table(data)]
+    if any(row["greedy"] for row in data["rows"]):
+        parts += ["", _greedy_title(data), _greedy_table(data)]
+    header, rows = _against_exact([data], _ALONE)
+    if len(header) > 1:
+        parts += [
+            "",
+            "Against the uncompressed cache (its own figures in parentheses):",
+            format_table(header, rows),
+        ]
+    parts += [f"note: {note}" for note in data["notes"]]
+    return "\n".join(parts)
+
+
+def models_as_text(models: Sequence[dict[str, Any]]) -> str:
+    """One table of all models and configs."""
+    header, rows = _against_exact(models, _TOGETHER)
+    names = [data["model"]["name"] for data in models for _ in data["rows"]]
+    cells = [[name, *row] for name, row in zip(names, rows, strict=True)]
+    seconds = sum(data["seconds"] for data in models)
+    notes = {f"note: {data['model']['name']}: {note}" for data in models for note in data["notes"]}
+    title = f"{len(models)} models, the worst first; {seconds:.0f} s"
+    return "\n".join([title, "", format_table(["model", *header], cells), *sorted(notes)])
+
+
+def worst_first(models: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """By the largest loss of any config: KL, or the first task that was run."""
+    return sorted(models, key=_loss, reverse=True)
+
+
+def _loss(data: dict[str, Any]) -> float:
+    """Of the model's worst config; more is worse."""
+    exact = sum(entry["found"] for entry in data["reference"]["needles"] or [])
+
+    def log_prob(own: dict[str, Any]) -> float:
+        return -float(own["log_prob"]["difference"])
+
+    losses: dict[str, Callable[[Any], float]] = {
+        "quality": lambda own: own["kl"],
+        "free": lambda own: own["kl"],
+        "passkey": log_prob,
+        "recall": log_prob,
+        "tools": lambda own: (own["reference_valid"] - own["valid"]) / own["asked"],
+        "lambada": log_prob,
+        "gsm8k": lambda own: -own["accuracy"]["difference"],
+        "needles": lambda own: exact - sum(entry["found"] for entry in own),
+        "greedy": lambda own: -own["median"],
+    }
+    for task, loss in losses.items():
+        if data["rows"][0][task] is not None:
+            return max(float(loss(row[task])) for row in data["rows"])
+    return 0.0
+
+
+def _against_exact(
+    models: Sequence[dict[str, Any]], tasks: Sequence[str]
+) -> tuple[list[str], list[list[str]]]:
+    """A header and a row per config: the columns of the tasks that were run."""
+    rows = [{**row, "exact": data["reference"]} for data in models for row in data["rows"]]
+    columns = columns_of([task for task in tasks if rows[0][task] is not None])
+    header = ["cache", *(title for title, _ in columns)]
+    return header, [[row["name"], *(cell(row) for _, cell in columns)] for row in rows]
+
+
+def file_rows(data: dict[str, Any]) -> list[dict[str, Any]]:
+    """Each row with everything that says where it comes from."""
+    shared = {name: value for name, value in data.items() if name != "rows"}
+    return [{"kind": "eval", **shared, **row} for row in data["rows"]]
+
+
+def _head(data: dict[str, Any]) -> str:
+    model = data["model"]
+    texts = ", ".join(text["name"] for text in data["texts"])
+    return (
+        f"{model['name']} ({model['dtype']} on {data['machine']['gpu'] or model['device']}); "
+        f"texts: {texts}; {data['seconds']:.0f} s"
+    )
+
+
+def _quality_title(data: dict[str, Any]) -> str:
+    s, positions = data["settings"], data["rows"][0]["quality"]["positions"]
+    return (
+        f"{s['windows']} windows of {s['window']} tokens, {positions} positions scored after a "
+        f"prefill of {s['prefill']}, {s['chunk']} tokens per pass; "
+        f"perplexity of the uncompressed cache {data['reference']['perplexity']:.3f}:"
+    )
+
+
+def _quality_table(data: dict[str, Any]) -> str:
+    window = data["settings"]["window"]
+    header = ["cache", "bits K", "bits V", "KL", "KL p99", "KL p99.9", "top-1"]
+    header += ["perplexity", "change"]
+    header += [f"bytes at {window}", "smaller"]
+    rows = []
+    for row in data["rows"]:
+        quality = row["quality"]
+        rows.append(
+            [
+                row["name"],
+                f"{row['bits']['key']:.3g}",
+                f"{row['bits']['value']:.3g}",
+                f"{quality['kl']:.5f}",
+                f"{quality['kl_p99']:.4f}",
+                f"{quality['kl_p999']:.4f}",
+                f"{quality['top1']:.2%}",
+                f"{quality['perplexity']:.3f}",
+                f"{quality['perplexity_increase']:+.2%}",
+                human_bytes(quality["bytes_held"]),
+                f"{quality['ratio']:.2f}x",
+            ]
+        )
+    return format_table(header, rows)
+
+
+def _needle_table(data: dict[str, Any]) -> str:
+    reference = data["reference"]["needles"]
+    header = ["cache", *(str(entry["context"]) for entry in reference), "all"]
+    rows = [_needle_cells("uncompressed", reference)]
+    rows += [_needle_cells(row["name"], row["needles"]) for row in data["rows"]]
+    return format_table(header, rows)
+
+
+def _needle_cells(name: str, entries: Sequence[dict[str, Any]]) -> list[object]:
+    found = [entry["found"] for entry in entries]
+    asked = sum(entry["asked"] for entry in entries)
+    return [name, *found, f"{sum(found)} of {asked}"]
+
+
+def _greedy_title(data: dict[str, Any]) -> str:
+    s = data["settings"]
+    return (
+        f"Greedy tokens before the texts diverge, {s['prompts']} prompts of {s['prompt_tokens']} "
+        f"tokens, {s['new_tokens']} at most:"
+    )
+
+
+def _greedy_table(data: dict[str, Any]) -> str:
+    rows = [
+        [row["name"], f"{row['greedy']['median']:g}", row["greedy"]["min"]] for row in data["rows"]
+    ]
+    return format_table(["cache", "median", "least"], rows)

@@ -1,0 +1,126 @@
+"""tightkv export: a model and its compressed cache as a file that runs without Python."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from tightkv.files.atomic import check_folder
+from tightkv.tools.cli.shared.config_flags import add_config_flags, config_from_args
+from tightkv.tools.cli.shared.loading import load_for
+from tightkv.tools.cli.shared.output import (
+    MissingPackageError,
+    add_output_options,
+    emit,
+    human_bytes,
+)
+from tightkv.tools.cli.shared.progress import Working
+from tightkv.tools.model_loading.source import BUNDLED_NAME, DTYPE_NAMES, check_source
+
+MAX_TOKENS = 2048
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "export",
+        description="Compile a model with its compressed cache into one file. "
+        "`tightkv run` runs it, and so does any process that has libtorch (docs/export.md).",
+    )
+    parser.add_argument(
+        "model", nargs="?", help=f"model folder or hub id (default: the bundled {BUNDLED_NAME})"
+    )
+    parser.add_argument(
+        "--output", required=True, metavar="FOLDER", help="a new folder, or an exported model's"
+    )
+    parser.add_argument(
+        "--format",
+        choices=("pt2", "pte"),
+        default="pt2",
+        help="pt2: an AOTInductor package, for libtorch (default); pte: for ExecuTorch",
+    )
+    parser.add_argument(
+        "--backend",
+        choices=("xnnpack", "portable", "cpu", "cuda"),
+        help="of a pte: xnnpack (default) or portable; of a pt2: cpu (default) or cuda, for GPUs "
+        "like the one here",
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        default=MAX_TOKENS,
+        metavar="N",
+        help=f"prompt and answer together; the cache has this size (default: {MAX_TOKENS})",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPE_NAMES,
+        help="default: of a pte float32, which XNNPACK computes; else bfloat16 where it is fast",
+    )
+    add_output_options(parser)
+    add_config_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    config, folder = config_from_args(args), Path(args.output).expanduser()
+    if args.max_tokens < 2:
+        raise ValueError(
+            f"--max-tokens {args.max_tokens}; it must be at least 2: a prompt, a token"
+        )
+    allowed = ("xnnpack", "portable") if args.format == "pte" else ("cpu", "cuda")
+    if args.backend is not None and args.backend not in allowed:
+        raise ValueError(
+            f"--backend {args.backend} with --format {args.format}; supported: {', '.join(allowed)}"
+        )
+    on_gpu = args.backend == "cuda"
+    if on_gpu:
+        from tightkv.kernels.cuda import backend as cuda_kernels
+
+        if reason := cuda_kernels.unavailable("cuda", asked=True):
+            raise ValueError(f"--backend cuda compiles kernels for the GPU at hand: {reason}")
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"--output {args.output!r} is a file; give a folder")
+    check_folder(folder)
+    check_source(args.model)
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        raise MissingPackageError("tightkv export", "transformers", "hf") from None
+    start = time.monotonic()
+    # a pte is for another processor than the one here
+    dtype = args.dtype or ("float32" if args.format == "pte" else None)
+    model, tokenizer = load_for(
+        "export", args.model, dtype=dtype, device="cuda" if on_gpu else "cpu"
+    )
+    from tightkv.integrations.transformers.package import write_package
+    from tightkv.tools.model_loading.load import quiet
+
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and args.max_tokens > limit:
+        raise ValueError(f"--max-tokens {args.max_tokens}; the model takes {limit}")
+    with quiet(), Working("exporting") as work:
+        about = write_package(
+            model,
+            tokenizer,
+            config,
+            folder,
+            max_tokens=args.max_tokens,
+            kind=args.format,
+            backend=args.backend if args.format == "pte" else None,
+            progress=work.step,
+        )
+    size = (folder / about.model_file).stat().st_size
+    data = {
+        **asdict(about),
+        "folder": str(folder),
+        "file_bytes": size,
+        "seconds": time.monotonic() - start,
+    }
+    text = (
+        f"{folder / about.model_file}: {human_bytes(size)}, {about.dtype}, cache {config.name} of "
+        f"{human_bytes(about.cache_bytes)} for {about.max_tokens} tokens\n"
+        f"tightkv run {folder} --prompt ..."
+    )
+    emit(args, data, text)
+    return 0

@@ -1,0 +1,175 @@
+"""tightkv generate: text from a model with a compressed cache, or with both for comparison."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from tightkv.config import KVQuantConfig, is_off
+from tightkv.tools.cli.generate.prompt import check_length, encode, long_context, read_prompts
+from tightkv.tools.cli.shared import terminal
+from tightkv.tools.cli.shared.config_flags import OFF_LINE, add_config_flags, options_from_args
+from tightkv.tools.cli.shared.loading import load_for
+from tightkv.tools.cli.shared.output import (
+    MissingPackageError,
+    add_output_options,
+    emit,
+    print_status,
+)
+from tightkv.tools.cli.shared.server_file import model_of
+from tightkv.tools.model_loading.source import BUNDLED_NAME, DTYPE_NAMES, check_source
+
+LONG_PROMPT = 1500
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "generate",
+        description="Generate text with a compressed KV cache and say what the cache takes. "
+        "Without --temperature the answer is greedy: the same at every run.",
+    )
+    parser.add_argument(
+        "model", nargs="?", help=f"model folder or hub id (default: the bundled {BUNDLED_NAME})"
+    )
+    parser.add_argument(
+        "--prompt", action="append", default=[], metavar="TEXT", help="repeat it for a batch"
+    )
+    parser.add_argument(
+        "--prompt-file", metavar="FILE", help="without this and --prompt: standard input"
+    )
+    parser.add_argument(
+        "--long-prompt",
+        nargs="?",
+        type=int,
+        const=LONG_PROMPT,
+        metavar="TOKENS",
+        help="put this many tokens of Python's language reference before the prompt, by default a "
+        f"question about it ({LONG_PROMPT} if no number is given)",
+    )
+    parser.add_argument(
+        "--needle",
+        action="store_true",
+        help="with --compare and --long-prompt: hide a fact in the text and ask both caches for "
+        "it, after the prompt if there is one",
+    )
+    parser.add_argument("--raw", action="store_true", help="do not use the chat template")
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="run the uncompressed cache too and show where the texts diverge",
+    )
+    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default: 128")
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, metavar="X", help="default: 0, greedy"
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        metavar="X",
+        help="sample from the most likely tokens that add up to this probability",
+    )
+    parser.add_argument(
+        "--top-k", type=int, metavar="N", help="sample from the N most likely tokens"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of sampling (default: 0)")
+    parser.add_argument(
+        "--device", help="cpu, cuda, cuda:N or auto (default: cuda if there is one)"
+    )
+    parser.add_argument("--dtype", choices=DTYPE_NAMES, help="default: bfloat16 where it is fast")
+    parser.add_argument(
+        "--attn",
+        default="tightkv",
+        metavar="NAME",
+        help="attention implementation (default: tightkv)",
+    )
+    add_output_options(parser)
+    add_config_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    # Everything that can be refused is refused before torch and transformers are imported.
+    _check(args)
+    options = options_from_args(args)
+    config = KVQuantConfig.from_dict(options)
+    if is_off(options):
+        if args.compare:
+            raise ValueError(f"--compare has nothing to compare: {OFF_LINE}")
+        print_status(OFF_LINE)
+    args.model = model_of(args.model, [args.config] if args.config else [])
+    check_source(args.model)
+    prompts = read_prompts(args.prompt, args.prompt_file, args.long_prompt is not None)
+    if args.compare and len(prompts) > 1:
+        raise ValueError(f"--compare with {len(prompts)} prompts; give one")
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        raise MissingPackageError("tightkv generate", "transformers", "hf") from None
+    try:
+        data, text = _generate(args, config, prompts)
+    except KeyboardInterrupt:
+        terminal.print_line("")  # the shell's prompt shall not follow half a word
+        raise
+    emit(args, data, text)
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.prompt and args.prompt_file is not None:
+        raise ValueError("--prompt and --prompt-file both give the prompt; keep one of them")
+    for flag, value, least in (
+        ("--max-new-tokens", args.max_new_tokens, 1),
+        ("--long-prompt", args.long_prompt, 1),
+        ("--temperature", args.temperature, 0),
+        ("--top-k", args.top_k, 1),
+        ("--seed", args.seed, 0),
+    ):
+        if value is not None and not least <= value < float("inf"):
+            raise ValueError(f"{flag} {value}; it must be at least {least}")
+    if args.top_p is not None and not 0 < args.top_p <= 1:
+        raise ValueError(f"--top-p {args.top_p}; it must be above 0 and at most 1")
+    if args.temperature == 0 and (args.top_p is not None or args.top_k is not None):
+        raise ValueError("--top-p and --top-k are for sampling; give --temperature above 0 too")
+    if args.attn == "flex_attention":
+        raise ValueError(
+            "--attn flex_attention compiles kernels of its own, which cannot read a compressed "
+            "cache; use tightkv (the default), sdpa or eager"
+        )
+    if args.needle and (args.long_prompt is None or not args.compare):
+        raise ValueError("--needle hides a fact in a long text; give --compare and --long-prompt")
+    if args.temperature > 0 and args.compare:
+        raise ValueError("--compare is greedy; leave --temperature out")
+
+
+def _generate(
+    args: argparse.Namespace, config: KVQuantConfig, prompts: list[str]
+) -> tuple[dict[str, Any], str]:
+    """The report, as JSON data and as text; the answers stream meanwhile."""
+    model, tokenizer = load_for(
+        "generate",
+        args.model,
+        dtype=args.dtype,
+        device=args.device,
+        attn_implementation=args.attn,
+    )
+    from tightkv.tools.cli.generate.needle import AskedNeedle, choose_needle, hide
+    from tightkv.tools.cli.generate.runner import Runner
+    from tightkv.tools.model_loading.load import quiet
+
+    asked = None
+    if args.long_prompt is not None:
+        context = long_context(tokenizer, args.long_prompt)
+        if args.needle:
+            needle = choose_needle(context)
+            context = hide(context, needle.fact)
+            if args.prompt or args.prompt_file is not None:
+                question = encode(tokenizer, [f"{context}\n\n{needle.question}"], args.raw)
+                asked = AskedNeedle(needle, question.to(model.device))
+            else:
+                prompts, asked = [needle.question], AskedNeedle(needle)
+        prompts = [f"{context}\n\n{prompt}" for prompt in prompts]
+    inputs = encode(tokenizer, prompts, args.raw)
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    check_length(inputs["input_ids"].shape[1], args.max_new_tokens, limit)
+    with quiet():
+        runner = Runner(args, config, model, tokenizer, inputs.to(model.device), asked)
+        return runner.compare() if args.compare else runner.single()

@@ -1,0 +1,109 @@
+"""tightkv run: text from a model that tightkv export wrote."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from tightkv.tools.cli.generate.prompt import encode, read_prompts
+from tightkv.tools.cli.shared.output import MissingPackageError, add_output_options, emit
+from tightkv.tools.cli.shared.progress import Working
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "run",
+        description="Answer a prompt, greedily, with an exported model. A .pt2 holds machine code: "
+        "run only those you trust.",
+    )
+    parser.add_argument("file", help="the folder that tightkv export wrote, or the model in it")
+    parser.add_argument("--prompt", metavar="TEXT", help="without it: standard input")
+    parser.add_argument("--prompt-file", metavar="FILE")
+    parser.add_argument("--raw", action="store_true", help="do not use the chat template")
+    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default: 128")
+    add_output_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens {args.max_new_tokens}; it must be at least 1")
+    if args.prompt is not None and args.prompt_file is not None:
+        raise ValueError("--prompt and --prompt-file both give the prompt; keep one of them")
+    given = Path(args.file).expanduser()
+    if not given.exists():
+        raise FileNotFoundError(f"{args.file!r} does not exist; give a folder of tightkv export")
+    folder = given if given.is_dir() else given.parent
+    prompts = [] if args.prompt is None else [args.prompt]
+    (prompt,) = read_prompts(prompts, args.prompt_file, False)
+    try:
+        import transformers
+    except ImportError:
+        raise MissingPackageError("tightkv run", "transformers", "hf") from None
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from tightkv.integrations.transformers.package import load_package, read_about
+
+    about = read_about(folder)
+    if given not in (folder, folder / about.model_file):
+        raise ValueError(f"{args.file!r} is not the model of its folder, {about.model_file}")
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"the tokenizer files in {str(folder)!r} cannot be read; export it again: {error}"
+        ) from None
+    ids = encode(tokenizer, [prompt], args.raw)["input_ids"]
+    room = about.max_tokens - ids.shape[1]
+    if room < 1:
+        raise ValueError(
+            f"the prompt has {ids.shape[1]} tokens; this model was exported for "
+            f"{about.max_tokens} with its answer: shorten it, or export with more --max-tokens"
+        )
+    streamer = None
+    if not args.json:
+        streamer = transformers.TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    with Working(f"loading {folder / about.model_file}"):
+        step, count = load_package(folder, about), min(args.max_new_tokens, room)
+    tokens, seconds = _greedy(step, ids, count, about.stop_tokens, streamer)
+    data = {
+        "schema": 1,
+        "text": tokenizer.decode(tokens, skip_special_tokens=True),
+        "prompt_tokens": ids.shape[1],
+        "new_tokens": len(tokens),
+        "tokens": tokens,
+        "prefill_seconds": seconds[0],
+        "decode_seconds": sum(seconds[1:]),
+    }
+    rate = (len(seconds) - 1) / data["decode_seconds"] if len(seconds) > 1 else 0.0
+    emit(
+        args, data, f"\n{ids.shape[1]} + {len(tokens)} tokens, {rate:.1f} tokens/s after the first"
+    )
+    return 0
+
+
+def _greedy(
+    step: Any, ids: Any, count: int, stop: list[int], streamer: Any
+) -> tuple[list[int], list[float]]:
+    """The tokens, and the seconds of the prompt and of each token after the first."""
+    import torch
+
+    tokens: list[int] = []
+    seconds: list[float] = []
+    position = torch.arange(ids.shape[1], device=ids.device)
+    if streamer is not None:
+        streamer.put(ids)
+    while len(tokens) < count:
+        start = time.monotonic()
+        token = step(ids, position)[:, -1].argmax(-1)  # [1]
+        seconds.append(time.monotonic() - start)
+        tokens.append(int(token))
+        if tokens[-1] in stop:
+            break
+        if streamer is not None:
+            streamer.put(token)
+        ids, position = token[:, None], position[-1:] + 1
+    if streamer is not None:
+        streamer.end()
+    return tokens, seconds

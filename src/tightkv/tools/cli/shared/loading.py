@@ -1,0 +1,36 @@
+"""load_model for commands: progress on standard error, and how to install what is missing."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tightkv.tools.cli.shared.output import MissingPackageError
+from tightkv.tools.cli.shared.progress import Working
+from tightkv.tools.model_loading.source import BUNDLED_NAME
+
+
+@contextmanager
+def _no_warnings_logged() -> Iterator[None]:
+    """For imports: transformers imports torchao, which logs every library that it cannot load."""
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.WARNING))
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def load_for(command: str, source: str | None, **options: Any) -> tuple[Any, Any]:
+    """The model and its tokenizer; options are those of `load_model`."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    with Working(f"loading {source or BUNDLED_NAME}") as work:
+        try:
+            with _no_warnings_logged():
+                from tightkv.tools.model_loading.load import load_model
+        except ImportError:
+            raise MissingPackageError(f"tightkv {command}", "transformers", "hf") from None
+        return load_model(source, progress=work.step, **options)

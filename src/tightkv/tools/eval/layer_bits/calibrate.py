@@ -1,0 +1,144 @@
+"""Measure a calibration: metrics and centers of each layer, and bits of layers at equal bytes.
+
+One exact pass over each window gives queries, keys and values of every layer (sensitivity.py), and
+from these come metrics and centers. Gradients of the first window then say what each layer's keys
+and values, coded so, cost at each number of bits, and with this the bits of layers are chosen that
+cost least at the bytes a preset takes (k2v2: at most 3% more).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+import tightkv
+from tightkv.config import KVQuantConfig
+from tightkv.fit.calibration import Calibration, Costs, Measured
+from tightkv.integrations.transformers import TightCache
+from tightkv.integrations.transformers.calibration import loaded_fingerprint
+from tightkv.integrations.transformers.layer import TightLayer
+from tightkv.integrations.transformers.query_probe import probed
+from tightkv.math.centers import Centers
+from tightkv.math.feedback import QueryMetric
+from tightkv.pages.layout import page_layout
+from tightkv.tools.eval.forward import Bars, advance_bar
+from tightkv.tools.eval.layer_bits.search import SEARCHED_BITS, Option, least_kl
+from tightkv.tools.eval.layer_bits.sensitivity import (
+    ESTIMATED_BITS,
+    Layer,
+    Moments,
+    all_bits,
+    estimate,
+    moments,
+    observe,
+    record,
+)
+from tightkv.tools.eval.text import Text
+from tightkv.tools.eval.windows import Windows
+
+PRESETS = ("k4v4", "k3v3", "k2v2")
+"""Whose bits are chosen layer by layer."""
+WINDOW = 2048
+GROWTH = 0.03
+"""Of the bytes, for presets of the fewest bits: their layers have none to give to others."""
+PREFILL = 256  # tokens of a window whose queries read no codes, or hardly any
+
+
+class Calibrator:
+    """Measures one model on one set of windows."""
+
+    def __init__(
+        self, model: Any, windows: Windows, bars: Bars | None = None, prefill: int = PREFILL
+    ) -> None:
+        self.model, self.windows, self.first = model, windows, prefill
+        self.bars = bars or (lambda title, total: nullcontext())
+        self.base = KVQuantConfig(protect_keys=False)
+        cache = TightCache(self.base, model=model)
+        self.numbers = [i for i, x in enumerate(cache.layers) if isinstance(x, TightLayer)]
+        self.metrics: dict[int, QueryMetric] = {}
+        self.centers: dict[int, Centers] = {}
+        self.costs: dict[int, Costs] = {}
+        self._shapes: dict[int, tuple[int, int]] = {}
+
+    def run(self, name: str, texts: Sequence[Text]) -> Calibration:
+        """All of it. `name` is the model's, `texts` what the windows are from."""
+        with self.bars("queries", len(self.windows) * len(self.numbers)) as bar:
+            self._observe(bar)
+        with self.bars("layers", len(self.numbers)) as bar:
+            self._estimate(bar)
+        return Calibration(
+            loaded_fingerprint(self.model),
+            self.metrics,
+            {preset: self.bits(KVQuantConfig.preset(preset)) for preset in PRESETS},
+            self.costs,
+            Measured(
+                name,
+                tuple((text.name, text.sha256) for text in texts),
+                self.windows.ids.numel(),
+                tightkv.__version__,
+            ),
+            self.centers,
+        )
+
+    def _observe(self, bar: Any) -> None:
+        sums: dict[int, Moments] = {}
+        plain: dict[int, bool] = {}  # whether attention is the softmax of scores and nothing else
+        for row in range(len(self.windows)):
+            layers = observe(self.model, self.windows.ids[row : row + 1], self.numbers)
+            for n in self.numbers:
+                layer = layers.pop(n)
+                own = moments(layer, self.base, self.first)
+                sums[n] = sums[n] + own if n in sums else own
+                plain[n] = layer.softcap is None and layer.sink is None
+                self._shapes[n] = layer.key.shape[1], layer.key.shape[3]
+                advance_bar(bar)
+        self.metrics = {n: QueryMetric(total.metric.cpu()) for n, total in sums.items()}
+        self.centers = {n: total.centers() for n, total in sums.items() if plain[n]}
+
+    @torch.no_grad()
+    def _estimate(self, bar: Any) -> None:
+        """By the gradients of one window: bits depend on ratios of costs, which are far apart."""
+        cfgs = [self.base.replace(key_bits=b, value_bits=b) for b in ESTIMATED_BITS]
+        ids, generator = self.windows.ids[:1], torch.Generator("cpu").manual_seed(0)
+        layers: dict[int, Layer] = record(self.model, ids, self.numbers, self.first, generator)[0]
+        positions = ids.shape[1] - 1 - self.first
+        for n in self.numbers:
+            metric, centers = self.metrics[n], self.centers.get(n)
+            scale = probed(self.model).scales.get(n)
+            keys, values = estimate(layers.pop(n), cfgs, self.first, metric, centers, scale)
+            self.costs[n] = Costs(*(all_bits(kl, positions) for kl in (keys, values)))
+            advance_bar(bar)
+
+    def bits(self, preset: KVQuantConfig) -> str:
+        """`layer_bits` of the least KL at the bytes that the preset takes in this model.
+
+        No layer's keys get fewer bits than `protect_keys` gives them. A preset of the fewest bits
+        takes up to `GROWTH` more bytes, what `protect_keys` adds among them.
+        """
+        layers = TightCache(preset, model=self.model).layers
+        # A layer whose keys no code holds stays uncompressed.
+        own = {n: layers[n].cfg for n in self.numbers if isinstance(layers[n], TightLayer)}
+        size = sum(page_layout(cfg, *self._shapes[n]).bytes_per_token for n, cfg in own.items())
+        if preset.key_bits == preset.value_bits == min(SEARCHED_BITS):
+            plain = sum(page_layout(preset, *self._shapes[n]).bytes_per_token for n in own)
+            size = max(size, (1 + GROWTH) * plain)
+        chosen = least_kl({n: self._options(preset, n, cfg) for n, cfg in own.items()}, size)
+        assert chosen is not None  # the preset itself is among them
+        common = preset.key_bits, preset.value_bits
+        others = {n: option.bits for n, option in chosen.items() if option.bits != common}
+        return ",".join(f"{n}=k{k}v{v}" for n, (k, v) in others.items())
+
+    def _options(self, preset: KVQuantConfig, n: int, own: KVQuantConfig) -> list[Option]:
+        raised = own.key_bits > preset.key_bits
+        found = []
+        for k in SEARCHED_BITS:
+            for v in SEARCHED_BITS:
+                if raised and k < own.key_bits:
+                    continue
+                cfg = preset.replace(key_bits=k, value_bits=v)
+                size = page_layout(cfg, *self._shapes[n]).bytes_per_token
+                found.append(Option((k, v), size, self.costs[n].key[k] + self.costs[n].value[v]))
+        return found

@@ -1,0 +1,88 @@
+"""Diagnosis: what `doctor` finds out about a model's layers and configs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tightkv.config import KVQuantConfig
+from tightkv.tools.eval.layer_bits.sensitivity import Costs
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One compressible layer."""
+
+    layer: int
+    """Its number in the model."""
+    key_kl: Costs
+    """Estimated KL, by bits, with this layer's keys alone coded."""
+    value_kl: Costs
+    """The same for its values."""
+    mean_share: float | None
+    """Share of its keys' energy that lies in page means, in its worst head; None if not measured,
+    for a calibration does not say it."""
+    outlier_head: float | None
+    """Centered key energy of its largest head over the median head of the model; None likewise."""
+    key_bias: float | None
+    """Largest key bias of the projection; None where there is none."""
+    warnings: tuple[str, ...]
+
+    @property
+    def kl(self) -> float:
+        """At 4 bits, keys and values together: what layers are compared by."""
+        return self.key_kl[4] + self.value_kl[4]
+
+
+@dataclass
+class Measured:
+    """A config that was tried."""
+
+    cfg: KVQuantConfig
+    name: str
+    predicted_kl: float | None
+    """Sum of the layers' estimates; None where the config has options without estimates."""
+    kl: float
+    top1: float
+    bytes_per_token: float
+    within: bool
+
+
+@dataclass
+class Uniform:
+    """The smallest preset that keeps the budget, or is expected to."""
+
+    name: str
+    bytes_per_token: float
+    kl: float
+    measured: bool
+    """If not, `kl` is the sum of estimates, corrected by what measurements said of them."""
+
+
+@dataclass
+class Diagnosis:
+    """What the doctor found."""
+
+    budget: float
+    layers: list[LayerReport] = field(default_factory=list)
+    tried: list[Measured] = field(default_factory=list)
+    bytes_bf16: float = 0.0
+    """Of the same layers at 16 bits, per token."""
+    uniform: Uniform | None = None
+    interrupted: bool = False
+
+    @property
+    def chosen(self) -> Measured | None:
+        """The smallest of those that keep the budget."""
+        within = [m for m in self.tried if m.within]
+        return min(within, key=lambda m: m.bytes_per_token) if within else None
+
+
+def describe(cfg: KVQuantConfig) -> str:
+    """k4v4, with the layers that have other bits."""
+    parts = [cfg.name.rstrip("+")]
+    if cfg.protected_first or cfg.protected_last:
+        ends = f"{cfg.protected_first}+{cfg.protected_last}"
+        parts.append(f"{ends} layers at {cfg.protected_bits} bits")
+    if cfg.layer_bits:
+        parts.append(f"{len(cfg.bits_of_layers())} layers with other bits")
+    return ", ".join(parts)

@@ -1,0 +1,328 @@
+"""The fewest bytes per token within a KL budget: bits of each layer's keys and values.
+
+Estimates for every layer come from one pass and its gradients (sensitivity.py), a search picks
+bits (search.py), and what it picks is measured through the real cache.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tightkv.config import PRESETS, KVQuantConfig
+from tightkv.fit.calibration import Calibration
+from tightkv.integrations.transformers import TightCache
+from tightkv.integrations.transformers.calibration import apply_calibration
+from tightkv.integrations.transformers.layer import TightLayer
+from tightkv.integrations.transformers.query_probe import Probed, probed
+from tightkv.model_shape.cache_bytes import CacheBytes, LayerBytes
+from tightkv.tools.eval.forward import Bars, CacheRun, advance_bar
+from tightkv.tools.eval.layer_bits.diagnosis import Diagnosis, Measured, Uniform, describe
+from tightkv.tools.eval.layer_bits.layer_report import Energies, key_energy, layer_reports
+from tightkv.tools.eval.layer_bits.search import SEARCHED_BITS, Option, as_config, fewest_bytes
+from tightkv.tools.eval.layer_bits.sensitivity import (
+    ESTIMATED_BITS,
+    Costs,
+    Layer,
+    all_bits,
+    estimate,
+    exact_log_p,
+    record,
+)
+from tightkv.tools.eval.tasks.quality import Schedule, measure_quality, quality_passes
+from tightkv.tools.eval.windows import Windows
+
+_AIM = 0.9  # of the budget: what a search leaves for the estimate's error
+_NEAR = 0.75  # of the budget: close enough to stop
+_WORTH = 0.99  # of the best size: what a further measurement must promise
+_MEASUREMENTS = 4  # before the search settles for what it has
+_REFERENCE_BYTES = 2 << 30  # log-probabilities of the uncompressed cache that are kept
+_TIMED_TOKENS = 64
+_UNCOMPRESSED = KVQuantConfig(key_bits=16, value_bits=16)
+
+
+@dataclass
+class _Family:
+    """Configs that differ in their bits alone, and what bits cost each layer."""
+
+    base: KVQuantConfig
+    keys: dict[int, Costs]
+    values: dict[int, Costs]
+
+
+class Doctor:
+    """Measures one model on one set of windows."""
+
+    def __init__(
+        self,
+        model: Any,
+        windows: Windows,
+        budget: float,
+        schedule: Schedule | None = None,
+        bars: Bars | None = None,
+    ) -> None:
+        if not budget > 0:
+            raise ValueError(f"budget={budget}; it must be positive (nats per token)")
+        self.model, self.windows, self.budget = model, windows, budget
+        self.schedule = schedule or Schedule(chunk=64)
+        self.schedule.check_window(windows.ids.shape[1])
+        self.bars = bars or (lambda title, total: nullcontext())
+        self.found = Diagnosis(budget)
+        self._shapes: dict[int, tuple[int, int]] = {}
+        self._references: list[Tensor] = []
+
+    # --- what a user asks for ---
+    def diagnose(self, candidates: Sequence[KVQuantConfig]) -> Diagnosis:
+        """Layers first, then a search over bits of every layer, each result measured.
+
+        Presets with the same further options make one family that is searched together.
+        """
+        with self._interruptible():
+            families = self.estimate([c.replace(protect_keys=False) for c in candidates])
+            self._search(families)
+            self._compare(families, candidates)
+        return self.found
+
+    def check(self, cfg: KVQuantConfig) -> Diagnosis:
+        """One config alone, just as a cache would use it."""
+        with self._interruptible():
+            family = self.estimate([cfg])[0]
+            self.measure(cfg, self._predict(family, cfg))
+        return self.found
+
+    def expected_seconds(self, configs: int = 2 + _MEASUREMENTS // 2) -> float:
+        """From the time of a short pass: a pass over the windows and back, and `configs` more."""
+        ids = self.windows.ids[:1, :_TIMED_TOKENS]
+        seconds = []
+        for _ in range(2):  # the first also brings the weights into memory
+            run, start = CacheRun(self.model), time.perf_counter()
+            run.feed(ids)
+            seconds.append(time.perf_counter() - start)
+        return min(seconds) / ids.numel() * self.windows.ids.numel() * (3 + configs)
+
+    # --- estimates ---
+    def estimate(self, cfgs: Sequence[KVQuantConfig]) -> list[_Family]:
+        """A family for each set of options beside the bits; fills the report on layers.
+
+        From the first window, as their ratios decide; measurements take all. Where the configs
+        name a calibration, it has the estimates already.
+        """
+        bases = list(dict.fromkeys(_without_bits(cfg) for cfg in cfgs))
+        families = [_Family(base, {}, {}) for base in bases]
+        if (known := apply_calibration(cfgs[0], self.model)[1]) is not None:
+            return self._read(known, families)
+        numbers, first = self._layer_numbers(), self.schedule.prefill
+        with self.bars("layers", 2 * len(numbers) + len(self.windows) - 1) as bar:
+            ids, generator = self.windows.ids[:1], torch.Generator("cpu").manual_seed(0)
+            layers, log_p = record(self.model, ids, numbers, first, generator)
+            self._keep(log_p)
+            advance_bar(bar, len(numbers))
+            energies: dict[int, tuple[Tensor, Tensor]] = {}
+            for n in numbers:
+                layer = layers.pop(n)
+                self._shapes[n] = layer.key.shape[1], layer.key.shape[3]
+                energies[n] = key_energy(layer.key, bases[0].page_size)
+                for family in families:
+                    self._add(family, n, layer)
+                advance_bar(bar, 1)
+            self._set_layers(families[0].keys, families[0].values, energies)
+            for row in range(1, len(self.windows)):
+                self._keep(exact_log_p(self.model, self.windows.ids[row : row + 1], first))
+                advance_bar(bar, 1)
+        return families
+
+    def _read(self, known: Calibration, families: list[_Family]) -> list[_Family]:
+        """Estimates of a calibration, for keys coded in its metrics."""
+        self._shapes = {n: (len(m.value), m.value.shape[1]) for n, m in known.metrics.items()}
+        for family in families:
+            family.keys = {n: dict(costs.key) for n, costs in known.costs.items()}
+            family.values = {n: dict(costs.value) for n, costs in known.costs.items()}
+        self._set_layers(families[0].keys, families[0].values, {})
+        return families
+
+    @torch.no_grad()
+    def _add(self, family: _Family, number: int, layer: Layer) -> None:
+        """Estimates for one layer."""
+        cfgs = [family.base.replace(key_bits=b, value_bits=b) for b in ESTIMATED_BITS]
+        known = probed(self.model) if family.base.feedback == "auto" else Probed()
+        metric, scale = known.metrics.get(number), known.scales.get(number)
+        both = estimate(layer, cfgs, self.schedule.prefill, metric, scale=scale)
+        scored = self.windows.ids.shape[1] - 1 - self.schedule.prefill
+        family.keys[number], family.values[number] = (all_bits(costs, scored) for costs in both)
+
+    def _keep(self, log_p: Tensor) -> None:
+        """Hold on to the reference, unless all windows' would be too large."""
+        if log_p.numel() * log_p.element_size() * len(self.windows) <= _REFERENCE_BYTES:
+            self._references.append(log_p)
+
+    def _layer_numbers(self) -> list[int]:
+        cache = TightCache(KVQuantConfig(protect_keys=False), model=self.model)
+        return [i for i, layer in enumerate(cache.layers) if isinstance(layer, TightLayer)]
+
+    def _set_layers(
+        self, keys: Mapping[int, Costs], values: Mapping[int, Costs], energies: Energies
+    ) -> None:
+        self.found.layers = layer_reports(self.model, keys, values, energies)
+        uncompressed = dict.fromkeys(self._shapes, _UNCOMPRESSED)
+        self.found.bytes_bf16 = _bytes(uncompressed, self._shapes)
+
+    # --- the search ---
+    def _search(self, families: Sequence[_Family]) -> None:
+        """Search, measure, correct the estimate by what was measured, and search again."""
+        options = [self._options(family) for family in families]
+        aim, missed, kept = _AIM * self.budget, float("inf"), 0.0
+        for _ in range(_MEASUREMENTS):
+            cfg, predicted = self._propose(families, options, aim)
+            if any(m.cfg == cfg for m in self.found.tried):
+                break
+            best = self.found.chosen
+            if best and self.bytes_per_token(cfg) > _WORTH * best.bytes_per_token:
+                break
+            result = self.measure(cfg, predicted)
+            if result.within:
+                kept = max(kept, predicted)
+                if result.kl > _NEAR * self.budget:
+                    break
+            else:
+                missed = min(missed, predicted)
+            aim = _AIM * self.budget * predicted / max(result.kl, 1e-30)
+            if not kept < aim < missed:  # measurements disagree: between the two
+                aim = (kept * missed) ** 0.5 if kept and missed < float("inf") else aim
+                aim = min(aim, 0.7 * missed)
+        if self.found.chosen is None:
+            cfg, predicted = self._eight_bits(families[0])
+            if all(m.cfg != cfg for m in self.found.tried):
+                self.measure(cfg, predicted)
+
+    def _eight_bits(self, family: _Family) -> tuple[KVQuantConfig, float]:
+        """The last resort: if this does not keep the budget, nothing does."""
+        bits = dict.fromkeys(self._shapes, (8, 8))
+        return as_config(family.base, bits), self._sum(family, bits)
+
+    def _propose(
+        self, families: Sequence[_Family], options: Sequence[Any], aim: float
+    ) -> tuple[KVQuantConfig, float]:
+        """The smallest config whose estimates sum up to at most `aim`."""
+        proposals = []
+        for family, layers in zip(families, options, strict=True):
+            chosen = fewest_bytes(layers, aim)
+            if chosen is not None:
+                cfg = as_config(family.base, {n: option.bits for n, option in chosen.items()})
+                size = sum(option.size for option in chosen.values())
+                proposals.append((size, sum(option.kl for option in chosen.values()), cfg))
+        if not proposals:
+            return self._eight_bits(families[0])
+        _, kl, cfg = min(proposals, key=lambda p: p[:2])
+        return cfg, kl
+
+    def _options(self, family: _Family) -> dict[int, list[Option]]:
+        def size(bits: tuple[int, int], shape: tuple[int, int]) -> float:
+            own = family.base.replace(key_bits=bits[0], value_bits=bits[1])
+            return LayerBytes.of_config(own, *shape).bytes_per_token
+
+        pairs = [(k, v) for k in SEARCHED_BITS for v in SEARCHED_BITS]
+        return {
+            n: [
+                Option(p, size(p, shape), family.keys[n][p[0]] + family.values[n][p[1]])
+                for p in pairs
+            ]
+            for n, shape in self._shapes.items()
+        }
+
+    def _compare(self, families: Sequence[_Family], candidates: Sequence[KVQuantConfig]) -> None:
+        """Name the smallest preset that keeps the budget.
+
+        Presets that may beat the chosen config are measured, and one more; the others are judged
+        by their estimates, corrected by the worst ratio that was measured.
+        """
+        ratios = [m.kl / m.predicted_kl for m in self.found.tried if m.predicted_kl]
+        ratio, spare = (ratios[-1] if ratios else 1.0), 1
+        by_base = {family.base: family for family in families}
+        for cfg in sorted(candidates, key=self.bytes_per_token):
+            cfg = cfg.replace(protect_keys=False)
+            predicted = self._predict(by_base[_without_bits(cfg)], cfg)
+            size, best = self.bytes_per_token(cfg), self.found.chosen
+            if predicted is None or predicted * ratio > 2 * self.budget:
+                continue
+            known = next((m for m in self.found.tried if m.cfg == cfg), None)
+            smaller = best is None or size < best.bytes_per_token
+            promising = predicted * ratio <= self.budget
+            if known is None and (smaller or (spare and promising)):
+                known = self.measure(cfg, predicted)
+                spare -= not smaller
+                ratio = max(ratio, known.kl / max(predicted, 1e-30))
+            kl = predicted * ratio if known is None else known.kl
+            if kl <= self.budget:
+                self.found.uniform = Uniform(cfg.name, size, kl, known is not None)
+                return
+
+    def _predict(self, family: _Family, cfg: KVQuantConfig) -> float | None:
+        own = self._layer_configs(cfg)
+        if any(_without_bits(c) != family.base for c in own.values()):
+            return None
+        return self._sum(family, {n: (c.key_bits, c.value_bits) for n, c in own.items()})
+
+    def _sum(self, family: _Family, bits: Mapping[int, tuple[int, int]]) -> float:
+        """Of the estimates; 16 bits cost nothing."""
+        return sum(
+            family.keys[n].get(k, 0.0) + family.values[n].get(v, 0.0) for n, (k, v) in bits.items()
+        )
+
+    # --- measuring ---
+    def measure(self, cfg: KVQuantConfig, predicted: float | None = None) -> Measured:
+        """Through the real cache, on every window."""
+        caches = {"it": lambda: TightCache(cfg, model=self.model, eager=True)}
+        whole = len(self._references) == len(self.windows)
+        passes = quality_passes(len(self.windows), self.windows.ids.shape[1], 1, self.schedule)
+        with self.bars(f"measuring {describe(cfg)}", passes) as bar:
+            summary = measure_quality(
+                self.model,
+                self.windows,
+                caches,
+                self.schedule,
+                lambda steps: advance_bar(bar, steps),
+                torch.cat(self._references) if whole else None,
+            )["it"].summary
+        size, within = self.bytes_per_token(cfg), summary.kl <= self.budget
+        found = Measured(cfg, describe(cfg), predicted, summary.kl, summary.top1, size, within)
+        self.found.tried.append(found)
+        return found
+
+    def bytes_per_token(self, cfg: KVQuantConfig) -> float:
+        """Of all compressible layers."""
+        return _bytes(self._layer_configs(cfg), self._shapes)
+
+    def _layer_configs(self, cfg: KVQuantConfig) -> dict[int, KVQuantConfig]:
+        """What a cache of this config would use for each compressible layer."""
+        layers = TightCache(cfg, model=self.model).layers
+        return {n: getattr(layers[n], "cfg", _UNCOMPRESSED) for n in self._shapes}
+
+    @contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """Ctrl-C ends the work inside; what was found stays."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.found.interrupted = True
+
+
+def _bytes(cfgs: Mapping[int, KVQuantConfig], shapes: Mapping[int, tuple[int, int]]) -> float:
+    """Bytes per token of layers of these configs and shapes (KV heads, head_dim)."""
+    layers = tuple(LayerBytes.of_config(cfg, *shapes[n]) for n, cfg in cfgs.items())
+    return CacheBytes(layers).bytes_per_token
+
+
+def default_candidates(calibration: str = "") -> list[KVQuantConfig]:
+    return [KVQuantConfig.preset(name, calibration=calibration) for name in PRESETS]
+
+
+def _without_bits(cfg: KVQuantConfig) -> KVQuantConfig:
+    """What configs of one family share."""
+    plain = cfg.replace(protected_first=0, protected_last=0, layer_bits="", protect_keys=False)
+    return plain.replace(key_bits=4, value_bits=4)

@@ -1,0 +1,61 @@
+"""Task: one measurement, the same for every config, with inputs that are fixed beforehand."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from statistics import fmean, stdev
+from typing import Any
+
+from tightkv.tools.eval.forward import Advance, MakeCache
+
+Data = dict[str, Any]
+
+
+class Task(ABC):
+    """What it returns is plain data, so that results can be kept and read again."""
+
+    name: str
+
+    @property
+    @abstractmethod
+    def settings(self) -> Data:
+        """Everything besides model and config that the numbers depend on, inputs included."""
+
+    @property
+    def reference_steps(self) -> int:
+        """How often `reference` calls `advance(1)`."""
+        return 0
+
+    @property
+    @abstractmethod
+    def steps(self) -> int:
+        """How often `measure` calls `advance(1)`."""
+
+    def reference(self, model: Any, advance: Advance) -> Data:
+        """What the uncompressed cache gives; every `measure` gets it."""
+        return {}
+
+    @abstractmethod
+    def measure(self, model: Any, make: MakeCache, reference: Data, advance: Advance) -> Data:
+        """What one compressed cache gives."""
+
+
+def digest(value: object) -> str:
+    """16 hex digits of plain data."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def paired(values: Sequence[float], reference: Sequence[float]) -> Data:
+    """Both means, the mean difference and its standard error over the pairs."""
+    differences = [a - b for a, b in zip(values, reference, strict=True)]
+    count = len(differences)
+    return {
+        "mean": fmean(values),
+        "reference": fmean(reference),
+        "difference": fmean(differences),
+        "stderr": stdev(differences) / math.sqrt(count) if count > 1 else None,
+    }

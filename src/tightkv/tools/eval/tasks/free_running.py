@@ -1,0 +1,130 @@
+"""Free-running quality: the model writes through the compressed cache, the exact model grades it.
+
+An error in one token changes everything that is written after it, which teacher-forced scores
+cannot see. Both caches draw with the same random numbers (Gumbel noise by prompt and position),
+so that they write the same text for as long as they agree, and the difference has little noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tightkv.tools.eval.forward import Advance, CacheRun, Choose, MakeCache
+from tightkv.tools.eval.tasks.base import Data, Task, digest, paired
+from tightkv.tools.eval.tasks.greedy import same_tokens
+from tightkv.tools.eval.windows import Windows
+
+_GRADED_TOKENS = 32  # graded in one pass
+
+
+@dataclass(frozen=True)
+class FreeTask(Task):
+    """Answers of `new_tokens` tokens to every prompt; temperature 0 is greedy."""
+
+    prompts: Windows
+    new_tokens: int = 64
+    temperature: float = 1.0
+    seed: int = 0
+    batch: int = 8
+    name = "free"
+
+    def __post_init__(self) -> None:
+        if self.new_tokens < 1 or self.batch < 1:
+            raise ValueError(
+                f"new_tokens={self.new_tokens}, batch={self.batch}; each must be at least 1"
+            )
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature={self.temperature}; it must be 0 (greedy) or more")
+
+    @property
+    def settings(self) -> Data:
+        return {
+            "new_tokens": self.new_tokens,
+            "temperature": self.temperature,
+            "seed": self.seed,
+            "inputs": digest(self.prompts.ids.tolist()),
+        }
+
+    @property
+    def steps(self) -> int:
+        return self.new_tokens * -(-len(self.prompts) // self.batch)
+
+    @property
+    def reference_steps(self) -> int:
+        return self.steps
+
+    def reference(self, model: Any, advance: Advance) -> Data:
+        tokens, own = self._write(model, None, advance)
+        return {"tokens": tokens.tolist(), "log_probs": self._grade(model, tokens), "own": own}
+
+    def measure(self, model: Any, make: MakeCache, reference: Data, advance: Advance) -> Data:
+        tokens, own = self._write(model, make, advance)
+        grades = self._grade(model, tokens)
+        lengths = same_tokens(torch.tensor(reference["tokens"], device="cpu"), tokens)
+        excess = [mine - exact for mine, exact in zip(own, grades, strict=True)]
+        return {
+            "log_prob": paired(grades, reference["log_probs"]),
+            "kl": fmean(excess),
+            "lengths": lengths,
+            "median": float(median(lengths)),
+            "cap": self.new_tokens,
+            "prompts": [
+                {"log_prob": mine, "reference": exact, "own": by_itself}
+                for mine, exact, by_itself in zip(grades, reference["log_probs"], own, strict=True)
+            ],
+        }
+
+    def _write(
+        self, model: Any, make: MakeCache | None, advance: Advance
+    ) -> tuple[Tensor, list[float]]:
+        """Tokens [prompts, new_tokens], and the mean log-probability the writer gave them."""
+        tokens, own = [], []
+        for first in range(0, len(self.prompts), self.batch):
+            ids = self.prompts.ids[first : first + self.batch]
+            run = CacheRun(model, None if make is None else make())
+            done = run.decode(ids, self.new_tokens, self._choose(first), advance)
+            tokens.append(done.tokens)
+            own += done.log_probs.double().mean(1).tolist()
+        return torch.cat(tokens), own
+
+    def _grade(self, model: Any, tokens: Tensor) -> list[float]:
+        """Mean log-probability per token of each answer under the exact cache."""
+        grades = []
+        for first in range(0, len(self.prompts), self.batch):
+            rows = slice(first, first + self.batch)
+            run = CacheRun(model)
+            run.feed(self.prompts.ids[rows, :-1], last_only=True)
+            ids = torch.cat([self.prompts.ids[rows, -1:], tokens[rows]], 1)
+            scored = run.score(ids, self.new_tokens, _GRADED_TOKENS)
+            grades += scored.log_probs.double().mean(1).tolist()
+        return grades
+
+    def _choose(self, first: int) -> Choose:
+        """Rows are prompts from `first` on."""
+
+        def choose(logits: Tensor, step: int) -> Tensor:
+            if not self.temperature:
+                return logits.argmax(-1)
+            rows = range(first, first + len(logits))
+            noise = _gumbel(self.seed, rows, step, logits.shape[1]).to(logits.device)
+            return (logits.float() / self.temperature + noise).argmax(-1)
+
+        return choose
+
+
+def _gumbel(seed: int, rows: Sequence[int], step: int, vocabulary: int) -> Tensor:
+    """[rows, vocabulary]: a draw is the argmax of log-probabilities plus this."""
+    noise = []
+    for row in rows:
+        number = int(digest([seed, row, step]), 16) >> 1
+        generator = torch.Generator("cpu").manual_seed(number)
+        noise.append(
+            torch.empty(vocabulary, device="cpu").exponential_(generator=generator).log().neg()
+        )
+    return torch.stack(noise)

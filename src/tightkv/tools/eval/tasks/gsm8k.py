@@ -1,0 +1,107 @@
+"""GSM8K from a local file: word problems answered through the cache, graded by the final number."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from tightkv.eval.jsonl import read_examples
+from tightkv.tools.eval.forward import Advance, MakeCache, write_texts
+from tightkv.tools.eval.tasks.base import Data, Task, digest, paired
+from tightkv.tools.eval.windows import beginning, encode
+
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+_STOP = "\n\n"
+
+
+@dataclass(frozen=True)
+class MathTask(Task):
+    """Greedy answers to prompts of solved problems and one more."""
+
+    tokenizer: Any
+    prompts: tuple[tuple[int, ...], ...]
+    answers: tuple[str, ...]
+    answer_tokens: int
+    batch: int
+    name = "gsm8k"
+
+    @property
+    def settings(self) -> Data:
+        inputs = [list(prompt) for prompt in self.prompts], list(self.answers)
+        return {"answer_tokens": self.answer_tokens, "inputs": digest(inputs)}
+
+    @property
+    def steps(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def reference_steps(self) -> int:
+        return self.steps
+
+    def reference(self, model: Any, advance: Advance) -> Data:
+        replies = self._replies(model, None, advance)
+        return {"replies": replies}
+
+    def measure(self, model: Any, make: MakeCache, reference: Data, advance: Advance) -> Data:
+        replies = self._replies(model, make, advance)
+        exact = [float(reply["correct"]) for reply in reference["replies"]]
+        own = [float(reply["correct"]) for reply in replies]
+        same = [a["got"] == b["got"] for a, b in zip(replies, reference["replies"], strict=True)]
+        return {"accuracy": paired(own, exact), "same": fmean(same), "replies": replies}
+
+    def _replies(self, model: Any, make: MakeCache | None, advance: Advance) -> list[Data]:
+        # Prompts of one length need the least padding.
+        order = sorted(range(len(self.prompts)), key=lambda i: len(self.prompts[i]))
+        found: dict[int, Data] = {}
+        for first in range(0, len(order), self.batch):
+            rows = order[first : first + self.batch]
+            prompts = [self.prompts[i] for i in rows]
+            texts = write_texts(model, make, self.tokenizer, prompts, self.answer_tokens, _STOP)
+            for i, text in zip(rows, texts, strict=True):
+                got = final_number(text)
+                right = got is not None and Decimal(got) == Decimal(self.answers[i])
+                row = {"expected": self.answers[i], "got": got, "correct": right}
+                found[i] = {**row, "reply": text}
+            advance(len(rows))
+        return [found[i] for i in range(len(order))]
+
+
+def build_gsm8k(
+    tokenizer: Any, path: str | Path, shots: int, limit: int, answer_tokens: int, batch: int
+) -> MathTask:
+    """The first `shots` problems are shown with their solutions; at most `limit` are asked."""
+    rows = read_examples(path, ["question", "answer"])
+    answers = []
+    for number, row in enumerate(rows, 1):
+        found = final_number(row["answer"]) if "####" in row["answer"] else None
+        if found is None:
+            raise ValueError(
+                f"file {str(path)!r}: answer {number} must end in '#### NUMBER', "
+                f"but is {row['answer'][-40:]!r}"
+            )
+        answers.append(found)
+    if len(rows) <= shots:
+        raise ValueError(
+            f"file {str(path)!r} has {len(rows)} problems; --shots {shots} leaves none to ask"
+        )
+    shown = "".join(
+        f"Question: {r['question']}\nAnswer: {r['answer']}{_STOP}" for r in rows[:shots]
+    )
+    asked = rows[shots : shots + limit]
+    prompts = [
+        beginning(tokenizer) + encode(tokenizer, f"{shown}Question: {row['question']}\nAnswer:")
+        for row in asked
+    ]
+    own = answers[shots : shots + limit]
+    return MathTask(tokenizer, tuple(map(tuple, prompts)), tuple(own), answer_tokens, batch)
+
+
+def final_number(text: str) -> str | None:
+    """The number after the first '####', else the last one of the text, without commas."""
+    _, mark, rest = text.partition("####")
+    numbers = _NUMBER.findall(rest if mark else text)
+    return None if not numbers else (numbers[0] if mark else numbers[-1]).replace(",", "")

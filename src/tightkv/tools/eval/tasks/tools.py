@@ -1,0 +1,171 @@
+"""Tool calls: a long prompt of requests and calls in JSON, which the model must continue."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tightkv.tools.eval.forward import TAIL_TOKENS, Advance, MakeCache, after_prefix
+from tightkv.tools.eval.prompts import common_prefix
+from tightkv.tools.eval.tasks.base import Data, Task, digest
+from tightkv.tools.eval.windows import beginning, encode
+
+CALL_TOKENS = 96
+_COUNTED = ("json", "valid", "correct")
+
+# A request, the tool that answers it, and what its arguments are drawn from.
+_CITIES = ("Lisbon", "Oslo", "Cairo", "Kyoto", "Vienna", "Madrid", "Dublin", "Athens", "Lima")
+_PEOPLE = ("Maria", "Victor", "Helen", "Oscar", "Amina", "Pavel", "Ingrid", "Tomas")
+_TOOLS: dict[str, tuple[str, dict[str, Sequence[Any]]]] = {
+    "get_weather": (
+        "What will the weather be in {city} in {days} days?",
+        {"city": _CITIES, "days": range(1, 15)},
+    ),
+    "send_message": (
+        "Tell {to} that I arrive {minutes} minutes late.",
+        {"to": _PEOPLE, "minutes": range(5, 60, 5)},
+    ),
+    "book_train": (
+        "Book {seats} seats from {start} to {end}.",
+        {"start": _CITIES[:4], "end": _CITIES[4:], "seats": range(2, 9)},
+    ),
+    "set_alarm": (
+        "Wake me at {hour}:{minute} tomorrow.",
+        {"hour": range(5, 12), "minute": range(10, 60, 5)},
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request and the call that answers it."""
+
+    request: str
+    name: str
+    arguments: dict[str, Any]
+
+    @property
+    def text(self) -> str:
+        return json.dumps({"name": self.name, "arguments": self.arguments})
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Prompts that begin alike and end in a request each."""
+
+    context: int
+    prompts: tuple[tuple[int, ...], ...]
+    shared: int
+    calls: tuple[Call, ...]
+
+
+def build_conversation(tokenizer: Any, context: int, calls: int, seed: int) -> Conversation:
+    """As many calls with answers as `context` tokens hold, then `calls` different last requests."""
+    if calls < 1:
+        raise ValueError(f"calls={calls}; it must be at least 1")
+    rng = random.Random(seed)
+    last = [_call(rng) for _ in range(calls)]
+    ends = [encode(tokenizer, f"Request: {call.request}\nCall:") for call in last]
+    room = context - CALL_TOKENS - max(map(len, ends))
+    shots, used = beginning(tokenizer), 0
+    while True:
+        shown = _call(rng)
+        tokens = encode(tokenizer, f"Request: {shown.request}\nCall: {shown.text}\n\n")
+        if len(shots) + len(tokens) > room:
+            break
+        shots, used = shots + tokens, used + 1
+    if used < len(_TOOLS):
+        raise ValueError(
+            f"a context of {context} tokens holds {used} calls; at least {len(_TOOLS)} are needed: "
+            "take longer --contexts"
+        )
+    prompts = [shots + end for end in ends]
+    shared = max(0, common_prefix(prompts) - TAIL_TOKENS)
+    return Conversation(context, tuple(map(tuple, prompts)), shared, tuple(last))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a reply is: JSON, a call with the right arguments' names, the very call wanted."""
+
+    json: bool
+    valid: bool
+    correct: bool
+
+
+def judge(reply: str, wanted: Call) -> Verdict:
+    try:
+        got = json.loads(reply)
+    except (ValueError, RecursionError):
+        return Verdict(False, False, False)
+    if not isinstance(got, dict) or not isinstance(got.get("arguments"), dict):
+        return Verdict(True, False, False)
+    tool = _TOOLS.get(got["name"]) if isinstance(got.get("name"), str) else None
+    valid = (
+        tool is not None
+        and set(got) == {"name", "arguments"}
+        and set(got["arguments"]) == set(tool[1])
+    )
+    correct = got == {"name": wanted.name, "arguments": wanted.arguments}
+    return Verdict(True, valid, correct)
+
+
+@dataclass(frozen=True)
+class ToolTask(Task):
+    """Greedy replies to the last requests, parsed."""
+
+    tokenizer: Any
+    conversations: tuple[Conversation, ...]
+    name = "tools"
+
+    @property
+    def settings(self) -> Data:
+        prompts = [[list(prompt) for prompt in talk.prompts] for talk in self.conversations]
+        return {"call_tokens": CALL_TOKENS, "inputs": digest(prompts)}
+
+    @property
+    def steps(self) -> int:
+        return sum(len(talk.prompts) for talk in self.conversations)
+
+    @property
+    def reference_steps(self) -> int:
+        return self.steps
+
+    def reference(self, model: Any, advance: Advance) -> Data:
+        return self._replies(model, None, advance)
+
+    def measure(self, model: Any, make: MakeCache, reference: Data, advance: Advance) -> Data:
+        exact = {f"reference_{name}": reference[name] for name in _COUNTED}
+        return {**self._replies(model, make, advance), **exact}
+
+    def _replies(self, model: Any, make: MakeCache | None, advance: Advance) -> Data:
+        replies: list[Data] = []
+        for talk in self.conversations:
+            prefix = talk.prompts[0][: talk.shared]
+            runs = after_prefix(model, make, prefix, len(talk.prompts))
+            for prompt, call, run in zip(talk.prompts, talk.calls, runs, strict=True):
+                reply = run.write_line(self.tokenizer, prompt[talk.shared :], CALL_TOKENS)
+                verdict = judge(reply, call)
+                replies.append(
+                    {
+                        "context": talk.context,
+                        "expected": call.text,
+                        "reply": reply,
+                        "json": verdict.json,
+                        "valid": verdict.valid,
+                        "correct": verdict.correct,
+                    }
+                )
+                advance(1)
+        sums = {name: sum(reply[name] for reply in replies) for name in _COUNTED}
+        return {"asked": len(replies), **sums, "replies": replies}
+
+
+def _call(rng: random.Random) -> Call:
+    name = rng.choice(list(_TOOLS))
+    request, fields = _TOOLS[name]
+    arguments = {field: rng.choice(values) for field, values in fields.items()}
+    return Call(request.format(**arguments), name, arguments)

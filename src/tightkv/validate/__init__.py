@@ -1,9 +1,0 @@
-"""Measures every claim of the method on the CPU, and audits where it is weak.
-
-`run` gives a Report: claims that pass or fail (docs/validate.md), audit rows that inform.
-"""
-
-from tightkv.validate.report import AuditRow, Claim, Options, Report
-from tightkv.validate.suite import run
-
-__all__ = ["AuditRow", "Claim", "Options", "Report", "run"]
