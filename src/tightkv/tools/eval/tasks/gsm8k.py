@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from tightkv.eval.jsonl import read_examples
 from tightkv.tools.eval.forward import Advance, MakeCache, write_texts
+from tightkv.tools.eval.jsonl import read_examples
 from tightkv.tools.eval.tasks.base import Data, Task, digest, paired
 from tightkv.tools.eval.windows import beginning, encode
 
