@@ -173,3 +173,35 @@ def test_old_names_can_be_run_and_looked_for() -> None:
     assert importlib.util.find_spec("tightkv.eval.no_such_module") is None
     with pytest.raises(ModuleNotFoundError, match=r"No module named 'tightkv\.eval\.no_such"):
         importlib.import_module("tightkv.eval.no_such_module")
+
+
+IMPORT_IN_THREADS = """
+import random, sys, threading, warnings
+from importlib import import_module
+warnings.simplefilter("ignore")
+sys.setswitchinterval(1e-5)
+import tightkv
+from tightkv.moved import MOVED
+
+moved = [name for name in MOVED if "." not in name and not MOVED[name].startswith("tools")]
+names = [f"tightkv.{name}" for name in (*moved, *(MOVED[name] for name in moved))]
+
+def import_all(seed):
+    for name in random.Random(seed).sample(names, len(names)):
+        import_module(name)
+
+threads = [threading.Thread(target=import_all, args=(seed,)) for seed in range(8)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+for name in moved:
+    module = sys.modules[f"tightkv.{name}"]
+    assert module is sys.modules[f"tightkv.{MOVED[name]}"], name
+    assert module.__spec__.name == f"tightkv.{MOVED[name]}", name
+"""
+
+
+def test_threads_may_import_old_and_new_names_at_once() -> None:
+    """A finder that imports, which is called under the import lock, would stop them for ever."""
+    command = [sys.executable, "-c", IMPORT_IN_THREADS]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    assert run.returncode == 0 and not run.stderr, run.stderr
