@@ -172,23 +172,13 @@ class TorchPrefillOps:
     def load_prefix(
         self, codec: Codec, view: CacheView, start: int, count: int, key: Tensor, value: Tensor
     ) -> None:
-        page = codec.layout.page_size
-        # An open page may have no codes, and no place in the table.
-        ids = view.block_table[:, start // page : -(-(start + count) // page)].long().clamp_min(0)
-        coded = reference.dequantize(codec, view.pages[ids])  # [B, pages, Hkv, page, D]
-        for target, x in zip((key, value), coded, strict=True):
-            flat = x.transpose(1, 2).flatten(2, 3)
-            target[:, :, : flat.shape[2]] = flat.to(target.dtype)
-        owner = view.ring_rows.long()
-        for ring, low, high in exact_ranges(view, start, count):
-            at = torch.arange(low, high, device=key.device)
-            chosen = _is_exact(view, ring, at)[:, None, :, None]  # [B, 1, n, 1]
-            sources = (view.ring_key, view.ring_value) if ring else (view.sink_key, view.sink_value)
-            for target, source, side in zip((key, value), sources, ("key", "value"), strict=True):
-                exact = source[owner][:, at % source.shape[1]].transpose(1, 2)
-                rotated = codec.side(side).rotation(exact).to(target.dtype)
-                piece = target[:, :, low - start : high - start]
-                piece.copy_(torch.where(chosen, rotated, piece))
+        for segment in reference.segments(codec, view):
+            at = segment.position - start
+            row, n = (segment.valid & (at >= 0) & (at < count)).nonzero(as_tuple=True)
+            for target, x, side in ((key, segment.key, "key"), (value, segment.value, "value")):
+                exact = x[row, :, n]
+                rotated = exact if segment.rotated else codec.side(side).rotation(exact)
+                target[row, :, at[row, n]] = rotated.to(target.dtype)
 
     def merge_states(self, old: AttentionState, new: AttentionState) -> AttentionState:
         both = torch.logaddexp(old.lse, new.lse)
@@ -203,11 +193,3 @@ class TorchPrefillOps:
         merged = self.merge_states(own, exact)
         exact.out.copy_(merged.out)
         exact.lse.copy_(merged.lse)
-
-
-def _is_exact(view: CacheView, ring: bool, at: Tensor) -> Tensor:
-    """bool [B, n]: which rows read positions `at` from the ring, or from the sinks."""
-    read_from = view.ring_read_from[:, None]
-    if ring:
-        return at >= read_from
-    return at < torch.minimum(view.sink_counts[:, None], read_from)

@@ -6,6 +6,7 @@ One call attends to it, causal from the end of each sequence, and the output is 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -174,24 +175,16 @@ def _finite(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def dequantized_row(codec: Codec, view: CacheView, row: int) -> dict[str, Tensor]:
     """Keys and values [length, Hkv, D] of a sequence in the frame of the pages, in float32."""
-    numbers = (view.lengths, view.left_pad, view.ring_read_from, view.sink_counts, view.ring_rows)
-    length, pad, read_from, sinks, owner = (int(x[row]) for x in numbers)
-    page = codec.layout.page_size
-    ids = view.block_table[row, : -(-read_from // page)].long()
-    coded = reference.dequantize(codec, view.pages[ids])  # [pages, Hkv, page, D]
-    ring_from, sinks_end = max(read_from, pad), min(pad + sinks, read_from)
-    slots = torch.arange(ring_from, length, device=ids.device) % view.ring_key.shape[1]
-    found = {}
-    for side, x, ring, sink in (
-        ("key", coded[0], view.ring_key, view.sink_key),
-        ("value", coded[1], view.ring_value, view.sink_value),
-    ):
-        rotation = codec.side(side).rotation
-        made = x.new_zeros(length, *ring.shape[2:])
-        flat = x.transpose(1, 2).flatten(0, 1)
-        made[pad:read_from] = flat[pad:read_from]
-        if sinks_end > pad:
-            made[pad:sinks_end] = rotation(sink[owner, : sinks_end - pad])
-        made[ring_from:] = rotation(ring[owner, slots])
-        found[side] = made
+    one = replace(view, **{name: getattr(view, name)[row : row + 1] for name in _BY_ROW})
+    shape = (int(one.lengths), codec.layout.num_kv_heads, codec.layout.head_dim)
+    found = {side: view.pages.new_zeros(shape, dtype=torch.float32) for side in ("key", "value")}
+    for segment in reference.segments(codec, one):
+        _, n = segment.valid.nonzero(as_tuple=True)
+        for side, x in (("key", segment.key), ("value", segment.value)):
+            exact = x[0, :, n].transpose(0, 1)
+            rotated = exact if segment.rotated else codec.side(side).rotation(exact)
+            found[side][segment.position[0, n]] = rotated
     return found
+
+
+_BY_ROW = ("block_table", "lengths", "left_pad", "ring_read_from", "sink_counts", "ring_rows")

@@ -16,7 +16,7 @@ WORKSPACE_BYTES = 256 << 20  # of keys and values at a time
 # Decoding out of the pages costs by pairs of query and token, the workspace by tokens and launches.
 # Measured over 34 shapes on an H200 (docs/log.md): these cost 5.3% more than the faster way of each
 # shape would, 32 and 2^19 cost 10%.
-MIN_QUERIES = 64  # that read a token of the workspace, on average
+MIN_READS = 64  # of a token of the workspace by queries, on average
 MIN_PAIRS = 1 << 20
 # Where queries are few, FlashAttention splits the keys and keeps a float32 output of each split:
 # rows (query, head) times splits. Up to 64 MiB were measured with heads of 128.
@@ -68,7 +68,7 @@ def is_worth(counts: Sequence[int], before: Sequence[int]) -> bool:
         return any(counts)
     lengths = [a + b for a, b in zip(counts, before, strict=True)]
     pairs = sum(a * b for a, b in zip(counts, lengths, strict=True))
-    return pairs >= max(MIN_PAIRS, MIN_QUERIES * sum(lengths))
+    return pairs >= max(MIN_PAIRS, MIN_READS * sum(lengths))
 
 
 def plan_groups(

@@ -80,11 +80,9 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
         slots = common.slot_mapping[: common.num_actual_tokens]
         given = (common.seq_lens, common.query_start_loc, slots)
         pages = self._page_table(common.block_table_tensor)
-        table = self._ring_table()
-        has_prompts = any(part.max_query_len > table.taken_back + 1 for part in ranges)
-        inherited = None
-        if not has_prompts:
-            rows = table.decode_step(pages, *given, self.out)
+        table, inherited = self._ring_table(), None
+        if all(part.max_query_len <= table.taken_back + 1 for part in ranges):
+            rows = self._decode_step(table, pages, given)
         else:
             rows = table.step(pages, *given, self.out, copies=True)
             own = rows.ring_rows
@@ -106,7 +104,7 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
         """
         block_table, lengths, starts, slots = metadata.built_from
         pages = self._page_table(block_table)
-        self._ring_table().decode_step(pages, lengths, starts, slots, self.out)
+        self._decode_step(self._ring_table(), pages, (lengths, starts, slots))
 
     @property
     def _limits(self) -> Limits:
@@ -156,13 +154,21 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
                 pages_per_block=self.pages_per_block,
                 window=_window(self.impls),
             )
-            self._compile(rings.table)
+            # A step without sequences compiles the kernel, so that no request waits for it.
+            zeros = self.left_pad.new_zeros(2)
+            given = zeros[:1], zeros, zeros[:1].long()
+            self._decode_step(rings.table, zeros[:1, None], given)
         return rings.table
 
-    def _compile(self, table: RingTable) -> None:
-        """A step of nobody, so that no request waits for the compiler."""
-        zeros = self.left_pad.new_zeros(2)
-        table.decode_step(zeros[:1, None], zeros[:1], zeros, zeros[:1].long(), self.out)
+    def _decode_step(
+        self, table: RingTable, pages: Tensor, given: tuple[Tensor, Tensor, Tensor]
+    ) -> BatchRings:
+        """A step without prompts; one kernel on GPUs."""
+        if self.out.device.type == "cpu":
+            return table.step(pages, *given, self.out)
+        from tightkv.integrations.vllm.step import ring_kernel
+
+        return ring_kernel.decode_step(table, pages, *given, self.out)
 
 
 def _group_rings(impls: list[TightAttention], drafts_share: bool) -> GroupRings:

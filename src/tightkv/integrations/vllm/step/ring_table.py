@@ -94,23 +94,6 @@ class RingTable:
         self.claims: Tensor | None = None
         self.order: Tensor | None = None
 
-    def decode_step(
-        self,
-        block_table: Tensor,
-        lengths: Tensor,
-        query_start_loc: Tensor,
-        slots: Tensor,
-        out: Tensor,
-    ) -> BatchRings:
-        """`step` without copies, of at most `taken_back` + 1 tokens each; one kernel on GPUs."""
-        if out.device.type == "cpu":
-            return self.step(block_table, lengths, query_start_loc, slots, out)
-        from tightkv.integrations.vllm.step import ring_kernel
-
-        numbers = STEP, NEVER
-        ring_kernel.decode_step(self, block_table, lengths, query_start_loc, slots, out, numbers)
-        return BatchRings(*out[:, : len(lengths)].unbind())
-
     def step(
         self,
         block_table: Tensor,
@@ -122,14 +105,14 @@ class RingTable:
     ) -> BatchRings:
         """Give the sequences of a batch their rows and tag those with what this step writes.
 
-        `lengths` [B] count the new tokens, row b's being query_start_loc[b] to
-        query_start_loc[b + 1] of the batch,
-        written at `slots` [N] = block * page_size + offset; a negative slot is not written.
-        Block 0 is nobody's. (A block here is one page.) The answer is put into `out`
-        int32 [len(BatchRings._fields), at least B]: the same memory at every step. With `copies`
-        the layers copy sinks as `sink_sources` and `saved_at` say before anything else.
+        `lengths` [B] count the new tokens. Those of sequence b are query_start_loc[b] to
+        query_start_loc[b + 1] of the batch, written at `slots` [N] = block * page_size + offset,
+        or nowhere where that is negative. Block 0 is nobody's. (A block here is one page.)
+        The answer is put into `out` int32 [len(BatchRings._fields), at least B]: the same memory
+        at every step. With `copies` the layers first copy sinks as `sink_sources` and `saved_at`
+        say. `ring_kernel` takes steps without copies on a GPU.
         """
-        size, batch = self.page_size, len(lengths)
+        batch = len(lengths)
         starts = query_start_loc.long()
         counts = starts.diff()
         here = torch.arange(batch, device=lengths.device)
@@ -143,46 +126,28 @@ class RingTable:
         without_row = rows == self.rows
 
         exact_before = torch.where(matched, self.ring_valid_from[own], before)
+        exact_after = torch.maximum(exact_before, lengths - self.ring)
         gone = before + self.taken_back >= (self.window or NEVER)  # vLLM may have freed the first
         begun = block_table[:, 0].long().masked_fill(~live | gone, 0)  # first blocks
-        keeps_name = gone & matched
-        source = self.sink_row[begun]
-        had = self.sink_count[own].masked_fill(~matched, 0)
-        # A prefix hit may begin with a step that copies nothing: it asks again later.
-        lacking = (had < self.sinks) & (had < before) & ~without_row & (begun != 0) & copies
-        inherits = lacking & (self.sink_content[source] == self.content[begun])
-        source = torch.where(inherits, source, rows)
-        had = torch.where(inherits, self.sink_count[source], had)
+        source, had = rows, self.sink_count[own].masked_fill(~matched, 0)
+        if copies:
+            source, had = self._inherit_sinks(rows, had, before, begun)
         sinks_before = torch.minimum(had, before)
-        exact_after = torch.maximum(exact_before, lengths - self.ring)
         sinks_after = torch.where(
             before <= sinks_before, lengths.clamp_max(self.sinks), sinks_before
-        )
-        sinks_after = sinks_after.masked_fill(without_row, 0)
-        saved_at = (
-            self._save_sinks(rows, matched | without_row)
-            if copies
-            else rows.new_full(rows.shape, self.rows)
-        )
+        ).masked_fill(without_row, 0)
+        saved_at = rows.new_full(rows.shape, self.rows)
+        if copies:
+            saved_at = self._save_sinks(rows, matched | without_row)
 
-        self.block[rows] = _block_at(block_table, lengths - 1, size)
-        self.block_before[rows] = _block_at(block_table, lengths - 1 - size, size)
-        self.length[rows] = lengths
-        self.ring_valid_from[rows] = exact_after
-        self.sink_count[rows] = sinks_after
-        named = self.content[begun].masked_fill((sinks_after == 0) | gone, -2)
-        self.sink_content[rows] = torch.where(keeps_name, self.sink_content[own], named)
-        self.sink_row[begun.masked_fill(sinks_after == 0, 0)] = rows
-        self.first_block[rows] = torch.where(keeps_name, self.first_block[own], begun)
-        self.used_at[rows] = self.steps
-        self.block[self.rows :].fill_(-1)
-        self.used_at[self.rows :].fill_(NEVER)
+        self._tag(rows, block_table, lengths, exact_after)
+        self._tag_sinks(rows, own, begun, sinks_after, gone, gone & matched)
         self.row_of_block[blocks] = torch.cat([rows, rows.new_full((1,), self.rows)])[writers]
         self.steps += 1
 
         # A few tokens at once (speculative decoding) see the window of the first of them.
         newest = torch.where(counts <= RING_SLACK, before, lengths - 1)
-        ring_read_from = torch.maximum(exact_after, self._window(newest))
+        read_from = torch.maximum(exact_after, self._window(newest))
         # The new tokens have by then overwritten the oldest of the ring.
         context = torch.maximum(exact_after, self._window(before - 1))
         answer = (
@@ -190,7 +155,7 @@ class RingTable:
             before,
             rows,
             exact_before,
-            torch.where(without_row, lengths, torch.minimum(ring_read_from, lengths)),
+            torch.where(without_row, lengths, torch.minimum(read_from, lengths)),
             sinks_after,
             torch.where(matched, torch.minimum(context, before), before),
             sinks_before,
@@ -296,6 +261,17 @@ class RingTable:
         fresh = oldest_first[rank.clamp_max(self.rows)]
         return torch.where(wanting & (rank < free), fresh, kept)
 
+    def _inherit_sinks(
+        self, rows: Tensor, had: Tensor, before: Tensor, begun: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Whose sinks each sequence takes over, and how many; its own where it lacks none."""
+        source = self.sink_row[begun]
+        # A prefix hit may begin with a step that copies nothing: it asks again later.
+        lacking = (had < self.sinks) & (had < before) & (rows != self.rows) & (begun != 0)
+        inherits = lacking & (self.sink_content[source] == self.content[begun])
+        source = torch.where(inherits, source, rows)
+        return source, torch.where(inherits, self.sink_count[source], had)
+
     def _save_sinks(self, rows: Tensor, keeps: Tensor) -> Tensor:
         """Where the sinks go that these rows had for sequences that are gone; the oldest goes.
 
@@ -318,6 +294,38 @@ class RingTable:
         self.sink_count[place] = self.sink_count[rows]
         self.saved += leaves.sum()
         return place
+
+    def _tag_sinks(
+        self,
+        rows: Tensor,
+        own: Tensor,
+        begun: Tensor,
+        sinks: Tensor,
+        gone: Tensor,
+        keeps_name: Tensor,
+    ) -> None:
+        """Tag rows with how many sinks they hold, and of which first block and content of it.
+
+        `gone`: the first block may be another's by now. `keeps_name`: the row has the tag already.
+        """
+        self.sink_count[rows] = sinks
+        named = self.content[begun].masked_fill((sinks == 0) | gone, -2)
+        self.sink_content[rows] = torch.where(keeps_name, self.sink_content[own], named)
+        self.sink_row[begun.masked_fill(sinks == 0, 0)] = rows
+        self.first_block[rows] = torch.where(keeps_name, self.first_block[own], begun)
+
+    def _tag(
+        self, rows: Tensor, block_table: Tensor, lengths: Tensor, ring_valid_from: Tensor
+    ) -> None:
+        """Tag rows with the sequence that they are of after this step; the last row is nobody's."""
+        size = self.page_size
+        self.block[rows] = _block_at(block_table, lengths - 1, size)
+        self.block_before[rows] = _block_at(block_table, lengths - 1 - size, size)
+        self.length[rows] = lengths
+        self.ring_valid_from[rows] = ring_valid_from
+        self.used_at[rows] = self.steps
+        self.block[self.rows :].fill_(-1)
+        self.used_at[self.rows :].fill_(NEVER)
 
     def _window(self, newest: Tensor) -> Tensor:
         """Where the exact window of token `newest` begins."""
