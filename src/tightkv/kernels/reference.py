@@ -243,7 +243,7 @@ def attend(
     q = padded.float().unflatten(2, (hkv, hq // hkv)).permute(0, 2, 3, 1, 4)  # [B, Hkv, G, Lq, D]
     frames = {False: q, True: codec.key.rotation(q)}
     softmax = _Softmax(q)
-    segments = segments(codec, view, None if window is None else first_at - window + 1)
+    segments = token_segments(codec, view, None if window is None else first_at - window + 1)
     if new_key is not None and new_value is not None:
         segments = chain(segments, [_exact(new_key[index], new_value[index], positions, live)])
     for seg in segments:
@@ -284,7 +284,7 @@ def materialize(codec: Codec, view: CacheView) -> tuple[Tensor, Tensor]:
     tokens = int(view.lengths.max()) if b else 0
     shape = (b, tokens, heads, d)
     out = [torch.zeros(shape, dtype=view.ring_key.dtype, device=view.lengths.device) for _ in "kv"]
-    for seg in segments(codec, view):
+    for seg in token_segments(codec, view):
         row, n = seg.valid.nonzero(as_tuple=True)
         at = seg.position[row, n]
         for target, x, quantizer in zip(
@@ -297,7 +297,7 @@ def materialize(codec: Codec, view: CacheView) -> tuple[Tensor, Tensor]:
     return out[0], out[1]
 
 
-def segments(codec: Codec, view: CacheView, low: Tensor | None = None) -> Iterator[Segment]:
+def token_segments(codec: Codec, view: CacheView, low: Tensor | None = None) -> Iterator[Segment]:
     """Tokens before low [B, 1] are seen by no query: what holds them may be another's by now."""
     device, owner = view.lengths.device, view.ring_rows.long()
     lengths, left_pad, ring_read_from = (

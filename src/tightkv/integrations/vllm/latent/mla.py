@@ -176,7 +176,7 @@ def warm_up_once(impl: TightLatentAttention, device: torch.device) -> None:
 
 
 class TightLatentBackend(PageBlocks, MLACommonBackend):  # type: ignore[misc]
-    """Of latent attention."""
+    """The backend of latent attention."""
 
     @staticmethod
     def get_impl_cls() -> type[TightLatentAttention]:

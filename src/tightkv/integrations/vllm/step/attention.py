@@ -37,8 +37,8 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
     ) -> None:
         """`layer` is a vLLM Attention with its own implementation, whose numbers are taken.
 
-        `reads`: of the layer whose cache this one reads, having none of its own. `is_draft`: the
-        layer is one of a speculator's model.
+        `reads`: the attention whose cache this layer reads, if it has none of its own. `is_draft`:
+        the layer is one of a speculator's model.
         """
         old = layer.impl
         self.num_heads, self.num_kv_heads = layer.num_heads, layer.num_kv_heads
@@ -69,16 +69,16 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
         self.centers: tuple[Tensor, Tensor] | None = None
         self.key_scale: KeyScale | None = None
         self.group_rings: GroupRings | None = None
-        """Of all layers with the same metadata."""
+        """The rings of all layers with the same metadata."""
 
     @property
     def capturable(self) -> bool:
-        """Whether a CUDA graph can hold what is launched here: nothing waits for the device."""
+        """Whether a CUDA graph can hold the launches: the host does not wait for the device."""
         return self.kernels.TAKES.graphs and not self.layout.cfg.check_finite
 
     @property
     def short_prompt(self) -> int:
-        """Up to how many new tokens of a prompt these kernels take as if they were decoded."""
+        """The most new tokens of a prompt that these kernels decode."""
         return SHORT_PROMPT if self.kernels.TAKES.short_prompts else 0
 
     def use_centers(self, centers: Centers) -> None:
@@ -103,11 +103,10 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
         return self.key_scale.on(dtype, self.device)
 
     def exact_tensors(self) -> Rings:
-        """Ring and sink keys and values [rows + 1, n, Hkv, D]; the last row is a waste bin.
+        """Keys and values of rings and sinks [rows + 1, n, Hkv, D]; no sequence owns the last row.
 
-        More sinks follow: those that the RingTable saves.
-
-        Made in vLLM's first run of the model, the one that measures memory.
+        The sinks that the RingTable saves follow. All are allocated in vLLM's first run of the
+        model, which measures memory.
         """
         if self.reads is not None:
             return self.reads.exact_tensors()
@@ -170,7 +169,7 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
         return output
 
     def _copied_bytes(self, query: Tensor) -> int:
-        """Of scaled queries and keys, tokens relative to centers, and those kept for readers."""
+        """Bytes of scaled queries and keys, tokens relative to centers, and tokens for readers."""
         scaled = (self.reads or self).key_scale is not None
         pairs = (self.centers is not None) + (self.reads is None and self.has_readers)
         keys = 2 * pairs + (self.key_scale is not None)
@@ -183,7 +182,7 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
         return key - self.centers[0], value - self.centers[1]
 
     def _warm_up(self, rings: Rings) -> None:
-        """While vLLM starts; layers that are alike do it once."""
+        """Compile kernels while vLLM starts, once for layers that are alike."""
         limits, short = self.limits, self.short_prompt
         most = max(limits.decoding, short)
         least_fresh = limits.most_as_decoding(limits.sequences, short) + 1

@@ -32,7 +32,7 @@ def _window(newest, PAGE: tl.constexpr, EXACT_PAGES: tl.constexpr):
 
 @triton.jit
 def _longest_unused(used_at, order, rank, wanting, rows, ROWS: tl.constexpr):
-    """Row number `rank` of those ordered by their last use."""
+    """The row at place `rank` in the order of last use, oldest first."""
     row = tl.arange(0, ROWS)
     mine = tl.load(used_at + row, mask=row < rows, other=0)
     place = tl.zeros([ROWS], tl.int32)
@@ -70,7 +70,7 @@ def _decode_step_kernel(
     WINDOW: tl.constexpr, SLACK: tl.constexpr, STEP: tl.constexpr, NEVER: tl.constexpr,
     NOBODY: tl.constexpr,
 ):  # fmt: skip
-    """See `RingTable.step`, whose names these are."""
+    """See `RingTable.step`; the names are the same."""
     here = tl.arange(0, BATCH)
     there = here < batch
     start = tl.load(query_start_loc + here, mask=there, other=0).to(tl.int64)

@@ -1,12 +1,12 @@
 """Compile what a layer launches while vLLM starts, so that no request waits for it.
 
-Triton and NVRTC compile a kernel when it is launched for the first time, cuDNN is loaded when it
-is first asked. So a layer runs here every kind of part that `split_batch` makes, on one page of its
-own and on the row of the rings that is nobody's. Which binary a launch takes is decided by
-dtypes, head counts, how many tokens a sequence has, whether a batch has few sequences or many, and
-whether a prefix is read in one piece or in several; other numbers that differ from step to step do
-not decide (`do_not_specialize` in `kernels.triton`). Without FlashAttention 3, cuDNN still plans
-each new prompt length once.
+Triton and NVRTC compile a kernel at its first launch, and cuDNN is loaded at its first call. So a
+layer runs here every kind of part that `split_batch` makes, on one page of its own and on the last
+row of the rings, which no sequence owns. The binary of a launch depends on dtypes, head counts, the
+new tokens of a sequence, whether a batch has few sequences or many, and whether a prefix is read in
+one piece or in several. It does not depend on other numbers that differ from step to step
+(`do_not_specialize` in `kernels.triton`). Without FlashAttention 3, cuDNN still plans each new
+prompt length once.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def warm_up_once(
     feedback: Tensor | None = None,
     sequences: int = 1,
 ) -> None:
-    """`warm_up` for the first of all layers that are alike. Errors of the device come out here."""
+    """`warm_up` for the first of layers that are alike. Errors of the device are raised here."""
     layout, device = step.codec.layout, rings[0].device
-    # of the engine; another in this process may have others
+    # those of this engine; another engine in this process may have others
     limits = most_decoding, least_fresh, sequences
     has = feedback is not None
     scores = step.softcap, step.window
@@ -114,14 +114,14 @@ def kinds_of_parts(
 
 
 def sizes(least: int, most: int) -> list[int]:
-    """Numbers in [least, most]: both, and the two on each side of every step to twice as much."""
+    """Both bounds, and the powers of two between them, each with the number after it."""
     doubled = itertools.takewhile(lambda n: n <= most, (1 << i for i in itertools.count()))
     found = {least, most, *(n + more for n in doubled for more in (0, 1))}
     return sorted(n for n in found if least <= n <= most)
 
 
 def _sharing_part(layout: PageLayout, rings: Rings, workspace_tokens: int) -> BatchPart:
-    """Four prompts in one workspace."""
+    """Four prompts that share one workspace."""
     sequences, count = 4, 64
     before = workspace_tokens // sequences - count
     part = _part(layout, rings, count, before, is_prefill=True, sequences=sequences)
