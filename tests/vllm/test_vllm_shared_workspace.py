@@ -20,7 +20,7 @@ from tightkv.integrations.vllm.step.batch_split import ALONE_FROM, Limits, PartR
 from tightkv.integrations.vllm.step.layer_step import LayerStep
 from tightkv.integrations.vllm.step.metadata import BatchPart, make_part
 from tightkv.integrations.vllm.step.ring_table import BatchRings, GroupRings, RingTable
-from tightkv.integrations.vllm.step.warm_up import kinds_of_parts
+from tightkv.integrations.vllm.step.warm_up import Kinds, kinds_of_parts
 from tightkv.kernels import ragged_plan, reference, sdpa
 from tightkv.kernels.prefill import MIN_QUERIES
 from tightkv.kernels.ragged_plan import is_worth
@@ -342,7 +342,7 @@ def test_the_whole_workspace_is_used_to_warm_up() -> None:
     layout = PageLayout(CFG, HEADS, DIM, torch.float16)
     sizes = (layout.ring_tokens,) * 2 + (CFG.sinks,) * 2
     rings = tuple(torch.zeros(2, n, HEADS, DIM).half() for n in sizes)
-    *others, last = kinds_of_parts(layout, rings, 1, 2, workspace_tokens=8192)
+    *others, last = kinds_of_parts(layout, rings, Kinds(1, 2), 8192)
     assert not any(part.ragged for part in others)
     (group,) = last.ragged
     assert group.tokens == 8192 == int(group.cu_seqlens_k[-1]) and group.rows == slice(0, 4)

@@ -14,7 +14,7 @@ from tightkv.integrations.vllm.step.flash_attention import prefer_flash_attentio
 from tightkv.integrations.vllm.step.layer_step import LayerStep, Rings
 from tightkv.integrations.vllm.step.metadata import TightMetadata
 from tightkv.integrations.vllm.step.ring_table import GroupRings, sink_rows
-from tightkv.integrations.vllm.step.warm_up import warm_up_once
+from tightkv.integrations.vllm.step.warm_up import Kinds, warm_up_once
 from tightkv.kernels.backend import Backend
 from tightkv.math.centers import Centers
 from tightkv.math.key_scale import KeyScale
@@ -184,8 +184,6 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
     def _warm_up(self, rings: Rings) -> None:
         """Compile kernels while vLLM starts, once for layers that are alike."""
         limits, short = self.limits, self.short_prompt
-        most = max(limits.decoding, short)
         least_fresh = limits.most_as_decoding(limits.sequences, short) + 1
-        warm_up_once(
-            self.step, rings, self.num_heads, most, least_fresh, self.feedback, limits.sequences
-        )
+        kinds = Kinds(max(limits.decoding, short), least_fresh, limits.sequences)
+        warm_up_once(self.step, rings, self.num_heads, kinds, self.feedback)

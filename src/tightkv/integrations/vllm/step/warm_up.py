@@ -14,8 +14,10 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,51 +34,46 @@ logger = logging.getLogger("vllm.tightkv")
 _WARM: set[tuple[object, ...]] = set()
 
 
-def warm_up_once(
-    step: LayerStep,
-    rings: Rings,
-    query_heads: int,
-    most_decoding: int,
-    least_fresh: int,
-    feedback: Tensor | None = None,
-    sequences: int = 1,
+class Kinds(NamedTuple):
+    """The sizes of the parts that an engine's batches have."""
+
+    most_decoding: int  # new tokens of a sequence in a part that decodes
+    least_fresh: int  # new tokens of a sequence in a part of prompts
+    sequences: int = 1  # the most of a batch
+
+
+def once(
+    alike: tuple[object, ...], device: torch.device, kernels: str, launch: Callable[[], None]
 ) -> None:
-    """`warm_up` for the first of layers that are alike. Errors of the device are raised here."""
-    layout, device = step.codec.layout, rings[0].device
-    # those of this engine; another engine in this process may have others
-    limits = most_decoding, least_fresh, sequences
-    has = feedback is not None
-    scores = step.softcap, step.window
-    alike = (layout, step.kernel_name, query_heads, *scores, device, *limits, has)
+    """Launch kernels, unless that was done for layers that are alike; raise the device's errors."""
     if alike in _WARM:
         return
     started = time.perf_counter()
-    warm_up(step, rings, query_heads, most_decoding, least_fresh, feedback, sequences)
+    launch()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     _WARM.add(alike)
-    seconds = time.perf_counter() - started
-    logger.info("tightkv: %s kernels of %r ready in %.1f s", step.kernel_name, layout, seconds)
+    logger.info("tightkv: %s ready in %.1f s", kernels, time.perf_counter() - started)
+
+
+def warm_up_once(
+    step: LayerStep, rings: Rings, query_heads: int, kinds: Kinds, feedback: Tensor | None = None
+) -> None:
+    """`warm_up` for the first of layers that are alike, in an engine with these kinds of parts."""
+    layout, device = step.codec.layout, rings[0].device
+    of_step = layout, step.kernel_name, query_heads, step.softcap, step.window
+    alike = *of_step, device, kinds, feedback is not None
+    launch = partial(warm_up, step, rings, query_heads, kinds, feedback)
+    once(alike, device, f"{step.kernel_name} kernels of {layout!r}", launch)
 
 
 def warm_up(
-    step: LayerStep,
-    rings: Rings,
-    query_heads: int,
-    most_decoding: int,
-    least_fresh: int,
-    feedback: Tensor | None = None,
-    sequences: int = 1,
+    step: LayerStep, rings: Rings, query_heads: int, kinds: Kinds, feedback: Tensor | None = None
 ) -> None:
-    """Run parts of every kind, one after another.
-
-    `most_decoding`: new tokens a sequence can have in a part that decodes; `least_fresh`: in one
-    of prompts; `sequences`: the most of a batch.
-    """
+    """Run parts of every kind, one after another."""
     layout, device = step.codec.layout, rings[0].device
     pages = layout.new_pages(1, device)
-    limits = most_decoding, least_fresh, sequences, step.workspace_tokens
-    for part in kinds_of_parts(layout, rings, *limits):
+    for part in kinds_of_parts(layout, rings, kinds, step.workspace_tokens):
         # as a model has them: parts of one tensor
         heads = (query_heads, layout.num_kv_heads, layout.num_kv_heads)
         shape = (part.tokens.stop, sum(heads), layout.head_dim)
@@ -87,18 +84,14 @@ def warm_up(
 
 
 def kinds_of_parts(
-    layout: PageLayout,
-    rings: Rings,
-    most_decoding: int,
-    least_fresh: int,
-    sequences: int = 1,
-    workspace_tokens: int | None = None,
+    layout: PageLayout, rings: Rings, kinds: Kinds, workspace_tokens: int | None = None
 ) -> Iterator[BatchPart]:
     """A part for every kind: decodes, short prompts, long ones over one piece and over several.
 
     Prompts that share a workspace fill it.
     """
     page = layout.page_size
+    most_decoding, least_fresh, sequences = kinds
     if sequences > 1:  # many programs have other tiles than few (kernels.cuda.decode_plan)
         yield _part(layout, rings, 1, before=page, is_prefill=False, sequences=sequences)
     for count in sizes(1, most_decoding):
