@@ -64,7 +64,8 @@ def _mapping(kind: dict[str, Any]) -> Schema:
 
 
 def _object(kind: dict[str, Any]) -> Schema:
-    properties, required = {}, []
+    properties: Schema = {}
+    required: list[str] = []
     for other in kind.get("and", ()):
         base = to_schema(other)
         properties |= base["properties"]
