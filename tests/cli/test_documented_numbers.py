@@ -318,7 +318,7 @@ def test_short_sequences(preset: str) -> None:
     cells = [str(limit + 1), *(f"{size:.1f}" for size in sizes)]
     expect("docs/plan.md", f"| {preset} | {' | '.join(cells)} |")
     if preset == "k4v4":
-        for page in ("README.md", "docs/presets.md", "docs/index.md"):
+        for page in ("README.md", "docs/presets.md"):
             expect(page, f"k4v4: {limit + 1} tokens")
     if preset in ("k4v4", "k2v2"):  # the comparison's model has heads of 64
         small = layout_of(preset, kv_heads=3, head_dim=64).exact_limit + 1
