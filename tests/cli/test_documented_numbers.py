@@ -5,7 +5,6 @@ Who measures again changes the rows, sees which lines are missing, and writes th
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from scripts import load_script
 from tightkv import KVQuantConfig
 from tightkv.integrations.vllm.step.batch_split import SHORT_PROMPT
 from tightkv.integrations.vllm.step.ring_table import SAVED_SINKS
@@ -42,14 +42,6 @@ ENGINE_SIZES = {
 def rows(name: str) -> list[Row]:
     text = (ROOT / "benchmarks" / "results" / f"{name}.jsonl").read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines()]
-
-
-def load_script(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def document(name: str) -> str:

@@ -14,13 +14,23 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from tightkv.kernels.backend import Takes
 from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.view import CacheView
 from tightkv.pages.codec import Codec
+from tightkv.pages.layout import PageLayout
 
 NAME = "reference"
-TAKES_BATCHES = False
+TAKES = Takes()
 _STEP_BYTES = 32 << 20  # float32 temporaries of one step
+
+
+def unavailable(device_type: str | None, asked: bool = False) -> None:
+    """Every device can run these."""
+
+
+def unsupported(layout: PageLayout) -> None:
+    """Every config can be run."""
 
 
 def append(
