@@ -187,7 +187,7 @@ class _Softmax:
     """Softmax-weighted sums over segments seen one after another; two frames, one softmax."""
 
     def __init__(self, like: Tensor) -> None:  # [B, Hkv, G, Lq, D]
-        self.peak = torch.full(like.shape[:-1], -math.inf, device=like.device)
+        self.peak = like.new_full(like.shape[:-1], -math.inf)
         self.weight = torch.zeros_like(self.peak)
         self.sums = {False: torch.zeros_like(like), True: torch.zeros_like(like)}
 

@@ -121,7 +121,9 @@ def _decode_times(module: Backend, layers: Sequence[Layer], shape: Shape) -> dic
         "vllm_step_and_seal": (in_vllm, full),
     }
     if codec.cfg.takes_feedback:
-        metric = torch.eye(shape.head_dim, device="cpu").expand(shape.kv_heads, -1, -1)
+        metric = torch.eye(shape.head_dim, dtype=torch.float32, device="cpu").expand(
+            shape.kv_heads, -1, -1
+        )
         factors = codec.feedback_factors(QueryMetric(metric), device)
         calls["vllm_step_with_feedback"] = (in_vllm, fed_back(layers))
         calls["vllm_step_with_feedback_and_seal"] = (in_vllm, fed_back(full))
