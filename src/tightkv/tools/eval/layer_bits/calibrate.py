@@ -18,7 +18,7 @@ import tightkv
 from tightkv.config import KVQuantConfig
 from tightkv.fit.calibration import Calibration, Costs, Measured
 from tightkv.integrations.transformers import TightCache
-from tightkv.integrations.transformers.calibration import loaded_fingerprint
+from tightkv.integrations.transformers.fitting import loaded_fingerprint
 from tightkv.integrations.transformers.layer import TightLayer
 from tightkv.integrations.transformers.query_probe import probed
 from tightkv.math.centers import Centers

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from tightkv.config import PRESETS, KVQuantConfig
+from tightkv.fit import refit
 from tightkv.fit.calibration import Calibration
 from tightkv.integrations.transformers import TightCache
-from tightkv.integrations.transformers.calibration import apply_calibration
+from tightkv.integrations.transformers.fitting import LoadedModel, warn_once
 from tightkv.integrations.transformers.layer import TightLayer
 from tightkv.integrations.transformers.query_probe import Probed, probed
 from tightkv.model_shape.cache_bytes import CacheBytes, LayerBytes
@@ -115,8 +116,11 @@ class Doctor:
         """
         bases = list(dict.fromkeys(_without_bits(cfg) for cfg in cfgs))
         families = [_Family(base, {}, {}) for base in bases]
-        if (known := apply_calibration(cfgs[0], self.model)[1]) is not None:
-            return self._read(known, families)
+        source = LoadedModel(self.model)
+        found = refit(source, cfgs[0], {})
+        warn_once(source, found)
+        if found.calibration is not None:
+            return self._read(found.calibration, families)
         numbers, first = self._layer_numbers(), self.schedule.prefill
         with self.bars("layers", 2 * len(numbers) + len(self.windows) - 1) as bar:
             ids, generator = self.windows.ids[:1], torch.Generator("cpu").manual_seed(0)
