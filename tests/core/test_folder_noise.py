@@ -16,12 +16,13 @@ from safetensors.torch import load_file, save_file
 
 from models import FAMILIES, SHAPE
 from tightkv import KVQuantConfig
-from tightkv.files.checkpoint_tensors import StoredTensor
+from tightkv.files.tensor_file import StoredTensor
+from tightkv.fit import checkpoint_noise
 from tightkv.fit.attention_weights import NOT_READABLE, AttentionWeights
 from tightkv.fit.checkpoint_noise import read_scores
 from tightkv.fit.key_check import KeyCheck
 from tightkv.fit.key_noise import Projection, score_noise
-from tightkv.model_shape import checkpoint_noise, read_model_shape
+from tightkv.model_shape import read_model_shape
 from tiny_folder import plant_key_bias, write_model
 
 HEADS, KV_HEADS, PAGE = 4, 2, 64

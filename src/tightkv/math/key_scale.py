@@ -11,10 +11,13 @@ s_i^2 = sqrt(C_i), is nearly as good and forgives energies of other tokens than 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
+
+from tightkv.math.per_device import Constant, PerDevice
 
 MOST = 4
 """Scales are 2^-4 to 2^4: float16 queries and keys stay in range."""
@@ -24,13 +27,10 @@ _DEAD = 4096  # a channel of so many times less energy than the median counts as
 
 
 @dataclass(frozen=True, eq=False)
-class KeyScale:
-    """Of the KV heads of one layer, float32 [Hkv, D]."""
+class KeyScale(Constant):
+    """The scales of one layer's KV heads, float32 [Hkv, D]."""
 
     value: Tensor
-    _made: dict[tuple[torch.dtype, str], Tensor] = field(
-        default_factory=dict, repr=False, init=False
-    )
 
     def __post_init__(self) -> None:
         with torch.inference_mode(False):  # made inside of it, it must serve outside too
@@ -44,23 +44,16 @@ class KeyScale:
 
     def on(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """[Hkv, D], made once for a dtype and device."""
-        made = dtype, str(device)
-        if made not in self._made:
-            with torch.inference_mode(False):
-                self._made[made] = self.value.to(device, dtype)
-        return self._made[made]
+        return self._table.on(device, dtype)
+
+    @cached_property
+    def _table(self) -> PerDevice:
+        return PerDevice(self.value)
 
     def times(self, query: Tensor) -> Tensor:
         """Queries [..., Hq, D], heads of a KV head side by side."""
         scale = self.on(query.dtype, query.device)
         return (query.unflatten(-2, (len(scale), -1)) * scale[:, None]).flatten(-3, -2)
-
-    # It never changes: a copy is the scale itself.
-    def __copy__(self) -> KeyScale:
-        return self
-
-    def __deepcopy__(self, memo: object) -> KeyScale:
-        return self
 
 
 def balanced_scale(energy: Tensor) -> KeyScale | None:

@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from tightkv.math.per_device import PerDevice
+from tightkv.math.per_device import Constant, PerDevice
 from tightkv.math.random import random_normal, random_signs
 
 ROTATIONS = ("hadamard", "haar", "none")
@@ -24,7 +24,7 @@ _SPLIT_STREAMS = (2**32 + 1, 2**32 + 2)
 
 
 @dataclass(frozen=True, eq=False)
-class Rotation(ABC):
+class Rotation(Constant, ABC):
     """An orthogonal map on vectors of `dim` coordinates; `kind` names the map really applied."""
 
     kind: str
@@ -52,13 +52,6 @@ class Rotation(ABC):
     @cached_property
     def _table(self) -> PerDevice:
         return PerDevice(self.matrix().T.contiguous())
-
-    # A rotation never changes: a copy is the rotation itself.
-    def __copy__(self) -> Rotation:
-        return self
-
-    def __deepcopy__(self, memo: object) -> Rotation:
-        return self
 
     @abstractmethod
     def _forward(self, x: Tensor) -> Tensor: ...

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from tightkv.config import KVQuantConfig
 from tightkv.math.feedback import QueryMetric
+from tightkv.math.per_device import Constant
 from tightkv.math.quantize import (
     AbsMax,
     Encoded,
@@ -25,29 +28,21 @@ from tightkv.pages.layout import PageLayout, outlier_channels
 def make_quantizer(cfg: KVQuantConfig, side: str, dim: int, raw_dtype: torch.dtype) -> Quantizer:
     """The quantizer of one side ("key" or "value")."""
     bits, method = cfg.bits(side), cfg.method(side)
-    mode, book, rotation = cfg.scale_mode(side), cfg.codebook, cfg.rotation
+    frame: dict[str, Any] = {"rotation": cfg.rotation, "seed": cfg.seed}
+    codes: dict[str, Any] = {"scale_mode": cfg.scale_mode(side), "codebook": cfg.codebook, **frame}
     if bits == 16:
         return Raw(dim, raw_dtype)
     if cfg.has_outliers(side):
-        return OutlierMSE(
-            dim,
-            bits,
-            outlier_channels(cfg, dim),
-            extra_bits=cfg.outlier_extra_bits,
-            scale_mode=mode,
-            codebook=book,
-            rotation=rotation,
-            seed=cfg.seed,
-        )
+        channels = outlier_channels(cfg, dim)
+        return OutlierMSE(dim, bits, channels, extra_bits=cfg.outlier_extra_bits, **codes)
     if method == "group":
         return GroupUniform(dim, bits, group_size=cfg.group_size)
     if method == "absmax":
-        return AbsMax(dim, bits, rotation=rotation, seed=cfg.seed)
-    turbo = TurboQuantProd if method == "prod" else TurboQuantMSE
-    return turbo(dim, bits, scale_mode=mode, codebook=book, rotation=rotation, seed=cfg.seed)
+        return AbsMax(dim, bits, **frame)
+    return (TurboQuantProd if method == "prod" else TurboQuantMSE)(dim, bits, **codes)
 
 
-class Codec:
+class Codec(Constant):
     """Keys and values to page fields and back, page centering included."""
 
     def __init__(self, layout: PageLayout) -> None:
@@ -55,13 +50,6 @@ class Codec:
         d, raw = layout.head_dim, layout.raw_dtype
         self.key = make_quantizer(self.cfg, "key", d, raw)
         self.value = make_quantizer(self.cfg, "value", d, raw)
-
-    # A codec is made of its layout alone and never changes: a copy is the codec itself.
-    def __copy__(self) -> Codec:
-        return self
-
-    def __deepcopy__(self, memo: object) -> Codec:
-        return self
 
     def feedback_factors(self, metric: QueryMetric, device: torch.device) -> Tensor | None:
         """What a layer's encoders need of its queries' metric; None where they take none."""

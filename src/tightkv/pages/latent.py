@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tightkv.config import KVQuantConfig
 from tightkv.math.codebook import Codebook, get_codebook
-from tightkv.math.quantize import dot, finite
+from tightkv.math.quantize import TINY, dot, finite
 from tightkv.math.rotation import Rotation, make_rotation
 from tightkv.pages.pack import pack, unpack
 
@@ -28,7 +28,6 @@ RANKS = range(64, 513, 64)
 ROPE_DIMS = (16, 32, 64, 128)
 SCALE_SHIFT = 20  # of float32 bits; three bits of mantissa are left
 SCALE_BIAS = 111 << 3  # code 0 is 2**-16, which stands for zero; 255 is 61,440
-_TINY = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class LatentLayout:
 
     @property
     def code_bytes(self) -> int:
-        """Of one token."""
+        """The bytes of one token's codes."""
         return self.rank * self.bits // 8
 
     @property
@@ -159,7 +158,7 @@ class LatentCodec:
         """[..., rank] -> codes uint8 [..., rank], scales uint8 [...]."""
         y = self.rotation(finite(x, self.layout.cfg.check_finite))
         code = scale_code(dot(y, y).sqrt())
-        unit = y / scale_value(code).clamp_min(_TINY)
+        unit = y / scale_value(code).clamp_min(TINY)
         codes = self.codebook.encode(unit * math.sqrt(self.layout.rank))
         return codes, code.squeeze(-1)
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch._inductor import cpu_vec_isa
 
-from tightkv.version import __version__
 from tightkv.config import FORMAT_VERSION, KVQuantConfig
 from tightkv.export.operator import add_kernels, load_operator
 from tightkv.files.atomic import whole_file
@@ -23,6 +22,7 @@ from tightkv.integrations.executorch import installed, load_pte, to_pte
 from tightkv.integrations.transformers.cxx import NoCompilerError, shared_library_compiler
 from tightkv.integrations.transformers.export import ExportableModel, ExportError
 from tightkv.pages.layout import MAX_TOKENS
+from tightkv.version import __version__
 
 ABOUT_FILE = "tightkv.json"
 KERNEL_FILE = "model.kernels"  # of a pt2 for a GPU
