@@ -24,18 +24,17 @@ from tightkv.integrations.transformers.layer import TightLayer
 from tightkv.integrations.transformers.query_probe import Probed, probed
 from tightkv.model_shape.cache_bytes import CacheBytes, LayerBytes
 from tightkv.tools.eval.forward import Bars, CacheRun, advance_bar
-from tightkv.tools.eval.layer_bits.diagnosis import Diagnosis, Measured, Uniform, describe
-from tightkv.tools.eval.layer_bits.layer_report import Energies, key_energy, layer_reports
-from tightkv.tools.eval.layer_bits.search import SEARCHED_BITS, Option, as_config, fewest_bytes
-from tightkv.tools.eval.layer_bits.sensitivity import (
-    ESTIMATED_BITS,
-    Costs,
-    Layer,
-    all_bits,
-    estimate,
-    exact_log_p,
-    record,
+from tightkv.tools.eval.layer_bits.diagnosis import (
+    Diagnosis,
+    Energies,
+    Measured,
+    Uniform,
+    describe,
+    key_energy,
+    layer_reports,
 )
+from tightkv.tools.eval.layer_bits.search import SEARCHED_BITS, Option, as_config, fewest_bytes
+from tightkv.tools.eval.layer_bits.sensitivity import Costs, Layer, exact_log_p, layer_costs, record
 from tightkv.tools.eval.tasks.quality import Schedule, measure_quality, quality_passes
 from tightkv.tools.eval.windows import Windows
 
@@ -150,15 +149,12 @@ class Doctor:
         self._set_layers(families[0].keys, families[0].values, {})
         return families
 
-    @torch.no_grad()
     def _add(self, family: _Family, number: int, layer: Layer) -> None:
         """Estimates for one layer."""
-        cfgs = [family.base.replace(key_bits=b, value_bits=b) for b in ESTIMATED_BITS]
         known = probed(self.model) if family.base.feedback == "auto" else Probed()
         metric, scale = known.metrics.get(number), known.scales.get(number)
-        both = estimate(layer, cfgs, self.schedule.prefill, metric, scale=scale)
-        scored = self.windows.ids.shape[1] - 1 - self.schedule.prefill
-        family.keys[number], family.values[number] = (all_bits(costs, scored) for costs in both)
+        both = layer_costs(layer, family.base, self.schedule.prefill, metric, scale=scale)
+        family.keys[number], family.values[number] = both
 
     def _keep(self, log_p: Tensor) -> None:
         """Hold on to the reference, unless all windows' would be too large."""
