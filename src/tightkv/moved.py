@@ -6,18 +6,38 @@ import sys
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import InspectLoader, Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.util import spec_from_loader
-from types import ModuleType
+from importlib.util import find_spec
+from types import CodeType, ModuleType
 
+_VLLM_MOVES = {
+    "connectors": "connector_checks nixl store_keys store_loads",
+    "latent": "mla",
+    "metrics": "monitor stats_file",
+    "prefix": "blocks cache_format prefix_hits",
+    "start": "calibration checkpoint engine_checks engine_core engine_plan feedback install "
+    "install_mla plugin protect_keys",
+    "step": "attention backend batch_split flash_attention layer_step metadata page_blocks "
+    "ring_kernel ring_table warm_up",
+}
+_FITTED = "attention_weights checkpoint_metric checkpoint_noise fingerprint key_noise query_metric"
 MOVED = {
+    **{name: f"files.{name}" for name in ("strict_json", "tensor_file")},
     **{name: f"pages.{name}" for name in ("codec", "latent", "layout", "pack")},
     **{name: f"paged.{name}" for name in ("attention", "cache", "offload", "sequences")},
     **{name: f"model_shape.{name}" for name in ("cache_bytes", "planner")},
     **{name: f"fit.{name}" for name in ("calibration", "key_check")},
+    **{f"model_shape.{name}": f"fit.{name}" for name in _FITTED.split()},
+    "model_shape.tensors": "files.checkpoint_tensors",
     **{name: f"tools.{name}" for name in ("bench", "cli", "eval", "model_loading", "validate")},
-    "integrations.vllm.nixl": "integrations.vllm.connectors.nixl",
+    "provenance": "tools.rows",
+    "extras": "integrations.extras",
+    **{
+        f"integrations.vllm.{name}": f"integrations.vllm.{folder}.{name}"
+        for folder, names in _VLLM_MOVES.items()
+        for name in names.split()
+    },
 }
 
 
@@ -41,7 +61,12 @@ class _Finder(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        return None if new_name(fullname) is None else spec_from_loader(fullname, self)
+        new = new_name(fullname)
+        found = None if new is None else find_spec(new)
+        if found is None:
+            return None
+        package = found.submodule_search_locations is not None
+        return ModuleSpec(fullname, self, origin=found.origin, is_package=package)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         new = new_name(spec.name)
@@ -54,6 +79,12 @@ class _Finder(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         assert module.__spec__ is not None
         module.__spec__ = self._specs.pop(module.__spec__.name)
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        """What `python -m` runs."""
+        found = find_spec(new_name(fullname) or fullname)
+        assert found is not None and isinstance(found.loader, InspectLoader)
+        return found.loader.get_code(found.name)
 
 
 def follow_moves() -> None:

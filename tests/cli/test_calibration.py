@@ -441,6 +441,18 @@ def test_the_default_device_does_not_matter(file, tmp_path):
     assert all(torch.equal(found.metrics[n].value, m.value) for n, m in wanted.metrics.items())
 
 
+def test_the_default_dtype_does_not_matter(file, tmp_path):
+    """Metrics that were made in bfloat16 would change codes without a word."""
+    wanted = load_calibration(str(file))
+    copied = shutil.copy(file, tmp_path / "copied.safetensors")  # a file that is known is not read
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = load_calibration(str(copied))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(found.metrics[n].value, m.value) for n, m in wanted.metrics.items())
+
+
 # --- engines ---------------------------------------------------------------------------------
 def test_ranks_take_their_own_heads():
     metric = torch.arange(8.0)[:, None, None].expand(8, 4, 4)

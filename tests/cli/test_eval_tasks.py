@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from tightkv.eval.jsonl import read_examples
 
 from eval_files import write_gsm8k, write_lambada, write_lines
 from models import prompt, tiny
@@ -21,6 +20,7 @@ from tightkv.tools.cli import main
 from tightkv.tools.cli.eval import report as eval_report
 from tightkv.tools.eval import result_store as store_module
 from tightkv.tools.eval.forward import CacheRun, MakeCache, after_prefix, ignore, write_texts
+from tightkv.tools.eval.jsonl import read_examples
 from tightkv.tools.eval.result_store import Store, code_digest, result_key
 from tightkv.tools.eval.tasks.base import Task, paired
 from tightkv.tools.eval.tasks.free_running import FreeTask, _gumbel

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -11,8 +13,14 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 
 import tightkv
+from tightkv.config import KVQuantConfig
+from tightkv.moved import MOVED, new_name
+from tightkv.paged.cache import PagedKV
+from tightkv.paged.sequences import SequenceTable
+from tightkv.pages.layout import page_layout
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("gguf", "lm_eval", "matplotlib", "numpy", "scipy", "transformers", "triton", "vllm")
@@ -24,6 +32,38 @@ import torch
 before = set(sys.modules)
 import tightkv
 print(*(set(sys.modules) - before))
+"""
+
+# argv: "vllm" for the modules that need it. Prints how many were imported.
+IMPORT_MOVED = """
+import sys, warnings
+from importlib import import_module
+from importlib.util import find_spec
+from pkgutil import walk_packages
+import tightkv
+from tightkv.moved import MOVED
+
+count, vllm = 0, sys.argv[1:] == ["vllm"]
+there = [module.name for module in walk_packages(tightkv.__path__, "tightkv.")]
+for old, new in MOVED.items():
+    old, new = f"tightkv.{old}", f"tightkv.{new}"
+    for name in [new, *(name for name in there if name.startswith(new + "."))]:
+        former = old + name.removeprefix(new)
+        assert find_spec(former).origin == find_spec(name).origin, former
+        if vllm != ("integrations.vllm" in name) or name.endswith(("lm_eval", "_kernels")):
+            continue
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            try:
+                module = import_module(former)
+            except ImportError as error:  # an optional package is not installed
+                assert "tightkv" not in (error.name or ""), former
+                continue
+        assert f"{former} is now {name}" in [str(one.message) for one in told], former
+        assert module is import_module(name) is sys.modules[former], former
+        assert (module.__name__, module.__spec__.name) == (name, name), former
+        count += 1
+print(count)
 """
 
 
@@ -77,3 +117,55 @@ def test_ci_skips_nothing_but_gpus() -> None:
     wanted = ["lm_eval", "datasets", "matplotlib", "transformers", "triton"]
     wanted += ["vllm"] if sys.version_info >= (3, 11) else []
     assert [name for name in wanted if importlib.util.find_spec(name) is None] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("args", [[], pytest.param(["vllm"], marks=pytest.mark.vllm)])
+def test_an_old_name_is_the_very_module(args: list[str]) -> None:
+    """Each of MOVED, and each module in it, imported under the old name first."""
+    run = subprocess.run(
+        [sys.executable, "-c", IMPORT_MOVED, *args], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert int(run.stdout) >= sum(("vllm" in name) == bool(args) for name in MOVED) - 5
+
+
+def test_every_module_that_was_moved_has_its_old_name() -> None:
+    folder = ROOT / "src/tightkv"
+    for old, new in MOVED.items():
+        assert not (folder / f"{old.replace('.', '/')}.py").exists(), old
+        moved = folder / new.replace(".", "/")
+        assert moved.is_dir() or moved.with_suffix(".py").is_file(), new
+
+
+def test_the_package_itself_uses_no_old_name() -> None:
+    for path in (ROOT / "src/tightkv").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [one.name for one in node.names] if isinstance(node, ast.Import) else []
+            assert [name for name in names if new_name(name)] == [], path
+
+
+def test_a_pickle_made_under_old_names_loads() -> None:
+    layout = page_layout(KVQuantConfig(), 2, 64, torch.bfloat16)
+    table = SequenceTable(KVQuantConfig())
+    table.add_rows([0])
+    kv = PagedKV(layout, table, torch.device("cpu"))
+    data = pickle.dumps(kv, protocol=2)  # module names are lines of it
+    for old, new in MOVED.items():
+        data = data.replace(f"ctightkv.{new}\n".encode(), f"ctightkv.{old}\n".encode())
+    assert b"ctightkv.cache\n" in data and b"ctightkv.paged.cache\n" not in data
+    with pytest.warns(DeprecationWarning, match=r"tightkv\.cache is now tightkv\.paged\.cache"):
+        sys.modules.pop("tightkv.cache", None)
+        loaded = pickle.loads(data)
+    assert type(loaded) is PagedKV
+    assert loaded.layout == layout
+
+
+def test_old_names_can_be_run_and_looked_for() -> None:
+    command = [sys.executable, "-m", "tightkv.eval.jsonl"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert importlib.util.find_spec("tightkv.eval.no_such_module") is None
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'tightkv\.eval\.no_such"):
+        importlib.import_module("tightkv.eval.no_such_module")

@@ -15,7 +15,6 @@ from models import prompt, tiny
 from tightkv.config import KVQuantConfig
 from tightkv.export import OperatorError, StaticKV, operator_library
 from tightkv.export.operator import add_kernels
-from tightkv.kernels.registry import load
 from tightkv.paged.attention import attend
 from tightkv.pages.layout import RING_SLACK, PageLayout
 
@@ -294,7 +293,7 @@ class Pair:
             cfg, rows=rows, heads=heads, dim=dim, dtype=torch.bfloat16, left_pad=[0] * rows,
             encode_partial_page=False, device="cuda",
         )  # fmt: skip
-        self.paged._kernels = load("cuda").__name__
+        self.paged._kernels = "cuda"
         self.paged.feedback = feedback
         self.rows, self.heads, self.group, self.dim = rows, heads, group, dim
         self.length, self.seed = 0, 0

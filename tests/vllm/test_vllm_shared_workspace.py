@@ -379,7 +379,7 @@ class Group:
         made.group_rings, made.device, made.pages = GroupRings(), torch.device("cpu"), None
         made.reorder_batch_threshold, made.pages_per_block = 1, 1
         config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=sequences))
-        made.vllm_config, made.starts = config, torch.zeros(sequences, dtype=torch.int32)
+        made.vllm_config, made.left_pad = config, torch.zeros(sequences, dtype=torch.int32)
         made.out = torch.zeros(len(BatchRings._fields), sequences, dtype=torch.int32)
         self.builder, self.lengths = made, [0] * sequences
 

@@ -7,7 +7,7 @@ import inspect
 import logging
 import random
 import re
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +23,7 @@ from tightkv.integrations.vllm.step.metadata import make_part
 from tightkv.integrations.vllm.step.ring_table import BatchRings, RingTable
 from tightkv.integrations.vllm.step.warm_up import kinds_of_parts, sizes, warm_up, warm_up_once
 from tightkv.kernels import prefill, reference, sdpa
+from tightkv.kernels.backend import Backend, Takes
 from tightkv.kernels.cpu import backend as cpu
 from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.prefill import CHUNK_TOKENS, MIN_QUERIES
@@ -46,9 +47,9 @@ def make_step(kernels: Any, dtype: torch.dtype = torch.float32) -> LayerStep:
 class Watched:
     """Kernels that tell how they were called, and what came out."""
 
-    NAME = "watched"
+    NAME, TAKES = "watched", Takes()
 
-    def __init__(self, kernels: ModuleType) -> None:
+    def __init__(self, kernels: Backend) -> None:
         self.kernels = kernels
         self.appended: list[int] = []
         self.attended: list[tuple[int, bool, int | None]] = []
@@ -80,7 +81,7 @@ def test_sizes_are_on_both_sides_of_every_doubling() -> None:
 
 
 @pytest.mark.parametrize("kernels", [reference, cpu], ids=["reference", "cpu"])
-def test_every_kind_of_part_is_run(kernels: ModuleType) -> None:
+def test_every_kind_of_part_is_run(kernels: Backend) -> None:
     reason = None if kernels is reference else cpu.unavailable("cpu")
     if reason:
         pytest.skip(reason)
@@ -111,8 +112,8 @@ def test_parts_are_what_the_kernels_may_be_given() -> None:
         assert part.query_start_loc.tolist() == [0, part.max_query_len] and rows.ring_rows == 3
         assert part.block_table.shape[1] * layout.page_size >= rows.lengths
         # The ring holds what is read from it.
-        assert rows.lengths - layout.ring_tokens <= rows.ring_starts <= rows.lengths
-        assert rows.before <= rows.ring_starts and rows.context_ring_starts == rows.before
+        assert rows.lengths - layout.ring_tokens <= rows.ring_read_from <= rows.lengths
+        assert rows.before <= rows.ring_read_from and rows.context_ring_read_from == rows.before
         assert part.context_len in (None, rows.before)
 
 
@@ -140,7 +141,9 @@ def test_sinks_are_copied_between_rows_before_anything_is_appended() -> None:
     old = [ring.clone() for ring in rings]
     part = next(p for p in kinds_of_parts(layout, rings, 1, 2) if not p.is_prefill)
     zero = torch.zeros_like(part.rows.before)
-    rows = part.rows._replace(lengths=zero + 1, before=zero, ring_rows=zero + 1, exact_starts=zero)
+    rows = part.rows._replace(
+        lengths=zero + 1, before=zero, ring_rows=zero + 1, ring_valid_from=zero
+    )
     part = dataclasses.replace(part, rows=rows)
     query, key, value = (torch.full((1, HEADS, DIM), x) for x in (0.5, -7.0, -8.0))
     inherited = (torch.tensor([0, 1]), torch.tensor([1, 1]))

@@ -125,7 +125,11 @@ class AttentionWeights:
         turns = not isinstance(flags, list) or layer >= len(flags) or bool(flags[layer])
         turns = turns and self.shape.model_type not in _NO_ROPE
         dim = self.shape.layers[layer].head_dim
-        return rope_frequencies(self.shape.config, dim) if turns else torch.empty(0, device="cpu")
+        return (
+            rope_frequencies(self.shape.config, dim)
+            if turns
+            else torch.empty(0, dtype=torch.float32, device="cpu")
+        )
 
     def input_norm(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
         """What the norm before the projections multiplies by, and what it adds."""

@@ -14,13 +14,23 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from tightkv.kernels.backend import Takes
 from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.view import CacheView
 from tightkv.pages.codec import Codec
+from tightkv.pages.layout import PageLayout
 
 NAME = "reference"
-TAKES_BATCHES = False
+TAKES = Takes()
 _STEP_BYTES = 32 << 20  # float32 temporaries of one step
+
+
+def unavailable(device_type: str | None, asked: bool = False) -> None:
+    """Every device can run these."""
+
+
+def unsupported(layout: PageLayout) -> None:
+    """Every config can be run."""
 
 
 def append(
@@ -177,7 +187,7 @@ class _Softmax:
     """Softmax-weighted sums over segments seen one after another; two frames, one softmax."""
 
     def __init__(self, like: Tensor) -> None:  # [B, Hkv, G, Lq, D]
-        self.peak = torch.full(like.shape[:-1], -math.inf, device=like.device)
+        self.peak = like.new_full(like.shape[:-1], -math.inf)
         self.weight = torch.zeros_like(self.peak)
         self.sums = {False: torch.zeros_like(like), True: torch.zeros_like(like)}
 

@@ -9,15 +9,14 @@ Rings grow with the sequences. Where the table lets short ones live in the ring 
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tightkv.kernels import registry
+from tightkv.kernels.backend import Backend
 from tightkv.kernels.check import check_feedback, check_new_tokens, expect
 from tightkv.kernels.cpu.copies import copy_tokens
 from tightkv.kernels.reference import materialize
@@ -48,7 +47,7 @@ class PagedKV:
             raise ValueError("the table was made for another page_size, exact_pages or sinks")
         self.layout, self.table, self.device = layout, table, torch.device(device)
         self.codec = Codec(layout)
-        self._kernels = registry.select(kernels, self.device, layout).__name__
+        self._kernels = registry.select(kernels, self.device, layout).NAME
         self._pages = layout.new_pages(0, self.device)
         self._offloaded: OffloadedPages | None = None
         self._feedback: Tensor | None = None
@@ -60,9 +59,9 @@ class PagedKV:
         )
 
     @property
-    def kernels(self) -> ModuleType:
-        """Whose store, seal and attend this layer uses; kept by name, so caches can be copied."""
-        return sys.modules[self._kernels]
+    def kernels(self) -> Backend:
+        """Whose append and attend this layer uses; kept by name, so caches can be copied."""
+        return registry.load(self._kernels)
 
     @property
     def pages(self) -> Tensor:
@@ -163,7 +162,7 @@ class PagedKV:
             key, value = self.exact(key), self.exact(value)
         # Before the ring becomes a shorter one: what kernels encode may be in it.
         new_key, new_value = key, value
-        if not (kernels.TAKES_BATCHES and plan.encoded == (key.shape[1],) * len(plan.rows)):
+        if not (kernels.TAKES.batches and plan.encoded == (key.shape[1],) * len(plan.rows)):
             new_key = _encoded(plan, self.ring_key, key)
             new_value = _encoded(plan, self.ring_value, value)
         self._fit_exact(plan)

@@ -14,6 +14,7 @@ import struct
 import torch
 from torch import Tensor
 
+from tightkv.kernels.backend import Takes
 from tightkv.kernels.constants import unsupported_codec
 from tightkv.kernels.cpu import library
 from tightkv.kernels.options import AttendOptions
@@ -23,7 +24,7 @@ from tightkv.pages.codec import Codec
 from tightkv.pages.layout import PageLayout
 
 NAME = "cpu"
-TAKES_BATCHES = True
+TAKES = Takes(batches=True)
 # struct view, attend_args and append_args of native/native.h
 _VIEW = "17q"
 _ATTEND = struct.Struct(f"={_VIEW}9q4q4q5q2q2dq")

@@ -126,7 +126,7 @@ def _contenders(cfg: KVQuantConfig, shape: Shape, repeats: int) -> dict[str, Con
     generator = torch.Generator("cpu").manual_seed(0)
 
     def random(*size: int) -> Tensor:
-        return torch.randn(size, generator=generator, device="cpu")
+        return torch.randn(size, generator=generator, dtype=torch.float32, device="cpu")
 
     b, d = shape.batch, shape.head_dim
     before = max(1, shape.tokens - repeats * cfg.page_size - 1)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable
 from datetime import datetime, timezone
 from typing import Any
 
@@ -14,11 +13,7 @@ import torch
 import transformers
 
 import tightkv
-from tightkv.tools.eval.stored_bits import StoredBits
 from tightkv.tools.eval.tasks.base import digest
-from tightkv.tools.eval.tasks.greedy import GreedyMatch
-from tightkv.tools.eval.tasks.needles import Haystack, Retrieval
-from tightkv.tools.eval.tasks.quality import Quality
 from tightkv.tools.eval.text import Text
 from tightkv.tools.rows import source_commit
 
@@ -72,54 +67,3 @@ def text_facts(texts: Iterable[Text]) -> list[dict[str, Any]]:
         {"name": text.name, "sha256": text.sha256, "characters": len(text.content)}
         for text in texts
     ]
-
-
-def bits_data(bits: StoredBits) -> dict[str, float]:
-    return {"key": bits.key, "value": bits.value, "mean": bits.mean}
-
-
-def quality_data(quality: Quality) -> dict[str, Any]:
-    summary = quality.summary
-    return {
-        **asdict(summary),
-        "perplexity_increase": summary.perplexity / summary.reference_perplexity - 1,
-        "by_text": [{"text": text, **asdict(own)} for text, own in quality.by_text().items()],
-        "bytes_held": quality.bytes_held,
-        "bytes_bf16": quality.bytes_bf16,
-        "ratio": quality.bytes_bf16 / quality.bytes_held,
-        "seconds": quality.seconds,
-    }
-
-
-def needles_data(
-    haystacks: Sequence[Haystack], retrievals: Sequence[Retrieval]
-) -> list[dict[str, Any]]:
-    return [
-        {
-            "context": got.context,
-            "prompt_tokens": got.prompt_tokens,
-            "found": got.score,
-            "asked": len(got.found),
-            "answers": [
-                {
-                    "question": needle.question,
-                    "expected": needle.answer,
-                    "answer": answer,
-                    "found": found,
-                }
-                for needle, answer, found in zip(
-                    haystack.needles, got.answers, got.found, strict=True
-                )
-            ],
-        }
-        for haystack, got in zip(haystacks, retrievals, strict=True)
-    ]
-
-
-def greedy_data(match: GreedyMatch) -> dict[str, Any]:
-    return {
-        "lengths": list(match.lengths),
-        "median": match.median,
-        "min": match.min,
-        "cap": match.cap,
-    }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -25,21 +25,29 @@ class StoredBits:
     def mean(self) -> float:
         return (self.key + self.value) / 2
 
+    def as_dict(self) -> dict[str, float]:
+        return {"key": self.key, "value": self.value, "mean": self.mean}
+
 
 def bits_of(model: Any, make: MakeCache) -> StoredBits:
-    """Bits of a cache of this model, which is fed one token to find out."""
-    run = CacheRun(model, make())
-    run.feed(torch.zeros(1, 1, dtype=torch.long, device="cpu"), last_only=True)
-    return stored_bits(run.cache)
+    """Bits of a cache of this model."""
+    return stored_bits(_fed(model, make))
 
 
 def kernels_of(model: Any, make: MakeCache) -> str:
     """Which kernels a cache of this model runs on, by name."""
+    layers = _fed(model, make).layers
+    names = {
+        layer.kv.kernels.NAME for layer in layers if isinstance(layer, TightLayer) and layer.kv
+    }
+    return ", ".join(sorted(names)) or "none"
+
+
+def _fed(model: Any, make: MakeCache) -> TightCache:
+    """A cache with one token, which tells it the shapes of layers."""
     run = CacheRun(model, make())
     run.feed(torch.zeros(1, 1, dtype=torch.long, device="cpu"), last_only=True)
-    layers = [layer for layer in run.cache.layers if isinstance(layer, TightLayer) and layer.kv]
-    names = {layer.kv.kernels.NAME for layer in layers if layer.kv}
-    return ", ".join(sorted(names)) or "none"
+    return cast(TightCache, run.cache)
 
 
 def stored_bits(cache: TightCache) -> StoredBits:

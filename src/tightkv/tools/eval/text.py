@@ -40,6 +40,11 @@ def read_text(path: str | Path) -> Text:
     return Text(str(path), content)
 
 
+def read_texts(paths: Iterable[str]) -> list[Text]:
+    """These files; the default texts if there are none."""
+    return [read_text(path) for path in paths] or default_texts()
+
+
 def default_texts() -> list[Text]:
     """Two different texts of this Python: its language reference, and its library's docstrings."""
     return [language_reference(), library_docstrings()]

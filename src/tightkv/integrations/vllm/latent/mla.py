@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
@@ -27,6 +26,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from tightkv.integrations.vllm.step.page_blocks import PageBlocks
+from tightkv.kernels.backend import LatentBackend
 from tightkv.pages.latent import LatentCodec, LatentLayout
 
 logger = logging.getLogger("vllm.tightkv")
@@ -38,7 +38,7 @@ class TightLatentAttention(MLACommonImpl):  # type: ignore[misc]
 
     can_return_lse_for_decode: bool = True
 
-    def __init__(self, layer: Any, layout: LatentLayout, kernels: ModuleType) -> None:
+    def __init__(self, layer: Any, layout: LatentLayout, kernels: LatentBackend) -> None:
         """`layer` is a vLLM MLAAttention with its own implementation, whose numbers are taken."""
         self.__dict__.update(vars(layer.impl))
         self.supports_quant_query_input = False
@@ -74,7 +74,7 @@ class TightLatentAttention(MLACommonImpl):  # type: ignore[misc]
         """Absorbed queries, latent [N, H, rank] and RoPE part -> latents [N, H, rank], LSE."""
         rank, decode = self.layout.rank, attn_metadata.decode
         latent, rope = q if isinstance(q, tuple) else (q[..., :rank], q[..., rank:])
-        answer: tuple[Tensor, Tensor] = self.kernels.decode(
+        return self.kernels.decode(
             self.codec,
             latent,
             rope,
@@ -83,7 +83,6 @@ class TightLatentAttention(MLACommonImpl):  # type: ignore[misc]
             decode.seq_lens,
             self.scale,
         )
-        return answer
 
     def _compute_prefill_context(
         self,

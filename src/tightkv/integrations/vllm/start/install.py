@@ -167,7 +167,7 @@ def cuda_graph_obstacle(impls: Mapping[str, TightAttention]) -> str | None:
     """Why vLLM cannot capture CUDA graphs of decoding with these layers; None if it can."""
     if all(impl.capturable or impl.device.type != "cuda" for impl in impls.values()):
         return None
-    plain = [name for name, impl in impls.items() if impl.step.kernel_name == "reference"]
+    plain = [name for name, impl in impls.items() if not impl.kernels.TAKES.graphs]
     if not plain:
         return WAITS_FOR_DEVICE
     return (

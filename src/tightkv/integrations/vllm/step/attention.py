@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from tightkv.integrations.vllm.step.layer_step import LayerStep, Rings
 from tightkv.integrations.vllm.step.metadata import TightMetadata
 from tightkv.integrations.vllm.step.ring_table import GroupRings, sink_rows
 from tightkv.integrations.vllm.step.warm_up import warm_up_once
+from tightkv.kernels.backend import Backend
 from tightkv.math.centers import Centers
 from tightkv.math.key_scale import KeyScale
 from tightkv.pages.codec import Codec
@@ -29,7 +29,7 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
         self,
         layer: Any,
         layout: PageLayout,
-        kernels: ModuleType,
+        kernels: Backend,
         limits: Limits,
         device: torch.device,
         reads: TightAttention | None = None,
@@ -74,12 +74,12 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
     @property
     def capturable(self) -> bool:
         """Whether a CUDA graph can hold what is launched here: nothing waits for the device."""
-        return self.step.on_gpu and not self.layout.cfg.check_finite
+        return self.kernels.TAKES.graphs and not self.layout.cfg.check_finite
 
     @property
     def short_prompt(self) -> int:
         """Up to how many new tokens of a prompt these kernels take as if they were decoded."""
-        return SHORT_PROMPT if self.step.kernel_name == "cuda" else 0
+        return SHORT_PROMPT if self.kernels.TAKES.short_prompts else 0
 
     def use_centers(self, centers: Centers) -> None:
         """Hold keys and values relative to these; of a layer whose cache is empty."""

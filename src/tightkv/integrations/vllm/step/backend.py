@@ -49,7 +49,7 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
         self.inside = torch.arange(self.pages_per_block, dtype=torch.int32, device=device)
         self.pages: Tensor | None = None  # of each sequence, where a block has several
         # What the layers read keeps its address, so that vLLM's CUDA graphs can hold it.
-        self.starts = torch.zeros(self._max_batch, dtype=torch.int32, device=device)
+        self.left_pad = torch.zeros(self._max_batch, dtype=torch.int32, device=device)
         columns = len(BatchRings._fields)
         self.out = torch.zeros(columns, self._max_batch, dtype=torch.int32, device=device)
 
@@ -93,7 +93,7 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
                 torch.cat([own, rows.sink_sources]).long(),
             )
         parts = [
-            make_part(part, starts, common.query_start_loc, pages, rows, self.starts, workspace)
+            make_part(part, starts, common.query_start_loc, pages, rows, self.left_pad, workspace)
             for part in ranges
         ]
         built_from = (common.block_table_tensor, *given)
@@ -120,11 +120,11 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
     def _workspace_tokens(self) -> int | None:
         """What fits the workspace of each layer that has one; see `LayerStep`.
 
-        Other layers of the group get the same parts, in which long prompts lie side by side. That
-        costs kernels of a GPU nothing, and the reference memory: it holds all scores at once.
+        Other layers of the group get the same parts, in which long prompts lie side by side: none
+        where one's kernels hold all scores at once, as the reference does.
         """
         steps = [impl.step for impl in self.impls]
-        if not all(step.on_gpu for step in steps):
+        if not all(step.kernels.TAKES.ragged for step in steps):
             return None
         found = [step.workspace_tokens for step in steps]
         return min((tokens for tokens in found if tokens is not None), default=None)
@@ -161,7 +161,7 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
 
     def _compile(self, table: RingTable) -> None:
         """A step of nobody, so that no request waits for the compiler."""
-        zeros = self.starts.new_zeros(2)
+        zeros = self.left_pad.new_zeros(2)
         table.decode_step(zeros[:1, None], zeros[:1], zeros, zeros[:1].long(), self.out)
 
 

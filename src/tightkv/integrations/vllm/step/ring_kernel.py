@@ -64,7 +64,7 @@ def _longest_unused(used_at, order, rank, wanting, rows, ROWS: tl.constexpr):
 def _decode_step_kernel(
     block_table, lengths, query_start_loc, slots, out,
     steps, row_of_block, written_at, content, sink_row, sink_content,
-    block, block_before, length, exact_start, sink_count, first_block, used_at, claims, order,
+    block, block_before, length, ring_valid_from, sink_count, first_block, used_at, claims, order,
     batch, tokens, columns, table_stride, out_stride, rows,
     BATCH: tl.constexpr, ROWS: tl.constexpr, NEW: tl.constexpr, TAKEN_BACK: tl.constexpr,
     PAGE: tl.constexpr, EXACT_PAGES: tl.constexpr, RING: tl.constexpr, SINKS: tl.constexpr,
@@ -106,7 +106,7 @@ def _decode_step_kernel(
         by = tl.load(written_at + last)
         matched &= (by < now * STEP) | (by == stamp)
     lost = had - before
-    started = tl.load(exact_start + own)
+    started = tl.load(ring_valid_from + own)
     matched &= tl.load(block + own) == last
     matched &= (lost >= 0) & (lost <= TAKEN_BACK) & (before > started)
     claimed = matched
@@ -150,7 +150,7 @@ def _decode_step_kernel(
     tl.store(block + mine, newest, mask=has_row)
     tl.store(block_before + mine, older, mask=has_row)
     tl.store(length + mine, after, mask=has_row)
-    tl.store(exact_start + mine, exact_after, mask=has_row)
+    tl.store(ring_valid_from + mine, exact_after, mask=has_row)
     tl.store(sink_count + mine, sinks_after, mask=has_row)
     tl.store(sink_content + mine, name, mask=has_row)
     tl.store(sink_row + begun, mine, mask=(sinks_after > 0) & (gone == 0))
@@ -164,14 +164,14 @@ def _decode_step_kernel(
     tl.store(steps, now + 1)
 
     seen = tl.where(counts <= SLACK, before, after - 1)
-    ring_starts = tl.minimum(tl.maximum(exact_after, _window(seen, PAGE, EXACT_PAGES)), after)
+    ring_read_from = tl.minimum(tl.maximum(exact_after, _window(seen, PAGE, EXACT_PAGES)), after)
     context = tl.minimum(tl.maximum(exact_after, _window(before - 1, PAGE, EXACT_PAGES)), before)
     to = out + here
     tl.store(to, after.to(tl.int32), mask=there)
     tl.store(to + out_stride, before.to(tl.int32), mask=there)
     tl.store(to + 2 * out_stride, mine.to(tl.int32), mask=there)
     tl.store(to + 3 * out_stride, exact_before.to(tl.int32), mask=there)
-    tl.store(to + 4 * out_stride, tl.where(has_row, ring_starts, after).to(tl.int32), mask=there)
+    tl.store(to + 4 * out_stride, tl.where(has_row, ring_read_from, after).to(tl.int32), mask=there)
     tl.store(to + 5 * out_stride, sinks_after.to(tl.int32), mask=there)
     tl.store(to + 6 * out_stride, tl.where(matched, context, before).to(tl.int32), mask=there)
     tl.store(to + 7 * out_stride, sinks_before.to(tl.int32), mask=there)
@@ -201,7 +201,7 @@ def decode_step(
     _decode_step_kernel[(1,)](
         block_table, lengths, query_start_loc, slots, out,
         table.steps, table.row_of_block, table.written_at, table.content, table.sink_row,
-        table.sink_content, table.block, table.block_before, table.length, table.exact_start,
+        table.sink_content, table.block, table.block_before, table.length, table.ring_valid_from,
         table.sink_count, table.first_block, table.used_at, table.claims, table.order,
         len(lengths), len(slots), block_table.shape[1], block_table.stride(0), out.stride(0),
         table.rows, BATCH=size, ROWS=triton.next_power_of_2(max(16, table.rows)),

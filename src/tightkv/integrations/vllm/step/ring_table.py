@@ -34,10 +34,10 @@ class BatchRings(NamedTuple):
     lengths: Tensor  # with the new tokens; 0 for a sequence that is only a stand-in
     before: Tensor  # without them
     ring_rows: Tensor  # the last row of the pool where a sequence has none of its own
-    exact_starts: Tensor  # from where the ring held copies before the new tokens
-    ring_starts: Tensor  # what attention reads from the ring when the new tokens are cached
+    ring_valid_from: Tensor  # from where the ring held copies before the new tokens
+    ring_read_from: Tensor  # what attention reads from the ring when the new tokens are cached
     sink_counts: Tensor
-    context_ring_starts: Tensor  # the same of the tokens before the new ones
+    context_ring_read_from: Tensor  # the same of the tokens before the new ones
     context_sink_counts: Tensor
     sink_sources: Tensor  # whose sinks are to be copied to `ring_rows` first
     saved_at: Tensor  # where those that `ring_rows` had go at the same time; last row: nowhere
@@ -84,7 +84,7 @@ class RingTable:
         self.block = tensor(rows + 1, -1)  # block of a row's newest token
         self.block_before = tensor(rows + 1, -1)  # and the sequence's block before that one
         self.length = tensor(rows + 1, 0)
-        self.exact_start = tensor(rows + 1, 0)
+        self.ring_valid_from = tensor(rows + 1, 0)
         self.sink_count = tensor(sink_rows(rows), 0)
         self.first_block = tensor(rows + 1, 0)
         self.saved = torch.zeros((), dtype=torch.long, device=device)  # how many ever were
@@ -142,7 +142,7 @@ class RingTable:
         rows = self._assign(own, matched, live)
         without_row = rows == self.rows
 
-        exact_before = torch.where(matched, self.exact_start[own], before)
+        exact_before = torch.where(matched, self.ring_valid_from[own], before)
         gone = before + self.taken_back >= (self.window or NEVER)  # vLLM may have freed the first
         begun = block_table[:, 0].long().masked_fill(~live | gone, 0)  # first blocks
         keeps_name = gone & matched
@@ -168,7 +168,7 @@ class RingTable:
         self.block[rows] = _block_at(block_table, lengths - 1, size)
         self.block_before[rows] = _block_at(block_table, lengths - 1 - size, size)
         self.length[rows] = lengths
-        self.exact_start[rows] = exact_after
+        self.ring_valid_from[rows] = exact_after
         self.sink_count[rows] = sinks_after
         named = self.content[begun].masked_fill((sinks_after == 0) | gone, -2)
         self.sink_content[rows] = torch.where(keeps_name, self.sink_content[own], named)
@@ -182,7 +182,7 @@ class RingTable:
 
         # A few tokens at once (speculative decoding) see the window of the first of them.
         newest = torch.where(counts <= RING_SLACK, before, lengths - 1)
-        ring_starts = torch.maximum(exact_after, self._window(newest))
+        ring_read_from = torch.maximum(exact_after, self._window(newest))
         # The new tokens have by then overwritten the oldest of the ring.
         context = torch.maximum(exact_after, self._window(before - 1))
         answer = (
@@ -190,7 +190,7 @@ class RingTable:
             before,
             rows,
             exact_before,
-            torch.where(without_row, lengths, torch.minimum(ring_starts, lengths)),
+            torch.where(without_row, lengths, torch.minimum(ring_read_from, lengths)),
             sinks_after,
             torch.where(matched, torch.minimum(context, before), before),
             sinks_before,
@@ -271,7 +271,7 @@ class RingTable:
             matched &= (block == last) | (self.block_before[own] == last)
         lost = self.length[own] - before
         matched &= self.block[own] == block
-        matched &= (lost >= 0) & (lost <= self.taken_back) & (before > self.exact_start[own])
+        matched &= (lost >= 0) & (lost <= self.taken_back) & (before > self.ring_valid_from[own])
         # Two sequences may share their last full block and so the row: the first keeps it.
         claims = own.masked_fill(~matched, self.rows)
         claimed_by = torch.full_like(self.length, len(here)).scatter_reduce(

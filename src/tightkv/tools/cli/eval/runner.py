@@ -23,7 +23,7 @@ from tightkv.tools.eval.forward import MakeCache
 from tightkv.tools.eval.result_store import Store, result_key
 from tightkv.tools.eval.stored_bits import bits_of, kernels_of
 from tightkv.tools.eval.tasks.base import Task
-from tightkv.tools.eval.text import Text, default_texts, read_text
+from tightkv.tools.eval.text import Text, read_texts
 from tightkv.tools.model_loading.load import quiet
 from tightkv.tools.model_loading.source import BUNDLED_NAME
 
@@ -40,7 +40,7 @@ def evaluate(
 ) -> list[dict[str, Any]]:
     """An object for each model, as --json prints them (docs/eval.md)."""
     check_lengths(args, configs.values())
-    texts = [read_text(path) for path in args.text] or default_texts()
+    texts = read_texts(args.text)
     store = Store(args.results, args.fresh)
     done = []
     for source in args.models:
@@ -127,7 +127,7 @@ class ModelRun:
                 "name": name,
                 "config": self.used[name].to_dict(),
                 "kernels": self.kernels[name],
-                "bits": results.bits_data(bits_of(self.model, make)),
+                "bits": bits_of(self.model, make).as_dict(),
                 **dict.fromkeys(all_tasks),
             }
             for name, make in self.caches.items()

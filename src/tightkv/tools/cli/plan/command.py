@@ -37,6 +37,7 @@ from tightkv.model_shape.planner import (
 )
 from tightkv.tools.cli.plan import hub, report
 from tightkv.tools.cli.plan.page import plan_page
+from tightkv.tools.cli.shared.options import add_options
 from tightkv.tools.cli.shared.output import add_output_options, check_plot, emit, parse_bytes
 from tightkv.tools.cli.shared.progress import QUICK_SECONDS, Working
 
@@ -64,35 +65,29 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "model", nargs="?", help="folder with config.json, a config.json, or a hub id"
     )
     memory = parser.add_mutually_exclusive_group()
-    memory.add_argument("--budget", metavar="SIZE", help="memory for weights and cache, as 80GiB")
-    memory.add_argument("--gpu", metavar="NAME", help=f"one of {', '.join(GPUS)}")
-    parser.add_argument(
-        "--utilization", type=float, help="share that may be used (default: 0.9 with --gpu, else 1)"
+    add_options(
+        memory,
+        f"""
+        --budget SIZE  memory for weights and cache, as 80GiB
+        --gpu NAME  one of {", ".join(GPUS)}
+        """,
     )
-    parser.add_argument("--weights-bytes", metavar="SIZE", help="size of the weights, all ranks")
-    parser.add_argument(
-        "--weights-dtype", choices=list(WEIGHT_BITS), help="default: what the config says"
-    )
-    parser.add_argument(
-        "--context",
-        type=int,
-        help=f"tokens per request (default: the model's limit, at most {DEFAULT_CONTEXT})",
-    )
-    parser.add_argument("--batch", type=int, default=1, help="requests at once (default: 1)")
-    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks (default: 1)")
-    parser.add_argument(
-        "--presets", default=",".join(PRESETS), help="names with commas (default: all)"
-    )
-    parser.add_argument(
-        "--config", action="append", default=[], metavar="FILE", help="a config as a further row"
-    )
-    parser.add_argument(
-        "--sliding-windows",
-        action="store_true",
-        help="count sliding windows as the vLLM plugin's option of that name compresses them",
-    )
-    parser.add_argument(
-        "--html", metavar="FILE", help="write the planner as an HTML page, without a model"
+    add_options(
+        parser,
+        f"""
+        --utilization UTILIZATION:float  share that may be used (default: 0.9 with --gpu, else 1)
+        --weights-bytes SIZE  size of the weights, all ranks
+        --weights-dtype {{{",".join(WEIGHT_BITS)}}}  default: what the config says
+        --context CONTEXT:int  tokens per request (default: the model's limit, at most
+            {DEFAULT_CONTEXT})
+        --batch=1 BATCH:int  requests at once (default: 1)
+        --tp=1 TP:int  tensor-parallel ranks (default: 1)
+        --presets={",".join(PRESETS)} PRESETS  names with commas (default: all)
+        --config FILE ...  a config as a further row
+        --sliding-windows  count sliding windows as the vLLM plugin's option of that name compresses
+            them
+        --html FILE  write the planner as an HTML page, without a model
+        """,
     )
     add_output_options(parser, plot="draw bytes against context")
 

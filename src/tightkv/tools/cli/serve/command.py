@@ -24,6 +24,7 @@ from tightkv.tools.cli.serve.vllm_options import (
 )
 from tightkv.tools.cli.shared import terminal
 from tightkv.tools.cli.shared.config_flags import OFF_LINE, add_config_flags, options_from_args
+from tightkv.tools.cli.shared.options import add_options
 from tightkv.tools.cli.shared.output import (
     MissingPackageError,
     add_output_options,
@@ -52,20 +53,14 @@ def own_parser() -> argparse.ArgumentParser:
         "vLLM as they are; those after -- all do.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the command instead of running it"
-    )
-    parser.add_argument(
-        "--exact-rows",
-        type=int,
-        metavar="N",
-        help="number of sequences that can have an exact ring at a time (default: --max-num-seqs, "
-        "or as many as fit in a twentieth of the memory)",
-    )
-    parser.add_argument(
-        "--sliding-windows",
-        action="store_true",
-        help="compress layers with a sliding window too, where that takes less memory",
+    add_options(
+        parser,
+        """
+        --dry-run  print the command instead of running it
+        --exact-rows N  number of sequences that can have an exact ring at a time (default:
+            --max-num-seqs, or as many as fit in a twentieth of the memory)
+        --sliding-windows  compress layers with a sliding window too, where that takes less memory
+        """,
     )
     add_output_options(parser)
     add_config_flags(parser)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from tightkv.tools.cli.shared.options import add_options
 from tightkv.tools.cli.shared.output import add_output_options, check_plot, emit
 from tightkv.tools.cli.shared.progress import Working
 from tightkv.tools.cli.validate.report import as_text, draw
@@ -15,9 +16,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Measure the claims of the method on the CPU, and audit where it is weak. "
         "Exit code 1 if a claim fails.",
     )
-    parser.add_argument("--quick", action="store_true", help="fewer samples: seconds, not minutes")
-    parser.add_argument("--seed", type=int, default=0, help="of every random input (default 0)")
-    parser.add_argument("--dim", type=int, default=128, help="head dimension (default 128)")
+    add_options(
+        parser,
+        """
+        --quick  fewer samples: seconds, not minutes
+        --seed=0 SEED:int  of every random input (default 0)
+        --dim=128 DIM:int  head dimension (default 128)
+        """,
+    )
     add_output_options(parser, plot="draw distortion against bits, and KL against key bias")
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from tightkv.tools.eval.forward import TAIL_TOKENS, Advance, MakeCache, after_prefix
 from tightkv.tools.eval.prompts import common_prefix
-from tightkv.tools.eval.tasks.base import Data, Task, digest
+from tightkv.tools.eval.tasks.base import Data, Task
 from tightkv.tools.eval.windows import beginning, encode
 
 CALL_TOKENS = 96
@@ -122,43 +122,29 @@ class ToolTask(Task):
     name = "tools"
 
     @property
-    def settings(self) -> Data:
-        prompts = [[list(prompt) for prompt in talk.prompts] for talk in self.conversations]
-        return {"call_tokens": CALL_TOKENS, "inputs": digest(prompts)}
+    def options(self) -> Data:
+        return {"call_tokens": CALL_TOKENS}
+
+    @property
+    def inputs(self) -> Any:
+        return [talk.prompts for talk in self.conversations]
 
     @property
     def steps(self) -> int:
         return sum(len(talk.prompts) for talk in self.conversations)
 
-    @property
-    def reference_steps(self) -> int:
-        return self.steps
+    def compare(self, own: Data, exact: Data) -> Data:
+        return {**own, **{f"reference_{name}": exact[name] for name in _COUNTED}}
 
-    def reference(self, model: Any, advance: Advance) -> Data:
-        return self._replies(model, None, advance)
-
-    def measure(self, model: Any, make: MakeCache, reference: Data, advance: Advance) -> Data:
-        exact = {f"reference_{name}": reference[name] for name in _COUNTED}
-        return {**self._replies(model, make, advance), **exact}
-
-    def _replies(self, model: Any, make: MakeCache | None, advance: Advance) -> Data:
+    def read(self, model: Any, make: MakeCache | None, advance: Advance) -> Data:
         replies: list[Data] = []
         for talk in self.conversations:
             prefix = talk.prompts[0][: talk.shared]
             runs = after_prefix(model, make, prefix, len(talk.prompts))
             for prompt, call, run in zip(talk.prompts, talk.calls, runs, strict=True):
                 reply = run.write_line(self.tokenizer, prompt[talk.shared :], CALL_TOKENS)
-                verdict = judge(reply, call)
-                replies.append(
-                    {
-                        "context": talk.context,
-                        "expected": call.text,
-                        "reply": reply,
-                        "json": verdict.json,
-                        "valid": verdict.valid,
-                        "correct": verdict.correct,
-                    }
-                )
+                told = {"context": talk.context, "expected": call.text, "reply": reply}
+                replies.append({**told, **asdict(judge(reply, call))})
                 advance(1)
         sums = {name: sum(reply[name] for reply in replies) for name in _COUNTED}
         return {"asked": len(replies), **sums, "replies": replies}
