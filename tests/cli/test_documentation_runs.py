@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tightkv import KVQuantConfig
+from tightkv import KVQuantConfig, __version__
 from tightkv.integrations.vllm.options import engine_options
 from tightkv.tools.cli import COMMANDS, build_parser, main
 from tightkv.tools.cli.serve.command import SERVER
@@ -234,3 +234,17 @@ def test_every_page_is_in_both_lists() -> None:
     pages = [page.name for page in (ROOT / "docs").glob("*.md") if page.name != "index.md"]
     assert [name for name in pages if f"({name})" not in listed] == []
     assert {f"{name}.md" for name in re.findall(r"[\w-]+(?=[ \"])", sidebar[1])} >= set(pages)
+
+
+def test_the_citation_is_of_this_version() -> None:
+    text = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert re.search(r"^version: (.+)$", text, re.MULTILINE)[1] == __version__  # type: ignore[index]
+
+
+def test_the_hooks_are_the_checks_of_make_lint() -> None:
+    hooks = re.findall(
+        r"entry: \.venv/bin/([\w-]+)", (ROOT / ".pre-commit-config.yaml").read_text()
+    )
+    lint = re.search(r"^lint:.*?^$", (ROOT / "Makefile").read_text(), re.MULTILINE | re.DOTALL)
+    assert lint is not None
+    assert hooks == re.findall(r"\$\(BIN\)/([\w-]+)", lint[0])

@@ -472,30 +472,25 @@ def test_a_mixed_load_in_vllm() -> None:
     expect("docs/results.md", f"{requests} requests", table, f"prefilled at {new} of bf16's speed")
 
 
+def tiles_table() -> str:
+    """Steps with another tile and with the one that is taken, in one run; the slowest first."""
+    lines = []
+    for row in sorted(rows("gpu_decode_tiles"), key=lambda row: -row["ms"]["step"]):
+        batch, tokens, query_heads, kv_heads, head_dim, *_ = row["shape"].values()
+        other = row["other"]
+        tile = ", ".join(
+            f"{name} {value} / {row['tile'][name]}"
+            for name, value in other["tile"].items()
+            if value != row["tile"][name]
+        )
+        times = (f"{1e3 * ms:.1f}" for ms in (other["ms"]["step"], row["ms"]["step"]))
+        heads = f"{query_heads}/{kv_heads} of {head_dim}"
+        lines.append(line(row["preset"], heads, f"{batch} x {tokens:,}", tile, *times))
+    return "\n".join(lines)
+
+
 def test_tiles_that_were_replaced() -> None:
-    found = {}
-    for row in rows("gpu_decode_tiles"):
-        shape, other = tuple(row["shape"].values())[:5], row["other"]["tile"]
-        found[(*shape, row["preset"], other["blocks_of_32"])] = row
-
-    def both(shape: tuple[int, ...], *presets: str, tokens: int = 2) -> list[str]:
-        of = [found[(*shape, preset, tokens)] for preset in presets]
-        return [
-            f"{1e3 * row['other']['ms']['step']:.1f} / {1e3 * row['ms']['step']:.1f}" for row in of
-        ]
-
-    most, wide, all_bits = (8, 32731, 96, 8, 128), (32, 8155, 64, 4, 128), ("k4v4", "k3v3", "k2v2")
-    named = "k4v4 {}, k3v3 {}, k2v2 {}".format
-    expect(
-        "docs/log.md",
-        "at 256 x 1k: " + named(*both((256, 1019, 32, 8, 128), *all_bits)),
-        "96/8 heads " + named(*both(most, *all_bits, tokens=1)),
-        "64/4 heads " + ", ".join(both(wide, *all_bits, tokens=1)),
-        "8 columns: " + both((8, 32731, 64, 8, 128), "k2v2")[0] + " (64/8 heads)",
-        "head_dim 64: " + both((32, 8155, 24, 8, 64), "k4v4")[0],
-        "64/4 heads " + named(*both(wide, *all_bits)),
-        "96/8 heads k4v4 {}, k3v3 {}.".format(*both(most, "k4v4", "k3v3")),
-    )
+    expect("docs/measurements.md", tiles_table())
 
 
 class Engine:
