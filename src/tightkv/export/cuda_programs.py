@@ -1,4 +1,4 @@
-"""What a static cache does on a GPU, as data: machine code, and how each step launches it.
+"""KernelSet: machine code of a static cache on a GPU, and how each step launches it.
 
 The launches are those of `kernels.cuda`, recorded for every number of new tokens. The operator
 (cuda_operator.cpp) launches them again with the operands of a call, so it needs neither Python nor
@@ -35,15 +35,15 @@ _OPERANDS = (
     "query", "key", "value", "position", "left_pad", "feedback", "pages", "ring", "sinks",
     "state", "out", "refused",
 )  # fmt: skip
-# what a launch gets in place of recorded bytes: an address, or a number of the call
+# What a launch gets in place of recorded bytes: a number of the call, or an address.
 _COUNT, _SCALE, _CONSTANT, _SCRATCH = 100, 101, 1_000, 2_000
-# what a program does
+# Kinds of programs.
 APPEND, STEP, ATTEND_NEW = 0, 1, 2
 
 
 @dataclass(frozen=True)
 class Relocation:
-    """Bytes of an argument that differ by call."""
+    """Bytes of a launch's argument that each call sets."""
 
     argument: int
     at: int
@@ -53,10 +53,10 @@ class Relocation:
 
 @dataclass(frozen=True)
 class Program:
-    """The launches of a step of `tokens` new tokens; those that only append: of up to as many.
+    """The launches of one step. STEP has exactly `tokens` new tokens, APPEND at most as many.
 
-    Those that attend to new tokens have as many queries of one row, and exact keys and values from
-    the row's first token on: the call's own, where torch's attention cannot do it.
+    ATTEND_NEW has `tokens` queries of one row, over exact keys and values from the row's first
+    token on: for a call's own tokens, where torch's attention cannot do it.
     """
 
     kind: int
@@ -86,7 +86,7 @@ class StaticShape:
         return 0 if self.in_ring else self.layout.read_pages(self.max_tokens)
 
     def block_table(self) -> Tensor:
-        """int32 [batch, full pages]: -1 for pages that nobody reads."""
+        """int32 [batch, full pages]: -1 for pages that are never read."""
         table = torch.full(
             (self.batch, max(self.max_tokens // self.layout.page_size, 1)), -1, device="cpu"
         )
@@ -111,7 +111,7 @@ class KernelSet:
         self.constants = recorder.constants
 
     def to_bytes(self) -> bytes:
-        """Without its key, by which the operator is told which set to use."""
+        """The set as the operator reads it, without its key."""
         shape, layout = self.shape, self.shape.layout
         data = _Writer()
         data.numbers(*self.arch, int(layout.dtype == torch.bfloat16), shape.batch)
@@ -250,7 +250,7 @@ class _Recorder:
         )
 
     def _step(self, numbers: list[Tensor], tokens: int, attends: bool) -> None:
-        """As a layer does it in vLLM: the counters, append, attend."""
+        """Record the counters, append and attend, in the order of a layer in vLLM."""
         shape, layout, x = self.shape, self.shape.layout, self.operands
         cfg, window = layout.cfg, shape.window if shape.in_ring else None
         sizes = (cfg.exact_pages, layout.ring_tokens, cfg.sinks, RING_SLACK, window or 0)
@@ -272,7 +272,7 @@ class _Recorder:
             self._attend(view, cu_seqlens, tokens)
 
     def _attend_new(self, numbers: list[Tensor], tokens: int) -> None:
-        """The counters of a cache whose ring holds everything; the new tokens are that ring."""
+        """Record attention over new tokens alone: they are the ring of a cache without pages."""
         shape, x = self.shape, self.operands
         most = shape.max_tokens
         self._counters(numbers, tokens, 1, (most, most, 0, RING_SLACK, 0))

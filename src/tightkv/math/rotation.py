@@ -100,7 +100,7 @@ class _Hadamard(Rotation):
 
 
 def _hadamard_sums(x: Tensor) -> Tensor:
-    """x @ H for the unscaled H, combining neighbours at distance 1, 2, 4, ..., dim / 2 in turn."""
+    """x @ H for the unscaled H, combining neighbors at distance 1, 2, 4, ..., dim / 2 in turn."""
     for _ in range(x.shape[-1].bit_length() - 1):
         even, odd = x[..., 0::2], x[..., 1::2]
         # Each step moves index bit 0 to the top; after log2(dim) steps all bits are back in place.

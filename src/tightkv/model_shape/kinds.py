@@ -1,4 +1,4 @@
-"""Which kind each layer is, from the many ways a config can say it."""
+"""The kind of each layer, from the many ways a config can say it."""
 
 from __future__ import annotations
 
@@ -179,14 +179,14 @@ def _slides_rule(cfg: ModelConfig) -> Callable[[int], bool]:
 
 
 def _every(cfg: ModelConfig, period: int | None, other: str) -> list[str] | None:
-    """Every `period`-th layer is full, the rest `other`."""
+    """Kinds where every `period`-th layer is full and the rest `other`."""
     if period is None:
         return None
     return [other if (i + 1) % period else "full" for i in range(num_layers(cfg))]
 
 
 def _without_own_cache(cfg: ModelConfig, kinds: list[str]) -> list[str]:
-    """Layers that read another layer's cache, or an image's, hold no tokens of their own."""
+    """The kinds, none for layers that read the cache of another layer or of an image."""
     first_shared = len(kinds) - _shared_layers(cfg, kinds)
     crossing = set(cfg.numbers("cross_attention_layers") or ())
     return ["none" if i >= first_shared or i in crossing else k for i, k in enumerate(kinds)]
@@ -206,7 +206,7 @@ def _refuse_fields(cfg: ModelConfig, fields: tuple[str, ...]) -> None:
 
 
 def _refuse_unread_lists(cfg: ModelConfig) -> None:
-    """A word for each layer in an unknown field can only be a kind that nothing here reads."""
+    """Refuse an unknown field with a word for each layer: these can only be kinds."""
     layers = cfg.first("num_hidden_layers", "n_layer", "n_layers")
     for field, value in cfg.values.items():
         if field in UNRELATED_LISTS or not isinstance(value, list) or len(value) != layers:

@@ -39,7 +39,7 @@ def known_model(model: Any) -> PreTrainedModel | PreTrainedConfig | None:
     """A model as transformers made it, also of one that torch.compile or a wrapper holds."""
     while not isinstance(model, PreTrainedModel):
         inner = getattr(model, "_orig_mod", getattr(model, "module", None))
-        if not isinstance(inner, torch.nn.Module):  # of torch.compile, of DataParallel
+        if not isinstance(inner, torch.nn.Module):  # torch.compile and DataParallel hold one
             break
         model = inner
     if model is None or isinstance(model, PreTrainedModel | PreTrainedConfig):
@@ -110,9 +110,10 @@ class TightCache(Cache):  # type: ignore[misc]
 
     def _new_layer(self, own: LayerFit, instead_of: Any = None) -> TightLayer:
         if isinstance(instead_of, LinearAttentionAndFullAttentionLayer):
-            states = getattr(instead_of, "number_of_states", None)
-            options = {} if states is None else {"number_of_states": states}
-            layer: TightLayer = TightHybridLayer(self.shared, own.cfg, self.kernels, **options)
+            states = instead_of.number_of_states
+            layer: TightLayer = TightHybridLayer(
+                self.shared, own.cfg, self.kernels, number_of_states=states
+            )
         else:
             layer = TightLayer(self.shared, own.cfg, self.kernels)
         layer.use_scale(own.scale)
@@ -137,7 +138,7 @@ class TightCache(Cache):  # type: ignore[misc]
         return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
 
     def _check_update(self, key_states: Tensor, layer_idx: int) -> None:
-        """Refuse what the first compressed layer, or a later one, would refuse."""
+        """Refuse tokens that do not go with those of the compressed layers."""
         layer = self.layers[layer_idx]
         if isinstance(layer, TightLayer):
             if layer.step == self.shared.steps and layer.kv is not None:
@@ -159,7 +160,7 @@ class TightCache(Cache):  # type: ignore[misc]
 
     def _check_first(self, layer: TightLayer) -> None:
         """Before the table moves on, every layer must have written what came before."""
-        lengths = {x.get_seq_length() for x in self.tight_layers if x.kv is not None}
+        lengths = {x.get_seq_length() for x in self._used}
         if layer.get_seq_length() != min(lengths):
             raise RuntimeError(DIFFERENT_TOKENS)
         if len(lengths) == 1:
@@ -173,7 +174,7 @@ class TightCache(Cache):  # type: ignore[misc]
                 return
 
     def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
-        """Hand on the device memory of a layer's pages."""
+        """Give the device memory of a layer's pages to the next layer."""
         if isinstance(self.layers[layer_idx], TightLayer):
             self.layers[layer_idx].offload()
 
@@ -181,6 +182,11 @@ class TightCache(Cache):  # type: ignore[misc]
     @property
     def tight_layers(self) -> list[TightLayer]:
         return [layer for layer in self.layers if isinstance(layer, TightLayer)]
+
+    @property
+    def _used(self) -> list[TightLayer]:
+        """Compressed layers that hold tokens, or had some."""
+        return [layer for layer in self.tight_layers if layer.kv is not None]
 
     @property
     def _rows(self) -> int:
@@ -195,14 +201,14 @@ class TightCache(Cache):  # type: ignore[misc]
 
     @property
     def _other_layers(self) -> list[Any]:
-        """Layers with states of transformers' own: a hybrid layer's linear part is one."""
+        """Layers with states that transformers keeps, the linear part of hybrid layers included."""
         return [layer for layer in self.layers if type(layer) is not TightLayer]
 
     def _commit(self) -> None:
         """Write what is pending, and refuse to go on if a forward pass was interrupted."""
         for layer in self.tight_layers:
             layer.commit()
-        if len({layer.length for layer in self.tight_layers if layer.kv is not None}) > 1:
+        if len({layer.length for layer in self._used}) > 1:
             raise RuntimeError(DIFFERENT_TOKENS)
 
     def _select(self, rows: Sequence[int]) -> None:
@@ -216,12 +222,12 @@ class TightCache(Cache):  # type: ignore[misc]
                 layer.reorder_cache(torch.tensor(rows, dtype=torch.long, device="cpu"))
         if len(self.shared.table):
             self.shared.table.select(rows)
-        for tight in self.tight_layers:
-            if tight.kv is not None:
-                tight.kv.select(rows)
+        for tight in self._used:
+            assert tight.kv is not None
+            tight.kv.select(rows)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i goes on from what was row beam_idx[i]. Pages are shared, not copied."""
+        """Row i becomes what row beam_idx[i] was. Pages are shared, not copied."""
         self._select(beam_idx.tolist())
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -236,7 +242,7 @@ class TightCache(Cache):  # type: ignore[misc]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop -tokens_to_remove newest tokens; a positive number is the length to keep."""
-        table, used = self.shared.table, [x for x in self.tight_layers if x.kv is not None]
+        table, used = self.shared.table, self._used
         lengths = [layer.get_seq_length() for layer in used or self._counting_layers]
         total, shortest = max(lengths, default=0), min(lengths, default=0)
         # some versions of transformers give a tensor
@@ -367,9 +373,9 @@ def _all_or_none(layers: Sequence[Any]) -> Iterator[None]:
 
 
 def _crop_other(layer: Any, number: int, keep: int, removed: int) -> None:
-    """Crop a layer of transformers' own, or a hybrid layer's linear part, by what is too much.
+    """Crop one of transformers' own layers, or a hybrid layer's linear part, to `keep` tokens.
 
-    Layers that record the past also drop what they do not need, so none to remove is a call too.
+    Layers that record the past also drop what they do not need, even if no token is removed.
     """
     if isinstance(layer, LinearAttentionLayer):
         if not any(layer.is_conv_states_initialized.values()):

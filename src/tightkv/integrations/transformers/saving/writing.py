@@ -66,7 +66,7 @@ def save_cache(
 
 
 def _check(quant: KVQuantConfig, text: str, tensors: dict[str, Tensor]) -> None:
-    """Nothing is written that could not be read."""
+    """Raise if what would be written could not be read."""
     try:
         saved = SavedCache("it", parse_header(text), tensors)
         saved.make_layers(SharedSteps(quant), "auto", torch.device("cpu"), [])
