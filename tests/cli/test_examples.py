@@ -38,12 +38,12 @@ def example(name: str) -> Any:
 
 
 def test_every_example_is_listed_and_tested() -> None:
-    listed = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    listed = (EXAMPLES.parent / "docs" / "python.md").read_text(encoding="utf-8")
     source = Path(__file__).read_text(encoding="utf-8")
     names = [path.stem for path in EXAMPLES.glob("*.py")]
     assert len(names) == 4
     for name in names:
-        assert f"[{name}.py]({name}.py)" in listed
+        assert f"[{name}.py](../examples/{name}.py)" in listed
         assert f'example("{name}")' in source
 
 
