@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from models import MAMBA, MOE, SHAPE
-from tightkv.files.checkpoint_tensors import StoredTensor
+from tightkv.files.tensor_file import StoredTensor
 from tightkv.fit import checkpoint_metric
 from tightkv.fit.checkpoint_metric import KNOWN, key_energies, query_metrics
 from tightkv.fit.query_metric import POSITIONS, normed

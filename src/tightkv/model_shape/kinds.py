@@ -30,15 +30,9 @@ PATTERN = {"*": "full", "M": "linear", "-": "none", "E": "none"}  # hybrid_overr
 # The first ones matter even where layer_types is given.
 ADDS_TO_ATTENTION = ("indexer_n_heads", "linear_attn_config")
 NOT_UNDERSTOOD = (
-    "attention_types",
-    "attn_type_list",
-    "block_configs",
-    "block_types",
-    "global_attn_every_n_layers",
-    "hybrid_layer_pattern",
-    "layer_group_size",
-    "ssm_cfg",
-)
+    "attention_types", "attn_type_list", "block_configs", "block_types",
+    "global_attn_every_n_layers", "hybrid_layer_pattern", "layer_group_size", "ssm_cfg",
+)  # fmt: skip
 # Lists with one string per layer that do not say what the cache is.
 UNRELATED_LISTS = ("architectures", "mlp_layer_types", "indexer_types")
 
@@ -49,7 +43,7 @@ def layer_kinds(cfg: ModelConfig) -> list[str]:
 
 
 def _all_kinds(cfg: ModelConfig) -> list[str]:
-    """The same, with layers that read another layer's cache as if they had their own."""
+    """The kinds, with layers that read another layer's cache as if they had their own."""
     _refuse_fields(cfg, ADDS_TO_ATTENTION)
     kinds = _listed(cfg)
     if kinds is None:

@@ -34,12 +34,9 @@ DTYPES = {
 
 # Any of these says which layers are recurrent.
 SAYS_LAYERS = (
-    "layer_types",
-    "layers_block_type",
-    "hybrid_override_pattern",
-    "full_attn_idxs",
+    "layer_types", "layers_block_type", "hybrid_override_pattern", "full_attn_idxs",
     "attn_layer_indices",
-)
+)  # fmt: skip
 
 
 def read_model_shape(source: Any) -> ModelShape:
@@ -108,7 +105,7 @@ def _layers(
     shapes = []
     for index, kind in enumerate(kinds):
         layer_heads, layer_dim = _layer_override(cfg, index, kind, heads, head_dim)
-        value_dim = value_head_dim or layer_dim
+        sizes = layer_heads, layer_dim, value_head_dim or layer_dim
         if kind == "none":
             shape = LayerShape("none")
         elif kind == "linear":
@@ -121,35 +118,28 @@ def _layers(
                 f"(kv_lora_rank), which is not understood"
             )
         elif kind == "sliding" and window is None:
-            shape = LayerShape("full", layer_heads, layer_dim, value_dim, extras=(WINDOW,))
+            shape = LayerShape("full", *sizes, extras=(WINDOW,))
         elif kind == "sliding":
-            shape = LayerShape("sliding", layer_heads, layer_dim, value_dim, window)
+            shape = LayerShape("sliding", *sizes, window)
         elif kind == "chunked":
-            chunk = cfg.need("attention_chunk_size")
-            shape = LayerShape("chunked", layer_heads, layer_dim, value_dim, chunk)
+            shape = LayerShape("chunked", *sizes, cfg.need("attention_chunk_size"))
         else:
+            extras = _extras(cfg, read_by_others=index in shared)
             own_state = state if kind == "hybrid" else 0
-            shape = LayerShape(
-                "full",
-                layer_heads,
-                layer_dim,
-                value_dim,
-                state_bytes=own_state,
-                extras=_extras(cfg, read_by_others=index in shared),
-            )
+            shape = LayerShape("full", *sizes, state_bytes=own_state, extras=extras)
         shapes.append(shape)
     _note_empty_layers(cfg, notes)
     return tuple(shapes)
 
 
 def _extras(cfg: ModelConfig, read_by_others: bool) -> tuple[str, ...]:
-    """What a layer of full attention needs beyond the causal mask."""
-    found = [SHARED] if read_by_others else []
-    if cfg.model_type in ALIBI_FAMILIES or cfg.flag("alibi"):
-        found.append(ALIBI)
-    if cfg.model_type in SINK_FAMILIES:
-        found.append(SINKS)
-    return tuple(found)
+    """What the attention of a full layer needs beyond the causal mask."""
+    needs = {
+        SHARED: read_by_others,
+        ALIBI: cfg.model_type in ALIBI_FAMILIES or cfg.flag("alibi"),
+        SINKS: cfg.model_type in SINK_FAMILIES,
+    }
+    return tuple(extra for extra in needs if needs[extra])
 
 
 def _kv_heads(cfg: ModelConfig, num_heads: int) -> int:
