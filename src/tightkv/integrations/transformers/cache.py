@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import (
     DynamicLayer,
     LinearAttentionAndFullAttentionLayer,
@@ -18,20 +18,15 @@ from transformers.cache_utils import (
 )
 
 from tightkv.config import KVQuantConfig
+from tightkv.fit import LayerFit, fit, refit
+from tightkv.fit.calibration import Calibration
 from tightkv.integrations.transformers import other_layers
 from tightkv.integrations.transformers.cache_size import cache_size
-from tightkv.integrations.transformers.calibration import apply_calibration
+from tightkv.integrations.transformers.fitting import plain_layers, source_of, warn_once
 from tightkv.integrations.transformers.layer import TightHybridLayer, TightLayer
-from tightkv.integrations.transformers.layer_shapes import layer_shapes
-from tightkv.integrations.transformers.protect_keys import protect
-from tightkv.integrations.transformers.query_probe import probed
 from tightkv.integrations.transformers.saving import read_cache, save_cache
 from tightkv.integrations.transformers.steps import DIFFERENT_TOKENS, SharedSteps
 from tightkv.integrations.transformers.weights_mark import WeightsSample
-from tightkv.math.centers import Centers
-from tightkv.math.feedback import QueryMetric
-from tightkv.math.key_scale import KeyScale
-from tightkv.model_shape import skip_reason
 from tightkv.paged.offload import lasting
 
 
@@ -74,27 +69,28 @@ class TightCache(Cache):  # type: ignore[misc]
         eager: bool = False,
     ) -> None:
         model = known_model(model)
-        self.quant = KVQuantConfig.parse(quant)
-        self.kernels = kernels
-        self.quant, self.calibration = apply_calibration(self.quant, model)
-        checked = False  # whether weights have said which bits keys need
-        if isinstance(model, PreTrainedModel):
-            self.quant, checked = protect(self.quant, model)
-        self.shared = SharedSteps(self.quant, offloading=offloading, watch=not checked, eager=eager)
+        self.quant, self.kernels = KVQuantConfig.parse(quant), kernels
+        self.calibration: Calibration | None = None
+        source = source_of(self.quant, model)
         if model is None:
             if self.quant.protected_first or self.quant.protected_last:
                 raise ValueError("protected layers need the model: TightCache(quant, model=model)")
+            self.shared = SharedSteps(self.quant, offloading=offloading, watch=True, eager=eager)
             # Not a method of this cache, which would then live until garbage is collected.
             new_layer = partial(TightLayer, self.shared, self.quant, self.kernels)
             super().__init__(layer_class_to_replicate=new_layer)
         else:
             config = model.config if isinstance(model, PreTrainedModel) else model
-            super().__init__(layers=self._layers_of(config))
-        if isinstance(model, PreTrainedModel):
-            self._use_scales(probed(model).scales if self._feeds_back else {})
-            self._use_metrics(self._metrics_of(model))
-        if self.calibration is not None:
-            self._use_centers(self.calibration.centers)
+            layers, compressible = plain_layers(config)
+            found = fit(source, self.quant, compressible)
+            warn_once(source, found)
+            self.quant, self.calibration = found.cfg, found.calibration
+            watch = not found.checked
+            self.shared = SharedSteps(self.quant, offloading=offloading, watch=watch, eager=eager)
+            for number, own in found.layers.items():
+                if own.cfg.compresses:
+                    layers[number] = self._new_layer(own, layers[number])
+            super().__init__(layers=layers)
         self.offloading = offloading  # not transformers' kind, which moves layers too early
         self._weights: WeightsSample | str = ""
         if isinstance(model, PreTrainedModel):
@@ -107,77 +103,18 @@ class TightCache(Cache):  # type: ignore[misc]
             self._weights = self._weights.mark()
         return self._weights
 
-    def _new_layer(self, cfg: KVQuantConfig | None = None, instead_of: Any = None) -> TightLayer:
-        cfg = cfg or self.quant
+    def _new_layer(self, own: LayerFit, instead_of: Any = None) -> TightLayer:
         if isinstance(instead_of, LinearAttentionAndFullAttentionLayer):
             states = instead_of.number_of_states
-            return TightHybridLayer(self.shared, cfg, self.kernels, number_of_states=states)
-        return TightLayer(self.shared, cfg, self.kernels)
-
-    def _layers_of(self, config: PreTrainedConfig) -> list[Any]:
-        text = config.get_text_config(decoder=True)
-        if getattr(config, "is_encoder_decoder", False):
-            raise ValueError(
-                f"{type(config).__name__} is an encoder-decoder model; TightCache is for decoders"
+            layer: TightLayer = TightHybridLayer(
+                self.shared, own.cfg, self.kernels, number_of_states=states
             )
-        if getattr(text, "cross_attention_layers", None):
-            raise ValueError(
-                f"{type(text).__name__} keeps the keys of images in its cache "
-                "(cross_attention_layers), and TightCache those of text alone; use DynamicCache"
-            )
-        layers = DynamicCache(config=config).layers
-        reasons = [skip_reason(shape) for shape in layer_shapes(config, layers)]
-        full = [i for i, reason in enumerate(reasons) if reason is None]
-        if not full:
-            listed = ", ".join(sorted({reason for reason in reasons if reason}))
-            raise ValueError(
-                f"no layer of {type(text).__name__} can be compressed ({listed or 'it has none'}); "
-                "use DynamicCache"
-            )
-        if unknown := sorted(set(self.quant.bits_of_layers()) - set(full)):
-            raise ValueError(
-                f"layer_bits={self.quant.layer_bits!r} names layer {unknown[0]}; layers that can "
-                f"be compressed are {', '.join(map(str, full))}"
-            )
-        for number, i in enumerate(full):
-            cfg = self.quant.for_layer(number, len(full), i)
-            if cfg.compresses:
-                if getattr(text, "_attn_implementation", None) == "flex_attention":
-                    raise ValueError(
-                        'attn_implementation="flex_attention" compiles kernels of its own, which '
-                        'cannot read a TightCache; use "tightkv"'
-                    )
-                layers[i] = self._new_layer(cfg, layers[i])
-        return layers
-
-    @property
-    def _feeds_back(self) -> bool:
-        wanted = any(layer.cfg.takes_feedback for layer in self.tight_layers)
-        return wanted and self.quant.feedback == "auto"
-
-    def _metrics_of(self, model: PreTrainedModel) -> Mapping[int, QueryMetric]:
-        if not self._feeds_back:
-            return {}
-        return probed(model).metrics if self.calibration is None else self.calibration.metrics
-
-    def _use_metrics(self, metrics: Mapping[int, QueryMetric]) -> None:
-        """Code the keys to come in the metrics of their queries."""
-        for number, layer in enumerate(self.layers):
-            if isinstance(layer, TightLayer):
-                metric = metrics.get(number)
-                layer.use_metric(None if metric is None else metric.scaled(layer.scale))
-
-    def _use_scales(self, scales: Mapping[int, KeyScale]) -> None:
-        """Hold the keys of layers in the scales of their channels; the cache is empty."""
-        for number, layer in enumerate(self.layers):
-            if isinstance(layer, TightLayer) and layer.cfg.takes_feedback:
-                layer.use_scale(scales.get(number))
-
-    def _use_centers(self, centers: Mapping[int, Centers]) -> None:
-        """Hold tokens of layers relative to their centers; the cache is empty."""
-        for number, layer in enumerate(self.layers):
-            if isinstance(layer, TightLayer):
-                layer.use_centers(centers.get(number))
+        else:
+            layer = TightLayer(self.shared, own.cfg, self.kernels)
+        layer.use_scale(own.scale)
+        layer.use_metric(own.metric)
+        layer.use_centers(own.centers)
+        return layer
 
     # --- a forward pass ---
     def update(
@@ -188,7 +125,8 @@ class TightCache(Cache):  # type: ignore[misc]
             while len(self.layers) <= layer_idx:
                 number = len(self.layers)
                 cfg = self.quant.for_layer(number, number + 1)
-                self.layers.append(self._new_layer(cfg) if cfg.compresses else DynamicLayer())
+                own = LayerFit(cfg)
+                self.layers.append(self._new_layer(own) if cfg.compresses else DynamicLayer())
         self._check_update(key_states, layer_idx)
         if self.offloading:
             self.prefetch(layer_idx + 1)
@@ -390,9 +328,15 @@ class TightCache(Cache):  # type: ignore[misc]
         )
         saved.check_weights(model)
         cache._weights = saved.weights
-        _, cache.calibration = apply_calibration(quant.replace(calibration=calibration), model)
-        if isinstance(model, PreTrainedModel):
-            cache._use_metrics(cache._metrics_of(model))
+        asked = quant.replace(calibration=calibration)
+        if (source := source_of(asked, model)) is not None:
+            tight = {n: x for n, x in enumerate(cache.layers) if isinstance(x, TightLayer)}
+            held = {n: LayerFit(layer.cfg, scale=layer.scale) for n, layer in tight.items()}
+            found = refit(source, asked, held)
+            warn_once(source, found)
+            cache.calibration = found.calibration
+            for n, own in found.layers.items():
+                tight[n].use_metric(own.metric)
         return cache
 
     # --- what it holds ---

@@ -19,9 +19,6 @@ union WarpMemory {  // a warp's own memory: first for tiles, then for what it fo
     } states;
 };
 
-// Of 512 channels there are not registers for both accumulators: those of pages are stored where the first stage
-// was, then exact tokens go through the second one.
-#define EXACT_APART (DP > 256)
 static_assert(!EXACT_APART || (STAGES == 2 && sizeof(WarpState) <= sizeof(Stage)), "what pages gave would be lost");
 
 struct SharedMemory {
