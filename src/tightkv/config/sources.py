@@ -13,13 +13,13 @@ from tightkv.config.presets import PRESETS
 from tightkv.files.strict_json import parse_json
 
 ENV_PREFIX = "TIGHTKV_"
-# TIGHTKV_* variables that ask for compression, as those of single fields do,
+# These variables ask for compression, as TIGHTKV_<FIELD> does.
 ENV_SOURCES = ("TIGHTKV_PRESET", "TIGHTKV_CONFIG")
-# and those that only say how or where things are done.
+# These only say how or where things are done.
 ENV_SETTINGS = ("TIGHTKV_KERNELS", "TIGHTKV_CACHE_DIR", "TIGHTKV_CPU_ISA")
 
-# A JSON document is the fields themselves, or has them as this block. Beside the block it may
-# have those of a server: `tightkv serve` reads both, commands that load a model the first.
+# A JSON document has the fields at its top, or in this block. Blocks of a server may be beside it,
+# which only `tightkv serve` reads.
 _BLOCK, _SERVER_BLOCKS = "kv_quant", ("model", "runtime")
 
 

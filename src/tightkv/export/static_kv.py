@@ -106,7 +106,8 @@ class StaticKV(nn.Module):
         softcap: float | None,
     ) -> int:
         """Give the operator the kernels for this layer; returns their key."""
-        from tightkv.export.cuda_programs import StaticShape, known_kernels
+        from tightkv.export.cuda_programs import known_kernels
+        from tightkv.export.recorder import StaticShape
 
         if query_heads is None or query_heads % self.layout.num_kv_heads:
             raise ValueError(

@@ -14,10 +14,9 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
+from tightkv.config import ROTATIONS
 from tightkv.math.per_device import Constant, PerDevice
 from tightkv.math.random import random_normal, random_signs
-
-ROTATIONS = ("hadamard", "haar", "none")
 
 # The two halves of a split rotation; far from the small stream numbers callers use.
 _SPLIT_STREAMS = (2**32 + 1, 2**32 + 2)

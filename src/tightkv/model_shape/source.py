@@ -17,7 +17,7 @@ TEXT_PARTS = ("text_config", "thinker_config", "language_config", "llm_config")
 # Read from the whole config when the language part does not say.
 SHARED = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
 
-# Beyond these no model is meant: lists of layers and tensors of heads would fill the memory.
+# No model has more: lists of layers and tensors of heads would fill the memory.
 MOST_LAYERS = MOST_HEADS = MOST_DIM = 4096
 MOST = 1 << 48
 

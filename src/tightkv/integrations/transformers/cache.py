@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,16 +20,12 @@ from transformers.cache_utils import (
 from tightkv.config import KVQuantConfig
 from tightkv.fit import LayerFit, fit, refit
 from tightkv.fit.calibration import Calibration
+from tightkv.integrations.transformers import other_layers
 from tightkv.integrations.transformers.cache_size import cache_size
 from tightkv.integrations.transformers.fitting import plain_layers, source_of, warn_once
-from tightkv.integrations.transformers.layer import (
-    DIFFERENT_TOKENS,
-    SharedSteps,
-    TightHybridLayer,
-    TightLayer,
-    forget_states,
-)
+from tightkv.integrations.transformers.layer import TightHybridLayer, TightLayer
 from tightkv.integrations.transformers.saving import read_cache, save_cache
+from tightkv.integrations.transformers.steps import DIFFERENT_TOKENS, SharedSteps
 from tightkv.integrations.transformers.weights_mark import WeightsSample
 from tightkv.paged.offload import lasting
 
@@ -147,11 +142,11 @@ class TightCache(Cache):  # type: ignore[misc]
         used = [i for i, x in enumerate(self.layers) if isinstance(x, TightLayer) and x.kv]
         if not used:
             return
-        tight = self.layers[used[0]]
-        if key_states.shape[0] != tight.batch_size or key_states.dtype != tight.dtype:
+        tight, rows = self.layers[used[0]], len(self.shared.table)
+        if key_states.shape[0] != rows or key_states.dtype != tight.dtype:
             raise ValueError(
                 f"layer {layer_idx} gets {key_states.shape[0]} rows of {key_states.dtype}; this "
-                f"cache holds {tight.batch_size} of {tight.dtype}. Use a new TightCache, or "
+                f"cache holds {rows} of {tight.dtype}. Use a new TightCache, or "
                 "reset() this one, for another model or batch"
             )
         ahead = key_states.shape[2] if layer_idx > used[0] else 0
@@ -217,7 +212,7 @@ class TightCache(Cache):  # type: ignore[misc]
             raise ValueError(
                 f"rows {bad} of {list(rows)}; this cache has rows 0 to {self._rows - 1}"
             )
-        with _all_or_none(self._other_layers):
+        with other_layers.all_or_none(self._other_layers):
             for layer in self._other_layers:
                 layer.reorder_cache(torch.tensor(rows, dtype=torch.long, device="cpu"))
         if len(self.shared.table):
@@ -256,10 +251,10 @@ class TightCache(Cache):  # type: ignore[misc]
                 tight.commit()
             elif keep and tight.step < self.shared.steps:
                 tight.catch_up()
-        with _all_or_none(self._other_layers):
+        with other_layers.all_or_none(self._other_layers):
             for i, layer in enumerate(self.layers):
                 if type(layer) is not TightLayer:
-                    _crop_other(layer, i, keep, total - keep)
+                    other_layers.crop(layer, i, keep, total - keep)
         for row in range(len(table)):
             table.crop(row, keep)
         for tight in self.tight_layers:
@@ -280,7 +275,7 @@ class TightCache(Cache):  # type: ignore[misc]
         for layer in self.layers:
             layer.reset()
             if isinstance(layer, LinearAttentionLayer):
-                forget_states(layer)
+                other_layers.forget_states(layer)
 
     # --- files ---
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -350,62 +345,3 @@ class TightCache(Cache):  # type: ignore[misc]
         self._commit()
         size = cache_size(self.tight_layers)
         return {"compressed": size.bytes, "bf16": size.bf16_bytes}
-
-
-@contextmanager
-def _all_or_none(layers: Sequence[Any]) -> Iterator[None]:
-    """Put layers back as they were if one of them refuses.
-
-    Attributes and their dicts are put back: the layers' own operations replace tensors, and
-    never write into them.
-    """
-    before = [
-        {name: dict(x) if isinstance(x, dict) else x for name, x in vars(layer).items()}
-        for layer in layers
-    ]
-    try:
-        yield
-    except BaseException:
-        for layer, state in zip(layers, before, strict=True):
-            vars(layer).clear()
-            vars(layer).update(state)
-        raise
-
-
-def _crop_other(layer: Any, number: int, keep: int, removed: int) -> None:
-    """Crop one of transformers' own layers, or a hybrid layer's linear part, to `keep` tokens.
-
-    Layers that record the past also drop what they do not need, even if no token is removed.
-    """
-    if isinstance(layer, LinearAttentionLayer):
-        if not any(layer.is_conv_states_initialized.values()):
-            return
-        if not removed and not layer.record_past:
-            return
-        if removed and any(layer.is_recurrent_states_initialized.values()):
-            raise RuntimeError(
-                f"layer {number} has a recurrent state, which cannot be cropped by {removed} "
-                "tokens; compute the cache again"
-            )
-        LinearAttentionLayer.crop(layer, -removed)
-        for i, state in layer.conv_states.items():
-            if state is not None and state.shape[-1] < layer.conv_kernel_size[i]:
-                raise RuntimeError(_too_far(number, removed))
-        return
-    if not layer.is_initialized:
-        return
-    removed = max(0, layer.get_seq_length() - keep)
-    if not removed and not getattr(layer, "record_past", False):
-        return
-    layer.crop(-removed)
-    held, window = layer.keys.shape[-2], getattr(layer, "sliding_window", None)
-    wanted = keep if window is None else min(keep, window - 1)
-    if held < wanted:
-        raise RuntimeError(_too_far(number, removed))
-
-
-def _too_far(number: int, removed: int) -> str:
-    return (
-        f"layer {number} has not recorded enough to be cropped by {removed} tokens; call "
-        "activate_past_recording() before they are added, or compute the cache again"
-    )

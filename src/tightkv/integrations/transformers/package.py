@@ -190,12 +190,9 @@ def read_about(folder: Path) -> About:
             f"{str(path)!r} has schema {about.schema!r} and format {about.format!r}; this tightkv "
             f"reads {_SCHEMA} and {FORMAT_VERSION}: export the model again"
         )
-    if about.kind not in KINDS:
-        raise ValueError(f"{str(path)!r} has kind={about.kind!r}; supported: {', '.join(KINDS)}")
-    if about.device not in DEVICES:
-        raise ValueError(
-            f"{str(path)!r} has device={about.device!r}; supported: {', '.join(DEVICES)}"
-        )
+    for name, value, allowed in (("kind", about.kind, KINDS), ("device", about.device, DEVICES)):
+        if value not in allowed:
+            raise ValueError(f"{str(path)!r} has {name}={value!r}; supported: {', '.join(allowed)}")
     names = [about.model_file] + [KERNEL_FILE] * (about.device == "cuda")
     for name in names:
         if not (folder / name).is_file():

@@ -12,9 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tightkv.files.tensor_file import checksum, read_file
-from tightkv.integrations.transformers.layer import SharedSteps, TightHybridLayer, TightLayer
+from tightkv.integrations.transformers.layer import TightHybridLayer, TightLayer
 from tightkv.integrations.transformers.saving.header import Header, SavedLayer, parse_header
 from tightkv.integrations.transformers.saving.states import PLAIN_KINDS, StateReader
+from tightkv.integrations.transformers.steps import SharedSteps
 from tightkv.integrations.transformers.weights_mark import weights_mark
 from tightkv.math.centers import Centers
 from tightkv.math.key_scale import KeyScale
