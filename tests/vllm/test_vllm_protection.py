@@ -11,7 +11,7 @@ import transformers as hf
 
 from models import SHAPE
 from tightkv import KVQuantConfig
-from tightkv.fit import Checkpoint, FittedBits, Layers, fit_bits
+from tightkv.fit import Checkpoint, Fit, Layers, fit_bits
 from tightkv.integrations.vllm.layer_numbers import model_layers
 from tightkv.integrations.vllm.start.checkpoint import checkpoint_folder
 from tightkv.model_shape import LayerShape
@@ -30,7 +30,7 @@ def engine(model: str | Path, download_dir: Path | None = None, **load: Any) -> 
     )
 
 
-def check_keys(cfg: KVQuantConfig, where: Any, layers: Layers | None = None) -> FittedBits:
+def check_keys(cfg: KVQuantConfig, where: Any, layers: Layers | None = None) -> Fit:
     return fit_bits(Checkpoint(checkpoint_folder(where), "it"), cfg, layers)
 
 

@@ -4,27 +4,6 @@
 """
 
 from tightkv.fit.checkpoint import Checkpoint
-from tightkv.fit.decide import (
-    Fit,
-    FittedBits,
-    Layer,
-    LayerFit,
-    Layers,
-    Source,
-    fit,
-    fit_bits,
-    refit,
-)
+from tightkv.fit.decide import Fit, Layer, LayerFit, Layers, fit, fit_bits, refit
 
-__all__ = [
-    "Checkpoint",
-    "Fit",
-    "FittedBits",
-    "Layer",
-    "LayerFit",
-    "Layers",
-    "Source",
-    "fit",
-    "fit_bits",
-    "refit",
-]
+__all__ = ["Checkpoint", "Fit", "Layer", "LayerFit", "Layers", "fit", "fit_bits", "refit"]

@@ -80,8 +80,8 @@ class LayerFit:
 
 
 @dataclass(frozen=True)
-class FittedBits:
-    """A config with the bits that a model's layers need, and what is to be said about them."""
+class Fit:
+    """What a cache is told, and the lines that are to be said about it."""
 
     asked: KVQuantConfig
     """What the user asks for, with the bits of the calibration."""
@@ -92,12 +92,6 @@ class FittedBits:
     """Whether the weights have said which bits keys need."""
     calibration_line: str | None = None
     keys_line: str | None = None
-
-
-@dataclass(frozen=True)
-class Fit(FittedBits):
-    """What a cache is told."""
-
     layers: Mapping[int, LayerFit] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     """Lines about scales and metrics."""
@@ -111,7 +105,7 @@ def fit(source: Source | None, cfg: KVQuantConfig, layers: Layers) -> Fit:
     bits = fit_bits(source, cfg, layers)
     configs = layers.configs(bits.cfg)
     if source is None:
-        return Fit(**vars(bits), layers={n: LayerFit(own) for n, own in configs.items()})
+        return replace(bits, layers={n: LayerFit(own) for n, own in configs.items()})
     held = {n: Layer(shape, configs[n]) for n, shape in layers.shapes.items()}
     scales, told = fit_scales(source, bits.asked, held)
     metrics, more = fit_metrics(source, bits.asked, bits.calibration, held, scales)
@@ -120,11 +114,11 @@ def fit(source: Source | None, cfg: KVQuantConfig, layers: Layers) -> Fit:
         n: LayerFit(own, metrics.get(n), scales.get(n), centers.get(n))
         for n, own in configs.items()
     }
-    return Fit(**vars(bits), layers=found, notes=tuple(filter(None, (told, more))))
+    return replace(bits, layers=found, notes=tuple(filter(None, (told, more))))
 
 
-def fit_bits(source: Source | None, cfg: KVQuantConfig, layers: Layers | None = None) -> FittedBits:
-    """Bits of the calibration, then those that the keys of noisy layers need.
+def fit_bits(source: Source | None, cfg: KVQuantConfig, layers: Layers | None = None) -> Fit:
+    """Bits of the calibration, then those that the keys of noisy layers need, and nothing else.
 
     Layers that cannot have them side by side keep the bits of `cfg`.
     """
@@ -133,7 +127,7 @@ def fit_bits(source: Source | None, cfg: KVQuantConfig, layers: Layers | None = 
     if layers is not None:
         layers.refuse(asked)
     if source is None:
-        return FittedBits(asked, asked)
+        return Fit(asked, asked)
     line, checked = not_used(cfg, calibration, source.name), _checked(source, asked)
     changed = checked.raised or asked != cfg
     if changed and layers and not layers.fit_together(layers.configs(checked.config)):
@@ -142,7 +136,7 @@ def fit_bits(source: Source | None, cfg: KVQuantConfig, layers: Layers | None = 
         if checked.raised:
             checked = in_equal_blocks(cfg, checked)
     known = checked.raised or checked.line is None
-    return FittedBits(asked, checked.config, calibration, known, line, checked.line)
+    return Fit(asked, checked.config, calibration, known, line, checked.line)
 
 
 def _checked(source: Source, cfg: KVQuantConfig) -> CheckedConfig:
