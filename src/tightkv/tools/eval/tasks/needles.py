@@ -16,8 +16,8 @@ from tightkv.tools.eval.windows import encode
 
 ANSWER_TOKENS = 24
 
-# Facts, questions in other words, whom they can be about, and what the answers can be; and what
-# the other tasks ask for.
+# Facts, questions in other words, whom they can be about, and what the answers can be; the file
+# also has what passkeys and tool calls are made of.
 FACTS = json.loads(Path(__file__).with_name("facts.json").read_text(encoding="utf-8"))
 _KINDS = FACTS["needles"]
 MAX_NEEDLES = len(_KINDS)
