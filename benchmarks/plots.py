@@ -31,7 +31,9 @@ BARS = {
     "k3v3": ("#5b93ff", "k3v3"),
     "k2v2": ("#0a2f7a", "k2v2"),
 }
-LEAST_SLOT = 3.2  # bars
+LEAST_SLOT = 4  # bars
+# Decode steps of one layer that are drawn: sequences and tokens.
+LAYERS = ((8, 32731), (32, 8155), (256, 1019), (1, 32731))
 HEAD_DIM = 64  # of the model that caches are compared with
 Row = dict[str, Any]
 Speeds = dict[str, float]  # by cache
@@ -170,9 +172,10 @@ def by_context(speeds: dict[tuple[int, int], Speeds]) -> dict[tuple[int, int], S
 def layer_speeds() -> dict[tuple[int, int], Speeds]:
     """(sequences, tokens) -> name -> how many times as fast as the best bf16 of the same run."""
     found: dict[tuple[int, int], Speeds] = {}
-    for row in rows("gpu_decode_8bit") + rows("gpu_decode"):
+    for row in rows("gpu_decode_20_shapes"):
         shape = row["shape"]
-        if (shape["query_heads"], shape["kv_heads"], shape["head_dim"]) != (32, 8, 128):
+        heads = shape["query_heads"], shape["kv_heads"], shape["head_dim"]
+        if heads != (32, 8, 128) or (shape["batch"], shape["tokens"]) not in LAYERS:
             continue
         speeds = found.setdefault((shape["batch"], shape["tokens"]), {})
         speeds[row["preset"]] = row["against_best_bf16"]
@@ -198,7 +201,7 @@ def engine_speeds() -> dict[tuple[int, int], Speeds]:
 def speed() -> str:
     """Bars per shape: one layer's decode step, then time per output token in vLLM."""
     layers, engines = layer_speeds(), engine_speeds()
-    (gpu,) = {row["gpu"] for row in rows("gpu_decode")}
+    (gpu,) = {row["gpu"] for row in rows("gpu_decode_20_shapes")}
     drawing = Drawing(
         "Decode speed against bf16: higher is better",
         f"{gpu}, Llama-3.1-8B shape; below: sequences x context",

@@ -5,7 +5,6 @@ Who measures again changes the rows, sees which lines are missing, and writes th
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from scripts import load_script
 from tightkv import KVQuantConfig
 from tightkv.integrations.vllm.step.batch_split import SHORT_PROMPT
 from tightkv.integrations.vllm.step.ring_table import SAVED_SINKS
@@ -44,14 +44,6 @@ def rows(name: str) -> list[Row]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def load_script(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def document(name: str) -> str:
     """Its text with every run of spaces and line ends as one space."""
     return " ".join((ROOT / name).read_text(encoding="utf-8").split())
@@ -63,64 +55,221 @@ def expect(name: str, *lines: str) -> None:
     assert not missing, f"{name} does not say what the rows give:\n" + "\n".join(missing)
 
 
-# --- results and README ---------------------------------------------------------------------------
-def quality(preset: str) -> Row:
+# --- presets and quality -------------------------------------------------------------------------
+def line(*cells: object) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def speed(slow: float, fast: float) -> str:
+    """How many times as fast."""
+    return f"{slow / fast:.2f}x"
+
+
+def layout_of(preset: str, kv_heads: int = 8, head_dim: int = 128) -> PageLayout:
+    return PageLayout(KVQuantConfig.preset(preset), kv_heads, head_dim, torch.bfloat16)
+
+
+def smaller(preset: str, tokens: int) -> str:
+    layout = layout_of(preset)
+    return f"{tokens * layout.exact_bytes_per_token / layout.total_bytes(tokens):.2f}x"
+
+
+def plain_quality(preset: str) -> Row:
+    """Of SmolLM2, whose keys were coded without error feedback: the rows before it."""
     found = [row for row in rows("eval") if row["name"] == preset and row["quality"]]
     return found[-1]["quality"]
 
 
+def preset_of(config: Row) -> str:
+    return f"k{config['key_bits']}v{config['value_bits']}"
+
+
+def cell(result: Row) -> str:
+    return f"{result['kl']:.4f} ({100 * result['perplexity_increase']:+.1f}%)"
+
+
+QUALITY_PRESETS = ("k4v4", "k3v3", "k2v2")
+
+
+def by_model(how: str) -> dict[str, dict[str, Row]]:
+    """Results of today's defaults by model and preset, the worst model first."""
+    found: dict[str, dict[str, Row]] = {}
+    for row in rows("eval_feedback"):
+        config, result = row["config"], row["result"]
+        long = config is not None and result["positions"] == 16383
+        if config is not None and not long and bool(config["calibration"]) == (how != "default"):
+            found.setdefault(row["model"]["name"], {})[preset_of(config)] = result
+    if how == "default":
+        for row in rows("eval_gemma"):
+            found.setdefault(row["model"]["name"], {})[row["name"]] = row["quality"]
+    assert all(set(of) == set(QUALITY_PRESETS) for of in found.values())
+    ordered = {
+        preset: sorted(found, key=lambda name: -found[name][preset]["kl"])
+        for preset in QUALITY_PRESETS
+    }
+    assert how != "default" or len({tuple(names) for names in ordered.values()}) == 1
+    return {name: found[name] for name in ordered["k2v2"]}
+
+
+def worst_kl(preset: str) -> str:
+    found = [of[preset]["kl"] for of in by_model("default").values() if preset in of]
+    if not found and preset == "k8v4":  # keys of 8 bits are coded without feedback
+        found = [plain_quality(preset)["kl"]]
+    return f"{max(found):.4f}" if found else "-"
+
+
+def decode_speed(preset: str) -> str:
+    for row in rows("gpu_decode_20_shapes"):
+        if row["preset"] == preset and list(row["shape"].values()) == [8, 32731, 32, 8, 128, False]:
+            return f"{row['against_best_bf16']:.2f}x"
+    return "-"
+
+
+def engine_speed(preset: str) -> str:
+    engine = Engine()
+    return engine.faster(preset, "8 x 32k") if preset in engine.caches else "-"
+
+
+def measured(preset: str) -> tuple[str, str, str]:
+    return worst_kl(preset), decode_speed(preset), engine_speed(preset)
+
+
+def preset_line(preset: str) -> str:
+    layout = layout_of(preset)
+    sizes = (f"{layout.bytes_per_token / 8:g}", f"{layout.ratio:.2f}x")
+    return line(preset, *sizes, smaller(preset, 32768), smaller(preset, 8192), *measured(preset))
+
+
 @pytest.mark.parametrize("preset", ["k8v4", "k4v4", "k3v3", "k3v2", "k2v2"])
 def test_presets(preset: str) -> None:
-    layout = PageLayout(KVQuantConfig.preset(preset), 8, 128, torch.bfloat16)
-    plain = 4 * 8 * 128
-
-    def ratio(tokens: int) -> str:
-        return f"{tokens * plain / layout.total_bytes(tokens):.2f}x"
-
-    size = f"{layout.bytes_per_token / 8:g}"
-    cells = [size, f"{layout.ratio:.2f}x", ratio(32768), ratio(8192)]
-    expect("docs/results.md", f"| {preset} | {' | '.join(cells)} | {quality(preset)['kl']:.4f} |")
+    expect("docs/results.md", preset_line(preset))
 
 
 @pytest.mark.parametrize("preset", ["k8v4", "k4v4", "k3v3", "k2v2"])
 def test_presets_in_the_readme(preset: str) -> None:
-    layout = PageLayout(KVQuantConfig.preset(preset), 8, 128, torch.bfloat16)
-    ratio = 32768 * 4 * 8 * 128 / layout.total_bytes(32768)
-    (speed,) = (
-        row["against_best_bf16"]
-        for row in rows("gpu_decode") + rows("gpu_decode_8bit")
-        if row["preset"] == preset and (row["shape"]["batch"], row["shape"]["tokens"]) == (8, 32731)
+    size = f"{layout_of(preset).bytes_per_token / 8:g}"
+    expect("README.md", line(preset, size, smaller(preset, 32768), *measured(preset)))
+
+
+def quality_table() -> str:
+    lines = []
+    for how, count in (("default", 4), ("calibrated", 3)):
+        models = by_model(how)
+        assert len(models) == count
+        for name, found in models.items():
+            (positions,) = {result["positions"] for result in found.values()}
+            cells = (cell(found[preset]) for preset in QUALITY_PRESETS)
+            lines.append(line(name, how, f"{positions:,}", *cells))
+    return "\n".join(lines)
+
+
+def quality_error() -> str:
+    """How far the two texts of a cell are from their mean."""
+    spread: dict[bool, float] = {}
+    for how in ("default", "calibrated"):
+        for name, found in by_model(how).items():
+            for result in found.values():
+                far = max(abs(x["kl"] / result["kl"] - 1) for x in result["by_text"])
+                gemma = "gemma" in name
+                spread[gemma] = max(far, spread.get(gemma, 0.0))
+    return (
+        f"the KL of each of the two texts differs from the mean of a cell by at most "
+        f"{100 * spread[False]:.0f}% (Gemma 3: {100 * spread[True]:.0f}%)."
     )
-    kls = [found[preset]["kl"] for found in by_model("default").values() if preset in found]
-    kl = max(kls or [quality(preset)["kl"]])  # of the worst model; k8v4 is of one model
-    cells = f"{layout.bytes_per_token / 8:g} | {ratio:.2f} | {kl:.4f} | {speed:.2f}"
-    expect("README.md", f"| {preset} | {cells} |")
 
 
-def by_model(how: str) -> dict[str, dict[str, Row]]:
-    """Results of windows of 2,048 tokens: by model and preset, `how` default or calibrated."""
+def noise_floor() -> str:
+    return (
+        f"k8v8, whose codes are nearly exact, has a KL of {plain_quality('k8v8')['kl']:.5f} on "
+        f"SmolLM2. Changes of perplexity below a few tenths of a percent have either sign and say "
+        f"little."
+    )
+
+
+def needles() -> str:
+    found, asked = needle_counts()
+    name = "SmolLM2-135M-Instruct"
+    counts = [found[name, cache] for cache in ("exact", "k2v2", "calibrated")]
+    return (
+        f"of {asked[name, 'exact']} facts hidden in contexts of 768 to 2,048 tokens SmolLM2 finds "
+        f"{counts[0]} with the uncompressed cache, {counts[1]} with k2v2 and {counts[2]} with a "
+        f"calibrated k2v2 ([other models](calibrate.md#measured))."
+    )
+
+
+def worst_in_vllm() -> list[str]:
+    found = rows("eval_vllm") + rows("eval_vllm_gemma")
+    return [
+        f"{max(row['kl'] for row in found if row['cache'] == preset):.4f}"
+        for preset in QUALITY_PRESETS
+    ]
+
+
+def in_vllm() -> str:
+    return (
+        f"on shorter prompts, the worst of these models has {', '.join(worst_in_vllm())} with "
+        f"k4v4, k3v3 and k2v2 ([table](measurements.md#quality-in-vllm))."
+    )
+
+
+def long_context() -> str:
+    found = long_results()["default"]
+    kls = ", ".join(f"{found[preset]['kl']:.4f}" for preset in QUALITY_PRESETS)
+    return (
+        f"Qwen2.5-Coder-1.5B has {kls} in bf16, whose own rounding is a part of this "
+        f"([table](measurements.md#one-window-of-32768-tokens))."
+    )
+
+
+def test_quality() -> None:
+    expect(
+        "docs/results.md",
+        quality_table(),
+        quality_error(),
+        noise_floor(),
+        needles(),
+        in_vllm(),
+        long_context(),
+    )
+
+
+def long_results() -> dict[str, dict[str, Row]]:
     found: dict[str, dict[str, Row]] = {}
     for row in rows("eval_feedback"):
-        config = row["config"]
-        if config is None or row["result"]["positions"] == 16383:
-            continue
-        if how == ("calibrated" if config["calibration"] else "default"):
-            preset = f"k{config['key_bits']}v{config['value_bits']}"
-            found.setdefault(row["model"]["name"], {})[preset] = row["result"]
+        if row["config"] is not None and row["result"]["positions"] == 16383:
+            how = "calibrated" if row["config"]["calibration"] else "default"
+            found.setdefault(how, {})[preset_of(row["config"])] = row["result"]
     return found
 
 
-def test_models_in_the_readme() -> None:
-    """The worst first."""
-    lines = []
-    for how in ("default", "calibrated"):
-        models = sorted(by_model(how).items(), key=lambda x: -x[1]["k4v4"]["kl"])
-        assert len(models) == 3
-        for name, found in models:
-            results = [found[preset] for preset in ("k4v4", "k3v3", "k2v2")]
-            cells = [f"{x['kl']:.4f} ({100 * x['perplexity_increase']:+.1f}%)" for x in results]
-            lines.append(f"| {name}, {how} | {' | '.join(cells)} |")
-    expect("README.md", "\n".join(lines))
+def long_table() -> str:
+    return "\n".join(
+        line(f"Qwen2.5-Coder-1.5B-Instruct, {how}", *(cell(of[p]) for p in QUALITY_PRESETS))
+        for how, of in long_results().items()
+    )
+
+
+def vllm_quality_table() -> str:
+    found: dict[str, dict[str, str]] = {}
+    for row in rows("eval_vllm") + rows("eval_vllm_gemma"):
+        preset, _, how = row["cache"].partition(" ")
+        found.setdefault(f"{row['model']}, {how or 'default'}", {})[preset] = cell(row)
+    assert len(found) == 7
+    return "\n".join(line(name, *(of[p] for p in QUALITY_PRESETS)) for name, of in found.items())
+
+
+def plain_models_table() -> str:
+    found: dict[str, dict[str, str]] = {}
+    for row in rows("eval_models"):
+        if row["config"] is not None:
+            of = found.setdefault(row["model"]["name"], {})
+            of[preset_of(row["config"])] = cell(row["result"])
+    assert len(found) == 2
+    return "\n".join(line(name, *(of[p] for p in QUALITY_PRESETS)) for name, of in found.items())
+
+
+def test_quality_in_the_measurements() -> None:
+    expect("docs/measurements.md", long_table(), vllm_quality_table(), plain_models_table())
 
 
 def test_the_plots_are_those_of_the_rows() -> None:
@@ -163,92 +312,138 @@ def test_short_sequences(preset: str) -> None:
     cells = [str(limit + 1), *(f"{size:.1f}" for size in sizes)]
     expect("docs/plan.md", f"| {preset} | {' | '.join(cells)} |")
     if preset == "k4v4":
-        for page in ("README.md", "docs/index.md"):
-            expect(page, f"until pages take less (k4v4: {limit + 1} tokens)")
+        for page in ("README.md", "docs/presets.md"):
+            expect(page, f"k4v4: {limit + 1} tokens")
+    if preset in ("k4v4", "k2v2"):  # the comparison's model has heads of 64
+        small = layout_of(preset, kv_heads=3, head_dim=64).exact_limit + 1
+        expect("docs/comparison.md", f"{small} tokens ({preset})")
 
 
-def test_perplexity_and_needles() -> None:
-    growth = [
-        100 * quality(name)["perplexity_increase"] for name in ("k4v4", "k3v3", "k3v2", "k2v2")
-    ]
-    found = {
-        row["name"]: sum(entry["found"] for entry in row["needles"])
-        for row in rows("eval")
-        if row["needles"]
-    }
-    first = next(row for row in rows("eval") if row["needles"])
-    exact = sum(entry["found"] for entry in first["reference"]["needles"])
-    asked = sum(entry["asked"] for entry in first["needles"])
-    expect(
-        "docs/results.md",
-        "perplexity grows by {:.1f}, {:.1f}, {:.1f} and {:.1f}% from k4v4 on".format(*growth),
-        f"Of {asked} needles in contexts of 512 to 8,000 tokens the uncompressed cache finds "
-        f"{exact}, k4v4 {found['k4v4']}, k3v3 {found['k3v3']}, k2v2 {found['k2v2']}.",
-    )
+def test_the_exact_window() -> None:
+    """Attention reads it from the ring, which has room for more."""
+    windows = []
+    for preset in ("k4v4", "k2v2"):
+        layout = layout_of(preset)
+        most = layout.cfg.exact_pages * layout.page_size
+        assert layout.ring_tokens == 224
+        windows.append(f"{most - layout.page_size} to {most}")
+    for page in ("docs/how-it-works.md", "docs/presets.md", "docs/comparison.md"):
+        expect(page, f"the newest {windows[0]}")
+    expect("docs/presets.md", f"k2v2: {windows[1]}")
 
 
-def test_decode_steps_on_a_gpu() -> None:
-    def cells(preset: str, against: str) -> str:
+# --- speed on a GPU ------------------------------------------------------------------------------
+def flashinfer_table() -> str:
+    """An earlier run of four shapes, with FlashInfer."""
+
+    def cells(name: str, preset: str, against: str) -> list[str]:
         found = []
         for batch, context in SIZES.values():
             (row,) = (
                 row
-                for row in rows("gpu_decode")
+                for row in rows(name)
                 if row["preset"] == preset
                 and row["shape"]["batch"] == batch
                 and context - 64 < row["shape"]["tokens"] <= context
             )
             found.append(f"{row[against]:.2f}x")
-        return " | ".join(found)
+        return found
 
-    limits = []
-    for preset in ("k4v4", "k3v3", "k2v2"):
-        layout = PageLayout(KVQuantConfig.preset(preset), 8, 128, torch.bfloat16)
-        limits.append(32768 * layout.exact_bytes_per_token / layout.total_bytes(32768))
-    expect(
-        "docs/results.md",
-        "the limits at 32k tokens are {:.2f}x, {:.2f}x and {:.2f}x".format(*limits),
-        f"| sequences x tokens | {' | '.join(SIZES)} |",
-        *(
-            f"| {preset} against the best bf16 | {cells(preset, 'against_best_bf16')} |"
-            for preset in ("k4v4", "k3v3", "k2v2")
-        ),
-        f"| k4v4 against FlashInfer fp8 | {cells('k4v4', 'against_fp8')} |",
-    )
+    lines = [
+        line(f"{preset}, best bf16 of the run", *cells("gpu_decode", preset, "against_best_bf16"))
+        for preset in QUALITY_PRESETS
+    ]
+    lines.insert(1, line("k4v4, FlashInfer's fp8", *cells("gpu_decode", "k4v4", "against_fp8")))
+    lines += [
+        line(
+            f"{preset}, best bf16 of torch and Triton",
+            *cells("gpu_decode_8bit", preset, "against_best_bf16"),
+        )
+        for preset in ("k8v4", "k8v8")
+    ]
+    return "\n".join([line("cache, compared with", *SIZES), line(*["---"] * 5), *lines])
+
+
+def byte_limits() -> str:
+    limits = [smaller(preset, 32768) for preset in QUALITY_PRESETS]
+    return f"{limits[0]}, {limits[1]} and {limits[2]}"
+
+
+def test_decode_steps_with_flashinfer() -> None:
+    expect("docs/measurements.md", flashinfer_table())
+    expect("docs/results.md", f"which is {byte_limits()} at 32k tokens")
+
+
+def twenty_shapes() -> str:
+    found = rows("gpu_decode_20_shapes")
+    assert len({row["commit"] for row in found}) == 1
+    text: str = load_script("decode_shapes").table(found)
+    assert len(text.splitlines()) == 22
+    return text
+
+
+def eight_bit_steps() -> str:
+    found = [row for row in rows("gpu_decode_20_shapes") if row["preset"] == "k8v4"]
+    cells = [
+        f"{1e3 * row['ms']['step']:.1f} us ({row['against_best_bf16']:.2f}x) at "
+        f"{row['shape']['batch']} x {row['shape']['tokens']:,}"
+        for row in found
+    ]
+    assert len(cells) == 2
+    return " and ".join(cells)
 
 
 def test_decode_steps_of_twenty_shapes() -> None:
-    script, found = load_script("decode_shapes"), rows("gpu_decode_20_shapes")
-    assert len({row["commit"] for row in found}) == 1
-    text = script.table(found)
-    assert len(text.splitlines()) == 22
-    steps = {(row["preset"], *row["shape"].values()): row for row in found}
-    eight = [steps[("k8v4", *shape, 32, 8, 128, False)] for shape in ((8, 32731), (32, 8155))]
-    expect(
-        "docs/results.md",
-        text,
-        "k8v4 takes {:.1f} and {:.1f} us".format(*(1e3 * row["ms"]["step"] for row in eight)),
-        "({:.2f}x and {:.2f}x)".format(*(row["against_best_bf16"] for row in eight)),
+    expect("docs/results.md", twenty_shapes(), f"measured at two shapes: {eight_bit_steps()}.")
+    k4v4 = [row for row in rows("gpu_decode_20_shapes") if row["preset"] == "k4v4"]
+    slowest = min(row["against_best_bf16"] for row in k4v4)
+    expect("README.md", f"measured at {len(k4v4)} shapes; the slowest gains {slowest:.2f}x")
+
+
+def sealing_steps() -> dict[tuple[int, int], tuple[float, float, float]]:
+    """(sequences, tokens) -> us of a step that completes no page, one, and one of each sequence."""
+    found = {}
+    for row in rows("gpu_decode_20_shapes"):
+        batch, tokens, *heads = row["shape"].values()
+        if row["preset"] == "k4v4" and heads == [32, 8, 128, False]:
+            step, one, every = (
+                1e3 * row["ms"][f"vllm_step_with_feedback{more}"]
+                for more in ("", "_and_seal_one", "_and_seal")
+            )
+            found[batch, tokens] = step, one, every
+    assert len(found) == 9
+    return found
+
+
+def sealing_table() -> str:
+    return "\n".join(
+        line(
+            f"{batch} x {tokens:,}",
+            f"{step:.1f}",
+            *(f"{x:.1f} ({x / step:.2f}x)" for x in (one, every)),
+        )
+        for (batch, tokens), (step, one, every) in sealing_steps().items()
+    )
+
+
+def sealing_words() -> str:
+    ones = [one / step for (batch, _), (step, one, _) in sealing_steps().items() if batch > 1]
+    single = max(one / step for (batch, _), (step, one, _) in sealing_steps().items() if batch == 1)
+    worst = max(every / step for step, _, every in sealing_steps().values())
+    return (
+        f"In vLLM with k4v4, a page that one sequence of a batch completes makes the step "
+        f"{min(ones):.2f} to {max(ones):.2f} times as long (a single sequence: up to "
+        f"{single:.2f}), and pages of all 256 sequences at once {worst:.2f} times"
     )
 
 
 def test_steps_that_complete_pages() -> None:
-    lines = []
-    for row in rows("gpu_decode_20_shapes"):
-        shape, ms = row["shape"], row["ms"]
-        batch, tokens, *heads = shape.values()
-        if row["preset"] == "k4v4" and heads == [32, 8, 128, False]:
-            step, one, every = (
-                1e3 * ms[f"vllm_step_with_feedback{more}"]
-                for more in ("", "_and_seal_one", "_and_seal")
-            )
-            cells = (f"{x:.1f} ({x / step:.2f}x)" for x in (one, every))
-            lines.append(f"| {batch} x {tokens:,} | {step:.1f} | {' | '.join(cells)} |")
-    assert len(lines) == 9
-    expect("docs/results.md", "\n".join(lines))
+    expect("docs/measurements.md", sealing_table())
+    expect("docs/results.md", sealing_words())
 
 
-def test_a_mixed_load_in_vllm() -> None:
+def mixed_load() -> tuple[str, str, str]:
+    """The number of requests, the table, and the speed of prompts of new lengths."""
     found = {(row["kv"], row["measure"]): row for row in rows("vllm_engine_mixed")}
     assert len({row["commit"] for row in found.values()}) == 1
     own = found["auto", "mixed"]
@@ -258,49 +453,46 @@ def test_a_mixed_load_in_vllm() -> None:
     for kv in ("auto", "fp8", "k4v4", "k2v2"):
         row = found[kv, "mixed"]
         assert row["load"] == own["load"]
-        speed = f"{row['value']:,.0f} ({row['value'] / own['value']:.2f}x)"
         first, later = row["ttft_ms"], row["tpot_ms"]
-        name = "auto (bf16)" if kv == "auto" else kv
         lines.append(
-            f"| {name} | {speed} | {first['p50'] / 1e3:.1f} / {first['p99'] / 1e3:.1f} | "
-            f"{later['p50']:.1f} / {later['p99']:.1f} |"
+            line(
+                "auto (bf16)" if kv == "auto" else kv,
+                f"{row['value']:,.0f} ({speed(row['value'], own['value'])})",
+                f"{first['p50'] / 1e3:.1f} / {first['p99'] / 1e3:.1f}",
+                f"{later['p50']:.1f} / {later['p99']:.1f}",
+            )
         )
-    first = [
-        found[kv, "new_lengths"]["value"] / found["auto", "new_lengths"]["value"]
+    new = [
+        speed(found[kv, "new_lengths"]["value"], found["auto", "new_lengths"]["value"])
         for kv in ("k4v4", "k2v2")
     ]
-    expect(
-        "docs/results.md",
-        f"{own['load']['requests']} requests",
-        "\n".join(lines),
-        "prefilled at {:.2f} (k2v2: {:.2f}) of bf16's speed".format(*first),
-    )
+    return str(own["load"]["requests"]), "\n".join(lines), f"{new[0]} (k2v2: {new[1]})"
+
+
+def test_a_mixed_load_in_vllm() -> None:
+    requests, table, new = mixed_load()
+    expect("docs/results.md", f"{requests} requests", table, f"prefilled at {new} of bf16's speed")
+
+
+def tiles_table() -> str:
+    """Steps with another tile and with the one that is taken, in one run; the slowest first."""
+    lines = []
+    for row in sorted(rows("gpu_decode_tiles"), key=lambda row: -row["ms"]["step"]):
+        batch, tokens, query_heads, kv_heads, head_dim, *_ = row["shape"].values()
+        other = row["other"]
+        tile = ", ".join(
+            f"{name} {value} / {row['tile'][name]}"
+            for name, value in other["tile"].items()
+            if value != row["tile"][name]
+        )
+        times = (f"{1e3 * ms:.1f}" for ms in (other["ms"]["step"], row["ms"]["step"]))
+        heads = f"{query_heads}/{kv_heads} of {head_dim}"
+        lines.append(line(row["preset"], heads, f"{batch} x {tokens:,}", tile, *times))
+    return "\n".join(lines)
 
 
 def test_tiles_that_were_replaced() -> None:
-    found = {}
-    for row in rows("gpu_decode_tiles"):
-        shape, other = tuple(row["shape"].values())[:5], row["other"]["tile"]
-        found[(*shape, row["preset"], other["blocks_of_32"])] = row
-
-    def both(shape: tuple[int, ...], *presets: str, tokens: int = 2) -> list[str]:
-        of = [found[(*shape, preset, tokens)] for preset in presets]
-        return [
-            f"{1e3 * row['other']['ms']['step']:.1f} / {1e3 * row['ms']['step']:.1f}" for row in of
-        ]
-
-    most, wide, all_bits = (8, 32731, 96, 8, 128), (32, 8155, 64, 4, 128), ("k4v4", "k3v3", "k2v2")
-    named = "k4v4 {}, k3v3 {}, k2v2 {}".format
-    expect(
-        "docs/log.md",
-        "at 256 x 1k: " + named(*both((256, 1019, 32, 8, 128), *all_bits)),
-        "96/8 heads " + named(*both(most, *all_bits, tokens=1)),
-        "64/4 heads " + ", ".join(both(wide, *all_bits, tokens=1)),
-        "8 columns: " + both((8, 32731, 64, 8, 128), "k2v2")[0] + " (64/8 heads)",
-        "head_dim 64: " + both((32, 8155, 24, 8, 64), "k4v4")[0],
-        "64/4 heads " + named(*both(wide, *all_bits)),
-        "96/8 heads k4v4 {}, k3v3 {}.".format(*both(most, "k4v4", "k3v3")),
-    )
+    expect("docs/measurements.md", tiles_table())
 
 
 class Engine:
@@ -335,66 +527,71 @@ class Engine:
     def ratio(self, kv: str, measure: str, size: str | None = None) -> float:
         return self.value(kv, measure, size) / self.value("auto", measure, size)
 
+    def faster(self, kv: str, size: str) -> str:
+        """Time per output token: how many times as fast as bf16."""
+        return f"{1 / self.ratio(kv, 'tpot', size):.2f}x"
+
     @staticmethod
     def _key(kv: str, measure: str, size: str | None) -> tuple[Any, ...]:
         return kv, measure, *(ENGINE_SIZES[size] if size else (None, None))
 
 
 def test_the_first_screen_of_the_readme() -> None:
-    layout, engine = PageLayout(KVQuantConfig.preset("k4v4"), 8, 128, torch.bfloat16), Engine()
+    layout, engine = layout_of("k4v4"), Engine()
     size, plain = (32 * count / 2**30 for count in (layout.total_bytes(2**17), 2**17 * 4096))
-    tpot = [engine.ratio(kv, "tpot", "8 x 32k") for kv in ("k4v4", "fp8", "turboquant_4bit_nc")]
+    tpot = [engine.faster(kv, "8 x 32k") for kv in ("k4v4", "fp8", "turboquant_4bit_nc")]
     models = [found["k4v4"] for found in by_model("default").values()]
     kl, growth = (max(x[name] for x in models) for name in ("kl", "perplexity_increase"))
+    prefill = sorted(engine.ratio("k4v4", "prefill", size) for size in ENGINE_SIZES)
+    mixed = {row["kv"]: row for row in rows("vllm_engine_mixed") if row["measure"] == "mixed"}
+    ours, bf16 = mixed["k4v4"], mixed["auto"]
     expect(
         "README.md",
         f"128k tokens of Llama-3.1-8B take {size:.1f} GiB instead of {plain:.0f} GiB. In vLLM, "
         f"{engine.ratio('k4v4', 'capacity'):.2f} times as many tokens fit with exact rings for 256",
-        f"takes {tpot[0]:.2f} of bf16's time at 8 x 32k tokens (fp8: {tpot[1]:.2f}, vLLM's own "
-        f"TurboQuant: {tpot[2]:.2f}).",
-        f"KL at most {kl:.4f} nats/token and {100 * growth:+.2f}% perplexity on three models",
-        f"Prefill runs at {engine.ratio('k4v4', 'prefill', '8 x 32k'):.2f} of bf16's speed",
+        f"decodes {tpot[0]} as fast as with bf16 at 8 x 32k tokens (fp8: {tpot[1]}, vLLM's own "
+        f"TurboQuant: {tpot[2]}) and {engine.faster('k4v4', '1 x 2k')} at 1 x 2k.",
+        f"{speed(ours['value'], bf16['value'])} the output tokens per second",
+        f"TPOT of {ours['tpot_ms']['p99']:.1f} ms instead of {bf16['tpot_ms']['p99']:.1f} ms",
+        f"KL of at most {kl:.4f} nats/token and {100 * growth:+.2f}% perplexity on four models",
+        f"In vLLM, on shorter prompts, the worst is {worst_in_vllm()[-1]} with k2v2.",
+        f"Prefill runs at {prefill[0]:.2f}x to {prefill[-1]:.2f}x of bf16's speed",
     )
 
 
-def test_vllm_in_the_results() -> None:
+def engine_table() -> str:
     engine = Engine()
-    assert len(engine.commits) == 1
-    prefill = [engine.ratio("k4v4", "prefill", size) for size in ENGINE_SIZES]
+    assert len(engine.commits) == 1 and len(engine.caches) == 8
+
+    def time(kv: str, size: str) -> str:
+        if not engine.has(kv, "tpot", size):
+            return "-"
+        value = f"{engine.value(kv, 'tpot', size):.2f}"
+        return value if kv == "auto" else f"{value} ({engine.faster(kv, size)})"
+
+    def prefill(kv: str, size: str) -> str:
+        there = engine.has(kv, "prefill", size)
+        return f"{engine.ratio(kv, 'prefill', size):.2f}" if there else "-"
+
     lines = []
-    for kv in (name for name in engine.caches if name != "auto"):
-        known = (engine.has(kv, "tpot", size) for size in ENGINE_SIZES)
-        cells = [
-            f"{engine.ratio(kv, 'tpot', size):.2f}" if there else "-"
-            for size, there in zip(ENGINE_SIZES, known, strict=True)
-        ]
-        lines.append(f"| {kv} | {' | '.join(cells)} |")
-    assert len(lines) == 7
+    for kv in engine.caches:
+        tokens = f"{engine.value(kv, 'capacity'):,.0f}"
+        if kv != "auto":
+            tokens += f" ({engine.ratio(kv, 'capacity'):.2f}x)"
+        name = "auto (bf16)" if kv == "auto" else kv
+        prefills = " / ".join(prefill(kv, size) for size in ENGINE_SIZES)
+        times = (time(kv, size) for size in ENGINE_SIZES)
+        lines.append(line(name, tokens, *times, prefills))
+    return "\n".join(lines)
+
+
+def test_vllm_engines() -> None:
     expect(
         "docs/results.md",
-        f"{engine.ratio('k4v4', 'capacity'):.2f} times the tokens fit",
-        "{:.2f}, {:.2f}, {:.2f} and {:.2f} of bf16's speed".format(*prefill),
-        f"| sequences x tokens | {' | '.join(ENGINE_SIZES)} |",
-        *lines,
+        line("cache", "tokens that fit", *ENGINE_SIZES, "prefill"),
+        engine_table(),
     )
-
-
-def test_vllm_in_its_own_page() -> None:
-    engine = Engine()
-
-    def cell(kv: str, form: str, measure: str, size: str | None = None) -> str:
-        return (
-            format(engine.value(kv, measure, size), form) if engine.has(kv, measure, size) else "-"
-        )
-
-    def line(kv: str) -> str:
-        times = " / ".join(cell(kv, ".2f", "tpot", size) for size in ENGINE_SIZES)
-        prompts = " / ".join(cell(kv, ",.0f", "prefill", size) for size in list(ENGINE_SIZES)[:3])
-        name = "auto (bf16)" if kv == "auto" else kv
-        return f"| {name} | {cell(kv, ',.0f', 'capacity')} | {times} | {prompts} |"
-
-    expect("docs/vllm.md", "\n".join(line(kv) for kv in engine.caches))
-    expect("docs/export.md", f"takes {engine.value('k4v4', 'tpot', '32 x 8k'):.2f} ms")
+    expect("docs/export.md", f"takes {Engine().value('k4v4', 'tpot', '32 x 8k'):.2f} ms")
 
 
 def test_the_start_up_line_of_vllm_is_that_of_smollm2() -> None:
@@ -470,18 +667,21 @@ def test_the_slowest_runs_with_and_without_vbmi() -> None:
         expect("docs/cpu.md", f"| `{isa}` | {ratios} |")
 
 
-def test_the_results_have_the_worst_and_the_best_of_a_cpu() -> None:
+def cpu_words() -> str:
     found = cpu_rows()
 
     def span(isa: str) -> str:
         steps = [step for (_, name, *_), (step, _) in found.items() if name == isa]
         return f"{min(steps):.2f}x to {max(steps):.2f}x"
 
-    expect(
-        "docs/results.md",
+    return (
         f"{span('dotprod')} as fast as torch's attention on a 2-core ARM machine, {span('vnni')} "
-        f"on 1 to 16 cores of a Sapphire Rapids, and {span('avx2')} there with AVX2 alone",
+        f"on 1 to 16 cores of a Sapphire Rapids, and {span('avx2')} there with AVX2 alone"
     )
+
+
+def test_the_results_have_the_worst_and_the_best_of_a_cpu() -> None:
+    expect("docs/results.md", cpu_words())
 
 
 def test_speculation() -> None:
@@ -668,58 +868,8 @@ def test_pools_grow_as_the_log_says() -> None:
     expect("docs/log.md", f"Pools grow by a {POOL_GROWTH}th now")
 
 
-def test_decode_with_eight_bits() -> None:
-    found = rows("gpu_decode_8bit")
-
-    def ratios(preset: str) -> list[str]:
-        own = [row for row in found if row["preset"] == preset]
-        own = sorted(own, key=lambda row: _order(row["shape"]))
-        return [f"{row['against_best_bf16']:.2f}x" for row in own]
-
-    for preset in ("k8v4", "k8v8"):
-        *first, last = ratios(preset)
-        expect("docs/results.md", f"{preset} {', '.join(first)} and {last}")
-
-
-def _order(shape: Row) -> int:
-    sizes = [(8, 32731), (32, 8155), (1, 131035), (1, 32731)]
-    return sizes.index((shape["batch"], shape["tokens"]))
-
-
-def test_other_models() -> None:
-    models: dict[str, dict[str, Row]] = {}
-    for row in rows("eval_models"):
-        if row["config"] is not None:
-            bits = f"k{row['config']['key_bits']}v{row['config']['value_bits']}"
-            models.setdefault(row["model"]["name"], {})[bits] = row["result"]
-    assert len(models) == 2
-    for name, found in models.items():
-        results = [found[preset] for preset in ("k4v4", "k3v3", "k2v2")]
-        cells = [f"{x['kl']:.4f} ({100 * x['perplexity_increase']:+.1f}%)" for x in results]
-        expect("docs/results.md", f"| {name} | {' | '.join(cells)} |")
-
-
-def test_feedback_and_calibrations() -> None:
-    found: dict[str, dict[str, str]] = {}
-    exact: dict[str, dict[str, str]] = {}
-    for row in rows("eval_feedback"):
-        if (config := row["config"]) is not None:
-            long = ", 32k tokens" if row["result"]["positions"] == 16383 else ""
-            how = "calibrated" if config["calibration"] else "default"
-            cell = f"{row['result']['kl']:.4f} ({100 * row['result']['perplexity_increase']:+.1f}%)"
-            bits = f"k{config['key_bits']}v{config['value_bits']}"
-            name = f"{row['model']['name']}{long}, {how}"
-            found.setdefault(name, {})[bits] = cell
-            if not long:
-                exact.setdefault(name, {})[bits] = f"{row['result']['kl']:.5f}"
-    assert (len(found), len(exact)) == (8, 6)
-    for document, table in (("docs/results.md", found), ("docs/calibrate.md", exact)):
-        for name, cells in table.items():
-            line = " | ".join(cells.get(preset, "-") for preset in ("k4v4", "k3v3", "k2v2"))
-            expect(document, f"| {name} | {line} |")
-
-
-def test_needles_with_a_calibration() -> None:
+def needle_counts() -> tuple[dict[tuple[str, str], int], dict[tuple[str, str], int]]:
+    """Found and asked, by model and cache."""
     found: dict[tuple[str, str], int] = {}
     asked: dict[tuple[str, str], int] = {}
     for row in rows("eval_needles"):
@@ -729,22 +879,14 @@ def test_needles_with_a_calibration() -> None:
             key = row["model"]["name"], cache
             found[key] = found.get(key, 0) + sum(x["found"] for x in row["result"])
             asked[key] = asked.get(key, 0) + sum(x["asked"] for x in row["result"])
+    return found, asked
+
+
+def test_needles_with_a_calibration() -> None:
+    found, asked = needle_counts()
     models = {name for name, _ in found}
     assert len(models) == 3
     for name in models:
         counts = [found[name, cache] for cache in ("exact", "k2v2", "calibrated")]
         (total,) = {asked[name, cache] for cache in ("exact", "k2v2", "calibrated")}
-        cells = " | ".join(map(str, (total, *counts)))
-        expect("docs/calibrate.md", f"| {name} | {cells} |")
-
-
-def test_quality_in_vllm() -> None:
-    found: dict[str, dict[str, str]] = {}
-    for row in rows("eval_vllm"):
-        cell = f"{row['kl']:.4f} ({100 * row['perplexity_increase']:+.1f}%)"
-        preset, _, how = row["cache"].partition(" ")
-        found.setdefault(f"{row['model']}, {how or 'default'}", {})[preset] = cell
-    assert len(found) == 6
-    for name, cells in found.items():
-        line = " | ".join(cells[preset] for preset in ("k4v4", "k3v3", "k2v2"))
-        expect("docs/results.md", f"| {name} | {line} |")
+        expect("docs/calibrate.md", line(name, total, *counts))

@@ -37,7 +37,7 @@ def with_text(folder: Path, *words: str) -> list[str]:
     ("module", "words"),
     [
         ("calibrate", ["-o", f"{NOWHERE}.safetensors"]),
-        ("doctor.command", ["--out", f"{NOWHERE}.json"]),
+        ("doctor", ["--out", f"{NOWHERE}.json"]),
         ("eval.runner", ["--out", f"{NOWHERE}.jsonl"]),
         ("eval.runner", ["--results", f"{NOWHERE}.jsonl"]),
         ("eval.runner", ["--plot", f"{NOWHERE}.png"]),

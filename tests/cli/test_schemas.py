@@ -18,7 +18,7 @@ from json_schemas import check, validator
 from tightkv.config import KVQuantConfig
 from tightkv.tools.cli import COMMANDS, main
 from tightkv.tools.cli.schemas import schema_of
-from tightkv.tools.cli.schemas.build import CONFIG
+from tightkv.tools.cli.schemas.document import to_schema
 from tiny_folder import write_tiny_folder
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -64,7 +64,7 @@ def _open_objects(schema: Any, where: str = "") -> Any:
 
 
 def test_a_config_is_every_field() -> None:
-    validate = fastjsonschema.compile(CONFIG)
+    validate = fastjsonschema.compile(to_schema("$config"))
     for preset in tightkv.config.PRESETS:
         validate(as_json(KVQuantConfig.preset(preset)))
     fields = as_json(

@@ -1,3 +1,6 @@
+import pickle
+import subprocess
+import sys
 from dataclasses import replace
 from random import Random
 
@@ -394,7 +397,7 @@ def test_a_row_shorter_than_its_new_tokens_is_left_alone(name):
 def test_zero_keys_and_values_are_stored_as_zeros(name, mode):
     cfg = CFG.replace(key_bits=8, value_bits=8, key_scale=mode, value_scale=mode, exact_pages=1)
     cache = make_cache(cfg, rows=1)
-    cache._kernels = select(name, cache.device, cache.layout).__name__
+    cache._kernels = select(name, cache.device, cache.layout).NAME
     zero = torch.zeros(1, 70, 2, 64)
     add(cache, zero, zero)
     cache.table.drop_exact(0)
@@ -491,3 +494,21 @@ def test_table_of_another_config_is_refused():
 
     with pytest.raises(ValueError, match="another page_size"):
         PagedKV(PageLayout(KVQuantConfig(), 2, 64), SequenceTable(CFG))
+
+
+def test_a_pickled_cache_is_used_in_another_process(tmp_path):
+    """There nothing has imported its kernels yet."""
+    cache = make_cache(CFG, kernels="auto")
+    add(cache, *tokens(2, 70))
+    path, name = tmp_path / "cache", cache.kernels.NAME
+    path.write_bytes(pickle.dumps(cache))
+    code = f"""
+import pickle
+from pathlib import Path
+from tightkv.paged.attention import attend
+cache = pickle.loads(Path({str(path)!r}).read_bytes())
+assert cache.kernels.NAME == {name!r}
+query = cache.ring_key[:, -1:]
+assert attend(cache, query)[0].isfinite().all()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

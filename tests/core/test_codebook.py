@@ -15,11 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import integrate, optimize, special, stats
 
-from tightkv.math.codebook import CODEBOOKS, Codebook, get_codebook
-from tightkv.math.lloyd import TABLE_DIMS, TABLE_FILE, BetaLaw, beta_cdf, solve, write_tables
+from scripts import load_script
+from tightkv.math.codebook import CODEBOOKS, TABLE_FILE, Codebook, get_codebook
+from tightkv.math.lloyd import BetaLaw, beta_cdf, solve
 from tightkv.math.random import random_normal
 from tightkv.math.rotation import make_rotation
 
+TABLES = load_script("codebook_tables")
+TABLE_DIMS = TABLES.TABLE_DIMS
 BOOKS = [(kind, bits) for kind, widths in CODEBOOKS.items() for bits in widths]
 TABLE_BOOKS = [("gaussian", None)] + [("beta", dim) for dim in TABLE_DIMS]
 NODES, WEIGHTS = np.polynomial.legendre.leggauss(100)
@@ -108,7 +111,7 @@ def test_tables_by_shooting(dim: int | None, bits: int) -> None:
 
 def test_table_file_is_what_the_solver_writes(tmp_path: Path) -> None:
     path = tmp_path / "tables.json"
-    write_tables(path)
+    TABLES.write_tables(path)
     rows = json.loads(path.read_text())
     assert len(rows) == len(json.loads(TABLE_FILE.read_text())) == 8 * len(TABLE_BOOKS) + 5
     for row in rows:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from models import FAMILIES, SHAPE
 from tightkv import KVQuantConfig
-from tightkv.files.checkpoint_tensors import StoredTensor
+from tightkv.files.tensor_file import StoredTensor
 from tightkv.fit import checkpoint_noise
 from tightkv.fit.attention_weights import NOT_READABLE, AttentionWeights
 from tightkv.fit.checkpoint_noise import read_scores

@@ -167,7 +167,7 @@ def test_a_pickle_made_under_old_names_loads() -> None:
 
 
 def test_old_names_can_be_run_and_looked_for() -> None:
-    command = [sys.executable, "-m", "tightkv.eval.jsonl"]
+    command = [sys.executable, "-m", "tightkv.eval.text"]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert importlib.util.find_spec("tightkv.eval.no_such_module") is None

@@ -13,7 +13,6 @@ from rounding import following
 from tightkv.config import KVQuantConfig
 from tightkv.kernels import reference
 from tightkv.kernels.cuda import backend as cuda
-from tightkv.kernels.registry import load
 from tightkv.math.feedback import QueryMetric
 
 ON_GPU = DEVICE.type == "cuda"
@@ -39,7 +38,7 @@ class Append:
             cfg, rows=rows, heads=heads, dim=dim, dtype=torch.bfloat16, device=DEVICE,
             encode_partial_page=partial,
         )  # fmt: skip
-        self.cache._kernels = load("reference").__name__
+        self.cache._kernels = "reference"
         if feedback:
             self.cache.use_metric(QueryMetric(anisotropic_metric(heads, dim)))
         key, value = (x.to(DEVICE, torch.bfloat16) for x in tokens(rows, 300, heads=heads, dim=dim))

@@ -15,7 +15,6 @@ from helpers import make_cache, tokens
 from kernel_caches import anisotropic_metric
 from rounding import following
 from tightkv import KVQuantConfig
-from tightkv.kernels import registry
 from tightkv.kernels.cpu import backend as cpu
 from tightkv.math.feedback import QueryMetric, feedback_factors
 from tightkv.math.rotation import make_rotation
@@ -184,7 +183,7 @@ def cache_with_feedback(name, cfg, dim, dtype, rows, heads=2, left_pad=None):
         cfg, rows=rows, heads=heads, dim=dim, left_pad=left_pad, dtype=dtype, device=DEVICE,
         encode_partial_page=True,
     )  # fmt: skip
-    cache._kernels = registry.load(name).__name__
+    cache._kernels = name
     cache.use_metric(QueryMetric(anisotropic_metric(heads, dim)))
     return cache
 

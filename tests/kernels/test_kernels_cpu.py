@@ -50,7 +50,7 @@ def query(rows, heads, dim, seed=11):
 
 def native(cache):
     """The same cache, on the native kernels."""
-    cache._kernels = cpu.__name__
+    cache._kernels = cpu.NAME
     return cache
 
 

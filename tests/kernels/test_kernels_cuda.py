@@ -5,7 +5,6 @@ Without a GPU their sources are compiled for this machine's CPU (cuda_on_host.h)
 
 import copy
 import dataclasses
-import functools
 
 import pytest
 import torch
@@ -447,7 +446,11 @@ def test_tokens_relative_to_centers(with_feedback, monkeypatch):
         factors = caches[0].codec.feedback_factors(metric, DEVICE)
         for cache in caches:
             cache.feedback = factors
-    plain = cuda.append
+    view_of = caches[1]._view
+
+    def with_centers(view):
+        return dataclasses.replace(view, centers=centers)
+
     for seed, counts in enumerate([(3, 1), (60, 30), (1, 33), (1, 1), (200, 70)]):
         key, value = (
             x.to(DEVICE, torch.bfloat16)
@@ -456,7 +459,7 @@ def test_tokens_relative_to_centers(with_feedback, monkeypatch):
         relative = key - centers[0], value - centers[1]
         caches[0].append(caches[0].table.append([0, 1], list(counts)), *relative)
         with monkeypatch.context() as patch:
-            patch.setattr(cuda, "append", functools.partial(plain, centers=centers))
+            patch.setattr(caches[1], "_view", lambda rows: with_centers(view_of(rows)))
             caches[1].append(caches[1].table.append([0, 1], list(counts)), key, value)
         for name in ("pages", "ring_key", "ring_value", "sink_key", "sink_value"):
             assert torch.equal(getattr(caches[0], name), getattr(caches[1], name)), name
@@ -465,7 +468,7 @@ def test_tokens_relative_to_centers(with_feedback, monkeypatch):
         options = AttendOptions(max_queries=max(counts))
         out, _ = cuda.attend(caches[0].codec, q, caches[0].view(), cu_seqlens, options)
         found, _ = cuda.attend(
-            caches[1].codec, q, caches[1].view(), cu_seqlens, options, value_center=centers[1]
+            caches[1].codec, q, with_centers(caches[1].view()), cu_seqlens, options
         )
         expected = out.float() + centers[1].float().repeat_interleave(group, 0)
         # both are rounded to bfloat16, one of them before the center is added
@@ -750,6 +753,7 @@ def test_splits_and_centers_of_such_heads(dim):
     center = center.to(DEVICE, torch.bfloat16)
     expected, lse = reference.attend(cache.codec, q, cache.view(), cu_seqlens, options)
     expected = (expected.view(HEADS, 4, dim) + center[:, None]).view_as(expected)
-    out, found = cuda.attend(cache.codec, q, cache.view(), cu_seqlens, options, center)
+    view = dataclasses.replace(cache.view(), centers=(center, center))
+    out, found = cuda.attend(cache.codec, q, view, cu_seqlens, options)
     torch.testing.assert_close(found, lse, atol=40 * 2.0**-11, rtol=2.0**-11)
     torch.testing.assert_close(out, expected, atol=2.0**-6, rtol=2.0**-6)

@@ -8,7 +8,6 @@ import torch
 from helpers import make_cache, tokens
 from tightkv.config import KVQuantConfig
 from tightkv.kernels.options import AttendOptions
-from tightkv.kernels.registry import load
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -19,7 +18,7 @@ CFG = KVQuantConfig(page_size=64, sinks=2, exact_pages=1)
 
 def cache_on(cfg, lengths, *, name="reference", dim=64, heads=HEADS, **options):
     cache = make_cache(cfg, rows=len(lengths), dim=dim, heads=heads, device=DEVICE, **options)
-    cache._kernels = load(name).__name__
+    cache._kernels = name
     return cache
 
 

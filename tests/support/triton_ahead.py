@@ -66,7 +66,7 @@ def main(dim: int, preset: str, *only: str) -> None:
     for place in (triton_attend, dequantize, ragged):
         place.has_ptx = lambda device: SM >= 89
     cache = make_cache(KVQuantConfig.preset(preset), rows=1, dim=dim, dtype=torch.bfloat16)
-    cache._kernels = kernels.__name__
+    cache._kernels = kernels.NAME
     if "feedback" in only:
         cache.feedback = torch.zeros(2, dim, dim)
     x = torch.zeros(1, 20, 2, dim, dtype=torch.bfloat16)

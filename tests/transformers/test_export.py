@@ -12,7 +12,6 @@ from tightkv.config import FORMAT_VERSION, PRESETS, KVQuantConfig
 from tightkv.export import StaticKV, operator_library
 from tightkv.export.operator import OperatorError
 from tightkv.export.spec import spec_of
-from tightkv.kernels.registry import load
 from tightkv.paged.attention import attend
 from tightkv.pages.layout import PageLayout, exact_dtype
 
@@ -37,7 +36,7 @@ class Pair:
             cfg, rows=len(pads), heads=heads, dim=dim, dtype=dtype, left_pad=list(pads),
             encode_partial_page=False,
         )  # fmt: skip
-        self.paged._kernels = load("cpu").__name__
+        self.paged._kernels = "cpu"
         self.paged.feedback = options.get("feedback")
         self.heads, self.group, self.dim, self.dtype = heads, group, dim, dtype
         self.pads = torch.tensor(pads)

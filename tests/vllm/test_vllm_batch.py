@@ -109,7 +109,7 @@ def test_a_batch_with_no_more_sequences_than_rings_gives_each_one(page: int) -> 
         found = table.step(ids, torch.tensor(ends).int(), first, torch.tensor(slots), out)
         assert len(set(found.ring_rows.tolist())) == len(batch)
         assert int(found.ring_rows.max()) < rows
-        assert bool((found.ring_starts <= found.before).all()), "new tokens are exact"
+        assert bool((found.ring_read_from <= found.before).all()), "new tokens are exact"
 
 
 def test_without_lengths_prompts_stay_together() -> None:

@@ -140,19 +140,20 @@ def builder(pages_per_block: int) -> Any:
     from tightkv.integrations.vllm.step.backend import TightBuilder
     from tightkv.integrations.vllm.step.batch_split import Limits
     from tightkv.integrations.vllm.step.ring_table import BatchRings, GroupRings
+    from tightkv.kernels import reference
 
     made = object.__new__(TightBuilder)
     cfg = KVQuantConfig(page_size=32, exact_pages=1, sinks=4)
     layout = SimpleNamespace(cfg=cfg, page_size=32)
     impl = SimpleNamespace(layout=layout, limits=Limits(2, 2, 4), short_prompt=0, window=None)
-    impl.step = SimpleNamespace(on_gpu=False)
+    impl.step = SimpleNamespace(kernels=reference)
     made.impls = [impl]
     made.layers = [SimpleNamespace(kv_cache=torch.zeros(12, 1))]
     made.group_rings, made.device, made.pages = GroupRings(), torch.device("cpu"), None
     made.reorder_batch_threshold, made.pages_per_block = 4, pages_per_block
     made.inside = torch.arange(pages_per_block, dtype=torch.int32)
     made.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=2))
-    made.starts = torch.zeros(2, dtype=torch.int32)
+    made.left_pad = torch.zeros(2, dtype=torch.int32)
     made.out = torch.zeros(len(BatchRings._fields), 2, dtype=torch.int32)
     return made
 
@@ -204,4 +205,4 @@ def test_metadata_that_is_updated_is_that_of_another_build(pages_per_block: int)
         assert torch.equal(torch.stack(mine.rows), torch.stack(theirs.rows))
         assert torch.equal(mine.block_table, theirs.block_table)
         assert mine.rows.lengths.tolist() == lengths.tolist()
-        assert mine.rows.ring_starts.tolist() == [n // 32 * 32 for n in newest]
+        assert mine.rows.ring_read_from.tolist() == [n // 32 * 32 for n in newest]

@@ -155,7 +155,7 @@ class Scheduler:
         assert len(set(owned)) == len(owned), "two sequences own one ring"
         for (seq, count), v in zip(work, values, strict=True):
             assert (v["before"], v["lengths"]) == (seq.computed, seq.computed + count)
-            self.check_ring(seq, v["ring_rows"], v["exact_starts"], seq.computed, seq.computed)
+            self.check_ring(seq, v["ring_rows"], v["ring_valid_from"], seq.computed, seq.computed)
         sinks = [list(self.sink[v["sink_sources"]]) for v in values]
         saved = [list(self.sink[v["ring_rows"]]) for v in values]
         for v, copied, old in zip(values, sinks, saved, strict=True):
@@ -175,8 +175,8 @@ class Scheduler:
                     self.sink[v["ring_rows"]][at] = self.name(seq, at)
         for (seq, count), v in zip(work, values, strict=True):
             end = seq.computed + count
-            self.check_ring(seq, v["ring_rows"], v["ring_starts"], end, end)
-            self.check_ring(seq, v["ring_rows"], v["context_ring_starts"], seq.computed, end)
+            self.check_ring(seq, v["ring_rows"], v["ring_read_from"], end, end)
+            self.check_ring(seq, v["ring_rows"], v["context_ring_read_from"], seq.computed, end)
             for at in range(v["sink_counts"]):
                 assert self.sink[v["ring_rows"]][at] == self.name(seq, at)
             assert v["context_sink_counts"] <= min(v["sink_counts"], seq.computed)
@@ -461,7 +461,7 @@ def test_a_decoding_sequence_keeps_its_window_and_sinks() -> None:
         rows = scheduler.run(work)
         newest = len(seqs[0].tokens) - 1
         window = max(0, (newest // PAGE - 1) * PAGE)
-        assert rows.ring_starts.tolist() == [window, window]
+        assert rows.ring_read_from.tolist() == [window, window]
         assert rows.sink_counts.tolist() == [CFG.sinks, CFG.sinks]
         assert sorted(rows.ring_rows.tolist()) == [0, 1]
 
@@ -478,7 +478,7 @@ def test_rejected_drafts_cost_no_window() -> None:
         before = seq.computed
         scheduler.reserve(seq, len(seq.tokens))
         rows = scheduler.run([(seq, 1 + drafts)])
-        assert rows.ring_starts.tolist() == [max(0, (before // PAGE - 1) * PAGE)], before
+        assert rows.ring_read_from.tolist() == [max(0, (before // PAGE - 1) * PAGE)], before
         assert rows.sink_counts.tolist() == [CFG.sinks]
         rejected = step % (drafts + 1)
         seq.computed -= rejected
@@ -501,7 +501,7 @@ def test_a_prefix_hit_does_not_go_back_to_the_ring_that_its_writer_has_lost() ->
     scheduler.reserve(hit, PAGE + 1)
     assert hit.blocks == [prefix, last]
     rows = scheduler.run([(hit, 1)])
-    assert rows.exact_starts.tolist() == [PAGE]
+    assert rows.ring_valid_from.tolist() == [PAGE]
 
 
 def test_a_prefix_that_is_written_in_this_step_leads_to_no_ring_of_its_old_owner() -> None:
@@ -522,7 +522,7 @@ def test_a_prefix_that_is_written_in_this_step_leads_to_no_ring_of_its_old_owner
     scheduler.reserve(hit, PAGE + 1)
     assert hit.blocks == blocks
     rows = scheduler.run([(writer, PAGE), (hit, 1)])
-    assert rows.exact_starts.tolist() == [0, PAGE]
+    assert rows.ring_valid_from.tolist() == [0, PAGE]
 
 
 def test_drafts_that_go_on_in_the_models_table_take_no_window() -> None:
@@ -547,7 +547,7 @@ def test_drafts_that_go_on_in_the_models_table_take_no_window() -> None:
             scheduler.ring = ring
             rows = scheduler.run(work)
             windows = [max(0, (computed // PAGE - 1) * PAGE) for computed in before]
-            assert rows.ring_starts.tolist() == windows
+            assert rows.ring_read_from.tolist() == windows
 
     for step in range(40):
         for seq in seqs:
@@ -577,7 +577,7 @@ def test_more_sequences_than_rows_leaves_the_running_ones_theirs() -> None:
             scheduler.reserve(seq, len(seq.tokens))
         rows = scheduler.run([(seq, len(seq.tokens) - seq.computed) for seq in seqs])
         assert rows.ring_rows.tolist() == [0, 1, 1]
-        assert rows.ring_starts.tolist() == [0, *rows.lengths.tolist()[1:]]
+        assert rows.ring_read_from.tolist() == [0, *rows.lengths.tolist()[1:]]
         assert rows.sink_counts.tolist() == [4, 0, 0]
 
 
@@ -590,8 +590,8 @@ def test_a_prefix_hit_starts_without_copies() -> None:
     scheduler.reserve(two, 100)
     assert two.computed == 96
     rows = scheduler.run([(one, 100), (two, 4)])
-    assert rows.exact_starts.tolist() == [0, 96]
-    assert rows.context_ring_starts.tolist() == [0, 96]
+    assert rows.ring_valid_from.tolist() == [0, 96]
+    assert rows.context_ring_read_from.tolist() == [0, 96]
     assert rows.sink_counts.tolist() == [4, 0]
 
 
@@ -679,7 +679,7 @@ def test_stand_ins_touch_nothing() -> None:
     assert rows.lengths.tolist() == rows.before.tolist() == [0, 0]
     assert rows.ring_rows.tolist() == [2, 2]
     seq.tokens.append(1)
-    assert scheduler.run([(seq, 1)]).ring_starts.tolist() == [0]
+    assert scheduler.run([(seq, 1)]).ring_read_from.tolist() == [0]
 
 
 def test_more_speculative_tokens_than_the_ring_can_lose_are_refused() -> None:
@@ -721,7 +721,7 @@ def test_a_reused_block_does_not_lead_to_the_ring_of_its_old_owner(same_step: bo
     else:
         scheduler.run([(writer, 100)])
         rows = scheduler.run([(reader, 1)])
-    assert rows.exact_starts[-1] == PAGE
+    assert rows.ring_valid_from[-1] == PAGE
 
 
 def test_of_two_sequences_with_the_same_last_block_one_keeps_the_ring() -> None:
@@ -736,7 +736,7 @@ def test_of_two_sequences_with_the_same_last_block_one_keeps_the_ring() -> None:
         scheduler.reserve(seq, PAGE + 1)
     assert two.blocks[0] == one.blocks[0]
     rows = scheduler.run([(one, 1), (two, 1)])
-    assert rows.exact_starts.tolist() == [0, PAGE]
+    assert rows.ring_valid_from.tolist() == [0, PAGE]
     assert rows.sink_counts.tolist() == [4, 0]
 
 
@@ -753,7 +753,7 @@ def test_a_new_sequence_takes_the_ring_that_was_not_used_longest() -> None:
     assert scheduler.run([(three, 10)]).ring_rows.tolist() == [1]
     one.tokens.append(1)
     rows = scheduler.run([(one, 1)])
-    assert (rows.ring_rows.tolist(), rows.exact_starts.tolist()) == ([0], [0])
+    assert (rows.ring_rows.tolist(), rows.ring_valid_from.tolist()) == ([0], [0])
 
 
 def test_a_sequence_keeps_its_ring_at_another_place_of_the_batch() -> None:
@@ -764,7 +764,7 @@ def test_a_sequence_keeps_its_ring_at_another_place_of_the_batch() -> None:
     scheduler.run([(one, 10), (two, 10)])
     two.tokens.append(1)
     rows = scheduler.run([(two, 1)])
-    assert (rows.ring_rows.tolist(), rows.exact_starts.tolist()) == ([1], [0])
+    assert (rows.ring_rows.tolist(), rows.ring_valid_from.tolist()) == ([1], [0])
 
 
 def test_a_prefix_hit_does_not_take_the_ring_from_who_goes_on() -> None:
@@ -777,7 +777,7 @@ def test_a_prefix_hit_does_not_take_the_ring_from_who_goes_on() -> None:
     scheduler.reserve(two, PAGE + 1)
     one.tokens.append(5)
     rows = scheduler.run([(two, 1), (one, 1)])
-    assert rows.exact_starts.tolist() == [PAGE, 0]
+    assert rows.ring_valid_from.tolist() == [PAGE, 0]
 
 
 class Copies(TorchDispatchMode):

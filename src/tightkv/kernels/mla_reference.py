@@ -1,4 +1,4 @@
-"""Latent attention (MLA) over compressed pages in plain torch: what the kernels have to give.
+"""Latent attention (MLA) over compressed pages in plain torch: the oracle of the kernels.
 
 Pages are uint8 [pages, page_bytes]. Queries are absorbed: a head's query meets the latent itself,
 and the output is a latent, too.

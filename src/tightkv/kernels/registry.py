@@ -1,56 +1,48 @@
-"""Which implementation of append and attend can run where, and which is taken.
-
-Each is a module with its `NAME`, the same two functions as `reference`, and two that say where it
-cannot serve: `unavailable(device_type)` and `unsupported(layout)`, a reason or None. Those with
-TAKES_BATCHES are given tokens of equally long rows as they are, [B, T, heads, D], too.
-"""
+"""Which backend can run where, and which one is taken."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
+import functools
 import os
 import warnings
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 
+from tightkv.kernels.backend import Backend
 from tightkv.pages.layout import PageLayout
 
 
 @dataclass(frozen=True)
+class _Entry:
+    what: str
+    device_type: str | None  # what it is made for; a ROCm device is of type "cuda", too
+    slow: str = ""  # how slow decoding is, as measured (docs/kernels.md)
+
+
+# Best first.
+_BACKENDS = {
+    "cuda": _Entry("CUDA C++ and Triton kernels, NVIDIA GPUs from sm_80 on", "cuda"),
+    "triton": _Entry(
+        "fused Triton kernels, CUDA and ROCm devices",
+        "cuda",
+        "slower than the cuda ones and than an uncompressed cache",
+    ),
+    "cpu": _Entry("native SIMD code, CPU tensors", "cpu"),
+    "reference": _Entry(
+        "plain torch, any device and every config", None, "plain torch, many times slower"
+    ),
+}
+_warned: set[str] = set()
+
+
+@dataclass(frozen=True)
 class KernelStatus:
-    """Whether an implementation can run on this machine, and why or why not."""
+    """Whether a backend can run on this machine, and why or why not."""
 
     name: str
     usable: bool
     reason: str
-
-
-# Best first, and what each runs on.
-_IMPLEMENTATIONS = {
-    "cuda": "CUDA C++ and Triton kernels, NVIDIA GPUs from sm_80 on",
-    "triton": "fused Triton kernels, CUDA and ROCm devices",
-    "cpu": "native SIMD code, CPU tensors",
-    "reference": "plain torch, any device and every config",
-}
-
-
-_MODULES = {
-    "cuda": "tightkv.kernels.cuda.backend",
-    "triton": "tightkv.kernels.triton.backend",
-    "cpu": "tightkv.kernels.cpu.backend",
-    "reference": "tightkv.kernels.reference",
-}
-# What each of them is made for; a ROCm device is of type "cuda", too.
-_MADE_FOR = {"cuda": "cuda", "triton": "cuda", "cpu": "cpu"}
-# Decoding, as measured (docs/kernels.md).
-_SLOW = {
-    "reference": "plain torch, many times slower",
-    "triton": "slower than the cuda ones and than an uncompressed cache",
-}
-_warned: set[str] = set()
 
 
 class SlowKernelsWarning(UserWarning):
@@ -59,27 +51,27 @@ class SlowKernelsWarning(UserWarning):
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """An implementation, and why it is not a faster one; None where it was asked for by name."""
+    """A backend, and why it is not a faster one; None where it was asked for by name."""
 
     name: str
     slow: str | None
 
     @property
-    def module(self) -> ModuleType:
+    def module(self) -> Backend:
         return load(self.name)
 
 
 def available() -> list[KernelStatus]:
-    """Every implementation, best first."""
-    rows = []
-    for name, what in _IMPLEMENTATIONS.items():
-        reason = _unavailable(name, None)
-        rows.append(KernelStatus(name, reason is None, what if reason is None else reason))
-    return rows
+    """Every backend, best first."""
+    reasons = {name: _unavailable(name, None) for name in _BACKENDS}
+    return [
+        KernelStatus(name, reason is None, reason or _BACKENDS[name].what)
+        for name, reason in reasons.items()
+    ]
 
 
-def select(name: str, device: torch.device, layout: PageLayout) -> ModuleType:
-    """The implementation called `name`; "auto" takes TIGHTKV_KERNELS, else the best that can run.
+def select(name: str, device: torch.device, layout: PageLayout) -> Backend:
+    """The backend called `name`; "auto" takes TIGHTKV_KERNELS, else the best that can run.
 
     One that was asked for by name and cannot run is an error, never silently another. Where "auto"
     takes a slow one, a warning says why, once per process and reason.
@@ -97,8 +89,8 @@ def choose(name: str, device: torch.device, layout: PageLayout) -> KernelChoice:
         name = os.environ.get("TIGHTKV_KERNELS", "auto")
     if name == "auto":
         return _best(device, layout)
-    if name not in _IMPLEMENTATIONS:
-        raise ValueError(f"kernels={name!r}; supported: auto, {', '.join(_IMPLEMENTATIONS)}")
+    if name not in _BACKENDS:
+        raise ValueError(f"kernels={name!r}; supported: auto, {', '.join(_BACKENDS)}")
     reason = _cannot_serve(name, device, layout, asked=True)
     if reason is not None:
         raise ValueError(f'kernels={name!r} cannot run here: {reason}; use "auto"')
@@ -108,43 +100,57 @@ def choose(name: str, device: torch.device, layout: PageLayout) -> KernelChoice:
 def _best(device: torch.device, layout: PageLayout) -> KernelChoice:
     """The first that can run, and why the faster ones made for this device cannot."""
     refused: dict[str, str] = {}
-    for name in _IMPLEMENTATIONS:
+    for name, entry in _BACKENDS.items():  # those of other devices are not even imported
+        if entry.device_type not in (None, device.type) or (name == "cuda" and torch.version.hip):
+            continue
         reason = _cannot_serve(name, device, layout)
         if reason is None:
             break
-        if _MADE_FOR[name] == device.type and not (name == "cuda" and torch.version.hip):
-            refused[name] = reason
-    if name == "reference" and device.type not in _MADE_FOR.values():
+        refused[name] = reason
+    if device.type not in [entry.device_type for entry in _BACKENDS.values()]:
         refused = {device.type: "there are no other kernels for this device"}
     if not refused:
         return KernelChoice(name, None)
     reasons = ", ".join(f"{other}: {reason}" for other, reason in refused.items())
     return KernelChoice(
         name,
-        f"the compressed cache runs on the {name} kernels ({_SLOW[name]}); "
+        f"the compressed cache runs on the {name} kernels ({entry.slow}); "
         f"faster ones cannot take it ({reasons}). "
         f'Change that, or accept it with kernels="{name}" or TIGHTKV_KERNELS={name}',
     )
 
 
-def load(name: str) -> ModuleType:
-    """The module of an implementation, whether it can run or not."""
-    return importlib.import_module(_MODULES[name])
+@functools.cache
+def load(name: str) -> Backend:
+    """A backend, whether it can run or not."""
+    if name == "cuda":
+        from tightkv.kernels.cuda import backend as cuda
+
+        return cuda
+    if name == "triton":
+        from tightkv.kernels.triton import backend as triton
+
+        return triton
+    if name == "cpu":
+        from tightkv.kernels.cpu import backend as cpu
+
+        return cpu
+    assert name == "reference"
+    from tightkv.kernels import reference
+
+    return reference
 
 
 def _unavailable(name: str, device_type: str | None, asked: bool = False) -> str | None:
-    if name == "reference":
-        return None
-    if name in ("cuda", "triton") and importlib.util.find_spec("triton") is None:
+    try:
+        return load(name).unavailable(device_type, asked)
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
         return "needs Triton: pip install triton"
-    reason: str | None = load(name).unavailable(device_type, asked)
-    return reason
 
 
 def _cannot_serve(
     name: str, device: torch.device, layout: PageLayout, asked: bool = False
 ) -> str | None:
-    reason = _unavailable(name, device.type, asked)
-    if reason is None and name != "reference":
-        reason = load(name).unsupported(layout)
-    return reason
+    return _unavailable(name, device.type, asked) or load(name).unsupported(layout)

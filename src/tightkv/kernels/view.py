@@ -36,6 +36,9 @@ class CacheView:
     # and, of sequences with exact tokens from before, pages may be read while it still runs.
     overlaps_append: bool = False
     feedback: Tensor | None = None  # float32 [Hkv, D, D], how sealed keys are coded: math.feedback
+    # What keys and values of the cache are relative to, [Hkv, D] each: kernels that take them
+    # subtract them from new tokens and add the values' to the output.
+    centers: tuple[Tensor, Tensor] | None = None
     # What kernels found out about these lengths, once for all layers of a step; None: nothing is
     # kept, and sequences are treated as if all were as long as the block table is wide.
     plans: dict[object, Tensor] | None = None

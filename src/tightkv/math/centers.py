@@ -12,21 +12,21 @@ a sink logit), the first line does not hold.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from tightkv.math.per_device import Constant, PerDevice
+
 
 @dataclass(frozen=True, eq=False)
-class Centers:
-    """Of the KV heads of one layer, [Hkv, D] each. Their numbers are bfloat16's in every dtype."""
+class Centers(Constant):
+    """The centers of one layer's KV heads, [Hkv, D] each: bfloat16 numbers in every dtype."""
 
     key: Tensor
     value: Tensor
-    _made: dict[tuple[torch.dtype, str], tuple[Tensor, Tensor]] = field(
-        default_factory=dict, repr=False, init=False
-    )
 
     def __post_init__(self) -> None:
         with torch.inference_mode(False):  # made inside of it, they must serve outside too
@@ -41,18 +41,11 @@ class Centers:
                     raise ValueError(f"{name} center has NaN or Inf")
                 object.__setattr__(self, name, rounded)
 
+    @cached_property
+    def _sides(self) -> tuple[PerDevice, PerDevice]:
+        return PerDevice(self.key), PerDevice(self.value)
+
     def on(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         """Key and value center, made once for a dtype and device."""
-        made = dtype, str(device)
-        if made not in self._made:
-            with torch.inference_mode(False):
-                key, value = (x.to(device, dtype) for x in (self.key, self.value))
-                self._made[made] = key, value
-        return self._made[made]
-
-    # They never change: a copy is the centers themselves.
-    def __copy__(self) -> Centers:
-        return self
-
-    def __deepcopy__(self, memo: object) -> Centers:
-        return self
+        key, value = self._sides
+        return key.on(device, dtype), value.on(device, dtype)

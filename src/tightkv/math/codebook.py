@@ -8,22 +8,21 @@ fp8       for N(0, 1) with e4m3 values times one scale (1 to 4 bits), or int8 (8
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tightkv.math.lloyd import NATIVE_MAGNITUDES, TABLE_BITS, TABLE_FILE, BetaLaw, solve
+from tightkv.math.lloyd import BetaLaw, solve
 from tightkv.math.per_device import PerDevice
 
-CODEBOOKS: dict[str, tuple[int, ...]] = {  # kind: supported bits
-    "fp8": tuple(NATIVE_MAGNITUDES),
-    "gaussian": tuple(TABLE_BITS),
-    "beta": tuple(TABLE_BITS),
-}
+TABLE_FILE = Path(__file__).with_name("tables.json")
+TABLE_BITS = tuple(range(1, 9))
+CODEBOOKS = {"fp8": (1, 2, 3, 4, 8), "gaussian": TABLE_BITS, "beta": TABLE_BITS}  # kind: bits
 
 
 @dataclass(frozen=True)
@@ -40,16 +39,10 @@ class Codebook:
     distortion: float  # E (X - Q(X))^2 under the unit-variance law the book is for
     native: tuple[float, ...] | None = None  # magnitude = unit * native, exact in the native dtype
     unit: float = 1.0
-    _table: PerDevice = field(init=False, repr=False, compare=False)
-    _thresholds: PerDevice = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_table", _constant(self._centroids()))
-        object.__setattr__(self, "_thresholds", _constant(self.thresholds))
 
     @property
     def thresholds(self) -> tuple[float, ...]:
-        """Midpoints of neighbouring magnitudes: |y| takes magnitude i when it exceeds i of them."""
+        """Midpoints of neighboring magnitudes: |y| takes magnitude i when it exceeds i of them."""
         return tuple((low + high) / 2 for low, high in pairwise(self.magnitudes))
 
     def encode(self, y: Tensor) -> Tensor:
@@ -65,6 +58,14 @@ class Codebook:
     def table(self, device: torch.device | str = "cpu") -> Tensor:
         """float32 [2**bits]: the centroid of each code, in code order. Read-only."""
         return self._table.on(torch.device(device))
+
+    @cached_property
+    def _table(self) -> PerDevice:
+        return _constant(self._centroids())
+
+    @cached_property
+    def _thresholds(self) -> PerDevice:
+        return _constant(self.thresholds)
 
     def _centroids(self) -> tuple[float, ...]:
         return self.magnitudes + tuple(-magnitude for magnitude in self.magnitudes)
@@ -99,11 +100,9 @@ def get_codebook(kind: str, bits: int, dim: int | None = None) -> Codebook:
     if bits not in CODEBOOKS[kind]:
         allowed = ", ".join(map(str, CODEBOOKS[kind]))
         raise ValueError(f"bits={bits} for codebook {kind!r}; supported: {allowed}")
-    if kind != "beta":
-        return _cached_codebook(kind, bits, None)
-    if dim is None:
+    if kind == "beta" and dim is None:
         raise ValueError("codebook 'beta' needs dim, the length of the rotated vectors")
-    return _cached_codebook(kind, bits, dim)
+    return _cached_codebook(kind, bits, dim if kind == "beta" else None)
 
 
 @lru_cache(maxsize=256)

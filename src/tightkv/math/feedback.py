@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from tightkv.math.key_scale import KeyScale
+from tightkv.math.per_device import Constant
 from tightkv.math.rotation import Rotation
 
 MOST_SCALE = 2.0
@@ -27,7 +28,7 @@ MOST_SCALE = 2.0
 # Coarse codes need a metric nearer to the identity, and levels that reach further out.
 _SHRINKAGE = {2: 0.3, 3: 0.1, 4: 0.1}
 _GAIN = {2: 0.9, 3: 0.95, 4: 0.95}
-_KEPT = 4  # of what a metric makes for configs and scales, which files may bring
+_KEPT = 4  # results a metric keeps: files may bring any number of configs and scales
 _T = TypeVar("_T")
 _lock = threading.RLock()
 
@@ -75,7 +76,7 @@ def packed_factors(factors: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class QueryMetric:
+class QueryMetric(Constant):
     """H = E[q q^T] of a layer's KV heads, [heads, dim, dim] in the model's frame, of any scale."""
 
     value: Tensor
@@ -87,7 +88,7 @@ class QueryMetric:
             object.__setattr__(self, "value", self.value.detach().clone())
 
     def scaled(self, scale: KeyScale | None) -> QueryMetric:
-        """That of queries which are multiplied by a key scale, made once."""
+        """The metric of queries that are multiplied by a key scale, made once."""
         if scale is None:
             return self
         s = scale.on(self.value.dtype, self.value.device)
@@ -104,13 +105,6 @@ class QueryMetric:
                 return feedback_factors(self.value, rotation, bits).to(device)
 
         return _kept(self._made, (rotation, bits, str(device)), make)
-
-    # It never changes: a copy is the metric itself.
-    def __copy__(self) -> QueryMetric:
-        return self
-
-    def __deepcopy__(self, memo: object) -> QueryMetric:
-        return self
 
 
 def _kept(made: dict[Hashable, _T], key: Hashable, make: Callable[[], _T]) -> _T:

@@ -11,26 +11,26 @@ s_i^2 = sqrt(C_i), is nearly as good and forgives energies of other tokens than 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from tightkv.math.per_device import Constant, PerDevice
+
 MOST = 4
 """Scales are 2^-4 to 2^4: float16 queries and keys stay in range."""
 LEAST_GAIN = 3.0
-"""Ratio of the means of C from which on a head gets scales; below it they gain nothing."""
-_DEAD = 4096  # a channel of so many times less energy than the median counts as one of that
+"""The least ratio of the means of C at which a head gets scales; below it they gain nothing."""
+_DEAD = 4096  # the least energy a channel is given is the median over this
 
 
 @dataclass(frozen=True, eq=False)
-class KeyScale:
-    """Of the KV heads of one layer, float32 [Hkv, D]."""
+class KeyScale(Constant):
+    """The scales of one layer's KV heads, float32 [Hkv, D]."""
 
     value: Tensor
-    _made: dict[tuple[torch.dtype, str], Tensor] = field(
-        default_factory=dict, repr=False, init=False
-    )
 
     def __post_init__(self) -> None:
         with torch.inference_mode(False):  # made inside of it, it must serve outside too
@@ -44,30 +44,22 @@ class KeyScale:
 
     def on(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """[Hkv, D], made once for a dtype and device."""
-        made = dtype, str(device)
-        if made not in self._made:
-            with torch.inference_mode(False):
-                self._made[made] = self.value.to(device, dtype)
-        return self._made[made]
+        return self._table.on(device, dtype)
+
+    @cached_property
+    def _table(self) -> PerDevice:
+        return PerDevice(self.value)
 
     def times(self, query: Tensor) -> Tensor:
         """Queries [..., Hq, D], heads of a KV head side by side."""
         scale = self.on(query.dtype, query.device)
         return (query.unflatten(-2, (len(scale), -1)) * scale[:, None]).flatten(-3, -2)
 
-    # It never changes: a copy is the scale itself.
-    def __copy__(self) -> KeyScale:
-        return self
-
-    def __deepcopy__(self, memo: object) -> KeyScale:
-        return self
-
 
 def balanced_scale(energy: Tensor) -> KeyScale | None:
-    """From the energy [Hkv, D] of keys less their page's mean.
+    """The scales for keys of this energy [Hkv, D] about their page's mean.
 
-    Heads that would not gain enough have ones; None where no head would, or where an energy is no
-    number.
+    Heads that would gain too little get ones. None if all would, or if an energy is no number.
     """
     if not energy.isfinite().all():
         return None

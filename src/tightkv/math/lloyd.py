@@ -1,34 +1,17 @@
 """Lloyd-Max quantizers for N(0, 1) and for a coordinate of a random unit vector, in float64.
 
 Both laws are symmetric with a log-concave density, so the optimum is unique and Newton's method
-finds it. `python -m tightkv.math.lloyd` rewrites the checked-in tables.
+finds it. benchmarks/codebook_tables.py writes the checked-in tables with it.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Sequence
 from functools import lru_cache
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
-
-TABLE_FILE = Path(__file__).with_name("tables.json")
-TABLE_BITS = range(1, 9)
-TABLE_DIMS = (16, 32, 40, 48, 56, 64, 80, 96, 112, 128, 192, 256)
-
-# The best 2**(bits - 1) positive e4m3 values up to one common scale that are whole numbers below
-# 127, so int8 holds them too; at 8 bits, int8 magnitudes.
-NATIVE_MAGNITUDES: dict[int, tuple[float, ...]] = {
-    1: (1.0,),
-    2: (12.0, 40.0),
-    3: (6.0, 18.0, 32.0, 52.0),
-    4: (4.0, 13.0, 22.0, 32.0, 44.0, 56.0, 72.0, 96.0),
-    8: tuple(float(k) for k in range(128)),
-}
 
 
 class Law(Protocol):
@@ -43,21 +26,6 @@ class Law(Protocol):
 
     def moment_above(self, t: Tensor) -> Tensor:
         """E(X; X > t)."""
-
-
-class GaussianLaw:
-    """N(0, 1)."""
-
-    reach = 40.0  # beyond it the density underflows
-
-    def density(self, t: Tensor) -> Tensor:
-        return (-0.5 * t * t).exp() / math.sqrt(2 * math.pi)
-
-    def mass_above(self, t: Tensor) -> Tensor:
-        return torch.erfc(t / math.sqrt(2)) / 2
-
-    def moment_above(self, t: Tensor) -> Tensor:
-        return self.density(t)
 
 
 class BetaLaw:
@@ -113,7 +81,7 @@ def beta_cdf(t: Tensor, dim: int) -> Tensor:
     return torch.where(t < 0, above, 1 - above)
 
 
-def _cells(law: Law, magnitudes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def cells(law: Law, magnitudes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Inner thresholds [n - 1], and the mass [n] and first moment [n] of each positive cell."""
     thresholds = (magnitudes[1:] + magnitudes[:-1]) / 2
     lower = torch.cat((torch.zeros_like(magnitudes[:1]), thresholds))  # lower end of each cell
@@ -127,7 +95,7 @@ def _differences(above: Tensor) -> Tensor:
 
 def expected_distortion(law: Law, magnitudes: Tensor) -> float:
     """E (X - Q(X))^2 for Q the nearest of +-magnitudes (float64, ascending)."""
-    _, mass, moment = _cells(law, magnitudes)
+    _, mass, moment = cells(law, magnitudes)
     return 1 + float(2 * (magnitudes * (magnitudes * mass - 2 * moment)).sum())
 
 
@@ -152,9 +120,9 @@ def _companded_start(law: Law, count: int) -> Tensor:
 
 def _newton_step(law: Law, magnitudes: Tensor) -> Tensor:
     """Newton's step for magnitude = mean of its cell; the Jacobian is tridiagonal."""
-    thresholds, mass, moment = _cells(law, magnitudes)
+    thresholds, mass, moment = cells(law, magnitudes)
     means = moment / mass
-    density = law.density(thresholds) / 2  # each threshold moves by half of either neighbour
+    density = law.density(thresholds) / 2  # each threshold moves by half of either neighbor
     by_lower = density * (means[1:] - thresholds) / mass[1:]  # d mean[i] / d magnitude[i - 1]
     by_upper = density * (thresholds - means[:-1]) / mass[:-1]  # d mean[i] / d magnitude[i + 1]
     none = torch.zeros_like(magnitudes[:1])
@@ -162,64 +130,3 @@ def _newton_step(law: Law, magnitudes: Tensor) -> Tensor:
     jacobian = own.diag() - by_lower.diag(-1) - by_upper.diag(1)
     step: Tensor = torch.linalg.solve(jacobian, magnitudes - means)
     return step
-
-
-def fit_unit(law: Law, native: Tensor) -> float:
-    """The scale at which the book unit * native (float64, ascending) has the least distortion."""
-
-    def slope(unit: float) -> float:  # of the distortion, up to a positive factor
-        _, mass, moment = _cells(law, unit * native)
-        return float((native * (unit * native * mass - moment)).sum())
-
-    guess = float(solve(law, native.numel().bit_length())[0][-1] / native[-1])
-    low, high = guess / 2, guess * 2
-    while high - low > 1e-14 * guess:
-        middle = (low + high) / 2
-        low, high = (middle, high) if slope(middle) < 0 else (low, middle)
-    return low
-
-
-def build_tables() -> list[dict[str, Any]]:
-    """Every checked-in book, numbers rounded to 12 digits."""
-    laws: list[tuple[str, int | None, Law]] = [("gaussian", None, GaussianLaw())]
-    laws += [("beta", dim, BetaLaw(dim)) for dim in TABLE_DIMS]
-    rows = [_lloyd_row(kind, bits, dim, law) for kind, dim, law in laws for bits in TABLE_BITS]
-    return rows + [_native_row(bits, native) for bits, native in NATIVE_MAGNITUDES.items()]
-
-
-def _lloyd_row(kind: str, bits: int, dim: int | None, law: Law) -> dict[str, Any]:
-    magnitudes, distortion = solve(law, bits)
-    return {
-        "kind": kind,
-        "bits": bits,
-        "dim": dim,
-        "distortion": _rounded(distortion),
-        "magnitudes": [_rounded(value) for value in magnitudes.tolist()],
-    }
-
-
-def _native_row(bits: int, native: Sequence[float]) -> dict[str, Any]:
-    law, levels = GaussianLaw(), torch.tensor(native, dtype=torch.float64, device="cpu")
-    unit = _rounded(fit_unit(law, levels))
-    return {
-        "kind": "fp8",
-        "bits": bits,
-        "dim": None,
-        "distortion": _rounded(expected_distortion(law, unit * levels)),
-        "unit": unit,
-        "native": list(native),
-    }
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.12g}")
-
-
-def write_tables(path: Path = TABLE_FILE) -> None:
-    """Solve every book again and write them as JSON, one book a line."""
-    lines = ",\n".join(json.dumps(row) for row in build_tables())
-    path.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    write_tables()

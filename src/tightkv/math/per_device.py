@@ -1,31 +1,40 @@
-"""Constant tensors that live on whichever device asks for them."""
+"""Constants: values that never change, and tensors on whichever device asks for them."""
 
 from __future__ import annotations
+
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+_T = TypeVar("_T")
+
+
+class Constant:
+    """An object that never changes: a copy of it is the object itself."""
+
+    def __copy__(self: _T) -> _T:
+        return self
+
+    def __deepcopy__(self: _T, memo: object) -> _T:
+        return self
+
 
 class PerDevice:
-    """A constant tensor with one copy per device, each made once. Treat the copies as read-only."""
+    """A constant tensor with a copy per device and dtype, each made once. Copies are read-only."""
 
     def __init__(self, value: Tensor) -> None:
         # Built or copied under inference mode, the constant must still serve autograd later.
         with torch.inference_mode(False):
-            self._copies = {value.device: value.detach().clone()}
-            self._source = value.device
+            self._value = value.detach().clone()
+        self._copies: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
-    def on(self, device: torch.device) -> Tensor:
-        """The constant on `device`."""
-        device = _indexed(device)
-        if device not in self._copies:
+    def on(self, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+        """The constant on `device`, in its own dtype or another."""
+        if device.type == "cuda" and device.index is None:  # the current one, today
+            device = torch.device("cuda", torch.cuda.current_device())
+        place = device, dtype or self._value.dtype
+        if place not in self._copies:
             with torch.inference_mode(False):
-                self._copies[device] = self._copies[self._source].to(device)
-        return self._copies[device]
-
-
-def _indexed(device: torch.device) -> torch.device:
-    """ "cuda" means the current device, which may be another one tomorrow."""
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
+                self._copies[place] = self._value.to(*place)
+        return self._copies[place]

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tightkv.math.codebook import Codebook, get_codebook
 from tightkv.math.feedback import MOST_SCALE, gain
+from tightkv.math.per_device import PerDevice
 from tightkv.math.random import random_normal
 from tightkv.math.rotation import Rotation, make_rotation, split_rotation
 
 Encoded = dict[str, Tensor]
 FP16_MAX = 65504.0
 _QJL_STREAM = 7
-_TINY = torch.finfo(torch.float32).tiny
+TINY = torch.finfo(torch.float32).tiny
 
 
 def finite(x: Tensor, check: bool = False) -> Tensor:
@@ -47,9 +50,11 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 class Quantizer(ABC):
-    """An encoder of vectors of size `dim`."""
+    """An encoder of vectors of size `dim`, which it rotates first."""
 
-    def __init__(self, dim: int, rotation: Rotation) -> None:
+    def __init__(self, dim: int, rotation: str | Rotation, seed: int = 0) -> None:
+        if isinstance(rotation, str):
+            rotation = make_rotation(rotation, dim, seed)
         self.dim, self.rotation = dim, rotation
 
     @abstractmethod
@@ -88,9 +93,7 @@ class TurboQuantMSE(Quantizer):
         rotation: str | Rotation = "hadamard",
         seed: int = 0,
     ) -> None:
-        if isinstance(rotation, str):
-            rotation = make_rotation(rotation, dim, seed)
-        super().__init__(dim, rotation)
+        super().__init__(dim, rotation, seed)
         if scale_mode not in _SCALES:
             raise ValueError(f"scale_mode={scale_mode!r}; supported: {', '.join(_SCALES)}")
         self.bits, self.scale_mode = bits, scale_mode
@@ -98,7 +101,7 @@ class TurboQuantMSE(Quantizer):
 
     def encode_rotated(self, y: Tensor) -> Encoded:
         norm = dot(y, y).sqrt()
-        unit = y / norm.clamp_min(torch.finfo(torch.float32).tiny)
+        unit = y / norm.clamp_min(TINY)
         codes = self.codebook.encode(unit * math.sqrt(self.dim))
         direction = self._direction(codes)
         return {"codes": codes, "scale": to_fp16(_SCALES[self.scale_mode](y, norm, direction))}
@@ -109,7 +112,7 @@ class TurboQuantMSE(Quantizer):
         Products and sums are rounded one by one, in this order, in every encoder.
         """
         norm, factor = dot(y, y).sqrt(), gain(self.bits)
-        x = y / norm.clamp_min(_TINY) * (factor * math.sqrt(self.dim))
+        x = y / norm.clamp_min(TINY) * (factor * math.sqrt(self.dim))
         missed, projected = torch.zeros_like(x), torch.zeros_like(x)
         codes = torch.empty_like(x, dtype=torch.uint8)
         rest = torch.empty_like(x)  # L^T (x - centroids)
@@ -127,7 +130,7 @@ class TurboQuantMSE(Quantizer):
         own = weights.double() * size
         whole = (own * size).sum(-1, keepdim=True).float()
         along = (own * (size - rest.double())).sum(-1, keepdim=True).float()
-        ratio = (whole / along.clamp_min(_TINY)).clamp(1 / MOST_SCALE, MOST_SCALE)
+        ratio = (whole / along.clamp_min(TINY)).clamp(1 / MOST_SCALE, MOST_SCALE)
         return {"codes": codes, "scale": to_fp16(norm * (1 / factor) * ratio)}
 
     def decode_rotated(self, fields: Encoded) -> Tensor:
@@ -138,21 +141,12 @@ class TurboQuantMSE(Quantizer):
         return self.codebook.decode(codes) * (1 / math.sqrt(self.dim))
 
 
-def _least_squares(y: Tensor, norm: Tensor, c: Tensor) -> Tensor:
-    return dot(y, c) / dot(c, c).clamp_min(_TINY)
-
-
-def _unbiased(y: Tensor, norm: Tensor, c: Tensor) -> Tensor:
-    # <y, c> > 0 for every y but zero, whose scale is zero.
-    return norm.square() / dot(y, c).clamp_min(_TINY)
-
-
-_SCALES = {
+_SCALES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    # A zero vector has scale zero: at 8 bits its direction is zero too.
     "norm": lambda y, norm, c: norm,
-    # A zero vector at 8 bits has a zero direction; its scale is zero.
-    "corrected": lambda y, norm, c: norm / dot(c, c).sqrt().clamp_min(_TINY),
-    "least_squares": _least_squares,
-    "unbiased": _unbiased,
+    "corrected": lambda y, norm, c: norm / dot(c, c).sqrt().clamp_min(TINY),
+    "least_squares": lambda y, norm, c: dot(y, c) / dot(c, c).clamp_min(TINY),
+    "unbiased": lambda y, norm, c: norm.square() / dot(y, c).clamp_min(TINY),
 }
 
 
@@ -162,30 +156,17 @@ class TurboQuantProd(Quantizer):
     Inner products with any query are unbiased over the draw of the sketch.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        bits: int,
-        *,
-        scale_mode: str = "norm",
-        codebook: str = "fp8",
-        rotation: str | Rotation = "hadamard",
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, dim: int, bits: int, *, seed: int = 0, **options: Any) -> None:
+        """`options`: those of `TurboQuantMSE`."""
         if bits < 2:
             raise ValueError(f"bits={bits} for prod; it needs at least 2: one is the sketch's")
-        self.coarse = TurboQuantMSE(
-            dim, bits - 1, scale_mode=scale_mode, codebook=codebook, rotation=rotation, seed=seed
-        )
+        self.coarse = TurboQuantMSE(dim, bits - 1, seed=seed, **options)
         super().__init__(dim, self.coarse.rotation)
-        self._sketch = {"cpu": random_normal(seed, _QJL_STREAM, (dim, dim)).float()}
+        self._sketch = PerDevice(random_normal(seed, _QJL_STREAM, (dim, dim)).float())
 
     def sketch(self, device: torch.device) -> Tensor:
-        """The [dim, dim] Gaussian matrix S, cached for each device."""
-        key = str(device)
-        if key not in self._sketch:
-            self._sketch[key] = self._sketch["cpu"].to(device)
-        return self._sketch[key]
+        """The [dim, dim] Gaussian matrix S."""
+        return self._sketch.on(device)
 
     def encode_rotated(self, y: Tensor) -> Encoded:
         fields = self.coarse.encode_rotated(y)
@@ -206,7 +187,7 @@ class GroupUniform(Quantizer):
     def __init__(self, dim: int, bits: int, *, group_size: int = 32) -> None:
         if dim % group_size:
             raise ValueError(f"group_size={group_size} does not divide dim={dim}")
-        super().__init__(dim, make_rotation("none", dim))
+        super().__init__(dim, "none")
         self.top, self.group_size = 2**bits - 1, group_size
 
     def encode_rotated(self, y: Tensor) -> Encoded:
@@ -231,9 +212,7 @@ class AbsMax(Quantizer):
     def __init__(
         self, dim: int, bits: int, *, rotation: str | Rotation = "hadamard", seed: int = 0
     ) -> None:
-        if isinstance(rotation, str):
-            rotation = make_rotation(rotation, dim, seed)
-        super().__init__(dim, rotation)
+        super().__init__(dim, rotation, seed)
         self.half = 2 ** (bits - 1)
 
     def encode_rotated(self, y: Tensor) -> Encoded:
@@ -263,21 +242,15 @@ class OutlierMSE(Quantizer):
         channels: tuple[int, ...],
         *,
         extra_bits: int = 1,
-        scale_mode: str = "norm",
-        codebook: str = "fp8",
         rotation: str = "hadamard",
         seed: int = 0,
+        **options: Any,
     ) -> None:
+        """`options`: those of `TurboQuantMSE`."""
         super().__init__(dim, split_rotation(rotation, dim, seed, channels))
-
-        def part(size: int, part_bits: int) -> TurboQuantMSE:
-            # The frame is already rotated: parts add no rotation of their own.
-            return TurboQuantMSE(
-                size, part_bits, scale_mode=scale_mode, codebook=codebook, rotation="none"
-            )
-
-        self.wide = part(len(channels), bits + extra_bits)
-        self.narrow = part(dim - len(channels), bits)
+        options["rotation"] = "none"  # the frame is already rotated
+        self.wide = TurboQuantMSE(len(channels), bits + extra_bits, **options)
+        self.narrow = TurboQuantMSE(dim - len(channels), bits, **options)
 
     def encode_rotated(self, y: Tensor) -> Encoded:
         wide = self.wide.encode_rotated(y[..., : self.wide.dim])
@@ -296,7 +269,7 @@ class Raw(Quantizer):
     """Sixteen bits: stored as they come."""
 
     def __init__(self, dim: int, dtype: torch.dtype = torch.float16) -> None:
-        super().__init__(dim, make_rotation("none", dim))
+        super().__init__(dim, "none")
         self.dtype = dtype
 
     def encode_rotated(self, y: Tensor) -> Encoded:

@@ -62,7 +62,7 @@ def attend(
         if tokens is not None:
             check_mask_tokens(mask, tokens + (0 if new_key is None else query.shape[1]))
     batch, lq = query.shape[:2]
-    batches = cache.kernels.TAKES_BATCHES
+    batches = cache.kernels.TAKES.batches
     out, lse = cache.kernels.attend(
         cache.codec,
         query if batches else query.flatten(0, 1),
@@ -83,7 +83,7 @@ def attend(
 
 
 def _most_tokens(view: CacheView) -> int | None:
-    """Of the longest row, where the host knows."""
+    """The length of the longest row, where the host knows it."""
     if view.lengths.device.type == "cpu":
         return max(view.lengths.tolist(), default=0)
     return view.same_length

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from tightkv.config import KVQuantConfig
 from tightkv.math.feedback import QueryMetric
+from tightkv.math.per_device import Constant
 from tightkv.math.quantize import (
     AbsMax,
     Encoded,
@@ -25,29 +28,21 @@ from tightkv.pages.layout import PageLayout, outlier_channels
 def make_quantizer(cfg: KVQuantConfig, side: str, dim: int, raw_dtype: torch.dtype) -> Quantizer:
     """The quantizer of one side ("key" or "value")."""
     bits, method = cfg.bits(side), cfg.method(side)
-    mode, book, rotation = cfg.scale_mode(side), cfg.codebook, cfg.rotation
+    frame: dict[str, Any] = {"rotation": cfg.rotation, "seed": cfg.seed}
+    codes: dict[str, Any] = {"scale_mode": cfg.scale_mode(side), "codebook": cfg.codebook, **frame}
     if bits == 16:
         return Raw(dim, raw_dtype)
     if cfg.has_outliers(side):
-        return OutlierMSE(
-            dim,
-            bits,
-            outlier_channels(cfg, dim),
-            extra_bits=cfg.outlier_extra_bits,
-            scale_mode=mode,
-            codebook=book,
-            rotation=rotation,
-            seed=cfg.seed,
-        )
+        channels = outlier_channels(cfg, dim)
+        return OutlierMSE(dim, bits, channels, extra_bits=cfg.outlier_extra_bits, **codes)
     if method == "group":
         return GroupUniform(dim, bits, group_size=cfg.group_size)
     if method == "absmax":
-        return AbsMax(dim, bits, rotation=rotation, seed=cfg.seed)
-    turbo = TurboQuantProd if method == "prod" else TurboQuantMSE
-    return turbo(dim, bits, scale_mode=mode, codebook=book, rotation=rotation, seed=cfg.seed)
+        return AbsMax(dim, bits, **frame)
+    return (TurboQuantProd if method == "prod" else TurboQuantMSE)(dim, bits, **codes)
 
 
-class Codec:
+class Codec(Constant):
     """Keys and values to page fields and back, page centering included."""
 
     def __init__(self, layout: PageLayout) -> None:
@@ -56,15 +51,8 @@ class Codec:
         self.key = make_quantizer(self.cfg, "key", d, raw)
         self.value = make_quantizer(self.cfg, "value", d, raw)
 
-    # A codec is made of its layout alone and never changes: a copy is the codec itself.
-    def __copy__(self) -> Codec:
-        return self
-
-    def __deepcopy__(self, memo: object) -> Codec:
-        return self
-
     def feedback_factors(self, metric: QueryMetric, device: torch.device) -> Tensor | None:
-        """What a layer's encoders need of its queries' metric; None where they take none."""
+        """The factors of a queries' metric for this layer's encoder; None if it takes none."""
         if not self.cfg.takes_feedback:
             return None
         return metric.factors(self.key.rotation, self.cfg.key_bits, device)
@@ -77,7 +65,7 @@ class Codec:
         return self.side(side).encode(x, check=self.cfg.check_finite)
 
     def rotate(self, side: str, x: Tensor) -> Tensor:
-        """Into the frame pages are stored in; bad elements as `check_finite` says."""
+        """x in the frame that pages are stored in; bad elements as `check_finite` says."""
         return self.side(side).rotation(finite(x, self.cfg.check_finite))
 
     def encode_keys(self, y: Tensor, feedback: Tensor | None = None) -> Encoded:
@@ -91,7 +79,7 @@ class Codec:
         return self.key.encode_with_feedback(y, feedback)
 
     def encode_centered(self, y: Tensor, mean: Tensor, feedback: Tensor | None = None) -> Encoded:
-        """As `encode_keys`; each token is centered if that makes it smaller.
+        """Keys as `encode_keys` does it, each relative to the mean if that makes it smaller.
 
         A centered token has the sign bit of its (first) scale set.
         """

@@ -19,16 +19,15 @@ from torch import Tensor
 
 from tightkv.config import KVQuantConfig
 from tightkv.math.codebook import Codebook, get_codebook
-from tightkv.math.quantize import dot, finite
+from tightkv.math.quantize import TINY, dot, finite
 from tightkv.math.rotation import Rotation, make_rotation
 from tightkv.pages.pack import pack, unpack
 
 LATENT_BITS = (2, 3, 4)
 RANKS = range(64, 513, 64)
 ROPE_DIMS = (16, 32, 64, 128)
-SCALE_SHIFT = 20  # of float32 bits; three bits of mantissa are left
+SCALE_SHIFT = 20  # drops all but three bits of a float32's mantissa
 SCALE_BIAS = 111 << 3  # code 0 is 2**-16, which stands for zero; 255 is 61,440
-_TINY = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class LatentLayout:
 
     @property
     def code_bytes(self) -> int:
-        """Of one token."""
+        """The bytes of one token's codes."""
         return self.rank * self.bits // 8
 
     @property
@@ -127,7 +126,7 @@ class LatentLayout:
 def latent_layout(
     cfg: KVQuantConfig, rank: int, rope_dim: int, dtype: torch.dtype = torch.bfloat16
 ) -> LatentLayout:
-    """Pages of every layer of a model under `cfg`, or an error where it asks for what has none."""
+    """The layout of every layer of a model; ValueError where `cfg` asks for what has none."""
     if cfg.names_layers:
         raise ValueError(
             "layer_bits and protected layers in a model with latent attention (MLA); all its "
@@ -152,19 +151,19 @@ class LatentCodec:
 
     @cached_property
     def gain(self) -> float:
-        """Of decoded vectors over the nearest centroids, which are short by the distortion."""
+        """The factor that makes up for centroids being shorter than what they stand for."""
         return 1 / (1 - self.codebook.distortion)
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[..., rank] -> codes uint8 [..., rank], scales uint8 [...]."""
         y = self.rotation(finite(x, self.layout.cfg.check_finite))
         code = scale_code(dot(y, y).sqrt())
-        unit = y / scale_value(code).clamp_min(_TINY)
+        unit = y / scale_value(code).clamp_min(TINY)
         codes = self.codebook.encode(unit * math.sqrt(self.layout.rank))
         return codes, code.squeeze(-1)
 
     def decode_rotated(self, codes: Tensor, scale: Tensor) -> Tensor:
-        """-> float32 [..., rank], in the rotated frame."""
+        """Codes and scales -> float32 [..., rank], in the rotated frame."""
         factor = scale_value(scale) * (self.gain / math.sqrt(self.layout.rank))
         return self.codebook.decode(codes) * factor.unsqueeze(-1)
 

@@ -14,6 +14,7 @@ import struct
 import torch
 from torch import Tensor
 
+from tightkv.kernels.backend import Takes
 from tightkv.kernels.constants import unsupported_codec
 from tightkv.kernels.cpu import library
 from tightkv.kernels.options import AttendOptions
@@ -23,7 +24,7 @@ from tightkv.pages.codec import Codec
 from tightkv.pages.layout import PageLayout
 
 NAME = "cpu"
-TAKES_BATCHES = True
+TAKES = Takes(batches=True)
 # struct view, attend_args and append_args of native/native.h
 _VIEW = "17q"
 _ATTEND = struct.Struct(f"={_VIEW}9q4q4q5q2q2dq")
@@ -154,9 +155,9 @@ def _view(view: CacheView) -> tuple[int, ...]:
 
 
 def _tokens(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
-    """[N, heads, D] or [B, T, heads, D] as struct tokens: address, token and head strides.
+    """x [N, heads, D] or [B, T, heads, D] as struct tokens: address, token and head strides.
 
-    Elements of a head are side by side, tokens at equal distances; else this makes a copy.
+    C needs the elements of a head side by side and tokens at equal distances; else x is copied.
     """
     *outer, head, last = x.stride()
     if len(outer) == 1:
@@ -171,7 +172,7 @@ def _tokens(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
 
 
 def _mask(mask: Tensor) -> tuple[int, ...]:
-    """dtype, and strides; a dimension of size 1 is the same for all."""
+    """The dtype and the strides of a mask; 0 for dimensions of size 1, which are broadcast."""
     strides = (
         step if size > 1 else 0 for size, step in zip(mask.shape, mask.stride(), strict=True)
     )

@@ -9,10 +9,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from tightkv.kernels.backend import Takes
 from tightkv.kernels.cuda.cubin_cache import compile_cubin
 from tightkv.kernels.cuda.decode_plan import DecodePlan, DecodeTile, padded_dim, processor_count
 from tightkv.kernels.cuda.driver import Module, capture_of
@@ -22,18 +25,16 @@ from tightkv.kernels.cuda.source import SPLIT_PLAN, STATIC_STEP, included, sourc
 from tightkv.kernels.device_guard import device_guard
 from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.triton import backend as triton_kernels
+from tightkv.kernels.triton.device import last_contiguous
 from tightkv.kernels.view import CacheView
 from tightkv.math.rotation import Rotation
 from tightkv.pages.codec import Codec
 from tightkv.pages.layout import RING_SLACK, PageLayout
 
-__all__ = ["NAME", "append", "attend", "unavailable", "unsupported"]
-
 NAME = "cuda"
-TAKES_BATCHES = False
+TAKES = Takes(centers=True, ragged=True, graphs=True, short_prompts=True)
 
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256, 512)
-_MAX_QUERIES = RING_SLACK  # more than this is prefill
 _MANY_THREADS, _FEW_THREADS = 256, 128  # of a block that appends
 _MOST_BLOCKS_Z = 65_535  # of a grid; blocks take further pages in turn
 _STEP_THREADS, _PLAN_THREADS = 128, 1024
@@ -83,10 +84,9 @@ def append(
     *,
     max_new: int,
     encode_partial_page: bool,
-    centers: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """See `reference.append`; tokens are stored relative to `centers` [Hkv, D] of key and value."""
-    layout = codec.layout
+    """See `reference.append`; tokens are stored relative to `view.centers`."""
+    layout, centers = codec.layout, view.centers
     usual = key.dtype == value.dtype == layout.dtype and not codec.cfg.check_finite
     sealed_here = view.feedback is None or padded_dim(layout) == layout.head_dim
     if not usual or not view.batch or not sealed_here:
@@ -103,42 +103,44 @@ def append(
             encode_partial_page=encode_partial_page,
         )
         return
-    key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
+    key, value = last_contiguous(key), last_contiguous(value)
     if view.feedback is not None:
         key = _aligned(key)
-    rotation = codec.key.rotation.table(key.device)
-    ring = view.ring_key.shape[1]
+    tensors = (
+        key, value, view.pages, view.block_table, view.lengths, view.left_pad, view.ring_rows,
+        ring_valid_from, cu_seqlens, view.ring_key, view.ring_value, view.sink_key,
+        view.sink_value, codec.key.rotation.table(key.device),
+    )  # fmt: skip
     arguments = [
-        *[
-            x.data_ptr()
-            for x in (
-                key, value, view.pages, view.block_table, view.lengths, view.left_pad,
-                view.ring_rows, ring_valid_from, cu_seqlens, view.ring_key, view.ring_value,
-                view.sink_key, view.sink_value, rotation,
-            )
-        ],
+        *[x.data_ptr() for x in tensors],
         *([0, 0] if centers is None else [x.data_ptr() for x in centers]),
         key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         view.block_table.stride(0), view.pages.stride(0),
-        ring, view.sink_key.shape[1], int(encode_partial_page),
+        view.ring_key.shape[1], view.sink_key.shape[1], int(encode_partial_page),
     ]  # fmt: skip
-    encode = 1 if view.feedback is None else _KEYS_APART
     if max_new <= RING_SLACK:
-        _append_few(layout, view, AppendParams(*arguments, 1, encode))
-        return
-    # Only a short append may overwrite the ring while pages are sealed from it.
-    module = _module("append", layout, layout.num_kv_heads, None, False, key.device)
+        _append_few(layout, view, arguments)
+    else:
+        _append_many(layout, view, arguments, max_new)
+
+
+def _append_many(
+    layout: PageLayout, view: CacheView, arguments: Sequence[int], max_new: int
+) -> None:
+    """Many tokens. Pages are sealed from the ring before another launch overwrites it."""
+    module = _module("append", layout, layout.num_kv_heads, None, False, view.pages.device)
     heads = view.batch * layout.num_kv_heads
     touched = min((max_new - 2) // layout.page_size + 2, _MOST_BLOCKS_Z)
-    params = AppendParams(*arguments, 0, encode)
+    params = AppendParams(*arguments, 0, _encode(view))
     module.launch("append", (heads, 2, touched), _MANY_THREADS, params)
     _seal(layout, view, params, -(-max_new // layout.page_size))
-    copies = -(-min(max_new, ring) // 32)
+    copies = -(-min(max_new, view.ring_key.shape[1]) // 32)
     module.launch("append", (heads, 2, copies), _MANY_THREADS, AppendParams(*arguments, 1, 0))
 
 
-def _append_few(layout: PageLayout, view: CacheView, params: AppendParams) -> None:
+def _append_few(layout: PageLayout, view: CacheView, arguments: Sequence[int]) -> None:
     """A few tokens of each sequence, as in a decode step."""
+    params = AppendParams(*arguments, 1, _encode(view))
     device, heads = view.pages.device, view.batch * layout.num_kv_heads
     processors, sealed_apart = processor_count(device), view.feedback is not None
     if sealed_apart and heads <= processors:
@@ -156,6 +158,11 @@ def _append_few(layout: PageLayout, view: CacheView, params: AppendParams) -> No
     _seal(layout, view, params, 1)
 
 
+def _encode(view: CacheView) -> int:
+    """`encode` of encode.cuh: keys with feedback are sealed by kernels of their own."""
+    return 1 if view.feedback is None else _KEYS_APART
+
+
 def _aligned(x: Tensor) -> Tensor:
     """Keys that seal.cu can read 16 bytes at a time."""
     steps = (x.data_ptr(), *(n * x.element_size() for n in x.stride()[:-1]))
@@ -167,9 +174,10 @@ def _aligned(x: Tensor) -> Tensor:
 def _seal(
     layout: PageLayout, view: CacheView, params: AppendParams, pages: int, appending: int = 0
 ) -> None:
-    """Keys of at most so many pages of each sequence that an append completes, with feedback.
+    """Seal the keys of pages that an append completes, with feedback.
 
-    `appending`: blocks of the append that are launched with it; else it was launched just before.
+    A sequence completes at most `pages`. `appending`: blocks of the append, which is part of the
+    same launch; if 0, it was launched just before.
     """
     if view.feedback is None:
         return
@@ -196,78 +204,99 @@ def attend(
     view: CacheView,
     cu_seqlens: Tensor,
     options: AttendOptions,
-    value_center: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `reference.attend`; values are relative to `value_center` [Hkv, D]."""
+    """See `reference.attend`; values are relative to those of `view.centers`."""
     layout, device = codec.layout, query.device
-    rows, hq, d = query.shape
-    max_queries, scale, causal, window, softcap, mask, new_key, _, out = options
-    decoding = 0 < max_queries <= _MAX_QUERIES and mask is None and new_key is None
-    if not decoding or query.dtype != layout.dtype or not rows or not view.batch:
+    center = None if view.centers is None else view.centers[1]
+    if not _decodes(layout, query, view, options):
         out, lse = triton_kernels.attend(codec, query, view, cu_seqlens, options)
-        if value_center is not None:
-            out.unflatten(1, (layout.num_kv_heads, -1)).add_(value_center[:, None])
+        if center is not None:
+            out.unflatten(1, (layout.num_kv_heads, -1)).add_(center[:, None])
         return out, lse
+    rows, hq, d = query.shape
+    max_queries, scale, causal, window, softcap, *_ = options
     overlaps_append = view.overlaps_append
     if query.stride(-1) != 1:
         query, overlaps_append = query.contiguous(), False
-    group = hq // layout.num_kv_heads
-    table, heads = view.block_table, layout.num_kv_heads
-    by_length = view.plans is not None and view.same_length is None
-    plan = DecodePlan.of(layout, group, max_queries, *table.shape, device, by_length)
-    blocks = row_splits = 0
-    num_partials = view.batch * plan.num_splits if plan.num_splits > 1 else 0
-    grid = (view.batch * heads, plan.num_splits, plan.num_q_tiles)
-    if plan.num_blocks:
-        made, fresh = _split_plan(view, plan, heads * plan.num_q_tiles, window or 0)
-        blocks = made.data_ptr()
-        row_splits = blocks + _PLANNED_BYTES * plan.num_blocks
-        overlaps_append = overlaps_append and not fresh
-        num_partials, grid = plan.num_blocks, (heads, plan.num_blocks, plan.num_q_tiles)
+    cut = _cut(layout, view, hq, max_queries, window or 0)
+    plan, table = cut.plan, view.block_table
     module = _module("decode", layout, hq, plan.tile, softcap is not None, device)
 
-    out = torch.empty_like(query) if out is None else out
+    out = torch.empty_like(query) if options.out is None else options.out
     lse = torch.empty(rows, hq, dtype=torch.float32, device=device)
-    room = padded_dim(layout)
-    partials = (num_partials, max_queries, hq)
-    partial = torch.empty(*partials, room, dtype=torch.float32, device=device)
+    partials = (cut.num_partials, max_queries, hq)
+    partial = torch.empty(*partials, padded_dim(layout), dtype=torch.float32, device=device)
     partial_lse = torch.empty(partials, dtype=torch.float32, device=device)
-    rotation = _rotation_table(codec.value.rotation, device)
-    center = 0 if value_center is None else value_center.data_ptr()
-    arguments = DecodeParams(
-        *[
-            x.data_ptr()
-            for x in (
-                query, view.pages, view.block_table, view.lengths, view.left_pad,
-                view.ring_read_from, view.sink_counts, view.ring_rows, cu_seqlens,
-                view.ring_key, view.ring_value, view.sink_key, view.sink_value, rotation,
-            )
-        ],
-        center, blocks, partial.data_ptr(), partial_lse.data_ptr(), out.data_ptr(), lse.data_ptr(),
+    center_at = 0 if center is None else center.data_ptr()
+    tensors = (
+        query, view.pages, table, view.lengths, view.left_pad, view.ring_read_from,
+        view.sink_counts, view.ring_rows, cu_seqlens, view.ring_key, view.ring_value,
+        view.sink_key, view.sink_value, _rotation_table(codec.value.rotation, device),
+    )  # fmt: skip
+    params = DecodeParams(
+        *[x.data_ptr() for x in tensors],
+        center_at, cut.blocks, *[x.data_ptr() for x in (partial, partial_lse, out, lse)],
         query.stride(0), query.stride(1), out.stride(0), out.stride(1),
         table.stride(0), view.pages.stride(0), rows,
         1 / math.sqrt(d) if scale is None else scale, softcap or 0.0,
         view.ring_key.shape[1], view.sink_key.shape[1], plan.num_splits,
-        window or 0, int(causal), int(overlaps_append), table.shape[1], view.batch, max_queries,
+        window or 0, int(causal), int(overlaps_append and not cut.is_new), table.shape[1],
+        view.batch, max_queries,
     )  # fmt: skip
-    module.launch("decode", grid, 32 * plan.tile.warps, arguments, shared=plan.shared_bytes)
-    if not num_partials:
-        return out, lse
-    module.launch(
-        "merge",
-        (view.batch * max_queries * (hq // plan.merged_heads), 1, 1),
-        256,
-        *[ctypes.c_void_p(x.data_ptr()) for x in (partial, partial_lse)],
-        *[ctypes.c_void_p(address) for address in (center, row_splits)],
-        *[ctypes.c_void_p(x.data_ptr()) for x in (cu_seqlens, out, lse)],
-        *[ctypes.c_longlong(out.stride(axis)) for axis in (0, 1)],
-        *[ctypes.c_int(n) for n in (max_queries, plan.num_splits, plan.merged_heads)],
-    )
+    module.launch("decode", cut.grid, 32 * plan.tile.warps, params, shared=plan.shared_bytes)
+    if cut.num_partials:
+        grid = (view.batch * max_queries * (hq // plan.merged_heads), 1, 1)
+        addresses = (
+            partial.data_ptr(), partial_lse.data_ptr(), center_at, cut.row_splits,
+            cu_seqlens.data_ptr(), out.data_ptr(), lse.data_ptr(),
+        )  # fmt: skip
+        module.launch(
+            *("merge", grid, 256),
+            *[ctypes.c_void_p(address) for address in addresses],
+            *[ctypes.c_longlong(out.stride(axis)) for axis in (0, 1)],
+            *[ctypes.c_int(n) for n in (max_queries, plan.num_splits, plan.merged_heads)],
+        )
     return out, lse
 
 
+def _decodes(layout: PageLayout, query: Tensor, view: CacheView, options: AttendOptions) -> bool:
+    """Whether decode.cu takes a call; prefill, masks, other dtypes and empty calls it does not."""
+    few = 0 < options.max_queries <= RING_SLACK
+    plain = options.mask is None and options.new_key is None and query.dtype == layout.dtype
+    return few and plain and len(query) > 0 and view.batch > 0
+
+
+class _Cut(NamedTuple):
+    """The blocks of a call of decode.cu."""
+
+    plan: DecodePlan
+    grid: tuple[int, int, int]
+    num_partials: int
+    blocks: int = 0  # address of what split_plan.cu wrote for the blocks, and
+    row_splits: int = 0  # of the splits of each row
+    is_new: bool = False  # split_plan.cu was launched just now
+
+
+def _cut(layout: PageLayout, view: CacheView, query_heads: int, queries: int, window: int) -> _Cut:
+    """Equal splits of all sequences, or splits by lengths that the device alone knows."""
+    heads, device = layout.num_kv_heads, view.pages.device
+    by_length = view.plans is not None and view.same_length is None
+    shape = query_heads // heads, queries, *view.block_table.shape
+    plan = DecodePlan.of(layout, *shape, device, by_length)
+    if not plan.num_blocks:
+        grid = view.batch * heads, plan.num_splits, plan.num_q_tiles
+        return _Cut(plan, grid, view.batch * plan.num_splits if plan.num_splits > 1 else 0)
+    made, is_new = _split_plan(view, plan, heads * plan.num_q_tiles, window)
+    row_splits = made.data_ptr() + _PLANNED_BYTES * plan.num_blocks
+    grid = heads, plan.num_blocks, plan.num_q_tiles
+    return _Cut(plan, grid, plan.num_blocks, made.data_ptr(), row_splits, is_new)
+
+
 def _split_plan(view: CacheView, plan: DecodePlan, heads: int, window: int) -> tuple[Tensor, bool]:
-    """int32: what blocks read [num_blocks, 4], then splits of rows [B, 2]; whether just made."""
+    """The plan of split_plan.cu, and whether it was made just now.
+
+    int32: what blocks read [num_blocks, 4], then the splits of rows [B, 2].
+    """
     assert view.plans is not None
     # A graph makes its own each time it runs: lengths are others then, and memory is the graph's.
     least = plan.tile.least_split
@@ -287,13 +316,13 @@ def _split_plan(view: CacheView, plan: DecodePlan, heads: int, window: int) -> t
 
 @functools.cache  # a CUDA graph may hold its address
 def _rotation_table(rotation: Rotation, device: torch.device) -> Tensor:
-    """Signs [D], or the matrices of rotations by one: of the map and of its inverse [2, D, D]."""
+    """The signs [D] of a rotation, or the matrices of a dense one and of its inverse [2, D, D]."""
     table = rotation.table(device)
     return table if table.dim() == 1 else torch.stack((table, table.T))
 
 
 def static_step(params: StepParams, device: torch.device) -> None:
-    """The counters of a static cache for one step (static_step.cu)."""
+    """Advance the counters of a static cache by one step (static_step.cu)."""
     module = _loaded(included(STATIC_STEP), device)
     module.launch("static_step", (1, 1, 1), _STEP_THREADS, params)
 

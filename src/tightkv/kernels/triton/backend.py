@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import torch
 
+from tightkv.kernels.backend import Takes
 from tightkv.kernels.constants import unsupported_codec
 from tightkv.kernels.triton.append import append
 from tightkv.kernels.triton.attend import attend
 from tightkv.kernels.triton.device import interpreted
 from tightkv.pages.layout import PageLayout
 
-__all__ = ["NAME", "append", "attend", "unavailable", "unsupported"]
+__all__ = ["NAME", "TAKES", "append", "attend", "unavailable", "unsupported"]
 
 NAME = "triton"
-TAKES_BATCHES = False
+TAKES = Takes(ragged=True, graphs=True)
 
 
 def unavailable(device_type: str | None, asked: bool = False) -> str | None:

@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tightkv.config import KVQuantConfig
+from tightkv.kernels.backend import Backend
 from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.registry import select
 from tightkv.math.feedback import QueryMetric
 from tightkv.pages.layout import PageLayout
 from tightkv.tools.bench import baselines
 from tightkv.tools.bench.inputs import Layer, Shape, fill, layers_for
-from tightkv.tools.bench.provenance import provenance
 from tightkv.tools.bench.rivals import measure_rivals
 from tightkv.tools.bench.timing import copy_bandwidth, graph_ms
+from tightkv.tools.rows import provenance
 
 # Odd lengths: the newest page is neither empty nor full, as most of the time.
 DECODE_SHAPES = (Shape(8, 32731), Shape(32, 8155), Shape(1, 131035), Shape(1, 32731))
@@ -71,7 +71,7 @@ def decode_rows(
                 torch.cuda.empty_cache()
 
 
-def _decode_times(module: ModuleType, layers: Sequence[Layer], shape: Shape) -> dict[str, float]:
+def _decode_times(module: Backend, layers: Sequence[Layer], shape: Shape) -> dict[str, float]:
     """Milliseconds of append and attend together and of each alone; sealing pages of all or one.
 
     In vLLM a token is coded at once, keys are sealed with error feedback where they can be, and
@@ -84,21 +84,22 @@ def _decode_times(module: ModuleType, layers: Sequence[Layer], shape: Shape) -> 
     centers = tuple(_random(shape.kv_heads, shape.head_dim, device) for _ in range(2))
     options = AttendOptions(max_queries=1)
 
-    def append(layer: Layer, in_vllm: bool = False, **centers: Any) -> None:
+    def append(layer: Layer, in_vllm: bool = False) -> None:
         module.append(
             layer.codec, layer.view, key, value, cu_seqlens, layer.ring_valid_from,
-            max_new=1, encode_partial_page=in_vllm, **centers,
+            max_new=1, encode_partial_page=in_vllm,
         )  # fmt: skip
 
-    def attend(layer: Layer, **center: Tensor) -> None:
-        module.attend(layer.codec, query, layer.view, cu_seqlens, options, **center)
+    def attend(layer: Layer) -> None:
+        module.attend(layer.codec, query, layer.view, cu_seqlens, options)
 
     def step(layer: Layer, in_vllm: bool = False, centered: bool = False) -> None:
-        append(layer, in_vllm, **({"centers": centers} if centered else {}))
+        layer = _with_view(layer, centers=centers if centered else None)
+        append(layer, in_vllm)
         over = _with_view(layer, overlaps_append=True)  # as vLLM launches it
         if in_vllm:  # where the host does not know that all lengths are the same
             over = _with_view(over, same_length=None)
-        attend(over, **({"value_center": centers[1]} if centered else {}))
+        attend(over)
 
     in_vllm = partial(step, in_vllm=True)
 
@@ -127,7 +128,7 @@ def _decode_times(module: ModuleType, layers: Sequence[Layer], shape: Shape) -> 
         calls["vllm_step_with_feedback"] = (in_vllm, fed_back(layers))
         calls["vllm_step_with_feedback_and_seal"] = (in_vllm, fed_back(full))
         calls["vllm_step_with_feedback_and_seal_one"] = (in_vllm, fed_back(one))
-    if module.NAME == "cuda":  # others have no way to take centers
+    if module.TAKES.centers:
         calls["vllm_step_with_centers"] = (partial(in_vllm, centered=True), layers)
     return {name: graph_ms(_calls(call, of)) for name, (call, of) in calls.items()}
 

@@ -11,13 +11,9 @@ from typing import Any
 
 from tightkv.files.atomic import check_writable
 from tightkv.fit.calibration import SUFFIX, Calibration, save_calibration
-from tightkv.tools.cli.shared.loading import load_for
-from tightkv.tools.cli.shared.output import (
-    MissingPackageError,
-    add_output_options,
-    emit,
-    print_status,
-)
+from tightkv.tools.cli.shared.loading import add_model, load_for, need_transformers
+from tightkv.tools.cli.shared.options import add_options
+from tightkv.tools.cli.shared.output import add_output_options, emit, print_expected, print_status
 from tightkv.tools.cli.shared.progress import Progress, Working
 from tightkv.tools.model_loading.source import BUNDLED_NAME, check_source, is_hub_id
 
@@ -34,23 +30,18 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "layer that cost least at no more bytes. Use it with --calibration FILE in every command, "
         "or as the config field calibration.",
     )
-    parser.add_argument(
-        "model", nargs="?", help=f"model folder or hub id (default: the bundled {BUNDLED_NAME})"
+    add_model(parser)
+    add_options(
+        parser,
+        f"""
+        --text FILE ...  UTF-8 text, repeatable (default: prose that comes with Python)
+        --tokens=4096 N  default: 4096
+        -o, --out FILE  a {SUFFIX} file (default: MODEL{SUFFIX}, here)
+        --name NAME  of the model in the file (default: its folder's or hub id)
+        --device NAME
+        --dtype NAME
+        """,
     )
-    parser.add_argument(
-        "--text",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="UTF-8 text, repeatable (default: prose that comes with Python)",
-    )
-    parser.add_argument("--tokens", type=int, default=4096, metavar="N", help="default: 4096")
-    parser.add_argument(
-        "-o", "--out", metavar="FILE", help=f"a {SUFFIX} file (default: MODEL{SUFFIX}, here)"
-    )
-    parser.add_argument("--name", help="of the model in the file (default: its folder's or hub id)")
-    parser.add_argument("--device", metavar="NAME")
-    parser.add_argument("--dtype", metavar="NAME")
     add_output_options(parser)
 
 
@@ -83,16 +74,15 @@ def model_name(source: str | None) -> str:
 
 
 def _measure(args: argparse.Namespace, name: str) -> Calibration:
-    try:
-        from tightkv.tools.eval.forward import CacheRun, max_positions
-        from tightkv.tools.eval.layer_bits.calibrate import PREFILL, WINDOW, Calibrator
-        from tightkv.tools.eval.text import default_texts, read_text
-        from tightkv.tools.eval.windows import cut_windows
-    except ImportError:
-        raise MissingPackageError("tightkv calibrate", "transformers", "hf") from None
+    need_transformers("calibrate")
+    from tightkv.tools.eval.forward import CacheRun, max_positions
+    from tightkv.tools.eval.layer_bits.calibrate import PREFILL, WINDOW, Calibrator
+    from tightkv.tools.eval.text import read_texts
+    from tightkv.tools.eval.windows import cut_windows
+
     if args.tokens < 2 * PREFILL:
         raise ValueError(f"--tokens {args.tokens}; at least {2 * PREFILL} are needed")
-    texts = [read_text(path) for path in args.text] or default_texts()
+    texts = read_texts(args.text)
     model, tokenizer = load_for("calibrate", args.model, dtype=args.dtype, device=args.device)
     window = min(WINDOW, args.tokens, max_positions(model) or WINDOW)
     windows = cut_windows(tokenizer, texts, window, max(1, args.tokens // window))
@@ -102,9 +92,7 @@ def _measure(args: argparse.Namespace, name: str) -> Calibration:
         start = time.perf_counter()
         CacheRun(model).feed(ids)
     passes = windows.ids.numel() * _PASSES + window * _GRADIENT_PASSES
-    seconds = (time.perf_counter() - start) / ids.numel() * passes
-    duration = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
-    print_status(f"{windows.ids.numel()} tokens; this takes about {duration}")
+    print_expected(windows.ids.numel(), (time.perf_counter() - start) / ids.numel() * passes)
     begin = time.monotonic()
     prefill = min(PREFILL, window // 2)
     # File names alone: where a text lay is nobody's business.

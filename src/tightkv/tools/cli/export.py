@@ -9,15 +9,11 @@ from pathlib import Path
 
 from tightkv.files.atomic import check_folder
 from tightkv.tools.cli.shared.config_flags import add_config_flags, config_from_args
-from tightkv.tools.cli.shared.loading import load_for
-from tightkv.tools.cli.shared.output import (
-    MissingPackageError,
-    add_output_options,
-    emit,
-    human_bytes,
-)
+from tightkv.tools.cli.shared.loading import add_model, load_for, need_transformers
+from tightkv.tools.cli.shared.options import add_options
+from tightkv.tools.cli.shared.output import add_output_options, emit, human_bytes
 from tightkv.tools.cli.shared.progress import Working
-from tightkv.tools.model_loading.source import BUNDLED_NAME, DTYPE_NAMES, check_source
+from tightkv.tools.model_loading.source import DTYPE_NAMES, check_source
 
 MAX_TOKENS = 2048
 
@@ -28,35 +24,22 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Compile a model with its compressed cache into one file. "
         "`tightkv run` runs it, and so does any process that has libtorch (docs/export.md).",
     )
-    parser.add_argument(
-        "model", nargs="?", help=f"model folder or hub id (default: the bundled {BUNDLED_NAME})"
-    )
+    add_model(parser)
     parser.add_argument(
         "--output", required=True, metavar="FOLDER", help="a new folder, or an exported model's"
     )
-    parser.add_argument(
-        "--format",
-        choices=("pt2", "pte"),
-        default="pt2",
-        help="pt2: an AOTInductor package, for libtorch (default); pte: for ExecuTorch",
-    )
-    parser.add_argument(
-        "--backend",
-        choices=("xnnpack", "portable", "cpu", "cuda"),
-        help="of a pte: xnnpack (default) or portable; of a pt2: cpu (default) or cuda, for GPUs "
-        "like the one here",
-    )
-    parser.add_argument(
-        "--max-tokens",
-        type=int,
-        default=MAX_TOKENS,
-        metavar="N",
-        help=f"prompt and answer together; the cache has this size (default: {MAX_TOKENS})",
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=DTYPE_NAMES,
-        help="default: of a pte float32, which XNNPACK computes; else bfloat16 where it is fast",
+    add_options(
+        parser,
+        f"""
+        --format=pt2 {{pt2,pte}}  pt2: an AOTInductor package, for libtorch (default); pte: for
+            ExecuTorch
+        --backend {{xnnpack,portable,cpu,cuda}}  of a pte: xnnpack (default) or portable; of a pt2:
+            cpu (default) or cuda, for GPUs like the one here
+        --max-tokens={MAX_TOKENS} N  prompt and answer together; the cache has this size
+            (default: {MAX_TOKENS})
+        --dtype {{{",".join(DTYPE_NAMES)}}}  default: of a pte float32, which XNNPACK computes;
+            else bfloat16 where it is fast
+        """,
     )
     add_output_options(parser)
     add_config_flags(parser)
@@ -83,10 +66,7 @@ def run(args: argparse.Namespace) -> int:
         raise NotADirectoryError(f"--output {args.output!r} is a file; give a folder")
     check_folder(folder)
     check_source(args.model)
-    try:
-        import transformers  # noqa: F401
-    except ImportError:
-        raise MissingPackageError("tightkv export", "transformers", "hf") from None
+    need_transformers("export")
     start = time.monotonic()
     # a pte is for another processor than the one here
     dtype = args.dtype or ("float32" if args.format == "pte" else None)
@@ -94,9 +74,10 @@ def run(args: argparse.Namespace) -> int:
         "export", args.model, dtype=dtype, device="cuda" if on_gpu else "cpu"
     )
     from tightkv.integrations.transformers.package import write_package
+    from tightkv.tools.eval.forward import max_positions
     from tightkv.tools.model_loading.load import quiet
 
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    limit = max_positions(model)
     if limit is not None and args.max_tokens > limit:
         raise ValueError(f"--max-tokens {args.max_tokens}; the model takes {limit}")
     with quiet(), Working("exporting") as work:

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from tightkv.tools.cli.generate.prompt import encode, read_prompts
-from tightkv.tools.cli.shared.output import MissingPackageError, add_output_options, emit
+from tightkv.tools.cli.shared.loading import need_transformers
+from tightkv.tools.cli.shared.options import add_options
+from tightkv.tools.cli.shared.output import add_output_options, emit
 from tightkv.tools.cli.shared.progress import Working
 
 
@@ -20,10 +22,15 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "run only those you trust.",
     )
     parser.add_argument("file", help="the folder that tightkv export wrote, or the model in it")
-    parser.add_argument("--prompt", metavar="TEXT", help="without it: standard input")
-    parser.add_argument("--prompt-file", metavar="FILE")
-    parser.add_argument("--raw", action="store_true", help="do not use the chat template")
-    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default: 128")
+    add_options(
+        parser,
+        """
+        --prompt TEXT  without it: standard input
+        --prompt-file FILE
+        --raw  do not use the chat template
+        --max-new-tokens=128 N  default: 128
+        """,
+    )
     add_output_options(parser)
 
 
@@ -38,10 +45,9 @@ def run(args: argparse.Namespace) -> int:
     folder = given if given.is_dir() else given.parent
     prompts = [] if args.prompt is None else [args.prompt]
     (prompt,) = read_prompts(prompts, args.prompt_file, False)
-    try:
-        import transformers
-    except ImportError:
-        raise MissingPackageError("tightkv run", "transformers", "hf") from None
+    need_transformers("run")
+    import transformers
+
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from tightkv.integrations.transformers.package import load_package, read_about
 

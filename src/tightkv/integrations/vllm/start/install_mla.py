@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import fields
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from tightkv.config import KVQuantConfig
 from tightkv.integrations.vllm.layer_shapes import is_latent
 from tightkv.integrations.vllm.options import EngineOptions
 from tightkv.integrations.vllm.start.engine_checks import WAITS_FOR_DEVICE
+from tightkv.kernels.backend import LatentBackend
 from tightkv.model_shape.shape import BESIDE_OTHERS, INDEXED, LATENT_WINDOW
 from tightkv.pages.latent import LatentLayout, latent_layout
 
@@ -90,7 +90,7 @@ def layout_of_layers(
     return latent_layout(cfg, *sizes.pop(), dtype)
 
 
-def latent_kernels(device: torch.device) -> ModuleType:
+def latent_kernels(device: torch.device) -> LatentBackend:
     if device.type == "cuda":
         from tightkv.kernels.triton import mla
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from tightkv.integrations.vllm.step.metadata import BatchPart
+from tightkv.kernels.backend import Backend
 from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.ragged import fits_varlen
 from tightkv.kernels.ragged_plan import most_bytes, workspace_tokens
@@ -20,13 +19,14 @@ from tightkv.pages.codec import Codec
 
 # Ring key and value [rows + 1, n, Hkv, D], sink key and value [at least rows + 1, n, Hkv, D].
 Rings = tuple[Tensor, ...]
+Centered = tuple[Tensor, Tensor] | None  # centers of keys and values [Hkv, D]
 
 
 @dataclass(frozen=True)
 class LayerStep:
     """Append to pages and rings, then attend to both; part by part."""
 
-    kernels: ModuleType
+    kernels: Backend
     codec: Codec
     scale: float
     softcap: float | None
@@ -37,26 +37,20 @@ class LayerStep:
 
     @property
     def kernel_name(self) -> str:
-        name: str = self.kernels.NAME
-        return name
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.kernel_name in ("cuda", "triton")
+        return self.kernels.NAME
 
     @property
     def workspace_tokens(self) -> int | None:
-        """Tokens of prompts that can be attended to in one call; None where they cannot."""
+        """Tokens of prompts that one call of attention takes; None if prompts cannot share one."""
         layout, plain = self.codec.layout, self.window is None and self.softcap is None
-        if not plain or not self.on_gpu or not fits_varlen(layout) or varlen_attention() is None:
-            return None
-        return workspace_tokens(layout)
+        shares = plain and self.kernels.TAKES.ragged and fits_varlen(layout)
+        return workspace_tokens(layout) if shares and varlen_attention() is not None else None
 
     def take_workspace(self, query: Tensor, copied: int = 0) -> None:
-        """Allocate for a moment what a step of these queries [N, Hq, D] takes at most.
+        """Allocate and free the memory that a step of queries [N, Hq, D] takes at most.
 
-        `copied`: bytes of what the layer makes of its inputs before. This is done in the run that
-        measures memory, of every engine: kernels are compiled once per process.
+        Every engine does so in the run that measures memory. `copied`: bytes of copies that the
+        layer makes of its inputs before.
         """
         if self.workspace_tokens is not None:
             size = most_bytes(self.codec.layout, *query.shape[:2])
@@ -73,18 +67,31 @@ class LayerStep:
         output: Tensor,
         inherited: tuple[Tensor, Tensor] | None = None,
         feedback: Tensor | None = None,
-        centers: tuple[Tensor, Tensor] | None = None,
+        centers: Centered = None,
     ) -> None:
         """query [N, Hq, D], key and value [N, Hkv, D] -> output [N, Hq, D].
 
-        Tokens are stored relative to `centers`. Kernels do it while decoding, where they can.
+        Tokens are stored relative to `centers`. `inherited`: see `TightMetadata`.
         """
-        append = self.kernels.append
-        if centers is not None and self._fuses_centers(parts):
-            append = partial(append, centers=centers)
-        elif centers is not None:
+        fused = self._fused(centers, parts)
+        if centers is not None and fused is None:
             key, value = key - centers[0], value - centers[1]
-        self._append(append, parts, pages, rings, key, value, inherited, feedback)
+        if inherited is not None:
+            to, source = inherited  # a row may be both: all are read before any is written
+            for sinks in rings[2:]:
+                sinks[to] = sinks[source]
+        # All tokens are written before any is read: sequences share blocks within a step.
+        for part in parts:
+            self.kernels.append(
+                self.codec,
+                _view(pages, rings, part, context=False, feedback=feedback, centers=fused),
+                key[part.tokens],
+                value[part.tokens],
+                part.query_start_loc,
+                part.rows.ring_valid_from,
+                max_new=part.max_query_len,
+                encode_partial_page=True,
+            )
         overlaps = len(parts) == 1
         self.attend(parts, pages, rings, query, (key, value), output, centers, overlaps)
 
@@ -96,24 +103,22 @@ class LayerStep:
         query: Tensor,
         new_tokens: tuple[Tensor, Tensor] | None,
         output: Tensor,
-        centers: tuple[Tensor, Tensor] | None = None,
+        centers: Centered = None,
         overlaps_append: bool = False,
     ) -> None:
         """Attention alone; `new_tokens` are key and value [N, Hkv, D], needed by prompts.
 
         They are relative to `centers`, as the tokens of the cache are.
         """
-        attend, fused = self.kernels.attend, self._fuses_centers(parts)
-        if centers is not None and fused:
-            attend = partial(attend, value_center=centers[1])
+        fused = self._fused(centers, parts)
         for part in parts:
             mine, key, value = part.tokens, None, None
             if part.is_prefill and new_tokens is not None:
                 key, value = (x[mine] for x in new_tokens)
-            _, lse = attend(
+            _, lse = self.kernels.attend(
                 self.codec,
                 query[mine],
-                _view(pages, rings, part, context=part.is_prefill, overlaps_append=overlaps_append),
+                _view(pages, rings, part, part.is_prefill, overlaps_append, centers=fused),
                 part.query_start_loc,
                 AttendOptions(
                     max_queries=part.max_query_len,
@@ -127,39 +132,13 @@ class LayerStep:
             )
             if self.sink_logits is not None:
                 output[mine].mul_(torch.sigmoid(lse - self.sink_logits)[..., None])
-        if centers is not None and not fused:
+        if centers is not None and fused is None:
             output.unflatten(1, (centers[1].shape[0], -1)).add_(centers[1][:, None])
 
-    def _fuses_centers(self, parts: Sequence[BatchPart]) -> bool:
-        return self.kernel_name == "cuda" and not any(part.is_prefill for part in parts)
-
-    def _append(
-        self,
-        append: Callable[..., None],
-        parts: Sequence[BatchPart],
-        pages: Tensor,
-        rings: Rings,
-        key: Tensor,
-        value: Tensor,
-        inherited: tuple[Tensor, Tensor] | None,
-        feedback: Tensor | None,
-    ) -> None:
-        if inherited is not None:
-            to, source = inherited  # a row may be both: all are read before any is written
-            for sinks in rings[2:]:
-                sinks[to] = sinks[source]
-        # All tokens are written before any is read: sequences share blocks within a step.
-        for part in parts:
-            append(
-                self.codec,
-                _view(pages, rings, part, context=False, feedback=feedback),
-                key[part.tokens],
-                value[part.tokens],
-                part.query_start_loc,
-                part.rows.exact_starts,
-                max_new=part.max_query_len,
-                encode_partial_page=True,
-            )
+    def _fused(self, centers: Centered, parts: Sequence[BatchPart]) -> Centered:
+        """The centers, if the kernels take them: not for prompts, which need the differences."""
+        fuses = self.kernels.TAKES.centers and not any(part.is_prefill for part in parts)
+        return centers if fuses else None
 
 
 def _view(
@@ -169,6 +148,7 @@ def _view(
     context: bool,
     overlaps_append: bool = False,
     feedback: Tensor | None = None,
+    centers: Centered = None,
 ) -> CacheView:
     """The cache with a part's new tokens, or only what came before them."""
     rows, count = part.rows, len(rings[0])
@@ -176,8 +156,8 @@ def _view(
         pages=pages,
         block_table=part.block_table,
         lengths=rows.before if context else rows.lengths,
-        left_pad=part.starts,
-        ring_read_from=rows.context_ring_starts if context else rows.ring_starts,
+        left_pad=part.left_pad,
+        ring_read_from=rows.context_ring_read_from if context else rows.ring_read_from,
         sink_counts=rows.context_sink_counts if context else rows.sink_counts,
         ring_rows=rows.ring_rows,
         ring_key=rings[0],
@@ -189,4 +169,5 @@ def _view(
         plans=None if context else part.plans,
         overlaps_append=overlaps_append,
         feedback=feedback,
+        centers=centers,
     )

@@ -15,14 +15,14 @@ from tightkv.kernels.ragged_plan import RaggedGroup, plan_groups
 
 @dataclass(frozen=True)
 class BatchPart:
-    """Neighbouring sequences of a batch that are treated alike."""
+    """Neighboring sequences of a batch that are treated alike."""
 
     tokens: slice  # of the batch
     query_start_loc: Tensor  # int32 [B + 1], where each sequence's tokens begin among these
     max_query_len: int  # new tokens of one sequence
     is_prefill: bool  # the new tokens are read from the batch, not from the cache (prefill)
     block_table: Tensor  # int32 [B, max_pages]
-    starts: Tensor  # int32 [B], zeros
+    left_pad: Tensor  # int32 [B], zeros
     rows: BatchRings
     context_len: int | None = None  # tokens before the new ones, of a single sequence
     ragged: tuple[RaggedGroup, ...] = ()  # of prompts that share a workspace
@@ -46,7 +46,7 @@ def make_part(
     zeros: Tensor,
     workspace_tokens: int | None = None,
 ) -> BatchPart:
-    """Those sequences of the batch; where tokens of each begin is known on the host too."""
+    """The sequences of `part`; the host knows too where the tokens of each begin."""
     begin, end = part.begin, part.end
     starts = query_start_loc_cpu[begin : end + 1]
     mine = query_start_loc[begin : end + 1]
@@ -62,7 +62,7 @@ def make_part(
         max_query_len=part.max_query_len,
         is_prefill=part.is_prefill,
         block_table=pages[begin:end],
-        starts=zeros[: end - begin],
+        left_pad=zeros[: end - begin],
         rows=BatchRings(*(column[begin:end] for column in rows)),
         context_len=part.context_len,
         ragged=groups,

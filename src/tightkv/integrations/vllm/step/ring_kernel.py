@@ -5,13 +5,12 @@ One program has all sequences of the batch. Its warps see each other's writes af
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from tightkv.integrations.vllm.step.ring_table import NEVER, STEP, BatchRings, RingTable
 from tightkv.pages.layout import RING_SLACK
 
 NOBODY = 1 << 30  # more than any batch
@@ -33,7 +32,7 @@ def _window(newest, PAGE: tl.constexpr, EXACT_PAGES: tl.constexpr):
 
 @triton.jit
 def _longest_unused(used_at, order, rank, wanting, rows, ROWS: tl.constexpr):
-    """Row number `rank` of those ordered by their last use."""
+    """The row at place `rank` in the order of last use, oldest first."""
     row = tl.arange(0, ROWS)
     mine = tl.load(used_at + row, mask=row < rows, other=0)
     place = tl.zeros([ROWS], tl.int32)
@@ -64,14 +63,14 @@ def _longest_unused(used_at, order, rank, wanting, rows, ROWS: tl.constexpr):
 def _decode_step_kernel(
     block_table, lengths, query_start_loc, slots, out,
     steps, row_of_block, written_at, content, sink_row, sink_content,
-    block, block_before, length, exact_start, sink_count, first_block, used_at, claims, order,
+    block, block_before, length, ring_valid_from, sink_count, first_block, used_at, claims, order,
     batch, tokens, columns, table_stride, out_stride, rows,
     BATCH: tl.constexpr, ROWS: tl.constexpr, NEW: tl.constexpr, TAKEN_BACK: tl.constexpr,
     PAGE: tl.constexpr, EXACT_PAGES: tl.constexpr, RING: tl.constexpr, SINKS: tl.constexpr,
     WINDOW: tl.constexpr, SLACK: tl.constexpr, STEP: tl.constexpr, NEVER: tl.constexpr,
     NOBODY: tl.constexpr,
 ):  # fmt: skip
-    """See `RingTable.step`, whose names these are."""
+    """See `RingTable.step`; the names are the same."""
     here = tl.arange(0, BATCH)
     there = here < batch
     start = tl.load(query_start_loc + here, mask=there, other=0).to(tl.int64)
@@ -106,7 +105,7 @@ def _decode_step_kernel(
         by = tl.load(written_at + last)
         matched &= (by < now * STEP) | (by == stamp)
     lost = had - before
-    started = tl.load(exact_start + own)
+    started = tl.load(ring_valid_from + own)
     matched &= tl.load(block + own) == last
     matched &= (lost >= 0) & (lost <= TAKEN_BACK) & (before > started)
     claimed = matched
@@ -150,7 +149,7 @@ def _decode_step_kernel(
     tl.store(block + mine, newest, mask=has_row)
     tl.store(block_before + mine, older, mask=has_row)
     tl.store(length + mine, after, mask=has_row)
-    tl.store(exact_start + mine, exact_after, mask=has_row)
+    tl.store(ring_valid_from + mine, exact_after, mask=has_row)
     tl.store(sink_count + mine, sinks_after, mask=has_row)
     tl.store(sink_content + mine, name, mask=has_row)
     tl.store(sink_row + begun, mine, mask=(sinks_after > 0) & (gone == 0))
@@ -164,14 +163,14 @@ def _decode_step_kernel(
     tl.store(steps, now + 1)
 
     seen = tl.where(counts <= SLACK, before, after - 1)
-    ring_starts = tl.minimum(tl.maximum(exact_after, _window(seen, PAGE, EXACT_PAGES)), after)
+    ring_read_from = tl.minimum(tl.maximum(exact_after, _window(seen, PAGE, EXACT_PAGES)), after)
     context = tl.minimum(tl.maximum(exact_after, _window(before - 1, PAGE, EXACT_PAGES)), before)
     to = out + here
     tl.store(to, after.to(tl.int32), mask=there)
     tl.store(to + out_stride, before.to(tl.int32), mask=there)
     tl.store(to + 2 * out_stride, mine.to(tl.int32), mask=there)
     tl.store(to + 3 * out_stride, exact_before.to(tl.int32), mask=there)
-    tl.store(to + 4 * out_stride, tl.where(has_row, ring_starts, after).to(tl.int32), mask=there)
+    tl.store(to + 4 * out_stride, tl.where(has_row, ring_read_from, after).to(tl.int32), mask=there)
     tl.store(to + 5 * out_stride, sinks_after.to(tl.int32), mask=there)
     tl.store(to + 6 * out_stride, tl.where(matched, context, before).to(tl.int32), mask=there)
     tl.store(to + 7 * out_stride, sinks_before.to(tl.int32), mask=there)
@@ -180,19 +179,14 @@ def _decode_step_kernel(
 
 
 def decode_step(
-    table: Any,
+    table: RingTable,
     block_table: Tensor,
     lengths: Tensor,
     query_start_loc: Tensor,
     slots: Tensor,
     out: Tensor,
-    numbers: tuple[int, int],
-) -> None:
-    """`RingTable.step` of `table` without copies, into `out`; at most `taken_back` + 1 tokens each.
-
-    `numbers` are STEP and NEVER of ring_table.py.
-    """
-    step, never = numbers
+) -> BatchRings:
+    """`RingTable.step` without copies; a sequence has at most `taken_back` + 1 new tokens."""
     if table.claims is None:
         device = lengths.device
         table.claims = torch.full((table.rows + 1,), NOBODY, dtype=torch.int32, device=device)
@@ -201,12 +195,13 @@ def decode_step(
     _decode_step_kernel[(1,)](
         block_table, lengths, query_start_loc, slots, out,
         table.steps, table.row_of_block, table.written_at, table.content, table.sink_row,
-        table.sink_content, table.block, table.block_before, table.length, table.exact_start,
+        table.sink_content, table.block, table.block_before, table.length, table.ring_valid_from,
         table.sink_count, table.first_block, table.used_at, table.claims, table.order,
         len(lengths), len(slots), block_table.shape[1], block_table.stride(0), out.stride(0),
         table.rows, BATCH=size, ROWS=triton.next_power_of_2(max(16, table.rows)),
         NEW=table.taken_back + 1, TAKEN_BACK=table.taken_back, PAGE=table.page_size,
         EXACT_PAGES=table.exact_pages, RING=table.ring, SINKS=table.sinks,
-        WINDOW=table.window or never, SLACK=RING_SLACK, STEP=step, NEVER=never,
+        WINDOW=table.window or NEVER, SLACK=RING_SLACK, STEP=STEP, NEVER=NEVER,
         NOBODY=NOBODY, num_warps=min(8, size // 32 or 1),
     )  # fmt: skip
+    return BatchRings(*out[:, : len(lengths)].unbind())

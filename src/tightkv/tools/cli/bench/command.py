@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tightkv.config import PRESETS, KVQuantConfig
 from tightkv.files.atomic import check_appendable
 from tightkv.tools.cli.bench import vllm
+from tightkv.tools.cli.shared.options import add_options
 from tightkv.tools.cli.shared.output import (
     add_output_options,
     check_plot,
@@ -37,41 +38,34 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     kinds = parser.add_subparsers(dest="bench", metavar="WHAT", required=True)
     decode = kinds.add_parser("decode", help="one new token over a long cache")
-    decode.add_argument(
-        "--tokens", type=int, action="append", metavar="N", help="context length, repeatable"
+    add_options(
+        decode,
+        """
+        --tokens N ...  context length, repeatable
+        --batch=1 N  with --tokens
+        --heads N  default: 32
+        --kv-heads N  default: 8
+        --head-dim N  default: 128
+        --ragged  a mix of lengths from 1024 to --tokens, on a GPU
+        --kernels NAME ...  repeatable (default: the best)
+        --against WORD ...  measure only rivals whose name has this word, on a GPU; repeatable
+            (default: all)
+        --repeats=15 REPEATS:int  rounds, on a CPU (default: 15)
+        --threads N  on a CPU
+        """,
     )
-    decode.add_argument("--batch", type=int, default=1, metavar="N", help="with --tokens")
-    for name, default in (("heads", 32), ("kv-heads", 8), ("head-dim", 128)):
-        decode.add_argument(f"--{name}", type=int, metavar="N", help=f"default: {default}")
-    decode.add_argument(
-        "--ragged", action="store_true", help="a mix of lengths from 1024 to --tokens, on a GPU"
-    )
-    decode.add_argument(
-        "--kernels", action="append", metavar="NAME", help="repeatable (default: the best)"
-    )
-    decode.add_argument(
-        "--against",
-        action="append",
-        metavar="WORD",
-        help="measure only rivals whose name has this word, on a GPU; repeatable (default: all)",
-    )
-    decode.add_argument("--repeats", type=int, default=15, help="rounds, on a CPU (default: 15)")
-    decode.add_argument("--threads", type=int, metavar="N", help="on a CPU")
     store = kinds.add_parser("store", help="appending many tokens at once, on a GPU")
-    store.add_argument("--tokens", type=int, action="append", metavar="N", help="repeatable")
+    add_options(store, "--tokens N ...  repeatable")
     extend = kinds.add_parser("extend", help="a chunk of queries over a long cache, on a GPU")
-    extend.add_argument("--chunk", type=int, default=2048, metavar="N", help="default: 2048")
-    extend.add_argument("--prefix", type=int, action="append", metavar="N", help="repeatable")
+    add_options(extend, "--chunk=2048 N  default: 2048\n--prefix N ...  repeatable")
     model = kinds.add_parser("model", help="decoding with a Llama-3.1-8B-shaped model, on a GPU")
-    model.add_argument(
-        "--size", action="append", metavar="BxN", help="sequences x context, repeatable"
-    )
+    add_options(model, "--size BxN ...  sequences x context, repeatable")
     for kind in (decode, store, extend, model):
-        kind.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
-        kind.add_argument("--preset", choices=PRESETS, action="append", help="repeatable")
+        add_options(kind, "--device {cpu,cuda}  default: cuda if there is one")
+        add_options(kind, f"--preset {{{','.join(PRESETS)}}} ...  repeatable")
     engines = vllm.add_parsers(kinds)
     for kind in (decode, store, extend, model, *engines):
-        kind.add_argument("--out", metavar="FILE", help="append the rows to a JSON-lines file")
+        add_options(kind, "--out FILE  append the rows to a JSON-lines file")
         add_output_options(kind, plot="draw the ratios")
 
 
@@ -120,7 +114,7 @@ def _decode_cpu(args: argparse.Namespace) -> Iterator[Row]:
 
     from tightkv.tools.bench import cpu
 
-    if args.kernels not in (None, ["cpu"]):
+    if args.kernels not in ([], ["cpu"]):
         raise ValueError(f"--kernels {args.kernels}; on a CPU cpu is measured, and the reference")
     for option in ("ragged", "against"):
         if getattr(args, option):

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tightkv.tools.cli.shared.options import add_options
 from tightkv.tools.cli.shared.output import MissingPackageError, format_table, parse_bytes
 from tightkv.tools.cli.shared.progress import Progress, Working
 
@@ -35,56 +36,31 @@ def _add_engine(
 ) -> argparse.ArgumentParser:
     parser = kinds.add_parser("engine", help="KV caches side by side in vLLM, offline")
     parser.add_argument("model", nargs="?", help="model folder or hub id, as vLLM accepts it")
-    parser.add_argument("--shape", metavar="NAME", help="random weights instead: llama-3.1-8b, ...")
-    parser.add_argument(
-        "--kv",
-        action="append",
-        metavar="NAME",
-        help="auto (vLLM's own cache), fp8, another cache of vLLM's or a preset, repeatable "
-        "(default: auto, k4v4, and fp8 on a GPU)",
+    add_options(
+        parser,
+        f"""
+        --shape NAME  random weights instead: llama-3.1-8b, ...
+        --kv NAME ...  auto (vLLM's own cache), fp8, another cache of vLLM's or a preset, repeatable
+            (default: auto, k4v4, and fp8 on a GPU)
+        --size BxN ...  batch and context of a decode measurement, as in 32x8192, repeatable
+        --prefill N ...  prompt length of a prefill measurement, repeatable (default: the contexts
+            of --size)
+        --new-lengths  also measure the first prompt of a length, near each prefill
+        --mixed N  also measure N requests that arrive at once
+        --mixed-prompts LOW-HIGH  their lengths in tokens (default: {_PROMPTS[0]}, on a CPU
+            {_PROMPTS[1]})
+        --mixed-answers LOW-HIGH  their lengths in tokens (default: {_ANSWERS[0]}, on a CPU
+            {_ANSWERS[1]})
+        --decode-tokens N  default: 64, on a CPU 16
+        --repeats=3 N  default: 3
+        --dtype DTYPE  default: bfloat16, on a CPU float32
+        --kv-memory SIZE  for the KV cache, as in 4GiB (default: what vLLM finds free, on a CPU
+            1GiB)
+        --engine-args={{}} JSON  further arguments of vllm.LLM
+        --timeout=3600 S:float  for one engine (default: 3600)
+        --log FILE  append the engines' output to a file
+        """,
     )
-    parser.add_argument(
-        "--size",
-        action="append",
-        metavar="BxN",
-        help="batch and context of a decode measurement, as in 32x8192, repeatable",
-    )
-    parser.add_argument(
-        "--prefill",
-        type=int,
-        action="append",
-        metavar="N",
-        help="prompt length of a prefill measurement, repeatable (default: the contexts of --size)",
-    )
-    parser.add_argument(
-        "--new-lengths",
-        action="store_true",
-        help="also measure the first prompt of a length, near each prefill",
-    )
-    parser.add_argument(
-        "--mixed", type=int, metavar="N", help="also measure N requests that arrive at once"
-    )
-    for name, gpu, cpu in (("prompts", *_PROMPTS), ("answers", *_ANSWERS)):
-        parser.add_argument(
-            f"--mixed-{name}",
-            metavar="LOW-HIGH",
-            help=f"their lengths in tokens (default: {gpu}, on a CPU {cpu})",
-        )
-    parser.add_argument("--decode-tokens", type=int, metavar="N", help="default: 64, on a CPU 16")
-    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="default: 3")
-    parser.add_argument("--dtype", help="default: bfloat16, on a CPU float32")
-    parser.add_argument(
-        "--kv-memory",
-        metavar="SIZE",
-        help="for the KV cache, as in 4GiB (default: what vLLM finds free, on a CPU 1GiB)",
-    )
-    parser.add_argument(
-        "--engine-args", default="{}", metavar="JSON", help="further arguments of vllm.LLM"
-    )
-    parser.add_argument(
-        "--timeout", type=float, default=3600, metavar="S", help="for one engine (default: 3600)"
-    )
-    parser.add_argument("--log", metavar="FILE", help="append the engines' output to a file")
     return parser
 
 
@@ -99,20 +75,18 @@ def _add_serve(
         metavar="NAME=URL",
         help="as in k4v4=http://127.0.0.1:8000, repeatable; ratios are to the first",
     )
-    parser.add_argument("--model", help="name it is served under (default: the server's first)")
-    for name, default, text in (
-        ("requests", 64, "in total, to each server"),
-        ("concurrency", 16, "requests at a time"),
-        ("prompt-tokens", 512, "of each request"),
-        ("output-tokens", 128, "of each request"),
-    ):
-        parser.add_argument(
-            f"--{name}", type=int, default=default, metavar="N", help=f"{text} (default: {default})"
-        )
-    parser.add_argument(
-        "--seconds", type=float, default=600, help="at most, for each server (default: 600)"
+    add_options(
+        parser,
+        """
+        --model MODEL  name it is served under (default: the server's first)
+        --requests=64 N  in total, to each server (default: 64)
+        --concurrency=16 N  requests at a time (default: 16)
+        --prompt-tokens=512 N  of each request (default: 512)
+        --output-tokens=128 N  of each request (default: 128)
+        --seconds=600 SECONDS:float  at most, for each server (default: 600)
+        --seed SEED:int  of the prompts (default: a new one each run)
+        """,
     )
-    parser.add_argument("--seed", type=int, help="of the prompts (default: a new one each run)")
     return parser
 
 

@@ -7,35 +7,32 @@ from pathlib import Path
 
 from tightkv.config import PRESETS
 from tightkv.files.atomic import check_appendable
-from tightkv.tools.cli.shared.output import (
-    MissingPackageError,
-    add_output_options,
-    check_plot,
-    emit,
-)
+from tightkv.tools.cli.shared.loading import need_transformers
+from tightkv.tools.cli.shared.options import add_options
+from tightkv.tools.cli.shared.output import add_output_options, check_plot, emit
 from tightkv.tools.cli.shared.server_file import model_of
 from tightkv.tools.eval.configs import parse_configs
 from tightkv.tools.model_loading.source import BUNDLED_NAME, DTYPE_NAMES, check_source
 
 TASKS = ("quality", "free", "passkey", "recall", "tools", "needles", "greedy")
 FILE_TASKS = ("lambada", "gsm8k")  # measured when their file is given
-# option -> (default, with --quick, least)
+# option -> default, with --quick, least, help
 SIZES = {
-    "window": (2048, 512, 3),
-    "windows": (8, 2, 1),
-    "prefill": (256, 128, 1),
-    "chunk": (16, 16, 1),
-    "batch": (8, 8, 1),
-    "max_context": (8192, 512, 1),
-    "depths": (5, 5, 1),
-    "needles": (5, 5, 1),
-    "calls": (8, 4, 1),
-    "prompts": (8, 4, 1),
-    "prompt_tokens": (512, 384, 2),
-    "new_tokens": (64, 32, 1),
-    "limit": (200, 20, 1),
-    "shots": (4, 4, 0),
-    "answer_tokens": (256, 128, 1),
+    "window": (2048, 512, 3, "tokens of a window"),
+    "windows": (8, 2, 1, "windows, spread evenly over the texts"),
+    "prefill": (256, 128, 1, "first tokens of a window, not scored"),
+    "chunk": (16, 16, 1, "tokens a forward pass after that"),
+    "batch": (8, 8, 1, "windows or prompts at a time"),
+    "max_context": (8192, 512, 1, "longest context, if the model has it"),
+    "depths": (5, 5, 1, "passkeys or values per context"),
+    "needles": (5, 5, 1, "facts hidden in a context"),
+    "calls": (8, 4, 1, "tool calls per context"),
+    "prompts": (8, 4, 1, "prompts to continue"),
+    "prompt_tokens": (512, 384, 2, "tokens of such a prompt"),
+    "new_tokens": (64, 32, 1, "tokens to continue it by"),
+    "limit": (200, 20, 1, "examples of --lambada and --gsm8k"),
+    "shots": (4, 4, 0, "solved problems before one of --gsm8k"),
+    "answer_tokens": (256, 128, 1, "tokens to solve it with"),
 }
 
 
@@ -52,96 +49,40 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="MODEL",
         help=f"model folders or hub ids (default: the bundled {BUNDLED_NAME})",
     )
-    parser.add_argument(
-        "--presets",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help=f"all, or any of {', '.join(PRESETS)}",
+    add_options(
+        parser,
+        f"""
+        --presets NAME+  all, or any of {", ".join(PRESETS)}
+        --config FILE ...  JSON; may be repeated
+        --calibration FILE  of the model (tightkv calibrate): each of these configs is also measured
+            with it
+        --text FILE ...  UTF-8, may be repeated (default: prose that comes with Python)
+        --lambada FILE  last words of passages: JSON lines with "text"
+        --gsm8k FILE  problems: JSON lines with "question" and "answer"
+        --tasks {{{",".join((*TASKS, *FILE_TASKS))}}}+  default: {", ".join(TASKS)}, and those whose
+            file is given
+        --quick  small sizes: a first look
+        --seed=0 SEED:int  of facts and draws (default: 0)
+        --temperature=1 TEMPERATURE:float  of free-running text; 0 is greedy (default: 1)
+        --device DEVICE  cpu, cuda, cuda:N or auto (default: cuda if there is one)
+        --dtype {{{",".join(DTYPE_NAMES)}}}  default: bfloat16 where it is fast
+        --results FILE  where results are stored and reused (default: eval.jsonl in tightkv's cache)
+        --fresh  measure everything again, even if results are stored
+        --out FILE  append one JSON row per config (.jsonl)
+        """,
     )
-    parser.add_argument(
-        "--config", action="append", default=[], metavar="FILE", help="JSON; may be repeated"
-    )
-    parser.add_argument(
-        "--calibration",
-        metavar="FILE",
-        help="of the model (tightkv calibrate): each of these configs is also measured with it",
-    )
-    parser.add_argument(
-        "--text",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="UTF-8, may be repeated (default: prose that comes with Python)",
-    )
-    parser.add_argument(
-        "--lambada", metavar="FILE", help='last words of passages: JSON lines with "text"'
-    )
-    parser.add_argument(
-        "--gsm8k", metavar="FILE", help='problems: JSON lines with "question" and "answer"'
-    )
-    parser.add_argument(
-        "--tasks",
-        nargs="+",
-        choices=(*TASKS, *FILE_TASKS),
-        help=f"default: {', '.join(TASKS)}, and those whose file is given",
-    )
-    parser.add_argument("--quick", action="store_true", help="small sizes: a first look")
-    _add_sizes(parser)
-    parser.add_argument("--seed", type=int, default=0, help="of facts and draws (default: 0)")
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=1.0,
-        help="of free-running text; 0 is greedy (default: 1)",
-    )
-    parser.add_argument(
-        "--device", help="cpu, cuda, cuda:N or auto (default: cuda if there is one)"
-    )
-    parser.add_argument("--dtype", choices=DTYPE_NAMES, help="default: bfloat16 where it is fast")
-    parser.add_argument(
-        "--results",
-        metavar="FILE",
-        help="where results are stored and reused (default: eval.jsonl in tightkv's cache)",
-    )
-    parser.add_argument(
-        "--fresh", action="store_true", help="measure everything again, even if results are stored"
-    )
-    parser.add_argument("--out", metavar="FILE", help="append one JSON row per config (.jsonl)")
-    add_output_options(parser, plot="draw quality against bits (one model)")
-
-
-def _add_sizes(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sizes")
-    about = {
-        "window": "tokens of a window",
-        "windows": "windows, spread evenly over the texts",
-        "prefill": "first tokens of a window, not scored",
-        "chunk": "tokens a forward pass after that",
-        "batch": "windows or prompts at a time",
-        "max_context": "longest context, if the model has it",
-        "depths": "passkeys or values per context",
-        "needles": "facts hidden in a context",
-        "calls": "tool calls per context",
-        "prompts": "prompts to continue",
-        "prompt_tokens": "tokens of such a prompt",
-        "new_tokens": "tokens to continue it by",
-        "limit": "examples of --lambada and --gsm8k",
-        "shots": "solved problems before one of --gsm8k",
-        "answer_tokens": "tokens to solve it with",
-    }
-    for name, help_text in about.items():
-        default = f"default: {SIZES[name][0]}; with --quick: {SIZES[name][1]}"
+    for name, (default, quick, _, about) in SIZES.items():
         flag = "--" + name.replace("_", "-")
-        group.add_argument(flag, type=int, metavar="N", help=f"{help_text} ({default})")
-    group.add_argument(
-        "--contexts",
-        nargs="+",
-        type=int,
-        metavar="N",
-        help="tokens of the contexts of passkey, recall, tools and needles (default: 512, 1024 "
-        "and so on up to the model's own, at most --max-context)",
+        add_options(group, f"{flag} N  {about} (default: {default}; with --quick: {quick})")
+    add_options(
+        group,
+        """
+        --contexts N+  tokens of the contexts of passkey, recall, tools and needles (default: 512,
+            1024 and so on up to the model's own, at most --max-context)
+        """,
     )
+    add_output_options(parser, plot="draw quality against bits (one model)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -155,10 +96,7 @@ def run(args: argparse.Namespace) -> int:
         check_source(source)
     if twice := {source for source in args.models if args.models.count(source) > 1}:
         raise ValueError(f"the model {min(map(str, twice))!r} is given twice; leave one out")
-    try:
-        import transformers  # noqa: F401
-    except ImportError:
-        raise MissingPackageError("tightkv eval", "transformers", "hf") from None
+    need_transformers("eval")
     from tightkv.tools.cli.eval import plot, report
     from tightkv.tools.cli.eval.runner import evaluate
     from tightkv.tools.rows import append_rows
@@ -203,13 +141,13 @@ def _split(words: str) -> list[str]:
 
 
 def _fill_sizes(args: argparse.Namespace) -> None:
-    for name, (default, quick, least) in SIZES.items():
+    for name, (default, quick, least, _) in SIZES.items():
         if getattr(args, name) is None:
             setattr(args, name, quick if args.quick else default)
         if getattr(args, name) < least:
             flag = "--" + name.replace("_", "-")
             raise ValueError(f"{flag} {getattr(args, name)}; it must be at least {least}")
-    if args.contexts is not None:
+    if args.contexts:
         if min(args.contexts) < 1:
             raise ValueError(f"--contexts {min(args.contexts)}; a context must be at least 1 token")
         args.contexts = sorted(set(args.contexts))

@@ -108,7 +108,7 @@ class TaskBuilder:
         return cut_windows(self.tokenizer, self.texts, tokens, self.args.prompts)
 
     def _contexts(self) -> list[int]:
-        if self.args.contexts is None:
+        if not self.args.contexts:
             return self._doubling_contexts()
         contexts = [n for n in self.args.contexts if self.limit is None or n <= self.limit]
         if not contexts:

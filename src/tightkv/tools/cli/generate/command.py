@@ -9,15 +9,11 @@ from tightkv.config import KVQuantConfig, is_off
 from tightkv.tools.cli.generate.prompt import check_length, encode, long_context, read_prompts
 from tightkv.tools.cli.shared import terminal
 from tightkv.tools.cli.shared.config_flags import OFF_LINE, add_config_flags, options_from_args
-from tightkv.tools.cli.shared.loading import load_for
-from tightkv.tools.cli.shared.output import (
-    MissingPackageError,
-    add_output_options,
-    emit,
-    print_status,
-)
+from tightkv.tools.cli.shared.loading import add_model, load_for, need_transformers
+from tightkv.tools.cli.shared.options import add_options
+from tightkv.tools.cli.shared.output import add_output_options, emit, print_status
 from tightkv.tools.cli.shared.server_file import model_of
-from tightkv.tools.model_loading.source import BUNDLED_NAME, DTYPE_NAMES, check_source
+from tightkv.tools.model_loading.source import DTYPE_NAMES, check_source
 
 LONG_PROMPT = 1500
 
@@ -28,14 +24,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Generate text with a compressed KV cache and say what the cache takes. "
         "Without --temperature the answer is greedy: the same at every run.",
     )
-    parser.add_argument(
-        "model", nargs="?", help=f"model folder or hub id (default: the bundled {BUNDLED_NAME})"
-    )
-    parser.add_argument(
-        "--prompt", action="append", default=[], metavar="TEXT", help="repeat it for a batch"
-    )
-    parser.add_argument(
-        "--prompt-file", metavar="FILE", help="without this and --prompt: standard input"
+    add_model(parser)
+    add_options(
+        parser,
+        """
+        --prompt TEXT ...  repeat it for a batch
+        --prompt-file FILE  without this and --prompt: standard input
+        """,
     )
     parser.add_argument(
         "--long-prompt",
@@ -46,41 +41,22 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="put this many tokens of Python's language reference before the prompt, by default a "
         f"question about it ({LONG_PROMPT} if no number is given)",
     )
-    parser.add_argument(
-        "--needle",
-        action="store_true",
-        help="with --compare and --long-prompt: hide a fact in the text and ask both caches for "
-        "it, after the prompt if there is one",
-    )
-    parser.add_argument("--raw", action="store_true", help="do not use the chat template")
-    parser.add_argument(
-        "--compare",
-        action="store_true",
-        help="run the uncompressed cache too and show where the texts diverge",
-    )
-    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default: 128")
-    parser.add_argument(
-        "--temperature", type=float, default=0.0, metavar="X", help="default: 0, greedy"
-    )
-    parser.add_argument(
-        "--top-p",
-        type=float,
-        metavar="X",
-        help="sample from the most likely tokens that add up to this probability",
-    )
-    parser.add_argument(
-        "--top-k", type=int, metavar="N", help="sample from the N most likely tokens"
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of sampling (default: 0)")
-    parser.add_argument(
-        "--device", help="cpu, cuda, cuda:N or auto (default: cuda if there is one)"
-    )
-    parser.add_argument("--dtype", choices=DTYPE_NAMES, help="default: bfloat16 where it is fast")
-    parser.add_argument(
-        "--attn",
-        default="tightkv",
-        metavar="NAME",
-        help="attention implementation (default: tightkv)",
+    add_options(
+        parser,
+        f"""
+        --needle  with --compare and --long-prompt: hide a fact in the text and ask both caches for
+            it, after the prompt if there is one
+        --raw  do not use the chat template
+        --compare  run the uncompressed cache too and show where the texts diverge
+        --max-new-tokens=128 N  default: 128
+        --temperature=0 X  default: 0, greedy
+        --top-p X  sample from the most likely tokens that add up to this probability
+        --top-k N  sample from the N most likely tokens
+        --seed=0 N  of sampling (default: 0)
+        --device DEVICE  cpu, cuda, cuda:N or auto (default: cuda if there is one)
+        --dtype {{{",".join(DTYPE_NAMES)}}}  default: bfloat16 where it is fast
+        --attn=tightkv NAME  attention implementation (default: tightkv)
+        """,
     )
     add_output_options(parser)
     add_config_flags(parser)
@@ -100,10 +76,7 @@ def run(args: argparse.Namespace) -> int:
     prompts = read_prompts(args.prompt, args.prompt_file, args.long_prompt is not None)
     if args.compare and len(prompts) > 1:
         raise ValueError(f"--compare with {len(prompts)} prompts; give one")
-    try:
-        import transformers  # noqa: F401
-    except ImportError:
-        raise MissingPackageError("tightkv generate", "transformers", "hf") from None
+    need_transformers("generate")
     try:
         data, text = _generate(args, config, prompts)
     except KeyboardInterrupt:
@@ -153,6 +126,7 @@ def _generate(
     )
     from tightkv.tools.cli.generate.needle import AskedNeedle, choose_needle, hide
     from tightkv.tools.cli.generate.runner import Runner
+    from tightkv.tools.eval.forward import max_positions
     from tightkv.tools.model_loading.load import quiet
 
     asked = None
@@ -168,8 +142,7 @@ def _generate(
                 prompts, asked = [needle.question], AskedNeedle(needle)
         prompts = [f"{context}\n\n{prompt}" for prompt in prompts]
     inputs = encode(tokenizer, prompts, args.raw)
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    check_length(inputs["input_ids"].shape[1], args.max_new_tokens, limit)
+    check_length(inputs["input_ids"].shape[1], args.max_new_tokens, max_positions(model))
     with quiet():
         runner = Runner(args, config, model, tokenizer, inputs.to(model.device), asked)
         return runner.compare() if args.compare else runner.single()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,7 @@ from tightkv.config import PRESETS, KVQuantConfig
 from tightkv.files.atomic import whole_file
 from tightkv.files.checkpoint_tensors import safetensors_files
 from tightkv.fit.key_check import CheckedConfig, KeyCheck, raised_layers
-from tightkv.model_shape import (
-    ModelShape,
-    is_local,
-    read_model_shape,
-    skip_reason,
-)
+from tightkv.model_shape import ModelShape, is_local, read_model_shape, skip_reason
 from tightkv.model_shape.planner import (
     BASELINES,
     GPUS,
@@ -37,6 +32,7 @@ from tightkv.model_shape.planner import (
 )
 from tightkv.tools.cli.plan import hub, report
 from tightkv.tools.cli.plan.page import plan_page
+from tightkv.tools.cli.shared.options import add_options
 from tightkv.tools.cli.shared.output import add_output_options, check_plot, emit, parse_bytes
 from tightkv.tools.cli.shared.progress import QUICK_SECONDS, Working
 
@@ -45,11 +41,19 @@ DEFAULT_UTILIZATION = 0.9
 _MOST = 1 << 40  # tokens or requests: sizes beyond are no floats
 
 
+# what the report says of a model, and of its layers of one kind
+_MODEL_FIELDS = "name", "model_type", "num_layers", "num_heads", "hidden_size", "max_positions"
+_LAYER_FIELDS = (
+    *("kind", "num_kv_heads", "head_dim", "value_head_dim", "latent_dim", "index_bytes"),
+    *("window", "state_bytes"),
+)
+
+
 @dataclass(frozen=True)
 class Memory:
     """What one GPU has for weights and cache."""
 
-    budget: int
+    budget_bytes: int
     gpu: str | None
     utilization: float
 
@@ -64,35 +68,29 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "model", nargs="?", help="folder with config.json, a config.json, or a hub id"
     )
     memory = parser.add_mutually_exclusive_group()
-    memory.add_argument("--budget", metavar="SIZE", help="memory for weights and cache, as 80GiB")
-    memory.add_argument("--gpu", metavar="NAME", help=f"one of {', '.join(GPUS)}")
-    parser.add_argument(
-        "--utilization", type=float, help="share that may be used (default: 0.9 with --gpu, else 1)"
+    add_options(
+        memory,
+        f"""
+        --budget SIZE  memory for weights and cache, as 80GiB
+        --gpu NAME  one of {", ".join(GPUS)}
+        """,
     )
-    parser.add_argument("--weights-bytes", metavar="SIZE", help="size of the weights, all ranks")
-    parser.add_argument(
-        "--weights-dtype", choices=list(WEIGHT_BITS), help="default: what the config says"
-    )
-    parser.add_argument(
-        "--context",
-        type=int,
-        help=f"tokens per request (default: the model's limit, at most {DEFAULT_CONTEXT})",
-    )
-    parser.add_argument("--batch", type=int, default=1, help="requests at once (default: 1)")
-    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks (default: 1)")
-    parser.add_argument(
-        "--presets", default=",".join(PRESETS), help="names with commas (default: all)"
-    )
-    parser.add_argument(
-        "--config", action="append", default=[], metavar="FILE", help="a config as a further row"
-    )
-    parser.add_argument(
-        "--sliding-windows",
-        action="store_true",
-        help="count sliding windows as the vLLM plugin's option of that name compresses them",
-    )
-    parser.add_argument(
-        "--html", metavar="FILE", help="write the planner as an HTML page, without a model"
+    add_options(
+        parser,
+        f"""
+        --utilization UTILIZATION:float  share that may be used (default: 0.9 with --gpu, else 1)
+        --weights-bytes SIZE  size of the weights, all ranks
+        --weights-dtype {{{",".join(WEIGHT_BITS)}}}  default: what the config says
+        --context CONTEXT:int  tokens per request (default: the model's limit, at most
+            {DEFAULT_CONTEXT})
+        --batch=1 BATCH:int  requests at once (default: 1)
+        --tp=1 TP:int  tensor-parallel ranks (default: 1)
+        --presets={",".join(PRESETS)} PRESETS  names with commas (default: all)
+        --config FILE ...  a config as a further row
+        --sliding-windows  count sliding windows as the vLLM plugin's option of that name compresses
+            them
+        --html FILE  write the planner as an HTML page, without a model
+        """,
     )
     add_output_options(parser, plot="draw bytes against context")
 
@@ -225,7 +223,7 @@ def _report(
     """The object that --json prints (docs/plan.md)."""
     left = None
     if memory is not None and weights is not None:
-        left = max(0, memory.budget - weights.bytes)
+        left = max(0, memory.budget_bytes - weights.bytes)
     bf16 = plans[0]
     return {
         "schema": 1,
@@ -234,15 +232,8 @@ def _report(
         "context": context,
         "batch": args.batch,
         "tp": args.tp,
-        "weights": weights
-        and {"bytes": weights.bytes, "dtype": weights.dtype, "source": weights.source},
-        "memory": memory
-        and {
-            "budget_bytes": memory.budget,
-            "gpu": memory.gpu,
-            "utilization": memory.utilization,
-            "cache_bytes": left,
-        },
+        "weights": weights and asdict(weights),
+        "memory": memory and {**asdict(memory), "cache_bytes": left},
         "rows": [_row(plan, bf16, context, args.batch, left) for plan in plans],
         "notes": _notes(shape, context, memory, weights),
     }
@@ -252,31 +243,13 @@ def _model_part(shape: ModelShape, ranks: int) -> dict[str, Any]:
     groups = []
     for count, layer in shape.groups():
         own = layer.shard(ranks)
+        fields = {name: getattr(own, name) for name in _LAYER_FIELDS}
+        reason = kept_reason(own)
         groups.append(
-            {
-                "kind": own.kind,
-                "count": count,
-                "num_kv_heads": own.num_kv_heads,
-                "head_dim": own.head_dim,
-                "value_head_dim": own.value_head_dim,
-                "latent_dim": own.latent_dim,
-                "index_bytes": own.index_bytes,
-                "window": own.window,
-                "state_bytes": own.state_bytes,
-                "compressed": kept_reason(own) is None,
-                "skip_reason": kept_reason(own),
-            }
+            {**fields, "count": count, "compressed": reason is None, "skip_reason": reason}
         )
-    return {
-        "name": shape.name,
-        "model_type": shape.model_type,
-        "num_layers": shape.num_layers,
-        "num_heads": shape.num_heads,
-        "hidden_size": shape.hidden_size,
-        "dtype": str(shape.dtype).removeprefix("torch."),
-        "max_positions": shape.max_positions,
-        "layers": groups,
-    }
+    fields = {name: getattr(shape, name) for name in _MODEL_FIELDS}
+    return {**fields, "dtype": str(shape.dtype).removeprefix("torch."), "layers": groups}
 
 
 def _row(
@@ -310,7 +283,7 @@ def _notes(
     notes += _vllm_notes(shape)
     if weights is not None and weights.source == "estimated" and shape.composite:
         notes.append("the estimate of the weights covers the language model only")
-    if memory is not None and weights is not None and weights.bytes >= memory.budget:
+    if memory is not None and weights is not None and weights.bytes >= memory.budget_bytes:
         notes.append("the weights alone exceed the budget: nothing fits")
     return notes
 

@@ -1,4 +1,4 @@
-"""JSON Schema (draft 7) of what each command prints with --json; one module per command."""
+"""JSON Schema (draft 7) of what each command prints with --json."""
 
 from tightkv.tools.cli.schemas.document import schema_of
 

@@ -13,8 +13,7 @@ from typing import Any
 
 from tightkv import __version__
 from tightkv.config import PRESETS, KVQuantConfig, Windows, is_off
-from tightkv.fit.calibration import find_for_folder, not_used
-from tightkv.fit.key_check import KeyCheck
+from tightkv.fit import Checkpoint, fit_bits
 from tightkv.tools.cli.serve.vllm_options import (
     name_of,
     read_vllm_file,
@@ -24,6 +23,7 @@ from tightkv.tools.cli.serve.vllm_options import (
 )
 from tightkv.tools.cli.shared import terminal
 from tightkv.tools.cli.shared.config_flags import OFF_LINE, add_config_flags, options_from_args
+from tightkv.tools.cli.shared.options import add_options
 from tightkv.tools.cli.shared.output import (
     MissingPackageError,
     add_output_options,
@@ -52,20 +52,14 @@ def own_parser() -> argparse.ArgumentParser:
         "vLLM as they are; those after -- all do.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the command instead of running it"
-    )
-    parser.add_argument(
-        "--exact-rows",
-        type=int,
-        metavar="N",
-        help="number of sequences that can have an exact ring at a time (default: --max-num-seqs, "
-        "or as many as fit in a twentieth of the memory)",
-    )
-    parser.add_argument(
-        "--sliding-windows",
-        action="store_true",
-        help="compress layers with a sliding window too, where that takes less memory",
+    add_options(
+        parser,
+        """
+        --dry-run  print the command instead of running it
+        --exact-rows N  number of sequences that can have an exact ring at a time (default:
+            --max-num-seqs, or as many as fit in a twentieth of the memory)
+        --sliding-windows  compress layers with a sliding window too, where that takes less memory
+        """,
     )
     add_output_options(parser)
     add_config_flags(parser)
@@ -129,10 +123,8 @@ def _tell_of_folder(model: str, config: KVQuantConfig, options: list[str]) -> No
     if not Path(model).is_dir() or "--load-format" in map(name_of, options):
         return
     with Working(f"reading weights of {model}", delay=QUICK_SECONDS):
-        found = find_for_folder(config, Path(model), model)
-        used = config if found is None else found.applied(config)
-        lines = (not_used(config, found, model), KeyCheck(model).protect(used).line)
-    for line in lines:
+        found = fit_bits(Checkpoint(Path(model), model), config)
+    for line in (found.calibration_line, found.keys_line):
         if line is not None:
             terminal.print_line(line)
 

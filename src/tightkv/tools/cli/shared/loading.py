@@ -1,7 +1,8 @@
-"""load_model for commands: progress on standard error, and how to install what is missing."""
+"""Models for commands: the argument, what must be installed, and loading with progress."""
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 from collections.abc import Iterator
@@ -11,6 +12,20 @@ from typing import Any
 from tightkv.tools.cli.shared.output import MissingPackageError
 from tightkv.tools.cli.shared.progress import Working
 from tightkv.tools.model_loading.source import BUNDLED_NAME
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model", nargs="?", help=f"model folder or hub id (default: the bundled {BUNDLED_NAME})"
+    )
+
+
+def need_transformers(command: str) -> None:
+    """Raise if it is not there, before anything else that is slow."""
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        raise MissingPackageError(f"tightkv {command}", "transformers", "hf") from None
 
 
 @contextmanager
@@ -28,9 +43,7 @@ def load_for(command: str, source: str | None, **options: Any) -> tuple[Any, Any
     """The model and its tokenizer; options are those of `load_model`."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     with Working(f"loading {source or BUNDLED_NAME}") as work:
-        try:
-            with _no_warnings_logged():
-                from tightkv.tools.model_loading.load import load_model
-        except ImportError:
-            raise MissingPackageError(f"tightkv {command}", "transformers", "hf") from None
+        with _no_warnings_logged():
+            need_transformers(command)
+            from tightkv.tools.model_loading.load import load_model
         return load_model(source, progress=work.step, **options)

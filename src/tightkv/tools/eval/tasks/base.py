@@ -21,27 +21,45 @@ class Task(ABC):
     name: str
 
     @property
-    @abstractmethod
-    def settings(self) -> Data:
-        """Everything besides model and config that the numbers depend on, inputs included."""
+    def options(self) -> Data:
+        """What the numbers depend on besides model, config and inputs."""
+        return {}
 
     @property
-    def reference_steps(self) -> int:
-        """How often `reference` calls `advance(1)`."""
-        return 0
+    @abstractmethod
+    def inputs(self) -> Any:
+        """The tokens that are read, as plain data."""
+
+    @property
+    def settings(self) -> Data:
+        """Everything besides model and config that the numbers depend on."""
+        return {**self.options, "inputs": digest(self.inputs)}
 
     @property
     @abstractmethod
     def steps(self) -> int:
         """How often `measure` calls `advance(1)`."""
 
-    def reference(self, model: Any, advance: Advance) -> Data:
-        """What the uncompressed cache gives; every `measure` gets it."""
-        return {}
+    @property
+    def reference_steps(self) -> int:
+        """How often `reference` calls `advance(1)`."""
+        return self.steps
 
     @abstractmethod
-    def measure(self, model: Any, make: MakeCache, reference: Data, advance: Advance) -> Data:
+    def read(self, model: Any, make: MakeCache | None, advance: Advance) -> Any:
+        """What one cache gives; None makes the uncompressed one."""
+
+    def compare(self, own: Any, exact: Any) -> Any:
+        """The result of a compressed cache, beside what the uncompressed one gave."""
+        return own
+
+    def reference(self, model: Any, advance: Advance) -> Any:
+        """What the uncompressed cache gives; every `measure` gets it."""
+        return self.read(model, None, advance)
+
+    def measure(self, model: Any, make: MakeCache, reference: Any, advance: Advance) -> Any:
         """What one compressed cache gives."""
+        return self.compare(self.read(model, make, advance), reference)
 
 
 def digest(value: object) -> str:

@@ -7,6 +7,7 @@ so that they write the same text for as long as they agree, and the difference h
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
@@ -43,41 +44,32 @@ class FreeTask(Task):
             raise ValueError(f"temperature={self.temperature}; it must be 0 (greedy) or more")
 
     @property
-    def settings(self) -> Data:
-        return {
-            "new_tokens": self.new_tokens,
-            "temperature": self.temperature,
-            "seed": self.seed,
-            "inputs": digest(self.prompts.ids.tolist()),
-        }
+    def options(self) -> Data:
+        return {name: getattr(self, name) for name in ("new_tokens", "temperature", "seed")}
+
+    @property
+    def inputs(self) -> Any:
+        return self.prompts.ids.tolist()
 
     @property
     def steps(self) -> int:
         return self.new_tokens * -(-len(self.prompts) // self.batch)
 
-    @property
-    def reference_steps(self) -> int:
-        return self.steps
-
-    def reference(self, model: Any, advance: Advance) -> Data:
-        tokens, own = self._write(model, None, advance)
+    def read(self, model: Any, make: MakeCache | None, advance: Advance) -> Data:
+        tokens, own = self._write(model, make, advance)
         return {"tokens": tokens.tolist(), "log_probs": self._grade(model, tokens), "own": own}
 
-    def measure(self, model: Any, make: MakeCache, reference: Data, advance: Advance) -> Data:
-        tokens, own = self._write(model, make, advance)
-        grades = self._grade(model, tokens)
-        lengths = same_tokens(torch.tensor(reference["tokens"], device="cpu"), tokens)
-        excess = [mine - exact for mine, exact in zip(own, grades, strict=True)]
+    def compare(self, own: Data, exact: Data) -> Data:
+        lengths = same_tokens(*(torch.tensor(x["tokens"], device="cpu") for x in (exact, own)))
+        scores = own["log_probs"], exact["log_probs"], own["own"]
+        names = "log_prob", "reference", "own"
         return {
-            "log_prob": paired(grades, reference["log_probs"]),
-            "kl": fmean(excess),
+            "log_prob": paired(own["log_probs"], exact["log_probs"]),
+            "kl": fmean(map(operator.sub, own["own"], own["log_probs"])),
             "lengths": lengths,
             "median": float(median(lengths)),
             "cap": self.new_tokens,
-            "prompts": [
-                {"log_prob": mine, "reference": exact, "own": by_itself}
-                for mine, exact, by_itself in zip(grades, reference["log_probs"], own, strict=True)
-            ],
+            "prompts": [dict(zip(names, row, strict=True)) for row in zip(*scores, strict=True)],
         }
 
     def _write(

@@ -10,8 +10,8 @@ from statistics import fmean
 from typing import Any
 
 from tightkv.tools.eval.forward import Advance, MakeCache, write_texts
-from tightkv.tools.eval.jsonl import read_examples
-from tightkv.tools.eval.tasks.base import Data, Task, digest, paired
+from tightkv.tools.eval.tasks.base import Data, Task, paired
+from tightkv.tools.eval.text import read_examples
 from tightkv.tools.eval.windows import beginning, encode
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
@@ -30,30 +30,24 @@ class MathTask(Task):
     name = "gsm8k"
 
     @property
-    def settings(self) -> Data:
-        inputs = [list(prompt) for prompt in self.prompts], list(self.answers)
-        return {"answer_tokens": self.answer_tokens, "inputs": digest(inputs)}
+    def options(self) -> Data:
+        return {"answer_tokens": self.answer_tokens}
+
+    @property
+    def inputs(self) -> Any:
+        return self.prompts, self.answers
 
     @property
     def steps(self) -> int:
         return len(self.prompts)
 
-    @property
-    def reference_steps(self) -> int:
-        return self.steps
+    def compare(self, own: Data, exact: Data) -> Data:
+        both = own["replies"], exact["replies"]
+        right = [[float(reply["correct"]) for reply in replies] for replies in both]
+        same = [a["got"] == b["got"] for a, b in zip(*both, strict=True)]
+        return {"accuracy": paired(*right), "same": fmean(same), **own}
 
-    def reference(self, model: Any, advance: Advance) -> Data:
-        replies = self._replies(model, None, advance)
-        return {"replies": replies}
-
-    def measure(self, model: Any, make: MakeCache, reference: Data, advance: Advance) -> Data:
-        replies = self._replies(model, make, advance)
-        exact = [float(reply["correct"]) for reply in reference["replies"]]
-        own = [float(reply["correct"]) for reply in replies]
-        same = [a["got"] == b["got"] for a, b in zip(replies, reference["replies"], strict=True)]
-        return {"accuracy": paired(own, exact), "same": fmean(same), "replies": replies}
-
-    def _replies(self, model: Any, make: MakeCache | None, advance: Advance) -> list[Data]:
+    def read(self, model: Any, make: MakeCache | None, advance: Advance) -> Data:
         # Prompts of one length need the least padding.
         order = sorted(range(len(self.prompts)), key=lambda i: len(self.prompts[i]))
         found: dict[int, Data] = {}
@@ -67,7 +61,7 @@ class MathTask(Task):
                 row = {"expected": self.answers[i], "got": got, "correct": right}
                 found[i] = {**row, "reply": text}
             advance(len(rows))
-        return [found[i] for i in range(len(order))]
+        return {"replies": [found[i] for i in range(len(order))]}
 
 
 def build_gsm8k(

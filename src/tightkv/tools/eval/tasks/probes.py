@@ -15,7 +15,7 @@ import torch
 
 from tightkv.tools.eval.forward import TAIL_TOKENS, Advance, MakeCache, after_prefix
 from tightkv.tools.eval.prompts import common_prefix
-from tightkv.tools.eval.tasks.base import Data, Task, digest, paired
+from tightkv.tools.eval.tasks.base import Data, Task, paired
 
 
 @dataclass(frozen=True)
@@ -64,28 +64,21 @@ class ProbeTask(Task):
     """Tokens of question and answer a pass; None takes them in one."""
 
     @property
-    def settings(self) -> Data:
-        inputs = [
-            [list(passage.prefix), [[list(p.question), list(p.answer)] for p in passage.probes]]
+    def options(self) -> Data:
+        return {"chunk": self.chunk}
+
+    @property
+    def inputs(self) -> Any:
+        return [
+            [passage.prefix, [[p.question, p.answer] for p in passage.probes]]
             for passage in self.passages
         ]
-        return {"chunk": self.chunk, "inputs": digest(inputs)}
 
     @property
     def steps(self) -> int:
         return sum(len(passage.probes) for passage in self.passages)
 
-    @property
-    def reference_steps(self) -> int:
-        return self.steps
-
-    def reference(self, model: Any, advance: Advance) -> Data:
-        return {"probes": self._scores(model, None, advance)}
-
-    def measure(self, model: Any, make: MakeCache, reference: Data, advance: Advance) -> Data:
-        return self._compare(self._scores(model, make, advance), reference["probes"])
-
-    def _scores(self, model: Any, make: MakeCache | None, advance: Advance) -> list[Data]:
+    def read(self, model: Any, make: MakeCache | None, advance: Advance) -> Data:
         scores = []
         for passage in self.passages:
             runs = after_prefix(model, make, passage.prefix, len(passage.probes))
@@ -95,9 +88,10 @@ class ProbeTask(Task):
                 log_prob = float(got.log_probs.double().sum())
                 scores.append({"log_prob": log_prob, "top": bool(got.top.all())})
                 advance(1)
-        return scores
+        return {"probes": scores}
 
-    def _compare(self, scores: Sequence[Data], reference: Sequence[Data]) -> Data:
+    def compare(self, own: Data, exact: Data) -> Data:
+        scores, reference = own["probes"], exact["probes"]
         probes = [(passage.context, p) for passage in self.passages for p in passage.probes]
         rows = [
             {

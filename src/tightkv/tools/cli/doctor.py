@@ -1,0 +1,205 @@
+"""tightkv doctor: the smallest cache that keeps a model within a KL budget on your text."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from tightkv import __version__
+from tightkv.config import PRESETS, KVQuantConfig
+from tightkv.files.atomic import check_writable, whole_file
+from tightkv.tools.cli.shared.config_flags import (
+    add_config_flags,
+    config_from_args,
+    flag_name,
+    given_fields,
+)
+from tightkv.tools.cli.shared.loading import add_model, load_for, need_transformers
+from tightkv.tools.cli.shared.options import add_options
+from tightkv.tools.cli.shared.output import (
+    add_output_options,
+    emit,
+    format_table,
+    print_expected,
+    print_status,
+)
+from tightkv.tools.cli.shared.progress import Progress, Working
+from tightkv.tools.cli.shared.server_file import model_of
+from tightkv.tools.model_loading.source import check_source
+
+if TYPE_CHECKING:
+    from tightkv.tools.eval.layer_bits.diagnosis import Diagnosis, LayerReport, Measured
+
+_INTERRUPTED = 130
+_SHOWN_LAYERS = 5
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        description="Find the bits of each layer's keys and values that take the fewest bytes "
+        "while the mean KL to the uncompressed cache, on your text, stays within a budget. With "
+        "--preset, --config or a config flag, judge that config instead. With --calibration, what "
+        "it says of the layers is not measured again. Exit code 1 if nothing keeps the budget. "
+        "Ctrl-C prints what was found so far (exit code 130).",
+    )
+    add_model(parser)
+    add_options(
+        parser,
+        """
+        --text FILE ...  UTF-8 text, repeatable
+        --budget=0.01 BUDGET:float  nats per token (default: 0.01)
+        --windows=2 N  default: 2
+        --window=768 TOKENS:int  default: 768
+        --out FILE  write the config as JSON, for every command
+        --device NAME
+        --dtype NAME
+        """,
+    )
+    add_config_flags(parser)
+    add_output_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.out:
+        check_writable(args.out)
+    args.model = model_of(args.model, [args.config] if args.config else [])
+    check_source(args.model)
+    given = given_fields(args)
+    calibration = given.pop("calibration", "")
+    judged = bool(args.preset or args.config or given)
+    found = _diagnose(args, config_from_args(args) if judged else None, calibration)
+    try:
+        if found.chosen is not None and args.out:
+            with whole_file(args.out) as temporary:
+                temporary.write_text(found.chosen.cfg.to_json() + "\n", encoding="utf-8")
+    finally:
+        emit(args, as_json(found), as_text(found))
+    if found.interrupted:
+        return _INTERRUPTED
+    return 0 if found.chosen is not None else 1
+
+
+def _diagnose(args: argparse.Namespace, cfg: KVQuantConfig | None, calibration: str) -> Diagnosis:
+    need_transformers("doctor")
+    from tightkv.tools.eval.layer_bits.doctor import Doctor, default_candidates
+    from tightkv.tools.eval.tasks.quality import check_compresses
+    from tightkv.tools.eval.text import read_texts
+    from tightkv.tools.eval.windows import cut_windows
+
+    candidates = default_candidates(calibration) if cfg is None else [cfg]
+    for candidate in candidates:
+        check_compresses(candidate, args.window)
+    texts = read_texts(args.text)
+    model, tokenizer = load_for("doctor", args.model, dtype=args.dtype, device=args.device)
+    windows = cut_windows(tokenizer, texts, args.window, args.windows)
+    doctor = Doctor(model, windows, args.budget, bars=Progress)
+    with Working("timing a short pass"):
+        one = {} if cfg is None else {"configs": 1}
+        seconds = doctor.expected_seconds(**one)
+    print_expected(windows.ids.numel(), seconds)
+    start = time.monotonic()
+    found = doctor.diagnose(candidates) if cfg is None else doctor.check(cfg)
+    print_status(
+        f"{'interrupted' if found.interrupted else 'done'} after {time.monotonic() - start:.0f} s"
+    )
+    return found
+
+
+def as_json(found: Diagnosis) -> dict[str, Any]:
+    chosen, uniform = found.chosen, found.uniform
+    return {
+        "schema": 1,
+        "tightkv": __version__,
+        "budget": found.budget,
+        "interrupted": found.interrupted,
+        "chosen": None if chosen is None else chosen.name,
+        "kv_quant": None if chosen is None else chosen.cfg.to_dict(),
+        "bytes_per_token_bf16": found.bytes_bf16,
+        "uniform": None if uniform is None else asdict(uniform),
+        "tried": [_tried_json(tried) for tried in found.tried],
+        "layers": [asdict(layer) for layer in found.layers],
+    }
+
+
+def _tried_json(tried: Measured) -> dict[str, Any]:
+    fields = {name: value for name, value in vars(tried).items() if name != "cfg"}
+    return {**fields, "layer_bits": tried.cfg.layer_bits}
+
+
+def as_text(found: Diagnosis) -> str:
+    tables = [_layers(found.layers)] if found.layers else []
+    tables += [_tried(found.tried)] if found.tried else []
+    return "\n\n".join([*tables, _verdict(found)])
+
+
+def _layers(layers: Sequence[LayerReport]) -> str:
+    """The most sensitive ones, and every one that has a warning."""
+    worst = sorted(layers, key=lambda r: -r.kl)
+    shown = [r for i, r in enumerate(worst) if i < _SHOWN_LAYERS or r.warnings]
+    header = ("layer", "KL k4", "KL v4", "KL k2", "KL v2", "key mean", "key bias", "warnings")
+    title = f"Most sensitive of {len(layers)} layers (estimated KL with that side alone coded):"
+    return f"{title}\n{format_table(header, list(map(_layer_cells, shown)))}"
+
+
+def _layer_cells(r: LayerReport) -> tuple[object, ...]:
+    return (
+        r.layer,
+        *(f"{kl:.1e}" for bits in (4, 2) for kl in (r.key_kl[bits], r.value_kl[bits])),
+        "-" if r.mean_share is None else f"{100 * r.mean_share:.0f}%",
+        "-" if r.key_bias is None else f"{r.key_bias:.1f}",
+        "; ".join(r.warnings),
+    )
+
+
+def _tried(tried: Sequence[Measured]) -> str:
+    header = "config", "bytes per token", "predicted KL", "measured KL", "top-1 kept", "verdict"
+    return format_table(header, list(map(_tried_cells, tried)))
+
+
+def _tried_cells(m: Measured) -> tuple[object, ...]:
+    return (
+        m.name,
+        f"{m.bytes_per_token:.0f}",
+        "-" if m.predicted_kl is None else f"{m.predicted_kl:.5f}",
+        f"{m.kl:.5f}",
+        f"{100 * m.top1:.1f}%",
+        "within" if m.within else "over the budget",
+    )
+
+
+def _verdict(found: Diagnosis) -> str:
+    best, uniform = found.chosen, found.uniform
+    if best is None and found.interrupted:
+        return "Interrupted before a config was found that keeps the budget."
+    if best is None:
+        return f"No config tried keeps KL within {found.budget}: none is recommended."
+    lines = [
+        f"{best.name} keeps KL within {found.budget} at the fewest bytes tried: "
+        f"{best.bytes_per_token:.0f} per token, {found.bytes_bf16:.0f} at 16 bits."
+    ]
+    if uniform is not None and uniform.name != best.name:
+        lines.append(
+            f"With the same bits in every layer: {uniform.name}, {uniform.bytes_per_token:.0f} "
+            f"bytes per token ({'measured' if uniform.measured else 'expected'} KL "
+            f"{uniform.kl:.5f})."
+        )
+    if found.interrupted:
+        lines.append("The search was interrupted; a smaller one may exist.")
+    return "\n".join([*lines, f"Flags: {flags(best)}"])
+
+
+def flags(best: Measured) -> str:
+    """The config as flags of any command: a preset, and what differs from it."""
+    name = best.cfg.replace(layer_bits="").name
+    preset = KVQuantConfig.preset(name) if name in PRESETS else KVQuantConfig()
+    words = [f"--preset {name}"] if name in PRESETS else []
+    plain = preset.to_dict()
+    for field, value in best.cfg.to_dict().items():
+        if value != plain[field]:
+            flag = flag_name(field)
+            words.append(flag.replace("--", "--no-", 1) if value is False else f"{flag} {value}")
+    return " ".join(words)

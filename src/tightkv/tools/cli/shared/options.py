@@ -1,0 +1,46 @@
+"""Options of commands, written one per line as --help shows them."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+from typing import Any
+
+_LINE = re.compile(
+    r"((?:-\w, )?--[\w-]+)(?:=(\S+))?(?: (\{.*?\}|[^ .+]+))?(\+| \.\.\.)?(?:  +(.*))?"
+)
+_TYPES = {"N": int, "X": float}
+
+
+def add_options(parser: argparse._ActionsContainer, text: str) -> None:
+    """Add an option per line, as in `--windows=2 N  default: 2`.
+
+    After the name stands its default, if it has one; then what it takes: N, a whole number, X, a
+    number, WORD:int and WORD:float, the same by another name, {one,other}, one of these words, or
+    any other word, a text. It is a switch if that is missing. `WORD+` takes several at once, and
+    `WORD ...` may be repeated. Two spaces begin the help, which goes on in lines that are indented.
+    """
+    for line in re.sub(r"\n +", " ", inspect.cleandoc(text)).split("\n"):
+        found = _LINE.fullmatch(line)
+        if found is None:
+            raise ValueError(f"{line!r}; give --name=DEFAULT WORD  HELP")
+        name, default, word, more, about = found.groups()
+        parser.add_argument(*name.split(", "), help=about, **_options(default, word, more))
+
+
+def _options(default: str | None, word: str | None, more: str | None) -> dict[str, Any]:
+    if word is None:
+        return {"action": "store_true"}
+    metavar, _, kind = word.partition(":")
+    options: dict[str, Any] = {"type": {"int": int, "float": float}.get(kind, _TYPES.get(word))}
+    if word.startswith("{"):
+        options["choices"] = tuple(word[1:-1].split(","))
+    else:
+        options["metavar"] = metavar
+    if more is not None:
+        several = {"nargs": "+"} if more == "+" else {"action": "append"}
+        return {**options, **several, "default": []}
+    if default is not None:
+        options["default"] = (options["type"] or str)(default)
+    return options

@@ -1,0 +1,190 @@
+"""tightkv validate: measure every claim of the method, then audit where it is weak."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from itertools import groupby
+from typing import Any
+
+from tightkv.tools.cli.shared.options import add_options
+from tightkv.tools.cli.shared.output import (
+    add_output_options,
+    check_plot,
+    emit,
+    format_table,
+    save_plot,
+)
+from tightkv.tools.cli.shared.progress import Working
+
+SCALING = "3 scaling"  # the section that is drawn
+ABOVE, MEASURED, BELOW = "tab:red", "tab:blue", "tab:green"
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "validate",
+        description="Measure the claims of the method on the CPU, and audit where it is weak. "
+        "Exit code 1 if a claim fails.",
+    )
+    add_options(
+        parser,
+        """
+        --quick  fewer samples: seconds, not minutes
+        --seed=0 SEED:int  of every random input (default 0)
+        --dim=128 DIM:int  head dimension (default 128)
+        """,
+    )
+    add_output_options(parser, plot="draw distortion against bits, and KL against key bias")
+
+
+def run(args: argparse.Namespace) -> int:
+    from tightkv.tools import validate
+
+    options = validate.Options(seed=args.seed, dim=args.dim, quick=args.quick)
+    if args.plot:
+        check_plot(args.plot)
+    with Working("validating", line_seconds=10) as work:
+        report = validate.run(options, work.step)
+    data = report.to_dict()
+    emit(args, data, as_text(data))
+    if args.plot:
+        draw(args.plot, data)
+    return 0 if report.passed else 1
+
+
+def as_text(data: dict[str, Any]) -> str:
+    parts = [_headline(data)]
+    for section, claims in groupby(data["claims"], key=lambda claim: claim["section"]):
+        parts.append(f"Claim {section}\n{_claims_table(list(claims))}")
+    parts.append(f"Audit: where it is weak (informs, never fails)\n{_audit_text(data['audit'])}")
+    parts.append(_verdict(data))
+    return "\n\n".join(parts)
+
+
+def _headline(data: dict[str, Any]) -> str:
+    size = "quick" if data["quick"] else "full"
+    return f"tightkv validate: dimension {data['dim']}, seed {data['seed']}, {size} run"
+
+
+def _verdict(data: dict[str, Any]) -> str:
+    total, failed = len(data["claims"]), data["failed_claims"]
+    passed = "all pass" if not failed else f"{failed} FAIL"
+    return f"{total} claims, {passed}; {len(data['audit'])} audit rows; {data['seconds']:.0f} s"
+
+
+def _claims_table(claims: list[dict[str, Any]]) -> str:
+    rows = [
+        (c["claim"], c["setting"], _bound(c), _measured(c), "pass" if c["passed"] else "FAIL")
+        for c in claims
+    ]
+    return format_table(("claim", "setting", "bound", "measured", "verdict"), rows)
+
+
+def _bound(claim: dict[str, Any]) -> str:
+    low, high = claim["lower"], claim["upper"]
+    if low is None:
+        return f"<= {_number(high)}"
+    if high is None:
+        return f">= {_number(low)}"
+    if low == -high and high:
+        return f"0 +- {_number(high, 2)}"
+    low, high = _number(low), _number(high)
+    return f"{low} to {high}" if low != high else f"= {low}"
+
+
+def _measured(claim: dict[str, Any]) -> str:
+    if not claim["interval"]:
+        return _number(claim["measured"])
+    low, high = claim["interval"]
+    half = (high - low) / 2
+    decimals = max(0, 1 - math.floor(math.log10(half))) if half > 0 else 4
+    return f"{claim['measured']:.{decimals}f} +- {_number(half, 2)}"
+
+
+def _number(value: float | None, digits: int = 4) -> str:
+    return "not a number" if value is None else f"{value:.{digits}g}"
+
+
+def _audit_text(audit: list[dict[str, Any]]) -> str:
+    lines = []
+    width = max([len(row["unit"]) for row in audit], default=0)
+    for what, group in groupby(audit, key=lambda row: row["what"]):
+        lines.append(what)
+        for row in group:
+            number = _number(row["measured"], 3)
+            lines.append(f"  {number:>8} {row['unit']:<{width}}  {row['setting']}")
+            lines.append(f"  {'':>8} {'':<{width}}  {row['reading']}")
+    return "\n".join(lines)
+
+
+def draw(path: str, data: dict[str, Any]) -> None:
+    """Distortion against bits, the same times 4^bits, and KL against the bias of the keys."""
+    with save_plot(path, width=15.0, height=5.0) as figure:
+        figure.suptitle(f"{_headline(data)}: {_verdict(data).split(';')[0]}", fontsize=12)
+        left, middle, right = figure.subplots(1, 3)
+        rows = [c for c in data["claims"] if c["section"] == SCALING]
+        _draw_distortion(left, rows)
+        _draw_scaled(middle, rows)
+        _draw_bias(right, data["audit"])
+        for axes in (left, middle, right):
+            axes.grid(alpha=0.25)
+            axes.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_distortion(axes: Any, rows: list[dict[str, Any]]) -> None:
+    bits = [row["detail"]["bits"] for row in rows]
+
+    def curve(scaled: list[float]) -> list[float]:
+        return [value * 4.0**-b for value, b in zip(scaled, bits, strict=True)]
+
+    axes.plot(bits, curve([r["upper"] for r in rows]), "--", color=ABOVE, label="bound, Theorem 1")
+    axes.plot(
+        bits,
+        curve([r["detail"]["lloyd_max"] for r in rows]),
+        color=MEASURED,
+        linewidth=1,
+        label="Lloyd-Max",
+    )
+    axes.plot(bits, curve([r["measured"] for r in rows]), "o", color=MEASURED, label="measured")
+    axes.plot(
+        bits, curve([r["lower"] for r in rows]), "--", color=BELOW, label="lower bound, Theorem 3"
+    )
+    axes.set_yscale("log")
+    axes.set(title="Distortion", xlabel="bits per coordinate", ylabel="squared error, unit vectors")
+    axes.legend(frameon=False)
+
+
+def _draw_scaled(axes: Any, rows: list[dict[str, Any]]) -> None:
+    bits = [row["detail"]["bits"] for row in rows]
+    widths = [(row["interval"][1] - row["interval"][0]) / 2 for row in rows]
+    axes.axhline(rows[0]["upper"], linestyle="--", color=ABOVE)
+    axes.axhline(rows[0]["lower"], linestyle="--", color=BELOW)
+    axes.plot(bits, [r["detail"]["lloyd_max"] for r in rows], color=MEASURED, linewidth=1)
+    axes.errorbar(bits, [r["measured"] for r in rows], widths, fmt="o", color=MEASURED, capsize=3)
+    note = {"textcoords": "offset points", "xytext": (0, 4), "ha": "right", "fontsize": 9}
+    axes.annotate("Theorem 1", (bits[-1], rows[0]["upper"]), color=ABOVE, **note)
+    axes.annotate("Theorem 3", (bits[-1], rows[0]["lower"]), color=BELOW, **note)
+    axes.set(title="The same, times 4^bits", xlabel="bits per coordinate", ylim=(0.8, 3.0))
+
+
+def _draw_bias(axes: Any, audit: list[dict[str, Any]]) -> None:
+    sweep = [row for row in audit if "centered" in row["detail"]]
+    for centered, colour, name in ((0.0, ABOVE, "none"), (1.0, MEASURED, "page")):
+        points = [
+            (row["detail"]["bias"], row["measured"])
+            for row in sweep
+            if row["detail"]["centered"] == centered
+        ]
+        axes.plot(*zip(*points, strict=True), "o-", color=colour, label=f"key_centering={name}")
+    axes.set_yscale("log")
+    axes.set_xscale("symlog", base=2, linthresh=1)
+    biases = sorted({row["detail"]["bias"] for row in sweep})
+    axes.set_xlim(-0.2, 1.1 * biases[-1])
+    axes.set_xticks(biases, [f"{bias:g}" for bias in biases])
+    axes.set(
+        title="Audit: biased 3-bit keys",
+        xlabel="length of the mean key over the rest",
+        ylabel="softmax KL, nats",
+    )
+    axes.legend(frameon=False)
