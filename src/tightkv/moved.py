@@ -17,8 +17,7 @@ _VLLM_MOVES = {
     "latent": "mla",
     "metrics": "monitor stats_file",
     "prefix": "blocks cache_format prefix_hits",
-    "start": "calibration checkpoint engine_checks engine_core engine_plan feedback install "
-    "install_mla plugin protect_keys",
+    "start": "checkpoint engine_checks engine_core engine_plan install install_mla plugin",
     "step": "attention backend batch_split flash_attention layer_step metadata page_blocks "
     "ring_kernel ring_table warm_up",
 }
