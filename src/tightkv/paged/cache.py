@@ -58,6 +58,12 @@ class PagedKV:
             for tokens in (1, 1, 0, 0)
         )
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A pickle of before names a module of kernels (tightkv.kernels.cpu.backend)."""
+        self.__dict__.update(state)
+        kernels = self._kernels.removeprefix("tightkv.kernels.").removesuffix(".backend")
+        self._kernels = kernels
+
     @property
     def kernels(self) -> Backend:
         """Whose append and attend this layer uses; kept by name, so caches can be copied."""
