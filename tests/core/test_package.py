@@ -17,6 +17,7 @@ import torch
 
 import tightkv
 from tightkv.config import KVQuantConfig
+from tightkv.math.per_device import PerDevice
 from tightkv.moved import MOVED, new_name
 from tightkv.paged.cache import PagedKV
 from tightkv.paged.sequences import SequenceTable
@@ -41,6 +42,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pkgutil import walk_packages
 import tightkv
+from tightkv.math.per_device import PerDevice
 from tightkv.moved import MOVED
 
 count, vllm = 0, sys.argv[1:] == ["vllm"]
@@ -182,6 +184,7 @@ from importlib import import_module
 warnings.simplefilter("ignore")
 sys.setswitchinterval(1e-5)
 import tightkv
+from tightkv.math.per_device import PerDevice
 from tightkv.moved import MOVED
 
 moved = [name for name in MOVED if "." not in name and not MOVED[name].startswith("tools")]
@@ -206,3 +209,10 @@ def test_threads_may_import_old_and_new_names_at_once() -> None:
     command = [sys.executable, "-c", IMPORT_IN_THREADS]
     run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
     assert run.returncode == 0 and not run.stderr, run.stderr
+
+
+def test_a_constant_of_an_older_pickle_is_the_same() -> None:
+    value = torch.arange(3.0)
+    constant = PerDevice.__new__(PerDevice)
+    constant.__setstate__({"_copies": {value.device: value}, "_source": value.device})
+    assert torch.equal(constant.on(value.device), value)
