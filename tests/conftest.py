@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import zlib
@@ -62,6 +63,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for marker, reason in missing.items():
             if item.get_closest_marker(marker) is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Modules stay: garbage is looked for in what tests make. The interpreter does less."""
+    gc.collect()
+    gc.freeze()
+    if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
+        import triton_interpreter
+
+        triton_interpreter.spare()
 
 
 def _sample(config: pytest.Config, items: list[pytest.Item]) -> None:

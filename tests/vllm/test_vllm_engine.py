@@ -78,7 +78,7 @@ def prompts() -> dict[str, list[list[int]]]:
     return {
         "mixed": [tokens(choose.randint(3, 250)) for _ in range(32)],
         "few": [tokens(count) for count in (1, 32, 33, 64, 130, 200, 300)],
-        "long": [tokens(400) for _ in range(4)],
+        "long": [tokens(400) for _ in range(2)],
         "shared": [shared + tokens(20) for _ in range(4)],
         "longest": [random_tokens(random.Random(1), 601)],
         "changing": [changing(random.Random(5 + count), count) for count in (60, 90, 130)],

@@ -31,4 +31,6 @@ def safetensors_files(folder: Path) -> list[Path]:
             return []  # an index without its shards: nothing to measure
         return [folder / name for name in sorted(names)]
     single = folder / "model.safetensors"
-    return [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    if single.is_file():
+        return [single]
+    return sorted(path for path in folder.glob("*.safetensors") if path.is_file())

@@ -34,7 +34,7 @@ _MAX_SIZE = 1 << 40
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies. Nothing of it has been read, and its file may be too short."""
+    """The place of a tensor in a file, which is not read yet and may be too short."""
 
     path: Path
     name: str
@@ -56,7 +56,7 @@ class StoredTensor:
         return replace(self, shape=shape, start=self.start + first * row, bytes=count * row)
 
     def read(self, step: int = 1) -> Tensor:
-        """Every `step`-th of its first dimension, from the first on."""
+        """The tensor, or every `step`-th row of it, beginning with the first."""
         if not self.is_float:
             raise ValueError(f"{self.name} is of dtype {self.dtype}; read: {', '.join(_FLOATS)}")
         if not self.bytes:

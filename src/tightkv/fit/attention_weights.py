@@ -26,16 +26,9 @@ _SCALES = ("k_scale", "v_scale", "kv_scale", "q_scale")
 
 # Families whose norms multiply by 1 + weight.
 _ONE_MORE = (
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-    "nemotron",
-    "qwen3_5_moe_text",
-    "qwen3_5_text",
-    "qwen3_next",
-    "recurrent_gemma",
-    "vaultgemma",
-)
+    "gemma", "gemma2", "gemma3_text", "nemotron", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
+    "recurrent_gemma", "vaultgemma",
+)  # fmt: skip
 # Families whose RoPE turns neighbouring channels.
 _INTERLEAVED = ("cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "helium")
 # Families without RoPE in layers of full attention.

@@ -1,4 +1,4 @@
-"""read_model_shape: a config, from wherever it comes, as per-layer cache shapes."""
+"""read_model_shape: a model's config as the shapes of its layers' caches."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SAYS_LAYERS = (
 
 
 def read_model_shape(source: Any) -> ModelShape:
-    """From a folder with config.json, such a file, a mapping, or a transformers config.
+    """The shape of a folder with config.json, such a file, a mapping, or a transformers config.
 
     Raises FileNotFoundError where there is no such file, and ValueError where the model has no
     KV cache or where the config is not understood.
@@ -173,7 +173,7 @@ def _head_dim(cfg: ModelConfig, num_heads: int, hidden_size: int) -> int:
 def _layer_override(
     cfg: ModelConfig, index: int, kind: str, heads: int, head_dim: int
 ) -> tuple[int, int]:
-    """KV heads and head_dim of one layer, where a config gives some layers their own."""
+    """KV heads and head_dim of one layer, which a config may name for single layers."""
     layers = cfg.record("per_layer_config") or {}
     values = layers.get(index) if layers.get(str(index)) is None else layers[str(index)]
     if values is not None:
@@ -213,7 +213,7 @@ def _latent_layer(cfg: ModelConfig, kinds: set[str]) -> LayerShape:
 
 
 def _useful_window(cfg: ModelConfig, kinds: list[str], notes: list[str]) -> int | None:
-    """The window, or None where no allowed sequence outgrows it."""
+    """The window, or None if no sequence can be longer."""
     if "sliding" not in kinds:
         return None
     window, longest = window_size(cfg), _max_positions(cfg)

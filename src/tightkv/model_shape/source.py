@@ -1,4 +1,4 @@
-"""From what a user names to the language model's part of its config, and the values in it."""
+"""ModelConfig: the language model's part of whatever config a user names, its values checked."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ TEXT_PARTS = ("text_config", "thinker_config", "language_config", "llm_config")
 # Read from the whole config when the language part does not say.
 SHARED = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
 
-# Beyond these no model is meant: lists of layers and tensors of heads would fill the memory.
+# No model has more: lists of layers and tensors of heads would fill the memory.
 MOST_LAYERS = MOST_HEADS = MOST_DIM = 4096
 MOST = 1 << 48
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The language model's config as a mapping with checked look-ups: each names what is wrong."""
+    """A language model's config; each look-up checks its value and names it if it is wrong."""
 
     values: Mapping[str, Any]
     name: str
@@ -46,7 +46,7 @@ class ModelConfig:
         return ValueError(f"{name}={short(self.values[name])} of {self.name}; allowed: {allowed}")
 
     def number(self, *names: str, least: int = 1, most: int = MOST) -> int | None:
-        """As `first`, checked to be a whole number."""
+        """The `first` of `names`, which must be a whole number."""
         name = next((n for n in names if self.values.get(n) is not None), names[0])
         allowed = f"a whole number from {least} to {most}"
         return self._checked(name, allowed, lambda x: _is_number(x) and least <= x <= most)
@@ -101,7 +101,7 @@ def is_local(source: str | os.PathLike[str]) -> bool:
 
 
 def load_config(source: Any) -> ModelConfig:
-    """From a folder, a config.json, a mapping, or an object with `to_dict` (transformers)."""
+    """The config of a folder, a config.json, a mapping, or an object with `to_dict`."""
     folder = None
     if isinstance(source, Mapping):
         whole, name = dict(source), source.get("_name_or_path")

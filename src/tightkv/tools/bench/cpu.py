@@ -20,7 +20,7 @@ from tightkv.paged.cache import PagedKV
 from tightkv.paged.sequences import SequenceTable
 from tightkv.pages.layout import PageLayout
 from tightkv.tools.bench.inputs import Shape
-from tightkv.tools.bench.provenance import provenance
+from tightkv.tools.rows import provenance
 
 SHAPES = (
     Shape(1, 8192),

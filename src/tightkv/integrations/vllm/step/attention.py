@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
+from tightkv.fit import LayerFit
 from tightkv.integrations.vllm.compat import as_pages
 from tightkv.integrations.vllm.step.batch_split import SHORT_PROMPT, Limits
 from tightkv.integrations.vllm.step.flash_attention import prefer_flash_attention
@@ -16,7 +17,6 @@ from tightkv.integrations.vllm.step.metadata import TightMetadata
 from tightkv.integrations.vllm.step.ring_table import GroupRings, sink_rows
 from tightkv.integrations.vllm.step.warm_up import Kinds, warm_up_once
 from tightkv.kernels.backend import Backend
-from tightkv.math.centers import Centers
 from tightkv.math.key_scale import KeyScale
 from tightkv.pages.codec import Codec
 from tightkv.pages.layout import PageLayout
@@ -81,22 +81,23 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
         """The most new tokens of a prompt that these kernels decode."""
         return SHORT_PROMPT if self.kernels.TAKES.short_prompts else 0
 
-    def use_centers(self, centers: Centers) -> None:
-        """Hold keys and values relative to these; of a layer whose cache is empty."""
-        if self.softcap is not None or self.sink_logits is not None:
-            raise ValueError(
-                "tightkv: the calibration has key centers, and this layer a soft cap of scores or "
-                "sink logits, which they would change; leave the calibration out"
-            )
-        key, value = centers.on(self.layout.dtype, self.device)
-        self.centers = (key if self.key_scale is None else key / self._scale(key.dtype)), value
-
-    def use_scale(self, scale: KeyScale) -> None:
-        """Hold keys divided by this; of a layer whose cache is empty and has no centers yet."""
-        assert self.centers is None
-        for dtype in (self.layout.dtype, self.layout.raw_dtype):
-            scale.on(dtype, self.device)  # now, not while a CUDA graph is captured
+    def use_fit(self, own: LayerFit) -> None:
+        """Hold and code tokens as `own` says; of a layer whose cache is empty."""
+        scale, dtype = own.scale, self.layout.dtype
+        if scale is not None:
+            for each in (dtype, self.layout.raw_dtype):
+                scale.on(each, self.device)  # now, not while a CUDA graph is captured
         self.key_scale = scale
+        if own.centers is not None:
+            if self.softcap is not None or self.sink_logits is not None:
+                raise ValueError(
+                    "tightkv: the calibration has key centers, and this layer a soft cap of scores "
+                    "or sink logits, which they would change; leave the calibration out"
+                )
+            key, value = own.centers.on(dtype, self.device)
+            self.centers = (key if scale is None else key / scale.on(dtype, self.device)), value
+        if own.metric is not None:
+            self.feedback = self.step.codec.feedback_factors(own.metric, self.device)
 
     def _scale(self, dtype: torch.dtype) -> Tensor:
         assert self.key_scale is not None
