@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,6 +79,19 @@ def test_nothing_is_said_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch)
 def test_nothing_is_said_of_the_best() -> None:
     choice = choose("auto", CPU, PLAIN)
     assert choice.name == "cpu" and choice.slow is None
+
+
+def test_kernels_of_a_gpu_are_not_imported_for_a_cpu() -> None:
+    """Triton alone takes longer to import than a short answer to compute."""
+    code = """
+import sys, torch
+from tightkv import KVQuantConfig
+from tightkv.kernels.registry import choose
+from tightkv.pages.layout import PageLayout
+choose("auto", torch.device("cpu"), PageLayout(KVQuantConfig(), 2, 64, torch.float32))
+sys.exit("triton" in sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_without_the_native_library_it_says_how_to_build_it(

@@ -260,7 +260,7 @@ def attend(
 
 
 def _decodes(layout: PageLayout, query: Tensor, view: CacheView, options: AttendOptions) -> bool:
-    """Whether decode.cu takes a call; prefill, masks, other dtypes and empty calls it does not."""
+    """Whether decode.cu takes a call: not of prefill, with a mask, of another dtype, or empty."""
     few = 0 < options.max_queries <= RING_SLACK
     plain = options.mask is None and options.new_key is None and query.dtype == layout.dtype
     return few and plain and len(query) > 0 and view.batch > 0
@@ -272,8 +272,8 @@ class _Cut(NamedTuple):
     plan: DecodePlan
     grid: tuple[int, int, int]
     num_partials: int
-    blocks: int = 0  # address of what split_plan.cu wrote for the blocks, and
-    row_splits: int = 0  # of the splits of each row
+    blocks: int = 0  # the address of split_plan.cu's plan for blocks
+    row_splits: int = 0  # the address of its number of splits of each row
     is_new: bool = False  # split_plan.cu was launched just now
 
 

@@ -88,7 +88,7 @@ def format_of(vllm_config: Any) -> CacheFormat | None:
         rows=first.limits.rows,
         bytes_per_token=size.bytes_per_token,
         plain_bytes_per_token=size.bf16_bytes_per_token,
-        kernels=tuple(sorted({impl.step.kernel_name for impl in impls.values()})),
+        kernels=tuple(sorted({impl.kernels.NAME for impl in impls.values()})),
     )
 
 

@@ -36,10 +36,6 @@ class LayerStep:
     """Tokens that a query sees, itself included; None: all."""
 
     @property
-    def kernel_name(self) -> str:
-        return self.kernels.NAME
-
-    @property
     def workspace_tokens(self) -> int | None:
         """Tokens of prompts that one call of attention takes; None if prompts cannot share one."""
         layout, plain = self.codec.layout, self.window is None and self.softcap is None

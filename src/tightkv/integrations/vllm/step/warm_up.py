@@ -61,10 +61,10 @@ def warm_up_once(
 ) -> None:
     """`warm_up` for the first of layers that are alike, in an engine with these kinds of parts."""
     layout, device = step.codec.layout, rings[0].device
-    of_step = layout, step.kernel_name, query_heads, step.softcap, step.window
+    of_step = layout, step.kernels.NAME, query_heads, step.softcap, step.window
     alike = *of_step, device, kinds, feedback is not None
     launch = partial(warm_up, step, rings, query_heads, kinds, feedback)
-    once(alike, device, f"{step.kernel_name} kernels of {layout!r}", launch)
+    once(alike, device, f"{step.kernels.NAME} kernels of {layout!r}", launch)
 
 
 def warm_up(
