@@ -43,6 +43,8 @@ class Chosen:
     others: list[Any]
     """Layers with a cache that vLLM keeps, and their specs."""
     dtype: torch.dtype
+    draft_config: KVQuantConfig
+    """Of a speculator's layers, which never have bits of their own."""
 
     @property
     def drafts(self) -> frozenset[str]:
@@ -53,22 +55,21 @@ class Chosen:
         """Whether there are full attention and sliding windows, or windows of different lengths."""
         return len({layer.sliding_window for layer in self.layers.values()}) > 1
 
-    def layouts(
-        self, configs: Mapping[int, KVQuantConfig], plain: KVQuantConfig
-    ) -> dict[str, PageLayout]:
-        """Pages of every layer, of drafts with `plain`."""
-        own = {name: configs[number] for name, number in self.numbers.items()}
+    def layouts(self, configs: Mapping[int, KVQuantConfig]) -> dict[str, PageLayout]:
+        """Pages of every layer; `configs` are by the numbers of the model's layers."""
+        own = dict.fromkeys(self.layers, self.draft_config)
+        own |= {name: configs[number] for name, number in self.numbers.items()}
         return {
-            name: page_layout(own.get(name, plain), layer.num_kv_heads, layer.head_size, self.dtype)
+            name: page_layout(own[name], layer.num_kv_heads, layer.head_size, self.dtype)
             for name, layer in self.layers.items()
         }
 
-    def for_fit(self, plain: KVQuantConfig) -> Layers:
+    def for_fit(self) -> Layers:
         """The model's layers, as `tightkv.fit` is told of them."""
 
         def fit_together(configs: Mapping[int, KVQuantConfig]) -> bool:
             """vLLM's blocks are of one size in models with layers of other kinds."""
-            sizes = {layout.page_bytes for layout in self.layouts(configs, plain).values()}
+            sizes = {layout.page_bytes for layout in self.layouts(configs).values()}
             return len(sizes) == 1 or not (self.others or self.mixed)
 
         shapes = {number: layer_shape(self.layers[name]) for name, number in self.numbers.items()}
@@ -97,7 +98,8 @@ def choose(
     numbers = {n: known[n] if known[n] >= 0 else -1 - i for i, n in enumerate(own)}
     place, dtype = place_in_model(cfg, len(own)), vllm_config.model_config.dtype
     others = other_specs(chosen, layers, vllm_config)
-    return Chosen(chosen, reasons, numbers, place, others, dtype)
+    plain = cfg.replace(protected_first=0, protected_last=0, layer_bits="").for_layer(0, 1)
+    return Chosen(chosen, reasons, numbers, place, others, dtype, plain)
 
 
 def compressed_layers(

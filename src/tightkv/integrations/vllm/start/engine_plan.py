@@ -8,7 +8,6 @@ from typing import Any
 
 from vllm.platforms import current_platform
 
-from tightkv.config import KVQuantConfig
 from tightkv.fit import Fit
 from tightkv.integrations.vllm.options import EngineOptions
 from tightkv.integrations.vllm.prefix.blocks import pages_per_block
@@ -69,7 +68,7 @@ class EnginePlan:
 def make_plan(options: EngineOptions, vllm_config: Any, chosen: Chosen, found: Fit) -> EnginePlan:
     """Layouts of the layers that are compressed, with the bits of their fit."""
     configs = {number: own.cfg for number, own in found.layers.items()}
-    layouts = chosen.layouts(configs, draft_config(options.config))
+    layouts = chosen.layouts(configs)
     windows = {
         name: layer.sliding_window
         for name, layer in chosen.layers.items()
@@ -83,11 +82,6 @@ def make_plan(options: EngineOptions, vllm_config: Any, chosen: Chosen, found: F
         chosen.drafts,
         windows,
     )
-
-
-def draft_config(cfg: KVQuantConfig) -> KVQuantConfig:
-    """The config of a speculator's layers, which never have bits of their own."""
-    return cfg.replace(protected_first=0, protected_last=0, layer_bits="").for_layer(0, 1)
 
 
 def exact_rows(options: EngineOptions, vllm_config: Any, layouts: dict[str, PageLayout]) -> int:

@@ -17,7 +17,7 @@ from tightkv.integrations.vllm.start.attach import LAYOUT, attach
 from tightkv.integrations.vllm.start.checkpoint import checkpoint_folder
 from tightkv.integrations.vllm.start.choose import choose
 from tightkv.integrations.vllm.start.engine_checks import check_engine_options
-from tightkv.integrations.vllm.start.engine_plan import draft_config, make_plan
+from tightkv.integrations.vllm.start.engine_plan import make_plan
 from tightkv.integrations.vllm.start.install_mla import install_latent, latent_obstacle
 from tightkv.integrations.vllm.start.report import report
 
@@ -59,7 +59,7 @@ def _install_attention(
         get_tensor_model_parallel_world_size(),
         next(iter(chosen.layers.values()))._k_scale.device,
     )
-    found = fit(source, options.config, chosen.for_fit(draft_config(options.config)))
+    found = fit(source, options.config, chosen.for_fit())
     plan = make_plan(options, vllm_config, chosen, found)
     impls, slow = attach(plan, chosen, found, layers, vllm_config)
     report(plan, found, impls, slow, vllm_config)
