@@ -95,26 +95,15 @@ __device__ __forceinline__ void page_mean(const AppendParams &a, const HeadSide 
     }
 }
 
-// The token at slot t of a page: its codes to shared memory, its scale to the page. `mean`: of keys that have one.
-__device__ __forceinline__ void encode_token(float (&x)[N], int t, u8 *record, u8 *codes, const float (&mean)[D],
-                                             bool has_mean, bool is_key, const float *rotation, int lane) {
-    rotate(x, rotation, lane);
-    float scale;
-    u16 *scales;
-    if (is_key) {
-        bool centered = false;
-        float size;
-        if (has_mean) centered = center_key(x, mean, lane, size);
-        scale = quantize<KEY_BITS, KEY_MODE>(x, codes, lane);
-        scale = fminf(fmaxf(scale, -65504.f), 65504.f);
-        scale = centered ? -scale : scale;
-        scales = (u16 *)(record + KEY_SCALE_AT);
-    } else {
-        scale = quantize<VALUE_BITS, VALUE_MODE>(x, codes, lane);
-        scale = fminf(fmaxf(scale, -65504.f), 65504.f);
-        scales = (u16 *)(record + VALUE_SCALE_AT);
-    }
-    if (lane == 0) scales[scale_slot(t)] = float_to_half(scale);
+// A rotated token -> its codes in shared memory, and its scale. `mean`: of keys that have one.
+__device__ __forceinline__ float encode_token(float (&x)[N], u8 *codes, const float (&mean)[D], bool has_mean,
+                                              bool is_key, int lane) {
+    if (!is_key) return fminf(fmaxf(quantize<VALUE_BITS, VALUE_MODE>(x, codes, lane), -65504.f), 65504.f);
+    bool centered = false;
+    float size;
+    if (has_mean) centered = center_key(x, mean, lane, size);
+    const float scale = fminf(fmaxf(quantize<KEY_BITS, KEY_MODE>(x, codes, lane), -65504.f), 65504.f);
+    return centered ? -scale : scale;
 }
 
 // Codes of slots [from, to) of a page, from shared memory to their words in the page, by all threads.
@@ -203,7 +192,10 @@ __device__ __forceinline__ void append_tokens(const AppendParams &a, int number,
                 const int t = at - page_at;
                 float x[N];
                 load_token(a, side, tokens, at, x, lane);
-                encode_token(x, t, record, room.codes[t % ROOM], mean, has_mean, is_key, a.rotation, lane);
+                rotate(x, a.rotation, lane);
+                const float scale = encode_token(x, room.codes[t % ROOM], mean, has_mean, is_key, lane);
+                u16 *scales = (u16 *)(record + (is_key ? KEY_SCALE_AT : VALUE_SCALE_AT));
+                if (lane == 0) scales[scale_slot(t)] = float_to_half(scale);
             }
             __syncthreads();
             if (is_key)
