@@ -26,9 +26,13 @@ SHAPE = ("--max-tokens", "320", "--dtype", "float32", "--preset", "k4v4")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def own_cache(tmp_path_factory):
+def own_cache(tmp_path_factory, pytestconfig):
+    """Without the optimization, which takes most of the time, but for --all-shapes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TIGHTKV_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        if not pytestconfig.getoption("--all-shapes"):
+            patch.setattr(executorch, "_FLAGS", ("-O0", *executorch._FLAGS[1:]))
+        executorch.operator_library.cache_clear()
         yield
 
 

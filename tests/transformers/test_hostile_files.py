@@ -13,7 +13,7 @@ from tightkv.kernels.cpu import backend as cpu
 _MISSING = cpu.unavailable("cpu")
 pytestmark = pytest.mark.skipif(_MISSING is not None, reason=f"native CPU kernels: {_MISSING}")
 PROGRAM = Path(__file__).parents[1] / "support" / "hostile_files.py"
-CASES = 10_000 if os.environ.get("HYPOTHESIS_PROFILE") == "explore" else 2_000
+SOME, ALL, MANY = 500, 2_000, 10_000  # cases: by default, with --all-shapes, and to explore
 # Stacks of allocations and a long quarantine cost more time than the cases themselves.
 ASAN = f"{sanitizers.ASAN}:detect_leaks=0:malloc_context_size=2:quarantine_size_mb=16"
 
@@ -51,13 +51,15 @@ def test_the_sanitizer_sees_a_page_that_is_not_there(sanitized):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)  # all cases take a minute and a half where a core is free
-def test_mutated_files_end_in_errors_or_working_caches(sanitized, tmp_path):
+@pytest.mark.timeout(1800)  # 2,000 cases take a minute and a half where a core is free
+def test_mutated_files_end_in_errors_or_working_caches(sanitized, tmp_path, pytestconfig):
     command, environment = sanitized
+    count = ALL if pytestconfig.getoption("--all-shapes") else SOME
+    count = MANY if os.environ.get("HYPOTHESIS_PROFILE") == "explore" else count
     progress = tmp_path / "progress"
-    done = run([*command, "--count", str(CASES), "--progress", str(progress)], environment)
+    done = run([*command, "--count", str(count), "--progress", str(progress)], environment)
     case = progress.read_text().strip() if progress.is_file() else "none"
     assert not done.returncode, f"at case {case} of {PROGRAM.name}:\n{done.stderr[-4000:]}"
     loaded, refused = (int(word) for word in done.stdout.split() if word.isdigit())
-    assert loaded + refused == CASES
-    assert loaded > CASES // 20 and refused > CASES // 2  # both ends are tried
+    assert loaded + refused == count
+    assert loaded > count // 20 and refused > count // 2  # both ends are tried
