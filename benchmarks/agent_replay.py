@@ -274,8 +274,7 @@ def run_engines(
 def write(rows: list[dict[str, Any]], args: argparse.Namespace, sizes: dict[str, Any]) -> None:
     import torch
 
-    from tightkv.tools.bench.provenance import provenance
-    from tightkv.tools.rows import append_rows
+    from tightkv.tools.rows import append_rows, provenance
 
     for row in rows:
         sys.stdout.write(json.dumps(row) + "\n")

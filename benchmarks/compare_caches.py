@@ -37,7 +37,7 @@ from tightkv import KVQuantConfig, TightCache
 from tightkv.tools.cli.shared.output import format_table
 from tightkv.tools.eval.configs import label
 from tightkv.tools.eval.forward import CacheRun, exact_attention
-from tightkv.tools.eval.results import model_facts, provenance, text_facts
+from tightkv.tools.eval.results import model_facts, text_facts, with_transformers
 from tightkv.tools.eval.tasks.quality import Schedule, Scores, compare
 from tightkv.tools.eval.text import default_texts
 from tightkv.tools.eval.windows import Windows, cut_windows
@@ -293,7 +293,7 @@ def measure_all(
             **reference.measure(make, contexts),
             "settings": used,
             **facts,
-            **provenance(),
+            **with_transformers(),
         }
         append_rows(out, [row])
 

@@ -21,9 +21,8 @@ from tightkv.kernels.cuda.decode_plan import DecodePlan, DecodeTile
 from tightkv.kernels.options import AttendOptions
 from tightkv.pages.layout import page_layout
 from tightkv.tools.bench.inputs import Layer, Shape, layers_for
-from tightkv.tools.bench.provenance import provenance
 from tightkv.tools.bench.timing import graph_ms
-from tightkv.tools.rows import append_rows
+from tightkv.tools.rows import append_rows, provenance
 
 DEVICE = torch.device("cuda", 0)
 WIDE = (Shape(8, 32731, 96, 8), Shape(32, 8155, 64, 4))

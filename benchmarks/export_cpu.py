@@ -25,9 +25,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tightkv.integrations.transformers.export import ExportableModel
 from tightkv.tools.bench.cpu import machine
-from tightkv.tools.bench.provenance import provenance
 from tightkv.tools.model_loading.bundled import BUNDLED_NAME, bundled_folder
-from tightkv.tools.rows import append_rows
+from tightkv.tools.rows import append_rows, provenance
 
 CONTEXTS = (256, 1024, 2048, 4096, 8192)
 STEPS = 64  # a page of ours: sealing it has its share

@@ -18,9 +18,8 @@ import transformers
 
 from tightkv.export import StaticKV
 from tightkv.integrations.transformers.export import ExportableModel
-from tightkv.tools.bench.provenance import provenance
 from tightkv.tools.model_loading.bundled import BUNDLED_NAME, bundled_folder
-from tightkv.tools.rows import append_rows
+from tightkv.tools.rows import append_rows, provenance
 
 ITEM_SIZES = {"fp32": 4, "bf16": 2}
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from tightkv.config import KVQuantConfig
 from tightkv.kernels.triton import mla
 from tightkv.pages.latent import LatentCodec, LatentLayout
-from tightkv.tools.bench.provenance import provenance
+from tightkv.tools.rows import provenance
 
 DEVICE = torch.device("cuda")
 CACHES, PAGE, RANK, ROPE, SCALE = 3, 64, 512, 64, 192**-0.5

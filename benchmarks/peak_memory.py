@@ -22,8 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tightkv import KVQuantConfig, TightCache
 from tightkv.model_shape import read_model_shape
 from tightkv.model_shape.planner import config_plan
-from tightkv.tools.bench.provenance import provenance
-from tightkv.tools.rows import append_rows
+from tightkv.tools.rows import append_rows, provenance
 
 
 def run(model: LlamaForCausalLM, quant: KVQuantConfig, tokens: int, chunk: int) -> None:

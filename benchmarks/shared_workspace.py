@@ -40,8 +40,7 @@ from tightkv.kernels.view import CacheView
 from tightkv.pages.codec import Codec
 from tightkv.pages.layout import PageLayout
 from tightkv.tools.bench import inputs
-from tightkv.tools.bench.provenance import provenance
-from tightkv.tools.rows import append_rows
+from tightkv.tools.rows import append_rows, provenance
 
 DRY = bool(os.environ.get("DRY"))
 SECONDS = 70  # no case begins later
@@ -319,10 +318,10 @@ def advise(rows: list[Row]) -> None:
             (q, p): round(sum(row.regret(q, p) for row in short), 3) for q in queries for p in pairs
         }
         best = min(cost, key=lambda x: (cost[x], -x[0], -x[1]))
-        mine = ragged_plan.MIN_QUERIES, ragged_plan.MIN_PAIRS
+        mine = ragged_plan.MIN_READS, ragged_plan.MIN_PAIRS
         lost = [math.expm1(sum(row.regret(*x) for row in short) / len(short)) for x in (mine, best)]
         say(
-            f"MIN_QUERIES {mine[0]}, MIN_PAIRS 2^{math.log2(mine[1]):g}: {lost[0]:.1%} above the "
+            f"MIN_READS {mine[0]}, MIN_PAIRS 2^{math.log2(mine[1]):g}: {lost[0]:.1%} above the "
             f"best; {best[0]}, 2^{math.log2(best[1]):g}: {lost[1]:.1%}"
         )
     long = [row for row in rows if row.before and row.count >= prefill.MIN_QUERIES]
@@ -363,7 +362,7 @@ def main() -> int:
         mib = peak_mib(now), peak_mib(case.by_workspace)
         row = Row(batch, before * UNIT, count, *times, pieces(case), len(case.groups), mib)
         rows.append(row)
-        mine = row.is_chosen(ragged_plan.MIN_QUERIES, ragged_plan.MIN_PAIRS)
+        mine = row.is_chosen(ragged_plan.MIN_READS, ragged_plan.MIN_PAIRS)
         wrong = row.is_prompt and mine != (row.shared < row.now)
         sides = " ".join(f"{x:.2f}" for x in row.pieces)
         shape = f"{batch} x {before}{UNIT // 1024 * 'k'} + {count}"

@@ -430,7 +430,7 @@ def provenance() -> dict[str, Any]:
     import torch
     import vllm
 
-    from tightkv.tools.bench.provenance import provenance
+    from tightkv.tools.rows import provenance
 
     return {"vllm": vllm.__version__, **provenance(torch.device("cpu"))}
 

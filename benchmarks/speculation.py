@@ -259,8 +259,7 @@ def main() -> int:
 def write(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
     import torch
 
-    from tightkv.tools.bench.provenance import provenance
-    from tightkv.tools.rows import append_rows
+    from tightkv.tools.rows import append_rows, provenance
 
     names = ("dtype", "context", "tokens", "accepted", "layers")
     kind = {"bench": "speculation", "method": "eagle", "model": args.shape}

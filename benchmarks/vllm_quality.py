@@ -103,7 +103,7 @@ def main() -> None:
 
     from transformers import AutoTokenizer
 
-    from tightkv.tools.eval.results import provenance
+    from tightkv.tools.eval.results import with_transformers
     from tightkv.tools.eval.text import default_texts
     from tightkv.tools.eval.windows import cut_windows
     from tightkv.tools.model_loading.bundled import bundled_folder
@@ -148,7 +148,7 @@ def main() -> None:
         if args.out:
             sizes = {key: getattr(args, key) for key in ("window", "windows", "prefill", "chunk")}
             kind = {"kind": "vllm-quality", "dtype": args.dtype, "top": TOP, **sizes}
-            append_rows(args.out, [{**kind, **row, **provenance()}])
+            append_rows(args.out, [{**kind, **row, **with_transformers()}])
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from importlib import import_module
 from importlib.abc import InspectLoader, Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
+from pathlib import Path
 from types import CodeType, ModuleType
 
 _VLLM_MOVES = {
@@ -16,8 +17,7 @@ _VLLM_MOVES = {
     "latent": "mla",
     "metrics": "monitor stats_file",
     "prefix": "blocks cache_format prefix_hits",
-    "start": "calibration checkpoint engine_checks engine_core engine_plan feedback install "
-    "install_mla plugin protect_keys",
+    "start": "checkpoint engine_checks engine_core engine_plan install install_mla plugin",
     "step": "attention backend batch_split flash_attention layer_step metadata page_blocks "
     "ring_kernel ring_table warm_up",
 }
@@ -62,11 +62,16 @@ class _Finder(MetaPathFinder, Loader):
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         new = new_name(fullname)
-        found = None if new is None else find_spec(new)
-        if found is None:
+        if new is None:
             return None
-        package = found.submodule_search_locations is not None
-        return ModuleSpec(fullname, self, origin=found.origin, is_package=package)
+        # By its file, not with `importlib.util.find_spec`: that imports packages, and finders are
+        # called under the import lock, for which another thread may wait that imports them.
+        place = Path(__file__).parent.joinpath(*new.split(".")[1:])
+        package = place.is_dir()
+        file = place / "__init__.py" if package else place.with_name(f"{place.name}.py")
+        if not file.is_file():
+            return None
+        return ModuleSpec(fullname, self, origin=str(file), is_package=package)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         new = new_name(spec.name)

@@ -14,22 +14,21 @@ from safetensors.torch import load_file, save
 from models import prompt, tiny
 from tightkv import KVQuantConfig, TightCache
 from tightkv.files.tensor_file import checksum, read_file
+from tightkv.fit import Checkpoint, Layers, fit
 from tightkv.fit.calibration import (
     Calibration,
     bundled_names,
     find_for_folder,
     load_calibration,
+    own_heads,
     save_calibration,
 )
 from tightkv.fit.calibration import find as find_module
 from tightkv.fit.fingerprint import folder_fingerprint
-from tightkv.integrations.transformers.calibration import CalibrationWarning, loaded_fingerprint
-from tightkv.integrations.vllm.start.calibration import (
-    find_for_engine,
-    own_heads,
-    set_calibrated_feedback,
-)
-from tightkv.pages.codec import Codec
+from tightkv.integrations.transformers.fitting import CalibrationWarning, loaded_fingerprint
+from tightkv.integrations.vllm.start.checkpoint import checkpoint_folder
+from tightkv.math.feedback import QueryMetric
+from tightkv.model_shape import LayerShape
 from tightkv.pages.layout import page_layout
 from tightkv.tools.cli import main
 from tightkv.tools.eval.layer_bits import sensitivity
@@ -441,61 +440,70 @@ def test_the_default_device_does_not_matter(file, tmp_path):
     assert all(torch.equal(found.metrics[n].value, m.value) for n, m in wanted.metrics.items())
 
 
+def test_the_default_dtype_does_not_matter(file, tmp_path):
+    """Metrics that were made in bfloat16 would change codes without a word."""
+    wanted = load_calibration(str(file))
+    copied = shutil.copy(file, tmp_path / "copied.safetensors")  # a file that is known is not read
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = load_calibration(str(copied))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(found.metrics[n].value, m.value) for n, m in wanted.metrics.items())
+
+
 # --- engines ---------------------------------------------------------------------------------
 def test_ranks_take_their_own_heads():
     metric = torch.arange(8.0)[:, None, None].expand(8, 4, 4)
-    taken = [own_heads(metric, 2, rank, 4)[:, 0, 0].tolist() for rank in range(4)]
+    taken = [own_heads(metric, rank, 4)[:, 0, 0].tolist() for rank in range(4)]
     assert taken == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    taken = [own_heads(metric[:2], 1, rank, 4)[:, 0, 0].tolist() for rank in range(4)]
+    taken = [own_heads(metric[:2], rank, 4)[:, 0, 0].tolist() for rank in range(4)]
     assert taken == [[0], [0], [1], [1]]
 
 
-def test_layers_of_an_engine_get_the_factors_of_their_heads(file):
-    found = load_calibration(str(file))
-    codec = Codec(page_layout(KVQuantConfig.preset("k3v3"), 1, 32, torch.float32))
-
-    def layers():
-        return {
-            f"model.layers.{n}.self_attn.attn": SimpleNamespace(
-                num_kv_heads=1,
-                is_draft=False,
-                step=SimpleNamespace(codec=codec),
-                device=torch.device("cpu"),
-                feedback=None,
-                key_scale=None,
-            )
-            for n in (0, 3, 9)
-        }
-
-    for rank in range(2):
-        made = layers()
-        set_calibrated_feedback(found, made, rank, 2)
-        first, last, unknown = made.values()
-        assert unknown.feedback is None
-        for n, impl in ((0, first), (3, last)):
-            whole = found.metrics[n].factors(codec.key.rotation, 3, torch.device("cpu"))
-            torch.testing.assert_close(impl.feedback, whole[rank : rank + 1])
-
-
-def test_an_engine_compares_the_checkpoint(tmp_path):
-    folder = write_tiny_folder(tmp_path / "m")
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A folder, and a calibration of it."""
+    where = tmp_path_factory.mktemp("checkpoint")
+    folder = write_tiny_folder(where / "m")
     own = load_model(str(folder), dtype="float32", device="cpu")[0]
-    save_calibration(measured(own, name="own"), tmp_path / "own.safetensors")
-    other = write_tiny_folder(tmp_path / "other", num_hidden_layers=3)
-    cfg = KVQuantConfig.preset("k3v3", calibration=str(tmp_path / "own.safetensors"))
+    save_calibration(measured(own, name="own"), where / "own.safetensors")
+    return folder, where / "own.safetensors"
 
-    def engine(model, load_format="auto"):
-        return SimpleNamespace(
+
+def test_layers_of_an_engine_get_the_metrics_and_centers_of_their_heads(checkpoint):
+    folder, path = checkpoint
+    whole, cfg = load_calibration(str(path)), KVQuantConfig.preset("k3v3", calibration=str(path))
+    shapes = {n: LayerShape("full", 1, 32, 32) for n in (0, 1, -3)}
+    for rank in range(2):
+        source = Checkpoint(folder, "m", rank, 2)
+        found = fit(source, cfg, Layers(shapes, lambda cfg: None))
+        first, last, unknown = found.layers.values()
+        assert unknown.metric is None and unknown.centers is None
+        for n, own in ((0, first), (1, last)):
+            metric = QueryMetric(whole.metrics[n].value[rank : rank + 1]).scaled(own.scale)
+            assert torch.equal(own.metric.value, metric.value)
+            assert torch.equal(own.centers.key, whole.centers[n].key[rank : rank + 1])
+
+
+def test_an_engine_compares_the_checkpoint(checkpoint, tmp_path):
+    folder, path = checkpoint
+    other = write_tiny_folder(tmp_path / "other", num_hidden_layers=3)
+    cfg = KVQuantConfig.preset("k3v3", calibration=str(path))
+
+    def find(cfg, model, load_format="auto"):
+        config = SimpleNamespace(
             model_config=SimpleNamespace(model=str(model), revision=None),
             load_config=SimpleNamespace(load_format=load_format, download_dir=None),
         )
+        return Checkpoint(checkpoint_folder(config), str(model)).find_calibration(cfg)
 
-    assert find_for_engine(cfg, engine(folder)).measured.model == "own"
-    assert find_for_engine(cfg.replace(calibration=""), engine(folder)) is None
+    assert find(cfg, folder).measured.model == "own"
+    assert find(cfg.replace(calibration=""), folder) is None
     with pytest.raises(ValueError, match="measured on own"):
-        find_for_engine(cfg, engine(other))
+        find(cfg, other)
     with pytest.raises(ValueError, match="cannot be compared with the model"):
-        find_for_engine(cfg, engine(folder, "dummy"))
+        find(cfg, folder, "dummy")
     (other / "model.safetensors").write_bytes(b"")
     with pytest.raises(ValueError, match=r"cannot be compared with .*Leave calibration out"):
         find_for_folder(cfg, other, "other")

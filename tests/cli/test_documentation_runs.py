@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tightkv import KVQuantConfig
+from tightkv import KVQuantConfig, __version__
 from tightkv.integrations.vllm.options import engine_options
+from tightkv.moved import MOVED
 from tightkv.tools.cli import COMMANDS, build_parser, main
 from tightkv.tools.cli.serve.command import SERVER
 from tightkv.tools.cli.shared.server_file import read_server_file
@@ -234,3 +235,36 @@ def test_every_page_is_in_both_lists() -> None:
     pages = [page.name for page in (ROOT / "docs").glob("*.md") if page.name != "index.md"]
     assert [name for name in pages if f"({name})" not in listed] == []
     assert {f"{name}.md" for name in re.findall(r"[\w-]+(?=[ \"])", sidebar[1])} >= set(pages)
+
+
+def moved_modules() -> str:
+    """The table of docs/python.md: modules that moved together in a line."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for old, new in MOVED.items():
+        before, _, name = old.rpartition(".")
+        after, _, new_name = new.rpartition(".")
+        changed = "" if new_name == name else f".{new_name}"
+        groups.setdefault((before, after + changed), []).append(name)
+    lines = []
+    for (before, after), names in groups.items():
+        told = ", ".join(f"`{name}`" for name in names)
+        lines.append(f"| {f'`{before}`: ' if before else ''}{told} | `{after}` |")
+    return "\n".join(lines)
+
+
+def test_every_moved_module_is_in_the_table() -> None:
+    assert moved_modules() in (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+
+
+def test_the_citation_is_of_this_version() -> None:
+    text = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert re.search(r"^version: (.+)$", text, re.MULTILINE)[1] == __version__  # type: ignore[index]
+
+
+def test_the_hooks_are_the_checks_of_make_lint() -> None:
+    hooks = re.findall(
+        r"entry: \.venv/bin/([\w-]+)", (ROOT / ".pre-commit-config.yaml").read_text()
+    )
+    lint = re.search(r"^lint:.*?^$", (ROOT / "Makefile").read_text(), re.MULTILINE | re.DOTALL)
+    assert lint is not None
+    assert hooks == re.findall(r"\$\(BIN\)/([\w-]+)", lint[0])

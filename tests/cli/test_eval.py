@@ -30,8 +30,7 @@ from tightkv.tools.cli.eval.command import FILE_TASKS, TASKS
 from tightkv.tools.cli.shared.progress import Progress
 from tightkv.tools.eval.configs import label, parse_configs
 from tightkv.tools.eval.forward import CacheRun
-from tightkv.tools.eval.results import model_fingerprint
-from tightkv.tools.eval.stored_bits import bits_of
+from tightkv.tools.eval.results import bits_of, model_fingerprint
 from tightkv.tools.eval.tasks.greedy import measure_greedy, same_tokens
 from tightkv.tools.eval.tasks.needles import (
     ANSWER_TOKENS,
@@ -382,7 +381,7 @@ def test_layers_that_cannot_be_cropped(family: str) -> None:
 
 def test_an_answer_counts_as_a_whole_word(monkeypatch: pytest.MonkeyPatch) -> None:
     replies = iter(["It is 17.", "It is 171.", "A Goat, surely", "goats"])
-    monkeypatch.setattr("tightkv.tools.eval.tasks.needles._answer", lambda *args: next(replies))
+    monkeypatch.setattr(CacheRun, "write_line", lambda *args: next(replies))
     needles = [Needle("f", f"q{i}", word) for i, word in enumerate(["17", "17", "goat", "goat"])]
     _, _, done = asked(tiny(vocab_size=258), needles=needles)
     assert done["plain"][0].found == (True, False, True, False) and done["plain"][0].score == 2

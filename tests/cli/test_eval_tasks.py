@@ -20,7 +20,6 @@ from tightkv.tools.cli import main
 from tightkv.tools.cli.eval import report as eval_report
 from tightkv.tools.eval import result_store as store_module
 from tightkv.tools.eval.forward import CacheRun, MakeCache, after_prefix, ignore, write_texts
-from tightkv.tools.eval.jsonl import read_examples
 from tightkv.tools.eval.result_store import Store, code_digest, result_key
 from tightkv.tools.eval.tasks.base import Task, paired
 from tightkv.tools.eval.tasks.free_running import FreeTask, _gumbel
@@ -32,6 +31,7 @@ from tightkv.tools.eval.tasks.quality import Schedule
 from tightkv.tools.eval.tasks.recall import build_recall
 from tightkv.tools.eval.tasks.standalone import QualityTask
 from tightkv.tools.eval.tasks.tools import CALL_TOKENS, Call, ToolTask, build_conversation, judge
+from tightkv.tools.eval.text import read_examples
 from tightkv.tools.eval.windows import Windows
 from tiny_folder import TEMPLATE, byte_tokenizer, write_tiny_folder
 

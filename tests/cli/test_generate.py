@@ -23,12 +23,11 @@ from tightkv.integrations.transformers.cache_size import CacheSize, cache_size
 from tightkv.pages.layout import PageLayout
 from tightkv.tools.cli import main
 from tightkv.tools.cli.generate import live
-from tightkv.tools.cli.generate.compare import find_divergence, mean_kl
+from tightkv.tools.cli.generate.compare import SharedPrompt, can_share, find_divergence, mean_kl
 from tightkv.tools.cli.generate.generation import _timing, _until_end, generate
 from tightkv.tools.cli.generate.needle import AskedNeedle, choose_needle, hide
 from tightkv.tools.cli.generate.prompt import check_length, encode, long_context
 from tightkv.tools.cli.generate.report import compare_text, single_text
-from tightkv.tools.cli.generate.shared_prompt import SharedPrompt, can_share
 from tightkv.tools.eval.tasks.needles import Needle
 from tightkv.tools.model_loading.load import load_model
 from tiny_folder import TEMPLATE, byte_tokenizer, write_tiny_folder

@@ -248,12 +248,26 @@ def test_the_default_device_does_not_matter(kernels, rotation):
     assert torch.equal(out, attend(again, q)[0])
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_the_default_dtype_does_not_matter(kernels, dtype):
+    cfg = KVQuantConfig(page_size=32, exact_pages=1, seed=78)
+    q = torch.randn(2, 5, 4, 64)
+    wanted = attend(filled_on_cpu(cfg, kernels), q)
+    torch.set_default_dtype(dtype)
+    try:
+        found = attend(filled_on_cpu(cfg, kernels), q)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+
+
 def filled_on_cpu(cfg, kernels):
     table = SequenceTable(cfg)
     table.add_rows([0, 3])
     cache = PagedKV(PageLayout(cfg, 2, 64, torch.float32), table, "cpu", kernels)
     g = torch.Generator("cpu").manual_seed(0)
-    key = torch.randn(2, 300, 2, 64, generator=g, device="cpu")
+    key = torch.randn(2, 300, 2, 64, generator=g, dtype=torch.float32, device="cpu")
     cache.append(table.append([0, 1], [300, 240]), key, key)
     cache.append(table.append([0, 1], [1, 1]), key[:, :1], key[:, :1])
     return cache

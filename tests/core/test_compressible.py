@@ -143,10 +143,11 @@ def vllm_layers(config: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_vllm_agrees_for_every_family(family: str) -> None:
     from tightkv.integrations.vllm.layer_numbers import layer_number
-    from tightkv.integrations.vllm.start.install import compressed_layers as chosen_layers
+    from tightkv.integrations.vllm.start.choose import compressed_layers as chosen_layers
 
     config = FAMILIES[family]()
-    chosen = [layer_number(name) for name in chosen_layers(vllm_layers(config), KVQuantConfig())]
+    names, _ = chosen_layers(vllm_layers(config), KVQuantConfig())
+    chosen = [layer_number(name) for name in names]
     assert chosen == COMPRESSED[family]
     assert chosen == compressed_layers(read_model_shape(config).layers, "vllm")
 
@@ -154,13 +155,13 @@ def test_vllm_agrees_for_every_family(family: str) -> None:
 @pytest.mark.vllm
 def test_a_draft_is_not_compressed_alone() -> None:
     """Its model keeps vLLM's cache, as one with latents beside a draft that has none."""
-    from tightkv.integrations.vllm.start.install import compressed_layers as chosen_layers
+    from tightkv.integrations.vllm.start.choose import compressed_layers as chosen_layers
 
     layers = vllm_layers(FAMILIES["llama"]())
     *own, draft = layers
     for name in own:
         layers[name].sliding_window = 16
-    assert list(chosen_layers(layers, KVQuantConfig())) == [draft]
+    assert list(chosen_layers(layers, KVQuantConfig())[0]) == [draft]
     with pytest.raises(ValueError, match="no layer of this model can be compressed"):
         chosen_layers(layers, KVQuantConfig(), drafts={draft})
 
@@ -168,22 +169,22 @@ def test_a_draft_is_not_compressed_alone() -> None:
 @pytest.mark.vllm
 def test_windows_that_are_compressed_can_be_read_by_others_with_the_same() -> None:
     from tightkv.integrations.vllm.layer_shapes import readers
-    from tightkv.integrations.vllm.start.install import compressed_layers as chosen_layers
+    from tightkv.integrations.vllm.start.choose import compressed_layers as chosen_layers
 
     first, second, third, *_ = vllm_layers(FAMILIES["llama"]()).items()
     layers = dict((first, second, third))
     for _, layer in layers.items():
         layer.sliding_window = 1024
     second[1].kv_sharing_target_layer_name = first[0]
-    chosen = chosen_layers(layers, KVQuantConfig(), windows=True)
+    chosen, _ = chosen_layers(layers, KVQuantConfig(), windows=True)
     assert list(chosen) == [first[0], third[0]]
     assert readers(layers, chosen) == {second[0]: first[0]}
     second[1].sliding_window = None
-    assert list(chosen_layers(layers, KVQuantConfig(), windows=True)) == [third[0]]
+    assert list(chosen_layers(layers, KVQuantConfig(), windows=True)[0]) == [third[0]]
     third[1].sliding_window, third[1].head_size = None, 2 * third[1].head_size
     third[1].head_size_v = third[1].head_size
     second[1].sliding_window = 1024
-    assert list(chosen_layers(layers, KVQuantConfig(), windows=True)) == [third[0]]
+    assert list(chosen_layers(layers, KVQuantConfig(), windows=True)[0]) == [third[0]]
 
 
 @pytest.mark.vllm
@@ -193,7 +194,7 @@ def test_a_cache_that_others_read_is_compressed_if_they_can_read_pages(
 ) -> None:
     from tightkv.integrations.vllm.layer_numbers import layer_number
     from tightkv.integrations.vllm.layer_shapes import readers
-    from tightkv.integrations.vllm.start.install import compressed_layers as chosen_layers
+    from tightkv.integrations.vllm.start.choose import compressed_layers as chosen_layers
 
     first, second, third, *_ = vllm_layers(FAMILIES["llama"]()).items()
     layers = dict((first, second, third))
@@ -204,6 +205,6 @@ def test_a_cache_that_others_read_is_compressed_if_they_can_read_pages(
         with pytest.raises(ValueError, match="cannot read compressed pages"):
             chosen_layers(layers, KVQuantConfig())
         return
-    chosen = chosen_layers(layers, KVQuantConfig())
+    chosen, _ = chosen_layers(layers, KVQuantConfig())
     assert [layer_number(name) for name in chosen] == compressed
     assert readers(layers, chosen) == dict.fromkeys((second[0], third[0]), first[0])

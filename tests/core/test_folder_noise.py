@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import struct
@@ -16,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from models import FAMILIES, SHAPE
 from tightkv import KVQuantConfig
-from tightkv.files.checkpoint_tensors import StoredTensor
+from tightkv.files.tensor_file import StoredTensor
 from tightkv.fit import checkpoint_noise
 from tightkv.fit.attention_weights import NOT_READABLE, AttentionWeights
 from tightkv.fit.checkpoint_noise import read_scores
@@ -259,6 +260,14 @@ def test_a_folder_without_files_is_not_checked(
         (folder / name).unlink()
     assert isinstance(layer_noise_of_folder(folder, PAGE), str)
     assert "not checked" in (KeyCheck(folder).protect(KVQuantConfig()).line or "")
+
+
+def test_pipes_among_the_weights_are_not_read(qwen2: Path, tmp_path: Path) -> None:
+    """Who opens one waits for its writer."""
+    folder = copy(qwen2, tmp_path)
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
+    os.mkfifo(folder / "pipe.safetensors")
+    assert isinstance(layer_noise_of_folder(folder, PAGE), dict)
 
 
 HOSTILE = (-1, 0, 1, 7, 2**31, 2**63, 10**400, 0.5, 1e308, None, True, "", "F32", "BF16", [], {})

@@ -39,3 +39,31 @@ def test_every_tensor_is_made_on_a_named_device() -> None:
             if not (named or (name == "Generator" and call.args)):
                 unnamed.append(f"{path}:{call.lineno}: {ast.unparse(call)}")
     assert not unnamed, unnamed
+
+
+def test_floats_are_made_in_a_named_dtype() -> None:
+    """Nor must torch.set_default_dtype change what is computed."""
+    makers = {"zeros", "ones", "empty", "full", "tensor", "eye", "linspace", "rand", "randn"}
+    unnamed = []
+    for path in (PYPROJECT.parent / "src").rglob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text())):
+            if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
+                continue
+            name, owner = call.func.attr, call.func.value
+            if not (isinstance(owner, ast.Name) and owner.id == torch.__name__ and name in makers):
+                continue
+            text = ast.unparse(call)
+            if "dtype=" in text or (name in ("full", "tensor") and not _has_floats(call)):
+                continue
+            unnamed.append(f"{path}:{call.lineno}: {text}")
+    assert not unnamed, unnamed
+
+
+def _has_floats(call: ast.Call) -> bool:
+    parts = [part for part in ast.walk(call) if isinstance(part, ast.Constant | ast.Attribute)]
+    return any(
+        part.attr in ("inf", "nan")
+        if isinstance(part, ast.Attribute)
+        else type(part.value) is float
+        for part in parts
+    )

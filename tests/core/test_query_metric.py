@@ -16,11 +16,11 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from models import MAMBA, MOE, SHAPE
-from tightkv.files.checkpoint_tensors import StoredTensor
+from tightkv.files.tensor_file import StoredTensor
 from tightkv.fit import checkpoint_metric
 from tightkv.fit.checkpoint_metric import KNOWN, key_energies, query_metrics
 from tightkv.fit.query_metric import POSITIONS, normed
-from tightkv.integrations.transformers.protect_keys import LoadedTensor
+from tightkv.integrations.transformers.fitting import LoadedTensor
 from tiny_folder import write_model
 
 TWO = {**SHAPE, "num_hidden_layers": 2, "max_position_embeddings": POSITIONS}

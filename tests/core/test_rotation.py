@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from tightkv.config import ROTATIONS
 from tightkv.math.lloyd import beta_cdf
 from tightkv.math.random import random_bits, random_normal, random_signs
-from tightkv.math.rotation import ROTATIONS, Rotation, make_rotation, split_rotation
+from tightkv.math.rotation import Rotation, make_rotation, split_rotation
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 DIMS = (1, 2, 5, 16, 24, 64, 80, 96, 112, 128, 192, 256)

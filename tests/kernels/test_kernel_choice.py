@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,6 +81,19 @@ def test_nothing_is_said_of_the_best() -> None:
     assert choice.name == "cpu" and choice.slow is None
 
 
+def test_kernels_of_a_gpu_are_not_imported_for_a_cpu() -> None:
+    """Triton alone takes longer to import than a short answer to compute."""
+    code = """
+import sys, torch
+from tightkv import KVQuantConfig
+from tightkv.kernels.registry import choose
+from tightkv.pages.layout import PageLayout
+choose("auto", torch.device("cpu"), PageLayout(KVQuantConfig(), 2, 64, torch.float32))
+sys.exit("triton" in sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_without_the_native_library_it_says_how_to_build_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -125,7 +140,7 @@ def test_the_command_line_shows_it_in_one_line(
 
 @pytest.mark.vllm
 def test_layers_that_cost_vllm_its_graphs_are_named() -> None:
-    from tightkv.integrations.vllm.start.install import cuda_graph_obstacle
+    from tightkv.integrations.vllm.start.report import cuda_graph_obstacle
 
     def impl(kernel: str, capturable: bool, device: str = "cuda") -> Any:
         kernels, place = registry.load(kernel), SimpleNamespace(type=device)

@@ -23,10 +23,15 @@ def centers_of(model, size=FAR):
     }
 
 
+def use_centers(cache, centers):
+    for number, layer in enumerate(cache.layers):
+        layer.use_centers(centers.get(number))
+
+
 def cache_of(model, preset="k8v8", centers=True, **options):
     cache = TightCache(KVQuantConfig.preset(preset), model=model, **options)
     if centers:
-        cache._use_centers(centers_of(model))
+        use_centers(cache, centers_of(model))
     return cache
 
 
@@ -72,7 +77,7 @@ def test_good_centers_make_errors_smaller():
     errors = {}
     for size in (0, 1):
         cache = TightCache("k2v2", model=model, eager=True)
-        cache._use_centers({0: Centers(torch.zeros_like(middle), size * middle)})
+        use_centers(cache, {0: Centers(torch.zeros_like(middle), size * middle)})
         errors[size] = (logits(model, cache, ids, (200, *[20] * 15)) - right).square().mean()
     assert errors[1] < errors[0] / 10
 
@@ -121,13 +126,13 @@ def test_soft_caps_and_sink_logits_refuse_them():
 def test_other_shapes_and_late_centers_are_refused():
     model = tiny()
     cache = TightCache("k4v4", model=model)
-    cache._use_centers({0: Centers(torch.zeros(1, 8), torch.zeros(1, 8))})
+    use_centers(cache, {0: Centers(torch.zeros(1, 8), torch.zeros(1, 8))})
     with pytest.raises(ValueError, match="another model"):
         model(prompt(1, 20), past_key_values=cache)
     cache = TightCache("k4v4", model=model)
     model(prompt(1, 20), past_key_values=cache)
     with pytest.raises(RuntimeError, match="holds tokens"):
-        cache._use_centers(centers_of(model))
+        use_centers(cache, centers_of(model))
     with pytest.raises(ValueError, match="NaN or Inf"):
         Centers(torch.zeros(1, 8), torch.full((1, 8), torch.nan))
     with pytest.raises(ValueError, match="shape"):

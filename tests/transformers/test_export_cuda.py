@@ -23,7 +23,7 @@ try:
 except OperatorError as error:
     pytest.skip(str(error), allow_module_level=True)
 
-from tightkv.export import cuda_programs
+from tightkv.export import cuda_programs, recorder
 from tightkv.kernels.cuda import backend, decode_plan, driver
 from tightkv.kernels.cuda.nvrtc import compile_source, load_nvrtc
 from tightkv.kernels.cuda.params import StepParams
@@ -41,26 +41,26 @@ def recorded(monkeypatch):
     monkeypatch.setattr(backend, "compile_cubin", lambda text, arch: text.encode()[-64:])
     backend._module.cache_clear(), backend._loaded.cache_clear()
     layout = PageLayout(SMALL, 2, 64, torch.bfloat16)
-    shape = cuda_programs.StaticShape(layout, 4, 2, 512, feedback=True)
+    shape = recorder.StaticShape(layout, 4, 2, 512, feedback=True)
     yield cuda_programs.KernelSet(shape, torch.device("cpu"))
     backend._module.cache_clear(), backend._loaded.cache_clear()
 
 
 def test_heads_that_are_no_power_of_two_are_refused(monkeypatch):
     monkeypatch.setattr(backend, "unavailable", lambda device_type, asked: None)
-    shape = cuda_programs.StaticShape(PageLayout(SMALL, 2, 96, torch.bfloat16), 4, 2, 512, False)
+    shape = recorder.StaticShape(PageLayout(SMALL, 2, 96, torch.bfloat16), 4, 2, 512, False)
     with pytest.raises(ValueError, match="head_dim=96 cannot be exported to a GPU; powers of two"):
         cuda_programs.known_kernels(shape, torch.device("cpu"))
 
 
 def test_every_count_of_tokens_has_its_launches(recorded):
     tokens = {kind: [p.tokens for p in recorded.programs if p.kind == kind] for kind in range(3)}
-    assert tokens[cuda_programs.STEP] == list(range(1, RING_SLACK + 1))
-    assert tokens[cuda_programs.APPEND] == [64, 128, 256, 512]
-    assert not tokens[cuda_programs.ATTEND_NEW]  # torch's attention does it
+    assert tokens[recorder.STEP] == list(range(1, RING_SLACK + 1))
+    assert tokens[recorder.APPEND] == [64, 128, 256, 512]
+    assert not tokens[recorder.ATTEND_NEW]  # torch's attention does it
     for program in recorded.programs:
         names = [launch.name for launch, _ in program.launches]
-        if program.kind == cuda_programs.STEP:
+        if program.kind == recorder.STEP:
             assert names[:3] == ["static_step", "append_and_seal", "decode"]
         else:
             assert names == ["static_step", "append", "seal", "append"]
@@ -178,7 +178,7 @@ class OnHost:
         backend._module.cache_clear(), backend._loaded.cache_clear()
         decode_plan.DecodePlan.of.cache_clear()
         rows, heads = len(pads), layout.num_kv_heads
-        shape = cuda_programs.StaticShape(layout, 2 * heads, rows, 256, False, window, softcap)
+        shape = recorder.StaticShape(layout, 2 * heads, rows, 256, False, window, softcap)
         self.programs = cuda_programs.KernelSet(shape, torch.device("cpu"))
         self.constants = [torch.frombuffer(bytearray(x), dtype=torch.uint8)
                           for x in self.programs.constants]  # fmt: skip
@@ -198,13 +198,13 @@ class OnHost:
         for launch, relocations in program.launches:
             args = [type(x).from_buffer_copy(x) for x in launch.args]
             for r in relocations:
-                if r.what == cuda_programs._COUNT:
+                if r.what == recorder.COUNT:
                     value = ctypes.c_int(count)
-                elif r.what == cuda_programs._SCALE:
+                elif r.what == recorder.SCALE:
                     value = ctypes.c_float(0.125)
                 else:
                     x, skip = (
-                        places[cuda_programs._OPERANDS[r.what]] if r.what < 100
+                        places[recorder.OPERANDS[r.what]] if r.what < 100
                         else (self.constants[r.what - 1000], 0) if r.what < 2000
                         else (scratch[r.what - 2000], 0)
                     )  # fmt: skip
@@ -230,7 +230,7 @@ class OnHost:
         out = torch.full_like(query, torch.nan)
         tokens = {"query": (query, 0), "key": (key, 0), "value": (value, 0), "out": (out, 0)}
         if count <= RING_SLACK:
-            self.run(cuda_programs.STEP, count, position=(position, 0), **tokens)
+            self.run(recorder.STEP, count, position=(position, 0), **tokens)
         else:
             state = torch.full((5,), 99)
             for b in range(rows):
@@ -238,11 +238,11 @@ class OnHost:
                     at = min(next_token, count - RING_SLACK)
                     row, first = b * count * heads * dim, (b * count + at) * 2 * heads * dim
                     self.run(
-                        cuda_programs.ATTEND_NEW, RING_SLACK, query=(query, first),
+                        recorder.ATTEND_NEW, RING_SLACK, query=(query, first),
                         out=(out, first), key=(key, row), value=(value, row),
                         position=(position, at), left_pad=(self.pads, b), state=(state, 0),
                     )  # fmt: skip
-            self.run(cuda_programs.APPEND, count, position=(position, 0), **tokens)
+            self.run(recorder.APPEND, count, position=(position, 0), **tokens)
         assert not self.refused
         torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
         for name in ("state", "ring", "sinks"):
@@ -262,7 +262,7 @@ def test_programs_of_windows_and_soft_caps(monkeypatch):
     assert cache.own["pages"].numel() == 0
     tokens = torch.randn(2, 9, 2, 64).bfloat16()
     operands = dict.fromkeys(("query", "key", "value", "out"), (tokens, 0))
-    cache.run(cuda_programs.STEP, 9, position=(torch.arange(20, 29), 0), **operands)
+    cache.run(recorder.STEP, 9, position=(torch.arange(20, 29), 0), **operands)
     assert cache.refused and not tokens.any()  # the ring has forgotten what position 20 sees
 
 

@@ -231,7 +231,8 @@ def test_centers_of_a_calibration_are_exported(monkeypatch):
 
     def with_centers(quant, model, **options):
         cache = TightCache(quant, model, **options)
-        cache._use_centers(centers)
+        for number, layer in enumerate(cache.layers):
+            layer.use_centers(centers[number])
         return cache
 
     monkeypatch.setattr(export, "TightCache", with_centers)

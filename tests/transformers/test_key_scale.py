@@ -40,8 +40,10 @@ def logits(model, cache, ids, chunks):
 def cache_of(model, preset="k3v3", scales=True, **options):
     cache = TightCache(preset, model=model, **options)
     if not scales:
-        cache._use_scales({})
-        cache._use_metrics(query_probe.probed(model).metrics)
+        metrics = query_probe.probed(model).metrics
+        for number, layer in enumerate(cache.layers):
+            layer.use_scale(None)
+            layer.use_metric(metrics.get(number))
     return cache
 
 

@@ -85,8 +85,9 @@ def test_appends_that_wait_for_the_device_are_in_no_cuda_graph(check: bool) -> N
 
 def test_kernels_are_compiled_once_on_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
     from tightkv.integrations.vllm.latent import mla
+    from tightkv.integrations.vllm.step import warm_up
 
-    monkeypatch.setattr(mla, "_WARM", set())
+    monkeypatch.setattr(warm_up, "_WARM", set())
     launched = []
     kernels = SimpleNamespace(
         append=lambda codec, pages, *_: launched.append(pages.device.type),

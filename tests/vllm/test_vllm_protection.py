@@ -11,9 +11,10 @@ import transformers as hf
 
 from models import SHAPE
 from tightkv import KVQuantConfig
+from tightkv.fit import Checkpoint, Fit, Layers, fit_bits
 from tightkv.integrations.vllm.layer_numbers import model_layers
 from tightkv.integrations.vllm.start.checkpoint import checkpoint_folder
-from tightkv.integrations.vllm.start.protect_keys import check_keys, in_equal_blocks
+from tightkv.model_shape import LayerShape
 from tiny_folder import plant_key_bias, write_model
 
 K4V4 = KVQuantConfig.preset("k4v4")
@@ -27,6 +28,10 @@ def engine(model: str | Path, download_dir: Path | None = None, **load: Any) -> 
             **{"load_format": "auto", "download_dir": download_dir, **load}
         ),
     )
+
+
+def check_keys(cfg: KVQuantConfig, where: Any, layers: Layers | None = None) -> Fit:
+    return fit_bits(Checkpoint(checkpoint_folder(where), "it"), cfg, layers)
 
 
 def hub_cache(folder: Path) -> Path:
@@ -45,10 +50,10 @@ def test_models_of_a_hub_are_found_in_its_cache(tmp_path: Path) -> None:
     assert checkpoint_folder(engine(snapshot)) == snapshot
     for where in (engine("org/noisy", tmp_path), engine(snapshot)):
         checked = check_keys(K4V4, where)
-        assert checked.raised and checked.config.layer_bits == "3=k8v4"
-        assert check_keys(K4V4.replace(protect_keys=False), where).line is None
+        assert checked.checked and checked.cfg.layer_bits == "3=k8v4"
+        assert check_keys(K4V4.replace(protect_keys=False), where).keys_line is None
     # All layers have 16 bits already: nothing is looked for.
-    assert check_keys(K4V4.replace(key_bits=16), engine("org/missing", tmp_path)).line is None
+    assert check_keys(K4V4.replace(key_bits=16), engine("org/missing", tmp_path)).keys_line is None
 
 
 @pytest.mark.parametrize(
@@ -68,8 +73,9 @@ def test_what_is_not_there_is_not_checked(
     Path("model.gguf").touch()
     Path("empty").mkdir()
     checked = check_keys(K4V4, engine(model, tmp_path / "cache", **load))
-    assert checked.config == K4V4 and not checked.raised
-    assert checked.line is not None and "not checked" in checked.line and reason in checked.line
+    assert checked.cfg == K4V4 and not checked.checked
+    line = checked.keys_line
+    assert line is not None and "not checked" in line and reason in line
 
 
 def test_layers_have_the_numbers_of_the_model() -> None:
@@ -91,7 +97,8 @@ def test_stages_of_a_pipeline_give_a_layer_the_same_bits() -> None:
 
 
 def test_blocks_of_one_size_leave_the_config_and_say_so(tmp_path: Path) -> None:
-    checked = check_keys(K4V4, engine(hub_cache(tmp_path)))
-    kept = in_equal_blocks(K4V4, checked)
-    assert kept.config == K4V4 and not kept.raised
-    assert kept.line is not None and "needs 8-bit keys in layer 3, but" in kept.line
+    shapes = {n: LayerShape("full", 2, 16, 16) for n in range(4)}
+    equal = Layers(shapes, lambda cfg: None, lambda configs: len(set(configs.values())) == 1)
+    kept = check_keys(K4V4, engine(hub_cache(tmp_path)), equal)
+    assert kept.cfg == K4V4 and not kept.checked
+    assert kept.keys_line is not None and "needs 8-bit keys in layer 3, but" in kept.keys_line

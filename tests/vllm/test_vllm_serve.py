@@ -234,6 +234,10 @@ def test_the_model_may_be_vllms_option(tmp_path: Path, capsys: pytest.CaptureFix
         assert told(capsys, "--json", *words)[:2] == ["--model", "m"]
     assert main(["serve", "m", "--model", "other", "--dry-run"]) == 2
     assert "--model other and the model 'm'; give one of them" in capsys.readouterr().err
+    for odd in ("5", "[a]", "{a: 1}"):
+        file.write_text(f"model: {odd}")
+        assert main(["serve", "--dry-run", "--", "--config", str(file)]) == 2
+        assert f"{file}; it must be a string" in capsys.readouterr().err
 
 
 def test_a_setting_that_two_files_differ_in_is_refused(

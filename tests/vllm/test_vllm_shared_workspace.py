@@ -15,12 +15,13 @@ from torch import Tensor
 
 from ragged_caches import plain_varlen, use_varlen
 from tightkv import KVQuantConfig
+from tightkv.fit import LayerFit
 from tightkv.integrations.vllm.step import batch_split
 from tightkv.integrations.vllm.step.batch_split import ALONE_FROM, Limits, PartRange, split_batch
 from tightkv.integrations.vllm.step.layer_step import LayerStep
 from tightkv.integrations.vllm.step.metadata import BatchPart, make_part
 from tightkv.integrations.vllm.step.ring_table import BatchRings, GroupRings, RingTable
-from tightkv.integrations.vllm.step.warm_up import kinds_of_parts
+from tightkv.integrations.vllm.step.warm_up import Kinds, kinds_of_parts
 from tightkv.kernels import ragged_plan, reference, sdpa
 from tightkv.kernels.prefill import MIN_QUERIES
 from tightkv.kernels.ragged_plan import is_worth
@@ -295,9 +296,11 @@ def test_copies_of_a_layers_inputs_are_counted() -> None:
     token = query.nbytes // GROUP  # of keys, or of values
     impl = make_layer()
     assert impl._copied_bytes(query) == 0
-    impl.use_scale(KeyScale(torch.ones(HEADS, DIM)))
+    scaled = LayerFit(impl.layout.cfg, scale=KeyScale(torch.ones(HEADS, DIM)))
+    impl.use_fit(scaled)
     assert impl._copied_bytes(query) == query.nbytes + token
-    impl.use_centers(Centers(torch.randn(HEADS, DIM), torch.randn(HEADS, DIM)))
+    centers = Centers(torch.randn(HEADS, DIM), torch.randn(HEADS, DIM))
+    impl.use_fit(replace(scaled, centers=centers))
     assert impl._copied_bytes(query) == query.nbytes + 3 * token
     impl.has_readers = True
     assert impl._copied_bytes(query) == query.nbytes + 5 * token
@@ -342,7 +345,7 @@ def test_the_whole_workspace_is_used_to_warm_up() -> None:
     layout = PageLayout(CFG, HEADS, DIM, torch.float16)
     sizes = (layout.ring_tokens,) * 2 + (CFG.sinks,) * 2
     rings = tuple(torch.zeros(2, n, HEADS, DIM).half() for n in sizes)
-    *others, last = kinds_of_parts(layout, rings, 1, 2, workspace_tokens=8192)
+    *others, last = kinds_of_parts(layout, rings, Kinds(1, 2), 8192)
     assert not any(part.ragged for part in others)
     (group,) = last.ragged
     assert group.tokens == 8192 == int(group.cu_seqlens_k[-1]) and group.rows == slice(0, 4)
@@ -440,8 +443,8 @@ def test_scaled_keys_and_centers_share_a_workspace(monkeypatch: pytest.MonkeyPat
     scale = torch.ones(HEADS, DIM)
     scale[0, [3, 40]] = torch.tensor([8.0, 0.25])
     impl = make_layer()
-    impl.use_scale(KeyScale(scale))
-    impl.use_centers(Centers(torch.randn(HEADS, DIM), torch.randn(HEADS, DIM)))
+    centers = Centers(torch.randn(HEADS, DIM), torch.randn(HEADS, DIM))
+    impl.use_fit(LayerFit(impl.layout.cfg, scale=KeyScale(scale), centers=centers))
     made, before, calls = outputs_of_hits(Group(impl), monkeypatch)
     assert calls == [48]
     torch.testing.assert_close(made[0], before[0], atol=8e-3, rtol=4e-3)

@@ -21,7 +21,13 @@ from tightkv.integrations.vllm.step.batch_split import split_batch
 from tightkv.integrations.vllm.step.layer_step import LayerStep
 from tightkv.integrations.vllm.step.metadata import make_part
 from tightkv.integrations.vllm.step.ring_table import BatchRings, RingTable
-from tightkv.integrations.vllm.step.warm_up import kinds_of_parts, sizes, warm_up, warm_up_once
+from tightkv.integrations.vllm.step.warm_up import (
+    Kinds,
+    kinds_of_parts,
+    sizes,
+    warm_up,
+    warm_up_once,
+)
 from tightkv.kernels import prefill, reference, sdpa
 from tightkv.kernels.backend import Backend, Takes
 from tightkv.kernels.cpu import backend as cpu
@@ -89,7 +95,7 @@ def test_every_kind_of_part_is_run(kernels: Backend) -> None:
     step = make_step(watched)
     rings = make_rings(step.codec.layout, rows=3)
     feedback = torch.eye(DIM).repeat(HEADS, 1, 1)
-    warm_up(step, rings, 4, most_decoding=4, least_fresh=5, feedback=feedback, sequences=3)
+    warm_up(step, rings, 4, Kinds(4, 5, 3), feedback)
     assert watched.finite and watched.batches == {1, 3}
     assert watched.feedback and all(given is feedback for given in watched.feedback)
     assert watched.appended == [count for count, _, _ in watched.attended]
@@ -106,7 +112,7 @@ def test_every_kind_of_part_is_run(kernels: Backend) -> None:
 
 def test_parts_are_what_the_kernels_may_be_given() -> None:
     layout = PageLayout(CFG, HEADS, DIM)
-    for part in kinds_of_parts(layout, make_rings(layout, 3), most_decoding=33, least_fresh=2):
+    for part in kinds_of_parts(layout, make_rings(layout, 3), Kinds(33, 2)):
         rows = BatchRings(*(int(column) for column in part.rows))  # type: ignore[arg-type]
         assert rows.lengths - rows.before == part.max_query_len == part.tokens.stop
         assert part.query_start_loc.tolist() == [0, part.max_query_len] and rows.ring_rows == 3
@@ -139,7 +145,7 @@ def test_sinks_are_copied_between_rows_before_anything_is_appended() -> None:
     for n, ring in enumerate(rings):
         ring += torch.arange(3.0)[:, None, None, None] + n
     old = [ring.clone() for ring in rings]
-    part = next(p for p in kinds_of_parts(layout, rings, 1, 2) if not p.is_prefill)
+    part = next(p for p in kinds_of_parts(layout, rings, Kinds(1, 2)) if not p.is_prefill)
     zero = torch.zeros_like(part.rows.before)
     rows = part.rows._replace(
         lengths=zero + 1, before=zero, ring_rows=zero + 1, ring_valid_from=zero
@@ -167,7 +173,7 @@ def test_only_attention_right_after_its_append_may_begin_before_it_ends() -> Non
     step = make_step(Hints(reference))
     layout = step.codec.layout
     rings = make_rings(layout, 2)
-    part = next(p for p in kinds_of_parts(layout, rings, 1, 2) if not p.is_prefill)
+    part = next(p for p in kinds_of_parts(layout, rings, Kinds(1, 2)) if not p.is_prefill)
     pages = layout.new_pages(int(part.block_table.max()) + 1, "cpu")
     query, key, value = (torch.ones(part.max_query_len, HEADS, DIM) for _ in range(3))
     for parts in ([part], [part, part]):
@@ -186,20 +192,20 @@ def test_layers_that_are_alike_are_warmed_up_once(
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     with caplog.at_level("INFO", logger="vllm.tightkv"):
         for layer in (step, alike, step):
-            warm_up_once(layer, rings, 4, 1, 2)
+            warm_up_once(layer, rings, 4, Kinds(1, 2))
     assert len(calls) == 1 and len(caplog.records) == 1
     assert "reference kernels" in caplog.text
     assert re.search(r"ready in \d+\.\d s", caplog.text)
     capped = LayerStep(reference, step.codec, 0.125, 30.0)
-    warm_up_once(capped, rings, 4, 1, 2)
-    warm_up_once(step, rings, 8, 1, 2)
+    warm_up_once(capped, rings, 4, Kinds(1, 2))
+    warm_up_once(step, rings, 8, Kinds(1, 2))
     assert len(calls) == 3
-    warm_up_once(step, rings, 4, 5, 2)  # an engine that speculates
+    warm_up_once(step, rings, 4, Kinds(5, 2))  # an engine that speculates
     assert len(calls) == 4
     for _ in range(2):
-        warm_up_once(step, rings, 4, 1, 2, torch.eye(DIM).repeat(HEADS, 1, 1))
+        warm_up_once(step, rings, 4, Kinds(1, 2), torch.eye(DIM).repeat(HEADS, 1, 1))
     assert len(calls) == 5  # another kernel codes keys with feedback
-    warm_up_once(step, rings, 4, 1, 2, sequences=64)
+    warm_up_once(step, rings, 4, Kinds(1, 2, 64))
     assert len(calls) == 6
 
 
@@ -208,7 +214,7 @@ def test_a_kernel_that_does_not_compile_ends_the_start(monkeypatch: pytest.Monke
     step = make_step(reference)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="no such instruction"):
-            warm_up_once(step, make_rings(step.codec.layout, 0), 4, 1, 2)
+            warm_up_once(step, make_rings(step.codec.layout, 0), 4, Kinds(1, 2))
     assert len(calls) == 2
 
 
@@ -319,7 +325,8 @@ def test_serving_asks_for_no_binary_that_is_not_there(
     monkeypatch.setattr(prefill, "CHUNK_TOKENS", 1024)
     step, query_heads = make_step(launches.kernels, dtype), group * HEADS
     serving = Serving(step, query_heads, most_decoding, feedback)
-    warm_up(step, serving.rings, query_heads, most_decoding, most_decoding + 1, feedback)
+    kinds = Kinds(most_decoding, most_decoding + 1)
+    warm_up(step, serving.rings, query_heads, kinds, feedback)
     ready = set(launches.found)
     launches.found.clear()
     shared.clear()

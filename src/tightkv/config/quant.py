@@ -29,7 +29,7 @@ class KVQuantConfig(ConfigFields):
 
     @property
     def names_layers(self) -> bool:
-        """Whether some layers have bits of their own."""
+        """Whether some layers have other bits than the rest."""
         return bool(self.layer_bits or self.protected_first or self.protected_last)
 
     def for_layer(
@@ -56,7 +56,7 @@ class KVQuantConfig(ConfigFields):
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> KVQuantConfig:
-        """From a plain mapping; understands {"kv_quant": {...}}, "preset" and aliases."""
+        """The config of a plain mapping, which may have "preset", aliases or a "kv_quant" block."""
         options = fields_of(options)
         enabled, window = options.pop(SWITCH, True), options.pop(WINDOW, None)
         base: dict[str, Any] = {}
@@ -77,14 +77,14 @@ class KVQuantConfig(ConfigFields):
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> KVQuantConfig:
-        """From TIGHTKV_PRESET, TIGHTKV_CONFIG (file or JSON) and TIGHTKV_<FIELD>, in that order."""
+        """The config of TIGHTKV_PRESET, TIGHTKV_CONFIG (file or JSON), then TIGHTKV_<FIELD>."""
         return cls.from_dict(env_fields(os.environ if env is None else env))
 
     @classmethod
     def parse(
         cls, source: KVQuantConfig | str | Mapping[str, Any] | os.PathLike[str] | None = None
     ) -> KVQuantConfig:
-        """From anything a user hands over: a config, preset, mapping, JSON text or JSON file.
+        """The config of anything a user gives: a config, preset, mapping, JSON text or JSON file.
 
         None reads the environment.
         """
@@ -111,7 +111,7 @@ class KVQuantConfig(ConfigFields):
     def fingerprint(self) -> str:
         """16 hex digits that change with anything that changes a page's bytes."""
         stored = {k: v for k, v in self.to_dict().items() if k not in _NOT_STORED}
-        if not self.layer_bits:  # as before there was such a field
+        if not self.layer_bits:  # fingerprints from before this field existed stay
             del stored["layer_bits"]
         stored["format"] = FORMAT_VERSION
         return hashlib.sha256(json.dumps(stored, sort_keys=True).encode()).hexdigest()[:16]
@@ -131,7 +131,7 @@ class KVQuantConfig(ConfigFields):
 
 @lru_cache(maxsize=256)
 def _of_one_layer(cfg: KVQuantConfig, bits: tuple[int, int] | None) -> KVQuantConfig:
-    """`cfg` for a layer with bits of its own, or without; made once for all layers alike."""
+    """`cfg` for one layer, with these bits if given; layers that are alike share one config."""
     plain = cfg.replace(
         protected_first=0,
         protected_last=0,

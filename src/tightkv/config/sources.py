@@ -13,13 +13,13 @@ from tightkv.config.presets import PRESETS
 from tightkv.files.strict_json import parse_json
 
 ENV_PREFIX = "TIGHTKV_"
-# TIGHTKV_* variables beside the fields, which all ask for compression: these two do as well,
+# These variables ask for compression, as TIGHTKV_<FIELD> does.
 ENV_SOURCES = ("TIGHTKV_PRESET", "TIGHTKV_CONFIG")
-# and these never do: they say how or where things are done.
+# These only say how or where things are done.
 ENV_SETTINGS = ("TIGHTKV_KERNELS", "TIGHTKV_CACHE_DIR", "TIGHTKV_CPU_ISA")
 
-# A JSON document is the fields themselves, or has them as this block. Beside the block it may
-# have those of a server: `tightkv serve` reads both, commands that load a model the first.
+# A JSON document has the fields at its top, or in this block. Blocks of a server may be beside it,
+# which only `tightkv serve` reads.
 _BLOCK, _SERVER_BLOCKS = "kv_quant", ("model", "runtime")
 
 
@@ -127,7 +127,7 @@ def read_json(source: str) -> dict[str, Any]:
 
 
 def cache_root() -> Path:
-    """Where converted models and compiled kernels are kept.
+    """The folder of converted models and compiled kernels.
 
     $TIGHTKV_CACHE_DIR, or the user's cache directory. An OSError where the user has no home.
     """

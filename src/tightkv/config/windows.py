@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 Windows = bool | int
-"""None of them, those that become smaller, or those of at least so many tokens."""
+"""False: no window; True: windows that become smaller; N: windows of at least N tokens."""
 
 
 def is_windows(given: Any) -> bool:

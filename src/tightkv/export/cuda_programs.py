@@ -1,4 +1,4 @@
-"""What a static cache does on a GPU, as data: machine code, and how each step launches it.
+"""KernelSet: machine code of a static cache on a GPU, and how each step launches it.
 
 The launches are those of `kernels.cuda`, recorded for every number of new tokens. The operator
 (cuda_operator.cpp) launches them again with the operands of a call, so it needs neither Python nor
@@ -7,93 +7,31 @@ the layout. `kernel_file.cpp` reads what `KernelSet.to_bytes` writes.
 
 from __future__ import annotations
 
-import ctypes
-import dataclasses
 import functools
 import hashlib
 import struct
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import torch
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from tightkv.export.operator import add_kernels
+from tightkv.export.recorder import (
+    APPEND,
+    ATTEND_NEW,
+    COUNT,
+    SCALE,
+    STEP,
+    Recorder,
+    Relocation,
+    StaticShape,
+)
 from tightkv.kernels.cuda import backend
-from tightkv.kernels.cuda.driver import Launch, recording
-from tightkv.kernels.cuda.params import StepParams
-from tightkv.kernels.options import AttendOptions
-from tightkv.kernels.view import CacheView
-from tightkv.pages.codec import Codec
-from tightkv.pages.layout import RING_SLACK, PageLayout
+from tightkv.kernels.cuda.driver import Launch
+from tightkv.pages.layout import RING_SLACK
 
 MAGIC = b"TIGHTKVG"
 VERSION = 2
-_OPERANDS = (
-    "query", "key", "value", "position", "left_pad", "feedback", "pages", "ring", "sinks",
-    "state", "out", "refused",
-)  # fmt: skip
-# what a launch gets in place of recorded bytes: an address, or a number of the call
-_COUNT, _SCALE, _CONSTANT, _SCRATCH = 100, 101, 1_000, 2_000
-# what a program does
-APPEND, STEP, ATTEND_NEW = 0, 1, 2
-
-
-@dataclass(frozen=True)
-class Relocation:
-    """Bytes of an argument that differ by call."""
-
-    argument: int
-    at: int
-    what: int
-    offset: int = 0
-
-
-@dataclass(frozen=True)
-class Program:
-    """The launches of a step of `tokens` new tokens; those that only append: of up to as many.
-
-    Those that attend to new tokens have as many queries of one row, and exact keys and values from
-    the row's first token on: the call's own, where torch's attention cannot do it.
-    """
-
-    kind: int
-    tokens: int
-    scratch: list[int]  # bytes of each buffer
-    launches: list[tuple[Launch, list[Relocation]]]
-
-
-@dataclass(frozen=True)
-class StaticShape:
-    """What a set of kernels is made for."""
-
-    layout: PageLayout
-    query_heads: int
-    batch: int
-    max_tokens: int
-    feedback: bool
-    window: int | None = None
-    softcap: float | None = None
-
-    @property
-    def in_ring(self) -> bool:
-        return self.layout.ring_holds(self.window)
-
-    @property
-    def pages(self) -> int:
-        return 0 if self.in_ring else self.layout.read_pages(self.max_tokens)
-
-    def block_table(self) -> Tensor:
-        """int32 [batch, full pages]: -1 for pages that nobody reads."""
-        table = torch.full(
-            (self.batch, max(self.max_tokens // self.layout.page_size, 1)), -1, device="cpu"
-        )
-        table[:, : self.pages] = torch.arange(self.batch * self.pages, device="cpu").view(
-            self.batch, self.pages
-        )
-        return table.to(torch.int32)
+_made: dict[int, bytes] = {}  # sets of this process by their keys
 
 
 class KernelSet:
@@ -102,7 +40,7 @@ class KernelSet:
     def __init__(self, shape: StaticShape, device: torch.device) -> None:
         self.shape = shape
         self.arch = torch.cuda.get_device_capability(device)
-        recorder = _Recorder(shape, device)
+        recorder = Recorder(shape, device)
         self.programs = [recorder.program(STEP, tokens) for tokens in range(1, RING_SLACK + 1)]
         prefill = list(_prefill_tokens(shape.max_tokens))
         self.programs += [recorder.program(APPEND, tokens) for tokens in prefill]
@@ -111,7 +49,7 @@ class KernelSet:
         self.constants = recorder.constants
 
     def to_bytes(self) -> bytes:
-        """Without its key, by which the operator is told which set to use."""
+        """The set as the operator reads it, without its key."""
         shape, layout = self.shape, self.shape.layout
         data = _Writer()
         data.numbers(*self.arch, int(layout.dtype == torch.bfloat16), shape.batch)
@@ -148,9 +86,6 @@ def known_kernels(shape: StaticShape, device: torch.device) -> int:
     add_kernels(kernel_file([data]))
     _made[key_of(data)] = data
     return key_of(data)
-
-
-_made: dict[int, bytes] = {}
 
 
 def kernel_file_of(keys: Iterable[int]) -> bytes:
@@ -200,185 +135,10 @@ def _prefill_tokens(max_tokens: int) -> Iterator[int]:
         yield max_tokens
 
 
-class _Recorder:
-    """Calls the kernels' wrappers with tensors that stand for the operands of a step."""
-
-    def __init__(self, shape: StaticShape, device: torch.device) -> None:
-        self.shape, self.device = shape, device
-        layout, batch = shape.layout, shape.batch
-        self.codec = Codec(layout)
-        table = shape.block_table().to(device)
-        rows = torch.arange(batch, dtype=torch.int32, device="cpu").to(device)
-        self.table, self.rows = table, rows
-        tables = [side.rotation.table(device) for side in (self.codec.key, self.codec.value)]
-        self._constants = [table, rows, *tables]
-        self.constants = [_bytes(x) for x in self._constants]
-        heads, dim = layout.num_kv_heads, layout.head_dim
-        self.operands = {
-            "pages": layout.new_pages(1, device),  # its address and the size of a page count
-            "ring": self._empty(2, batch, layout.ring_tokens, heads, dim),
-            "sinks": self._empty(2, batch, layout.cfg.sinks, heads, dim),
-            "state": self._empty(batch, 5, dtype=torch.int64),
-            "refused": self._empty(1, dtype=torch.int32),
-            "left_pad": self._empty(batch, dtype=torch.int64),
-        }
-        if shape.feedback:
-            self.operands["feedback"] = self._empty(heads, dim, dim, dtype=torch.float32)
-
-    def program(self, kind: int, tokens: int) -> Program:
-        shape, layout = self.shape, self.shape.layout
-        rows = tokens if kind == ATTEND_NEW else shape.batch * tokens
-        self.operands |= {
-            "query": self._empty(rows, shape.query_heads, layout.head_dim),
-            "out": self._empty(rows, shape.query_heads, layout.head_dim),
-            "key": self._empty(rows, layout.num_kv_heads, layout.head_dim),
-            "value": self._empty(rows, layout.num_kv_heads, layout.head_dim),
-            "position": self._empty(tokens, dtype=torch.int64),
-        }
-        numbers = [self._empty(shape.batch, dtype=torch.int32) for _ in range(5)]
-        numbers.append(self._empty(shape.batch + 1, dtype=torch.int32))
-        with recording() as launches, _Allocations() as allocations:
-            if kind == ATTEND_NEW:
-                self._attend_new(numbers, tokens)
-            else:
-                self._step(numbers, tokens, kind == STEP)
-        scratch = [*numbers, *allocations.made]
-        sizes = [x.numel() * x.element_size() for x in scratch]
-        places = _Places(self.operands, self._constants, scratch)
-        return Program(
-            kind, tokens, sizes, [(launch, places.relocations(launch)) for launch in launches]
-        )
-
-    def _step(self, numbers: list[Tensor], tokens: int, attends: bool) -> None:
-        """As a layer does it in vLLM: the counters, append, attend."""
-        shape, layout, x = self.shape, self.shape.layout, self.operands
-        cfg, window = layout.cfg, shape.window if shape.in_ring else None
-        sizes = (cfg.exact_pages, layout.ring_tokens, cfg.sinks, RING_SLACK, window or 0)
-        self._counters(numbers, tokens, shape.batch, sizes)
-        *_, ring_valid_from, cu_seqlens = numbers
-        view = self._view(numbers, shape.batch, list(x["ring"]))
-        view = dataclasses.replace(view, overlaps_append=True, feedback=x.get("feedback"))
-        backend.append(
-            self.codec,
-            view,
-            x["key"],
-            x["value"],
-            cu_seqlens,
-            ring_valid_from,
-            max_new=tokens,
-            encode_partial_page=False,
-        )
-        if attends:
-            self._attend(view, cu_seqlens, tokens)
-
-    def _attend_new(self, numbers: list[Tensor], tokens: int) -> None:
-        """The counters of a cache whose ring holds everything; the new tokens are that ring."""
-        shape, x = self.shape, self.operands
-        most = shape.max_tokens
-        self._counters(numbers, tokens, 1, (most, most, 0, RING_SLACK, 0))
-        ring = [x[name][:1].expand(1, most, -1, -1) for name in ("key", "value")]
-        self._attend(self._view(numbers, 1, ring), numbers[-1], tokens)
-
-    def _counters(
-        self, numbers: list[Tensor], tokens: int, batch: int, sizes: tuple[int, ...]
-    ) -> None:
-        shape, x = self.shape, self.operands
-        pointers = (x["position"], x["left_pad"], x["state"], *numbers, x["refused"])
-        addresses = [tensor.data_ptr() for tensor in pointers]
-        layer = (batch, shape.max_tokens, shape.layout.page_size)
-        backend.static_step(StepParams(*addresses, tokens, *layer, *sizes), self.device)
-
-    def _view(self, numbers: list[Tensor], batch: int, ring: Sequence[Tensor]) -> CacheView:
-        lengths, left_pad, ring_read_from, sink_counts, *_ = numbers
-        sinks = self.operands["sinks"]
-        return CacheView(
-            pages=self.operands["pages"],
-            block_table=self.table[:batch],
-            lengths=lengths[:batch],
-            left_pad=left_pad[:batch],
-            ring_read_from=ring_read_from[:batch],
-            sink_counts=sink_counts[:batch],
-            ring_rows=self.rows[:batch],
-            ring_key=ring[0],
-            ring_value=ring[1],
-            sink_key=sinks[0],
-            sink_value=sinks[1],
-        )
-
-    def _attend(self, view: CacheView, cu_seqlens: Tensor, tokens: int) -> None:
-        shape, x = self.shape, self.operands
-        options = AttendOptions(
-            max_queries=tokens, window=shape.window, softcap=shape.softcap, out=x["out"]
-        )
-        backend.attend(self.codec, x["query"], view, cu_seqlens, options)
-
-    def _empty(self, *size: int, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.empty(size, dtype=dtype or self.shape.layout.dtype, device=self.device)
-
-
-class _Allocations(TorchFunctionMode):
-    """The tensors made within."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: list[Tensor] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func in (torch.empty, torch.empty_like):
-            self.made.append(result)
-        return result
-
-
-class _Places:
-    """Which operand an address belongs to."""
-
-    def __init__(
-        self, operands: dict[str, Tensor], constants: list[Tensor], scratch: list[Tensor]
-    ) -> None:
-        known = [(_OPERANDS.index(name), x) for name, x in operands.items()]
-        known += [(_CONSTANT + i, x) for i, x in enumerate(constants)]
-        known += [(_SCRATCH + i, x) for i, x in enumerate(scratch)]
-        self.ranges = [
-            (x.data_ptr(), x.data_ptr() + x.numel() * x.element_size(), what)
-            for what, x in known
-            if x.numel()
-        ]
-
-    def relocations(self, launch: Launch) -> list[Relocation]:
-        found = []
-        for number, argument in enumerate(launch.args):
-            if isinstance(argument, ctypes.Structure):
-                fields = [
-                    (name, kind, getattr(type(argument), name).offset, getattr(argument, name))
-                    for name, kind, *_ in argument._fields_
-                ]
-            else:
-                fields = [("", type(argument), 0, argument.value)]
-            for name, kind, at, value in fields:
-                if kind is ctypes.c_void_p and value:
-                    found.append(Relocation(number, at, *self._find(value)))
-                elif name == "count":
-                    found.append(Relocation(number, at, _COUNT))
-                elif name == "scale":
-                    found.append(Relocation(number, at, _SCALE))
-        return found
-
-    def _find(self, address: int) -> tuple[int, int]:
-        for start, end, what in self.ranges:
-            if start <= address < end:
-                return what, address - start
-        raise RuntimeError("a kernel is given an address that is no operand's")
-
-
 def _without_addresses(launch: Launch, relocations: list[Relocation]) -> list[bytes]:
     """The arguments, zero where a call puts its own: they and the key are the same everywhere."""
     arguments = [bytearray(bytes(x)) for x in launch.args]
     for r in relocations:
-        size = 4 if r.what in (_COUNT, _SCALE) else 8
+        size = 4 if r.what in (COUNT, SCALE) else 8
         arguments[r.argument][r.at : r.at + size] = bytes(size)
     return [bytes(x) for x in arguments]
-
-
-def _bytes(x: Tensor) -> bytes:
-    return bytes(x.cpu().contiguous().flatten().view(torch.uint8).tolist())

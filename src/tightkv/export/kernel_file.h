@@ -28,7 +28,7 @@ struct Launch {
     std::vector<Relocation> relocations;
 };
 
-enum Kind { APPEND, STEP, ATTEND_NEW };  // of programs: cuda_programs.py
+enum Kind { APPEND, STEP, ATTEND_NEW };  // of programs: recorder.py
 
 struct Program {
     int64_t kind, tokens;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -84,7 +85,7 @@ class StaticKV(nn.Module):
         self.register_buffer("key_center", key_center)
         self.register_buffer("value_center", value_center)
         self.register_buffer("key_scale", key_scale)
-        # Of the tokens, not of the model:
+        # Buffers of the tokens, not of the model:
         tokens = {
             "pages": pages.view(batch, count, *pages.shape[1:]),
             "ring": exact.new_zeros(2, batch, layout.ring_tokens, heads, dim),
@@ -104,8 +105,9 @@ class StaticKV(nn.Module):
         feedback: bool,
         softcap: float | None,
     ) -> int:
-        """The key of the kernels for this layer, which the operator knows from now on."""
-        from tightkv.export.cuda_programs import StaticShape, known_kernels
+        """Give the operator the kernels for this layer; returns their key."""
+        from tightkv.export.cuda_programs import known_kernels
+        from tightkv.export.recorder import StaticShape
 
         if query_heads is None or query_heads % self.layout.num_kv_heads:
             raise ValueError(
@@ -142,25 +144,12 @@ class StaticKV(nn.Module):
             key = key / self.key_scale[:, None]
             by_group = query.unflatten(1, (len(self.key_scale), -1))  # [B, Hkv, G, T, D]
             query = (by_group * self.key_scale[:, None, None]).flatten(1, 2)
+        scale = 1 / math.sqrt(self.layout.head_dim) if scale is None else scale
         out: Tensor = torch.ops.tightkv.static_attention(
-            query,
-            key,
-            value,
-            position,
-            left_pad,
-            mask,
-            self.spec,
-            self.feedback,
-            self.pages,
-            self.ring,
-            self.sinks,
-            self.state,
-            1 / math.sqrt(self.layout.head_dim) if scale is None else scale,
-            softcap or 0.0,
-            self.window or 0,
-            causal,
-            self.kernels,
-        )
+            query, key, value, position, left_pad, mask,
+            self.spec, self.feedback, self.pages, self.ring, self.sinks, self.state,
+            scale, softcap or 0.0, self.window or 0, causal, self.kernels,
+        )  # fmt: skip
         if self.value_center is not None:
             heads = self.layout.num_kv_heads
             out = (out.unflatten(2, (heads, -1)) + self.value_center[:, None]).flatten(2, 3)
@@ -174,25 +163,16 @@ class StaticKV(nn.Module):
         head_dim: int,
         dtype: torch.dtype,
         max_tokens: int,
-        *,
-        batch: int = 1,
-        device: torch.device | str = "cpu",
-        query_heads: int | None = None,
-        softcap: float | None = None,
+        **options: Any,
     ) -> StaticKV:
-        """The cache of a sliding-window layer that is not compressed: a ring alone."""
+        """The cache of a sliding-window layer that is not compressed: a ring alone.
+
+        `options` are the constructor's.
+        """
         cfg = KVQuantConfig(page_size=32, sinks=0)
         cfg = cfg.replace(exact_pages=1 + -(-(window - 1) // cfg.page_size))
         layout = page_layout(cfg, num_kv_heads, head_dim, dtype)
-        return cls(
-            layout,
-            max_tokens,
-            batch=batch,
-            window=window,
-            device=device,
-            query_heads=query_heads,
-            softcap=softcap,
-        )
+        return cls(layout, max_tokens, window=window, **options)
 
     @property
     def length(self) -> int:

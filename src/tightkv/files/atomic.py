@@ -49,7 +49,7 @@ def check_writable(path: str | os.PathLike[str]) -> None:
 
 
 def check_appendable(path: str | os.PathLike[str]) -> None:
-    """The same for a file that gets lines at its end, and whose folder is made if needed."""
+    """Raise now what appending to `path`, and making its folder if needed, would raise later."""
     if Path(path).is_file():
         with open(path, "ab"):
             return
@@ -59,13 +59,13 @@ def check_appendable(path: str | os.PathLike[str]) -> None:
 
 
 def check_folder(folder: Path, path: str | os.PathLike[str] | None = None) -> None:
-    """The same for a folder that is made if needed, and the file `path` in it."""
+    """Raise now what making `folder` if needed, and the file `path` in it, would raise later."""
     there = next(part for part in (folder, *folder.parents) if os.path.lexists(part))
     _create_beside(there / "file", folder if path is None else path).unlink()
 
 
 def _target(path: str | os.PathLike[str]) -> Path | None:
-    """The file that a path means, links followed; None for a device or pipe, which is kept."""
+    """The file behind a path, links followed; None for a device or pipe, which is kept."""
     target = Path(os.path.realpath(path))
     try:
         found = os.stat(path)
@@ -88,7 +88,7 @@ def _target(path: str | os.PathLike[str]) -> Path | None:
 
 
 def _create_beside(target: Path, path: str | os.PathLike[str], mode: int = 0o666) -> Path:
-    """An empty file of a name that nobody has; errors name `path`."""
+    """A new empty file with a random name; errors name `path`."""
     temporary = target.with_name(f".{target.name[:50]}.{secrets.token_hex(8)}")
     try:
         os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))

@@ -26,16 +26,9 @@ _SCALES = ("k_scale", "v_scale", "kv_scale", "q_scale")
 
 # Families whose norms multiply by 1 + weight.
 _ONE_MORE = (
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-    "nemotron",
-    "qwen3_5_moe_text",
-    "qwen3_5_text",
-    "qwen3_next",
-    "recurrent_gemma",
-    "vaultgemma",
-)
+    "gemma", "gemma2", "gemma3_text", "nemotron", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
+    "recurrent_gemma", "vaultgemma",
+)  # fmt: skip
 # Families whose RoPE turns neighbouring channels.
 _INTERLEAVED = ("cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "helium")
 # Families without RoPE in layers of full attention.
@@ -125,7 +118,11 @@ class AttentionWeights:
         turns = not isinstance(flags, list) or layer >= len(flags) or bool(flags[layer])
         turns = turns and self.shape.model_type not in _NO_ROPE
         dim = self.shape.layers[layer].head_dim
-        return rope_frequencies(self.shape.config, dim) if turns else torch.empty(0, device="cpu")
+        return (
+            rope_frequencies(self.shape.config, dim)
+            if turns
+            else torch.empty(0, dtype=torch.float32, device="cpu")
+        )
 
     def input_norm(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
         """What the norm before the projections multiplies by, and what it adds."""

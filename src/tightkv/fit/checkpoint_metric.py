@@ -6,7 +6,7 @@ And the energies of its keys' channels, in the same way.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,48 +30,17 @@ LEAST_BITS = 3
 
 # Families whose queries are known to be what is computed here (tests compare them all).
 KNOWN = (
-    "arcee",
-    "cohere",
-    "cohere2",
-    "ernie4_5",
-    "ernie4_5_moe",
-    "falcon_h1",
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-    "glm",
-    "glm4",
-    "glm4_moe",
-    "granite",
-    "granitemoe",
-    "helium",
-    "lfm2",
-    "llama",
-    "mistral",
-    "mixtral",
-    "nemotron",
-    "olmo2",
-    "olmo3",
-    "phi",
-    "phi3",
-    "phimoe",
-    "qwen2",
-    "qwen2_moe",
-    "qwen3",
-    "qwen3_5_moe_text",
-    "qwen3_5_text",
-    "qwen3_moe",
-    "qwen3_next",
-    "seed_oss",
-    "smollm3",
-    "stablelm",
-    "starcoder2",
-)
+    "arcee", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "falcon_h1", "gemma", "gemma2",
+    "gemma3_text", "glm", "glm4", "glm4_moe", "granite", "granitemoe", "helium", "lfm2", "llama",
+    "mistral", "mixtral", "nemotron", "olmo2", "olmo3", "phi", "phi3", "phimoe", "qwen2",
+    "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss",
+    "smollm3", "stablelm", "starcoder2",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
-class QueryMetrics:
-    """Float32 metrics [KV heads, dim, dim] by a layer's number in the model."""
+class ByLayer:
+    """Float32 tensors by a layer's number in the model."""
 
     by_layer: dict[int, Tensor] = field(default_factory=dict)
     reason: str | None = None
@@ -86,29 +55,13 @@ def query_metrics(
     rank: int = 0,
     ranks: int = 1,
     device: torch.device | str = "cpu",
-) -> QueryMetrics:
-    """Those of a checkpoint's folder; or of a model's config, and its weights by name.
+) -> ByLayer:
+    """Metrics [KV heads, dim, dim] of a checkpoint's folder; or of a config, and weights by name.
 
     `layers` are all with full attention unless given. Of `ranks` tensor-parallel ranks, `rank`
     gets its own KV heads. Work is done on `device`, and the metrics are there.
     """
-    found: dict[int, Tensor] = {}
-    reason = None
-    try:
-        shape = read_model_shape(source)
-        if shape.model_type not in KNOWN:
-            raise ValueError(f"queries of model_type {shape.model_type!r} are not known")
-        if layers is None:
-            layers = [i for i, layer in enumerate(shape.layers) if layer.kind == "full"]
-        reader = _Reader(AttentionWeights(shape, sorted(layers), tensors), rank, ranks, device)
-    except NOT_READABLE as error:
-        return QueryMetrics(reason=str(error))
-    for layer in sorted(layers):
-        try:
-            found[layer] = reader.metric(layer)
-        except (*NOT_READABLE, IndexError) as error:
-            reason = reason or f"layer {layer}: {error}"
-    return QueryMetrics(found, reason)
+    return _each(lambda reader, n: reader.metric(n), source, layers, tensors, rank, ranks, device)
 
 
 def key_energies(
@@ -124,20 +77,39 @@ def key_energies(
 
     Layers whose energies are not known are left out.
     """
+
+    def energy(reader: _Reader, layer: int) -> Tensor:
+        return reader.key_energy(layer, page_size)
+
+    return _each(energy, source, layers, None, rank, ranks, device).by_layer
+
+
+def _each(
+    read: Callable[[_Reader, int], Tensor],
+    source: str | os.PathLike[str] | Any,
+    layers: Collection[int] | None,
+    tensors: Mapping[str, WeightTensor] | None,
+    rank: int,
+    ranks: int,
+    device: torch.device | str,
+) -> ByLayer:
     found: dict[int, Tensor] = {}
+    reason = None
     try:
         shape = read_model_shape(source)
         if shape.model_type not in KNOWN:
-            return {}
-        reader = _Reader(AttentionWeights(shape, sorted(layers), None), rank, ranks, device)
-    except NOT_READABLE:
-        return {}
+            raise ValueError(f"queries of model_type {shape.model_type!r} are not known")
+        if layers is None:
+            layers = shape.full_layers()
+        reader = _Reader(AttentionWeights(shape, sorted(layers), tensors), rank, ranks, device)
+    except NOT_READABLE as error:
+        return ByLayer(reason=str(error))
     for layer in sorted(layers):
         try:
-            found[layer] = reader.key_energy(layer, page_size)
-        except (*NOT_READABLE, IndexError):
-            continue
-    return found
+            found[layer] = read(reader, layer)
+        except (*NOT_READABLE, IndexError) as error:
+            reason = reason or f"layer {layer}: {error}"
+    return ByLayer(found, reason)
 
 
 class _Reader:

@@ -33,10 +33,17 @@ class KeyCheck:
         self,
         source: str | os.PathLike[str] | Any,
         tensors: Mapping[str, WeightTensor] | None = None,
+        reason: str | None = None,
     ) -> None:
-        """A checkpoint's folder; or a model's config, and its weights by name."""
-        self.reason: str | None = None
+        """`source`: a checkpoint's folder; or a model's config, and its weights by name.
+
+        `reason`: why there is no such source, if so.
+        """
+        self.reason = reason
         self._scores: dict[int, LayerScores] = {}
+        self._known: dict[KVQuantConfig, CheckedConfig] = {}
+        if reason is not None:
+            return
         try:
             self.shape: ModelShape = read_model_shape(source)
             compressed = compressed_layers(self.shape.layers)
@@ -46,7 +53,12 @@ class KeyCheck:
 
     def protect(self, cfg: KVQuantConfig) -> CheckedConfig:
         """`cfg` with the layer_bits of noisy layers, unless its protect_keys is off."""
-        if not cfg.protect_keys or cfg.key_bits == 16:
+        if cfg not in self._known:
+            self._known[cfg] = self._protect(cfg)
+        return self._known[cfg]
+
+    def _protect(self, cfg: KVQuantConfig) -> CheckedConfig:
+        if not wants_check(cfg):
             return CheckedConfig(cfg)
         if self.reason is not None:
             return CheckedConfig(cfg, not_checked(cfg, self.reason))
@@ -58,6 +70,11 @@ class KeyCheck:
         if checked == cfg:
             return CheckedConfig(cfg)
         return CheckedConfig(checked, protection_line(cfg, checked, noise, self.shape), True)
+
+
+def wants_check(cfg: KVQuantConfig) -> bool:
+    """Whether keys may get more bits than the config says."""
+    return cfg.protect_keys and cfg.key_bits != 16
 
 
 def not_checked(cfg: KVQuantConfig, reason: str) -> str:
@@ -81,6 +98,20 @@ def protection_line(
         f"tightkv {cfg.name}: {raised_layers(cfg, checked)}: by its weights, codes of fewer bits "
         f"would put noise of variance {worst:,.0f} into attention scores (limit {NOISE_LIMIT:g}). "
         f"{after:,.0f} bytes per token instead of {before:,.0f}; protect_keys=false turns this off"
+    )
+
+
+def in_equal_blocks(cfg: KVQuantConfig, checked: CheckedConfig) -> CheckedConfig:
+    """`cfg` as it is, where layers with more bits would have pages that vLLM cannot have.
+
+    Its blocks are of one size in models with layers of other kinds.
+    """
+    return CheckedConfig(
+        cfg,
+        f"tightkv {cfg.name}: by its weights, this model needs "
+        f"{raised_layers(cfg, checked.config)}, but vLLM's blocks are of one size in models with "
+        f"layers of other kinds: nothing is changed, and attention scores may be noisy. "
+        f"key_bits=8 gives all layers 8-bit keys; protect_keys=false skips this check",
     )
 
 

@@ -60,7 +60,7 @@ class Projection:
         if self.head_norm is not None:
             return self.head_norm.float().cpu().square().sum().expand(self.heads)
         if self.weight is None:
-            return torch.zeros(self.heads, device="cpu")
+            return torch.zeros(self.heads, dtype=torch.float32, device="cpu")
         weight = self.weight.float()
         if input_norm is not None:
             weight = weight * input_norm.to(weight)
@@ -69,7 +69,7 @@ class Projection:
     def biases(self) -> Tensor:
         """[heads, head_dim]; zero without a bias, and under a norm, which takes its size away."""
         if self.bias is None or self.head_norm is not None:
-            return torch.zeros(self.heads, self.head_dim, device="cpu")
+            return torch.zeros(self.heads, self.head_dim, dtype=torch.float32, device="cpu")
         return self.bias.float().cpu().unflatten(0, (self.heads, -1))
 
 

@@ -28,7 +28,7 @@ _INSTALL = install_hint("executorch")
 _SOURCE = Path(__file__).parents[1] / "export" / "executorch_operator.cpp"
 _LIBRARIES = ("executorch", "executorch_threadpool")
 _FLAGS = ("-O3", "-g0", "-fPIC", "-fvisibility=hidden", "-pthread")
-# these, and the folders of headers below, are as in the wheel's executorch-config.cmake
+# As in the wheel's executorch-config.cmake, like the folders of headers below.
 _DEFINES = (
     "-DC10_USING_CUSTOM_GENERATED_MACROS",
     "-DET_EVENT_TRACER_ENABLED",
@@ -71,7 +71,7 @@ def operator_library() -> Path:
 
 
 def _own_folder(folder: Path) -> Path:
-    """A folder that nobody else can put a library into; a new one where that one is not so."""
+    """The folder if only its owner can write to it, else a new one: it has libraries."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
     if status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -161,7 +161,7 @@ def load_pte(path: Path) -> Callable[[Tensor, Tensor], Tensor]:
 
 @lru_cache(maxsize=1)
 def _define_out() -> torch.library.Library:
-    """The overload with an output that ExecuTorch plans memory for; kept as long as the process."""
+    """The operator's overload with an output that ExecuTorch plans memory for."""
     load_operator()
     schema = str(torch.ops.tightkv.static_attention.default._schema)
     arguments = schema[schema.index("(") + 1 : schema.rindex(") ->")]

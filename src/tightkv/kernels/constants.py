@@ -59,7 +59,10 @@ def layout_constants(layout: PageLayout) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=1024)
 def encode_constants(layout: PageLayout) -> dict[str, Any]:
-    """BOOK (thresholds, magnitudes; of 8 bits 1 / unit, unit) and MODE (of the scale) by side."""
+    """BOOK and MODE (of the scale) by side. A book has thresholds and magnitudes.
+
+    That of 8 bits has 1 / unit and unit.
+    """
     found: dict[str, Any] = {}
     for name, quantizer in _quantizers(layout).items():
         book = quantizer.codebook
@@ -71,7 +74,7 @@ def encode_constants(layout: PageLayout) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=1024)
 def decode_constants(layout: PageLayout) -> dict[str, Any]:
-    """TABLE (levels by code, as e4m3 bytes; of 8 bits 0) and UNIT (of a level) by side."""
+    """TABLE (levels by code as e4m3 bytes, 0 for 8 bits) and UNIT (of a level) by side."""
     found: dict[str, Any] = {}
     for name, quantizer in _quantizers(layout).items():
         book = quantizer.codebook
@@ -87,7 +90,7 @@ def _quantizers(layout: PageLayout) -> dict[str, TurboQuantMSE]:
 
 
 def table_levels(book: Codebook) -> list[float]:
-    """Eight: the levels by code, or their magnitudes where the sign is apart (4 bits)."""
+    """Eight numbers: the levels by code, or their magnitudes if codes have a sign bit (4 bits)."""
     assert book.native is not None
     levels = list(book.native)
     if book.bits < 4:  # the sign is part of the table index
@@ -96,7 +99,7 @@ def table_levels(book: Codebook) -> list[float]:
 
 
 def e4m3_table(book: Codebook) -> int:
-    """The same as e4m3 bytes, in a 64-bit integer."""
+    """The levels of `table_levels` as e4m3 bytes, in a 64-bit integer."""
     packed = torch.tensor(table_levels(book), dtype=torch.float32, device="cpu")
     data = bytes(packed.to(torch.float8_e4m3fn).view(torch.uint8).tolist())
     return int.from_bytes(data, "little", signed=True)

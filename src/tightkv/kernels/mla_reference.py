@@ -1,4 +1,4 @@
-"""Latent attention (MLA) over compressed pages in plain torch: what the kernels have to give.
+"""Latent attention (MLA) over compressed pages in plain torch: the oracle of the kernels.
 
 Pages are uint8 [pages, page_bytes]. Queries are absorbed: a head's query meets the latent itself,
 and the output is a latent, too.
@@ -66,7 +66,7 @@ def decode(
     size, tokens = layout.page_size, block_table.shape[1] * layout.page_size
     at = torch.arange(tokens, device=query.device)
     out = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
-    lse = torch.full(query.shape[:2], -math.inf, device=query.device)
+    lse = torch.full(query.shape[:2], -math.inf, dtype=torch.float32, device=query.device)
     turned = codec.rotation(query)
     for row in range(len(query)):
         sequence, back = row // queries, queries - 1 - row % queries

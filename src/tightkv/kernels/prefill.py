@@ -30,15 +30,15 @@ class PrefillOps(Protocol):
     """The work around torch's attention: `TorchPrefillOps`, or the kernels of `triton.prefill`."""
 
     def rotate_queries(self, codec: Codec, query: Tensor) -> Tensor:
-        """Queries [B, H, T, D] into the frame of the pages' keys; contiguous, same dtype."""
+        """Queries [B, H, T, D] in the frame of the pages' keys; contiguous, same dtype."""
 
     def load_prefix(
         self, codec: Codec, view: CacheView, start: int, count: int, key: Tensor, value: Tensor
     ) -> None:
-        """Positions [start, start + count) to the start of key and value [B, Hkv, tokens, D].
+        """Write positions [start, start + count) to the start of key and value [B, Hkv, tokens, D].
 
-        In the frame of the pages, exact tokens too; `start` begins a page, and the buffers hold
-        whole pages. Needs a view whose `same_length` is known.
+        Exact tokens, too, are in the frame of the pages. `start` begins a page, and the buffers
+        hold whole pages. The view's `same_length` is known.
         """
 
     def merge_states(self, old: AttentionState, new: AttentionState) -> AttentionState:
@@ -54,7 +54,7 @@ class PrefillOps(Protocol):
 
 
 def can_extend(codec: Codec, query: Tensor, view: CacheView, max_queries: int) -> bool:
-    """Many queries, half precision, unpadded rows of a length that the host knows, usual heads."""
+    """Whether `extend` takes a call: many queries, half precision, unpadded rows of one length."""
     return (
         view.same_length is not None
         and len(query) == view.batch * max_queries
@@ -93,9 +93,9 @@ def extend(
 
 
 def _pad_to_multiple(x: Tensor) -> Tensor:
-    """x [B, T, H, D] with zeros after it, so that cuDNN has planned for its length before.
+    """x [B, T, H, D] and zeros after it, up to a length that cuDNN has a plan for.
 
-    Nobody sees them: attention among new tokens is causal.
+    No query sees the zeros: attention among new tokens is causal.
     """
     more = -x.shape[1] % length_multiple()
     if not more or x.shape[1] < PAD_FROM:
@@ -138,7 +138,7 @@ def chunk_tokens(layout: PageLayout, batch: int) -> int:
 
 
 def sdpa_cuts(count: int) -> Iterator[tuple[int, int]]:
-    """[0, count) in ranges: of lengths that come again, as few as possible, and the rest."""
+    """As few ranges of [0, count) as possible, of lengths that come again, and the rest."""
     low, multiple = 0, length_multiple()
     while multiple > 1 and count - low >= 2 * multiple:
         length = 1 << (count - low).bit_length() - 1
@@ -149,9 +149,9 @@ def sdpa_cuts(count: int) -> Iterator[tuple[int, int]]:
 
 
 def exact_ranges(view: CacheView, start: int, count: int) -> Iterator[tuple[bool, int, int]]:
-    """Where among positions [start, start + count) exact tokens can be: is it the ring, from, to.
+    """Ranges of positions [start, start + count) where exact tokens can be: (is_ring, from, to).
 
-    Rows decide on the device which of these they have. The ring comes last.
+    The device decides for each row which of these it has. The ring comes last.
     """
     assert view.same_length is not None
     end = start + count
@@ -172,23 +172,13 @@ class TorchPrefillOps:
     def load_prefix(
         self, codec: Codec, view: CacheView, start: int, count: int, key: Tensor, value: Tensor
     ) -> None:
-        page = codec.layout.page_size
-        # An open page may have no codes, and no place in the table.
-        ids = view.block_table[:, start // page : -(-(start + count) // page)].long().clamp_min(0)
-        coded = reference.dequantize(codec, view.pages[ids])  # [B, pages, Hkv, page, D]
-        for target, x in zip((key, value), coded, strict=True):
-            flat = x.transpose(1, 2).flatten(2, 3)
-            target[:, :, : flat.shape[2]] = flat.to(target.dtype)
-        owner = view.ring_rows.long()
-        for ring, low, high in exact_ranges(view, start, count):
-            at = torch.arange(low, high, device=key.device)
-            chosen = _is_exact(view, ring, at)[:, None, :, None]  # [B, 1, n, 1]
-            sources = (view.ring_key, view.ring_value) if ring else (view.sink_key, view.sink_value)
-            for target, source, side in zip((key, value), sources, ("key", "value"), strict=True):
-                exact = source[owner][:, at % source.shape[1]].transpose(1, 2)
-                rotated = codec.side(side).rotation(exact).to(target.dtype)
-                piece = target[:, :, low - start : high - start]
-                piece.copy_(torch.where(chosen, rotated, piece))
+        for segment in reference.token_segments(codec, view):
+            at = segment.position - start
+            row, n = (segment.valid & (at >= 0) & (at < count)).nonzero(as_tuple=True)
+            for target, x, side in ((key, segment.key, "key"), (value, segment.value, "value")):
+                exact = x[row, :, n]
+                rotated = exact if segment.rotated else codec.side(side).rotation(exact)
+                target[row, :, at[row, n]] = rotated.to(target.dtype)
 
     def merge_states(self, old: AttentionState, new: AttentionState) -> AttentionState:
         both = torch.logaddexp(old.lse, new.lse)
@@ -203,11 +193,3 @@ class TorchPrefillOps:
         merged = self.merge_states(own, exact)
         exact.out.copy_(merged.out)
         exact.lse.copy_(merged.lse)
-
-
-def _is_exact(view: CacheView, ring: bool, at: Tensor) -> Tensor:
-    """bool [B, n]: which rows read positions `at` from the ring, or from the sinks."""
-    read_from = view.ring_read_from[:, None]
-    if ring:
-        return at >= read_from
-    return at < torch.minimum(view.sink_counts[:, None], read_from)

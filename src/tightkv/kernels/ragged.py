@@ -6,6 +6,7 @@ One call attends to it, causal from the end of each sequence, and the output is 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -23,10 +24,10 @@ class RaggedOps(Protocol):
     """The work around attention: `TorchRaggedOps`, or the kernels of `triton.ragged`."""
 
     def rotate_queries(self, codec: Codec, query: Tensor) -> Tensor:
-        """Queries [N, H, D] into the frame of the pages' keys; contiguous, same dtype."""
+        """Queries [N, H, D] in the frame of the pages' keys; contiguous, same dtype."""
 
     def unrotate(self, codec: Codec, mixed: Tensor, out: Tensor) -> None:
-        """Mixed values [N, H, D] of the pages' frame to `out`, of any strides."""
+        """Write mixed values [N, H, D], rotated back, to `out`, which has any strides."""
 
     def load_workspace(
         self,
@@ -38,13 +39,13 @@ class RaggedOps(Protocol):
         key: Tensor,
         value: Tensor,
     ) -> None:
-        """All tokens of a group's sequences to key and value [group.tokens, Hkv, D].
+        """Write all tokens of a group's sequences to key and value [group.tokens, Hkv, D].
 
-        In the frame of the pages, exact tokens too. `view` is the batch's; the new tokens are the
-        group's. Rows after the last token are zeros as far as a tile of attention may reach.
+        Exact tokens, too, are in the frame of the pages. `view` is the batch's; the new tokens are
+        the group's. Rows after the last token are zeros as far as a tile of attention may reach.
 
-        Numbers that are not finite become 0. A tile may reach the next sequence, whose weights are
-        0 there, and 0 times NaN is NaN: one request's numbers would be in another's output.
+        Numbers that are not finite become 0. A tile may reach into the next sequence, with weights
+        of 0, and 0 times NaN is NaN: one request's numbers would be in another's output.
         """
 
 
@@ -78,7 +79,7 @@ def try_extend_ragged(
 def can_extend_ragged(
     codec: Codec, query: Tensor, view: CacheView, new_key: Tensor, new_value: Tensor
 ) -> bool:
-    """Groups were planned for these queries; half precision, usual heads."""
+    """Whether groups were planned for these queries, and FlashAttention takes their dtype."""
     return (
         len(view.ragged) > 0
         and len(query) == view.ragged[-1].queries.stop
@@ -88,7 +89,7 @@ def can_extend_ragged(
 
 
 def fits_varlen(layout: PageLayout) -> bool:
-    """FlashAttention has half precision, and heads of up to 256."""
+    """Whether FlashAttention takes a layout: half precision, and heads of up to 256."""
     return layout.dtype in (torch.float16, torch.bfloat16) and layout.head_dim <= 256
 
 
@@ -174,24 +175,16 @@ def _finite(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def dequantized_row(codec: Codec, view: CacheView, row: int) -> dict[str, Tensor]:
     """Keys and values [length, Hkv, D] of a sequence in the frame of the pages, in float32."""
-    numbers = (view.lengths, view.left_pad, view.ring_read_from, view.sink_counts, view.ring_rows)
-    length, pad, read_from, sinks, owner = (int(x[row]) for x in numbers)
-    page = codec.layout.page_size
-    ids = view.block_table[row, : -(-read_from // page)].long()
-    coded = reference.dequantize(codec, view.pages[ids])  # [pages, Hkv, page, D]
-    ring_from, sinks_end = max(read_from, pad), min(pad + sinks, read_from)
-    slots = torch.arange(ring_from, length, device=ids.device) % view.ring_key.shape[1]
-    found = {}
-    for side, x, ring, sink in (
-        ("key", coded[0], view.ring_key, view.sink_key),
-        ("value", coded[1], view.ring_value, view.sink_value),
-    ):
-        rotation = codec.side(side).rotation
-        made = x.new_zeros(length, *ring.shape[2:])
-        flat = x.transpose(1, 2).flatten(0, 1)
-        made[pad:read_from] = flat[pad:read_from]
-        if sinks_end > pad:
-            made[pad:sinks_end] = rotation(sink[owner, : sinks_end - pad])
-        made[ring_from:] = rotation(ring[owner, slots])
-        found[side] = made
+    one = replace(view, **{name: getattr(view, name)[row : row + 1] for name in _BY_ROW})
+    shape = (int(one.lengths), codec.layout.num_kv_heads, codec.layout.head_dim)
+    found = {side: view.pages.new_zeros(shape, dtype=torch.float32) for side in ("key", "value")}
+    for segment in reference.token_segments(codec, one):
+        _, n = segment.valid.nonzero(as_tuple=True)
+        for side, x in (("key", segment.key), ("value", segment.value)):
+            exact = x[0, :, n].transpose(0, 1)
+            rotated = exact if segment.rotated else codec.side(side).rotation(exact)
+            found[side][segment.position[0, n]] = rotated
     return found
+
+
+_BY_ROW = ("block_table", "lengths", "left_pad", "ring_read_from", "sink_counts", "ring_rows")

@@ -16,7 +16,7 @@ WORKSPACE_BYTES = 256 << 20  # of keys and values at a time
 # Decoding out of the pages costs by pairs of query and token, the workspace by tokens and launches.
 # Measured over 34 shapes on an H200 (docs/log.md): these cost 5.3% more than the faster way of each
 # shape would, 32 and 2^19 cost 10%.
-MIN_QUERIES = 64  # that read a token of the workspace, on average
+MIN_READS = 64  # of a token of the workspace by queries, on average
 MIN_PAIRS = 1 << 20
 # Where queries are few, FlashAttention splits the keys and keeps a float32 output of each split:
 # rows (query, head) times splits. Up to 64 MiB were measured with heads of 128.
@@ -24,10 +24,10 @@ SPLIT_ROWS = 1 << 17
 
 
 class RaggedGroup(NamedTuple):
-    """Neighbouring sequences of a batch that fit the workspace together.
+    """Neighboring sequences of a batch that fit the workspace together.
 
-    Lengths on the host are upper bounds. Those on the device are right; where a sequence begins in
-    the workspace follows from them.
+    Lengths on the host are upper bounds. Lengths on the device are exact, and say where a sequence
+    begins in the workspace.
     """
 
     rows: slice  # of the batch
@@ -49,10 +49,10 @@ def workspace_tokens(layout: PageLayout) -> int:
 
 
 def most_bytes(layout: PageLayout, queries: int, query_heads: int) -> int:
-    """What a call with so many queries takes at most, however long each prompt is.
+    """The most bytes that a call with so many queries takes, however long each prompt is.
 
-    The workspace; queries and output in its frame; LSEs of the groups, of all, and of the caller;
-    outputs of splits of the keys.
+    These are the workspace; queries and output in its frame; LSEs of the groups, of all, and of
+    the caller; outputs of splits of the keys.
     """
     rows = queries * query_heads
     rotated = 2 * rows * layout.head_dim * layout.dtype.itemsize
@@ -60,15 +60,15 @@ def most_bytes(layout: PageLayout, queries: int, query_heads: int) -> int:
 
 
 def is_worth(counts: Sequence[int], before: Sequence[int]) -> bool:
-    """Whether sequences with `counts` new tokens after `before` others should go this way.
+    """Whether a workspace is faster for sequences with `counts` new tokens after `before` others.
 
-    Without a prefix there is nothing to dequantize, and one call is all there is.
+    Without prefixes it is: there is nothing to dequantize, and one call for all.
     """
     if not any(before):
         return any(counts)
     lengths = [a + b for a, b in zip(counts, before, strict=True)]
     pairs = sum(a * b for a, b in zip(counts, lengths, strict=True))
-    return pairs >= max(MIN_PAIRS, MIN_QUERIES * sum(lengths))
+    return pairs >= max(MIN_PAIRS, MIN_READS * sum(lengths))
 
 
 def plan_groups(
@@ -81,8 +81,8 @@ def plan_groups(
 ) -> tuple[RaggedGroup, ...]:
     """Groups of at most `most_tokens` tokens; no sequence has more.
 
-    `counts` are right, `before` are upper bounds of `lengths` [B], which are on the device like
-    cu_seqlens [B + 1] of the new tokens. Nothing waits for the device.
+    `counts` are exact. `before` are upper bounds of `lengths` [B], which are on the device, like
+    cu_seqlens [B + 1] of the new tokens. The host does not wait for the device.
     """
     ends = lengths + cu_seqlens.diff()
     sizes = ends if left_pad is None else ends - left_pad
@@ -112,7 +112,7 @@ def plan_groups(
 
 
 def _cuts(lengths: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """Neighbours whose lengths are at most `most` together, as many as possible."""
+    """Runs of neighbors, as long as possible, whose lengths add up to at most `most`."""
     low = held = 0
     for i, length in enumerate(lengths):
         if low < i and held + length > most:

@@ -173,7 +173,7 @@ def dequantize(codec: Codec, records: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @dataclass
-class _Segment:
+class Segment:
     """Some tokens of every sequence. Rotated ones are in the frame of the pages."""
 
     key: Tensor  # float32 [B, Hkv, n, D]
@@ -187,11 +187,11 @@ class _Softmax:
     """Softmax-weighted sums over segments seen one after another; two frames, one softmax."""
 
     def __init__(self, like: Tensor) -> None:  # [B, Hkv, G, Lq, D]
-        self.peak = torch.full(like.shape[:-1], -math.inf, device=like.device)
+        self.peak = like.new_full(like.shape[:-1], -math.inf)
         self.weight = torch.zeros_like(self.peak)
         self.sums = {False: torch.zeros_like(like), True: torch.zeros_like(like)}
 
-    def add(self, scores: Tensor, seg: _Segment) -> None:
+    def add(self, scores: Tensor, seg: Segment) -> None:
         """scores [B, Hkv, G, Lq, n], -inf where masked."""
         peak = torch.maximum(self.peak, scores.amax(-1))
         base = torch.where(peak == -math.inf, 0.0, peak)
@@ -243,7 +243,7 @@ def attend(
     q = padded.float().unflatten(2, (hkv, hq // hkv)).permute(0, 2, 3, 1, 4)  # [B, Hkv, G, Lq, D]
     frames = {False: q, True: codec.key.rotation(q)}
     softmax = _Softmax(q)
-    segments = _segments(codec, view, None if window is None else first_at - window + 1)
+    segments = token_segments(codec, view, None if window is None else first_at - window + 1)
     if new_key is not None and new_value is not None:
         segments = chain(segments, [_exact(new_key[index], new_value[index], positions, live)])
     for seg in segments:
@@ -267,7 +267,7 @@ def attend(
     return out, lse
 
 
-def _visible(seg: _Segment, positions: Tensor, causal: bool, window: int | None) -> Tensor:
+def _visible(seg: Segment, positions: Tensor, causal: bool, window: int | None) -> Tensor:
     """bool [B, Lq, n]: which keys each query may see."""
     key_at, query_at = seg.position[:, None, :], positions[:, :, None]
     seen = seg.valid[:, None, :] & (query_at >= 0)
@@ -284,7 +284,7 @@ def materialize(codec: Codec, view: CacheView) -> tuple[Tensor, Tensor]:
     tokens = int(view.lengths.max()) if b else 0
     shape = (b, tokens, heads, d)
     out = [torch.zeros(shape, dtype=view.ring_key.dtype, device=view.lengths.device) for _ in "kv"]
-    for seg in _segments(codec, view):
+    for seg in token_segments(codec, view):
         row, n = seg.valid.nonzero(as_tuple=True)
         at = seg.position[row, n]
         for target, x, quantizer in zip(
@@ -297,7 +297,7 @@ def materialize(codec: Codec, view: CacheView) -> tuple[Tensor, Tensor]:
     return out[0], out[1]
 
 
-def _segments(codec: Codec, view: CacheView, low: Tensor | None = None) -> Iterator[_Segment]:
+def token_segments(codec: Codec, view: CacheView, low: Tensor | None = None) -> Iterator[Segment]:
     """Tokens before low [B, 1] are seen by no query: what holds them may be another's by now."""
     device, owner = view.lengths.device, view.ring_rows.long()
     lengths, left_pad, ring_read_from = (
@@ -324,7 +324,7 @@ def _segments(codec: Codec, view: CacheView, low: Tensor | None = None) -> Itera
         ids = torch.where(valid.unflatten(1, (-1, size)).any(-1), ids, 0)  # others may be anything
         key, value = dequantize(codec, view.pages[ids])  # [B, n, Hkv, page, D]
         flat = [x.transpose(1, 2).flatten(2, 3) for x in (key, value)]
-        yield _Segment(flat[0], flat[1], at, valid, rotated=True)
+        yield Segment(flat[0], flat[1], at, valid, rotated=True)
 
     ring = view.ring_key.shape[1]
     slot = torch.arange(ring, device=device)
@@ -334,9 +334,9 @@ def _segments(codec: Codec, view: CacheView, low: Tensor | None = None) -> Itera
     yield _exact(view.ring_key[owner], view.ring_value[owner], at, valid)
 
 
-def _exact(key: Tensor, value: Tensor, at: Tensor, valid: Tensor) -> _Segment:
+def _exact(key: Tensor, value: Tensor, at: Tensor, valid: Tensor) -> Segment:
     key, value = key.transpose(1, 2).float(), value.transpose(1, 2).float()
-    return _Segment(key, value, at, valid & (at >= 0), rotated=False)
+    return Segment(key, value, at, valid & (at >= 0), rotated=False)
 
 
 def _mask_at(mask: Tensor, position: Tensor, hkv: int) -> Tensor:

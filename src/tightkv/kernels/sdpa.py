@@ -32,9 +32,9 @@ _VARLEN: list[VarlenAttention] = []
 
 
 def prefer(backend: SDPABackend, varlen: VarlenAttention | None = None) -> None:
-    """Try this one first, with lengths of any kind: an engine's own attention plans none.
+    """Try an engine's own attention first. It needs no plan for a length it has not seen.
 
-    `varlen`: the same for sequences of different lengths. Torch has none.
+    `varlen`: the same for sequences of different lengths, which torch does not have.
     """
     if backend not in _PREFERRED:
         _PREFERRED.append(backend)
@@ -48,7 +48,7 @@ def varlen_attention() -> VarlenAttention | None:
 
 
 def give_up_varlen(attention: VarlenAttention, error: RuntimeError) -> None:
-    """It refused a call: none of this process goes to it any more."""
+    """Use an attention that has refused a call no more in this process."""
     if attention in _VARLEN:
         _VARLEN.remove(attention)
         warnings.warn(
@@ -59,7 +59,7 @@ def give_up_varlen(attention: VarlenAttention, error: RuntimeError) -> None:
 
 
 def length_multiple() -> int:
-    """Lengths that are multiples of this need no plan of their own."""
+    """The number whose multiples are lengths without a plan of their own."""
     return 1 if _PREFERRED else CUDNN_MULTIPLE
 
 
@@ -74,8 +74,8 @@ def sdpa_with_lse(
 ) -> AttentionState:
     """The fastest attention of q [B, H, L, D] over k, v [B, H / group, N, D].
 
-    Causal attention is square: query i sees keys 0 to i. cuDNN plans every new shape anew, for
-    longer than it then saves, so it gets lengths that come again, unless `any_length`.
+    Causal attention is square: query i sees keys 0 to i. To plan a new shape takes cuDNN longer
+    than it saves, so it gets lengths that come again, unless `any_length`.
     """
     assert not causal or q.shape[2] == k.shape[2]
     if q.device.type == "cpu":
@@ -95,7 +95,7 @@ def sdpa_with_lse(
 
 
 def _backends(q: Tensor, k: Tensor, any_length: bool) -> list[SDPABackend]:
-    """Which kernels to try, the fastest first: of torch's, cuDNN's are, from Hopper on."""
+    """The kernels to try, fastest first: from Hopper on, cuDNN's are torch's fastest."""
     comes_again = q.shape[2] % CUDNN_MULTIPLE == 0 and k.shape[2] % CUDNN_MULTIPLE == 0
     if not (any_length or comes_again) or torch.cuda.get_device_capability(q.device) < (9, 0):
         return [*_PREFERRED, _flash]

@@ -22,8 +22,8 @@ from tightkv.math.per_device import Constant, PerDevice
 MOST = 4
 """Scales are 2^-4 to 2^4: float16 queries and keys stay in range."""
 LEAST_GAIN = 3.0
-"""Ratio of the means of C from which on a head gets scales; below it they gain nothing."""
-_DEAD = 4096  # a channel of so many times less energy than the median counts as one of that
+"""The least ratio of the means of C at which a head gets scales; below it they gain nothing."""
+_DEAD = 4096  # the least energy a channel is given is the median over this
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,10 +57,9 @@ class KeyScale(Constant):
 
 
 def balanced_scale(energy: Tensor) -> KeyScale | None:
-    """From the energy [Hkv, D] of keys less their page's mean.
+    """The scales for keys of this energy [Hkv, D] about their page's mean.
 
-    Heads that would not gain enough have ones; None where no head would, or where an energy is no
-    number.
+    Heads that would gain too little get ones. None if all would, or if an energy is no number.
     """
     if not energy.isfinite().all():
         return None

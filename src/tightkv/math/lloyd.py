@@ -122,7 +122,7 @@ def _newton_step(law: Law, magnitudes: Tensor) -> Tensor:
     """Newton's step for magnitude = mean of its cell; the Jacobian is tridiagonal."""
     thresholds, mass, moment = cells(law, magnitudes)
     means = moment / mass
-    density = law.density(thresholds) / 2  # each threshold moves by half of either neighbour
+    density = law.density(thresholds) / 2  # each threshold moves by half of either neighbor
     by_lower = density * (means[1:] - thresholds) / mass[1:]  # d mean[i] / d magnitude[i - 1]
     by_upper = density * (thresholds - means[:-1]) / mass[:-1]  # d mean[i] / d magnitude[i + 1]
     none = torch.zeros_like(magnitudes[:1])

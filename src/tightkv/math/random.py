@@ -28,7 +28,7 @@ def _shift_right(words: Tensor, count: int) -> Tensor:
 
 
 def _mix(words: Tensor) -> Tensor:
-    """splitmix64's finaliser: a bijection of 64-bit words in which every bit moves every bit."""
+    """splitmix64's finalizer: a bijection of 64-bit words in which every bit moves every bit."""
     words = (words ^ _shift_right(words, 30)) * _MULTIPLIER_1
     words = (words ^ _shift_right(words, 27)) * _MULTIPLIER_2
     return words ^ _shift_right(words, 31)

@@ -14,10 +14,9 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
+from tightkv.config import ROTATIONS
 from tightkv.math.per_device import Constant, PerDevice
 from tightkv.math.random import random_normal, random_signs
-
-ROTATIONS = ("hadamard", "haar", "none")
 
 # The two halves of a split rotation; far from the small stream numbers callers use.
 _SPLIT_STREAMS = (2**32 + 1, 2**32 + 2)
@@ -100,7 +99,7 @@ class _Hadamard(Rotation):
 
 
 def _hadamard_sums(x: Tensor) -> Tensor:
-    """x @ H for the unscaled H, combining neighbours at distance 1, 2, 4, ..., dim / 2 in turn."""
+    """x @ H for the unscaled H, combining neighbors at distance 1, 2, 4, ..., dim / 2 in turn."""
     for _ in range(x.shape[-1].bit_length() - 1):
         even, odd = x[..., 0::2], x[..., 1::2]
         # Each step moves index bit 0 to the top; after log2(dim) steps all bits are back in place.

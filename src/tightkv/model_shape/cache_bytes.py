@@ -1,4 +1,4 @@
-"""What a cache takes: the bytes of each layer and their sum. Nobody else adds bytes up.
+"""The bytes of each layer of a cache, and their sum; they are added up nowhere else.
 
 Sizes of compressed layers are those of `PageLayout` and `LatentLayout`, sizes of other layers those
 of `LayerShape`.
@@ -67,7 +67,7 @@ class LayerBytes:
 
     @property
     def bf16_bytes_per_token(self) -> int:
-        """The same at 16 bits per element."""
+        """Bytes that each further token takes at 16 bits per element."""
         shape = self.shape
         return 2 * shape.elements_per_token + shape.index_bytes if shape.grows else 0
 

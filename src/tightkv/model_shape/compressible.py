@@ -1,4 +1,4 @@
-"""Which layers of a model are compressed, and why the others are not: decided here alone.
+"""The decision which layers of a model are compressed, and why the others are not.
 
 The planner, TightCache and the vLLM plugin each describe a layer as a LayerShape (read from a
 config, a transformers cache or a vLLM layer) and ask `skip_reason`.
@@ -75,9 +75,9 @@ def _too_short(layer: LayerShape, windows: Windows, cfg: KVQuantConfig) -> str |
 
 
 def windows_of_other_pages(layers: Mapping[Key, LayerShape], cfg: KVQuantConfig) -> set[Key]:
-    """Of layers that could be compressed, those with a window that cannot beside the others.
+    """Layers with a sliding window whose pages are not as large as those of full attention.
 
-    vLLM's blocks are of one size in such models: it would pad the smaller pages.
+    vLLM's blocks have one size in such models, so it would pad the smaller pages.
     """
     sizes = {
         key: page_layout(cfg, layer.num_kv_heads, layer.head_dim).page_bytes

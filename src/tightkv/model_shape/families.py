@@ -53,6 +53,13 @@ _LLAMA_7B = {
     "num_attention_heads": 32,
     "max_position_embeddings": 2048,
 }
+_QWEN2 = {
+    **_LLAMA_7B,
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+}
 _QWEN35 = {
     "vocab_size": 248320,
     "num_attention_heads": 16,
@@ -103,21 +110,8 @@ NESTED_DEFAULTS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "max_position_embeddings": 131072,
     },
-    "qwen2": {
-        **_LLAMA_7B,
-        "vocab_size": 151936,
-        "intermediate_size": 22016,
-        "num_key_value_heads": 32,
-        "max_position_embeddings": 32768,
-    },
-    "qwen3": {
-        **_LLAMA_7B,
-        "vocab_size": 151936,
-        "intermediate_size": 22016,
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-        "max_position_embeddings": 32768,
-    },
+    "qwen2": _QWEN2,
+    "qwen3": {**_QWEN2, "head_dim": 128},
     "qwen3_5_text": {
         **_QWEN35,
         "hidden_size": 4096,
@@ -135,19 +129,9 @@ NESTED_DEFAULTS: dict[str, dict[str, Any]] = {
 
 # Families whose sliding_window, where set, holds for every layer.
 ALL_SLIDE = (
-    "doge",
-    "ministral3",
-    "mistral",
-    "mixtral",
-    "moshi",
-    "phi3",
-    "phi4_multimodal",
-    "phimoe",
-    "qwen3_moe",
-    "qwen3_omni_moe_text",
-    "qwen3_vl_moe_text",
-    "starcoder2",
-)
+    "doge", "ministral3", "mistral", "mixtral", "moshi", "phi3", "phi4_multimodal", "phimoe",
+    "qwen3_moe", "qwen3_omni_moe_text", "qwen3_vl_moe_text", "starcoder2",
+)  # fmt: skip
 
 # Families whose scores have a bias by distance, and those with a learned logit beside the keys.
 ALIBI_FAMILIES = ("bloom", "mpt")
@@ -156,22 +140,11 @@ SINK_FAMILIES = ("gpt_oss",)
 # Families that have nothing this project can act on, and why.
 _ENCODER = "it is an encoder: it reads a whole text at once and keeps no KV cache"
 _RECURRENT = "it is recurrent: it has no attention layers and so no KV cache"
+_ENCODERS = (
+    "albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "modernbert",
+    "mpnet", "roberta", "xlm-roberta",
+)  # fmt: skip
 REFUSED: dict[str, str] = {
-    **dict.fromkeys(
-        (
-            "albert",
-            "bert",
-            "camembert",
-            "deberta",
-            "deberta-v2",
-            "distilbert",
-            "electra",
-            "modernbert",
-            "mpnet",
-            "roberta",
-            "xlm-roberta",
-        ),
-        _ENCODER,
-    ),
+    **dict.fromkeys(_ENCODERS, _ENCODER),
     **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"), _RECURRENT),
 }

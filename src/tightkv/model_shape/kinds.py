@@ -1,8 +1,8 @@
-"""Which kind each layer is, from the many ways a config can say it."""
+"""The kind of each layer, from the many ways a config can say it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from tightkv.files.strict_json import short
 from tightkv.model_shape.families import ALL_SLIDE
@@ -26,19 +26,13 @@ LAYER_NAMES = {
 }
 PATTERN = {"*": "full", "M": "linear", "-": "none", "E": "none"}  # hybrid_override_pattern
 
-# Fields that make layers differ in ways not read here: counting them as attention would be wrong.
+# Fields that change what layers keep, in ways that are not read here.
 # The first ones matter even where layer_types is given.
 ADDS_TO_ATTENTION = ("indexer_n_heads", "linear_attn_config")
 NOT_UNDERSTOOD = (
-    "attention_types",
-    "attn_type_list",
-    "block_configs",
-    "block_types",
-    "global_attn_every_n_layers",
-    "hybrid_layer_pattern",
-    "layer_group_size",
-    "ssm_cfg",
-)
+    "attention_types", "attn_type_list", "block_configs", "block_types",
+    "global_attn_every_n_layers", "hybrid_layer_pattern", "layer_group_size", "ssm_cfg",
+)  # fmt: skip
 # Lists with one string per layer that do not say what the cache is.
 UNRELATED_LISTS = ("architectures", "mlp_layer_types", "indexer_types")
 
@@ -49,7 +43,7 @@ def layer_kinds(cfg: ModelConfig) -> list[str]:
 
 
 def _all_kinds(cfg: ModelConfig) -> list[str]:
-    """The same, with layers that read another layer's cache as if they had their own."""
+    """The kinds, with layers that read another layer's cache as if they had their own."""
     _refuse_fields(cfg, ADDS_TO_ATTENTION)
     kinds = _listed(cfg)
     if kinds is None:
@@ -87,32 +81,33 @@ def _listed(cfg: ModelConfig) -> list[str] | None:
         names = cfg.words(field)
         if names is None:
             continue
-        for name in names:
-            if name not in LAYER_NAMES:
-                raise ValueError(
-                    f"{field} of {cfg.name} has a layer of kind {name!r}, which is not understood; "
-                    f"supported: {', '.join(LAYER_NAMES)}"
-                )
+        found = _named(cfg, field, names, LAYER_NAMES, ", ")
         # Nemotron-H counts its layers by this list alone.
         if cfg.model_type != "nemotron_h" and len(names) != num_layers(cfg):
             raise ValueError(
                 f"{field} of {cfg.name} names {len(names)} layers, but there are {num_layers(cfg)}"
             )
-        return [LAYER_NAMES[name] for name in names]
+        return found
     return None
+
+
+def _named(
+    cfg: ModelConfig, field: str, names: Sequence[str], known: Mapping[str, str], comma: str
+) -> list[str]:
+    """The kinds that a field names, each by a word or a letter."""
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(
+            f"{field} of {cfg.name} has a layer of kind {unknown[0]!r}, which is not understood; "
+            f"supported: {comma.join(known)}"
+        )
+    return [known[name] for name in names]
 
 
 def _pattern(cfg: ModelConfig) -> list[str] | None:
     pattern = cfg.text("hybrid_override_pattern")
     if pattern is None:
         return None
-    for letter in pattern:
-        if letter not in PATTERN:
-            raise ValueError(
-                f"hybrid_override_pattern of {cfg.name} has a layer of kind {letter!r}, which is "
-                f"not understood; supported: {' '.join(PATTERN)}"
-            )
-    return [PATTERN[letter] for letter in pattern]
+    return _named(cfg, "hybrid_override_pattern", pattern, PATTERN, " ")
 
 
 def _indices(cfg: ModelConfig) -> list[str] | None:
@@ -185,14 +180,14 @@ def _slides_rule(cfg: ModelConfig) -> Callable[[int], bool]:
 
 
 def _every(cfg: ModelConfig, period: int | None, other: str) -> list[str] | None:
-    """Every `period`-th layer is full, the rest `other`."""
+    """Kinds where every `period`-th layer is full and the rest `other`."""
     if period is None:
         return None
     return [other if (i + 1) % period else "full" for i in range(num_layers(cfg))]
 
 
 def _without_own_cache(cfg: ModelConfig, kinds: list[str]) -> list[str]:
-    """Layers that read another layer's cache, or an image's, hold no tokens of their own."""
+    """The kinds, none for layers that read the cache of another layer or of an image."""
     first_shared = len(kinds) - _shared_layers(cfg, kinds)
     crossing = set(cfg.numbers("cross_attention_layers") or ())
     return ["none" if i >= first_shared or i in crossing else k for i, k in enumerate(kinds)]
@@ -212,7 +207,7 @@ def _refuse_fields(cfg: ModelConfig, fields: tuple[str, ...]) -> None:
 
 
 def _refuse_unread_lists(cfg: ModelConfig) -> None:
-    """A word for each layer in an unknown field can only be a kind that nothing here reads."""
+    """Refuse an unknown field with a word for each layer: these can only be kinds."""
     layers = cfg.first("num_hidden_layers", "n_layer", "n_layers")
     for field, value in cfg.values.items():
         if field in UNRELATED_LISTS or not isinstance(value, list) or len(value) != layers:

@@ -54,7 +54,7 @@ BASELINES = {"bf16": 2, "fp8": 1, "nvfp4": 0.5625}
 # Bytes per token of an indexed latent, whose formats have a size of their own (fp8_ds_mla and
 # nvfp4_ds_mla: vLLM 0.32, MLAAttention.get_kv_cache_spec).
 INDEXED_LATENT_BYTES = {"fp8": 656, "nvfp4": 352}
-# What no MLA backend of vLLM 0.32 has for other latents (supported_kv_cache_dtypes).
+# Dtypes that no MLA backend of vLLM 0.32 has for other latents (supported_kv_cache_dtypes).
 NOT_FOR_LATENTS = ("nvfp4",)
 
 # A cache that holds this many tokens is limited by something else than memory.
@@ -96,7 +96,7 @@ class CachePlan(CacheBytes):
 
 
 def kept_reason(layer: LayerShape) -> str | None:
-    """Why no config compresses a layer; None where TightCache does or, of latents, vLLM."""
+    """Why no config compresses a layer; None where TightCache does or, for latents, vLLM."""
     return skip_reason(layer, "vllm" if layer.kind == "mla" else "transformers")
 
 
@@ -179,7 +179,7 @@ def _latents(
 
 
 def latent_notes(plans: list[CachePlan], shape: ModelShape) -> list[str]:
-    """What is to be said about the latents (MLA) of a model's plans."""
+    """Notes about the latents (MLA) in a model's plans."""
     latents = [layer for layer in shape.layers if layer.kind == "mla"]
     notes = []
     if any(kept_reason(layer) is None for layer in latents):
@@ -232,7 +232,7 @@ def plan_weights(shape: ModelShape, dtype: str | None = None, ranks: int = 1) ->
 
 
 def count_weights(parameters: int, shape: ModelShape, dtype: str | None, ranks: int) -> Weights:
-    """Weights of a model whose parameters somebody counted."""
+    """The weights of a model whose number of parameters is known."""
     dtype = dtype or weights_dtype(shape)
     if dtype is None:
         method = shape.config["quantization_config"].get("quant_method")

@@ -1,4 +1,4 @@
-"""read_model_shape: a config, from wherever it comes, as per-layer cache shapes."""
+"""read_model_shape: a model's config as the shapes of its layers' caches."""
 
 from __future__ import annotations
 
@@ -34,16 +34,13 @@ DTYPES = {
 
 # Any of these says which layers are recurrent.
 SAYS_LAYERS = (
-    "layer_types",
-    "layers_block_type",
-    "hybrid_override_pattern",
-    "full_attn_idxs",
+    "layer_types", "layers_block_type", "hybrid_override_pattern", "full_attn_idxs",
     "attn_layer_indices",
-)
+)  # fmt: skip
 
 
 def read_model_shape(source: Any) -> ModelShape:
-    """From a folder with config.json, such a file, a mapping, or a transformers config.
+    """The shape of a folder with config.json, such a file, a mapping, or a transformers config.
 
     Raises FileNotFoundError where there is no such file, and ValueError where the model has no
     KV cache or where the config is not understood.
@@ -108,7 +105,7 @@ def _layers(
     shapes = []
     for index, kind in enumerate(kinds):
         layer_heads, layer_dim = _layer_override(cfg, index, kind, heads, head_dim)
-        value_dim = value_head_dim or layer_dim
+        sizes = layer_heads, layer_dim, value_head_dim or layer_dim
         if kind == "none":
             shape = LayerShape("none")
         elif kind == "linear":
@@ -121,35 +118,28 @@ def _layers(
                 f"(kv_lora_rank), which is not understood"
             )
         elif kind == "sliding" and window is None:
-            shape = LayerShape("full", layer_heads, layer_dim, value_dim, extras=(WINDOW,))
+            shape = LayerShape("full", *sizes, extras=(WINDOW,))
         elif kind == "sliding":
-            shape = LayerShape("sliding", layer_heads, layer_dim, value_dim, window)
+            shape = LayerShape("sliding", *sizes, window)
         elif kind == "chunked":
-            chunk = cfg.need("attention_chunk_size")
-            shape = LayerShape("chunked", layer_heads, layer_dim, value_dim, chunk)
+            shape = LayerShape("chunked", *sizes, cfg.need("attention_chunk_size"))
         else:
+            extras = _extras(cfg, read_by_others=index in shared)
             own_state = state if kind == "hybrid" else 0
-            shape = LayerShape(
-                "full",
-                layer_heads,
-                layer_dim,
-                value_dim,
-                state_bytes=own_state,
-                extras=_extras(cfg, read_by_others=index in shared),
-            )
+            shape = LayerShape("full", *sizes, state_bytes=own_state, extras=extras)
         shapes.append(shape)
     _note_empty_layers(cfg, notes)
     return tuple(shapes)
 
 
 def _extras(cfg: ModelConfig, read_by_others: bool) -> tuple[str, ...]:
-    """What a layer of full attention needs beyond the causal mask."""
-    found = [SHARED] if read_by_others else []
-    if cfg.model_type in ALIBI_FAMILIES or cfg.flag("alibi"):
-        found.append(ALIBI)
-    if cfg.model_type in SINK_FAMILIES:
-        found.append(SINKS)
-    return tuple(found)
+    """What the attention of a full layer needs beyond the causal mask."""
+    needs = {
+        SHARED: read_by_others,
+        ALIBI: cfg.model_type in ALIBI_FAMILIES or cfg.flag("alibi"),
+        SINKS: cfg.model_type in SINK_FAMILIES,
+    }
+    return tuple(extra for extra in needs if needs[extra])
 
 
 def _kv_heads(cfg: ModelConfig, num_heads: int) -> int:
@@ -183,7 +173,7 @@ def _head_dim(cfg: ModelConfig, num_heads: int, hidden_size: int) -> int:
 def _layer_override(
     cfg: ModelConfig, index: int, kind: str, heads: int, head_dim: int
 ) -> tuple[int, int]:
-    """KV heads and head_dim of one layer, where a config gives some layers their own."""
+    """KV heads and head_dim of one layer, which a config may name for single layers."""
     layers = cfg.record("per_layer_config") or {}
     values = layers.get(index) if layers.get(str(index)) is None else layers[str(index)]
     if values is not None:
@@ -223,7 +213,7 @@ def _latent_layer(cfg: ModelConfig, kinds: set[str]) -> LayerShape:
 
 
 def _useful_window(cfg: ModelConfig, kinds: list[str], notes: list[str]) -> int | None:
-    """The window, or None where no allowed sequence outgrows it."""
+    """The window, or None if no sequence can be longer."""
     if "sliding" not in kinds:
         return None
     window, longest = window_size(cfg), _max_positions(cfg)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -73,14 +74,10 @@ class LayerShape:
         """Bytes of a token inside the window when nothing is compressed."""
         return self.elements_per_token * element_bytes + self.index_bytes
 
-    def tokens_kept(self, tokens: int) -> int:
-        """How many of a sequence's `tokens` the layer holds."""
-        return tokens if self.window is None else min(tokens, self.window)
-
     def uncompressed_bytes(self, tokens: int, element_bytes: float = 2) -> int:
         """Bytes of one sequence of `tokens` tokens when nothing is compressed."""
-        kept = self.tokens_kept(tokens) * self.bytes_per_token(element_bytes)
-        return math.ceil(kept) + (self.state_bytes or 0)
+        kept = tokens if self.window is None else min(tokens, self.window)
+        return math.ceil(kept * self.bytes_per_token(element_bytes)) + (self.state_bytes or 0)
 
     def shard(self, ranks: int) -> LayerShape:
         """The part of one of `ranks` tensor-parallel ranks: heads are split, then repeated.
@@ -129,7 +126,4 @@ class ModelShape:
 
     def groups(self) -> list[tuple[int, LayerShape]]:
         """(count, shape) of each distinct shape, in order of first appearance."""
-        counts: dict[LayerShape, int] = {}
-        for layer in self.layers:
-            counts[layer] = counts.get(layer, 0) + 1
-        return [(count, layer) for layer, count in counts.items()]
+        return [(count, layer) for layer, count in Counter(self.layers).items()]

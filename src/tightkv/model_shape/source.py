@@ -1,4 +1,4 @@
-"""From what a user names to the language model's part of its config, and the values in it."""
+"""ModelConfig: the language model's part of whatever config a user names, its values checked."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ TEXT_PARTS = ("text_config", "thinker_config", "language_config", "llm_config")
 # Read from the whole config when the language part does not say.
 SHARED = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
 
-# Beyond these no model is meant: lists of layers and tensors of heads would fill the memory.
+# No model has more: lists of layers and tensors of heads would fill the memory.
 MOST_LAYERS = MOST_HEADS = MOST_DIM = 4096
 MOST = 1 << 48
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The language model's config as a mapping with checked look-ups: each names what is wrong."""
+    """A language model's config; each look-up checks its value and names it if it is wrong."""
 
     values: Mapping[str, Any]
     name: str
@@ -46,45 +46,32 @@ class ModelConfig:
         return ValueError(f"{name}={short(self.values[name])} of {self.name}; allowed: {allowed}")
 
     def number(self, *names: str, least: int = 1, most: int = MOST) -> int | None:
-        """As `first`, checked to be a whole number."""
-        name = next((n for n in names if self.values.get(n) is not None), None)
-        if name is None:
-            return None
-        value = self.values[name]
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise self.wrong(name, f"a whole number from {least} to {most}")
-        return value
+        """The `first` of `names`, which must be a whole number."""
+        name = next((n for n in names if self.values.get(n) is not None), names[0])
+        allowed = f"a whole number from {least} to {most}"
+        return self._checked(name, allowed, lambda x: _is_number(x) and least <= x <= most)
 
     def flag(self, name: str) -> bool | None:
-        value = self.values.get(name)
-        if value not in (None, False, True):
-            raise self.wrong(name, "true or false")
+        value = self._checked(name, "true or false", lambda x: x in (False, True))
         return None if value is None else bool(value)
 
     def text(self, name: str) -> str | None:
-        value = self.values.get(name)
-        if value is not None and not isinstance(value, str):
-            raise self.wrong(name, "a string")
-        return value
+        return self._checked(name, "a string", lambda x: isinstance(x, str))
 
     def record(self, name: str) -> Mapping[Any, Any] | None:
-        value = self.values.get(name)
-        if value is not None and not isinstance(value, Mapping):
-            raise self.wrong(name, "an object")
-        return value
+        return self._checked(name, "an object", lambda x: isinstance(x, Mapping))
 
     def words(self, name: str) -> Sequence[str] | None:
-        return self._items(name, "a list of strings", lambda item: isinstance(item, str))
+        return self._checked(name, "a list of strings", _is_list_of(lambda x: isinstance(x, str)))
 
     def numbers(self, name: str) -> Sequence[int] | None:
         """Numbers of layers, or 0 and 1 for each of them."""
-        return self._items(
-            name, "a list of whole numbers", lambda item: isinstance(item, int) and item >= 0
-        )
+        each = _is_list_of(lambda x: isinstance(x, int) and x >= 0)
+        return self._checked(name, "a list of whole numbers", each)
 
-    def _items(self, name: str, allowed: str, check: Callable[[Any], bool]) -> Any:
+    def _checked(self, name: str, allowed: str, check: Callable[[Any], bool]) -> Any:
         value = self.values.get(name)
-        if value is not None and not (isinstance(value, list | tuple) and all(map(check, value))):
+        if value is not None and not check(value):
             raise self.wrong(name, allowed)
         return value
 
@@ -98,6 +85,14 @@ class ModelConfig:
         return value
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_list_of(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list | tuple) and all(map(check, value))
+
+
 def is_local(source: str | os.PathLike[str]) -> bool:
     """Whether `source` names a file or folder rather than a model on a hub."""
     text = os.fspath(source)
@@ -106,7 +101,7 @@ def is_local(source: str | os.PathLike[str]) -> bool:
 
 
 def load_config(source: Any) -> ModelConfig:
-    """From a folder, a config.json, a mapping, or an object with `to_dict` (transformers)."""
+    """The config of a folder, a config.json, a mapping, or an object with `to_dict`."""
     folder = None
     if isinstance(source, Mapping):
         whole, name = dict(source), source.get("_name_or_path")

@@ -13,30 +13,13 @@ from tightkv.model_shape.source import ModelConfig
 
 # Matrices of one MLP: gate, up and down, or up and down alone.
 _GATED, _PLAIN = 3, 2
+_GATED_FAMILIES = (
+    "deepseek_v2", "deepseek_v3", "gemma", "gemma2", "gemma3_text", "gpt_oss", "granite", "llama",
+    "mistral", "mixtral", "olmo2", "olmo3", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
+    "smollm3",
+)  # fmt: skip
 MLP_MATRICES = {
-    **dict.fromkeys(
-        (
-            "deepseek_v2",
-            "deepseek_v3",
-            "gemma",
-            "gemma2",
-            "gemma3_text",
-            "gpt_oss",
-            "granite",
-            "llama",
-            "mistral",
-            "mixtral",
-            "olmo2",
-            "olmo3",
-            "phi3",
-            "qwen2",
-            "qwen2_moe",
-            "qwen3",
-            "qwen3_moe",
-            "smollm3",
-        ),
-        _GATED,
-    ),
+    **dict.fromkeys(_GATED_FAMILIES, _GATED),
     **dict.fromkeys(("falcon", "gpt2", "gpt_bigcode", "starcoder2"), _PLAIN),
 }
 

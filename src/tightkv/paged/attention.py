@@ -83,7 +83,7 @@ def attend(
 
 
 def _most_tokens(view: CacheView) -> int | None:
-    """Of the longest row, where the host knows."""
+    """The length of the longest row, where the host knows it."""
     if view.lengths.device.type == "cpu":
         return max(view.lengths.tolist(), default=0)
     return view.same_length

@@ -58,6 +58,12 @@ class PagedKV:
             for tokens in (1, 1, 0, 0)
         )
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A pickle of before names a module of kernels (tightkv.kernels.cpu.backend)."""
+        self.__dict__.update(state)
+        kernels = self._kernels.removeprefix("tightkv.kernels.").removesuffix(".backend")
+        self._kernels = kernels
+
     @property
     def kernels(self) -> Backend:
         """Whose append and attend this layer uses; kept by name, so caches can be copied."""
@@ -76,7 +82,7 @@ class PagedKV:
 
     @property
     def feedback(self) -> Tensor | None:
-        """How keys of pages to come are coded (`Codec.feedback_factors`); None: each for itself."""
+        """The factors that code keys of future pages (`Codec.feedback_factors`), or None."""
         return self._feedback
 
     @feedback.setter
@@ -86,7 +92,7 @@ class PagedKV:
         self._feedback = factors
 
     def use_metric(self, metric: QueryMetric | None) -> None:
-        """Code keys of pages to come in the metric of the layer's queries, where they take one."""
+        """Code keys of future pages in the metric of the layer's queries, if they take one."""
         known = None if metric is None else self.codec.feedback_factors(metric, self.device)
         self.feedback = known
 
@@ -155,12 +161,12 @@ class PagedKV:
             self._offloaded.mark(self.table.written_pages(plan))
         if not any(plan.counts):
             return
-        if self.layout.cfg.check_finite:  # here, since kernels do not see tokens of whole rows
+        if self.layout.cfg.check_finite:  # kernels do not see tokens that go to the ring alone
             for x in (key, value):
                 finite(_pack(x, plan.counts), check=True)
         if key.dtype != self.layout.dtype:
             key, value = self.exact(key), self.exact(value)
-        # Before the ring becomes a shorter one: what kernels encode may be in it.
+        # Before the ring is made shorter: it may hold tokens that are encoded now.
         new_key, new_value = key, value
         if not (kernels.TAKES.batches and plan.encoded == (key.shape[1],) * len(plan.rows)):
             new_key = _encoded(plan, self.ring_key, key)
@@ -185,7 +191,7 @@ class PagedKV:
         )
 
     def _put_in_rings(self, plan: AppendPlan, key: Tensor, value: Tensor) -> bool:
-        """A plan that is `ring_only`, on a CPU: a step without torch. False: not done."""
+        """Carry out a `ring_only` plan on a CPU without torch; False if that is impossible."""
         ring = self.ring_key
         if (
             self.device.type != "cpu"
@@ -220,7 +226,7 @@ class PagedKV:
 
     # --- offloading ---
     def offload(self, buffers: DeviceBuffers) -> None:
-        """From now on the pages are in host memory, but between a use and `release`.
+        """Keep the pages in host memory, except from each use to the next `release`.
 
         Rings and sinks stay on the device. Layers that share `buffers` share device memory.
         """
@@ -234,7 +240,7 @@ class PagedKV:
             self.release()
 
     def fetch(self) -> None:
-        """Begin to bring offloaded pages to the device, for a use soon."""
+        """Begin to bring offloaded pages to the device, ahead of their use."""
         if self._offloaded is not None:
             self._offloaded.fetch()
 
@@ -271,7 +277,7 @@ class PagedKV:
                 setattr(self, name, torch.cat([old, old.new_zeros(missing, *old.shape[1:])]))
 
     def exact(self, x: Tensor) -> Tensor:
-        """Tokens in the dtype that exact ones are kept in; what is beyond it, at its end."""
+        """Tokens in the dtype of exact copies; numbers beyond its range become its largest."""
         if x.dtype == self.layout.dtype:
             return x
         most = torch.finfo(self.layout.dtype).max
@@ -293,7 +299,7 @@ class PagedKV:
             )
 
     def _fit_pages(self) -> None:
-        """Grow by a share at least: decoding rarely copies the pool, and little lies unused."""
+        """Grow the pool by a share of it at least, so that decoding rarely copies it."""
         if self.table.num_pages > self._num_pages:
             wanted = max(self.table.num_pages, self._num_pages + self._num_pages // POOL_GROWTH)
             if self.table.max_pages is not None:
@@ -313,7 +319,7 @@ def _pack(x: Tensor, counts: tuple[int, ...]) -> Tensor:
 
 
 def _encoded(plan: AppendPlan, ring: Tensor, new: Tensor) -> Tensor:
-    """What kernels encode, [N, Hkv, D]: new tokens, and all of a row that was whole until now."""
+    """The tokens that kernels encode [N, Hkv, D]: new ones, and old ones that had no codes yet."""
     if plan.encoded == plan.counts or all(
         n in (0, count) for n, count in zip(plan.encoded, plan.counts, strict=True)
     ):

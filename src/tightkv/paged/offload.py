@@ -27,7 +27,7 @@ _lock = threading.Lock()
 
 
 def lasting(method: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Tensors made under torch.inference_mode() can be written outside of it too."""
+    """A method whose tensors can be written outside of torch.inference_mode(), too."""
 
     @wraps(method)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -47,7 +47,7 @@ class DeviceBuffers:
 
     @lasting
     def take(self, size: int, device: torch.device) -> Tensor:
-        """uint8 [>= size]. Only the side stream may use it without waiting for that stream."""
+        """A buffer, uint8 [>= size]. Other streams than the side stream must wait for that one."""
         mine = [buffer for buffer in self._free if buffer.device == device]
         fitting = [buffer for buffer in mine if buffer.numel() >= size]
         if fitting:
@@ -59,7 +59,7 @@ class DeviceBuffers:
         buffer = torch.empty(size + size // 8, dtype=torch.uint8, device=device)
         stream = side_stream(device)
         if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream(device))  # who had this memory before
+            stream.wait_stream(torch.cuda.current_stream(device))  # its former user
             buffer.record_stream(stream)
         return buffer
 
@@ -131,7 +131,7 @@ class OffloadedPages:
             self._give_back(old_buffer)
 
     def mark(self, pages: Iterable[int]) -> None:
-        """These pages have been written on the device."""
+        """Note that these pages have been written on the device."""
         self._dirty.update(pages)
 
     def release(self) -> None:
@@ -193,7 +193,7 @@ class OffloadedPages:
         return torch.zeros(shape, dtype=torch.uint8, device="cpu", pin_memory=pinned)
 
     def _make_room(self, count: int) -> None:
-        """Host memory grows by whole chunks, so nothing in it ever moves."""
+        """Grow host memory by a whole chunk, so that nothing in it ever moves."""
         have = sum(len(chunk) for chunk in self._host)
         if count > have:
             self._host.append(self._new_chunk(max(count - have, have // 8)))
@@ -230,7 +230,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _with_index(device: torch.device) -> torch.device:
-    """cuda:N instead of cuda."""
+    """The device with its number: cuda:N instead of cuda."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device

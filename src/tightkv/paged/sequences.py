@@ -23,11 +23,11 @@ from tightkv.pages.layout import MAX_TOKENS, RING_SLACK, ring_tokens
 
 @dataclass
 class SequenceState:
-    """Tokens [left_pad, length) exist; the first sink_count of them are read from the sinks.
+    """A sequence of tokens [left_pad, length). The first sink_count are read from the sinks.
 
-    Those from ring_read_from on are read from the ring. It holds copies from ring_valid_from on: a
-    few more than the window, so that tokens taken back (speculative decoding) leave the window as
-    it was before them. A short sequence has no pages: the ring holds it whole.
+    Tokens from ring_read_from on are read from the ring, which holds copies from ring_valid_from
+    on: a few more than the window, so that the window is complete again when tokens are taken back
+    (speculative decoding). A short sequence has no pages: the ring holds it whole.
     """
 
     left_pad: int = 0
@@ -46,16 +46,17 @@ class AppendPlan:
     counts: tuple[int, ...]
     ring_valid_from: tuple[int, ...]  # from where the ring held copies before
     copies: tuple[tuple[int, int], ...]  # page copies (from, to): a shared page is written
-    encoded: tuple[int, ...]  # the newest tokens of rows[i], of which kernels make pages;
-    # 0 where the ring holds the row whole, more than counts[i] where it did so until now
+    # The newest tokens of rows[i] that kernels encode: 0 where the ring holds the whole row, and
+    # the whole row, more than counts[i], when the ring becomes too short for it.
+    encoded: tuple[int, ...]
     held: tuple[int, ...]  # tokens of each row of the table before
     ring_tokens: int  # that rings have from now on
     sinks: int  # likewise
-    ring_only: bool  # a token for each row, copied to its ring; pages and what is read of it stay
+    ring_only: bool  # a token for each row is copied to its ring, and nothing else changes
     _tensors: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False)
 
     def tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """int32, made once for a device: where packed rows begin [n + 1], and ring_valid_from."""
+        """cu_seqlens of packed rows [n + 1] and ring_valid_from, int32; made once per device."""
         if device not in self._tensors:
             rows, first = len(self.encoded), self.encoded[0]
             if self.encoded == (first,) * rows:
@@ -67,9 +68,9 @@ class AppendPlan:
         return self._tensors[device]
 
     def ring_slots(self, old: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Where in rings of `old` tokens that is which a ring has from now on: row and slot.
+        """For each slot of the new rings, the row and slot of its token in rings of `old` tokens.
 
-        int64, [rows, 1] and [rows, ring_tokens]; made once for a device.
+        int64, [rows, 1] and [rows, ring_tokens]; made once per device.
         """
         key = str(device), old
         if key not in self._tensors:
@@ -82,12 +83,12 @@ class AppendPlan:
 
     @property
     def whole_counts(self) -> tuple[int, ...]:
-        """How many new tokens of each row go to the ring alone."""
+        """New tokens of each row that go to the ring alone."""
         pairs = zip(self.encoded, self.counts, strict=True)
         return tuple(0 if encoded else count for encoded, count in pairs)
 
     def whole_slots(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Row and slot of each of them, int64 [N]; made once for a device. Slot is position."""
+        """Row and slot (which is the position) of each of these tokens, int64 [N]."""
         key = str(device), "whole"
         if key not in self._tensors:
             places = [
@@ -113,8 +114,8 @@ class SequenceTable:
     ) -> None:
         """`encode_partial_page`: unfinished pages have codes too, not only their ring copy.
 
-        `max_pages` bounds the pool; None lets it grow. Up to `exact_limit` tokens a sequence has
-        no pages: rings are as long as that needs.
+        `max_pages` bounds the pool; None lets it grow. A sequence of up to `exact_limit` tokens
+        has no pages: rings are long enough to hold it.
         """
         self.page_size, self.sinks = cfg.page_size, cfg.sinks
         self.exact_limit = exact_limit
@@ -130,7 +131,7 @@ class SequenceTable:
         self._free: list[int] = []
         self._tensors: dict[torch.device, RowTensors] = {}
         self._plans: dict[torch.device, dict[object, Tensor]] = {}
-        self._longer: set[torch.device] = set()  # whose tensors have the lengths of an older step
+        self._longer: set[torch.device] = set()  # devices whose tensors have outdated lengths
         self._blocks: dict[torch.device, Tensor] = {}
 
     def __len__(self) -> int:
@@ -156,7 +157,7 @@ class SequenceTable:
         return list(range(first, len(self.rows)))
 
     def restore(self, rows: Sequence[SequenceState]) -> None:
-        """Start from saved rows, if this table could have made them; pages are those they name."""
+        """Start from saved rows and their pages, if this table could have made them."""
         pages = _count_pages(rows)
         for i, row in enumerate(rows):
             self._check_state(f"rows[{i}]", row)
@@ -171,11 +172,11 @@ class SequenceTable:
         size, length = self.page_size, row.length
         _check_range(f"{where}.left_pad", row.left_pad, 0, MAX_TOKENS)
         _check_range(f"{where}.length", length, 0, MAX_TOKENS)
-        # A page that was cropped into stays, though it is open again.
+        # A page that a crop has opened again stays.
         least, most = self._pages_for(length), -(-length // size)
         if not self._is_whole(row):
             _check_range(f"the number of {where}.pages", len(row.pages), least, most)
-        held = min(length, size * len(row.pages))  # tokens before ring_valid_from have codes alone
+        held = min(length, size * len(row.pages))  # the ring may begin after all tokens with codes
         oldest = min(max(0, length - self.ring_tokens), held)
         _check_range(f"{where}.ring_valid_from", row.ring_valid_from, oldest, held)
         newest = range((length - RING_SLACK) // size, (length - 1) // size + 1)  # see append
@@ -315,7 +316,7 @@ class SequenceTable:
         return pages
 
     def _set_window(self, state: SequenceState, at: int | None = None) -> None:
-        """The window of token `at` (the newest): its page and the ones before, where copied."""
+        """Set the exact window: the page of token `at` (the newest) and those before it."""
         page = (state.length - 1 if at is None else at) // self.page_size
         window = 0 if self._is_whole(state) else (page - self.exact_pages + 1) * self.page_size
         state.ring_read_from = max(state.ring_valid_from, window)
@@ -354,14 +355,14 @@ class SequenceTable:
             )
 
     def _shared_page_to_write(self, state: SequenceState, old: int, new: int) -> list[int]:
-        """Number of the partly filled page this append writes to, if others read it too."""
+        """The number of the partly filled page this append writes to, if other rows read it."""
         index = old // self.page_size
         writes = new > old and self._pages_for(new) > index
         shared = index < len(state.pages) and self._references[state.pages[index]] > 1
         return [index] if writes and shared else []
 
     def _prepare_pages(self, state: SequenceState, old: int) -> list[tuple[int, int]]:
-        """Give a sequence that had codes of `old` tokens the pages of all."""
+        """Give a sequence pages for all its tokens; it had codes of the first `old`."""
         copies: list[tuple[int, int]] = []
         for index in self._shared_page_to_write(state, old, state.length):
             shared = state.pages[index]
@@ -414,7 +415,7 @@ class SequenceTable:
         return made
 
     def plans(self, device: torch.device) -> dict[object, Tensor]:
-        """What kernels keep about `tensors(device)`, for all layers (`CacheView.plans`)."""
+        """The plans that kernels keep for `tensors(device)`, for all layers (`CacheView.plans`)."""
         self.tensors(device)
         return self._plans[device]
 
@@ -428,7 +429,7 @@ class SequenceTable:
 
 
 def _count_pages(rows: Sequence[SequenceState]) -> dict[int, int]:
-    """How many rows have each of pages 0 to n - 1: n pages, each at one place of a sequence."""
+    """The number of rows that have each page; rows may share a page at the same place alone."""
     counts: dict[int, int] = {}
     places: dict[int, int] = {}
     for row in rows:
@@ -462,7 +463,7 @@ class RowTensors(NamedTuple):
     ring_rows: Tensor
 
     def pick(self, rows: Sequence[int]) -> RowTensors:
-        """Some of the rows, in another order maybe."""
+        """The given rows, in their order."""
         if tuple(rows) == tuple(range(self.lengths.shape[0])):
             return self
         index = torch.tensor(list(rows), dtype=torch.long, device=self.lengths.device)
@@ -502,7 +503,7 @@ def uniform_cu_seqlens(rows: int, count: int, device: torch.device) -> Tensor:
 
 
 def _int32(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """Made on the CPU, whatever torch's default device, and sent in one copy."""
+    """An int32 tensor, made on the CPU whatever torch's default device, and sent in one copy."""
     if not numbers:
         return torch.empty(0, dtype=torch.int32, device=device)
     made = torch.frombuffer(array("i", numbers), dtype=torch.int32)

@@ -52,7 +52,7 @@ class Codec(Constant):
         self.value = make_quantizer(self.cfg, "value", d, raw)
 
     def feedback_factors(self, metric: QueryMetric, device: torch.device) -> Tensor | None:
-        """What a layer's encoders need of its queries' metric; None where they take none."""
+        """The factors of a queries' metric for this layer's encoder; None if it takes none."""
         if not self.cfg.takes_feedback:
             return None
         return metric.factors(self.key.rotation, self.cfg.key_bits, device)
@@ -65,7 +65,7 @@ class Codec(Constant):
         return self.side(side).encode(x, check=self.cfg.check_finite)
 
     def rotate(self, side: str, x: Tensor) -> Tensor:
-        """Into the frame pages are stored in; bad elements as `check_finite` says."""
+        """x in the frame that pages are stored in; bad elements as `check_finite` says."""
         return self.side(side).rotation(finite(x, self.cfg.check_finite))
 
     def encode_keys(self, y: Tensor, feedback: Tensor | None = None) -> Encoded:
@@ -79,7 +79,7 @@ class Codec(Constant):
         return self.key.encode_with_feedback(y, feedback)
 
     def encode_centered(self, y: Tensor, mean: Tensor, feedback: Tensor | None = None) -> Encoded:
-        """As `encode_keys`; each token is centered if that makes it smaller.
+        """Keys as `encode_keys` does it, each relative to the mean if that makes it smaller.
 
         A centered token has the sign bit of its (first) scale set.
         """

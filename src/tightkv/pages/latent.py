@@ -26,7 +26,7 @@ from tightkv.pages.pack import pack, unpack
 LATENT_BITS = (2, 3, 4)
 RANKS = range(64, 513, 64)
 ROPE_DIMS = (16, 32, 64, 128)
-SCALE_SHIFT = 20  # of float32 bits; three bits of mantissa are left
+SCALE_SHIFT = 20  # drops all but three bits of a float32's mantissa
 SCALE_BIAS = 111 << 3  # code 0 is 2**-16, which stands for zero; 255 is 61,440
 
 
@@ -126,7 +126,7 @@ class LatentLayout:
 def latent_layout(
     cfg: KVQuantConfig, rank: int, rope_dim: int, dtype: torch.dtype = torch.bfloat16
 ) -> LatentLayout:
-    """Pages of every layer of a model under `cfg`, or an error where it asks for what has none."""
+    """The layout of every layer of a model; ValueError where `cfg` asks for what has none."""
     if cfg.names_layers:
         raise ValueError(
             "layer_bits and protected layers in a model with latent attention (MLA); all its "
@@ -151,7 +151,7 @@ class LatentCodec:
 
     @cached_property
     def gain(self) -> float:
-        """Of decoded vectors over the nearest centroids, which are short by the distortion."""
+        """The factor that makes up for centroids being shorter than what they stand for."""
         return 1 / (1 - self.codebook.distortion)
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -163,7 +163,7 @@ class LatentCodec:
         return codes, code.squeeze(-1)
 
     def decode_rotated(self, codes: Tensor, scale: Tensor) -> Tensor:
-        """-> float32 [..., rank], in the rotated frame."""
+        """Codes and scales -> float32 [..., rank], in the rotated frame."""
         factor = scale_value(scale) * (self.gain / math.sqrt(self.layout.rank))
         return self.codebook.decode(codes) * factor.unsqueeze(-1)
 

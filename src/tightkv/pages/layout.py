@@ -30,11 +30,11 @@ BLOCK = 32  # tokens whose codes are interleaved
 ALIGN = 16  # bytes every plane starts on
 SIDES = ("key", "value")
 RING_SLACK = 32  # tokens that can be taken back without shortening the exact window
-MAX_TOKENS = 1 << 30  # of a sequence: kernels count in 32 bits
+MAX_TOKENS = 1 << 30  # in a sequence: kernels count in 32 bits
 
 
 @dataclass(frozen=True)
-class Field:
+class TokenField:
     """One thing stored for each token: `count` numbers of `bits` bits."""
 
     name: str
@@ -46,24 +46,24 @@ class Field:
         return self.bits <= 8
 
 
-def token_fields(cfg: KVQuantConfig, side: str, head_dim: int) -> tuple[Field, ...]:
+def token_fields(cfg: KVQuantConfig, side: str, head_dim: int) -> tuple[TokenField, ...]:
     """What one token of one head stores."""
     bits, method = cfg.bits(side), cfg.method(side)
     if bits == 16:
-        return (Field("raw", 16, head_dim),)
+        return (TokenField("raw", 16, head_dim),)
     if cfg.has_outliers(side):
         wide = len(outlier_channels(cfg, head_dim))
         return (
-            Field("codes_wide", bits + cfg.outlier_extra_bits, wide),
-            Field("codes", bits, head_dim - wide),
-            Field("scale", 16, 2),
+            TokenField("codes_wide", bits + cfg.outlier_extra_bits, wide),
+            TokenField("codes", bits, head_dim - wide),
+            TokenField("scale", 16, 2),
         )
     if method == "prod":
         return (
-            Field("codes", bits - 1, head_dim),
-            Field("signs", 1, head_dim),
-            Field("scale", 16, 1),
-            Field("residual", 16, 1),
+            TokenField("codes", bits - 1, head_dim),
+            TokenField("signs", 1, head_dim),
+            TokenField("scale", 16, 1),
+            TokenField("residual", 16, 1),
         )
     if method == "group":
         if head_dim % cfg.group_size:
@@ -72,11 +72,11 @@ def token_fields(cfg: KVQuantConfig, side: str, head_dim: int) -> tuple[Field, .
             )
         groups = head_dim // cfg.group_size
         return (
-            Field("codes", bits, head_dim),
-            Field("scale", 16, groups),
-            Field("low", 16, groups),
+            TokenField("codes", bits, head_dim),
+            TokenField("scale", 16, groups),
+            TokenField("low", 16, groups),
         )
-    return (Field("codes", bits, head_dim), Field("scale", 16, 1))
+    return (TokenField("codes", bits, head_dim), TokenField("scale", 16, 1))
 
 
 def ring_tokens(cfg: KVQuantConfig) -> int:
@@ -112,7 +112,7 @@ class Plane:
     """Bytes [offset, offset + size) of a record hold `field` of `side` for all tokens."""
 
     side: str
-    field: Field
+    field: TokenField
     offset: int
     size: int
 
@@ -189,7 +189,7 @@ class PageLayout:
 
     @property
     def raw_dtype(self) -> torch.dtype:
-        """Of raw planes: 16 bits means 16, so a float32 model's are float16."""
+        """The dtype of raw planes: 16 bits means 16, so it is float16 for float32 models."""
         return torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float16
 
     @property
@@ -304,7 +304,7 @@ class PageLayout:
     def write_tokens(
         self, pages: Tensor, page: Tensor, offset: Tensor, side: str, fields: dict[str, Tensor]
     ) -> None:
-        """Write T tokens at (page[t], offset[t]); fields are [T, heads, count]. No neighbour
+        """Write T tokens at (page[t], offset[t]); fields are [T, heads, count]. No neighbor
         changes. Two tokens may share a packed pair; the same slot must not appear twice."""
         for plane in self._side_planes(side):
             field, value = plane.field, fields[plane.field.name]
@@ -357,7 +357,7 @@ class PageLayout:
     def _side_planes(self, side: str) -> list[Plane]:
         return [plane for plane in self.planes.values() if plane.side == side]
 
-    def _code_shape(self, side: str, field: Field) -> tuple[int, ...]:
+    def _code_shape(self, side: str, field: TokenField) -> tuple[int, ...]:
         """[block, word j, A, B, i, element bytes] of a code plane."""
         blocks = self.page_size // BLOCK
         if side == "value":
@@ -365,14 +365,14 @@ class PageLayout:
         chunk = 32 if field.count % 32 == 0 else 16
         return (blocks, field.bits, 8, field.count // chunk, 4, chunk // 8)
 
-    def _plane_to_rows(self, data: Tensor, side: str, field: Field) -> Tensor:
+    def _plane_to_rows(self, data: Tensor, side: str, field: TokenField) -> Tensor:
         """[..., plane bytes] -> packed rows [..., rows, row bytes]: tokens, or pairs for values."""
         x = data.unflatten(-1, self._code_shape(side, field))
         order = (-6, -2, -3, -4, -5, -1) if side == "value" else (-6, -2, -4, -3, -5, -1)
         x = x.permute(*range(x.dim() - 6), *order)  # [..., block, i, row, chunk, j, bytes]
         return x.flatten(-6, -4).flatten(-3)
 
-    def _rows_to_plane(self, rows: Tensor, side: str, field: Field) -> Tensor:
+    def _rows_to_plane(self, rows: Tensor, side: str, field: TokenField) -> Tensor:
         blocks, words, a, b, i, width = self._code_shape(side, field)
         row, chunks = (b, a) if side == "value" else (a, b)
         x = rows.unflatten(-1, (chunks, words, width)).unflatten(-4, (blocks, i, row))
@@ -381,13 +381,13 @@ class PageLayout:
         return x.permute(*range(x.dim() - 6), *order).flatten(-6)
 
     @lru_cache(maxsize=256)  # noqa: B019 - layouts are values, and few
-    def _row_index(self, side: str, field: Field) -> Tensor:
+    def _row_index(self, side: str, field: TokenField) -> Tensor:
         """[rows, row bytes]: byte of the plane for each byte of a packed row."""
         size = self.planes[side, field.name].size
         return self._plane_to_rows(torch.arange(size, device="cpu"), side, field)
 
     @lru_cache(maxsize=256)  # noqa: B019
-    def _number_index(self, field: Field) -> Tensor:
+    def _number_index(self, field: TokenField) -> Tensor:
         """[page_size, count * 2]: byte of the plane for each byte of a token's fp16 numbers."""
         numbers = torch.arange(field.count * self.page_size, device="cpu")
         index = _numbers_to_tokens(numbers, field.count)
@@ -405,7 +405,7 @@ _cached_layout = lru_cache(maxsize=1024)(PageLayout)
 
 
 def exact_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of the exact tokens of a model that computes in `dtype`: 16 bits, also for float32."""
+    """The 16-bit dtype of exact tokens in a model that computes in `dtype`."""
     return torch.float16 if dtype == torch.float32 else dtype
 
 

@@ -1,13 +1,20 @@
-"""Rows of results, and the commit they were measured at."""
+"""Rows of results, and what says where they come from: versions, the commit, the machine."""
 
 from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 from collections.abc import Iterable, Mapping
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+
+import torch
+
+import tightkv
+from tightkv.integrations.extras import installed_version
 
 
 def append_rows(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -42,3 +49,40 @@ def source_commit() -> str | None:
         return None
     changes = git("status", "--porcelain", ":/src")
     return f"{commit}-unchecked" if changes is None else f"{commit}-modified" if changes else commit
+
+
+def versions() -> dict[str, Any]:
+    """Time, versions and commit."""
+    return {
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "tightkv": tightkv.__version__,
+        "commit": source_commit(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def provenance(device: torch.device) -> dict[str, Any]:
+    """The same, and what was measured on: the machine and its device."""
+    facts = {
+        **versions(),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "device": device.type,
+        "triton": installed_version("triton"),
+        "flashinfer-python": installed_version("flashinfer"),
+    }
+    if device.type == "cuda":
+        facts["gpu"] = torch.cuda.get_device_name(device)
+        facts["cuda"] = torch.version.cuda
+        facts["driver"] = _driver()
+    return facts
+
+
+def _driver() -> str | None:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.splitlines()[0].strip() if done.stdout else None

@@ -6,10 +6,13 @@ from tightkv.fit.calibration.find import (
     bundled_names,
     find_calibration,
     find_for_folder,
+    find_for_model,
     load_calibration,
+    not_comparable,
     not_used,
+    without_bits,
 )
-from tightkv.fit.calibration.measured import Calibration, Costs, Measured
+from tightkv.fit.calibration.measured import Calibration, Costs, Measured, own_heads
 
 __all__ = [
     "AUTO",
@@ -20,8 +23,12 @@ __all__ = [
     "bundled_names",
     "find_calibration",
     "find_for_folder",
+    "find_for_model",
     "load_calibration",
+    "not_comparable",
     "not_used",
+    "own_heads",
     "read_calibration",
     "save_calibration",
+    "without_bits",
 ]

@@ -209,7 +209,7 @@ def _metric(name: str, root: Tensor) -> Tensor:
         raise ValueError(f"{name} has {size} numbers per head; allowed: D * (D + 1) / 2")
     if not root.isfinite().all():
         raise ValueError(f"{name} has NaN or Inf")
-    lower = torch.zeros(heads, dim, dim, device=root.device)
+    lower = torch.zeros(heads, dim, dim, dtype=torch.float32, device=root.device)
     rows, columns = torch.tril_indices(dim, dim, device="cpu")
     lower[:, rows, columns] = root.float()
     return _normalised(lower @ lower.mT)

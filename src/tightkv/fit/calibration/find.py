@@ -9,7 +9,7 @@ from tightkv.fit.attention_weights import NOT_READABLE
 from tightkv.fit.calibration.file import SUFFIX, read_calibration
 from tightkv.fit.calibration.measured import Calibration
 from tightkv.fit.fingerprint import folder_fingerprint
-from tightkv.model_shape import read_model_shape
+from tightkv.model_shape import ModelShape, read_model_shape
 
 AUTO = "auto"
 """As `calibration`: the bundled file of this very model, if there is one."""
@@ -51,14 +51,26 @@ def find_for_folder(cfg: KVQuantConfig, folder: Path, name: str) -> Calibration 
     try:
         fingerprint, shape = folder_fingerprint(folder), read_model_shape(folder)
     except NOT_READABLE as error:
-        raise ValueError(
-            f"tightkv: calibration={cfg.calibration!r} cannot be compared with {name}: {error}. "
-            "Leave calibration out"
-        ) from None
+        raise not_comparable(cfg, f"{name}: {error}") from None
+    return find_for_model(cfg, fingerprint, name, shape)
+
+
+def find_for_model(
+    cfg: KVQuantConfig, fingerprint: str, name: str, shape: ModelShape
+) -> Calibration | None:
+    """The calibration that `cfg` names; another model's is refused. None as `find_for_folder`."""
     found = find_calibration(cfg.calibration, fingerprint)
     if found is not None:
         found.check_model(fingerprint, name, shape.full_layers())
     return found
+
+
+def not_comparable(cfg: KVQuantConfig, reason: str) -> ValueError:
+    """The error where it is not known which model a calibration would be for."""
+    return ValueError(
+        f"tightkv: calibration={cfg.calibration!r} cannot be compared with {reason}. "
+        "Leave calibration out"
+    )
 
 
 def not_used(cfg: KVQuantConfig, found: Calibration | None, name: str) -> str | None:
@@ -76,4 +88,12 @@ def not_used(cfg: KVQuantConfig, found: Calibration | None, name: str) -> str | 
         f"tightkv: {found.source} has no bits of layers for {cfg.name}, only for "
         f"{', '.join(found.layer_bits) or 'none'}: keys are coded in the metric of their queries, "
         "and all layers have the same bits"
+    )
+
+
+def without_bits(cfg: KVQuantConfig) -> str:
+    """What is said where layers cannot have bits of their own."""
+    return (
+        f"tightkv {cfg.name}: the calibration's bits of layers are ignored, because all of vLLM's "
+        "blocks have one size in models with layers of other kinds; its metrics are used"
     )

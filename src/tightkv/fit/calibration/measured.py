@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
 
 from tightkv.config import KVQuantConfig
 from tightkv.math.centers import Centers
@@ -78,3 +80,24 @@ class Calibration:
         if cfg.names_layers or cfg.name not in self.layer_bits:
             return cfg
         return cfg.replace(layer_bits=self.layer_bits[cfg.name])
+
+    def shard(self, rank: int, ranks: int) -> Calibration:
+        """Metrics and centers of the KV heads that a rank of tensor parallelism has."""
+        metrics = {
+            n: QueryMetric(own_heads(metric.value, rank, ranks))
+            for n, metric in self.metrics.items()
+        }
+        centers = {
+            n: Centers(*(own_heads(x, rank, ranks) for x in (both.key, both.value)))
+            for n, both in self.centers.items()
+        }
+        return replace(self, metrics=metrics, centers=centers)
+
+
+def own_heads(whole: Tensor, rank: int, ranks: int) -> Tensor:
+    """The part of a rank, of a tensor of all KV heads.
+
+    With more ranks than KV heads, neighboring ranks have the same one.
+    """
+    first = rank * len(whole) // ranks
+    return whole[first : first + max(1, len(whole) // ranks)]

@@ -1,9 +1,9 @@
-"""attn_implementation="tightkv": attention over compressed pages, keys never materialised."""
+"""attn_implementation="tightkv": attention over compressed pages, keys never materialized."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -12,12 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import (
-    causal_mask_function,
-    eager_mask,
-    prepare_padding_mask,
-    sdpa_mask,
-)
+from transformers.masking_utils import eager_mask, prepare_padding_mask, sdpa_mask
 
 from tightkv.integrations.transformers.layer import TightLayer
 from tightkv.integrations.transformers.own_attention import has_own_attention
@@ -56,7 +51,6 @@ def tightkv_mask(
     kv_length: int,
     q_offset: int = 0,
     kv_offset: int = 0,
-    mask_function: Callable[..., Any] = causal_mask_function,
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
@@ -88,7 +82,6 @@ def tightkv_mask(
         kv_length=kv_length,
         q_offset=q_offset,
         kv_offset=kv_offset,
-        mask_function=mask_function,
         attention_mask=attention_mask,
         local_size=local_size,
         allow_is_causal_skip=False,
@@ -127,8 +120,8 @@ def tightkv_attention(
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
     if isinstance(key, CompressedStates) and not key.is_pair_with(value):  # made of the values
         key = key.step.without_gradient(key.whole(), query) if key.step.past else key.whole()
+    exact = attention_mask, scaling, causal, softcap, s_aux, dropout
     if not isinstance(key, CompressedStates):  # a layer that stays uncompressed
-        exact = (attention_mask, scaling, causal, softcap, s_aux, dropout)
         return _exact(module, query, key, value, *exact), None
     step, layer = key.step, key.step.layer
     assert isinstance(layer, TightLayer)
@@ -142,18 +135,7 @@ def tightkv_attention(
     if not step.past:  # the first prefill attends exactly
         if layer.shared.watch:
             _look_at_keys(layer, module, query, step.new_key, scaling)
-        out = _exact(
-            module,
-            query,
-            step.new_key,
-            step.new_value,
-            attention_mask,
-            scaling,
-            causal,
-            softcap,
-            s_aux,
-            dropout,
-        )
+        out = _exact(module, query, step.new_key, step.new_value, *exact)
         layer.commit()
         return layer.add_center(out), None
     if dropout:
@@ -203,13 +185,14 @@ def _exact(
     causal: bool,
     softcap: float | None,
     s_aux: Tensor | None,
-    dropout: float = 0.0,
+    dropout: float,
 ) -> Tensor:
     """Attention over exact keys [B, Hkv, N, D]: torch's, or spelled out where it cannot."""
     lq, n = query.shape[2], key.shape[2]
-    if mask is None and causal and lq not in (1, n):
+    plain = softcap is None and s_aux is None
+    if mask is None and causal and not (plain and lq in (1, n)):
         mask = torch.ones(lq, n, dtype=torch.bool, device=query.device).tril(n - lq)[None, None]
-    if softcap is None and s_aux is None:
+    if plain:
         out, _ = sdpa_attention_forward(
             module, query, key, value, mask, dropout=dropout, scaling=scale, is_causal=causal
         )
@@ -220,14 +203,10 @@ def _exact(
     scores = scores * (scale if scale is not None else query.shape[-1] ** -0.5)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    if mask is None and causal:
-        mask = torch.ones(lq, n, dtype=torch.bool, device=query.device).tril(n - lq)
-    if mask is not None:
-        scores = (
-            scores.masked_fill(~mask, -torch.inf)
-            if mask.dtype == torch.bool
-            else scores + mask.float()
-        )
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    elif mask is not None:
+        scores = scores + mask.float()
     lse = torch.logsumexp(scores, -1)
     weights = torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
     weights = torch.nn.functional.dropout(weights, dropout)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import (
     DynamicLayer,
     LinearAttentionAndFullAttentionLayer,
@@ -19,24 +18,15 @@ from transformers.cache_utils import (
 )
 
 from tightkv.config import KVQuantConfig
+from tightkv.fit import LayerFit, fit, refit
+from tightkv.fit.calibration import Calibration
+from tightkv.integrations.transformers import other_layers
 from tightkv.integrations.transformers.cache_size import cache_size
-from tightkv.integrations.transformers.calibration import apply_calibration
-from tightkv.integrations.transformers.layer import (
-    DIFFERENT_TOKENS,
-    SharedSteps,
-    TightHybridLayer,
-    TightLayer,
-    forget_states,
-)
-from tightkv.integrations.transformers.layer_shapes import layer_shapes
-from tightkv.integrations.transformers.protect_keys import protect
-from tightkv.integrations.transformers.query_probe import probed
+from tightkv.integrations.transformers.fitting import plain_layers, source_of, warn_once
+from tightkv.integrations.transformers.layer import TightHybridLayer, TightLayer
 from tightkv.integrations.transformers.saving import read_cache, save_cache
+from tightkv.integrations.transformers.steps import DIFFERENT_TOKENS, SharedSteps
 from tightkv.integrations.transformers.weights_mark import WeightsSample
-from tightkv.math.centers import Centers
-from tightkv.math.feedback import QueryMetric
-from tightkv.math.key_scale import KeyScale
-from tightkv.model_shape import skip_reason
 from tightkv.paged.offload import lasting
 
 
@@ -44,7 +34,7 @@ def known_model(model: Any) -> PreTrainedModel | PreTrainedConfig | None:
     """A model as transformers made it, also of one that torch.compile or a wrapper holds."""
     while not isinstance(model, PreTrainedModel):
         inner = getattr(model, "_orig_mod", getattr(model, "module", None))
-        if not isinstance(inner, torch.nn.Module):  # of torch.compile, of DataParallel
+        if not isinstance(inner, torch.nn.Module):  # torch.compile and DataParallel hold one
             break
         model = inner
     if model is None or isinstance(model, PreTrainedModel | PreTrainedConfig):
@@ -79,27 +69,28 @@ class TightCache(Cache):  # type: ignore[misc]
         eager: bool = False,
     ) -> None:
         model = known_model(model)
-        self.quant = KVQuantConfig.parse(quant)
-        self.kernels = kernels
-        self.quant, self.calibration = apply_calibration(self.quant, model)
-        checked = False  # whether weights have said which bits keys need
-        if isinstance(model, PreTrainedModel):
-            self.quant, checked = protect(self.quant, model)
-        self.shared = SharedSteps(self.quant, offloading=offloading, watch=not checked, eager=eager)
+        self.quant, self.kernels = KVQuantConfig.parse(quant), kernels
+        self.calibration: Calibration | None = None
+        source = source_of(self.quant, model)
         if model is None:
             if self.quant.protected_first or self.quant.protected_last:
                 raise ValueError("protected layers need the model: TightCache(quant, model=model)")
+            self.shared = SharedSteps(self.quant, offloading=offloading, watch=True, eager=eager)
             # Not a method of this cache, which would then live until garbage is collected.
             new_layer = partial(TightLayer, self.shared, self.quant, self.kernels)
             super().__init__(layer_class_to_replicate=new_layer)
         else:
             config = model.config if isinstance(model, PreTrainedModel) else model
-            super().__init__(layers=self._layers_of(config))
-        if isinstance(model, PreTrainedModel):
-            self._use_scales(probed(model).scales if self._feeds_back else {})
-            self._use_metrics(self._metrics_of(model))
-        if self.calibration is not None:
-            self._use_centers(self.calibration.centers)
+            layers, compressible = plain_layers(config)
+            found = fit(source, self.quant, compressible)
+            warn_once(source, found)
+            self.quant, self.calibration = found.cfg, found.calibration
+            watch = not found.checked
+            self.shared = SharedSteps(self.quant, offloading=offloading, watch=watch, eager=eager)
+            for number, own in found.layers.items():
+                if own.cfg.compresses:
+                    layers[number] = self._new_layer(own, layers[number])
+            super().__init__(layers=layers)
         self.offloading = offloading  # not transformers' kind, which moves layers too early
         self._weights: WeightsSample | str = ""
         if isinstance(model, PreTrainedModel):
@@ -112,78 +103,18 @@ class TightCache(Cache):  # type: ignore[misc]
             self._weights = self._weights.mark()
         return self._weights
 
-    def _new_layer(self, cfg: KVQuantConfig | None = None, instead_of: Any = None) -> TightLayer:
-        cfg = cfg or self.quant
+    def _new_layer(self, own: LayerFit, instead_of: Any = None) -> TightLayer:
         if isinstance(instead_of, LinearAttentionAndFullAttentionLayer):
-            states = getattr(instead_of, "number_of_states", None)
-            options = {} if states is None else {"number_of_states": states}
-            return TightHybridLayer(self.shared, cfg, self.kernels, **options)
-        return TightLayer(self.shared, cfg, self.kernels)
-
-    def _layers_of(self, config: PreTrainedConfig) -> list[Any]:
-        text = config.get_text_config(decoder=True)
-        if getattr(config, "is_encoder_decoder", False):
-            raise ValueError(
-                f"{type(config).__name__} is an encoder-decoder model; TightCache is for decoders"
+            states = instead_of.number_of_states
+            layer: TightLayer = TightHybridLayer(
+                self.shared, own.cfg, self.kernels, number_of_states=states
             )
-        if getattr(text, "cross_attention_layers", None):
-            raise ValueError(
-                f"{type(text).__name__} keeps the keys of images in its cache "
-                "(cross_attention_layers), and TightCache those of text alone; use DynamicCache"
-            )
-        layers = DynamicCache(config=config).layers
-        reasons = [skip_reason(shape) for shape in layer_shapes(config, layers)]
-        full = [i for i, reason in enumerate(reasons) if reason is None]
-        if not full:
-            listed = ", ".join(sorted({reason for reason in reasons if reason}))
-            raise ValueError(
-                f"no layer of {type(text).__name__} can be compressed ({listed or 'it has none'}); "
-                "use DynamicCache"
-            )
-        if unknown := sorted(set(self.quant.bits_of_layers()) - set(full)):
-            raise ValueError(
-                f"layer_bits={self.quant.layer_bits!r} names layer {unknown[0]}; layers that can "
-                f"be compressed are {', '.join(map(str, full))}"
-            )
-        for number, i in enumerate(full):
-            cfg = self.quant.for_layer(number, len(full), i)
-            if cfg.compresses:
-                if getattr(text, "_attn_implementation", None) == "flex_attention":
-                    raise ValueError(
-                        'attn_implementation="flex_attention" compiles kernels of its own, which '
-                        'cannot read a TightCache; use "tightkv"'
-                    )
-                layers[i] = self._new_layer(cfg, layers[i])
-        return layers
-
-    @property
-    def _feeds_back(self) -> bool:
-        wanted = any(layer.cfg.takes_feedback for layer in self.tight_layers)
-        return wanted and self.quant.feedback == "auto"
-
-    def _metrics_of(self, model: PreTrainedModel) -> Mapping[int, QueryMetric]:
-        if not self._feeds_back:
-            return {}
-        return probed(model).metrics if self.calibration is None else self.calibration.metrics
-
-    def _use_metrics(self, metrics: Mapping[int, QueryMetric]) -> None:
-        """Code the keys of layers in the metrics of their queries from now on."""
-        for number, layer in enumerate(self.layers):
-            if isinstance(layer, TightLayer):
-                metric = metrics.get(number)
-                layer.use_metric(None if metric is None else metric.scaled(layer.scale))
-
-    def _use_scales(self, scales: Mapping[int, KeyScale]) -> None:
-        """Hold the keys of layers in the scales of their channels; the cache is empty."""
-        for number, layer in enumerate(self.layers):
-            if isinstance(layer, TightLayer) and layer.cfg.takes_feedback:
-                layer.use_scale(scales.get(number))
-
-    def _use_centers(self, centers: Mapping[int, Centers]) -> None:
-        """Hold tokens of layers relative to their centers; the cache is empty."""
-        for number, layer in enumerate(self.layers):
-            if isinstance(layer, TightLayer):
-                layer.use_centers(centers.get(number))
+        else:
+            layer = TightLayer(self.shared, own.cfg, self.kernels)
+        layer.use_scale(own.scale)
+        layer.use_metric(own.metric)
+        layer.use_centers(own.centers)
+        return layer
 
     # --- a forward pass ---
     def update(
@@ -194,14 +125,15 @@ class TightCache(Cache):  # type: ignore[misc]
             while len(self.layers) <= layer_idx:
                 number = len(self.layers)
                 cfg = self.quant.for_layer(number, number + 1)
-                self.layers.append(self._new_layer(cfg) if cfg.compresses else DynamicLayer())
+                own = LayerFit(cfg)
+                self.layers.append(self._new_layer(own) if cfg.compresses else DynamicLayer())
         self._check_update(key_states, layer_idx)
         if self.offloading:
             self.prefetch(layer_idx + 1)
         return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
 
     def _check_update(self, key_states: Tensor, layer_idx: int) -> None:
-        """Refuse what the first compressed layer, or a later one, would refuse."""
+        """Refuse tokens that do not go with those of the compressed layers."""
         layer = self.layers[layer_idx]
         if isinstance(layer, TightLayer):
             if layer.step == self.shared.steps and layer.kv is not None:
@@ -210,11 +142,11 @@ class TightCache(Cache):  # type: ignore[misc]
         used = [i for i, x in enumerate(self.layers) if isinstance(x, TightLayer) and x.kv]
         if not used:
             return
-        tight = self.layers[used[0]]
-        if key_states.shape[0] != tight.batch_size or key_states.dtype != tight.dtype:
+        tight, rows = self.layers[used[0]], len(self.shared.table)
+        if key_states.shape[0] != rows or key_states.dtype != tight.dtype:
             raise ValueError(
                 f"layer {layer_idx} gets {key_states.shape[0]} rows of {key_states.dtype}; this "
-                f"cache holds {tight.batch_size} of {tight.dtype}. Use a new TightCache, or "
+                f"cache holds {rows} of {tight.dtype}. Use a new TightCache, or "
                 "reset() this one, for another model or batch"
             )
         ahead = key_states.shape[2] if layer_idx > used[0] else 0
@@ -223,7 +155,7 @@ class TightCache(Cache):  # type: ignore[misc]
 
     def _check_first(self, layer: TightLayer) -> None:
         """Before the table moves on, every layer must have written what came before."""
-        lengths = {x.get_seq_length() for x in self.tight_layers if x.kv is not None}
+        lengths = {x.get_seq_length() for x in self._used}
         if layer.get_seq_length() != min(lengths):
             raise RuntimeError(DIFFERENT_TOKENS)
         if len(lengths) == 1:
@@ -237,7 +169,7 @@ class TightCache(Cache):  # type: ignore[misc]
                 return
 
     def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
-        """Hand on the device memory of a layer's pages."""
+        """Give the device memory of a layer's pages to the next layer."""
         if isinstance(self.layers[layer_idx], TightLayer):
             self.layers[layer_idx].offload()
 
@@ -245,6 +177,11 @@ class TightCache(Cache):  # type: ignore[misc]
     @property
     def tight_layers(self) -> list[TightLayer]:
         return [layer for layer in self.layers if isinstance(layer, TightLayer)]
+
+    @property
+    def _used(self) -> list[TightLayer]:
+        """Compressed layers that hold tokens, or had some."""
+        return [layer for layer in self.tight_layers if layer.kv is not None]
 
     @property
     def _rows(self) -> int:
@@ -259,14 +196,14 @@ class TightCache(Cache):  # type: ignore[misc]
 
     @property
     def _other_layers(self) -> list[Any]:
-        """Layers with states of transformers' own: a hybrid layer's linear part is one."""
+        """Layers with states that transformers keeps, the linear part of hybrid layers included."""
         return [layer for layer in self.layers if type(layer) is not TightLayer]
 
     def _commit(self) -> None:
         """Write what is pending, and refuse to go on if a forward pass was interrupted."""
         for layer in self.tight_layers:
             layer.commit()
-        if len({layer.length for layer in self.tight_layers if layer.kv is not None}) > 1:
+        if len({layer.length for layer in self._used}) > 1:
             raise RuntimeError(DIFFERENT_TOKENS)
 
     def _select(self, rows: Sequence[int]) -> None:
@@ -275,17 +212,17 @@ class TightCache(Cache):  # type: ignore[misc]
             raise ValueError(
                 f"rows {bad} of {list(rows)}; this cache has rows 0 to {self._rows - 1}"
             )
-        with _all_or_none(self._other_layers):
+        with other_layers.all_or_none(self._other_layers):
             for layer in self._other_layers:
                 layer.reorder_cache(torch.tensor(rows, dtype=torch.long, device="cpu"))
         if len(self.shared.table):
             self.shared.table.select(rows)
-        for tight in self.tight_layers:
-            if tight.kv is not None:
-                tight.kv.select(rows)
+        for tight in self._used:
+            assert tight.kv is not None
+            tight.kv.select(rows)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i goes on from what was row beam_idx[i]. Pages are shared, not copied."""
+        """Row i becomes what row beam_idx[i] was. Pages are shared, not copied."""
         self._select(beam_idx.tolist())
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -300,7 +237,7 @@ class TightCache(Cache):  # type: ignore[misc]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop -tokens_to_remove newest tokens; a positive number is the length to keep."""
-        table, used = self.shared.table, [x for x in self.tight_layers if x.kv is not None]
+        table, used = self.shared.table, self._used
         lengths = [layer.get_seq_length() for layer in used or self._counting_layers]
         total, shortest = max(lengths, default=0), min(lengths, default=0)
         # some versions of transformers give a tensor
@@ -314,10 +251,10 @@ class TightCache(Cache):  # type: ignore[misc]
                 tight.commit()
             elif keep and tight.step < self.shared.steps:
                 tight.catch_up()
-        with _all_or_none(self._other_layers):
+        with other_layers.all_or_none(self._other_layers):
             for i, layer in enumerate(self.layers):
                 if type(layer) is not TightLayer:
-                    _crop_other(layer, i, keep, total - keep)
+                    other_layers.crop(layer, i, keep, total - keep)
         for row in range(len(table)):
             table.crop(row, keep)
         for tight in self.tight_layers:
@@ -338,7 +275,7 @@ class TightCache(Cache):  # type: ignore[misc]
         for layer in self.layers:
             layer.reset()
             if isinstance(layer, LinearAttentionLayer):
-                forget_states(layer)
+                other_layers.forget_states(layer)
 
     # --- files ---
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -391,9 +328,15 @@ class TightCache(Cache):  # type: ignore[misc]
         )
         saved.check_weights(model)
         cache._weights = saved.weights
-        _, cache.calibration = apply_calibration(quant.replace(calibration=calibration), model)
-        if isinstance(model, PreTrainedModel):
-            cache._use_metrics(cache._metrics_of(model))
+        asked = quant.replace(calibration=calibration)
+        if (source := source_of(asked, model)) is not None:
+            tight = {n: x for n, x in enumerate(cache.layers) if isinstance(x, TightLayer)}
+            held = {n: LayerFit(layer.cfg, scale=layer.scale) for n, layer in tight.items()}
+            found = refit(source, asked, held)
+            warn_once(source, found)
+            cache.calibration = found.calibration
+            for n, own in found.layers.items():
+                tight[n].use_metric(own.metric)
         return cache
 
     # --- what it holds ---
@@ -402,62 +345,3 @@ class TightCache(Cache):  # type: ignore[misc]
         self._commit()
         size = cache_size(self.tight_layers)
         return {"compressed": size.bytes, "bf16": size.bf16_bytes}
-
-
-@contextmanager
-def _all_or_none(layers: Sequence[Any]) -> Iterator[None]:
-    """Put layers back as they were if one of them refuses.
-
-    Attributes and their dicts are put back: the layers' own operations replace tensors, and
-    never write into them.
-    """
-    before = [
-        {name: dict(x) if isinstance(x, dict) else x for name, x in vars(layer).items()}
-        for layer in layers
-    ]
-    try:
-        yield
-    except BaseException:
-        for layer, state in zip(layers, before, strict=True):
-            vars(layer).clear()
-            vars(layer).update(state)
-        raise
-
-
-def _crop_other(layer: Any, number: int, keep: int, removed: int) -> None:
-    """Crop a layer of transformers' own, or a hybrid layer's linear part, by what is too much.
-
-    Layers that record the past also drop what they do not need, so none to remove is a call too.
-    """
-    if isinstance(layer, LinearAttentionLayer):
-        if not any(layer.is_conv_states_initialized.values()):
-            return
-        if not removed and not layer.record_past:
-            return
-        if removed and any(layer.is_recurrent_states_initialized.values()):
-            raise RuntimeError(
-                f"layer {number} has a recurrent state, which cannot be cropped by {removed} "
-                "tokens; compute the cache again"
-            )
-        LinearAttentionLayer.crop(layer, -removed)
-        for i, state in layer.conv_states.items():
-            if state is not None and state.shape[-1] < layer.conv_kernel_size[i]:
-                raise RuntimeError(_too_far(number, removed))
-        return
-    if not layer.is_initialized:
-        return
-    removed = max(0, layer.get_seq_length() - keep)
-    if not removed and not getattr(layer, "record_past", False):
-        return
-    layer.crop(-removed)
-    held, window = layer.keys.shape[-2], getattr(layer, "sliding_window", None)
-    wanted = keep if window is None else min(keep, window - 1)
-    if held < wanted:
-        raise RuntimeError(_too_far(number, removed))
-
-
-def _too_far(number: int, removed: int) -> str:
-    return (
-        f"layer {number} has not recorded enough to be cropped by {removed} tokens; call "
-        "activate_past_recording() before they are added, or compute the cache again"
-    )

@@ -30,7 +30,7 @@ class ExportError(ValueError):
 
 @dataclass
 class Step:
-    """What attention needs of one forward pass: it travels through the model by keyword."""
+    """The caches and places of one forward pass, which a model hands to attention by keyword."""
 
     caches: nn.ModuleList
     position: Tensor  # int64 [T]
@@ -121,7 +121,7 @@ class ExportableModel(nn.Module):
         return logits
 
     def cache_bytes(self) -> int:
-        """Bytes of every cache, all of which are there from the start."""
+        """Bytes of every cache, all allocated from the start."""
         return sum(x.numel() * x.element_size() for x in self.caches.buffers())
 
     def kernel_file(self) -> bytes:
@@ -150,7 +150,7 @@ class ExportableModel(nn.Module):
 
 
 def _with_static_attention(model: PreTrainedModel) -> PreTrainedModel:
-    """The same weights in modules of their own, which attend with our operator.
+    """A copy of the model's modules with the same weights, which attends with our operator.
 
     `torch.compile` cannot trace `set_attn_implementation` in every version of torch.
     """
@@ -161,8 +161,8 @@ def _with_static_attention(model: PreTrainedModel) -> PreTrainedModel:
 
 
 @dataclass(frozen=True)
-class LayerShape:
-    """Of one layer's attention."""
+class AttentionShape:
+    """The heads of one layer's attention, and the soft cap of its scores."""
 
     query_heads: int
     kv_heads: int
@@ -170,9 +170,9 @@ class LayerShape:
     softcap: float | None
 
 
-def _shapes(model: PreTrainedModel, layers: int) -> dict[int, LayerShape]:
+def _shapes(model: PreTrainedModel, layers: int) -> dict[int, AttentionShape]:
     """The shape of each layer, as one token shows it."""
-    shapes: dict[int, LayerShape] = {}
+    shapes: dict[int, AttentionShape] = {}
 
     def note(call: AttentionCall) -> Tensor:
         _check_call(call.module, call.mask, call.options)
@@ -184,7 +184,7 @@ def _shapes(model: PreTrainedModel, layers: int) -> dict[int, LayerShape]:
                 "only layers with one attention of like keys and values are exported"
             )
         softcap = call.options.get("softcap") or None
-        shapes[layer] = LayerShape(call.query.shape[1], key[1], key[3], softcap)
+        shapes[layer] = AttentionShape(call.query.shape[1], key[1], key[3], softcap)
         return call.query.transpose(1, 2)
 
     with torch.no_grad(), recording(model, note):
@@ -205,15 +205,21 @@ def _shapes(model: PreTrainedModel, layers: int) -> dict[int, LayerShape]:
 def _static_cache(
     layer: Any,
     number: int,
-    shape: LayerShape,
+    shape: AttentionShape,
     model: PreTrainedModel,
     max_tokens: int,
     batch: int,
 ) -> StaticKV:
-    """What takes the place of a cache layer."""
+    """The StaticKV that takes the place of a cache layer."""
     heads, head_dim, device, dtype = shape.kv_heads, shape.head_dim, model.device, model.dtype
     if device.type != "cpu" and dtype not in (torch.float16, torch.bfloat16):
         raise ExportError(f"the model is in {dtype}; GPUs have float16 and bfloat16: use --dtype")
+    options: dict[str, Any] = {
+        "batch": batch,
+        "device": device,
+        "query_heads": shape.query_heads,
+        "softcap": shape.softcap,
+    }
     if type(layer) is TightLayer:
         layout = page_layout(layer.cfg, heads, head_dim, exact_dtype(dtype))
         factors = None
@@ -222,26 +228,14 @@ def _static_cache(
         return StaticKV(
             layout,
             max_tokens,
-            batch=batch,
             feedback=factors,
-            device=device,
-            query_heads=shape.query_heads,
-            softcap=shape.softcap,
             centers=None if layer.centers is None else layer.centers.on(dtype, device),
             key_scale=None if layer.scale is None else layer.scale.on(dtype, device),
+            **options,
         )
     if type(layer) is DynamicSlidingWindowLayer:
-        return StaticKV.exact_window(
-            min(layer.sliding_window, max_tokens),  # a longer one never slides
-            heads,
-            head_dim,
-            dtype,
-            max_tokens,
-            batch=batch,
-            device=device,
-            query_heads=shape.query_heads,
-            softcap=shape.softcap,
-        )
+        window = min(layer.sliding_window, max_tokens)  # a longer one never slides
+        return StaticKV.exact_window(window, heads, head_dim, dtype, max_tokens, **options)
     raise ExportError(
         f"layer {number} keeps its cache in a {type(layer).__name__}, which cannot be exported"
     )

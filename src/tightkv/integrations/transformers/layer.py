@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,156 +11,23 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from tightkv.config import KVQuantConfig
-from tightkv.integrations.transformers.padding import Padding, noted_padding, seen_padding
+from tightkv.integrations.transformers.other_layers import forget_states
 from tightkv.integrations.transformers.states import StepStates
+from tightkv.integrations.transformers.steps import SharedSteps
 from tightkv.kernels.reference import materialize
 from tightkv.math.centers import Centers
 from tightkv.math.feedback import QueryMetric
 from tightkv.math.key_scale import KeyScale
 from tightkv.paged.attention import attend
 from tightkv.paged.cache import PagedKV
-from tightkv.paged.offload import DeviceBuffers
-from tightkv.paged.sequences import (
-    AppendPlan,
-    RowTensors,
-    SequenceState,
-    SequenceTable,
-    row_tensors,
-    same_length,
-)
-from tightkv.pages.layout import PageLayout, exact_dtype, page_layout
+from tightkv.pages.layout import exact_dtype, page_layout
 
-DIFFERENT_TOKENS = (
-    "the layers of this TightCache have seen different tokens (an interrupted forward pass?); "
-    "crop the interrupted tokens or reset the cache"
-)
 # Up to this many new tokens are appended first and read back from the exact ring.
 _DECODE_TOKENS = 16
 
 
-class SharedSteps:
-    """The table all layers share, moved on by the first layer of each forward pass."""
-
-    def __init__(
-        self,
-        cfg: KVQuantConfig,
-        *,
-        offloading: bool = False,
-        watch: bool = False,
-        eager: bool = False,
-    ) -> None:
-        """`watch`: nobody has looked at the model's weights, so first keys are looked at.
-
-        `eager`: pages are sealed from the first on.
-        """
-        # A layer's ring lives as long as its sequences, so open pages need no codes.
-        self.table = SequenceTable(cfg, encode_partial_page=False)
-        own_bits = (cfg.for_layer(i, i + 1) for i in cfg.bits_of_layers())
-        self.cfgs = {layer for layer in own_bits if layer.compresses}  # and those of each layer
-        self.eager = eager
-        self.buffers = DeviceBuffers() if offloading else None
-        self.watch = watch and cfg.protect_keys
-        self.steps = 0
-        self.before: list[SequenceState] = []
-        self._plan: AppendPlan | None = None
-        self._before_tensors: dict[str, RowTensors] = {}
-        self._padded_step = -1  # whose padding the table has
-        self._seen: tuple[int, weakref.ref[Tensor], Padding] | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_seen": None}  # a weak reference cannot be pickled
-
-    def reset(self) -> None:
-        """Forget every sequence, and the device memory that layers take turns with."""
-        self.table.clear()
-        self.table.exact_limit = 0
-        if self.buffers is not None:
-            self.buffers.clear()
-        self.before, self._before_tensors = [], {}
-        self._plan, self._seen = None, None
-
-    def grow_limit(self, layout: PageLayout) -> None:
-        """Keep sequences exact until no layer is larger in pages: layers differ in their bits."""
-        if self.eager:
-            return
-        limits = [
-            page_layout(cfg, layout.num_kv_heads, layout.head_dim, layout.dtype).exact_limit
-            for cfg in self.cfgs
-        ]
-        self.table.exact_limit = max(self.table.exact_limit, *limits)
-
-    def plan(self, step: int, batch: int, count: int) -> AppendPlan:
-        """The plan of a layer's step number `step`, made by whichever layer asks first."""
-        if step == self.steps:
-            if self._padded_step != step:  # no mask has come by: what is new is not padding
-                self._set_starts(step, [min(row.left_pad, row.length) for row in self.table.rows])
-            if not len(self.table):
-                self.table.add_rows([0] * batch)
-            self.before, self._before_tensors = self.table.snapshot(), {}
-            self._plan = self.table.append(range(batch), [count] * batch)
-            self.steps += 1
-        if self._plan is None or step != self.steps - 1 or self._plan.counts != (count,) * batch:
-            raise RuntimeError(DIFFERENT_TOKENS)
-        return self._plan
-
-    def moved_by(self, step: int) -> AppendPlan:
-        """The plan of the newest step, which a layer is behind by."""
-        if self._plan is None or step != self.steps - 1:
-            raise RuntimeError(DIFFERENT_TOKENS)
-        return self._plan
-
-    def follow(self, step: int, mask: Tensor | None, batch: int) -> Padding | None:
-        """Give the table the left padding of a mask of step number `step`.
-
-        Returns what the mask hides, or None if it was not looked at: nothing depends on it.
-        """
-        padding = noted_padding(mask, batch)
-        if padding is None:
-            assert mask is not None
-            real = [row.left_pad < row.length for row in self.table.rows]
-            if real and all(real) and not any(row.left_pad for row in self.table.rows):
-                return None
-            padding = self._look_at(step, mask, batch)
-        self._set_starts(step, padding.starts)
-        self._padded_step = step
-        return padding
-
-    def _look_at(self, step: int, mask: Tensor, batch: int) -> Padding:
-        """`seen_padding` waits for the device: once for a mask and step, not for every layer."""
-        if self._seen is None or self._seen[0] != step or self._seen[1]() is not mask:
-            self._seen = step, weakref.ref(mask), seen_padding(mask, batch)
-        return self._seen[2]
-
-    def _set_starts(self, step: int, starts: Sequence[int]) -> None:
-        """Rows without a real token take a new start; others only show what was hidden."""
-        if not len(self.table):
-            self.table.add_rows(starts)
-            return
-        for row, start in enumerate(starts):
-            state = self.table.rows[row]
-            moved = step != self.steps  # another layer has given this step its starts
-            if start < state.left_pad or (state.length <= state.left_pad and not moved):
-                self.table.set_left_pad(row, start)
-                if moved and start < self.before[row].left_pad:
-                    self.before[row].left_pad, self.before[row].sink_count = start, 0
-                    self._before_tensors = {}
-
-    def rows_at(self, step: int, device: torch.device) -> RowTensors:
-        """The rows as they were before step number `step`."""
-        if step == self.steps:
-            return self.table.tensors(device)
-        key = str(device)
-        if key not in self._before_tensors:
-            self._before_tensors[key] = row_tensors(self.before, device)
-        return self._before_tensors[key]
-
-    def same_length_at(self, step: int) -> int | None:
-        """The length of every row then, if alike; see `SequenceTable.same_length`."""
-        return same_length(self.table.rows if step == self.steps else self.before)
-
-
 def _as_written(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Without autocast: codes are computed, and read, in the dtypes that the code names."""
+    """A method that runs without autocast, in the dtypes that the code names."""
 
     @functools.wraps(method)
     def run(self: TightLayer, *args: Any, **kwargs: Any) -> Any:
@@ -201,16 +67,15 @@ class TightLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def use(self, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> PagedKV:
         """Make the empty cache of a model that computes in `dtype`; exact tokens have 16 bits."""
-        if self.centers is not None and self.centers.key.shape != (heads, head_dim):
-            raise ValueError(
-                f"keys have {heads} heads of {head_dim}; this layer's centers, of a calibration, "
-                f"{list(self.centers.key.shape)}. Use a new TightCache for another model"
-            )
-        if self.scale is not None and self.scale.value.shape != (heads, head_dim):
-            raise ValueError(
-                f"keys have {heads} heads of {head_dim}; this layer's scales "
-                f"{list(self.scale.value.shape)}. Use a new TightCache for another model"
-            )
+        for name, own in (
+            ("centers, of a calibration,", None if self.centers is None else self.centers.key),
+            ("scales", None if self.scale is None else self.scale.value),
+        ):
+            if own is not None and own.shape != (heads, head_dim):
+                raise ValueError(
+                    f"keys have {heads} heads of {head_dim}; this layer's {name} "
+                    f"{list(own.shape)}. Use a new TightCache for another model"
+                )
         layout = page_layout(self.cfg, heads, head_dim, exact_dtype(dtype))
         self.shared.grow_limit(layout)
         self.kv = PagedKV(layout, self.shared.table, device, self.kernels)
@@ -225,16 +90,18 @@ class TightLayer(CacheLayerMixin):  # type: ignore[misc]
             self.kv.use_metric(metric)
 
     def use_centers(self, centers: Centers | None) -> None:
-        """Hold tokens relative to these; of a layer that holds none yet."""
-        if self.kv is not None:
-            raise RuntimeError("this layer holds tokens, or had some; use a new TightCache")
+        """Store tokens relative to these centers; the layer must hold none yet."""
+        self._check_unused()
         self.centers = centers
 
     def use_scale(self, scale: KeyScale | None) -> None:
-        """Hold keys divided by this; of a layer that holds none yet."""
+        """Store keys divided by this scale; the layer must hold none yet."""
+        self._check_unused()
+        self.scale = scale
+
+    def _check_unused(self) -> None:
         if self.kv is not None:
             raise RuntimeError("this layer holds tokens, or had some; use a new TightCache")
-        self.scale = scale
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -300,8 +167,8 @@ class TightLayer(CacheLayerMixin):  # type: ignore[misc]
     def catch_up(self) -> None:
         """Follow the table through a pass that was interrupted before this layer.
 
-        Other layers may have sealed a page and overwritten their rings, and the table says so of
-        all layers. This one writes its newest token again in place of those it never saw.
+        Other layers may have sealed a page and overwritten their rings, and the table counts
+        those tokens for all layers. This layer writes its newest token in their place.
         """
         assert self.kv is not None
         self._pending = None
@@ -368,8 +235,8 @@ class TightLayer(CacheLayerMixin):  # type: ignore[misc]
     def attend(self, step: StepStates, query: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         """Attention of query [B, Lq, Hq, D] over pages, ring and the step's new tokens.
 
-        The query is in the scale of the keys (`scaled`). With centers the logsumexp is that of
-        keys relative to theirs.
+        The query is in the scale of the keys (`scaled`). With centers, the logsumexp is that of
+        scores with keys relative to their center.
         """
         try:
             out, lse = self._attend(step, query, **options)
@@ -378,13 +245,13 @@ class TightLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.add_center(out), lse
 
     def scaled(self, query: Tensor) -> Tensor:
-        """Queries [B, Hq, Lq, D] of the model -> of the keys that this layer holds."""
+        """The model's queries [B, Hq, Lq, D], multiplied by the scale of this layer's keys."""
         if self.scale is None:
             return query
         return self.scale.times(query.transpose(1, 2)).transpose(1, 2)
 
     def add_center(self, out: Tensor) -> Tensor:
-        """Attention's output [B, Lq, Hq, D] over values relative to their center -> over values."""
+        """Attention's output [B, Lq, Hq, D] with the center of the values added."""
         if self.centers is None:
             return out
         _, value = self.centers.on(out.dtype, out.device)
@@ -425,7 +292,7 @@ class TightLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = False
 
     def offload(self) -> None:
-        """Hand on the device memory of offloaded pages, once attention has read them."""
+        """Give the device memory of offloaded pages to the next layer."""
         if self.kv is not None:
             self.kv.release()
 
@@ -434,10 +301,6 @@ class TightLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.kv is not None:
             self.kv.fetch()
 
-    @property
-    def batch_size(self) -> int:
-        return len(self.shared.table)
-
 
 class TightHybridLayer(LinearAttentionLayer, TightLayer):  # type: ignore[misc]
     """A layer with both linear attention, kept as transformers keeps it, and full attention."""
@@ -445,17 +308,13 @@ class TightHybridLayer(LinearAttentionLayer, TightLayer):  # type: ignore[misc]
     is_compileable = False
 
     def __init__(
-        self,
-        shared: SharedSteps,
-        cfg: KVQuantConfig,
-        kernels: str = "auto",
-        **options: Any,
+        self, shared: SharedSteps, cfg: KVQuantConfig, kernels: str = "auto", **options: Any
     ) -> None:
         TightLayer.__init__(self, shared, cfg, kernels)
         LinearAttentionLayer.__init__(self, **options)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Keys and values come by position, linear-attention states by keyword."""
+        """Initialize the part that is meant: keys come by position, linear states by keyword."""
         part = TightLayer if args else LinearAttentionLayer
         part.lazy_initialization(self, *args, **kwargs)
 
@@ -469,10 +328,3 @@ class TightHybridLayer(LinearAttentionLayer, TightLayer):  # type: ignore[misc]
     def reset(self) -> None:
         TightLayer.reset(self)
         forget_states(self)
-
-
-def forget_states(layer: LinearAttentionLayer) -> None:
-    """Make linear-attention states as new: the next batch may have another size."""
-    recording = layer.record_past
-    LinearAttentionLayer.__init__(layer, number_of_states=layer.number_of_states)
-    layer.record_past = recording

@@ -25,11 +25,11 @@ from tightkv.pages.layout import MAX_TOKENS
 from tightkv.version import __version__
 
 ABOUT_FILE = "tightkv.json"
-KERNEL_FILE = "model.kernels"  # of a pt2 for a GPU
+KERNEL_FILE = "model.kernels"  # beside a pt2 for a GPU
 DEVICES = ("cpu", "cuda")
 KINDS = ("pt2", "pte")  # AOTInductor, ExecuTorch
-# for AOTInductor: its code launches operators and loops over nothing, so optimizing it takes longer
-# than it saves; headers compiled beforehand pay off from the second model on
+# AOTInductor's code only launches operators: optimizing it takes longer than it saves, and
+# precompiled headers pay off from the second model on.
 _COMPILER = {"compile_wrapper_opt_level": "O0", "precompile_headers": False}
 _SCHEMA = 1
 _MOST_BYTES = 1 << 20
@@ -105,7 +105,7 @@ def write_package(
         else:
             methods = _runner_methods(model, tokenizer, about)
             path.write_bytes(to_pte(program, backend=backend or "xnnpack", **methods))
-        (folder / ABOUT_FILE).unlink(missing_ok=True)  # of a model that was here until now
+        (folder / ABOUT_FILE).unlink(missing_ok=True)  # that of an earlier model
         if kernels:
             with whole_file(folder / KERNEL_FILE) as kernel_file:
                 kernel_file.write_bytes(kernels)
@@ -134,16 +134,16 @@ def compile_pt2(
 
 
 def load_pt2(path: Path, device: str) -> Any:
-    """For one thread: a model has one cache. Nothing else is captured in a CUDA graph then."""
+    """The model of a package, for one thread: then CUDA graphs capture its work alone."""
     with _vector_instructions_of(device):
         return torch._inductor.aoti_load_package(str(path), run_single_threaded=True)
 
 
 @contextmanager
 def _vector_instructions_of(device: str) -> Iterator[None]:
-    """For a GPU: those of the CPU do not matter.
+    """Torch does not look for the CPU's vector instructions if the model is for a GPU.
 
-    To find them torch compiles programs and starts a process for each: half a minute on x86.
+    To find them it compiles programs and starts a process for each: half a minute on x86.
     """
     module: Any = cpu_vec_isa
     before = module.valid_vec_isa_list
@@ -190,12 +190,9 @@ def read_about(folder: Path) -> About:
             f"{str(path)!r} has schema {about.schema!r} and format {about.format!r}; this tightkv "
             f"reads {_SCHEMA} and {FORMAT_VERSION}: export the model again"
         )
-    if about.kind not in KINDS:
-        raise ValueError(f"{str(path)!r} has kind={about.kind!r}; supported: {', '.join(KINDS)}")
-    if about.device not in DEVICES:
-        raise ValueError(
-            f"{str(path)!r} has device={about.device!r}; supported: {', '.join(DEVICES)}"
-        )
+    for name, value, allowed in (("kind", about.kind, KINDS), ("device", about.device, DEVICES)):
+        if value not in allowed:
+            raise ValueError(f"{str(path)!r} has {name}={value!r}; supported: {', '.join(allowed)}")
     names = [about.model_file] + [KERNEL_FILE] * (about.device == "cuda")
     for name in names:
         if not (folder / name).is_file():

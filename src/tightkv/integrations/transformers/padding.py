@@ -1,4 +1,4 @@
-"""What an attention mask hides on the left of each row, and whether it hides anything else."""
+"""Padding: what an attention mask hides on the left of each row, and whether it hides more."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ depend on the model alone, not on its batch or on how its prompt is cut.
 from __future__ import annotations
 
 import inspect
-import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,27 +31,26 @@ class Probed:
 
     metrics: dict[int, QueryMetric] = field(default_factory=dict)
     scales: dict[int, KeyScale] = field(default_factory=dict)
+    problem: str | None = None
+    """Why nothing was measured, if so."""
 
 
 class FeedbackWarning(UserWarning):
     """Keys are coded without feedback; the message has the way out."""
 
 
-def _probe_or_warn(model: PreTrainedModel) -> Probed:
+def _probe_if_possible(model: PreTrainedModel) -> Probed:
     try:
         return probe(model, probe_tokens(model))
     except (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-        warnings.warn(
-            f"tightkv: {type(model).__name__} could not be run on random tokens, so its keys "
-            f'are coded without feedback ({error}); feedback="off" skips the attempt',
-            FeedbackWarning,
-            stacklevel=4,
+        return Probed(
+            problem=f"tightkv: {type(model).__name__} could not be run on random tokens, so its "
+            f'keys are coded without feedback ({error}); feedback="off" skips the attempt'
         )
-        return Probed()
 
 
-probed = PerModel(_probe_or_warn)
-"""Measured once for a model; empty for one that cannot run on plain tokens: said once."""
+probed = PerModel(_probe_if_possible)
+"""What was measured, once for a model; empty for one that cannot run on plain tokens."""
 
 
 def probe_tokens(model: PreTrainedModel) -> Tensor:

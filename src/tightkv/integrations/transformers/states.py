@@ -1,4 +1,4 @@
-"""CompressedStates: the keys or values of a layer, as a tensor that is not there yet."""
+"""CompressedStates: the keys or values of a layer, as a tensor that is made when it is read."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class StepStates:
         self._whole: tuple[Tensor, Tensor] | None = None
 
     def tensors(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """All tokens, read lazily; `key` and `value`: the new ones as the model gave them."""
+        """All tokens, read lazily. `key` and `value` are the new ones as the model gave them."""
         if not needs_gradient(key, value):
             return CompressedStates(self, 0), CompressedStates(self, 1)
         shown: tuple[Tensor, Tensor] = _WithGradient.apply(key, value, self)
         return shown
 
     def without_gradient(self, out: Tensor, query: Tensor) -> Tensor:
-        """What kernels computed from tokens of the cache: a gradient would lack these."""
+        """`out`, whose gradient is an error: it would lack that of tokens in the cache."""
         if not needs_gradient(query, self.new_key, self.new_value):
             return out
         marked: Tensor = _WithoutGradient.apply(out, query, self.new_key, self.new_value)
@@ -57,7 +57,7 @@ class StepStates:
 
 
 class CompressedStates(Tensor):
-    """Has the shape of all keys (or values) of a layer; dequantized only if some op reads it.
+    """A tensor with the shape of all keys (or values) of a layer, dequantized if an op reads it.
 
     The "tightkv" attention reads `step` instead and attends over the pages.
     """

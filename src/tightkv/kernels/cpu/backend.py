@@ -155,9 +155,9 @@ def _view(view: CacheView) -> tuple[int, ...]:
 
 
 def _tokens(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
-    """[N, heads, D] or [B, T, heads, D] as struct tokens: address, token and head strides.
+    """x [N, heads, D] or [B, T, heads, D] as struct tokens: address, token and head strides.
 
-    Elements of a head are side by side, tokens at equal distances; else this makes a copy.
+    C needs the elements of a head side by side and tokens at equal distances; else x is copied.
     """
     *outer, head, last = x.stride()
     if len(outer) == 1:
@@ -172,7 +172,7 @@ def _tokens(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
 
 
 def _mask(mask: Tensor) -> tuple[int, ...]:
-    """dtype, and strides; a dimension of size 1 is the same for all."""
+    """The dtype and the strides of a mask; 0 for dimensions of size 1, which are broadcast."""
     strides = (
         step if size > 1 else 0 for size, step in zip(mask.shape, mask.stride(), strict=True)
     )

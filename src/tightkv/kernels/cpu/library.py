@@ -50,7 +50,7 @@ class Layer(ctypes.Structure):
 
 
 class LibraryError(RuntimeError):
-    """The library is not there, or cannot do what TIGHTKV_CPU_ISA asks."""
+    """The library is missing, or cannot run the set that TIGHTKV_CPU_ISA names."""
 
 
 def find() -> Path:
@@ -67,7 +67,7 @@ def find() -> Path:
 
 @lru_cache(maxsize=1)
 def load() -> ctypes.CDLL:
-    """The library, its functions declared, on the threads torch uses."""
+    """The library with its functions declared; it runs on torch's threads."""
     try:
         library = ctypes.CDLL(str(find()))
     except OSError as error:
@@ -174,6 +174,6 @@ def _rotation_constants(rotation: Rotation) -> dict[str, Tensor]:
 
 
 def _address(x: Tensor) -> int:
-    """Where C reads it; a tensor of another device would be no address here."""
+    """The address of a tensor for C, which reads host memory alone."""
     assert x.device.type == "cpu" and x.is_contiguous()
     return x.data_ptr()

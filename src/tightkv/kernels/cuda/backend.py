@@ -127,7 +127,7 @@ def append(
 def _append_many(
     layout: PageLayout, view: CacheView, arguments: Sequence[int], max_new: int
 ) -> None:
-    """Only a short append may overwrite the ring while pages are sealed from it."""
+    """Many tokens. Pages are sealed from the ring before another launch overwrites it."""
     module = _module("append", layout, layout.num_kv_heads, None, False, view.pages.device)
     heads = view.batch * layout.num_kv_heads
     touched = min((max_new - 2) // layout.page_size + 2, _MOST_BLOCKS_Z)
@@ -174,9 +174,10 @@ def _aligned(x: Tensor) -> Tensor:
 def _seal(
     layout: PageLayout, view: CacheView, params: AppendParams, pages: int, appending: int = 0
 ) -> None:
-    """Keys of at most so many pages of each sequence that an append completes, with feedback.
+    """Seal the keys of pages that an append completes, with feedback.
 
-    `appending`: blocks of the append that are launched with it; else it was launched just before.
+    A sequence completes at most `pages`. `appending`: blocks of the append, which is part of the
+    same launch; if 0, it was launched just before.
     """
     if view.feedback is None:
         return
@@ -259,7 +260,7 @@ def attend(
 
 
 def _decodes(layout: PageLayout, query: Tensor, view: CacheView, options: AttendOptions) -> bool:
-    """Whether decode.cu takes a call; the others are prefill, or of other dtypes, or empty."""
+    """Whether decode.cu takes a call: not of prefill, with a mask, of another dtype, or empty."""
     few = 0 < options.max_queries <= RING_SLACK
     plain = options.mask is None and options.new_key is None and query.dtype == layout.dtype
     return few and plain and len(query) > 0 and view.batch > 0
@@ -271,13 +272,13 @@ class _Cut(NamedTuple):
     plan: DecodePlan
     grid: tuple[int, int, int]
     num_partials: int
-    blocks: int = 0  # address of what split_plan.cu wrote for the blocks, and
-    row_splits: int = 0  # of the splits of each row
+    blocks: int = 0  # the address of split_plan.cu's plan for blocks
+    row_splits: int = 0  # the address of its number of splits of each row
     is_new: bool = False  # split_plan.cu was launched just now
 
 
 def _cut(layout: PageLayout, view: CacheView, query_heads: int, queries: int, window: int) -> _Cut:
-    """Sequences in equal splits, or where their lengths are known on the device alone, by those."""
+    """Equal splits of all sequences, or splits by lengths that the device alone knows."""
     heads, device = layout.num_kv_heads, view.pages.device
     by_length = view.plans is not None and view.same_length is None
     shape = query_heads // heads, queries, *view.block_table.shape
@@ -292,7 +293,10 @@ def _cut(layout: PageLayout, view: CacheView, query_heads: int, queries: int, wi
 
 
 def _split_plan(view: CacheView, plan: DecodePlan, heads: int, window: int) -> tuple[Tensor, bool]:
-    """int32: what blocks read [num_blocks, 4], then splits of rows [B, 2]; whether just made."""
+    """The plan of split_plan.cu, and whether it was made just now.
+
+    int32: what blocks read [num_blocks, 4], then the splits of rows [B, 2].
+    """
     assert view.plans is not None
     # A graph makes its own each time it runs: lengths are others then, and memory is the graph's.
     least = plan.tile.least_split
@@ -312,13 +316,13 @@ def _split_plan(view: CacheView, plan: DecodePlan, heads: int, window: int) -> t
 
 @functools.cache  # a CUDA graph may hold its address
 def _rotation_table(rotation: Rotation, device: torch.device) -> Tensor:
-    """Signs [D], or the matrices of rotations by one: of the map and of its inverse [2, D, D]."""
+    """The signs [D] of a rotation, or the matrices of a dense one and of its inverse [2, D, D]."""
     table = rotation.table(device)
     return table if table.dim() == 1 else torch.stack((table, table.T))
 
 
 def static_step(params: StepParams, device: torch.device) -> None:
-    """The counters of a static cache for one step (static_step.cu)."""
+    """Advance the counters of a static cache by one step (static_step.cu)."""
     module = _loaded(included(STATIC_STEP), device)
     module.launch("static_step", (1, 1, 1), _STEP_THREADS, params)
 

@@ -37,7 +37,7 @@ _MAGIC = b"tightkv\x01"  # the last byte is the version of this format
 
 
 def _own_folder() -> Path | None:
-    """Where compiled kernels may be kept: others could put theirs in place of ours."""
+    """The folder for compiled kernels, if no other user can replace them there."""
     try:
         folder = cache_root() / "kernels"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ def _own_folder() -> Path | None:
 
 
 def _read_entry(path: Path) -> bytes | None:
-    """None where there is no entry, or one that is cut off or damaged."""
+    """The machine code of an entry; None if there is none, or it is cut off or damaged."""
     try:
         data = path.read_bytes()
     except OSError:
@@ -69,6 +69,6 @@ def _entry(cubin: bytes) -> bytes:
 
 
 def _write_entry(path: Path, cubin: bytes) -> None:
-    """A disk that is full or cannot be written is no error."""
+    """Keep machine code; a disk that is full or cannot be written is no error."""
     with suppress(OSError), whole_file(path) as temporary:
         temporary.write_bytes(_entry(cubin))

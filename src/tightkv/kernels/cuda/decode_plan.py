@@ -39,9 +39,9 @@ class DecodeTile:
     def of(
         layout: PageLayout, columns: int, programs: float = 0.0, memory: int = _HOPPER_BYTES
     ) -> DecodeTile:
-        """What was fastest on an H200 (docs/log.md), as far as registers and memory allow.
+        """The tile that was fastest on an H200 (docs/log.md), as far as registers and memory allow.
 
-        `programs`: for each processor, which has `memory` bytes of shared memory.
+        A processor has `memory` bytes of shared memory, and runs `programs` in all.
         """
         tile = DecodeTile._for_bits(layout, columns, programs, memory)
         if tile.fits(layout, memory) and layout.head_dim <= 128:
@@ -74,7 +74,7 @@ class DecodeTile:
 
     @property
     def least_split(self) -> int:
-        """Tiles of 64 tokens, so that most warps have a tile of their own."""
+        """The shortest split in tiles of 64 tokens: most warps have a tile of their own."""
         return 2 * self.blocks_of_32
 
     def shared_bytes(self, layout: PageLayout) -> int:
@@ -97,7 +97,7 @@ class DecodeTile:
 
 
 def padded_dim(layout: PageLayout) -> int:
-    """DP of the sources: registers and shared memory are for the next power of two."""
+    """The next power of two, DP of the sources, which sizes registers and shared memory."""
     return 1 << (layout.head_dim - 1).bit_length()
 
 
@@ -106,7 +106,7 @@ def _round_up(size: int) -> int:
 
 
 def _tuned(layout: PageLayout, columns: int, programs: float) -> DecodeTile | None:
-    """For the bits and sizes at which it was measured to be faster."""
+    """A faster tile, for the bits and sizes at which one was measured."""
     bits, d = (layout.cfg.key_bits, layout.cfg.value_bits), padded_dim(layout)
     if bits == (4, 4) and d == 64 and columns == 4:
         return DecodeTile(2, 2, 2, columns, 8)
@@ -145,9 +145,9 @@ class DecodePlan:
         gpu: torch.device,
         by_length: bool = False,
     ) -> DecodePlan:
-        """For `batch` sequences of at most `pages` pages, `group` query heads a KV head.
+        """The plan for `batch` sequences of at most `pages` pages, `group` query heads per KV head.
 
-        `by_length`: they may be much shorter, and are cut on the device, where it is worthwhile.
+        `by_length`: sequences may be much shorter, and the device cuts them if that is worthwhile.
         """
         processors, memory = _processors(gpu)
         columns = max_queries * group
@@ -180,16 +180,15 @@ class DecodePlan:
 
 
 def splits_at_once(layout: PageLayout) -> int:
-    """That a warp of merge.cu loads."""
+    """The number of splits that a warp of merge.cu loads at once."""
     return 5 if layout.head_dim <= 256 else 3
 
 
 def num_splits_heuristic(programs: int, processors: int, tile: DecodeTile, tiles: int) -> int:
-    """Into how many splits to cut sequences of `tiles` tiles of 64 tokens.
+    """The number of splits of sequences of `tiles` tiles of 64 tokens: full waves of blocks.
 
-    So that the last wave of blocks, so many for each processor, is a full one. Where there are many
-    programs it costs little if it is not, and sequences may be much shorter than the longest that
-    has room.
+    Many programs are not cut: a last wave that is not full costs them little, and sequences may be
+    much shorter than the longest that fits the block table.
     """
     slots = processors * tile.blocks
     if programs >= _WHOLE_PROGRAMS * processors:
@@ -209,6 +208,6 @@ def processor_count(device: torch.device) -> int:
 
 @functools.lru_cache(maxsize=16)
 def _processors(device: torch.device) -> tuple[int, int]:
-    """How many there are, and the bytes of shared memory of each."""
+    """The number of processors, and the bytes of shared memory of each."""
     found = torch.cuda.get_device_properties(device)
     return int(found.multi_processor_count), int(found.shared_memory_per_multiprocessor)

@@ -35,7 +35,7 @@ _here = threading.local()
 
 @contextmanager
 def recording() -> Iterator[list[Launch]]:
-    """Launches within, of this thread alone, are listed and not done."""
+    """List the launches of this thread instead of doing them."""
     outer, _here.launches = _recorded(), []
     try:
         yield _here.launches
@@ -44,7 +44,7 @@ def recording() -> Iterator[list[Launch]]:
 
 
 def _recorded() -> list[Launch] | None:
-    """Where launches of this thread are listed; None where they are done."""
+    """The list that takes this thread's launches; None if they are done."""
     return getattr(_here, "launches", None)
 
 
@@ -78,7 +78,7 @@ class Module:
 
     @functools.cached_property
     def _attributes(self) -> int:
-        """How many of them there are: _OVERLAP, or none."""
+        """The number of launch attributes: _OVERLAP, or none."""
         return int(torch.cuda.get_device_capability(self._device) >= (9, 0))
 
     def launch(

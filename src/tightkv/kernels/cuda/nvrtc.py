@@ -42,7 +42,7 @@ def compile_options(arch: str) -> list[str]:
 
 
 def compile_source(lib: ctypes.CDLL, source: str, arch: str) -> bytes:
-    """Compile, with no GPU needed."""
+    """Machine code of a source; needs no GPU."""
     options = compile_options(arch)
     program = ctypes.c_void_p()
     status = lib.nvrtcCreateProgram(

@@ -23,73 +23,27 @@ from tightkv.kernels.ragged import try_extend_ragged
 from tightkv.kernels.triton import prefill as prefill_ops
 from tightkv.kernels.triton import ragged as ragged_ops
 from tightkv.kernels.triton.attend_plan import attend_plan
+from tightkv.kernels.triton.attend_tile import (
+    accumulate_values,
+    mask_scores,
+    mean_scores,
+    query_operands,
+    score_tile,
+    softmax_step,
+    value_accumulators,
+    write_partials,
+)
 from tightkv.kernels.triton.device import has_ptx, interpreted, last_contiguous
 from tightkv.kernels.triton.merge_splits import merge_splits
 from tightkv.kernels.triton.rotate import rotate
 from tightkv.kernels.triton.unpack import (
-    byte_levels,
     load_key_words,
     load_value_words,
-    nibble_levels,
     scale_order,
     token_order,
 )
 from tightkv.kernels.view import CacheView
 from tightkv.pages.codec import Codec
-
-
-@triton.jit
-def _split4(x):
-    """[..., 4] -> four tensors."""
-    x = tl.reshape(x, x.shape[:-1] + [2, 2])  # noqa: RUF005 - not Triton
-    low, high = tl.split(x)  # index bit 0
-    a, c = tl.split(low)
-    b, d = tl.split(high)
-    return a, b, c, d
-
-
-@triton.jit
-def _pair(a, b, ROWS: tl.constexpr, K: tl.constexpr):
-    """[ROWS, K] twice -> [ROWS, 2 K], interleaved."""
-    return tl.reshape(tl.join(a, b), [ROWS, 2 * K])
-
-
-@triton.jit
-def _softmax_step(s, peak, total):
-    """Scores [tokens, COLS] in log2 units -> weights, shrink factor, new peak and total."""
-    new = tl.maximum(peak, tl.max(s, axis=0))
-    base = tl.where(new == float("-inf"), 0.0, new)
-    p = tl.exp2(s - base[None, :])
-    shrink = tl.exp2(peak - base)
-    return p, shrink, new, total * shrink + tl.sum(p, axis=0)
-
-
-@triton.jit
-def _mask_scores(
-    s, at, valid, query_at, live, mask, mask_b, mask_h, mask_q, mask_n, mask_tokens, row, head,
-    token, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, MASK: tl.constexpr,
-):  # fmt: skip
-    """Cap, mask and bring scores [tokens, COLS] to log2 units; hidden ones are -inf."""
-    LOG2E: tl.constexpr = 1.4426950408889634
-    if CAP > 0.0:
-        # tanh by exp: 1 - 2 / (1 + e^2x)
-        s = CAP * (1.0 - 2.0 / (1.0 + tl.exp2(s * (2.0 * LOG2E / CAP))))
-    seen = valid[:, None] & live[None, :]
-    if CAUSAL:
-        seen = seen & (at[:, None] <= query_at[None, :])
-    if WINDOW > 0:
-        seen = seen & (at[:, None] > query_at[None, :] - WINDOW)
-    if MASK > 0:
-        # In 64 bits: a mask may have more than 2**31 elements.
-        column = row.to(tl.int64) * mask_b + head.to(tl.int64) * mask_h
-        column += token.to(tl.int64) * mask_q
-        where = mask + column[None, :] + at[:, None].to(tl.int64) * mask_n
-        seen = seen & (at < mask_tokens)[:, None]
-        if MASK == 1:
-            seen = seen & (tl.load(where, mask=seen, other=0) != 0)
-        else:
-            s += tl.load(where, mask=seen, other=0.0).to(tl.float32)
-    return tl.where(seen, s * LOG2E, float("-inf"))
 
 
 # What changes from step to step, and tables that are cut anywhere, must not ask for other binaries.
@@ -224,48 +178,23 @@ def _attend_kernel(
             there = valid[:, None] & (d[None, :] < D)
             k = tl.load(key_at[:, None] + d[None, :], mask=there, other=0.0)
             s = tl.dot(k.to(q_columns.dtype), q_columns, input_precision="ieee") * scale
-            s = _mask_scores(
+            s = mask_scores(
                 s, at, valid, query_at, live, mask, mask_b, mask_h, mask_q, mask_n, mask_tokens,
                 row, head, token, CAUSAL, WINDOW, CAP, MASK,
             )  # fmt: skip
-            p, shrink, peak, weight = _softmax_step(s, peak, weight)
+            p, shrink, peak, weight = softmax_step(s, peak, weight)
             v = tl.load(value_at[:, None] + d[None, :], mask=there, other=0.0)
             v = v.to(q_columns.dtype)
             acc = acc * shrink[None, :]
             acc += tl.dot(tl.trans(v), p.to(v.dtype), input_precision="ieee")
         acc = rotate(tl.trans(acc), value_table, COLS, D, DP, ROTATION) * (1.0 / VALUE_UNIT)
-        # channel = 16 chunk + X q + x
-        if VALUE_BITS < 8:
-            x = tl.permute(tl.reshape(acc, [COLS, VCP, 4, 4]), [2, 1, 0, 3])
-            x0, x1, x2, x3 = _split4(x)
-            a0 = tl.reshape(x0, [VW, COLS])
-            a1 = tl.reshape(x1, [VW, COLS])
-            a2 = tl.reshape(x2, [VW, COLS])
-            a3 = tl.reshape(x3, [VW, COLS])
-        else:
-            x0, x1 = tl.split(tl.permute(tl.reshape(acc, [COLS, VCP, 8, 2]), [2, 1, 0, 3]))
-            a0 = tl.reshape(x0, [VW, COLS])
-            a1 = tl.reshape(x1, [VW, COLS])
+        a0, a1, a2, a3 = value_accumulators(acc, COLS, VCP, VALUE_BITS)
 
     if page_to > page_from:
-        qr = rotate(q.to(tl.float32), key_table, COLS, D, DP, ROTATION)  # [COLS, DP]
-        top = tl.max(tl.abs(qr), axis=1)
-        top = tl.where(top > 0.0, top, 1.0)
+        q0, q1, q2, q3, q_mean, top = query_operands(
+            q, key_table, COLS, D, DP, CP, KQ, KEY_BITS, ROTATION
+        )
         factor = top * scale
-        qr = qr / top[:, None]
-        if KEY_BITS < 8:
-            qx = tl.permute(tl.reshape(qr, [COLS, CP, KQ, 4, 2]), [2, 1, 4, 0, 3])
-            q0, q1, q2, q3 = _split4(qx)  # [q, c, p, COLS]
-            q0 = tl.reshape(q0, [2 * KW, COLS]).to(tl.float16)
-            q1 = tl.reshape(q1, [2 * KW, COLS]).to(tl.float16)
-            q2 = tl.reshape(q2, [2 * KW, COLS]).to(tl.float16)
-            q3 = tl.reshape(q3, [2 * KW, COLS]).to(tl.float16)
-        else:
-            qx = tl.permute(tl.reshape(qr, [COLS, CP, KQ, 2, 2]), [2, 1, 4, 0, 3])
-            q0, q1 = tl.split(qx)
-            q0 = tl.reshape(q0, [2 * KW, COLS]).to(tl.float16)
-            q1 = tl.reshape(q1, [2 * KW, COLS]).to(tl.float16)
-        q_mean = tl.trans(qr.to(tl.float16))  # [DP, COLS]
         offset = token_order(NB)
         scale_at = scale_order(NB)
         TILES: tl.constexpr = PAGE // TILE
@@ -290,76 +219,31 @@ def _attend_kernel(
                 VC, VCP,
             )  # fmt: skip
 
-            if KEY_BITS < 8:
-                h0, h1, h2, h3, h4, h5, h6, h7 = nibble_levels(kw, KEY_BITS, KEY_TABLE, PTX)
-                s = tl.dot(_pair(h0, h1, TILE, KW), q0)
-                s = tl.dot(_pair(h2, h3, TILE, KW), q1, s)
-                s = tl.dot(_pair(h4, h5, TILE, KW), q2, s)
-                s = tl.dot(_pair(h6, h7, TILE, KW), q3, s)
-            else:
-                h0, h1, h2, h3 = byte_levels(kw)
-                s = tl.dot(_pair(h0, h1, TILE, KW), q0)
-                s = tl.dot(_pair(h2, h3, TILE, KW), q1, s)
+            s = score_tile(kw, q0, q1, q2, q3, TILE, KW, KEY_BITS, KEY_TABLE, PTX)
             s = s * (tl.abs(ks) * KEY_UNIT)[:, None]
             if MEAN_BITS > 0:
-                if MEAN_BITS == 16:
-                    mean = tl.load(numbers + MEAN_AT // 2 + d, mask=d < D, other=0.0)
-                    bias = tl.sum(tl.dot(_one_row(mean, DP), q_mean), axis=0)
-                else:
-                    mean = tl.load(
-                        (pages + record + MEAN_AT).to(tl.pointer_type(tl.int8)) + d,
-                        mask=d < D, other=0,
-                    )  # fmt: skip
-                    step = tl.load(numbers + (MEAN_AT + D) // 2).to(tl.float32)
-                    bias = tl.sum(tl.dot(_one_row(mean.to(tl.float16), DP), q_mean), axis=0) * step
+                bias = mean_scores(pages + record, q_mean, d, D, DP, MEAN_AT, MEAN_BITS)
                 centered = ks.to(tl.int32, bitcast=True) < 0
                 s += tl.where(centered[:, None], bias[None, :], 0.0)
             s = s * factor[None, :]
             at = index * PAGE + block * 32 + offset
             valid = (at >= coded_from) & (at < read_from)
-            s = _mask_scores(
+            s = mask_scores(
                 s, at, valid, query_at, live, mask, mask_b, mask_h, mask_q, mask_n, mask_tokens,
                 row, head, token, CAUSAL, WINDOW, CAP, MASK,
             )  # fmt: skip
-            p, shrink, peak, weight = _softmax_step(s, peak, weight)
+            p, shrink, peak, weight = softmax_step(s, peak, weight)
             # A token that is not valid may have a NaN scale: its product must be 0 too.
             p = (p * tl.where(valid, vs, 0.0)[:, None]).to(tl.float16)
-            a0 = a0 * shrink[None, :]
-            a1 = a1 * shrink[None, :]
-            if VALUE_BITS < 8:
-                a2 = a2 * shrink[None, :]
-                a3 = a3 * shrink[None, :]
-                h0, h1, h2, h3, h4, h5, h6, h7 = nibble_levels(vw, VALUE_BITS, VALUE_TABLE, PTX)
-                a0 = tl.dot(_pair(h0, h1, VW, NB * 16), p, a0)
-                a1 = tl.dot(_pair(h2, h3, VW, NB * 16), p, a1)
-                a2 = tl.dot(_pair(h4, h5, VW, NB * 16), p, a2)
-                a3 = tl.dot(_pair(h6, h7, VW, NB * 16), p, a3)
-            else:
-                h0, h1, h2, h3 = byte_levels(vw)
-                a0 = tl.dot(_pair(h0, h1, VW, NB * 16), p, a0)
-                a1 = tl.dot(_pair(h2, h3, VW, NB * 16), p, a1)
+            a0, a1, a2, a3 = accumulate_values(
+                vw, p, shrink, a0, a1, a2, a3, VW, NB * 16, VALUE_BITS, VALUE_TABLE, PTX
+            )
 
-    # [VW, COLS] each; channel = 16 chunk + X q + x
-    X: tl.constexpr = 4 if VALUE_BITS < 8 else 2
-    w = tl.arange(0, VW)
-    channel = (w % VCP) * 16 + (w // VCP) * X
     at = (split * total_rows + begin + token).to(tl.int64) * HQ + head
-    split_lse = tl.where(weight > 0.0, peak + tl.log2(weight), float("-inf"))
-    tl.store(partial_lse + at, split_lse, mask=token < count)
-    factor = tl.where(weight > 0.0, VALUE_UNIT / weight, 0.0)
-    where = partial + at[None, :] * D + channel[:, None]
-    there = (token < count)[None, :] & (channel < D)[:, None]
-    tl.store(where, a0 * factor[None, :], mask=there)
-    tl.store(where + 1, a1 * factor[None, :], mask=there)
-    if VALUE_BITS < 8:
-        tl.store(where + 2, a2 * factor[None, :], mask=there)
-        tl.store(where + 3, a3 * factor[None, :], mask=there)
-
-
-@triton.jit
-def _one_row(x, DP: tl.constexpr):
-    """[DP] -> [16, DP], zero below the first row."""
-    return tl.where(tl.arange(0, 16)[:, None] == 0, x[None, :], 0.0).to(tl.float16)
+    write_partials(
+        partial, partial_lse, at, token < count, peak, weight, a0, a1, a2, a3, D, VCP, VALUE_BITS,
+        VALUE_UNIT,
+    )  # fmt: skip
 
 
 @device_guard

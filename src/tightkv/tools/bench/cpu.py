@@ -20,7 +20,7 @@ from tightkv.paged.cache import PagedKV
 from tightkv.paged.sequences import SequenceTable
 from tightkv.pages.layout import PageLayout
 from tightkv.tools.bench.inputs import Shape
-from tightkv.tools.bench.provenance import provenance
+from tightkv.tools.rows import provenance
 
 SHAPES = (
     Shape(1, 8192),
@@ -126,7 +126,7 @@ def _contenders(cfg: KVQuantConfig, shape: Shape, repeats: int) -> dict[str, Con
     generator = torch.Generator("cpu").manual_seed(0)
 
     def random(*size: int) -> Tensor:
-        return torch.randn(size, generator=generator, device="cpu")
+        return torch.randn(size, generator=generator, dtype=torch.float32, device="cpu")
 
     b, d = shape.batch, shape.head_dim
     before = max(1, shape.tokens - repeats * cfg.page_size - 1)

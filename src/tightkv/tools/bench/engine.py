@@ -205,16 +205,11 @@ def _write_job(plan: EnginePlan, name: str, folder: Path) -> _Job:
     paths = [folder / f"{name}.{end}" for end in ("json", "jsonl", "txt", "turn")]
     written = _Job(name, str(plan.shape or plan.model), _environment(model), *paths)
     job = {
+        **asdict(plan),
         "kv": name,
         "model_name": written.model_name,
         "arguments": engine_arguments(plan, name, model),
-        "sizes": list(plan.sizes),
-        "prefill": list(plan.prefill),
-        "new_lengths": plan.new_lengths,
-        "mixed": None if plan.mixed is None else asdict(plan.mixed),
         "batch_prefill": plan.device == "cuda",  # minutes on a CPU
-        "decode_tokens": plan.decode_tokens,
-        "repeats": plan.repeats,
         "turn": str(written.turn),
     }
     written.job.write_text(json.dumps(job), encoding="utf-8")
@@ -240,13 +235,8 @@ class _Workers:
         """Once each."""
         if job.kv in self._processes:
             return
-        command = [
-            sys.executable,
-            "-m",
-            "tightkv.tools.bench.engine_worker",
-            str(job.job),
-            str(job.rows),
-        ]
+        module = "tightkv.tools.bench.engine_worker"
+        command = [sys.executable, "-m", module, str(job.job), str(job.rows)]
         with job.said.open("w", encoding="utf-8") as output:
             self._processes[job.kv] = subprocess.Popen(
                 command,

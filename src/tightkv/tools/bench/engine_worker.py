@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from tightkv.config import PRESETS
-from tightkv.tools.bench.provenance import provenance
 from tightkv.tools.bench.serve import spread
-from tightkv.tools.rows import append_rows
+from tightkv.tools.rows import append_rows, provenance
 
 Row = dict[str, Any]
 Prompt = list[int]

@@ -53,7 +53,7 @@ def nvfp4(shape: Shape, batch: PagedBatch) -> PagedCache:
 
     codes = pair(shape.head_dim // 2, torch.uint8)
     scales = pair(shape.head_dim // 16, torch.float8_e4m3fn)
-    one = torch.ones((), device=device)
+    one = torch.ones((), dtype=torch.float32, device=device)
     return PagedCache(
         attend=lambda query: wrapper.run(query, codes, kv_cache_sf=scales),
         write=lambda key, value, slots: append(key, value, slots, codes, scales, one, one),

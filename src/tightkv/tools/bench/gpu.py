@@ -18,9 +18,9 @@ from tightkv.math.feedback import QueryMetric
 from tightkv.pages.layout import PageLayout
 from tightkv.tools.bench import baselines
 from tightkv.tools.bench.inputs import Layer, Shape, fill, layers_for
-from tightkv.tools.bench.provenance import provenance
 from tightkv.tools.bench.rivals import measure_rivals
 from tightkv.tools.bench.timing import copy_bandwidth, graph_ms
+from tightkv.tools.rows import provenance
 
 # Odd lengths: the newest page is neither empty nor full, as most of the time.
 DECODE_SHAPES = (Shape(8, 32731), Shape(32, 8155), Shape(1, 131035), Shape(1, 32731))
@@ -121,7 +121,9 @@ def _decode_times(module: Backend, layers: Sequence[Layer], shape: Shape) -> dic
         "vllm_step_and_seal": (in_vllm, full),
     }
     if codec.cfg.takes_feedback:
-        metric = torch.eye(shape.head_dim, device="cpu").expand(shape.kv_heads, -1, -1)
+        metric = torch.eye(shape.head_dim, dtype=torch.float32, device="cpu").expand(
+            shape.kv_heads, -1, -1
+        )
         factors = codec.feedback_factors(QueryMetric(metric), device)
         calls["vllm_step_with_feedback"] = (in_vllm, fed_back(layers))
         calls["vllm_step_with_feedback_and_seal"] = (in_vllm, fed_back(full))

@@ -124,9 +124,9 @@ def fill(
     for at in range(0, shape.tokens, 4096):
         counts = (lengths - at).clamp(0, 4096)
         key, value = (
-            torch.randn(int(counts.sum()), heads, d, generator=generator, device=device).to(
-                layout.dtype
-            )
+            torch.randn(
+                int(counts.sum()), heads, d, generator=generator, dtype=torch.float32, device=device
+            ).to(layout.dtype)
             for _ in range(2)
         )
         cu_seqlens = torch.cat([counts.new_zeros(1), counts.cumsum(0).int()]).to(device)

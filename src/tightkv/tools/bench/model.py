@@ -21,8 +21,8 @@ from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.registry import select
 from tightkv.pages.layout import PageLayout
 from tightkv.tools.bench.inputs import Layer, Shape, fill
-from tightkv.tools.bench.provenance import provenance
 from tightkv.tools.bench.timing import graph_ms
+from tightkv.tools.rows import provenance
 
 # For bf16 the better of these: torch's own choice is not always the fastest for decoding.
 _BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import re
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
+from urllib.request import ProxyHandler, Request, build_opener
 
-Connection = http.client.HTTPConnection
+_OPENER = build_opener(ProxyHandler({}))  # a proxy would be measured as well
 
 
 class ServerError(Exception):
@@ -57,16 +58,8 @@ class Server:
 
     def get(self, path: str, timeout: float = 10.0) -> str:
         """The body of a 200 answer."""
-        connection = self._connect(timeout)
-        try:
-            connection.request("GET", self._path(path))
-            response = connection.getresponse()
-            body = response.read().decode("utf-8", errors="replace")
-        finally:
-            connection.close()
-        if response.status != 200:
-            raise ServerError(f"GET {path}: {response.status} {_message(body)}")
-        return body
+        with self._ask(path, timeout) as response:
+            return str(response.read().decode("utf-8", errors="replace"))
 
     def models(self) -> list[str]:
         """Names under which models are served."""
@@ -78,17 +71,10 @@ class Server:
     def complete(self, body: Mapping[str, Any], deadline: float) -> Answer:
         """Stream a completion; TimeoutError past `deadline` (time.perf_counter)."""
         start = time.perf_counter()
-        connection = self._connect(max(0.001, deadline - start))
         first = last = None
         pieces = 0
         usage: dict[str, Any] = {}
-        try:
-            headers = {"Content-Type": "application/json"}
-            connection.request("POST", self._path("/v1/completions"), json.dumps(body), headers)
-            response = connection.getresponse()
-            if response.status != 200:
-                text = response.read().decode("utf-8", errors="replace")
-                raise ServerError(f"{response.status} {_message(text)}")
+        with self._ask("/v1/completions", max(0.001, deadline - start), body) as response:
             for event in events(response):
                 now = time.perf_counter()
                 if now > deadline:
@@ -98,20 +84,23 @@ class Server:
                 if event.get("choices"):
                     first, last, pieces = first or now, now, pieces + 1
                 usage = event.get("usage") or usage
-        finally:
-            connection.close()
         if first is None or last is None:
             raise ServerError("the stream ended without a token")
         tokens = usage.get("completion_tokens", pieces)
         return Answer(first - start, last - start, tokens, usage.get("prompt_tokens"))
 
-    def _connect(self, timeout: float) -> Connection:
-        parts = urlsplit(self.url)
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else Connection
-        return kind(parts.hostname or "", parts.port, timeout=timeout)
-
-    def _path(self, path: str) -> str:
-        return urlsplit(self.url).path + path
+    def _ask(self, path: str, timeout: float, body: Mapping[str, Any] | None = None) -> Any:
+        """The response to a POST of `body`, or to a GET without one."""
+        data = None if body is None else json.dumps(body).encode()
+        request = Request(self.url + path, data, {"Content-Type": "application/json"})
+        try:
+            return _OPENER.open(request, timeout=timeout)
+        except HTTPError as error:
+            what = f"GET {path}: " if body is None else ""
+            text = error.read().decode("utf-8", errors="replace")
+            raise ServerError(f"{what}{error.code} {_message(text)}") from None
+        except URLError as error:  # wraps what went wrong
+            raise (error.reason if isinstance(error.reason, OSError) else error) from None
 
 
 def events(lines: Any) -> Iterator[dict[str, Any]]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from tightkv.tools.bench.openai_client import Answer, Server, ServerError, metric
-from tightkv.tools.bench.provenance import provenance
+from tightkv.tools.rows import provenance
 
 Row = dict[str, Any]
 # Called with a title and a number of steps; the bar is told of each step.

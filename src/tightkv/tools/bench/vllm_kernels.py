@@ -31,7 +31,7 @@ def flash_attention(shape: Shape, batch: PagedBatch, dtype: torch.dtype) -> Page
     cache = torch.zeros(size, dtype=torch.uint8 if fp8 else dtype, device=device)
     halves = cache.split(shape.head_dim, dim=-1)
     key_cache, value_cache = (half.view(dtype) for half in halves)
-    one = torch.ones(1, device=device)
+    one = torch.ones(1, dtype=torch.float32, device=device)
     descale = one.expand(shape.batch, shape.kv_heads)
     cu_seqlens = torch.arange(shape.batch + 1, dtype=torch.int32, device=device)
     longest = max(shape.lengths)
@@ -85,9 +85,9 @@ def int4_per_token_head(shape: Shape, batch: PagedBatch) -> PagedCache:
     parts = (most, shape.query_heads, _INT4_SPLITS)
     padded = 1 << (shape.head_dim - 1).bit_length()
     scratch = {
-        "softmax_segm_output": torch.empty(*parts, padded, device=device),
-        "softmax_segm_max": torch.empty(parts, device=device),
-        "softmax_segm_expsum": torch.empty(parts, device=device),
+        "softmax_segm_output": torch.empty(*parts, padded, dtype=torch.float32, device=device),
+        "softmax_segm_max": torch.empty(parts, dtype=torch.float32, device=device),
+        "softmax_segm_expsum": torch.empty(parts, dtype=torch.float32, device=device),
     }
     cu_seqlens = torch.arange(shape.batch + 1, dtype=torch.int32, device=device)
 
@@ -151,7 +151,9 @@ def _hadamard(dim: int) -> Tensor:
     """Orthonormal, of a power of two."""
     if dim & (dim - 1):
         raise ValueError(f"head_dim={dim}; vLLM's TurboQuant rotates powers of two")
-    matrix = torch.ones(1, 1, device="cpu")
+    matrix = torch.ones(1, 1, dtype=torch.float32, device="cpu")
     while len(matrix) < dim:
-        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], device="cpu"), matrix)
+        matrix = torch.kron(
+            torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float32, device="cpu"), matrix
+        )
     return matrix / math.sqrt(dim)

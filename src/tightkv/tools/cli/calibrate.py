@@ -13,12 +13,7 @@ from tightkv.files.atomic import check_writable
 from tightkv.fit.calibration import SUFFIX, Calibration, save_calibration
 from tightkv.tools.cli.shared.loading import add_model, load_for, need_transformers
 from tightkv.tools.cli.shared.options import add_options
-from tightkv.tools.cli.shared.output import (
-    add_output_options,
-    emit,
-    print_expected,
-    print_status,
-)
+from tightkv.tools.cli.shared.output import add_output_options, emit, print_expected, print_status
 from tightkv.tools.cli.shared.progress import Progress, Working
 from tightkv.tools.model_loading.source import BUNDLED_NAME, check_source, is_hub_id
 

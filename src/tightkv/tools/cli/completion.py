@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from tightkv.config import PRESETS
@@ -74,29 +75,11 @@ def _subparsers(parser: argparse.ArgumentParser) -> Any:
 
 def script(shell: str, words: Words, choices: Words) -> str:
     """Text for `eval`; zsh reads that of bash."""
-    paths = "|".join(f'"{path}"' for path in words if path)
-    of_options = [f'"{option}") words="{" ".join(few)}" ;;' for option, few in choices.items()]
-    of_commands = [f'"{path}") words="{" ".join(after)}" ;;' for path, after in words.items()]
-    lines = [
-        *(["autoload -U +X bashcompinit && bashcompinit"] if shell == "zsh" else []),
-        "_tightkv() {",
-        '  local current="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}"',
-        '  local path="" longer word words="" i',
-        "  for ((i = 1; i < COMP_CWORD; i++)); do",
-        '    word="${COMP_WORDS[i]}"; longer="${path:+$path }$word"',
-        f'    case "$longer" in {paths}) path="$longer" ;; esac',
-        "  done",
-        '  case "${path:+$path }$before" in',
-        *(f"    {line}" for line in of_options),
-        "  esac",
-        '  if [[ -z "$words" ]]; then',
-        '    case "$path" in',
-        *(f"      {line}" for line in of_commands),
-        "    esac",
-        "  fi",
-        '  COMPREPLY=( $(compgen -W "$words" -- "$current") )',
-        '  if [[ ${#COMPREPLY[@]} -eq 0 ]]; then COMPREPLY=( $(compgen -f -- "$current") ); fi',
-        "}",
-        "complete -o filenames -F _tightkv tightkv",
-    ]
-    return "\n".join(lines)
+
+    def cases(found: Words) -> str:
+        return "\n".join(f'    "{name}") words="{" ".join(few)}" ;;' for name, few in found.items())
+
+    text = Path(__file__).with_suffix(".bash").read_text(encoding="utf-8").rstrip()
+    text = text.replace("@PATHS@", "|".join(f'"{path}"' for path in words if path))
+    text = text.replace("@OPTIONS@", cases(choices)).replace("@COMMANDS@", cases(words))
+    return f"autoload -U +X bashcompinit && bashcompinit\n{text}" if shell == "zsh" else text

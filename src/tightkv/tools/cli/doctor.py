@@ -98,7 +98,8 @@ def _diagnose(args: argparse.Namespace, cfg: KVQuantConfig | None, calibration: 
     windows = cut_windows(tokenizer, texts, args.window, args.windows)
     doctor = Doctor(model, windows, args.budget, bars=Progress)
     with Working("timing a short pass"):
-        seconds = doctor.expected_seconds(**({} if cfg is None else {"configs": 1}))
+        one = {} if cfg is None else {"configs": 1}
+        seconds = doctor.expected_seconds(**one)
     print_expected(windows.ids.numel(), seconds)
     start = time.monotonic()
     found = doctor.diagnose(candidates) if cfg is None else doctor.check(cfg)

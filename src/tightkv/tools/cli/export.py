@@ -11,11 +11,7 @@ from tightkv.files.atomic import check_folder
 from tightkv.tools.cli.shared.config_flags import add_config_flags, config_from_args
 from tightkv.tools.cli.shared.loading import add_model, load_for, need_transformers
 from tightkv.tools.cli.shared.options import add_options
-from tightkv.tools.cli.shared.output import (
-    add_output_options,
-    emit,
-    human_bytes,
-)
+from tightkv.tools.cli.shared.output import add_output_options, emit, human_bytes
 from tightkv.tools.cli.shared.progress import Working
 from tightkv.tools.model_loading.source import DTYPE_NAMES, check_source
 
@@ -78,9 +74,10 @@ def run(args: argparse.Namespace) -> int:
         "export", args.model, dtype=dtype, device="cuda" if on_gpu else "cpu"
     )
     from tightkv.integrations.transformers.package import write_package
+    from tightkv.tools.eval.forward import max_positions
     from tightkv.tools.model_loading.load import quiet
 
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    limit = max_positions(model)
     if limit is not None and args.max_tokens > limit:
         raise ValueError(f"--max-tokens {args.max_tokens}; the model takes {limit}")
     with quiet(), Working("exporting") as work:

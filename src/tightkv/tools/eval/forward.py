@@ -151,6 +151,24 @@ def after_prefix(
         yield run
 
 
+def write_lines(
+    model: Any,
+    make: MakeCache | None,
+    tokenizer: Any,
+    prompts: Sequence[Sequence[int]],
+    shared: int,
+    most: int,
+    advance: Advance,
+) -> list[str]:
+    """A line after each prompt; the `shared` tokens they begin with go into the cache once."""
+    lines = []
+    runs = after_prefix(model, make, prompts[0][:shared], len(prompts))
+    for prompt, run in zip(prompts, runs, strict=True):
+        lines.append(run.write_line(tokenizer, prompt[shared:], most))
+        advance(1)
+    return lines
+
+
 def exact_attention(model: Any) -> str:
     """What the uncompressed cache is read with: sdpa, or eager where a model has no sdpa."""
     return "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"

@@ -52,12 +52,7 @@ def _row(options: Options, rotation: str, dim: int, kind: str, count: int) -> Cl
     distance, p_value = ks_test(samples, lambda t: beta_cdf(t, dim))
     control = rotation == "none"
     claim = "no rotation: the test must reject (p)" if control else "Beta law not rejected (p)"
-    return Claim(
-        section="4 rotation",
-        claim=claim,
-        setting=f"{rotation}, {dim} dimensions, {kind} vectors, {count} draws",
-        measured=p_value,
-        lower=None if control else LEVEL,
-        upper=REJECTED if control else None,
-        detail={"ks_distance": distance, "draws": count},
-    )
+    setting = f"{rotation}, {dim} dimensions, {kind} vectors, {count} draws"
+    bounds = {"upper": REJECTED} if control else {"lower": LEVEL}
+    detail = {"ks_distance": distance, "draws": count}
+    return Claim("4 rotation", claim, setting, p_value, detail=detail, **bounds)

@@ -13,8 +13,8 @@ from tightkv.math.lloyd import BetaLaw, expected_distortion
 from tightkv.math.quantize import TurboQuantMSE
 from tightkv.tools.validate.inputs import UNIT_KINDS, many_rotations, unit_vectors
 from tightkv.tools.validate.report import Claim, Options, Progress
-from tightkv.tools.validate.stats import mean_and_half_width
 
+SECTION = "1 distortion"
 BITS = (1, 2, 3, 4)
 TOLERANCE = 0.03  # of the Lloyd-Max value
 UPPER = math.sqrt(3) * math.pi / 2  # Theorem 1: distortion <= UPPER * 4**-bits
@@ -51,6 +51,11 @@ def squared_errors(
     )
     rest = quantizer.decode(quantizer.encode(x)) - x
     return rest.square().sum(-1).mean(-1)
+
+
+def _beta_haar(options: Options, kind: str, bits: int, **mode: str) -> Tensor:
+    """Of the book and the rotation that the theory is about."""
+    return squared_errors(options, kind, bits, codebook="beta", rotation="haar", **mode)
 
 
 def lloyd_max(codebook: str, bits: int, dim: int) -> float:
@@ -90,48 +95,36 @@ def check(options: Options, progress: Progress) -> list[Claim]:
 
 
 def _theorem_1_row(bits: int, measured: float) -> Claim:
-    return Claim(
-        section="1 distortion",
-        claim="MSE below sqrt(3) pi / 2 * 4^-b",
-        setting=f"b={bits}, largest of all settings below",
-        measured=measured,
-        upper=UPPER * 4.0**-bits,
-    )
+    setting = f"b={bits}, largest of all settings below"
+    claim = "MSE below sqrt(3) pi / 2 * 4^-b"
+    return Claim(SECTION, claim, setting, measured, upper=UPPER * 4.0**-bits)
 
 
 def _lloyd_max_row(
     options: Options, codebook: str, rotation: str, bits: int, samples: Tensor
 ) -> Claim:
-    mean, half_width = mean_and_half_width(samples)
     want = lloyd_max(codebook, bits, options.dim)
-    return Claim(
-        section="1 distortion",
-        claim="MSE within 3% of Lloyd-Max",
-        setting=f"b={bits}, {codebook} book, {rotation}",
-        measured=mean,
-        half_width=half_width,
+    book = get_codebook(codebook, bits, options.dim).distortion
+    return Claim.of(
+        SECTION,
+        "MSE within 3% of Lloyd-Max",
+        f"b={bits}, {codebook} book, {rotation}",
+        samples,
         lower=want * (1 - TOLERANCE),
         upper=want * (1 + TOLERANCE),
-        detail={
-            "bits": bits,
-            "lloyd_max": want,
-            "book_distortion": get_codebook(codebook, bits, options.dim).distortion,
-        },
+        detail={"bits": bits, "lloyd_max": want, "book_distortion": book},
     )
 
 
 def _hard_input_row(options: Options, kind: str) -> tuple[Claim, dict[int, float]]:
     """Haar rotations treat every input alike; the width with the largest deviation counts."""
-    means = {}
-    for bits in BITS:
-        samples = squared_errors(options, kind, bits, codebook="beta", rotation="haar")
-        means[bits] = mean_and_half_width(samples)[0]
+    means = {bits: float(_beta_haar(options, kind, bits).double().mean()) for bits in BITS}
     ratios = {bits: means[bits] / lloyd_max("beta", bits, options.dim) for bits in BITS}
     claim = Claim(
-        section="1 distortion",
-        claim="hard inputs: MSE over Lloyd-Max",
-        setting=f"{kind} vectors, haar, worst of b=1 to 4",
-        measured=max(ratios.values(), key=lambda ratio: abs(ratio - 1)),
+        SECTION,
+        "hard inputs: MSE over Lloyd-Max",
+        f"{kind} vectors, haar, worst of b=1 to 4",
+        max(ratios.values(), key=lambda ratio: abs(ratio - 1)),
         lower=1 - TOLERANCE,
         upper=1 + TOLERANCE,
         detail={f"ratio_{bits}_bits": ratio for bits, ratio in ratios.items()},
@@ -140,18 +133,13 @@ def _hard_input_row(options: Options, kind: str) -> tuple[Claim, dict[int, float
 
 
 def _scale_mode_row(options: Options, mode: str, bits: int) -> Claim:
-    samples = squared_errors(
-        options, "gaussian", bits, codebook="beta", rotation="haar", scale_mode=mode
-    )
-    mean, half_width = mean_and_half_width(samples)
     want = MODE_ERRORS[mode](lloyd_max("beta", bits, options.dim))
     gain = 3 / options.dim  # most that fitting a scale to each vector takes off the formula
-    return Claim(
-        section="1 distortion",
-        claim="MSE of a scale mode within 3% of its formula",
-        setting=f"b={bits}, {mode}, beta book, haar",
-        measured=mean,
-        half_width=half_width,
+    return Claim.of(
+        SECTION,
+        "MSE of a scale mode within 3% of its formula",
+        f"b={bits}, {mode}, beta book, haar",
+        _beta_haar(options, "gaussian", bits, scale_mode=mode),
         lower=want * (1 - TOLERANCE - gain),
         upper=want * (1 + TOLERANCE),
         detail={"bits": bits, "formula": want},
@@ -159,14 +147,11 @@ def _scale_mode_row(options: Options, mode: str, bits: int) -> Claim:
 
 
 def _theorem_3_row(options: Options, bits: int) -> Claim:
-    samples = squared_errors(options, "sparse", bits, codebook="beta", rotation="haar")
-    mean, half_width = mean_and_half_width(samples)
-    return Claim(
-        section="3 scaling",
-        claim="MSE * 4^b between 1 and sqrt(3) pi / 2",
-        setting=f"b={bits}, beta book, sparse vectors, haar",
-        measured=mean * 4.0**bits,
-        half_width=half_width * 4.0**bits,
+    return Claim.of(
+        "3 scaling",
+        "MSE * 4^b between 1 and sqrt(3) pi / 2",
+        f"b={bits}, beta book, sparse vectors, haar",
+        _beta_haar(options, "sparse", bits) * 4.0**bits,
         lower=1.0,
         upper=UPPER,
         detail={"bits": bits, "lloyd_max": lloyd_max("beta", bits, options.dim) * 4.0**bits},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,7 +13,6 @@ from tightkv.math.rotation import make_rotation
 from tightkv.tools.validate.distortion import UPPER, lloyd_max
 from tightkv.tools.validate.inputs import many_rotations, unit_vectors
 from tightkv.tools.validate.report import Claim, Options, Progress
-from tightkv.tools.validate.stats import mean_and_half_width
 
 SECTION = "2 inner products"
 BITS = (2, 3, 4)
@@ -64,42 +64,23 @@ def _prod_rows(options: Options, bits: int) -> list[Claim]:
     widest = lloyd_max("fp8", bits, options.dim) / 5
     rows = []
     for query, errors in (("y = x", own), ("independent y", other)):
-        mean, half_width = mean_and_half_width(errors.mean(-1))
-        limit = min(half_width, widest)
-        rows.append(
-            Claim(
-                section=SECTION,
-                claim="prod unbiased: mean of <y, x^> - <y, x>",
-                setting=f"b={bits}, {query}",
-                measured=mean,
-                half_width=half_width,
-                lower=-limit,
-                upper=limit,
-            )
-        )
-    variance, half_width = mean_and_half_width(other.square().mean(-1))
-    rows.append(
-        Claim(
-            section=SECTION,
-            claim="prod variance below sqrt(3) pi^2 / d * 4^-b",
-            setting=f"b={bits}, independent y",
-            measured=variance,
-            half_width=half_width,
-            upper=2 * math.pi * UPPER / options.dim * 4.0**-bits,
-        )
-    )
-    rows.append(
-        Claim(
-            section=SECTION,
-            claim="prod variance within 5% of (pi/2 |r|^2 - <y, r>^2) / d",
-            setting=f"b={bits}, independent y",
-            measured=variance,
-            half_width=half_width,
-            lower=0.95 * want,
-            upper=1.05 * want,
-        )
-    )
-    return rows
+        claim = "prod unbiased: mean of <y, x^> - <y, x>"
+        rows.append(_unbiased(claim, f"b={bits}, {query}", errors.mean(-1), widest))
+    setting, squared = f"b={bits}, independent y", other.square().mean(-1)
+    claim = "prod variance below sqrt(3) pi^2 / d * 4^-b"
+    upper = 2 * math.pi * UPPER / options.dim * 4.0**-bits
+    rows.append(Claim.of(SECTION, claim, setting, squared, upper=upper))
+    claim = "prod variance within 5% of (pi/2 |r|^2 - <y, r>^2) / d"
+    bounds = {"lower": 0.95 * want, "upper": 1.05 * want}
+    return [*rows, Claim.of(SECTION, claim, setting, squared, **bounds)]
+
+
+def _unbiased(claim: str, setting: str, errors: Tensor, widest: float) -> Claim:
+    """Zero is in the interval of the mean, which may be no wider than so much to each side."""
+    row = Claim.of(SECTION, claim, setting, errors)
+    assert row.half_width is not None
+    limit = min(row.half_width, widest)
+    return replace(row, lower=-limit, upper=limit)
 
 
 def _over_rotations(options: Options, bits: int, mode: str) -> tuple[Quantizer, Tensor]:
@@ -113,14 +94,12 @@ def _over_rotations(options: Options, bits: int, mode: str) -> tuple[Quantizer, 
 def _norm_bias_row(options: Options, bits: int) -> Claim:
     quantizer, x = _over_rotations(options, bits, "norm")
     errors = quantizer.inner_product(x, quantizer.encode(x)) - 1
-    mean, half_width = mean_and_half_width(errors.mean(-1))
     want = -lloyd_max("beta", bits, options.dim)
-    return Claim(
-        section=SECTION,
-        claim="mse, norm scale: biased low by D(b), within 10%",
-        setting=f"b={bits}, y = x",
-        measured=mean,
-        half_width=half_width,
+    return Claim.of(
+        SECTION,
+        "mse, norm scale: biased low by D(b), within 10%",
+        f"b={bits}, y = x",
+        errors.mean(-1),
         lower=1.1 * want,
         upper=0.9 * want,
     )
@@ -131,23 +110,13 @@ def _unbiased_row(options: Options, bits: int, aligned: bool) -> Claim:
     quantizer, x = _over_rotations(options, bits, "unbiased")
     fields = quantizer.encode(x)
     if aligned:
-        errors = quantizer.inner_product(x, fields) - 1
-        measured, limit, half_width = float(errors.abs().max()), 5e-4, None
+        worst = float((quantizer.inner_product(x, fields) - 1).abs().max())
         claim = "mse, unbiased scale: largest |<x, x^> - 1|"
-    else:
-        side = _vectors(options, 64)[1]
-        side = side - (side * x[0]).sum(-1, keepdim=True) * x[0]
-        y = 0.5 * x[0] + math.sqrt(0.75) * side / side.norm(dim=-1, keepdim=True)
-        errors = quantizer.inner_product(y.expand_as(x), fields) - 0.5
-        measured, half_width = mean_and_half_width(errors.mean(-1))
-        limit = min(half_width, lloyd_max("beta", bits, options.dim) / 10)
-        claim = "mse, unbiased scale: mean of <y, x^> - <y, x>"
-    return Claim(
-        section=SECTION,
-        claim=claim,
-        setting=f"b={bits}, {'y = x' if aligned else 'y at 60 degrees to x'}",
-        measured=measured,
-        half_width=half_width,
-        lower=-limit,
-        upper=limit,
-    )
+        return Claim(SECTION, claim, f"b={bits}, y = x", worst, lower=-5e-4, upper=5e-4)
+    side = _vectors(options, 64)[1]
+    side = side - (side * x[0]).sum(-1, keepdim=True) * x[0]
+    y = 0.5 * x[0] + math.sqrt(0.75) * side / side.norm(dim=-1, keepdim=True)
+    errors = quantizer.inner_product(y.expand_as(x), fields) - 0.5
+    setting = f"b={bits}, y at 60 degrees to x"
+    claim = "mse, unbiased scale: mean of <y, x^> - <y, x>"
+    return _unbiased(claim, setting, errors.mean(-1), lloyd_max("beta", bits, options.dim) / 10)

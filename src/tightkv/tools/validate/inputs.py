@@ -38,7 +38,7 @@ def unit_vectors(kind: str, seed: int, count: int, dim: int) -> Tensor:
     if kind == "gaussian":
         x = noise
     elif kind == "uneven":
-        x = (noise + 0.6) * torch.linspace(-0.4, 0.4, dim, device="cpu").exp()
+        x = (noise + 0.6) * torch.linspace(-0.4, 0.4, dim, dtype=torch.float32, device="cpu").exp()
     elif kind == "one-hot":
         x = _one_hot(integers(seed, 1, count, dim), dim)
     elif kind == "sparse":

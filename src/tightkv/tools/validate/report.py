@@ -8,6 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 from zlib import crc32
 
+from torch import Tensor
+
+from tightkv.tools.validate.stats import mean_and_half_width
+
 # Bumped whenever a field of the JSON output changes its name or meaning.
 SCHEMA_VERSION = 1
 
@@ -36,9 +40,15 @@ class Options:
         return self.seed * 2**32 + crc32(name.encode())
 
 
-def _finite(number: float | None) -> float | None:
-    """JSON has no NaN or infinity: they become null."""
-    return number if number is not None and math.isfinite(number) else None
+def _plain(row: Claim | AuditRow) -> dict[str, Any]:
+    """The fields; JSON has no NaN or infinity: they become null."""
+
+    def finite(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: finite(number) for name, number in value.items()}
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return {name: finite(value) for name, value in vars(row).items()}
 
 
 @dataclass(frozen=True)
@@ -54,6 +64,12 @@ class Claim:
     half_width: float | None = None  # of the confidence interval around `measured`
     detail: dict[str, float] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, section: str, claim: str, setting: str, samples: Tensor, **others: Any) -> Claim:
+        """Of the mean of independent samples, with its interval."""
+        mean, half_width = mean_and_half_width(samples)
+        return cls(section, claim, setting, mean, half_width=half_width, **others)
+
     @property
     def passed(self) -> bool:
         """Inside the bounds, both ends included; NaN never passes."""
@@ -62,21 +78,11 @@ class Claim:
         return low <= self.measured <= high
 
     def to_dict(self) -> dict[str, Any]:
-        width = self.half_width
-        interval = None
-        if width is not None and math.isfinite(self.measured + width):
-            interval = [self.measured - width, self.measured + width]
-        return {
-            "section": self.section,
-            "claim": self.claim,
-            "setting": self.setting,
-            "measured": _finite(self.measured),
-            "interval": interval,
-            "lower": _finite(self.lower),
-            "upper": _finite(self.upper),
-            "passed": self.passed,
-            "detail": {name: _finite(number) for name, number in self.detail.items()},
-        }
+        fields = _plain(self)
+        width, measured = fields.pop("half_width"), fields["measured"]
+        known = width is not None and measured is not None
+        interval = [measured - width, measured + width] if known else None
+        return {**fields, "interval": interval, "passed": self.passed}
 
 
 @dataclass(frozen=True)
@@ -91,14 +97,7 @@ class AuditRow:
     detail: dict[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "what": self.what,
-            "setting": self.setting,
-            "measured": _finite(self.measured),
-            "unit": self.unit,
-            "reading": self.reading,
-            "detail": {name: _finite(number) for name, number in self.detail.items()},
-        }
+        return _plain(self)
 
 
 @dataclass(frozen=True)
@@ -117,9 +116,7 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         return {
             "schema": SCHEMA_VERSION,
-            "seed": self.options.seed,
-            "dim": self.options.dim,
-            "quick": self.options.quick,
+            **vars(self.options),
             "passed": self.passed,
             "failed_claims": sum(not claim.passed for claim in self.claims),
             "seconds": self.seconds,

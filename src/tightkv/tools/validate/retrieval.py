@@ -7,6 +7,7 @@ recall and rank correlation must be what exact scores plus that noise give.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -73,15 +74,8 @@ def _preset_rows(
     for measure, got in found.items():
         want = predicted[measure]
         half_width = Z * math.sqrt(float(got.var() + want.var()) / got.numel())
-        rows.append(
-            Claim(
-                section="5 retrieval",
-                claim=f"{measure} as the predicted noise allows",
-                setting=f"{name}, {keys} keys, {got.numel()} queries",
-                measured=float(got.mean()),
-                half_width=half_width,
-                lower=float(want.mean()) - half_width,
-                detail={"predicted": float(want.mean())},
-            )
-        )
+        setting, mean = f"{name}, {keys} keys, {got.numel()} queries", float(want.mean())
+        claim, bounds = f"{measure} as the predicted noise allows", (mean - half_width, None)
+        row = Claim("5 retrieval", claim, setting, float(got.mean()), *bounds, half_width)
+        rows.append(replace(row, detail={"predicted": mean}))
     return rows

@@ -1,4 +1,4 @@
-"""What a saved cache says of itself: a JSON header, as checked and typed values.
+"""Header: what a saved cache says of itself in JSON, as checked and typed values.
 
 A checksum is no protection from the author of a file, so nothing here is taken on trust:
 every value has its type and range, and together they are what TightCache.save could write.
@@ -137,7 +137,7 @@ def _layers(
         if cfg != quant.for_layer(number, num_full, i):
             raise ValueError(f"{tight['quant'].where} is not what the cache's config gives it")
         layout = dtype = None
-        if rows:  # then each compressed layer has the tokens that the rows have
+        if rows:  # each compressed layer has the tokens of the rows
             layout, dtype = _layout(tight["layout"], cfg)
         elif tight["layout"].value is not None:
             raise tight["layout"].wrong("null, for there are no rows")

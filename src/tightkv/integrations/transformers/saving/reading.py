@@ -1,4 +1,4 @@
-"""A saved cache, read once and checked before any of it is used."""
+"""SavedCache: a file, read once and checked before any of it is used."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tightkv.files.tensor_file import checksum, read_file
-from tightkv.integrations.transformers.layer import SharedSteps, TightHybridLayer, TightLayer
+from tightkv.integrations.transformers.layer import TightHybridLayer, TightLayer
 from tightkv.integrations.transformers.saving.header import Header, SavedLayer, parse_header
 from tightkv.integrations.transformers.saving.states import PLAIN_KINDS, StateReader
+from tightkv.integrations.transformers.steps import SharedSteps
 from tightkv.integrations.transformers.weights_mark import weights_mark
 from tightkv.math.centers import Centers
 from tightkv.math.key_scale import KeyScale
@@ -22,8 +23,8 @@ from tightkv.paged.sequences import SequenceTable
 from tightkv.pages.layout import PageLayout
 
 KV_TENSORS = ("pages", "ring_key", "ring_value", "sink_key", "sink_value")
-CENTER_TENSORS = ("center_key", "center_value")  # of a layer whose tokens are relative to these
-SCALE_TENSOR = "key_scale"  # of one whose keys are divided by it
+CENTER_TENSORS = ("center_key", "center_value")  # which the layer's tokens are relative to
+SCALE_TENSOR = "key_scale"  # by which the layer's keys are divided
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class SavedCache:
         return layers
 
     def _tensors_by_layer(self) -> list[dict[str, Tensor]]:
-        """Without the "layers.0." that their names begin with."""
+        """The tensors of each layer, without the "layers.0." that their names begin with."""
         own: list[dict[str, Tensor]] = [{} for _ in self.header.layers]
         places = {str(i): tensors for i, tensors in enumerate(own)}
         for name, tensor in self.tensors.items():
@@ -157,7 +158,7 @@ def read_cache(path: str | os.PathLike[str]) -> SavedCache:
     text = metadata.get("tightkv")
     if text is None:
         raise ValueError(f"{path} is a safetensors file, but not one that TightCache.save wrote")
-    weights = metadata.get("weights", "")  # of a model that was known
+    weights = metadata.get("weights", "")  # the mark of the model's, if it was known
     if metadata.get("checksum") != checksum(text + weights, tensors):
         raise ValueError(f"{path} is damaged: its checksum does not match its content")
     try:
@@ -174,8 +175,10 @@ def _load_pages(
         if tensors:
             raise ValueError(f"tensor {next(iter(tensors))!r} of a layer, but there are no rows")
         return
-    layer.use_centers(_centers(saved.layout, tensors))
-    layer.use_scale(_scale(saved.layout, tensors))
+    centers = _per_head(saved.layout, tensors, "centers", CENTER_TENSORS)
+    scale = _per_head(saved.layout, tensors, "the key scale", (SCALE_TENSOR,))
+    layer.use_centers(Centers(*centers) if centers else None)
+    layer.use_scale(KeyScale(*scale) if scale else None)
     kv = layer.use(saved.layout.num_kv_heads, saved.layout.head_dim, saved.dtype, device)
     if layer.shared.buffers is not None:  # pages of one layer at a time are on the device
         kv.offload(layer.shared.buffers)
@@ -192,32 +195,25 @@ def _load_pages(
         setattr(kv, name, found.to(device) if name == "pages" else kv.exact(found.to(device)))
 
 
-def _centers(layout: PageLayout, tensors: dict[str, Tensor]) -> Centers | None:
-    found = [tensors[name] for name in CENTER_TENSORS if name in tensors]
-    if not found:
-        return None
-    wanted = (layout.num_kv_heads, layout.head_dim)
-    if len(found) != 2 or any(x.dtype != torch.bfloat16 or x.shape != wanted for x in found):
-        told = [(x.dtype, tuple(x.shape)) for x in found]
-        raise ValueError(f"centers of a layer are {told}; its config gives two bfloat16 {wanted}")
-    return Centers(*found)
-
-
-def _scale(layout: PageLayout, tensors: dict[str, Tensor]) -> KeyScale | None:
-    found = tensors.get(SCALE_TENSOR)
-    if found is None:
-        return None
-    wanted = (layout.num_kv_heads, layout.head_dim)
-    if found.dtype != torch.bfloat16 or found.shape != wanted:
-        told = (found.dtype, tuple(found.shape))
-        raise ValueError(f"the key scale of a layer is {told}; its config gives bfloat16 {wanted}")
-    return KeyScale(found)
+def _per_head(
+    layout: PageLayout, tensors: dict[str, Tensor], what: str, names: tuple[str, ...]
+) -> list[Tensor]:
+    """The tensors of these names, [KV heads, head_dim] each: all of them, or none."""
+    found = [tensors[name] for name in names if name in tensors]
+    wanted = (torch.bfloat16, (layout.num_kv_heads, layout.head_dim))
+    told = [(x.dtype, tuple(x.shape)) for x in found]
+    if found and told != [wanted] * len(names):
+        raise ValueError(
+            f"{what} of a layer is {told}; its config gives bfloat16 {wanted[1]} for each of "
+            f"{', '.join(names)}"
+        )
+    return found
 
 
 def _shapes(
     layout: PageLayout, table: SequenceTable, tensors: dict[str, Tensor]
 ) -> dict[str, tuple[int, ...]]:
-    """Of a layer's tensors. Rings may be longer than the tokens that the rows have in them."""
+    """The shapes of a layer's tensors. Rings may be longer than the rows need."""
     rows, heads, dim = len(table), layout.num_kv_heads, layout.head_dim
     least = max([1, *(row.length - row.ring_valid_from for row in table.rows)])
     ring = tensors.get("ring_key")
@@ -235,10 +231,8 @@ def _model_shapes(model: PreTrainedModel | PreTrainedConfig) -> list[tuple[int, 
     config = model.config if isinstance(model, PreTrainedModel) else model
     config = config.get_text_config(decoder=True)
     shapes = []
-    for layer in getattr(config, "per_layer_config", None) or [config]:
+    for layer in config.per_layer_config:
         heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
         dim = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
-        # Before per_layer_config, Gemma 4 told the shape of its full-attention layers so.
-        own = getattr(layer, "num_global_key_value_heads", None) or heads
-        shapes += [(heads, dim), (own, getattr(layer, "global_head_dim", None) or dim)]
+        shapes.append((heads, dim))
     return shapes

@@ -59,7 +59,7 @@ def _entries(layer: Any, prefix: str, tensors: dict[str, Tensor]) -> Iterator[tu
 
 
 def _not_state(layer: Any) -> set[str]:
-    """Attributes of the compressed half of a hybrid layer."""
+    """Attributes of a layer that are no state: those of a hybrid layer's compressed half."""
     if not isinstance(layer, TightLayer):
         return set()
     return set(vars(TightLayer(layer.shared, layer.cfg))) - _LATER
@@ -74,7 +74,7 @@ class StateReader:
 
     def __init__(self, state: Field, tensors: dict[str, Tensor], rows: int, length: int) -> None:
         self.where, self.fields = state.where, state.record_of_any()
-        self.tensors = dict(tensors)  # what was not yet asked for
+        self.tensors = dict(tensors)  # those that were not asked for yet
         self.rows, self.length = rows, length
 
     def options(self, kind: type) -> dict[str, int]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from tightkv.config import FORMAT_VERSION, KVQuantConfig
 from tightkv.files.atomic import whole_file
 from tightkv.files.tensor_file import checksum
-from tightkv.integrations.transformers.layer import SharedSteps, TightLayer
+from tightkv.integrations.transformers.layer import TightLayer
 from tightkv.integrations.transformers.saving.header import ROW_FIELDS, parse_header
 from tightkv.integrations.transformers.saving.reading import (
     CENTER_TENSORS,
@@ -22,6 +22,7 @@ from tightkv.integrations.transformers.saving.reading import (
     SavedCache,
 )
 from tightkv.integrations.transformers.saving.states import write_state
+from tightkv.integrations.transformers.steps import SharedSteps
 from tightkv.paged.sequences import SequenceTable
 
 
@@ -66,7 +67,7 @@ def save_cache(
 
 
 def _check(quant: KVQuantConfig, text: str, tensors: dict[str, Tensor]) -> None:
-    """Nothing is written that could not be read."""
+    """Raise if what would be written could not be read."""
     try:
         saved = SavedCache("it", parse_header(text), tensors)
         saved.make_layers(SharedSteps(quant), "auto", torch.device("cpu"), [])

@@ -31,7 +31,7 @@ _KNOWN_MODULES = ("vllm", "lmcache")
 
 
 def check_connectors(transfer: Any) -> None:
-    """`transfer` is an engine's kv_transfer_config."""
+    """Refuse connectors that cannot move pages; `transfer` is an engine's kv_transfer_config."""
     if transfer is None:
         return
     given = {

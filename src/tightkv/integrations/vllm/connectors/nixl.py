@@ -81,7 +81,7 @@ class TightNixlConnector(NixlPullConnector):  # type: ignore[misc]
 
 
 def check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Raise at start what would be read wrongly."""
+    """Refuse engines whose pages would be read wrongly."""
     transfer = vllm_config.kv_transfer_config
     if engine_options(vllm_config.additional_config) is None:
         raise ValueError(

@@ -18,7 +18,7 @@ _make_hasher = core.get_request_block_hasher
 def separate_block_hashes(fingerprint: str | None) -> None:
     """Give the engine that is being built in this process hashes of its format; None: vLLM's own.
 
-    Its own, not the process's: another engine here may have another format.
+    Another engine of the process may have another format, so the hashes are the engine's own.
     """
     if fingerprint is None:
         core.get_request_block_hasher = _make_hasher

@@ -25,14 +25,14 @@ _STORE = "_tightkv_store_step"  # of a SchedulerOutput
 
 @dataclass
 class StoreStep:
-    """What the workers have to know of a step beside vLLM's own."""
+    """What a scheduler tells the workers about a step, beside vLLM's own output."""
 
     loaded: list[int] = field(default_factory=list)
     """Blocks that the connector fills."""
     loaded_firsts: dict[int, int] = field(default_factory=dict)
-    """Those of them that are sequences' first -> name of their content."""
+    """The first block of each sequence among these -> name of its content."""
     begun_firsts: dict[int, int] = field(default_factory=dict)
-    """First blocks of sequences that begin with this step -> name of their content."""
+    """The first block of each sequence that begins with this step -> name of its content."""
     forget: bool = False
     """vLLM's cache was reset, as after a change of weights: names mean other contents now."""
 
@@ -63,7 +63,7 @@ def follow_loads(scheduler: Any, found: CacheFormat) -> None:
         for new in output.scheduled_new_reqs:
             request = scheduler.requests[new.req_id]
             if len(request.block_hashes) >= hashed:
-                # Block 0 is nobody's: it stands for those that have left a sliding window.
+                # Block 0 stands for blocks that have left a sliding window.
                 firsts = (ids[0] for ids in new.block_ids if ids and ids[0])
                 name = content_name(request.block_hashes[hashed - 1])
                 coming.begun_firsts |= dict.fromkeys(firsts, name)

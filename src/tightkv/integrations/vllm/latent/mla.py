@@ -7,8 +7,7 @@ exactly, and to the tokens before them through `_compute_prefill_context`.
 
 from __future__ import annotations
 
-import logging
-import time
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -26,11 +25,9 @@ from vllm.model_executor.layers.attention.mla_attention import (
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from tightkv.integrations.vllm.step.page_blocks import PageBlocks
+from tightkv.integrations.vllm.step.warm_up import once
 from tightkv.kernels.backend import LatentBackend
 from tightkv.pages.latent import LatentCodec, LatentLayout
-
-logger = logging.getLogger("vllm.tightkv")
-_WARM: set[tuple[LatentLayout, int, torch.device]] = set()
 
 
 class TightLatentAttention(MLACommonImpl):  # type: ignore[misc]
@@ -155,9 +152,11 @@ class TightLatentBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):  # type: 
 def warm_up_once(impl: TightLatentAttention, device: torch.device) -> None:
     """Compile what the layers launch, so that no request waits for it."""
     alike = impl.layout, impl.num_heads, device
-    if alike in _WARM:
-        return
-    started, layout, codec = time.perf_counter(), impl.layout, impl.codec
+    once(alike, device, "kernels of latent attention", partial(_warm_up, impl, device))
+
+
+def _warm_up(impl: TightLatentAttention, device: torch.device) -> None:
+    layout, codec = impl.layout, impl.codec
     pages = torch.zeros(1, layout.page_bytes, dtype=torch.uint8, device=device)
     for count in (1, 4096):  # one token per program, and several
         x = torch.zeros(count, layout.rank + layout.rope_dim, dtype=layout.dtype, device=device)
@@ -168,15 +167,10 @@ def warm_up_once(impl: TightLatentAttention, device: torch.device) -> None:
     q = x.new_zeros(1, impl.num_heads, layout.rank + layout.rope_dim)
     latent, rope = q[..., : layout.rank].contiguous(), q[..., layout.rank :]
     impl.kernels.decode(codec, latent, rope, pages, zero, zero[0] + 1, impl.scale)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    _WARM.add(alike)
-    seconds = time.perf_counter() - started
-    logger.info("tightkv: kernels of latent attention ready in %.1f s", seconds)
 
 
 class TightLatentBackend(PageBlocks, MLACommonBackend):  # type: ignore[misc]
-    """Of latent attention."""
+    """The backend of latent attention."""
 
     @staticmethod
     def get_impl_cls() -> type[TightLatentAttention]:

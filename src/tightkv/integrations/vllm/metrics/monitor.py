@@ -29,7 +29,7 @@ class EngineMonitor:
     """Metrics of one engine, and one warning when sequences are less exact than configured."""
 
     def __init__(self, found: CacheFormat, blocks: int, labels: list[str]) -> None:
-        """`blocks` in all; `labels`: the model's name, the engine."""
+        """`blocks`: how many the cache has; `labels`: the model's name and the engine."""
         self.found, self.blocks = found, blocks
         self.file: StatsFile | None = None
         self.registry = CollectorRegistry()
@@ -83,9 +83,10 @@ class EngineMonitor:
         return Counter(f"tightkv:{name}", text, _LABELS, registry=self.registry)
 
     def update(self, running: int, usage: float, hits: int, stateless: int = 0) -> None:
-        """After a step: sequences that run, used share of the blocks, new ones with a prefix.
+        """Update the metrics after a step.
 
-        `stateless`: those of them whose prefix ends within their exact window.
+        `running` sequences use a share `usage` of the blocks. `hits` new ones have a cached prefix,
+        which for `stateless` of them ends within their exact window.
         """
         rows = self.found.rows
         without = max(0, running - rows)
@@ -107,7 +108,7 @@ class EngineMonitor:
             self.file.write(generate_latest(self.registry))
 
     def _due(self, running: int) -> bool:
-        """At most once a second, and when the engine becomes idle."""
+        """Whether to write the file: once a second, and when the engine becomes idle."""
         now = time.monotonic()
         if running and now - self._written < _SECONDS:
             return False
@@ -118,7 +119,7 @@ class EngineMonitor:
 def watch_scheduler(scheduler: Any, vllm_config: Any, found: CacheFormat) -> None:
     """Update the metrics after every step of a vLLM Scheduler.
 
-    One that has other attributes costs a warning and the metrics, and no request.
+    A Scheduler with other attributes costs a warning and the metrics, and no request.
     """
     original = scheduler.update_from_output
 

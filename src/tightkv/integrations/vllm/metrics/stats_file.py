@@ -28,7 +28,7 @@ class StatsFile:
 
     @classmethod
     def of_engine(cls, instance_id: str, index: int) -> StatsFile | None:
-        """None, and one warning, where no folder can be had that is the user's alone."""
+        """An engine's file; None, with one warning, if no folder belongs to the user alone."""
         try:
             folder = Path(tempfile.gettempdir()) / f"tightkv-{os.getuid()}"
             folder.mkdir(mode=0o700, exist_ok=True)
@@ -42,7 +42,7 @@ class StatsFile:
         return cls(folder / f"{instance_id}-{index}.prom")
 
     def write(self, text: bytes) -> None:
-        """Whole or not at all; a full disk costs metrics and no request."""
+        """Write the file whole or not at all; a full disk costs metrics and no request."""
         beside = self.path.with_suffix(f".{os.getpid()}")
         try:
             beside.write_bytes(text)

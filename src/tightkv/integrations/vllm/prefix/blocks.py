@@ -29,11 +29,11 @@ def other_specs(
 def pages_per_block(
     layouts: Mapping[str, PageLayout], others: Sequence[Any], vllm_config: Any, mixed: bool
 ) -> int:
-    """Pages per block, so that it is no smaller than the block of a layer that is not compressed.
+    """Pages per block: enough for the smallest block of any layer that is not compressed.
 
-    vLLM's blocks are of one size. Sliding-window layers take the shortest that their attention
-    can have, states of linear attention what they have; the rest of a block is padding.
-    `mixed`: those of `layouts` have full attention and sliding windows.
+    vLLM's blocks are of one size. The smallest block of a sliding-window layer is the shortest that
+    its attention can have, that of linear attention its states; the rest is padding. `mixed`:
+    layers of `layouts` have full attention and sliding windows.
     """
     needed, kinds = 0, set()
     for layer, spec in others:
@@ -65,7 +65,7 @@ def pages_per_block(
 
 
 def checkpoint_alignment(layers: Iterable[Any]) -> int:
-    """Tokens of which blocks of states must be a multiple (from vLLM 0.33 on)."""
+    """The number of tokens whose multiples blocks of states have (from vLLM 0.33 on)."""
     asked = (getattr(layer, "get_prefill_checkpoint_alignment", None) for layer in layers)
     return math.lcm(*(ask() or 1 for ask in asked if ask is not None))
 
@@ -75,8 +75,8 @@ def align_state_blocks(
 ) -> int:
     """Pages per block, with blocks of states as long as ours: prefixes end where both do.
 
-    With other boundaries vLLM's hits could end inside a page, which nobody could continue, or
-    states would not be kept where it looks for them (`alignment`).
+    With other boundaries vLLM's hits could end inside a page, where no sequence can go on, or
+    states would not be kept where vLLM looks for them (`alignment`).
     """
     cache = vllm_config.cache_config
     cache.mamba_page_size_padded = None  # to our blocks, by vLLM itself

@@ -1,4 +1,4 @@
-"""CacheFormat: what a scheduler has to know of the pages that the workers of its engine hold."""
+"""CacheFormat: what a scheduler knows of the pages that its engine's workers hold."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from tightkv.pages.latent import LatentLayout
 
 @dataclass(frozen=True)
 class CacheFormat:
-    """Of one worker, or of all of them (`joined`)."""
+    """The format of one worker's cache, or of all workers' (`joined`)."""
 
     fingerprint: str
-    """Of what the bytes of every compressed layer mean."""
+    """A digest of what the bytes of every compressed layer mean."""
     name: str
     page_size: int
     exact_pages: int
@@ -31,10 +31,10 @@ class CacheFormat:
     """Sequences that can have an exact ring at a time."""
     bytes_per_token: float
     plain_bytes_per_token: int
-    """Of a 16-bit cache."""
+    """Bytes per token of a 16-bit cache."""
     kernels: tuple[str, ...]
     block_bytes: float = 0
-    """Of one of vLLM's blocks, which is used by a part of the layers where they differ in kind."""
+    """Bytes of one of vLLM's blocks, which belongs to layers of one kind."""
 
     @property
     def ratio(self) -> float:
@@ -46,7 +46,7 @@ class CacheFormat:
 
 
 def worker_format(worker: Any) -> CacheFormat | None:
-    """Runs in each worker, when its cache is allocated."""
+    """The format of a worker, which runs this when its cache is allocated."""
     found = format_of(worker.vllm_config)
     return None if found is None else replace(found, block_bytes=_block_bytes(worker))
 
@@ -67,7 +67,7 @@ def _block_bytes(worker: Any) -> float:
 
 
 def format_of(vllm_config: Any) -> CacheFormat | None:
-    """Of this process' layers, when they are installed; None where none is compressed."""
+    """The format of this process' installed layers; None if none is compressed."""
     layers = get_layers_from_vllm_config(vllm_config, Attention)
     impls = {
         name: layer.impl
@@ -88,12 +88,12 @@ def format_of(vllm_config: Any) -> CacheFormat | None:
         rows=first.limits.rows,
         bytes_per_token=size.bytes_per_token,
         plain_bytes_per_token=size.bf16_bytes_per_token,
-        kernels=tuple(sorted({impl.step.kernel_name for impl in impls.values()})),
+        kernels=tuple(sorted({impl.kernels.NAME for impl in impls.values()})),
     )
 
 
 def _latent_format(vllm_config: Any) -> CacheFormat | None:
-    """Of a worker whose layers have latent attention (MLA)."""
+    """The format of a worker whose layers have latent attention (MLA)."""
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
     impls: dict[str, Any] = {name: getattr(layer, "impl", None) for name, layer in layers.items()}
     found = {

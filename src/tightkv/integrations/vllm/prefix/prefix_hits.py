@@ -1,4 +1,4 @@
-"""How much of a cached prefix a sequence takes over, so that its newest tokens are exact."""
+"""The part of a cached prefix that a sequence takes over, so that its newest tokens are exact."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class HitEnds:
             self.step = coordinator.hash_block_size
 
     def most(self, newest: int) -> int:
-        """Tokens before the exact window of token `newest`, or before it where there is none."""
+        """Tokens before the exact window of token `newest`, or without rings before that token."""
         return self.found.reusable_tokens(newest) if self.found.rows else newest
 
     def takes_longer(self, hit: int, longer: int, newest: int) -> bool:
@@ -51,7 +51,7 @@ class HitEnds:
         return True
 
     def search_load(self, newest: int, local: int) -> Generator[int, int, int]:
-        """Yields ends up to which to look, is sent those of hits, returns that of the load.
+        """Search the end of a load: yields the most tokens to look up, is sent the end of each hit.
 
         The last look-up is that of the load, because connectors remember what they found. vLLM's
         own cache has `local` tokens.
@@ -107,7 +107,7 @@ def keep_windows_exact(coordinator: Any, ends: HitEnds) -> None:
 
 
 def _keep_beginnings_of_windows(manager: Any, found: CacheFormat) -> None:
-    """From 0.29 on, sliding windows are cached at the ends of prompts alone: at our ends too."""
+    """Cache sliding windows at our ends too: from vLLM 0.29 on, it does so at ends of prompts."""
     keep = manager.cache_blocks
     known = signature(keep).parameters
     if "replay_boundaries" not in known:
@@ -136,7 +136,7 @@ class ShorterRequest(Request):  # type: ignore[misc]
 
 @contextmanager
 def shortened(request: Request, num_tokens: int) -> Iterator[None]:
-    """The request itself and not a copy, because connectors keep those that they were told of."""
+    """Shorten the request itself, not a copy, because connectors keep those that they have seen."""
     kind = type(request)
     setattr(request, _SEEN, num_tokens)
     request.__class__ = ShorterRequest
@@ -179,7 +179,7 @@ def bound_loads(scheduler: Any, ends: HitEnds) -> None:
 
 
 def _store_beginnings_of_windows(offloading: Any, found: CacheFormat) -> None:
-    """As `_keep_beginnings_of_windows`, in the store of an OffloadingConnector."""
+    """Do the same as `_keep_beginnings_of_windows` in the store of an OffloadingConnector."""
     reachable = offloading._reachable_store_block_mask
 
     def _reachable_store_block_mask(

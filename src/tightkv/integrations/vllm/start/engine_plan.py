@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vllm.platforms import current_platform
 
-from tightkv.integrations.vllm.layer_numbers import model_layers
+from tightkv.fit import Fit
 from tightkv.integrations.vllm.options import EngineOptions
+from tightkv.integrations.vllm.prefix.blocks import pages_per_block
+from tightkv.integrations.vllm.start.choose import Chosen
 from tightkv.integrations.vllm.start.engine_checks import rings_obstacle
 from tightkv.integrations.vllm.step.ring_table import SAVED_SINKS
 from tightkv.model_shape.cache_bytes import CacheBytes, LayerBytes
-from tightkv.pages.layout import MAX_TOKENS, PageLayout, page_layout
+from tightkv.pages.layout import MAX_TOKENS, PageLayout
 
 _ROWS_SHARE = 20  # the exact rings take at most a 20th of the device's memory
 
@@ -63,41 +65,23 @@ class EnginePlan:
         return f"tightkv {self.options.config.name}: {'; '.join(parts)}"
 
 
-def make_plan(
-    options: EngineOptions,
-    vllm_config: Any,
-    chosen: Mapping[str, Any],
-    place: tuple[int, int],
-    drafts: Collection[str] = (),
-) -> EnginePlan:
-    """Layouts of the layers that are compressed; `place` is that of the first of them.
-
-    Layers of `drafts` have bits of their own in no case.
-    """
-    dtype, numbers = vllm_config.model_config.dtype, model_layers(chosen, drafts)
-    (first, count), cfg = place, options.config
-    own = [name for name in chosen if name not in drafts]
-    configs = {
-        name: cfg.for_layer(first + index, count, numbers[name]) for index, name in enumerate(own)
-    }
-    plain = cfg.replace(protected_first=0, protected_last=0, layer_bits="").for_layer(0, 1)
-    layouts = {
-        name: page_layout(
-            configs.get(name, plain),
-            layer.num_kv_heads,
-            layer.head_size,
-            dtype,
-        )
-        for name, layer in chosen.items()
-    }
-    rows = exact_rows(options, vllm_config, layouts)
+def make_plan(options: EngineOptions, vllm_config: Any, chosen: Chosen, found: Fit) -> EnginePlan:
+    """Layouts of the layers that are compressed, with the bits of their fit."""
+    configs = {number: own.cfg for number, own in found.layers.items()}
+    layouts = chosen.layouts(configs)
     windows = {
         name: layer.sliding_window
-        for name, layer in chosen.items()
+        for name, layer in chosen.layers.items()
         if layer.sliding_window is not None
     }
-    own_drafts = frozenset(chosen.keys() & set(drafts))
-    return EnginePlan(options, layouts, rows, drafts=own_drafts, windows=windows)
+    return EnginePlan(
+        replace(options, config=found.cfg),
+        layouts,
+        exact_rows(options, vllm_config, layouts),
+        pages_per_block(layouts, chosen.others, vllm_config, chosen.mixed),
+        chosen.drafts,
+        windows,
+    )
 
 
 def exact_rows(options: EngineOptions, vllm_config: Any, layouts: dict[str, PageLayout]) -> int:

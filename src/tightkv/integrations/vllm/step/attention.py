@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
+from tightkv.fit import LayerFit
 from tightkv.integrations.vllm.compat import as_pages
 from tightkv.integrations.vllm.step.batch_split import SHORT_PROMPT, Limits
 from tightkv.integrations.vllm.step.flash_attention import prefer_flash_attention
 from tightkv.integrations.vllm.step.layer_step import LayerStep, Rings
 from tightkv.integrations.vllm.step.metadata import TightMetadata
 from tightkv.integrations.vllm.step.ring_table import GroupRings, sink_rows
-from tightkv.integrations.vllm.step.warm_up import warm_up_once
+from tightkv.integrations.vllm.step.warm_up import Kinds, warm_up_once
 from tightkv.kernels.backend import Backend
-from tightkv.math.centers import Centers
 from tightkv.math.key_scale import KeyScale
 from tightkv.pages.codec import Codec
 from tightkv.pages.layout import PageLayout
@@ -37,8 +37,8 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
     ) -> None:
         """`layer` is a vLLM Attention with its own implementation, whose numbers are taken.
 
-        `reads`: of the layer whose cache this one reads, having none of its own. `is_draft`: the
-        layer is one of a speculator's model.
+        `reads`: the attention whose cache this layer reads, if it has none of its own. `is_draft`:
+        the layer is one of a speculator's model.
         """
         old = layer.impl
         self.num_heads, self.num_kv_heads = layer.num_heads, layer.num_kv_heads
@@ -69,45 +69,45 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
         self.centers: tuple[Tensor, Tensor] | None = None
         self.key_scale: KeyScale | None = None
         self.group_rings: GroupRings | None = None
-        """Of all layers with the same metadata."""
+        """The rings of all layers with the same metadata."""
 
     @property
     def capturable(self) -> bool:
-        """Whether a CUDA graph can hold what is launched here: nothing waits for the device."""
+        """Whether a CUDA graph can hold the launches: the host does not wait for the device."""
         return self.kernels.TAKES.graphs and not self.layout.cfg.check_finite
 
     @property
     def short_prompt(self) -> int:
-        """Up to how many new tokens of a prompt these kernels take as if they were decoded."""
+        """The most new tokens of a prompt that these kernels decode."""
         return SHORT_PROMPT if self.kernels.TAKES.short_prompts else 0
 
-    def use_centers(self, centers: Centers) -> None:
-        """Hold keys and values relative to these; of a layer whose cache is empty."""
-        if self.softcap is not None or self.sink_logits is not None:
-            raise ValueError(
-                "tightkv: the calibration has key centers, and this layer a soft cap of scores or "
-                "sink logits, which they would change; leave the calibration out"
-            )
-        key, value = centers.on(self.layout.dtype, self.device)
-        self.centers = (key if self.key_scale is None else key / self._scale(key.dtype)), value
-
-    def use_scale(self, scale: KeyScale) -> None:
-        """Hold keys divided by this; of a layer whose cache is empty and has no centers yet."""
-        assert self.centers is None
-        for dtype in (self.layout.dtype, self.layout.raw_dtype):
-            scale.on(dtype, self.device)  # now, not while a CUDA graph is captured
+    def use_fit(self, own: LayerFit) -> None:
+        """Hold and code tokens as `own` says; of a layer whose cache is empty."""
+        scale, dtype = own.scale, self.layout.dtype
+        if scale is not None:
+            for each in (dtype, self.layout.raw_dtype):
+                scale.on(each, self.device)  # now, not while a CUDA graph is captured
         self.key_scale = scale
+        if own.centers is not None:
+            if self.softcap is not None or self.sink_logits is not None:
+                raise ValueError(
+                    "tightkv: the calibration has key centers, and this layer a soft cap of scores "
+                    "or sink logits, which they would change; leave the calibration out"
+                )
+            key, value = own.centers.on(dtype, self.device)
+            self.centers = (key if scale is None else key / scale.on(dtype, self.device)), value
+        if own.metric is not None:
+            self.feedback = self.step.codec.feedback_factors(own.metric, self.device)
 
     def _scale(self, dtype: torch.dtype) -> Tensor:
         assert self.key_scale is not None
         return self.key_scale.on(dtype, self.device)
 
     def exact_tensors(self) -> Rings:
-        """Ring and sink keys and values [rows + 1, n, Hkv, D]; the last row is a waste bin.
+        """Keys and values of rings and sinks [rows + 1, n, Hkv, D]; no sequence owns the last row.
 
-        More sinks follow: those that the RingTable saves.
-
-        Made in vLLM's first run of the model, the one that measures memory.
+        The sinks that the RingTable saves follow. All are allocated in vLLM's first run of the
+        model, which measures memory.
         """
         if self.reads is not None:
             return self.reads.exact_tensors()
@@ -170,7 +170,7 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
         return output
 
     def _copied_bytes(self, query: Tensor) -> int:
-        """Of scaled queries and keys, tokens relative to centers, and those kept for readers."""
+        """Bytes of scaled queries and keys, tokens relative to centers, and tokens for readers."""
         scaled = (self.reads or self).key_scale is not None
         pairs = (self.centers is not None) + (self.reads is None and self.has_readers)
         keys = 2 * pairs + (self.key_scale is not None)
@@ -183,10 +183,8 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
         return key - self.centers[0], value - self.centers[1]
 
     def _warm_up(self, rings: Rings) -> None:
-        """While vLLM starts; layers that are alike do it once."""
+        """Compile kernels while vLLM starts, once for layers that are alike."""
         limits, short = self.limits, self.short_prompt
-        most = max(limits.decoding, short)
         least_fresh = limits.most_as_decoding(limits.sequences, short) + 1
-        warm_up_once(
-            self.step, rings, self.num_heads, most, least_fresh, self.feedback, limits.sequences
-        )
+        kinds = Kinds(max(limits.decoding, short), least_fresh, limits.sequences)
+        warm_up_once(self.step, rings, self.num_heads, kinds, self.feedback)

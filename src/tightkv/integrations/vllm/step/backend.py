@@ -33,7 +33,7 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
 
     supports_draft_decode_metadata_update: bool = True
     added: int = 0
-    """Tokens that sequences may have beyond those the host counts."""
+    """Tokens that a sequence may have beyond those that the host counts."""
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
@@ -80,11 +80,9 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
         slots = common.slot_mapping[: common.num_actual_tokens]
         given = (common.seq_lens, common.query_start_loc, slots)
         pages = self._page_table(common.block_table_tensor)
-        table = self._ring_table()
-        has_prompts = any(part.max_query_len > table.taken_back + 1 for part in ranges)
-        inherited = None
-        if not has_prompts:
-            rows = table.decode_step(pages, *given, self.out)
+        table, inherited = self._ring_table(), None
+        if all(part.max_query_len <= table.taken_back + 1 for part in ranges):
+            rows = self._decode_step(table, pages, given)
         else:
             rows = table.step(pages, *given, self.out, copies=True)
             own = rows.ring_rows
@@ -100,13 +98,13 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
         return TightMetadata(tuple(parts), common.num_actual_tokens, inherited, built_from)
 
     def update_draft_decode_metadata(self, metadata: TightMetadata) -> None:
-        """The step that follows: a draft's next token, one per sequence.
+        """Metadata of the next step, in place: a draft's next token of each sequence.
 
-        vLLM has changed what `metadata` was built from. A CUDA graph can hold this.
+        vLLM has changed the tensors that `metadata` was built from. A CUDA graph can hold this.
         """
         block_table, lengths, starts, slots = metadata.built_from
         pages = self._page_table(block_table)
-        self._ring_table().decode_step(pages, lengths, starts, slots, self.out)
+        self._decode_step(self._ring_table(), pages, (lengths, starts, slots))
 
     @property
     def _limits(self) -> Limits:
@@ -118,7 +116,7 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
         return self._limits.most_as_decoding(sequences, short_prompt)
 
     def _workspace_tokens(self) -> int | None:
-        """What fits the workspace of each layer that has one; see `LayerStep`.
+        """The tokens that fit the workspace of each layer that has one; see `LayerStep`.
 
         Other layers of the group get the same parts, in which long prompts lie side by side: none
         where one's kernels hold all scores at once, as the reference does.
@@ -143,7 +141,7 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
         return pages
 
     def _ring_table(self) -> RingTable:
-        """The group's, made when vLLM has said how many blocks there are."""
+        """The group's table, made when vLLM has said how many blocks there are."""
         impl, layer, rings = self.impls[0], self.layers[0], self.group_rings
         pages = len(layer.kv_cache) * self.pages_per_block
         if rings.table is None or rings.table.pages != pages:
@@ -156,21 +154,29 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
                 pages_per_block=self.pages_per_block,
                 window=_window(self.impls),
             )
-            self._compile(rings.table)
+            # A step without sequences compiles the kernel, so that no request waits for it.
+            zeros = self.left_pad.new_zeros(2)
+            given = zeros[:1], zeros, zeros[:1].long()
+            self._decode_step(rings.table, zeros[:1, None], given)
         return rings.table
 
-    def _compile(self, table: RingTable) -> None:
-        """A step of nobody, so that no request waits for the compiler."""
-        zeros = self.left_pad.new_zeros(2)
-        table.decode_step(zeros[:1, None], zeros[:1], zeros, zeros[:1].long(), self.out)
+    def _decode_step(
+        self, table: RingTable, pages: Tensor, given: tuple[Tensor, Tensor, Tensor]
+    ) -> BatchRings:
+        """A step without prompts; one kernel on GPUs."""
+        if self.out.device.type == "cpu":
+            return table.step(pages, *given, self.out)
+        from tightkv.integrations.vllm.step import ring_kernel
+
+        return ring_kernel.decode_step(table, pages, *given, self.out)
 
 
 def _group_rings(impls: list[TightAttention], drafts_share: bool) -> GroupRings:
-    """Of the first builder that has these layers: all builders of a group step one table.
+    """The rings of a group of layers, which all its builders share.
 
-    A draft whose first pass is a step of its own needs a table of its own: to the model's, that
-    pass would be the same step again. Where it takes the metadata of the model's step, its later
-    passes go on from there, in the same table.
+    A draft whose first pass is a step of its own needs a table of its own: for the model's table,
+    that pass would be the same step again. A draft that takes the metadata of the model's step
+    goes on in the model's table.
     """
     known = impls[0].group_rings
     if known is None or (all(impl.is_draft for impl in impls) and not drafts_share):
@@ -181,18 +187,18 @@ def _group_rings(impls: list[TightAttention], drafts_share: bool) -> GroupRings:
 
 
 def _added(impls: list[TightAttention], vllm_config: Any) -> int:
-    """`added_by_draft` where the layers are a draft's, whose passes are steps of their own."""
+    """`added_by_draft` for the layers of a draft, whose passes are steps of their own."""
     return added_by_draft(vllm_config) if all(impl.is_draft for impl in impls) else 0
 
 
 def _window(impls: list[TightAttention]) -> int | None:
-    """Of a group whose blocks vLLM frees when they have left it; None where one layer needs all."""
+    """The window whose blocks vLLM keeps for a group; None if a layer needs all blocks."""
     windows = [impl.window for impl in impls if impl.window is not None]
     return min(windows) if len(windows) == len(impls) else None
 
 
 class TightBackend(PageBlocks, AttentionBackend):  # type: ignore[misc]
-    """Of attention with keys and values."""
+    """The backend of attention with keys and values."""
 
     accept_output_buffer: bool = True
     forward_includes_kv_cache_update: bool = True

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from tightkv.kernels.prefill import MIN_QUERIES
 from tightkv.kernels.ragged_plan import is_worth
 
-# New tokens of a prompt that goes with the decodes, whose queries are planned as many then. They
-# have to be in the ring: no more than RING_SLACK.
+# Most new tokens of a prompt that is decoded with the decodes, which are then planned for as many.
+# They must be in the ring: no more than RING_SLACK.
 SHORT_PROMPT = 16
 # New tokens from which a prompt is attended to by itself, piece by piece of its prefix. On an H200
 # the workspace was faster for 512 (2.7 to 28 times), 1,024 (3.1) and 2,048 (1.9); more was not
@@ -20,7 +20,7 @@ ALONE_FROM = 4096
 
 
 class Limits(NamedTuple):
-    """What the batches of an engine can be."""
+    """Limits of an engine's batches."""
 
     sequences: int
     rows: int
@@ -49,7 +49,7 @@ class PartRange(NamedTuple):
     context_len: int | None = None
     """Tokens before the new ones, of a long prompt alone in its part."""
     most_before: tuple[int, ...] | None = None
-    """Upper bounds of the same, of prompts that share a workspace."""
+    """Upper bounds of the tokens before the new ones, of prompts that share a workspace."""
 
 
 def split_batch(
@@ -59,13 +59,13 @@ def split_batch(
     workspace_tokens: int | None = None,
     exact: bool = True,
 ) -> list[PartRange]:
-    """Long prompts one by one; of the others between them, those in front that decode, the rest.
+    """Parts of a batch: each long prompt alone, and between them decodes and short prompts.
 
     A sequence decodes that has at most `most_decoding` new tokens. The new tokens of sequence b
     are query_start_loc[b] to query_start_loc[b + 1] of the batch, and the last of its lengths[b].
-    Lengths need to be right for long prompts only, elsewhere they are upper bounds; None where the
-    host has none. Without `exact` all are upper bounds, and parts have no `context_len`. With a
-    workspace, prompts that fit it share it where that is worth it.
+    Lengths need to be exact for long prompts only, else they are upper bounds; None if the host
+    has none. Without `exact` all are upper bounds, and parts have no `context_len`. With a
+    workspace, prompts that fit it share it if that is faster.
     """
     counts = [end - begin for begin, end in itertools.pairwise(query_start_loc)]
     batch = range(len(counts))
@@ -76,7 +76,7 @@ def split_batch(
     if workspace_tokens is None:
         return _long_apart(counts, known, batch, most_decoding)
     parts = []
-    decodes = _first_fresh(counts, batch, most_decoding)  # as long as they like
+    decodes = _first_fresh(counts, batch, most_decoding)  # these may have any length
     is_alone = [
         i >= decodes and ((exact and counts[i] >= ALONE_FROM) or lengths[i] > workspace_tokens)
         for i in batch
@@ -101,7 +101,7 @@ def split_batch(
 def _long_apart(
     counts: Sequence[int], before: Sequence[int | None], run: range, most_decoding: int
 ) -> list[PartRange]:
-    """Long prompts one by one, each with what came before it, where that is known."""
+    """Each long prompt alone, with the number of tokens before it if that is known."""
     parts = []
     for part in _runs(run, [counts[i] >= MIN_QUERIES for i in run]):
         i = part.start
@@ -113,7 +113,7 @@ def _long_apart(
 
 
 def _without_long(counts: Sequence[int], run: range, most_decoding: int) -> list[PartRange]:
-    """Those in front that decode, then the rest."""
+    """Two parts: the sequences in front that decode, and the others."""
     fresh = _first_fresh(counts, run, most_decoding)
     parts = []
     for begin, end, is_prefill in ((run.start, fresh, False), (fresh, run.stop, True)):
@@ -127,7 +127,7 @@ def _first_fresh(counts: Sequence[int], run: range, most_decoding: int) -> int:
 
 
 def _runs(run: range, is_alone: Sequence[bool]) -> Iterator[range]:
-    """Sequences that are alone, and neighbours that are not."""
+    """Runs of sequences: each one that is alone, and the neighbors between these."""
     begin = run.start
     for i, alone in zip(run, is_alone, strict=True):
         if alone:

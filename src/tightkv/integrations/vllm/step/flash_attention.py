@@ -20,7 +20,7 @@ _UNSPLIT_KEYS = 512  # that are not worth a split
 
 @cache
 def prefer_flash_attention() -> None:
-    """Use it from now on, where vLLM would."""
+    """Use FlashAttention 3 from now on, if vLLM would."""
     from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
     if get_flash_attn_version() == 3:
@@ -77,10 +77,10 @@ def varlen_flash_attention_3(
 def most_splits(
     group: RaggedGroup, queries: int, heads: int, kv_heads: int, processors: int
 ) -> int:
-    """Splits of the keys at most; FlashAttention takes as many of them as each prompt needs.
+    """The most splits of the keys; FlashAttention takes as many of them as each prompt needs.
 
-    Left to itself it allows as many as the longest prompt would need alone, and keeps an output of
-    all queries for each. With few KV heads that is more than `most_bytes` counts, SPLIT_ROWS.
+    By default it allows as many as the longest prompt would need alone, and keeps an output of all
+    queries for each. With few KV heads this is more than SPLIT_ROWS, which `most_bytes` counts.
     """
     rows = queries * heads
     blocks = kv_heads * -(-group.max_queries * (heads // kv_heads) // _BLOCK_ROWS)

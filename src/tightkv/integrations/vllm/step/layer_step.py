@@ -36,21 +36,17 @@ class LayerStep:
     """Tokens that a query sees, itself included; None: all."""
 
     @property
-    def kernel_name(self) -> str:
-        return self.kernels.NAME
-
-    @property
     def workspace_tokens(self) -> int | None:
-        """Tokens of prompts that can be attended to in one call; None where they cannot."""
+        """Tokens of prompts that one call of attention takes; None if prompts cannot share one."""
         layout, plain = self.codec.layout, self.window is None and self.softcap is None
         shares = plain and self.kernels.TAKES.ragged and fits_varlen(layout)
         return workspace_tokens(layout) if shares and varlen_attention() is not None else None
 
     def take_workspace(self, query: Tensor, copied: int = 0) -> None:
-        """Allocate for a moment what a step of these queries [N, Hq, D] takes at most.
+        """Allocate and free the memory that a step of queries [N, Hq, D] takes at most.
 
-        `copied`: bytes of what the layer makes of its inputs before. This is done in the run that
-        measures memory, of every engine: kernels are compiled once per process.
+        Every engine does so in the run that measures memory. `copied`: bytes of copies that the
+        layer makes of its inputs before.
         """
         if self.workspace_tokens is not None:
             size = most_bytes(self.codec.layout, *query.shape[:2])
@@ -136,7 +132,7 @@ class LayerStep:
             output.unflatten(1, (centers[1].shape[0], -1)).add_(centers[1][:, None])
 
     def _fused(self, centers: Centered, parts: Sequence[BatchPart]) -> Centered:
-        """What the kernels are given of the centers: prompts need differences in any case."""
+        """The centers, if the kernels take them: not for prompts, which need the differences."""
         fuses = self.kernels.TAKES.centers and not any(part.is_prefill for part in parts)
         return centers if fuses else None
 

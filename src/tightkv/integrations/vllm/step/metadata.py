@@ -15,7 +15,7 @@ from tightkv.kernels.ragged_plan import RaggedGroup, plan_groups
 
 @dataclass(frozen=True)
 class BatchPart:
-    """Neighbouring sequences of a batch that are treated alike."""
+    """Neighboring sequences of a batch that are treated alike."""
 
     tokens: slice  # of the batch
     query_start_loc: Tensor  # int32 [B + 1], where each sequence's tokens begin among these

@@ -11,7 +11,7 @@ from tightkv.config import PAGE_SIZES
 
 
 class PageBlocks:
-    """Our pages in vLLM's blocks. Layers are given such a backend; nobody selects it by name."""
+    """Our pages in vLLM's blocks. Layers are given such a backend; it is not selected by name."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
 

@@ -5,13 +5,12 @@ One program has all sequences of the batch. Its warps see each other's writes af
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from tightkv.integrations.vllm.step.ring_table import NEVER, STEP, BatchRings, RingTable
 from tightkv.pages.layout import RING_SLACK
 
 NOBODY = 1 << 30  # more than any batch
@@ -33,7 +32,7 @@ def _window(newest, PAGE: tl.constexpr, EXACT_PAGES: tl.constexpr):
 
 @triton.jit
 def _longest_unused(used_at, order, rank, wanting, rows, ROWS: tl.constexpr):
-    """Row number `rank` of those ordered by their last use."""
+    """The row at place `rank` in the order of last use, oldest first."""
     row = tl.arange(0, ROWS)
     mine = tl.load(used_at + row, mask=row < rows, other=0)
     place = tl.zeros([ROWS], tl.int32)
@@ -71,7 +70,7 @@ def _decode_step_kernel(
     WINDOW: tl.constexpr, SLACK: tl.constexpr, STEP: tl.constexpr, NEVER: tl.constexpr,
     NOBODY: tl.constexpr,
 ):  # fmt: skip
-    """See `RingTable.step`, whose names these are."""
+    """See `RingTable.step`; the names are the same."""
     here = tl.arange(0, BATCH)
     there = here < batch
     start = tl.load(query_start_loc + here, mask=there, other=0).to(tl.int64)
@@ -180,19 +179,14 @@ def _decode_step_kernel(
 
 
 def decode_step(
-    table: Any,
+    table: RingTable,
     block_table: Tensor,
     lengths: Tensor,
     query_start_loc: Tensor,
     slots: Tensor,
     out: Tensor,
-    numbers: tuple[int, int],
-) -> None:
-    """`RingTable.step` of `table` without copies, into `out`; at most `taken_back` + 1 tokens each.
-
-    `numbers` are STEP and NEVER of ring_table.py.
-    """
-    step, never = numbers
+) -> BatchRings:
+    """`RingTable.step` without copies; a sequence has at most `taken_back` + 1 new tokens."""
     if table.claims is None:
         device = lengths.device
         table.claims = torch.full((table.rows + 1,), NOBODY, dtype=torch.int32, device=device)
@@ -207,6 +201,7 @@ def decode_step(
         table.rows, BATCH=size, ROWS=triton.next_power_of_2(max(16, table.rows)),
         NEW=table.taken_back + 1, TAKEN_BACK=table.taken_back, PAGE=table.page_size,
         EXACT_PAGES=table.exact_pages, RING=table.ring, SINKS=table.sinks,
-        WINDOW=table.window or never, SLACK=RING_SLACK, STEP=step, NEVER=never,
+        WINDOW=table.window or NEVER, SLACK=RING_SLACK, STEP=STEP, NEVER=NEVER,
         NOBODY=NOBODY, num_warps=min(8, size // 32 or 1),
     )  # fmt: skip
+    return BatchRings(*out[:, : len(lengths)].unbind())

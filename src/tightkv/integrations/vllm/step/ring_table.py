@@ -44,12 +44,12 @@ class BatchRings(NamedTuple):
 
 
 def sink_rows(rows: int) -> int:
-    """Places for sinks: of each row, of the row that is nobody's, and saved ones."""
+    """The number of places for sinks: one per row, one for no row, and those of saved sinks."""
     return rows + 1 + SAVED_SINKS * rows
 
 
 class RingTable:
-    """Tags of a pool of `rows` rings; one more row takes the writes of sequences without one."""
+    """Tags of a pool of `rows` rings; a last row takes the writes of sequences without a ring."""
 
     def __init__(
         self,
@@ -94,23 +94,6 @@ class RingTable:
         self.claims: Tensor | None = None
         self.order: Tensor | None = None
 
-    def decode_step(
-        self,
-        block_table: Tensor,
-        lengths: Tensor,
-        query_start_loc: Tensor,
-        slots: Tensor,
-        out: Tensor,
-    ) -> BatchRings:
-        """`step` without copies, of at most `taken_back` + 1 tokens each; one kernel on GPUs."""
-        if out.device.type == "cpu":
-            return self.step(block_table, lengths, query_start_loc, slots, out)
-        from tightkv.integrations.vllm.step import ring_kernel
-
-        numbers = STEP, NEVER
-        ring_kernel.decode_step(self, block_table, lengths, query_start_loc, slots, out, numbers)
-        return BatchRings(*out[:, : len(lengths)].unbind())
-
     def step(
         self,
         block_table: Tensor,
@@ -122,14 +105,14 @@ class RingTable:
     ) -> BatchRings:
         """Give the sequences of a batch their rows and tag those with what this step writes.
 
-        `lengths` [B] count the new tokens, row b's being query_start_loc[b] to
-        query_start_loc[b + 1] of the batch,
-        written at `slots` [N] = block * page_size + offset; a negative slot is not written.
-        Block 0 is nobody's. (A block here is one page.) The answer is put into `out`
-        int32 [len(BatchRings._fields), at least B]: the same memory at every step. With `copies`
-        the layers copy sinks as `sink_sources` and `saved_at` say before anything else.
+        `lengths` [B] count the new tokens. Those of sequence b are query_start_loc[b] to
+        query_start_loc[b + 1] of the batch, written at `slots` [N] = block * page_size + offset,
+        or not written if that is negative. Block 0 has no owner. (A block here is one page.)
+        The answer is put into `out` int32 [len(BatchRings._fields), at least B]: the same memory
+        at every step. With `copies` the layers first copy sinks as `sink_sources` and `saved_at`
+        say. `ring_kernel` takes steps without copies on a GPU.
         """
-        size, batch = self.page_size, len(lengths)
+        batch = len(lengths)
         starts = query_start_loc.long()
         counts = starts.diff()
         here = torch.arange(batch, device=lengths.device)
@@ -143,46 +126,28 @@ class RingTable:
         without_row = rows == self.rows
 
         exact_before = torch.where(matched, self.ring_valid_from[own], before)
+        exact_after = torch.maximum(exact_before, lengths - self.ring)
         gone = before + self.taken_back >= (self.window or NEVER)  # vLLM may have freed the first
         begun = block_table[:, 0].long().masked_fill(~live | gone, 0)  # first blocks
-        keeps_name = gone & matched
-        source = self.sink_row[begun]
-        had = self.sink_count[own].masked_fill(~matched, 0)
-        # A prefix hit may begin with a step that copies nothing: it asks again later.
-        lacking = (had < self.sinks) & (had < before) & ~without_row & (begun != 0) & copies
-        inherits = lacking & (self.sink_content[source] == self.content[begun])
-        source = torch.where(inherits, source, rows)
-        had = torch.where(inherits, self.sink_count[source], had)
+        source, had = rows, self.sink_count[own].masked_fill(~matched, 0)
+        if copies:
+            source, had = self._inherit_sinks(rows, had, before, begun)
         sinks_before = torch.minimum(had, before)
-        exact_after = torch.maximum(exact_before, lengths - self.ring)
         sinks_after = torch.where(
             before <= sinks_before, lengths.clamp_max(self.sinks), sinks_before
-        )
-        sinks_after = sinks_after.masked_fill(without_row, 0)
-        saved_at = (
-            self._save_sinks(rows, matched | without_row)
-            if copies
-            else rows.new_full(rows.shape, self.rows)
-        )
+        ).masked_fill(without_row, 0)
+        saved_at = rows.new_full(rows.shape, self.rows)
+        if copies:
+            saved_at = self._save_sinks(rows, matched | without_row)
 
-        self.block[rows] = _block_at(block_table, lengths - 1, size)
-        self.block_before[rows] = _block_at(block_table, lengths - 1 - size, size)
-        self.length[rows] = lengths
-        self.ring_valid_from[rows] = exact_after
-        self.sink_count[rows] = sinks_after
-        named = self.content[begun].masked_fill((sinks_after == 0) | gone, -2)
-        self.sink_content[rows] = torch.where(keeps_name, self.sink_content[own], named)
-        self.sink_row[begun.masked_fill(sinks_after == 0, 0)] = rows
-        self.first_block[rows] = torch.where(keeps_name, self.first_block[own], begun)
-        self.used_at[rows] = self.steps
-        self.block[self.rows :].fill_(-1)
-        self.used_at[self.rows :].fill_(NEVER)
+        self._tag(rows, block_table, lengths, exact_after)
+        self._tag_sinks(rows, own, begun, sinks_after, gone, gone & matched)
         self.row_of_block[blocks] = torch.cat([rows, rows.new_full((1,), self.rows)])[writers]
         self.steps += 1
 
         # A few tokens at once (speculative decoding) see the window of the first of them.
         newest = torch.where(counts <= RING_SLACK, before, lengths - 1)
-        ring_read_from = torch.maximum(exact_after, self._window(newest))
+        read_from = torch.maximum(exact_after, self._window(newest))
         # The new tokens have by then overwritten the oldest of the ring.
         context = torch.maximum(exact_after, self._window(before - 1))
         answer = (
@@ -190,7 +155,7 @@ class RingTable:
             before,
             rows,
             exact_before,
-            torch.where(without_row, lengths, torch.minimum(ring_read_from, lengths)),
+            torch.where(without_row, lengths, torch.minimum(read_from, lengths)),
             sinks_after,
             torch.where(matched, torch.minimum(context, before), before),
             sinks_before,
@@ -200,9 +165,9 @@ class RingTable:
         return BatchRings(*out[:, :batch].copy_(torch.stack(answer)).unbind())
 
     def name(self, firsts: Mapping[int, int]) -> None:
-        """Call the content of sequences' first blocks by name: block -> number of NAMED or more.
+        """Name the contents of sequences' first blocks: block -> a number from NAMED on.
 
-        Sinks of a named content are found again (`load`) when its block was given to another.
+        Sinks of a named content are found again (`load`) after its block was given away.
         """
         pages, names = self._first_pages(firsts)
         source = self.sink_row[pages]
@@ -211,9 +176,9 @@ class RingTable:
         self.content[pages] = names
 
     def load(self, blocks: Sequence[int], firsts: Mapping[int, int]) -> None:
-        """Blocks were filled from elsewhere: no ring belongs to them, and sinks by name alone.
+        """Note blocks that a connector has filled: they have no ring, and sinks by name alone.
 
-        `firsts`: names of those that are sequences' first.
+        `firsts`: first blocks of sequences -> name of their content.
         """
         begin = _on_device(blocks, self.steps.device) * self.pages_per_block
         inside = torch.arange(self.pages_per_block, device=self.steps.device)
@@ -231,7 +196,7 @@ class RingTable:
             self.content[pages] = names
 
     def forget_names(self) -> None:
-        """No sinks are found again by name: what is stored from now on has other contents."""
+        """Find no sinks by their old names: contents that are stored from now on are others."""
         self.sink_content.masked_fill_(self.sink_content >= NAMED, -2)
 
     def _first_pages(self, firsts: Mapping[int, int]) -> tuple[Tensor, Tensor]:
@@ -259,7 +224,7 @@ class RingTable:
     def _find(
         self, block_table: Tensor, before: Tensor, live: Tensor, here: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The row that each sequence's last block leads to, and whether it is that sequence's."""
+        """The row that each sequence's last block leads to, and whether the sequence owns it."""
         last = _block_at(block_table, before - 1, self.page_size)
         own = self.row_of_block[last]
         matched = live & (before > 0) & (last > 0) & self._is_ours(last, here)
@@ -267,7 +232,7 @@ class RingTable:
         if self.taken_back:  # the row's newest token may have been in a block after this one
             block = _block_at(block_table, self.length[own] - 1, self.page_size)
             matched &= (self.row_of_block[block] == own) & self._is_ours(block, here)
-            # Whoever wrote the last block may have lost the row to another sequence.
+            # The writer of the last block may have lost the row to another sequence.
             matched &= (block == last) | (self.block_before[own] == last)
         lost = self.length[own] - before
         matched &= self.block[own] == block
@@ -281,12 +246,12 @@ class RingTable:
         return own, matched
 
     def _is_ours(self, block: Tensor, here: Tensor) -> Tensor:
-        """A block that another sequence writes in this very step holds no tokens of ours."""
+        """Whether a block holds the sequence's tokens: no other sequence writes it in this step."""
         written, now = self.written_at[block], self.steps * STEP
         return (written < now) | (written == now + here)
 
     def _assign(self, own: Tensor, matched: Tensor, live: Tensor) -> Tensor:
-        """Matched sequences keep their rows; the others get those that were not used longest."""
+        """The rows of all sequences: matched ones keep theirs, others get the least recent ones."""
         kept = own.masked_fill(~matched, self.rows)
         used_at = self.used_at.index_fill(0, kept, NEVER)
         oldest_first = torch.argsort(used_at, stable=True)
@@ -296,11 +261,22 @@ class RingTable:
         fresh = oldest_first[rank.clamp_max(self.rows)]
         return torch.where(wanting & (rank < free), fresh, kept)
 
-    def _save_sinks(self, rows: Tensor, keeps: Tensor) -> Tensor:
-        """Where the sinks go that these rows had for sequences that are gone; the oldest goes.
+    def _inherit_sinks(
+        self, rows: Tensor, had: Tensor, before: Tensor, begun: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The row whose sinks each sequence takes over, its own if it lacks none, and how many."""
+        source = self.sink_row[begun]
+        # A prefix hit may begin with a step that copies nothing: it asks again later.
+        lacking = (had < self.sinks) & (had < before) & (rows != self.rows) & (begun != 0)
+        inherits = lacking & (self.sink_content[source] == self.content[begun])
+        source = torch.where(inherits, source, rows)
+        return source, torch.where(inherits, self.sink_count[source], had)
 
-        Sinks that another row has too, or whose first block was written again, go nowhere; but
-        those of a named content go where there are none of it.
+    def _save_sinks(self, rows: Tensor, keeps: Tensor) -> Tensor:
+        """The places where sinks of former sequences of these rows are saved, oldest ones replaced.
+
+        Sinks that another row has too, or whose first block was written again, are not saved.
+        Sinks of a named content are, unless some of it are saved already.
         """
         nowhere = self.rows
         if not self.rows or not self.sinks:
@@ -319,6 +295,38 @@ class RingTable:
         self.saved += leaves.sum()
         return place
 
+    def _tag_sinks(
+        self,
+        rows: Tensor,
+        own: Tensor,
+        begun: Tensor,
+        sinks: Tensor,
+        gone: Tensor,
+        keeps_name: Tensor,
+    ) -> None:
+        """Tag rows with how many sinks they hold, and of which first block and content of it.
+
+        `gone`: the first block may be another's by now. `keeps_name`: the row has the tag already.
+        """
+        self.sink_count[rows] = sinks
+        named = self.content[begun].masked_fill((sinks == 0) | gone, -2)
+        self.sink_content[rows] = torch.where(keeps_name, self.sink_content[own], named)
+        self.sink_row[begun.masked_fill(sinks == 0, 0)] = rows
+        self.first_block[rows] = torch.where(keeps_name, self.first_block[own], begun)
+
+    def _tag(
+        self, rows: Tensor, block_table: Tensor, lengths: Tensor, ring_valid_from: Tensor
+    ) -> None:
+        """Tag rows with the sequences that own them after this step; none owns the last row."""
+        size = self.page_size
+        self.block[rows] = _block_at(block_table, lengths - 1, size)
+        self.block_before[rows] = _block_at(block_table, lengths - 1 - size, size)
+        self.length[rows] = lengths
+        self.ring_valid_from[rows] = ring_valid_from
+        self.used_at[rows] = self.steps
+        self.block[self.rows :].fill_(-1)
+        self.used_at[self.rows :].fill_(NEVER)
+
     def _window(self, newest: Tensor) -> Tensor:
         """Where the exact window of token `newest` begins."""
         page = torch.div(newest, self.page_size, rounding_mode="floor")
@@ -326,14 +334,14 @@ class RingTable:
 
 
 class GroupRings:
-    """What layers that run with the same metadata share."""
+    """The ring table of layers that run with the same metadata."""
 
     table: RingTable | None = None
     """Made with the first step, when vLLM has said how many blocks there are."""
 
 
 def _on_device(numbers: Sequence[Any], device: torch.device) -> Tensor:
-    """From pinned memory: of any other, a copy would wait for all that the device has to do."""
+    """Numbers as int64 on a device. A copy from memory that is not pinned would wait for it."""
     host = torch.tensor(numbers, dtype=torch.long, pin_memory=device.type == "cuda", device="cpu")
     return host.to(device, non_blocking=True)
 

@@ -1,12 +1,12 @@
 """Compile what a layer launches while vLLM starts, so that no request waits for it.
 
-Triton and NVRTC compile a kernel when it is launched for the first time, cuDNN is loaded when it
-is first asked. So a layer runs here every kind of part that `split_batch` makes, on one page of its
-own and on the row of the rings that is nobody's. Which binary a launch takes is decided by
-dtypes, head counts, how many tokens a sequence has, whether a batch has few sequences or many, and
-whether a prefix is read in one piece or in several; other numbers that differ from step to step do
-not decide (`do_not_specialize` in `kernels.triton`). Without FlashAttention 3, cuDNN still plans
-each new prompt length once.
+Triton and NVRTC compile a kernel at its first launch, and cuDNN is loaded at its first call. So a
+layer runs here every kind of part that `split_batch` makes, on one page of its own and on the last
+row of the rings, which no sequence owns. The binary of a launch depends on dtypes, head counts, the
+new tokens of a sequence, whether a batch has few sequences or many, and whether a prefix is read in
+one piece or in several. It does not depend on other numbers that differ from step to step
+(`do_not_specialize` in `kernels.triton`). Without FlashAttention 3, cuDNN still plans each new
+prompt length once.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,51 +34,46 @@ logger = logging.getLogger("vllm.tightkv")
 _WARM: set[tuple[object, ...]] = set()
 
 
-def warm_up_once(
-    step: LayerStep,
-    rings: Rings,
-    query_heads: int,
-    most_decoding: int,
-    least_fresh: int,
-    feedback: Tensor | None = None,
-    sequences: int = 1,
+class Kinds(NamedTuple):
+    """The sizes of the parts that an engine's batches have."""
+
+    most_decoding: int  # new tokens of a sequence in a part that decodes
+    least_fresh: int  # new tokens of a sequence in a part of prompts
+    sequences: int = 1  # the most of a batch
+
+
+def once(
+    alike: tuple[object, ...], device: torch.device, kernels: str, launch: Callable[[], None]
 ) -> None:
-    """`warm_up` for the first of all layers that are alike. Errors of the device come out here."""
-    layout, device = step.codec.layout, rings[0].device
-    # of the engine; another in this process may have others
-    limits = most_decoding, least_fresh, sequences
-    has = feedback is not None
-    scores = step.softcap, step.window
-    alike = (layout, step.kernel_name, query_heads, *scores, device, *limits, has)
+    """Launch kernels, unless that was done for layers that are alike; raise the device's errors."""
     if alike in _WARM:
         return
     started = time.perf_counter()
-    warm_up(step, rings, query_heads, most_decoding, least_fresh, feedback, sequences)
+    launch()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     _WARM.add(alike)
-    seconds = time.perf_counter() - started
-    logger.info("tightkv: %s kernels of %r ready in %.1f s", step.kernel_name, layout, seconds)
+    logger.info("tightkv: %s ready in %.1f s", kernels, time.perf_counter() - started)
+
+
+def warm_up_once(
+    step: LayerStep, rings: Rings, query_heads: int, kinds: Kinds, feedback: Tensor | None = None
+) -> None:
+    """`warm_up` for the first of layers that are alike, in an engine with these kinds of parts."""
+    layout, device = step.codec.layout, rings[0].device
+    of_step = layout, step.kernels.NAME, query_heads, step.softcap, step.window
+    alike = *of_step, device, kinds, feedback is not None
+    launch = partial(warm_up, step, rings, query_heads, kinds, feedback)
+    once(alike, device, f"{step.kernels.NAME} kernels of {layout!r}", launch)
 
 
 def warm_up(
-    step: LayerStep,
-    rings: Rings,
-    query_heads: int,
-    most_decoding: int,
-    least_fresh: int,
-    feedback: Tensor | None = None,
-    sequences: int = 1,
+    step: LayerStep, rings: Rings, query_heads: int, kinds: Kinds, feedback: Tensor | None = None
 ) -> None:
-    """Run parts of every kind, one after another.
-
-    `most_decoding`: new tokens a sequence can have in a part that decodes; `least_fresh`: in one
-    of prompts; `sequences`: the most of a batch.
-    """
+    """Run parts of every kind, one after another."""
     layout, device = step.codec.layout, rings[0].device
     pages = layout.new_pages(1, device)
-    limits = most_decoding, least_fresh, sequences, step.workspace_tokens
-    for part in kinds_of_parts(layout, rings, *limits):
+    for part in kinds_of_parts(layout, rings, kinds, step.workspace_tokens):
         # as a model has them: parts of one tensor
         heads = (query_heads, layout.num_kv_heads, layout.num_kv_heads)
         shape = (part.tokens.stop, sum(heads), layout.head_dim)
@@ -87,18 +84,14 @@ def warm_up(
 
 
 def kinds_of_parts(
-    layout: PageLayout,
-    rings: Rings,
-    most_decoding: int,
-    least_fresh: int,
-    sequences: int = 1,
-    workspace_tokens: int | None = None,
+    layout: PageLayout, rings: Rings, kinds: Kinds, workspace_tokens: int | None = None
 ) -> Iterator[BatchPart]:
     """A part for every kind: decodes, short prompts, long ones over one piece and over several.
 
     Prompts that share a workspace fill it.
     """
     page = layout.page_size
+    most_decoding, least_fresh, sequences = kinds
     if sequences > 1:  # many programs have other tiles than few (kernels.cuda.decode_plan)
         yield _part(layout, rings, 1, before=page, is_prefill=False, sequences=sequences)
     for count in sizes(1, most_decoding):
@@ -114,14 +107,14 @@ def kinds_of_parts(
 
 
 def sizes(least: int, most: int) -> list[int]:
-    """Numbers in [least, most]: both, and the two on each side of every step to twice as much."""
+    """Both bounds, and the powers of two between them, each with the number after it."""
     doubled = itertools.takewhile(lambda n: n <= most, (1 << i for i in itertools.count()))
     found = {least, most, *(n + more for n in doubled for more in (0, 1))}
     return sorted(n for n in found if least <= n <= most)
 
 
 def _sharing_part(layout: PageLayout, rings: Rings, workspace_tokens: int) -> BatchPart:
-    """Four prompts in one workspace."""
+    """Four prompts that share one workspace."""
     sequences, count = 4, 64
     before = workspace_tokens // sequences - count
     part = _part(layout, rings, count, before, is_prefill=True, sequences=sequences)

@@ -9,11 +9,7 @@ from tightkv.config import PRESETS
 from tightkv.files.atomic import check_appendable
 from tightkv.tools.cli.shared.loading import need_transformers
 from tightkv.tools.cli.shared.options import add_options
-from tightkv.tools.cli.shared.output import (
-    add_output_options,
-    check_plot,
-    emit,
-)
+from tightkv.tools.cli.shared.output import add_output_options, check_plot, emit
 from tightkv.tools.cli.shared.server_file import model_of
 from tightkv.tools.eval.configs import parse_configs
 from tightkv.tools.model_loading.source import BUNDLED_NAME, DTYPE_NAMES, check_source

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from tightkv.tools.cli.shared.output import save_plot
@@ -48,42 +49,34 @@ def _draw_legend(figure: Any, colours: dict[str, Any]) -> None:
 
 def _draw_kl(axes: Any, data: dict[str, Any], colours: dict[str, Any]) -> None:
     for row in data["rows"]:
-        colour, x = colours[row["name"]], row["bits"]["mean"]
-        kl, high = row["quality"]["kl"], row["quality"]["kl_p99"]
-        axes.plot([x, x], [kl, high], color=colour, linewidth=1.2, alpha=0.6)
-        axes.plot(x, high, "_", color=colour, markersize=9)
-        axes.plot(x, kl, "o", color=colour, markersize=7)
-        _label_point(axes, row["name"], x, kl)
+        x, kl, high = row["bits"]["mean"], row["quality"]["kl"], row["quality"]["kl_p99"]
+        axes.plot([x, x], [kl, high], color=colours[row["name"]], linewidth=1.2, alpha=0.6)
+        axes.plot(x, high, "_", color=colours[row["name"]], markersize=9)
+    _points(axes, data, colours, lambda row: row["quality"]["kl"])
     axes.set_yscale("log")
     axes.set_title("KL to the uncompressed model", fontsize=11)
     axes.set_ylabel("nats per token: mean (dot) to 99th percentile")
-    _bits_axis(axes, data)
 
 
 def _draw_perplexity(axes: Any, data: dict[str, Any], colours: dict[str, Any]) -> None:
-    for row in data["rows"]:
-        x, y = row["bits"]["mean"], 100 * row["quality"]["perplexity_increase"]
-        axes.plot(x, y, "o", color=colours[row["name"]], markersize=7)
-        _label_point(axes, row["name"], x, y)
+    _points(axes, data, colours, lambda row: 100 * row["quality"]["perplexity_increase"])
     axes.axhline(0, color="black", linewidth=0.8)
     reference = data["reference"]["perplexity"]
     axes.set_title(f"Perplexity (uncompressed: {reference:.2f})", fontsize=11)
     axes.set_ylabel("change in %")
-    _bits_axis(axes, data)
 
 
 def _draw_greedy(axes: Any, data: dict[str, Any], colours: dict[str, Any]) -> None:
     for row in data["rows"]:
-        colour, x, greedy = colours[row["name"]], row["bits"]["mean"], row["greedy"]
-        axes.plot([x] * len(greedy["lengths"]), greedy["lengths"], "x", color=colour, alpha=0.6)
-        axes.plot(x, greedy["median"], "o", color=colour, markersize=7)
-        _label_point(axes, row["name"], x, greedy["median"])
+        lengths = row["greedy"]["lengths"]
+        xs = [row["bits"]["mean"]] * len(lengths)
+        axes.plot(xs, lengths, "x", color=colours[row["name"]], alpha=0.6)
+    _points(axes, data, colours, lambda row: row["greedy"]["median"])
     most = data["settings"]["new_tokens"]
     axes.axhline(most, color="black", linewidth=0.8)
     axes.set_ylim(0, 1.12 * most)
     axes.set_title(f"Greedy tokens before the texts diverge, {most} at most", fontsize=11)
     axes.set_ylabel("tokens: each prompt (x), median (dot)")
-    _bits_axis(axes, data)
 
 
 def _draw_needles(axes: Any, data: dict[str, Any], colours: dict[str, Any]) -> None:
@@ -104,11 +97,15 @@ def _draw_needles(axes: Any, data: dict[str, Any], colours: dict[str, Any]) -> N
     axes.set_axisbelow(True)
 
 
-def _label_point(axes: Any, name: str, x: float, y: float) -> None:
-    axes.annotate(name.split()[0], (x, y), xytext=(8, 3), textcoords="offset points", fontsize=9)
-
-
-def _bits_axis(axes: Any, data: dict[str, Any]) -> None:
+def _points(
+    axes: Any, data: dict[str, Any], colours: dict[str, Any], y: Callable[[Any], float]
+) -> None:
+    """A labelled dot for each config, over its bits."""
+    for row in data["rows"]:
+        name, x = row["name"], row["bits"]["mean"]
+        axes.plot(x, y(row), "o", color=colours[name], markersize=7)
+        place = {"xytext": (8, 3), "textcoords": "offset points", "fontsize": 9}
+        axes.annotate(name.split()[0], (x, y(row)), **place)
     bits = [row["bits"]["mean"] for row in data["rows"]]
     axes.set_xlim(min(bits) - 0.4, max(bits) + 0.7)
     axes.set_xlabel("bits per element, with scales and means")

@@ -21,13 +21,14 @@ from tightkv.tools.cli.shared.progress import QUICK_SECONDS, Progress, Working
 from tightkv.tools.eval import results
 from tightkv.tools.eval.forward import MakeCache
 from tightkv.tools.eval.result_store import Store, result_key
-from tightkv.tools.eval.stored_bits import bits_of, kernels_of
+from tightkv.tools.eval.results import bits_of, kernels_of
 from tightkv.tools.eval.tasks.base import Task
 from tightkv.tools.eval.text import Text, read_texts
 from tightkv.tools.model_loading.load import quiet
 from tightkv.tools.model_loading.source import BUNDLED_NAME
 
 SCHEMA = 2
+_ABOUT = ("config", "kernels", "calibration")
 _SETTINGS = (
     *("window", "windows", "prefill", "chunk", "batch", "needles", "depths", "calls"),
     *("prompts", "prompt_tokens", "new_tokens", "temperature", "seed"),
@@ -78,7 +79,7 @@ def _evaluate_model(
         )
     return {
         "schema": SCHEMA,
-        **results.provenance(),
+        **results.with_transformers(),
         "machine": _machine(model),
         "model": facts,
         "texts": results.text_facts(texts),
@@ -109,14 +110,17 @@ class ModelRun:
         self.caches: dict[str, MakeCache] = {
             name: partial(TightCache, cfg, model=model, eager=True) for name, cfg in configs.items()
         }
-        # The config that is really used: some models get more bits in some layers.
-        self.used = {name: make().quant for name, make in self.caches.items()}
-        # A file may change under its name.
-        self.calibrations = {
-            name: None if (found := make().calibration) is None else found.checksum
-            for name, make in self.caches.items()
+        self.about = {name: self._about(make) for name, make in self.caches.items()}
+
+    def _about(self, make: MakeCache) -> dict[str, Any]:
+        """The config that is really used: some models get more bits in some layers."""
+        cache = make()
+        found = cache.calibration  # a file may change under its name
+        return {
+            "config": cache.quant.to_dict(),
+            "kernels": kernels_of(self.model, make),
+            "calibration": None if found is None else found.checksum,
         }
-        self.kernels = {name: kernels_of(model, make) for name, make in self.caches.items()}
 
     def measure(
         self, tasks: Sequence[Task], all_tasks: Sequence[str]
@@ -125,8 +129,8 @@ class ModelRun:
         rows: dict[str, dict[str, Any]] = {
             name: {
                 "name": name,
-                "config": self.used[name].to_dict(),
-                "kernels": self.kernels[name],
+                "config": self.about[name]["config"],
+                "kernels": self.about[name]["kernels"],
                 "bits": bits_of(self.model, make).as_dict(),
                 **dict.fromkeys(all_tasks),
             }
@@ -172,9 +176,7 @@ class ModelRun:
         about = {
             "model": {key: self.facts[key] for key in ("fingerprint", "dtype", "device")},
             "architecture": self.architecture,
-            "config": None if name is None else self.used[name].to_dict(),
-            "kernels": None if name is None else self.kernels[name],
-            "calibration": None if name is None else self.calibrations[name],
+            **(dict.fromkeys(_ABOUT) if name is None else self.about[name]),
             "task": task.name,
             "settings": task.settings,
         }

@@ -11,11 +11,7 @@ from tightkv.tools.cli.shared import terminal
 from tightkv.tools.cli.shared.config_flags import OFF_LINE, add_config_flags, options_from_args
 from tightkv.tools.cli.shared.loading import add_model, load_for, need_transformers
 from tightkv.tools.cli.shared.options import add_options
-from tightkv.tools.cli.shared.output import (
-    add_output_options,
-    emit,
-    print_status,
-)
+from tightkv.tools.cli.shared.output import add_output_options, emit, print_status
 from tightkv.tools.cli.shared.server_file import model_of
 from tightkv.tools.model_loading.source import DTYPE_NAMES, check_source
 
@@ -130,6 +126,7 @@ def _generate(
     )
     from tightkv.tools.cli.generate.needle import AskedNeedle, choose_needle, hide
     from tightkv.tools.cli.generate.runner import Runner
+    from tightkv.tools.eval.forward import max_positions
     from tightkv.tools.model_loading.load import quiet
 
     asked = None
@@ -145,8 +142,7 @@ def _generate(
                 prompts, asked = [needle.question], AskedNeedle(needle)
         prompts = [f"{context}\n\n{prompt}" for prompt in prompts]
     inputs = encode(tokenizer, prompts, args.raw)
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    check_length(inputs["input_ids"].shape[1], args.max_new_tokens, limit)
+    check_length(inputs["input_ids"].shape[1], args.max_new_tokens, max_positions(model))
     with quiet():
         runner = Runner(args, config, model, tokenizer, inputs.to(model.device), asked)
         return runner.compare() if args.compare else runner.single()

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
+from tightkv.tools.eval.forward import end_tokens
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -76,7 +78,7 @@ def generate(
         **options,
     )
     new = out.sequences[:, inputs["input_ids"].shape[1] :]
-    tokens = [_until_end(row, _end_tokens(model)) for row in new.tolist()]
+    tokens = [_until_end(row, end_tokens(model)) for row in new.tolist()]
     logits = torch.cat(out.logits) if keep_logits else None  # [new, vocabulary]
     prompt_tokens = int(inputs["attention_mask"].sum())
     return Generation(tokens, _timing(clock.times, prompt_tokens, tokens), cache, logits)
@@ -84,11 +86,6 @@ def generate(
 
 def _rate(count: int, seconds: float) -> float | None:
     return count / seconds if count and seconds > 0 else None
-
-
-def _end_tokens(model: Any) -> Sequence[int]:
-    ends = model.generation_config.eos_token_id
-    return [] if ends is None else [ends] if isinstance(ends, int) else ends
 
 
 def _until_end(row: list[int], ends: Sequence[int]) -> list[int]:

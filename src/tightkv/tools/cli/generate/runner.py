@@ -19,17 +19,27 @@ from tightkv.config import KVQuantConfig
 from tightkv.integrations.transformers import TightCache
 from tightkv.integrations.transformers.cache_size import cache_size
 from tightkv.tools.cli.generate import report
-from tightkv.tools.cli.generate.compare import find_divergence, mean_kl
+from tightkv.tools.cli.generate.compare import (
+    TAIL_TOKENS,
+    SharedPrompt,
+    can_share,
+    find_divergence,
+    mean_kl,
+)
 from tightkv.tools.cli.generate.generation import Generation, generate
 from tightkv.tools.cli.generate.live import LiveAnswer
 from tightkv.tools.cli.generate.needle import NEEDLE_TOKENS, AskedNeedle
-from tightkv.tools.cli.generate.shared_prompt import TAIL_TOKENS, SharedPrompt, can_share
 from tightkv.tools.cli.shared.output import print_status
 from tightkv.tools.cli.shared.progress import Working
 from tightkv.tools.eval.prompts import common_prefix
 
 PLAIN = "uncompressed"
 PLAIN_ATTENTION = "sdpa"
+_SAMPLING = ("temperature", "top_p", "top_k", "seed")
+_SIZES = (
+    *("tokens", "bytes", "bf16_bytes", "ratio", "bytes_per_token", "bf16_bytes_per_token"),
+    *("long_ratio", "compressed_layers"),
+)
 
 
 class Runner:
@@ -55,7 +65,7 @@ class Runner:
         }
         if args.temperature > 0:
             # The model's own top_p and top_k apply where none is given.
-            given = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
+            given = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k")}
             self.options |= {name: value for name, value in given.items() if value is not None}
 
     def single(self) -> tuple[dict[str, Any], str]:
@@ -174,12 +184,7 @@ class Runner:
                 "device": str(self.model.device),
             },
             "config": self.config.to_dict(),
-            "sampling": {
-                "temperature": self.args.temperature,
-                "top_p": self.args.top_p,
-                "top_k": self.args.top_k,
-                "seed": self.args.seed,
-            },
+            "sampling": {name: getattr(self.args, name) for name in _SAMPLING},
         }
 
     def _row(self, label: str, attention: str, done: Generation) -> dict[str, Any]:
@@ -202,15 +207,8 @@ class Runner:
                 "decode_tokens_per_second": timing.decode_rate,
             },
             "kv": {
-                "tokens": size.tokens,
-                "bytes": size.bytes,
-                "bf16_bytes": size.bf16_bytes,
-                "ratio": size.ratio,
-                "bytes_per_token": size.bytes_per_token,
-                "bf16_bytes_per_token": size.bf16_bytes_per_token,
-                "long_ratio": size.long_ratio,
+                **{name: getattr(size, name) for name in _SIZES},
                 "break_even_tokens": size.break_even,
-                "compressed_layers": size.compressed_layers,
                 "exact_layers": size.counted_layers - size.compressed_layers,
                 "other_layers": len(done.cache.layers) - size.counted_layers,
             },

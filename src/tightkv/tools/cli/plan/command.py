@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,7 @@ from tightkv.config import PRESETS, KVQuantConfig
 from tightkv.files.atomic import whole_file
 from tightkv.files.checkpoint_tensors import safetensors_files
 from tightkv.fit.key_check import CheckedConfig, KeyCheck, raised_layers
-from tightkv.model_shape import (
-    ModelShape,
-    is_local,
-    read_model_shape,
-    skip_reason,
-)
+from tightkv.model_shape import ModelShape, is_local, read_model_shape, skip_reason
 from tightkv.model_shape.planner import (
     BASELINES,
     GPUS,
@@ -46,11 +41,19 @@ DEFAULT_UTILIZATION = 0.9
 _MOST = 1 << 40  # tokens or requests: sizes beyond are no floats
 
 
+# what the report says of a model, and of its layers of one kind
+_MODEL_FIELDS = "name", "model_type", "num_layers", "num_heads", "hidden_size", "max_positions"
+_LAYER_FIELDS = (
+    *("kind", "num_kv_heads", "head_dim", "value_head_dim", "latent_dim", "index_bytes"),
+    *("window", "state_bytes"),
+)
+
+
 @dataclass(frozen=True)
 class Memory:
     """What one GPU has for weights and cache."""
 
-    budget: int
+    budget_bytes: int
     gpu: str | None
     utilization: float
 
@@ -220,7 +223,7 @@ def _report(
     """The object that --json prints (docs/plan.md)."""
     left = None
     if memory is not None and weights is not None:
-        left = max(0, memory.budget - weights.bytes)
+        left = max(0, memory.budget_bytes - weights.bytes)
     bf16 = plans[0]
     return {
         "schema": 1,
@@ -229,15 +232,8 @@ def _report(
         "context": context,
         "batch": args.batch,
         "tp": args.tp,
-        "weights": weights
-        and {"bytes": weights.bytes, "dtype": weights.dtype, "source": weights.source},
-        "memory": memory
-        and {
-            "budget_bytes": memory.budget,
-            "gpu": memory.gpu,
-            "utilization": memory.utilization,
-            "cache_bytes": left,
-        },
+        "weights": weights and asdict(weights),
+        "memory": memory and {**asdict(memory), "cache_bytes": left},
         "rows": [_row(plan, bf16, context, args.batch, left) for plan in plans],
         "notes": _notes(shape, context, memory, weights),
     }
@@ -247,31 +243,13 @@ def _model_part(shape: ModelShape, ranks: int) -> dict[str, Any]:
     groups = []
     for count, layer in shape.groups():
         own = layer.shard(ranks)
+        fields = {name: getattr(own, name) for name in _LAYER_FIELDS}
+        reason = kept_reason(own)
         groups.append(
-            {
-                "kind": own.kind,
-                "count": count,
-                "num_kv_heads": own.num_kv_heads,
-                "head_dim": own.head_dim,
-                "value_head_dim": own.value_head_dim,
-                "latent_dim": own.latent_dim,
-                "index_bytes": own.index_bytes,
-                "window": own.window,
-                "state_bytes": own.state_bytes,
-                "compressed": kept_reason(own) is None,
-                "skip_reason": kept_reason(own),
-            }
+            {**fields, "count": count, "compressed": reason is None, "skip_reason": reason}
         )
-    return {
-        "name": shape.name,
-        "model_type": shape.model_type,
-        "num_layers": shape.num_layers,
-        "num_heads": shape.num_heads,
-        "hidden_size": shape.hidden_size,
-        "dtype": str(shape.dtype).removeprefix("torch."),
-        "max_positions": shape.max_positions,
-        "layers": groups,
-    }
+    fields = {name: getattr(shape, name) for name in _MODEL_FIELDS}
+    return {**fields, "dtype": str(shape.dtype).removeprefix("torch."), "layers": groups}
 
 
 def _row(
@@ -305,7 +283,7 @@ def _notes(
     notes += _vllm_notes(shape)
     if weights is not None and weights.source == "estimated" and shape.composite:
         notes.append("the estimate of the weights covers the language model only")
-    if memory is not None and weights is not None and weights.bytes >= memory.budget:
+    if memory is not None and weights is not None and weights.bytes >= memory.budget_bytes:
         notes.append("the weights alone exceed the budget: nothing fits")
     return notes
 

@@ -13,8 +13,7 @@ from typing import Any
 
 from tightkv import __version__
 from tightkv.config import PRESETS, KVQuantConfig, Windows, is_off
-from tightkv.fit.calibration import find_for_folder, not_used
-from tightkv.fit.key_check import KeyCheck
+from tightkv.fit import Checkpoint, fit_bits
 from tightkv.tools.cli.serve.vllm_options import (
     name_of,
     read_vllm_file,
@@ -124,10 +123,8 @@ def _tell_of_folder(model: str, config: KVQuantConfig, options: list[str]) -> No
     if not Path(model).is_dir() or "--load-format" in map(name_of, options):
         return
     with Working(f"reading weights of {model}", delay=QUICK_SECONDS):
-        found = find_for_folder(config, Path(model), model)
-        used = config if found is None else found.applied(config)
-        lines = (not_used(config, found, model), KeyCheck(model).protect(used).line)
-    for line in lines:
+        found = fit_bits(Checkpoint(Path(model), model), config)
+    for line in (found.calibration_line, found.keys_line):
         if line is not None:
             terminal.print_line(line)
 

@@ -59,7 +59,11 @@ def read_vllm_file(options: Sequence[str]) -> dict[str, Any]:
         raise ValueError(f"vLLM's {_FILE} {path} cannot be read: {error}") from None
     if not isinstance(data, Mapping):
         raise ValueError(f"vLLM's {_FILE} {path}; it must be a mapping of vLLM's options")
-    return {with_dashes(f"--{name}"): value for name, value in data.items()}
+    found = {with_dashes(f"--{name}"): value for name, value in data.items()}
+    model = found.get(_MODEL, "")
+    if not isinstance(model, str):
+        raise ValueError(f"model: {model!r} in vLLM's {_FILE} {path}; it must be a string")
+    return found
 
 
 def with_ours(options: Sequence[str], file: Mapping[str, Any], ours: Any) -> list[str]:

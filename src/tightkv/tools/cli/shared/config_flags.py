@@ -10,14 +10,7 @@ import os
 import textwrap
 from typing import Any
 
-from tightkv.config import (
-    ENV_PREFIX,
-    PRESETS,
-    KVQuantConfig,
-    env_fields,
-    fields_of,
-    read_json,
-)
+from tightkv.config import ENV_PREFIX, PRESETS, KVQuantConfig, env_fields, fields_of, read_json
 from tightkv.config.aliases import overlay
 from tightkv.config.fields import ConfigFields
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from types import TracebackType
 from typing import Any
 
 from tightkv.tools.cli.shared import terminal
@@ -51,12 +50,7 @@ class Progress:
                     f"tightkv: {self.title}: {self.done} of {self.total}, {now - self._start:.0f} s"
                 )
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.close()
 
@@ -88,12 +82,7 @@ class Working:
         self._title, self._start = title, time.monotonic()
         self._draw()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         self._over.set()
         self._thread.join()
         terminal.clear()

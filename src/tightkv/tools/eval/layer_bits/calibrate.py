@@ -18,7 +18,7 @@ import tightkv
 from tightkv.config import KVQuantConfig
 from tightkv.fit.calibration import Calibration, Costs, Measured
 from tightkv.integrations.transformers import TightCache
-from tightkv.integrations.transformers.calibration import loaded_fingerprint
+from tightkv.integrations.transformers.fitting import loaded_fingerprint
 from tightkv.integrations.transformers.layer import TightLayer
 from tightkv.integrations.transformers.query_probe import probed
 from tightkv.math.centers import Centers
@@ -27,11 +27,9 @@ from tightkv.pages.layout import page_layout
 from tightkv.tools.eval.forward import Bars, advance_bar
 from tightkv.tools.eval.layer_bits.search import SEARCHED_BITS, Option, least_kl
 from tightkv.tools.eval.layer_bits.sensitivity import (
-    ESTIMATED_BITS,
     Layer,
     Moments,
-    all_bits,
-    estimate,
+    layer_costs,
     moments,
     observe,
     record,
@@ -98,18 +96,13 @@ class Calibrator:
         self.metrics = {n: QueryMetric(total.metric.cpu()) for n, total in sums.items()}
         self.centers = {n: total.centers() for n, total in sums.items() if plain[n]}
 
-    @torch.no_grad()
     def _estimate(self, bar: Any) -> None:
         """By the gradients of one window: bits depend on ratios of costs, which are far apart."""
-        cfgs = [self.base.replace(key_bits=b, value_bits=b) for b in ESTIMATED_BITS]
         ids, generator = self.windows.ids[:1], torch.Generator("cpu").manual_seed(0)
         layers: dict[int, Layer] = record(self.model, ids, self.numbers, self.first, generator)[0]
-        positions = ids.shape[1] - 1 - self.first
         for n in self.numbers:
-            metric, centers = self.metrics[n], self.centers.get(n)
-            scale = probed(self.model).scales.get(n)
-            keys, values = estimate(layers.pop(n), cfgs, self.first, metric, centers, scale)
-            self.costs[n] = Costs(*(all_bits(kl, positions) for kl in (keys, values)))
+            how = self.metrics[n], self.centers.get(n), probed(self.model).scales.get(n)
+            self.costs[n] = Costs(*layer_costs(layers.pop(n), self.base, self.first, *how))
             advance_bar(bar)
 
     def bits(self, preset: KVQuantConfig) -> str:

@@ -16,25 +16,25 @@ import torch
 from torch import Tensor
 
 from tightkv.config import PRESETS, KVQuantConfig
+from tightkv.fit import refit
 from tightkv.fit.calibration import Calibration
 from tightkv.integrations.transformers import TightCache
-from tightkv.integrations.transformers.calibration import apply_calibration
+from tightkv.integrations.transformers.fitting import LoadedModel, warn_once
 from tightkv.integrations.transformers.layer import TightLayer
 from tightkv.integrations.transformers.query_probe import Probed, probed
 from tightkv.model_shape.cache_bytes import CacheBytes, LayerBytes
 from tightkv.tools.eval.forward import Bars, CacheRun, advance_bar
-from tightkv.tools.eval.layer_bits.diagnosis import Diagnosis, Measured, Uniform, describe
-from tightkv.tools.eval.layer_bits.layer_report import Energies, key_energy, layer_reports
-from tightkv.tools.eval.layer_bits.search import SEARCHED_BITS, Option, as_config, fewest_bytes
-from tightkv.tools.eval.layer_bits.sensitivity import (
-    ESTIMATED_BITS,
-    Costs,
-    Layer,
-    all_bits,
-    estimate,
-    exact_log_p,
-    record,
+from tightkv.tools.eval.layer_bits.diagnosis import (
+    Diagnosis,
+    Energies,
+    Measured,
+    Uniform,
+    describe,
+    key_energy,
+    layer_reports,
 )
+from tightkv.tools.eval.layer_bits.search import SEARCHED_BITS, Option, as_config, fewest_bytes
+from tightkv.tools.eval.layer_bits.sensitivity import Costs, Layer, exact_log_p, layer_costs, record
 from tightkv.tools.eval.tasks.quality import Schedule, measure_quality, quality_passes
 from tightkv.tools.eval.windows import Windows
 
@@ -115,8 +115,11 @@ class Doctor:
         """
         bases = list(dict.fromkeys(_without_bits(cfg) for cfg in cfgs))
         families = [_Family(base, {}, {}) for base in bases]
-        if (known := apply_calibration(cfgs[0], self.model)[1]) is not None:
-            return self._read(known, families)
+        source = LoadedModel(self.model)
+        found = refit(source, cfgs[0], {})
+        warn_once(source, found)
+        if found.calibration is not None:
+            return self._read(found.calibration, families)
         numbers, first = self._layer_numbers(), self.schedule.prefill
         with self.bars("layers", 2 * len(numbers) + len(self.windows) - 1) as bar:
             ids, generator = self.windows.ids[:1], torch.Generator("cpu").manual_seed(0)
@@ -146,15 +149,12 @@ class Doctor:
         self._set_layers(families[0].keys, families[0].values, {})
         return families
 
-    @torch.no_grad()
     def _add(self, family: _Family, number: int, layer: Layer) -> None:
         """Estimates for one layer."""
-        cfgs = [family.base.replace(key_bits=b, value_bits=b) for b in ESTIMATED_BITS]
         known = probed(self.model) if family.base.feedback == "auto" else Probed()
         metric, scale = known.metrics.get(number), known.scales.get(number)
-        both = estimate(layer, cfgs, self.schedule.prefill, metric, scale=scale)
-        scored = self.windows.ids.shape[1] - 1 - self.schedule.prefill
-        family.keys[number], family.values[number] = (all_bits(costs, scored) for costs in both)
+        both = layer_costs(layer, family.base, self.schedule.prefill, metric, scale=scale)
+        family.keys[number], family.values[number] = both
 
     def _keep(self, log_p: Tensor) -> None:
         """Hold on to the reference, unless all windows' would be too large."""

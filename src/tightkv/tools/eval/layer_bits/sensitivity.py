@@ -198,6 +198,22 @@ def estimate(
     return dict(zip(bits, by_key, strict=True)), dict(zip(bits, by_value, strict=True))
 
 
+@torch.no_grad()
+def layer_costs(
+    layer: Layer,
+    base: KVQuantConfig,
+    first: int,
+    metric: QueryMetric | None = None,
+    centers: Centers | None = None,
+    scale: KeyScale | None = None,
+) -> tuple[Costs, Costs]:
+    """KL per position at every number of bits: what `estimate` says of configs like `base`."""
+    cfgs = [base.replace(key_bits=b, value_bits=b) for b in ESTIMATED_BITS]
+    positions = layer.query.shape[2] - 1 - first
+    keys, values = estimate(layer, cfgs, first, metric, centers, scale)
+    return all_bits(keys, positions), all_bits(values, positions)
+
+
 @dataclass
 class Moments:
     """Sums over what queries read as codes, float64. Of several windows they are added up."""

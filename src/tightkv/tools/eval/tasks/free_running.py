@@ -117,6 +117,9 @@ def _gumbel(seed: int, rows: Sequence[int], step: int, vocabulary: int) -> Tenso
         number = int(digest([seed, row, step]), 16) >> 1
         generator = torch.Generator("cpu").manual_seed(number)
         noise.append(
-            torch.empty(vocabulary, device="cpu").exponential_(generator=generator).log().neg()
+            torch.empty(vocabulary, dtype=torch.float32, device="cpu")
+            .exponential_(generator=generator)
+            .log()
+            .neg()
         )
     return torch.stack(noise)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tightkv.tools.eval.jsonl import read_examples
 from tightkv.tools.eval.tasks.probes import Passage, Probe, ProbeTask
+from tightkv.tools.eval.text import read_examples
 from tightkv.tools.eval.windows import beginning, encode
 
 

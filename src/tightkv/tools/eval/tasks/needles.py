@@ -2,58 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from tightkv.tools.eval.forward import (
-    TAIL_TOKENS,
-    Advance,
-    CacheRun,
-    MakeCache,
-    after_prefix,
-    ignore,
-)
+from tightkv.tools.eval.forward import TAIL_TOKENS, Advance, MakeCache, ignore, write_lines
 from tightkv.tools.eval.prompts import ask, common_prefix
 from tightkv.tools.eval.windows import encode
 
 ANSWER_TOKENS = 24
 
-# A fact, a question in other words, whom it can be about, and what the answer can be.
-_KINDS = (
-    (
-        "The magic number for {} is {}.",
-        "What is the magic number that belongs to {}?",
-        ("Lisbon", "Oslo", "Cairo", "Kyoto"),
-        ("4821", "7350", "1964", "5207", "8613", "2931", "9376", "6048"),
-    ),
-    (
-        "The lucky colour of {} is {}.",
-        "What is the lucky colour that {} has?",
-        ("Maria", "Victor", "Helen", "Oscar"),
-        ("orange", "purple", "yellow", "pink", "turquoise", "green"),
-    ),
-    (
-        "The best friend of {} is a {}.",
-        "What kind of animal is the best friend that {} has?",
-        ("the pirate", "the farmer", "the sailor", "the painter"),
-        ("tortoise", "donkey", "parrot", "goat", "hamster", "camel"),
-    ),
-    (
-        "The favourite fruit of {} is the {}.",
-        "Which fruit does {} like most?",
-        ("Doctor Olsen", "Doctor Rossi", "Doctor Novak", "Doctor Tanaka"),
-        ("mango", "lemon", "cherry", "banana", "peach", "pineapple"),
-    ),
-    (
-        "The train platform for {} is {}.",
-        "What is the train platform where I leave for {}?",
-        ("Vienna", "Madrid", "Dublin", "Athens"),
-        ("17", "23", "31", "46", "58", "74"),
-    ),
-)
+# Facts, questions in other words, whom they can be about, and what the answers can be; the file
+# also has what passkeys and tool calls are made of.
+FACTS = json.loads(Path(__file__).with_name("facts.json").read_text(encoding="utf-8"))
+_KINDS = FACTS["needles"]
 MAX_NEEDLES = len(_KINDS)
 
 
@@ -96,14 +62,14 @@ def make_needles(count: int, seed: int, text: str) -> list[Needle]:
         raise ValueError(f"needles={count}; allowed: 1 to {MAX_NEEDLES}")
     rng = random.Random(seed)
     needles = []
-    for fact, question, owners, answers in _KINDS[:count]:
-        new = [answer for answer in answers if not says(text, answer)]
+    for kind in _KINDS[:count]:
+        new = [answer for answer in kind["answers"] if not says(text, answer)]
         if not new:
-            raise ValueError(
-                f"the text already has every one of {', '.join(answers)}; give another --text"
-            )
-        owner, answer = rng.choice(owners), rng.choice(new)
-        needles.append(Needle(fact.format(owner, answer), question.format(owner), answer))
+            taken = ", ".join(kind["answers"])
+            raise ValueError(f"the text already has every one of {taken}; give another --text")
+        owner, answer = rng.choice(kind["owners"]), rng.choice(new)
+        fact, question = kind["fact"].format(owner, answer), kind["question"].format(owner)
+        needles.append(Needle(fact, question, answer))
     return needles
 
 
@@ -153,28 +119,15 @@ def measure_needles(
     out: dict[str, list[Retrieval]] = {name: [] for name in caches}
     for haystack in haystacks:
         for name, make in caches.items():
-            answers = _ask_all(model, tokenizer, haystack, make, advance or ignore)
+            prompts, shared = haystack.prompts, haystack.shared
+            answers = write_lines(
+                model, make, tokenizer, prompts, shared, ANSWER_TOKENS, advance or ignore
+            )
             pairs = zip(answers, haystack.needles, strict=True)
             found = [says(answer, needle.answer) for answer, needle in pairs]
             longest = max(map(len, haystack.prompts))
             out[name].append(Retrieval(haystack.context, longest, tuple(answers), tuple(found)))
     return out
-
-
-def _ask_all(
-    model: Any, tokenizer: Any, haystack: Haystack, make: MakeCache | None, advance: Advance
-) -> list[str]:
-    """The text goes into the cache once; each question is taken out again after its answer."""
-    prefix, answers = haystack.prompts[0][: haystack.shared], []
-    runs = after_prefix(model, make, prefix, len(haystack.prompts))
-    for prompt, run in zip(haystack.prompts, runs, strict=True):
-        answers.append(_answer(run, tokenizer, prompt[haystack.shared :]))
-        advance(1)
-    return answers
-
-
-def _answer(run: CacheRun, tokenizer: Any, question: Sequence[int]) -> str:
-    return run.write_line(tokenizer, question, ANSWER_TOKENS)
 
 
 def says(text: str, word: str) -> bool:

@@ -6,15 +6,12 @@ import random
 from typing import Any
 
 from tightkv.tools.eval.prompts import begin_reply
-from tightkv.tools.eval.tasks.needles import Needle, build_haystack, says
+from tightkv.tools.eval.tasks.needles import FACTS, Needle, build_haystack, says
 from tightkv.tools.eval.tasks.probes import Passage, build_passage
 from tightkv.tools.eval.windows import encode
 
 # Names that share no word; each owns one code.
-_OWNERS = (
-    *("Lisbon", "Oslo", "Cairo", "Kyoto", "Vienna", "Madrid", "Dublin", "Athens"),
-    *("Havana", "Nairobi", "Quito", "Seoul", "Lima", "Prague", "Geneva", "Hanoi"),
-)
+_OWNERS = FACTS["passkey owners"]
 MAX_DEPTHS = len(_OWNERS)
 _DIGITS = 5
 

@@ -4,39 +4,20 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tightkv.tools.eval.forward import TAIL_TOKENS, Advance, MakeCache, after_prefix
+from tightkv.tools.eval.forward import TAIL_TOKENS, Advance, MakeCache, write_lines
 from tightkv.tools.eval.prompts import common_prefix
 from tightkv.tools.eval.tasks.base import Data, Task
+from tightkv.tools.eval.tasks.needles import FACTS
 from tightkv.tools.eval.windows import beginning, encode
 
 CALL_TOKENS = 96
 _COUNTED = ("json", "valid", "correct")
 
-# A request, the tool that answers it, and what its arguments are drawn from.
-_CITIES = ("Lisbon", "Oslo", "Cairo", "Kyoto", "Vienna", "Madrid", "Dublin", "Athens", "Lima")
-_PEOPLE = ("Maria", "Victor", "Helen", "Oscar", "Amina", "Pavel", "Ingrid", "Tomas")
-_TOOLS: dict[str, tuple[str, dict[str, Sequence[Any]]]] = {
-    "get_weather": (
-        "What will the weather be in {city} in {days} days?",
-        {"city": _CITIES, "days": range(1, 15)},
-    ),
-    "send_message": (
-        "Tell {to} that I arrive {minutes} minutes late.",
-        {"to": _PEOPLE, "minutes": range(5, 60, 5)},
-    ),
-    "book_train": (
-        "Book {seats} seats from {start} to {end}.",
-        {"start": _CITIES[:4], "end": _CITIES[4:], "seats": range(2, 9)},
-    ),
-    "set_alarm": (
-        "Wake me at {hour}:{minute} tomorrow.",
-        {"hour": range(5, 12), "minute": range(10, 60, 5)},
-    ),
-}
+# The tools: a request for each, and what its arguments are drawn from.
+_TOOLS: dict[str, Any] = FACTS["tools"]
 
 
 @dataclass(frozen=True)
@@ -107,7 +88,7 @@ def judge(reply: str, wanted: Call) -> Verdict:
     valid = (
         tool is not None
         and set(got) == {"name", "arguments"}
-        and set(got["arguments"]) == set(tool[1])
+        and set(got["arguments"]) == set(tool["arguments"])
     )
     correct = got == {"name": wanted.name, "arguments": wanted.arguments}
     return Verdict(True, valid, correct)
@@ -139,19 +120,18 @@ class ToolTask(Task):
     def read(self, model: Any, make: MakeCache | None, advance: Advance) -> Data:
         replies: list[Data] = []
         for talk in self.conversations:
-            prefix = talk.prompts[0][: talk.shared]
-            runs = after_prefix(model, make, prefix, len(talk.prompts))
-            for prompt, call, run in zip(talk.prompts, talk.calls, runs, strict=True):
-                reply = run.write_line(self.tokenizer, prompt[talk.shared :], CALL_TOKENS)
+            lines = write_lines(
+                model, make, self.tokenizer, talk.prompts, talk.shared, CALL_TOKENS, advance
+            )
+            for reply, call in zip(lines, talk.calls, strict=True):
                 told = {"context": talk.context, "expected": call.text, "reply": reply}
                 replies.append({**told, **asdict(judge(reply, call))})
-                advance(1)
         sums = {name: sum(reply[name] for reply in replies) for name in _COUNTED}
         return {"asked": len(replies), **sums, "replies": replies}
 
 
 def _call(rng: random.Random) -> Call:
     name = rng.choice(list(_TOOLS))
-    request, fields = _TOOLS[name]
+    fields = _TOOLS[name]["arguments"]
     arguments = {field: rng.choice(values) for field, values in fields.items()}
-    return Call(request.format(**arguments), name, arguments)
+    return Call(_TOOLS[name]["request"].format(**arguments), name, arguments)

@@ -16,8 +16,10 @@ struct AppendParams {
     const u16 *key_center, *value_center;  // [HKV, D] or null: what new tokens are stored relative to
     long long key_n, key_h, value_n, value_h, table_b, page_bytes;
     int ring, sinks, encode_partial_page;
-    int copy, encode;  // which half is done, or both; encode 2: seal.cu has the keys of complete pages
+    int copy, encode;  // whether tokens go to ring and sinks; what of their pages is encoded:
 };
+
+enum { ENCODE_NOTHING, ENCODE_ALL, KEYS_APART };  // the last: seal.cu has the keys of complete pages
 
 __device__ __forceinline__ float finite(float x) {
     if (x != x) return 0.f;

@@ -19,9 +19,6 @@ union WarpMemory {  // a warp's own memory: first for tiles, then for what it fo
     } states;
 };
 
-// Of 512 channels there are not registers for both accumulators: those of pages are stored where the first stage
-// was, then exact tokens go through the second one.
-#define EXACT_APART (DP > 256)
 static_assert(!EXACT_APART || (STAGES == 2 && sizeof(WarpState) <= sizeof(Stage)), "what pages gave would be lost");
 
 struct SharedMemory {
@@ -99,6 +96,93 @@ __device__ __forceinline__ int own_column(int first, int i) {
     return first + WARPS * i < COLS ? first + WARPS * i : first;
 }
 
+// The weights of all states of a warp's columns, state `lane % STATES` of each in a lane; `top` and `sum` are of all.
+__device__ __forceinline__ void weigh_states(const SharedMemory &sh, int first, float (&top)[MERGED_COLS],
+                                             float (&sum)[MERGED_COLS], float (&weight)[MERGED_COLS], int lane) {
+#pragma unroll
+    for (int i = 0; i < MERGED_COLS; i++) {
+        const int state = lane % STATES, n = own_column(first, i);
+        const auto &states = sh.warp[state / 2 % WARPS].states;
+        const WarpState &own = state % 2 ? states.exact : states.pages;
+        sum[i] = state < 2 * WARPS ? own.sum[n] : 0.f;
+        weight[i] = sum[i] > 0.f ? own.peak[n] : LOWEST;  // or what is there is not a number
+        top[i] = weight[i];
+    }
+    most_of<STATES>(top);
+#pragma unroll
+    for (int i = 0; i < MERGED_COLS; i++) {
+        weight[i] = sum[i] > 0.f ? exp2_fast(weight[i] - top[i]) : 0.f;
+        sum[i] = sum[i] > 0.f ? weight[i] * sum[i] : 0.f;
+    }
+    sum_of<STATES>(sum);
+}
+
+// The states of a warp's columns at their weights, those of pages and of exact tokens apart; to where the first
+// warp's states were.
+__device__ __forceinline__ void merge_states(SharedMemory &sh, int first, int end, const float (&weight)[MERGED_COLS],
+                                             int lane) {
+    float o[MERGED_COLS][DP / 32], e[MERGED_COLS][DP / 32];  // of neighbouring channels
+#pragma unroll
+    for (int i = 0; i < MERGED_COLS; i++)
+#pragma unroll
+        for (int k = 0; k < DP / 32; k++) o[i][k] = e[i][k] = 0.f;
+#pragma unroll 1
+    for (int w = 0; w < WARPS; w++) {
+        const auto &states = sh.warp[w].states;
+#pragma unroll
+        for (int i = 0; i < MERGED_COLS; i++) {
+            const int n = own_column(first, i);
+            add_state(o[i], states.pages.acc[n] + DP / 32 * lane, __shfl_sync(~0u, weight[i], 2 * w));
+            add_state(e[i], states.exact.acc[n] + DP / 32 * lane, __shfl_sync(~0u, weight[i], 2 * w + 1));
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < MERGED_COLS; i++) {
+        const int n = first + WARPS * i;
+        if (n >= end) continue;
+        store_vector(sh.warp[0].states.pages.acc[n] + DP / 32 * lane, o[i]);
+        store_vector(sh.warp[0].states.exact.acc[n] + DP / 32 * lane, e[i]);
+    }
+    __syncwarp();
+}
+
+// What pages gave for a warp's columns, back in the model's frame; but for ROOT and signs of a Hadamard rotation.
+__device__ __forceinline__ void rotate_back(const SharedMemory &sh, const float *rotation, int first,
+                                            float (&x)[MERGED_COLS][LANE_CHANNELS], int lane) {
+#pragma unroll
+    for (int i = 0; i < MERGED_COLS; i++) {
+        const float *pages = sh.warp[0].states.pages.acc[own_column(first, i)];
+#pragma unroll
+        for (int k = 0; k < LANE_CHANNELS; k++) x[i][k] = VALUE_UNIT * pages[state_slot(lane + 32 * k)];
+    }
+#if HADAMARD
+    hadamard(x, lane);
+#elif DENSE
+#pragma unroll
+    for (int i = 0; i < MERGED_COLS; i++) multiply<float>(x[i], rotation + D * D, lane);
+#endif
+}
+
+// A query's head as the state of split `split`.
+__device__ __forceinline__ void write_partial(const DecodeParams &a, const float (&x)[LANE_CHANNELS], int split,
+                                              int token, int query_head, float top, float sum, int lane) {
+    const long long place = ((long long)split * a.max_queries + token) * HQ + query_head;
+#pragma unroll
+    for (int k = 0; k < LANE_CHANNELS; k++)
+        if (THERE(k)) a.partial[place * DP + lane + 32 * k] = x[k];
+    if (lane == 0) a.partial_lse[place] = sum > 0.f ? top + log2_fast(sum) : NEG_INF;
+}
+
+// A query's head to the output.
+__device__ __forceinline__ void write_output(const DecodeParams &a, const float (&x)[LANE_CHANNELS], int query,
+                                             int query_head, int head, float top, float sum, int lane) {
+    u16 *out = a.out + (long long)query * a.out_n + query_head * a.out_h;
+#pragma unroll
+    for (int k = 0; k < LANE_CHANNELS; k++)
+        if (THERE(k)) write_channel(out, a.value_center, head, lane + 32 * k, x[k]);
+    if (lane == 0) write_lse(a.lse + (long long)query * HQ + query_head, top, sum);
+}
+
 // Merge the warps of a block: to the output where it has all of a sequence, else to its split's, which has the
 // number `split` among those of all sequences. Few instructions: fetching them takes longer than they do.
 __device__ __forceinline__ void epilogue(SharedMemory &sh, const DecodeParams &a, int split, int splits, int begin,
@@ -107,58 +191,10 @@ __device__ __forceinline__ void epilogue(SharedMemory &sh, const DecodeParams &a
     __syncthreads();
 #pragma unroll 1
     for (int first = warp; first < end; first += WARPS * MERGED_COLS) {
-        float top[MERGED_COLS], sum[MERGED_COLS], weight[MERGED_COLS];
-        float o[MERGED_COLS][DP / 32], e[MERGED_COLS][DP / 32];  // of neighbouring channels
-#pragma unroll
-        for (int i = 0; i < MERGED_COLS; i++) {
-            // A lane has the peak and the sum of a state, and its weight.
-            const int state = lane % STATES, n = own_column(first, i);
-            const auto &states = sh.warp[state / 2 % WARPS].states;
-            const WarpState &own = state % 2 ? states.exact : states.pages;
-            sum[i] = state < 2 * WARPS ? own.sum[n] : 0.f;
-            weight[i] = sum[i] > 0.f ? own.peak[n] : LOWEST;  // or what is there is not a number
-            top[i] = weight[i];
-#pragma unroll
-            for (int k = 0; k < DP / 32; k++) o[i][k] = e[i][k] = 0.f;
-        }
-        most_of<STATES>(top);
-#pragma unroll
-        for (int i = 0; i < MERGED_COLS; i++) {
-            weight[i] = sum[i] > 0.f ? exp2_fast(weight[i] - top[i]) : 0.f;
-            sum[i] = sum[i] > 0.f ? weight[i] * sum[i] : 0.f;
-        }
-        sum_of<STATES>(sum);
-#pragma unroll 1
-        for (int w = 0; w < WARPS; w++) {
-            const auto &states = sh.warp[w].states;
-#pragma unroll
-            for (int i = 0; i < MERGED_COLS; i++) {
-                const int n = own_column(first, i);
-                add_state(o[i], states.pages.acc[n] + DP / 32 * lane, __shfl_sync(~0u, weight[i], 2 * w));
-                add_state(e[i], states.exact.acc[n] + DP / 32 * lane, __shfl_sync(~0u, weight[i], 2 * w + 1));
-            }
-        }
-        float x[MERGED_COLS][LANE_CHANNELS];
-#pragma unroll
-        for (int i = 0; i < MERGED_COLS; i++) {
-            const int n = first + WARPS * i;
-            if (n >= end) continue;
-            store_vector(sh.warp[0].states.pages.acc[n] + DP / 32 * lane, o[i]);
-            store_vector(sh.warp[0].states.exact.acc[n] + DP / 32 * lane, e[i]);
-        }
-        __syncwarp();
-#pragma unroll
-        for (int i = 0; i < MERGED_COLS; i++) {
-            const float *pages = sh.warp[0].states.pages.acc[own_column(first, i)];
-#pragma unroll
-            for (int k = 0; k < LANE_CHANNELS; k++) x[i][k] = VALUE_UNIT * pages[state_slot(lane + 32 * k)];
-        }
-#if HADAMARD
-        hadamard(x, lane);
-#elif DENSE
-#pragma unroll
-        for (int i = 0; i < MERGED_COLS; i++) multiply<float>(x[i], a.rotation + D * D, lane);
-#endif
+        float top[MERGED_COLS], sum[MERGED_COLS], weight[MERGED_COLS], x[MERGED_COLS][LANE_CHANNELS];
+        weigh_states(sh, first, top, sum, weight, lane);
+        merge_states(sh, first, end, weight, lane);
+        rotate_back(sh, a.rotation, first, x, lane);
 #pragma unroll
         for (int i = 0; i < MERGED_COLS; i++) {
             const int n = first + WARPS * i, token = (col0 + n) / G, query_head = head * G + (col0 + n) % G;
@@ -170,20 +206,10 @@ __device__ __forceinline__ void epilogue(SharedMemory &sh, const DecodeParams &a
                 if (HADAMARD) x[i][k] *= sh.negative[k] >> lane & 1 ? -ROOT : ROOT;
                 x[i][k] = (x[i][k] + exact[state_slot(lane + 32 * k)]) * inverse;
             }
-            const long long row = (long long)(begin + token) * HQ + query_head;
-            if (splits > 1) {
-                const long long place = ((long long)split * a.max_queries + token) * HQ + query_head;
-#pragma unroll
-                for (int k = 0; k < LANE_CHANNELS; k++)
-                    if (THERE(k)) a.partial[place * DP + lane + 32 * k] = x[i][k];
-                if (lane == 0) a.partial_lse[place] = sum[i] > 0.f ? top[i] + log2_fast(sum[i]) : NEG_INF;
-                continue;
-            }
-            u16 *out = a.out + (long long)(begin + token) * a.out_n + query_head * a.out_h;
-#pragma unroll
-            for (int k = 0; k < LANE_CHANNELS; k++)
-                if (THERE(k)) write_channel(out, a.value_center, head, lane + 32 * k, x[i][k]);
-            if (lane == 0) write_lse(a.lse + row, top[i], sum[i]);
+            if (splits > 1)
+                write_partial(a, x[i], split, token, query_head, top[i], sum[i], lane);
+            else
+                write_output(a, x[i], begin + token, query_head, head, top[i], sum[i], lane);
         }
     }
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "queries.cuh"
+#include "smem_pipeline.cuh"
 
 #if MEAN_BITS == 8
 // Of two pages: one in the upper rows of an A operand, one in the lower. Words are loaded one by one, each
@@ -61,5 +62,21 @@ __device__ __forceinline__ void mean_scores(float (&scores)[LANE_COLS],
 #pragma unroll
     for (int j = 0; j < LANE_COLS; j++)
         scores[j] = (upper[j >> 1][j & 1] + lower[j >> 1][2 + (j & 1)]) * factor;
+}
+#endif
+
+#if MEAN_BITS > 0
+// Of all pages of a tile; `queries` are halves in shared memory.
+__device__ __forceinline__ void mean_scores_of_tile(float (&bias)[SPAN][LANE_COLS], const Stage &tile,
+                                                    const QueryOperands &q, const u32 (*queries)[DP / 2 + 4], int r,
+                                                    int c) {
+#pragma unroll
+    for (int p = 0; p < SPAN; p += MEAN_BITS == 16 ? 1 : 2)
+#if MEAN_BITS == 16
+        mean_scores(bias[p], queries, tile.page[p].mean, r, c, 1.f / (KEY_UNIT * BYTE_UNIT));
+#else
+        mean_scores(bias[p], bias[min(p + 1, SPAN - 1)], q, tile.page[p].mean, tile.page[min(p + 1, SPAN - 1)].mean, c,
+                    1.f / KEY_UNIT);
+#endif
 }
 #endif

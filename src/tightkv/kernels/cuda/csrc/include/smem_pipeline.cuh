@@ -17,6 +17,10 @@ union Stage {  // a tile on its way or being read, or exact tokens
     ExactTokens exact;
 };
 
+// Of 512 channels there are not registers for both accumulators: those of pages are stored where the first stage
+// was, then exact tokens go through the second one.
+#define EXACT_APART (DP > 256)
+
 #define PART_VALUE (512 * BP * KL * KW)  // where its members begin
 #define PART_KEY_SCALE (PART_VALUE + 512 * BP * VL * VW)
 #define PART_VALUE_SCALE (PART_KEY_SCALE + 64 * BP)

@@ -35,6 +35,19 @@ __device__ __forceinline__ float half_at(uint2 four, int i) {
     return half_to_float((u16)((i < 2 ? four.x : four.y) >> (16 * (i & 1))));
 }
 
+// Tiles in [from, to) are wholly seen by every column; the others are at the edge.
+struct WholeTiles {
+    int from, to;
+};
+
+__device__ __forceinline__ WholeTiles whole_tiles(const MaskBounds &v, int col0, int tile_end) {
+    const int newest = v.first_at + (col0 + COLS - 1) / G;
+    int seen_from = v.low, seen_to = v.high;
+    if (v.window > 0) seen_from = max(seen_from, newest - v.window + 1);
+    if (v.causal) seen_to = min(seen_to, v.first_at + col0 / G + 1);
+    return {SOFTCAP ? tile_end : (seen_from + 32 * TB - 1) / (32 * TB), seen_to / (32 * TB)};
+}
+
 // A tile at the edge of what is seen: hide scales that are not this sequence's or were never written
 // (they may be NaN, or large), and scores.
 __device__ __forceinline__ void mask_scales(const MaskBounds &v, uint2 (&scale)[TB], int at0, int r) {
@@ -131,4 +144,21 @@ __device__ __forceinline__ void softmax_weights(const float (&s)[LANE_COLS][4 * 
                 const u32 turned = transpose_8x8(bytes);
                 weights[b][j][h] = prmt(turned, turned, 0x3120);  // in the values' order
             }
+}
+
+// One step of the softmax: scores of a tile -> its weights as B operands, and `scale`, which brings their products
+// with values to the frame of the accumulators. `largest_scale` is that of the tile's values.
+__device__ __forceinline__ void online_softmax(Accumulators &f, const float (&s)[LANE_COLS][4 * TB], float unit,
+                                               const uint2 (&value_scale)[TB], float largest_scale,
+                                               u32 (&weights)[TB][LANE_COLS][2], float (&scale)[LANE_COLS]) {
+    const float weight_unit = largest_scale > 0.f ? largest_scale * (1.f / MOST_WEIGHT) : 1.f;
+    float top[LANE_COLS], sum[LANE_COLS];
+    tile_tops(s, unit, top);
+    raise_peaks(f, top, scale);
+    softmax_weights(s, unit, value_scale, weight_unit, top, weights, sum);
+#pragma unroll
+    for (int j = 0; j < LANE_COLS; j++) {
+        f.sum[j] += sum[j] * scale[j];
+        scale[j] *= weight_unit;
+    }
 }

@@ -16,24 +16,29 @@ from tightkv.model_shape import (
     compressible,
     families,
     kinds,
+    planner,
     reader,
     shape,
     source,
     state,
     weights,
 )
-from tightkv.model_shape.planner import (
-    BASELINES,
-    GPUS,
-    INDEXED_LATENT_BYTES,
-    NOT_FOR_LATENTS,
-    WEIGHT_BITS,
-)
 from tightkv.pages.latent import RANKS, ROPE_DIMS, latent_layout
 from tightkv.pages.layout import MAX_TOKENS, PageLayout
 
 _HERE = Path(__file__).parent
 _EXTRAS = ["ALIBI", "SHARED", "SINKS", "WINDOW", "INDEXED", "BESIDE_OTHERS", "LATENT_WINDOW"]
+# names of rooms that the scripts read in lower case
+_TABLES = (
+    (planner, "GPUS WEIGHT_BITS BASELINES INDEXED_LATENT_BYTES NOT_FOR_LATENTS"),
+    (compressible, "KIND_REASONS SUPPORTED_EXTRAS"),
+    (source, "MOST MOST_LAYERS MOST_HEADS MOST_DIM TEXT_PARTS SHARED"),
+    (families, "DEFAULTS NESTED_DEFAULTS ALL_SLIDE ALIBI_FAMILIES SINK_FAMILIES REFUSED"),
+    (kinds, "LAYER_NAMES PATTERN ADDS_TO_ATTENTION NOT_UNDERSTOOD UNRELATED_LISTS"),
+    (reader, "SAYS_LAYERS"),
+    (state, "CONV_BYTES RECURRENT_BYTES"),
+    (weights, "MLP_MATRICES FP8_METHODS"),
+)
 _SCRIPTS = ("config.js", "bytes.js", "page.js")
 
 
@@ -51,47 +56,20 @@ def _read(name: str) -> str:
 
 def _tables() -> dict[str, Any]:
     layout = PageLayout(KVQuantConfig(), 1, 16)
+    exact = layout.exact_bytes_per_token
     return {
         "version": __version__,
         "models": json.loads(_read("models.json")),
-        "gpus": GPUS,
-        "weight_bits": WEIGHT_BITS,
-        "baselines": BASELINES,
-        "indexed_latent_bytes": INDEXED_LATENT_BYTES,
-        "not_for_latents": NOT_FOR_LATENTS,
+        **{name.lower(): getattr(room, name) for room, names in _TABLES for name in names.split()},
+        "dtypes": {name: str(d).removeprefix("torch.") for name, d in reader.DTYPES.items()},
+        "extras": {name: getattr(shape, name) for name in _EXTRAS},
         "latent_ranks": list(RANKS),
         "latent_rope_dims": ROPE_DIMS,
         "presets": {name: _preset(KVQuantConfig.preset(name)) for name in PRESETS},
-        "kind_reasons": compressible.KIND_REASONS,
-        "supported_extras": compressible.SUPPORTED_EXTRAS,
-        "extras": {name: getattr(shape, name) for name in _EXTRAS},
         "max_tokens": MAX_TOKENS,
-        "exact_element_bytes": layout.exact_bytes_per_token // 32,
-        "counter_bytes": layout.sequence_bytes(0) - layout.cfg.sinks * layout.exact_bytes_per_token,
+        "exact_element_bytes": exact // 32,
+        "counter_bytes": layout.sequence_bytes(0) - layout.cfg.sinks * exact,
         "entry_bytes": layout.total_bytes(64) - layout.sequence_bytes(64) - layout.page_bytes,
-        "most": source.MOST,
-        "most_layers": source.MOST_LAYERS,
-        "most_heads": source.MOST_HEADS,
-        "most_dim": source.MOST_DIM,
-        "text_parts": source.TEXT_PARTS,
-        "shared": source.SHARED,
-        "defaults": families.DEFAULTS,
-        "nested_defaults": families.NESTED_DEFAULTS,
-        "all_slide": families.ALL_SLIDE,
-        "alibi_families": families.ALIBI_FAMILIES,
-        "sink_families": families.SINK_FAMILIES,
-        "refused": families.REFUSED,
-        "layer_names": kinds.LAYER_NAMES,
-        "pattern": kinds.PATTERN,
-        "adds_to_attention": kinds.ADDS_TO_ATTENTION,
-        "not_understood": kinds.NOT_UNDERSTOOD,
-        "unrelated_lists": kinds.UNRELATED_LISTS,
-        "says_layers": reader.SAYS_LAYERS,
-        "dtypes": {name: str(d).removeprefix("torch.") for name, d in reader.DTYPES.items()},
-        "conv_bytes": state.CONV_BYTES,
-        "recurrent_bytes": state.RECURRENT_BYTES,
-        "mlp_matrices": weights.MLP_MATRICES,
-        "fp8_methods": weights.FP8_METHODS,
     }
 
 

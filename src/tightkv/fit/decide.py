@@ -1,0 +1,187 @@
+"""fit(): what a cache of one model is told, layer by layer. Both integrations call it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol
+
+from tightkv.config import KVQuantConfig
+from tightkv.fit.calibration import Calibration, not_used, without_bits
+from tightkv.fit.key_check import CheckedConfig, KeyCheck, in_equal_blocks, wants_check
+from tightkv.math.centers import Centers
+from tightkv.math.feedback import QueryMetric
+from tightkv.math.key_scale import KeyScale
+from tightkv.model_shape import LayerShape
+
+
+class Layer(NamedTuple):
+    """A compressed layer, as a source is asked about it."""
+
+    shape: LayerShape
+    """With the KV heads of this process."""
+    cfg: KVQuantConfig
+
+
+class Source(Protocol):
+    """The weights of a model: of a loaded one, or in a checkpoint's folder.
+
+    Of a model that is spread over tensor-parallel ranks, the KV heads of one rank.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def key_check(self) -> KeyCheck: ...
+
+    def find_calibration(self, cfg: KVQuantConfig) -> Calibration | None:
+        """The calibration that `cfg` names; ValueError where it is another model's."""
+
+    def key_scales(
+        self, cfg: KVQuantConfig, layers: Mapping[int, Layer]
+    ) -> tuple[Mapping[int, KeyScale], str | None]:
+        """Scales of the layers that have some, and the line that reports them."""
+
+    def query_metrics(
+        self, cfg: KVQuantConfig, layers: Mapping[int, Layer]
+    ) -> tuple[Mapping[int, QueryMetric], str | None]:
+        """Metrics of the layers that have one, and the line that reports them."""
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The layers of one process that are compressed, and which bits they can have."""
+
+    shapes: Mapping[int, LayerShape]
+    """By their numbers in the model, in order; layers without a number have negative ones."""
+    refuse: Callable[[KVQuantConfig], None]
+    """Raises where the layers cannot have a config, for example if it names one that stays."""
+    fit_together: Callable[[Mapping[int, KVQuantConfig]], bool] = lambda configs: True
+    """Whether layers can have these configs side by side."""
+    before: int = 0
+    """Compressed layers of earlier pipeline stages."""
+    total: int | None = None
+    """Compressed layers of all stages; those of `shapes` unless given."""
+
+    def configs(self, cfg: KVQuantConfig) -> dict[int, KVQuantConfig]:
+        total = len(self.shapes) if self.total is None else self.total
+        return {n: cfg.for_layer(self.before + i, total, n) for i, n in enumerate(self.shapes)}
+
+
+@dataclass(frozen=True)
+class LayerFit:
+    """How one layer holds its keys and values."""
+
+    cfg: KVQuantConfig
+    metric: QueryMetric | None = None
+    """Of queries that are multiplied by `scale`."""
+    scale: KeyScale | None = None
+    centers: Centers | None = None
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What a cache is told, and the lines that are to be said about it."""
+
+    asked: KVQuantConfig
+    """What the user asks for, with the bits of the calibration."""
+    cfg: KVQuantConfig
+    """That with the bits which the weights ask for."""
+    calibration: Calibration | None = None
+    checked: bool = False
+    """Whether the weights have said which bits keys need."""
+    calibration_line: str | None = None
+    keys_line: str | None = None
+    layers: Mapping[int, LayerFit] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    """Lines about scales and metrics."""
+
+
+def fit(source: Source | None, cfg: KVQuantConfig, layers: Layers) -> Fit:
+    """Decide bits, then key scales, then metrics in the frame of these scales, then centers.
+
+    Without a source, all layers have the bits of `cfg`, and nothing else is known.
+    """
+    bits = fit_bits(source, cfg, layers)
+    configs = layers.configs(bits.cfg)
+    if source is None:
+        return replace(bits, layers={n: LayerFit(own) for n, own in configs.items()})
+    held = {n: Layer(shape, configs[n]) for n, shape in layers.shapes.items()}
+    scales, told = fit_scales(source, bits.asked, held)
+    metrics, more = fit_metrics(source, bits.asked, bits.calibration, held, scales)
+    centers = {} if bits.calibration is None else bits.calibration.centers
+    found = {
+        n: LayerFit(own, metrics.get(n), scales.get(n), centers.get(n))
+        for n, own in configs.items()
+    }
+    return replace(bits, layers=found, notes=tuple(filter(None, (told, more))))
+
+
+def fit_bits(source: Source | None, cfg: KVQuantConfig, layers: Layers | None = None) -> Fit:
+    """Bits of the calibration, then those that the keys of noisy layers need, and nothing else.
+
+    Layers that cannot have them side by side keep the bits of `cfg`.
+    """
+    calibration = None if source is None else source.find_calibration(cfg)
+    asked = cfg if calibration is None else calibration.applied(cfg)
+    if layers is not None:
+        layers.refuse(asked)
+    if source is None:
+        return Fit(asked, asked)
+    line, checked = not_used(cfg, calibration, source.name), _checked(source, asked)
+    changed = checked.raised or asked != cfg
+    if changed and layers and not layers.fit_together(layers.configs(checked.config)):
+        if asked != cfg:
+            line, checked = without_bits(cfg), _checked(source, cfg)
+        if checked.raised:
+            checked = in_equal_blocks(cfg, checked)
+    known = checked.raised or checked.line is None
+    return Fit(asked, checked.config, calibration, known, line, checked.line)
+
+
+def _checked(source: Source, cfg: KVQuantConfig) -> CheckedConfig:
+    """The weights are looked at only if they are asked."""
+    return source.key_check.protect(cfg) if wants_check(cfg) else CheckedConfig(cfg)
+
+
+def fit_scales(
+    source: Source, cfg: KVQuantConfig, layers: Mapping[int, Layer]
+) -> tuple[Mapping[int, KeyScale], str | None]:
+    """Scales of the layers whose keys are coded with error feedback."""
+    wanted = {n: layer for n, layer in layers.items() if layer.cfg.takes_feedback}
+    if cfg.feedback == "off" or not wanted:
+        return {}, None
+    found, line = source.key_scales(cfg, wanted)
+    return {n: found[n] for n in wanted if n in found}, line
+
+
+def fit_metrics(
+    source: Source,
+    cfg: KVQuantConfig,
+    calibration: Calibration | None,
+    layers: Mapping[int, Layer],
+    scales: Mapping[int, KeyScale],
+) -> tuple[Mapping[int, QueryMetric], str | None]:
+    """Metrics of queries that are multiplied by `scales`: the calibration's, or the source's.
+
+    No layer has one where no layer's keys are coded with error feedback.
+    """
+    if cfg.feedback == "off" or not any(layer.cfg.takes_feedback for layer in layers.values()):
+        return {}, None
+    if calibration is not None:
+        found, line = calibration.metrics, None
+    else:
+        found, line = source.query_metrics(cfg, layers)
+    return {n: found[n].scaled(scales.get(n)) for n in layers if n in found}, line
+
+
+def refit(source: Source, cfg: KVQuantConfig, held: Mapping[int, LayerFit]) -> Fit:
+    """Metrics for layers that hold tokens already: their bits, scales and centers stay."""
+    calibration = source.find_calibration(cfg)
+    said = not_used(cfg, calibration, source.name)
+    layers = {n: Layer(LayerShape("full"), own.cfg) for n, own in held.items()}
+    scales = {n: own.scale for n, own in held.items() if own.scale is not None}
+    metrics, line = fit_metrics(source, cfg, calibration, layers, scales)
+    found = {n: replace(own, metric=metrics.get(n)) for n, own in held.items()}
+    notes = () if line is None else (line,)
+    return Fit(cfg, cfg, calibration, calibration_line=said, layers=found, notes=notes)

@@ -1,0 +1,149 @@
+"""SharedSteps: the sequences that all layers of a TightCache share, moved on once per pass."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tightkv.config import KVQuantConfig
+from tightkv.integrations.transformers.padding import Padding, noted_padding, seen_padding
+from tightkv.paged.offload import DeviceBuffers
+from tightkv.paged.sequences import (
+    AppendPlan,
+    RowTensors,
+    SequenceState,
+    SequenceTable,
+    row_tensors,
+    same_length,
+)
+from tightkv.pages.layout import PageLayout, page_layout
+
+DIFFERENT_TOKENS = (
+    "the layers of this TightCache have seen different tokens (an interrupted forward pass?); "
+    "crop the interrupted tokens or reset the cache"
+)
+
+
+class SharedSteps:
+    """The table all layers share, moved on by the first layer of each forward pass."""
+
+    def __init__(
+        self,
+        cfg: KVQuantConfig,
+        *,
+        offloading: bool = False,
+        watch: bool = False,
+        eager: bool = False,
+    ) -> None:
+        """`watch`: the first keys are measured, because no weights have been.
+
+        `eager`: pages are sealed from the first token on.
+        """
+        # A layer's ring lives as long as its sequences, so open pages need no codes.
+        self.table = SequenceTable(cfg, encode_partial_page=False)
+        own_bits = (cfg.for_layer(i, i + 1) for i in cfg.bits_of_layers())
+        self.cfgs = {layer for layer in own_bits if layer.compresses}  # layers add their own
+        self.eager = eager
+        self.buffers = DeviceBuffers() if offloading else None
+        self.watch = watch and cfg.protect_keys
+        self.steps = 0
+        self.before: list[SequenceState] = []
+        self._plan: AppendPlan | None = None
+        self._before_tensors: dict[str, RowTensors] = {}
+        self._padded_step = -1  # the step whose padding the table has
+        self._seen: tuple[int, weakref.ref[Tensor], Padding] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_seen": None}  # a weak reference cannot be pickled
+
+    def reset(self) -> None:
+        """Forget every sequence, and the device memory that layers take turns with."""
+        self.table.clear()
+        self.table.exact_limit = 0
+        if self.buffers is not None:
+            self.buffers.clear()
+        self.before, self._before_tensors = [], {}
+        self._plan, self._seen = None, None
+
+    def grow_limit(self, layout: PageLayout) -> None:
+        """Keep sequences exact until no layer is larger in pages: layers differ in their bits."""
+        if self.eager:
+            return
+        limits = [
+            page_layout(cfg, layout.num_kv_heads, layout.head_dim, layout.dtype).exact_limit
+            for cfg in self.cfgs
+        ]
+        self.table.exact_limit = max(self.table.exact_limit, *limits)
+
+    def plan(self, step: int, batch: int, count: int) -> AppendPlan:
+        """The plan of step number `step`, made when the first layer asks for it."""
+        if step == self.steps:
+            if self._padded_step != step:  # no mask came: new tokens are not padding
+                self._set_starts(step, [min(row.left_pad, row.length) for row in self.table.rows])
+            if not len(self.table):
+                self.table.add_rows([0] * batch)
+            self.before, self._before_tensors = self.table.snapshot(), {}
+            self._plan = self.table.append(range(batch), [count] * batch)
+            self.steps += 1
+        if self._plan is None or step != self.steps - 1 or self._plan.counts != (count,) * batch:
+            raise RuntimeError(DIFFERENT_TOKENS)
+        return self._plan
+
+    def moved_by(self, step: int) -> AppendPlan:
+        """The plan of the newest step, for a layer whose next step is that one."""
+        if self._plan is None or step != self.steps - 1:
+            raise RuntimeError(DIFFERENT_TOKENS)
+        return self._plan
+
+    def follow(self, step: int, mask: Tensor | None, batch: int) -> Padding | None:
+        """Give the table the left padding of a mask of step number `step`.
+
+        Returns what the mask hides, or None if it was not looked at: nothing depends on it.
+        """
+        padding = noted_padding(mask, batch)
+        if padding is None:
+            assert mask is not None
+            real = [row.left_pad < row.length for row in self.table.rows]
+            if real and all(real) and not any(row.left_pad for row in self.table.rows):
+                return None
+            padding = self._look_at(step, mask, batch)
+        self._set_starts(step, padding.starts)
+        self._padded_step = step
+        return padding
+
+    def _look_at(self, step: int, mask: Tensor, batch: int) -> Padding:
+        """`seen_padding` waits for the device: once for a mask and step, not for every layer."""
+        if self._seen is None or self._seen[0] != step or self._seen[1]() is not mask:
+            self._seen = step, weakref.ref(mask), seen_padding(mask, batch)
+        return self._seen[2]
+
+    def _set_starts(self, step: int, starts: Sequence[int]) -> None:
+        """Rows without a real token get a new start; others can only start earlier."""
+        if not len(self.table):
+            self.table.add_rows(starts)
+            return
+        for row, start in enumerate(starts):
+            state = self.table.rows[row]
+            moved = step != self.steps  # another layer has given this step its starts
+            if start < state.left_pad or (state.length <= state.left_pad and not moved):
+                self.table.set_left_pad(row, start)
+                if moved and start < self.before[row].left_pad:
+                    self.before[row].left_pad, self.before[row].sink_count = start, 0
+                    self._before_tensors = {}
+
+    def rows_at(self, step: int, device: torch.device) -> RowTensors:
+        """The rows as they were before step number `step`."""
+        if step == self.steps:
+            return self.table.tensors(device)
+        key = str(device)
+        if key not in self._before_tensors:
+            self._before_tensors[key] = row_tensors(self.before, device)
+        return self._before_tensors[key]
+
+    def same_length_at(self, step: int) -> int | None:
+        """The length of every row before that step, if alike (`SequenceTable.same_length`)."""
+        return same_length(self.table.rows if step == self.steps else self.before)
