@@ -16,7 +16,7 @@ import pytest
 from tightkv.kernels.cpu import library
 
 NATIVE = Path(library.__file__).parent / "native"
-FLAGS = ["-std=gnu11", "-O1", "-g", "-fPIC", "-fvisibility=hidden", "-pthread", f"-I{NATIVE}"]
+FLAGS = ["-std=gnu11", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-pthread", f"-I{NATIVE}"]
 WARNINGS = ["-Wall", "-Wextra", "-Werror"]
 SANITIZE = ["-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize-recover=all"]
 THREADS = ["-fsanitize=thread"]
