@@ -6,8 +6,11 @@ C++ compiler as well, and is made of the same object files.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from glob import glob
 from pathlib import Path
+from typing import Any
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -52,12 +55,24 @@ class BuildLibraries(build_ext):
         in_wheel = "bdist_wheel" in self.distribution.commands
         return str(path.with_name(f"{fullname.rpartition('.')[2]}.so") if in_wheel else path)
 
+    def build_extensions(self) -> None:
+        compiler = self.compiler
+        compiler.compile = partial(_compile_side_by_side, compiler.compile)
+        super().build_extensions()
+
     def build_extension(self, ext: Extension) -> None:
         if ext is operator:
             ext.extra_objects = self.compiler.object_filenames(
                 kernels.sources, output_dir=self.build_temp
             )
         super().build_extension(ext)
+
+
+def _compile_side_by_side(compile_: Any, sources: list[str], **options: Any) -> list[str]:
+    """The objects of sources, each compiled in a process of its own."""
+    with ThreadPoolExecutor() as pool:
+        found = pool.map(lambda source: compile_([source], **options), sources)
+        return [name for names in found for name in names]
 
 
 class Wheel(bdist_wheel):
