@@ -213,8 +213,8 @@ def test_a_mask_changed_in_place_is_not_what_it_was():
 
 def test_the_device_is_asked_once_a_forward_pass(monkeypatch):
     """A foreign mask is looked at by the first layer alone."""
-    looked, real = [], layer_module.seen_padding
-    monkeypatch.setattr(layer_module, "seen_padding", lambda *a: looked.append(1) or real(*a))
+    looked, real = [], steps.seen_padding
+    monkeypatch.setattr(steps, "seen_padding", lambda *a: looked.append(1) or real(*a))
     model, ids = tiny(), prompt(2, 60)
     cache = TightCache(QUANT, model=model)
     feed(model, cache, ids, padding_mask((0, 20), 60))
