@@ -8,6 +8,7 @@ import torch
 from models import prompt, tiny
 from tightkv import KVQuantConfig, TightCache
 from tightkv.integrations.transformers import layer as layer_module
+from tightkv.integrations.transformers import steps
 
 QUANT = KVQuantConfig.preset("k3v2", page_size=32, sinks=2, exact_pages=1)
 PADS = (0, 40, 131)
