@@ -55,11 +55,11 @@ class Append:
             for x in (key, value)
         ]
 
-    def run(self, kernels, **options):
-        view = dataclasses.replace(self.cache.view(), feedback=self.cache.feedback)
+    def run(self, kernels, **changes):
+        view = dataclasses.replace(self.cache.view(), feedback=self.cache.feedback, **changes)
         kernels.append(
             self.cache.codec, view, *self.new, self.cu_seqlens, self.ring_valid_from,
-            max_new=self.max_new, encode_partial_page=self.partial, **options,
+            max_new=self.max_new, encode_partial_page=self.partial,
         )  # fmt: skip
         return self.cache.pages
 
@@ -145,3 +145,58 @@ def test_what_was_coded_is_not_coded_again(changes):
     if not cfg.centered:
         ours.cache.ring_key.fill_(math.nan)
     assert_runs_alike(ours, theirs)
+
+
+# --- sealing after the step, of all layers at once ---
+
+
+LATER = [case for case in CASES if case[2].get("key_centering") != "none"]
+
+
+def seal_later(layers, chosen):
+    """`seal_layers` of caches with the same lengths: (row, page's first token) of each page."""
+    cache, cfg = layers[0].cache, layers[0].cache.codec.cfg
+    view, size = cache.view(), cfg.page_size
+    rows = [[len(chosen), 0, 0, 0]]
+    for row, at in chosen:
+        page, exact = view.block_table[row, at // size], layers[0].ring_valid_from[row]
+        rows.append([int(view.ring_rows[row]), at, int(page), int(exact)])
+    views = [
+        dataclasses.replace(layer.cache.view(), feedback=layer.cache.feedback) for layer in layers
+    ]
+    todo = torch.tensor(rows, dtype=torch.int32, device=DEVICE)
+    cuda.seal_layers(cache.codec, cuda.sealed_layers(views), todo, view.ring_key.shape[1])
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("processors", [1, 8])
+@pytest.mark.parametrize(("lengths", "counts", "changes"), LATER, ids=str)
+def test_pages_sealed_later_are_those_of_the_append(
+    lengths, counts, changes, processors, monkeypatch
+):
+    monkeypatch.setattr(cuda, "processor_count", lambda device: processors)
+    cfg = CFG.replace(**changes)
+    steps = [1.0, -2.5, 0.25]  # layers differ
+    at_once, later = (
+        [Append(cfg, lengths, counts, feedback=True, dim=64) for _ in steps] for _ in range(2)
+    )
+    for layer, factor in zip(at_once + later, steps + steps, strict=True):
+        layer.cache.ring_key.mul_(factor)
+        layer.new[0] *= factor
+    for layer in at_once:
+        layer.run(cuda)
+    for layer in later:
+        layer.run(cuda, seals_later=True)
+    size = cfg.page_size
+    chosen = [
+        (row, page * size)
+        for row, (length, count) in enumerate(zip(lengths, counts, strict=True))
+        for page in range(length // size, (length + count) // size)
+    ]
+    assert chosen
+    different = [not torch.equal(a.cache.pages, b.cache.pages) for a, b in zip(at_once, later)]
+    seal_later(later, [])
+    assert all(different)
+    seal_later(later, chosen)
+    for one, other in zip(at_once, later, strict=True):
+        assert torch.equal(one.cache.pages, other.cache.pages)

@@ -46,6 +46,14 @@ extern "C" void host_append_and_seal(const int *shape, int threads, size_t share
     });
 }
 """
+_SEAL_LAYERS = """
+extern "C" void host_seal_layers(const int *shape, int threads, size_t shared, void **args) {
+    host::launch(shape, threads, shared, [&] {
+        seal_layers(*(SealedLayer **)args[0], *(int **)args[1], *(SealedPage **)args[2],
+                    *(float **)args[3], *(int *)args[4], *(int *)args[5]);
+    });
+}
+"""
 _DECODE = """
 extern "C" void host_decode(const int *shape, int threads, size_t shared, void **args) {
     host::launch(shape, threads, shared, [&] { decode(*(DecodeParams *)args[0]); });
@@ -68,7 +76,7 @@ extern "C" void host_split_plan(const int *shape, int threads, size_t shared, vo
     host::launch(shape, threads, shared, [&] { split_plan(*(PlanParams *)args[0]); });
 }
 """
-_LAUNCHERS = {"append": _APPEND, "decode": _DECODE, "seal": _SEAL}
+_LAUNCHERS = {"append": _APPEND, "decode": _DECODE, "seal": _SEAL, "seal_layers": _SEAL_LAYERS}
 
 
 class HostModule:

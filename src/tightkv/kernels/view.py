@@ -36,6 +36,9 @@ class CacheView:
     # and, of sequences with exact tokens from before, pages may be read while it still runs.
     overlaps_append: bool = False
     feedback: Tensor | None = None  # float32 [Hkv, D, D], how sealed keys are coded: math.feedback
+    # Pages that an append completes are sealed by `seal_layers` of a later step: the append codes
+    # their new tokens as those of an open page. For layers of which the backend `seals_later`.
+    seals_later: bool = False
     # What keys and values of the cache are relative to, [Hkv, D] each: kernels that take them
     # subtract them from new tokens and add the values' to the output.
     centers: tuple[Tensor, Tensor] | None = None

@@ -41,7 +41,7 @@ _STEP_THREADS, _PLAN_THREADS = 128, 1024
 _PLANNED_BYTES = 16  # that split_plan.cu writes for a block
 _SEAL_THREADS, _SEAL_BLOCKS = 128, 4  # of a block that seals with feedback, and blocks a processor
 _SEAL_CHANNELS = 2048  # that it encodes at once, of all its tokens
-_KEYS_APART = 2  # `encode` of encode.cuh
+_KEYS_APART, _KEYS_LATER = 2, 3  # `encode` of encode.cuh
 
 
 def unavailable(device_type: str | None, asked: bool = False) -> str | None:
@@ -140,16 +140,21 @@ def _append_many(
 
 def _append_few(layout: PageLayout, view: CacheView, arguments: Sequence[int]) -> None:
     """A few tokens of each sequence, as in a decode step."""
-    params = AppendParams(*arguments, 1, _encode(view))
+    params = AppendParams(*arguments, 1, _KEYS_LATER if view.seals_later else _encode(view))
     device, heads = view.pages.device, view.batch * layout.num_kv_heads
     processors, sealed_apart = processor_count(device), view.feedback is not None
-    if sealed_apart and heads <= processors:
+    if sealed_apart and heads <= processors and not view.seals_later:
         _seal(layout, view, params, 1, appending=2 * heads)
         return
     module = _module("append", layout, layout.num_kv_heads, None, False, device)
     few = not sealed_apart and heads <= 4 * processors
     if few and not params.encode_partial_page:  # most have nothing to encode
         module.launch("append", (heads, 2, 1), _MANY_THREADS, params)
+        return
+    if view.seals_later:
+        own = 4 if heads > 4 * processors else 1
+        counts = ctypes.c_int(heads), ctypes.c_int(own)
+        module.launch("append_few", (-(-heads // own), 2, 1), 32 * own, params, *counts)
         return
     # A warp has a head. Many are appended sooner by fewer blocks, and sealed sooner by more.
     threads, own = (_MANY_THREADS, 1) if few else (_FEW_THREADS, 4 if sealed_apart else 2)
@@ -195,6 +200,43 @@ def _seal(
         return
     grid = (max(min(jobs, _SEAL_BLOCKS * processors), 1), 1, 1)
     module.launch("seal", grid, _SEAL_THREADS, *args, shared=shared)
+
+
+def seals_later(layout: PageLayout, feedback: bool) -> bool:
+    """Whether `append` can leave the sealing of pages to `seal_layers`."""
+    whole = padded_dim(layout) == layout.head_dim
+    return feedback and whole and unsupported(layout) is None and not layout.cfg.check_finite
+
+
+def sealed_layers(views: Sequence[CacheView]) -> Tensor:
+    """What `seal_layers` reads of layers of one layout (`struct SealedLayer`), on their device."""
+    rows = []
+    for view in views:
+        assert view.feedback is not None
+        addresses = (x.data_ptr() for x in (view.pages, view.ring_key, view.feedback))
+        rows.append([*addresses, view.pages.stride(0)])
+    host = torch.tensor(rows, dtype=torch.int64, device="cpu")
+    return host.to(views[0].pages.device)
+
+
+@device_guard
+def seal_layers(codec: Codec, layers: Tensor, chosen: Tensor, ring_slots: int) -> None:
+    """Seal pages of all layers from their rings.
+
+    `layers`: of `sealed_layers`. `chosen` int32 [n + 1, 4]: the number of pages, at [0, 0], then of
+    each page its ring, its first token's position, its number, and from where the ring has exact
+    tokens.
+    """
+    layout, device = codec.layout, chosen.device
+    module = _module("seal_layers", layout, layout.num_kv_heads, None, False, device)
+    rotation = codec.key.rotation.table(device)
+    addresses = (layers.data_ptr(), chosen.data_ptr(), chosen[1:].data_ptr(), rotation.data_ptr())
+    module.launch(
+        *("seal_layers", (_SEAL_BLOCKS * processor_count(device), 1, 1), _SEAL_THREADS),
+        *[ctypes.c_void_p(address) for address in addresses],
+        *[ctypes.c_int(n) for n in (len(layers), ring_slots)],
+        shared=64 * layout.head_dim,
+    )
 
 
 @device_guard

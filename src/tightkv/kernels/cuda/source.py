@@ -26,6 +26,7 @@ _INCLUDE = re.compile(r'#include "([\w.]+)"$')
 _PROGRAMS = {
     "append": ("append.cu",),
     "seal": ("seal.cu",),
+    "seal_layers": ("seal_layers.cu",),
     "decode": ("decode.cu", "merge.cu"),
 }
 STATIC_STEP, SPLIT_PLAN = "static_step.cu", "split_plan.cu"  # take no constants
@@ -48,7 +49,7 @@ def source(
         "ROOT": _floats(d**-0.5),
         "WIDTH": _floats(d**0.5),
     }
-    if name == "seal":
+    if name.startswith("seal"):
         factor = gain(layout.cfg.key_bits)
         constants |= {
             "FEEDBACK_WIDTH": _floats(factor * d**0.5),

@@ -245,7 +245,7 @@ __device__ __forceinline__ bool append_by_warp(const AppendParams &a, int number
     const int before = length - count, full_to = length / PAGE * PAGE;
     // Values that were coded when they came have the bytes that they would get again.
     const bool coded = a.encode_partial_page && (!is_key || MEAN_BITS == 0);
-    if (a.encode && before < full_to && !coded && !(is_key && a.encode == KEYS_APART)) return true;
+    if (a.encode && before < full_to && !coded && !(is_key && a.encode >= KEYS_APART)) return true;
     const HeadSide side = head_side(a, head, owner, is_key);
 
 #pragma unroll 1

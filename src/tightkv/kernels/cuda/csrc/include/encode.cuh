@@ -19,7 +19,9 @@ struct AppendParams {
     int copy, encode;  // whether tokens go to ring and sinks; what of their pages is encoded:
 };
 
-enum { ENCODE_NOTHING, ENCODE_ALL, KEYS_APART };  // the last: seal.cu has the keys of complete pages
+// KEYS_APART: seal.cu has the keys of complete pages. KEYS_LATER: they are coded as those of other pages now, and
+// sealed after this step (seal_layers.cu).
+enum { ENCODE_NOTHING, ENCODE_ALL, KEYS_APART, KEYS_LATER };
 
 __device__ __forceinline__ float finite(float x) {
     if (x != x) return 0.f;

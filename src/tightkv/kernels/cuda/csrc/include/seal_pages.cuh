@@ -82,6 +82,10 @@ struct KeyReader {
         center = a.key_center ? a.key_center + head * D : nullptr;
         ring = a.ring_key + ((long long)a.ring_rows[row] * slots * HKV + head) * D;
     }
+    // Of the ring alone.
+    __device__ __forceinline__ KeyReader(const u16 *ring_key, int slots, int row, int head)
+        : fresh(nullptr), ring(ring_key + ((long long)row * slots * HKV + head) * D), center(nullptr), stride(0),
+          before(0x7fffffff), slots(slots) {}
     __device__ __forceinline__ Channels operator()(int at, int lane) const {
         const u16 *p = at >= before ? fresh + (at - before) * stride
                                     : ring + (long long)(at % slots) * HKV * D;
@@ -272,74 +276,92 @@ __device__ __forceinline__ float encode(Scratch &s, int token, const float *fact
     return __float_as_int(norm) < 0 ? -scale : scale;
 }
 
+// The keys of a page's head that are sealed together.
+struct KeyPage {
+    u8 *record;
+    const float *factors, *rotation;
+    int at, exact_from, real_from;  // positions: its first token, the first exact one, the first that is no padding
+};
+
+// Every `parts`-th group of the page's tokens, from the `part`-th on, by all threads of a block.
+__device__ __forceinline__ void seal_part(Scratch &s, Rows *stages, const KeyReader &keys, const KeyPage &page, int part,
+                                          int parts) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int page_at = page.at, exact_from = page.exact_from;
+    u16 *scales = (u16 *)(page.record + KEY_SCALE_AT);
+    u32 *plane = (u32 *)page.record;
+
+    if (MEAN_BITS > 0) {
+        __syncthreads();  // the mean before is no longer read
+        if (exact_from <= page_at)
+            make_mean(s, keys, page.real_from, page_at + PAGE, page.rotation, page.record, part == 0, lane, warp);
+        else if (warp == 0)
+            read_mean(page.record, s.mean, lane);
+        __syncthreads();
+    }
+
+    for (int pass = part; pass < PAGE / PASS; pass += parts) {
+        const int pass_at = page_at + pass * PASS, own_at = pass_at + warp * TOKENS;
+        if (pass_at + PASS <= exact_from) continue;
+        __syncthreads();  // rows of the pass before are no longer read
+#pragma unroll
+        for (int n = 0; n < STAGES - 1; n++) fetch_rows(stages, page.factors, n);
+
+        Channels x[TOKENS];
+#pragma unroll
+        for (int t = 0; t < TOKENS; t++)  // all at once
+            if (own_at + t >= exact_from) x[t] = keys(own_at + t, lane);
+#pragma unroll
+        for (int t = 0; t < TOKENS; t++) {
+            float one[N];
+            keys.convert(x[t], own_at + t, lane, one);
+#pragma unroll
+            for (int k = 0; k < N; k++)  // codes of tokens that are no longer exact stay
+                s.keys[warp * TOKENS + t][N * lane + k] = own_at + t >= exact_from ? one[k] : 0.f;
+        }
+        __syncwarp();
+        scale_keys(s, page.rotation, lane, warp);
+        const int token = warp * TOKENS + lane / LANES, t = pass_at + token - page_at;
+        const float scale = encode(s, token, page.factors, stages, lane % LANES);
+        if (lane % LANES == 0 && page_at + t >= exact_from)
+            scales[t / 32 * 32 + t % 8 * 4 + t % 32 / 8] = float_to_half(scale);
+        __syncwarp();
+
+        constexpr int C = D / 32;
+        for (int w = lane; w < TOKENS * KEY_BITS * C; w += 32) {
+            const int token = warp * TOKENS + w / (KEY_BITS * C), j = w / C % KEY_BITS, c = w % C;
+            const int t = pass_at + token - page_at;
+            if (page_at + t < exact_from) continue;
+            plane[(((t / 32 * KEY_BITS + j) * 8 + t % 8) * C + c) * 4 + t % 32 / 8] =
+                pack<KEY_BITS>(j, [&](int n) { return s.codes[token][32 * c + n]; });
+        }
+        __syncwarp();  // codes are free for what comes next
+    }
+}
+
+// Blocks that share a page's head, of `blocks` for so many heads of pages.
+__device__ __forceinline__ int parts_of_page(int blocks, int heads) {
+    return heads ? max(1, min(PAGE / PASS, blocks / heads)) : 0;
+}
+
 // Blocks take jobs in turn: the keys of a part of a page, of one head.
 __device__ __forceinline__ void seal_pages(const AppendParams &a, const float *all_factors, int batch, int block,
                                            int blocks, char *memory) {
     __shared__ Scratch s;
-    Rows *stages = (Rows *)memory;
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    const int pages = count_pages(a, batch, lane);
-    const int parts = pages ? max(1, min(PAGE / PASS, blocks / (pages * HKV))) : 0;
+    const int lane = threadIdx.x & 31;
+    const int pages = count_pages(a, batch, lane), parts = parts_of_page(blocks, pages * HKV);
 
     for (int job = block; job < pages * HKV * parts; job += blocks) {
-        const int part = job % parts, head = job / parts % HKV;
+        const int head = job / parts % HKV;
         int row, index;
         find_page(a, batch, job / parts / HKV, lane, row, index);
-        const int page_at = index * PAGE, exact_from = a.ring_valid_from[row];
-        const float *factors = all_factors + (long long)head * D * D;
         const int id = a.block_table[row * a.table_b + index];
         if (id < 0) continue;  // nobody will read it
-        u8 *record = a.pages + id * a.page_bytes + head * RECORD;
-        u16 *scales = (u16 *)(record + KEY_SCALE_AT);
-        u32 *plane = (u32 *)record;
-        const KeyReader keys(a, row, head);
-
-        if (MEAN_BITS > 0) {
-            __syncthreads();  // the mean before is no longer read
-            const int real_from = max(a.left_pad[row], page_at), to = page_at + PAGE;
-            if (exact_from <= page_at)
-                make_mean(s, keys, real_from, to, a.rotation, record, part == 0, lane, warp);
-            else if (warp == 0)
-                read_mean(record, s.mean, lane);
-            __syncthreads();
-        }
-
-        for (int pass = part; pass < PAGE / PASS; pass += parts) {
-            const int pass_at = page_at + pass * PASS, own_at = pass_at + warp * TOKENS;
-            if (pass_at + PASS <= exact_from) continue;
-            __syncthreads();  // rows of the pass before are no longer read
-#pragma unroll
-            for (int n = 0; n < STAGES - 1; n++) fetch_rows(stages, factors, n);
-
-            Channels x[TOKENS];
-#pragma unroll
-            for (int t = 0; t < TOKENS; t++)  // all at once
-                if (own_at + t >= exact_from) x[t] = keys(own_at + t, lane);
-#pragma unroll
-            for (int t = 0; t < TOKENS; t++) {
-                float one[N];
-                keys.convert(x[t], own_at + t, lane, one);
-#pragma unroll
-                for (int k = 0; k < N; k++)  // codes of tokens that are no longer exact stay
-                    s.keys[warp * TOKENS + t][N * lane + k] = own_at + t >= exact_from ? one[k] : 0.f;
-            }
-            __syncwarp();
-            scale_keys(s, a.rotation, lane, warp);
-            const int token = warp * TOKENS + lane / LANES, t = pass_at + token - page_at;
-            const float scale = encode(s, token, factors, stages, lane % LANES);
-            if (lane % LANES == 0 && page_at + t >= exact_from)
-                scales[t / 32 * 32 + t % 8 * 4 + t % 32 / 8] = float_to_half(scale);
-            __syncwarp();
-
-            constexpr int C = D / 32;
-            for (int w = lane; w < TOKENS * KEY_BITS * C; w += 32) {
-                const int token = warp * TOKENS + w / (KEY_BITS * C), j = w / C % KEY_BITS, c = w % C;
-                const int t = pass_at + token - page_at;
-                if (page_at + t < exact_from) continue;
-                plane[(((t / 32 * KEY_BITS + j) * 8 + t % 8) * C + c) * 4 + t % 32 / 8] =
-                    pack<KEY_BITS>(j, [&](int n) { return s.codes[token][32 * c + n]; });
-            }
-            __syncwarp();  // codes are free for what comes next
-        }
+        KeyPage page;
+        page.record = a.pages + id * a.page_bytes + head * RECORD;
+        page.factors = all_factors + (long long)head * D * D, page.rotation = a.rotation;
+        page.at = index * PAGE, page.exact_from = a.ring_valid_from[row];
+        page.real_from = max(a.left_pad[row], page.at);
+        seal_part(s, (Rows *)memory, KeyReader(a, row, head), page, job % parts, parts);
     }
 }
