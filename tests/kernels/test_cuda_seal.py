@@ -13,6 +13,7 @@ from rounding import following
 from tightkv.config import KVQuantConfig
 from tightkv.kernels import reference
 from tightkv.kernels.cuda import backend as cuda
+from tightkv.kernels.view import SealedLayer
 from tightkv.math.feedback import QueryMetric
 
 ON_GPU = DEVICE.type == "cuda"
@@ -153,26 +154,28 @@ def test_what_was_coded_is_not_coded_again(changes):
 LATER = [case for case in CASES if case[2].get("key_centering") != "none"]
 
 
-def seal_later(layers, chosen):
+def seal_later(kernels, layers, chosen):
     """`seal_layers` of caches with the same lengths: (row, page's first token) of each page."""
-    cache, cfg = layers[0].cache, layers[0].cache.codec.cfg
-    view, size = cache.view(), cfg.page_size
+    codec, view = layers[0].cache.codec, layers[0].cache.view()
     rows = [[len(chosen), 0, 0, 0]]
     for row, at in chosen:
-        page, exact = view.block_table[row, at // size], layers[0].ring_valid_from[row]
-        rows.append([int(view.ring_rows[row]), at, int(page), int(exact)])
-    views = [
-        dataclasses.replace(layer.cache.view(), feedback=layer.cache.feedback) for layer in layers
-    ]
+        page, exact = view.block_table[row, at // codec.cfg.page_size], layers[0].ring_valid_from
+        rows.append([int(view.ring_rows[row]), at, int(page), int(exact[row])])
+    given = []
+    for layer in layers:
+        own = layer.cache.view()
+        feedback = layer.cache.feedback
+        given.append(SealedLayer(own.pages, own.ring_key, own.ring_value, feedback))
     todo = torch.tensor(rows, dtype=torch.int32, device=DEVICE)
-    cuda.seal_layers(cache.codec, cuda.sealed_layers(views), todo, view.ring_key.shape[1])
+    kernels.seal_layers(codec, kernels.sealed_layers(given), todo)
 
 
 @pytest.mark.sampled
+@pytest.mark.parametrize("kernels", [cuda, reference], ids=["cuda", "reference"])
 @pytest.mark.parametrize("processors", [1, 8])
 @pytest.mark.parametrize(("lengths", "counts", "changes"), LATER, ids=str)
 def test_pages_sealed_later_are_those_of_the_append(
-    lengths, counts, changes, processors, monkeypatch
+    lengths, counts, changes, processors, kernels, monkeypatch
 ):
     monkeypatch.setattr(cuda, "processor_count", lambda device: processors)
     cfg = CFG.replace(**changes)
@@ -184,9 +187,9 @@ def test_pages_sealed_later_are_those_of_the_append(
         layer.cache.ring_key.mul_(factor)
         layer.new[0] *= factor
     for layer in at_once:
-        layer.run(cuda)
+        layer.run(kernels)
     for layer in later:
-        layer.run(cuda, seals_later=True)
+        layer.run(kernels, seals_later=True)
     size = cfg.page_size
     chosen = [
         (row, page * size)
@@ -194,9 +197,11 @@ def test_pages_sealed_later_are_those_of_the_append(
         for page in range(length // size, (length + count) // size)
     ]
     assert chosen
-    different = [not torch.equal(a.cache.pages, b.cache.pages) for a, b in zip(at_once, later)]
-    seal_later(later, [])
+    different = [
+        not torch.equal(a.cache.pages, b.cache.pages) for a, b in zip(at_once, later, strict=True)
+    ]
+    seal_later(kernels, later, [])
     assert all(different)
-    seal_later(later, chosen)
+    seal_later(kernels, later, chosen)
     for one, other in zip(at_once, later, strict=True):
         assert torch.equal(one.cache.pages, other.cache.pages)

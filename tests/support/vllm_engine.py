@@ -13,7 +13,7 @@ tokens for each prompt of each batch, those come out whatever the model says. Wi
 drafts, which those of vLLM's CPU engine do not; with "no_checkpoints", Mamba-2 is not asked for
 states inside of a step, which its kernel for CPUs does not return. With "hands_over", a file, the
 engine stays for jobs with "taken_over", that file and the number of a batch: they take over its
-prompts by NIXL.
+prompts by NIXL. With "kernels", those run; with "seals_at_once", no page waits to be sealed.
 {"soak": arguments of benchmarks/soak.py's run} is a job, too.
 """
 
@@ -73,6 +73,12 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
         from tightkv.config import quant
 
         quant.FORMAT_VERSION = job["format_version"]
+    if "kernels" in job:
+        os.environ["TIGHTKV_KERNELS"] = job["kernels"]
+    if "seals_at_once" in job:
+        from tightkv.integrations.vllm.step import backend
+
+        backend.seals_later = lambda impl: False
     if "drafts_convolve" in job:
         from vllm.model_executor.layers.mamba import mamba_mixer2
 
@@ -142,8 +148,17 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
             for group in core.scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups
         ),
         "tightkv": tightkv_metrics(),
+        "sealed_later": count_sealed_later(context),
         "free_blocks": core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
     }
+
+
+def count_sealed_later(context: dict[str, Any]) -> int:
+    """Layers that leave the sealing of pages to later steps."""
+    impls = [layer.impl for layer in context.values() if hasattr(layer, "impl")]
+    groups = [getattr(impl, "group_rings", None) for impl in impls]
+    late = (rings.sealing.late for rings in groups if rings is not None and rings.sealing)
+    return len(set[Any]().union(*late))
 
 
 def hand_over(llm: Any, job: dict[str, Any]) -> None:

@@ -147,6 +147,7 @@ def builder(pages_per_block: int) -> Any:
     layout = SimpleNamespace(cfg=cfg, page_size=32)
     impl = SimpleNamespace(layout=layout, limits=Limits(2, 2, 4), short_prompt=0, window=None)
     impl.step = SimpleNamespace(kernels=reference)
+    impl.kernels, impl.reads, impl.feedback = reference, None, None
     made.impls = [impl]
     made.layers = [SimpleNamespace(kv_cache=torch.zeros(12, 1))]
     made.group_rings, made.device, made.pages = GroupRings(), torch.device("cpu"), None

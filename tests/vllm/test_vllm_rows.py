@@ -19,6 +19,7 @@ from tightkv.integrations.vllm.step.ring_table import NAMED, BatchRings, RingTab
 
 PAGE = 32
 CFG = KVQuantConfig(page_size=PAGE, exact_pages=2, sinks=4)
+LATER = [CFG.replace(exact_pages=pages) for pages in (1, 2, 3)]  # the last: pages wait
 
 
 @dataclass
@@ -42,7 +43,9 @@ class Scheduler:
         has_store: bool = False,
         has_kernel: bool = False,
         window: int | None = None,
+        later: KVQuantConfig | None = None,
     ) -> None:
+        """`later`: the config of a table whose layers seal pages after the step."""
         self.random = random.Random(seed)
         self.has_kernel, self.kernel_steps = has_kernel, 0
         self.has_store, self.loads = has_store, 0
@@ -54,7 +57,11 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.drafts, self.rows = drafts, rows
         self.window = window
-        self.table = RingTable(CFG, rows, blocks, drafts, "cpu", window=window)
+        cfg, queue = later or CFG, later is not None
+        self.table = RingTable(cfg, rows, blocks, drafts, "cpu", window=window, seals_later=queue)
+        self.codes: list[list[Any]] = [[None] * PAGE for _ in range(blocks)]
+        self.plain: dict[int, int] = {}  # complete pages that are to be sealed -> steps they wait
+        self.longest_wait = self.sealed = 0
         self.out = torch.empty(len(BatchRings._fields), 64, dtype=torch.int32)
         ring = self.table.ring
         self.ring = [[None] * ring for _ in range(rows + 1)]
@@ -168,7 +175,11 @@ class Scheduler:
         for (seq, _), v in zip(work, values, strict=True):
             for at in range(v["context_sink_counts"]):
                 assert self.sink[v["ring_rows"]][at] == self.name(seq, at)
+        self.seal()
+        self.check_pages(work, values, "context_ring_read_from")
         for (seq, count), v in zip(work, values, strict=True):
+            sealable_from = seq.computed + count if copies else v["ring_valid_from"]
+            self.write_pages(seq, count, v["ring_rows"], sealable_from)
             for at in range(seq.computed, seq.computed + count):
                 self.ring[v["ring_rows"]][at % self.table.ring] = self.name(seq, at)
                 if at < CFG.sinks:
@@ -182,8 +193,45 @@ class Scheduler:
             assert v["context_sink_counts"] <= min(v["sink_counts"], seq.computed)
             if self.has_store and len(seq.tokens) >= PAGE:
                 self.table.name({seq.blocks[0]: self.first_name(seq)})
-            seq.computed = end
+        self.check_pages(work, values, "ring_read_from")
+        for seq, count in work:
+            seq.computed += count
         return rows
+
+    # --- pages that are sealed after the step ---
+    def seal(self) -> None:
+        """What the queue chose is complete, and the ring has what the page has codes of."""
+        queue = self.table.queue
+        if queue is None:
+            return
+        chosen = queue.chosen[1 : 1 + int(queue.chosen[0, 0])].tolist()
+        assert len({page for _, _, page, _ in chosen}) == len(chosen)
+        for row, at, page, exact_from in chosen:
+            for i in range(max(at, exact_from), at + PAGE):
+                assert self.ring[row][i % self.table.ring] == self.codes[page][i - at]
+            self.plain.pop(page, None)
+            self.sealed += 1
+        self.plain = {page: steps + 1 for page, steps in self.plain.items()}
+        self.longest_wait = max([self.longest_wait, *self.plain.values()])
+
+    def write_pages(self, seq: Sequence, count: int, row: int, sealable_from: int) -> None:
+        """Sealing changes nothing of tokens before `sealable_from`, of which the ring has none."""
+        for at in range(seq.computed, seq.computed + count):
+            page = seq.blocks[at // PAGE]
+            self.codes[page][at % PAGE] = self.name(seq, at)
+            self.plain.pop(page, None)
+            if at % PAGE == PAGE - 1 and row < self.rows and at - PAGE + 1 >= sealable_from:
+                self.plain[page] = 0
+
+    def check_pages(
+        self, work: list[tuple[Sequence, int]], values: list[dict[str, int]], start: str
+    ) -> None:
+        """No page is read before it is sealed, but for those that others complete in this step."""
+        if self.table.queue is None:
+            return
+        for (seq, _), v in zip(work, values, strict=True):
+            for block in seq.blocks[seq.freed : -(-v[start] // PAGE)]:
+                assert not self.plain.get(block)
 
     def step(
         self, blocks: Tensor, lengths: Tensor, first: Tensor, slots: Tensor, copies: bool
@@ -258,8 +306,11 @@ def assert_kernel_agrees(
     """`twin` is `table` before its step with `given`. Block 0 and the last row are nobody's."""
     device = "cuda" if torch.cuda.is_available() else "cpu"  # there the interpreter
     tensors = [name for name, x in vars(twin).items() if isinstance(x, Tensor)]
-    for name in tensors:
-        setattr(twin, name, getattr(twin, name).to(device))
+    queues = (table.queue, twin.queue)
+    waiting = [name for name, x in vars(twin.queue or object).items() if isinstance(x, Tensor)]
+    for owner, names in ((twin, tensors), (twin.queue, waiting)):
+        for name in names:
+            setattr(owner, name, getattr(owner, name).to(device))
     out = torch.empty(len(BatchRings._fields), 16, dtype=torch.int32, device=device)
     ring_kernel.decode_step(twin, *(x.to(device) for x in given), out)
     for name, expected, found in zip(rows._fields, rows, out, strict=True):
@@ -276,17 +327,25 @@ def assert_kernel_agrees(
             continue
         assert torch.equal(expected, found), name
     assert twin.claims is not None and (twin.claims == ring_kernel.NOBODY).all()
+    for name in waiting:
+        expected, found = (getattr(queue, name).cpu() for queue in queues)
+        if name == "chosen":
+            expected, found = (x[: 1 + int(x[0, 0])] for x in (expected, found))
+        elif expected.dim():
+            expected, found = (x[: table.rows] for x in (expected, found))
+        assert torch.equal(expected, found), name
 
 
 @pytest.mark.sampled
+@pytest.mark.parametrize("later", [None, *LATER])
 @pytest.mark.parametrize(
     "rows,drafts,window", [(3, 3, None), (0, 0, None), (8, 0, None), (20, 2, 70)]
 )
 def test_the_kernel_takes_the_steps_of_the_table(
-    rows: int, drafts: int, window: int | None
+    rows: int, drafts: int, window: int | None, later: KVQuantConfig | None
 ) -> None:
     """Also with stand-ins, and with slots that no sequence has."""
-    scheduler = Scheduler(24, rows, drafts, seed=1, has_kernel=True, window=window)
+    scheduler = Scheduler(24, rows, drafts, seed=1, has_kernel=True, window=window, later=later)
     plain = scheduler.step
 
     def padded(
@@ -317,6 +376,41 @@ def test_no_step_reads_anothers_copies(rows: int, drafts: int) -> None:
         scheduler = Scheduler(blocks=24, rows=rows, drafts=drafts, seed=seed)
         for _ in range(120):
             scheduler.random_step()
+
+
+@pytest.mark.parametrize("cfg", LATER, ids=lambda cfg: f"exact_pages={cfg.exact_pages}")
+@pytest.mark.parametrize(("rows", "drafts"), [(20, 0), (8, 3), (3, 8), (0, 0)])
+def test_pages_are_sealed_before_they_are_read(cfg: KVQuantConfig, rows: int, drafts: int) -> None:
+    sealed = 0
+    for seed in range(3):
+        scheduler = Scheduler(40, rows, drafts, seed, later=cfg)
+        for _ in range(300):
+            scheduler.random_step()
+        sealed += scheduler.sealed
+    assert bool(sealed) == bool(rows)
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_pages_that_many_complete_at_once_wait_their_turn(drafts: int) -> None:
+    """All seal before they have waited for two pages, and no step seals many."""
+    count, cfg = 48, LATER[-1]
+    scheduler = Scheduler(12 * count, count, drafts, 0, later=cfg)
+    for i in range(count):
+        scheduler.admit([100 + i] * 40)
+    queue, most, new = scheduler.table.queue, 0, 1 + drafts
+    assert queue is not None
+    for step in range(200 // new):
+        work = []
+        for seq in scheduler.running:
+            left = max(len(seq.tokens) - seq.computed, 1)
+            if left == 1:
+                seq.tokens += [7] * (seq.computed + new - len(seq.tokens))
+            assert scheduler.reserve(seq, seq.computed + max(left, new))
+            work.append((seq, max(left, new)))
+        scheduler.run(work)
+        most = max(most, int(queue.chosen[0, 0])) if step > 2 else 0
+    assert 0 < most <= queue.budget(count) < count / 2
+    assert scheduler.longest_wait * new <= PAGE
 
 
 @pytest.mark.sampled

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeGuard
 
 from torch import Tensor
 
 from tightkv.kernels.options import AttendOptions
-from tightkv.kernels.view import CacheView
+from tightkv.kernels.view import CacheView, SealedLayer
 from tightkv.pages.codec import Codec
 from tightkv.pages.latent import LatentCodec
 from tightkv.pages.layout import PageLayout
@@ -23,6 +24,7 @@ class Takes:
     ragged: bool = False  # `CacheView.ragged`; several long prompts in a call need no more memory
     graphs: bool = False  # CUDA graphs can hold calls: nothing waits for the device
     short_prompts: bool = False  # decoding is hardly slower with a few tokens per sequence
+    late_sealing: bool = False  # the backend is a `LateSealing`
 
 
 class Backend(Protocol):
@@ -63,6 +65,23 @@ class Backend(Protocol):
         options: AttendOptions,
     ) -> tuple[Tensor, Tensor]:
         """See `reference.attend`."""
+
+
+class LateSealing(Backend, Protocol):
+    """A backend whose appends can leave the sealing of pages to a launch for many layers."""
+
+    def seals_later(self, layout: PageLayout, feedback: bool) -> bool:
+        """Whether `append` can leave the sealing of such pages to `seal_layers`."""
+
+    def sealed_layers(self, layers: Sequence[SealedLayer]) -> Any:
+        """What `seal_layers` takes of layers of one layout; tensors keep their addresses."""
+
+    def seal_layers(self, codec: Codec, layers: Any, chosen: Tensor) -> None:
+        """See `reference.seal_layers`."""
+
+
+def is_late_sealing(backend: Backend) -> TypeGuard[LateSealing]:
+    return backend.TAKES.late_sealing
 
 
 class LatentBackend(Protocol):

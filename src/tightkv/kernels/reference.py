@@ -7,7 +7,7 @@ inputs are worked through in steps of pages.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -16,12 +16,12 @@ from torch import Tensor
 
 from tightkv.kernels.backend import Takes
 from tightkv.kernels.options import AttendOptions
-from tightkv.kernels.view import CacheView
+from tightkv.kernels.view import CacheView, SealedLayer
 from tightkv.pages.codec import Codec
 from tightkv.pages.layout import PageLayout
 
 NAME = "reference"
-TAKES = Takes()
+TAKES = Takes(late_sealing=True)
 _STEP_BYTES = 32 << 20  # float32 temporaries of one step
 
 
@@ -60,7 +60,7 @@ def append(
 
     step = torch.arange((max_new + size - 1) // size, device=device)
     index = before[:, None] // size + step  # [B, pages a row may complete]
-    complete = (index + 1) * size <= lengths[:, None]
+    complete = ((index + 1) * size <= lengths[:, None]) & (not view.seals_later)
     row, j = (complete & real[:, None]).nonzero(as_tuple=True)
     if len(row):
         index = index[row, j]
@@ -84,7 +84,8 @@ def append(
     token, row = token[owned], row[owned]
     at = before[row] + token - cu_seqlens[row]
     if encode_partial_page:
-        pick = (at >= lengths[row] // size * size).nonzero().squeeze(-1)
+        coded_from = 0 if view.seals_later else lengths[row] // size * size
+        pick = (at >= coded_from).nonzero().squeeze(-1)
         page = view.block_table[row[pick], at[pick] // size]
         slots = page * size + at[pick] % size
         store(codec, view.pages, key[token[pick]], value[token[pick]], slots)
@@ -100,6 +101,32 @@ def append(
         place = view.ring_rows[row[pick]].long(), place_in_row[pick]
         for target, new in zip(targets, (key, value), strict=True):
             target[place] = new[token[pick]].to(target.dtype)
+
+
+def seals_later(layout: PageLayout, feedback: bool) -> bool:
+    """Whether `append` can leave the sealing of pages to `seal_layers`."""
+    return feedback
+
+
+def sealed_layers(layers: Sequence[SealedLayer]) -> Sequence[SealedLayer]:
+    """What `seal_layers` takes of layers of one layout."""
+    return layers
+
+
+def seal_layers(codec: Codec, layers: Sequence[SealedLayer], chosen: Tensor) -> None:
+    """Seal pages of all layers from their rings.
+
+    `chosen` int32 [n + 1, 4]: the number of pages, at [0, 0], then of each page its ring, its first
+    token's position, its number, and from where the ring has exact tokens.
+    """
+    size, entries = codec.layout.page_size, chosen[1 : 1 + int(chosen[0, 0])].long()
+    row, first, page, exact_from = entries.unbind(1)
+    at = first[:, None] + torch.arange(size, device=chosen.device)
+    keep = (exact_from - first).clamp(0, size)
+    for layer in layers:
+        slot = row[:, None], at % layer.ring_key.shape[1]
+        exact = layer.ring_key[slot], layer.ring_value[slot]
+        seal(codec, layer.pages, page, *exact, keep, torch.zeros_like(keep), layer.feedback)
 
 
 def store(codec: Codec, pages: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:

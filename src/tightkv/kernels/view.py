@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
 from tightkv.kernels.ragged_plan import RaggedGroup
+
+
+class SealedLayer(NamedTuple):
+    """What sealing reads and writes of a layer."""
+
+    pages: Tensor  # uint8 [num_pages, Hkv, record_bytes]
+    ring_key: Tensor  # [rows, ring, Hkv, D]
+    ring_value: Tensor
+    feedback: Tensor  # float32 [Hkv, D, D]
 
 
 @dataclass(frozen=True)

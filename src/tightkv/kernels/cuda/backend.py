@@ -26,13 +26,13 @@ from tightkv.kernels.device_guard import device_guard
 from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.triton import backend as triton_kernels
 from tightkv.kernels.triton.device import last_contiguous
-from tightkv.kernels.view import CacheView
+from tightkv.kernels.view import CacheView, SealedLayer
 from tightkv.math.rotation import Rotation
 from tightkv.pages.codec import Codec
 from tightkv.pages.layout import RING_SLACK, PageLayout
 
 NAME = "cuda"
-TAKES = Takes(centers=True, ragged=True, graphs=True, short_prompts=True)
+TAKES = Takes(centers=True, ragged=True, graphs=True, short_prompts=True, late_sealing=True)
 
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256, 512)
 _MANY_THREADS, _FEW_THREADS = 256, 128  # of a block that appends
@@ -208,33 +208,39 @@ def seals_later(layout: PageLayout, feedback: bool) -> bool:
     return feedback and whole and unsupported(layout) is None and not layout.cfg.check_finite
 
 
-def sealed_layers(views: Sequence[CacheView]) -> Tensor:
-    """What `seal_layers` reads of layers of one layout (`struct SealedLayer`), on their device."""
-    rows = []
-    for view in views:
-        assert view.feedback is not None
-        addresses = (x.data_ptr() for x in (view.pages, view.ring_key, view.feedback))
-        rows.append([*addresses, view.pages.stride(0)])
-    host = torch.tensor(rows, dtype=torch.int64, device="cpu")
-    return host.to(views[0].pages.device)
+class _SealedLayers(NamedTuple):
+    pages: Tensor  # int64 [layers, 4]: `struct SealedLayer`
+    ring_slots: int
+    held: Sequence[SealedLayer]  # whose addresses the first has
+
+
+def sealed_layers(layers: Sequence[SealedLayer]) -> _SealedLayers:
+    """What `seal_layers` takes of layers of one layout, on their device."""
+    rows = [
+        [x.data_ptr() for x in (layer.pages, layer.ring_key, layer.feedback)]
+        + [layer.pages.stride(0)]
+        for layer in layers
+    ]
+    table = torch.tensor(rows, dtype=torch.int64, device="cpu").to(layers[0].pages.device)
+    return _SealedLayers(table, layers[0].ring_key.shape[1], layers)
 
 
 @device_guard
-def seal_layers(codec: Codec, layers: Tensor, chosen: Tensor, ring_slots: int) -> None:
-    """Seal pages of all layers from their rings.
-
-    `layers`: of `sealed_layers`. `chosen` int32 [n + 1, 4]: the number of pages, at [0, 0], then of
-    each page its ring, its first token's position, its number, and from where the ring has exact
-    tokens.
-    """
+def seal_layers(codec: Codec, layers: _SealedLayers, chosen: Tensor) -> None:
+    """See `reference.seal_layers`."""
     layout, device = codec.layout, chosen.device
     module = _module("seal_layers", layout, layout.num_kv_heads, None, False, device)
     rotation = codec.key.rotation.table(device)
-    addresses = (layers.data_ptr(), chosen.data_ptr(), chosen[1:].data_ptr(), rotation.data_ptr())
+    addresses = (
+        layers.pages.data_ptr(),
+        chosen.data_ptr(),
+        chosen[1:].data_ptr(),
+        rotation.data_ptr(),
+    )
     module.launch(
         *("seal_layers", (_SEAL_BLOCKS * processor_count(device), 1, 1), _SEAL_THREADS),
         *[ctypes.c_void_p(address) for address in addresses],
-        *[ctypes.c_int(n) for n in (len(layers), ring_slots)],
+        *[ctypes.c_int(n) for n in (len(layers.pages), layers.ring_slots)],
         shared=64 * layout.head_dim,
     )
 

@@ -151,6 +151,10 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
                 self._warm_up(rings)
                 self.step.take_workspace(query, self._copied_bytes(query))
             return output.fill_(0)
+        sealing = attn_metadata.sealing
+        if sealing is not None:
+            sealing.begin(self)
+        later = sealing is not None and attn_metadata.seals_later and self in sealing.late
         pages = as_pages(kv_cache, self.layout)
         parts, inherited = attn_metadata.parts, attn_metadata.inherited
         scale = (self.reads or self).key_scale
@@ -165,7 +169,17 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
         if self.has_readers and any(part.is_prefill for part in parts):
             self.new_tokens = self._for_readers(key, value)
         self.step.run(
-            parts, pages, rings, query, key, value, output, inherited, self.feedback, self.centers
+            parts,
+            pages,
+            rings,
+            query,
+            key,
+            value,
+            output,
+            inherited,
+            self.feedback,
+            self.centers,
+            later,
         )
         return output
 

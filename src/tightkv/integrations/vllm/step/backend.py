@@ -26,6 +26,7 @@ from tightkv.integrations.vllm.step.batch_split import Limits, split_batch
 from tightkv.integrations.vllm.step.metadata import TightMetadata, make_part
 from tightkv.integrations.vllm.step.page_blocks import PageBlocks
 from tightkv.integrations.vllm.step.ring_table import BatchRings, GroupRings, RingTable
+from tightkv.integrations.vllm.step.step_sealing import StepSealing, seals_later
 
 
 class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[misc]
@@ -81,7 +82,8 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
         given = (common.seq_lens, common.query_start_loc, slots)
         pages = self._page_table(common.block_table_tensor)
         table, inherited = self._ring_table(), None
-        if all(part.max_query_len <= table.taken_back + 1 for part in ranges):
+        decodes = all(part.max_query_len <= table.taken_back + 1 for part in ranges)
+        if decodes:
             rows = self._decode_step(table, pages, given)
         else:
             rows = table.step(pages, *given, self.out, copies=True)
@@ -95,7 +97,14 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
             for part in ranges
         ]
         built_from = (common.block_table_tensor, *given)
-        return TightMetadata(tuple(parts), common.num_actual_tokens, inherited, built_from)
+        return TightMetadata(
+            tuple(parts),
+            common.num_actual_tokens,
+            inherited,
+            self.group_rings.sealing,
+            decodes,
+            built_from,
+        )
 
     def update_draft_decode_metadata(self, metadata: TightMetadata) -> None:
         """Metadata of the next step, in place: a draft's next token of each sequence.
@@ -153,12 +162,26 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
                 device=self.device,
                 pages_per_block=self.pages_per_block,
                 window=_window(self.impls),
+                seals_later=self._seals_later(),
             )
+            queue, caches = rings.table.queue, [layer.kv_cache for layer in self.layers]
+            rings.sealing = StepSealing(self.impls, caches, queue) if queue is not None else None
             # A step without sequences compiles the kernel, so that no request waits for it.
             zeros = self.left_pad.new_zeros(2)
             given = zeros[:1], zeros, zeros[:1].long()
             self._decode_step(rings.table, zeros[:1, None], given)
         return rings.table
+
+    def _seals_later(self) -> bool:
+        """Whether a step leaves the pages that it completes to a later one, in some layers.
+
+        A connector may store a page right after the step that completes it. Steps of a draft in
+        the table of its model are not all followed by a launch.
+        """
+        if not self.impls[0].limits.rows or not any(seals_later(impl) for impl in self.impls):
+            return False
+        config = self.vllm_config
+        return config.kv_transfer_config is None and not drafts_share_metadata(config)
 
     def _decode_step(
         self, table: RingTable, pages: Tensor, given: tuple[Tensor, Tensor, Tensor]

@@ -64,10 +64,11 @@ class LayerStep:
         inherited: tuple[Tensor, Tensor] | None = None,
         feedback: Tensor | None = None,
         centers: Centered = None,
+        seals_later: bool = False,
     ) -> None:
         """query [N, Hq, D], key and value [N, Hkv, D] -> output [N, Hq, D].
 
-        Tokens are stored relative to `centers`. `inherited`: see `TightMetadata`.
+        Tokens are stored relative to `centers`. `inherited` and `seals_later`: `TightMetadata`.
         """
         fused = self._fused(centers, parts)
         if centers is not None and fused is None:
@@ -80,7 +81,7 @@ class LayerStep:
         for part in parts:
             self.kernels.append(
                 self.codec,
-                _view(pages, rings, part, context=False, feedback=feedback, centers=fused),
+                _view(pages, rings, part, False, False, feedback, fused, seals_later),
                 key[part.tokens],
                 value[part.tokens],
                 part.query_start_loc,
@@ -145,6 +146,7 @@ def _view(
     overlaps_append: bool = False,
     feedback: Tensor | None = None,
     centers: Centered = None,
+    seals_later: bool = False,
 ) -> CacheView:
     """The cache with a part's new tokens, or only what came before them."""
     rows, count = part.rows, len(rings[0])
@@ -165,5 +167,6 @@ def _view(
         plans=None if context else part.plans,
         overlaps_append=overlaps_append,
         feedback=feedback,
+        seals_later=seals_later,
         centers=centers,
     )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tightkv.integrations.vllm.step.batch_split import PartRange
 from tightkv.integrations.vllm.step.ring_table import BatchRings
+from tightkv.integrations.vllm.step.step_sealing import StepSealing
 from tightkv.kernels.ragged_plan import RaggedGroup, plan_groups
 
 
@@ -34,6 +35,8 @@ class TightMetadata:
     parts: tuple[BatchPart, ...]
     num_actual_tokens: int
     inherited: tuple[Tensor, Tensor] | None = None  # rows of sinks [2 B]: copied to, copied from
+    sealing: StepSealing | None = None  # of pages that steps before have completed
+    seals_later: bool = False  # what this step completes is sealed by a later one
     built_from: tuple[Tensor, ...] = ()  # vLLM's block table, lengths, query_start_loc and slots
 
 

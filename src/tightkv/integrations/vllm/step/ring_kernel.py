@@ -47,6 +47,44 @@ def _longest_unused(used_at, order, rank, wanting, rows, ROWS: tl.constexpr):
     return tl.load(order + rank, mask=wanting & (rank < rows), other=0)
 
 
+@triton.jit
+def _choose_pages(
+    table_length, row_of_block, ring_valid_from, sealed_to, pages, chosen, budget, rows,
+    ROWS: tl.constexpr, KEPT: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """See `SealQueue.choose`; `table_length` has what is left of each row's sequence."""
+    row = tl.arange(0, ROWS)
+    known = row < rows
+    end = tl.load(table_length + row, mask=known, other=0) // PAGE * PAGE
+    sealed = tl.minimum(tl.load(sealed_to + row, mask=known, other=0), end)
+    exact_from = tl.load(ring_valid_from + row, mask=known, other=0)
+    count = tl.zeros([ROWS], tl.int32)
+    for j in tl.static_range(KEPT):
+        at = sealed + j * PAGE
+        page = tl.load(pages + row * KEPT + at // PAGE % KEPT, mask=known, other=0)
+        owner = tl.load(row_of_block + page, mask=known, other=-1)
+        due = (at < end) & (owner == row) & (exact_from < at + PAGE)
+        count += due.to(tl.int32)
+    place = tl.cumsum(count, 0) - count
+    passed = sealed
+    for j in tl.static_range(KEPT):
+        at = sealed + j * PAGE
+        page = tl.load(pages + row * KEPT + at // PAGE % KEPT, mask=known, other=0)
+        owner = tl.load(row_of_block + page, mask=known, other=-1)
+        due = (at < end) & (owner == row) & (exact_from < at + PAGE)
+        take = due & (place < budget)
+        to = chosen + 4 * (place + 1)
+        tl.store(to, row, mask=take)
+        tl.store(to + 1, at.to(tl.int32), mask=take)
+        tl.store(to + 2, page.to(tl.int32), mask=take)
+        tl.store(to + 3, exact_from.to(tl.int32), mask=take)
+        goes_on = (passed == at) & (at < end) & (take | (due == 0))
+        passed = tl.where(goes_on, at + PAGE, passed)
+        place += due.to(tl.int32)
+    tl.store(chosen, tl.minimum(tl.sum(count), budget))
+    tl.store(sealed_to + row, passed, mask=known)
+
+
 # one binary for all batches
 @triton.jit(
     do_not_specialize=[
@@ -55,6 +93,7 @@ def _longest_unused(used_at, order, rank, wanting, rows, ROWS: tl.constexpr):
         "query_start_loc",
         "slots",
         "batch",
+        "budget",
         "tokens",
         "columns",
         "table_stride",
@@ -64,13 +103,14 @@ def _decode_step_kernel(
     block_table, lengths, query_start_loc, slots, out,
     steps, row_of_block, written_at, content, sink_row, sink_content,
     block, block_before, length, ring_valid_from, sink_count, first_block, used_at, claims, order,
+    sealed_to, pages, hurries, chosen, budget,
     batch, tokens, columns, table_stride, out_stride, rows,
     BATCH: tl.constexpr, ROWS: tl.constexpr, NEW: tl.constexpr, TAKEN_BACK: tl.constexpr,
     PAGE: tl.constexpr, EXACT_PAGES: tl.constexpr, RING: tl.constexpr, SINKS: tl.constexpr,
     WINDOW: tl.constexpr, SLACK: tl.constexpr, STEP: tl.constexpr, NEVER: tl.constexpr,
-    NOBODY: tl.constexpr,
+    NOBODY: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
-    """See `RingTable.step`; the names are the same."""
+    """See `RingTable.step`; the names are the same. `KEPT` is 0 where nothing is sealed later."""
     here = tl.arange(0, BATCH)
     there = here < batch
     start = tl.load(query_start_loc + here, mask=there, other=0).to(tl.int64)
@@ -117,8 +157,19 @@ def _decode_step_kernel(
     tl.debug_barrier()
     tl.store(claims + own, NOBODY, mask=claimed)
 
-    # the others get the rows that were not used longest
     wanting = live & (matched == 0)
+    if KEPT > 0:  # before this step's tokens are appended
+        tl.store(length + own, before, mask=matched)
+        newcomers = tl.minimum(tl.sum(wanting.to(tl.int32)), 1)
+        most = tl.where((newcomers > 0) | (tl.load(hurries) > 0), NOBODY, budget)
+        tl.debug_barrier()
+        _choose_pages(
+            length, row_of_block, ring_valid_from, sealed_to, pages, chosen, most, rows,
+            ROWS, KEPT, PAGE,
+        )  # fmt: skip
+        tl.store(hurries, newcomers.to(tl.int64))
+
+    # the others get the rows that were not used longest
     mine = kept
     if tl.sum(wanting.to(tl.int32)) > 0:
         row = tl.arange(0, ROWS)
@@ -145,6 +196,13 @@ def _decode_step_kernel(
     name = tl.where(keeps_name, tl.load(sink_content + own), name)
     begun_at = tl.where(keeps_name, tl.load(first_block + own), begun)
     tl.debug_barrier()
+
+    if KEPT > 0:
+        index = before // PAGE
+        entered = _block_at(block_table, before, columns, table_stride, here, there, PAGE)
+        tl.store(sealed_to + mine, index * PAGE, mask=has_row & (matched == 0))
+        tl.store(pages + mine * KEPT + index % KEPT, entered, mask=has_row)
+        tl.store(pages + mine * KEPT + (after - 1) // PAGE % KEPT, newest, mask=has_row)
 
     tl.store(block + mine, newest, mask=has_row)
     tl.store(block_before + mine, older, mask=has_row)
@@ -192,16 +250,22 @@ def decode_step(
         table.claims = torch.full((table.rows + 1,), NOBODY, dtype=torch.int32, device=device)
         table.order = torch.zeros(table.rows + 1, dtype=torch.long, device=device)
     size = triton.next_power_of_2(max(16, out.shape[1]))
+    queue, kept = table.queue, 0
+    waiting: tuple[Tensor, ...] = (table.length,) * 4  # of no use
+    budget = 0
+    if queue is not None:
+        waiting = (queue.sealed_to, queue.pages, queue.hurries, queue.chosen)
+        budget, kept = queue.budget(len(lengths)), queue.kept
     _decode_step_kernel[(1,)](
         block_table, lengths, query_start_loc, slots, out,
         table.steps, table.row_of_block, table.written_at, table.content, table.sink_row,
         table.sink_content, table.block, table.block_before, table.length, table.ring_valid_from,
         table.sink_count, table.first_block, table.used_at, table.claims, table.order,
-        len(lengths), len(slots), block_table.shape[1], block_table.stride(0), out.stride(0),
-        table.rows, BATCH=size, ROWS=triton.next_power_of_2(max(16, table.rows)),
+        *waiting, budget, len(lengths), len(slots), block_table.shape[1], block_table.stride(0),
+        out.stride(0), table.rows, BATCH=size, ROWS=triton.next_power_of_2(max(16, table.rows)),
         NEW=table.taken_back + 1, TAKEN_BACK=table.taken_back, PAGE=table.page_size,
         EXACT_PAGES=table.exact_pages, RING=table.ring, SINKS=table.sinks,
         WINDOW=table.window or NEVER, SLACK=RING_SLACK, STEP=STEP, NEVER=NEVER,
-        NOBODY=NOBODY, num_warps=min(8, size // 32 or 1),
+        NOBODY=NOBODY, KEPT=kept, num_warps=min(8, size // 32 or 1),
     )  # fmt: skip
     return BatchRings(*out[:, : len(lengths)].unbind())

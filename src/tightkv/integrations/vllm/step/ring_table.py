@@ -14,13 +14,17 @@ Everything is device tensors of fixed shape, and no step waits for the device.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tightkv.config import KVQuantConfig
+from tightkv.integrations.vllm.step.seal_queue import SealQueue
 from tightkv.pages.layout import RING_SLACK, ring_tokens
+
+if TYPE_CHECKING:
+    from tightkv.integrations.vllm.step.step_sealing import StepSealing
 
 STEP = 1 << 20  # more than any batch: step and sequence in one number
 NEVER = 1 << 62
@@ -60,11 +64,13 @@ class RingTable:
         device: torch.device | str,
         pages_per_block: int = 1,
         window: int | None = None,
+        seals_later: bool = False,
     ) -> None:
         """`taken_back`: how many of its newest tokens a sequence may lose between two steps.
 
         `num_blocks` and the blocks of `step` are pages; `name` and `load` take vLLM's blocks.
         `window`: blocks before a sliding window of so many tokens may belong to others.
+        `seals_later`: layers leave the sealing of pages to later steps (`SealQueue`).
         """
         if taken_back > RING_SLACK:
             raise ValueError(f"{taken_back} speculative tokens; supported: up to {RING_SLACK}")
@@ -90,6 +96,7 @@ class RingTable:
         self.saved = torch.zeros((), dtype=torch.long, device=device)  # how many ever were
         self.used_at = tensor(rows + 1, -1)
         self.used_at[rows] = NEVER
+        self.queue = SealQueue(cfg, rows, taken_back, device) if seals_later else None
         # what `ring_kernel` writes to and reads back
         self.claims: Tensor | None = None
         self.order: Tensor | None = None
@@ -110,7 +117,8 @@ class RingTable:
         or not written if that is negative. Block 0 has no owner. (A block here is one page.)
         The answer is put into `out` int32 [len(BatchRings._fields), at least B]: the same memory
         at every step. With `copies` the layers first copy sinks as `sink_sources` and `saved_at`
-        say. `ring_kernel` takes steps without copies on a GPU.
+        say, and their appends seal pages at once. `ring_kernel` takes steps without copies on a
+        GPU.
         """
         batch = len(lengths)
         starts = query_start_loc.long()
@@ -122,6 +130,8 @@ class RingTable:
         blocks, writers = self._mark_written(starts, slots)
 
         own, matched = self._find(block_table, before, live, here)
+        if self.queue is not None:
+            self.queue.choose(self, own, matched, before, live, copies)
         rows = self._assign(own, matched, live)
         without_row = rows == self.rows
 
@@ -140,6 +150,11 @@ class RingTable:
         if copies:
             saved_at = self._save_sinks(rows, matched | without_row)
 
+        if self.queue is not None and copies:
+            self.queue.note_sealed(rows, lengths)
+        elif self.queue is not None:
+            ends = (_block_at(block_table, x, self.page_size) for x in (before, lengths - 1))
+            self.queue.note_pages(rows, matched, before, (next(ends), next(ends)), lengths)
         self._tag(rows, block_table, lengths, exact_after)
         self._tag_sinks(rows, own, begun, sinks_after, gone, gone & matched)
         self.row_of_block[blocks] = torch.cat([rows, rows.new_full((1,), self.rows)])[writers]
@@ -338,6 +353,8 @@ class GroupRings:
 
     table: RingTable | None = None
     """Made with the first step, when vLLM has said how many blocks there are."""
+    sealing: StepSealing | None = None
+    """With the table, of layers that leave the sealing of pages to later steps."""
 
 
 def _on_device(numbers: Sequence[Any], device: torch.device) -> Tensor:

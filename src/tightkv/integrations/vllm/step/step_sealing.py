@@ -1,0 +1,65 @@
+"""StepSealing: pages that a group of layers has completed, sealed by one launch per step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from tightkv.integrations.vllm.compat import as_pages
+from tightkv.integrations.vllm.step.seal_queue import SealQueue
+from tightkv.kernels.backend import is_late_sealing
+from tightkv.kernels.view import SealedLayer
+from tightkv.pages.layout import PageLayout
+
+if TYPE_CHECKING:
+    from tightkv.integrations.vllm.step.attention import TightAttention
+
+
+def seals_later(impl: TightAttention) -> bool:
+    """Whether a layer's appends can leave sealing to a later step."""
+    kernels, layout = impl.kernels, impl.layout
+    # Without exact pages, attention reads the codes of a page in the step that completes it.
+    return (
+        is_late_sealing(kernels)
+        and layout.cfg.exact_pages > 0
+        and impl.reads is None
+        and kernels.seals_later(layout, impl.feedback is not None)
+    )
+
+
+class StepSealing:
+    """Launches for the layers of a group that seal later, before the first layer's append."""
+
+    def __init__(
+        self, impls: Sequence[TightAttention], caches: Sequence[Tensor], queue: SealQueue
+    ) -> None:
+        """`caches`: each layer's part of vLLM's cache."""
+        self.queue, self.late = queue, frozenset(filter(seals_later, impls))
+        self._first: TightAttention | None = None
+        alike: dict[PageLayout, dict[TightAttention, Tensor]] = {}
+        for impl, cache in zip(impls, caches, strict=True):
+            if impl in self.late:
+                alike.setdefault(impl.layout, {})[impl] = as_pages(cache, impl.layout)
+        self._launches = [_launch(same, queue.chosen) for same in alike.values()]
+
+    def begin(self, impl: TightAttention) -> None:
+        """Seal what the step before has left, when the first layer of a step begins."""
+        if self._first is None:
+            self._first = impl
+        if impl is self._first:
+            for launch in self._launches:
+                launch()
+
+
+def _launch(pages: Mapping[TightAttention, Tensor], chosen: Tensor) -> Callable[[], None]:
+    """The launch for layers of one layout; all of them have the same kernels."""
+    layers, kernels = [], next(iter(pages)).kernels
+    assert is_late_sealing(kernels)
+    for impl, own in pages.items():
+        assert impl.feedback is not None
+        ring_key, ring_value, *_ = impl.exact_tensors()
+        layers.append(SealedLayer(own, ring_key, ring_value, impl.feedback))
+    return partial(kernels.seal_layers, impl.step.codec, kernels.sealed_layers(layers), chosen)
