@@ -10,6 +10,7 @@ import pytest
 
 from tightkv.tools.bench import engine, engine_worker
 from tightkv.tools.bench.engine import EnginePlan, what_is_measured
+from tightkv.tools.bench.loads import Load
 
 CAPACITY = {"blocks": 100, "block_size": 16}
 
@@ -22,9 +23,12 @@ class PacedEngine:
         self.seen: set[int] = set()
         self.asked: list[tuple[list[int], int]] = []
 
-    def prompts(self, batch: int, tokens: int) -> list[list[int]]:
-        self.made += batch
-        return [[self.made - i] * tokens for i in range(batch)]
+    def prompts(self, lengths: list[int]) -> list[list[int]]:
+        self.made += len(lengths)
+        return [[self.made - i] * tokens for i, tokens in enumerate(lengths)]
+
+    def steps(self, prompts: list[list[int]], new_tokens: int) -> list[engine_worker.Step]:
+        return []
 
     def seconds(self, prompts: list[list[int]], new_tokens: int) -> float:
         self.asked.append(([len(prompt) for prompt in prompts], new_tokens))
@@ -35,10 +39,10 @@ class PacedEngine:
 
 def test_a_batch_is_prefilled_once_and_then_decoded() -> None:
     paced = PacedEngine()
-    row, prompts = engine_worker.batch_prefill(paced, 3, 100, 8, CAPACITY)
+    row, prompts = engine_worker.batch_prefill(paced, Load.equal(3, 100), 8, CAPACITY)
     assert row["value"] == pytest.approx(3 * 100 / 6) and row["batch"] == 3
     assert what_is_measured(row) == "prefill of 3 x 100, tokens/s"
-    row = engine_worker.tpot(paced, 3, 100, 8, 1, CAPACITY, prompts)
+    row = engine_worker.tpot(paced, Load.equal(3, 100), 8, 1, CAPACITY, prompts)
     assert row["value"] == pytest.approx(10.0) and paced.made == 3
 
 
@@ -58,15 +62,17 @@ def test_a_small_batch_comes_before_what_is_counted() -> None:
 
 def test_a_batch_that_does_not_fit_with_its_answers_is_left_out() -> None:
     paced = PacedEngine()
-    assert engine_worker.batch_prefill(paced, 11, 135, 8, CAPACITY)[0]["value"] is not None
-    row, prompts = engine_worker.batch_prefill(paced, 11, 136, 8, CAPACITY)
+    assert (
+        engine_worker.batch_prefill(paced, Load.equal(11, 135), 8, CAPACITY)[0]["value"] is not None
+    )
+    row, prompts = engine_worker.batch_prefill(paced, Load.equal(11, 136), 8, CAPACITY)
     assert row["value"] is None and prompts is None
     assert row["left_out"] == "11 x 145 tokens need 110 blocks, the cache has 100"
 
 
 @pytest.mark.parametrize(("device", "wanted"), [("cuda", True), ("cpu", False)])
 def test_batches_are_prefilled_on_a_gpu(device: str, wanted: bool, tmp_path: Path) -> None:
-    plan = EnginePlan(model="m", sizes=[(2, 9)], device=device)
+    plan = EnginePlan(model="m", sizes=[Load.equal(2, 9)], device=device)
     job = json.loads(engine._write_job(plan, "auto", tmp_path).job.read_text())
     assert job["batch_prefill"] is wanted
 
@@ -97,7 +103,7 @@ def test_engines_take_turns(device: str, tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(engine.subprocess, "Popen", start)
     monkeypatch.setattr(engine, "_POLL_SECONDS", 0.05)
-    plan = EnginePlan(model="m", sizes=[(2, 9)], device=device)
+    plan = EnginePlan(model="m", sizes=[Load.equal(2, 9)], device=device)
     rows = list(engine.engine_rows(plan, ["k4v4", "fp8", "auto"]))
     assert [row["kv"] for row in rows] == ["auto", "k4v4", "fp8", "fp8"]
     assert rows[-1]["error"] == "ValueError: this one fails"
@@ -134,7 +140,7 @@ def test_an_engine_that_takes_too_long_is_ended(
         "Popen",
         lambda words, **options: command([words[0], str(tmp_path / "worker.py")], **options),
     )
-    plan = EnginePlan(model="m", sizes=[(2, 9)], timeout=0.3)
+    plan = EnginePlan(model="m", sizes=[Load.equal(2, 9)], timeout=0.3)
     (row,) = engine.engine_rows(plan, ["auto"])
     assert row["error"] == "not done after 0.3 seconds"
 
@@ -152,6 +158,6 @@ def test_random_prompts_are_of_the_vocabulary_and_differ() -> None:
             vllm_config = Config()
 
     made = engine_worker.Engine(Llm())
-    one, two = made.prompts(2, 500)
+    one, two = made.prompts([500, 500])
     assert set(one) == set(two) == {3, 4, 5, 6} and one != two
-    assert made.prompts(1, 500)[0] not in (one, two)
+    assert made.prompts([500])[0] not in (one, two)

@@ -18,6 +18,7 @@ from typing import Any, TextIO
 
 from tightkv.config import PRESETS
 from tightkv.tools.bench.engine_models import write_shape
+from tightkv.tools.bench.loads import Load
 
 Row = dict[str, Any]
 
@@ -27,7 +28,14 @@ VLLM_CACHES = (
     "turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc",
 )  # fmt: skip
 CACHES = (*VLLM_CACHES, *PRESETS)
-SIZES = {"cuda": ((32, 8192), (8, 32768), (1, 32768)), "cpu": ((1, 512), (1, 2048), (8, 512))}
+# Ragged loads stand beside equal ones that hold as many tokens.
+SIZES = {
+    device: tuple(map(Load.parse, sizes.split()))
+    for device, sizes in {
+        "cuda": "32x8k 32x6k-10k 128x2k 128x1k-3k 256x1k 256x512-1536 8x32k 1x32k",
+        "cpu": "1x512 1x2k 8x512 8x256-768",
+    }.items()
+}
 _POLL_SECONDS = 1.0
 _MOST_MIXED = 256  # requests of a mixed load that run at a time, as vLLM's servers allow
 _ROUND = 512  # a multiple of every block, so that no cache loses tokens to a half-used one
@@ -62,8 +70,8 @@ class EnginePlan:
     model: str | None = None
     shape: str | None = None
     """A name of `engine_models.SHAPES`, in place of a model: random weights."""
-    sizes: Sequence[tuple[int, int]] = ()
-    """(batch, context) of each measurement of decoding."""
+    sizes: Sequence[Load] = ()
+    """Of each measurement of decoding."""
     prefill: Sequence[int] = ()
     new_lengths: bool = False
     """Measure the first prompt of a length as well, near each of `prefill`."""
@@ -82,7 +90,6 @@ class EnginePlan:
             raise ValueError("give either a model or --shape")
         numbers = {"decode tokens": self.decode_tokens, "repeats": self.repeats}
         numbers |= {f"prefill of {tokens}": tokens for tokens in self.prefill}
-        numbers |= {f"size {b}x{n}": min(b, n) for b, n in self.sizes}
         for name, number in numbers.items():
             if number < 1:
                 raise ValueError(f"{name}: {number}; it must be at least 1")
@@ -106,7 +113,7 @@ def engine_rows(
     for name in caches:
         if name not in CACHES:
             raise ValueError(f"KV cache {name!r}; supported: {', '.join(CACHES)}")
-    own: dict[str, float] = {}
+    own: dict[str, Row] = {}
     with tempfile.TemporaryDirectory(prefix="tightkv-bench-") as folder, _Workers() as workers:
         names = sorted(dict.fromkeys(caches), key=lambda name: name != OWN)
         jobs = {name: _write_job(plan, name, Path(folder)) for name in names}
@@ -122,30 +129,43 @@ def engine_rows(
 def what_is_measured(row: Mapping[str, Any]) -> str:
     """The same text for every cache."""
     if row["measure"] == "prefill":
-        batch = f"{row['batch']} x " if "batch" in row else ""
-        return f"prefill of {batch}{row['tokens']}, tokens/s"
+        return f"prefill of {Load.of_row(row) if 'batch' in row else row['tokens']}, tokens/s"
     if row["measure"] == "new_lengths":
         return f"first prefill of a length near {row['tokens']}, tokens/s"
     if row["measure"] == "mixed":
         return f"{row['load']['requests']} mixed requests, tokens/s"
     if row["measure"] == "tpot":
-        return f"TPOT {row['batch']} x {row['context']}, ms"
+        return f"TPOT {Load.of_row(row)}, ms"
     return "capacity, tokens"
 
 
-def _with_ratio(row: Row, own: dict[str, float]) -> Row:
+def _with_ratio(row: Row, own: dict[str, Row]) -> Row:
+    """The row with its ratios to vLLM's own: of the figure, and of single steps where it has them.
+
+    `own`: vLLM's rows so far, by what is measured; this one joins them.
+    """
     if row.get("value") is None:
         return row
     key = what_is_measured(row)
     if row["kv"] == OWN:
-        own[key] = row["value"]
-    return row if not own.get(key) else {**row, "ratios": {"to auto": row["value"] / own[key]}}
+        own[key] = row
+    theirs, found = _figures(own.get(key, {})), _figures(row)
+    ratios = {name: found[name] / theirs[name] for name in found if theirs.get(name)}
+    return {**row, "ratios": {**ratios, **row.get("ratios", {})}} if ratios else row
+
+
+def _figures(row: Mapping[str, Any]) -> dict[str, float]:
+    found = {"to auto": row.get("value")}
+    for name in ("step", "host"):
+        found[f"{name} to auto"] = (row.get(f"{name}_ms") or {}).get("p50")
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def engine_arguments(plan: EnginePlan, name: str, model: str) -> dict[str, Any]:
     """Arguments of vllm.LLM; the same for every cache but for the cache."""
-    batches = [batch for batch, _ in plan.sizes] or [1]
-    lengths = [n + plan.decode_tokens + 1 for _, n in plan.sizes] + [n + 1 for n in plan.prefill]
+    batches = [load.batch for load in plan.sizes] or [1]
+    lengths = [load.longest + plan.decode_tokens + 1 for load in plan.sizes]
+    lengths += [tokens + 1 for tokens in plan.prefill]
     if plan.mixed is not None:
         most = min(_MOST_MIXED, plan.mixed.requests)
         batches += [most, *range(8, most, 8)]

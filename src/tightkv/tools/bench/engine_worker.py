@@ -14,10 +14,14 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tightkv.config import PRESETS
+from tightkv.tools.bench.loads import Load
 from tightkv.tools.bench.serve import spread
 from tightkv.tools.rows import append_rows, provenance
 
@@ -29,7 +33,6 @@ _STEPS = (37, 118, 251)  # by which new lengths are shorter
 
 def rows(job: dict[str, Any]) -> Iterator[Row]:
     """Start the engine that `job` describes and measure; a row each."""
-    import torch
     import vllm
 
     if job["kv"] in PRESETS:
@@ -47,6 +50,7 @@ def rows(job: dict[str, Any]) -> Iterator[Row]:
         "start_s": round(time.perf_counter() - started, 2),
         "arguments": {k: v for k, v in job["arguments"].items() if k != "model"},
         "attention": engine.attention(),
+        "async_scheduling": engine.asynchronous,
         **provenance(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
     }
     attention = facts["attention"]
@@ -59,13 +63,15 @@ def rows(job: dict[str, Any]) -> Iterator[Row]:
         yield {**prefill(engine, tokens, job["repeats"], capacity), **facts}
         if job["new_lengths"]:
             yield {**new_lengths(engine, tokens, capacity), **facts}
-    for batch, context in job["sizes"]:
-        size = (batch, context, job["decode_tokens"])
-        prompts = None
+    for size in job["sizes"]:
+        load, prompts = Load(**size), None
         if job["batch_prefill"]:
-            row, prompts = batch_prefill(engine, *size, capacity)
+            row, prompts = batch_prefill(engine, load, job["decode_tokens"], capacity)
             yield {**row, **facts}
-        yield {**tpot(engine, *size, job["repeats"], capacity, prompts), **facts}
+        yield {
+            **tpot(engine, load, job["decode_tokens"], job["repeats"], capacity, prompts),
+            **facts,
+        }
     if job["mixed"] is not None:
         yield {**mixed(engine, job["mixed"]), **facts}
 
@@ -77,6 +83,17 @@ def wait_for(turn: Path) -> None:
         time.sleep(0.05)
         if os.getppid() != parent:
             raise SystemExit("the process that measures has ended")
+
+
+@dataclass(frozen=True)
+class Step:
+    """A decode step with the device idle before it and after it."""
+
+    seconds: float
+    host_seconds: float | None
+    """Until all is launched; None where the host waits for the results in the same step."""
+    lengths: Sequence[int]
+    """Tokens of each sequence, with those that it computes."""
 
 
 class Engine:
@@ -108,38 +125,73 @@ class Engine:
             "reported": getattr(cache, "kv_cache_size_tokens", None),
         }
 
-    def prompts(self, batch: int, tokens: int) -> list[Prompt]:
+    @property
+    def asynchronous(self) -> bool:
+        """Whether the next step is scheduled and launched while the device is at one."""
+        return bool(getattr(self._config.scheduler_config, "async_scheduling", False))
+
+    def prompts(self, lengths: Sequence[int]) -> list[Prompt]:
         """Random tokens, never the same again, so that no prefix is in the cache."""
         words = range(3, self._config.model_config.get_vocab_size())
-        return [self._random.choices(words, k=tokens) for _ in range(batch)]
+        return [self._random.choices(words, k=tokens) for tokens in lengths]
 
     def seconds(self, prompts: Sequence[Prompt], new_tokens: int) -> float:
         """How long it takes to answer all prompts, each with `new_tokens` tokens."""
-        from vllm import SamplingParams
-
-        params = SamplingParams(
-            max_tokens=new_tokens, temperature=0.0, ignore_eos=True, detokenize=False
-        )
         given = [{"prompt_token_ids": prompt} for prompt in prompts]
         start = time.perf_counter()
-        outputs = self._llm.generate(given, params, use_tqdm=False)
+        outputs = self._llm.generate(given, _exactly(new_tokens), use_tqdm=False)
         taken = time.perf_counter() - start
         counts = {len(output.outputs[0].token_ids) for output in outputs}
         if counts != {new_tokens}:
             raise RuntimeError(f"asked for {new_tokens} tokens, got {sorted(counts)}")
         return taken
 
+    def steps(self, prompts: Sequence[Prompt], new_tokens: int) -> list[Step]:
+        """Single steps with a synchronization around each, those in which all sequences decode.
+
+        Nothing where the engine or its device is in another process.
+        """
+        core = self._llm.llm_engine
+        inside = getattr(core.engine_core, "engine_core", None)
+        if inside is None or self._config.parallel_config.world_size > 1:
+            return []
+        on_gpu = torch.cuda.is_available()
+        synchronize = torch.cuda.synchronize if on_gpu else lambda: None
+        scheduler, schedule = inside.scheduler, inside.scheduler.schedule
+        scheduled: list[tuple[Sequence[int], Sequence[int]]] = []  # new tokens, all tokens
+
+        def noted(*args: Any, **options: Any) -> Any:
+            output = schedule(*args, **options)
+            new = output.num_scheduled_tokens
+            lengths = [scheduler.requests[name].num_computed_tokens for name in new]
+            scheduled.append((list(new.values()), lengths))
+            return output
+
+        found = []
+        scheduler.schedule = noted
+        try:
+            self._add(prompts, [new_tokens] * len(prompts))
+            while core.has_unfinished_requests():
+                scheduled.clear()
+                synchronize()
+                start = time.perf_counter()
+                core.step()
+                launched = time.perf_counter()
+                synchronize()
+                end = time.perf_counter()
+                for new, lengths in scheduled:
+                    if len(new) == len(prompts) and set(new) == {1}:
+                        host = launched - start if on_gpu and self.asynchronous else None
+                        found.append(Step(end - start, host, lengths))
+        finally:
+            scheduler.schedule = schedule
+        return found
+
     def answer_all(self, prompts: Sequence[Prompt], answers: Sequence[int]) -> list[list[float]]:
         """Seconds from now to each token of each answer; all requests arrive now."""
-        from vllm import SamplingParams
-
         core = self._llm.llm_engine
         start = time.perf_counter()
-        for number, (prompt, tokens) in enumerate(zip(prompts, answers, strict=True)):
-            params = SamplingParams(
-                max_tokens=tokens, temperature=0.0, ignore_eos=True, detokenize=False
-            )
-            core.add_request(f"mixed-{number}", {"prompt_token_ids": prompt}, params)
+        self._add(prompts, answers)
         times: list[list[float]] = [[] for _ in prompts]
         while core.has_unfinished_requests():
             for output in core.step():
@@ -152,6 +204,18 @@ class Engine:
             raise RuntimeError(f"asked for {list(answers)} tokens, got {counts}")
         return times
 
+    def _add(self, prompts: Sequence[Prompt], answers: Sequence[int]) -> None:
+        for number, (prompt, tokens) in enumerate(zip(prompts, answers, strict=True)):
+            given = {"prompt_token_ids": prompt}
+            self._llm.llm_engine.add_request(f"all-{number}", given, _exactly(tokens))
+
+
+def _exactly(tokens: int) -> Any:
+    """vLLM's parameters of an answer of so many tokens."""
+    from vllm import SamplingParams
+
+    return SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+
 
 def warm_up(engine: Any, max_tokens: int, capacity: Row) -> None:
     """A small batch that is not counted: what the first requests load and compile, in any engine.
@@ -160,28 +224,27 @@ def warm_up(engine: Any, max_tokens: int, capacity: Row) -> None:
     """
     answer = 4
     long = min(512, max_tokens - answer)
-    if long < 1 or _too_much(3, long + answer, capacity):
+    if long < 1 or _too_much(Load.equal(3, long + answer), capacity):
         return
-    prompts = [*engine.prompts(2, long), *engine.prompts(1, min(40, long))]
-    engine.seconds(prompts, answer)
+    engine.seconds(engine.prompts([long, long, min(40, long)]), answer)
 
 
 def prefill(engine: Any, tokens: int, repeats: int, capacity: Row) -> Row:
     """Tokens per second of one new prompt; a first one is not counted."""
     row: Row = {"measure": "prefill", "tokens": tokens, "unit": "tokens/s"}
-    if reason := _too_much(1, tokens + 1, capacity):
+    if reason := _too_much(Load.equal(1, tokens + 1), capacity):
         return {**row, "value": None, "left_out": reason}
-    times = [engine.seconds(engine.prompts(1, tokens), 1) for _ in range(repeats + 1)][1:]
+    times = [engine.seconds(engine.prompts([tokens]), 1) for _ in range(repeats + 1)][1:]
     return {**row, "value": tokens / statistics.median(times), "seconds": times}
 
 
 def new_lengths(engine: Any, tokens: int, capacity: Row) -> Row:
     """Tokens per second of single prompts of lengths that the engine has not seen before."""
     row: Row = {"measure": "new_lengths", "tokens": tokens, "unit": "tokens/s"}
-    if reason := _too_much(1, tokens + 1, capacity):
+    if reason := _too_much(Load.equal(1, tokens + 1), capacity):
         return {**row, "value": None, "left_out": reason}
     lengths = [length for length in (tokens - step for step in _STEPS) if length > 0] or [tokens]
-    times = [engine.seconds(engine.prompts(1, length), 1) for length in lengths]
+    times = [engine.seconds(engine.prompts([length]), 1) for length in lengths]
     speeds = [length / taken for length, taken in zip(lengths, times, strict=True)]
     return {**row, "value": statistics.median(speeds), "seconds": times, "lengths": lengths}
 
@@ -196,7 +259,7 @@ def mixed(engine: Any, load: dict[str, Any]) -> Row:
         (choose.randint(*load["prompt"]), choose.randint(*load["answer"]))
         for _ in range(load["requests"])
     ]
-    prompts = [engine.prompts(1, tokens)[0] for tokens, _ in sizes]
+    prompts = engine.prompts([tokens for tokens, _ in sizes])
     times = engine.answer_all(prompts, [tokens for _, tokens in sizes])
     taken, output = max(of[-1] for of in times), sum(map(len, times))
     return {
@@ -211,24 +274,24 @@ def mixed(engine: Any, load: dict[str, Any]) -> Row:
 
 
 def batch_prefill(
-    engine: Any, batch: int, context: int, new_tokens: int, capacity: Row
+    engine: Any, load: Load, new_tokens: int, capacity: Row
 ) -> tuple[Row, list[Prompt] | None]:
     """Tokens per second of a batch of new prompts, once; the prompts, which are then cached.
 
     `new_tokens`: what is to be measured with them next has to fit as well.
     """
-    row: Row = {"measure": "prefill", "batch": batch, "tokens": context, "unit": "tokens/s"}
-    if reason := _too_much(batch, context + new_tokens + 1, capacity):
+    row: Row = {"measure": "prefill", "batch": load.batch, "tokens": load.context, **load.fields}
+    row["unit"] = "tokens/s"
+    if reason := _too_much(load.longer(new_tokens + 1), capacity):
         return {**row, "value": None, "left_out": reason}, None
-    prompts = engine.prompts(batch, context)
+    prompts = engine.prompts(load.lengths)
     taken = engine.seconds(prompts, 1)
-    return {**row, "value": batch * context / taken, "seconds": [taken]}, prompts
+    return {**row, "value": sum(load.lengths) / taken, "seconds": [taken]}, prompts
 
 
 def tpot(
     engine: Any,
-    batch: int,
-    context: int,
+    load: Load,
     new_tokens: int,
     repeats: int,
     capacity: Row,
@@ -236,33 +299,61 @@ def tpot(
 ) -> Row:
     """Milliseconds of a decode step: what `new_tokens` more take, once the prompts are cached.
 
+    This is as served, where the host works ahead; single synchronized steps are measured after it.
     `prompts` may be given where they are cached already.
     """
     row: Row = {
         "measure": "tpot",
-        "batch": batch,
-        "context": context,
+        "batch": load.batch,
+        "context": load.context,
+        **load.fields,
         "decode_tokens": new_tokens,
         "unit": "ms",
     }
-    if reason := _too_much(batch, context + new_tokens + 1, capacity):
+    if reason := _too_much(load.longer(new_tokens + 1), capacity):
         return {**row, "value": None, "left_out": reason}
-    prompts = prompts or engine.prompts(batch, context)
+    prompts = prompts or engine.prompts(load.lengths)
     engine.seconds(prompts, new_tokens + 1)  # fills the prefix cache, compiles
     pairs = [
         (engine.seconds(prompts, 1), engine.seconds(prompts, new_tokens + 1))
         for _ in range(repeats)
     ]
     taken = statistics.median(many - one for one, many in pairs)
-    return {**row, "value": taken / new_tokens * 1e3, "seconds": pairs}
+    row |= {"value": taken / new_tokens * 1e3, "seconds": pairs}
+    steps = [step for _ in range(repeats) for step in engine.steps(prompts, new_tokens + 1)]
+    return {**row, **single_steps(steps, capacity["block_size"])}
 
 
-def _too_much(batch: int, tokens: int, capacity: Row) -> str | None:
+def single_steps(steps: Sequence[Step], page: int) -> Row:
+    """What synchronized steps took, in all and those that complete pages apart from the others."""
+    if not steps:
+        return {}
+    by_end: dict[bool, list[float]] = {True: [], False: []}
+    for step in steps:
+        by_end[any(length % page == 0 for length in step.lengths)].append(step.seconds)
+    whole = spread([step.seconds for step in steps])
+    completing, others = spread(by_end[True]), spread(by_end[False])
+    assert whole is not None
+    ratios = {"p99 to p50 of steps": whole["p99"] / whole["p50"]}
+    if completing and others:
+        ratios["steps that complete pages to others"] = completing["p50"] / others["p50"]
+    return {
+        "steps": len(steps),
+        "steps_completing": len(by_end[True]),
+        "step_ms": whole,
+        "host_ms": spread([s.host_seconds for s in steps if s.host_seconds is not None]),
+        "completing_ms": completing,
+        "not_completing_ms": others,
+        "ratios": ratios,
+    }
+
+
+def _too_much(load: Load, capacity: Row) -> str | None:
     """Requests that wait for each other's blocks would measure the scheduler."""
-    needed = batch * -(-tokens // capacity["block_size"])
+    needed = sum(-(-tokens // capacity["block_size"]) for tokens in load.lengths)
     if needed < capacity["blocks"]:  # one block is vLLM's own
         return None
-    return f"{batch} x {tokens} tokens need {needed} blocks, the cache has {capacity['blocks']}"
+    return f"{load} tokens need {needed} blocks, the cache has {capacity['blocks']}"
 
 
 def main() -> None:

@@ -42,7 +42,8 @@ def _add_engine(
         --shape NAME  random weights instead: llama-3.1-8b, ...
         --kv NAME ...  auto (vLLM's own cache), fp8, another cache of vLLM's or a preset, repeatable
             (default: auto, k4v4, and fp8 on a GPU)
-        --size BxN ...  batch and context of a decode measurement, as in 32x8192, repeatable
+        --size BxN ...  batch and context of a decode measurement, as in 32x8k, or the bounds
+            that contexts are drawn from, as in 32x6k-10k, repeatable
         --prefill N ...  prompt length of a prefill measurement, repeatable (default: the contexts
             of --size)
         --new-lengths  also measure the first prompt of a length, near each prefill
@@ -93,9 +94,10 @@ def _add_serve(
 # --- measuring ---
 def engine(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
     from tightkv.tools.bench.engine import SIZES, EnginePlan, MixedLoad, engine_rows
+    from tightkv.tools.bench.loads import Load
 
     on_gpu = device.type == "cuda"
-    sizes = tuple(map(_size, args.size or ()))
+    sizes = tuple(map(Load.parse, args.size or ()))
     if not (sizes or args.prefill or args.mixed is not None):
         sizes = SIZES[device.type]
     mixed = None
@@ -108,7 +110,7 @@ def engine(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
         model=args.model,
         shape=args.shape,
         sizes=sizes,
-        prefill=args.prefill or tuple(dict.fromkeys(context for _, context in sizes)),
+        prefill=args.prefill or tuple(dict.fromkeys(load.context for load in sizes)),
         new_lengths=args.new_lengths,
         mixed=mixed,
         decode_tokens=_default(args.decode_tokens, 64 if on_gpu else 16),
@@ -161,13 +163,6 @@ def _default(given: int | None, value: int) -> int:
     return value if given is None else given
 
 
-def _size(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"(\d+)x(\d+)", text)
-    if match is None:
-        raise ValueError(f"--size {text!r}; give BATCHxCONTEXT, as in 32x8192")
-    return int(match[1]), int(match[2])
-
-
 def _lengths(option: str, text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d+)-(\d+)", text)
     if match is None:
@@ -210,6 +205,7 @@ def engine_text(rows: Sequence[Row]) -> str:
     table = [[name, *(_cell(found.get((name, kv))) for kv in caches)] for name in names]
     parts = [_heading(good[0])] if good else []
     parts += [format_table(("measured", *caches), table)] if good else []
+    parts += [_single_steps([row for row in good if "step_ms" in row], caches)]
     parts += [_latencies([row for row in good if row["measure"] == "mixed"])]
     parts += [
         "\n".join(
@@ -218,6 +214,35 @@ def engine_text(rows: Sequence[Row]) -> str:
         )
     ]
     return "\n\n".join(part for part in parts if part)
+
+
+def _single_steps(rows: Sequence[Row], caches: Sequence[str]) -> str:
+    """Four lines per load: a whole step, its spread, the host's part, and completed pages."""
+    from tightkv.tools.bench.loads import Load
+
+    lines: dict[tuple[str, str], dict[str, str]] = {}
+    for row in rows:
+        step, host, ratios = row["step_ms"], row["host_ms"], row["ratios"]
+        to_auto = {name: ratios.get(f"{name} to auto") for name in ("step", "host")}
+        cells = {
+            "p50 / p90 / p99, ms": " / ".join(f"{step[p]:.2f}" for p in ("p50", "p90", "p99"))
+            + _in_brackets(to_auto["step"]),
+            "p99 / p50": _times(ratios["p99 to p50 of steps"]),
+            "host, ms": f"{host['p50']:.2f}{_in_brackets(to_auto['host'])}" if host else "-",
+            "completing pages / not": _times(ratios.get("steps that complete pages to others")),
+        }
+        for name, cell in cells.items():
+            lines.setdefault((str(Load.of_row(row)), name), {})[row["kv"]] = cell
+    if not lines:
+        return ""
+    header = ("single synchronized steps", "", *caches)
+    return format_table(
+        header, [[*key, *(of.get(kv, "-") for kv in caches)] for key, of in lines.items()]
+    )
+
+
+def _in_brackets(ratio: float | None) -> str:
+    return "" if ratio is None else f" ({ratio:.2f}x)"
 
 
 def _latencies(mixed: Sequence[Row]) -> str:
@@ -243,7 +268,7 @@ def _cell(row: Row | None) -> str:
     if row is None or row["value"] is None:
         return "-"
     text = f"{row['value']:,.2f}" if row["unit"] == "ms" else f"{row['value']:,.0f}"
-    return text + (f" ({row['ratios']['to auto']:.2f}x)" if "ratios" in row else "")
+    return text + _in_brackets(row.get("ratios", {}).get("to auto"))
 
 
 def serve_text(rows: Sequence[Row]) -> str:
