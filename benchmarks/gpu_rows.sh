@@ -20,7 +20,7 @@ step() {  # name, seconds at most, command
     echo "$name: exit code $?, $((SECONDS - begin)) s"
 }
 
-wanted=${*:-engine few ragged ragged_rivals mixed long rivals agents speculation decode heads seal prefill export mla}
+wanted=${*:-engine few ragged ragged_rivals mixed long rivals agents speculation decode heads ragged_decode seal prefill export mla}
 step engine 480 $engine $caches --size 8x32k --prefill 2048 --prefill 32768 --new-lengths
 step few 300 $engine $caches --size 1x2k
 step ragged 720 $engine $caches --size 32x8k --size 32x6k-10k --size 128x2k --size 128x1k-3k \
@@ -37,6 +37,8 @@ for dim in 64 80 96 112 128 192 256; do
     step heads 60 python3 -m tightkv bench decode --batch 32 --tokens 8155 --head-dim $dim \
         --preset k4v4 --against bf16 --out "$out/gpu_decode_heads.jsonl"
 done
+step ragged_decode 300 python3 -m tightkv bench decode --preset k4v4 --preset k2v2 \
+    --out "$out/gpu_decode_ragged.jsonl"
 step seal 120 python3 "$here/seal.py"
 step prefill 120 python3 -m tightkv bench extend --out "$out/gpu_extend.jsonl"
 step export 300 python3 "$here/export_gpu.py" --folder "$out/packages" --out "$out/export_gpu.jsonl"

@@ -21,6 +21,7 @@ from tightkv.tools.bench.engine_models import SHAPES, write_shape
 from tightkv.tools.bench.engine_worker import Step
 from tightkv.tools.bench.loads import Load
 from tightkv.tools.bench.openai_client import Answer, Server, ServerError
+from tightkv.tools.bench.spread import percentile
 from tightkv.tools.cli import main
 from tightkv.tools.cli.bench import vllm as bench_vllm
 
@@ -543,9 +544,9 @@ def test_one_token_has_a_first_and_no_pace() -> None:
 
 def test_percentiles_lie_between_ranks() -> None:
     values = [4.0, 1.0, 3.0, 2.0]
-    assert [serve.percentile(values, p) for p in (0, 50, 100)] == [1.0, 2.5, 4.0]
-    assert serve.percentile(values, 90) == pytest.approx(3.7)
-    assert serve.percentile([7.0], 99) == 7.0
+    assert [percentile(values, p) for p in (0, 50, 100)] == [1.0, 2.5, 4.0]
+    assert percentile(values, 90) == pytest.approx(3.7)
+    assert percentile([7.0], 99) == 7.0
 
 
 def test_a_stream_that_breaks_off_is_an_error() -> None:

@@ -22,7 +22,7 @@ import torch
 
 from tightkv.config import PRESETS
 from tightkv.tools.bench.loads import Load
-from tightkv.tools.bench.serve import spread
+from tightkv.tools.bench.spread import milliseconds
 from tightkv.tools.rows import append_rows, provenance
 
 Row = dict[str, Any]
@@ -268,8 +268,8 @@ def mixed(engine: Any, load: dict[str, Any]) -> Row:
         "value": output / taken,
         "seconds": [taken],
         "load": {**load, "prompt_tokens": sum(map(len, prompts)), "output_tokens": output},
-        "ttft_ms": spread([of[0] for of in times]),
-        "tpot_ms": spread([(of[-1] - of[0]) / (len(of) - 1) for of in times if len(of) > 1]),
+        "ttft_ms": milliseconds([of[0] for of in times]),
+        "tpot_ms": milliseconds([(of[-1] - of[0]) / (len(of) - 1) for of in times if len(of) > 1]),
     }
 
 
@@ -331,8 +331,8 @@ def single_steps(steps: Sequence[Step], page: int) -> Row:
     by_end: dict[bool, list[float]] = {True: [], False: []}
     for step in steps:
         by_end[any(length % page == 0 for length in step.lengths)].append(step.seconds)
-    whole = spread([step.seconds for step in steps])
-    completing, others = spread(by_end[True]), spread(by_end[False])
+    whole = milliseconds([step.seconds for step in steps])
+    completing, others = milliseconds(by_end[True]), milliseconds(by_end[False])
     assert whole is not None
     ratios = {"p99 to p50 of steps": whole["p99"] / whole["p50"]}
     if completing and others:
@@ -341,7 +341,7 @@ def single_steps(steps: Sequence[Step], page: int) -> Row:
         "steps": len(steps),
         "steps_completing": len(by_end[True]),
         "step_ms": whole,
-        "host_ms": spread([s.host_seconds for s in steps if s.host_seconds is not None]),
+        "host_ms": milliseconds([s.host_seconds for s in steps if s.host_seconds is not None]),
         "completing_ms": completing,
         "not_completing_ms": others,
         "ratios": ratios,

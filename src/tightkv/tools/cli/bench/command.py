@@ -47,6 +47,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         --kv-heads N  default: 8
         --head-dim N  default: 128
         --ragged  a mix of lengths from 1024 to --tokens, on a GPU
+        --shortest N  with --tokens: lengths from N to these, in any phase of a page, on a GPU
         --kernels NAME ...  repeatable (default: the best)
         --against WORD ...  measure only rivals whose name has this word, on a GPU; repeatable
             (default: all)
@@ -116,7 +117,7 @@ def _decode_cpu(args: argparse.Namespace) -> Iterator[Row]:
 
     if args.kernels not in ([], ["cpu"]):
         raise ValueError(f"--kernels {args.kernels}; on a CPU cpu is measured, and the reference")
-    for option in ("ragged", "against"):
+    for option in ("ragged", "shortest", "against"):
         if getattr(args, option):
             raise ValueError(f"--{option} is for GPUs; leave it out, or use --device cuda")
     for name in ("repeats", "threads"):
@@ -195,6 +196,7 @@ def _shapes(args: argparse.Namespace, usual: Sequence[Shape]) -> list[Shape]:
     given = {"query_heads": args.heads, "kv_heads": args.kv_heads, "head_dim": args.head_dim}
     changes: dict[str, Any] = {name: n for name, n in given.items() if n is not None}
     changes |= {"ragged": True} if args.ragged else {}
+    changes |= {"shortest": args.shortest} if args.shortest is not None else {}
     shapes = [Shape(args.batch, tokens) for tokens in args.tokens or []] or usual
     return [replace(shape, **changes) for shape in shapes]
 
@@ -211,7 +213,8 @@ def _label(row: Row) -> str:
         return f"{row['preset']}, {', '.join(sizes)}"
     s = row["shape"]
     heads = f"{s['query_heads']}/{s['kv_heads']} heads of {s['head_dim']}"
-    tokens = f"1024 to {s['tokens']}" if s.get("ragged") else s["tokens"]
+    shortest = s.get("shortest") or (1024 if s.get("ragged") else None)
+    tokens = f"{shortest} to {s['tokens']}" if shortest else s["tokens"]
     return f"{row['preset']} {row['kernels']}, {s['batch']} x {tokens} tokens, {heads}"
 
 
@@ -228,8 +231,11 @@ def _ratios(row: Row) -> dict[str, float]:
     if "ratios" in row:
         found: dict[str, float] = row["ratios"]
         return found
-    names = ("against_best_bf16", "against_fp8", "against_4bit", "share_of_copy_bandwidth")
+    against = ("against_best_bf16", "against_fp8", "against_4bit")
+    names = (*against, *(f"consecutive_{name}" for name in against), "share_of_copy_bandwidth")
     found = {name: row[name] for name in names if row.get(name) is not None}
+    if "consecutive_ms" in row:
+        found["p99_to_p50"] = row["consecutive_ms"]["p99"] / row["consecutive_ms"]["p50"]
     if row["bench"] == "store":
         found["of a bf16 write's time"] = row["ms"] / row["bf16_write_ms"]
     return found
