@@ -16,12 +16,17 @@ from tightkv import KVQuantConfig
 from tightkv.model_shape import read_model_shape
 from tightkv.pages.layout import PageLayout
 from tightkv.tools.bench import engine, engine_worker, openai_client, serve
-from tightkv.tools.bench.engine import EnginePlan, engine_arguments
-from tightkv.tools.bench.engine_models import SHAPES, write_shape
+from tightkv.tools.bench.engine_plan import (
+    SHAPES,
+    EnginePlan,
+    MixedLoad,
+    engine_arguments,
+    write_shape,
+)
 from tightkv.tools.bench.engine_worker import Step
 from tightkv.tools.bench.loads import Load
 from tightkv.tools.bench.openai_client import Answer, Server, ServerError
-from tightkv.tools.bench.spread import percentile
+from tightkv.tools.bench.timing import spread
 from tightkv.tools.cli import main
 from tightkv.tools.cli.bench import vllm as bench_vllm
 
@@ -31,6 +36,8 @@ CAPACITY = {"blocks": 100, "block_size": 16}
 
 class SteadyEngine:
     """An engine that takes a second a prompt it has not seen and 10 ms a decode step."""
+
+    capacity = CAPACITY
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, int]] = []
@@ -59,13 +66,13 @@ class SteadyEngine:
 
 def test_tpot_is_the_time_of_further_tokens_alone() -> None:
     steady = SteadyEngine()
-    row = engine_worker.tpot(steady, Load.equal(3, 100), 8, 2, CAPACITY)
+    row = engine_worker.tpot(steady, Load.equal(3, 100), 8, 2)
     assert row["value"] == pytest.approx(10.0) and row["unit"] == "ms"
     assert steady.asked == [(3, 9), (3, 1), (3, 9), (3, 1), (3, 9)]
 
 
 def test_single_steps_stand_beside_the_figure_as_served() -> None:
-    row = engine_worker.tpot(SteadyEngine(), Load.equal(3, 100), 16, 2, CAPACITY)
+    row = engine_worker.tpot(SteadyEngine(), Load.equal(3, 100), 16, 2)
     assert row["value"] == pytest.approx(10.0)
     assert row["steps"] == 32 and row["steps_completing"] == 2  # at 112 tokens, in each repeat
     assert row["step_ms"]["p50"] == pytest.approx(12) and row["host_ms"]["p99"] == pytest.approx(4)
@@ -76,7 +83,7 @@ def test_single_steps_stand_beside_the_figure_as_served() -> None:
         "p99 to p50 of steps": pytest.approx(1.5),
         "steps that complete pages to others": pytest.approx(1.5),
     }
-    never = engine_worker.tpot(SteadyEngine(), Load.equal(3, 96), 8, 1, CAPACITY)
+    never = engine_worker.tpot(SteadyEngine(), Load.equal(3, 96), 8, 1)
     assert never["completing_ms"] is None and list(never["ratios"]) == ["p99 to p50 of steps"]
     waiting = [Step(0.012, None, [5])]
     assert engine_worker.single_steps(waiting, 16)["host_ms"] is None
@@ -98,13 +105,13 @@ def test_ragged_lengths_have_any_phase_and_the_middle_as_their_mean() -> None:
 
 
 def test_a_ragged_row_is_another_load_than_an_equal_one() -> None:
-    ragged = engine_worker.tpot(SteadyEngine(), Load(3, 90, 110), 8, 1, CAPACITY)
-    equal = engine_worker.tpot(SteadyEngine(), Load.equal(3, 100), 8, 1, CAPACITY)
+    ragged = engine_worker.tpot(SteadyEngine(), Load(3, 90, 110), 8, 1)
+    equal = engine_worker.tpot(SteadyEngine(), Load.equal(3, 100), 8, 1)
     assert ragged["context"] == equal["context"] == 100 and ragged["ragged"] == [90, 110]
     assert "ragged" not in equal
     names = [engine.what_is_measured(row) for row in (ragged, equal)]
     assert names == ["TPOT 3 x 90-110, ms", "TPOT 3 x 100, ms"]
-    row, _ = engine_worker.batch_prefill(SteadyEngine(), Load(2, 90, 110), 8, CAPACITY)
+    row, _ = engine_worker.batch_prefill(SteadyEngine(), Load(2, 90, 110), 8)
     assert row["value"] == pytest.approx(200 / 2) and row["tokens"] == 100
     assert engine.what_is_measured(row) == "prefill of 2 x 90-110, tokens/s"
 
@@ -113,7 +120,7 @@ def test_single_steps_have_ratios_and_lines_of_their_own() -> None:
     own: dict[str, Any] = {}
     rows = []
     for kv, share in (("auto", 1.0), ("k4v4", 0.5)):
-        row = engine_worker.tpot(SteadyEngine(), Load.equal(3, 100), 16, 1, CAPACITY)
+        row = engine_worker.tpot(SteadyEngine(), Load.equal(3, 100), 16, 1)
         row |= {"kv": kv, "bench": "engine", "arguments": {"dtype": "bfloat16"}, "gpu": "G"}
         row |= {"model": "m", "vllm": "1"}
         for name in ("step_ms", "host_ms"):
@@ -131,16 +138,16 @@ def test_single_steps_have_ratios_and_lines_of_their_own() -> None:
 
 def test_prefill_counts_prompts_that_are_not_cached_and_not_the_first() -> None:
     steady = SteadyEngine()
-    row = engine_worker.prefill(steady, 300, 2, CAPACITY)
+    row = engine_worker.prefill(steady, 300, 2)
     assert row["value"] == pytest.approx(300.0) and row["seconds"] == [1.0, 1.0]
     assert steady.asked == [(1, 1)] * 3
 
 
 def test_the_first_prompts_of_new_lengths_are_all_counted() -> None:
-    row = engine_worker.new_lengths(SteadyEngine(), 300, CAPACITY)
+    row = engine_worker.new_lengths(SteadyEngine(), 300)
     assert row["lengths"] == [263, 182, 49] and row["seconds"] == [1.0] * 3
     assert row["value"] == pytest.approx(182.0)
-    assert engine_worker.new_lengths(SteadyEngine(), 99 * 16, CAPACITY)["value"] is None
+    assert engine_worker.new_lengths(SteadyEngine(), 99 * 16)["value"] is None
 
 
 def test_a_mixed_load_is_timed_by_request() -> None:
@@ -154,7 +161,7 @@ def test_a_mixed_load_is_timed_by_request() -> None:
                 now = times[-1][-1]
             return times
 
-    load = {"requests": 5, "prompt": [10, 20], "answer": [3, 3]}
+    load = MixedLoad(5, (10, 20), (3, 3))
     row = engine_worker.mixed(Queue(), load)
     assert row["seconds"] == [pytest.approx(5.1)] and row["value"] == pytest.approx(15 / 5.1)
     assert 50 <= row["load"]["prompt_tokens"] <= 100 and row["load"]["output_tokens"] == 15
@@ -166,12 +173,12 @@ def test_a_mixed_load_is_timed_by_request() -> None:
 def test_what_does_not_fit_is_left_out_with_the_reason() -> None:
     steady = SteadyEngine()
     # 11 x (135 + 8 + 1) tokens are 11 x 9 blocks; the last of 100 is vLLM's own
-    assert engine_worker.tpot(steady, Load.equal(11, 135), 8, 1, CAPACITY)["value"] is not None
-    row = engine_worker.tpot(steady, Load.equal(11, 136), 8, 1, CAPACITY)
+    assert engine_worker.tpot(steady, Load.equal(11, 135), 8, 1)["value"] is not None
+    row = engine_worker.tpot(steady, Load.equal(11, 136), 8, 1)
     assert row["value"] is None
     assert row["left_out"] == "11 x 145 tokens need 110 blocks, the cache has 100"
-    assert engine_worker.prefill(steady, 99 * 16 - 1, 1, CAPACITY)["value"] is not None
-    assert engine_worker.prefill(steady, 99 * 16, 1, CAPACITY)["value"] is None
+    assert engine_worker.prefill(steady, 99 * 16 - 1, 1)["value"] is not None
+    assert engine_worker.prefill(steady, 99 * 16, 1)["value"] is None
 
 
 def test_engines_differ_in_their_cache_only() -> None:
@@ -207,11 +214,19 @@ def test_shapes_are_configs_that_can_be_read(name: str, tmp_path: Path) -> None:
 def test_ratios_are_to_vllms_own_which_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     values = {"auto": 200.0, "k4v4": 150.0, "fp8": None}
 
-    def rows(plan: Any, job: Any, *_: Any) -> Iterator[dict[str, Any]]:
-        yield {"kv": job.kv, "measure": "capacity", "value": values[job.kv]}
+    class Worker:
+        output = ""
 
-    monkeypatch.setattr(engine, "_run_engine", rows)
-    monkeypatch.setattr(engine._Workers, "start", lambda self, job: None)
+        def __init__(self, plan: EnginePlan, kv: str, *_: Any) -> None:
+            self.kv = kv
+
+        def rows(self) -> Iterator[dict[str, Any]]:
+            yield {"kv": self.kv, "measure": "capacity", "value": values[self.kv]}
+
+        def end(self) -> None:
+            pass
+
+    monkeypatch.setattr(engine, "_Worker", Worker)
     plan = EnginePlan(model="m", prefill=[1])
     found = list(engine.engine_rows(plan, ["k4v4", "auto", "fp8", "k4v4"]))
     assert [row["kv"] for row in found] == ["auto", "k4v4", "fp8"]
@@ -220,9 +235,9 @@ def test_ratios_are_to_vllms_own_which_comes_first(monkeypatch: pytest.MonkeyPat
 
 def test_why_an_engine_ended() -> None:
     output = "INFO start\nTraceback:\n  File\nValueError: too large: 3\nINFO shutting down\n"
-    assert engine._why(1, output) == "ValueError: too large: 3"
-    assert engine._why(1, "one\ntwo\n") == "two" and engine._why(3, "") == "exit code 3"
-    assert "SIGILL" in engine._why(-4, output) and "--dtype float32" in engine._why(-4, output)
+    assert engine.why(1, output) == "ValueError: too large: 3"
+    assert engine.why(1, "one\ntwo\n") == "two" and engine.why(3, "") == "exit code 3"
+    assert "SIGILL" in engine.why(-4, output) and "--dtype float32" in engine.why(-4, output)
 
 
 @pytest.mark.parametrize(
@@ -543,10 +558,10 @@ def test_one_token_has_a_first_and_no_pace() -> None:
 
 
 def test_percentiles_lie_between_ranks() -> None:
-    values = [4.0, 1.0, 3.0, 2.0]
-    assert [percentile(values, p) for p in (0, 50, 100)] == [1.0, 2.5, 4.0]
-    assert percentile(values, 90) == pytest.approx(3.7)
-    assert percentile([7.0], 99) == 7.0
+    assert spread([4.0, 1.0, 3.0, 2.0]) == pytest.approx(
+        {"mean": 2.5, "p50": 2.5, "p90": 3.7, "p99": 3.97}
+    )
+    assert set(spread([7.0]).values()) == {7.0}
 
 
 def test_a_stream_that_breaks_off_is_an_error() -> None:

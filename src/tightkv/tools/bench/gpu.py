@@ -19,8 +19,7 @@ from tightkv.pages.layout import PageLayout
 from tightkv.tools.bench import baselines
 from tightkv.tools.bench.inputs import Layer, Shape, fill, layers_for, ring_bounds
 from tightkv.tools.bench.rivals import measure_rivals
-from tightkv.tools.bench.spread import spread
-from tightkv.tools.bench.timing import copy_bandwidth, graph_ms, graph_times
+from tightkv.tools.bench.timing import copy_bandwidth, graph_ms, graph_times, spread
 from tightkv.tools.rows import provenance
 
 # Odd lengths: the newest page is neither empty nor full, as most of the time.

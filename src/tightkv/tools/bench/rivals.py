@@ -14,7 +14,7 @@ import torch
 from tightkv.tools.bench import baselines, flashinfer_kernels, vllm_kernels
 from tightkv.tools.bench.inputs import Shape
 from tightkv.tools.bench.paged import NewCache, decode_ms
-from tightkv.tools.bench.spread import spread
+from tightkv.tools.bench.timing import spread
 
 ATTENTION, STEP = "attention", "write and attention"
 # Ratios of a row, and the rivals of which the fastest counts.

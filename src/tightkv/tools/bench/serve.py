@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tightkv.tools.bench.openai_client import Answer, Server, ServerError, metric
-from tightkv.tools.bench.spread import milliseconds
+from tightkv.tools.bench.timing import milliseconds
 from tightkv.tools.rows import provenance
 
 Row = dict[str, Any]

@@ -61,3 +61,16 @@ def copy_bandwidth(device: torch.device, megabytes: int = 1024, repeats: int = 1
     )
     ms = min(graph_ms([way], repeats) for way in ways)
     return 2 * source.numel() * source.element_size() / (ms / 1e3)
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Mean and percentiles, between the two nearest ranks linearly."""
+    cuts = statistics.quantiles(
+        values if len(values) > 1 else 2 * list(values), n=100, method="inclusive"
+    )
+    return {"mean": statistics.fmean(values), **{f"p{p}": cuts[p - 1] for p in (50, 90, 99)}}
+
+
+def milliseconds(seconds: Sequence[float]) -> dict[str, float] | None:
+    """The same in milliseconds; None of nothing."""
+    return spread([1e3 * value for value in seconds]) if seconds else None

@@ -93,7 +93,8 @@ def _add_serve(
 
 # --- measuring ---
 def engine(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
-    from tightkv.tools.bench.engine import SIZES, EnginePlan, MixedLoad, engine_rows
+    from tightkv.tools.bench.engine import engine_rows
+    from tightkv.tools.bench.engine_plan import SIZES, EnginePlan, MixedLoad
     from tightkv.tools.bench.loads import Load
 
     on_gpu = device.type == "cuda"
