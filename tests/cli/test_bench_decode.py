@@ -21,7 +21,7 @@ from tightkv.tools.bench import gpu
 from tightkv.tools.bench.inputs import Shape, fill
 from tightkv.tools.bench.loads import draw_lengths
 from tightkv.tools.bench.rivals import reason
-from tightkv.tools.cli.bench import command
+from tightkv.tools.cli.bench import show
 from tightkv.tools.cli.entry import main
 
 CPU = torch.device("cpu")
@@ -139,11 +139,11 @@ def test_options_of_gpus_are_refused_on_a_cpu(
 def test_a_ragged_row_says_so() -> None:
     shape = {"batch": 4, "tokens": 8192, "query_heads": 32, "kv_heads": 8, "head_dim": 128}
     row = {"bench": "decode", "preset": "k4v4", "kernels": "cuda", "shape": shape}
-    assert command._label(row) == "k4v4 cuda, 4 x 8192 tokens, 32/8 heads of 128"
+    assert show.label(row) == "k4v4 cuda, 4 x 8192 tokens, 32/8 heads of 128"
     row["shape"] = shape | {"ragged": False, "shortest": 500}
-    assert command._label(row) == "k4v4 cuda, 4 x 500 to 8192 tokens, 32/8 heads of 128"
+    assert show.label(row) == "k4v4 cuda, 4 x 500 to 8192 tokens, 32/8 heads of 128"
     row["shape"] = shape | {"ragged": True}
-    assert command._label(row) == "k4v4 cuda, 4 x 1024 to 8192 tokens, 32/8 heads of 128"
+    assert show.label(row) == "k4v4 cuda, 4 x 1024 to 8192 tokens, 32/8 heads of 128"
 
 
 def test_the_table_of_shapes() -> None:

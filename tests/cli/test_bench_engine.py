@@ -15,7 +15,7 @@ import pytest
 from tightkv import KVQuantConfig
 from tightkv.model_shape import read_model_shape
 from tightkv.pages.layout import PageLayout
-from tightkv.tools.bench import engine, engine_worker, openai_client, serve
+from tightkv.tools.bench import engine, engine_plan, engine_worker, openai_client, serve
 from tightkv.tools.bench.engine_plan import (
     SHAPES,
     EnginePlan,
@@ -28,7 +28,7 @@ from tightkv.tools.bench.loads import Load
 from tightkv.tools.bench.openai_client import Answer, Server, ServerError
 from tightkv.tools.bench.timing import spread
 from tightkv.tools.cli import main
-from tightkv.tools.cli.bench import vllm as bench_vllm
+from tightkv.tools.cli.bench import command, show
 
 # --- engine: without vLLM ------------------------------------------------------------------------
 CAPACITY = {"blocks": 100, "block_size": 16}
@@ -109,11 +109,11 @@ def test_a_ragged_row_is_another_load_than_an_equal_one() -> None:
     equal = engine_worker.tpot(SteadyEngine(), Load.equal(3, 100), 8, 1)
     assert ragged["context"] == equal["context"] == 100 and ragged["ragged"] == [90, 110]
     assert "ragged" not in equal
-    names = [engine.what_is_measured(row) for row in (ragged, equal)]
+    names = [engine_plan.what_is_measured(row) for row in (ragged, equal)]
     assert names == ["TPOT 3 x 90-110, ms", "TPOT 3 x 100, ms"]
     row, _ = engine_worker.batch_prefill(SteadyEngine(), Load(2, 90, 110), 8)
     assert row["value"] == pytest.approx(200 / 2) and row["tokens"] == 100
-    assert engine.what_is_measured(row) == "prefill of 2 x 90-110, tokens/s"
+    assert engine_plan.what_is_measured(row) == "prefill of 2 x 90-110, tokens/s"
 
 
 def test_single_steps_have_ratios_and_lines_of_their_own() -> None:
@@ -129,11 +129,11 @@ def test_single_steps_have_ratios_and_lines_of_their_own() -> None:
     ratios = rows[1]["ratios"]
     assert ratios["to auto"] == 1 and ratios["step to auto"] == ratios["host to auto"] == 0.5
     assert ratios["p99 to p50 of steps"] > 1.4
-    lines = bench_vllm.engine_text(rows).splitlines()
-    (steps,) = (line for line in lines if "p50 / p90 / p99, ms" in line)
+    lines = show.engine_text(rows).splitlines()
+    (steps,) = (line for line in lines if line.startswith("p50 / p90 / p99: "))
     assert "12.00 / 12.00 / 17.10 (1.00x)" in steps and "6.00 / 6.00 / 8.55 (0.50x)" in steps
-    assert any("host, ms" in line and line.endswith("2.00 (0.50x)") for line in lines)
-    assert any("completing pages / not" in line and line.endswith("1.50x") for line in lines)
+    assert any("the host's part" in line and line.endswith("2.00 (0.50x)") for line in lines)
+    assert any("completing pages to not" in line and line.endswith("1.50x") for line in lines)
 
 
 def test_prefill_counts_prompts_that_are_not_cached_and_not_the_first() -> None:
@@ -271,7 +271,7 @@ def test_engine_refuses(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(bench_vllm, "find_spec", lambda name: True)
+    monkeypatch.setattr(command, "find_spec", lambda name: True)
     assert main(["bench", "engine", *words]) == 2
     assert message in capsys.readouterr().err
 
@@ -279,7 +279,7 @@ def test_engine_refuses(
 def test_engine_without_vllm_says_what_to_install(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench_vllm, "find_spec", lambda name: None)
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
     assert main(["bench", "engine", "m"]) == 2
     assert 'tightkv bench engine needs vLLM: pip install ".[vllm]"' in capsys.readouterr().err
 
@@ -346,7 +346,7 @@ def test_two_caches_in_the_real_engine(
     assert own[6]["load"] == ours[6]["load"] and own[6]["load"]["requests"] == 9
     assert 0 < ours[6]["ttft_ms"]["p50"] <= ours[6]["seconds"][0] * 1e3
     assert "capacity, tokens" in text and "TPOT 2 x 100, ms" in text
-    assert "TPOT 3 x 90-150, ms" in text and "p50 / p90 / p99, ms" in text
+    assert "TPOT 3 x 90-150, ms" in text and "p50 / p90 / p99: TPOT 3 x 90-150, ms" in text
     assert "auto keeps 32 bits per number" in text
 
 

@@ -10,8 +10,7 @@ import pytest
 
 import bench_workers
 from tightkv.tools.bench import engine, engine_worker
-from tightkv.tools.bench.engine import what_is_measured
-from tightkv.tools.bench.engine_plan import EnginePlan
+from tightkv.tools.bench.engine_plan import EnginePlan, what_is_measured
 from tightkv.tools.bench.loads import Load
 
 CAPACITY = {"blocks": 100, "block_size": 16}

@@ -13,8 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from tightkv.tools.bench import engine_worker
-from tightkv.tools.bench.engine_plan import CACHES, OWN, EnginePlan, write_shape
-from tightkv.tools.bench.loads import Load
+from tightkv.tools.bench.engine_plan import (
+    CACHES,
+    OWN,
+    EnginePlan,
+    what_is_measured,
+    write_shape,
+)
 
 Row = dict[str, Any]
 _POLL_SECONDS = 1.0
@@ -52,18 +57,6 @@ def engine_rows(
             if log is not None:
                 with log.open("a", encoding="utf-8") as file:
                     file.write(workers[number].output)
-
-
-def what_is_measured(row: Mapping[str, Any]) -> str:
-    """The same text for every cache."""
-    size = Load.of_row(row) if "batch" in row else row.get("tokens")
-    return {
-        "capacity": "capacity, tokens",
-        "prefill": f"prefill of {size}, tokens/s",
-        "new_lengths": f"first prefill of a length near {size}, tokens/s",
-        "tpot": f"TPOT {size}, ms",
-        "mixed": f"{row.get('load', {}).get('requests')} mixed requests, tokens/s",
-    }[row["measure"]]
 
 
 def _with_ratio(row: Row, own: dict[str, Row]) -> Row:

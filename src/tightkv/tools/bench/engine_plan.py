@@ -142,3 +142,15 @@ def engine_arguments(plan: EnginePlan, kv: str, model: str) -> dict[str, Any]:
     cache = {"tightkv": {"preset": kv} if ours else False}
     additional = {**given.pop("additional_config", {}), **cache}
     return {**arguments, **given, "additional_config": additional}
+
+
+def what_is_measured(row: Mapping[str, Any]) -> str:
+    """The same text for every cache."""
+    size = Load.of_row(row) if "batch" in row else row.get("tokens")
+    return {
+        "capacity": "capacity, tokens",
+        "prefill": f"prefill of {size}, tokens/s",
+        "new_lengths": f"first prefill of a length near {size}, tokens/s",
+        "tpot": f"TPOT {size}, ms",
+        "mixed": f"{row.get('load', {}).get('requests')} mixed requests, tokens/s",
+    }[row["measure"]]

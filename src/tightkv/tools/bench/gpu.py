@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -215,11 +216,11 @@ def _random(*size: Any) -> Tensor:
 
 
 def store_rows(
-    token_counts: Sequence[int], preset: str, device: torch.device
+    token_counts: Sequence[int], presets: Sequence[str], device: torch.device
 ) -> Iterator[dict[str, Any]]:
     """Appending many tokens at once (a prefill chunk), against writing them as bf16."""
     facts = provenance(device)
-    for tokens in token_counts:
+    for preset, tokens in product(presets, token_counts):
         yield {**_store_row(tokens, preset, device), **facts}
 
 
@@ -250,11 +251,11 @@ def _store_row(tokens: int, preset: str, device: torch.device) -> dict[str, Any]
 
 
 def extend_rows(
-    chunk: int, prefixes: Sequence[int], preset: str, device: torch.device
+    chunk: int, prefixes: Sequence[int], presets: Sequence[str], device: torch.device
 ) -> Iterator[dict[str, Any]]:
     """A chunk of queries over a compressed prefix and its own exact tokens, against bf16."""
     facts = provenance(device)
-    for prefix in prefixes:
+    for preset, prefix in product(presets, prefixes):
         yield {**_extend_row(chunk, prefix, preset, device), **facts}
 
 
