@@ -26,7 +26,7 @@ from tightkv.config import KVQuantConfig
 from tightkv.export.operator import add_kernels
 from tightkv.integrations.transformers.export import ExportableModel
 from tightkv.integrations.transformers.package import compile_pt2, load_pt2
-from tightkv.tools.bench.engine_models import SHAPES
+from tightkv.tools.bench.engine_plan import SHAPES
 from tightkv.tools.rows import append_rows, provenance
 
 VLLM_ROWS = Path(__file__).parent / "results" / "vllm_engine.jsonl"

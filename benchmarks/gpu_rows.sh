@@ -20,13 +20,15 @@ step() {  # name, seconds at most, command
     echo "$name: exit code $?, $((SECONDS - begin)) s"
 }
 
-wanted=${*:-engine few crowd mixed long rivals agents speculation decode heads seal prefill export mla}
-step engine 480 $engine $caches --size 32x8192 --size 8x32768 --prefill 2048 --prefill 32768 --new-lengths
-step few 300 $engine $caches --size 1x2048
-step crowd 360 $engine --kv auto --kv fp8 --kv k4v4 --kv k2v2 --size 256x1024
+wanted=${*:-engine few ragged ragged_rivals mixed long rivals agents speculation decode heads ragged_decode seal prefill export mla}
+step engine 480 $engine $caches --size 8x32k --prefill 2048 --prefill 32768 --new-lengths
+step few 300 $engine $caches --size 1x2k
+step ragged 720 $engine $caches --size 32x8k --size 32x6k-10k --size 128x2k --size 128x1k-3k \
+    --size 256x1k --size 256x512-1536 --prefill 2048
+step ragged_rivals 900 $engine --kv auto --kv k4v4 $rivals --size 128x1k-3k --size 32x6k-10k --repeats 1
 step mixed 600 $engine --kv auto --kv fp8 --kv k4v4 --mixed 160
 step long 300 $engine --kv auto --kv k4v4 --prefill 65536 --prefill 131000
-step rivals 600 $engine $rivals --size 32x8192 --size 8x32768
+step rivals 600 $engine $rivals --size 32x8k --size 8x32k
 step agents 420 python3 "$here/agent_replay.py" --agents 24 --gpu-gib 1 --host-gib 4 --seconds 40 \
     --out "$out/agent_replay.jsonl"
 step speculation 240 python3 "$here/speculation.py" --out "$out/speculation.jsonl"
@@ -35,6 +37,8 @@ for dim in 64 80 96 112 128 192 256; do
     step heads 60 python3 -m tightkv bench decode --batch 32 --tokens 8155 --head-dim $dim \
         --preset k4v4 --against bf16 --out "$out/gpu_decode_heads.jsonl"
 done
+step ragged_decode 300 python3 -m tightkv bench decode --preset k4v4 --preset k2v2 \
+    --out "$out/gpu_decode_ragged.jsonl"
 step seal 120 python3 "$here/seal.py"
 step prefill 120 python3 -m tightkv bench extend --out "$out/gpu_extend.jsonl"
 step export 300 python3 "$here/export_gpu.py" --folder "$out/packages" --out "$out/export_gpu.jsonl"

@@ -15,6 +15,7 @@ import torch
 
 from tightkv import KVQuantConfig
 from tightkv.pages.layout import PageLayout
+from tightkv.tools.bench.loads import Load
 
 ROOT = Path(__file__).parents[1]
 RESULTS, PLOTS = ROOT / "benchmarks" / "results", ROOT / "docs" / "plots"
@@ -160,47 +161,53 @@ def quality() -> str:
 
 
 # --- speed ---------------------------------------------------------------------------------------
-def short(tokens: int) -> str:
-    return f"{round(tokens / 1024)}k"
+def label_of(load: Load) -> str:
+    if not load.ragged:
+        return f"{load.batch} x {round(load.context / 1024)}k"
+    return f"{load.batch} x {load.shortest / 1024:g}-{load.longest / 1024:g}k"
 
 
-def by_context(speeds: dict[tuple[int, int], Speeds]) -> dict[tuple[int, int], Speeds]:
+def by_context(speeds: dict[Load, Speeds]) -> dict[Load, Speeds]:
     """Short contexts first; of the same context, large batches first."""
-    return dict(sorted(speeds.items(), key=lambda item: (item[0][1], -item[0][0])))
+    return dict(sorted(speeds.items(), key=lambda item: (item[0].context, -item[0].batch)))
 
 
-def layer_speeds() -> dict[tuple[int, int], Speeds]:
-    """(sequences, tokens) -> name -> how many times as fast as the best bf16 of the same run."""
-    found: dict[tuple[int, int], Speeds] = {}
+def layer_speeds() -> dict[Load, Speeds]:
+    """How many times as fast as the best bf16 of the same run, by name."""
+    found: dict[Load, Speeds] = {}
     for row in rows("gpu_decode_20_shapes"):
         shape = row["shape"]
         heads = shape["query_heads"], shape["kv_heads"], shape["head_dim"]
         if heads != (32, 8, 128) or (shape["batch"], shape["tokens"]) not in LAYERS:
             continue
-        speeds = found.setdefault((shape["batch"], shape["tokens"]), {})
+        speeds = found.setdefault(Load.equal(shape["batch"], shape["tokens"]), {})
         speeds[row["preset"]] = row["against_best_bf16"]
         if row.get("against_fp8"):
             speeds["fp8"] = row["against_best_bf16"] / row["against_fp8"]
     return by_context(found)
 
 
-def engine_speeds() -> dict[tuple[int, int], Speeds]:
-    """The same of a whole model in vLLM: bf16's time per output token over the others'."""
+def engine_speeds(found: list[Row]) -> dict[Load, Speeds]:
+    """The same of a whole model in vLLM: bf16's time per output token over the others'.
+
+    Of loads that are measured with ragged lengths, equal ones of as many tokens are left out.
+    """
     times = {
-        (row["batch"], row["context"], row["kv"]): row["value"]
-        for row in rows("vllm_engine")
-        if row["device"] == "cuda" and row["measure"] == "tpot"
+        (Load.of_row(row), row["kv"]): row["value"]
+        for row in found
+        if row["device"] == "cuda" and row["measure"] == "tpot" and row["value"] is not None
     }
-    found: dict[tuple[int, int], Speeds] = {}
-    for (batch, context, kv), value in times.items():
-        if kv != "auto":
-            found.setdefault((batch, context), {})[kv] = times[batch, context, "auto"] / value
-    return by_context(found)
+    ragged = {(load.batch, load.context) for load, _ in times if load.ragged}
+    speeds: dict[Load, Speeds] = {}
+    for (load, kv), value in times.items():
+        if kv != "auto" and (load.ragged or (load.batch, load.context) not in ragged):
+            speeds.setdefault(load, {})[kv] = times[load, "auto"] / value
+    return by_context(speeds)
 
 
 def speed() -> str:
     """Bars per shape: one layer's decode step, then time per output token in vLLM."""
-    layers, engines = layer_speeds(), engine_speeds()
+    layers, engines = layer_speeds(), engine_speeds(rows("vllm_engine"))
     (gpu,) = {row["gpu"] for row in rows("gpu_decode_20_shapes")}
     drawing = Drawing(
         "Decode speed against bf16: higher is better",
@@ -225,7 +232,7 @@ def speed() -> str:
         drawing.text(LEFT - 8, at_y(value) + 4, words, anchor="end", fill=ink)
     drawing.text(14, (TOP + BOTTOM) / 2, "times as fast as bf16", anchor="middle", turn=True)
     left, split = LEFT + gap * width / 2, float(RIGHT)
-    for number, ((batch, tokens), speeds) in enumerate(groups):
+    for number, (load, speeds) in enumerate(groups):
         if number == len(layers):
             left, split = left + gap * width, left
         middle = left + slots[number] * width / 2
@@ -238,7 +245,7 @@ def speed() -> str:
             value, place = speeds["k4v4"], list(speeds).index("k4v4")
             top_x, words = x + (place + 0.5) * width - 1, f"{value:.1f}"
             drawing.text(top_x, at_y(value) - 5, words, anchor="middle", size=12)
-        drawing.text(middle, BOTTOM + 18, f"{batch} x {short(tokens)}", anchor="middle")
+        drawing.text(middle, BOTTOM + 18, label_of(load), anchor="middle")
         left += (slots[number] + gap) * width
     drawing.line(LEFT, BOTTOM, RIGHT, BOTTOM, INK)
     middle, words = (LEFT + split) / 2, "decode step of one layer"

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tightkv.config import PRESETS
-from tightkv.tools.bench.engine_models import SHAPES
+from tightkv.tools.bench.engine_plan import SHAPES
 
 SETTINGS = {
     "HF_HUB_OFFLINE": "1",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import runpy
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +14,14 @@ import torch
 from tightkv.config import KVQuantConfig
 from tightkv.kernels import reference
 from tightkv.kernels.options import AttendOptions
+from tightkv.kernels.view import CacheView
+from tightkv.pages.codec import Codec
 from tightkv.pages.layout import PageLayout
+from tightkv.tools.bench import gpu
 from tightkv.tools.bench.inputs import Shape, fill
+from tightkv.tools.bench.loads import draw_lengths
 from tightkv.tools.bench.rivals import reason
-from tightkv.tools.cli.bench import command
+from tightkv.tools.cli.bench import show
 from tightkv.tools.cli.entry import main
 
 CPU = torch.device("cpu")
@@ -29,12 +35,58 @@ def test_ragged_lengths_go_from_the_shortest_to_all_tokens() -> None:
     assert ragged.bf16_bytes == sum(lengths) * 2 * 64 * 4
 
 
+def test_drawn_lengths_hold_as_many_tokens_as_equal_ones() -> None:
+    drawn = Shape(32, 10240, shortest=6144)
+    assert drawn.lengths == draw_lengths(32, 6144, 10240) and not drawn.equal
+    assert drawn.bf16_bytes == Shape(32, 8192).bf16_bytes and Shape(32, 8192).equal
+    assert all(6144 <= length <= 10240 for length in drawn.lengths)
+
+
+def test_sequences_grow_by_a_token_per_consecutive_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In all layers alike, so that pages are sealed where they end, from tokens in the ring."""
+    cfg = KVQuantConfig.preset("k4v4", page_size=32, exact_pages=1)
+    layout = PageLayout(cfg, 1, 64, torch.float32)
+    shape = Shape(3, 300, query_heads=2, kv_heads=1, head_dim=64, shortest=200)
+    layers = [fill(layout, shape, reference, CPU, seed) for seed in range(2)]
+    views: list[CacheView] = []
+    lengths: list[list[int]] = []
+
+    class Noting:
+        @staticmethod
+        def append(codec: Codec, view: CacheView, *args: Any, **options: Any) -> None:
+            reference.append(codec, view, *args, **options)
+            views.append(view)
+            lengths.append(view.lengths.tolist())
+
+        attend = staticmethod(reference.attend)
+
+    def replayed(calls: Sequence[Callable[[], None]], repeats: int, between: Any) -> list[float]:
+        for _ in range(repeats):
+            between()
+            for call in calls:
+                call()
+        return [0.1] * repeats
+
+    monkeypatch.setattr(gpu, "graph_times", replayed)
+    random = torch.randn
+    monkeypatch.setattr(gpu, "_random", lambda *size: random(*size[:-1]))
+    assert gpu._consecutive_times(Noting, layers, shape) == [0.1] * 64
+    assert len(lengths) == 2 * 64 and lengths[::2] == lengths[1::2]
+    assert lengths[0] == [n - 31 for n in shape.lengths]
+    assert lengths[-1] == [n + 32 for n in shape.lengths]
+    last = views[-1]
+    assert last.ring_read_from.tolist() == [(n + 31) // 32 * 32 for n in shape.lengths]
+    assert last.feedback is not None and last.same_length is None and last.plans is not None
+
+
 @pytest.mark.parametrize(
     "options,message",
     [
         ({"query_heads": 12}, "query_heads=12; it must be a multiple of kv_heads=8"),
         ({"head_dim": 0}, "head_dim=0; it must be at least 1"),
         ({"ragged": True}, "batch=1, tokens=2048; ragged lengths need two sequences"),
+        ({"shortest": 2049}, "shortest=2049; it must be from 1 to tokens=2048"),
+        ({"shortest": -1}, "shortest=-1; it must be from 1 to"),
     ],
 )
 def test_shapes_that_cannot_be(options: dict[str, int], message: str) -> None:
@@ -75,7 +127,7 @@ def test_heads_and_lengths_of_the_command_line(monkeypatch: pytest.MonkeyPatch) 
     assert seen and all((s.query_heads, s.kv_heads, s.head_dim) == (12, 2, 96) for s in seen)
 
 
-@pytest.mark.parametrize("option", [["--ragged"], ["--against", "sdpa"]])
+@pytest.mark.parametrize("option", [["--ragged"], ["--against", "sdpa"], ["--shortest", "9"]])
 def test_options_of_gpus_are_refused_on_a_cpu(
     option: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -87,9 +139,11 @@ def test_options_of_gpus_are_refused_on_a_cpu(
 def test_a_ragged_row_says_so() -> None:
     shape = {"batch": 4, "tokens": 8192, "query_heads": 32, "kv_heads": 8, "head_dim": 128}
     row = {"bench": "decode", "preset": "k4v4", "kernels": "cuda", "shape": shape}
-    assert command._label(row) == "k4v4 cuda, 4 x 8192 tokens, 32/8 heads of 128"
+    assert show.label(row) == "k4v4 cuda, 4 x 8192 tokens, 32/8 heads of 128"
+    row["shape"] = shape | {"ragged": False, "shortest": 500}
+    assert show.label(row) == "k4v4 cuda, 4 x 500 to 8192 tokens, 32/8 heads of 128"
     row["shape"] = shape | {"ragged": True}
-    assert command._label(row) == "k4v4 cuda, 4 x 1024 to 8192 tokens, 32/8 heads of 128"
+    assert show.label(row) == "k4v4 cuda, 4 x 1024 to 8192 tokens, 32/8 heads of 128"
 
 
 def test_the_table_of_shapes() -> None:

@@ -118,9 +118,17 @@ def worst_kl(preset: str) -> str:
     return f"{max(found):.4f}" if found else "-"
 
 
+def equal_shape(row: Row, *heads: int) -> tuple[int, int] | None:
+    """Sequences and tokens, where all are equally long and of these heads."""
+    shape = row["shape"]
+    own = tuple(shape[name] for name in ("query_heads", "kv_heads", "head_dim"))
+    differ = shape.get("ragged") or shape.get("shortest")
+    return None if differ or own != heads else (shape["batch"], shape["tokens"])
+
+
 def decode_speed(preset: str) -> str:
     for row in rows("gpu_decode_20_shapes"):
-        if row["preset"] == preset and list(row["shape"].values()) == [8, 32731, 32, 8, 128, False]:
+        if row["preset"] == preset and equal_shape(row, 32, 8, 128) == (8, 32731):
             return f"{row['against_best_bf16']:.2f}x"
     return "-"
 
@@ -404,13 +412,13 @@ def sealing_steps() -> dict[tuple[int, int], tuple[float, float, float]]:
     """(sequences, tokens) -> us of a step that completes no page, one, and one of each sequence."""
     found = {}
     for row in rows("gpu_decode_20_shapes"):
-        batch, tokens, *heads = row["shape"].values()
-        if row["preset"] == "k4v4" and heads == [32, 8, 128, False]:
+        size = equal_shape(row, 32, 8, 128)
+        if row["preset"] == "k4v4" and size is not None:
             step, one, every = (
                 1e3 * row["ms"][f"vllm_step_with_feedback{more}"]
                 for more in ("", "_and_seal_one", "_and_seal")
             )
-            found[batch, tokens] = step, one, every
+            found[size] = step, one, every
     assert len(found) == 9
     return found
 
@@ -503,6 +511,7 @@ class Engine:
             row
             for row in rows("vllm_engine")
             if row["device"] == "cuda"
+            and "ragged" not in row
             and row["vllm"] == "0.32.0"
             and row["model"] == "llama-3.1-8b"
         ]
@@ -592,6 +601,57 @@ def test_vllm_engines() -> None:
         engine_table(),
     )
     expect("docs/export.md", f"takes {Engine().value('k4v4', 'tpot', '32 x 8k'):.2f} ms")
+
+
+def test_loads_of_any_lengths_in_vllm() -> None:
+    """Rows with single steps fill the tables of benchmarks/engine_loads.py."""
+    found, loads = rows("vllm_engine"), load_script("engine_loads")
+    if any("ragged" in row for row in found):
+        titles = ["TPOT as served, ms", "single steps, p50 / p90 / p99, ms"]
+        expect("docs/results.md", *(loads.table(title, found) for title in titles))
+        return
+    assert not any(loads.table(title, found) for title in loads.TABLES)
+    expect("docs/results.md", "has not measured such batches yet, so there are no rows")
+
+
+def loads_by_hand() -> list[Row]:
+    """Two loads of the same tokens in two caches, in vLLM."""
+    made = []
+    for kv, share in (("auto", 1.0), ("k4v4", 0.5)):
+        for ragged in (None, [1024, 3072]):
+            row = {"measure": "tpot", "kv": kv, "device": "cuda", "batch": 128, "context": 2048}
+            row |= {} if ragged is None else {"ragged": ragged}
+            times = {"p50": 20 * share, "p90": 21 * share, "p99": 22 * share}
+            row |= {"value": 16 * share, "step_ms": times, "host_ms": {"p50": 4.0}, "ratios": {}}
+            made.append(row)
+    made[2]["ratios"] = {"steps that complete pages to others": 1.27}
+    return made
+
+
+def test_tables_of_loads() -> None:
+    script, made = load_script("engine_loads"), loads_by_hand()
+    assert script.table("TPOT as served, ms", made).splitlines()[2:] == [
+        "| 128 x 2,048 | 16.00 | 8.00 (0.50) |",
+        "| 128 x 1,024 to 3,072 | 16.00 | 8.00 (0.50) |",
+    ]
+    tables = {title: script.table(title, made).splitlines() for title in script.TABLES}
+    steps = tables["single steps, p50 / p90 / p99, ms"]
+    assert steps[3].endswith("| 20.00 / 21.00 / 22.00 | 10.00 / 10.50 / 11.00 (0.50) |")
+    assert tables["host time per step, ms"][2].endswith("| 4.00 | 4.00 (1.00) |")
+    assert tables["completing pages / not"][2:] == [
+        "| 128 x 2,048 | - | 1.27x |",
+        "| 128 x 1,024 to 3,072 | - | - |",
+    ]
+    assert script.table("TPOT as served, ms", made[2:]) == ""  # nothing to compare with
+
+
+def test_the_plot_shows_ragged_loads_in_place_of_equal_ones() -> None:
+    plots, made = load_script("plots"), loads_by_hand()
+    (load,) = plots.engine_speeds(made)
+    assert plots.label_of(load) == "128 x 1-3k"
+    assert plots.engine_speeds(made)[load] == {"k4v4": 2.0}
+    (equal,) = plots.engine_speeds([row for row in made if "ragged" not in row])
+    assert plots.label_of(equal) == "128 x 2k"
 
 
 def test_the_start_up_line_of_vllm_is_that_of_smollm2() -> None:

@@ -135,18 +135,19 @@ def test_pages_of_a_batch_hold_each_token_once() -> None:
 
 
 def test_a_failing_rival_leaves_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(shape: Shape, device: torch.device) -> float:
+    def fails(shape: Shape, device: torch.device) -> list[float]:
         raise RuntimeError("no kernel image\nand more")
 
     listed = {
-        "a bf16": rivals.Rival(lambda shape, device: 2.0),
-        "b bf16": rivals.Rival(lambda shape, device: 1.5, rivals.STEP),
+        "a bf16": rivals.Rival(lambda shape, device: [2.0, 3.0, 1.0]),
+        "b bf16": rivals.Rival(lambda shape, device: [1.5], rivals.STEP),
         "c fp8": rivals.Rival(fails),
         "d nvfp4": rivals.Rival(fails, package="no_such_package"),
     }
     monkeypatch.setattr(rivals, "RIVALS", listed)
     found = rivals.measure_rivals(Shape(1, 1), torch.device("cpu"))
     assert found.ms == {"a bf16": 2.0, "b bf16": 1.5}
+    assert found.steps_ms["a bf16"] == pytest.approx({"mean": 2, "p50": 2, "p90": 2.8, "p99": 2.98})
     assert found.timed == {"a bf16": "attention", "b bf16": "write and attention"}
     assert found.failed == {"c fp8": "RuntimeError: no kernel image"}
     assert found.least == {"against_best_bf16": 1.5, "against_fp8": None, "against_4bit": None}

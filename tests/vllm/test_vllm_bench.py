@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import bench_workers
 from tightkv.tools.bench import engine, engine_worker
-from tightkv.tools.bench.engine import EnginePlan, what_is_measured
+from tightkv.tools.bench.engine_plan import EnginePlan, what_is_measured
+from tightkv.tools.bench.loads import Load
 
 CAPACITY = {"blocks": 100, "block_size": 16}
 
@@ -17,14 +19,19 @@ CAPACITY = {"blocks": 100, "block_size": 16}
 class PacedEngine:
     """An engine that takes two seconds a prompt it has not seen and 10 ms a decode step."""
 
+    capacity: dict[str, int] = CAPACITY
+
     def __init__(self) -> None:
         self.made = 0
         self.seen: set[int] = set()
         self.asked: list[tuple[list[int], int]] = []
 
-    def prompts(self, batch: int, tokens: int) -> list[list[int]]:
-        self.made += batch
-        return [[self.made - i] * tokens for i in range(batch)]
+    def prompts(self, lengths: list[int]) -> list[list[int]]:
+        self.made += len(lengths)
+        return [[self.made - i] * tokens for i, tokens in enumerate(lengths)]
+
+    def steps(self, prompts: list[list[int]], new_tokens: int) -> list[engine_worker.Step]:
+        return []
 
     def seconds(self, prompts: list[list[int]], new_tokens: int) -> float:
         self.asked.append(([len(prompt) for prompt in prompts], new_tokens))
@@ -35,10 +42,10 @@ class PacedEngine:
 
 def test_a_batch_is_prefilled_once_and_then_decoded() -> None:
     paced = PacedEngine()
-    row, prompts = engine_worker.batch_prefill(paced, 3, 100, 8, CAPACITY)
+    row, prompts = engine_worker.batch_prefill(paced, Load.equal(3, 100), 8)
     assert row["value"] == pytest.approx(3 * 100 / 6) and row["batch"] == 3
     assert what_is_measured(row) == "prefill of 3 x 100, tokens/s"
-    row = engine_worker.tpot(paced, 3, 100, 8, 1, CAPACITY, prompts)
+    row = engine_worker.tpot(paced, Load.equal(3, 100), 8, 1, prompts)
     assert row["value"] == pytest.approx(10.0) and paced.made == 3
 
 
@@ -46,58 +53,40 @@ def test_a_small_batch_comes_before_what_is_counted() -> None:
     """Within the model's length, and not where it would fill the cache."""
     for max_tokens, sizes in ((9000, [512, 512, 40]), (512, [508, 508, 40]), (24, [20, 20, 20])):
         paced = PacedEngine()
-        engine_worker.warm_up(paced, max_tokens, {"blocks": 1000, "block_size": 16})
+        paced.capacity = {"blocks": 1000, "block_size": 16}
+        engine_worker.warm_up(paced, max_tokens)
         assert paced.asked == [(sizes, 4)]
     paced = PacedEngine()
-    engine_worker.warm_up(paced, 9000, {"blocks": 99, "block_size": 16})  # 3 x 33 and vLLM's own
-    engine_worker.warm_up(paced, 4, {"blocks": 1000, "block_size": 16})
+    paced.capacity = {"blocks": 99, "block_size": 16}  # 3 x 33 and vLLM's own
+    engine_worker.warm_up(paced, 9000)
+    engine_worker.warm_up(paced, 4)
     assert paced.asked == []
-    engine_worker.warm_up(paced, 9000, {"blocks": 100, "block_size": 16})
+    paced.capacity = {"blocks": 100, "block_size": 16}
+    engine_worker.warm_up(paced, 9000)
     assert len(paced.asked) == 1
 
 
 def test_a_batch_that_does_not_fit_with_its_answers_is_left_out() -> None:
     paced = PacedEngine()
-    assert engine_worker.batch_prefill(paced, 11, 135, 8, CAPACITY)[0]["value"] is not None
-    row, prompts = engine_worker.batch_prefill(paced, 11, 136, 8, CAPACITY)
+    assert engine_worker.batch_prefill(paced, Load.equal(11, 135), 8)[0]["value"] is not None
+    row, prompts = engine_worker.batch_prefill(paced, Load.equal(11, 136), 8)
     assert row["value"] is None and prompts is None
     assert row["left_out"] == "11 x 145 tokens need 110 blocks, the cache has 100"
 
 
-@pytest.mark.parametrize(("device", "wanted"), [("cuda", True), ("cpu", False)])
-def test_batches_are_prefilled_on_a_gpu(device: str, wanted: bool, tmp_path: Path) -> None:
-    plan = EnginePlan(model="m", sizes=[(2, 9)], device=device)
-    job = json.loads(engine._write_job(plan, "auto", tmp_path).job.read_text())
-    assert job["batch_prefill"] is wanted
-
-
-WORKER = """
-import json, sys, time
-from pathlib import Path
-job = json.loads(Path(sys.argv[1]).read_text())
-Path(job["turn"]).with_suffix(".here").touch()
-while not Path(job["turn"]).exists():
-    time.sleep(0.01)
-row = {"kv": job["kv"], "measure": "capacity", "value": time.monotonic()}
-row["others"] = sorted(path.stem for path in Path(job["turn"]).parent.glob("*.here"))
-Path(sys.argv[2]).write_text(json.dumps(row) + "\\n")
-if job["kv"] == "fp8":
-    raise ValueError("this one fails")
-"""
+@pytest.mark.parametrize(("device", "measured"), [("cuda", "prefill tpot"), ("cpu", "tpot")])
+def test_batches_are_prefilled_on_a_gpu(device: str, measured: str) -> None:
+    plan = EnginePlan(model="m", sizes=[Load.equal(2, 9)], device=device)
+    found = engine_worker.rows(PacedEngine(), plan)
+    assert [row["measure"] for row in found] == measured.split()
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_engines_take_turns(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_take_turns(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU the next one imports meanwhile; what fails ends neither the others nor the run."""
-    (tmp_path / "worker.py").write_text(WORKER)
-    command = engine.subprocess.Popen
-
-    def start(words: list[str], **options: Any) -> Any:
-        return command([words[0], str(tmp_path / "worker.py"), *words[-2:]], **options)
-
-    monkeypatch.setattr(engine.subprocess, "Popen", start)
+    monkeypatch.setattr(engine_worker, "run", bench_workers.one_row)
     monkeypatch.setattr(engine, "_POLL_SECONDS", 0.05)
-    plan = EnginePlan(model="m", sizes=[(2, 9)], device=device)
+    plan = EnginePlan(model="m", sizes=[Load.equal(2, 9)], device=device)
     rows = list(engine.engine_rows(plan, ["k4v4", "fp8", "auto"]))
     assert [row["kv"] for row in rows] == ["auto", "k4v4", "fp8", "fp8"]
     assert rows[-1]["error"] == "ValueError: this one fails"
@@ -108,35 +97,32 @@ def test_engines_take_turns(device: str, tmp_path: Path, monkeypatch: pytest.Mon
         assert rows[0]["others"] == ["auto"]
 
 
-def test_a_worker_waits_for_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    turn, slept = tmp_path / "turn", []
-
-    def sleep(_: float) -> None:
-        slept.append(turn.touch())
-
-    monkeypatch.setattr(engine_worker.time, "sleep", sleep)
-    engine_worker.wait_for(turn)
-    engine_worker.wait_for(turn)
-    assert len(slept) == 1
-    parents = iter((1, 2))
-    monkeypatch.setattr(engine_worker.os, "getppid", lambda: next(parents))
-    with pytest.raises(SystemExit, match="has ended"):
-        engine_worker.wait_for(tmp_path / "never")
+def test_a_worker_whose_parent_has_ended_does_not_wait() -> None:
+    parent, pipe = multiprocessing.Pipe()
+    parent.close()
+    with pytest.raises(EOFError):
+        pipe.recv()
 
 
+@pytest.mark.parametrize("worker", [bench_workers.too_slow, bench_workers.silent])
 def test_an_engine_that_takes_too_long_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "worker.py").write_text("import time\ntime.sleep(60)")
-    command = engine.subprocess.Popen
-    monkeypatch.setattr(
-        engine.subprocess,
-        "Popen",
-        lambda words, **options: command([words[0], str(tmp_path / "worker.py")], **options),
-    )
-    plan = EnginePlan(model="m", sizes=[(2, 9)], timeout=0.3)
+    monkeypatch.setattr(engine_worker, "run", worker)
+    monkeypatch.setattr(engine, "_POLL_SECONDS", 0.05)
+    plan = EnginePlan(model="m", sizes=[Load.equal(2, 9)], timeout=0.3)
     (row,) = engine.engine_rows(plan, ["auto"])
     assert row["error"] == "not done after 0.3 seconds"
+
+
+def test_an_engine_that_is_killed_says_by_what(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(engine_worker, "run", bench_workers.crashes)
+    plan = EnginePlan(model="m", sizes=[Load.equal(2, 9)])
+    row, error = engine.engine_rows(plan, ["auto"], tmp_path / "log")
+    assert row["value"] == 1 and "SIGILL" in error["error"]
+    assert (tmp_path / "log").read_text() == "nothing special\n"
 
 
 def test_random_prompts_are_of_the_vocabulary_and_differ() -> None:
@@ -152,6 +138,6 @@ def test_random_prompts_are_of_the_vocabulary_and_differ() -> None:
             vllm_config = Config()
 
     made = engine_worker.Engine(Llm())
-    one, two = made.prompts(2, 500)
+    one, two = made.prompts([500, 500])
     assert set(one) == set(two) == {3, 4, 5, 6} and one != two
-    assert made.prompts(1, 500)[0] not in (one, two)
+    assert made.prompts([500])[0] not in (one, two)

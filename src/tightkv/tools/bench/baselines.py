@@ -14,7 +14,7 @@ from tightkv.kernels.sdpa import sdpa_with_lse
 from tightkv.kernels.triton import prefill as triton_prefill
 from tightkv.tools.bench.bf16_kernel import bf16_decode
 from tightkv.tools.bench.inputs import Shape, copies_for
-from tightkv.tools.bench.timing import graph_ms
+from tightkv.tools.bench.timing import graph_ms, graph_times
 
 SDPA = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -23,23 +23,23 @@ SDPA = {
 }
 
 
-def sdpa_decode(shape: Shape, device: torch.device, *, backend: SDPBackend) -> float:
+def sdpa_decode(shape: Shape, device: torch.device, *, backend: SDPBackend) -> list[float]:
     """Milliseconds of a backend of torch; query heads are packed as query tokens."""
-    if shape.ragged:
+    if not shape.equal:
         raise ValueError("torch's attention takes sequences of one length")
     query, caches = _dense(shape, device)
     with sdpa_kernel(backend):
-        return graph_ms([partial(scaled_dot_product_attention, query, k, v) for k, v in caches])
+        return graph_times([partial(scaled_dot_product_attention, query, k, v) for k, v in caches])
 
 
-def triton_decode(shape: Shape, device: torch.device) -> float:
+def triton_decode(shape: Shape, device: torch.device) -> list[float]:
     """Milliseconds of the plain Triton kernel, over a padded cache."""
     if shape.head_dim & (shape.head_dim - 1):
         raise ValueError(f"head_dim={shape.head_dim}; the plain Triton kernel takes powers of two")
     query, caches = _dense(shape, device)
     packed = query.flatten(1, 2)
     lengths = torch.tensor(shape.lengths, dtype=torch.int32, device=device)
-    return graph_ms([partial(bf16_decode, packed, k, v, lengths) for k, v in caches])
+    return graph_times([partial(bf16_decode, packed, k, v, lengths) for k, v in caches])
 
 
 def _dense(shape: Shape, device: torch.device) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -17,13 +18,25 @@ from tightkv.kernels.registry import select
 from tightkv.math.feedback import QueryMetric
 from tightkv.pages.layout import PageLayout
 from tightkv.tools.bench import baselines
-from tightkv.tools.bench.inputs import Layer, Shape, fill, layers_for
+from tightkv.tools.bench.inputs import Layer, Shape, fill, layers_for, ring_bounds
 from tightkv.tools.bench.rivals import measure_rivals
-from tightkv.tools.bench.timing import copy_bandwidth, graph_ms
+from tightkv.tools.bench.timing import copy_bandwidth, graph_ms, graph_times, spread
 from tightkv.tools.rows import provenance
 
 # Odd lengths: the newest page is neither empty nor full, as most of the time.
-DECODE_SHAPES = (Shape(8, 32731), Shape(32, 8155), Shape(1, 131035), Shape(1, 32731))
+# Where they differ they are in any phase of a page, beside equal ones of as many tokens.
+DECODE_SHAPES = (
+    Shape(8, 32731),
+    Shape(32, 8155),
+    Shape(32, 10240, shortest=6144),
+    Shape(128, 2043),
+    Shape(128, 3072, shortest=1024),
+    Shape(256, 1019),
+    Shape(256, 1536, shortest=512),
+    Shape(1, 131035),
+    Shape(1, 32731),
+)
+CONSECUTIVE = 64  # steps, or as many as a page has tokens
 
 
 def decode_rows(
@@ -47,6 +60,7 @@ def decode_rows(
                 module = select(name, device, layout)
                 layers = layers_for(layout, shape, module, device)
                 times = _decode_times(module, layers, shape)
+                steps = spread(_consecutive_times(module, layers, shape))
                 read = layers[0].bytes
                 yield {
                     "bench": "decode",
@@ -62,6 +76,12 @@ def decode_rows(
                         name: None if least is None else least / times["step"]
                         for name, least in others.least.items()
                     },
+                    "consecutive_ms": steps,
+                    "consecutive_others_ms": others.steps_ms,
+                    **{
+                        f"consecutive_{name}": None if least is None else least / steps["p50"]
+                        for name, least in others.least.items()
+                    },
                     "share_of_copy_bandwidth": read / (times["attend"] / 1e3) / bandwidth,
                     "bytes_read": read,
                     "copy_bytes_per_s": bandwidth,
@@ -71,66 +91,106 @@ def decode_rows(
                 torch.cuda.empty_cache()
 
 
+class _Steps:
+    """Appends and attentions of one new token per sequence, the same in every layer."""
+
+    def __init__(self, module: Backend, layer: Layer, shape: Shape) -> None:
+        device = layer.view.pages.device
+        self.module = module
+        self.cu_seqlens = torch.arange(shape.batch + 1, dtype=torch.int32, device=device)
+        self.query = _random(shape.batch, shape.query_heads, shape.head_dim, device)
+        self.key, self.value = (
+            _random(shape.batch, shape.kv_heads, shape.head_dim, device) for _ in range(2)
+        )
+        self.centers = tuple(_random(shape.kv_heads, shape.head_dim, device) for _ in range(2))
+
+    def append(self, layer: Layer, in_vllm: bool = False) -> None:
+        self.module.append(
+            layer.codec, layer.view, self.key, self.value, self.cu_seqlens, layer.ring_valid_from,
+            max_new=1, encode_partial_page=in_vllm,
+        )  # fmt: skip
+
+    def attend(self, layer: Layer) -> None:
+        options = AttendOptions(max_queries=1)
+        self.module.attend(layer.codec, self.query, layer.view, self.cu_seqlens, options)
+
+    def step(self, layer: Layer, in_vllm: bool = False, centered: bool = False) -> None:
+        layer = _with_view(layer, centers=self.centers if centered else None)
+        self.append(layer, in_vllm)
+        over = _with_view(layer, overlaps_append=True)  # as vLLM launches it
+        if in_vllm:  # where the host does not know that all lengths are the same
+            over = _with_view(over, same_length=None)
+        self.attend(over)
+
+
+def _fed_back(layers: Sequence[Layer]) -> list[Layer]:
+    """Whose keys are sealed with error feedback, if they can be."""
+    codec, device = layers[0].codec, layers[0].view.pages.device
+    if not codec.cfg.takes_feedback:
+        return list(layers)
+    metric = torch.eye(codec.layout.head_dim, dtype=torch.float32, device="cpu")
+    metric = metric.expand(codec.layout.num_kv_heads, -1, -1)
+    factors = codec.feedback_factors(QueryMetric(metric), device)
+    return [_with_view(layer, feedback=factors) for layer in layers]
+
+
 def _decode_times(module: Backend, layers: Sequence[Layer], shape: Shape) -> dict[str, float]:
     """Milliseconds of append and attend together and of each alone; sealing pages of all or one.
 
     In vLLM a token is coded at once, keys are sealed with error feedback where they can be, and
     with a calibration tokens are relative to centers.
     """
-    codec, device = layers[0].codec, layers[0].view.pages.device
-    cu_seqlens = torch.arange(shape.batch + 1, dtype=torch.int32, device=device)
-    query = _random(shape.batch, shape.query_heads, shape.head_dim, device)
-    key, value = (_random(shape.batch, shape.kv_heads, shape.head_dim, device) for _ in range(2))
-    centers = tuple(_random(shape.kv_heads, shape.head_dim, device) for _ in range(2))
-    options = AttendOptions(max_queries=1)
-
-    def append(layer: Layer, in_vllm: bool = False) -> None:
-        module.append(
-            layer.codec, layer.view, key, value, cu_seqlens, layer.ring_valid_from,
-            max_new=1, encode_partial_page=in_vllm,
-        )  # fmt: skip
-
-    def attend(layer: Layer) -> None:
-        module.attend(layer.codec, query, layer.view, cu_seqlens, options)
-
-    def step(layer: Layer, in_vllm: bool = False, centered: bool = False) -> None:
-        layer = _with_view(layer, centers=centers if centered else None)
-        append(layer, in_vllm)
-        over = _with_view(layer, overlaps_append=True)  # as vLLM launches it
-        if in_vllm:  # where the host does not know that all lengths are the same
-            over = _with_view(over, same_length=None)
-        attend(over)
-
-    in_vllm = partial(step, in_vllm=True)
+    of = _Steps(module, layers[0], shape)
+    in_vllm = partial(of.step, in_vllm=True)
 
     def sealing(rows: int) -> list[Layer]:
         """The first so many complete a page."""
         return [_with_view(layer, lengths=_up_to_page(layer, rows)) for layer in layers]
 
-    def fed_back(of: Sequence[Layer]) -> list[Layer]:
-        return [_with_view(layer, feedback=factors) for layer in of]
-
     full, one = sealing(shape.batch), sealing(1)
     calls: dict[str, tuple[Callable[..., None], Sequence[Layer]]] = {
-        "step": (step, layers),
-        "append": (append, layers),
-        "attend": (attend, layers),
-        "append_and_seal": (append, full),
-        "step_and_seal": (step, full),
+        "step": (of.step, layers),
+        "append": (of.append, layers),
+        "attend": (of.attend, layers),
+        "append_and_seal": (of.append, full),
+        "step_and_seal": (of.step, full),
         "vllm_step": (in_vllm, layers),
         "vllm_step_and_seal": (in_vllm, full),
     }
-    if codec.cfg.takes_feedback:
-        metric = torch.eye(shape.head_dim, dtype=torch.float32, device="cpu").expand(
-            shape.kv_heads, -1, -1
-        )
-        factors = codec.feedback_factors(QueryMetric(metric), device)
-        calls["vllm_step_with_feedback"] = (in_vllm, fed_back(layers))
-        calls["vllm_step_with_feedback_and_seal"] = (in_vllm, fed_back(full))
-        calls["vllm_step_with_feedback_and_seal_one"] = (in_vllm, fed_back(one))
+    if layers[0].codec.cfg.takes_feedback:
+        calls["vllm_step_with_feedback"] = (in_vllm, _fed_back(layers))
+        calls["vllm_step_with_feedback_and_seal"] = (in_vllm, _fed_back(full))
+        calls["vllm_step_with_feedback_and_seal_one"] = (in_vllm, _fed_back(one))
     if module.TAKES.centers:
         calls["vllm_step_with_centers"] = (partial(in_vllm, centered=True), layers)
-    return {name: graph_ms(_calls(call, of)) for name, (call, of) in calls.items()}
+    return {name: graph_ms(_calls(call, on)) for name, (call, on) in calls.items()}
+
+
+def _consecutive_times(module: Backend, layers: Sequence[Layer], shape: Shape) -> list[float]:
+    """Milliseconds of a layer's step, as in vLLM, in each of many steps one after another.
+
+    All sequences grow by a token per step, from half as many steps below their lengths on: pages
+    are sealed where they end, in all layers of a step.
+    """
+    layout = layers[0].codec.layout
+    count = max(CONSECUTIVE, layout.page_size)
+    lengths = (layers[0].view.lengths - count // 2).clamp_(min=1)
+    bounds = ring_bounds(layout, lengths)
+
+    def grow() -> None:
+        lengths.add_(1)
+        for bound, value in zip(bounds, ring_bounds(layout, lengths), strict=True):
+            bound.copy_(value)
+
+    growing = [
+        replace(
+            _with_view(layer, lengths=lengths, ring_read_from=bounds[0], same_length=None),
+            ring_valid_from=bounds[1],
+        )
+        for layer in _fed_back(layers)
+    ]
+    step = partial(_Steps(module, layers[0], shape).step, in_vllm=True)
+    return graph_times(_calls(step, growing), count, grow)
 
 
 def _calls(call: Callable[..., None], layers: Sequence[Layer]) -> list[Callable[[], None]]:
@@ -156,11 +216,11 @@ def _random(*size: Any) -> Tensor:
 
 
 def store_rows(
-    token_counts: Sequence[int], preset: str, device: torch.device
+    token_counts: Sequence[int], presets: Sequence[str], device: torch.device
 ) -> Iterator[dict[str, Any]]:
     """Appending many tokens at once (a prefill chunk), against writing them as bf16."""
     facts = provenance(device)
-    for tokens in token_counts:
+    for preset, tokens in product(presets, token_counts):
         yield {**_store_row(tokens, preset, device), **facts}
 
 
@@ -191,11 +251,11 @@ def _store_row(tokens: int, preset: str, device: torch.device) -> dict[str, Any]
 
 
 def extend_rows(
-    chunk: int, prefixes: Sequence[int], preset: str, device: torch.device
+    chunk: int, prefixes: Sequence[int], presets: Sequence[str], device: torch.device
 ) -> Iterator[dict[str, Any]]:
     """A chunk of queries over a compressed prefix and its own exact tokens, against bf16."""
     facts = provenance(device)
-    for prefix in prefixes:
+    for preset, prefix in product(presets, prefixes):
         yield {**_extend_row(chunk, prefix, preset, device), **facts}
 
 

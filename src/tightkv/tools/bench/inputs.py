@@ -11,6 +11,7 @@ from torch import Tensor
 from tightkv.kernels.view import CacheView
 from tightkv.pages.codec import Codec
 from tightkv.pages.layout import PageLayout
+from tightkv.tools.bench.loads import draw_lengths
 
 L2_BYTES = 300 << 20  # several L2 caches: what is read again must come from memory
 SHORTEST = 1024  # tokens, of ragged sequences
@@ -21,6 +22,7 @@ class Shape:
     """One attention layer: sequences, tokens of each, query heads, KV heads, head size.
 
     Ragged: a mix of lengths from `SHORTEST` to `tokens`, each as many times the one before.
+    With `shortest`: lengths drawn from there to `tokens`, in any phase of a page.
     """
 
     batch: int
@@ -29,6 +31,7 @@ class Shape:
     kv_heads: int = 8
     head_dim: int = 128
     ragged: bool = False
+    shortest: int = 0
 
     def __post_init__(self) -> None:
         for name in ("batch", "tokens", "query_heads", "kv_heads", "head_dim"):
@@ -43,11 +46,22 @@ class Shape:
                 f"batch={self.batch}, tokens={self.tokens}; ragged lengths need two sequences or "
                 f"more and at least {SHORTEST} tokens"
             )
+        if self.shortest and (self.ragged or not 1 <= self.shortest <= self.tokens):
+            raise ValueError(
+                f"shortest={self.shortest}; it must be from 1 to tokens={self.tokens}, and not "
+                "together with ragged"
+            )
+
+    @property
+    def equal(self) -> bool:
+        return not (self.ragged or self.shortest)
 
     @property
     def lengths(self) -> list[int]:
-        if not self.ragged:
+        if self.equal:
             return [self.tokens] * self.batch
+        if self.shortest:
+            return draw_lengths(self.batch, self.shortest, self.tokens)
         most = self.tokens / SHORTEST
         found = [round(SHORTEST * most ** (i / (self.batch - 1))) for i in range(self.batch)]
         found = [min(length | 1, self.tokens) for length in found]  # odd: none completes a page
@@ -135,12 +149,16 @@ def fill(
             codec, after, key, value, cu_seqlens, zero + max(0, at - ring),
             max_new=int(counts.max()), encode_partial_page=False,
         )  # fmt: skip
+    lengths = lengths.to(device)
+    read_from, valid_from = ring_bounds(layout, lengths)
+    same = shape.tokens if shape.equal else None
+    view = replace(view, lengths=lengths, ring_read_from=read_from, same_length=same)
+    return Layer(codec, view, valid_from)
+
+
+def ring_bounds(layout: PageLayout, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Where a decode step that appends the last of `lengths` reads from the ring, and may."""
+    cfg = layout.cfg
     pages = (lengths - 1) // cfg.page_size
-    ring_start = ((pages - cfg.exact_pages + 1) * cfg.page_size).clamp(min=0)
-    view = replace(
-        view,
-        lengths=lengths.to(device),
-        ring_read_from=ring_start.to(device),
-        same_length=None if shape.ragged else shape.tokens,
-    )
-    return Layer(codec, view, (lengths - 1 - ring).clamp(min=0).to(device))
+    read_from = ((pages - cfg.exact_pages + 1) * cfg.page_size).clamp(min=0)
+    return read_from, (lengths - 1 - layout.ring_tokens).clamp(min=0)

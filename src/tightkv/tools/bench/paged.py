@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tightkv.tools.bench.inputs import Shape, copies_for
-from tightkv.tools.bench.timing import graph_ms
+from tightkv.tools.bench.timing import graph_times
 
 _AT_ONCE = 1 << 16  # tokens
 
@@ -61,7 +61,7 @@ def paged_batch(shape: Shape, page: int, device: torch.device) -> PagedBatch:
 
 def decode_ms(
     shape: Shape, device: torch.device, *, new_cache: NewCache, page: int, bits: float
-) -> float:
+) -> list[float]:
     """Milliseconds of a step: the new tokens are written, if the cache does that, then attended."""
     batch = paged_batch(shape, page, device)
 
@@ -85,4 +85,4 @@ def decode_ms(
         cache.attend(query)
 
     count = copies_for(int(shape.bf16_bytes * bits / 16))
-    return graph_ms([partial(step, filled()) for _ in range(count)])
+    return graph_times([partial(step, filled()) for _ in range(count)])

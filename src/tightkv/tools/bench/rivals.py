@@ -14,6 +14,7 @@ import torch
 from tightkv.tools.bench import baselines, flashinfer_kernels, vllm_kernels
 from tightkv.tools.bench.inputs import Shape
 from tightkv.tools.bench.paged import NewCache, decode_ms
+from tightkv.tools.bench.timing import spread
 
 ATTENTION, STEP = "attention", "write and attention"
 # Ratios of a row, and the rivals of which the fastest counts.
@@ -27,8 +28,8 @@ NVFP4_BITS = 4.5  # codes, and 8 bits per 16 of them
 
 @dataclass(frozen=True)
 class Rival:
-    measure: Callable[[Shape, torch.device], float]
-    """Milliseconds of a step."""
+    measure: Callable[[Shape, torch.device], list[float]]
+    """Milliseconds of steps."""
     timed: str = ATTENTION
     package: str | None = None
     """That it needs. Where this is not installed there is no such rival."""
@@ -66,6 +67,8 @@ class Measured:
     """By name of the rival."""
 
     ms: dict[str, float] = field(default_factory=dict)
+    """Medians."""
+    steps_ms: dict[str, dict[str, float]] = field(default_factory=dict)
     timed: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
@@ -99,7 +102,8 @@ def measure_rivals(shape: Shape, device: torch.device, only: Sequence[str] = ())
         if rival.package is not None and importlib.util.find_spec(rival.package) is None:
             continue
         try:
-            found.ms[name] = rival.measure(shape, device)
+            found.steps_ms[name] = spread(rival.measure(shape, device))
+            found.ms[name] = found.steps_ms[name]["p50"]
             found.timed[name] = rival.timed
         except Exception as error:  # of any kind: it is another project's code
             found.failed[name] = reason(error)

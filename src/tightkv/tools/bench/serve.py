@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import random
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from tightkv.tools.bench.openai_client import Answer, Server, ServerError, metric
+from tightkv.tools.bench.timing import milliseconds
 from tightkv.tools.rows import provenance
 
 Row = dict[str, Any]
@@ -22,7 +22,6 @@ Row = dict[str, Any]
 Bars = Callable[[str, int], AbstractContextManager[Any]]
 
 PREEMPTIONS = "vllm:num_preemptions"
-_PERCENTS = (50, 90, 99)
 _TOKENS = range(10, 250)  # valid in every vocabulary
 
 
@@ -158,26 +157,9 @@ def summary(done: Sequence[Answer | str], seconds: float) -> Row:
         "output_tokens": output,
         "output_tokens_per_s": output / seconds,
         "requests_per_s": len(answers) / seconds,
-        "ttft_ms": spread([answer.first for answer in answers]),
-        "tpot_ms": spread(between),
+        "ttft_ms": milliseconds([answer.first for answer in answers]),
+        "tpot_ms": milliseconds(between),
     }
-
-
-def spread(seconds: Sequence[float]) -> dict[str, float] | None:
-    """Mean and percentiles in milliseconds; None of nothing."""
-    if not seconds:
-        return None
-    found = {"mean": statistics.fmean(seconds) * 1e3}
-    return found | {f"p{p}": percentile(seconds, p) * 1e3 for p in _PERCENTS}
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Between the two nearest ranks, linearly: 0 gives the least, 100 the greatest."""
-    ordered = sorted(values)
-    at = percent / 100 * (len(ordered) - 1)
-    low = int(at)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
 
 
 def _ratios(row: Row, first: Row) -> dict[str, float]:

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import json
+import random
+import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tightkv.config import PRESETS, KVQuantConfig
 from tightkv.files.atomic import check_appendable
-from tightkv.tools.cli.bench import vllm
+from tightkv.tools.cli.bench import show
 from tightkv.tools.cli.shared.options import add_options
 from tightkv.tools.cli.shared.output import (
+    MissingPackageError,
     add_output_options,
     check_plot,
     emit,
-    format_table,
+    parse_bytes,
     print_status,
-    save_plot,
 )
-from tightkv.tools.cli.shared.progress import Working
+from tightkv.tools.cli.shared.progress import Progress, Working
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +32,87 @@ if TYPE_CHECKING:
     from tightkv.tools.bench.inputs import Shape
 
 Row = dict[str, Any]
-Measure = Callable[[argparse.Namespace, "torch.device"], Iterator[Row]]
+
+# Lengths of a mixed load on a GPU and on a CPU.
+_PROMPTS, _ANSWERS = ("2048-14336", "128-512"), ("200-1200", "16-64")
+_DEVICE = f"""--device {{cpu,cuda}}  default: cuda if there is one
+    --preset {{{",".join(PRESETS)}}} ...  repeatable"""
+# What is measured, and its options.
+_KINDS = {
+    "decode": (
+        "one new token over a long cache",
+        f"""
+    --tokens N ...  context length, repeatable
+    --batch=1 N  with --tokens
+    --heads N  default: 32
+    --kv-heads N  default: 8
+    --head-dim N  default: 128
+    --ragged  a mix of lengths from 1024 to --tokens, on a GPU
+    --shortest N  with --tokens: lengths from N to these, in any phase of a page, on a GPU
+    --kernels NAME ...  repeatable (default: the best)
+    --against WORD ...  measure only rivals whose name has this word, on a GPU; repeatable
+        (default: all)
+    --repeats=15 REPEATS:int  rounds, on a CPU (default: 15)
+    --threads N  on a CPU
+    {_DEVICE}""",
+    ),
+    "store": (
+        "appending many tokens at once, on a GPU",
+        f"""
+    --tokens N ...  repeatable
+    {_DEVICE}""",
+    ),
+    "extend": (
+        "a chunk of queries over a long cache, on a GPU",
+        f"""
+    --chunk=2048 N  default: 2048
+    --prefix N ...  repeatable
+    {_DEVICE}""",
+    ),
+    "model": (
+        "decoding with a Llama-3.1-8B-shaped model, on a GPU",
+        f"""
+    --size BxN ...  sequences x context, repeatable
+    {_DEVICE}""",
+    ),
+    "engine": (
+        "KV caches side by side in vLLM, offline",
+        f"""
+    --shape NAME  random weights instead: llama-3.1-8b, ...
+    --kv NAME ...  auto (vLLM's own cache), fp8, another cache of vLLM's or a preset, repeatable
+        (default: auto, k4v4, and fp8 on a GPU)
+    --size BxN ...  batch and context of a decode measurement, as in 32x8k, or the bounds that
+        contexts are drawn from, as in 32x6k-10k, repeatable
+    --prefill N ...  prompt length of a prefill measurement, repeatable (default: the contexts of
+        --size)
+    --new-lengths  also measure the first prompt of a length, near each prefill
+    --mixed N  also measure N requests that arrive at once
+    --mixed-prompts LOW-HIGH  their lengths in tokens (default: {_PROMPTS[0]}, on a CPU
+        {_PROMPTS[1]})
+    --mixed-answers LOW-HIGH  their lengths in tokens (default: {_ANSWERS[0]}, on a CPU
+        {_ANSWERS[1]})
+    --decode-tokens N  default: 64, on a CPU 16
+    --repeats=3 N  default: 3
+    --dtype DTYPE  default: bfloat16, on a CPU float32
+    --kv-memory SIZE  for the KV cache, as in 4GiB (default: what vLLM finds free, on a CPU 1GiB)
+    --engine-args={{}} JSON  further arguments of vllm.LLM
+    --timeout=3600 S:float  for one engine (default: 3600)
+    --log FILE  append the engines' output to a file
+    """,
+    ),
+    "serve": (
+        "running OpenAI-compatible servers under load",
+        """
+    --model MODEL  name it is served under (default: the server's first)
+    --requests=64 N  in total, to each server (default: 64)
+    --concurrency=16 N  requests at a time (default: 16)
+    --prompt-tokens=512 N  of each request (default: 512)
+    --output-tokens=128 N  of each request (default: 128)
+    --seconds=600 SECONDS:float  at most, for each server (default: 600)
+    --seed SEED:int  of the prompts (default: a new one each run)
+    """,
+    ),
+}
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -37,34 +122,17 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "printed; the times are in the rows that --json prints and --out appends to a file.",
     )
     kinds = parser.add_subparsers(dest="bench", metavar="WHAT", required=True)
-    decode = kinds.add_parser("decode", help="one new token over a long cache")
-    add_options(
-        decode,
-        """
-        --tokens N ...  context length, repeatable
-        --batch=1 N  with --tokens
-        --heads N  default: 32
-        --kv-heads N  default: 8
-        --head-dim N  default: 128
-        --ragged  a mix of lengths from 1024 to --tokens, on a GPU
-        --kernels NAME ...  repeatable (default: the best)
-        --against WORD ...  measure only rivals whose name has this word, on a GPU; repeatable
-            (default: all)
-        --repeats=15 REPEATS:int  rounds, on a CPU (default: 15)
-        --threads N  on a CPU
-        """,
-    )
-    store = kinds.add_parser("store", help="appending many tokens at once, on a GPU")
-    add_options(store, "--tokens N ...  repeatable")
-    extend = kinds.add_parser("extend", help="a chunk of queries over a long cache, on a GPU")
-    add_options(extend, "--chunk=2048 N  default: 2048\n--prefix N ...  repeatable")
-    model = kinds.add_parser("model", help="decoding with a Llama-3.1-8B-shaped model, on a GPU")
-    add_options(model, "--size BxN ...  sequences x context, repeatable")
-    for kind in (decode, store, extend, model):
-        add_options(kind, "--device {cpu,cuda}  default: cuda if there is one")
-        add_options(kind, f"--preset {{{','.join(PRESETS)}}} ...  repeatable")
-    engines = vllm.add_parsers(kinds)
-    for kind in (decode, store, extend, model, *engines):
+    for name, (about, options) in _KINDS.items():
+        kind = kinds.add_parser(name, help=about)
+        if name == "engine":
+            about = "model folder or hub id, as vLLM accepts it"
+            kind.add_argument("model", nargs="?", help=about)
+        if name == "serve":
+            about = "as in k4v4=http://127.0.0.1:8000, repeatable; ratios are to the first"
+            kind.add_argument(
+                "--url", action="append", required=True, metavar="NAME=URL", help=about
+            )
+        add_options(kind, options)
         add_options(kind, "--out FILE  append the rows to a JSON-lines file")
         add_output_options(kind, plot="draw the ratios")
 
@@ -86,37 +154,52 @@ def run(args: argparse.Namespace) -> int:
     try:
         for row in _MEASURE[args.bench](args, device):
             rows.append(row)
-            print_status(f"measured {_label(row)}{_figures(row)}")
+            print_status(f"measured {show.label(row)}{show.figures(row)}")
             if args.out:
                 append_rows(args.out, [row])
     finally:
         if rows:  # also those before an error
-            emit(args, {"schema": 1, "rows": rows}, _as_text(rows))
+            emit(args, {"schema": 1, "rows": rows}, show.as_text(rows))
     if args.plot:
-        _draw(rows, args.plot)
-    return int(any(map(vllm.went_wrong, rows)))
+        show.draw(rows, args.plot)
+    return int(any(map(show.went_wrong, rows)))
 
 
-# --- measuring ---
-def _decode(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
-    if device.type == "cpu":
-        yield from _decode_cpu(args)
-        return
-    from tightkv.tools.bench import gpu
+# --- kernels ---
+def _kernels(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
+    """decode, store, extend and model, by preset."""
+    presets = args.preset or ["k4v4"]
+    with Working(f"measuring {args.bench}"):
+        if device.type == "cpu":
+            yield from _on_a_cpu(args, presets)
+            return
+        from tightkv.tools.bench import gpu, model
 
-    shapes = _shapes(args, gpu.DECODE_SHAPES)
-    kernels, against = args.kernels or ["auto"], args.against or ()
-    yield from gpu.decode_rows(shapes, _presets(args), kernels, device, against)
+        if args.bench == "decode":
+            shapes, kernels = _shapes(args, gpu.DECODE_SHAPES), args.kernels or ["auto"]
+            yield from gpu.decode_rows(shapes, presets, kernels, device, args.against or ())
+        elif args.bench == "store":
+            yield from gpu.store_rows(args.tokens or [2048, 8192], presets, device)
+        elif args.bench == "extend":
+            prefixes = args.prefix or [0, 8192, 32768]
+            yield from gpu.extend_rows(args.chunk, prefixes, presets, device)
+        else:
+            sizes = args.size or ("1x8192", "8x32768", "32x8192", "1x131072")
+            yield from model.model_rows(list(map(_size, sizes)), presets, device)
 
 
-def _decode_cpu(args: argparse.Namespace) -> Iterator[Row]:
+def _on_a_cpu(args: argparse.Namespace, presets: Sequence[str]) -> Iterator[Row]:
     import torch
 
     from tightkv.tools.bench import cpu
 
+    if args.bench != "decode":
+        raise ValueError(
+            f"tightkv bench {args.bench} measures GPUs; on a CPU there is bench decode"
+        )
     if args.kernels not in ([], ["cpu"]):
         raise ValueError(f"--kernels {args.kernels}; on a CPU cpu is measured, and the reference")
-    for option in ("ragged", "against"):
+    for option in ("ragged", "shortest", "against"):
         if getattr(args, option):
             raise ValueError(f"--{option} is for GPUs; leave it out, or use --device cuda")
     for name in ("repeats", "threads"):
@@ -124,33 +207,9 @@ def _decode_cpu(args: argparse.Namespace) -> Iterator[Row]:
             raise ValueError(f"--{name} {getattr(args, name)}; it must be at least 1")
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    for preset in _presets(args):
-        shapes = _shapes(args, cpu.SHAPES)
+    shapes = _shapes(args, cpu.SHAPES)
+    for preset in presets:
         yield from cpu.decode_rows(KVQuantConfig.preset(preset), shapes, args.repeats)
-
-
-def _store(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
-    _needs_gpu(args.bench, device)
-    from tightkv.tools.bench import gpu
-
-    for preset in _presets(args):
-        yield from gpu.store_rows(args.tokens or [2048, 8192], preset, device)
-
-
-def _extend(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
-    _needs_gpu(args.bench, device)
-    from tightkv.tools.bench import gpu
-
-    for preset in _presets(args):
-        yield from gpu.extend_rows(args.chunk, args.prefix or [0, 8192, 32768], preset, device)
-
-
-def _model(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
-    _needs_gpu(args.bench, device)
-    from tightkv.tools.bench.model import model_rows
-
-    sizes = [_size(text) for text in args.size or ("1x8192", "8x32768", "32x8192", "1x131072")]
-    yield from model_rows(sizes, _presets(args), device)
 
 
 def _size(text: str) -> tuple[int, int]:
@@ -160,103 +219,95 @@ def _size(text: str) -> tuple[int, int]:
     return int(batch), int(tokens)
 
 
-def _working(measure: Measure) -> Measure:
-    """The same, with progress."""
-
-    def shown(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
-        with Working(f"measuring {args.bench}"):
-            yield from measure(args, device)
-
-    return shown
-
-
-_MEASURE: dict[str, Measure] = {
-    "model": _working(_model),
-    "decode": _working(_decode),
-    "store": _working(_store),
-    "extend": _working(_extend),
-    "engine": vllm.engine,
-    "serve": vllm.serve,
-}
-
-
-def _needs_gpu(what: str, device: torch.device) -> None:
-    if device.type != "cuda":
-        raise ValueError(f"tightkv bench {what} measures GPUs; on a CPU there is bench decode")
-
-
-def _presets(args: argparse.Namespace) -> list[str]:
-    return args.preset or ["k4v4"]
-
-
 def _shapes(args: argparse.Namespace, usual: Sequence[Shape]) -> list[Shape]:
     from tightkv.tools.bench.inputs import Shape
 
     given = {"query_heads": args.heads, "kv_heads": args.kv_heads, "head_dim": args.head_dim}
+    given |= {"ragged": args.ragged or None, "shortest": args.shortest}
     changes: dict[str, Any] = {name: n for name, n in given.items() if n is not None}
-    changes |= {"ragged": True} if args.ragged else {}
     shapes = [Shape(args.batch, tokens) for tokens in args.tokens or []] or usual
     return [replace(shape, **changes) for shape in shapes]
 
 
-# --- showing ---
-def _label(row: Row) -> str:
-    """What a row is about, without what it found."""
-    if row["bench"] in vllm.TEXT:
-        return vllm.label(row)
-    if row["bench"] == "model":
-        return f"{row['preset']}, {row['batch']} x {row['context']} tokens"
-    if "shape" not in row:
-        sizes = [f"{name} {row[name]}" for name in ("tokens", "chunk", "prefix") if name in row]
-        return f"{row['preset']}, {', '.join(sizes)}"
-    s = row["shape"]
-    heads = f"{s['query_heads']}/{s['kv_heads']} heads of {s['head_dim']}"
-    tokens = f"1024 to {s['tokens']}" if s.get("ragged") else s["tokens"]
-    return f"{row['preset']} {row['kernels']}, {s['batch']} x {tokens} tokens, {heads}"
+# --- engines and servers ---
+def _engine(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
+    from tightkv.tools.bench.engine import engine_rows
+    from tightkv.tools.bench.engine_plan import SIZES, EnginePlan, MixedLoad
+    from tightkv.tools.bench.loads import Load
+
+    on_gpu = device.type == "cuda"
+    sizes = tuple(map(Load.parse, args.size or ()))
+    if not (sizes or args.prefill or args.mixed is not None):
+        sizes = SIZES[device.type]
+    mixed = None
+    if args.mixed is not None:
+        prompts = _lengths("--mixed-prompts", args.mixed_prompts or _PROMPTS[not on_gpu])
+        answers = _lengths("--mixed-answers", args.mixed_answers or _ANSWERS[not on_gpu])
+        mixed = MixedLoad(args.mixed, prompts, answers)
+    kv_memory = args.kv_memory or (None if on_gpu else "1GiB")
+    usual_tokens = 64 if on_gpu else 16
+    plan = EnginePlan(
+        model=args.model,
+        shape=args.shape,
+        sizes=sizes,
+        prefill=args.prefill or tuple(dict.fromkeys(load.context for load in sizes)),
+        new_lengths=args.new_lengths,
+        mixed=mixed,
+        decode_tokens=usual_tokens if args.decode_tokens is None else args.decode_tokens,
+        repeats=args.repeats,
+        device=device.type,
+        dtype=args.dtype,
+        kv_memory=None if kv_memory is None else parse_bytes(kv_memory),
+        engine_args=_engine_args(args.engine_args),
+        timeout=args.timeout,
+    )
+    if find_spec("vllm") is None:
+        raise MissingPackageError("tightkv bench engine", "vLLM", "vllm")
+    caches = args.kv or (["auto", "fp8", "k4v4"] if on_gpu else ["auto", "k4v4"])
+    with Working("starting") as work:
+        yield from engine_rows(plan, caches, Path(args.log) if args.log else None, work.step)
 
 
-def _figures(row: Row) -> str:
-    """What it found, for those who do not wait for the end."""
-    value = row.get("value")
-    found = [] if value is None else [f"{value:.4g}"]
-    found += [f"{name.replace('_', ' ')} {ratio:.3g}" for name, ratio in _ratios(row).items()]
-    return f": {', '.join(found)}" if found else ""
+def _lengths(option: str, text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)-(\d+)", text)
+    if match is None:
+        raise ValueError(f"{option} {text!r}; give LOW-HIGH, as in 2048-14336")
+    return int(match[1]), int(match[2])
 
 
-def _ratios(row: Row) -> dict[str, float]:
-    """Numbers without a unit: how many times faster than others, and shares."""
-    if "ratios" in row:
-        found: dict[str, float] = row["ratios"]
-        return found
-    names = ("against_best_bf16", "against_fp8", "against_4bit", "share_of_copy_bandwidth")
-    found = {name: row[name] for name in names if row.get(name) is not None}
-    if row["bench"] == "store":
-        found["of a bf16 write's time"] = row["ms"] / row["bf16_write_ms"]
-    return found
+def _engine_args(text: str) -> dict[str, Any]:
+    """--engine-args, without what --kv sets for each cache."""
+    try:
+        given = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--engine-args {text!r} is not valid JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise ValueError(f"--engine-args {text!r}; it must be a JSON object")
+    additional = given.get("additional_config", {})
+    if not isinstance(additional, dict) or "tightkv" in additional:
+        raise ValueError(
+            f"--engine-args additional_config={additional!r}; it must be an object without "
+            '"tightkv", which --kv sets'
+        )
+    if "kv_cache_dtype" in given:
+        raise ValueError(
+            f"--engine-args kv_cache_dtype={given['kv_cache_dtype']!r}; name the cache with --kv"
+        )
+    return given
 
 
-def _as_text(rows: Sequence[Row]) -> str:
-    if rows[0]["bench"] in vllm.TEXT:
-        return vllm.TEXT[rows[0]["bench"]](rows)
-    names = list(dict.fromkeys(name for row in rows for name in _ratios(row)))
-    cells = []
-    for row in rows:
-        found = _ratios(row)
-        cells.append([_label(row), *(f"{found[n]:.2f}" if n in found else "-" for n in names)])
-    where = ", ".join(str(rows[0][key]) for key in ("gpu", "cpu", "isa") if key in rows[0])
-    table = format_table(("measured", *(name.replace("_", " ") for name in names)), cells)
-    return f"Times faster than another, and shares ({where})\n\n{table}"
+def _serve(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
+    from tightkv.tools.bench.openai_client import Server
+    from tightkv.tools.bench.serve import Load, serve_rows
+
+    given = {field.name: getattr(args, field.name) for field in fields(Load)}
+    if args.seed is None:
+        given["seed"] = random.SystemRandom().randrange(1 << 31)
+    yield from serve_rows(list(map(Server.parse, args.url)), Load(**given), args.model, Progress)
 
 
-def _draw(rows: Sequence[Row], path: str) -> None:
-    rows = [row for row in rows if _ratios(row)]
-    if not rows:
-        raise ValueError("--plot: no ratios to draw, because only one cache was measured")
-    name = next(n for n in ("fastest sdpa", *_ratios(rows[0])) if n in _ratios(rows[0]))
-    rows = [row for row in rows if name in _ratios(row)]
-    with save_plot(path, height=1.5 + 0.5 * len(rows)) as figure:
-        axes = figure.add_subplot()
-        axes.barh([_label(row) for row in rows], [_ratios(row)[name] for row in rows])
-        axes.axvline(1.0, color="black", linewidth=0.8)
-        axes.invert_yaxis()
-        axes.set_xlabel(f"{rows[0]['bench']}: {name.replace('_', ' ')}")
+_MEASURE: dict[str, Callable[[argparse.Namespace, torch.device], Iterator[Row]]] = {
+    **dict.fromkeys(("decode", "store", "extend", "model"), _kernels),
+    "engine": _engine,
+    "serve": _serve,
+}
