@@ -152,7 +152,7 @@ def _append_few(layout: PageLayout, view: CacheView, arguments: Sequence[int]) -
         module.launch("append", (heads, 2, 1), _MANY_THREADS, params)
         return
     if view.seals_later:
-        own = 4 if heads > 4 * processors else 1
+        own = 2 if heads > 4 * processors else 1
         counts = ctypes.c_int(heads), ctypes.c_int(own)
         module.launch("append_few", (-(-heads // own), 2, 1), 32 * own, params, *counts)
         return

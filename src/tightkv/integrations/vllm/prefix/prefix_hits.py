@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from inspect import signature
 from typing import Any
 
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.request import Request
 
 from tightkv.integrations.vllm.prefix.cache_format import CacheFormat
@@ -108,6 +109,8 @@ def keep_windows_exact(coordinator: Any, ends: HitEnds) -> None:
 
 def _keep_beginnings_of_windows(manager: Any, found: CacheFormat) -> None:
     """Cache sliding windows at our ends too: from vLLM 0.29 on, it does so at ends of prompts."""
+    if type(manager) is FullAttentionManager:  # is called for each sequence and step
+        return
     keep = manager.cache_blocks
     known = signature(keep).parameters
     if "replay_boundaries" not in known:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from tightkv.integrations.vllm.compat import (
     host_lengths,
 )
 from tightkv.integrations.vllm.step.attention import TightAttention
-from tightkv.integrations.vllm.step.batch_split import Limits, split_batch
+from tightkv.integrations.vllm.step.batch_split import Limits, PartRange, split_batch
 from tightkv.integrations.vllm.step.metadata import TightMetadata, make_part
 from tightkv.integrations.vllm.step.page_blocks import PageBlocks
 from tightkv.integrations.vllm.step.ring_table import BatchRings, GroupRings, RingTable
@@ -72,12 +71,16 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> TightMetadata:
         common = common_attn_metadata
-        starts: list[int] = common.query_start_loc_cpu.tolist()
-        most_decoding = self._most_decoding(len(starts) - 1)
-        some_prompt = any(end - begin > most_decoding for begin, end in pairwise(starts))
-        workspace = self._workspace_tokens() if some_prompt else None  # asks every layer
-        lengths = host_lengths(common, self.added)
-        ranges = split_batch(starts, lengths, most_decoding, workspace, exact=not self.added)
+        begins: Tensor = common.query_start_loc_cpu
+        sequences = len(begins) - 1
+        most_new = int(begins.diff().max()) if sequences else 0
+        starts, workspace = [0, int(begins[-1])], None
+        ranges = [PartRange(0, sequences, False, most_new)] if sequences else []
+        most_decoding = self._most_decoding(sequences)
+        if most_new > most_decoding:  # lists of all sequences, of which decodes need none
+            starts, workspace = begins.tolist(), self._workspace_tokens()
+            lengths = host_lengths(common, self.added)
+            ranges = split_batch(starts, lengths, most_decoding, workspace, exact=not self.added)
         slots = common.slot_mapping[: common.num_actual_tokens]
         given = (common.seq_lens, common.query_start_loc, slots)
         pages = self._page_table(common.block_table_tensor)

@@ -49,9 +49,13 @@ def make_part(
     zeros: Tensor,
     workspace_tokens: int | None = None,
 ) -> BatchPart:
-    """The sequences of `part`; the host knows too where the tokens of each begin."""
+    """The sequences of `part`; the host knows too where the tokens of each begin.
+
+    For a part of all sequences it is enough to know where the first and the last token are.
+    """
     begin, end = part.begin, part.end
-    starts = query_start_loc_cpu[begin : end + 1]
+    whole = end - begin == len(query_start_loc) - 1
+    starts = query_start_loc_cpu if whole else query_start_loc_cpu[begin : end + 1]
     mine = query_start_loc[begin : end + 1]
     mine = mine - starts[0] if starts[0] else mine
     groups: tuple[RaggedGroup, ...] = ()
@@ -66,7 +70,7 @@ def make_part(
         is_prefill=part.is_prefill,
         block_table=pages[begin:end],
         left_pad=zeros[: end - begin],
-        rows=BatchRings(*(column[begin:end] for column in rows)),
+        rows=rows if whole else BatchRings(*(column[begin:end] for column in rows)),
         context_len=part.context_len,
         ragged=groups,
     )
