@@ -172,16 +172,17 @@ def seal_later(kernels, layers, chosen):
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("kernels", [cuda, reference], ids=["cuda", "reference"])
+@pytest.mark.parametrize("feedback", [True, False])
 @pytest.mark.parametrize("processors", [1, 8])
 @pytest.mark.parametrize(("lengths", "counts", "changes"), LATER, ids=str)
 def test_pages_sealed_later_are_those_of_the_append(
-    lengths, counts, changes, processors, kernels, monkeypatch
+    lengths, counts, changes, processors, feedback, kernels, monkeypatch
 ):
     monkeypatch.setattr(cuda, "processor_count", lambda device: processors)
     cfg = CFG.replace(**changes)
     steps = [1.0, -2.5, 0.25]  # layers differ
     at_once, later = (
-        [Append(cfg, lengths, counts, feedback=True, dim=64) for _ in steps] for _ in range(2)
+        [Append(cfg, lengths, counts, feedback=feedback) for _ in steps] for _ in range(2)
     )
     for layer, factor in zip(at_once + later, steps + steps, strict=True):
         layer.cache.ring_key.mul_(factor)

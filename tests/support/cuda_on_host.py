@@ -46,12 +46,9 @@ extern "C" void host_append_and_seal(const int *shape, int threads, size_t share
     });
 }
 """
-_SEAL_LAYERS = """
-extern "C" void host_seal_layers(const int *shape, int threads, size_t shared, void **args) {
-    host::launch(shape, threads, shared, [&] {
-        seal_layers(*(SealedLayer **)args[0], *(int **)args[1], *(SealedPage **)args[2],
-                    *(float **)args[3], *(int *)args[4], *(int *)args[5]);
-    });
+_LAYERS = """
+extern "C" void host_%s(const int *shape, int threads, size_t shared, void **args) {
+    host::launch(shape, threads, shared, [&] { %s(*(SealParams *)args[0]); });
 }
 """
 _DECODE = """
@@ -76,7 +73,8 @@ extern "C" void host_split_plan(const int *shape, int threads, size_t shared, vo
     host::launch(shape, threads, shared, [&] { split_plan(*(PlanParams *)args[0]); });
 }
 """
-_LAUNCHERS = {"append": _APPEND, "decode": _DECODE, "seal": _SEAL, "seal_layers": _SEAL_LAYERS}
+_LAUNCHERS = {"append": _APPEND, "decode": _DECODE, "seal": _SEAL}
+_LAUNCHERS |= {name: _LAYERS % (name, name) for name in ("seal_layers", "center_layers")}
 
 
 class HostModule:

@@ -74,7 +74,10 @@ class LateSealing(Backend, Protocol):
         """Whether `append` can leave the sealing of such pages to `seal_layers`."""
 
     def sealed_layers(self, layers: Sequence[SealedLayer]) -> Any:
-        """What `seal_layers` takes of layers of one layout; tensors keep their addresses."""
+        """What `seal_layers` takes of layers of one layout, all with feedback or all without.
+
+        Their tensors keep their addresses.
+        """
 
     def seal_layers(self, codec: Codec, layers: Any, chosen: Tensor) -> None:
         """See `reference.seal_layers`."""

@@ -105,7 +105,7 @@ def append(
 
 def seals_later(layout: PageLayout, feedback: bool) -> bool:
     """Whether `append` can leave the sealing of pages to `seal_layers`."""
-    return feedback
+    return feedback or layout.cfg.centered
 
 
 def sealed_layers(layers: Sequence[SealedLayer]) -> Sequence[SealedLayer]:

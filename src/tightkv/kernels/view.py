@@ -16,7 +16,7 @@ class SealedLayer(NamedTuple):
     pages: Tensor  # uint8 [num_pages, Hkv, record_bytes]
     ring_key: Tensor  # [rows, ring, Hkv, D]
     ring_value: Tensor
-    feedback: Tensor  # float32 [Hkv, D, D]
+    feedback: Tensor | None  # float32 [Hkv, D, D]
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,13 @@ from tightkv.kernels.cuda.cubin_cache import compile_cubin
 from tightkv.kernels.cuda.decode_plan import DecodePlan, DecodeTile, padded_dim, processor_count
 from tightkv.kernels.cuda.driver import Module, capture_of
 from tightkv.kernels.cuda.nvrtc import load_torch_nvrtc
-from tightkv.kernels.cuda.params import AppendParams, DecodeParams, PlanParams, StepParams
+from tightkv.kernels.cuda.params import (
+    AppendParams,
+    DecodeParams,
+    PlanParams,
+    SealParams,
+    StepParams,
+)
 from tightkv.kernels.cuda.source import SPLIT_PLAN, STATIC_STEP, included, source
 from tightkv.kernels.device_guard import device_guard
 from tightkv.kernels.options import AttendOptions
@@ -204,8 +210,9 @@ def _seal(
 
 def seals_later(layout: PageLayout, feedback: bool) -> bool:
     """Whether `append` can leave the sealing of pages to `seal_layers`."""
-    whole = padded_dim(layout) == layout.head_dim
-    return feedback and whole and unsupported(layout) is None and not layout.cfg.check_finite
+    if unsupported(layout) is not None or layout.cfg.check_finite:
+        return False
+    return padded_dim(layout) == layout.head_dim if feedback else layout.cfg.centered
 
 
 class _SealedLayers(NamedTuple):
@@ -215,12 +222,12 @@ class _SealedLayers(NamedTuple):
 
 
 def sealed_layers(layers: Sequence[SealedLayer]) -> _SealedLayers:
-    """What `seal_layers` takes of layers of one layout, on their device."""
-    rows = [
-        [x.data_ptr() for x in (layer.pages, layer.ring_key, layer.feedback)]
-        + [layer.pages.stride(0)]
-        for layer in layers
-    ]
+    """What `seal_layers` takes of layers of one layout, all with feedback or all without."""
+    rows = []
+    for layer in layers:
+        factors = 0 if layer.feedback is None else layer.feedback.data_ptr()
+        addresses = layer.pages.data_ptr(), layer.ring_key.data_ptr(), factors
+        rows.append([*addresses, layer.pages.stride(0)])
     table = torch.tensor(rows, dtype=torch.int64, device="cpu").to(layers[0].pages.device)
     return _SealedLayers(table, layers[0].ring_key.shape[1], layers)
 
@@ -229,20 +236,17 @@ def sealed_layers(layers: Sequence[SealedLayer]) -> _SealedLayers:
 def seal_layers(codec: Codec, layers: _SealedLayers, chosen: Tensor) -> None:
     """See `reference.seal_layers`."""
     layout, device = codec.layout, chosen.device
-    module = _module("seal_layers", layout, layout.num_kv_heads, None, False, device)
     rotation = codec.key.rotation.table(device)
-    addresses = (
-        layers.pages.data_ptr(),
-        chosen.data_ptr(),
-        chosen[1:].data_ptr(),
-        rotation.data_ptr(),
-    )
-    module.launch(
-        *("seal_layers", (_SEAL_BLOCKS * processor_count(device), 1, 1), _SEAL_THREADS),
-        *[ctypes.c_void_p(address) for address in addresses],
-        *[ctypes.c_int(n) for n in (len(layers.pages), layers.ring_slots)],
-        shared=64 * layout.head_dim,
-    )
+    tensors = (layers.pages, chosen, chosen[1:], rotation)
+    params = SealParams(*[x.data_ptr() for x in tensors], len(layers.pages), layers.ring_slots)
+    fed = layers.held[0].feedback is not None
+    name = "seal_layers" if fed else "center_layers"
+    module = _module(name, layout, layout.num_kv_heads, None, False, device)
+    grid = (_SEAL_BLOCKS * processor_count(device), 1, 1)
+    if fed:
+        module.launch(name, grid, _SEAL_THREADS, params, shared=64 * layout.head_dim)
+        return
+    module.launch(name, grid, _MANY_THREADS, params)
 
 
 @device_guard

@@ -45,6 +45,14 @@ class AppendParams(ctypes.Structure):
     )
 
 
+class SealParams(ctypes.Structure):
+    """`struct SealParams` of sealed_layers.cuh."""
+
+    _fields_ = _fields(ctypes.c_void_p, "layers count pages rotation") + _fields(
+        ctypes.c_int, "num_layers slots"
+    )
+
+
 class StepParams(ctypes.Structure):
     """`struct StepParams` of static_step.cu."""
 

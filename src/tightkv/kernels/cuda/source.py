@@ -27,6 +27,7 @@ _PROGRAMS = {
     "append": ("append.cu",),
     "seal": ("seal.cu",),
     "seal_layers": ("seal_layers.cu",),
+    "center_layers": ("center_layers.cu",),
     "decode": ("decode.cu", "merge.cu"),
 }
 STATIC_STEP, SPLIT_PLAN = "static_step.cu", "split_plan.cu"  # take no constants

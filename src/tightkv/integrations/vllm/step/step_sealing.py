@@ -39,10 +39,11 @@ class StepSealing:
         """`caches`: each layer's part of vLLM's cache."""
         self.queue, self.late = queue, frozenset(filter(seals_later, impls))
         self._first: TightAttention | None = None
-        alike: dict[PageLayout, dict[TightAttention, Tensor]] = {}
+        alike: dict[tuple[PageLayout, bool], dict[TightAttention, Tensor]] = {}
         for impl, cache in zip(impls, caches, strict=True):
             if impl in self.late:
-                alike.setdefault(impl.layout, {})[impl] = as_pages(cache, impl.layout)
+                kind = impl.layout, impl.feedback is not None
+                alike.setdefault(kind, {})[impl] = as_pages(cache, impl.layout)
         self._launches = [_launch(same, queue.chosen) for same in alike.values()]
 
     def begin(self, impl: TightAttention) -> None:
@@ -55,11 +56,10 @@ class StepSealing:
 
 
 def _launch(pages: Mapping[TightAttention, Tensor], chosen: Tensor) -> Callable[[], None]:
-    """The launch for layers of one layout; all of them have the same kernels."""
+    """The launch for layers that are alike, and have the same kernels."""
     layers, kernels = [], next(iter(pages)).kernels
     assert is_late_sealing(kernels)
     for impl, own in pages.items():
-        assert impl.feedback is not None
         ring_key, ring_value, *_ = impl.exact_tensors()
         layers.append(SealedLayer(own, ring_key, ring_value, impl.feedback))
     return partial(kernels.seal_layers, impl.step.codec, kernels.sealed_layers(layers), chosen)

@@ -145,14 +145,53 @@ __device__ __forceinline__ void pack_values(u8 *record, const u8 (&codes)[ROOM][
     }
 }
 
+struct Room {
+    union {  // of a mean, which is made first, and codes
+        float sums[PARTS][D];
+        u8 codes[ROOM][D];
+    };
+    float mean[D];
+};
+
+// Codes of positions [low, high) of a page of a head, by all threads. A complete page's keys are relative to its
+// mean, which is made where all its tokens are exact; `exact_from`: the first that is.
+__device__ __forceinline__ void encode_page(Room &room, const AppendParams &a, const HeadSide &side,
+                                            const NewTokens &tokens, u8 *record, int page_at, int low, int high,
+                                            int exact_from, bool complete, bool is_key) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+    const bool has_mean = is_key && complete && MEAN_BITS > 0;
+    if (has_mean && exact_from <= page_at)
+        page_mean(a, side, tokens, max(tokens.start, page_at), page_at + PAGE, record, room.sums, room.mean, lane, warp);
+    else if (has_mean && warp == 0)
+        read_mean(record, room.mean, lane);
+    if (has_mean) __syncthreads();
+
+#pragma unroll 1
+    for (int part = page_at; part < page_at + PAGE; part += ROOM) {
+        const int from = max(low, part), to = min(high, part + ROOM);
+        if (from >= to) continue;
+        for (int at = from + warp; at < to; at += warps) {
+            const int t = at - page_at;
+            float x[N];
+            load_token(a, side, tokens, at, x, lane);
+            rotate(x, a.rotation, lane);
+            const float scale = encode_token(x, room.codes[t % ROOM], room.mean, has_mean, is_key, lane);
+            u16 *scales = (u16 *)(record + (is_key ? KEY_SCALE_AT : VALUE_SCALE_AT));
+            if (lane == 0) scales[scale_slot(t)] = float_to_half(scale);
+        }
+        __syncthreads();
+        if (is_key)
+            pack_keys(record, room.codes, from - page_at, to - page_at);
+        else
+            pack_values(record, room.codes, from - page_at, to - page_at);
+        __syncthreads();  // codes are free for what comes next
+    }
+}
+
 // Keys or values of a sequence's head, by number; of its pages or copies, every `slices`-th from `slice` on.
 __device__ __forceinline__ void append_tokens(const AppendParams &a, int number, bool is_key, int slice,
                                               int slices) {
-    __shared__ union {  // of a mean, which is made first, and codes
-        float sums[PARTS][D];
-        u8 codes[ROOM][D];
-    } room;
-    __shared__ float mean[D];
+    __shared__ Room room;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
     const int row = number / HKV, head = number % HKV;
     const int begin = a.cu_seqlens[row], count = a.cu_seqlens[row + 1] - begin;
@@ -176,34 +215,7 @@ __device__ __forceinline__ void append_tokens(const AppendParams &a, int number,
         const int low = max(again ? exact_from : tokens.before, page_at);
         const int high = min(length, page_at + PAGE);
         u8 *record = a.pages + id * a.page_bytes + head * RECORD;
-        const bool has_mean = is_key && complete && MEAN_BITS > 0;
-        if (has_mean && exact_from <= page_at)
-            page_mean(a, side, tokens, max(tokens.start, page_at), page_at + PAGE, record, room.sums, mean, lane,
-                      warp);
-        else if (has_mean && warp == 0)
-            read_mean(record, mean, lane);
-        if (has_mean) __syncthreads();
-
-#pragma unroll 1
-        for (int part = page_at; part < page_at + PAGE; part += ROOM) {
-            const int from = max(low, part), to = min(high, part + ROOM);
-            if (from >= to) continue;
-            for (int at = from + warp; at < to; at += warps) {
-                const int t = at - page_at;
-                float x[N];
-                load_token(a, side, tokens, at, x, lane);
-                rotate(x, a.rotation, lane);
-                const float scale = encode_token(x, room.codes[t % ROOM], mean, has_mean, is_key, lane);
-                u16 *scales = (u16 *)(record + (is_key ? KEY_SCALE_AT : VALUE_SCALE_AT));
-                if (lane == 0) scales[scale_slot(t)] = float_to_half(scale);
-            }
-            __syncthreads();
-            if (is_key)
-                pack_keys(record, room.codes, from - page_at, to - page_at);
-            else
-                pack_values(record, room.codes, from - page_at, to - page_at);
-            __syncthreads();  // codes are free for what comes next
-        }
+        encode_page(room, a, side, tokens, record, page_at, low, high, exact_from, complete, is_key);
     }
 }
 

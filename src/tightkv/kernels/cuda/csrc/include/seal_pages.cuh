@@ -83,9 +83,8 @@ struct KeyReader {
         ring = a.ring_key + ((long long)a.ring_rows[row] * slots * HKV + head) * D;
     }
     // Of the ring alone.
-    __device__ __forceinline__ KeyReader(const u16 *ring_key, int slots, int row, int head)
-        : fresh(nullptr), ring(ring_key + ((long long)row * slots * HKV + head) * D), center(nullptr), stride(0),
-          before(0x7fffffff), slots(slots) {}
+    __device__ __forceinline__ KeyReader(const u16 *ring, int slots)
+        : fresh(nullptr), ring(ring), center(nullptr), stride(0), before(0x7fffffff), slots(slots) {}
     __device__ __forceinline__ Channels operator()(int at, int lane) const {
         const u16 *p = at >= before ? fresh + (at - before) * stride
                                     : ring + (long long)(at % slots) * HKV * D;
