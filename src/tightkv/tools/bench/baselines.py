@@ -102,9 +102,3 @@ def _aligned_sdpa(query: Tensor, key: Tensor, value: Tensor, prefix: int) -> Ten
 
     bias = causal_lower_right(query.shape[2], key.shape[2])
     return scaled_dot_product_attention(query, key, value, attn_mask=bias, enable_gqa=True)
-
-
-def best(times: dict[str, float], *words: str) -> float:
-    """The least time of entries whose name has one of the words (or of all)."""
-    picked = [t for name, t in times.items() if not words or any(w in name for w in words)]
-    return min(picked, default=math.nan)

@@ -18,7 +18,15 @@ from tightkv.kernels.registry import select
 from tightkv.math.feedback import QueryMetric
 from tightkv.pages.layout import PageLayout
 from tightkv.tools.bench import baselines
-from tightkv.tools.bench.inputs import Layer, Shape, fill, layers_for, ring_bounds
+from tightkv.tools.bench.inputs import (
+    Layer,
+    Shape,
+    append_tokens,
+    attend_tokens,
+    fill,
+    layers_for,
+    ring_bounds,
+)
 from tightkv.tools.bench.rivals import measure_rivals
 from tightkv.tools.bench.timing import copy_bandwidth, graph_ms, graph_times, spread
 from tightkv.tools.rows import provenance
@@ -94,29 +102,21 @@ def decode_rows(
 class _Steps:
     """Appends and attentions of one new token per sequence, the same in every layer."""
 
-    def __init__(self, module: Backend, layer: Layer, shape: Shape) -> None:
-        device = layer.view.pages.device
+    def __init__(self, module: Backend, shape: Shape, device: torch.device) -> None:
         self.module = module
-        self.cu_seqlens = torch.arange(shape.batch + 1, dtype=torch.int32, device=device)
         self.query = _random(shape.batch, shape.query_heads, shape.head_dim, device)
-        self.key, self.value = (
-            _random(shape.batch, shape.kv_heads, shape.head_dim, device) for _ in range(2)
-        )
+        self.new = [_random(shape.batch, shape.kv_heads, shape.head_dim, device) for _ in range(2)]
         self.centers = tuple(_random(shape.kv_heads, shape.head_dim, device) for _ in range(2))
 
-    def append(self, layer: Layer, in_vllm: bool = False) -> None:
-        self.module.append(
-            layer.codec, layer.view, self.key, self.value, self.cu_seqlens, layer.ring_valid_from,
-            max_new=1, encode_partial_page=in_vllm,
-        )  # fmt: skip
+    def append(self, layer: Layer) -> None:
+        append_tokens(self.module, layer, *self.new)
 
     def attend(self, layer: Layer) -> None:
-        options = AttendOptions(max_queries=1)
-        self.module.attend(layer.codec, self.query, layer.view, self.cu_seqlens, options)
+        attend_tokens(self.module, layer, self.query)
 
     def step(self, layer: Layer, in_vllm: bool = False, centered: bool = False) -> None:
         layer = _with_view(layer, centers=self.centers if centered else None)
-        self.append(layer, in_vllm)
+        append_tokens(self.module, layer, *self.new, in_vllm=in_vllm)
         over = _with_view(layer, overlaps_append=True)  # as vLLM launches it
         if in_vllm:  # where the host does not know that all lengths are the same
             over = _with_view(over, same_length=None)
@@ -140,7 +140,7 @@ def _decode_times(module: Backend, layers: Sequence[Layer], shape: Shape) -> dic
     In vLLM a token is coded at once, keys are sealed with error feedback where they can be, and
     with a calibration tokens are relative to centers.
     """
-    of = _Steps(module, layers[0], shape)
+    of = _Steps(module, shape, layers[0].view.pages.device)
     in_vllm = partial(of.step, in_vllm=True)
 
     def sealing(rows: int) -> list[Layer]:
@@ -189,7 +189,7 @@ def _consecutive_times(module: Backend, layers: Sequence[Layer], shape: Shape) -
         )
         for layer in _fed_back(layers)
     ]
-    step = partial(_Steps(module, layers[0], shape).step, in_vllm=True)
+    step = partial(_Steps(module, shape, lengths.device).step, in_vllm=True)
     return graph_times(_calls(step, growing), count, grow)
 
 
@@ -221,68 +221,56 @@ def store_rows(
     """Appending many tokens at once (a prefill chunk), against writing them as bf16."""
     facts = provenance(device)
     for preset, tokens in product(presets, token_counts):
-        yield {**_store_row(tokens, preset, device), **facts}
+        shape = Shape(1, tokens)
+        layer, module = _one_layer(preset, shape, device)
+        new = [_random(tokens, shape.kv_heads, shape.head_dim, device) for _ in range(2)]
+        cu_seqlens = torch.tensor([0, tokens], dtype=torch.int32, device=device)
+        given = (layer.codec, layer.view, *new, cu_seqlens, torch.zeros_like(cu_seqlens[:1]))
+        append = partial(module.append, *given, max_new=tokens, encode_partial_page=False)
+        pairs = [(torch.empty_like(x), x) for x in new]
+        slots = torch.randperm(tokens, device=device)
 
+        def write_bf16(slots: Tensor = slots, pairs: Any = pairs) -> None:
+            for target, x in pairs:
+                target.index_copy_(0, slots, x)
 
-def _store_row(tokens: int, preset: str, device: torch.device) -> dict[str, Any]:
-    shape = Shape(1, tokens)
-    layout = _layout(preset, shape)
-    module = select("auto", device, layout)
-    layer = fill(layout, shape, module, device, 0)
-    key, value = (_random(tokens, shape.kv_heads, shape.head_dim, device) for _ in range(2))
-    cu_seqlens = torch.tensor([0, tokens], dtype=torch.int32, device=device)
-    nothing = torch.zeros(1, dtype=torch.int32, device=device)
-    append = partial(
-        module.append, layer.codec, layer.view, key, value, cu_seqlens, nothing,
-        max_new=tokens, encode_partial_page=False,
-    )  # fmt: skip
-    targets = [torch.empty_like(key) for _ in range(2)]
-    slots = torch.randperm(tokens, device=device)
-
-    def write_bf16() -> None:
-        targets[0].index_copy_(0, slots, key)
-        targets[1].index_copy_(0, slots, value)
-
-    ours, bf16 = graph_ms([append]), graph_ms([write_bf16])
-    return {
-        "bench": "store", "tokens": tokens, "preset": preset,
-        "ms": ours, "bf16_write_ms": bf16, "more_us": (ours - bf16) * 1e3,
-    }  # fmt: skip
+        ours, bf16 = graph_ms([append]), graph_ms([write_bf16])
+        yield {
+            "bench": "store", "tokens": tokens, "preset": preset,
+            "ms": ours, "bf16_write_ms": bf16, "more_us": (ours - bf16) * 1e3, **facts,
+        }  # fmt: skip
 
 
 def extend_rows(
     chunk: int, prefixes: Sequence[int], presets: Sequence[str], device: torch.device
 ) -> Iterator[dict[str, Any]]:
     """A chunk of queries over a compressed prefix and its own exact tokens, against bf16."""
-    facts = provenance(device)
+    facts, shape = provenance(device), Shape(1, chunk)
     for preset, prefix in product(presets, prefixes):
-        yield {**_extend_row(chunk, prefix, preset, device), **facts}
+        others = baselines.sdpa_extend(shape, prefix, device)
+        layer, module = _one_layer(preset, Shape(1, max(prefix, 1)), device)
+        if not prefix:
+            none = torch.zeros_like(layer.view.lengths)
+            layer = _with_view(
+                layer, lengths=none, ring_read_from=none, sink_counts=none, same_length=0
+            )
+        query = _random(chunk, shape.query_heads, shape.head_dim, device)
+        key, value = (_random(chunk, shape.kv_heads, shape.head_dim, device) for _ in range(2))
+        cu_seqlens = torch.tensor([0, chunk], dtype=torch.int32, device=device)
+        options = AttendOptions(max_queries=chunk, new_key=key, new_value=value)
+        attend = partial(module.attend, layer.codec, query, layer.view, cu_seqlens, options)
+        ours = graph_ms([attend], repeats=5)
+        yield {
+            "bench": "extend", "chunk": chunk, "prefix": prefix, "preset": preset,
+            "ms": ours, "others_ms": others,
+            "against_best_bf16": min(others.values()) / ours, **facts,
+        }  # fmt: skip
 
 
-def _extend_row(chunk: int, prefix: int, preset: str, device: torch.device) -> dict[str, Any]:
-    shape = Shape(1, chunk)
-    others = baselines.sdpa_extend(shape, prefix, device)
+def _one_layer(preset: str, shape: Shape, device: torch.device) -> tuple[Layer, Backend]:
     layout = _layout(preset, shape)
     module = select("auto", device, layout)
-    layer = fill(layout, Shape(1, max(prefix, 1)), module, device, 0)
-    view = layer.view
-    if not prefix:
-        nothing = torch.zeros_like(view.lengths)
-        view = replace(
-            view, lengths=nothing, ring_read_from=nothing, sink_counts=nothing, same_length=0
-        )
-    query = _random(chunk, shape.query_heads, shape.head_dim, device)
-    key, value = (_random(chunk, shape.kv_heads, shape.head_dim, device) for _ in range(2))
-    cu_seqlens = torch.tensor([0, chunk], dtype=torch.int32, device=device)
-    attend = partial(
-        module.attend, layer.codec, query, view, cu_seqlens,
-        AttendOptions(max_queries=chunk, new_key=key, new_value=value),
-    )  # fmt: skip
-    ours = graph_ms([attend], repeats=5)
-    return {
-        "bench": "extend", "chunk": chunk, "prefix": prefix, "preset": preset,
-        "ms": ours, "others_ms": others, "against_best_bf16": baselines.best(others) / ours,
-    }  # fmt: skip
+    return fill(layout, shape, module, device, 0), module
 
 
 def _layout(preset: str, shape: Shape) -> PageLayout:

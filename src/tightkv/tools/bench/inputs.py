@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from tightkv.kernels.backend import Backend
+from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.view import CacheView
 from tightkv.pages.codec import Codec
 from tightkv.pages.layout import PageLayout
@@ -83,6 +85,8 @@ class Layer:
     codec: Codec
     view: CacheView
     ring_valid_from: Tensor
+    cu_seqlens: Tensor
+    """Of one new token per sequence."""
 
     @property
     def bytes(self) -> int:
@@ -93,13 +97,29 @@ class Layer:
         return int(pages) + exact * layout.exact_bytes_per_token
 
 
+def append_tokens(
+    module: Backend, layer: Layer, key: Tensor, value: Tensor, in_vllm: bool = False
+) -> None:
+    """A new token of each sequence; in vLLM it is coded at once."""
+    module.append(
+        layer.codec, layer.view, key, value, layer.cu_seqlens, layer.ring_valid_from,
+        max_new=1, encode_partial_page=in_vllm,
+    )  # fmt: skip
+
+
+def attend_tokens(module: Backend, layer: Layer, query: Tensor) -> Tensor:
+    """A query of each sequence: [B, Hq, D]."""
+    options = AttendOptions(max_queries=1)
+    return module.attend(layer.codec, query, layer.view, layer.cu_seqlens, options)[0]
+
+
 def copies_for(bytes_each: int) -> int:
     """As many caches as make the data larger than the L2 cache, up to 12."""
     return max(1, min(12, -(-L2_BYTES // max(1, bytes_each))))
 
 
 def layers_for(
-    layout: PageLayout, shape: Shape, kernels: object, device: torch.device
+    layout: PageLayout, shape: Shape, kernels: Backend, device: torch.device
 ) -> list[Layer]:
     """Filled layers, together larger than the L2 cache."""
     count = copies_for(int(sum(shape.lengths) * layout.bytes_per_token))
@@ -107,7 +127,7 @@ def layers_for(
 
 
 def fill(
-    layout: PageLayout, shape: Shape, kernels: object, device: torch.device, seed: int
+    layout: PageLayout, shape: Shape, kernels: Backend, device: torch.device, seed: int
 ) -> Layer:
     """Append random tokens in steps, as a prefill does."""
     cfg, batch = layout.cfg, shape.batch
@@ -145,7 +165,7 @@ def fill(
         )
         cu_seqlens = torch.cat([counts.new_zeros(1), counts.cumsum(0).int()]).to(device)
         after = replace(view, lengths=lengths.clamp(max=at + 4096).to(device))
-        kernels.append(  # type: ignore[attr-defined]
+        kernels.append(
             codec, after, key, value, cu_seqlens, zero + max(0, at - ring),
             max_new=int(counts.max()), encode_partial_page=False,
         )  # fmt: skip
@@ -153,7 +173,7 @@ def fill(
     read_from, valid_from = ring_bounds(layout, lengths)
     same = shape.tokens if shape.equal else None
     view = replace(view, lengths=lengths, ring_read_from=read_from, same_length=same)
-    return Layer(codec, view, valid_from)
+    return Layer(codec, view, valid_from, torch.arange(batch + 1, dtype=torch.int32, device=device))
 
 
 def ring_bounds(layout: PageLayout, lengths: Tensor) -> tuple[Tensor, Tensor]:

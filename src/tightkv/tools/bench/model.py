@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from functools import partial
+from itertools import chain
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,10 +19,9 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tightkv.config import KVQuantConfig
-from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.registry import select
 from tightkv.pages.layout import PageLayout
-from tightkv.tools.bench.inputs import Layer, Shape, fill
+from tightkv.tools.bench.inputs import Layer, Shape, append_tokens, attend_tokens, fill
 from tightkv.tools.bench.timing import graph_ms
 from tightkv.tools.rows import provenance
 
@@ -46,12 +47,6 @@ class ModelShape:
         return self.layers * self.kv_heads * self.head_dim * 4
 
 
-class Cache(Protocol):
-    """One decode step of one layer: take the new token, attend, return [B, Hq, D]."""
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor: ...
-
-
 class PlainCache:
     """Static bf16 keys and values, the newest slot overwritten each step; torch's attention."""
 
@@ -71,7 +66,7 @@ class PlainCache:
 
     @property
     def bytes(self) -> int:
-        return self.data.numel() * self.data.element_size()
+        return self.data.nbytes
 
 
 class TightModelCache:
@@ -93,28 +88,18 @@ class TightModelCache:
         self.layers: list[Layer] = [
             fill(layout, shape, self.kernels, device, seed) for seed in range(model.layers)
         ]
-        self.cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        at = self.layers[layer]
-        self.kernels.append(
-            at.codec, at.view, key, value, self.cu_seqlens, at.ring_valid_from,
-            max_new=1, encode_partial_page=False,
-        )  # fmt: skip
-        out, _ = self.kernels.attend(
-            at.codec, query, at.view, self.cu_seqlens, AttendOptions(max_queries=1)
-        )
-        return out
+        append_tokens(self.kernels, self.layers[layer], key, value)
+        return attend_tokens(self.kernels, self.layers[layer], query)
 
     @property
     def bytes(self) -> int:
-        views = [layer.view for layer in self.layers]
-        tensors = [
-            x
-            for v in views
-            for x in (v.pages, v.ring_key, v.ring_value, v.sink_key, v.sink_value, v.block_table)
-        ]
-        return sum(x.numel() * x.element_size() for x in tensors)
+        names = ("pages", "ring_key", "ring_value", "sink_key", "sink_value", "block_table")
+        return sum(getattr(layer.view, name).nbytes for layer in self.layers for name in names)
+
+
+Cache: TypeAlias = PlainCache | TightModelCache
 
 
 class RandomModel:
@@ -146,8 +131,7 @@ class RandomModel:
 
     @property
     def bytes(self) -> int:
-        tensors = [self.embed, self.head, *(w for block in self.blocks for w in block)]
-        return sum(x.numel() * x.element_size() for x in tensors)
+        return sum(x.nbytes for x in (self.embed, self.head, *chain(*self.blocks)))
 
     def step(self, tokens: Tensor, position: Tensor, cache: Cache) -> Tensor:
         """Token ids [B] at `position` [B] -> logits [B, vocabulary]."""
@@ -180,14 +164,12 @@ def model_rows(
     """Tokens per second and peak memory at (batch, context), bf16 and each preset."""
     shape, facts = ModelShape(), provenance(device)
     model = RandomModel(shape, device)
-    total = torch.cuda.get_device_properties(device).total_memory
     for batch, context in cases:
         tokens = context - 37  # the newest page partly filled
-        ids = torch.zeros(batch, dtype=torch.long, device=device)
-        position = torch.full((batch,), tokens - 1, device=device)
-        plain = _try(model, "bf16", batch, tokens, ids, position, total, device)
+        plain = _measure(model, PlainCache, batch, tokens)
         for preset in presets:
-            ours = _try(model, preset, batch, tokens, ids, position, total, device)
+            cache = partial(TightModelCache, KVQuantConfig.preset(preset))
+            ours = _measure(model, cache, batch, tokens)
             ratios = {}
             if plain is not None and ours is not None:
                 ratios = {
@@ -202,57 +184,42 @@ def model_rows(
             }  # fmt: skip
 
 
-def _try(model: RandomModel, name: str, *arguments: Any) -> dict[str, float] | None:
-    """What was measured, or None where it does not fit the memory."""
+def _measure(
+    model: RandomModel, new_cache: Callable[..., Cache], batch: int, tokens: int
+) -> dict[str, float] | None:
+    """A decode step with this cache, or None where it does not fit the memory."""
+    device = model.norm.device
+    torch.cuda.empty_cache()  # what the one before has left
+    torch.cuda.reset_peak_memory_stats(device)
+    ids = torch.zeros(batch, dtype=torch.long, device=device)
+    position = torch.full((batch,), tokens - 1, device=device)
     try:
-        return _measure(model, name, *arguments)
+        cache = new_cache(model.shape, batch, tokens, device)
+        with torch.no_grad():
+            ms = _step_ms(lambda: model.step(ids, position, cache), cache)
     except torch.OutOfMemoryError:
         return None
-    finally:
-        torch.cuda.empty_cache()
-
-
-def _step_ms(step: Callable[[], Tensor], cache: PlainCache | TightModelCache) -> float:
-    """Milliseconds of a step; over a plain cache with the fastest kernel that takes the shape."""
-    if not isinstance(cache, PlainCache):
-        return graph_ms([step], repeats=5)
-    times = []
-    for backend in (*_BACKENDS, None):
-        cache.backend = backend
-        try:
-            times.append(graph_ms([step], repeats=5))
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError:  # this kernel refuses; torch's own choice comes last
-            if backend is None:
-                raise
-    return min(times)
-
-
-def _measure(
-    model: RandomModel,
-    name: str,
-    batch: int,
-    tokens: int,
-    ids: Tensor,
-    position: Tensor,
-    total: int,
-    device: torch.device,
-) -> dict[str, float]:
-    torch.cuda.reset_peak_memory_stats(device)
-    cache: PlainCache | TightModelCache
-    if name == "bf16":
-        cache = PlainCache(model.shape, batch, tokens, device)
-    else:
-        cfg = KVQuantConfig.preset(name)
-        cache = TightModelCache(cfg, model.shape, batch, tokens, device)
-    with torch.no_grad():
-        ms = _step_ms(lambda: model.step(ids, position, cache), cache)
-    each = cache.bytes / batch
+    total = torch.cuda.get_device_properties(device).total_memory
     return {
         "ms": ms,
         "tokens_per_s": batch / ms * 1e3,
         "cache_bytes": cache.bytes,
         "peak_bytes": torch.cuda.max_memory_allocated(device),
-        "largest_batch": int((0.95 * total - model.bytes) // each),
+        "largest_batch": int((0.95 * total - model.bytes) // (cache.bytes / batch)),
     }
+
+
+def _step_ms(step: Callable[[], Tensor], cache: Cache) -> float:
+    """Milliseconds of a step; over a plain cache with the fastest kernel that takes the shape."""
+    if not isinstance(cache, PlainCache):
+        return graph_ms([step], repeats=5)
+    times = []
+    for cache.backend in (*_BACKENDS, None):
+        try:
+            times.append(graph_ms([step], repeats=5))
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:  # this kernel refuses; torch's own choice comes last
+            if cache.backend is None:
+                raise
+    return min(times)
