@@ -133,16 +133,14 @@ def _contenders(cfg: KVQuantConfig, shape: Shape, repeats: int) -> dict[str, Con
     key, value = random(b, before, shape.kv_heads, d), random(b, before, shape.kv_heads, d)
     query = random(b, 1, shape.query_heads, d)
     contenders: dict[str, Contender] = {
-        "tightkv": Compressed(_filled(cfg, key, value, "cpu"), query, key[:, :1], value[:, :1]),
-        "reference": Compressed(
-            _filled(cfg, key, value, "reference"), query, key[:, :1], value[:, :1]
-        ),
+        name: Compressed(_filled(cfg, key, value, kernels), query, key[:, :1], value[:, :1])
+        for name, kernels in (("tightkv", "cpu"), ("reference", "reference"))
     }
     room = before + repeats * cfg.page_size + 1
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        for packed in (False, True):
-            label = f"sdpa {name} packed" if packed else f"sdpa {name}"
-            contenders[label] = Plain(query, key, value, dtype, room, packed)
+        for words, packed in (("", False), (" packed", True)):
+            plain = Plain(query, key, value, dtype, room, packed)
+            contenders[f"sdpa {name}{words}"] = plain
     return contenders
 
 

@@ -9,6 +9,7 @@ import os
 import random
 import statistics
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
@@ -108,13 +109,9 @@ class Engine:
     @property
     def attention(self) -> dict[str, int]:
         """How many layers have which attention; nothing where they are in other processes."""
-        found: dict[str, int] = {}
-        for layer in self._config.compilation_config.static_forward_context.values():
-            if hasattr(layer, "impl"):
-                kind = type(layer.impl)
-                name = f"{kind.__module__}.{kind.__name__}"
-                found[name] = found.get(name, 0) + 1
-        return found
+        layers = self._config.compilation_config.static_forward_context.values()
+        kinds = [type(layer.impl) for layer in layers if hasattr(layer, "impl")]
+        return dict(Counter(f"{kind.__module__}.{kind.__name__}" for kind in kinds))
 
     @property
     def capacity(self) -> Row:

@@ -74,9 +74,6 @@ class Shape:
     def bf16_bytes(self) -> int:
         return sum(self.lengths) * self.kv_heads * self.head_dim * 4
 
-    def __str__(self) -> str:
-        return f"B={self.batch} N={self.tokens}"
-
 
 @dataclass
 class Layer:

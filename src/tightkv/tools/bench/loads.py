@@ -5,11 +5,10 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-_LENGTH = r"(\d+|\d+(?:\.\d+)?k)"
-_TEXT = re.compile(rf"(\d+)x{_LENGTH}(?:-{_LENGTH})?")
+_TEXT = re.compile(r"(\d+)x(\d+|\d+(?:\.\d+)?k)(?:-(\d+|\d+(?:\.\d+)?k))?")
 
 
 def draw_lengths(count: int, shortest: int, longest: int) -> list[int]:
@@ -35,11 +34,11 @@ class Load:
     longest: int
 
     def __post_init__(self) -> None:
-        least = min(self.batch, self.shortest)
+        name, least = str(self).replace(" ", ""), min(self.batch, self.shortest)
         if least < 1:
-            raise ValueError(f"size {self.text}: {least}; it must be at least 1")
+            raise ValueError(f"size {name}: {least}; it must be at least 1")
         if self.longest < self.shortest:
-            raise ValueError(f"size {self.text}; the longest must not be below the shortest")
+            raise ValueError(f"size {name}; the longest must not be below the shortest")
 
     @classmethod
     def equal(cls, batch: int, tokens: int) -> Load:
@@ -55,7 +54,11 @@ class Load:
                 "BATCHxSHORTEST-LONGEST, as in 32x6k-10k"
             )
         batch, shortest, longest = match.groups()
-        return cls(int(batch), _tokens(shortest), _tokens(longest or shortest))
+        bounds = [
+            int(float(length.rstrip("k")) * (1024 if "k" in length else 1))
+            for length in (shortest, longest or shortest)
+        ]
+        return cls(int(batch), *bounds)
 
     @classmethod
     def of_row(cls, row: Mapping[str, Any]) -> Load:
@@ -81,18 +84,10 @@ class Load:
         """Of a row."""
         return {"ragged": [self.shortest, self.longest]} if self.ragged else {}
 
-    @property
-    def text(self) -> str:
-        lengths = f"-{self.longest}" if self.shortest != self.longest else ""
-        return f"{self.batch}x{self.shortest}{lengths}"
-
     def longer(self, tokens: int) -> Load:
         """Each sequence has so many tokens more."""
-        return replace(self, shortest=self.shortest + tokens, longest=self.longest + tokens)
+        return Load(self.batch, self.shortest + tokens, self.longest + tokens)
 
     def __str__(self) -> str:
-        return self.text.replace("x", " x ")
-
-
-def _tokens(text: str) -> int:
-    return int(float(text[:-1]) * 1024) if text.endswith("k") else int(text)
+        bounds = dict.fromkeys((self.shortest, self.longest))
+        return f"{self.batch} x {'-'.join(map(str, bounds))}"

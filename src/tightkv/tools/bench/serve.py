@@ -22,6 +22,7 @@ Row = dict[str, Any]
 Bars = Callable[[str, int], AbstractContextManager[Any]]
 
 PREEMPTIONS = "vllm:num_preemptions"
+_FAILURES = (OSError, http.client.HTTPException, ServerError)
 _TOKENS = range(10, 250)  # valid in every vocabulary
 
 
@@ -66,7 +67,7 @@ def serve_rows(
 def _served_model(server: Server, wanted: str | None) -> str:
     try:
         served = server.models()
-    except (OSError, http.client.HTTPException, ServerError) as error:
+    except _FAILURES as error:
         raise ValueError(
             f"no OpenAI-compatible server answers at {server.url} ({error}); "
             "start one: tightkv serve MODEL --port PORT"
@@ -129,14 +130,14 @@ def _request(server: Server, body: dict[str, Any], deadline: float) -> Answer | 
         return server.complete(body, deadline)
     except TimeoutError:
         return ""
-    except (OSError, http.client.HTTPException, ServerError) as error:
+    except _FAILURES as error:
         return str(error) or type(error).__name__
 
 
 def _preemptions(server: Server) -> float | None:
     try:
         return metric(server.get("/metrics"), PREEMPTIONS)
-    except (OSError, http.client.HTTPException, ServerError):
+    except _FAILURES:
         return None
 
 

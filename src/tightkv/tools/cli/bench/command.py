@@ -246,21 +246,17 @@ def _engine(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
         mixed = MixedLoad(args.mixed, prompts, answers)
     kv_memory = args.kv_memory or (None if on_gpu else "1GiB")
     usual_tokens = 64 if on_gpu else 16
-    plan = EnginePlan(
-        model=args.model,
-        shape=args.shape,
-        sizes=sizes,
-        prefill=args.prefill or tuple(dict.fromkeys(load.context for load in sizes)),
-        new_lengths=args.new_lengths,
-        mixed=mixed,
-        decode_tokens=usual_tokens if args.decode_tokens is None else args.decode_tokens,
-        repeats=args.repeats,
-        device=device.type,
-        dtype=args.dtype,
-        kv_memory=None if kv_memory is None else parse_bytes(kv_memory),
-        engine_args=_engine_args(args.engine_args),
-        timeout=args.timeout,
-    )
+    given = {
+        **_fields(EnginePlan, args),
+        "sizes": sizes,
+        "prefill": args.prefill or tuple(dict.fromkeys(load.context for load in sizes)),
+        "mixed": mixed,
+        "decode_tokens": usual_tokens if args.decode_tokens is None else args.decode_tokens,
+        "device": device.type,
+        "kv_memory": None if kv_memory is None else parse_bytes(kv_memory),
+        "engine_args": _engine_args(args.engine_args),
+    }
+    plan = EnginePlan(**given)
     if find_spec("vllm") is None:
         raise MissingPackageError("tightkv bench engine", "vLLM", "vllm")
     caches = args.kv or (["auto", "fp8", "k4v4"] if on_gpu else ["auto", "k4v4"])
@@ -300,10 +296,15 @@ def _serve(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
     from tightkv.tools.bench.openai_client import Server
     from tightkv.tools.bench.serve import Load, serve_rows
 
-    given = {field.name: getattr(args, field.name) for field in fields(Load)}
+    given = _fields(Load, args)
     if args.seed is None:
         given["seed"] = random.SystemRandom().randrange(1 << 31)
     yield from serve_rows(list(map(Server.parse, args.url)), Load(**given), args.model, Progress)
+
+
+def _fields(kind: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """Options of the same names as fields of a dataclass."""
+    return {x.name: getattr(args, x.name) for x in fields(kind) if hasattr(args, x.name)}
 
 
 _MEASURE: dict[str, Callable[[argparse.Namespace, torch.device], Iterator[Row]]] = {

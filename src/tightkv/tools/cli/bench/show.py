@@ -174,13 +174,18 @@ def serve_text(rows: Sequence[Row]) -> str:
         "server", "done", "tokens/s", "", "TTFT p50 ms", "", "p99", "TPOT p50 ms", "", "p99",
         "preemptions",
     )  # fmt: skip
-    lines = []
-    for row in rows:
-        done = f"{row['completed']}/{row['load']['requests']}"
-        speed = [f"{row['output_tokens_per_s']:.1f}", _times(row["ratios"].get("throughput"))]
-        preempted = "-" if row["preemptions"] is None else row["preemptions"]
-        latencies = (*_latency(row, "ttft"), *_latency(row, "tpot"))
-        lines.append([row["server"], done, *speed, *latencies, preempted])
+    lines = [
+        [
+            row["server"],
+            f"{row['completed']}/{row['load']['requests']}",
+            f"{row['output_tokens_per_s']:.1f}",
+            _times(row["ratios"].get("throughput")),
+            *_latency(row, "ttft"),
+            *_latency(row, "tpot"),
+            "-" if row["preemptions"] is None else row["preemptions"],
+        ]
+        for row in rows
+    ]
     load = rows[0]["load"]
     heading = (
         f"{load['concurrency']} requests at a time, {load['prompt_tokens']} tokens in and "
@@ -188,8 +193,7 @@ def serve_text(rows: Sequence[Row]) -> str:
     )
     failed = [row for row in rows if row["failed"]]
     errors = [f"{row['server']}: {row['failed']} failed: {row['first_error']}" for row in failed]
-    parts = [heading, format_table(header, lines), "\n".join(errors)]
-    return "\n\n".join(part for part in parts if part)
+    return "\n\n".join(filter(None, (heading, format_table(header, lines), "\n".join(errors))))
 
 
 def _latency(row: Row, name: str) -> list[str]:
