@@ -13,6 +13,7 @@ import torch
 
 from tightkv.config import KVQuantConfig
 from tightkv.kernels import reference
+from tightkv.kernels.backend import Takes
 from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.view import CacheView
 from tightkv.pages.codec import Codec
@@ -52,6 +53,8 @@ def test_sequences_grow_by_a_token_per_consecutive_step(monkeypatch: pytest.Monk
     lengths: list[list[int]] = []
 
     class Noting:
+        TAKES = Takes()
+
         @staticmethod
         def append(codec: Codec, view: CacheView, *args: Any, **options: Any) -> None:
             reference.append(codec, view, *args, **options)
@@ -77,6 +80,28 @@ def test_sequences_grow_by_a_token_per_consecutive_step(monkeypatch: pytest.Monk
     last = views[-1]
     assert last.ring_read_from.tolist() == [(n + 31) // 32 * 32 for n in shape.lengths]
     assert last.feedback is not None and last.same_length is None and last.plans is not None
+    assert not last.seals_later
+
+
+def test_pages_of_all_layers_are_sealed_after_the_step_that_completes_them() -> None:
+    """In order, as many per step as in vLLM."""
+    cfg = KVQuantConfig.preset("k4v4", page_size=32, exact_pages=3)
+    layout = PageLayout(cfg, 1, 64, torch.float32)
+    shape = Shape(40, 200, query_heads=2, kv_heads=1, head_dim=64)
+    layers = gpu._fed_back([fill(layout, shape, reference, CPU, 0)])
+    late = gpu._late_seals(reference, layers, 32)
+    assert late is not None
+    launch, chosen, values = late
+    counts, seen = [], []
+    for value in values:
+        chosen.copy_(value)
+        launch()
+        counts.append(int(chosen[0, 0]))
+        seen += chosen[1 : 1 + counts[-1]].tolist()
+    # At 224 tokens all complete a page, in the 24th step; two per step are sealed from then on.
+    assert counts == [0] * 24 + [2] * 8
+    table = layers[0].view.block_table
+    assert seen == [[row, 192, int(table[row, 6]), 192] for row in range(16)]
 
 
 @pytest.mark.parametrize(

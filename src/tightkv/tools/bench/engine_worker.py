@@ -170,7 +170,7 @@ class Engine:
         found = []
         scheduler.schedule = noted
         try:
-            self._add(prompts, [new_tokens] * len(prompts))
+            self._add(prompts, [new_tokens] * len(prompts), "FINAL_ONLY")  # as LLM.generate
             while core.has_unfinished_requests():
                 scheduled.clear()
                 synchronize()
@@ -191,30 +191,33 @@ class Engine:
         """Seconds from now to each token of each answer; all requests arrive now."""
         core = self._llm.llm_engine
         start = time.perf_counter()
-        self._add(prompts, answers)
+        self._add(prompts, answers, "DELTA")  # as for a stream
         times: list[list[float]] = [[] for _ in prompts]
         while core.has_unfinished_requests():
             for output in core.step():
                 # vLLM may add to the id
                 of = times[int(output.request_id.split("-")[1])]
-                more = len(output.outputs[0].token_ids) - len(of)
-                of += [time.perf_counter() - start] * more
+                of += [time.perf_counter() - start] * len(output.outputs[0].token_ids)
         counts = [len(of) for of in times]
         if counts != list(answers):
             raise RuntimeError(f"asked for {list(answers)} tokens, got {counts}")
         return times
 
-    def _add(self, prompts: Sequence[Prompt], answers: Sequence[int]) -> None:
+    def _add(self, prompts: Sequence[Prompt], answers: Sequence[int], kind: str) -> None:
         for number, (prompt, tokens) in enumerate(zip(prompts, answers, strict=True)):
             given = {"prompt_token_ids": prompt}
-            self._llm.llm_engine.add_request(f"all-{number}", given, _exactly(tokens))
+            self._llm.llm_engine.add_request(f"all-{number}", given, _exactly(tokens, kind))
 
 
-def _exactly(tokens: int) -> Any:
-    """vLLM's parameters of an answer of so many tokens."""
+def _exactly(tokens: int, kind: str = "CUMULATIVE") -> Any:
+    """vLLM's parameters of an answer of so many tokens, and which outputs there are of it."""
     from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
 
-    return SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+    return SamplingParams(
+        max_tokens=tokens, temperature=0.0, ignore_eos=True, detokenize=False,
+        output_kind=RequestOutputKind[kind],
+    )  # fmt: skip
 
 
 def warm_up(engine: Any, max_tokens: int) -> None:

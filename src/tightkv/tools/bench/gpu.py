@@ -6,15 +6,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tightkv.config import KVQuantConfig
-from tightkv.kernels.backend import Backend
+from tightkv.integrations.vllm.step.seal_queue import SealQueue
+from tightkv.kernels.backend import Backend, is_late_sealing
 from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.registry import select
+from tightkv.kernels.view import SealedLayer
 from tightkv.math.feedback import QueryMetric
 from tightkv.pages.layout import PageLayout
 from tightkv.tools.bench import baselines
@@ -105,18 +107,20 @@ class _Steps:
     def __init__(self, module: Backend, shape: Shape, device: torch.device) -> None:
         self.module = module
         self.query = _random(shape.batch, shape.query_heads, shape.head_dim, device)
-        self.new = [_random(shape.batch, shape.kv_heads, shape.head_dim, device) for _ in range(2)]
+        self.key, self.value = (
+            _random(shape.batch, shape.kv_heads, shape.head_dim, device) for _ in range(2)
+        )
         self.centers = tuple(_random(shape.kv_heads, shape.head_dim, device) for _ in range(2))
 
     def append(self, layer: Layer) -> None:
-        append_tokens(self.module, layer, *self.new)
+        append_tokens(self.module, layer, self.key, self.value)
 
     def attend(self, layer: Layer) -> None:
         attend_tokens(self.module, layer, self.query)
 
     def step(self, layer: Layer, in_vllm: bool = False, centered: bool = False) -> None:
         layer = _with_view(layer, centers=self.centers if centered else None)
-        append_tokens(self.module, layer, *self.new, in_vllm=in_vllm)
+        append_tokens(self.module, layer, self.key, self.value, in_vllm)
         over = _with_view(layer, overlaps_append=True)  # as vLLM launches it
         if in_vllm:  # where the host does not know that all lengths are the same
             over = _with_view(over, same_length=None)
@@ -169,19 +173,13 @@ def _decode_times(module: Backend, layers: Sequence[Layer], shape: Shape) -> dic
 def _consecutive_times(module: Backend, layers: Sequence[Layer], shape: Shape) -> list[float]:
     """Milliseconds of a layer's step, as in vLLM, in each of many steps one after another.
 
-    All sequences grow by a token per step, from half as many steps below their lengths on: pages
-    are sealed where they end, in all layers of a step.
+    All sequences grow by a token per step, from half as many steps below their lengths on. Pages
+    are sealed where they end: those of all layers by one launch per step, if kernels can do that.
     """
     layout = layers[0].codec.layout
     count = max(CONSECUTIVE, layout.page_size)
     lengths = (layers[0].view.lengths - count // 2).clamp_(min=1)
     bounds = ring_bounds(layout, lengths)
-
-    def grow() -> None:
-        lengths.add_(1)
-        for bound, value in zip(bounds, ring_bounds(layout, lengths), strict=True):
-            bound.copy_(value)
-
     growing = [
         replace(
             _with_view(layer, lengths=lengths, ring_read_from=bounds[0], same_length=None),
@@ -189,8 +187,65 @@ def _consecutive_times(module: Backend, layers: Sequence[Layer], shape: Shape) -
         )
         for layer in _fed_back(layers)
     ]
-    step = partial(_Steps(module, shape, lengths.device).step, in_vllm=True)
-    return graph_times(_calls(step, growing), count, grow)
+    late = _late_seals(module, growing, count)
+    if late is not None:
+        growing = [_with_view(layer, seals_later=True) for layer in growing]
+    calls = _calls(partial(_Steps(module, shape, lengths.device).step, in_vllm=True), growing)
+    if late is not None:
+        calls[0] = partial(_in_turn, late.launch, calls[0])
+    numbers = iter(range(count))
+
+    def grow() -> None:
+        lengths.add_(1)
+        for bound, value in zip(bounds, ring_bounds(layout, lengths), strict=True):
+            bound.copy_(value)
+        if late is not None:
+            late.chosen.copy_(late.values[next(numbers)])
+
+    return graph_times(calls, count, grow)
+
+
+def _in_turn(*calls: Callable[[], None]) -> None:
+    for call in calls:
+        call()
+
+
+class _LateSeals(NamedTuple):
+    """A launch that seals pages of all layers, what chooses them, and that before each step."""
+
+    launch: Callable[[], None]
+    chosen: Tensor
+    values: Tensor
+
+
+def _late_seals(module: Backend, layers: Sequence[Layer], count: int) -> _LateSeals | None:
+    """Before each of `count` steps those pages are sealed that the steps before have completed.
+
+    As many at once as in vLLM. None where the append of a token seals.
+    """
+    view, codec = layers[0].view, layers[0].codec
+    cfg, device = codec.cfg, view.lengths.device
+    if view.feedback is None or not cfg.exact_pages or not is_late_sealing(module):
+        return None
+    if not module.seals_later(codec.layout, feedback=True):
+        return None
+    budget = SealQueue(cfg, 1, 0, "cpu").budget(view.batch)
+    lengths, table = view.lengths.tolist(), view.block_table.tolist()
+    values = torch.zeros(count, view.batch + 1, 4, dtype=torch.int32, device="cpu")
+    waiting: list[tuple[int, int, int, int]] = []
+    for step, value in enumerate(values):
+        ready, waiting = waiting[:budget], waiting[budget:]
+        value[0, 0] = len(ready)
+        value[1 : 1 + len(ready)] = torch.tensor(ready, device="cpu").view(-1, 4)
+        for row, length in enumerate(n + step + 1 for n in lengths):
+            if length % cfg.page_size == 0:  # all of its tokens are in the ring
+                at = length - cfg.page_size
+                waiting.append((row, at, table[row][at // cfg.page_size], at))
+    views = [layer.view for layer in layers]
+    sealed = [SealedLayer(x.pages, x.ring_key, x.ring_value, view.feedback) for x in views]
+    chosen = torch.zeros_like(values[0], device=device)
+    launch = partial(module.seal_layers, codec, module.sealed_layers(sealed), chosen)
+    return _LateSeals(launch, chosen, values.to(device))
 
 
 def _calls(call: Callable[..., None], layers: Sequence[Layer]) -> list[Callable[[], None]]:
@@ -223,11 +278,14 @@ def store_rows(
     for preset, tokens in product(presets, token_counts):
         shape = Shape(1, tokens)
         layer, module = _one_layer(preset, shape, device)
-        new = [_random(tokens, shape.kv_heads, shape.head_dim, device) for _ in range(2)]
+        key, value = (_random(tokens, shape.kv_heads, shape.head_dim, device) for _ in range(2))
         cu_seqlens = torch.tensor([0, tokens], dtype=torch.int32, device=device)
-        given = (layer.codec, layer.view, *new, cu_seqlens, torch.zeros_like(cu_seqlens[:1]))
-        append = partial(module.append, *given, max_new=tokens, encode_partial_page=False)
-        pairs = [(torch.empty_like(x), x) for x in new]
+        nothing = torch.zeros(1, dtype=torch.int32, device=device)
+        append = partial(
+            module.append, layer.codec, layer.view, key, value, cu_seqlens, nothing,
+            max_new=tokens, encode_partial_page=False,
+        )  # fmt: skip
+        pairs = [(torch.empty_like(x), x) for x in (key, value)]
         slots = torch.randperm(tokens, device=device)
 
         def write_bf16(slots: Tensor = slots, pairs: Any = pairs) -> None:
