@@ -225,9 +225,9 @@ def _late_seals(module: Backend, layers: Sequence[Layer], count: int) -> _LateSe
     """
     view, codec = layers[0].view, layers[0].codec
     cfg, device = codec.cfg, view.lengths.device
-    if view.feedback is None or not cfg.exact_pages or not is_late_sealing(module):
+    if not cfg.exact_pages or not is_late_sealing(module):
         return None
-    if not module.seals_later(codec.layout, feedback=True):
+    if not module.seals_later(codec.layout, view.feedback is not None):
         return None
     budget = SealQueue(cfg, 1, 0, "cpu").budget(view.batch)
     lengths, table = view.lengths.tolist(), view.block_table.tolist()
