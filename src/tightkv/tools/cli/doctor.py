@@ -11,21 +11,10 @@ from typing import TYPE_CHECKING, Any
 from tightkv import __version__
 from tightkv.config import PRESETS, KVQuantConfig
 from tightkv.files.atomic import check_writable, whole_file
-from tightkv.tools.cli.shared.config_flags import (
-    add_config_flags,
-    config_from_args,
-    flag_name,
-    given_fields,
-)
-from tightkv.tools.cli.shared.loading import add_model, load_for, need_transformers
-from tightkv.tools.cli.shared.options import add_options
-from tightkv.tools.cli.shared.output import (
-    add_output_options,
-    emit,
-    format_table,
-    print_expected,
-    print_status,
-)
+from tightkv.tools.cli.shared.config_flags import config_from_args, flag_name, given_fields
+from tightkv.tools.cli.shared.loading import load_for, need_transformers
+from tightkv.tools.cli.shared.options import Commands, add_command
+from tightkv.tools.cli.shared.output import emit, format_table, print_expected, print_status
 from tightkv.tools.cli.shared.progress import Progress, Working
 from tightkv.tools.cli.shared.server_file import model_of
 from tightkv.tools.model_loading.source import check_source
@@ -37,18 +26,15 @@ _INTERRUPTED = 130
 _SHOWN_LAYERS = 5
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
+def add_parser(commands: Commands) -> None:
+    add_command(
+        commands,
         "doctor",
-        description="Find the bits of each layer's keys and values that take the fewest bytes "
+        "Find the bits of each layer's keys and values that take the fewest bytes "
         "while the mean KL to the uncompressed cache, on your text, stays within a budget. With "
         "--preset, --config or a config flag, judge that config instead. With --calibration, what "
         "it says of the layers is not measured again. Exit code 1 if nothing keeps the budget. "
         "Ctrl-C prints what was found so far (exit code 130).",
-    )
-    add_model(parser)
-    add_options(
-        parser,
         """
         --text FILE ...  UTF-8 text, repeatable
         --budget=0.01 BUDGET:float  nats per token (default: 0.01)
@@ -58,9 +44,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         --device NAME
         --dtype NAME
         """,
+        model=True,
+        config=True,
     )
-    add_config_flags(parser)
-    add_output_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,7 +10,8 @@ from typing import Any
 
 from tightkv import __version__
 from tightkv.integrations.extras import install_hint, installed_version
-from tightkv.tools.cli.shared.output import add_output_options, emit, format_table, human_bytes
+from tightkv.tools.cli.shared.options import Commands, add_command
+from tightkv.tools.cli.shared.output import emit, format_table, human_bytes
 
 # name -> how to install it
 PACKAGES = {
@@ -36,11 +37,8 @@ ARM_CORES = {
 }
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "info", description="Versions, devices, and which kernels can run here and why not."
-    )
-    add_output_options(parser)
+def add_parser(commands: Commands) -> None:
+    add_command(commands, "info", "Versions, devices, and which kernels can run here and why not.")
 
 
 def run(args: argparse.Namespace) -> int:

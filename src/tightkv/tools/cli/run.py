@@ -10,20 +10,17 @@ from typing import Any
 
 from tightkv.tools.cli.generate.prompt import encode, read_prompts
 from tightkv.tools.cli.shared.loading import need_transformers
-from tightkv.tools.cli.shared.options import add_options
-from tightkv.tools.cli.shared.output import add_output_options, emit
+from tightkv.tools.cli.shared.options import Commands, add_command
+from tightkv.tools.cli.shared.output import emit
 from tightkv.tools.cli.shared.progress import Working
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
+def add_parser(commands: Commands) -> None:
+    parser = add_command(
+        commands,
         "run",
-        description="Answer a prompt, greedily, with an exported model. A .pt2 holds machine code: "
+        "Answer a prompt, greedily, with an exported model. A .pt2 holds machine code: "
         "run only those you trust.",
-    )
-    parser.add_argument("file", help="the folder that tightkv export wrote, or the model in it")
-    add_options(
-        parser,
         """
         --prompt TEXT  without it: standard input
         --prompt-file FILE
@@ -31,7 +28,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         --max-new-tokens=128 N  default: 128
         """,
     )
-    add_output_options(parser)
+    parser.add_argument("file", help="the folder that tightkv export wrote, or the model in it")
 
 
 def run(args: argparse.Namespace) -> int:

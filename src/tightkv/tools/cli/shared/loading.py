@@ -1,8 +1,7 @@
-"""Models for commands: the argument, what must be installed, and loading with progress."""
+"""Models for commands: what must be installed, and loading with progress."""
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 from collections.abc import Iterator
@@ -12,12 +11,6 @@ from typing import Any
 from tightkv.tools.cli.shared.output import MissingPackageError
 from tightkv.tools.cli.shared.progress import Working
 from tightkv.tools.model_loading.source import BUNDLED_NAME
-
-
-def add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model", nargs="?", help=f"model folder or hub id (default: the bundled {BUNDLED_NAME})"
-    )
 
 
 def need_transformers(command: str) -> None:
