@@ -14,7 +14,13 @@ from tightkv.files.atomic import check_writable, whole_file
 from tightkv.tools.cli.shared.config_flags import config_from_args, flag_name, given_fields
 from tightkv.tools.cli.shared.loading import load_for, need_transformers
 from tightkv.tools.cli.shared.options import Commands, add_command
-from tightkv.tools.cli.shared.output import emit, format_table, print_expected, print_status
+from tightkv.tools.cli.shared.output import (
+    emit,
+    format_table,
+    or_dash,
+    print_expected,
+    print_status,
+)
 from tightkv.tools.cli.shared.progress import Progress, Working
 from tightkv.tools.cli.shared.server_file import model_of
 from tightkv.tools.model_loading.source import check_source
@@ -84,8 +90,7 @@ def _diagnose(args: argparse.Namespace, cfg: KVQuantConfig | None, calibration: 
     windows = cut_windows(tokenizer, texts, args.window, args.windows)
     doctor = Doctor(model, windows, args.budget, bars=Progress)
     with Working("timing a short pass"):
-        one = {} if cfg is None else {"configs": 1}
-        seconds = doctor.expected_seconds(**one)
+        seconds = doctor.expected_seconds(**({} if cfg is None else {"configs": 1}))
     print_expected(windows.ids.numel(), seconds)
     start = time.monotonic()
     found = doctor.diagnose(candidates) if cfg is None else doctor.check(cfg)
@@ -106,14 +111,13 @@ def as_json(found: Diagnosis) -> dict[str, Any]:
         "kv_quant": None if chosen is None else chosen.cfg.to_dict(),
         "bytes_per_token_bf16": found.bytes_bf16,
         "uniform": None if uniform is None else asdict(uniform),
-        "tried": [_tried_json(tried) for tried in found.tried],
+        "tried": [
+            {name: value for name, value in vars(tried).items() if name != "cfg"}
+            | {"layer_bits": tried.cfg.layer_bits}
+            for tried in found.tried
+        ],
         "layers": [asdict(layer) for layer in found.layers],
     }
-
-
-def _tried_json(tried: Measured) -> dict[str, Any]:
-    fields = {name: value for name, value in vars(tried).items() if name != "cfg"}
-    return {**fields, "layer_bits": tried.cfg.layer_bits}
 
 
 def as_text(found: Diagnosis) -> str:
@@ -125,36 +129,36 @@ def as_text(found: Diagnosis) -> str:
 def _layers(layers: Sequence[LayerReport]) -> str:
     """The most sensitive ones, and every one that has a warning."""
     worst = sorted(layers, key=lambda r: -r.kl)
-    shown = [r for i, r in enumerate(worst) if i < _SHOWN_LAYERS or r.warnings]
     header = ("layer", "KL k4", "KL v4", "KL k2", "KL v2", "key mean", "key bias", "warnings")
+    rows = [
+        (
+            r.layer,
+            *(f"{kl:.1e}" for bits in (4, 2) for kl in (r.key_kl[bits], r.value_kl[bits])),
+            or_dash(r.mean_share, "{:.0%}"),
+            or_dash(r.key_bias, "{:.1f}"),
+            "; ".join(r.warnings),
+        )
+        for i, r in enumerate(worst)
+        if i < _SHOWN_LAYERS or r.warnings
+    ]
     title = f"Most sensitive of {len(layers)} layers (estimated KL with that side alone coded):"
-    return f"{title}\n{format_table(header, list(map(_layer_cells, shown)))}"
-
-
-def _layer_cells(r: LayerReport) -> tuple[object, ...]:
-    return (
-        r.layer,
-        *(f"{kl:.1e}" for bits in (4, 2) for kl in (r.key_kl[bits], r.value_kl[bits])),
-        "-" if r.mean_share is None else f"{100 * r.mean_share:.0f}%",
-        "-" if r.key_bias is None else f"{r.key_bias:.1f}",
-        "; ".join(r.warnings),
-    )
+    return f"{title}\n{format_table(header, rows)}"
 
 
 def _tried(tried: Sequence[Measured]) -> str:
     header = "config", "bytes per token", "predicted KL", "measured KL", "top-1 kept", "verdict"
-    return format_table(header, list(map(_tried_cells, tried)))
-
-
-def _tried_cells(m: Measured) -> tuple[object, ...]:
-    return (
-        m.name,
-        f"{m.bytes_per_token:.0f}",
-        "-" if m.predicted_kl is None else f"{m.predicted_kl:.5f}",
-        f"{m.kl:.5f}",
-        f"{100 * m.top1:.1f}%",
-        "within" if m.within else "over the budget",
-    )
+    rows = [
+        (
+            m.name,
+            f"{m.bytes_per_token:.0f}",
+            or_dash(m.predicted_kl, "{:.5f}"),
+            f"{m.kl:.5f}",
+            f"{m.top1:.1%}",
+            "within" if m.within else "over the budget",
+        )
+        for m in tried
+    ]
+    return format_table(header, rows)
 
 
 def _verdict(found: Diagnosis) -> str:
