@@ -25,7 +25,7 @@ from tightkv.tools.model_loading.source import BUNDLED_NAME, bundled_gguf
 # Bumped whenever the same GGUF file would be converted to other files.
 _CONVERSION = 1
 _FILES = ("config.json", "model.safetensors", "tokenizer.json")
-_ABANDONED_SECONDS = 24 * 3600
+_ABANDONED_SECONDS = 24 * 3600  # after these, what a killed conversion left is removed
 
 
 def bundled_folder(progress: Callable[[str], None]) -> Path:
@@ -34,7 +34,8 @@ def bundled_folder(progress: Callable[[str], None]) -> Path:
     The folder appears whole or not at all: it is written beside its place and then renamed.
     """
     gguf, root = bundled_gguf(), cache_root()
-    folder = root / _key(gguf)
+    digest = hashlib.sha256(gguf.read_bytes()).hexdigest()[:16]
+    folder = root / f"{gguf.stem}-{gguf.stat().st_size}-{digest}-{_CONVERSION}"
     if _is_whole(folder):
         return folder
     try:
@@ -48,11 +49,6 @@ def bundled_folder(progress: Callable[[str], None]) -> Path:
             "set TIGHTKV_CACHE_DIR to a folder with 300 MB of space"
         ) from error
     return folder
-
-
-def _key(gguf: Path) -> str:
-    digest = hashlib.sha256(gguf.read_bytes()).hexdigest()[:16]
-    return f"{gguf.stem}-{gguf.stat().st_size}-{digest}-{_CONVERSION}"
 
 
 def _is_whole(folder: Path) -> bool:
@@ -70,7 +66,9 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _make(folder: Path, gguf: Path, progress: Callable[[str], None]) -> None:
-    _remove_abandoned(folder)
+    for other in folder.parent.glob(f"{folder.name}.*"):
+        if other.is_dir() and time.time() - other.stat().st_mtime > _ABANDONED_SECONDS:
+            shutil.rmtree(other, ignore_errors=True)
     begin = time.monotonic()
     progress(f"converting the bundled {BUNDLED_NAME}, once; this takes half a minute or so")
     unfinished = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
@@ -81,13 +79,6 @@ def _make(folder: Path, gguf: Path, progress: Callable[[str], None]) -> None:
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     progress(f"converted in {time.monotonic() - begin:.0f} s; kept in {folder}")
-
-
-def _remove_abandoned(folder: Path) -> None:
-    """What a conversion that was killed a day or more ago has left."""
-    for other in folder.parent.glob(f"{folder.name}.*"):
-        if other.is_dir() and time.time() - other.stat().st_mtime > _ABANDONED_SECONDS:
-            shutil.rmtree(other, ignore_errors=True)
 
 
 def convert(gguf: Path, folder: Path, progress: Callable[[str], None]) -> None:

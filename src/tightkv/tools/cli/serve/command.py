@@ -152,14 +152,12 @@ def server_command(
 
 def shortest(config: KVQuantConfig) -> dict[str, Any]:
     """The fewest fields that `KVQuantConfig.from_dict` makes this config of."""
-    best = None
-    for preset in PRESETS:
+
+    def beside(preset: str) -> dict[str, Any]:
         base = KVQuantConfig.preset(preset).to_dict()
-        changes = {name: v for name, v in config.to_dict().items() if v != base[name]}
-        if best is None or len(changes) < len(best) - 1:
-            best = {"preset": preset, **changes}
-    assert best is not None
-    return best
+        return {name: v for name, v in config.to_dict().items() if v != base[name]}
+
+    return min(({"preset": preset, **beside(preset)} for preset in PRESETS), key=len)
 
 
 def _parse(args: argparse.Namespace) -> tuple[str | None, list[str]]:
