@@ -47,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from tightkv.integrations.transformers.package import load_package, read_about
+    from tightkv.tools.cli.generate.live import TokenClock
 
     about = read_about(folder)
     if given not in (folder, folder / about.model_file):
@@ -64,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
             f"the prompt has {ids.shape[1]} tokens; this model was exported for "
             f"{about.max_tokens} with its answer: shorten it, or export with more --max-tokens"
         )
-    streamer = None
+    streamer = TokenClock()
     if not args.json:
         streamer = transformers.TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     with Working(f"loading {folder / about.model_file}"):
@@ -80,9 +81,8 @@ def run(args: argparse.Namespace) -> int:
         "decode_seconds": sum(seconds[1:]),
     }
     rate = (len(seconds) - 1) / data["decode_seconds"] if len(seconds) > 1 else 0.0
-    emit(
-        args, data, f"\n{ids.shape[1]} + {len(tokens)} tokens, {rate:.1f} tokens/s after the first"
-    )
+    sizes = f"{ids.shape[1]} + {len(tokens)} tokens"
+    emit(args, data, f"\n{sizes}, {rate:.1f} tokens/s after the first")
     return 0
 
 
@@ -92,11 +92,9 @@ def _greedy(
     """The tokens, and the seconds of the prompt and of each token after the first."""
     import torch
 
-    tokens: list[int] = []
-    seconds: list[float] = []
+    tokens, seconds = list[int](), list[float]()
     position = torch.arange(ids.shape[1], device=ids.device)
-    if streamer is not None:
-        streamer.put(ids)
+    streamer.put(ids)
     while len(tokens) < count:
         start = time.monotonic()
         token = step(ids, position)[:, -1].argmax(-1)  # [1]
@@ -104,9 +102,7 @@ def _greedy(
         tokens.append(int(token))
         if tokens[-1] in stop:
             break
-        if streamer is not None:
-            streamer.put(token)
+        streamer.put(token)
         ids, position = token[:, None], position[-1:] + 1
-    if streamer is not None:
-        streamer.end()
+    streamer.end()
     return tokens, seconds

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from contextlib import redirect_stderr
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -87,9 +86,12 @@ def convert(gguf: Path, folder: Path, progress: Callable[[str], None]) -> None:
     progress("reading the tokenizer (1 of 3)")
     tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
     progress("reading and dequantizing the weights (2 of 3)")
+    # plain weights, also where transformers could keep them packed; older ones cannot
+    packed = getattr(transformers, "GgufConfig", None)
+    plain = None if packed is None else packed(dequantize=True)
     with redirect_stderr(io.StringIO()):  # transformers' bar for GGUF tensors cannot be turned off
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            **source, dtype=torch.float32, quantization_config=_dequantize()
+            **source, dtype=torch.float32, quantization_config=plain
         )
     progress("writing (3 of 3)")
     weights = {name: w.to(torch.bfloat16).contiguous() for name, w in model.state_dict().items()}
@@ -101,9 +103,3 @@ def convert(gguf: Path, folder: Path, progress: Callable[[str], None]) -> None:
     model.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def _dequantize() -> Any:
-    """Plain weights, also where transformers could keep them packed; None where it cannot yet."""
-    options = getattr(transformers, "GgufConfig", None)
-    return None if options is None else options(dequantize=True)

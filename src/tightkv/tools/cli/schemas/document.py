@@ -44,7 +44,9 @@ def to_schema(kind: Any) -> Schema:
     if isinstance(kind, str):
         return _named(kind)
     if isinstance(kind, dict):
-        return _mapping(kind) if "*" in kind else _object(kind)
+        if "*" in kind:
+            return {"type": "object", "additionalProperties": to_schema(kind["*"])}
+        return _object(kind)
     if kind[0] == "one of":
         return {"anyOf": [to_schema(one) for one in kind[1:]]}
     length = {"minItems": len(kind), "maxItems": len(kind)} if len(kind) > 1 else {}
@@ -57,10 +59,6 @@ def _named(kind: str) -> Schema:
     if kind.startswith("$"):
         return to_schema(_table()[kind])
     return {"const": kind[1:]} if kind.startswith("=") else {"type": _TYPES.get(kind, kind)}
-
-
-def _mapping(kind: dict[str, Any]) -> Schema:
-    return {"type": "object", "additionalProperties": to_schema(kind["*"])}
 
 
 def _object(kind: dict[str, Any]) -> Schema:

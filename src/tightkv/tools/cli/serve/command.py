@@ -67,10 +67,7 @@ def own_parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    try:
-        given, vllm_options = _parse(args)
-    except SystemExit as stop:  # --help, or arguments that argparse refuses
-        return stop.code if isinstance(stop.code, int) else 2
+    given, vllm_options = _parse(args)
     options, file = options_from_args(args), read_server_file(args.config)
     config = None if is_off(options) else KVQuantConfig.from_dict(options)
     vllm_file = read_vllm_file(vllm_options)

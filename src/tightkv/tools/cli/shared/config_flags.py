@@ -37,7 +37,15 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--config", metavar="FILE", help="fields as JSON: a .json file, or its text")
     docs = field_docs()
     for field in dataclasses.fields(KVQuantConfig):
-        group.add_argument(flag_name(field.name), **_flag_options(field, docs.get(field.name, "")))
+        kind: type = type(field.default)
+        default = field.default if field.default != () else "none"
+        about = f"{docs.get(field.name, '')} (default: {default})".replace("%", "%%").strip()
+        options: dict[str, Any] = {"dest": _DEST + field.name, "default": argparse.SUPPRESS}
+        if kind is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        else:
+            options |= {"type": _numbers if kind is tuple else kind, "metavar": _METAVARS[kind]}
+        group.add_argument(flag_name(field.name), help=about, **options)
 
 
 def config_from_args(args: argparse.Namespace) -> KVQuantConfig:
@@ -82,19 +90,6 @@ def field_docs() -> dict[str, str]:
         if isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant):
             docs[field.target.id] = str(doc.value.value)
     return docs
-
-
-def _flag_options(field: dataclasses.Field[Any], doc: str) -> dict[str, Any]:
-    kind: type = type(field.default)
-    default = field.default if field.default != () else "none"
-    options: dict[str, Any] = {
-        "dest": _DEST + field.name,
-        "default": argparse.SUPPRESS,
-        "help": f"{doc} (default: {default})".replace("%", "%%").strip(),
-    }
-    if kind is bool:
-        return options | {"action": argparse.BooleanOptionalAction}
-    return options | {"type": _numbers if kind is tuple else kind, "metavar": _METAVARS[kind]}
 
 
 def _numbers(text: str) -> tuple[int, ...]:
