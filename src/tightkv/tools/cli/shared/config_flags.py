@@ -13,6 +13,7 @@ from typing import Any
 from tightkv.config import ENV_PREFIX, PRESETS, KVQuantConfig, env_fields, fields_of, read_json
 from tightkv.config.aliases import overlay
 from tightkv.config.fields import ConfigFields
+from tightkv.config.presets import PRESET_OPTIONS
 
 OFF_LINE = 'the cache is not compressed: the config has "enabled": false'
 _DEST = "kv_"
@@ -102,10 +103,6 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def _preset_fields(name: str) -> dict[str, Any]:
     """The fields in which presets differ; the others are left to what lies below."""
-    default, chosen = KVQuantConfig().to_dict(), KVQuantConfig.preset(name).to_dict()
-    every = [KVQuantConfig.preset(preset).to_dict() for preset in PRESETS]
-    return {
-        field: value
-        for field, value in chosen.items()
-        if any(preset[field] != default[field] for preset in every)
-    }
+    chosen = KVQuantConfig.preset(name)
+    changed = (field for options in PRESET_OPTIONS.values() for field in options)
+    return {field: getattr(chosen, field) for field in changed}
