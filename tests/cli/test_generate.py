@@ -23,9 +23,16 @@ from tightkv.integrations.transformers.cache_size import CacheSize, cache_size
 from tightkv.pages.layout import PageLayout
 from tightkv.tools.cli import main
 from tightkv.tools.cli.generate import live
-from tightkv.tools.cli.generate.compare import SharedPrompt, can_share, find_divergence, mean_kl
-from tightkv.tools.cli.generate.generation import _timing, _until_end, generate
-from tightkv.tools.cli.generate.needle import AskedNeedle, choose_needle, hide
+from tightkv.tools.cli.generate.compare import (
+    SharedPrompt,
+    can_share,
+    choose_needle,
+    find_divergence,
+    hide,
+    judged,
+    mean_kl,
+)
+from tightkv.tools.cli.generate.live import _timing, _until_end, generate
 from tightkv.tools.cli.generate.prompt import check_length, encode, long_context
 from tightkv.tools.cli.generate.report import compare_text, single_text
 from tightkv.tools.eval.tasks.needles import Needle
@@ -235,11 +242,18 @@ def test_the_report_says_when_the_cache_is_larger_and_when_it_is_smaller() -> No
 def test_seconds_of_prompt_and_decoding() -> None:
     """The first step after the prompt is left out where others follow."""
     both = _timing([10.0, 14.0, 19.0, 20.0, 21.0], 8, [[1, 2, 3, 4], [1, 2]])
-    assert (both.prefill_rate, both.decode_tokens, both.decode_rate) == (2.0, 2, 1.0)
+    assert both == {
+        "prefill_seconds": 4.0,
+        "prefill_tokens_per_second": 2.0,
+        "decode_seconds": 2.0,
+        "decode_tokens_per_second": 1.0,
+    }
+    read = _timing([10.0, 11.0, 12.0], 8, [[1, 2]], before=3.0)
+    assert (read["prefill_seconds"], read["prefill_tokens_per_second"]) == (4.0, 2.0)
     two = _timing([10.0, 14.0, 19.0], 8, [[1, 2]])
-    assert (two.decode_tokens, two.decode_seconds) == (1, 5.0)
+    assert (two["decode_seconds"], two["decode_tokens_per_second"]) == (5.0, 0.2)
     one = _timing([10.0, 14.0], 8, [[1]])
-    assert one.decode_rate is None
+    assert one["decode_tokens_per_second"] is None
 
 
 # --- compare -----------------------------------------------------------------------------------
@@ -347,11 +361,15 @@ def test_where_texts_part() -> None:
         )
 
     there = divergence("the cat sat down there", "the cat ran away there")
-    assert there.token == len("the cat ")
-    assert (there.before, there.first, there.second) == ("the cat ", "sat down", "ran away")
-    shorter = divergence("the cat", "the")
-    assert (shorter.token, shorter.first, shorter.second) == (3, " cat", "")
-    assert divergence("same", "same").token is None
+    assert there == {
+        "equal": False,
+        "divergence_token": len("the cat "),
+        "before": "the cat ",
+        "uncompressed": "sat down",
+        "compressed": "ran away",
+    }
+    assert list(divergence("the cat", "the").values()) == [False, 3, "the", " cat", ""]
+    assert list(divergence("same", "same").values()) == [True, None, "", "", ""]
 
 
 def test_compare_ends_with_the_table(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -455,8 +473,8 @@ def test_answers_to_the_needle(tiny: Path, capsys: pytest.CaptureFixture[str]) -
     answers = [run["answers"][0]["text"].strip() for run in data["runs"]]
     assert [a["text"] for a in needle["answers"]] == answers  # its question was the prompt
     assert len(answers) == 2 and not any(a["found"] for a in needle["answers"])
-    asked = AskedNeedle(Needle("The number is 7.", "Which?", "7"))
-    assert [a["found"] for a in asked.as_json(["It is 7.", "17"])["answers"]] == [True, False]
+    asked = Needle("The number is 7.", "Which?", "7")
+    assert [a["found"] for a in judged(asked, ["It is 7.", "17"])["answers"]] == [True, False]
     needle["answers"][0] = {"text": "7!", "found": True}
     text = compare_text(data)
     assert "  uncompressed: '7!' (found)" in text and " (not found)" in text
@@ -479,7 +497,7 @@ def live_answer(tiny: Path, monkeypatch: pytest.MonkeyPatch, text: bool) -> str:
     listener = live.LiveAnswer(model, cache, "k4v4", 6, streamer)
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     inputs = tokenizer(SENTENCE, return_tensors="pt")
-    generate(model, inputs, cache, options=options, listener=listener)
+    generate(model, inputs, cache, options, listener)
     assert not any(layer._forward_hooks for layer in model.model.layers)
     return str(getattr(sys.stderr, "getvalue", str)())
 

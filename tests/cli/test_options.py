@@ -46,6 +46,16 @@ def test_words_have_their_types() -> None:
             parser(OPTIONS).parse_args(refused)
 
 
+def test_options_that_must_be_given_and_values_that_may_be_left_out() -> None:
+    made = parser("--output FOLDER!  new\n--long TOKENS:int?1500  1500 if alone")
+    assert vars(made.parse_args(["--output", "a"])) == {"output": "a", "long": None}
+    assert made.parse_args(["--output", "a", "--long"]).long == 1500
+    assert made.parse_args(["--output", "a", "--long", "7"]).long == 7
+    assert "--output FOLDER" in made.format_help() and "[--long [TOKENS]]" in made.format_help()
+    with pytest.raises(SystemExit):
+        made.parse_args(["--long"])
+
+
 def test_lists_of_two_runs_are_two() -> None:
     made = parser("--text FILE ...")
     assert made.parse_args(["--text", "a"]).text == ["a"] and made.parse_args([]).text == []

@@ -17,8 +17,7 @@ import tightkv
 from json_schemas import check, validator
 from tightkv.config import KVQuantConfig
 from tightkv.tools.cli import COMMANDS, main
-from tightkv.tools.cli.schemas import schema_of
-from tightkv.tools.cli.schemas.document import to_schema
+from tightkv.tools.cli.schemas import schema_of, to_schema
 from tiny_folder import write_tiny_folder
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

@@ -33,22 +33,22 @@ def source_commit() -> str | None:
     if given := os.environ.get("SOURCE_COMMIT"):
         return given
     package = Path(__file__).resolve().parents[1]
-
-    def git(*words: str) -> str | None:
-        try:
-            done = subprocess.run(
-                ["git", "-C", str(package), *words], capture_output=True, text=True, timeout=10
-            )
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    top, commit = git("rev-parse", "--show-toplevel"), git("rev-parse", "HEAD")
+    git = ("git", "-C", str(package))
+    top, commit = _said(*git, "rev-parse", "--show-toplevel"), _said(*git, "rev-parse", "HEAD")
     # A package installed somewhere inside another project's repository is not of that commit.
     if top is None or commit is None or Path(top) / "src" / "tightkv" != package:
         return None
-    changes = git("status", "--porcelain", ":/src")
+    changes = _said(*git, "status", "--porcelain", ":/src")
     return f"{commit}-unchecked" if changes is None else f"{commit}-modified" if changes else commit
+
+
+def _said(*command: str) -> str | None:
+    """What a command prints; None if it fails or is not there."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def versions() -> dict[str, Any]:
@@ -75,14 +75,6 @@ def provenance(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         facts["gpu"] = torch.cuda.get_device_name(device)
         facts["cuda"] = torch.version.cuda
-        facts["driver"] = _driver()
+        drivers = _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        facts["driver"] = drivers.splitlines()[0].strip() if drivers else None
     return facts
-
-
-def _driver() -> str | None:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.splitlines()[0].strip() if done.stdout else None

@@ -11,9 +11,9 @@ from typing import Any
 
 from tightkv.files.atomic import check_writable
 from tightkv.fit.calibration import SUFFIX, Calibration, save_calibration
-from tightkv.tools.cli.shared.loading import add_model, load_for, need_transformers
-from tightkv.tools.cli.shared.options import add_options
-from tightkv.tools.cli.shared.output import add_output_options, emit, print_expected, print_status
+from tightkv.tools.cli.shared.loading import load_for, need_transformers
+from tightkv.tools.cli.shared.options import Commands, add_command
+from tightkv.tools.cli.shared.output import emit, print_expected, print_status
 from tightkv.tools.cli.shared.progress import Progress, Working
 from tightkv.tools.model_loading.source import BUNDLED_NAME, check_source, is_hub_id
 
@@ -22,17 +22,14 @@ _PASSES = 2  # what a token costs: the model, and attention of each layer once m
 _GRADIENT_PASSES = 6  # what those of the first window cost on top
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
+def add_parser(commands: Commands) -> None:
+    add_command(
+        commands,
         "calibrate",
-        description="Measure on text what errors of a model's keys and values cost, and write one "
+        "Measure on text what errors of a model's keys and values cost, and write one "
         "small file: how to code each layer's keys, and for k4v4, k3v3 and k2v2 the bits of each "
         "layer that cost least at no more bytes. Use it with --calibration FILE in every command, "
         "or as the config field calibration.",
-    )
-    add_model(parser)
-    add_options(
-        parser,
         f"""
         --text FILE ...  UTF-8 text, repeatable (default: prose that comes with Python)
         --tokens=4096 N  default: 4096
@@ -41,8 +38,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         --device NAME
         --dtype NAME
         """,
+        model=True,
     )
-    add_output_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from tightkv.config import PRESETS
 from tightkv.tools.cli.shared.output import add_output_options, emit
@@ -46,9 +45,9 @@ def collect_words() -> tuple[Words, Words]:
         if name == "serve":
             parser = import_module("tightkv.tools.cli.serve.command").own_parser()
         else:
-            found = _subparsers(build_parser(chosen=name))
-            assert found is not None
-            parser = found.choices[name]
+            actions = build_parser(chosen=name)._actions
+            (every,) = (a for a in actions if isinstance(a, argparse._SubParsersAction))
+            parser = every.choices[name]
         _collect(name, parser, words, choices)
     return words, choices
 
@@ -67,10 +66,6 @@ def _collect(path: str, parser: argparse.ArgumentParser, words: Words, choices: 
             allowed = PRESETS if option in _PRESET_OPTIONS else action.choices
             if allowed:
                 choices[f"{path} {option}".strip()] = [str(choice) for choice in allowed]
-
-
-def _subparsers(parser: argparse.ArgumentParser) -> Any:
-    return next((a for a in parser._actions if isinstance(a, argparse._SubParsersAction)), None)
 
 
 def script(shell: str, words: Words, choices: Words) -> str:

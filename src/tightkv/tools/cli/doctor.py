@@ -11,18 +11,13 @@ from typing import TYPE_CHECKING, Any
 from tightkv import __version__
 from tightkv.config import PRESETS, KVQuantConfig
 from tightkv.files.atomic import check_writable, whole_file
-from tightkv.tools.cli.shared.config_flags import (
-    add_config_flags,
-    config_from_args,
-    flag_name,
-    given_fields,
-)
-from tightkv.tools.cli.shared.loading import add_model, load_for, need_transformers
-from tightkv.tools.cli.shared.options import add_options
+from tightkv.tools.cli.shared.config_flags import config_from_args, flag_name, given_fields
+from tightkv.tools.cli.shared.loading import load_for, need_transformers
+from tightkv.tools.cli.shared.options import Commands, add_command
 from tightkv.tools.cli.shared.output import (
-    add_output_options,
     emit,
     format_table,
+    or_dash,
     print_expected,
     print_status,
 )
@@ -37,18 +32,15 @@ _INTERRUPTED = 130
 _SHOWN_LAYERS = 5
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
+def add_parser(commands: Commands) -> None:
+    add_command(
+        commands,
         "doctor",
-        description="Find the bits of each layer's keys and values that take the fewest bytes "
+        "Find the bits of each layer's keys and values that take the fewest bytes "
         "while the mean KL to the uncompressed cache, on your text, stays within a budget. With "
         "--preset, --config or a config flag, judge that config instead. With --calibration, what "
         "it says of the layers is not measured again. Exit code 1 if nothing keeps the budget. "
         "Ctrl-C prints what was found so far (exit code 130).",
-    )
-    add_model(parser)
-    add_options(
-        parser,
         """
         --text FILE ...  UTF-8 text, repeatable
         --budget=0.01 BUDGET:float  nats per token (default: 0.01)
@@ -58,9 +50,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         --device NAME
         --dtype NAME
         """,
+        model=True,
+        config=True,
     )
-    add_config_flags(parser)
-    add_output_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -98,8 +90,7 @@ def _diagnose(args: argparse.Namespace, cfg: KVQuantConfig | None, calibration: 
     windows = cut_windows(tokenizer, texts, args.window, args.windows)
     doctor = Doctor(model, windows, args.budget, bars=Progress)
     with Working("timing a short pass"):
-        one = {} if cfg is None else {"configs": 1}
-        seconds = doctor.expected_seconds(**one)
+        seconds = doctor.expected_seconds(**({} if cfg is None else {"configs": 1}))
     print_expected(windows.ids.numel(), seconds)
     start = time.monotonic()
     found = doctor.diagnose(candidates) if cfg is None else doctor.check(cfg)
@@ -120,14 +111,13 @@ def as_json(found: Diagnosis) -> dict[str, Any]:
         "kv_quant": None if chosen is None else chosen.cfg.to_dict(),
         "bytes_per_token_bf16": found.bytes_bf16,
         "uniform": None if uniform is None else asdict(uniform),
-        "tried": [_tried_json(tried) for tried in found.tried],
+        "tried": [
+            {name: value for name, value in vars(tried).items() if name != "cfg"}
+            | {"layer_bits": tried.cfg.layer_bits}
+            for tried in found.tried
+        ],
         "layers": [asdict(layer) for layer in found.layers],
     }
-
-
-def _tried_json(tried: Measured) -> dict[str, Any]:
-    fields = {name: value for name, value in vars(tried).items() if name != "cfg"}
-    return {**fields, "layer_bits": tried.cfg.layer_bits}
 
 
 def as_text(found: Diagnosis) -> str:
@@ -139,36 +129,36 @@ def as_text(found: Diagnosis) -> str:
 def _layers(layers: Sequence[LayerReport]) -> str:
     """The most sensitive ones, and every one that has a warning."""
     worst = sorted(layers, key=lambda r: -r.kl)
-    shown = [r for i, r in enumerate(worst) if i < _SHOWN_LAYERS or r.warnings]
     header = ("layer", "KL k4", "KL v4", "KL k2", "KL v2", "key mean", "key bias", "warnings")
+    rows = [
+        (
+            r.layer,
+            *(f"{kl:.1e}" for bits in (4, 2) for kl in (r.key_kl[bits], r.value_kl[bits])),
+            or_dash(r.mean_share, "{:.0%}"),
+            or_dash(r.key_bias, "{:.1f}"),
+            "; ".join(r.warnings),
+        )
+        for i, r in enumerate(worst)
+        if i < _SHOWN_LAYERS or r.warnings
+    ]
     title = f"Most sensitive of {len(layers)} layers (estimated KL with that side alone coded):"
-    return f"{title}\n{format_table(header, list(map(_layer_cells, shown)))}"
-
-
-def _layer_cells(r: LayerReport) -> tuple[object, ...]:
-    return (
-        r.layer,
-        *(f"{kl:.1e}" for bits in (4, 2) for kl in (r.key_kl[bits], r.value_kl[bits])),
-        "-" if r.mean_share is None else f"{100 * r.mean_share:.0f}%",
-        "-" if r.key_bias is None else f"{r.key_bias:.1f}",
-        "; ".join(r.warnings),
-    )
+    return f"{title}\n{format_table(header, rows)}"
 
 
 def _tried(tried: Sequence[Measured]) -> str:
     header = "config", "bytes per token", "predicted KL", "measured KL", "top-1 kept", "verdict"
-    return format_table(header, list(map(_tried_cells, tried)))
-
-
-def _tried_cells(m: Measured) -> tuple[object, ...]:
-    return (
-        m.name,
-        f"{m.bytes_per_token:.0f}",
-        "-" if m.predicted_kl is None else f"{m.predicted_kl:.5f}",
-        f"{m.kl:.5f}",
-        f"{100 * m.top1:.1f}%",
-        "within" if m.within else "over the budget",
-    )
+    rows = [
+        (
+            m.name,
+            f"{m.bytes_per_token:.0f}",
+            or_dash(m.predicted_kl, "{:.5f}"),
+            f"{m.kl:.5f}",
+            f"{m.top1:.1%}",
+            "within" if m.within else "over the budget",
+        )
+        for m in tried
+    ]
+    return format_table(header, rows)
 
 
 def _verdict(found: Diagnosis) -> str:

@@ -43,7 +43,9 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command and return its exit code."""
     argv = sys.argv[1:] if argv is None else argv
     terminal.open_streams()
-    _print_any_character()
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        # answers and paths may have characters that the terminal's encoding has not: \xf6 then
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with _warnings_as_lines():
             code = _run(argv)
@@ -61,13 +63,6 @@ def main(argv: list[str] | None = None) -> int:
         return USER_ERROR
     finally:
         terminal.flush_streams()
-
-
-def _print_any_character() -> None:
-    """Answers and paths may have characters that the terminal's encoding has not: \\xf6 then."""
-    out = sys.stdout
-    if isinstance(out, io.TextIOWrapper) and out.errors == "strict":
-        out.reconfigure(errors="backslashreplace")
 
 
 @contextmanager
@@ -99,13 +94,13 @@ def _run(argv: list[str]) -> int:
     parser = build_parser(chosen=next((word for word in before_help if word in COMMANDS), None))
     try:
         args = parser.parse_args(argv)
+        if args.command is None:
+            parser.print_help(sys.stderr)
+            return USER_ERROR
+        code: int = import_module(f"tightkv.tools.cli.{args.command}").run(args)
+        return code
     except SystemExit as stop:  # --help, --version, or arguments that argparse refuses
         return stop.code if isinstance(stop.code, int) else USER_ERROR
-    if args.command is None:
-        parser.print_help(sys.stderr)
-        return USER_ERROR
-    code: int = import_module(f"tightkv.tools.cli.{args.command}").run(args)
-    return code
 
 
 class _Help(argparse.HelpFormatter):
@@ -118,11 +113,8 @@ class _Help(argparse.HelpFormatter):
 
 def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
     """The parser; only the command `chosen` has its options, which needs its module."""
-    parser = argparse.ArgumentParser(
-        prog="tightkv",
-        description="A compressed KV cache for LLM inference.",
-        formatter_class=_Help,
-    )
+    about = "A compressed KV cache for LLM inference."
+    parser = argparse.ArgumentParser("tightkv", description=about, formatter_class=_Help)
     parser.add_argument("--version", action="version", version=f"tightkv {__version__}")
     parser.add_argument(
         "--traceback", action="store_true", help="show where in the code an error comes from"

@@ -8,29 +8,24 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tightkv.files.atomic import check_folder
-from tightkv.tools.cli.shared.config_flags import add_config_flags, config_from_args
-from tightkv.tools.cli.shared.loading import add_model, load_for, need_transformers
-from tightkv.tools.cli.shared.options import add_options
-from tightkv.tools.cli.shared.output import add_output_options, emit, human_bytes
+from tightkv.tools.cli.shared.config_flags import config_from_args
+from tightkv.tools.cli.shared.loading import load_for, need_transformers
+from tightkv.tools.cli.shared.options import Commands, add_command
+from tightkv.tools.cli.shared.output import emit, human_bytes
 from tightkv.tools.cli.shared.progress import Working
 from tightkv.tools.model_loading.source import DTYPE_NAMES, check_source
 
 MAX_TOKENS = 2048
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
+def add_parser(commands: Commands) -> None:
+    add_command(
+        commands,
         "export",
-        description="Compile a model with its compressed cache into one file. "
+        "Compile a model with its compressed cache into one file. "
         "`tightkv run` runs it, and so does any process that has libtorch (docs/export.md).",
-    )
-    add_model(parser)
-    parser.add_argument(
-        "--output", required=True, metavar="FOLDER", help="a new folder, or an exported model's"
-    )
-    add_options(
-        parser,
         f"""
+        --output FOLDER!  a new folder, or an exported model's
         --format=pt2 {{pt2,pte}}  pt2: an AOTInductor package, for libtorch (default); pte: for
             ExecuTorch
         --backend {{xnnpack,portable,cpu,cuda}}  of a pte: xnnpack (default) or portable; of a pt2:
@@ -40,9 +35,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         --dtype {{{",".join(DTYPE_NAMES)}}}  default: of a pte float32, which XNNPACK computes;
             else bfloat16 where it is fast
         """,
+        model=True,
+        config=True,
     )
-    add_output_options(parser)
-    add_config_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tightkv import __version__
 from tightkv.integrations.extras import install_hint, installed_version
-from tightkv.tools.cli.shared.output import add_output_options, emit, format_table, human_bytes
+from tightkv.tools.cli.shared.options import Commands, add_command
+from tightkv.tools.cli.shared.output import emit, format_table, human_bytes
 
 # name -> how to install it
 PACKAGES = {
@@ -36,11 +38,8 @@ ARM_CORES = {
 }
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "info", description="Versions, devices, and which kernels can run here and why not."
-    )
-    add_output_options(parser)
+def add_parser(commands: Commands) -> None:
+    add_command(commands, "info", "Versions, devices, and which kernels can run here and why not.")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,22 +51,32 @@ def run(args: argparse.Namespace) -> int:
 def collect() -> dict[str, Any]:
     """The object that --json prints (docs/info.md)."""
     errors: list[str] = []
+    found = {name: installed_version(name) for name in PACKAGES}
     return {
         "schema": 1,
         "tightkv": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": [_package(name, install) for name, install in PACKAGES.items()],
+        "packages": [
+            {"name": name, "version": found[name], "install": None if found[name] else how}
+            for name, how in PACKAGES.items()
+        ],
         "cpu": _cpu(),
-        "devices": _devices(errors),
-        "kernels": _kernels(errors),
+        "devices": _answer("devices", _devices, errors),
+        "kernels": _answer("kernels", _kernels, errors),
         "errors": errors,
     }
 
 
-def _package(name: str, install: str) -> dict[str, str | None]:
-    version = installed_version(name)
-    return {"name": name, "version": version, "install": install if version is None else None}
+def _answer(
+    what: str, ask: Callable[[], list[dict[str, Any]]], errors: list[str]
+) -> list[dict[str, Any]]:
+    """A driver or kernel that breaks while it is asked must not hide the rest of the report."""
+    try:
+        return ask()
+    except Exception as error:
+        errors.append(f"{what}: {type(error).__name__}: {' '.join(str(error).split())}")
+        return []
 
 
 def _cpu() -> dict[str, Any]:
@@ -97,76 +106,49 @@ def _cpuinfo() -> dict[str, str]:
     return fields
 
 
-def _devices(errors: list[str]) -> list[dict[str, Any]]:
+def _devices() -> list[dict[str, Any]]:
     """Accelerators that torch can use."""
-    try:
-        import torch
+    import torch
 
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        found = []
-        for index in range(count):
-            about = torch.cuda.get_device_properties(index)
-            found.append(
-                {
-                    "type": "rocm" if torch.version.hip else "cuda",
-                    "index": index,
-                    "name": about.name,
-                    "memory_bytes": about.total_memory,
-                    "capability": f"{about.major}.{about.minor}",
-                }
-            )
-        return found
-    except (ImportError, OSError, RuntimeError, AssertionError) as error:
-        errors.append(f"devices: {_one_line(error)}")
-        return []
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [
+        {
+            "type": "rocm" if torch.version.hip else "cuda",
+            "index": index,
+            "name": about.name,
+            "memory_bytes": about.total_memory,
+            "capability": f"{about.major}.{about.minor}",
+        }
+        for index, about in enumerate(map(torch.cuda.get_device_properties, range(count)))
+    ]
 
 
-def _kernels(errors: list[str]) -> list[dict[str, Any]]:
-    # A kernel that breaks while it is asked must not hide the rest of the report.
-    try:
-        from tightkv.kernels.registry import available
+def _kernels() -> list[dict[str, Any]]:
+    from tightkv.kernels.registry import available
 
-        return [{"name": k.name, "usable": k.usable, "reason": k.reason} for k in available()]
-    except Exception as error:
-        errors.append(f"kernels: {_one_line(error)}")
-        return []
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return [{"name": k.name, "usable": k.usable, "reason": k.reason} for k in available()]
 
 
 def as_text(data: dict[str, Any]) -> str:
     cpu = data["cpu"]
     cores = f"{cpu['usable_cores']} of {cpu['logical_cores']} cores"
+    devices = [
+        f"GPU {d['index']}: {d['name']}, {human_bytes(d['memory_bytes'])}, "
+        f"{d['type']} capability {d['capability']}"
+        for d in data["devices"]
+    ]
+    packages = [
+        (p["name"], p["version"] or f"not installed: {p['install']}") for p in data["packages"]
+    ]
+    kernels = [(k["name"], "yes" if k["usable"] else "no", k["reason"]) for k in data["kernels"]]
     parts = [
         f"tightkv {data['tightkv']}, Python {data['python']}, {data['platform']}",
         f"CPU: {cpu['model']}, {cores}, {' '.join(cpu['simd']) or 'no SIMD flags known'}",
-        _devices_text(data["devices"]),
+        *(devices or ["GPU: none that torch can use"]),
         "",
-        _packages_text(data["packages"]),
+        format_table(("package", "version"), packages),
         "",
-        _kernels_text(data["kernels"]),
+        format_table(("kernels", "can run", "why"), kernels),
         *(f"problem: {error}" for error in data["errors"]),
     ]
     return "\n".join(parts)
-
-
-def _devices_text(devices: list[dict[str, Any]]) -> str:
-    if not devices:
-        return "GPU: none that torch can use"
-    return "\n".join(
-        f"GPU {d['index']}: {d['name']}, {human_bytes(d['memory_bytes'])}, "
-        f"{d['type']} capability {d['capability']}"
-        for d in devices
-    )
-
-
-def _packages_text(packages: list[dict[str, str | None]]) -> str:
-    rows = [(p["name"], p["version"] or f"not installed: {p['install']}") for p in packages]
-    return format_table(("package", "version"), rows)
-
-
-def _kernels_text(kernels: list[dict[str, Any]]) -> str:
-    rows = [(k["name"], "yes" if k["usable"] else "no", k["reason"]) for k in kernels]
-    return format_table(("kernels", "can run", "why"), rows)

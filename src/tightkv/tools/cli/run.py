@@ -10,20 +10,17 @@ from typing import Any
 
 from tightkv.tools.cli.generate.prompt import encode, read_prompts
 from tightkv.tools.cli.shared.loading import need_transformers
-from tightkv.tools.cli.shared.options import add_options
-from tightkv.tools.cli.shared.output import add_output_options, emit
+from tightkv.tools.cli.shared.options import Commands, add_command
+from tightkv.tools.cli.shared.output import emit
 from tightkv.tools.cli.shared.progress import Working
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
+def add_parser(commands: Commands) -> None:
+    parser = add_command(
+        commands,
         "run",
-        description="Answer a prompt, greedily, with an exported model. A .pt2 holds machine code: "
+        "Answer a prompt, greedily, with an exported model. A .pt2 holds machine code: "
         "run only those you trust.",
-    )
-    parser.add_argument("file", help="the folder that tightkv export wrote, or the model in it")
-    add_options(
-        parser,
         """
         --prompt TEXT  without it: standard input
         --prompt-file FILE
@@ -31,7 +28,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         --max-new-tokens=128 N  default: 128
         """,
     )
-    add_output_options(parser)
+    parser.add_argument("file", help="the folder that tightkv export wrote, or the model in it")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -50,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from tightkv.integrations.transformers.package import load_package, read_about
+    from tightkv.tools.cli.generate.live import TokenClock
 
     about = read_about(folder)
     if given not in (folder, folder / about.model_file):
@@ -67,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
             f"the prompt has {ids.shape[1]} tokens; this model was exported for "
             f"{about.max_tokens} with its answer: shorten it, or export with more --max-tokens"
         )
-    streamer = None
+    streamer = TokenClock()
     if not args.json:
         streamer = transformers.TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     with Working(f"loading {folder / about.model_file}"):
@@ -83,9 +81,8 @@ def run(args: argparse.Namespace) -> int:
         "decode_seconds": sum(seconds[1:]),
     }
     rate = (len(seconds) - 1) / data["decode_seconds"] if len(seconds) > 1 else 0.0
-    emit(
-        args, data, f"\n{ids.shape[1]} + {len(tokens)} tokens, {rate:.1f} tokens/s after the first"
-    )
+    sizes = f"{ids.shape[1]} + {len(tokens)} tokens"
+    emit(args, data, f"\n{sizes}, {rate:.1f} tokens/s after the first")
     return 0
 
 
@@ -95,11 +92,9 @@ def _greedy(
     """The tokens, and the seconds of the prompt and of each token after the first."""
     import torch
 
-    tokens: list[int] = []
-    seconds: list[float] = []
+    tokens, seconds = list[int](), list[float]()
     position = torch.arange(ids.shape[1], device=ids.device)
-    if streamer is not None:
-        streamer.put(ids)
+    streamer.put(ids)
     while len(tokens) < count:
         start = time.monotonic()
         token = step(ids, position)[:, -1].argmax(-1)  # [1]
@@ -107,9 +102,7 @@ def _greedy(
         tokens.append(int(token))
         if tokens[-1] in stop:
             break
-        if streamer is not None:
-            streamer.put(token)
+        streamer.put(token)
         ids, position = token[:, None], position[-1:] + 1
-    if streamer is not None:
-        streamer.end()
+    streamer.end()
     return tokens, seconds

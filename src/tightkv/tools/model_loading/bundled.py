@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from contextlib import redirect_stderr
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -25,7 +24,7 @@ from tightkv.tools.model_loading.source import BUNDLED_NAME, bundled_gguf
 # Bumped whenever the same GGUF file would be converted to other files.
 _CONVERSION = 1
 _FILES = ("config.json", "model.safetensors", "tokenizer.json")
-_ABANDONED_SECONDS = 24 * 3600
+_ABANDONED_SECONDS = 24 * 3600  # after these, what a killed conversion left is removed
 
 
 def bundled_folder(progress: Callable[[str], None]) -> Path:
@@ -34,7 +33,8 @@ def bundled_folder(progress: Callable[[str], None]) -> Path:
     The folder appears whole or not at all: it is written beside its place and then renamed.
     """
     gguf, root = bundled_gguf(), cache_root()
-    folder = root / _key(gguf)
+    digest = hashlib.sha256(gguf.read_bytes()).hexdigest()[:16]
+    folder = root / f"{gguf.stem}-{gguf.stat().st_size}-{digest}-{_CONVERSION}"
     if _is_whole(folder):
         return folder
     try:
@@ -48,11 +48,6 @@ def bundled_folder(progress: Callable[[str], None]) -> Path:
             "set TIGHTKV_CACHE_DIR to a folder with 300 MB of space"
         ) from error
     return folder
-
-
-def _key(gguf: Path) -> str:
-    digest = hashlib.sha256(gguf.read_bytes()).hexdigest()[:16]
-    return f"{gguf.stem}-{gguf.stat().st_size}-{digest}-{_CONVERSION}"
 
 
 def _is_whole(folder: Path) -> bool:
@@ -70,7 +65,9 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _make(folder: Path, gguf: Path, progress: Callable[[str], None]) -> None:
-    _remove_abandoned(folder)
+    for other in folder.parent.glob(f"{folder.name}.*"):
+        if other.is_dir() and time.time() - other.stat().st_mtime > _ABANDONED_SECONDS:
+            shutil.rmtree(other, ignore_errors=True)
     begin = time.monotonic()
     progress(f"converting the bundled {BUNDLED_NAME}, once; this takes half a minute or so")
     unfinished = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
@@ -83,22 +80,18 @@ def _make(folder: Path, gguf: Path, progress: Callable[[str], None]) -> None:
     progress(f"converted in {time.monotonic() - begin:.0f} s; kept in {folder}")
 
 
-def _remove_abandoned(folder: Path) -> None:
-    """What a conversion that was killed a day or more ago has left."""
-    for other in folder.parent.glob(f"{folder.name}.*"):
-        if other.is_dir() and time.time() - other.stat().st_mtime > _ABANDONED_SECONDS:
-            shutil.rmtree(other, ignore_errors=True)
-
-
 def convert(gguf: Path, folder: Path, progress: Callable[[str], None]) -> None:
     """Write the model and tokenizer of a GGUF file as bf16 safetensors, tokenizer and config."""
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     progress("reading the tokenizer (1 of 3)")
     tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
     progress("reading and dequantizing the weights (2 of 3)")
+    # plain weights, also where transformers could keep them packed; older ones cannot
+    packed = getattr(transformers, "GgufConfig", None)
+    plain = None if packed is None else packed(dequantize=True)
     with redirect_stderr(io.StringIO()):  # transformers' bar for GGUF tensors cannot be turned off
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            **source, dtype=torch.float32, quantization_config=_dequantize()
+            **source, dtype=torch.float32, quantization_config=plain
         )
     progress("writing (3 of 3)")
     weights = {name: w.to(torch.bfloat16).contiguous() for name, w in model.state_dict().items()}
@@ -110,9 +103,3 @@ def convert(gguf: Path, folder: Path, progress: Callable[[str], None]) -> None:
     model.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def _dequantize() -> Any:
-    """Plain weights, also where transformers could keep them packed; None where it cannot yet."""
-    options = getattr(transformers, "GgufConfig", None)
-    return None if options is None else options(dequantize=True)

@@ -40,13 +40,22 @@ def load_model(
     check_source(source)
     report = progress or logging.getLogger("tightkv").info
     place = _device(device)
-    kind = _dtype(dtype) or default_dtype(place)
+    kind = None if dtype is None else str(dtype).removeprefix("torch.")
+    if kind not in (None, *DTYPES):
+        raise ValueError(f"dtype={kind!r}; supported: {', '.join(DTYPES)}")
+    options: dict[str, Any] = {"dtype": default_dtype(place) if kind is None else DTYPES[kind]}
+    options |= {"device_map": "auto"} if place is None else {}
     with quiet():
-        name = _name_for_transformers(source, report)
-        options = {"device_map": "auto"} if place is None else {}
+        if source is None:
+            name = str(bundled_folder(report))
+        elif not is_hub_id(source):
+            name = str(model_folder(source))
+        else:
+            report(f"looking for {source} in the hub's local cache and on the hub")
+            name = source
         with _one_line_errors(source):
             tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-            model = _pretrained(name, attn_implementation, report, dtype=kind, **options)
+            model = _pretrained(name, attn_implementation, report, **options)
     if place is not None:
         model.to(place)
     return model.eval(), tokenizer
@@ -69,7 +78,13 @@ def _pretrained(
 def default_dtype(device: torch.device | None) -> torch.dtype:
     """bf16 where it is fast, else float32. None stands for every device there is."""
     on_cpu = not torch.cuda.is_available() if device is None else device.type == "cpu"
-    return torch.float32 if on_cpu and not _cpu_has_bf16() else torch.bfloat16
+    if not on_cpu:
+        return torch.bfloat16
+    try:
+        words = _CPUINFO.read_text(encoding="utf-8", errors="replace").split()
+    except OSError:
+        return torch.float32
+    return torch.float32 if _BF16_FLAGS.isdisjoint(words) else torch.bfloat16
 
 
 @contextmanager
@@ -86,15 +101,6 @@ def quiet() -> Iterator[None]:
             hf_logging.enable_progress_bar()
 
 
-def _name_for_transformers(source: str | None, report: Callable[[str], None]) -> str:
-    if source is None:
-        return str(bundled_folder(report))
-    if not is_hub_id(source):
-        return str(model_folder(source))
-    report(f"looking for {source} in the hub's local cache and on the hub")
-    return source
-
-
 def _device(device: torch.device | str | None) -> torch.device | None:
     """A device that is there; None means all of them."""
     if device == "auto":
@@ -109,23 +115,6 @@ def _device(device: torch.device | str | None) -> torch.device | None:
     if place.type == "cuda" and (place.index or 0) >= count:
         raise ValueError(f"device={str(device)!r}; torch sees {count} CUDA devices; use cpu")
     return place
-
-
-def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    if dtype is None:
-        return None
-    name = str(dtype).removeprefix("torch.")
-    if name not in DTYPES:
-        raise ValueError(f"dtype={name!r}; supported: {', '.join(DTYPES)}")
-    return DTYPES[name]
-
-
-def _cpu_has_bf16() -> bool:
-    try:
-        words = _CPUINFO.read_text(encoding="utf-8", errors="replace").split()
-    except OSError:
-        return False
-    return not _BF16_FLAGS.isdisjoint(words)
 
 
 @contextmanager

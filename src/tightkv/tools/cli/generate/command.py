@@ -8,42 +8,25 @@ from typing import Any
 from tightkv.config import KVQuantConfig, is_off
 from tightkv.tools.cli.generate.prompt import check_length, encode, long_context, read_prompts
 from tightkv.tools.cli.shared import terminal
-from tightkv.tools.cli.shared.config_flags import OFF_LINE, add_config_flags, options_from_args
-from tightkv.tools.cli.shared.loading import add_model, load_for, need_transformers
-from tightkv.tools.cli.shared.options import add_options
-from tightkv.tools.cli.shared.output import add_output_options, emit, print_status
+from tightkv.tools.cli.shared.config_flags import OFF_LINE, options_from_args
+from tightkv.tools.cli.shared.loading import load_for, need_transformers
+from tightkv.tools.cli.shared.options import Commands, add_command
+from tightkv.tools.cli.shared.output import emit, print_status
 from tightkv.tools.cli.shared.server_file import model_of
 from tightkv.tools.model_loading.source import DTYPE_NAMES, check_source
 
-LONG_PROMPT = 1500
 
-
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
+def add_parser(commands: Commands) -> None:
+    add_command(
+        commands,
         "generate",
-        description="Generate text with a compressed KV cache and say what the cache takes. "
+        "Generate text with a compressed KV cache and say what the cache takes. "
         "Without --temperature the answer is greedy: the same at every run.",
-    )
-    add_model(parser)
-    add_options(
-        parser,
-        """
+        f"""
         --prompt TEXT ...  repeat it for a batch
         --prompt-file FILE  without this and --prompt: standard input
-        """,
-    )
-    parser.add_argument(
-        "--long-prompt",
-        nargs="?",
-        type=int,
-        const=LONG_PROMPT,
-        metavar="TOKENS",
-        help="put this many tokens of Python's language reference before the prompt, by default a "
-        f"question about it ({LONG_PROMPT} if no number is given)",
-    )
-    add_options(
-        parser,
-        f"""
+        --long-prompt TOKENS:int?1500  put this many tokens of Python's language reference before
+            the prompt, by default a question about it (1500 if no number is given)
         --needle  with --compare and --long-prompt: hide a fact in the text and ask both caches for
             it, after the prompt if there is one
         --raw  do not use the chat template
@@ -57,9 +40,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         --dtype {{{",".join(DTYPE_NAMES)}}}  default: bfloat16 where it is fast
         --attn=tightkv NAME  attention implementation (default: tightkv)
         """,
+        model=True,
+        config=True,
     )
-    add_output_options(parser)
-    add_config_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -117,19 +100,14 @@ def _generate(
     args: argparse.Namespace, config: KVQuantConfig, prompts: list[str]
 ) -> tuple[dict[str, Any], str]:
     """The report, as JSON data and as text; the answers stream meanwhile."""
-    model, tokenizer = load_for(
-        "generate",
-        args.model,
-        dtype=args.dtype,
-        device=args.device,
-        attn_implementation=args.attn,
-    )
-    from tightkv.tools.cli.generate.needle import AskedNeedle, choose_needle, hide
+    place = {"dtype": args.dtype, "device": args.device}
+    model, tokenizer = load_for("generate", args.model, attn_implementation=args.attn, **place)
+    from tightkv.tools.cli.generate.compare import choose_needle, hide
     from tightkv.tools.cli.generate.runner import Runner
     from tightkv.tools.eval.forward import max_positions
     from tightkv.tools.model_loading.load import quiet
 
-    asked = None
+    needle = question = None
     if args.long_prompt is not None:
         context = long_context(tokenizer, args.long_prompt)
         if args.needle:
@@ -137,12 +115,13 @@ def _generate(
             context = hide(context, needle.fact)
             if args.prompt or args.prompt_file is not None:
                 question = encode(tokenizer, [f"{context}\n\n{needle.question}"], args.raw)
-                asked = AskedNeedle(needle, question.to(model.device))
+                question = question.to(model.device)
             else:
-                prompts, asked = [needle.question], AskedNeedle(needle)
+                prompts = [needle.question]
         prompts = [f"{context}\n\n{prompt}" for prompt in prompts]
     inputs = encode(tokenizer, prompts, args.raw)
     check_length(inputs["input_ids"].shape[1], args.max_new_tokens, max_positions(model))
     with quiet():
-        runner = Runner(args, config, model, tokenizer, inputs.to(model.device), asked)
+        inputs = inputs.to(model.device)
+        runner = Runner(args, config, model, tokenizer, inputs, needle, question)
         return runner.compare() if args.compare else runner.single()

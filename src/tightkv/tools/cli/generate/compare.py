@@ -1,11 +1,11 @@
-"""Two runs on one prompt, read once: where their texts diverge, and the KL between them."""
+"""Two runs on one prompt, read once: a fact hidden in it, where texts diverge, and the KL."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -16,38 +16,60 @@ from transformers.cache_utils import DynamicLayer
 from tightkv.config import KVQuantConfig
 from tightkv.integrations.transformers import TightCache
 from tightkv.tools.cli.generate.live import layer_progress
-from tightkv.tools.eval.forward import keeps_logits
+from tightkv.tools.cli.shared.output import print_status
+from tightkv.tools.eval.forward import TAIL_TOKENS, keeps_logits
+from tightkv.tools.eval.prompts import common_prefix
+from tightkv.tools.eval.tasks.needles import Needle, make_needles, says
 
+Cache = TypeVar("Cache", DynamicCache, TightCache)
 CHUNK = 16  # tokens a forward pass; so few are read back through the cache
 _AROUND = 8  # tokens shown on either side of the divergence
+_DEPTH = 0.5  # where the needle is in the text
 
 
-@dataclass(frozen=True)
-class Divergence:
-    """Where the second text leaves the first; `token` None: nowhere."""
+def choose_needle(text: str) -> Needle:
+    """The same one at every run; its answer is not in the text.
 
-    token: int | None
-    before: str
-    first: str
-    second: str
+    A small model goes on after its answer, where words are nearly equally likely, unless told not.
+    """
+    needle = make_needles(1, 0, text)[0]
+    return replace(needle, question=f"{needle.question} Answer in one sentence.")
 
 
-def find_divergence(tokenizer: Any, first: Sequence[int], second: Sequence[int]) -> Divergence:
-    """The first token that differs, and the words around it."""
-    if list(first) == list(second):
-        return Divergence(None, "", "", "")
+def hide(text: str, fact: str) -> str:
+    """The text with the fact as a paragraph of its own, after the first that ends past _DEPTH."""
+    at = text.find("\n\n", int(_DEPTH * len(text)))
+    at = len(text) if at < 0 else at
+    return f"{text[:at]}\n\n{fact}{text[at:]}"
+
+
+def judged(needle: Needle, answers: Sequence[str]) -> dict[str, Any]:
+    """A needle and what each cache answered, as --json prints them."""
+    return {
+        "fact": needle.fact,
+        "question": needle.question,
+        "expected": needle.answer,
+        "depth": _DEPTH,
+        "answers": [{"text": text, "found": says(text, needle.answer)} for text in answers],
+    }
+
+
+def find_divergence(tokenizer: Any, first: Sequence[int], second: Sequence[int]) -> dict[str, Any]:
+    """The first token where the compressed cache's text leaves the other, and words around it."""
     pairs = zip(first, second, strict=False)
     at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
+    equal = list(first) == list(second)
 
     def words(tokens: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(tokens)))
+        return "" if equal else str(tokenizer.decode(list(tokens)))
 
-    return Divergence(
-        at,
-        words(first[max(0, at - _AROUND) : at]),
-        words(first[at : at + _AROUND]),
-        words(second[at : at + _AROUND]),
-    )
+    return {
+        "equal": equal,
+        "divergence_token": None if equal else at,
+        "before": words(first[max(0, at - _AROUND) : at]),
+        "uncompressed": words(first[at : at + _AROUND]),
+        "compressed": words(second[at : at + _AROUND]),
+    }
 
 
 @torch.inference_mode()
@@ -61,7 +83,7 @@ def mean_kl(
     """
     if len(tokens) < 2:
         return None
-    model(prompt, past_key_values=cache, **({"logits_to_keep": 1} if keeps_logits(model) else {}))
+    model(prompt, past_key_values=cache, **_last_logits(model))
     forced = torch.tensor([list(tokens[:-1])], device=prompt.device)
     total = 0.0
     for start in range(0, forced.shape[1], CHUNK):
@@ -72,7 +94,8 @@ def mean_kl(
     return max(0.0, total / forced.shape[1])
 
 
-TAIL_TOKENS = 64  # last tokens of a prompt that each cache reads itself
+def _last_logits(model: Any) -> dict[str, int]:
+    return {"logits_to_keep": 1} if keeps_logits(model) else {}
 
 
 class SharedPrompt:
@@ -84,37 +107,39 @@ class SharedPrompt:
         self.states: list[tuple[Tensor, Tensor]] = []
         start = time.perf_counter()
         if self.tokens:
-            self.states = self._read(ids)
+            cache = DynamicCache(config=model.config)
+            with layer_progress(model, "prompt, once for all caches: layers"), torch.no_grad():
+                model(ids, past_key_values=cache, **_last_logits(model))
+            self.states = [(layer.keys, layer.values) for layer in cache.layers]
         self.seconds = time.perf_counter() - start
         """What reading took."""
 
-    @torch.no_grad()
-    def _read(self, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
-        cache = DynamicCache(config=self.model.config)
-        options = {"logits_to_keep": 1} if keeps_logits(self.model) else {}
-        with layer_progress(self.model, "prompt, once for all caches: layers"):
-            self.model(ids, past_key_values=cache, **options)
-        return [(layer.keys, layer.values) for layer in cache.layers]
-
     def uncompressed(self) -> DynamicCache:
         """A cache of transformers' own with these tokens."""
-        cache = DynamicCache(config=self.model.config)
-        self._fill(cache)
-        return cache
+        return self._fill(DynamicCache(config=self.model.config))
 
     def compressed(self, config: KVQuantConfig) -> TightCache:
-        cache = TightCache(config, model=self.model)
-        self._fill(cache)
+        cache = self._fill(TightCache(config, model=self.model))
         cache.bytes_used()  # writes what is pending
         return cache
 
     @torch.no_grad()
-    def _fill(self, cache: Any) -> None:
+    def _fill(self, cache: Cache) -> Cache:
         for number, (keys, values) in enumerate(self.states):
             cache.update(keys, values, number)
+        return cache
 
 
 def can_share(model: Any) -> bool:
     """Whether keys and values are all that a cache of this model holds, of all tokens."""
     layers = DynamicCache(config=model.config).layers
     return bool(layers) and all(type(layer) is DynamicLayer for layer in layers)
+
+
+def read_shared(model: Any, ids: Tensor, question: Tensor | None) -> SharedPrompt:
+    """All of a prompt [1, N] but its last tokens, and what another prompt does not share."""
+    prompts = [prompt[0].tolist() for prompt in (ids, question) if prompt is not None]
+    count = max(0, common_prefix(prompts) - TAIL_TOKENS) if can_share(model) else 0
+    if count:
+        print_status(f"prompt of {ids.shape[1]} tokens, {count} of them read once")
+    return SharedPrompt(model, ids[:, :count])

@@ -1,14 +1,16 @@
-"""What is shown while a model answers: its text, tokens per second and the cache's bytes."""
+"""One answer of model.generate: its tokens and seconds, and what is shown while it is written."""
 
 from __future__ import annotations
 
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.generation.streamers import BaseStreamer
 
@@ -16,12 +18,85 @@ from tightkv.integrations.transformers.cache_size import cache_size
 from tightkv.tools.cli.shared import terminal
 from tightkv.tools.cli.shared.output import human_bytes
 from tightkv.tools.cli.shared.progress import Progress
+from tightkv.tools.eval.forward import end_tokens
 
 _REDRAW_SECONDS = 0.25
 _LINE_SECONDS = 10.0  # where every line stays
 
 
-class LiveAnswer(BaseStreamer):  # type: ignore[misc]
+@dataclass(frozen=True)
+class Generation:
+    """What one run gave."""
+
+    tokens: list[list[int]]  # new tokens of each prompt, up to its end-of-text token
+    timing: dict[str, Any]
+    cache: Any
+    logits: Tensor | None  # [new tokens, vocabulary] of the only prompt, where asked for
+
+
+class TokenClock(BaseStreamer):  # type: ignore[misc]
+    """Notes when the prompt comes, and each token."""
+
+    def __init__(self) -> None:
+        self.times = list[float]()
+
+    def put(self, value: Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """There is nothing to close."""
+
+
+def generate(
+    model: Any,
+    inputs: Mapping[str, Tensor],
+    cache: Any,
+    options: Mapping[str, Any],
+    clock: TokenClock | None = None,
+    before: float = 0.0,
+    keep_logits: bool = False,
+) -> Generation:
+    """Run the model on encoded prompts [B, tokens], left-padded, after `before` s of reading."""
+    clock = TokenClock() if clock is None else clock
+    out = model.generate(
+        **inputs,
+        past_key_values=cache,
+        streamer=clock,
+        return_dict_in_generate=True,
+        output_logits=keep_logits,
+        **options,
+    )
+    new = out.sequences[:, inputs["input_ids"].shape[1] :]
+    tokens = [_until_end(row, end_tokens(model)) for row in new.tolist()]
+    logits = torch.cat(out.logits) if keep_logits else None  # [new, vocabulary]
+    timing = _timing(clock.times, int(inputs["attention_mask"].sum()), tokens, before)
+    return Generation(tokens, timing, cache, logits)
+
+
+def _until_end(row: list[int], ends: Sequence[int]) -> list[int]:
+    last = next((i for i, token in enumerate(row) if token in ends), len(row) - 1)
+    return row[: last + 1]
+
+
+def _timing(
+    times: Sequence[float], prompt_tokens: int, tokens: Sequence[list[int]], before: float = 0.0
+) -> dict[str, float | None]:
+    """Seconds and rates of the prompt and of each new token; `times` are those of a `TokenClock`.
+
+    The first step after the prompt may compile kernels, so it is left out where others follow.
+    """
+    skip = 2 if len(times) > 3 else 1
+    found: dict[str, float | None] = {}
+    for name, count, seconds in (
+        ("prefill", prompt_tokens, before + times[1] - times[0]),
+        ("decode", sum(max(0, len(row) - skip) for row in tokens), times[-1] - times[skip]),
+    ):
+        found[f"{name}_seconds"] = seconds
+        found[f"{name}_tokens_per_second"] = count / seconds if count and seconds > 0 else None
+    return found
+
+
+class LiveAnswer(TokenClock):
     """Listens to `model.generate`: progress of the prompt, then figures beside the text.
 
     `text` (a TextStreamer, or None) writes the answer to standard output. Where that and standard
@@ -29,8 +104,9 @@ class LiveAnswer(BaseStreamer):  # type: ignore[misc]
     """
 
     def __init__(self, model: Any, cache: Any, title: str, most: int, text: Any = None) -> None:
+        super().__init__()
         self.cache, self.title, self.most, self.text = cache, title, most, text
-        self.count, self._first, self._drawn = -1, 0.0, 0.0  # the prompt comes first
+        self._drawn = 0.0
         self._prompt = ExitStack()
         self._prompt.enter_context(layer_progress(model, f"{title}: prompt, layers"))
         self._bottom = (
@@ -38,17 +114,17 @@ class LiveAnswer(BaseStreamer):  # type: ignore[misc]
         )
 
     def put(self, value: Tensor) -> None:
-        self.count += 1
-        now = time.monotonic()
-        if self.count == 1:
+        super().put(value)
+        count, now = len(self.times) - 1, self.times[-1]  # the prompt comes first
+        if count == 1:
             self._prompt.close()
-            self._first = self._drawn = now
+            self._drawn = now
         if self.text is not None:
             self.text.put(value)
         period = _REDRAW_SECONDS if terminal.is_terminal() else _LINE_SECONDS
-        if self.count > 1 and now - self._drawn >= period:
+        if count > 1 and now - self._drawn >= period:
             self._drawn = now
-            self._draw(now, len(value))
+            self._draw(count, len(value) * (count - 1) / (now - self.times[1]))
 
     def end(self) -> None:
         if self.text is not None:
@@ -62,11 +138,10 @@ class LiveAnswer(BaseStreamer):  # type: ignore[misc]
         if self._bottom is not None:
             self._bottom.close()
 
-    def _draw(self, now: float, rows: int) -> None:
-        rate = rows * (self.count - 1) / (now - self._first)
+    def _draw(self, count: int, rate: float) -> None:
         size = cache_size(self.cache.layers)
         line = (
-            f"tightkv: {self.title}: {self.count} of {self.most} tokens, {rate:.1f} tokens/s, "
+            f"tightkv: {self.title}: {count} of {self.most} tokens, {rate:.1f} tokens/s, "
             f"KV cache {human_bytes(size.bytes)} ({size.tokens} tokens)"
         )
         if self._bottom is not None:

@@ -15,7 +15,10 @@ def read_prompts(prompts: list[str], file: str | None, has_context: bool) -> lis
     if prompts:
         texts = prompts
     elif file is not None:
-        texts = [_read(file)]
+        try:
+            texts = [Path(file).read_text(encoding="utf-8")]
+        except UnicodeDecodeError:
+            raise ValueError(f"prompt file {file!r} is not UTF-8 text") from None
     elif has_context:
         texts = [QUESTION]
     elif sys.stdin is None or sys.stdin.isatty():
@@ -30,13 +33,6 @@ def read_prompts(prompts: list[str], file: str | None, has_context: bool) -> lis
         except UnicodeEncodeError as error:  # bytes of the command line that are no text
             raise ValueError(f"character {error.start} of the prompt is not Unicode text") from None
     return texts
-
-
-def _read(file: str) -> str:
-    try:
-        return Path(file).read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise ValueError(f"prompt file {file!r} is not UTF-8 text") from None
 
 
 def long_context(tokenizer: Any, tokens: int) -> str:

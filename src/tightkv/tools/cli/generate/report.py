@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from typing import Any
 
-from tightkv.tools.cli.shared.output import format_table, human_bytes
+from tightkv.tools.cli.shared.output import format_table, human_bytes, or_dash
 
 _OTHER_COLUMNS = 62  # of the table; the answer has what the terminal leaves
 _LEAST_ANSWER = 48
@@ -14,37 +14,41 @@ _LEAST_ANSWER = 48
 def single_text(data: dict[str, Any], streamed: bool) -> str:
     """Speed and bytes; the answers too unless they were streamed."""
     run = data["runs"][0]
-    lines = [] if streamed else _answers(run)
-    return "\n".join([*lines, "", _speed(run), *_bytes(run, data["model"]["dtype"])])
+    timing, answers = run["timing"], run["answers"]
+    lines = [f"[{i}] {answer['text']}" for i, answer in enumerate(answers, start=1)]
+    if len(answers) == 1:
+        lines = [answers[0]["text"]]
+    prompt, new = (sum(each[f"{kind}_tokens"] for each in answers) for kind in ("prompt", "new"))
+    fast = [
+        or_dash(timing[f"{what}_tokens_per_second"], "{:.1f}") for what in ("prefill", "decode")
+    ]
+    speed = f"{prompt} prompt tokens at {fast[0]} tokens/s, {new} new tokens at {fast[1]} tokens/s"
+    lines = [] if streamed else lines
+    return "\n".join([*lines, "", speed, *_bytes(run, data["model"]["dtype"])])
 
 
 def compare_text(data: dict[str, Any]) -> str:
-    tight, dtype = data["runs"][1], data["model"]["dtype"]
-    parts = [
-        _divergence(data["compare"], tight),
-        _needle(data),
-        _prompt(data),
-        _bytes(tight, dtype) + _wide(data["runs"][0], dtype),
-        [_table(data)],
-    ]
-    return "\n".join(line for lines in parts if lines for line in ("", *lines))
-
-
-def _answers(run: dict[str, Any]) -> list[str]:
-    answers = run["answers"]
-    if len(answers) == 1:
-        return [answers[0]["text"]]
-    return [f"[{i}] {answer['text']}" for i, answer in enumerate(answers, start=1)]
-
-
-def _speed(run: dict[str, Any]) -> str:
-    timing, answers = run["timing"], run["answers"]
-    prompt = sum(answer["prompt_tokens"] for answer in answers)
-    new = sum(answer["new_tokens"] for answer in answers)
-    return (
-        f"{prompt} prompt tokens at {_rate(timing['prefill_tokens_per_second'])} tokens/s, "
-        f"{new} new tokens at {_rate(timing['decode_tokens_per_second'])} tokens/s"
-    )
+    (plain, tight), dtype = data["runs"], data["model"]["dtype"]
+    size = _bytes(tight, dtype)
+    if dtype == "float32":
+        held = human_bytes(plain["kv"]["bytes"])
+        size.append(
+            f"The model runs in float32 here, so its uncompressed cache takes {held}, twice bf16."
+        )
+    parts = [_divergence(data["compare"], tight)]
+    if data["needle"] is not None:
+        parts.append(_needle(data["needle"], data["runs"]))
+    if shared := data["compare"]["shared_tokens"]:
+        total = plain["answers"][0]["prompt_tokens"]
+        parts.append(
+            [
+                f"The first {shared} of {total} prompt tokens were read once, and their exact keys "
+                f"and values given to both caches. The last {total - shared}, and the answers, "
+                "read each cache."
+            ]
+        )
+    parts += [size, [_table(data)]]
+    return "\n".join(line for lines in parts for line in ("", *lines))
 
 
 def _bytes(run: dict[str, Any], dtype: str) -> list[str]:
@@ -84,38 +88,17 @@ def _divergence(compare: dict[str, Any], tight: dict[str, Any]) -> list[str]:
     ]
 
 
-def _needle(data: dict[str, Any]) -> list[str]:
+def _needle(needle: dict[str, Any], runs: list[dict[str, Any]]) -> list[str]:
     """What both caches answered to the question for the hidden fact."""
-    needle = data["needle"]
-    if needle is None:
-        return []
-    width = max(len(run["cache"]) for run in data["runs"]) + 1
+    width = max(len(run["cache"]) for run in runs) + 1
     lines = [
         f"In the text, at {needle['depth']:.0%} of its length: {needle['fact']!r}",
         f"  {needle['question']}",
     ]
-    for run, answer in zip(data["runs"], needle["answers"], strict=True):
+    for run, answer in zip(runs, needle["answers"], strict=True):
         verdict = "found" if answer["found"] else "not found"
         lines.append(f"  {run['cache'] + ':':{width}} {answer['text']!r} ({verdict})")
     return lines
-
-
-def _prompt(data: dict[str, Any]) -> list[str]:
-    shared, run = data["compare"]["shared_tokens"], data["runs"][0]
-    total = run["answers"][0]["prompt_tokens"]
-    if not shared:
-        return []
-    return [
-        f"The first {shared} of {total} prompt tokens were read once, and their exact keys and "
-        f"values given to both caches. The last {total - shared}, and the answers, read each cache."
-    ]
-
-
-def _wide(plain: dict[str, Any], dtype: str) -> list[str]:
-    if dtype != "float32":
-        return []
-    held = human_bytes(plain["kv"]["bytes"])
-    return [f"The model runs in float32 here, so its uncompressed cache takes {held}, twice bf16."]
 
 
 def _table(data: dict[str, Any]) -> str:
@@ -128,8 +111,8 @@ def _table(data: dict[str, Any]) -> str:
                 run["cache"],
                 human_bytes(run["kv"]["bytes"]),
                 f"{run['kv']['ratio']:.2f}x",
-                _rate(run["timing"]["decode_tokens_per_second"]),
-                "-" if divergence is None else f"{divergence:.5f}",
+                or_dash(run["timing"]["decode_tokens_per_second"], "{:.1f}"),
+                or_dash(divergence, "{:.5f}"),
                 _shorten(run["answers"][0]["text"]),
             ]
         )
@@ -138,10 +121,6 @@ def _table(data: dict[str, Any]) -> str:
         for row, answer in zip(rows, needle["answers"], strict=True):
             row.insert(5, "found" if answer["found"] else "not found")
     return format_table(header, rows)
-
-
-def _rate(rate: float | None) -> str:
-    return "-" if rate is None else f"{rate:.1f}"
 
 
 def _shorten(text: str) -> str:

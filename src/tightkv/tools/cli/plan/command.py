@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from tightkv.model_shape.planner import (
 )
 from tightkv.tools.cli.plan import hub, report
 from tightkv.tools.cli.plan.page import plan_page
-from tightkv.tools.cli.shared.options import add_options
+from tightkv.tools.cli.shared.options import Commands, add_options
 from tightkv.tools.cli.shared.output import add_output_options, check_plot, emit, parse_bytes
 from tightkv.tools.cli.shared.progress import QUICK_SECONDS, Working
 
@@ -49,16 +49,7 @@ _LAYER_FIELDS = (
 )
 
 
-@dataclass(frozen=True)
-class Memory:
-    """What one GPU has for weights and cache."""
-
-    budget_bytes: int
-    gpu: str | None
-    utilization: float
-
-
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "plan",
         description="Bytes of a model's KV cache in bf16, fp8, nvfp4 and every preset, and what "
@@ -113,8 +104,21 @@ def run(args: argparse.Namespace) -> int:
     weights = _weights(args, shape, source, needed=memory is not None)
     with Working("reading the weights of queries and keys", delay=QUICK_SECONDS):
         plans, notes = _plans(args, shape)
-    data = _report(args, shape, context, memory, weights, plans)
-    data["notes"] += notes
+    left = None
+    if memory is not None and weights is not None:
+        left = memory["cache_bytes"] = max(0, memory["budget_bytes"] - weights.bytes)
+    data = {  # docs/plan.md
+        "schema": 1,
+        "tightkv": __version__,
+        "model": _model_part(shape, args.tp),
+        "context": context,
+        "batch": args.batch,
+        "tp": args.tp,
+        "weights": weights and asdict(weights),
+        "memory": memory,
+        "rows": [_row(plan, plans[0], context, args.batch, left) for plan in plans],
+        "notes": [*_notes(shape, context, memory, weights), *notes],
+    }
     emit(args, data, report.as_text(data))
     if args.plot:
         report.draw(args.plot, data, plans)
@@ -131,16 +135,19 @@ def _write_page(args: argparse.Namespace) -> int:
     return 0
 
 
-def _memory(args: argparse.Namespace) -> Memory | None:
+def _memory(args: argparse.Namespace) -> dict[str, Any] | None:
+    """What one GPU has for weights and cache."""
     share = args.utilization
     if share is not None and not 0 < share <= 1:
         raise ValueError(f"--utilization {share}; it must be above 0 and at most 1")
     if args.gpu is not None:
         name, share = _gpu_name(args.gpu), share or DEFAULT_UTILIZATION
-        return Memory(int(GPUS[name] * 2**20 * share), name, share)
-    if args.budget is not None:
-        return Memory(int(parse_bytes(args.budget) * (share or 1.0)), None, share or 1.0)
-    return None
+        size = GPUS[name] * 2**20
+    elif args.budget is not None:
+        name, share, size = None, share or 1.0, parse_bytes(args.budget)
+    else:
+        return None
+    return {"budget_bytes": int(size * share), "gpu": name, "utilization": share}
 
 
 def _gpu_name(text: str) -> str:
@@ -212,33 +219,6 @@ def _plans(args: argparse.Namespace, shape: ModelShape) -> tuple[list[CachePlan]
     return plans, notes
 
 
-def _report(
-    args: argparse.Namespace,
-    shape: ModelShape,
-    context: int,
-    memory: Memory | None,
-    weights: Weights | None,
-    plans: list[CachePlan],
-) -> dict[str, Any]:
-    """The object that --json prints (docs/plan.md)."""
-    left = None
-    if memory is not None and weights is not None:
-        left = max(0, memory.budget_bytes - weights.bytes)
-    bf16 = plans[0]
-    return {
-        "schema": 1,
-        "tightkv": __version__,
-        "model": _model_part(shape, args.tp),
-        "context": context,
-        "batch": args.batch,
-        "tp": args.tp,
-        "weights": weights and asdict(weights),
-        "memory": memory and {**asdict(memory), "cache_bytes": left},
-        "rows": [_row(plan, bf16, context, args.batch, left) for plan in plans],
-        "notes": _notes(shape, context, memory, weights),
-    }
-
-
 def _model_part(shape: ModelShape, ranks: int) -> dict[str, Any]:
     groups = []
     for count, layer in shape.groups():
@@ -271,7 +251,7 @@ def _row(
 
 
 def _notes(
-    shape: ModelShape, context: int, memory: Memory | None, weights: Weights | None
+    shape: ModelShape, context: int, memory: dict[str, Any] | None, weights: Weights | None
 ) -> list[str]:
     notes = list(shape.notes)
     if shape.dtype == torch.float32:
@@ -280,10 +260,16 @@ def _notes(
         notes.append(f"context {context} is beyond the model's limit of {shape.max_positions}")
     if all(kept_reason(layer) is not None for layer in shape.layers):
         notes.append("no layer of this model can be compressed: every preset is the same as bf16")
-    notes += _vllm_notes(shape)
+    # those that TightCache compresses and the vLLM plugin does not
+    kept = [skip_reason(layer, "vllm") for layer in shape.layers if skip_reason(layer) is None]
+    notes += [
+        f"vLLM leaves {count} layer{'s' * (count > 1)} more uncompressed ({reason})"
+        for reason, count in Counter(kept).items()
+        if reason is not None
+    ]
     if weights is not None and weights.source == "estimated" and shape.composite:
         notes.append("the estimate of the weights covers the language model only")
-    if memory is not None and weights is not None and weights.bytes >= memory.budget_bytes:
+    if memory is not None and weights is not None and weights.bytes >= memory["budget_bytes"]:
         notes.append("the weights alone exceed the budget: nothing fits")
     return notes
 
@@ -301,17 +287,4 @@ def _window_notes(plans: list[CachePlan], shape: ModelShape) -> list[str]:
         f"{', '.join(names)}: {many or 'none'} of {count} sliding windows compressed (vLLM with "
         "sliding_windows)"
         for many, names in found.items()
-    ]
-
-
-def _vllm_notes(shape: ModelShape) -> list[str]:
-    """Layers that TightCache compresses and the vLLM plugin does not."""
-    found = Counter(
-        reason
-        for layer in shape.layers
-        if skip_reason(layer) is None and (reason := skip_reason(layer, "vllm")) is not None
-    )
-    return [
-        f"vLLM leaves {count} layer{'s' * (count > 1)} more uncompressed ({reason})"
-        for reason, count in found.items()
     ]

@@ -20,9 +20,10 @@ def load_hub_config(name: str) -> Any:
     try:
         return AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
+        reason = str(error).strip().split("\n")[0].rstrip(".")
         raise ValueError(
             f"{name!r} is no local folder, and its config cannot be had from the hub "
-            f"({_first_sentence(error)}); give a local folder with a config.json"
+            f"({reason}); give a local folder with a config.json"
         ) from None
 
 
@@ -43,7 +44,3 @@ def count_parameters(source: Any) -> int | None:
         return None
     parameters: int = model.num_parameters()
     return parameters
-
-
-def _first_sentence(error: Exception) -> str:
-    return str(error).strip().split("\n")[0].rstrip(".")

@@ -5,26 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 from tightkv.model_shape.planner import CachePlan
-from tightkv.tools.cli.shared.output import format_table, human_bytes, save_plot
+from tightkv.tools.cli.shared.output import format_table, human_bytes, or_dash, save_plot
 
 _PLOT_POINTS = 160
 
 
 def as_text(data: dict[str, Any]) -> str:
-    parts = [_model_lines(data), _memory_line(data), "", _table(data)]
-    parts += [f"note: {note}" for note in data["notes"]]
-    return "\n".join(part for part in parts if part is not None)
-
-
-def _model_lines(data: dict[str, Any]) -> str:
     model = data["model"]
     limit = f", up to {model['max_positions']} tokens" if model["max_positions"] else ""
     ranks = f"; each of {data['tp']} ranks holds" if data["tp"] > 1 else ""
-    head = (
+    lines = [
         f"{model['name']} ({model['model_type']}): {model['num_layers']} layers, "
-        f"{model['num_heads']} query heads, {model['dtype']}{limit}{ranks}"
-    )
-    return "\n".join([head, *(f"  {_layer_line(group)}" for group in model["layers"])])
+        f"{model['num_heads']} query heads, {model['dtype']}{limit}{ranks}",
+        *(f"  {_layer_line(group)}" for group in model["layers"]),
+        *_memory_line(data["weights"], data["memory"]),
+    ]
+    notes = [f"note: {note}" for note in data["notes"]]
+    return "\n".join([*lines, "", _table(data), *notes])
 
 
 def _layer_line(group: dict[str, Any]) -> str:
@@ -45,8 +42,8 @@ def _layer_line(group: dict[str, Any]) -> str:
     return f"{', '.join(about)} ({kept})"
 
 
-def _memory_line(data: dict[str, Any]) -> str | None:
-    parts, weights, memory = [], data["weights"], data["memory"]
+def _memory_line(weights: dict[str, Any] | None, memory: dict[str, Any] | None) -> list[str]:
+    parts = []
     if weights is not None:
         dtype = f" {weights['dtype']}" if weights["dtype"] else ""
         parts.append(f"weights {human_bytes(weights['bytes'])}{dtype} ({weights['source']})")
@@ -54,7 +51,7 @@ def _memory_line(data: dict[str, Any]) -> str | None:
         share = f"{memory['gpu'] or 'budget'} x {memory['utilization']:g}"
         parts.append(f"memory {human_bytes(memory['budget_bytes'])} ({share})")
         parts.append(f"left for the cache {human_bytes(memory['cache_bytes'])}")
-    return "; ".join(parts) or None
+    return ["; ".join(parts)] if parts else []
 
 
 def _table(data: dict[str, Any]) -> str:
@@ -64,13 +61,13 @@ def _table(data: dict[str, Any]) -> str:
         header += ["tokens that fit", f"requests of {context}"]
     rows = []
     for row in data["rows"]:
+        layer, token = row["bytes_per_token_per_layer"], row["bytes_per_token"]
         cells = [
             row["name"],
-            _number(row["bytes_per_token_per_layer"]),
-            _number(row["bytes_per_token"]),
-            _ratio(row["ratio"]),
+            *(or_dash(x, "{:.0f}" if x == int(x or 0) else "{:.1f}") for x in (layer, token)),
+            or_dash(row["ratio"], "{:.2f}x"),
             human_bytes(row["total_bytes"]),
-            _ratio(row["total_ratio"]),
+            or_dash(row["total_ratio"], "{:.2f}x"),
         ]
         if data["memory"] is not None:
             tokens = row["max_tokens"]
@@ -79,40 +76,24 @@ def _table(data: dict[str, Any]) -> str:
     return format_table(header, rows)
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0f}" if value == int(value) else f"{value:.1f}"
-
-
-def _ratio(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}x"
-
-
 def draw(path: str, data: dict[str, Any], plans: list[CachePlan]) -> None:
     """Left: bytes against context. Right: tokens that fit, or bytes per token without a budget."""
-    with save_plot(path, width=11.0, height=5.0) as figure:
-        figure.suptitle(_title(data), fontsize=12)
-        left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-        colours = _colours(len(plans))
-        _draw_growth(left, data, plans, colours)
-        _draw_bars(right, data, colours)
-
-
-def _title(data: dict[str, Any]) -> str:
-    title = f"KV cache of {data['model']['name']}"
+    title, memory = f"KV cache of {data['model']['name']}", data["memory"]
     if data["tp"] > 1:
         title += f", one of {data['tp']} ranks"
-    if data["memory"] is not None:
-        where = data["memory"]["gpu"] or "the budget"
-        title += f", {human_bytes(data['memory']['cache_bytes'])} left of {where} after weights"
-    return title
+    if memory is not None:
+        left = human_bytes(memory["cache_bytes"])
+        title += f", {left} left of {memory['gpu'] or 'the budget'} after weights"
+    with save_plot(path, width=11.0, height=5.0) as figure:
+        from matplotlib import colormaps
 
-
-def _colours(count: int) -> list[Any]:
-    """Grey for the two baselines, then dark to light."""
-    from matplotlib import colormaps
-
-    rest = max(1, count - 3)
-    return ["black", "dimgrey"] + [colormaps["viridis"](0.88 * i / rest) for i in range(count - 2)]
+        # grey for the two baselines, then dark to light
+        shades = [0.88 * i / max(1, len(plans) - 3) for i in range(len(plans) - 2)]
+        colours = ["black", "dimgrey", *map(colormaps["viridis"], shades)]
+        figure.suptitle(title, fontsize=12)
+        axes = figure.subplots(1, 2, width_ratios=(3, 2))
+        _draw_growth(axes[0], data, plans, colours)
+        _draw_bars(axes[1], data, colours)
 
 
 def _draw_growth(

@@ -67,10 +67,7 @@ def own_parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    try:
-        given, vllm_options = _parse(args)
-    except SystemExit as stop:  # --help, or arguments that argparse refuses
-        return stop.code if isinstance(stop.code, int) else 2
+    given, vllm_options = _parse(args)
     options, file = options_from_args(args), read_server_file(args.config)
     config = None if is_off(options) else KVQuantConfig.from_dict(options)
     vllm_file = read_vllm_file(vllm_options)
@@ -152,14 +149,12 @@ def server_command(
 
 def shortest(config: KVQuantConfig) -> dict[str, Any]:
     """The fewest fields that `KVQuantConfig.from_dict` makes this config of."""
-    best = None
-    for preset in PRESETS:
+
+    def beside(preset: str) -> dict[str, Any]:
         base = KVQuantConfig.preset(preset).to_dict()
-        changes = {name: v for name, v in config.to_dict().items() if v != base[name]}
-        if best is None or len(changes) < len(best) - 1:
-            best = {"preset": preset, **changes}
-    assert best is not None
-    return best
+        return {name: v for name, v in config.to_dict().items() if v != base[name]}
+
+    return min(({"preset": preset, **beside(preset)} for preset in PRESETS), key=len)
 
 
 def _parse(args: argparse.Namespace) -> tuple[str | None, list[str]]:

@@ -71,25 +71,26 @@ def with_ours(options: Sequence[str], file: Mapping[str, Any], ours: Any) -> lis
 
     Every other entry is kept, wherever it was given; one of that name is refused.
     """
-    left, with_keys, keys_in_file = list[str](), list[str](), False
-    entries: dict[str, Any] = {}
-    for name, value in file.items():
-        if _is_additional(name_of(name)):
-            where = f"{name} in vLLM's {_FILE} file"
-            if "." in name:
-                keys_in_file = True
-                _refuse_ours(where, _first_key(name), value)
-            else:
-                entries |= _entries(where, value)
+    left, with_keys = list[str](), list[str]()
+    given = [
+        (name, f"{name} in vLLM's {_FILE} file", value)
+        for name, value in file.items()
+        if _is_additional(name_of(name))
+    ]
     for word, value in _pairs(options, _is_additional):
         if value is None:
             left.append(word)
-        elif "." in word:
-            _refuse_ours(word, _first_key(word), value)
+            continue
+        given.append((word, word, value))
+        if "." in word:
             with_keys.append(f"{ADDITIONAL}.{word.split('.', 1)[1]}={value}")
+    entries: dict[str, Any] = {}
+    for word, where, value in given:
+        if "." in word:
+            _refuse_ours(where, word.split(".")[1].removesuffix("+"), value)
         else:
-            entries |= _entries(word, value)
-    if not with_keys and not keys_in_file:
+            entries |= _entries(where, value)
+    if not any("." in word for word, *_ in given):
         return [*left, ADDITIONAL, json.dumps({**entries, _OURS: ours})]
     for key in entries:
         if "." in key or key.endswith("+"):
@@ -103,10 +104,6 @@ def with_ours(options: Sequence[str], file: Mapping[str, Any], ours: Any) -> lis
 
 def _is_additional(name: str) -> bool:
     return len(name) >= _SHORTEST and ADDITIONAL.startswith(name)
-
-
-def _first_key(word: str) -> str:
-    return word.split(".")[1].removesuffix("+")
 
 
 def _pairs(options: Sequence[str], wanted: Any) -> Iterator[tuple[str, str | None]]:

@@ -13,6 +13,7 @@ from typing import Any
 from tightkv.config import ENV_PREFIX, PRESETS, KVQuantConfig, env_fields, fields_of, read_json
 from tightkv.config.aliases import overlay
 from tightkv.config.fields import ConfigFields
+from tightkv.config.presets import PRESET_OPTIONS
 
 OFF_LINE = 'the cache is not compressed: the config has "enabled": false'
 _DEST = "kv_"
@@ -37,7 +38,15 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--config", metavar="FILE", help="fields as JSON: a .json file, or its text")
     docs = field_docs()
     for field in dataclasses.fields(KVQuantConfig):
-        group.add_argument(flag_name(field.name), **_flag_options(field, docs.get(field.name, "")))
+        kind: type = type(field.default)
+        default = field.default if field.default != () else "none"
+        about = f"{docs.get(field.name, '')} (default: {default})".replace("%", "%%").strip()
+        options: dict[str, Any] = {"dest": _DEST + field.name, "default": argparse.SUPPRESS}
+        if kind is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        else:
+            options |= {"type": _numbers if kind is tuple else kind, "metavar": _METAVARS[kind]}
+        group.add_argument(flag_name(field.name), help=about, **options)
 
 
 def config_from_args(args: argparse.Namespace) -> KVQuantConfig:
@@ -84,19 +93,6 @@ def field_docs() -> dict[str, str]:
     return docs
 
 
-def _flag_options(field: dataclasses.Field[Any], doc: str) -> dict[str, Any]:
-    kind: type = type(field.default)
-    default = field.default if field.default != () else "none"
-    options: dict[str, Any] = {
-        "dest": _DEST + field.name,
-        "default": argparse.SUPPRESS,
-        "help": f"{doc} (default: {default})".replace("%", "%%").strip(),
-    }
-    if kind is bool:
-        return options | {"action": argparse.BooleanOptionalAction}
-    return options | {"type": _numbers if kind is tuple else kind, "metavar": _METAVARS[kind]}
-
-
 def _numbers(text: str) -> tuple[int, ...]:
     """'3,7' or '3 7' -> (3, 7)."""
     try:
@@ -107,10 +103,6 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def _preset_fields(name: str) -> dict[str, Any]:
     """The fields in which presets differ; the others are left to what lies below."""
-    default, chosen = KVQuantConfig().to_dict(), KVQuantConfig.preset(name).to_dict()
-    every = [KVQuantConfig.preset(preset).to_dict() for preset in PRESETS]
-    return {
-        field: value
-        for field, value in chosen.items()
-        if any(preset[field] != default[field] for preset in every)
-    }
+    chosen = KVQuantConfig.preset(name)
+    changed = (field for options in PRESET_OPTIONS.values() for field in options)
+    return {field: getattr(chosen, field) for field in changed}

@@ -1,23 +1,14 @@
-"""Models for commands: the argument, what must be installed, and loading with progress."""
+"""Models for commands: what must be installed, and loading with progress."""
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from tightkv.tools.cli.shared.output import MissingPackageError
 from tightkv.tools.cli.shared.progress import Working
 from tightkv.tools.model_loading.source import BUNDLED_NAME
-
-
-def add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model", nargs="?", help=f"model folder or hub id (default: the bundled {BUNDLED_NAME})"
-    )
 
 
 def need_transformers(command: str) -> None:
@@ -28,22 +19,16 @@ def need_transformers(command: str) -> None:
         raise MissingPackageError(f"tightkv {command}", "transformers", "hf") from None
 
 
-@contextmanager
-def _no_warnings_logged() -> Iterator[None]:
-    """For imports: transformers imports torchao, which logs every library that it cannot load."""
-    before = logging.root.manager.disable
-    logging.disable(max(before, logging.WARNING))
-    try:
-        yield
-    finally:
-        logging.disable(before)
-
-
 def load_for(command: str, source: str | None, **options: Any) -> tuple[Any, Any]:
     """The model and its tokenizer; options are those of `load_model`."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     with Working(f"loading {source or BUNDLED_NAME}") as work:
-        with _no_warnings_logged():
+        before = logging.root.manager.disable
+        # transformers imports torchao, which logs every library that it cannot load
+        logging.disable(max(before, logging.WARNING))
+        try:
             need_transformers(command)
             from tightkv.tools.model_loading.load import load_model
+        finally:
+            logging.disable(before)
         return load_model(source, progress=work.step, **options)

@@ -95,6 +95,11 @@ def _is_number(cell: str) -> bool:
     return cell in ("", "-", "no limit") or re.match(r"[-+]?[\d.]", cell) is not None
 
 
+def or_dash(number: float | None, form: str) -> str:
+    """A number of a table in a form as "{:.2f}x", or a dash for none."""
+    return "-" if number is None else form.format(number)
+
+
 def human_bytes(count: float) -> str:
     """1536 -> '1.50 KiB', in powers of 1024."""
     size = float(count)

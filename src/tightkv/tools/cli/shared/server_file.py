@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,6 @@ _RUNTIME = {
     "total_kv_pages": "--num-gpu-blocks-override",  # a block is a page
     "weight_dtype": "--dtype",
 }
-_EXACT_ROWS, _PAGE_SIZE, _DTYPE = "exact_rows", "page_size", "weight_dtype"
-_WINDOWS = "sliding_windows"
 # What other servers' files have there and nothing here needs -> what happens instead.
 _UNUSED = {
     "backend": "vLLM runs on the device that its build is for",
@@ -26,6 +24,15 @@ _UNUSED = {
     "max_new_tokens": "every request says how long its answer may be",
 }
 _KV_DTYPES = ("auto", "bfloat16", "float16", "float32")
+# name -> what its value must be, and that in words
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys((*_RUNTIME, "page_size"), (lambda n: type(n) is int and n >= 1, "a count")),
+    "weight_dtype": (lambda name: isinstance(name, str), "the name of a dtype"),
+    "exact_rows": (lambda n: type(n) is int and n >= 0, "a count"),
+    "sliding_windows": (is_windows, "true, false, or the shortest window in tokens"),
+    **dict.fromkeys(_UNUSED, (lambda _: True, "")),
+    "kv_dtype": (_KV_DTYPES.__contains__, f"one of {', '.join(_KV_DTYPES)}: codes are kv_quant's"),
+}
 _MODEL_KEYS = ("model_dir", "model_id", "model_format")
 _FORMAT = "huggingface"
 
@@ -55,7 +62,7 @@ def read_server_file(source: str | None) -> ServerFile:
     notes = [
         f"{key}={runtime[key]!r} is not used: {_UNUSED[key]}" for key in _UNUSED if key in runtime
     ]
-    rows, windows = runtime.get(_EXACT_ROWS), runtime.get(_WINDOWS, False)
+    rows, windows = runtime.get("exact_rows"), runtime.get("sliding_windows", False)
     return ServerFile(model, name, tuple(map(str, words)), rows, windows, tuple(notes))
 
 
@@ -92,23 +99,11 @@ def _runtime(block: Any) -> dict[str, Any]:
     """The block, checked, without entries that are null."""
     if not isinstance(block, Mapping):
         raise ValueError(f"runtime={block!r}; it must be an object of {', '.join(_RUNTIME)}")
-    _refuse_unknown("runtime", block, (*_RUNTIME, _PAGE_SIZE, _EXACT_ROWS, _WINDOWS, *_UNUSED))
+    _refuse_unknown("runtime", block, tuple(_RULES))
     given = {name: value for name, value in block.items() if value is not None}
     for name, value in given.items():
-        if name == _DTYPE:
-            good, wanted = isinstance(value, str), "the name of a dtype"
-        elif name == "kv_dtype":
-            good, wanted = (
-                value in _KV_DTYPES,
-                f"one of {', '.join(_KV_DTYPES)}: codes are kv_quant's",
-            )
-        elif name in _UNUSED:
-            good, wanted = True, ""
-        elif name == _WINDOWS:
-            good, wanted = is_windows(value), "true, false, or the shortest window in tokens"
-        else:
-            good, wanted = type(value) is int and value >= (name != _EXACT_ROWS), "a count"
-        if not good:
+        good, wanted = _RULES[name]
+        if not good(value):
             raise ValueError(f"{name}={value!r} in the runtime block; it must be {wanted}")
     return given
 
