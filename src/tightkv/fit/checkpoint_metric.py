@@ -1,27 +1,15 @@
-"""The metrics of a model's queries (`query_metric`), from its folder or its weights.
-
-And the energies of its keys' channels, in the same way.
-"""
+"""The metrics of a model's queries (`query_metric`), and the energies of its keys' channels."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from tightkv.fit.attention_weights import (
-    NOT_READABLE,
-    AttentionWeights,
-    WeightTensor,
-    finite,
-)
+from tightkv.fit.attention_weights import AttentionWeights, Projected, finite
 from tightkv.fit.key_noise import turned_energy
 from tightkv.fit.query_metric import MeanRope, covariance, normed
-from tightkv.model_shape.reader import read_model_shape
 
 READ_BYTES = 3 << 29
 """Of larger query matrices only some heads of each group are read, one at least."""
@@ -38,81 +26,9 @@ KNOWN = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class ByLayer:
-    """Float32 tensors by a layer's number in the model."""
+class MetricReader:
+    """Reads the heads of one of the tensor-parallel ranks; work and results are on `device`."""
 
-    by_layer: dict[int, Tensor] = field(default_factory=dict)
-    reason: str | None = None
-    """Why there are no others, where there are not."""
-
-
-def query_metrics(
-    source: str | os.PathLike[str] | Any,
-    layers: Collection[int] | None = None,
-    *,
-    tensors: Mapping[str, WeightTensor] | None = None,
-    rank: int = 0,
-    ranks: int = 1,
-    device: torch.device | str = "cpu",
-) -> ByLayer:
-    """Metrics [KV heads, dim, dim] of a checkpoint's folder; or of a config, and weights by name.
-
-    `layers` are all with full attention unless given. Of `ranks` tensor-parallel ranks, `rank`
-    gets its own KV heads. Work is done on `device`, and the metrics are there.
-    """
-    return _each(lambda reader, n: reader.metric(n), source, layers, tensors, rank, ranks, device)
-
-
-def key_energies(
-    source: str | os.PathLike[str] | Any,
-    layers: Collection[int],
-    page_size: int,
-    *,
-    rank: int = 0,
-    ranks: int = 1,
-    device: torch.device | str = "cpu",
-) -> dict[int, Tensor]:
-    """[KV heads, dim] by layer: what page means leave of each channel; see `query_metrics`.
-
-    Layers whose energies are not known are left out.
-    """
-
-    def energy(reader: _Reader, layer: int) -> Tensor:
-        return reader.key_energy(layer, page_size)
-
-    return _each(energy, source, layers, None, rank, ranks, device).by_layer
-
-
-def _each(
-    read: Callable[[_Reader, int], Tensor],
-    source: str | os.PathLike[str] | Any,
-    layers: Collection[int] | None,
-    tensors: Mapping[str, WeightTensor] | None,
-    rank: int,
-    ranks: int,
-    device: torch.device | str,
-) -> ByLayer:
-    found: dict[int, Tensor] = {}
-    reason = None
-    try:
-        shape = read_model_shape(source)
-        if shape.model_type not in KNOWN:
-            raise ValueError(f"queries of model_type {shape.model_type!r} are not known")
-        if layers is None:
-            layers = shape.full_layers()
-        reader = _Reader(AttentionWeights(shape, sorted(layers), tensors), rank, ranks, device)
-    except NOT_READABLE as error:
-        return ByLayer(reason=str(error))
-    for layer in sorted(layers):
-        try:
-            found[layer] = read(reader, layer)
-        except (*NOT_READABLE, IndexError) as error:
-            reason = reason or f"layer {layer}: {error}"
-    return ByLayer(found, reason)
-
-
-class _Reader:
     def __init__(
         self, weights: AttentionWeights, rank: int, ranks: int, device: torch.device | str
     ) -> None:
@@ -122,93 +38,70 @@ class _Reader:
         self._ropes: dict[tuple[float, ...], MeanRope] = {}
 
     def metric(self, layer: int) -> Tensor:
-        weights, shape = self.weights, self.weights.shape
-        weights.refuse_unknown(layer)
-        mine, kv_heads = shape.layers[layer].shard(self.ranks), shape.layers[layer].num_kv_heads
-        group, rest = divmod(shape.num_heads, kv_heads)
+        """[KV heads, dim, dim]."""
+        heads, kv_heads = (self.weights.sizes(layer, side)[0] for side in "qk")
+        group, rest = divmod(heads, kv_heads)
         if rest:
-            raise ValueError(f"{shape.num_heads} query heads for {kv_heads} KV heads")
-        query = self._projected(layer, "q")
-        first, count = self.rank * kv_heads // self.ranks, max(1, int(group * self.share))
-        heads = range(first, first + mine.num_kv_heads)
-        found = torch.stack([query.covariance(head * group, count) for head in heads])
+            raise ValueError(f"{heads} query heads for {kv_heads} KV heads")
+        query, count = self._projection(layer, "q"), max(1, int(group * self.share))
+        groups = (slice(head * group, head * group + count) for head in self._kv_heads(layer))
+        found = torch.stack([self._covariance(query, heads).sum(0) for heads in groups])
         return finite(self._rope(layer)(found), f"the metric of layer {layer}")
 
     def key_energy(self, layer: int, page_size: int) -> Tensor:
-        weights, kv_heads = self.weights, self.weights.shape.layers[layer].num_kv_heads
-        weights.refuse_unknown(layer)
-        mine = weights.shape.layers[layer].shard(self.ranks).num_kv_heads
-        first = self.rank * kv_heads // self.ranks
-        key, rope = self._projected(layer, "k"), self._rope(layer)
-        still = key if key.norm is not None else replace(key, bias=None, shift=None)
-        heads = range(first, first + mine)
-        moving = torch.stack([still.covariance(head, 1) for head in heads])
-        energy = rope(moving).diagonal(dim1=1, dim2=2).clamp_min(0).cpu()
-        if still is not key and (constant := key.constant(first, mine)) is not None:
+        """[KV heads, dim]: what page means leave of each channel."""
+        key, mine, weights = self._projection(layer, "k"), self._kv_heads(layer), self.weights
+        heads, moving = slice(mine.start, mine.stop), key
+        if key.norm is None:
+            moving = replace(key, bias=None, shift=None)
+        cov = self._rope(layer)(self._covariance(moving, heads))
+        energy = cov.diagonal(dim1=1, dim2=2).clamp_min(0).cpu()
+        constant = None if moving is key else key.constant(self._weight(key, heads), heads)
+        if constant is not None:
             inv_freq = weights.inv_freq(layer)
-            turned = turned_energy(constant.cpu(), inv_freq, page_size, weights.interleaved) / 2
-            pairs = turned.shape[1]
+            turned = turned_energy(constant, inv_freq, page_size, weights.interleaved) / 2
             both = turned.repeat_interleave(2, 1) if weights.interleaved else turned.repeat(1, 2)
-            energy[:, : 2 * pairs] += both
+            energy[:, : both.shape[1]] += both
         return finite(energy, f"the key energies of layer {layer}")
 
-    def _projected(self, layer: int, what: str) -> _Projected:
-        found, norm = self.weights.projection(layer, what), self.weights.head_norm(layer, what)
-        gain, shift = self.weights.input_norm(layer)
+    def _kv_heads(self, layer: int) -> range:
+        """The KV heads of this rank."""
+        shape = self.weights.shape.layers[layer]
+        first = self.rank * shape.num_kv_heads // self.ranks
+        return range(first, first + shape.shard(self.ranks).num_kv_heads)
+
+    def _projection(self, layer: int, side: str) -> Projected:
+        self.weights.refuse_unknown(layer)
+        found = self.weights.projection(layer, side)
         if found.matrix is None:
             raise ValueError(f"{found.name} is quantized")
-        if gain is None and norm is None:
-            raise ValueError(f"its files have no norm before {found.name}")
-        dim = self.weights.shape.layers[layer].head_dim
-        vectors = [v if v is None else v.to(self.device) for v in (found.bias, norm, gain, shift)]
-        return _Projected(self.device, found.matrix, dim, found.head_rows, *vectors)
+        return found
+
+    def _weight(self, found: Projected, heads: slice) -> Tensor:
+        """[heads, dim, hidden]."""
+        assert found.matrix is not None
+        count, rows = heads.stop - heads.start, found.head_rows
+        weight = found.matrix.rows(heads.start * rows, count * rows).read()
+        return weight.to(self.device).float().view(count, rows, -1)[:, : found.dim]
+
+    def _covariance(self, found: Projected, heads: slice) -> Tensor:
+        """[heads, dim, dim]."""
+        weight = self._weight(found, heads)
+        bias = found.constant(weight, heads)
+        cov = covariance(weight if found.gain is None else weight * found.gain.to(weight), bias)
+        if found.norm is None:
+            return cov
+        norm = found.norm.to(weight).view(-1, found.dim)
+        if len(norm) > 1:  # of all heads together
+            norm = norm[heads]
+        else:
+            cov = normed(cov)
+        return cov * norm[:, :, None] * norm[:, None, :]
 
     def _rope(self, layer: int) -> MeanRope:
-        inv_freq = self.weights.inv_freq(layer)
-        dim = self.weights.shape.layers[layer].head_dim
+        inv_freq, dim = self.weights.inv_freq(layer), self.weights.sizes(layer, "k")[1]
         key = (dim, *inv_freq.tolist())
         if key not in self._ropes:
-            self._ropes[key] = MeanRope(inv_freq, dim, self.weights.interleaved, self.device)
+            interleaved, device = self.weights.interleaved, self.device
+            self._ropes[key] = MeanRope(inv_freq, dim, interleaved, device)
         return self._ropes[key]
-
-
-@dataclass(frozen=True)
-class _Projected:
-    """A layer's queries or keys before RoPE; vectors are on `device`."""
-
-    device: torch.device | str
-    matrix: WeightTensor
-    dim: int
-    head_rows: int
-    bias: Tensor | None
-    norm: Tensor | None
-    """[dim] of each head, or [heads * dim] of all together."""
-    gain: Tensor | None
-    """Of the norm before the matrix; what it adds is `shift`."""
-    shift: Tensor | None
-
-    def _weight(self, first: int, count: int) -> Tensor:
-        rows = self.matrix.rows(first * self.head_rows, count * self.head_rows)
-        weight = rows.read().to(self.device).float()
-        return weight.view(count, self.head_rows, -1)[:, : self.dim]
-
-    def constant(self, first: int, count: int, weight: Tensor | None = None) -> Tensor | None:
-        """[count, dim]: what every token has."""
-        bias = None if self.bias is None else self.bias.view(-1, self.dim)[first : first + count]
-        if self.shift is not None:
-            weight = self._weight(first, count) if weight is None else weight
-            bias = weight @ self.shift + (0 if bias is None else bias)
-        return bias
-
-    def covariance(self, first: int, count: int) -> Tensor:
-        """[dim, dim]: sum over `count` heads."""
-        weight, heads = self._weight(first, count), slice(first, first + count)
-        bias = self.constant(first, count, weight)
-        found = covariance(weight if self.gain is None else weight * self.gain, bias)
-        if self.norm is None:
-            return found.sum(0)
-        if self.norm.numel() == self.dim:
-            own, found = self.norm[None], normed(found)
-        else:
-            own = self.norm.view(-1, self.dim)[heads]
-        return (found * own[:, :, None] * own[:, None, :]).sum(0)

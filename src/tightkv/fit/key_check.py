@@ -9,8 +9,8 @@ from typing import Any
 
 from tightkv.config import KVQuantConfig
 from tightkv.fit.attention_weights import NOT_READABLE, WeightTensor
-from tightkv.fit.checkpoint_noise import LayerScores, read_scores
-from tightkv.fit.key_noise import NOISE_LIMIT, protected_layer_bits
+from tightkv.fit.checkpoint_noise import read_scores
+from tightkv.fit.key_noise import NOISE_LIMIT, LayerScores, protected_layer_bits
 from tightkv.math.codebook import get_codebook
 from tightkv.model_shape import ModelShape, compressed_layers, read_model_shape
 from tightkv.model_shape.planner import config_plan
@@ -63,7 +63,7 @@ class KeyCheck:
         if self.reason is not None:
             return CheckedConfig(cfg, not_checked(cfg, self.reason))
         try:
-            noise = {i: scores.noise(cfg.page_size) for i, scores in self._scores.items()}
+            noise = {i: scores.worst_noise(cfg.page_size) for i, scores in self._scores.items()}
         except ValueError as error:
             return CheckedConfig(cfg, not_checked(cfg, str(error)))
         checked = cfg.replace(layer_bits=protected_layer_bits(cfg, noise))

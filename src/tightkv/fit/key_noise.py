@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,52 +26,43 @@ NOISE_LIMIT = 12.0
 """Variance of a score beyond which a layer's keys get more bits."""
 
 
+class Vectors(NamedTuple):
+    """A layer's queries or keys before RoPE."""
+
+    energy: Tensor
+    """[heads]: E|x|^2, less that of the constant. Zero where it is not known: a lower bound."""
+    constant: Tensor
+    """[heads, dim]: what every token has."""
+
+
 @dataclass(frozen=True)
-class Projection:
-    """What makes the queries, or the keys, of one layer. Tensors of any float dtype.
+class LayerScores:
+    """What makes the scores of one layer: scale * q.k."""
 
-    A part that is None counts as zero: without the weight (a quantized one, say) the noise is a
-    lower bound, which finds a turned bias all the same.
-    """
+    query: Vectors
+    key: Vectors
+    inv_freq: Tensor
+    scale: float
+    interleaved: bool = False
 
-    heads: int
-    head_dim: int
-    weight: Tensor | None = None
-    """[heads * head_dim, hidden]."""
-    bias: Tensor | None = None
-    """[heads * head_dim]."""
-    head_norm: Tensor | None = None
-    """[head_dim]: weight of a per-head RMSNorm after the projection (QK-norm)."""
+    def noise(self, page_size: int) -> Tensor:
+        """[KV heads]: variance of a score for a code of distortion 1, mean of a group's queries."""
+        kv_heads, dim = self.key.constant.shape
+        if len(self.query.energy) % kv_heads:
+            raise ValueError(
+                f"{len(self.query.energy)} query heads do not share {kv_heads} KV heads evenly"
+            )
+        turned = turned_energy(self.key.constant, self.inv_freq, page_size, self.interleaved)
+        queries = self.query.energy + self.query.constant.square().sum(1)
+        grouped = queries.unflatten(0, (kv_heads, -1)).mean(1)
+        return self.scale**2 / dim * grouped * (self.key.energy + turned.sum(1))
 
-    def __post_init__(self) -> None:
-        rows = self.heads * self.head_dim
-        for name, part, size in (
-            ("weight", self.weight, rows),
-            ("bias", self.bias, rows),
-            ("head_norm", self.head_norm, self.head_dim),
-        ):
-            if part is not None and part.shape[0] != size:
-                raise ValueError(
-                    f"{name} of shape {list(part.shape)} for {self.heads} heads of "
-                    f"{self.head_dim}; its first size must be {size}"
-                )
-
-    def energy(self, input_norm: Tensor | None) -> Tensor:
-        """[heads]: E|x|^2 of the vectors before RoPE, less the bias."""
-        if self.head_norm is not None:
-            return self.head_norm.float().cpu().square().sum().expand(self.heads)
-        if self.weight is None:
-            return torch.zeros(self.heads, dtype=torch.float32, device="cpu")
-        weight = self.weight.float()
-        if input_norm is not None:
-            weight = weight * input_norm.to(weight)
-        return weight.square().sum(1).unflatten(0, (self.heads, -1)).sum(1).cpu()
-
-    def biases(self) -> Tensor:
-        """[heads, head_dim]; zero without a bias, and under a norm, which takes its size away."""
-        if self.bias is None or self.head_norm is not None:
-            return torch.zeros(self.heads, self.head_dim, dtype=torch.float32, device="cpu")
-        return self.bias.float().cpu().unflatten(0, (self.heads, -1))
+    def worst_noise(self, page_size: int) -> float:
+        """That of the worst head; ValueError where weights make it no number."""
+        heads = self.noise(page_size)
+        if not heads.isfinite().all():
+            raise ValueError("its weights are not finite, or too large")
+        return float(heads.max())
 
 
 def turned_share(inv_freq: Tensor, page_size: int) -> Tensor:
@@ -102,34 +94,10 @@ def turned_energy(
     return energy * turned_share(inv_freq, page_size)
 
 
-def score_noise(
-    query: Projection,
-    key: Projection,
-    input_norm: Tensor | None,
-    inv_freq: Tensor,
-    page_size: int,
-    scale: float | None = None,
-    interleaved: bool = False,
-) -> Tensor:
-    """[KV heads]: variance of a score for a code of distortion 1, mean of a group's queries.
-
-    `input_norm` [hidden] is what the norm before the projections multiplies by (1 + weight in
-    Gemma). `scale` is that of the scores, head_dim ** -0.5 unless given.
-    """
-    if query.heads % key.heads:
-        raise ValueError(f"{query.heads} query heads do not share {key.heads} KV heads evenly")
-    factor = 1 / key.head_dim if scale is None else scale * scale
-    keys = key.energy(input_norm)
-    keys = keys + turned_energy(key.biases(), inv_freq, page_size, interleaved).sum(-1)
-    queries = query.energy(input_norm) + query.biases().square().sum(1)
-    grouped = queries.unflatten(0, (key.heads, -1)).mean(1)
-    return factor / key.head_dim * grouped * keys
-
-
 def needed_key_bits(cfg: KVQuantConfig, noise: float, limit: float = NOISE_LIMIT) -> int:
     """The fewest bits, no fewer than the config's, that keep a layer's score noise at the limit.
 
-    `noise` is that of its worst head (`score_noise`). Keys that no code keeps at it get 16.
+    `noise` is that of its worst head. Keys that no code keeps at it get 16.
     """
     if not noise >= 0:  # NaN too: broken weights must not pass for quiet ones
         raise ValueError(f"noise={noise}; a variance is a number of at least 0")
