@@ -76,11 +76,11 @@ def change(folder: Path, **tensors: torch.Tensor | None) -> Path:
 def test_the_noise_is_that_of_the_loaded_weights(qwen2: Path) -> None:
     model = hf.AutoModelForCausalLM.from_pretrained(qwen2)
     for index, layer in enumerate(model.model.layers):
-        norm = layer.input_layernorm.weight.data
+        norm = layer.input_layernorm.weight.data.float()
         query, key = (
             Vectors(
-                (side.weight.data * norm).view(heads, -1).square().sum(1),
-                side.bias.data.view(heads, 16),
+                (side.weight.data.float() * norm).view(heads, -1).square().sum(1),
+                side.bias.data.float().view(heads, 16),
             )
             for side, heads in (
                 (layer.self_attn.q_proj, HEADS),

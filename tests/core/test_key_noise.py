@@ -33,7 +33,7 @@ def vectors(weight: Tensor, bias: Tensor, norm: Tensor | None = None) -> Vectors
     return Vectors(weight.view(-1, DIM * HIDDEN).square().sum(1), bias.view(-1, DIM))
 
 
-def scores(query: Vectors, key: Vectors, scale: float = DIM**-0.5) -> LayerScores:
+def layer_scores(query: Vectors, key: Vectors, scale: float = DIM**-0.5) -> LayerScores:
     return LayerScores(query, key, INV_FREQ, scale)
 
 
@@ -105,32 +105,32 @@ def test_predicted_noise_is_that_of_real_codes(bits: int, bias_size: float) -> N
     grouped = queries.unflatten(1, (KV_HEADS, -1))
     scores = grouped @ error[:, :, None].transpose(-1, -2) * DIM**-0.5
     measured = scores.square().mean((0, 2, 3, 4))
-    made = scores(vectors(*query, norm), vectors(*key, norm))
+    made = layer_scores(vectors(*query, norm), vectors(*key, norm))
     predicted = made.noise(PAGE) * code.codebook.distortion
     assert torch.allclose(measured, predicted, rtol=0.15)
 
 
 def test_scale_of_the_scores() -> None:
     weights = vectors(draw(DIM, HIDDEN, seed=8), torch.zeros(DIM))
-    usual, half = (scores(weights, weights, s * DIM**-0.5).noise(PAGE) for s in (1, 0.5))
+    usual, half = (layer_scores(weights, weights, s * DIM**-0.5).noise(PAGE) for s in (1, 0.5))
     assert torch.allclose(half, usual / 4)
 
 
 def test_uneven_heads_are_refused() -> None:
     query, key = (Vectors(torch.zeros(n), torch.zeros(n, DIM)) for n in (3, 2))
     with pytest.raises(ValueError, match="3 query heads do not share 2 KV heads"):
-        scores(query, key).noise(PAGE)
+        layer_scores(query, key).noise(PAGE)
 
 
 def test_biases_alone_give_a_lower_bound() -> None:
     """As of a checkpoint whose matrices are quantized."""
     weight, bias = draw(DIM, HIDDEN, seed=11) / 8, 9 * draw(DIM, seed=12)
     whole, known = vectors(weight, bias), Vectors(torch.zeros(1), bias[None])
-    assert scores(Vectors(torch.zeros(1), torch.zeros(1, DIM)), known).noise(PAGE) == 0
-    bound = scores(known, known).noise(PAGE)
+    assert layer_scores(Vectors(torch.zeros(1), torch.zeros(1, DIM)), known).noise(PAGE) == 0
+    bound = layer_scores(known, known).noise(PAGE)
     turned = turned_energy(bias[None], INV_FREQ, PAGE).sum(1)
     assert torch.allclose(bound, bias.square().sum() * turned / DIM**2)
-    assert bound < scores(whole, whole).noise(PAGE)
+    assert bound < layer_scores(whole, whole).noise(PAGE)
 
 
 # Noise of a score at distortion 1, worst head of a layer: the largest of SmolLM2-135M, of

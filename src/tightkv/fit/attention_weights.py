@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tightkv.files.checkpoint_tensors import stored_tensors
+from tightkv.model_shape.families import column
 from tightkv.model_shape.shape import ModelShape
 
 NOT_READABLE = (OSError, ValueError, TypeError, AttributeError, OverflowError)
@@ -25,16 +26,13 @@ _UNRELATED = ("v_proj", "o_proj", "out_proj", "dense", "v_norm", "rotary_emb", "
 _SCALES = ("k_scale", "v_scale", "kv_scale", "q_scale")
 
 # Families whose norms multiply by 1 + weight.
-_ONE_MORE = (
-    "gemma", "gemma2", "gemma3_text", "nemotron", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
-    "recurrent_gemma", "vaultgemma",
-)  # fmt: skip
+_ONE_MORE = column("norm_adds_one")
 # Families whose RoPE turns neighbouring channels.
-_INTERLEAVED = ("cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "helium")
+_INTERLEAVED = column("interleaved_rope")
 # Families without RoPE in layers of full attention.
-_NO_ROPE = ("cohere2",)
+_NO_ROPE = column("no_rope")
 # Families whose query projections make a gate of each head's output too.
-_GATED = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+_GATED = column("gated_queries")
 
 
 class WeightTensor(Protocol):
@@ -74,6 +72,12 @@ class Projected:
     gain: Tensor | None
     """Of the norm before the matrix; what it adds is `shift`."""
     shift: Tensor | None
+
+    def gained(self, weight: Tensor) -> Tensor:
+        """Rows of the matrix with the norm before it; ValueError where there is no norm at all."""
+        if self.gain is None and self.norm is None:
+            raise ValueError(f"its files have no norm before {self.name}")
+        return weight if self.gain is None else weight * self.gain.to(weight)
 
     def constant(self, weight: Tensor, heads: slice = slice(None)) -> Tensor | None:
         """[heads, dim]: what every token has; `weight` [heads, dim, hidden] is that of `heads`."""
@@ -178,10 +182,8 @@ class AttentionWeights:
             if stored.shape != (total * rows, self.shape.hidden_size):
                 raise ValueError(f"{stored.name} has the shape {list(stored.shape)}")
             matrix = stored.rows(first * rows, heads * rows)
-        norm, (gain, shift) = self.head_norm(layer, side), self.input_norm(layer)
-        if matrix is not None and gain is None and norm is None:
-            raise ValueError(f"its files have no norm before {name}")
-        return Projected(name, matrix, dim, rows, bias, norm, gain, shift)
+        norm = self.head_norm(layer, side)
+        return Projected(name, matrix, dim, rows, bias, norm, *self.input_norm(layer))
 
     def matrix_bytes(self, layer: int, *sides: str) -> int:
         names = (f"{self.block(layer)}{side}_proj.weight" for side in sides)

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from tightkv.config import KVQuantConfig
 from tightkv.fit.attention_weights import NOT_READABLE, AttentionWeights
-from tightkv.fit.calibration import Calibration, find_for_folder, not_comparable
+from tightkv.fit.calibration import Calibration, find_calibration
 from tightkv.fit.checkpoint_metric import KNOWN, LEAST_BITS, MetricReader
 from tightkv.fit.decide import Layer
+from tightkv.fit.fingerprint import folder_fingerprint
 from tightkv.fit.key_check import KeyCheck
 from tightkv.math.feedback import QueryMetric
 from tightkv.math.key_scale import KeyScale, balanced_scale
-from tightkv.model_shape import read_model_shape
+from tightkv.model_shape import ModelShape, read_model_shape
 
 
 class ByLayer(NamedTuple):
@@ -48,13 +49,26 @@ class Checkpoint:
         reason = self.folder if isinstance(self.folder, str) else None
         return KeyCheck(self.folder, reason=reason)
 
+    @property
+    def _path(self) -> Path:
+        if isinstance(self.folder, str):
+            raise ValueError(self.folder)
+        return self.folder
+
     def find_calibration(self, cfg: KVQuantConfig) -> Calibration | None:
         """The calibration that `cfg` names, with the KV heads of this rank."""
-        if not cfg.calibration:
-            return None
-        if isinstance(self.folder, str):
-            raise not_comparable(cfg, f"the model: {self.folder}")
-        found = find_for_folder(cfg, self.folder, self.name)
+
+        def identify() -> tuple[str, ModelShape]:
+            try:
+                return folder_fingerprint(self._path), read_model_shape(self._path)
+            except NOT_READABLE as error:
+                name = "the model" if isinstance(self.folder, str) else self.name
+                raise ValueError(
+                    f"tightkv: calibration={cfg.calibration!r} cannot be compared with {name}: "
+                    f"{error}. Leave calibration out"
+                ) from None
+
+        found = find_calibration(cfg, self.name, identify)
         return None if found is None else found.shard(self.rank, self.ranks)
 
     def key_scales(
@@ -107,9 +121,7 @@ class Checkpoint:
         found: dict[int, Tensor] = {}
         reason = None
         try:
-            if isinstance(self.folder, str):
-                raise ValueError(self.folder)
-            shape = read_model_shape(self.folder)
+            shape = read_model_shape(self._path)
             if shape.model_type not in KNOWN:
                 raise ValueError(f"queries of model_type {shape.model_type!r} are not known")
             weights = AttentionWeights(shape, sorted(layers), None)

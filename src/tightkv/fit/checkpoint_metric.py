@@ -10,6 +10,7 @@ from torch import Tensor
 from tightkv.fit.attention_weights import AttentionWeights, Projected, finite
 from tightkv.fit.key_noise import turned_energy
 from tightkv.fit.query_metric import MeanRope, covariance, normed
+from tightkv.model_shape.families import column
 
 READ_BYTES = 3 << 29
 """Of larger query matrices only some heads of each group are read, one at least."""
@@ -17,13 +18,7 @@ LEAST_BITS = 3
 """Of keys that gain by this metric. Fewer need one of real queries (docs/log.md)."""
 
 # Families whose queries are known to be what is computed here (tests compare them all).
-KNOWN = (
-    "arcee", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "falcon_h1", "gemma", "gemma2",
-    "gemma3_text", "glm", "glm4", "glm4_moe", "granite", "granitemoe", "helium", "lfm2", "llama",
-    "mistral", "mixtral", "nemotron", "olmo2", "olmo3", "phi", "phi3", "phimoe", "qwen2",
-    "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss",
-    "smollm3", "stablelm", "starcoder2",
-)  # fmt: skip
+KNOWN = tuple(column("known_queries"))
 
 
 class MetricReader:
@@ -87,8 +82,7 @@ class MetricReader:
     def _covariance(self, found: Projected, heads: slice) -> Tensor:
         """[heads, dim, dim]."""
         weight = self._weight(found, heads)
-        bias = found.constant(weight, heads)
-        cov = covariance(weight if found.gain is None else weight * found.gain.to(weight), bias)
+        cov = covariance(found.gained(weight), found.constant(weight, heads))
         if found.norm is None:
             return cov
         norm = found.norm.to(weight).view(-1, found.dim)

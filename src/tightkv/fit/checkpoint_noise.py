@@ -14,13 +14,14 @@ import torch
 
 from tightkv.fit.attention_weights import AttentionWeights, WeightTensor, finite
 from tightkv.fit.key_noise import LayerScores, Vectors
+from tightkv.model_shape.families import column
 from tightkv.model_shape.shape import ModelShape
 
 READ_BYTES = 3 << 29
 """Of larger matrices, every 2nd, 4th, ... row of each head is read: about a second's work."""
 _FEWEST_ROWS = 8  # of a head
 # Families whose scores are not scaled.
-_SCALE_ONE = ("gemma3n_text", "gemma4_text")
+_SCALE_ONE = column("unscaled_scores")
 
 
 def read_scores(
@@ -63,8 +64,7 @@ def _vectors(weights: AttentionWeights, layer: int, side: str, step: int) -> Vec
     step = 1 if found.shift is not None else step
     weight = found.matrix.read(step).float().view(heads, dim // step, -1)
     constant = found.bias if step > 1 else found.constant(weight)
-    assert found.gain is not None  # `projection` has one where there is no norm after it
-    energy = (weight * found.gain).square().sum(2).mean(1) * dim
+    energy = found.gained(weight).square().sum(2).mean(1) * dim
     return Vectors(
         finite(energy, found.name).cpu(),
         none if constant is None else finite(constant, found.name).cpu().view(heads, dim),

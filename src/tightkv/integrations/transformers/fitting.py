@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from tightkv.config import KVQuantConfig
 from tightkv.fit import Fit, Layer, Layers
-from tightkv.fit.calibration import Calibration, find_for_model
+from tightkv.fit.calibration import Calibration, find_calibration
 from tightkv.fit.fingerprint import model_fingerprint
 from tightkv.fit.key_check import KeyCheck
 from tightkv.integrations.transformers.layer_shapes import layer_shapes
@@ -22,7 +22,7 @@ from tightkv.integrations.transformers.protect_keys import KeyBitsWarning
 from tightkv.integrations.transformers.query_probe import FeedbackWarning, probed
 from tightkv.math.feedback import QueryMetric
 from tightkv.math.key_scale import KeyScale
-from tightkv.model_shape import read_model_shape, skip_reason
+from tightkv.model_shape import ModelShape, read_model_shape, skip_reason
 
 
 class CalibrationWarning(UserWarning):
@@ -89,10 +89,10 @@ class LoadedModel:
 
     def find_calibration(self, cfg: KVQuantConfig) -> Calibration | None:
         """The calibration that `cfg` names; another model's is refused."""
-        if not cfg.calibration:
-            return None
-        shape = read_model_shape(self.model.config)
-        return find_for_model(cfg, loaded_fingerprint(self.model), self.name, shape)
+        return find_calibration(cfg, self.name, self._identity)
+
+    def _identity(self) -> tuple[str, ModelShape]:
+        return loaded_fingerprint(self.model), read_model_shape(self.model.config)
 
     def key_scales(
         self, cfg: KVQuantConfig, layers: Mapping[int, Layer]
