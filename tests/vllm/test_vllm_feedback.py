@@ -182,18 +182,18 @@ def test_centers_are_scaled_with_their_keys_and_both_are_the_format() -> None:
     impl = TightAttention.__new__(TightAttention)
     impl.layout, impl.device = PageLayout(K4V4, 2, 16, torch.bfloat16), CPU
     impl.softcap = impl.sink_logits = impl.centers = impl.key_scale = None
-    formats = [_meaning(impl)]
+    formats = [_meaning(0, impl)]
     for exponent in (1, 2):
         impl.centers, scale = None, torch.ones(2, 16)
         scale[1, 3] = 2.0**exponent
         own = LayerFit(K4V4, scale=KeyScale(scale))
         impl.use_fit(own)
-        formats.append(_meaning(impl))
+        formats.append(_meaning(0, impl))
         center = Centers(torch.full((2, 16), 3.0), torch.full((2, 16), 5.0))
         impl.use_fit(replace(own, centers=center))
         key, value = impl.centers
         assert torch.equal(key.float() * scale, torch.full((2, 16), 3.0)) and (value == 5).all()
-        formats.append(_meaning(impl))
+        formats.append(_meaning(0, impl))
     assert len(set(formats)) == 5
     impl.step = SimpleNamespace(codec=Codec(impl.layout))
     own = LayerFit(K4V4, QueryMetric(torch.eye(16).expand(2, 16, 16)))
