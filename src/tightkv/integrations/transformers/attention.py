@@ -124,7 +124,6 @@ def tightkv_attention(
     if not isinstance(key, CompressedStates):  # a layer that stays uncompressed
         return _exact(module, query, key, value, *exact), None
     step, layer = key.step, key.step.layer
-    assert isinstance(layer, TightLayer)
     if layer.centers is not None and (softcap is not None or s_aux is not None):
         raise ValueError(
             "this layer's scores have a soft cap or a sink logit, and its cache holds keys "
