@@ -18,11 +18,10 @@ from safetensors.torch import load_file, save_file
 from models import FAMILIES, SHAPE
 from tightkv import KVQuantConfig
 from tightkv.files.tensor_file import StoredTensor
-from tightkv.fit import checkpoint_noise
+from tightkv.fit import key_noise
 from tightkv.fit.attention_weights import NOT_READABLE, AttentionWeights
-from tightkv.fit.checkpoint_noise import read_scores
 from tightkv.fit.key_check import KeyCheck
-from tightkv.fit.key_noise import LayerScores, Vectors
+from tightkv.fit.key_noise import LayerScores, Vectors, read_scores
 from tightkv.model_shape import read_model_shape
 from tiny_folder import plant_key_bias, write_model
 
@@ -133,7 +132,7 @@ def test_rows_are_sampled_where_matrices_are_large(
         steps.add(step)
         return read(tensor, step)
 
-    monkeypatch.setattr(checkpoint_noise, "READ_BYTES", 1)
+    monkeypatch.setattr(key_noise, "READ_BYTES", 1)
     monkeypatch.setattr(StoredTensor, "read", spy)
     sampled = noise_of(qwen2)
     assert steps == {1, 2}  # 8 of 16 rows of a head, whole biases

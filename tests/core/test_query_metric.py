@@ -17,10 +17,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from models import MAMBA, MOE, SHAPE
 from tightkv.files.tensor_file import StoredTensor
-from tightkv.fit import Checkpoint, checkpoint_metric
+from tightkv.fit import Checkpoint, query_metric
 from tightkv.fit.checkpoint import ByLayer
-from tightkv.fit.checkpoint_metric import KNOWN
-from tightkv.fit.query_metric import POSITIONS, normed
+from tightkv.fit.query_metric import KNOWN, POSITIONS, normed
 from tiny_folder import write_model
 
 TWO = {**SHAPE, "num_hidden_layers": 2, "max_position_embeddings": POSITIONS}
@@ -210,7 +209,7 @@ def test_of_large_matrices_some_heads_are_read(
     matrix = model.model.layers[0].self_attn.q_proj.weight
     with monkeypatch.context() as patched:
         patched.setattr(StoredTensor, "read", spy)
-        patched.setattr(checkpoint_metric, "READ_BYTES", share * matrix.nbytes)
+        patched.setattr(query_metric, "READ_BYTES", share * matrix.nbytes)
         found = query_metrics(tmp_path).by_layer[0]
     assert sum(rows) == 2 * 2 * heads * 16
     matrix.data.view(2, 4, 16, -1)[:, heads:] = 0

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from models import SHAPE
 from tightkv import KVQuantConfig
-from tightkv.fit import Checkpoint, Fit, LayerFit, Layers, checkpoint_metric, fit
+from tightkv.fit import Checkpoint, Fit, LayerFit, Layers, fit, query_metric
 from tightkv.integrations.vllm.start.checkpoint import checkpoint_folder
 from tightkv.math.centers import Centers
 from tightkv.math.feedback import QueryMetric
@@ -169,7 +169,7 @@ def test_without_weights_there_is_a_reason_and_no_feedback(
     def out_of_memory(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(checkpoint_metric, "covariance", out_of_memory)
+    monkeypatch.setattr(query_metric, "covariance", out_of_memory)
     assert "(out of memory)" in reason(engine(folder))
 
 

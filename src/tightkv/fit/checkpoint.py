@@ -14,10 +14,10 @@ from torch import Tensor
 from tightkv.config import KVQuantConfig
 from tightkv.fit.attention_weights import NOT_READABLE, AttentionWeights
 from tightkv.fit.calibration import Calibration, find_calibration
-from tightkv.fit.checkpoint_metric import KNOWN, LEAST_BITS, MetricReader
 from tightkv.fit.decide import Layer
 from tightkv.fit.fingerprint import folder_fingerprint
 from tightkv.fit.key_check import KeyCheck
+from tightkv.fit.query_metric import KNOWN, LEAST_BITS, MetricReader
 from tightkv.math.feedback import QueryMetric
 from tightkv.math.key_scale import KeyScale, balanced_scale
 from tightkv.model_shape import ModelShape, read_model_shape

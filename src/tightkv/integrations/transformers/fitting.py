@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, cache_utils
 
 from tightkv.config import KVQuantConfig
 from tightkv.fit import Fit, Layer, Layers
+from tightkv.fit.attention_weights import NOT_READABLE
 from tightkv.fit.calibration import Calibration, find_calibration
 from tightkv.fit.fingerprint import model_fingerprint
 from tightkv.fit.key_check import KeyCheck
-from tightkv.integrations.transformers.layer_shapes import layer_shapes
 from tightkv.integrations.transformers.per_model import MODEL_LOCK, PerModel
 from tightkv.integrations.transformers.protect_keys import KeyBitsWarning
 from tightkv.integrations.transformers.query_probe import FeedbackWarning, probed
 from tightkv.math.feedback import QueryMetric
 from tightkv.math.key_scale import KeyScale
-from tightkv.model_shape import ModelShape, read_model_shape, skip_reason
+from tightkv.model_shape import LayerShape, ModelShape, read_model_shape, skip_reason
+
+_KINDS = {
+    cache_utils.DynamicLayer: "full",
+    cache_utils.DynamicSlidingWindowLayer: "sliding",
+    cache_utils.LinearAttentionLayer: "linear",
+    cache_utils.LinearAttentionAndFullAttentionLayer: "full",
+    cache_utils.LinearAttentionAndSlidingWindowAttentionLayer: "sliding",
+}
 
 
 class CalibrationWarning(UserWarning):
@@ -159,6 +167,24 @@ def plain_layers(config: PreTrainedConfig) -> tuple[list[Any], Layers]:
 
     layers = Layers(full, refuse)
     return plain, layers
+
+
+def layer_shapes(config: PreTrainedConfig, layers: Sequence[Any]) -> list[LayerShape]:
+    """What each layer of a DynamicCache keeps.
+
+    Its kind is that of the cache layer; head sizes are the config's, and 0 where `read_model_shape`
+    does not understand it.
+    """
+    try:
+        known = read_model_shape(config).layers
+    except NOT_READABLE:
+        known = ()
+    latent = bool(getattr(config.get_text_config(decoder=True), "kv_lora_rank", None))
+    kinds = ["mla" if latent else _KINDS.get(type(layer), "other") for layer in layers]
+    return [
+        known[i] if i < len(known) and known[i].kind == kind else LayerShape(kind)
+        for i, kind in enumerate(kinds)
+    ]
 
 
 def warn_once(source: LoadedModel | None, found: Fit) -> None:
