@@ -182,11 +182,6 @@ class TightCache(Cache):  # type: ignore[misc]
         return len(self.shared.table) or max((len(x) for x in plain if x is not None), default=0)
 
     @property
-    def _counting_layers(self) -> list[Any]:
-        """Layers that know how many tokens they have seen: all but those of linear attention."""
-        return [layer for layer in self.layers if hasattr(layer, "keys")]
-
-    @property
     def _other_layers(self) -> list[Any]:
         """Layers with states that transformers keeps, the linear part of hybrid layers included."""
         return [layer for layer in self.layers if type(layer) is not TightLayer]
@@ -230,7 +225,9 @@ class TightCache(Cache):  # type: ignore[misc]
     def crop(self, tokens_to_remove: int) -> None:
         """Drop -tokens_to_remove newest tokens; a positive number is the length to keep."""
         table, used = self.shared.table, self._used
-        lengths = [layer.get_seq_length() for layer in used or self._counting_layers]
+        # Layers of linear attention alone do not know how many tokens they have seen.
+        counting = used or [layer for layer in self.layers if hasattr(layer, "keys")]
+        lengths = [layer.get_seq_length() for layer in counting]
         total, shortest = max(lengths, default=0), min(lengths, default=0)
         # some versions of transformers give a tensor
         tokens_to_remove = operator.index(tokens_to_remove)
