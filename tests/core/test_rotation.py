@@ -229,7 +229,7 @@ def test_rotation_made_under_other_modes_still_serves() -> None:
 def test_split_rotation(kind: str, dim: int, dtype: torch.dtype, data: st.DataObject) -> None:
     chosen = st.lists(st.integers(0, dim - 1), min_size=1, max_size=dim - 1, unique=True)
     channels = data.draw(chosen)
-    rotation = split_rotation(kind, dim, 3, channels)
+    rotation = split_rotation(kind, dim, 3, tuple(channels))
     assert_orthogonal(rotation)
     assert_rotates(rotation, random_normal(dim, 9, (4, dim)).to(dtype))
 
