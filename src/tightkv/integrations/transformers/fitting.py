@@ -24,13 +24,14 @@ from tightkv.math.feedback import QueryMetric
 from tightkv.math.key_scale import KeyScale
 from tightkv.model_shape import LayerShape, ModelShape, read_model_shape, skip_reason
 
-_KINDS = {
+KINDS: dict[type, str] = {
     cache_utils.DynamicLayer: "full",
     cache_utils.DynamicSlidingWindowLayer: "sliding",
     cache_utils.LinearAttentionLayer: "linear",
     cache_utils.LinearAttentionAndFullAttentionLayer: "full",
     cache_utils.LinearAttentionAndSlidingWindowAttentionLayer: "sliding",
 }
+"""The layers of a DynamicCache, and the kinds of LayerShape that they are."""
 
 
 class CalibrationWarning(UserWarning):
@@ -180,7 +181,7 @@ def layer_shapes(config: PreTrainedConfig, layers: Sequence[Any]) -> list[LayerS
     except NOT_READABLE:
         known = ()
     latent = bool(getattr(config.get_text_config(decoder=True), "kv_lora_rank", None))
-    kinds = ["mla" if latent else _KINDS.get(type(layer), "other") for layer in layers]
+    kinds = ["mla" if latent else KINDS.get(type(layer), "other") for layer in layers]
     return [
         known[i] if i < len(known) and known[i].kind == kind else LayerShape(kind)
         for i, kind in enumerate(kinds)

@@ -14,21 +14,13 @@ from transformers import cache_utils
 
 from tightkv.files.strict_json import Field, short
 from tightkv.fit import LayerFit
+from tightkv.integrations.transformers.fitting import KINDS
 from tightkv.integrations.transformers.layer import TightLayer
 from tightkv.pages.layout import MAX_TOKENS
 
 DTYPES = {str(d): d for d in (torch.float32, torch.float16, torch.bfloat16)}
 # The layers of a DynamicCache that TightCache leaves as they are.
-PLAIN_KINDS = {
-    kind.__name__: kind
-    for kind in (
-        cache_utils.DynamicLayer,
-        cache_utils.DynamicSlidingWindowLayer,
-        cache_utils.LinearAttentionLayer,
-        cache_utils.LinearAttentionAndFullAttentionLayer,
-        cache_utils.LinearAttentionAndSlidingWindowAttentionLayer,
-    )
-}
+PLAIN_KINDS = {kind.__name__: kind for kind in KINDS}
 _MAX_STATES = 64
 _LATER = {"dtype", "device"}  # attention gets them with its first tokens
 
