@@ -123,7 +123,6 @@ class _Dense(Rotation):
 class _Split(Rotation):
     """y = concat(first x[channels], rest x[the others, in order])."""
 
-    channels: tuple[int, ...]
     first: Rotation
     rest: Rotation
     order: PerDevice  # int64 [dim]: channels, then the others
@@ -184,7 +183,7 @@ def split_rotation(kind: str, dim: int, seed: int, channels: tuple[int, ...]) ->
     order = torch.tensor([*channels, *others], dtype=torch.int64, device="cpu")
     first = make_rotation(kind, len(channels), seed, _SPLIT_STREAMS[0])
     rest = make_rotation(kind, len(others), seed, _SPLIT_STREAMS[1])
-    return _Split("split", dim, channels, first, rest, PerDevice(order), PerDevice(order.argsort()))
+    return _Split("split", dim, first, rest, PerDevice(order), PerDevice(order.argsort()))
 
 
 def _check_channels(dim: int, channels: tuple[int, ...]) -> None:

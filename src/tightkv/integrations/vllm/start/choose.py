@@ -101,8 +101,8 @@ def choose(
         name: skip_reason(shape, "vllm", options.windows, cfg) for name, shape in shapes.items()
     }
     reasons |= dict.fromkeys(unreadable_layers(layers), UNREADABLE)
-    fit = {name: shapes[name] for name, reason in reasons.items() if reason is None}
-    reasons |= dict.fromkeys(windows_of_other_pages(fit, cfg), OTHER_PAGES)
+    possible = {name: shapes[name] for name, reason in reasons.items() if reason is None}
+    reasons |= dict.fromkeys(windows_of_other_pages(possible, cfg), OTHER_PAGES)
     if latent is not None:
         reasons |= {name: latent for name, layer in layers.items() if is_latent(layer)}
     chosen = {name: layers[name] for name, reason in reasons.items() if reason is None}
