@@ -18,7 +18,6 @@ from tightkv.fit import Checkpoint, Layers, fit
 from tightkv.fit.calibration import (
     Calibration,
     bundled_names,
-    find_for_folder,
     load_calibration,
     own_heads,
     save_calibration,
@@ -506,7 +505,7 @@ def test_an_engine_compares_the_checkpoint(checkpoint, tmp_path):
         find(cfg, folder, "dummy")
     (other / "model.safetensors").write_bytes(b"")
     with pytest.raises(ValueError, match=r"cannot be compared with .*Leave calibration out"):
-        find_for_folder(cfg, other, "other")
+        find(cfg, other)
 
 
 # --- the command line ------------------------------------------------------------------------
