@@ -19,7 +19,14 @@ from tightkv.integrations.transformers.attention import use_attention
 from tightkv.tools.cli import main
 from tightkv.tools.cli.eval import report as eval_report
 from tightkv.tools.eval import result_store as store_module
-from tightkv.tools.eval.forward import CacheRun, MakeCache, after_prefix, ignore, write_texts
+from tightkv.tools.eval.forward import (
+    CacheRun,
+    MakeCache,
+    after_prefix,
+    ignore,
+    shared_tokens,
+    write_texts,
+)
 from tightkv.tools.eval.result_store import Store, code_digest, result_key
 from tightkv.tools.eval.tasks.base import Task, paired
 from tightkv.tools.eval.tasks.free_running import FreeTask, _gumbel
@@ -27,9 +34,8 @@ from tightkv.tools.eval.tasks.gsm8k import build_gsm8k, final_number
 from tightkv.tools.eval.tasks.lambada import build_lambada
 from tightkv.tools.eval.tasks.passkey import MAX_DEPTHS, build_passkeys, make_passkeys
 from tightkv.tools.eval.tasks.probes import Passage, Probe, ProbeTask
-from tightkv.tools.eval.tasks.quality import Schedule
+from tightkv.tools.eval.tasks.quality import QualityTask, Schedule
 from tightkv.tools.eval.tasks.recall import build_recall
-from tightkv.tools.eval.tasks.standalone import QualityTask
 from tightkv.tools.eval.tasks.tools import CALL_TOKENS, Call, ToolTask, build_conversation, judge
 from tightkv.tools.eval.text import read_examples
 from tightkv.tools.eval.windows import Windows
@@ -317,24 +323,22 @@ CALL = Call("Wake me at 7:30 tomorrow.", "set_alarm", {"hour": 7, "minute": 30})
     ],
 )
 def test_replies_are_judged(reply: str, wanted: tuple[bool, bool, bool]) -> None:
-    verdict = judge(reply, CALL)
-    assert (verdict.json, verdict.valid, verdict.correct) == wanted
+    assert tuple(judge(reply, CALL).values()) == wanted
 
 
 def test_conversations_show_right_calls_and_end_in_a_request() -> None:
     tokenizer = byte_tokenizer()
     talk = build_conversation(tokenizer, 1500, 3, seed=2)
+    assert shared_tokens(talk.prompts) > 1000
     for ids, call in zip(talk.prompts, talk.calls, strict=True):
         text = tokenizer.decode(ids)
-        assert (
-            len(ids) + CALL_TOKENS <= 1500 and ids[: talk.shared] == talk.prompts[0][: talk.shared]
-        )
+        assert len(ids) + CALL_TOKENS <= 1500
         *shown, last = text.split("\n\n")
         assert last == f"Request: {call.request}\nCall:" and len(shown) >= 8
         for part in shown:
             reply = part.partition("Call: ")[2]
-            assert judge(reply, call).valid
-        assert judge(call.text, call).correct
+            assert judge(reply, call)["valid"]
+        assert judge(call.text, call)["correct"]
     with pytest.raises(ValueError, match=r"context of 400 tokens holds \d calls; at least 4"):
         build_conversation(tokenizer, 400, 1, 0)
 

@@ -77,7 +77,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _diagnose(args: argparse.Namespace, cfg: KVQuantConfig | None, calibration: str) -> Diagnosis:
     need_transformers("doctor")
-    from tightkv.tools.eval.layer_bits.doctor import Doctor, default_candidates
+    from tightkv.tools.eval.forward import seconds_per_token
+    from tightkv.tools.eval.layer_bits.doctor import USUAL_PASSES, Doctor, default_candidates
     from tightkv.tools.eval.tasks.quality import check_compresses
     from tightkv.tools.eval.text import read_texts
     from tightkv.tools.eval.windows import cut_windows
@@ -90,8 +91,9 @@ def _diagnose(args: argparse.Namespace, cfg: KVQuantConfig | None, calibration: 
     windows = cut_windows(tokenizer, texts, args.window, args.windows)
     doctor = Doctor(model, windows, args.budget, bars=Progress)
     with Working("timing a short pass"):
-        seconds = doctor.expected_seconds(**({} if cfg is None else {"configs": 1}))
-    print_expected(windows.ids.numel(), seconds)
+        seconds = seconds_per_token(model, windows.ids)
+    passes = USUAL_PASSES if cfg is None else 4
+    print_expected(windows.ids.numel(), seconds * windows.ids.numel() * passes)
     start = time.monotonic()
     found = doctor.diagnose(candidates) if cfg is None else doctor.check(cfg)
     print_status(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from tightkv.integrations.transformers.layer import TightLayer
 TIGHT_ATTENTION = "tightkv"
 # Last tokens of a prompt that go in after the rest, so that they read the cache.
 TAIL_TOKENS = 64
+_TIMED_TOKENS = 64
 
 # A cache that is empty at first; called once for each batch.
 MakeCache = Callable[[], TightCache]
@@ -102,11 +105,6 @@ class CacheRun:
             logits = self.feed(torch.tensor([[token]], device="cpu"), last_only=True)
         return text.split("\n")[0].strip()
 
-    def crop(self, tokens: int) -> None:
-        """Drop the newest tokens."""
-        if tokens:
-            self.cache.crop(-tokens)
-
     @property
     def can_rewind(self) -> bool:
         """Whether tokens can be taken out of every layer; sliding windows forget too much."""
@@ -146,9 +144,15 @@ def after_prefix(
             run = CacheRun(model, None if make is None else make())
             if prefix:
                 run.feed(torch.tensor([list(prefix)], device="cpu"), last_only=True)
-        else:
-            run.crop(run.cache.get_seq_length() - len(prefix))
+        elif newer := run.cache.get_seq_length() - len(prefix):
+            run.cache.crop(-newer)
         yield run
+
+
+def shared_tokens(prompts: Sequence[Sequence[int]]) -> int:
+    """How many tokens all prompts begin with, less those that are read again over the cache."""
+    alike = takewhile(lambda row: len(set(row)) == 1, zip(*prompts, strict=False))
+    return max(0, min(len(list(alike)), min(map(len, prompts)) - 1) - TAIL_TOKENS)
 
 
 def write_lines(
@@ -156,12 +160,11 @@ def write_lines(
     make: MakeCache | None,
     tokenizer: Any,
     prompts: Sequence[Sequence[int]],
-    shared: int,
     most: int,
     advance: Advance,
 ) -> list[str]:
-    """A line after each prompt; the `shared` tokens they begin with go into the cache once."""
-    lines = []
+    """A line after each prompt; what they begin with goes into the cache once."""
+    lines, shared = [], shared_tokens(prompts)
     runs = after_prefix(model, make, prompts[0][:shared], len(prompts))
     for prompt, run in zip(prompts, runs, strict=True):
         lines.append(run.write_line(tokenizer, prompt[shared:], most))
@@ -172,6 +175,15 @@ def write_lines(
 def exact_attention(model: Any) -> str:
     """What the uncompressed cache is read with: sdpa, or eager where a model has no sdpa."""
     return "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
+
+
+def seconds_per_token(model: Any, ids: Tensor) -> float:
+    """Of a short pass over a window; one before it brings the weights into memory."""
+    ids = ids[:1, :_TIMED_TOKENS]
+    for _ in range(2):
+        run, start = CacheRun(model), time.perf_counter()
+        run.feed(ids)
+    return (time.perf_counter() - start) / ids.numel()
 
 
 def max_positions(model: Any) -> int | None:
@@ -199,6 +211,11 @@ def advance_bar(bar: Any, steps: int = 1) -> None:
 
 def ignore(steps: int) -> None:
     """An `Advance` for those who do not want to know."""
+
+
+def likeliest(logits: Tensor, step: int) -> Tensor:
+    """Greedy choice."""
+    return logits.argmax(-1)
 
 
 @torch.inference_mode()

@@ -17,8 +17,7 @@ from tightkv.config import KVQuantConfig
 from tightkv.integrations.transformers import TightCache
 from tightkv.tools.cli.generate.live import layer_progress
 from tightkv.tools.cli.shared.output import print_status
-from tightkv.tools.eval.forward import TAIL_TOKENS, keeps_logits
-from tightkv.tools.eval.prompts import common_prefix
+from tightkv.tools.eval.forward import keeps_logits, shared_tokens
 from tightkv.tools.eval.tasks.needles import Needle, make_needles, says
 
 Cache = TypeVar("Cache", DynamicCache, TightCache)
@@ -139,7 +138,7 @@ def can_share(model: Any) -> bool:
 def read_shared(model: Any, ids: Tensor, question: Tensor | None) -> SharedPrompt:
     """All of a prompt [1, N] but its last tokens, and what another prompt does not share."""
     prompts = [prompt[0].tolist() for prompt in (ids, question) if prompt is not None]
-    count = max(0, common_prefix(prompts) - TAIL_TOKENS) if can_share(model) else 0
+    count = shared_tokens(prompts) if can_share(model) else 0
     if count:
         print_status(f"prompt of {ids.shape[1]} tokens, {count} of them read once")
     return SharedPrompt(model, ids[:, :count])

@@ -48,14 +48,11 @@ def long_context(tokenizer: Any, tokens: int) -> str:
 
 def encode(tokenizer: Any, prompts: list[str], raw: bool) -> Any:
     """input_ids and attention_mask [B, tokens], padded on the left."""
+    from tightkv.tools.eval.prompts import as_chat
+
     chat = not raw and getattr(tokenizer, "chat_template", None) is not None
     if chat:
-        prompts = [
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
-            )
-            for prompt in prompts
-        ]
+        prompts = [as_chat(tokenizer, prompt) for prompt in prompts]
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     # A template writes its own first token.

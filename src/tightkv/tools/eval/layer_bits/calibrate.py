@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
-import torch
-
 import tightkv
 from tightkv.config import KVQuantConfig
 from tightkv.fit.calibration import Calibration, Costs, Measured
@@ -25,10 +23,11 @@ from tightkv.math.centers import Centers
 from tightkv.math.feedback import QueryMetric
 from tightkv.pages.layout import page_layout
 from tightkv.tools.eval.forward import Bars, advance_bar
-from tightkv.tools.eval.layer_bits.search import SEARCHED_BITS, Option, least_kl
+from tightkv.tools.eval.layer_bits.search import SEARCHED_BITS, least_kl, options_of
 from tightkv.tools.eval.layer_bits.sensitivity import (
-    Layer,
+    Coding,
     Moments,
+    compressible,
     layer_costs,
     moments,
     observe,
@@ -54,8 +53,7 @@ class Calibrator:
         self.model, self.windows, self.first = model, windows, prefill
         self.bars = bars or (lambda title, total: nullcontext())
         self.base = KVQuantConfig(protect_keys=False)
-        cache = TightCache(self.base, model=model)
-        self.numbers = [i for i, x in enumerate(cache.layers) if isinstance(x, TightLayer)]
+        self.numbers = compressible(model)
         self.metrics: dict[int, QueryMetric] = {}
         self.centers: dict[int, Centers] = {}
         self.costs: dict[int, Costs] = {}
@@ -98,11 +96,10 @@ class Calibrator:
 
     def _estimate(self, bar: Any) -> None:
         """By the gradients of one window: bits depend on ratios of costs, which are far apart."""
-        ids, generator = self.windows.ids[:1], torch.Generator("cpu").manual_seed(0)
-        layers: dict[int, Layer] = record(self.model, ids, self.numbers, self.first, generator)[0]
+        layers = record(self.model, self.windows.ids[:1], self.numbers, self.first)[0]
         for n in self.numbers:
-            how = self.metrics[n], self.centers.get(n), probed(self.model).scales.get(n)
-            self.costs[n] = Costs(*layer_costs(layers.pop(n), self.base, self.first, *how))
+            how = Coding(self.metrics[n], self.centers.get(n), probed(self.model).scales.get(n))
+            self.costs[n] = layer_costs(layers.pop(n), self.base, self.first, how)
             advance_bar(bar)
 
     def bits(self, preset: KVQuantConfig) -> str:
@@ -118,20 +115,17 @@ class Calibrator:
         if preset.key_bits == preset.value_bits == min(SEARCHED_BITS):
             plain = sum(page_layout(preset, *self._shapes[n]).bytes_per_token for n in own)
             size = max(size, (1 + GROWTH) * plain)
-        chosen = least_kl({n: self._options(preset, n, cfg) for n, cfg in own.items()}, size)
+        options = {
+            n: options_of(
+                preset,
+                self._shapes[n],
+                self.costs[n],
+                cfg.key_bits if cfg.key_bits > preset.key_bits else 0,
+            )
+            for n, cfg in own.items()
+        }
+        chosen = least_kl(options, size)
         assert chosen is not None  # the preset itself is among them
         common = preset.key_bits, preset.value_bits
         others = {n: option.bits for n, option in chosen.items() if option.bits != common}
         return ",".join(f"{n}=k{k}v{v}" for n, (k, v) in others.items())
-
-    def _options(self, preset: KVQuantConfig, n: int, own: KVQuantConfig) -> list[Option]:
-        raised = own.key_bits > preset.key_bits
-        found = []
-        for k in SEARCHED_BITS:
-            for v in SEARCHED_BITS:
-                if raised and k < own.key_bits:
-                    continue
-                cfg = preset.replace(key_bits=k, value_bits=v)
-                size = page_layout(cfg, *self._shapes[n]).bytes_per_token
-                found.append(Option((k, v), size, self.costs[n].key[k] + self.costs[n].value[v]))
-        return found

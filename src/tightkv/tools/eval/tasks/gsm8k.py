@@ -28,10 +28,7 @@ class MathTask(Task):
     answer_tokens: int
     batch: int
     name = "gsm8k"
-
-    @property
-    def options(self) -> Data:
-        return {"answer_tokens": self.answer_tokens}
+    options = ("answer_tokens",)
 
     @property
     def inputs(self) -> Any:

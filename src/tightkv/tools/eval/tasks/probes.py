@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from tightkv.tools.eval.forward import TAIL_TOKENS, Advance, MakeCache, after_prefix
-from tightkv.tools.eval.prompts import common_prefix
+from tightkv.tools.eval.forward import Advance, MakeCache, after_prefix, shared_tokens
 from tightkv.tools.eval.tasks.base import Data, Task, paired
 
 
@@ -46,7 +45,7 @@ def build_passage(
     depths: Sequence[float],
 ) -> Passage:
     """The last 64 tokens that prompts share are read with each question, over the cache."""
-    shared = max(0, common_prefix(prompts) - TAIL_TOKENS)
+    shared = shared_tokens(prompts)
     probes = [
         Probe(word, depth, tuple(prompt[shared:]), tuple(answer))
         for word, depth, prompt, answer in zip(expected, depths, prompts, answers, strict=True)
@@ -62,10 +61,7 @@ class ProbeTask(Task):
     passages: tuple[Passage, ...]
     chunk: int | None = None
     """Tokens of question and answer a pass; None takes them in one."""
-
-    @property
-    def options(self) -> Data:
-        return {"chunk": self.chunk}
+    options = ("chunk",)
 
     @property
     def inputs(self) -> Any:
