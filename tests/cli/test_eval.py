@@ -30,7 +30,7 @@ from tightkv.tools.cli.eval.command import FILE_TASKS, TASKS
 from tightkv.tools.cli.shared.progress import Progress
 from tightkv.tools.eval.configs import label, parse_configs
 from tightkv.tools.eval.forward import TAIL_TOKENS, CacheRun, ignore, shared_tokens
-from tightkv.tools.eval.results import bits_of, model_fingerprint
+from tightkv.tools.eval.results import cache_facts, model_fingerprint
 from tightkv.tools.eval.tasks.free_running import GreedyTask, same_tokens
 from tightkv.tools.eval.tasks.needles import (
     ANSWER_TOKENS,
@@ -270,13 +270,16 @@ def test_logits_that_are_not_finite_are_refused() -> None:
 # --- sizes -------------------------------------------------------------------------------------
 def test_bits_count_scales_and_means() -> None:
     model = tiny()  # head_dim 32
-    bits = bits_of(model, caches(model, KVQuantConfig.preset("k4v2", **SMALL))["k4v2"])
-    assert bits.key == 4 + 16 / 32 + 16 / 32  # codes, a scale a token, an fp16 mean a page of 32
-    assert bits.value == 2 + 16 / 32
-    raw = bits_of(model, caches(model, EXACT)["k16v16"])
-    assert (raw.key, raw.value, raw.mean) == (16, 16, 16)
+
+    def bits_of(cfg: KVQuantConfig) -> dict[str, float]:
+        return cache_facts(model, partial(TightCache, cfg, model=model))["bits"]
+
+    bits = bits_of(KVQuantConfig.preset("k4v2", **SMALL))
+    assert bits["key"] == 4 + 16 / 32 + 16 / 32  # codes, a scale a token, an fp16 mean a page of 32
+    assert bits["value"] == 2 + 16 / 32
+    assert bits_of(EXACT) == {"key": 16, "value": 16, "mean": 16}
     half = KVQuantConfig.preset("k4v4", key_centering="none", protected_first=2, **SMALL)
-    assert bits_of(model, partial(TightCache, half, model=model)).value == (4.5 + 8.5) / 2
+    assert bits_of(half)["value"] == (4.5 + 8.5) / 2
 
 
 # --- needles -----------------------------------------------------------------------------------

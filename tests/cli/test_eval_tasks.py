@@ -31,11 +31,17 @@ from tightkv.tools.eval.result_store import Store, code_digest, result_key
 from tightkv.tools.eval.tasks.base import Task, paired
 from tightkv.tools.eval.tasks.free_running import FreeTask, _gumbel
 from tightkv.tools.eval.tasks.gsm8k import build_gsm8k, final_number
-from tightkv.tools.eval.tasks.lambada import build_lambada
-from tightkv.tools.eval.tasks.passkey import MAX_DEPTHS, build_passkeys, make_passkeys
-from tightkv.tools.eval.tasks.probes import Passage, Probe, ProbeTask
+from tightkv.tools.eval.tasks.probes import (
+    MAX_DEPTHS,
+    Passage,
+    Probe,
+    ProbeTask,
+    build_lambada,
+    build_passkeys,
+    build_recall,
+    make_passkeys,
+)
 from tightkv.tools.eval.tasks.quality import QualityTask, Schedule
-from tightkv.tools.eval.tasks.recall import build_recall
 from tightkv.tools.eval.tasks.tools import CALL_TOKENS, Call, ToolTask, build_conversation, judge
 from tightkv.tools.eval.text import read_examples
 from tightkv.tools.eval.windows import Windows

@@ -1,11 +1,21 @@
-"""Questions about a document, in the words and tokens the model was made for."""
+"""Texts as tokens, and questions about a document in the words the model was made for."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from tightkv.tools.eval.windows import beginning, encode
+
+def encode(tokenizer: Any, content: str) -> list[int]:
+    """Token ids without special tokens, however long the text is."""
+    ids: list[int] = tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"]
+    return ids
+
+
+def beginning(tokenizer: Any) -> list[int]:
+    """The begin-of-text token where the tokenizer puts one before a text, else nothing."""
+    ids = tokenizer("a")["input_ids"]
+    return ids[:1] if len(ids) > 1 and ids[0] == tokenizer.bos_token_id else []
 
 
 def ask(tokenizer: Any, document: str, questions: Sequence[str]) -> list[list[int]]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tightkv.config import PRESETS, KVQuantConfig
-from tightkv.tools.validate.attention_error import stored_keys
+from tightkv.tools.validate.attention_error import fill
 from tightkv.tools.validate.distortion import MODE_ERRORS, lloyd_max
 from tightkv.tools.validate.inputs import Problem, attention_problem, normal
 from tightkv.tools.validate.report import Claim, Options, Progress
@@ -37,7 +37,7 @@ def check(options: Options, progress: Progress) -> list[Claim]:
             # A tenth more noise than predicted: the theory leaves out float16 scales and means.
             predicted = exact + 1.1 * noise * predicted_noise(cfg, problem)
             predictions[keys_alone] = measures(exact, predicted)
-        found = measures(exact, problem.scores(stored_keys(cfg, problem)))
+        found = measures(exact, problem.scores(fill(cfg, problem).dequantize()[0][0]))
         rows += _preset_rows(name, exact.shape[-1], found, predictions[keys_alone])
     return rows
 

@@ -7,10 +7,8 @@ from typing import Any
 import torch
 
 from tightkv.config import PRESETS, KVQuantConfig
-from tightkv.paged.cache import PagedKV
-from tightkv.paged.sequences import SequenceTable
 from tightkv.pages.layout import RING_SLACK, PageLayout
-from tightkv.tools.validate.inputs import normal
+from tightkv.tools.validate.inputs import filled, normal
 from tightkv.tools.validate.report import Claim, Options, Progress
 
 SECTION = "6 bytes"
@@ -43,13 +41,9 @@ def allocated_bytes(layout: PageLayout, tokens: int, seed: int, **options: Any) 
 
     `options` are those of the table.
     """
-    table = SequenceTable(layout.cfg, **options)
-    cache = PagedKV(layout, table)
-    rows = table.add_rows([0])
-    shape = (1, tokens, layout.num_kv_heads, layout.head_dim)
+    shape = tokens, layout.num_kv_heads, layout.head_dim
     key, value = (normal(seed, stream, *shape).to(torch.bfloat16) for stream in range(2))
-    cache.append(table.append(rows, [tokens]), key, value)
-    return cache.allocated_bytes()
+    return filled(layout, (key, value), **options).allocated_bytes()
 
 
 def ratio(layout: PageLayout, tokens: int) -> float:

@@ -21,7 +21,6 @@ from tightkv.tools.cli.shared.progress import QUICK_SECONDS, Progress, Working
 from tightkv.tools.eval import results
 from tightkv.tools.eval.forward import MakeCache
 from tightkv.tools.eval.result_store import Store, result_key
-from tightkv.tools.eval.results import bits_of, kernels_of
 from tightkv.tools.eval.tasks.base import Task
 from tightkv.tools.eval.text import Text, read_texts
 from tightkv.tools.model_loading.load import quiet
@@ -107,20 +106,17 @@ class ModelRun:
     ) -> None:
         self.model, self.facts, self.store = model, facts, store
         self.architecture = results.architecture(model)
-        self.caches: dict[str, MakeCache] = {
-            name: partial(TightCache, cfg, model=model, eager=True) for name, cfg in configs.items()
-        }
-        self.about = {name: self._about(make) for name, make in self.caches.items()}
-
-    def _about(self, make: MakeCache) -> dict[str, Any]:
-        """The config that is really used: some models get more bits in some layers."""
-        cache = make()
-        found = cache.calibration  # a file may change under its name
-        return {
-            "config": cache.quant.to_dict(),
-            "kernels": kernels_of(self.model, make),
-            "calibration": None if found is None else found.checksum,
-        }
+        self.caches: dict[str, MakeCache] = {}
+        self.about: dict[str, dict[str, Any]] = {}
+        for name, cfg in configs.items():
+            make = self.caches[name] = partial(TightCache, cfg, model=model, eager=True)
+            cache = make()
+            found = cache.calibration  # a file may change under its name
+            self.about[name] = {
+                "config": cache.quant.to_dict(),  # some models get more bits in some layers
+                **results.cache_facts(model, make),
+                "calibration": None if found is None else found.checksum,
+            }
 
     def measure(
         self, tasks: Sequence[Task], all_tasks: Sequence[str]
@@ -129,12 +125,10 @@ class ModelRun:
         rows: dict[str, dict[str, Any]] = {
             name: {
                 "name": name,
-                "config": self.about[name]["config"],
-                "kernels": self.about[name]["kernels"],
-                "bits": bits_of(self.model, make).as_dict(),
+                **{key: about[key] for key in ("config", "kernels", "bits")},
                 **dict.fromkeys(all_tasks),
             }
-            for name, make in self.caches.items()
+            for name, about in self.about.items()
         }
         reference: dict[str, Any] = {"perplexity": None, "needles": None}
         for task in tasks:
@@ -176,7 +170,7 @@ class ModelRun:
         about = {
             "model": {key: self.facts[key] for key in ("fingerprint", "dtype", "device")},
             "architecture": self.architecture,
-            **(dict.fromkeys(_ABOUT) if name is None else self.about[name]),
+            **{key: name and self.about[name][key] for key in _ABOUT},
             "task": task.name,
             "settings": task.settings,
         }

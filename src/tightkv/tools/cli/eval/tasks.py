@@ -11,12 +11,14 @@ from tightkv.tools.eval.forward import max_positions
 from tightkv.tools.eval.tasks.base import Task
 from tightkv.tools.eval.tasks.free_running import FreeTask, GreedyTask
 from tightkv.tools.eval.tasks.gsm8k import build_gsm8k
-from tightkv.tools.eval.tasks.lambada import build_lambada
 from tightkv.tools.eval.tasks.needles import NeedleTask, build_haystack, make_needles
-from tightkv.tools.eval.tasks.passkey import build_passkeys
-from tightkv.tools.eval.tasks.probes import ProbeTask
+from tightkv.tools.eval.tasks.probes import (
+    ProbeTask,
+    build_lambada,
+    build_passkeys,
+    build_recall,
+)
 from tightkv.tools.eval.tasks.quality import QualityTask, Schedule, check_compresses
-from tightkv.tools.eval.tasks.recall import build_recall
 from tightkv.tools.eval.tasks.tools import ToolTask, build_conversation
 from tightkv.tools.eval.text import Text
 from tightkv.tools.eval.windows import Windows, cut_windows

@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tightkv.tools.eval.prompts import as_chat
+
 QUESTION = "Give a short summary of the text above."
 _FIRST_TOPIC = "execmodel"
 
@@ -48,8 +50,6 @@ def long_context(tokenizer: Any, tokens: int) -> str:
 
 def encode(tokenizer: Any, prompts: list[str], raw: bool) -> Any:
     """input_ids and attention_mask [B, tokens], padded on the left."""
-    from tightkv.tools.eval.prompts import as_chat
-
     chat = not raw and getattr(tokenizer, "chat_template", None) is not None
     if chat:
         prompts = [as_chat(tokenizer, prompt) for prompt in prompts]

@@ -10,9 +10,9 @@ from statistics import fmean
 from typing import Any
 
 from tightkv.tools.eval.forward import Advance, MakeCache, write_texts
+from tightkv.tools.eval.prompts import beginning, encode
 from tightkv.tools.eval.tasks.base import Data, Task, paired
 from tightkv.tools.eval.text import read_examples
-from tightkv.tools.eval.windows import beginning, encode
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _STOP = "\n\n"
