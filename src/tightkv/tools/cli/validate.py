@@ -7,35 +7,27 @@ import math
 from itertools import groupby
 from typing import Any
 
-from tightkv.tools.cli.shared.options import add_options
-from tightkv.tools.cli.shared.output import (
-    add_output_options,
-    check_plot,
-    emit,
-    format_table,
-    save_plot,
-)
+from tightkv.tools.cli.shared.options import Commands, add_command
+from tightkv.tools.cli.shared.output import check_plot, emit, format_table, save_plot
 from tightkv.tools.cli.shared.progress import Working
 
 SCALING = "3 scaling"  # the section that is drawn
 ABOVE, MEASURED, BELOW = "tab:red", "tab:blue", "tab:green"
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
+def add_parser(commands: Commands) -> None:
+    add_command(
+        commands,
         "validate",
-        description="Measure the claims of the method on the CPU, and audit where it is weak. "
-        "Exit code 1 if a claim fails.",
-    )
-    add_options(
-        parser,
+        "Measure the claims of the method on the CPU, and audit where it is weak. Exit code 1 if a "
+        "claim fails.",
         """
         --quick  fewer samples: seconds, not minutes
         --seed=0 SEED:int  of every random input (default 0)
         --dim=128 DIM:int  head dimension (default 128)
         """,
+        plot="draw distortion against bits, and KL against key bias",
     )
-    add_output_options(parser, plot="draw distortion against bits, and KL against key bias")
 
 
 def run(args: argparse.Namespace) -> int:

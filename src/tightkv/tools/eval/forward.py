@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import takewhile
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ class CacheRun:
     @torch.inference_mode()
     def feed(self, ids: Tensor, last_only: bool = False) -> Tensor:
         """Append tokens [B, T]; their logits [B, T, V], or [B, 1, V] of the last one alone."""
-        options = {"logits_to_keep": 1} if last_only and keeps_logits(self.model) else {}
+        options = last_logits(self.model) if last_only else {}
         with use_attention(self.model, self.attention):
             out = self.model(ids.to(self.model.device), past_key_values=self.cache, **options)
         logits: Tensor = out.logits
@@ -192,9 +193,10 @@ def max_positions(model: Any) -> int | None:
     return limit if isinstance(limit, int) else None
 
 
-def keeps_logits(model: Any) -> bool:
-    """Whether the model can compute the logits of its last tokens alone."""
-    return "logits_to_keep" in inspect.signature(model.forward).parameters
+def last_logits(model: Any, count: int = 1) -> dict[str, int]:
+    """Options of a pass that needs the logits of its last tokens alone, if the model takes them."""
+    takes = "logits_to_keep" in inspect.signature(model.forward).parameters
+    return {"logits_to_keep": count} if takes else {}
 
 
 def end_tokens(model: Any) -> tuple[int, ...]:
@@ -203,14 +205,13 @@ def end_tokens(model: Any) -> tuple[int, ...]:
     return () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
 
 
-def advance_bar(bar: Any, steps: int = 1) -> None:
-    """Tell one of `Bars`, where there is one."""
-    if bar is not None:
-        bar.advance(steps)
-
-
-def ignore(steps: int) -> None:
+def ignore(steps: int = 1) -> None:
     """An `Advance` for those who do not want to know."""
+
+
+def no_bars(title: str, steps: int) -> AbstractContextManager[Any]:
+    """`Bars` that show nothing."""
+    return nullcontext(SimpleNamespace(advance=ignore))
 
 
 def likeliest(logits: Tensor, step: int) -> Tensor:

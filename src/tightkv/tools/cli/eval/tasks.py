@@ -63,16 +63,14 @@ class TaskBuilder:
         return GreedyTask(self._prompts(), self.args.new_tokens)
 
     def _passkey(self) -> Task:
-        text, a = self._text(), self.args
-        passages = [
-            build_passkeys(self.tokenizer, text, context, a.depths, a.seed)
-            for context in self.contexts
-        ]
+        how = self.args.depths, self.args.seed
+        text = self._text()
+        passages = (build_passkeys(self.tokenizer, text, n, *how) for n in self.contexts)
         return ProbeTask("passkey", tuple(passages))
 
     def _recall(self) -> Task:
-        a = self.args
-        passages = [build_recall(self.tokenizer, n, a.depths, a.seed) for n in self.contexts]
+        how = self.args.depths, self.args.seed
+        passages = (build_recall(self.tokenizer, n, *how) for n in self.contexts)
         return ProbeTask("recall", tuple(passages))
 
     def _tools(self) -> Task:

@@ -9,7 +9,6 @@ cost least at the bytes a preset takes (k2v2: at most 3% more).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import tightkv
@@ -22,7 +21,7 @@ from tightkv.integrations.transformers.query_probe import probed
 from tightkv.math.centers import Centers
 from tightkv.math.feedback import QueryMetric
 from tightkv.pages.layout import page_layout
-from tightkv.tools.eval.forward import Bars, advance_bar
+from tightkv.tools.eval.forward import Bars, no_bars
 from tightkv.tools.eval.layer_bits.search import SEARCHED_BITS, least_kl, options_of
 from tightkv.tools.eval.layer_bits.sensitivity import (
     Coding,
@@ -48,10 +47,10 @@ class Calibrator:
     """Measures one model on one set of windows."""
 
     def __init__(
-        self, model: Any, windows: Windows, bars: Bars | None = None, prefill: int = PREFILL
+        self, model: Any, windows: Windows, bars: Bars = no_bars, prefill: int = PREFILL
     ) -> None:
         self.model, self.windows, self.first = model, windows, prefill
-        self.bars = bars or (lambda title, total: nullcontext())
+        self.bars = bars
         self.base = KVQuantConfig(protect_keys=False)
         self.numbers = compressible(model)
         self.metrics: dict[int, QueryMetric] = {}
@@ -90,7 +89,7 @@ class Calibrator:
                 sums[n] = sums[n] + own if n in sums else own
                 plain[n] = layer.softcap is None and layer.sink is None
                 self._shapes[n] = layer.key.shape[1], layer.key.shape[3]
-                advance_bar(bar)
+                bar.advance()
         self.metrics = {n: QueryMetric(total.metric.cpu()) for n, total in sums.items()}
         self.centers = {n: total.centers() for n, total in sums.items() if plain[n]}
 
@@ -100,7 +99,7 @@ class Calibrator:
         for n in self.numbers:
             how = Coding(self.metrics[n], self.centers.get(n), probed(self.model).scales.get(n))
             self.costs[n] = layer_costs(layers.pop(n), self.base, self.first, how)
-            advance_bar(bar)
+            bar.advance()
 
     def bits(self, preset: KVQuantConfig) -> str:
         """`layer_bits` of the least KL at the bytes that the preset takes in this model.

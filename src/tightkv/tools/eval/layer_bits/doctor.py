@@ -7,7 +7,6 @@ bits (search.py), and what it picks is measured through the real cache.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +20,7 @@ from tightkv.integrations.transformers import TightCache
 from tightkv.integrations.transformers.fitting import LoadedModel, warn_once
 from tightkv.integrations.transformers.query_probe import Probed, probed
 from tightkv.model_shape.cache_bytes import CacheBytes, LayerBytes
-from tightkv.tools.eval.forward import Bars, advance_bar
+from tightkv.tools.eval.forward import Bars, no_bars
 from tightkv.tools.eval.layer_bits.diagnosis import (
     Diagnosis,
     Measured,
@@ -74,14 +73,14 @@ class Doctor:
         windows: Windows,
         budget: float,
         schedule: Schedule | None = None,
-        bars: Bars | None = None,
+        bars: Bars = no_bars,
     ) -> None:
         if not budget > 0:
             raise ValueError(f"budget={budget}; it must be positive (nats per token)")
         self.model, self.windows, self.budget = model, windows, budget
         self.schedule = schedule or Schedule(chunk=64)
         self.schedule.check_window(windows.ids.shape[1])
-        self.bars = bars or (lambda title, total: nullcontext())
+        self.bars = bars
         self.found = Diagnosis(budget)
         self._shapes: dict[int, tuple[int, int]] = {}
         self._references: list[Tensor] = []
@@ -139,7 +138,7 @@ class Doctor:
         with self.bars("layers", 2 * len(numbers) + len(self.windows) - 1) as bar:
             layers, log_p = record(self.model, self.windows.ids[:1], numbers, first)
             self._keep(log_p)
-            advance_bar(bar, len(numbers))
+            bar.advance(len(numbers))
             for n in numbers:
                 layer = layers.pop(n)
                 self._shapes[n] = layer.key.shape[1], layer.key.shape[3]
@@ -148,10 +147,10 @@ class Doctor:
                     known = probed(self.model) if family.base.feedback == "auto" else Probed()
                     how = Coding(known.metrics.get(n), scale=known.scales.get(n))
                     family.costs[n] = layer_costs(layer, family.base, first, how)
-                advance_bar(bar)
+                bar.advance()
             for row in range(1, len(self.windows)):
                 self._keep(exact_log_p(self.model, self.windows.ids[row : row + 1], first))
-                advance_bar(bar)
+                bar.advance()
 
     def _keep(self, log_p: Tensor) -> None:
         """Hold on to the reference, unless all windows' would be too large."""
@@ -255,7 +254,7 @@ class Doctor:
                 self.windows,
                 caches,
                 self.schedule,
-                lambda steps: advance_bar(bar, steps),
+                bar.advance,
                 torch.cat(self._references) if whole else None,
             )["it"].summary
         size, within = self.bytes_per_token(cfg), summary.kl <= self.budget

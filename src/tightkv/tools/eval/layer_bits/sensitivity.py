@@ -30,7 +30,7 @@ from tightkv.math.feedback import QueryMetric
 from tightkv.math.key_scale import KeyScale
 from tightkv.pages.codec import Codec
 from tightkv.pages.layout import page_layout
-from tightkv.tools.eval.forward import keeps_logits
+from tightkv.tools.eval.forward import last_logits
 
 ESTIMATED_BITS = (2, 3, 4)  # eight cost what four do, times the ratio of their distortions
 
@@ -126,9 +126,8 @@ def _log_p(model: Any, ids: Tensor, first: int) -> Tensor:
 
 def _logits(model: Any, ids: Tensor, keep: int) -> Tensor:
     """Of an exact pass over a window, for its last `keep` tokens or all."""
-    options = {"logits_to_keep": keep} if keeps_logits(model) else {}
-    cache = DynamicCache(config=model.config)
-    logits: Tensor = model(ids.to(model.device), past_key_values=cache, **options).logits
+    ids, cache = ids.to(model.device), DynamicCache(config=model.config)
+    logits: Tensor = model(ids, past_key_values=cache, **last_logits(model, keep)).logits
     return logits
 
 

@@ -36,14 +36,6 @@ class FreeTask(Task):
     name = "free"
     options = ("new_tokens", "temperature", "seed")
 
-    def __post_init__(self) -> None:
-        if self.new_tokens < 1 or self.batch < 1:
-            raise ValueError(
-                f"new_tokens={self.new_tokens}, batch={self.batch}; each must be at least 1"
-            )
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature={self.temperature}; it must be 0 (greedy) or more")
-
     @property
     def inputs(self) -> Any:
         return self.prompts.ids.tolist()

@@ -167,8 +167,6 @@ def _code(rng: random.Random) -> str:
 # --- recall: a JSON object with many random keys ---
 def build_recall(tokenizer: Any, context: int, depths: int, seed: int) -> Passage:
     """As many pairs as `context` tokens hold; `depths` of them, evenly spread, are asked for."""
-    if depths < 1:
-        raise ValueError(f"depths={depths}; it must be at least 1")
     pairs = _pairs(seed, context)
     low, high = 0, len(pairs)  # the most pairs that fit, by halves
     while low < high:

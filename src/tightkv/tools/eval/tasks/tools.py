@@ -43,8 +43,6 @@ class Conversation:
 
 def build_conversation(tokenizer: Any, context: int, calls: int, seed: int) -> Conversation:
     """As many calls with answers as `context` tokens hold, then `calls` different last requests."""
-    if calls < 1:
-        raise ValueError(f"calls={calls}; it must be at least 1")
     rng = random.Random(seed)
     last = [_call(rng) for _ in range(calls)]
     ends = [encode(tokenizer, f"Request: {call.request}\nCall:") for call in last]
