@@ -9,9 +9,14 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from tightkv import __version__
-from tightkv.config import PRESETS, KVQuantConfig
+from tightkv.config import KVQuantConfig
 from tightkv.files.atomic import check_writable, whole_file
-from tightkv.tools.cli.shared.config_flags import config_from_args, flag_name, given_fields
+from tightkv.tools.cli.shared.config_flags import (
+    config_from_args,
+    flag_name,
+    given_fields,
+    shortest,
+)
 from tightkv.tools.cli.shared.loading import load_for, need_transformers
 from tightkv.tools.cli.shared.options import Commands, add_command
 from tightkv.tools.cli.shared.output import (
@@ -186,12 +191,8 @@ def _verdict(found: Diagnosis) -> str:
 
 def flags(best: Measured) -> str:
     """The config as flags of any command: a preset, and what differs from it."""
-    name = best.cfg.replace(layer_bits="").name
-    preset = KVQuantConfig.preset(name) if name in PRESETS else KVQuantConfig()
-    words = [f"--preset {name}"] if name in PRESETS else []
-    plain = preset.to_dict()
-    for field, value in best.cfg.to_dict().items():
-        if value != plain[field]:
-            flag = flag_name(field)
-            words.append(flag.replace("--", "--no-", 1) if value is False else f"{flag} {value}")
-    return " ".join(words)
+    words = {flag_name(field): value for field, value in shortest(best.cfg).items()}
+    return " ".join(
+        flag.replace("--", "--no-", 1) if value is False else f"{flag} {value}"
+        for flag, value in words.items()
+    )
