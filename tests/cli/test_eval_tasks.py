@@ -25,7 +25,6 @@ from tightkv.tools.eval.forward import (
     after_prefix,
     ignore,
     shared_tokens,
-    write_texts,
 )
 from tightkv.tools.eval.result_store import Store, code_digest, result_key
 from tightkv.tools.eval.tasks.base import Task, paired
@@ -118,8 +117,12 @@ def test_texts_of_prompts_of_any_length_are_each_their_own() -> None:
     model, tokenizer = byte_model(), byte_tokenizer()
     prompts = [prompt(1, n, seed=n)[0].tolist() for n in (150, 97, 120)]
     for made in (None, make(model, EXACT), make(model, FINE)):
-        together = write_texts(model, made, tokenizer, prompts, 12, "\0none")
-        alone = [write_texts(model, made, tokenizer, [p], 12, "\0none")[0] for p in prompts]
+
+        def write(*some: list[int], made: MakeCache | None = made) -> list[str]:
+            run = CacheRun(model, None if made is None else made())
+            return run.write(tokenizer, some, 12, lambda text: False)
+
+        together, alone = write(*prompts), [write(p)[0] for p in prompts]
         assert together == alone and len(set(alone)) == 3
 
 
@@ -406,11 +409,11 @@ def test_right_answers_count_as_numbers(tmp_path: Path, monkeypatch: pytest.Monk
     task = build_gsm8k(byte_tokenizer(), write_gsm8k(tmp_path), 2, 3, 8, batch=2)
     texts = dict(zip(task.prompts, ("#### 5.0", "seven", "is 9."), strict=True))
 
-    def written(model: Any, made: Any, tokenizer: Any, prompts: Any, *rest: Any) -> list[str]:
+    def written(run: CacheRun, tokenizer: Any, prompts: Any, *rest: Any) -> list[str]:
         return [texts[prompt] for prompt in prompts]
 
-    monkeypatch.setattr("tightkv.tools.eval.tasks.gsm8k.write_texts", written)
-    replies = task.reference(None, ignore)["replies"]
+    monkeypatch.setattr(CacheRun, "write", written)
+    replies = task.reference(tiny(), ignore)["replies"]
     assert [reply["correct"] for reply in replies] == [True, False, True]
     assert [reply["got"] for reply in replies] == ["5.0", None, "9"]
 

@@ -15,14 +15,13 @@ from contextlib import contextmanager
 from importlib import import_module
 from itertools import takewhile
 from pathlib import Path
-from types import ModuleType
 from typing import TextIO
 
 from tightkv import __version__
 from tightkv.tools.cli.shared import terminal
 from tightkv.tools.cli.shared.output import MissingPackageError
 
-# name -> one line for `tightkv --help`; the module or folder of that name has add_parser and run.
+# name -> one line for `tightkv --help`; the module of the same name has add_parser and run.
 COMMANDS = {
     "bench": "speed against uncompressed caches, as ratios within one run",
     "calibrate": "measure a model once: better codes of its keys, and bits of its layers",
@@ -98,16 +97,10 @@ def _run(argv: list[str]) -> int:
         if args.command is None:
             parser.print_help(sys.stderr)
             return USER_ERROR
-        code: int = _module(args.command).run(args)
+        code: int = import_module(f"tightkv.tools.cli.{args.command}").run(args)
         return code
     except SystemExit as stop:  # --help, --version, or arguments that argparse refuses
         return stop.code if isinstance(stop.code, int) else USER_ERROR
-
-
-def _module(name: str) -> ModuleType:
-    """That of a command; a folder has it as `command`."""
-    module = import_module(f"tightkv.tools.cli.{name}")
-    return import_module(f"{module.__name__}.command") if hasattr(module, "__path__") else module
 
 
 class _Help(argparse.HelpFormatter):
@@ -129,7 +122,7 @@ def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, line in COMMANDS.items():
         if name == chosen:
-            _module(name).add_parser(commands)
+            import_module(f"tightkv.tools.cli.{name}").add_parser(commands)
         else:
             commands.add_parser(name, help=line)
     return parser

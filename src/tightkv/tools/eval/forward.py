@@ -90,21 +90,46 @@ class CacheRun:
             top.append((own.argmax(-1) == wanted).cpu())
         return Scored(torch.cat(scores, 1), torch.cat(top, 1))
 
-    def write_line(self, tokenizer: Any, prompt: Sequence[int], most: int) -> str:
-        """Greedy text after a prompt, up to the end of its first line or `most` tokens."""
-        logits = self.feed(torch.tensor([list(prompt)], device="cpu"), last_only=True)
-        new: list[int] = []
-        text = ""
-        while len(new) < most:
-            token = int(logits[0, -1].argmax())
-            if token in end_tokens(self.model):
-                break
-            new.append(token)
-            text = str(tokenizer.decode(new, skip_special_tokens=True)).lstrip()
-            if "\n" in text:
-                break
-            logits = self.feed(torch.tensor([[token]], device="cpu"), last_only=True)
-        return text.split("\n")[0].strip()
+    @torch.inference_mode()
+    def write(
+        self,
+        tokenizer: Any,
+        prompts: Sequence[Sequence[int]],
+        most: int,
+        done: Callable[[str], bool],
+    ) -> list[str]:
+        """Greedy texts after prompts of any lengths, as rows of one cache, until they are `done`.
+
+        What the cache holds of the prompts already is not read again.
+        """
+        longest = max(map(len, prompts))
+        ids = torch.zeros(len(prompts), longest, dtype=torch.long, device="cpu")
+        mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(prompts):
+            ids[row, longest - len(prompt) :] = torch.tensor(list(prompt), device="cpu")
+            mask[row, longest - len(prompt) :] = 1
+
+        def texts(tokens: Tensor) -> list[str]:
+            found = tokenizer.batch_decode(tokens[:, longest:], skip_special_tokens=True)
+            return list(map(str, found))
+
+        def finished(tokens: Tensor, scores: Any, **_: Any) -> Tensor:
+            return torch.tensor([done(text) for text in texts(tokens)], device=tokens.device)
+
+        ends = end_tokens(self.model)
+        with use_attention(self.model, self.attention):
+            out = self.model.generate(
+                ids.to(self.model.device),
+                attention_mask=mask.to(self.model.device),
+                past_key_values=self.cache,
+                stopping_criteria=[finished],
+                max_new_tokens=most,
+                do_sample=False,
+                num_beams=1,
+                repetition_penalty=1.0,
+                pad_token_id=ends[0] if ends else 0,
+            )
+        return texts(out)
 
     @property
     def can_rewind(self) -> bool:
@@ -165,10 +190,11 @@ def write_lines(
     advance: Advance,
 ) -> list[str]:
     """A line after each prompt; what they begin with goes into the cache once."""
-    lines, shared = [], shared_tokens(prompts)
-    runs = after_prefix(model, make, prompts[0][:shared], len(prompts))
+    lines, prefix = [], prompts[0][: shared_tokens(prompts)]
+    runs = after_prefix(model, make, prefix, len(prompts))
     for prompt, run in zip(prompts, runs, strict=True):
-        lines.append(run.write_line(tokenizer, prompt[shared:], most))
+        (text,) = run.write(tokenizer, [prompt], most, lambda text: "\n" in text.lstrip())
+        lines.append(text.lstrip().split("\n")[0].strip())
         advance(1)
     return lines
 
@@ -217,42 +243,3 @@ def no_bars(title: str, steps: int) -> AbstractContextManager[Any]:
 def likeliest(logits: Tensor, step: int) -> Tensor:
     """Greedy choice."""
     return logits.argmax(-1)
-
-
-@torch.inference_mode()
-def write_texts(
-    model: Any,
-    make: MakeCache | None,
-    tokenizer: Any,
-    prompts: Sequence[Sequence[int]],
-    most: int,
-    stop: str,
-) -> list[str]:
-    """Greedy texts after prompts of any lengths, as rows of one cache, each up to `stop`."""
-    run = CacheRun(model, None if make is None else make())
-    longest = max(map(len, prompts))
-    ids = torch.zeros(len(prompts), longest, dtype=torch.long, device="cpu")
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, longest - len(prompt) :] = torch.tensor(list(prompt), device="cpu")
-        mask[row, longest - len(prompt) :] = 1
-
-    def finished(tokens: Tensor, scores: Any, **_: Any) -> Tensor:
-        texts = tokenizer.batch_decode(tokens[:, longest:], skip_special_tokens=True)
-        return torch.tensor([stop in text for text in texts], device=tokens.device)
-
-    ends = end_tokens(model)
-    with use_attention(model, run.attention):
-        out = model.generate(
-            ids.to(model.device),
-            attention_mask=mask.to(model.device),
-            past_key_values=run.cache,
-            stopping_criteria=[finished],
-            max_new_tokens=most,
-            do_sample=False,
-            num_beams=1,
-            repetition_penalty=1.0,
-            pad_token_id=ends[0] if ends else 0,
-        )
-    texts = tokenizer.batch_decode(out[:, longest:], skip_special_tokens=True)
-    return [str(text).split(stop)[0] for text in texts]

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from tightkv.config import PRESETS, SCALE_MODES, KVQuantConfig
-from tightkv.tools.validate.attention_error import AttentionError, attention_error
-from tightkv.tools.validate.inputs import Problem, attention_problem
+from tightkv.paged.attention import attend
+from tightkv.tools.validate.inputs import Problem, attention_problem, fill
 from tightkv.tools.validate.report import AuditRow, Options
 from tightkv.tools.validate.retrieval import predicted_noise
+from tightkv.tools.validate.stats import softmax_kl
 
 BIASES = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0)
 NATS = "nats of softmax KL"
@@ -26,6 +30,33 @@ def rows(options: Options) -> Iterator[AuditRow]:
     yield from _outlier_channels(problem)
     yield from _scale_modes(problem)
     yield from _presets(problem)
+
+
+@dataclass(frozen=True)
+class AttentionError:
+    """Means over heads and queries of attention over stored keys and values."""
+
+    score: float  # root mean square error of a score, in logits
+    kl: float  # of the softmax, in nats
+    output: float  # norm of the output's error over the norm of the output
+
+
+def attention_error(cfg: KVQuantConfig, problem: Problem, *, exact: bool = False) -> AttentionError:
+    """What storing `problem` by `cfg` does to its attention."""
+    cache = fill(cfg, problem, exact)
+    scores = problem.scores(problem.key)
+    stored_scores = problem.scores(cache.dequantize()[0][0])
+    # A shift common to all keys of a query changes nothing: it is no error.
+    delta = stored_scores - scores
+    delta = delta - delta.mean(-1, keepdim=True)
+    out, _ = attend(cache, problem.query[None], causal=False)
+    want = torch.einsum("hqt,thd->qhd", scores.softmax(-1), problem.value)
+    off = (out[0] - want).norm(dim=-1) / want.norm(dim=-1)
+    return AttentionError(
+        score=float(delta.square().mean().sqrt()),
+        kl=float(softmax_kl(scores, stored_scores).mean()),
+        output=float(off.mean()),
+    )
 
 
 def _problem(options: Options, extra_tokens: int = 0, **changes: Any) -> Problem:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tightkv.config import KVQuantConfig
 from tightkv.kernels.registry import choose
 from tightkv.math.random import random_bits, random_normal, random_signs
 from tightkv.math.rotation import Rotation, make_rotation
@@ -175,3 +176,12 @@ def _direction(seed: int, stream: int, heads: int, channels: Tensor) -> Tensor:
     """A random unit vector for each head inside the channels marked 1, [heads, dim]."""
     x = normal(seed, stream, heads, channels.numel()) * channels
     return x / x.norm(dim=-1, keepdim=True)
+
+
+def fill(cfg: KVQuantConfig, problem: Problem, exact: bool = False) -> PagedKV:
+    """A cache with the problem's tokens, read from pages alone unless `exact` keeps the rest."""
+    _, heads, dim = problem.key.shape
+    cache = filled(PageLayout(cfg, heads, dim, torch.float32), (problem.key, problem.value))
+    if not exact:
+        cache.table.drop_exact(0)
+    return cache

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from tightkv.config import PRESETS, KVQuantConfig
-from tightkv.tools.validate.attention_error import fill
 from tightkv.tools.validate.distortion import MODE_ERRORS, lloyd_max
-from tightkv.tools.validate.inputs import Problem, attention_problem, normal
+from tightkv.tools.validate.inputs import Problem, attention_problem, fill, normal
 from tightkv.tools.validate.report import Claim, Options
 from tightkv.tools.validate.stats import Z, rank_correlation, recall
 

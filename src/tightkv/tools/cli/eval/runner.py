@@ -13,6 +13,7 @@ import torch
 
 from tightkv.config import KVQuantConfig
 from tightkv.integrations.transformers import TightCache
+from tightkv.tools.cli.eval.command import SIZES
 from tightkv.tools.cli.eval.tasks import TaskBuilder, check_lengths
 from tightkv.tools.cli.info import collect
 from tightkv.tools.cli.shared.loading import load_for
@@ -27,12 +28,8 @@ from tightkv.tools.model_loading.load import quiet
 from tightkv.tools.model_loading.source import BUNDLED_NAME
 
 SCHEMA = 2
+_SETTINGS = ("temperature", "seed", *(name for name in SIZES if name != "max_context"))
 _ABOUT = ("config", "kernels", "calibration")
-_SETTINGS = (
-    *("window", "windows", "prefill", "chunk", "batch", "needles", "depths", "calls"),
-    *("prompts", "prompt_tokens", "new_tokens", "temperature", "seed"),
-    *("limit", "shots", "answer_tokens"),
-)
 
 
 def evaluate(
@@ -84,7 +81,7 @@ def _evaluate_model(
         "texts": results.text_facts(texts),
         "settings": {
             "tasks": args.tasks,
-            **{setting: getattr(args, setting) for setting in _SETTINGS},
+            **{name: getattr(args, name) for name in _SETTINGS},
             "contexts": builder.contexts,
         },
         "seconds": time.monotonic() - start,

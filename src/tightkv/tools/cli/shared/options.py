@@ -60,6 +60,15 @@ def add_options(parser: argparse._ActionsContainer, text: str) -> None:
         parser.add_argument(*name.split(", "), help=about, **_options(default, word, more))
 
 
+def check_least(args: argparse.Namespace, **least: int) -> None:
+    """Raise if an option that is given is below its least value, or no number."""
+    for name, low in least.items():
+        value = getattr(args, name)
+        if value is not None and not low <= value < float("inf"):
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"{flag} {value}; it must be at least {low}")
+
+
 def _options(default: str | None, word: str | None, more: str | None) -> dict[str, Any]:
     if word is None:
         return {"action": "store_true"}

@@ -89,7 +89,7 @@ class Calibrator:
                 sums[n] = sums[n] + own if n in sums else own
                 plain[n] = layer.softcap is None and layer.sink is None
                 self._shapes[n] = layer.key.shape[1], layer.key.shape[3]
-                bar.advance()
+                bar.advance(1)
         self.metrics = {n: QueryMetric(total.metric.cpu()) for n, total in sums.items()}
         self.centers = {n: total.centers() for n, total in sums.items() if plain[n]}
 
@@ -99,7 +99,7 @@ class Calibrator:
         for n in self.numbers:
             how = Coding(self.metrics[n], self.centers.get(n), probed(self.model).scales.get(n))
             self.costs[n] = layer_costs(layers.pop(n), self.base, self.first, how)
-            bar.advance()
+            bar.advance(1)
 
     def bits(self, preset: KVQuantConfig) -> str:
         """`layer_bits` of the least KL at the bytes that the preset takes in this model.

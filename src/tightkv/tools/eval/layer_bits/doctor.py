@@ -147,10 +147,10 @@ class Doctor:
                     known = probed(self.model) if family.base.feedback == "auto" else Probed()
                     how = Coding(known.metrics.get(n), scale=known.scales.get(n))
                     family.costs[n] = layer_costs(layer, family.base, first, how)
-                bar.advance()
+                bar.advance(1)
             for row in range(1, len(self.windows)):
                 self._keep(exact_log_p(self.model, self.windows.ids[row : row + 1], first))
-                bar.advance()
+                bar.advance(1)
 
     def _keep(self, log_p: Tensor) -> None:
         """Hold on to the reference, unless all windows' would be too large."""
