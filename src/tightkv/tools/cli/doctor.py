@@ -17,16 +17,15 @@ from tightkv.tools.cli.shared.config_flags import (
     given_fields,
     shortest,
 )
-from tightkv.tools.cli.shared.loading import load_for, need_transformers
+from tightkv.tools.cli.shared.loading import load_for, need_transformers, print_expected
 from tightkv.tools.cli.shared.options import Commands, add_command
 from tightkv.tools.cli.shared.output import (
     emit,
     format_table,
     or_dash,
-    print_expected,
     print_status,
 )
-from tightkv.tools.cli.shared.progress import Progress, Working
+from tightkv.tools.cli.shared.progress import Progress
 from tightkv.tools.cli.shared.server_file import model_of
 from tightkv.tools.model_loading.source import check_source
 
@@ -82,7 +81,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _diagnose(args: argparse.Namespace, cfg: KVQuantConfig | None, calibration: str) -> Diagnosis:
     need_transformers("doctor")
-    from tightkv.tools.eval.forward import seconds_per_token
     from tightkv.tools.eval.layer_bits.doctor import USUAL_PASSES, Doctor, default_candidates
     from tightkv.tools.eval.tasks.quality import check_compresses
     from tightkv.tools.eval.text import read_texts
@@ -95,10 +93,7 @@ def _diagnose(args: argparse.Namespace, cfg: KVQuantConfig | None, calibration: 
     model, tokenizer = load_for("doctor", args.model, dtype=args.dtype, device=args.device)
     windows = cut_windows(tokenizer, texts, args.window, args.windows)
     doctor = Doctor(model, windows, args.budget, bars=Progress)
-    with Working("timing a short pass"):
-        seconds = seconds_per_token(model, windows.ids)
-    passes = USUAL_PASSES if cfg is None else 4
-    print_expected(windows.ids.numel(), seconds * windows.ids.numel() * passes)
+    print_expected(model, windows.ids, USUAL_PASSES if cfg is None else 4)
     start = time.monotonic()
     found = doctor.diagnose(candidates) if cfg is None else doctor.check(cfg)
     print_status(

@@ -60,7 +60,7 @@ class TaskBuilder:
         return FreeTask(self._prompts(), a.new_tokens, a.temperature, a.seed, a.batch)
 
     def _greedy(self) -> Task:
-        return GreedyTask(self._prompts(), self.args.new_tokens)
+        return GreedyTask(self._prompts(), self.args.new_tokens, batch=self.args.batch)
 
     def _passkey(self) -> Task:
         how = self.args.depths, self.args.seed

@@ -43,12 +43,6 @@ def print_status(line: str) -> None:
     terminal.print_line(f"tightkv: {line}")
 
 
-def print_expected(tokens: int, seconds: float) -> None:
-    """How long so many tokens will take."""
-    duration = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
-    print_status(f"{tokens} tokens; this takes about {duration}")
-
-
 class _PrintSchema(argparse.Action):
     """Print the schema of the parser's command, and do nothing else."""
 

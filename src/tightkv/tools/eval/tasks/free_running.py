@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from statistics import fmean, median
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ class FreeTask(Task):
     seed: int = 0
     batch: int = 8
     name = "free"
-    options = ("new_tokens", "temperature", "seed")
+    options: ClassVar[tuple[str, ...]] = ("new_tokens", "temperature", "seed")
 
     @property
     def inputs(self) -> Any:
@@ -115,26 +115,15 @@ def same_tokens(first: Sequence[Sequence[int]], second: Sequence[Sequence[int]])
 
 
 @dataclass(frozen=True)
-class GreedyTask(Task):
-    """Tokens before greedy texts diverge; all prompts are rows of one cache."""
+class GreedyTask(FreeTask):
+    """Tokens before greedy texts diverge, which are not graded."""
 
-    prompts: Windows
-    new_tokens: int
+    temperature: float = 0.0
     name = "greedy"
     options = ("new_tokens",)
 
-    @property
-    def inputs(self) -> Any:
-        return self.prompts.ids.tolist()
-
-    @property
-    def steps(self) -> int:
-        return self.new_tokens
-
     def read(self, model: Any, make: MakeCache | None, advance: Advance) -> Data:
-        run = CacheRun(model, None if make is None else make())
-        done = run.decode(self.prompts.ids, self.new_tokens, likeliest, advance)
-        return {"tokens": done.tokens.tolist()}
+        return {"tokens": self._write(model, make, advance)[0].tolist()}
 
     def compare(self, own: Data, exact: Data) -> Data:
         lengths = same_tokens(exact["tokens"], own["tokens"])
