@@ -8,7 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, ClassVar
 
 from tightkv.tools.eval.forward import Advance, MakeCache
 
@@ -19,7 +19,7 @@ class Task(ABC):
     """What it returns is plain data, so that results can be kept and read again."""
 
     name: str
-    options: tuple[str, ...] = ()
+    options: ClassVar[tuple[str, ...]] = ()
     """Attributes that the numbers depend on besides model, config and inputs."""
 
     @property
