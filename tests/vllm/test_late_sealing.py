@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -249,3 +251,103 @@ def test_drafts_that_go_on_in_the_models_table_leave_its_pages_alone(rows: int) 
                 drafting=True,
             )
     assert scheduler.sealed >= 3 * min(rows, 4) and scheduler.longest_wait <= PAGE
+
+
+# --- an engine's layers ---
+def attention(cfg: KVQuantConfig, drafts: int, is_draft: bool, window: int | None = None) -> Any:
+    """One of vLLM's layers with two heads and one of keys."""
+    from vllm.model_executor.layers.attention.attention import Attention
+
+    from tightkv.integrations.vllm.step.attention import TightAttention
+    from tightkv.integrations.vllm.step.batch_split import Limits
+
+    layer: Any = object.__new__(Attention)
+    torch.nn.Module.__init__(layer)
+    shape = {"num_heads": GROUP, "num_kv_heads": HEADS, "head_size": DIM, "kv_cache_dtype": "auto"}
+    for name, value in {**shape, "sliding_window": window}.items():
+        setattr(layer, name, value)
+    layer.impl = SimpleNamespace(scale=1.0)
+    layout = PageLayout(cfg, HEADS, DIM, torch.float16)
+    limits, cpu = Limits(2, 2, 1 + drafts), torch.device("cpu")
+    layer.impl = TightAttention(layer, layout, reference, limits, cpu, is_draft=is_draft)
+    layer.kv_cache = layout.new_pages(12).flatten(1)
+    return layer
+
+
+def builder(layers: dict[str, Any], names: list[str], **config: Any) -> Any:
+    """Of an engine with these layers, for some of them."""
+    from tightkv.integrations.vllm.compat import drafts_share_metadata
+    from tightkv.integrations.vllm.step.backend import TightBuilder, _group_rings
+
+    made: Any = object.__new__(TightBuilder)
+    made.vllm_config = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context=layers),
+        scheduler_config=SimpleNamespace(max_num_seqs=2),
+        **{"kv_transfer_config": None, "speculative_config": None, "parallel_config": None},
+    )
+    vars(made.vllm_config).update(config)
+    made.layers = [layers[name] for name in names]
+    made.impls, made.pages_per_block = [layer.impl for layer in made.layers], 1
+    made.group_rings = _group_rings(made.impls, drafts_share_metadata(made.vllm_config))
+    made.device, made.left_pad = torch.device("cpu"), torch.zeros(2, dtype=torch.int32)
+    made.out = torch.zeros(len(BatchRings._fields), 2, dtype=torch.int32)
+    return made
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("shares", [False, True])
+def test_layers_of_a_draft_are_sealed_by_the_table_that_they_go_by(shares: bool) -> None:
+    """vLLM has them in the group of the model's layers, whatever their table."""
+    layers = {name: attention(LATER[-1], 3, name == "draft") for name in ("a", "b", "draft")}
+    eagle = SimpleNamespace(method="eagle")
+    config = {"speculative_config": eagle, "use_v2_model_runner": shares}
+    model, draft = builder(layers, list(layers), **config), builder(layers, ["draft"], **config)
+    for each in (model, draft):
+        each._ring_table()
+    impls = {name: layer.impl for name, layer in layers.items()}
+    own = {impls["a"], impls["b"]}
+    assert model.group_rings.sealing.late == (own | {impls["draft"]} if shares else own)
+    assert draft.group_rings.sealing.late >= {impls["draft"]}
+    assert (model.group_rings is draft.group_rings) == shares
+
+
+@pytest.mark.vllm
+def test_pages_are_sealed_when_the_models_first_layer_begins() -> None:
+    """Also if the draft's layers of the group were the first to run, as in a dry run."""
+    layers = {name: attention(LATER[-1], 3, name == "draft") for name in ("draft", "a", "b")}
+    eagle = {"speculative_config": SimpleNamespace(method="eagle"), "use_v2_model_runner": True}
+    made = builder(layers, list(layers), **eagle)
+    table = made._ring_table()
+    sealing, launched = made.group_rings.sealing, []
+    sealing._launches = [lambda: launched.append(table.steps.item())]
+    for name in ("draft", "a", "b", "draft", "a", "b", "draft"):
+        launched.append(name)
+        sealing.begin(layers[name].impl)
+    steps = table.steps.item()
+    assert launched == ["draft", "a", steps, "b", "draft", "a", steps, "b", "draft"]
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("why", ["connector", "halves", "window", "state", "one exact page", None])
+def test_where_pages_do_not_wait(why: str | None) -> None:
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    class State(AttentionLayerBase):
+        def get_attn_backend(self) -> Any: ...
+
+        def get_kv_cache_spec(self, vllm_config: Any) -> Any: ...
+
+    cfg = LATER[0] if why == "one exact page" else LATER[1]
+    layers = {name: attention(cfg, 3, False) for name in "ab"}
+    config: dict[str, Any] = {}
+    if why == "window":
+        layers["w"] = attention(cfg, 3, False, window=300)
+    elif why == "state":
+        layers["w"] = State()
+    elif why == "connector":
+        config["kv_transfer_config"] = SimpleNamespace()
+    elif why == "halves":
+        config["parallel_config"] = SimpleNamespace(use_ubatching=True)
+    made = builder(layers, ["a", "b"], **config)
+    queue = made._ring_table().queue
+    assert (queue is None) == (made.group_rings.sealing is None) == (why is not None)
