@@ -58,9 +58,10 @@ class Scheduler:
         self.table = RingTable(cfg, rows, blocks, drafts, "cpu", window=window, seals_later=queue)
         self.codes: list[list[Any]] = [[None] * PAGE for _ in range(blocks)]
         self.plain: dict[int, int] = {}  # complete pages that are to be sealed -> steps they wait
+        self.said: list[list[int]] = []
         self.completed_by: dict[int, Sequence] = {}  # those of this step
         self.longest_wait = self.sealed = 0
-        self.out = torch.empty(len(BatchRings._fields), 64, dtype=torch.int32)
+        self.out = torch.empty(len(BatchRings._fields), 128, dtype=torch.int32)
         ring = self.table.ring
         self.ring = [[None] * ring for _ in range(rows + 1)]
         self.sink = [[None] * CFG.sinks for _ in range(sink_rows(rows))]
@@ -265,11 +266,26 @@ class Scheduler:
         for at in range(max(start, newest - self.table.ring), end):
             assert self.ring[row][at % self.table.ring] == self.name(seq, at), (row, at)
 
+    def admit_alike(self) -> None:
+        """Sequences that complete pages together, and some that go on from what others said."""
+        choose, said = self.random, [seq.tokens[: seq.computed] for seq in self.running]
+        if len(self.running) < 3 and choose.random() < 0.3:
+            length = choose.randint(PAGE - 9, 3 * PAGE)
+            for first in choose.sample(range(4, 40), 5):
+                self.admit([first] * length)
+        elif said and len(self.running) < 9 and choose.random() < 0.1:
+            text = choose.choice([*said, *self.said[-4:]])
+            end = len(text) // PAGE * PAGE if choose.random() < 0.8 else len(text)
+            self.admit([*text[:end], choose.randint(0, 3)])
+        self.said += said[:1]
+
     def random_step(self) -> None:
         choose = self.random
         prompts = [[7] * 200, [7] * 64 + [9] * 70, [5] * 33]
         prompts += [[6] * 120, [8] * 150] if self.window else []
-        if len(self.running) < 6 and choose.random() < 0.4:
+        if self.table.queue is not None:
+            self.admit_alike()
+        elif len(self.running) < 6 and choose.random() < 0.4:
             base = choose.choice(prompts)[: choose.randint(1, 200)]
             hits = not self.has_store or choose.random() < 0.5
             seq = self.admit([*base, choose.randint(0, 3)], hits)
@@ -277,7 +293,7 @@ class Scheduler:
                 self.loads += len(self.load(seq))
         work: list[tuple[Sequence, int]] = []
         for seq in list(self.running):
-            if choose.random() < 0.15:
+            if choose.random() < (0.15 if self.table.queue is None else 0.02):
                 continue  # not scheduled in this step
             self.free_left(seq)
             left = len(seq.tokens) - seq.computed

@@ -130,10 +130,10 @@ def test_what_is_read_is_what_appends_seal(seed: int) -> None:
     There are rings for all. Half of the schedules have error feedback.
     """
     choose = random.Random(seed)
-    cfg = choose.choice(LATER)
+    cfg = choose.choice([*LATER, LATER[-1], LATER[-1]])
     drafts = choose.choice([0, 1, 3, 8])
-    engine = Engine(choose.choice([24, 40]), 20, drafts, seed, cfg, seed % 2 == 0)
-    for _ in range(80):
+    engine = Engine(choose.choice([40, 60]), 20, drafts, seed, cfg, seed % 2 == 0)
+    for _ in range(100):
         engine.random_step()
     assert engine.sealed > 0 and engine.compared > 50
 
@@ -173,10 +173,10 @@ def test_pages_that_many_complete_at_once_wait_their_turn(drafts: int) -> None:
     assert scheduler.longest_wait * new <= PAGE
 
 
-def decode(scheduler: Scheduler, new: int = 1) -> None:
-    """A step of all sequences: their prompts, then `new` tokens of each."""
+def decode(scheduler: Scheduler, new: int = 1, running: list[Sequence] | None = None) -> None:
+    """A step of all sequences, or some: their prompts, then `new` tokens of each."""
     work = []
-    for seq in scheduler.running:
+    for seq in scheduler.running if running is None else running:
         left = max(len(seq.tokens) - seq.computed, new)
         seq.tokens += [7] * (seq.computed + left - len(seq.tokens))
         assert scheduler.reserve(seq, seq.computed + left)
@@ -187,10 +187,10 @@ def decode(scheduler: Scheduler, new: int = 1) -> None:
 @pytest.mark.parametrize("has_kernel", [False, True])
 def test_a_page_does_not_wait_for_those_of_sequences_that_have_ended(has_kernel: bool) -> None:
     """When most of a batch end, their pages wait, and a step of those left has a small budget."""
-    count = 48
-    scheduler = Scheduler(12 * count, count, 0, 0, later=LATER[-1])
+    count = 3 * PAGE
+    scheduler = Scheduler(4 * count, count, 0, 0, later=LATER[-1])
     for i in range(count):
-        scheduler.admit([100 + i] * 40)
+        scheduler.admit([100 + i] * 60)
     while scheduler.running[0].computed < 2 * PAGE:  # all complete a page in this step
         decode(scheduler)
     for seq in scheduler.running[:-1]:
@@ -202,6 +202,60 @@ def test_a_page_does_not_wait_for_those_of_sequences_that_have_ended(has_kernel:
     for _ in range(4 * PAGE if not has_kernel else PAGE + 2):
         decode(scheduler)
     assert not any(scheduler.plain.values())
+
+
+def test_a_page_that_is_found_in_the_step_that_completes_it_is_sealed_in_the_next() -> None:
+    scheduler = Scheduler(80, 12, 0, 0, later=LATER[-1])
+    for i in range(8):
+        scheduler.admit([100 + i] * (2 * PAGE - 1))
+    decode(scheduler)
+    last = scheduler.running[-1]
+    last.tokens.append(7)
+    scheduler.remember(last, 2 * PAGE)
+    found = scheduler.admit([*last.tokens, 9])
+    assert found.blocks == last.blocks
+    for _ in range(PAGE):
+        decode(scheduler)
+    assert scheduler.longest_wait <= 1
+
+
+def complete_together(scheduler: Scheduler, count: int = 8) -> list[Sequence]:
+    """Sequences of which each has just completed its second page."""
+    running = [scheduler.admit([100 + i] * (2 * PAGE - 2)) for i in range(count)]
+    for _ in range(3):
+        decode(scheduler, running=running)
+    assert len(scheduler.plain) == count
+    return running
+
+
+def test_pages_that_wait_are_sealed_before_a_chunk_of_a_prompt() -> None:
+    """Its sequence is not new, and what its step completes is sealed at once."""
+    scheduler = Scheduler(80, 12, 0, 0, later=LATER[-1])
+    prompt = scheduler.admit([5] * 100)
+    scheduler.reserve(prompt, 100)
+    scheduler.run([(prompt, 40)])
+    others = complete_together(scheduler)
+    for seq in others:
+        seq.tokens.append(7)
+        scheduler.reserve(seq, len(seq.tokens))
+    scheduler.run([(prompt, 60), *((seq, 1) for seq in others)])
+    assert not scheduler.plain
+
+
+def test_a_page_that_waits_and_is_freed_is_not_sealed_over_its_next_owner() -> None:
+    scheduler = Scheduler(80, 12, 0, 0, later=LATER[-1])
+    *gone, one, two = complete_together(scheduler)
+    blocks = [seq.blocks[1] for seq in gone]
+    for seq in gone:
+        scheduler.release(seq)
+    scheduler.running = [one, two]
+    scheduler.free = [block for block in scheduler.free if block not in blocks]
+    scheduler.free += blocks[-2:]
+    scheduler.random.random = lambda: 0.9  # type: ignore[method-assign]
+    for _ in range(2 * PAGE):
+        decode(scheduler)
+    assert {one.blocks[2], two.blocks[2]} == set(blocks[-2:])
+    assert scheduler.sealed >= len(gone)
 
 
 def test_as_many_drafts_as_a_ring_has_room_for() -> None:
