@@ -68,7 +68,8 @@ def test_the_ring_is_rounded_and_pages_are_coded_from_it(rotation, encode_partia
         rounded.append(side.rotation.inverse(codes.float() * scales.float()[..., None]))
     add(eight, key, value)
     add(plain, *rounded)
-    first = eight.table.rows[0].ring_read_from
+    assert eight.table.rows[0].ring_read_from == 150 - 2 * 32  # in tokens
+    first = plain.table.rows[0].ring_read_from
     for got, wanted, exact in zip(
         eight.dequantize(), plain.dequantize(), (key, value), strict=True
     ):

@@ -84,6 +84,14 @@ def ring_tokens(cfg: KVQuantConfig) -> int:
     return cfg.exact_pages * cfg.page_size + RING_SLACK
 
 
+def window_step(cfg: KVQuantConfig) -> int:
+    """Tokens by which the window moves on: pages with 16 bits, single tokens with 8.
+
+    It ends with the step of the newest token, and has exact_pages * page_size tokens.
+    """
+    return 1 if cfg.window_bits == 8 else cfg.page_size
+
+
 def outlier_channels(cfg: KVQuantConfig, head_dim: int) -> tuple[int, ...]:
     """The static outlier channels: as configured, else the slowest RoPE channels of each half.
 
