@@ -28,6 +28,7 @@ CONFIGS = {
     "k3v2": KVQuantConfig.preset("k3v2", **{**SMALL, "sinks": 0, "exact_pages": 2}),
     "k4v4": KVQuantConfig.preset("k4v4", **{**SMALL, "page_size": 64}),
     "k8v8": KVQuantConfig.preset("k8v8", **{**SMALL, "sinks": 5}),
+    "window8": KVQuantConfig.preset("k4v4", **SMALL, window_bits=8),
     "exact": KVQuantConfig(key_bits=16, value_bits=16, **SMALL),
     "k16v4": KVQuantConfig(key_bits=16, value_bits=4, **SMALL),
 }
@@ -56,7 +57,7 @@ class Pages:
 
     def __init__(self, name, seed, kernels, shapes=SHAPES):
         layouts = layouts_of(name, shapes)
-        limit = (0, 0, 40, 100)[seed % 4]
+        limit = 0 if name == "window8" else (0, 0, 40, 100)[seed % 4]
         self.table = SequenceTable(
             CONFIGS[name], encode_partial_page=bool(seed % 2), exact_limit=limit
         )

@@ -135,7 +135,7 @@ def config_plan(
             heads, dim = layers[i].num_kv_heads, layers[i].head_dim
             layouts[i] = PageLayout(layer_cfg, heads, dim, cache_dtype(shape))
     limits = [layouts[i].exact_limit for i in layouts if layers[i].kind == "full"]
-    limit = max(limits, default=0)
+    limit = 0 if cfg.window_bits == 8 else max(limits, default=0)
     latent, refusal = _latents(layers, cfg, cache_dtype(shape))
     sizes = []
     for i, layer in enumerate(layers):

@@ -161,13 +161,8 @@ class TightLayer(CacheLayerMixin):  # type: ignore[misc]
         assert self.kv is not None
         self._pending = None
         plan = self.shared.moved_by(self.step)
-        at = torch.tensor([row.length - 1 for row in self.shared.before], device=self.device)
-        row = torch.arange(len(at), device=self.device)
-        self.kv.fit_rows()
-        key, value = (
-            x[row, at.clamp_min(0) % x.shape[1]][:, None].expand(-1, plan.counts[0], -1, -1)
-            for x in (self.kv.ring_key, self.kv.ring_value)
-        )
+        newest = self.kv.newest([row.length for row in self.shared.before])
+        key, value = (x.expand(-1, plan.counts[0], -1, -1) for x in newest)
         self.kv.append(plan, key, value)
         self.step += 1
 

@@ -47,7 +47,8 @@ class SharedSteps:
         self.table = SequenceTable(cfg, encode_partial_page=False)
         own_bits = (cfg.for_layer(i, i + 1) for i in cfg.bits_of_layers())
         self.cfgs = {layer for layer in own_bits if layer.compresses}  # layers add their own
-        self.eager = eager
+        # With a window of 8 bits the ring of a short sequence is smaller than exact tokens.
+        self.eager = eager or cfg.window_bits == 8
         self.buffers = DeviceBuffers() if offloading else None
         self.watch = watch and cfg.protect_keys
         self.steps = 0

@@ -243,7 +243,9 @@ def _late_seals(module: Backend, layers: Sequence[Layer], count: int) -> _LateSe
                 at = length - cfg.page_size
                 waiting.append((row, at, table[row][at // cfg.page_size], at))
     views = [layer.view for layer in layers]
-    sealed = [SealedLayer(x.pages, x.ring_key, x.ring_value, view.feedback) for x in views]
+    sealed = [
+        SealedLayer(x.pages, x.ring_key, x.ring_value, view.feedback, x.ring_scales) for x in views
+    ]
     chosen = torch.zeros_like(values[0], device=device)
     launch = partial(module.seal_layers, codec, module.sealed_layers(sealed), chosen)
     return _LateSeals(launch, chosen, values.to(device))

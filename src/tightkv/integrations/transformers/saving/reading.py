@@ -23,7 +23,7 @@ from tightkv.math.key_scale import KeyScale
 from tightkv.paged.sequences import SequenceTable
 from tightkv.pages.layout import PageLayout
 
-KV_TENSORS = ("pages", "ring_key", "ring_value", "sink_key", "sink_value")
+KV_TENSORS = ("pages", "ring_key", "ring_value", "sink_key", "sink_value", "ring_scales")
 CENTER_TENSORS = ("center_key", "center_value")  # which the layer's tokens are relative to
 SCALE_TENSOR = "key_scale"  # by which the layer's keys are divided
 
@@ -195,15 +195,17 @@ def _load_pages(
         kv.offload(layer.shared.buffers)
     for name, shape in _shapes(kv.layout, kv.table, tensors).items():
         found = tensors.get(name)
+        own = getattr(kv, name).dtype
         # Files of float32 models may have float32 rings and sinks.
-        dtypes = (torch.uint8,) if name == "pages" else (kv.layout.dtype, saved.dtype)
+        dtypes = (own, saved.dtype) if own == kv.layout.dtype else (own,)
         if found is None or found.dtype not in dtypes or found.shape != shape:
             there = None if found is None else (found.dtype, tuple(found.shape))
             raise ValueError(
                 f"tensor {name!r} of a layer is {there}; its config and the rows give "
                 f"{(dtypes[0], shape)}"
             )
-        setattr(kv, name, found.to(device) if name == "pages" else kv.exact(found.to(device)))
+        found = found.to(device)
+        setattr(kv, name, kv.exact(found) if own == kv.layout.dtype else found)
 
 
 def _per_head(
@@ -233,8 +235,9 @@ def _shapes(
     if not any(row.sink_count for row in table.rows) and "sink_key" in tensors:
         sinks = sinks if tensors["sink_key"].shape[1:2] == (sinks,) else 0
     exact = [(rows, n, heads, dim) for n in (slots, slots, sinks, sinks)]
-    shapes = (table.num_pages, heads, layout.record_bytes), *exact
-    return dict(zip(KV_TENSORS, shapes, strict=True))
+    scales = [(rows, slots, heads, 2)] if layout.cfg.window_bits == 8 else []
+    shapes = (table.num_pages, heads, layout.record_bytes), *exact, *scales
+    return dict(zip(KV_TENSORS, shapes, strict=False))
 
 
 def _model_shapes(model: PreTrainedModel | PreTrainedConfig) -> list[tuple[int, int]]:
