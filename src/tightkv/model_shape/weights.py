@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tightkv.files.checkpoint_tensors import stored_tensors
+from tightkv.files.checkpoint_tensors import read_header, safetensors_files
 from tightkv.model_shape.families import MLP_MATRICES
 from tightkv.model_shape.shape import LayerShape, ModelShape
 from tightkv.model_shape.source import ModelConfig
@@ -26,8 +26,9 @@ class StoredWeights:
 
 def stored_weights(folder: Path) -> StoredWeights | None:
     """The weights a folder would load, or None where it has none."""
-    tensors = stored_tensors(folder).values()
-    if tensors:
+    files = safetensors_files(folder)
+    if files:  # sizes count wherever they are: shards may have tensors of one name
+        tensors = [tensor for path in files for tensor in read_header(path).values()]
         parameters = sum(math.prod(tensor.shape) for tensor in tensors)
         return StoredWeights(sum(tensor.bytes for tensor in tensors), parameters)
     files = sorted(folder.glob("pytorch_model*.bin"))
