@@ -10,44 +10,45 @@ from tightkv.config import PRESETS, KVQuantConfig
 from tightkv.kernels import reference
 from tightkv.kernels.view import SealedLayer
 from tightkv.pages.layout import page_layout
-from tightkv.pages.window import round_to_8_bits
+from tightkv.pages.window import pack_12_bits, to_integers, unpack_12_bits
 
 CFG = KVQuantConfig(page_size=32, sinks=2, exact_pages=2, window_bits=8)
 
 
-def by_hand(y):
+def by_hand(y, most):
     """The rounding of docs/layout.md, number by number in Python."""
     numbers = [float(x) for x in y]
-    product = torch.tensor(max(map(abs, numbers))) * torch.tensor(1 / 127)
+    product = torch.tensor(max(map(abs, numbers))) * torch.tensor(1 / most)
     scale = product.clamp(max=65504).half()
     if not scale:
         return [0] * len(numbers), scale
     inverse = 1 / scale.float()
     levels = [round(float(torch.tensor(x) * inverse)) for x in numbers]  # half to even
-    return [max(-127, min(127, k)) for k in levels], scale
+    return [max(-most, min(most, k)) for k in levels], scale
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-9, 6e-6, 1.0, 3e4, 1e8, 1e30])
-def test_rounding_is_that_of_the_documentation(size):
+@pytest.mark.parametrize("most", [127, 2047])
+def test_rounding_is_that_of_the_documentation(most, size):
     y = torch.randn(50, 64, generator=torch.Generator().manual_seed(1)) * size
     y[0, 0], y[1] = -y[0].abs().max() * 2, 0.0
-    codes, scales = round_to_8_bits(y)
-    assert codes.dtype == torch.int8 and scales.dtype == torch.float16
+    codes, scales = to_integers(y, most)
+    assert scales.dtype == torch.float16
     for row, code, scale in zip(y, codes, scales, strict=True):
-        wanted, wanted_scale = by_hand(row)
+        wanted, wanted_scale = by_hand(row, most)
         assert code.tolist() == wanted and scale == wanted_scale
     assert not codes[1].any() and scales[1] == 0
 
 
 def test_half_of_a_step_goes_to_the_even_level():
     y = torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 126.5])
-    codes, scale = round_to_8_bits(y)
+    codes, scale = to_integers(y, 127)
     assert scale == 1 and codes.tolist() == [127, 0, 2, 2, 0, -2, -2, 126]
 
 
 def test_no_code_is_off_by_more_than_half_of_a_step_and_the_scales_rounding():
     y = torch.randn(500, 128, generator=torch.Generator().manual_seed(2))
-    codes, scales = round_to_8_bits(y)
+    codes, scales = to_integers(y, 127)
     step = scales.float()[:, None]
     # A float16 scale may be too small by 2**-11 of it: then 127 of them miss the largest number.
     assert ((codes * step - y).abs() <= step * (0.5 + 127 * 2**-11)).all()
@@ -63,8 +64,8 @@ def test_the_ring_is_rounded_and_pages_are_coded_from_it(rotation, encode_partia
     )
     key, value = tokens(2, 150)
     rounded = []
-    for side, x in ((eight.codec.key, key), (eight.codec.value, value)):
-        codes, scales = round_to_8_bits(side.rotation(x))
+    for side, x, most in ((eight.codec.key, key, 2047), (eight.codec.value, value, 127)):
+        codes, scales = to_integers(side.rotation(x), most)
         rounded.append(side.rotation.inverse(codes.float() * scales.float()[..., None]))
     add(eight, key, value)
     add(plain, *rounded)
@@ -77,6 +78,16 @@ def test_the_ring_is_rounded_and_pages_are_coded_from_it(rotation, encode_partia
         torch.testing.assert_close(got[:, first:], wanted[:, first:], atol=2e-6, rtol=2e-6)
     if rotation == "none":  # rotating back and forth may move a number over a threshold
         assert torch.equal(eight.pages, plain.pages)
+
+
+def test_keys_of_12_bits_are_bytes_and_nibbles():
+    codes = torch.arange(-2048, 2048, dtype=torch.int16).view(-1, 16)
+    packed = pack_12_bits(codes)
+    assert packed.dtype == torch.int8 and packed.shape[-1] == 24
+    assert torch.equal(unpack_12_bits(packed), codes)
+    for channel, code in enumerate(codes[3].tolist()):
+        byte = packed[3, 16 + channel // 8 * 4 + channel % 4].item()
+        assert packed[3, channel] == code // 16 and byte >> channel % 8 // 4 * 4 & 15 == code % 16
 
 
 def test_pages_sealed_later_have_the_bytes_of_pages_sealed_at_once():

@@ -19,7 +19,7 @@ CODEBOOKS = ("fp8", "gaussian", "beta")
 CENTERINGS = ("page", "none")
 PAGE_SIZES = (32, 64, 128, 256)
 MEAN_BITS = (8, 16)
-WINDOW_BITS = (8, 16)
+WINDOW_BITS = (8, 16)  # of values; keys have 12 with 8
 FEEDBACK = ("auto", "off")
 FEEDBACK_BITS = (2, 3, 4)  # of keys; eight bits leave nothing to gain
 OUTLIER_SIDES = ("keys", "values", "both")
@@ -56,7 +56,7 @@ class ConfigFields:
     sinks: int = 4
     """First tokens of a sequence kept exact."""
     window_bits: int = 16
-    """Bits of the newest tokens: 16 (exact), or 8 (int8 and a scale for each vector)."""
+    """Bits of the newest tokens: 16 (exact), or 8 for values and 12 for keys, with scales."""
     key_centering: str = "page"
     """page subtracts the page's mean from each key that is closer to it than to zero; none: off."""
     mean_bits: int = 16

@@ -62,8 +62,9 @@ def check_view(layout: PageLayout, view: CacheView) -> None:
         ("ring", view.ring_key, view.ring_value, layout.ring_dtype),
         ("sink", view.sink_key, view.sink_value, layout.dtype),
     ):
-        expect(f"{name}_key", key, (rows, "tokens", heads, d), device, (dtype,))
-        expect(f"{name}_value", value, tuple(key.shape), device, (dtype,))
+        key_dim = layout.ring_key_dim if name == "ring" else d
+        expect(f"{name}_key", key, (rows, "tokens", heads, key_dim), device, (dtype,))
+        expect(f"{name}_value", value, (*key.shape[:3], d), device, (dtype,))
     if (view.ring_scales is None) != (layout.cfg.window_bits == 16):
         raise ValueError("ring_scales are those of a window of 8 bits, and of no other")
     if view.ring_scales is not None:

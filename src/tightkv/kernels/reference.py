@@ -328,7 +328,7 @@ def _visible(seg: Segment, positions: Tensor, causal: bool, window: int | None) 
 
 def materialize(codec: Codec, view: CacheView) -> tuple[Tensor, Tensor]:
     """Every token as attention sees it: keys and values [B, tokens, Hkv, D], zeros elsewhere."""
-    b, (_, _, heads, d) = view.batch, view.ring_key.shape
+    b, (_, _, heads, d) = view.batch, view.sink_key.shape
     tokens = int(view.lengths.max()) if b else 0
     shape = (b, tokens, heads, d)
     out = [torch.zeros(shape, dtype=view.sink_key.dtype, device=view.lengths.device) for _ in "kv"]

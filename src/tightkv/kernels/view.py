@@ -38,8 +38,8 @@ class CacheView:
     ring_read_from: Tensor  # int32 [B]
     sink_counts: Tensor  # int32 [B]
     ring_rows: Tensor  # int32 [B], which ring and sinks below are sequence b's
-    ring_key: Tensor  # [rows, ring, Hkv, D] in the layout's ring_dtype
-    ring_value: Tensor
+    ring_key: Tensor  # [rows, ring, Hkv, ring_key_dim] in the layout's ring_dtype
+    ring_value: Tensor  # [rows, ring, Hkv, D]
     sink_key: Tensor  # [rows, sinks, Hkv, D]
     sink_value: Tensor
     same_length: int | None = None  # every row's length, where the host knows: alike, unpadded

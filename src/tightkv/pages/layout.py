@@ -228,18 +228,25 @@ class PageLayout:
         """Bytes of a token's key and value in a ring, their float16 scales included."""
         if self.cfg.window_bits == 16:
             return self.exact_bytes_per_token
-        return 2 * self.num_kv_heads * (self.head_dim + 2)
+        return self.num_kv_heads * (self.ring_key_dim + self.head_dim + 4)
+
+    @property
+    def ring_key_dim(self) -> int:
+        """Elements of a key in a ring: with 8 bits keys have 12 (`pages.window`)."""
+        return self.head_dim * 3 // 2 if self.cfg.window_bits == 8 else self.head_dim
 
     def new_ring(
         self, rows: int, tokens: int, device: torch.device | str = "cpu"
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Zeroed keys and values [rows, tokens, Hkv, D] of rings, and with 8 bits their scales.
 
-        Scales are float16 [rows, tokens, Hkv, 2]: of the key, of the value.
+        Then keys are [rows, tokens, Hkv, 3 D / 2], and scales float16 [rows, tokens, Hkv, 2]: of
+        the key, of the value.
         """
         shape = (rows, tokens, self.num_kv_heads)
         key, value = (
-            torch.zeros(*shape, self.head_dim, dtype=self.ring_dtype, device=device) for _ in "kv"
+            torch.zeros(*shape, dim, dtype=self.ring_dtype, device=device)
+            for dim in (self.ring_key_dim, self.head_dim)
         )
         if self.cfg.window_bits == 16:
             return key, value, None

@@ -234,7 +234,8 @@ def _shapes(
     sinks = layout.cfg.sinks
     if not any(row.sink_count for row in table.rows) and "sink_key" in tensors:
         sinks = sinks if tensors["sink_key"].shape[1:2] == (sinks,) else 0
-    exact = [(rows, n, heads, dim) for n in (slots, slots, sinks, sinks)]
+    key = (rows, slots, heads, layout.ring_key_dim)
+    exact = [key, *((rows, n, heads, dim) for n in (slots, sinks, sinks))]
     scales = [(rows, slots, heads, 2)] if layout.cfg.window_bits == 8 else []
     shapes = (table.num_pages, heads, layout.record_bytes), *exact, *scales
     return dict(zip(KV_TENSORS, shapes, strict=False))
