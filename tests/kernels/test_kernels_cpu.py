@@ -633,5 +633,6 @@ def test_threads_ask_for_instruction_sets_at_once(tmp_path):
 
 def test_structs_agree_with_c():
     """Python packs what native.h declares."""
-    assert cpu._ATTEND.size == ctypes.sizeof(ctypes.c_int64) * (17 + 9 + 4 + 4 + 5 + 2 + 2 + 1)
+    attend = cpu._ATTEND.size + cpu._CALL.size
+    assert attend == ctypes.sizeof(ctypes.c_int64) * (17 + 9 + 4 + 4 + 5 + 2 + 2 + 1)
     assert cpu._APPEND.size == ctypes.sizeof(ctypes.c_int64) * (17 + 6 + 1 + 2 + 2 + 2)
