@@ -11,8 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from tightkv import KVQuantConfig
+from tightkv.fit.checkpoint import Checkpoint
+from tightkv.fit.decide import Layers, fit
 from tightkv.model_shape import read_model_shape
 from tightkv.pages.layout import PageLayout
 from tightkv.tools.bench import engine, engine_plan, engine_worker, openai_client, serve
@@ -26,6 +30,7 @@ from tightkv.tools.bench.engine_plan import (
 from tightkv.tools.bench.engine_worker import Step
 from tightkv.tools.bench.loads import Load
 from tightkv.tools.bench.openai_client import Answer, Server, ServerError
+from tightkv.tools.bench.random_weights import write_random_weights
 from tightkv.tools.bench.timing import spread
 from tightkv.tools.cli import main
 from tightkv.tools.cli.bench import command, show
@@ -187,7 +192,7 @@ def test_engines_differ_in_their_cache_only() -> None:
     )
     own, fp8, ours = (engine_arguments(plan, kv, "m") for kv in ("auto", "fp8", "k4v4"))
     assert own["max_model_len"] == 8704 and own["max_num_seqs"] == 32
-    assert own["load_format"] == "dummy" and own["dtype"] == "bfloat16"
+    assert own["dtype"] == "bfloat16"
     assert own["compilation_config"]["cudagraph_capture_sizes"] == [1, 8, 32]
     assert own["additional_config"] == {"tightkv": False}  # whatever TIGHTKV_* says
     assert ours == {**own, "additional_config": {"tightkv": {"preset": "k4v4"}}}
@@ -201,7 +206,7 @@ def test_further_arguments_win_and_extend() -> None:
     assert found["max_num_seqs"] == 4 and found["max_model_len"] == 512
     assert found["additional_config"] == {"a": 1, "tightkv": {"preset": "k3v3"}}
     assert found["kv_cache_memory_bytes"] == 7 and found["enforce_eager"] is True
-    assert found["dtype"] == "float32" and found["load_format"] == "auto"
+    assert found["dtype"] == "float32"
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -209,6 +214,23 @@ def test_shapes_are_configs_that_can_be_read(name: str, tmp_path: Path) -> None:
     shape = read_model_shape(str(write_shape(name, tmp_path / name)))
     assert len(shape.layers) == SHAPES[name]["num_hidden_layers"]
     assert shape.layers[0].head_dim == SHAPES[name]["head_dim"]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_random_weights_are_a_checkpoint(tied: bool, tmp_path: Path) -> None:
+    config = {**SHAPES["smollm2-135m"], "num_hidden_layers": 2, "tie_word_embeddings": tied}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    write_random_weights(tmp_path)
+    model, told = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(told.values())
+    shapes = dict(enumerate(read_model_shape(str(tmp_path)).layers))
+    layers = Layers(shapes, refuse=lambda cfg: None)
+    found = fit(Checkpoint(tmp_path, "random"), KVQuantConfig.preset("k4v4"), layers)
+    assert found.cfg == found.asked  # keys need no more bits
+    assert all(layer.metric is not None for layer in found.layers.values())
+    rows = torch.cat([x.detach()[:100, :16] for x in model.parameters() if x.dim() == 2])
+    assert 0.018 < float(rows.float().std()) < 0.022
+    assert len(rows) == len(rows.unique(dim=0)) > 1000
 
 
 def test_ratios_are_to_vllms_own_which_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:

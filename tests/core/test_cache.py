@@ -35,8 +35,9 @@ def relative_error(a, b):
 @pytest.mark.parametrize("encode_partial_page", [True, False])
 @pytest.mark.parametrize("dim", [64, 80, 96, 112, 128, 192, 256])
 @pytest.mark.parametrize("name", PRESETS)
-def test_allocated_bytes_are_the_claimed_bytes(name, dim, encode_partial_page):
-    cfg = KVQuantConfig.preset(name)
+@pytest.mark.parametrize("window_bits", [8, 16])
+def test_allocated_bytes_are_the_claimed_bytes(window_bits, name, dim, encode_partial_page):
+    cfg = KVQuantConfig.preset(name, window_bits=window_bits)
     cache = make_cache(cfg, dim=dim, dtype=torch.bfloat16, encode_partial_page=encode_partial_page)
     key, value = tokens(2, 150, dim=dim)
     add(cache, key, value)
@@ -51,10 +52,13 @@ def test_allocated_bytes_are_the_claimed_bytes(name, dim, encode_partial_page):
     cuts=st.lists(st.integers(1, 70), min_size=1, max_size=8),
     encode_partial_page=st.booleans(),
     page=st.sampled_from([32, 64]),
+    window_bits=st.sampled_from([8, 16]),
 )
 @settings(max_examples=30)
-def test_appending_in_pieces_gives_the_bytes_of_appending_at_once(cuts, encode_partial_page, page):
-    cfg = CFG.replace(page_size=page)
+def test_appending_in_pieces_gives_the_bytes_of_appending_at_once(
+    cuts, encode_partial_page, page, window_bits
+):
+    cfg = CFG.replace(page_size=page, window_bits=window_bits)
     key, value = tokens(2, sum(cuts))
     whole, pieces = (make_cache(cfg, encode_partial_page=encode_partial_page) for _ in range(2))
     add(whole, key, value)

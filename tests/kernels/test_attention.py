@@ -24,7 +24,7 @@ def query(rows, lq, heads, dim=64, seed=11):
     ),
     lq=st.sampled_from([1, 2, 7]),
     group=st.sampled_from([1, 3, 4]),
-    bits=st.sampled_from([(4, 4), (3, 2), (8, 3), (16, 4)]),
+    bits=st.sampled_from([(4, 4, 16), (3, 2, 16), (8, 3, 16), (16, 4, 16), (4, 4, 8), (8, 3, 8)]),
     encode_partial_page=st.booleans(),
     window=st.sampled_from([None, 1, 40]),
     softcap=st.sampled_from([None, 3.0]),
@@ -33,7 +33,7 @@ def query(rows, lq, heads, dim=64, seed=11):
 def test_equals_exact_attention_over_what_the_cache_holds(
     lengths, lq, group, bits, encode_partial_page, window, softcap
 ):
-    cfg = CFG.replace(key_bits=bits[0], value_bits=bits[1])
+    cfg = CFG.replace(key_bits=bits[0], value_bits=bits[1], window_bits=bits[2])
     cache = make_cache(cfg, rows=len(lengths), encode_partial_page=encode_partial_page)
     if max(lengths):
         add(cache, *tokens(len(lengths), max(lengths)), counts=lengths)
@@ -58,8 +58,11 @@ def test_equals_exact_attention_over_what_the_cache_holds(
         KVQuantConfig(key_bits=2, value_bits=3, outlier_share=0.25),
         KVQuantConfig(rotation="none", mean_bits=8),
         KVQuantConfig(rotation="haar", codebook="beta"),
+        KVQuantConfig(key_method="prod", key_bits=3, window_bits=8),
+        KVQuantConfig(key_bits=2, value_bits=3, outlier_share=0.25, window_bits=8),
+        KVQuantConfig(rotation="haar", window_bits=8),
     ],
-    ids=lambda c: f"{c.name}-{c.rotation}",
+    ids=lambda c: f"{c.name}-{c.rotation}-{c.window_bits}",
 )
 @pytest.mark.parametrize("dim", [64, 80])
 def test_every_method_attends_over_what_it_decodes(cfg, dim):

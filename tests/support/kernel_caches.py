@@ -64,8 +64,15 @@ def poison(cache):
         ring = view.ring_key.shape[1]
         live = {p % ring for p in range(row.ring_read_from, row.length)}
         for slot in set(range(ring)) - live:
-            view.ring_key[b, slot] = view.ring_value[b, slot] = math.nan
+            _poison_slot(view, b, slot)
         view.sink_key[b, row.sink_count :] = view.sink_value[b, row.sink_count :] = math.nan
+
+
+def _poison_slot(view, row, slot):
+    bad = math.nan
+    if view.ring_scales is not None:
+        view.ring_scales[row, slot], bad = math.nan, -128
+    view.ring_key[row, slot] = view.ring_value[row, slot] = bad
 
 
 def _poison_token(cache, row, at):
@@ -97,7 +104,7 @@ def forget(cache, low):
         for at in range(first // size * size, min(first, row.ring_read_from)):
             _poison_token(cache, row, at)
         for at in range(row.ring_read_from, first):
-            view.ring_key[b, at % ring] = view.ring_value[b, at % ring] = math.nan
+            _poison_slot(view, b, at % ring)
         sinks = max(first - row.left_pad, 0)
         view.sink_key[b, :sinks] = view.sink_value[b, :sinks] = math.nan
     return dataclasses.replace(view, block_table=table)

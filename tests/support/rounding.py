@@ -15,6 +15,7 @@ from tightkv.math.feedback import gain
 from tightkv.math.quantize import _SCALES
 from tightkv.pages.codec import Codec
 from tightkv.pages.layout import PageLayout
+from tightkv.pages.window import rotated
 
 UNIT = 2.0**-24  # of float32: half of the distance between neighbours at 1
 HALF = 2.0**-11  # of float16
@@ -33,7 +34,7 @@ def following(ours, float32_sums=False):
     layout = ours.layout
     dense = float32_sums and ours.codec.key.rotation.kind == "haar"
 
-    def seal(codec, pages, page_ids, key, value, keep, pad, feedback=None):
+    def seal(codec, pages, page_ids, key, value, keep, pad, feedback=None, scales=None):
         made = ours.pages[page_ids.long()]
         offset = torch.arange(layout.page_size, device=pages.device)
 
@@ -46,37 +47,36 @@ def following(ours, float32_sums=False):
             check_key(codec, y, mean, feedback, got, new)
             return got
 
-        def take_value(codec, side, x):
-            got, y = layout.read(made, "value"), codec.rotate("value", x)
+        def take_value(codec, side, y):
+            got = layout.read(made, "value")
             new = (offset >= keep[:, None])[:, None, :, None]
             check_fields(codec.value, y, missed_by(y), None, got, new)
             return got
 
         with ExitStack() as hooks:
             if codec.cfg.centered:
-                check_mean(codec, made, key, keep, pad)
+                check_mean(codec, made, rotated(codec, key, value, scales)[0], keep, pad)
                 hooks.enter_context(patch.object(PageLayout, "write_mean", take_mean))
             if dense:
                 name = "encode_centered" if codec.cfg.centered else "encode_keys"
                 hooks.enter_context(patch.object(Codec, name, take_key))
-                hooks.enter_context(patch.object(Codec, "encode", take_value))
-            plain_seal(codec, pages, page_ids, key, value, keep, pad, feedback)
+                hooks.enter_context(patch.object(Codec, "encode_rotated", take_value))
+            plain_seal(codec, pages, page_ids, key, value, keep, pad, feedback, scales)
 
-    def store(codec, pages, key, value, slots):
+    def store(codec, pages, key, value, slots, scales=None):
         at = slots[slots >= 0].long()
         page, offset = at // layout.page_size, at % layout.page_size
 
-        def take(codec, side, x):
+        def take(codec, side, y):
             got = layout.read(ours.pages[page], side)  # [n, Hkv, page_size, count]
             got = {name: field[torch.arange(len(at)), :, offset] for name, field in got.items()}
-            y = codec.rotate(side, x)
             check_fields(codec.side(side), y, missed_by(y), None, got)
             return got
 
         with ExitStack() as hooks:
             if dense:
-                hooks.enter_context(patch.object(Codec, "encode", take))
-            plain_store(codec, pages, key, value, slots)
+                hooks.enter_context(patch.object(Codec, "encode_rotated", take))
+            plain_store(codec, pages, key, value, slots, scales)
 
     with patch.object(reference, "seal", seal), patch.object(reference, "store", store):
         yield
@@ -88,10 +88,10 @@ def missed_by(y):
     return (y.shape[-1] + 2) * UNIT * y.double().norm(dim=-1, keepdim=True)
 
 
-def check_mean(codec, records, key, keep, pad):
-    """Means of records are the exact ones of key [n, page_size, Hkv, D], rounded once."""
+def check_mean(codec, records, y, keep, pad):
+    """Means of records are the exact ones of rotated keys [n, page_size, Hkv, D], rounded once."""
     layout = codec.layout
-    y = codec.rotate("key", key.transpose(1, 2)).double()  # [n, Hkv, page_size, D]
+    y = y.transpose(1, 2).double()  # [n, Hkv, page_size, D]
     real = (torch.arange(layout.page_size, device=y.device) >= pad[:, None]).double()
     share = (real / real.sum(1, keepdim=True).clamp_min(1))[:, None, :, None]
     mean = (y * share).sum(2)

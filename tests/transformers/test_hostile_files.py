@@ -13,7 +13,7 @@ from tightkv.kernels.cpu import backend as cpu
 _MISSING = cpu.unavailable("cpu")
 pytestmark = pytest.mark.skipif(_MISSING is not None, reason=f"native CPU kernels: {_MISSING}")
 PROGRAM = Path(__file__).parents[1] / "support" / "hostile_files.py"
-SOME, ALL, MANY = 500, 2_000, 10_000  # cases: by default, with --all-shapes, and to explore
+SOME, ALL, MANY = 250, 2_000, 10_000  # cases: by default, with --all-shapes, and to explore
 # Stacks of allocations and a long quarantine cost more time than the cases themselves.
 ASAN = f"{sanitizers.ASAN}:detect_leaks=0:malloc_context_size=2:quarantine_size_mb=16"
 

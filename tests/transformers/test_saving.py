@@ -55,17 +55,18 @@ def test_hybrid_layer_and_half_precision(tmp_path):
     )
 
 
-def saved(tmp_path, tokens=100, **options):
+def saved(tmp_path, tokens=100, window_bits=16, **options):
     model = tiny()
-    quant = KVQuantConfig.preset("k4v4", page_size=32, exact_pages=1)
+    quant = KVQuantConfig.preset("k4v4", page_size=32, exact_pages=1, window_bits=window_bits)
     cache = TightCache(quant, model=model, **options)
     greedy(model, cache, prompt(2, tokens), 3)
     cache.save(tmp_path / "cache.safetensors")
     return model, cache, tmp_path / "cache.safetensors"
 
 
-def test_without_a_model_and_after_beams(tmp_path):
-    model, cache, path = saved(tmp_path)
+@pytest.mark.parametrize("window_bits", [8, 16])
+def test_without_a_model_and_after_beams(tmp_path, window_bits):
+    model, cache, path = saved(tmp_path, window_bits=window_bits)
     cache.reorder_cache(torch.tensor([1, 1]))
     cache.save(path)
     loaded = TightCache.load(path)

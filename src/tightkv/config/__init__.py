@@ -10,6 +10,7 @@ from tightkv.config.fields import (
     PAGE_SIZES,
     ROTATIONS,
     SCALE_MODES,
+    WINDOW_BITS,
     unknown_name,
 )
 from tightkv.config.presets import PRESETS
@@ -43,6 +44,7 @@ __all__ = [
     "PRESETS",
     "ROTATIONS",
     "SCALE_MODES",
+    "WINDOW_BITS",
     "KVQuantConfig",
     "Windows",
     "cache_root",

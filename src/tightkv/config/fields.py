@@ -19,6 +19,7 @@ CODEBOOKS = ("fp8", "gaussian", "beta")
 CENTERINGS = ("page", "none")
 PAGE_SIZES = (32, 64, 128, 256)
 MEAN_BITS = (8, 16)
+WINDOW_BITS = (8, 16)
 FEEDBACK = ("auto", "off")
 FEEDBACK_BITS = (2, 3, 4)  # of keys; eight bits leave nothing to gain
 OUTLIER_SIDES = ("keys", "values", "both")
@@ -54,6 +55,8 @@ class ConfigFields:
     """Newest pages that are also kept exact, including the open one."""
     sinks: int = 4
     """First tokens of a sequence kept exact."""
+    window_bits: int = 16
+    """Bits of the newest tokens: 16 (exact), or 8 (int8 and a scale for each vector)."""
     key_centering: str = "page"
     """page subtracts the page's mean from each key that is closer to it than to zero; none: off."""
     mean_bits: int = 16
@@ -96,6 +99,7 @@ class ConfigFields:
         one_of("page_size", self.page_size, PAGE_SIZES)
         one_of("key_centering", self.key_centering, CENTERINGS)
         one_of("mean_bits", self.mean_bits, MEAN_BITS)
+        one_of("window_bits", self.window_bits, WINDOW_BITS)
         one_of("feedback", self.feedback, FEEDBACK)
         one_of("protected_bits", self.protected_bits, BITS)
         one_of("outlier_side", self.outlier_side, OUTLIER_SIDES)
@@ -117,6 +121,11 @@ class ConfigFields:
             raise ValueError("outlier_channels are named but outlier_share is 0; set the share too")
         if len(set(self.outlier_channels)) != len(self.outlier_channels):
             raise ValueError(f"outlier_channels={self.outlier_channels} names a channel twice")
+        if self.window_bits == 8 and 16 in (self.key_bits, self.value_bits):
+            raise ValueError(
+                f"window_bits=8 with key_bits={self.key_bits}, value_bits={self.value_bits}: the "
+                "window is rounded as pages are rotated; use window_bits=16 where a side has 16"
+            )
         for side in ("key", "value"):
             self._check_side(side)
 

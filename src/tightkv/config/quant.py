@@ -111,8 +111,9 @@ class KVQuantConfig(ConfigFields):
     def fingerprint(self) -> str:
         """16 hex digits that change with anything that changes a page's bytes."""
         stored = {k: v for k, v in self.to_dict().items() if k not in _NOT_STORED}
-        if not self.layer_bits:  # fingerprints from before this field existed stay
-            del stored["layer_bits"]
+        for field in ("layer_bits", "window_bits"):  # fingerprints from before these existed stay
+            if stored[field] == DEFAULTS[field]:
+                del stored[field]
         stored["format"] = FORMAT_VERSION
         return hashlib.sha256(json.dumps(stored, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -149,4 +150,5 @@ def _of_one_layer(cfg: KVQuantConfig, bits: tuple[int, int] | None) -> KVQuantCo
         value_method="mse",
         outlier_share=0.0,
         outlier_channels=(),
+        window_bits=16 if 16 in bits else cfg.window_bits,
     )

@@ -25,8 +25,8 @@ _FLOATS = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-_DTYPES = {**_FLOATS, "U8": torch.uint8, "I64": torch.int64}
-_OURS = ("U8", "I64", "F16", "BF16", "F32")  # in files that tightkv writes
+_DTYPES = {**_FLOATS, "U8": torch.uint8, "I8": torch.int8, "I64": torch.int64}
+_OURS = ("U8", "I8", "I64", "F16", "BF16", "F32")  # in files that tightkv writes
 _OUR_HEADER, _ANY_HEADER = 32 << 20, 100_000_000  # bytes of JSON; what safetensors accepts
 _OUR_RANK, _ANY_RANK = 8, 64  # what torch accepts
 _MAX_SIZE = 1 << 40

@@ -58,18 +58,24 @@ def check_view(layout: PageLayout, view: CacheView) -> None:
     for name in _COUNTERS:
         expect(name, getattr(view, name), (batch,), device, _INDEX)
     rows = view.ring_key.shape[0] if view.ring_key.dim() else 0
-    for name, key, value in (
-        ("ring", view.ring_key, view.ring_value),
-        ("sink", view.sink_key, view.sink_value),
+    for name, key, value, dtype in (
+        ("ring", view.ring_key, view.ring_value, layout.ring_dtype),
+        ("sink", view.sink_key, view.sink_value, layout.dtype),
     ):
-        expect(f"{name}_key", key, (rows, "tokens", heads, d), device, (layout.dtype,))
-        expect(f"{name}_value", value, tuple(key.shape), device, (layout.dtype,))
+        expect(f"{name}_key", key, (rows, "tokens", heads, d), device, (dtype,))
+        expect(f"{name}_value", value, tuple(key.shape), device, (dtype,))
+    if (view.ring_scales is None) != (layout.cfg.window_bits == 16):
+        raise ValueError("ring_scales are those of a window of 8 bits, and of no other")
+    if view.ring_scales is not None:
+        shape = (*view.ring_key.shape[:3], 2)
+        expect("ring_scales", view.ring_scales, shape, device, (torch.float16,))
     record = (layout.record_bytes, 1)
     if view.pages.numel() and view.pages.stride()[1:] != record:
         raise ValueError(f"pages have strides {view.pages.stride()}; each page must be contiguous")
     if view.block_table.numel() and view.block_table.stride(1) != 1:
         raise ValueError("block_table must be contiguous in each row")
-    for name in (*_COUNTERS, "ring_key", "ring_value", "sink_key", "sink_value"):
+    scales = () if view.ring_scales is None else ("ring_scales",)
+    for name in (*_COUNTERS, "ring_key", "ring_value", "sink_key", "sink_value", *scales):
         if not getattr(view, name).is_contiguous():
             raise ValueError(f"{name} must be contiguous; call .contiguous() on it")
 

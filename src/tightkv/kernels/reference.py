@@ -19,6 +19,7 @@ from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.view import CacheView, SealedLayer
 from tightkv.pages.codec import Codec
 from tightkv.pages.layout import PageLayout
+from tightkv.pages.window import RingTokens, ring_tokens, rotated
 
 NAME = "reference"
 TAKES = Takes(late_sealing=True)
@@ -50,6 +51,9 @@ def append(
     `max_new`; they are the last of view.lengths[b]. Before them the ring holds copies from
     position ring_valid_from[b] on. Without `encode_partial_page` an unfinished page gets no codes.
     A row shorter than its new tokens (an engine's dry run) is left alone.
+
+    With a window of 8 bits a token is first rounded to what its ring stores, and pages are coded
+    from that, however its tokens came. Sinks are exact.
     """
     layout, device = codec.layout, key.device
     size, ring = layout.page_size, view.ring_key.shape[1]
@@ -57,6 +61,8 @@ def append(
     cu_seqlens = cu_seqlens.long()
     before = lengths - cu_seqlens.diff()
     real = before >= 0
+    new = ring_tokens(codec, key, value)
+    rings = RingTokens(view.ring_key, view.ring_value, view.ring_scales)
 
     step = torch.arange((max_new + size - 1) // size, device=device)
     index = before[:, None] // size + step  # [B, pages a row may complete]
@@ -65,17 +71,16 @@ def append(
     if len(row):
         index = index[row, j]
         at = index[:, None] * size + torch.arange(size, device=device)  # [n, page_size]
-        fresh = (at - before[row, None])[..., None, None] >= 0
+        fresh = at >= before[row, None]
         source = (cu_seqlens[row, None] + at - before[row, None]).clamp_min(0)
-        slot = view.ring_rows[row, None].long(), at % ring
-        exact = [
-            torch.where(fresh, new[source], old[slot].to(new.dtype))
-            for new, old in ((key, view.ring_key), (value, view.ring_value))
-        ]
+        tokens = new.at(source)
+        old = rings.at((view.ring_rows[row, None].long(), at % ring))
+        tokens.write(~fresh, old.at(~fresh))
         keep = (ring_valid_from[row] - index * size).clamp(0, size)
         pad = (left_pad[row] - index * size).clamp(0, size)
         page = view.block_table[row, index]
-        seal(codec, view.pages, page, exact[0], exact[1], keep, pad, view.feedback)
+        k, v, scales = tokens
+        seal(codec, view.pages, page, k, v, keep, pad, view.feedback, scales)
 
     token = torch.arange(len(key), device=device)
     row = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
@@ -88,19 +93,20 @@ def append(
         pick = (at >= coded_from).nonzero().squeeze(-1)
         page = view.block_table[row[pick], at[pick] // size]
         slots = page * size + at[pick] % size
-        store(codec, view.pages, key[token[pick]], value[token[pick]], slots)
-    for targets, place_in_row, wanted in (
-        ((view.ring_key, view.ring_value), at % ring, at >= lengths[row] - ring),
+        picked = new.at(token[pick])
+        store(codec, view.pages, picked.key, picked.value, slots, picked.scales)
+    for targets, tokens, place_in_row, wanted in (
+        (rings, new, at % ring, at >= lengths[row] - ring),
         (
-            (view.sink_key, view.sink_value),
+            RingTokens(view.sink_key, view.sink_value, None),
+            RingTokens(key, value, None),
             at - left_pad[row],
             (at >= left_pad[row]) & (at < left_pad[row] + view.sink_key.shape[1]),
         ),
     ):
         pick = wanted.nonzero().squeeze(-1)
         place = view.ring_rows[row[pick]].long(), place_in_row[pick]
-        for target, new in zip(targets, (key, value), strict=True):
-            target[place] = new[token[pick]].to(target.dtype)
+        targets.write(place, tokens.at(token[pick]))
 
 
 def seals_later(layout: PageLayout, feedback: bool) -> bool:
@@ -125,21 +131,32 @@ def seal_layers(codec: Codec, layers: Sequence[SealedLayer], chosen: Tensor) -> 
     keep = (exact_from - first).clamp(0, size)
     for layer in layers:
         slot = row[:, None], at % layer.ring_key.shape[1]
-        exact = layer.ring_key[slot], layer.ring_value[slot]
-        seal(codec, layer.pages, page, *exact, keep, torch.zeros_like(keep), layer.feedback)
+        rings = RingTokens(layer.ring_key, layer.ring_value, layer.ring_scales)
+        key, value, scales = rings.at(slot)
+        pad = torch.zeros_like(keep)
+        seal(codec, layer.pages, page, key, value, keep, pad, layer.feedback, scales)
 
 
-def store(codec: Codec, pages: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:
+def store(
+    codec: Codec,
+    pages: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slots: Tensor,
+    scales: Tensor | None = None,
+) -> None:
     """Write tokens [T, Hkv, D] uncentered at slots [T] = page * page_size + offset.
 
-    Negative slots are skipped. Readable at once; no other token's bits change.
+    Negative slots are skipped. Readable at once; no other token's bits change. For `scales` see
+    `seal`.
     """
     layout = codec.layout
     live = (slots >= 0).nonzero().squeeze(-1)
     page = slots[live].long() // layout.page_size
     offset = slots[live].long() % layout.page_size
-    for side, x in (("key", key), ("value", value)):
-        layout.write_tokens(pages, page, offset, side, codec.encode(side, x[live]))
+    both = rotated(codec, *RingTokens(key, value, scales).at(live))
+    for side, y in zip(("key", "value"), both, strict=True):
+        layout.write_tokens(pages, page, offset, side, codec.encode_rotated(side, y))
 
 
 def seal(
@@ -151,8 +168,11 @@ def seal(
     keep: Tensor,
     pad: Tensor,
     feedback: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> None:
     """Encode whole pages [n, page_size, Hkv, D], keys centered on the page's own mean.
+
+    Keys and values are exact, or with `scales` [n, page_size, Hkv, 2] in 8 bits.
 
     The first keep[n] tokens of a page have no exact copy: their codes and the page's mean
     stay, and the others are centered on that mean. The first pad[n] tokens are left padding
@@ -166,7 +186,8 @@ def seal(
         records = pages[page_ids[part].long()]  # [n, Hkv, record]
         old = {side: layout.read(records, side) for side in ("key", "value")}
         kept = _before(keep[part], layout.page_size)  # [n, 1, page_size, 1]
-        y = codec.rotate("key", key[part].transpose(1, 2))  # [n, Hkv, page_size, D]
+        tokens = RingTokens(key, value, scales).at(part)
+        y, v = (x.transpose(1, 2) for x in rotated(codec, *tokens))  # [n, Hkv, page_size, D]
         if codec.cfg.centered:
             real = ~_before(pad[part], layout.page_size)
             count = real.sum(2).clamp_min(1)
@@ -178,7 +199,7 @@ def seal(
             new_key = codec.encode_centered(y, mean, feedback)
         else:
             new_key = codec.encode_keys(y, feedback)
-        new_value = codec.encode("value", value[part].transpose(1, 2))
+        new_value = codec.encode_rotated("value", v)
         for side, new in (("key", new_key), ("value", new_value)):
             fields = {name: torch.where(kept, old[side][name], new[name]) for name in new}
             layout.write(records, side, fields)
@@ -310,7 +331,7 @@ def materialize(codec: Codec, view: CacheView) -> tuple[Tensor, Tensor]:
     b, (_, _, heads, d) = view.batch, view.ring_key.shape
     tokens = int(view.lengths.max()) if b else 0
     shape = (b, tokens, heads, d)
-    out = [torch.zeros(shape, dtype=view.ring_key.dtype, device=view.lengths.device) for _ in "kv"]
+    out = [torch.zeros(shape, dtype=view.sink_key.dtype, device=view.lengths.device) for _ in "kv"]
     for seg in token_segments(codec, view):
         row, n = seg.valid.nonzero(as_tuple=True)
         at = seg.position[row, n]
@@ -358,7 +379,12 @@ def token_segments(codec: Codec, view: CacheView, low: Tensor | None = None) -> 
     # The one position in [length - ring, length) that a slot can hold.
     at = lengths - 1 - (lengths - 1 - slot) % ring
     valid = (at >= ring_read_from) & (at >= low)
-    yield _exact(view.ring_key[owner], view.ring_value[owner], at, valid)
+    if view.ring_scales is None:
+        yield _exact(view.ring_key[owner], view.ring_value[owner], at, valid)
+        return
+    both = rotated(codec, view.ring_key[owner], view.ring_value[owner], view.ring_scales[owner])
+    rounded = [x.transpose(1, 2) for x in both]
+    yield Segment(rounded[0], rounded[1], at, valid & (at >= 0), rotated=True)
 
 
 def _exact(key: Tensor, value: Tensor, at: Tensor, valid: Tensor) -> Segment:

@@ -17,6 +17,7 @@ class SealedLayer(NamedTuple):
     ring_key: Tensor  # [rows, ring, Hkv, D]
     ring_value: Tensor
     feedback: Tensor | None  # float32 [Hkv, D, D]
+    ring_scales: Tensor | None = None  # float16 [rows, ring, Hkv, 2] with a window of 8 bits
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class CacheView:
     """Sequence b holds tokens [left_pad[b], lengths[b]), each read from one of three places.
 
     - sinks: positions [left_pad, left_pad + sink_counts), exact;
-    - ring: positions [ring_read_from, lengths), exact, position p in slot p % ring size;
+    - ring: positions [ring_read_from, lengths), exact or of 8 bits, p in slot p % ring size;
     - pages: everything between, compressed.
 
     A position that both sinks and ring hold is read from the ring.
@@ -37,7 +38,7 @@ class CacheView:
     ring_read_from: Tensor  # int32 [B]
     sink_counts: Tensor  # int32 [B]
     ring_rows: Tensor  # int32 [B], which ring and sinks below are sequence b's
-    ring_key: Tensor  # [rows, ring, Hkv, D] in the layout's dtype
+    ring_key: Tensor  # [rows, ring, Hkv, D] in the layout's ring_dtype
     ring_value: Tensor
     sink_key: Tensor  # [rows, sinks, Hkv, D]
     sink_value: Tensor
@@ -55,6 +56,7 @@ class CacheView:
     # What kernels found out about these lengths, once for all layers of a step; None: nothing is
     # kept, and sequences are treated as if all were as long as the block table is wide.
     plans: dict[object, Tensor] | None = None
+    ring_scales: Tensor | None = None  # float16 [rows, ring, Hkv, 2] with a window of 8 bits
     ragged: tuple[RaggedGroup, ...] = ()  # how prompts after these tokens share a workspace
 
     @property

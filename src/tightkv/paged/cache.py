@@ -28,6 +28,7 @@ from tightkv.paged.offload import DeviceBuffers, OffloadedPages, lasting
 from tightkv.paged.sequences import AppendPlan, RowTensors, SequenceTable
 from tightkv.pages.codec import Codec
 from tightkv.pages.layout import PageLayout
+from tightkv.pages.window import rotated
 
 
 class PagedKV:
@@ -57,15 +58,15 @@ class PagedKV:
         self._offloaded: OffloadedPages | None = None
         self._feedback: Tensor | None = None
         self.device = self._pages.device  # "cuda" has a number now
-        heads, d = layout.num_kv_heads, layout.head_dim
-        self.ring_key, self.ring_value, self.sink_key, self.sink_value = (
-            torch.zeros(0, tokens, heads, d, dtype=layout.dtype, device=self.device)
-            for tokens in (1, 1, 0, 0)
+        self.ring_key, self.ring_value, self.ring_scales = layout.new_ring(0, 1, self.device)
+        sinks = (0, 0, layout.num_kv_heads, layout.head_dim)
+        self.sink_key, self.sink_value = (
+            torch.zeros(sinks, dtype=layout.dtype, device=self.device) for _ in "kv"
         )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A pickle of before names a module of kernels (tightkv.kernels.cpu.backend)."""
-        self.__dict__.update(state)
+        self.__dict__.update({"ring_scales": None, **state})
         kernels = self._kernels.removeprefix("tightkv.kernels.").removesuffix(".backend")
         self._kernels = kernels
 
@@ -130,15 +131,44 @@ class PagedKV:
     ) -> CacheView:
         exact = (self.ring_key, self.ring_value, self.sink_key, self.sink_value)
         feedback = self._feedback
-        return CacheView(self.pages, *rows, *exact, same_length, feedback=feedback, plans=plans)
+        return CacheView(
+            self.pages,
+            *rows,
+            *exact,
+            same_length,
+            feedback=feedback,
+            ring_scales=self.ring_scales,
+            plans=plans,
+        )
 
     def allocated_bytes(self) -> int:
         """Bytes of every tensor this layer holds, its share of the table's tensors included."""
-        own = (self._pages, self.ring_key, self.ring_value, self.sink_key, self.sink_value)
+        own = (self._pages, *(getattr(self, name) for name in self.exact_names))
         away = 0 if self._offloaded is None else self._offloaded.allocated_bytes()
         of_table = (*self.table.tensors(self.device), *self.table.plans(self.device).values())
         tensors = (*own, *of_table)
         return away + sum(t.numel() * t.element_size() for t in tensors)
+
+    @property
+    def exact_names(self) -> tuple[str, ...]:
+        """The tensors of rings and sinks; their first dimension is rows."""
+        scales = () if self.ring_scales is None else ("ring_scales",)
+        return ("ring_key", "ring_value", "sink_key", "sink_value", *scales)
+
+    def newest(self, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The last token of rows of these lengths [rows, 1, Hkv, D], as far as rings hold it."""
+        self.fit_rows()
+        row = torch.arange(len(lengths), device=self.device)
+        last = torch.tensor(list(lengths), device=self.device) - 1
+        at = row, last.clamp_min(0) % self.ring_key.shape[1]
+        key, value = self.ring_key[at], self.ring_value[at]
+        if self.ring_scales is not None:
+            both = rotated(self.codec, key, value, self.ring_scales[at])
+            sides = self.codec.key, self.codec.value
+            key, value = (
+                self.exact(side.rotation.inverse(y)) for side, y in zip(sides, both, strict=True)
+            )
+        return key[:, None], value[:, None]
 
     def dequantize(self) -> tuple[Tensor, Tensor]:
         """Every token's key and value [B, tokens, Hkv, D] as attention sees them.
@@ -202,7 +232,10 @@ class PagedKV:
         if put is None or not put.takes(plan.rows, ring, ring_value, key, value):
             self._check(plan, key, value)
             self._put = None
-            if self._kernels != "cpu" or self.layout.cfg.check_finite or key.shape[1] != 1:
+            cfg = self.layout.cfg
+            if self._kernels != "cpu" or cfg.check_finite or cfg.window_bits != 16:
+                return False
+            if key.shape[1] != 1:
                 return False
             put = PreparedPut(ring, ring_value, key, value)
             if not put.possible:
@@ -247,7 +280,7 @@ class PagedKV:
         self._put = self._again = None
         self._fit_rows(max(rows, default=-1) + 1)
         index = torch.tensor(list(rows), device=self.device, dtype=torch.long)
-        for name in _EXACT:
+        for name in self.exact_names:
             setattr(self, name, getattr(self, name).index_select(0, index))
 
     @lasting
@@ -310,7 +343,7 @@ class PagedKV:
     def _fit_rows(self, rows: int) -> None:
         missing = rows - self.ring_key.shape[0]
         if missing > 0:
-            for name in _EXACT:
+            for name in self.exact_names:
                 old = getattr(self, name)
                 setattr(self, name, torch.cat([old, old.new_zeros(missing, *old.shape[1:])]))
 
@@ -329,7 +362,9 @@ class PagedKV:
         tokens = self.ring_key.shape[1]
         if tokens != plan.ring_tokens:
             row, slot = plan.ring_slots(tokens, self.device)
-            self.ring_key, self.ring_value = self.ring_key[row, slot], self.ring_value[row, slot]
+            for name in self.exact_names:
+                if name.startswith("ring"):
+                    setattr(self, name, getattr(self, name)[row, slot])
         if self.sink_key.shape[1] != plan.sinks:
             self.sink_key, self.sink_value = (
                 x.new_zeros(len(x), plan.sinks, *x.shape[2:])
@@ -346,7 +381,6 @@ class PagedKV:
 
 
 POOL_GROWTH = 128  # a pool that is full grows by this part of it
-_EXACT = ("ring_key", "ring_value", "sink_key", "sink_value")
 
 
 def _pack(x: Tensor, counts: tuple[int, ...]) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tightkv.config import KVQuantConfig
-from tightkv.pages.layout import MAX_TOKENS, RING_SLACK, ring_tokens
+from tightkv.pages.layout import MAX_TOKENS, RING_SLACK, ring_tokens, window_step
 
 
 @dataclass
@@ -115,11 +115,13 @@ class SequenceTable:
         """`encode_partial_page`: unfinished pages have codes too, not only their ring copy.
 
         `max_pages` bounds the pool; None lets it grow. A sequence of up to `exact_limit` tokens
-        has no pages: rings are long enough to hold it.
+        has no pages: rings are long enough to hold it, exact.
         """
+        if exact_limit and cfg.window_bits == 8:
+            raise ValueError(f"exact_limit={exact_limit} with window_bits=8; it must be 0")
         self.page_size, self.sinks = cfg.page_size, cfg.sinks
         self.exact_limit = exact_limit
-        self.ring_tokens = ring_tokens(cfg)
+        self.ring_tokens, self.window_step = ring_tokens(cfg), window_step(cfg)
         self.exact_pages, self.encode_partial_page, self.max_pages = (
             cfg.exact_pages,
             encode_partial_page,
@@ -138,6 +140,10 @@ class SequenceTable:
     # As many more appends of what the last one appended change nothing but lengths, either.
     _alike = 0
     _last: AppendPlan | None = None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A pickle of before has windows of whole pages alone."""
+        self.__dict__.update({"window_step": state["page_size"], **state})
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -184,8 +190,8 @@ class SequenceTable:
         held = min(length, size * len(row.pages))  # the ring may begin after all tokens with codes
         oldest = min(max(0, length - self.ring_tokens), held)
         _check_range(f"{where}.ring_valid_from", row.ring_valid_from, oldest, held)
-        newest = range((length - RING_SLACK) // size, (length - 1) // size + 1)  # see append
-        windows = {max(row.ring_valid_from, (n - self.exact_pages + 1) * size) for n in newest}
+        newest = range(length - RING_SLACK, max(length, 1))  # see append
+        windows = {max(row.ring_valid_from, self._window(at)) for at in newest}
         if self._is_whole(row):
             windows = {0}
         if row.ring_read_from not in windows:
@@ -317,7 +323,8 @@ class SequenceTable:
             rows, counts, ring_valid_from, tuple(copies), tuple(encoded), held,
             *self._exact_sizes(), grew_only and encoded == [1] * len(rows),
         )  # fmt: skip
-        if plan.ring_only and plan.ring_tokens == self.ring_tokens:
+        whole_pages = self.window_step == self.page_size  # else the window moves with each token
+        if plan.ring_only and whole_pages and plan.ring_tokens == self.ring_tokens:
             self._last, self._alike = plan, min(map(self._steps_alike, states), default=0)
         return plan
 
@@ -356,10 +363,14 @@ class SequenceTable:
         return pages
 
     def _set_window(self, state: SequenceState, at: int | None = None) -> None:
-        """Set the exact window: the page of token `at` (the newest) and those before it."""
-        page = (state.length - 1 if at is None else at) // self.page_size
-        window = 0 if self._is_whole(state) else (page - self.exact_pages + 1) * self.page_size
-        state.ring_read_from = max(state.ring_valid_from, window)
+        """Set the window: what ends with the page (with 8 bits, the token) `at`, the newest."""
+        window = self._window(state.length - 1 if at is None else at)
+        state.ring_read_from = max(state.ring_valid_from, 0 if self._is_whole(state) else window)
+
+    def _window(self, newest: int) -> int:
+        """Where the window of a token begins; before the first token of a short sequence."""
+        end = (newest // self.window_step + 1) * self.window_step
+        return end - self.exact_pages * self.page_size
 
     def _is_whole(self, state: SequenceState) -> bool:
         """Whether the ring holds every token, and there is neither a page nor a sink."""

@@ -84,6 +84,14 @@ def ring_tokens(cfg: KVQuantConfig) -> int:
     return cfg.exact_pages * cfg.page_size + RING_SLACK
 
 
+def window_step(cfg: KVQuantConfig) -> int:
+    """Tokens by which the window moves on: pages with 16 bits, single tokens with 8.
+
+    It ends with the step of the newest token, and has exact_pages * page_size tokens.
+    """
+    return 1 if cfg.window_bits == 8 else cfg.page_size
+
+
 def outlier_channels(cfg: KVQuantConfig, head_dim: int) -> tuple[int, ...]:
     """The static outlier channels: as configured, else the slowest RoPE channels of each half.
 
@@ -211,11 +219,41 @@ class PageLayout:
         return ring_tokens(self.cfg)
 
     @property
+    def ring_dtype(self) -> torch.dtype:
+        """The dtype of a ring's keys and values."""
+        return torch.int8 if self.cfg.window_bits == 8 else self.dtype
+
+    @property
+    def ring_bytes_per_token(self) -> int:
+        """Bytes of a token's key and value in a ring, their float16 scales included."""
+        if self.cfg.window_bits == 16:
+            return self.exact_bytes_per_token
+        return 2 * self.num_kv_heads * (self.head_dim + 2)
+
+    def new_ring(
+        self, rows: int, tokens: int, device: torch.device | str = "cpu"
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Zeroed keys and values [rows, tokens, Hkv, D] of rings, and with 8 bits their scales.
+
+        Scales are float16 [rows, tokens, Hkv, 2]: of the key, of the value.
+        """
+        shape = (rows, tokens, self.num_kv_heads)
+        key, value = (
+            torch.zeros(*shape, self.head_dim, dtype=self.ring_dtype, device=device) for _ in "kv"
+        )
+        if self.cfg.window_bits == 16:
+            return key, value, None
+        return key, value, torch.zeros(*shape, 2, dtype=torch.float16, device=device)
+
+    @property
     def exact_limit(self) -> int:
         """The longest sequence that takes fewer bytes exact than with a ring, sinks and pages.
 
-        Unfinished pages have no codes. A layout whose pages save nothing has no longest one.
+        Unfinished pages have no codes. A layout whose pages save nothing has no longest one. With a
+        window of 8 bits none is kept exact: a ring is smaller from the first tokens on.
         """
+        if self.cfg.window_bits == 8:
+            return 0
         exact, page = self.exact_bytes_per_token, self.page_bytes + 4
         fixed, saved = (self.ring_tokens + self.cfg.sinks) * exact, self.page_size * exact - page
         if saved <= 0:
@@ -225,8 +263,8 @@ class PageLayout:
 
     def sequence_bytes(self, tokens: int = MAX_TOKENS) -> int:
         """Bytes a sequence holds beside its pages: ring, sinks and five int32 counters."""
-        exact = min(tokens, self.ring_tokens) + self.cfg.sinks
-        return exact * self.exact_bytes_per_token + 5 * 4
+        ring = min(tokens, self.ring_tokens) * self.ring_bytes_per_token
+        return ring + self.cfg.sinks * self.exact_bytes_per_token + 5 * 4
 
     def window_bytes(self, window: int, tokens: int = MAX_TOKENS) -> int:
         """Most bytes of a sequence in a layer that keeps the pages of a sliding window alone."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tightkv.kernels.backend import Takes
-from tightkv.kernels.constants import unsupported_codec
+from tightkv.kernels.constants import NO_WINDOW_8, unsupported_codec
 from tightkv.kernels.cpu import library
 from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.view import CacheView
@@ -47,7 +47,7 @@ def unavailable(device_type: str | None, asked: bool = False) -> str | None:
 
 def unsupported(layout: PageLayout) -> str | None:
     """Why these kernels cannot run a config, or None."""
-    return unsupported_codec(layout)
+    return NO_WINDOW_8 if layout.cfg.window_bits == 8 else unsupported_codec(layout)
 
 
 def append(

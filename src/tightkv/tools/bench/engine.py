@@ -20,6 +20,7 @@ from tightkv.tools.bench.engine_plan import (
     what_is_measured,
     write_shape,
 )
+from tightkv.tools.bench.random_weights import write_random_weights
 
 Row = dict[str, Any]
 _POLL_SECONDS = 1.0
@@ -45,7 +46,9 @@ def engine_rows(
     workers: list[_Worker] = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tightkv-bench-")))
-        model = write_shape(plan.shape, folder / plan.shape) if plan.shape else plan.model
+        model = Path(plan.model or folder / "model")
+        if plan.shape:
+            write_random_weights(write_shape(plan.shape, model))
         for number, name in enumerate(names):
             progress(f"engine {number + 1} of {len(names)}: {name}")
             # On a GPU the next one imports vLLM meanwhile, and waits.

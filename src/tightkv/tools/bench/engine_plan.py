@@ -117,7 +117,6 @@ def engine_arguments(plan: EnginePlan, kv: str, model: str) -> dict[str, Any]:
     ours = kv in PRESETS
     arguments: dict[str, Any] = {
         "model": model,
-        "load_format": "dummy" if plan.shape else "auto",
         "skip_tokenizer_init": True,
         "dtype": plan.dtype or ("bfloat16" if plan.on_gpu else "float32"),
         "kv_cache_dtype": OWN if ours else kv,

@@ -89,9 +89,9 @@ class Layer:
     def bytes(self) -> int:
         """What a decode step reads."""
         layout, view = self.codec.layout, self.view
-        exact = int((view.lengths - view.ring_read_from).sum() + view.sink_counts.sum())
-        pages = int(view.ring_read_from.sum()) * layout.bytes_per_token
-        return int(pages) + exact * layout.exact_bytes_per_token
+        ring = int((view.lengths - view.ring_read_from).sum()) * layout.ring_bytes_per_token
+        sinks = int(view.sink_counts.sum()) * layout.exact_bytes_per_token
+        return int(int(view.ring_read_from.sum()) * layout.bytes_per_token) + ring + sinks
 
 
 def append_tokens(
@@ -108,6 +108,10 @@ def attend_tokens(module: Backend, layer: Layer, query: Tensor) -> Tensor:
     """A query of each sequence: [B, Hq, D]."""
     options = AttendOptions(max_queries=1)
     return module.attend(layer.codec, query, layer.view, layer.cu_seqlens, options)[0]
+
+
+def random_bf16(device: torch.device, *size: int) -> Tensor:
+    return torch.randn(size, dtype=torch.bfloat16, device=device)
 
 
 def copies_for(bytes_each: int) -> int:
@@ -137,6 +141,7 @@ def fill(
         return torch.zeros(batch, tokens, heads, d, dtype=layout.dtype, device=device)
 
     zero = torch.zeros(batch, dtype=torch.int32, device=device)
+    ring_key, ring_value, ring_scales = layout.new_ring(batch, ring, device)
     view = CacheView(
         pages=layout.new_pages(batch * pages_each, device),
         block_table=order.view(batch, pages_each).int(),
@@ -145,10 +150,11 @@ def fill(
         ring_read_from=zero,
         sink_counts=zero + cfg.sinks,
         ring_rows=torch.arange(batch, dtype=torch.int32, device=device),
-        ring_key=exact(ring),
-        ring_value=exact(ring),
+        ring_key=ring_key,
+        ring_value=ring_value,
         sink_key=exact(cfg.sinks),
         sink_value=exact(cfg.sinks),
+        ring_scales=ring_scales,
     )
     codec = Codec(layout)
     lengths = torch.tensor(shape.lengths, dtype=torch.int32, device="cpu")

@@ -95,8 +95,12 @@ class TightModelCache:
 
     @property
     def bytes(self) -> int:
-        names = ("pages", "ring_key", "ring_value", "sink_key", "sink_value", "block_table")
-        return sum(getattr(layer.view, name).nbytes for layer in self.layers for name in names)
+        names = (
+            "pages", "ring_key", "ring_value", "ring_scales", "sink_key", "sink_value",
+            "block_table",
+        )  # fmt: skip
+        held = [getattr(layer.view, name) for layer in self.layers for name in names]
+        return sum(x.nbytes for x in held if x is not None)
 
 
 Cache: TypeAlias = PlainCache | TightModelCache

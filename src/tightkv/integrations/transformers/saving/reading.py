@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tightkv.files.tensor_file import checksum, read_file
+from tightkv.fit import LayerFit
 from tightkv.integrations.transformers.layer import TightHybridLayer, TightLayer
 from tightkv.integrations.transformers.saving.header import Header, SavedLayer, parse_header
 from tightkv.integrations.transformers.saving.states import PLAIN_KINDS, StateReader
@@ -22,7 +23,7 @@ from tightkv.math.key_scale import KeyScale
 from tightkv.paged.sequences import SequenceTable
 from tightkv.pages.layout import PageLayout
 
-KV_TENSORS = ("pages", "ring_key", "ring_value", "sink_key", "sink_value")
+KV_TENSORS = ("pages", "ring_key", "ring_value", "sink_key", "sink_value", "ring_scales")
 CENTER_TENSORS = ("center_key", "center_value")  # which the layer's tokens are relative to
 SCALE_TENSOR = "key_scale"  # by which the layer's keys are divided
 
@@ -126,7 +127,7 @@ class SavedCache:
         else:
             options = state.options(TightHybridLayer) if state is not None else {}
             cls: Any = TightLayer if state is None else TightHybridLayer
-            layer = cls(shared, saved.cfg, kernels, **options)
+            layer = cls(shared, _fit(saved, pages), kernels, **options)
             _load_pages(layer, saved, pages, device)
             layer.length = self.header.length
         if state is not None:
@@ -168,31 +169,43 @@ def read_cache(path: str | os.PathLike[str]) -> SavedCache:
     return SavedCache(os.fspath(path), header, tensors, weights)
 
 
+def _fit(saved: SavedLayer, tensors: dict[str, Tensor]) -> LayerFit:
+    """What the layer's tokens are relative to; metrics are not saved."""
+    assert saved.cfg is not None
+    if saved.layout is None:
+        if tensors:
+            raise ValueError(f"tensor {next(iter(tensors))!r} of a layer, but there are no rows")
+        return LayerFit(saved.cfg)
+    centers = _per_head(saved.layout, tensors, "centers", CENTER_TENSORS)
+    scale = _per_head(saved.layout, tensors, "the key scale", (SCALE_TENSOR,))
+    return LayerFit(
+        saved.cfg,
+        scale=KeyScale(*scale) if scale else None,
+        centers=Centers(*centers) if centers else None,
+    )
+
+
 def _load_pages(
     layer: TightLayer, saved: SavedLayer, tensors: dict[str, Tensor], device: torch.device
 ) -> None:
     if saved.layout is None or saved.dtype is None:
-        if tensors:
-            raise ValueError(f"tensor {next(iter(tensors))!r} of a layer, but there are no rows")
         return
-    centers = _per_head(saved.layout, tensors, "centers", CENTER_TENSORS)
-    scale = _per_head(saved.layout, tensors, "the key scale", (SCALE_TENSOR,))
-    layer.use_centers(Centers(*centers) if centers else None)
-    layer.use_scale(KeyScale(*scale) if scale else None)
     kv = layer.use(saved.layout.num_kv_heads, saved.layout.head_dim, saved.dtype, device)
     if layer.shared.buffers is not None:  # pages of one layer at a time are on the device
         kv.offload(layer.shared.buffers)
     for name, shape in _shapes(kv.layout, kv.table, tensors).items():
         found = tensors.get(name)
+        own = getattr(kv, name).dtype
         # Files of float32 models may have float32 rings and sinks.
-        dtypes = (torch.uint8,) if name == "pages" else (kv.layout.dtype, saved.dtype)
+        dtypes = (own, saved.dtype) if own == kv.layout.dtype else (own,)
         if found is None or found.dtype not in dtypes or found.shape != shape:
             there = None if found is None else (found.dtype, tuple(found.shape))
             raise ValueError(
                 f"tensor {name!r} of a layer is {there}; its config and the rows give "
                 f"{(dtypes[0], shape)}"
             )
-        setattr(kv, name, found.to(device) if name == "pages" else kv.exact(found.to(device)))
+        found = found.to(device)
+        setattr(kv, name, kv.exact(found) if own == kv.layout.dtype else found)
 
 
 def _per_head(
@@ -222,8 +235,9 @@ def _shapes(
     if not any(row.sink_count for row in table.rows) and "sink_key" in tensors:
         sinks = sinks if tensors["sink_key"].shape[1:2] == (sinks,) else 0
     exact = [(rows, n, heads, dim) for n in (slots, slots, sinks, sinks)]
-    shapes = (table.num_pages, heads, layout.record_bytes), *exact
-    return dict(zip(KV_TENSORS, shapes, strict=True))
+    scales = [(rows, slots, heads, 2)] if layout.cfg.window_bits == 8 else []
+    shapes = (table.num_pages, heads, layout.record_bytes), *exact, *scales
+    return dict(zip(KV_TENSORS, shapes, strict=False))
 
 
 def _model_shapes(model: PreTrainedModel | PreTrainedConfig) -> list[tuple[int, int]]:

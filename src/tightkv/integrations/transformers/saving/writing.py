@@ -17,7 +17,6 @@ from tightkv.integrations.transformers.layer import TightLayer
 from tightkv.integrations.transformers.saving.header import ROW_FIELDS, parse_header
 from tightkv.integrations.transformers.saving.reading import (
     CENTER_TENSORS,
-    KV_TENSORS,
     SCALE_TENSOR,
     SavedCache,
 )
@@ -86,7 +85,7 @@ def _layer(layer: Any, prefix: str, used: list[int], tensors: dict[str, Tensor])
             entry["tight"]["layout"] = [heads, dim, str(layer.dtype)]
             index = torch.tensor(used, dtype=torch.long, device=kv.device)
             tensors[f"{prefix}pages"] = kv.pages[index]
-            for name in KV_TENSORS[1:]:
+            for name in kv.exact_names:
                 tensors[prefix + name] = getattr(kv, name)
             if layer.centers is not None:
                 centers = layer.centers.key, layer.centers.value
