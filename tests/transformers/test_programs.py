@@ -1,6 +1,7 @@
 """Random programs over caches, against a plain model of what they hold (programs.py).
 
-1,000 programs a run; HYPOTHESIS_PROFILE=explore draws new ones, twenty times as many.
+1,000 programs a run, twice as many with --all-shapes; HYPOTHESIS_PROFILE=explore draws new ones,
+forty times as many.
 """
 
 import os
@@ -19,7 +20,8 @@ from tightkv.paged.cache import PagedKV
 from tightkv.paged.sequences import SequenceTable
 from tightkv.pages.layout import PageLayout
 
-FACTOR = 20 if os.environ.get("HYPOTHESIS_PROFILE") == "explore" else 1
+FACTOR = 40 if os.environ.get("HYPOTHESIS_PROFILE") == "explore" else 1
+FACTOR = max(FACTOR, 2 if os.environ.get("TIGHTKV_ALL_SHAPES") else 1)
 COUNTS = (1, 1, 2, 5, 16, 17, 31, 32, 33, 40, 64, 97)
 SHAPES = ((1, 16), (2, 32))  # heads and head_dim of a table's two layers
 SMALL = {"page_size": 32, "sinks": 2, "exact_pages": 1}

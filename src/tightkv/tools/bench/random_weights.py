@@ -34,7 +34,9 @@ def write_random_weights(folder: Path) -> None:
             f"random weights of {size / 1e9:.1f} GB do not fit {folder.parent}, where "
             f"{free / 1e9:.1f} GB are free; set TMPDIR to a folder on a larger disk"
         )
-    block = torch.randn(_BLOCK, generator=torch.Generator().manual_seed(0)).mul_(_SCALE).bfloat16()
+    source = torch.Generator("cpu").manual_seed(0)
+    block = torch.randn(_BLOCK, generator=source, dtype=torch.float32, device="cpu")
+    block = block.mul_(_SCALE).bfloat16()
     files: dict[str, str] = {}
     for number, (_, names) in enumerate(groupby(shapes, key=_layer_of)):
         weights = {}
@@ -57,8 +59,8 @@ def _layer_of(name: str) -> str:
 def _weight(like: Tensor, block: Tensor) -> Tensor:
     """A matrix of random numbers; vectors, which scale what norms give, are ones."""
     if like.dim() < 2:
-        return torch.ones(like.shape, dtype=torch.bfloat16)
-    whole = torch.empty(like.numel(), dtype=block.dtype)
+        return torch.ones(like.shape, dtype=torch.bfloat16, device="cpu")
+    whole = torch.empty(like.numel(), dtype=block.dtype, device="cpu")
     for begin in range(0, len(whole), _BLOCK):
         part = whole[begin : begin + _BLOCK]
         part.copy_(block[: len(part)])
