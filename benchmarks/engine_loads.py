@@ -91,7 +91,7 @@ def table(title: str, rows: Iterable[Row]) -> str:
 
 
 def main() -> None:
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS / "vllm_engine.jsonl"
+    path = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS / "vllm_engine_loads.jsonl"
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     tables = [table(title, rows) for title in TABLES]
     sys.stdout.write("\n\n".join(filter(None, tables)) + "\n")

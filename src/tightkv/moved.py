@@ -21,7 +21,7 @@ _VLLM_MOVES = {
     "step": "attention backend batch_split flash_attention layer_step metadata page_blocks "
     "ring_kernel ring_table warm_up",
 }
-_FITTED = "attention_weights checkpoint_metric checkpoint_noise fingerprint key_noise query_metric"
+_FITTED = "attention_weights fingerprint key_noise query_metric"
 MOVED = {
     **{name: f"files.{name}" for name in ("strict_json", "tensor_file")},
     **{name: f"pages.{name}" for name in ("codec", "latent", "layout", "pack")},
@@ -29,6 +29,8 @@ MOVED = {
     **{name: f"model_shape.{name}" for name in ("cache_bytes", "planner")},
     **{name: f"fit.{name}" for name in ("calibration", "key_check")},
     **{f"model_shape.{name}": f"fit.{name}" for name in _FITTED.split()},
+    **{f"{folder}.checkpoint_metric": "fit.query_metric" for folder in ("model_shape", "fit")},
+    **{f"{folder}.checkpoint_noise": "fit.key_noise" for folder in ("model_shape", "fit")},
     "model_shape.tensors": "files.checkpoint_tensors",
     **{name: f"tools.{name}" for name in ("bench", "cli", "eval", "model_loading", "validate")},
     "provenance": "tools.rows",

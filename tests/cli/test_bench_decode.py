@@ -72,7 +72,7 @@ def test_sequences_grow_by_a_token_per_consecutive_step(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(gpu, "graph_times", replayed)
     random = torch.randn
-    monkeypatch.setattr(gpu, "_random", lambda *size: random(*size[:-1]))
+    monkeypatch.setattr(gpu, "random_bf16", lambda device, *size: random(*size))
     assert gpu._consecutive_times(Noting, layers, shape) == [0.1] * 64
     assert len(lengths) == 2 * 64 and lengths[::2] == lengths[1::2]
     assert lengths[0] == [n - 31 for n in shape.lengths]

@@ -18,7 +18,6 @@ from tightkv.fit import Checkpoint, Layers, fit
 from tightkv.fit.calibration import (
     Calibration,
     bundled_names,
-    find_for_folder,
     load_calibration,
     own_heads,
     save_calibration,
@@ -100,7 +99,7 @@ def test_answers_are_nearer_at_no_more_bytes(model, file, preset, same):
 def test_the_metric_knows_which_errors_of_keys_cost_most(model):
     """Errors along its directions, as `estimate` computes their KL through attention."""
     cfg, first = KVQuantConfig(exact_pages=1, sinks=0), 200
-    layers, _ = record(model, prompt(1, 400), [1], first, torch.Generator().manual_seed(0))
+    layers, _ = record(model, prompt(1, 400), [1], first)
     layer = layers[1]
     metric = moments(layer, cfg, first).metric
     generator = torch.Generator().manual_seed(1)
@@ -506,7 +505,7 @@ def test_an_engine_compares_the_checkpoint(checkpoint, tmp_path):
         find(cfg, folder, "dummy")
     (other / "model.safetensors").write_bytes(b"")
     with pytest.raises(ValueError, match=r"cannot be compared with .*Leave calibration out"):
-        find_for_folder(cfg, other, "other")
+        find(cfg, other)
 
 
 # --- the command line ------------------------------------------------------------------------

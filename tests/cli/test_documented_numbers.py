@@ -511,7 +511,6 @@ class Engine:
             row
             for row in rows("vllm_engine")
             if row["device"] == "cuda"
-            and "ragged" not in row
             and row["vllm"] == "0.32.0"
             and row["model"] == "llama-3.1-8b"
         ]
@@ -551,7 +550,6 @@ def test_the_first_screen_of_the_readme() -> None:
     tpot = [engine.faster(kv, "8 x 32k") for kv in ("k4v4", "fp8", "turboquant_4bit_nc")]
     models = [found["k4v4"] for found in by_model("default").values()]
     kl, growth = (max(x[name] for x in models) for name in ("kl", "perplexity_increase"))
-    prefill = sorted(engine.ratio("k4v4", "prefill", size) for size in ENGINE_SIZES)
     mixed = {row["kv"]: row for row in rows("vllm_engine_mixed") if row["measure"] == "mixed"}
     ours, bf16 = mixed["k4v4"], mixed["auto"]
     expect(
@@ -564,7 +562,36 @@ def test_the_first_screen_of_the_readme() -> None:
         f"TPOT of {ours['tpot_ms']['p99']:.1f} ms instead of {bf16['tpot_ms']['p99']:.1f} ms",
         f"KL of at most {kl:.4f} nats/token and {100 * growth:+.2f}% perplexity on four models",
         f"In vLLM, on shorter prompts, the worst is {worst_in_vllm()[-1]} with k2v2.",
-        f"Prefill runs at {prefill[0]:.2f}x to {prefill[-1]:.2f}x of bf16's speed",
+    )
+
+
+def test_the_readme_on_lengths_that_differ_and_on_prefill() -> None:
+    found: dict[str, float] = {}
+    batches = []
+    for row in rows("vllm_engine_loads"):
+        share = row.get("ratios", {}).get("to auto")
+        if row["kv"] != "k4v4" or share is None:
+            continue
+        if row["measure"] == "prefill" and "batch" in row:
+            batches.append(share)
+        elif row["measure"] == "prefill":
+            found[str(row["tokens"])] = share
+        elif "ragged" in row:
+            found[f"{row['batch']} ragged"] = 1 / share
+    single = [f"{found[tokens]:.2f}x" for tokens in ("1024", "2048", "8192")]
+    span = f"{min(batches):.2f}x to {max(batches):.2f}x"
+    expect(
+        "README.md",
+        f"decode {found['128 ragged']:.2f}x (128 of 1k to 3k tokens) and "
+        f"{found['256 ragged']:.2f}x (256 of 0.5k to 1.5k) as fast",
+        f"prefilled at {single[0]} of bf16's speed with 1k tokens, {single[1]} with 2k and "
+        f"{single[2]} with 8k; batches of prompts at {span}",
+    )
+    expect(
+        "docs/results.md",
+        f"prefilled at {single[0]} of bf16's speed in this run, one of 2,048 at {single[1]} and "
+        f"one of 8,192 at {single[2]}",
+        f"Batches of prompts are prefilled at {span}",
     )
 
 
@@ -605,13 +632,9 @@ def test_vllm_engines() -> None:
 
 def test_loads_of_any_lengths_in_vllm() -> None:
     """Rows with single steps fill the tables of benchmarks/engine_loads.py."""
-    found, loads = rows("vllm_engine"), load_script("engine_loads")
-    if any("ragged" in row for row in found):
-        titles = ["TPOT as served, ms", "single steps, p50 / p90 / p99, ms"]
-        expect("docs/results.md", *(loads.table(title, found) for title in titles))
-        return
-    assert not any(loads.table(title, found) for title in loads.TABLES)
-    expect("docs/results.md", "has not measured such batches yet, so there are no rows")
+    found, loads = rows("vllm_engine_loads"), load_script("engine_loads")
+    assert any("ragged" in row for row in found) and len({row["commit"] for row in found}) == 1
+    expect("docs/results.md", *(loads.table(title, found) for title in loads.TABLES))
 
 
 def loads_by_hand() -> list[Row]:

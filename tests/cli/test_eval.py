@@ -29,17 +29,16 @@ from tightkv.tools.cli.eval import plot as eval_plot
 from tightkv.tools.cli.eval.command import FILE_TASKS, TASKS
 from tightkv.tools.cli.shared.progress import Progress
 from tightkv.tools.eval.configs import label, parse_configs
-from tightkv.tools.eval.forward import CacheRun
-from tightkv.tools.eval.results import bits_of, model_fingerprint
-from tightkv.tools.eval.tasks.greedy import measure_greedy, same_tokens
+from tightkv.tools.eval.forward import TAIL_TOKENS, CacheRun, ignore, shared_tokens
+from tightkv.tools.eval.results import cache_facts, model_fingerprint
+from tightkv.tools.eval.tasks.free_running import GreedyTask, same_tokens
 from tightkv.tools.eval.tasks.needles import (
     ANSWER_TOKENS,
     MAX_NEEDLES,
-    TAIL_TOKENS,
     Needle,
+    NeedleTask,
     build_haystack,
     make_needles,
-    measure_needles,
 )
 from tightkv.tools.eval.tasks.quality import (
     Schedule,
@@ -271,13 +270,16 @@ def test_logits_that_are_not_finite_are_refused() -> None:
 # --- sizes -------------------------------------------------------------------------------------
 def test_bits_count_scales_and_means() -> None:
     model = tiny()  # head_dim 32
-    bits = bits_of(model, caches(model, KVQuantConfig.preset("k4v2", **SMALL))["k4v2"])
-    assert bits.key == 4 + 16 / 32 + 16 / 32  # codes, a scale a token, an fp16 mean a page of 32
-    assert bits.value == 2 + 16 / 32
-    raw = bits_of(model, caches(model, EXACT)["k16v16"])
-    assert (raw.key, raw.value, raw.mean) == (16, 16, 16)
+
+    def bits_of(cfg: KVQuantConfig) -> dict[str, float]:
+        return cache_facts(model, partial(TightCache, cfg, model=model))["bits"]
+
+    bits = bits_of(KVQuantConfig.preset("k4v2", **SMALL))
+    assert bits["key"] == 4 + 16 / 32 + 16 / 32  # codes, a scale a token, an fp16 mean a page of 32
+    assert bits["value"] == 2 + 16 / 32
+    assert bits_of(EXACT) == {"key": 16, "value": 16, "mean": 16}
     half = KVQuantConfig.preset("k4v4", key_centering="none", protected_first=2, **SMALL)
-    assert bits_of(model, partial(TightCache, half, model=model)).value == (4.5 + 8.5) / 2
+    assert bits_of(half)["value"] == (4.5 + 8.5) / 2
 
 
 # --- needles -----------------------------------------------------------------------------------
@@ -325,6 +327,7 @@ def test_needles_are_in_the_prompt_at_their_depths(context: int, template: str |
     needles = make_needles(5, 3, FILLER)
     hay = build_haystack(tokenizer, FILLER, context, needles)
     assert hay.context == context and len(hay.prompts) == 5
+    shared = shared_tokens(hay.prompts)
     for needle, ids in zip(needles, hay.prompts, strict=True):
         text = tokenizer.decode(ids)
         assert context - 120 < len(ids) + ANSWER_TOKENS <= context
@@ -335,9 +338,9 @@ def test_needles_are_in_the_prompt_at_their_depths(context: int, template: str |
             assert document.count(f"{other.fact}\n\n") == 1
             depth = document.index(other.fact) / len(document)
             assert abs(depth - (i + 0.5) / 5) < 0.1
-        assert ids[: hay.shared] == hay.prompts[0][: hay.shared]
+        assert ids[:shared] == hay.prompts[0][:shared]
         # The tail of the context is read again with the question.
-        assert len(ids) - hay.shared >= TAIL_TOKENS + len(needle.question)
+        assert len(ids) - shared >= TAIL_TOKENS + len(needle.question)
 
 
 def test_a_context_that_cannot_be_built() -> None:
@@ -352,7 +355,12 @@ def asked(model: Any, *configs: KVQuantConfig, needles: list[Needle] | None = No
     tokenizer = byte_tokenizer()
     hay = build_haystack(tokenizer, FILLER, 900, needles or make_needles(3, 0, FILLER))
     every = {"plain": None, **caches(model, *configs)}
-    return tokenizer, hay, measure_needles(model, tokenizer, [hay], every)
+    task = NeedleTask(tokenizer, (hay,))
+    return tokenizer, hay, {name: task.read(model, made, ignore) for name, made in every.items()}
+
+
+def answers(data: Any) -> list[str]:
+    return [row["answer"] for row in data["answers"]]
 
 
 def test_answers_are_the_models_own() -> None:
@@ -360,7 +368,7 @@ def test_answers_are_the_models_own() -> None:
     model = tiny(vocab_size=258, initializer_range=0.3)
     tokenizer, hay, done = asked(model, EXACT, small("k2v2"))
     plain = done["plain"][0]
-    for ids, answer in zip(hay.prompts, plain.answers, strict=True):
+    for ids, answer in zip(hay.prompts, answers(plain), strict=True):
         with use_attention(model, "sdpa"):
             out = model.generate(
                 torch.tensor([ids]), max_new_tokens=ANSWER_TOKENS, do_sample=False, pad_token_id=0
@@ -368,8 +376,8 @@ def test_answers_are_the_models_own() -> None:
         text = tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True)
         assert answer == text.lstrip().split("\n")[0].strip()
     assert done["k16v16"][0] == plain
-    assert done["k2v2"][0].answers != plain.answers
-    assert plain.context == 900 and plain.prompt_tokens == max(map(len, hay.prompts))
+    assert answers(done["k2v2"][0]) != answers(plain)
+    assert plain["context"] == 900 and plain["prompt_tokens"] == max(map(len, hay.prompts))
 
 
 @pytest.mark.parametrize("family", ["gemma3", "lfm2", "qwen3_5"])
@@ -381,32 +389,34 @@ def test_layers_that_cannot_be_cropped(family: str) -> None:
 
 def test_an_answer_counts_as_a_whole_word(monkeypatch: pytest.MonkeyPatch) -> None:
     replies = iter(["It is 17.", "It is 171.", "A Goat, surely", "goats"])
-    monkeypatch.setattr(CacheRun, "write_line", lambda *args: next(replies))
+    monkeypatch.setattr(CacheRun, "write", lambda *args: [next(replies)])
     needles = [Needle("f", f"q{i}", word) for i, word in enumerate(["17", "17", "goat", "goat"])]
     _, _, done = asked(tiny(vocab_size=258), needles=needles)
-    assert done["plain"][0].found == (True, False, True, False) and done["plain"][0].score == 2
+    plain = done["plain"][0]
+    assert [row["found"] for row in plain["answers"]] == [True, False, True, False]
+    assert plain["found"] == 2
 
 
 # --- greedy match ------------------------------------------------------------------------------
 def test_equal_tokens_are_counted_to_the_first_difference() -> None:
-    first = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4]])
-    second = torch.tensor([[1, 2, 3, 4], [9, 2, 3, 4], [1, 2, 9, 4]])
+    first = [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4]]
+    second = [[1, 2, 3, 4], [9, 2, 3, 4], [1, 2, 9, 4]]
     assert same_tokens(first, second) == [4, 0, 2]
 
 
 def test_greedy_texts_part_with_coarse_codes_only() -> None:
     model, passes = tiny(), list[int]()
-    every = caches(model, EXACT, small("k2v2"))
-    done = measure_greedy(model, windows(3, 160), every, 24, passes.append)
-    assert done["k16v16"].lengths == (24, 24, 24)
-    assert done["k2v2"].min < 24 and done["k2v2"].cap == 24
-    assert done["k2v2"].median == sorted(done["k2v2"].lengths)[1]
+    task = GreedyTask(windows(3, 160), 24)
+    exact = task.reference(model, passes.append)
+    made = caches(model, EXACT, small("k2v2")).values()
+    same, coarse = (task.measure(model, make, exact, passes.append) for make in made)
+    assert same["lengths"] == [24, 24, 24]
+    assert coarse["min"] < 24 and coarse["cap"] == 24
+    assert coarse["median"] == sorted(coarse["lengths"])[1]
     assert sum(passes) == 3 * 24
     run = CacheRun(model)
     logits = run.feed(windows(3, 160).ids)
     assert run.cache.get_seq_length() == 160 and logits.shape == (3, 160, 97)
-    with pytest.raises(ValueError, match="new_tokens=0"):
-        measure_greedy(model, windows(), every, 0)
 
 
 # --- configs and provenance --------------------------------------------------------------------

@@ -75,7 +75,7 @@ def failures(claims: list[Claim]) -> list[str]:
 
 
 def check(section: Any, options: Options = QUICK) -> list[str]:
-    return failures(section.check(options, lambda step: None))
+    return failures(list(section.check(options)))
 
 
 # --- statistics ---
@@ -299,7 +299,7 @@ def test_a_flipped_sign_makes_the_command_fail(
     decode = Codebook.decode
     monkeypatch.setattr(Codebook, "decode", flipped)
     for section in (inner_products, beta, retrieval, sizes):  # distortion alone must do
-        monkeypatch.setattr(section, "check", lambda options, progress: [])
+        monkeypatch.setattr(section, "check", lambda options: [])
     for part in (audit_attention, audit_codec):
         monkeypatch.setattr(part, "rows", lambda options: [])
     assert main(["validate", "--quick"]) == 1
@@ -364,7 +364,7 @@ def test_draws_of_a_wrong_scale_are_rejected() -> None:
 
 def test_run_restores_the_thread_count(monkeypatch: pytest.MonkeyPatch) -> None:
     for section in (distortion, inner_products, beta, retrieval, sizes):
-        monkeypatch.setattr(section, "check", lambda options, progress: [])
+        monkeypatch.setattr(section, "check", lambda options: [])
     for part in (audit_attention, audit_codec):
         monkeypatch.setattr(part, "rows", lambda options: [])
     before = torch.get_num_threads()

@@ -18,11 +18,10 @@ from safetensors.torch import load_file, save_file
 from models import FAMILIES, SHAPE
 from tightkv import KVQuantConfig
 from tightkv.files.tensor_file import StoredTensor
-from tightkv.fit import checkpoint_noise
+from tightkv.fit import key_noise
 from tightkv.fit.attention_weights import NOT_READABLE, AttentionWeights
-from tightkv.fit.checkpoint_noise import read_scores
 from tightkv.fit.key_check import KeyCheck
-from tightkv.fit.key_noise import Projection, score_noise
+from tightkv.fit.key_noise import LayerScores, Vectors, read_scores
 from tightkv.model_shape import read_model_shape
 from tiny_folder import plant_key_bias, write_model
 
@@ -37,7 +36,7 @@ def layer_noise_of_folder(folder: Path, page_size: int) -> dict[int, float] | st
     """The noise of each layer's worst head by the layer's number; a reason where it is unknown."""
     try:
         found = read_scores(read_model_shape(folder))
-        return {layer: scores.noise(page_size) for layer, scores in found.items()}
+        return {layer: scores.worst_noise(page_size) for layer, scores in found.items()}
     except NOT_READABLE as error:
         return str(error)
 
@@ -76,12 +75,18 @@ def change(folder: Path, **tensors: torch.Tensor | None) -> Path:
 def test_the_noise_is_that_of_the_loaded_weights(qwen2: Path) -> None:
     model = hf.AutoModelForCausalLM.from_pretrained(qwen2)
     for index, layer in enumerate(model.model.layers):
-        block = layer.self_attn
-        query = Projection(HEADS, 16, block.q_proj.weight.data, block.q_proj.bias.data)
-        key = Projection(KV_HEADS, 16, block.k_proj.weight.data, block.k_proj.bias.data)
-        expected = score_noise(
-            query, key, layer.input_layernorm.weight.data, inv_freq(16), PAGE
-        ).max()
+        norm = layer.input_layernorm.weight.data.float()
+        query, key = (
+            Vectors(
+                (side.weight.data.float() * norm).view(heads, -1).square().sum(1),
+                side.bias.data.float().view(heads, 16),
+            )
+            for side, heads in (
+                (layer.self_attn.q_proj, HEADS),
+                (layer.self_attn.k_proj, KV_HEADS),
+            )
+        )
+        expected = LayerScores(query, key, inv_freq(16), 16**-0.5).noise(PAGE).max()
         assert noise_of(qwen2)[index] == pytest.approx(float(expected), rel=1e-4)
 
 
@@ -127,7 +132,7 @@ def test_rows_are_sampled_where_matrices_are_large(
         steps.add(step)
         return read(tensor, step)
 
-    monkeypatch.setattr(checkpoint_noise, "READ_BYTES", 1)
+    monkeypatch.setattr(key_noise, "READ_BYTES", 1)
     monkeypatch.setattr(StoredTensor, "read", spy)
     sampled = noise_of(qwen2)
     assert steps == {1, 2}  # 8 of 16 rows of a head, whole biases
@@ -169,6 +174,15 @@ def test_under_norms_of_their_own(family: str, layers: list[int], tmp_path: Path
     noise = noise_of(write_model(tmp_path / family, config))
     scale = getattr(config, "query_pre_attn_scalar", config.head_dim) ** -0.5
     assert noise == pytest.approx(dict.fromkeys(layers, scale**2 * config.head_dim))
+
+
+def test_a_norm_after_the_projection_takes_the_size_of_a_bias_away(tmp_path: Path) -> None:
+    config = hf.Qwen3Config(**SHAPE, head_dim=16, attention_bias=True)
+    folder = write_model(tmp_path / "qwen3", config)
+    norm = 1 + torch.randn(16, generator=torch.Generator().manual_seed(9)).abs()
+    change(folder, k_proj__bias=torch.full((32,), 1000.0), k_norm__weight=norm)
+    expected = float(norm.square().sum()) / 16  # of queries: 16, as of keys without that norm
+    assert noise_of(folder) == pytest.approx({0: 1.0, 1: expected, 2: 1.0, 3: 1.0})
 
 
 def test_a_norm_of_all_heads(tmp_path: Path) -> None:

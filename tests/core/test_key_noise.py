@@ -10,10 +10,10 @@ from torch import Tensor
 
 from tightkv.config import BITS, KVQuantConfig
 from tightkv.fit.key_noise import (
-    Projection,
+    LayerScores,
+    Vectors,
     needed_key_bits,
     protected_layer_bits,
-    score_noise,
     turned_energy,
     turned_share,
 )
@@ -25,6 +25,16 @@ INV_FREQ = 10000.0 ** (-torch.arange(0, DIM, 2) / DIM)
 
 def draw(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def vectors(weight: Tensor, bias: Tensor, norm: Tensor | None = None) -> Vectors:
+    """Of the matrix [heads * DIM, HIDDEN] after a norm, and its biases."""
+    weight = weight if norm is None else weight * norm
+    return Vectors(weight.view(-1, DIM * HIDDEN).square().sum(1), bias.view(-1, DIM))
+
+
+def layer_scores(query: Vectors, key: Vectors, scale: float = DIM**-0.5) -> LayerScores:
+    return LayerScores(query, key, INV_FREQ, scale)
 
 
 def rope(x: Tensor, start: int, inv_freq: Tensor = INV_FREQ, interleaved: bool = False) -> Tensor:
@@ -73,73 +83,54 @@ def test_more_pairs_than_channels_are_refused() -> None:
 def test_predicted_noise_is_that_of_real_codes(bits: int, bias_size: float) -> None:
     norm = 1 + 0.5 * draw(HIDDEN, seed=2)
     loud = torch.tensor([1.0, 3.0, 1.0, 1.0]).repeat_interleave(DIM)  # one query head of four
-    query = Projection(
-        HEADS,
-        DIM,
+    query = (
         draw(HEADS * DIM, HIDDEN, seed=3) / 8 * loud[:, None],
         loud * draw(HEADS * DIM, seed=4),
     )
     sizes = torch.tensor([1.0, 2.0]).repeat_interleave(DIM)  # heads that differ
-    key = Projection(
-        KV_HEADS,
-        DIM,
+    key = (
         draw(KV_HEADS * DIM, HIDDEN, seed=5) / 8 * sizes[:, None],
         bias_size * sizes * draw(KV_HEADS * DIM, seed=6),
     )
     tokens = draw(40, PAGE, HIDDEN, seed=7) * norm  # 40 pages
 
-    def project(own: Projection) -> Tensor:
-        assert own.weight is not None and own.bias is not None
-        made = tokens @ own.weight.T + own.bias
-        return rope(made.unflatten(-1, (own.heads, DIM)).transpose(1, 2), 128)
+    def project(weight: Tensor, bias: Tensor) -> Tensor:
+        made = tokens @ weight.T + bias
+        return rope(made.unflatten(-1, (-1, DIM)).transpose(1, 2), 128)
 
-    queries, keys = project(query), project(key)  # [pages, heads, PAGE, DIM]
+    queries, keys = project(*query), project(*key)  # [pages, heads, PAGE, DIM]
     rest = keys - keys.mean(2, keepdim=True)
     code = TurboQuantMSE(DIM, bits, scale_mode="least_squares")
     error = code.decode(code.encode(rest)) - rest
     grouped = queries.unflatten(1, (KV_HEADS, -1))
     scores = grouped @ error[:, :, None].transpose(-1, -2) * DIM**-0.5
     measured = scores.square().mean((0, 2, 3, 4))
-    predicted = score_noise(query, key, norm, INV_FREQ, PAGE) * code.codebook.distortion
+    made = layer_scores(vectors(*query, norm), vectors(*key, norm))
+    predicted = made.noise(PAGE) * code.codebook.distortion
     assert torch.allclose(measured, predicted, rtol=0.15)
 
 
 def test_scale_of_the_scores() -> None:
-    weights = Projection(1, DIM, draw(DIM, HIDDEN, seed=8))
-    usual = score_noise(weights, weights, None, INV_FREQ, PAGE)
-    half = score_noise(weights, weights, None, INV_FREQ, PAGE, scale=0.5 * DIM**-0.5)
+    weights = vectors(draw(DIM, HIDDEN, seed=8), torch.zeros(DIM))
+    usual, half = (layer_scores(weights, weights, s * DIM**-0.5).noise(PAGE) for s in (1, 0.5))
     assert torch.allclose(half, usual / 4)
 
 
-def test_a_norm_after_the_projection_decides_the_size() -> None:
-    norm = 1 + draw(DIM, seed=9).abs()
-    bias = 1000 * torch.ones(DIM)  # its size is lost in the norm
-    weights = Projection(1, DIM, draw(DIM, HIDDEN, seed=10), bias, norm)
-    energy = norm.square().sum()
-    found = score_noise(weights, weights, None, INV_FREQ, PAGE)
-    assert torch.allclose(found, energy * energy / DIM**2)
-
-
 def test_uneven_heads_are_refused() -> None:
+    query, key = (Vectors(torch.zeros(n), torch.zeros(n, DIM)) for n in (3, 2))
     with pytest.raises(ValueError, match="3 query heads do not share 2 KV heads"):
-        score_noise(Projection(3, DIM), Projection(2, DIM), None, INV_FREQ, PAGE)
-
-
-@pytest.mark.parametrize("name", ["weight", "bias", "head_norm"])
-def test_tensors_of_another_shape_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} of shape .* for 2 heads of 64"):
-        Projection(2, DIM, **{name: torch.zeros(DIM + 1)})
+        layer_scores(query, key).noise(PAGE)
 
 
 def test_biases_alone_give_a_lower_bound() -> None:
     """As of a checkpoint whose matrices are quantized."""
     weight, bias = draw(DIM, HIDDEN, seed=11) / 8, 9 * draw(DIM, seed=12)
-    whole, known = Projection(1, DIM, weight, bias), Projection(1, DIM, None, bias)
-    assert score_noise(Projection(1, DIM), known, None, INV_FREQ, PAGE) == 0
-    bound = score_noise(known, known, None, INV_FREQ, PAGE)
+    whole, known = vectors(weight, bias), Vectors(torch.zeros(1), bias[None])
+    assert layer_scores(Vectors(torch.zeros(1), torch.zeros(1, DIM)), known).noise(PAGE) == 0
+    bound = layer_scores(known, known).noise(PAGE)
     turned = turned_energy(bias[None], INV_FREQ, PAGE).sum(1)
     assert torch.allclose(bound, bias.square().sum() * turned / DIM**2)
-    assert bound < score_noise(whole, whole, None, INV_FREQ, PAGE)
+    assert bound < layer_scores(whole, whole).noise(PAGE)
 
 
 # Noise of a score at distortion 1, worst head of a layer: the largest of SmolLM2-135M, of

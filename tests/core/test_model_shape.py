@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from tightkv.model_shape import (
     LayerShape,
     estimate_parameters,
+    families,
     is_local,
     read_model_shape,
     stored_weights,
@@ -473,3 +475,13 @@ def test_parameters_of_llama_by_hand() -> None:
 def test_dtype_of_stored_weights(quantization: dict[str, Any] | None, expected: str | None) -> None:
     config = decoder("llama", 2, 32, 8, quantization_config=quantization)
     assert weights_dtype(read_model_shape(config)) == expected
+
+
+def test_families_have_the_columns_that_are_read_and_no_others() -> None:
+    """A column that nobody asks for, a misspelt one for example, would do nothing."""
+    package = Path(families.__file__).parents[1]
+    sources = "".join(path.read_text(encoding="utf-8") for path in package.rglob("*.py"))
+    rows = json.loads((package / "model_shape" / "families.json").read_text(encoding="utf-8"))
+    there = {name for row in rows.values() for name in row}
+    assert there == set(re.findall(r'\bcolumn\("(\w+)"\)', sources))
+    assert list(rows) == sorted(rows)

@@ -229,7 +229,7 @@ def test_rotation_made_under_other_modes_still_serves() -> None:
 def test_split_rotation(kind: str, dim: int, dtype: torch.dtype, data: st.DataObject) -> None:
     chosen = st.lists(st.integers(0, dim - 1), min_size=1, max_size=dim - 1, unique=True)
     channels = data.draw(chosen)
-    rotation = split_rotation(kind, dim, 3, channels)
+    rotation = split_rotation(kind, dim, 3, tuple(channels))
     assert_orthogonal(rotation)
     assert_rotates(rotation, random_normal(dim, 9, (4, dim)).to(dtype))
 
@@ -244,7 +244,7 @@ def test_split_rotation(kind: str, dim: int, dtype: torch.dtype, data: st.DataOb
 
 def test_split_rotation_halves_are_independent_and_cached() -> None:
     rotation = split_rotation("hadamard", 64, 5, tuple(range(0, 64, 2)))
-    assert rotation is split_rotation("hadamard", 64, 5, list(range(0, 64, 2)))
+    assert rotation is split_rotation("hadamard", 64, 5, tuple(range(0, 64, 2)))
     assert rotation is not split_rotation("hadamard", 64, 6, tuple(range(0, 64, 2)))
     matrix = rotation.matrix()
     assert not torch.equal(matrix[:32, 0::2], matrix[32:, 1::2])

@@ -1,11 +1,9 @@
 """The native CPU kernels against the reference: the same bytes, and the same attention."""
 
+import copy
 import ctypes
 import math
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -180,6 +178,52 @@ def test_query_and_ring_dtypes(isa, dtype):
     close = {"atol": 3 * error + 2e-4, "rtol": step}
     torch.testing.assert_close(got[0].float(), expected[0].float(), **close)
     torch.testing.assert_close(got[1], expected[1], atol=error, rtol=0)
+
+
+@pytest.mark.parametrize("lq", [1, 5])
+def test_new_tokens_in_another_dtype_than_the_ring(isa, lq):
+    """Blocks of exact tokens of two dtypes, for few rows and for many."""
+    cache = make_cache(CFG, dtype=torch.bfloat16)
+    add(cache, *(x.bfloat16() for x in tokens(2, 150)))
+    new = {"new_key": query(2 * lq, 2, 64, seed=5), "new_value": query(2 * lq, 2, 64, seed=6)}
+    q = query(2 * lq, 4, 64)
+    got, expected = both(cache, q, lq, **new)
+    check_equal(isa, cache, got, expected, q)
+
+
+def same_attention(cache, q, **options):
+    """The public function's output and LSE are those of a view made now, bit for bit."""
+    got, expected = attend(cache, q, **options), attend(cache, q, view=cache.view(), **options)
+    return all(map(torch.equal, got, expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_steps_that_are_alike(dtype):
+    """What is kept from one decode step to the next is dropped when anything else changes."""
+    cache = make_cache(CFG, dtype=dtype, kernels="cpu", encode_partial_page=False)
+    key, value = tokens(2, 300)
+    add(cache, key[:, :100], value[:, :100])
+    kept = 0
+    for step in range(100, 180):
+        rows = cache.ring_key
+        add(cache, key[:, step : step + 1], value[:, step : step + 1])
+        kept += cache._again is not None and cache._put is not None
+        stored = cache.dequantize()[0][:, -1]
+        assert torch.equal(stored, key[:, step].to(dtype))
+        q = torch.randn(2, 1, 4, 64)
+        assert same_attention(cache, q) and same_attention(cache, q, window=20)
+        assert same_attention(cache, q.bfloat16()) and same_attention(cache, q[:, :, :2])
+        assert same_attention(cache, q.expand(2, 3, 4, 64)) and same_attention(cache, q)
+        if step == 120:
+            cache = copy.deepcopy(cache)
+            assert cache._again is None and cache._put is None
+        if step == 140:
+            cache.ring_key = rows.clone()
+        if step == 150:
+            cache.table.select([1, 0])
+            cache.select([1, 0])
+            key, value = key.flip(0), value.flip(0)
+    assert kept > 60
 
 
 def test_new_tokens_and_varlen_rows(isa):
@@ -595,20 +639,21 @@ def test_an_install_without_the_library_says_so(monkeypatch):
         library.load.cache_clear()
 
 
-def in_process(isa):
-    code = "from tightkv.kernels.registry import available; print([k for k in available()])"
-    env = {**os.environ, "TIGHTKV_CPU_ISA": isa}
-    run = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
-    )
-    return run.stdout
+def test_environment_names_the_instruction_set(monkeypatch):
+    def status(isa):
+        monkeypatch.setenv("TIGHTKV_CPU_ISA", isa)
+        library.load.cache_clear()
+        return {k.name: k for k in registry.available()}["cpu"]
 
-
-def test_environment_names_the_instruction_set():
-    assert "name='cpu', usable=True" in in_process("portable")
-    assert "supported: portable, neon" in in_process("mmx")
-    absent = "avx2" if "neon" in ISAS else "neon"
-    assert f"'{absent}'; this machine runs {', '.join(ISAS)}" in in_process(absent)
+    try:
+        assert status("portable").usable and library.chosen(library.load()) == "portable"
+        assert "supported: portable, neon" in status("mmx").reason
+        absent = "avx2" if "neon" in ISAS else "neon"
+        assert f"'{absent}'; this machine runs {', '.join(ISAS)}" in status(absent).reason
+    finally:
+        monkeypatch.undo()
+        library.load.cache_clear()
+        library.load()
 
 
 # --- the C code itself ---
@@ -633,5 +678,6 @@ def test_threads_ask_for_instruction_sets_at_once(tmp_path):
 
 def test_structs_agree_with_c():
     """Python packs what native.h declares."""
-    assert cpu._ATTEND.size == ctypes.sizeof(ctypes.c_int64) * (17 + 9 + 4 + 4 + 5 + 2 + 2 + 1)
+    attend = cpu._ATTEND.size + cpu._CALL.size
+    assert attend == ctypes.sizeof(ctypes.c_int64) * (17 + 9 + 4 + 4 + 5 + 2 + 2 + 1)
     assert cpu._APPEND.size == ctypes.sizeof(ctypes.c_int64) * (17 + 6 + 1 + 2 + 2 + 2)

@@ -3,12 +3,7 @@
 Without a GPU they run in Triton's interpreter, which is set up in conftest.py.
 """
 
-import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -38,6 +33,7 @@ from tightkv.pages.layout import PageLayout
 
 triton = pytest.importorskip("triton")
 kernels = pytest.importorskip("tightkv.kernels.triton.backend")
+compiled = pytest.importorskip("triton_ahead").compiled
 dequantize_pages = pytest.importorskip("tightkv.kernels.triton.dequantize").dequantize_pages
 
 BOTH = ("triton", "reference")
@@ -300,18 +296,9 @@ def test_selection():
         (512, "k4v4", 89),
     ],
 )
-def test_kernels_compile_and_fit_shared_memory(dim, preset, sm, tmp_path):
+def test_kernels_compile_and_fit_shared_memory(dim, preset, sm):
     """Compiled, which the interpreter does not do; heads of 192 have a dense rotation."""
-    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0", "SM": str(sm)}
-    command = [
-        sys.executable,
-        Path(__file__).parents[1] / "support" / "triton_ahead.py",
-        str(dim),
-        preset,
-    ]
-    run = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    shared = json.loads(run.stdout)
+    shared = compiled(dim, preset, sm=sm)
     expected = {"_append_kernel", "_attend_kernel", "_merge_splits_kernel"}
     if dim <= 256:
         expected |= {"_load_workspace_kernel", "_rotate_rows_kernel"}

@@ -3,12 +3,7 @@
 Without a GPU the kernels run in Triton's interpreter, which is set up in conftest.py.
 """
 
-import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +17,7 @@ from tightkv.pages.latent import LatentCodec, LatentLayout, scale_code, scale_va
 
 pytest.importorskip("triton")
 mla = pytest.importorskip("tightkv.kernels.triton.mla")
+triton_ahead = pytest.importorskip("triton_ahead")
 
 CFG = KVQuantConfig.preset("k4v4")
 # The interpreter's bfloat16 is not to be relied on.
@@ -247,12 +243,7 @@ def test_what_pages_do_not_hold_is_refused(arguments, words):
         LatentLayout(*arguments)
 
 
-def test_kernels_compile_and_fit_shared_memory(tmp_path):
+def test_kernels_compile_and_fit_shared_memory():
     """Compiled, which the interpreter does not do; 3 bits once did not."""
-    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
-    script = Path(__file__).parents[1] / "support" / "triton_ahead.py"
-    command = [sys.executable, script, "512", "k3v3", "mla", "128"]
-    run = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    shared = json.loads(run.stdout)
+    shared = triton_ahead.compiled(512, "k3v3", "mla", 128)
     assert len(shared) == 5 and max(shared.values()) <= 227 * 1024, shared

@@ -146,7 +146,7 @@ static void run(const char *isa, int key_bits, int value_bits, int dim, int page
     struct view view = {BATCH, pages, HEADS * layer.record_bytes, table, most_pages,
                         lengths, left_pad, ring_read_from, sink_counts, ring_rows,
                         exact_rows[0], exact_rows[1], exact_rows[2], exact_rows[3],
-                        RING, SINKS, FLOAT32};
+                        RING, SINKS, (dim / 16 + key_bits) % 3};
     float *factors = key_bits > 4 ? NULL : floats((size_t)(HEADS * dim * dim));
     for (int k = 0; factors != NULL && k < HEADS * dim * dim; k++)
         factors[k] = k / dim % dim == k % dim ? 1.0f : 0.05f * factors[k];
@@ -186,14 +186,20 @@ static void run(const char *isa, int key_bits, int value_bits, int dim, int page
             spoil_scales(pages + layer.record_bytes + layer.key.scales,
                          (const uint16_t[]){0x7e00, 0x7c00, 0xffff}, 3);
         }
-        struct attend_args attend = {.view = view, .query = {query, heads * dim, dim},
+        struct {
+            struct attend_args args;
+            int32_t lengths[BATCH];
+        } call = {.lengths = {lengths[0], lengths[1]}};
+        call.args = (struct attend_args){.view = view, .query = {query, heads * dim, dim},
                                      .total = total, .heads = heads, .cu_seqlens = rows, .out = out,
                                      .lse = lse, .causal = 1, .window = step == WINDOW ? 50 : 0,
                                      .scale = 0.1, .softcap = step == CAPPED ? 5.0 : 0.0,
                                      .threads = threads, .mask = step == TINY ? mask : NULL,
                                      .mask_dtype = FLOAT32, .mask_token = 1};
+        if (step % 2)
+            call.args.view.lengths = NULL; /* they follow */
         bad = 0;
-        check(tightkv_attend(&layer, &attend), "attend failed");
+        check(tightkv_attend(&layer, &call.args), "attend failed");
         compare(out, (size_t)(total * heads * dim), strcmp(isa, "portable") == 0);
         compare(lse, (size_t)(total * heads), strcmp(isa, "portable") == 0);
         check((bad > 0) != (step >= BAD_QUERY), "numbers where none are due, or the reverse");
@@ -204,6 +210,29 @@ static void run(const char *isa, int key_bits, int value_bits, int dim, int page
     for (int k = 0; k < 4; k++)
         free(exact_rows[k]);
     free(pages), free(table), free(constants[0].matrix), free(constants[1].matrix);
+}
+
+/* Numbers of each dtype in each other one; what is none stays none, what is too large does not. */
+static void put_all(void)
+{
+    enum { COUNT = 70 };
+    static const float some[] = {1.5f, -2.0f, 7e4f, -3.4e38f, INFINITY, -INFINITY, NAN};
+    static const uint16_t bfloats[] = {0x3fc0, 0xc000, 0x4789, 0xff7f, 0x7f80, 0xff80, 0x7fc0};
+    static const uint16_t halves[] = {0x3e00, 0xc000, 0x7bff, 0xfbff, 0x7bff, 0xfbff, 0x7e00};
+    for (int from = FLOAT32; from <= BFLOAT16; from++) {
+        uint8_t key[4 * COUNT], value[4 * COUNT];
+        uint16_t to_key[COUNT], to_value[COUNT];
+        for (int k = 0; k < COUNT; k++) {
+            memcpy(key + (from == FLOAT32 ? 4 : 2) * k,
+                   from == FLOAT32 ? (const void *)&some[k % 7] : (const void *)&bfloats[k % 7],
+                   from == FLOAT32 ? 4 : 2);
+        }
+        memcpy(value, key, sizeof key);
+        struct put_args args = {to_key, to_value, FLOAT16, key, value, from, COUNT};
+        tightkv_put(&args);
+        for (int k = 0; k < COUNT; k++)
+            check(to_key[k] != halves[k % 7] || to_value[k] != halves[k % 7], "another half");
+    }
 }
 
 static void run_all(const char *isa)
@@ -222,6 +251,7 @@ int main(void)
     char *names = strdup(tightkv_supported()), *rest = names;
     if (names == NULL)
         return 2;
+    put_all();
     run_all("portable");
     for (char *isa = strtok_r(rest, ",", &rest); isa != NULL; isa = strtok_r(rest, ",", &rest))
         if (strcmp(isa, "portable") != 0)

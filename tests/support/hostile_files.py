@@ -424,6 +424,7 @@ def run(args):
             file.unlink()
         folder.rmdir()
     sys.stdout.write(f"{loaded} loaded, {refused} refused\n")
+    sys.stdout.flush()
 
 
 def break_a_table():
@@ -441,14 +442,16 @@ def main():
     parser.add_argument("--seed", default="tightkv")
     parser.add_argument("--library", help="a build of the native CPU kernels")
     parser.add_argument("--progress", help="file that has the number of the case at hand")
-    parser.add_argument("--break-a-table", action="store_true")
+    parser.add_argument("--break-a-table", action="store_true", help="after the cases")
     args = parser.parse_args()
     if args.library:
         library.find = lambda: Path(args.library)
         guard_views()
     library.load()
     args.progress = args.progress and os.open(args.progress, os.O_WRONLY | os.O_CREAT)
-    break_a_table() if args.break_a_table else run(args)
+    run(args)
+    if args.break_a_table:
+        break_a_table()
 
 
 if __name__ == "__main__":

@@ -1,15 +1,17 @@
-"""Compile what the Triton kernels would launch, without a GPU: for sm_90, or the sm_ of $SM.
+"""Compiles what the Triton kernels would launch, without a GPU: `compiled`, in another process.
 
-python triton_ahead.py HEAD_DIM PRESET: JSON with the shared memory of each kernel, in bytes.
-python triton_ahead.py HEAD_DIM PRESET append [feedback]: that of an append, and how many products
-its PTX fuses with sums.
-python triton_ahead.py RANK PRESET mla HEADS: of the kernels of latent attention.
-Not under TRITON_INTERPRET.
+That is a fork of one that has imported torch and Triton, and where nothing is interpreted. Tests
+that compile share a worker (workers.py), and so that process.
 """
 
+import functools
 import json
+import multiprocessing
 import os
+import subprocess
 import sys
+import tempfile
+from typing import Any
 
 import torch
 import triton
@@ -27,7 +29,8 @@ from tightkv.kernels.triton import dequantize, ragged
 
 shared: dict[str, int] = {}
 appends: dict[str, int | bool] = {}
-SM = int(os.environ.get("SM", "90"))
+SM = 90
+_FOLDER = tempfile.TemporaryDirectory(prefix="tightkv-triton-ahead-")
 POINTERS = {
     torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.uint8: "*u8",
     torch.float16: "*fp16", torch.int64: "*i64",
@@ -61,8 +64,54 @@ def compile_only(kernel, *args, grid, warmup, num_warps, enable_fp_fusion=True, 
         appends["enable_fp_fusion"] = built.metadata.enable_fp_fusion
 
 
-def main(dim: int, preset: str, *only: str) -> None:
+@functools.cache
+def _server() -> subprocess.Popen[str]:
+    env = {**os.environ, "TRITON_CACHE_DIR": _FOLDER.name, "TRITON_INTERPRET": "0"}
+    env["PYTHONPATH"] = os.pathsep.join(sys.path)
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, __file__], stdin=pipe, stdout=pipe, env=env, text=True)
+
+
+def compiled(dim: int, preset: str, *kind: str | int, sm: int = 90) -> dict[str, Any]:
+    """Of all kernels the shared memory, in bytes.
+
+    Kind "append", or "append" and "feedback": of an append, and how many products its PTX fuses
+    with sums. Kind "mla" and a number of heads: of latent attention, where `dim` is the rank.
+    """
+    server = _server()
+    assert server.stdin is not None and server.stdout is not None
+    print(json.dumps([sm, dim, preset, *kind]), file=server.stdin, flush=True)
+    found: dict[str, Any] | None = json.loads(server.stdout.readline())
+    assert found is not None, "it does not compile; standard error says why"
+    return found
+
+
+def serve() -> None:
     JITFunction.run = compile_only
+    for line in sys.stdin:
+        process = multiprocessing.get_context("fork").Process(target=answer, args=json.loads(line))
+        process.start()
+        process.join()
+        if process.exitcode:
+            say(None)
+
+
+def say(found: dict[str, Any] | None) -> None:
+    sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.flush()
+
+
+def answer(sm: int, dim: int, preset: str, *kind: Any) -> None:
+    global SM
+    SM = sm
+    if kind[:1] == ("mla",):
+        compile_mla(dim, preset, kind[1])
+    else:
+        compile_paged(dim, preset, *kind)
+    say(appends if "append" in kind else shared)
+
+
+def compile_paged(dim: int, preset: str, *only: str) -> None:
     for place in (triton_attend, dequantize, ragged):
         place.has_ptx = lambda device: SM >= 89
     cache = make_cache(KVQuantConfig.preset(preset), rows=1, dim=dim, dtype=torch.bfloat16)
@@ -72,7 +121,6 @@ def main(dim: int, preset: str, *only: str) -> None:
     x = torch.zeros(1, 20, 2, dim, dtype=torch.bfloat16)
     cache.append(cache.table.append([0], [20]), x, x)
     if only:
-        json.dump(appends, sys.stdout)
         return
     for count in (1, 20):  # a decode step, and a prefill that `kernels.prefill` does not take
         q = torch.zeros(count, 8, dim, dtype=torch.bfloat16)
@@ -83,7 +131,6 @@ def main(dim: int, preset: str, *only: str) -> None:
         )
     if dim <= 256:
         compile_ragged(cache, q, x[0])
-    json.dump(shared, sys.stdout)
 
 
 def compile_ragged(cache, query, new):
@@ -95,11 +142,10 @@ def compile_ragged(cache, query, new):
     ragged.unrotate(cache.codec, ragged.rotate_queries(cache.codec, query), query)
 
 
-def main_mla(rank: int, preset: str, heads: int) -> None:
+def compile_mla(rank: int, preset: str, heads: int) -> None:
     from tightkv.kernels.triton import mla, mla_decode, mla_gather
     from tightkv.pages.latent import LatentCodec, LatentLayout
 
-    JITFunction.run = compile_only
     mla_decode.has_ptx = mla_gather.has_ptx = lambda device: SM >= 89
     mla_decode.has_large_shared_memory = lambda device: SM // 10 in (9, 10)
     layout = LatentLayout(KVQuantConfig.preset(preset), rank, 64)
@@ -110,11 +156,7 @@ def main_mla(rank: int, preset: str, heads: int) -> None:
         mla.append(codec, pages, x[:count, 0, :rank], x[:count, 0, rank:], rows[:count])
     mla.gather(codec, pages, row[None], row, row, row, x[:1, 0])
     mla.decode(codec, x[:1, :, :rank], x[:1, :, rank:], pages, row[None], row, 1.0)
-    json.dump(shared, sys.stdout)
 
 
 if __name__ == "__main__":
-    if sys.argv[3:4] == ["mla"]:
-        main_mla(int(sys.argv[1]), sys.argv[2], int(sys.argv[4]))
-    else:
-        main(int(sys.argv[1]), *sys.argv[2:])
+    serve()

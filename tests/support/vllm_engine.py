@@ -1,8 +1,10 @@
 """Runs vLLM engines one after another, each in a process of its own: jobs in, results out, as JSON.
 
-    python tests/support/vllm_engine.py jobs.json results.json
+    python tests/support/vllm_engine.py [jobs.json results.json log.txt]
 
-The processes are forks of one that has imported vLLM, which takes longer than most jobs.
+With files, all jobs run in this process. Without, it reads lines with three such files until its
+input ends, and answers each with a line. There a job is a fork of the process, which has imported
+vLLM: that takes longer than most jobs.
 
 A job is {"engine": arguments of vllm.LLM, "batches": [[prompt, ...], ...], "sampling": {...}}; its
 prompts are token ids, and the prompts of one batch are in the engine together. With "forced",
@@ -28,6 +30,7 @@ import threading
 import time
 import zlib
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -362,20 +365,42 @@ def import_engine() -> None:
         type(current_platform).register_triton_kernel_overrides = lambda *_: None
 
 
-def main() -> None:
-    jobs = json.loads(Path(sys.argv[1]).read_text())
-    done = Path(sys.argv[2])
-    # One small function of vLLM's sampler is compiled in every engine, for longer than most run.
-    compiles = {} if len(jobs) == 1 else {"TORCH_COMPILE_DISABLE": "1"}
-    os.environ.update({**SETTINGS, **compiles, **os.environ})
-    if len(jobs) == 1:  # with a GPU, whose driver does not survive a fork
-        results = {name: run_job(job) for name, job in jobs.items()}
-    else:
-        import_engine()
-        results = {name: run_forked(job, done) for name, job in jobs.items()}
-        for process in ENGINES_THAT_STAY:
-            process.kill()
+def run_all(jobs: Path, done: Path, run: Callable[[dict[str, Any], Path], Any]) -> None:
+    results = {name: run(job, done) for name, job in json.loads(jobs.read_text()).items()}
+    while ENGINES_THAT_STAY:
+        ENGINES_THAT_STAY.pop().kill()
     done.write_text(json.dumps(results))
+
+
+def write_log(path: str) -> None:
+    """What this process and its children print from now on goes to the file."""
+    sys.stdout.flush()
+    with open(path, "wb") as log:
+        for stream in (1, 2):
+            os.dup2(log.fileno(), stream)
+
+
+def serve() -> None:
+    """One small function of vLLM's sampler is compiled in every engine, for longer than most run:
+    not in these."""
+    os.environ["TORCH_COMPILE_DISABLE"] = "1"
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    import_engine()
+    for line in sys.stdin:
+        jobs, done, log = json.loads(line)
+        write_log(log)
+        run_all(Path(jobs), Path(done), run_forked)
+        print("done", file=answers, flush=True)
+
+
+def main() -> None:
+    os.environ.update({**SETTINGS, **os.environ})
+    if not sys.argv[1:]:
+        return serve()
+    jobs, done, log = sys.argv[1:]  # with a GPU, whose driver does not survive a fork
+    write_log(log)
+    run_all(Path(jobs), Path(done), lambda job, _: run_job(job))
 
 
 if __name__ == "__main__":

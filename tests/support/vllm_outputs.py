@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import random
@@ -11,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+ENGINE = Path(__file__).with_name("vllm_engine.py")
 VOCABULARY = 258  # of write_tiny_folder
 TIE = 2e-3  # nats: which of two such tokens comes first is rounding
 
@@ -19,23 +21,35 @@ def random_tokens(choose: random.Random, count: int) -> list[int]:
     return [choose.randint(2, VOCABULARY - 1) for _ in range(count)]
 
 
-def run_engines(
-    jobs: dict[str, dict[str, Any]], models: dict[str, Path], folder: Path
-) -> dict[str, dict[str, Any]]:
-    """Results of every job of vllm_engine.py, and what the process printed as "log"."""
+def write_jobs(jobs: dict[str, dict[str, Any]], models: dict[str, Path], folder: Path) -> list[str]:
+    """The files that vllm_engine.py reads and writes."""
     jobs = json.loads(json.dumps(jobs))  # some share a dictionary
     for engine in (entry["engine"] for entry in jobs.values() if "engine" in entry):
         for models_of in (engine, engine.get("speculative_config", {})):
             if "model" in models_of:
                 models_of["model"] = str(models[models_of["model"]])
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    done, log = folder / "results.json", folder / "log.txt"
-    script = Path(__file__).with_name("vllm_engine.py")
-    command = [sys.executable, str(script), str(folder / "jobs.json"), str(done)]
-    with log.open("w") as file:
-        code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT).returncode
-    assert code == 0, f"{list(jobs)}: {log.read_text()[-4000:]}"
-    return {**json.loads(done.read_text()), "log": {"text": log.read_text()}}
+    names = ("jobs.json", "results.json", "log.txt")
+    (folder / names[0]).write_text(json.dumps(jobs))
+    return [str(folder / name) for name in names]
+
+
+@functools.cache
+def _engine_server() -> subprocess.Popen[str]:
+    """Until this process ends; files whose tests ask for engines share a worker (workers.py)."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, str(ENGINE)], text=True, **pipes)
+
+
+def run_engines(
+    jobs: dict[str, dict[str, Any]], models: dict[str, Path], folder: Path
+) -> dict[str, dict[str, Any]]:
+    """Results of every job of vllm_engine.py, and what their processes printed as "log"."""
+    server, files = _engine_server(), write_jobs(jobs, models, folder)
+    assert server.stdin is not None and server.stdout is not None
+    print(json.dumps(files), file=server.stdin, flush=True)
+    answer, log = server.stdout.readline(), Path(files[2])
+    assert answer == "done\n", log.read_text()[-4000:] if log.exists() else "vLLM was not imported"
+    return {**json.loads(Path(files[1]).read_text()), "log": {"text": log.read_text()}}
 
 
 def run_engines_apart(
@@ -47,9 +61,12 @@ def run_engines_apart(
         place = folder / "engines" / name.replace(" ", "_")  # models are in `folder`, too
         place.mkdir(parents=True)
         try:
-            return run_engines({name: jobs[name]}, models, place)[name]
-        except AssertionError as error:  # of this one; the others' tests can still run
-            return {"error": str(error)}
+            files = write_jobs({name: jobs[name]}, models, place)
+            subprocess.run([sys.executable, str(ENGINE), *files], check=True)
+            found: dict[str, Any] = json.loads(Path(files[1]).read_text())[name]
+            return found
+        except subprocess.CalledProcessError:  # of this one; the others' tests can still run
+            return {"error": Path(files[2]).read_text()[-4000:]}
 
     with ThreadPoolExecutor(at_once) as pool:
         return dict(zip(jobs, pool.map(run, jobs), strict=True))

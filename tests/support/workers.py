@@ -12,7 +12,7 @@ from typing import Any
 from xdist.scheduler import LoadScopeScheduling
 
 GROUPS = {
-    "vllm engine": ("vllm_engine", "bench_engine"),
+    "vllm engine": ("vllm_engine", "vllm_prefixes", "vllm_sealing"),
     "cuda on host": ("feedback", "kernels_cuda"),
     "sanitizers": ("hostile_files",),
     **{
@@ -27,7 +27,6 @@ GROUPS = {
                 "validate",
                 "vllm_gpu",
                 "vllm_plugin",
-                "vllm_prefixes",
                 "vllm_server",
                 "wheel",
             ),
@@ -35,13 +34,17 @@ GROUPS = {
     },
 }
 FILES = {f"test_{name}.py": group for group, names in GROUPS.items() for name in names}
-FUNCTIONS = {"test_sanitizers_find_nothing": "sanitizers"}
+FUNCTIONS = {
+    "test_sanitizers_find_nothing": "sanitizers",
+    "test_kernels_compile_and_fit_shared_memory": "triton ahead",
+    "test_triton_fuses_no_product_with_a_sum": "triton ahead",
+}
 
 
 def group_of(nodeid: str) -> str:
     """The group of a test; most are one of their own."""
     path, _, function = nodeid.partition("::")
-    return FUNCTIONS.get(function) or FILES.get(Path(path).name, nodeid)
+    return FUNCTIONS.get(function.partition("[")[0]) or FILES.get(Path(path).name, nodeid)
 
 
 class Scheduler(LoadScopeScheduling):

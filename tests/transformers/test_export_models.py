@@ -232,7 +232,7 @@ def test_centers_of_a_calibration_are_exported(monkeypatch):
     def with_centers(quant, model, **options):
         cache = TightCache(quant, model, **options)
         for number, layer in enumerate(cache.layers):
-            layer.use_centers(centers[number])
+            layer.centers = centers[number]
         return cache
 
     monkeypatch.setattr(export, "TightCache", with_centers)

@@ -42,7 +42,7 @@ def cache_of(model, preset="k3v3", scales=True, **options):
     if not scales:
         metrics = query_probe.probed(model).metrics
         for number, layer in enumerate(cache.layers):
-            layer.use_scale(None)
+            layer.scale = None
             layer.use_metric(metrics.get(number))
     return cache
 

@@ -1,6 +1,6 @@
 """Random programs over caches, against a plain model of what they hold (programs.py).
 
-2,000 programs a run; HYPOTHESIS_PROFILE=explore draws new ones, twenty times as many.
+1,000 programs a run; HYPOTHESIS_PROFILE=explore draws new ones, twenty times as many.
 """
 
 import os
@@ -173,7 +173,7 @@ def run(alive, program):
 
 @pytest.mark.parametrize("name", CONFIGS)
 @given(program=programs(PAGE_STEPS), seed=numbers, other=st.sampled_from(FAST))
-@settings(max_examples=130 * FACTOR)
+@settings(max_examples=65 * FACTOR)
 def test_pages(name, program, seed, other):
     run([Pages(name, seed, "cpu"), Pages(other, seed + 1, "cpu", ((2, 48),))], program)
 
@@ -185,7 +185,7 @@ BACK = [("append", 0, 56, 0), ("crop", 1, 1, 0), ("append", 0, 0, 0)]
 @pytest.mark.parametrize("name", FAST)
 @example(program=BACK, seed=186)
 @given(program=programs(PAGE_STEPS, 6), seed=numbers)
-@settings(max_examples=40 * FACTOR)
+@settings(max_examples=20 * FACTOR)
 def test_pages_with_the_reference_kernels(name, program, seed):
     run([Pages(name, seed, "reference")], program)
 
@@ -344,7 +344,7 @@ TIGHT_STEPS += ("interrupt", "interrupt", "reset", "refused")
 
 @pytest.mark.parametrize("name", [n for n in CONFIGS if n != "exact"])
 @given(program=programs(TIGHT_STEPS), seed=numbers, other=st.sampled_from(FAST))
-@settings(max_examples=211 * FACTOR)
+@settings(max_examples=105 * FACTOR)
 def test_tight_caches(name, program, seed, other, tmp_path_factory):
     folder = tmp_path_factory.getbasetemp()
     shapes = ((1, 16), (2, 64))

@@ -149,8 +149,9 @@ def builder(pages_per_block: int) -> Any:
     impl.step = SimpleNamespace(kernels=reference)
     impl.kernels, impl.reads, impl.feedback = reference, None, None
     made.impls = [impl]
-    made.layers = [SimpleNamespace(kv_cache=torch.zeros(12, 1))]
-    made.group_rings, made.device, made.pages = GroupRings(), torch.device("cpu"), None
+    made.layers = [SimpleNamespace(kv_cache=torch.zeros(12, 1), impl=impl)]
+    made.group_rings = impl.group_rings = GroupRings()
+    made.device, made.pages = torch.device("cpu"), None
     made.reorder_batch_threshold, made.pages_per_block = 4, pages_per_block
     made.inside = torch.arange(pages_per_block, dtype=torch.int32)
     made.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=2))

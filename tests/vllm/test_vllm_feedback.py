@@ -15,9 +15,7 @@ from torch import Tensor
 
 from models import SHAPE
 from tightkv import KVQuantConfig
-from tightkv.fit import Checkpoint, Fit, LayerFit, Layers, fit
-from tightkv.fit import checkpoint as module
-from tightkv.fit.checkpoint_metric import query_metrics
+from tightkv.fit import Checkpoint, Fit, LayerFit, Layers, fit, query_metric
 from tightkv.integrations.vllm.start.checkpoint import checkpoint_folder
 from tightkv.math.centers import Centers
 from tightkv.math.feedback import QueryMetric
@@ -42,6 +40,10 @@ def engine(folder: Path | str, load_format: str = "auto") -> SimpleNamespace:
         model_config=SimpleNamespace(model=str(folder), revision=None),
         load_config=SimpleNamespace(load_format=load_format, download_dir=None),
     )
+
+
+def metrics(folder: Path) -> dict[int, Tensor]:
+    return Checkpoint(folder, "it").metrics(range(4)).by_layer
 
 
 def fitted(
@@ -79,9 +81,7 @@ def test_every_layer_has_its_own_metric(folder: Path) -> None:
     (line,) = found.notes
     assert line.startswith("tightkv k4v4: 4 of 4 layers code keys with error")
     assert "feedback=off" in line and "(" not in line
-    for own, metric in zip(
-        found.layers.values(), query_metrics(folder).by_layer.values(), strict=True
-    ):
+    for own, metric in zip(found.layers.values(), metrics(folder).values(), strict=True):
         assert own.metric is not None and torch.equal(own.metric.value, metric)
 
 
@@ -94,7 +94,7 @@ def test_channels_of_uneven_keys_are_scaled(preset: str, uneven: Path) -> None:
     assert [scale is None for scale in scales] == [True, False, False, True]
     assert (scales[1].value[0] == 1).all() and scales[1].value[1, 2] > scales[1].value[1, 3]
     if preset == "k4v4":
-        wanted = QueryMetric(query_metrics(uneven).by_layer[1]).scaled(scales[1])
+        wanted = QueryMetric(metrics(uneven)[1]).scaled(scales[1])
         assert torch.equal(found.layers[1].metric.value, wanted.value)
     part = fitted(engine(uneven), cfg, heads=1, numbers=(2, 3), place=(1, 2))
     assert torch.equal(part.layers[2].scale.value, scales[2].value[1:])
@@ -132,7 +132,7 @@ def test_layers_with_bits_of_their_own(folder: Path) -> None:
     assert "3 of 3 layers" in found.notes[0]
     made = [factors(own) for own in found.layers.values()]
     assert [x is None for x in made] == [False, True, False, False]
-    metric = query_metrics(folder).by_layer[2]
+    metric = metrics(folder)[2]
     codec = Codec(PageLayout(cfg.for_layer(2, 4), 2, 16))
     assert torch.equal(made[2], codec.feedback_factors(QueryMetric(metric), CPU))
     assert made[2].dtype == torch.float32 and made[2].is_contiguous()
@@ -169,7 +169,7 @@ def test_without_weights_there_is_a_reason_and_no_feedback(
     def out_of_memory(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(module, "query_metrics", out_of_memory)
+    monkeypatch.setattr(query_metric, "covariance", out_of_memory)
     assert "(out of memory)" in reason(engine(folder))
 
 
@@ -182,18 +182,18 @@ def test_centers_are_scaled_with_their_keys_and_both_are_the_format() -> None:
     impl = TightAttention.__new__(TightAttention)
     impl.layout, impl.device = PageLayout(K4V4, 2, 16, torch.bfloat16), CPU
     impl.softcap = impl.sink_logits = impl.centers = impl.key_scale = None
-    formats = [_meaning(impl)]
+    formats = [_meaning(0, impl)]
     for exponent in (1, 2):
         impl.centers, scale = None, torch.ones(2, 16)
         scale[1, 3] = 2.0**exponent
         own = LayerFit(K4V4, scale=KeyScale(scale))
         impl.use_fit(own)
-        formats.append(_meaning(impl))
+        formats.append(_meaning(0, impl))
         center = Centers(torch.full((2, 16), 3.0), torch.full((2, 16), 5.0))
         impl.use_fit(replace(own, centers=center))
         key, value = impl.centers
         assert torch.equal(key.float() * scale, torch.full((2, 16), 3.0)) and (value == 5).all()
-        formats.append(_meaning(impl))
+        formats.append(_meaning(0, impl))
     assert len(set(formats)) == 5
     impl.step = SimpleNamespace(codec=Codec(impl.layout))
     own = LayerFit(K4V4, QueryMetric(torch.eye(16).expand(2, 16, 16)))

@@ -75,8 +75,18 @@ class StaticKV(nn.Module):
         exact = torch.empty(0, dtype=layout.dtype, device=device)
         self.kernels = 0  # of the CPU
         if device.type != "cpu":
-            has_feedback = feedback is not None
-            self.kernels = self._gpu_kernels(device, batch, query_heads, has_feedback, softcap)
+            from tightkv.export.cuda_programs import known_kernels
+            from tightkv.export.recorder import StaticShape
+
+            if query_heads is None or query_heads % heads:
+                raise ValueError(
+                    f"query_heads={query_heads}; on a GPU it must be given, as a multiple of "
+                    f"{heads}"
+                )
+            shape = StaticShape(
+                layout, query_heads, batch, max_tokens, feedback is not None, window, softcap
+            )
+            self.kernels = known_kernels(shape, device)
         self.register_buffer("spec", spec_of(layout, max_tokens).to(device))
         if feedback is not None and device.type == "cpu":
             feedback = packed_factors(feedback)
@@ -96,28 +106,6 @@ class StaticKV(nn.Module):
             if device.type != "cpu":  # CUDA graphs of a compiled step may write to it in place
                 torch._dynamo.mark_static_address(buffer)
             self.register_buffer(name, buffer, persistent=False)
-
-    def _gpu_kernels(
-        self,
-        device: torch.device,
-        batch: int,
-        query_heads: int | None,
-        feedback: bool,
-        softcap: float | None,
-    ) -> int:
-        """Give the operator the kernels for this layer; returns their key."""
-        from tightkv.export.cuda_programs import known_kernels
-        from tightkv.export.recorder import StaticShape
-
-        if query_heads is None or query_heads % self.layout.num_kv_heads:
-            raise ValueError(
-                f"query_heads={query_heads}; on a GPU it must be given, as a multiple of "
-                f"{self.layout.num_kv_heads}"
-            )
-        shape = StaticShape(
-            self.layout, query_heads, batch, self.max_tokens, feedback, self.window, softcap
-        )
-        return known_kernels(shape, device)
 
     def forward(
         self,

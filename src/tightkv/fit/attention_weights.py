@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tightkv.files.checkpoint_tensors import stored_tensors
+from tightkv.model_shape.families import column
 from tightkv.model_shape.shape import ModelShape
 
 NOT_READABLE = (OSError, ValueError, TypeError, AttributeError, OverflowError)
@@ -25,16 +26,13 @@ _UNRELATED = ("v_proj", "o_proj", "out_proj", "dense", "v_norm", "rotary_emb", "
 _SCALES = ("k_scale", "v_scale", "kv_scale", "q_scale")
 
 # Families whose norms multiply by 1 + weight.
-_ONE_MORE = (
-    "gemma", "gemma2", "gemma3_text", "nemotron", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
-    "recurrent_gemma", "vaultgemma",
-)  # fmt: skip
+_ONE_MORE = column("norm_adds_one")
 # Families whose RoPE turns neighbouring channels.
-_INTERLEAVED = ("cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "helium")
+_INTERLEAVED = column("interleaved_rope")
 # Families without RoPE in layers of full attention.
-_NO_ROPE = ("cohere2",)
+_NO_ROPE = column("no_rope")
 # Families whose query projections make a gate of each head's output too.
-_GATED = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+_GATED = column("gated_queries")
 
 
 class WeightTensor(Protocol):
@@ -58,16 +56,35 @@ class WeightTensor(Protocol):
 
 
 @dataclass(frozen=True)
-class Heads:
-    """The heads of a projection: its matrix unread, or None where it is quantized."""
+class Projected:
+    """A layer's queries or keys before RoPE, made of inputs of unit RMS."""
 
     name: str
     matrix: WeightTensor | None
-    """[heads * head_rows, hidden]."""
+    """[heads * head_rows, hidden], unread; None where it is quantized."""
+    dim: int
     head_rows: int
-    """head_dim, or twice that: each query has a gate after it."""
+    """dim, or twice that: each query has a gate after it."""
     bias: Tensor | None
-    """[heads * head_dim]."""
+    """[heads * dim]."""
+    norm: Tensor | None
+    """After the matrix: [dim] of each head, or [heads * dim] of all together."""
+    gain: Tensor | None
+    """Of the norm before the matrix; what it adds is `shift`."""
+    shift: Tensor | None
+
+    def gained(self, weight: Tensor) -> Tensor:
+        """Rows of the matrix with the norm before it; ValueError where there is no norm at all."""
+        if self.gain is None and self.norm is None:
+            raise ValueError(f"its files have no norm before {self.name}")
+        return weight if self.gain is None else weight * self.gain.to(weight)
+
+    def constant(self, weight: Tensor, heads: slice = slice(None)) -> Tensor | None:
+        """[heads, dim]: what every token has; `weight` [heads, dim, hidden] is that of `heads`."""
+        bias = None if self.bias is None else self.bias.view(-1, self.dim)[heads].to(weight)
+        if self.shift is None:
+            return bias
+        return weight @ self.shift.to(weight) + (0 if bias is None else bias)
 
 
 class AttentionWeights:
@@ -136,7 +153,7 @@ class AttentionWeights:
 
     def head_norm(self, layer: int, side: str) -> Tensor | None:
         """Weight of a norm after a projection: [head_dim], or [heads * head_dim] of all heads."""
-        heads, dim = self._sizes(layer, side)
+        heads, dim = self.sizes(layer, side)
         for form in _HEAD_NORMS:
             name = f"{self.block(layer)}{form.format(side)}.weight"
             if name in self.tensors:
@@ -146,12 +163,12 @@ class AttentionWeights:
                 return finite(stored.read().float().flatten() + self.one_more, name)
         return None
 
-    def projection(self, layer: int, side: str) -> Heads:
+    def projection(self, layer: int, side: str) -> Projected:
         """`side` is q or k."""
-        block, (heads, dim) = self.block(layer), self._sizes(layer, side)
+        block, (heads, dim) = self.block(layer), self.sizes(layer, side)
         name, total, first = f"{block}{side}_proj", heads, 0
         if self._has(layer, "qkv_proj"):
-            queries, keys = self._sizes(layer, "q")[0], self._sizes(layer, "k")[0]
+            queries, keys = self.sizes(layer, "q")[0], self.sizes(layer, "k")[0]
             total, first = queries + 2 * keys, 0 if side == "q" else queries
             name = f"{block}qkv_proj"
         if not self._has(layer, name.removeprefix(block)):
@@ -159,19 +176,20 @@ class AttentionWeights:
         bias = self._bias(name, total * dim)
         if bias is not None:
             bias = finite(bias[first * dim : (first + heads) * dim], name)
-        stored = self.tensors.get(f"{name}.weight")
-        if stored is None or not stored.is_float:
-            return Heads(name, None, dim, bias)
         rows = 2 * dim if side == "q" and self.shape.model_type in _GATED else dim
-        if stored.shape != (total * rows, self.shape.hidden_size):
-            raise ValueError(f"{stored.name} has the shape {list(stored.shape)}")
-        return Heads(name, stored.rows(first * rows, heads * rows), rows, bias)
+        matrix, stored = None, self.tensors.get(f"{name}.weight")
+        if stored is not None and stored.is_float:
+            if stored.shape != (total * rows, self.shape.hidden_size):
+                raise ValueError(f"{stored.name} has the shape {list(stored.shape)}")
+            matrix = stored.rows(first * rows, heads * rows)
+        norm = self.head_norm(layer, side)
+        return Projected(name, matrix, dim, rows, bias, norm, *self.input_norm(layer))
 
     def matrix_bytes(self, layer: int, *sides: str) -> int:
         names = (f"{self.block(layer)}{side}_proj.weight" for side in sides)
         return sum(self.tensors[name].bytes for name in names if name in self.tensors)
 
-    def _sizes(self, layer: int, side: str) -> tuple[int, int]:
+    def sizes(self, layer: int, side: str) -> tuple[int, int]:
         shape = self.shape.layers[layer]
         return self.shape.num_heads if side == "q" else shape.num_kv_heads, shape.head_dim
 

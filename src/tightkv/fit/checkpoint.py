@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tightkv.config import KVQuantConfig
-from tightkv.fit.calibration import Calibration, find_for_folder, not_comparable
-from tightkv.fit.checkpoint_metric import LEAST_BITS, ByLayer, key_energies, query_metrics
+from tightkv.fit.attention_weights import NOT_READABLE, AttentionWeights
+from tightkv.fit.calibration import Calibration, find_calibration
 from tightkv.fit.decide import Layer
+from tightkv.fit.fingerprint import folder_fingerprint
 from tightkv.fit.key_check import KeyCheck
+from tightkv.fit.query_metric import KNOWN, LEAST_BITS, MetricReader
 from tightkv.math.feedback import QueryMetric
 from tightkv.math.key_scale import KeyScale, balanced_scale
+from tightkv.model_shape import ModelShape, read_model_shape
+
+
+class ByLayer(NamedTuple):
+    """Float32 tensors by a layer's number in the model."""
+
+    by_layer: dict[int, Tensor]
+    reason: str | None = None
+    """Why there are no others, where there are not."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +49,26 @@ class Checkpoint:
         reason = self.folder if isinstance(self.folder, str) else None
         return KeyCheck(self.folder, reason=reason)
 
+    @property
+    def _path(self) -> Path:
+        if isinstance(self.folder, str):
+            raise ValueError(self.folder)
+        return self.folder
+
     def find_calibration(self, cfg: KVQuantConfig) -> Calibration | None:
         """The calibration that `cfg` names, with the KV heads of this rank."""
-        if not cfg.calibration:
-            return None
-        if isinstance(self.folder, str):
-            raise not_comparable(cfg, f"the model: {self.folder}")
-        found = find_for_folder(cfg, self.folder, self.name)
+
+        def identify() -> tuple[str, ModelShape]:
+            try:
+                return folder_fingerprint(self._path), read_model_shape(self._path)
+            except NOT_READABLE as error:
+                name = "the model" if isinstance(self.folder, str) else self.name
+                raise ValueError(
+                    f"tightkv: calibration={cfg.calibration!r} cannot be compared with {name}: "
+                    f"{error}. Leave calibration out"
+                ) from None
+
+        found = find_calibration(cfg, self.name, identify)
         return None if found is None else found.shard(self.rank, self.ranks)
 
     def key_scales(
@@ -55,12 +79,7 @@ class Checkpoint:
         A layer whose weights cannot be read has none, and is never an error.
         """
         mine = _readable(layers)
-        if isinstance(self.folder, str) or not mine:
-            return {}, None
-        try:
-            known = key_energies(self.folder, mine, cfg.page_size, **self._place)
-        except RuntimeError:  # the device's own
-            return {}, None
+        known = self.key_energies(mine, cfg.page_size).by_layer
         own = {n: energy for n, energy in known.items() if _has_heads(energy, mine[n])}
         scales = {n: scale for n, x in own.items() if (scale := balanced_scale(x)) is not None}
         line = f"tightkv {cfg.name}: key channels of {len(scales)} layers are scaled"
@@ -77,7 +96,7 @@ class Checkpoint:
         mine = {n: layer for n, layer in mine.items() if layer.cfg.key_bits >= LEAST_BITS}
         if not mine:
             return {}, None
-        found = self._metrics(mine)
+        found = self.metrics(mine)
         own = {n: QueryMetric(x) for n, x in found.by_layer.items() if _has_heads(x, mine[n])}
         reason = found.reason
         if other := sorted(found.by_layer.keys() - own.keys()):
@@ -88,17 +107,33 @@ class Checkpoint:
             f"in the metric of the checkpoint's query weights{why}; feedback=off turns it off"
         )
 
-    def _metrics(self, layers: Mapping[int, Layer]) -> ByLayer:
-        if isinstance(self.folder, str):
-            return ByLayer(reason=self.folder)
-        try:
-            return query_metrics(self.folder, layers, **self._place)
-        except RuntimeError as error:  # the device's own
-            return ByLayer(reason=str(error))
+    def metrics(self, layers: Collection[int]) -> ByLayer:
+        """Of queries: [KV heads, dim, dim]."""
+        return self._each(layers, MetricReader.metric)
 
-    @property
-    def _place(self) -> dict[str, Any]:
-        return {"rank": self.rank, "ranks": self.ranks, "device": self.device}
+    def key_energies(self, layers: Collection[int], page_size: int) -> ByLayer:
+        """[KV heads, dim]: what page means leave of each channel."""
+        return self._each(layers, lambda reader, n: reader.key_energy(n, page_size))
+
+    def _each(
+        self, layers: Collection[int], read: Callable[[MetricReader, int], Tensor]
+    ) -> ByLayer:
+        found: dict[int, Tensor] = {}
+        reason = None
+        try:
+            shape = read_model_shape(self._path)
+            if shape.model_type not in KNOWN:
+                raise ValueError(f"queries of model_type {shape.model_type!r} are not known")
+            weights = AttentionWeights(shape, sorted(layers), None)
+            reader = MetricReader(weights, self.rank, self.ranks, self.device)
+            for layer in weights.layers:
+                try:
+                    found[layer] = read(reader, layer)
+                except (*NOT_READABLE, IndexError) as error:
+                    reason = reason or f"layer {layer}: {error}"
+        except (*NOT_READABLE, RuntimeError) as error:  # the latter is the device's own
+            return ByLayer({}, str(error))
+        return ByLayer(found, reason)
 
 
 def _readable(layers: Mapping[int, Layer]) -> dict[int, Layer]:

@@ -106,14 +106,17 @@ def fit(source: Source | None, cfg: KVQuantConfig, layers: Layers) -> Fit:
     configs = layers.configs(bits.cfg)
     if source is None:
         return replace(bits, layers={n: LayerFit(own) for n, own in configs.items()})
-    held = {n: Layer(shape, configs[n]) for n, shape in layers.shapes.items()}
-    scales, told = fit_scales(source, bits.asked, held)
-    metrics, more = fit_metrics(source, bits.asked, bits.calibration, held, scales)
+    layered = {n: Layer(shape, configs[n]) for n, shape in layers.shapes.items()}
+    wanted = {n: layer for n, layer in layered.items() if layer.cfg.takes_feedback}
+    scales, told = {}, None
+    if bits.asked.feedback != "off" and wanted:
+        known, told = source.key_scales(bits.asked, wanted)
+        scales = {n: known[n] for n in wanted if n in known}
     centers = {} if bits.calibration is None else bits.calibration.centers
-    found = {
-        n: LayerFit(own, metrics.get(n), scales.get(n), centers.get(n))
-        for n, own in configs.items()
+    held = {
+        n: LayerFit(own, scale=scales.get(n), centers=centers.get(n)) for n, own in configs.items()
     }
+    found, more = _with_metrics(source, bits.asked, bits.calibration, layered, held)
     return replace(bits, layers=found, notes=tuple(filter(None, (told, more))))
 
 
@@ -144,35 +147,25 @@ def _checked(source: Source, cfg: KVQuantConfig) -> CheckedConfig:
     return source.key_check.protect(cfg) if wants_check(cfg) else CheckedConfig(cfg)
 
 
-def fit_scales(
-    source: Source, cfg: KVQuantConfig, layers: Mapping[int, Layer]
-) -> tuple[Mapping[int, KeyScale], str | None]:
-    """Scales of the layers whose keys are coded with error feedback."""
-    wanted = {n: layer for n, layer in layers.items() if layer.cfg.takes_feedback}
-    if cfg.feedback == "off" or not wanted:
-        return {}, None
-    found, line = source.key_scales(cfg, wanted)
-    return {n: found[n] for n in wanted if n in found}, line
-
-
-def fit_metrics(
+def _with_metrics(
     source: Source,
     cfg: KVQuantConfig,
     calibration: Calibration | None,
     layers: Mapping[int, Layer],
-    scales: Mapping[int, KeyScale],
-) -> tuple[Mapping[int, QueryMetric], str | None]:
-    """Metrics of queries that are multiplied by `scales`: the calibration's, or the source's.
+    held: Mapping[int, LayerFit],
+) -> tuple[Mapping[int, LayerFit], str | None]:
+    """`held` with metrics in the frame of its scales: the calibration's, or the source's.
 
     No layer has one where no layer's keys are coded with error feedback.
     """
     if cfg.feedback == "off" or not any(layer.cfg.takes_feedback for layer in layers.values()):
-        return {}, None
+        return held, None
     if calibration is not None:
-        found, line = calibration.metrics, None
+        known, line = calibration.metrics, None
     else:
-        found, line = source.query_metrics(cfg, layers)
-    return {n: found[n].scaled(scales.get(n)) for n in layers if n in found}, line
+        known, line = source.query_metrics(cfg, layers)
+    metrics = {n: known[n].scaled(own.scale) for n, own in held.items() if n in known}
+    return {n: replace(own, metric=metrics.get(n)) for n, own in held.items()}, line
 
 
 def refit(source: Source, cfg: KVQuantConfig, held: Mapping[int, LayerFit]) -> Fit:
@@ -180,8 +173,6 @@ def refit(source: Source, cfg: KVQuantConfig, held: Mapping[int, LayerFit]) -> F
     calibration = source.find_calibration(cfg)
     said = not_used(cfg, calibration, source.name)
     layers = {n: Layer(LayerShape("full"), own.cfg) for n, own in held.items()}
-    scales = {n: own.scale for n, own in held.items() if own.scale is not None}
-    metrics, line = fit_metrics(source, cfg, calibration, layers, scales)
-    found = {n: replace(own, metric=metrics.get(n)) for n, own in held.items()}
+    found, line = _with_metrics(source, cfg, calibration, layers, held)
     notes = () if line is None else (line,)
     return Fit(cfg, cfg, calibration, calibration_line=said, layers=found, notes=notes)

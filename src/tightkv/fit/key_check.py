@@ -9,8 +9,12 @@ from typing import Any
 
 from tightkv.config import KVQuantConfig
 from tightkv.fit.attention_weights import NOT_READABLE, WeightTensor
-from tightkv.fit.checkpoint_noise import LayerScores, read_scores
-from tightkv.fit.key_noise import NOISE_LIMIT, protected_layer_bits
+from tightkv.fit.key_noise import (
+    NOISE_LIMIT,
+    LayerScores,
+    protected_layer_bits,
+    read_scores,
+)
 from tightkv.math.codebook import get_codebook
 from tightkv.model_shape import ModelShape, compressed_layers, read_model_shape
 from tightkv.model_shape.planner import config_plan
@@ -60,12 +64,16 @@ class KeyCheck:
     def _protect(self, cfg: KVQuantConfig) -> CheckedConfig:
         if not wants_check(cfg):
             return CheckedConfig(cfg)
-        if self.reason is not None:
-            return CheckedConfig(cfg, not_checked(cfg, self.reason))
         try:
-            noise = {i: scores.noise(cfg.page_size) for i, scores in self._scores.items()}
+            if self.reason is not None:
+                raise ValueError(self.reason)
+            noise = {i: scores.worst_noise(cfg.page_size) for i, scores in self._scores.items()}
         except ValueError as error:
-            return CheckedConfig(cfg, not_checked(cfg, str(error)))
+            return CheckedConfig(
+                cfg,
+                f"tightkv {cfg.name}: not checked whether keys of some layers need more bits: "
+                f"{error} (layer_bits sets bits of layers, protect_keys=false skips the check)",
+            )
         checked = cfg.replace(layer_bits=protected_layer_bits(cfg, noise))
         if checked == cfg:
             return CheckedConfig(cfg)
@@ -77,14 +85,6 @@ def wants_check(cfg: KVQuantConfig) -> bool:
     return cfg.protect_keys and cfg.key_bits != 16
 
 
-def not_checked(cfg: KVQuantConfig, reason: str) -> str:
-    """The line for a model whose weights say nothing."""
-    return (
-        f"tightkv {cfg.name}: not checked whether keys of some layers need more bits: {reason} "
-        f"(layer_bits sets bits of layers, protect_keys=false skips the check)"
-    )
-
-
 def protection_line(
     cfg: KVQuantConfig, checked: KVQuantConfig, noise: dict[int, float], shape: ModelShape
 ) -> str:
@@ -92,7 +92,7 @@ def protection_line(
     order = {layer: number for number, layer in enumerate(sorted(noise))}
     new = set(checked.bits_of_layers()) - set(cfg.bits_of_layers())
     own = {layer: cfg.for_layer(order[layer], len(order), layer) for layer in new}
-    worst = max(noise[layer] * _distortion(own[layer]) for layer in new)
+    worst = max(noise[layer] * get_codebook("fp8", own[layer].key_bits).distortion for layer in new)
     before, after = (config_plan("", shape, c).bytes_per_token for c in (cfg, checked))
     return (
         f"tightkv {cfg.name}: {raised_layers(cfg, checked)}: by its weights, codes of fewer bits "
@@ -126,7 +126,3 @@ def raised_layers(cfg: KVQuantConfig, checked: KVQuantConfig) -> str:
         f"layer{'s' * (len(layers) > 1)} {', '.join(layers)}"
         for bits, layers in groups.items()
     )
-
-
-def _distortion(cfg: KVQuantConfig) -> float:
-    return get_codebook("fp8", cfg.key_bits).distortion

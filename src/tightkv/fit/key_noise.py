@@ -8,69 +8,73 @@ rotation makes e isotropic: E|e|^2 = D_b |r|^2. A score scale * q.k then has a n
 Both energies follow from the weights, for inputs of unit RMS: E|W (g * x)|^2 = |W diag(g)|^2 in
 the Frobenius norm, plus the bias. The mean of a page takes off what is constant in it: of a key
 bias, the RoPE pairs that hardly turn within the page.
+
+Only what makes queries and keys is read: norms, biases, and matrices where they are no quantized
+ones. Queries and keys under a norm of their own need no matrix at all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tightkv.config import BITS, KVQuantConfig
+from tightkv.fit.attention_weights import AttentionWeights, WeightTensor, finite
 from tightkv.math.codebook import get_codebook
+from tightkv.model_shape.families import column
+from tightkv.model_shape.shape import ModelShape
 
 NOISE_LIMIT = 12.0
 """Variance of a score beyond which a layer's keys get more bits."""
+READ_BYTES = 3 << 29
+"""Of larger matrices, every 2nd, 4th, ... row of each head is read: about a second's work."""
+_FEWEST_ROWS = 8  # of a head
+# Families whose scores are not scaled.
+_SCALE_ONE = column("unscaled_scores")
+
+
+class Vectors(NamedTuple):
+    """A layer's queries or keys before RoPE."""
+
+    energy: Tensor
+    """[heads]: E|x|^2, less that of the constant. Zero where it is not known: a lower bound."""
+    constant: Tensor
+    """[heads, dim]: what every token has."""
 
 
 @dataclass(frozen=True)
-class Projection:
-    """What makes the queries, or the keys, of one layer. Tensors of any float dtype.
+class LayerScores:
+    """What makes the scores of one layer: scale * q.k."""
 
-    A part that is None counts as zero: without the weight (a quantized one, say) the noise is a
-    lower bound, which finds a turned bias all the same.
-    """
+    query: Vectors
+    key: Vectors
+    inv_freq: Tensor
+    scale: float
+    interleaved: bool = False
 
-    heads: int
-    head_dim: int
-    weight: Tensor | None = None
-    """[heads * head_dim, hidden]."""
-    bias: Tensor | None = None
-    """[heads * head_dim]."""
-    head_norm: Tensor | None = None
-    """[head_dim]: weight of a per-head RMSNorm after the projection (QK-norm)."""
+    def noise(self, page_size: int) -> Tensor:
+        """[KV heads]: variance of a score for a code of distortion 1, mean of a group's queries."""
+        kv_heads, dim = self.key.constant.shape
+        if len(self.query.energy) % kv_heads:
+            raise ValueError(
+                f"{len(self.query.energy)} query heads do not share {kv_heads} KV heads evenly"
+            )
+        turned = turned_energy(self.key.constant, self.inv_freq, page_size, self.interleaved)
+        queries = self.query.energy + self.query.constant.square().sum(1)
+        grouped = queries.unflatten(0, (kv_heads, -1)).mean(1)
+        return self.scale**2 / dim * grouped * (self.key.energy + turned.sum(1))
 
-    def __post_init__(self) -> None:
-        rows = self.heads * self.head_dim
-        for name, part, size in (
-            ("weight", self.weight, rows),
-            ("bias", self.bias, rows),
-            ("head_norm", self.head_norm, self.head_dim),
-        ):
-            if part is not None and part.shape[0] != size:
-                raise ValueError(
-                    f"{name} of shape {list(part.shape)} for {self.heads} heads of "
-                    f"{self.head_dim}; its first size must be {size}"
-                )
-
-    def energy(self, input_norm: Tensor | None) -> Tensor:
-        """[heads]: E|x|^2 of the vectors before RoPE, less the bias."""
-        if self.head_norm is not None:
-            return self.head_norm.float().cpu().square().sum().expand(self.heads)
-        if self.weight is None:
-            return torch.zeros(self.heads, dtype=torch.float32, device="cpu")
-        weight = self.weight.float()
-        if input_norm is not None:
-            weight = weight * input_norm.to(weight)
-        return weight.square().sum(1).unflatten(0, (self.heads, -1)).sum(1).cpu()
-
-    def biases(self) -> Tensor:
-        """[heads, head_dim]; zero without a bias, and under a norm, which takes its size away."""
-        if self.bias is None or self.head_norm is not None:
-            return torch.zeros(self.heads, self.head_dim, dtype=torch.float32, device="cpu")
-        return self.bias.float().cpu().unflatten(0, (self.heads, -1))
+    def worst_noise(self, page_size: int) -> float:
+        """That of the worst head; ValueError where weights make it no number."""
+        heads = self.noise(page_size)
+        if not heads.isfinite().all():
+            raise ValueError("its weights are not finite, or too large")
+        return float(heads.max())
 
 
 def turned_share(inv_freq: Tensor, page_size: int) -> Tensor:
@@ -102,34 +106,71 @@ def turned_energy(
     return energy * turned_share(inv_freq, page_size)
 
 
-def score_noise(
-    query: Projection,
-    key: Projection,
-    input_norm: Tensor | None,
-    inv_freq: Tensor,
-    page_size: int,
-    scale: float | None = None,
-    interleaved: bool = False,
-) -> Tensor:
-    """[KV heads]: variance of a score for a code of distortion 1, mean of a group's queries.
+def read_scores(
+    shape: ModelShape,
+    layers: Collection[int] | None = None,
+    tensors: Mapping[str, WeightTensor] | None = None,
+) -> dict[int, LayerScores]:
+    """What makes the scores of layers; ValueError or OSError where it is unknown.
 
-    `input_norm` [hidden] is what the norm before the projections multiplies by (1 + weight in
-    Gemma). `scale` is that of the scores, head_dim ** -0.5 unless given.
+    `layers` are all with full attention unless given, `tensors` those of the model's folder.
     """
-    if query.heads % key.heads:
-        raise ValueError(f"{query.heads} query heads do not share {key.heads} KV heads evenly")
-    factor = 1 / key.head_dim if scale is None else scale * scale
-    keys = key.energy(input_norm)
-    keys = keys + turned_energy(key.biases(), inv_freq, page_size, interleaved).sum(-1)
-    queries = query.energy(input_norm) + query.biases().square().sum(1)
-    grouped = queries.unflatten(0, (key.heads, -1)).mean(1)
-    return factor / key.head_dim * grouped * keys
+    numbers = sorted(shape.full_layers() if layers is None else layers)
+    weights = AttentionWeights(shape, numbers, tensors)
+    total = sum(weights.matrix_bytes(layer, "q", "k", "qkv") for layer in numbers)
+    step, dims = 1, math.gcd(*(shape.layers[i].head_dim for i in numbers))
+    while total / step > READ_BYTES and dims % (2 * step * _FEWEST_ROWS) == 0:
+        step *= 2
+    found = {}
+    for layer in numbers:
+        weights.refuse_unknown(layer)
+        query, key = (_vectors(weights, layer, side, step) for side in "qk")
+        scale = score_scale(shape.config, shape.layers[layer].head_dim)
+        inv_freq = weights.inv_freq(layer)
+        found[layer] = LayerScores(query, key, inv_freq, scale, weights.interleaved)
+    return found
+
+
+def _vectors(weights: AttentionWeights, layer: int, side: str, step: int) -> Vectors:
+    """Of a large matrix every `step`-th row is read."""
+    heads, dim = weights.sizes(layer, side)
+    none = torch.zeros(heads, dim, dtype=torch.float32, device="cpu")
+    norm = weights.head_norm(layer, side)  # takes the size of a bias away
+    if norm is not None:
+        return Vectors(norm.cpu().square().view(-1, dim).sum(1).expand(heads), none)
+    found = weights.projection(layer, side)
+    if found.matrix is None:
+        if found.bias is None:
+            raise ValueError(f"{found.name} is quantized and has no bias")
+        return Vectors(none[:, 0], found.bias.cpu().view(heads, dim))
+    step = 1 if found.shift is not None else step
+    weight = found.matrix.read(step).float().view(heads, dim // step, -1)
+    constant = found.bias if step > 1 else found.constant(weight)
+    energy = found.gained(weight).square().sum(2).mean(1) * dim
+    return Vectors(
+        finite(energy, found.name).cpu(),
+        none if constant is None else finite(constant, found.name).cpu().view(heads, dim),
+    )
+
+
+def score_scale(config: Mapping[str, Any], head_dim: int) -> float:
+    """What scores q.k are multiplied by; factors on keys and inputs included."""
+
+    def number(name: str, default: float) -> float:
+        found = config.get(name)
+        return float(found) if isinstance(found, (int, float)) and found > 0 else default
+
+    if config.get("model_type") in _SCALE_ONE:
+        return 1.0
+    scale = number("query_pre_attn_scalar", head_dim) ** -0.5
+    scale = number("attention_multiplier", scale)
+    return scale * number("key_multiplier", 1.0) * number("attention_in_multiplier", 1.0) ** 2
 
 
 def needed_key_bits(cfg: KVQuantConfig, noise: float, limit: float = NOISE_LIMIT) -> int:
     """The fewest bits, no fewer than the config's, that keep a layer's score noise at the limit.
 
-    `noise` is that of its worst head (`score_noise`). Keys that no code keeps at it get 16.
+    `noise` is that of its worst head. Keys that no code keeps at it get 16.
     """
     if not noise >= 0:  # NaN too: broken weights must not pass for quiet ones
         raise ValueError(f"noise={noise}; a variance is a number of at least 0")

@@ -7,7 +7,6 @@ matrix (any size); `split_rotation` rotates a set of outlier channels apart from
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -124,7 +123,6 @@ class _Dense(Rotation):
 class _Split(Rotation):
     """y = concat(first x[channels], rest x[the others, in order])."""
 
-    channels: tuple[int, ...]
     first: Rotation
     rest: Rotation
     order: PerDevice  # int64 [dim]: channels, then the others
@@ -173,23 +171,19 @@ def _haar_matrix(seed: int, stream: int, dim: int) -> Tensor:
     return rounded.to(torch.float64)
 
 
-def split_rotation(kind: str, dim: int, seed: int, channels: Sequence[int]) -> Rotation:
+@lru_cache(maxsize=256)
+def split_rotation(kind: str, dim: int, seed: int, channels: tuple[int, ...]) -> Rotation:
     """Rotate `channels` and the other channels apart: y = concat(R1 x[channels], R2 x[others]).
 
     The two rotations are of the given kind, with independent streams; the others keep their order.
     """
-    return _cached_split(kind, dim, seed, tuple(int(channel) for channel in channels))
-
-
-@lru_cache(maxsize=256)
-def _cached_split(kind: str, dim: int, seed: int, channels: tuple[int, ...]) -> Rotation:
     _check_channels(dim, channels)
     chosen = set(channels)
     others = [channel for channel in range(dim) if channel not in chosen]
     order = torch.tensor([*channels, *others], dtype=torch.int64, device="cpu")
     first = make_rotation(kind, len(channels), seed, _SPLIT_STREAMS[0])
     rest = make_rotation(kind, len(others), seed, _SPLIT_STREAMS[1])
-    return _Split("split", dim, channels, first, rest, PerDevice(order), PerDevice(order.argsort()))
+    return _Split("split", dim, first, rest, PerDevice(order), PerDevice(order.argsort()))
 
 
 def _check_channels(dim: int, channels: tuple[int, ...]) -> None:

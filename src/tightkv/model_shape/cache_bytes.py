@@ -14,6 +14,7 @@ import torch
 
 from tightkv.config import KVQuantConfig
 from tightkv.model_shape import LayerShape
+from tightkv.pages.latent import LatentLayout
 from tightkv.pages.layout import PageLayout, page_layout
 
 
@@ -34,9 +35,13 @@ class LayerBytes:
 
     @classmethod
     def of_layout(
-        cls, layout: PageLayout, exact_limit: int = 0, window: int | None = None
+        cls, layout: PageLayout | LatentLayout, exact_limit: int = 0, window: int | None = None
     ) -> LayerBytes:
-        """A compressed layer of full attention, or with a sliding window."""
+        """A compressed layer of full attention, with a sliding window, or with latents."""
+        if isinstance(layout, LatentLayout):
+            dim = layout.rank + layout.rope_dim
+            shape = LayerShape("mla", latent_dim=dim, rope_dim=layout.rope_dim)
+            return cls(shape, latent_bytes=layout.bytes_per_token, block_tokens=layout.page_size)
         kind = "full" if window is None else "sliding"
         shape = LayerShape(kind, layout.num_kv_heads, layout.head_dim, layout.head_dim, window)
         return cls(shape, layout=layout, exact_limit=exact_limit)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from tightkv.files.strict_json import short
 from tightkv.model_shape.families import ALL_SLIDE
@@ -37,32 +37,26 @@ NOT_UNDERSTOOD = (
 UNRELATED_LISTS = ("architectures", "mlp_layer_types", "indexer_types")
 
 
-def layer_kinds(cfg: ModelConfig) -> list[str]:
-    """full, indexed, sliding, chunked, linear, hybrid or none for each layer."""
-    return _without_own_cache(cfg, _all_kinds(cfg))
+def layer_kinds(cfg: ModelConfig) -> tuple[list[str], set[int]]:
+    """full, indexed, sliding, chunked, linear, hybrid or none for each layer.
 
-
-def _all_kinds(cfg: ModelConfig) -> list[str]:
-    """The kinds, with layers that read another layer's cache as if they had their own."""
+    And the layers whose cache others read: the last ones read the last before them of their kind.
+    """
     _refuse_fields(cfg, ADDS_TO_ATTENTION)
     kinds = _listed(cfg)
     if kinds is None:
         _refuse_fields(cfg, NOT_UNDERSTOOD)
         _refuse_unread_lists(cfg)
-        ways = (_pattern, _indices, _period, _interval, _side_by_side, _no_rope, _windowed)
+        ways = (_lettered, _indices, _period, _no_rope, _windowed)
         kinds = next((found for way in ways if (found := way(cfg)) is not None), None)
     kinds = ["full"] * num_layers(cfg) if kinds is None else kinds
     if not 1 <= len(kinds) <= MOST_LAYERS:
         raise ValueError(f"{cfg.name} has {len(kinds)} layers; allowed: 1 to {MOST_LAYERS}")
-    return kinds
-
-
-def layers_read_by_others(cfg: ModelConfig) -> set[int]:
-    """Layers whose cache the last layers read: the last before those, of each kind."""
-    kinds = _all_kinds(cfg)
-    shared = _shared_layers(cfg, kinds)
-    own, readers = kinds[: len(kinds) - shared], set(kinds[len(kinds) - shared :])
-    return {max(i for i, kind in enumerate(own) if kind == k) for k in readers & set(own)}
+    own = len(kinds) - (cfg.number("num_kv_shared_layers", least=0, most=len(kinds)) or 0)
+    last = {kind: i for i, kind in enumerate(kinds[:own])}
+    crossing = set(cfg.numbers("cross_attention_layers") or ())  # they keep an image's keys
+    alone = ["none" if i >= own or i in crossing else kind for i, kind in enumerate(kinds)]
+    return alone, {last[kind] for kind in kinds[own:] if kind in last}
 
 
 def num_layers(cfg: ModelConfig) -> int:
@@ -77,18 +71,17 @@ def window_size(cfg: ModelConfig) -> int | None:
 
 
 def _listed(cfg: ModelConfig) -> list[str] | None:
-    for field in ("layer_types", "layers_block_type"):
-        names = cfg.words(field)
-        if names is None:
-            continue
-        found = _named(cfg, field, names, LAYER_NAMES, ", ")
-        # Nemotron-H counts its layers by this list alone.
-        if cfg.model_type != "nemotron_h" and len(names) != num_layers(cfg):
-            raise ValueError(
-                f"{field} of {cfg.name} names {len(names)} layers, but there are {num_layers(cfg)}"
-            )
-        return found
-    return None
+    field = next((x for x in ("layer_types", "layers_block_type") if cfg.words(x) is not None), "")
+    names = cfg.words(field)
+    if names is None:
+        return None
+    found = _named(cfg, field, names, LAYER_NAMES, ", ")
+    # Nemotron-H counts its layers by this list alone.
+    if cfg.model_type != "nemotron_h" and len(names) != num_layers(cfg):
+        raise ValueError(
+            f"{field} of {cfg.name} names {len(names)} layers, but there are {num_layers(cfg)}"
+        )
+    return found
 
 
 def _named(
@@ -103,7 +96,7 @@ def _named(
     return [known[name] for name in names]
 
 
-def _pattern(cfg: ModelConfig) -> list[str] | None:
+def _lettered(cfg: ModelConfig) -> list[str] | None:
     pattern = cfg.text("hybrid_override_pattern")
     if pattern is None:
         return None
@@ -121,18 +114,13 @@ def _indices(cfg: ModelConfig) -> list[str] | None:
 
 
 def _period(cfg: ModelConfig) -> list[str] | None:
-    if cfg.model_type != "jamba":
-        return None
-    period, offset = cfg.need("attn_layer_period"), cfg.number("attn_layer_offset", least=0) or 0
-    return ["full" if i % period == offset else "linear" for i in range(num_layers(cfg))]
-
-
-def _interval(cfg: ModelConfig) -> list[str] | None:
+    if cfg.model_type == "falcon_h1":
+        return ["hybrid"] * num_layers(cfg)
+    if cfg.model_type == "jamba":
+        period = cfg.need("attn_layer_period")
+        offset = cfg.number("attn_layer_offset", least=0) or 0
+        return ["full" if i % period == offset else "linear" for i in range(num_layers(cfg))]
     return _every(cfg, cfg.number("full_attention_interval"), "linear")
-
-
-def _side_by_side(cfg: ModelConfig) -> list[str] | None:
-    return ["hybrid"] * num_layers(cfg) if cfg.model_type == "falcon_h1" else None
 
 
 def _no_rope(cfg: ModelConfig) -> list[str] | None:
@@ -160,23 +148,19 @@ def _windowed(cfg: ModelConfig) -> list[str] | None:
         return [letters[pattern[i % len(pattern)]] for i in range(num_layers(cfg))]
     if pattern is not None:
         return _every(cfg, cfg.number("sliding_window_pattern"), "sliding")
-    slides = _slides_rule(cfg)
-    return ["sliding" if slides(i) else "full" for i in range(num_layers(cfg))]
-
-
-def _slides_rule(cfg: ModelConfig) -> Callable[[int], bool]:
-    """Which layers have the window when there is no pattern."""
+    count = num_layers(cfg)
     if cfg.model_type in ALL_SLIDE:
-        return lambda layer: True
+        return ["sliding"] * count
     border = cfg.number("max_window_layers", least=0)
     if border is None:
         raise ValueError(
             f"sliding_window={window_size(cfg)} of {cfg.name}, but neither its config nor its "
             f"model_type {cfg.model_type!r} says which layers slide; add layer_types to the config"
         )
+    slide = range(border, count)
     if cfg.model_type == "qwen2_moe":
-        return lambda layer: layer % 2 == 0 and layer < border
-    return lambda layer: bool(layer >= border)
+        slide = range(0, border, 2)
+    return ["sliding" if i in slide else "full" for i in range(count)]
 
 
 def _every(cfg: ModelConfig, period: int | None, other: str) -> list[str] | None:
@@ -184,17 +168,6 @@ def _every(cfg: ModelConfig, period: int | None, other: str) -> list[str] | None
     if period is None:
         return None
     return [other if (i + 1) % period else "full" for i in range(num_layers(cfg))]
-
-
-def _without_own_cache(cfg: ModelConfig, kinds: list[str]) -> list[str]:
-    """The kinds, none for layers that read the cache of another layer or of an image."""
-    first_shared = len(kinds) - _shared_layers(cfg, kinds)
-    crossing = set(cfg.numbers("cross_attention_layers") or ())
-    return ["none" if i >= first_shared or i in crossing else k for i, k in enumerate(kinds)]
-
-
-def _shared_layers(cfg: ModelConfig, kinds: list[str]) -> int:
-    return cfg.number("num_kv_shared_layers", least=0, most=len(kinds)) or 0
 
 
 def _refuse_fields(cfg: ModelConfig, fields: tuple[str, ...]) -> None:

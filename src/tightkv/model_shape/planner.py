@@ -102,16 +102,15 @@ def kept_reason(layer: LayerShape) -> str | None:
 
 def baseline_plan(name: str, shape: ModelShape, ranks: int = 1) -> CachePlan:
     """One of BASELINES, for every attention layer that vLLM has it for."""
-    layers = [layer.shard(ranks) for layer in shape.layers]
-    return CachePlan(tuple(_baseline_layer(name, layer) for layer in layers), name)
-
-
-def _baseline_layer(name: str, layer: LayerShape) -> LayerBytes:
-    if layer.kind == "mla" and INDEXED in layer.extras:
-        return LayerBytes(layer, latent_bytes=INDEXED_LATENT_BYTES.get(name))
-    if layer.kind == "mla" and name in NOT_FOR_LATENTS:
-        return LayerBytes(layer)
-    return LayerBytes(layer, BASELINES[name])
+    sizes = []
+    for layer in (each.shard(ranks) for each in shape.layers):
+        if layer.kind == "mla" and INDEXED in layer.extras:
+            sizes.append(LayerBytes(layer, latent_bytes=INDEXED_LATENT_BYTES.get(name)))
+        elif layer.kind == "mla" and name in NOT_FOR_LATENTS:
+            sizes.append(LayerBytes(layer))
+        else:
+            sizes.append(LayerBytes(layer, BASELINES[name]))
+    return CachePlan(tuple(sizes), name)
 
 
 def config_plan(

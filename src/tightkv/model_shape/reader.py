@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tightkv.model_shape.families import ALIBI_FAMILIES, REFUSED, SINK_FAMILIES
-from tightkv.model_shape.kinds import layer_kinds, layers_read_by_others, window_size
+from tightkv.model_shape.kinds import layer_kinds, window_size
 from tightkv.model_shape.shape import (
     ALIBI,
     BESIDE_OTHERS,
@@ -87,7 +87,7 @@ def _refuse_models_without_cache(cfg: ModelConfig) -> None:
 def _layers(
     cfg: ModelConfig, num_heads: int, hidden_size: int, notes: list[str]
 ) -> tuple[LayerShape, ...]:
-    kinds = layer_kinds(cfg)
+    kinds, shared = layer_kinds(cfg)
     heads, head_dim = _kv_heads(cfg, num_heads), _head_dim(cfg, num_heads, hidden_size)
     state = state_bytes(cfg, hidden_size, num_heads, head_dim)
     recurrent = {"linear", "hybrid"} & set(kinds)
@@ -99,7 +99,6 @@ def _layers(
             f"not say which; add layer_types to it"
         )
     window = _useful_window(cfg, kinds, notes)
-    shared = layers_read_by_others(cfg)
     latent = None if cfg.first("kv_lora_rank") is None else _latent_layer(cfg, set(kinds))
     value_head_dim = cfg.number("v_head_dim", most=MOST_DIM)
     shapes = []

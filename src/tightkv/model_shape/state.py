@@ -21,7 +21,9 @@ def state_bytes(cfg: ModelConfig, hidden_size: int, num_heads: int, head_dim: in
     if cfg.first("mamba_n_groups", "mamba_ngroups", "n_groups") is not None:
         return _mamba2(cfg, hidden_size)
     if cfg.first("mamba_d_state") is not None:
-        return _mamba1(cfg, hidden_size)
+        inner = cfg.need("mamba_expand") * hidden_size
+        conv, recurrent = inner * cfg.need("mamba_d_conv"), inner * cfg.need("mamba_d_state")
+        return conv * CONV_BYTES + recurrent * RECURRENT_BYTES
     if cfg.model_type == "minimax":  # lightning attention: one matrix per head
         return num_heads * head_dim * head_dim * RECURRENT_BYTES
     return None
@@ -34,12 +36,6 @@ def _delta_net(cfg: ModelConfig) -> int:
     recurrent = value_heads * key_dim * value_dim
     kernel = cfg.need("linear_conv_kernel_dim")
     return channels * kernel * CONV_BYTES + recurrent * RECURRENT_BYTES
-
-
-def _mamba1(cfg: ModelConfig, hidden_size: int) -> int:
-    inner = cfg.need("mamba_expand") * hidden_size
-    conv, recurrent = inner * cfg.need("mamba_d_conv"), inner * cfg.need("mamba_d_state")
-    return conv * CONV_BYTES + recurrent * RECURRENT_BYTES
 
 
 def _mamba2(cfg: ModelConfig, hidden_size: int) -> int:

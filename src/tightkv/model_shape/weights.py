@@ -8,21 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tightkv.files.checkpoint_tensors import read_header, safetensors_files
+from tightkv.model_shape.families import MLP_MATRICES
 from tightkv.model_shape.shape import LayerShape, ModelShape
 from tightkv.model_shape.source import ModelConfig
 
-# Matrices of one MLP: gate, up and down, or up and down alone.
-_GATED, _PLAIN = 3, 2
-_GATED_FAMILIES = (
-    "deepseek_v2", "deepseek_v3", "gemma", "gemma2", "gemma3_text", "gpt_oss", "granite", "llama",
-    "mistral", "mixtral", "olmo2", "olmo3", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
-    "smollm3",
-)  # fmt: skip
-MLP_MATRICES = {
-    **dict.fromkeys(_GATED_FAMILIES, _GATED),
-    **dict.fromkeys(("falcon", "gpt2", "gpt_bigcode", "starcoder2"), _PLAIN),
-}
-
+_GATED = 3  # of MLP_MATRICES
 FP8_METHODS = ("fp8", "fbgemm_fp8", "modelopt_fp8")
 
 
@@ -37,7 +27,7 @@ class StoredWeights:
 def stored_weights(folder: Path) -> StoredWeights | None:
     """The weights a folder would load, or None where it has none."""
     files = safetensors_files(folder)
-    if files:
+    if files:  # sizes count wherever they are: shards may have tensors of one name
         tensors = [tensor for path in files for tensor in read_header(path).values()]
         parameters = sum(math.prod(tensor.shape) for tensor in tensors)
         return StoredWeights(sum(tensor.bytes for tensor in tensors), parameters)

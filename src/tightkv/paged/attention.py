@@ -39,6 +39,10 @@ def attend(
     queries' own tokens follow the cache without being in it. `view` is the layer's own view
     unless given. See `kernels.options` for the others.
     """
+    plain = view is None and mask is None and new_key is None and new_value is None
+    again = cache.attend_again(query, (scale, causal, window, softcap)) if plain else None
+    if again is not None:
+        return again
     layout = cache.layout
     own = view is None
     if view is None:
@@ -63,22 +67,21 @@ def attend(
             check_mask_tokens(mask, tokens + (0 if new_key is None else query.shape[1]))
     batch, lq = query.shape[:2]
     batches = cache.kernels.TAKES.batches
-    out, lse = cache.kernels.attend(
-        cache.codec,
-        query if batches else query.flatten(0, 1),
-        view,
-        uniform_cu_seqlens(batch, lq, query.device),
-        AttendOptions(
-            max_queries=lq,
-            scale=scale,
-            causal=causal,
-            window=window,
-            softcap=softcap,
-            mask=mask,
-            new_key=new_key if batches or new_key is None else new_key.flatten(0, 1),
-            new_value=new_value if batches or new_value is None else new_value.flatten(0, 1),
-        ),
+    options = AttendOptions(
+        max_queries=lq,
+        scale=scale,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        mask=mask,
+        new_key=new_key if batches or new_key is None else new_key.flatten(0, 1),
+        new_value=new_value if batches or new_value is None else new_value.flatten(0, 1),
     )
+    cu_seqlens = uniform_cu_seqlens(batch, lq, query.device)
+    if plain and cache.kernels.NAME == "cpu":
+        return cache.attend_first(query, view, cu_seqlens, options)
+    packed = query if batches else query.flatten(0, 1)
+    out, lse = cache.kernels.attend(cache.codec, packed, view, cu_seqlens, options)
     return (out, lse) if batches else (out.unflatten(0, (batch, lq)), lse.unflatten(0, (batch, lq)))
 
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from tightkv.kernels import registry
 from tightkv.kernels.backend import Backend
 from tightkv.kernels.check import check_feedback, check_new_tokens, expect
-from tightkv.kernels.cpu.copies import copy_tokens
+from tightkv.kernels.cpu.decode import PreparedAttend, PreparedPut
+from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.reference import materialize
 from tightkv.kernels.view import CacheView
 from tightkv.math.feedback import QueryMetric
@@ -32,6 +33,10 @@ from tightkv.pages.window import rotated
 
 class PagedKV:
     """One layer's cache for the sequences of a table."""
+
+    _put: PreparedPut | None = None
+    _again: PreparedAttend | None = None
+    _again_at = 0  # the table's changes then
 
     def __init__(
         self,
@@ -178,9 +183,10 @@ class PagedKV:
 
         They are kept in the layout's dtype; numbers beyond its range become its largest.
         """
-        self._check(plan, key, value)
         if plan.ring_only and self._put_in_rings(plan, key, value):
             return
+        self._check(plan, key, value)
+        self._put = self._again = None
         self.fit_rows()
         self._fit_pages()
         kernels = self.kernels
@@ -222,22 +228,56 @@ class PagedKV:
 
     def _put_in_rings(self, plan: AppendPlan, key: Tensor, value: Tensor) -> bool:
         """Carry out a `ring_only` plan on a CPU without torch; False if that is impossible."""
-        ring = self.ring_key
-        if (
-            self.device.type != "cpu"
-            or ring.shape[:2] != (len(self.table), plan.ring_tokens)
-            or self.layout.cfg.check_finite
-            or self.ring_scales is not None
-        ):
+        put, ring, ring_value = self._put, self.ring_key, self.ring_value
+        if put is None or not put.takes(plan.rows, ring, ring_value, key, value):
+            self._check(plan, key, value)
+            self._put = None
+            cfg = self.layout.cfg
+            if self._kernels != "cpu" or cfg.check_finite or cfg.window_bits != 16:
+                return False
+            if key.shape[1] != 1:
+                return False
+            put = PreparedPut(ring, ring_value, key, value)
+            if not put.possible:
+                return False
+            self._put = put
+        if put.ring_shape != (len(self.table), plan.ring_tokens):
             return False
-        if key.dtype != ring.dtype:
-            key, value = self.exact(key), self.exact(value)
         slots = [row * plan.ring_tokens + plan.held[row] % plan.ring_tokens for row in plan.rows]
-        return copy_tokens(ring, key, slots) and copy_tokens(self.ring_value, value, slots)
+        put(key, value, slots)
+        return True
+
+    def attend_again(
+        self, query: Tensor, options: tuple[object, ...]
+    ) -> tuple[Tensor, Tensor] | None:
+        """Attend as last time, where nothing has changed but lengths and the query's numbers."""
+        again = self._again
+        if (
+            again is None
+            or self._again_at != self.table.changes
+            or self._pages is not again.view.pages
+            or self.ring_key is not again.view.ring_key
+            or self.ring_value is not again.view.ring_value
+            or self.sink_key is not again.view.sink_key
+            or self.sink_value is not again.view.sink_value
+            or not again.takes(query, options)
+        ):
+            return None
+        return again(query, self.table.lengths)
+
+    def attend_first(
+        self, query: Tensor, view: CacheView, cu_seqlens: Tensor, options: AttendOptions
+    ) -> tuple[Tensor, Tensor]:
+        """Attend to the cache's own view on a CPU, and keep what `attend_again` needs."""
+        prepared = PreparedAttend(self.codec, query, view, cu_seqlens, options)
+        self._again = prepared if self._offloaded is None else None
+        self._again_at = self.table.changes
+        return prepared(query, self.table.lengths)
 
     @lasting
     def select(self, rows: Sequence[int]) -> None:
         """Follow `table.select(rows)`: move rings and sinks; pages stay where they are."""
+        self._put = self._again = None
         self._fit_rows(max(rows, default=-1) + 1)
         index = torch.tensor(list(rows), device=self.device, dtype=torch.long)
         for name in self.exact_names:

@@ -29,7 +29,8 @@ from tightkv.math.feedback import QueryMetric
 COST_BITS = (2, 3, 4, 8)
 SUFFIX = ".safetensors"
 _VERSION = 2  # 1 had no centers
-_ROOT, _CENTERS = "root.{}", "centers.{}"
+_ROOT, _CENTERS = "root", "centers"
+_NAME = re.compile(f"({_ROOT}|{_CENTERS})[.](0|[1-9][0-9]{{0,3}})", re.ASCII)
 _MOST_BYTES = 1 << 28
 _MOST_HEADS, _MOST_DIM, _MOST_TEXT = 1024, 1024, 1 << 16
 _LEAST_SHARE = 1e-4  # of the identity in a metric, so that it has a Cholesky factor
@@ -39,9 +40,9 @@ def save_calibration(found: Calibration, path: str | os.PathLike[str]) -> None:
     """One file, which appears whole or not at all."""
     from safetensors.torch import save
 
-    tensors = {_ROOT.format(n): _root(metric.value) for n, metric in sorted(found.metrics.items())}
+    tensors = {f"{_ROOT}.{n}": _root(metric.value) for n, metric in sorted(found.metrics.items())}
     for n, centers in sorted(found.centers.items()):
-        tensors[_CENTERS.format(n)] = torch.stack([centers.key, centers.value]).bfloat16().cpu()
+        tensors[f"{_CENTERS}.{n}"] = torch.stack([centers.key, centers.value]).bfloat16().cpu()
     header = {
         "format_version": _VERSION,
         "fingerprint": found.fingerprint,
@@ -188,15 +189,13 @@ def _centers(
 def _numbered(tensors: Mapping[str, Tensor], wanted: str) -> Iterator[tuple[int, str, Tensor]]:
     """Layer, name and tensor of those with the wanted name; unknown names are refused."""
     for name, tensor in tensors.items():
-        form = next((x for x in (_ROOT, _CENTERS) if name.startswith(x.format(""))), "")
-        number = name.removeprefix(form.format(""))
-        if not form or not re.fullmatch("0|[1-9][0-9]{0,3}", number, re.ASCII):
+        match = _NAME.fullmatch(name)
+        if match is None:
             raise ValueError(
-                f"it has a tensor {name[:99]!r}; allowed: {_ROOT.format('LAYER')} and "
-                f"{_CENTERS.format('LAYER')}"
+                f"it has a tensor {name[:99]!r}; allowed: {_ROOT}.LAYER and {_CENTERS}.LAYER"
             )
-        if form == wanted:
-            yield int(number), name, tensor
+        if match[1] == wanted:
+            yield int(match[2]), name, tensor
 
 
 def _metric(name: str, root: Tensor) -> Tensor:

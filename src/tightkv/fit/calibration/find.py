@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from tightkv.config import KVQuantConfig, unknown_name
-from tightkv.fit.attention_weights import NOT_READABLE
 from tightkv.fit.calibration.file import SUFFIX, read_calibration
 from tightkv.fit.calibration.measured import Calibration
-from tightkv.fit.fingerprint import folder_fingerprint
-from tightkv.model_shape import ModelShape, read_model_shape
+from tightkv.model_shape import ModelShape
 
 AUTO = "auto"
 """As `calibration`: the bundled file of this very model, if there is one."""
@@ -33,44 +32,25 @@ def bundled_names() -> list[str]:
     return sorted(path.stem for path in BUNDLED_FOLDER.glob(f"*{SUFFIX}"))
 
 
-def find_calibration(source: str, fingerprint: str) -> Calibration | None:
-    """`load_calibration`; of "auto" the bundled file of the model, None where there is none."""
-    if source != AUTO:
-        return load_calibration(source)
-    bundled = map(load_calibration, bundled_names())
-    return next((found for found in bundled if found.fingerprint == fingerprint), None)
+def find_calibration(
+    cfg: KVQuantConfig, name: str, identify: Callable[[], tuple[str, ModelShape]]
+) -> Calibration | None:
+    """The calibration of `cfg` for a model; another model's is refused.
 
-
-def find_for_folder(cfg: KVQuantConfig, folder: Path, name: str) -> Calibration | None:
-    """The calibration of `cfg` for the checkpoint in a folder; another model's is refused.
-
-    None where the config names none, or "auto" finds none.
+    `identify` reads the model's fingerprint and shape. None where the config names no calibration,
+    or "auto" finds none.
     """
     if not cfg.calibration:
         return None
-    try:
-        fingerprint, shape = folder_fingerprint(folder), read_model_shape(folder)
-    except NOT_READABLE as error:
-        raise not_comparable(cfg, f"{name}: {error}") from None
-    return find_for_model(cfg, fingerprint, name, shape)
-
-
-def find_for_model(
-    cfg: KVQuantConfig, fingerprint: str, name: str, shape: ModelShape
-) -> Calibration | None:
-    """The calibration that `cfg` names; another model's is refused. None as `find_for_folder`."""
-    found = find_calibration(cfg.calibration, fingerprint)
+    fingerprint, shape = identify()
+    if cfg.calibration == AUTO:
+        bundled = map(load_calibration, bundled_names())
+        found = next((one for one in bundled if one.fingerprint == fingerprint), None)
+    else:
+        found = load_calibration(cfg.calibration)
     if found is not None:
         found.check_model(fingerprint, name, shape.full_layers())
     return found
-
-
-def not_comparable(cfg: KVQuantConfig, reason: str) -> ValueError:
-    """The error where it is not known which model a calibration would be for."""
-    return ValueError(
-        f"tightkv: calibration={cfg.calibration!r} cannot be compared with {reason}. "
-        "Leave calibration out"
-    )
 
 
 def not_used(cfg: KVQuantConfig, found: Calibration | None, name: str) -> str | None:

@@ -14,7 +14,6 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, prepare_padding_mask, sdpa_mask
 
-from tightkv.integrations.transformers.layer import TightLayer
 from tightkv.integrations.transformers.own_attention import has_own_attention
 from tightkv.integrations.transformers.padding import Padding, left_padding, note_padding
 from tightkv.integrations.transformers.protect_keys import measured_noise, warn_of_noise
@@ -124,7 +123,6 @@ def tightkv_attention(
     if not isinstance(key, CompressedStates):  # a layer that stays uncompressed
         return _exact(module, query, key, value, *exact), None
     step, layer = key.step, key.step.layer
-    assert isinstance(layer, TightLayer)
     if layer.centers is not None and (softcap is not None or s_aux is not None):
         raise ValueError(
             "this layer's scores have a soft cap or a sink logit, and its cache holds keys "
@@ -134,7 +132,8 @@ def tightkv_attention(
     padding_alone = layer.follow(step, attention_mask)
     if not step.past:  # the first prefill attends exactly
         if layer.shared.watch:
-            _look_at_keys(layer, module, query, step.new_key, scaling)
+            noise = measured_noise(query, step.new_key, scaling, layer.cfg.page_size)
+            warn_of_noise(layer.cfg, getattr(module, "layer_idx", -1), noise)
         out = _exact(module, query, step.new_key, step.new_value, *exact)
         layer.commit()
         return layer.add_center(out), None
@@ -164,15 +163,6 @@ def _warn_no_weights() -> None:
         'attention weights in its output; load the model with attn_implementation="eager"',
         stacklevel=2,
     )
-
-
-def _look_at_keys(
-    layer: TightLayer, module: torch.nn.Module, query: Tensor, key: Tensor, scale: float | None
-) -> None:
-    """Warn if codes of these keys would drown their scores; nothing is stored yet."""
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    noise = measured_noise(query, key, scale, layer.cfg.page_size)
-    warn_of_noise(layer.cfg, getattr(module, "layer_idx", -1), noise)
 
 
 def _exact(

@@ -77,7 +77,7 @@ class TightCache(Cache):  # type: ignore[misc]
                 raise ValueError("protected layers need the model: TightCache(quant, model=model)")
             self.shared = SharedSteps(self.quant, offloading=offloading, watch=True, eager=eager)
             # Not a method of this cache, which would then live until garbage is collected.
-            new_layer = partial(TightLayer, self.shared, self.quant, self.kernels)
+            new_layer = partial(TightLayer, self.shared, LayerFit(self.quant), self.kernels)
             super().__init__(layer_class_to_replicate=new_layer)
         else:
             config = model.config if isinstance(model, PreTrainedModel) else model
@@ -106,15 +106,8 @@ class TightCache(Cache):  # type: ignore[misc]
     def _new_layer(self, own: LayerFit, instead_of: Any = None) -> TightLayer:
         if isinstance(instead_of, LinearAttentionAndFullAttentionLayer):
             states = instead_of.number_of_states
-            layer: TightLayer = TightHybridLayer(
-                self.shared, own.cfg, self.kernels, number_of_states=states
-            )
-        else:
-            layer = TightLayer(self.shared, own.cfg, self.kernels)
-        layer.use_scale(own.scale)
-        layer.use_metric(own.metric)
-        layer.use_centers(own.centers)
-        return layer
+            return TightHybridLayer(self.shared, own, self.kernels, number_of_states=states)
+        return TightLayer(self.shared, own, self.kernels)
 
     # --- a forward pass ---
     def update(
@@ -124,9 +117,8 @@ class TightCache(Cache):  # type: ignore[misc]
         if self.layer_class_to_replicate is not None:
             while len(self.layers) <= layer_idx:
                 number = len(self.layers)
-                cfg = self.quant.for_layer(number, number + 1)
-                own = LayerFit(cfg)
-                self.layers.append(self._new_layer(own) if cfg.compresses else DynamicLayer())
+                own = LayerFit(self.quant.for_layer(number, number + 1))
+                self.layers.append(self._new_layer(own) if own.cfg.compresses else DynamicLayer())
         self._check_update(key_states, layer_idx)
         if self.offloading:
             self.prefetch(layer_idx + 1)
@@ -190,11 +182,6 @@ class TightCache(Cache):  # type: ignore[misc]
         return len(self.shared.table) or max((len(x) for x in plain if x is not None), default=0)
 
     @property
-    def _counting_layers(self) -> list[Any]:
-        """Layers that know how many tokens they have seen: all but those of linear attention."""
-        return [layer for layer in self.layers if hasattr(layer, "keys")]
-
-    @property
     def _other_layers(self) -> list[Any]:
         """Layers with states that transformers keeps, the linear part of hybrid layers included."""
         return [layer for layer in self.layers if type(layer) is not TightLayer]
@@ -238,7 +225,9 @@ class TightCache(Cache):  # type: ignore[misc]
     def crop(self, tokens_to_remove: int) -> None:
         """Drop -tokens_to_remove newest tokens; a positive number is the length to keep."""
         table, used = self.shared.table, self._used
-        lengths = [layer.get_seq_length() for layer in used or self._counting_layers]
+        # Layers of linear attention alone do not know how many tokens they have seen.
+        counting = used or [layer for layer in self.layers if hasattr(layer, "keys")]
+        lengths = [layer.get_seq_length() for layer in counting]
         total, shortest = max(lengths, default=0), min(lengths, default=0)
         # some versions of transformers give a tensor
         tokens_to_remove = operator.index(tokens_to_remove)

@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, cache_utils
 
 from tightkv.config import KVQuantConfig
 from tightkv.fit import Fit, Layer, Layers
-from tightkv.fit.calibration import Calibration, find_for_model
+from tightkv.fit.attention_weights import NOT_READABLE
+from tightkv.fit.calibration import Calibration, find_calibration
 from tightkv.fit.fingerprint import model_fingerprint
 from tightkv.fit.key_check import KeyCheck
-from tightkv.integrations.transformers.layer_shapes import layer_shapes
 from tightkv.integrations.transformers.per_model import MODEL_LOCK, PerModel
 from tightkv.integrations.transformers.protect_keys import KeyBitsWarning
 from tightkv.integrations.transformers.query_probe import FeedbackWarning, probed
 from tightkv.math.feedback import QueryMetric
 from tightkv.math.key_scale import KeyScale
-from tightkv.model_shape import read_model_shape, skip_reason
+from tightkv.model_shape import LayerShape, ModelShape, read_model_shape, skip_reason
+
+KINDS: dict[type, str] = {
+    cache_utils.DynamicLayer: "full",
+    cache_utils.DynamicSlidingWindowLayer: "sliding",
+    cache_utils.LinearAttentionLayer: "linear",
+    cache_utils.LinearAttentionAndFullAttentionLayer: "full",
+    cache_utils.LinearAttentionAndSlidingWindowAttentionLayer: "sliding",
+}
+"""The layers of a DynamicCache, and the kinds of LayerShape that they are."""
 
 
 class CalibrationWarning(UserWarning):
@@ -89,10 +98,10 @@ class LoadedModel:
 
     def find_calibration(self, cfg: KVQuantConfig) -> Calibration | None:
         """The calibration that `cfg` names; another model's is refused."""
-        if not cfg.calibration:
-            return None
-        shape = read_model_shape(self.model.config)
-        return find_for_model(cfg, loaded_fingerprint(self.model), self.name, shape)
+        return find_calibration(cfg, self.name, self._identity)
+
+    def _identity(self) -> tuple[str, ModelShape]:
+        return loaded_fingerprint(self.model), read_model_shape(self.model.config)
 
     def key_scales(
         self, cfg: KVQuantConfig, layers: Mapping[int, Layer]
@@ -159,6 +168,24 @@ def plain_layers(config: PreTrainedConfig) -> tuple[list[Any], Layers]:
 
     layers = Layers(full, refuse)
     return plain, layers
+
+
+def layer_shapes(config: PreTrainedConfig, layers: Sequence[Any]) -> list[LayerShape]:
+    """What each layer of a DynamicCache keeps.
+
+    Its kind is that of the cache layer; head sizes are the config's, and 0 where `read_model_shape`
+    does not understand it.
+    """
+    try:
+        known = read_model_shape(config).layers
+    except NOT_READABLE:
+        known = ()
+    latent = bool(getattr(config.get_text_config(decoder=True), "kv_lora_rank", None))
+    kinds = ["mla" if latent else KINDS.get(type(layer), "other") for layer in layers]
+    return [
+        known[i] if i < len(known) and known[i].kind == kind else LayerShape(kind)
+        for i, kind in enumerate(kinds)
+    ]
 
 
 def warn_once(source: LoadedModel | None, found: Fit) -> None:

@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
-from tightkv.config import KVQuantConfig
+from tightkv.fit import LayerFit
 from tightkv.integrations.transformers.other_layers import forget_states
 from tightkv.integrations.transformers.states import StepStates
 from tightkv.integrations.transformers.steps import SharedSteps
 from tightkv.kernels.reference import materialize
-from tightkv.math.centers import Centers
 from tightkv.math.feedback import QueryMetric
-from tightkv.math.key_scale import KeyScale
 from tightkv.paged.attention import attend
 from tightkv.paged.cache import PagedKV
 from tightkv.pages.layout import exact_dtype, page_layout
@@ -26,15 +24,21 @@ from tightkv.pages.layout import exact_dtype, page_layout
 _DECODE_TOKENS = 16
 
 
-def _as_written(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that runs without autocast, in the dtypes that the code names."""
+def _with_pages(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that reads or writes pages, and gives back the device memory of offloaded ones.
+
+    It runs without autocast, in the dtypes that the code names.
+    """
 
     @functools.wraps(method)
     def run(self: TightLayer, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_autocast_enabled(self.device.type):
-            return method(self, *args, **kwargs)
-        with torch.autocast(self.device.type, enabled=False):
-            return method(self, *args, **kwargs)
+        try:
+            if not torch.is_autocast_enabled(self.device.type):
+                return method(self, *args, **kwargs)
+            with torch.autocast(self.device.type, enabled=False):
+                return method(self, *args, **kwargs)
+        finally:
+            self.offload()
 
     return run
 
@@ -46,13 +50,11 @@ class TightLayer(CacheLayerMixin):  # type: ignore[misc]
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, shared: SharedSteps, cfg: KVQuantConfig, kernels: str = "auto") -> None:
+    def __init__(self, shared: SharedSteps, fit: LayerFit, kernels: str = "auto") -> None:
         super().__init__()
-        self.shared, self.cfg, self.kernels = shared, cfg, kernels
-        shared.cfgs.add(cfg)
-        self.metric: QueryMetric | None = None
-        self.centers: Centers | None = None
-        self.scale: KeyScale | None = None
+        self.shared, self.cfg, self.kernels = shared, fit.cfg, kernels
+        self.metric, self.scale, self.centers = fit.metric, fit.scale, fit.centers
+        shared.cfgs.add(fit.cfg)
         self.kv: PagedKV | None = None
         self.length, self.step = 0, 0
         self._pending: StepStates | None = None
@@ -88,20 +90,6 @@ class TightLayer(CacheLayerMixin):  # type: ignore[misc]
         self.metric = metric
         if self.kv is not None:
             self.kv.use_metric(metric)
-
-    def use_centers(self, centers: Centers | None) -> None:
-        """Store tokens relative to these centers; the layer must hold none yet."""
-        self._check_unused()
-        self.centers = centers
-
-    def use_scale(self, scale: KeyScale | None) -> None:
-        """Store keys divided by this scale; the layer must hold none yet."""
-        self._check_unused()
-        self.scale = scale
-
-    def _check_unused(self) -> None:
-        if self.kv is not None:
-            raise RuntimeError("this layer holds tokens, or had some; use a new TightCache")
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -143,12 +131,12 @@ class TightLayer(CacheLayerMixin):  # type: ignore[misc]
     def commit(self) -> None:
         """Write the tokens of the last update into ring and pages."""
         if self._pending is not None:
-            try:
-                self._write()
-            finally:
-                self.offload()
+            self._write_pending()
 
-    @_as_written
+    @_with_pages
+    def _write_pending(self) -> None:
+        self._write()
+
     def _write(self) -> None:
         if self._pending is None:
             return
@@ -163,7 +151,7 @@ class TightLayer(CacheLayerMixin):  # type: ignore[misc]
         """Forget the tokens of the last update, if they are not written yet."""
         self._pending = None
 
-    @_as_written
+    @_with_pages
     def catch_up(self) -> None:
         """Follow the table through a pass that was interrupted before this layer.
 
@@ -177,40 +165,31 @@ class TightLayer(CacheLayerMixin):  # type: ignore[misc]
         key, value = (x.expand(-1, plan.counts[0], -1, -1) for x in newest)
         self.kv.append(plan, key, value)
         self.step += 1
-        self.offload()
 
-    @_as_written
+    @_with_pages
     def materialize(self, step: StepStates) -> tuple[Tensor, Tensor]:
         """All keys and values [B, Hkv, tokens, D] as of a step, its own tokens exact.
 
         They are contiguous, as DynamicCache's are: some models view them.
         """
-        try:
-            key, value = self._materialize(step)
-        finally:
-            self.offload()
+        assert self.kv is not None
+        key, value = step.new_key, step.new_value
+        if self._pending is not step:
+            key, value = (x.transpose(1, 2).to(self.dtype) for x in self.kv.dequantize())
+        elif step.past:
+            view = self.kv.view(self.shared.rows_at(self.step, self.device))
+            key, value = (
+                torch.cat([past.transpose(1, 2).to(self.dtype), new], 2)
+                for past, new in zip(materialize(self.kv.codec, view), (key, value), strict=True)
+            )
+        if self._pending is step:
+            self._write()
         if self.scale is not None:
             key = key * self.scale.on(self.dtype, self.device)[:, None]
         if self.centers is not None:
             key_center, value_center = self.centers.on(self.dtype, self.device)
             key, value = key + key_center[:, None], value + value_center[:, None]
         return key.contiguous(), value.contiguous()
-
-    def _materialize(self, step: StepStates) -> tuple[Tensor, Tensor]:
-        assert self.kv is not None
-        if self._pending is not step:
-            key, value = self.kv.dequantize()
-            return key.transpose(1, 2).to(self.dtype), value.transpose(1, 2).to(self.dtype)
-        whole = step.new_key, step.new_value
-        if step.past:
-            view = self.kv.view(self.shared.rows_at(self.step, self.device))
-            key, value = materialize(self.kv.codec, view)
-            whole = (
-                torch.cat([key.transpose(1, 2).to(self.dtype), step.new_key], 2),
-                torch.cat([value.transpose(1, 2).to(self.dtype), step.new_value], 2),
-            )
-        self._write()
-        return whole
 
     def follow(self, step: StepStates, mask: Tensor | None) -> bool:
         """Take the left padding of a mask; True if the mask hides nothing that `attend` shows.
@@ -226,17 +205,27 @@ class TightLayer(CacheLayerMixin):  # type: ignore[misc]
             return False
         return [row.left_pad for row in self.shared.table.rows] == list(padding.starts)
 
-    @_as_written
+    @_with_pages
     def attend(self, step: StepStates, query: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         """Attention of query [B, Lq, Hq, D] over pages, ring and the step's new tokens.
 
         The query is in the scale of the keys (`scaled`). With centers, the logsumexp is that of
         scores with keys relative to their center.
         """
-        try:
-            out, lse = self._attend(step, query, **options)
-        finally:
-            self.offload()
+        assert self.kv is not None
+        if self._pending is not step or query.shape[1] <= _DECODE_TOKENS:
+            self._write()
+            out, lse = attend(self.kv, query, **options)
+        else:
+            view = self.kv.view(
+                self.shared.rows_at(self.step, self.device),
+                self.shared.same_length_at(self.step),
+            )
+            new_key, new_value = step.new_key.transpose(1, 2), step.new_value.transpose(1, 2)
+            out, lse = attend(
+                self.kv, query, view=view, new_key=new_key, new_value=new_value, **options
+            )
+            self._write()
         return self.add_center(out), lse
 
     def scaled(self, query: Tensor) -> Tensor:
@@ -251,25 +240,6 @@ class TightLayer(CacheLayerMixin):  # type: ignore[misc]
             return out
         _, value = self.centers.on(out.dtype, out.device)
         return (out.unflatten(2, (len(value), -1)) + value[:, None]).flatten(2, 3)
-
-    def _attend(self, step: StepStates, query: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-        assert self.kv is not None
-        if self._pending is not step or query.shape[1] <= _DECODE_TOKENS:
-            self._write()
-            return attend(self.kv, query, **options)
-        out = attend(
-            self.kv,
-            query,
-            view=self.kv.view(
-                self.shared.rows_at(self.step, self.device),
-                self.shared.same_length_at(self.step),
-            ),
-            new_key=step.new_key.transpose(1, 2),
-            new_value=step.new_value.transpose(1, 2),
-            **options,
-        )
-        self._write()
-        return out
 
     # --- what transformers asks ---
     def get_seq_length(self) -> int:
@@ -303,9 +273,9 @@ class TightHybridLayer(LinearAttentionLayer, TightLayer):  # type: ignore[misc]
     is_compileable = False
 
     def __init__(
-        self, shared: SharedSteps, cfg: KVQuantConfig, kernels: str = "auto", **options: Any
+        self, shared: SharedSteps, fit: LayerFit, kernels: str = "auto", **options: Any
     ) -> None:
-        TightLayer.__init__(self, shared, cfg, kernels)
+        TightLayer.__init__(self, shared, fit, kernels)
         LinearAttentionLayer.__init__(self, **options)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:

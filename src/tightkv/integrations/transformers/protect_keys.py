@@ -21,8 +21,8 @@ class KeyBitsWarning(UserWarning):
     """Keys got more bits than the config says, or would need them; the message has the way out."""
 
 
-def measured_noise(query: Tensor, key: Tensor, scale: float, page_size: int) -> float | None:
-    """`key_noise.score_noise` of the worst head, from queries and keys [B, H, T, D] of a prompt.
+def measured_noise(query: Tensor, key: Tensor, scale: float | None, page_size: int) -> float | None:
+    """`LayerScores.noise` of the worst head, from queries and keys [B, H, T, D] of a prompt.
 
     Its last pages are looked at: no padding, no sinks. None where it is too short.
     """
@@ -35,7 +35,8 @@ def measured_noise(query: Tensor, key: Tensor, scale: float, page_size: int) -> 
     rest = (pages - pages.mean(3, keepdim=True)).square().sum(-1).mean((0, 2, 3))  # [Hkv]
     queries = query[:, :, -count:].float().square().sum(-1).mean((0, 2))  # [Hq]
     grouped = queries.unflatten(0, (key.shape[1], -1)).mean(1)
-    return float((scale * scale / d * grouped * rest).max())
+    factor = 1 / d if scale is None else scale * scale
+    return float((factor / d * grouped * rest).max())
 
 
 def warn_of_noise(cfg: KVQuantConfig, layer: int, noise: float | None) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import warnings
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
+
+if TYPE_CHECKING:
+    from tightkv.integrations.transformers.layer import TightLayer
 
 _NO_GRADIENT = (
     "attention over a TightCache that holds tokens has no gradient; train without a cache "
@@ -16,19 +19,10 @@ _NO_GRADIENT = (
 )
 
 
-class CompressedLayer(Protocol):
-    """A cache layer that can give back all of its tokens."""
-
-    length: int
-
-    def materialize(self, step: StepStates) -> tuple[Tensor, Tensor]:
-        """All keys and values [B, Hkv, tokens, D] as of a step, its own tokens exact."""
-
-
 class StepStates:
     """What one `update` of a layer hands to attention: the layer and its new tokens."""
 
-    def __init__(self, layer: CompressedLayer, new_key: Tensor, new_value: Tensor) -> None:
+    def __init__(self, layer: TightLayer, new_key: Tensor, new_value: Tensor) -> None:
         self.layer, self.past = layer, layer.length
         self.new_key, self.new_value = new_key, new_value  # [B, Hkv, T, D]
         self._whole: tuple[Tensor, Tensor] | None = None

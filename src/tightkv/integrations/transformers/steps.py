@@ -90,9 +90,10 @@ class SharedSteps:
             self.before, self._before_tensors = self.table.snapshot(), {}
             self._plan = self.table.append(range(batch), [count] * batch)
             self.steps += 1
-        if self._plan is None or step != self.steps - 1 or self._plan.counts != (count,) * batch:
+        plan = self.moved_by(step)
+        if plan.counts != (count,) * batch:
             raise RuntimeError(DIFFERENT_TOKENS)
-        return self._plan
+        return plan
 
     def moved_by(self, step: int) -> AppendPlan:
         """The plan of the newest step, for a layer whose next step is that one."""
@@ -111,16 +112,13 @@ class SharedSteps:
             real = [row.left_pad < row.length for row in self.table.rows]
             if real and all(real) and not any(row.left_pad for row in self.table.rows):
                 return None
-            padding = self._look_at(step, mask, batch)
+            if self._seen is None or self._seen[0] != step or self._seen[1]() is not mask:
+                # Waits for the device: once for a mask and step, not for every layer.
+                self._seen = step, weakref.ref(mask), seen_padding(mask, batch)
+            padding = self._seen[2]
         self._set_starts(step, padding.starts)
         self._padded_step = step
         return padding
-
-    def _look_at(self, step: int, mask: Tensor, batch: int) -> Padding:
-        """`seen_padding` waits for the device: once for a mask and step, not for every layer."""
-        if self._seen is None or self._seen[0] != step or self._seen[1]() is not mask:
-            self._seen = step, weakref.ref(mask), seen_padding(mask, batch)
-        return self._seen[2]
 
     def _set_starts(self, step: int, starts: Sequence[int]) -> None:
         """Rows without a real token get a new start; others can only start earlier."""

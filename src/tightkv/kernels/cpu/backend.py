@@ -27,7 +27,9 @@ NAME = "cpu"
 TAKES = Takes(batches=True)
 # struct view, attend_args and append_args of native/native.h
 _VIEW = "17q"
-_ATTEND = struct.Struct(f"={_VIEW}9q4q4q5q2q2dq")
+_ATTEND = struct.Struct(f"={_VIEW}6q5q1q5q2q2d")
+ATTEND_CALL = "=6q"  # the rest of attend_args: what is new in each of alike steps
+_CALL = struct.Struct(ATTEND_CALL)
 _APPEND = struct.Struct(f"={_VIEW}6qq2q2q2q")
 _NO_TOKENS = (0, 0, 0)
 
@@ -67,7 +69,7 @@ def append(
         finite(key, check=True)
         finite(value, check=True)
     cu_seqlens, ring_valid_from = _int(cu_seqlens), _int(ring_valid_from)
-    (key, at_key), (value, at_value) = _tokens(key), _tokens(value)
+    (key, at_key), (value, at_value) = tokens_at(key), tokens_at(value)
     arguments = _APPEND.pack(
         *_view(view),
         *at_key,
@@ -81,7 +83,7 @@ def append(
         0,  # whole matrices
     )
     layer = library.describe(codec.layout)
-    _check(library.load().tightkv_append(ctypes.addressof(layer), arguments))
+    check(library.load().tightkv_append(ctypes.addressof(layer), arguments))
 
 
 def attend(
@@ -92,49 +94,60 @@ def attend(
     options: AttendOptions,
 ) -> tuple[Tensor, Tensor]:
     """As `reference.attend`; `query` and new tokens may be [B, Lq, heads, D]."""
-    _, scale, causal, window, softcap, mask, new_key, new_value, out = options
     cu_seqlens = _int(cu_seqlens)
-    query, at_query = _tokens(query)
-    *tokens, heads, dim = query.shape
-    wanted = out
+    query, at_query = tokens_at(query)
+    out = options.out
     if out is None or not out.is_contiguous():
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    lse = torch.empty((*tokens, heads), dtype=torch.float32, device=query.device)
-    new, new_dtype = (*_NO_TOKENS, *_NO_TOKENS), 0
+    lse = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
+    mask, new_key, new_value = options.mask, options.new_key, options.new_value
+    at_new = _NO_TOKENS, _NO_TOKENS
     if new_key is not None and new_value is not None:
-        (new_key, at_key), (new_value, at_value) = _tokens(new_key), _tokens(new_value)
-        new, new_dtype = (*at_key, *at_value), library.DTYPES[new_key.dtype]
+        (new_key, at_key), (new_value, at_value) = tokens_at(new_key), tokens_at(new_value)
+        at_new = at_key, at_value
     if mask is not None and mask.dtype not in library.DTYPES:
         mask = mask.float()
-    arguments = _ATTEND.pack(
+    options = options._replace(mask=mask, new_key=new_key, new_value=new_value)
+    call = *at_query, out.data_ptr(), lse.data_ptr(), torch.get_num_threads()
+    arguments = pack_attend(query, view, cu_seqlens, options, at_new) + _CALL.pack(*call)
+    layer = library.describe(codec.layout)
+    check(library.load().tightkv_attend(ctypes.addressof(layer), arguments))
+    if options.out is not None and options.out is not out:
+        out = options.out.copy_(out)
+    return out, lse
+
+
+def pack_attend(
+    query: Tensor,
+    view: CacheView,
+    cu_seqlens: Tensor,
+    options: AttendOptions,
+    at_new: tuple[tuple[int, int, int], tuple[int, int, int]] = (_NO_TOKENS, _NO_TOKENS),
+) -> bytes:
+    """The first part of struct attend_args."""
+    *tokens, heads, dim = query.shape
+    mask, scale = options.mask, options.scale
+    return _ATTEND.pack(
         *_view(view),
-        *at_query,
-        *new,
+        *at_new[0],
+        *at_new[1],
         library.DTYPES[query.dtype],
-        new_dtype,
+        0 if options.new_key is None else library.DTYPES[options.new_key.dtype],
         math.prod(tokens),
         heads,
         cu_seqlens.data_ptr(),
-        out.data_ptr(),
-        lse.data_ptr(),
         0 if mask is None else mask.data_ptr(),
         *((0,) * 5 if mask is None else _mask(mask)),
-        causal,
-        window or 0,
+        options.causal,
+        options.window or 0,
         1 / math.sqrt(dim) if scale is None else scale,
-        softcap or 0.0,
-        torch.get_num_threads(),
+        options.softcap or 0.0,
     )
-    layer = library.describe(codec.layout)
-    _check(library.load().tightkv_attend(ctypes.addressof(layer), arguments))
-    if wanted is not None and wanted is not out:
-        out = wanted.copy_(out)
-    return out, lse
 
 
 def _view(view: CacheView) -> tuple[int, ...]:
     return (
-        view.lengths.shape[0],
+        view.left_pad.shape[0],
         view.pages.data_ptr(),
         view.pages.stride(0),
         view.block_table.data_ptr(),
@@ -154,7 +167,7 @@ def _view(view: CacheView) -> tuple[int, ...]:
     )
 
 
-def _tokens(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
+def tokens_at(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
     """x [N, heads, D] or [B, T, heads, D] as struct tokens: address, token and head strides.
 
     C needs the elements of a head side by side and tokens at equal distances; else x is copied.
@@ -167,7 +180,7 @@ def _tokens(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
     else:
         even = x.shape[0] == 1 or outer[0] == x.shape[1] * outer[1]
     if last != 1 or not even:
-        return _tokens(x.clone(memory_format=torch.contiguous_format))
+        return tokens_at(x.clone(memory_format=torch.contiguous_format))
     return x, (x.data_ptr(), outer[-1], head)
 
 
@@ -183,6 +196,6 @@ def _int(x: Tensor) -> Tensor:
     return x if x.dtype == torch.int32 and x.is_contiguous() else x.int().contiguous()
 
 
-def _check(result: int) -> None:
+def check(result: int) -> None:
     if result:
         raise MemoryError("the native CPU kernels could not allocate their scratch memory")

@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from tightkv.kernels.sdpa import sdpa_with_lse
 from tightkv.kernels.triton import prefill as triton_prefill
 from tightkv.tools.bench.bf16_kernel import bf16_decode
-from tightkv.tools.bench.inputs import Shape, copies_for
+from tightkv.tools.bench.inputs import Shape, copies_for, random_bf16
 from tightkv.tools.bench.timing import graph_ms, graph_times
 
 SDPA = {
@@ -44,26 +44,20 @@ def triton_decode(shape: Shape, device: torch.device) -> list[float]:
 
 def _dense(shape: Shape, device: torch.device) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
     """Queries [B, Hkv, Hq / Hkv, D]; keys and values [B, Hkv, N, D] of as many caches as needed."""
-
-    def random(tokens: int) -> Tensor:
-        size = (shape.batch, shape.kv_heads, tokens, shape.head_dim)
-        return torch.randn(size, dtype=torch.bfloat16, device=device)
-
+    random = partial(random_bf16, device, shape.batch, shape.kv_heads)
     caches = [
-        (random(shape.tokens), random(shape.tokens)) for _ in range(copies_for(shape.bf16_bytes))
+        (random(shape.tokens, shape.head_dim), random(shape.tokens, shape.head_dim))
+        for _ in range(copies_for(shape.bf16_bytes))
     ]
-    return random(shape.query_heads // shape.kv_heads), caches
+    return random(shape.query_heads // shape.kv_heads, shape.head_dim), caches
 
 
 def sdpa_extend(shape: Shape, prefix: int, device: torch.device) -> dict[str, float]:
     """Causal attention of `tokens` new tokens after `prefix` others, all in bf16."""
     hq, hkv, d = shape.query_heads, shape.kv_heads, shape.head_dim
     total = prefix + shape.tokens
-    query = torch.randn(shape.batch, hq, shape.tokens, d, dtype=torch.bfloat16, device=device)
-    key, value = (
-        torch.randn(shape.batch, hkv, total, d, dtype=torch.bfloat16, device=device)
-        for _ in range(2)
-    )
+    query = random_bf16(device, shape.batch, hq, shape.tokens, d)
+    key, value = (random_bf16(device, shape.batch, hkv, total, d) for _ in range(2))
     times = {}
     for name, backend in SDPA.items():
         with sdpa_kernel(backend):

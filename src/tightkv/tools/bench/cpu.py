@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,16 +30,7 @@ SHAPES = (
 _SLOW = 10  # contenders whose steps take as many times the fastest one's take three
 
 
-class Contender(Protocol):
-    """A cache of one layer that grows by a token of each sequence and is attended to."""
-
-    def append(self) -> object: ...
-
-    def attend(self) -> object: ...
-
-
-@dataclass
-class Milliseconds:
+class Milliseconds(NamedTuple):
     """Of one step, and of its attention alone."""
 
     step: float
@@ -68,12 +59,12 @@ def decode_rows(
 def ratios(times: Mapping[str, Milliseconds]) -> dict[str, float]:
     """How many times faster our step is than each other's, and our attention than torch's."""
     ours = times["tightkv"]
-    sdpa = [ms for name, ms in times.items() if name.startswith("sdpa")]
-    fastest = min(ms.step for ms in sdpa)
-    attention = min(ms.attention for ms in sdpa)
+    step, attention = map(
+        min, zip(*(ms for name, ms in times.items() if "sdpa" in name), strict=True)
+    )
     return {
         **{n: round(ms.step / ours.step, 3) for n, ms in times.items() if n != "tightkv"},
-        "fastest sdpa": round(fastest / ours.step, 3),
+        "fastest sdpa": round(step / ours.step, 3),
         "fastest sdpa, attention alone": round(attention / ours.attention, 3),
         "append share": round(1 - ours.attention / ours.step, 4),
     }
@@ -101,12 +92,11 @@ def interleaved(
                     steps[name].append(_step(contender))
         for name, found in steps.items():
             if found:
-                windows[name].append(_join(statistics.mean, found))
-    return {name: _join(statistics.median, found) for name, found in windows.items()}
-
-
-def _join(how: Callable[[Iterable[float]], float], times: Sequence[Milliseconds]) -> Milliseconds:
-    return Milliseconds(how([ms.step for ms in times]), how([ms.attention for ms in times]))
+                windows[name].append(Milliseconds(*map(statistics.mean, zip(*found, strict=True))))
+    return {
+        name: Milliseconds(*map(statistics.median, zip(*found, strict=True)))
+        for name, found in windows.items()
+    }
 
 
 def _step(contender: Contender) -> Milliseconds:
@@ -133,7 +123,7 @@ def _contenders(cfg: KVQuantConfig, shape: Shape, repeats: int) -> dict[str, Con
     key, value = random(b, before, shape.kv_heads, d), random(b, before, shape.kv_heads, d)
     query = random(b, 1, shape.query_heads, d)
     contenders: dict[str, Contender] = {
-        name: Compressed(_filled(cfg, key, value, kernels), query, key[:, :1], value[:, :1])
+        name: Compressed(cfg, query, key, value, kernels)
         for name, kernels in (("tightkv", "cpu"), ("reference", "reference"))
     }
     room = before + repeats * cfg.page_size + 1
@@ -147,12 +137,18 @@ def _contenders(cfg: KVQuantConfig, shape: Shape, repeats: int) -> dict[str, Con
 class Compressed:
     """A layer of ours, with a table of its own (which the layers of a model share)."""
 
-    def __init__(self, cache: PagedKV, query: Tensor, key: Tensor, value: Tensor) -> None:
-        self.cache, self.query, self.key, self.value = cache, query, key, value
+    def __init__(
+        self, cfg: KVQuantConfig, query: Tensor, key: Tensor, value: Tensor, kernels: str
+    ) -> None:
+        batch, tokens, heads, d = key.shape
+        table = SequenceTable(cfg, encode_partial_page=False)
+        self.query, self.rows = query, table.add_rows([0] * batch)
+        self.cache = PagedKV(PageLayout(cfg, heads, d, key.dtype), table, "cpu", kernels)
+        self.cache.append(table.append(self.rows, [tokens] * batch), key, value)
+        self.key, self.value = key[:, :1], value[:, :1]
 
     def append(self) -> None:
-        batch = len(self.query)
-        plan = self.cache.table.append(range(batch), [1] * batch)
+        plan = self.cache.table.append(self.rows, [1] * len(self.rows))
         self.cache.append(plan, self.key, self.value)
 
     def attend(self) -> Tensor:
@@ -191,23 +187,14 @@ class Plain:
         return scaled_dot_product_attention(self.query, key, value, enable_gqa=self.gqa)
 
 
-def _filled(cfg: KVQuantConfig, key: Tensor, value: Tensor, kernels: str) -> PagedKV:
-    table = SequenceTable(cfg, encode_partial_page=False)
-    table.add_rows([0] * len(key))
-    layout = PageLayout(cfg, key.shape[2], key.shape[3], key.dtype)
-    cache = PagedKV(layout, table, "cpu", kernels)
-    cache.append(table.append(range(len(key)), [key.shape[1]] * len(key)), key, value)
-    return cache
+# A cache of one layer that grows by a token of each sequence and is attended to.
+Contender: TypeAlias = Compressed | Plain
 
 
 def machine() -> dict[str, Any]:
     """The processor, its threads, and the instruction set of our kernels."""
-    lib = library.load()
-    return {
-        "cpu": _cpu_name(),
-        "threads": torch.get_num_threads(),
-        "isa": library.chosen(lib),
-    }
+    isa = library.chosen(library.load())
+    return {"cpu": _cpu_name(), "threads": torch.get_num_threads(), "isa": isa}
 
 
 def _cpu_name() -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tightkv.tools.bench.inputs import Shape
+from tightkv.tools.bench.inputs import Shape, random_bf16
 from tightkv.tools.bench.paged import PagedBatch, PagedCache
 
 PAGE = 64
@@ -35,7 +35,7 @@ def plain(shape: Shape, batch: PagedBatch, dtype: torch.dtype) -> PagedCache:
     """bf16 or fp8, filled; the new token's write is left out, to the favor of FlashInfer."""
     wrapper = _planned(shape, batch, dtype)
     size = (batch.pages, 2, batch.page, shape.kv_heads, shape.head_dim)
-    cache = torch.randn(size, dtype=torch.bfloat16, device=batch.lengths.device).to(dtype)
+    cache = random_bf16(batch.lengths.device, *size).to(dtype)
     return PagedCache(attend=lambda query: wrapper.run(query, cache))
 
 

@@ -27,6 +27,7 @@ from tightkv.tools.bench.inputs import (
     attend_tokens,
     fill,
     layers_for,
+    random_bf16,
     ring_bounds,
 )
 from tightkv.tools.bench.rivals import measure_rivals
@@ -106,11 +107,11 @@ class _Steps:
 
     def __init__(self, module: Backend, shape: Shape, device: torch.device) -> None:
         self.module = module
-        self.query = _random(shape.batch, shape.query_heads, shape.head_dim, device)
+        self.query = random_bf16(device, shape.batch, shape.query_heads, shape.head_dim)
         self.key, self.value = (
-            _random(shape.batch, shape.kv_heads, shape.head_dim, device) for _ in range(2)
+            random_bf16(device, shape.batch, shape.kv_heads, shape.head_dim) for _ in range(2)
         )
-        self.centers = tuple(_random(shape.kv_heads, shape.head_dim, device) for _ in range(2))
+        self.centers = tuple(random_bf16(device, shape.kv_heads, shape.head_dim) for _ in range(2))
 
     def append(self, layer: Layer) -> None:
         append_tokens(self.module, layer, self.key, self.value)
@@ -267,11 +268,6 @@ def _up_to_page(layer: Layer, rows: int) -> Tensor:
     return lengths
 
 
-def _random(*size: Any) -> Tensor:
-    *shape, device = size
-    return torch.randn(shape, dtype=torch.bfloat16, device=device)
-
-
 def store_rows(
     token_counts: Sequence[int], presets: Sequence[str], device: torch.device
 ) -> Iterator[dict[str, Any]]:
@@ -280,7 +276,7 @@ def store_rows(
     for preset, tokens in product(presets, token_counts):
         shape = Shape(1, tokens)
         layer, module = _one_layer(preset, shape, device)
-        key, value = (_random(tokens, shape.kv_heads, shape.head_dim, device) for _ in range(2))
+        key, value = (random_bf16(device, tokens, shape.kv_heads, shape.head_dim) for _ in range(2))
         cu_seqlens = torch.tensor([0, tokens], dtype=torch.int32, device=device)
         nothing = torch.zeros(1, dtype=torch.int32, device=device)
         append = partial(
@@ -314,8 +310,8 @@ def extend_rows(
             layer = _with_view(
                 layer, lengths=none, ring_read_from=none, sink_counts=none, same_length=0
             )
-        query = _random(chunk, shape.query_heads, shape.head_dim, device)
-        key, value = (_random(chunk, shape.kv_heads, shape.head_dim, device) for _ in range(2))
+        query = random_bf16(device, chunk, shape.query_heads, shape.head_dim)
+        key, value = (random_bf16(device, chunk, shape.kv_heads, shape.head_dim) for _ in range(2))
         cu_seqlens = torch.tensor([0, chunk], dtype=torch.int32, device=device)
         options = AttendOptions(max_queries=chunk, new_key=key, new_value=value)
         attend = partial(module.attend, layer.codec, query, layer.view, cu_seqlens, options)

@@ -110,6 +110,10 @@ def attend_tokens(module: Backend, layer: Layer, query: Tensor) -> Tensor:
     return module.attend(layer.codec, query, layer.view, layer.cu_seqlens, options)[0]
 
 
+def random_bf16(device: torch.device, *size: int) -> Tensor:
+    return torch.randn(size, dtype=torch.bfloat16, device=device)
+
+
 def copies_for(bytes_each: int) -> int:
     """As many caches as make the data larger than the L2 cache, up to 12."""
     return max(1, min(12, -(-L2_BYTES // max(1, bytes_each))))

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tightkv.tools.bench.inputs import Shape, copies_for
+from tightkv.tools.bench.inputs import Shape, copies_for, random_bf16
 from tightkv.tools.bench.timing import graph_times
 
 _AT_ONCE = 1 << 16  # tokens
@@ -64,20 +64,18 @@ def decode_ms(
 ) -> list[float]:
     """Milliseconds of a step: the new tokens are written, if the cache does that, then attended."""
     batch = paged_batch(shape, page, device)
-
-    def random(tokens: int, heads: int) -> Tensor:
-        return torch.randn(tokens, heads, shape.head_dim, dtype=torch.bfloat16, device=device)
+    d = shape.head_dim
 
     def filled() -> PagedCache:
         cache = new_cache(shape, batch)
         if cache.write is not None:
             for slots in batch.slots.split(_AT_ONCE):
-                key, value = (random(len(slots), shape.kv_heads) for _ in range(2))
+                key, value = (random_bf16(device, len(slots), shape.kv_heads, d) for _ in range(2))
                 cache.write(key, value, slots)
         return cache
 
-    query = random(shape.batch, shape.query_heads)
-    new_key, new_value = (random(shape.batch, shape.kv_heads) for _ in range(2))
+    query = random_bf16(device, shape.batch, shape.query_heads, d)
+    new_key, new_value = (random_bf16(device, shape.batch, shape.kv_heads, d) for _ in range(2))
 
     def step(cache: PagedCache) -> None:
         if cache.write is not None:

@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -44,7 +44,7 @@ class Load:
 
 
 def serve_rows(
-    servers: Sequence[Server], load: Load, model: str | None = None, bars: Bars | None = None
+    servers: Sequence[Server], load: Load, model: str | None, bars: Bars
 ) -> Iterator[Row]:
     """A row for each server, one server after another, with ratios to the first.
 
@@ -58,8 +58,8 @@ def serve_rows(
     first: Row | None = None
     for server, name in zip(servers, models, strict=True):
         title = f"{server.name}: requests"
-        with nullcontext() if bars is None else bars(title, load.requests) as bar:
-            row = {**_measure(server, name, load, bar), "client": facts}
+        with bars(title, load.requests) as bar:
+            row = {**_measure(server, name, load, bar.advance), "client": facts}
         first = first or row
         yield {**row, "ratios": _ratios(row, first)}
 
@@ -79,7 +79,7 @@ def _served_model(server: Server, wanted: str | None) -> str:
     return wanted or served[0]
 
 
-def _measure(server: Server, model: str, load: Load, bar: Any = None) -> Row:
+def _measure(server: Server, model: str, load: Load, advance: Callable[[], object]) -> Row:
     bodies = _bodies(model, load)
     warm_up = {**bodies[-1], "max_tokens": 2}
     _request(server, warm_up, time.perf_counter() + load.seconds)
@@ -90,8 +90,7 @@ def _measure(server: Server, model: str, load: Load, bar: Any = None) -> Row:
         done = []
         for result in clients.map(lambda body: _request(server, body, deadline), bodies[:-1]):
             done.append(result)
-            if bar is not None:
-                bar.advance()
+            advance()
     seconds = time.perf_counter() - start
     after = _preemptions(server)
     return {

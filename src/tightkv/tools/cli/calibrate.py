@@ -11,13 +11,12 @@ from typing import Any
 
 from tightkv.files.atomic import check_writable
 from tightkv.fit.calibration import SUFFIX, Calibration, save_calibration
-from tightkv.tools.cli.shared.loading import load_for, need_transformers
+from tightkv.tools.cli.shared.loading import load_for, need_transformers, print_expected
 from tightkv.tools.cli.shared.options import Commands, add_command
-from tightkv.tools.cli.shared.output import emit, print_expected, print_status
-from tightkv.tools.cli.shared.progress import Progress, Working
+from tightkv.tools.cli.shared.output import emit, print_status
+from tightkv.tools.cli.shared.progress import Progress
 from tightkv.tools.model_loading.source import BUNDLED_NAME, check_source, is_hub_id
 
-_TIMED_TOKENS = 64
 _PASSES = 2  # what a token costs: the model, and attention of each layer once more
 _GRADIENT_PASSES = 6  # what those of the first window cost on top
 
@@ -72,7 +71,7 @@ def model_name(source: str | None) -> str:
 
 def _measure(args: argparse.Namespace, name: str) -> Calibration:
     need_transformers("calibrate")
-    from tightkv.tools.eval.forward import CacheRun, max_positions
+    from tightkv.tools.eval.forward import max_positions
     from tightkv.tools.eval.layer_bits.calibrate import PREFILL, WINDOW, Calibrator
     from tightkv.tools.eval.text import read_texts
     from tightkv.tools.eval.windows import cut_windows
@@ -83,13 +82,7 @@ def _measure(args: argparse.Namespace, name: str) -> Calibration:
     model, tokenizer = load_for("calibrate", args.model, dtype=args.dtype, device=args.device)
     window = min(WINDOW, args.tokens, max_positions(model) or WINDOW)
     windows = cut_windows(tokenizer, texts, window, max(1, args.tokens // window))
-    run, ids = CacheRun(model), windows.ids[:1, :_TIMED_TOKENS]
-    with Working("timing a short pass"):
-        run.feed(ids)  # brings the weights into memory
-        start = time.perf_counter()
-        CacheRun(model).feed(ids)
-    passes = windows.ids.numel() * _PASSES + window * _GRADIENT_PASSES
-    print_expected(windows.ids.numel(), (time.perf_counter() - start) / ids.numel() * passes)
+    print_expected(model, windows.ids, _PASSES + _GRADIENT_PASSES / len(windows))
     begin = time.monotonic()
     prefill = min(PREFILL, window // 2)
     # File names alone: where a text lay is nobody's business.

@@ -7,21 +7,22 @@ from importlib import import_module
 from pathlib import Path
 
 from tightkv.config import PRESETS
-from tightkv.tools.cli.shared.output import add_output_options, emit
+from tightkv.tools.cli.shared.options import Commands, add_command
+from tightkv.tools.cli.shared.output import emit
 
 SHELLS = ("bash", "zsh")
 _PRESET_OPTIONS = ("--preset", "--presets")
 Words = dict[str, list[str]]
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
+def add_parser(commands: Commands) -> None:
+    parser = add_command(
+        commands,
         "completion",
-        description="Print a script that completes commands, options and their choices. "
+        "Print a script that completes commands, options and their choices. "
         'Put  eval "$(tightkv completion bash)"  into ~/.bashrc, or zsh into ~/.zshrc.',
     )
     parser.add_argument("shell", choices=SHELLS)
-    add_output_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -9,19 +9,23 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from tightkv import __version__
-from tightkv.config import PRESETS, KVQuantConfig
+from tightkv.config import KVQuantConfig
 from tightkv.files.atomic import check_writable, whole_file
-from tightkv.tools.cli.shared.config_flags import config_from_args, flag_name, given_fields
-from tightkv.tools.cli.shared.loading import load_for, need_transformers
+from tightkv.tools.cli.shared.config_flags import (
+    config_from_args,
+    flag_name,
+    given_fields,
+    shortest,
+)
+from tightkv.tools.cli.shared.loading import load_for, need_transformers, print_expected
 from tightkv.tools.cli.shared.options import Commands, add_command
 from tightkv.tools.cli.shared.output import (
     emit,
     format_table,
     or_dash,
-    print_expected,
     print_status,
 )
-from tightkv.tools.cli.shared.progress import Progress, Working
+from tightkv.tools.cli.shared.progress import Progress
 from tightkv.tools.cli.shared.server_file import model_of
 from tightkv.tools.model_loading.source import check_source
 
@@ -77,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _diagnose(args: argparse.Namespace, cfg: KVQuantConfig | None, calibration: str) -> Diagnosis:
     need_transformers("doctor")
-    from tightkv.tools.eval.layer_bits.doctor import Doctor, default_candidates
+    from tightkv.tools.eval.layer_bits.doctor import USUAL_PASSES, Doctor, default_candidates
     from tightkv.tools.eval.tasks.quality import check_compresses
     from tightkv.tools.eval.text import read_texts
     from tightkv.tools.eval.windows import cut_windows
@@ -89,9 +93,7 @@ def _diagnose(args: argparse.Namespace, cfg: KVQuantConfig | None, calibration: 
     model, tokenizer = load_for("doctor", args.model, dtype=args.dtype, device=args.device)
     windows = cut_windows(tokenizer, texts, args.window, args.windows)
     doctor = Doctor(model, windows, args.budget, bars=Progress)
-    with Working("timing a short pass"):
-        seconds = doctor.expected_seconds(**({} if cfg is None else {"configs": 1}))
-    print_expected(windows.ids.numel(), seconds)
+    print_expected(model, windows.ids, USUAL_PASSES if cfg is None else 4)
     start = time.monotonic()
     found = doctor.diagnose(candidates) if cfg is None else doctor.check(cfg)
     print_status(
@@ -184,12 +186,8 @@ def _verdict(found: Diagnosis) -> str:
 
 def flags(best: Measured) -> str:
     """The config as flags of any command: a preset, and what differs from it."""
-    name = best.cfg.replace(layer_bits="").name
-    preset = KVQuantConfig.preset(name) if name in PRESETS else KVQuantConfig()
-    words = [f"--preset {name}"] if name in PRESETS else []
-    plain = preset.to_dict()
-    for field, value in best.cfg.to_dict().items():
-        if value != plain[field]:
-            flag = flag_name(field)
-            words.append(flag.replace("--", "--no-", 1) if value is False else f"{flag} {value}")
-    return " ".join(words)
+    words = {flag_name(field): value for field, value in shortest(best.cfg).items()}
+    return " ".join(
+        flag.replace("--", "--no-", 1) if value is False else f"{flag} {value}"
+        for flag, value in words.items()
+    )

@@ -10,7 +10,7 @@ from typing import Any
 
 from tightkv.tools.cli.generate.prompt import encode, read_prompts
 from tightkv.tools.cli.shared.loading import need_transformers
-from tightkv.tools.cli.shared.options import Commands, add_command
+from tightkv.tools.cli.shared.options import Commands, add_command, check_least
 from tightkv.tools.cli.shared.output import emit
 from tightkv.tools.cli.shared.progress import Working
 
@@ -32,8 +32,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.max_new_tokens < 1:
-        raise ValueError(f"--max-new-tokens {args.max_new_tokens}; it must be at least 1")
+    check_least(args, max_new_tokens=1)
     if args.prompt is not None and args.prompt_file is not None:
         raise ValueError("--prompt and --prompt-file both give the prompt; keep one of them")
     given = Path(args.file).expanduser()

@@ -7,35 +7,27 @@ import math
 from itertools import groupby
 from typing import Any
 
-from tightkv.tools.cli.shared.options import add_options
-from tightkv.tools.cli.shared.output import (
-    add_output_options,
-    check_plot,
-    emit,
-    format_table,
-    save_plot,
-)
+from tightkv.tools.cli.shared.options import Commands, add_command
+from tightkv.tools.cli.shared.output import check_plot, emit, format_table, save_plot
 from tightkv.tools.cli.shared.progress import Working
 
 SCALING = "3 scaling"  # the section that is drawn
 ABOVE, MEASURED, BELOW = "tab:red", "tab:blue", "tab:green"
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
+def add_parser(commands: Commands) -> None:
+    add_command(
+        commands,
         "validate",
-        description="Measure the claims of the method on the CPU, and audit where it is weak. "
-        "Exit code 1 if a claim fails.",
-    )
-    add_options(
-        parser,
+        "Measure the claims of the method on the CPU, and audit where it is weak. Exit code 1 if a "
+        "claim fails.",
         """
         --quick  fewer samples: seconds, not minutes
         --seed=0 SEED:int  of every random input (default 0)
         --dim=128 DIM:int  head dimension (default 128)
         """,
+        plot="draw distortion against bits, and KL against key bias",
     )
-    add_output_options(parser, plot="draw distortion against bits, and KL against key bias")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -124,67 +116,47 @@ def draw(path: str, data: dict[str, Any]) -> None:
         figure.suptitle(f"{_headline(data)}: {_verdict(data).split(';')[0]}", fontsize=12)
         left, middle, right = figure.subplots(1, 3)
         rows = [c for c in data["claims"] if c["section"] == SCALING]
-        _draw_distortion(left, rows)
-        _draw_scaled(middle, rows)
+        bits = [row["detail"]["bits"] for row in rows]
+        _draw_distortion(left, rows, bits)
+        _draw_scaled(middle, rows, bits)
         _draw_bias(right, data["audit"])
-        for axes in (left, middle, right):
-            axes.grid(alpha=0.25)
-            axes.spines[["top", "right"]].set_visible(False)
 
 
-def _draw_distortion(axes: Any, rows: list[dict[str, Any]]) -> None:
-    bits = [row["detail"]["bits"] for row in rows]
-
-    def curve(scaled: list[float]) -> list[float]:
-        return [value * 4.0**-b for value, b in zip(scaled, bits, strict=True)]
-
-    axes.plot(bits, curve([r["upper"] for r in rows]), "--", color=ABOVE, label="bound, Theorem 1")
-    axes.plot(
-        bits,
-        curve([r["detail"]["lloyd_max"] for r in rows]),
-        color=MEASURED,
-        linewidth=1,
-        label="Lloyd-Max",
-    )
-    axes.plot(bits, curve([r["measured"] for r in rows]), "o", color=MEASURED, label="measured")
-    axes.plot(
-        bits, curve([r["lower"] for r in rows]), "--", color=BELOW, label="lower bound, Theorem 3"
-    )
-    axes.set_yscale("log")
+def _draw_distortion(axes: Any, rows: list[dict[str, Any]], bits: list[int]) -> None:
+    for values, style, colour, name in (
+        ([r["upper"] for r in rows], "--", ABOVE, "bound, Theorem 1"),
+        ([r["detail"]["lloyd_max"] for r in rows], "-", MEASURED, "Lloyd-Max"),
+        ([r["measured"] for r in rows], "o", MEASURED, "measured"),
+        ([r["lower"] for r in rows], "--", BELOW, "lower bound, Theorem 3"),
+    ):
+        unscaled = [value * 4.0**-b for value, b in zip(values, bits, strict=True)]
+        axes.plot(bits, unscaled, style, color=colour, linewidth=1.2, label=name)
     axes.set(title="Distortion", xlabel="bits per coordinate", ylabel="squared error, unit vectors")
-    axes.legend(frameon=False)
+    axes.set_yscale("log")
+    axes.legend()
 
 
-def _draw_scaled(axes: Any, rows: list[dict[str, Any]]) -> None:
-    bits = [row["detail"]["bits"] for row in rows]
+def _draw_scaled(axes: Any, rows: list[dict[str, Any]], bits: list[int]) -> None:
     widths = [(row["interval"][1] - row["interval"][0]) / 2 for row in rows]
-    axes.axhline(rows[0]["upper"], linestyle="--", color=ABOVE)
-    axes.axhline(rows[0]["lower"], linestyle="--", color=BELOW)
     axes.plot(bits, [r["detail"]["lloyd_max"] for r in rows], color=MEASURED, linewidth=1)
     axes.errorbar(bits, [r["measured"] for r in rows], widths, fmt="o", color=MEASURED, capsize=3)
     note = {"textcoords": "offset points", "xytext": (0, 4), "ha": "right", "fontsize": 9}
-    axes.annotate("Theorem 1", (bits[-1], rows[0]["upper"]), color=ABOVE, **note)
-    axes.annotate("Theorem 3", (bits[-1], rows[0]["lower"]), color=BELOW, **note)
+    for bound, colour, name in (("upper", ABOVE, "Theorem 1"), ("lower", BELOW, "Theorem 3")):
+        axes.axhline(rows[0][bound], linestyle="--", color=colour)
+        axes.annotate(name, (bits[-1], rows[0][bound]), color=colour, **note)
     axes.set(title="The same, times 4^bits", xlabel="bits per coordinate", ylim=(0.8, 3.0))
 
 
 def _draw_bias(axes: Any, audit: list[dict[str, Any]]) -> None:
-    sweep = [row for row in audit if "centered" in row["detail"]]
+    sweep = [(row["detail"], row["measured"]) for row in audit if "centered" in row["detail"]]
     for centered, colour, name in ((0.0, ABOVE, "none"), (1.0, MEASURED, "page")):
-        points = [
-            (row["detail"]["bias"], row["measured"])
-            for row in sweep
-            if row["detail"]["centered"] == centered
-        ]
+        points = [(of["bias"], kl) for of, kl in sweep if of["centered"] == centered]
         axes.plot(*zip(*points, strict=True), "o-", color=colour, label=f"key_centering={name}")
     axes.set_yscale("log")
     axes.set_xscale("symlog", base=2, linthresh=1)
-    biases = sorted({row["detail"]["bias"] for row in sweep})
+    biases = sorted({of["bias"] for of, _ in sweep})
     axes.set_xlim(-0.2, 1.1 * biases[-1])
     axes.set_xticks(biases, [f"{bias:g}" for bias in biases])
-    axes.set(
-        title="Audit: biased 3-bit keys",
-        xlabel="length of the mean key over the rest",
-        ylabel="softmax KL, nats",
-    )
-    axes.legend(frameon=False)
+    axes.set(title="Audit: biased 3-bit keys", xlabel="length of the mean key over the rest")
+    axes.set_ylabel("softmax KL, nats")
+    axes.legend()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import takewhile
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,6 +23,7 @@ from tightkv.integrations.transformers.layer import TightLayer
 TIGHT_ATTENTION = "tightkv"
 # Last tokens of a prompt that go in after the rest, so that they read the cache.
 TAIL_TOKENS = 64
+_TIMED_TOKENS = 64
 
 # A cache that is empty at first; called once for each batch.
 MakeCache = Callable[[], TightCache]
@@ -42,7 +46,7 @@ class CacheRun:
     @torch.inference_mode()
     def feed(self, ids: Tensor, last_only: bool = False) -> Tensor:
         """Append tokens [B, T]; their logits [B, T, V], or [B, 1, V] of the last one alone."""
-        options = {"logits_to_keep": 1} if last_only and keeps_logits(self.model) else {}
+        options = last_logits(self.model) if last_only else {}
         with use_attention(self.model, self.attention):
             out = self.model(ids.to(self.model.device), past_key_values=self.cache, **options)
         logits: Tensor = out.logits
@@ -86,26 +90,46 @@ class CacheRun:
             top.append((own.argmax(-1) == wanted).cpu())
         return Scored(torch.cat(scores, 1), torch.cat(top, 1))
 
-    def write_line(self, tokenizer: Any, prompt: Sequence[int], most: int) -> str:
-        """Greedy text after a prompt, up to the end of its first line or `most` tokens."""
-        logits = self.feed(torch.tensor([list(prompt)], device="cpu"), last_only=True)
-        new: list[int] = []
-        text = ""
-        while len(new) < most:
-            token = int(logits[0, -1].argmax())
-            if token in end_tokens(self.model):
-                break
-            new.append(token)
-            text = str(tokenizer.decode(new, skip_special_tokens=True)).lstrip()
-            if "\n" in text:
-                break
-            logits = self.feed(torch.tensor([[token]], device="cpu"), last_only=True)
-        return text.split("\n")[0].strip()
+    @torch.inference_mode()
+    def write(
+        self,
+        tokenizer: Any,
+        prompts: Sequence[Sequence[int]],
+        most: int,
+        done: Callable[[str], bool],
+    ) -> list[str]:
+        """Greedy texts after prompts of any lengths, as rows of one cache, until they are `done`.
 
-    def crop(self, tokens: int) -> None:
-        """Drop the newest tokens."""
-        if tokens:
-            self.cache.crop(-tokens)
+        What the cache holds of the prompts already is not read again.
+        """
+        longest = max(map(len, prompts))
+        ids = torch.zeros(len(prompts), longest, dtype=torch.long, device="cpu")
+        mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(prompts):
+            ids[row, longest - len(prompt) :] = torch.tensor(list(prompt), device="cpu")
+            mask[row, longest - len(prompt) :] = 1
+
+        def texts(tokens: Tensor) -> list[str]:
+            found = tokenizer.batch_decode(tokens[:, longest:], skip_special_tokens=True)
+            return list(map(str, found))
+
+        def finished(tokens: Tensor, scores: Any, **_: Any) -> Tensor:
+            return torch.tensor([done(text) for text in texts(tokens)], device=tokens.device)
+
+        ends = end_tokens(self.model)
+        with use_attention(self.model, self.attention):
+            out = self.model.generate(
+                ids.to(self.model.device),
+                attention_mask=mask.to(self.model.device),
+                past_key_values=self.cache,
+                stopping_criteria=[finished],
+                max_new_tokens=most,
+                do_sample=False,
+                num_beams=1,
+                repetition_penalty=1.0,
+                pad_token_id=ends[0] if ends else 0,
+            )
+        return texts(out)
 
     @property
     def can_rewind(self) -> bool:
@@ -146,9 +170,15 @@ def after_prefix(
             run = CacheRun(model, None if make is None else make())
             if prefix:
                 run.feed(torch.tensor([list(prefix)], device="cpu"), last_only=True)
-        else:
-            run.crop(run.cache.get_seq_length() - len(prefix))
+        elif newer := run.cache.get_seq_length() - len(prefix):
+            run.cache.crop(-newer)
         yield run
+
+
+def shared_tokens(prompts: Sequence[Sequence[int]]) -> int:
+    """How many tokens all prompts begin with, less those that are read again over the cache."""
+    alike = takewhile(lambda row: len(set(row)) == 1, zip(*prompts, strict=False))
+    return max(0, min(len(list(alike)), min(map(len, prompts)) - 1) - TAIL_TOKENS)
 
 
 def write_lines(
@@ -156,15 +186,15 @@ def write_lines(
     make: MakeCache | None,
     tokenizer: Any,
     prompts: Sequence[Sequence[int]],
-    shared: int,
     most: int,
     advance: Advance,
 ) -> list[str]:
-    """A line after each prompt; the `shared` tokens they begin with go into the cache once."""
-    lines = []
-    runs = after_prefix(model, make, prompts[0][:shared], len(prompts))
+    """A line after each prompt; what they begin with goes into the cache once."""
+    lines, prefix = [], prompts[0][: shared_tokens(prompts)]
+    runs = after_prefix(model, make, prefix, len(prompts))
     for prompt, run in zip(prompts, runs, strict=True):
-        lines.append(run.write_line(tokenizer, prompt[shared:], most))
+        (text,) = run.write(tokenizer, [prompt], most, lambda text: "\n" in text.lstrip())
+        lines.append(text.lstrip().split("\n")[0].strip())
         advance(1)
     return lines
 
@@ -174,15 +204,25 @@ def exact_attention(model: Any) -> str:
     return "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
 
 
+def seconds_per_token(model: Any, ids: Tensor) -> float:
+    """Of a short pass over a window; one before it brings the weights into memory."""
+    ids = ids[:1, :_TIMED_TOKENS]
+    for _ in range(2):
+        run, start = CacheRun(model), time.perf_counter()
+        run.feed(ids)
+    return (time.perf_counter() - start) / ids.numel()
+
+
 def max_positions(model: Any) -> int | None:
     """The longest sequence the model was made for, where its config says so."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return limit if isinstance(limit, int) else None
 
 
-def keeps_logits(model: Any) -> bool:
-    """Whether the model can compute the logits of its last tokens alone."""
-    return "logits_to_keep" in inspect.signature(model.forward).parameters
+def last_logits(model: Any, count: int = 1) -> dict[str, int]:
+    """Options of a pass that needs the logits of its last tokens alone, if the model takes them."""
+    takes = "logits_to_keep" in inspect.signature(model.forward).parameters
+    return {"logits_to_keep": count} if takes else {}
 
 
 def end_tokens(model: Any) -> tuple[int, ...]:
@@ -191,50 +231,15 @@ def end_tokens(model: Any) -> tuple[int, ...]:
     return () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
 
 
-def advance_bar(bar: Any, steps: int = 1) -> None:
-    """Tell one of `Bars`, where there is one."""
-    if bar is not None:
-        bar.advance(steps)
-
-
-def ignore(steps: int) -> None:
+def ignore(steps: int = 1) -> None:
     """An `Advance` for those who do not want to know."""
 
 
-@torch.inference_mode()
-def write_texts(
-    model: Any,
-    make: MakeCache | None,
-    tokenizer: Any,
-    prompts: Sequence[Sequence[int]],
-    most: int,
-    stop: str,
-) -> list[str]:
-    """Greedy texts after prompts of any lengths, as rows of one cache, each up to `stop`."""
-    run = CacheRun(model, None if make is None else make())
-    longest = max(map(len, prompts))
-    ids = torch.zeros(len(prompts), longest, dtype=torch.long, device="cpu")
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, longest - len(prompt) :] = torch.tensor(list(prompt), device="cpu")
-        mask[row, longest - len(prompt) :] = 1
+def no_bars(title: str, steps: int) -> AbstractContextManager[Any]:
+    """`Bars` that show nothing."""
+    return nullcontext(SimpleNamespace(advance=ignore))
 
-    def finished(tokens: Tensor, scores: Any, **_: Any) -> Tensor:
-        texts = tokenizer.batch_decode(tokens[:, longest:], skip_special_tokens=True)
-        return torch.tensor([stop in text for text in texts], device=tokens.device)
 
-    ends = end_tokens(model)
-    with use_attention(model, run.attention):
-        out = model.generate(
-            ids.to(model.device),
-            attention_mask=mask.to(model.device),
-            past_key_values=run.cache,
-            stopping_criteria=[finished],
-            max_new_tokens=most,
-            do_sample=False,
-            num_beams=1,
-            repetition_penalty=1.0,
-            pad_token_id=ends[0] if ends else 0,
-        )
-    texts = tokenizer.batch_decode(out[:, longest:], skip_special_tokens=True)
-    return [str(text).split(stop)[0] for text in texts]
+def likeliest(logits: Tensor, step: int) -> Tensor:
+    """Greedy choice."""
+    return logits.argmax(-1)

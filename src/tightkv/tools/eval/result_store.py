@@ -25,24 +25,18 @@ _NOT_MEASURING = ("tools/bench", "tools/cli", "tools/validate")
 _SUFFIXES = (".py", ".c", ".cu", ".cuh", ".h", ".so")
 
 
-class Store:
+class Store(dict[str, Any]):
     """A result by its key; `fresh` finds nothing but still keeps what is measured."""
 
     def __init__(self, path: str | Path | None = None, fresh: bool = False) -> None:
         self.path = cache_root() / "eval.jsonl" if path is None else Path(path)
         check_appendable(self.path)
         self._lost = False
-        self._results: dict[str, Any] = {} if fresh else _read(self.path)
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._results
-
-    def __getitem__(self, key: str) -> Any:
-        return self._results[key]
+        super().__init__({} if fresh else _read(self.path))
 
     def keep(self, key: str, about: Mapping[str, Any], result: Any) -> None:
         """Written at once: an interrupted run goes on after it. A full disk stops no run."""
-        self._results[key] = result
+        self[key] = result
         time = datetime.now(timezone.utc).isoformat(timespec="seconds")
         row = {"kind": "eval-result", "key": key, "time": time, **about, "result": result}
         try:

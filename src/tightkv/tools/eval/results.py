@@ -5,16 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import transformers
 
-from tightkv.integrations.transformers import TightCache
 from tightkv.integrations.transformers.cache_size import growing_layers
 from tightkv.integrations.transformers.layer import TightLayer
-from tightkv.pages.layout import PageLayout
 from tightkv.tools.eval.forward import CacheRun, MakeCache
 from tightkv.tools.eval.tasks.base import digest
 from tightkv.tools.eval.text import Text
@@ -65,50 +62,23 @@ def text_facts(texts: Iterable[Text]) -> list[dict[str, Any]]:
     ]
 
 
-@dataclass(frozen=True)
-class StoredBits:
-    """Bits per element in pages, scales, page means and padding included."""
+def cache_facts(model: Any, make: MakeCache) -> dict[str, Any]:
+    """The kernels of a cache of this model, by name, and its bits per element in pages.
 
-    key: float
-    value: float
-
-    @property
-    def mean(self) -> float:
-        return (self.key + self.value) / 2
-
-    def as_dict(self) -> dict[str, float]:
-        return {"key": self.key, "value": self.value, "mean": self.mean}
-
-
-def bits_of(model: Any, make: MakeCache) -> StoredBits:
-    """Bits of a cache of this model."""
-    return stored_bits(_fed(model, make))
-
-
-def kernels_of(model: Any, make: MakeCache) -> str:
-    """Which kernels a cache of this model runs on, by name."""
-    layers = _fed(model, make).layers
-    names = {
-        layer.kv.kernels.NAME for layer in layers if isinstance(layer, TightLayer) and layer.kv
-    }
-    return ", ".join(sorted(names)) or "none"
-
-
-def _fed(model: Any, make: MakeCache) -> TightCache:
-    """A cache with one token, which tells it the shapes of layers."""
+    Scales, page means and padding count. Bits are means over the full-attention layers; those that
+    are left alone have 16 bits.
+    """
     run = CacheRun(model, make())
-    run.feed(torch.zeros(1, 1, dtype=torch.long, device="cpu"), last_only=True)
-    return cast(TightCache, run.cache)
-
-
-def stored_bits(cache: TightCache) -> StoredBits:
-    """Mean over the full-attention layers; those that are left alone have 16 bits."""
+    run.feed(torch.zeros(1, 1, dtype=torch.long, device="cpu"), last_only=True)  # tells the shapes
     elements = key = value = 0.0
-    for layer in growing_layers(cache.layers):
+    kernels = set()
+    for layer in growing_layers(run.cache.layers):
         if isinstance(layer, TightLayer) and layer.kv is not None:
+            kernels.add(layer.kv.kernels.NAME)
             layout = layer.kv.layout
             size = layout.num_kv_heads * layout.head_dim
-            value_bits = 8 * _value_page_bytes(layout) / layout.page_size
+            planes = [plane.size for plane in layout.planes.values() if plane.side == "value"]
+            value_bits = 8 * layout.num_kv_heads * sum(planes) / layout.page_size
             key += 8 * layout.bytes_per_token - value_bits
             value += value_bits
         else:
@@ -116,10 +86,9 @@ def stored_bits(cache: TightCache) -> StoredBits:
             key, value = key + 16 * size, value + 16 * size
         elements += size
     if not elements:
-        raise ValueError("this cache has seen no token yet; feed it one first")
-    return StoredBits(key=key / elements, value=value / elements)
-
-
-def _value_page_bytes(layout: PageLayout) -> int:
-    planes = (plane for plane in layout.planes.values() if plane.side == "value")
-    return layout.num_kv_heads * sum(plane.size for plane in planes)
+        raise ValueError("no layer of this model has a cache that grows: nothing can be measured")
+    key, value = key / elements, value / elements
+    return {
+        "kernels": ", ".join(sorted(kernels)) or "none",
+        "bits": {"key": key, "value": value, "mean": (key + value) / 2},
+    }

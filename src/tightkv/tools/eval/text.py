@@ -29,16 +29,15 @@ class Text:
         return hashlib.sha256(self.content.encode()).hexdigest()
 
 
-def read_text(path: str | Path) -> Text:
+def read_text(path: str | Path, what: str = "text file") -> Text:
     """A UTF-8 file."""
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"text file {str(path)!r} does not exist")
+        raise FileNotFoundError(f"{what} {str(path)!r} does not exist")
     try:
-        content = path.read_text(encoding="utf-8")
+        return Text(str(path), path.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
-        raise ValueError(f"text file {str(path)!r} is not UTF-8: {error}") from None
-    return Text(str(path), content)
+        raise ValueError(f"{what} {str(path)!r} is not UTF-8: {error}") from None
 
 
 def read_texts(paths: Iterable[str]) -> list[Text]:
@@ -101,30 +100,22 @@ def _is_prose(paragraph: str) -> bool:
 
 def read_examples(path: str | Path, fields: Sequence[str]) -> list[dict[str, str]]:
     """One object a line, each with these fields as texts; empty lines are skipped."""
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"file {str(path)!r} does not exist")
+    name = f"file {str(path)!r}"
     wanted = " and ".join(f'"{field}"' for field in fields)
     examples = []
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"file {str(path)!r} is not UTF-8: {error}") from None
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_text(path, "file").content.split("\n"), 1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise ValueError(
-                f"file {str(path)!r}, line {number} is not JSON ({error}); "
-                f"each line must be an object with {wanted}"
+                f"{name}, line {number} is not JSON ({error}); each line must be an object with "
+                f"{wanted}"
             ) from None
         if not isinstance(row, dict) or not all(isinstance(row.get(f), str) for f in fields):
-            raise ValueError(
-                f"file {str(path)!r}, line {number} must be a JSON object with {wanted} as texts"
-            )
+            raise ValueError(f"{name}, line {number} must be a JSON object with {wanted} as texts")
         examples.append({field: row[field] for field in fields})
     if not examples:
-        raise ValueError(f"file {str(path)!r} has no lines; each must be an object with {wanted}")
+        raise ValueError(f"{name} has no lines; each must be an object with {wanted}")
     return examples

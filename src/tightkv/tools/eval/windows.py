@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tightkv.tools.eval.prompts import beginning, encode
 from tightkv.tools.eval.text import Text
 
 
@@ -53,18 +54,6 @@ def cut_windows(tokenizer: Any, texts: Sequence[Text], tokens: int, count: int) 
             )
             sources.append(text.name)
     return Windows(torch.stack(rows), tuple(sources))
-
-
-def encode(tokenizer: Any, content: str) -> list[int]:
-    """Token ids without special tokens, however long the text is."""
-    ids: list[int] = tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"]
-    return ids
-
-
-def beginning(tokenizer: Any) -> list[int]:
-    """The begin-of-text token where the tokenizer puts one before a text, else nothing."""
-    ids = tokenizer("a")["input_ids"]
-    return ids[:1] if len(ids) > 1 and ids[0] == tokenizer.bos_token_id else []
 
 
 def _shares(room: Sequence[int], tokens: int, count: int) -> list[int]:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from tightkv.config import PRESETS, SCALE_MODES, KVQuantConfig
-from tightkv.tools.validate.attention_error import AttentionError, attention_error
-from tightkv.tools.validate.inputs import Problem, attention_problem
+from tightkv.paged.attention import attend
+from tightkv.tools.validate.inputs import Problem, attention_problem, fill
 from tightkv.tools.validate.report import AuditRow, Options
 from tightkv.tools.validate.retrieval import predicted_noise
+from tightkv.tools.validate.stats import softmax_kl
 
 BIASES = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0)
 NATS = "nats of softmax KL"
@@ -19,8 +24,7 @@ def rows(options: Options) -> Iterator[AuditRow]:
     problem = _problem(options)
     yield from _key_bits(problem)
     yield from _window(options)
-    yield from _bias_sweep(options)
-    yield from _fast_bias(options)
+    yield from _biases(options)
     yield from _rotation(options)
     yield from _prod(problem)
     yield from _outlier_channels(problem)
@@ -28,23 +32,41 @@ def rows(options: Options) -> Iterator[AuditRow]:
     yield from _presets(problem)
 
 
-def _problem(
-    options: Options,
-    *,
-    extra_tokens: int = 0,
-    bias: float = 2.0,
-    bias_in: str = "slow",
-    spread: float = 0.5,
-) -> Problem:
+@dataclass(frozen=True)
+class AttentionError:
+    """Means over heads and queries of attention over stored keys and values."""
+
+    score: float  # root mean square error of a score, in logits
+    kl: float  # of the softmax, in nats
+    output: float  # norm of the output's error over the norm of the output
+
+
+def attention_error(cfg: KVQuantConfig, problem: Problem, *, exact: bool = False) -> AttentionError:
+    """What storing `problem` by `cfg` does to its attention."""
+    cache = fill(cfg, problem, exact)
+    scores = problem.scores(problem.key)
+    stored_scores = problem.scores(cache.dequantize()[0][0])
+    # A shift common to all keys of a query changes nothing: it is no error.
+    delta = stored_scores - scores
+    delta = delta - delta.mean(-1, keepdim=True)
+    out, _ = attend(cache, problem.query[None], causal=False)
+    want = torch.einsum("hqt,thd->qhd", scores.softmax(-1), problem.value)
+    off = (out[0] - want).norm(dim=-1) / want.norm(dim=-1)
+    return AttentionError(
+        score=float(delta.square().mean().sqrt()),
+        kl=float(softmax_kl(scores, stored_scores).mean()),
+        output=float(off.mean()),
+    )
+
+
+def _problem(options: Options, extra_tokens: int = 0, **changes: Any) -> Problem:
     return attention_problem(
         options.stream("audit"),
         options.dim,
         tokens=options.samples(1024, 512) + extra_tokens,
         queries=options.samples(64, 32),
         heads=options.samples(6, 2),
-        bias=bias,
-        bias_in=bias_in,
-        spread=spread,
+        **changes,
     )
 
 
@@ -100,35 +122,30 @@ def _window(options: Options) -> Iterator[AuditRow]:
             )
 
 
-def _bias_sweep(options: Options) -> Iterator[AuditRow]:
+def _biases(options: Options) -> Iterator[AuditRow]:
+    def centered(**changes: Any) -> tuple[AttentionError, AttentionError]:
+        """Keys without centering, and with that of pages."""
+        problem = _problem(options, **changes)
+        return _keys(problem, 3, key_centering="none"), _keys(problem, 3, key_centering="page")
+
     for bias in BIASES:
-        problem = _problem(options, bias=bias)
-        plain, centered = (_keys(problem, 3, key_centering=how).kl for how in ("none", "page"))
-        readings = {
-            "none": f"Quantizes {1 + bias**2:.0f}x the energy that tells keys apart.",
-            "page": f"{plain / centered:.1f}x less than without centering.",
-        }
-        for how, kl in (("none", plain), ("page", centered)):
-            yield AuditRow(
-                "biased keys",
-                f"3-bit keys, mean {bias:g}x the rest, key_centering={how}",
-                kl,
-                NATS,
-                readings[how],
-                {"bias": bias, "centered": float(how == "page")},
-            )
-
-
-def _fast_bias(options: Options) -> Iterator[AuditRow]:
-    problem = _problem(options, bias=4.0, bias_in="fast")
-    plain, centered = (_keys(problem, 3, key_centering=how).score for how in ("none", "page"))
+        errors = centered(bias=bias)
+        readings = (
+            f"Quantizes {1 + bias**2:.0f}x the energy that tells keys apart.",
+            f"{errors[0].kl / errors[1].kl:.1f}x less than without centering.",
+        )
+        for i, how in enumerate(("none", "page")):
+            setting = f"3-bit keys, mean {bias:g}x the rest, key_centering={how}"
+            detail = {"bias": bias, "centered": float(i)}
+            yield AuditRow("biased keys", setting, errors[i].kl, NATS, readings[i], detail)
+    plain, page = (error.score for error in centered(bias=4.0, bias_in="fast"))
     yield AuditRow(
         "biased keys",
         "3-bit keys, mean 4x the rest in the fastest RoPE channels, key_centering=page",
-        centered,
+        page,
         "logits of score error (rms)",
         f"RoPE turns this mean around within a page: centering takes only "
-        f"{1 - centered / plain:.0%} off the error ({plain:.3g} without).",
+        f"{1 - page / plain:.0%} off the error ({plain:.3g} without).",
         {"uncentered": plain},
     )
 
@@ -187,11 +204,8 @@ def _scale_modes(problem: Problem) -> Iterator[AuditRow]:
             numbers[mode] = error.kl if side == "key" else error.output
         best = min(numbers, key=lambda mode: numbers[mode])
         for mode, number in numbers.items():
-            reading = (
-                "The least of the four."
-                if mode == best
-                else (f"{number / numbers[best]:.2f}x that of {best}.")
-            )
+            times = f"{number / numbers[best]:.2f}x that of {best}."
+            reading = "The least of the four." if mode == best else times
             setting = f"2-bit {side}s, {side}_scale={mode}"
             yield AuditRow("scale modes", setting, number, unit, reading)
 

@@ -9,12 +9,11 @@ import torch
 
 from tightkv.config import KVQuantConfig
 from tightkv.math.codebook import get_codebook
-from tightkv.paged.cache import POOL_GROWTH, PagedKV
-from tightkv.paged.sequences import SequenceTable
+from tightkv.paged.cache import POOL_GROWTH
 from tightkv.pages.codec import Codec
 from tightkv.pages.layout import PageLayout
 from tightkv.tools.validate.distortion import BITS, UPPER, lloyd_max, squared_errors
-from tightkv.tools.validate.inputs import normal
+from tightkv.tools.validate.inputs import filled, normal
 from tightkv.tools.validate.report import AuditRow, Options
 from tightkv.tools.validate.sizes import HEADS, allocated_bytes
 
@@ -131,19 +130,14 @@ def _short_contexts(options: Options) -> Iterator[AuditRow]:
 
 
 def _pool_growth(options: Options) -> AuditRow:
-    cfg = KVQuantConfig.preset("k4v4")
-    table = SequenceTable(cfg)
-    layout = PageLayout(cfg, 1, 64)
-    cache = PagedKV(layout, table)
-    row = table.add_rows([0])
-    for tokens in (POOL_PAGES * cfg.page_size, 1):
-        x = normal(options.stream("growth"), 0, 1, tokens, 1, 64).to(torch.bfloat16)
-        cache.append(table.append(row, [tokens]), x, x)
-    computed = layout.total_bytes(POOL_PAGES * cfg.page_size + 1)
+    layout = PageLayout(KVQuantConfig.preset("k4v4"), 1, 64)
+    most = POOL_PAGES * layout.page_size
+    x = normal(options.stream("growth"), 0, most + 1, 1, 64).to(torch.bfloat16)
+    cache = filled(layout, *((part, part) for part in x.split(most)))
     return AuditRow(
         "pool growth",
-        f"k4v4, one token after {POOL_PAGES * cfg.page_size} appended at once",
-        cache.allocated_bytes() / computed - 1,
+        f"k4v4, one token after {most} appended at once",
+        cache.allocated_bytes() / layout.total_bytes(most + 1) - 1,
         "share of bytes held in reserve",
         f"A growing pool takes up to a {POOL_GROWTH}th more pages than it needs; reserve() "
         "avoids it.",

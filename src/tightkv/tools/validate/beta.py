@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from tightkv.math.lloyd import beta_cdf
 from tightkv.math.rotation import make_rotation
 from tightkv.tools.validate.inputs import unit_vectors
-from tightkv.tools.validate.report import Claim, Options, Progress
+from tightkv.tools.validate.report import Claim, Options
 from tightkv.tools.validate.stats import LEVEL, ks_test
 
 REJECTED = 1e-6  # p-value a control must stay below
@@ -27,11 +29,10 @@ def coordinates(options: Options, rotation: str, dim: int, kind: str, count: int
     return torch.stack(picked) * dim**0.5
 
 
-def check(options: Options, progress: Progress) -> list[Claim]:
+def check(options: Options) -> Iterator[Claim]:
     """Kolmogorov-Smirnov tests of both rotations at several sizes, and controls."""
     fast, slow = options.samples(4000, 600), options.samples(1000, 150)
     power_of_two = options.dim & (options.dim - 1) == 0
-    rows = []
     for rotation, dim, kind, count in (
         ("hadamard", 64, "uneven", fast),
         ("hadamard", options.dim if power_of_two else 128, "uneven", fast),
@@ -42,9 +43,7 @@ def check(options: Options, progress: Progress) -> list[Claim]:
         ("none", 80, "uneven", fast),
         ("none", options.dim, "uneven", fast),
     ):
-        progress(f"Beta law: {rotation}, dimension {dim}")
-        rows.append(_row(options, rotation, dim, kind, count))
-    return rows
+        yield _row(options, rotation, dim, kind, count)
 
 
 def _row(options: Options, rotation: str, dim: int, kind: str, count: int) -> Claim:

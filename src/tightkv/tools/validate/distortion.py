@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from tightkv.math.codebook import get_codebook
 from tightkv.math.lloyd import BetaLaw, expected_distortion
 from tightkv.math.quantize import TurboQuantMSE
 from tightkv.tools.validate.inputs import UNIT_KINDS, many_rotations, unit_vectors
-from tightkv.tools.validate.report import Claim, Options, Progress
+from tightkv.tools.validate.report import Claim, Options
 
 SECTION = "1 distortion"
 BITS = (1, 2, 3, 4)
@@ -66,38 +66,32 @@ def lloyd_max(codebook: str, bits: int, dim: int) -> float:
     )
 
 
-def check(options: Options, progress: Progress) -> list[Claim]:
+def check(options: Options) -> Iterator[Claim]:
     """Theorem 1, the Lloyd-Max value for every book, rotation and input, and Theorem 3."""
-    rows: list[Claim] = []
-    worst = dict.fromkeys(BITS, 0.0)  # largest mean distortion at each width
+    rows, worst = list[Claim](), dict.fromkeys(BITS, 0.0)  # largest mean distortion at each width
     for codebook, rotation in (
         ("fp8", "hadamard"),
         ("gaussian", "hadamard"),
         ("beta", "hadamard"),
         ("fp8", "haar"),
     ):
-        progress(f"distortion: {codebook} book, {rotation} rotation")
         for bits in BITS:
             samples = squared_errors(options, "uneven", bits, codebook=codebook, rotation=rotation)
             row = _lloyd_max_row(options, codebook, rotation, bits, samples)
-            rows.append(row)
             worst[bits] = max(worst[bits], row.measured)
-    progress("distortion: hard inputs")
+            rows.append(row)
     for kind in UNIT_KINDS:
         row, means = _hard_input_row(options, kind)
-        rows.append(row)
         worst = {bits: max(worst[bits], means[bits]) for bits in BITS}
+        rows.append(row)
     for mode in ("corrected", "least_squares", "unbiased"):  # norm is every row above
         rows += [_scale_mode_row(options, mode, bits) for bits in (2, 4)]
-    top = [_theorem_1_row(bits, measured) for bits, measured in worst.items()]
-    progress("distortion: scaling with the bits")
-    return top + rows + [_theorem_3_row(options, bits) for bits in range(1, 7)]
-
-
-def _theorem_1_row(bits: int, measured: float) -> Claim:
-    setting = f"b={bits}, largest of all settings below"
-    claim = "MSE below sqrt(3) pi / 2 * 4^-b"
-    return Claim(SECTION, claim, setting, measured, upper=UPPER * 4.0**-bits)
+    for bits, measured in worst.items():
+        setting = f"b={bits}, largest of all settings below"
+        claim = "MSE below sqrt(3) pi / 2 * 4^-b"
+        yield Claim(SECTION, claim, setting, measured, upper=UPPER * 4.0**-bits)
+    yield from rows
+    yield from (_theorem_3_row(options, bits) for bits in range(1, 7))
 
 
 def _lloyd_max_row(

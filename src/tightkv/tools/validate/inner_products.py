@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -12,24 +13,21 @@ from tightkv.math.quantize import Quantizer, TurboQuantMSE, TurboQuantProd
 from tightkv.math.rotation import make_rotation
 from tightkv.tools.validate.distortion import UPPER, lloyd_max
 from tightkv.tools.validate.inputs import many_rotations, unit_vectors
-from tightkv.tools.validate.report import Claim, Options, Progress
+from tightkv.tools.validate.report import Claim, Options
 
 SECTION = "2 inner products"
 BITS = (2, 3, 4)
 PAIRS = 256
 
 
-def check(options: Options, progress: Progress) -> list[Claim]:
+def check(options: Options) -> Iterator[Claim]:
     """Unbiasedness and variance of Prod, then the bias of MSE under two scale modes."""
-    rows: list[Claim] = []
     for bits in BITS:
-        progress(f"inner products: prod, {bits} bits")
-        rows += _prod_rows(options, bits)
-    progress("inner products: scale modes")
+        yield from _prod_rows(options, bits)
     for bits in (1, 2, 3, 4):
-        rows.append(_norm_bias_row(options, bits))
-    rows += [_unbiased_row(options, bits, aligned) for bits in (2, 4) for aligned in (True, False)]
-    return rows
+        yield _norm_bias_row(options, bits)
+    for bits in (2, 4):
+        yield from (_unbiased_row(options, bits, aligned) for aligned in (True, False))
 
 
 def _vectors(options: Options, count: int) -> tuple[Tensor, Tensor]:
@@ -58,21 +56,19 @@ def _prod_errors(options: Options, bits: int) -> tuple[Tensor, Tensor, float]:
     return torch.stack(own), torch.stack(other), float(variance.mean()) / options.dim
 
 
-def _prod_rows(options: Options, bits: int) -> list[Claim]:
+def _prod_rows(options: Options, bits: int) -> Iterator[Claim]:
     own, other, want = _prod_errors(options, bits)
     # An interval that would hide a fifth of the bias MSE has at these bits proves nothing.
     widest = lloyd_max("fp8", bits, options.dim) / 5
-    rows = []
     for query, errors in (("y = x", own), ("independent y", other)):
         claim = "prod unbiased: mean of <y, x^> - <y, x>"
-        rows.append(_unbiased(claim, f"b={bits}, {query}", errors.mean(-1), widest))
+        yield _unbiased(claim, f"b={bits}, {query}", errors.mean(-1), widest)
     setting, squared = f"b={bits}, independent y", other.square().mean(-1)
     claim = "prod variance below sqrt(3) pi^2 / d * 4^-b"
     upper = 2 * math.pi * UPPER / options.dim * 4.0**-bits
-    rows.append(Claim.of(SECTION, claim, setting, squared, upper=upper))
+    yield Claim.of(SECTION, claim, setting, squared, upper=upper)
     claim = "prod variance within 5% of (pi/2 |r|^2 - <y, r>^2) / d"
-    bounds = {"lower": 0.95 * want, "upper": 1.05 * want}
-    return [*rows, Claim.of(SECTION, claim, setting, squared, **bounds)]
+    yield Claim.of(SECTION, claim, setting, squared, lower=0.95 * want, upper=1.05 * want)
 
 
 def _unbiased(claim: str, setting: str, errors: Tensor, widest: float) -> Claim:

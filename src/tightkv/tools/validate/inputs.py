@@ -5,12 +5,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from tightkv.config import KVQuantConfig
+from tightkv.kernels.registry import choose
 from tightkv.math.random import random_bits, random_normal, random_signs
 from tightkv.math.rotation import Rotation, make_rotation
+from tightkv.paged.cache import PagedKV
+from tightkv.paged.sequences import SequenceTable
+from tightkv.pages.layout import PageLayout
 
 UNIT_KINDS = ("gaussian", "uneven", "one-hot", "sparse", "flat", "huge channels")
 # Extra score of the first key and of the newest, where others have a standard deviation of 2.
@@ -25,6 +31,20 @@ def normal(seed: int, stream: int, *shape: int) -> Tensor:
 def integers(seed: int, stream: int, n: int, below: int) -> Tensor:
     """int64 [n], each in [0, below)."""
     return random_bits(seed, stream, n).remainder(below)
+
+
+def filled(layout: PageLayout, *parts: tuple[Tensor, Tensor], **options: Any) -> PagedKV:
+    """A cache whose one sequence holds these keys and values [tokens, heads, dim], part by part.
+
+    `options` are those of its table.
+    """
+    table = SequenceTable(layout.cfg, **options)
+    # By name: that some of the configs that are measured here are slow is no news.
+    kernels = choose("auto", parts[0][0].device, layout).name
+    cache, rows = PagedKV(layout, table, kernels=kernels), table.add_rows([0])
+    for key, value in parts:
+        cache.append(table.append(rows, [len(key)]), key[None], value[None])
+    return cache
 
 
 @lru_cache(maxsize=16)
@@ -156,3 +176,12 @@ def _direction(seed: int, stream: int, heads: int, channels: Tensor) -> Tensor:
     """A random unit vector for each head inside the channels marked 1, [heads, dim]."""
     x = normal(seed, stream, heads, channels.numel()) * channels
     return x / x.norm(dim=-1, keepdim=True)
+
+
+def fill(cfg: KVQuantConfig, problem: Problem, exact: bool = False) -> PagedKV:
+    """A cache with the problem's tokens, read from pages alone unless `exact` keeps the rest."""
+    _, heads, dim = problem.key.shape
+    cache = filled(PageLayout(cfg, heads, dim, torch.float32), (problem.key, problem.value))
+    if not exact:
+        cache.table.drop_exact(0)
+    return cache

@@ -10,7 +10,7 @@ from zlib import crc32
 
 from torch import Tensor
 
-from tightkv.tools.validate.stats import mean_and_half_width
+from tightkv.tools.validate.stats import Z
 
 # Bumped whenever a field of the JSON output changes its name or meaning.
 SCHEMA_VERSION = 1
@@ -67,8 +67,9 @@ class Claim:
     @classmethod
     def of(cls, section: str, claim: str, setting: str, samples: Tensor, **others: Any) -> Claim:
         """Of the mean of independent samples, with its interval."""
-        mean, half_width = mean_and_half_width(samples)
-        return cls(section, claim, setting, mean, half_width=half_width, **others)
+        samples = samples.double()
+        width = Z * float(samples.std()) / math.sqrt(samples.numel())
+        return cls(section, claim, setting, float(samples.mean()), half_width=width, **others)
 
     @property
     def passed(self) -> bool:

@@ -7,20 +7,20 @@ recall and rank correlation must be what exact scores plus that noise give.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from tightkv.config import PRESETS, KVQuantConfig
-from tightkv.tools.validate.attention_error import stored_keys
 from tightkv.tools.validate.distortion import MODE_ERRORS, lloyd_max
-from tightkv.tools.validate.inputs import Problem, attention_problem, normal
-from tightkv.tools.validate.report import Claim, Options, Progress
+from tightkv.tools.validate.inputs import Problem, attention_problem, fill, normal
+from tightkv.tools.validate.report import Claim, Options
 from tightkv.tools.validate.stats import Z, rank_correlation, recall
 
 
-def check(options: Options, progress: Progress) -> list[Claim]:
+def check(options: Options) -> Iterator[Claim]:
     """Recall@1, recall@10 and Spearman's correlation of every preset's scores."""
     problem = attention_problem(
         options.stream("retrieval"), options.dim, queries=options.samples(256, 48)
@@ -28,18 +28,15 @@ def check(options: Options, progress: Progress) -> list[Claim]:
     exact = problem.scores(problem.key)
     noise = normal(options.stream("score noise"), 0, *exact.shape)
     predictions: dict[KVQuantConfig, dict[str, Tensor]] = {}  # presets often share their keys
-    rows: list[Claim] = []
     for name in PRESETS:
-        progress(f"retrieval: {name}")
         cfg = KVQuantConfig.preset(name, seed=options.seed)
         keys_alone = cfg.replace(value_bits=16)
         if keys_alone not in predictions:
             # A tenth more noise than predicted: the theory leaves out float16 scales and means.
             predicted = exact + 1.1 * noise * predicted_noise(cfg, problem)
             predictions[keys_alone] = measures(exact, predicted)
-        found = measures(exact, problem.scores(stored_keys(cfg, problem)))
-        rows += _preset_rows(name, exact.shape[-1], found, predictions[keys_alone])
-    return rows
+        found = measures(exact, problem.scores(fill(cfg, problem).dequantize()[0][0]))
+        yield from _preset_rows(name, exact.shape[-1], found, predictions[keys_alone])
 
 
 def measures(exact: Tensor, approximate: Tensor) -> dict[str, Tensor]:
@@ -69,13 +66,11 @@ def predicted_noise(cfg: KVQuantConfig, problem: Problem) -> Tensor:
 
 def _preset_rows(
     name: str, keys: int, found: dict[str, Tensor], predicted: dict[str, Tensor]
-) -> list[Claim]:
-    rows = []
+) -> Iterator[Claim]:
     for measure, got in found.items():
         want = predicted[measure]
         half_width = Z * math.sqrt(float(got.var() + want.var()) / got.numel())
         setting, mean = f"{name}, {keys} keys, {got.numel()} queries", float(want.mean())
         claim, bounds = f"{measure} as the predicted noise allows", (mean - half_width, None)
         row = Claim("5 retrieval", claim, setting, float(got.mean()), *bounds, half_width)
-        rows.append(replace(row, detail={"predicted": mean}))
-    return rows
+        yield replace(row, detail={"predicted": mean})

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from tightkv.config import PRESETS, KVQuantConfig
-from tightkv.paged.cache import PagedKV
-from tightkv.paged.sequences import SequenceTable
 from tightkv.pages.layout import RING_SLACK, PageLayout
-from tightkv.tools.validate.inputs import normal
-from tightkv.tools.validate.report import Claim, Options, Progress
+from tightkv.tools.validate.inputs import filled, normal
+from tightkv.tools.validate.report import Claim, Options
 
 SECTION = "6 bytes"
 HEADS = 8
 CONTEXTS = {"1k": 1024, "8k": 8192, "128k": 131072}
 
 
-def check(options: Options, progress: Progress) -> list[Claim]:
+def check(options: Options) -> Iterator[Claim]:
     """Allocated bytes against computed ones, and the ratio to bf16, for every preset."""
-    rows: list[Claim] = []
-    differences: dict[str, float] = {}
+    rows, differences = list[Claim](), dict[str, float]()
     many = options.samples(1000, 130)
     for dim in (64, 128):
         for name in PRESETS:
-            progress(f"bytes: {name}, head_dim {dim}")
             layout = PageLayout(KVQuantConfig.preset(name), HEADS, dim)
             for tokens in (1, many):
                 allocated = allocated_bytes(layout, tokens, options.stream("bytes"))
@@ -35,7 +32,8 @@ def check(options: Options, progress: Progress) -> list[Claim]:
     worst = max(differences.values(), key=abs)
     setting = f"largest of {len(differences)} caches with 1 and {many} tokens"
     claim = "bytes allocated - bytes computed"
-    return [Claim(SECTION, claim, setting, float(worst), 0.0, 0.0, detail=differences), *rows]
+    yield Claim(SECTION, claim, setting, float(worst), 0.0, 0.0, detail=differences)
+    yield from rows
 
 
 def allocated_bytes(layout: PageLayout, tokens: int, seed: int, **options: Any) -> int:
@@ -43,13 +41,9 @@ def allocated_bytes(layout: PageLayout, tokens: int, seed: int, **options: Any) 
 
     `options` are those of the table.
     """
-    table = SequenceTable(layout.cfg, **options)
-    cache = PagedKV(layout, table)
-    rows = table.add_rows([0])
-    shape = (1, tokens, layout.num_kv_heads, layout.head_dim)
+    shape = tokens, layout.num_kv_heads, layout.head_dim
     key, value = (normal(seed, stream, *shape).to(torch.bfloat16) for stream in range(2))
-    cache.append(table.append(rows, [tokens]), key, value)
-    return cache.allocated_bytes()
+    return filled(layout, (key, value), **options).allocated_bytes()
 
 
 def ratio(layout: PageLayout, tokens: int) -> float:

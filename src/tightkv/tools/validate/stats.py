@@ -14,12 +14,6 @@ LEVEL = 0.01 / 20
 Z = 3.4808  # P(|N(0, 1)| > Z) = LEVEL
 
 
-def mean_and_half_width(samples: Tensor) -> tuple[float, float]:
-    """Mean of independent samples [n] and the half width of its 1 - LEVEL interval."""
-    samples = samples.double()
-    return float(samples.mean()), Z * float(samples.std()) / math.sqrt(samples.numel())
-
-
 def ks_test(samples: Tensor, cdf: Callable[[Tensor], Tensor]) -> tuple[float, float]:
     """Kolmogorov-Smirnov statistic of independent samples [n] under `cdf`, and its p-value."""
     x = samples.double().sort().values

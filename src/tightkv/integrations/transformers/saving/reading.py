@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tightkv.files.tensor_file import checksum, read_file
+from tightkv.fit import LayerFit
 from tightkv.integrations.transformers.layer import TightHybridLayer, TightLayer
 from tightkv.integrations.transformers.saving.header import Header, SavedLayer, parse_header
 from tightkv.integrations.transformers.saving.states import PLAIN_KINDS, StateReader
@@ -126,7 +127,7 @@ class SavedCache:
         else:
             options = state.options(TightHybridLayer) if state is not None else {}
             cls: Any = TightLayer if state is None else TightHybridLayer
-            layer = cls(shared, saved.cfg, kernels, **options)
+            layer = cls(shared, _fit(saved, pages), kernels, **options)
             _load_pages(layer, saved, pages, device)
             layer.length = self.header.length
         if state is not None:
@@ -168,17 +169,27 @@ def read_cache(path: str | os.PathLike[str]) -> SavedCache:
     return SavedCache(os.fspath(path), header, tensors, weights)
 
 
+def _fit(saved: SavedLayer, tensors: dict[str, Tensor]) -> LayerFit:
+    """What the layer's tokens are relative to; metrics are not saved."""
+    assert saved.cfg is not None
+    if saved.layout is None:
+        if tensors:
+            raise ValueError(f"tensor {next(iter(tensors))!r} of a layer, but there are no rows")
+        return LayerFit(saved.cfg)
+    centers = _per_head(saved.layout, tensors, "centers", CENTER_TENSORS)
+    scale = _per_head(saved.layout, tensors, "the key scale", (SCALE_TENSOR,))
+    return LayerFit(
+        saved.cfg,
+        scale=KeyScale(*scale) if scale else None,
+        centers=Centers(*centers) if centers else None,
+    )
+
+
 def _load_pages(
     layer: TightLayer, saved: SavedLayer, tensors: dict[str, Tensor], device: torch.device
 ) -> None:
     if saved.layout is None or saved.dtype is None:
-        if tensors:
-            raise ValueError(f"tensor {next(iter(tensors))!r} of a layer, but there are no rows")
         return
-    centers = _per_head(saved.layout, tensors, "centers", CENTER_TENSORS)
-    scale = _per_head(saved.layout, tensors, "the key scale", (SCALE_TENSOR,))
-    layer.use_centers(Centers(*centers) if centers else None)
-    layer.use_scale(KeyScale(*scale) if scale else None)
     kv = layer.use(saved.layout.num_kv_heads, saved.layout.head_dim, saved.dtype, device)
     if layer.shared.buffers is not None:  # pages of one layer at a time are on the device
         kv.offload(layer.shared.buffers)

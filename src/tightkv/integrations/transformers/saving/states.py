@@ -6,7 +6,6 @@ the header, tensors beside it. What each may be is said here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,21 +13,14 @@ from torch import Tensor
 from transformers import cache_utils
 
 from tightkv.files.strict_json import Field, short
+from tightkv.fit import LayerFit
+from tightkv.integrations.transformers.fitting import KINDS
 from tightkv.integrations.transformers.layer import TightLayer
 from tightkv.pages.layout import MAX_TOKENS
 
 DTYPES = {str(d): d for d in (torch.float32, torch.float16, torch.bfloat16)}
 # The layers of a DynamicCache that TightCache leaves as they are.
-PLAIN_KINDS = {
-    kind.__name__: kind
-    for kind in (
-        cache_utils.DynamicLayer,
-        cache_utils.DynamicSlidingWindowLayer,
-        cache_utils.LinearAttentionLayer,
-        cache_utils.LinearAttentionAndFullAttentionLayer,
-        cache_utils.LinearAttentionAndSlidingWindowAttentionLayer,
-    )
-}
+PLAIN_KINDS = {kind.__name__: kind for kind in KINDS}
 _MAX_STATES = 64
 _LATER = {"dtype", "device"}  # attention gets them with its first tokens
 
@@ -36,33 +28,30 @@ _LATER = {"dtype", "device"}  # attention gets them with its first tokens
 # --- writing ---
 def write_state(layer: Any, prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Attributes of a layer, or of the linear half of a hybrid one: tensors into `tensors`."""
-    return dict(_entries(layer, prefix, tensors))
-
-
-def _entries(layer: Any, prefix: str, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Any]]:
+    entries: dict[str, Any] = {}
     for name, value in vars(layer).items():
         if name in _not_state(layer):
             continue
         if isinstance(value, Tensor):
             tensors[prefix + name] = value
         elif isinstance(value, dict):
-            for key, item in value.items():
-                if isinstance(item, Tensor):
-                    tensors[f"{prefix}{name}.{key}"] = item
-            yield name, {str(k): None if isinstance(v, Tensor) else v for k, v in value.items()}
+            parts = {key: item for key, item in value.items() if isinstance(item, Tensor)}
+            tensors |= {f"{prefix}{name}.{key}": item for key, item in parts.items()}
+            entries[name] = {str(k): None if k in parts else v for k, v in value.items()}
         elif isinstance(value, torch.dtype | torch.device):
-            yield name, str(value) if isinstance(value, torch.dtype) else "device"
+            entries[name] = str(value) if isinstance(value, torch.dtype) else "device"
         elif value is None or isinstance(value, int | float | str):
-            yield name, value
+            entries[name] = value
         else:
             raise ValueError(f"cannot save {type(layer).__name__}.{name}, a {type(value).__name__}")
+    return entries
 
 
 def _not_state(layer: Any) -> set[str]:
     """Attributes of a layer that are no state: those of a hybrid layer's compressed half."""
     if not isinstance(layer, TightLayer):
         return set()
-    return set(vars(TightLayer(layer.shared, layer.cfg))) - _LATER
+    return set(vars(TightLayer(layer.shared, LayerFit(layer.cfg)))) - _LATER
 
 
 # --- reading ---

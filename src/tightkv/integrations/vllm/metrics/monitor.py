@@ -21,6 +21,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.tightkv")
 _LABELS = ("model_name", "engine")
+_GAUGES = {
+    "kv_cache_used_bytes": "Bytes of the compressed blocks in use.",
+    "kv_cache_bytes": "Bytes of all compressed blocks.",
+    "compression_ratio": "Bytes of a 16-bit cache per compressed byte.",
+    "exact_rings": "Sequences that can have an exact ring at a time.",
+    "exact_rings_in_use": "Sequences that have an exact ring.",
+    "sequences_without_ring": "Sequences whose newest tokens are read from codes.",
+}
+_COUNTERS = {
+    "prefix_hits_without_window": (
+        "Sequences that began with a cached prefix and without an exact ring."
+    ),
+    "prefix_hits_without_state": (
+        "Sequences whose cached prefix ends within their exact window: no state before it."
+    ),
+}
 _SECONDS = 1.0  # between two writes, while requests run
 _STOPPED = "tightkv: this engine has no tightkv: metrics, its vLLM differs from those known: %s"
 
@@ -34,53 +50,23 @@ class EngineMonitor:
         self.file: StatsFile | None = None
         self.registry = CollectorRegistry()
         self._written, self._warned = -_SECONDS, False
-        self._used = self._gauge("kv_cache_used_bytes", "Bytes of the compressed blocks in use.")
-        size = self._gauge("kv_cache_bytes", "Bytes of all compressed blocks.")
-        ratio = self._gauge("compression_ratio", "Bytes of a 16-bit cache per compressed byte.")
-        rows = self._gauge("exact_rings", "Sequences that can have an exact ring at a time.")
-        self._rings = self._gauge("exact_rings_in_use", "Sequences that have an exact ring.")
-        self._without = self._gauge(
-            "sequences_without_ring", "Sequences whose newest tokens are read from codes."
-        )
-        self._hits = self._counter(
-            "prefix_hits_without_window",
-            "Sequences that began with a cached prefix and without an exact ring.",
-        )
-        self._stateless = self._counter(
-            "prefix_hits_without_state",
-            "Sequences whose cached prefix ends within their exact window: no state before it.",
-        )
-        info = Gauge(
-            "tightkv:cache_info",
-            "1; the labels say what the cache is.",
-            (*_LABELS, "format", "kernels", "fingerprint", "page_size"),
-            registry=self.registry,
-            multiprocess_mode="mostrecent",
-        )
+        newest: dict[str, Any] = {"registry": self.registry, "multiprocess_mode": "mostrecent"}
+        self._gauges = {
+            name: Gauge(f"tightkv:{name}", text, _LABELS, **newest).labels(*labels)
+            for name, text in _GAUGES.items()
+        }
+        self._counters = {
+            name: Counter(f"tightkv:{name}", text, _LABELS, registry=self.registry).labels(*labels)
+            for name, text in _COUNTERS.items()
+        }
+        names = (*_LABELS, "format", "kernels", "fingerprint", "page_size")
+        info = Gauge("tightkv:cache_info", "1; the labels say what the cache is.", names, **newest)
         kernels = ",".join(found.kernels)
         info.labels(*labels, found.name, kernels, found.fingerprint, found.page_size).set(1)
-        self.labels = labels
-        for gauge, value in (
-            (size, blocks * found.block_bytes),
-            (ratio, found.ratio),
-            (rows, found.rows),
-        ):
-            gauge.labels(*labels).set(value)
-        for counter in (self._hits, self._stateless):
-            counter.labels(*labels)
+        self._gauges["kv_cache_bytes"].set(blocks * found.block_bytes)
+        self._gauges["compression_ratio"].set(found.ratio)
+        self._gauges["exact_rings"].set(found.rows)
         self.update(0, 0.0, 0)
-
-    def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(
-            f"tightkv:{name}",
-            text,
-            _LABELS,
-            registry=self.registry,
-            multiprocess_mode="mostrecent",
-        )
-
-    def _counter(self, name: str, text: str) -> Counter:
-        return Counter(f"tightkv:{name}", text, _LABELS, registry=self.registry)
 
     def update(self, running: int, usage: float, hits: int, stateless: int = 0) -> None:
         """Update the metrics after a step.
@@ -90,12 +76,11 @@ class EngineMonitor:
         """
         rows = self.found.rows
         without = max(0, running - rows)
-        self._used.labels(*self.labels).set(usage * self.blocks * self.found.block_bytes)
-        self._rings.labels(*self.labels).set(min(running, rows))
-        self._without.labels(*self.labels).set(without)
-        if without and hits:
-            self._hits.labels(*self.labels).inc(min(hits, without))
-        self._stateless.labels(*self.labels).inc(stateless)
+        self._gauges["kv_cache_used_bytes"].set(usage * self.blocks * self.found.block_bytes)
+        self._gauges["exact_rings_in_use"].set(min(running, rows))
+        self._gauges["sequences_without_ring"].set(without)
+        self._counters["prefix_hits_without_window"].inc(min(hits, without))
+        self._counters["prefix_hits_without_state"].inc(stateless)
         if without and rows and not self._warned:
             self._warned = True
             logger.warning(

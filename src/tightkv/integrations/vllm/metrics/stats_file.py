@@ -17,6 +17,8 @@ from prometheus_client import REGISTRY
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from tightkv.files.atomic import whole_file
+
 logger = logging.getLogger("vllm.tightkv")
 
 
@@ -43,10 +45,9 @@ class StatsFile:
 
     def write(self, text: bytes) -> None:
         """Write the file whole or not at all; a full disk costs metrics and no request."""
-        beside = self.path.with_suffix(f".{os.getpid()}")
         try:
-            beside.write_bytes(text)
-            beside.replace(self.path)
+            with whole_file(self.path) as temporary:
+                temporary.write_bytes(text)
         except OSError:
             logger.debug("tightkv: metrics are not written", exc_info=True)
 

@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm.config import get_layers_from_vllm_config
-from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from tightkv.integrations.vllm.layer_numbers import model_layers
-from tightkv.integrations.vllm.step.attention import TightAttention
 from tightkv.model_shape.cache_bytes import CacheBytes, LayerBytes
 from tightkv.pages.latent import LatentLayout
+from tightkv.pages.layout import PageLayout
 
 
 @dataclass(frozen=True)
@@ -48,73 +47,51 @@ class CacheFormat:
 def worker_format(worker: Any) -> CacheFormat | None:
     """The format of a worker, which runs this when its cache is allocated."""
     found = format_of(worker.vllm_config)
-    return None if found is None else replace(found, block_bytes=_block_bytes(worker))
-
-
-def _block_bytes(worker: Any) -> float:
-    layers = get_layers_from_vllm_config(worker.vllm_config, AttentionLayerBase)
-    impls: dict[str, Any] = {n: getattr(layer, "impl", None) for n, layer in layers.items()}
-    sizes = {
-        name: impl.layout.bytes_per_token
-        for name, impl in impls.items()
-        if hasattr(impl, "layout") and getattr(impl, "reads", None) is None
-    }
+    if found is None:
+        return None
+    impls = _impls(worker.vllm_config)
     groups = worker.model_runner.kv_cache_config.kv_cache_groups
-    return max(
-        group.kv_cache_spec.block_size * sum(sizes.get(name, 0) for name in group.layer_names)
+    block_bytes = (
+        group.kv_cache_spec.block_size
+        * sum(impls[name].layout.bytes_per_token for name in group.layer_names if name in impls)
         for group in groups
     )
+    return replace(found, block_bytes=max(block_bytes))
+
+
+def _impls(vllm_config: Any) -> dict[str, Any]:
+    """The attention of layers that have pages of their own."""
+    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
+    impls = {name: getattr(layer, "impl", None) for name, layer in layers.items()}
+    return {
+        name: impl
+        for name, impl in impls.items()
+        if isinstance(getattr(impl, "layout", None), PageLayout | LatentLayout)
+        and getattr(impl, "reads", None) is None
+    }
 
 
 def format_of(vllm_config: Any) -> CacheFormat | None:
     """The format of this process' installed layers; None if none is compressed."""
-    layers = get_layers_from_vllm_config(vllm_config, Attention)
-    impls = {
-        name: layer.impl
-        for name, layer in layers.items()
-        if isinstance(layer.impl, TightAttention) and layer.impl.reads is None
-    }
+    impls = _impls(vllm_config)
     if not impls:
-        return _latent_format(vllm_config)
-    numbers = model_layers(impls, {name for name, impl in impls.items() if impl.is_draft})
-    first = next(iter(impls.values()))
+        return None
+    numbers = model_layers(
+        impls, {name for name, impl in impls.items() if getattr(impl, "is_draft", False)}
+    )
     layouts = [impl.layout for impl in impls.values()]
     size = CacheBytes(tuple(LayerBytes.of_layout(layout) for layout in layouts))
+    first = next(iter(impls.values()))
+    latent = isinstance(first.layout, LatentLayout)  # coded token by token, without rings
     return CacheFormat(
-        fingerprint=_digest([(numbers[name], *_meaning(impl)) for name, impl in impls.items()]),
+        fingerprint=_digest([_meaning(numbers[name], impl) for name, impl in impls.items()]),
         name="+".join(sorted({layout.cfg.name for layout in layouts})),
         page_size=first.layout.page_size,
-        exact_pages=first.layout.cfg.exact_pages,
-        rows=first.limits.rows,
+        exact_pages=0 if latent else first.layout.cfg.exact_pages,
+        rows=0 if latent else first.limits.rows,
         bytes_per_token=size.bytes_per_token,
         plain_bytes_per_token=size.bf16_bytes_per_token,
         kernels=tuple(sorted({impl.kernels.NAME for impl in impls.values()})),
-    )
-
-
-def _latent_format(vllm_config: Any) -> CacheFormat | None:
-    """The format of a worker whose layers have latent attention (MLA)."""
-    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
-    impls: dict[str, Any] = {name: getattr(layer, "impl", None) for name, layer in layers.items()}
-    found = {
-        name: impl
-        for name, impl in impls.items()
-        if isinstance(getattr(impl, "layout", None), LatentLayout)
-    }
-    if not found:
-        return None
-    first = next(iter(found.values()))
-    numbers, layout = model_layers(found), first.layout
-    meaning = (layout.cfg.fingerprint(), layout.rank, layout.rope_dim, str(layout.dtype))
-    return CacheFormat(
-        fingerprint=_digest([("latent", number, *meaning) for number in numbers.values()]),
-        name=layout.cfg.name,
-        page_size=layout.page_size,
-        exact_pages=0,
-        rows=0,
-        bytes_per_token=len(found) * layout.bytes_per_token,
-        plain_bytes_per_token=len(found) * 2 * (layout.rank + layout.rope_dim),
-        kernels=(first.kernels.NAME,),
     )
 
 
@@ -136,9 +113,12 @@ def joined(formats: Sequence[CacheFormat | None]) -> CacheFormat | None:
     )
 
 
-def _meaning(impl: TightAttention) -> tuple[Any, ...]:
+def _meaning(number: int, impl: Any) -> tuple[Any, ...]:
     """What a layer's bytes depend on: its format, its heads, and what tokens are relative to."""
     layout = impl.layout
+    if isinstance(layout, LatentLayout):
+        sizes = layout.rank, layout.rope_dim, str(layout.dtype)
+        return "latent", number, layout.cfg.fingerprint(), *sizes
     centers = None
     if impl.centers is not None:
         data = b"".join(x.cpu().float().numpy().tobytes() for x in impl.centers[:2])
@@ -147,7 +127,7 @@ def _meaning(impl: TightAttention) -> tuple[Any, ...]:
     if impl.key_scale is not None:
         scale = hashlib.sha256(impl.key_scale.value.numpy().tobytes()).hexdigest()
     heads = layout.num_kv_heads, layout.head_dim
-    return layout.cfg.fingerprint(), *heads, str(layout.raw_dtype), centers, scale
+    return number, layout.cfg.fingerprint(), *heads, str(layout.raw_dtype), centers, scale
 
 
 def _digest(parts: Any) -> str:

@@ -9,7 +9,6 @@ import torch
 
 from tightkv.fit import Fit
 from tightkv.integrations.vllm.layer_shapes import readers
-from tightkv.integrations.vllm.start.choose import Chosen
 from tightkv.integrations.vllm.start.engine_checks import speculative_tokens
 from tightkv.integrations.vllm.start.engine_plan import EnginePlan
 from tightkv.integrations.vllm.step.attention import TightAttention
@@ -22,10 +21,12 @@ LAYOUT = "_tightkv_layout"
 
 
 def attach(
-    plan: EnginePlan, chosen: Chosen, found: Fit, layers: Mapping[str, Any], vllm_config: Any
+    plan: EnginePlan, found: Fit, layers: Mapping[str, Any], vllm_config: Any
 ) -> tuple[dict[str, TightAttention], dict[str, list[str]]]:
     """The attention of every layer of the plan, and which of them are slow, by the reason."""
-    if not chosen.others:  # vLLM tells its own process alone; connectors of other workers ask too
+    if (
+        not plan.chosen.others
+    ):  # vLLM tells its own process alone; connectors of other workers ask too
         page_size = plan.options.config.page_size
         vllm_config.cache_config.block_size = plan.pages_per_block * page_size
     most = vllm_config.scheduler_config.max_num_seqs
@@ -35,10 +36,10 @@ def attach(
         layer = layers[name]
         device = layer._k_scale.device
         choice = registry.choose("auto", device, layout)
-        is_draft = name in plan.drafts
+        is_draft = name in plan.chosen.drafts
         impl = TightAttention(layer, layout, choice.module, limits, device, is_draft=is_draft)
         if not is_draft:
-            impl.use_fit(found.layers[chosen.numbers[name]])
+            impl.use_fit(found.layers[plan.chosen.numbers[name]])
         layer.impl, layer.attn_backend = impl, TightBackend
         setattr(layer, LAYOUT, (layout, plan.pages_per_block))
         impls[name] = impl

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm.platforms import current_platform
@@ -25,33 +25,27 @@ class EnginePlan:
     """What the layers of one engine (one worker of it) get."""
 
     options: EngineOptions
+    chosen: Chosen
     layouts: dict[str, PageLayout]
     rows: int
-    pages_per_block: int = 1
+    pages_per_block: int
     """Pages per block of vLLM's: more than one where other layers' blocks are larger."""
-    drafts: frozenset[str] = frozenset()
-    """Layers of a speculator's model."""
-    windows: Mapping[str, int] = field(default_factory=dict)
-    """Layers with a sliding window, and its tokens."""
-
-    @property
-    def size(self) -> CacheBytes:
-        return _size(self.layouts, self.windows)
-
-    @property
-    def page_bytes(self) -> set[int]:
-        return {layout.page_bytes for layout in self.layouts.values()}
 
     def line(self) -> str:
         """Preset, bytes per token, and what that is worth."""
-        size, parts = self.size, []
+        layers = (
+            LayerBytes.of_layout(layout, window=self.chosen.layers[name].sliding_window)
+            for name, layout in self.layouts.items()
+        )
+        size, parts = CacheBytes(tuple(layers)), []
         packed, plain = size.bytes_per_token, size.bf16_bytes_per_token
         rings = _row_bytes(self.layouts) * self.rows
-        drafts = f" ({len(self.drafts)} of them a draft model's)" if self.drafts else ""
+        drafts = len(self.chosen.drafts)
+        told = f" ({drafts} of them a draft model's)" if drafts else ""
         windows = [layer for layer in size.layers if not layer.shape.grows]
         if count := len(size.layers) - len(windows):
             parts.append(
-                f"{packed:,.0f} bytes per token in {count} layers{drafts}, "
+                f"{packed:,.0f} bytes per token in {count} layers{told}, "
                 f"{plain / packed:.2f} times the tokens of a 16-bit cache ({plain:,} bytes)"
             )
         if windows:
@@ -67,20 +61,13 @@ class EnginePlan:
 
 def make_plan(options: EngineOptions, vllm_config: Any, chosen: Chosen, found: Fit) -> EnginePlan:
     """Layouts of the layers that are compressed, with the bits of their fit."""
-    configs = {number: own.cfg for number, own in found.layers.items()}
-    layouts = chosen.layouts(configs)
-    windows = {
-        name: layer.sliding_window
-        for name, layer in chosen.layers.items()
-        if layer.sliding_window is not None
-    }
+    layouts = chosen.layouts({number: own.cfg for number, own in found.layers.items()})
     return EnginePlan(
         replace(options, config=found.cfg),
+        chosen,
         layouts,
         exact_rows(options, vllm_config, layouts),
         pages_per_block(layouts, chosen.others, vllm_config, chosen.mixed),
-        chosen.drafts,
-        windows,
     )
 
 
@@ -98,10 +85,5 @@ def exact_rows(options: EngineOptions, vllm_config: Any, layouts: dict[str, Page
 def _row_bytes(layouts: Mapping[str, PageLayout]) -> int:
     """Bytes of a ring, its sinks and the saved sinks that go with it, in all layers."""
     sinks = sum(layout.cfg.sinks * layout.exact_bytes_per_token for layout in layouts.values())
-    return _size(layouts, {}).bytes_per_sequence + SAVED_SINKS * sinks
-
-
-def _size(layouts: Mapping[str, PageLayout], windows: Mapping[str, int]) -> CacheBytes:
-    return CacheBytes(
-        tuple(LayerBytes.of_layout(x, window=windows.get(name)) for name, x in layouts.items())
-    )
+    size = CacheBytes(tuple(map(LayerBytes.of_layout, layouts.values())))
+    return size.bytes_per_sequence + SAVED_SINKS * sinks

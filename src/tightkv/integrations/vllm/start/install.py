@@ -61,6 +61,6 @@ def _install_attention(
     )
     found = fit(source, options.config, chosen.for_fit())
     plan = make_plan(options, vllm_config, chosen, found)
-    impls, slow = attach(plan, chosen, found, layers, vllm_config)
+    impls, slow = attach(plan, found, layers, vllm_config)
     report(plan, found, impls, slow, vllm_config)
     return plan.options

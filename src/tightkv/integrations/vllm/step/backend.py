@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -116,7 +117,7 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
         """
         block_table, lengths, starts, slots = metadata.built_from
         pages = self._page_table(block_table)
-        self._decode_step(self._ring_table(), pages, (lengths, starts, slots))
+        self._decode_step(self._ring_table(), pages, (lengths, starts, slots), drafting=True)
 
     @property
     def _limits(self) -> Limits:
@@ -167,8 +168,11 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
                 window=_window(self.impls),
                 seals_later=self._seals_later(),
             )
-            queue, caches = rings.table.queue, [layer.kv_cache for layer in self.layers]
-            rings.sealing = StepSealing(self.impls, caches, queue) if queue is not None else None
+            # Layers of a draft may be in the group, and go by another table.
+            own = [layer for layer in self.layers if layer.impl.group_rings is rings]
+            impls, caches = [layer.impl for layer in own], [layer.kv_cache for layer in own]
+            queue = rings.table.queue
+            rings.sealing = StepSealing(impls, caches, queue) if queue is not None else None
             # A step without sequences compiles the kernel, so that no request waits for it.
             zeros = self.left_pad.new_zeros(2)
             given = zeros[:1], zeros, zeros[:1].long()
@@ -178,23 +182,34 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
     def _seals_later(self) -> bool:
         """Whether a step leaves the pages that it completes to a later one, in some layers.
 
-        A connector may store a page right after the step that completes it. Steps of a draft in
-        the table of its model are not all followed by a launch.
+        A connector may store a page right after the step that completes it. Where vLLM has several
+        groups of layers, a block that is freed while its page waits may go to another group, whose
+        writes the table does not see. Of the halves of a batch that run in turn, both are planned
+        before either is run.
         """
+        config = self.vllm_config
         if not self.impls[0].limits.rows or not any(seals_later(impl) for impl in self.impls):
             return False
-        config = self.vllm_config
-        return config.kv_transfer_config is None and not drafts_share_metadata(config)
+        if config.kv_transfer_config is not None:
+            return False
+        if getattr(config.parallel_config, "use_ubatching", False):
+            return False
+        found = get_layers_from_vllm_config(config, AttentionLayerBase).values()
+        return len({_blocks_of(layer) for layer in found}) == 1
 
     def _decode_step(
-        self, table: RingTable, pages: Tensor, given: tuple[Tensor, Tensor, Tensor]
+        self,
+        table: RingTable,
+        pages: Tensor,
+        given: tuple[Tensor, Tensor, Tensor],
+        drafting: bool = False,
     ) -> BatchRings:
         """A step without prompts; one kernel on GPUs."""
         if self.out.device.type == "cpu":
-            return table.step(pages, *given, self.out)
+            return table.step(pages, *given, self.out, drafting=drafting)
         from tightkv.integrations.vllm.step import ring_kernel
 
-        return ring_kernel.decode_step(table, pages, *given, self.out)
+        return ring_kernel.decode_step(table, pages, *given, self.out, drafting)
 
 
 def _group_rings(impls: list[TightAttention], drafts_share: bool) -> GroupRings:
@@ -221,6 +236,12 @@ def _window(impls: list[TightAttention]) -> int | None:
     """The window whose blocks vLLM keeps for a group; None if a layer needs all blocks."""
     windows = [impl.window for impl in impls if impl.window is not None]
     return min(windows) if len(windows) == len(impls) else None
+
+
+def _blocks_of(layer: Any) -> object:
+    """What vLLM's groups of layers differ by: full attention, a length of window, other caches."""
+    impl = getattr(layer, "impl", None)
+    return (impl.window,) if isinstance(impl, TightAttention) else type(layer)
 
 
 class TightBackend(PageBlocks, AttentionBackend):  # type: ignore[misc]

@@ -50,7 +50,7 @@ def _longest_unused(used_at, order, rank, wanting, rows, ROWS: tl.constexpr):
 @triton.jit
 def _choose_pages(
     table_length, row_of_block, ring_valid_from, sealed_to, pages, chosen, budget, rows,
-    ROWS: tl.constexpr, KEPT: tl.constexpr, PAGE: tl.constexpr,
+    ROWS: tl.constexpr, KEPT: tl.constexpr, PAGE: tl.constexpr, EXACT_PAGES: tl.constexpr,
 ):  # fmt: skip
     """See `SealQueue.choose`; `table_length` has what is left of each row's sequence."""
     row = tl.arange(0, ROWS)
@@ -59,12 +59,15 @@ def _choose_pages(
     sealed = tl.minimum(tl.load(sealed_to + row, mask=known, other=0), end)
     exact_from = tl.load(ring_valid_from + row, mask=known, other=0)
     count = tl.zeros([ROWS], tl.int32)
+    late = tl.zeros([ROWS], tl.int32)
     for j in tl.static_range(KEPT):
         at = sealed + j * PAGE
         page = tl.load(pages + row * KEPT + at // PAGE % KEPT, mask=known, other=0)
         owner = tl.load(row_of_block + page, mask=known, other=-1)
         due = (at < end) & (owner == row) & (exact_from < at + PAGE)
         count += due.to(tl.int32)
+        late += (due & (at + (EXACT_PAGES - 1) * PAGE <= end)).to(tl.int32)
+    budget = tl.where(tl.sum(late) > 0, ROWS * KEPT, budget)
     place = tl.cumsum(count, 0) - count
     passed = sealed
     for j in tl.static_range(KEPT):
@@ -110,7 +113,8 @@ def _decode_step_kernel(
     WINDOW: tl.constexpr, SLACK: tl.constexpr, STEP: tl.constexpr, NEVER: tl.constexpr,
     NOBODY: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
-    """See `RingTable.step`; the names are the same. `KEPT` is 0 where nothing is sealed later."""
+    """See `RingTable.step`; the names are the same. `KEPT` is 0 where nothing is sealed later, and
+    `budget` is negative where no pages are chosen."""
     here = tl.arange(0, BATCH)
     there = here < batch
     start = tl.load(query_start_loc + here, mask=there, other=0).to(tl.int64)
@@ -158,16 +162,17 @@ def _decode_step_kernel(
     tl.store(claims + own, NOBODY, mask=claimed)
 
     wanting = live & (matched == 0)
-    if KEPT > 0:  # before this step's tokens are appended
-        tl.store(length + own, before, mask=matched)
-        newcomers = tl.minimum(tl.sum(wanting.to(tl.int32)), 1)
-        most = tl.where((newcomers > 0) | (tl.load(hurries) > 0), NOBODY, budget)
-        tl.debug_barrier()
-        _choose_pages(
-            length, row_of_block, ring_valid_from, sealed_to, pages, chosen, most, rows,
-            ROWS, KEPT, PAGE,
-        )  # fmt: skip
-        tl.store(hurries, newcomers.to(tl.int64))
+    if KEPT > 0:  # noqa: SIM102 - one is known when this is compiled
+        if budget >= 0:  # pages to seal before this step's tokens are appended
+            tl.store(length + own, before, mask=matched)
+            newcomers = tl.minimum(tl.sum(wanting.to(tl.int32)), 1)
+            most = tl.where((newcomers > 0) | (tl.load(hurries) > 0), NOBODY, budget)
+            tl.debug_barrier()
+            _choose_pages(
+                length, row_of_block, ring_valid_from, sealed_to, pages, chosen, most, rows,
+                ROWS, KEPT, PAGE, EXACT_PAGES,
+            )  # fmt: skip
+            tl.store(hurries, newcomers.to(tl.int64))
 
     # the others get the rows that were not used longest
     mine = kept
@@ -243,6 +248,7 @@ def decode_step(
     query_start_loc: Tensor,
     slots: Tensor,
     out: Tensor,
+    drafting: bool = False,
 ) -> BatchRings:
     """`RingTable.step` without copies; a sequence has at most `taken_back` + 1 new tokens."""
     if table.claims is None:
@@ -255,7 +261,7 @@ def decode_step(
     budget = 0
     if queue is not None:
         waiting = (queue.sealed_to, queue.pages, queue.hurries, queue.chosen)
-        budget, kept = queue.budget(len(lengths)), queue.kept
+        budget, kept = -1 if drafting else queue.budget(len(lengths)), queue.kept
     _decode_step_kernel[(1,)](
         block_table, lengths, query_start_loc, slots, out,
         table.steps, table.row_of_block, table.written_at, table.content, table.sink_row,

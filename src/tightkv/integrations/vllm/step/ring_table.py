@@ -109,6 +109,7 @@ class RingTable:
         slots: Tensor,
         out: Tensor,
         copies: bool = False,
+        drafting: bool = False,
     ) -> BatchRings:
         """Give the sequences of a batch their rows and tag those with what this step writes.
 
@@ -118,7 +119,7 @@ class RingTable:
         The answer is put into `out` int32 [len(BatchRings._fields), at least B]: the same memory
         at every step. With `copies` the layers first copy sinks as `sink_sources` and `saved_at`
         say, and their appends seal pages at once. `ring_kernel` takes steps without copies on a
-        GPU.
+        GPU. `drafting`: the model's layers do not run, nor does what they seal first.
         """
         batch = len(lengths)
         starts = query_start_loc.long()
@@ -130,7 +131,7 @@ class RingTable:
         blocks, writers = self._mark_written(starts, slots)
 
         own, matched = self._find(block_table, before, live, here)
-        if self.queue is not None:
+        if self.queue is not None and not drafting:
             self.queue.choose(self, own, matched, before, live, copies)
         rows = self._assign(own, matched, live)
         without_row = rows == self.rows

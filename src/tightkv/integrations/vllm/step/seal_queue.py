@@ -4,7 +4,7 @@ A decode step codes its tokens as they come. The pages that they complete are se
 tokens of a later step are appended, in all layers by one launch (`late_sealing`). Until then
 attention reads these tokens from the ring, so pages can wait, and when many sequences complete a
 page at once, each step seals a share of them. All are sealed before a sequence that is new may read
-them or take over their rings.
+them or take over their rings, and before one of them would be read.
 """
 
 from __future__ import annotations
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from tightkv.integrations.vllm.step.ring_table import RingTable
 
 ALL = 1 << 30  # more pages than there are
-# Pages may wait as long as a sequence takes for two more: within that time each sequence completes
-# at most as many as the budget, which is more than the mean, seals in it.
-PATIENT_PAGES = 3
 
 
 class SealQueue:
@@ -33,7 +30,9 @@ class SealQueue:
         self, cfg: KVQuantConfig, rows: int, taken_back: int, device: torch.device | str
     ) -> None:
         self.page_size, self.new = cfg.page_size, taken_back + 1
-        self.patient = cfg.exact_pages >= PATIENT_PAGES
+        # A page may wait until its sequence has so many tokens from the page's first one on. What a
+        # step adds to these, drafts included, still leaves the page within the window.
+        self.patience = (cfg.exact_pages - 1) * cfg.page_size
         self.kept = ring_tokens(cfg) // cfg.page_size + 1  # pages that a ring has tokens of
         self.sealed_to = torch.zeros(rows + 1, dtype=torch.long, device=device)
         self.pages = torch.zeros(rows + 1, self.kept, dtype=torch.long, device=device)
@@ -46,9 +45,10 @@ class SealQueue:
         its number, and from where the ring has exact tokens; the last place takes no page."""
 
     def budget(self, sequences: int) -> int:
-        """The most pages that a step of so many sequences seals: a quarter more than the mean."""
-        if not self.patient:
-            return ALL
+        """The most pages that a step seals if none is due: a quarter more than the mean.
+
+        The same sequences complete no more in four fifths of the time that each takes for a page.
+        """
         return -(-5 * sequences * self.new // (4 * self.page_size))
 
     def choose(
@@ -78,7 +78,8 @@ class SealQueue:
         due &= exact_from < at + size
         number = due.flatten().cumsum(0).view_as(at)
         newcomers = (live & ~matched).any().long()
-        hurries = self.hurries + newcomers + int(all_ or not self.patient) > 0
+        late = (due & (at + self.patience <= end)).any()  # as when the batch has shrunk
+        hurries = late | (self.hurries + newcomers + int(all_) > 0)
         budget = torch.where(hurries, ALL, self.budget(len(before)))
         taken = due & (number <= budget)
         passed = (complete & (taken | ~due)).long().cumprod(1).sum(1)

@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 
 def seals_later(impl: TightAttention) -> bool:
     """Whether a layer's appends can leave sealing to a later step."""
-    kernels, layout = impl.kernels, impl.layout
-    # Without exact pages, attention reads the codes of a page in the step that completes it.
+    kernels, layout, drafts = impl.kernels, impl.layout, impl.limits.decoding - 1
+    # Without exact pages, attention reads the codes of a page in the step that completes it. So do
+    # the last of many drafts, and passes of a draft after the model's, with one exact page.
     return (
         is_late_sealing(kernels)
-        and layout.cfg.exact_pages > 0
+        and layout.cfg.exact_pages > (1 if drafts else 0)
         and impl.reads is None
         and kernels.seals_later(layout, impl.feedback is not None)
     )
@@ -38,6 +39,7 @@ class StepSealing:
     ) -> None:
         """`caches`: each layer's part of vLLM's cache."""
         self.queue, self.late = queue, frozenset(filter(seals_later, impls))
+        self._drafts = all(impl.is_draft for impl in impls)
         self._first: TightAttention | None = None
         alike: dict[tuple[PageLayout, bool], dict[TightAttention, Tensor]] = {}
         for impl, cache in zip(impls, caches, strict=True):
@@ -47,8 +49,11 @@ class StepSealing:
         self._launches = [_launch(same, queue.chosen) for same in alike.values()]
 
     def begin(self, impl: TightAttention) -> None:
-        """Seal what the step before has left, when the first layer of a step begins."""
-        if self._first is None:
+        """Seal what the step before has left, when the first layer of a step begins.
+
+        That is one of the model's, if a draft has layers in the group.
+        """
+        if self._first is None and impl.is_draft == self._drafts:
             self._first = impl
         if impl is self._first:
             for launch in self._launches:

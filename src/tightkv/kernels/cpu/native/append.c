@@ -274,6 +274,32 @@ static void copy_token(const struct call *call, int64_t token, void *key, void *
     }
 }
 
+static void put(void *to, int64_t to_dtype, const void *from, int64_t dtype, int64_t count)
+{
+    const int64_t at_once = 64;
+    const float largest = to_dtype == FLOAT16 ? 65504.0f : from_bits(0x7f7f0000u);
+    float x[64];
+    if (to_dtype == dtype) {
+        memcpy(to, from, (size_t)(count * item_size(to_dtype)));
+        return;
+    }
+    for (int64_t k = 0; k < count; k += at_once) {
+        const int here = (int)least(count - k, at_once);
+        read_floats((const uint8_t *)from + k * item_size(dtype), dtype, here, x);
+        for (int d = 0; (to_dtype == FLOAT16 || dtype == FLOAT32) && d < here; d++) {
+            x[d] = x[d] > largest ? largest : x[d]; /* NaN stays */
+            x[d] = x[d] < -largest ? -largest : x[d];
+        }
+        write_floats(x, to_dtype, here, (uint8_t *)to + k * item_size(to_dtype));
+    }
+}
+
+void tightkv_put(const struct put_args *a)
+{
+    put(a->to_key, a->to_dtype, a->key, a->dtype, a->count);
+    put(a->to_value, a->to_dtype, a->value, a->dtype, a->count);
+}
+
 static void fill_exact(const struct call *call)
 {
     const struct append_args *a = call->args;

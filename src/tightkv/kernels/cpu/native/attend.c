@@ -13,9 +13,8 @@
 
 #define WANTED_TASKS 64
 #define LEAST_BLOCKS 16 /* of a split */
-#define IN_CACHE 8192 /* floats that one product reads again and again at most */
 #define LINE 64 /* bytes: vectors do not cross a line of the processor's caches */
-#define NEAR 1024 /* bytes: values further apart are in too many pages of memory for the TLB */
+#define NEAR 1024 /* bytes between values that many rows read where they are */
 
 /* Softmax-weighted sums over some tokens, relative to e^peak. */
 struct state {
@@ -72,6 +71,11 @@ struct scratch {
     /* of the block at hand */
     _Alignas(LINE) float key_factor[BLOCK], centered[BLOCK];
     int64_t position[BLOCK]; /* -1: no token */
+    /* of exact tokens: the strip's and the block's */
+    const uint8_t *values_at[STRIP * BLOCK], *keys_at[BLOCK];
+    uint8_t dtypes[STRIP * BLOCK];
+    int far_apart; /* values are in too many pages of memory for the TLB */
+    float *zeros;  /* [dim] */
 };
 
 static struct state state_in(float *at, int64_t rows, int64_t dim)
@@ -93,7 +97,7 @@ static void *open_scratch(void *context)
     const struct call *call = context;
     const size_t dim = (size_t)call->layer->dim, padded = (dim + 31) / 32 * 32;
     const size_t rows = (size_t)call->widest, state = (size_t)state_floats(call);
-    const size_t floats = rows * dim + padded * BLOCK + BLOCK * dim + 4 * dim + 2 * state +
+    const size_t floats = rows * dim + padded * BLOCK + BLOCK * dim + 5 * dim + 2 * state +
                           padded * BLOCK / 4 + DOT_ROWS * padded / 2;
     struct scratch *s = lines(sizeof *s);
     float *at = s == NULL ? NULL : lines(floats * sizeof(float));
@@ -106,6 +110,8 @@ static void *open_scratch(void *context)
     s->values = at, at += BLOCK * dim;
     s->query = at, at += rows * dim;
     s->row = at, at += 4 * dim;
+    s->zeros = at, at += dim;
+    memset(s->zeros, 0, sizeof(float) * dim);
     s->own[0] = state_in(at, call->widest, call->layer->dim), at += state;
     s->own[1] = state_in(at, call->widest, call->layer->dim), at += state;
     s->work = (uint8_t *)at, at += padded * BLOCK / 4;
@@ -360,8 +366,10 @@ static void add_values(const struct call *call, const struct group *g, struct sc
     }
     for (int block = 0; block < blocks; block++) {
         call->ops->decode_values(&call->value_book, dim, s->value_codes[block], s->values);
-        call->ops->accumulate(s->scores + block * BLOCK, STRIP * BLOCK, rows, BLOCK, dim, s->values,
-                              dim, state->sums);
+        for (int t = 0; t < BLOCK; t++)
+            s->values_at[t] = (const uint8_t *)(s->values + t * dim);
+        call->ops->accumulate(s->scores + block * BLOCK, STRIP * BLOCK, rows, BLOCK, dim,
+                              s->values_at, FLOAT32, state->sums);
     }
 }
 
@@ -488,71 +496,63 @@ static int64_t count_before(const struct attend_args *a, int64_t b, const struct
            least(most(fresh, 0), e->fresh);
 }
 
-/* Where a product finds the keys or values of `tokens` tokens, a multiple of BLOCK. */
-struct operand {
-    const float *data;
-    int64_t stride;
-    int tokens;
-};
-
-/* Of up to `count` exact tokens from the n-th on: whole blocks where they are, if they are floats at
-   equal distances, else a block in `tile`, with zeros after them. Products read values many times,
-   each time all of them. */
-static struct operand exact_operand(const struct call *call, const struct group *g,
-                                    const struct exact *e, int64_t n, int64_t count, int value,
-                                    float *tile)
+/* Lists exact tokens [n, n + count) as block `block` of a strip: their positions, and where their
+   keys and values are; zeros stand for those that the block lacks. */
+static void list_exact(const struct call *call, const struct group *g, struct scratch *s,
+                       const struct exact *e, int64_t n, int count, int block)
 {
-    const int dim = (int)call->layer->dim;
-    struct exact_token token = exact_at(call, g, e, n);
-    const int64_t run = least(least(count, token.run), most(IN_CACHE / dim, BLOCK));
-    if (run >= BLOCK && token.dtype == FLOAT32 && (!value || token.value_step <= NEAR))
-        return (struct operand){(const float *)(value ? token.value : token.key),
-                                (value ? token.value_step : token.key_step) / 4,
-                                (int)(run / BLOCK * BLOCK)};
-    const int here = (int)least(count, BLOCK);
-    for (int t = 0, k = 0; t < here; t++, k++) {
-        if (k == token.run)
-            token = exact_at(call, g, e, n + t), k = 0;
-        const uint8_t *from = value ? token.value + k * token.value_step
-                                    : token.key + k * token.key_step;
-        if (token.dtype == FLOAT16)
-            call->ops->halves((const word16 *)from, dim, tile + t * dim);
-        else
-            read_floats(from, token.dtype, dim, tile + t * dim);
+    const uint8_t **keys = s->keys_at, **values = s->values_at + block * BLOCK;
+    uint8_t *dtypes = s->dtypes + block * BLOCK;
+    s->far_apart = 0;
+    for (int t = 0; t < count;) {
+        const struct exact_token token = exact_at(call, g, e, n + t);
+        s->far_apart |= token.value_step > NEAR;
+        for (int64_t k = 0; k < token.run && t < count; k++, t++) {
+            s->position[t] = token.position + k;
+            keys[t] = token.key + k * token.key_step;
+            values[t] = token.value + k * token.value_step;
+            dtypes[t] = (uint8_t)token.dtype;
+        }
     }
-    memset(tile + here * dim, 0, sizeof(float) * (size_t)((BLOCK - here) * dim));
-    return (struct operand){tile, dim, BLOCK};
+    for (int t = count; t < BLOCK; t++) {
+        s->position[t] = -1;
+        keys[t] = values[t] = (const uint8_t *)s->zeros;
+        dtypes[t] = dtypes[0];
+    }
 }
 
-/* Keys, or values, of exact tokens [n, end). */
-static void fetch_exact(const struct call *call, const struct group *g, const struct exact *e,
-                        int64_t n, int64_t end, int value)
+/* The dtype in which products read a block's keys or values: that of all, where they are; or float, in
+   a tile, if theirs differ or `tiled`. */
+static int64_t operand_dtype(const struct call *call, const uint8_t **at, const uint8_t *dtypes,
+                             int tiled, float *tile)
 {
-    while (n < end) {
-        const struct exact_token token = exact_at(call, g, e, n);
-        const int64_t run = least(token.run, end - n), step = value ? token.value_step : token.key_step;
-        const uint8_t *from = value ? token.value : token.key;
-        for (int64_t k = 0; k < run; k++)
-            fetch(from + k * step, call->layer->dim * item_size(token.dtype));
-        n += run;
+    const int dim = (int)call->layer->dim;
+    for (int t = 1; t < BLOCK; t++)
+        tiled |= dtypes[t] != dtypes[0];
+    if (!tiled)
+        return dtypes[0];
+    for (int t = 0; t < BLOCK; t++, tile += dim) {
+        if (dtypes[t] == FLOAT16)
+            call->ops->halves((const word16 *)at[t], dim, tile);
+        else
+            read_floats(at[t], dtypes[t], dim, tile);
+        at[t] = (const uint8_t *)tile;
     }
+    return FLOAT32;
 }
 
 /* Scores of exact tokens [n, n + count) as block `block` of a strip. */
 static void exact_block(const struct call *call, const struct group *g, struct scratch *s,
                         const struct exact *e, int64_t n, int count, int block)
 {
-    const int dim = (int)call->layer->dim, rows = (int)g->rows;
+    const int rows = (int)g->rows;
+    const uint8_t *dtypes = s->dtypes + block * BLOCK;
     float *scores = s->scores + block * BLOCK;
-    const struct operand keys = exact_operand(call, g, e, n, count, 0, s->keys);
-    for (int t = 0; t < count;) {
-        const struct exact_token token = exact_at(call, g, e, n + t);
-        for (int64_t k = 0; k < token.run && t < count; k++)
-            s->position[t++] = token.position + k;
-    }
-    for (int t = count; t < BLOCK; t++)
-        s->position[t] = -1;
-    call->ops->score_tokens(s->query, rows, dim, keys.data, keys.stride, scores, STRIP * BLOCK);
+    list_exact(call, g, s, e, n, count, block);
+    const int64_t dtype = operand_dtype(call, s->keys_at, dtypes,
+                                        rows > DOT_ROWS && dtypes[0] != FLOAT32, s->keys);
+    call->ops->score_tokens(s->query, rows, (int)call->layer->dim, s->keys_at, dtype, scores,
+                            STRIP * BLOCK);
     if (call->args->softcap > 0.0)
         call->ops->scale(scores, rows, STRIP * BLOCK, s->value_factor, s->centered, s->shift,
                          (float)call->args->softcap);
@@ -581,20 +581,16 @@ static void attend_exact(const struct call *call, const struct group *g, struct 
     for (int blocks; n < end; n += blocks * BLOCK) {
         for (blocks = 0; blocks < STRIP && n + blocks * BLOCK < end; blocks++) {
             const int64_t at = n + blocks * BLOCK;
-            if (g->rows <= DOT_ROWS) { /* else products take longer than their operands */
-                fetch_exact(call, g, &e, at, least(at + BLOCK, end), 1);
-                fetch_exact(call, g, &e, at + BLOCK, least(at + 2 * BLOCK, end), 0);
-            }
             exact_block(call, g, s, &e, at, (int)least(end - at, BLOCK), blocks);
         }
         if (!weigh(call, g, s, blocks, state))
             continue;
-        for (int at = 0, tokens; at < blocks * BLOCK; at += tokens) {
-            const struct operand values = exact_operand(
-                call, g, &e, n + at, least(end - n, blocks * BLOCK) - at, 1, s->values);
-            tokens = values.tokens;
-            call->ops->accumulate(s->scores + at, STRIP * BLOCK, (int)g->rows, tokens, dim,
-                                  values.data, values.stride, state->sums);
+        for (int at = 0; at < blocks * BLOCK; at += BLOCK) {
+            const int tiled = g->rows > DOT_ROWS && (s->far_apart || s->dtypes[at] != FLOAT32);
+            const int64_t dtype = operand_dtype(call, s->values_at + at, s->dtypes + at, tiled,
+                                                s->values);
+            call->ops->accumulate(s->scores + at, STRIP * BLOCK, (int)g->rows, BLOCK, dim,
+                                  s->values_at + at, dtype, state->sums);
         }
     }
 }
@@ -792,7 +788,12 @@ static float *pack_prompt(const struct layer *layer, const struct attend_args *a
 int tightkv_attend(const struct layer *layer, const struct attend_args *given)
 {
     const struct isa *isa = current_isa();
-    struct attend_args packed;
+    struct attend_args packed, own;
+    if (given->view.lengths == NULL) {
+        own = *given;
+        own.view.lengths = (const int32_t *)(given + 1);
+        given = &own;
+    }
     float *prompt = pack_prompt(layer, given, &packed);
     const struct attend_args *args = prompt == NULL ? given : &packed;
     struct call call = {.layer = layer, .args = args, .ops = isa->ops, .dots = isa->dots};

@@ -47,10 +47,15 @@ static inline void put_parts(vf x, int part, float *tile, int dim)
     _mm_storeu_ps(tile + (4 + part) * dim, _mm256_extractf128_ps((__m256)x, 1));
 }
 
-static void halves(const word16 *in, int count, float *out)
+static inline vf half_vector(const word16 *in)
 {
-    for (int k = 0; k < count; k += 8)
-        _mm256_storeu_ps(out + k, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(in + k))));
+    return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)in));
+}
+
+static inline vf bfloat_vector(const word16 *in)
+{
+    const __m128i x = _mm_loadu_si128((const __m128i *)in);
+    return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16);
 }
 
 #include "decode.h"

@@ -48,10 +48,15 @@ static inline void put_parts(vf x, int part, float *tile, int dim)
     _mm_storeu_ps(tile + (2 * part + 5) * dim, _mm512_extractf32x4_ps(v, 3));
 }
 
-static void halves(const word16 *in, int count, float *out)
+static inline vf half_vector(const word16 *in)
 {
-    for (int k = 0; k < count; k += 16)
-        _mm512_storeu_ps(out + k, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(in + k))));
+    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)in));
+}
+
+static inline vf bfloat_vector(const word16 *in)
+{
+    const __m256i x = _mm256_loadu_si256((const __m256i *)in);
+    return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16);
 }
 
 #include "decode.h"

@@ -39,7 +39,8 @@ struct view {
     int64_t page_bytes;
     const int32_t *block_table;
     int64_t block_stride;
-    const int32_t *lengths, *left_pad, *ring_read_from, *sink_counts, *ring_rows;
+    const int32_t *lengths; /* NULL: they follow attend_args */
+    const int32_t *left_pad, *ring_read_from, *sink_counts, *ring_rows;
     void *ring_key, *ring_value; /* [rows][ring][heads][dim] */
     void *sink_key, *sink_value; /* [rows][sinks][heads][dim] */
     int64_t ring, sinks, dtype;
@@ -53,16 +54,17 @@ struct tokens {
 
 struct attend_args {
     struct view view;
-    struct tokens query, new_key, new_value; /* new_*.data NULL: no new tokens */
+    struct tokens new_key, new_value; /* data NULL: no new tokens */
     int64_t dtype, new_dtype;
     int64_t total, heads;   /* packed queries, query heads */
     const int32_t *cu_seqlens;   /* [batch + 1] */
-    void *out;              /* [total][heads][dim], dtype of the query */
-    float *lse;             /* [total][heads] */
     const void *mask;       /* NULL: none */
     int64_t mask_dtype, mask_batch, mask_head, mask_query, mask_token; /* strides */
     int64_t causal, window; /* window 0: none */
     double scale, softcap;  /* softcap 0: none */
+    struct tokens query;    /* from here on, what is new in each of alike steps */
+    void *out;              /* [total][heads][dim], dtype of the query */
+    float *lse;             /* [total][heads] */
     int64_t threads;
 };
 
@@ -77,9 +79,18 @@ struct append_args {
     int64_t feedback_packed; /* [heads][dim (dim + 1) / 2]: its rows end with the diagonal */
 };
 
-/* Both return 0, or -1 where memory runs out. */
+struct put_args {
+    void *to_key, *to_value;
+    int64_t to_dtype;
+    const void *key, *value;
+    int64_t dtype, count; /* of numbers */
+};
+
+/* These return 0, or -1 where memory runs out. */
 PUBLIC int tightkv_attend(const struct layer *layer, const struct attend_args *args);
 PUBLIC int tightkv_append(const struct layer *layer, const struct append_args *args);
+/* Copies a token's numbers; those beyond the range of `to_dtype` become its largest. */
+PUBLIC void tightkv_put(const struct put_args *args);
 
 /* The instruction sets of this build that this machine has, best first, with commas. */
 PUBLIC const char *tightkv_supported(void);

@@ -269,10 +269,15 @@ static void decode_values(const struct book *book, int dim, const uint8_t *codes
     }
 }
 
-static void halves(const word16 *in, int count, float *out)
+static inline float32x4_t half_vector(const word16 *in)
 {
-    for (int k = 0; k < count; k += 4)
-        vst1q_f32(out + k, vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8((const uint8_t *)(in + k)))));
+    return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8((const uint8_t *)in)));
+}
+
+static inline float32x4_t bfloat_vector(const word16 *in)
+{
+    const uint16x4_t x = vreinterpret_u16_u8(vld1_u8((const uint8_t *)in));
+    return vreinterpretq_f32_u32(vshll_n_u16(x, 16));
 }
 
 #include "simd_attend.h"

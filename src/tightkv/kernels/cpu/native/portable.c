@@ -37,10 +37,16 @@ static inline void put_parts(vf x, int part, float *tile, int dim)
     store(tile + (4 * (part & 1) + (part >> 1)) * dim, x);
 }
 
-static void halves(const word16 *in, int count, float *out)
+static inline vf half_vector(const word16 *in)
 {
-    for (int k = 0; k < count; k++)
-        out[k] = half_to_float(in[k]);
+    return (vf){half_to_float(in[0]), half_to_float(in[1]), half_to_float(in[2]),
+                half_to_float(in[3])};
+}
+
+static inline vf bfloat_vector(const word16 *in)
+{
+    return (vf){bfloat_to_float(in[0]), bfloat_to_float(in[1]), bfloat_to_float(in[2]),
+                bfloat_to_float(in[3])};
 }
 
 #include "decode.h"

@@ -1,9 +1,28 @@
 /* The products and the softmax in the compiler's vector types, once for each instruction set.
    The including file defines LANES, COLUMNS (vectors side by side in a product), OPS_NAME
-   and, before including, the decoders decode_keys, decode_values and halves; BY_LANE where
+   and, before including, the decoders decode_keys and decode_values, and half_vector and
+   bfloat_vector, which read LANES numbers of 16 bits; BY_LANE where
    an instruction multiplies by one lane of a register, SUM_FOUR where one adds neighbours. */
 
+#include "native.h"
 #include "vectors.h"
+
+#define WIDE (LANES == 16 ? 4 : 2) /* vectors side by side in sums of values */
+
+static void halves(const word16 *in, int count, float *out)
+{
+    for (int k = 0; k < count; k += LANES)
+        store(out + k, half_vector(in + k));
+}
+
+/* LANES numbers of a token from the d-th on. */
+ALWAYS vf load_as(const uint8_t *token, int64_t d, const int64_t dtype)
+{
+    if (dtype == FLOAT32)
+        return load((const float *)token + d);
+    const word16 *at = (const word16 *)token + d;
+    return dtype == FLOAT16 ? half_vector(at) : bfloat_vector(at);
+}
 
 ALWAYS void score_part(const float *query, int64_t dim, const float *tile, float *scores,
                        int64_t stride, const int rows, const int columns)
@@ -57,8 +76,8 @@ static void score(const float *query, int rows, int dim, const float *tile, floa
 #endif
 
 /* Four tokens at a time, lanes along the dims. */
-ALWAYS void score_four(const float *query, int64_t dim, const float *keys, int64_t key_stride,
-                       float *scores, int64_t stride, const int rows)
+ALWAYS void score_four(const float *query, int64_t dim, const uint8_t *const *keys,
+                       float *scores, int64_t stride, const int rows, const int64_t dtype)
 {
     vf sum[4][4];
     for (int r = 0; r < rows; r++)
@@ -67,7 +86,7 @@ ALWAYS void score_four(const float *query, int64_t dim, const float *keys, int64
     for (int64_t d = 0; d < dim; d += LANES) {
         vf key[4];
         for (int t = 0; t < 4; t++)
-            key[t] = load(keys + t * key_stride + d);
+            key[t] = load_as(keys[t], d, dtype);
         for (int r = 0; r < rows; r++) {
             const vf q = load(query + r * dim + d);
             for (int t = 0; t < 4; t++)
@@ -78,39 +97,50 @@ ALWAYS void score_four(const float *query, int64_t dim, const float *keys, int64
         SUM_FOUR(scores + r * stride, sum[r]);
 }
 
-static void score_tokens(const float *query, int rows, int dim, const float *keys,
-                         int64_t key_stride, float *scores, int stride)
+ALWAYS void score_all(const float *query, int rows, int dim, const uint8_t *const *keys,
+                      float *scores, int stride, const int64_t dtype)
 {
     for (int r = 0; r < rows; r += 4)
         for (int t = 0; t < BLOCK; t += 4) {
-            const float *q = query + r * dim, *k = keys + t * key_stride;
+            const float *q = query + r * dim;
+            const uint8_t *const *k = keys + t;
             float *s = scores + r * stride + t;
             switch (rows - r) {
-            case 1: score_four(q, dim, k, key_stride, s, stride, 1); break;
-            case 2: score_four(q, dim, k, key_stride, s, stride, 2); break;
-            case 3: score_four(q, dim, k, key_stride, s, stride, 3); break;
-            default: score_four(q, dim, k, key_stride, s, stride, 4);
+            case 1: score_four(q, dim, k, s, stride, 1, dtype); break;
+            case 2: score_four(q, dim, k, s, stride, 2, dtype); break;
+            case 3: score_four(q, dim, k, s, stride, 3, dtype); break;
+            default: score_four(q, dim, k, s, stride, 4, dtype);
             }
         }
 }
 
+static void score_tokens(const float *query, int rows, int dim, const uint8_t *const *keys,
+                         int64_t dtype, float *scores, int stride)
+{
+    switch (dtype) {
+    case FLOAT32: score_all(query, rows, dim, keys, scores, stride, FLOAT32); break;
+    case FLOAT16: score_all(query, rows, dim, keys, scores, stride, FLOAT16); break;
+    default: score_all(query, rows, dim, keys, scores, stride, BFLOAT16);
+    }
+}
+
 ALWAYS void accumulate_part(const float *weights, int64_t stride, int tokens, int64_t dim,
-                            const float *values, int64_t value_stride, float *sums,
-                            const int rows, const int columns)
+                            int64_t d, const uint8_t *const *values, float *sums,
+                            const int rows, const int columns, const int64_t dtype)
 {
     vf sum[4][8];
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < columns; c++)
-            sum[r][c] = load(sums + r * dim + c * LANES);
+            sum[r][c] = load(sums + r * dim + d + c * LANES);
     for (int t = 0; t < tokens; t += 4) {
 #ifdef BY_LANE
         vf w[4];
         for (int r = 0; r < rows; r++)
             w[r] = load(weights + r * stride + t);
 #endif
-        for (int e = 0; e < 4; e++, values += value_stride)
+        for (int e = 0; e < 4; e++)
             for (int c = 0; c < columns; c++) {
-                vf value = load(values + c * LANES);
+                vf value = load_as(values[t + e], d + c * LANES, dtype);
                 for (int r = 0; r < rows; r++)
 #ifdef BY_LANE
                     sum[r][c] = BY_LANE(sum[r][c], value, w[r], e);
@@ -121,34 +151,46 @@ ALWAYS void accumulate_part(const float *weights, int64_t stride, int tokens, in
     }
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < columns; c++)
-            store(sums + r * dim + c * LANES, sum[r][c]);
+            store(sums + r * dim + d + c * LANES, sum[r][c]);
 }
-
 ALWAYS void accumulate_columns(const float *weights, int stride, int rows, int tokens, int dim,
-                               const float *values, int64_t value_stride, float *sums,
-                               const int columns)
+                               int d, const uint8_t *const *values, float *sums,
+                               const int columns, const int64_t dtype)
 {
-    const float *w = weights, *v = values;
-    switch (rows) {
-    case 1: accumulate_part(w, stride, tokens, dim, v, value_stride, sums, 1, columns); break;
-    case 2: accumulate_part(w, stride, tokens, dim, v, value_stride, sums, 2, columns); break;
-    case 3: accumulate_part(w, stride, tokens, dim, v, value_stride, sums, 3, columns); break;
-    default: accumulate_part(w, stride, tokens, dim, v, value_stride, sums, 4, columns);
+    for (int r = 0; r < rows; r += 4) {
+        const float *w = weights + r * stride;
+        float *to = sums + r * dim;
+        switch (rows - r) {
+        case 1: accumulate_part(w, stride, tokens, dim, d, values, to, 1, columns, dtype); break;
+        case 2: accumulate_part(w, stride, tokens, dim, d, values, to, 2, columns, dtype); break;
+        case 3: accumulate_part(w, stride, tokens, dim, d, values, to, 3, columns, dtype); break;
+        default: accumulate_part(w, stride, tokens, dim, d, values, to, 4, columns, dtype);
+        }
     }
 }
 
-static void accumulate(const float *weights, int stride, int rows, int tokens, int dim,
-                       const float *values, int64_t value_stride, float *sums)
+ALWAYS void accumulate_all(const float *weights, int stride, int rows, int tokens, int dim,
+                           const uint8_t *const *values, float *sums, const int64_t dtype)
 {
     int d = 0;
-    for (; d + COLUMNS * LANES <= dim; d += COLUMNS * LANES)
-        for (int r = 0; r < rows; r += 4)
-            accumulate_columns(weights + r * stride, stride, rows - r, tokens, dim, values + d,
-                               value_stride, sums + r * dim + d, COLUMNS);
-    for (; d < dim; d += LANES) /* head_dim 16 more than a multiple, on the widest vectors */
-        for (int r = 0; r < rows; r += 4)
-            accumulate_columns(weights + r * stride, stride, rows - r, tokens, dim, values + d,
-                               value_stride, sums + r * dim + d, 1);
+    for (; d + WIDE * LANES <= dim; d += WIDE * LANES)
+        accumulate_columns(weights, stride, rows, tokens, dim, d, values, sums, WIDE, dtype);
+    for (; d < dim; d += LANES)
+        accumulate_columns(weights, stride, rows, tokens, dim, d, values, sums, 1, dtype);
+}
+
+static void accumulate(const float *weights, int stride, int rows, int tokens, int dim,
+                       const uint8_t *const *values, int64_t dtype, float *sums)
+{
+    switch (dtype) {
+    case FLOAT32:
+        accumulate_all(weights, stride, rows, tokens, dim, values, sums, FLOAT32);
+        break;
+    case FLOAT16:
+        accumulate_all(weights, stride, rows, tokens, dim, values, sums, FLOAT16);
+        break;
+    default: accumulate_all(weights, stride, rows, tokens, dim, values, sums, BFLOAT16);
+    }
 }
 
 #define AT_ONCE (LANES == 16 ? 2 : 4)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tightkv.config import PRESETS, KVQuantConfig
 from tightkv.files.atomic import check_appendable
 from tightkv.tools.cli.bench import show
-from tightkv.tools.cli.shared.options import add_options
+from tightkv.tools.cli.shared.options import add_options, check_least
 from tightkv.tools.cli.shared.output import (
     MissingPackageError,
     add_output_options,
@@ -202,9 +202,7 @@ def _on_a_cpu(args: argparse.Namespace, presets: Sequence[str]) -> Iterator[Row]
     for option in ("ragged", "shortest", "against"):
         if getattr(args, option):
             raise ValueError(f"--{option} is for GPUs; leave it out, or use --device cuda")
-    for name in ("repeats", "threads"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise ValueError(f"--{name} {getattr(args, name)}; it must be at least 1")
+    check_least(args, repeats=1, threads=1)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     shapes = _shapes(args, cpu.SHAPES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tightkv.tools.bench.engine_plan import what_is_measured
 from tightkv.tools.cli.shared.output import format_table, save_plot
 
 Row = dict[str, Any]
@@ -22,7 +23,7 @@ def label(row: Row) -> str:
     if row["bench"] == "serve":
         return str(row["server"])
     if row["bench"] == "engine":
-        return f"{row['kv']}, {'failed' if 'error' in row else _measured(row)}"
+        return f"{row['kv']}, {'failed' if 'error' in row else what_is_measured(row)}"
     if row["bench"] == "model":
         return f"{row['preset']}, {row['batch']} x {row['context']} tokens"
     if "shape" not in row:
@@ -33,12 +34,6 @@ def label(row: Row) -> str:
     shortest = s.get("shortest") or (1024 if s.get("ragged") else None)
     tokens = f"{shortest} to {s['tokens']}" if shortest else s["tokens"]
     return f"{row['preset']} {row['kernels']}, {s['batch']} x {tokens} tokens, {heads}"
-
-
-def _measured(row: Row) -> str:
-    from tightkv.tools.bench.engine_plan import what_is_measured
-
-    return what_is_measured(row)
 
 
 def figures(row: Row) -> str:
@@ -89,6 +84,7 @@ def draw(rows: Sequence[Row], path: str) -> None:
         axes.barh([label(row) for row in rows], [_ratios(row)[name] for row in rows])
         axes.axvline(1.0, color="black", linewidth=0.8)
         axes.invert_yaxis()
+        axes.grid(visible=False)
         axes.set_xlabel(f"{rows[0]['bench']}: {name.replace('_', ' ')}")
 
 
@@ -114,7 +110,7 @@ def _by_cache(title: str, rows: Sequence[Row], cells: dict[str, Callable[[Row], 
     lines: dict[str, dict[str, str]] = {}
     for row in rows:
         for name, cell in cells.items():
-            lines.setdefault(f"{name}{_measured(row)}", {})[row["kv"]] = cell(row)
+            lines.setdefault(f"{name}{what_is_measured(row)}", {})[row["kv"]] = cell(row)
     table = [[name, *(of.get(kv, "-") for kv in caches)] for name, of in lines.items()]
     return format_table((title, *caches), table)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from tightkv.config import PRESETS
 from tightkv.files.atomic import check_appendable
 from tightkv.tools.cli.shared.loading import need_transformers
-from tightkv.tools.cli.shared.options import add_options
+from tightkv.tools.cli.shared.options import add_options, check_least
 from tightkv.tools.cli.shared.output import add_output_options, check_plot, emit
 from tightkv.tools.cli.shared.server_file import model_of
 from tightkv.tools.eval.configs import parse_configs
@@ -144,9 +144,7 @@ def _fill_sizes(args: argparse.Namespace) -> None:
     for name, (default, quick, least, _) in SIZES.items():
         if getattr(args, name) is None:
             setattr(args, name, quick if args.quick else default)
-        if getattr(args, name) < least:
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(f"{flag} {getattr(args, name)}; it must be at least {least}")
+        check_least(args, **{name: least})
     if args.contexts:
         if min(args.contexts) < 1:
             raise ValueError(f"--contexts {min(args.contexts)}; a context must be at least 1 token")

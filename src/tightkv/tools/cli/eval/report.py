@@ -3,44 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from tightkv.tools.cli.shared.output import format_table, human_bytes
 
+Column = tuple[str, Callable[[dict[str, Any]], str]]
+"""A title, and what it says of a row."""
 # Tasks with a table of their own stand only in the table of several models.
 _ALONE = ("free", "passkey", "recall", "tools", "lambada", "gsm8k")
 _TOGETHER = ("quality", *_ALONE, "needles", "greedy")
 
 
 def as_text(data: dict[str, Any]) -> str:
+    rows, s = data["rows"], data["settings"]
     parts = [_head(data)]
     if data["reference"]["perplexity"] is not None:
-        parts += ["", _quality_title(data), _quality_table(data)]
+        parts += ["", _quality_title(data), _table(rows, _quality_columns(s["window"]))]
     if data["reference"]["needles"]:
-        asked = data["settings"]["needles"]
-        parts += ["", f"Needles found, of {asked} at each context:", _needle_table(data)]
-    if any(row["greedy"] for row in data["rows"]):
-        parts += ["", _greedy_title(data), _greedy_table(data)]
-    header, rows = _against_exact([data], _ALONE)
-    if len(header) > 1:
-        parts += [
-            "",
-            "Against the uncompressed cache (its own figures in parentheses):",
-            format_table(header, rows),
-        ]
+        parts += ["", f"Needles found, of {s['needles']} at each context:", _needle_table(data)]
+    if rows[0]["greedy"]:
+        title = (
+            f"Greedy tokens before the texts diverge, {s['prompts']} prompts of "
+            f"{s['prompt_tokens']} tokens, {s['new_tokens']} at most:"
+        )
+        parts += ["", title, _table(rows, _GREEDY_COLUMNS)]
+    if columns := _columns_of(rows, _ALONE):
+        title = "Against the uncompressed cache (its own figures in parentheses):"
+        parts += ["", title, _table(rows, columns)]
     parts += [f"note: {note}" for note in data["notes"]]
     return "\n".join(parts)
 
 
 def models_as_text(models: Sequence[dict[str, Any]]) -> str:
     """One table of all models and configs."""
-    header, rows = _against_exact(models, _TOGETHER)
-    names = [data["model"]["name"] for data in models for _ in data["rows"]]
-    cells = [[name, *row] for name, row in zip(names, rows, strict=True)]
+    rows = [
+        {**row, "exact": data["reference"], "model": data["model"]["name"]}
+        for data in models
+        for row in data["rows"]
+    ]
+    table = _table(rows, _columns_of(rows, _TOGETHER), [("model", lambda row: row["model"])])
     seconds = sum(data["seconds"] for data in models)
     notes = {f"note: {data['model']['name']}: {note}" for data in models for note in data["notes"]}
     title = f"{len(models)} models, the worst first; {seconds:.0f} s"
-    return "\n".join([title, "", format_table(["model", *header], cells), *sorted(notes)])
+    return "\n".join([title, "", table, *sorted(notes)])
 
 
 def worst_first(models: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -72,14 +78,18 @@ def _loss(data: dict[str, Any]) -> float:
     return 0.0
 
 
-def _against_exact(
-    models: Sequence[dict[str, Any]], tasks: Sequence[str]
-) -> tuple[list[str], list[list[str]]]:
-    """A header and a row per config: the columns of the tasks that were run."""
-    rows = [{**row, "exact": data["reference"]} for data in models for row in data["rows"]]
-    columns = columns_of([task for task in tasks if rows[0][task] is not None])
-    header = ["cache", *(title for title, _ in columns)]
-    return header, [[row["name"], *(cell(row) for _, cell in columns)] for row in rows]
+def _columns_of(rows: Sequence[dict[str, Any]], tasks: Sequence[str]) -> list[Column]:
+    """Those of the tasks that were run."""
+    return [column for task in tasks if rows[0][task] is not None for column in _COLUMNS[task]]
+
+
+def _table(
+    rows: Sequence[dict[str, Any]], columns: Sequence[Column], first: Sequence[Column] = ()
+) -> str:
+    """A line per config."""
+    columns = [*first, ("cache", lambda row: row["name"]), *columns]
+    cells = [[cell(row) for _, cell in columns] for row in rows]
+    return format_table([title for title, _ in columns], cells)
 
 
 def file_rows(data: dict[str, Any]) -> list[dict[str, Any]]:
@@ -106,30 +116,26 @@ def _quality_title(data: dict[str, Any]) -> str:
     )
 
 
-def _quality_table(data: dict[str, Any]) -> str:
-    window = data["settings"]["window"]
-    header = ["cache", "bits K", "bits V", "KL", "KL p99", "KL p99.9", "top-1"]
-    header += ["perplexity", "change"]
-    header += [f"bytes at {window}", "smaller"]
-    rows = []
-    for row in data["rows"]:
-        quality = row["quality"]
-        rows.append(
-            [
-                row["name"],
-                f"{row['bits']['key']:.3g}",
-                f"{row['bits']['value']:.3g}",
-                f"{quality['kl']:.5f}",
-                f"{quality['kl_p99']:.4f}",
-                f"{quality['kl_p999']:.4f}",
-                f"{quality['top1']:.2%}",
-                f"{quality['perplexity']:.3f}",
-                f"{quality['perplexity_increase']:+.2%}",
-                human_bytes(quality["bytes_held"]),
-                f"{quality['ratio']:.2f}x",
-            ]
-        )
-    return format_table(header, rows)
+def _quality_columns(window: int) -> list[Column]:
+    forms = {
+        "KL": ("kl", "{:.5f}"),
+        "KL p99": ("kl_p99", "{:.4f}"),
+        "KL p99.9": ("kl_p999", "{:.4f}"),
+        "top-1": ("top1", "{:.2%}"),
+        "perplexity": ("perplexity", "{:.3f}"),
+        "change": ("perplexity_increase", "{:+.2%}"),
+    }
+    return [
+        ("bits K", lambda row: f"{row['bits']['key']:.3g}"),
+        ("bits V", lambda row: f"{row['bits']['value']:.3g}"),
+        *((title, partial(_figure, *form)) for title, form in forms.items()),
+        (f"bytes at {window}", lambda row: human_bytes(row["quality"]["bytes_held"])),
+        ("smaller", partial(_figure, "ratio", "{:.2f}x")),
+    ]
+
+
+def _figure(name: str, form: str, row: dict[str, Any]) -> str:
+    return form.format(row["quality"][name])
 
 
 def _needle_table(data: dict[str, Any]) -> str:
@@ -144,29 +150,6 @@ def _needle_cells(name: str, entries: Sequence[dict[str, Any]]) -> list[object]:
     found = [entry["found"] for entry in entries]
     asked = sum(entry["asked"] for entry in entries)
     return [name, *found, f"{sum(found)} of {asked}"]
-
-
-def _greedy_title(data: dict[str, Any]) -> str:
-    s = data["settings"]
-    return (
-        f"Greedy tokens before the texts diverge, {s['prompts']} prompts of {s['prompt_tokens']} "
-        f"tokens, {s['new_tokens']} at most:"
-    )
-
-
-def _greedy_table(data: dict[str, Any]) -> str:
-    rows = [
-        [row["name"], f"{row['greedy']['median']:g}", row["greedy"]["min"]] for row in data["rows"]
-    ]
-    return format_table(["cache", "median", "least"], rows)
-
-
-Column = tuple[str, Callable[[dict[str, Any]], str]]
-
-
-def columns_of(tasks: Sequence[str]) -> list[Column]:
-    """A title and what it says of a row, for every task in this order."""
-    return [column for task in tasks for column in _COLUMNS[task]]
 
 
 def _difference(task: str, field: str = "log_prob") -> Callable[[dict[str, Any]], str]:
@@ -221,3 +204,7 @@ _COLUMNS: dict[str, list[Column]] = {
     "needles": [("needles", _needles)],
     "greedy": [("greedy", lambda row: f"{row['greedy']['median']:g} of {row['greedy']['cap']}")],
 }
+_GREEDY_COLUMNS: list[Column] = [
+    ("median", lambda row: f"{row['greedy']['median']:g}"),
+    ("least", lambda row: row["greedy"]["min"]),
+]

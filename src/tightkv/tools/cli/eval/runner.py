@@ -13,6 +13,7 @@ import torch
 
 from tightkv.config import KVQuantConfig
 from tightkv.integrations.transformers import TightCache
+from tightkv.tools.cli.eval.command import SIZES
 from tightkv.tools.cli.eval.tasks import TaskBuilder, check_lengths
 from tightkv.tools.cli.info import collect
 from tightkv.tools.cli.shared.loading import load_for
@@ -21,19 +22,14 @@ from tightkv.tools.cli.shared.progress import QUICK_SECONDS, Progress, Working
 from tightkv.tools.eval import results
 from tightkv.tools.eval.forward import MakeCache
 from tightkv.tools.eval.result_store import Store, result_key
-from tightkv.tools.eval.results import bits_of, kernels_of
 from tightkv.tools.eval.tasks.base import Task
 from tightkv.tools.eval.text import Text, read_texts
 from tightkv.tools.model_loading.load import quiet
 from tightkv.tools.model_loading.source import BUNDLED_NAME
 
 SCHEMA = 2
+_SETTINGS = ("temperature", "seed", *(name for name in SIZES if name != "max_context"))
 _ABOUT = ("config", "kernels", "calibration")
-_SETTINGS = (
-    *("window", "windows", "prefill", "chunk", "batch", "needles", "depths", "calls"),
-    *("prompts", "prompt_tokens", "new_tokens", "temperature", "seed"),
-    *("limit", "shots", "answer_tokens"),
-)
 
 
 def evaluate(
@@ -85,7 +81,7 @@ def _evaluate_model(
         "texts": results.text_facts(texts),
         "settings": {
             "tasks": args.tasks,
-            **{setting: getattr(args, setting) for setting in _SETTINGS},
+            **{name: getattr(args, name) for name in _SETTINGS},
             "contexts": builder.contexts,
         },
         "seconds": time.monotonic() - start,
@@ -107,20 +103,17 @@ class ModelRun:
     ) -> None:
         self.model, self.facts, self.store = model, facts, store
         self.architecture = results.architecture(model)
-        self.caches: dict[str, MakeCache] = {
-            name: partial(TightCache, cfg, model=model, eager=True) for name, cfg in configs.items()
-        }
-        self.about = {name: self._about(make) for name, make in self.caches.items()}
-
-    def _about(self, make: MakeCache) -> dict[str, Any]:
-        """The config that is really used: some models get more bits in some layers."""
-        cache = make()
-        found = cache.calibration  # a file may change under its name
-        return {
-            "config": cache.quant.to_dict(),
-            "kernels": kernels_of(self.model, make),
-            "calibration": None if found is None else found.checksum,
-        }
+        self.caches: dict[str, MakeCache] = {}
+        self.about: dict[str, dict[str, Any]] = {}
+        for name, cfg in configs.items():
+            make = self.caches[name] = partial(TightCache, cfg, model=model, eager=True)
+            cache = make()
+            found = cache.calibration  # a file may change under its name
+            self.about[name] = {
+                "config": cache.quant.to_dict(),  # some models get more bits in some layers
+                **results.cache_facts(model, make),
+                "calibration": None if found is None else found.checksum,
+            }
 
     def measure(
         self, tasks: Sequence[Task], all_tasks: Sequence[str]
@@ -129,12 +122,10 @@ class ModelRun:
         rows: dict[str, dict[str, Any]] = {
             name: {
                 "name": name,
-                "config": self.about[name]["config"],
-                "kernels": self.about[name]["kernels"],
-                "bits": bits_of(self.model, make).as_dict(),
+                **{key: about[key] for key in ("config", "kernels", "bits")},
                 **dict.fromkeys(all_tasks),
             }
-            for name, make in self.caches.items()
+            for name, about in self.about.items()
         }
         reference: dict[str, Any] = {"perplexity": None, "needles": None}
         for task in tasks:
@@ -176,7 +167,7 @@ class ModelRun:
         about = {
             "model": {key: self.facts[key] for key in ("fingerprint", "dtype", "device")},
             "architecture": self.architecture,
-            **(dict.fromkeys(_ABOUT) if name is None else self.about[name]),
+            **{key: name and self.about[name][key] for key in _ABOUT},
             "task": task.name,
             "settings": task.settings,
         }

@@ -9,15 +9,16 @@ from typing import Any
 from tightkv.config import KVQuantConfig
 from tightkv.tools.eval.forward import max_positions
 from tightkv.tools.eval.tasks.base import Task
-from tightkv.tools.eval.tasks.free_running import FreeTask
+from tightkv.tools.eval.tasks.free_running import FreeTask, GreedyTask
 from tightkv.tools.eval.tasks.gsm8k import build_gsm8k
-from tightkv.tools.eval.tasks.lambada import build_lambada
-from tightkv.tools.eval.tasks.needles import build_haystack, make_needles
-from tightkv.tools.eval.tasks.passkey import build_passkeys
-from tightkv.tools.eval.tasks.probes import ProbeTask
-from tightkv.tools.eval.tasks.quality import Schedule, check_compresses
-from tightkv.tools.eval.tasks.recall import build_recall
-from tightkv.tools.eval.tasks.standalone import GreedyTask, NeedleTask, QualityTask
+from tightkv.tools.eval.tasks.needles import NeedleTask, build_haystack, make_needles
+from tightkv.tools.eval.tasks.probes import (
+    ProbeTask,
+    build_lambada,
+    build_passkeys,
+    build_recall,
+)
+from tightkv.tools.eval.tasks.quality import QualityTask, Schedule, check_compresses
 from tightkv.tools.eval.tasks.tools import ToolTask, build_conversation
 from tightkv.tools.eval.text import Text
 from tightkv.tools.eval.windows import Windows, cut_windows
@@ -59,19 +60,17 @@ class TaskBuilder:
         return FreeTask(self._prompts(), a.new_tokens, a.temperature, a.seed, a.batch)
 
     def _greedy(self) -> Task:
-        return GreedyTask(self._prompts(), self.args.new_tokens)
+        return GreedyTask(self._prompts(), self.args.new_tokens, batch=self.args.batch)
 
     def _passkey(self) -> Task:
-        text, a = self._text(), self.args
-        passages = [
-            build_passkeys(self.tokenizer, text, context, a.depths, a.seed)
-            for context in self.contexts
-        ]
+        how = self.args.depths, self.args.seed
+        text = self._text()
+        passages = (build_passkeys(self.tokenizer, text, n, *how) for n in self.contexts)
         return ProbeTask("passkey", tuple(passages))
 
     def _recall(self) -> Task:
-        a = self.args
-        passages = [build_recall(self.tokenizer, n, a.depths, a.seed) for n in self.contexts]
+        how = self.args.depths, self.args.seed
+        passages = (build_recall(self.tokenizer, n, *how) for n in self.contexts)
         return ProbeTask("recall", tuple(passages))
 
     def _tools(self) -> Task:

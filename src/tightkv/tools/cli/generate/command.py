@@ -10,7 +10,7 @@ from tightkv.tools.cli.generate.prompt import check_length, encode, long_context
 from tightkv.tools.cli.shared import terminal
 from tightkv.tools.cli.shared.config_flags import OFF_LINE, options_from_args
 from tightkv.tools.cli.shared.loading import load_for, need_transformers
-from tightkv.tools.cli.shared.options import Commands, add_command
+from tightkv.tools.cli.shared.options import Commands, add_command, check_least
 from tightkv.tools.cli.shared.output import emit, print_status
 from tightkv.tools.cli.shared.server_file import model_of
 from tightkv.tools.model_loading.source import DTYPE_NAMES, check_source
@@ -72,15 +72,7 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> None:
     if args.prompt and args.prompt_file is not None:
         raise ValueError("--prompt and --prompt-file both give the prompt; keep one of them")
-    for flag, value, least in (
-        ("--max-new-tokens", args.max_new_tokens, 1),
-        ("--long-prompt", args.long_prompt, 1),
-        ("--temperature", args.temperature, 0),
-        ("--top-k", args.top_k, 1),
-        ("--seed", args.seed, 0),
-    ):
-        if value is not None and not least <= value < float("inf"):
-            raise ValueError(f"{flag} {value}; it must be at least {least}")
+    check_least(args, max_new_tokens=1, long_prompt=1, temperature=0, top_k=1, seed=0)
     if args.top_p is not None and not 0 < args.top_p <= 1:
         raise ValueError(f"--top-p {args.top_p}; it must be above 0 and at most 1")
     if args.temperature == 0 and (args.top_p is not None or args.top_k is not None):

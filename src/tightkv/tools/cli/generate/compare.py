@@ -17,8 +17,7 @@ from tightkv.config import KVQuantConfig
 from tightkv.integrations.transformers import TightCache
 from tightkv.tools.cli.generate.live import layer_progress
 from tightkv.tools.cli.shared.output import print_status
-from tightkv.tools.eval.forward import TAIL_TOKENS, keeps_logits
-from tightkv.tools.eval.prompts import common_prefix
+from tightkv.tools.eval.forward import last_logits, shared_tokens
 from tightkv.tools.eval.tasks.needles import Needle, make_needles, says
 
 Cache = TypeVar("Cache", DynamicCache, TightCache)
@@ -83,7 +82,7 @@ def mean_kl(
     """
     if len(tokens) < 2:
         return None
-    model(prompt, past_key_values=cache, **_last_logits(model))
+    model(prompt, past_key_values=cache, **last_logits(model))
     forced = torch.tensor([list(tokens[:-1])], device=prompt.device)
     total = 0.0
     for start in range(0, forced.shape[1], CHUNK):
@@ -92,10 +91,6 @@ def mean_kl(
         wanted = logits[start + 1 : start + 1 + len(seen)].float().log_softmax(-1)
         total += F.kl_div(seen, wanted.to(seen.device), reduction="sum", log_target=True).item()
     return max(0.0, total / forced.shape[1])
-
-
-def _last_logits(model: Any) -> dict[str, int]:
-    return {"logits_to_keep": 1} if keeps_logits(model) else {}
 
 
 class SharedPrompt:
@@ -109,7 +104,7 @@ class SharedPrompt:
         if self.tokens:
             cache = DynamicCache(config=model.config)
             with layer_progress(model, "prompt, once for all caches: layers"), torch.no_grad():
-                model(ids, past_key_values=cache, **_last_logits(model))
+                model(ids, past_key_values=cache, **last_logits(model))
             self.states = [(layer.keys, layer.values) for layer in cache.layers]
         self.seconds = time.perf_counter() - start
         """What reading took."""
@@ -139,7 +134,7 @@ def can_share(model: Any) -> bool:
 def read_shared(model: Any, ids: Tensor, question: Tensor | None) -> SharedPrompt:
     """All of a prompt [1, N] but its last tokens, and what another prompt does not share."""
     prompts = [prompt[0].tolist() for prompt in (ids, question) if prompt is not None]
-    count = max(0, common_prefix(prompts) - TAIL_TOKENS) if can_share(model) else 0
+    count = shared_tokens(prompts) if can_share(model) else 0
     if count:
         print_status(f"prompt of {ids.shape[1]} tokens, {count} of them read once")
     return SharedPrompt(model, ids[:, :count])

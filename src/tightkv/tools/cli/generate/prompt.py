@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tightkv.tools.eval.prompts import as_chat
+
 QUESTION = "Give a short summary of the text above."
 _FIRST_TOPIC = "execmodel"
 
@@ -50,12 +52,7 @@ def encode(tokenizer: Any, prompts: list[str], raw: bool) -> Any:
     """input_ids and attention_mask [B, tokens], padded on the left."""
     chat = not raw and getattr(tokenizer, "chat_template", None) is not None
     if chat:
-        prompts = [
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
-            )
-            for prompt in prompts
-        ]
+        prompts = [as_chat(tokenizer, prompt) for prompt in prompts]
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     # A template writes its own first token.

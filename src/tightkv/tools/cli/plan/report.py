@@ -123,7 +123,6 @@ def _draw_growth(
     axes.set_xlabel("tokens of context" + (f", {data['batch']} requests" * (data["batch"] > 1)))
     axes.set_xticks([longest * i // 4 for i in range(5)])
     axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1024:.0f}k" if x >= 8192 else f"{x:.0f}")
-    axes.grid(alpha=0.25)
 
 
 def _spread(heights: list[int], gap: float) -> list[float]:
@@ -151,5 +150,5 @@ def _draw_bars(axes: Any, data: dict[str, Any], colours: list[Any]) -> None:
     axes.bar_label(bars, texts, padding=3, fontsize=8)
     axes.invert_yaxis()
     axes.margins(x=0.22)
+    axes.grid(visible=False)
     axes.set_xlabel(label)
-    axes.spines[["top", "right"]].set_visible(False)

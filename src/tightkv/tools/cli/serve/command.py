@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tightkv import __version__
-from tightkv.config import PRESETS, KVQuantConfig, Windows, is_off
+from tightkv.config import KVQuantConfig, Windows, is_off
 from tightkv.fit import Checkpoint, fit_bits
 from tightkv.tools.cli.serve.vllm_options import (
     name_of,
@@ -22,7 +22,12 @@ from tightkv.tools.cli.serve.vllm_options import (
     with_ours,
 )
 from tightkv.tools.cli.shared import terminal
-from tightkv.tools.cli.shared.config_flags import OFF_LINE, add_config_flags, options_from_args
+from tightkv.tools.cli.shared.config_flags import (
+    OFF_LINE,
+    add_config_flags,
+    options_from_args,
+    shortest,
+)
 from tightkv.tools.cli.shared.options import add_options
 from tightkv.tools.cli.shared.output import (
     MissingPackageError,
@@ -145,16 +150,6 @@ def server_command(
         ours |= {"sliding_windows": windows} if windows else {}
     options = with_ours(vllm_options, read_vllm_file(vllm_options), ours)
     return [sys.executable, "-m", SERVER, "--model", model, *options]
-
-
-def shortest(config: KVQuantConfig) -> dict[str, Any]:
-    """The fewest fields that `KVQuantConfig.from_dict` makes this config of."""
-
-    def beside(preset: str) -> dict[str, Any]:
-        base = KVQuantConfig.preset(preset).to_dict()
-        return {name: v for name, v in config.to_dict().items() if v != base[name]}
-
-    return min(({"preset": preset, **beside(preset)} for preset in PRESETS), key=len)
 
 
 def _parse(args: argparse.Namespace) -> tuple[str | None, list[str]]:

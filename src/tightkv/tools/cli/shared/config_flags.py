@@ -76,6 +76,16 @@ def given_fields(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, _DEST + name) for name in names if hasattr(args, _DEST + name)}
 
 
+def shortest(config: KVQuantConfig) -> dict[str, Any]:
+    """The fewest fields that `KVQuantConfig.from_dict` makes this config of."""
+
+    def beside(preset: str) -> dict[str, Any]:
+        base = KVQuantConfig.preset(preset).to_dict()
+        return {name: v for name, v in config.to_dict().items() if v != base[name]}
+
+    return min(({"preset": preset, **beside(preset)} for preset in PRESETS), key=len)
+
+
 def field_docs() -> dict[str, str]:
     """The line of documentation that follows each field in the source of the config."""
     try:

@@ -25,15 +25,19 @@ def add_command(
     options: str = "",
     model: bool = False,
     config: bool = False,
+    plot: str | None = None,
 ) -> argparse.ArgumentParser:
-    """A command with `options`, those of its output, and if it takes them a model and a config."""
+    """A command with `options`, those of its output, and if it takes them a model and a config.
+
+    `plot`: the help of --plot, if it draws.
+    """
     parser = commands.add_parser(name, description=description)
     if model:
         about = f"model folder or hub id (default: the bundled {BUNDLED_NAME})"
         parser.add_argument("model", nargs="?", help=about)
     if options:
         add_options(parser, options)
-    add_output_options(parser)
+    add_output_options(parser, plot)
     if config:
         add_config_flags(parser)
     return parser
@@ -54,6 +58,15 @@ def add_options(parser: argparse._ActionsContainer, text: str) -> None:
             raise ValueError(f"{line!r}; give --name=DEFAULT WORD  HELP")
         name, default, word, more, about = found.groups()
         parser.add_argument(*name.split(", "), help=about, **_options(default, word, more))
+
+
+def check_least(args: argparse.Namespace, **least: int) -> None:
+    """Raise if an option that is given is below its least value, or no number."""
+    for name, low in least.items():
+        value = getattr(args, name)
+        if value is not None and not low <= value < float("inf"):
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"{flag} {value}; it must be at least {low}")
 
 
 def _options(default: str | None, word: str | None, more: str | None) -> dict[str, Any]:

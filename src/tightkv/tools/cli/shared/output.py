@@ -20,6 +20,15 @@ _UNITS = {
     **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", start=1)},
 }
 _PLOT_SUFFIXES = (".png", ".svg", ".pdf")
+_PLOT_STYLE = {
+    "axes.grid": True,
+    "grid.alpha": 0.25,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 11,
+    "legend.frameon": False,
+}
 
 
 class MissingPackageError(ImportError):
@@ -32,12 +41,6 @@ class MissingPackageError(ImportError):
 def print_status(line: str) -> None:
     """A line of progress on standard error."""
     terminal.print_line(f"tightkv: {line}")
-
-
-def print_expected(tokens: int, seconds: float) -> None:
-    """How long so many tokens will take."""
-    duration = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
-    print_status(f"{tokens} tokens; this takes about {duration}")
 
 
 class _PrintSchema(argparse.Action):
@@ -137,11 +140,11 @@ def check_plot(path: str | Path) -> None:
 def save_plot(path: str | Path, width: float = 8.0, height: float = 5.0) -> Iterator[Any]:
     """Gives a matplotlib figure and writes it to `path` afterwards; needs no display."""
     check_plot(path)
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    yield figure
-    with whole_file(path) as temporary:
-        figure.savefig(temporary, dpi=150, format=Path(path).suffix[1:])
+    with rc_context(_PLOT_STYLE):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        yield figure
+        with whole_file(path) as temporary:
+            figure.savefig(temporary, dpi=150, format=Path(path).suffix[1:])

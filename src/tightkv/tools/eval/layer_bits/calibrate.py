@@ -9,10 +9,7 @@ cost least at the bytes a preset takes (k2v2: at most 3% more).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
-
-import torch
 
 import tightkv
 from tightkv.config import KVQuantConfig
@@ -24,11 +21,12 @@ from tightkv.integrations.transformers.query_probe import probed
 from tightkv.math.centers import Centers
 from tightkv.math.feedback import QueryMetric
 from tightkv.pages.layout import page_layout
-from tightkv.tools.eval.forward import Bars, advance_bar
-from tightkv.tools.eval.layer_bits.search import SEARCHED_BITS, Option, least_kl
+from tightkv.tools.eval.forward import Bars, no_bars
+from tightkv.tools.eval.layer_bits.search import SEARCHED_BITS, least_kl, options_of
 from tightkv.tools.eval.layer_bits.sensitivity import (
-    Layer,
+    Coding,
     Moments,
+    compressible,
     layer_costs,
     moments,
     observe,
@@ -49,13 +47,12 @@ class Calibrator:
     """Measures one model on one set of windows."""
 
     def __init__(
-        self, model: Any, windows: Windows, bars: Bars | None = None, prefill: int = PREFILL
+        self, model: Any, windows: Windows, bars: Bars = no_bars, prefill: int = PREFILL
     ) -> None:
         self.model, self.windows, self.first = model, windows, prefill
-        self.bars = bars or (lambda title, total: nullcontext())
+        self.bars = bars
         self.base = KVQuantConfig(protect_keys=False)
-        cache = TightCache(self.base, model=model)
-        self.numbers = [i for i, x in enumerate(cache.layers) if isinstance(x, TightLayer)]
+        self.numbers = compressible(model)
         self.metrics: dict[int, QueryMetric] = {}
         self.centers: dict[int, Centers] = {}
         self.costs: dict[int, Costs] = {}
@@ -92,18 +89,17 @@ class Calibrator:
                 sums[n] = sums[n] + own if n in sums else own
                 plain[n] = layer.softcap is None and layer.sink is None
                 self._shapes[n] = layer.key.shape[1], layer.key.shape[3]
-                advance_bar(bar)
+                bar.advance(1)
         self.metrics = {n: QueryMetric(total.metric.cpu()) for n, total in sums.items()}
         self.centers = {n: total.centers() for n, total in sums.items() if plain[n]}
 
     def _estimate(self, bar: Any) -> None:
         """By the gradients of one window: bits depend on ratios of costs, which are far apart."""
-        ids, generator = self.windows.ids[:1], torch.Generator("cpu").manual_seed(0)
-        layers: dict[int, Layer] = record(self.model, ids, self.numbers, self.first, generator)[0]
+        layers = record(self.model, self.windows.ids[:1], self.numbers, self.first)[0]
         for n in self.numbers:
-            how = self.metrics[n], self.centers.get(n), probed(self.model).scales.get(n)
-            self.costs[n] = Costs(*layer_costs(layers.pop(n), self.base, self.first, *how))
-            advance_bar(bar)
+            how = Coding(self.metrics[n], self.centers.get(n), probed(self.model).scales.get(n))
+            self.costs[n] = layer_costs(layers.pop(n), self.base, self.first, how)
+            bar.advance(1)
 
     def bits(self, preset: KVQuantConfig) -> str:
         """`layer_bits` of the least KL at the bytes that the preset takes in this model.
@@ -118,20 +114,17 @@ class Calibrator:
         if preset.key_bits == preset.value_bits == min(SEARCHED_BITS):
             plain = sum(page_layout(preset, *self._shapes[n]).bytes_per_token for n in own)
             size = max(size, (1 + GROWTH) * plain)
-        chosen = least_kl({n: self._options(preset, n, cfg) for n, cfg in own.items()}, size)
+        options = {
+            n: options_of(
+                preset,
+                self._shapes[n],
+                self.costs[n],
+                cfg.key_bits if cfg.key_bits > preset.key_bits else 0,
+            )
+            for n, cfg in own.items()
+        }
+        chosen = least_kl(options, size)
         assert chosen is not None  # the preset itself is among them
         common = preset.key_bits, preset.value_bits
         others = {n: option.bits for n, option in chosen.items() if option.bits != common}
         return ",".join(f"{n}=k{k}v{v}" for n, (k, v) in others.items())
-
-    def _options(self, preset: KVQuantConfig, n: int, own: KVQuantConfig) -> list[Option]:
-        raised = own.key_bits > preset.key_bits
-        found = []
-        for k in SEARCHED_BITS:
-            for v in SEARCHED_BITS:
-                if raised and k < own.key_bits:
-                    continue
-                cfg = preset.replace(key_bits=k, value_bits=v)
-                size = page_layout(cfg, *self._shapes[n]).bytes_per_token
-                found.append(Option((k, v), size, self.costs[n].key[k] + self.costs[n].value[v]))
-        return found

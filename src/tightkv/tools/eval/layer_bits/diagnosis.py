@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tightkv.config import KVQuantConfig
-from tightkv.tools.eval.layer_bits.sensitivity import Costs
+from tightkv.fit.calibration import Costs
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,9 @@ class LayerReport:
 
     layer: int
     """Its number in the model."""
-    key_kl: Costs
+    key_kl: dict[int, float]
     """Estimated KL, by bits, with this layer's keys alone coded."""
-    value_kl: Costs
+    value_kl: dict[int, float]
     """The same for its values."""
     mean_share: float | None
     """Share of its keys' energy that lies in page means, in its worst head; None if not measured,
@@ -101,17 +101,16 @@ Energies = Mapping[int, tuple[Tensor, Tensor]]
 """`key_energy` of each layer."""
 
 
-def layer_reports(
-    model: Any, keys: Mapping[int, Costs], values: Mapping[int, Costs], energies: Energies
-) -> list[LayerReport]:
+def layer_reports(model: Any, costs: Mapping[int, Costs], energies: Energies) -> list[LayerReport]:
     """One for each layer, from what coded keys and values cost. Energies may be unknown."""
-    typical = median(keys[n][4] + values[n][4] for n in keys)
+    at_four = {n: of.key[4] + of.value[4] for n, of in costs.items()}
+    typical = max(median(at_four.values()), 1e-30)
     centered = [rest for _, rest in energies.values()]
     usual = torch.cat(centered).median().clamp_min(1e-30) if centered else None
     biases = _key_biases(model)
     reports = []
-    for n in keys:
-        times = (keys[n][4] + values[n][4]) / max(typical, 1e-30)
+    for n, of in costs.items():
+        times = at_four[n] / typical
         warnings, share, head = [], None, None
         if times > _SENSITIVE:
             warnings.append(f"{times:.0f} times as sensitive as the median layer")
@@ -121,9 +120,8 @@ def layer_reports(
             head = float(rest.max() / usual)
             if share > _BIASED:
                 warnings.append(f"{100 * share:.0f}% of a head's key energy is its page mean")
-        reports.append(
-            LayerReport(n, keys[n], values[n], share, head, biases.get(n), tuple(warnings))
-        )
+        kls = dict(of.key), dict(of.value)
+        reports.append(LayerReport(n, *kls, share, head, biases.get(n), tuple(warnings)))
     return reports
 
 

@@ -6,9 +6,7 @@ bits (search.py), and what it picks is measured through the real cache.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,24 +15,28 @@ from torch import Tensor
 
 from tightkv.config import PRESETS, KVQuantConfig
 from tightkv.fit import refit
-from tightkv.fit.calibration import Calibration
+from tightkv.fit.calibration import Costs
 from tightkv.integrations.transformers import TightCache
 from tightkv.integrations.transformers.fitting import LoadedModel, warn_once
-from tightkv.integrations.transformers.layer import TightLayer
 from tightkv.integrations.transformers.query_probe import Probed, probed
 from tightkv.model_shape.cache_bytes import CacheBytes, LayerBytes
-from tightkv.tools.eval.forward import Bars, CacheRun, advance_bar
+from tightkv.tools.eval.forward import Bars, no_bars
 from tightkv.tools.eval.layer_bits.diagnosis import (
     Diagnosis,
-    Energies,
     Measured,
     Uniform,
     describe,
     key_energy,
     layer_reports,
 )
-from tightkv.tools.eval.layer_bits.search import SEARCHED_BITS, Option, as_config, fewest_bytes
-from tightkv.tools.eval.layer_bits.sensitivity import Costs, Layer, exact_log_p, layer_costs, record
+from tightkv.tools.eval.layer_bits.search import as_config, fewest_bytes, options_of
+from tightkv.tools.eval.layer_bits.sensitivity import (
+    Coding,
+    compressible,
+    exact_log_p,
+    layer_costs,
+    record,
+)
 from tightkv.tools.eval.tasks.quality import Schedule, measure_quality, quality_passes
 from tightkv.tools.eval.windows import Windows
 
@@ -42,8 +44,8 @@ _AIM = 0.9  # of the budget: what a search leaves for the estimate's error
 _NEAR = 0.75  # of the budget: close enough to stop
 _WORTH = 0.99  # of the best size: what a further measurement must promise
 _MEASUREMENTS = 4  # before the search settles for what it has
+USUAL_PASSES = 3 + 2 + _MEASUREMENTS // 2  # over the windows, back, and a few configs
 _REFERENCE_BYTES = 2 << 30  # log-probabilities of the uncompressed cache that are kept
-_TIMED_TOKENS = 64
 _UNCOMPRESSED = KVQuantConfig(key_bits=16, value_bits=16)
 
 
@@ -52,8 +54,14 @@ class _Family:
     """Configs that differ in their bits alone, and what bits cost each layer."""
 
     base: KVQuantConfig
-    keys: dict[int, Costs]
-    values: dict[int, Costs]
+    costs: dict[int, Costs]
+
+    def kl(self, bits: Mapping[int, tuple[int, int]]) -> float:
+        """The sum of the estimates; 16 bits cost nothing."""
+        return sum(
+            self.costs[n].key.get(k, 0.0) + self.costs[n].value.get(v, 0.0)
+            for n, (k, v) in bits.items()
+        )
 
 
 class Doctor:
@@ -65,14 +73,14 @@ class Doctor:
         windows: Windows,
         budget: float,
         schedule: Schedule | None = None,
-        bars: Bars | None = None,
+        bars: Bars = no_bars,
     ) -> None:
         if not budget > 0:
             raise ValueError(f"budget={budget}; it must be positive (nats per token)")
         self.model, self.windows, self.budget = model, windows, budget
         self.schedule = schedule or Schedule(chunk=64)
         self.schedule.check_window(windows.ids.shape[1])
-        self.bars = bars or (lambda title, total: nullcontext())
+        self.bars = bars
         self.found = Diagnosis(budget)
         self._shapes: dict[int, tuple[int, int]] = {}
         self._references: list[Tensor] = []
@@ -83,28 +91,22 @@ class Doctor:
 
         Presets with the same further options make one family that is searched together.
         """
-        with self._interruptible():
+        try:
             families = self.estimate([c.replace(protect_keys=False) for c in candidates])
             self._search(families)
             self._compare(families, candidates)
+        except KeyboardInterrupt:  # what was found stays
+            self.found.interrupted = True
         return self.found
 
     def check(self, cfg: KVQuantConfig) -> Diagnosis:
         """One config alone, just as a cache would use it."""
-        with self._interruptible():
+        try:
             family = self.estimate([cfg])[0]
             self.measure(cfg, self._predict(family, cfg))
+        except KeyboardInterrupt:
+            self.found.interrupted = True
         return self.found
-
-    def expected_seconds(self, configs: int = 2 + _MEASUREMENTS // 2) -> float:
-        """From the time of a short pass: a pass over the windows and back, and `configs` more."""
-        ids = self.windows.ids[:1, :_TIMED_TOKENS]
-        seconds = []
-        for _ in range(2):  # the first also brings the weights into memory
-            run, start = CacheRun(self.model), time.perf_counter()
-            run.feed(ids)
-            seconds.append(time.perf_counter() - start)
-        return min(seconds) / ids.numel() * self.windows.ids.numel() * (3 + configs)
 
     # --- estimates ---
     def estimate(self, cfgs: Sequence[KVQuantConfig]) -> list[_Family]:
@@ -113,69 +115,55 @@ class Doctor:
         From the first window, as their ratios decide; measurements take all. Where the configs
         name a calibration, it has the estimates already.
         """
-        bases = list(dict.fromkeys(_without_bits(cfg) for cfg in cfgs))
-        families = [_Family(base, {}, {}) for base in bases]
+        families = [_Family(base, {}) for base in dict.fromkeys(map(_without_bits, cfgs))]
         source = LoadedModel(self.model)
         found = refit(source, cfgs[0], {})
         warn_once(source, found)
-        if found.calibration is not None:
-            return self._read(found.calibration, families)
-        numbers, first = self._layer_numbers(), self.schedule.prefill
+        energies: dict[int, tuple[Tensor, Tensor]] = {}
+        if known := found.calibration:  # of keys coded in its metrics
+            self._shapes = {n: (len(m.value), m.value.shape[1]) for n, m in known.metrics.items()}
+            for family in families:
+                family.costs = dict(known.costs)
+        else:
+            self._estimate(families, energies)
+        self.found.layers = layer_reports(self.model, families[0].costs, energies)
+        uncompressed = dict.fromkeys(self._shapes, _UNCOMPRESSED)
+        self.found.bytes_bf16 = _bytes(uncompressed, self._shapes)
+        return families
+
+    def _estimate(
+        self, families: Sequence[_Family], energies: dict[int, tuple[Tensor, Tensor]]
+    ) -> None:
+        numbers, first = compressible(self.model), self.schedule.prefill
         with self.bars("layers", 2 * len(numbers) + len(self.windows) - 1) as bar:
-            ids, generator = self.windows.ids[:1], torch.Generator("cpu").manual_seed(0)
-            layers, log_p = record(self.model, ids, numbers, first, generator)
+            layers, log_p = record(self.model, self.windows.ids[:1], numbers, first)
             self._keep(log_p)
-            advance_bar(bar, len(numbers))
-            energies: dict[int, tuple[Tensor, Tensor]] = {}
+            bar.advance(len(numbers))
             for n in numbers:
                 layer = layers.pop(n)
                 self._shapes[n] = layer.key.shape[1], layer.key.shape[3]
-                energies[n] = key_energy(layer.key, bases[0].page_size)
+                energies[n] = key_energy(layer.key, families[0].base.page_size)
                 for family in families:
-                    self._add(family, n, layer)
-                advance_bar(bar, 1)
-            self._set_layers(families[0].keys, families[0].values, energies)
+                    known = probed(self.model) if family.base.feedback == "auto" else Probed()
+                    how = Coding(known.metrics.get(n), scale=known.scales.get(n))
+                    family.costs[n] = layer_costs(layer, family.base, first, how)
+                bar.advance(1)
             for row in range(1, len(self.windows)):
                 self._keep(exact_log_p(self.model, self.windows.ids[row : row + 1], first))
-                advance_bar(bar, 1)
-        return families
-
-    def _read(self, known: Calibration, families: list[_Family]) -> list[_Family]:
-        """Estimates of a calibration, for keys coded in its metrics."""
-        self._shapes = {n: (len(m.value), m.value.shape[1]) for n, m in known.metrics.items()}
-        for family in families:
-            family.keys = {n: dict(costs.key) for n, costs in known.costs.items()}
-            family.values = {n: dict(costs.value) for n, costs in known.costs.items()}
-        self._set_layers(families[0].keys, families[0].values, {})
-        return families
-
-    def _add(self, family: _Family, number: int, layer: Layer) -> None:
-        """Estimates for one layer."""
-        known = probed(self.model) if family.base.feedback == "auto" else Probed()
-        metric, scale = known.metrics.get(number), known.scales.get(number)
-        both = layer_costs(layer, family.base, self.schedule.prefill, metric, scale=scale)
-        family.keys[number], family.values[number] = both
+                bar.advance(1)
 
     def _keep(self, log_p: Tensor) -> None:
         """Hold on to the reference, unless all windows' would be too large."""
         if log_p.numel() * log_p.element_size() * len(self.windows) <= _REFERENCE_BYTES:
             self._references.append(log_p)
 
-    def _layer_numbers(self) -> list[int]:
-        cache = TightCache(KVQuantConfig(protect_keys=False), model=self.model)
-        return [i for i, layer in enumerate(cache.layers) if isinstance(layer, TightLayer)]
-
-    def _set_layers(
-        self, keys: Mapping[int, Costs], values: Mapping[int, Costs], energies: Energies
-    ) -> None:
-        self.found.layers = layer_reports(self.model, keys, values, energies)
-        uncompressed = dict.fromkeys(self._shapes, _UNCOMPRESSED)
-        self.found.bytes_bf16 = _bytes(uncompressed, self._shapes)
-
     # --- the search ---
     def _search(self, families: Sequence[_Family]) -> None:
         """Search, measure, correct the estimate by what was measured, and search again."""
-        options = [self._options(family) for family in families]
+        options = [
+            {n: options_of(f.base, shape, f.costs[n]) for n, shape in self._shapes.items()}
+            for f in families
+        ]
         aim, missed, kept = _AIM * self.budget, float("inf"), 0.0
         for _ in range(_MEASUREMENTS):
             cfg, predicted = self._propose(families, options, aim)
@@ -203,7 +191,7 @@ class Doctor:
     def _eight_bits(self, family: _Family) -> tuple[KVQuantConfig, float]:
         """The last resort: if this does not keep the budget, nothing does."""
         bits = dict.fromkeys(self._shapes, (8, 8))
-        return as_config(family.base, bits), self._sum(family, bits)
+        return as_config(family.base, bits), family.kl(bits)
 
     def _propose(
         self, families: Sequence[_Family], options: Sequence[Any], aim: float
@@ -220,20 +208,6 @@ class Doctor:
             return self._eight_bits(families[0])
         _, kl, cfg = min(proposals, key=lambda p: p[:2])
         return cfg, kl
-
-    def _options(self, family: _Family) -> dict[int, list[Option]]:
-        def size(bits: tuple[int, int], shape: tuple[int, int]) -> float:
-            own = family.base.replace(key_bits=bits[0], value_bits=bits[1])
-            return LayerBytes.of_config(own, *shape).bytes_per_token
-
-        pairs = [(k, v) for k in SEARCHED_BITS for v in SEARCHED_BITS]
-        return {
-            n: [
-                Option(p, size(p, shape), family.keys[n][p[0]] + family.values[n][p[1]])
-                for p in pairs
-            ]
-            for n, shape in self._shapes.items()
-        }
 
     def _compare(self, families: Sequence[_Family], candidates: Sequence[KVQuantConfig]) -> None:
         """Name the smallest preset that keeps the budget.
@@ -266,13 +240,7 @@ class Doctor:
         own = self._layer_configs(cfg)
         if any(_without_bits(c) != family.base for c in own.values()):
             return None
-        return self._sum(family, {n: (c.key_bits, c.value_bits) for n, c in own.items()})
-
-    def _sum(self, family: _Family, bits: Mapping[int, tuple[int, int]]) -> float:
-        """Of the estimates; 16 bits cost nothing."""
-        return sum(
-            family.keys[n].get(k, 0.0) + family.values[n].get(v, 0.0) for n, (k, v) in bits.items()
-        )
+        return family.kl({n: (c.key_bits, c.value_bits) for n, c in own.items()})
 
     # --- measuring ---
     def measure(self, cfg: KVQuantConfig, predicted: float | None = None) -> Measured:
@@ -286,7 +254,7 @@ class Doctor:
                 self.windows,
                 caches,
                 self.schedule,
-                lambda steps: advance_bar(bar, steps),
+                bar.advance,
                 torch.cat(self._references) if whole else None,
             )["it"].summary
         size, within = self.bytes_per_token(cfg), summary.kl <= self.budget
@@ -302,14 +270,6 @@ class Doctor:
         """What a cache of this config would use for each compressible layer."""
         layers = TightCache(cfg, model=self.model).layers
         return {n: getattr(layers[n], "cfg", _UNCOMPRESSED) for n in self._shapes}
-
-    @contextmanager
-    def _interruptible(self) -> Iterator[None]:
-        """Ctrl-C ends the work inside; what was found stays."""
-        try:
-            yield
-        except KeyboardInterrupt:
-            self.found.interrupted = True
 
 
 def _bytes(cfgs: Mapping[int, KVQuantConfig], shapes: Mapping[int, tuple[int, int]]) -> float:

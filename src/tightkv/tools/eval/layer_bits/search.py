@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from tightkv.config import KVQuantConfig
+from tightkv.fit.calibration import Costs
+from tightkv.pages.layout import page_layout
 
 SEARCHED_BITS = (2, 3, 4, 8)
 Bits = tuple[int, int]  # of keys and of values
@@ -20,6 +23,22 @@ class Option:
     size: float
     """Bytes per token."""
     kl: float
+
+
+def options_of(
+    base: KVQuantConfig, shape: tuple[int, int], costs: Costs, least: int = 0
+) -> list[Option]:
+    """Every choice for a layer of a shape (KV heads, head_dim), keys of `least` bits or more."""
+    return [
+        Option((k, v), _size(base, k, v, shape), costs.key[k] + costs.value[v])
+        for k, v in product(SEARCHED_BITS, repeat=2)
+        if k >= least
+    ]
+
+
+def _size(base: KVQuantConfig, key_bits: int, value_bits: int, shape: tuple[int, int]) -> float:
+    cfg = base.replace(key_bits=key_bits, value_bits=value_bits)
+    return page_layout(cfg, *shape).bytes_per_token
 
 
 def fewest_bytes(layers: Mapping[int, Sequence[Option]], target: float) -> dict[int, Option] | None:
@@ -52,13 +71,13 @@ def least_kl(layers: Mapping[int, Sequence[Option]], size: float) -> dict[int, O
 
     The dual of `fewest_bytes`: that search with the roles of bytes and KL exchanged.
     """
-    turned = {
-        n: [Option(o.bits, size=o.kl, kl=o.size) for o in options] for n, options in layers.items()
-    }
+    turned = {n: [_turned(o) for o in options] for n, options in layers.items()}
     chosen = fewest_bytes(turned, size)
-    if chosen is None:
-        return None
-    return {n: Option(o.bits, size=o.kl, kl=o.size) for n, o in chosen.items()}
+    return None if chosen is None else {n: _turned(o) for n, o in chosen.items()}
+
+
+def _turned(option: Option) -> Option:
+    return Option(option.bits, size=option.kl, kl=option.size)
 
 
 def _at_price(layers: Mapping[int, Sequence[Option]], price: float) -> dict[int, Option]:

@@ -11,13 +11,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
 from tightkv.config import KVQuantConfig
+from tightkv.fit.calibration import Costs
+from tightkv.integrations.transformers import TightCache
+from tightkv.integrations.transformers.layer import TightLayer
 from tightkv.integrations.transformers.recorder import AttentionCall, recording
 from tightkv.kernels.reference import dequantize, seal
 from tightkv.math.centers import Centers
@@ -26,9 +30,8 @@ from tightkv.math.feedback import QueryMetric
 from tightkv.math.key_scale import KeyScale
 from tightkv.pages.codec import Codec
 from tightkv.pages.layout import page_layout
-from tightkv.tools.eval.forward import keeps_logits
+from tightkv.tools.eval.forward import last_logits
 
-Costs = dict[int, float]  # KL by bits
 ESTIMATED_BITS = (2, 3, 4)  # eight cost what four do, times the ratio of their distortions
 
 
@@ -78,16 +81,21 @@ def _recording(model: Any, numbers: Sequence[int]) -> Iterator[dict[int, Layer]]
             parameter.requires_grad_(True)
 
 
+def compressible(model: Any) -> list[int]:
+    """Numbers of the layers that a cache of this model compresses."""
+    layers = TightCache(KVQuantConfig(protect_keys=False), model=model).layers
+    return [i for i, layer in enumerate(layers) if isinstance(layer, TightLayer)]
+
+
 def observe(model: Any, ids: Tensor, numbers: Sequence[int]) -> dict[int, Layer]:
     """One exact pass over a window [1, N]; the layers have no gradient."""
     with _recording(model, numbers) as layers, torch.no_grad():
-        options = {"logits_to_keep": 1} if keeps_logits(model) else {}
-        model(ids.to(model.device), past_key_values=DynamicCache(config=model.config), **options)
+        _logits(model, ids, 1)
     return layers
 
 
 def record(
-    model: Any, ids: Tensor, numbers: Sequence[int], first: int, generator: torch.Generator
+    model: Any, ids: Tensor, numbers: Sequence[int], first: int
 ) -> tuple[dict[int, Layer], Tensor]:
     """One exact pass over a window [1, N] and one back.
 
@@ -95,13 +103,10 @@ def record(
     `first` on.
     """
     with _recording(model, numbers) as layers:
-        cache = DynamicCache(config=model.config)
-        options = {"logits_to_keep": ids.shape[1] - first} if keeps_logits(model) else {}
-        out = model(ids.to(model.device), past_key_values=cache, **options).logits
-        log_p = out[:, first - ids.shape[1] : -1].float().log_softmax(-1)
-        p = log_p.detach()[0].exp().cpu()
-        drawn = torch.multinomial(p, 1, generator=generator).to(log_p.device)
-        score = log_p[0].gather(-1, drawn).sum()
+        log_p = _log_p(model, ids, first)
+        generator = torch.Generator("cpu").manual_seed(0)
+        drawn = torch.multinomial(log_p.detach()[0].exp().cpu(), 1, generator=generator)
+        score = log_p[0].gather(-1, drawn.to(log_p.device)).sum()
         gradients = torch.autograd.grad(score, [layer.added for layer in layers.values()])
     for layer, gradient in zip(layers.values(), gradients, strict=True):
         layer.gradient = gradient
@@ -111,40 +116,48 @@ def record(
 @torch.no_grad()
 def exact_log_p(model: Any, ids: Tensor, first: int) -> Tensor:
     """The log-probabilities that `record` returns, without its gradients."""
-    cache = DynamicCache(config=model.config)
-    options = {"logits_to_keep": ids.shape[1] - first} if keeps_logits(model) else {}
-    out = model(ids.to(model.device), past_key_values=cache, **options).logits
-    return out[:, first - ids.shape[1] : -1].float().log_softmax(-1)
+    return _log_p(model, ids, first)
 
 
-def all_bits(costs: Costs, positions: int) -> Costs:
-    """KL per position at every number of bits, of sums for `ESTIMATED_BITS`.
+def _log_p(model: Any, ids: Tensor, first: int) -> Tensor:
+    keep = ids.shape[1] - first
+    return _logits(model, ids, keep)[:, -keep:-1].float().log_softmax(-1)
 
-    More bits never cost more: what an estimate says against it is noise.
-    """
-    ratio = get_codebook("fp8", 8).distortion / get_codebook("fp8", 4).distortion
-    found, least = {}, float("inf")
-    for bits, kl in {**costs, 8: costs[4] * ratio}.items():
-        found[bits] = least = min(least, kl / positions)
-    return found
+
+def _logits(model: Any, ids: Tensor, keep: int) -> Tensor:
+    """Of an exact pass over a window, for its last `keep` tokens or all."""
+    ids, cache = ids.to(model.device), DynamicCache(config=model.config)
+    logits: Tensor = model(ids, past_key_values=cache, **last_logits(model, keep)).logits
+    return logits
+
+
+class Coding(NamedTuple):
+    """What keys and values are coded by, besides a config."""
+
+    metric: QueryMetric | None = None
+    """Of the keys' queries."""
+    centers: Centers | None = None
+    scale: KeyScale | None = None
+    """Of the keys' channels."""
+
+
+PLAIN = Coding()
 
 
 def coded(
-    cfg: KVQuantConfig,
-    key: Tensor,
-    value: Tensor,
-    metric: QueryMetric | None = None,
-    centers: Centers | None = None,
-    scale: KeyScale | None = None,
+    cfg: KVQuantConfig, key: Tensor, value: Tensor, how: Coding = PLAIN
 ) -> tuple[Tensor, Tensor]:
     """Keys and values [B, Hkv, N, D] as sealed pages give them back; N is a whole of pages."""
+    metric, centers, scale = how
     if centers is not None:
         middle = [center[:, None] for center in centers.on(key.dtype, key.device)]
-        back = coded(cfg, key - middle[0], value - middle[1], metric, scale=scale)
-        return back[0] + middle[0], back[1] + middle[1]
+        relative = key - middle[0], value - middle[1]
+        keys, values = coded(cfg, *relative, Coding(metric, scale=scale))
+        return keys + middle[0], values + middle[1]
     if scale is not None:
         s = scale.on(key.dtype, key.device)[:, None]
-        keys, values = coded(cfg, key / s, value, None if metric is None else metric.scaled(scale))
+        scaled = None if metric is None else metric.scaled(scale)
+        keys, values = coded(cfg, key / s, value, Coding(scaled))
         return keys * s, values
     b, heads, n, d = key.shape
     layout = page_layout(cfg, heads, d, torch.float32)
@@ -164,24 +177,17 @@ def coded(
 
 
 def estimate(
-    layer: Layer,
-    cfgs: Sequence[KVQuantConfig],
-    first: int,
-    metric: QueryMetric | None = None,
-    centers: Centers | None = None,
-    scale: KeyScale | None = None,
-) -> tuple[Costs, Costs]:
+    layer: Layer, cfgs: Sequence[KVQuantConfig], first: int, how: Coding = PLAIN
+) -> tuple[dict[int, float], dict[int, float]]:
     """KL in nats, summed over the positions from `first` on, of coded keys and of coded values.
 
     The configs differ in their bits alone. Tokens that the cache would read exactly (sinks and
-    the newest pages) stay exact. Errors at different positions are taken as independent. Keys are
-    coded in the `metric` of their queries and a `scale` of channels, and both relative to their
-    `centers`, where given.
+    the newest pages) stay exact. Errors at different positions are taken as independent.
     """
     page, end = cfgs[0].page_size, layer.query.shape[2]
     n = layer.key.shape[2] // page * page
     key, value = layer.key.float(), layer.value.float()
-    hats = [coded(cfg, key[:, :, :n], value[:, :, :n], metric, centers, scale) for cfg in cfgs]
+    hats = [coded(cfg, key[:, :, :n], value[:, :, :n], how) for cfg in cfgs]
     wrong = torch.cat([v - value[:, :, :n] for _, v in hats], -1)  # [B, Hkv, n, configs * D]
     by_key, by_value = [0.0] * len(cfgs), [0.0] * len(cfgs)
     for start, stop, sinks, coded_end in _coded_spans(cfgs[0], first, end):
@@ -199,19 +205,19 @@ def estimate(
 
 
 @torch.no_grad()
-def layer_costs(
-    layer: Layer,
-    base: KVQuantConfig,
-    first: int,
-    metric: QueryMetric | None = None,
-    centers: Centers | None = None,
-    scale: KeyScale | None = None,
-) -> tuple[Costs, Costs]:
-    """KL per position at every number of bits: what `estimate` says of configs like `base`."""
+def layer_costs(layer: Layer, base: KVQuantConfig, first: int, how: Coding = PLAIN) -> Costs:
+    """KL per position at every number of bits, of configs like `base`.
+
+    More bits never cost more: what an estimate says against it is noise.
+    """
     cfgs = [base.replace(key_bits=b, value_bits=b) for b in ESTIMATED_BITS]
-    positions = layer.query.shape[2] - 1 - first
-    keys, values = estimate(layer, cfgs, first, metric, centers, scale)
-    return all_bits(keys, positions), all_bits(values, positions)
+    ratio = get_codebook("fp8", 8).distortion / get_codebook("fp8", 4).distortion
+    positions, sides = layer.query.shape[2] - 1 - first, list[dict[int, float]]()
+    for sums in estimate(layer, cfgs, first, how):
+        whole = [*sums.values(), sums[4] * ratio]
+        least = accumulate((kl / positions for kl in whole), min)
+        sides.append(dict(zip((*ESTIMATED_BITS, 8), least, strict=True)))
+    return Costs(*sides)
 
 
 @dataclass

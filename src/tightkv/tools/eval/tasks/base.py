@@ -8,7 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, ClassVar
 
 from tightkv.tools.eval.forward import Advance, MakeCache
 
@@ -19,11 +19,8 @@ class Task(ABC):
     """What it returns is plain data, so that results can be kept and read again."""
 
     name: str
-
-    @property
-    def options(self) -> Data:
-        """What the numbers depend on besides model, config and inputs."""
-        return {}
+    options: ClassVar[tuple[str, ...]] = ()
+    """Attributes that the numbers depend on besides model, config and inputs."""
 
     @property
     @abstractmethod
@@ -33,7 +30,7 @@ class Task(ABC):
     @property
     def settings(self) -> Data:
         """Everything besides model and config that the numbers depend on."""
-        return {**self.options, "inputs": digest(self.inputs)}
+        return {**{x: getattr(self, x) for x in self.options}, "inputs": digest(self.inputs)}
 
     @property
     @abstractmethod

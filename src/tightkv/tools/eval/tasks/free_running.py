@@ -10,15 +10,15 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from statistics import fmean, median
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from tightkv.tools.eval.forward import Advance, CacheRun, Choose, MakeCache
+from tightkv.tools.eval.forward import Advance, CacheRun, Choose, MakeCache, likeliest
 from tightkv.tools.eval.tasks.base import Data, Task, digest, paired
-from tightkv.tools.eval.tasks.greedy import same_tokens
 from tightkv.tools.eval.windows import Windows
 
 _GRADED_TOKENS = 32  # graded in one pass
@@ -34,18 +34,7 @@ class FreeTask(Task):
     seed: int = 0
     batch: int = 8
     name = "free"
-
-    def __post_init__(self) -> None:
-        if self.new_tokens < 1 or self.batch < 1:
-            raise ValueError(
-                f"new_tokens={self.new_tokens}, batch={self.batch}; each must be at least 1"
-            )
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature={self.temperature}; it must be 0 (greedy) or more")
-
-    @property
-    def options(self) -> Data:
-        return {name: getattr(self, name) for name in ("new_tokens", "temperature", "seed")}
+    options: ClassVar[tuple[str, ...]] = ("new_tokens", "temperature", "seed")
 
     @property
     def inputs(self) -> Any:
@@ -60,7 +49,7 @@ class FreeTask(Task):
         return {"tokens": tokens.tolist(), "log_probs": self._grade(model, tokens), "own": own}
 
     def compare(self, own: Data, exact: Data) -> Data:
-        lengths = same_tokens(*(torch.tensor(x["tokens"], device="cpu") for x in (exact, own)))
+        lengths = same_tokens(exact["tokens"], own["tokens"])
         scores = own["log_probs"], exact["log_probs"], own["own"]
         names = "log_prob", "reference", "own"
         return {
@@ -99,10 +88,10 @@ class FreeTask(Task):
 
     def _choose(self, first: int) -> Choose:
         """Rows are prompts from `first` on."""
+        if not self.temperature:
+            return likeliest
 
         def choose(logits: Tensor, step: int) -> Tensor:
-            if not self.temperature:
-                return logits.argmax(-1)
             rows = range(first, first + len(logits))
             noise = _gumbel(self.seed, rows, step, logits.shape[1]).to(logits.device)
             return (logits.float() / self.temperature + noise).argmax(-1)
@@ -112,14 +101,31 @@ class FreeTask(Task):
 
 def _gumbel(seed: int, rows: Sequence[int], step: int, vocabulary: int) -> Tensor:
     """[rows, vocabulary]: a draw is the argmax of log-probabilities plus this."""
-    noise = []
-    for row in rows:
+    noise = torch.empty(len(rows), vocabulary, dtype=torch.float32, device="cpu")
+    for row, own in zip(rows, noise, strict=True):
         number = int(digest([seed, row, step]), 16) >> 1
-        generator = torch.Generator("cpu").manual_seed(number)
-        noise.append(
-            torch.empty(vocabulary, dtype=torch.float32, device="cpu")
-            .exponential_(generator=generator)
-            .log()
-            .neg()
-        )
-    return torch.stack(noise)
+        own.exponential_(generator=torch.Generator("cpu").manual_seed(number))
+    return noise.log_().neg_()
+
+
+def same_tokens(first: Sequence[Sequence[int]], second: Sequence[Sequence[int]]) -> list[int]:
+    """How many leading tokens of each pair of texts are equal."""
+    pairs = zip(first, second, strict=True)
+    return [len(list(takewhile(bool, map(operator.eq, a, b)))) for a, b in pairs]
+
+
+@dataclass(frozen=True)
+class GreedyTask(FreeTask):
+    """Tokens before greedy texts diverge, which are not graded."""
+
+    temperature: float = 0.0
+    name = "greedy"
+    options = ("new_tokens",)
+
+    def read(self, model: Any, make: MakeCache | None, advance: Advance) -> Data:
+        return {"tokens": self._write(model, make, advance)[0].tolist()}
+
+    def compare(self, own: Data, exact: Data) -> Data:
+        lengths = same_tokens(exact["tokens"], own["tokens"])
+        middle = float(median(lengths))
+        return {"lengths": lengths, "cap": self.new_tokens, "median": middle, "min": min(lengths)}

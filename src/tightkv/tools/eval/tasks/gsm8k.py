@@ -9,10 +9,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from tightkv.tools.eval.forward import Advance, MakeCache, write_texts
+from tightkv.tools.eval.forward import Advance, CacheRun, MakeCache
+from tightkv.tools.eval.prompts import beginning, encode
 from tightkv.tools.eval.tasks.base import Data, Task, paired
 from tightkv.tools.eval.text import read_examples
-from tightkv.tools.eval.windows import beginning, encode
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _STOP = "\n\n"
@@ -28,10 +28,7 @@ class MathTask(Task):
     answer_tokens: int
     batch: int
     name = "gsm8k"
-
-    @property
-    def options(self) -> Data:
-        return {"answer_tokens": self.answer_tokens}
+    options = ("answer_tokens",)
 
     @property
     def inputs(self) -> Any:
@@ -54,8 +51,10 @@ class MathTask(Task):
         for first in range(0, len(order), self.batch):
             rows = order[first : first + self.batch]
             prompts = [self.prompts[i] for i in rows]
-            texts = write_texts(model, make, self.tokenizer, prompts, self.answer_tokens, _STOP)
+            run = CacheRun(model, None if make is None else make())
+            texts = run.write(self.tokenizer, prompts, self.answer_tokens, lambda x: _STOP in x)
             for i, text in zip(rows, texts, strict=True):
+                text = text.split(_STOP)[0]
                 got = final_number(text)
                 right = got is not None and Decimal(got) == Decimal(self.answers[i])
                 row = {"expected": self.answers[i], "got": got, "correct": right}

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tightkv.tools.eval.forward import TAIL_TOKENS, Advance, MakeCache, ignore, write_lines
-from tightkv.tools.eval.prompts import ask, common_prefix
-from tightkv.tools.eval.windows import encode
+from tightkv.tools.eval.forward import TAIL_TOKENS, Advance, MakeCache, write_lines
+from tightkv.tools.eval.prompts import ask, encode
+from tightkv.tools.eval.tasks.base import Data, Task
 
 ANSWER_TOKENS = 24
 
@@ -39,21 +39,6 @@ class Haystack:
     context: int  # tokens asked for
     needles: tuple[Needle, ...]
     prompts: tuple[tuple[int, ...], ...]
-    shared: int  # tokens that all prompts begin with, less the tail
-
-
-@dataclass(frozen=True)
-class Retrieval:
-    """What a model answered at one context."""
-
-    context: int
-    prompt_tokens: int
-    answers: tuple[str, ...]
-    found: tuple[bool, ...]
-
-    @property
-    def score(self) -> int:
-        return sum(self.found)
 
 
 def make_needles(count: int, seed: int, text: str) -> list[Needle]:
@@ -102,32 +87,8 @@ def build_haystack(
         document = _document(sentences[:count], lengths[:count], needles)
         prompts = ask(tokenizer, document, questions)
         if max(map(len, prompts)) + answer_tokens <= context:
-            break
+            return Haystack(context, tuple(needles), tuple(map(tuple, prompts)))
         count -= 1
-    shared = common_prefix(prompts) - TAIL_TOKENS
-    return Haystack(context, tuple(needles), tuple(map(tuple, prompts)), shared)
-
-
-def measure_needles(
-    model: Any,
-    tokenizer: Any,
-    haystacks: Sequence[Haystack],
-    caches: Mapping[str, MakeCache | None],
-    advance: Advance | None = None,
-) -> dict[str, list[Retrieval]]:
-    """Every haystack with every cache; None makes the uncompressed one."""
-    out: dict[str, list[Retrieval]] = {name: [] for name in caches}
-    for haystack in haystacks:
-        for name, make in caches.items():
-            prompts, shared = haystack.prompts, haystack.shared
-            answers = write_lines(
-                model, make, tokenizer, prompts, shared, ANSWER_TOKENS, advance or ignore
-            )
-            pairs = zip(answers, haystack.needles, strict=True)
-            found = [says(answer, needle.answer) for answer, needle in pairs]
-            longest = max(map(len, haystack.prompts))
-            out[name].append(Retrieval(haystack.context, longest, tuple(answers), tuple(found)))
-    return out
 
 
 def says(text: str, word: str) -> bool:
@@ -147,3 +108,44 @@ def _document(sentences: Sequence[str], lengths: Sequence[int], needles: Sequenc
         seen += length
     parts += [" ".join(part), *(needle.fact for needle in waiting)]
     return "\n\n".join(filter(None, parts))
+
+
+@dataclass(frozen=True)
+class NeedleTask(Task):
+    """Needles found by the model's own generation."""
+
+    tokenizer: Any
+    haystacks: tuple[Haystack, ...]
+    name = "needles"
+
+    @property
+    def inputs(self) -> Any:
+        return [hay.prompts for hay in self.haystacks]
+
+    @property
+    def steps(self) -> int:
+        return sum(map(len, self.inputs))
+
+    def read(self, model: Any, make: MakeCache | None, advance: Advance) -> list[Data]:
+        found = []
+        for hay in self.haystacks:
+            lines = write_lines(model, make, self.tokenizer, hay.prompts, ANSWER_TOKENS, advance)
+            answers: list[Data] = [
+                {
+                    "question": needle.question,
+                    "expected": needle.answer,
+                    "answer": line,
+                    "found": says(line, needle.answer),
+                }
+                for needle, line in zip(hay.needles, lines, strict=True)
+            ]
+            found.append(
+                {
+                    "context": hay.context,
+                    "prompt_tokens": max(map(len, hay.prompts)),
+                    "found": sum(answer["found"] for answer in answers),
+                    "asked": len(answers),
+                    "answers": answers,
+                }
+            )
+        return found

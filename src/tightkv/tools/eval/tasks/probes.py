@@ -6,16 +6,29 @@ finds it and not by one near-tie; the same probes go through the uncompressed ca
 
 from __future__ import annotations
 
+import json
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
 
-from tightkv.tools.eval.forward import TAIL_TOKENS, Advance, MakeCache, after_prefix
-from tightkv.tools.eval.prompts import common_prefix
+from tightkv.tools.eval.forward import Advance, MakeCache, after_prefix, shared_tokens
+from tightkv.tools.eval.prompts import ask, begin_reply, beginning, encode
 from tightkv.tools.eval.tasks.base import Data, Task, paired
+from tightkv.tools.eval.tasks.needles import FACTS, Needle, build_haystack, says
+from tightkv.tools.eval.text import read_examples
+
+# Names that share no word; each owns one code.
+_OWNERS = FACTS["passkey owners"]
+MAX_DEPTHS = len(_OWNERS)
+_DIGITS = 5
+_CONSONANTS, _VOWELS = "bdfgklmnprstvz", "aeiou"
+_LEAST_PAIRS = 2
+_ROOM = 16  # tokens: a value, and keys that have more tokens than the first
 
 
 @dataclass(frozen=True)
@@ -46,7 +59,7 @@ def build_passage(
     depths: Sequence[float],
 ) -> Passage:
     """The last 64 tokens that prompts share are read with each question, over the cache."""
-    shared = max(0, common_prefix(prompts) - TAIL_TOKENS)
+    shared = shared_tokens(prompts)
     probes = [
         Probe(word, depth, tuple(prompt[shared:]), tuple(answer))
         for word, depth, prompt, answer in zip(expected, depths, prompts, answers, strict=True)
@@ -62,10 +75,7 @@ class ProbeTask(Task):
     passages: tuple[Passage, ...]
     chunk: int | None = None
     """Tokens of question and answer a pass; None takes them in one."""
-
-    @property
-    def options(self) -> Data:
-        return {"chunk": self.chunk}
+    options = ("chunk",)
 
     @property
     def inputs(self) -> Any:
@@ -118,3 +128,108 @@ class ProbeTask(Task):
 
 def _paired(rows: Sequence[Data]) -> Data:
     return paired([row["log_prob"] for row in rows], [row["reference"] for row in rows])
+
+
+# --- passkeys: secret codes at several depths of a long text ---
+def make_passkeys(count: int, seed: int, text: str) -> list[Needle]:
+    """Codes of five digits, which the text does not have."""
+    if not 1 <= count <= MAX_DEPTHS:
+        raise ValueError(f"depths={count}; allowed: 1 to {MAX_DEPTHS}")
+    rng = random.Random(seed)
+    needles: list[Needle] = []
+    for owner in rng.sample(_OWNERS, count):
+        code = _code(rng)
+        while says(text, code) or any(code == needle.answer for needle in needles):
+            code = _code(rng)
+        fact = f"The secret code of {owner} is {code}."
+        needles.append(Needle(fact, f"Which secret code belongs to {owner}?", code))
+    return needles
+
+
+def build_passkeys(tokenizer: Any, text: str, context: int, depths: int, seed: int) -> Passage:
+    """At most `context` tokens, answers included; code i of n stands at depth (i + 1/2) / n."""
+    needles = make_passkeys(depths, seed, text)
+    owners = [needle.question.split()[-1].rstrip("?") for needle in needles]
+    replies = [begin_reply(tokenizer, f"The code that belongs to {owner} is") for owner in owners]
+    answers = [encode(tokenizer, f" {needle.answer}") for needle in needles]
+    room = max(map(len, replies)) + max(map(len, answers))
+    haystack = build_haystack(tokenizer, text, context, needles, room)
+    prompts = [[*prompt, *reply] for prompt, reply in zip(haystack.prompts, replies, strict=True)]
+    places = [(i + 0.5) / depths for i in range(depths)]
+    expected = [needle.answer for needle in needles]
+    return build_passage(context, prompts, answers, expected, places)
+
+
+def _code(rng: random.Random) -> str:
+    return "".join(rng.choice("0123456789") for _ in range(_DIGITS))
+
+
+# --- recall: a JSON object with many random keys ---
+def build_recall(tokenizer: Any, context: int, depths: int, seed: int) -> Passage:
+    """As many pairs as `context` tokens hold; `depths` of them, evenly spread, are asked for."""
+    pairs = _pairs(seed, context)
+    low, high = 0, len(pairs)  # the most pairs that fit, by halves
+    while low < high:
+        count = (low + high + 1) // 2
+        fits = len(_prompt(tokenizer, pairs[:count], pairs[0][0])) + _ROOM <= context
+        low, high = (count, high) if fits else (low, count - 1)
+    if low < max(_LEAST_PAIRS, depths):
+        raise ValueError(
+            f"a context of {context} tokens holds {low} pairs of keys and values; at least "
+            f"{max(_LEAST_PAIRS, depths)} are needed: take longer --contexts or fewer --depths"
+        )
+    pairs = pairs[:low]
+    asked = [pairs[(2 * i + 1) * low // (2 * depths)] for i in range(depths)]
+    prompts = [_prompt(tokenizer, pairs, key) for key, _ in asked]
+    answers = [encode(tokenizer, value) for _, value in asked]
+    places = [pairs.index(pair) / low for pair in asked]
+    return build_passage(context, prompts, answers, [value for _, value in asked], places)
+
+
+def _prompt(tokenizer: Any, pairs: list[tuple[str, str]], key: str) -> list[int]:
+    question = f'Which value belongs to the key "{key}"?'
+    reply = begin_reply(tokenizer, f'The value of the key "{key}" is "')
+    return ask(tokenizer, json.dumps(dict(pairs), indent=0), [question])[0] + reply
+
+
+def _pairs(seed: int, context: int) -> list[tuple[str, str]]:
+    """Different keys of six letters and values of six digits, more than the context can hold."""
+    rng = random.Random(seed)
+    found: dict[str, str] = {}
+    while len(found) < context // 4 + 8:
+        key = "".join(rng.choice(_CONSONANTS) + rng.choice(_VOWELS) for _ in range(3))
+        found[key] = f"{rng.randrange(10**6):06}"
+    return list(found.items())
+
+
+# --- LAMBADA: the last words of passages of a file ---
+def build_lambada(
+    tokenizer: Any, path: str | Path, prefix_tokens: int, limit: int, chunk: int
+) -> ProbeTask:
+    """At most `limit` passages, each after the same `prefix_tokens` tokens or a few more.
+
+    These are the first passages of the file, so that there is a cache to read.
+    """
+    texts = [row["text"].strip() for row in read_examples(path, ["text"])]
+    for number, text in enumerate(texts, 1):
+        if len(text.split()) < 2:
+            raise ValueError(
+                f"file {str(path)!r}: passage {number} is {text!r}; it needs two words or more"
+            )
+    prefix, used = beginning(tokenizer), 0
+    while len(prefix) < prefix_tokens and used < len(texts):
+        prefix += encode(tokenizer, f"{texts[used]}\n\n")
+        used += 1
+    if used >= len(texts):
+        raise ValueError(
+            f"file {str(path)!r} has {len(texts)} passages, which fill the {prefix_tokens} tokens "
+            "that stand before the scored ones and leave none; give a longer file or fewer "
+            "--prompt-tokens"
+        )
+    probes = []
+    for text in texts[used : used + limit]:
+        start, word = text.rsplit(maxsplit=1)
+        question, answer = encode(tokenizer, start), encode(tokenizer, f" {word}")
+        probes.append(Probe(word, 1.0, tuple(question), tuple(answer)))
+    longest = len(prefix) + max(len(p.question) + len(p.answer) for p in probes)
+    return ProbeTask("lambada", (Passage(longest, tuple(prefix), tuple(probes)),), chunk)

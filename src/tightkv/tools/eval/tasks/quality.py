@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,10 +19,12 @@ from torch import Tensor
 from tightkv.config import KVQuantConfig
 from tightkv.integrations.transformers.cache_size import cache_size
 from tightkv.pages.layout import ring_tokens
-from tightkv.tools.eval.forward import CacheRun, MakeCache
+from tightkv.tools.eval.forward import Advance, CacheRun, MakeCache, ignore
+from tightkv.tools.eval.tasks.base import Data, Task
 from tightkv.tools.eval.windows import Windows
 
 _REFERENCE_BYTES = 128 << 20  # reference log-probabilities held at a time
+_SHOWN_TOKENS = 48  # of the worst position's context
 
 
 @dataclass(frozen=True)
@@ -81,24 +83,17 @@ class Summary:
     """Share of positions with the same likeliest token."""
 
 
-@dataclass(frozen=True)
-class Worst:
-    """The position with the largest KL."""
-
-    window: int
-    position: int
-    """Tokens of the window before the next token it predicts."""
-    kl: float
-
-
-@dataclass
-class Scores:
+class Scores(NamedTuple):
     """Per scored position, [windows, positions]."""
 
     nll: Tensor
     reference_nll: Tensor
     kl: Tensor
     same_top: Tensor
+
+    @classmethod
+    def join(cls, parts: Sequence[Scores], dim: int) -> Scores:
+        return cls(*(torch.cat(columns, dim) for columns in zip(*parts, strict=True)))
 
     def summary(self, rows: Sequence[int] | None = None) -> Summary:
         """Over all windows, or over some."""
@@ -113,11 +108,6 @@ class Scores:
             kl_p999=_percentile(kl, 0.999),
             top1=self.same_top[pick].double().mean().item(),
         )
-
-    def worst(self, prefill: int) -> Worst:
-        """Scores begin with the token after the `prefill` first ones."""
-        window, at = divmod(int(self.kl.argmax()), self.kl.shape[1])
-        return Worst(window, prefill + at + 1, float(self.kl[window, at]))
 
 
 @dataclass
@@ -147,7 +137,7 @@ def measure_quality(
     windows: Windows,
     caches: Mapping[str, MakeCache],
     schedule: Schedule | None = None,
-    advance: Callable[[int], None] | None = None,
+    advance: Advance = ignore,
     reference: Tensor | None = None,
 ) -> dict[str, Quality]:
     """Each named cache on every window. `advance` is told of every forward pass.
@@ -157,15 +147,10 @@ def measure_quality(
     """
     schedule = schedule or Schedule()
     schedule.check_window(windows.ids.shape[1])
-    tracks = {name: _Track() for name in caches}
-    for first in range(0, len(windows), schedule.batch):
-        ids = windows.ids[first : first + schedule.batch]
-        runs = {name: CacheRun(model, make()) for name, make in caches.items()}
-        known = None if reference is None else reference[first : first + schedule.batch]
-        _score_batch(model, ids, runs, tracks, schedule, advance or (lambda passes: None), known)
-        for name, run in runs.items():
-            tracks[name].weigh(run, len(ids))
-    return {name: track.quality(windows.sources) for name, track in tracks.items()}
+    return {
+        name: _measure(model, windows, make, schedule, advance, reference)
+        for name, make in caches.items()
+    }
 
 
 def quality_passes(windows: int, tokens: int, caches: int, schedule: Schedule) -> int:
@@ -174,44 +159,59 @@ def quality_passes(windows: int, tokens: int, caches: int, schedule: Schedule) -
     return batches * caches * (1 + schedule.steps(tokens))
 
 
-def _score_batch(
+def _measure(
     model: Any,
-    ids: Tensor,
-    runs: Mapping[str, CacheRun],
-    tracks: Mapping[str, _Track],
+    windows: Windows,
+    make: MakeCache,
     schedule: Schedule,
-    advance: Callable[[int], None],
+    advance: Advance,
     known: Tensor | None,
-) -> None:
-    """Feed one batch of windows [B, N] to the reference and to every run, block by block."""
-    reference, end = CacheRun(model), ids.shape[1] - 1
-    if known is None:
-        reference.feed(ids[:, : schedule.prefill], last_only=True)
-    for name, run in runs.items():
-        with tracks[name].clock:
-            run.feed(ids[:, : schedule.prefill], last_only=True)
+) -> Quality:
+    batches, held, bf16, seconds = list[Scores](), 0, 0, 0.0
+    prefill, end = schedule.prefill, windows.ids.shape[1] - 1
+
+    def timed(run: CacheRun, ids: Tensor, last_only: bool = False) -> Tensor:
+        nonlocal seconds
+        start = time.perf_counter()
+        logits = run.feed(ids, last_only)
+        seconds += time.perf_counter() - start
         advance(1)
-    block = _block_tokens(model, len(ids), schedule.chunk)
+        return logits
+
+    for first in range(0, len(windows), schedule.batch):
+        rows = slice(first, first + schedule.batch)
+        ids, run, parts = windows.ids[rows], CacheRun(model, make()), list[Scores]()
+        timed(run, ids[:, :prefill], last_only=True)
+        exact = (
+            _exact_log_p(model, ids, schedule)
+            if known is None
+            else known[rows].split(schedule.chunk, 1)
+        )
+        for at, log_p in zip(range(prefill, end, schedule.chunk), exact, strict=True):
+            to = at + log_p.shape[1]
+            logits = timed(run, ids[:, at:to])
+            parts.append(compare(log_p, logits, ids[:, at + 1 : to + 1].to(logits.device)))
+            if not bool(parts[-1].kl.isfinite().all()):
+                raise ValueError("the compressed cache gave logits that are not finite")
+        batches.append(Scores.join(parts, 1))
+        size = cache_size(run.cache.layers)
+        held, bf16 = held + size.bytes, bf16 + size.bf16_bytes
+    count = len(windows)
+    return Quality(Scores.join(batches, 0), windows.sources, held // count, bf16 // count, seconds)
+
+
+def _exact_log_p(model: Any, ids: Tensor, schedule: Schedule) -> Iterator[Tensor]:
+    """The uncompressed cache's log-probabilities of each chunk, [B, T, V].
+
+    As many whole chunks go in one pass as `_REFERENCE_BYTES` hold.
+    """
+    run, end = CacheRun(model), ids.shape[1] - 1
+    run.feed(ids[:, : schedule.prefill], last_only=True)
+    chunk_bytes = 4 * len(ids) * schedule.chunk * model.config.get_text_config().vocab_size
+    block = schedule.chunk * max(1, _REFERENCE_BYTES // chunk_bytes)
     for start in range(schedule.prefill, end, block):
-        stop = min(end, start + block)
-        if known is None:
-            log_p = reference.feed(ids[:, start:stop]).float().log_softmax(-1)  # [B, T, V]
-        else:
-            log_p = known[:, start - schedule.prefill : stop - schedule.prefill]
-        for name, run in runs.items():
-            for at in range(start, stop, schedule.chunk):
-                to = min(stop, at + schedule.chunk)
-                with tracks[name].clock:
-                    logits = run.feed(ids[:, at:to])
-                targets = ids[:, at + 1 : to + 1].to(logits.device)
-                tracks[name].add(compare(log_p[:, at - start : to - start], logits, targets))
-                advance(1)
-
-
-def _block_tokens(model: Any, rows: int, chunk: int) -> int:
-    """Whole chunks whose reference log-probabilities fit the bound."""
-    vocabulary = model.config.get_text_config().vocab_size
-    return chunk * max(1, _REFERENCE_BYTES // (4 * rows * chunk * vocabulary))
+        log_p = run.feed(ids[:, start : min(end, start + block)]).float().log_softmax(-1)
+        yield from log_p.split(schedule.chunk, 1)
 
 
 def compare(log_p: Tensor, logits: Tensor, targets: Tensor) -> Scores:
@@ -228,59 +228,56 @@ def compare(log_p: Tensor, logits: Tensor, targets: Tensor) -> Scores:
     )
 
 
-class _Clock:
-    """Adds up the seconds spent inside."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def __enter__(self) -> None:
-        self._start = time.perf_counter()
-
-    def __exit__(self, *error: object) -> None:
-        self.seconds += time.perf_counter() - self._start
-
-
-@dataclass
-class _Track:
-    """What has been measured of one cache so far."""
-
-    clock: _Clock = field(default_factory=_Clock)
-    batches: list[list[Scores]] = field(default_factory=lambda: [[]])
-    held: int = 0
-    bf16: int = 0
-    rows: int = 0
-
-    def add(self, scores: Scores) -> None:
-        if not bool(scores.kl.isfinite().all()):
-            raise ValueError("the compressed cache gave logits that are not finite")
-        self.batches[-1].append(scores)
-
-    def weigh(self, run: CacheRun, rows: int) -> None:
-        """Note the sizes of a cache that has seen its windows."""
-        size = cache_size(run.cache.layers)
-        self.held += size.bytes
-        self.bf16 += size.bf16_bytes
-        self.rows += rows
-        self.batches.append([])
-
-    def quality(self, sources: tuple[str, ...]) -> Quality:
-        whole = {
-            name: torch.cat(
-                [torch.cat([getattr(s, name) for s in batch], 1) for batch in self.batches if batch]
-            )
-            for name in ("nll", "reference_nll", "kl", "same_top")
-        }
-        return Quality(
-            Scores(**whole),
-            sources,
-            self.held // self.rows,
-            self.bf16 // self.rows,
-            self.clock.seconds,
-        )
-
-
 def _percentile(values: Tensor, share: float) -> float:
     """The smallest value that `share` of the values do not exceed."""
     rank = max(1, math.ceil(share * values.numel()))
     return values.kthvalue(rank).values.item()
+
+
+@dataclass(frozen=True)
+class QualityTask(Task):
+    """Perplexity, KL and top-1; the uncompressed cache runs alongside."""
+
+    tokenizer: Any
+    windows: Windows
+    schedule: Schedule
+    name = "quality"
+    reference_steps = 0
+
+    @property
+    def inputs(self) -> Any:
+        how = self.schedule.prefill, self.schedule.chunk
+        return self.windows.ids.tolist(), self.windows.sources, how
+
+    @property
+    def steps(self) -> int:
+        return quality_passes(len(self.windows), self.windows.ids.shape[1], 1, self.schedule)
+
+    def read(self, model: Any, make: MakeCache | None, advance: Advance) -> Data:
+        if make is None:
+            return {}
+        found = measure_quality(model, self.windows, {"it": make}, self.schedule, advance)["it"]
+        summary = found.summary
+        return {
+            **asdict(summary),
+            "perplexity_increase": summary.perplexity / summary.reference_perplexity - 1,
+            "by_text": [{"text": text, **asdict(own)} for text, own in found.by_text().items()],
+            "bytes_held": found.bytes_held,
+            "bytes_bf16": found.bytes_bf16,
+            "ratio": found.bytes_bf16 / found.bytes_held,
+            "seconds": found.seconds,
+            "worst": self._worst(found.scores.kl),
+        }
+
+    def _worst(self, kl: Tensor) -> Data:
+        """The position with the largest KL; `position` counts the tokens of its window before."""
+        window, at = divmod(int(kl.argmax()), kl.shape[1])
+        ids, position = self.windows.ids[window], self.schedule.prefill + at + 1
+        return {
+            "window": window,
+            "position": position,
+            "kl": float(kl[window, at]),
+            "text": self.windows.sources[window],
+            "context": self.tokenizer.decode(ids[max(0, position - _SHOWN_TOKENS) : position]),
+            "next": self.tokenizer.decode(ids[position : position + 1]),
+        }

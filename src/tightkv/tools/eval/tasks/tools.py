@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from tightkv.tools.eval.forward import TAIL_TOKENS, Advance, MakeCache, write_lines
-from tightkv.tools.eval.prompts import common_prefix
+from tightkv.tools.eval.forward import Advance, MakeCache, write_lines
+from tightkv.tools.eval.prompts import beginning, encode
 from tightkv.tools.eval.tasks.base import Data, Task
 from tightkv.tools.eval.tasks.needles import FACTS
-from tightkv.tools.eval.windows import beginning, encode
 
 CALL_TOKENS = 96
 _COUNTED = ("json", "valid", "correct")
@@ -39,14 +38,11 @@ class Conversation:
 
     context: int
     prompts: tuple[tuple[int, ...], ...]
-    shared: int
     calls: tuple[Call, ...]
 
 
 def build_conversation(tokenizer: Any, context: int, calls: int, seed: int) -> Conversation:
     """As many calls with answers as `context` tokens hold, then `calls` different last requests."""
-    if calls < 1:
-        raise ValueError(f"calls={calls}; it must be at least 1")
     rng = random.Random(seed)
     last = [_call(rng) for _ in range(calls)]
     ends = [encode(tokenizer, f"Request: {call.request}\nCall:") for call in last]
@@ -63,35 +59,24 @@ def build_conversation(tokenizer: Any, context: int, calls: int, seed: int) -> C
             f"a context of {context} tokens holds {used} calls; at least {len(_TOOLS)} are needed: "
             "take longer --contexts"
         )
-    prompts = [shots + end for end in ends]
-    shared = max(0, common_prefix(prompts) - TAIL_TOKENS)
-    return Conversation(context, tuple(map(tuple, prompts)), shared, tuple(last))
+    return Conversation(context, tuple((*shots, *end) for end in ends), tuple(last))
 
 
-@dataclass(frozen=True)
-class Verdict:
+def judge(reply: str, wanted: Call) -> dict[str, bool]:
     """What a reply is: JSON, a call with the right arguments' names, the very call wanted."""
-
-    json: bool
-    valid: bool
-    correct: bool
-
-
-def judge(reply: str, wanted: Call) -> Verdict:
     try:
         got = json.loads(reply)
     except (ValueError, RecursionError):
-        return Verdict(False, False, False)
-    if not isinstance(got, dict) or not isinstance(got.get("arguments"), dict):
-        return Verdict(True, False, False)
-    tool = _TOOLS.get(got["name"]) if isinstance(got.get("name"), str) else None
+        return dict.fromkeys(_COUNTED, False)
+    known = isinstance(got, dict) and isinstance(got.get("name"), str) and got["name"] in _TOOLS
     valid = (
-        tool is not None
+        known
         and set(got) == {"name", "arguments"}
-        and set(got["arguments"]) == set(tool["arguments"])
+        and isinstance(got["arguments"], dict)
+        and set(got["arguments"]) == set(_TOOLS[got["name"]]["arguments"])
     )
     correct = got == {"name": wanted.name, "arguments": wanted.arguments}
-    return Verdict(True, valid, correct)
+    return {"json": True, "valid": valid, "correct": correct}
 
 
 @dataclass(frozen=True)
@@ -101,10 +86,6 @@ class ToolTask(Task):
     tokenizer: Any
     conversations: tuple[Conversation, ...]
     name = "tools"
-
-    @property
-    def options(self) -> Data:
-        return {"call_tokens": CALL_TOKENS}
 
     @property
     def inputs(self) -> Any:
@@ -120,12 +101,10 @@ class ToolTask(Task):
     def read(self, model: Any, make: MakeCache | None, advance: Advance) -> Data:
         replies: list[Data] = []
         for talk in self.conversations:
-            lines = write_lines(
-                model, make, self.tokenizer, talk.prompts, talk.shared, CALL_TOKENS, advance
-            )
+            lines = write_lines(model, make, self.tokenizer, talk.prompts, CALL_TOKENS, advance)
             for reply, call in zip(lines, talk.calls, strict=True):
                 told = {"context": talk.context, "expected": call.text, "reply": reply}
-                replies.append({**told, **asdict(judge(reply, call))})
+                replies.append({**told, **judge(reply, call)})
         sums = {name: sum(reply[name] for reply in replies) for name in _COUNTED}
         return {"asked": len(replies), **sums, "replies": replies}
 
