@@ -378,10 +378,14 @@ class Group:
         self.ids = torch.arange(1, 1 + sequences * blocks).view(sequences, blocks).int()
         shape = (1 + sequences * blocks, 1, 1, impls[0].layout.page_bytes)
         self.caches = [torch.zeros(shape, dtype=torch.uint8) for _ in impls]
-        made.impls, made.layers = list(impls), [SimpleNamespace(kv_cache=self.caches[0])]
+        pairs = zip(impls, self.caches, strict=True)
+        made.impls = list(impls)
+        made.layers = [SimpleNamespace(impl=impl, kv_cache=cache) for impl, cache in pairs]
         made.group_rings, made.device, made.pages = GroupRings(), torch.device("cpu"), None
         made.reorder_batch_threshold, made.pages_per_block = 1, 1
-        config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=sequences))
+        scheduler = SimpleNamespace(max_num_seqs=sequences)
+        # with a connector, appends seal pages at once
+        config = SimpleNamespace(scheduler_config=scheduler, kv_transfer_config=SimpleNamespace())
         made.vllm_config, made.left_pad = config, torch.zeros(sequences, dtype=torch.int32)
         made.out = torch.zeros(len(BatchRings._fields), sequences, dtype=torch.int32)
         self.builder, self.lengths = made, [0] * sequences

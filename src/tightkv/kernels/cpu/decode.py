@@ -52,7 +52,8 @@ class PreparedPut(_Prepared):
         self._put = library.load().tightkv_put
         # whether the numbers of a token lie side by side, on the CPU
         self.possible = (
-            key.shape[2:] == ring_key.shape[2:]
+            len(key) > 0
+            and key.shape[2:] == ring_key.shape[2:]
             and key.dtype in FLOATS
             and all(x.is_contiguous() for x in (ring_key, ring_value, key[0], value[0]))
             and self.takes(range(len(key)), ring_key, ring_value, key, value)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from vllm.distributed import get_pp_group
 
-from tightkv.config import KVQuantConfig
+from tightkv.config import KVQuantConfig, Windows
 from tightkv.fit import Layers
 from tightkv.integrations.vllm.layer_numbers import draft_layers, layer_number, model_layers
 from tightkv.integrations.vllm.layer_shapes import (
@@ -91,34 +90,48 @@ class Chosen:
 def choose(
     layers: Mapping[str, Any], options: EngineOptions, vllm_config: Any, latent: str | None
 ) -> Chosen:
-    """The layers that can be compressed; an error where none can.
-
-    `latent` is why those with latent attention are not.
-    """
+    """The layers that can be compressed; `latent` is why those with latent attention are not."""
     cfg, drafts = options.config, draft_layers(layers, vllm_config)
-    shapes = {name: layer_shape(layer) for name, layer in layers.items()}
-    reasons = {
-        name: skip_reason(shape, "vllm", options.windows, cfg) for name, shape in shapes.items()
-    }
-    reasons |= dict.fromkeys(unreadable_layers(layers), UNREADABLE)
-    possible = {name: shapes[name] for name, reason in reasons.items() if reason is None}
-    reasons |= dict.fromkeys(windows_of_other_pages(possible, cfg), OTHER_PAGES)
-    if latent is not None:
-        reasons |= {name: latent for name, layer in layers.items() if is_latent(layer)}
-    chosen = {name: layers[name] for name, reason in reasons.items() if reason is None}
-    counts = Counter(filter(None, reasons.values()))
-    own = [name for name in chosen if name not in drafts]
-    if not own:  # a compressed draft alone is worth nothing
-        listed = ", ".join(sorted(counts)) or "none"
-        raise ValueError(f"tightkv: no layer of this model can be compressed ({listed})")
-    for reason, count in sorted(counts.items()):
-        logger.info("tightkv: %d layers stay with vLLM's own cache: %s", count, reason)
+    chosen, reasons = compressed_layers(layers, cfg, latent, drafts, options.windows)
     known = model_layers(chosen, drafts)
+    own = [name for name in chosen if name not in drafts]
     numbers = {n: known[n] if known[n] >= 0 else -1 - i for i, n in enumerate(own)}
     place, dtype = place_in_model(cfg, len(own)), vllm_config.model_config.dtype
     others = other_specs(chosen, layers, vllm_config)
     plain = cfg.replace(protected_first=0, protected_last=0, layer_bits="").for_layer(0, 1)
     return Chosen(chosen, reasons, numbers, place, others, dtype, plain)
+
+
+def compressed_layers(
+    layers: Mapping[str, Any],
+    cfg: KVQuantConfig,
+    latent: str | None = None,
+    drafts: Collection[str] = (),
+    windows: Windows = False,
+) -> tuple[dict[str, Any], dict[str, str | None]]:
+    """The layers that can be compressed, and why the others cannot; an error where all cannot.
+
+    `latent` is why those with latent attention are not.
+    """
+    unreadable = unreadable_layers(layers)
+    reasons = {
+        name: UNREADABLE
+        if name in unreadable
+        else skip_reason(layer_shape(layer), "vllm", windows, cfg)
+        for name, layer in layers.items()
+    }
+    shapes = {name: layer_shape(layers[name]) for name in reasons if reasons[name] is None}
+    reasons |= dict.fromkeys(windows_of_other_pages(shapes, cfg), OTHER_PAGES)
+    if latent is not None:
+        reasons |= {name: latent for name, layer in layers.items() if is_latent(layer)}
+    chosen = {name: layers[name] for name, reason in reasons.items() if reason is None}
+    if not chosen.keys() - set(drafts):  # a compressed draft alone is worth nothing
+        listed = ", ".join(sorted({reason for reason in reasons.values() if reason}))
+        raise ValueError(f"tightkv: no layer of this model can be compressed ({listed or 'none'})")
+    for reason in sorted({reason for reason in reasons.values() if reason}):
+        count = list(reasons.values()).count(reason)
+        logger.info("tightkv: %d layers stay with vLLM's own cache: %s", count, reason)
+    return chosen, reasons
 
 
 def place_in_model(cfg: KVQuantConfig, count: int) -> tuple[int, int]:
