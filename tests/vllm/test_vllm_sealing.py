@@ -89,7 +89,5 @@ def test_pages_that_wait_change_nothing(name: str, engines: dict[str, Any]) -> N
         accepted = later["metrics"]["vllm:spec_decode_num_accepted_tokens"]
         assert 0 < accepted < 4 * later["metrics"]["vllm:spec_decode_num_drafts"]
         return
-    preempted = later["metrics"]["vllm:num_preemptions"] > 0
-    assert preempted == (name == "next step")
-    # A sequence that was preempted may find its own pages, if nobody else has taken them.
-    assert preempted or any(output["cached"] > 40 for output in outputs(later))
+    assert any(output["cached"] > 40 for output in outputs(later))  # what others have said
+    assert (later["metrics"]["vllm:num_preemptions"] > 0) == (name == "next step")
