@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tightkv.kernels.constants import DENSE_ROTATION, decode_constants, layout_constants
 from tightkv.kernels.ragged_plan import BLOCK, RaggedGroup
+from tightkv.kernels.triton.constants import constants_of, frame_of
 from tightkv.kernels.triton.dequantize import dequantized_keys, dequantized_values, even_tokens
-from tightkv.kernels.triton.device import has_ptx, last_contiguous
-from tightkv.kernels.triton.prefill import load_rotated
+from tightkv.kernels.triton.device import last_contiguous
+from tightkv.kernels.triton.prefill import load_rotated, rows_at_once
 from tightkv.kernels.triton.unpack import token_order
 from tightkv.kernels.view import CacheView
 from tightkv.math.rotation import Rotation
@@ -23,16 +23,15 @@ TAIL = 256  # rows after the last token that a tile of attention may read
 @triton.jit(do_not_specialize=["rows"])  # one binary for all lengths
 def _rotate_rows_kernel(
     x, out, table, rows, x_n, x_h, out_n, out_h,
-    H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BACK: tl.constexpr,
-    ROTATION: tl.constexpr, ROWS: tl.constexpr,
+    H: tl.constexpr, BACK: tl.constexpr, ROWS: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
     """Rows (token, head) of x to those of out, rotated or rotated back."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = row < rows
-    d = tl.arange(0, DP)
-    y = load_rotated(x, row // H * x_n + row % H * x_h, live, table, BACK, D, DP, ROTATION, ROWS)
+    d = tl.arange(0, L.DP)
+    y = load_rotated(x, row // H * x_n + row % H * x_h, live, table, BACK, ROWS, L)
     where = out + (row // H * out_n + row % H * out_h)[:, None] + d[None, :]
-    tl.store(where, y.to(out.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
+    tl.store(where, y.to(out.dtype.element_ty), mask=live[:, None] & (d < L.D)[None, :])
 
 
 @triton.jit
@@ -65,14 +64,7 @@ def _load_workspace_kernel(
     cu_seqlens_q, cu_seqlens_k, cu_blocks, ring_key, ring_value, sink_key, sink_value,
     new_key, new_value, key_table, value_table, key, value,
     table_b, page_b, new_key_n, new_key_h, new_value_n, new_value_h, first_row, batch, ring_tokens,
-    tokens,
-    HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
-    RECORD: tl.constexpr, KEY_BITS: tl.constexpr, KEY_CHUNK: tl.constexpr,
-    KEY_TABLE: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_TABLE: tl.constexpr,
-    KEY_UNIT: tl.constexpr, VALUE_UNIT: tl.constexpr, VALUE_AT: tl.constexpr,
-    KEY_SCALE_AT: tl.constexpr, VALUE_SCALE_AT: tl.constexpr, MEAN_AT: tl.constexpr,
-    MEAN_BITS: tl.constexpr, ROTATION: tl.constexpr, SINKS: tl.constexpr, TAIL: tl.constexpr,
-    PTX: tl.constexpr,
+    tokens, SINKS: tl.constexpr, TAIL: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
     """32 positions of one sequence and head to their rows of key and value [tokens, HKV, D].
 
@@ -80,6 +72,9 @@ def _load_workspace_kernel(
     row is written once. The tables of the sequences begin with row `first_row` of the batch.
     Every number that is written is finite: a tile of attention reads rows of the next sequence.
     """
+    D: tl.constexpr = L.D
+    DP: tl.constexpr = L.DP
+    HKV: tl.constexpr = L.HKV
     head = tl.program_id(0) % HKV
     place = tl.load(cu_blocks) + tl.program_id(0) // HKV
     d = tl.arange(0, DP)
@@ -114,21 +109,15 @@ def _load_workspace_kernel(
     coded_to = tl.minimum(read_from, stop)
 
     if (first + 32 > coded_from) & (first < read_from):
-        page = tl.load(block_table + row.to(tl.int64) * table_b + first // PAGE).to(tl.int64)
-        record = pages + page * page_b + head * RECORD
-        block = first % PAGE // 32
-        x = dequantized_keys(
-            record, block, D, DP, KEY_BITS, KEY_CHUNK, KEY_TABLE, KEY_UNIT, KEY_SCALE_AT, MEAN_AT,
-            MEAN_BITS, PTX, FINITE=True,
-        )  # fmt: skip
+        page = tl.load(block_table + row.to(tl.int64) * table_b + first // L.PAGE).to(tl.int64)
+        record = pages + page * page_b + head * L.RECORD
+        block = first % L.PAGE // 32
+        x = dequantized_keys(record, block, L, FINITE=True)
         at = first + token_order(1)
         there = ((at >= coded_from) & (at < coded_to))[:, None] & (d < D)[None, :]
         where = key + ((shift + at).to(tl.int64) * HKV + head)[:, None] * D + d[None, :]
         tl.store(where, _fitting(x, key), mask=there)
-        even, odd = dequantized_values(
-            record, block, D, DP, VALUE_BITS, VALUE_TABLE, VALUE_UNIT, VALUE_AT, VALUE_SCALE_AT,
-            PTX, FINITE=True,
-        )  # fmt: skip
+        even, odd = dequantized_values(record, block, L, FINITE=True)
         at = first + even_tokens()
         there = ((at >= coded_from) & (at < coded_to))[:, None] & (d < D)[None, :]
         where = value + ((shift + at).to(tl.int64) * HKV + head)[:, None] * D + d[None, :]
@@ -151,34 +140,33 @@ def _load_workspace_kernel(
         none = tl.zeros([32], tl.int64)
         source = tl.where(is_sink, sink_key + sink_at, ring_key + ring_at)
         source = tl.where(is_new, new_key + n * new_key_n + head64 * new_key_h, source)
-        x = load_rotated(source[:, None], none, exact, key_table, False, D, DP, ROTATION, 32)
+        x = load_rotated(source[:, None], none, exact, key_table, False, 32, L)
         tl.store(key + where, _finite(x, key), mask=there)
         source = tl.where(is_sink, sink_value + sink_at, ring_value + ring_at)
         source = tl.where(is_new, new_value + n * new_value_n + head64 * new_value_h, source)
-        x = load_rotated(source[:, None], none, exact, value_table, False, D, DP, ROTATION, 32)
+        x = load_rotated(source[:, None], none, exact, value_table, False, 32, L)
         tl.store(value + where, _finite(x, value), mask=there)
 
 
 def rotate_queries(codec: Codec, query: Tensor) -> Tensor:
     """See `RaggedOps`."""
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    _rotate_rows(codec, codec.key.rotation, last_contiguous(query), out, back=False)
+    _rotate_rows(codec.key.rotation, last_contiguous(query), out, back=False)
     return out
 
 
 def unrotate(codec: Codec, mixed: Tensor, out: Tensor) -> None:
     """See `RaggedOps`."""
-    _rotate_rows(codec, codec.value.rotation, mixed, out, back=True)
+    _rotate_rows(codec.value.rotation, mixed, out, back=True)
 
 
-def _rotate_rows(codec: Codec, rotation: Rotation, x: Tensor, out: Tensor, back: bool) -> None:
-    n, h, d = x.shape
-    kind: int = layout_constants(codec.layout)["ROTATION"]
-    rows = 32 if kind == DENSE_ROTATION else 16  # a matrix is worth loading for more
+def _rotate_rows(rotation: Rotation, x: Tensor, out: Tensor, back: bool) -> None:
+    n, h, _ = x.shape
+    rows = rows_at_once(rotation)
     _rotate_rows_kernel[(triton.cdiv(n * h, rows),)](
         x, out, rotation.table(x.device), n * h,
         x.stride(0), x.stride(1), out.stride(0), out.stride(1),
-        H=h, D=d, DP=triton.next_power_of_2(d), BACK=back, ROTATION=kind, ROWS=rows, num_warps=4,
+        H=h, BACK=back, ROWS=rows, L=frame_of(rotation), num_warps=4,
     )  # fmt: skip
 
 
@@ -203,8 +191,7 @@ def load_workspace(
         view.block_table.stride(0), view.pages.stride(0),
         new_key.stride(0), new_key.stride(1), new_value.stride(0), new_value.stride(1),
         rows.start, rows.stop - rows.start, view.ring_key.shape[1], group.tokens,
-        **layout_constants(layout), **decode_constants(layout),
-        SINKS=view.sink_key.shape[1], TAIL=TAIL, PTX=has_ptx(device), num_warps=4,
+        SINKS=view.sink_key.shape[1], TAIL=TAIL, L=constants_of(layout, device), num_warps=4,
     )  # fmt: skip
 
 
