@@ -93,14 +93,14 @@ def query_operands(q, table, COLS: tl.constexpr, L: tl.constexpr):
     means = tl.trans(qr.to(tl.float16))
     if L.KEY_BITS < 8:
         q0, q1, q2, q3 = split4(qx)
-        operands = (
+        codes = (
             _operand(q0, COLS, L), _operand(q1, COLS, L),
             _operand(q2, COLS, L), _operand(q3, COLS, L),
         )  # fmt: skip
+        return codes, means, top
     else:
         q0, q1 = tl.split(qx)
-        operands = (_operand(q0, COLS, L), _operand(q1, COLS, L))
-    return operands, means, top
+        return (_operand(q0, COLS, L), _operand(q1, COLS, L)), means, top
 
 
 @triton.jit
@@ -140,11 +140,10 @@ def no_values(COLS: tl.constexpr, L: tl.constexpr):
     """The accumulators of `accumulate_values`, [VW, COLS]: one for each pair of codes in a word."""
     if L.VALUE_BITS < 8:
         zero = tl.zeros([L.DP // 4, COLS], tl.float32)
-        found = (zero, zero, zero, zero)
+        return zero, zero, zero, zero
     else:
         zero = tl.zeros([L.DP // 2, COLS], tl.float32)
-        found = (zero, zero)
-    return found
+        return zero, zero
 
 
 @triton.jit
@@ -156,14 +155,13 @@ def value_accumulators(acc, COLS: tl.constexpr, L: tl.constexpr):
     x = tl.permute(tl.reshape(acc, [COLS, L.DP // 16, 16 // PAIRS, PAIRS]), [2, 1, 0, 3])
     if L.VALUE_BITS < 8:
         x0, x1, x2, x3 = split4(x)
-        found = (
+        return (
             tl.reshape(x0, [VW, COLS]), tl.reshape(x1, [VW, COLS]),
             tl.reshape(x2, [VW, COLS]), tl.reshape(x3, [VW, COLS]),
         )  # fmt: skip
     else:
         x0, x1 = tl.split(x)
-        found = (tl.reshape(x0, [VW, COLS]), tl.reshape(x1, [VW, COLS]))
-    return found
+        return tl.reshape(x0, [VW, COLS]), tl.reshape(x1, [VW, COLS])
 
 
 @triton.jit
@@ -174,7 +172,7 @@ def accumulate_values(words, p, shrink, acc, L: tl.constexpr):
     s = shrink[None, :]
     if L.VALUE_BITS < 8:
         h = nibble_levels(words, L.VALUE_BITS, L.VALUE_TABLE, L.PTX)
-        found = (
+        return (
             tl.dot(pair(h[0], h[1], VW, PAIRS), p, acc[0] * s),
             tl.dot(pair(h[2], h[3], VW, PAIRS), p, acc[1] * s),
             tl.dot(pair(h[4], h[5], VW, PAIRS), p, acc[2] * s),
@@ -182,11 +180,10 @@ def accumulate_values(words, p, shrink, acc, L: tl.constexpr):
         )
     else:
         h = byte_levels(words)
-        found = (
+        return (
             tl.dot(pair(h[0], h[1], VW, PAIRS), p, acc[0] * s),
             tl.dot(pair(h[2], h[3], VW, PAIRS), p, acc[1] * s),
         )
-    return found
 
 
 @triton.jit
