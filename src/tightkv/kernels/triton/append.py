@@ -189,8 +189,8 @@ def _load_tokens(source, source_n, ring, ring_tokens, at, before, begin, live, L
     there = live[:, None] & (d < L.D)[None, :]
     offset = (begin + at - before)[:, None].to(tl.int64) * source_n + d[None, :]
     x = tl.load(source + offset, mask=there & new, other=0.0).to(tl.float32)
-    where = ((at % ring_tokens) * (L.HKV * L.D))[:, None] + d[None, :]
-    old = tl.load(ring + where, mask=there & ~new, other=0.0)
+    slot = ((at % ring_tokens) * (L.HKV * L.D))[:, None]
+    old = tl.load(ring + slot + d[None, :], mask=there & ~new, other=0.0)
     return x + old.to(tl.float32)
 
 

@@ -119,9 +119,9 @@ def _load_exact_kernel(
 @triton.jit(do_not_specialize=["tokens"])  # one binary for all lengths
 def _merge_states_kernel(
     old, old_lse, new, new_lse, out, lse, table, tokens, old_b, old_h, old_l, new_b, new_h, new_l,
-    out_b, out_h, out_l, H: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, L: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
-    """`old`, rotated back, and `new`. `out` may be either of them, `lse` either LSE.
+    """`old`, rotated back, and `new`, to `out`: None is `new` itself. `lse` may be either LSE.
 
     G queries of a KV head are one sequence of `old`, head after head.
     """
@@ -140,27 +140,31 @@ def _merge_states_kernel(
     wa = tl.exp(a - peak)
     wc = tl.exp(c - peak)
     total = wa + wc
-    offsets = _row_offsets(b, h, at, new_b, new_h, new_l)
-    y = tl.load(new + offsets[:, None] + d[None, :], mask=there, other=0.0).to(tl.float32)
+    where = new + _row_offsets(b, h, at, new_b, new_h, new_l)[:, None] + d[None, :]
+    y = tl.load(where, mask=there, other=0.0).to(tl.float32)
     x = x * (wa / total)[:, None] + y * (wc / total)[:, None]
-    where = out + _row_offsets(b, h, at, out_b, out_h, out_l)[:, None] + d[None, :]
-    tl.store(where, x.to(out.dtype.element_ty), mask=there)
+    if out is not None:
+        where = out + flat[:, None] * L.D + d[None, :]
+    tl.store(where, x.to(where.dtype.element_ty), mask=there)
     tl.store(lse + flat, peak + tl.log(total), mask=live)
 
 
-def _merge_into(
-    old: AttentionState, new: AttentionState, out: AttentionState, rotation: Rotation | None
-) -> AttentionState:
-    """`out` gets both states, the old one rotated back where there is a rotation."""
+def _merge(
+    old: AttentionState,
+    new: AttentionState,
+    out: Tensor | None,
+    lse: Tensor,
+    rotation: Rotation | None,
+) -> None:
+    """Both states to contiguous `out` (None: into the new one), the old one rotated back."""
     b, heads, tokens, d = new.out.shape
     rotation = make_rotation("none", d) if rotation is None else rotation
     rows = rows_at_once(rotation)
     _merge_states_kernel[(triton.cdiv(tokens, rows) * b * heads,)](
-        old.out, old.lse, new.out, new.lse, out.out, out.lse, rotation.table(new.out.device),
-        tokens, *old.out.stride()[:3], *new.out.stride()[:3], *out.out.stride()[:3],
+        old.out, old.lse, new.out, new.lse, out, lse, rotation.table(new.out.device), tokens,
+        *old.out.stride()[:3], *new.out.stride()[:3],
         H=heads, G=heads // old.out.shape[1], ROWS=rows, L=frame_of(rotation), num_warps=4,
     )  # fmt: skip
-    return out
 
 
 def rotate_queries(codec: Codec, query: Tensor) -> Tensor:
@@ -201,12 +205,13 @@ def merge_states(old: AttentionState, new: AttentionState) -> AttentionState:
     out = old.out
     if out.dtype != torch.float32 or not out.is_contiguous():
         out = torch.empty(out.shape, dtype=torch.float32, device=out.device)
-    return _merge_into(old, new, AttentionState(out, old.lse), None)
+    _merge(old, new, out, old.lse, None)
+    return AttentionState(out, old.lse)
 
 
 def merge_and_unrotate(codec: Codec | None, prefix: AttentionState, exact: AttentionState) -> None:
     """See `PrefillOps`."""
-    _merge_into(prefix, exact, exact, None if codec is None else codec.value.rotation)
+    _merge(prefix, exact, None, exact.lse, None if codec is None else codec.value.rotation)
 
 
 def rows_at_once(rotation: Rotation) -> int:
