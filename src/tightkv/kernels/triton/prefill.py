@@ -60,20 +60,18 @@ def load_rotated(x, offsets, live, table, BACK: tl.constexpr, ROWS: tl.constexpr
 
 
 @triton.jit(do_not_specialize=["tokens"])  # one binary for all lengths
-def _rotate_queries_kernel(
-    query, out, table, tokens, query_b, query_h, query_l,
-    H: tl.constexpr, ROWS: tl.constexpr, L: tl.constexpr,
+def _rotate_rows_kernel(
+    x, out, table, tokens, x_b, x_h, x_l, out_b, out_h, out_l,
+    H: tl.constexpr, BACK: tl.constexpr, ROWS: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
     at, bh = _rows_and_head(tokens, ROWS)
     b = bh // H
     h = bh % H
     d = tl.arange(0, L.DP)
     live = at < tokens
-    offsets = _row_offsets(b, h, at, query_b, query_h, query_l)
-    x = load_rotated(query, offsets, live, table, False, ROWS, L)
-    flat = bh.to(tl.int64) * tokens + at
-    where = out + flat[:, None] * L.D + d[None, :]
-    tl.store(where, x.to(out.dtype.element_ty), mask=live[:, None] & (d < L.D)[None, :])
+    y = load_rotated(x, _row_offsets(b, h, at, x_b, x_h, x_l), live, table, BACK, ROWS, L)
+    where = out + _row_offsets(b, h, at, out_b, out_h, out_l)[:, None] + d[None, :]
+    tl.store(where, y.to(out.dtype.element_ty), mask=live[:, None] & (d < L.D)[None, :])
 
 
 # one binary for all lengths
@@ -167,16 +165,20 @@ def _merge(
     )  # fmt: skip
 
 
+def rotate_rows(rotation: Rotation, x: Tensor, out: Tensor, back: bool = False) -> None:
+    """Rows of x [B, H, N, D] to those of out, rotated or rotated back."""
+    b, h, tokens, _ = x.shape
+    rows = rows_at_once(rotation)
+    _rotate_rows_kernel[(triton.cdiv(tokens, rows) * b * h,)](
+        x, out, rotation.table(x.device), tokens, *x.stride()[:3], *out.stride()[:3],
+        H=h, BACK=back, ROWS=rows, L=frame_of(rotation), num_warps=4,
+    )  # fmt: skip
+
+
 def rotate_queries(codec: Codec, query: Tensor) -> Tensor:
     """See `PrefillOps`."""
-    b, h, tokens, _ = query.shape
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    rotation = codec.key.rotation
-    rows = rows_at_once(rotation)
-    _rotate_queries_kernel[(triton.cdiv(tokens, rows) * b * h,)](
-        query, out, rotation.table(query.device), tokens, *query.stride()[:3],
-        H=h, ROWS=rows, L=frame_of(rotation), num_warps=4,
-    )  # fmt: skip
+    rotate_rows(codec.key.rotation, query, out)
     return out
 
 

@@ -2,36 +2,20 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from tightkv.kernels.ragged_plan import BLOCK, RaggedGroup
-from tightkv.kernels.triton.constants import constants_of, frame_of
+from tightkv.kernels.triton.constants import constants_of
 from tightkv.kernels.triton.dequantize import dequantized_keys, dequantized_values, even_tokens
 from tightkv.kernels.triton.device import last_contiguous
-from tightkv.kernels.triton.prefill import load_rotated, rows_at_once
+from tightkv.kernels.triton.prefill import load_rotated, rotate_rows
 from tightkv.kernels.triton.unpack import token_order
 from tightkv.kernels.view import CacheView
-from tightkv.math.rotation import Rotation
 from tightkv.pages.codec import Codec
 
 TAIL = 256  # rows after the last token that a tile of attention may read
-
-
-@triton.jit(do_not_specialize=["rows"])  # one binary for all lengths
-def _rotate_rows_kernel(
-    x, out, table, rows, x_n, x_h, out_n, out_h,
-    H: tl.constexpr, BACK: tl.constexpr, ROWS: tl.constexpr, L: tl.constexpr,
-):  # fmt: skip
-    """Rows (token, head) of x to those of out, rotated or rotated back."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    live = row < rows
-    d = tl.arange(0, L.DP)
-    y = load_rotated(x, row // H * x_n + row % H * x_h, live, table, BACK, ROWS, L)
-    where = out + (row // H * out_n + row % H * out_h)[:, None] + d[None, :]
-    tl.store(where, y.to(out.dtype.element_ty), mask=live[:, None] & (d < L.D)[None, :])
 
 
 @triton.jit
@@ -40,6 +24,14 @@ def _fitting(x, where):
     if where.dtype.element_ty == tl.float16:
         x = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
     return x.to(where.dtype.element_ty)
+
+
+@triton.jit
+def _store_rows(target, x, at, seen, shift, head, L: tl.constexpr):
+    """x [tokens, DP] of positions `at` that are `seen` to rows shift + at of the workspace."""
+    d = tl.arange(0, L.DP)
+    where = target + ((shift + at).to(tl.int64) * L.HKV + head)[:, None] * L.D + d[None, :]
+    tl.store(where, x, mask=seen[:, None] & (d < L.D)[None, :])
 
 
 @triton.jit
@@ -114,16 +106,14 @@ def _load_workspace_kernel(
         block = first % L.PAGE // 32
         x = dequantized_keys(record, block, L, FINITE=True)
         at = first + token_order(1)
-        there = ((at >= coded_from) & (at < coded_to))[:, None] & (d < D)[None, :]
-        where = key + ((shift + at).to(tl.int64) * HKV + head)[:, None] * D + d[None, :]
-        tl.store(where, _fitting(x, key), mask=there)
+        seen = (at >= coded_from) & (at < coded_to)
+        _store_rows(key, _fitting(x, key), at, seen, shift, head, L)
         even, odd = dequantized_values(record, block, L, FINITE=True)
         at = first + even_tokens()
-        there = ((at >= coded_from) & (at < coded_to))[:, None] & (d < D)[None, :]
-        where = value + ((shift + at).to(tl.int64) * HKV + head)[:, None] * D + d[None, :]
-        tl.store(where, _fitting(even, value), mask=there)
-        there = ((at + 1 >= coded_from) & (at + 1 < coded_to))[:, None] & (d < D)[None, :]
-        tl.store(where + HKV * D, _fitting(odd, value), mask=there)
+        seen = (at >= coded_from) & (at < coded_to)
+        _store_rows(value, _fitting(even, value), at, seen, shift, head, L)
+        seen = (at + 1 >= coded_from) & (at + 1 < coded_to)
+        _store_rows(value + HKV * D, _fitting(odd, value), at, seen, shift, head, L)
 
     if (first + 32 > start) & ((first < coded_from) | (first + 32 > read_from)):
         at = first + tl.arange(0, 32)
@@ -135,39 +125,28 @@ def _load_workspace_kernel(
         ring_at = (owner * ring_tokens + at % ring_tokens) * (HKV * D) + head * D
         n = (begin + at - length).to(tl.int64)
         head64 = head.to(tl.int64)
-        there = exact[:, None] & (d < D)[None, :]
-        where = ((shift + at).to(tl.int64) * HKV + head)[:, None] * D + d[None, :]
         none = tl.zeros([32], tl.int64)
         source = tl.where(is_sink, sink_key + sink_at, ring_key + ring_at)
         source = tl.where(is_new, new_key + n * new_key_n + head64 * new_key_h, source)
         x = load_rotated(source[:, None], none, exact, key_table, False, 32, L)
-        tl.store(key + where, _finite(x, key), mask=there)
+        _store_rows(key, _finite(x, key), at, exact, shift, head, L)
         source = tl.where(is_sink, sink_value + sink_at, ring_value + ring_at)
         source = tl.where(is_new, new_value + n * new_value_n + head64 * new_value_h, source)
         x = load_rotated(source[:, None], none, exact, value_table, False, 32, L)
-        tl.store(value + where, _finite(x, value), mask=there)
+        _store_rows(value, _finite(x, value), at, exact, shift, head, L)
 
 
 def rotate_queries(codec: Codec, query: Tensor) -> Tensor:
     """See `RaggedOps`."""
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    _rotate_rows(codec.key.rotation, last_contiguous(query), out, back=False)
+    out, query = query.new_empty(query.shape), last_contiguous(query)
+    rotate_rows(codec.key.rotation, query.transpose(0, 1)[None], out.transpose(0, 1)[None])
     return out
 
 
 def unrotate(codec: Codec, mixed: Tensor, out: Tensor) -> None:
     """See `RaggedOps`."""
-    _rotate_rows(codec.value.rotation, mixed, out, back=True)
-
-
-def _rotate_rows(rotation: Rotation, x: Tensor, out: Tensor, back: bool) -> None:
-    n, h, _ = x.shape
-    rows = rows_at_once(rotation)
-    _rotate_rows_kernel[(triton.cdiv(n * h, rows),)](
-        x, out, rotation.table(x.device), n * h,
-        x.stride(0), x.stride(1), out.stride(0), out.stride(1),
-        H=h, BACK=back, ROWS=rows, L=frame_of(rotation), num_warps=4,
-    )  # fmt: skip
+    sides = (x.transpose(0, 1)[None] for x in (mixed, out))  # [1, H, N, D]
+    rotate_rows(codec.value.rotation, *sides, back=True)
 
 
 def load_workspace(
