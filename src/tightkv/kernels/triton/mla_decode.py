@@ -22,7 +22,7 @@ from tightkv.kernels.triton.device import (
 )
 from tightkv.kernels.triton.encode import FP16_MAX
 from tightkv.kernels.triton.merge_splits import merge_splits
-from tightkv.kernels.triton.mla_plan import DecodePlan, decode_plan
+from tightkv.kernels.triton.mla_plan import decode_plan
 from tightkv.kernels.triton.mla_tile import (
     channel_order,
     column_order,
@@ -132,17 +132,24 @@ def decode(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """See `mla_reference.decode`."""
-    rows, heads = query.shape[:2]
+    rows, heads, d = query.shape
+    device, width, count = query.device, block_table.shape[1], processor_count(query.device)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    lse = torch.empty(rows, heads, dtype=torch.float32, device=query.device)
+    lse = torch.empty(rows, heads, dtype=torch.float32, device=device)
     if not rows:
         return out, lse
-    queries = rows // len(lengths)
-    device, width = query.device, block_table.shape[1]
-    large = has_large_shared_memory(device)
-    plan = decode_plan(codec.layout, rows, heads, width, processor_count(device), large)
-    run(codec, rotate_queries(codec, query), query_rope, pages, block_table, lengths, scale,
-        queries, plan, out, lse)  # fmt: skip
+    plan = decode_plan(codec.layout, rows, heads, width, count, has_large_shared_memory(device))
+    query, query_rope = rotate_queries(codec, query), last_contiguous(query_rope)
+    partial = torch.empty(plan.splits, rows, heads, d, dtype=torch.float32, device=device)
+    partial_lse = torch.empty(plan.splits, rows, heads, dtype=torch.float32, device=device)
+    _decode_kernel[(rows * plan.splits * triton.cdiv(heads, plan.heads),)](
+        query, query_rope, pages, block_table, lengths, partial, partial_lse,
+        query_rope.stride(0), query_rope.stride(1), block_table.stride(0), pages.stride(0),
+        scale, rows, plan.splits, rows // len(lengths),
+        H=heads, HEADS=plan.heads, TILE=plan.tile, STAGES=plan.stages,
+        L=latent_constants(codec.layout, device), num_warps=plan.warps,
+    )  # fmt: skip
+    merge_splits(codec.rotation, partial, partial_lse, out, lse)
     return out, lse
 
 
@@ -159,32 +166,3 @@ def rotate_queries(codec: LatentCodec, query: Tensor) -> Tensor:
         num_warps=4,
     )  # fmt: skip
     return out
-
-
-def run(
-    codec: LatentCodec,
-    turned: Tensor,
-    query_rope: Tensor,
-    pages: Tensor,
-    block_table: Tensor,
-    lengths: Tensor,
-    scale: float,
-    queries: int,
-    plan: DecodePlan,
-    out: Tensor,
-    lse: Tensor,
-) -> None:
-    """Attend with rotated queries, `queries` per sequence, and merge the splits."""
-    rows, heads, d = out.shape
-    query_rope, device = last_contiguous(query_rope), out.device
-    partial = torch.empty(plan.splits, rows, heads, d, dtype=torch.float32, device=device)
-    partial_lse = torch.empty(plan.splits, rows, heads, dtype=torch.float32, device=device)
-    blocks = triton.cdiv(heads, plan.heads)
-    _decode_kernel[(rows * plan.splits * blocks,)](
-        turned, query_rope, pages, block_table, lengths, partial, partial_lse,
-        query_rope.stride(0), query_rope.stride(1), block_table.stride(0), pages.stride(0),
-        scale, rows, plan.splits, queries,
-        H=heads, HEADS=plan.heads, TILE=plan.tile, STAGES=plan.stages,
-        L=latent_constants(codec.layout, device), num_warps=plan.warps,
-    )  # fmt: skip
-    merge_splits(codec.rotation, partial, partial_lse, out, lse)
