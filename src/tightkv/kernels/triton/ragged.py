@@ -145,8 +145,8 @@ def rotate_queries(codec: Codec, query: Tensor) -> Tensor:
 
 def unrotate(codec: Codec, mixed: Tensor, out: Tensor) -> None:
     """See `RaggedOps`."""
-    sides = (x.transpose(0, 1)[None] for x in (mixed, out))  # [1, H, N, D]
-    rotate_rows(codec.value.rotation, *sides, back=True)
+    rows = mixed.transpose(0, 1)[None]  # [1, H, N, D]
+    rotate_rows(codec.value.rotation, rows, out.transpose(0, 1)[None], back=True)
 
 
 def load_workspace(
