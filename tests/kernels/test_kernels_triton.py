@@ -415,9 +415,9 @@ def test_grids_have_room_for_many_sequences(monkeypatch):
         (triton_attend, ("_attend_kernel",)),
         (merge_splits, ("_merge_splits_kernel",)),
         (dequantize, ("_dequantize_kernel",)),
-        (triton_prefill, ("_rotate_rows_kernel", "_load_exact_kernel")),
-        (triton_prefill, ("_merge_states_kernel",)),
-        (triton_ragged, ("_load_workspace_kernel",)),
+        (triton_prefill, ("_rotate_queries_kernel", "_load_exact_kernel")),
+        (triton_prefill, ("_merge_states_kernel", "_merge_and_unrotate_kernel")),
+        (triton_ragged, ("_load_workspace_kernel", "_rotate_rows_kernel")),
     ):
         for name in names:
             monkeypatch.setattr(module, name, grids)

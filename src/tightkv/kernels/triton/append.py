@@ -78,8 +78,10 @@ def _append_kernel(
     is_key = tl.program_id(2) == 0
     if is_key:
         source, source_n, source_h, ring, sink = key, key_n, key_h, ring_key, sink_key
+        table = key_table
     else:
         source, source_n, source_h, ring, sink = value, value_n, value_h, ring_value, sink_value
+        table = value_table
 
     if part >= touched:
         token = tl.maximum(count - ring_tokens, 0) + (part - touched) * 32 + t
@@ -148,11 +150,10 @@ def _append_kernel(
         at = index * PAGE + b * 32 + t
         live = (at >= lowest) & (at < highest)
         x = _load_tokens(source_base, source_n, ring_base, ring_tokens, at, before, begin, live, L)
-        x = finite(x)
+        y = rotate(finite(x), table, 32, L)
         # scales: [blk][r][i]
         scale_at = b * 32 + (t % 8) * 4 + t // 8
         if is_key:
-            y = rotate(x, key_table, 32, L)
             centered = tl.zeros([32], tl.int1)
             if center:
                 rest = y - mean
@@ -173,7 +174,6 @@ def _append_kernel(
             tl.store(numbers + scale_at, scale.to(tl.float16), mask=live)
             store_keys(record, b, code, live, L)
         else:
-            y = rotate(x, value_table, 32, L)
             code, scale = quantize(y, L.VALUE_BITS, L.VALUE_BOOK, L.VALUE_MODE, L)
             numbers = record.to(tl.pointer_type(tl.float16)) + L.VALUE_SCALE_AT // 2
             tl.store(numbers + scale_at, scale.to(tl.float16), mask=live)

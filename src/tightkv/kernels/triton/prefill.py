@@ -59,19 +59,31 @@ def load_rotated(x, offsets, live, table, BACK: tl.constexpr, ROWS: tl.constexpr
     return rotate(y, table, ROWS, L)
 
 
+@triton.jit
+def _merge_weights(a, b):
+    """LSEs of two attention states -> the weight of each in the merged one, and its LSE."""
+    peak = tl.maximum(a, b)  # no state is empty: both are finite
+    wa = tl.exp(a - peak)
+    wb = tl.exp(b - peak)
+    total = wa + wb
+    return wa / total, wb / total, peak + tl.log(total)
+
+
 @triton.jit(do_not_specialize=["tokens"])  # one binary for all lengths
-def _rotate_rows_kernel(
-    x, out, table, tokens, x_b, x_h, x_l, out_b, out_h, out_l,
-    H: tl.constexpr, BACK: tl.constexpr, ROWS: tl.constexpr, L: tl.constexpr,
+def _rotate_queries_kernel(
+    query, out, table, tokens, query_b, query_h, query_l,
+    H: tl.constexpr, ROWS: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
     at, bh = _rows_and_head(tokens, ROWS)
     b = bh // H
     h = bh % H
     d = tl.arange(0, L.DP)
     live = at < tokens
-    y = load_rotated(x, _row_offsets(b, h, at, x_b, x_h, x_l), live, table, BACK, ROWS, L)
-    where = out + _row_offsets(b, h, at, out_b, out_h, out_l)[:, None] + d[None, :]
-    tl.store(where, y.to(out.dtype.element_ty), mask=live[:, None] & (d < L.D)[None, :])
+    offsets = _row_offsets(b, h, at, query_b, query_h, query_l)
+    x = load_rotated(query, offsets, live, table, False, ROWS, L)
+    flat = bh.to(tl.int64) * tokens + at
+    where = out + flat[:, None] * L.D + d[None, :]
+    tl.store(where, x.to(out.dtype.element_ty), mask=live[:, None] & (d < L.D)[None, :])
 
 
 # one binary for all lengths
@@ -114,71 +126,66 @@ def _load_exact_kernel(
         tl.store(value + target, x.to(value.dtype.element_ty), mask=there)
 
 
-@triton.jit(do_not_specialize=["tokens"])  # one binary for all lengths
+@triton.jit(do_not_specialize=["rows"])  # one binary for all lengths
 def _merge_states_kernel(
-    old, old_lse, new, new_lse, out, lse, table, tokens, old_b, old_h, old_l, new_b, new_h, new_l,
-    H: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, L: tl.constexpr,
+    old, old_lse, new, new_lse, out, lse, rows, old_b, old_h, old_l, new_b, new_h, new_l,
+    H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """`old`, rotated back, and `new`, to `out`: None is `new` itself. `lse` may be either LSE.
-
-    G queries of a KV head are one sequence of `old`, head after head.
-    """
-    at, bh = _rows_and_head(tokens, ROWS)
+    """`out` is contiguous and may be `old`, `lse` may be `old_lse`."""
+    at, bh = _rows_and_head(rows, ROWS)
     b = bh // H
     h = bh % H
+    d = tl.arange(0, DP)
+    live = at < rows
+    there = live[:, None] & (d < D)[None, :]
+    flat = bh.to(tl.int64) * rows + at
+    a = tl.load(old_lse + flat, mask=live, other=0.0)
+    c = tl.load(new_lse + flat, mask=live, other=0.0)
+    wa, wc, both = _merge_weights(a, c)
+    offsets = _row_offsets(b, h, at, old_b, old_h, old_l)
+    x = tl.load(old + offsets[:, None] + d[None, :], mask=there, other=0.0).to(tl.float32)
+    offsets = _row_offsets(b, h, at, new_b, new_h, new_l)
+    y = tl.load(new + offsets[:, None] + d[None, :], mask=there, other=0.0).to(tl.float32)
+    tl.store(out + flat[:, None] * D + d[None, :], x * wa[:, None] + y * wc[:, None], mask=there)
+    tl.store(lse + flat, both, mask=live)
+
+
+@triton.jit(do_not_specialize=["tokens"])  # one binary for all lengths
+def _merge_and_unrotate_kernel(
+    prefix, prefix_lse, exact, exact_lse, table, tokens,
+    prefix_b, prefix_h, prefix_l, exact_b, exact_h, exact_l,
+    HQ: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, L: tl.constexpr,
+):  # fmt: skip
+    """Rotate the prefix back and merge it into `exact` and `exact_lse`, in place."""
+    at, bh = _rows_and_head(tokens, ROWS)
+    b = bh // HQ
+    h = bh % HQ
     d = tl.arange(0, L.DP)
     live = at < tokens
     there = live[:, None] & (d < L.D)[None, :]
-    offsets = _row_offsets(b, h // G, (h % G) * tokens + at, old_b, old_h, old_l)
-    x = load_rotated(old, offsets, live, table, True, ROWS, L)
+    offsets = _row_offsets(b, h // G, (h % G) * tokens + at, prefix_b, prefix_h, prefix_l)
+    x = load_rotated(prefix, offsets, live, table, True, ROWS, L)
     flat = bh.to(tl.int64) * tokens + at
-    a = tl.load(old_lse + flat, mask=live, other=0.0)
-    c = tl.load(new_lse + flat, mask=live, other=0.0)
-    peak = tl.maximum(a, c)  # no state is empty: both are finite
-    wa = tl.exp(a - peak)
-    wc = tl.exp(c - peak)
-    total = wa + wc
-    where = new + _row_offsets(b, h, at, new_b, new_h, new_l)[:, None] + d[None, :]
+    a = tl.load(prefix_lse + flat, mask=live, other=0.0)
+    c = tl.load(exact_lse + flat, mask=live, other=0.0)
+    wa, wc, both = _merge_weights(a, c)
+    where = exact + _row_offsets(b, h, at, exact_b, exact_h, exact_l)[:, None] + d[None, :]
     y = tl.load(where, mask=there, other=0.0).to(tl.float32)
-    x = x * (wa / total)[:, None] + y * (wc / total)[:, None]
-    if out is not None:
-        where = out + flat[:, None] * L.D + d[None, :]
-    tl.store(where, x.to(where.dtype.element_ty), mask=there)
-    tl.store(lse + flat, peak + tl.log(total), mask=live)
-
-
-def _merge(
-    old: AttentionState,
-    new: AttentionState,
-    out: Tensor | None,
-    lse: Tensor,
-    rotation: Rotation | None,
-) -> None:
-    """Both states to contiguous `out` (None: into the new one), the old one rotated back."""
-    b, heads, tokens, d = new.out.shape
-    rotation = make_rotation("none", d) if rotation is None else rotation
-    rows = rows_at_once(rotation)
-    _merge_states_kernel[(triton.cdiv(tokens, rows) * b * heads,)](
-        old.out, old.lse, new.out, new.lse, out, lse, rotation.table(new.out.device), tokens,
-        *old.out.stride()[:3], *new.out.stride()[:3],
-        H=heads, G=heads // old.out.shape[1], ROWS=rows, L=frame_of(rotation), num_warps=4,
-    )  # fmt: skip
-
-
-def rotate_rows(rotation: Rotation, x: Tensor, out: Tensor, back: bool = False) -> None:
-    """Rows of x [B, H, N, D] to those of out, rotated or rotated back."""
-    b, h, tokens, _ = x.shape
-    rows = rows_at_once(rotation)
-    _rotate_rows_kernel[(triton.cdiv(tokens, rows) * b * h,)](
-        x, out, rotation.table(x.device), tokens, *x.stride()[:3], *out.stride()[:3],
-        H=h, BACK=back, ROWS=rows, L=frame_of(rotation), num_warps=4,
-    )  # fmt: skip
+    x = x * wa[:, None] + y * wc[:, None]
+    tl.store(where, x.to(exact.dtype.element_ty), mask=there)
+    tl.store(exact_lse + flat, both, mask=live)
 
 
 def rotate_queries(codec: Codec, query: Tensor) -> Tensor:
     """See `PrefillOps`."""
+    b, h, tokens, _ = query.shape
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    rotate_rows(codec.key.rotation, query, out)
+    rotation = codec.key.rotation
+    rows = rows_at_once(rotation)
+    _rotate_queries_kernel[(triton.cdiv(tokens, rows) * b * h,)](
+        query, out, rotation.table(query.device), tokens, *query.stride()[:3],
+        H=h, ROWS=rows, L=frame_of(rotation), num_warps=4,
+    )  # fmt: skip
     return out
 
 
@@ -204,16 +211,28 @@ def load_prefix(
 
 def merge_states(old: AttentionState, new: AttentionState) -> AttentionState:
     """See `PrefillOps`."""
+    b, h, rows, d = new.out.shape
     out = old.out
     if out.dtype != torch.float32 or not out.is_contiguous():
         out = torch.empty(out.shape, dtype=torch.float32, device=out.device)
-    _merge(old, new, out, old.lse, None)
+    _merge_states_kernel[(triton.cdiv(rows, 16) * b * h,)](
+        old.out, old.lse, new.out, new.lse, out, old.lse, rows,
+        *old.out.stride()[:3], *new.out.stride()[:3],
+        H=h, D=d, DP=triton.next_power_of_2(d), ROWS=16, num_warps=4,
+    )  # fmt: skip
     return AttentionState(out, old.lse)
 
 
 def merge_and_unrotate(codec: Codec | None, prefix: AttentionState, exact: AttentionState) -> None:
     """See `PrefillOps`."""
-    _merge(prefix, exact, None, exact.lse, None if codec is None else codec.value.rotation)
+    b, hq, tokens, d = exact.out.shape
+    rotation = make_rotation("none", d) if codec is None else codec.value.rotation
+    rows = rows_at_once(rotation)
+    _merge_and_unrotate_kernel[(triton.cdiv(tokens, rows) * b * hq,)](
+        prefix.out, prefix.lse, exact.out, exact.lse, rotation.table(exact.out.device), tokens,
+        *prefix.out.stride()[:3], *exact.out.stride()[:3],
+        HQ=hq, G=hq // prefix.out.shape[1], ROWS=rows, L=frame_of(rotation), num_warps=4,
+    )  # fmt: skip
 
 
 def rows_at_once(rotation: Rotation) -> int:

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from tightkv.kernels.ragged_plan import BLOCK, RaggedGroup
-from tightkv.kernels.triton.constants import constants_of
+from tightkv.kernels.triton.constants import constants_of, frame_of
 from tightkv.kernels.triton.dequantize import dequantized_keys, dequantized_values, even_tokens
 from tightkv.kernels.triton.device import last_contiguous
-from tightkv.kernels.triton.prefill import load_rotated, rotate_rows
+from tightkv.kernels.triton.prefill import load_rotated, rows_at_once
 from tightkv.kernels.triton.unpack import token_order
 from tightkv.kernels.view import CacheView
+from tightkv.math.rotation import Rotation
 from tightkv.pages.codec import Codec
 
 TAIL = 256  # rows after the last token that a tile of attention may read
+
+
+@triton.jit(do_not_specialize=["rows"])  # one binary for all lengths
+def _rotate_rows_kernel(
+    x, out, table, rows, x_n, x_h, out_n, out_h,
+    H: tl.constexpr, BACK: tl.constexpr, ROWS: tl.constexpr, L: tl.constexpr,
+):  # fmt: skip
+    """Rows (token, head) of x to those of out, rotated or rotated back."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    live = row < rows
+    d = tl.arange(0, L.DP)
+    y = load_rotated(x, row // H * x_n + row % H * x_h, live, table, BACK, ROWS, L)
+    where = out + (row // H * out_n + row % H * out_h)[:, None] + d[None, :]
+    tl.store(where, y.to(out.dtype.element_ty), mask=live[:, None] & (d < L.D)[None, :])
 
 
 @triton.jit
@@ -138,15 +154,24 @@ def _load_workspace_kernel(
 
 def rotate_queries(codec: Codec, query: Tensor) -> Tensor:
     """See `RaggedOps`."""
-    out, query = query.new_empty(query.shape), last_contiguous(query)
-    rotate_rows(codec.key.rotation, query.transpose(0, 1)[None], out.transpose(0, 1)[None])
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    _rotate_rows(codec.key.rotation, last_contiguous(query), out, back=False)
     return out
 
 
 def unrotate(codec: Codec, mixed: Tensor, out: Tensor) -> None:
     """See `RaggedOps`."""
-    rows = mixed.transpose(0, 1)[None]  # [1, H, N, D]
-    rotate_rows(codec.value.rotation, rows, out.transpose(0, 1)[None], back=True)
+    _rotate_rows(codec.value.rotation, mixed, out, back=True)
+
+
+def _rotate_rows(rotation: Rotation, x: Tensor, out: Tensor, back: bool) -> None:
+    n, h, _ = x.shape
+    rows = rows_at_once(rotation)
+    _rotate_rows_kernel[(triton.cdiv(n * h, rows),)](
+        x, out, rotation.table(x.device), n * h,
+        x.stride(0), x.stride(1), out.stride(0), out.stride(1),
+        H=h, BACK=back, ROWS=rows, L=frame_of(rotation), num_warps=4,
+    )  # fmt: skip
 
 
 def load_workspace(
