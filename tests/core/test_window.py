@@ -122,7 +122,7 @@ def test_numbers_that_are_not_finite():
         add(strict, key, value)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "triton", "cuda"])
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
 def test_a_backend_without_8_bits_is_not_taken(backend):
     layout = page_layout(CFG, 2, 64, torch.bfloat16)
     from tightkv.kernels import registry
