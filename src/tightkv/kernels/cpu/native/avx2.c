@@ -63,6 +63,8 @@ static inline vi byte_vector(const int8_t *in)
     return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)in));
 }
 
+static inline vu spread_words(const word32 *in) { return (vu)_mm256_set1_epi32((int)in[0]); }
+
 #include "decode.h"
 #include "simd_attend.h"
 #if defined(__clang__)

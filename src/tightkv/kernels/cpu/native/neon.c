@@ -286,5 +286,7 @@ static inline int32x4_t byte_vector(const int8_t *in)
     return vmovl_s16(vget_low_s16(vmovl_s8(x)));
 }
 
+static inline uint32x4_t spread_words(const word32 *in) { return vdupq_n_u32(*in); }
+
 #include "simd_attend.h"
 #endif

@@ -1,7 +1,8 @@
 /* The products and the softmax in the compiler's vector types, once for each instruction set.
    The including file defines LANES, COLUMNS (vectors side by side in a product), OPS_NAME
    and, before including, the decoders decode_keys and decode_values, and half_vector and
-   bfloat_vector, which read LANES numbers of 16 bits; BY_LANE where
+   bfloat_vector, which read LANES numbers of 16 bits, byte_vector, which reads LANES bytes, and
+   spread_words, which has a word in every eight lanes; BY_LANE where
    an instruction multiplies by one lane of a register, SUM_FOUR where one adds neighbours. */
 
 #include "internal.h"
@@ -18,13 +19,9 @@ static void halves(const word16 *in, int count, float *out)
 /* Low halves of the codes of LANES channels of a key from the d-th on; `nibbles` are all its own. */
 ALWAYS vi low_codes(const uint8_t *nibbles, int64_t d)
 {
-    static const uint8_t shift[8] = {0, 8, 16, 24, 4, 12, 20, 28};
-    const word32 *words = (const word32 *)nibbles + d / 8;
-    vu word, by;
-    for (int lane = 0; lane < LANES; lane++) {
-        word[lane] = words[lane / 8];
-        by[lane] = shift[lane % 8];
-    }
+    static const uint32_t shift[16] = {0, 8, 16, 24, 4, 12, 20, 28, 0, 8, 16, 24, 4, 12, 20, 28};
+    vu word = spread_words((const word32 *)nibbles + d / 8), by;
+    memcpy(&by, shift, sizeof by);
     if (LANES < 8)
         word >>= (uint32_t)d & 4;
     return (vi)((word >> by) & 15u);
