@@ -23,7 +23,7 @@ from tightkv.kernels.triton.encode import (
     store_keys,
     store_values,
 )
-from tightkv.kernels.triton.ring import load_codes, round_exact, store_codes
+from tightkv.kernels.triton.ring import load_codes, rotate_exact, round_exact, store_codes
 from tightkv.kernels.triton.rotate import rotate
 from tightkv.kernels.view import CacheView
 from tightkv.math.feedback import gain
@@ -94,7 +94,7 @@ def _append_kernel(
         if RING_CODES:
             new = token < count
             y = _load_new(source + head * source_h, source_n, begin + token, new, D, DP)
-            codes, scale = round_exact(rotate(y, table, 32, D, DP, ROTATION), is_key)
+            codes, scale = round_exact(rotate_exact(y, table, 32, D, DP, ROTATION), is_key)
             store_codes(ring, scales, slot * HKV + head, codes, scale, new, is_key, D, DP)
         else:
             _copy(source + head * source_h, source_n, begin + token, ring + head * D, slot,
@@ -249,7 +249,7 @@ def _load_rounded(
     """Tokens at positions `at`, rotated, as a ring of codes has them; 0 where not `live`."""
     new = at >= before
     x = _load_new(source, source_n, begin + at - before, live & new, D, DP)
-    own, own_scale = round_exact(rotate(x, table, 32, D, DP, ROTATION), is_key)
+    own, own_scale = round_exact(rotate_exact(x, table, 32, D, DP, ROTATION), is_key)
     item = ring_item + (at % ring_tokens) * HKV
     old, scale = load_codes(ring, scales, item, live & (at < before), is_key, D, DP)
     fresh = own * own_scale.to(tl.float32)[:, None]

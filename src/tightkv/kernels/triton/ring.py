@@ -3,6 +3,26 @@
 import triton
 import triton.language as tl
 
+from tightkv.kernels.triton.rotate import rotate
+
+
+@triton.jit
+def rotate_exact(
+    x, table, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROTATION: tl.constexpr
+):  # fmt: skip
+    """As `rotate`, but sums of a dense rotation are float64, as in the reference."""
+    if ROTATION == 2:
+        d = tl.arange(0, DP)
+        y = tl.zeros([ROWS, DP], tl.float64)
+        for i in range(0, D):
+            row = tl.load(table + i * D + d, mask=d < D, other=0.0).to(tl.float64)
+            now = tl.sum(tl.where(d[None, :] == i, x, 0.0), axis=1).to(tl.float64)
+            y += now[:, None] * row[None, :]
+        x = y.to(tl.float32)
+    else:
+        x = rotate(x, table, ROWS, D, DP, ROTATION)
+    return x
+
 
 @triton.jit
 def round_exact(y, is_key):
