@@ -114,8 +114,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
     const int low = first_seen(a, x, x.length - x.count + col0 / G);
     const MaskBounds v = mask_bounds(a, x, low);
     const Exact exact = find_exact(a, x, split.head, low);
-    const Ring ring = find_ring(a, x, split.head, low);
-    const WarpWork work = find_work(split, exact, ring, low, x.ring_read_from, warp);
+    WarpWork work = find_work(split, exact, low, x.ring_read_from, warp);
+    Ring ring = {};
+    if (RING_CODES) {
+        ring = find_ring(a, x, split.head, low);
+        work.take_ring(ring.count);
+    }
 
     // The first tiles are on their way while the queries are prepared.
     const PageIds ids(table, first_ids, work, lane);

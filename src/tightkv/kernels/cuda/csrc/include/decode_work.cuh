@@ -64,10 +64,9 @@ __device__ __forceinline__ Exact find_exact(const DecodeParams &a, const Sequenc
     return exact;
 }
 
-// With a window of 8 bits: the ring's tokens that are read.
+// The tokens of a ring of codes that are read.
 __device__ __forceinline__ Ring find_ring(const DecodeParams &a, const Sequence &x, int head, int low) {
     Ring ring;
-    if (!RING_CODES) return ring;
     const long long at = (long long)x.ring_row * a.ring * HKV + head;
     ring.from = max(x.ring_read_from, low), ring.count = max(x.length - ring.from, 0), ring.slots = a.ring;
     ring.first_slot = ring.from % max(a.ring, 1);
@@ -82,10 +81,16 @@ struct WarpWork {
     int tile, tile_end;          // of the warp
     int group, groups, workers;  // first group of exact tokens, all of them, warps that share them
     int ring_group, ring_groups;  // of a ring of codes
+
+    // So many of its tokens. Sinks are for the warp after the last one of the ring.
+    __device__ __forceinline__ void take_ring(int tokens) {
+        ring_group = group, ring_groups = (tokens + EXACT_TOKENS - 1) / EXACT_TOKENS;
+        group -= ring_groups % workers;
+        if (group < 0) group += workers;
+    }
 };
 
-__device__ __forceinline__ WarpWork find_work(const Split &split, const Exact &exact, const Ring &ring, int low, int high,
-                                             int warp) {
+__device__ __forceinline__ WarpWork find_work(const Split &split, const Exact &exact, int low, int high, int warp) {
     WarpWork x;
     x.page_from = low / PAGE, x.page_to = (high + PAGE - 1) / PAGE;
     const int tile_from = x.page_from * TILES / SPAN, tile_to = (x.page_to * TILES + SPAN - 1) / SPAN;
@@ -94,10 +99,5 @@ __device__ __forceinline__ WarpWork find_work(const Split &split, const Exact &e
     x.workers = split.count * WARPS, x.group = split.index * WARPS + warp;
     x.tile = tile_from + tiles * x.group / x.workers;
     x.tile_end = tile_from + tiles * (x.group + 1) / x.workers;
-    if (RING_CODES) {  // sinks are for the warp after the last one of the ring
-        x.ring_group = x.group, x.ring_groups = (ring.count + EXACT_TOKENS - 1) / EXACT_TOKENS;
-        x.group -= x.ring_groups % x.workers;
-        if (x.group < 0) x.group += x.workers;
-    }
     return x;
 }
