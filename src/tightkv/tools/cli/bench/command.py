@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
@@ -24,7 +23,7 @@ from tightkv.tools.cli.shared.output import (
     parse_bytes,
     print_status,
 )
-from tightkv.tools.cli.shared.progress import Progress, Working
+from tightkv.tools.cli.shared.progress import Working
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +36,10 @@ Row = dict[str, Any]
 _PROMPTS, _ANSWERS = ("2048-14336", "128-512"), ("200-1200", "16-64")
 _DEVICE = f"""--device {{cpu,cuda}}  default: cuda if there is one
     --preset {{{",".join(PRESETS)}}} ...  repeatable"""
+_SERVE = (
+    "bench serve: vLLM measures servers itself: vllm bench serve --base-url http://HOST:PORT "
+    "--model MODEL --num-prompts 64 --max-concurrency 16 --ignore-eos"
+)
 # What is measured, and its options.
 _KINDS = {
     "decode": (
@@ -100,25 +103,13 @@ _KINDS = {
     --log FILE  append the engines' output to a file
     """,
     ),
-    "serve": (
-        "running OpenAI-compatible servers under load",
-        """
-    --model MODEL  name it is served under (default: the server's first)
-    --requests=64 N  in total, to each server (default: 64)
-    --concurrency=16 N  requests at a time (default: 16)
-    --prompt-tokens=512 N  of each request (default: 512)
-    --output-tokens=128 N  of each request (default: 128)
-    --seconds=600 SECONDS:float  at most, for each server (default: 600)
-    --seed SEED:int  of the prompts (default: a new one each run)
-    """,
-    ),
 }
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "bench",
-        description="Speed on this machine, or of servers. Ratios of medians of one run are "
+        description="Speed on this machine. Ratios of medians of one run are "
         "printed; the times are in the rows that --json prints and --out appends to a file.",
     )
     kinds = parser.add_subparsers(dest="bench", metavar="WHAT", required=True)
@@ -127,17 +118,16 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         if name == "engine":
             about = "model folder or hub id, as vLLM accepts it"
             kind.add_argument("model", nargs="?", help=about)
-        if name == "serve":
-            about = "as in k4v4=http://127.0.0.1:8000, repeatable; ratios are to the first"
-            kind.add_argument(
-                "--url", action="append", required=True, metavar="NAME=URL", help=about
-            )
         add_options(kind, options)
         add_options(kind, "--out FILE  append the rows to a JSON-lines file")
         add_output_options(kind, plot="draw the ratios")
+    gone = kinds.add_parser("serve", prefix_chars="\0", add_help=False)
+    gone.add_argument("words", nargs=argparse.REMAINDER)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.bench == "serve":
+        raise ValueError(_SERVE)
     import torch
 
     from tightkv.tools.rows import append_rows
@@ -227,7 +217,7 @@ def _shapes(args: argparse.Namespace, usual: Sequence[Shape]) -> list[Shape]:
     return [replace(shape, **changes) for shape in shapes]
 
 
-# --- engines and servers ---
+# --- engines ---
 def _engine(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
     from tightkv.tools.bench.engine import engine_rows
     from tightkv.tools.bench.engine_plan import SIZES, EnginePlan, MixedLoad
@@ -290,16 +280,6 @@ def _engine_args(text: str) -> dict[str, Any]:
     return given
 
 
-def _serve(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
-    from tightkv.tools.bench.openai_client import Server
-    from tightkv.tools.bench.serve import Load, serve_rows
-
-    given = _fields(Load, args)
-    if args.seed is None:
-        given["seed"] = random.SystemRandom().randrange(1 << 31)
-    yield from serve_rows(list(map(Server.parse, args.url)), Load(**given), args.model, Progress)
-
-
 def _fields(kind: Any, args: argparse.Namespace) -> dict[str, Any]:
     """Options of the same names as fields of a dataclass."""
     return {x.name: getattr(args, x.name) for x in fields(kind) if hasattr(args, x.name)}
@@ -308,5 +288,4 @@ def _fields(kind: Any, args: argparse.Namespace) -> dict[str, Any]:
 _MEASURE: dict[str, Callable[[argparse.Namespace, torch.device], Iterator[Row]]] = {
     **dict.fromkeys(("decode", "store", "extend", "model"), _kernels),
     "engine": _engine,
-    "serve": _serve,
 }

@@ -14,14 +14,12 @@ _FACTORS = (*_AGAINST, *(f"consecutive_{name}" for name in _AGAINST), "share_of_
 
 
 def went_wrong(row: Row) -> bool:
-    """An engine that failed, or a server that did not answer every request in time."""
-    return bool(row.get("error") or row.get("failed") or row.get("out_of_time"))
+    """Of an engine that failed."""
+    return "error" in row
 
 
 def label(row: Row) -> str:
     """What a row is about, without what it found."""
-    if row["bench"] == "serve":
-        return str(row["server"])
     if row["bench"] == "engine":
         return f"{row['kv']}, {'failed' if 'error' in row else what_is_measured(row)}"
     if row["bench"] == "model":
@@ -58,8 +56,7 @@ def _ratios(row: Row) -> dict[str, float]:
 
 
 def as_text(rows: Sequence[Row]) -> str:
-    texts: dict[str, Callable[[Sequence[Row]], str]] = {"engine": engine_text, "serve": serve_text}
-    return texts.get(rows[0]["bench"], _kernels_text)(rows)
+    return engine_text(rows) if rows[0]["bench"] == "engine" else _kernels_text(rows)
 
 
 def _kernels_text(rows: Sequence[Row]) -> str:
@@ -162,41 +159,6 @@ def _latencies(mixed: Sequence[Row]) -> str:
         found = [row["ttft_ms"], row["tpot_ms"] or {"p50": 0.0, "p99": 0.0}]
         lines.append([row["kv"], *(f"{of[p]:,.1f}" for of in found for p in ("p50", "p99"))])
     return format_table(header, lines)
-
-
-# --- servers: a line each ---
-def serve_text(rows: Sequence[Row]) -> str:
-    header = (
-        "server", "done", "tokens/s", "", "TTFT p50 ms", "", "p99", "TPOT p50 ms", "", "p99",
-        "preemptions",
-    )  # fmt: skip
-    lines = [
-        [
-            row["server"],
-            f"{row['completed']}/{row['load']['requests']}",
-            f"{row['output_tokens_per_s']:.1f}",
-            _times(row["ratios"].get("throughput")),
-            *_latency(row, "ttft"),
-            *_latency(row, "tpot"),
-            "-" if row["preemptions"] is None else row["preemptions"],
-        ]
-        for row in rows
-    ]
-    load = rows[0]["load"]
-    heading = (
-        f"{load['concurrency']} requests at a time, {load['prompt_tokens']} tokens in and "
-        f"{load['output_tokens']} out; x: times the figure of {rows[0]['server']}"
-    )
-    failed = [row for row in rows if row["failed"]]
-    errors = [f"{row['server']}: {row['failed']} failed: {row['first_error']}" for row in failed]
-    return "\n\n".join(filter(None, (heading, format_table(header, lines), "\n".join(errors))))
-
-
-def _latency(row: Row, name: str) -> list[str]:
-    found = row[f"{name}_ms"]
-    if found is None:
-        return ["-", "-", "-"]
-    return [f"{found['p50']:.1f}", _times(row["ratios"].get(name)), f"{found['p99']:.1f}"]
 
 
 def _times(ratio: float | None) -> str:
