@@ -26,7 +26,6 @@ from tightkv.tools import rows
 from tightkv.tools.cli import main
 from tightkv.tools.cli.eval import report as eval_report
 from tightkv.tools.cli.eval.command import TASKS
-from tightkv.tools.cli.shared.progress import Progress
 from tightkv.tools.eval.configs import label, parse_configs
 from tightkv.tools.eval.forward import TAIL_TOKENS, CacheRun, ignore, shared_tokens
 from tightkv.tools.eval.results import cache_facts, model_fingerprint
@@ -460,15 +459,6 @@ def test_a_changed_source_tree_is_marked(tmp_path: Path, monkeypatch: pytest.Mon
     assert copied.source_commit() == commit
     file.write_text(file.read_text() + "# changed\n")
     assert copied.source_commit() == f"{commit}-modified"
-
-
-def test_progress_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress("work", 40) as bar:
-        for _ in range(40):
-            bar.advance()
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 10
-    assert lines[0].startswith("tightkv: work: 4 of 40,") and "40 of 40" in lines[-1]
 
 
 # --- the command -------------------------------------------------------------------------------

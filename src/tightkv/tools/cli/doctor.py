@@ -25,7 +25,7 @@ from tightkv.tools.cli.shared.output import (
     or_dash,
     print_status,
 )
-from tightkv.tools.cli.shared.progress import Progress
+from tightkv.tools.cli.shared.progress import Working
 from tightkv.tools.cli.shared.server_file import model_of
 from tightkv.tools.model_loading.source import check_source
 
@@ -92,7 +92,7 @@ def _diagnose(args: argparse.Namespace, cfg: KVQuantConfig | None, calibration: 
     texts = read_texts(args.text)
     model, tokenizer = load_for("doctor", args.model, dtype=args.dtype, device=args.device)
     windows = cut_windows(tokenizer, texts, args.window, args.windows)
-    doctor = Doctor(model, windows, args.budget, bars=Progress)
+    doctor = Doctor(model, windows, args.budget, bars=Working)
     print_expected(model, windows.ids, USUAL_PASSES if cfg is None else 4)
     start = time.monotonic()
     found = doctor.diagnose(candidates) if cfg is None else doctor.check(cfg)

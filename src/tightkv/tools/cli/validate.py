@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     options = validate.Options(seed=args.seed, dim=args.dim, quick=args.quick)
     if args.plot:
         check_plot(args.plot)
-    with Working("validating", line_seconds=10) as work:
+    with Working("validating") as work:
         report = validate.run(options, work.step)
     data = report.to_dict()
     emit(args, data, as_text(data))

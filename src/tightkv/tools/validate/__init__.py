@@ -31,9 +31,8 @@ def run(options: Options, progress: Progress = lambda step: None) -> Report:
     claims: list[Claim] = []
     with _one_thread(), torch.inference_mode():
         for section in (distortion, inner_products, beta, retrieval, sizes):
-            for claim in section.check(options):
-                claims.append(claim)
-                progress(f"measuring claims: {len(claims)} done")
+            progress(f"claims: {section.__name__.rpartition('.')[2].replace('_', ' ')}")
+            claims += section.check(options)
         progress("audit: attention")
         audit = list(audit_attention.rows(options))
         progress("audit: codec and bytes")

@@ -17,7 +17,7 @@ from tightkv.integrations.transformers import TightCache
 from tightkv.tools.cli.eval.command import SIZES, TASKS
 from tightkv.tools.cli.shared.loading import load_for
 from tightkv.tools.cli.shared.output import print_status
-from tightkv.tools.cli.shared.progress import QUICK_SECONDS, Progress, Working
+from tightkv.tools.cli.shared.progress import QUICK_SECONDS, Working
 from tightkv.tools.eval import results
 from tightkv.tools.eval.forward import MakeCache, max_positions
 from tightkv.tools.eval.result_store import Store, result_key
@@ -236,7 +236,7 @@ class ModelRun:
                 "--fresh measures them again"
             )
         new = exact_key not in self.store
-        with Progress(task.name, len(missing) * task.steps + new * task.reference_steps) as bar:
+        with Working(task.name, len(missing) * task.steps + new * task.reference_steps) as bar:
             if new:
                 exact = task.reference(self.model, bar.advance)
                 self.store.keep(exact_key, about_exact, exact)
