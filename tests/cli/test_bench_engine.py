@@ -388,6 +388,8 @@ def test_percentiles_lie_between_ranks() -> None:
     assert set(spread([7.0]).values()) == {7.0}
 
 
-def test_serve_names_the_command_of_vllm(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_has_gone_names_what_does_it_instead(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "serve", "--url", "http://127.0.0.1:9", "--requests", "4"]) == 2
     assert "vllm bench serve --base-url" in capsys.readouterr().err
+    assert main(["bench", "model", "--size", "8x32768"]) == 2
+    assert "tightkv bench engine --shape llama-3.1-8b" in capsys.readouterr().err

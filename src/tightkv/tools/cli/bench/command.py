@@ -36,10 +36,12 @@ Row = dict[str, Any]
 _PROMPTS, _ANSWERS = ("2048-14336", "128-512"), ("200-1200", "16-64")
 _DEVICE = f"""--device {{cpu,cuda}}  default: cuda if there is one
     --preset {{{",".join(PRESETS)}}} ...  repeatable"""
-_SERVE = (
-    "bench serve: vLLM measures servers itself: vllm bench serve --base-url http://HOST:PORT "
-    "--model MODEL --num-prompts 64 --max-concurrency 16 --ignore-eos"
-)
+# What has gone, and what does it instead.
+_GONE = {
+    "model": "vLLM runs a model of this shape: tightkv bench engine --shape llama-3.1-8b",
+    "serve": "vLLM measures servers itself: vllm bench serve --base-url http://HOST:PORT "
+    "--model MODEL --num-prompts 64 --max-concurrency 16 --ignore-eos",
+}
 # What is measured, and its options.
 _KINDS = {
     "decode": (
@@ -70,12 +72,6 @@ _KINDS = {
         f"""
     --chunk=2048 N  default: 2048
     --prefix N ...  repeatable
-    {_DEVICE}""",
-    ),
-    "model": (
-        "decoding with a Llama-3.1-8B-shaped model, on a GPU",
-        f"""
-    --size BxN ...  sequences x context, repeatable
     {_DEVICE}""",
     ),
     "engine": (
@@ -121,13 +117,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         add_options(kind, options)
         add_options(kind, "--out FILE  append the rows to a JSON-lines file")
         add_output_options(kind, plot="draw the ratios")
-    gone = kinds.add_parser("serve", prefix_chars="\0", add_help=False)
-    gone.add_argument("words", nargs=argparse.REMAINDER)
+    for name in _GONE:
+        gone = kinds.add_parser(name, prefix_chars="\0", add_help=False)
+        gone.add_argument("words", nargs=argparse.REMAINDER)
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.bench == "serve":
-        raise ValueError(_SERVE)
+    if args.bench in _GONE:
+        raise ValueError(f"bench {args.bench} has gone; {_GONE[args.bench]}")
     import torch
 
     from tightkv.tools.rows import append_rows
@@ -157,25 +154,22 @@ def run(args: argparse.Namespace) -> int:
 
 # --- kernels ---
 def _kernels(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
-    """decode, store, extend and model, by preset."""
+    """decode, store and extend, by preset."""
     presets = args.preset or ["k4v4"]
     with Working(f"measuring {args.bench}"):
         if device.type == "cpu":
             yield from _on_a_cpu(args, presets)
             return
-        from tightkv.tools.bench import gpu, model
+        from tightkv.tools.bench import gpu
 
         if args.bench == "decode":
             shapes, kernels = _shapes(args, gpu.DECODE_SHAPES), args.kernels or ["auto"]
             yield from gpu.decode_rows(shapes, presets, kernels, device, args.against or ())
         elif args.bench == "store":
             yield from gpu.store_rows(args.tokens or [2048, 8192], presets, device)
-        elif args.bench == "extend":
+        else:
             prefixes = args.prefix or [0, 8192, 32768]
             yield from gpu.extend_rows(args.chunk, prefixes, presets, device)
-        else:
-            sizes = args.size or ("1x8192", "8x32768", "32x8192", "1x131072")
-            yield from model.model_rows(list(map(_size, sizes)), presets, device)
 
 
 def _on_a_cpu(args: argparse.Namespace, presets: Sequence[str]) -> Iterator[Row]:
@@ -198,13 +192,6 @@ def _on_a_cpu(args: argparse.Namespace, presets: Sequence[str]) -> Iterator[Row]
     shapes = _shapes(args, cpu.SHAPES)
     for preset in presets:
         yield from cpu.decode_rows(KVQuantConfig.preset(preset), shapes, args.repeats)
-
-
-def _size(text: str) -> tuple[int, int]:
-    batch, _, tokens = text.partition("x")
-    if not (batch.isdigit() and tokens.isdigit() and int(batch) and int(tokens) > 64):
-        raise ValueError(f"--size {text}; write sequences x context, as 8x32768 (more than 64)")
-    return int(batch), int(tokens)
 
 
 def _shapes(args: argparse.Namespace, usual: Sequence[Shape]) -> list[Shape]:
@@ -286,6 +273,6 @@ def _fields(kind: Any, args: argparse.Namespace) -> dict[str, Any]:
 
 
 _MEASURE: dict[str, Callable[[argparse.Namespace, torch.device], Iterator[Row]]] = {
-    **dict.fromkeys(("decode", "store", "extend", "model"), _kernels),
+    **dict.fromkeys(("decode", "store", "extend"), _kernels),
     "engine": _engine,
 }

@@ -22,8 +22,6 @@ def label(row: Row) -> str:
     """What a row is about, without what it found."""
     if row["bench"] == "engine":
         return f"{row['kv']}, {'failed' if 'error' in row else what_is_measured(row)}"
-    if row["bench"] == "model":
-        return f"{row['preset']}, {row['batch']} x {row['context']} tokens"
     if "shape" not in row:
         sizes = [f"{name} {row[name]}" for name in ("tokens", "chunk", "prefix") if name in row]
         return f"{row['preset']}, {', '.join(sizes)}"
