@@ -387,7 +387,7 @@ def test_layers_that_cannot_be_cropped(family: str) -> None:
 
 def test_an_answer_counts_as_a_whole_word(monkeypatch: pytest.MonkeyPatch) -> None:
     replies = iter(["It is 17.", "It is 171.", "A Goat, surely", "goats"])
-    monkeypatch.setattr(CacheRun, "write", lambda *args: [next(replies)])
+    monkeypatch.setattr(CacheRun, "write_line", lambda *args: next(replies))
     needles = [Needle("f", f"q{i}", word) for i, word in enumerate(["17", "17", "goat", "goat"])]
     _, _, done = asked(tiny(vocab_size=258), needles=needles)
     plain = done["plain"][0]
