@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ from tightkv.integrations.transformers.layer import TightLayer
 TIGHT_ATTENTION = "tightkv"
 # Last tokens of a prompt that go in after the rest, so that they read the cache.
 TAIL_TOKENS = 64
-_TIMED_TOKENS = 64
 
 # A cache that is empty at first; called once for each batch.
 MakeCache = Callable[[], TightCache]
@@ -187,15 +185,6 @@ def write_lines(
 def exact_attention(model: Any) -> str:
     """What the uncompressed cache is read with: sdpa, or eager where a model has no sdpa."""
     return "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
-
-
-def seconds_per_token(model: Any, ids: Tensor) -> float:
-    """Of a short pass over a window; one before it brings the weights into memory."""
-    ids = ids[:1, :_TIMED_TOKENS]
-    for _ in range(2):
-        run, start = CacheRun(model), time.perf_counter()
-        run.feed(ids)
-    return (time.perf_counter() - start) / ids.numel()
 
 
 def max_positions(model: Any) -> int | None:
