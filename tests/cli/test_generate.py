@@ -488,10 +488,11 @@ def test_layers_of_the_prompt_then_tokens_or_their_text(
 ) -> None:
     model, tokenizer = load_model(str(tiny), device="cpu")
     streamer = TextStreamer(tokenizer, skip_prompt=True) if text else None
+    cache = TightCache("k4v4", model=model)  # which may run the model once
     listener = live.LiveAnswer(model, "k4v4", 6, streamer)
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     inputs = tokenizer(SENTENCE, return_tensors="pt")
-    done = generate(model, inputs, TightCache("k4v4", model=model), options, listener)
+    done = generate(model, inputs, cache, options, listener)
     listener.close()
     assert not any(layer._forward_hooks for layer in model.model.layers)
     told = capsys.readouterr()
