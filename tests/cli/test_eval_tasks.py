@@ -18,7 +18,7 @@ from tightkv.integrations.transformers.attention import use_attention
 from tightkv.tools.cli import main
 from tightkv.tools.cli.eval import report as eval_report
 from tightkv.tools.cli.eval.command import TASKS
-from tightkv.tools.eval import result_store as store_module
+from tightkv.tools.eval import results as store_module
 from tightkv.tools.eval.forward import (
     CacheRun,
     MakeCache,
@@ -26,7 +26,7 @@ from tightkv.tools.eval.forward import (
     ignore,
     shared_tokens,
 )
-from tightkv.tools.eval.result_store import Store, code_digest, result_key
+from tightkv.tools.eval.results import Store, code_digest, result_key
 from tightkv.tools.eval.tasks.base import Task, paired
 from tightkv.tools.eval.tasks.free_running import FreeTask, _gumbel
 from tightkv.tools.eval.tasks.probes import (

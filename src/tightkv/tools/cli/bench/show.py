@@ -89,23 +89,22 @@ def engine_text(rows: Sequence[Row]) -> str:
     good = [row for row in rows if "error" not in row]
     notes = [f"{label(row)}: {row['left_out']}" for row in good if "left_out" in row]
     notes += [f"{row['kv']} failed: {row['error']}" for row in rows if "error" in row]
-    parts = []
-    if good:
-        steps = [row for row in good if "step_ms" in row]
-        mixed = [row for row in good if row["measure"] == "mixed"]
-        parts = [_heading(good[0]), _by_cache("measured", good, {"": _cell})]
-        parts += [_by_cache("single synchronized steps", steps, STEPS)] if steps else []
-        parts += [_latencies(mixed)] if mixed else []
+    parts = [] if not good else [_heading(good[0]), _by_cache("measured", good, _figure)]
+    for title, name, cell in (
+        ("single synchronized steps, ms at p50 / p90 / p99", "step_ms", _steps),
+        ("requests, ms of TTFT and TPOT at p50 / p99", "ttft_ms", _latencies),
+    ):
+        if measured := [row for row in good if row.get(name)]:
+            parts.append(_by_cache(title, measured, cell))
     return "\n\n".join([*parts, *(["\n".join(notes)] if notes else [])])
 
 
-def _by_cache(title: str, rows: Sequence[Row], cells: dict[str, Callable[[Row], str]]) -> str:
-    """A line for each thing that is measured and kind of cell."""
+def _by_cache(title: str, rows: Sequence[Row], cell: Callable[[Row], str]) -> str:
+    """A line for each thing that is measured."""
     caches = list(dict.fromkeys(row["kv"] for row in rows))
     lines: dict[str, dict[str, str]] = {}
     for row in rows:
-        for name, cell in cells.items():
-            lines.setdefault(f"{name}{what_is_measured(row)}", {})[row["kv"]] = cell(row)
+        lines.setdefault(what_is_measured(row), {})[row["kv"]] = cell(row)
     table = [[name, *(of.get(kv, "-") for kv in caches)] for name, of in lines.items()]
     return format_table((title, *caches), table)
 
@@ -117,47 +116,26 @@ def _heading(row: Row) -> str:
     return text + ("; auto keeps 32 bits per number" if dtype == "float32" else "")
 
 
-def _cell(row: Row) -> str:
+def _figure(row: Row) -> str:
     if row["value"] is None:
         return "-"
     text = f"{row['value']:,.2f}" if row["unit"] == "ms" else f"{row['value']:,.0f}"
     return text + _to_auto(row, "to auto")
 
 
+def _steps(row: Row) -> str:
+    return _percentiles(row["step_ms"], "p50", "p90", "p99") + _to_auto(row, "step to auto")
+
+
+def _latencies(row: Row) -> str:
+    found = [row[name] for name in ("ttft_ms", "tpot_ms") if row[name]]
+    return ", ".join(_percentiles(of, "p50", "p99") for of in found)
+
+
+def _percentiles(of: dict[str, float], *names: str) -> str:
+    return " / ".join(f"{of[name]:,.2f}" for name in names)
+
+
 def _to_auto(row: Row, name: str) -> str:
     ratio = row.get("ratios", {}).get(name)
     return "" if ratio is None else f" ({ratio:.2f}x)"
-
-
-def _step(row: Row) -> str:
-    shown = " / ".join(f"{row['step_ms'][p]:.2f}" for p in ("p50", "p90", "p99"))
-    return shown + _to_auto(row, "step to auto")
-
-
-def _host(row: Row) -> str:
-    host = row["host_ms"]
-    return f"{host['p50']:.2f}{_to_auto(row, 'host to auto')}" if host else "-"
-
-
-STEPS: dict[str, Callable[[Row], str]] = {
-    "p50 / p90 / p99: ": _step,
-    "p99 to p50: ": lambda row: _times(row["ratios"]["p99 to p50 of steps"]),
-    "the host's part: ": _host,
-    "completing pages to not: ": lambda row: _times(
-        row["ratios"].get("steps that complete pages to others")
-    ),
-}
-
-
-def _latencies(mixed: Sequence[Row]) -> str:
-    """What requests of a mixed load waited for, a line per cache."""
-    header = ("mixed requests", "TTFT p50 ms", "p99", "TPOT p50 ms", "p99")
-    lines = []
-    for row in mixed:
-        found = [row["ttft_ms"], row["tpot_ms"] or {"p50": 0.0, "p99": 0.0}]
-        lines.append([row["kv"], *(f"{of[p]:,.1f}" for of in found for p in ("p50", "p99"))])
-    return format_table(header, lines)
-
-
-def _times(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{ratio:.2f}x"

@@ -20,7 +20,6 @@ from tightkv.tools.cli.shared.output import print_status
 from tightkv.tools.cli.shared.progress import QUICK_SECONDS, Working
 from tightkv.tools.eval import results
 from tightkv.tools.eval.forward import MakeCache, max_positions
-from tightkv.tools.eval.result_store import Store, result_key
 from tightkv.tools.eval.tasks.base import Task
 from tightkv.tools.eval.tasks.free_running import FreeTask, GreedyTask
 from tightkv.tools.eval.tasks.needles import NeedleTask, build_haystack, make_needles
@@ -43,7 +42,7 @@ _ABOUT = ("config", "kernels", "calibration")
 def evaluate(args: argparse.Namespace, configs: Mapping[str, KVQuantConfig]) -> list[Any]:
     """An object for each model, as --json prints them (docs/eval.md)."""
     _check_lengths(args, configs.values())
-    texts, store = read_texts(args.text), Store(args.results, args.fresh)
+    texts, store = read_texts(args.text), results.Store(args.results, args.fresh)
     done = []
     for source in args.models:
         done.append(_evaluate_model(args, source, configs, texts, store))
@@ -70,7 +69,7 @@ def _evaluate_model(
     source: str | None,
     configs: Mapping[str, KVQuantConfig],
     texts: Sequence[Text],
-    store: Store,
+    store: results.Store,
 ) -> dict[str, Any]:
     start = time.monotonic()
     name = source or BUNDLED_NAME
@@ -186,7 +185,7 @@ class ModelRun:
     """Every task with every config on one model; what is already known is not measured again."""
 
     def __init__(
-        self, model: Any, name: str, configs: Mapping[str, KVQuantConfig], store: Store
+        self, model: Any, name: str, configs: Mapping[str, KVQuantConfig], store: results.Store
     ) -> None:
         self.model, self.store = model, store
         self.facts = results.model_facts(model, name)
@@ -255,4 +254,4 @@ class ModelRun:
             "task": task.name,
             "settings": task.settings,
         }
-        return result_key(about), {**about, "model": dict(self.facts)}
+        return results.result_key(about), {**about, "model": dict(self.facts)}
