@@ -126,7 +126,7 @@ def draw(path: str, data: dict[str, Any]) -> None:
             left.plot(bits, [r[bound] for r in rows], "--", label=name)
         left.set(title="Distortion times 4^bits", xlabel="bits per coordinate", ylim=(0.8, 3.0))
         for centered, name in ((0.0, "none"), (1.0, "page")):
-            points = [(bias, kl) for side, bias, kl in sweep if side == centered]
+            points = [(of["bias"], kl) for of, kl in sweep if of["centered"] == centered]
             right.plot(*zip(*points, strict=True), "o-", label=f"key_centering={name}")
         right.set_xscale("symlog", base=2, linthresh=1)
         right.set(title="Audit: biased 3-bit keys", xlabel="length of the mean key over the rest")

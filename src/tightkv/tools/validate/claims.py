@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -257,7 +258,7 @@ def beta_law(options: Options) -> Iterator[Claim]:
         ("none", options.dim, "uneven", fast),
     ):
         samples = coordinates(options, rotation, dim, kind, count)
-        distance, p_value = ks_test(samples, lambda t, dim=dim: beta_cdf(t, dim))
+        distance, p_value = ks_test(samples, partial(beta_cdf, dim=dim))
         control = rotation == "none"
         claim = "no rotation: the test must reject (p)" if control else "Beta law not rejected (p)"
         setting = f"{rotation}, {dim} dimensions, {kind} vectors, {count} draws"
