@@ -85,19 +85,22 @@ def draw(path: str, data: dict[str, Any], plans: list[CachePlan]) -> None:
     title += f", one of {data['tp']} ranks" if data["tp"] > 1 else ""
     with save_plot(path, width=11.0, height=5.0) as figure:
         figure.suptitle(title, fontsize=12)
+        from matplotlib import colormaps
+
         left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-        colours = []
-        for plan in plans:
+        colours = colormaps["viridis"].resampled(len(plans) + 1).colors[:-1]
+        for plan, colour in zip(plans, colours, strict=True):
             sizes = [plan.total_bytes(x, batch) / 2**30 for x in xs]
             style = "--" if plan.config is None else "-"
-            colours.append(left.plot(xs, sizes, style, label=plan.name)[0].get_color())
-        if memory is not None:
+            left.plot(xs, sizes, style, color=colour, label=plan.name)
+        left.set(xlim=(0, longest), ylim=(0, None), ylabel="GiB")
+        left.set_xlabel(
+            f"tokens of context, {batch} requests" if batch > 1 else "tokens of context"
+        )
+        if memory is not None and memory["cache_bytes"] / 2**30 < left.get_ylim()[1]:
             limit = memory["cache_bytes"] / 2**30
             left.axhline(limit, color="tab:red", linewidth=1, label="memory for the cache")
         left.legend(fontsize=8)
-        left.set(
-            xlim=(0, longest), ylim=(0, None), ylabel="GiB", xlabel=f"context, {batch} x tokens"
-        )
         if memory is not None and all(row["max_tokens"] is not None for row in rows):
             values = [row["max_tokens"] for row in rows]
             texts, label = [f"{n:,}" for n in values], "tokens that fit, one request"
@@ -108,4 +111,5 @@ def draw(path: str, data: dict[str, Any], plans: list[CachePlan]) -> None:
         right.bar_label(bars, texts, padding=3, fontsize=8)
         right.invert_yaxis()
         right.margins(x=0.22)
+        right.set_xticks([])
         right.set_xlabel(label)
