@@ -88,7 +88,7 @@ def draw(path: str, data: dict[str, Any], plans: list[CachePlan]) -> None:
         from matplotlib import colormaps
 
         left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-        colours = colormaps["viridis"].resampled(len(plans) + 1).colors[:-1]
+        colours = [colormaps["viridis"](0.9 * i / len(plans)) for i in range(len(plans))]
         for plan, colour in zip(plans, colours, strict=True):
             sizes = [plan.total_bytes(x, batch) / 2**30 for x in xs]
             style = "--" if plan.config is None else "-"
