@@ -36,6 +36,7 @@ from tightkv.kernels.triton.attend_tile import (
 from tightkv.kernels.triton.constants import constants_of
 from tightkv.kernels.triton.device import interpreted, last_contiguous
 from tightkv.kernels.triton.merge_splits import merge_splits
+from tightkv.kernels.triton.ring import load_codes
 from tightkv.kernels.triton.rotate import rotate
 from tightkv.kernels.triton.unpack import (
     load_key_words,
@@ -59,7 +60,7 @@ _EXACT_TILE = tl.constexpr(EXACT_TILE)
 )  # fmt: skip
 def _attend_kernel(
     query, pages, block_table, lengths, left_pad, ring_read_from, sink_counts, ring_rows,
-    cu_seqlens, ring_key, ring_value, sink_key, sink_value, new_key, new_value, mask,
+    cu_seqlens, ring_key, ring_value, ring_scales, sink_key, sink_value, new_key, new_value, mask,
     key_table, value_table, partial, partial_lse,
     query_n, query_h, table_b, page_b, new_key_n, new_key_h, new_value_n, new_value_h,
     mask_b, mask_h, mask_q, mask_n, mask_tokens, total_rows, scale, batch, num_splits,
@@ -146,16 +147,47 @@ def _attend_kernel(
         owner = tl.load(ring_rows + row).to(tl.int64)
         q_columns = tl.trans(q)
         if q_columns.dtype != tl.float32:  # float32 queries keep their precision and range
-            q_columns = q_columns.to(ring_key.dtype.element_ty)
+            q_columns = q_columns.to(sink_key.dtype.element_ty)
+        rotated = tl.zeros([DP, COLS], tl.float32)  # in the frame of the pages
+        if L.RING_CODES:
+            qr = rotate(q.to(tl.float32), key_table, COLS, L)
+            largest = tl.max(tl.abs(qr), axis=1)
+            largest = tl.where(largest > 0.0, largest, 1.0)
+            qr = tl.trans((qr / largest[:, None]).to(tl.float16))
+            ring_end = tl.minimum(exact_to, n_old)
+            for e0 in tl.range(tl.maximum(exact_from, n_sinks), ring_end, 16, num_stages=1):
+                e = e0 + tl.arange(0, 16)
+                at = ring_from + e - n_sinks
+                valid = e < ring_end
+                item = (owner * ring_tokens + at % ring_tokens) * HKV + kv_head
+                k, ks = load_codes(ring_key, ring_scales, item, valid, True, L)
+                s = tl.dot(k.to(tl.float16), qr) * ks[:, None] * (largest * scale)[None, :]
+                s = mask_scores(
+                    s, at, valid, query_at, live, mask, mask_n, mask_tokens, CAUSAL, WINDOW, CAP,
+                    MASK,
+                )  # fmt: skip
+                p, shrink, peak, weight = softmax_step(s, peak, weight)
+                v, vs = load_codes(ring_value, ring_scales + 1, item, valid, False, L)
+                v = (v.to(tl.float32) * vs[:, None]).to(q_columns.dtype)
+                rotated = rotated * shrink[None, :]
+                rotated += tl.dot(tl.trans(v), p.to(v.dtype), input_precision="ieee")
+            # the other exact tokens: sinks, then new ones
+            exact_from = tl.minimum(exact_from, n_sinks) + tl.maximum(exact_from - n_old, 0)
+            exact_to = tl.minimum(exact_to, n_sinks) + tl.maximum(exact_to - n_old, 0)
+            n_old = n_sinks
+        ring_peak = peak
         for e0 in tl.range(exact_from, exact_to, 16, num_stages=1):
             e = e0 + tl.arange(0, 16)
             is_sink = e < n_sinks
             at = tl.where(is_sink, low + e, ring_from + e - n_sinks)
             valid = e < exact_to
-            ring_at = (owner * ring_tokens + at % ring_tokens) * (HKV * D) + kv_head * D
             sink_at = (owner * SINKS + low - start + e) * (HKV * D) + kv_head * D
-            key_at = tl.where(is_sink, sink_key + sink_at, ring_key + ring_at)
-            value_at = tl.where(is_sink, sink_value + sink_at, ring_value + ring_at)
+            key_at = sink_key + sink_at
+            value_at = sink_value + sink_at
+            if not L.RING_CODES:
+                ring_at = (owner * ring_tokens + at % ring_tokens) * (HKV * D) + kv_head * D
+                key_at = tl.where(is_sink, key_at, ring_key + ring_at)
+                value_at = tl.where(is_sink, value_at, ring_value + ring_at)
             if NEW:
                 fresh = e >= n_old
                 n = (begin + e - n_old).to(tl.int64)
@@ -176,8 +208,11 @@ def _attend_kernel(
             v = v.to(q_columns.dtype)
             acc = acc * shrink[None, :]
             acc += tl.dot(tl.trans(v), p.to(v.dtype), input_precision="ieee")
-        acc = rotate(tl.trans(acc), value_table, COLS, L) * (1.0 / L.VALUE_UNIT)
-        coded = value_accumulators(acc, COLS, L)
+        acc = rotate(tl.trans(acc), value_table, COLS, L)
+        if L.RING_CODES:
+            shrink = tl.where(ring_peak == float("-inf"), 0.0, tl.exp2(ring_peak - peak))
+            acc += tl.trans(rotated) * shrink[:, None]
+        coded = value_accumulators(acc * (1.0 / L.VALUE_UNIT), COLS, L)
 
     if page_to > page_from:
         NB: tl.constexpr = TILE // 32
@@ -256,7 +291,8 @@ def attend(
     plan = attend_plan(layout, view, hq // hkv, max_queries, new, device)
     if new_key is None or new_value is None:
         new_key = new_value = query  # not read
-    exact_dtype = view.ring_key.dtype  # one load reads rings and new tokens
+    exact_dtype = view.sink_key.dtype  # one load reads sinks, rings and new tokens
+    ring_scales = view.ring_key if view.ring_scales is None else view.ring_scales
     new_key, new_value = (last_contiguous(x.to(exact_dtype)) for x in (new_key, new_value))
     num_splits, num_exact_splits = plan.pop("num_splits"), plan.pop("num_exact_splits")
     num_partials = num_splits + num_exact_splits
@@ -267,7 +303,8 @@ def attend(
     _attend_kernel[(num_partials * view.batch * hkv * tiles,)](
         query, view.pages, view.block_table, view.lengths, view.left_pad,
         view.ring_read_from, view.sink_counts, view.ring_rows, cu_seqlens,
-        view.ring_key, view.ring_value, view.sink_key, view.sink_value, new_key, new_value, mask,
+        view.ring_key, view.ring_value, ring_scales, view.sink_key, view.sink_value,
+        new_key, new_value, mask,
         codec.key.rotation.table(device), codec.value.rotation.table(device),
         partial, partial_lse,
         query.stride(0), query.stride(1), view.block_table.stride(0), view.pages.stride(0),

@@ -53,10 +53,10 @@ class Constants:
 def constants_of(layout: PageLayout, device: torch.device) -> Constants:
     """D, DP (the next power of two), HKV and what else the functions of `kernels.constants` give.
 
-    PTX: whether the device converts e4m3 by an instruction.
+    PTX: whether the device converts e4m3 by an instruction. RING_CODES: whether rings have codes.
     """
     tables = layout_constants(layout) | encode_constants(layout) | decode_constants(layout)
-    return Constants(**tables, PTX=has_ptx(device))
+    return Constants(**tables, PTX=has_ptx(device), RING_CODES=layout.cfg.window_bits == 8)
 
 
 @functools.lru_cache(maxsize=256)

@@ -12,6 +12,7 @@ from tightkv.kernels.triton.constants import constants_of, frame_of
 from tightkv.kernels.triton.dequantize import dequantized_keys, dequantized_values, even_tokens
 from tightkv.kernels.triton.device import last_contiguous
 from tightkv.kernels.triton.prefill import load_rotated, rows_at_once
+from tightkv.kernels.triton.ring import load_codes
 from tightkv.kernels.triton.unpack import token_order
 from tightkv.kernels.view import CacheView
 from tightkv.math.rotation import Rotation
@@ -69,7 +70,7 @@ def _finite(x, where):
 )  # fmt: skip
 def _load_workspace_kernel(
     pages, block_table, lengths, left_pad, ring_read_from, sink_counts, ring_rows,
-    cu_seqlens_q, cu_seqlens_k, cu_blocks, ring_key, ring_value, sink_key, sink_value,
+    cu_seqlens_q, cu_seqlens_k, cu_blocks, ring_key, ring_value, ring_scales, sink_key, sink_value,
     new_key, new_value, key_table, value_table, key, value,
     table_b, page_b, new_key_n, new_key_h, new_value_n, new_value_h, first_row, batch, ring_tokens,
     tokens, SINKS: tl.constexpr, TAIL: tl.constexpr, L: tl.constexpr,
@@ -138,15 +139,28 @@ def _load_workspace_kernel(
         exact = (at >= start) & (at < stop) & (is_sink | (at >= read_from))
         owner = tl.load(ring_rows + row).to(tl.int64)
         sink_at = (owner * SINKS + at - start) * (HKV * D) + head * D
-        ring_at = (owner * ring_tokens + at % ring_tokens) * (HKV * D) + head * D
+        ring_item = (owner * ring_tokens + at % ring_tokens) * HKV + head
         n = (begin + at - length).to(tl.int64)
         head64 = head.to(tl.int64)
+        if L.RING_CODES:
+            coded = exact & (at < length) & (at >= read_from)
+            x, scale = load_codes(ring_key, ring_scales, ring_item, coded, True, L)
+            x = _finite(x.to(tl.float32) * scale[:, None], key)
+            _store_rows(key, x, at, coded, shift, head, L)
+            x, scale = load_codes(ring_value, ring_scales + 1, ring_item, coded, False, L)
+            x = _finite(x.to(tl.float32) * scale[:, None], value)
+            _store_rows(value, x, at, coded, shift, head, L)
+            exact = exact & (is_sink | is_new)
         none = tl.zeros([32], tl.int64)
-        source = tl.where(is_sink, sink_key + sink_at, ring_key + ring_at)
+        source = sink_key + sink_at
+        if not L.RING_CODES:
+            source = tl.where(is_sink, source, ring_key + ring_item * D)
         source = tl.where(is_new, new_key + n * new_key_n + head64 * new_key_h, source)
         x = load_rotated(source[:, None], none, exact, key_table, False, 32, L)
         _store_rows(key, _finite(x, key), at, exact, shift, head, L)
-        source = tl.where(is_sink, sink_value + sink_at, ring_value + ring_at)
+        source = sink_value + sink_at
+        if not L.RING_CODES:
+            source = tl.where(is_sink, source, ring_value + ring_item * D)
         source = tl.where(is_new, new_value + n * new_value_n + head64 * new_value_h, source)
         x = load_rotated(source[:, None], none, exact, value_table, False, 32, L)
         _store_rows(value, _finite(x, value), at, exact, shift, head, L)
@@ -186,11 +200,13 @@ def load_workspace(
     """See `RaggedOps`."""
     layout, rows, device = codec.layout, group.rows, key.device
     new_key, new_value = last_contiguous(new_key), last_contiguous(new_value)
+    ring_scales = view.ring_key if view.ring_scales is None else view.ring_scales
     _load_workspace_kernel[(group.blocks * layout.num_kv_heads,)](
         view.pages, view.block_table, view.lengths, view.left_pad,
         view.ring_read_from, view.sink_counts, view.ring_rows,
         group.cu_seqlens_q, group.cu_seqlens_k, group.cu_blocks,
-        view.ring_key, view.ring_value, view.sink_key, view.sink_value, new_key, new_value,
+        view.ring_key, view.ring_value, ring_scales, view.sink_key, view.sink_value,
+        new_key, new_value,
         codec.key.rotation.table(device), codec.value.rotation.table(device), key, value,
         view.block_table.stride(0), view.pages.stride(0),
         new_key.stride(0), new_key.stride(1), new_value.stride(0), new_value.stride(1),
