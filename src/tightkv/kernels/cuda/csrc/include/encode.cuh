@@ -17,6 +17,7 @@ struct AppendParams {
     long long key_n, key_h, value_n, value_h, table_b, page_bytes;
     int ring, sinks, encode_partial_page;
     int copy, encode;  // whether tokens go to ring and sinks; what of their pages is encoded:
+    int lag;  // tokens that follow a page when it is sealed; 0 where open pages are encoded
 };
 
 // KEYS_APART: seal.cu has the keys of complete pages. KEYS_LATER: they are coded as those of other pages now, and
