@@ -277,7 +277,7 @@ def cached(result: dict[str, Any]) -> list[int]:
 def test_a_cached_prefix_ends_before_the_exact_window(newest: int) -> None:
     from tightkv.integrations.vllm.prefix.cache_format import CacheFormat
 
-    found = CacheFormat("abc", "k4v4", PAGE, WINDOW, 8, 1000.0, 3700, ("cpu",))
+    found = CacheFormat("abc", "k4v4", PAGE, WINDOW, PAGE, 8, 1000.0, 3700, ("cpu",))
     taken = found.reusable_tokens(newest)
     assert taken % PAGE == 0 and taken <= newest
     assert taken == max(0, newest // PAGE * PAGE - (WINDOW - 1) * PAGE)
@@ -345,7 +345,7 @@ def load_of(store: Store, count: int, sizes: tuple[int, ...], local: int, rows: 
     from tightkv.integrations.vllm.prefix.prefix_hits import HitEnds, bound_loads
 
     managers = [SimpleNamespace(block_size=size) for size in sizes]
-    found = CacheFormat("abc", "k4v4", PAGE, 2, rows, 1000.0, 3700, ("cpu",))
+    found = CacheFormat("abc", "k4v4", PAGE, 2, PAGE, rows, 1000.0, 3700, ("cpu",))
     ends = HitEnds(found, SimpleNamespace(single_type_managers=managers))
     bound_loads(SimpleNamespace(connector=store), ends)
     request = Request("a", [5] * count, SamplingParams(max_tokens=1), None)

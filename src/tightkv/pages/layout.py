@@ -79,9 +79,9 @@ def token_fields(cfg: KVQuantConfig, side: str, head_dim: int) -> tuple[TokenFie
     return (TokenField("codes", bits, head_dim), TokenField("scale", 16, 1))
 
 
-def ring_tokens(cfg: KVQuantConfig) -> int:
-    """Tokens a sequence's exact ring holds: the window, and what speculation may add to it."""
-    return cfg.exact_pages * cfg.page_size + RING_SLACK
+def ring_tokens(cfg: KVQuantConfig, spare: bool = True) -> int:
+    """Tokens a sequence's exact ring holds: the window, and `spare` ones for speculation."""
+    return cfg.exact_pages * cfg.page_size + (RING_SLACK if spare else 0)
 
 
 def window_step(cfg: KVQuantConfig) -> int:
