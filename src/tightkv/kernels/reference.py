@@ -51,7 +51,8 @@ def append(
     Row b's tokens are key[cu_seqlens[b] : cu_seqlens[b + 1]] of key and value [N, Hkv, D], at most
     `max_new`; they are the last of view.lengths[b]. Before them the ring holds copies from
     position ring_valid_from[b] on. Without `encode_partial_page` a page gets no codes before it is
-    sealed, which is when `lag` tokens follow it; until then rings have its tokens. A row shorter than its new tokens (an engine's dry run) is left alone.
+    sealed, which is when `lag` tokens follow it; until then rings have its tokens. A row shorter
+    than its new tokens (an engine's dry run) is left alone.
 
     With a window of 8 bits a token is first rounded to what its ring stores, and pages are coded
     from that, however its tokens came. Sinks are exact.

@@ -1,7 +1,8 @@
 """PagedKV: the compressed pages, exact ring and sinks of one layer. Knows no model.
 
 Tokens are appended, pages are sealed (when they leave the window, or as they complete:
-`SequenceTable`), and `view()` is what attention reads. Appending t tokens costs O(t): no history is encoded again but the page being sealed.
+`SequenceTable`), and `view()` is what attention reads. Appending t tokens costs O(t): no history is
+encoded again but the page being sealed.
 Rings grow with the sequences. Where the table lets short ones live in the ring alone
 (`exact_limit`), all their pages are sealed by the append that makes them longer.
 """

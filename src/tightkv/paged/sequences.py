@@ -419,7 +419,7 @@ class SequenceTable:
             )
 
     def _shared_page_to_write(self, state: SequenceState, old: int, new: int) -> list[int]:
-        """The number of the page with some of its codes that this gives others, if rows share it."""
+        """The number of the page of whose codes this changes some, if other rows read it."""
         index = len(state.pages) - 1
         first = max(old - self.lag, 0) // self.page_size
         writes = new > old and first <= index < self._pages_for(new)

@@ -264,8 +264,8 @@ class PageLayout:
     def exact_limit(self) -> int:
         """The longest sequence that takes fewer bytes exact than with a ring, sinks and pages.
 
-        Pages in the window have no codes. A layout whose pages save nothing has no longest one. With a
-        window of 8 bits none is kept exact: a ring is smaller from the first tokens on.
+        Pages in the window have no codes. A layout whose pages save nothing has no longest one.
+        With a window of 8 bits none is kept exact: a ring is smaller from the first tokens on.
         """
         return self.exact_limit_at(seal_lag(self.cfg))
 

@@ -107,8 +107,8 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
         """Keys and values of rings and sinks [rows + 1, n, Hkv, D]; no sequence owns the last row.
 
         The sinks that the RingTable saves follow. With a window of 8 bits, rings are as
-        `PageLayout.new_ring` says, and their scales come last. All are allocated in vLLM's first run of the
-        model, which measures memory.
+        `PageLayout.new_ring` says, and their scales come last. All are allocated in vLLM's first
+        run of the model, which measures memory.
         """
         if self.reads is not None:
             return self.reads.exact_tensors()
