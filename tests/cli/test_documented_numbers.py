@@ -589,8 +589,8 @@ def test_the_readme_on_lengths_that_differ_and_on_prefill() -> None:
     )
     expect(
         "docs/results.md",
-        f"prefilled at {single[0]} of bf16's speed, one of 2,048 at {single[1]} and one of 8,192 at "
-        f"{single[2]}",
+        f"prefilled at {single[0]} of bf16's speed, one of 2,048 at {single[1]} and one of 8,192 "
+        f"at {single[2]}",
         f"Batches of prompts are prefilled at {span}",
     )
 
