@@ -81,7 +81,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def _sample(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of each test with many shapes keep its first, and every eighth by its name."""
+    """Of each test with many shapes keep its first, and every eighth by its name; none thorough."""
     kept: list[pytest.Item] = []
     left: list[pytest.Item] = []
     seen = set()
@@ -90,6 +90,9 @@ def _sample(config: pytest.Config, items: list[pytest.Item]) -> None:
         sampled = item.path.name in _SAMPLED or item.get_closest_marker("sampled")
         mine = not sampled or function not in seen
         seen.add(function)
+        if item.get_closest_marker("thorough"):
+            left.append(item)
+            continue
         (kept if mine or not zlib.crc32(item.nodeid.encode()) % _SAMPLE else left).append(item)
     items[:] = kept
     config.hook.pytest_deselected(items=left)

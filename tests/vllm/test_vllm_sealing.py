@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tiny_folder import write_tiny_folder
-from vllm_outputs import outputs, random_tokens, run_engines
+from vllm_outputs import Engines, outputs, random_tokens
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -72,12 +72,12 @@ JOBS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
     folder = tmp_path_factory.mktemp("sealing")
     models: dict[str, Path] = {"tiny": write_tiny_folder(folder / "tiny")}
     jobs = dict(JOBS)
     jobs.update({f"{name} at once": {**job, "seals_at_once": 1} for name, job in JOBS.items()})
-    return run_engines(jobs, models, folder)
+    return Engines(jobs, models, folder)
 
 
 @pytest.mark.parametrize("name", JOBS)
