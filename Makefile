@@ -63,7 +63,8 @@ lint: $(STAMP)
 
 # one thread per worker: the workers share the cores; tests that share an engine share a worker
 unit: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup \
+		--no-loadscope-reorder $(PYTEST_ARGS)
 
 # every shape of sampled tests, too
 test-all: PYTEST_ARGS += --all-shapes

@@ -192,7 +192,7 @@ def test_pages_with_the_reference_kernels(name, program, seed):
     run([Pages(name, seed, "reference")], program)
 
 
-@pytest.mark.parametrize("name", ["k3v2", "k8v8"])
+@pytest.mark.parametrize("name", ["k3v2", pytest.param("k8v8", marks=pytest.mark.thorough)])
 @given(program=programs(("append", "append", "crop", "select"), 3), seed=numbers)
 @settings(max_examples=2 * FACTOR)
 def test_pages_with_the_triton_kernels(name, program, seed):
