@@ -369,6 +369,7 @@ def test_two_caches_in_the_real_engine(
     assert "auto keeps 32 bits per number" in text
 
 
+@pytest.mark.thorough
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.timeout(600)

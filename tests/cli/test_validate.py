@@ -278,6 +278,7 @@ def test_audit_finds_the_known_weaknesses(command: tuple[int, dict[str, Any], Pa
     assert all(0.999 < ratio < 1 for ratio in short[:2]) and short[2] > 1 and short[3] == 297
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_another_seed_and_dimension_pass_in_text(capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["validate", "--quick", "--seed", "1", "--dim", "80"])
