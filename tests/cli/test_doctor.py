@@ -263,7 +263,7 @@ def test_command_writes_a_config_every_command_reads(tmp_path, capsys):
     assert all(set(row) == TRIED for row in report["tried"])
     assert all(set(row) == LAYER for row in report["layers"]) and len(report["layers"]) == 2
     assert KVQuantConfig.parse(out) == KVQuantConfig.from_dict(report["kv_quant"])
-    assert "this takes about" in printed.err and "layers: " in printed.err
+    assert "layers: " in printed.err
     assert "measuring k2v2: " in printed.err
 
     out.unlink()
