@@ -280,6 +280,7 @@ def test_audit_finds_the_known_weaknesses(command: tuple[int, dict[str, Any], Pa
     assert short[3] == layout.exact_limit + 1 < 297  # as long as full pages were sealed
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_another_seed_and_dimension_pass_in_text(capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["validate", "--quick", "--seed", "1", "--dim", "80"])

@@ -23,7 +23,7 @@ from tightkv.kernels.triton.encode import (
     store_keys,
     store_values,
 )
-from tightkv.kernels.triton.ring import load_codes, rotate_exact, round_exact, store_codes
+from tightkv.kernels.triton.ring import load_exact, rotate_exact, round_exact, store_codes
 from tightkv.kernels.triton.rotate import rotate
 from tightkv.kernels.view import CacheView
 from tightkv.math.feedback import gain
@@ -93,8 +93,10 @@ def _append_kernel(
         slot = owner * ring_tokens + (before + token) % ring_tokens
         if RING_CODES:
             new = token < count
-            y = _load_new(source + head * source_h, source_n, begin + token, new, D, DP)
-            codes, scale = round_exact(rotate_exact(y, table, 32, D, DP, ROTATION), is_key)
+            codes, scale = _round_new(
+                source + head * source_h, source_n, begin + token, new, is_key, table,
+                D, DP, ROTATION,
+            )  # fmt: skip
             store_codes(ring, scales, slot * HKV + head, codes, scale, new, is_key, D, DP)
         else:
             _copy(source + head * source_h, source_n, begin + token, ring + head * D, slot,
@@ -119,10 +121,7 @@ def _append_kernel(
     # tokens to encode: those with an exact copy, or the new ones of an open page
     lowest = tl.maximum(tl.where(complete, exact_from, before), index * PAGE)
     highest = tl.minimum(length, (index + 1) * PAGE)
-    if RING_CODES:
-        ring_base, ring_item = ring, owner * (ring_tokens * HKV) + head
-    else:
-        ring_base, ring_item = ring + owner * (ring_tokens * HKV * D) + head * D, owner
+    ring_item = owner * (ring_tokens * HKV) + head
     source_base = source + head * source_h
 
     mean = tl.zeros([1, DP], tl.float32)
@@ -134,17 +133,10 @@ def _append_kernel(
             total = tl.zeros([DP], tl.float32)
             for b in range(0, PAGE // 32):
                 at = index * PAGE + b * 32 + t
-                if RING_CODES:
-                    x = _load_rounded(
-                        source_base, source_n, ring_base, scales, ring_item, ring_tokens, at,
-                        before, begin, at >= start, is_key, table, HKV, D, DP, ROTATION,
-                    )  # fmt: skip
-                else:
-                    x = _load_tokens(
-                        source_base, source_n, ring_base, ring_tokens, at, before, begin,
-                        at >= start, HKV, D, DP,
-                    )  # fmt: skip
-                    x = finite(x)
+                x = _load_tokens(
+                    source_base, source_n, ring, scales, ring_item, ring_tokens, at, before, begin,
+                    at >= start, is_key, table, HKV, D, DP, ROTATION, RING_CODES,
+                )  # fmt: skip
                 total += tl.sum(x, axis=0)
             real = tl.maximum((index + 1) * PAGE - tl.maximum(start, index * PAGE), 1)
             fresh = total / real
@@ -173,16 +165,12 @@ def _append_kernel(
     for b in range((lowest - index * PAGE) // 32, tl.cdiv(highest - index * PAGE, 32)):
         at = index * PAGE + b * 32 + t
         live = (at >= lowest) & (at < highest)
-        if RING_CODES:
-            y = _load_rounded(
-                source_base, source_n, ring_base, scales, ring_item, ring_tokens, at, before,
-                begin, live, is_key, table, HKV, D, DP, ROTATION,
-            )  # fmt: skip
-        else:
-            x = _load_tokens(
-                source_base, source_n, ring_base, ring_tokens, at, before, begin, live, HKV, D, DP
-            )
-            y = rotate(finite(x), table, 32, D, DP, ROTATION)
+        y = _load_tokens(
+            source_base, source_n, ring, scales, ring_item, ring_tokens, at, before, begin, live,
+            is_key, table, HKV, D, DP, ROTATION, RING_CODES,
+        )  # fmt: skip
+        if not RING_CODES:
+            y = rotate(y, table, 32, D, DP, ROTATION)
         # scales: [blk][r][i]
         scale_at = b * 32 + (t % 8) * 4 + t // 8
         if is_key:
@@ -217,24 +205,32 @@ def _append_kernel(
 
 @triton.jit
 def _load_tokens(
-    source, source_n, ring, ring_tokens, at, before, begin, live, HKV: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr,
+    source, source_n, ring, scales, ring_item, ring_tokens, at, before, begin, live, is_key, table,
+    HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROTATION: tl.constexpr,
+    RING_CODES: tl.constexpr,
 ):  # fmt: skip
-    """Exact tokens at positions `at`: new ones from the input, older ones from the ring."""
+    """Finite tokens at positions `at`: new ones from the input, older ones from the ring.
+
+    With RING_CODES they are rotated, as the ring has them or would have them.
+    """
     d = tl.arange(0, DP)
-    new = (at >= before)[:, None]
-    there = live[:, None] & (d < D)[None, :]
-    offset = (begin + at - before)[:, None].to(tl.int64) * source_n + d[None, :]
-    x = tl.load(source + offset, mask=there & new, other=0.0).to(tl.float32)
-    old = tl.load(
-        ring + ((at % ring_tokens) * (HKV * D))[:, None] + d[None, :], mask=there & ~new, other=0.0
-    )
-    return x + old.to(tl.float32)
+    new = at >= before
+    item = ring_item + (at % ring_tokens) * HKV
+    if RING_CODES:
+        x, step = _round_new(
+            source, source_n, begin + at - before, live & new, is_key, table, D, DP, ROTATION
+        )
+        old = load_exact(ring, scales, item, live & (at < before), is_key, D, DP)
+        x = tl.where(new[:, None], x * step.to(tl.float32)[:, None], old)
+    else:
+        mask = (live & (at < before))[:, None] & (d < D)[None, :]
+        x = _load_new(source, source_n, begin + at - before, live & new, D, DP)
+        x += finite(tl.load(ring + item[:, None] * D + d[None, :], mask=mask, other=0.0))
+    return x
 
 
 @triton.jit
 def _load_new(source, source_n, token, there, D: tl.constexpr, DP: tl.constexpr):
-    """New tokens of the batch, finite."""
     d = tl.arange(0, DP)
     mask = there[:, None] & (d < D)[None, :]
     offset = token[:, None].to(tl.int64) * source_n + d[None, :]
@@ -242,18 +238,10 @@ def _load_new(source, source_n, token, there, D: tl.constexpr, DP: tl.constexpr)
 
 
 @triton.jit
-def _load_rounded(
-    source, source_n, ring, scales, ring_item, ring_tokens, at, before, begin, live, is_key, table,
-    HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROTATION: tl.constexpr,
-):  # fmt: skip
-    """Tokens at positions `at`, rotated, as a ring of codes has them; 0 where not `live`."""
-    new = at >= before
-    x = _load_new(source, source_n, begin + at - before, live & new, D, DP)
-    own, own_scale = round_exact(rotate_exact(x, table, 32, D, DP, ROTATION), is_key)
-    item = ring_item + (at % ring_tokens) * HKV
-    old, scale = load_codes(ring, scales, item, live & (at < before), is_key, D, DP)
-    fresh = own * own_scale.to(tl.float32)[:, None]
-    return tl.where(new[:, None], fresh, old.to(tl.float32) * scale[:, None])
+def _round_new(source, source_n, token, there, is_key, table, D: tl.constexpr, DP: tl.constexpr,
+               ROTATION: tl.constexpr):  # fmt: skip
+    x = _load_new(source, source_n, token, there, D, DP)
+    return round_exact(rotate_exact(x, table, 32, D, DP, ROTATION), is_key)
 
 
 @device_guard

@@ -35,7 +35,7 @@ from tightkv.kernels.triton.attend_tile import (
 )
 from tightkv.kernels.triton.device import has_ptx, interpreted, last_contiguous
 from tightkv.kernels.triton.merge_splits import merge_splits
-from tightkv.kernels.triton.ring import load_codes
+from tightkv.kernels.triton.ring import load_codes, load_exact
 from tightkv.kernels.triton.rotate import rotate
 from tightkv.kernels.triton.unpack import (
     load_key_words,
@@ -179,8 +179,8 @@ def _attend_kernel(
                     mask_tokens, row, head, token, CAUSAL, WINDOW, CAP, MASK,
                 )  # fmt: skip
                 p, shrink, peak, weight = softmax_step(s, peak, weight)
-                v, vs = load_codes(ring_value, ring_scales + 1, item, valid, False, D, DP)
-                v = (v.to(tl.float32) * vs[:, None]).to(q_columns.dtype)
+                v = load_exact(ring_value, ring_scales + 1, item, valid, False, D, DP)
+                v = v.to(q_columns.dtype)
                 rotated = rotated * shrink[None, :]
                 rotated += tl.dot(tl.trans(v), p.to(v.dtype), input_precision="ieee")
             # the other exact tokens: sinks, then new ones

@@ -15,7 +15,7 @@ from tightkv.kernels.constants import DENSE_ROTATION, NO_ROTATION, layout_consta
 from tightkv.kernels.prefill import exact_ranges
 from tightkv.kernels.sdpa import AttentionState
 from tightkv.kernels.triton.dequantize import dequantize_pages
-from tightkv.kernels.triton.ring import load_codes
+from tightkv.kernels.triton.ring import load_exact
 from tightkv.kernels.triton.rotate import rotate, rotate_back
 from tightkv.kernels.view import CacheView
 from tightkv.pages.codec import Codec
@@ -100,7 +100,7 @@ def _rotate_queries_kernel(
     ]
 )
 def _load_exact_kernel(
-    key, value, source_key, source_value, source_scales, key_table, value_table,
+    key, value, source_key, source_value, scales, key_table, value_table,
     ring_read_from, sink_counts, ring_rows, out_b, out_h, start, low, high, slots,
     HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SINKS: tl.constexpr,
     ROTATION: tl.constexpr, ROWS: tl.constexpr, CODES: tl.constexpr,
@@ -123,23 +123,22 @@ def _load_exact_kernel(
     d = tl.arange(0, DP)
     there = chosen[:, None] & (d < D)[None, :]
     owner = tl.load(ring_rows + row).to(tl.int64)
-    offsets = (owner * slots + at % slots) * (HKV * D) + head * D
+    item = (owner * slots + at % slots) * HKV + head
+    offsets = item * D
     target = _row_offsets(row, head, at - start, out_b, out_h, D)[:, None] + d[None, :]
-    if CODES:
-        if tl.program_id(1) == 0:
-            source, target_side, is_key = source_key, key, True
+    if tl.program_id(1) == 0:
+        if CODES:
+            x = load_exact(source_key, scales, item, chosen, True, D, DP)
         else:
-            source, target_side, is_key = source_value, value, False
-        item = (owner * slots + at % slots) * HKV + head
-        scales = source_scales + tl.program_id(1)
-        codes, scale = load_codes(source, scales, item, chosen, is_key, D, DP)
-        x = codes.to(tl.float32) * scale[:, None]
-        tl.store(target_side + target, x.to(key.dtype.element_ty), mask=there)
-    elif tl.program_id(1) == 0:
-        x = load_rotated(source_key, offsets, chosen, key_table, False, D, DP, ROTATION, ROWS)
+            x = load_rotated(source_key, offsets, chosen, key_table, False, D, DP, ROTATION, ROWS)
         tl.store(key + target, x.to(key.dtype.element_ty), mask=there)
     else:
-        x = load_rotated(source_value, offsets, chosen, value_table, False, D, DP, ROTATION, ROWS)
+        if CODES:
+            x = load_exact(source_value, scales + 1, item, chosen, False, D, DP)
+        else:
+            x = load_rotated(
+                source_value, offsets, chosen, value_table, False, D, DP, ROTATION, ROWS
+            )
         tl.store(value + target, x.to(value.dtype.element_ty), mask=there)
 
 

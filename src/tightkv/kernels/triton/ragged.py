@@ -12,7 +12,7 @@ from tightkv.kernels.ragged_plan import BLOCK, RaggedGroup
 from tightkv.kernels.triton.dequantize import dequantized_keys, dequantized_values, even_tokens
 from tightkv.kernels.triton.device import has_ptx, last_contiguous
 from tightkv.kernels.triton.prefill import load_rotated
-from tightkv.kernels.triton.ring import load_codes
+from tightkv.kernels.triton.ring import load_exact
 from tightkv.kernels.triton.unpack import token_order
 from tightkv.kernels.view import CacheView
 from tightkv.math.rotation import Rotation
@@ -151,12 +151,10 @@ def _load_workspace_kernel(
         where = ((shift + at).to(tl.int64) * HKV + head)[:, None] * D + d[None, :]
         if RING_CODES:
             coded = exact & (at < length) & (at >= read_from)
-            x, scale = load_codes(ring_key, ring_scales, ring_item, coded, True, D, DP)
-            x = _finite(x.to(tl.float32) * scale[:, None], key)
-            tl.store(key + where, x, mask=coded[:, None] & there)
-            x, scale = load_codes(ring_value, ring_scales + 1, ring_item, coded, False, D, DP)
-            x = _finite(x.to(tl.float32) * scale[:, None], value)
-            tl.store(value + where, x, mask=coded[:, None] & there)
+            x = load_exact(ring_key, ring_scales, ring_item, coded, True, D, DP)
+            tl.store(key + where, _finite(x, key), mask=coded[:, None] & there)
+            x = load_exact(ring_value, ring_scales + 1, ring_item, coded, False, D, DP)
+            tl.store(value + where, _finite(x, value), mask=coded[:, None] & there)
             exact = exact & (is_sink | is_new)
             there = exact[:, None] & there
         none = tl.zeros([32], tl.int64)
