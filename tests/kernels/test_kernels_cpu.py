@@ -701,4 +701,4 @@ def test_structs_agree_with_c():
     """Python packs what native.h declares."""
     attend = cpu._ATTEND.size + cpu._CALL.size
     assert attend == ctypes.sizeof(ctypes.c_int64) * (18 + 9 + 4 + 4 + 5 + 2 + 2 + 1)
-    assert cpu._APPEND.size == ctypes.sizeof(ctypes.c_int64) * (18 + 6 + 1 + 2 + 2 + 2)
+    assert cpu._APPEND.size == ctypes.sizeof(ctypes.c_int64) * (18 + 6 + 1 + 2 + 2 + 3)

@@ -168,7 +168,7 @@ static void run(const char *isa, int key_bits, int value_bits, int dim, int page
             ring_read_from[b] = lengths[b] > RING ? (lengths[b] - RING + page - 1) / page * page : 0;
             sink_counts[b] = SINKS;
         }
-        struct append_args append = {view, k, v, FLOAT32, first, exact, 1, threads, factors, 0};
+        struct append_args append = {view, k, v, FLOAT32, first, exact, 1, threads, factors, 0, 0};
         check(tightkv_append(&layer, &append), "append failed");
         for (int b = 0; b < BATCH; b++)
             exact[b] = lengths[b] > RING ? lengths[b] - RING : 0;

@@ -277,7 +277,7 @@ def cached(result: dict[str, Any]) -> list[int]:
 def test_a_cached_prefix_ends_before_the_exact_window(newest: int) -> None:
     from tightkv.integrations.vllm.prefix.cache_format import CacheFormat
 
-    found = CacheFormat("abc", "k4v4", PAGE, WINDOW, 8, 1000.0, 3700, ("cpu",))
+    found = CacheFormat("abc", "k4v4", PAGE, WINDOW, PAGE, 8, 1000.0, 3700, ("cpu",))
     taken = found.reusable_tokens(newest)
     assert taken % PAGE == 0 and taken <= newest
     assert taken == max(0, newest // PAGE * PAGE - (WINDOW - 1) * PAGE)
@@ -337,6 +337,20 @@ def test_full_pages_are_not_written_again() -> None:
     assert load_of(Store(PAGES, False), 385, (32,), 0, rows=0) == 384
 
 
+def test_a_window_of_tokens_is_computed_again_whole() -> None:
+    """A hit ends with a page, before the window of the newest token."""
+    from tightkv.integrations.vllm.prefix.cache_format import CacheFormat
+
+    for newest in range(5 * PAGE):
+        whole, single = (
+            CacheFormat("abc", "k4v4", PAGE, 2, step, 8, 1000.0, 3700, ("cpu",))
+            for step in (PAGE, 1)
+        )
+        assert whole.reusable_tokens(newest) == max(0, newest // PAGE - 1) * PAGE
+        taken = single.reusable_tokens(newest)
+        assert taken == max(0, newest + 1 - 2 * PAGE) // PAGE * PAGE
+
+
 def load_of(store: Store, count: int, sizes: tuple[int, ...], local: int, rows: int = 8) -> int:
     from vllm import SamplingParams
     from vllm.v1.request import Request
@@ -345,7 +359,7 @@ def load_of(store: Store, count: int, sizes: tuple[int, ...], local: int, rows: 
     from tightkv.integrations.vllm.prefix.prefix_hits import HitEnds, bound_loads
 
     managers = [SimpleNamespace(block_size=size) for size in sizes]
-    found = CacheFormat("abc", "k4v4", PAGE, 2, rows, 1000.0, 3700, ("cpu",))
+    found = CacheFormat("abc", "k4v4", PAGE, 2, PAGE, rows, 1000.0, 3700, ("cpu",))
     ends = HitEnds(found, SimpleNamespace(single_type_managers=managers))
     bound_loads(SimpleNamespace(connector=store), ends)
     request = Request("a", [5] * count, SamplingParams(max_tokens=1), None)

@@ -35,26 +35,27 @@ NGRAMS = {
 }
 
 
-def job(exact_pages: int, memory: int) -> dict[str, Any]:
+def job(exact_pages: int, memory: int, window_bits: int = 16) -> dict[str, Any]:
     """Prompts and forced texts. Little memory: sequences are preempted and begin again."""
     given = (ALIKE + RAGGED, RETURNING)
     return {
         "kernels": "reference",
-        "engine": engine(exact_pages, memory),
+        "engine": engine(exact_pages, memory, window_bits),
         "batches": [[text[:-SAID] for text in texts] for texts in given],
         "forced": [[text[-SAID:] for text in texts] for texts in given],
         "sampling": {"logprobs": 4, "ignore_eos": True},
     }
 
 
-def engine(exact_pages: int, memory: int = 4 << 20, **options: Any) -> dict[str, Any]:
+def engine(
+    exact_pages: int, memory: int = 4 << 20, window_bits: int = 16, **options: Any
+) -> dict[str, Any]:
+    given = {"page_size": PAGE, "exact_pages": exact_pages, "window_bits": window_bits}
     return {
         "model": "tiny",
         "max_num_seqs": 8,
         "kv_cache_memory_bytes": memory,
-        "additional_config": {
-            "tightkv": {"preset": "k4v4", "page_size": PAGE, "exact_pages": exact_pages}
-        },
+        "additional_config": {"tightkv": {"preset": "k4v4", **given}},
         **options,
     }
 
@@ -62,6 +63,7 @@ def engine(exact_pages: int, memory: int = 4 << 20, **options: Any) -> dict[str,
 JOBS: dict[str, dict[str, Any]] = {
     "waiting": job(3, 4 << 20),
     "next step": job(1, 160 << 10),
+    "window of 8 bits": job(3, 4 << 20, window_bits=8),
     "drafts": {
         "kernels": "reference",
         "engine": engine(3, speculative_config=NGRAMS),

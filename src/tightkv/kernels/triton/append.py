@@ -46,13 +46,13 @@ def _copy(source, source_n, token, target, place, there, HKV: tl.constexpr, D: t
 @triton.jit(
     do_not_specialize=[
         "block_table", "lengths", "left_pad", "ring_rows", "ring_valid_from", "cu_seqlens",
-        "table_b", "touched", "copies", "ring_tokens",
+        "table_b", "touched", "copies", "ring_tokens", "lag",
     ]
 )  # fmt: skip
 def _append_kernel(
     key, value, pages, block_table, lengths, left_pad, ring_rows, ring_valid_from, cu_seqlens,
     ring_key, ring_value, ring_scales, sink_key, sink_value, key_table, value_table, feedback,
-    key_n, key_h, value_n, value_h, table_b, page_b, touched, copies, ring_tokens,
+    key_n, key_h, value_n, value_h, table_b, page_b, touched, copies, ring_tokens, lag,
     HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
     RECORD: tl.constexpr, SINKS: tl.constexpr,
     SINKS_P: tl.constexpr, KEY_BITS: tl.constexpr, KEY_CHUNK: tl.constexpr, KEY_BOOK: tl.constexpr,
@@ -109,10 +109,10 @@ def _append_kernel(
                   owner * SINKS + n, there, HKV, D, DP)  # fmt: skip
         return
 
-    index = before // PAGE + part
-    if index * PAGE >= length:
+    index = tl.maximum(before - lag, 0) // PAGE + part
+    if index * PAGE >= length - lag:
         return
-    complete = (index + 1) * PAGE <= length
+    complete = (index + 1) * PAGE <= length - lag
     if (not ENCODE_PARTIAL_PAGE) & (not complete):
         return
     page = tl.load(block_table + row * table_b + index).to(tl.int64)
@@ -255,6 +255,7 @@ def append(
     *,
     max_new: int,
     encode_partial_page: bool,
+    lag: int = 0,
 ) -> None:
     """See `reference.append`."""
     layout = codec.layout
@@ -279,7 +280,7 @@ def append(
             view.ring_key, view.ring_value, ring_scales, view.sink_key, view.sink_value,
             codec.key.rotation.table(key.device), codec.value.rotation.table(key.device),
             view.feedback, key.stride(0), key.stride(1), value.stride(0), value.stride(1),
-            view.block_table.stride(0), view.pages.stride(0), pages, copied, ring,
+            view.block_table.stride(0), view.pages.stride(0), pages, copied, ring, lag,
             **layout_constants(layout), **encode_constants(layout),
             SINKS=sinks, SINKS_P=triton.next_power_of_2(max(sinks, 1)),
             ENCODE_PARTIAL_PAGE=encode_partial_page, RING_CODES=view.ring_scales is not None,
