@@ -125,10 +125,10 @@ def test_eight_queries_a_head(bits, dim, counts):
 @pytest.mark.parametrize(
     "bits,dim,group,tile",
     [
-        ((4, 4), 128, 12, DecodeTile(2, 2, 1, 12, 8, sum_levels=True, shared_queries=True)),
-        ((4, 4), 128, 16, DecodeTile(2, 2, 1, 16, 8, sum_levels=True, shared_queries=True)),
-        ((2, 2), 128, 10, DecodeTile(2, 2, 1, 12, 8, shared_queries=True)),
-        ((3, 3), 128, 16, DecodeTile(2, 2, 1, 16, 8, shared_queries=True)),
+        ((4, 4), 128, 12, DecodeTile(2, 2, 1, 12, 8, True, sum_levels=True, shared_queries=True)),
+        ((4, 4), 128, 16, DecodeTile(2, 2, 1, 16, 8, True, sum_levels=True, shared_queries=True)),
+        ((2, 2), 128, 10, DecodeTile(2, 2, 1, 12, 8, True, shared_queries=True)),
+        ((3, 3), 128, 16, DecodeTile(2, 2, 1, 16, 8, True, shared_queries=True)),
         ((2, 2), 128, 6, DecodeTile(2, 2, 2, 8, 4)),
         ((4, 4), 64, 3, DecodeTile(2, 2, 2, 4, 8)),
         ((4, 3), 64, 12, DecodeTile(1, 2, 2, 12, 4)),
@@ -146,6 +146,20 @@ def test_tiles_by_bits_and_columns(bits, dim, group, tile):
     table = cache.view().block_table
     assert DecodePlan.of(cache.layout, group, 1, *table.shape, DEVICE).tile == tile
     assert_attends_alike(cache, [1, 1], group)
+
+
+@pytest.mark.parametrize("preset", ["k4v4", "k3v3", "k2v2"])
+@pytest.mark.parametrize("group,count", [(16, 1), (10, 1), (5, 3)])
+def test_pairs_of_warps(preset, group, count):
+    """One has the scores of many tiles, the other their values; tiles raise peaks; some warps have none."""
+    lengths = [3400, 1290, 65]
+    cache = cache_on(KVQuantConfig.preset(preset), lengths, dim=128, dtype=torch.bfloat16)
+    fill(cache, lengths)
+    poison(cache)
+    table = cache.view().block_table
+    assert DecodePlan.of(cache.layout, group, count, *table.shape, DEVICE).tile.pairs
+    for options in ({}, {"window": 1111}):
+        assert_attends_alike(cache, [count] * 3, group, **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 300}, {"causal": False}], ids=str)

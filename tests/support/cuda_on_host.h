@@ -62,6 +62,7 @@ struct Copy {
 struct Barrier {
     std::vector<Copy> copies;
     u32 expected = 0, rounds = 0;
+    Meeting arrivals;  // whose rounds are these, where lanes arrive and not bytes
 };
 
 struct Fiber {
@@ -344,6 +345,12 @@ inline u32 transpose_8x8(u32 x) {
     const int half = 16 * (g & 1);
     return ((of[8 * t + g / 2] >> half) & 0xffff) | ((of[8 * t + 4 + g / 2] >> half) << 16);
 }
+inline void load_transposed(u32 (&x)[4], const u32 (*tiles)[32], int lane) {
+    for (int k = 0; k < 4; k++) {
+        const u16 *column = (const u16 *)tiles[k] + 16 * (lane & 3) + (lane >> 2);
+        x[k] = column[0] | (u32)column[8] << 16;
+    }
+}
 inline void mma_f16(float *c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     const u32 a[] = {a0, a1, a2, a3}, b[] = {b0, b1};
     float x[8], y[4];
@@ -415,11 +422,20 @@ inline void bulk_copy(u32 to, const u8 *from, u32 bytes, u32 barrier, u64) {
 }
 inline void barrier_wait(u32 barrier, u32 odd) {
     host::Barrier &b = host::barriers.at(barrier);
+    while (b.rounds % 2 == odd && !b.expected) {  // until a lane arrives
+        host::now->at = &b.arrivals, host::now->round = b.arrivals.round;
+        host::pass();
+        host::now->at = nullptr;
+    }
     if (b.rounds % 2 != odd) return;  // that round is over
     u32 bytes = 0;
     for (const host::Copy &c : b.copies) host::move(c), bytes += c.bytes;
     if (!bytes || bytes != b.expected) host::fail("a barrier waits for bytes that do not come");
-    b = {{}, 0, b.rounds + 1};
+    b = {{}, 0, b.rounds + 1, b.arrivals};
+}
+inline void barrier_arrive(u32 barrier) {
+    host::Barrier &b = host::barriers.at(barrier);
+    b.rounds++, b.arrivals.round++;
 }
 
 extern "C" void host_previous_writes(void *to, const void *from, size_t bytes) {

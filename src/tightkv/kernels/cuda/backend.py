@@ -295,7 +295,7 @@ def attend(
         window or 0, int(causal), int(overlaps_append and not cut.is_new), table.shape[1],
         view.batch, max_queries,
     )  # fmt: skip
-    module.launch("decode", cut.grid, 32 * plan.tile.warps, params, shared=plan.shared_bytes)
+    module.launch("decode", cut.grid, plan.tile.threads, params, shared=plan.shared_bytes)
     if cut.num_partials:
         grid = (view.batch * max_queries * (hq // plan.merged_heads), 1, 1)
         addresses = (

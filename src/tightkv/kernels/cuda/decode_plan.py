@@ -30,7 +30,8 @@ class DecodeTile:
     stages: int  # tiles in shared memory, the one being read among them
     blocks: int  # that a processor can hold
     columns: int  # queries: 4, 8, 12 or 16
-    warps: int = 4  # of a block
+    warps: int = 4  # of a block that share its tiles
+    pairs: bool = False  # so many more: one of a pair has the scores of tiles, one the values
     sum_levels: bool = False  # of 4 bits: one product a code and more arithmetic, or two
     shared_queries: bool = False  # their operands are read again for each tile, or in registers
     exact_tokens: int = 16  # that a warp works on at a time: 16 or 8
@@ -73,6 +74,10 @@ class DecodeTile:
         return self.blocks * (self.shared_bytes(layout) + _DRIVER_BYTES) <= memory
 
     @property
+    def threads(self) -> int:
+        return 32 * self.warps * (2 if self.pairs else 1)
+
+    @property
     def least_split(self) -> int:
         """The shortest split in tiles of 64 tokens: most warps have a tile of their own."""
         return 2 * self.blocks_of_32
@@ -87,12 +92,20 @@ class DecodeTile:
         mean = {16: own // 8, 8: own // 16 + 1}.get(cfg.mean_bits if cfg.centered else 0, 1)
         span = max(1, 32 * self.blocks_of_32 // layout.page_size)  # pages in a tile
         stage = span * _round_up(self.blocks_of_32 // span * (512 * loads + 128) + 16 * mean)
-        stage = max(stage, _round_up(4 * (d + 8) * self.exact_tokens))
+        exact = _round_up(4 * (d + 8) * self.exact_tokens)
+        stages = self.stages * max(stage, exact)
+        if self.pairs:  # KeyTile, ValueTile of smem_pipeline.cuh
+            keys, values = (512 * self.blocks_of_32 * n for n in words)
+            keys += 128 * self.blocks_of_32 + 16 * span * mean
+            stages = max(2 * _round_up(keys), exact) + 3 * _round_up(values)
         found = 2 * 4 * columns * (d + 6)
-        warp = _round_up(max(self.stages * stage, found))
+        warp = _round_up(max(stages, found))
         queries = 8 * columns * (d // 2 + 4) + 2 * columns * (d + 16)  # halves, bytes
         queries += 2 * columns * d if self.shared_queries else 0
         barriers = 8 * self.warps * self.stages
+        if self.pairs:  # Handover, PairBarriers
+            handover = 64 * self.blocks_of_32 * columns + 8 * columns + 16
+            barriers = self.warps * (2 * handover + 8 * 7)
         return _round_up(self.warps * warp + queries + barriers + 4 * self.warps + d // 8 + 64)
 
 
@@ -118,7 +131,9 @@ def _tuned(layout: PageLayout, columns: int, programs: float) -> DecodeTile | No
         # Of two blocks of a processor one is favoured, and the other is alone at the end.
         blocks = 1 if programs <= _FEW_PROGRAMS else 2
         sums = bits == (4, 4)
-        return DecodeTile(2, 2, blocks, columns, 8 // blocks, sum_levels=sums, shared_queries=True)
+        return DecodeTile(
+            2, 2, blocks, columns, 8 // blocks, blocks == 1, sum_levels=sums, shared_queries=True
+        )
     return None
 
 

@@ -60,6 +60,7 @@ def source(
     if tile is not None:
         constants |= {
             "WARPS": tile.warps,
+            "PAIRS": int(tile.pairs),
             "MIN_BLOCKS": tile.blocks,
             "COLS": tile.columns,
             "TB": tile.blocks_of_32,

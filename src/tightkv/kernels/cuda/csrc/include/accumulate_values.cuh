@@ -5,7 +5,8 @@
 #include "tile_softmax.cuh"
 
 // A lane's k-th 16 bytes of codes of a block of 32 tokens, sorted by channel.
-__device__ __forceinline__ void load_value_codes(ValueBlock &codes, const Stage &tile, int b, int k, int lane) {
+template <class Tile>
+__device__ __forceinline__ void load_value_codes(ValueBlock &codes, const Tile &tile, int b, int k, int lane) {
     uint4 w = tile.page[b / BP].value[b % BP][k][lane];
     if (VALUE_BITS < 8) {
         sort_by_channel(w.x, w.y);
@@ -15,7 +16,8 @@ __device__ __forceinline__ void load_value_codes(ValueBlock &codes, const Stage 
 }
 
 // All codes of a tile, before the softmax needs the registers' results; wide heads load them slot by slot.
-__device__ __forceinline__ void load_values(ValueBlock (&codes)[TB], const Stage &tile, int lane) {
+template <class Tile>
+__device__ __forceinline__ void load_values(ValueBlock (&codes)[TB], const Tile &tile, int lane) {
     if (WIDE_VALUES) return;
 #pragma unroll
     for (int b = 0; b < TB; b++)
@@ -34,7 +36,8 @@ __device__ __forceinline__ void start_value_sums(SumStart &start, const u32 (&we
 }
 
 // Products of the weights with slot x of the values, channels 0, 1 and 2, 3 in a sum each.
-__device__ __forceinline__ void multiply_values(Int8Sums (&sums)[2], ValueBlock (&codes)[TB], const Stage &tile, int x,
+template <class Tile>
+__device__ __forceinline__ void multiply_values(Int8Sums (&sums)[2], ValueBlock (&codes)[TB], const Tile &tile, int x,
                                                 const u32 (&weights)[TB][LANE_COLS][2], const SumStart &start,
                                                 const LevelTable &table, int r, int lane) {
 #pragma unroll
@@ -62,7 +65,8 @@ __device__ __forceinline__ void multiply_values(Int8Sums (&sums)[2], ValueBlock 
 }
 
 // Accumulators plus the tile's values times `weights`, of which `scale` makes those of the accumulators.
-__device__ __forceinline__ void accumulate_values(Accumulators &f, ValueBlock (&codes)[TB], const Stage &tile,
+template <class Tile>
+__device__ __forceinline__ void accumulate_values(Accumulators &f, ValueBlock (&codes)[TB], const Tile &tile,
                                                   const u32 (&weights)[TB][LANE_COLS][2],
                                                   const float (&scale)[LANE_COLS], SumStart &start,
                                                   const LevelTable &table, int r, int lane) {

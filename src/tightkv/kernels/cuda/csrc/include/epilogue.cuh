@@ -12,8 +12,12 @@ struct WarpState {  // what a warp found, in one frame
     float acc[COLS][DP + 4], peak[COLS], sum[COLS];
 };
 
-union WarpMemory {  // a warp's own memory: first for tiles, then for what it found
+union WarpMemory {  // a warp's own memory, or a pair's: first for tiles, then for what it found
+#if PAIRS
+    PairStages stages;
+#else
     Stage stage[STAGES];
+#endif
     struct {
         WarpState pages, exact;
     } states;
@@ -28,7 +32,12 @@ struct SharedMemory {
 #if SHARED_QUERIES
     uint2 query_operands[LANE_COLS * KX][32];
 #endif
+#if PAIRS
+    Handover handover[WARPS][2];
+    PairBarriers barriers[WARPS];
+#else
     u64 barriers[WARPS][STAGES];  // of tiles on their way, where copies are bulk copies
+#endif
     float query_top[WARPS];
     u32 negative[DP / 32];  // signs of the rotation, a bit each
     LevelTable tables[2][2];  // of keys, of values; lanes read one of two, or the compiler takes them as uniform
@@ -41,20 +50,25 @@ __device__ __forceinline__ float of_all_rows(float sum) {
     return sum + __shfl_xor_sync(~0u, sum, 16);
 }
 
-__device__ __forceinline__ void store_state(const Accumulators &f, WarpState &to, int r, int c) {
+__device__ __forceinline__ void store_state(const Peaks &f, WarpState &to, int r, int c) {
 #pragma unroll
     for (int j = 0; j < LANE_COLS; j++) {
         const int column = lane_column(j, c);
         const float sum = of_all_rows(f.sum[j]);
         if (r == 0) to.peak[column] = f.peak[j], to.sum[column] = sum;
+    }
+}
+
+__device__ __forceinline__ void store_state(const Accumulators &f, WarpState &to, int r, int c) {
+#pragma unroll
+    for (int j = 0; j < LANE_COLS; j++)
 #pragma unroll
         for (int x = 0; x < VX; x++)
 #pragma unroll
             for (int m = 0; m < 2; m++)
 #pragma unroll
                 for (int half = 0; half < 2; half++)
-                    to.acc[column][8 * (4 * x + 2 * m + half) + r] = f.acc[x][m][half][j];
-    }
+                    to.acc[lane_column(j, c)][8 * (4 * x + 2 * m + half) + r] = f.acc[x][m][half][j];
 }
 
 __device__ __forceinline__ void store_state(const ExactAccumulators &st, WarpState &to, int r, int c) {

@@ -107,7 +107,7 @@ __device__ __forceinline__ u32 nibbles_at(const u32 *w, int x, int low) {
 
 // Of 512 channels a lane's codes of 4 bits are read from shared memory slot by slot: there are no registers for all.
 #define WIDE_KEYS (DP > 256 && KEY_BITS == 4)
-#define WIDE_VALUES (DP > 256 && VALUE_BITS == 4)
+#define WIDE_VALUES ((DP > 256 || PAIRS) && VALUE_BITS == 4)
 constexpr int keys_at_once = WIDE_KEYS ? 4 : 64;  // slots whose instructions are written out
 
 constexpr int means_at_once = DP > 256 ? 2 : 64;

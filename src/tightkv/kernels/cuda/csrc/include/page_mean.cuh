@@ -11,7 +11,7 @@ __device__ __forceinline__ void mean_scores(float (&one)[LANE_COLS], float (&two
                                             const QueryOperands &q, const uint4 *mean1,
                                             const uint4 *mean2, int c, float factor) {
     const volatile u32 *m = (const volatile u32 *)mean1, *w = (const volatile u32 *)mean2;
-    const int zero[2] = {ZERO_BITS, ZERO_BITS};
+    const int zero[4] = {ZERO_BITS, ZERO_BITS, ZERO_BITS, ZERO_BITS};
     Int8Sums sums;
     float first[LANE_COLS][2];  // of the slots before, where there are more than one sum can have
 #pragma unroll
@@ -67,7 +67,8 @@ __device__ __forceinline__ void mean_scores(float (&scores)[LANE_COLS],
 
 #if MEAN_BITS > 0
 // Of all pages of a tile; `queries` are halves in shared memory.
-__device__ __forceinline__ void mean_scores_of_tile(float (&bias)[SPAN][LANE_COLS], const Stage &tile,
+template <class Tile>
+__device__ __forceinline__ void mean_scores_of_tile(float (&bias)[SPAN][LANE_COLS], const Tile &tile,
                                                     const QueryOperands &q, const u32 (*queries)[DP / 2 + 4], int r,
                                                     int c) {
 #pragma unroll

@@ -85,6 +85,13 @@ __device__ __forceinline__ u32 transpose_8x8(u32 x) {  // transpose an 8 x 8 til
     return y;
 }
 
+// The same of four tiles in shared memory, a word a lane each.
+__device__ __forceinline__ void load_transposed(u32 (&x)[4], const u32 (*tiles)[32], int lane) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"((u32)__cvta_generic_to_shared(*tiles + 4 * lane)) : "memory");
+}
+
 __device__ __forceinline__ void mma_f16(float *c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9},"
         " {%0,%1,%2,%3};"
@@ -171,6 +178,10 @@ __device__ __forceinline__ void barrier_init_fence() {  // copies may use what w
 __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                  : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
 // Sizes and addresses are multiples of 16.

@@ -64,7 +64,8 @@ __device__ __forceinline__ void multiply_keys(Int8Sums (&sums)[2], float (&first
 
 // Scores s of all tokens of a tile, in units of KEY_UNIT; with a softcap in log2 units, which `key_unit` makes.
 // `bias` is what the means of its pages add to centered keys: those with a negative scale.
-__device__ __forceinline__ void score_tile(float (&s)[LANE_COLS][4 * TB], const Stage &tile, const QueryOperands &q,
+template <class Tile>
+__device__ __forceinline__ void score_tile(float (&s)[LANE_COLS][4 * TB], const Tile &tile, const QueryOperands &q,
                                            const SumStart &start, const LevelTable &table,
                                            const float (&bias)[SPAN][LANE_COLS], float key_unit, int r, int c,
                                            int lane) {

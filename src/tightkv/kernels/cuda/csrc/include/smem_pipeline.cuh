@@ -17,6 +17,43 @@ union Stage {  // a tile on its way or being read, or exact tokens
     ExactTokens exact;
 };
 
+// Where one warp has the scores of a tile and another its values, they are done with their parts at different times.
+struct __align__(128) KeyTile {
+    struct {
+        uint4 key[BP][KL * KW][32];
+        uint2 key_scale[BP][8], value_scale[BP][8];
+        uint4 mean[MEAN_CHUNKS + !MEAN_CHUNKS];
+    } page[SPAN];
+};
+struct __align__(128) ValueTile {
+    struct {
+        uint4 value[BP][VL * VW][32];
+    } page[SPAN];
+};
+#define KEY_STAGES 2
+#define VALUE_STAGES 3  // tiles on their way or being read, and so many barriers
+
+#define WEIGHT_WORDS (2 * TB * LANE_COLS)  // of a lane
+
+struct PairStages {
+    union {
+        KeyTile keys[KEY_STAGES];
+        ExactTokens exact;  // when all keys have been read
+    };
+    ValueTile values[VALUE_STAGES];
+};
+
+// What the warp with the scores of a tile hands over to the one with its values.
+struct __align__(16) Handover {
+    u32 weights[WEIGHT_WORDS][32];  // bytes, before they are turned
+    float scale[4][LANE_COLS], shrink[4][LANE_COLS];
+    int raised;
+};
+
+struct PairBarriers {
+    u64 loaded[VALUE_STAGES], ready[2], done[2];  // a tile, its weights, its values
+};
+
 // Of 512 channels there are not registers for both accumulators: those of pages are stored where the first stage
 // was, then exact tokens go through the second one.
 #define EXACT_APART (DP > 256)
@@ -105,6 +142,16 @@ static_assert(SCALE_COPIES <= 3, "more than decode.cu prepares");
 static_assert(TILES > 1 || (PART_VALUE == VALUE_AT && PART_KEY_SCALE == KEY_SCALE_AT &&
                             PART_VALUE_SCALE == VALUE_SCALE_AT && (!MEAN_CHUNKS || PART_MEAN == MEAN_AT)),
               "a page has another order");
+#if PAIRS
+static_assert(TILES == 1, "a tile is whole pages");
+// A page, to the keys' and the values' part of a tile, by one lane.
+__device__ __forceinline__ void bulk_copy_parts(u32 keys, u32 values, const u8 *record, u32 barrier, u64 policy) {
+    bulk_copy(keys, record, PART_VALUE, barrier, policy);
+    bulk_copy(keys + PART_VALUE, record + KEY_SCALE_AT, PART_BYTES - PART_KEY_SCALE, barrier, policy);
+    bulk_copy(values, record + VALUE_AT, PART_KEY_SCALE - PART_VALUE, barrier, policy);
+}
+#endif
+
 // What a tile has of a page from its `block`-th 32 tokens on, by one lane.
 __device__ __forceinline__ void bulk_copy_part(u32 to, const u8 *record, int block, u32 barrier, u64 policy) {
     if (TILES == 1) {

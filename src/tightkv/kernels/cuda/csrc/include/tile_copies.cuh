@@ -43,21 +43,28 @@ struct TileCopies {
     u64 policy;
     int tile, group, stage;  // next tile, next group of exact tokens, and the stage that it goes to
     int lane;
-#if BULK_COPIES
+#if PAIRS
+    u32 barriers, odd_key_stage;
+#elif BULK_COPIES
     u32 barriers;
 #else
     ScaleCopy scale_copies[3];
 #endif
 
     __device__ __forceinline__ TileCopies(const DecodeParams &a, const WarpWork &work, const Exact &exact,
-                                          const PageIds &ids, int head, const Stage *stages, const u64 *stage_barriers,
+                                          const PageIds &ids, int head, const void *stages, const void *stage_barriers,
                                           int lane)
         : a(a), work(work), exact(exact), ids(ids), pages(a.pages + head * RECORD),
           key_base(pages + key_lane_offset(lane >> 2, lane & 3)),
           value_base(pages + value_lane_offset(lane >> 2, lane & 3)), page_bytes(a.page_bytes),
           first_stage((u32)__cvta_generic_to_shared(stages)), policy(evict_first_policy()), tile(work.tile),
           group(work.group), stage(0), lane(lane)
-#if BULK_COPIES
+#if PAIRS
+          , barriers((u32)__cvta_generic_to_shared(stage_barriers)), odd_key_stage(0) {
+        if (lane < sizeof(PairBarriers) / 8) barrier_init(barriers + 8 * lane);
+        barrier_init_fence();
+    }
+#elif BULK_COPIES
           , barriers((u32)__cvta_generic_to_shared(stage_barriers)) {
         if (lane < STAGES) barrier_init(barriers + 8 * lane);
         barrier_init_fence();
@@ -66,13 +73,15 @@ struct TileCopies {
           , scale_copies{ScaleCopy(lane), ScaleCopy(lane + 32), ScaleCopy(lane + 64)} {}
 #endif
 
-    __device__ __forceinline__ void next_stage() { stage = stage + 1 == STAGES ? 0 : stage + 1; }
+    __device__ __forceinline__ void next_stage() {
+        stage = stage + 1 == (PAIRS ? VALUE_STAGES : STAGES) ? 0 : stage + 1;
+    }
 
     __device__ __forceinline__ void copy_exact_tokens() {
         if (group >= work.groups) return;
         if (a.overlaps_append) grid_dependency_wait();  // rings are read from here on
         __syncwarp();  // the tile that was there has been read by all lanes
-        copy_exact(first_stage + stage * sizeof(Stage), exact, EXACT_TOKENS * group, lane);
+        copy_exact(first_stage + (PAIRS ? 0 : stage * sizeof(Stage)), exact, EXACT_TOKENS * group, lane);
         group += work.workers;
         next_stage();
     }
@@ -80,8 +89,24 @@ struct TileCopies {
     __device__ __forceinline__ void copy_tile(bool first) {
         const int page = tile / TILES * SPAN, block = (tile % TILES) * TB;
         ids.move_to(page, work.page_to, lane);
+#if PAIRS
+        const u32 keys = first_stage + odd_key_stage * sizeof(KeyTile), barrier = barriers + 8 * stage;
+        const u32 values = first_stage + sizeof(PairStages) - (VALUE_STAGES - stage) * sizeof(ValueTile);
+        __syncwarp();  // the keys that were there have been read by all lanes
+        if (lane == 0) barrier_expect(barrier, SPAN * PART_BYTES);
+#pragma unroll
+        for (int p = 0; p < SPAN; p++) {
+            const u32 id = ids.of(page + p);
+            if (lane == 0)
+                bulk_copy_parts(keys + p * (sizeof(KeyTile) / SPAN), values + p * (sizeof(ValueTile) / SPAN),
+                                pages + (u64)page_bytes * id, barrier, policy);
+        }
+        odd_key_stage ^= 1;
+#else
         const u32 to = first_stage + stage * sizeof(Stage);
-#if BULK_COPIES
+#endif
+#if PAIRS
+#elif BULK_COPIES
         const u32 barrier = barriers + 8 * stage;
         __syncwarp();  // the tile that was there has been read by all lanes
         if (lane == 0) barrier_expect(barrier, SPAN * PART_BYTES);
@@ -114,7 +139,7 @@ struct TileCopies {
     __device__ __forceinline__ void copy_next(bool first) {
         if (tile < work.tile_end)
             copy_tile(first);
-        else if (!EXACT_APART)
+        else if (!EXACT_APART && !PAIRS)
             copy_exact_tokens();
         cp_async_commit();
     }

@@ -14,21 +14,42 @@
 #define MOST_WEIGHT 61440.f
 #define WHOLE 8388608.f   // its last place is one
 
-struct Accumulators {
+struct Peaks {
     float peak[LANE_COLS], sum[LANE_COLS];  // sum of this lane's tokens alone
-    float acc[VX][2][2][LANE_COLS];         // channel pairs 0 1 and 2 3, rows
 };
+
+struct Accumulators {
+    float acc[VX][2][2][LANE_COLS];  // channel pairs 0 1 and 2 3, rows
+};
+
+// Accumulators wait for this: where a peak was raised, they are to be multiplied with `by`.
+struct Shrink {
+    bool raised;
+    float by[LANE_COLS];
+};
+
+__device__ __forceinline__ void clear(Peaks &f) {
+#pragma unroll
+    for (int j = 0; j < LANE_COLS; j++) f.peak[j] = LOWEST, f.sum[j] = 0.f;
+}
 
 __device__ __forceinline__ void clear(Accumulators &f) {
 #pragma unroll
-    for (int j = 0; j < LANE_COLS; j++) {
-        f.peak[j] = LOWEST, f.sum[j] = 0.f;
+    for (int x = 0; x < VX; x++)
 #pragma unroll
-        for (int x = 0; x < VX; x++)
+        for (int m = 0; m < 2; m++)
 #pragma unroll
-            for (int m = 0; m < 2; m++) f.acc[x][m][0][j] = f.acc[x][m][1][j] = 0.f;
-    }
+            for (int j = 0; j < LANE_COLS; j++) f.acc[x][m][0][j] = f.acc[x][m][1][j] = 0.f;
 }
+
+__device__ __forceinline__ void shrink_column(Accumulators &f, int j, float by) {
+#pragma unroll
+    for (int x = 0; x < VX; x++)
+#pragma unroll
+        for (int m = 0; m < 2; m++) f.acc[x][m][0][j] *= by, f.acc[x][m][1][j] *= by;
+}
+
+__device__ __forceinline__ void shrink_column(Shrink &f, int j, float by) { f.raised = true, f.by[j] = by; }
 
 // The i-th of four halves: of token r + 8 i.
 __device__ __forceinline__ float half_at(uint2 four, int i) {
@@ -62,11 +83,16 @@ __device__ __forceinline__ void mask_scales(const MaskBounds &v, uint2 (&scale)[
 __device__ __forceinline__ void mask_scores(const MaskBounds &v, float (&s)[LANE_COLS][4 * TB], int at0,
                                             int col0, int r, int c) {
 #pragma unroll
-    for (int t = 0; t < 4 * TB; t++)
+    for (int j = 0; j < LANE_COLS; j++) {
+        const int query_at = v.first_at + (col0 + lane_column(j, c)) / G;
+        const int from = (v.window > 0 ? max(v.low, query_at - v.window + 1) : v.low) - at0 - r;
+        const int to = (v.causal ? min(v.high, query_at + 1) : v.high) - at0 - r;
 #pragma unroll
-        for (int j = 0; j < LANE_COLS; j++)
-            s[j][t] = masked_score(v, at0 + 8 * t + r,
-                                   v.first_at + (col0 + lane_column(j, c)) / G, s[j][t], 1);
+        for (int t = 0; t < 4 * TB; t++) {
+            if (SOFTCAP) s[j][t] = capped(v, s[j][t]);
+            if (8 * t < from || 8 * t >= to) s[j][t] = NEG_INF;
+        }
+    }
 }
 
 // The largest of a tile's scales.
@@ -93,7 +119,8 @@ __device__ __forceinline__ void tile_tops(const float (&s)[LANE_COLS][4 * TB], f
 
 // Raise the peaks where a tile is far above; returns by `scale` what its weights are to be multiplied with.
 // It comes before the weights: what follows has no branch, and values are looked up meanwhile.
-__device__ __forceinline__ void raise_peaks(Accumulators &f, const float (&top)[LANE_COLS],
+template <class Sums>
+__device__ __forceinline__ void raise_peaks(Peaks &f, Sums &sums, const float (&top)[LANE_COLS],
                                             float (&scale)[LANE_COLS]) {
     bool raise = false;
 #pragma unroll
@@ -103,18 +130,14 @@ __device__ __forceinline__ void raise_peaks(Accumulators &f, const float (&top)[
         for (int j = 0; j < LANE_COLS; j++) {
             const float peak = fmaxf(f.peak[j], top[j]), shrink = exp2_fast(f.peak[j] - peak);
             f.peak[j] = peak, f.sum[j] *= shrink;
-#pragma unroll
-            for (int x = 0; x < VX; x++)
-#pragma unroll
-                for (int m = 0; m < 2; m++)
-                    f.acc[x][m][0][j] *= shrink, f.acc[x][m][1][j] *= shrink;
+            shrink_column(sums, j, shrink);
         }
 #pragma unroll
     for (int j = 0; j < LANE_COLS; j++) scale[j] = exp2_fast(top[j] - f.peak[j]);
 }
 
-// A tile's scores, of which `unit` makes log2 units -> weights times the scales of values, as B operands
-// of 32 tokens, 1 / `weight_unit` to one. `sum` is of the weights alone. Both are relative to `top`.
+// A tile's scores, of which `unit` makes log2 units -> weights times the scales of values, 1 / `weight_unit` to one,
+// as bytes of tokens r and r + 8: hi, hi, lo, lo. `sum` is of the weights alone. Both are relative to `top`.
 __device__ __forceinline__ void softmax_weights(const float (&s)[LANE_COLS][4 * TB], float unit,
                                       const uint2 (&value_scale)[TB], float weight_unit,
                                       const float (&top)[LANE_COLS], u32 (&weights)[TB][LANE_COLS][2],
@@ -133,28 +156,38 @@ __device__ __forceinline__ void softmax_weights(const float (&s)[LANE_COLS][4 * 
         }
         sum[j] *= weight_unit;
     }
-    // Tokens r and r + 8 of a lane: hi, hi, lo, lo; turned, tokens 2 c and 2 c + 1 of a column.
 #pragma unroll
     for (int b = 0; b < TB; b++)
 #pragma unroll
         for (int h = 0; h < 2; h++)
 #pragma unroll
-            for (int j = 0; j < LANE_COLS; j++) {
-                const u32 bytes = prmt(whole[j][4 * b + 2 * h], whole[j][4 * b + 2 * h + 1], 0x4051);
-                const u32 turned = transpose_8x8(bytes);
-                weights[b][j][h] = prmt(turned, turned, 0x3120);  // in the values' order
-            }
+            for (int j = 0; j < LANE_COLS; j++)
+                weights[b][j][h] = prmt(whole[j][4 * b + 2 * h], whole[j][4 * b + 2 * h + 1], 0x4051);
 }
 
-// One step of the softmax: scores of a tile -> its weights as B operands, and `scale`, which brings their products
-// with values to the frame of the accumulators. `largest_scale` is that of the tile's values.
-__device__ __forceinline__ void online_softmax(Accumulators &f, const float (&s)[LANE_COLS][4 * TB], float unit,
+// Tokens 2 c and 2 c + 1 of a column, from both halves of a word -> half of a B operand, in the values' order.
+__device__ __forceinline__ u32 weight_operand(u32 turned) { return prmt(turned, turned, 0x3120); }
+
+__device__ __forceinline__ void turn_weights(u32 (&weights)[TB][LANE_COLS][2]) {
+#pragma unroll
+    for (int b = 0; b < TB; b++)
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+#pragma unroll
+            for (int j = 0; j < LANE_COLS; j++)
+                weights[b][j][h] = weight_operand(transpose_8x8(weights[b][j][h]));
+}
+
+// One step of the softmax: scores of a tile -> its weights as bytes, and `scale`, which brings their products
+// with values to the frame of the accumulators, `sums`. `largest_scale` is that of the tile's values.
+template <class Sums>
+__device__ __forceinline__ void online_softmax(Peaks &f, Sums &sums, const float (&s)[LANE_COLS][4 * TB], float unit,
                                                const uint2 (&value_scale)[TB], float largest_scale,
                                                u32 (&weights)[TB][LANE_COLS][2], float (&scale)[LANE_COLS]) {
     const float weight_unit = largest_scale > 0.f ? largest_scale * (1.f / MOST_WEIGHT) : 1.f;
     float top[LANE_COLS], sum[LANE_COLS];
     tile_tops(s, unit, top);
-    raise_peaks(f, top, scale);
+    raise_peaks(f, sums, top, scale);
     softmax_weights(s, unit, value_scale, weight_unit, top, weights, sum);
 #pragma unroll
     for (int j = 0; j < LANE_COLS; j++) {
