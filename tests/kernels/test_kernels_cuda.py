@@ -151,7 +151,7 @@ def test_tiles_by_bits_and_columns(bits, dim, group, tile):
 @pytest.mark.parametrize("preset", ["k4v4", "k3v3", "k2v2"])
 @pytest.mark.parametrize("group,count", [(16, 1), (10, 1), (5, 3)])
 def test_pairs_of_warps(preset, group, count):
-    """One has the scores of many tiles, the other their values; tiles raise peaks; some warps have none."""
+    """One has the scores of many tiles, the other the values; some pairs have no tile."""
     lengths = [3400, 1290, 65]
     cache = cache_on(KVQuantConfig.preset(preset), lengths, dim=128, dtype=torch.bfloat16)
     fill(cache, lengths)

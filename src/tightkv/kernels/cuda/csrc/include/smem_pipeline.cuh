@@ -18,17 +18,19 @@ union Stage {  // a tile on its way or being read, or exact tokens
 };
 
 // Where one warp has the scores of a tile and another its values, they are done with their parts at different times.
+struct KeyPart {
+    uint4 key[BP][KL * KW][32];
+    uint2 key_scale[BP][8], value_scale[BP][8];
+    uint4 mean[MEAN_CHUNKS + !MEAN_CHUNKS];
+};
+struct ValuePart {
+    uint4 value[BP][VL * VW][32];
+};
 struct __align__(128) KeyTile {
-    struct {
-        uint4 key[BP][KL * KW][32];
-        uint2 key_scale[BP][8], value_scale[BP][8];
-        uint4 mean[MEAN_CHUNKS + !MEAN_CHUNKS];
-    } page[SPAN];
+    KeyPart page[SPAN];
 };
 struct __align__(128) ValueTile {
-    struct {
-        uint4 value[BP][VL * VW][32];
-    } page[SPAN];
+    ValuePart page[SPAN];
 };
 #define KEY_STAGES 2
 #define VALUE_STAGES 3  // tiles on their way or being read, and so many barriers

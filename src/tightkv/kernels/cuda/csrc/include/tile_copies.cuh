@@ -98,7 +98,7 @@ struct TileCopies {
         for (int p = 0; p < SPAN; p++) {
             const u32 id = ids.of(page + p);
             if (lane == 0)
-                bulk_copy_parts(keys + p * (sizeof(KeyTile) / SPAN), values + p * (sizeof(ValueTile) / SPAN),
+                bulk_copy_parts(keys + p * sizeof(KeyPart), values + p * sizeof(ValuePart),
                                 pages + (u64)page_bytes * id, barrier, policy);
         }
         odd_key_stage ^= 1;
