@@ -1,12 +1,9 @@
-"""tightkv bench engine and serve: figures of a real engine, and of a server whose times we know."""
+"""tightkv bench engine: the figures of an engine whose times we know, and of a real one."""
 
 from __future__ import annotations
 
 import json
-import threading
-import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,7 @@ from tightkv.fit.checkpoint import Checkpoint
 from tightkv.fit.decide import Layers, fit
 from tightkv.model_shape import read_model_shape
 from tightkv.pages.layout import PageLayout
-from tightkv.tools.bench import engine, engine_plan, engine_worker, openai_client, serve
+from tightkv.tools.bench import engine, engine_plan, engine_worker
 from tightkv.tools.bench.engine_plan import (
     SHAPES,
     EnginePlan,
@@ -29,7 +26,6 @@ from tightkv.tools.bench.engine_plan import (
 )
 from tightkv.tools.bench.engine_worker import Step
 from tightkv.tools.bench.loads import Load
-from tightkv.tools.bench.openai_client import Answer, Server, ServerError
 from tightkv.tools.bench.random_weights import write_random_weights
 from tightkv.tools.bench.timing import spread
 from tightkv.tools.cli import main
@@ -135,10 +131,9 @@ def test_single_steps_have_ratios_and_lines_of_their_own() -> None:
     assert ratios["to auto"] == 1 and ratios["step to auto"] == ratios["host to auto"] == 0.5
     assert ratios["p99 to p50 of steps"] > 1.4
     lines = show.engine_text(rows).splitlines()
-    (steps,) = (line for line in lines if line.startswith("p50 / p90 / p99: "))
+    at = next(i for i, line in enumerate(lines) if line.startswith("single synchronized steps"))
+    steps = lines[at + 2]
     assert "12.00 / 12.00 / 17.10 (1.00x)" in steps and "6.00 / 6.00 / 8.55 (0.50x)" in steps
-    assert any("the host's part" in line and line.endswith("2.00 (0.50x)") for line in lines)
-    assert any("completing pages to not" in line and line.endswith("1.50x") for line in lines)
 
 
 def test_prefill_counts_prompts_that_are_not_cached_and_not_the_first() -> None:
@@ -368,10 +363,13 @@ def test_two_caches_in_the_real_engine(
     assert own[6]["load"] == ours[6]["load"] and own[6]["load"]["requests"] == 9
     assert 0 < ours[6]["ttft_ms"]["p50"] <= ours[6]["seconds"][0] * 1e3
     assert "capacity, tokens" in text and "TPOT 2 x 100, ms" in text
-    assert "TPOT 3 x 90-150, ms" in text and "p50 / p90 / p99: TPOT 3 x 90-150, ms" in text
+    served, steps, latencies = text.split("single synchronized steps")[0], *text.split("\n\n")[2:4]
+    assert all("TPOT 3 x 90-150, ms" in part for part in (served, steps))
+    assert "9 mixed requests, tokens/s" in latencies and "TTFT" in latencies
     assert "auto keeps 32 bits per number" in text
 
 
+@pytest.mark.thorough
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.timeout(600)
@@ -385,200 +383,6 @@ def test_an_engine_that_cannot_start_gives_its_reason(
     assert row["kv"] == "auto" and "Error" in row["error"]
 
 
-# --- serve ---------------------------------------------------------------------------------------
-FIRST, STEP = 0.15, 0.03  # seconds to the first token, and from one to the next
-
-
-class Handler(BaseHTTPRequestHandler):
-    """Streams completions at a known pace; counts what it sees."""
-
-    protocol_version = "HTTP/1.1"
-    preempted = 40
-    running = most_running = 0
-    bodies: list[dict[str, Any]]
-    fail_every = 0
-    lock = threading.Lock()
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-    def do_GET(self) -> None:
-        cls = type(self)
-        if self.path == "/v1/models":
-            self.answer(200, json.dumps({"data": [{"id": "tiny"}, {"id": "other"}]}))
-        elif self.path == "/metrics":
-            lines = [
-                "# TYPE vllm:num_preemptions_total counter",
-                f'vllm:num_preemptions_total{{engine="0",model_name="a b"}} {cls.preempted}.0',
-                'vllm:num_preemptions_total{engine="1"} 2.0',
-                'vllm:num_preemptions_created{engine="0"} 1.7e9',
-            ]
-            self.answer(200, "\n".join(lines) + "\n")
-        else:
-            self.answer(404, "{}")
-
-    def do_POST(self) -> None:
-        cls = type(self)
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with cls.lock:
-            cls.bodies.append(body)
-            cls.preempted += 1
-            cls.running += 1
-            cls.most_running = max(cls.most_running, cls.running)
-            number = len(cls.bodies)
-        if cls.fail_every and number % cls.fail_every == 0:
-            self.leave()
-            self.answer(503, json.dumps({"error": {"message": "overloaded"}}))
-        else:
-            self.stream(body)
-
-    def leave(self) -> None:
-        """Before the client can know that it has all: it may send the next at once."""
-        with type(self).lock:
-            type(self).running -= 1
-
-    def answer(self, status: int, text: str) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    def stream(self, body: dict[str, Any]) -> None:
-        self.send_response(200)
-        self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
-        time.sleep(FIRST)
-        count = body["max_tokens"]
-        for i in range(count):
-            if i:
-                time.sleep(STEP)
-            self.event({"choices": [{"text": "" if i % 2 else "a"}]})  # detokenizers hold back
-        self.leave()
-        usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": count}
-        self.event({"choices": [], "usage": usage})
-        self.chunk(b"data: [DONE]\n\n")
-        self.chunk(b"")
-
-    def event(self, data: dict[str, Any]) -> None:
-        self.chunk(f"data: {json.dumps(data)}\n\n".encode())
-
-    def chunk(self, data: bytes) -> None:
-        self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
-        self.wfile.flush()
-
-
-@pytest.fixture
-def pace() -> Iterator[tuple[str, type[Handler]]]:
-    """A server's URL and its handler."""
-    handler = type("Fresh", (Handler,), {"bodies": [], "lock": threading.Lock()})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}", handler
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-def run_serve(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, list[dict[str, Any]]]:
-    code = main(["bench", "serve", "--json", *words])
-    return code, json.loads(capsys.readouterr().out)["rows"]
-
-
-def test_times_of_a_server_that_keeps_a_pace(
-    pace: tuple[str, type[Handler]], capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    url, handler = pace
-    words = ["--requests", "6", "--concurrency", "3", "--prompt-tokens", "20"]
-    words += ["--output-tokens", "5", "--seed", "1", "--out", str(tmp_path / "rows.jsonl")]
-    code, rows = run_serve(capsys, "--url", f"a={url}", "--url", f"b={url}/v1/", *words)
-    assert code == 0 and [row["server"] for row in rows] == ["a", "b"]
-    for row in rows:
-        assert (row["completed"], row["failed"], row["out_of_time"]) == (6, 0, 0)
-        assert row["prompt_tokens"] == 120 and row["output_tokens"] == 30
-        assert row["preemptions"] == 6  # the warm-up comes before
-        # sleeping takes at least as long as asked
-        assert FIRST <= row["ttft_ms"]["p50"] / 1e3 < FIRST + 0.5
-        assert STEP <= row["tpot_ms"]["p50"] / 1e3 < STEP + 0.1
-        assert row["seconds"] >= 2 * (FIRST + 4 * STEP)  # two rounds of three
-        assert row["output_tokens_per_s"] == pytest.approx(30 / row["seconds"])
-        assert row["model"] == "tiny" and row["client"]["tightkv"]
-    assert rows[0]["ratios"] == {"throughput": 1.0, "ttft": 1.0, "tpot": 1.0}
-    expected = rows[1]["tpot_ms"]["p50"] / rows[0]["tpot_ms"]["p50"]
-    assert rows[1]["ratios"]["tpot"] == pytest.approx(expected)
-    assert handler.most_running == 3
-    sent = [tuple(body["prompt"]) for body in handler.bodies]
-    assert len(handler.bodies) == 14 and len(set(sent)) == 7  # both servers get the same ones
-    assert all(body["ignore_eos"] and body["stream"] for body in handler.bodies)
-    kept = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    assert kept == rows
-
-
-def test_failed_requests_are_counted_and_the_rest_measured(
-    pace: tuple[str, type[Handler]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    url, handler = pace
-    handler.fail_every = 3  # of 1 + 5
-    words = ["--requests", "5", "--concurrency", "1", "--output-tokens", "2"]
-    assert main(["bench", "serve", "--url", url, *words]) == 1
-    text = capsys.readouterr().out
-    name = url.removeprefix("http://")
-    assert "3/5" in text and f"{name}: 2 failed: 503 overloaded" in text
-
-
-def test_time_is_bounded(
-    pace: tuple[str, type[Handler]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    url, _ = pace
-    words = ["--requests", "20", "--concurrency", "2", "--output-tokens", "2", "--seconds", "1"]
-    start = time.perf_counter()
-    code, (row,) = run_serve(capsys, "--url", url, *words)
-    assert code == 1 and time.perf_counter() - start < 5
-    assert row["failed"] == 0 and row["completed"] >= 1
-    assert row["out_of_time"] == 20 - row["completed"]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--url", "here"], "server 'here'; give NAME=http://HOST:PORT"),
-        (["--url", "a=http://h:x"], "server 'a=http://h:x'; give NAME="),
-        (["--url", "a=http://127.0.0.1:9", "--url", "a=http://h"], "give each another name"),
-        (["--url", "http://127.0.0.1:9", "--requests", "0"], "requests=0; it must be more than 0"),
-        (
-            ["--url", "http://127.0.0.1:9"],
-            "no OpenAI-compatible server answers at http://127.0.0.1",
-        ),
-    ],
-)
-def test_serve_refuses(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "serve", *words]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_a_model_that_is_not_served(
-    pace: tuple[str, type[Handler]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    url, handler = pace
-    assert main(["bench", "serve", "--url", url, "--model", "large"]) == 2
-    assert "it serves: tiny, other" in capsys.readouterr().err
-    words = ["--model", "other", "--requests", "1", "--output-tokens", "2"]
-    assert run_serve(capsys, "--url", url, *words)[1][0]["model"] == "other"
-    assert {body["model"] for body in handler.bodies} == {"other"}
-
-
-def test_no_answer_at_all_has_no_percentiles() -> None:
-    row = serve.summary(["broken", ""], 2.0)
-    assert row["ttft_ms"] is None and row["tpot_ms"] is None
-    assert (row["failed"], row["out_of_time"], row["first_error"]) == (1, 1, "broken")
-
-
-def test_one_token_has_a_first_and_no_pace() -> None:
-    row = serve.summary([Answer(1.0, 1.0, 1), Answer(3.0, 5.0, 5)], 10.0)
-    assert row["ttft_ms"]["mean"] == 2000 and row["tpot_ms"]["mean"] == 500
-    assert row["output_tokens_per_s"] == 0.6 and row["prompt_tokens"] is None
-
-
 def test_percentiles_lie_between_ranks() -> None:
     assert spread([4.0, 1.0, 3.0, 2.0]) == pytest.approx(
         {"mean": 2.5, "p50": 2.5, "p90": 3.7, "p99": 3.97}
@@ -586,22 +390,8 @@ def test_percentiles_lie_between_ranks() -> None:
     assert set(spread([7.0]).values()) == {7.0}
 
 
-def test_a_stream_that_breaks_off_is_an_error() -> None:
-    lines = [b": comment\n", b"\n", b'data: {"a": 1}\n', b"\n"]
-    assert list(openai_client.events([*lines, b"data: [DONE]\n"])) == [{"a": 1}]
-    with pytest.raises(ServerError, match="broke off"):
-        list(openai_client.events(lines))
-    with pytest.raises(ServerError, match="not JSON"):
-        list(openai_client.events([b"data: {\n"]))
-
-
-def test_counters_are_summed_over_labels() -> None:
-    text = '# HELP x_total\nx_total{a="1 2"} 3.0\nx_total{a="3"} 4\nxy_total 9\nx_created 5\n'
-    assert openai_client.metric(text, "x") == 7
-    assert openai_client.metric("x 2\n", "x") == 2 and openai_client.metric(text, "z") is None
-
-
-def test_a_server_is_named_after_its_address() -> None:
-    assert Server.parse("http://h:80/") == Server("h:80", "http://h:80")
-    assert Server.parse("http://h/x?a=b").name == "h"
-    assert Server.parse("n=https://h/v1") == Server("n", "https://h")
+def test_what_has_gone_names_what_does_it_instead(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "serve", "--url", "http://127.0.0.1:9", "--requests", "4"]) == 2
+    assert "vllm bench serve --base-url" in capsys.readouterr().err
+    assert main(["bench", "model", "--size", "8x32768"]) == 2
+    assert "tightkv bench engine --shape llama-3.1-8b" in capsys.readouterr().err

@@ -19,6 +19,7 @@ import torch
 import tightkv
 from tightkv.integrations.extras import installed_version
 from tightkv.tools.cli import COMMANDS, info, main
+from tightkv.tools.cli.entry import module_of
 from tightkv.tools.cli.plan import hub
 from tightkv.tools.cli.shared.output import (
     MissingPackageError,
@@ -53,7 +54,7 @@ def test_help_lists_every_command_and_loads_none() -> None:
 def test_every_command_has_help_json_and_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([name, "--help"]) == 0
     assert "--json" in capsys.readouterr().out
-    assert callable(sys.modules[f"tightkv.tools.cli.{name}"].run)
+    assert callable(module_of(name).run)
     assert main(["--help", name]) == 0
     assert f"{name} " in capsys.readouterr().out
 

@@ -5,6 +5,7 @@ Blocks say what they are: bash, python or json. A block without a name is output
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import importlib.util
 import json
@@ -122,6 +123,12 @@ def check_command(words: list[str]) -> None:
         if rest[0].startswith("benchmarks/"):
             source = (ROOT / rest[0]).read_text()
             assert [word for word in rest if word.startswith("--") and word not in source] == []
+    elif program == "vllm":
+        assert rest[:2] == ["bench", "serve"], words
+        add_cli_args = pytest.importorskip("vllm.benchmarks.serve").add_cli_args
+        parser = argparse.ArgumentParser(allow_abbrev=False)
+        add_cli_args(parser)
+        parser.parse_args(rest[2:])
     else:
         assert program == "cat", words
 

@@ -621,8 +621,8 @@ def test_the_readme_on_lengths_that_differ_and_on_prefill() -> None:
     )
     expect(
         "docs/results.md",
-        f"prefilled at {single[0]} of bf16's speed in this run, one of 2,048 at {single[1]} and "
-        f"one of 8,192 at {single[2]}",
+        f"prefilled at {single[0]} of bf16's speed, one of 2,048 at {single[1]} and one of 8,192 "
+        f"at {single[2]}",
         f"Batches of prompts are prefilled at {span}",
     )
 
@@ -665,8 +665,18 @@ def test_vllm_engines() -> None:
 def test_loads_of_any_lengths_in_vllm() -> None:
     """Rows with single steps fill the tables of benchmarks/engine_loads.py."""
     found, loads = rows("vllm_engine_loads"), load_script("engine_loads")
-    assert any("ragged" in row for row in found) and len({row["commit"] for row in found}) == 1
+    for of in loads.loads(found).values():
+        assert len({row["commit"] for row in of.values()}) == 1
+    assert any("ragged" in row for row in found)
     expect("docs/results.md", *(loads.table(title, found) for title in loads.TABLES))
+    again = {row["kv"]: row for row in found if row["measure"] == "mixed"}
+    ours, own = again["k4v4"], again["auto"]
+    expect(
+        "docs/results.md",
+        f"{own['value']:,.0f} tokens/s with bf16 and {ours['value']:,.0f} with k4v4 "
+        f"({speed(ours['value'], own['value'])}), p99 of TPOT {own['tpot_ms']['p99']:.1f} and "
+        f"{ours['tpot_ms']['p99']:.1f} ms",
+    )
 
 
 def loads_by_hand() -> list[Row]:

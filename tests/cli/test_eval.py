@@ -18,16 +18,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import processors
 
-from eval_files import write_gsm8k, write_lambada
 from models import prompt, tiny
 from tightkv import KVQuantConfig, TightCache
 from tightkv.integrations.transformers.attention import use_attention
 from tightkv.pages.layout import ring_tokens
 from tightkv.tools import rows
 from tightkv.tools.cli import main
-from tightkv.tools.cli.eval import plot as eval_plot
-from tightkv.tools.cli.eval.command import FILE_TASKS, TASKS
-from tightkv.tools.cli.shared.progress import Progress
+from tightkv.tools.cli.eval import report as eval_report
+from tightkv.tools.cli.eval.command import TASKS
 from tightkv.tools.eval.configs import label, parse_configs
 from tightkv.tools.eval.forward import TAIL_TOKENS, CacheRun, ignore, shared_tokens
 from tightkv.tools.eval.results import cache_facts, model_fingerprint
@@ -389,7 +387,7 @@ def test_layers_that_cannot_be_cropped(family: str) -> None:
 
 def test_an_answer_counts_as_a_whole_word(monkeypatch: pytest.MonkeyPatch) -> None:
     replies = iter(["It is 17.", "It is 171.", "A Goat, surely", "goats"])
-    monkeypatch.setattr(CacheRun, "write", lambda *args: [next(replies)])
+    monkeypatch.setattr(CacheRun, "write_line", lambda *args: next(replies))
     needles = [Needle("f", f"q{i}", word) for i, word in enumerate(["17", "17", "goat", "goat"])]
     _, _, done = asked(tiny(vocab_size=258), needles=needles)
     plain = done["plain"][0]
@@ -463,15 +461,6 @@ def test_a_changed_source_tree_is_marked(tmp_path: Path, monkeypatch: pytest.Mon
     assert copied.source_commit() == f"{commit}-modified"
 
 
-def test_progress_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress("work", 40) as bar:
-        for _ in range(40):
-            bar.advance()
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 10
-    assert lines[0].startswith("tightkv: work: 4 of 40,") and "40 of 40" in lines[-1]
-
-
 # --- the command -------------------------------------------------------------------------------
 SIZES = (
     *("--window", "150", "--windows", "2", "--prefill", "40", "--batch", "2"),
@@ -530,7 +519,7 @@ def check_schema(data: dict[str, Any], whole: bool) -> None:
         allowed = [types[kind] for kind in kinds if kind != "null"]
         assert (value is None and "null" in kinds) or type(value) in allowed, (path, value)
     if whole:
-        tasks = {"reference.needles", *(f"rows[].{task}" for task in (*TASKS, *FILE_TASKS))}
+        tasks = {"reference.needles", *(f"rows[].{task}" for task in TASKS)}
         assert set(documented) - tasks <= {path for path, _ in leaves}
 
 
@@ -541,8 +530,6 @@ def test_the_command_measures_all_and_writes_all(
     argv = [
         *("eval", folder, "--text", text_file, "--presets", COARSE, FINE, *SIZES, "--json"),
         *("--plot", figure, "--out", out, "--dtype", "float32", "--device", "cpu"),
-        *("--lambada", write_lambada(tmp_path), "--gsm8k", write_gsm8k(tmp_path)),
-        *("--shots", 2, "--answer-tokens", 4),
     ]
     assert main([str(word) for word in argv]) == 0
     printed = capsys.readouterr()
@@ -621,9 +608,9 @@ def test_a_figure_of_each_choice_of_tasks(
     argv = ["eval", str(folder), "--text", str(text_file), "--presets", COARSE, *SIZES, "--json"]
     assert main(argv) == 0
     data = json.loads(capsys.readouterr().out)
-    eval_plot.draw(str(tmp_path / "all.svg"), data)
+    eval_report.draw(str(tmp_path / "all.svg"), data)
     data["reference"]["needles"] = data["rows"][0]["needles"] = None
-    eval_plot.draw(str(tmp_path / "two.svg"), data)
+    eval_report.draw(str(tmp_path / "two.svg"), data)
     for name, titles in (("all.svg", 4), ("two.svg", 3)):
         assert (tmp_path / name).read_text().count('<g id="axes_') == titles
 
@@ -725,6 +712,7 @@ def test_lm_eval_refuses_what_it_would_ignore(adapter: Any, folder: Path) -> Non
         adapter.TightLM(str(folder), quant="k9v9")
 
 
+@pytest.mark.thorough
 # --- the bundled model -------------------------------------------------------------------------
 @pytest.mark.slow
 def test_the_bundled_model_loses_more_with_fewer_bits(

@@ -1,4 +1,4 @@
-"""tightkv eval: free-running text, probes, tool calls, local files, kept results."""
+"""tightkv eval: free-running text, probes, tool calls, kept results."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from eval_files import write_gsm8k, write_lambada, write_lines
 from models import prompt, tiny
 from tightkv import KVQuantConfig, TightCache
 from tightkv.integrations.transformers.attention import use_attention
 from tightkv.tools.cli import main
 from tightkv.tools.cli.eval import report as eval_report
-from tightkv.tools.eval import result_store as store_module
+from tightkv.tools.cli.eval.command import TASKS
+from tightkv.tools.eval import results as store_module
 from tightkv.tools.eval.forward import (
     CacheRun,
     MakeCache,
@@ -26,23 +26,20 @@ from tightkv.tools.eval.forward import (
     ignore,
     shared_tokens,
 )
-from tightkv.tools.eval.result_store import Store, code_digest, result_key
+from tightkv.tools.eval.results import Store, code_digest, result_key
 from tightkv.tools.eval.tasks.base import Task, paired
 from tightkv.tools.eval.tasks.free_running import FreeTask, _gumbel
-from tightkv.tools.eval.tasks.gsm8k import build_gsm8k, final_number
 from tightkv.tools.eval.tasks.probes import (
     MAX_DEPTHS,
     Passage,
     Probe,
     ProbeTask,
-    build_lambada,
     build_passkeys,
     build_recall,
     make_passkeys,
 )
 from tightkv.tools.eval.tasks.quality import QualityTask, Schedule
 from tightkv.tools.eval.tasks.tools import CALL_TOKENS, Call, ToolTask, build_conversation, judge
-from tightkv.tools.eval.text import read_examples
 from tightkv.tools.eval.windows import Windows
 from tiny_folder import TEMPLATE, byte_tokenizer, write_tiny_folder
 
@@ -111,19 +108,6 @@ def test_each_question_finds_the_prefix_alone(family: str) -> None:
             assert run.cache.get_seq_length() == 120
             logits.append(run.feed(torch.tensor([ids[120:]])))
         assert torch.equal(logits[0], logits[1]) and torch.equal(logits[0], logits[2])
-
-
-def test_texts_of_prompts_of_any_length_are_each_their_own() -> None:
-    model, tokenizer = byte_model(), byte_tokenizer()
-    prompts = [prompt(1, n, seed=n)[0].tolist() for n in (150, 97, 120)]
-    for made in (None, make(model, EXACT), make(model, FINE)):
-
-        def write(*some: list[int], made: MakeCache | None = made) -> list[str]:
-            run = CacheRun(model, None if made is None else made())
-            return run.write(tokenizer, some, 12, lambda text: False)
-
-        together, alone = write(*prompts), [write(p)[0] for p in prompts]
-        assert together == alone and len(set(alone)) == 3
 
 
 # --- quality -----------------------------------------------------------------------------------
@@ -360,88 +344,6 @@ def test_the_exact_cache_writes_the_same_calls() -> None:
     assert exact["asked"] == 2 and exact["reference_valid"] == exact["valid"] == 0  # random weights
 
 
-# --- local files -------------------------------------------------------------------------------
-def test_lambada_scores_last_words(tmp_path: Path) -> None:
-    model, tokenizer, path = byte_model(), byte_tokenizer(), write_lambada(tmp_path)
-    task = build_lambada(tokenizer, path, 150, limit=4, chunk=16)
-    (passage,) = task.passages
-    first = [json.loads(line)["text"] for line in path.read_text().splitlines()]
-    used = tokenizer.decode(passage.prefix).count("\n\n")
-    assert 150 <= len(passage.prefix) < 150 + 80 and used == 3
-    for text, probe in zip(first[used:], passage.probes, strict=False):
-        assert tokenizer.decode(probe.question + probe.answer) == text
-        assert probe.expected == text.split()[-1]
-    assert len(passage.probes) == 4
-    exact, fine, broken = measured(task, model, EXACT, FINE, BROKEN)
-    assert abs(exact["log_prob"]["difference"]) < 1e-3
-    assert exact["top"] == exact["reference_top"]
-    assert fine["log_prob"]["stderr"] < broken["log_prob"]["stderr"]
-
-
-def test_gsm8k_compares_numbers(tmp_path: Path) -> None:
-    model, tokenizer = byte_model(initializer_range=0.3), byte_tokenizer()
-    task = build_gsm8k(tokenizer, write_gsm8k(tmp_path), 2, limit=2, answer_tokens=12, batch=2)
-    assert task.answers == ("5", "7") and len(task.prompts) == 2
-    text = tokenizer.decode(task.prompts[1])
-    assert text.count("#### ") == 2 and text.endswith("How many stones are there?\nAnswer:")
-    exact, broken = measured(task, model, EXACT, BROKEN)
-    reference = task.reference(model, ignore)["replies"]
-    assert exact["replies"] == reference and exact["same"] == 1
-    assert exact["accuracy"]["difference"] == 0
-    assert [r["reply"] for r in broken["replies"]] != [r["reply"] for r in reference]
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("so 1,234 apples.\n#### 1,234", "1234"),
-        ("#### -7.50 and 3", "-7.50"),
-        ("It is 3 + 4 = 7.", "7"),
-        ("none", None),
-        ("12 ####", None),
-    ],
-)
-def test_final_numbers(text: str, number: str | None) -> None:
-    assert final_number(text) == number
-
-
-def test_right_answers_count_as_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    task = build_gsm8k(byte_tokenizer(), write_gsm8k(tmp_path), 2, 3, 8, batch=2)
-    texts = dict(zip(task.prompts, ("#### 5.0", "seven", "is 9."), strict=True))
-
-    def written(run: CacheRun, tokenizer: Any, prompts: Any, *rest: Any) -> list[str]:
-        return [texts[prompt] for prompt in prompts]
-
-    monkeypatch.setattr(CacheRun, "write", written)
-    replies = task.reference(tiny(), ignore)["replies"]
-    assert [reply["correct"] for reply in replies] == [True, False, True]
-    assert [reply["got"] for reply in replies] == ["5.0", None, "9"]
-
-
-def test_wrong_files_are_refused(tmp_path: Path) -> None:
-    tokenizer, path = byte_tokenizer(), tmp_path / "a.jsonl"
-    with pytest.raises(FileNotFoundError, match=r"a\.jsonl' does not exist"):
-        read_examples(path, ["text"])
-    for content, wanted in (
-        (b"\xff\xfe", "is not UTF-8"),
-        (b"\n\n", 'has no lines; each must be an object with "text"'),
-        (b'{"text": "a b"}\n{"text": ', "line 2 is not JSON"),
-        (b'{"text": 3}\n', 'line 1 must be a JSON object with "text" as texts'),
-        (b'["text"]\n', "line 1 must be a JSON object"),
-        (b'{"text": "one"}\n', "passage 1 is 'one'; it needs two words"),
-        (b'{"text": "one two"}\n', "has 1 passages, which fill the 100 tokens"),
-    ):
-        path.write_bytes(content)
-        with pytest.raises(ValueError, match=r"a\.jsonl'.*") as caught:
-            build_lambada(tokenizer, path, 100, 5, 16)
-        assert wanted in str(caught.value)
-    write_lines(path, [{"question": "q", "answer": "no number"}])
-    with pytest.raises(ValueError, match=r"answer 1 must end in '#### NUMBER', but is 'no number'"):
-        build_gsm8k(tokenizer, path, 0, 5, 8, 2)
-    with pytest.raises(ValueError, match=r"has 5 problems; --shots 5 leaves none"):
-        build_gsm8k(tokenizer, write_gsm8k(tmp_path), 5, 5, 8, 2)
-
-
 # --- kept results ------------------------------------------------------------------------------
 def test_a_line_that_was_cut_off_is_no_result(tmp_path: Path) -> None:
     path = tmp_path / "kept.jsonl"
@@ -476,13 +378,12 @@ def test_keys_change_with_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(keys | {key}) == len(changes) + 2
 
 
-def test_settings_of_tasks_say_what_goes_in(passages: tuple[Passage, ...], tmp_path: Path) -> None:
+def test_settings_of_tasks_say_what_goes_in(passages: tuple[Passage, ...]) -> None:
     tokenizer = byte_tokenizer()
     tasks = [
         *(ProbeTask("passkey", passages[:n]) for n in (1, 2)),
         *(free(temperature, rows=n) for temperature in (0.0, 1.0) for n in (2, 3)),
         *(ToolTask(tokenizer, (build_conversation(tokenizer, 700, 2, n),)) for n in (0, 1)),
-        *(build_gsm8k(tokenizer, write_gsm8k(tmp_path), n, 2, 8, 2) for n in (1, 2)),
         *(
             QualityTask(tokenizer, Windows(prompt(1, 90), (name,)), Schedule(40, chunk))
             for name in "ab"
@@ -597,25 +498,12 @@ def test_contexts_go_up_to_the_models_own_or_to_the_cap(
 def test_what_the_command_refuses(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    files = [str(write_gsm8k(tmp_path)), str(write_lambada(tmp_path))]
     argv = [*command, "--presets", COARSE]
     for extra, wanted in (
-        (["--tasks", "gsm8k"], "the task gsm8k needs its examples: give --gsm8k FILE"),
-        (["--lambada", "nowhere.jsonl"], "lambada file 'nowhere.jsonl' does not exist"),
         (["--temperature", "-1"], "--temperature -1.0; it must be 0 (greedy) or more"),
         (["--plot", str(tmp_path / "x.png")], "--plot draws one model; 2 are given"),
         (["--results", str(tmp_path / "no" / "x.jsonl")], "folder of the results file"),
         (["--tasks", "passkey", "--depths", "17"], "depths=17; allowed: 1 to 16"),
-        (["--lambada", files[0], "--tasks", "lambada"], 'a JSON object with "text"'),
-        (["--gsm8k", files[1], "--tasks", "gsm8k"], '"question" and "answer"'),
-        (
-            ["--presets", "k4v4", "--gsm8k", files[0], "--tasks", "gsm8k", "--shots", "0"],
-            "tokens are too few to measure k4v4",
-        ),
-        (
-            ["--gsm8k", files[0], "--tasks", "gsm8k", "--answer-tokens", "900"],
-            "the model was made for 900 tokens",
-        ),
     ):
         assert main([*argv, *extra]) == 2, extra
         printed = capsys.readouterr()
@@ -626,9 +514,7 @@ def test_what_the_command_refuses(
 
 def test_models_are_sorted_by_what_was_measured() -> None:
     def data(name: str, **tasks: Any) -> dict[str, Any]:
-        every = dict.fromkeys(("quality", "free", "passkey", "recall", "tools", "lambada"))
-        every |= dict.fromkeys(("gsm8k", "needles", "greedy"))
-        rows = [{**every, **tasks}]
+        rows = [{**dict.fromkeys(TASKS), **tasks}]
         return {"model": {"name": name}, "rows": rows, "reference": {"needles": None}}
 
     def names(*models: dict[str, Any]) -> list[str]:

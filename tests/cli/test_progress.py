@@ -11,7 +11,7 @@ import pytest
 
 from tightkv.tools.cli.shared import progress, terminal
 from tightkv.tools.cli.shared.output import print_status
-from tightkv.tools.cli.shared.progress import Progress, Working
+from tightkv.tools.cli.shared.progress import Working
 
 
 @pytest.fixture(autouse=True)
@@ -63,12 +63,6 @@ def test_quick_work_is_not_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "tightkv: reading\n"
 
 
-def test_lines_may_be_kept_apart(capsys: pytest.CaptureFixture[str]) -> None:
-    with Working("first", line_seconds=60) as work:
-        work.step("second")
-    assert capsys.readouterr().err == "tightkv: first\n"
-
-
 def test_a_terminal_shows_seconds_and_is_left_clean(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = a_screen(monkeypatch)
     monkeypatch.setattr(progress, "_REDRAW_SECONDS", 0.05)
@@ -113,27 +107,35 @@ def test_lines_that_stay_do_not_mix_with_the_one_that_changes(
 
 
 # --- work of known steps -------------------------------------------------------------------------
-def test_bars_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_counted_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = a_screen(monkeypatch)
-    with Progress("windows", 4) as bar:
-        bar.advance(2)
-        bar._bar.refresh()
-    assert "windows:  50%" in screen.getvalue()
-    assert screen.getvalue().endswith("\r")  # the bar is gone
+    monkeypatch.setattr(progress, "_REDRAW_SECONDS", 0.05)
+    with Working("windows", 4) as work:
+        assert last_line(screen.getvalue()) == "tightkv: windows: 0 of 4"
+        work.advance()
+        work.advance(2)
+        time.sleep(0.2)
+        assert last_line(screen.getvalue()) == "tightkv: windows: 3 of 4"
+    assert last_line(screen.getvalue()) == "" and "\n" not in screen.getvalue()
 
 
-def test_lines_of_steps_may_be_kept_apart(capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress("layers", 30, line_seconds=60) as bar:
-        for _ in range(29):
-            bar.advance()
-        bar._last_line -= 61
-        bar.advance()
-    assert re.fullmatch(r"tightkv: layers: 30 of 30, \d+ s\n", capsys.readouterr().err)
+def test_counted_work_is_one_line_in_a_file(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Working("layers", 30) as work:
+        for _ in range(30):
+            work.advance()
+    assert capsys.readouterr().err == "tightkv: layers: 30 of 30\n"
+    monkeypatch.setattr(progress, "_REMIND_SECONDS", 0.02)
+    with Working("layers", 30) as work:
+        work.advance(7)
+        time.sleep(0.2)
+    assert capsys.readouterr().err.count("tightkv: layers: 7 of 30\n") > 2
 
 
 def test_a_terminal_that_cannot_draw_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = a_screen(monkeypatch)
     monkeypatch.setenv("TERM", "dumb")
-    with Working("loading"), Progress("windows", 1) as bar:
-        bar.advance()
-    assert screen.getvalue() == "tightkv: loading\ntightkv: windows: 1 of 1, 0 s\n"
+    with Working("loading"), Working("windows", 1) as work:
+        work.advance()
+    assert screen.getvalue() == "tightkv: loading\ntightkv: windows: 1 of 1\n"

@@ -27,15 +27,7 @@ from tightkv.pages.codec import Codec
 from tightkv.pages.layout import PageLayout
 from tightkv.tools import validate
 from tightkv.tools.cli import main
-from tightkv.tools.validate import (
-    audit_attention,
-    audit_codec,
-    beta,
-    distortion,
-    inner_products,
-    retrieval,
-    sizes,
-)
+from tightkv.tools.validate import audit, claims
 from tightkv.tools.validate.inputs import UNIT_KINDS, attention_problem, normal, rope, unit_vectors
 from tightkv.tools.validate.report import AuditRow, Claim, Options, Report
 from tightkv.tools.validate.stats import LEVEL, Z, ks_test, rank_correlation, recall, softmax_kl
@@ -70,12 +62,18 @@ SECTIONS = [
 ]
 
 
-def failures(claims: list[Claim]) -> list[str]:
-    return [f"{c.claim} ({c.setting})" for c in claims if not c.passed]
+def failures(found: list[Claim]) -> list[str]:
+    return [f"{c.claim} ({c.setting})" for c in found if not c.passed]
 
 
-def check(section: Any, options: Options = QUICK) -> list[str]:
-    return failures(list(section.check(options)))
+def check(section: str) -> list[str]:
+    return failures(list(claims.CLAIMS[section](QUICK)))
+
+
+def keep_alone(monkeypatch: pytest.MonkeyPatch, *sections: str) -> None:
+    """Only these sections, and no audit."""
+    monkeypatch.setattr(validate, "CLAIMS", {name: claims.CLAIMS[name] for name in sections})
+    monkeypatch.setattr(validate, "AUDIT", ())
 
 
 # --- statistics ---
@@ -240,22 +238,22 @@ def test_json_schema(command: tuple[int, dict[str, Any], Path]) -> None:
 
 
 def test_every_preset_and_width_is_covered(command: tuple[int, dict[str, Any], Path]) -> None:
-    claims = command[1]["claims"]
+    found = command[1]["claims"]
     for section, per_preset in (("5 retrieval", 3), ("6 bytes", 2)):
         for name in PRESETS:
-            rows = [c for c in claims if c["section"] == section and c["setting"].startswith(name)]
+            rows = [c for c in found if c["section"] == section and c["setting"].startswith(name)]
             assert len(rows) == per_preset
-    books = {c["setting"] for c in claims if c["claim"] == "MSE within 3% of Lloyd-Max"}
+    books = {c["setting"] for c in found if c["claim"] == "MSE within 3% of Lloyd-Max"}
     assert {
         f"b={b}, {book} book, hadamard" for b in (1, 2, 3, 4) for book in ("fp8", "beta")
     } < books
 
 
 def test_audit_finds_the_known_weaknesses(command: tuple[int, dict[str, Any], Path]) -> None:
-    audit = command[1]["audit"]
+    found = command[1]["audit"]
 
     def rows(what: str) -> list[dict[str, Any]]:
-        return [row for row in audit if row["what"] == what]
+        return [row for row in found if row["what"] == what]
 
     by_bits = [row["measured"] for row in rows("key bits")]
     assert by_bits == sorted(by_bits)
@@ -280,6 +278,7 @@ def test_audit_finds_the_known_weaknesses(command: tuple[int, dict[str, Any], Pa
     assert all(0.999 < ratio < 1 for ratio in short[:2]) and short[2] > 1 and short[3] == 297
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_another_seed_and_dimension_pass_in_text(capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["validate", "--quick", "--seed", "1", "--dim", "80"])
@@ -298,17 +297,14 @@ def test_a_flipped_sign_makes_the_command_fail(
 
     decode = Codebook.decode
     monkeypatch.setattr(Codebook, "decode", flipped)
-    for section in (inner_products, beta, retrieval, sizes):  # distortion alone must do
-        monkeypatch.setattr(section, "check", lambda options: [])
-    for part in (audit_attention, audit_codec):
-        monkeypatch.setattr(part, "rows", lambda options: [])
+    keep_alone(monkeypatch, "distortion")  # this alone must do
     assert main(["validate", "--quick"]) == 1
     assert "FAIL" in capsys.readouterr().out
 
 
 def test_a_skipped_inverse_rotation_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rotation._Dense, "_backward", lambda self, y: y)
-    assert any("haar" in line for line in check(distortion))
+    assert any("haar" in line for line in check("distortion"))
 
 
 def test_a_wrong_sketch_factor_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,19 +314,19 @@ def test_a_wrong_sketch_factor_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
     decode = TurboQuantProd.decode_rotated
     monkeypatch.setattr(TurboQuantProd, "decode_rotated", longer)
-    assert any("prod unbiased" in line and "y = x" in line for line in check(inner_products))
+    assert any("prod unbiased" in line and "y = x" in line for line in check("inner products"))
 
 
 def test_a_missing_rotation_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beta, "make_rotation", lambda kind, dim, seed: make_rotation("none", dim))
-    failed = check(beta)
+    monkeypatch.setattr(claims, "make_rotation", lambda kind, dim, seed: make_rotation("none", dim))
+    failed = check("rotation")
     assert len(failed) == 6
     assert not any("must reject" in line for line in failed)
 
 
 def test_a_test_without_power_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beta, "ks_test", lambda samples, cdf: (0.0, 1.0))
-    failed = check(beta)
+    monkeypatch.setattr(claims, "ks_test", lambda samples, cdf: (0.0, 1.0))
+    failed = check("rotation")
     assert len(failed) == 2
     assert all("must reject" in line for line in failed)
 
@@ -340,33 +336,30 @@ def test_a_forgotten_centering_flag_fails(monkeypatch: pytest.MonkeyPatch) -> No
         return self.key.decode_rotated({**fields, "scale": fields["scale"].abs()})
 
     monkeypatch.setattr(Codec, "decode_keys", forget)
-    assert len(check(retrieval)) >= len(PRESETS)
+    assert len(check("retrieval")) >= len(PRESETS)
 
 
 def test_a_byte_too_many_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = PagedKV.allocated_bytes
     monkeypatch.setattr(PagedKV, "allocated_bytes", lambda self: counted(self) + 1)
-    assert check(sizes) == [
+    assert check("bytes") == [
         "bytes allocated - bytes computed (largest of 32 caches with 1 and 130 tokens)"
     ]
 
 
 def test_a_layout_that_hides_its_ring_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PageLayout, "sequence_bytes", lambda self, tokens: 0)
-    assert len(check(sizes)) == 1 + 2 * len(PRESETS)
+    assert len(check("bytes")) == 1 + 2 * len(PRESETS)
 
 
 def test_draws_of_a_wrong_scale_are_rejected() -> None:
-    samples = beta.coordinates(QUICK, "hadamard", 64, "uneven", 2000)
+    samples = claims.coordinates(QUICK, "hadamard", 64, "uneven", 2000)
     assert ks_test(samples, lambda t: beta_cdf(t, 64))[1] > LEVEL
     assert ks_test(1.3 * samples, lambda t: beta_cdf(t, 64))[1] < LEVEL
 
 
 def test_run_restores_the_thread_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    for section in (distortion, inner_products, beta, retrieval, sizes):
-        monkeypatch.setattr(section, "check", lambda options: [])
-    for part in (audit_attention, audit_codec):
-        monkeypatch.setattr(part, "rows", lambda options: [])
+    keep_alone(monkeypatch)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -377,6 +370,6 @@ def test_run_restores_the_thread_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_audit_sees_what_a_growing_pool_holds_in_reserve() -> None:
-    row = audit_codec._pool_growth(QUICK)
+    (row,) = audit._pool_growth(QUICK)
     assert 0 < row.measured < 1 / POOL_GROWTH
     assert f"a {POOL_GROWTH}th more pages" in row.reading

@@ -99,7 +99,7 @@ def check_every_isa(cache, q, lq, **options):
 
 def same_bytes(a, b):
     """Every tensor two caches hold."""
-    names = ("pages", "ring_key", "ring_value", "sink_key", "sink_value")
+    names = ("pages", *a.exact_names)
     return all(torch.equal(getattr(a, n), getattr(b, n)) for n in names)
 
 
@@ -108,7 +108,8 @@ def same_bytes(a, b):
 @pytest.mark.parametrize("key_bits", BITS)
 def test_every_width_and_head_dim(dim, key_bits):
     for value_bits in BITS:
-        cfg = CFG.replace(key_bits=key_bits, value_bits=value_bits)
+        window = {"window_bits": 8 if key_bits == value_bits else 16}
+        cfg = CFG.replace(key_bits=key_bits, value_bits=value_bits, **window)
         cache = make_cache(cfg, dim=dim)
         add(cache, *tokens(2, 261, dim=dim), counts=[261, 170])
         q = query(2, 6, dim)
@@ -127,12 +128,14 @@ def test_every_width_and_head_dim(dim, key_bits):
     causal=st.booleans(),
     window=st.sampled_from([None, 1, 40]),
     softcap=st.sampled_from([None, 3.0]),
+    window_bits=st.sampled_from([8, 16]),
 )
 @settings(max_examples=60)
 def test_odd_lengths_windows_and_caps(
-    lengths, lq, group, bits, page_size, encode_partial_page, causal, window, softcap
+    lengths, lq, group, bits, page_size, encode_partial_page, causal, window, softcap, window_bits
 ):
     cfg = CFG.replace(key_bits=bits[0], value_bits=bits[1], page_size=page_size)
+    cfg = cfg.replace(window_bits=window_bits)
     cache = make_cache(cfg, rows=len(lengths), encode_partial_page=encode_partial_page)
     if max(lengths):
         add(cache, *tokens(len(lengths), max(lengths)), counts=lengths)
@@ -141,11 +144,12 @@ def test_odd_lengths_windows_and_caps(
     check_every_isa(cache, q, lq, causal=causal, window=window, softcap=softcap)
 
 
-def test_nothing_before_the_window_is_read():
+@pytest.mark.parametrize("window_bits", [8, 16])
+def test_nothing_before_the_window_is_read(window_bits):
     try:
         for isa in ISAS:
             library.use(library.load(), isa)
-            cache = make_cache(CFG)
+            cache = make_cache(CFG.replace(window_bits=window_bits))
             add(cache, *tokens(2, 357), counts=[357, 40])
             poison(cache)
             for window, counts in ((120, [3, 1]), (120, [1, 1]), (39, [1, 1]), (5, [1, 1])):
@@ -166,8 +170,9 @@ def test_open_pages_have_no_mean_yet():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_query_and_ring_dtypes(isa, dtype):
-    cache = make_cache(CFG, dtype=dtype)
+@pytest.mark.parametrize("window_bits", [8, 16])
+def test_query_and_ring_dtypes(isa, dtype, window_bits):
+    cache = make_cache(CFG.replace(window_bits=window_bits), dtype=dtype)
     key, value = tokens(2, 300)
     add(cache, key.to(dtype), value.to(dtype))
     q = query(2, 4, 64).to(dtype)
@@ -181,9 +186,10 @@ def test_query_and_ring_dtypes(isa, dtype):
 
 
 @pytest.mark.parametrize("lq", [1, 5])
-def test_new_tokens_in_another_dtype_than_the_ring(isa, lq):
+@pytest.mark.parametrize("window_bits", [8, 16])
+def test_new_tokens_in_another_dtype_than_the_ring(isa, lq, window_bits):
     """Blocks of exact tokens of two dtypes, for few rows and for many."""
-    cache = make_cache(CFG, dtype=torch.bfloat16)
+    cache = make_cache(CFG.replace(window_bits=window_bits), dtype=torch.bfloat16)
     add(cache, *(x.bfloat16() for x in tokens(2, 150)))
     new = {"new_key": query(2 * lq, 2, 64, seed=5), "new_value": query(2 * lq, 2, 64, seed=6)}
     q = query(2 * lq, 4, 64)
@@ -263,10 +269,12 @@ def test_prompts_as_slices_of_one_projection(isa, dtype, window):
 
 @pytest.mark.parametrize("rotation", ["none", "hadamard"])
 @pytest.mark.parametrize("bits", [0x7FC00000, 0xFFFFFFFF, 0x7F800000, 0xFF800000], ids=hex)
-@pytest.mark.parametrize("shape", ["pages", "ring", "one token"])
+@pytest.mark.parametrize("shape", ["pages", "ring", "ring of codes", "one token"])
 def test_bad_queries_give_nan(isa, rotation, bits, shape):
     """NaN, one of bytes 0xFF, and infinities: that head's output is NaN, others do not change."""
-    cache = make_cache(CFG.replace(rotation=rotation, sinks=0), rows=1)
+    window_bits = 8 if shape == "ring of codes" else 16
+    cfg = CFG.replace(rotation=rotation, sinks=0, window_bits=window_bits)
+    cache = make_cache(cfg, rows=1)
     add(cache, *tokens(1, 256 if shape == "pages" else 20))
     if shape == "pages":
         cache.table.drop_exact(0)
@@ -374,8 +382,9 @@ def test_pages_at_any_byte(isa):
 
 
 @pytest.mark.parametrize("lq", [1, 5, 70])
-def test_results_do_not_depend_on_threads(isa, lq):
-    cache = make_cache(CFG)
+@pytest.mark.parametrize("window_bits", [8, 16])
+def test_results_do_not_depend_on_threads(isa, lq, window_bits):
+    cache = make_cache(CFG.replace(window_bits=window_bits))
     add(cache, *tokens(2, 3000), counts=[3000, 1200])
     q = query(2 * lq, 4, 64)
     results = []
@@ -415,6 +424,8 @@ def test_own_threads_give_the_same():
         {"mean_bits": 8},
         {"key_scale": "corrected", "value_scale": "least_squares"},
         {"sinks": 0, "exact_pages": 1, "page_size": 256},
+        {"rotation": "none", "window_bits": 8},
+        {"rotation": "haar", "window_bits": 8},
     ],
     ids=str,
 )
@@ -541,9 +552,9 @@ def assert_same_history(cfg, appends, *, dim, dtype, **table):
 def test_append_writes_the_same_bytes(dim, bits, dtype, encode_partial_page):
     for mode, options in {
         "unbiased": {},
-        "corrected": {"mean_bits": 8, "page_size": 64},
+        "corrected": {"mean_bits": 8, "page_size": 64, "window_bits": 8},
         "norm": {"key_centering": "none"},
-        "least_squares": {"rotation": "haar"},
+        "least_squares": {"rotation": "haar", "window_bits": 8},
     }.items():
         cfg = CFG.replace(
             key_bits=bits, value_bits=bits, key_scale=mode, value_scale=mode, **options
@@ -559,51 +570,61 @@ def test_append_writes_the_same_bytes(dim, bits, dtype, encode_partial_page):
 
 
 @pytest.mark.slow
-def test_a_million_codes_are_the_same():
+@pytest.mark.parametrize("window_bits", [8, 16])
+def test_a_million_codes_are_the_same(window_bits):
     """Sums in float64 are in another order; what they are rounded to shows it in none of them."""
     shape = {"dim": 128, "dtype": torch.float32, "encode_partial_page": False}
-    assert_same_history(KVQuantConfig(), [(4096, 4096)], **shape)
+    assert_same_history(KVQuantConfig(window_bits=window_bits), [(4096, 4096)], **shape)
 
 
-def test_append_without_exact_copies_keeps_codes():
+@pytest.mark.parametrize("window_bits", [8, 16])
+def test_append_without_exact_copies_keeps_codes(window_bits):
     """Tokens whose exact copy was dropped keep their codes and their page's mean when sealed."""
-    ours, theirs = native(make_cache(CFG)), make_cache(CFG)
+    cfg = CFG.replace(window_bits=window_bits)
+    ours, theirs = native(make_cache(cfg)), make_cache(cfg)
     assert_adds_alike(ours, theirs, *tokens(2, 45))
     ours.table.drop_exact(0), theirs.table.drop_exact(0)
     assert_adds_alike(ours, theirs, *tokens(2, 60, seed=1))
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_append_of_bad_numbers(bits):
+@pytest.mark.parametrize("window_bits", [8, 16])
+def test_append_of_bad_numbers(bits, window_bits):
     key, value = tokens(2, 64)
     key[0, 3, 0, 5], key[1, 9, 1, 2], value[0, 8, 1, 1] = math.nan, math.inf, -math.inf
     if bits == 8:
         value[1, 40, 0, :] = 3e38  # NaN once it is rotated
-    cfg = CFG.replace(key_bits=bits, value_bits=bits, mean_bits=8)
+    cfg = CFG.replace(key_bits=bits, value_bits=bits, mean_bits=8, window_bits=window_bits)
     ours, theirs = native(make_cache(cfg)), make_cache(cfg)
     add(ours, key, value)
     with following(ours):
         add(theirs, key, value)
-    assert torch.equal(ours.pages, theirs.pages)
+    for name in ("pages", "ring_key", "ring_value", "ring_scales")[: 1 if window_bits == 16 else 4]:
+        got, expected = getattr(ours, name), getattr(theirs, name)
+        assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
     strict = native(make_cache(CFG.replace(check_finite=True)))
     with pytest.raises(ValueError, match="NaN or Inf"):
         add(strict, key, value)
     assert not strict.pages.any()
 
 
-def test_append_in_another_dtype():
+@pytest.mark.parametrize("window_bits", [8, 16])
+def test_append_in_another_dtype(window_bits):
     """New tokens in float32 for a bfloat16 cache: sealed from what came, kept rounded."""
-    ours, theirs = (make_cache(CFG, dtype=torch.bfloat16) for _ in range(2))
+    cfg = CFG.replace(window_bits=window_bits)
+    ours, theirs = (make_cache(cfg, dtype=torch.bfloat16) for _ in range(2))
     for seed in range(3):
         assert_adds_alike(native(ours), theirs, *tokens(2, 45, seed=seed))
 
 
-def test_append_threads():
+@pytest.mark.parametrize("window_bits", [8, 16])
+def test_append_threads(window_bits):
     before = torch.get_num_threads()
     caches = []
     for threads in (1, 3):
         torch.set_num_threads(threads)
-        caches.append(native(make_cache(CFG, encode_partial_page=True)))
+        cfg = CFG.replace(window_bits=window_bits)
+        caches.append(native(make_cache(cfg, encode_partial_page=True)))
         add(caches[-1], *tokens(2, 500), counts=(500, 300))
         add(caches[-1], *tokens(2, 1, seed=1))
     torch.set_num_threads(before)
@@ -666,9 +687,9 @@ def test_compilers_know_the_features_asked_for():
 
 
 def test_sanitizers_find_nothing(tmp_path):
-    """AddressSanitizer and UBSan over every instruction set, with buffers of the exact size."""
-    program = sanitizers.build("cpu_kernels_driver.c", tmp_path)
-    assert sorted(sanitizers.run(program).split()) == sorted(ISAS)
+    """AddressSanitizer and UBSan over instruction sets, with buffers of the exact size."""
+    program, isas = sanitizers.build("cpu_kernels_driver.c", tmp_path), sanitizers.isas()
+    assert sorted(sanitizers.run(program, ",".join(isas)).split()) == sorted(isas)
 
 
 def test_threads_ask_for_instruction_sets_at_once(tmp_path):
@@ -679,5 +700,5 @@ def test_threads_ask_for_instruction_sets_at_once(tmp_path):
 def test_structs_agree_with_c():
     """Python packs what native.h declares."""
     attend = cpu._ATTEND.size + cpu._CALL.size
-    assert attend == ctypes.sizeof(ctypes.c_int64) * (17 + 9 + 4 + 4 + 5 + 2 + 2 + 1)
-    assert cpu._APPEND.size == ctypes.sizeof(ctypes.c_int64) * (17 + 6 + 1 + 2 + 2 + 2)
+    assert attend == ctypes.sizeof(ctypes.c_int64) * (18 + 9 + 4 + 4 + 5 + 2 + 2 + 1)
+    assert cpu._APPEND.size == ctypes.sizeof(ctypes.c_int64) * (18 + 6 + 1 + 2 + 2 + 2)

@@ -92,19 +92,24 @@ def assert_attends_alike(cache, counts, group, plans=None, **options):
 BOTH = ("cuda", "reference")
 
 
+def window_bits(key_bits, value_bits):
+    """Both windows, among all bits."""
+    return 8 if (key_bits + value_bits) % 3 == 2 else 16
+
+
 def assert_fills_alike(ours, theirs, counts, seed=0):
     """The same tokens: every byte, but for what sums in another order may round otherwise."""
     fill(ours, counts, seed)
     with following(ours):
         fill(theirs, counts, seed)
-    for name in ("pages", "ring_key", "ring_value", "sink_key", "sink_value"):
+    for name in ("pages", *ours.exact_names):
         assert torch.equal(getattr(ours, name), getattr(theirs, name)), f"{name} after {counts}"
 
 
 @pytest.mark.parametrize("bits,dim,dtype", SHAPES)
 def test_decode(bits, dim, dtype):
     dtype = {"h": torch.float16, "b": torch.bfloat16}[dtype]
-    cfg = CFG.replace(key_bits=bits[0], value_bits=bits[1])
+    cfg = CFG.replace(key_bits=bits[0], value_bits=bits[1], window_bits=window_bits(*bits))
     cache = cache_on(cfg, [330, 65, 0], dim=dim, dtype=dtype)
     fill(cache, [330, 65, 0])
     poison(cache)
@@ -115,7 +120,7 @@ def test_decode(bits, dim, dtype):
 @pytest.mark.parametrize("counts", [[1, 1], [3, 1]], ids=["decoding", "drafted"])
 def test_eight_queries_a_head(bits, dim, counts):
     """A tile of eight columns, and of sixteen or two of eight."""
-    cfg = CFG.replace(key_bits=bits[0], value_bits=bits[1])
+    cfg = CFG.replace(key_bits=bits[0], value_bits=bits[1], window_bits=window_bits(*bits))
     cache = cache_on(cfg, [330, 65], dim=dim, dtype=torch.float16)
     fill(cache, [330, 65])
     poison(cache)
@@ -140,6 +145,7 @@ def test_tiles_by_bits_and_columns(bits, dim, group, tile):
     if ON_GPU and decode_plan._processors(DEVICE)[1] < 228 << 10:
         pytest.skip("their blocks do not fit this GPU")
     cfg = CFG.replace(key_bits=bits[0], value_bits=bits[1], mean_bits=8 if group == 10 else 16)
+    cfg = cfg.replace(window_bits=8 if group in (10, 16, 3) else 16)
     cache = cache_on(cfg, [330, 65], dim=dim, dtype=torch.bfloat16)
     fill(cache, [330, 65])
     poison(cache)
@@ -166,7 +172,8 @@ def test_many_tiles_of_wide_groups(preset, group, count):
 def test_lengths_that_differ(dim, counts, options):
     """Each sequence is cut by its own length; the plan is made once for all layers."""
     lengths = [2100, 70, 0, 900, 65, 330]
-    cache = cache_on(CFG, lengths, dim=dim, dtype=torch.bfloat16)
+    cfg = CFG.replace(window_bits=8 if dim == 128 else 16)
+    cache = cache_on(cfg, lengths, dim=dim, dtype=torch.bfloat16)
     fill(cache, lengths)
     poison(cache)
     plans = {}
@@ -177,7 +184,9 @@ def test_lengths_that_differ(dim, counts, options):
         cache.layout, 4, max(counts), *cache.view().block_table.shape, DEVICE, True
     )
     rows = made[4 * plan.num_blocks :].view(6, 2)[:, 1].tolist()
-    assert rows[0] > rows[3] > 1 == rows[1] == rows[2] or options.get("window")
+    # The window of 8 bits begins within the page of the 70 tokens.
+    short = 1 if cfg.window_bits == 16 else 2
+    assert (rows[0] > rows[3] > 1 == rows[2] and rows[1] <= short) or options.get("window")
     again = assert_attends_alike(cache, counts, 4, plans, **options)
     assert torch.equal(out, again) and next(iter(plans.values())) is made
 
@@ -290,9 +299,8 @@ def test_many_programs_have_small_blocks(preset, monkeypatch):
 @pytest.mark.parametrize("preset", ["k4v4", "k2v2"])
 def test_attention_right_after_an_append(preset):
     """With nothing in between: it begins before the append has ended."""
-    cache = cache_on(
-        KVQuantConfig.preset(preset), [2000, 70], name="cuda", dim=128, dtype=torch.bfloat16
-    )
+    cfg = KVQuantConfig.preset(preset, window_bits=8 if preset == "k2v2" else 16)
+    cache = cache_on(cfg, [2000, 70], name="cuda", dim=128, dtype=torch.bfloat16)
     fill(cache, [2000, 70])
     q, cu_seqlens = queries(cache, [1, 1], 4)
     for step in range(3):
@@ -310,8 +318,9 @@ def test_attention_right_after_an_append(preset):
 @pytest.mark.parametrize(
     "options", [{}, {"window": 40}, {"softcap": 3.0}, {"causal": False}, {"scale": 0.01}], ids=str
 )
-def test_packed_rows(counts, group, options):
-    cache = cache_on(CFG, [290, 70, 64], dtype=torch.float16)
+@pytest.mark.parametrize("bits", [8, 16])
+def test_packed_rows(bits, counts, group, options):
+    cache = cache_on(CFG.replace(window_bits=bits), [290, 70, 64], dtype=torch.float16)
     fill(cache, [290, 70, 64])
     poison(cache)
     assert_attends_alike(cache, counts, group, **options)
@@ -324,14 +333,16 @@ def test_pages_means_and_rotations(page, mean_bits, rotation, centering):
     cfg = CFG.replace(
         page_size=page, mean_bits=mean_bits, rotation=rotation, key_centering=centering
     )
+    cfg = cfg.replace(window_bits=8 if page == 64 else 16)
     cache = cache_on(cfg, [500, 40], dtype=torch.bfloat16, dim=128)
     fill(cache, [500, 40])
     assert_attends_alike(cache, [1, 1], 4)
 
 
-def test_nothing_before_the_window_is_read():
+@pytest.mark.parametrize("bits", [8, 16])
+def test_nothing_before_the_window_is_read(bits):
     """A tile of two pages may begin with one that is another sequence's by now."""
-    cfg, lengths = CFG.replace(page_size=32, mean_bits=8), [1170, 357, 40]
+    cfg, lengths = CFG.replace(page_size=32, mean_bits=8, window_bits=bits), [1170, 357, 40]
     cache = cache_on(cfg, lengths, dtype=torch.bfloat16, dim=128)
     fill(cache, lengths)
     poison(cache)
@@ -339,9 +350,10 @@ def test_nothing_before_the_window_is_read():
         assert_blind_before(window, cuda.attend, cache, [1, 1, 1], 4)
 
 
-def test_large_and_small_scores():
+@pytest.mark.parametrize("bits", [8, 16])
+def test_large_and_small_scores(bits):
     """Rows whose scores lie far below 0, far above, and far apart."""
-    cache = cache_on(CFG, [400, 400], dtype=torch.float16)
+    cache = cache_on(CFG.replace(window_bits=bits), [400, 400], dtype=torch.float16)
     fill(cache, [400, 400])
     for scale in (1e-4, 0.5, -0.1, 0.0):
         assert_attends_alike(cache, [2, 2], 2, scale=scale)
@@ -376,8 +388,9 @@ def test_many_tokens_far_below_the_highest(height, bound):
     assert float((out.float() - expected.float()).norm() / expected.float().norm()) < bound
 
 
-def test_rings_of_a_pool_that_were_lost():
-    cache = cache_on(CFG, [200, 90], dtype=torch.bfloat16)
+@pytest.mark.parametrize("bits", [8, 16])
+def test_rings_of_a_pool_that_were_lost(bits):
+    cache = cache_on(CFG.replace(window_bits=bits), [200, 90], dtype=torch.bfloat16)
     fill(cache, [200, 90])
     cache.table.drop_exact(0)
     assert_attends_alike(cache, [4, 1], 2)
@@ -436,8 +449,9 @@ def test_pages_with_gaps_between_them():
 
 
 @pytest.mark.parametrize("bits,dim,encode_partial_page", APPENDS)
-def test_append_writes_the_bytes_of_the_reference(bits, dim, encode_partial_page):
-    cfg = CFG.replace(key_bits=bits[0], value_bits=bits[1], sinks=3)
+@pytest.mark.parametrize("window_bits", [8, 16])
+def test_append_writes_the_bytes_of_the_reference(window_bits, bits, dim, encode_partial_page):
+    cfg = CFG.replace(key_bits=bits[0], value_bits=bits[1], sinks=3, window_bits=window_bits)
     options = {"dim": dim, "dtype": torch.bfloat16, "encode_partial_page": encode_partial_page}
     caches = [cache_on(cfg, [0, 0], name=name, **options) for name in BOTH]
     steps = [(1, 1), (30, 3), (1, 0), (31, 32), (2, 29), (32, 32), (333, 70)]
@@ -534,6 +548,8 @@ def test_selection():
         ("barrier_wait(barriers + 8 * at_stage, odd);", 128),
         ("__syncthreads();\n    // One factor for all columns", 128),
         ("cp_async_wait<EXACT_APART ? 0 : STAGES - 1>();  // exact tokens", 512),
+        ("cp_async_wait<STAGES - 1>();  // tokens of the ring", 128),
+        ("__syncwarp();  // lanes read tokens of the ring that others copied", 128),
     ],
     ids=[
         "copies",
@@ -543,6 +559,8 @@ def test_selection():
         "bulk copies",
         "block",
         "wide exact copies",
+        "ring",
+        "ring lanes",
     ],
 )
 def test_a_forgotten_wait_is_found_on_the_host(wait, dim, monkeypatch):
@@ -555,7 +573,8 @@ def test_a_forgotten_wait_is_found_on_the_host(wait, dim, monkeypatch):
 
     monkeypatch.setattr(source, "source", broken)
     monkeypatch.setattr(cuda, "_module", cuda_on_host.module.__wrapped__)
-    cache = cache_on(CFG, [330, 65], dim=dim, dtype=torch.bfloat16)
+    cfg = CFG.replace(window_bits=8 if "of the ring" in wait else 16)
+    cache = cache_on(cfg, [330, 65], dim=dim, dtype=torch.bfloat16)
     fill(cache, [330, 65])
     with pytest.raises(AssertionError) as caught:
         assert_attends_alike(cache, [1, 1], 8)
@@ -579,7 +598,7 @@ def test_tiles_are_copied_in_two_ways(arch, page, monkeypatch):
 )
 def test_the_largest_pages(page, dim):
     """Codes of 256 tokens of 256 channels do not fit shared memory at once."""
-    cfg = CFG.replace(page_size=page)
+    cfg = CFG.replace(page_size=page, window_bits=8 if dim == 256 else 16)
     ours, theirs = (cache_on(cfg, [0, 0], name=n, dim=dim, dtype=torch.float16) for n in BOTH)
     for seed, counts in enumerate(([300, 130], [1, 1], [230, 127])):
         assert_fills_alike(ours, theirs, counts, seed)
@@ -590,14 +609,16 @@ def test_the_largest_pages(page, dim):
 @pytest.mark.parametrize("lost", [False, True], ids=["exact", "lost"])
 @pytest.mark.parametrize("length,pages,count", [(319, 2, 1), (319, 2, 3), (270, 1, 1)])
 @pytest.mark.parametrize("group", [4, 8])
-def test_the_append_before_may_still_run(group, length, pages, count, lost):
+@pytest.mark.parametrize("bits", [8, 16])
+def test_the_append_before_may_still_run(bits, group, length, pages, count, lost):
     """Until what it writes is read, from the ring or as codes."""
-    cfg = CFG.replace(exact_pages=pages)
+    cfg = CFG.replace(exact_pages=pages, window_bits=bits)
     cache = cache_on(cfg, [length], dim=128, dtype=torch.bfloat16, encode_partial_page=True)
     fill(cache, [length])
     if lost:  # of which there are no exact copies
         cache.table.drop_exact(0)
-    before = {name: getattr(cache, name).clone() for name in ("pages", "ring_key", "ring_value")}
+    names = ("pages", *(name for name in cache.exact_names if name.startswith("ring")))
+    before = {name: getattr(cache, name).clone() for name in names}
     fill(cache, [count], seed=1)
     q, cu_seqlens = queries(cache, [count], group)
     options = AttendOptions(max_queries=count)
@@ -725,6 +746,7 @@ if not ON_GPU:  # seconds to compile
 def test_heads_that_are_no_power_of_two(bits, dim, mean_bits, group):
     """Lanes are for the next one; what they have of further channels must not matter."""
     cfg = CFG.replace(key_bits=bits[0], value_bits=bits[1], mean_bits=mean_bits)
+    cfg = cfg.replace(window_bits=8 if sum(bits) in (7, 10, 12) else 16)
     options = {"dim": dim, "dtype": torch.bfloat16}
     caches = [cache_on(cfg, [0, 0, 0], name=name, **options) for name in BOTH]
     for seed, counts in enumerate([[30, 3, 0], [35, 62, 0], [130, 0, 0]]):
@@ -739,6 +761,7 @@ WIDE_HEADS = [((4, 4), 8, 16), ((2, 2), 4, 8)] + [(bits, 3, 16) for bits in FEW]
 @pytest.mark.parametrize("bits,group,mean_bits", WIDE_HEADS, ids=str)
 def test_heads_of_512(bits, group, mean_bits):
     cfg = CFG.replace(key_bits=bits[0], value_bits=bits[1], mean_bits=mean_bits)
+    cfg = cfg.replace(window_bits=8 if group == 8 else 16)
     name = "cuda" if ON_GPU else "reference"  # the host takes seconds for a page
     cache = cache_on(cfg, [700, 65, 0], dim=512, dtype=torch.bfloat16, name=name)
     fill(cache, [700, 65, 0])

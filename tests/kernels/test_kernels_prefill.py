@@ -93,9 +93,11 @@ def test_finish(dim, rotation, dtype, prefix_dtype):
 @pytest.mark.parametrize("first,count", [(0, 64), (0, 50), (64, 64), (128, 12)])
 @pytest.mark.parametrize("encode_partial_page", [True, False])
 @pytest.mark.parametrize("dim", [64, 80])
-def test_a_chunk_of_the_prefix(dim, encode_partial_page, first, count):
+@pytest.mark.parametrize("window_bits", [8, 16])
+def test_a_chunk_of_the_prefix(window_bits, dim, encode_partial_page, first, count):
     """Codes, sinks and ring in one frame; NaN in slots that nothing was written to."""
-    cache = filled(CFG, 140, dim, encode_partial_page=encode_partial_page)
+    cfg = CFG.replace(window_bits=window_bits)
+    cache = filled(cfg, 140, dim, encode_partial_page=encode_partial_page)
     if encode_partial_page:
         cache.table.drop_exact(1)
     poison(cache)
@@ -112,10 +114,12 @@ def test_a_chunk_of_the_prefix(dim, encode_partial_page, first, count):
 
 
 @pytest.mark.parametrize("prefix", [0, 20, 131])
-def test_extend_with_the_kernels(prefix, monkeypatch):
+@pytest.mark.parametrize("window_bits", [8, 16])
+def test_extend_with_the_kernels(window_bits, prefix, monkeypatch):
     monkeypatch.setattr(prefill, "CHUNK_TOKENS", 64)
     monkeypatch.setattr(prefill, "MIN_QUERIES", 1)
-    cache = filled(CFG, prefix, encode_partial_page=False)
+    cfg = CFG.replace(window_bits=window_bits)
+    cache = filled(cfg, prefix, encode_partial_page=False)
     poison(cache)
     assert_extends_like_the_reference(cache, ops=triton_prefill)
 

@@ -61,9 +61,14 @@ def assert_attends_like_the_reference(cache, counts, group, **options):
     return out
 
 
+def window_bits(key_bits, value_bits):
+    """Both windows, among all bits."""
+    return 8 if (key_bits + value_bits) % 3 == 2 else 16
+
+
 @pytest.mark.parametrize("bits", ALL_BITS, ids=lambda b: f"k{b[0]}v{b[1]}")
 def test_decode_equals_the_reference_for_all_bits(bits):
-    cfg = CFG.replace(key_bits=bits[0], value_bits=bits[1])
+    cfg = CFG.replace(key_bits=bits[0], value_bits=bits[1], window_bits=window_bits(*bits))
     cache = cache_on(cfg, [200, 65])
     fill(cache, [200, 65])
     poison(cache)
@@ -74,6 +79,7 @@ def test_decode_equals_the_reference_for_all_bits(bits):
 @pytest.mark.parametrize("bits", [(4, 4), (3, 2), (2, 8), (8, 3)], ids=lambda b: f"k{b[0]}v{b[1]}")
 def test_decode_equals_the_reference_for_all_head_dims(dim, bits):
     cfg = CFG.replace(key_bits=bits[0], value_bits=bits[1], page_size=32, exact_pages=2)
+    cfg = cfg.replace(window_bits=window_bits(*bits))
     cache = cache_on(cfg, [150, 31], dim=dim)
     fill(cache, [150, 31])
     assert_attends_like_the_reference(cache, [1, 1], group=2)
@@ -87,18 +93,19 @@ def test_decode_equals_the_reference_for_all_head_dims(dim, bits):
     [{"softcap": 3.0, "window": 40}, {"window": 1, "causal": False}, {"scale": 0.01}],
     ids=str,
 )
-def test_packed_rows(counts, group, options):
+@pytest.mark.parametrize("bits", [8, 16])
+def test_packed_rows(bits, counts, group, options):
     lengths = [190, 70, 64]
-    cache = cache_on(CFG, lengths)
+    cache = cache_on(CFG.replace(window_bits=bits), lengths)
     fill(cache, lengths)
     poison(cache)
     assert_attends_like_the_reference(cache, counts, group, **options)
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("page", [32, 128])
-def test_new_tokens_after_the_cache(causal, page):
-    cache = cache_on(CFG.replace(page_size=page), [260, 0, 3])
+@pytest.mark.parametrize(("page", "bits"), [(32, 16), (128, 8)])
+def test_new_tokens_after_the_cache(causal, page, bits):
+    cache = cache_on(CFG.replace(page_size=page, window_bits=bits), [260, 0, 3])
     fill(cache, [260, 0, 3])
     counts = [37, 70, 1]
     layout = cache.layout
@@ -126,8 +133,9 @@ def test_a_prompt_reads_no_new_tokens_before_its_window():
     assert torch.equal(attend()[64:], expected[64:])
 
 
-def test_nothing_before_the_window_is_read():
-    cache = cache_on(CFG.replace(page_size=32), [230, 40])
+@pytest.mark.parametrize("bits", [8, 16])
+def test_nothing_before_the_window_is_read(bits):
+    cache = cache_on(CFG.replace(page_size=32, window_bits=bits), [230, 40])
     fill(cache, [230, 40])
     poison(cache)
     key, value = (x[0].to(DEVICE) for x in tokens(1, 4, heads=HEADS, seed=8))
@@ -167,14 +175,18 @@ def test_rotations_and_means(rotation, mean_bits):
     plain = cache_on(cfg.replace(key_centering="none"), [200], name="triton")
     fill(plain, [200])
     assert_attends_like_the_reference(plain, [1], 4)
+    coded = cache_on(cfg.replace(window_bits=8), [200], name="triton")
+    fill(coded, [200])
+    assert_attends_like_the_reference(coded, [1], 4)
 
 
 # The interpreter's bfloat16 is not to be relied on.
 @pytest.mark.parametrize(
     "dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 )
-def test_half_precision(dtype):
-    cache = cache_on(CFG, [200, 90], dtype=dtype)
+@pytest.mark.parametrize("bits", [8, 16])
+def test_half_precision(dtype, bits):
+    cache = cache_on(CFG.replace(window_bits=bits), [200, 90], dtype=dtype)
     fill(cache, [200, 90])
     assert_attends_like_the_reference(cache, [1, 1], 4)
     assert_attends_like_the_reference(cache, [20, 3], 4)
@@ -184,7 +196,8 @@ def test_half_precision(dtype):
 @pytest.mark.parametrize("bits", ALL_BITS, ids=lambda b: f"k{b[0]}v{b[1]}")
 def test_append_writes_the_bytes_of_the_reference(bits, encode_partial_page):
     """Page by page, token by token, over page ends: every byte of pages, ring and sinks."""
-    cfg = CFG.replace(key_bits=bits[0], value_bits=bits[1], sinks=3)
+    window = {"window_bits": window_bits(*bits)}
+    cfg = CFG.replace(key_bits=bits[0], value_bits=bits[1], sinks=3, **window)
     append_alike(
         cfg, 64, encode_partial_page, [(1, 1), (70, 3), (1, 0), (31, 33), (40, 100), (2, 5)]
     )
@@ -194,6 +207,7 @@ def test_append_writes_the_bytes_of_the_reference(bits, encode_partial_page):
 @pytest.mark.parametrize("bits", [(4, 4), (3, 2), (2, 3), (8, 8)], ids=lambda b: f"k{b[0]}v{b[1]}")
 def test_append_for_all_head_dims(dim, bits):
     cfg = CFG.replace(key_bits=bits[0], value_bits=bits[1], page_size=32, key_scale="corrected")
+    cfg = cfg.replace(window_bits=window_bits(*bits))
     append_alike(cfg, dim, True, [(3, 60), (33, 1)])
 
 
@@ -213,13 +227,15 @@ def append_alike(cfg, dim, encode_partial_page, steps):
         a.append(a.table.append([0, 1], list(counts)), key, value)
         with following(a, float32_sums=True):
             b.append(b.table.append([0, 1], list(counts)), key, value)
-        exact = [(getattr(a, n), getattr(b, n)) for n in ("ring_key", "ring_value", "sink_key")]
+        exact = [(getattr(a, name), getattr(b, name)) for name in a.exact_names]
         assert all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in exact)
         assert torch.equal(a.pages, b.pages), f"after {counts}"
 
 
-def test_append_keeps_what_has_no_exact_copy():
-    ours, theirs = (cache_on(CFG, [50, 20], name=name) for name in BOTH)
+@pytest.mark.parametrize("bits", [8, 16])
+def test_append_keeps_what_has_no_exact_copy(bits):
+    cfg = CFG.replace(window_bits=bits)
+    ours, theirs = (cache_on(cfg, [50, 20], name=name) for name in BOTH)
     for cache in (ours, theirs):
         fill(cache, [50, 20])
         cache.table.drop_exact(0)
@@ -287,13 +303,15 @@ def test_selection():
 @pytest.mark.parametrize(
     ("dim", "preset", "sm"),
     [
+        (128, "k4v4", 80),
         (192, "k3v3", 90),
         (256, "k8v4", 89),
-        (128, "k4v4", 80),
         (64, "k3v2", 86),
         (128, "k4v4", 100),
         (64, "k4v4", 120),
         (512, "k4v4", 89),
+        (128, "k4v4/8", 90),
+        (256, "k2v2/8", 89),
     ],
 )
 def test_kernels_compile_and_fit_shared_memory(dim, preset, sm):
@@ -333,10 +351,11 @@ def test_dequantized_pages_are_the_references(bits, dim):
         torch.testing.assert_close(made, expected.transpose(1, 2).flatten(2, 3).half())
 
 
-@pytest.mark.parametrize("count,sinks", [(2, 0), (16, 0), (17, 4)])
-def test_few_new_tokens_after_a_full_ring(count, sinks):
+@pytest.mark.parametrize("count,sinks,bits", [(2, 0, 16), (16, 0, 8), (17, 4, 16), (17, 4, 8)])
+def test_few_new_tokens_after_a_full_ring(count, sinks, bits):
     """Ring, sinks and new tokens together are more than ring and sinks have room for."""
-    cache = cache_on(KVQuantConfig(page_size=32, exact_pages=1, sinks=sinks), [63])
+    cfg = KVQuantConfig(page_size=32, exact_pages=1, sinks=sinks, window_bits=bits)
+    cache = cache_on(cfg, [63])
     fill(cache, [31]), fill(cache, [32], seed=1)
     new = [x[0].to(DEVICE) for x in tokens(1, count, heads=HEADS, seed=8)]
     assert_attends_like_the_reference(cache, [count], 2, new_key=new[0], new_value=new[1])

@@ -78,8 +78,10 @@ def test_workspace_is_the_twins(dim, widths):
 @pytest.mark.parametrize(
     "cfg",
     [CFG.replace(sinks=0), CFG.replace(sinks=32, exact_pages=3), CFG.replace(rotation="haar"),
-     CFG.replace(page_size=64, rotation="none", mean_bits=16), CFG.replace(key_centering="none")],
-    ids=["no sinks", "many sinks", "haar", "not rotated", "not centered"],
+     CFG.replace(page_size=64, rotation="none", mean_bits=16), CFG.replace(key_centering="none"),
+     CFG.replace(window_bits=8)],
+    ids=["no sinks", "many sinks", "haar", "not rotated", "not centered",
+         "ring of codes"],
 )  # fmt: skip
 def test_workspace_for_other_configs(cfg, encode_partial_page):
     cache = ragged_cache(cfg, LENGTHS, encode_partial_page=encode_partial_page)
@@ -307,8 +309,10 @@ def _can_extend_arguments(cache, counts):
     "cfg,dtype",
     [(CFG, torch.float16), (CFG, torch.bfloat16), (bits(CFG, 8, 8), torch.float16),
      (CFG.replace(mean_bits=8), torch.float16), (CFG.replace(rotation="haar"), torch.float16),
-     (CFG.replace(rotation="none"), torch.bfloat16)],
-    ids=["float16", "bfloat16", "8 bits", "8-bit means", "haar", "not rotated"],
+     (CFG.replace(rotation="none"), torch.bfloat16),
+     (CFG.replace(window_bits=8), torch.float16)],
+    ids=["float16", "bfloat16", "8 bits", "8-bit means", "haar", "not rotated",
+         "ring of codes"],
 )  # fmt: skip
 def test_the_workspace_is_finite(cfg, dtype, number, ops):
     """Whatever pages, rings, sinks and new tokens hold; other sequences are as they were."""

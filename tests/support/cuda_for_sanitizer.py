@@ -24,6 +24,8 @@ CASES = (
     ("k8v8", 128, [300, 90, 1], [1, 1, 1]),
     ("k4v4", 80, [700, 65, 1], [1, 2, 1]),
     ("k3v3", 192, [300, 90, 40], [1, 1, 1]),
+    ("k4v4/8", 128, [700, 65, 1], [1, 2, 1]),  # a window of 8 bits
+    ("k3v2/8", 80, [300, 90, 40], [1, 1, 1]),
 )
 
 
@@ -35,7 +37,8 @@ def main() -> None:
 
 
 def run(preset: str, dim: int, lengths: list[int], counts: list[int], partial: bool) -> None:
-    cfg = KVQuantConfig.preset(preset)
+    name, _, window_bits = preset.partition("/")
+    cfg = KVQuantConfig.preset(name, window_bits=int(window_bits or 16))
     cache = cache_on(
         cfg, lengths, dim=dim, heads=2, dtype=torch.bfloat16, name="cuda",
         encode_partial_page=partial,

@@ -392,6 +392,7 @@ inline u64 evict_first_policy() { return 0; }
 inline void cp_async(u32 to, const u8 *from, u64) { host::now->open.push_back({to, from, 16}); }
 inline void cp_async(u32 to, const u8 *from) { cp_async(to, from, 0); }
 inline void cp_async_8(u32 to, const u8 *from) { host::now->open.push_back({to, from, 8}); }
+inline void cp_async_4(u32 to, const u8 *from) { host::now->open.push_back({to, from, 4}); }
 inline void cp_async_commit() {
     host::now->groups.push_back(std::move(host::now->open));
     host::now->open.clear();

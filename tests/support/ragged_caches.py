@@ -76,7 +76,10 @@ def spoil(cache, row, number):
     bits = torch.tensor([number]).half().view(torch.int16).to(DEVICE)
     cache.pages.view(torch.int16)[cache.table.rows[row].pages] = bits
     view = cache.view()
-    for x in (view.ring_key, view.ring_value, view.sink_key, view.sink_value):
+    of_ring = (view.ring_key, view.ring_value)
+    for x in of_ring if view.ring_scales is None else (view.ring_scales,):
+        x[int(view.ring_rows[row])] = number
+    for x in (view.sink_key, view.sink_value):
         x[int(view.ring_rows[row])] = number
 
 

@@ -33,7 +33,7 @@ SM = 90
 _FOLDER = tempfile.TemporaryDirectory(prefix="tightkv-triton-ahead-")
 POINTERS = {
     torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.uint8: "*u8",
-    torch.float16: "*fp16", torch.int64: "*i64",
+    torch.float16: "*fp16", torch.int64: "*i64", torch.int8: "*i8",
 }  # fmt: skip
 
 
@@ -73,7 +73,7 @@ def _server() -> subprocess.Popen[str]:
 
 
 def compiled(dim: int, preset: str, *kind: str | int, sm: int = 90) -> dict[str, Any]:
-    """Of all kernels the shared memory, in bytes.
+    """Of all kernels the shared memory, in bytes. `preset` may end with "/8", a window's bits.
 
     Kind "append", or "append" and "feedback": of an append, and how many products its PTX fuses
     with sums. Kind "mla" and a number of heads: of latent attention, where `dim` is the rank.
@@ -114,7 +114,9 @@ def answer(sm: int, dim: int, preset: str, *kind: Any) -> None:
 def compile_paged(dim: int, preset: str, *only: str) -> None:
     for place in (triton_attend, dequantize, ragged):
         place.has_ptx = lambda device: SM >= 89
-    cache = make_cache(KVQuantConfig.preset(preset), rows=1, dim=dim, dtype=torch.bfloat16)
+    name, _, window_bits = preset.partition("/")
+    cfg = KVQuantConfig.preset(name, window_bits=int(window_bits or 16))
+    cache = make_cache(cfg, rows=1, dim=dim, dtype=torch.bfloat16)
     cache._kernels = kernels.NAME
     if "feedback" in only:
         cache.feedback = torch.zeros(2, dim, dim)

@@ -138,6 +138,7 @@ def test_what_is_read_is_what_appends_seal(seed: int) -> None:
     assert engine.sealed > 0 and engine.compared > 50
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("cfg", LATER, ids=lambda cfg: f"exact_pages={cfg.exact_pages}")
 @pytest.mark.parametrize(("rows", "drafts"), [(20, 0), (8, 3), (3, 8), (0, 0)])
 def test_pages_are_sealed_before_they_are_read(cfg: KVQuantConfig, rows: int, drafts: int) -> None:

@@ -146,13 +146,15 @@ def test_a_failing_rival_leaves_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     monkeypatch.setattr(rivals, "RIVALS", listed)
     found = rivals.measure_rivals(Shape(1, 1), torch.device("cpu"))
-    assert found.ms == {"a bf16": 2.0, "b bf16": 1.5}
-    assert found.steps_ms["a bf16"] == pytest.approx({"mean": 2, "p50": 2, "p90": 2.8, "p99": 2.98})
-    assert found.timed == {"a bf16": "attention", "b bf16": "write and attention"}
-    assert found.failed == {"c fp8": "RuntimeError: no kernel image"}
-    assert found.least == {"against_best_bf16": 1.5, "against_fp8": None, "against_4bit": None}
+    assert found["others_ms"] == {"a bf16": 2.0, "b bf16": 1.5}
+    steps = found["consecutive_others_ms"]["a bf16"]
+    assert steps == pytest.approx({"mean": 2, "p50": 2, "p90": 2.8, "p99": 2.98})
+    assert found["others_timed"] == {"a bf16": "attention", "b bf16": "write and attention"}
+    assert found["others_failed"] == {"c fp8": "RuntimeError: no kernel image"}
+    ratios = rivals.ratios(found["others_ms"], 0.5)
+    assert ratios == {"against_best_bf16": 3.0, "against_fp8": None, "against_4bit": None}
     only = rivals.measure_rivals(Shape(1, 1), torch.device("cpu"), ["a", "fp8"])
-    assert list(only.ms) == ["a bf16"] and list(only.failed) == ["c fp8"]
+    assert [list(only[name]) for name in ("others_ms", "others_failed")] == [["a bf16"], ["c fp8"]]
     with pytest.raises(ValueError, match="--against sdpa; it must be part of one of: a bf16, b"):
         rivals.measure_rivals(Shape(1, 1), torch.device("cpu"), ["sdpa"])
 

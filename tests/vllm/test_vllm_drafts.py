@@ -148,13 +148,17 @@ def builder(pages_per_block: int) -> Any:
     impl = SimpleNamespace(layout=layout, limits=Limits(2, 2, 4), short_prompt=0, window=None)
     impl.step = SimpleNamespace(kernels=reference)
     impl.kernels, impl.reads, impl.feedback = reference, None, None
+    rings = tuple(torch.zeros(n, 4, 1, 64) for n in (3, 3, 11, 11))
+    impl.exact_tensors = lambda: rings
     made.impls = [impl]
     made.layers = [SimpleNamespace(kv_cache=torch.zeros(12, 1), impl=impl)]
     made.group_rings = impl.group_rings = GroupRings()
     made.device, made.pages = torch.device("cpu"), None
     made.reorder_batch_threshold, made.pages_per_block = 4, pages_per_block
     made.inside = torch.arange(pages_per_block, dtype=torch.int32)
-    made.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=2))
+    made.vllm_config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=2), parallel_config=SimpleNamespace()
+    )
     made.left_pad = torch.zeros(2, dtype=torch.int32)
     made.out = torch.zeros(len(BatchRings._fields), 2, dtype=torch.int32)
     return made

@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ring_scheduler import CFG, LATER, PAGE, Scheduler, Sequence
 from tightkv import KVQuantConfig
-from tightkv.integrations.vllm.step.ring_table import NAMED, BatchRings, RingTable
+from tightkv.integrations.vllm.step.ring_table import NAMED, BatchRings, RingTable, sink_rows
+from tightkv.integrations.vllm.step.sink_copies import copied
 
 
 @pytest.mark.sampled
@@ -30,8 +31,6 @@ def test_the_kernel_takes_the_steps_of_the_table(
     def padded(
         blocks: Tensor, lengths: Tensor, first: Tensor, slots: Tensor, copies: bool
     ) -> BatchRings:
-        if copies:
-            return plain(blocks, lengths, first, slots, copies)
         ends = torch.cat([first, first[-1:] + torch.tensor([1, 1])]).int()
         more = torch.tensor([-1] * 4)
         rows = plain(
@@ -44,7 +43,41 @@ def test_the_kernel_takes_the_steps_of_the_table(
     scheduler.step = padded  # type: ignore[method-assign]
     for _ in range(60):
         scheduler.random_step()
-    assert scheduler.kernel_steps > 8
+    assert scheduler.kernel_steps[0] > 8 and scheduler.kernel_steps[1] > (2 if later else 8)
+
+
+@pytest.mark.parametrize("rows,drafts", [(3, 0), (2, 3)])
+def test_the_kernel_saves_named_sinks(rows: int, drafts: int) -> None:
+    """Sinks that a store has named are saved although their blocks are given away."""
+    scheduler = Scheduler(24, rows, drafts, seed=4, has_store=True, has_kernel=True)
+    for _ in range(80):
+        scheduler.random_step()
+    saved = scheduler.table.sink_content[rows + 1 :]
+    assert (saved >= NAMED).any() and scheduler.kernel_steps[1] > 8
+
+
+@pytest.mark.parametrize("dim", [64, 80])
+def test_sinks_of_all_layers_are_copied_at_once(dim: int) -> None:
+    """A place may be read and written; layers may have different heads."""
+    from tightkv.integrations.vllm.step import sink_kernel
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # there the interpreter
+    nobody, places = 6, sink_rows(6)
+    plain = [torch.randn(places, 4, heads, dim).half().to(device) for heads in (2, 3, 2)]
+    fused = [sinks.clone() for sinks in plain]
+    numbers = {"saved_at": [6, 9, 8, 6], "ring_rows": [0, 1, 2, 6], "sink_sources": [1, 8, 2, 6]}
+    rows = SimpleNamespace(
+        **{name: torch.tensor(n, dtype=torch.int32, device=device) for name, n in numbers.items()}
+    )
+    to, source = copied(rows)
+    for sinks in plain:
+        sinks[to] = sinks[source]
+    table = torch.tensor([[x.data_ptr(), x[0].nbytes // 4] for x in fused], device=device)
+    sink_kernel.copy(table, rows, nobody, int(table[:, 1].max()), 20)
+    for expected, found in zip(plain, fused, strict=True):
+        for each in (expected, found):
+            each[nobody] = 0
+        assert torch.equal(expected, found)
 
 
 @pytest.mark.sampled

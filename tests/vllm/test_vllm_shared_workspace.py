@@ -68,7 +68,7 @@ def test_prompts_without_a_prefix_share() -> None:
         PartRange(0, 1, False, 1),
         PartRange(1, 3, True, 600, most_before=(0, 0)),
     ]
-    assert cut([600], [0]) == [PartRange(0, 1, True, 600, 0)]
+    assert cut([600], [0]) == [PartRange(0, 1, True, 600, most_before=(0,))]
 
 
 def test_what_does_not_fit_goes_its_own_way() -> None:
@@ -382,10 +382,16 @@ class Group:
         made.impls = list(impls)
         made.layers = [SimpleNamespace(impl=impl, kv_cache=cache) for impl, cache in pairs]
         made.group_rings, made.device, made.pages = GroupRings(), torch.device("cpu"), None
+        for impl in impls:
+            impl.group_rings = made.group_rings
         made.reorder_batch_threshold, made.pages_per_block = 1, 1
         scheduler = SimpleNamespace(max_num_seqs=sequences)
         # with a connector, appends seal pages at once
-        config = SimpleNamespace(scheduler_config=scheduler, kv_transfer_config=SimpleNamespace())
+        config = SimpleNamespace(
+            scheduler_config=scheduler,
+            kv_transfer_config=SimpleNamespace(),
+            parallel_config=SimpleNamespace(),
+        )
         made.vllm_config, made.left_pad = config, torch.zeros(sequences, dtype=torch.int32)
         made.out = torch.zeros(len(BatchRings._fields), sequences, dtype=torch.int32)
         self.builder, self.lengths = made, [0] * sequences

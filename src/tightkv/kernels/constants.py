@@ -20,7 +20,6 @@ ROTATIONS = {"none": 0, "hadamard": 1, "haar": 2}
 NO_ROTATION, DENSE_ROTATION = ROTATIONS["none"], ROTATIONS["haar"]
 SCALE_MODES = {"norm": 0, "corrected": 1, "least_squares": 2, "unbiased": 3}
 BITS = (2, 3, 4, 8)
-NO_WINDOW_8 = "window_bits=8; they have 16"  # a backend that has it does not say this
 
 
 def unsupported_codec(layout: PageLayout) -> str | None:

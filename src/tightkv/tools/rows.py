@@ -9,12 +9,21 @@ import subprocess
 from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 import tightkv
 from tightkv.integrations.extras import installed_version
+
+if TYPE_CHECKING:  # `tightkv info` says what is missing, also where torch is
+    import torch
+
+# ARM cores have numbers in /proc/cpuinfo instead of a name: (implementer, part).
+_ARM_CORES = {
+    ("0x41", "0xd0c"): "ARM Neoverse N1",
+    ("0x41", "0xd40"): "ARM Neoverse V1",
+    ("0x41", "0xd49"): "ARM Neoverse N2",
+    ("0x41", "0xd4f"): "ARM Neoverse V2",
+}
 
 
 def append_rows(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -53,6 +62,8 @@ def _said(*command: str) -> str | None:
 
 def versions() -> dict[str, Any]:
     """Time, versions and commit."""
+    import torch
+
     return {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "tightkv": tightkv.__version__,
@@ -73,8 +84,30 @@ def provenance(device: torch.device) -> dict[str, Any]:
         "flashinfer-python": installed_version("flashinfer"),
     }
     if device.type == "cuda":
+        import torch
+
         facts["gpu"] = torch.cuda.get_device_name(device)
         facts["cuda"] = torch.version.cuda
         drivers = _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
         facts["driver"] = drivers.splitlines()[0].strip() if drivers else None
     return facts
+
+
+def cpu_name() -> str:
+    """The processor, as its maker calls it where that is known."""
+    fields = cpu_fields()
+    arm = _ARM_CORES.get((fields.get("cpu implementer", ""), fields.get("cpu part", "")))
+    return fields.get("model name") or arm or platform.processor() or platform.machine()
+
+
+def cpu_fields() -> dict[str, str]:
+    """Fields of the first core in /proc/cpuinfo; empty where there is no such file."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return {}
+    fields: dict[str, str] = {}
+    for line in text.splitlines():
+        key, _, value = line.partition(":")
+        fields.setdefault(key.strip().lower(), value.strip())
+    return fields

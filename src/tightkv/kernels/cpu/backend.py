@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tightkv.kernels.backend import Takes
-from tightkv.kernels.constants import NO_WINDOW_8, unsupported_codec
+from tightkv.kernels.constants import unsupported_codec
 from tightkv.kernels.cpu import library
 from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.view import CacheView
@@ -26,7 +26,7 @@ from tightkv.pages.layout import PageLayout
 NAME = "cpu"
 TAKES = Takes(batches=True)
 # struct view, attend_args and append_args of native/native.h
-_VIEW = "17q"
+_VIEW = "18q"
 _ATTEND = struct.Struct(f"={_VIEW}6q5q1q5q2q2d")
 ATTEND_CALL = "=6q"  # the rest of attend_args: what is new in each of alike steps
 _CALL = struct.Struct(ATTEND_CALL)
@@ -47,7 +47,7 @@ def unavailable(device_type: str | None, asked: bool = False) -> str | None:
 
 def unsupported(layout: PageLayout) -> str | None:
     """Why these kernels cannot run a config, or None."""
-    return NO_WINDOW_8 if layout.cfg.window_bits == 8 else unsupported_codec(layout)
+    return unsupported_codec(layout)
 
 
 def append(
@@ -163,7 +163,8 @@ def _view(view: CacheView) -> tuple[int, ...]:
         view.sink_value.data_ptr(),
         view.ring_key.shape[1],
         view.sink_key.shape[1],
-        library.DTYPES[view.ring_key.dtype],
+        library.DTYPES[view.sink_key.dtype],
+        0 if view.ring_scales is None else view.ring_scales.data_ptr(),
     )
 
 

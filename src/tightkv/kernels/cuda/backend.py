@@ -137,16 +137,19 @@ def _append_many(
     module = _module("append", layout, layout.num_kv_heads, None, False, view.pages.device)
     heads = view.batch * layout.num_kv_heads
     touched = min((max_new - 2) // layout.page_size + 2, _MOST_BLOCKS_Z)
-    params = AppendParams(*arguments, 0, _encode(view))
+    params = AppendParams(*arguments, 0, _encode(view), _scales(view))
     module.launch("append", (heads, 2, touched), _MANY_THREADS, params)
     _seal(layout, view, params, -(-max_new // layout.page_size))
     copies = -(-min(max_new, view.ring_key.shape[1]) // 32)
-    module.launch("append", (heads, 2, copies), _MANY_THREADS, AppendParams(*arguments, 1, 0))
+    module.launch(
+        "append", (heads, 2, copies), _MANY_THREADS, AppendParams(*arguments, 1, 0, _scales(view))
+    )
 
 
 def _append_few(layout: PageLayout, view: CacheView, arguments: Sequence[int]) -> None:
     """A few tokens of each sequence, as in a decode step."""
-    params = AppendParams(*arguments, 1, _KEYS_LATER if view.seals_later else _encode(view))
+    encode = _KEYS_LATER if view.seals_later else _encode(view)
+    params = AppendParams(*arguments, 1, encode, _scales(view))
     device, heads = view.pages.device, view.batch * layout.num_kv_heads
     processors, sealed_apart = processor_count(device), view.feedback is not None
     if sealed_apart and heads <= processors and not view.seals_later:
@@ -172,6 +175,11 @@ def _append_few(layout: PageLayout, view: CacheView, arguments: Sequence[int]) -
 def _encode(view: CacheView) -> int:
     """`encode` of encode.cuh: keys with feedback are sealed by kernels of their own."""
     return 1 if view.feedback is None else _KEYS_APART
+
+
+def _scales(view: CacheView | SealedLayer) -> int:
+    """The address of a ring's scales, or 0."""
+    return 0 if view.ring_scales is None else view.ring_scales.data_ptr()
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -216,7 +224,7 @@ def seals_later(layout: PageLayout, feedback: bool) -> bool:
 
 
 class _SealedLayers(NamedTuple):
-    pages: Tensor  # int64 [layers, 4]: `struct SealedLayer`
+    pages: Tensor  # int64 [layers, 5]: `struct SealedLayer`
     ring_slots: int
     held: Sequence[SealedLayer]  # whose addresses the first has
 
@@ -227,7 +235,7 @@ def sealed_layers(layers: Sequence[SealedLayer]) -> _SealedLayers:
     for layer in layers:
         factors = 0 if layer.feedback is None else layer.feedback.data_ptr()
         addresses = layer.pages.data_ptr(), layer.ring_key.data_ptr(), factors
-        rows.append([*addresses, layer.pages.stride(0)])
+        rows.append([*addresses, layer.pages.stride(0), _scales(layer)])
     table = torch.tensor(rows, dtype=torch.int64, device="cpu").to(layers[0].pages.device)
     return _SealedLayers(table, layers[0].ring_key.shape[1], layers)
 
@@ -293,7 +301,7 @@ def attend(
         1 / math.sqrt(d) if scale is None else scale, softcap or 0.0,
         view.ring_key.shape[1], view.sink_key.shape[1], plan.num_splits,
         window or 0, int(causal), int(overlaps_append and not cut.is_new), table.shape[1],
-        view.batch, max_queries,
+        view.batch, max_queries, _scales(view),
     )  # fmt: skip
     module.launch("decode", cut.grid, 32 * plan.tile.warps, params, shared=plan.shared_bytes)
     if cut.num_partials:

@@ -21,6 +21,7 @@ class DecodeParams(ctypes.Structure):
         + _fields(ctypes.c_float, "scale softcap")
         + _fields(ctypes.c_int, "ring sinks num_splits")
         + _fields(ctypes.c_int, "window causal overlaps_append table_pages batch max_queries")
+        + _fields(ctypes.c_void_p, "ring_scales")
     )
 
 
@@ -42,6 +43,7 @@ class AppendParams(ctypes.Structure):
         + _fields(ctypes.c_void_p, "key_center value_center")
         + _fields(ctypes.c_longlong, "key_n key_h value_n value_h table_b page_bytes")
         + _fields(ctypes.c_int, "ring sinks encode_partial_page copy encode")
+        + _fields(ctypes.c_void_p, "ring_scales")
     )
 
 

@@ -47,6 +47,7 @@ def source(
         "SOFTCAP": int(softcap),
         "ROTATED": shared["ROTATION"],
         "BF16": int(layout.dtype == torch.bfloat16),
+        "RING_CODES": int(layout.cfg.window_bits == 8),
         "ROOT": _floats(d**-0.5),
         "WIDTH": _floats(d**0.5),
     }

@@ -23,6 +23,7 @@ from tightkv.kernels.triton.encode import (
     store_keys,
     store_values,
 )
+from tightkv.kernels.triton.ring import load_exact, rotate_exact, round_exact, store_codes
 from tightkv.kernels.triton.rotate import rotate
 from tightkv.kernels.view import CacheView
 from tightkv.math.feedback import gain
@@ -50,7 +51,7 @@ def _copy(source, source_n, token, target, place, there, HKV: tl.constexpr, D: t
 )  # fmt: skip
 def _append_kernel(
     key, value, pages, block_table, lengths, left_pad, ring_rows, ring_valid_from, cu_seqlens,
-    ring_key, ring_value, sink_key, sink_value, key_table, value_table, feedback,
+    ring_key, ring_value, ring_scales, sink_key, sink_value, key_table, value_table, feedback,
     key_n, key_h, value_n, value_h, table_b, page_b, touched, copies, ring_tokens,
     HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
     RECORD: tl.constexpr, SINKS: tl.constexpr,
@@ -59,6 +60,7 @@ def _append_kernel(
     VALUE_MODE: tl.constexpr, VALUE_AT: tl.constexpr, KEY_SCALE_AT: tl.constexpr,
     VALUE_SCALE_AT: tl.constexpr, MEAN_AT: tl.constexpr, MEAN_BITS: tl.constexpr,
     ROTATION: tl.constexpr, ENCODE_PARTIAL_PAGE: tl.constexpr, GAIN: tl.constexpr,
+    RING_CODES: tl.constexpr,
 ):  # fmt: skip
     """Keys of pages that complete take `feedback`, unless GAIN is 0.
 
@@ -78,16 +80,27 @@ def _append_kernel(
     d = tl.arange(0, DP)
     t = tl.arange(0, 32)
     is_key = tl.program_id(2) == 0
+    scales = ring_scales + tl.program_id(2)
     if is_key:
         source, source_n, source_h, ring, sink = key, key_n, key_h, ring_key, sink_key
+        table = key_table
     else:
         source, source_n, source_h, ring, sink = value, value_n, value_h, ring_value, sink_value
+        table = value_table
 
     if part >= touched:
         token = tl.maximum(count - ring_tokens, 0) + (part - touched) * 32 + t
         slot = owner * ring_tokens + (before + token) % ring_tokens
-        _copy(source + head * source_h, source_n, begin + token, ring + head * D, slot,
-              token < count, HKV, D, DP)  # fmt: skip
+        if RING_CODES:
+            new = token < count
+            codes, scale = _round_new(
+                source + head * source_h, source_n, begin + token, new, is_key, table,
+                D, DP, ROTATION,
+            )  # fmt: skip
+            store_codes(ring, scales, slot * HKV + head, codes, scale, new, is_key, D, DP)
+        else:
+            _copy(source + head * source_h, source_n, begin + token, ring + head * D, slot,
+                  token < count, HKV, D, DP)  # fmt: skip
         if (SINKS > 0) & (part == touched) & (before < start + SINKS):
             n = tl.arange(0, SINKS_P)
             place = start + n - before
@@ -108,7 +121,7 @@ def _append_kernel(
     # tokens to encode: those with an exact copy, or the new ones of an open page
     lowest = tl.maximum(tl.where(complete, exact_from, before), index * PAGE)
     highest = tl.minimum(length, (index + 1) * PAGE)
-    ring_base = ring + owner * (ring_tokens * HKV * D) + head * D
+    ring_item = owner * (ring_tokens * HKV) + head
     source_base = source + head * source_h
 
     mean = tl.zeros([1, DP], tl.float32)
@@ -121,13 +134,15 @@ def _append_kernel(
             for b in range(0, PAGE // 32):
                 at = index * PAGE + b * 32 + t
                 x = _load_tokens(
-                    source_base, source_n, ring_base, ring_tokens, at, before, begin, at >= start,
-                    HKV, D, DP,
+                    source_base, source_n, ring, scales, ring_item, ring_tokens, at, before, begin,
+                    at >= start, is_key, table, HKV, D, DP, ROTATION, RING_CODES,
                 )  # fmt: skip
-                total += tl.sum(finite(x), axis=0)
+                total += tl.sum(x, axis=0)
             real = tl.maximum((index + 1) * PAGE - tl.maximum(start, index * PAGE), 1)
-            rows = tl.where(tl.arange(0, 16)[:, None] == 0, (total / real)[None, :], 0.0)
-            fresh = tl.sum(rotate(rows, key_table, 16, D, DP, ROTATION), axis=0)
+            fresh = total / real
+            if not RING_CODES:
+                rows = tl.where(tl.arange(0, 16)[:, None] == 0, fresh[None, :], 0.0)
+                fresh = tl.sum(rotate(rows, table, 16, D, DP, ROTATION), axis=0)
             if MEAN_BITS == 16:
                 tl.store(numbers + d, fresh.to(tl.float16), mask=d < D)
                 mean = fresh.to(tl.float16).to(tl.float32)[None, :]
@@ -150,14 +165,15 @@ def _append_kernel(
     for b in range((lowest - index * PAGE) // 32, tl.cdiv(highest - index * PAGE, 32)):
         at = index * PAGE + b * 32 + t
         live = (at >= lowest) & (at < highest)
-        x = _load_tokens(
-            source_base, source_n, ring_base, ring_tokens, at, before, begin, live, HKV, D, DP
-        )
-        x = finite(x)
+        y = _load_tokens(
+            source_base, source_n, ring, scales, ring_item, ring_tokens, at, before, begin, live,
+            is_key, table, HKV, D, DP, ROTATION, RING_CODES,
+        )  # fmt: skip
+        if not RING_CODES:
+            y = rotate(y, table, 32, D, DP, ROTATION)
         # scales: [blk][r][i]
         scale_at = b * 32 + (t % 8) * 4 + t // 8
         if is_key:
-            y = rotate(x, key_table, 32, D, DP, ROTATION)
             centered = tl.zeros([32], tl.int1)
             if center:
                 rest = y - mean
@@ -180,7 +196,6 @@ def _append_kernel(
             tl.store(numbers + scale_at, scale.to(tl.float16), mask=live)
             store_keys(record, b, code, live, KEY_BITS, D, DP, KEY_CHUNK)
         else:
-            y = rotate(x, value_table, 32, D, DP, ROTATION)
             code, scale = quantize(y, D, DP, VALUE_BITS, VALUE_BOOK, VALUE_MODE)
             numbers = record.to(tl.pointer_type(tl.float16)) + VALUE_SCALE_AT // 2
             tl.store(numbers + scale_at, scale.to(tl.float16), mask=live)
@@ -190,19 +205,43 @@ def _append_kernel(
 
 @triton.jit
 def _load_tokens(
-    source, source_n, ring, ring_tokens, at, before, begin, live, HKV: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr,
+    source, source_n, ring, scales, ring_item, ring_tokens, at, before, begin, live, is_key, table,
+    HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROTATION: tl.constexpr,
+    RING_CODES: tl.constexpr,
 ):  # fmt: skip
-    """Exact tokens at positions `at`: new ones from the input, older ones from the ring."""
+    """Finite tokens at positions `at`: new ones from the input, older ones from the ring.
+
+    With RING_CODES they are rotated, as the ring has them or would have them.
+    """
     d = tl.arange(0, DP)
-    new = (at >= before)[:, None]
-    there = live[:, None] & (d < D)[None, :]
-    offset = (begin + at - before)[:, None].to(tl.int64) * source_n + d[None, :]
-    x = tl.load(source + offset, mask=there & new, other=0.0).to(tl.float32)
-    old = tl.load(
-        ring + ((at % ring_tokens) * (HKV * D))[:, None] + d[None, :], mask=there & ~new, other=0.0
-    )
-    return x + old.to(tl.float32)
+    new = at >= before
+    item = ring_item + (at % ring_tokens) * HKV
+    if RING_CODES:
+        x, step = _round_new(
+            source, source_n, begin + at - before, live & new, is_key, table, D, DP, ROTATION
+        )
+        old = load_exact(ring, scales, item, live & (at < before), is_key, D, DP)
+        x = tl.where(new[:, None], x * step.to(tl.float32)[:, None], old)
+    else:
+        mask = (live & (at < before))[:, None] & (d < D)[None, :]
+        x = _load_new(source, source_n, begin + at - before, live & new, D, DP)
+        x += finite(tl.load(ring + item[:, None] * D + d[None, :], mask=mask, other=0.0))
+    return x
+
+
+@triton.jit
+def _load_new(source, source_n, token, there, D: tl.constexpr, DP: tl.constexpr):
+    d = tl.arange(0, DP)
+    mask = there[:, None] & (d < D)[None, :]
+    offset = token[:, None].to(tl.int64) * source_n + d[None, :]
+    return finite(tl.load(source + offset, mask=mask, other=0.0))
+
+
+@triton.jit
+def _round_new(source, source_n, token, there, is_key, table, D: tl.constexpr, DP: tl.constexpr,
+               ROTATION: tl.constexpr):  # fmt: skip
+    x = _load_new(source, source_n, token, there, D, DP)
+    return round_exact(rotate_exact(x, table, 32, D, DP, ROTATION), is_key)
 
 
 @device_guard
@@ -228,6 +267,7 @@ def append(
     # Only a short append may overwrite the ring while pages are sealed from it.
     launches = [(touched, copies)] if max_new <= RING_SLACK else [(touched, 0), (0, copies)]
     sinks = view.sink_key.shape[1]
+    ring_scales = view.ring_key if view.ring_scales is None else view.ring_scales
     options: dict[str, Any] = {"GAIN": 0.0, "num_warps": 4}
     if view.feedback is not None:
         # Codes are those of the reference only if no product is fused with a sum.
@@ -236,11 +276,12 @@ def append(
         _append_kernel[(view.batch * (pages + copied), layout.num_kv_heads, 2)](
             key, value, view.pages, view.block_table, view.lengths, view.left_pad, view.ring_rows,
             ring_valid_from, cu_seqlens,
-            view.ring_key, view.ring_value, view.sink_key, view.sink_value,
+            view.ring_key, view.ring_value, ring_scales, view.sink_key, view.sink_value,
             codec.key.rotation.table(key.device), codec.value.rotation.table(key.device),
             view.feedback, key.stride(0), key.stride(1), value.stride(0), value.stride(1),
             view.block_table.stride(0), view.pages.stride(0), pages, copied, ring,
             **layout_constants(layout), **encode_constants(layout),
             SINKS=sinks, SINKS_P=triton.next_power_of_2(max(sinks, 1)),
-            ENCODE_PARTIAL_PAGE=encode_partial_page, **options,
+            ENCODE_PARTIAL_PAGE=encode_partial_page, RING_CODES=view.ring_scales is not None,
+            **options,
         )  # fmt: skip

@@ -35,6 +35,7 @@ from tightkv.kernels.triton.attend_tile import (
 )
 from tightkv.kernels.triton.device import has_ptx, interpreted, last_contiguous
 from tightkv.kernels.triton.merge_splits import merge_splits
+from tightkv.kernels.triton.ring import load_codes, load_exact
 from tightkv.kernels.triton.rotate import rotate
 from tightkv.kernels.triton.unpack import (
     load_key_words,
@@ -56,7 +57,7 @@ from tightkv.pages.codec import Codec
 )  # fmt: skip
 def _attend_kernel(
     query, pages, block_table, lengths, left_pad, ring_read_from, sink_counts, ring_rows,
-    cu_seqlens, ring_key, ring_value, sink_key, sink_value, new_key, new_value, mask,
+    cu_seqlens, ring_key, ring_value, ring_scales, sink_key, sink_value, new_key, new_value, mask,
     key_table, value_table, partial, partial_lse,
     query_n, query_h, table_b, page_b, new_key_n, new_key_h, new_value_n, new_value_h,
     mask_b, mask_h, mask_q, mask_n, mask_tokens, total_rows, scale, batch, num_splits,
@@ -71,7 +72,7 @@ def _attend_kernel(
     ROTATION: tl.constexpr, EXACT_TILE: tl.constexpr,
     EXACT_STEP: tl.constexpr, EXACT_STAGES: tl.constexpr,
     NEW: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-    MASK: tl.constexpr, PTX: tl.constexpr, STAGES: tl.constexpr,
+    MASK: tl.constexpr, PTX: tl.constexpr, STAGES: tl.constexpr, RING_CODES: tl.constexpr,
 ):  # fmt: skip
     G: tl.constexpr = HQ // HKV
     NB: tl.constexpr = TILE // 32
@@ -156,16 +157,49 @@ def _attend_kernel(
         owner = tl.load(ring_rows + row).to(tl.int64)
         q_columns = tl.trans(q)
         if q_columns.dtype != tl.float32:  # float32 queries keep their precision and range
-            q_columns = q_columns.to(ring_key.dtype.element_ty)
+            q_columns = q_columns.to(sink_key.dtype.element_ty)
+        rotated = tl.zeros([DP, COLS], tl.float32)  # in the frame of the pages
+        if RING_CODES:
+            qr = rotate(q.to(tl.float32), key_table, COLS, D, DP, ROTATION)
+            largest = tl.max(tl.abs(qr), axis=1)
+            largest = tl.where(largest > 0.0, largest, 1.0)
+            qr = tl.trans((qr / largest[:, None]).to(tl.float16))
+            for e0 in tl.range(
+                tl.maximum(exact_from, n_sinks), tl.minimum(exact_to, n_old), EXACT_STEP,
+                num_stages=EXACT_STAGES,
+            ):  # fmt: skip
+                e = e0 + tl.arange(0, EXACT_STEP)
+                at = ring_from + e - n_sinks
+                valid = e < tl.minimum(exact_to, n_old)
+                item = (owner * ring_tokens + at % ring_tokens) * HKV + kv_head
+                k, ks = load_codes(ring_key, ring_scales, item, valid, True, D, DP)
+                s = tl.dot(k.to(tl.float16), qr) * ks[:, None] * (largest * scale)[None, :]
+                s = mask_scores(
+                    s, at, valid, query_at, live, mask, mask_b, mask_h, mask_q, mask_n,
+                    mask_tokens, row, head, token, CAUSAL, WINDOW, CAP, MASK,
+                )  # fmt: skip
+                p, shrink, peak, weight = softmax_step(s, peak, weight)
+                v = load_exact(ring_value, ring_scales + 1, item, valid, False, D, DP)
+                v = v.to(q_columns.dtype)
+                rotated = rotated * shrink[None, :]
+                rotated += tl.dot(tl.trans(v), p.to(v.dtype), input_precision="ieee")
+            # the other exact tokens: sinks, then new ones
+            exact_from = tl.minimum(exact_from, n_sinks) + tl.maximum(exact_from - n_old, 0)
+            exact_to = tl.minimum(exact_to, n_sinks) + tl.maximum(exact_to - n_old, 0)
+            n_old = n_sinks
+        ring_peak = peak
         for e0 in tl.range(exact_from, exact_to, EXACT_STEP, num_stages=EXACT_STAGES):
             e = e0 + tl.arange(0, EXACT_STEP)
             is_sink = e < n_sinks
             at = tl.where(is_sink, low + e, ring_from + e - n_sinks)
             valid = e < exact_to
-            ring_at = (owner * ring_tokens + at % ring_tokens) * (HKV * D) + kv_head * D
             sink_at = (owner * SINKS + low - start + e) * (HKV * D) + kv_head * D
-            key_at = tl.where(is_sink, sink_key + sink_at, ring_key + ring_at)
-            value_at = tl.where(is_sink, sink_value + sink_at, ring_value + ring_at)
+            key_at = sink_key + sink_at
+            value_at = sink_value + sink_at
+            if not RING_CODES:
+                ring_at = (owner * ring_tokens + at % ring_tokens) * (HKV * D) + kv_head * D
+                key_at = tl.where(is_sink, key_at, ring_key + ring_at)
+                value_at = tl.where(is_sink, value_at, ring_value + ring_at)
             if NEW:
                 fresh = e >= n_old
                 n = (begin + e - n_old).to(tl.int64)
@@ -187,7 +221,11 @@ def _attend_kernel(
             v = v.to(q_columns.dtype)
             acc = acc * shrink[None, :]
             acc += tl.dot(tl.trans(v), p.to(v.dtype), input_precision="ieee")
-        acc = rotate(tl.trans(acc), value_table, COLS, D, DP, ROTATION) * (1.0 / VALUE_UNIT)
+        acc = rotate(tl.trans(acc), value_table, COLS, D, DP, ROTATION)
+        if RING_CODES:
+            shrink = tl.where(ring_peak == float("-inf"), 0.0, tl.exp2(ring_peak - peak))
+            acc += tl.trans(rotated) * shrink[:, None]
+        acc = acc * (1.0 / VALUE_UNIT)
         a0, a1, a2, a3 = value_accumulators(acc, COLS, VCP, VALUE_BITS)
 
     if page_to > page_from:
@@ -284,7 +322,8 @@ def attend(
     plan = attend_plan(layout, view, hq // hkv, max_queries, new, device)
     if new_key is None or new_value is None:
         new_key = new_value = query  # not read
-    exact_dtype = view.ring_key.dtype  # one load reads rings and new tokens
+    exact_dtype = view.sink_key.dtype  # one load reads sinks, rings and new tokens
+    ring_scales = view.ring_key if view.ring_scales is None else view.ring_scales
     new_key, new_value = (last_contiguous(x.to(exact_dtype)) for x in (new_key, new_value))
     num_splits, num_exact_splits = plan.pop("num_splits"), plan.pop("num_exact_splits")
     num_partials = num_splits + num_exact_splits
@@ -295,7 +334,8 @@ def attend(
     _attend_kernel[(num_partials * view.batch * hkv * tiles,)](
         query, view.pages, view.block_table, view.lengths, view.left_pad,
         view.ring_read_from, view.sink_counts, view.ring_rows, cu_seqlens,
-        view.ring_key, view.ring_value, view.sink_key, view.sink_value, new_key, new_value, mask,
+        view.ring_key, view.ring_value, ring_scales, view.sink_key, view.sink_value,
+        new_key, new_value, mask,
         codec.key.rotation.table(device), codec.value.rotation.table(device),
         partial, partial_lse,
         query.stride(0), query.stride(1), view.block_table.stride(0), view.pages.stride(0),
@@ -305,7 +345,7 @@ def attend(
         **layout_constants(layout), **decode_constants(layout),
         HQ=hq, SINKS=view.sink_key.shape[1],
         NEW=new, CAUSAL=causal, WINDOW=window or 0, CAP=softcap or 0.0, MASK=mask_kind,
-        PTX=has_ptx(device), **plan,
+        PTX=has_ptx(device), RING_CODES=view.ring_scales is not None, **plan,
     )  # fmt: skip
     rotation = codec.value.rotation
     merge_splits(rotation, partial, partial_lse, out, lse, cu_seqlens, view.batch)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from tightkv.kernels.backend import Takes
-from tightkv.kernels.constants import NO_WINDOW_8, unsupported_codec
+from tightkv.kernels.constants import unsupported_codec
 from tightkv.kernels.triton.append import append
 from tightkv.kernels.triton.attend import attend
 from tightkv.kernels.triton.device import interpreted
@@ -38,7 +38,7 @@ def unavailable(device_type: str | None, asked: bool = False) -> str | None:
 
 def unsupported(layout: PageLayout) -> str | None:
     """Why these kernels cannot run a config, or None."""
-    reason = NO_WINDOW_8 if layout.cfg.window_bits == 8 else unsupported_codec(layout)
+    reason = unsupported_codec(layout)
     if reason is None and not (64 <= layout.head_dim <= 256 or layout.head_dim == 512):
         return f"head_dim={layout.head_dim}; they have 64 to 256, and 512"
     if reason is None and layout.head_dim == 512 and layout.cfg.rotation == "haar":

@@ -15,6 +15,7 @@ from tightkv.kernels.constants import DENSE_ROTATION, NO_ROTATION, layout_consta
 from tightkv.kernels.prefill import exact_ranges
 from tightkv.kernels.sdpa import AttentionState
 from tightkv.kernels.triton.dequantize import dequantize_pages
+from tightkv.kernels.triton.ring import load_exact
 from tightkv.kernels.triton.rotate import rotate, rotate_back
 from tightkv.kernels.view import CacheView
 from tightkv.pages.codec import Codec
@@ -99,10 +100,10 @@ def _rotate_queries_kernel(
     ]
 )
 def _load_exact_kernel(
-    key, value, source_key, source_value, key_table, value_table,
+    key, value, source_key, source_value, scales, key_table, value_table,
     ring_read_from, sink_counts, ring_rows, out_b, out_h, start, low, high, slots,
     HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SINKS: tl.constexpr,
-    ROTATION: tl.constexpr, ROWS: tl.constexpr,
+    ROTATION: tl.constexpr, ROWS: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
     """Exact tokens among positions [low, high) over their codes in key and value, rotated.
 
@@ -122,13 +123,22 @@ def _load_exact_kernel(
     d = tl.arange(0, DP)
     there = chosen[:, None] & (d < D)[None, :]
     owner = tl.load(ring_rows + row).to(tl.int64)
-    offsets = (owner * slots + at % slots) * (HKV * D) + head * D
+    item = (owner * slots + at % slots) * HKV + head
+    offsets = item * D
     target = _row_offsets(row, head, at - start, out_b, out_h, D)[:, None] + d[None, :]
     if tl.program_id(1) == 0:
-        x = load_rotated(source_key, offsets, chosen, key_table, False, D, DP, ROTATION, ROWS)
+        if CODES:
+            x = load_exact(source_key, scales, item, chosen, True, D, DP)
+        else:
+            x = load_rotated(source_key, offsets, chosen, key_table, False, D, DP, ROTATION, ROWS)
         tl.store(key + target, x.to(key.dtype.element_ty), mask=there)
     else:
-        x = load_rotated(source_value, offsets, chosen, value_table, False, D, DP, ROTATION, ROWS)
+        if CODES:
+            x = load_exact(source_value, scales + 1, item, chosen, False, D, DP)
+        else:
+            x = load_rotated(
+                source_value, offsets, chosen, value_table, False, D, DP, ROTATION, ROWS
+            )
         tl.store(value + target, x.to(value.dtype.element_ty), mask=there)
 
 
@@ -206,13 +216,14 @@ def load_prefix(
     heads, d = codec.layout.num_kv_heads, codec.layout.head_dim
     for ring, low, high in exact_ranges(view, start, count):
         sources = (view.ring_key, view.ring_value) if ring else (view.sink_key, view.sink_value)
+        codes = ring and view.ring_scales is not None
         _load_exact_kernel[(triton.cdiv(high - low, rows) * view.batch * heads, 2)](
-            key, value, *sources,
+            key, value, *sources, view.ring_scales if codes else sources[0],
             codec.key.rotation.table(key.device), codec.value.rotation.table(key.device),
             view.ring_read_from, view.sink_counts, view.ring_rows,
             key.stride(0), key.stride(1), start, low, high, sources[0].shape[1],
             HKV=heads, D=d, DP=layout_constants(codec.layout)["DP"],
-            SINKS=not ring, ROTATION=kind, ROWS=rows, num_warps=4,
+            SINKS=not ring, ROTATION=kind, ROWS=rows, CODES=codes, num_warps=4,
         )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from tightkv.kernels.ragged_plan import BLOCK, RaggedGroup
 from tightkv.kernels.triton.dequantize import dequantized_keys, dequantized_values, even_tokens
 from tightkv.kernels.triton.device import has_ptx, last_contiguous
 from tightkv.kernels.triton.prefill import load_rotated
+from tightkv.kernels.triton.ring import load_exact
 from tightkv.kernels.triton.unpack import token_order
 from tightkv.kernels.view import CacheView
 from tightkv.math.rotation import Rotation
@@ -62,7 +63,7 @@ def _finite(x, where):
 )  # fmt: skip
 def _load_workspace_kernel(
     pages, block_table, lengths, left_pad, ring_read_from, sink_counts, ring_rows,
-    cu_seqlens_q, cu_seqlens_k, cu_blocks, ring_key, ring_value, sink_key, sink_value,
+    cu_seqlens_q, cu_seqlens_k, cu_blocks, ring_key, ring_value, ring_scales, sink_key, sink_value,
     new_key, new_value, key_table, value_table, key, value,
     table_b, page_b, new_key_n, new_key_h, new_value_n, new_value_h, first_row, batch, ring_tokens,
     tokens,
@@ -72,7 +73,7 @@ def _load_workspace_kernel(
     KEY_UNIT: tl.constexpr, VALUE_UNIT: tl.constexpr, VALUE_AT: tl.constexpr,
     KEY_SCALE_AT: tl.constexpr, VALUE_SCALE_AT: tl.constexpr, MEAN_AT: tl.constexpr,
     MEAN_BITS: tl.constexpr, ROTATION: tl.constexpr, SINKS: tl.constexpr, TAIL: tl.constexpr,
-    PTX: tl.constexpr,
+    PTX: tl.constexpr, RING_CODES: tl.constexpr,
 ):  # fmt: skip
     """32 positions of one sequence and head to their rows of key and value [tokens, HKV, D].
 
@@ -143,17 +144,29 @@ def _load_workspace_kernel(
         exact = (at >= start) & (at < stop) & (is_sink | (at >= read_from))
         owner = tl.load(ring_rows + row).to(tl.int64)
         sink_at = (owner * SINKS + at - start) * (HKV * D) + head * D
-        ring_at = (owner * ring_tokens + at % ring_tokens) * (HKV * D) + head * D
+        ring_item = (owner * ring_tokens + at % ring_tokens) * HKV + head
         n = (begin + at - length).to(tl.int64)
         head64 = head.to(tl.int64)
         there = exact[:, None] & (d < D)[None, :]
         where = ((shift + at).to(tl.int64) * HKV + head)[:, None] * D + d[None, :]
+        if RING_CODES:
+            coded = exact & (at < length) & (at >= read_from)
+            x = load_exact(ring_key, ring_scales, ring_item, coded, True, D, DP)
+            tl.store(key + where, _finite(x, key), mask=coded[:, None] & there)
+            x = load_exact(ring_value, ring_scales + 1, ring_item, coded, False, D, DP)
+            tl.store(value + where, _finite(x, value), mask=coded[:, None] & there)
+            exact = exact & (is_sink | is_new)
+            there = exact[:, None] & there
         none = tl.zeros([32], tl.int64)
-        source = tl.where(is_sink, sink_key + sink_at, ring_key + ring_at)
+        source = sink_key + sink_at
+        if not RING_CODES:
+            source = tl.where(is_sink, source, ring_key + ring_item * D)
         source = tl.where(is_new, new_key + n * new_key_n + head64 * new_key_h, source)
         x = load_rotated(source[:, None], none, exact, key_table, False, D, DP, ROTATION, 32)
         tl.store(key + where, _finite(x, key), mask=there)
-        source = tl.where(is_sink, sink_value + sink_at, ring_value + ring_at)
+        source = sink_value + sink_at
+        if not RING_CODES:
+            source = tl.where(is_sink, source, ring_value + ring_item * D)
         source = tl.where(is_new, new_value + n * new_value_n + head64 * new_value_h, source)
         x = load_rotated(source[:, None], none, exact, value_table, False, D, DP, ROTATION, 32)
         tl.store(value + where, _finite(x, value), mask=there)
@@ -194,17 +207,20 @@ def load_workspace(
     """See `RaggedOps`."""
     layout, rows, device = codec.layout, group.rows, key.device
     new_key, new_value = last_contiguous(new_key), last_contiguous(new_value)
+    ring_scales = view.ring_key if view.ring_scales is None else view.ring_scales
     _load_workspace_kernel[(group.blocks * layout.num_kv_heads,)](
         view.pages, view.block_table, view.lengths, view.left_pad,
         view.ring_read_from, view.sink_counts, view.ring_rows,
         group.cu_seqlens_q, group.cu_seqlens_k, group.cu_blocks,
-        view.ring_key, view.ring_value, view.sink_key, view.sink_value, new_key, new_value,
+        view.ring_key, view.ring_value, ring_scales, view.sink_key, view.sink_value,
+        new_key, new_value,
         codec.key.rotation.table(device), codec.value.rotation.table(device), key, value,
         view.block_table.stride(0), view.pages.stride(0),
         new_key.stride(0), new_key.stride(1), new_value.stride(0), new_value.stride(1),
         rows.start, rows.stop - rows.start, view.ring_key.shape[1], group.tokens,
         **layout_constants(layout), **decode_constants(layout),
-        SINKS=view.sink_key.shape[1], TAIL=TAIL, PTX=has_ptx(device), num_warps=4,
+        SINKS=view.sink_key.shape[1], TAIL=TAIL, PTX=has_ptx(device),
+        RING_CODES=view.ring_scales is not None, num_warps=4,
     )  # fmt: skip
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple, TypeAlias
 
@@ -20,7 +19,7 @@ from tightkv.paged.cache import PagedKV
 from tightkv.paged.sequences import SequenceTable
 from tightkv.pages.layout import PageLayout
 from tightkv.tools.bench.inputs import Shape
-from tightkv.tools.rows import provenance
+from tightkv.tools.rows import cpu_name, provenance
 
 SHAPES = (
     Shape(1, 8192),
@@ -194,15 +193,4 @@ Contender: TypeAlias = Compressed | Plain
 def machine() -> dict[str, Any]:
     """The processor, its threads, and the instruction set of our kernels."""
     isa = library.chosen(library.load())
-    return {"cpu": _cpu_name(), "threads": torch.get_num_threads(), "isa": isa}
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return "unknown"
-    fields = dict(line.split(":", 1) for line in lines if ":" in line)
-    fields = {name.strip(): text.strip() for name, text in fields.items()}
-    arm = f"ARM implementer {fields.get('CPU implementer')} part {fields.get('CPU part')}"
-    return fields.get("model name") or arm
+    return {"cpu": cpu_name(), "threads": torch.get_num_threads(), "isa": isa}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -30,7 +31,7 @@ from tightkv.tools.bench.inputs import (
     random_bf16,
     ring_bounds,
 )
-from tightkv.tools.bench.rivals import measure_rivals
+from tightkv.tools.bench.rivals import measure_rivals, ratios
 from tightkv.tools.bench.timing import copy_bandwidth, graph_ms, graph_times, spread
 from tightkv.tools.rows import provenance
 
@@ -72,6 +73,7 @@ def decode_rows(
                 layers = layers_for(layout, shape, module, device)
                 times = _decode_times(module, layers, shape)
                 steps = spread(_consecutive_times(module, layers, shape))
+                consecutive = ratios(others["others_ms"], steps["p50"])
                 read = layers[0].bytes
                 yield {
                     "bench": "decode",
@@ -79,20 +81,12 @@ def decode_rows(
                     "preset": preset,
                     "kernels": module.NAME,
                     "ms": times,
-                    "others_ms": others.ms,
-                    "others_timed": others.timed,
-                    "others_failed": others.failed,
-                    "vllm": others.vllm,
-                    **{
-                        name: None if least is None else least / times["step"]
-                        for name, least in others.least.items()
-                    },
+                    **others,
+                    # its version, if kernels of vLLM were asked for
+                    "vllm": getattr(sys.modules.get("vllm"), "__version__", None),
+                    **ratios(others["others_ms"], times["step"]),
                     "consecutive_ms": steps,
-                    "consecutive_others_ms": others.steps_ms,
-                    **{
-                        f"consecutive_{name}": None if least is None else least / steps["p50"]
-                        for name, least in others.least.items()
-                    },
+                    **{f"consecutive_{name}": ratio for name, ratio in consecutive.items()},
                     "share_of_copy_bandwidth": read / (times["attend"] / 1e3) / bandwidth,
                     "bytes_read": read,
                     "copy_bytes_per_s": bandwidth,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -62,53 +62,48 @@ RIVALS: dict[str, Rival] = {
 }
 
 
-@dataclass
-class Measured:
-    """By name of the rival."""
-
-    ms: dict[str, float] = field(default_factory=dict)
-    """Medians."""
-    steps_ms: dict[str, dict[str, float]] = field(default_factory=dict)
-    timed: dict[str, str] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def vllm(self) -> str | None:
-        """Its version, if kernels of vLLM were asked for."""
-        return getattr(sys.modules.get("vllm"), "__version__", None)
-
-    @property
-    def least(self) -> dict[str, float | None]:
-        """The least time of each group; None where none was measured."""
-        return {
-            group: min((ms for name, ms in self.ms.items() if has(name, words)), default=None)
-            for group, words in GROUPS.items()
-        }
-
-
 def has(name: str, words: Sequence[str]) -> bool:
     return any(word in name for word in words)
 
 
-def measure_rivals(shape: Shape, device: torch.device, only: Sequence[str] = ()) -> Measured:
-    """All of them, or those whose names have one of the words."""
+def measure_rivals(
+    shape: Shape, device: torch.device, only: Sequence[str] = ()
+) -> dict[str, dict[str, Any]]:
+    """Fields of a row, by name of the rival: of all, or those whose names have one of the words.
+
+    Medians in milliseconds, their percentiles, what was timed, and why some gave no time.
+    """
     for word in only:
         if not any(word in name for name in RIVALS):
             raise ValueError(f"--against {word}; it must be part of one of: {', '.join(RIVALS)}")
-    found = Measured()
+    steps: dict[str, dict[str, float]] = {}
+    timed, failed = dict[str, str](), dict[str, str]()
     for name, rival in RIVALS.items():
         if only and not has(name, only):
             continue
         if rival.package is not None and importlib.util.find_spec(rival.package) is None:
             continue
         try:
-            found.steps_ms[name] = spread(rival.measure(shape, device))
-            found.ms[name] = found.steps_ms[name]["p50"]
-            found.timed[name] = rival.timed
+            steps[name] = spread(rival.measure(shape, device))
+            timed[name] = rival.timed
         except Exception as error:  # of any kind: it is another project's code
-            found.failed[name] = reason(error)
+            failed[name] = reason(error)
         torch.cuda.empty_cache()
-    return found
+    return {
+        "others_ms": {name: of["p50"] for name, of in steps.items()},
+        "others_timed": timed,
+        "others_failed": failed,
+        "consecutive_others_ms": steps,
+    }
+
+
+def ratios(others_ms: Mapping[str, float], ours: float) -> dict[str, float | None]:
+    """The least time of each group over ours; None where none was measured."""
+    least = {
+        group: min((ms for name, ms in others_ms.items() if has(name, words)), default=None)
+        for group, words in GROUPS.items()
+    }
+    return {group: None if ms is None else ms / ours for group, ms in least.items()}
 
 
 def reason(error: Exception) -> str:

@@ -11,14 +11,11 @@ from typing import Any
 
 from tightkv.files.atomic import check_writable
 from tightkv.fit.calibration import SUFFIX, Calibration, save_calibration
-from tightkv.tools.cli.shared.loading import load_for, need_transformers, print_expected
+from tightkv.tools.cli.shared.loading import load_for, need_transformers
 from tightkv.tools.cli.shared.options import Commands, add_command
 from tightkv.tools.cli.shared.output import emit, print_status
-from tightkv.tools.cli.shared.progress import Progress
+from tightkv.tools.cli.shared.progress import Working
 from tightkv.tools.model_loading.source import BUNDLED_NAME, check_source, is_hub_id
-
-_PASSES = 2  # what a token costs: the model, and attention of each layer once more
-_GRADIENT_PASSES = 6  # what those of the first window cost on top
 
 
 def add_parser(commands: Commands) -> None:
@@ -82,12 +79,11 @@ def _measure(args: argparse.Namespace, name: str) -> Calibration:
     model, tokenizer = load_for("calibrate", args.model, dtype=args.dtype, device=args.device)
     window = min(WINDOW, args.tokens, max_positions(model) or WINDOW)
     windows = cut_windows(tokenizer, texts, window, max(1, args.tokens // window))
-    print_expected(model, windows.ids, _PASSES + _GRADIENT_PASSES / len(windows))
     begin = time.monotonic()
     prefill = min(PREFILL, window // 2)
     # File names alone: where a text lay is nobody's business.
     named = [replace(text, name=Path(text.name).name) for text in texts]
-    found = Calibrator(model, windows, Progress, prefill).run(name, named)
+    found = Calibrator(model, windows, Working, prefill).run(name, named)
     print_status(f"done after {time.monotonic() - begin:.0f} s")
     return found
 

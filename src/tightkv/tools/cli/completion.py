@@ -57,10 +57,10 @@ def _collect(path: str, parser: argparse.ArgumentParser, words: Words, choices: 
     words[path] = []
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            words[path] += list(action.choices)
-            if path:
-                for name, below in action.choices.items():
-                    _collect(f"{path} {name}", below, words, choices)
+            shown = [one.dest for one in action._get_subactions()]  # as --help does
+            words[path] += shown
+            for name in shown if path else ():
+                _collect(f"{path} {name}", action.choices[name], words, choices)
             continue
         words[path] += action.option_strings or [str(choice) for choice in action.choices or ()]
         for option in action.option_strings:

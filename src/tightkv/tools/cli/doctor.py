@@ -17,7 +17,7 @@ from tightkv.tools.cli.shared.config_flags import (
     given_fields,
     shortest,
 )
-from tightkv.tools.cli.shared.loading import load_for, need_transformers, print_expected
+from tightkv.tools.cli.shared.loading import load_for, need_transformers
 from tightkv.tools.cli.shared.options import Commands, add_command
 from tightkv.tools.cli.shared.output import (
     emit,
@@ -25,7 +25,7 @@ from tightkv.tools.cli.shared.output import (
     or_dash,
     print_status,
 )
-from tightkv.tools.cli.shared.progress import Progress
+from tightkv.tools.cli.shared.progress import Working
 from tightkv.tools.cli.shared.server_file import model_of
 from tightkv.tools.model_loading.source import check_source
 
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _diagnose(args: argparse.Namespace, cfg: KVQuantConfig | None, calibration: str) -> Diagnosis:
     need_transformers("doctor")
-    from tightkv.tools.eval.layer_bits.doctor import USUAL_PASSES, Doctor, default_candidates
+    from tightkv.tools.eval.layer_bits.doctor import Doctor, default_candidates
     from tightkv.tools.eval.tasks.quality import check_compresses
     from tightkv.tools.eval.text import read_texts
     from tightkv.tools.eval.windows import cut_windows
@@ -92,8 +92,7 @@ def _diagnose(args: argparse.Namespace, cfg: KVQuantConfig | None, calibration: 
     texts = read_texts(args.text)
     model, tokenizer = load_for("doctor", args.model, dtype=args.dtype, device=args.device)
     windows = cut_windows(tokenizer, texts, args.window, args.windows)
-    doctor = Doctor(model, windows, args.budget, bars=Progress)
-    print_expected(model, windows.ids, USUAL_PASSES if cfg is None else 4)
+    doctor = Doctor(model, windows, args.budget, bars=Working)
     start = time.monotonic()
     found = doctor.diagnose(candidates) if cfg is None else doctor.check(cfg)
     print_status(

@@ -15,13 +15,14 @@ from contextlib import contextmanager
 from importlib import import_module
 from itertools import takewhile
 from pathlib import Path
+from types import ModuleType
 from typing import TextIO
 
 from tightkv import __version__
 from tightkv.tools.cli.shared import terminal
 from tightkv.tools.cli.shared.output import MissingPackageError
 
-# name -> one line for `tightkv --help`; the module of the same name has add_parser and run.
+# name -> one line for `tightkv --help`.
 COMMANDS = {
     "bench": "speed against uncompressed caches, as ratios within one run",
     "calibrate": "measure a model once: better codes of its keys, and bits of its layers",
@@ -97,10 +98,16 @@ def _run(argv: list[str]) -> int:
         if args.command is None:
             parser.print_help(sys.stderr)
             return USER_ERROR
-        code: int = import_module(f"tightkv.tools.cli.{args.command}").run(args)
+        code: int = module_of(args.command).run(args)
         return code
     except SystemExit as stop:  # --help, --version, or arguments that argparse refuses
         return stop.code if isinstance(stop.code, int) else USER_ERROR
+
+
+def module_of(command: str) -> ModuleType:
+    """Has add_parser and run: the module of the same name, or `command` in the folder."""
+    place = import_module(f"tightkv.tools.cli.{command}")
+    return import_module(f"{place.__name__}.command") if hasattr(place, "__path__") else place
 
 
 class _Help(argparse.HelpFormatter):
@@ -122,7 +129,7 @@ def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, line in COMMANDS.items():
         if name == chosen:
-            import_module(f"tightkv.tools.cli.{name}").add_parser(commands)
+            module_of(name).add_parser(commands)
         else:
             commands.add_parser(name, help=line)
     return parser

@@ -6,13 +6,13 @@ import argparse
 import os
 import platform
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from tightkv import __version__
 from tightkv.integrations.extras import install_hint, installed_version
 from tightkv.tools.cli.shared.options import Commands, add_command
 from tightkv.tools.cli.shared.output import emit, format_table, human_bytes
+from tightkv.tools.rows import cpu_fields, cpu_name
 
 # name -> how to install it
 PACKAGES = {
@@ -29,13 +29,6 @@ SIMD_FLAGS = (
     *("avx512_bf16", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16"),
     *("neon", "asimd", "asimdhp", "asimddp", "i8mm", "bf16", "sve", "sve2", "sme"),
 )
-# ARM cores have numbers in /proc/cpuinfo instead of a name: (implementer, part).
-ARM_CORES = {
-    ("0x41", "0xd0c"): "ARM Neoverse N1",
-    ("0x41", "0xd40"): "ARM Neoverse V1",
-    ("0x41", "0xd49"): "ARM Neoverse N2",
-    ("0x41", "0xd4f"): "ARM Neoverse V2",
-}
 
 
 def add_parser(commands: Commands) -> None:
@@ -80,30 +73,16 @@ def _answer(
 
 
 def _cpu() -> dict[str, Any]:
-    fields = _cpuinfo()
+    fields = cpu_fields()
     listed = set((fields.get("flags") or fields.get("features") or "").split())
-    arm = ARM_CORES.get((fields.get("cpu implementer", ""), fields.get("cpu part", "")))
     logical = os.cpu_count()
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else logical
     return {
-        "model": fields.get("model name") or arm or platform.processor() or platform.machine(),
+        "model": cpu_name(),
         "logical_cores": logical,
         "usable_cores": usable,
         "simd": [flag for flag in SIMD_FLAGS if flag in listed],
     }
-
-
-def _cpuinfo() -> dict[str, str]:
-    """Fields of the first core in /proc/cpuinfo; empty where there is no such file."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return {}
-    fields: dict[str, str] = {}
-    for line in text.splitlines():
-        key, _, value = line.partition(":")
-        fields.setdefault(key.strip().lower(), value.strip())
-    return fields
 
 
 def _devices() -> list[dict[str, Any]]:

@@ -12,7 +12,6 @@ from tightkv.tools.cli.shared.output import check_plot, emit, format_table, save
 from tightkv.tools.cli.shared.progress import Working
 
 SCALING = "3 scaling"  # the section that is drawn
-ABOVE, MEASURED, BELOW = "tab:red", "tab:blue", "tab:green"
 
 
 def add_parser(commands: Commands) -> None:
@@ -36,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     options = validate.Options(seed=args.seed, dim=args.dim, quick=args.quick)
     if args.plot:
         check_plot(args.plot)
-    with Working("validating", line_seconds=10) as work:
+    with Working("validating") as work:
         report = validate.run(options, work.step)
     data = report.to_dict()
     emit(args, data, as_text(data))
@@ -111,52 +110,26 @@ def _audit_text(audit: list[dict[str, Any]]) -> str:
 
 
 def draw(path: str, data: dict[str, Any]) -> None:
-    """Distortion against bits, the same times 4^bits, and KL against the bias of the keys."""
-    with save_plot(path, width=15.0, height=5.0) as figure:
-        figure.suptitle(f"{_headline(data)}: {_verdict(data).split(';')[0]}", fontsize=12)
-        left, middle, right = figure.subplots(1, 3)
-        rows = [c for c in data["claims"] if c["section"] == SCALING]
-        bits = [row["detail"]["bits"] for row in rows]
-        _draw_distortion(left, rows, bits)
-        _draw_scaled(middle, rows, bits)
-        _draw_bias(right, data["audit"])
-
-
-def _draw_distortion(axes: Any, rows: list[dict[str, Any]], bits: list[int]) -> None:
-    for values, style, colour, name in (
-        ([r["upper"] for r in rows], "--", ABOVE, "bound, Theorem 1"),
-        ([r["detail"]["lloyd_max"] for r in rows], "-", MEASURED, "Lloyd-Max"),
-        ([r["measured"] for r in rows], "o", MEASURED, "measured"),
-        ([r["lower"] for r in rows], "--", BELOW, "lower bound, Theorem 3"),
-    ):
-        unscaled = [value * 4.0**-b for value, b in zip(values, bits, strict=True)]
-        axes.plot(bits, unscaled, style, color=colour, linewidth=1.2, label=name)
-    axes.set(title="Distortion", xlabel="bits per coordinate", ylabel="squared error, unit vectors")
-    axes.set_yscale("log")
-    axes.legend()
-
-
-def _draw_scaled(axes: Any, rows: list[dict[str, Any]], bits: list[int]) -> None:
+    """Distortion times 4^bits between its bounds, and KL against the bias of the keys."""
+    rows = [c for c in data["claims"] if c["section"] == SCALING]
+    bits = [row["detail"]["bits"] for row in rows]
     widths = [(row["interval"][1] - row["interval"][0]) / 2 for row in rows]
-    axes.plot(bits, [r["detail"]["lloyd_max"] for r in rows], color=MEASURED, linewidth=1)
-    axes.errorbar(bits, [r["measured"] for r in rows], widths, fmt="o", color=MEASURED, capsize=3)
-    note = {"textcoords": "offset points", "xytext": (0, 4), "ha": "right", "fontsize": 9}
-    for bound, colour, name in (("upper", ABOVE, "Theorem 1"), ("lower", BELOW, "Theorem 3")):
-        axes.axhline(rows[0][bound], linestyle="--", color=colour)
-        axes.annotate(name, (bits[-1], rows[0][bound]), color=colour, **note)
-    axes.set(title="The same, times 4^bits", xlabel="bits per coordinate", ylim=(0.8, 3.0))
-
-
-def _draw_bias(axes: Any, audit: list[dict[str, Any]]) -> None:
-    sweep = [(row["detail"], row["measured"]) for row in audit if "centered" in row["detail"]]
-    for centered, colour, name in ((0.0, ABOVE, "none"), (1.0, MEASURED, "page")):
-        points = [(of["bias"], kl) for of, kl in sweep if of["centered"] == centered]
-        axes.plot(*zip(*points, strict=True), "o-", color=colour, label=f"key_centering={name}")
-    axes.set_yscale("log")
-    axes.set_xscale("symlog", base=2, linthresh=1)
-    biases = sorted({of["bias"] for of, _ in sweep})
-    axes.set_xlim(-0.2, 1.1 * biases[-1])
-    axes.set_xticks(biases, [f"{bias:g}" for bias in biases])
-    axes.set(title="Audit: biased 3-bit keys", xlabel="length of the mean key over the rest")
-    axes.set_ylabel("softmax KL, nats")
-    axes.legend()
+    sweep = [
+        (row["detail"], row["measured"]) for row in data["audit"] if "centered" in row["detail"]
+    ]
+    with save_plot(path, width=10.0) as figure:
+        figure.suptitle(f"{_headline(data)}: {_verdict(data).split(';')[0]}", fontsize=12)
+        left, right = figure.subplots(1, 2)
+        left.errorbar(bits, [r["measured"] for r in rows], widths, fmt="o", label="measured")
+        left.plot(bits, [r["detail"]["lloyd_max"] for r in rows], linewidth=1, label="Lloyd-Max")
+        for bound, name in (("upper", "bound, Theorem 1"), ("lower", "lower bound, Theorem 3")):
+            left.plot(bits, [r[bound] for r in rows], "--", label=name)
+        left.set(title="Distortion times 4^bits", xlabel="bits per coordinate", ylim=(0.8, 3.0))
+        for centered, name in ((0.0, "none"), (1.0, "page")):
+            points = [(of["bias"], kl) for of, kl in sweep if of["centered"] == centered]
+            right.plot(*zip(*points, strict=True), "o-", label=f"key_centering={name}")
+        right.set_xscale("symlog", base=2, linthresh=1)
+        right.set(title="Audit: biased 3-bit keys", xlabel="length of the mean key over the rest")
+        right.set(yscale="log", ylabel="softmax KL, nats")
+        for axes in (left, right):
+            axes.legend()

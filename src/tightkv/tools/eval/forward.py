@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ from tightkv.integrations.transformers.layer import TightLayer
 TIGHT_ATTENTION = "tightkv"
 # Last tokens of a prompt that go in after the rest, so that they read the cache.
 TAIL_TOKENS = 64
-_TIMED_TOKENS = 64
 
 # A cache that is empty at first; called once for each batch.
 MakeCache = Callable[[], TightCache]
@@ -91,36 +89,22 @@ class CacheRun:
         return Scored(torch.cat(scores, 1), torch.cat(top, 1))
 
     @torch.inference_mode()
-    def write(
-        self,
-        tokenizer: Any,
-        prompts: Sequence[Sequence[int]],
-        most: int,
-        done: Callable[[str], bool],
-    ) -> list[str]:
-        """Greedy texts after prompts of any lengths, as rows of one cache, until they are `done`.
+    def write_line(self, tokenizer: Any, prompt: Sequence[int], most: int) -> str:
+        """The greedy line after a prompt; what the cache holds of it already is not read again."""
+        ids = torch.tensor([list(prompt)], device=self.model.device)
 
-        What the cache holds of the prompts already is not read again.
-        """
-        longest = max(map(len, prompts))
-        ids = torch.zeros(len(prompts), longest, dtype=torch.long, device="cpu")
-        mask = torch.zeros_like(ids)
-        for row, prompt in enumerate(prompts):
-            ids[row, longest - len(prompt) :] = torch.tensor(list(prompt), device="cpu")
-            mask[row, longest - len(prompt) :] = 1
-
-        def texts(tokens: Tensor) -> list[str]:
-            found = tokenizer.batch_decode(tokens[:, longest:], skip_special_tokens=True)
-            return list(map(str, found))
+        def text(tokens: Tensor) -> str:
+            new = tokens[0, len(prompt) :]
+            return str(tokenizer.decode(new, skip_special_tokens=True)).lstrip()
 
         def finished(tokens: Tensor, scores: Any, **_: Any) -> Tensor:
-            return torch.tensor([done(text) for text in texts(tokens)], device=tokens.device)
+            return torch.tensor(["\n" in text(tokens)], device=tokens.device)
 
         ends = end_tokens(self.model)
         with use_attention(self.model, self.attention):
             out = self.model.generate(
-                ids.to(self.model.device),
-                attention_mask=mask.to(self.model.device),
+                ids,
+                attention_mask=torch.ones_like(ids),
                 past_key_values=self.cache,
                 stopping_criteria=[finished],
                 max_new_tokens=most,
@@ -129,7 +113,7 @@ class CacheRun:
                 repetition_penalty=1.0,
                 pad_token_id=ends[0] if ends else 0,
             )
-        return texts(out)
+        return text(out).split("\n")[0].strip()
 
     @property
     def can_rewind(self) -> bool:
@@ -193,8 +177,7 @@ def write_lines(
     lines, prefix = [], prompts[0][: shared_tokens(prompts)]
     runs = after_prefix(model, make, prefix, len(prompts))
     for prompt, run in zip(prompts, runs, strict=True):
-        (text,) = run.write(tokenizer, [prompt], most, lambda text: "\n" in text.lstrip())
-        lines.append(text.lstrip().split("\n")[0].strip())
+        lines.append(run.write_line(tokenizer, prompt, most))
         advance(1)
     return lines
 
@@ -202,15 +185,6 @@ def write_lines(
 def exact_attention(model: Any) -> str:
     """What the uncompressed cache is read with: sdpa, or eager where a model has no sdpa."""
     return "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
-
-
-def seconds_per_token(model: Any, ids: Tensor) -> float:
-    """Of a short pass over a window; one before it brings the weights into memory."""
-    ids = ids[:1, :_TIMED_TOKENS]
-    for _ in range(2):
-        run, start = CacheRun(model), time.perf_counter()
-        run.feed(ids)
-    return (time.perf_counter() - start) / ids.numel()
 
 
 def max_positions(model: Any) -> int | None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import json
 import re
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,15 +28,15 @@ class Text:
         return hashlib.sha256(self.content.encode()).hexdigest()
 
 
-def read_text(path: str | Path, what: str = "text file") -> Text:
+def read_text(path: str | Path) -> Text:
     """A UTF-8 file."""
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"{what} {str(path)!r} does not exist")
+        raise FileNotFoundError(f"text file {str(path)!r} does not exist")
     try:
         return Text(str(path), path.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
-        raise ValueError(f"{what} {str(path)!r} is not UTF-8: {error}") from None
+        raise ValueError(f"text file {str(path)!r} is not UTF-8: {error}") from None
 
 
 def read_texts(paths: Iterable[str]) -> list[Text]:
@@ -96,26 +95,3 @@ def _is_prose(paragraph: str) -> bool:
         return False
     plain = sum(c.isalpha() or c in " .,;:'’" for c in paragraph)
     return plain >= _MIN_LETTERS * len(paragraph)
-
-
-def read_examples(path: str | Path, fields: Sequence[str]) -> list[dict[str, str]]:
-    """One object a line, each with these fields as texts; empty lines are skipped."""
-    name = f"file {str(path)!r}"
-    wanted = " and ".join(f'"{field}"' for field in fields)
-    examples = []
-    for number, line in enumerate(read_text(path, "file").content.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(
-                f"{name}, line {number} is not JSON ({error}); each line must be an object with "
-                f"{wanted}"
-            ) from None
-        if not isinstance(row, dict) or not all(isinstance(row.get(f), str) for f in fields):
-            raise ValueError(f"{name}, line {number} must be a JSON object with {wanted} as texts")
-        examples.append({field: row[field] for field in fields})
-    if not examples:
-        raise ValueError(f"{name} has no lines; each must be an object with {wanted}")
-    return examples

@@ -6,48 +6,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 
-from tightkv.tools.validate import (
-    audit_attention,
-    audit_codec,
-    beta,
-    distortion,
-    inner_products,
-    retrieval,
-    sizes,
-)
-from tightkv.tools.validate.report import AuditRow, Claim, Options, Progress, Report
+from tightkv.tools.validate.audit import AUDIT
+from tightkv.tools.validate.claims import CLAIMS
+from tightkv.tools.validate.report import AuditRow, Claim, Options, Report
 
 __all__ = ["AuditRow", "Claim", "Options", "Report", "run"]
 
 
-def run(options: Options, progress: Progress = lambda step: None) -> Report:
+def run(options: Options, progress: Callable[[str], None] = lambda step: None) -> Report:
     """Measure everything. `progress` is told how far it is."""
-    start = time.perf_counter()
-    claims: list[Claim] = []
-    with _one_thread(), torch.inference_mode():
-        for section in (distortion, inner_products, beta, retrieval, sizes):
-            for claim in section.check(options):
-                claims.append(claim)
-                progress(f"measuring claims: {len(claims)} done")
-        progress("audit: attention")
-        audit = list(audit_attention.rows(options))
-        progress("audit: codec and bytes")
-        audit += audit_codec.rows(options)
+    start, threads = time.perf_counter(), torch.get_num_threads()
+    torch.set_num_threads(1)  # many small operations: a second thread only waits for the first
+    claims, audit = list[Claim](), list[AuditRow]()
+    try:
+        with torch.inference_mode():
+            for name, section in CLAIMS.items():
+                progress(f"claims: {name}")
+                claims += section(options)
+            progress("audit")
+            for part in AUDIT:
+                audit += part(options)
+    finally:
+        torch.set_num_threads(threads)
     claims.sort(key=lambda claim: claim.section)
     return Report(options, claims, audit, time.perf_counter() - start)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """The work is many small operations: a second thread only waits for the first."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

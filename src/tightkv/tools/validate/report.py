@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 from zlib import crc32
@@ -14,8 +13,6 @@ from tightkv.tools.validate.stats import Z
 
 # Bumped whenever a field of the JSON output changes its name or meaning.
 SCHEMA_VERSION = 1
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from tightkv.integrations.vllm.step.batch_split import Limits, PartRange, split_
 from tightkv.integrations.vllm.step.metadata import TightMetadata, make_part
 from tightkv.integrations.vllm.step.page_blocks import PageBlocks
 from tightkv.integrations.vllm.step.ring_table import BatchRings, GroupRings, RingTable
+from tightkv.integrations.vllm.step.sink_copies import SinkCopies, copied
 from tightkv.integrations.vllm.step.step_sealing import StepSealing, seals_later
 
 
@@ -87,15 +88,11 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
         pages = self._page_table(common.block_table_tensor)
         table, inherited = self._ring_table(), None
         decodes = all(part.max_query_len <= table.taken_back + 1 for part in ranges)
-        if decodes:
-            rows = self._decode_step(table, pages, given)
-        else:
-            rows = table.step(pages, *given, self.out, copies=True)
-            own = rows.ring_rows
-            inherited = (
-                torch.cat([rows.saved_at, own]).long(),
-                torch.cat([own, rows.sink_sources]).long(),
-            )
+        rows = self._step(table, pages, given, copies=not decodes)
+        if not decodes and self.group_rings.copies is not None:
+            self.group_rings.copies.copy(rows)
+        elif not decodes:
+            inherited = copied(rows)
         parts = [
             make_part(part, starts, common.query_start_loc, pages, rows, self.left_pad, workspace)
             for part in ranges
@@ -117,7 +114,7 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
         """
         block_table, lengths, starts, slots = metadata.built_from
         pages = self._page_table(block_table)
-        self._decode_step(self._ring_table(), pages, (lengths, starts, slots), drafting=True)
+        self._step(self._ring_table(), pages, (lengths, starts, slots), drafting=True)
 
     @property
     def _limits(self) -> Limits:
@@ -173,10 +170,14 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
             impls, caches = [layer.impl for layer in own], [layer.kv_cache for layer in own]
             queue = rings.table.queue
             rings.sealing = StepSealing(impls, caches, queue) if queue is not None else None
-            # A step without sequences compiles the kernel, so that no request waits for it.
+            rings.copies = self._sink_copies(impls)
+            # Steps without sequences compile the kernels, so that no request waits for them.
             zeros = self.left_pad.new_zeros(2)
             given = zeros[:1], zeros, zeros[:1].long()
-            self._decode_step(rings.table, zeros[:1, None], given)
+            for copies in (False, True):
+                rows = self._step(rings.table, zeros[:1, None], given, copies)
+            if rings.copies is not None:
+                rings.copies.copy(rows)
         return rings.table
 
     def _seals_later(self) -> bool:
@@ -184,32 +185,47 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
 
         A connector may store a page right after the step that completes it. Where vLLM has several
         groups of layers, a block that is freed while its page waits may go to another group, whose
-        writes the table does not see. Of the halves of a batch that run in turn, both are planned
-        before either is run.
+        writes the table does not see.
         """
         config = self.vllm_config
         if not self.impls[0].limits.rows or not any(seals_later(impl) for impl in self.impls):
             return False
-        if config.kv_transfer_config is not None:
-            return False
-        if getattr(config.parallel_config, "use_ubatching", False):
+        if config.kv_transfer_config is not None or self._runs_halves:
             return False
         found = get_layers_from_vllm_config(config, AttentionLayerBase).values()
         return len({_blocks_of(layer) for layer in found}) == 1
 
-    def _decode_step(
+    @property
+    def _runs_halves(self) -> bool:
+        """Whether vLLM may run the halves of a batch in turn, both planned before either is run."""
+        return bool(getattr(self.vllm_config.parallel_config, "use_ubatching", False))
+
+    def _sink_copies(self, impls: list[TightAttention]) -> SinkCopies | None:
+        """Copies of sinks before the first layer runs.
+
+        One half of a batch may take over what the other is to write in the same step: then each
+        layer copies its own.
+        """
+        if self._runs_halves:
+            return None
+        own = [impl.exact_tensors()[2:] for impl in impls if impl.reads is None]
+        sinks = [each for pair in own for each in pair]
+        return SinkCopies(sinks, self.impls[0].limits.rows, self._max_batch)
+
+    def _step(
         self,
         table: RingTable,
         pages: Tensor,
         given: tuple[Tensor, Tensor, Tensor],
+        copies: bool = False,
         drafting: bool = False,
     ) -> BatchRings:
-        """A step without prompts; one kernel on GPUs."""
+        """A step of the table; one kernel on GPUs."""
         if self.out.device.type == "cpu":
-            return table.step(pages, *given, self.out, drafting=drafting)
+            return table.step(pages, *given, self.out, copies, drafting)
         from tightkv.integrations.vllm.step import ring_kernel
 
-        return ring_kernel.decode_step(table, pages, *given, self.out, drafting)
+        return ring_kernel.step(table, pages, *given, self.out, copies, drafting)
 
 
 def _group_rings(impls: list[TightAttention], drafts_share: bool) -> GroupRings:

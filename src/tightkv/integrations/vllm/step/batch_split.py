@@ -85,11 +85,8 @@ def split_batch(
         same = list(group)
         run = range(same[0], same[-1] + 1)
         fresh = _first_fresh(counts, run, most_decoding)
-        prompts = range(fresh, run.stop)
         inside = [x[fresh : run.stop] for x in (counts, before)]
-        # One long prompt without a prefix needs no workspace, and has a call of its own.
-        is_first = len(prompts) == 1 and counts[fresh] >= MIN_QUERIES and not before[fresh]
-        if is_first or alone or not is_worth(*inside):
+        if alone or not is_worth(*inside):
             parts += _long_apart(counts, known, run, most_decoding)
             continue
         parts += _without_long(counts, range(run.start, fresh), most_decoding)

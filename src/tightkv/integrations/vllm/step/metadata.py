@@ -34,7 +34,8 @@ class BatchPart:
 class TightMetadata:
     parts: tuple[BatchPart, ...]
     num_actual_tokens: int
-    inherited: tuple[Tensor, Tensor] | None = None  # rows of sinks [2 B]: copied to, copied from
+    # Places of sinks [2 B], copied to and from, where each layer copies its own.
+    inherited: tuple[Tensor, Tensor] | None = None
     sealing: StepSealing | None = None  # of pages that steps before have completed
     seals_later: bool = False  # what this step completes is sealed by a later one
     built_from: tuple[Tensor, ...] = ()  # vLLM's block table, lengths, query_start_loc and slots

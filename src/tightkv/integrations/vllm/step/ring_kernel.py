@@ -1,4 +1,4 @@
-"""A decode step of `RingTable` as one kernel: in torch it is a hundred small ones, all in a row.
+"""A step of `RingTable` as one kernel: in torch it is a hundred small ones, all in a row.
 
 One program has all sequences of the batch. Its warps see each other's writes after a barrier.
 """
@@ -10,7 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tightkv.integrations.vllm.step.ring_table import NEVER, STEP, BatchRings, RingTable
+from tightkv.integrations.vllm.step.ring_table import (
+    NAMED,
+    NEVER,
+    STEP,
+    BatchRings,
+    RingTable,
+)
 from tightkv.pages.layout import RING_SLACK
 
 NOBODY = 1 << 30  # more than any batch
@@ -28,6 +34,25 @@ def _window(newest, PAGE: tl.constexpr, EXACT_PAGES: tl.constexpr):
     """Where the exact window of token `newest` >= -1 begins."""
     page = (newest + PAGE) // PAGE - 1
     return (page - EXACT_PAGES + 1) * PAGE
+
+
+@triton.jit
+def _slot(slots, page, start, before, after, live, tokens, PAGE: tl.constexpr):
+    """The slot of the first new token in each sequence's page; -1 if none is written there."""
+    at = tl.maximum(before, page * PAGE)
+    token = start + at - before
+    return tl.load(slots + token, mask=live & (at < after) & (token < tokens), other=-1)
+
+
+@triton.jit
+def _is_saved(sink_content, content, rows, sink_rows):
+    """Whether saved sinks have each content."""
+    count = (content < 0).to(tl.int32) * 0
+    for place in range(rows + 1, sink_rows, 16):
+        saved = place + tl.arange(0, 16)
+        theirs = tl.load(sink_content + saved, mask=saved < sink_rows, other=-3)
+        count += tl.sum((theirs[None, :] == content[:, None]).to(tl.int32), 1)
+    return count > 0
 
 
 @triton.jit
@@ -102,16 +127,16 @@ def _choose_pages(
         "table_stride",
     ]
 )
-def _decode_step_kernel(
+def _step_kernel(
     block_table, lengths, query_start_loc, slots, out,
     steps, row_of_block, written_at, content, sink_row, sink_content,
     block, block_before, length, ring_valid_from, sink_count, first_block, used_at, claims, order,
-    sealed_to, pages, hurries, chosen, budget,
-    batch, tokens, columns, table_stride, out_stride, rows,
-    BATCH: tl.constexpr, ROWS: tl.constexpr, NEW: tl.constexpr, TAKEN_BACK: tl.constexpr,
+    saved, sealed_to, pages, hurries, chosen, budget,
+    batch, tokens, columns, table_stride, out_stride, rows, sink_rows,
+    BATCH: tl.constexpr, ROWS: tl.constexpr, TAKEN_BACK: tl.constexpr, COPIES: tl.constexpr,
     PAGE: tl.constexpr, EXACT_PAGES: tl.constexpr, RING: tl.constexpr, SINKS: tl.constexpr,
     WINDOW: tl.constexpr, SLACK: tl.constexpr, STEP: tl.constexpr, NEVER: tl.constexpr,
-    NOBODY: tl.constexpr, KEPT: tl.constexpr,
+    NAMED: tl.constexpr, NOBODY: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """See `RingTable.step`; the names are the same. `KEPT` is 0 where nothing is sealed later, and
     `budget` is negative where no pages are chosen."""
@@ -126,10 +151,13 @@ def _decode_step_kernel(
     before = tl.where(live, after - counts, 0)
     now = tl.load(steps)
     stamp = now * STEP + here
-    for t in range(NEW):
-        slot = tl.load(
-            slots + start + t, mask=written & (t < counts) & (start + t < tokens), other=-1
-        )
+    first_page = before // PAGE
+    if COPIES:  # else a sequence has at most TAKEN_BACK + 1 new tokens
+        most_pages = tl.max(tl.where(live, (after - 1) // PAGE - first_page + 1, 0), 0)
+    else:
+        most_pages = 1 + (TAKEN_BACK + PAGE - 1) // PAGE
+    for j in range(most_pages):
+        slot = _slot(slots, first_page + j, start, before, after, live, tokens, PAGE)
         tl.store(written_at + slot // PAGE, stamp, mask=slot >= 0)
         tl.store(content + slot // PAGE, stamp, mask=(slot >= 0) & (slot % PAGE == 0))
     tl.debug_barrier()
@@ -191,6 +219,34 @@ def _decode_step_kernel(
     begun = tl.load(block_table + here * table_stride, mask=first, other=0).to(tl.int64)
     exact_before = tl.where(matched, started, before)
     sinks_before = tl.where(matched, tl.load(sink_count + own), 0)
+    source = mine
+    saved_at = tl.zeros([BATCH], tl.int64) + rows
+    if COPIES:  # sinks that are taken over, and those of former sequences that are saved
+        named_so = tl.load(content + begun)
+        other = tl.load(sink_row + begun)
+        inherits = (sinks_before < SINKS) & (sinks_before < before) & has_row & (begun != 0)
+        inherits &= tl.load(sink_content + other) == named_so
+        source = tl.where(inherits, other, mine)
+        sinks_before = tl.where(inherits, tl.load(sink_count + other), sinks_before)
+        old_count = tl.load(sink_count + mine)
+        old_block = tl.load(first_block + mine)
+        old = tl.load(sink_content + mine)
+        is_there = old == tl.load(content + old_block)
+        leaves = is_there & (tl.load(sink_row + old_block) == mine)
+        left = has_row & (matched == 0) & (old_count > 0)
+        named = left & (old >= NAMED)
+        if tl.sum(named.to(tl.int32)) > 0:
+            leaves = tl.where(named, _is_saved(sink_content, old, rows, sink_rows) == 0, leaves)
+        leaves &= left
+        ever = tl.load(saved)
+        rank = ever + tl.cumsum(leaves.to(tl.int64), 0) - 1
+        place = rank % tl.maximum(sink_rows - rows - 1, 1) + rows + 1
+        saved_at = tl.where(leaves, place, rows)
+        tl.debug_barrier()
+        tl.store(sink_row + old_block, place, mask=leaves & is_there)
+        tl.store(sink_content + place, old, mask=leaves)
+        tl.store(sink_count + place, old_count, mask=leaves)
+        tl.store(saved, ever + tl.sum(leaves.to(tl.int64)))
     sinks_before = tl.minimum(sinks_before, before)
     exact_after = tl.maximum(exact_before, after - RING)
     sinks_after = tl.where(before <= sinks_before, tl.minimum(after, SINKS), sinks_before)
@@ -203,11 +259,13 @@ def _decode_step_kernel(
     tl.debug_barrier()
 
     if KEPT > 0:
-        index = before // PAGE
-        entered = _block_at(block_table, before, columns, table_stride, here, there, PAGE)
-        tl.store(sealed_to + mine, index * PAGE, mask=has_row & (matched == 0))
-        tl.store(pages + mine * KEPT + index % KEPT, entered, mask=has_row)
-        tl.store(pages + mine * KEPT + (after - 1) // PAGE % KEPT, newest, mask=has_row)
+        if COPIES:  # the append seals all
+            tl.store(sealed_to + mine, after // PAGE * PAGE, mask=has_row)
+        else:
+            entered = _block_at(block_table, before, columns, table_stride, here, there, PAGE)
+            tl.store(sealed_to + mine, first_page * PAGE, mask=has_row & (matched == 0))
+            tl.store(pages + mine * KEPT + first_page % KEPT, entered, mask=has_row)
+            tl.store(pages + mine * KEPT + (after - 1) // PAGE % KEPT, newest, mask=has_row)
 
     tl.store(block + mine, newest, mask=has_row)
     tl.store(block_before + mine, older, mask=has_row)
@@ -218,10 +276,8 @@ def _decode_step_kernel(
     tl.store(sink_row + begun, mine, mask=(sinks_after > 0) & (gone == 0))
     tl.store(first_block + mine, begun_at, mask=has_row)
     tl.store(used_at + mine, now, mask=has_row)
-    for t in range(NEW):
-        slot = tl.load(
-            slots + start + t, mask=written & (t < counts) & (start + t < tokens), other=-1
-        )
+    for j in range(most_pages):
+        slot = _slot(slots, first_page + j, start, before, after, live, tokens, PAGE)
         tl.store(row_of_block + slot // PAGE, mine, mask=slot >= 0)
     tl.store(steps, now + 1)
 
@@ -237,20 +293,24 @@ def _decode_step_kernel(
     tl.store(to + 5 * out_stride, sinks_after.to(tl.int32), mask=there)
     tl.store(to + 6 * out_stride, tl.where(matched, context, before).to(tl.int32), mask=there)
     tl.store(to + 7 * out_stride, sinks_before.to(tl.int32), mask=there)
-    tl.store(to + 8 * out_stride, mine.to(tl.int32), mask=there)
-    tl.store(to + 9 * out_stride, tl.zeros([BATCH], tl.int32) + rows, mask=there)
+    tl.store(to + 8 * out_stride, source.to(tl.int32), mask=there)
+    tl.store(to + 9 * out_stride, saved_at.to(tl.int32), mask=there)
 
 
-def decode_step(
+def step(
     table: RingTable,
     block_table: Tensor,
     lengths: Tensor,
     query_start_loc: Tensor,
     slots: Tensor,
     out: Tensor,
+    copies: bool = False,
     drafting: bool = False,
 ) -> BatchRings:
-    """`RingTable.step` without copies; a sequence has at most `taken_back` + 1 new tokens."""
+    """`RingTable.step`; without copies a sequence has at most `taken_back` + 1 new tokens.
+
+    The new tokens of a sequence that lie in one page are all written or none is.
+    """
     if table.claims is None:
         device = lengths.device
         table.claims = torch.full((table.rows + 1,), NOBODY, dtype=torch.int32, device=device)
@@ -261,17 +321,18 @@ def decode_step(
     budget = 0
     if queue is not None:
         waiting = (queue.sealed_to, queue.pages, queue.hurries, queue.chosen)
-        budget, kept = -1 if drafting else queue.budget(len(lengths)), queue.kept
-    _decode_step_kernel[(1,)](
+        budget, kept = NOBODY if copies else queue.budget(len(lengths)), queue.kept
+        budget = -1 if drafting else budget
+    _step_kernel[(1,)](
         block_table, lengths, query_start_loc, slots, out,
         table.steps, table.row_of_block, table.written_at, table.content, table.sink_row,
         table.sink_content, table.block, table.block_before, table.length, table.ring_valid_from,
         table.sink_count, table.first_block, table.used_at, table.claims, table.order,
-        *waiting, budget, len(lengths), len(slots), block_table.shape[1], block_table.stride(0),
-        out.stride(0), table.rows, BATCH=size, ROWS=triton.next_power_of_2(max(16, table.rows)),
-        NEW=table.taken_back + 1, TAKEN_BACK=table.taken_back, PAGE=table.page_size,
-        EXACT_PAGES=table.exact_pages, RING=table.ring, SINKS=table.sinks,
-        WINDOW=table.window or NEVER, SLACK=RING_SLACK, STEP=STEP, NEVER=NEVER,
-        NOBODY=NOBODY, KEPT=kept, num_warps=min(8, size // 32 or 1),
+        table.saved, *waiting, budget, len(lengths), len(slots), block_table.shape[1],
+        block_table.stride(0), out.stride(0), table.rows, len(table.sink_count), BATCH=size,
+        ROWS=triton.next_power_of_2(max(16, table.rows)), TAKEN_BACK=table.taken_back,
+        COPIES=copies, PAGE=table.page_size, EXACT_PAGES=table.exact_pages, RING=table.ring,
+        SINKS=table.sinks, WINDOW=table.window or NEVER, SLACK=RING_SLACK, STEP=STEP, NEVER=NEVER,
+        NAMED=NAMED, NOBODY=NOBODY, KEPT=kept, num_warps=min(8, size // 32 or 1),
     )  # fmt: skip
     return BatchRings(*out[:, : len(lengths)].unbind())

@@ -24,6 +24,7 @@ from tightkv.integrations.vllm.step.seal_queue import SealQueue
 from tightkv.pages.layout import RING_SLACK, ring_tokens
 
 if TYPE_CHECKING:
+    from tightkv.integrations.vllm.step.sink_copies import SinkCopies
     from tightkv.integrations.vllm.step.step_sealing import StepSealing
 
 STEP = 1 << 20  # more than any batch: step and sequence in one number
@@ -117,9 +118,9 @@ class RingTable:
         query_start_loc[b + 1] of the batch, written at `slots` [N] = block * page_size + offset,
         or not written if that is negative. Block 0 has no owner. (A block here is one page.)
         The answer is put into `out` int32 [len(BatchRings._fields), at least B]: the same memory
-        at every step. With `copies` the layers first copy sinks as `sink_sources` and `saved_at`
-        say, and their appends seal pages at once. `ring_kernel` takes steps without copies on a
-        GPU. `drafting`: the model's layers do not run, nor does what they seal first.
+        at every step. With `copies` sinks are to be copied first, as `sink_sources` and `saved_at`
+        say, and appends seal pages at once. On a GPU `ring_kernel` does all this. `drafting`: the
+        model's layers do not run, nor does what they seal first.
         """
         batch = len(lengths)
         starts = query_start_loc.long()
@@ -356,6 +357,8 @@ class GroupRings:
     """Made with the first step, when vLLM has said how many blocks there are."""
     sealing: StepSealing | None = None
     """With the table, of layers that leave the sealing of pages to later steps."""
+    copies: SinkCopies | None = None
+    """With the table; without, each layer copies its own sinks."""
 
 
 def _on_device(numbers: Sequence[Any], device: torch.device) -> Tensor:

@@ -20,6 +20,7 @@ struct scratch {
     float *key, *row, *mean; /* [page_size][dim], 2 x [dim], [dim] */
     float *feedback;         /* [4][dim] */
     uint8_t *codes;          /* [2][dim] */
+    uint8_t *exact;          /* a token as a ring of codes has it */
     void *all;
 };
 
@@ -39,6 +40,7 @@ static void *open_scratch(void *context)
     s->mean = at, at += dim;
     s->feedback = at, at += 4 * dim;
     s->codes = (uint8_t *)at;
+    s->exact = s->codes + 2 * dim;
     return s;
 }
 
@@ -71,6 +73,17 @@ static void make_finite(float *x, int dim)
     }
 }
 
+/* The place of a head's token in a ring of codes: the bytes, and the scale by `scale`. */
+static uint8_t *code_place(const struct call *call, int value, int64_t b, int64_t head, int64_t at,
+                           uint16_t **scale)
+{
+    const struct view *v = &call->args->view;
+    const int64_t slot = v->ring_rows[b] * v->ring + at % v->ring;
+    const int64_t item = slot * call->layer->heads + head, dim = call->layer->dim;
+    *scale = v->ring_scales + 2 * item + value;
+    return (uint8_t *)(value ? v->ring_value : v->ring_key) + item * (value ? dim : dim * 3 / 2);
+}
+
 /* Token `at` of a sequence, exact, as the new tokens' dtype has it: new, or from the ring. */
 static void read_exact(const struct call *call, int value, int64_t b, int64_t head, int64_t at,
                        float *to)
@@ -94,6 +107,31 @@ static void read_exact(const struct call *call, int value, int64_t b, int64_t he
         }
     }
     make_finite(to, dim);
+}
+
+/* Token `at` in the frame of pages, as it is coded: with a ring of codes, rounded to them. */
+static void read_rotated(const struct call *call, struct scratch *s, int value, int64_t b,
+                         int64_t head, int64_t at, float *to)
+{
+    const struct layer *layer = call->layer;
+    const struct view *v = &call->args->view;
+    const int dim = (int)layer->dim;
+    const uint8_t *codes = s->exact;
+    uint16_t scale, *place;
+    if (v->ring_scales != NULL && at < length_before(call->args, b)) {
+        codes = code_place(call, value, b, head, at, &place);
+        scale = *place;
+    } else {
+        read_exact(call, value, b, head, at, s->row);
+        rotate(value ? &layer->value : &layer->key, dim, s->row, to);
+        if (v->ring_scales == NULL)
+            return;
+        scale = encode_exact(value, dim, to, s->exact);
+    }
+    read_codes(codes, value, dim, to);
+    const float step = half_to_float(scale);
+    for (int d = 0; d < dim; d++)
+        to[d] *= step;
 }
 
 static uint8_t *record_of(const struct call *call, int64_t page, int64_t head)
@@ -142,8 +180,7 @@ static void seal_keys(const struct call *call, struct scratch *s, int64_t b, int
     if (factors != NULL)
         factors += head * dim * (packed ? dim + 1 : 2 * dim) / 2;
     for (int64_t t = layer->centered && keep == 0 ? 0 : keep; t < size; t++) {
-        read_exact(call, 0, b, head, index * size + t, s->row);
-        rotate(&layer->key, dim, s->row, s->key + t * dim);
+        read_rotated(call, s, 0, b, head, index * size + t, s->key + t * dim);
     }
     if (layer->centered && keep == 0) {
         int64_t pad = least(most(call->args->view.left_pad[b] - index * size, 0), size);
@@ -175,8 +212,7 @@ static void encode_value(const struct call *call, struct scratch *s, int64_t b, 
 {
     const struct layer *layer = call->layer;
     const int dim = (int)layer->dim;
-    read_exact(call, 1, b, head, at, s->row);
-    rotate(&layer->value, dim, s->row, s->row + dim);
+    read_rotated(call, s, 1, b, head, at, s->row + dim);
     uint16_t scale = encode_vector(&layer->value, dim, s->row + dim, s->codes + offset % 2 * dim);
     memcpy(scale_at(record + layer->value.scales, offset), &scale, 2);
 }
@@ -228,8 +264,7 @@ static void store_open(const struct call *call, struct scratch *s, int64_t b, in
     uint8_t *record = record_of(call, id, head), *plane = record + layer->value.codes;
     for (int64_t at = from; at < length; at++) {
         int offset = (int)(at % size);
-        read_exact(call, 0, b, head, at, s->row);
-        rotate(&layer->key, dim, s->row, s->mean);
+        read_rotated(call, s, 0, b, head, at, s->mean);
         uint16_t scale = encode_vector(&layer->key, dim, s->mean, s->codes);
         pack_key((int)layer->key.bits, dim, offset, s->codes, record + layer->key.codes);
         memcpy(scale_at(record + layer->key.scales, offset), &scale, 2);
@@ -308,12 +343,31 @@ static void fill_exact(const struct call *call)
         const int64_t before = length_before(a, b), start = v->left_pad[b], owner = v->ring_rows[b];
         for (int64_t at = before; at < v->lengths[b]; at++) {
             int64_t token = a->cu_seqlens[b] + at - before;
-            if (at >= v->lengths[b] - v->ring)
+            if (at >= v->lengths[b] - v->ring && v->ring_scales == NULL)
                 copy_token(call, token, v->ring_key, v->ring_value, owner * v->ring + at % v->ring);
             if (at >= start && at < start + v->sinks)
                 copy_token(call, token, v->sink_key, v->sink_value, owner * v->sinks + at - start);
         }
     }
+}
+
+/* New tokens of a sequence and head into a ring of codes. */
+static void fill_codes(void *context, void *own, int64_t task)
+{
+    const struct call *call = context;
+    const struct view *v = &call->args->view;
+    struct scratch *s = own;
+    const int64_t heads = call->layer->heads, b = task / heads, head = task % heads;
+    const int dim = (int)call->layer->dim;
+    const int64_t from = most(length_before(call->args, b), v->lengths[b] - v->ring);
+    for (int64_t at = from; at < v->lengths[b]; at++)
+        for (int value = 0; value < 2; value++) {
+            uint16_t *scale;
+            uint8_t *place = code_place(call, value, b, head, at, &scale);
+            read_exact(call, value, b, head, at, s->row);
+            rotate(value ? &call->layer->value : &call->layer->key, dim, s->row, s->mean);
+            *scale = encode_exact(value, dim, s->mean, place);
+        }
 }
 
 int tightkv_append(const struct layer *layer, const struct append_args *args)
@@ -338,6 +392,9 @@ int tightkv_append(const struct layer *layer, const struct append_args *args)
         result = run_tasks(&work, args->threads);
     if (result == 0)
         fill_exact(&call);
+    work.body = fill_codes, work.tasks = batch * layer->heads; /* sealing has read the ring */
+    if (result == 0 && args->view.ring_scales != NULL)
+        result = run_tasks(&work, args->threads);
     free(call.pages);
     return result;
 }

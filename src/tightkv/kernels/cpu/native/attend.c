@@ -32,7 +32,8 @@ struct group {
 };
 
 struct task {
-    int64_t group, split; /* split 0 is the exact tokens, -1 everything */
+    int64_t group, split; /* split 0 is the exact tokens, -1 everything; the last one, after those of
+                             pages, is a ring of codes where there is one */
 };
 
 struct call {
@@ -448,13 +449,17 @@ struct exact_token {
     int64_t dtype, position, key_step, value_step, run;
 };
 
-static struct exact count_exact(const struct attend_args *a, int64_t b)
+/* `codes`: a ring of codes alone, else all others. */
+static struct exact count_exact(const struct attend_args *a, int64_t b, int codes)
 {
     const struct view *v = &a->view;
     const int64_t start = v->left_pad[b], ring_read_from = v->ring_read_from[b], length = v->lengths[b];
     const int64_t sinks_end = least(start + v->sink_counts[b], ring_read_from);
     const int64_t from = most(most(ring_read_from, start), most(length - v->ring, 0));
-    return (struct exact){most(least(sinks_end - start, v->sinks), 0), most(length - from, 0),
+    const int64_t ring = (v->ring_scales != NULL) == codes ? most(length - from, 0) : 0;
+    if (codes)
+        return (struct exact){0, ring, 0, from};
+    return (struct exact){most(least(sinks_end - start, v->sinks), 0), ring,
                           a->new_key.data != NULL ? count_of(a, b) : 0, from};
 }
 
@@ -473,10 +478,14 @@ static struct exact_token exact_at(const struct call *call, const struct group *
     n -= e->sinks;
     if (n < e->ring) {
         const int64_t position = e->ring_from + n, slot = position % v->ring;
-        const int64_t at = (owner * v->ring + slot) * step + g->head * bytes;
-        return (struct exact_token){(uint8_t *)v->ring_key + at, (uint8_t *)v->ring_value + at,
-                                    v->dtype, position, step, step,
-                                    least(e->ring - n, v->ring - slot)};
+        const int64_t run = least(e->ring - n, v->ring - slot), dim = call->layer->dim;
+        const int64_t item = (owner * v->ring + slot) * heads + g->head;
+        const uint8_t *key = v->ring_key, *value = v->ring_value;
+        if (v->ring_scales != NULL)
+            return (struct exact_token){key + item * dim * 3 / 2, value + item * dim, RING_CODES,
+                                        position, heads * dim * 3 / 2, heads * dim, run};
+        return (struct exact_token){key + item * bytes, value + item * bytes, v->dtype, position,
+                                    step, step, run};
     }
     n -= e->ring;
     const int64_t size = item_size(a->new_dtype);
@@ -524,7 +533,7 @@ static void list_exact(const struct call *call, const struct group *g, struct sc
 /* The dtype in which products read a block's keys or values: that of all, where they are; or float, in
    a tile, if theirs differ or `tiled`. */
 static int64_t operand_dtype(const struct call *call, const uint8_t **at, const uint8_t *dtypes,
-                             int tiled, float *tile)
+                             int is_value, int tiled, float *tile)
 {
     const int dim = (int)call->layer->dim;
     for (int t = 1; t < BLOCK; t++)
@@ -534,11 +543,27 @@ static int64_t operand_dtype(const struct call *call, const uint8_t **at, const 
     for (int t = 0; t < BLOCK; t++, tile += dim) {
         if (dtypes[t] == FLOAT16)
             call->ops->halves((const word16 *)at[t], dim, tile);
+        else if (dtypes[t] == RING_CODES)
+            read_codes(at[t], is_value, dim, tile);
         else
             read_floats(at[t], dtypes[t], dim, tile);
         at[t] = (const uint8_t *)tile;
     }
     return FLOAT32;
+}
+
+/* What the codes of a ring's block are multiplied with; those of no token with zero. */
+static void load_scales(const struct call *call, const struct group *g, struct scratch *s,
+                        int block)
+{
+    const struct view *v = &call->args->view;
+    const int64_t first = v->ring_rows[g->sequence] * v->ring, heads = call->layer->heads;
+    for (int t = 0; t < BLOCK; t++) {
+        const int64_t at = s->position[t], slot = first + (at < 0 ? 0 : at % v->ring);
+        const uint16_t *scales = v->ring_scales + 2 * (slot * heads + g->head);
+        s->key_factor[t] = at < 0 ? 0.0f : half_to_float(scales[0]);
+        s->value_factor[block * BLOCK + t] = at < 0 ? 0.0f : half_to_float(scales[1]);
+    }
 }
 
 /* Scores of exact tokens [n, n + count) as block `block` of a strip. */
@@ -549,12 +574,17 @@ static void exact_block(const struct call *call, const struct group *g, struct s
     const uint8_t *dtypes = s->dtypes + block * BLOCK;
     float *scores = s->scores + block * BLOCK;
     list_exact(call, g, s, e, n, count, block);
-    const int64_t dtype = operand_dtype(call, s->keys_at, dtypes,
+    const int64_t dtype = operand_dtype(call, s->keys_at, dtypes, 0,
                                         rows > DOT_ROWS && dtypes[0] != FLOAT32, s->keys);
+    const float *factor = s->value_factor; /* ones */
+    if (dtypes[0] == RING_CODES) {
+        load_scales(call, g, s, block);
+        factor = s->key_factor;
+    }
     call->ops->score_tokens(s->query, rows, (int)call->layer->dim, s->keys_at, dtype, scores,
                             STRIP * BLOCK);
-    if (call->args->softcap > 0.0)
-        call->ops->scale(scores, rows, STRIP * BLOCK, s->value_factor, s->centered, s->shift,
+    if (call->args->softcap > 0.0 || factor == s->key_factor)
+        call->ops->scale(scores, rows, STRIP * BLOCK, factor, s->centered, s->shift,
                          (float)call->args->softcap);
     if (count < BLOCK ||
         !sees_all(call->args, g, s, s->position[0], s->position[BLOCK - 1] + 1))
@@ -562,14 +592,15 @@ static void exact_block(const struct call *call, const struct group *g, struct s
             mask_row(call, g, s, r, scores + r * STRIP * BLOCK);
 }
 
+/* `codes`: a ring of codes, in the frame of pages, or all other exact tokens. */
 static void attend_exact(const struct call *call, const struct group *g, struct scratch *s,
-                         struct state *state)
+                         struct state *state, int codes)
 {
     const struct attend_args *a = call->args;
     const int dim = (int)call->layer->dim;
-    const struct exact e = count_exact(a, g->sequence);
+    const struct exact e = count_exact(a, g->sequence, codes);
     int64_t n = 0, end = e.sinks + e.ring + e.fresh;
-    load_queries(call, g, s, 0);
+    load_queries(call, g, s, codes);
     if (a->causal)
         end = count_before(a, g->sequence, &e, s->query_at[g->rows - 1] + 1);
     if (a->window != 0)
@@ -587,7 +618,7 @@ static void attend_exact(const struct call *call, const struct group *g, struct 
             continue;
         for (int at = 0; at < blocks * BLOCK; at += BLOCK) {
             const int tiled = g->rows > DOT_ROWS && (s->far_apart || s->dtypes[at] != FLOAT32);
-            const int64_t dtype = operand_dtype(call, s->values_at + at, s->dtypes + at, tiled,
+            const int64_t dtype = operand_dtype(call, s->values_at + at, s->dtypes + at, 1, tiled,
                                                 s->values);
             call->ops->accumulate(s->scores + at, STRIP * BLOCK, (int)g->rows, BLOCK, dim,
                                   s->values_at + at, dtype, state->sums);
@@ -628,6 +659,12 @@ static void merge_states(const struct call *call, const struct group *g, struct 
     }
 }
 
+/* Of a group with splits: exact tokens, splits of pages, a ring of codes. */
+static int64_t count_states(const struct call *call, const struct group *g)
+{
+    return g->num_splits + 1 + (call->args->view.ring_scales != NULL);
+}
+
 static struct state state_of(const struct call *call, const struct group *g, int64_t k)
 {
     return state_in(call->states + (g->first_state + k) * state_floats(call), g->rows,
@@ -644,15 +681,17 @@ static void run_task(void *context, void *own, int64_t number)
     if (task.split < 0) {
         clear_state(&s->own[0], g->rows, dim);
         clear_state(&s->own[1], g->rows, dim);
-        attend_exact(call, g, s, &s->own[0]);
+        attend_exact(call, g, s, &s->own[0], 0);
+        if (call->args->view.ring_scales != NULL)
+            attend_exact(call, g, s, &s->own[1], 1);
         attend_pages(call, g, s, &s->own[1], g->begin, g->end);
         merge_states(call, g, s, s->own, 2);
         return;
     }
     struct state state = state_of(call, g, task.split);
     clear_state(&state, g->rows, dim);
-    if (task.split == 0) {
-        attend_exact(call, g, s, &state);
+    if (task.split == 0 || task.split > g->num_splits) {
+        attend_exact(call, g, s, &state, task.split > 0);
     } else {
         int64_t first = g->begin / BLOCK, blocks = (g->end + BLOCK - 1) / BLOCK - first;
         int64_t from = first + blocks * (task.split - 1) / g->num_splits;
@@ -660,10 +699,11 @@ static void run_task(void *context, void *own, int64_t number)
         attend_pages(call, g, s, &state, most(g->begin, from * BLOCK), least(g->end, to * BLOCK));
     }
     if (atomic_fetch_sub(&g->to_do, 1) == 1) {
-        struct state states[WANTED_TASKS + 1];
-        for (int64_t k = 0; k <= g->num_splits; k++)
+        struct state states[WANTED_TASKS + 2];
+        const int64_t count = count_states(call, g);
+        for (int64_t k = 0; k < count; k++)
             states[k] = state_of(call, g, k);
-        merge_states(call, g, s, states, g->num_splits + 1);
+        merge_states(call, g, s, states, count);
     }
 }
 
@@ -703,9 +743,9 @@ static void cut_groups(struct call *call, int64_t groups, int64_t *tasks, int64_
                 int64_t wanted = (WANTED_TASKS + groups - 1) / groups;
                 g->num_splits = least(most(blocks / LEAST_BLOCKS, 1), wanted);
                 g->first_state = g->num_splits > 1 ? *states : -1;
-                atomic_init(&g->to_do, g->num_splits + 1);
-                *tasks += g->num_splits > 1 ? g->num_splits + 1 : 1;
-                *states += g->num_splits > 1 ? g->num_splits + 1 : 0;
+                atomic_init(&g->to_do, count_states(call, g));
+                *tasks += g->num_splits > 1 ? count_states(call, g) : 1;
+                *states += g->num_splits > 1 ? count_states(call, g) : 0;
             }
 }
 
@@ -717,7 +757,7 @@ static void list_tasks(struct call *call, int64_t groups)
             *next++ = (struct task){n, -1};
             continue;
         }
-        for (int64_t k = 0; k <= call->groups[n].num_splits; k++)
+        for (int64_t k = 0; k < count_states(call, &call->groups[n]); k++)
             *next++ = (struct task){n, k};
     }
 }

@@ -58,6 +58,13 @@ static inline vf bfloat_vector(const word16 *in)
     return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16);
 }
 
+static inline vi byte_vector(const int8_t *in)
+{
+    return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)in));
+}
+
+static inline vu spread_words(const word32 *in) { return (vu)_mm256_set1_epi32((int)in[0]); }
+
 #include "decode.h"
 #include "simd_attend.h"
 #if defined(__clang__)

@@ -59,6 +59,17 @@ static inline vf bfloat_vector(const word16 *in)
     return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16);
 }
 
+static inline vi byte_vector(const int8_t *in)
+{
+    return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)in));
+}
+
+static inline vu spread_words(const word32 *in)
+{
+    const __m512i first = _mm512_set1_epi32((int)in[0]);
+    return (vu)_mm512_inserti64x4(first, _mm256_set1_epi32((int)in[1]), 1);
+}
+
 #include "decode.h"
 #include "simd_attend.h"
 #if defined(__clang__)

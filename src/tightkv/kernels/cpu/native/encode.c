@@ -83,6 +83,29 @@ uint16_t encode_vector(const struct side *side, int dim, const float *y, uint8_t
     return float_to_half(scale);
 }
 
+uint16_t encode_exact(int is_value, int dim, const float *y, uint8_t *to)
+{
+    const float levels = is_value ? 127.0f : 2047.0f;
+    uint32_t top = 0; /* bits of the largest magnitude; those of NaN are larger than any */
+    for (int d = 0; d < dim; d++) {
+        const uint32_t size = to_bits(y[d]) & 0x7fffffffu;
+        top = size > top ? size : top;
+    }
+    const float wanted = from_bits(top) * (1.0f / levels);
+    const uint16_t scale = float_to_half(wanted > 65504.0f ? 65504.0f : wanted);
+    const float step = half_to_float(scale), inverse = step > 0.0f ? 1.0f / step : 0.0f;
+    memset(to, 0, (size_t)(is_value ? dim : dim * 3 / 2));
+    for (int d = 0; d < dim; d++) {
+        const float level = rintf(y[d] * inverse);
+        const int code = (int)(level > levels ? levels : level < -levels ? -levels
+                               : level == level ? level : 0.0f);
+        to[d] = (uint8_t)(is_value ? code : code >> 4);
+        if (!is_value)
+            to[dim + d / 8 * 4 + d % 4] |= (uint8_t)((code & 15) << d % 8 / 4 * 4);
+    }
+    return scale;
+}
+
 static void add_multiples(int count, float error, float value, const float *row, float *missed,
                           float *projected)
 {

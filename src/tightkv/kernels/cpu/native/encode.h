@@ -11,6 +11,10 @@ uint16_t encode_vector(const struct side *side, int dim, const float *y, uint8_t
 uint16_t encode_with_feedback(const struct side *side, int dim, const float *y,
                               const float *factors, int packed, float *work, uint8_t *codes);
 
+/* Rotated y[dim] rounded to what a ring of 8 bits stores: codes up to 2047 (keys) or 127 at `to`.
+   Returns the float16 scale. */
+uint16_t encode_exact(int is_value, int dim, const float *y, uint8_t *to);
+
 /* One token's key codes [dim] into the code plane of a record. */
 void pack_key(int bits, int dim, int offset, const uint8_t *codes, uint8_t *plane);
 /* Two neighbouring tokens' value codes, [2][dim], and back; `pair` is half the even one's offset. */

@@ -30,6 +30,20 @@ void rotate_back(const struct side *side, int dim, float *x, float *y);
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
+/* Beside the dtypes of native.h: tokens of a window of 8 bits (pages/window.py), in the frame of
+   pages. Values are bytes; keys dim bytes, then dim / 2 of nibbles, of which four bytes have eight
+   channels. */
+enum { RING_CODES = 16 };
+
+/* A ring's codes -> floats, to be multiplied with the scale. */
+static inline void read_codes(const uint8_t *from, int is_value, int dim, float *to)
+{
+    for (int d = 0; d < dim; d++) {
+        const int low = is_value ? 0 : from[dim + d / 8 * 4 + d % 4] >> d % 8 / 4 * 4 & 15;
+        to[d] = (float)((int8_t)from[d] * (is_value ? 1 : 16) + low);
+    }
+}
+
 static inline int item_size(int64_t dtype) { return dtype == FLOAT32 ? 4 : dtype == BOOLEAN ? 1 : 2; }
 
 /* count elements of a dtype -> float */

@@ -41,9 +41,10 @@ struct view {
     int64_t block_stride;
     const int32_t *lengths; /* NULL: they follow attend_args */
     const int32_t *left_pad, *ring_read_from, *sink_counts, *ring_rows;
-    void *ring_key, *ring_value; /* [rows][ring][heads][dim] */
+    void *ring_key, *ring_value; /* [rows][ring][heads][dim], or codes (internal.h) */
     void *sink_key, *sink_value; /* [rows][sinks][heads][dim] */
     int64_t ring, sinks, dtype;
+    uint16_t *ring_scales; /* float16 [rows][ring][heads][key, value] of codes; NULL: exact */
 };
 
 /* Packed rows of tokens [token][head][dim]. */

@@ -280,5 +280,13 @@ static inline float32x4_t bfloat_vector(const word16 *in)
     return vreinterpretq_f32_u32(vshll_n_u16(x, 16));
 }
 
+static inline int32x4_t byte_vector(const int8_t *in)
+{
+    int8x8_t x = vreinterpret_s8_u32(vdup_n_u32(*(const word32 *)in));
+    return vmovl_s16(vget_low_s16(vmovl_s8(x)));
+}
+
+static inline uint32x4_t spread_words(const word32 *in) { return vdupq_n_u32(*in); }
+
 #include "simd_attend.h"
 #endif

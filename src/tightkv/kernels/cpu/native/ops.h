@@ -33,7 +33,7 @@ struct ops {
     /* scores[row * stride + 32] = query[row][dim] . tile[dim][32] */
     void (*score)(const float *query, int rows, int dim, const float *tile, float *scores,
                   int stride);
-    /* The same for 32 tokens' keys[dim] of a dtype, each where it is. */
+    /* The same for 32 tokens' keys[dim] of a dtype or in codes, each where it is. */
     void (*score_tokens)(const float *query, int rows, int dim, const uint8_t *const *keys,
                          int64_t dtype, float *scores, int stride);
     /* out[row] = query[row][dim] . x[dim] */
@@ -49,8 +49,8 @@ struct ops {
        the new peak. Returns whether any weight is not zero. */
     int (*softmax)(float *scores, int rows, int count, int stride, int dim, const float *factor,
                    float *peak, float *weight, float *sums, float *top);
-    /* sums[row][dim] += weights[row * stride + tokens] . values[dim] of a dtype of a multiple of 4
-       tokens, each where it is */
+    /* sums[row][dim] += weights[row * stride + tokens] . values[dim] of a dtype or in codes, of a
+       multiple of 4 tokens, each where it is */
     void (*accumulate)(const float *weights, int stride, int rows, int tokens, int dim,
                        const uint8_t *const *values, int64_t dtype, float *sums);
     /* float16 -> float */

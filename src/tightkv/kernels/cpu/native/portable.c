@@ -49,5 +49,9 @@ static inline vf bfloat_vector(const word16 *in)
                 bfloat_to_float(in[3])};
 }
 
+static inline vi byte_vector(const int8_t *in) { return (vi){in[0], in[1], in[2], in[3]}; }
+
+static inline vu spread_words(const word32 *in) { return (vu){0} + in[0]; }
+
 #include "decode.h"
 #include "simd_attend.h"

@@ -1,10 +1,11 @@
 /* The products and the softmax in the compiler's vector types, once for each instruction set.
    The including file defines LANES, COLUMNS (vectors side by side in a product), OPS_NAME
    and, before including, the decoders decode_keys and decode_values, and half_vector and
-   bfloat_vector, which read LANES numbers of 16 bits; BY_LANE where
+   bfloat_vector, which read LANES numbers of 16 bits, byte_vector, which reads LANES bytes, and
+   spread_words, which has a word in every eight lanes; BY_LANE where
    an instruction multiplies by one lane of a register, SUM_FOUR where one adds neighbours. */
 
-#include "native.h"
+#include "internal.h"
 #include "vectors.h"
 
 #define WIDE (LANES == 16 ? 4 : 2) /* vectors side by side in sums of values */
@@ -15,11 +16,27 @@ static void halves(const word16 *in, int count, float *out)
         store(out + k, half_vector(in + k));
 }
 
-/* LANES numbers of a token from the d-th on. */
-ALWAYS vf load_as(const uint8_t *token, int64_t d, const int64_t dtype)
+/* Low halves of the codes of LANES channels of a key from the d-th on; `nibbles` are all its own. */
+ALWAYS vi low_codes(const uint8_t *nibbles, int64_t d)
+{
+    static const uint32_t shift[16] = {0, 8, 16, 24, 4, 12, 20, 28, 0, 8, 16, 24, 4, 12, 20, 28};
+    vu word = spread_words((const word32 *)nibbles + d / 8), by;
+    memcpy(&by, shift, sizeof by);
+    if (LANES < 8)
+        word >>= (uint32_t)d & 4;
+    return (vi)((word >> by) & 15u);
+}
+
+/* LANES numbers of a token from the d-th on; of codes, keys have `dim` bytes before their nibbles and
+   values none: 0. */
+ALWAYS vf load_as(const uint8_t *token, int64_t d, const int64_t dtype, int64_t dim)
 {
     if (dtype == FLOAT32)
         return load((const float *)token + d);
+    if (dtype == RING_CODES) {
+        const vi code = byte_vector((const int8_t *)token + d);
+        return __builtin_convertvector(dim ? code * 16 + low_codes(token + dim, d) : code, vf);
+    }
     const word16 *at = (const word16 *)token + d;
     return dtype == FLOAT16 ? half_vector(at) : bfloat_vector(at);
 }
@@ -86,7 +103,7 @@ ALWAYS void score_four(const float *query, int64_t dim, const uint8_t *const *ke
     for (int64_t d = 0; d < dim; d += LANES) {
         vf key[4];
         for (int t = 0; t < 4; t++)
-            key[t] = load_as(keys[t], d, dtype);
+            key[t] = load_as(keys[t], d, dtype, dim);
         for (int r = 0; r < rows; r++) {
             const vf q = load(query + r * dim + d);
             for (int t = 0; t < 4; t++)
@@ -120,6 +137,7 @@ static void score_tokens(const float *query, int rows, int dim, const uint8_t *c
     switch (dtype) {
     case FLOAT32: score_all(query, rows, dim, keys, scores, stride, FLOAT32); break;
     case FLOAT16: score_all(query, rows, dim, keys, scores, stride, FLOAT16); break;
+    case RING_CODES: score_all(query, rows, dim, keys, scores, stride, RING_CODES); break;
     default: score_all(query, rows, dim, keys, scores, stride, BFLOAT16);
     }
 }
@@ -140,7 +158,7 @@ ALWAYS void accumulate_part(const float *weights, int64_t stride, int tokens, in
 #endif
         for (int e = 0; e < 4; e++)
             for (int c = 0; c < columns; c++) {
-                vf value = load_as(values[t + e], d + c * LANES, dtype);
+                vf value = load_as(values[t + e], d + c * LANES, dtype, 0);
                 for (int r = 0; r < rows; r++)
 #ifdef BY_LANE
                     sum[r][c] = BY_LANE(sum[r][c], value, w[r], e);
@@ -188,6 +206,9 @@ static void accumulate(const float *weights, int stride, int rows, int tokens, i
         break;
     case FLOAT16:
         accumulate_all(weights, stride, rows, tokens, dim, values, sums, FLOAT16);
+        break;
+    case RING_CODES:
+        accumulate_all(weights, stride, rows, tokens, dim, values, sums, RING_CODES);
         break;
     default: accumulate_all(weights, stride, rows, tokens, dim, values, sums, BFLOAT16);
     }

@@ -16,7 +16,7 @@ extern "C" __global__ void __launch_bounds__(256, HADAMARD && D <= 128 ? 6 : D <
         const int at = x.page.at, end = at + PAGE, exact_from = x.page.exact_from;
         const NewTokens none = {0, 0, end, end, at};  // all are in the ring
         HeadSide side = {};
-        side.ring = x.ring(a.slots);
+        side.ring = x.ring(a.slots), side.codes = x.codes(a.slots), side.is_key = true;
         encode_page(room, of_ring, side, none, x.record(), at, max(at, exact_from), end, exact_from, true, true);
         __syncthreads();  // the mean is no longer read
     }

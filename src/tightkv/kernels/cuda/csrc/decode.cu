@@ -6,16 +6,16 @@
 // of codes are small whole numbers, and as bytes they need no conversion.
 
 #include "accumulate_values.cuh"
+#include "attend_ring.cuh"
 #include "epilogue.cuh"
 #include "score_tile.cuh"
 #include "tile_copies.cuh"
 
 // The warp's tiles of pages, in turn; `factor` makes log2 units of scores. Returns the stage after the last one's.
 __device__ __forceinline__ int attend_pages(Accumulators &f, SharedMemory &sh, TileCopies &copies, const WarpWork &work,
-                                            const MaskBounds &v, int col0, float factor, int lane, int warp) {
+                                            const QueryOperands &q, const MaskBounds &v, int col0, float factor,
+                                            int lane, int warp) {
     const int r = lane >> 2, c = lane & 3;
-    QueryOperands q;
-    load_query_bytes(q, sh, lane, warp);
     SumStart key_start, value_start;
     start_key_sums(key_start, q);
     clear(value_start);
@@ -52,6 +52,23 @@ __device__ __forceinline__ int attend_pages(Accumulators &f, SharedMemory &sh, T
         float scale[LANE_COLS];
         online_softmax(f, s, score_unit, value_scale, largest_scale, weights, scale);
         accumulate_values(f, codes, tile, weights, scale, value_start, value_table, r, lane);
+    }
+    return stage;
+}
+
+// The warp's groups of a ring of codes, the first of which is at `stage`. Returns the stage after the last one's.
+__device__ __forceinline__ int attend_ring_groups(Accumulators &f, SharedMemory &sh, TileCopies &copies,
+                                                  const WarpWork &work, const QueryOperands &q, const Ring &ring,
+                                                  const MaskBounds &v, int stage, int col0, float factor, int lane,
+                                                  int warp) {
+    for (int group = work.ring_group; group < work.ring_groups; group += work.workers) {
+        copies.copy_after_tiles();
+        cp_async_commit();
+        cp_async_wait<STAGES - 1>();  // tokens of the ring
+        __syncwarp();  // lanes read tokens of the ring that others copied
+        attend_ring(f, sh.warp[warp].stage[stage].ring, q, ring, EXACT_TOKENS * group, v, col0, factor * BYTE_UNIT,
+                    lane >> 2, lane & 3);
+        stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
     return stage;
 }
@@ -97,13 +114,18 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
     const int low = first_seen(a, x, x.length - x.count + col0 / G);
     const MaskBounds v = mask_bounds(a, x, low);
     const Exact exact = find_exact(a, x, split.head, low);
-    const WarpWork work = find_work(split, exact, low, x.ring_read_from, warp);
+    WarpWork work = find_work(split, exact, low, x.ring_read_from, warp);
+    Ring ring = {};
+    if (RING_CODES) {
+        ring = find_ring(a, x, split.head, low);
+        work.take_ring(ring.count);
+    }
 
     // The first tiles are on their way while the queries are prepared.
     const PageIds ids(table, first_ids, work, lane);
     Queries queries;
     load(queries, a, x.begin, x.count, v.first_at, split.head, col0, lane, warp);
-    TileCopies copies(a, work, exact, ids, split.head, sh.warp[warp].stage, sh.barriers[warp], lane);
+    TileCopies copies(a, work, exact, ring, ids, split.head, sh.warp[warp].stage, sh.barriers[warp], lane);
     // Pages are read from here on. The append before may write those of this sequence from the first new token's on;
     // and, of a sequence that has no exact tokens from before yet, any: it may share what another one completes now.
     if (a.overlaps_append && x.ring_read_from > (v.first_at - 1) / PAGE * PAGE) grid_dependency_wait();
@@ -117,7 +139,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS) decode(cons
 
     Accumulators f;
     clear(f);
-    const int stage = attend_pages(f, sh, copies, work, v, col0, factor, lane, warp);
+    QueryOperands q;
+    load_query_bytes(q, sh, lane, warp);
+    int stage = attend_pages(f, sh, copies, work, q, v, col0, factor, lane, warp);
+    if (RING_CODES) stage = attend_ring_groups(f, sh, copies, work, q, ring, v, stage, col0, factor, lane, warp);
     if (a.overlaps_append) grid_dependency_wait();  // outputs are written from here on
     launch_dependents();
     clear_unused_queries(a);

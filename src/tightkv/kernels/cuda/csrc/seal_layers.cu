@@ -16,6 +16,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, D <= 256 ? 4 : 2) seal_
         page.record = x.record(), page.rotation = a.rotation;
         page.factors = x.layer.factors + (long long)x.head * D * D;
         page.at = page.real_from = x.page.at, page.exact_from = x.page.exact_from;
-        seal_part(s, (Rows *)memory, KeyReader(x.ring(a.slots), a.slots), page, job % parts, parts);
+        seal_part(s, (Rows *)memory, KeyReader(x, a.slots), page, job % parts, parts);
     }
 }

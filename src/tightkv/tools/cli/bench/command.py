@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
@@ -24,7 +23,7 @@ from tightkv.tools.cli.shared.output import (
     parse_bytes,
     print_status,
 )
-from tightkv.tools.cli.shared.progress import Progress, Working
+from tightkv.tools.cli.shared.progress import Working
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +36,12 @@ Row = dict[str, Any]
 _PROMPTS, _ANSWERS = ("2048-14336", "128-512"), ("200-1200", "16-64")
 _DEVICE = f"""--device {{cpu,cuda}}  default: cuda if there is one
     --preset {{{",".join(PRESETS)}}} ...  repeatable"""
+# What has gone, and what does it instead.
+_GONE = {
+    "model": "vLLM runs a model of this shape: tightkv bench engine --shape llama-3.1-8b",
+    "serve": "vLLM measures servers itself: vllm bench serve --base-url http://HOST:PORT "
+    "--model MODEL --num-prompts 64 --max-concurrency 16 --ignore-eos",
+}
 # What is measured, and its options.
 _KINDS = {
     "decode": (
@@ -69,12 +74,6 @@ _KINDS = {
     --prefix N ...  repeatable
     {_DEVICE}""",
     ),
-    "model": (
-        "decoding with a Llama-3.1-8B-shaped model, on a GPU",
-        f"""
-    --size BxN ...  sequences x context, repeatable
-    {_DEVICE}""",
-    ),
     "engine": (
         "KV caches side by side in vLLM, offline",
         f"""
@@ -100,25 +99,13 @@ _KINDS = {
     --log FILE  append the engines' output to a file
     """,
     ),
-    "serve": (
-        "running OpenAI-compatible servers under load",
-        """
-    --model MODEL  name it is served under (default: the server's first)
-    --requests=64 N  in total, to each server (default: 64)
-    --concurrency=16 N  requests at a time (default: 16)
-    --prompt-tokens=512 N  of each request (default: 512)
-    --output-tokens=128 N  of each request (default: 128)
-    --seconds=600 SECONDS:float  at most, for each server (default: 600)
-    --seed SEED:int  of the prompts (default: a new one each run)
-    """,
-    ),
 }
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "bench",
-        description="Speed on this machine, or of servers. Ratios of medians of one run are "
+        description="Speed on this machine. Ratios of medians of one run are "
         "printed; the times are in the rows that --json prints and --out appends to a file.",
     )
     kinds = parser.add_subparsers(dest="bench", metavar="WHAT", required=True)
@@ -127,17 +114,17 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         if name == "engine":
             about = "model folder or hub id, as vLLM accepts it"
             kind.add_argument("model", nargs="?", help=about)
-        if name == "serve":
-            about = "as in k4v4=http://127.0.0.1:8000, repeatable; ratios are to the first"
-            kind.add_argument(
-                "--url", action="append", required=True, metavar="NAME=URL", help=about
-            )
         add_options(kind, options)
         add_options(kind, "--out FILE  append the rows to a JSON-lines file")
         add_output_options(kind, plot="draw the ratios")
+    for name in _GONE:
+        gone = kinds.add_parser(name, prefix_chars="\0", add_help=False)
+        gone.add_argument("words", nargs=argparse.REMAINDER)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.bench in _GONE:
+        raise ValueError(f"bench {args.bench} has gone; {_GONE[args.bench]}")
     import torch
 
     from tightkv.tools.rows import append_rows
@@ -167,25 +154,22 @@ def run(args: argparse.Namespace) -> int:
 
 # --- kernels ---
 def _kernels(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
-    """decode, store, extend and model, by preset."""
+    """decode, store and extend, by preset."""
     presets = args.preset or ["k4v4"]
     with Working(f"measuring {args.bench}"):
         if device.type == "cpu":
             yield from _on_a_cpu(args, presets)
             return
-        from tightkv.tools.bench import gpu, model
+        from tightkv.tools.bench import gpu
 
         if args.bench == "decode":
             shapes, kernels = _shapes(args, gpu.DECODE_SHAPES), args.kernels or ["auto"]
             yield from gpu.decode_rows(shapes, presets, kernels, device, args.against or ())
         elif args.bench == "store":
             yield from gpu.store_rows(args.tokens or [2048, 8192], presets, device)
-        elif args.bench == "extend":
+        else:
             prefixes = args.prefix or [0, 8192, 32768]
             yield from gpu.extend_rows(args.chunk, prefixes, presets, device)
-        else:
-            sizes = args.size or ("1x8192", "8x32768", "32x8192", "1x131072")
-            yield from model.model_rows(list(map(_size, sizes)), presets, device)
 
 
 def _on_a_cpu(args: argparse.Namespace, presets: Sequence[str]) -> Iterator[Row]:
@@ -210,13 +194,6 @@ def _on_a_cpu(args: argparse.Namespace, presets: Sequence[str]) -> Iterator[Row]
         yield from cpu.decode_rows(KVQuantConfig.preset(preset), shapes, args.repeats)
 
 
-def _size(text: str) -> tuple[int, int]:
-    batch, _, tokens = text.partition("x")
-    if not (batch.isdigit() and tokens.isdigit() and int(batch) and int(tokens) > 64):
-        raise ValueError(f"--size {text}; write sequences x context, as 8x32768 (more than 64)")
-    return int(batch), int(tokens)
-
-
 def _shapes(args: argparse.Namespace, usual: Sequence[Shape]) -> list[Shape]:
     from tightkv.tools.bench.inputs import Shape
 
@@ -227,7 +204,7 @@ def _shapes(args: argparse.Namespace, usual: Sequence[Shape]) -> list[Shape]:
     return [replace(shape, **changes) for shape in shapes]
 
 
-# --- engines and servers ---
+# --- engines ---
 def _engine(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
     from tightkv.tools.bench.engine import engine_rows
     from tightkv.tools.bench.engine_plan import SIZES, EnginePlan, MixedLoad
@@ -290,23 +267,12 @@ def _engine_args(text: str) -> dict[str, Any]:
     return given
 
 
-def _serve(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
-    from tightkv.tools.bench.openai_client import Server
-    from tightkv.tools.bench.serve import Load, serve_rows
-
-    given = _fields(Load, args)
-    if args.seed is None:
-        given["seed"] = random.SystemRandom().randrange(1 << 31)
-    yield from serve_rows(list(map(Server.parse, args.url)), Load(**given), args.model, Progress)
-
-
 def _fields(kind: Any, args: argparse.Namespace) -> dict[str, Any]:
     """Options of the same names as fields of a dataclass."""
     return {x.name: getattr(args, x.name) for x in fields(kind) if hasattr(args, x.name)}
 
 
 _MEASURE: dict[str, Callable[[argparse.Namespace, torch.device], Iterator[Row]]] = {
-    **dict.fromkeys(("decode", "store", "extend", "model"), _kernels),
+    **dict.fromkeys(("decode", "store", "extend"), _kernels),
     "engine": _engine,
-    "serve": _serve,
 }

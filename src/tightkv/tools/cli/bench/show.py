@@ -14,18 +14,14 @@ _FACTORS = (*_AGAINST, *(f"consecutive_{name}" for name in _AGAINST), "share_of_
 
 
 def went_wrong(row: Row) -> bool:
-    """An engine that failed, or a server that did not answer every request in time."""
-    return bool(row.get("error") or row.get("failed") or row.get("out_of_time"))
+    """Of an engine that failed."""
+    return "error" in row
 
 
 def label(row: Row) -> str:
     """What a row is about, without what it found."""
-    if row["bench"] == "serve":
-        return str(row["server"])
     if row["bench"] == "engine":
         return f"{row['kv']}, {'failed' if 'error' in row else what_is_measured(row)}"
-    if row["bench"] == "model":
-        return f"{row['preset']}, {row['batch']} x {row['context']} tokens"
     if "shape" not in row:
         sizes = [f"{name} {row[name]}" for name in ("tokens", "chunk", "prefix") if name in row]
         return f"{row['preset']}, {', '.join(sizes)}"
@@ -58,8 +54,7 @@ def _ratios(row: Row) -> dict[str, float]:
 
 
 def as_text(rows: Sequence[Row]) -> str:
-    texts: dict[str, Callable[[Sequence[Row]], str]] = {"engine": engine_text, "serve": serve_text}
-    return texts.get(rows[0]["bench"], _kernels_text)(rows)
+    return engine_text(rows) if rows[0]["bench"] == "engine" else _kernels_text(rows)
 
 
 def _kernels_text(rows: Sequence[Row]) -> str:
@@ -94,23 +89,22 @@ def engine_text(rows: Sequence[Row]) -> str:
     good = [row for row in rows if "error" not in row]
     notes = [f"{label(row)}: {row['left_out']}" for row in good if "left_out" in row]
     notes += [f"{row['kv']} failed: {row['error']}" for row in rows if "error" in row]
-    parts = []
-    if good:
-        steps = [row for row in good if "step_ms" in row]
-        mixed = [row for row in good if row["measure"] == "mixed"]
-        parts = [_heading(good[0]), _by_cache("measured", good, {"": _cell})]
-        parts += [_by_cache("single synchronized steps", steps, STEPS)] if steps else []
-        parts += [_latencies(mixed)] if mixed else []
+    parts = [] if not good else [_heading(good[0]), _by_cache("measured", good, _figure)]
+    for title, name, cell in (
+        ("single synchronized steps, ms at p50 / p90 / p99", "step_ms", _steps),
+        ("requests, ms of TTFT and TPOT at p50 / p99", "ttft_ms", _latencies),
+    ):
+        if measured := [row for row in good if row.get(name)]:
+            parts.append(_by_cache(title, measured, cell))
     return "\n\n".join([*parts, *(["\n".join(notes)] if notes else [])])
 
 
-def _by_cache(title: str, rows: Sequence[Row], cells: dict[str, Callable[[Row], str]]) -> str:
-    """A line for each thing that is measured and kind of cell."""
+def _by_cache(title: str, rows: Sequence[Row], cell: Callable[[Row], str]) -> str:
+    """A line for each thing that is measured."""
     caches = list(dict.fromkeys(row["kv"] for row in rows))
     lines: dict[str, dict[str, str]] = {}
     for row in rows:
-        for name, cell in cells.items():
-            lines.setdefault(f"{name}{what_is_measured(row)}", {})[row["kv"]] = cell(row)
+        lines.setdefault(what_is_measured(row), {})[row["kv"]] = cell(row)
     table = [[name, *(of.get(kv, "-") for kv in caches)] for name, of in lines.items()]
     return format_table((title, *caches), table)
 
@@ -122,82 +116,26 @@ def _heading(row: Row) -> str:
     return text + ("; auto keeps 32 bits per number" if dtype == "float32" else "")
 
 
-def _cell(row: Row) -> str:
+def _figure(row: Row) -> str:
     if row["value"] is None:
         return "-"
     text = f"{row['value']:,.2f}" if row["unit"] == "ms" else f"{row['value']:,.0f}"
     return text + _to_auto(row, "to auto")
 
 
+def _steps(row: Row) -> str:
+    return _percentiles(row["step_ms"], "p50", "p90", "p99") + _to_auto(row, "step to auto")
+
+
+def _latencies(row: Row) -> str:
+    found = [row[name] for name in ("ttft_ms", "tpot_ms") if row[name]]
+    return ", ".join(_percentiles(of, "p50", "p99") for of in found)
+
+
+def _percentiles(of: dict[str, float], *names: str) -> str:
+    return " / ".join(f"{of[name]:,.2f}" for name in names)
+
+
 def _to_auto(row: Row, name: str) -> str:
     ratio = row.get("ratios", {}).get(name)
     return "" if ratio is None else f" ({ratio:.2f}x)"
-
-
-def _step(row: Row) -> str:
-    shown = " / ".join(f"{row['step_ms'][p]:.2f}" for p in ("p50", "p90", "p99"))
-    return shown + _to_auto(row, "step to auto")
-
-
-def _host(row: Row) -> str:
-    host = row["host_ms"]
-    return f"{host['p50']:.2f}{_to_auto(row, 'host to auto')}" if host else "-"
-
-
-STEPS: dict[str, Callable[[Row], str]] = {
-    "p50 / p90 / p99: ": _step,
-    "p99 to p50: ": lambda row: _times(row["ratios"]["p99 to p50 of steps"]),
-    "the host's part: ": _host,
-    "completing pages to not: ": lambda row: _times(
-        row["ratios"].get("steps that complete pages to others")
-    ),
-}
-
-
-def _latencies(mixed: Sequence[Row]) -> str:
-    """What requests of a mixed load waited for, a line per cache."""
-    header = ("mixed requests", "TTFT p50 ms", "p99", "TPOT p50 ms", "p99")
-    lines = []
-    for row in mixed:
-        found = [row["ttft_ms"], row["tpot_ms"] or {"p50": 0.0, "p99": 0.0}]
-        lines.append([row["kv"], *(f"{of[p]:,.1f}" for of in found for p in ("p50", "p99"))])
-    return format_table(header, lines)
-
-
-# --- servers: a line each ---
-def serve_text(rows: Sequence[Row]) -> str:
-    header = (
-        "server", "done", "tokens/s", "", "TTFT p50 ms", "", "p99", "TPOT p50 ms", "", "p99",
-        "preemptions",
-    )  # fmt: skip
-    lines = [
-        [
-            row["server"],
-            f"{row['completed']}/{row['load']['requests']}",
-            f"{row['output_tokens_per_s']:.1f}",
-            _times(row["ratios"].get("throughput")),
-            *_latency(row, "ttft"),
-            *_latency(row, "tpot"),
-            "-" if row["preemptions"] is None else row["preemptions"],
-        ]
-        for row in rows
-    ]
-    load = rows[0]["load"]
-    heading = (
-        f"{load['concurrency']} requests at a time, {load['prompt_tokens']} tokens in and "
-        f"{load['output_tokens']} out; x: times the figure of {rows[0]['server']}"
-    )
-    failed = [row for row in rows if row["failed"]]
-    errors = [f"{row['server']}: {row['failed']} failed: {row['first_error']}" for row in failed]
-    return "\n\n".join(filter(None, (heading, format_table(header, lines), "\n".join(errors))))
-
-
-def _latency(row: Row, name: str) -> list[str]:
-    found = row[f"{name}_ms"]
-    if found is None:
-        return ["-", "-", "-"]
-    return [f"{found['p50']:.1f}", _times(row["ratios"].get(name)), f"{found['p99']:.1f}"]
-
-
-def _times(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{ratio:.2f}x"

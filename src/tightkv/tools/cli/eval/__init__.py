@@ -1,5 +1,1 @@
 """tightkv eval."""
-
-from tightkv.tools.cli.eval.command import add_parser, run
-
-__all__ = ["add_parser", "run"]

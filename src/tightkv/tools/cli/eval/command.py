@@ -15,7 +15,6 @@ from tightkv.tools.eval.configs import parse_configs
 from tightkv.tools.model_loading.source import BUNDLED_NAME, DTYPE_NAMES, check_source
 
 TASKS = ("quality", "free", "passkey", "recall", "tools", "needles", "greedy")
-FILE_TASKS = ("lambada", "gsm8k")  # measured when their file is given
 # option -> default, with --quick, least, help
 SIZES = {
     "window": (2048, 512, 3, "tokens of a window"),
@@ -30,9 +29,6 @@ SIZES = {
     "prompts": (8, 4, 1, "prompts to continue"),
     "prompt_tokens": (512, 384, 2, "tokens of such a prompt"),
     "new_tokens": (64, 32, 1, "tokens to continue it by"),
-    "limit": (200, 20, 1, "examples of --lambada and --gsm8k"),
-    "shots": (4, 4, 0, "solved problems before one of --gsm8k"),
-    "answer_tokens": (256, 128, 1, "tokens to solve it with"),
 }
 
 
@@ -57,10 +53,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         --calibration FILE  of the model (tightkv calibrate): each of these configs is also measured
             with it
         --text FILE ...  UTF-8, may be repeated (default: prose that comes with Python)
-        --lambada FILE  last words of passages: JSON lines with "text"
-        --gsm8k FILE  problems: JSON lines with "question" and "answer"
-        --tasks {{{",".join((*TASKS, *FILE_TASKS))}}}+  default: {", ".join(TASKS)}, and those whose
-            file is given
+        --tasks {{{",".join(TASKS)}}}+  default: all; tightkv.tools.eval.lm_eval has LAMBADA, GSM8K
+            and others
         --quick  small sizes: a first look
         --seed=0 SEED:int  of facts and draws (default: 0)
         --temperature=1 TEMPERATURE:float  of free-running text; 0 is greedy (default: 1)
@@ -97,11 +91,11 @@ def run(args: argparse.Namespace) -> int:
     if twice := {source for source in args.models if args.models.count(source) > 1}:
         raise ValueError(f"the model {min(map(str, twice))!r} is given twice; leave one out")
     need_transformers("eval")
-    from tightkv.tools.cli.eval import plot, report
+    from tightkv.tools.cli.eval import report
     from tightkv.tools.cli.eval.runner import evaluate
     from tightkv.tools.rows import append_rows
 
-    models = report.worst_first(evaluate(args, configs, (*TASKS, *FILE_TASKS)))
+    models = report.worst_first(evaluate(args, configs))
     try:
         if args.out:
             append_rows(args.out, [row for data in models for row in report.file_rows(data)])
@@ -112,16 +106,14 @@ def run(args: argparse.Namespace) -> int:
             data = {"schema": models[0]["schema"], "models": models}
             emit(args, data, report.models_as_text(models))
     if args.plot:
-        plot.draw(args.plot, models[0])
+        report.draw(args.plot, models[0])
     return 0
 
 
 def _check_files(args: argparse.Namespace) -> None:
-    for name in ("text", *FILE_TASKS):
-        paths = getattr(args, name) or []
-        for path in [paths] if isinstance(paths, str) else paths:
-            if not Path(path).is_file():
-                raise FileNotFoundError(f"{name} file {path!r} does not exist")
+    for path in args.text:
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"text file {path!r} does not exist")
     if args.plot:
         check_plot(args.plot)
         if len(args.models) > 1:
@@ -151,12 +143,7 @@ def _fill_sizes(args: argparse.Namespace) -> None:
         args.contexts = sorted(set(args.contexts))
     if not 0 <= args.temperature < float("inf"):
         raise ValueError(f"--temperature {args.temperature}; it must be 0 (greedy) or more")
-    files = [name for name in FILE_TASKS if getattr(args, name)]
-    for name in args.tasks or []:
-        if name in FILE_TASKS and name not in files:
-            raise ValueError(f"the task {name} needs its examples: give --{name} FILE")
-    wanted = args.tasks or [*TASKS, *files]
-    args.tasks = [task for task in (*TASKS, *FILE_TASKS) if task in wanted]
+    args.tasks = [task for task in TASKS if task in (args.tasks or TASKS)]
     if args.prefill > args.window - 2:
         raise ValueError(
             f"--prefill {args.prefill} leaves nothing to score of a window of {args.window} tokens"

@@ -1,95 +1,47 @@
-"""The text and the file rows of `tightkv eval`, from the objects that --json prints."""
+"""The text, the file rows and the figure of `tightkv eval`, from the objects that --json prints."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
-from tightkv.tools.cli.shared.output import format_table, human_bytes
+from tightkv.tools.cli.shared.output import format_table, human_bytes, save_plot
 
-Column = tuple[str, Callable[[dict[str, Any]], str]]
+Row = dict[str, Any]
+Column = tuple[str, Callable[[Row], str]]
 """A title, and what it says of a row."""
-# Tasks with a table of their own stand only in the table of several models.
-_ALONE = ("free", "passkey", "recall", "tools", "lambada", "gsm8k")
-_TOGETHER = ("quality", *_ALONE, "needles", "greedy")
 
 
 def as_text(data: dict[str, Any]) -> str:
-    rows, s = data["rows"], data["settings"]
-    parts = [_head(data)]
-    if data["reference"]["perplexity"] is not None:
-        parts += ["", _quality_title(data), _table(rows, _quality_columns(s["window"]))]
-    if data["reference"]["needles"]:
-        parts += ["", f"Needles found, of {s['needles']} at each context:", _needle_table(data)]
-    if rows[0]["greedy"]:
+    """Quality in a table of its own, all other tasks in another."""
+    rows, s = _rows([data]), data["settings"]
+    texts = ", ".join(text["name"] for text in data["texts"])
+    parts = [
+        f"{data['model']['name']} ({data['model']['dtype']} on "
+        f"{data['machine']['gpu'] or data['model']['device']}); texts: {texts}; "
+        f"{data['seconds']:.0f} s"
+    ]
+    if quality := rows[0]["quality"]:
         title = (
-            f"Greedy tokens before the texts diverge, {s['prompts']} prompts of "
-            f"{s['prompt_tokens']} tokens, {s['new_tokens']} at most:"
+            f"{s['windows']} windows of {s['window']} tokens, {quality['positions']} positions "
+            f"scored after a prefill of {s['prefill']}, {s['chunk']} tokens per pass; "
+            f"perplexity of the uncompressed cache {data['reference']['perplexity']:.3f}:"
         )
-        parts += ["", title, _table(rows, _GREEDY_COLUMNS)]
-    if columns := _columns_of(rows, _ALONE):
+        parts += ["", title, _table(rows, _quality_columns(s["window"]))]
+    if columns := _columns_of(rows, [task for task in _COLUMNS if task != "quality"]):
         title = "Against the uncompressed cache (its own figures in parentheses):"
         parts += ["", title, _table(rows, columns)]
-    parts += [f"note: {note}" for note in data["notes"]]
-    return "\n".join(parts)
+    return "\n".join([*parts, *(f"note: {note}" for note in data["notes"])])
 
 
 def models_as_text(models: Sequence[dict[str, Any]]) -> str:
     """One table of all models and configs."""
-    rows = [
-        {**row, "exact": data["reference"], "model": data["model"]["name"]}
-        for data in models
-        for row in data["rows"]
-    ]
-    table = _table(rows, _columns_of(rows, _TOGETHER), [("model", lambda row: row["model"])])
+    rows = _rows(models)
+    table = _table(rows, _columns_of(rows, list(_COLUMNS)), [("model", lambda row: row["model"])])
     seconds = sum(data["seconds"] for data in models)
     notes = {f"note: {data['model']['name']}: {note}" for data in models for note in data["notes"]}
     title = f"{len(models)} models, the worst first; {seconds:.0f} s"
     return "\n".join([title, "", table, *sorted(notes)])
-
-
-def worst_first(models: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """By the largest loss of any config: KL, or the first task that was run."""
-    return sorted(models, key=_loss, reverse=True)
-
-
-def _loss(data: dict[str, Any]) -> float:
-    """Of the model's worst config; more is worse."""
-    exact = sum(entry["found"] for entry in data["reference"]["needles"] or [])
-
-    def log_prob(own: dict[str, Any]) -> float:
-        return -float(own["log_prob"]["difference"])
-
-    losses: dict[str, Callable[[Any], float]] = {
-        "quality": lambda own: own["kl"],
-        "free": lambda own: own["kl"],
-        "passkey": log_prob,
-        "recall": log_prob,
-        "tools": lambda own: (own["reference_valid"] - own["valid"]) / own["asked"],
-        "lambada": log_prob,
-        "gsm8k": lambda own: -own["accuracy"]["difference"],
-        "needles": lambda own: exact - sum(entry["found"] for entry in own),
-        "greedy": lambda own: -own["median"],
-    }
-    for task, loss in losses.items():
-        if data["rows"][0][task] is not None:
-            return max(float(loss(row[task])) for row in data["rows"])
-    return 0.0
-
-
-def _columns_of(rows: Sequence[dict[str, Any]], tasks: Sequence[str]) -> list[Column]:
-    """Those of the tasks that were run."""
-    return [column for task in tasks if rows[0][task] is not None for column in _COLUMNS[task]]
-
-
-def _table(
-    rows: Sequence[dict[str, Any]], columns: Sequence[Column], first: Sequence[Column] = ()
-) -> str:
-    """A line per config."""
-    columns = [*first, ("cache", lambda row: row["name"]), *columns]
-    cells = [[cell(row) for _, cell in columns] for row in rows]
-    return format_table([title for title, _ in columns], cells)
 
 
 def file_rows(data: dict[str, Any]) -> list[dict[str, Any]]:
@@ -98,113 +50,159 @@ def file_rows(data: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"kind": "eval", **shared, **row} for row in data["rows"]]
 
 
-def _head(data: dict[str, Any]) -> str:
-    model = data["model"]
-    texts = ", ".join(text["name"] for text in data["texts"])
-    return (
-        f"{model['name']} ({model['dtype']} on {data['machine']['gpu'] or model['device']}); "
-        f"texts: {texts}; {data['seconds']:.0f} s"
-    )
+def worst_first(models: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """By the largest loss of any config: KL, or the first task that was run."""
+
+    def loss(data: dict[str, Any]) -> float:
+        rows = _rows([data])
+        task = next((task for task in _LOSSES if rows[0][task] is not None), None)
+        return 0.0 if task is None else max(float(_LOSSES[task](row)) for row in rows)
+
+    return sorted(models, key=loss, reverse=True)
 
 
-def _quality_title(data: dict[str, Any]) -> str:
-    s, positions = data["settings"], data["rows"][0]["quality"]["positions"]
-    return (
-        f"{s['windows']} windows of {s['window']} tokens, {positions} positions scored after a "
-        f"prefill of {s['prefill']}, {s['chunk']} tokens per pass; "
-        f"perplexity of the uncompressed cache {data['reference']['perplexity']:.3f}:"
-    )
-
-
-def _quality_columns(window: int) -> list[Column]:
-    forms = {
-        "KL": ("kl", "{:.5f}"),
-        "KL p99": ("kl_p99", "{:.4f}"),
-        "KL p99.9": ("kl_p999", "{:.4f}"),
-        "top-1": ("top1", "{:.2%}"),
-        "perplexity": ("perplexity", "{:.3f}"),
-        "change": ("perplexity_increase", "{:+.2%}"),
-    }
+def _rows(models: Sequence[dict[str, Any]]) -> list[Row]:
+    """The rows of all models, each with its model's name and uncompressed cache."""
     return [
-        ("bits K", lambda row: f"{row['bits']['key']:.3g}"),
-        ("bits V", lambda row: f"{row['bits']['value']:.3g}"),
-        *((title, partial(_figure, *form)) for title, form in forms.items()),
-        (f"bytes at {window}", lambda row: human_bytes(row["quality"]["bytes_held"])),
-        ("smaller", partial(_figure, "ratio", "{:.2f}x")),
+        {**row, "exact": data["reference"], "model": data["model"]["name"]}
+        for data in models
+        for row in data["rows"]
     ]
 
 
-def _figure(name: str, form: str, row: dict[str, Any]) -> str:
-    return form.format(row["quality"][name])
+def _columns_of(rows: Sequence[Row], tasks: Sequence[str]) -> list[Column]:
+    """Those of the tasks that were run."""
+    return [column for task in tasks if rows[0][task] is not None for column in _COLUMNS[task]]
 
 
-def _needle_table(data: dict[str, Any]) -> str:
-    reference = data["reference"]["needles"]
-    header = ["cache", *(str(entry["context"]) for entry in reference), "all"]
-    rows = [_needle_cells("uncompressed", reference)]
-    rows += [_needle_cells(row["name"], row["needles"]) for row in data["rows"]]
-    return format_table(header, rows)
+def _table(rows: Sequence[Row], columns: Sequence[Column], first: Sequence[Column] = ()) -> str:
+    """A line per config."""
+    columns = [*first, ("cache", lambda row: row["name"]), *columns]
+    cells = [[cell(row) for _, cell in columns] for row in rows]
+    return format_table([title for title, _ in columns], cells)
 
 
-def _needle_cells(name: str, entries: Sequence[dict[str, Any]]) -> list[object]:
-    found = [entry["found"] for entry in entries]
-    asked = sum(entry["asked"] for entry in entries)
-    return [name, *found, f"{sum(found)} of {asked}"]
+# --- what stands in a table, and what is worse than what ---
+def _figure(title: str, field: str, form: str) -> Column:
+    """Of the task quality."""
+    return title, lambda row: form.format(row["quality"][field])
 
 
-def _difference(task: str, field: str = "log_prob") -> Callable[[dict[str, Any]], str]:
-    def cell(row: dict[str, Any]) -> str:
-        own = row[task][field]
+def _bits(title: str, side: str) -> Column:
+    return title, lambda row: f"{row['bits'][side]:.3g}"
+
+
+def _quality_columns(window: int) -> list[Column]:
+    return [
+        _bits("bits K", "key"),
+        _bits("bits V", "value"),
+        _figure("KL", "kl", "{:.5f}"),
+        _figure("KL p99", "kl_p99", "{:.4f}"),
+        _figure("KL p99.9", "kl_p999", "{:.4f}"),
+        _figure("top-1", "top1", "{:.2%}"),
+        _figure("perplexity", "perplexity", "{:.3f}"),
+        _figure("change", "perplexity_increase", "{:+.2%}"),
+        (f"bytes at {window}", lambda row: human_bytes(row["quality"]["bytes_held"])),
+        _figure("smaller", "ratio", "{:.2f}x"),
+    ]
+
+
+def _difference(title: str, task: str) -> Column:
+    """Of the log-probability to that of the uncompressed cache, with its error."""
+
+    def cell(row: Row) -> str:
+        own = row[task]["log_prob"]
         error = "" if own["stderr"] is None else f" ± {own['stderr']:.3f}"
         return f"{own['difference']:+.3f}{error}"
 
-    return cell
+    return title, cell
 
 
-def _shares(task: str, field: str) -> Callable[[dict[str, Any]], str]:
-    return lambda row: f"{row[task][field]:.0%} ({row[task]['reference_' + field]:.0%})"
+def _found(task: str) -> Column:
+    return "found", lambda row: f"{row[task]['top']:.0%} ({row[task]['reference_top']:.0%})"
 
 
-def _tools(row: dict[str, Any]) -> str:
+def _same_tokens(title: str, task: str) -> Column:
+    return title, lambda row: f"{row[task]['median']:g} of {row[task]['cap']}"
+
+
+def _tools(row: Row) -> str:
     own = row["tools"]
     return f"{own['valid']} ({own['reference_valid']}) of {own['asked']}"
 
 
-def _gsm8k(row: dict[str, Any]) -> str:
-    own = row["gsm8k"]["accuracy"]
-    return f"{own['mean']:.1%} ({own['reference']:.1%})"
+def _sum(entries: Sequence[dict[str, Any]], field: str = "found") -> int:
+    return sum(entry[field] for entry in entries)
 
 
-def _needles(row: dict[str, Any]) -> str:
-    found, exact = (
-        sum(entry["found"] for entry in entries)
-        for entries in (row["needles"], row["exact"]["needles"])
-    )
-    return f"{found} ({exact}) of {sum(entry['asked'] for entry in row['needles'])}"
+def _needles(row: Row) -> str:
+    own = row["needles"]
+    return f"{_sum(own)} ({_sum(row['exact']['needles'])}) of {_sum(own, 'asked')}"
 
 
-# In parentheses: the uncompressed cache.
 _COLUMNS: dict[str, list[Column]] = {
     "quality": [
-        ("bits", lambda row: f"{row['bits']['mean']:.3g}"),
-        ("KL", lambda row: f"{row['quality']['kl']:.5f}"),
-        ("KL p99.9", lambda row: f"{row['quality']['kl_p999']:.4f}"),
-        ("perplexity", lambda row: f"{row['quality']['perplexity_increase']:+.2%}"),
+        _bits("bits", "mean"),
+        _figure("KL", "kl", "{:.5f}"),
+        _figure("KL p99.9", "kl_p999", "{:.4f}"),
+        _figure("perplexity", "perplexity_increase", "{:+.2%}"),
     ],
     "free": [
-        ("free log p", _difference("free")),
+        _difference("free log p", "free"),
         ("free KL", lambda row: f"{row['free']['kl']:.4f}"),
-        ("same tokens", lambda row: f"{row['free']['median']:g} of {row['free']['cap']}"),
+        _same_tokens("same tokens", "free"),
     ],
-    "passkey": [("passkey log p", _difference("passkey")), ("found", _shares("passkey", "top"))],
-    "recall": [("recall log p", _difference("recall")), ("found", _shares("recall", "top"))],
+    "passkey": [_difference("passkey log p", "passkey"), _found("passkey")],
+    "recall": [_difference("recall log p", "recall"), _found("recall")],
     "tools": [("valid calls", _tools)],
-    "lambada": [("LAMBADA log p", _difference("lambada")), ("words", _shares("lambada", "top"))],
-    "gsm8k": [("GSM8K", _gsm8k)],
     "needles": [("needles", _needles)],
-    "greedy": [("greedy", lambda row: f"{row['greedy']['median']:g} of {row['greedy']['cap']}")],
+    "greedy": [_same_tokens("greedy", "greedy")],
 }
-_GREEDY_COLUMNS: list[Column] = [
-    ("median", lambda row: f"{row['greedy']['median']:g}"),
-    ("least", lambda row: row["greedy"]["min"]),
-]
+_LOSSES: dict[str, Callable[[Row], float]] = {
+    "quality": lambda row: row["quality"]["kl"],
+    "free": lambda row: row["free"]["kl"],
+    "passkey": lambda row: -row["passkey"]["log_prob"]["difference"],
+    "recall": lambda row: -row["recall"]["log_prob"]["difference"],
+    "tools": lambda row: row["tools"]["reference_valid"] - row["tools"]["valid"],
+    "needles": lambda row: _sum(row["exact"]["needles"]) - _sum(row["needles"]),
+    "greedy": lambda row: -row["greedy"]["median"],
+}
+
+
+# --- the figure ---
+def draw(path: str, data: dict[str, Any]) -> None:
+    """KL, change of perplexity, needles and greedy tokens against bits, as far as measured."""
+    exact, first = data["reference"], data["rows"][0]
+    panels: list[tuple[str, str, Callable[[Row], float], float | None]] = []
+    if first["quality"]:
+        title = f"Perplexity (uncompressed: {exact['perplexity']:.2f})"
+        panels = [
+            ("KL to the uncompressed model", "nats per token", _LOSSES["quality"], None),
+            (title, "change", lambda row: row["quality"]["perplexity_increase"], 0.0),
+        ]
+    if exact["needles"]:
+        title = f"Needles found, of {_sum(exact['needles'], 'asked')}"
+        found = _sum(exact["needles"])
+        panels.append((title, "all contexts", lambda row: _sum(row["needles"]), found))
+    if first["greedy"]:
+        title, most = "Greedy tokens before the texts diverge", first["greedy"]["cap"]
+        panels.append((title, "median", lambda row: row["greedy"]["median"], most))
+    if not panels:
+        raise ValueError("--plot draws the tasks quality, needles and greedy; none of them was run")
+    lines = 2 if len(panels) == 4 else 1
+    across = len(panels) // lines
+    with save_plot(path, width=5.4 * across, height=4.2 * lines) as figure:
+        figure.suptitle(f"{data['model']['name']}: compressed (dots) and uncompressed KV cache")
+        every = figure.subplots(lines, across, squeeze=False).flat
+        for axes, (title, label, y, level) in zip(every, panels, strict=True):
+            if level is not None:
+                axes.axhline(level, color="black", linewidth=0.8)
+            for row in data["rows"]:
+                at = row["bits"]["mean"], y(row)
+                axes.plot(*at, "o", markersize=7)
+                place = {"xytext": (8, 3), "textcoords": "offset points", "fontsize": 9}
+                axes.annotate(row["name"].split()[0], at, **place)
+            axes.set(title=title, xlabel="bits per element, with scales and means", ylabel=label)
+            axes.margins(x=0.2)
+            if y is _LOSSES["quality"]:
+                axes.set_yscale("log")

@@ -1,51 +1,67 @@
-"""What tightkv eval does once its arguments are checked: load, measure, collect."""
+"""What tightkv eval does once its arguments are checked: load, build tasks, measure, collect."""
 
 from __future__ import annotations
 
 import argparse
 import gc
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import count, takewhile
 from typing import Any
 
 import torch
 
 from tightkv.config import KVQuantConfig
 from tightkv.integrations.transformers import TightCache
-from tightkv.tools.cli.eval.command import SIZES
-from tightkv.tools.cli.eval.tasks import TaskBuilder, check_lengths
-from tightkv.tools.cli.info import collect
+from tightkv.tools.cli.eval.command import SIZES, TASKS
 from tightkv.tools.cli.shared.loading import load_for
 from tightkv.tools.cli.shared.output import print_status
-from tightkv.tools.cli.shared.progress import QUICK_SECONDS, Progress, Working
+from tightkv.tools.cli.shared.progress import QUICK_SECONDS, Working
 from tightkv.tools.eval import results
-from tightkv.tools.eval.forward import MakeCache
-from tightkv.tools.eval.result_store import Store, result_key
+from tightkv.tools.eval.forward import MakeCache, max_positions
 from tightkv.tools.eval.tasks.base import Task
+from tightkv.tools.eval.tasks.free_running import FreeTask, GreedyTask
+from tightkv.tools.eval.tasks.needles import NeedleTask, build_haystack, make_needles
+from tightkv.tools.eval.tasks.probes import ProbeTask, build_passkeys, build_recall
+from tightkv.tools.eval.tasks.quality import QualityTask, Schedule, check_compresses
+from tightkv.tools.eval.tasks.tools import ToolTask, build_conversation
 from tightkv.tools.eval.text import Text, read_texts
+from tightkv.tools.eval.windows import Windows, cut_windows
 from tightkv.tools.model_loading.load import quiet
 from tightkv.tools.model_loading.source import BUNDLED_NAME
+from tightkv.tools.rows import cpu_name
 
 SCHEMA = 2
+FIRST_CONTEXT = 512
+_WITH_CONTEXTS = {"passkey", "recall", "tools", "needles"}
 _SETTINGS = ("temperature", "seed", *(name for name in SIZES if name != "max_context"))
 _ABOUT = ("config", "kernels", "calibration")
 
 
-def evaluate(
-    args: argparse.Namespace, configs: Mapping[str, KVQuantConfig], all_tasks: Sequence[str]
-) -> list[dict[str, Any]]:
+def evaluate(args: argparse.Namespace, configs: Mapping[str, KVQuantConfig]) -> list[Any]:
     """An object for each model, as --json prints them (docs/eval.md)."""
-    check_lengths(args, configs.values())
-    texts = read_texts(args.text)
-    store = Store(args.results, args.fresh)
+    _check_lengths(args, configs.values())
+    texts, store = read_texts(args.text), results.Store(args.results, args.fresh)
     done = []
     for source in args.models:
-        done.append(_evaluate_model(args, source, configs, texts, store, all_tasks))
+        done.append(_evaluate_model(args, source, configs, texts, store))
         gc.collect()  # the next model needs the room
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     return done
+
+
+def _check_lengths(args: argparse.Namespace, configs: Iterable[KVQuantConfig]) -> None:
+    """Raise if some task would only read what a config keeps exact."""
+    shortest = min(args.contexts or [min(FIRST_CONTEXT, args.max_context)])
+    for cfg in configs:
+        if "quality" in args.tasks:
+            check_compresses(cfg, args.window)
+        if _WITH_CONTEXTS & set(args.tasks):
+            check_compresses(cfg, shortest)
+        if {"free", "greedy"} & set(args.tasks):
+            check_compresses(cfg, args.prompt_tokens + args.new_tokens)
 
 
 def _evaluate_model(
@@ -53,8 +69,7 @@ def _evaluate_model(
     source: str | None,
     configs: Mapping[str, KVQuantConfig],
     texts: Sequence[Text],
-    store: Store,
-    all_tasks: Sequence[str],
+    store: results.Store,
 ) -> dict[str, Any]:
     start = time.monotonic()
     name = source or BUNDLED_NAME
@@ -63,26 +78,27 @@ def _evaluate_model(
     model, tokenizer = load_for("eval", source, dtype=args.dtype, device=args.device)
     with quiet():
         with Working("preparing tasks and caches", delay=QUICK_SECONDS):
-            builder = TaskBuilder(args, texts, model, tokenizer)
-            tasks = builder.build(configs.values())
-            facts = results.model_facts(model, name)
-            run = ModelRun(model, facts, configs, store)
-        rows, reference = run.measure(tasks, all_tasks)
-    notes = list(builder.notes)
+            limit = max_positions(model)
+            contexts, notes = _choose_contexts(args, limit)
+            tasks = _build_tasks(args, texts, tokenizer, contexts, limit)
+            run = ModelRun(model, name, configs, store)
+        rows, reference = run.measure(tasks)
     if model.dtype == torch.float32:
         notes.insert(
             0, "the model runs in float32, so its exact newest tokens take twice the bytes of bf16"
         )
+    device = torch.device(model.device)
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     return {
         "schema": SCHEMA,
         **results.with_transformers(),
-        "machine": _machine(model),
-        "model": facts,
+        "machine": {"cpu": cpu_name(), "gpu": gpu, "threads": torch.get_num_threads()},
+        "model": run.facts,
         "texts": results.text_facts(texts),
         "settings": {
             "tasks": args.tasks,
             **{name: getattr(args, name) for name in _SETTINGS},
-            "contexts": builder.contexts,
+            "contexts": contexts,
         },
         "seconds": time.monotonic() - start,
         "reference": reference,
@@ -91,39 +107,108 @@ def _evaluate_model(
     }
 
 
+def _choose_contexts(args: argparse.Namespace, limit: int | None) -> tuple[list[int], list[str]]:
+    """--contexts, or 512, 1024 and so on to the model's limit; and what is left out of them."""
+    if not _WITH_CONTEXTS & set(args.tasks):
+        return [], []
+    if args.contexts:
+        contexts = [n for n in args.contexts if limit is None or n <= limit]
+        left_out = ", ".join(str(n) for n in args.contexts if n not in contexts)
+        if not contexts:
+            raise ValueError(
+                f"--contexts {args.contexts[0]} is the shortest; the model was made for "
+                f"{limit} tokens"
+            )
+        note = f"contexts of {left_out} tokens are skipped: the model's limit is {limit}"
+        return contexts, [note] if left_out else []
+    cap = args.max_context
+    last = cap if limit is None else min(cap, limit)
+    note = f"contexts end at {cap} tokens; --max-context {limit} is all that the model was made for"
+    doubling = takewhile(lambda n: n < last, (FIRST_CONTEXT << i for i in count()))
+    return [*doubling, last], [] if limit is None or cap >= limit else [note]
+
+
+def _build_tasks(
+    args: argparse.Namespace,
+    texts: Sequence[Text],
+    tokenizer: Any,
+    contexts: Sequence[int],
+    limit: int | None,
+) -> list[Task]:
+    """Those that were asked for. Inputs are cut first: a text too short is refused at once."""
+    text = "\n\n".join(text.content for text in texts)
+    depths = args.depths, args.seed
+
+    def cut(what: str, windows: int, tokens: int, more: int = 0) -> Windows:
+        if limit is not None and tokens + more > limit:
+            raise ValueError(f"{what} is {tokens + more}; the model was made for {limit} tokens")
+        return cut_windows(tokenizer, texts, tokens, windows)
+
+    def prompts() -> Windows:
+        what = "--prompt-tokens + --new-tokens"
+        return cut(what, args.prompts, args.prompt_tokens, args.new_tokens)
+
+    def in_contexts(build: Callable[[int], Any]) -> tuple[Any, ...]:
+        return tuple(map(build, contexts))
+
+    def passkeys(tokens: int) -> Any:
+        return build_passkeys(tokenizer, text, tokens, *depths)
+
+    def needles() -> Task:
+        facts = make_needles(args.needles, args.seed, text)
+        hays = in_contexts(lambda tokens: build_haystack(tokenizer, text, tokens, facts))
+        return NeedleTask(tokenizer, hays)
+
+    def conversation(tokens: int) -> Any:
+        return build_conversation(tokenizer, tokens, args.calls, args.seed)
+
+    schedule = Schedule(args.prefill, args.chunk, args.batch)
+    tasks: dict[str, Callable[[], Task]] = {
+        "quality": lambda: QualityTask(
+            tokenizer, cut("--window", args.windows, args.window), schedule
+        ),
+        "free": lambda: FreeTask(
+            prompts(), args.new_tokens, args.temperature, args.seed, args.batch
+        ),
+        "passkey": lambda: ProbeTask("passkey", in_contexts(passkeys)),
+        "recall": lambda: ProbeTask(
+            "recall", in_contexts(lambda tokens: build_recall(tokenizer, tokens, *depths))
+        ),
+        "tools": lambda: ToolTask(tokenizer, in_contexts(conversation)),
+        "needles": needles,
+        "greedy": lambda: GreedyTask(prompts(), args.new_tokens, batch=args.batch),
+    }
+    return [tasks[name]() for name in args.tasks]
+
+
 class ModelRun:
     """Every task with every config on one model; what is already known is not measured again."""
 
     def __init__(
-        self,
-        model: Any,
-        facts: Mapping[str, Any],
-        configs: Mapping[str, KVQuantConfig],
-        store: Store,
+        self, model: Any, name: str, configs: Mapping[str, KVQuantConfig], store: results.Store
     ) -> None:
-        self.model, self.facts, self.store = model, facts, store
+        self.model, self.store = model, store
+        self.facts = results.model_facts(model, name)
         self.architecture = results.architecture(model)
         self.caches: dict[str, MakeCache] = {}
         self.about: dict[str, dict[str, Any]] = {}
-        for name, cfg in configs.items():
-            make = self.caches[name] = partial(TightCache, cfg, model=model, eager=True)
+        for label, cfg in configs.items():
+            make = self.caches[label] = partial(TightCache, cfg, model=model, eager=True)
             cache = make()
             found = cache.calibration  # a file may change under its name
-            self.about[name] = {
+            self.about[label] = {
                 "config": cache.quant.to_dict(),  # some models get more bits in some layers
                 **results.cache_facts(model, make),
                 "calibration": None if found is None else found.checksum,
             }
 
-    def measure(
-        self, tasks: Sequence[Task], all_tasks: Sequence[str]
-    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    def measure(self, tasks: Sequence[Task]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """One row per config, and what the uncompressed cache gave."""
         rows: dict[str, dict[str, Any]] = {
             name: {
                 "name": name,
                 **{key: about[key] for key in ("config", "kernels", "bits")},
-                **dict.fromkeys(all_tasks),
+                **dict.fromkeys(TASKS),
             }
             for name, about in self.about.items()
         }
@@ -142,21 +227,19 @@ class ModelRun:
     def _run(self, task: Task) -> tuple[Any, dict[str, Any]]:
         """What the exact cache gives, and each config."""
         keys = {name: self._key(task, name) for name in self.caches}
-        exact_key = self._key(task, None)
+        exact_key, about_exact = self._key(task, None)
         missing = [name for name, (key, _) in keys.items() if key not in self.store]
-        if len(missing) < len(keys):
-            known = len(keys) - len(missing)
+        if known := len(keys) - len(missing):
             print_status(
                 f"{task.name}: {known} of {len(keys)} results are from {self.store.path}; "
                 "--fresh measures them again"
             )
-        steps = len(missing) * task.steps
-        if exact_key[0] not in self.store:
-            steps += task.reference_steps
-        with Progress(task.name, steps) as bar:
-            if exact_key[0] not in self.store:
-                self.store.keep(*exact_key, task.reference(self.model, bar.advance))
-            exact = self.store[exact_key[0]]
+        new = exact_key not in self.store
+        with Working(task.name, len(missing) * task.steps + new * task.reference_steps) as bar:
+            if new:
+                exact = task.reference(self.model, bar.advance)
+                self.store.keep(exact_key, about_exact, exact)
+            exact = self.store[exact_key]
             for name in missing:
                 result = task.measure(self.model, self.caches[name], exact, bar.advance)
                 self.store.keep(*keys[name], result)
@@ -171,10 +254,4 @@ class ModelRun:
             "task": task.name,
             "settings": task.settings,
         }
-        return result_key(about), {**about, "model": dict(self.facts)}
-
-
-def _machine(model: Any) -> dict[str, Any]:
-    device = torch.device(model.device)
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    return {"cpu": collect()["cpu"]["model"], "gpu": gpu, "threads": torch.get_num_threads()}
+        return results.result_key(about), {**about, "model": dict(self.facts)}

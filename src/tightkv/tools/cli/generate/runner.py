@@ -123,7 +123,7 @@ class Runner:
         text = None
         if self._streams:
             text = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
-        live = LiveAnswer(self.model, cache, label, self.args.max_new_tokens, text)
+        live = LiveAnswer(self.model, label, self.args.max_new_tokens, text)
         try:
             return generate(
                 self.model, self.inputs, cache, self._options, live, before, keep_logits

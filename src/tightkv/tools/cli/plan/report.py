@@ -77,78 +77,39 @@ def _table(data: dict[str, Any]) -> str:
 
 
 def draw(path: str, data: dict[str, Any], plans: list[CachePlan]) -> None:
-    """Left: bytes against context. Right: tokens that fit, or bytes per token without a budget."""
-    title, memory = f"KV cache of {data['model']['name']}", data["memory"]
-    if data["tp"] > 1:
-        title += f", one of {data['tp']} ranks"
-    if memory is not None:
-        left = human_bytes(memory["cache_bytes"])
-        title += f", {left} left of {memory['gpu'] or 'the budget'} after weights"
-    with save_plot(path, width=11.0, height=5.0) as figure:
-        from matplotlib import colormaps
-
-        # grey for the two baselines, then dark to light
-        shades = [0.88 * i / max(1, len(plans) - 3) for i in range(len(plans) - 2)]
-        colours = ["black", "dimgrey", *map(colormaps["viridis"], shades)]
-        figure.suptitle(title, fontsize=12)
-        axes = figure.subplots(1, 2, width_ratios=(3, 2))
-        _draw_growth(axes[0], data, plans, colours)
-        _draw_bars(axes[1], data, colours)
-
-
-def _draw_growth(
-    axes: Any, data: dict[str, Any], plans: list[CachePlan], colours: list[Any]
-) -> None:
+    """Left: bytes against context. Right: tokens that fit, or bytes without a budget."""
+    rows, memory, batch = data["rows"], data["memory"], data["batch"]
     longest = max(data["context"], data["model"]["max_positions"] or 0)
     xs = [round(longest * i / _PLOT_POINTS) for i in range(_PLOT_POINTS + 1)]
-    ends: dict[int, tuple[str, Any]] = {}  # plans that end at the same height share a label
-    for plan, colour in zip(plans, colours, strict=True):
-        sizes = [plan.total_bytes(x, data["batch"]) for x in xs]
-        style = "--" if plan.config is None else "-"
-        axes.plot(xs, [size / 2**30 for size in sizes], style, color=colour, linewidth=1.8)
-        names = [ends[sizes[-1]][0]] if sizes[-1] in ends else []
-        ends[sizes[-1]] = (", ".join([*names, plan.name]), colour)
-    top = max(ends) / 2**30
-    limit = data["memory"] and data["memory"]["cache_bytes"] / 2**30
-    if limit and limit < 1.2 * top:
-        axes.axhline(limit, color="tab:red", linewidth=1)
-        place = {"xytext": (4, 3), "textcoords": "offset points"}
-        axes.annotate("memory for the cache", (0, limit), color="tab:red", fontsize=8, **place)
-        top = max(top, limit)
-    for y, end in zip(_spread(sorted(ends), 0.045 * top * 2**30), sorted(ends), strict=True):
-        name, colour = ends[end]
-        place = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
-        axes.annotate(name, (longest, y / 2**30), color=colour, fontsize=8, **place)
-    axes.set(xlim=(0, longest), ylim=(0, 1.05 * top), ylabel="GiB")
-    axes.set_xlabel("tokens of context" + (f", {data['batch']} requests" * (data["batch"] > 1)))
-    axes.set_xticks([longest * i // 4 for i in range(5)])
-    axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1024:.0f}k" if x >= 8192 else f"{x:.0f}")
+    title = f"KV cache of {data['model']['name']}"
+    title += f", one of {data['tp']} ranks" if data["tp"] > 1 else ""
+    with save_plot(path, width=11.0, height=5.0) as figure:
+        figure.suptitle(title, fontsize=12)
+        from matplotlib import colormaps
 
-
-def _spread(heights: list[int], gap: float) -> list[float]:
-    """`heights`, rising, moved as little as needed for neighbours to be about `gap` apart."""
-    placed = [float(height) for height in heights]
-    for _ in range(200):
-        for low in range(len(placed) - 1):
-            overlap = max(0.0, gap - (placed[low + 1] - placed[low]))
-            placed[low] -= overlap / 2
-            placed[low + 1] += overlap / 2
-    return placed
-
-
-def _draw_bars(axes: Any, data: dict[str, Any], colours: list[Any]) -> None:
-    rows = data["rows"]
-    if data["memory"] is not None and all(row["max_tokens"] is not None for row in rows):
-        values = [row["max_tokens"] / 1024 for row in rows]
-        texts = [f"{value:,.0f}k" for value in values]
-        label = "thousands (1024) of tokens that fit, one request"
-    else:
-        values = [row["total_bytes"] / 2**30 for row in rows]
-        texts = [human_bytes(row["total_bytes"]) for row in rows]
-        label = f"GiB for {data['batch']} x {data['context']} tokens"
-    bars = axes.barh([row["name"] for row in rows], values, color=colours)
-    axes.bar_label(bars, texts, padding=3, fontsize=8)
-    axes.invert_yaxis()
-    axes.margins(x=0.22)
-    axes.grid(visible=False)
-    axes.set_xlabel(label)
+        left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+        colours = [colormaps["viridis"](0.9 * i / len(plans)) for i in range(len(plans))]
+        for plan, colour in zip(plans, colours, strict=True):
+            sizes = [plan.total_bytes(x, batch) / 2**30 for x in xs]
+            style = "--" if plan.config is None else "-"
+            left.plot(xs, sizes, style, color=colour, label=plan.name)
+        left.set(xlim=(0, longest), ylim=(0, None), ylabel="GiB")
+        left.set_xlabel(
+            f"tokens of context, {batch} requests" if batch > 1 else "tokens of context"
+        )
+        if memory is not None and memory["cache_bytes"] / 2**30 < left.get_ylim()[1]:
+            limit = memory["cache_bytes"] / 2**30
+            left.axhline(limit, color="tab:red", linewidth=1, label="memory for the cache")
+        left.legend(fontsize=8)
+        if memory is not None and all(row["max_tokens"] is not None for row in rows):
+            values = [row["max_tokens"] for row in rows]
+            texts, label = [f"{n:,}" for n in values], "tokens that fit, one request"
+        else:
+            values = [row["total_bytes"] for row in rows]
+            texts, label = list(map(human_bytes, values)), f"bytes of {batch} x {data['context']}"
+        bars = right.barh([row["name"] for row in rows], values, color=colours)
+        right.bar_label(bars, texts, padding=3, fontsize=8)
+        right.invert_yaxis()
+        right.margins(x=0.22)
+        right.set_xticks([])
+        right.set_xlabel(label)

@@ -6,7 +6,7 @@ import logging
 import os
 from typing import Any
 
-from tightkv.tools.cli.shared.output import MissingPackageError, print_status
+from tightkv.tools.cli.shared.output import MissingPackageError
 from tightkv.tools.cli.shared.progress import Working
 from tightkv.tools.model_loading.source import BUNDLED_NAME
 
@@ -17,16 +17,6 @@ def need_transformers(command: str) -> None:
         import transformers  # noqa: F401
     except ImportError:
         raise MissingPackageError(f"tightkv {command}", "transformers", "hf") from None
-
-
-def print_expected(model: Any, ids: Any, passes: float) -> None:
-    """How long so many passes over windows [n, tokens] will take, by the time of a short one."""
-    from tightkv.tools.eval.forward import seconds_per_token
-
-    with Working("timing a short pass"):
-        seconds = seconds_per_token(model, ids) * ids.numel() * passes
-    duration = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
-    print_status(f"{ids.numel()} tokens; this takes about {duration}")
 
 
 def load_for(command: str, source: str | None, **options: Any) -> tuple[Any, Any]:

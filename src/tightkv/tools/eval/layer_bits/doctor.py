@@ -44,7 +44,6 @@ _AIM = 0.9  # of the budget: what a search leaves for the estimate's error
 _NEAR = 0.75  # of the budget: close enough to stop
 _WORTH = 0.99  # of the best size: what a further measurement must promise
 _MEASUREMENTS = 4  # before the search settles for what it has
-USUAL_PASSES = 3 + 2 + _MEASUREMENTS // 2  # over the windows, back, and a few configs
 _REFERENCE_BYTES = 2 << 30  # log-probabilities of the uncompressed cache that are kept
 _UNCOMPRESSED = KVQuantConfig(key_bits=16, value_bits=16)
 

@@ -44,23 +44,12 @@ def _size(base: KVQuantConfig, key_bits: int, value_bits: int, shape: tuple[int,
 def fewest_bytes(layers: Mapping[int, Sequence[Option]], target: float) -> dict[int, Option] | None:
     """An option for each layer; None if even the most accurate ones exceed the target.
 
-    A price of KL in bytes is bisected, each layer taking its cheapest option at that price; what
-    is then left of the target is spent on the steps that save most.
+    From those on, the step of one layer is taken again and again that saves most bytes per nat,
+    as long as one fits into what is left of the target.
     """
-    best = {n: min(options, key=lambda o: (o.kl, o.size)) for n, options in layers.items()}
-    if _kl(best) > target:
+    chosen = {n: min(options, key=lambda o: (o.kl, o.size)) for n, options in layers.items()}
+    if _kl(chosen) > target:
         return None
-    low, high = 0.0, 1.0
-    for _ in range(200):  # the price at which the target is met
-        if _kl(_at_price(layers, high)) <= target:
-            break
-        high *= 4
-    else:
-        return best
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (low, middle) if _kl(_at_price(layers, middle)) <= target else (middle, high)
-    chosen = _at_price(layers, high)
     while step := _best_step(layers, chosen, target - _kl(chosen)):
         chosen[step[0]] = step[1]
     return chosen
@@ -80,21 +69,17 @@ def _turned(option: Option) -> Option:
     return Option(option.bits, size=option.kl, kl=option.size)
 
 
-def _at_price(layers: Mapping[int, Sequence[Option]], price: float) -> dict[int, Option]:
-    return {n: min(options, key=lambda o: o.size + price * o.kl) for n, options in layers.items()}
-
-
 def _best_step(
     layers: Mapping[int, Sequence[Option]], chosen: Mapping[int, Option], room: float
 ) -> tuple[int, Option] | None:
-    """The change of one layer that saves most bytes within the room."""
+    """The change of one layer within the room that saves most bytes per nat."""
     steps = [
-        (now.size - option.size, now.kl - option.kl, n, option)
+        ((now.size - option.size) / max(option.kl - now.kl, 1e-300), n, option)
         for n, now in chosen.items()
         for option in layers[n]
         if option.size < now.size and option.kl - now.kl <= room
     ]
-    return max(steps, key=lambda step: step[:2])[2:] if steps else None
+    return max(steps, key=lambda step: step[0])[1:] if steps else None
 
 
 def _kl(chosen: Mapping[int, Option]) -> float:

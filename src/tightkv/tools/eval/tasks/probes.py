@@ -10,17 +10,15 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
 
 from tightkv.tools.eval.forward import Advance, MakeCache, after_prefix, shared_tokens
-from tightkv.tools.eval.prompts import ask, begin_reply, beginning, encode
+from tightkv.tools.eval.prompts import ask, begin_reply, encode
 from tightkv.tools.eval.tasks.base import Data, Task, paired
 from tightkv.tools.eval.tasks.needles import FACTS, Needle, build_haystack, says
-from tightkv.tools.eval.text import read_examples
 
 # Names that share no word; each owns one code.
 _OWNERS = FACTS["passkey owners"]
@@ -73,9 +71,6 @@ class ProbeTask(Task):
 
     name: str
     passages: tuple[Passage, ...]
-    chunk: int | None = None
-    """Tokens of question and answer a pass; None takes them in one."""
-    options = ("chunk",)
 
     @property
     def inputs(self) -> Any:
@@ -94,7 +89,7 @@ class ProbeTask(Task):
             runs = after_prefix(model, make, passage.prefix, len(passage.probes))
             for probe, run in zip(passage.probes, runs, strict=True):
                 ids = torch.tensor([probe.question + probe.answer], device="cpu")
-                got = run.score(ids, len(probe.answer), self.chunk)
+                got = run.score(ids, len(probe.answer))
                 log_prob = float(got.log_probs.double().sum())
                 scores.append({"log_prob": log_prob, "top": bool(got.top.all())})
                 advance(1)
@@ -200,36 +195,3 @@ def _pairs(seed: int, context: int) -> list[tuple[str, str]]:
         key = "".join(rng.choice(_CONSONANTS) + rng.choice(_VOWELS) for _ in range(3))
         found[key] = f"{rng.randrange(10**6):06}"
     return list(found.items())
-
-
-# --- LAMBADA: the last words of passages of a file ---
-def build_lambada(
-    tokenizer: Any, path: str | Path, prefix_tokens: int, limit: int, chunk: int
-) -> ProbeTask:
-    """At most `limit` passages, each after the same `prefix_tokens` tokens or a few more.
-
-    These are the first passages of the file, so that there is a cache to read.
-    """
-    texts = [row["text"].strip() for row in read_examples(path, ["text"])]
-    for number, text in enumerate(texts, 1):
-        if len(text.split()) < 2:
-            raise ValueError(
-                f"file {str(path)!r}: passage {number} is {text!r}; it needs two words or more"
-            )
-    prefix, used = beginning(tokenizer), 0
-    while len(prefix) < prefix_tokens and used < len(texts):
-        prefix += encode(tokenizer, f"{texts[used]}\n\n")
-        used += 1
-    if used >= len(texts):
-        raise ValueError(
-            f"file {str(path)!r} has {len(texts)} passages, which fill the {prefix_tokens} tokens "
-            "that stand before the scored ones and leave none; give a longer file or fewer "
-            "--prompt-tokens"
-        )
-    probes = []
-    for text in texts[used : used + limit]:
-        start, word = text.rsplit(maxsplit=1)
-        question, answer = encode(tokenizer, start), encode(tokenizer, f" {word}")
-        probes.append(Probe(word, 1.0, tuple(question), tuple(answer)))
-    longest = len(prefix) + max(len(p.question) + len(p.answer) for p in probes)
-    return ProbeTask("lambada", (Passage(longest, tuple(prefix), tuple(probes)),), chunk)

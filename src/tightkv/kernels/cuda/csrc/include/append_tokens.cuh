@@ -17,6 +17,8 @@ struct HeadSide {
     const u16 *source, *center;  // the first new token; what it is stored relative to, or null
     u16 *ring, *sink;
     long long stride;  // of new tokens
+    RingCodes codes;   // in place of `ring`, with a window of 8 bits
+    bool is_key;
 };
 
 __device__ __forceinline__ HeadSide head_side(const AppendParams &a, int head, long long owner, bool is_key) {
@@ -27,6 +29,8 @@ __device__ __forceinline__ HeadSide head_side(const AppendParams &a, int head, l
     if (x.center) x.center += head * D;
     x.ring = (is_key ? a.ring_key : a.ring_value) + (owner * a.ring * HKV + head) * D;
     x.sink = (is_key ? a.sink_key : a.sink_value) + (owner * a.sinks * HKV + head) * D;
+    if (RING_CODES) x.codes = RingCodes(is_key ? a.ring_key : a.ring_value, a.ring_scales, owner * a.ring, head, is_key);
+    x.is_key = is_key;
     return x;
 }
 
@@ -34,22 +38,6 @@ __device__ __forceinline__ HeadSide head_side(const AppendParams &a, int head, l
 struct NewTokens {
     int begin, count, before, length, start;
 };
-
-// Every step-th of the new tokens, from the `own`-th on: those that the ring still has afterwards, then the sinks.
-__device__ __forceinline__ void copy_to_ring(const AppendParams &a, const HeadSide &side, const NewTokens &tokens,
-                                             int own, int step, int lane) {
-    for (int t = max(tokens.count - a.ring, 0) + own; t < tokens.count; t += step) {
-        const u16 *x = side.source + (tokens.begin + t) * side.stride;
-        u16 *place = side.ring + (long long)((tokens.before + t) % a.ring) * HKV * D;
-        for (int d = lane; d < D; d += 32) place[d] = relative(x[d], side.center, d);
-    }
-    const int sinks_to = min(tokens.length, tokens.start + a.sinks);
-    for (int at = max(tokens.before, tokens.start) + own; at < sinks_to; at += step) {
-        const u16 *x = side.source + (tokens.begin + at - tokens.before) * side.stride;
-        u16 *place = side.sink + (long long)(at - tokens.start) * HKV * D;
-        for (int d = lane; d < D; d += 32) place[d] = relative(x[d], side.center, d);
-    }
-}
 
 // Channels of the token at a position: a new one, or one of the ring, which is relative already.
 __device__ __forceinline__ void load_token(const AppendParams &a, const HeadSide &side, const NewTokens &tokens,
@@ -63,6 +51,44 @@ __device__ __forceinline__ void load_token(const AppendParams &a, const HeadSide
         x[k] = THERE(k) ? finite(model_to_float(relative(p[lane + 32 * k], o, lane + 32 * k))) : 0.f;
 }
 
+// A token rotated, as it is coded: with a window of 8 bits rounded first, as the ring has it.
+__device__ __forceinline__ void load_rotated(const AppendParams &a, const HeadSide &side, const NewTokens &tokens,
+                                             int at, float (&x)[N], int lane) {
+    if (RING_CODES && at < tokens.before) {
+        read_codes(side.codes, at % a.ring, side.is_key, x, lane);
+        return;
+    }
+    load_token(a, side, tokens, at, x, lane);
+    rotate(x, a.rotation, lane);
+    if (RING_CODES) scale_exact(x, round_exact(x, side.is_key));
+}
+
+// Every step-th of the new tokens, from the `own`-th on: those that the ring still has afterwards, then the sinks.
+__device__ __forceinline__ void copy_to_ring(const AppendParams &a, const HeadSide &side, const NewTokens &tokens,
+                                             int own, int step, int lane) {
+    for (int t = max(tokens.count - a.ring, 0) + own; t < tokens.count; t += step) {
+        if (RING_CODES) {
+            const int slot = (tokens.before + t) % a.ring;
+            float x[N];
+            load_token(a, side, tokens, tokens.before + t, x, lane);
+            rotate(x, a.rotation, lane);
+            const u16 scale = round_exact(x, side.is_key);
+            if (lane == 0) side.codes.scale(slot) = scale;
+            write_codes(side.codes.at(slot), x, side.is_key, lane);
+            continue;
+        }
+        const u16 *x = side.source + (tokens.begin + t) * side.stride;
+        u16 *place = side.ring + (long long)((tokens.before + t) % a.ring) * HKV * D;
+        for (int d = lane; d < D; d += 32) place[d] = relative(x[d], side.center, d);
+    }
+    const int sinks_to = min(tokens.length, tokens.start + a.sinks);
+    for (int at = max(tokens.before, tokens.start) + own; at < sinks_to; at += step) {
+        const u16 *x = side.source + (tokens.begin + at - tokens.before) * side.stride;
+        u16 *place = side.sink + (long long)(at - tokens.start) * HKV * D;
+        for (int d = lane; d < D; d += 32) place[d] = relative(x[d], side.center, d);
+    }
+}
+
 // The mean of keys [from, to) of a page, to its record and to shared memory, by way of `sums`.
 __device__ __forceinline__ void page_mean(const AppendParams &a, const HeadSide &side, const NewTokens &tokens,
                                           int from, int to, u8 *record, float (&sums)[PARTS][D], float (&mean)[D],
@@ -74,7 +100,10 @@ __device__ __forceinline__ void page_mean(const AppendParams &a, const HeadSide 
         for (int k = 0; k < N; k++) sum[k] = 0.f;
         for (int at = from + p; at < to; at += PARTS) {
             float x[N];
-            load_token(a, side, tokens, at, x, lane);
+            if (RING_CODES)
+                load_rotated(a, side, tokens, at, x, lane);
+            else
+                load_token(a, side, tokens, at, x, lane);
 #pragma unroll
             for (int k = 0; k < N; k++) sum[k] += x[k];
         }
@@ -173,8 +202,7 @@ __device__ __forceinline__ void encode_page(Room &room, const AppendParams &a, c
         for (int at = from + warp; at < to; at += warps) {
             const int t = at - page_at;
             float x[N];
-            load_token(a, side, tokens, at, x, lane);
-            rotate(x, a.rotation, lane);
+            load_rotated(a, side, tokens, at, x, lane);
             const float scale = encode_token(x, room.codes[t % ROOM], room.mean, has_mean, is_key, lane);
             u16 *scales = (u16 *)(record + (is_key ? KEY_SCALE_AT : VALUE_SCALE_AT));
             if (lane == 0) scales[scale_slot(t)] = float_to_half(scale);
@@ -266,7 +294,19 @@ __device__ __forceinline__ bool append_by_warp(const AppendParams &a, int number
         u16 own[N];
 #pragma unroll
         for (int k = 0; k < N; k++) own[k] = THERE(k) ? relative(p[lane + 32 * k], side.center, lane + 32 * k) : (u16)0;
-        if (at >= length - a.ring) {
+        float x[N];
+        if (RING_CODES) {
+#pragma unroll
+            for (int k = 0; k < N; k++) x[k] = finite(model_to_float(own[k]));
+            rotate(x, a.rotation, lane);
+            const u16 scale = round_exact(x, is_key);
+            const int slot = at % a.ring;
+            if (at >= length - a.ring) {
+                if (lane == 0) side.codes.scale(slot) = scale;
+                write_codes(side.codes.at(slot), x, is_key, lane);
+            }
+            scale_exact(x, scale);
+        } else if (at >= length - a.ring) {
             u16 *place = side.ring + (long long)(at % a.ring) * HKV * D;
 #pragma unroll
             for (int k = 0; k < N; k++)
@@ -283,10 +323,11 @@ __device__ __forceinline__ bool append_by_warp(const AppendParams &a, int number
         const int id = load_now(a.block_table + row * a.table_b + at / PAGE), t = at % PAGE;
         if (id < 0) continue;  // nobody will read it
         u8 *record = a.pages + id * a.page_bytes + head * RECORD;
-        float x[N];
+        if (!RING_CODES) {
 #pragma unroll
-        for (int k = 0; k < N; k++) x[k] = finite(model_to_float(own[k]));
-        rotate(x, a.rotation, lane);
+            for (int k = 0; k < N; k++) x[k] = finite(model_to_float(own[k]));
+            rotate(x, a.rotation, lane);
+        }
         const float scale = is_key ? quantize<KEY_BITS, KEY_MODE>(x, codes, lane)
                                    : quantize<VALUE_BITS, VALUE_MODE>(x, codes, lane);
         __syncwarp();

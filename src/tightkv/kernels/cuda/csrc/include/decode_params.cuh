@@ -47,4 +47,5 @@ struct DecodeParams {  // one kernel argument for all pointers and strides
     int overlaps_append;  // the append right before this may still run, and nothing else
     int table_pages;  // columns of the block table
     int batch, max_queries;
+    const u16 *ring_scales;  // of a ring of codes: [rows, ring, HKV, key and value]
 };

@@ -3,6 +3,7 @@
 
 #include "decode_params.cuh"
 #include "exact_tile.cuh"
+#include "ring_tile.cuh"
 #include "page_codes.cuh"
 
 struct Split {
@@ -54,7 +55,7 @@ __device__ __forceinline__ Exact find_exact(const DecodeParams &a, const Sequenc
     Exact exact;
     exact.start = low, exact.ring_from = max(x.ring_read_from, low), exact.ring = a.ring;
     exact.sinks = max(x.sinks_end - low, 0);
-    exact.count = exact.sinks + max(x.length - exact.ring_from, 0);
+    exact.count = exact.sinks + (RING_CODES ? 0 : max(x.length - exact.ring_from, 0));
     exact.first_slot = exact.ring_from % max(a.ring, 1);
     const long long sink_at = ((long long)(x.ring_row * a.sinks + low - x.start) * HKV + head) * D;
     const long long ring_at = ((long long)x.ring_row * a.ring * HKV + head) * D;
@@ -63,11 +64,30 @@ __device__ __forceinline__ Exact find_exact(const DecodeParams &a, const Sequenc
     return exact;
 }
 
+// The tokens of a ring of codes that are read.
+__device__ __forceinline__ Ring find_ring(const DecodeParams &a, const Sequence &x, int head, int low) {
+    Ring ring;
+    const long long at = (long long)x.ring_row * a.ring * HKV + head;
+    ring.from = max(x.ring_read_from, low), ring.count = max(x.length - ring.from, 0), ring.slots = a.ring;
+    ring.first_slot = ring.from % max(a.ring, 1);
+    ring.key = (const u8 *)a.ring_key + at * (D * 3 / 2), ring.value = (const u8 *)a.ring_value + at * D;
+    ring.scales = (const u8 *)(a.ring_scales + 2 * at);
+    return ring;
+}
+
 // The warps of all splits have a run of tiles each, and take groups of exact tokens in turn.
 struct WarpWork {
     int page_from, page_to;      // of the sequence
     int tile, tile_end;          // of the warp
     int group, groups, workers;  // first group of exact tokens, all of them, warps that share them
+    int ring_group, ring_groups;  // of a ring of codes
+
+    // So many of its tokens. Sinks are for the warp after the last one of the ring.
+    __device__ __forceinline__ void take_ring(int tokens) {
+        ring_group = group, ring_groups = (tokens + EXACT_TOKENS - 1) / EXACT_TOKENS;
+        group -= ring_groups % workers;
+        if (group < 0) group += workers;
+    }
 };
 
 __device__ __forceinline__ WarpWork find_work(const Split &split, const Exact &exact, int low, int high, int warp) {

@@ -17,6 +17,7 @@ struct AppendParams {
     long long key_n, key_h, value_n, value_h, table_b, page_bytes;
     int ring, sinks, encode_partial_page;
     int copy, encode;  // whether tokens go to ring and sinks; what of their pages is encoded:
+    u16 *ring_scales;  // of a ring of codes: [rows, ring, HKV, key and value]
 };
 
 // KEYS_APART: seal.cu has the keys of complete pages. KEYS_LATER: they are coded as those of other pages now, and
@@ -46,6 +47,67 @@ __device__ __forceinline__ void rotate(float (&x)[N], const float *rotation, int
 #elif DENSE
     multiply<double>(x, rotation, lane);
 #endif
+}
+
+// --- a window of 8 bits: docs/layout.md has the rounding ---
+
+// A ring's head, and what its tokens have of it: keys D bytes and D / 2 of nibbles, values D bytes.
+struct RingCodes {
+    u8 *codes;    // of the row's first token
+    u16 *scales;  // keys and values of a token are side by side
+    int row_bytes;
+
+    __device__ __forceinline__ RingCodes() {}
+    __device__ __forceinline__ RingCodes(const void *ring, const u16 *all_scales, long long first, int head,
+                                         bool is_key)
+        : codes((u8 *)ring + (first * HKV + head) * (is_key ? D * 3 / 2 : D)),
+          scales((u16 *)all_scales + 2 * (first * HKV + head) + !is_key), row_bytes(is_key ? D * 3 / 2 : D) {}
+    __device__ __forceinline__ u8 *at(int slot) const { return codes + (long long)slot * HKV * row_bytes; }
+    __device__ __forceinline__ u16 &scale(int slot) const { return scales[(long long)slot * HKV * 2]; }
+};
+
+// Rotated x -> whole numbers; returns the float16 scale.
+__device__ __forceinline__ u16 round_exact(float (&x)[N], bool is_key) {
+    const float levels = is_key ? 2047.f : 127.f;
+    u32 top = 0;  // bits of the largest magnitude; those of NaN are larger than any
+#pragma unroll
+    for (int k = 0; k < N; k++) top = max((int)top, __float_as_int(fabsf(x[k])));
+    const float wanted = __fmul_rn(__int_as_float(warp_max(top)), is_key ? 1.f / 2047.f : 1.f / 127.f);
+    const u16 scale = float_to_half(wanted > 65504.f ? 65504.f : wanted);
+    const float step = half_to_float(scale), inverse = __fdiv_rn(1.f, step);
+#pragma unroll
+    for (int k = 0; k < N; k++)
+        x[k] = step > 0.f ? fminf(fmaxf(rintf(__fmul_rn(x[k], inverse)), -levels), levels) : 0.f;
+    return scale;
+}
+
+__device__ __forceinline__ void scale_exact(float (&x)[N], u16 scale) {
+#pragma unroll
+    for (int k = 0; k < N; k++) x[k] *= half_to_float(scale);
+}
+
+// Codes of a token to its place in the ring.
+__device__ __forceinline__ void write_codes(u8 *place, const float (&codes)[N], bool is_key, int lane) {
+#pragma unroll
+    for (int k = 0; k < N; k++) {
+        const int d = lane + 32 * k, code = (int)codes[k], other = __shfl_xor_sync(~0u, code, 4);
+        if (!THERE(k)) continue;
+        place[d] = (u8)(is_key ? code >> 4 : code);
+        if (is_key && !(lane & 4)) place[D + d / 8 * 4 + d % 4] = (u8)(code & 15 | (other & 15) << 4);
+    }
+}
+
+// A token of the ring, as numbers.
+__device__ __forceinline__ void read_codes(const RingCodes &ring, int slot, bool is_key, float (&x)[N], int lane) {
+    const u8 *place = ring.at(slot);
+#pragma unroll
+    for (int k = 0; k < N; k++) {
+        const int d = lane + 32 * k;
+        const int code = THERE(k) ? (signed char)place[d] : 0;
+        const int low = THERE(k) && is_key ? place[D + d / 8 * 4 + d % 4] >> (d & 4) & 15 : 0;
+        x[k] = (float)(is_key ? code * 16 + low : code);
+    }
+    scale_exact(x, ring.scale(slot));
 }
 
 template <int BITS>
@@ -148,12 +210,12 @@ __device__ __forceinline__ u16 pack_half_word(int j, F code) {
 }
 
 // The mean key of a page, in the rotated frame, to shared memory, from the sum of `real` tokens that lanes
-// hold as `rotate` takes them; written to the page too, where it is `first`.
+// hold as `rotate` takes them, or rotated ones where rings have codes; written to the page too, where it is `first`.
 __device__ __forceinline__ void mean_of_sum(float (&x)[N], int real, const float *rotation, u8 *record,
                                             bool first, float (&mean)[D], int lane) {
 #pragma unroll
     for (int k = 0; k < N; k++) x[k] = __fdiv_rn(x[k], (float)max(real, 1));
-    rotate(x, rotation, lane);
+    if (!RING_CODES) rotate(x, rotation, lane);
 #if MEAN_BITS == 8
     float top = 0.f;
 #pragma unroll

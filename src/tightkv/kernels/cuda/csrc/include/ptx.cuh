@@ -147,6 +147,10 @@ __device__ __forceinline__ void cp_async_8(u32 to, const u8 *from) {  // 8 bytes
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
 }
 
+__device__ __forceinline__ void cp_async_4(u32 to, const u8 *from) {  // 4 bytes
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 template <int LATER>  // all but the last `LATER` groups of copies are there

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "encode.cuh"
+#include "sealed_layers.cuh"
 
 #define WARPS 4
 #define LANES (D / 16)  // of a token
@@ -72,6 +73,8 @@ struct __align__(N < 8 ? 2 * N : 16) Channels {  // neighbouring ones, of a lane
 // Reads keys of a row's head: new ones, and older ones from the ring.
 struct KeyReader {
     const u16 *fresh, *ring, *center;
+    const float *rotation;
+    RingCodes codes;  // in place of `ring`, with a window of 8 bits
     long long stride;
     int before, slots;
     __device__ __forceinline__ KeyReader(const AppendParams &a, int row, int head) {
@@ -81,10 +84,13 @@ struct KeyReader {
         fresh = a.key + head * a.key_h + begin * stride;
         center = a.key_center ? a.key_center + head * D : nullptr;
         ring = a.ring_key + ((long long)a.ring_rows[row] * slots * HKV + head) * D;
+        rotation = a.rotation;
+        if (RING_CODES) codes = RingCodes(a.ring_key, a.ring_scales, (long long)a.ring_rows[row] * slots, head, true);
     }
     // Of the ring alone.
-    __device__ __forceinline__ KeyReader(const u16 *ring, int slots)
-        : fresh(nullptr), ring(ring), center(nullptr), stride(0), before(0x7fffffff), slots(slots) {}
+    __device__ __forceinline__ KeyReader(const SealedHead &x, int slots)
+        : fresh(nullptr), ring(x.ring(slots)), center(nullptr), rotation(nullptr), codes(x.codes(slots)), stride(0),
+          before(0x7fffffff), slots(slots) {}
     __device__ __forceinline__ Channels operator()(int at, int lane) const {
         const u16 *p = at >= before ? fresh + (at - before) * stride
                                     : ring + (long long)(at % slots) * HKV * D;
@@ -97,6 +103,19 @@ struct KeyReader {
             for (int k = 0; k < N; k++) x.of[k] = relative(x.of[k], center, N * lane + k);
 #pragma unroll
         for (int k = 0; k < N; k++) to[k] = finite(model_to_float(x.of[k]));
+    }
+    // Rotated, as a ring of codes has it: channels lane + 32 k.
+    __device__ __forceinline__ void rounded(int at, float (&x)[N], int lane) const {
+        if (at < before) {
+            read_codes(codes, at % slots, true, x, lane);
+            return;
+        }
+        const u16 *p = fresh + (at - before) * stride;
+#pragma unroll
+        for (int k = 0; k < N; k++)
+            x[k] = finite(model_to_float(relative(p[lane + 32 * k], center, lane + 32 * k)));
+        rotate(x, rotation, lane);
+        scale_exact(x, round_exact(x, true));
     }
 };
 
@@ -111,7 +130,14 @@ __device__ __forceinline__ void make_mean(Scratch &s, const KeyReader &keys, int
 #pragma unroll
         for (int k = 0; k < N; k++) sum[k] = 0.f;
 #pragma unroll 1
-        for (int at = from + p; at < to; at += PARTS * AHEAD) {
+        for (int at = from + p; RING_CODES && at < to; at += PARTS) {
+            float one[N];
+            keys.rounded(at, one, lane);
+#pragma unroll
+            for (int k = 0; k < N; k++) sum[k] += one[k];
+        }
+#pragma unroll 1
+        for (int at = from + p; !RING_CODES && at < to; at += PARTS * AHEAD) {
             Channels x[AHEAD];
 #pragma unroll
             for (int i = 0; i < AHEAD; i++)
@@ -126,7 +152,7 @@ __device__ __forceinline__ void make_mean(Scratch &s, const KeyReader &keys, int
                 }
         }
 #pragma unroll
-        for (int k = 0; k < N; k++) s.sums[p][N * lane + k] = sum[k];
+        for (int k = 0; k < N; k++) s.sums[p][RING_CODES ? lane + 32 * k : N * lane + k] = sum[k];
     }
     __syncthreads();
     if (warp == 0) {
@@ -216,7 +242,7 @@ __device__ __forceinline__ void scale_keys(Scratch &s, const float *rotation, in
         float x[N], size = 0.f;
 #pragma unroll
         for (int k = 0; k < N; k++) x[k] = s.keys[token][lane + 32 * k];
-        rotate(x, rotation, lane);
+        if (!RING_CODES) rotate(x, rotation, lane);
         bool centered = false;
         if (MEAN_BITS > 0) {
             centered = center_key(x, s.mean, lane, size);
@@ -306,6 +332,15 @@ __device__ __forceinline__ void seal_part(Scratch &s, Rows *stages, const KeyRea
 #pragma unroll
         for (int n = 0; n < STAGES - 1; n++) fetch_rows(stages, page.factors, n);
 
+#if RING_CODES
+#pragma unroll AT_ONCE
+        for (int t = 0; t < TOKENS; t++) {
+            float one[N] = {};
+            if (own_at + t >= exact_from) keys.rounded(own_at + t, one, lane);
+#pragma unroll
+            for (int k = 0; k < N; k++) s.keys[warp * TOKENS + t][lane + 32 * k] = one[k];
+        }
+#else
         Channels x[TOKENS];
 #pragma unroll
         for (int t = 0; t < TOKENS; t++)  // all at once
@@ -318,6 +353,7 @@ __device__ __forceinline__ void seal_part(Scratch &s, Rows *stages, const KeyRea
             for (int k = 0; k < N; k++)  // codes of tokens that are no longer exact stay
                 s.keys[warp * TOKENS + t][N * lane + k] = own_at + t >= exact_from ? one[k] : 0.f;
         }
+#endif
         __syncwarp();
         scale_keys(s, page.rotation, lane, warp);
         const int token = warp * TOKENS + lane / LANES, t = pass_at + token - page_at;

@@ -9,6 +9,7 @@ struct SealedLayer {
     const u16 *ring_key;
     const float *factors;  // of error feedback [HKV, D, D], or null
     long long page_bytes;
+    const u16 *ring_scales;  // of a ring of codes
 };
 
 struct SealedPage {
@@ -33,5 +34,8 @@ struct SealedHead {
     __device__ __forceinline__ u8 *record() const { return layer.pages + page.id * layer.page_bytes + head * RECORD; }
     __device__ __forceinline__ u16 *ring(int slots) const {
         return (u16 *)layer.ring_key + ((long long)page.ring_row * slots * HKV + head) * D;
+    }
+    __device__ __forceinline__ RingCodes codes(int slots) const {
+        return RingCodes(layer.ring_key, layer.ring_scales, (long long)page.ring_row * slots, head, true);
     }
 };

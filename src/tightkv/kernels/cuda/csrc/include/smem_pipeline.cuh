@@ -3,6 +3,7 @@
 
 #include "exact_tile.cuh"
 #include "page_codes.cuh"
+#include "ring_tile.cuh"
 
 // What a tile has of a page: each lane's codes, then what is common to all lanes. With 128 channels it
 // lies like that in a page that has no more tokens.
@@ -15,6 +16,7 @@ struct __align__(128) PagePart {  // all banks of shared memory once
 union Stage {  // a tile on its way or being read, or exact tokens
     PagePart page[SPAN];
     ExactTokens exact;
+    RingTokens ring;  // smaller
 };
 
 // Of 512 channels there are not registers for both accumulators: those of pages are stored where the first stage

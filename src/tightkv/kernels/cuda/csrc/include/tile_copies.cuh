@@ -39,11 +39,13 @@ struct TileCopies {
     const DecodeParams &a;
     const WarpWork &work;
     const Exact &exact;
+    const Ring &ring;
     PageIds ids;
     const u8 *pages, *key_base, *value_base;
     u32 page_bytes, first_stage;
     u64 policy;
     int tile, group, stage;  // next tile, next group of exact tokens, and the stage that it goes to
+    int ring_group;          // next one
     int lane;
 #if BULK_COPIES
     u32 barriers, next[SPAN];  // with 16 columns: page numbers of the next tile
@@ -52,13 +54,13 @@ struct TileCopies {
 #endif
 
     __device__ __forceinline__ TileCopies(const DecodeParams &a, const WarpWork &work, const Exact &exact,
-                                          const PageIds &ids, int head, const Stage *stages, const u64 *stage_barriers,
+                                          const Ring &ring, const PageIds &ids, int head, const Stage *stages, const u64 *stage_barriers,
                                           int lane)
-        : a(a), work(work), exact(exact), ids(ids), pages(a.pages + head * RECORD),
+        : a(a), work(work), exact(exact), ring(ring), ids(ids), pages(a.pages + head * RECORD),
           key_base(pages + key_lane_offset(lane >> 2, lane & 3)),
           value_base(pages + value_lane_offset(lane >> 2, lane & 3)), page_bytes(a.page_bytes),
           first_stage((u32)__cvta_generic_to_shared(stages)), policy(evict_first_policy()), tile(work.tile),
-          group(work.group), stage(0), lane(lane)
+          group(work.group), stage(0), ring_group(work.ring_group), lane(lane)
 #if BULK_COPIES
           , barriers((u32)__cvta_generic_to_shared(stage_barriers)) {
         if (lane < STAGES) barrier_init(barriers + 8 * lane);
@@ -82,6 +84,22 @@ struct TileCopies {
         copy_exact(first_stage + stage * sizeof(Stage), exact, EXACT_TOKENS * group, lane);
         group += work.workers;
         next_stage();
+    }
+
+    __device__ __forceinline__ void copy_ring_tokens() {
+        if (a.overlaps_append) grid_dependency_wait();  // rings are read from here on
+        __syncwarp();  // the tile that was there has been read by all lanes
+        copy_ring(first_stage + stage * sizeof(Stage), ring, EXACT_TOKENS * ring_group, lane);
+        ring_group += work.workers;
+        next_stage();
+    }
+
+    // What comes after the tiles of pages.
+    __device__ __forceinline__ void copy_after_tiles() {
+        if (RING_CODES && ring_group < work.ring_groups)
+            copy_ring_tokens();
+        else if (!EXACT_APART)
+            copy_exact_tokens();
     }
 
     __device__ __forceinline__ void copy_tile(bool first) {
@@ -122,8 +140,8 @@ struct TileCopies {
     __device__ __forceinline__ void copy_next(bool first) {
         if (tile < work.tile_end)
             copy_tile(first);
-        else if (!EXACT_APART)
-            copy_exact_tokens();
+        else
+            copy_after_tiles();
         cp_async_commit();
     }
 

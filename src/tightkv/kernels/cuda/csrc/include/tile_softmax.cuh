@@ -79,14 +79,15 @@ __device__ __forceinline__ float max_scale(const uint2 (&scale)[TB]) {
     return half_to_float((u16)warp_max(max((int)(most & 0xffff), (int)(most >> 16))));
 }
 
-// The highest scores of a tile in log2 units, of which `unit` makes them.
-__device__ __forceinline__ void tile_tops(const float (&s)[LANE_COLS][4 * TB], float unit,
+// The highest scores of a tile in log2 units, of which `unit` makes them. A lane has K of its tokens.
+template <int K>
+__device__ __forceinline__ void tile_tops(const float (&s)[LANE_COLS][K], float unit,
                                           float (&top)[LANE_COLS]) {
 #pragma unroll
     for (int j = 0; j < LANE_COLS; j++) {
         float t = s[j][0];
 #pragma unroll
-        for (int k = 1; k < 4 * TB; k++) t = fmaxf(t, s[j][k]);
+        for (int k = 1; k < K; k++) t = fmaxf(t, s[j][k]);
         t = fmaxf(t, __shfl_xor_sync(~0u, t, 4));
         t = fmaxf(t, __shfl_xor_sync(~0u, t, 8));
         top[j] = fmaxf(t, __shfl_xor_sync(~0u, t, 16)) * unit;
@@ -117,18 +118,19 @@ __device__ __forceinline__ void raise_peaks(Accumulators &f, const float (&top)[
 
 // A tile's scores, of which `unit` makes log2 units -> weights times the scales of values, as B operands
 // of 32 tokens, 1 / `weight_unit` to one. `sum` is of the weights alone. Both are relative to `top`.
-__device__ __forceinline__ void softmax_weights(const float (&s)[LANE_COLS][4 * TB], float unit,
-                                      const uint2 (&value_scale)[TB], float weight_unit,
-                                      const float (&top)[LANE_COLS], u32 (&weights)[TB][LANE_COLS][2],
+template <int K, int BLOCKS>
+__device__ __forceinline__ void softmax_weights(const float (&s)[LANE_COLS][K], float unit,
+                                      const uint2 (&value_scale)[BLOCKS], float weight_unit,
+                                      const float (&top)[LANE_COLS], u32 (&weights)[BLOCKS][LANE_COLS][2],
                                       float (&sum)[LANE_COLS]) {
     const float parts = -log2_fast(weight_unit);
-    u32 whole[LANE_COLS][4 * TB];
+    u32 whole[LANE_COLS][K];
 #pragma unroll
     for (int j = 0; j < LANE_COLS; j++) {
         const float base = top[j] == NEG_INF ? 0.f : top[j];
         sum[j] = 0.f;
 #pragma unroll
-        for (int k = 0; k < 4 * TB; k++) {
+        for (int k = 0; k < K; k++) {
             const float e = exp2_fast(fmaf(s[j][k], unit, parts - base));
             sum[j] += e;
             whole[j][k] = __float_as_int(fmaf(e, half_at(value_scale[k / 4], k % 4), WHOLE));
@@ -137,9 +139,9 @@ __device__ __forceinline__ void softmax_weights(const float (&s)[LANE_COLS][4 * 
     }
     // Tokens r and r + 8 of a lane: hi, hi, lo, lo; turned, tokens 2 c and 2 c + 1 of a column.
 #pragma unroll
-    for (int b = 0; b < TB; b++)
+    for (int b = 0; b < BLOCKS; b++)
 #pragma unroll
-        for (int h = 0; h < 2; h++)
+        for (int h = 0; 4 * b + 2 * h < K && h < 2; h++)
 #pragma unroll
             for (int j = 0; j < LANE_COLS; j++) {
                 const u32 bytes = prmt(whole[j][4 * b + 2 * h], whole[j][4 * b + 2 * h + 1], 0x4051);
@@ -150,9 +152,10 @@ __device__ __forceinline__ void softmax_weights(const float (&s)[LANE_COLS][4 * 
 
 // One step of the softmax: scores of a tile -> its weights as B operands, and `scale`, which brings their products
 // with values to the frame of the accumulators. `largest_scale` is that of the tile's values.
-__device__ __forceinline__ void online_softmax(Accumulators &f, const float (&s)[LANE_COLS][4 * TB], float unit,
-                                               const uint2 (&value_scale)[TB], float largest_scale,
-                                               u32 (&weights)[TB][LANE_COLS][2], float (&scale)[LANE_COLS]) {
+template <int K, int BLOCKS>
+__device__ __forceinline__ void online_softmax(Accumulators &f, const float (&s)[LANE_COLS][K], float unit,
+                                               const uint2 (&value_scale)[BLOCKS], float largest_scale,
+                                               u32 (&weights)[BLOCKS][LANE_COLS][2], float (&scale)[LANE_COLS]) {
     const float weight_unit = largest_scale > 0.f ? largest_scale * (1.f / MOST_WEIGHT) : 1.f;
     float top[LANE_COLS], sum[LANE_COLS];
     tile_tops(s, unit, top);
