@@ -83,7 +83,8 @@ class IntegerCodebook(Codebook):
         return levels.to(torch.int8).view(torch.uint8)
 
     def _centroids(self) -> tuple[float, ...]:
-        unit = float(torch.tensor(self.unit, dtype=torch.float32))  # kernels multiply in float32
+        # kernels multiply in float32
+        unit = float(torch.tensor(self.unit, dtype=torch.float32, device="cpu"))
         return tuple(k * unit for k in (*range(128), *range(-128, 0)))
 
 
