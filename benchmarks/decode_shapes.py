@@ -1,6 +1,7 @@
-"""A decode step of 20 shapes against other kernels, and the table of docs/results.md.
+"""A decode step of 20 shapes against other kernels, and the tables of docs/results.md.
 
 python benchmarks/decode_shapes.py --out rows.jsonl     measures on a GPU, then prints the table
+python benchmarks/decode_shapes.py --more --out rows.jsonl   other shapes, most of wide groups
 python benchmarks/decode_shapes.py --table rows.jsonl   prints it from the rows of a file
 """
 
@@ -44,17 +45,32 @@ SHAPES = (
     Shape(1, 4091, 16, 2, 256),  # the shape of ExecuTorch's report on TurboQuant
     Shape(8, 32731, 32, 4, 512),  # global layers of Gemma 4
 )
+MORE_SHAPES = (
+    Shape(32, 8155, 64, 4),
+    Shape(32, 8155, 32, 2),
+    Shape(8, 32731, 96, 8),
+    Shape(8, 32731, 128, 8),
+    Shape(32, 8155, 64, 8, 64),  # gpt-oss
+    Shape(32, 8155, 14, 2, 64),
+    Shape(32, 8155, 28, 4),
+    Shape(8, 32731, 40, 8),
+    Shape(8, 32731, 8, 4, 256),
+    Shape(512, 600),
+)
 PRESETS = ("k4v4", "k2v2")
 EIGHT_BITS = "k8v4"  # measured for the first two shapes
 COLUMNS = ("best bf16", "best fp8", "best other 4 bits")  # as in GROUPS
 
 
 def measure(
-    head_dims: Sequence[int], against: Sequence[str], device: torch.device
+    shapes: Sequence[Shape],
+    head_dims: Sequence[int],
+    against: Sequence[str],
+    device: torch.device,
 ) -> Iterator[dict[str, Any]]:
-    for number, shape in enumerate(SHAPES):
+    for shape in shapes:
         if not head_dims or shape.head_dim in head_dims:
-            presets = (*PRESETS, *([EIGHT_BITS] if number < 2 else []))
+            presets = (*PRESETS, *([EIGHT_BITS] if shape in SHAPES[:2] else []))
             yield from decode_rows([shape], presets, ["auto"], device, against)
 
 
@@ -104,12 +120,14 @@ def main() -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--out", type=Path, help="measure; JSON-lines file, appended to")
     what.add_argument("--table", type=Path, help="print the table of the rows of this file")
+    parser.add_argument("--more", action="store_true", help="measure MORE_SHAPES")
     parser.add_argument("--head-dim", type=int, action="append", help="of shapes; repeatable")
     parser.add_argument("--against", action="append", metavar="WORD", help="as of bench decode")
     args = parser.parse_args()
     if args.out:
         device = torch.device("cuda")
-        for row in measure(args.head_dim or (), args.against or (), device):
+        shapes = MORE_SHAPES if args.more else SHAPES
+        for row in measure(shapes, args.head_dim or (), args.against or (), device):
             append_rows(args.out, [row])
             notes = "".join(f"; {name}: {why}" for name, why in row["others_failed"].items())
             sys.stderr.write(f"measured {row['preset']} {row['shape']}{notes}\n")

@@ -45,7 +45,7 @@ PAIRS: tuple[tuple[tuple[Shape, ...], tuple[str, ...], dict[str, Any]], ...] = (
     (MANY, ("k4v4", "k3v3"), {"blocks": 2, "warps": 4}),
     (MANY, ("k2v2",), {"blocks": 2, "warps": 6}),
     ((Shape(8, 32731, 64, 8), Shape(8, 32731, 48, 8)), ("k2v2",), {"warps": 6}),
-    ((Shape(32, 8155, 24, 8, 64),), ("k4v4",), {"warps": 4}),
+    ((Shape(32, 8155, 24, 8, 64), Shape(32, 8155, 64, 8, 64)), ("k4v4",), {"warps": 4}),
 )
 
 

@@ -20,7 +20,7 @@ step() {  # name, seconds at most, command
     echo "$name: exit code $?, $((SECONDS - begin)) s"
 }
 
-wanted=${*:-engine few ragged ragged_rivals mixed long rivals agents speculation decode heads ragged_decode seal prefill export mla}
+wanted=${*:-engine few ragged ragged_rivals mixed long rivals agents speculation decode more heads ragged_decode seal prefill export mla}
 step engine 480 $engine $caches --size 8x32k --prefill 2048 --prefill 32768 --new-lengths
 step few 300 $engine $caches --size 1x2k
 step ragged 720 $engine $caches --size 32x8k --size 32x6k-10k --size 128x2k --size 128x1k-3k \
@@ -33,6 +33,7 @@ step agents 420 python3 "$here/agent_replay.py" --agents 24 --gpu-gib 1 --host-g
     --out "$out/agent_replay.jsonl"
 step speculation 240 python3 "$here/speculation.py" --out "$out/speculation.jsonl"
 step decode 300 python3 "$here/decode_shapes.py" --out "$out/gpu_decode_20_shapes.jsonl"
+step more 240 python3 "$here/decode_shapes.py" --more --against bf16 --against sdpa --out "$out/gpu_decode_more_shapes.jsonl"
 for dim in 64 80 96 112 128 192 256; do
     step heads 60 python3 -m tightkv bench decode --batch 32 --tokens 8155 --head-dim $dim \
         --preset k4v4 --against bf16 --out "$out/gpu_decode_heads.jsonl"

@@ -30,7 +30,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 # Kernels of GPUs are interpreted where there is none, and all have many shapes.
 _SAMPLED = ("test_kernels_cpu.py", "test_kernels_cuda.py", "test_kernels_triton.py")
-_SAMPLE = 8  # one case of so many
+_SAMPLE = 16  # one case of so many
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -55,7 +55,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out most shapes of kernel tests, skip what cannot run here, and say why."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # no worker idles at last
+    from workers import rank
+
+    items.sort(key=lambda item: rank(item.nodeid, item.get_closest_marker("slow") is not None))
     named = any("::" in name for name in config.args)
     if not (torch.cuda.is_available() or config.getoption("--all-shapes") or named):
         _sample(config, items)
@@ -81,7 +83,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def _sample(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of each test with many shapes keep its first, and every eighth by its name."""
+    """Of each test with many shapes keep its first, and some by its name; none thorough."""
     kept: list[pytest.Item] = []
     left: list[pytest.Item] = []
     seen = set()
@@ -90,6 +92,9 @@ def _sample(config: pytest.Config, items: list[pytest.Item]) -> None:
         sampled = item.path.name in _SAMPLED or item.get_closest_marker("sampled")
         mine = not sampled or function not in seen
         seen.add(function)
+        if item.get_closest_marker("thorough"):
+            left.append(item)
+            continue
         (kept if mine or not zlib.crc32(item.nodeid.encode()) % _SAMPLE else left).append(item)
     items[:] = kept
     config.hook.pytest_deselected(items=left)

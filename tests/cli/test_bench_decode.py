@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import json_schemas
 from tightkv.config import KVQuantConfig
 from tightkv.kernels import reference
 from tightkv.kernels.backend import Takes
@@ -18,7 +20,7 @@ from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.view import CacheView
 from tightkv.pages.codec import Codec
 from tightkv.pages.layout import PageLayout
-from tightkv.tools.bench import gpu
+from tightkv.tools.bench import gpu, rivals
 from tightkv.tools.bench.inputs import Shape, fill
 from tightkv.tools.bench.loads import draw_lengths
 from tightkv.tools.bench.rivals import reason
@@ -150,6 +152,31 @@ def test_heads_and_lengths_of_the_command_line(monkeypatch: pytest.MonkeyPatch) 
     seen.clear()
     assert main(arguments) == 0
     assert seen and all((s.query_heads, s.kv_heads, s.head_dim) == (12, 2, 96) for s in seen)
+
+
+def test_rows_of_gpus_follow_their_schema(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With times from nowhere: calls run once, rivals take 3 ms or fail."""
+
+    def once(calls: Sequence[Callable[[], object]], repeats: int = 2, *_: Any) -> list[float]:
+        for call in calls:
+            call()
+        return [2.0] * repeats
+
+    def fails(shape: Shape, device: torch.device) -> list[float]:
+        raise RuntimeError("no kernel image")
+
+    listed = {"a bf16": rivals.Rival(lambda *_: [3.0]), "c fp8": rivals.Rival(fails)}
+    monkeypatch.setattr(rivals, "RIVALS", listed)
+    monkeypatch.setattr(gpu, "graph_times", lambda calls, repeats, between: [2.0] * repeats)
+    monkeypatch.setattr(gpu, "graph_ms", lambda calls: once(calls)[0])
+    monkeypatch.setattr(gpu, "copy_bandwidth", lambda device: 1e9)
+    shape = Shape(2, 300, query_heads=2, kv_heads=1, head_dim=64)
+    (row,) = gpu.decode_rows([shape], ["k4v4"], ["reference"], CPU)
+    json_schemas.check("bench", json.dumps({"schema": 1, "rows": [{**row, "gpu": "G"}]}))
+    assert row["against_best_bf16"] == row["consecutive_against_best_bf16"] == 1.5
+    assert row["against_fp8"] is None and row["others_ms"] == {"a bf16": 3.0}
+    assert row["others_failed"] == {"c fp8": "RuntimeError: no kernel image"}
+    assert row["consecutive_others_ms"]["a bf16"]["p50"] == 3.0
 
 
 @pytest.mark.parametrize("option", [["--ragged"], ["--against", "sdpa"], ["--shortest", "9"]])

@@ -413,6 +413,7 @@ def test_two_bits_get_a_little_more_where_it_pays(name):
     assert 1.02 < size[cfg] / size[preset] <= 1.03
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_bundled_model_is_nearer_on_other_text(preset="k3v3"):
     """Its ready file was measured on other text than this."""

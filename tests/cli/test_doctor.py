@@ -61,6 +61,7 @@ def test_tighter_budgets_take_more_bytes():
     assert sizes[0] < sizes[1] < sizes[2]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("layer", [0, 2])
 def test_a_sensitive_layer_is_named_and_lifted(layer):
     model = sharp(layer)
@@ -81,6 +82,7 @@ def own_configs(cfg, model):
     return {i: layer.cfg for i, layer in enumerate(TightCache(cfg, model=model).layers)}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("side", ["key", "value"])
 def test_estimates_agree_with_one_layer_measured_alone(side, bits):
@@ -99,6 +101,7 @@ def test_estimates_agree_with_one_layer_measured_alone(side, bits):
         assert 1 / 3 < costs[bits] / measured_kl(model, alone) < 3
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "qwen3_next", "falcon_h1", "lfm2"])
 def test_other_attention_is_estimated_too(family):
     model = tiny(family)

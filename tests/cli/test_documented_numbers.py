@@ -503,6 +503,38 @@ def test_tiles_that_were_replaced() -> None:
     expect("docs/measurements.md", tiles_table())
 
 
+def wide_table() -> str:
+    """Steps of two versions, and with pairs of warps; each pair of one run."""
+    lines = []
+    for row in (row for row in rows("gpu_decode_wide") if "shape" in row):
+        batch, tokens, query_heads, kv_heads, head_dim, *_ = row["shape"].values()
+        times = (f"{1e3 * of['ms']['step']:.1f}" for of in (row["other"], row))
+        heads, size = f"{query_heads}/{kv_heads} of {head_dim}", f"{batch} x {tokens:,}"
+        if row["bench"] in ("decode, two versions", "decode, pairs of warps"):
+            lines.append(line(row["preset"], heads, size, *times))
+    assert len(lines) == 22
+    return "\n".join(lines)
+
+
+def wide_parts() -> str:
+    found = [row for row in rows("gpu_decode_wide") if "without" in row]
+    both: dict[str, list[str]] = {}
+    for row in found:
+        both.setdefault(row["without"], []).append(f"{1e3 * row['ms']['step']:.1f}")
+    return "\n".join(line(part, *times) for part, times in both.items())
+
+
+def wide_instructions() -> str:
+    found = [row for row in rows("gpu_decode_wide") if row["bench"] == "instructions"]
+    return "\n".join(line(row["loop"], row["warps_per_sm"], row["cycles"]) for row in found)
+
+
+def test_wide_groups() -> None:
+    table = wide_table().splitlines()
+    tables = "\n".join(table[:18]), "\n".join(table[18:]), wide_parts(), wide_instructions()
+    expect("docs/measurements.md", *tables)
+
+
 class Engine:
     """Figures of the engines of vLLM 0.32 on a GPU, by cache, measure and size."""
 

@@ -712,6 +712,7 @@ def test_lm_eval_refuses_what_it_would_ignore(adapter: Any, folder: Path) -> Non
         adapter.TightLM(str(folder), quant="k9v9")
 
 
+@pytest.mark.thorough
 # --- the bundled model -------------------------------------------------------------------------
 @pytest.mark.slow
 def test_the_bundled_model_loses_more_with_fewer_bits(

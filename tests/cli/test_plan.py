@@ -74,15 +74,15 @@ def test_bytes_of_one_layer_by_hand() -> None:
     """k4v4, 2 heads of 64, pages of 64 tokens.
 
     A record: 2048 + 2048 bytes of codes, 128 + 128 of scales, 128 of mean = 4480. A page: two
-    records, 8960 bytes, or 140 a token. 500 tokens: 7 pages with a 4-byte table entry each, an
-    exact ring of 3 pages and 32 tokens and 4 sinks at 512 bytes, and 20 bytes of counters. 100
-    tokens are all exact.
+    records, 8960 bytes, or 140 a token. 500 tokens: an exact ring of 3 pages and 32 tokens and 4
+    sinks at 512 bytes, 20 bytes of counters, and 5 pages with a 4-byte table entry each, which have
+    left the window of 3 pages, the last one open. 100 tokens are all exact.
     """
     shape = read_model_shape(LLAMA)
     plan = config_plan("k4v4", shape, KVQuantConfig.preset("k4v4"))
     assert plan.bytes_per_token_per_layer == 140
     assert plan.bytes_per_token == 3 * 140
-    layer = 7 * (8960 + 4) + (3 * 64 + 32 + 4) * 512 + 20
+    layer = 5 * (8960 + 4) + (3 * 64 + 32 + 4) * 512 + 20
     assert plan.total_bytes(500) == 3 * layer
     assert plan.total_bytes(500, sequences=5) == 15 * layer
     assert plan.total_bytes(100) == 3 * (100 * 512 + 20)
@@ -226,7 +226,7 @@ def test_state_of_hybrid_layers_is_added_once_a_sequence() -> None:
     shape = ModelShape("m", "hybrid", layers, 4, 256, 1000, torch.bfloat16, 4096)
     plan = config_plan("k4v4", shape, KVQuantConfig())
     assert plan.total_bytes(640, 3) == 3 * (
-        PageLayout(KVQuantConfig(), 2, 64).total_bytes(640) + 1077
+        PageLayout(KVQuantConfig(), 2, 64).total_bytes(640, encode_partial_page=False) + 1077
     )
 
 

@@ -130,6 +130,7 @@ def test_the_wheel_runs_outside_the_source_tree(
     assert run(command, tmp_path) == f"tightkv {tightkv.__version__}\n"
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 def test_without_a_cxx_compiler_the_kernels_are_built(
     source: Path, compilers: dict[str, str], tmp_path: Path
@@ -142,6 +143,7 @@ def test_without_a_cxx_compiler_the_kernels_are_built(
     assert [name for name in names if name.endswith(".so")] == ["tightkv/kernels/cpu/_native.so"]
 
 
+@pytest.mark.thorough
 def test_without_a_compiler_the_wheel_is_pure_python(source: Path, tmp_path: Path) -> None:
     shutil.rmtree(source / "build", ignore_errors=True)
     wheel = build("build_wheel", source, tmp_path / "wheel", CC=str(tmp_path / "missing"))

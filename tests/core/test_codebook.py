@@ -269,7 +269,8 @@ def test_int8_code_order_is_twos_complement() -> None:
     book = get_codebook("fp8", 8)
     assert book.native == tuple(range(128))
     levels = torch.cat((torch.arange(128), torch.arange(-128, 0)))
-    torch.testing.assert_close(book.table(), levels * book.unit, rtol=1e-7, atol=0)
+    # As kernels multiply; with the unit in float64 some were one place off, and then scales.
+    assert torch.equal(book.table(), levels.float() * book.unit)
     codes = torch.arange(256, dtype=torch.uint8)
     assert torch.equal(codes.view(torch.int8).long(), levels)
     assert torch.equal(book.decode(codes), book.table())

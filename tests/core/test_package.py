@@ -121,8 +121,8 @@ def test_ci_skips_nothing_but_gpus() -> None:
     assert [name for name in wanted if importlib.util.find_spec(name) is None] == []
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
-@pytest.mark.sampled  # the first case looks for vLLM's modules, too; the second imports them
 @pytest.mark.parametrize("args", [[], pytest.param(["vllm"], marks=pytest.mark.vllm)])
 def test_an_old_name_is_the_very_module(args: list[str]) -> None:
     """Each of MOVED, and each module in it, imported under the old name first."""

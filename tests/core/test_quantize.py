@@ -48,6 +48,7 @@ def theory(book, dim):
     }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("book", ["fp8", "gaussian", "beta"])
 @pytest.mark.parametrize("bits", [2, 3, 4])

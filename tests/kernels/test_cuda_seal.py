@@ -41,6 +41,7 @@ class Append:
             encode_partial_page=partial,
         )  # fmt: skip
         self.cache._kernels = "reference"
+        lengths = [length + self.cache.table.lag for length in lengths]
         if feedback:
             self.cache.use_metric(QueryMetric(anisotropic_metric(heads, dim)))
         key, value = (x.to(DEVICE, torch.bfloat16) for x in tokens(rows, 300, heads=heads, dim=dim))
@@ -62,6 +63,7 @@ class Append:
         kernels.append(
             self.cache.codec, view, *self.new, self.cu_seqlens, self.ring_valid_from,
             max_new=self.max_new, encode_partial_page=self.partial,
+            lag=self.cache.table.lag,
         )  # fmt: skip
         return self.cache.pages
 

@@ -28,12 +28,12 @@ HOPPER, ADA = (132, 228 << 10), (128, 100 << 10)  # processors, shared memory of
     ("arch", "name", "preset", "dim"),
     [
         ("sm_80", "decode", "k4v4", 128),
-        ("sm_90", "seal", "k4v4", 512),
+        ("sm_86", "seal", "k2v2", 64),
         ("sm_100", "append", "k4v4", 64),
-        pytest.param("sm_86", "seal", "k2v2", 64, marks=pytest.mark.sampled),
-        pytest.param("sm_89", "append", "k3v2", 256, marks=pytest.mark.sampled),
-        pytest.param("sm_90", "decode", "k4v4", 80, marks=pytest.mark.sampled),
-        pytest.param("sm_120", "decode", "k3v3", 64, marks=pytest.mark.sampled),
+        pytest.param("sm_90", "seal", "k4v4", 512, marks=pytest.mark.thorough),
+        pytest.param("sm_89", "append", "k3v2", 256, marks=pytest.mark.thorough),
+        pytest.param("sm_90", "decode", "k4v4", 80, marks=pytest.mark.thorough),
+        pytest.param("sm_120", "decode", "k3v3", 64, marks=pytest.mark.thorough),
     ],
 )
 def test_nvrtc_takes_the_sources(arch, name, preset, dim):
@@ -89,6 +89,7 @@ def registers_and_spills(said, kernel):
         ("k4v4", 128, 4, 1),
         ("k4v4", 128, 4, 4),
         ("k4v4", 64, 4, 1),
+        ("k4v4", 64, 8, 2),
         ("k4v4", 128, 12, 1),
         ("k4v4", 128, 16, 1),
         ("k2v2", 128, 4, 1),

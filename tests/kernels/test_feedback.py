@@ -238,6 +238,7 @@ def test_what_sums_do_not_explain_is_found(wrong, feedback):
 STEPS = [(40, 70, 3), (60, 1, 16), (1, 0, 9), (30, 16, 30), (3, 100, 16)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("preset", "dim", "dtype"), CUDA, ids=str)
 def test_cuda_pages_are_those_of_the_reference(cuda, preset, dim, dtype):
     cfg = KVQuantConfig.preset(preset)

@@ -687,9 +687,9 @@ def test_compilers_know_the_features_asked_for():
 
 
 def test_sanitizers_find_nothing(tmp_path):
-    """AddressSanitizer and UBSan over every instruction set, with buffers of the exact size."""
-    program = sanitizers.build("cpu_kernels_driver.c", tmp_path)
-    assert sorted(sanitizers.run(program).split()) == sorted(ISAS)
+    """AddressSanitizer and UBSan over instruction sets, with buffers of the exact size."""
+    program, isas = sanitizers.build("cpu_kernels_driver.c", tmp_path), sanitizers.isas()
+    assert sorted(sanitizers.run(program, ",".join(isas)).split()) == sorted(isas)
 
 
 def test_threads_ask_for_instruction_sets_at_once(tmp_path):
@@ -701,4 +701,4 @@ def test_structs_agree_with_c():
     """Python packs what native.h declares."""
     attend = cpu._ATTEND.size + cpu._CALL.size
     assert attend == ctypes.sizeof(ctypes.c_int64) * (18 + 9 + 4 + 4 + 5 + 2 + 2 + 1)
-    assert cpu._APPEND.size == ctypes.sizeof(ctypes.c_int64) * (18 + 6 + 1 + 2 + 2 + 2)
+    assert cpu._APPEND.size == ctypes.sizeof(ctypes.c_int64) * (18 + 6 + 1 + 2 + 2 + 3)

@@ -154,6 +154,18 @@ def test_tiles_by_bits_and_columns(bits, dim, group, tile):
     assert_attends_alike(cache, [1, 1], group)
 
 
+@pytest.mark.parametrize("preset", ["k4v4", "k3v3", "k2v2"])
+@pytest.mark.parametrize("group,count", [(16, 1), (10, 1), (5, 3)])
+def test_many_tiles_of_wide_groups(preset, group, count):
+    """Several tiles a warp, some at the edges of what is seen, and warps without any."""
+    lengths = [3400, 1290, 65]
+    cache = cache_on(KVQuantConfig.preset(preset), lengths, dim=128, dtype=torch.bfloat16)
+    fill(cache, lengths)
+    poison(cache)
+    for options in ({}, {"window": 1111}):
+        assert_attends_alike(cache, [count] * 3, group, **options)
+
+
 @pytest.mark.parametrize("options", [{}, {"window": 300}, {"causal": False}], ids=str)
 @pytest.mark.parametrize("counts", [[1] * 6, [3, 0, 1, 2, 1, 3]], ids=["decoding", "drafted"])
 @pytest.mark.parametrize("dim", [64, 128, 256])

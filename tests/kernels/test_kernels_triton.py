@@ -303,9 +303,9 @@ def test_selection():
 @pytest.mark.parametrize(
     ("dim", "preset", "sm"),
     [
+        (128, "k4v4", 80),
         (192, "k3v3", 90),
         (256, "k8v4", 89),
-        (128, "k4v4", 80),
         (64, "k3v2", 86),
         (128, "k4v4", 100),
         (64, "k4v4", 120),

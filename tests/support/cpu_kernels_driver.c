@@ -168,7 +168,7 @@ static void run(const char *isa, int key_bits, int value_bits, int dim, int page
             ring_read_from[b] = lengths[b] > RING ? (lengths[b] - RING + page - 1) / page * page : 0;
             sink_counts[b] = SINKS;
         }
-        struct append_args append = {view, k, v, FLOAT32, first, exact, 1, threads, factors, 0};
+        struct append_args append = {view, k, v, FLOAT32, first, exact, 1, threads, factors, 0, 0};
         check(tightkv_append(&layer, &append), "append failed");
         for (int b = 0; b < BATCH; b++)
             exact[b] = lengths[b] > RING ? lengths[b] - RING : 0;
@@ -252,9 +252,10 @@ static void run_all(const char *isa)
     printf("%s\n", isa);
 }
 
-int main(void)
+/* With the names of instruction sets, joined by commas, only those. */
+int main(int count, char **arguments)
 {
-    char *names = strdup(tightkv_supported()), *rest = names;
+    char *names = strdup(count > 1 ? arguments[1] : tightkv_supported()), *rest = names;
     if (names == NULL)
         return 2;
     put_all();

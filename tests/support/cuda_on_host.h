@@ -387,6 +387,7 @@ inline u32 warp_max(u32 x) {
     return *std::max_element(of, of + 32);
 }
 inline int load_now(const int *from) { return *from; }
+inline void keep(const u8 *&) {}
 inline u64 evict_first_policy() { return 0; }
 inline void cp_async(u32 to, const u8 *from, u64) { host::now->open.push_back({to, from, 16}); }
 inline void cp_async(u32 to, const u8 *from) { cp_async(to, from, 0); }

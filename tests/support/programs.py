@@ -91,10 +91,15 @@ class Model:
         old = 0 if row.whole else old  # its tokens so far are written again
         row.whole = row.whole and new <= self.limit
         if not row.whole:
-            row.paged = row.paged or self.partial or new >= self.page
+            row.paged = row.paged or self.partial or self._sealed(new) > 0
             row.copied_from = max(row.copied_from, new - self.ring)
             if max(0, old - row.start) <= row.sinks:
                 row.sinks = max(0, min(new - row.start, self.cfg.sinks))
+
+    def _sealed(self, length):
+        """Pages of a sequence that have left the window, or are complete where open ones count."""
+        lag = 0 if self.partial else (self.cfg.exact_pages - 1) * self.page + 1
+        return max(0, length - lag) // self.page
 
     def crop(self, number, length, reading):
         """`reading`: keys and values [T, 2, heads, dim] of each layer before the crop."""
@@ -113,7 +118,9 @@ class Model:
 
     def _shrunk(self, row):
         """A short row whose tokens never got a page is as before it was long."""
-        row.paged = row.paged and bool(row.length)
+        # Pages of which nothing is read go, but for those of caches that code all tokens.
+        read = row.length if self.partial else max(row.copied_from, self._sealed(row.length))
+        row.paged = row.paged and bool(read)
         if row.length <= self.limit and not row.paged:
             row.whole, row.sinks = True, 0
 
@@ -185,7 +192,7 @@ class Model:
                 assert torch.equal(got[position], kept[layer]), f"token {position} has other codes"
 
     def _check_pages(self, row, state, kv, fresh, number):
-        clean = [i for i in range(row.length // self.page) if i not in row.mixed]
+        clean = [i for i in range(self._sealed(row.length)) if i not in row.mixed]
         ours = kv.pages[[state.pages[i] for i in clean]]
         theirs = fresh.pages[[fresh.table.rows[number].pages[i] for i in clean]]
         assert torch.equal(ours, theirs), "a sealed page follows from its own tokens alone"

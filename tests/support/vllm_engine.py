@@ -381,9 +381,8 @@ def write_log(path: str) -> None:
 
 
 def serve() -> None:
-    """One small function of vLLM's sampler is compiled in every engine, for longer than most run:
-    not in these."""
-    os.environ["TORCH_COMPILE_DISABLE"] = "1"
+    """What vLLM's sampler and n-gram drafts would compile takes longer than most engines run."""
+    os.environ["TORCH_COMPILE_DISABLE"] = os.environ["NUMBA_DISABLE_JIT"] = "1"
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     import_engine()

@@ -20,6 +20,9 @@ SIX = {"num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attent
 SHARING = {**WINDOWS, **PER_LAYER, **SIX, "num_kv_shared_layers": 2}
 
 
+HEADER = "| models | compressed | vLLM's own cache | |\n|---|---|---|---|\n"
+
+
 class Family(NamedTuple):
     """A row of the table."""
 
@@ -99,14 +102,8 @@ def write_families(folder: Path) -> dict[str, Path]:
     return {name: write_model(folder / name, make()) for name, make in CONFIGS.items()}
 
 
-def table(results: Mapping[str, Any]) -> str:
-    """What engines said of their layers, as the table of docs/vllm.md."""
-    lines = ["| models | compressed | vLLM's own cache | |", "|---|---|---|---|"]
-    lines += [_row(family, results[family.job]) for family in ROWS]
-    return "\n".join(lines)
-
-
-def _row(family: Family, told: Mapping[str, Any]) -> str:
+def row(family: Family, told: Mapping[str, Any]) -> str:
+    """The row of docs/vllm.md, by what an engine said of its layers."""
     if "error" in told:
         (reason,) = re.findall(r"no layer of this model can be compressed \((.*)\)$", told["error"])
         return f"| {family.models} | refused | {reason} | {family.note} |"

@@ -305,7 +305,7 @@ def test_bytes_are_what_the_layout_says():
     counters = 2 * 5 * 4  # of the paged cache's sequences
     tables = 2 * 64 * 4  # and its block table
     unread = 2 * 3 * layout.page_bytes  # which stay in the ring
-    paged = layout.total_bytes(4096, 2, encode_partial_page=False)
+    paged = layout.total_bytes(4096, 2)
     assert held + counters + tables + unread == paged
     assert kv.allocated_bytes() == held + kv.state.numel() * 8 + kv.spec.numel() * 8
 

@@ -132,16 +132,16 @@ def runner(tmp_path_factory):
     return run
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_runner_without_torch_or_python(exported, expected, runner):
     assert runner(exported[1] / "model.pte", expected[0]) == expected[1]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "backend"), [("qwen2", "portable"), ("gemma2", "xnnpack")])
-def test_other_models_and_xnnpack(request, tmp_path, family, backend):
-    if not request.config.getoption("--all-shapes"):
-        pytest.skip("takes a minute; --all-shapes runs it")
+def test_other_models_and_xnnpack(tmp_path, family, backend):
     model = tiny(family).requires_grad_(False)
     path = tmp_path / "model.pte"
     program = ExportableModel(model, "k3v3", max_tokens=320).program()
@@ -152,11 +152,10 @@ def test_other_models_and_xnnpack(request, tmp_path, family, backend):
     assert torch.equal(tokens, same)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
-def test_a_model_in_bf16(request, tmp_path, runner):
+def test_a_model_in_bf16(tmp_path, runner):
     """As the module says it, in Python and in C++."""
-    if not request.config.getoption("--all-shapes"):
-        pytest.skip("takes half a minute; --all-shapes runs it")
     model = tiny("llama", torch.bfloat16, num_hidden_layers=1).requires_grad_(False)
     static = ExportableModel(model, "k4v4", max_tokens=320)
     path = tmp_path / "model.pte"

@@ -86,6 +86,7 @@ def test_pages_of_an_exported_model_are_those_of_the_tight_cache():
     assert [x.layout.cfg for x in static.caches] == [x.kv.layout.cfg for x in cache.layers]
 
 
+@pytest.mark.thorough
 def test_rows_with_left_padding():
     model = tiny("gemma2")
     static = ExportableModel(model, "k4v4", max_tokens=320, batch=3)
@@ -167,6 +168,7 @@ def test_layers_that_stay_exact_are_refused():
         ExportableModel(tiny(), {"preset": "k4v4", "layer_bits": "1=k16v16"}, max_tokens=64)
 
 
+@pytest.mark.thorough
 def test_a_process_that_never_imports_tightkv(tmp_path):
     """As torch.export.save wrote it; what AOTInductor compiles: test_export_command."""
     model, ids = tiny("qwen2", num_hidden_layers=2), prompt(1, 100)

@@ -10,6 +10,7 @@ import pytest
 
 import sanitizers
 from tightkv.kernels.cpu import backend as cpu
+from tightkv.kernels.cpu import library
 
 _MISSING = cpu.unavailable("cpu")
 pytestmark = [
@@ -18,7 +19,7 @@ pytestmark = [
     pytest.mark.timeout(1800),  # 2,000 cases take a minute and a half where a core is free
 ]
 PROGRAM = Path(__file__).parents[1] / "support" / "hostile_files.py"
-SOME, ALL, MANY = 250, 2_000, 10_000  # cases: by default, with --all-shapes, and to explore
+SOME, ALL, MANY = 150, 2_000, 10_000  # cases: by default, with --all-shapes, and to explore
 # Stacks of allocations and a long quarantine cost more time than the cases themselves.
 ASAN = f"{sanitizers.ASAN}:detect_leaks=0:malloc_context_size=2:quarantine_size_mb=16"
 
@@ -42,6 +43,7 @@ def sanitized(tmp_path_factory, pytestconfig):
         "LD_PRELOAD": preload,
         "ASAN_OPTIONS": ASAN,
         "OMP_NUM_THREADS": "1",
+        library.ISA_VARIABLE: sanitizers.isas()[0],
     }
     count = ALL if pytestconfig.getoption("--all-shapes") else SOME
     count = MANY if os.environ.get("HYPOTHESIS_PROFILE") == "explore" else count

@@ -119,6 +119,7 @@ def test_exact_tokens_do_not_see_them(implementation, dtype):
     assert (plain - scaled).abs().max() < noise * plain.abs().max()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("implementation", ["tightkv", "sdpa"])
 @pytest.mark.parametrize("bits", [4, 3, 2])
 def test_codes_are_better(bits, implementation):

@@ -55,10 +55,14 @@ def test_hybrid_layer_and_half_precision(tmp_path):
     )
 
 
-def saved(tmp_path, tokens=100, window_bits=16, **options):
+def saved(tmp_path, tokens=100, window_bits=16, before=False, **options):
+    """`before`: as when pages were sealed as soon as they were complete."""
     model = tiny()
     quant = KVQuantConfig.preset("k4v4", page_size=32, exact_pages=1, window_bits=window_bits)
     cache = TightCache(quant, model=model, **options)
+    if before:
+        cache.shared.table.lag = 0
+        cache.shared.table._steps_alike = lambda state: 0
     greedy(model, cache, prompt(2, tokens), 3)
     cache.save(tmp_path / "cache.safetensors")
     return model, cache, tmp_path / "cache.safetensors"
@@ -81,7 +85,7 @@ def test_without_a_model_and_after_beams(tmp_path, window_bits):
 @pytest.mark.parametrize("tokens", [20, 70, 150])
 def test_files_of_before_rings_grew(tmp_path, tokens):
     """Rings of full length in the model's dtype, and pages as soon as they were complete."""
-    model, cache, path = saved(tmp_path, tokens, eager=True)
+    model, cache, path = saved(tmp_path, tokens, before=True, eager=True)
     header, tensors = parts(path)
     full = cache.layers[0].kv.layout.ring_tokens
     for name, x in tensors.items():
@@ -96,7 +100,21 @@ def test_files_of_before_rings_grew(tmp_path, tokens):
     assert torch.equal(*rest)
 
 
-@pytest.mark.parametrize("tokens", [1, 40, 70, 90])
+def test_files_of_before_pages_were_sealed_late(tmp_path):
+    """They have more pages, and longer sequences without pages."""
+    for tokens, held, kept in ((92, 0, 0), (158, 10, 8)):
+        model, cache, path = saved(tmp_path, tokens, before=True)
+        assert cache.shared.table.used_pages == held
+        loaded = TightCache.load(path, model=model)
+        assert loaded.shared.table.used_pages == kept
+        step = prompt(2, 1)
+        rest = [greedy(model, c, step, 40) for c in (cache, loaded)]
+        assert torch.equal(*rest)
+        loaded.save(path)
+        assert TightCache.load(path, model=model).bytes_used() == loaded.bytes_used()
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 70])
 def test_sequences_without_pages_go_on_from_a_file(tmp_path, tokens):
     model, cache, path = saved(tmp_path, tokens)
     assert not cache.shared.table.used_pages

@@ -274,11 +274,11 @@ def test_without_the_model_every_layer_is_compressed():
 def test_bytes_used_are_the_bytes_of_the_layout():
     model = tiny(dtype=torch.bfloat16)
     cache = TightCache("k4v4", model=model)
-    logits_of(model, prompt(2, 300), cache, [])
+    logits_of(model, prompt(2, 240), cache, [])
     layers = [layer.kv.layout for layer in cache.tight_layers]
-    exact = sum(layout.total_bytes(300, 2, exact_limit=300) for layout in layers)
-    assert cache.bytes_used() == {"compressed": exact, "bf16": 4 * 4 * 2 * 32 * 600}
-    logits_of(model, prompt(2, 100), cache, [])
+    exact = sum(layout.total_bytes(240, 2, exact_limit=240) for layout in layers)
+    assert cache.bytes_used() == {"compressed": exact, "bf16": 4 * 4 * 2 * 32 * 480}
+    logits_of(model, prompt(2, 160), cache, [])
     pages = sum(layout.total_bytes(400, 2, encode_partial_page=False) for layout in layers)
     assert cache.bytes_used() == {"compressed": pages, "bf16": 4 * 4 * 2 * 32 * 800}
     assert pages < 4 * 4 * 2 * 32 * 800

@@ -37,6 +37,7 @@ def same(a, b):
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_next", "falcon_h1", "lfm2", "llama"])
 @pytest.mark.parametrize(
     "attempt",

@@ -14,12 +14,12 @@ from ring_scheduler import LATER, PAGE, Scheduler, Sequence
 from tightkv import KVQuantConfig
 from tightkv.integrations.vllm.step.layer_step import LayerStep
 from tightkv.integrations.vllm.step.metadata import BatchPart
-from tightkv.integrations.vllm.step.ring_table import BatchRings, sink_rows
+from tightkv.integrations.vllm.step.ring_table import BatchRings, ring_size, sink_rows
 from tightkv.kernels import reference
 from tightkv.kernels.view import SealedLayer
 from tightkv.math.feedback import QueryMetric
 from tightkv.pages.codec import Codec
-from tightkv.pages.layout import PageLayout, ring_tokens
+from tightkv.pages.layout import PageLayout
 
 HEADS, GROUP, DIM = 1, 2, 32
 
@@ -27,19 +27,22 @@ HEADS, GROUP, DIM = 1, 2, 32
 class Layer:
     """A layer's pages, rings and sinks, and its steps with the reference kernels."""
 
-    def __init__(self, cfg: KVQuantConfig, blocks: int, rows: int, feedback: bool) -> None:
+    def __init__(
+        self, cfg: KVQuantConfig, blocks: int, rows: int, drafts: int, feedback: bool
+    ) -> None:
         layout = PageLayout(cfg, HEADS, DIM, torch.float16)
         self.codec = Codec(layout)
         self.pages = layout.new_pages(blocks)
-        sizes = [(rows + 1, ring_tokens(cfg))] * 2 + [(sink_rows(rows), cfg.sinks)] * 2
-        self.rings = tuple(torch.zeros(*size, HEADS, DIM).half() for size in sizes)
+        key, value, scales = layout.new_ring(rows + 1, ring_size(cfg, drafts))
+        sinks = torch.zeros(2, sink_rows(rows), cfg.sinks, HEADS, DIM).half()
+        self.rings = (key, value, *sinks, *([] if scales is None else [scales]))
         metric = QueryMetric((torch.eye(DIM) + 0.5).expand(HEADS, DIM, DIM))
         factors = self.codec.feedback_factors(metric, torch.device("cpu"))
         assert factors is not None
         self.feedback = factors if feedback else None
 
     def seal(self, chosen: Tensor) -> None:
-        layer = SealedLayer(self.pages, *self.rings[:2], self.feedback)
+        layer = SealedLayer(self.pages, *self.rings[:2], self.feedback, *self.rings[4:])
         reference.seal_layers(self.codec, [layer], chosen)
 
     def run(
@@ -67,7 +70,7 @@ class Engine(Scheduler):
         self, blocks: int, rows: int, drafts: int, seed: int, cfg: KVQuantConfig, feedback: bool
     ) -> None:
         super().__init__(blocks, rows, drafts, seed, later=cfg)
-        self.late, self.at_once = (Layer(cfg, blocks, rows, feedback) for _ in "ab")
+        self.late, self.at_once = (Layer(cfg, blocks, rows, drafts, feedback) for _ in "ab")
         make = torch.Generator().manual_seed(seed)
         self.states = torch.randn(1 << 12, 2 * HEADS + GROUP, DIM, generator=make).half()
         self.compared = 0
@@ -127,10 +130,11 @@ class Engine(Scheduler):
 def test_what_is_read_is_what_appends_seal(seed: int) -> None:
     """To the bit, whatever is shared, preempted, taken back, cut in chunks or left out of a step.
 
-    There are rings for all. Half of the schedules have error feedback.
+    There are rings for all. Half of the schedules have error feedback, half a window of 8 bits.
     """
     choose = random.Random(seed)
     cfg = choose.choice([*LATER, LATER[-1], LATER[-1]])
+    cfg = cfg.replace(window_bits=16 if seed % 4 < 2 else 8)
     drafts = choose.choice([0, 1, 3, 8])
     engine = Engine(choose.choice([40, 60]), 20, drafts, seed, cfg, seed % 2 == 0)
     for _ in range(100):
@@ -138,6 +142,7 @@ def test_what_is_read_is_what_appends_seal(seed: int) -> None:
     assert engine.sealed > 0 and engine.compared > 50
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("cfg", LATER, ids=lambda cfg: f"exact_pages={cfg.exact_pages}")
 @pytest.mark.parametrize(("rows", "drafts"), [(20, 0), (8, 3), (3, 8), (0, 0)])
 def test_pages_are_sealed_before_they_are_read(cfg: KVQuantConfig, rows: int, drafts: int) -> None:

@@ -59,6 +59,7 @@ def moved() -> dict[str, Any]:
     return told
 
 
+@pytest.mark.thorough
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_a_vllm_that_moved_a_module_is_told_so_once_and_left_alone(moved: dict[str, Any]) -> None:
@@ -68,6 +69,7 @@ def test_a_vllm_that_moved_a_module_is_told_so_once_and_left_alone(moved: dict[s
     assert [moved[name] for name in ("no request", "off", "setting", "blind")] == [None] * 4
 
 
+@pytest.mark.thorough
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.parametrize("asked", ["option", "environment", "blind, asked"])

@@ -17,7 +17,7 @@ from tightkv.integrations.vllm.step.sink_copies import copied
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("later", [None, *LATER])
+@pytest.mark.parametrize("later", [None, *LATER, LATER[-1].replace(window_bits=8)])
 @pytest.mark.parametrize(
     "rows,drafts,window", [(3, 3, None), (0, 0, None), (8, 0, None), (20, 2, 70)]
 )

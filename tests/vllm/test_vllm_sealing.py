@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from tiny_folder import write_tiny_folder
-from vllm_outputs import outputs, random_tokens, run_engines
+from vllm_outputs import Engines, outputs, random_tokens
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
-PAGE, SAID = 32, 70
+PAGE, SAID = 32, 40
 
 
 def tokens(seed: int, count: int) -> list[int]:
@@ -35,26 +35,27 @@ NGRAMS = {
 }
 
 
-def job(exact_pages: int, memory: int) -> dict[str, Any]:
+def job(exact_pages: int, memory: int, window_bits: int = 16) -> dict[str, Any]:
     """Prompts and forced texts. Little memory: sequences are preempted and begin again."""
     given = (ALIKE + RAGGED, RETURNING)
     return {
         "kernels": "reference",
-        "engine": engine(exact_pages, memory),
+        "engine": engine(exact_pages, memory, window_bits),
         "batches": [[text[:-SAID] for text in texts] for texts in given],
         "forced": [[text[-SAID:] for text in texts] for texts in given],
         "sampling": {"logprobs": 4, "ignore_eos": True},
     }
 
 
-def engine(exact_pages: int, memory: int = 4 << 20, **options: Any) -> dict[str, Any]:
+def engine(
+    exact_pages: int, memory: int = 4 << 20, window_bits: int = 16, **options: Any
+) -> dict[str, Any]:
+    given = {"page_size": PAGE, "exact_pages": exact_pages, "window_bits": window_bits}
     return {
         "model": "tiny",
         "max_num_seqs": 8,
         "kv_cache_memory_bytes": memory,
-        "additional_config": {
-            "tightkv": {"preset": "k4v4", "page_size": PAGE, "exact_pages": exact_pages}
-        },
+        "additional_config": {"tightkv": {"preset": "k4v4", **given}},
         **options,
     }
 
@@ -62,25 +63,28 @@ def engine(exact_pages: int, memory: int = 4 << 20, **options: Any) -> dict[str,
 JOBS: dict[str, dict[str, Any]] = {
     "waiting": job(3, 4 << 20),
     "next step": job(1, 160 << 10),
+    "window of 8 bits": job(3, 4 << 20, window_bits=8),
     "drafts": {
         "kernels": "reference",
         "engine": engine(3, speculative_config=NGRAMS),
         "batches": [REPEATING],
-        "sampling": {"max_tokens": 70, "logprobs": 4, "ignore_eos": True},
+        "sampling": {"max_tokens": SAID, "logprobs": 4, "ignore_eos": True},
     },
 }
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
     folder = tmp_path_factory.mktemp("sealing")
     models: dict[str, Path] = {"tiny": write_tiny_folder(folder / "tiny")}
     jobs = dict(JOBS)
     jobs.update({f"{name} at once": {**job, "seals_at_once": 1} for name, job in JOBS.items()})
-    return run_engines(jobs, models, folder)
+    return Engines(jobs, models, folder)
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize(
+    "name", [pytest.param("waiting", marks=pytest.mark.thorough), "next step", "drafts"]
+)
 def test_pages_that_wait_change_nothing(name: str, engines: dict[str, Any]) -> None:
     later, at_once = engines[name], engines[f"{name} at once"]
     assert outputs(later) == outputs(at_once)

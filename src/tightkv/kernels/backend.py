@@ -53,6 +53,7 @@ class Backend(Protocol):
         *,
         max_new: int,
         encode_partial_page: bool,
+        lag: int = 0,
     ) -> None:
         """See `reference.append`."""
 

@@ -44,13 +44,15 @@ def append(
     *,
     max_new: int,
     encode_partial_page: bool,
+    lag: int = 0,
 ) -> None:
     """Write new tokens: seal the pages they complete, then fill open page, ring and sinks.
 
     Row b's tokens are key[cu_seqlens[b] : cu_seqlens[b + 1]] of key and value [N, Hkv, D], at most
     `max_new`; they are the last of view.lengths[b]. Before them the ring holds copies from
-    position ring_valid_from[b] on. Without `encode_partial_page` an unfinished page gets no codes.
-    A row shorter than its new tokens (an engine's dry run) is left alone.
+    position ring_valid_from[b] on. Without `encode_partial_page` a page gets no codes before it is
+    sealed, which is when `lag` tokens follow it; until then rings have its tokens. A row shorter
+    than its new tokens (an engine's dry run) is left alone.
 
     With a window of 8 bits a token is first rounded to what its ring stores, and pages are coded
     from that, however its tokens came. Sinks are exact.
@@ -65,8 +67,8 @@ def append(
     rings = RingTokens(view.ring_key, view.ring_value, view.ring_scales)
 
     step = torch.arange((max_new + size - 1) // size, device=device)
-    index = before[:, None] // size + step  # [B, pages a row may complete]
-    complete = ((index + 1) * size <= lengths[:, None]) & (not view.seals_later)
+    index = (before - lag).clamp_min(0)[:, None] // size + step  # [B, pages a row may complete]
+    complete = ((index + 1) * size <= lengths[:, None] - lag) & (not view.seals_later)
     row, j = (complete & real[:, None]).nonzero(as_tuple=True)
     if len(row):
         index = index[row, j]

@@ -83,7 +83,9 @@ class IntegerCodebook(Codebook):
         return levels.to(torch.int8).view(torch.uint8)
 
     def _centroids(self) -> tuple[float, ...]:
-        return self.magnitudes + tuple(k * self.unit for k in range(-128, 0))
+        # kernels multiply in float32
+        unit = float(torch.tensor(self.unit, dtype=torch.float32, device="cpu"))
+        return tuple(k * unit for k in (*range(128), *range(-128, 0)))
 
 
 def _constant(values: tuple[float, ...]) -> PerDevice:

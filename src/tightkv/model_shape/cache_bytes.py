@@ -110,15 +110,6 @@ class CacheBytes:
     def bf16_bytes_per_token(self) -> int:
         return sum(count * layer.bf16_bytes_per_token for layer, count in self._counts)
 
-    @property
-    def bytes_per_sequence(self) -> int:
-        """Rings, sinks and counters of one long sequence, in its compressed layers."""
-        return sum(
-            count * layer.layout.sequence_bytes()
-            for layer, count in self._counts
-            if layer.layout is not None
-        )
-
     def total_bytes(self, tokens: int, sequences: int = 1) -> int:
         """Bytes of `sequences` sequences of `tokens` tokens each."""
         return sequences * sum(count * layer.total_bytes(tokens) for layer, count in self._counts)

@@ -1,7 +1,8 @@
 """PagedKV: the compressed pages, exact ring and sinks of one layer. Knows no model.
 
-Tokens are appended, pages are sealed as they complete, and `view()` is what attention
-reads. Appending t tokens costs O(t): no history is encoded again but the page being sealed.
+Tokens are appended, pages are sealed (when they leave the window, or as they complete:
+`SequenceTable`), and `view()` is what attention reads. Appending t tokens costs O(t): no history is
+encoded again but the page being sealed.
 Rings grow with the sequences. Where the table lets short ones live in the ring alone
 (`exact_limit`), all their pages are sealed by the append that makes them longer.
 """
@@ -224,6 +225,7 @@ class PagedKV:
             ring_valid_from,
             max_new=max(plan.encoded),
             encode_partial_page=self.table.encode_partial_page,
+            lag=self.table.lag,
         )
 
     def _put_in_rings(self, plan: AppendPlan, key: Tensor, value: Tensor) -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tightkv.config import KVQuantConfig
-from tightkv.pages.layout import MAX_TOKENS, RING_SLACK, ring_tokens, window_step
+from tightkv.pages.layout import MAX_TOKENS, RING_SLACK, ring_tokens, seal_lag, window_step
 
 
 @dataclass
@@ -112,8 +112,9 @@ class SequenceTable:
         max_pages: int | None = None,
         exact_limit: int = 0,
     ) -> None:
-        """`encode_partial_page`: unfinished pages have codes too, not only their ring copy.
+        """`encode_partial_page`: all tokens have codes, those in the window, too.
 
+        Without it a page is sealed when it leaves the window, and its tokens have no codes before.
         `max_pages` bounds the pool; None lets it grow. A sequence of up to `exact_limit` tokens
         has no pages: rings are long enough to hold it, exact.
         """
@@ -122,6 +123,7 @@ class SequenceTable:
         self.page_size, self.sinks = cfg.page_size, cfg.sinks
         self.exact_limit = exact_limit
         self.ring_tokens, self.window_step = ring_tokens(cfg), window_step(cfg)
+        self.lag = 0 if encode_partial_page else seal_lag(cfg)
         self.exact_pages, self.encode_partial_page, self.max_pages = (
             cfg.exact_pages,
             encode_partial_page,
@@ -142,8 +144,10 @@ class SequenceTable:
     _last: AppendPlan | None = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A pickle of before has windows of whole pages alone."""
-        self.__dict__.update({"window_step": state["page_size"], **state})
+        """A pickle of before has windows of whole pages alone, and pages in the window."""
+        size, pages = state["page_size"], state["exact_pages"]
+        lag = 0 if state["encode_partial_page"] else (pages - 1) * size + 1
+        self.__dict__.update({"window_step": size, "lag": lag, **state})
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -176,6 +180,7 @@ class SequenceTable:
         self.rows, self._references, self.num_pages = list(rows), pages, len(pages)
         self._free = []
         for row in self.rows:
+            self._drop_pages(row)
             if self._is_whole(row):
                 row.sink_count = 0  # the ring has them
 
@@ -229,16 +234,23 @@ class SequenceTable:
         state, length = self.rows[row], operator.index(length)
         if not 0 <= length <= state.length:
             raise ValueError(f"crop to {length}; sequence {row} holds {state.length} tokens")
-        keep = -(-length // self.page_size)
-        self._release(state.pages[keep:])
-        state.pages = state.pages[:keep]
         state.length = length
         state.ring_valid_from = min(state.ring_valid_from, length)
+        # A short sequence with tokens in pages alone keeps these.
+        self._set_window(state)
+        self._drop_pages(state)
         self._set_window(state)
         # A sequence that is whole again has its sinks in the ring, and no memory for others.
         held = 0 if self._is_whole(state) else max(0, length - state.left_pad)
         state.sink_count = min(state.sink_count, held)
         self._forget_tensors()
+
+    def _drop_pages(self, state: SequenceState) -> None:
+        """Let go of pages without codes that are read, or that are kept for others."""
+        end = state.length if self.encode_partial_page else state.ring_read_from
+        keep = -(-end // self.page_size)
+        self._release(state.pages[keep:])
+        state.pages = state.pages[:keep]
 
     def set_left_pad(self, row: int, left_pad: int) -> None:
         """Change a sequence's left padding: up only before its first real token, down at any time.
@@ -304,7 +316,7 @@ class SequenceTable:
             first = 0 if whole else old  # of the tokens that get codes
             encoded.append(new - first)
             read = state.ring_read_from, state.sink_count
-            if self._pages_for(new) > first // self.page_size:
+            if self._pages_for(new) > max(first - self.lag, 0) // self.page_size:
                 copies += self._prepare_pages(state, first)
                 grew_only = False
             state.ring_valid_from = max(state.ring_valid_from, new - self.ring_tokens)
@@ -331,7 +343,7 @@ class SequenceTable:
     def _steps_alike(self, state: SequenceState) -> int:
         """After a `ring_only` step: how many more tokens change nothing but a row's length."""
         inside = state.length % self.page_size
-        end = state.length - inside + self.page_size - 1
+        end = state.length - inside + self.page_size
         sinks = state.sink_count < self.sinks
         if sinks and state.length - state.left_pad <= state.sink_count:  # more may come
             return 0
@@ -359,7 +371,7 @@ class SequenceTable:
         pages = [target for _, target in plan.copies]
         for row, count in zip(plan.rows, plan.encoded, strict=True):
             state = self.rows[row]
-            pages += state.pages[(state.length - count) // self.page_size :]
+            pages += state.pages[max(state.length - count - self.lag, 0) // self.page_size :]
         return pages
 
     def _set_window(self, state: SequenceState, at: int | None = None) -> None:
@@ -385,9 +397,10 @@ class SequenceTable:
         return tokens, 0 if len(whole) == len(rows) else self.sinks
 
     def _pages_for(self, length: int) -> int:
-        return (
-            -(-length // self.page_size) if self.encode_partial_page else length // self.page_size
-        )
+        """Pages of a sequence that is longer than `exact_limit`."""
+        if self.encode_partial_page:
+            return -(-length // self.page_size)
+        return max(length - self.lag, 0) // self.page_size
 
     def _check_room(self, rows: Sequence[int], counts: Sequence[int]) -> None:
         assert self.max_pages is not None
@@ -406,11 +419,11 @@ class SequenceTable:
             )
 
     def _shared_page_to_write(self, state: SequenceState, old: int, new: int) -> list[int]:
-        """The number of the partly filled page this append writes to, if other rows read it."""
-        index = old // self.page_size
-        writes = new > old and self._pages_for(new) > index
-        shared = index < len(state.pages) and self._references[state.pages[index]] > 1
-        return [index] if writes and shared else []
+        """The number of the page of whose codes this changes some, if other rows read it."""
+        index = len(state.pages) - 1
+        first = max(old - self.lag, 0) // self.page_size
+        writes = new > old and first <= index < self._pages_for(new)
+        return [index] if writes and self._references[state.pages[index]] > 1 else []
 
     def _prepare_pages(self, state: SequenceState, old: int) -> list[tuple[int, int]]:
         """Give a sequence pages for all its tokens; it had codes of the first `old`."""

@@ -79,9 +79,9 @@ def token_fields(cfg: KVQuantConfig, side: str, head_dim: int) -> tuple[TokenFie
     return (TokenField("codes", bits, head_dim), TokenField("scale", 16, 1))
 
 
-def ring_tokens(cfg: KVQuantConfig) -> int:
-    """Tokens a sequence's exact ring holds: the window, and what speculation may add to it."""
-    return cfg.exact_pages * cfg.page_size + RING_SLACK
+def ring_tokens(cfg: KVQuantConfig, spare: bool = True) -> int:
+    """Tokens a sequence's exact ring holds: the window, and `spare` ones for speculation."""
+    return cfg.exact_pages * cfg.page_size + (RING_SLACK if spare else 0)
 
 
 def window_step(cfg: KVQuantConfig) -> int:
@@ -90,6 +90,14 @@ def window_step(cfg: KVQuantConfig) -> int:
     It ends with the step of the newest token, and has exact_pages * page_size tokens.
     """
     return 1 if cfg.window_bits == 8 else cfg.page_size
+
+
+def seal_lag(cfg: KVQuantConfig) -> int:
+    """Tokens that follow a page when its first one leaves the window: it is sealed then.
+
+    So where open pages have no codes, and no other sequence needs complete ones.
+    """
+    return (cfg.exact_pages - 1) * cfg.page_size + 1
 
 
 def outlier_channels(cfg: KVQuantConfig, head_dim: int) -> tuple[int, ...]:
@@ -256,17 +264,21 @@ class PageLayout:
     def exact_limit(self) -> int:
         """The longest sequence that takes fewer bytes exact than with a ring, sinks and pages.
 
-        Unfinished pages have no codes. A layout whose pages save nothing has no longest one. With a
-        window of 8 bits none is kept exact: a ring is smaller from the first tokens on.
+        Pages in the window have no codes. A layout whose pages save nothing has no longest one.
+        With a window of 8 bits none is kept exact: a ring is smaller from the first tokens on.
         """
+        return self.exact_limit_at(seal_lag(self.cfg))
+
+    def exact_limit_at(self, lag: int) -> int:
+        """`exact_limit` where `lag` tokens follow a page when it is sealed."""
         if self.cfg.window_bits == 8:
             return 0
         exact, page = self.exact_bytes_per_token, self.page_bytes + 4
         fixed, saved = (self.ring_tokens + self.cfg.sinks) * exact, self.page_size * exact - page
         if saved <= 0:
             return MAX_TOKENS
-        pages = -(-fixed // saved) - 1  # with one more, a sequence is never larger than exact
-        return max(pages * self.page_size, -(-(fixed + pages * page) // exact)) - 1
+        pages = max(-(-(fixed - lag * exact) // saved) - 1, 0)  # with one more, never larger
+        return max(pages * self.page_size + lag, -(-(fixed + pages * page) // exact)) - 1
 
     def sequence_bytes(self, tokens: int = MAX_TOKENS) -> int:
         """Bytes a sequence holds beside its pages: ring, sinks and five int32 counters."""
@@ -288,13 +300,15 @@ class PageLayout:
     ) -> int:
         """Bytes of a layer that holds `sequences` sequences of `tokens` tokens each.
 
-        Pages, block-table entries, rings and sinks. `encode_partial_page` says whether an
-        unfinished page already has codes or lives in the ring alone; sequences of up to
-        `exact_limit` tokens live there whole, without sinks.
+        Pages, block-table entries, rings and sinks. `encode_partial_page` says whether all pages
+        have codes or those of the window live in the ring alone; sequences of up to `exact_limit`
+        tokens live there whole, without sinks.
         """
         if tokens <= exact_limit:
             return sequences * (max(tokens, 1) * self.exact_bytes_per_token + 5 * 4)
-        pages = -(-tokens // self.page_size) if encode_partial_page else tokens // self.page_size
+        pages = -(-tokens // self.page_size)
+        if not encode_partial_page:
+            pages = max(tokens - seal_lag(self.cfg), 0) // self.page_size
         return sequences * (pages * (self.page_bytes + 4) + self.sequence_bytes(tokens))
 
     def read_pages(self, max_tokens: int) -> int:

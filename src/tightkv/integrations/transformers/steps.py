@@ -70,12 +70,17 @@ class SharedSteps:
         self.before, self._before_tensors = [], {}
         self._plan, self._seen = None, None
 
-    def grow_limit(self, layout: PageLayout) -> None:
-        """Keep sequences exact until no layer is larger in pages: layers differ in their bits."""
+    def grow_limit(self, layout: PageLayout, lag: int | None = None) -> None:
+        """Keep sequences exact until no layer is larger in pages: layers differ in their bits.
+
+        `lag`: of a cache that seals pages at another time.
+        """
         if self.eager:
             return
         limits = [
-            page_layout(cfg, layout.num_kv_heads, layout.head_dim, layout.dtype).exact_limit
+            page_layout(cfg, layout.num_kv_heads, layout.head_dim, layout.dtype).exact_limit_at(
+                self.table.lag if lag is None else lag
+            )
             for cfg in self.cfgs
         ]
         self.table.exact_limit = max(self.table.exact_limit, *limits)

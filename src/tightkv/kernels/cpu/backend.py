@@ -30,7 +30,7 @@ _VIEW = "18q"
 _ATTEND = struct.Struct(f"={_VIEW}6q5q1q5q2q2d")
 ATTEND_CALL = "=6q"  # the rest of attend_args: what is new in each of alike steps
 _CALL = struct.Struct(ATTEND_CALL)
-_APPEND = struct.Struct(f"={_VIEW}6qq2q2q2q")
+_APPEND = struct.Struct(f"={_VIEW}6qq2q3q2q")
 _NO_TOKENS = (0, 0, 0)
 
 
@@ -60,6 +60,7 @@ def append(
     *,
     max_new: int,
     encode_partial_page: bool,
+    lag: int = 0,
 ) -> None:
     """As `reference.append`; with check_finite new tokens are checked before any is written.
 
@@ -81,6 +82,7 @@ def append(
         torch.get_num_threads(),
         0 if view.feedback is None else view.feedback.data_ptr(),
         0,  # whole matrices
+        lag,
     )
     layer = library.describe(codec.layout)
     check(library.load().tightkv_append(ctypes.addressof(layer), arguments))

@@ -90,6 +90,7 @@ def append(
     *,
     max_new: int,
     encode_partial_page: bool,
+    lag: int = 0,
 ) -> None:
     """See `reference.append`; tokens are stored relative to `view.centers`."""
     layout, centers = codec.layout, view.centers
@@ -107,6 +108,7 @@ def append(
             ring_valid_from,
             max_new=max_new,
             encode_partial_page=encode_partial_page,
+            lag=lag,
         )
         return
     key, value = last_contiguous(key), last_contiguous(value)
@@ -125,31 +127,30 @@ def append(
         view.ring_key.shape[1], view.sink_key.shape[1], int(encode_partial_page),
     ]  # fmt: skip
     if max_new <= RING_SLACK:
-        _append_few(layout, view, arguments)
+        _append_few(layout, view, arguments, lag)
     else:
-        _append_many(layout, view, arguments, max_new)
+        _append_many(layout, view, arguments, max_new, lag)
 
 
 def _append_many(
-    layout: PageLayout, view: CacheView, arguments: Sequence[int], max_new: int
+    layout: PageLayout, view: CacheView, arguments: Sequence[int], max_new: int, lag: int
 ) -> None:
     """Many tokens. Pages are sealed from the ring before another launch overwrites it."""
     module = _module("append", layout, layout.num_kv_heads, None, False, view.pages.device)
     heads = view.batch * layout.num_kv_heads
     touched = min((max_new - 2) // layout.page_size + 2, _MOST_BLOCKS_Z)
-    params = AppendParams(*arguments, 0, _encode(view), _scales(view))
+    params = AppendParams(*arguments, 0, _encode(view), _scales(view), lag)
     module.launch("append", (heads, 2, touched), _MANY_THREADS, params)
     _seal(layout, view, params, -(-max_new // layout.page_size))
     copies = -(-min(max_new, view.ring_key.shape[1]) // 32)
-    module.launch(
-        "append", (heads, 2, copies), _MANY_THREADS, AppendParams(*arguments, 1, 0, _scales(view))
-    )
+    params = AppendParams(*arguments, 1, 0, _scales(view), lag)
+    module.launch("append", (heads, 2, copies), _MANY_THREADS, params)
 
 
-def _append_few(layout: PageLayout, view: CacheView, arguments: Sequence[int]) -> None:
+def _append_few(layout: PageLayout, view: CacheView, arguments: Sequence[int], lag: int) -> None:
     """A few tokens of each sequence, as in a decode step."""
     encode = _KEYS_LATER if view.seals_later else _encode(view)
-    params = AppendParams(*arguments, 1, encode, _scales(view))
+    params = AppendParams(*arguments, 1, encode, _scales(view), lag)
     device, heads = view.pages.device, view.batch * layout.num_kv_heads
     processors, sealed_apart = processor_count(device), view.feedback is not None
     if sealed_apart and heads <= processors and not view.seals_later:

@@ -108,7 +108,7 @@ def _round_up(size: int) -> int:
 def _tuned(layout: PageLayout, columns: int, programs: float) -> DecodeTile | None:
     """A faster tile, for the bits and sizes at which one was measured."""
     bits, d = (layout.cfg.key_bits, layout.cfg.value_bits), padded_dim(layout)
-    if bits == (4, 4) and d == 64 and columns == 4:
+    if bits == (4, 4) and d == 64 and (columns == 4 or (columns == 8 and programs > _FEW_PROGRAMS)):
         return DecodeTile(2, 2, 2, columns, 8)
     if bits not in ((4, 4), (3, 3), (2, 2)) or d != 128:
         return None

@@ -44,6 +44,7 @@ class AppendParams(ctypes.Structure):
         + _fields(ctypes.c_longlong, "key_n key_h value_n value_h table_b page_bytes")
         + _fields(ctypes.c_int, "ring sinks encode_partial_page copy encode")
         + _fields(ctypes.c_void_p, "ring_scales")
+        + _fields(ctypes.c_int, "lag")
     )
 
 

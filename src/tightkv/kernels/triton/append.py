@@ -23,7 +23,7 @@ from tightkv.kernels.triton.encode import (
     store_keys,
     store_values,
 )
-from tightkv.kernels.triton.ring import load_codes, rotate_exact, round_exact, store_codes
+from tightkv.kernels.triton.ring import load_exact, rotate_exact, round_exact, store_codes
 from tightkv.kernels.triton.rotate import rotate
 from tightkv.kernels.view import CacheView
 from tightkv.math.feedback import gain
@@ -45,13 +45,13 @@ def _copy(source, source_n, token, target, place, there, L: tl.constexpr):
 @triton.jit(
     do_not_specialize=[
         "block_table", "lengths", "left_pad", "ring_rows", "ring_valid_from", "cu_seqlens",
-        "table_b", "touched", "copies", "ring_tokens",
+        "table_b", "touched", "copies", "ring_tokens", "lag",
     ]
 )  # fmt: skip
 def _append_kernel(
     key, value, pages, block_table, lengths, left_pad, ring_rows, ring_valid_from, cu_seqlens,
     ring_key, ring_value, ring_scales, sink_key, sink_value, key_table, value_table, feedback,
-    key_n, key_h, value_n, value_h, table_b, page_b, touched, copies, ring_tokens,
+    key_n, key_h, value_n, value_h, table_b, page_b, touched, copies, ring_tokens, lag,
     SINKS: tl.constexpr, SINKS_P: tl.constexpr, ENCODE_PARTIAL_PAGE: tl.constexpr,
     GAIN: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
@@ -90,8 +90,9 @@ def _append_kernel(
         slot = owner * ring_tokens + (before + token) % ring_tokens
         if L.RING_CODES:
             new = token < count
-            y = _load_new(source + head * source_h, source_n, begin + token, new, L)
-            codes, scale = round_exact(rotate_exact(y, table, 32, L), is_key)
+            codes, scale = _round_new(
+                source + head * source_h, source_n, begin + token, new, is_key, table, L
+            )
             store_codes(ring, scales, slot * HKV + head, codes, scale, new, is_key, L)
         else:
             _copy(source + head * source_h, source_n, begin + token, ring + head * D, slot,
@@ -104,10 +105,10 @@ def _append_kernel(
                   owner * SINKS + n, there, L)  # fmt: skip
         return
 
-    index = before // PAGE + part
-    if index * PAGE >= length:
+    index = tl.maximum(before - lag, 0) // PAGE + part
+    if index * PAGE >= length - lag:
         return
-    complete = (index + 1) * PAGE <= length
+    complete = (index + 1) * PAGE <= length - lag
     if (not ENCODE_PARTIAL_PAGE) & (not complete):
         return
     page = tl.load(block_table + row * table_b + index).to(tl.int64)
@@ -116,10 +117,7 @@ def _append_kernel(
     # tokens to encode: those with an exact copy, or the new ones of an open page
     lowest = tl.maximum(tl.where(complete, exact_from, before), index * PAGE)
     highest = tl.minimum(length, (index + 1) * PAGE)
-    if L.RING_CODES:
-        ring_base, ring_item = ring, owner * (ring_tokens * HKV) + head
-    else:
-        ring_base, ring_item = ring + owner * (ring_tokens * HKV * D) + head * D, owner
+    ring_item = owner * (ring_tokens * HKV) + head
     source_base = source + head * source_h
 
     mean = tl.zeros([1, DP], tl.float32)
@@ -131,17 +129,10 @@ def _append_kernel(
             total = tl.zeros([DP], tl.float32)
             for b in range(0, PAGE // 32):
                 at = index * PAGE + b * 32 + t
-                if L.RING_CODES:
-                    x = _load_rounded(
-                        source_base, source_n, ring_base, scales, ring_item, ring_tokens, at,
-                        before, begin, at >= start, is_key, table, L,
-                    )  # fmt: skip
-                else:
-                    x = _load_tokens(
-                        source_base, source_n, ring_base, ring_tokens, at, before, begin,
-                        at >= start, L,
-                    )  # fmt: skip
-                    x = finite(x)
+                x = _load_tokens(
+                    source_base, source_n, ring, scales, ring_item, ring_tokens, at, before, begin,
+                    at >= start, is_key, table, L,
+                )  # fmt: skip
                 total += tl.sum(x, axis=0)
             real = tl.maximum((index + 1) * PAGE - tl.maximum(start, index * PAGE), 1)
             fresh = total / real
@@ -170,16 +161,12 @@ def _append_kernel(
     for b in range((lowest - index * PAGE) // 32, tl.cdiv(highest - index * PAGE, 32)):
         at = index * PAGE + b * 32 + t
         live = (at >= lowest) & (at < highest)
-        if L.RING_CODES:
-            y = _load_rounded(
-                source_base, source_n, ring_base, scales, ring_item, ring_tokens, at, before,
-                begin, live, is_key, table, L,
-            )  # fmt: skip
-        else:
-            x = _load_tokens(
-                source_base, source_n, ring_base, ring_tokens, at, before, begin, live, L
-            )
-            y = rotate(finite(x), table, 32, L)
+        y = _load_tokens(
+            source_base, source_n, ring, scales, ring_item, ring_tokens, at, before, begin, live,
+            is_key, table, L,
+        )  # fmt: skip
+        if not L.RING_CODES:
+            y = rotate(y, table, 32, L)
         # scales: [blk][r][i]
         scale_at = b * 32 + (t % 8) * 4 + t // 8
         if is_key:
@@ -211,16 +198,26 @@ def _append_kernel(
 
 
 @triton.jit
-def _load_tokens(source, source_n, ring, ring_tokens, at, before, begin, live, L: tl.constexpr):
-    """Exact tokens at positions `at`: new ones from the input, older ones from the ring."""
+def _load_tokens(
+    source, source_n, ring, scales, ring_item, ring_tokens, at, before, begin, live, is_key, table,
+    L: tl.constexpr,
+):  # fmt: skip
+    """Finite tokens at positions `at`: new ones from the input, older ones from the ring.
+
+    With RING_CODES they are rotated, as the ring has them or would have them.
+    """
     d = tl.arange(0, L.DP)
-    new = (at >= before)[:, None]
-    there = live[:, None] & (d < L.D)[None, :]
-    offset = (begin + at - before)[:, None].to(tl.int64) * source_n + d[None, :]
-    x = tl.load(source + offset, mask=there & new, other=0.0).to(tl.float32)
-    slot = ((at % ring_tokens) * (L.HKV * L.D))[:, None]
-    old = tl.load(ring + slot + d[None, :], mask=there & ~new, other=0.0)
-    return x + old.to(tl.float32)
+    new = at >= before
+    item = ring_item + (at % ring_tokens) * L.HKV
+    if L.RING_CODES:
+        x, step = _round_new(source, source_n, begin + at - before, live & new, is_key, table, L)
+        old = load_exact(ring, scales, item, live & (at < before), is_key, L)
+        x = tl.where(new[:, None], x * step.to(tl.float32)[:, None], old)
+    else:
+        mask = (live & (at < before))[:, None] & (d < L.D)[None, :]
+        x = _load_new(source, source_n, begin + at - before, live & new, L)
+        x += finite(tl.load(ring + item[:, None] * L.D + d[None, :], mask=mask, other=0.0))
+    return x
 
 
 @triton.jit
@@ -233,18 +230,10 @@ def _load_new(source, source_n, token, there, L: tl.constexpr):
 
 
 @triton.jit
-def _load_rounded(
-    source, source_n, ring, scales, ring_item, ring_tokens, at, before, begin, live, is_key, table,
-    L: tl.constexpr,
-):  # fmt: skip
-    """Tokens at positions `at`, rotated, as a ring of codes has them; 0 where not `live`."""
-    new = at >= before
-    x = _load_new(source, source_n, begin + at - before, live & new, L)
-    own, own_scale = round_exact(rotate_exact(x, table, 32, L), is_key)
-    item = ring_item + (at % ring_tokens) * L.HKV
-    old, scale = load_codes(ring, scales, item, live & (at < before), is_key, L)
-    fresh = own * own_scale.to(tl.float32)[:, None]
-    return tl.where(new[:, None], fresh, old.to(tl.float32) * scale[:, None])
+def _round_new(source, source_n, token, there, is_key, table, L: tl.constexpr):
+    """New tokens rounded as for a ring of codes, and their scales."""
+    x = _load_new(source, source_n, token, there, L)
+    return round_exact(rotate_exact(x, table, 32, L), is_key)
 
 
 @device_guard
@@ -258,6 +247,7 @@ def append(
     *,
     max_new: int,
     encode_partial_page: bool,
+    lag: int = 0,
 ) -> None:
     """See `reference.append`."""
     layout = codec.layout
@@ -282,7 +272,7 @@ def append(
             view.ring_key, view.ring_value, ring_scales, view.sink_key, view.sink_value,
             codec.key.rotation.table(key.device), codec.value.rotation.table(key.device),
             view.feedback, key.stride(0), key.stride(1), value.stride(0), value.stride(1),
-            view.block_table.stride(0), view.pages.stride(0), pages, copied, ring,
+            view.block_table.stride(0), view.pages.stride(0), pages, copied, ring, lag,
             SINKS=sinks, SINKS_P=triton.next_power_of_2(max(sinks, 1)),
             ENCODE_PARTIAL_PAGE=encode_partial_page, L=constants_of(layout, key.device), **options,
         )  # fmt: skip

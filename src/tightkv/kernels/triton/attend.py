@@ -36,7 +36,7 @@ from tightkv.kernels.triton.attend_tile import (
 from tightkv.kernels.triton.constants import constants_of
 from tightkv.kernels.triton.device import interpreted, last_contiguous
 from tightkv.kernels.triton.merge_splits import merge_splits
-from tightkv.kernels.triton.ring import load_codes
+from tightkv.kernels.triton.ring import load_codes, load_exact
 from tightkv.kernels.triton.rotate import rotate
 from tightkv.kernels.triton.unpack import (
     load_key_words,
@@ -167,8 +167,8 @@ def _attend_kernel(
                     MASK,
                 )  # fmt: skip
                 p, shrink, peak, weight = softmax_step(s, peak, weight)
-                v, vs = load_codes(ring_value, ring_scales + 1, item, valid, False, L)
-                v = (v.to(tl.float32) * vs[:, None]).to(q_columns.dtype)
+                v = load_exact(ring_value, ring_scales + 1, item, valid, False, L)
+                v = v.to(q_columns.dtype)
                 rotated = rotated * shrink[None, :]
                 rotated += tl.dot(tl.trans(v), p.to(v.dtype), input_precision="ieee")
             # the other exact tokens: sinks, then new ones

@@ -16,7 +16,7 @@ from tightkv.kernels.prefill import exact_ranges
 from tightkv.kernels.sdpa import AttentionState
 from tightkv.kernels.triton.constants import frame_of
 from tightkv.kernels.triton.dequantize import dequantize_pages
-from tightkv.kernels.triton.ring import load_codes
+from tightkv.kernels.triton.ring import load_exact
 from tightkv.kernels.triton.rotate import rotate, rotate_back
 from tightkv.kernels.view import CacheView
 from tightkv.math.rotation import Rotation, make_rotation
@@ -94,7 +94,7 @@ def _rotate_queries_kernel(
     ]
 )  # fmt: skip
 def _load_exact_kernel(
-    key, value, source_key, source_value, source_scales, key_table, value_table,
+    key, value, source_key, source_value, scales, key_table, value_table,
     ring_read_from, sink_counts, ring_rows, out_b, out_h, start, low, high, slots,
     HKV: tl.constexpr, SINKS: tl.constexpr, ROWS: tl.constexpr, CODES: tl.constexpr,
     L: tl.constexpr,
@@ -118,23 +118,20 @@ def _load_exact_kernel(
     d = tl.arange(0, L.DP)
     there = chosen[:, None] & (d < D)[None, :]
     owner = tl.load(ring_rows + row).to(tl.int64)
-    offsets = (owner * slots + at % slots) * (HKV * D) + head * D
+    item = (owner * slots + at % slots) * HKV + head
+    offsets = item * D
     target = _row_offsets(row, head, at - start, out_b, out_h, D)[:, None] + d[None, :]
-    if CODES:
-        if tl.program_id(1) == 0:
-            source, target_side, is_key = source_key, key, True
+    if tl.program_id(1) == 0:
+        if CODES:
+            x = load_exact(source_key, scales, item, chosen, True, L)
         else:
-            source, target_side, is_key = source_value, value, False
-        item = (owner * slots + at % slots) * HKV + head
-        scales = source_scales + tl.program_id(1)
-        codes, scale = load_codes(source, scales, item, chosen, is_key, L)
-        x = codes.to(tl.float32) * scale[:, None]
-        tl.store(target_side + target, x.to(key.dtype.element_ty), mask=there)
-    elif tl.program_id(1) == 0:
-        x = load_rotated(source_key, offsets, chosen, key_table, False, ROWS, L)
+            x = load_rotated(source_key, offsets, chosen, key_table, False, ROWS, L)
         tl.store(key + target, x.to(key.dtype.element_ty), mask=there)
     else:
-        x = load_rotated(source_value, offsets, chosen, value_table, False, ROWS, L)
+        if CODES:
+            x = load_exact(source_value, scales + 1, item, chosen, False, L)
+        else:
+            x = load_rotated(source_value, offsets, chosen, value_table, False, ROWS, L)
         tl.store(value + target, x.to(value.dtype.element_ty), mask=there)
 
 

@@ -12,7 +12,7 @@ from tightkv.kernels.triton.constants import constants_of, frame_of
 from tightkv.kernels.triton.dequantize import dequantized_keys, dequantized_values, even_tokens
 from tightkv.kernels.triton.device import last_contiguous
 from tightkv.kernels.triton.prefill import load_rotated, rows_at_once
-from tightkv.kernels.triton.ring import load_codes
+from tightkv.kernels.triton.ring import load_exact
 from tightkv.kernels.triton.unpack import token_order
 from tightkv.kernels.view import CacheView
 from tightkv.math.rotation import Rotation
@@ -144,12 +144,10 @@ def _load_workspace_kernel(
         head64 = head.to(tl.int64)
         if L.RING_CODES:
             coded = exact & (at < length) & (at >= read_from)
-            x, scale = load_codes(ring_key, ring_scales, ring_item, coded, True, L)
-            x = _finite(x.to(tl.float32) * scale[:, None], key)
-            _store_rows(key, x, at, coded, shift, head, L)
-            x, scale = load_codes(ring_value, ring_scales + 1, ring_item, coded, False, L)
-            x = _finite(x.to(tl.float32) * scale[:, None], value)
-            _store_rows(value, x, at, coded, shift, head, L)
+            x = load_exact(ring_key, ring_scales, ring_item, coded, True, L)
+            _store_rows(key, _finite(x, key), at, coded, shift, head, L)
+            x = load_exact(ring_value, ring_scales + 1, ring_item, coded, False, L)
+            _store_rows(value, _finite(x, value), at, coded, shift, head, L)
             exact = exact & (is_sink | is_new)
         none = tl.zeros([32], tl.int64)
         source = sink_key + sink_at

@@ -69,3 +69,10 @@ def load_codes(ring, scales, item, there, is_key, L: tl.constexpr):
     low = low.to(tl.int32) >> (d & 4)[None, :] & 15
     scale = tl.load(scales + 2 * item, mask=there, other=0.0).to(tl.float32)
     return tl.where(is_key, code * 16 + low, code), scale
+
+
+@triton.jit
+def load_exact(ring, scales, item, there, is_key, L: tl.constexpr):
+    """Tokens as numbers, rotated, float32 [T, DP]; 0 where nothing is."""
+    codes, scale = load_codes(ring, scales, item, there, is_key, L)
+    return codes.to(tl.float32) * scale[:, None]

@@ -12,7 +12,7 @@ from tightkv.kernels.backend import Backend
 from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.view import CacheView
 from tightkv.pages.codec import Codec
-from tightkv.pages.layout import PageLayout
+from tightkv.pages.layout import PageLayout, window_step
 from tightkv.tools.bench.loads import draw_lengths
 
 L2_BYTES = 300 << 20  # several L2 caches: what is read again must come from memory
@@ -182,6 +182,7 @@ def fill(
 def ring_bounds(layout: PageLayout, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """Where a decode step that appends the last of `lengths` reads from the ring, and may."""
     cfg = layout.cfg
-    pages = (lengths - 1) // cfg.page_size
-    read_from = ((pages - cfg.exact_pages + 1) * cfg.page_size).clamp(min=0)
+    step = window_step(cfg)
+    end = ((lengths - 1) // step + 1) * step
+    read_from = (end - cfg.exact_pages * cfg.page_size).clamp(min=0)
     return read_from, (lengths - 1 - layout.ring_tokens).clamp(min=0)

@@ -79,6 +79,10 @@ class SavedCache:
             for saved in self.header.layers:
                 if saved.layout is not None:
                     shared.grow_limit(saved.layout)
+            longest = max((row.length for row in self.header.rows if not row.pages), default=0)
+            for saved in self.header.layers:  # caches of before sealed pages when they completed
+                if saved.layout is not None and longest > shared.table.exact_limit:
+                    shared.grow_limit(saved.layout, lag=0)
             shared.table.restore(self.header.rows)
             layers = [
                 self._layer(saved, own[i], shared, kernels, device)

@@ -14,7 +14,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from tightkv.integrations.vllm.layer_numbers import model_layers
 from tightkv.model_shape.cache_bytes import CacheBytes, LayerBytes
 from tightkv.pages.latent import LatentLayout
-from tightkv.pages.layout import PageLayout
+from tightkv.pages.layout import PageLayout, window_step
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,8 @@ class CacheFormat:
     name: str
     page_size: int
     exact_pages: int
+    window_step: int
+    """Tokens by which the exact window moves on."""
     rows: int
     """Sequences that can have an exact ring at a time."""
     bytes_per_token: float
@@ -41,7 +43,8 @@ class CacheFormat:
 
     def reusable_tokens(self, newest: int) -> int:
         """Tokens before the exact window of token `newest`."""
-        return max(0, newest // self.page_size - self.exact_pages + 1) * self.page_size
+        end = (newest // self.window_step + 1) * self.window_step
+        return max(0, end // self.page_size - self.exact_pages) * self.page_size
 
 
 def worker_format(worker: Any) -> CacheFormat | None:
@@ -88,6 +91,7 @@ def format_of(vllm_config: Any) -> CacheFormat | None:
         name="+".join(sorted({layout.cfg.name for layout in layouts})),
         page_size=first.layout.page_size,
         exact_pages=0 if latent else first.layout.cfg.exact_pages,
+        window_step=window_step(first.layout.cfg),
         rows=0 if latent else first.limits.rows,
         bytes_per_token=size.bytes_per_token,
         plain_bytes_per_token=size.bf16_bytes_per_token,

@@ -38,8 +38,6 @@ def check_engine_options(options: EngineOptions, vllm_config: Any) -> None:
             f"tightkv with --prefix-match-unit {cache.prefix_match_unit}: prefixes end at pages of "
             f"{cfg.page_size} tokens; leave it out or set a multiple of {cfg.page_size}"
         )
-    if cfg.window_bits == 8:
-        raise ValueError("tightkv with window_bits=8: not supported in vLLM yet; set it to 16")
     if vllm_config.model_config.is_encoder_decoder:
         raise ValueError(
             f"tightkv with {', '.join(vllm_config.model_config.architectures)}: encoder-decoder "

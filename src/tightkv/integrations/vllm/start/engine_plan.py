@@ -12,8 +12,8 @@ from tightkv.fit import Fit
 from tightkv.integrations.vllm.options import EngineOptions
 from tightkv.integrations.vllm.prefix.blocks import pages_per_block
 from tightkv.integrations.vllm.start.choose import Chosen
-from tightkv.integrations.vllm.start.engine_checks import rings_obstacle
-from tightkv.integrations.vllm.step.ring_table import SAVED_SINKS
+from tightkv.integrations.vllm.start.engine_checks import rings_obstacle, speculative_tokens
+from tightkv.integrations.vllm.step.ring_table import SAVED_SINKS, ring_size
 from tightkv.model_shape.cache_bytes import CacheBytes, LayerBytes
 from tightkv.pages.layout import MAX_TOKENS, PageLayout
 
@@ -30,6 +30,8 @@ class EnginePlan:
     rows: int
     pages_per_block: int
     """Pages per block of vLLM's: more than one where other layers' blocks are larger."""
+    taken_back: int
+    """Tokens that a sequence may lose: those that a step drafts."""
 
     def line(self) -> str:
         """Preset, bytes per token, and what that is worth."""
@@ -39,7 +41,7 @@ class EnginePlan:
         )
         size, parts = CacheBytes(tuple(layers)), []
         packed, plain = size.bytes_per_token, size.bf16_bytes_per_token
-        rings = _row_bytes(self.layouts) * self.rows
+        rings = _row_bytes(self.layouts, self.taken_back) * self.rows
         drafts = len(self.chosen.drafts)
         told = f" ({drafts} of them a draft model's)" if drafts else ""
         windows = [layer for layer in size.layers if not layer.shape.grows]
@@ -68,6 +70,7 @@ def make_plan(options: EngineOptions, vllm_config: Any, chosen: Chosen, found: F
         layouts,
         exact_rows(options, vllm_config, layouts),
         pages_per_block(layouts, chosen.others, vllm_config, chosen.mixed),
+        speculative_tokens(vllm_config),
     )
 
 
@@ -79,11 +82,13 @@ def exact_rows(options: EngineOptions, vllm_config: Any, layouts: dict[str, Page
     if options.exact_rows is not None:
         return min(options.exact_rows, most)
     memory = current_platform.get_device_total_memory() // _ROWS_SHARE
-    return max(0, min(most, memory // _row_bytes(layouts)))
+    return max(0, min(most, memory // _row_bytes(layouts, speculative_tokens(vllm_config))))
 
 
-def _row_bytes(layouts: Mapping[str, PageLayout]) -> int:
+def _row_bytes(layouts: Mapping[str, PageLayout], taken_back: int) -> int:
     """Bytes of a ring, its sinks and the saved sinks that go with it, in all layers."""
-    sinks = sum(layout.cfg.sinks * layout.exact_bytes_per_token for layout in layouts.values())
-    size = CacheBytes(tuple(map(LayerBytes.of_layout, layouts.values())))
-    return size.bytes_per_sequence + SAVED_SINKS * sinks
+    return sum(
+        layout.sequence_bytes(ring_size(layout.cfg, taken_back))
+        + SAVED_SINKS * layout.cfg.sinks * layout.exact_bytes_per_token
+        for layout in layouts.values()
+    )

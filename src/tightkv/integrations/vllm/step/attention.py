@@ -14,7 +14,7 @@ from tightkv.integrations.vllm.step.batch_split import SHORT_PROMPT, Limits
 from tightkv.integrations.vllm.step.flash_attention import prefer_flash_attention
 from tightkv.integrations.vllm.step.layer_step import LayerStep, Rings
 from tightkv.integrations.vllm.step.metadata import TightMetadata
-from tightkv.integrations.vllm.step.ring_table import GroupRings, sink_rows
+from tightkv.integrations.vllm.step.ring_table import GroupRings, ring_size, sink_rows
 from tightkv.integrations.vllm.step.warm_up import Kinds, warm_up_once
 from tightkv.kernels.backend import Backend
 from tightkv.math.key_scale import KeyScale
@@ -106,19 +106,19 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
     def exact_tensors(self) -> Rings:
         """Keys and values of rings and sinks [rows + 1, n, Hkv, D]; no sequence owns the last row.
 
-        The sinks that the RingTable saves follow. All are allocated in vLLM's first run of the
-        model, which measures memory.
+        The sinks that the RingTable saves follow. With a window of 8 bits, rings are as
+        `PageLayout.new_ring` says, and their scales come last. All are allocated in vLLM's first
+        run of the model, which measures memory.
         """
         if self.reads is not None:
             return self.reads.exact_tensors()
         if self.rings is None:
-            shape, dtype = (self.num_kv_heads, self.head_size), self.layout.dtype
-            rings = (self.limits.rows + 1, self.layout.ring_tokens)
-            sinks = (sink_rows(self.limits.rows), self.layout.cfg.sinks)
-            self.rings = tuple(
-                torch.zeros(*size, *shape, dtype=dtype, device=self.device)
-                for size in (rings, rings, sinks, sinks)
-            )
+            rows, cfg = self.limits.rows, self.layout.cfg
+            shape = (sink_rows(rows), cfg.sinks, self.num_kv_heads, self.head_size)
+            sinks = (torch.zeros(shape, dtype=self.layout.dtype, device=self.device) for _ in "kv")
+            tokens = ring_size(cfg, self.limits.decoding - 1)
+            key, value, scales = self.layout.new_ring(rows + 1, tokens, self.device)
+            self.rings = (key, value, *sinks, *([] if scales is None else [scales]))
         return self.rings
 
     def forward(

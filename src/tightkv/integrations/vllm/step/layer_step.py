@@ -17,7 +17,8 @@ from tightkv.kernels.sdpa import varlen_attention
 from tightkv.kernels.view import CacheView
 from tightkv.pages.codec import Codec
 
-# Ring key and value [rows + 1, n, Hkv, D], sink key and value [at least rows + 1, n, Hkv, D].
+# Ring key and value [rows + 1, n, Hkv, D], sink key and value [at least rows + 1, n, Hkv, D], and
+# with a window of 8 bits the scales of the rings.
 Rings = tuple[Tensor, ...]
 Centered = tuple[Tensor, Tensor] | None  # centers of keys and values [Hkv, D]
 
@@ -75,7 +76,7 @@ class LayerStep:
             key, value = key - centers[0], value - centers[1]
         if inherited is not None:
             to, source = inherited  # a row may be both: all are read before any is written
-            for sinks in rings[2:]:
+            for sinks in rings[2:4]:
                 sinks[to] = sinks[source]
         # All tokens are written before any is read: sequences share blocks within a step.
         for part in parts:
@@ -162,6 +163,7 @@ def _view(
         ring_value=rings[1],
         sink_key=rings[2][:count],
         sink_value=rings[3][:count],
+        ring_scales=rings[4] if len(rings) > 4 else None,
         same_length=part.context_len if context else None,
         ragged=part.ragged if context else (),
         plans=None if context else part.plans,

@@ -30,10 +30,9 @@ def _block_at(block_table, position, columns, stride, here, there, PAGE: tl.cons
 
 
 @triton.jit
-def _window(newest, PAGE: tl.constexpr, EXACT_PAGES: tl.constexpr):
+def _window(newest, STEP: tl.constexpr, TOKENS: tl.constexpr):
     """Where the exact window of token `newest` >= -1 begins."""
-    page = (newest + PAGE) // PAGE - 1
-    return (page - EXACT_PAGES + 1) * PAGE
+    return (newest + STEP) // STEP * STEP - TOKENS
 
 
 @triton.jit
@@ -137,6 +136,7 @@ def _step_kernel(
     PAGE: tl.constexpr, EXACT_PAGES: tl.constexpr, RING: tl.constexpr, SINKS: tl.constexpr,
     WINDOW: tl.constexpr, SLACK: tl.constexpr, STEP: tl.constexpr, NEVER: tl.constexpr,
     NAMED: tl.constexpr, NOBODY: tl.constexpr, KEPT: tl.constexpr,
+    WINDOW_STEP: tl.constexpr,
 ):  # fmt: skip
     """See `RingTable.step`; the names are the same. `KEPT` is 0 where nothing is sealed later, and
     `budget` is negative where no pages are chosen."""
@@ -282,8 +282,10 @@ def _step_kernel(
     tl.store(steps, now + 1)
 
     seen = tl.where(counts <= SLACK, before, after - 1)
-    ring_read_from = tl.minimum(tl.maximum(exact_after, _window(seen, PAGE, EXACT_PAGES)), after)
-    context = tl.minimum(tl.maximum(exact_after, _window(before - 1, PAGE, EXACT_PAGES)), before)
+    ring_read_from = tl.maximum(exact_after, _window(seen, WINDOW_STEP, EXACT_PAGES * PAGE))
+    ring_read_from = tl.minimum(ring_read_from, after)
+    context = tl.maximum(exact_after, _window(before - 1, WINDOW_STEP, EXACT_PAGES * PAGE))
+    context = tl.minimum(context, before)
     to = out + here
     tl.store(to, after.to(tl.int32), mask=there)
     tl.store(to + out_stride, before.to(tl.int32), mask=there)
@@ -333,6 +335,7 @@ def step(
         ROWS=triton.next_power_of_2(max(16, table.rows)), TAKEN_BACK=table.taken_back,
         COPIES=copies, PAGE=table.page_size, EXACT_PAGES=table.exact_pages, RING=table.ring,
         SINKS=table.sinks, WINDOW=table.window or NEVER, SLACK=RING_SLACK, STEP=STEP, NEVER=NEVER,
-        NAMED=NAMED, NOBODY=NOBODY, KEPT=kept, num_warps=min(8, size // 32 or 1),
+        NAMED=NAMED, NOBODY=NOBODY, KEPT=kept, WINDOW_STEP=table.window_step,
+        num_warps=min(8, size // 32 or 1),
     )  # fmt: skip
     return BatchRings(*out[:, : len(lengths)].unbind())

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tightkv.config import KVQuantConfig
 from tightkv.integrations.vllm.step.seal_queue import SealQueue
-from tightkv.pages.layout import RING_SLACK, ring_tokens
+from tightkv.pages.layout import RING_SLACK, ring_tokens, window_step
 
 if TYPE_CHECKING:
     from tightkv.integrations.vllm.step.sink_copies import SinkCopies
@@ -53,6 +53,14 @@ def sink_rows(rows: int) -> int:
     return rows + 1 + SAVED_SINKS * rows
 
 
+def ring_size(cfg: KVQuantConfig, taken_back: int) -> int:
+    """Tokens of a ring. Spare ones are for those that may be taken back.
+
+    With one exact page they are also for new tokens beside a page that is sealed meanwhile.
+    """
+    return ring_tokens(cfg, spare=taken_back > 0 or cfg.exact_pages == 1)
+
+
 class RingTable:
     """Tags of a pool of `rows` rings; a last row takes the writes of sequences without a ring."""
 
@@ -76,7 +84,8 @@ class RingTable:
         if taken_back > RING_SLACK:
             raise ValueError(f"{taken_back} speculative tokens; supported: up to {RING_SLACK}")
         self.page_size, self.exact_pages, self.sinks = cfg.page_size, cfg.exact_pages, cfg.sinks
-        self.ring, self.rows, self.taken_back = ring_tokens(cfg), rows, taken_back
+        self.ring, self.rows, self.taken_back = ring_size(cfg, taken_back), rows, taken_back
+        self.window_step = window_step(cfg)
         self.pages, self.pages_per_block, self.window = num_blocks, pages_per_block, window
         self.steps = torch.zeros((), dtype=torch.long, device=device)
 
@@ -346,8 +355,8 @@ class RingTable:
 
     def _window(self, newest: Tensor) -> Tensor:
         """Where the exact window of token `newest` begins."""
-        page = torch.div(newest, self.page_size, rounding_mode="floor")
-        return (page - self.exact_pages + 1) * self.page_size
+        end = torch.div(newest, self.window_step, rounding_mode="floor") + 1
+        return end * self.window_step - self.exact_pages * self.page_size
 
 
 class GroupRings:

@@ -65,6 +65,6 @@ def _launch(pages: Mapping[TightAttention, Tensor], chosen: Tensor) -> Callable[
     layers, kernels = [], next(iter(pages)).kernels
     assert is_late_sealing(kernels)
     for impl, own in pages.items():
-        ring_key, ring_value, *_ = impl.exact_tensors()
-        layers.append(SealedLayer(own, ring_key, ring_value, impl.feedback))
+        ring_key, ring_value, _, _, *scales = impl.exact_tensors()
+        layers.append(SealedLayer(own, ring_key, ring_value, impl.feedback, *scales))
     return partial(kernels.seal_layers, impl.step.codec, kernels.sealed_layers(layers), chosen)

@@ -140,7 +140,7 @@ def _part(
     """Sequences with `count` new tokens each after `before` others, all in page 0."""
     device = rings[0].device
     length = before + count
-    exact = max(before, length - layout.ring_tokens)
+    exact = max(before, length - rings[0].shape[1])
 
     def number(n: int) -> Tensor:
         return torch.full((sequences,), n, dtype=torch.int32, device=device)

@@ -370,19 +370,26 @@ static void fill_codes(void *context, void *own, int64_t task)
         }
 }
 
+/* Pages of a sequence of so many tokens that are sealed. */
+static int64_t sealed_of(const struct call *call, int64_t length)
+{
+    return most(length - call->args->lag, 0) / call->layer->page_size;
+}
+
 int tightkv_append(const struct layer *layer, const struct append_args *args)
 {
     struct call call = {.layer = layer, .args = args};
-    const int64_t size = layer->page_size, batch = args->view.batch;
+    const int64_t batch = args->view.batch;
     int64_t count = 0;
     int result = 0;
     for (int64_t b = 0; b < batch && args->view.pages != NULL; b++)
-        count += args->view.lengths[b] / size - length_before(args, b) / size;
+        count += sealed_of(&call, args->view.lengths[b]) - sealed_of(&call, length_before(args, b));
     if (count > 0 && (call.pages = malloc(sizeof *call.pages * (size_t)count)) == NULL)
         return -1;
     struct sealing *next = call.pages;
     for (int64_t b = 0; count > 0 && b < batch; b++)
-        for (int64_t i = length_before(args, b) / size; i < args->view.lengths[b] / size; i++)
+        for (int64_t i = sealed_of(&call, length_before(args, b));
+             i < sealed_of(&call, args->view.lengths[b]); i++)
             *next++ = (struct sealing){b, i};
     call.sealed = count * layer->heads;
     struct work work = {run_task, open_scratch, close_scratch, &call, call.sealed};

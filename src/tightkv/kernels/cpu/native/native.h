@@ -78,6 +78,7 @@ struct append_args {
     int64_t encode_partial_page, threads;
     const float *feedback; /* [heads][dim][dim] of math/feedback.py, or NULL */
     int64_t feedback_packed; /* [heads][dim (dim + 1) / 2]: its rows end with the diagonal */
+    int64_t lag; /* tokens that follow a page when it is sealed; 0 where open pages are encoded */
 };
 
 struct put_args {

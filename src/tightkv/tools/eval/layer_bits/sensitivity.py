@@ -29,7 +29,7 @@ from tightkv.math.codebook import get_codebook
 from tightkv.math.feedback import QueryMetric
 from tightkv.math.key_scale import KeyScale
 from tightkv.pages.codec import Codec
-from tightkv.pages.layout import page_layout
+from tightkv.pages.layout import page_layout, window_step
 from tightkv.tools.eval.forward import last_logits
 
 ESTIMATED_BITS = (2, 3, 4)  # eight cost what four do, times the ratio of their distortions
@@ -268,7 +268,8 @@ def _coded_spans(cfg: KVQuantConfig, first: int, end: int) -> Iterator[tuple[int
     page = cfg.page_size
     for start in (first, *range((first // page + 1) * page, end, page)):
         stop = min(end, (start // page + 1) * page)
-        coded_end = max(0, (start // page + 1 - cfg.exact_pages) * page)
+        step = window_step(cfg)  # the window is that of the first query
+        coded_end = max(0, (start // step + 1) * step - cfg.exact_pages * page)
         sinks = min(cfg.sinks, coded_end)
         if coded_end > sinks:
             yield start, stop, sinks, coded_end

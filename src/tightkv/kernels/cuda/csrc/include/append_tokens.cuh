@@ -230,9 +230,9 @@ __device__ __forceinline__ void append_tokens(const AppendParams &a, int number,
     if (a.copy) copy_to_ring(a, side, tokens, slice * warps + warp, slices * warps, lane);
     if (a.encode == ENCODE_NOTHING) return;
 
-    for (int index = tokens.before / PAGE + slice; index * PAGE < length; index += slices) {
+    for (int index = max(tokens.before - a.lag, 0) / PAGE + slice; index * PAGE < length - a.lag; index += slices) {
         const int page_at = index * PAGE;
-        const bool complete = page_at + PAGE <= length;
+        const bool complete = page_at + PAGE <= length - a.lag;
         if (!complete && !a.encode_partial_page) return;
         if (a.encode == KEYS_APART && is_key && complete) continue;
         const int id = a.block_table[row * a.table_b + index];
@@ -282,10 +282,10 @@ __device__ __forceinline__ bool append_by_warp(const AppendParams &a, int number
     const int length = load_now(a.lengths + row), start = load_now(a.left_pad + row);
     const long long owner = load_now(a.ring_rows + row);
     if (!count || length < count) return false;
-    const int before = length - count, full_to = length / PAGE * PAGE;
+    const int before = length - count, full_to = max(length - a.lag, 0) / PAGE * PAGE;
     // Values that were coded when they came have the bytes that they would get again.
     const bool coded = a.encode_partial_page && (!is_key || MEAN_BITS == 0);
-    if (a.encode && before < full_to && !coded && !(is_key && a.encode >= KEYS_APART)) return true;
+    if (a.encode && max(before - a.lag, 0) < full_to && !coded && !(is_key && a.encode >= KEYS_APART)) return true;
     const HeadSide side = head_side(a, head, owner, is_key);
 
 #pragma unroll 1

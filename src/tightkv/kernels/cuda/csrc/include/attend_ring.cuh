@@ -88,7 +88,7 @@ __device__ __forceinline__ void attend_ring(Accumulators &f, const RingTokens &t
             const float upper = high.column(j, k) + (KX > SUM_SLOTS ? first[j][k] : 0.f);
             const float sum = fmaf(upper, 16.f, low.column(j, k)) * key_scale * (SOFTCAP ? unit : 1.f);
             const int query_at = v.first_at + (col0 + lane_column(j, c)) / G;
-            s[j][k] = there ? masked_score(v, at, query_at, sum, 0) : NEG_INF;
+            s[j][k] = there ? masked_score(v, at, query_at, sum) : NEG_INF;
         }
     }
     u32 weights[1][LANE_COLS][2];

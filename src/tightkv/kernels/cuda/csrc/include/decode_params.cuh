@@ -13,17 +13,21 @@ struct MaskBounds {
     float softcap;
 };
 
-__device__ __forceinline__ float masked_score(const MaskBounds &v, int at, int query_at, float s, int page) {
+// A score in log2 units, with the softcap.
+__device__ __forceinline__ float capped(const MaskBounds &v, float s) {
 #if SOFTCAP
-    // s is in log2 units: cap * tanh(x / cap) = cap * (1 - 2 / (1 + e^(2 x / cap)))
+    // cap * tanh(x / cap) = cap * (1 - 2 / (1 + e^(2 x / cap)))
     const float e = exp2_fast(s * __fdividef(2.f, v.softcap));
     s = v.softcap * 1.4426950408889634f * (1.f - __fdividef(2.f, 1.f + e));
 #endif
-    bool ok = true;
-    if (page) ok = at >= v.low && at < v.high;
-    if (v.causal) ok = ok && at <= query_at;
-    if (v.window > 0) ok = ok && at > query_at - v.window;
-    return ok ? s : NEG_INF;
+    return s;
+}
+
+__device__ __forceinline__ float masked_score(const MaskBounds &v, int at, int query_at, float s) {
+    bool seen = true;
+    if (v.causal) seen = at <= query_at;
+    if (v.window > 0) seen = seen && at > query_at - v.window;
+    return seen ? capped(v, s) : NEG_INF;
 }
 
 struct DecodeParams {  // one kernel argument for all pointers and strides

@@ -18,6 +18,7 @@ struct AppendParams {
     int ring, sinks, encode_partial_page;
     int copy, encode;  // whether tokens go to ring and sinks; what of their pages is encoded:
     u16 *ring_scales;  // of a ring of codes: [rows, ring, HKV, key and value]
+    int lag;  // tokens that follow a page when it is sealed; 0 where open pages are encoded
 };
 
 // KEYS_APART: seal.cu has the keys of complete pages. KEYS_LATER: they are coded as those of other pages now, and

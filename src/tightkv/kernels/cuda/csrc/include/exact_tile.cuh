@@ -141,7 +141,7 @@ __device__ __forceinline__ void attend_exact(ExactAccumulators &st, const ExactT
 #pragma unroll
         for (int n = 0; n < COL_TILES; n++) {
             const int col = col0 + 8 * n + 2 * c + (k & 1);
-            const float score = masked_score(v, at, v.first_at + col / G, s[n][k] * scale * 1.4426950408889634f, 0);
+            const float score = masked_score(v, at, v.first_at + col / G, s[n][k] * scale * 1.4426950408889634f);
             s[n][k] = there ? score + base_of(st.peak[n][k & 1]) : NEG_INF;
         }
     }

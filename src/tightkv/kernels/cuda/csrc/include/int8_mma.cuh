@@ -39,14 +39,18 @@ struct Int8Sums {
     }
 };
 
-// Where sums of a lane's j-th column begin, hi and lo.
+// Where sums of a lane's j-th column begin: hi and lo. Where there are many columns, of both halves of the rows, as
+// products take them; a move is saved for each.
+#define START_WORDS (COLS > 8 ? 4 : 2)
 struct SumStart {
-    int of[LANE_COLS][2];
+    int of[LANE_COLS][START_WORDS];
 };
 
 __device__ __forceinline__ void clear(SumStart &start) {
 #pragma unroll
-    for (int j = 0; j < LANE_COLS; j++) start.of[j][0] = start.of[j][1] = ZERO_BITS;
+    for (int j = 0; j < LANE_COLS; j++)
+#pragma unroll
+        for (int i = 0; i < START_WORDS; i++) start.of[j][i] = ZERO_BITS;
 }
 
 // Levels that are bytes from 0 on, 128 for 0, give sums that are too large by 128 times the sum of the
@@ -54,17 +58,18 @@ __device__ __forceinline__ void clear(SumStart &start) {
 template <bool B_UNSIGNED>
 __device__ __forceinline__ void take_off_offset(SumStart &start, int j, uint2 b) {
     const u32 m = 0x80808080;  // -128
+    int(&x)[START_WORDS] = start.of[j];
     int d[4];
-    mma_int8<false, B_UNSIGNED>(d, m, m, m, m, b.x, b.y, start.of[j][0], start.of[j][1],
-                                start.of[j][0], start.of[j][1]);
-    start.of[j][0] = d[0], start.of[j][1] = d[1];
+    mma_int8<false, B_UNSIGNED>(d, m, m, m, m, b.x, b.y, x[0], x[1], x[2 % START_WORDS], x[3 % START_WORDS]);
+#pragma unroll
+    for (int i = 0; i < START_WORDS; i++) x[i] = d[i];
 }
 
 // Rows x, y of an A operand, k of each from 0 and from 16 on; the first of a sum or one more.
-template <bool A_UNSIGNED, bool B_UNSIGNED>
+template <bool A_UNSIGNED, bool B_UNSIGNED, int N>
 __device__ __forceinline__ void mma_accumulate(int (&sum)[4], u32 x0, u32 y0, u32 x16, u32 y16, uint2 b,
-                                               const int (&start)[2], bool first) {
+                                               const int (&start)[N], bool first) {
     mma_int8<A_UNSIGNED, B_UNSIGNED>(sum, x0, y0, x16, y16, b.x, b.y, first ? start[0] : sum[0],
-                                     first ? start[1] : sum[1], first ? start[0] : sum[2],
-                                     first ? start[1] : sum[3]);
+                                     first ? start[1] : sum[1], first ? start[2 % N] : sum[2],
+                                     first ? start[3 % N] : sum[3]);
 }

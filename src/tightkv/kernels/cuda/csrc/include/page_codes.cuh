@@ -105,9 +105,10 @@ __device__ __forceinline__ u32 nibbles_at(const u32 *w, int x, int low) {
 #define KW (D == 64 && KEY_BITS >= 4 ? KEY_BITS / 2 : KEY_BITS)
 #define VW (D == 64 && VALUE_BITS >= 4 ? VALUE_BITS / 2 : VALUE_BITS)
 
-// Of 512 channels a lane's codes of 4 bits are read from shared memory slot by slot: there are no registers for all.
+// Of 512 channels, and of values with 16 columns, a lane's codes of 4 bits are read from shared memory slot by slot:
+// there are no registers for all.
 #define WIDE_KEYS (DP > 256 && KEY_BITS == 4)
-#define WIDE_VALUES (DP > 256 && VALUE_BITS == 4)
+#define WIDE_VALUES ((DP > 256 || COLS > 12) && VALUE_BITS == 4)
 constexpr int keys_at_once = WIDE_KEYS ? 4 : 64;  // slots whose instructions are written out
 
 constexpr int means_at_once = DP > 256 ? 2 : 64;

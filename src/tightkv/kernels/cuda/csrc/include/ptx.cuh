@@ -123,6 +123,9 @@ __device__ __forceinline__ u32 warp_max(u32 x) {  // of a warp's lanes
     return __reduce_max_sync(~0u, x);
 }
 
+// What is cheap to find again the compiler finds again in each turn of a loop, and waits for it.
+__device__ __forceinline__ void keep(const u8 *&x) { asm volatile("" : "+l"(x)); }
+
 // --- copies to shared memory ---
 __device__ __forceinline__ u64 evict_first_policy() {  // a policy of the L2 cache
     u64 policy;

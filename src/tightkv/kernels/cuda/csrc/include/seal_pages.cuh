@@ -31,8 +31,8 @@ typedef float Rows[4][D];  // of factors
 __device__ __forceinline__ int completed(const AppendParams &a, int row, int batch, int &index) {
     if (row >= batch) return 0;
     const int length = a.lengths[row], before = length - (a.cu_seqlens[row + 1] - a.cu_seqlens[row]);
-    index = before / PAGE;
-    return before < 0 ? 0 : length / PAGE - index;
+    index = max(before - a.lag, 0) / PAGE;
+    return before < 0 ? 0 : max(length - a.lag, 0) / PAGE - index;
 }
 
 __device__ __forceinline__ int count_pages(const AppendParams &a, int batch, int lane) {

@@ -4,7 +4,9 @@
 #include "decode_work.cuh"
 #include "smem_pipeline.cuh"
 
-// Page numbers are taken from the block table 32 at a time, one a lane.
+// Page numbers are taken from the block table 32 at a time, one a lane, or with 16 columns, which have fewer registers,
+// a tile ahead.
+#define PAGES_AHEAD (BULK_COPIES && COLS > 12)
 struct PageIds {
     const int *table;
     int window, own;  // first page of the 32, this lane's number
@@ -46,7 +48,7 @@ struct TileCopies {
     int ring_group;          // next one
     int lane;
 #if BULK_COPIES
-    u32 barriers;
+    u32 barriers, next[SPAN];  // with 16 columns: page numbers of the next tile
 #else
     ScaleCopy scale_copies[3];
 #endif
@@ -63,6 +65,11 @@ struct TileCopies {
           , barriers((u32)__cvta_generic_to_shared(stage_barriers)) {
         if (lane < STAGES) barrier_init(barriers + 8 * lane);
         barrier_init_fence();
+        if (PAGES_AHEAD) {
+            keep(pages);
+#pragma unroll
+            for (int p = 0; p < SPAN; p++) next[p] = ids.of(tile / TILES * SPAN + p);
+        }
     }
 #else
           , scale_copies{ScaleCopy(lane), ScaleCopy(lane + 32), ScaleCopy(lane + 64)} {}
@@ -97,7 +104,7 @@ struct TileCopies {
 
     __device__ __forceinline__ void copy_tile(bool first) {
         const int page = tile / TILES * SPAN, block = (tile % TILES) * TB;
-        ids.move_to(page, work.page_to, lane);
+        if (!PAGES_AHEAD) ids.move_to(page, work.page_to, lane);
         const u32 to = first_stage + stage * sizeof(Stage);
 #if BULK_COPIES
         const u32 barrier = barriers + 8 * stage;
@@ -105,9 +112,10 @@ struct TileCopies {
         if (lane == 0) barrier_expect(barrier, SPAN * PART_BYTES);
 #pragma unroll
         for (int p = 0; p < SPAN; p++) {
-            const u32 id = ids.of(page + p);
+            const u32 id = PAGES_AHEAD ? next[p] : ids.of(page + p);
             if (lane == 0)
                 bulk_copy_part(to + p * sizeof(PagePart), pages + (u64)page_bytes * id, block, barrier, policy);
+            if (PAGES_AHEAD) next[p] = ids.table[min((tile + 1) / TILES * SPAN + p, work.page_to - 1)];
         }
 #else
         const bool new_page = TILES == 1 || block == 0 || first;

@@ -62,11 +62,13 @@ __device__ __forceinline__ void mask_scales(const MaskBounds &v, uint2 (&scale)[
 __device__ __forceinline__ void mask_scores(const MaskBounds &v, float (&s)[LANE_COLS][4 * TB], int at0,
                                             int col0, int r, int c) {
 #pragma unroll
-    for (int t = 0; t < 4 * TB; t++)
+    for (int j = 0; j < LANE_COLS; j++) {
+        const int query_at = v.first_at + (col0 + lane_column(j, c)) / G;
+        const int from = (v.window > 0 ? max(v.low, query_at - v.window + 1) : v.low) - at0 - r;
+        const int to = (v.causal ? min(v.high, query_at + 1) : v.high) - at0 - r;
 #pragma unroll
-        for (int j = 0; j < LANE_COLS; j++)
-            s[j][t] = masked_score(v, at0 + 8 * t + r,
-                                   v.first_at + (col0 + lane_column(j, c)) / G, s[j][t], 1);
+        for (int t = 0; t < 4 * TB; t++) s[j][t] = 8 * t >= from && 8 * t < to ? capped(v, s[j][t]) : NEG_INF;
+    }
 }
 
 // The largest of a tile's scales.

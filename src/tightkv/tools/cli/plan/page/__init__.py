@@ -24,7 +24,7 @@ from tightkv.model_shape import (
     weights,
 )
 from tightkv.pages.latent import RANKS, ROPE_DIMS, latent_layout
-from tightkv.pages.layout import MAX_TOKENS, PageLayout
+from tightkv.pages.layout import MAX_TOKENS, PageLayout, seal_lag
 
 _HERE = Path(__file__).parent
 _EXTRAS = ["ALIBI", "SHARED", "SINKS", "WINDOW", "INDEXED", "BESIDE_OTHERS", "LATENT_WINDOW"]
@@ -87,6 +87,7 @@ def _preset(cfg: KVQuantConfig) -> dict[str, Any]:
         "value_bits": cfg.value_bits,
         "page_size": cfg.page_size,
         "ring_tokens": layout.ring_tokens,
+        "seal_lag": seal_lag(cfg),
         "sinks": cfg.sinks,
         "record_slope": slope,
         "record_offset": offset,

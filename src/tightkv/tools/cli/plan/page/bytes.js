@@ -93,7 +93,8 @@ function pagedCost(layer, preset, exactLimit) {
         return Math.max(tokens, 1) * exactBytes + DATA.counter_bytes + state;
       }
       const exact = Math.min(tokens, preset.ring_tokens) + preset.sinks;
-      const pages = Math.floor(tokens / preset.page_size) * (pageBytes + DATA.entry_bytes);
+      const sealed = Math.floor(Math.max(tokens - preset.seal_lag, 0) / preset.page_size);
+      const pages = sealed * (pageBytes + DATA.entry_bytes);
       return pages + exact * exactBytes + DATA.counter_bytes + state;
     },
   };
@@ -114,8 +115,10 @@ function exactLimit(layer, preset) {
   const fixed = (preset.ring_tokens + preset.sinks) * exactBytes;
   const saved = preset.page_size * exactBytes - page;
   if (saved <= 0) return DATA.max_tokens;
-  const pages = ceilDiv(fixed, saved) - 1;
-  return Math.max(pages * preset.page_size, ceilDiv(fixed + pages * page, exactBytes)) - 1;
+  const lag = preset.seal_lag;
+  const pages = Math.max(ceilDiv(fixed - lag * exactBytes, saved) - 1, 0);
+  const least = pages * preset.page_size + lag;
+  return Math.max(least, ceilDiv(fixed + pages * page, exactBytes)) - 1;
 }
 
 // --- the whole cache ---
