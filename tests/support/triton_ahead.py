@@ -23,9 +23,8 @@ from helpers import make_cache
 from tightkv.config import KVQuantConfig
 from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.ragged_plan import plan_groups
-from tightkv.kernels.triton import attend as triton_attend
 from tightkv.kernels.triton import backend as kernels
-from tightkv.kernels.triton import dequantize, ragged
+from tightkv.kernels.triton import constants, ragged
 
 shared: dict[str, int] = {}
 appends: dict[str, int | bool] = {}
@@ -112,8 +111,7 @@ def answer(sm: int, dim: int, preset: str, *kind: Any) -> None:
 
 
 def compile_paged(dim: int, preset: str, *only: str) -> None:
-    for place in (triton_attend, dequantize, ragged):
-        place.has_ptx = lambda device: SM >= 89
+    constants.has_ptx = lambda device: SM >= 89
     name, _, window_bits = preset.partition("/")
     cfg = KVQuantConfig.preset(name, window_bits=int(window_bits or 16))
     cache = make_cache(cfg, rows=1, dim=dim, dtype=torch.bfloat16)
@@ -145,10 +143,10 @@ def compile_ragged(cache, query, new):
 
 
 def compile_mla(rank: int, preset: str, heads: int) -> None:
-    from tightkv.kernels.triton import mla, mla_decode, mla_gather
+    from tightkv.kernels.triton import mla, mla_decode
     from tightkv.pages.latent import LatentCodec, LatentLayout
 
-    mla_decode.has_ptx = mla_gather.has_ptx = lambda device: SM >= 89
+    constants.has_ptx = lambda device: SM >= 89
     mla_decode.has_large_shared_memory = lambda device: SM // 10 in (9, 10)
     layout = LatentLayout(KVQuantConfig.preset(preset), rank, 64)
     codec, pages = LatentCodec(layout), torch.zeros(1, layout.page_bytes, dtype=torch.uint8)

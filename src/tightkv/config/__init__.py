@@ -28,32 +28,3 @@ from tightkv.config.sources import (
     read_source,
 )
 from tightkv.config.windows import Windows, is_windows
-
-__all__ = [
-    "BITS",
-    "CENTERINGS",
-    "CODEBOOKS",
-    "ENV_PREFIX",
-    "ENV_SETTINGS",
-    "ENV_SOURCES",
-    "FEEDBACK",
-    "FORMAT_VERSION",
-    "MEAN_BITS",
-    "METHODS",
-    "PAGE_SIZES",
-    "PRESETS",
-    "ROTATIONS",
-    "SCALE_MODES",
-    "WINDOW_BITS",
-    "KVQuantConfig",
-    "Windows",
-    "cache_root",
-    "env_fields",
-    "env_requests",
-    "fields_of",
-    "is_off",
-    "is_windows",
-    "read_json",
-    "read_source",
-    "unknown_name",
-]

@@ -5,5 +5,3 @@
 
 from tightkv.fit.checkpoint import Checkpoint
 from tightkv.fit.decide import Fit, Layer, LayerFit, Layers, fit, fit_bits, refit
-
-__all__ = ["Checkpoint", "Fit", "Layer", "LayerFit", "Layers", "fit", "fit_bits", "refit"]

@@ -10,17 +10,3 @@ from tightkv.model_shape.weights import (
     stored_weights,
     weights_dtype,
 )
-
-__all__ = [
-    "KINDS",
-    "LayerShape",
-    "ModelShape",
-    "StoredWeights",
-    "compressed_layers",
-    "estimate_parameters",
-    "is_local",
-    "read_model_shape",
-    "skip_reason",
-    "stored_weights",
-    "weights_dtype",
-]

@@ -9,17 +9,3 @@ from tightkv.fit.calibration.find import (
     without_bits,
 )
 from tightkv.fit.calibration.measured import Calibration, Costs, Measured, own_heads
-
-__all__ = [
-    "SUFFIX",
-    "Calibration",
-    "Costs",
-    "Measured",
-    "bundled_names",
-    "find_calibration",
-    "load_calibration",
-    "not_used",
-    "own_heads",
-    "save_calibration",
-    "without_bits",
-]

@@ -36,10 +36,6 @@ class Step:
     position: Tensor  # int64 [T]
     left_pad: Tensor | None  # int64 [B]
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
-        cache = self.caches[layer]
-        return cache(query, key, value, self.position, left_pad=self.left_pad, **options)
-
 
 def static_attention(
     module: nn.Module,
@@ -55,7 +51,8 @@ def static_attention(
     _check_call(module, attention_mask, options)
     layer: Any = module.layer_idx
     step: Step = options["static_step"]
-    return step.attend(layer, query, key, value, scale=scaling, softcap=softcap), None
+    new, more = (query, key, value, step.position), {"scale": scaling, "softcap": softcap}
+    return step.caches[layer](*new, left_pad=step.left_pad, **more), None
 
 
 def _check_call(module: nn.Module, mask: Tensor | None, options: Mapping[str, Any]) -> None:

@@ -13,13 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tightkv.kernels.constants import encode_constants, layout_constants
 from tightkv.kernels.device_guard import device_guard
+from tightkv.kernels.triton.constants import constants_of
 from tightkv.kernels.triton.device import last_contiguous
 from tightkv.kernels.triton.encode import (
     finite,
     quantize,
-    quantize_with_feedback,
+    quantize_keys_with_feedback,
     store_keys,
     store_values,
 )
@@ -33,12 +33,11 @@ from tightkv.pages.layout import RING_SLACK
 
 
 @triton.jit
-def _copy(source, source_n, token, target, place, there, HKV: tl.constexpr, D: tl.constexpr,
-          DP: tl.constexpr):  # fmt: skip
-    d = tl.arange(0, DP)
-    mask = there[:, None] & (d < D)[None, :]
+def _copy(source, source_n, token, target, place, there, L: tl.constexpr):
+    d = tl.arange(0, L.DP)
+    mask = there[:, None] & (d < L.D)[None, :]
     x = tl.load(source + token[:, None].to(tl.int64) * source_n + d[None, :], mask=mask, other=0.0)
-    where = target + place[:, None] * (HKV * D) + d[None, :]
+    where = target + place[:, None] * (L.HKV * L.D) + d[None, :]
     tl.store(where, x.to(target.dtype.element_ty), mask=mask)
 
 
@@ -53,19 +52,17 @@ def _append_kernel(
     key, value, pages, block_table, lengths, left_pad, ring_rows, ring_valid_from, cu_seqlens,
     ring_key, ring_value, ring_scales, sink_key, sink_value, key_table, value_table, feedback,
     key_n, key_h, value_n, value_h, table_b, page_b, touched, copies, ring_tokens, lag,
-    HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
-    RECORD: tl.constexpr, SINKS: tl.constexpr,
-    SINKS_P: tl.constexpr, KEY_BITS: tl.constexpr, KEY_CHUNK: tl.constexpr, KEY_BOOK: tl.constexpr,
-    KEY_MODE: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_BOOK: tl.constexpr,
-    VALUE_MODE: tl.constexpr, VALUE_AT: tl.constexpr, KEY_SCALE_AT: tl.constexpr,
-    VALUE_SCALE_AT: tl.constexpr, MEAN_AT: tl.constexpr, MEAN_BITS: tl.constexpr,
-    ROTATION: tl.constexpr, ENCODE_PARTIAL_PAGE: tl.constexpr, GAIN: tl.constexpr,
-    RING_CODES: tl.constexpr,
+    SINKS: tl.constexpr, SINKS_P: tl.constexpr, ENCODE_PARTIAL_PAGE: tl.constexpr,
+    GAIN: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
     """Keys of pages that complete take `feedback`, unless GAIN is 0.
 
     Programs [B * (touched pages, then copies of 32 tokens), HKV, key or value].
     """
+    D: tl.constexpr = L.D
+    DP: tl.constexpr = L.DP
+    HKV: tl.constexpr = L.HKV
+    PAGE: tl.constexpr = L.PAGE
     row = tl.program_id(0) // (touched + copies)
     part = tl.program_id(0) % (touched + copies)
     head = tl.program_id(1).to(tl.int64)  # its stride may be that of all tokens
@@ -91,22 +88,21 @@ def _append_kernel(
     if part >= touched:
         token = tl.maximum(count - ring_tokens, 0) + (part - touched) * 32 + t
         slot = owner * ring_tokens + (before + token) % ring_tokens
-        if RING_CODES:
+        if L.RING_CODES:
             new = token < count
             codes, scale = _round_new(
-                source + head * source_h, source_n, begin + token, new, is_key, table,
-                D, DP, ROTATION,
-            )  # fmt: skip
-            store_codes(ring, scales, slot * HKV + head, codes, scale, new, is_key, D, DP)
+                source + head * source_h, source_n, begin + token, new, is_key, table, L
+            )
+            store_codes(ring, scales, slot * HKV + head, codes, scale, new, is_key, L)
         else:
             _copy(source + head * source_h, source_n, begin + token, ring + head * D, slot,
-                  token < count, HKV, D, DP)  # fmt: skip
+                  token < count, L)  # fmt: skip
         if (SINKS > 0) & (part == touched) & (before < start + SINKS):
             n = tl.arange(0, SINKS_P)
             place = start + n - before
             there = (n < SINKS) & (place >= 0) & (place < count)
             _copy(source + head * source_h, source_n, begin + place, sink + head * D,
-                  owner * SINKS + n, there, HKV, D, DP)  # fmt: skip
+                  owner * SINKS + n, there, L)  # fmt: skip
         return
 
     index = tl.maximum(before - lag, 0) // PAGE + part
@@ -116,7 +112,7 @@ def _append_kernel(
     if (not ENCODE_PARTIAL_PAGE) & (not complete):
         return
     page = tl.load(block_table + row * table_b + index).to(tl.int64)
-    record = pages + page * page_b + head * RECORD
+    record = pages + page * page_b + head * L.RECORD
     exact_from = tl.load(ring_valid_from + row)
     # tokens to encode: those with an exact copy, or the new ones of an open page
     lowest = tl.maximum(tl.where(complete, exact_from, before), index * PAGE)
@@ -125,25 +121,25 @@ def _append_kernel(
     source_base = source + head * source_h
 
     mean = tl.zeros([1, DP], tl.float32)
-    center = is_key & complete & (MEAN_BITS > 0)
+    center = is_key & complete & (L.MEAN_BITS > 0)
     if center:
-        numbers = record.to(tl.pointer_type(tl.float16)) + MEAN_AT // 2
-        levels = (record + MEAN_AT).to(tl.pointer_type(tl.int8))
+        numbers = record.to(tl.pointer_type(tl.float16)) + L.MEAN_AT // 2
+        levels = (record + L.MEAN_AT).to(tl.pointer_type(tl.int8))
         if exact_from <= index * PAGE:
             total = tl.zeros([DP], tl.float32)
             for b in range(0, PAGE // 32):
                 at = index * PAGE + b * 32 + t
                 x = _load_tokens(
                     source_base, source_n, ring, scales, ring_item, ring_tokens, at, before, begin,
-                    at >= start, is_key, table, HKV, D, DP, ROTATION, RING_CODES,
+                    at >= start, is_key, table, L,
                 )  # fmt: skip
                 total += tl.sum(x, axis=0)
             real = tl.maximum((index + 1) * PAGE - tl.maximum(start, index * PAGE), 1)
             fresh = total / real
-            if not RING_CODES:
+            if not L.RING_CODES:
                 rows = tl.where(tl.arange(0, 16)[:, None] == 0, fresh[None, :], 0.0)
-                fresh = tl.sum(rotate(rows, table, 16, D, DP, ROTATION), axis=0)
-            if MEAN_BITS == 16:
+                fresh = tl.sum(rotate(rows, table, 16, L), axis=0)
+            if L.MEAN_BITS == 16:
                 tl.store(numbers + d, fresh.to(tl.float16), mask=d < D)
                 mean = fresh.to(tl.float16).to(tl.float32)[None, :]
             else:
@@ -156,7 +152,7 @@ def _append_kernel(
                 tl.store(levels + d, level.to(tl.int8), mask=d < D)
                 tl.store(numbers + D // 2, half_step)
                 mean = (level * step)[None, :]
-        elif MEAN_BITS == 16:
+        elif L.MEAN_BITS == 16:
             mean = tl.load(numbers + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
         else:
             step = tl.load(numbers + D // 2).to(tl.float32)
@@ -167,10 +163,10 @@ def _append_kernel(
         live = (at >= lowest) & (at < highest)
         y = _load_tokens(
             source_base, source_n, ring, scales, ring_item, ring_tokens, at, before, begin, live,
-            is_key, table, HKV, D, DP, ROTATION, RING_CODES,
+            is_key, table, L,
         )  # fmt: skip
-        if not RING_CODES:
-            y = rotate(y, table, 32, D, DP, ROTATION)
+        if not L.RING_CODES:
+            y = rotate(y, table, 32, L)
         # scales: [blk][r][i]
         scale_at = b * 32 + (t % 8) * 4 + t // 8
         if is_key:
@@ -184,64 +180,60 @@ def _append_kernel(
             if GAIN > 0:
                 if complete:
                     factors = feedback + head * (D * D)
-                    code, scale = quantize_with_feedback(
-                        y, factors, D, DP, KEY_BITS, KEY_BOOK, GAIN
-                    )
+                    code, scale = quantize_keys_with_feedback(y, factors, GAIN, L)
                 else:
-                    code, scale = quantize(y, D, DP, KEY_BITS, KEY_BOOK, KEY_MODE)
+                    code, scale = quantize(y, L.KEY_BITS, L.KEY_BOOK, L.KEY_MODE, L)
             else:
-                code, scale = quantize(y, D, DP, KEY_BITS, KEY_BOOK, KEY_MODE)
+                code, scale = quantize(y, L.KEY_BITS, L.KEY_BOOK, L.KEY_MODE, L)
             scale = tl.where(centered, -scale, scale)
-            numbers = record.to(tl.pointer_type(tl.float16)) + KEY_SCALE_AT // 2
+            numbers = record.to(tl.pointer_type(tl.float16)) + L.KEY_SCALE_AT // 2
             tl.store(numbers + scale_at, scale.to(tl.float16), mask=live)
-            store_keys(record, b, code, live, KEY_BITS, D, DP, KEY_CHUNK)
+            store_keys(record, b, code, live, L)
         else:
-            code, scale = quantize(y, D, DP, VALUE_BITS, VALUE_BOOK, VALUE_MODE)
-            numbers = record.to(tl.pointer_type(tl.float16)) + VALUE_SCALE_AT // 2
+            code, scale = quantize(y, L.VALUE_BITS, L.VALUE_BOOK, L.VALUE_MODE, L)
+            numbers = record.to(tl.pointer_type(tl.float16)) + L.VALUE_SCALE_AT // 2
             tl.store(numbers + scale_at, scale.to(tl.float16), mask=live)
             whole = (index * PAGE + b * 32 >= lowest) & (index * PAGE + b * 32 + 32 <= highest)
-            store_values(record + VALUE_AT, b, code, live, whole, VALUE_BITS, D, DP)
+            store_values(record, b, code, live, whole, L)
 
 
 @triton.jit
 def _load_tokens(
     source, source_n, ring, scales, ring_item, ring_tokens, at, before, begin, live, is_key, table,
-    HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROTATION: tl.constexpr,
-    RING_CODES: tl.constexpr,
+    L: tl.constexpr,
 ):  # fmt: skip
     """Finite tokens at positions `at`: new ones from the input, older ones from the ring.
 
     With RING_CODES they are rotated, as the ring has them or would have them.
     """
-    d = tl.arange(0, DP)
+    d = tl.arange(0, L.DP)
     new = at >= before
-    item = ring_item + (at % ring_tokens) * HKV
-    if RING_CODES:
-        x, step = _round_new(
-            source, source_n, begin + at - before, live & new, is_key, table, D, DP, ROTATION
-        )
-        old = load_exact(ring, scales, item, live & (at < before), is_key, D, DP)
+    item = ring_item + (at % ring_tokens) * L.HKV
+    if L.RING_CODES:
+        x, step = _round_new(source, source_n, begin + at - before, live & new, is_key, table, L)
+        old = load_exact(ring, scales, item, live & (at < before), is_key, L)
         x = tl.where(new[:, None], x * step.to(tl.float32)[:, None], old)
     else:
-        mask = (live & (at < before))[:, None] & (d < D)[None, :]
-        x = _load_new(source, source_n, begin + at - before, live & new, D, DP)
-        x += finite(tl.load(ring + item[:, None] * D + d[None, :], mask=mask, other=0.0))
+        mask = (live & (at < before))[:, None] & (d < L.D)[None, :]
+        x = _load_new(source, source_n, begin + at - before, live & new, L)
+        x += finite(tl.load(ring + item[:, None] * L.D + d[None, :], mask=mask, other=0.0))
     return x
 
 
 @triton.jit
-def _load_new(source, source_n, token, there, D: tl.constexpr, DP: tl.constexpr):
-    d = tl.arange(0, DP)
-    mask = there[:, None] & (d < D)[None, :]
+def _load_new(source, source_n, token, there, L: tl.constexpr):
+    """New tokens of the batch, finite."""
+    d = tl.arange(0, L.DP)
+    mask = there[:, None] & (d < L.D)[None, :]
     offset = token[:, None].to(tl.int64) * source_n + d[None, :]
     return finite(tl.load(source + offset, mask=mask, other=0.0))
 
 
 @triton.jit
-def _round_new(source, source_n, token, there, is_key, table, D: tl.constexpr, DP: tl.constexpr,
-               ROTATION: tl.constexpr):  # fmt: skip
-    x = _load_new(source, source_n, token, there, D, DP)
-    return round_exact(rotate_exact(x, table, 32, D, DP, ROTATION), is_key)
+def _round_new(source, source_n, token, there, is_key, table, L: tl.constexpr):
+    """New tokens rounded as for a ring of codes, and their scales."""
+    x = _load_new(source, source_n, token, there, L)
+    return round_exact(rotate_exact(x, table, 32, L), is_key)
 
 
 @device_guard
@@ -281,8 +273,6 @@ def append(
             codec.key.rotation.table(key.device), codec.value.rotation.table(key.device),
             view.feedback, key.stride(0), key.stride(1), value.stride(0), value.stride(1),
             view.block_table.stride(0), view.pages.stride(0), pages, copied, ring, lag,
-            **layout_constants(layout), **encode_constants(layout),
             SINKS=sinks, SINKS_P=triton.next_power_of_2(max(sinks, 1)),
-            ENCODE_PARTIAL_PAGE=encode_partial_page, RING_CODES=view.ring_scales is not None,
-            **options,
+            ENCODE_PARTIAL_PAGE=encode_partial_page, L=constants_of(layout, key.device), **options,
         )  # fmt: skip

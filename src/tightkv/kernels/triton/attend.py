@@ -15,25 +15,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tightkv.kernels.constants import decode_constants, layout_constants
 from tightkv.kernels.device_guard import device_guard
 from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.prefill import can_extend, extend
 from tightkv.kernels.ragged import try_extend_ragged
 from tightkv.kernels.triton import prefill as prefill_ops
 from tightkv.kernels.triton import ragged as ragged_ops
-from tightkv.kernels.triton.attend_plan import attend_plan
+from tightkv.kernels.triton.attend_plan import EXACT_TILE, attend_plan
 from tightkv.kernels.triton.attend_tile import (
     accumulate_values,
     mask_scores,
     mean_scores,
+    no_values,
     query_operands,
     score_tile,
     softmax_step,
     value_accumulators,
     write_partials,
 )
-from tightkv.kernels.triton.device import has_ptx, interpreted, last_contiguous
+from tightkv.kernels.triton.constants import constants_of
+from tightkv.kernels.triton.device import interpreted, last_contiguous
 from tightkv.kernels.triton.merge_splits import merge_splits
 from tightkv.kernels.triton.ring import load_codes, load_exact
 from tightkv.kernels.triton.rotate import rotate
@@ -45,6 +46,8 @@ from tightkv.kernels.triton.unpack import (
 )
 from tightkv.kernels.view import CacheView
 from tightkv.pages.codec import Codec
+
+_EXACT_TILE = tl.constexpr(EXACT_TILE)
 
 
 # What changes from step to step, and tables that are cut anywhere, must not ask for other binaries.
@@ -62,28 +65,15 @@ def _attend_kernel(
     query_n, query_h, table_b, page_b, new_key_n, new_key_h, new_value_n, new_value_h,
     mask_b, mask_h, mask_q, mask_n, mask_tokens, total_rows, scale, batch, num_splits,
     num_exact_splits, ring_tokens,
-    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, COLS: tl.constexpr,
-    PAGE: tl.constexpr, TILE: tl.constexpr, RECORD: tl.constexpr, SINKS: tl.constexpr,
-    KEY_BITS: tl.constexpr, KEY_CHUNK: tl.constexpr, KEY_TABLE: tl.constexpr,
-    VALUE_BITS: tl.constexpr, VALUE_TABLE: tl.constexpr,
-    KEY_UNIT: tl.constexpr, VALUE_UNIT: tl.constexpr,
-    VALUE_AT: tl.constexpr, KEY_SCALE_AT: tl.constexpr, VALUE_SCALE_AT: tl.constexpr,
-    MEAN_AT: tl.constexpr, MEAN_BITS: tl.constexpr,
-    ROTATION: tl.constexpr, EXACT_TILE: tl.constexpr,
-    EXACT_STEP: tl.constexpr, EXACT_STAGES: tl.constexpr,
+    HQ: tl.constexpr, COLS: tl.constexpr, TILE: tl.constexpr, SINKS: tl.constexpr,
     NEW: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-    MASK: tl.constexpr, PTX: tl.constexpr, STAGES: tl.constexpr, RING_CODES: tl.constexpr,
+    MASK: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
+    D: tl.constexpr = L.D
+    DP: tl.constexpr = L.DP
+    HKV: tl.constexpr = L.HKV
     G: tl.constexpr = HQ // HKV
-    NB: tl.constexpr = TILE // 32
-    C: tl.constexpr = D // KEY_CHUNK
-    CP: tl.constexpr = DP // KEY_CHUNK
-    VC: tl.constexpr = D // 16
-    VCP: tl.constexpr = DP // 16
-    KQ: tl.constexpr = KEY_CHUNK // 8 if KEY_BITS < 8 else KEY_CHUNK // 4  # words a chunk
-    VQ: tl.constexpr = 4 if VALUE_BITS < 8 else 8
-    KW: tl.constexpr = KQ * CP
-    VW: tl.constexpr = VQ * VCP
+    PAGE: tl.constexpr = L.PAGE
 
     # One dimension of programs, since the others end at 65,535: split, head, row, tile.
     num_partials = num_splits + num_exact_splits
@@ -133,9 +123,9 @@ def _attend_kernel(
         if CAUSAL:
             exact_to = tl.minimum(exact_to, n_old + tl.maximum(last_at + 1 - length, 0))
     if num_exact_splits > 0:
-        exact_from += (split - num_splits) * EXACT_TILE
+        exact_from += (split - num_splits) * _EXACT_TILE
         exact_from = tl.where(split >= num_splits, exact_from, exact_to)
-        exact_to = tl.minimum(exact_to, exact_from + EXACT_TILE)
+        exact_to = tl.minimum(exact_to, exact_from + _EXACT_TILE)
         page_to = tl.where(split >= num_splits, page_from, page_to)
 
     d = tl.arange(0, DP)
@@ -145,12 +135,12 @@ def _attend_kernel(
         mask=live[:, None] & (d[None, :] < D), other=0.0,
     )  # [COLS, DP]  # fmt: skip
 
+    if MASK > 0:  # in 64 bits: a mask may have more than 2**31 elements
+        mask += row.to(tl.int64) * mask_b + head.to(tl.int64) * mask_h + token.to(tl.int64) * mask_q
+
     peak = tl.full([COLS], float("-inf"), tl.float32)
     weight = tl.zeros([COLS], tl.float32)
-    a0 = tl.zeros([VW, COLS], tl.float32)
-    a1 = tl.zeros([VW, COLS], tl.float32)
-    a2 = tl.zeros([VW, COLS], tl.float32)
-    a3 = tl.zeros([VW, COLS], tl.float32)
+    coded = no_values(COLS, L)
 
     if exact_to > exact_from:
         acc = tl.zeros([DP, COLS], tl.float32)
@@ -159,27 +149,25 @@ def _attend_kernel(
         if q_columns.dtype != tl.float32:  # float32 queries keep their precision and range
             q_columns = q_columns.to(sink_key.dtype.element_ty)
         rotated = tl.zeros([DP, COLS], tl.float32)  # in the frame of the pages
-        if RING_CODES:
-            qr = rotate(q.to(tl.float32), key_table, COLS, D, DP, ROTATION)
+        if L.RING_CODES:
+            qr = rotate(q.to(tl.float32), key_table, COLS, L)
             largest = tl.max(tl.abs(qr), axis=1)
             largest = tl.where(largest > 0.0, largest, 1.0)
             qr = tl.trans((qr / largest[:, None]).to(tl.float16))
-            for e0 in tl.range(
-                tl.maximum(exact_from, n_sinks), tl.minimum(exact_to, n_old), EXACT_STEP,
-                num_stages=EXACT_STAGES,
-            ):  # fmt: skip
-                e = e0 + tl.arange(0, EXACT_STEP)
+            ring_end = tl.minimum(exact_to, n_old)
+            for e0 in tl.range(tl.maximum(exact_from, n_sinks), ring_end, 16, num_stages=1):
+                e = e0 + tl.arange(0, 16)
                 at = ring_from + e - n_sinks
-                valid = e < tl.minimum(exact_to, n_old)
+                valid = e < ring_end
                 item = (owner * ring_tokens + at % ring_tokens) * HKV + kv_head
-                k, ks = load_codes(ring_key, ring_scales, item, valid, True, D, DP)
+                k, ks = load_codes(ring_key, ring_scales, item, valid, True, L)
                 s = tl.dot(k.to(tl.float16), qr) * ks[:, None] * (largest * scale)[None, :]
                 s = mask_scores(
-                    s, at, valid, query_at, live, mask, mask_b, mask_h, mask_q, mask_n,
-                    mask_tokens, row, head, token, CAUSAL, WINDOW, CAP, MASK,
+                    s, at, valid, query_at, live, mask, mask_n, mask_tokens, CAUSAL, WINDOW, CAP,
+                    MASK,
                 )  # fmt: skip
                 p, shrink, peak, weight = softmax_step(s, peak, weight)
-                v = load_exact(ring_value, ring_scales + 1, item, valid, False, D, DP)
+                v = load_exact(ring_value, ring_scales + 1, item, valid, False, L)
                 v = v.to(q_columns.dtype)
                 rotated = rotated * shrink[None, :]
                 rotated += tl.dot(tl.trans(v), p.to(v.dtype), input_precision="ieee")
@@ -188,15 +176,15 @@ def _attend_kernel(
             exact_to = tl.minimum(exact_to, n_sinks) + tl.maximum(exact_to - n_old, 0)
             n_old = n_sinks
         ring_peak = peak
-        for e0 in tl.range(exact_from, exact_to, EXACT_STEP, num_stages=EXACT_STAGES):
-            e = e0 + tl.arange(0, EXACT_STEP)
+        for e0 in tl.range(exact_from, exact_to, 16, num_stages=1):
+            e = e0 + tl.arange(0, 16)
             is_sink = e < n_sinks
             at = tl.where(is_sink, low + e, ring_from + e - n_sinks)
             valid = e < exact_to
             sink_at = (owner * SINKS + low - start + e) * (HKV * D) + kv_head * D
             key_at = sink_key + sink_at
             value_at = sink_value + sink_at
-            if not RING_CODES:
+            if not L.RING_CODES:
                 ring_at = (owner * ring_tokens + at % ring_tokens) * (HKV * D) + kv_head * D
                 key_at = tl.where(is_sink, key_at, ring_key + ring_at)
                 value_at = tl.where(is_sink, value_at, ring_value + ring_at)
@@ -213,75 +201,56 @@ def _attend_kernel(
             k = tl.load(key_at[:, None] + d[None, :], mask=there, other=0.0)
             s = tl.dot(k.to(q_columns.dtype), q_columns, input_precision="ieee") * scale
             s = mask_scores(
-                s, at, valid, query_at, live, mask, mask_b, mask_h, mask_q, mask_n, mask_tokens,
-                row, head, token, CAUSAL, WINDOW, CAP, MASK,
-            )  # fmt: skip
+                s, at, valid, query_at, live, mask, mask_n, mask_tokens, CAUSAL, WINDOW, CAP, MASK
+            )
             p, shrink, peak, weight = softmax_step(s, peak, weight)
             v = tl.load(value_at[:, None] + d[None, :], mask=there, other=0.0)
             v = v.to(q_columns.dtype)
             acc = acc * shrink[None, :]
             acc += tl.dot(tl.trans(v), p.to(v.dtype), input_precision="ieee")
-        acc = rotate(tl.trans(acc), value_table, COLS, D, DP, ROTATION)
-        if RING_CODES:
+        acc = rotate(tl.trans(acc), value_table, COLS, L)
+        if L.RING_CODES:
             shrink = tl.where(ring_peak == float("-inf"), 0.0, tl.exp2(ring_peak - peak))
             acc += tl.trans(rotated) * shrink[:, None]
-        acc = acc * (1.0 / VALUE_UNIT)
-        a0, a1, a2, a3 = value_accumulators(acc, COLS, VCP, VALUE_BITS)
+        coded = value_accumulators(acc * (1.0 / L.VALUE_UNIT), COLS, L)
 
     if page_to > page_from:
-        q0, q1, q2, q3, q_mean, top = query_operands(
-            q, key_table, COLS, D, DP, CP, KQ, KEY_BITS, ROTATION
-        )
+        NB: tl.constexpr = TILE // 32
+        TILES: tl.constexpr = PAGE // TILE
+        operands, q_mean, top = query_operands(q, key_table, COLS, L)
         factor = top * scale
         offset = token_order(NB)
         scale_at = scale_order(NB)
-        TILES: tl.constexpr = PAGE // TILE
-        for t in tl.range(page_from * TILES, page_to * TILES, num_stages=STAGES):
+        for t in tl.range(page_from * TILES, page_to * TILES, num_stages=2):
             index = t // TILES
             page = tl.load(block_table + row * table_b + index).to(tl.int64)
-            record = page * page_b + kv_head * RECORD
+            record = pages + (page * page_b + kv_head * L.RECORD)
             block = (t % TILES) * NB
-            if KEY_CHUNK == 32:
-                kw = load_key_words(
-                    (pages + record).to(tl.pointer_type(tl.int32)), block, NB, KEY_BITS, C, CP, 32
-                )
-            else:
-                kw = load_key_words(
-                    (pages + record).to(tl.pointer_type(tl.int16)), block, NB, KEY_BITS, C, CP, 16
-                )
-            numbers = (pages + record).to(tl.pointer_type(tl.float16))
-            ks = tl.load(numbers + KEY_SCALE_AT // 2 + block * 32 + scale_at).to(tl.float32)
-            vs = tl.load(numbers + VALUE_SCALE_AT // 2 + block * 32 + scale_at).to(tl.float32)
-            vw = load_value_words(
-                (pages + record + VALUE_AT).to(tl.pointer_type(tl.int32)), block, NB, VALUE_BITS,
-                VC, VCP,
-            )  # fmt: skip
+            kw = load_key_words(record, block, NB, L)
+            numbers = record.to(tl.pointer_type(tl.float16)) + block * 32 + scale_at
+            ks = tl.load(numbers + L.KEY_SCALE_AT // 2).to(tl.float32)
+            vs = tl.load(numbers + L.VALUE_SCALE_AT // 2).to(tl.float32)
+            vw = load_value_words(record, block, NB, L)
 
-            s = score_tile(kw, q0, q1, q2, q3, TILE, KW, KEY_BITS, KEY_TABLE, PTX)
-            s = s * (tl.abs(ks) * KEY_UNIT)[:, None]
-            if MEAN_BITS > 0:
-                bias = mean_scores(pages + record, q_mean, d, D, DP, MEAN_AT, MEAN_BITS)
+            s = score_tile(kw, operands, TILE, L)
+            s = s * (tl.abs(ks) * L.KEY_UNIT)[:, None]
+            if L.MEAN_BITS > 0:
+                bias = mean_scores(record, q_mean, L)
                 centered = ks.to(tl.int32, bitcast=True) < 0
                 s += tl.where(centered[:, None], bias[None, :], 0.0)
             s = s * factor[None, :]
             at = index * PAGE + block * 32 + offset
             valid = (at >= coded_from) & (at < read_from)
             s = mask_scores(
-                s, at, valid, query_at, live, mask, mask_b, mask_h, mask_q, mask_n, mask_tokens,
-                row, head, token, CAUSAL, WINDOW, CAP, MASK,
-            )  # fmt: skip
+                s, at, valid, query_at, live, mask, mask_n, mask_tokens, CAUSAL, WINDOW, CAP, MASK
+            )
             p, shrink, peak, weight = softmax_step(s, peak, weight)
             # A token that is not valid may have a NaN scale: its product must be 0 too.
             p = (p * tl.where(valid, vs, 0.0)[:, None]).to(tl.float16)
-            a0, a1, a2, a3 = accumulate_values(
-                vw, p, shrink, a0, a1, a2, a3, VW, NB * 16, VALUE_BITS, VALUE_TABLE, PTX
-            )
+            coded = accumulate_values(vw, p, shrink, coded, L)
 
     at = (split * total_rows + begin + token).to(tl.int64) * HQ + head
-    write_partials(
-        partial, partial_lse, at, token < count, peak, weight, a0, a1, a2, a3, D, VCP, VALUE_BITS,
-        VALUE_UNIT,
-    )  # fmt: skip
+    write_partials(partial, partial_lse, at, token < count, peak, weight, coded, L)
 
 
 @device_guard
@@ -342,10 +311,8 @@ def attend(
         new_key.stride(0), new_key.stride(1), new_value.stride(0), new_value.stride(1),
         *mask_strides, mask.shape[-1], rows, scale,
         view.batch, num_splits, num_exact_splits, view.ring_key.shape[1],
-        **layout_constants(layout), **decode_constants(layout),
-        HQ=hq, SINKS=view.sink_key.shape[1],
-        NEW=new, CAUSAL=causal, WINDOW=window or 0, CAP=softcap or 0.0, MASK=mask_kind,
-        PTX=has_ptx(device), RING_CODES=view.ring_scales is not None, **plan,
+        HQ=hq, SINKS=view.sink_key.shape[1], NEW=new, CAUSAL=causal, WINDOW=window or 0,
+        CAP=softcap or 0.0, MASK=mask_kind, L=constants_of(layout, device), **plan,
     )  # fmt: skip
     rotation = codec.value.rotation
     merge_splits(rotation, partial, partial_lse, out, lse, cu_seqlens, view.batch)

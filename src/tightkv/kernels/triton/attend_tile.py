@@ -37,10 +37,13 @@ def softmax_step(s, peak, total):
 
 @triton.jit
 def mask_scores(
-    s, at, valid, query_at, live, mask, mask_b, mask_h, mask_q, mask_n, mask_tokens, row, head,
-    token, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, MASK: tl.constexpr,
+    s, at, valid, query_at, live, mask, mask_n, mask_tokens, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    """Cap, mask and bring scores [tokens, COLS] to log2 units; hidden ones are -inf."""
+    """Cap, mask and bring scores [tokens, COLS] to log2 units; hidden ones are -inf.
+
+    `mask` has a pointer for each column, to what it holds of position 0.
+    """
     LOG2E: tl.constexpr = 1.4426950408889634
     if CAP > 0.0:
         # tanh by exp: 1 - 2 / (1 + e^2x)
@@ -51,10 +54,7 @@ def mask_scores(
     if WINDOW > 0:
         seen = seen & (at[:, None] > query_at[None, :] - WINDOW)
     if MASK > 0:
-        # In 64 bits: a mask may have more than 2**31 elements.
-        column = row.to(tl.int64) * mask_b + head.to(tl.int64) * mask_h
-        column += token.to(tl.int64) * mask_q
-        where = mask + column[None, :] + at[:, None].to(tl.int64) * mask_n
+        where = mask[None, :] + at[:, None].to(tl.int64) * mask_n
         seen = seen & (at < mask_tokens)[:, None]
         if MASK == 1:
             seen = seen & (tl.load(where, mask=seen, other=0) != 0)
@@ -70,131 +70,133 @@ def _one_row(x, DP: tl.constexpr):
 
 
 @triton.jit
-def query_operands(
-    q, table, COLS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CP: tl.constexpr,
-    KQ: tl.constexpr, BITS: tl.constexpr, ROTATION: tl.constexpr,
-):  # fmt: skip
-    """Queries [COLS, DP] -> rotated ones as right operands, and what scores are multiplied with.
-
-    Four operands [words, COLS] for the codes of a word, two of 8 bits, and [DP, COLS] for means.
-    The largest component of a query is 1 in them.
-    """
-    qr = rotate(q.to(tl.float32), table, COLS, D, DP, ROTATION)  # [COLS, DP]
-    top = tl.max(tl.abs(qr), axis=1)
-    top = tl.where(top > 0.0, top, 1.0)
-    qr = qr / top[:, None]
-    if BITS < 8:
-        qx = tl.permute(tl.reshape(qr, [COLS, CP, KQ, 4, 2]), [2, 1, 4, 0, 3])
-        q0, q1, q2, q3 = split4(qx)  # [q, c, p, COLS]
-        q0 = tl.reshape(q0, [2 * KQ * CP, COLS]).to(tl.float16)
-        q1 = tl.reshape(q1, [2 * KQ * CP, COLS]).to(tl.float16)
-        q2 = tl.reshape(q2, [2 * KQ * CP, COLS]).to(tl.float16)
-        q3 = tl.reshape(q3, [2 * KQ * CP, COLS]).to(tl.float16)
-    else:
-        qx = tl.permute(tl.reshape(qr, [COLS, CP, KQ, 2, 2]), [2, 1, 4, 0, 3])
-        q0, q1 = tl.split(qx)
-        q0 = tl.reshape(q0, [2 * KQ * CP, COLS]).to(tl.float16)
-        q1 = tl.reshape(q1, [2 * KQ * CP, COLS]).to(tl.float16)
-        q2, q3 = q0, q1  # not read
-    return q0, q1, q2, q3, tl.trans(qr.to(tl.float16)), top
+def _operand(x, COLS: tl.constexpr, L: tl.constexpr):
+    """[words of a chunk, chunks, 2, COLS] -> a right operand [words, COLS]."""
+    return tl.reshape(x, [L.DP // (4 if L.KEY_BITS < 8 else 2), COLS]).to(tl.float16)
 
 
 @triton.jit
-def score_tile(
-    words, q0, q1, q2, q3, TILE: tl.constexpr, KW: tl.constexpr, BITS: tl.constexpr,
-    TABLE: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    """Words of a tile's keys times `query_operands` -> products of levels, [TILE, COLS]."""
-    if BITS < 8:
-        h0, h1, h2, h3, h4, h5, h6, h7 = nibble_levels(words, BITS, TABLE, PTX)
-        s = tl.dot(pair(h0, h1, TILE, KW), q0)
-        s = tl.dot(pair(h2, h3, TILE, KW), q1, s)
-        s = tl.dot(pair(h4, h5, TILE, KW), q2, s)
-        s = tl.dot(pair(h6, h7, TILE, KW), q3, s)
+def query_operands(q, table, COLS: tl.constexpr, L: tl.constexpr):
+    """Queries [COLS, DP] -> rotated ones as right operands, and what scores are multiplied with.
+
+    Operands [words, COLS], four for the codes of a word, two of 8 bits; and [DP, COLS] for means.
+    The largest component of a query is 1 in them.
+    """
+    qr = rotate(q.to(tl.float32), table, COLS, L)  # [COLS, DP]
+    top = tl.max(tl.abs(qr), axis=1)
+    top = tl.where(top > 0.0, top, 1.0)
+    qr = qr / top[:, None]
+    CP: tl.constexpr = L.DP // L.KEY_CHUNK
+    PAIRS: tl.constexpr = 4 if L.KEY_BITS < 8 else 2  # of codes in a word
+    qx = tl.reshape(qr, [COLS, CP, L.KEY_CHUNK // (2 * PAIRS), PAIRS, 2])
+    qx = tl.permute(qx, [2, 1, 4, 0, 3])  # [q, c, p, COLS, pair]
+    means = tl.trans(qr.to(tl.float16))
+    if L.KEY_BITS < 8:
+        q0, q1, q2, q3 = split4(qx)
+        codes = (
+            _operand(q0, COLS, L), _operand(q1, COLS, L),
+            _operand(q2, COLS, L), _operand(q3, COLS, L),
+        )  # fmt: skip
+        return codes, means, top
     else:
-        h0, h1, h2, h3 = byte_levels(words)
-        s = tl.dot(pair(h0, h1, TILE, KW), q0)
-        s = tl.dot(pair(h2, h3, TILE, KW), q1, s)
+        q0, q1 = tl.split(qx)
+        return (_operand(q0, COLS, L), _operand(q1, COLS, L)), means, top
+
+
+@triton.jit
+def score_tile(words, operands, TILE: tl.constexpr, L: tl.constexpr):
+    """Words of a tile's keys times `query_operands` -> products of levels, [TILE, COLS]."""
+    if L.KEY_BITS < 8:
+        h = nibble_levels(words, L.KEY_BITS, L.KEY_TABLE, L.PTX)
+    else:
+        h = byte_levels(words)
+    KW: tl.constexpr = words.shape[1]
+    s = tl.dot(pair(h[0], h[1], TILE, KW), operands[0])
+    s = tl.dot(pair(h[2], h[3], TILE, KW), operands[1], s)
+    if L.KEY_BITS < 8:
+        s = tl.dot(pair(h[4], h[5], TILE, KW), operands[2], s)
+        s = tl.dot(pair(h[6], h[7], TILE, KW), operands[3], s)
     return s
 
 
 @triton.jit
-def mean_scores(
-    record, q_mean, d, D: tl.constexpr, DP: tl.constexpr, MEAN_AT: tl.constexpr,
-    MEAN_BITS: tl.constexpr,
-):  # fmt: skip
+def mean_scores(record, q_mean, L: tl.constexpr):
     """What the mean of a page adds to the scores of its centered keys, [COLS]."""
+    d = tl.arange(0, L.DP)
     numbers = record.to(tl.pointer_type(tl.float16))
-    if MEAN_BITS == 16:
-        mean = tl.load(numbers + MEAN_AT // 2 + d, mask=d < D, other=0.0)
-        bias = tl.sum(tl.dot(_one_row(mean, DP), q_mean), axis=0)
+    if L.MEAN_BITS == 16:
+        mean = tl.load(numbers + L.MEAN_AT // 2 + d, mask=d < L.D, other=0.0)
+        bias = tl.sum(tl.dot(_one_row(mean, L.DP), q_mean), axis=0)
     else:
-        bytes_at = (record + MEAN_AT).to(tl.pointer_type(tl.int8))
-        mean = tl.load(bytes_at + d, mask=d < D, other=0)
-        step = tl.load(numbers + (MEAN_AT + D) // 2).to(tl.float32)
-        bias = tl.sum(tl.dot(_one_row(mean.to(tl.float16), DP), q_mean), axis=0) * step
+        bytes_at = (record + L.MEAN_AT).to(tl.pointer_type(tl.int8))
+        mean = tl.load(bytes_at + d, mask=d < L.D, other=0)
+        step = tl.load(numbers + (L.MEAN_AT + L.D) // 2).to(tl.float32)
+        bias = tl.sum(tl.dot(_one_row(mean.to(tl.float16), L.DP), q_mean), axis=0) * step
     return bias
 
 
 @triton.jit
-def value_accumulators(acc, COLS: tl.constexpr, VCP: tl.constexpr, BITS: tl.constexpr):
-    """Values [COLS, DP] in the frame of the pages -> the accumulators of `accumulate_values`."""
-    VW: tl.constexpr = VCP * (4 if BITS < 8 else 8)
-    # channel = 16 chunk + X q + x
-    if BITS < 8:
-        x = tl.permute(tl.reshape(acc, [COLS, VCP, 4, 4]), [2, 1, 0, 3])
+def no_values(COLS: tl.constexpr, L: tl.constexpr):
+    """The accumulators of `accumulate_values`, [VW, COLS]: one for each pair of codes in a word."""
+    if L.VALUE_BITS < 8:
+        zero = tl.zeros([L.DP // 4, COLS], tl.float32)
+        return zero, zero, zero, zero
+    else:
+        zero = tl.zeros([L.DP // 2, COLS], tl.float32)
+        return zero, zero
+
+
+@triton.jit
+def value_accumulators(acc, COLS: tl.constexpr, L: tl.constexpr):
+    """Values [COLS, DP] in the frame of the pages -> accumulators as of `no_values`."""
+    PAIRS: tl.constexpr = 4 if L.VALUE_BITS < 8 else 2
+    VW: tl.constexpr = L.DP // PAIRS
+    # channel = 16 chunk + PAIRS q + x
+    x = tl.permute(tl.reshape(acc, [COLS, L.DP // 16, 16 // PAIRS, PAIRS]), [2, 1, 0, 3])
+    if L.VALUE_BITS < 8:
         x0, x1, x2, x3 = split4(x)
-        a2 = tl.reshape(x2, [VW, COLS])
-        a3 = tl.reshape(x3, [VW, COLS])
+        return (
+            tl.reshape(x0, [VW, COLS]), tl.reshape(x1, [VW, COLS]),
+            tl.reshape(x2, [VW, COLS]), tl.reshape(x3, [VW, COLS]),
+        )  # fmt: skip
     else:
-        x0, x1 = tl.split(tl.permute(tl.reshape(acc, [COLS, VCP, 8, 2]), [2, 1, 0, 3]))
-        a2 = tl.zeros([VW, COLS], tl.float32)
-        a3 = tl.zeros([VW, COLS], tl.float32)
-    return tl.reshape(x0, [VW, COLS]), tl.reshape(x1, [VW, COLS]), a2, a3
+        x0, x1 = tl.split(x)
+        return tl.reshape(x0, [VW, COLS]), tl.reshape(x1, [VW, COLS])
 
 
 @triton.jit
-def accumulate_values(
-    words, p, shrink, a0, a1, a2, a3, VW: tl.constexpr, PAIRS: tl.constexpr, BITS: tl.constexpr,
-    TABLE: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    """Words of a tile's values times weights p [TILE, COLS], added to what shrinks.
-
-    The accumulators are [VW, COLS], one for each code of a word; of 8 bits the first two.
-    """
-    a0 = a0 * shrink[None, :]
-    a1 = a1 * shrink[None, :]
-    if BITS < 8:
-        a2 = a2 * shrink[None, :]
-        a3 = a3 * shrink[None, :]
-        h0, h1, h2, h3, h4, h5, h6, h7 = nibble_levels(words, BITS, TABLE, PTX)
-        a0 = tl.dot(pair(h0, h1, VW, PAIRS), p, a0)
-        a1 = tl.dot(pair(h2, h3, VW, PAIRS), p, a1)
-        a2 = tl.dot(pair(h4, h5, VW, PAIRS), p, a2)
-        a3 = tl.dot(pair(h6, h7, VW, PAIRS), p, a3)
+def accumulate_values(words, p, shrink, acc, L: tl.constexpr):
+    """Words of a tile's values times weights p [TILE, COLS], added to what shrinks."""
+    VW: tl.constexpr = words.shape[0]
+    PAIRS: tl.constexpr = words.shape[1]
+    s = shrink[None, :]
+    if L.VALUE_BITS < 8:
+        h = nibble_levels(words, L.VALUE_BITS, L.VALUE_TABLE, L.PTX)
+        return (
+            tl.dot(pair(h[0], h[1], VW, PAIRS), p, acc[0] * s),
+            tl.dot(pair(h[2], h[3], VW, PAIRS), p, acc[1] * s),
+            tl.dot(pair(h[4], h[5], VW, PAIRS), p, acc[2] * s),
+            tl.dot(pair(h[6], h[7], VW, PAIRS), p, acc[3] * s),
+        )
     else:
-        h0, h1, h2, h3 = byte_levels(words)
-        a0 = tl.dot(pair(h0, h1, VW, PAIRS), p, a0)
-        a1 = tl.dot(pair(h2, h3, VW, PAIRS), p, a1)
-    return a0, a1, a2, a3
+        h = byte_levels(words)
+        return (
+            tl.dot(pair(h[0], h[1], VW, PAIRS), p, acc[0] * s),
+            tl.dot(pair(h[2], h[3], VW, PAIRS), p, acc[1] * s),
+        )
 
 
 @triton.jit
-def write_partials(
-    partial, partial_lse, at, there, peak, weight, a0, a1, a2, a3, D: tl.constexpr,
-    VCP: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
+def write_partials(partial, partial_lse, at, there, peak, weight, acc, L: tl.constexpr):
     """The state of a split, of the columns that are there."""
-    X: tl.constexpr = 4 if BITS < 8 else 2
+    X: tl.constexpr = 4 if L.VALUE_BITS < 8 else 2
+    VCP: tl.constexpr = L.DP // 16
     w = tl.arange(0, VCP * (16 // X))
     channel = (w % VCP) * 16 + (w // VCP) * X
     split_lse = tl.where(weight > 0.0, peak + tl.log2(weight), float("-inf"))
     tl.store(partial_lse + at, split_lse, mask=there)
-    factor = tl.where(weight > 0.0, UNIT / weight, 0.0)
-    where = partial + at[None, :] * D + channel[:, None]
-    mask = there[None, :] & (channel < D)[:, None]
-    tl.store(where, a0 * factor[None, :], mask=mask)
-    tl.store(where + 1, a1 * factor[None, :], mask=mask)
-    if BITS < 8:
-        tl.store(where + 2, a2 * factor[None, :], mask=mask)
-        tl.store(where + 3, a3 * factor[None, :], mask=mask)
+    factor = tl.where(weight > 0.0, L.VALUE_UNIT / weight, 0.0)
+    where = partial + at[None, :] * L.D + channel[:, None]
+    mask = there[None, :] & (channel < L.D)[:, None]
+    for i in tl.static_range(X):
+        tl.store(where + i, acc[i] * factor[None, :], mask=mask)

@@ -34,8 +34,7 @@ def nearest(z, BITS: tl.constexpr, BOOK: tl.constexpr):
 
 
 @triton.jit
-def quantize(y, D: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, BOOK: tl.constexpr,
-              MODE: tl.constexpr):  # fmt: skip
+def quantize(y, BITS: tl.constexpr, BOOK: tl.constexpr, MODE: tl.constexpr, L: tl.constexpr):
     """Rotated rows [T, DP] -> codes (int32) and float32 scales [T].
 
     BOOK is (thresholds, magnitudes), or (1 / unit, unit) for 8 bits. MODE: 0 norm, 1 corrected,
@@ -45,7 +44,7 @@ def quantize(y, D: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, BOOK: tl.
     square = tl.sum(y64 * y64, axis=1).to(tl.float32)
     norm = tl.sqrt_rn(square)
     unit = tl.div_rn(y, tl.broadcast_to(tl.maximum(norm, TINY)[:, None], y.shape))
-    z = unit * (D**0.5)
+    z = unit * (L.D**0.5)
     if BITS == 8:
         # Adding and taking away 1.5 * 2**23 rounds to the nearest integer, ties to even.
         level = (z * BOOK[0] + 12582912.0) - 12582912.0
@@ -54,7 +53,7 @@ def quantize(y, D: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, BOOK: tl.
         c = level * BOOK[1]
     else:
         code, c = nearest(z, BITS, BOOK)
-    c = tl.where(tl.arange(0, DP)[None, :] < D, c * (1.0 / D**0.5), 0.0).to(tl.float64)
+    c = tl.where(tl.arange(0, L.DP)[None, :] < L.D, c * (1.0 / L.D**0.5), 0.0).to(tl.float64)
     if MODE == 0:
         scale = norm
     elif MODE == 1:
@@ -70,12 +69,10 @@ def quantize(y, D: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, BOOK: tl.
 
 
 @triton.jit
-def quantize_with_feedback(
-    y, factors, D: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, BOOK: tl.constexpr,
-    GAIN: tl.constexpr,
-):  # fmt: skip
+def quantize_keys_with_feedback(y, factors, GAIN: tl.constexpr, L: tl.constexpr):
     """As `quantize`, in the metric of `factors` [D, D]. No product may be fused with a sum."""
-    d = tl.arange(0, DP)[None, :]
+    D: tl.constexpr = L.D
+    d = tl.arange(0, L.DP)[None, :]
     y64 = y.to(tl.float64)
     norm = tl.sqrt_rn(tl.sum(y64 * y64, axis=1).to(tl.float32))
     unit = tl.div_rn(y, tl.broadcast_to(tl.maximum(norm, TINY)[:, None], y.shape))
@@ -86,15 +83,16 @@ def quantize_with_feedback(
         i = D - 1 - step
         row = tl.load(factors + i * D + d, mask=d < i, other=0.0)
         now = tl.sum(tl.where(d == i, x, 0.0), axis=1)
-        _, c = nearest(now + tl.sum(tl.where(d == i, missed, 0.0), axis=1), BITS, BOOK)
+        target = now + tl.sum(tl.where(d == i, missed, 0.0), axis=1)
+        _, c = nearest(target, L.KEY_BITS, L.KEY_BOOK)
         missed += (now - c)[:, None] * row
         projected += now[:, None] * row
-    target = x + missed
-    code, c = nearest(target, BITS, BOOK)
+    targets = x + missed
+    code, c = nearest(targets, L.KEY_BITS, L.KEY_BOOK)
     weights = tl.load(factors + d * (D + 1), mask=d < D, other=0.0).to(tl.float64)
     size = (x + projected).to(tl.float64)
     whole = tl.sum(weights * size * size, axis=1).to(tl.float32)
-    along = tl.sum(weights * size * (size - (target - c).to(tl.float64)), axis=1).to(tl.float32)
+    along = tl.sum(weights * size * (size - (targets - c).to(tl.float64)), axis=1).to(tl.float32)
     ratio = tl.div_rn(whole, tl.maximum(along, TINY))
     ratio = tl.minimum(tl.maximum(ratio, 1.0 / MOST_SCALE), MOST_SCALE)
     return code, tl.minimum(norm * (1.0 / GAIN) * ratio, FP16_MAX)
@@ -127,25 +125,24 @@ def pack_words3(codes, J: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr, GRO
 
 
 @triton.jit
-def store_keys(plane, block, codes, live, BITS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-                CHUNK: tl.constexpr):  # fmt: skip
-    """Codes [32 tokens, DP] of one block into a key plane (pointer to bytes)."""
-    C: tl.constexpr = D // CHUNK
-    CP: tl.constexpr = DP // CHUNK
+def store_keys(record, block, codes, live, L: tl.constexpr):
+    """Codes [32 tokens, DP] of one block of a record's keys."""
+    BITS: tl.constexpr = L.KEY_BITS
+    CHUNK: tl.constexpr = L.KEY_CHUNK
+    C: tl.constexpr = L.D // CHUNK
+    CP: tl.constexpr = L.DP // CHUNK
+    plane = record.to(tl.pointer_type(tl.int32 if CHUNK == 32 else tl.int16))
     t = tl.arange(0, 32)
     row = ((t % 8) * (C * 4) + t // 8)[:, None]
     if BITS == 3:
         for j in tl.static_range(3):
-            w = pack_words3(codes, j, 32, DP, CHUNK)  # [32, CP]
+            w = pack_words3(codes, j, 32, L.DP, CHUNK)  # [32, CP]
             c = tl.arange(0, CP)
             at = (block * 3 + j) * (32 * C) + row + c[None, :] * 4
             there = live[:, None] & (c < C)[None, :]
-            if CHUNK == 32:
-                tl.store(plane.to(tl.pointer_type(tl.int32)) + at, w, mask=there)
-            else:
-                tl.store(plane.to(tl.pointer_type(tl.int16)) + at, w.to(tl.int16), mask=there)
+            tl.store(plane + at, w.to(plane.dtype.element_ty), mask=there)
     else:
-        w = pack_words(codes, 32, DP, BITS)  # [32, DP * BITS / 32]
+        w = pack_words(codes, 32, L.DP, BITS)  # [32, DP * BITS / 32]
         PER: tl.constexpr = BITS * CHUNK // 32  # 32-bit words of a chunk
         n = tl.arange(0, CP * PER)
         c = (n // PER)[None, :]
@@ -153,12 +150,11 @@ def store_keys(plane, block, codes, live, BITS: tl.constexpr, D: tl.constexpr, D
         there = live[:, None] & (c < C)
         if CHUNK == 32:
             at = (block * BITS + j) * (32 * C) + row + c * 4
-            tl.store(plane.to(tl.pointer_type(tl.int32)) + at, w, mask=there)
+            tl.store(plane + at, w, mask=there)
         else:
             at = (block * BITS + 2 * j) * (32 * C) + row + c * 4
-            half = plane.to(tl.pointer_type(tl.int16))
-            tl.store(half + at, w.to(tl.int16), mask=there)
-            tl.store(half + at + 32 * C, (w >> 16).to(tl.int16), mask=there)
+            tl.store(plane + at, w.to(tl.int16), mask=there)
+            tl.store(plane + at + 32 * C, (w >> 16).to(tl.int16), mask=there)
 
 
 @triton.jit
@@ -171,17 +167,18 @@ def _merge_words(where, new, own, there, WHOLE):
 
 
 @triton.jit
-def store_values(plane, block, codes, live, WHOLE, BITS: tl.constexpr, D: tl.constexpr,
-                  DP: tl.constexpr):  # fmt: skip
-    """Codes [32 tokens, DP] of one block into a value plane; pair mates that are not live stay."""
-    C: tl.constexpr = D // 16
+def store_values(record, block, codes, live, WHOLE, L: tl.constexpr):
+    """Codes [32 tokens, DP] of one block of a record's values; mates that are not live stay."""
+    BITS: tl.constexpr = L.VALUE_BITS
+    DP: tl.constexpr = L.DP
+    C: tl.constexpr = L.D // 16
     ones = tl.where(live[:, None], (1 << BITS) - 1, 0) + tl.zeros([32, DP], tl.int32)
     codes = tl.where(live[:, None], codes, 0)
     codes = tl.reshape(tl.permute(tl.reshape(codes, [16, 2, DP]), [0, 2, 1]), [16, 2 * DP])
     ones = tl.reshape(tl.permute(tl.reshape(ones, [16, 2, DP]), [0, 2, 1]), [16, 2 * DP])
     pair = tl.arange(0, 16)
     row = ((pair % 4) * 4 + pair // 4)[:, None]
-    words = plane.to(tl.pointer_type(tl.int32))
+    words = (record + L.VALUE_AT).to(tl.pointer_type(tl.int32))
     if BITS == 3:
         c = tl.arange(0, DP // 16)[None, :]
         for j in tl.static_range(3):

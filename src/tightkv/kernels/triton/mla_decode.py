@@ -13,25 +13,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tightkv.kernels.constants import DENSE_ROTATION
 from tightkv.kernels.device_guard import device_guard
+from tightkv.kernels.triton.constants import frame_of, latent_constants
 from tightkv.kernels.triton.device import (
     has_large_shared_memory,
-    has_ptx,
     last_contiguous,
     processor_count,
 )
 from tightkv.kernels.triton.encode import FP16_MAX
 from tightkv.kernels.triton.merge_splits import merge_splits
-from tightkv.kernels.triton.mla_plan import DecodePlan, decode_plan
+from tightkv.kernels.triton.mla_plan import decode_plan
 from tightkv.kernels.triton.mla_tile import (
     channel_order,
     column_order,
-    decode_constants,
-    layout_constants,
     load_levels,
-    rope_type,
-    rotation_kind,
+    rope_rows,
+    rows_at_once,
     scale_values,
 )
 from tightkv.kernels.triton.rotate import rotate
@@ -40,16 +37,17 @@ from tightkv.pages.latent import LatentCodec
 
 @triton.jit(do_not_specialize=["count"])
 def _rotate_queries_kernel(
-    query, out, table, count, query_n, query_h, H: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, ROTATION: tl.constexpr, ROWS: tl.constexpr,
+    query, out, table, count, query_n, query_h, H: tl.constexpr, ROWS: tl.constexpr,
+    L: tl.constexpr,
 ):  # fmt: skip
     """[N, H, D] -> float16 [N, H, DP], columns in the order of `channel_order`; zero from D on."""
+    DP: tl.constexpr = L.DP
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = row < count
     d = tl.arange(0, DP)[None, :]
     where = (row // H).to(tl.int64) * query_n + (row % H).to(tl.int64) * query_h
-    x = tl.load(query + where[:, None] + d, mask=live[:, None] & (d < D), other=0.0)
-    y = rotate(x.to(tl.float32), table, ROWS, D, DP, ROTATION)
+    x = tl.load(query + where[:, None] + d, mask=live[:, None] & (d < L.D), other=0.0)
+    y = rotate(x.to(tl.float32), table, ROWS, L)
     y = tl.minimum(tl.maximum(y, -FP16_MAX), FP16_MAX).to(tl.float16)
     where = out + row[:, None].to(tl.int64) * DP + column_order(DP)[None, :]
     tl.store(where, y, mask=live[:, None])
@@ -61,13 +59,12 @@ def _rotate_queries_kernel(
 def _decode_kernel(
     query, query_rope, pages, block_table, lengths, partial, partial_lse,
     rope_n, rope_h, table_b, page_b, scale, total_rows, num_splits, queries,
-    H: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
-    BITS: tl.constexpr, TABLE: tl.constexpr, UNIT: tl.constexpr, CODE_BYTES: tl.constexpr,
-    ROPE_AT: tl.constexpr, SCALE_AT: tl.constexpr, ROPE_TYPE: tl.constexpr,
-    PTX: tl.constexpr, STAGES: tl.constexpr,
+    H: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    L: tl.constexpr,
 ):  # fmt: skip
     """query is what `_rotate_queries_kernel` makes."""
+    DP: tl.constexpr = L.DP
+    PAGE: tl.constexpr = L.PAGE
     BLOCKS: tl.constexpr = (H + HEADS - 1) // HEADS
     head = tl.program_id(0) % BLOCKS * HEADS + tl.arange(0, HEADS)
     split = tl.program_id(0) // BLOCKS % num_splits
@@ -82,13 +79,13 @@ def _decode_kernel(
     last = tl.minimum(tiles, first + each)
 
     d = tl.arange(0, DP)
-    r = tl.arange(0, ROPE)
+    r = tl.arange(0, L.ROPE)
     place = tl.arange(0, TILE)
     q_at = (row.to(tl.int64) * H + head)[:, None] * DP + d[None, :]
     q = tl.load(query + q_at, mask=live[:, None], other=0.0)  # [HEADS, DP]
     q_rope_at = row.to(tl.int64) * rope_n + head.to(tl.int64) * rope_h
     qr = tl.load(query_rope + q_rope_at[:, None] + r[None, :], mask=live[:, None], other=0.0)
-    qr = qr.to(ROPE_TYPE)
+    qr = qr.to(L.ROPE_TYPE)
 
     peak = tl.full([HEADS], float("-inf"), tl.float32)
     weight = tl.zeros([HEADS], tl.float32)
@@ -100,13 +97,12 @@ def _decode_kernel(
         at = t * TILE % PAGE + place
         valid = t * TILE + place < length
         # Every row of a page can be read: one that holds no token yet is hidden below.
-        levels = load_levels(page + at * CODE_BYTES, place >= 0, D, DP, TILE, BITS, TABLE, PTX)
-        keys = (page + ROPE_AT).to(tl.pointer_type(ROPE_TYPE)) + at[:, None] * ROPE + r[None, :]
-        k = tl.load(keys)  # [TILE, ROPE]
-        norm = scale_values(tl.load(page + SCALE_AT + at))
+        levels = load_levels(page + at * L.CODE_BYTES, place >= 0, TILE, L)
+        k = tl.load(rope_rows(page, at, L) + r[None, :])  # [TILE, ROPE]
+        norm = scale_values(tl.load(page + L.SCALE_AT + at))
         s = tl.dot(q, tl.trans(levels))
         s_rope = tl.dot(qr, tl.trans(k), input_precision="ieee")
-        s = (s * (norm * UNIT)[None, :] + s_rope) * factor
+        s = (s * (norm * L.UNIT)[None, :] + s_rope) * factor
         s = tl.where(valid[None, :], s, float("-inf"))  # log2 units, [HEADS, TILE]
         new = tl.maximum(peak, tl.max(s, axis=1))
         p = tl.exp2(s - new[:, None])
@@ -119,10 +115,10 @@ def _decode_kernel(
     out_at = (split * total_rows + row).to(tl.int64) * H + head
     lse = tl.where(weight > 0.0, peak + tl.log2(weight), float("-inf"))
     tl.store(partial_lse + out_at, lse, mask=live)
-    share = tl.where(weight > 0.0, UNIT / weight, 0.0)
+    share = tl.where(weight > 0.0, L.UNIT / weight, 0.0)
     channel = channel_order(DP)[None, :]
-    where = partial + out_at[:, None] * D + channel
-    tl.store(where, acc * share[:, None], mask=live[:, None] & (channel < D))
+    where = partial + out_at[:, None] * L.D + channel
+    tl.store(where, acc * share[:, None], mask=live[:, None] & (channel < L.D))
 
 
 @device_guard
@@ -136,61 +132,37 @@ def decode(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """See `mla_reference.decode`."""
-    rows, heads = query.shape[:2]
+    rows, heads, d = query.shape
+    device, width, count = query.device, block_table.shape[1], processor_count(query.device)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    lse = torch.empty(rows, heads, dtype=torch.float32, device=query.device)
+    lse = torch.empty(rows, heads, dtype=torch.float32, device=device)
     if not rows:
         return out, lse
-    queries = rows // len(lengths)
-    device, width = query.device, block_table.shape[1]
-    large = has_large_shared_memory(device)
-    plan = decode_plan(codec.layout, rows, heads, width, processor_count(device), large)
-    run(codec, rotate_queries(codec, query), query_rope, pages, block_table, lengths, scale,
-        queries, plan, out, lse)  # fmt: skip
+    plan = decode_plan(codec.layout, rows, heads, width, count, has_large_shared_memory(device))
+    query, query_rope = rotate_queries(codec, query), last_contiguous(query_rope)
+    partial = torch.empty(plan.splits, rows, heads, d, dtype=torch.float32, device=device)
+    partial_lse = torch.empty(plan.splits, rows, heads, dtype=torch.float32, device=device)
+    _decode_kernel[(rows * plan.splits * triton.cdiv(heads, plan.heads),)](
+        query, query_rope, pages, block_table, lengths, partial, partial_lse,
+        query_rope.stride(0), query_rope.stride(1), block_table.stride(0), pages.stride(0),
+        scale, rows, plan.splits, rows // len(lengths),
+        H=heads, HEADS=plan.heads, TILE=plan.tile, STAGES=plan.stages,
+        L=latent_constants(codec.layout, device), num_warps=plan.warps,
+    )  # fmt: skip
+    merge_splits(codec.rotation, partial, partial_lse, out, lse)
     return out, lse
 
 
 def rotate_queries(codec: LatentCodec, query: Tensor) -> Tensor:
     """[N, H, rank] -> float16 [N, H, the next power of two], rotated, columns as in tiles."""
-    query, kind = last_contiguous(query), rotation_kind(codec)
+    query = last_contiguous(query)
     rows, heads, d = query.shape
-    dp = triton.next_power_of_2(d)
-    out = torch.empty(rows, heads, dp, dtype=torch.float16, device=query.device)
-    each = 16 if kind == DENSE_ROTATION else 4
+    padded = triton.next_power_of_2(d)
+    out = torch.empty(rows, heads, padded, dtype=torch.float16, device=query.device)
+    each = rows_at_once(codec.rotation)
     _rotate_queries_kernel[(triton.cdiv(rows * heads, each),)](
         query, out, codec.rotation.table(query.device), rows * heads,
-        query.stride(0), query.stride(1), H=heads, D=d, DP=dp, ROTATION=kind, ROWS=each,
+        query.stride(0), query.stride(1), H=heads, ROWS=each, L=frame_of(codec.rotation),
         num_warps=4,
     )  # fmt: skip
     return out
-
-
-def run(
-    codec: LatentCodec,
-    turned: Tensor,
-    query_rope: Tensor,
-    pages: Tensor,
-    block_table: Tensor,
-    lengths: Tensor,
-    scale: float,
-    queries: int,
-    plan: DecodePlan,
-    out: Tensor,
-    lse: Tensor,
-) -> None:
-    """Attend with rotated queries, `queries` per sequence, and merge the splits."""
-    layout, (rows, heads, d) = codec.layout, out.shape
-    query_rope, device = last_contiguous(query_rope), out.device
-    partial = torch.empty(plan.splits, rows, heads, d, dtype=torch.float32, device=device)
-    partial_lse = torch.empty(plan.splits, rows, heads, dtype=torch.float32, device=device)
-    blocks = triton.cdiv(heads, plan.heads)
-    _decode_kernel[(rows * plan.splits * blocks,)](
-        turned, query_rope, pages, block_table, lengths, partial, partial_lse,
-        query_rope.stride(0), query_rope.stride(1), block_table.stride(0), pages.stride(0),
-        scale, rows, plan.splits, queries,
-        **layout_constants(layout), **decode_constants(layout),
-        H=heads, HEADS=plan.heads, TILE=plan.tile,
-        ROPE_TYPE=rope_type(layout.dtype),
-        PTX=has_ptx(device), STAGES=plan.stages, num_warps=plan.warps,
-    )  # fmt: skip
-    merge_splits(codec.rotation, partial, partial_lse, out, lse)

@@ -1,20 +1,15 @@
-"""Tiles of latents: rows of a page to float16 levels, and what kernels of MLA are built with."""
+"""Tiles of latents: rows of a page to float16 levels, their scales and RoPE parts."""
 
 from __future__ import annotations
 
-import functools
-import math
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 
-from tightkv.kernels.constants import ROTATIONS, e4m3_table
+from tightkv.kernels.constants import DENSE_ROTATION, ROTATIONS
 from tightkv.kernels.triton.unpack import nibble_levels
+from tightkv.math.rotation import Rotation
 from tightkv.pages.latent import SCALE_BIAS as _SCALE_BIAS
 from tightkv.pages.latent import SCALE_SHIFT as _SCALE_SHIFT
-from tightkv.pages.latent import LatentCodec, LatentLayout
 
 SCALE_BIAS = tl.constexpr(_SCALE_BIAS)
 SCALE_SHIFT = tl.constexpr(_SCALE_SHIFT)
@@ -36,13 +31,15 @@ def scale_values(code):
 
 
 @triton.jit
-def load_levels(rows, there, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
-                BITS: tl.constexpr, TABLE: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
+def load_levels(rows, there, TILE: tl.constexpr, L: tl.constexpr):
     """Packed rows at rows[TILE] (pointers to bytes) -> levels, float16 [TILE, DP].
 
     Columns come in the order of `channel_order`; those of channels from D on hold the level of code
     0. Rows that are not `there` are not read.
     """
+    D: tl.constexpr = L.D
+    DP: tl.constexpr = L.DP
+    BITS: tl.constexpr = L.BITS
     words = rows.to(tl.pointer_type(tl.int32))[:, None]
     if BITS == 3:  # groups of 32 codes in three words
         group = tl.arange(0, DP // 32)[None, :]
@@ -59,7 +56,7 @@ def load_levels(rows, there, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constex
             w = tl.join(w & 0x33333333, (w >> 2) & 0x33333333)
     w = tl.permute(tl.reshape(w, [TILE, DP // 32, 4]), [0, 2, 1])
     w = tl.reshape(w, [TILE, DP // 8])
-    h0, h1, h2, h3, h4, h5, h6, h7 = nibble_levels(w, BITS, TABLE, PTX)
+    h0, h1, h2, h3, h4, h5, h6, h7 = nibble_levels(w, BITS, L.TABLE, L.PTX)
     even = tl.join(tl.join(h0, h4), tl.join(h2, h6))
     odd = tl.join(tl.join(h1, h5), tl.join(h3, h7))
     bits = tl.join(even, odd).to(tl.int16, bitcast=True)
@@ -94,35 +91,13 @@ def by_channel(levels, TILE: tl.constexpr, DP: tl.constexpr):
     return tl.reshape(x, [TILE, DP])
 
 
-@functools.lru_cache(maxsize=64)
-def layout_constants(layout: LatentLayout) -> dict[str, Any]:
-    """Sizes and offsets of a page, and the rotation."""
-    return {
-        "D": layout.rank,
-        "DP": 1 << (layout.rank - 1).bit_length(),
-        "ROPE": layout.rope_dim,
-        "PAGE": layout.page_size,
-        "BITS": layout.bits,
-        "CODE_BYTES": layout.code_bytes,
-        "ROPE_AT": layout.rope_offset,
-        "SCALE_AT": layout.scale_offset,
-    }
+@triton.jit
+def rope_rows(page, place, L: tl.constexpr):
+    """Where the RoPE parts of tokens begin, at places of their pages: [N, 1]."""
+    rows = (page + L.ROPE_AT).to(tl.pointer_type(L.ROPE_TYPE)) + place * L.ROPE
+    return rows[:, None]
 
 
-@functools.lru_cache(maxsize=64)
-def decode_constants(layout: LatentLayout) -> dict[str, Any]:
-    """TABLE (levels by code, as e4m3 bytes) and UNIT (of a level)."""
-    codec = LatentCodec(layout)
-    unit = codec.codebook.unit * codec.gain / math.sqrt(layout.rank)
-    return {"TABLE": e4m3_table(codec.codebook), "UNIT": unit}
-
-
-def rotation_kind(codec: LatentCodec) -> int:
-    return ROTATIONS[codec.rotation.kind]
-
-
-def rope_type(dtype: torch.dtype) -> Any:
-    """Triton's name of a RoPE part's dtype."""
-    return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[
-        dtype
-    ]
+def rows_at_once(rotation: Rotation, others: int = 4) -> int:
+    """How many rows a program takes: with a matrix, as many as a product needs."""
+    return 16 if ROTATIONS[rotation.kind] == DENSE_ROTATION else others

@@ -11,13 +11,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tightkv.kernels.constants import DENSE_ROTATION, NO_ROTATION, layout_constants
+from tightkv.kernels.constants import DENSE_ROTATION, ROTATIONS
 from tightkv.kernels.prefill import exact_ranges
 from tightkv.kernels.sdpa import AttentionState
+from tightkv.kernels.triton.constants import frame_of
 from tightkv.kernels.triton.dequantize import dequantize_pages
 from tightkv.kernels.triton.ring import load_exact
 from tightkv.kernels.triton.rotate import rotate, rotate_back
 from tightkv.kernels.view import CacheView
+from tightkv.math.rotation import Rotation, make_rotation
 from tightkv.pages.codec import Codec
 
 
@@ -38,14 +40,12 @@ def _rows_and_head(count, ROWS: tl.constexpr):
 
 
 @triton.jit
-def load_rotated(
-    x, offsets, live, table, BACK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    ROTATION: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+def load_rotated(x, offsets, live, table, BACK: tl.constexpr, ROWS: tl.constexpr, L: tl.constexpr):
     """Rows of D elements at x + offsets -> [ROWS, DP] in float32, rotated or rotated back."""
-    d = tl.arange(0, DP)
-    if ROTATION == 2:  # a matrix of any size, 16 of its rows at a time
-        y = tl.zeros([ROWS, DP], tl.float32)
+    D: tl.constexpr = L.D
+    d = tl.arange(0, L.DP)
+    if L.ROTATION == 2:  # a matrix of any size, 16 of its rows at a time
+        y = tl.zeros([ROWS, L.DP], tl.float32)
         for k0 in range(0, D, 16):
             k = k0 + tl.arange(0, 16)
             part = tl.load(x + offsets[:, None] + k[None, :], mask=live[:, None], other=0.0)
@@ -56,8 +56,8 @@ def load_rotated(
     there = live[:, None] & (d < D)[None, :]
     y = tl.load(x + offsets[:, None] + d[None, :], mask=there, other=0.0).to(tl.float32)
     if BACK:
-        return rotate_back(y, table, ROWS, D, DP, ROTATION)
-    return rotate(y, table, ROWS, D, DP, ROTATION)
+        return rotate_back(y, table, ROWS, L)
+    return rotate(y, table, ROWS, L)
 
 
 @triton.jit
@@ -73,43 +73,38 @@ def _merge_weights(a, b):
 @triton.jit(do_not_specialize=["tokens"])  # one binary for all lengths
 def _rotate_queries_kernel(
     query, out, table, tokens, query_b, query_h, query_l,
-    H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROTATION: tl.constexpr, ROWS: tl.constexpr,
+    H: tl.constexpr, ROWS: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
     at, bh = _rows_and_head(tokens, ROWS)
     b = bh // H
     h = bh % H
-    d = tl.arange(0, DP)
+    d = tl.arange(0, L.DP)
     live = at < tokens
     offsets = _row_offsets(b, h, at, query_b, query_h, query_l)
-    x = load_rotated(query, offsets, live, table, False, D, DP, ROTATION, ROWS)
+    x = load_rotated(query, offsets, live, table, False, ROWS, L)
     flat = bh.to(tl.int64) * tokens + at
-    where = out + flat[:, None] * D + d[None, :]
-    tl.store(where, x.to(out.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
+    where = out + flat[:, None] * L.D + d[None, :]
+    tl.store(where, x.to(out.dtype.element_ty), mask=live[:, None] & (d < L.D)[None, :])
 
 
 # one binary for all lengths
 @triton.jit(
     do_not_specialize=[
-        "ring_read_from",
-        "sink_counts",
-        "ring_rows",
-        "start",
-        "low",
-        "high",
-        "slots",
+        "ring_read_from", "sink_counts", "ring_rows", "start", "low", "high", "slots",
     ]
-)
+)  # fmt: skip
 def _load_exact_kernel(
     key, value, source_key, source_value, scales, key_table, value_table,
     ring_read_from, sink_counts, ring_rows, out_b, out_h, start, low, high, slots,
-    HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SINKS: tl.constexpr,
-    ROTATION: tl.constexpr, ROWS: tl.constexpr, CODES: tl.constexpr,
+    HKV: tl.constexpr, SINKS: tl.constexpr, ROWS: tl.constexpr, CODES: tl.constexpr,
+    L: tl.constexpr,
 ):  # fmt: skip
     """Exact tokens among positions [low, high) over their codes in key and value, rotated.
 
     Position p of the source (the sinks, or the ring) is in slot p % slots; key and value begin
     with position `start`.
     """
+    D: tl.constexpr = L.D
     at, bh = _rows_and_head(high - low, ROWS)
     at += low
     row = bh // HKV
@@ -120,7 +115,7 @@ def _load_exact_kernel(
         chosen &= at < tl.minimum(tl.load(sink_counts + row), read_from)
     else:
         chosen &= at >= read_from
-    d = tl.arange(0, DP)
+    d = tl.arange(0, L.DP)
     there = chosen[:, None] & (d < D)[None, :]
     owner = tl.load(ring_rows + row).to(tl.int64)
     item = (owner * slots + at % slots) * HKV + head
@@ -128,17 +123,15 @@ def _load_exact_kernel(
     target = _row_offsets(row, head, at - start, out_b, out_h, D)[:, None] + d[None, :]
     if tl.program_id(1) == 0:
         if CODES:
-            x = load_exact(source_key, scales, item, chosen, True, D, DP)
+            x = load_exact(source_key, scales, item, chosen, True, L)
         else:
-            x = load_rotated(source_key, offsets, chosen, key_table, False, D, DP, ROTATION, ROWS)
+            x = load_rotated(source_key, offsets, chosen, key_table, False, ROWS, L)
         tl.store(key + target, x.to(key.dtype.element_ty), mask=there)
     else:
         if CODES:
-            x = load_exact(source_value, scales + 1, item, chosen, False, D, DP)
+            x = load_exact(source_value, scales + 1, item, chosen, False, L)
         else:
-            x = load_rotated(
-                source_value, offsets, chosen, value_table, False, D, DP, ROTATION, ROWS
-            )
+            x = load_rotated(source_value, offsets, chosen, value_table, False, ROWS, L)
         tl.store(value + target, x.to(value.dtype.element_ty), mask=there)
 
 
@@ -170,18 +163,17 @@ def _merge_states_kernel(
 def _merge_and_unrotate_kernel(
     prefix, prefix_lse, exact, exact_lse, table, tokens,
     prefix_b, prefix_h, prefix_l, exact_b, exact_h, exact_l,
-    HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROTATION: tl.constexpr,
-    ROWS: tl.constexpr,
+    HQ: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
     """Rotate the prefix back and merge it into `exact` and `exact_lse`, in place."""
     at, bh = _rows_and_head(tokens, ROWS)
     b = bh // HQ
     h = bh % HQ
-    d = tl.arange(0, DP)
+    d = tl.arange(0, L.DP)
     live = at < tokens
-    there = live[:, None] & (d < D)[None, :]
+    there = live[:, None] & (d < L.D)[None, :]
     offsets = _row_offsets(b, h // G, (h % G) * tokens + at, prefix_b, prefix_h, prefix_l)
-    x = load_rotated(prefix, offsets, live, table, True, D, DP, ROTATION, ROWS)
+    x = load_rotated(prefix, offsets, live, table, True, ROWS, L)
     flat = bh.to(tl.int64) * tokens + at
     a = tl.load(prefix_lse + flat, mask=live, other=0.0)
     c = tl.load(exact_lse + flat, mask=live, other=0.0)
@@ -195,12 +187,13 @@ def _merge_and_unrotate_kernel(
 
 def rotate_queries(codec: Codec, query: Tensor) -> Tensor:
     """See `PrefillOps`."""
-    b, h, tokens, d = query.shape
+    b, h, tokens, _ = query.shape
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    kind, rows = _rotation_and_rows(codec)
+    rotation = codec.key.rotation
+    rows = rows_at_once(rotation)
     _rotate_queries_kernel[(triton.cdiv(tokens, rows) * b * h,)](
-        query, out, codec.key.rotation.table(query.device), tokens, *query.stride()[:3],
-        H=h, D=d, DP=triton.next_power_of_2(d), ROTATION=kind, ROWS=rows, num_warps=4,
+        query, out, rotation.table(query.device), tokens, *query.stride()[:3],
+        H=h, ROWS=rows, L=frame_of(rotation), num_warps=4,
     )  # fmt: skip
     return out
 
@@ -212,18 +205,17 @@ def load_prefix(
     page = codec.layout.page_size
     pages = start // page, -(-(start + count) // page)
     dequantize_pages(codec, view, *pages, out=(key, value))
-    kind, rows = _rotation_and_rows(codec)
-    heads, d = codec.layout.num_kv_heads, codec.layout.head_dim
+    heads, rotation = codec.layout.num_kv_heads, codec.key.rotation
+    rows = rows_at_once(rotation)
     for ring, low, high in exact_ranges(view, start, count):
         sources = (view.ring_key, view.ring_value) if ring else (view.sink_key, view.sink_value)
         codes = ring and view.ring_scales is not None
         _load_exact_kernel[(triton.cdiv(high - low, rows) * view.batch * heads, 2)](
             key, value, *sources, view.ring_scales if codes else sources[0],
-            codec.key.rotation.table(key.device), codec.value.rotation.table(key.device),
+            rotation.table(key.device), codec.value.rotation.table(key.device),
             view.ring_read_from, view.sink_counts, view.ring_rows,
             key.stride(0), key.stride(1), start, low, high, sources[0].shape[1],
-            HKV=heads, D=d, DP=layout_constants(codec.layout)["DP"],
-            SINKS=not ring, ROTATION=kind, ROWS=rows, CODES=codes, num_warps=4,
+            HKV=heads, SINKS=not ring, ROWS=rows, CODES=codes, L=frame_of(rotation), num_warps=4,
         )  # fmt: skip
 
 
@@ -244,17 +236,15 @@ def merge_states(old: AttentionState, new: AttentionState) -> AttentionState:
 def merge_and_unrotate(codec: Codec | None, prefix: AttentionState, exact: AttentionState) -> None:
     """See `PrefillOps`."""
     b, hq, tokens, d = exact.out.shape
-    kind, rows = (NO_ROTATION, 16) if codec is None else _rotation_and_rows(codec)
-    table = exact.lse if codec is None else codec.value.rotation.table(exact.out.device)
+    rotation = make_rotation("none", d) if codec is None else codec.value.rotation
+    rows = rows_at_once(rotation)
     _merge_and_unrotate_kernel[(triton.cdiv(tokens, rows) * b * hq,)](
-        prefix.out, prefix.lse, exact.out, exact.lse, table, tokens,
+        prefix.out, prefix.lse, exact.out, exact.lse, rotation.table(exact.out.device), tokens,
         *prefix.out.stride()[:3], *exact.out.stride()[:3],
-        HQ=hq, G=hq // prefix.out.shape[1], D=d, DP=triton.next_power_of_2(d), ROTATION=kind,
-        ROWS=rows, num_warps=4,
+        HQ=hq, G=hq // prefix.out.shape[1], ROWS=rows, L=frame_of(rotation), num_warps=4,
     )  # fmt: skip
 
 
-def _rotation_and_rows(codec: Codec) -> tuple[int, int]:
-    """The rotation, and how many rows a program takes: a matrix is worth loading for more."""
-    kind: int = layout_constants(codec.layout)["ROTATION"]
-    return kind, 32 if kind == DENSE_ROTATION else 16
+def rows_at_once(rotation: Rotation) -> int:
+    """How many rows a program takes: a matrix is worth loading for more."""
+    return 32 if ROTATIONS[rotation.kind] == DENSE_ROTATION else 16

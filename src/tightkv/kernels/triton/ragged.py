@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tightkv.kernels.constants import DENSE_ROTATION, decode_constants, layout_constants
 from tightkv.kernels.ragged_plan import BLOCK, RaggedGroup
+from tightkv.kernels.triton.constants import constants_of, frame_of
 from tightkv.kernels.triton.dequantize import dequantized_keys, dequantized_values, even_tokens
-from tightkv.kernels.triton.device import has_ptx, last_contiguous
-from tightkv.kernels.triton.prefill import load_rotated
+from tightkv.kernels.triton.device import last_contiguous
+from tightkv.kernels.triton.prefill import load_rotated, rows_at_once
 from tightkv.kernels.triton.ring import load_exact
 from tightkv.kernels.triton.unpack import token_order
 from tightkv.kernels.view import CacheView
@@ -24,16 +24,15 @@ TAIL = 256  # rows after the last token that a tile of attention may read
 @triton.jit(do_not_specialize=["rows"])  # one binary for all lengths
 def _rotate_rows_kernel(
     x, out, table, rows, x_n, x_h, out_n, out_h,
-    H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BACK: tl.constexpr,
-    ROTATION: tl.constexpr, ROWS: tl.constexpr,
+    H: tl.constexpr, BACK: tl.constexpr, ROWS: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
     """Rows (token, head) of x to those of out, rotated or rotated back."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = row < rows
-    d = tl.arange(0, DP)
-    y = load_rotated(x, row // H * x_n + row % H * x_h, live, table, BACK, D, DP, ROTATION, ROWS)
+    d = tl.arange(0, L.DP)
+    y = load_rotated(x, row // H * x_n + row % H * x_h, live, table, BACK, ROWS, L)
     where = out + (row // H * out_n + row % H * out_h)[:, None] + d[None, :]
-    tl.store(where, y.to(out.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
+    tl.store(where, y.to(out.dtype.element_ty), mask=live[:, None] & (d < L.D)[None, :])
 
 
 @triton.jit
@@ -42,6 +41,14 @@ def _fitting(x, where):
     if where.dtype.element_ty == tl.float16:
         x = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
     return x.to(where.dtype.element_ty)
+
+
+@triton.jit
+def _store_rows(target, x, at, seen, shift, head, L: tl.constexpr):
+    """x [tokens, DP] of positions `at` that are `seen` to rows shift + at of the workspace."""
+    d = tl.arange(0, L.DP)
+    where = target + ((shift + at).to(tl.int64) * L.HKV + head)[:, None] * L.D + d[None, :]
+    tl.store(where, x, mask=seen[:, None] & (d < L.D)[None, :])
 
 
 @triton.jit
@@ -66,14 +73,7 @@ def _load_workspace_kernel(
     cu_seqlens_q, cu_seqlens_k, cu_blocks, ring_key, ring_value, ring_scales, sink_key, sink_value,
     new_key, new_value, key_table, value_table, key, value,
     table_b, page_b, new_key_n, new_key_h, new_value_n, new_value_h, first_row, batch, ring_tokens,
-    tokens,
-    HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
-    RECORD: tl.constexpr, KEY_BITS: tl.constexpr, KEY_CHUNK: tl.constexpr,
-    KEY_TABLE: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_TABLE: tl.constexpr,
-    KEY_UNIT: tl.constexpr, VALUE_UNIT: tl.constexpr, VALUE_AT: tl.constexpr,
-    KEY_SCALE_AT: tl.constexpr, VALUE_SCALE_AT: tl.constexpr, MEAN_AT: tl.constexpr,
-    MEAN_BITS: tl.constexpr, ROTATION: tl.constexpr, SINKS: tl.constexpr, TAIL: tl.constexpr,
-    PTX: tl.constexpr, RING_CODES: tl.constexpr,
+    tokens, SINKS: tl.constexpr, TAIL: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
     """32 positions of one sequence and head to their rows of key and value [tokens, HKV, D].
 
@@ -81,6 +81,9 @@ def _load_workspace_kernel(
     row is written once. The tables of the sequences begin with row `first_row` of the batch.
     Every number that is written is finite: a tile of attention reads rows of the next sequence.
     """
+    D: tl.constexpr = L.D
+    DP: tl.constexpr = L.DP
+    HKV: tl.constexpr = L.HKV
     head = tl.program_id(0) % HKV
     place = tl.load(cu_blocks) + tl.program_id(0) // HKV
     d = tl.arange(0, DP)
@@ -115,27 +118,19 @@ def _load_workspace_kernel(
     coded_to = tl.minimum(read_from, stop)
 
     if (first + 32 > coded_from) & (first < read_from):
-        page = tl.load(block_table + row.to(tl.int64) * table_b + first // PAGE).to(tl.int64)
-        record = pages + page * page_b + head * RECORD
-        block = first % PAGE // 32
-        x = dequantized_keys(
-            record, block, D, DP, KEY_BITS, KEY_CHUNK, KEY_TABLE, KEY_UNIT, KEY_SCALE_AT, MEAN_AT,
-            MEAN_BITS, PTX, FINITE=True,
-        )  # fmt: skip
+        page = tl.load(block_table + row.to(tl.int64) * table_b + first // L.PAGE).to(tl.int64)
+        record = pages + page * page_b + head * L.RECORD
+        block = first % L.PAGE // 32
+        x = dequantized_keys(record, block, L, FINITE=True)
         at = first + token_order(1)
-        there = ((at >= coded_from) & (at < coded_to))[:, None] & (d < D)[None, :]
-        where = key + ((shift + at).to(tl.int64) * HKV + head)[:, None] * D + d[None, :]
-        tl.store(where, _fitting(x, key), mask=there)
-        even, odd = dequantized_values(
-            record, block, D, DP, VALUE_BITS, VALUE_TABLE, VALUE_UNIT, VALUE_AT, VALUE_SCALE_AT,
-            PTX, FINITE=True,
-        )  # fmt: skip
+        seen = (at >= coded_from) & (at < coded_to)
+        _store_rows(key, _fitting(x, key), at, seen, shift, head, L)
+        even, odd = dequantized_values(record, block, L, FINITE=True)
         at = first + even_tokens()
-        there = ((at >= coded_from) & (at < coded_to))[:, None] & (d < D)[None, :]
-        where = value + ((shift + at).to(tl.int64) * HKV + head)[:, None] * D + d[None, :]
-        tl.store(where, _fitting(even, value), mask=there)
-        there = ((at + 1 >= coded_from) & (at + 1 < coded_to))[:, None] & (d < D)[None, :]
-        tl.store(where + HKV * D, _fitting(odd, value), mask=there)
+        seen = (at >= coded_from) & (at < coded_to)
+        _store_rows(value, _fitting(even, value), at, seen, shift, head, L)
+        seen = (at + 1 >= coded_from) & (at + 1 < coded_to)
+        _store_rows(value + HKV * D, _fitting(odd, value), at, seen, shift, head, L)
 
     if (first + 32 > start) & ((first < coded_from) | (first + 32 > read_from)):
         at = first + tl.arange(0, 32)
@@ -147,51 +142,47 @@ def _load_workspace_kernel(
         ring_item = (owner * ring_tokens + at % ring_tokens) * HKV + head
         n = (begin + at - length).to(tl.int64)
         head64 = head.to(tl.int64)
-        there = exact[:, None] & (d < D)[None, :]
-        where = ((shift + at).to(tl.int64) * HKV + head)[:, None] * D + d[None, :]
-        if RING_CODES:
+        if L.RING_CODES:
             coded = exact & (at < length) & (at >= read_from)
-            x = load_exact(ring_key, ring_scales, ring_item, coded, True, D, DP)
-            tl.store(key + where, _finite(x, key), mask=coded[:, None] & there)
-            x = load_exact(ring_value, ring_scales + 1, ring_item, coded, False, D, DP)
-            tl.store(value + where, _finite(x, value), mask=coded[:, None] & there)
+            x = load_exact(ring_key, ring_scales, ring_item, coded, True, L)
+            _store_rows(key, _finite(x, key), at, coded, shift, head, L)
+            x = load_exact(ring_value, ring_scales + 1, ring_item, coded, False, L)
+            _store_rows(value, _finite(x, value), at, coded, shift, head, L)
             exact = exact & (is_sink | is_new)
-            there = exact[:, None] & there
         none = tl.zeros([32], tl.int64)
         source = sink_key + sink_at
-        if not RING_CODES:
+        if not L.RING_CODES:
             source = tl.where(is_sink, source, ring_key + ring_item * D)
         source = tl.where(is_new, new_key + n * new_key_n + head64 * new_key_h, source)
-        x = load_rotated(source[:, None], none, exact, key_table, False, D, DP, ROTATION, 32)
-        tl.store(key + where, _finite(x, key), mask=there)
+        x = load_rotated(source[:, None], none, exact, key_table, False, 32, L)
+        _store_rows(key, _finite(x, key), at, exact, shift, head, L)
         source = sink_value + sink_at
-        if not RING_CODES:
+        if not L.RING_CODES:
             source = tl.where(is_sink, source, ring_value + ring_item * D)
         source = tl.where(is_new, new_value + n * new_value_n + head64 * new_value_h, source)
-        x = load_rotated(source[:, None], none, exact, value_table, False, D, DP, ROTATION, 32)
-        tl.store(value + where, _finite(x, value), mask=there)
+        x = load_rotated(source[:, None], none, exact, value_table, False, 32, L)
+        _store_rows(value, _finite(x, value), at, exact, shift, head, L)
 
 
 def rotate_queries(codec: Codec, query: Tensor) -> Tensor:
     """See `RaggedOps`."""
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    _rotate_rows(codec, codec.key.rotation, last_contiguous(query), out, back=False)
+    _rotate_rows(codec.key.rotation, last_contiguous(query), out, back=False)
     return out
 
 
 def unrotate(codec: Codec, mixed: Tensor, out: Tensor) -> None:
     """See `RaggedOps`."""
-    _rotate_rows(codec, codec.value.rotation, mixed, out, back=True)
+    _rotate_rows(codec.value.rotation, mixed, out, back=True)
 
 
-def _rotate_rows(codec: Codec, rotation: Rotation, x: Tensor, out: Tensor, back: bool) -> None:
-    n, h, d = x.shape
-    kind: int = layout_constants(codec.layout)["ROTATION"]
-    rows = 32 if kind == DENSE_ROTATION else 16  # a matrix is worth loading for more
+def _rotate_rows(rotation: Rotation, x: Tensor, out: Tensor, back: bool) -> None:
+    n, h, _ = x.shape
+    rows = rows_at_once(rotation)
     _rotate_rows_kernel[(triton.cdiv(n * h, rows),)](
         x, out, rotation.table(x.device), n * h,
         x.stride(0), x.stride(1), out.stride(0), out.stride(1),
-        H=h, D=d, DP=triton.next_power_of_2(d), BACK=back, ROTATION=kind, ROWS=rows, num_warps=4,
+        H=h, BACK=back, ROWS=rows, L=frame_of(rotation), num_warps=4,
     )  # fmt: skip
 
 
@@ -218,9 +209,7 @@ def load_workspace(
         view.block_table.stride(0), view.pages.stride(0),
         new_key.stride(0), new_key.stride(1), new_value.stride(0), new_value.stride(1),
         rows.start, rows.stop - rows.start, view.ring_key.shape[1], group.tokens,
-        **layout_constants(layout), **decode_constants(layout),
-        SINKS=view.sink_key.shape[1], TAIL=TAIL, PTX=has_ptx(device),
-        RING_CODES=view.ring_scales is not None, num_warps=4,
+        SINKS=view.sink_key.shape[1], TAIL=TAIL, L=constants_of(layout, device), num_warps=4,
     )  # fmt: skip
 
 

@@ -7,20 +7,18 @@ from tightkv.kernels.triton.rotate import rotate
 
 
 @triton.jit
-def rotate_exact(
-    x, table, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROTATION: tl.constexpr
-):  # fmt: skip
+def rotate_exact(x, table, ROWS: tl.constexpr, L: tl.constexpr):
     """As `rotate`, but sums of a dense rotation are float64, as in the reference."""
-    if ROTATION == 2:
-        d = tl.arange(0, DP)
-        y = tl.zeros([ROWS, DP], tl.float64)
-        for i in range(0, D):
-            row = tl.load(table + i * D + d, mask=d < D, other=0.0).to(tl.float64)
+    if L.ROTATION == 2:
+        d = tl.arange(0, L.DP)
+        y = tl.zeros([ROWS, L.DP], tl.float64)
+        for i in range(0, L.D):
+            row = tl.load(table + i * L.D + d, mask=d < L.D, other=0.0).to(tl.float64)
             now = tl.sum(tl.where(d[None, :] == i, x, 0.0), axis=1).to(tl.float64)
             y += now[:, None] * row[None, :]
         x = y.to(tl.float32)
     else:
-        x = rotate(x, table, ROWS, D, DP, ROTATION)
+        x = rotate(x, table, ROWS, L)
     return x
 
 
@@ -41,9 +39,10 @@ def round_exact(y, is_key):
 
 
 @triton.jit
-def store_codes(ring, scales, item, codes, scale, there, is_key, D: tl.constexpr,
-                DP: tl.constexpr):  # fmt: skip
+def store_codes(ring, scales, item, codes, scale, there, is_key, L: tl.constexpr):
     """Rounded tokens [T, DP] to items (token, head) of a ring. `scales` are of the tokens' side."""
+    D: tl.constexpr = L.D
+    DP: tl.constexpr = L.DP
     d = tl.arange(0, DP)
     place = ring + item[:, None] * tl.where(is_key, D * 3 // 2, D)
     code = codes.to(tl.int32)
@@ -59,9 +58,10 @@ def store_codes(ring, scales, item, codes, scale, there, is_key, D: tl.constexpr
 
 
 @triton.jit
-def load_codes(ring, scales, item, there, is_key, D: tl.constexpr, DP: tl.constexpr):
+def load_codes(ring, scales, item, there, is_key, L: tl.constexpr):
     """Codes [T, DP] (int32) and scales [T] (float32) of items of a ring; 0 where nothing is."""
-    d = tl.arange(0, DP)
+    D: tl.constexpr = L.D
+    d = tl.arange(0, L.DP)
     mask = there[:, None] & (d < D)[None, :]
     place = ring + item[:, None] * tl.where(is_key, D * 3 // 2, D)
     code = tl.load(place + d[None, :], mask=mask, other=0).to(tl.int32)
@@ -72,7 +72,7 @@ def load_codes(ring, scales, item, there, is_key, D: tl.constexpr, DP: tl.conste
 
 
 @triton.jit
-def load_exact(ring, scales, item, there, is_key, D: tl.constexpr, DP: tl.constexpr):
+def load_exact(ring, scales, item, there, is_key, L: tl.constexpr):
     """Tokens as numbers, rotated, float32 [T, DP]; 0 where nothing is."""
-    codes, scale = load_codes(ring, scales, item, there, is_key, D, DP)
+    codes, scale = load_codes(ring, scales, item, there, is_key, L)
     return codes.to(tl.float32) * scale[:, None]

@@ -20,31 +20,27 @@ def hadamard_sums(x, ROWS: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def rotate(
-    x, table, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROTATION: tl.constexpr
-):  # fmt: skip
+def rotate(x, table, ROWS: tl.constexpr, L: tl.constexpr):
     """R x for each row of [ROWS, DP]; columns from D on are zero.
 
     `table` holds D signs (Hadamard) or the matrix R^T [D, D] in float32.
     """
-    if ROTATION == 1:
-        x = x * tl.load(table + tl.arange(0, D))[None, :]
-        x = hadamard_sums(x, ROWS, D) * (D**-0.5)
-    if ROTATION == 2:
-        x = _dense(x, table, D, 1, ROWS, D, DP)
+    if L.ROTATION == 1:
+        x = x * tl.load(table + tl.arange(0, L.D))[None, :]
+        x = hadamard_sums(x, ROWS, L.D) * (L.D**-0.5)
+    if L.ROTATION == 2:
+        x = _dense(x, table, L.D, 1, ROWS, L.D, L.DP)
     return x
 
 
 @triton.jit
-def rotate_back(
-    y, table, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROTATION: tl.constexpr
-):  # fmt: skip
+def rotate_back(y, table, ROWS: tl.constexpr, L: tl.constexpr):
     """R^T y for each row of [ROWS, DP]."""
-    if ROTATION == 1:
-        y = hadamard_sums(y, ROWS, D) * (D**-0.5)
-        y = y * tl.load(table + tl.arange(0, D))[None, :]
-    if ROTATION == 2:
-        y = _dense(y, table, 1, D, ROWS, D, DP)
+    if L.ROTATION == 1:
+        y = hadamard_sums(y, ROWS, L.D) * (L.D**-0.5)
+        y = y * tl.load(table + tl.arange(0, L.D))[None, :]
+    if L.ROTATION == 2:
+        y = _dense(y, table, 1, L.D, ROWS, L.D, L.DP)
     return y
 
 

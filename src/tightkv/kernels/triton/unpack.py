@@ -9,15 +9,16 @@ import triton.language as tl
 
 
 @triton.jit
-def load_key_words(
-    plane, block, NB: tl.constexpr, BITS: tl.constexpr, CHUNKS: tl.constexpr, CP: tl.constexpr,
-    CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Blocks [block, block + NB) of a key plane -> int32 [NB * 32 tokens, words].
+def load_key_words(record, block, NB: tl.constexpr, L: tl.constexpr):
+    """Blocks [block, block + NB) of a record's keys -> int32 [NB * 32 tokens, words].
 
-    Word index is q * CP + chunk. Tokens come in the order of `token_order`. `plane` points to
-    int32, or to int16 where CHUNK is 16.
+    Word index is q * CP + chunk. Tokens come in the order of `token_order`.
     """
+    BITS: tl.constexpr = L.KEY_BITS
+    CHUNK: tl.constexpr = L.KEY_CHUNK
+    CHUNKS: tl.constexpr = L.D // CHUNK
+    CP: tl.constexpr = L.DP // CHUNK
+    plane = record.to(tl.pointer_type(tl.int32 if CHUNK == 32 else tl.int16))
     NJ: tl.constexpr = BITS  # words of CHUNK bits in a chunk's row
     NJP: tl.constexpr = 4 if BITS == 3 else BITS
     flat = tl.arange(0, NB * NJP * 8 * CP * 4)
@@ -54,13 +55,15 @@ def load_key_words(
 
 
 @triton.jit
-def load_value_words(
-    plane, block, NB: tl.constexpr, BITS: tl.constexpr, CHUNKS: tl.constexpr, CP: tl.constexpr
-):  # fmt: skip
-    """Blocks of a value plane -> int32 [words, NB * 16 pairs]; word index is q * CP + chunk.
+def load_value_words(record, block, NB: tl.constexpr, L: tl.constexpr):
+    """Blocks of a record's values -> int32 [words, NB * 16 pairs]; word index is q * CP + chunk.
 
     Pairs come in the order of `token_order`; nibble n is channel n // 2 of token n % 2.
     """
+    BITS: tl.constexpr = L.VALUE_BITS
+    CHUNKS: tl.constexpr = L.D // 16
+    CP: tl.constexpr = L.DP // 16
+    plane = (record + L.VALUE_AT).to(tl.pointer_type(tl.int32))
     NJP: tl.constexpr = 4 if BITS == 3 else BITS
     flat = tl.arange(0, NB * NJP * CP * 16)
     pair = flat % 16
@@ -133,65 +136,51 @@ def _byte(w, N: tl.constexpr):
     return ((w << (24 - 8 * N)) >> 24).to(tl.float16)
 
 
+# Eight levels from bytes of a table, $9 (low) and $10 (high), by the nibbles of $8.
+_CONVERT = """
+    mov.b32 {a, b}, lo;
+    mov.b32 {c, d}, hi;
+    cvt.rn.f16x2.e4m3x2 r0, a;
+    cvt.rn.f16x2.e4m3x2 r1, b;
+    cvt.rn.f16x2.e4m3x2 r2, c;
+    cvt.rn.f16x2.e4m3x2 r3, d;
+    mov.b32 {$0, $1}, r0;
+    mov.b32 {$2, $3}, r1;
+    mov.b32 {$4, $5}, r2;
+    mov.b32 {$6, $7}, r3;
+"""
+_LEVELS = tl.constexpr(f"""{{
+    .reg .b32 n, lo, hi, r0, r1, r2, r3;
+    .reg .b16 a, b, c, d;
+    shr.u32 n, $8, 16;
+    prmt.b32 lo, $9, $10, $8;
+    prmt.b32 hi, $9, $10, n;
+    {_CONVERT}
+}}""")
+_SIGNED_LEVELS = tl.constexpr(f"""{{
+    .reg .b32 m, n, lo, hi, s, r0, r1, r2, r3;
+    .reg .b16 a, b, c, d;
+    and.b32 m, $8, 0x77777777;
+    shr.u32 n, m, 16;
+    prmt.b32 lo, $9, $10, m;
+    prmt.b32 hi, $9, $10, n;
+    shl.b32 s, $8, 4;
+    prmt.b32 m, s, $8, 0x5140;
+    prmt.b32 n, s, $8, 0x7362;
+    lop3.b32 lo, m, 0x80808080, lo, 0x6a;
+    lop3.b32 hi, n, 0x80808080, hi, 0x6a;
+    {_CONVERT}
+}}""")
+
+
 @triton.jit
 def nibble_levels(w, BITS: tl.constexpr, TABLE: tl.constexpr, PTX: tl.constexpr):
     """Nibble words -> the levels of their eight codes, float16 each."""
     if PTX:
         LOW: tl.constexpr = TABLE & 0xFFFFFFFF
         HIGH: tl.constexpr = (TABLE >> 32) & 0xFFFFFFFF
-        if BITS == 4:
-            return tl.inline_asm_elementwise(
-                """
-                {
-                .reg .b32 m, n, lo, hi, s, r0, r1, r2, r3;
-                .reg .b16 a, b, c, d;
-                and.b32 m, $8, 0x77777777;
-                shr.u32 n, m, 16;
-                prmt.b32 lo, $9, $10, m;
-                prmt.b32 hi, $9, $10, n;
-                shl.b32 s, $8, 4;
-                prmt.b32 m, s, $8, 0x5140;
-                prmt.b32 n, s, $8, 0x7362;
-                lop3.b32 lo, m, 0x80808080, lo, 0x6a;
-                lop3.b32 hi, n, 0x80808080, hi, 0x6a;
-                mov.b32 {a, b}, lo;
-                mov.b32 {c, d}, hi;
-                cvt.rn.f16x2.e4m3x2 r0, a;
-                cvt.rn.f16x2.e4m3x2 r1, b;
-                cvt.rn.f16x2.e4m3x2 r2, c;
-                cvt.rn.f16x2.e4m3x2 r3, d;
-                mov.b32 {$0, $1}, r0;
-                mov.b32 {$2, $3}, r1;
-                mov.b32 {$4, $5}, r2;
-                mov.b32 {$6, $7}, r3;
-                }
-                """,
-                "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r",
-                [w, LOW, HIGH],
-                dtype=(tl.float16,) * 8,
-                is_pure=True,
-                pack=1,
-            )
         return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 n, lo, hi, r0, r1, r2, r3;
-            .reg .b16 a, b, c, d;
-            shr.u32 n, $8, 16;
-            prmt.b32 lo, $9, $10, $8;
-            prmt.b32 hi, $9, $10, n;
-            mov.b32 {a, b}, lo;
-            mov.b32 {c, d}, hi;
-            cvt.rn.f16x2.e4m3x2 r0, a;
-            cvt.rn.f16x2.e4m3x2 r1, b;
-            cvt.rn.f16x2.e4m3x2 r2, c;
-            cvt.rn.f16x2.e4m3x2 r3, d;
-            mov.b32 {$0, $1}, r0;
-            mov.b32 {$2, $3}, r1;
-            mov.b32 {$4, $5}, r2;
-            mov.b32 {$6, $7}, r3;
-            }
-            """,
+            _SIGNED_LEVELS if BITS == 4 else _LEVELS,
             "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r",
             [w, LOW, HIGH],
             dtype=(tl.float16,) * 8,

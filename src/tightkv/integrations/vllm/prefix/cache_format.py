@@ -104,12 +104,9 @@ def joined(formats: Sequence[CacheFormat | None]) -> CacheFormat | None:
     known = [found for found in formats if found is not None]
     if not known:
         return None
-    return CacheFormat(
+    return replace(
+        known[0],
         fingerprint=_digest([None if one is None else one.fingerprint for one in formats]),
-        name=known[0].name,
-        page_size=known[0].page_size,
-        exact_pages=known[0].exact_pages,
-        window_step=known[0].window_step,
         rows=min(one.rows for one in known),
         bytes_per_token=sum(one.bytes_per_token for one in known),
         plain_bytes_per_token=sum(one.plain_bytes_per_token for one in known),
