@@ -14,7 +14,7 @@ Everything is device tensors of fixed shape, and no step waits for the device.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,10 +22,6 @@ from torch import Tensor
 from tightkv.config import KVQuantConfig
 from tightkv.integrations.vllm.step.seal_queue import SealQueue
 from tightkv.pages.layout import RING_SLACK, ring_tokens, window_step
-
-if TYPE_CHECKING:
-    from tightkv.integrations.vllm.step.sink_copies import SinkCopies
-    from tightkv.integrations.vllm.step.step_sealing import StepSealing
 
 STEP = 1 << 20  # more than any batch: step and sequence in one number
 NEVER = 1 << 62
@@ -357,17 +353,6 @@ class RingTable:
         """Where the exact window of token `newest` begins."""
         end = torch.div(newest, self.window_step, rounding_mode="floor") + 1
         return end * self.window_step - self.exact_pages * self.page_size
-
-
-class GroupRings:
-    """The ring table of layers that run with the same metadata."""
-
-    table: RingTable | None = None
-    """Made with the first step, when vLLM has said how many blocks there are."""
-    sealing: StepSealing | None = None
-    """With the table, of layers that leave the sealing of pages to later steps."""
-    copies: SinkCopies | None = None
-    """With the table; without, each layer copies its own sinks."""
 
 
 def _on_device(numbers: Sequence[Any], device: torch.device) -> Tensor:

@@ -7,29 +7,13 @@ from pathlib import Path
 
 from tightkv.config import PRESETS
 from tightkv.files.atomic import check_appendable
+from tightkv.tools.cli.eval.sizes import SIZES, TASKS
 from tightkv.tools.cli.shared.loading import need_transformers
 from tightkv.tools.cli.shared.options import add_options, check_least
 from tightkv.tools.cli.shared.output import add_output_options, check_plot, emit
 from tightkv.tools.cli.shared.server_file import model_of
 from tightkv.tools.eval.configs import parse_configs
 from tightkv.tools.model_loading.source import BUNDLED_NAME, DTYPE_NAMES, check_source
-
-TASKS = ("quality", "free", "passkey", "recall", "tools", "needles", "greedy")
-# option -> default, with --quick, least, help
-SIZES = {
-    "window": (2048, 512, 3, "tokens of a window"),
-    "windows": (8, 2, 1, "windows, spread evenly over the texts"),
-    "prefill": (256, 128, 1, "first tokens of a window, not scored"),
-    "chunk": (16, 16, 1, "tokens a forward pass after that"),
-    "batch": (8, 8, 1, "windows or prompts at a time"),
-    "max_context": (8192, 512, 1, "longest context, if the model has it"),
-    "depths": (5, 5, 1, "passkeys or values per context"),
-    "needles": (5, 5, 1, "facts hidden in a context"),
-    "calls": (8, 4, 1, "tool calls per context"),
-    "prompts": (8, 4, 1, "prompts to continue"),
-    "prompt_tokens": (512, 384, 2, "tokens of such a prompt"),
-    "new_tokens": (64, 32, 1, "tokens to continue it by"),
-}
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
