@@ -43,7 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--all-shapes"):
-        os.environ["TIGHTKV_ALL_SHAPES"] = "1"  # for what is decided when modules are imported
+        os.environ["ALL_SHAPES"] = "1"  # for what is decided when modules are imported
 
 
 @pytest.hookimpl(optionalhook=True)

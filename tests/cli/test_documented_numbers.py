@@ -17,7 +17,7 @@ import torch
 from scripts import load_script
 from tightkv import KVQuantConfig
 from tightkv.integrations.vllm.step.batch_split import SHORT_PROMPT
-from tightkv.integrations.vllm.step.ring_table import SAVED_SINKS
+from tightkv.integrations.vllm.step.ring_table import SAVED_SINKS, ring_size
 from tightkv.kernels.prefill import MIN_QUERIES
 from tightkv.paged.cache import POOL_GROWTH
 from tightkv.pages.layout import RING_SLACK, SIDES, PageLayout
@@ -723,7 +723,8 @@ def test_the_start_up_line_of_vllm_is_that_of_smollm2() -> None:
     layout = PageLayout(KVQuantConfig.preset("k4v4"), 3, 64, torch.bfloat16)
     block = PageLayout(KVQuantConfig.preset("k4v4"), 8, 128, torch.bfloat16)
     saved = SAVED_SINKS * layout.cfg.sinks * layout.exact_bytes_per_token
-    rings = 8 * 30 * (layout.sequence_bytes() + saved) / 2**20
+    ring = ring_size(layout.cfg, 0)
+    rings = 8 * 30 * (layout.sequence_bytes(ring) + saved) / 2**20
     expect(
         "docs/vllm.md",
         f"tightkv k4v4: {30 * layout.bytes_per_token:,.0f} bytes per token in 30 layers, "

@@ -20,7 +20,7 @@ FLAGS = ["-std=gnu11", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-pthread",
 WARNINGS = ["-Wall", "-Wextra", "-Werror"]
 SANITIZE = ["-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize-recover=all"]
 # AddressSanitizer stops where such pointers are used, and compiling takes 40% less without.
-if not os.environ.get("TIGHTKV_ALL_SHAPES"):
+if not os.environ.get("ALL_SHAPES"):
     SANITIZE.append("-fno-sanitize=null,pointer-overflow")
 THREADS = ["-fsanitize=thread"]
 # The stacks of gcc 13 that outlive a function are aligned for 32 bytes, vectors here for 64.
@@ -49,7 +49,7 @@ def isas() -> list[str]:
     """The instruction sets that have sanitizers, best first: without --all-shapes none of 64 bytes,
     whose sources are those of 32 with other constants and take longest."""
     found = library.supported(library.load())
-    if os.environ.get("TIGHTKV_ALL_SHAPES"):
+    if os.environ.get("ALL_SHAPES"):
         return found
     return [isa for isa in found if isa not in ("avx512", "avx512_vnni", "vnni", "avxvnni")]
 

@@ -21,7 +21,7 @@ from tightkv.paged.sequences import SequenceTable
 from tightkv.pages.layout import PageLayout
 
 FACTOR = 80 if os.environ.get("HYPOTHESIS_PROFILE") == "explore" else 1
-FACTOR = max(FACTOR, 4 if os.environ.get("TIGHTKV_ALL_SHAPES") else 1)
+FACTOR = max(FACTOR, 4 if os.environ.get("ALL_SHAPES") else 1)
 COUNTS = (1, 1, 2, 5, 16, 17, 31, 32, 33, 40, 64, 97)
 SHAPES = ((1, 16), (2, 32))  # heads and head_dim of a table's two layers
 SMALL = {"page_size": 32, "sinks": 2, "exact_pages": 1}
@@ -344,7 +344,12 @@ TIGHT_STEPS = ("append",) * 6 + ("crop", "crop", "select", "select", "copy", "fi
 TIGHT_STEPS += ("interrupt", "interrupt", "reset", "refused")
 
 
+# saved when the ring is still read from before the page that was sealed last
+SAVED = [("append", 0, 0, 0), ("append", 427, 0, 0), ("file", 0, 0, 0), ("append", 0, 0, 0)]
+
+
 @pytest.mark.parametrize("name", [n for n in CONFIGS if n != "exact"])
+@example(program=SAVED, seed=0, other="k2v2")
 @given(program=programs(TIGHT_STEPS), seed=numbers, other=st.sampled_from(FAST))
 @settings(max_examples=52 * FACTOR)
 def test_tight_caches(name, program, seed, other, tmp_path_factory):

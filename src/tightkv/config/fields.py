@@ -56,7 +56,7 @@ class ConfigFields:
     sinks: int = 4
     """First tokens of a sequence kept exact."""
     window_bits: int = 16
-    """Newest tokens: 16 (exact), or 8 for values and 12 for keys (reference kernels alone)."""
+    """Newest tokens: 16 (exact), or 8 for values and 12 for keys."""
     key_centering: str = "page"
     """page subtracts the page's mean from each key that is closer to it than to zero; none: off."""
     mean_bits: int = 16

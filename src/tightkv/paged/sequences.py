@@ -246,9 +246,12 @@ class SequenceTable:
         self._forget_tensors()
 
     def _drop_pages(self, state: SequenceState) -> None:
-        """Let go of pages without codes that are read, or that are kept for others."""
+        """Let go of pages that nothing is read from, but for those that no append seals again.
+
+        After an append of several tokens, the ring is read from before the last sealed pages.
+        """
         end = state.length if self.encode_partial_page else state.ring_read_from
-        keep = -(-end // self.page_size)
+        keep = max(-(-end // self.page_size), self._pages_for(state.length))
         self._release(state.pages[keep:])
         state.pages = state.pages[:keep]
 
