@@ -2,7 +2,7 @@
 PYTHON      ?= python3
 CONSTRAINTS ?= constraints.txt
 TORCH       ?= $(shell sed -n 's/^torch==/&/p' $(CONSTRAINTS))
-JOBS        ?= 2
+JOBS        ?= 3
 PYTEST_ARGS ?=
 export PYTEST_ARGS
 
@@ -61,7 +61,8 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports & imports=$$!; $(BIN)/mypy && wait $$imports
 
-# one thread per worker: the workers share the cores; tests that share an engine share a worker
+# One thread per worker: the workers share two cores, and often one waits for a program or a disk.
+# Tests that share an engine share a worker.
 unit: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup \
 		--no-loadscope-reorder $(PYTEST_ARGS)
