@@ -2,7 +2,7 @@
 PYTHON      ?= python3
 CONSTRAINTS ?= constraints.txt
 TORCH       ?= $(shell sed -n 's/^torch==/&/p' $(CONSTRAINTS))
-JOBS        ?= 3
+JOBS        ?= 2
 PYTEST_ARGS ?=
 export PYTEST_ARGS
 
@@ -61,7 +61,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports & imports=$$!; $(BIN)/mypy && wait $$imports
 
-# One thread per worker: the workers share two cores, and often one waits for a program or a disk.
+# One thread per worker: the workers share the cores (three on two cores took longer than two).
 # Tests that share an engine share a worker.
 unit: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup \
