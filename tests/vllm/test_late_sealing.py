@@ -410,3 +410,22 @@ def test_where_pages_do_not_wait(why: str | None) -> None:
     made = builder(layers, ["a", "b"], **config)
     queue = made._ring_table().queue
     assert (queue is None) == (made.group_rings.sealing is None) == (why is not None)
+
+
+def test_only_sinks_are_copied_between_places() -> None:
+    """Rings of 8 bits have scales behind the sinks, which stay with their ring."""
+    pytest.importorskip("vllm")
+    layer = attention(CFG.replace(window_bits=8), drafts=0, is_draft=False)
+    made = builder({"a": layer}, ["a"], parallel_config=SimpleNamespace())
+    copies = made._sink_copies(made.impls)
+    _, _, *sinks, scales = layer.impl.exact_tensors()
+    scales.uniform_()
+    before = scales.clone()
+    for i, each in enumerate(sinks):
+        each += torch.arange(len(each))[:, None, None, None] + i
+    places = {"saved_at": [len(sinks[0]) - 1], "ring_rows": [0], "sink_sources": [1]}
+    rows = SimpleNamespace(**{k: torch.tensor(v, dtype=torch.int32) for k, v in places.items()})
+    copies.copy(rows)
+    assert torch.equal(scales, before)
+    for i, each in enumerate(sinks):
+        assert (each[0] == 1 + i).all() and (each[-1] == i).all()

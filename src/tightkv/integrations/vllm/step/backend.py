@@ -209,7 +209,7 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
         """
         if self._runs_halves:
             return None
-        own = [impl.exact_tensors()[2:] for impl in impls if impl.reads is None]
+        own = [impl.exact_tensors()[2:4] for impl in impls if impl.reads is None]
         sinks = [each for pair in own for each in pair]
         return SinkCopies(sinks, self.impls[0].limits.rows, self._max_batch)
 
