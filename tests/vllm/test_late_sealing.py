@@ -415,7 +415,8 @@ def test_where_pages_do_not_wait(why: str | None) -> None:
 def test_only_sinks_are_copied_between_places() -> None:
     """Rings of 8 bits have scales behind the sinks, which stay with their ring."""
     pytest.importorskip("vllm")
-    layer = attention(CFG.replace(window_bits=8), drafts=0, is_draft=False)
+    cfg = KVQuantConfig(page_size=PAGE, exact_pages=2, sinks=4, window_bits=8)
+    layer = attention(cfg, drafts=0, is_draft=False)
     made = builder({"a": layer}, ["a"], parallel_config=SimpleNamespace())
     copies = made._sink_copies(made.impls)
     _, _, *sinks, scales = layer.impl.exact_tensors()
