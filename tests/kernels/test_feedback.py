@@ -322,6 +322,7 @@ def test_triton_takes_feedback_for_uncentered_keys():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_triton_fuses_no_product_with_a_sum():
     """Compiled for sm_90; ptxas is told not to, either."""
     triton_ahead = pytest.importorskip("triton_ahead")
