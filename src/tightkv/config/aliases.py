@@ -1,7 +1,5 @@
 """Names that other servers' configs use for options of the cache (docs/config.md)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """ConfigFields: every option of the compressed cache, its default and what it may be."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import re

@@ -1,7 +1,5 @@
 """Presets: key and value bits, and what else measurement chose for them (docs/log.md)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 PRESET_OPTIONS: dict[str, dict[str, Any]] = {

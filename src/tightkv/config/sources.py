@@ -1,7 +1,5 @@
 """Where a config comes from: the environment, JSON text and files, presets by name."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

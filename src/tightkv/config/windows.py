@@ -1,7 +1,5 @@
 """Which sliding windows the vLLM plugin compresses; not a property of a page, so not a field."""
 
-from __future__ import annotations
-
 from typing import Any
 
 Windows = bool | int

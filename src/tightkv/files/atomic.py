@@ -1,7 +1,5 @@
 """Files that appear whole or not at all, and checks before long work that they can be written."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import shutil

@@ -1,7 +1,5 @@
 """The safetensors files that a model's folder would load, and the tensors in them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -10,8 +10,6 @@ small errors (docs/math.md). Where something else takes part in the softmax (a s
 a sink logit), the first line does not hold.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 

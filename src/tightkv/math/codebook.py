@@ -5,8 +5,6 @@ beta      Lloyd-Max for sqrt(dim) times a coordinate of a random unit vector, 1 
 fp8       for N(0, 1) with e4m3 values times one scale (1 to 4 bits), or int8 (8 bits)
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from functools import cached_property, lru_cache

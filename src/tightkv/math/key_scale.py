@@ -9,8 +9,6 @@ s_i^2 = sqrt(C_i), is nearly as good and forgives energies of other tokens than 
 (docs/log.md). Keys with a few large channels gain most. Powers of two change no digit of a float.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 

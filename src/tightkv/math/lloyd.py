@@ -4,8 +4,6 @@ Both laws are symmetric with a log-concave density, so the optimum is unique and
 finds it. benchmarks/codebook_tables.py writes the checked-in tables with it.
 """
 
-from __future__ import annotations
-
 import math
 from functools import lru_cache
 from typing import Protocol

@@ -1,7 +1,5 @@
 """Constants: values that never change, and tensors on whichever device asks for them."""
 
-from __future__ import annotations
-
 from typing import Any, TypeVar
 
 import torch

@@ -4,8 +4,6 @@ Every quantizer works in a rotated frame; `encode` rotates, `decode` rotates bac
 return is a dict of the fields a cache stores: uint8 codes and float16 numbers.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable

@@ -4,8 +4,6 @@ The words are splitmix64 in wrap-around int64 arithmetic, so bits and signs are 
 platform and torch version. torch's own generators are neither used nor disturbed.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -4,8 +4,6 @@
 matrix (any size); `split_rotation` rotates a set of outlier channels apart from the others.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property, lru_cache

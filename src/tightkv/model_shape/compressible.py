@@ -4,8 +4,6 @@ The planner, TightCache and the vLLM plugin each describe a layer as a LayerShap
 config, a transformers cache or a vLLM layer) and ask `skip_reason`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """What a config.json leaves out because its family's code knows it: families.json, by column."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

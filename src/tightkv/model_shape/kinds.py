@@ -1,7 +1,5 @@
 """The kind of each layer, from the many ways a config can say it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from tightkv.files.strict_json import short

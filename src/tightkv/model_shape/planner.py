@@ -6,8 +6,6 @@ Latents (MLA) are planned as in vLLM, which alone compresses them; so are slidin
 for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """read_model_shape: a model's config as the shapes of its layers' caches."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

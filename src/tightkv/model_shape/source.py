@@ -1,7 +1,5 @@
 """ModelConfig: the language model's part of whatever config a user names, its values checked."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence

@@ -4,8 +4,6 @@ A convolution keeps `kernel` columns in the model's 16-bit dtype, a recurrence i
 float32, as transformers does.
 """
 
-from __future__ import annotations
-
 from tightkv.model_shape.source import ModelConfig
 
 CONV_BYTES = 2

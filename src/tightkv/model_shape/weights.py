@@ -1,7 +1,5 @@
 """How many bytes a model's weights take: counted on disk, or estimated from its config."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

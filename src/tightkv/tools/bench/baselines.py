@@ -1,7 +1,5 @@
 """Attention over uncompressed caches: torch's backends, and a plain Triton kernel."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

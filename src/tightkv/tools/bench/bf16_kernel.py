@@ -1,7 +1,5 @@
 """A plain split-KV decode kernel over a bf16 cache: what Triton does without compression."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """vLLM engines with different KV caches, one after another, each in a process of its own."""
 
-from __future__ import annotations
-
 import multiprocessing
 import re
 import signal

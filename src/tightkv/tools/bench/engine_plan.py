@@ -1,7 +1,5 @@
 """What is measured in every vLLM engine, and the arguments that engines differ in."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 Each engine finds the device as empty as the one before.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import statistics

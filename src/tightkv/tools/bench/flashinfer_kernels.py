@@ -1,7 +1,5 @@
 """FlashInfer's decode with tensor cores, over bf16, fp8 and nvfp4 caches."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

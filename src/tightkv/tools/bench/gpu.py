@@ -1,7 +1,5 @@
 """decode, store and extend on a GPU: our kernels against uncompressed caches, in one process."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace

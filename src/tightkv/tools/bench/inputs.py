@@ -1,7 +1,5 @@
 """Shapes to measure, and caches filled with random tokens in shuffled pages."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Caches of other projects in shuffled pages: filled, and a decode step over them timed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

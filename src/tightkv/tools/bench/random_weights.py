@@ -4,8 +4,6 @@ vLLM's own random weights ("dummy") are in no file, so error feedback, key scale
 some layers would be left out.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from itertools import groupby

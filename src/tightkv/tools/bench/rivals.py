@@ -1,7 +1,5 @@
 """What a decode step is compared with in the same run. One that fails says why and ends nothing."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from collections.abc import Callable, Mapping, Sequence

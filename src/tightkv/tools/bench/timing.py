@@ -1,7 +1,5 @@
 """Times on a GPU, of work captured in a CUDA graph so that launches cost what they must."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Sequence
 

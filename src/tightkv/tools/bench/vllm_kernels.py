@@ -1,7 +1,5 @@
 """Decode steps of vLLM's own caches, called as its attention backends call them (vLLM 0.32)."""
 
-from __future__ import annotations
-
 import math
 import os
 

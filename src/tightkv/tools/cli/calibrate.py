@@ -1,7 +1,5 @@
 """tightkv calibrate: measure a model once; every command and engine can use the result."""
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 import time

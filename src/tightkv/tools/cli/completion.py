@@ -1,7 +1,5 @@
 """tightkv completion: words for the shell, read from the parsers of all commands."""
 
-from __future__ import annotations
-
 import argparse
 from importlib import import_module
 from pathlib import Path

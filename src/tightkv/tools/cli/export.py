@@ -1,7 +1,5 @@
 """tightkv export: a model and its compressed cache as a file that runs without Python."""
 
-from __future__ import annotations
-
 import argparse
 import time
 from dataclasses import asdict

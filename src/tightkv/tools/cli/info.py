@@ -1,7 +1,5 @@
 """tightkv info: what is installed, what hardware is there, and which kernels can run on it."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import platform

@@ -1,7 +1,5 @@
 """tightkv run: text from a model that tightkv export wrote."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import time

@@ -1,7 +1,5 @@
 """tightkv validate: measure every claim of the method, then audit where it is weak."""
 
-from __future__ import annotations
-
 import argparse
 import math
 from itertools import groupby

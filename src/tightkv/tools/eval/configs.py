@@ -1,7 +1,5 @@
 """Which configs a run measures, and what each is called in tables and files."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from tightkv.config import PRESETS, KVQuantConfig

@@ -4,8 +4,6 @@ lm_eval finds models that are imported before it looks. `python -m tightkv.tools
 its command line with this one added, and `import tightkv.tools.eval.lm_eval` adds it in a script.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Texts as tokens, and questions about a document in the words the model was made for."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

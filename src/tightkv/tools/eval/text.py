@@ -1,7 +1,5 @@
 """Texts to measure on: the user's files, or English prose that comes with every Python."""
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import re

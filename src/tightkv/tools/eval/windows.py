@@ -1,7 +1,5 @@
 """Windows of tokens, spread evenly over the texts they are cut from."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

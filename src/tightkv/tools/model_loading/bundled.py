@@ -1,7 +1,5 @@
 """The bundled model: its GGUF file made, once, into a folder that transformers loads quickly."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

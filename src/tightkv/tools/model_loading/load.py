@@ -1,7 +1,5 @@
 """load_model: a model and its tokenizer by folder, by hub id, or the bundled one."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

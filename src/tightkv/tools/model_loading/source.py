@@ -1,7 +1,5 @@
 """Which model a user means, checked without importing anything slow."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from pathlib import Path

@@ -3,8 +3,6 @@
 `run` gives a Report: claims that pass or fail (docs/validate.md), audit rows that inform.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

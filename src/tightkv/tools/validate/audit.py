@@ -1,7 +1,5 @@
 """The audit: what each weakness of the method costs. Its rows inform and never fail."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any

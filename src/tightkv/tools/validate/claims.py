@@ -1,7 +1,5 @@
 """The claims of the method: a function for each section, whose rows pass or fail."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace

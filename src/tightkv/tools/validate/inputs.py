@@ -1,7 +1,5 @@
 """Seeded inputs: unit vectors that are easy or hard for a rotation, and attention problems."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import lru_cache

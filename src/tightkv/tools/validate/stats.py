@@ -1,7 +1,5 @@
 """The statistics a validation needs: intervals, Kolmogorov-Smirnov, ranks, divergence."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

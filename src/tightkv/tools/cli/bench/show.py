@@ -1,7 +1,5 @@
 """Rows of tightkv bench as lines, tables and a plot."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """tightkv generate: text from a model with a compressed cache, or with both for comparison."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Two runs on one prompt, read once: a fact hidden in it, where texts diverge, and the KL."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """One answer of model.generate: its tokens and seconds, and what is shown while it is written."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager

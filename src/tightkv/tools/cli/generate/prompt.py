@@ -1,7 +1,5 @@
 """The prompts of tightkv generate: read, put into the chat template, encoded and checked."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The text that tightkv generate ends with."""
 
-from __future__ import annotations
-
 import shutil
 from typing import Any
 

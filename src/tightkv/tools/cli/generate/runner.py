@@ -1,7 +1,5 @@
 """What tightkv generate does once everything is loaded: the runs, and their report."""
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """tightkv plan: bytes of a model's KV cache under every preset, and what fits a budget."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 from collections import Counter

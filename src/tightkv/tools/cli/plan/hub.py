@@ -1,7 +1,5 @@
 """What needs transformers: configs by hub id, and counting parameters of an empty model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The text and the figure of `tightkv plan`, from the object that --json prints."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tightkv.model_shape.planner import CachePlan

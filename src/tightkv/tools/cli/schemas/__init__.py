@@ -7,8 +7,6 @@ of just these keys and those of its "and", {"*": kind} one of any keys, [kind] a
 a pair, and ["one of", kind, ...] either of several.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from functools import cache

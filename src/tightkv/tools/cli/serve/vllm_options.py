@@ -5,8 +5,6 @@ vLLM takes underscores for dashes, `=` or a space before a value, unambiguous pr
 with keys replaces the whole of the same option as JSON: the command may have only one of the two.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """One flag for every field of KVQuantConfig, plus --preset and --config."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import dataclasses

@@ -1,7 +1,5 @@
 """Models for commands: what must be installed, and loading with progress."""
 
-from __future__ import annotations
-
 import logging
 import os
 from typing import Any

@@ -1,7 +1,5 @@
 """Parsers of commands, whose options are written one per line as --help shows them."""
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import re

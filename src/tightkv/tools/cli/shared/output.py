@@ -1,7 +1,5 @@
 """What the commands share: options for output, tables, byte sizes, JSON and plots."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

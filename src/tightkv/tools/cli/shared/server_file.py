@@ -1,7 +1,5 @@
 """What a JSON config says beside its kv_quant block: which model is served, and how."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Standard error of a command: lines that stay, and one line of a terminal that changes."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

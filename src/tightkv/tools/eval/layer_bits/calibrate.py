@@ -6,8 +6,6 @@ and values, coded so, cost at each number of bits, and with this the bits of lay
 cost least at the bytes a preset takes (k2v2: at most 3% more).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

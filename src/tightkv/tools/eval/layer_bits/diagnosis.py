@@ -1,7 +1,5 @@
 """Diagnosis: what `doctor` finds out about a model's layers and configs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median

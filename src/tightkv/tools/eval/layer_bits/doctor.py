@@ -4,8 +4,6 @@ Estimates for every layer come from one pass and its gradients (sensitivity.py),
 bits (search.py), and what it picks is measured through the real cache.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

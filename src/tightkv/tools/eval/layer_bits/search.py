@@ -1,7 +1,5 @@
 """The fewest bytes whose summed KL stays below a target: bits of each layer's keys and values."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

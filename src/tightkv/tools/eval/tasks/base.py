@@ -1,7 +1,5 @@
 """Task: one measurement, the same for every config, with inputs that are fixed beforehand."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

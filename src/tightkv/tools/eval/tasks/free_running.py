@@ -5,8 +5,6 @@ cannot see. Both caches draw with the same random numbers (Gumbel noise by promp
 so that they write the same text for as long as they agree, and the difference has little noise.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass

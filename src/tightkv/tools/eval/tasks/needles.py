@@ -1,7 +1,5 @@
 """Needles: facts hidden in a long text, asked for one by one with the model's own generation."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -4,8 +4,6 @@ The answer's tokens are given, not generated, so that every probe counts by how 
 finds it and not by one near-tie; the same probes go through the uncompressed cache.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Sequence

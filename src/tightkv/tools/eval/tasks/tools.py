@@ -1,7 +1,5 @@
 """Tool calls: a long prompt of requests and calls in JSON, which the model must continue."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Its scripts do what `model_shape` and `planner` do; tables, sizes and models are
 here. tests/cli/test_plan_page.py compares the two in a browser.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
