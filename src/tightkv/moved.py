@@ -31,7 +31,7 @@ MOVED = {
     **{f"model_shape.{name}": f"fit.{name}" for name in _FITTED.split()},
     **{f"{folder}.checkpoint_metric": "fit.query_metric" for folder in ("model_shape", "fit")},
     **{f"{folder}.checkpoint_noise": "fit.key_noise" for folder in ("model_shape", "fit")},
-    "model_shape.tensors": "files.checkpoint_tensors",
+    "model_shape.tensors": "files.tensor_file",
     **{name: f"tools.{name}" for name in ("bench", "cli", "eval", "model_loading", "validate")},
     "provenance": "tools.rows",
     "extras": "integrations.extras",

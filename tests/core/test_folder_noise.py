@@ -141,7 +141,7 @@ def test_rows_are_sampled_where_matrices_are_large(
 
 
 def test_every_second_row_is_every_second_row(tmp_path: Path) -> None:
-    from tightkv.files.checkpoint_tensors import stored_tensors
+    from tightkv.files.tensor_file import stored_tensors
 
     tensor = torch.randn(6, 5).bfloat16()
     save_file({"a": torch.zeros(3), "w": tensor}, tmp_path / "model.safetensors")

@@ -13,18 +13,19 @@ from tightkv.config.fields import (
     WINDOW_BITS,
     unknown_name,
 )
-from tightkv.config.presets import PRESETS
 from tightkv.config.quant import FORMAT_VERSION, KVQuantConfig
 from tightkv.config.sources import (
     ENV_PREFIX,
     ENV_SETTINGS,
     ENV_SOURCES,
+    PRESETS,
+    Windows,
     cache_root,
     env_fields,
     env_requests,
     fields_of,
     is_off,
+    is_windows,
     read_json,
     read_source,
 )
-from tightkv.config.windows import Windows, is_windows

@@ -13,8 +13,13 @@ from typing import Any
 
 from tightkv.config.aliases import ALIASES, SWITCH, WINDOW, pages_of
 from tightkv.config.fields import DEFAULTS, ConfigFields, one_of, unknown_name
-from tightkv.config.presets import PRESET_OPTIONS, PRESETS
-from tightkv.config.sources import env_fields, fields_of, read_source
+from tightkv.config.sources import (
+    PRESET_OPTIONS,
+    PRESETS,
+    env_fields,
+    fields_of,
+    read_source,
+)
 
 # Bumped whenever the same config and input would give other stored bytes.
 FORMAT_VERSION = 2

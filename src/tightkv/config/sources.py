@@ -1,4 +1,4 @@
-"""Where a config comes from: the environment, JSON text and files, presets by name."""
+"""Where a config comes from: presets by name, the environment, JSON text and files."""
 
 import os
 from collections.abc import Mapping
@@ -7,8 +7,31 @@ from typing import Any
 
 from tightkv.config.aliases import ALIASES, SWITCH, expand, overlay
 from tightkv.config.fields import DEFAULTS, unknown_name
-from tightkv.config.presets import PRESETS
 from tightkv.files.strict_json import parse_json
+
+# Presets: key and value bits, and what else measurement chose for them (docs/log.md).
+PRESET_OPTIONS: dict[str, dict[str, Any]] = {
+    "k8v8": {"key_bits": 8, "value_bits": 8},
+    "k8v4": {"key_bits": 8, "value_bits": 4},
+    "k4v4": {"key_bits": 4, "value_bits": 4},
+    "k4v3": {"key_bits": 4, "value_bits": 3},
+    "k3v3": {"key_bits": 3, "value_bits": 3},
+    "k4v2": {"key_bits": 4, "value_bits": 2},
+    "k3v2": {"key_bits": 3, "value_bits": 2},
+    "k2v2": {
+        "key_bits": 2,
+        "value_bits": 2,
+        "key_scale": "corrected",
+        "page_size": 32,
+        "exact_pages": 6,
+        "mean_bits": 8,
+    },
+}
+PRESETS = tuple(PRESET_OPTIONS)
+
+# Which sliding windows the vLLM plugin compresses; not a property of a page, so not a field.
+Windows = bool | int
+"""False: no window; True: windows that become smaller; N: windows of at least N tokens."""
 
 ENV_PREFIX = "TIGHTKV_"
 # These variables ask for compression, as TIGHTKV_<FIELD> does.
@@ -122,6 +145,10 @@ def read_json(source: str) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ValueError(f"config {source!r} is a JSON {type(data).__name__}; it must be an object")
     return data
+
+
+def is_windows(given: Any) -> bool:
+    return type(given) is bool or (type(given) is int and given >= 1)
 
 
 def cache_root() -> Path:

@@ -1,4 +1,4 @@
-"""Safetensors files from anywhere: their headers, single tensors of them, and whole files.
+"""Safetensors files from anywhere: those of a model, single tensors of them, and whole files.
 
 Sizes are checked against the file's before memory is taken for them. Unlike safetensors' own
 reader this one maps nothing: a file that changes while it is read cannot change checked values,
@@ -8,6 +8,7 @@ and one that is cut off cannot end the process.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
 from dataclasses import dataclass, replace
@@ -40,8 +41,7 @@ class StoredTensor:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    start: int
-    """First byte in the file."""
+    start: int  # first byte in the file
     bytes: int
 
     @property
@@ -89,6 +89,34 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             return _header(file, path, _ANY_HEADER)[1]
     except ValueError as error:
         raise ValueError(f"{path} is not a safetensors file: {error}") from None
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Every tensor a folder would load, by name; none where it has no safetensors files."""
+    return {
+        name: tensor
+        for path in safetensors_files(folder)
+        for name, tensor in read_header(path).items()
+    }
+
+
+def safetensors_files(folder: Path) -> list[Path]:
+    """What transformers would load: the indexed shards, else model.safetensors, else any."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            found = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+            names = {str(name) for name in found}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise ValueError(f"{index} is not an index of safetensors files") from None
+        missing = sorted(name for name in names if not (folder / name).is_file())
+        if missing:
+            return []  # an index without its shards: nothing to measure
+        return [folder / name for name in sorted(names)]
+    single = folder / "model.safetensors"
+    if single.is_file():
+        return [single]
+    return sorted(path for path in folder.glob("*.safetensors") if path.is_file())
 
 
 def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, Tensor]]:

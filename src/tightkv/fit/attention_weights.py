@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tightkv.files.checkpoint_tensors import stored_tensors
+from tightkv.files.tensor_file import stored_tensors
 from tightkv.model_shape.families import column
 from tightkv.model_shape.shape import ModelShape
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import torch
 
-from tightkv.files.checkpoint_tensors import stored_tensors
+from tightkv.files.tensor_file import stored_tensors
 from tightkv.fit.attention_weights import LANGUAGE_PARTS, WeightTensor
 from tightkv.model_shape.reader import read_model_shape
 from tightkv.model_shape.shape import ModelShape

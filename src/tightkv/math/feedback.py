@@ -23,8 +23,7 @@ from tightkv.math.key_scale import KeyScale
 from tightkv.math.per_device import Constant
 from tightkv.math.rotation import Rotation
 
-MOST_SCALE = 2.0
-"""A scale is at most this times the key's norm, and at least its inverse."""
+MOST_SCALE = 2.0  # a scale is at most this times the key's norm, and at least its inverse
 # Coarse codes need a metric nearer to the identity, and levels that reach further out.
 _SHRINKAGE = {2: 0.3, 3: 0.1, 4: 0.1}
 _GAIN = {2: 0.9, 3: 0.95, 4: 0.95}

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from tightkv.math.per_device import Constant, PerDevice
 
-MOST = 4
-"""Scales are 2^-4 to 2^4: float16 queries and keys stay in range."""
+MOST = 4  # scales are 2^-4 to 2^4: float16 queries and keys stay in range
 LEAST_GAIN = 3.0
 """The least ratio of the means of C at which a head gets scales; below it they gain nothing."""
 _DEAD = 4096  # the least energy a channel is given is the median over this

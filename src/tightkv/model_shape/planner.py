@@ -208,8 +208,7 @@ class Weights:
 
     bytes: int
     dtype: str | None
-    source: str
-    """given, measured (files), counted (an empty model) or estimated (the config)."""
+    source: str  # given, measured (files), counted (an empty model) or estimated (the config)
 
 
 def plan_weights(shape: ModelShape, dtype: str | None = None, ranks: int = 1) -> Weights | None:

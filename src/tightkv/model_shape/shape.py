@@ -40,12 +40,9 @@ class LayerShape:
     head_dim: int = 0
     value_head_dim: int = 0
     window: int | None = None
-    latent_dim: int = 0
-    """mla: numbers per token, of the latent and the RoPE part of the key."""
-    rope_dim: int = 0
-    """mla: of these, the RoPE part."""
-    index_bytes: int = 0
-    """mla: bytes per token of a sparse index, whatever the cache's dtype."""
+    latent_dim: int = 0  # mla: numbers per token, of the latent and the RoPE part of the key
+    rope_dim: int = 0  # mla: of these, the RoPE part
+    index_bytes: int = 0  # mla: bytes per token of a sparse index, whatever the cache's dtype
     state_bytes: int | None = 0
     """Bytes of the constant state per sequence; None where the config does not tell."""
     extras: tuple[str, ...] = ()
@@ -106,8 +103,7 @@ class ModelShape:
     vocab_size: int
     dtype: torch.dtype
     max_positions: int | None
-    notes: tuple[str, ...] = ()
-    """What a reader of the numbers should know, one sentence each."""
+    notes: tuple[str, ...] = ()  # what a reader of the numbers should know, one sentence each
     folder: Path | None = None
     """Where the config was found, if on disk: the weights may be beside it."""
     config: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tightkv.files.checkpoint_tensors import read_header, safetensors_files
+from tightkv.files.tensor_file import read_header, safetensors_files
 from tightkv.model_shape.families import MLP_MATRICES
 from tightkv.model_shape.shape import LayerShape, ModelShape
 from tightkv.model_shape.source import ModelConfig

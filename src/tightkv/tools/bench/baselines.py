@@ -1,11 +1,13 @@
 """Attention over uncompressed caches: torch's backends, and a plain Triton kernel."""
 
 import math
+from contextlib import suppress
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from tightkv.kernels.sdpa import sdpa_with_lse
@@ -58,12 +60,9 @@ def sdpa_extend(shape: Shape, prefix: int, device: torch.device) -> dict[str, fl
     key, value = (random_bf16(device, shape.batch, hkv, total, d) for _ in range(2))
     times = {}
     for name, backend in SDPA.items():
-        with sdpa_kernel(backend):
-            try:
-                call = partial(_aligned_sdpa, query, key, value, prefix)
-                times[f"sdpa {name}"] = graph_ms([call], repeats=5)
-            except (RuntimeError, ValueError, NotImplementedError):
-                continue
+        with sdpa_kernel(backend), suppress(RuntimeError, ValueError, NotImplementedError):
+            call = partial(_aligned_sdpa, query, key, value, prefix)
+            times[f"sdpa {name}"] = graph_ms([call], repeats=5)
     if prefix:
         call = partial(_two_parts, query, key, value, prefix)
         times["sdpa in two parts"] = graph_ms([call], repeats=5)
@@ -90,7 +89,5 @@ def _aligned_sdpa(query: Tensor, key: Tensor, value: Tensor, prefix: int) -> Ten
     """Queries are the last tokens: torch's is_causal would align them to the first."""
     if not prefix:
         return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-    from torch.nn.attention.bias import causal_lower_right
-
     bias = causal_lower_right(query.shape[2], key.shape[2])
     return scaled_dot_product_attention(query, key, value, attn_mask=bias, enable_gqa=True)

@@ -63,10 +63,8 @@ class EnginePlan:
     """What is measured in every engine; what the engines share."""
 
     model: str | None = None
-    shape: str | None = None
-    """A name of `SHAPES`, in place of a model: random weights."""
-    sizes: Sequence[Load] = ()
-    """Of each measurement of decoding."""
+    shape: str | None = None  # a name of `SHAPES`, in place of a model: random weights
+    sizes: Sequence[Load] = ()  # of each measurement of decoding
     prefill: Sequence[int] = ()
     new_lengths: bool = False
     """Measure the first prompt of a length as well, near each of `prefill`."""

@@ -92,8 +92,7 @@ class Step:
     seconds: float
     host_seconds: float | None
     """Until all is launched; None where the host waits for the results in the same step."""
-    lengths: Sequence[int]
-    """Tokens of each sequence, with those that it computes."""
+    lengths: Sequence[int]  # tokens of each sequence, with those that it computes
 
 
 class Engine:

@@ -22,8 +22,6 @@ from tightkv.tools.bench import baselines
 from tightkv.tools.bench.inputs import (
     Layer,
     Shape,
-    append_tokens,
-    attend_tokens,
     fill,
     layers_for,
     random_bf16,
@@ -105,19 +103,23 @@ class _Steps:
         )
         self.centers = tuple(random_bf16(device, shape.kv_heads, shape.head_dim) for _ in range(2))
 
-    def append(self, layer: Layer) -> None:
-        append_tokens(self.module, layer, self.key, self.value)
+    def append(self, layer: Layer, in_vllm: bool = False) -> None:
+        """In vLLM a token is coded at once."""
+        self.module.append(
+            layer.codec, layer.view, self.key, self.value, layer.cu_seqlens, layer.ring_valid_from,
+            max_new=1, encode_partial_page=in_vllm,
+        )  # fmt: skip
 
     def attend(self, layer: Layer) -> None:
-        attend_tokens(self.module, layer, self.query)
+        options = AttendOptions(max_queries=1)
+        self.module.attend(layer.codec, self.query, layer.view, layer.cu_seqlens, options)
 
     def step(self, layer: Layer, in_vllm: bool = False, centered: bool = False) -> None:
         layer = _with_view(layer, centers=self.centers if centered else None)
-        append_tokens(self.module, layer, self.key, self.value, in_vllm)
-        over = _with_view(layer, overlaps_append=True)  # as vLLM launches it
-        if in_vllm:  # where the host does not know that all lengths are the same
-            over = _with_view(over, same_length=None)
-        self.attend(over)
+        self.append(layer, in_vllm)
+        # in vLLM the host does not know that all lengths are the same
+        unknown = {"same_length": None} if in_vllm else {}
+        self.attend(_with_view(layer, overlaps_append=True, **unknown))  # as vLLM launches it
 
 
 def _fed_back(layers: Sequence[Layer]) -> list[Layer]:
@@ -141,8 +143,10 @@ def _decode_times(module: Backend, layers: Sequence[Layer], shape: Shape) -> dic
     in_vllm = partial(of.step, in_vllm=True)
 
     def sealing(rows: int) -> list[Layer]:
-        """The first so many complete a page."""
-        return [_with_view(layer, lengths=_up_to_page(layer, rows)) for layer in layers]
+        """The first so many sequences are as long as their pages are full."""
+        page, lengths = layers[0].codec.layout.page_size, layers[0].view.lengths.clone()
+        lengths[:rows] = (lengths[:rows] + page - 1) // page * page
+        return [_with_view(layer, lengths=lengths) for layer in layers]
 
     full, one = sealing(shape.batch), sealing(1)
     calls: dict[str, tuple[Callable[..., None], Sequence[Layer]]] = {
@@ -251,13 +255,6 @@ def _calls(call: Callable[..., None], layers: Sequence[Layer]) -> list[Callable[
 
 def _with_view(layer: Layer, **changes: Any) -> Layer:
     return replace(layer, view=replace(layer.view, **changes))
-
-
-def _up_to_page(layer: Layer, rows: int) -> Tensor:
-    """Lengths, those of the first rows grown to the end of their page."""
-    page, lengths = layer.codec.layout.page_size, layer.view.lengths.clone()
-    lengths[:rows] = (lengths[:rows] + page - 1) // page * page
-    return lengths
 
 
 def store_rows(

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from tightkv.kernels.backend import Backend
-from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.view import CacheView
 from tightkv.pages.codec import Codec
 from tightkv.pages.layout import PageLayout, window_step
@@ -80,8 +79,7 @@ class Layer:
     codec: Codec
     view: CacheView
     ring_valid_from: Tensor
-    cu_seqlens: Tensor
-    """Of one new token per sequence."""
+    cu_seqlens: Tensor  # of one new token per sequence
 
     @property
     def bytes(self) -> int:
@@ -90,22 +88,6 @@ class Layer:
         ring = int((view.lengths - view.ring_read_from).sum()) * layout.ring_bytes_per_token
         sinks = int(view.sink_counts.sum()) * layout.exact_bytes_per_token
         return int(int(view.ring_read_from.sum()) * layout.bytes_per_token) + ring + sinks
-
-
-def append_tokens(
-    module: Backend, layer: Layer, key: Tensor, value: Tensor, in_vllm: bool = False
-) -> None:
-    """A new token of each sequence; in vLLM it is coded at once."""
-    module.append(
-        layer.codec, layer.view, key, value, layer.cu_seqlens, layer.ring_valid_from,
-        max_new=1, encode_partial_page=in_vllm,
-    )  # fmt: skip
-
-
-def attend_tokens(module: Backend, layer: Layer, query: Tensor) -> Tensor:
-    """A query of each sequence: [B, Hq, D]."""
-    options = AttendOptions(max_queries=1)
-    return module.attend(layer.codec, query, layer.view, layer.cu_seqlens, options)[0]
 
 
 def random_bf16(device: torch.device, *size: int) -> Tensor:

@@ -18,8 +18,7 @@ class PagedBatch:
     """Where the tokens of a batch lie. A slot is a page times the page's tokens plus a token."""
 
     page: int
-    pages: int
-    """In all."""
+    pages: int  # in all
     block_table: Tensor  # [B, pages of the longest], int32
     lengths: Tensor  # [B], int32
     slots: Tensor  # [sum of lengths], int64, one sequence after another

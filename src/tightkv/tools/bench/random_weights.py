@@ -58,8 +58,5 @@ def _weight(like: Tensor, block: Tensor) -> Tensor:
     """A matrix of random numbers; vectors, which scale what norms give, are ones."""
     if like.dim() < 2:
         return torch.ones(like.shape, dtype=torch.bfloat16, device="cpu")
-    whole = torch.empty(like.numel(), dtype=block.dtype, device="cpu")
-    for begin in range(0, len(whole), _BLOCK):
-        part = whole[begin : begin + _BLOCK]
-        part.copy_(block[: len(part)])
+    whole = block.repeat(-(-like.numel() // len(block)))[: like.numel()]
     return whole.view(like.shape)

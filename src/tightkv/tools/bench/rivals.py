@@ -26,11 +26,9 @@ NVFP4_BITS = 4.5  # codes, and 8 bits per 16 of them
 
 @dataclass(frozen=True)
 class Rival:
-    measure: Callable[[Shape, torch.device], list[float]]
-    """Milliseconds of steps."""
+    measure: Callable[[Shape, torch.device], list[float]]  # milliseconds of steps
     timed: str = ATTENTION
-    package: str | None = None
-    """That it needs. Where this is not installed there is no such rival."""
+    package: str | None = None  # needed; where it is not installed there is no such rival
 
 
 def _paged(package: str, new_cache: NewCache, page: int, bits: float, timed: str = STEP) -> Rival:

@@ -53,10 +53,7 @@ def copy_bandwidth(device: torch.device, megabytes: int = 1024, repeats: int = 1
     """
     source = torch.zeros(megabytes << 18, dtype=torch.int32, device=device)
     target = torch.empty_like(source)
-    ways: tuple[Call, ...] = (
-        lambda: target.copy_(source),
-        lambda: torch.neg(source, out=target),
-    )
+    ways: list[Call] = [lambda: target.copy_(source), lambda: torch.neg(source, out=target)]
     ms = min(graph_ms([way], repeats) for way in ways)
     return 2 * source.numel() * source.element_size() / (ms / 1e3)
 

@@ -151,7 +151,5 @@ def _hadamard(dim: int) -> Tensor:
         raise ValueError(f"head_dim={dim}; vLLM's TurboQuant rotates powers of two")
     matrix = torch.ones(1, 1, dtype=torch.float32, device="cpu")
     while len(matrix) < dim:
-        matrix = torch.kron(
-            torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float32, device="cpu"), matrix
-        )
+        matrix = torch.cat([matrix.repeat(1, 2), torch.cat([matrix, -matrix], 1)])
     return matrix / math.sqrt(dim)

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tightkv.tools.eval.prompts import beginning, encode
-from tightkv.tools.eval.text import Text
+from tightkv.tools.eval.text import Text, beginning, encode
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,6 @@ _AGAINST = ("against_best_bf16", "against_fp8", "against_4bit")
 _FACTORS = (*_AGAINST, *(f"consecutive_{name}" for name in _AGAINST), "share_of_copy_bandwidth")
 
 
-def went_wrong(row: Row) -> bool:
-    """Of an engine that failed."""
-    return "error" in row
-
-
 def label(row: Row) -> str:
     """What a row is about, without what it found."""
     if row["bench"] == "engine":

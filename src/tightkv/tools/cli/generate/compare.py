@@ -104,8 +104,7 @@ class SharedPrompt:
             with layer_progress(model, "prompt, once for all caches: layers"), torch.no_grad():
                 model(ids, past_key_values=cache, **last_logits(model))
             self.states = [(layer.keys, layer.values) for layer in cache.layers]
-        self.seconds = time.perf_counter() - start
-        """What reading took."""
+        self.seconds = time.perf_counter() - start  # what reading took
 
     def uncompressed(self) -> DynamicCache:
         """A cache of transformers' own with these tokens."""

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tightkv.tools.eval.prompts import as_chat
+from tightkv.tools.eval.text import as_chat
 
 QUESTION = "Give a short summary of the text above."
 _FIRST_TOPIC = "execmodel"

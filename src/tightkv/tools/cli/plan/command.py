@@ -12,7 +12,7 @@ import torch
 from tightkv import __version__
 from tightkv.config import PRESETS, KVQuantConfig
 from tightkv.files.atomic import whole_file
-from tightkv.files.checkpoint_tensors import safetensors_files
+from tightkv.files.tensor_file import safetensors_files
 from tightkv.fit.key_check import CheckedConfig, KeyCheck, raised_layers
 from tightkv.model_shape import ModelShape, is_local, read_model_shape, skip_reason
 from tightkv.model_shape.planner import (

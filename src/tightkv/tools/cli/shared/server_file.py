@@ -44,8 +44,7 @@ class ServerFile:
     options: tuple[str, ...] = ()
     exact_rows: int | None = None
     windows: Windows = False
-    notes: tuple[str, ...] = ()
-    """What the file asks for and is not done."""
+    notes: tuple[str, ...] = ()  # what the file asks for and is not done
 
 
 def read_server_file(source: str | None) -> ServerFile:

@@ -33,8 +33,7 @@ from tightkv.tools.eval.layer_bits.sensitivity import (
 from tightkv.tools.eval.text import Text
 from tightkv.tools.eval.windows import Windows
 
-PRESETS = ("k4v4", "k3v3", "k2v2")
-"""Whose bits are chosen layer by layer."""
+PRESETS = ("k4v4", "k3v3", "k2v2")  # whose bits are chosen layer by layer
 WINDOW = 2048
 GROWTH = 0.03
 """Of the bytes, for presets of the fewest bits: their layers have none to give to others."""

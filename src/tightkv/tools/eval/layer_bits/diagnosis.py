@@ -16,19 +16,15 @@ from tightkv.fit.calibration import Costs
 class LayerReport:
     """One compressible layer."""
 
-    layer: int
-    """Its number in the model."""
-    key_kl: dict[int, float]
-    """Estimated KL, by bits, with this layer's keys alone coded."""
-    value_kl: dict[int, float]
-    """The same for its values."""
+    layer: int  # its number in the model
+    key_kl: dict[int, float]  # estimated KL, by bits, with this layer's keys alone coded
+    value_kl: dict[int, float]  # the same for its values
     mean_share: float | None
     """Share of its keys' energy that lies in page means, in its worst head; None if not measured,
     for a calibration does not say it."""
     outlier_head: float | None
     """Centered key energy of its largest head over the median head of the model; None likewise."""
-    key_bias: float | None
-    """Largest key bias of the projection; None where there is none."""
+    key_bias: float | None  # largest key bias of the projection; None where there is none
     warnings: tuple[str, ...]
 
     @property
@@ -69,8 +65,7 @@ class Diagnosis:
     budget: float
     layers: list[LayerReport] = field(default_factory=list)
     tried: list[Measured] = field(default_factory=list)
-    bytes_bf16: float = 0.0
-    """Of the same layers at 16 bits, per token."""
+    bytes_bf16: float = 0.0  # of the same layers at 16 bits, per token
     uniform: Uniform | None = None
     interrupted: bool = False
 
@@ -95,8 +90,7 @@ def describe(cfg: KVQuantConfig) -> str:
 _SENSITIVE = 4.0  # times the median layer
 _BIASED = 0.8  # share of key energy in the page means
 
-Energies = Mapping[int, tuple[Tensor, Tensor]]
-"""`key_energy` of each layer."""
+Energies = Mapping[int, tuple[Tensor, Tensor]]  # `key_energy` of each layer
 
 
 def layer_reports(model: Any, costs: Mapping[int, Costs], energies: Energies) -> list[LayerReport]:

@@ -18,8 +18,7 @@ class Option:
     """One choice for one layer."""
 
     bits: Bits
-    size: float
-    """Bytes per token."""
+    size: float  # bytes per token
     kl: float
 
 

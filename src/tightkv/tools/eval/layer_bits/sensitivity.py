@@ -134,11 +134,9 @@ def _logits(model: Any, ids: Tensor, keep: int) -> Tensor:
 class Coding(NamedTuple):
     """What keys and values are coded by, besides a config."""
 
-    metric: QueryMetric | None = None
-    """Of the keys' queries."""
+    metric: QueryMetric | None = None  # of the keys' queries
     centers: Centers | None = None
-    scale: KeyScale | None = None
-    """Of the keys' channels."""
+    scale: KeyScale | None = None  # of the keys' channels
 
 
 PLAIN = Coding()

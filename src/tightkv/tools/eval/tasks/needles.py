@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tightkv.tools.eval.forward import TAIL_TOKENS, Advance, MakeCache, write_lines
-from tightkv.tools.eval.prompts import ask, encode
 from tightkv.tools.eval.tasks.base import Data, Task
+from tightkv.tools.eval.text import ask, encode
 
 ANSWER_TOKENS = 24
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from tightkv.tools.eval.forward import Advance, MakeCache, after_prefix, shared_tokens
-from tightkv.tools.eval.prompts import ask, begin_reply, encode
 from tightkv.tools.eval.tasks.base import Data, Task, paired
 from tightkv.tools.eval.tasks.needles import FACTS, Needle, build_haystack, says
+from tightkv.tools.eval.text import ask, begin_reply, encode
 
 # Names that share no word; each owns one code.
 _OWNERS = FACTS["passkey owners"]
@@ -32,8 +32,7 @@ class Probe:
     """A question and its answer, as the tokens that follow the passage's prefix."""
 
     expected: str
-    depth: float
-    """Where the answer stands in the context: 0 is the beginning, 1 the end."""
+    depth: float  # where the answer stands in the context: 0 is the beginning, 1 the end
     question: tuple[int, ...]
     answer: tuple[int, ...]
 

@@ -31,12 +31,9 @@ _SHOWN_TOKENS = 48  # of the worst position's context
 class Schedule:
     """How windows go through a cache."""
 
-    prefill: int = 256
-    """First tokens, which attend to one another exactly and are not scored."""
-    chunk: int = 16
-    """Tokens a forward pass after that."""
-    batch: int = 8
-    """Windows at a time, as rows of one cache."""
+    prefill: int = 256  # first tokens, which attend to one another exactly and are not scored
+    chunk: int = 16  # tokens a forward pass after that
+    batch: int = 8  # windows at a time, as rows of one cache
 
     def __post_init__(self) -> None:
         for name in ("prefill", "chunk", "batch"):
@@ -73,14 +70,10 @@ class Summary:
     positions: int
     perplexity: float
     reference_perplexity: float
-    kl: float
-    """Mean KL(reference || compressed), nats per token."""
-    kl_p99: float
-    """99th percentile of the KL of a position."""
-    kl_p999: float
-    """99.9th percentile."""
-    top1: float
-    """Share of positions with the same likeliest token."""
+    kl: float  # mean KL(reference || compressed), nats per token
+    kl_p99: float  # 99th percentile of the KL of a position
+    kl_p999: float  # 99.9th percentile
+    top1: float  # share of positions with the same likeliest token
 
 
 class Scores(NamedTuple):
@@ -116,10 +109,8 @@ class Quality:
 
     scores: Scores
     sources: tuple[str, ...]
-    bytes_held: int
-    """Of one window at its end: pages, ring, sinks and tables."""
-    bytes_bf16: int
-    """Of the same tokens at 16 bits."""
+    bytes_held: int  # of one window at its end: pages, ring, sinks and tables
+    bytes_bf16: int  # of the same tokens at 16 bits
     seconds: float
 
     @property

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tightkv.tools.eval.forward import Advance, MakeCache, write_lines
-from tightkv.tools.eval.prompts import beginning, encode
 from tightkv.tools.eval.tasks.base import Data, Task
 from tightkv.tools.eval.tasks.needles import FACTS
+from tightkv.tools.eval.text import beginning, encode
 
 CALL_TOKENS = 96
 _COUNTED = ("json", "valid", "correct")
