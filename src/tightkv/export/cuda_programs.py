@@ -5,8 +5,6 @@ The launches are those of `kernels.cuda`, recorded for every number of new token
 the layout. `kernel_file.cpp` reads what `KernelSet.to_bytes` writes.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import struct

@@ -4,8 +4,6 @@ The library registers the operator as it is loaded, with or without Python. What
 what only `torch.export` and `torch.compile` need.
 """
 
-from __future__ import annotations
-
 import ctypes
 from functools import lru_cache
 from importlib.machinery import EXTENSION_SUFFIXES

@@ -1,7 +1,5 @@
 """Recorder: the launches of `kernels.cuda` for each step of a static cache, and their operands."""
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 27 words of 8 bytes, then tables padded to whole words; native/static_spec.c reads and checks it.
 """
 
-from __future__ import annotations
-
 import struct
 
 import torch

@@ -1,7 +1,5 @@
 """Checkpoint: a folder of weights, as the source of a fit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property

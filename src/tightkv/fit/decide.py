@@ -1,7 +1,5 @@
 """fit(): what a cache of one model is told, layer by layer. Both integrations call it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol

@@ -3,8 +3,6 @@
 Norms stay floats in every quantized format, so a quantized model is known by them as well.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

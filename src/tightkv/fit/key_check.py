@@ -1,7 +1,5 @@
 """Which layers of a checkpoint need more bits for their keys, and the line that reports it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -13,8 +13,6 @@ Only what makes queries and keys is read: norms, biases, and matrices where they
 ones. Queries and keys under a norm of their own need no matrix at all.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ make queries W (g * x) + b of the covariance C = W diag(g^2) W^T + b b^T. A norm
 its query heads.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """Exported models as .pte files of ExecuTorch, and the operator library its runtime loads."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import importlib.util

@@ -1,7 +1,5 @@
 """Backend: append and attend for one kind of device; `registry` says which modules are backends."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard

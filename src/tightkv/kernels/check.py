@@ -3,8 +3,6 @@
 `PagedKV.append` and `attention.attend` call these; kernels rely on them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -3,8 +3,6 @@
 Triton takes them as constexpr arguments, CUDA as macros, the CPU kernels in structs.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any

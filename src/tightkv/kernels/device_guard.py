@@ -1,7 +1,5 @@
 """Launches go to the device of the tensors, whichever device is the current one."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar

@@ -4,8 +4,6 @@ Pages are uint8 [pages, page_bytes]. Queries are absorbed: a head's query meets 
 and the output is a latent, too.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

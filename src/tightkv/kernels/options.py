@@ -1,7 +1,5 @@
 """AttendOptions: what attention is asked for beside the query and the cache."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from torch import Tensor

@@ -6,8 +6,6 @@ attention, and the attention states are merged by their LSEs. Memory beyond inpu
 does not grow with the prefix.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Protocol
 

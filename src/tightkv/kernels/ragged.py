@@ -4,8 +4,6 @@ Cached and new tokens of several sequences are brought to one workspace, in the 
 One call attends to it, causal from the end of each sequence, and the output is rotated back.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Protocol
 

@@ -1,7 +1,5 @@
 """Which prompts go through one workspace of plain keys and values, and where in it each lies."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple

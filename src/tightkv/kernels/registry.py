@@ -1,7 +1,5 @@
 """Which backend can run where, and which one is taken."""
 
-from __future__ import annotations
-
 import functools
 import os
 import warnings

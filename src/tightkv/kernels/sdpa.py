@@ -1,7 +1,5 @@
 """torch's attention kernels (SDPA backends), or those of an engine, with the LSE they compute."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """attend(): attention over a compressed layer, every operand checked, kernel chosen."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from tightkv.kernels.check import (

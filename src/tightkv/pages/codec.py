@@ -1,7 +1,5 @@
 """Codec: what a config does to the keys and values of one layer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

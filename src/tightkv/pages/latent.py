@@ -8,8 +8,6 @@ It is rounded before the codes are chosen, so that they make up for its error: t
 bits is 0.8% larger than with a float16.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import cached_property

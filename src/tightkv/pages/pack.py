@@ -5,8 +5,6 @@ one mask brings eight codes to the low bits of its eight nibbles, which is what 
 byte-permute and the CPU's byte-shuffle instructions take as table indices.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ Metrics are stored as their Cholesky factors, so that whatever a file says is th
 queries.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Which calibration a config names: a file, or one of those that come with the package."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

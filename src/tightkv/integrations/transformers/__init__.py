@@ -4,8 +4,6 @@ Importing this package registers the attention implementation "tightkv" through
 transformers' own interfaces; no transformers code is changed.
 """
 
-from __future__ import annotations
-
 import warnings as _warnings
 
 from tightkv.integrations.extras import install_hint, untested

@@ -1,7 +1,5 @@
 """attn_implementation="tightkv": attention over compressed pages, keys never materialized."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """CacheSize: what the layers of a transformers cache hold now, and per token in the long run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any

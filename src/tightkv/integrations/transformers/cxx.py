@@ -1,7 +1,5 @@
 """A C++ compiler for AOTInductor: one whose libraries torch can load."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """ExportableModel: a decoder with its compressed caches inside, for torch.export."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Layers, or parts of layers, that a TightCache leaves as transformers keeps them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Models that compute attention in their own code, whatever implementation is asked for."""
 
-from __future__ import annotations
-
 import sys
 from functools import lru_cache
 from typing import Any

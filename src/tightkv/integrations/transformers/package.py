@@ -1,7 +1,5 @@
 """An exported model in a folder: model.pt2 or model.pte, tokenizer files, and tightkv.json."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Padding: what an attention mask hides on the left of each row, and whether it hides more."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

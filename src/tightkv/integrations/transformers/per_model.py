@@ -1,7 +1,5 @@
 """PerModel: what is computed once for each model, whichever thread asks first."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar

@@ -3,8 +3,6 @@
 See `fit.key_noise` for what is estimated, and why.
 """
 
-from __future__ import annotations
-
 import warnings
 
 from torch import Tensor

@@ -5,8 +5,6 @@ of the hidden states, which every token has. So no data is needed, and the codes
 depend on the model alone, not on its batch or on how its prompt is cut.
 """
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import dataclass, field
 from typing import Any

@@ -4,8 +4,6 @@ One implementation is registered with transformers for all who look at what atte
 the query probe, the sensitivity of layers (`eval.layer_bits.sensitivity`), and export.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar

@@ -1,7 +1,5 @@
 """SharedSteps: the sequences that all layers of a TightCache share, moved on once per pass."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """A short mark of a model's weights, by which a saved cache knows the model it is from."""
 
-from __future__ import annotations
-
 import hashlib
 
 import torch

@@ -5,8 +5,6 @@ head share. With few rows codes are multiplied as they are, with 16-bit integers
 can; else arithmetic is float32 (docs/cpu.md).
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 import struct

@@ -4,8 +4,6 @@ Between two of them the rest of the model replaces what the processor's caches h
 interpreter included, so each line costs ten times what it costs in a loop.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The shared library of C kernels: where it is, what it can run, and its structs."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 from functools import lru_cache

@@ -4,8 +4,6 @@ For NVIDIA GPUs from sm_80 on, float16 and bfloat16 models and head_dim 64 to 25
 most 4 bits; error feedback for powers of two.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import math

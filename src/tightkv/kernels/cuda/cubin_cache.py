@@ -1,7 +1,5 @@
 """Machine code of kernels, kept on disk: a source is compiled once on a machine."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """Load machine code and launch kernels with the CUDA driver, which is there whenever CUDA is."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import threading

@@ -3,8 +3,6 @@
 Nothing is compiled or installed beforehand. Only the few calls needed are bound, through ctypes.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import glob

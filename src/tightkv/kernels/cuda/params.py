@@ -1,7 +1,5 @@
 """The arguments of the CUDA kernels, as ctypes structures."""
 
-from __future__ import annotations
-
 import ctypes
 
 

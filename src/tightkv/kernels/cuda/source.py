@@ -1,7 +1,5 @@
 """The CUDA C++ of a layout: its constants as macros, then a program of csrc."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Iterator

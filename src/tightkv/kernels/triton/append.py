@@ -5,8 +5,6 @@ write the same word. Pages that complete are encoded whole from the new tokens a
 an open page gets the codes of its new tokens. Further programs copy the tokens themselves.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import triton

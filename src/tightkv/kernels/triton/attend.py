@@ -6,8 +6,6 @@ query token. A program takes COLS columns of one sequence and KV head, and a spl
 merges the splits and rotates back.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

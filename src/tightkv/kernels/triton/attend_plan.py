@@ -1,7 +1,5 @@
 """How the attention kernel is cut into tiles and splits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Parts of attention over a tile: query operands, scores, softmax, values, and what is stored."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

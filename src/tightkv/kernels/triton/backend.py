@@ -3,8 +3,6 @@
 For configs whose codes are of the native codebook (`unsupported`).
 """
 
-from __future__ import annotations
-
 import torch
 
 from tightkv.kernels.backend import Takes

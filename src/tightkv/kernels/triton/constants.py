@@ -1,7 +1,5 @@
 """What kernels are compiled with, as one argument: a `Constants` of a layout."""
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any

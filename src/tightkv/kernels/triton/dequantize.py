@@ -1,7 +1,5 @@
 """Pages to plain keys and values, for attention that wants them so (a bounded piece at a time)."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """What a device can do, and tensors as the kernels want them."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -1,7 +1,5 @@
 """Attention states of the splits of a sequence to the output, rotated back."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

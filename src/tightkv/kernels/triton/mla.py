@@ -4,8 +4,6 @@ Append rotates, quantizes, packs and stores in one kernel; gather brings tokens 
 dtype, for prompts that continue them.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

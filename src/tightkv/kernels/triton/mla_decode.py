@@ -6,8 +6,6 @@ scores and to the weights. All of it happens in the rotated frame: queries are r
 `merge_splits` rotates the output back.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """How decoding of latent attention is cut into programs."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from tightkv.pages.latent import LatentLayout

@@ -1,7 +1,5 @@
 """Tiles of latents: rows of a page to float16 levels, their scales and RoPE parts."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -4,8 +4,6 @@ Tensors of attention are [B, H, L, D] with any strides but a contiguous last dim
 contiguous.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

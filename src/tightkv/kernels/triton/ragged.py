@@ -1,7 +1,5 @@
 """`RaggedOps` as Triton kernels: a workspace for many sequences is filled by one launch."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -4,8 +4,6 @@ A checksum is no protection from the author of a file, so nothing here is taken 
 every value has its type and range, and together they are what TightCache.save could write.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Iterator

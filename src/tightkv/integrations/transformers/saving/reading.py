@@ -1,7 +1,5 @@
 """SavedCache: a file, read once and checked before any of it is used."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from dataclasses import dataclass, field

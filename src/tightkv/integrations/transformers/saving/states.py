@@ -4,8 +4,6 @@ A state has the attributes that a new layer of its kind has, neither more nor fe
 the header, tensors beside it. What each may be is said here.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

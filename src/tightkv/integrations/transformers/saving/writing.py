@@ -1,7 +1,5 @@
 """A cache to one file."""
 
-from __future__ import annotations
-
 import json
 import os
 from typing import Any

@@ -1,7 +1,5 @@
 """KV connectors that cannot move our pages, refused by name."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -5,8 +5,6 @@ also takes the whole prompt, with a page that is not full, and refuses blocks of
 that do not share their memory with other layers' blocks.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from vllm.platforms import current_platform

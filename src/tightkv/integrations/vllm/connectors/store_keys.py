@@ -5,8 +5,6 @@ tokens, and neither the preset nor the calibration that the bytes of a block dep
 engine's hash function takes in the format too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

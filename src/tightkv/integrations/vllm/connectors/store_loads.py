@@ -6,8 +6,6 @@ Sinks are not stored. The workers keep some of sequences that ended, by the hash
 block, and find them again when that block is loaded.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

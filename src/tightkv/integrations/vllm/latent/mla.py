@@ -5,8 +5,6 @@ vLLM's layer keeps the projections. It gives new tokens to `do_kv_cache_update`,
 exactly, and to the tokens before them through `_compute_prefill_context`.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, ClassVar
 

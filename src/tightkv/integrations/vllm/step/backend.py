@@ -1,7 +1,5 @@
 """TightBackend and its metadata builder: how vLLM addresses our attention."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Parts of a batch whose sequences are treated alike: decodes, short prompts, long prompts."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple

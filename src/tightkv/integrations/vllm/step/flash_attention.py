@@ -1,7 +1,5 @@
 """Prompts with vLLM's FlashAttention 3, which has no plan to make for a length it has not seen."""
 
-from __future__ import annotations
-
 from functools import cache
 
 from torch import Tensor

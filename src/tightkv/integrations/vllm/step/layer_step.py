@@ -1,7 +1,5 @@
 """LayerStep: what a layer does with the new tokens of a step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """TightMetadata: one step's batch as the layers see it, made once for all of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """PageBlocks: what all our attention backends tell vLLM about their blocks."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch

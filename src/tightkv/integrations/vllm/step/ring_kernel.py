@@ -3,8 +3,6 @@
 One program has all sequences of the batch. Its warps see each other's writes after a barrier.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -11,8 +11,6 @@ sinks of rows that were given to another sequence.
 Everything is device tensors of fixed shape, and no step waits for the device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 

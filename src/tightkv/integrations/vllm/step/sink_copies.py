@@ -1,7 +1,5 @@
 """SinkCopies: the exact first tokens that a step moves, in all layers of a group at once."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

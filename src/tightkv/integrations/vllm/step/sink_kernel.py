@@ -1,7 +1,5 @@
 """`SinkCopies.copy` as one kernel."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

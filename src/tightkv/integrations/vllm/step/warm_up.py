@@ -9,8 +9,6 @@ one piece or in several. It does not depend on other numbers that differ from st
 prompt length once.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import time
