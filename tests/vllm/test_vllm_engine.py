@@ -176,8 +176,18 @@ def jobs() -> dict[str, dict[str, Any]]:
         },
         "k4v4 states": job({"preset": "k4v4"}, few, model="mamba"),
         "prefixes": job(
-            {**K4V4, "exact_pages": 2}, few, few, model="convolutions", enable_prefix_caching=True
+            {**K4V4, "exact_pages": 2, "layer_bits": "1=k8v8"},
+            *(few, few),
+            **{"model": "convolutions", "enable_prefix_caching": True},
         ),
+        "raw states": {
+            **job(
+                {**RAW, "exact_pages": 2},
+                *(few, few),
+                **{"model": "mamba", "enable_prefix_caching": True, "max_num_seqs": 1},
+            ),
+            "no_checkpoints": True,
+        },
         "plain latent": job(None, few, sampling=every, model="latent"),
         "latent": job(K4V4, few, sampling=every, model="latent"),
         **{
@@ -546,15 +556,31 @@ def test_layers_with_a_state_stay_vllms_own(engines: dict[str, Any]) -> None:
     assert_same_text(batches(plain)[0], told, tie=0.05, share=0.6)
 
 
-def test_prefixes_of_states_end_where_our_blocks_do(engines: dict[str, Any]) -> None:
+def test_prefixes_of_states_end_before_exact_windows(engines: dict[str, Any]) -> None:
     told = engines["prefixes"]
-    assert told["groups"] == [["FullAttentionSpec", 32], ["MambaSpec", 32]]
+    assert told["groups"] == [["FullAttentionSpec", 32], ["MambaSpec", 32], ["MambaSpec", 32]]
     again = batches(told)[1]
-    # Whole pages of 1, 32, 33, 64, 130, 200 and 300 tokens. States are kept at the last of them
-    # alone, within the exact window of two pages: short prefixes are computed again instead.
-    assert [text["cached"] for text in outputs(again)] == [0, 0, 0, 0, 128, 192, 288]
-    assert told["tightkv"]["prefix_hits_without_state_total"] == 3
-    assert "the states of other layers are cached at 128 tokens" in told["log"]
+    # Whole pages of 1, 32, 33, 64, 130, 200 and 300 tokens, but for the window of two.
+    assert [text["cached"] for text in outputs(again)] == [0, 0, 0, 0, 96, 160, 256]
+    assert told["tightkv"]["prefix_hits_without_state_total"] == 0
+
+
+def test_layers_among_states_have_bits_of_their_own(engines: dict[str, Any]) -> None:
+    """A block holds a page of each compressed layer, and takes no more than those."""
+    told = engines["prefixes"]
+    assert sorted(told["bits"].values()) == ["k4v4", "k8v8"]
+    configs = (KVQuantConfig.from_dict(options) for options in (K4V4, K8V8))
+    pages = sum(PageLayout(cfg, HEADS // 2, HEAD_DIM).page_bytes for cfg in configs)
+    assert told["blocks"] == BUDGET // pages
+
+
+def test_sixteen_bits_among_states_give_the_text_of_vllms_own(engines: dict[str, Any]) -> None:
+    """From cached prefixes too."""
+    plain, told = engines["plain states"], engines["raw states"]
+    first, again = batches(told)
+    assert_same_text(batches(plain)[0], first)
+    assert_same_text(batches(plain)[0], again)
+    assert [text["cached"] for text in outputs(again)] == [0, 0, 0, 0, 96, 160, 256]
 
 
 def test_states_among_layers_with_other_blocks_have_no_prefixes() -> None:

@@ -52,13 +52,19 @@ def cache_shape(num_blocks: int, block_size: int, heads: int, head_size: int) ->
 
 def as_pages(kv_cache: Tensor, layout: PageLayout) -> Tensor:
     """A layer's part of vLLM's cache -> uint8 [pages, Hkv, record_bytes]; nothing is copied."""
+    heads, record = layout.num_kv_heads, layout.record_bytes
     if kv_cache.dim() == 4:  # [blocks, 1, pages per block, page_bytes]
-        pages, size = kv_cache.squeeze(1).flatten(1), layout.page_bytes
+        blocks, _, count, size = kv_cache.shape
+        block = kv_cache.stride(0)
+        if block > count * size:  # packed: a block holds each page of all layers side by side
+            shape, strides = (blocks * count, heads, record), (block // count, record, 1)
+            return kv_cache.as_strided(shape, strides, kv_cache.storage_offset() // count)
+        pages = kv_cache.squeeze(1).flatten(1)
     else:  # [blocks, bytes]
         pages, size = kv_cache, layout.page_size * slot_bytes(layout)
     if pages.shape[1] > size:
         pages = pages.view(-1, size)
-    return pages[:, : layout.page_bytes].unflatten(1, (layout.num_kv_heads, layout.record_bytes))
+    return pages[:, : layout.page_bytes].unflatten(1, (heads, record))
 
 
 def drafts_share_metadata(vllm_config: Any) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
 from tightkv.integrations.vllm.layer_shapes import shared_layer
+from tightkv.integrations.vllm.prefix.packed_blocks import packed_pages
 from tightkv.pages.layout import PageLayout
 
 
@@ -27,14 +28,24 @@ def other_specs(
 
 
 def pages_per_block(
-    layouts: Mapping[str, PageLayout], others: Sequence[Any], vllm_config: Any, mixed: bool
+    layouts: Mapping[str, PageLayout],
+    others: Sequence[Any],
+    vllm_config: Any,
+    mixed: bool,
+    packed: bool = False,
 ) -> int:
     """Pages per block: enough for the smallest block of any layer that is not compressed.
 
     vLLM's blocks are of one size. The smallest block of a sliding-window layer is the shortest that
     its attention can have, that of linear attention its states; the rest is padding. `mixed`:
-    layers of `layouts` have full attention and sliding windows.
+    layers of `layouts` have full attention and sliding windows. `packed`: a block holds the pages
+    of all layers (`packed_blocks`).
     """
+    if packed:
+        count = packed_pages(layouts, others, vllm_config.cache_config.enable_prefix_caching)
+        page_size = next(iter(layouts.values())).page_size
+        unit = checkpoint_alignment(layer for layer, _ in others)
+        return align_state_blocks(count, page_size, set(), vllm_config, unit)
     needed, kinds = 0, set()
     for layer, spec in others:
         kinds.add(type(spec))

@@ -37,6 +37,16 @@ class HitEnds:
         """Tokens before the exact window of token `newest`, or without rings before that token."""
         return self.found.reusable_tokens(newest) if self.found.rows else newest
 
+    def kept_state(self, length: int, drops: bool) -> int:
+        """Tokens of a prompt whose state is kept: before its exact window.
+
+        `drops`: vLLM computes the last block of each hit again, for drafts.
+        """
+        end = self.most(length - 1)
+        if drops:
+            end = min(end, length - self.step)
+        return max(0, end - end % self.step)
+
     def takes_longer(self, hit: int, longer: int, newest: int) -> bool:
         """Whether a prefix is taken that ends inside of the exact window."""
         if longer - hit <= newest - self.most(newest) + self.step:
@@ -123,6 +133,32 @@ def _keep_beginnings_of_windows(manager: Any, found: CacheFormat) -> None:
         return keep(*args, replay_boundaries=(*replay_boundaries, *ours), **kwargs)
 
     manager.cache_blocks = cache_blocks
+
+
+def keep_states_before_windows(scheduler: Any, ends: HitEnds) -> None:
+    """End a chunk of each prompt at the last block before its exact window, where hits can end.
+
+    vLLM keeps the state at the end of a chunk, and ends one at a prompt's last block. That one may
+    be inside of the window; then it is not kept, so that a prompt takes as many steps as before.
+    """
+    split = getattr(scheduler, "_mamba_block_aligned_split", None)
+    if split is None or not getattr(scheduler, "need_mamba_block_aligned_split", False):
+        return
+    drops = getattr(scheduler, "use_eagle_block_drop", getattr(scheduler, "use_eagle", False))
+
+    def _mamba_block_aligned_split(
+        request: Request, num_new_tokens: int, num_local: int = 0, num_external: int = 0
+    ) -> int:
+        count = int(split(request, num_new_tokens, num_local, num_external))
+        start, length = request.num_computed_tokens + num_local + num_external, request.num_tokens
+        kept = ends.kept_state(request.num_prompt_tokens, drops)
+        if start < kept < start + count:
+            return kept - start
+        if 0 < kept == start and start + num_new_tokens == length == request.num_prompt_tokens:
+            return num_new_tokens
+        return count
+
+    scheduler._mamba_block_aligned_split = _mamba_block_aligned_split
 
 
 class ShorterRequest(Request):  # type: ignore[misc]

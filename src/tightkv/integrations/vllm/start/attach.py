@@ -12,7 +12,7 @@ from tightkv.integrations.vllm.layer_shapes import readers
 from tightkv.integrations.vllm.start.engine_checks import speculative_tokens
 from tightkv.integrations.vllm.start.engine_plan import EnginePlan
 from tightkv.integrations.vllm.step.attention import TightAttention
-from tightkv.integrations.vllm.step.backend import TightBackend
+from tightkv.integrations.vllm.step.backend import PackedBackend, TightBackend
 from tightkv.integrations.vllm.step.batch_split import Limits
 from tightkv.kernels import registry
 
@@ -32,6 +32,7 @@ def attach(
     most = vllm_config.scheduler_config.max_num_seqs
     limits = Limits(most, plan.rows, 1 + speculative_tokens(vllm_config))
     impls, slow = dict[str, TightAttention](), dict[str, list[str]]()
+    backend = PackedBackend if plan.chosen.packed else TightBackend
     for name, layout in plan.layouts.items():
         layer = layers[name]
         device = layer._k_scale.device
@@ -40,7 +41,7 @@ def attach(
         impl = TightAttention(layer, layout, choice.module, limits, device, is_draft=is_draft)
         if not is_draft:
             impl.use_fit(found.layers[plan.chosen.numbers[name]])
-        layer.impl, layer.attn_backend = impl, TightBackend
+        layer.impl, layer.attn_backend = impl, backend
         setattr(layer, LAYOUT, (layout, plan.pages_per_block))
         impls[name] = impl
         for reason in (choice.slow, slow_prompts(layer.sliding_window, device)):
@@ -65,7 +66,7 @@ def attach_readers(
         layer.impl = TightAttention(
             layer, own.layout, own.kernels, own.limits, own.device, own, own.is_draft
         )
-        layer.attn_backend = TightBackend
+        layer.attn_backend = layers[target].attn_backend
 
 
 def slow_prompts(window: int | None, device: torch.device) -> str | None:

@@ -21,6 +21,7 @@ from tightkv.integrations.vllm.layer_shapes import (
 )
 from tightkv.integrations.vllm.options import EngineOptions
 from tightkv.integrations.vllm.prefix.blocks import other_specs
+from tightkv.integrations.vllm.prefix.packed_blocks import packs
 from tightkv.model_shape import skip_reason
 from tightkv.model_shape.compressible import OTHER_PAGES, windows_of_other_pages
 from tightkv.pages.layout import PageLayout, page_layout
@@ -45,6 +46,8 @@ class Chosen:
     dtype: torch.dtype
     draft_config: KVQuantConfig
     """Of a speculator's layers, which never have bits of their own."""
+    packed: bool
+    """Whether a block of vLLM's holds the pages of all these layers."""
 
     @property
     def drafts(self) -> frozenset[str]:
@@ -52,8 +55,7 @@ class Chosen:
 
     @property
     def mixed(self) -> bool:
-        """Whether there are full attention and sliding windows, or windows of different lengths."""
-        return len({layer.sliding_window for layer in self.layers.values()}) > 1
+        return is_mixed(self.layers)
 
     def layouts(self, configs: Mapping[int, KVQuantConfig]) -> dict[str, PageLayout]:
         """Pages of every layer; `configs` are by the numbers of the model's layers."""
@@ -70,7 +72,7 @@ class Chosen:
         def fit_together(configs: Mapping[int, KVQuantConfig]) -> bool:
             """vLLM's blocks are of one size in models with layers of other kinds."""
             sizes = {layout.page_bytes for layout in self.layouts(configs).values()}
-            return len(sizes) == 1 or not (self.others or self.mixed)
+            return len(sizes) == 1 or self.packed or not (self.others or self.mixed)
 
         shapes = {number: layer_shape(self.layers[name]) for name, number in self.numbers.items()}
         return Layers(shapes, self.refuse, fit_together, *self.place)
@@ -99,7 +101,13 @@ def choose(
     place, dtype = place_in_model(cfg, len(own)), vllm_config.model_config.dtype
     others = other_specs(chosen, layers, vllm_config)
     plain = cfg.replace(protected_first=0, protected_last=0, layer_bits="").for_layer(0, 1)
-    return Chosen(chosen, reasons, numbers, place, others, dtype, plain)
+    packed = packs(others, vllm_config) and not is_mixed(chosen)
+    return Chosen(chosen, reasons, numbers, place, others, dtype, plain, packed)
+
+
+def is_mixed(layers: Mapping[str, Any]) -> bool:
+    """Whether there are full attention and sliding windows, or windows of different lengths."""
+    return len({layer.sliding_window for layer in layers.values()}) > 1
 
 
 def compressed_layers(

@@ -8,7 +8,12 @@ from tightkv.integrations.vllm.connectors.store_keys import separate_block_hashe
 from tightkv.integrations.vllm.connectors.store_loads import follow_loads, watch_loads
 from tightkv.integrations.vllm.metrics.monitor import watch_scheduler
 from tightkv.integrations.vllm.prefix.cache_format import CacheFormat, joined, worker_format
-from tightkv.integrations.vllm.prefix.prefix_hits import HitEnds, bound_loads, keep_windows_exact
+from tightkv.integrations.vllm.prefix.prefix_hits import (
+    HitEnds,
+    bound_loads,
+    keep_states_before_windows,
+    keep_windows_exact,
+)
 
 _FORMAT = "_tightkv_format"
 
@@ -32,6 +37,7 @@ def follow_scheduler(scheduler: Any, vllm_config: Any) -> None:
     ends = HitEnds(found, coordinator)
     if found.rows:
         keep_windows_exact(coordinator, ends)
+        keep_states_before_windows(scheduler, ends)
     if scheduler.connector is not None and found.exact_pages:  # latents are coded one by one
         bound_loads(scheduler, ends)
         if found.rows:

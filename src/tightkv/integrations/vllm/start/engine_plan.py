@@ -69,7 +69,7 @@ def make_plan(options: EngineOptions, vllm_config: Any, chosen: Chosen, found: F
         chosen,
         layouts,
         exact_rows(options, vllm_config, layouts),
-        pages_per_block(layouts, chosen.others, vllm_config, chosen.mixed),
+        pages_per_block(layouts, chosen.others, vllm_config, chosen.mixed, chosen.packed),
         speculative_tokens(vllm_config),
     )
 

@@ -86,11 +86,14 @@ def _reading_formats(original: Any) -> Any:
         asked = engine_options(vllm_config.additional_config) is not None
         if asked and (line := untested("vllm", _version())) is not None:
             logger.warning(line)
-        made = original(self, vllm_config, *args, **kwargs)
-        if asked:
-            from tightkv.integrations.vllm.start.engine_core import read_format
+        if not asked:
+            return original(self, vllm_config, *args, **kwargs)
+        from tightkv.integrations.vllm.prefix.packed_blocks import plain_groups
+        from tightkv.integrations.vllm.start.engine_core import read_format
 
-            read_format(self, vllm_config)
+        with plain_groups():
+            made = original(self, vllm_config, *args, **kwargs)
+        read_format(self, vllm_config)
         return made
 
     return _initialize_kv_caches

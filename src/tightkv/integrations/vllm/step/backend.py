@@ -282,3 +282,13 @@ class TightBackend(PageBlocks, AttentionBackend):  # type: ignore[misc]
         cache_dtype_str: str = "auto",
     ) -> tuple[int, ...]:
         return cache_shape(num_blocks, block_size, num_kv_heads, head_size)
+
+
+class PackedBackend(TightBackend):
+    """Where a block of vLLM's holds the pages of all compressed layers."""
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
+        from vllm.v1.kv_cache_interface import KVCacheLayout
+
+        return (KVCacheLayout.BLHNC, KVCacheLayout.BLNHC)
