@@ -45,6 +45,7 @@ from tightkv.tools.model_loading.bundled import BUNDLED_NAME, bundled_folder
 from tightkv.tools.rows import append_rows
 
 CONTEXTS = (64, 256, 1024)
+FAR = (2049, 4097)  # even prompts and one decoded token: some caches pack two tokens
 WARM_STEPS, TIMED_STEPS = 3, 20
 
 MakeAny = Callable[[Any], Any]  # model -> an empty cache
@@ -192,6 +193,14 @@ def bytes_by_context(
     return held, shared
 
 
+def bytes_per_token(model: Any, make: MakeAny) -> float | None:
+    """Of a further token in a long context; None if the cache fails."""
+    held, _ = bytes_by_context(model, make, FAR)
+    short, long = held.values()
+    fails = isinstance(short, str) or isinstance(long, str)
+    return None if fails else (long - short) / (FAR[1] - FAR[0])
+
+
 def _narrow(config: Any) -> Any:
     """Random weights, the same layers, KV heads and head_dim, little else."""
     config = copy.deepcopy(config)
@@ -240,6 +249,7 @@ class Reference:
             "decode": self._speed(run),
             "bytes": held,
             "bytes_of_all_caches": shared,
+            "bytes_per_token": bytes_per_token(self.model, make),
         }
 
     def _speed(self, run: CacheRun) -> dict[str, Any]:

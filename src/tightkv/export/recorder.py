@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from tightkv.kernels.cuda import backend
 from tightkv.kernels.cuda.driver import Launch, recording
 from tightkv.kernels.cuda.params import StepParams
-from tightkv.kernels.options import AppendOptions, AttendOptions
+from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.view import CacheView
 from tightkv.pages.codec import Codec
 from tightkv.pages.layout import RING_SLACK, PageLayout
@@ -141,8 +141,16 @@ class Recorder:
         *_, ring_valid_from, cu_seqlens = numbers
         view = self._view(numbers, shape.batch, list(x["ring"]))
         view = dataclasses.replace(view, overlaps_append=True, feedback=x.get("feedback"))
-        options = AppendOptions(cu_seqlens, ring_valid_from, tokens, encode_partial_page=False)
-        backend.append(self.codec, view, x["key"], x["value"], options)
+        backend.append(
+            self.codec,
+            view,
+            x["key"],
+            x["value"],
+            cu_seqlens,
+            ring_valid_from,
+            max_new=tokens,
+            encode_partial_page=False,
+        )
         if attends:
             self._attend(view, cu_seqlens, tokens)
 

@@ -74,7 +74,7 @@ def text_facts(texts: Iterable[Text]) -> list[dict[str, Any]]:
 
 
 def cache_facts(model: Any, make: MakeCache) -> dict[str, Any]:
-    """The kernels of a cache of this model, by name, and its bits per element in pages.
+    """The kernels of a cache of this model, by name, and the size of its pages.
 
     Scales, page means and padding count. Bits are means over the full-attention layers; those that
     are left alone have 16 bits.
@@ -98,10 +98,12 @@ def cache_facts(model: Any, make: MakeCache) -> dict[str, Any]:
         elements += size
     if not elements:
         raise ValueError("no layer of this model has a cache that grows: nothing can be measured")
+    bytes_per_token = (key + value) / 8
     key, value = key / elements, value / elements
     return {
         "kernels": ", ".join(sorted(kernels)) or "none",
         "bits": {"key": key, "value": value, "mean": (key + value) / 2},
+        "bytes_per_token": bytes_per_token,
     }
 
 

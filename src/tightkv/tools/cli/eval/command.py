@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from tightkv.config import PRESETS
+from tightkv.config import PRESETS, KVQuantConfig
 from tightkv.files.atomic import check_appendable
+from tightkv.tools.cli.eval import page
 from tightkv.tools.cli.eval.sizes import SIZES, TASKS
 from tightkv.tools.cli.shared.loading import need_transformers
 from tightkv.tools.cli.shared.options import add_options, check_least
-from tightkv.tools.cli.shared.output import add_output_options, check_plot, emit
+from tightkv.tools.cli.shared.output import add_output_options, emit
 from tightkv.tools.cli.shared.server_file import model_of
 from tightkv.tools.eval.configs import parse_configs
 from tightkv.tools.model_loading.source import BUNDLED_NAME, DTYPE_NAMES, check_source
@@ -47,6 +48,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         --results FILE  where results are stored and reused (default: eval.jsonl in tightkv's cache)
         --fresh  measure everything again, even if results are stored
         --out FILE  append one JSON row per config (.jsonl)
+        --report FOLDER  write a page on all models and caches (report.md, .json and .svg), with the
+            noise floor; then the default is --presets all --tasks quality
+        --rows FILE+  rows of other measurements on that page: --out of this command,
+            compare_caches.py, vllm_quality.py and depth/summarize.py in benchmarks/
         """,
     )
     group = parser.add_argument_group("sizes")
@@ -60,15 +65,17 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
             1024 and so on up to the model's own, at most --max-context)
         """,
     )
-    add_output_options(parser, plot="draw quality against bits (one model)")
+    add_output_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     # Everything that can be refused is refused before torch and transformers are imported.
     _fill_sizes(args)
     names = [name for words in args.presets for name in _split(words)]
-    configs = parse_configs([*names, *args.config] or ["k4v4"], args.calibration)
+    default = list(PRESETS) if args.report else ["k4v4"]
+    configs = parse_configs([*names, *args.config] or default, args.calibration)
     _check_files(args)
+    others = _check_report(args, configs)
     args.models = args.models or [model_of(None, args.config)]
     for source in args.models:
         check_source(source)
@@ -84,24 +91,32 @@ def run(args: argparse.Namespace) -> int:
         if args.out:
             append_rows(args.out, [row for data in models for row in report.file_rows(data)])
     finally:
-        if len(models) == 1:
-            emit(args, models[0], report.as_text(models[0]))
-        else:
-            data = {"schema": models[0]["schema"], "models": models}
-            emit(args, data, report.models_as_text(models))
-    if args.plot:
-        report.draw(args.plot, models[0])
+        several = {"schema": models[0]["schema"], "models": models}
+        data = models[0] if len(models) == 1 else several
+        emit(args, data, "\n\n".join(map(report.as_text, models)))
+    if args.report:
+        own = [row for data in models for row in report.file_rows(data)]
+        page.write(args.report, [*own, *others])
     return 0
+
+
+def _check_report(args: argparse.Namespace, configs: dict[str, KVQuantConfig]) -> list[page.Row]:
+    """The rows of other measurements; the noise floor is one more config."""
+    if not args.report:
+        if args.rows:
+            raise ValueError("--rows is for the page of --report; give --report FOLDER too")
+        return []
+    if "quality" not in args.tasks:
+        raise ValueError("--report shows the task quality; add it to --tasks")
+    configs.setdefault(page.FLOOR, KVQuantConfig(key_bits=16, value_bits=16))
+    page.check(args.report)
+    return [row for path in args.rows for row in page.read(path)]
 
 
 def _check_files(args: argparse.Namespace) -> None:
     for path in args.text:
         if not Path(path).is_file():
             raise FileNotFoundError(f"text file {path!r} does not exist")
-    if args.plot:
-        check_plot(args.plot)
-        if len(args.models) > 1:
-            raise ValueError(f"--plot draws one model; {len(args.models)} are given")
     for path, what in ((args.out, "output"), (args.results, "results")):
         if path and not Path(path).parent.is_dir():
             raise FileNotFoundError(f"the folder of the {what} file {path!r} does not exist")
@@ -127,7 +142,8 @@ def _fill_sizes(args: argparse.Namespace) -> None:
         args.contexts = sorted(set(args.contexts))
     if not 0 <= args.temperature < float("inf"):
         raise ValueError(f"--temperature {args.temperature}; it must be 0 (greedy) or more")
-    args.tasks = [task for task in TASKS if task in (args.tasks or TASKS)]
+    asked = args.tasks or (["quality"] if args.report else TASKS)
+    args.tasks = [task for task in TASKS if task in asked]
     if args.prefill > args.window - 2:
         raise ValueError(
             f"--prefill {args.prefill} leaves nothing to score of a window of {args.window} tokens"

@@ -1,11 +1,11 @@
-"""The text, the file rows and the figure of `tightkv eval`, from the objects that --json prints."""
+"""The text and the file rows of `tightkv eval`, from the objects that --json prints."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tightkv.tools.cli.shared.output import format_table, human_bytes, save_plot
+from tightkv.tools.cli.shared.output import format_table, human_bytes
 
 Row = dict[str, Any]
 Column = tuple[str, Callable[[Row], str]]
@@ -14,7 +14,7 @@ Column = tuple[str, Callable[[Row], str]]
 
 def as_text(data: dict[str, Any]) -> str:
     """Quality in a table of its own, all other tasks in another."""
-    rows, s = _rows([data]), data["settings"]
+    rows, s = _rows(data), data["settings"]
     texts = ", ".join(text["name"] for text in data["texts"])
     parts = [
         f"{data['model']['name']} ({data['model']['dtype']} on "
@@ -28,20 +28,10 @@ def as_text(data: dict[str, Any]) -> str:
             f"perplexity of the uncompressed cache {data['reference']['perplexity']:.3f}:"
         )
         parts += ["", title, _table(rows, _quality_columns(s["window"]))]
-    if columns := _columns_of(rows, [task for task in _COLUMNS if task != "quality"]):
+    if columns := [c for task in _COLUMNS if rows[0][task] is not None for c in _COLUMNS[task]]:
         title = "Against the uncompressed cache (its own figures in parentheses):"
         parts += ["", title, _table(rows, columns)]
     return "\n".join([*parts, *(f"note: {note}" for note in data["notes"])])
-
-
-def models_as_text(models: Sequence[dict[str, Any]]) -> str:
-    """One table of all models and configs."""
-    rows = _rows(models)
-    table = _table(rows, _columns_of(rows, list(_COLUMNS)), [("model", lambda row: row["model"])])
-    seconds = sum(data["seconds"] for data in models)
-    notes = {f"note: {data['model']['name']}: {note}" for data in models for note in data["notes"]}
-    title = f"{len(models)} models, the worst first; {seconds:.0f} s"
-    return "\n".join([title, "", table, *sorted(notes)])
 
 
 def file_rows(data: dict[str, Any]) -> list[dict[str, Any]]:
@@ -54,30 +44,21 @@ def worst_first(models: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """By the largest loss of any config: KL, or the first task that was run."""
 
     def loss(data: dict[str, Any]) -> float:
-        rows = _rows([data])
+        rows = _rows(data)
         task = next((task for task in _LOSSES if rows[0][task] is not None), None)
         return 0.0 if task is None else max(float(_LOSSES[task](row)) for row in rows)
 
     return sorted(models, key=loss, reverse=True)
 
 
-def _rows(models: Sequence[dict[str, Any]]) -> list[Row]:
-    """The rows of all models, each with its model's name and uncompressed cache."""
-    return [
-        {**row, "exact": data["reference"], "model": data["model"]["name"]}
-        for data in models
-        for row in data["rows"]
-    ]
+def _rows(data: dict[str, Any]) -> list[Row]:
+    """Its rows, each with its uncompressed cache."""
+    return [{**row, "exact": data["reference"]} for row in data["rows"]]
 
 
-def _columns_of(rows: Sequence[Row], tasks: Sequence[str]) -> list[Column]:
-    """Those of the tasks that were run."""
-    return [column for task in tasks if rows[0][task] is not None for column in _COLUMNS[task]]
-
-
-def _table(rows: Sequence[Row], columns: Sequence[Column], first: Sequence[Column] = ()) -> str:
+def _table(rows: Sequence[Row], columns: Sequence[Column]) -> str:
     """A line per config."""
-    columns = [*first, ("cache", lambda row: row["name"]), *columns]
+    columns = [("cache", lambda row: row["name"]), *columns]
     cells = [[cell(row) for _, cell in columns] for row in rows]
     return format_table([title for title, _ in columns], cells)
 
@@ -141,12 +122,6 @@ def _needles(row: Row) -> str:
 
 
 _COLUMNS: dict[str, list[Column]] = {
-    "quality": [
-        _bits("bits", "mean"),
-        _figure("KL", "kl", "{:.5f}"),
-        _figure("KL p99.9", "kl_p999", "{:.4f}"),
-        _figure("perplexity", "perplexity_increase", "{:+.2%}"),
-    ],
     "free": [
         _difference("free log p", "free"),
         ("free KL", lambda row: f"{row['free']['kl']:.4f}"),
@@ -167,42 +142,3 @@ _LOSSES: dict[str, Callable[[Row], float]] = {
     "needles": lambda row: _sum(row["exact"]["needles"]) - _sum(row["needles"]),
     "greedy": lambda row: -row["greedy"]["median"],
 }
-
-
-# --- the figure ---
-def draw(path: str, data: dict[str, Any]) -> None:
-    """KL, change of perplexity, needles and greedy tokens against bits, as far as measured."""
-    exact, first = data["reference"], data["rows"][0]
-    panels: list[tuple[str, str, Callable[[Row], float], float | None]] = []
-    if first["quality"]:
-        title = f"Perplexity (uncompressed: {exact['perplexity']:.2f})"
-        panels = [
-            ("KL to the uncompressed model", "nats per token", _LOSSES["quality"], None),
-            (title, "change", lambda row: row["quality"]["perplexity_increase"], 0.0),
-        ]
-    if exact["needles"]:
-        title = f"Needles found, of {_sum(exact['needles'], 'asked')}"
-        found = _sum(exact["needles"])
-        panels.append((title, "all contexts", lambda row: _sum(row["needles"]), found))
-    if first["greedy"]:
-        title, most = "Greedy tokens before the texts diverge", first["greedy"]["cap"]
-        panels.append((title, "median", lambda row: row["greedy"]["median"], most))
-    if not panels:
-        raise ValueError("--plot draws the tasks quality, needles and greedy; none of them was run")
-    lines = 2 if len(panels) == 4 else 1
-    across = len(panels) // lines
-    with save_plot(path, width=5.4 * across, height=4.2 * lines) as figure:
-        figure.suptitle(f"{data['model']['name']}: compressed (dots) and uncompressed KV cache")
-        every = figure.subplots(lines, across, squeeze=False).flat
-        for axes, (title, label, y, level) in zip(every, panels, strict=True):
-            if level is not None:
-                axes.axhline(level, color="black", linewidth=0.8)
-            for row in data["rows"]:
-                at = row["bits"]["mean"], y(row)
-                axes.plot(*at, "o", markersize=7)
-                place = {"xytext": (8, 3), "textcoords": "offset points", "fontsize": 9}
-                axes.annotate(row["name"].split()[0], at, **place)
-            axes.set(title=title, xlabel="bits per element, with scales and means", ylabel=label)
-            axes.margins(x=0.2)
-            if y is _LOSSES["quality"]:
-                axes.set_yscale("log")

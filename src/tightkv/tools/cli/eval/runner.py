@@ -207,7 +207,7 @@ class ModelRun:
         rows: dict[str, dict[str, Any]] = {
             name: {
                 "name": name,
-                **{key: about[key] for key in ("config", "kernels", "bits")},
+                **{key: about[key] for key in ("config", "kernels", "bits", "bytes_per_token")},
                 **dict.fromkeys(TASKS),
             }
             for name, about in self.about.items()

@@ -23,6 +23,7 @@ from tightkv.tools.eval.forward import Advance, CacheRun, MakeCache, ignore
 from tightkv.tools.eval.tasks.base import Data, Task
 from tightkv.tools.eval.windows import Windows
 
+LARGE_KL = 0.1
 _REFERENCE_BYTES = 128 << 20  # reference log-probabilities held at a time
 _SHOWN_TOKENS = 48  # of the worst position's context
 
@@ -71,8 +72,10 @@ class Summary:
     perplexity: float
     reference_perplexity: float
     kl: float  # mean KL(reference || compressed), nats per token
+    kl_stderr: float | None  # of that mean, over windows; None for one window
     kl_p99: float  # 99th percentile of the KL of a position
     kl_p999: float  # 99.9th percentile
+    kl_above: float  # share of positions with a KL above LARGE_KL
     top1: float  # share of positions with the same likeliest token
 
 
@@ -91,14 +94,18 @@ class Scores(NamedTuple):
     def summary(self, rows: Sequence[int] | None = None) -> Summary:
         """Over all windows, or over some."""
         pick = slice(None) if rows is None else list(rows)
-        kl = self.kl[pick].double().flatten()
+        by_window = self.kl[pick].double()
+        kl, means = by_window.flatten(), by_window.mean(1)
+        count = len(means)
         return Summary(
             positions=kl.numel(),
             perplexity=self.nll[pick].double().mean().exp().item(),
             reference_perplexity=self.reference_nll[pick].double().mean().exp().item(),
             kl=kl.mean().item(),
+            kl_stderr=means.std().item() / math.sqrt(count) if count > 1 else None,
             kl_p99=_percentile(kl, 0.99),
             kl_p999=_percentile(kl, 0.999),
+            kl_above=(kl > LARGE_KL).double().mean().item(),
             top1=self.same_top[pick].double().mean().item(),
         )
 

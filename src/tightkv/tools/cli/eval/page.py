@@ -1,0 +1,164 @@
+"""The page of `tightkv eval --report`: models, caches and rivals beside the noise floor."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tightkv.files.atomic import check_folder, whole_file
+from tightkv.tools.cli.shared.output import check_plot, or_dash, save_plot
+from tightkv.tools.rows import versions
+
+FLOOR = "k16v16"  # nothing is quantized, but sums are taken in another order
+_FLOORS = (FLOOR, "again")  # "again": vLLM's own cache with other chunks
+_FIGURES = ("positions", "kl", "kl_stderr", "kl_p999", "kl_above", "top1", "perplexity_increase")
+_NOTES = """\
+KL in nats per token to the uncompressed cache on the same tokens, ± its standard error over
+windows; "above 0.1" is the share of positions with a larger KL. The **noise floor** is the same
+model with a cache that quantizes nothing but takes sums in another order: a smaller difference says
+nothing. Bytes per token are those of a further token in a long context, over all layers; exact
+newest tokens and sinks add a constant per sequence. Compare rows of one table: other tables have
+other windows or engines. Texts are teacher-forced; tasks at depth are free-running."""
+
+Row = dict[str, Any]
+
+
+def check(folder: str) -> None:
+    """Raise now what `write` would raise after the work is done."""
+    check_folder(Path(folder))
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    check_plot(Path(folder) / "report.svg")
+
+
+def read(path: str) -> list[Row]:
+    """The rows of a file, all of kinds that the page shows."""
+    rows = []
+    for number, line in enumerate(Path(path).read_text("utf-8").splitlines(), 1):
+        row = json.loads(line)
+        if not _is_task(row) and _entry(row) is None:
+            raise ValueError(
+                f"line {number} of {path!r} has kind {row.get('kind')!r}; --rows takes eval, "
+                "vllm-quality and depth, and rows of compare_caches.py"
+            )
+        rows.append(row)
+    return rows
+
+
+def write(folder: str, rows: Sequence[Row]) -> None:
+    """report.md, report.json and report.svg; of two rows of one cache the later one counts."""
+    found = {(e["model"], e["source"], e["cache"]): e for row in rows if (e := _entry(row))}
+    tables: dict[tuple[str, str], list[Row]] = {}
+    for (model, source, _), entry in found.items():
+        tables.setdefault((model, source), []).append(entry)
+    for own in tables.values():
+        own.sort(key=lambda e: (not e["floor"], -(e["bytes_per_token"] or 0), e["kl"]))
+    tasks = [row for row in rows if _is_task(row)]
+    parts = ["# Quality of compressed KV caches", "", "![KL against bytes per token](report.svg)"]
+    worst = sorted(tables, key=lambda key: -max(e["kl"] for e in tables[key]))
+    for key in worst:
+        parts += ["", f"## {key[0]}, {key[1]}", "", *_quality(tables[key])]
+    if tasks:
+        parts += ["", "## Tasks at depth", "", *_tasks(tasks)]
+    data = {"schema": 1, **versions(), "caches": list(found.values()), "tasks": tasks}
+    for name, text in (
+        ("report.md", "\n".join([*parts, "", _NOTES, ""])),
+        ("report.json", json.dumps(data, indent=1, allow_nan=False) + "\n"),
+    ):
+        with whole_file(Path(folder) / name) as file:
+            file.write_text(text, encoding="utf-8")
+    _draw(Path(folder) / "report.svg", tables)
+
+
+def _is_task(row: Row) -> bool:
+    return row.get("kind") == "depth"
+
+
+def _entry(row: Row) -> Row | None:
+    """What the page shows of a row about KL; None for another row."""
+    size, model, dtype = row.get("bytes_per_token"), row.get("model"), row.get("dtype")
+    if isinstance(model, dict):
+        model, dtype = model["name"], model["dtype"]
+    kind, quality = row.get("kind"), row
+    if kind == "eval":
+        cache, source, quality = row["name"], "transformers", row["quality"]
+    elif kind == "vllm-quality":
+        cache, source = row["cache"], "vLLM"
+    elif "package" in row and "kl" in row:  # compare_caches.py
+        cache, source = row["cache"].removeprefix("tightkv "), "caches of transformers"
+    else:
+        return None
+    if quality is None or cache == "dynamic":
+        return None
+    found = {name: quality.get(name) for name in _FIGURES}
+    place = {"model": model, "source": f"{source}, {dtype}", "cache": cache}
+    return {**place, "floor": cache in _FLOORS, "bytes_per_token": size, **found}
+
+
+def _quality(entries: Sequence[Row]) -> list[str]:
+    heads = ("cache", "bytes/token", "KL", "KL p99.9", "above 0.1", "top-1", "perplexity")
+    lines = []
+    for e in entries:
+        error = "" if e["kl_stderr"] is None else f" ± {e['kl_stderr']:.5f}"
+        lines.append(
+            (
+                f"noise floor ({e['cache']})" if e["floor"] else e["cache"],
+                or_dash(e["bytes_per_token"], "{:,.0f}"),
+                f"{e['kl']:.5f}{error}",
+                or_dash(e["kl_p999"], "{:.4f}"),
+                or_dash(e["kl_above"], "{:.2%}"),
+                f"{e['top1']:.2%}",
+                or_dash(e["perplexity_increase"], "{:+.2%}"),
+            )
+        )
+    return _markdown(heads, lines)
+
+
+def _tasks(rows: Sequence[Row]) -> list[str]:
+    heads = ("model", "task", "cache", "answers", "score", "reference", "difference", "95%", "p")
+    lines = []
+    for row in rows:
+        error = "" if row["difference_stderr"] is None else f" ± {row['difference_stderr']:.1%}"
+        depth = "" if row["depth"] is None else f" at {row['depth']:,}"
+        low, high = row["interval"]
+        lines.append(
+            (
+                row["model"],
+                row["family"] + depth,
+                row["cache"],
+                f"{row['answers']:,}",
+                f"{row['score']:.1%}",
+                f"{row['reference']:.1%}",
+                f"{row['difference']:+.1%}{error}",
+                f"{low:+.1%} to {high:+.1%}",
+                f"{row['p']:.3f}",
+            )
+        )
+    return _markdown(heads, lines)
+
+
+def _markdown(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *lines)]
+
+
+def _draw(path: Path, tables: dict[tuple[str, str], list[Row]]) -> None:
+    """A panel per model: KL against bytes per token, floors as lines."""
+    models = list(dict.fromkeys(model for model, _ in tables))
+    with save_plot(path, width=5.4 * len(models), height=4.2) as figure:
+        panels = figure.subplots(1, len(models), squeeze=False).flat
+        for axes, model in zip(panels, models, strict=True):
+            for i, (key, entries) in enumerate(tables.items()):
+                color = f"C{i}"
+                for e in entries if key[0] == model else ():
+                    if e["floor"]:
+                        axes.axhline(max(e["kl"], 1e-9), color=color, linestyle="--")
+                    elif e["bytes_per_token"] and e["kl"] > 0:
+                        at = e["bytes_per_token"], e["kl"]
+                        axes.errorbar(*at, yerr=e["kl_stderr"], fmt="o", color=color)
+                        place = {"xytext": (6, 3), "textcoords": "offset points", "fontsize": 8}
+                        axes.annotate(e["cache"], at, color=color, **place)
+                if key[0] == model:
+                    axes.plot([], [], "o", color=color, label=key[1])
+            axes.set(title=model, xlabel="bytes per token", ylabel="KL (dashed: noise floor)")
+            axes.set_yscale("log")
+            axes.margins(x=0.2)
+            axes.legend()
