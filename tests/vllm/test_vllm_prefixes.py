@@ -351,6 +351,35 @@ def test_a_window_of_tokens_is_computed_again_whole() -> None:
         assert taken == max(0, newest + 1 - 2 * PAGE) // PAGE * PAGE
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+def test_prefixes_end_before_the_window_of_every_layer(
+    stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers of 16 bits have windows of pages beside those of 8 bits, which begin earlier."""
+    from tightkv.integrations.vllm.prefix import cache_format
+    from tightkv.pages.layout import page_layout
+
+    cfg = KVQuantConfig(page_size=PAGE, exact_pages=2, window_bits=8)
+    plain = cfg.replace(key_bits=16, value_bits=16, window_bits=16)
+    impls = {
+        f"layers.{number}.attn": SimpleNamespace(
+            layout=page_layout(own, 1, 64, torch.float16),
+            limits=SimpleNamespace(rows=8),
+            kernels=SimpleNamespace(NAME="cpu"),
+            centers=None,
+            key_scale=None,
+        )
+        for number, own in enumerate((plain, cfg))
+    }
+    monkeypatch.setattr(cache_format, "_impls", lambda names: {n: impls[n] for n in names})
+    names = list(impls)
+    ranks: list[Any] = [names] if stages == 1 else [[name] for name in names]
+    found = cache_format.joined([cache_format.format_of(rank) for rank in ranks])
+    assert found is not None
+    assert found.reusable_tokens(4 * PAGE) == 2 * PAGE
+    assert found.reusable_tokens(4 * PAGE - 2) == PAGE
+
+
 def load_of(store: Store, count: int, sizes: tuple[int, ...], local: int, rows: int = 8) -> int:
     from vllm import SamplingParams
     from vllm.v1.request import Request

@@ -27,7 +27,7 @@ class CacheFormat:
     page_size: int
     exact_pages: int
     window_step: int
-    """Tokens by which the exact window moves on."""
+    """Tokens by which the exact window moves on, in the layer where it begins first."""
     rows: int
     """Sequences that can have an exact ring at a time."""
     bytes_per_token: float
@@ -91,7 +91,7 @@ def format_of(vllm_config: Any) -> CacheFormat | None:
         name="+".join(sorted({layout.cfg.name for layout in layouts})),
         page_size=first.layout.page_size,
         exact_pages=0 if latent else first.layout.cfg.exact_pages,
-        window_step=window_step(first.layout.cfg),
+        window_step=min(window_step(layout.cfg) for layout in layouts),
         rows=0 if latent else first.limits.rows,
         bytes_per_token=size.bytes_per_token,
         plain_bytes_per_token=size.bf16_bytes_per_token,
@@ -107,6 +107,7 @@ def joined(formats: Sequence[CacheFormat | None]) -> CacheFormat | None:
     return replace(
         known[0],
         fingerprint=_digest([None if one is None else one.fingerprint for one in formats]),
+        window_step=min(one.window_step for one in known),
         rows=min(one.rows for one in known),
         bytes_per_token=sum(one.bytes_per_token for one in known),
         plain_bytes_per_token=sum(one.plain_bytes_per_token for one in known),
