@@ -110,7 +110,8 @@ static void round_of(const int64_t *spec, int64_t count, int kind, int *accepted
     a.spec = TENSOR(INT64, count);
     memcpy(a.spec.data, spec, (size_t)count * 8);
     a.pages = TENSOR(UINT8, batch, draw(4) ? read : full, heads, spec[5]);
-    a.ring = TENSOR(ring, 2, batch, spec[10], heads, dim);
+    a.ring = draw(2) ? TENSOR(ring, 2, batch, spec[10], heads, dim)
+                     : TENSOR(UINT8, batch, spec[10], heads, dim * 5 / 2 + 4); /* codes */
     a.sinks = TENSOR(ring, 2, batch, spec[11], heads, dim);
     a.state = TENSOR(INT64, batch, STATE_WORDS);
     a.feedback = spec[13] >= 8 || draw(2) ? none

@@ -118,6 +118,9 @@ def test_shapes(heads, group, dim):
         {"sinks": 0},
         {"exact_pages": 3},
         {"page_size": 64, "key_scale": "corrected", "value_scale": "norm"},
+        {"window_bits": 8},
+        {"window_bits": 8, "rotation": "haar", "sinks": 0, "exact_pages": 2},
+        {"window_bits": 8, "page_size": 64, "mean_bits": 8, "key_bits": 2, "value_bits": 3},
     ],
     ids=str,
 )

@@ -16,7 +16,7 @@ from tightkv.config import KVQuantConfig
 from tightkv.export import OperatorError, StaticKV, operator_library
 from tightkv.export.operator import add_kernels
 from tightkv.paged.attention import attend
-from tightkv.pages.layout import RING_SLACK, PageLayout
+from tightkv.pages.layout import RING_SLACK, PageLayout, window_step
 
 try:
     operator_library()
@@ -128,21 +128,23 @@ def host_step(state, start, count, pads=None, cfg=SMALL, max_tokens=512):
     params = StepParams(
         *pointers, *[x.data_ptr() for x in numbers], refused.data_ptr(), count, batch, max_tokens,
         layout.page_size, cfg.exact_pages, layout.ring_tokens, cfg.sinks, RING_SLACK, 0,
+        window_step(cfg),
     )  # fmt: skip
     cuda_on_host.static_step_module().launch("static_step", (1, 1, 1), 64, params)
     return [x.tolist() for x in numbers], bool(refused)
 
 
 @pytest.mark.skipif(cuda_on_host.COMPILER is None, reason="no g++")
-def test_counters_are_those_of_the_cpu():
-    pads = torch.tensor([0, 9, 80])
-    static = StaticKV(PageLayout(SMALL, 2, 64), 512, batch=3)
+@pytest.mark.parametrize("window_bits", [8, 16])
+def test_counters_are_those_of_the_cpu(window_bits):
+    pads, cfg = torch.tensor([0, 9, 80]), SMALL.replace(window_bits=window_bits)
+    static = StaticKV(PageLayout(cfg, 2, 64), 512, batch=3)
     state = torch.zeros(3, 5, dtype=torch.int64)
     for start, count in ((0, 70), (70, 1), (71, 17), (88, 90), (130, 3), (20, 1), (21, 33), (0, 5)):
         tokens = [torch.randn(3, heads, count, 64) for heads in (2, 2, 2)]
         before = static.state[:, 1].clone()
         static(*tokens, torch.arange(start, start + count), left_pad=pads)
-        numbers, refused = host_step(state, start, count, pads)
+        numbers, refused = host_step(state, start, count, pads, cfg)
         assert torch.equal(state, static.state) and not refused
         length, valid, read, sinks, pad = static.state.T.tolist()
         assert numbers[:4] == [length, pad, read, sinks]
@@ -250,13 +252,15 @@ class OnHost:
 
 
 @pytest.mark.skipif(cuda_on_host.COMPILER is None, reason="no g++")
-def test_programs_of_windows_and_soft_caps(monkeypatch):
+@pytest.mark.parametrize("window_bits", [8, pytest.param(16, marks=pytest.mark.thorough)])
+def test_programs_of_windows_and_soft_caps(monkeypatch, window_bits):
     """Over pages, and a window that the ring holds; prompts with padding, and rewinds."""
-    cache = OnHost(monkeypatch, SMALL, 60, (0,))
+    cache = OnHost(monkeypatch, SMALL.replace(window_bits=window_bits), 60, (0,))
     for start, count in ((0, 100), (40, 9)):
         cache.check(start, count)
     assert cache.own["pages"].numel() > 0
-    cache = OnHost(monkeypatch, KVQuantConfig(page_size=32, exact_pages=2, sinks=0), 20, (0, 35))
+    cfg = KVQuantConfig(page_size=32, exact_pages=2, sinks=0, window_bits=window_bits)
+    cache = OnHost(monkeypatch, cfg, 20, (0, 35))
     for start, count in ((0, 40), (40, 32), (72, 32), (104, 9), (100, 9)):
         cache.check(start, count)
     assert cache.own["pages"].numel() == 0
@@ -340,7 +344,8 @@ class Pair:
 @pytest.mark.parametrize("preset", ["k4v4", "k8v8", "k2v2"])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_gpu_cache_is_the_paged_cache(preset, rows):
-    cfg = KVQuantConfig.preset(preset, page_size=32, exact_pages=1, sinks=2)
+    bits = 8 if preset == "k2v2" else 16
+    cfg = KVQuantConfig.preset(preset, page_size=32, exact_pages=1, sinks=2, window_bits=bits)
     pair = Pair(cfg, rows=rows)
     for count in (70, 1, 1, 17, 32, 1, 5) + ((40, 1) if rows == 1 else ()):
         pair.check(count)

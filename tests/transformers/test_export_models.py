@@ -70,11 +70,12 @@ def test_other_presets_and_bf16(preset):
     assert pages.any(-1).any(-1).sum() == (100 + 149) // 64
 
 
-def test_pages_of_an_exported_model_are_those_of_the_tight_cache():
+@pytest.mark.parametrize("window_bits", [8, 16])
+def test_pages_of_an_exported_model_are_those_of_the_tight_cache(window_bits):
     """Protected layers, error feedback and all: the bytes that TightCache stores."""
-    model = tiny("qwen2")
-    static = ExportableModel(model, "k3v2", max_tokens=512)
-    ids, cache = prompt(1, 300), TightCache("k3v2", model, eager=True)
+    model, quant = tiny("qwen2"), {"preset": "k3v2", "window_bits": window_bits}
+    static = ExportableModel(model, quant, max_tokens=512)
+    ids, cache = prompt(1, 300), TightCache(quant, model, eager=True)
     with torch.no_grad():
         static(ids, torch.arange(300))
         model(ids, past_key_values=cache)

@@ -457,7 +457,10 @@ void check_operands(const Arguments &given, const static_args &x, const KernelSe
     expect("value", x.value, dtype, {s.batch, s.heads, tokens, s.dim});
     expect("position", x.position, INT64, {tokens});
     expect("pages", x.pages, UINT8, {s.batch, s.pages, s.heads, s.record_bytes});
-    expect("ring", x.ring, dtype, {2, s.batch, s.ring, s.heads, s.dim});
+    if (s.ring_codes)
+        expect("ring", x.ring, UINT8, {s.batch, s.ring, s.heads, s.dim * 5 / 2 + 4});
+    else
+        expect("ring", x.ring, dtype, {2, s.batch, s.ring, s.heads, s.dim});
     expect("sinks", x.sinks, dtype, {2, s.batch, s.sinks, s.heads, s.dim});
     expect("state", x.state, INT64, {s.batch, STATE_WORDS});
     if (x.left_pad.rank >= 0)

@@ -50,7 +50,8 @@ class KernelSet:
         """The set as the operator reads it, without its key."""
         shape, layout = self.shape, self.shape.layout
         data = _Writer()
-        data.numbers(*self.arch, int(layout.dtype == torch.bfloat16), shape.batch)
+        codes = layout.cfg.window_bits == 8
+        data.numbers(*self.arch, (layout.dtype == torch.bfloat16) | codes << 1, shape.batch)
         data.numbers(shape.query_heads, layout.num_kv_heads, layout.head_dim, layout.ring_tokens)
         data.numbers(layout.cfg.sinks, shape.pages, layout.record_bytes, shape.max_tokens)
         data.numbers(int(shape.feedback), shape.window or 0)

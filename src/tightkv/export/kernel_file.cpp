@@ -95,6 +95,7 @@ std::shared_ptr<const KernelSet> read_set(const std::string &data)
                            &s.ring, &s.sinks, &s.pages, &s.record_bytes, &s.max_tokens, &s.feedback,
                            &s.window})
         *field = r.number();
+    s.ring_codes = s.bf16 & 2, s.bf16 &= 1;
     const int64_t softcap = r.number(INT64_MIN, INT64_MAX);
     std::memcpy(&s.softcap, &softcap, sizeof softcap);
     s.cubins = r.blocks(), s.constants = r.blocks();

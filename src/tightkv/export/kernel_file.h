@@ -39,6 +39,7 @@ struct Program {
 struct KernelSet {
     int64_t major, minor, bf16, batch, query_heads, heads, dim, ring, sinks, pages, record_bytes;
     int64_t max_tokens, feedback, window;  // window 0: none
+    bool ring_codes;
     double softcap;                        // 0: none
     std::vector<std::string> cubins, constants;
     std::vector<Program> programs;

@@ -2,7 +2,6 @@
 
 import ctypes
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,13 +9,14 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from tightkv.export.ring import RingParts, new_ring, ring_parts
 from tightkv.kernels.cuda import backend
 from tightkv.kernels.cuda.driver import Launch, recording
 from tightkv.kernels.cuda.params import StepParams
 from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.view import CacheView
 from tightkv.pages.codec import Codec
-from tightkv.pages.layout import RING_SLACK, PageLayout
+from tightkv.pages.layout import RING_SLACK, PageLayout, page_layout, window_step
 
 OPERANDS = (
     "query", "key", "value", "position", "left_pad", "feedback", "pages", "ring", "sinks",
@@ -99,7 +99,7 @@ class Recorder:
         heads, dim = layout.num_kv_heads, layout.head_dim
         self.operands = {
             "pages": layout.new_pages(1, device),  # its address and the size of a page count
-            "ring": self._empty(2, batch, layout.ring_tokens, heads, dim),
+            "ring": new_ring(layout, batch, device),
             "sinks": self._empty(2, batch, layout.cfg.sinks, heads, dim),
             "state": self._empty(batch, 5, dtype=torch.int64),
             "refused": self._empty(1, dtype=torch.int32),
@@ -137,9 +137,9 @@ class Recorder:
         shape, layout, x = self.shape, self.shape.layout, self.operands
         cfg, window = layout.cfg, shape.window if shape.in_ring else None
         sizes = (cfg.exact_pages, layout.ring_tokens, cfg.sinks, RING_SLACK, window or 0)
-        self._counters(numbers, tokens, shape.batch, sizes)
+        self._counters(numbers, tokens, shape.batch, (*sizes, window_step(cfg)))
         *_, ring_valid_from, cu_seqlens = numbers
-        view = self._view(numbers, shape.batch, list(x["ring"]))
+        view = self._view(numbers, shape.batch, ring_parts(layout, x["ring"]))
         view = dataclasses.replace(view, overlaps_append=True, feedback=x.get("feedback"))
         backend.append(
             self.codec,
@@ -152,15 +152,18 @@ class Recorder:
             encode_partial_page=False,
         )
         if attends:
-            self._attend(view, cu_seqlens, tokens)
+            self._attend(self.codec, view, cu_seqlens, tokens)
 
     def _attend_new(self, numbers: list[Tensor], tokens: int) -> None:
         """Record attention over new tokens alone: they are the ring of a cache without pages."""
-        shape, x = self.shape, self.operands
+        shape, layout, x = self.shape, self.shape.layout, self.operands
         most = shape.max_tokens
-        self._counters(numbers, tokens, 1, (most, most, 0, RING_SLACK, 0))
-        ring = [x[name][:1].expand(1, most, -1, -1) for name in ("key", "value")]
-        self._attend(self._view(numbers, 1, ring), numbers[-1], tokens)
+        self._counters(numbers, tokens, 1, (most, most, 0, RING_SLACK, 0, layout.page_size))
+        key, value = (x[name][:1].expand(1, most, -1, -1) for name in ("key", "value"))
+        exact = page_layout(
+            layout.cfg.replace(window_bits=16), layout.num_kv_heads, layout.head_dim, layout.dtype
+        )
+        self._attend(Codec(exact), self._view(numbers, 1, (key, value, None)), numbers[-1], tokens)
 
     def _counters(
         self, numbers: list[Tensor], tokens: int, batch: int, sizes: tuple[int, ...]
@@ -171,7 +174,7 @@ class Recorder:
         layer = (batch, shape.max_tokens, shape.layout.page_size)
         backend.static_step(StepParams(*addresses, tokens, *layer, *sizes), self.device)
 
-    def _view(self, numbers: list[Tensor], batch: int, ring: Sequence[Tensor]) -> CacheView:
+    def _view(self, numbers: list[Tensor], batch: int, ring: RingParts) -> CacheView:
         lengths, left_pad, ring_read_from, sink_counts, *_ = numbers
         sinks = self.operands["sinks"]
         return CacheView(
@@ -184,16 +187,17 @@ class Recorder:
             ring_rows=self.rows[:batch],
             ring_key=ring[0],
             ring_value=ring[1],
+            ring_scales=ring[2],
             sink_key=sinks[0],
             sink_value=sinks[1],
         )
 
-    def _attend(self, view: CacheView, cu_seqlens: Tensor, tokens: int) -> None:
+    def _attend(self, codec: Codec, view: CacheView, cu_seqlens: Tensor, tokens: int) -> None:
         shape, x = self.shape, self.operands
         options = AttendOptions(
             max_queries=tokens, window=shape.window, softcap=shape.softcap, out=x["out"]
         )
-        backend.attend(self.codec, x["query"], view, cu_seqlens, options)
+        backend.attend(codec, x["query"], view, cu_seqlens, options)
 
     def _empty(self, *size: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(size, dtype=dtype or self.shape.layout.dtype, device=self.device)

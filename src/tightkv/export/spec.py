@@ -23,8 +23,6 @@ def spec_of(layout: PageLayout, max_tokens: int) -> Tensor:
     """int64 [words], for a cache of at most `max_tokens` tokens per row."""
     if reason := unsupported_codec(layout):
         raise ValueError(f"{layout.cfg.name} cannot be exported: {reason}")
-    if layout.cfg.window_bits == 8:
-        raise ValueError("window_bits=8 cannot be exported; set it to 16")
     if layout.cfg.check_finite:
         raise ValueError("check_finite=True cannot be exported; set it to False")
     codec, layer = Codec(layout), library.describe(layout)

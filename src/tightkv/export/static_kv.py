@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tightkv.config import KVQuantConfig
 from tightkv.export.operator import load_operator
+from tightkv.export.ring import new_ring
 from tightkv.export.spec import spec_of
 from tightkv.kernels.check import check_feedback, check_options
 from tightkv.math.feedback import packed_factors
@@ -23,12 +24,13 @@ class StaticKV(nn.Module):
 
     Nothing changes its size, so `torch.export` and `torch.compile` see one operator on fixed
     buffers. Pages have the bytes of `PagedKV`, but there are none for the last of `max_tokens`
-    tokens, which never leave the ring. Exact tokens are kept in the layout's dtype.
+    tokens, which never leave the ring. Exact tokens are kept in the layout's dtype, or in the
+    codes of `window_bits=8`.
     """
 
     spec: Tensor  # int64: spec.py
     pages: Tensor  # uint8 [B, pages, Hkv, record_bytes]
-    ring: Tensor  # [2, B, ring, Hkv, D]: keys, values
+    ring: Tensor  # ring.py
     sinks: Tensor  # [2, B, sinks, Hkv, D]
     state: Tensor  # int64 [B, 5]: length, ring_valid_from, ring_read_from, sink_count, left_pad
     feedback: Tensor | None  # float32 [Hkv, D * (D + 1) / 2]: packed_factors; [Hkv, D, D] on a GPU
@@ -98,7 +100,7 @@ class StaticKV(nn.Module):
         # Buffers of the tokens, not of the model:
         tokens = {
             "pages": pages.view(batch, count, *pages.shape[1:]),
-            "ring": exact.new_zeros(2, batch, layout.ring_tokens, heads, dim),
+            "ring": new_ring(layout, batch, device),
             "sinks": exact.new_zeros(2, batch, layout.cfg.sinks, heads, dim),
             "state": torch.zeros(batch, _STATE_WORDS, dtype=torch.int64, device=device),
         }
@@ -157,7 +159,7 @@ class StaticKV(nn.Module):
 
         `options` are the constructor's.
         """
-        cfg = KVQuantConfig(page_size=32, sinks=0)
+        cfg = KVQuantConfig(page_size=32, sinks=0, window_bits=16)
         cfg = cfg.replace(exact_pages=1 + -(-(window - 1) // cfg.page_size))
         layout = page_layout(cfg, num_kv_heads, head_dim, dtype)
         return cls(layout, max_tokens, window=window, **options)

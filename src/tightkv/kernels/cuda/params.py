@@ -61,5 +61,5 @@ class StepParams(ctypes.Structure):
         _fields(ctypes.c_void_p, "position new_left_pad state lengths left_pad ring_read_from")
         + _fields(ctypes.c_void_p, "sink_counts ring_valid_from cu_seqlens refused")
         + _fields(ctypes.c_int, "count batch max_tokens page_size exact_pages ring sinks")
-        + _fields(ctypes.c_int, "ring_slack ring_window")
+        + _fields(ctypes.c_int, "ring_slack ring_window window_step")
     )

@@ -148,6 +148,26 @@ static int64_t pages_of(const struct static_args *a, const struct spec *s)
     return ring_alone(a, s) ? 0 : least(most(given, read_pages(s)), whole_pages(s));
 }
 
+static int ring_has_codes(const struct static_args *a) { return a->ring.dtype == UINT8; }
+
+/* New tokens are kept in the dtype of the sinks, or as codes of what that holds. */
+static int check_exact(const struct refusal *r, const struct static_args *a, const struct spec *s,
+                       int64_t batch)
+{
+    const int64_t heads = s->layer.heads, dim = s->layer.dim;
+    if (ring_has_codes(a)
+            ? EXPECT(r, "ring", &a->ring, UINT8, batch, s->ring, heads, dim * 5 / 2 + 4)
+            : EXPECT(r, "ring", &a->ring, ANY, 2, batch, s->ring, heads, dim))
+        return -1;
+    if (EXPECT(r, "sinks", &a->sinks, ring_has_codes(a) ? ANY : a->ring.dtype, 2, batch, s->sinks,
+               heads, dim) ||
+        expect_packed(r, "ring", &a->ring) || expect_packed(r, "sinks", &a->sinks))
+        return -1;
+    if ((uintptr_t)a->ring.data % 2) /* its scales are float16 */
+        return refuse(r, "ring lies at an odd address");
+    return 0;
+}
+
 static int check_operands(const struct refusal *r, const struct static_args *a, struct spec *s)
 {
     const struct operand *q = &a->query;
@@ -156,6 +176,7 @@ static int check_operands(const struct refusal *r, const struct static_args *a, 
         return -1;
     const int64_t batch = q->size[0], heads = s->layer.heads, tokens = q->size[2];
     const int64_t dim = s->layer.dim, pages = pages_of(a, s);
+    s->window_step = ring_has_codes(a) ? 1 : s->layer.page_size;
     if (batch < 1 || batch > INT32_MAX / most(pages, 1))
         return refuse(r, "query has %lld rows; allowed: 1 to %lld", (long long)batch,
                       (long long)(INT32_MAX / most(pages, 1)));
@@ -170,10 +191,7 @@ static int check_operands(const struct refusal *r, const struct static_args *a, 
         expect_packed(r, "position", &a->position) ||
         EXPECT(r, "pages", &a->pages, UINT8, batch, pages, heads, s->layer.record_bytes) ||
         expect_packed(r, "pages", &a->pages) ||
-        EXPECT(r, "ring", &a->ring, ANY, 2, batch, s->ring, heads, dim) ||
-        expect_packed(r, "ring", &a->ring) ||
-        EXPECT(r, "sinks", &a->sinks, a->ring.dtype, 2, batch, s->sinks, heads, dim) ||
-        expect_packed(r, "sinks", &a->sinks) ||
+        check_exact(r, a, s, batch) ||
         EXPECT(r, "state", &a->state, INT64, batch, STATE_WORDS) ||
         expect_packed(r, "state", &a->state) ||
         EXPECT(r, "out", &a->out, q->dtype, batch, tokens, q->size[1], dim) ||
@@ -205,7 +223,7 @@ struct step {
     const struct static_args *args;
     struct spec spec;
     int64_t batch, count, start; /* new tokens of each row, the position of the first */
-    struct operand key, value;   /* new tokens in the ring's dtype */
+    struct operand key, value;   /* new tokens in the sinks' dtype */
     struct row *rows;
     int32_t *numbers, *table, *lengths, *left_pad, *ring_read_from, *sink_counts, *exact;
     int32_t *ids; /* [batch + 1]: row numbers; where rows of one token begin */
@@ -225,11 +243,11 @@ static int check_row(const struct refusal *r, const struct spec *s, const struct
                   (long long)row->ring, (long long)row->sinks, (long long)row->start);
 }
 
-/* The window of token `at`: its page and the ones before. */
+/* The window of token `at`: its page and the ones before, or as many tokens up to it. */
 static void set_window(const struct spec *s, struct row *row, int64_t at)
 {
-    const int64_t page = at / s->layer.page_size;
-    row->ring = most(row->exact, (page - s->exact_pages + 1) * s->layer.page_size);
+    const int64_t end = (at / s->window_step + 1) * s->window_step;
+    row->ring = most(row->exact, end - s->exact_pages * s->layer.page_size);
 }
 
 static void crop(const struct spec *s, struct row *row, int64_t length)
@@ -337,11 +355,11 @@ static int allocate(const struct refusal *r, struct step *s)
     return 0;
 }
 
-/* New tokens as they are kept: in the ring's dtype, its largest number where they are beyond it. */
+/* New tokens as they are kept: in the sinks' dtype, its largest number where they are beyond it. */
 static int round_tokens(const struct refusal *r, const struct step *s, const struct operand *x,
                         struct operand *to)
 {
-    const int64_t heads = x->size[1], dim = x->size[3], dtype = s->args->ring.dtype;
+    const int64_t heads = x->size[1], dim = x->size[3], dtype = s->args->sinks.dtype;
     const float top = dtype == FLOAT16 ? 65504.0f : 0x1.fep127f; /* the largest bfloat16 */
     *to = *x;
     if (x->dtype == dtype)
@@ -388,19 +406,22 @@ static void set_numbers(const struct step *s)
 static struct view view_of(const struct step *s, int64_t b, int64_t rows)
 {
     const struct layer *layer = &s->spec.layer;
-    const int64_t token = layer->heads * layer->dim * item_size(s->args->ring.dtype);
-    const int64_t pages = pages_of(s->args, &s->spec);
+    const int64_t numbers = layer->heads * layer->dim, codes = ring_has_codes(s->args);
+    const int64_t token = numbers * item_size(s->args->sinks.dtype);
+    const int64_t pages = pages_of(s->args, &s->spec), slots = s->batch * s->spec.ring;
     uint8_t *ring = s->args->ring.data, *sinks = s->args->sinks.data;
+    uint8_t *values = ring + slots * (codes ? numbers * 3 / 2 : token);
     return (struct view){
         .batch = rows, .pages = pages ? s->args->pages.data : NULL,
         .page_bytes = layer->heads * layer->record_bytes,
         .block_table = s->table + b * table_stride(s), .block_stride = table_stride(s),
         .lengths = s->lengths + b, .left_pad = s->left_pad + b, .ring_read_from = s->ring_read_from + b,
         .sink_counts = s->sink_counts + b, .ring_rows = s->ids + b,
-        .ring_key = ring, .ring_value = ring + s->batch * s->spec.ring * token,
+        .ring_key = ring, .ring_value = values,
         .sink_key = sinks,
         .sink_value = s->spec.sinks ? sinks + s->batch * s->spec.sinks * token : sinks,
-        .ring = s->spec.ring, .sinks = s->spec.sinks, .dtype = s->args->ring.dtype,
+        .ring = s->spec.ring, .sinks = s->spec.sinks, .dtype = s->args->sinks.dtype,
+        .ring_scales = codes ? (uint16_t *)(values + slots * numbers) : NULL,
     };
 }
 

@@ -31,8 +31,10 @@ struct static_args {
     struct operand feedback;  /* float32 [heads, dim, dim], or packed [heads, dim (dim + 1) / 2] */
     struct operand pages;     /* uint8 [batch, pages, heads, record bytes]: pages that are read, or
                                  all of max_tokens; 0 where the ring holds the window */
-    struct operand ring;      /* [key and value, batch, ring, heads, dim], any float dtype */
-    struct operand sinks;     /* [key and value, batch, sinks, heads, dim], dtype of the ring */
+    struct operand ring;      /* [key and value, batch, ring, heads, dim], dtype of the sinks; of
+                                 codes: uint8 [batch, ring, heads, dim * 5 / 2 + 4], whose bytes are
+                                 those of all keys, then all values, then all scales */
+    struct operand sinks;     /* [key and value, batch, sinks, heads, dim], any float dtype */
     struct operand state;     /* int64 [batch, STATE_WORDS] */
     struct operand out;       /* [batch, tokens, query heads, dim], dtype of the query */
     double scale, softcap;    /* softcap 0: none */
@@ -48,6 +50,7 @@ PUBLIC int tightkv_static_attention(const struct static_args *args, char *why, s
 struct spec {
     struct layer layer;
     int64_t exact_pages, ring, sinks, max_tokens;
+    int64_t window_step; /* tokens by which the exact window moves on */
 };
 
 struct refusal {

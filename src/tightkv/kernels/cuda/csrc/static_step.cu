@@ -13,6 +13,7 @@ struct StepParams {
     int *refused;                              // set where a step is refused
     int count, batch, max_tokens, page_size, exact_pages, ring, sinks, ring_slack;
     int ring_window;  // the sliding window of a layer without pages, or 0
+    int window_step;  // tokens by which the exact window moves on
 };
 
 struct Row {
@@ -22,10 +23,10 @@ struct Row {
 __device__ __forceinline__ long long least(long long a, long long b) { return a < b ? a : b; }
 __device__ __forceinline__ long long most(long long a, long long b) { return a > b ? a : b; }
 
-// The window of token `at`: its page and the ones before.
+// The window of token `at`: its page and the ones before, or as many tokens up to it.
 __device__ void set_window(const StepParams &a, Row &row, long long at) {
-    const long long page = at >= 0 ? at / a.page_size : -1;
-    row.ring = most(row.exact, (page - a.exact_pages + 1) * a.page_size);
+    const long long end = at >= 0 ? (at / a.window_step + 1) * a.window_step : 0;
+    row.ring = most(row.exact, end - (long long)a.exact_pages * a.page_size);
 }
 
 __device__ bool is_valid(const StepParams &a, const Row &row) {
