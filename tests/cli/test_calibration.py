@@ -545,7 +545,7 @@ def test_doctor_reads_it_instead_of_measuring_layers(folder_and_file, capsys, mo
     def refuse(*args, **options):
         raise AssertionError("the doctor measured layers")
 
-    monkeypatch.setattr("tightkv.tools.eval.layer_bits.doctor.record", refuse)
+    monkeypatch.setattr("tightkv.tools.eval.layer_bits.sensitivity.record", refuse)
     words = ["doctor", str(folder), "--text", str(text), "--window", "500", "--windows", "1"]
     assert main([*words, "--calibration", str(out), "--budget", "1.0", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)

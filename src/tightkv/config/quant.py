@@ -11,15 +11,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from tightkv.config.aliases import ALIASES, SWITCH, WINDOW, pages_of
+from tightkv.config import sources
 from tightkv.config.fields import DEFAULTS, ConfigFields, one_of, unknown_name
-from tightkv.config.sources import (
-    PRESET_OPTIONS,
-    PRESETS,
-    env_fields,
-    fields_of,
-    read_source,
-)
 
 # Bumped whenever the same config and input would give other stored bytes.
 FORMAT_VERSION = 2
@@ -62,28 +55,28 @@ class KVQuantConfig(ConfigFields):
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> KVQuantConfig:
         """The config of a plain mapping, which may have "preset", aliases or a "kv_quant" block."""
-        options = fields_of(options)
-        enabled, window = options.pop(SWITCH, True), options.pop(WINDOW, None)
+        options = sources.fields_of(options)
+        enabled, window = options.pop(sources.SWITCH, True), options.pop(sources.WINDOW, None)
         base: dict[str, Any] = {}
         if "preset" in options:
             name = options.pop("preset")
-            one_of("preset", name, PRESETS)
-            base = PRESET_OPTIONS[name]
+            one_of("preset", name, sources.PRESETS)
+            base = sources.PRESET_OPTIONS[name]
         for key in options:
             if key not in DEFAULTS:
-                allowed = (*DEFAULTS, "preset", *ALIASES)
+                allowed = (*DEFAULTS, "preset", *sources.ALIASES)
                 raise ValueError(unknown_name("config field", key, allowed))
         if isinstance(options.get("outlier_channels"), list):
             options["outlier_channels"] = tuple(options["outlier_channels"])
         config = cls(**{**base, **options})
         if window is not None:
-            config = config.replace(exact_pages=pages_of(window, config.page_size))
+            config = config.replace(exact_pages=sources.pages_of(window, config.page_size))
         return config if enabled else cls(key_bits=16, value_bits=16)
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> KVQuantConfig:
         """The config of TIGHTKV_PRESET, TIGHTKV_CONFIG (file or JSON), then TIGHTKV_<FIELD>."""
-        return cls.from_dict(env_fields(os.environ if env is None else env))
+        return cls.from_dict(sources.env_fields(os.environ if env is None else env))
 
     @classmethod
     def parse(
@@ -97,7 +90,7 @@ class KVQuantConfig(ConfigFields):
             return cls.from_env()
         if isinstance(source, KVQuantConfig):
             return source
-        return cls.from_dict(source if isinstance(source, Mapping) else read_source(source))
+        return cls.from_dict(source if isinstance(source, Mapping) else sources.read_source(source))
 
     # --- writing one ---
     def replace(self, **changes: Any) -> KVQuantConfig:
@@ -138,14 +131,8 @@ class KVQuantConfig(ConfigFields):
 @lru_cache(maxsize=256)
 def _of_one_layer(cfg: KVQuantConfig, bits: tuple[int, int] | None) -> KVQuantConfig:
     """`cfg` for one layer, with these bits if given; layers that are alike share one config."""
-    plain = cfg.replace(
-        protected_first=0,
-        protected_last=0,
-        layer_bits="",
-        protect_keys=True,
-        feedback="auto",
-        calibration="",
-    )
+    plain = cfg.replace(protected_first=0, protected_last=0, layer_bits="")
+    plain = plain.replace(protect_keys=True, feedback="auto", calibration="")
     if bits is None:
         return plain
     return plain.replace(

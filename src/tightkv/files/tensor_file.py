@@ -20,12 +20,7 @@ from torch import Tensor
 
 from tightkv.files.strict_json import Field, parse_json
 
-_FLOATS = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _DTYPES = {**_FLOATS, "U8": torch.uint8, "I8": torch.int8, "I64": torch.int64}
 _OURS = ("U8", "I8", "I64", "F16", "BF16", "F32")  # in files that tightkv writes
 _OUR_HEADER, _ANY_HEADER = 32 << 20, 100_000_000  # bytes of JSON; what safetensors accepts
@@ -93,11 +88,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Every tensor a folder would load, by name; none where it has no safetensors files."""
-    return {
-        name: tensor
-        for path in safetensors_files(folder)
-        for name, tensor in read_header(path).items()
-    }
+    headers = map(read_header, safetensors_files(folder))
+    return {name: tensor for header in headers for name, tensor in header.items()}
 
 
 def safetensors_files(folder: Path) -> list[Path]:

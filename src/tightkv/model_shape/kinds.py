@@ -9,18 +9,13 @@ from tightkv.model_shape.source import MOST_LAYERS, ModelConfig
 # Names in layer_types and layers_block_type. "hybrid": attention and a state side by side;
 # "indexed": attention with a sparse index, known only over a latent (mla).
 LAYER_NAMES = {
-    "full_attention": "full",
-    "attention": "full",
-    "deepseek_sparse_attention": "indexed",
-    "indexed_attention": "indexed",
+    **dict.fromkeys(("full_attention", "attention"), "full"),
+    **dict.fromkeys(("deepseek_sparse_attention", "indexed_attention"), "indexed"),
     "sliding_attention": "sliding",
     "chunked_attention": "chunked",
-    "linear_attention": "linear",
-    "mamba": "linear",
-    "conv": "linear",
+    **dict.fromkeys(("linear_attention", "mamba", "conv"), "linear"),
     "hybrid": "hybrid",
-    "mlp": "none",
-    "moe": "none",
+    **dict.fromkeys(("mlp", "moe"), "none"),
 }
 PATTERN = {"*": "full", "M": "linear", "-": "none", "E": "none"}  # hybrid_override_pattern
 

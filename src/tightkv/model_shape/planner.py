@@ -6,8 +6,10 @@ Latents (MLA) are planned as in vLLM, which alone compresses them; so are slidin
 for.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -28,23 +30,8 @@ from tightkv.pages.latent import LatentLayout, latent_layout
 from tightkv.pages.layout import PageLayout
 
 # Memory in MiB as the driver reports it, which is what can be allocated.
-GPUS = {
-    "A10G": 23028,
-    "A100-40GB": 40960,
-    "A100-80GB": 81920,
-    "A6000": 49140,
-    "B200": 183359,
-    "H100": 81559,
-    "H200": 143771,
-    "L4": 23034,
-    "L40S": 46068,
-    "MI300X": 196592,
-    "RTX3090": 24576,
-    "RTX4090": 24564,
-    "RTX5090": 32607,
-    "RTX6000-Ada": 49140,
-    "T4": 15360,
-}
+_GPU_FILE = Path(__file__).with_name("gpus.json")
+GPUS: dict[str, int] = json.loads(_GPU_FILE.read_text(encoding="utf-8"))
 WEIGHT_BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "fp8": 8, "int8": 8, "int4": 4}
 
 # Bytes per number in the caches to compare with. nvfp4: 4 bits, and an fp8 scale for 16 numbers.

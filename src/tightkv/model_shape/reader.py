@@ -6,19 +6,9 @@ from typing import Any
 
 import torch
 
+from tightkv.model_shape import shape as shapes
 from tightkv.model_shape.families import ALIBI_FAMILIES, REFUSED, SINK_FAMILIES
 from tightkv.model_shape.kinds import layer_kinds, window_size
-from tightkv.model_shape.shape import (
-    ALIBI,
-    BESIDE_OTHERS,
-    INDEXED,
-    LATENT_WINDOW,
-    SHARED,
-    SINKS,
-    WINDOW,
-    LayerShape,
-    ModelShape,
-)
 from tightkv.model_shape.source import MOST_DIM, MOST_HEADS, ModelConfig, load_config
 from tightkv.model_shape.state import state_bytes
 
@@ -37,7 +27,7 @@ SAYS_LAYERS = (
 )  # fmt: skip
 
 
-def read_model_shape(source: Any) -> ModelShape:
+def read_model_shape(source: Any) -> shapes.ModelShape:
     """The shape of a folder with config.json, such a file, a mapping, or a transformers config.
 
     Raises FileNotFoundError where there is no such file, and ValueError where the model has no
@@ -50,7 +40,7 @@ def read_model_shape(source: Any) -> ModelShape:
     hidden_size = cfg.need("hidden_size", "n_embd", "d_model", "n_embed")
     layers = _layers(cfg, num_heads, hidden_size, notes)
     cfg.record("quantization_config")
-    return ModelShape(
+    return shapes.ModelShape(
         name=cfg.name,
         model_type=cfg.model_type,
         layers=layers,
@@ -84,7 +74,7 @@ def _refuse_models_without_cache(cfg: ModelConfig) -> None:
 
 def _layers(
     cfg: ModelConfig, num_heads: int, hidden_size: int, notes: list[str]
-) -> tuple[LayerShape, ...]:
+) -> tuple[shapes.LayerShape, ...]:
     kinds, shared = layer_kinds(cfg)
     heads, head_dim = _kv_heads(cfg, num_heads), _head_dim(cfg, num_heads, hidden_size)
     state = state_bytes(cfg, hidden_size, num_heads, head_dim)
@@ -99,14 +89,14 @@ def _layers(
     window = _useful_window(cfg, kinds, notes)
     latent = None if cfg.first("kv_lora_rank") is None else _latent_layer(cfg, set(kinds))
     value_head_dim = cfg.number("v_head_dim", most=MOST_DIM)
-    shapes = []
+    found = []
     for index, kind in enumerate(kinds):
         layer_heads, layer_dim = _layer_override(cfg, index, kind, heads, head_dim)
         sizes = layer_heads, layer_dim, value_head_dim or layer_dim
         if kind == "none":
-            shape = LayerShape("none")
+            shape = shapes.LayerShape("none")
         elif kind == "linear":
-            shape = LayerShape("linear", state_bytes=state)
+            shape = shapes.LayerShape("linear", state_bytes=state)
         elif latent is not None:
             shape = latent
         elif kind == "indexed":
@@ -115,26 +105,26 @@ def _layers(
                 f"(kv_lora_rank), which is not understood"
             )
         elif kind == "sliding" and window is None:
-            shape = LayerShape("full", *sizes, extras=(WINDOW,))
+            shape = shapes.LayerShape("full", *sizes, extras=(shapes.WINDOW,))
         elif kind == "sliding":
-            shape = LayerShape("sliding", *sizes, window)
+            shape = shapes.LayerShape("sliding", *sizes, window)
         elif kind == "chunked":
-            shape = LayerShape("chunked", *sizes, cfg.need("attention_chunk_size"))
+            shape = shapes.LayerShape("chunked", *sizes, cfg.need("attention_chunk_size"))
         else:
             extras = _extras(cfg, read_by_others=index in shared)
             own_state = state if kind == "hybrid" else 0
-            shape = LayerShape("full", *sizes, state_bytes=own_state, extras=extras)
-        shapes.append(shape)
+            shape = shapes.LayerShape("full", *sizes, state_bytes=own_state, extras=extras)
+        found.append(shape)
     _note_empty_layers(cfg, notes)
-    return tuple(shapes)
+    return tuple(found)
 
 
 def _extras(cfg: ModelConfig, read_by_others: bool) -> tuple[str, ...]:
     """What the attention of a full layer needs beyond the causal mask."""
     needs = {
-        SHARED: read_by_others,
-        ALIBI: cfg.model_type in ALIBI_FAMILIES or cfg.flag("alibi"),
-        SINKS: cfg.model_type in SINK_FAMILIES,
+        shapes.SHARED: read_by_others,
+        shapes.ALIBI: cfg.model_type in ALIBI_FAMILIES or cfg.flag("alibi"),
+        shapes.SINKS: cfg.model_type in SINK_FAMILIES,
     }
     return tuple(extra for extra in needs if needs[extra])
 
@@ -186,7 +176,7 @@ def _layer_override(
     return heads, head_dim
 
 
-def _latent_layer(cfg: ModelConfig, kinds: set[str]) -> LayerShape:
+def _latent_layer(cfg: ModelConfig, kinds: set[str]) -> shapes.LayerShape:
     """DeepSeek's latent and the shared RoPE key.
 
     An index is counted as vLLM 0.32 keeps it (models/deepseek_v2.py, Indexer): a byte per number
@@ -196,11 +186,11 @@ def _latent_layer(cfg: ModelConfig, kinds: set[str]) -> LayerShape:
     rope = cfg.need("qk_rope_head_dim", most=MOST_DIM)
     index = cfg.number("index_head_dim", most=MOST_DIM) or 0
     found = {
-        INDEXED: index or "indexed" in kinds,
-        BESIDE_OTHERS: {"linear", "hybrid"} & kinds,
-        LATENT_WINDOW: {"sliding", "chunked"} & kinds,
+        shapes.INDEXED: index or "indexed" in kinds,
+        shapes.BESIDE_OTHERS: {"linear", "hybrid"} & kinds,
+        shapes.LATENT_WINDOW: {"sliding", "chunked"} & kinds,
     }
-    return LayerShape(
+    return shapes.LayerShape(
         "mla",
         latent_dim=rank + rope,
         rope_dim=rope,

@@ -11,13 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tightkv.tools.bench import engine_worker
-from tightkv.tools.bench.engine_plan import (
-    CACHES,
-    OWN,
-    EnginePlan,
-    what_is_measured,
-    write_shape,
-)
+from tightkv.tools.bench.engine_plan import CACHES, OWN, EnginePlan, what_is_measured, write_shape
 from tightkv.tools.bench.random_weights import write_random_weights
 
 Row = dict[str, Any]

@@ -286,25 +286,15 @@ def batch_prefill(engine: Any, load: Load, new_tokens: int) -> tuple[Row, list[P
 
 
 def tpot(
-    engine: Any,
-    load: Load,
-    new_tokens: int,
-    repeats: int,
-    prompts: list[Prompt] | None = None,
+    engine: Any, load: Load, new_tokens: int, repeats: int, prompts: list[Prompt] | None = None
 ) -> Row:
     """Milliseconds of a decode step: what `new_tokens` more take, once the prompts are cached.
 
     This is as served, where the host works ahead; single synchronized steps are measured after it.
     `prompts` may be given where they are cached already.
     """
-    row: Row = {
-        "measure": "tpot",
-        "batch": load.batch,
-        "context": load.context,
-        **load.fields,
-        "decode_tokens": new_tokens,
-        "unit": "ms",
-    }
+    row: Row = {"measure": "tpot", "batch": load.batch, "context": load.context, **load.fields}
+    row |= {"decode_tokens": new_tokens, "unit": "ms"}
     if left_out := _left_out(engine, load.longer(new_tokens + 1)):
         return {**row, **left_out}
     prompts = prompts or engine.prompts(load.lengths)

@@ -19,14 +19,7 @@ from tightkv.kernels.view import SealedLayer
 from tightkv.math.feedback import QueryMetric
 from tightkv.pages.layout import PageLayout
 from tightkv.tools.bench import baselines
-from tightkv.tools.bench.inputs import (
-    Layer,
-    Shape,
-    fill,
-    layers_for,
-    random_bf16,
-    ring_bounds,
-)
+from tightkv.tools.bench.inputs import Layer, Shape, fill, layers_for, random_bf16, ring_bounds
 from tightkv.tools.bench.rivals import measure_rivals, ratios
 from tightkv.tools.bench.timing import copy_bandwidth, graph_ms, graph_times, spread
 from tightkv.tools.rows import provenance

@@ -11,20 +11,10 @@ from typing import TYPE_CHECKING, Any
 from tightkv import __version__
 from tightkv.config import KVQuantConfig
 from tightkv.files.atomic import check_writable, whole_file
-from tightkv.tools.cli.shared.config_flags import (
-    config_from_args,
-    flag_name,
-    given_fields,
-    shortest,
-)
+from tightkv.tools.cli.shared import config_flags
 from tightkv.tools.cli.shared.loading import load_for, need_transformers
 from tightkv.tools.cli.shared.options import Commands, add_command
-from tightkv.tools.cli.shared.output import (
-    emit,
-    format_table,
-    or_dash,
-    print_status,
-)
+from tightkv.tools.cli.shared.output import emit, format_table, or_dash, print_status
 from tightkv.tools.cli.shared.progress import Working
 from tightkv.tools.cli.shared.server_file import model_of
 from tightkv.tools.model_loading.source import check_source
@@ -64,10 +54,10 @@ def run(args: argparse.Namespace) -> int:
         check_writable(args.out)
     args.model = model_of(args.model, [args.config] if args.config else [])
     check_source(args.model)
-    given = given_fields(args)
+    given = config_flags.given_fields(args)
     calibration = given.pop("calibration", "")
     judged = bool(args.preset or args.config or given)
-    found = _diagnose(args, config_from_args(args) if judged else None, calibration)
+    found = _diagnose(args, config_flags.config_from_args(args) if judged else None, calibration)
     try:
         if found.chosen is not None and args.out:
             with whole_file(args.out) as temporary:
@@ -131,34 +121,22 @@ def _layers(layers: Sequence[LayerReport]) -> str:
     """The most sensitive ones, and every one that has a warning."""
     worst = sorted(layers, key=lambda r: -r.kl)
     header = ("layer", "KL k4", "KL v4", "KL k2", "KL v2", "key mean", "key bias", "warnings")
-    rows = [
-        (
-            r.layer,
-            *(f"{kl:.1e}" for bits in (4, 2) for kl in (r.key_kl[bits], r.value_kl[bits])),
-            or_dash(r.mean_share, "{:.0%}"),
-            or_dash(r.key_bias, "{:.1f}"),
-            "; ".join(r.warnings),
-        )
-        for i, r in enumerate(worst)
-        if i < _SHOWN_LAYERS or r.warnings
-    ]
+    rows = []
+    for r in worst[:_SHOWN_LAYERS] + [r for r in worst[_SHOWN_LAYERS:] if r.warnings]:
+        kls = (f"{kl:.1e}" for bits in (4, 2) for kl in (r.key_kl[bits], r.value_kl[bits]))
+        means = or_dash(r.mean_share, "{:.0%}"), or_dash(r.key_bias, "{:.1f}")
+        rows.append((r.layer, *kls, *means, "; ".join(r.warnings)))
     title = f"Most sensitive of {len(layers)} layers (estimated KL with that side alone coded):"
     return f"{title}\n{format_table(header, rows)}"
 
 
 def _tried(tried: Sequence[Measured]) -> str:
     header = "config", "bytes per token", "predicted KL", "measured KL", "top-1 kept", "verdict"
-    rows = [
-        (
-            m.name,
-            f"{m.bytes_per_token:.0f}",
-            or_dash(m.predicted_kl, "{:.5f}"),
-            f"{m.kl:.5f}",
-            f"{m.top1:.1%}",
-            "within" if m.within else "over the budget",
-        )
-        for m in tried
-    ]
+    rows = []
+    for m in tried:
+        kls = or_dash(m.predicted_kl, "{:.5f}"), f"{m.kl:.5f}"
+        verdict = "within" if m.within else "over the budget"
+        rows.append((m.name, f"{m.bytes_per_token:.0f}", *kls, f"{m.top1:.1%}", verdict))
     return format_table(header, rows)
 
 
@@ -185,7 +163,8 @@ def _verdict(found: Diagnosis) -> str:
 
 def flags(best: Measured) -> str:
     """The config as flags of any command: a preset, and what differs from it."""
-    words = {flag_name(field): value for field, value in shortest(best.cfg).items()}
+    fields = config_flags.shortest(best.cfg)
+    words = {config_flags.flag_name(field): value for field, value in fields.items()}
     return " ".join(
         flag.replace("--", "--no-", 1) if value is False else f"{flag} {value}"
         for flag, value in words.items()

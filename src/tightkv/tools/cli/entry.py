@@ -14,7 +14,7 @@ from importlib import import_module
 from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
-from typing import TextIO
+from typing import Any
 
 from tightkv import __version__
 from tightkv.tools.cli.shared import terminal
@@ -70,19 +70,12 @@ def _warnings_as_lines() -> Iterator[None]:
     with warnings.catch_warnings():
         show = warnings.showwarning
 
-        def show_line(
-            message: Warning | str,
-            category: type[Warning],
-            filename: str,
-            lineno: int,
-            file: TextIO | None = None,
-            line: str | None = None,
-        ) -> None:
+        def show_line(message: Any, category: Any, filename: str, *more: Any, **by: Any) -> None:
             if Path(filename).is_relative_to(Path(__file__).parents[2]):
                 text = " ".join(str(message).split())
                 terminal.print_line(f"tightkv: warning: {text}")
             else:
-                show(message, category, filename, lineno, file, line)
+                show(message, category, filename, *more, **by)
 
         warnings.showwarning = show_line
         yield

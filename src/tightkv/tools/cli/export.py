@@ -4,6 +4,7 @@ import argparse
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from tightkv.files.atomic import check_folder
 from tightkv.tools.cli.shared.config_flags import config_from_args
@@ -73,24 +74,12 @@ def run(args: argparse.Namespace) -> int:
     limit = max_positions(model)
     if limit is not None and args.max_tokens > limit:
         raise ValueError(f"--max-tokens {args.max_tokens}; the model takes {limit}")
+    how: dict[str, Any] = {"max_tokens": args.max_tokens, "kind": args.format}
+    how["backend"] = args.backend if args.format == "pte" else None
     with quiet(), Working("exporting") as work:
-        about = write_package(
-            model,
-            tokenizer,
-            config,
-            folder,
-            max_tokens=args.max_tokens,
-            kind=args.format,
-            backend=args.backend if args.format == "pte" else None,
-            progress=work.step,
-        )
-    size = (folder / about.model_file).stat().st_size
-    data = {
-        **asdict(about),
-        "folder": str(folder),
-        "file_bytes": size,
-        "seconds": time.monotonic() - start,
-    }
+        about = write_package(model, tokenizer, config, folder, **how, progress=work.step)
+    size, seconds = (folder / about.model_file).stat().st_size, time.monotonic() - start
+    data = {**asdict(about), "folder": str(folder), "file_bytes": size, "seconds": seconds}
     text = (
         f"{folder / about.model_file}: {human_bytes(size)}, {about.dtype}, cache {config.name} of "
         f"{human_bytes(about.cache_bytes)} for {about.max_tokens} tokens\n"

@@ -44,8 +44,13 @@ def run(args: argparse.Namespace) -> int:
 
 def as_text(data: dict[str, Any]) -> str:
     parts = [_headline(data)]
+    header = "claim", "setting", "bound", "measured", "verdict"
     for section, claims in groupby(data["claims"], key=lambda claim: claim["section"]):
-        parts.append(f"Claim {section}\n{_claims_table(list(claims))}")
+        rows = [
+            (c["claim"], c["setting"], _bound(c), _measured(c), "pass" if c["passed"] else "FAIL")
+            for c in claims
+        ]
+        parts.append(f"Claim {section}\n{format_table(header, rows)}")
     parts.append(f"Audit: where it is weak (informs, never fails)\n{_audit_text(data['audit'])}")
     parts.append(_verdict(data))
     return "\n\n".join(parts)
@@ -60,14 +65,6 @@ def _verdict(data: dict[str, Any]) -> str:
     total, failed = len(data["claims"]), data["failed_claims"]
     passed = "all pass" if not failed else f"{failed} FAIL"
     return f"{total} claims, {passed}; {len(data['audit'])} audit rows; {data['seconds']:.0f} s"
-
-
-def _claims_table(claims: list[dict[str, Any]]) -> str:
-    rows = [
-        (c["claim"], c["setting"], _bound(c), _measured(c), "pass" if c["passed"] else "FAIL")
-        for c in claims
-    ]
-    return format_table(("claim", "setting", "bound", "measured", "verdict"), rows)
 
 
 def _bound(claim: dict[str, Any]) -> str:

@@ -40,15 +40,12 @@ def cut_windows(tokenizer: Any, texts: Sequence[Text], tokens: int, count: int) 
                 f"the text {text.name!r} has {len(ids)} tokens, fewer than a window of {tokens}; "
                 "give a longer text or a smaller --window"
             )
+    begin = torch.tensor(first, dtype=torch.long, device="cpu")
     rows, sources = [], []
     for text, ids, share in zip(texts, encoded, _shares(room, tokens, count), strict=True):
         for i in range(share):
             start = (2 * i + 1) * (len(ids) - own * share) // (2 * share) + i * own
-            rows.append(
-                torch.cat(
-                    [torch.tensor(first, dtype=torch.long, device="cpu"), ids[start : start + own]]
-                )
-            )
+            rows.append(torch.cat([begin, ids[start : start + own]]))
             sources.append(text.name)
     return Windows(torch.stack(rows), tuple(sources))
 

@@ -12,15 +12,7 @@ from tightkv.paged.attention import attend
 from tightkv.paged.cache import POOL_GROWTH
 from tightkv.pages.codec import Codec
 from tightkv.pages.layout import PageLayout
-from tightkv.tools.validate.claims import (
-    BITS,
-    HEADS,
-    UPPER,
-    allocated_bytes,
-    lloyd_max,
-    predicted_noise,
-    squared_errors,
-)
+from tightkv.tools.validate import claims
 from tightkv.tools.validate.inputs import Problem, attention_problem, fill, filled, normal
 from tightkv.tools.validate.report import AuditRow, Options
 from tightkv.tools.validate.stats import softmax_kl
@@ -53,22 +45,14 @@ def attention_error(cfg: KVQuantConfig, problem: Problem, *, exact: bool = True)
     out, _ = attend(cache, problem.query[None], causal=False)
     want = torch.einsum("hqt,thd->qhd", scores.softmax(-1), problem.value)
     off = (out[0] - want).norm(dim=-1) / want.norm(dim=-1)
-    return AttentionError(
-        score=float(delta.square().mean().sqrt()),
-        kl=float(softmax_kl(scores, stored_scores).mean()),
-        output=float(off.mean()),
-    )
+    score, kl = delta.square().mean().sqrt(), softmax_kl(scores, stored_scores).mean()
+    return AttentionError(float(score), float(kl), float(off.mean()))
 
 
 def _problem(options: Options, extra_tokens: int = 0, **changes: Any) -> Problem:
-    return attention_problem(
-        options.stream("audit"),
-        options.dim,
-        tokens=options.samples(1024, 512) + extra_tokens,
-        queries=options.samples(64, 32),
-        heads=options.samples(6, 2),
-        **changes,
-    )
+    changes["tokens"] = options.samples(1024, 512) + extra_tokens
+    changes |= {"queries": options.samples(64, 32), "heads": options.samples(6, 2)}
+    return attention_problem(options.stream("audit"), options.dim, **changes)
 
 
 def _keys(problem: Problem, bits: int, **options: str | float) -> AttentionError:
@@ -82,7 +66,7 @@ def _key_bits(options: Options) -> Iterator[AuditRow]:
     p = problem.scores(problem.key).softmax(-1)
     for bits in (8, 4, 3, 2):
         cfg, error = KVQuantConfig(key_bits=bits), _keys(problem, bits)
-        variance = predicted_noise(cfg, problem).square()
+        variance = claims.predicted_noise(cfg, problem).square()
         variance[..., : cfg.sinks] = 0
         variance[..., -cfg.exact_pages * cfg.page_size :] = 0
         # half of the variance under the softmax of independent score errors (docs/math.md)
@@ -203,16 +187,16 @@ def _presets(options: Options) -> Iterator[AuditRow]:
 # --- codec: inputs that a rotation cannot help ---
 def _ratio(options: Options, kind: str, bits: int, mode: str = "norm") -> float:
     """Distortion under Hadamard rotations over what the law promises."""
-    samples = squared_errors(options, kind, bits, codebook="beta", scale_mode=mode)
-    return float(samples.mean()) / lloyd_max("beta", bits, options.dim)
+    samples = claims.squared_errors(options, kind, bits, codebook="beta", scale_mode=mode)
+    return float(samples.mean()) / claims.lloyd_max("beta", bits, options.dim)
 
 
 def _hard_vectors(options: Options) -> Iterator[AuditRow]:
     if options.dim & (options.dim - 1):  # there is no Hadamard transform of this size
         return
-    for bits in BITS:
+    for bits in claims.BITS:
         plain, fixed = (_ratio(options, "one-hot", bits, mode) for mode in ("norm", "corrected"))
-        above = plain * lloyd_max("beta", bits, options.dim) > UPPER * 4.0**-bits
+        above = plain * claims.lloyd_max("beta", bits, options.dim) > claims.UPPER * 4.0**-bits
         reading = (
             "All rotated coordinates have one magnitude, no Beta law: "
             f"{'above' if above else 'below'} Theorem 1's bound; a corrected scale repairs it "
@@ -221,7 +205,7 @@ def _hard_vectors(options: Options) -> Iterator[AuditRow]:
         what, setting = "one-hot vectors, Hadamard", f"b={bits}, norm scale"
         yield AuditRow(what, setting, plain, TIMES, reading, {"bits": bits, "corrected": fixed})
     for kind in ("sparse", "flat", "huge channels"):
-        ratios = {bits: _ratio(options, kind, bits) for bits in BITS}
+        ratios = {bits: _ratio(options, kind, bits) for bits in claims.BITS}
         worst = max(ratios, key=lambda bits: abs(ratios[bits] - 1))
         what, setting = "structured vectors, Hadamard", f"b={worst}, {kind}, norm scale"
         reading = (
@@ -256,8 +240,8 @@ def _outlier_token(options: Options) -> Iterator[AuditRow]:
 def _integer_book(options: Options) -> Iterator[AuditRow]:
     scaled, free = (get_codebook(book, 8).distortion * 4.0**8 for book in ("fp8", "gaussian"))
     reading = (
-        f"Theorem 1 promises {UPPER:.2f}; integer levels give up {scaled / free:.1f}x for exact "
-        "arithmetic."
+        f"Theorem 1 promises {claims.UPPER:.2f}; integer levels give up {scaled / free:.1f}x for "
+        "exact arithmetic."
     )
     setting = "fp8 book at 8 bits (int8 levels)"
     yield AuditRow("8-bit book is uniform", setting, scaled, "x 4^-8", reading)
@@ -266,12 +250,13 @@ def _integer_book(options: Options) -> Iterator[AuditRow]:
 # --- bytes that do not pay ---
 def _short_contexts(options: Options) -> Iterator[AuditRow]:
     """As TightCache holds them: without pages up to a limit."""
-    layout = PageLayout(KVQuantConfig.preset("k4v4"), HEADS, 128)
+    layout = PageLayout(KVQuantConfig.preset("k4v4"), claims.HEADS, 128)
     what, limit = "short contexts", layout.exact_limit
     kept: dict[str, Any] = {"encode_partial_page": False, "exact_limit": limit}
     exact = layout.exact_bytes_per_token
     for tokens in (32, 128, 512):
-        ratio = tokens * exact / allocated_bytes(layout, tokens, options.stream("short"), **kept)
+        held = claims.allocated_bytes(layout, tokens, options.stream("short"), **kept)
+        ratio = tokens * exact / held
         reading = "All tokens are exact, so nothing is saved."
         if tokens > limit:
             count = layout.ring_tokens + layout.cfg.sinks
@@ -289,14 +274,11 @@ def _pool_growth(options: Options) -> Iterator[AuditRow]:
     most = POOL_PAGES * layout.page_size
     x = normal(options.stream("growth"), 0, most + 1, 1, 64).to(torch.bfloat16)
     cache = filled(layout, *((part, part) for part in x.split(most)))
-    yield AuditRow(
-        "pool growth",
-        f"k4v4, one token after {most} appended at once",
-        cache.allocated_bytes() / layout.total_bytes(most + 1) - 1,
-        "share of bytes held in reserve",
-        f"A growing pool takes up to a {POOL_GROWTH}th more pages than it needs; reserve() "
-        "avoids it.",
-    )
+    share = cache.allocated_bytes() / layout.total_bytes(most + 1) - 1
+    setting = f"k4v4, one token after {most} appended at once"
+    unit, more = "share of bytes held in reserve", f"up to a {POOL_GROWTH}th more pages"
+    reading = f"A growing pool takes {more} than it needs; reserve() avoids it."
+    yield AuditRow("pool growth", setting, share, unit, reading)
 
 
 AUDIT: tuple[Callable[[Options], Iterator[AuditRow]], ...] = (

@@ -15,16 +15,7 @@ from tightkv.math.lloyd import BetaLaw, beta_cdf, expected_distortion
 from tightkv.math.quantize import Quantizer, TurboQuantMSE, TurboQuantProd
 from tightkv.math.rotation import make_rotation
 from tightkv.pages.layout import RING_SLACK, PageLayout
-from tightkv.tools.validate.inputs import (
-    UNIT_KINDS,
-    Problem,
-    attention_problem,
-    fill,
-    filled,
-    many_rotations,
-    normal,
-    unit_vectors,
-)
+from tightkv.tools.validate import inputs
 from tightkv.tools.validate.report import Claim, Options
 from tightkv.tools.validate.stats import LEVEL, Z, ks_test, rank_correlation, recall
 
@@ -51,27 +42,18 @@ def distortion(options: Options) -> Iterator[Claim]:
     """Theorem 1, the Lloyd-Max value for every book, rotation and input, and Theorem 3."""
     section, rows = "1 distortion", list[Claim]()
     worst = dict.fromkeys(BITS, 0.0)  # largest mean distortion at each width
-    for codebook, rotation in (
-        ("fp8", "hadamard"),
-        ("gaussian", "hadamard"),
-        ("beta", "hadamard"),
-        ("fp8", "haar"),
-    ):
+    fast = (("fp8", "hadamard"), ("gaussian", "hadamard"), ("beta", "hadamard"))
+    for codebook, rotation in (*fast, ("fp8", "haar")):
         for bits in BITS:
             samples = squared_errors(options, "uneven", bits, codebook=codebook, rotation=rotation)
             want = lloyd_max(codebook, bits, options.dim)
             book = get_codebook(codebook, bits, options.dim).distortion
-            row = Claim.of(
-                section,
-                "MSE within 3% of Lloyd-Max",
-                f"b={bits}, {codebook} book, {rotation}",
-                samples,
-                **_around(want),
-                detail={"bits": bits, "lloyd_max": want, "book_distortion": book},
-            )
+            claim, setting = "MSE within 3% of Lloyd-Max", f"b={bits}, {codebook} book, {rotation}"
+            detail = {"bits": bits, "lloyd_max": want, "book_distortion": book}
+            row = Claim.of(section, claim, setting, samples, **_around(want), detail=detail)
             worst[bits] = max(worst[bits], row.measured)
             rows.append(row)
-    for kind in UNIT_KINDS:  # Haar rotations treat every input alike
+    for kind in inputs.UNIT_KINDS:  # Haar rotations treat every input alike
         means = {bits: float(_beta_haar(options, kind, bits).double().mean()) for bits in BITS}
         ratios = {bits: means[bits] / lloyd_max("beta", bits, options.dim) for bits in BITS}
         worst = {bits: max(worst[bits], means[bits]) for bits in BITS}
@@ -92,15 +74,11 @@ def distortion(options: Options) -> Iterator[Claim]:
     yield from rows
     for bits in range(1, 7):
         want = lloyd_max("beta", bits, options.dim) * 4.0**bits
-        yield Claim.of(
-            "3 scaling",
-            "MSE * 4^b between 1 and sqrt(3) pi / 2",
-            f"b={bits}, beta book, sparse vectors, haar",
-            _beta_haar(options, "sparse", bits) * 4.0**bits,
-            lower=1.0,
-            upper=UPPER,
-            detail={"bits": bits, "lloyd_max": want},
-        )
+        claim = "MSE * 4^b between 1 and sqrt(3) pi / 2"
+        setting = f"b={bits}, beta book, sparse vectors, haar"
+        bounds = {"lower": 1.0, "upper": UPPER, "detail": {"bits": bits, "lloyd_max": want}}
+        samples = _beta_haar(options, "sparse", bits) * 4.0**bits
+        yield Claim.of("3 scaling", claim, setting, samples, **bounds)
 
 
 def _around(want: float) -> dict[str, float]:
@@ -110,15 +88,11 @@ def _around(want: float) -> dict[str, float]:
 def _scale_mode_row(options: Options, mode: str, bits: int) -> Claim:
     want = MODE_ERRORS[mode](lloyd_max("beta", bits, options.dim))
     gain = 3 / options.dim  # most that fitting a scale to each vector takes off the formula
-    return Claim.of(
-        "1 distortion",
-        "MSE of a scale mode within 3% of its formula",
-        f"b={bits}, {mode}, beta book, haar",
-        _beta_haar(options, "gaussian", bits, scale_mode=mode),
-        lower=want * (1 - TOLERANCE - gain),
-        upper=want * (1 + TOLERANCE),
-        detail={"bits": bits, "formula": want},
-    )
+    claim = "MSE of a scale mode within 3% of its formula"
+    setting, detail = f"b={bits}, {mode}, beta book, haar", {"bits": bits, "formula": want}
+    bounds = {"lower": want * (1 - TOLERANCE - gain), "upper": want * (1 + TOLERANCE)}
+    samples = _beta_haar(options, "gaussian", bits, scale_mode=mode)
+    return Claim.of("1 distortion", claim, setting, samples, detail=detail, **bounds)
 
 
 def squared_errors(
@@ -132,9 +106,9 @@ def squared_errors(
 ) -> Tensor:
     """Mean squared error of unit vectors of this kind under each of many rotations, [rotations]."""
     count = options.samples(192, 80)  # fewer than the rotations kept in memory
-    x = unit_vectors(kind, options.stream(f"unit {kind}"), count * VECTORS, options.dim)
+    x = inputs.unit_vectors(kind, options.stream(f"unit {kind}"), count * VECTORS, options.dim)
     x = x.unflatten(0, (count, VECTORS))
-    many = many_rotations(rotation, options.dim, options.stream("rotations"), count)
+    many = inputs.many_rotations(rotation, options.dim, options.stream("rotations"), count)
     quantizer = TurboQuantMSE(
         options.dim, bits, scale_mode=scale_mode, codebook=codebook, rotation=many
     )
@@ -189,19 +163,15 @@ def inner_products(options: Options) -> Iterator[Claim]:
         side = side - (side * x[0]).sum(-1, keepdim=True) * x[0]
         y = 0.5 * x[0] + math.sqrt(0.75) * side / side.norm(dim=-1, keepdim=True)
         errors = (quantizer.inner_product(y.expand_as(x), fields) - 0.5).mean(-1)
-        claim, widest = "mse, unbiased scale: mean of <y, x^> - <y, x>", _tenth(options, bits)
+        claim = "mse, unbiased scale: mean of <y, x^> - <y, x>"
+        widest = lloyd_max("beta", bits, options.dim) / 10  # a tenth of the norm scale's bias
         yield _unbiased(claim, f"b={bits}, y at 60 degrees to x", errors, widest)
-
-
-def _tenth(options: Options, bits: int) -> float:
-    """Of the bias of the norm scale."""
-    return lloyd_max("beta", bits, options.dim) / 10
 
 
 def _vectors(options: Options, count: int) -> tuple[Tensor, Tensor]:
     """Unit vectors x [count, dim] and independent unit queries."""
-    x = unit_vectors("gaussian", options.stream("products x"), count, options.dim)
-    return x, unit_vectors("gaussian", options.stream("products y"), count, options.dim)
+    x = inputs.unit_vectors("gaussian", options.stream("products x"), count, options.dim)
+    return x, inputs.unit_vectors("gaussian", options.stream("products y"), count, options.dim)
 
 
 def _prod_errors(options: Options, bits: int) -> tuple[Tensor, Tensor, float]:
@@ -235,7 +205,7 @@ def _unbiased(claim: str, setting: str, errors: Tensor, widest: float) -> Claim:
 def _over_rotations(options: Options, bits: int, mode: str) -> tuple[Quantizer, Tensor]:
     """A quantizer with many Haar rotations, and its inputs [rotations, 64, dim]."""
     count = options.samples(192, 64)
-    many = many_rotations("haar", options.dim, options.stream("rotations"), count)
+    many = inputs.many_rotations("haar", options.dim, options.stream("rotations"), count)
     x = _vectors(options, 64)[0].expand(count, -1, -1)
     return TurboQuantMSE(options.dim, bits, scale_mode=mode, codebook="beta", rotation=many), x
 
@@ -271,7 +241,7 @@ def coordinates(options: Options, rotation: str, dim: int, kind: str, count: int
     One coordinate a draw keeps the samples independent: those of one vector are not.
     """
     seed = options.stream(f"beta {rotation} {dim} {kind}")
-    rows = enumerate(unit_vectors(kind, seed, count, dim))
+    rows = enumerate(inputs.unit_vectors(kind, seed, count, dim))
     picked = [make_rotation(rotation, dim, seed + i)(row)[i % dim] for i, row in rows]
     return torch.stack(picked) * dim**0.5
 
@@ -284,9 +254,9 @@ def retrieval(options: Options) -> Iterator[Claim]:
     each must be what exact scores plus that noise give.
     """
     queries = options.samples(256, 48)
-    problem = attention_problem(options.stream("retrieval"), options.dim, queries=queries)
+    problem = inputs.attention_problem(options.stream("retrieval"), options.dim, queries=queries)
     exact = problem.scores(problem.key)
-    noise = normal(options.stream("score noise"), 0, *exact.shape)
+    noise = inputs.normal(options.stream("score noise"), 0, *exact.shape)
     predictions: dict[KVQuantConfig, dict[str, Tensor]] = {}  # presets often share their keys
     for name in PRESETS:
         cfg = KVQuantConfig.preset(name, seed=options.seed)
@@ -295,7 +265,7 @@ def retrieval(options: Options) -> Iterator[Claim]:
             # A tenth more noise than predicted: the theory leaves out float16 scales and means.
             predicted = exact + 1.1 * noise * predicted_noise(cfg, problem)
             predictions[keys_alone] = _measures(exact, predicted)
-        found = _measures(exact, problem.scores(fill(cfg, problem).dequantize()[0][0]))
+        found = _measures(exact, problem.scores(inputs.fill(cfg, problem).dequantize()[0][0]))
         for measure, got in found.items():
             want = predictions[keys_alone][measure]
             half_width = Z * math.sqrt(float(got.var() + want.var()) / got.numel())
@@ -320,7 +290,7 @@ def _measures(exact: Tensor, approximate: Tensor) -> dict[str, Tensor]:
     }
 
 
-def predicted_noise(cfg: KVQuantConfig, problem: Problem) -> Tensor:
+def predicted_noise(cfg: KVQuantConfig, problem: inputs.Problem) -> Tensor:
     """Standard deviation of each score's error by the theory, [heads, queries, tokens].
 
     The scale mode leaves an error of known size relative to |k - mean|, which the rotation
@@ -372,8 +342,8 @@ def allocated_bytes(layout: PageLayout, tokens: int, seed: int, **options: Any) 
     `options` are those of the table.
     """
     shape = tokens, layout.num_kv_heads, layout.head_dim
-    key, value = (normal(seed, stream, *shape).to(torch.bfloat16) for stream in range(2))
-    return filled(layout, (key, value), **options).allocated_bytes()
+    key, value = (inputs.normal(seed, stream, *shape).to(torch.bfloat16) for stream in range(2))
+    return inputs.filled(layout, (key, value), **options).allocated_bytes()
 
 
 def _bits_per_element(layout: PageLayout, tokens: int) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,15 +14,8 @@ from typing import TYPE_CHECKING, Any
 from tightkv.config import PRESETS, KVQuantConfig
 from tightkv.files.atomic import check_appendable
 from tightkv.tools.cli.bench import show
+from tightkv.tools.cli.shared import output
 from tightkv.tools.cli.shared.options import add_options, check_least
-from tightkv.tools.cli.shared.output import (
-    MissingPackageError,
-    add_output_options,
-    check_plot,
-    emit,
-    parse_bytes,
-    print_status,
-)
 from tightkv.tools.cli.shared.progress import Working
 
 if TYPE_CHECKING:
@@ -116,7 +109,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
             kind.add_argument("model", nargs="?", help=about)
         add_options(kind, options)
         add_options(kind, "--out FILE  append the rows to a JSON-lines file")
-        add_output_options(kind, plot="draw the ratios")
+        output.add_output_options(kind, plot="draw the ratios")
     for name in _GONE:
         gone = kinds.add_parser(name, prefix_chars="\0", add_help=False)
         gone.add_argument("words", nargs=argparse.REMAINDER)
@@ -130,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
     from tightkv.tools.rows import append_rows
 
     if args.plot:
-        check_plot(args.plot)
+        output.check_plot(args.plot)
     for path in filter(None, (args.out, getattr(args, "log", None))):
         check_appendable(path)
     asked = getattr(args, "device", None)
@@ -139,14 +132,15 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--device cuda: torch sees no CUDA device; use --device cpu")
     rows: list[Row] = []
     try:
-        for row in _MEASURE[args.bench](args, device):
+        measure = _engine if args.bench == "engine" else _kernels
+        for row in measure(args, device):
             rows.append(row)
-            print_status(f"measured {show.label(row)}{show.figures(row)}")
+            output.print_status(f"measured {show.label(row)}{show.figures(row)}")
             if args.out:
                 append_rows(args.out, [row])
     finally:
         if rows:  # also those before an error
-            emit(args, {"schema": 1, "rows": rows}, show.as_text(rows))
+            output.emit(args, {"schema": 1, "rows": rows}, show.as_text(rows))
     if args.plot:
         show.draw(rows, args.plot)
     return int(any("error" in row for row in rows))
@@ -222,18 +216,18 @@ def _engine(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
     kv_memory = args.kv_memory or (None if on_gpu else "1GiB")
     usual_tokens = 64 if on_gpu else 16
     given = {
-        **_fields(EnginePlan, args),
+        **{x.name: getattr(args, x.name) for x in fields(EnginePlan) if hasattr(args, x.name)},
         "sizes": sizes,
         "prefill": args.prefill or tuple(dict.fromkeys(load.context for load in sizes)),
         "mixed": mixed,
         "decode_tokens": usual_tokens if args.decode_tokens is None else args.decode_tokens,
         "device": device.type,
-        "kv_memory": None if kv_memory is None else parse_bytes(kv_memory),
+        "kv_memory": None if kv_memory is None else output.parse_bytes(kv_memory),
         "engine_args": _engine_args(args.engine_args),
     }
     plan = EnginePlan(**given)
     if find_spec("vllm") is None:
-        raise MissingPackageError("tightkv bench engine", "vLLM", "vllm")
+        raise output.MissingPackageError("tightkv bench engine", "vLLM", "vllm")
     caches = args.kv or (["auto", "fp8", "k4v4"] if on_gpu else ["auto", "k4v4"])
     with Working("starting") as work:
         yield from engine_rows(plan, caches, Path(args.log) if args.log else None, work.step)
@@ -265,14 +259,3 @@ def _engine_args(text: str) -> dict[str, Any]:
             f"--engine-args kv_cache_dtype={given['kv_cache_dtype']!r}; name the cache with --kv"
         )
     return given
-
-
-def _fields(kind: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """Options of the same names as fields of a dataclass."""
-    return {x.name: getattr(args, x.name) for x in fields(kind) if hasattr(args, x.name)}
-
-
-_MEASURE: dict[str, Callable[[argparse.Namespace, torch.device], Iterator[Row]]] = {
-    **dict.fromkeys(("decode", "store", "extend"), _kernels),
-    "engine": _engine,
-}

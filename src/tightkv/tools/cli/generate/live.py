@@ -48,14 +48,8 @@ def generate(
 ) -> Generation:
     """Run the model on encoded prompts [B, tokens], left-padded, after `before` s of reading."""
     clock = TokenClock() if clock is None else clock
-    out = model.generate(
-        **inputs,
-        past_key_values=cache,
-        streamer=clock,
-        return_dict_in_generate=True,
-        output_logits=keep_logits,
-        **options,
-    )
+    how = {"return_dict_in_generate": True, "output_logits": keep_logits, **options}
+    out = model.generate(**inputs, past_key_values=cache, streamer=clock, **how)
     new = out.sequences[:, inputs["input_ids"].shape[1] :]
     tokens = [_until_end(row, end_tokens(model)) for row in new.tolist()]
     logits = torch.cat(out.logits) if keep_logits else None  # [new, vocabulary]

@@ -38,13 +38,12 @@ def compare_text(data: dict[str, Any]) -> str:
         parts.append(_needle(data["needle"], data["runs"]))
     if shared := data["compare"]["shared_tokens"]:
         total = plain["answers"][0]["prompt_tokens"]
-        parts.append(
-            [
-                f"The first {shared} of {total} prompt tokens were read once, and their exact keys "
-                f"and values given to both caches. The last {total - shared}, and the answers, "
-                "read each cache."
-            ]
+        line = (
+            f"The first {shared} of {total} prompt tokens were read once, and their exact keys "
+            f"and values given to both caches. The last {total - shared}, and the answers, "
+            "read each cache."
         )
+        parts.append([line])
     parts += [size, [_table(data)]]
     return "\n".join(line for lines in parts for line in ("", *lines))
 
@@ -104,16 +103,10 @@ def _table(data: dict[str, Any]) -> str:
     kl, needle = data["compare"]["mean_kl"], data["needle"]
     rows = []
     for run, divergence in zip(data["runs"], (None, kl), strict=True):
-        rows.append(
-            [
-                run["cache"],
-                human_bytes(run["kv"]["bytes"]),
-                f"{run['kv']['ratio']:.2f}x",
-                or_dash(run["timing"]["decode_tokens_per_second"], "{:.1f}"),
-                or_dash(divergence, "{:.5f}"),
-                _shorten(run["answers"][0]["text"]),
-            ]
-        )
+        size = human_bytes(run["kv"]["bytes"]), f"{run['kv']['ratio']:.2f}x"
+        speed = or_dash(run["timing"]["decode_tokens_per_second"], "{:.1f}")
+        answer = _shorten(run["answers"][0]["text"])
+        rows.append([run["cache"], *size, speed, or_dash(divergence, "{:.5f}"), answer])
     if needle is not None:
         header.insert(5, "needle")
         for row, answer in zip(rows, needle["answers"], strict=True):

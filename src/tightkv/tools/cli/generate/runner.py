@@ -151,18 +151,14 @@ class Runner:
 
     def _row(self, label: str, attention: str, done: Generation) -> dict[str, Any]:
         size = cache_size(done.cache.layers)
-        counts = self.inputs["attention_mask"].sum(-1).tolist()
+        counts, answers = self.inputs["attention_mask"].sum(-1).tolist(), []
+        for tokens, count in zip(done.tokens, counts, strict=True):
+            text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+            answers.append({"text": text, "new_tokens": len(tokens), "prompt_tokens": count})
         return {
             "cache": label,
             "attention": attention,
-            "answers": [
-                {
-                    "text": self.tokenizer.decode(tokens, skip_special_tokens=True),
-                    "new_tokens": len(tokens),
-                    "prompt_tokens": count,
-                }
-                for tokens, count in zip(done.tokens, counts, strict=True)
-            ],
+            "answers": answers,
             "timing": done.timing,
             "kv": {
                 **{name: getattr(size, name) for name in _SIZES},

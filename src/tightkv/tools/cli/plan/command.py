@@ -14,20 +14,8 @@ from tightkv.config import PRESETS, KVQuantConfig
 from tightkv.files.atomic import whole_file
 from tightkv.files.tensor_file import safetensors_files
 from tightkv.fit.key_check import CheckedConfig, KeyCheck, raised_layers
-from tightkv.model_shape import ModelShape, is_local, read_model_shape, skip_reason
-from tightkv.model_shape.planner import (
-    BASELINES,
-    GPUS,
-    WEIGHT_BITS,
-    CachePlan,
-    Weights,
-    baseline_plan,
-    config_plan,
-    count_weights,
-    kept_reason,
-    latent_notes,
-    plan_weights,
-)
+from tightkv.model_shape import ModelShape, is_local, planner, read_model_shape, skip_reason
+from tightkv.model_shape.planner import GPUS, CachePlan, Weights
 from tightkv.tools.cli.plan import hub, report
 from tightkv.tools.cli.plan.page import plan_page
 from tightkv.tools.cli.shared.options import Commands, add_options
@@ -69,7 +57,7 @@ def add_parser(commands: Commands) -> None:
         f"""
         --utilization UTILIZATION:float  share that may be used (default: 0.9 with --gpu, else 1)
         --weights-bytes SIZE  size of the weights, all ranks
-        --weights-dtype {{{",".join(WEIGHT_BITS)}}}  default: what the config says
+        --weights-dtype {{{",".join(planner.WEIGHT_BITS)}}}  default: what the config says
         --context CONTEXT:int  tokens per request (default: the model's limit, at most
             {DEFAULT_CONTEXT})
         --batch=1 BATCH:int  requests at once (default: 1)
@@ -172,7 +160,7 @@ def _weights(
     if args.weights_bytes is not None:
         size = parse_bytes(args.weights_bytes)
         return Weights(-(-size // args.tp), args.weights_dtype, "given")
-    weights = plan_weights(shape, args.weights_dtype, args.tp)
+    weights = planner.plan_weights(shape, args.weights_dtype, args.tp)
     if weights is not None or not needed:
         return weights
     parameters = hub.count_parameters(shape.folder or source)
@@ -181,7 +169,7 @@ def _weights(
             f"the weights of {shape.name} (model_type {shape.model_type!r}) have an unknown size: "
             f"no files next to the config, and no estimate for this family; set --weights-bytes"
         )
-    return count_weights(parameters, shape, args.weights_dtype, args.tp)
+    return planner.count_weights(parameters, shape, args.weights_dtype, args.tp)
 
 
 def _plans(args: argparse.Namespace, shape: ModelShape) -> tuple[list[CachePlan], list[str]]:
@@ -193,7 +181,7 @@ def _plans(args: argparse.Namespace, shape: ModelShape) -> tuple[list[CachePlan]
         cfg = KVQuantConfig.parse(path)
         label = Path(path).stem if path.endswith(".json") else "config"
         configs[f"{label} ({cfg.name})"] = cfg
-    plans = [baseline_plan(name, shape, args.tp) for name in BASELINES]
+    plans = [planner.baseline_plan(name, shape, args.tp) for name in planner.BASELINES]
     check = None
     if shape.folder is not None and safetensors_files(shape.folder):
         check = KeyCheck(shape.folder)
@@ -203,8 +191,9 @@ def _plans(args: argparse.Namespace, shape: ModelShape) -> tuple[list[CachePlan]
         if checked.raised:
             name += "+"
             raised.setdefault(raised_layers(cfg, checked.config), []).append(name)
-        plans.append(config_plan(name, shape, checked.config, args.tp, args.sliding_windows))
-    notes = latent_notes(plans, shape)
+        plan = planner.config_plan(name, shape, checked.config, args.tp, args.sliding_windows)
+        plans.append(plan)
+    notes = planner.latent_notes(plans, shape)
     if args.sliding_windows:
         notes += _window_notes(plans, shape)
     notes += [
@@ -222,7 +211,7 @@ def _model_part(shape: ModelShape, ranks: int) -> dict[str, Any]:
     for count, layer in shape.groups():
         own = layer.shard(ranks)
         fields = {name: getattr(own, name) for name in _LAYER_FIELDS}
-        reason = kept_reason(own)
+        reason = planner.kept_reason(own)
         groups.append(
             {**fields, "count": count, "compressed": reason is None, "skip_reason": reason}
         )
@@ -256,7 +245,7 @@ def _notes(
         notes.append("the config says float32; the cache is planned as if the model ran in bf16")
     if shape.max_positions is not None and context > shape.max_positions:
         notes.append(f"context {context} is beyond the model's limit of {shape.max_positions}")
-    if all(kept_reason(layer) is not None for layer in shape.layers):
+    if all(planner.kept_reason(layer) is not None for layer in shape.layers):
         notes.append("no layer of this model can be compressed: every preset is the same as bf16")
     # those that TightCache compresses and the vLLM plugin does not
     kept = [skip_reason(layer, "vllm") for layer in shape.layers if skip_reason(layer) is None]
@@ -278,7 +267,7 @@ def _window_notes(plans: list[CachePlan], shape: ModelShape) -> list[str]:
     if not count:
         return ["--sliding-windows: this model has none"]
     found: dict[int, list[str]] = {}
-    for plan in plans[len(BASELINES) :]:
+    for plan in plans[len(planner.BASELINES) :]:
         windows = [layer for layer in plan.layers if layer.shape.kind == "sliding"]
         found.setdefault(sum(x.layout is not None for x in windows), []).append(plan.name)
     return [

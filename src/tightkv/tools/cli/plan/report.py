@@ -6,6 +6,12 @@ from tightkv.model_shape.planner import CachePlan
 from tightkv.tools.cli.shared.output import format_table, human_bytes, or_dash, save_plot
 
 _PLOT_POINTS = 160
+_LAYER_FIGURES = {  # field -> what is said of a layer that has it
+    "num_kv_heads": "{num_kv_heads} KV heads of {head_dim}",
+    "latent_dim": "{latent_dim} numbers per token",
+    "index_bytes": "an index of {index_bytes} bytes per token",
+    "window": "at most {window} tokens",
+}
 
 
 def as_text(data: dict[str, Any]) -> str:
@@ -24,14 +30,7 @@ def as_text(data: dict[str, Any]) -> str:
 
 def _layer_line(group: dict[str, Any]) -> str:
     about = [f"{group['count']} x {group['kind']}"]
-    if group["num_kv_heads"]:
-        about.append(f"{group['num_kv_heads']} KV heads of {group['head_dim']}")
-    if group["latent_dim"]:
-        about.append(f"{group['latent_dim']} numbers per token")
-    if group["index_bytes"]:
-        about.append(f"an index of {group['index_bytes']} bytes per token")
-    if group["window"]:
-        about.append(f"at most {group['window']} tokens")
+    about += [form.format(**group) for field, form in _LAYER_FIGURES.items() if group[field]]
     if group["state_bytes"]:
         about.append(f"state of {human_bytes(group['state_bytes'])} per sequence")
     kept = f"not compressed: {group['skip_reason']}"

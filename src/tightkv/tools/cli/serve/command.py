@@ -21,20 +21,8 @@ from tightkv.tools.cli.serve.vllm_options import (
     with_dashes,
     with_ours,
 )
-from tightkv.tools.cli.shared import terminal
-from tightkv.tools.cli.shared.config_flags import (
-    OFF_LINE,
-    add_config_flags,
-    options_from_args,
-    shortest,
-)
+from tightkv.tools.cli.shared import config_flags, output, terminal
 from tightkv.tools.cli.shared.options import add_options
-from tightkv.tools.cli.shared.output import (
-    MissingPackageError,
-    add_output_options,
-    emit,
-    print_status,
-)
 from tightkv.tools.cli.shared.progress import QUICK_SECONDS, Working
 from tightkv.tools.cli.shared.server_file import read_server_file
 
@@ -66,14 +54,14 @@ def own_parser() -> argparse.ArgumentParser:
         --sliding-windows  compress layers with a sliding window too, where that takes less memory
         """,
     )
-    add_output_options(parser)
-    add_config_flags(parser)
+    output.add_output_options(parser)
+    config_flags.add_config_flags(parser)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
     given, vllm_options = _parse(args)
-    options, file = options_from_args(args), read_server_file(args.config)
+    options, file = config_flags.options_from_args(args), read_server_file(args.config)
     config = None if is_off(options) else KVQuantConfig.from_dict(options)
     vllm_file = read_vllm_file(vllm_options)
     model = given or file.model or vllm_file.get("--model")
@@ -88,17 +76,17 @@ def run(args: argparse.Namespace) -> int:
     _refuse_two_files(file.options, vllm_file, vllm_options)
     # vLLM takes the last of two: the command line wins over the file.
     command = server_command(model, config, [*file.options, *vllm_options], rows, windows)
-    for line in (*file.notes, *([OFF_LINE] if config is None else [])):
-        print_status(line)
+    for line in (*file.notes, *([config_flags.OFF_LINE] if config is None else [])):
+        output.print_status(line)
     if config is not None:
         _tell_of_folder(model, config, [*vllm_file, *vllm_options])
     if args.dry_run or args.json:
         fields = None if config is None else config.to_dict()
         data = {"schema": 1, "tightkv": __version__, "command": command, "kv_quant": fields}
-        emit(args, data, shlex.join(command))
+        output.emit(args, data, shlex.join(command))
         return 0
     if find_spec("vllm") is None:
-        raise MissingPackageError("tightkv serve", "vLLM", "vllm")
+        raise output.MissingPackageError("tightkv serve", "vLLM", "vllm")
     sys.stdout.flush()
     os.execv(command[0], command)
 
@@ -146,7 +134,8 @@ def server_command(
         raise ValueError(f"--exact-rows {exact_rows}; it must be 0 (no exact rings) or more")
     ours: dict[str, Any] | bool = False
     if config is not None:
-        ours = shortest(config) | ({} if exact_rows is None else {"exact_rows": exact_rows})
+        ours = config_flags.shortest(config)
+        ours |= {} if exact_rows is None else {"exact_rows": exact_rows}
         ours |= {"sliding_windows": windows} if windows else {}
     options = with_ours(vllm_options, read_vllm_file(vllm_options), ours)
     return [sys.executable, "-m", SERVER, "--model", model, *options]

@@ -9,9 +9,8 @@ import textwrap
 from typing import Any
 
 from tightkv.config import ENV_PREFIX, PRESETS, KVQuantConfig, env_fields, fields_of, read_json
-from tightkv.config.aliases import overlay
 from tightkv.config.fields import ConfigFields
-from tightkv.config.sources import PRESET_OPTIONS
+from tightkv.config.sources import PRESET_OPTIONS, overlay
 
 OFF_LINE = 'the cache is not compressed: the config has "enabled": false'
 _DEST = "kv_"

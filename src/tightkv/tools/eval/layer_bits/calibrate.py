@@ -20,16 +20,8 @@ from tightkv.math.centers import Centers
 from tightkv.math.feedback import QueryMetric
 from tightkv.pages.layout import page_layout
 from tightkv.tools.eval.forward import Bars, no_bars
+from tightkv.tools.eval.layer_bits import sensitivity
 from tightkv.tools.eval.layer_bits.search import SEARCHED_BITS, least_kl, options_of
-from tightkv.tools.eval.layer_bits.sensitivity import (
-    Coding,
-    Moments,
-    compressible,
-    layer_costs,
-    moments,
-    observe,
-    record,
-)
 from tightkv.tools.eval.text import Text
 from tightkv.tools.eval.windows import Windows
 
@@ -46,10 +38,9 @@ class Calibrator:
     def __init__(
         self, model: Any, windows: Windows, bars: Bars = no_bars, prefill: int = PREFILL
     ) -> None:
-        self.model, self.windows, self.first = model, windows, prefill
-        self.bars = bars
+        self.model, self.windows, self.bars, self.first = model, windows, bars, prefill
         self.base = KVQuantConfig(protect_keys=False)
-        self.numbers = compressible(model)
+        self.numbers = sensitivity.compressible(model)
         self.metrics: dict[int, QueryMetric] = {}
         self.centers: dict[int, Centers] = {}
         self.costs: dict[int, Costs] = {}
@@ -61,28 +52,20 @@ class Calibrator:
             self._observe(bar)
         with self.bars("layers", len(self.numbers)) as bar:
             self._estimate(bar)
-        return Calibration(
-            loaded_fingerprint(self.model),
-            self.metrics,
-            {preset: self.bits(KVQuantConfig.preset(preset)) for preset in PRESETS},
-            self.costs,
-            Measured(
-                name,
-                tuple((text.name, text.sha256) for text in texts),
-                self.windows.ids.numel(),
-                tightkv.__version__,
-            ),
-            self.centers,
-        )
+        fingerprint = loaded_fingerprint(self.model)
+        bits = {preset: self.bits(KVQuantConfig.preset(preset)) for preset in PRESETS}
+        hashes = tuple((text.name, text.sha256) for text in texts)
+        measured = Measured(name, hashes, self.windows.ids.numel(), tightkv.__version__)
+        return Calibration(fingerprint, self.metrics, bits, self.costs, measured, self.centers)
 
     def _observe(self, bar: Any) -> None:
-        sums: dict[int, Moments] = {}
+        sums: dict[int, sensitivity.Moments] = {}
         plain: dict[int, bool] = {}  # whether attention is the softmax of scores and nothing else
         for row in range(len(self.windows)):
-            layers = observe(self.model, self.windows.ids[row : row + 1], self.numbers)
+            layers = sensitivity.observe(self.model, self.windows.ids[row : row + 1], self.numbers)
             for n in self.numbers:
                 layer = layers.pop(n)
-                own = moments(layer, self.base, self.first)
+                own = sensitivity.moments(layer, self.base, self.first)
                 sums[n] = sums[n] + own if n in sums else own
                 plain[n] = layer.softcap is None and layer.sink is None
                 self._shapes[n] = layer.key.shape[1], layer.key.shape[3]
@@ -92,10 +75,11 @@ class Calibrator:
 
     def _estimate(self, bar: Any) -> None:
         """By the gradients of one window: bits depend on ratios of costs, which are far apart."""
-        layers = record(self.model, self.windows.ids[:1], self.numbers, self.first)[0]
+        layers = sensitivity.record(self.model, self.windows.ids[:1], self.numbers, self.first)[0]
+        scales = probed(self.model).scales
         for n in self.numbers:
-            how = Coding(self.metrics[n], self.centers.get(n), probed(self.model).scales.get(n))
-            self.costs[n] = layer_costs(layers.pop(n), self.base, self.first, how)
+            how = sensitivity.Coding(self.metrics[n], self.centers.get(n), scales.get(n))
+            self.costs[n] = sensitivity.layer_costs(layers.pop(n), self.base, self.first, how)
             bar.advance(1)
 
     def bits(self, preset: KVQuantConfig) -> str:
@@ -111,15 +95,10 @@ class Calibrator:
         if preset.key_bits == preset.value_bits == min(SEARCHED_BITS):
             plain = sum(page_layout(preset, *self._shapes[n]).bytes_per_token for n in own)
             size = max(size, (1 + GROWTH) * plain)
-        options = {
-            n: options_of(
-                preset,
-                self._shapes[n],
-                self.costs[n],
-                cfg.key_bits if cfg.key_bits > preset.key_bits else 0,
-            )
-            for n, cfg in own.items()
-        }
+        options = {}
+        for n, cfg in own.items():
+            least = cfg.key_bits if cfg.key_bits > preset.key_bits else 0
+            options[n] = options_of(preset, self._shapes[n], self.costs[n], least)
         chosen = least_kl(options, size)
         assert chosen is not None  # the preset itself is among them
         common = preset.key_bits, preset.value_bits

@@ -19,22 +19,8 @@ from tightkv.integrations.transformers.fitting import LoadedModel, warn_once
 from tightkv.integrations.transformers.query_probe import Probed, probed
 from tightkv.model_shape.cache_bytes import CacheBytes, LayerBytes
 from tightkv.tools.eval.forward import Bars, no_bars
-from tightkv.tools.eval.layer_bits.diagnosis import (
-    Diagnosis,
-    Measured,
-    Uniform,
-    describe,
-    key_energy,
-    layer_reports,
-)
+from tightkv.tools.eval.layer_bits import diagnosis, sensitivity
 from tightkv.tools.eval.layer_bits.search import as_config, fewest_bytes, options_of
-from tightkv.tools.eval.layer_bits.sensitivity import (
-    Coding,
-    compressible,
-    exact_log_p,
-    layer_costs,
-    record,
-)
 from tightkv.tools.eval.tasks.quality import Schedule, measure_quality, quality_passes
 from tightkv.tools.eval.windows import Windows
 
@@ -78,12 +64,12 @@ class Doctor:
         self.schedule = schedule or Schedule(chunk=64)
         self.schedule.check_window(windows.ids.shape[1])
         self.bars = bars
-        self.found = Diagnosis(budget)
+        self.found = diagnosis.Diagnosis(budget)
         self._shapes: dict[int, tuple[int, int]] = {}
         self._references: list[Tensor] = []
 
     # --- what a user asks for ---
-    def diagnose(self, candidates: Sequence[KVQuantConfig]) -> Diagnosis:
+    def diagnose(self, candidates: Sequence[KVQuantConfig]) -> diagnosis.Diagnosis:
         """Layers first, then a search over bits of every layer, each result measured.
 
         Presets with the same further options make one family that is searched together.
@@ -96,7 +82,7 @@ class Doctor:
             self.found.interrupted = True
         return self.found
 
-    def check(self, cfg: KVQuantConfig) -> Diagnosis:
+    def check(self, cfg: KVQuantConfig) -> diagnosis.Diagnosis:
         """One config alone, just as a cache would use it."""
         try:
             family = self.estimate([cfg])[0]
@@ -123,7 +109,7 @@ class Doctor:
                 family.costs = dict(known.costs)
         else:
             self._estimate(families, energies)
-        self.found.layers = layer_reports(self.model, families[0].costs, energies)
+        self.found.layers = diagnosis.layer_reports(self.model, families[0].costs, energies)
         uncompressed = dict.fromkeys(self._shapes, _UNCOMPRESSED)
         self.found.bytes_bf16 = _bytes(uncompressed, self._shapes)
         return families
@@ -131,22 +117,23 @@ class Doctor:
     def _estimate(
         self, families: Sequence[_Family], energies: dict[int, tuple[Tensor, Tensor]]
     ) -> None:
-        numbers, first = compressible(self.model), self.schedule.prefill
+        numbers, first = sensitivity.compressible(self.model), self.schedule.prefill
         with self.bars("layers", 2 * len(numbers) + len(self.windows) - 1) as bar:
-            layers, log_p = record(self.model, self.windows.ids[:1], numbers, first)
+            layers, log_p = sensitivity.record(self.model, self.windows.ids[:1], numbers, first)
             self._keep(log_p)
             bar.advance(len(numbers))
             for n in numbers:
                 layer = layers.pop(n)
                 self._shapes[n] = layer.key.shape[1], layer.key.shape[3]
-                energies[n] = key_energy(layer.key, families[0].base.page_size)
+                energies[n] = diagnosis.key_energy(layer.key, families[0].base.page_size)
                 for family in families:
                     known = probed(self.model) if family.base.feedback == "auto" else Probed()
-                    how = Coding(known.metrics.get(n), scale=known.scales.get(n))
-                    family.costs[n] = layer_costs(layer, family.base, first, how)
+                    how = sensitivity.Coding(known.metrics.get(n), scale=known.scales.get(n))
+                    family.costs[n] = sensitivity.layer_costs(layer, family.base, first, how)
                 bar.advance(1)
             for row in range(1, len(self.windows)):
-                self._keep(exact_log_p(self.model, self.windows.ids[row : row + 1], first))
+                ids = self.windows.ids[row : row + 1]
+                self._keep(sensitivity.exact_log_p(self.model, ids, first))
                 bar.advance(1)
 
     def _keep(self, log_p: Tensor) -> None:
@@ -230,7 +217,7 @@ class Doctor:
                 ratio = max(ratio, known.kl / max(predicted, 1e-30))
             kl = predicted * ratio if known is None else known.kl
             if kl <= self.budget:
-                self.found.uniform = Uniform(cfg.name, size, kl, known is not None)
+                self.found.uniform = diagnosis.Uniform(cfg.name, size, kl, known is not None)
                 return
 
     def _predict(self, family: _Family, cfg: KVQuantConfig) -> float | None:
@@ -240,22 +227,18 @@ class Doctor:
         return family.kl({n: (c.key_bits, c.value_bits) for n, c in own.items()})
 
     # --- measuring ---
-    def measure(self, cfg: KVQuantConfig, predicted: float | None = None) -> Measured:
+    def measure(self, cfg: KVQuantConfig, predicted: float | None = None) -> diagnosis.Measured:
         """Through the real cache, on every window."""
         caches = {"it": lambda: TightCache(cfg, model=self.model, eager=True)}
         whole = len(self._references) == len(self.windows)
+        reference = torch.cat(self._references) if whole else None
         passes = quality_passes(len(self.windows), self.windows.ids.shape[1], 1, self.schedule)
-        with self.bars(f"measuring {describe(cfg)}", passes) as bar:
-            summary = measure_quality(
-                self.model,
-                self.windows,
-                caches,
-                self.schedule,
-                bar.advance,
-                torch.cat(self._references) if whole else None,
-            )["it"].summary
+        name, given = diagnosis.describe(cfg), (self.model, self.windows, caches, self.schedule)
+        with self.bars(f"measuring {name}", passes) as bar:
+            summary = measure_quality(*given, bar.advance, reference)["it"].summary
         size, within = self.bytes_per_token(cfg), summary.kl <= self.budget
-        found = Measured(cfg, describe(cfg), predicted, summary.kl, summary.top1, size, within)
+        kl, top1 = summary.kl, summary.top1
+        found = diagnosis.Measured(cfg, name, predicted, kl, top1, size, within)
         self.found.tried.append(found)
         return found
 

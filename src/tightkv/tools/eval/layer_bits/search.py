@@ -26,16 +26,11 @@ def options_of(
     base: KVQuantConfig, shape: tuple[int, int], costs: Costs, least: int = 0
 ) -> list[Option]:
     """Every choice for a layer of a shape (KV heads, head_dim), keys of `least` bits or more."""
-    return [
-        Option((k, v), _size(base, k, v, shape), costs.key[k] + costs.value[v])
-        for k, v in product(SEARCHED_BITS, repeat=2)
-        if k >= least
-    ]
-
-
-def _size(base: KVQuantConfig, key_bits: int, value_bits: int, shape: tuple[int, int]) -> float:
-    cfg = base.replace(key_bits=key_bits, value_bits=value_bits)
-    return page_layout(cfg, *shape).bytes_per_token
+    found = []
+    for k, v in product((bits for bits in SEARCHED_BITS if bits >= least), SEARCHED_BITS):
+        size = page_layout(base.replace(key_bits=k, value_bits=v), *shape).bytes_per_token
+        found.append(Option((k, v), size, costs.key[k] + costs.value[v]))
+    return found
 
 
 def fewest_bytes(layers: Mapping[int, Sequence[Option]], target: float) -> dict[int, Option] | None:

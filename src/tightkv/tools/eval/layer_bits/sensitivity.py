@@ -58,17 +58,13 @@ def _recording(model: Any, numbers: Sequence[int]) -> Iterator[dict[int, Layer]]
         out = call.attend()
         if call.layer not in layers:
             return out
-        scale, options = call.options.get("scaling"), call.options
-        layers[call.layer] = layer = Layer(
-            call.query.detach(),
-            call.key.detach(),
-            call.value.detach(),
-            call.query.shape[-1] ** -0.5 if scale is None else scale,
-            options.get("softcap"),
-            options.get("s_aux"),
-            added=torch.zeros_like(out, requires_grad=True),
-        )
-        return out + layer.added
+        options, added = call.options, torch.zeros_like(out, requires_grad=True)
+        scale = options.get("scaling")
+        scale = call.query.shape[-1] ** -0.5 if scale is None else scale
+        softcap, sink = options.get("softcap"), options.get("s_aux")
+        query, key, value = (x.detach() for x in (call.query, call.key, call.value))
+        layers[call.layer] = Layer(query, key, value, scale, softcap, sink, added)
+        return out + added
 
     trained = [p for p in model.parameters() if p.requires_grad]
     try:

@@ -128,22 +128,11 @@ class NeedleTask(Task):
         found = []
         for hay in self.haystacks:
             lines = write_lines(model, make, self.tokenizer, hay.prompts, ANSWER_TOKENS, advance)
-            answers: list[Data] = [
-                {
-                    "question": needle.question,
-                    "expected": needle.answer,
-                    "answer": line,
-                    "found": says(line, needle.answer),
-                }
-                for needle, line in zip(hay.needles, lines, strict=True)
-            ]
-            found.append(
-                {
-                    "context": hay.context,
-                    "prompt_tokens": max(map(len, hay.prompts)),
-                    "found": sum(answer["found"] for answer in answers),
-                    "asked": len(answers),
-                    "answers": answers,
-                }
-            )
+            answers = list[Data]()
+            for needle, line in zip(hay.needles, lines, strict=True):
+                asked = {"question": needle.question, "expected": needle.answer}
+                answers.append({**asked, "answer": line, "found": says(line, needle.answer)})
+            row: Data = {"context": hay.context, "prompt_tokens": max(map(len, hay.prompts))}
+            row["found"] = sum(answer["found"] for answer in answers)
+            found.append({**row, "asked": len(answers), "answers": answers})
         return found

@@ -95,17 +95,11 @@ class ProbeTask(Task):
     def compare(self, own: Data, exact: Data) -> Data:
         scores, reference = own["probes"], exact["probes"]
         probes = [(passage.context, p) for passage in self.passages for p in passage.probes]
-        rows = [
-            {
-                "context": context,
-                "depth": probe.depth,
-                "expected": probe.expected,
-                "log_prob": score["log_prob"],
-                "reference": exact["log_prob"],
-                "top": score["top"],
-            }
-            for (context, probe), score, exact in zip(probes, scores, reference, strict=True)
-        ]
+        rows = []
+        for (context, probe), score, exact in zip(probes, scores, reference, strict=True):
+            row = {"context": context, "depth": probe.depth, "expected": probe.expected}
+            row |= {"log_prob": score["log_prob"], "reference": exact["log_prob"]}
+            rows.append({**row, "top": score["top"]})
         return {
             "log_prob": _paired(rows),
             "top": fmean(score["top"] for score in scores),

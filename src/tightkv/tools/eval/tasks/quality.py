@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -180,11 +180,9 @@ def _measure(
         rows = slice(first, first + schedule.batch)
         ids, run, parts = windows.ids[rows], CacheRun(model, make()), list[Scores]()
         timed(run, ids[:, :prefill], last_only=True)
-        exact = (
-            _exact_log_p(model, ids, schedule)
-            if known is None
-            else known[rows].split(schedule.chunk, 1)
-        )
+        exact: Iterable[Tensor] = _exact_log_p(model, ids, schedule)
+        if known is not None:
+            exact = known[rows].split(schedule.chunk, 1)
         for at, log_p in zip(range(prefill, end, schedule.chunk), exact, strict=True):
             to = at + log_p.shape[1]
             logits = timed(run, ids[:, at:to])
