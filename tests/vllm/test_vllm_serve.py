@@ -240,6 +240,16 @@ def test_the_model_may_be_vllms_option(tmp_path: Path, capsys: pytest.CaptureFix
         assert f"{file}; it must be a string" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "words", [["m", "m2"], ["m", "--sinks", "8", "m2"], ["--port=80", "m2"], ["--model=m", "m2"]]
+)
+def test_a_word_that_vllm_would_ignore_is_refused(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "--dry-run", *words]) == 2
+    assert "'m2' is no option's value; vLLM would ignore it" in capsys.readouterr().err
+
+
 def test_a_setting_that_two_files_differ_in_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

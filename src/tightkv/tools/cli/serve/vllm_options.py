@@ -8,6 +8,7 @@ with keys replaces the whole of the same option as JSON: the command may have on
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from tightkv.tools.cli.shared.output import MissingPackageError
@@ -38,6 +39,9 @@ def take_model(given: str | None, options: Sequence[str]) -> tuple[str | None, l
             )
         else:
             given = value
+    for before, word in pairwise(["--=", *left]):
+        if before.startswith("--") and "=" in before and not word.startswith("-"):
+            raise ValueError(f"{word!r} is no option's value; vLLM would ignore it")
     return given, left
 
 
