@@ -53,7 +53,7 @@ def layouts(shape: Shape, **bits: str) -> dict[str, PageLayout]:
     }
 
 
-def packed(shape: Shape, pages: dict[str, PageLayout]) -> tuple[int, Any]:
+def packed(shape: Shape, pages: dict[str, PageLayout], mode: str = "align") -> tuple[int, Any]:
     """Pages per block, and the specs of all layers with such blocks."""
     from vllm.config import CacheConfig
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
@@ -66,10 +66,10 @@ def packed(shape: Shape, pages: dict[str, PageLayout]) -> tuple[int, Any]:
             block_size=block,
             shapes=((shape.state_bytes // 2,),),
             dtypes=(torch.bfloat16,),
-            mamba_cache_mode="align",
+            mamba_cache_mode=mode,
         )
 
-    cache = CacheConfig(enable_prefix_caching=True, mamba_cache_mode="align")
+    cache = CacheConfig(enable_prefix_caching=mode != "none", mamba_cache_mode=mode)
     others = [(object(), state(16))] * shape.states
     config = SimpleNamespace(cache_config=cache)
     count = pages_per_block(pages, others, config, mixed=False, packed=True)
@@ -80,8 +80,9 @@ def packed(shape: Shape, pages: dict[str, PageLayout]) -> tuple[int, Any]:
         dtype=torch.bfloat16,
     )
     specs = {name: page_spec(plain, layout, count) for name, layout in pages.items()}
-    assert cache.mamba_block_size == count * WINDOW // 3
-    specs |= {f"state.{i}": state(cache.mamba_block_size) for i in range(shape.states)}
+    block = 32768 if mode == "none" else count * 64  # as vLLM has it without prefixes
+    assert mode == "none" or cache.mamba_block_size == block
+    specs |= {f"state.{i}": state(block) for i in range(shape.states)}
     return count, specs
 
 
@@ -134,6 +135,16 @@ def test_blocks_are_no_longer_than_vllms_own(name: str) -> None:
     count, _ = packed(shape, pages)
     one_state = -(-shape.state_bytes // sum(layout.page_bytes for layout in pages.values()))
     assert (count - 1) * 64 <= max(shape.block, (one_state - 1) * 64)
+
+
+def test_without_cached_prefixes_there_are_as_few_groups_as_in_16_bits() -> None:
+    shape = SHAPES["qwen3-next"]
+    pages = layouts(shape)
+    count, specs = packed(shape, pages, "none")
+    layout = next(iter(pages.values()))
+    assert count == -(-shape.state_bytes // layout.page_bytes)
+    made = engine_blocks(specs, 10 * count * sum(each.page_bytes for each in pages.values()))
+    assert [len(group.layer_names) for group in made.kv_cache_groups] == [12] * 4
 
 
 @pytest.mark.parametrize("name", SHAPES)
