@@ -82,10 +82,7 @@ class KVQuantConfig(ConfigFields):
     def parse(
         cls, source: KVQuantConfig | str | Mapping[str, Any] | os.PathLike[str] | None = None
     ) -> KVQuantConfig:
-        """The config of anything a user gives: a config, preset, mapping, JSON text or JSON file.
-
-        None reads the environment.
-        """
+        """From a config, preset, mapping, JSON text or JSON file; None reads the environment."""
         if source is None:
             return cls.from_env()
         if isinstance(source, KVQuantConfig):

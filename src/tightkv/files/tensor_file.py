@@ -101,10 +101,9 @@ def safetensors_files(folder: Path) -> list[Path]:
             names = {str(name) for name in found}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise ValueError(f"{index} is not an index of safetensors files") from None
-        missing = sorted(name for name in names if not (folder / name).is_file())
-        if missing:
-            return []  # an index without its shards: nothing to measure
-        return [folder / name for name in sorted(names)]
+        files = [folder / name for name in sorted(names)]
+        # an index without its shards: nothing to measure
+        return files if all(path.is_file() for path in files) else []
     single = folder / "model.safetensors"
     if single.is_file():
         return [single]

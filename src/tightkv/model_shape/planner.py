@@ -7,6 +7,7 @@ for.
 """
 
 import json
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,15 +15,7 @@ from pathlib import Path
 import torch
 
 from tightkv.config import KVQuantConfig, Windows
-from tightkv.model_shape import (
-    LayerShape,
-    ModelShape,
-    compressed_layers,
-    estimate_parameters,
-    skip_reason,
-    stored_weights,
-    weights_dtype,
-)
+from tightkv.model_shape import LayerShape, ModelShape, compressed_layers, skip_reason, weights
 from tightkv.model_shape.cache_bytes import CacheBytes, LayerBytes
 from tightkv.model_shape.compressible import windows_of_other_pages
 from tightkv.model_shape.shape import INDEXED
@@ -65,15 +58,10 @@ class CachePlan(CacheBytes):
         """The longest single sequence that fits `memory` bytes; None where none is too long."""
         if self.total_bytes(_NO_LIMIT) <= memory:
             return None
-        low, high = 0, _NO_LIMIT  # low fits or is 0, high does not
         # The first length in pages, which may take less than the one before.
         least = 1 + max(layer.exact_limit for layer in self.layers)
-        if self.total_bytes(least) <= memory:
-            low = least
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.total_bytes(middle) <= memory else (low, middle)
-        return low
+        low = least if self.total_bytes(least) <= memory else 0
+        return low + bisect_right(range(low + 1, _NO_LIMIT), memory, key=self.total_bytes)
 
     def max_requests(self, memory: int, tokens: int) -> int:
         """How many sequences of `tokens` tokens fit together."""
@@ -101,10 +89,7 @@ def baseline_plan(name: str, shape: ModelShape, ranks: int = 1) -> CachePlan:
 def config_plan(
     name: str, shape: ModelShape, cfg: KVQuantConfig, ranks: int = 1, windows: Windows = False
 ) -> CachePlan:
-    """The cache of one tensor-parallel rank under `cfg`.
-
-    `windows`: which sliding windows the vLLM plugin is asked to compress.
-    """
+    """The cache of one rank under `cfg`; `windows`: which sliding ones vLLM is to compress."""
     layers = [layer.shard(ranks) for layer in shape.layers]
     if (beyond := max(cfg.bits_of_layers(), default=0)) >= len(layers) > 0:
         raise ValueError(
@@ -200,15 +185,15 @@ class Weights:
 
 def plan_weights(shape: ModelShape, dtype: str | None = None, ranks: int = 1) -> Weights | None:
     """Measured where the files are there, else estimated; None where neither is possible."""
-    stored_dtype = weights_dtype(shape)
+    stored_dtype = weights.weights_dtype(shape)
     quantized = shape.config.get("quantization_config") is not None
-    stored = stored_weights(shape.folder) if shape.folder else None
+    stored = weights.stored_weights(shape.folder) if shape.folder else None
     if stored is not None:
         if dtype in (None, stored_dtype):
             return Weights(-(-stored.bytes // ranks), stored_dtype, "measured")
         if stored.parameters is not None and not quantized:
             return Weights(_bytes_of(stored.parameters, dtype, ranks), dtype, "measured")
-    parameters, dtype = estimate_parameters(shape), dtype or stored_dtype
+    parameters, dtype = weights.estimate_parameters(shape), dtype or stored_dtype
     if parameters is None or dtype is None:
         return None
     return Weights(_bytes_of(parameters, dtype, ranks), dtype, "estimated")
@@ -216,7 +201,7 @@ def plan_weights(shape: ModelShape, dtype: str | None = None, ranks: int = 1) ->
 
 def count_weights(parameters: int, shape: ModelShape, dtype: str | None, ranks: int) -> Weights:
     """The weights of a model whose number of parameters is known."""
-    dtype = dtype or weights_dtype(shape)
+    dtype = dtype or weights.weights_dtype(shape)
     if dtype is None:
         method = shape.config["quantization_config"].get("quant_method")
         raise ValueError(f"weights of {shape.name} are quantized by {method!r}: give their size")

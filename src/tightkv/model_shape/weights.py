@@ -30,9 +30,7 @@ def stored_weights(folder: Path) -> StoredWeights | None:
         parameters = sum(math.prod(tensor.shape) for tensor in tensors)
         return StoredWeights(sum(tensor.bytes for tensor in tensors), parameters)
     files = sorted(folder.glob("pytorch_model*.bin"))
-    if files:
-        return StoredWeights(sum(path.stat().st_size for path in files), None)
-    return None
+    return StoredWeights(sum(path.stat().st_size for path in files), None) if files else None
 
 
 def weights_dtype(shape: ModelShape) -> str | None:
@@ -45,9 +43,7 @@ def weights_dtype(shape: ModelShape) -> str | None:
         return "fp8"
     if method == "mxfp4" or bits == 4 or quantization.get("load_in_4bit"):
         return "int4"
-    if bits == 8 or quantization.get("load_in_8bit"):
-        return "int8"
-    return None
+    return "int8" if bits == 8 or quantization.get("load_in_8bit") else None
 
 
 def estimate_parameters(shape: ModelShape) -> int | None:

@@ -58,5 +58,4 @@ def _weight(like: Tensor, block: Tensor) -> Tensor:
     """A matrix of random numbers; vectors, which scale what norms give, are ones."""
     if like.dim() < 2:
         return torch.ones(like.shape, dtype=torch.bfloat16, device="cpu")
-    whole = block.repeat(-(-like.numel() // len(block)))[: like.numel()]
-    return whole.view(like.shape)
+    return block.repeat(-(-like.numel() // len(block)))[: like.numel()].view(like.shape)

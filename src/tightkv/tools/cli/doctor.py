@@ -64,9 +64,7 @@ def run(args: argparse.Namespace) -> int:
                 temporary.write_text(found.chosen.cfg.to_json() + "\n", encoding="utf-8")
     finally:
         emit(args, as_json(found), as_text(found))
-    if found.interrupted:
-        return _INTERRUPTED
-    return 0 if found.chosen is not None else 1
+    return _INTERRUPTED if found.interrupted else int(found.chosen is None)
 
 
 def _diagnose(args: argparse.Namespace, cfg: KVQuantConfig | None, calibration: str) -> Diagnosis:

@@ -1,7 +1,4 @@
-"""main(): the commands, their parser, and errors as exit codes.
-
-Only the module of the command that is asked for is imported.
-"""
+"""main(): commands, whose modules are imported when asked for, and errors as exit codes."""
 
 import argparse
 import io

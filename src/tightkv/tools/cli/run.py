@@ -31,8 +31,6 @@ def add_parser(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     check_least(args, max_new_tokens=1)
-    if args.prompt is not None and args.prompt_file is not None:
-        raise ValueError("--prompt and --prompt-file both give the prompt; keep one of them")
     given = Path(args.file).expanduser()
     if not given.exists():
         raise FileNotFoundError(f"{args.file!r} does not exist; give a folder of tightkv export")

@@ -337,10 +337,7 @@ def sizes(options: Options) -> Iterator[Claim]:
 
 
 def allocated_bytes(layout: PageLayout, tokens: int, seed: int, **options: Any) -> int:
-    """Bytes a real cache holds once `tokens` tokens joined its sequence.
-
-    `options` are those of the table.
-    """
+    """Bytes that a real cache with a sequence of `tokens` tokens holds; `options` of its table."""
     shape = tokens, layout.num_kv_heads, layout.head_dim
     key, value = (inputs.normal(seed, stream, *shape).to(torch.bfloat16) for stream in range(2))
     return inputs.filled(layout, (key, value), **options).allocated_bytes()

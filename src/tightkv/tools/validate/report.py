@@ -37,15 +37,11 @@ class Options:
         return self.seed * 2**32 + crc32(name.encode())
 
 
-def _plain(row: Claim | AuditRow) -> dict[str, Any]:
-    """The fields; JSON has no NaN or infinity: they become null."""
-
-    def finite(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: finite(number) for name, number in value.items()}
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    return {name: finite(value) for name, value in vars(row).items()}
+def _finite(value: Any) -> Any:
+    """JSON has no NaN or infinity: they become null."""
+    if isinstance(value, dict):
+        return {name: _finite(number) for name, number in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclass(frozen=True)
@@ -76,7 +72,7 @@ class Claim:
         return low <= self.measured <= high
 
     def to_dict(self) -> dict[str, Any]:
-        fields = _plain(self)
+        fields = _finite(vars(self))
         width, measured = fields.pop("half_width"), fields["measured"]
         known = width is not None and measured is not None
         interval = [measured - width, measured + width] if known else None
@@ -93,9 +89,6 @@ class AuditRow:
     unit: str
     reading: str
     detail: dict[str, float] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        return _plain(self)
 
 
 @dataclass(frozen=True)
@@ -119,5 +112,5 @@ class Report:
             "failed_claims": sum(not claim.passed for claim in self.claims),
             "seconds": self.seconds,
             "claims": [claim.to_dict() for claim in self.claims],
-            "audit": [row.to_dict() for row in self.audit],
+            "audit": [_finite(vars(row)) for row in self.audit],
         }

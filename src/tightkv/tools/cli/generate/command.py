@@ -68,8 +68,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    if args.prompt and args.prompt_file is not None:
-        raise ValueError("--prompt and --prompt-file both give the prompt; keep one of them")
     check_least(args, max_new_tokens=1, long_prompt=1, temperature=0, top_k=1, seed=0)
     if args.top_p is not None and not 0 < args.top_p <= 1:
         raise ValueError(f"--top-p {args.top_p}; it must be above 0 and at most 1")

@@ -12,6 +12,8 @@ _FIRST_TOPIC = "execmodel"
 
 def read_prompts(prompts: list[str], file: str | None, has_context: bool) -> list[str]:
     """From --prompt, else --prompt-file, else standard input; a long context has a question."""
+    if prompts and file is not None:
+        raise ValueError("--prompt and --prompt-file both give the prompt; keep one of them")
     if prompts:
         texts = prompts
     elif file is not None:

@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import re
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -140,9 +141,7 @@ def _gpu_name(text: str) -> str:
     """The entry of GPUS that `text` means: 'rtx 4090', 'NVIDIA H100', 'a100'."""
 
     def plain(name: str) -> str:
-        for word in ("nvidia", "amd", "geforce", " ", "-", "_"):
-            name = name.lower().replace(word, "")
-        return name
+        return re.sub("nvidia|amd|geforce|[ _-]", "", name.lower())
 
     names = {plain(name): name for name in GPUS}
     names |= {"a100": "A100-80GB", "h100sxm": "H100", "h10080gb": "H100", "rtxa6000": "A6000"}

@@ -1,11 +1,10 @@
 """One flag for every field of KVQuantConfig, plus --preset and --config."""
 
 import argparse
-import ast
 import dataclasses
 import inspect
 import os
-import textwrap
+import re
 from typing import Any
 
 from tightkv.config import ENV_PREFIX, PRESETS, KVQuantConfig, env_fields, fields_of, read_json
@@ -89,15 +88,7 @@ def field_docs() -> dict[str, str]:
         source = inspect.getsource(ConfigFields)
     except OSError:  # an installation without sources
         return {}
-    tree = ast.parse(textwrap.dedent(source)).body[0]
-    assert isinstance(tree, ast.ClassDef)
-    docs = {}
-    for field, doc in zip(tree.body, tree.body[1:], strict=False):
-        if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
-            continue
-        if isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant):
-            docs[field.target.id] = str(doc.value.value)
-    return docs
+    return dict(re.findall(r'^ {4}(\w+): .*\n {4}"""(.*)"""$', source, re.MULTILINE))
 
 
 def _numbers(text: str) -> tuple[int, ...]:

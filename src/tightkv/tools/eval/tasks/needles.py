@@ -3,8 +3,10 @@
 import json
 import random
 import re
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -70,13 +72,10 @@ def build_haystack(
     frame = ask(tokenizer, "", questions)
     facts = sum(len(encode(tokenizer, f"{needle.fact}\n\n")) for needle in needles)
     budget = context - answer_tokens - max(map(len, frame)) - facts
-    count, used = 0, 0
-    while count < len(sentences) and used + lengths[count] <= budget:
-        used += lengths[count]
-        count += 1
+    count = bisect_right(list(accumulate(lengths)), budget)
     if count == len(sentences):
         raise ValueError(
-            f"the text has {used} tokens, too few to fill a context of {context}; "
+            f"the text has {sum(lengths)} tokens, too few to fill a context of {context}; "
             "give a longer --text or smaller --contexts"
         )
     if budget < TAIL_TOKENS or count < len(needles):

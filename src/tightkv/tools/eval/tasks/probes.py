@@ -6,6 +6,7 @@ finds it and not by one near-tie; the same probes go through the uncompressed ca
 
 import json
 import random
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -154,11 +155,11 @@ def _code(rng: random.Random) -> str:
 def build_recall(tokenizer: Any, context: int, depths: int, seed: int) -> Passage:
     """As many pairs as `context` tokens hold; `depths` of them, evenly spread, are asked for."""
     pairs = _pairs(seed, context)
-    low, high = 0, len(pairs)  # the most pairs that fit, by halves
-    while low < high:
-        count = (low + high + 1) // 2
-        fits = len(_prompt(tokenizer, pairs[:count], pairs[0][0])) + _ROOM <= context
-        low, high = (count, high) if fits else (low, count - 1)
+
+    def tokens(count: int) -> int:
+        return len(_prompt(tokenizer, pairs[:count], pairs[0][0])) + _ROOM
+
+    low = bisect_right(range(1, len(pairs) + 1), context, key=tokens)  # the most pairs that fit
     if low < max(_LEAST_PAIRS, depths):
         raise ValueError(
             f"a context of {context} tokens holds {low} pairs of keys and values; at least "
