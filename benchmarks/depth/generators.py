@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 import string
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -183,8 +184,10 @@ class Maker:
         def line() -> str:
             return " ".join(self.rng.choices(words, weights, k=20)) + "\n"
 
+        texts = self.fill(line, tokens)
+        most = [word for word, _ in Counter("".join(texts).split()).most_common(3)]
         ask = "What are the three most frequent coded words above? Answer with them alone."
-        return self.fill(line, tokens), [(ask, words[:3])]
+        return texts, [(ask, most)]
 
 
 def add_ruler(

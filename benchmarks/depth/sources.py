@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from score import boxed
 from tasks import Prompt, TaskFile
 
 DEPTHS = tuple(range(4096, 28673, 4096))
@@ -168,6 +169,9 @@ def add_math(contexts: Contexts, folder: Path, rng: random.Random, asked: int) -
         for path in sorted(subjects)
         for i, doc in enumerate(requests(folder, path.name))
     ]
+    for doc in docs:
+        doc["answer"] = boxed(doc["solution"]) or ""
+    docs = [doc for doc in docs if doc["answer"] and not re.search(r"\\[tm]", doc["answer"])]
     rng.shuffle(docs)
     solved = [
         f"Problem:\n{doc['problem']}\n\nSolution: {doc['solution']}\n\n" for doc in docs[asked:]
@@ -226,12 +230,15 @@ def add_repository(contexts: Contexts, rng: random.Random, asked: int) -> None:
         given += len(lines[:share])
         whole = dict(files)
         for j, (name, number, first) in enumerate(lines[:share]):
-            before, line = split_at(whole[name], number)
-            depth = DEPTHS[j % len(DEPTHS)]
+            text = whole[name].splitlines(keepends=True)
+            turn = j % len(DEPTHS)
+            depth = next(  # the definition must be in the context
+                depth
+                for depth in (*DEPTHS[turn:], *reversed(DEPTHS[:turn]))
+                if contexts.pieces(stream, depth) > first
+            )
             pieces = contexts.pieces(stream, depth)
-            if pieces <= first:  # the definition must be in the context
-                pieces, depth = len(shown), DEPTHS[-1]
-            prefix = _last_tokens(before, contexts.count, _PREFIX_TOKENS)
+            prefix = _last_tokens(text[:number], contexts.count, _PREFIX_TOKENS)
             problem = f"{name}:{number + 1}"
             contexts.file.prompts.append(
                 Prompt(
@@ -242,7 +249,7 @@ def add_repository(contexts: Contexts, rng: random.Random, asked: int) -> None:
                     stream,
                     pieces,
                     f"# file: {name}\n{prefix}",
-                    {"kind": "line", "answer": line.strip()},
+                    {"kind": "line", "answer": text[number].strip()},
                     64,
                     stop=("\n",),
                     chat=False,
@@ -274,13 +281,6 @@ def _next_lines(
                 yield name, number, min(defined[n] for n in used)
 
 
-def split_at(text: str, number: int) -> tuple[str, str]:
-    """What is before a line, its indent included, and the line."""
-    lines = text.splitlines(keepends=True)
-    line = lines[number]
-    return "".join(lines[:number]) + line[: len(line) - len(line.lstrip())], line
-
-
 def _definitions(text: str) -> list[str]:
     return re.findall(r"^\s*(?:def|class) ([A-Za-z]\w{4,})", text, re.MULTILINE)
 
@@ -300,9 +300,8 @@ def _lines_of_strings(text: str) -> set[int]:
     }
 
 
-def _last_tokens(text: str, count: Count, most: int) -> str:
-    """The end of a text, from the beginning of a line."""
-    lines = text.splitlines(keepends=True)
+def _last_tokens(lines: Sequence[str], count: Count, most: int) -> str:
+    """The last lines, as many as so many tokens hold."""
     kept, used = [], 0
     for line in reversed(lines):
         used += count(line)
