@@ -77,7 +77,8 @@ def cache_arguments(name: str, calibration: str | None) -> dict[str, Any]:
     if calibrated:
         options["calibration"] = calibration
     dtype = "auto" if options or plain == AGAIN else plain
-    return {"kv_cache_dtype": dtype, "additional_config": {"tightkv": options}}
+    found = {"kv_cache_dtype": dtype, "additional_config": {"tightkv": options}}
+    return {**found, "attention_backend": "FLASHINFER"} if plain == "nvfp4" else found
 
 
 def engine_arguments(args: argparse.Namespace, name: str, longest: int) -> dict[str, Any]:
@@ -125,6 +126,9 @@ def run_cache(args: argparse.Namespace, name: str) -> None:
     encoder = Encoder(AutoTokenizer.from_pretrained(args.model), file)
     encoded = {p.id: encoder.encode(p) for p, seed in work}
     longest = max(len(encoded[p.id]) + p.max_tokens for p, _ in work)
+    from tightkv.integrations.vllm import register
+
+    register()  # vLLM finds the plugin itself only where tightkv is installed
     if not (line := sys.stdin.readline()):
         return  # whoever started this process is gone
     start, end = time.monotonic(), float(line)
