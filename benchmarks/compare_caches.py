@@ -66,6 +66,8 @@ def contenders() -> dict[str, tuple[str, MakeAny]]:
         found[f"hqq {bits}"] = ("hqq", lambda m, n=bits: _quantized("hqq", m, n, axis=1))
     if _if_installed("hqq"):
         found["hqq 4 axis=0"] = ("hqq", lambda m: _quantized("hqq", m, 4))
+    for bits in (4, 2):
+        found[f"kivi-style {bits}"] = ("tightkv", lambda m, n=bits: _kivi(m, n))
     for bits in _if_installed("turbokv"):
         found[f"turbokv {bits}"] = ("turbokv", lambda m, n=bits: _turbokv(m, n))
     for bits in _if_installed("turboquant-hf"):
@@ -109,6 +111,69 @@ def _turboquant_hf(model: Any, bits: int) -> Any:
     store = TurboQuantKVCache(key_bits=bits, value_bits=bits)
     layers = range(model.config.num_hidden_layers)
     return Cache(layers=[_PassingLayer(store, index) for index in layers])
+
+
+def _kivi(model: Any, bits: int) -> Any:
+    return Cache(layers=[_KiviLayer(bits) for _ in range(model.config.num_hidden_layers)])
+
+
+class _KiviLayer(DynamicLayer):
+    """As KIVI (arXiv 2402.02750) stores a layer: keys by channel, values by token, newest exact.
+
+    Groups have 32 elements with a least value and a step each. The newest 128 to 159 tokens are
+    exact, and so is what a prompt attends to. This is no code of KIVI's authors.
+    """
+
+    GROUP, EXACT = 32, 128
+
+    def __init__(self, bits: int) -> None:
+        super().__init__()
+        self.bits, self.tokens = bits, 0
+        self.stored: list[list[Tensor]] = [[], []]  # of keys, of values: codes, least, step
+        self.recent: list[Tensor] = []
+
+    def update(self, keys: Tensor, values: Tensor, *args: Any, **kw: Any) -> tuple[Tensor, Tensor]:
+        self.is_initialized = True
+        new = [keys, values]
+        if self.recent:
+            new = [torch.cat(both, 2) for both in zip(self.recent, new, strict=True)]
+        self.recent = whole = new
+        self.tokens += keys.shape[2]
+        if self.stored[0]:
+            whole = [torch.cat([self._decode(i), new], 2) for i, new in enumerate(self.recent)]
+        leaving = (self.recent[0].shape[2] - self.EXACT) // self.GROUP * self.GROUP
+        if leaving > 0:
+            for side, tensor in enumerate(self.recent):
+                self._encode(side, tensor[:, :, :leaving])
+            self.recent = [tensor[:, :, leaving:].clone() for tensor in self.recent]
+        return whole[0], whole[1]
+
+    def _encode(self, side: int, tensor: Tensor) -> None:
+        """Groups of tokens for keys, of channels for values, are the last dimension."""
+        groups = tensor.unflatten(2 if side == 0 else 3, (-1, self.GROUP))
+        groups = groups.transpose(3, 4) if side == 0 else groups
+        least, most = groups.amin(-1, True), groups.amax(-1, True)
+        step = ((most - least) / (2**self.bits - 1)).to(torch.float16)
+        least = least.to(torch.float16)
+        safe = step.float().clamp_min(1e-8)
+        codes = ((groups.float() - least.float()) / safe).round().clamp(0, 2**self.bits - 1)
+        places = codes.to(torch.uint8).unflatten(-1, (-1, 8 // self.bits))
+        shifts = torch.arange(0, 8, self.bits, dtype=torch.uint8, device=tensor.device)
+        packed = (places << shifts).sum(-1, dtype=torch.uint8)
+        new = [packed, least, step]
+        old = self.stored[side]
+        self.stored[side] = [torch.cat(p, 2) for p in zip(old, new, strict=True)] if old else new
+
+    def _decode(self, side: int) -> Tensor:
+        packed, least, step = self.stored[side]
+        shifts = torch.arange(0, 8, self.bits, dtype=torch.uint8, device=packed.device)
+        codes = ((packed[..., None] >> shifts) & (2**self.bits - 1)).flatten(-2)
+        groups = codes * step.float() + least.float()
+        tensor = groups.transpose(3, 4).flatten(2, 3) if side == 0 else groups.flatten(3, 4)
+        return tensor.to(self.recent[side].dtype)
+
+    def get_seq_length(self) -> int:
+        return self.tokens
 
 
 class _PassingLayer(DynamicLayer):

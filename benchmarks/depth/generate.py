@@ -92,6 +92,8 @@ def engine_arguments(args: argparse.Namespace, name: str, longest: int) -> dict[
         **cache_arguments(name, args.calibration),
     }
     if args.device == "cuda":
+        if name in ("auto", AGAIN, "fp8"):
+            arguments["block_size"] = 64  # as pages: a prompt has fewer blocks to hash
         arguments["gpu_memory_utilization"] = args.gpu_share
         sizes = sorted({1, 8, 16, 32, 64, *range(128, args.batch + 1, 64), args.batch})
         arguments["compilation_config"] = {

@@ -131,6 +131,39 @@ def test_the_table_has_a_line_a_cache(script: Any, rows: dict[str, Any]) -> None
     assert lines[2].split() == ["dynamic", "0.0000", "1.000", "+0.00%", "1.00", "1.00", decode]
 
 
+@pytest.mark.parametrize("bits", [4, 2])
+def test_groups_of_the_kivi_style_cache(script: Any, reference: Any, bits: int) -> None:
+    """Coded values are within half a step, exact ones are the newest; bytes are those of codes."""
+    layer, generator = script._KiviLayer(bits), torch.Generator().manual_seed(0)
+    keys, values = (torch.randn(2, 3, 300, 64, generator=generator) for _ in range(2))
+    whole = layer.update(keys[:, :, :299], values[:, :, :299])
+    assert whole[0].equal(keys[:, :, :299])  # a prompt attends to exact tokens
+    found = layer.update(keys[:, :, 299:], values[:, :, 299:])
+    assert layer.get_seq_length() == 300 and layer.recent[0].shape[2] == 300 - 160
+    groups = [
+        tensor.unflatten(dim, (-1, 32)).transpose(dim + 1, -1)
+        for tensor, dim in ((keys[:, :, :160], 2), (values[:, :, :160], 3))
+    ]
+    for own, exact, group, dim in zip(found, (keys, values), groups, (2, 3), strict=True):
+        assert own[:, :, 160:].equal(exact[:, :, 160:])
+        error = (own - exact)[:, :, :160].unflatten(dim, (-1, 32)).transpose(dim + 1, -1).abs()
+        step = (group.amax(-1) - group.amin(-1)) / (2**bits - 1)
+        assert (error.amax(-1) < 0.51 * step + 0.01).all()
+        assert error.amax() > 0.2 * step.amax()
+    per_token = 2 * (64 * bits / 8 + 2 * 2 * 64 / 32)
+    made = script.contenders()[f"kivi-style {bits}"][1]
+    size = script.bytes_per_token(reference.model, made)
+    assert size == 4 * 2 * per_token / 2  # layers, heads; head_dim 32
+
+
+def test_bytes_of_a_further_token(script: Any, reference: Any) -> None:
+    made = script.contenders()
+    plain = script.bytes_per_token(reference.model, made["dynamic"][1])
+    assert plain == 4 * 2 * 2 * 32 * 2
+    own = script.bytes_per_token(reference.model, made["tightkv k4v4"][1])
+    assert 0.25 * plain < own < 0.32 * plain
+
+
 def test_the_page_shows_the_stored_rows() -> None:
     page = DOC.read_text(encoding="utf-8")
     for line in ROWS.read_text(encoding="utf-8").splitlines():
