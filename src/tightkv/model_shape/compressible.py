@@ -46,19 +46,15 @@ def skip_reason(
     for extra in layer.extras:
         if extra not in SUPPORTED_EXTRAS[integration]:
             return extra
-    if latent:
-        try:
-            LatentLayout(KVQuantConfig(), layer.latent_dim - layer.rope_dim, layer.rope_dim)
-        except ValueError as error:
-            return str(error)
-        return None
-    if layer.head_dim != layer.value_head_dim:
+    if not latent and layer.head_dim != layer.value_head_dim:
         return f"keys have {layer.head_dim} dimensions and values {layer.value_head_dim}"
-    if layer.head_dim:  # 0: not known
-        try:
+    try:
+        if latent:
+            LatentLayout(KVQuantConfig(), layer.latent_dim - layer.rope_dim, layer.rope_dim)
+        elif layer.head_dim:  # 0: not known
             page_layout(KVQuantConfig(), layer.num_kv_heads, layer.head_dim)
-        except ValueError as error:
-            return str(error)
+    except ValueError as error:
+        return str(error)
     return _too_short(layer, windows, cfg or KVQuantConfig()) if sliding else None
 
 

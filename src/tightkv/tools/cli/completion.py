@@ -1,7 +1,6 @@
 """tightkv completion: words for the shell, read from the parsers of all commands."""
 
 import argparse
-from importlib import import_module
 from pathlib import Path
 
 from tightkv.config import PRESETS
@@ -35,18 +34,16 @@ def collect_words() -> tuple[Words, Words]:
 
     A command is named by its words, "" before the first; an option by its command and itself.
     """
-    from tightkv.tools.cli.entry import COMMANDS, build_parser
+    from tightkv.tools.cli.entry import COMMANDS, build_parser, module_of
 
     words: Words = {}
     choices: Words = {}
     _collect("", build_parser(), words, choices)
+    commands = argparse.ArgumentParser("tightkv").add_subparsers()
     for name in COMMANDS:
-        if name == "serve":
-            parser = import_module("tightkv.tools.cli.serve.command").own_parser()
-        else:
-            actions = build_parser(chosen=name)._actions
-            (every,) = (a for a in actions if isinstance(a, argparse._SubParsersAction))
-            parser = every.choices[name]
+        module = module_of(name)
+        module.add_parser(commands)
+        parser = module.own_parser() if name == "serve" else commands.choices[name]
         _collect(name, parser, words, choices)
     return words, choices
 

@@ -13,13 +13,9 @@ from tightkv.tools.cli.shared.output import emit, format_table, human_bytes
 from tightkv.tools.rows import cpu_fields, cpu_name
 
 # name -> how to install it
-PACKAGES = {
-    "torch": "pip install torch",
-    "triton": "pip install triton",
-    "transformers": install_hint("hf"),
-    "vllm": install_hint("vllm"),
-    "matplotlib": install_hint("eval"),
-}
+PACKAGES = {"torch": "pip install torch", "triton": "pip install triton"}
+PACKAGES |= {"transformers": install_hint("hf"), "vllm": install_hint("vllm")}
+PACKAGES["matplotlib"] = install_hint("eval")
 # What matters to packed codes: wide integers, byte shuffles, half precision, dot products.
 SIMD_FLAGS = (
     *("ssse3", "sse4_1", "avx", "f16c", "fma", "avx2", "avx_vnni"),

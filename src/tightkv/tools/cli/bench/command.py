@@ -35,11 +35,9 @@ _GONE = {
     "serve": "vLLM measures servers itself: vllm bench serve --base-url http://HOST:PORT "
     "--model MODEL --num-prompts 64 --max-concurrency 16 --ignore-eos",
 }
-# What is measured, and its options.
+# What is measured, in words, and its options.
 _KINDS = {
-    "decode": (
-        "one new token over a long cache",
-        f"""
+    "decode": f"""one new token over a long cache
     --tokens N ...  context length, repeatable
     --batch=1 N  with --tokens
     --heads N  default: 32
@@ -53,23 +51,14 @@ _KINDS = {
     --repeats=15 REPEATS:int  rounds, on a CPU (default: 15)
     --threads N  on a CPU
     {_DEVICE}""",
-    ),
-    "store": (
-        "appending many tokens at once, on a GPU",
-        f"""
+    "store": f"""appending many tokens at once, on a GPU
     --tokens N ...  repeatable
     {_DEVICE}""",
-    ),
-    "extend": (
-        "a chunk of queries over a long cache, on a GPU",
-        f"""
+    "extend": f"""a chunk of queries over a long cache, on a GPU
     --chunk=2048 N  default: 2048
     --prefix N ...  repeatable
     {_DEVICE}""",
-    ),
-    "engine": (
-        "KV caches side by side in vLLM, offline",
-        f"""
+    "engine": f"""KV caches side by side in vLLM, offline
     --shape NAME  random weights instead: llama-3.1-8b, ...
     --kv NAME ...  auto (vLLM's own cache), fp8, another cache of vLLM's or a preset, repeatable
         (default: auto, k4v4, and fp8 on a GPU)
@@ -91,7 +80,6 @@ _KINDS = {
     --timeout=3600 S:float  for one engine (default: 3600)
     --log FILE  append the engines' output to a file
     """,
-    ),
 }
 
 
@@ -102,7 +90,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "printed; the times are in the rows that --json prints and --out appends to a file.",
     )
     kinds = parser.add_subparsers(dest="bench", metavar="WHAT", required=True)
-    for name, (about, options) in _KINDS.items():
+    for name, text in _KINDS.items():
+        about, options = text.split("\n", 1)
         kind = kinds.add_parser(name, help=about)
         if name == "engine":
             about = "model folder or hub id, as vLLM accepts it"

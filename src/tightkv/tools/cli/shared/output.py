@@ -19,13 +19,9 @@ _UNITS = {
 }
 _PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 _PLOT_STYLE = {
-    "axes.grid": True,
-    "grid.alpha": 0.25,
-    "axes.axisbelow": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 11,
-    "legend.frameon": False,
+    **dict.fromkeys(("axes.grid", "axes.axisbelow"), True),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
+    **{"grid.alpha": 0.25, "axes.titlesize": 11},
 }
 
 
