@@ -50,11 +50,11 @@ class CacheRun:
         logits: Tensor = out.logits
         return logits[:, -1:] if last_only else logits
 
-    def feed_prompt(self, ids: Tensor, tail: int = TAIL_TOKENS) -> Tensor:
-        """A prompt [B, N] in two passes, so that its last `tail` tokens read the cache."""
-        if ids.shape[1] > tail:
-            self.feed(ids[:, :-tail], last_only=True)
-            ids = ids[:, -tail:]
+    def feed_prompt(self, ids: Tensor) -> Tensor:
+        """A prompt [B, N] in two passes, so that its last tokens read the cache."""
+        if ids.shape[1] > TAIL_TOKENS:
+            self.feed(ids[:, :-TAIL_TOKENS], last_only=True)
+            ids = ids[:, -TAIL_TOKENS:]
         return self.feed(ids, last_only=True)
 
     def decode(self, prompts: Tensor, new_tokens: int, choose: Choose, advance: Advance) -> Decoded:

@@ -1,7 +1,5 @@
 """What a row says of a model, its texts and a cache, and results that are kept for a later run."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import warnings

@@ -1,7 +1,5 @@
 """tightkv eval: what each config does to a model's answers, through the cache itself."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 
@@ -10,14 +8,14 @@ from tightkv.files.atomic import check_appendable
 from tightkv.tools.cli.eval import page
 from tightkv.tools.cli.eval.sizes import SIZES, TASKS
 from tightkv.tools.cli.shared.loading import need_transformers
-from tightkv.tools.cli.shared.options import add_options, check_least
+from tightkv.tools.cli.shared.options import Commands, add_options, check_least
 from tightkv.tools.cli.shared.output import add_output_options, emit
 from tightkv.tools.cli.shared.server_file import model_of
 from tightkv.tools.eval.configs import parse_configs
 from tightkv.tools.model_loading.source import BUNDLED_NAME, DTYPE_NAMES, check_source
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "eval",
         description="What each config does to a model's answers, against its uncompressed cache: "

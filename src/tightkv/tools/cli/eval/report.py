@@ -1,15 +1,54 @@
 """The text and the file rows of `tightkv eval`, from the objects that --json prints."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from tightkv.tools.cli.shared.output import format_table, human_bytes
 
 Row = dict[str, Any]
-Column = tuple[str, Callable[[Row], str]]
-"""A title, and what it says of a row."""
+Columns = Sequence[tuple[str, str]]
+"""Titles, and what stands below them: forms that are filled with the fields of a row."""
+
+_QUALITY: Columns = (
+    ("bits K", "{bits[key]:.3g}"),
+    ("bits V", "{bits[value]:.3g}"),
+    ("KL", "{quality[kl]:.5f}"),
+    ("KL p99", "{quality[kl_p99]:.4f}"),
+    ("KL p99.9", "{quality[kl_p999]:.4f}"),
+    ("top-1", "{quality[top1]:.2%}"),
+    ("perplexity", "{quality[perplexity]:.3f}"),
+    ("change", "{quality[perplexity_increase]:+.2%}"),
+    ("bytes at {window}", "{bytes_held}"),
+    ("smaller", "{quality[ratio]:.2f}x"),
+)
+_TASKS: dict[str, Columns] = {
+    "free": (
+        ("free log p", "{free_log_p}"),
+        ("free KL", "{free[kl]:.4f}"),
+        ("same tokens", "{free[median]:g} of {free[cap]}"),
+    ),
+    "passkey": (
+        ("passkey log p", "{passkey_log_p}"),
+        ("found", "{passkey[top]:.0%} ({passkey[reference_top]:.0%})"),
+    ),
+    "recall": (
+        ("recall log p", "{recall_log_p}"),
+        ("found", "{recall[top]:.0%} ({recall[reference_top]:.0%})"),
+    ),
+    "tools": (("valid calls", "{tools[valid]} ({tools[reference_valid]}) of {tools[asked]}"),),
+    "needles": (("needles", "{needles_found}"),),
+    "greedy": (("greedy", "{greedy[median]:g} of {greedy[cap]}"),),
+}
+
+_LOSSES: dict[str, Callable[[Row], float]] = {
+    "quality": lambda row: row["quality"]["kl"],
+    "free": lambda row: row["free"]["kl"],
+    "passkey": lambda row: -row["passkey"]["log_prob"]["difference"],
+    "recall": lambda row: -row["recall"]["log_prob"]["difference"],
+    "tools": lambda row: row["tools"]["reference_valid"] - row["tools"]["valid"],
+    "needles": lambda row: _sum(row["exact"]["needles"]) - _sum(row["needles"]),
+    "greedy": lambda row: -row["greedy"]["median"],
+}
 
 
 def as_text(data: dict[str, Any]) -> str:
@@ -27,8 +66,8 @@ def as_text(data: dict[str, Any]) -> str:
             f"scored after a prefill of {s['prefill']}, {s['chunk']} tokens per pass; "
             f"perplexity of the uncompressed cache {data['reference']['perplexity']:.3f}:"
         )
-        parts += ["", title, _table(rows, _quality_columns(s["window"]))]
-    if columns := [c for task in _COLUMNS if rows[0][task] is not None for c in _COLUMNS[task]]:
+        parts += ["", title, _table(rows, _QUALITY, s["window"])]
+    if columns := [c for task in _TASKS if rows[0][task] is not None for c in _TASKS[task]]:
         title = "Against the uncompressed cache (its own figures in parentheses):"
         parts += ["", title, _table(rows, columns)]
     return "\n".join([*parts, *(f"note: {note}" for note in data["notes"])])
@@ -52,93 +91,34 @@ def worst_first(models: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _rows(data: dict[str, Any]) -> list[Row]:
-    """Its rows, each with its uncompressed cache."""
-    return [{**row, "exact": data["reference"]} for row in data["rows"]]
+    """Its rows, each with its uncompressed cache, and in words what takes several fields."""
+    exact, rows = data["reference"], []
+    for row in data["rows"]:
+        words = {f"{task}_log_p": _log_p(row[task]) for task in ("free", "passkey", "recall")}
+        if row["quality"]:
+            words["bytes_held"] = human_bytes(row["quality"]["bytes_held"])
+        if own := row["needles"]:
+            found = f"{_sum(own)} ({_sum(exact['needles'])})"
+            words["needles_found"] = f"{found} of {_sum(own, 'asked')}"
+        rows.append({**row, **words, "exact": exact})
+    return rows
 
 
-def _table(rows: Sequence[Row], columns: Sequence[Column]) -> str:
-    """A line per config."""
-    columns = [("cache", lambda row: row["name"]), *columns]
-    cells = [[cell(row) for _, cell in columns] for row in rows]
-    return format_table([title for title, _ in columns], cells)
-
-
-# --- what stands in a table, and what is worse than what ---
-def _figure(title: str, field: str, form: str) -> Column:
-    """Of the task quality."""
-    return title, lambda row: form.format(row["quality"][field])
-
-
-def _bits(title: str, side: str) -> Column:
-    return title, lambda row: f"{row['bits'][side]:.3g}"
-
-
-def _quality_columns(window: int) -> list[Column]:
-    return [
-        _bits("bits K", "key"),
-        _bits("bits V", "value"),
-        _figure("KL", "kl", "{:.5f}"),
-        _figure("KL p99", "kl_p99", "{:.4f}"),
-        _figure("KL p99.9", "kl_p999", "{:.4f}"),
-        _figure("top-1", "top1", "{:.2%}"),
-        _figure("perplexity", "perplexity", "{:.3f}"),
-        _figure("change", "perplexity_increase", "{:+.2%}"),
-        (f"bytes at {window}", lambda row: human_bytes(row["quality"]["bytes_held"])),
-        _figure("smaller", "ratio", "{:.2f}x"),
-    ]
-
-
-def _difference(title: str, task: str) -> Column:
-    """Of the log-probability to that of the uncompressed cache, with its error."""
-
-    def cell(row: Row) -> str:
-        own = row[task]["log_prob"]
-        error = "" if own["stderr"] is None else f" ± {own['stderr']:.3f}"
-        return f"{own['difference']:+.3f}{error}"
-
-    return title, cell
-
-
-def _found(task: str) -> Column:
-    return "found", lambda row: f"{row[task]['top']:.0%} ({row[task]['reference_top']:.0%})"
-
-
-def _same_tokens(title: str, task: str) -> Column:
-    return title, lambda row: f"{row[task]['median']:g} of {row[task]['cap']}"
-
-
-def _tools(row: Row) -> str:
-    own = row["tools"]
-    return f"{own['valid']} ({own['reference_valid']}) of {own['asked']}"
+def _log_p(result: dict[str, Any] | None) -> str:
+    """The log-probability less that of the uncompressed cache, with its error."""
+    if result is None:
+        return ""
+    own = result["log_prob"]
+    error = "" if own["stderr"] is None else f" ± {own['stderr']:.3f}"
+    return f"{own['difference']:+.3f}{error}"
 
 
 def _sum(entries: Sequence[dict[str, Any]], field: str = "found") -> int:
     return sum(entry[field] for entry in entries)
 
 
-def _needles(row: Row) -> str:
-    own = row["needles"]
-    return f"{_sum(own)} ({_sum(row['exact']['needles'])}) of {_sum(own, 'asked')}"
-
-
-_COLUMNS: dict[str, list[Column]] = {
-    "free": [
-        _difference("free log p", "free"),
-        ("free KL", lambda row: f"{row['free']['kl']:.4f}"),
-        _same_tokens("same tokens", "free"),
-    ],
-    "passkey": [_difference("passkey log p", "passkey"), _found("passkey")],
-    "recall": [_difference("recall log p", "recall"), _found("recall")],
-    "tools": [("valid calls", _tools)],
-    "needles": [("needles", _needles)],
-    "greedy": [_same_tokens("greedy", "greedy")],
-}
-_LOSSES: dict[str, Callable[[Row], float]] = {
-    "quality": lambda row: row["quality"]["kl"],
-    "free": lambda row: row["free"]["kl"],
-    "passkey": lambda row: -row["passkey"]["log_prob"]["difference"],
-    "recall": lambda row: -row["recall"]["log_prob"]["difference"],
-    "tools": lambda row: row["tools"]["reference_valid"] - row["tools"]["valid"],
-    "needles": lambda row: _sum(row["exact"]["needles"]) - _sum(row["needles"]),
-    "greedy": lambda row: -row["greedy"]["median"],
-}
+def _table(rows: Sequence[Row], columns: Columns, window: int | None = None) -> str:
+    """A line per config."""
+    columns = [("cache", "{name}"), *columns]
+    cells = [[form.format(**row) for _, form in columns] for row in rows]
+    return format_table([title.format(window=window) for title, _ in columns], cells)

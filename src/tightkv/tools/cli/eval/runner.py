@@ -1,7 +1,5 @@
 """What tightkv eval does once its arguments are checked: load, build tasks, measure, collect."""
 
-from __future__ import annotations
-
 import argparse
 import gc
 import time

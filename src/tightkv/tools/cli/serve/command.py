@@ -1,7 +1,5 @@
 """tightkv serve: the command that starts vLLM's server with a compressed cache."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import shlex
@@ -22,14 +20,14 @@ from tightkv.tools.cli.serve.vllm_options import (
     with_ours,
 )
 from tightkv.tools.cli.shared import config_flags, output, terminal
-from tightkv.tools.cli.shared.options import add_options
+from tightkv.tools.cli.shared.options import Commands, add_options
 from tightkv.tools.cli.shared.progress import QUICK_SECONDS, Working
 from tightkv.tools.cli.shared.server_file import read_server_file
 
 SERVER = "vllm.entrypoints.openai.api_server"
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(commands: Commands) -> None:
     # No prefix: every word is a plain one, in its place, until `_parse` tells whose it is.
     parser = commands.add_parser("serve", prefix_chars="\0", add_help=False)
     parser.add_argument("words", nargs=argparse.REMAINDER)
