@@ -618,7 +618,8 @@ def test_the_page_has_models_rivals_tasks_and_the_noise_floor(
     old = {**VLLM_ROW, "cache": "fp8", "kl": 0.9}
     new = {**old, "kl": 0.002, "kl_stderr": 0.001, "bytes_per_token": 2000.0}
     floor = {**VLLM_ROW, "cache": "again", "kl": 0.0001}
-    rows = [compared, old, new, floor, TASK_ROW, {**TASK_ROW, "depth": 8192}]
+    plain = {**compared, "cache": "dynamic", "kl": 0.0}  # itself: not shown
+    rows = [compared, plain, old, new, floor, TASK_ROW, {**TASK_ROW, "depth": 8192}]
     rivals.write_text("".join(json.dumps(row) + "\n" for row in rows))
     argv = ["eval", folder, "--text", text_file, "--presets", COARSE, *SIZES]
     argv += ["--report", page, "--rows", rivals, "--dtype", "float32", "--device", "cpu"]
@@ -652,7 +653,7 @@ def test_the_page_has_models_rivals_tasks_and_the_noise_floor(
     assert "| fp8 | 2,000 | 0.00200 ± 0.00100 |" in text
     assert "| m | gsm8k at 8,192 | k2v2 | 560 | 30.0% | 32.0% | -2.0% ± 1.5% |" in text
     picture = (page / "report.svg").read_text()
-    assert picture.count('<g id="axes_') == 2  # a panel per model
+    assert picture.count('<g id="axes_') == 3  # a panel per model, and one of tasks
 
     # rows of --out are rows of another page
     assert main([*map(str, argv[:-5]), str(tmp_path / "own.jsonl"), *argv[-4:]]) == 0

@@ -35,7 +35,7 @@ def read(path: str) -> list[Row]:
     rows = []
     for number, line in enumerate(Path(path).read_text("utf-8").splitlines(), 1):
         row = json.loads(line)
-        if not _is_task(row) and _entry(row) is None:
+        if not _is_task(row) and _source(row) is None:
             raise ValueError(
                 f"line {number} of {path!r} has kind {row.get('kind')!r}; --rows takes eval, "
                 "vllm-quality and depth, and rows of compare_caches.py"
@@ -66,32 +66,36 @@ def write(folder: str, rows: Sequence[Row]) -> None:
     ):
         with whole_file(Path(folder) / name) as file:
             file.write_text(text, encoding="utf-8")
-    _draw(Path(folder) / "report.svg", tables)
+    _draw(Path(folder) / "report.svg", tables, tasks)
 
 
 def _is_task(row: Row) -> bool:
     return row.get("kind") == "depth"
 
 
+def _source(row: Row) -> str | None:
+    """What measured the KL of a row; None for a row without one."""
+    if "package" in row and "kl" in row:  # compare_caches.py
+        return "caches of transformers"
+    return {"eval": "transformers", "vllm-quality": "vLLM"}.get(row.get("kind", ""))
+
+
 def _entry(row: Row) -> Row | None:
-    """What the page shows of a row about KL; None for another row."""
-    size, model, dtype = row.get("bytes_per_token"), row.get("model"), row.get("dtype")
+    """What the page shows of a row; None for tasks, and where no KL was measured."""
+    ours = row.get("kind") == "eval"
+    quality, cache = (row["quality"], row["name"]) if ours else (row, row["cache"])
+    if _is_task(row) or quality is None or cache == "dynamic":
+        return None
+    model, dtype = row["model"], row.get("dtype")
     if isinstance(model, dict):
         model, dtype = model["name"], model["dtype"]
-    kind, quality = row.get("kind"), row
-    if kind == "eval":
-        cache, source, quality = row["name"], "transformers", row["quality"]
-    elif kind == "vllm-quality":
-        cache, source = row["cache"], "vLLM"
-    elif "package" in row and "kl" in row:  # compare_caches.py
-        cache, source = row["cache"].removeprefix("tightkv "), "caches of transformers"
-    else:
-        return None
-    if quality is None or cache == "dynamic":
-        return None
-    found = {name: quality.get(name) for name in _FIGURES}
-    place = {"model": model, "source": f"{source}, {dtype}", "cache": cache}
-    return {**place, "floor": cache in _FLOORS, "bytes_per_token": size, **found}
+    cache = cache.removeprefix("tightkv ")
+    place = {"model": model, "source": f"{_source(row)}, {dtype}", "cache": cache}
+    figures = {name: quality.get(name) for name in _FIGURES}
+    if "perplexity" in row:  # compare_caches.py
+        figures["perplexity_increase"] = row["perplexity"] / row["reference_perplexity"] - 1
+    size = {"bytes_per_token": row.get("bytes_per_token")}
+    return {**place, "floor": cache in _FLOORS, **size, **figures}
 
 
 def _quality(entries: Sequence[Row]) -> list[str]:
@@ -140,25 +144,51 @@ def _markdown(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]
     return [f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *lines)]
 
 
-def _draw(path: Path, tables: dict[tuple[str, str], list[Row]]) -> None:
-    """A panel per model: KL against bytes per token, floors as lines."""
+def _draw(path: Path, tables: dict[tuple[str, str], list[Row]], tasks: Sequence[Row]) -> None:
+    """A panel per model with KL against bytes per token, and one with its tasks."""
     models = list(dict.fromkeys(model for model, _ in tables))
-    with save_plot(path, width=5.4 * len(models), height=4.2) as figure:
-        panels = figure.subplots(1, len(models), squeeze=False).flat
-        for axes, model in zip(panels, models, strict=True):
-            for i, (key, entries) in enumerate(tables.items()):
-                color = f"C{i}"
-                for e in entries if key[0] == model else ():
-                    if e["floor"]:
-                        axes.axhline(max(e["kl"], 1e-9), color=color, linestyle="--")
-                    elif e["bytes_per_token"] and e["kl"] > 0:
-                        at = e["bytes_per_token"], e["kl"]
-                        axes.errorbar(*at, yerr=e["kl_stderr"], fmt="o", color=color)
-                        place = {"xytext": (6, 3), "textcoords": "offset points", "fontsize": 8}
-                        axes.annotate(e["cache"], at, color=color, **place)
-                if key[0] == model:
-                    axes.plot([], [], "o", color=color, label=key[1])
-            axes.set(title=model, xlabel="bytes per token", ylabel="KL (dashed: noise floor)")
-            axes.set_yscale("log")
-            axes.margins(x=0.2)
-            axes.legend()
+    by_model: dict[str, list[Row]] = {}
+    for row in tasks:
+        if row["depth"] is None:
+            by_model.setdefault(row["model"], []).insert(0, row)  # the first one on top
+    height = max([4.2, *(0.18 * len(rows) + 1 for rows in by_model.values())])
+    count = len(models) + len(by_model)
+    with save_plot(path, width=5.4 * count, height=height) as figure:
+        panels = iter(figure.subplots(1, count, squeeze=False).flat)
+        for model in models:
+            _draw_quality(next(panels), model, tables)
+        for model, rows in by_model.items():
+            _draw_tasks(next(panels), model, rows)
+
+
+def _draw_quality(axes: Any, model: str, tables: dict[tuple[str, str], list[Row]]) -> None:
+    sources = list(dict.fromkeys(source for _, source in tables))
+    for (name, source), entries in tables.items():
+        if name != model:
+            continue
+        color = f"C{sources.index(source)}"
+        axes.plot([], [], "o", color=color, label=source)
+        for e in entries:
+            if e["floor"]:
+                axes.axhline(max(e["kl"], 1e-9), color=color, linestyle="--")
+            elif e["bytes_per_token"] and e["kl"] > 0:
+                at = e["bytes_per_token"], e["kl"]
+                axes.errorbar(*at, yerr=e["kl_stderr"], fmt="o", color=color)
+                place = {"xytext": (6, 3), "textcoords": "offset points", "fontsize": 8}
+                axes.annotate(e["cache"], at, color=color, **place)
+    axes.set(title=model, xlabel="bytes per token", ylabel="KL (dashed: noise floor)")
+    axes.set_yscale("log")
+    axes.margins(x=0.2)
+    axes.legend()
+
+
+def _draw_tasks(axes: Any, model: str, rows: Sequence[Row]) -> None:
+    caches = list(dict.fromkeys(row["cache"] for row in reversed(rows)))
+    for y, row in enumerate(rows):
+        low, high = (100 * end for end in row["interval"])
+        color = f"C{caches.index(row['cache'])}"
+        axes.plot([low, high], [y, y], color=color)
+        axes.plot(100 * row["difference"], y, "o", color=color)
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(rows)), [f"{row['family']}, {row['cache']}" for row in rows])
+    axes.set(title=f"{model}: tasks", xlabel="points to the uncompressed cache, 95%")
