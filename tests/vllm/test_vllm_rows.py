@@ -14,6 +14,7 @@ from ring_scheduler import CFG, LATER, PAGE, Scheduler, Sequence
 from tightkv import KVQuantConfig
 from tightkv.integrations.vllm.step.ring_table import NAMED, BatchRings, RingTable, sink_rows
 from tightkv.integrations.vllm.step.sink_copies import copied
+from tightkv.pages.layout import RING_SLACK
 
 
 @pytest.mark.sampled
@@ -237,10 +238,10 @@ def test_a_decoding_sequence_keeps_its_window_and_sinks() -> None:
         assert sorted(rows.ring_rows.tolist()) == [0, 1]
 
 
-def test_rejected_drafts_cost_no_window() -> None:
+@pytest.mark.parametrize("drafts", [3, RING_SLACK])
+def test_rejected_drafts_cost_no_window(drafts: int) -> None:
     """Also where they had begun a block that the sequence then goes back from."""
-    drafts = 3
-    scheduler = Scheduler(blocks=8, rows=1, drafts=drafts, seed=0)
+    scheduler = Scheduler(blocks=8 + drafts, rows=1, drafts=drafts, seed=0)
     seq = scheduler.admit([5] * 50)
     scheduler.reserve(seq, 50)
     scheduler.run([(seq, 50)])

@@ -279,7 +279,7 @@ def _step_kernel(
         tl.store(row_of_block + slot // PAGE, mine, mask=slot >= 0)
     tl.store(steps, now + 1)
 
-    seen = tl.where(counts <= SLACK, before, after - 1)
+    seen = tl.where(counts <= SLACK + 1, before, after - 1)
     ring_read_from = tl.maximum(exact_after, _window(seen, WINDOW_STEP, EXACT_PAGES * PAGE))
     ring_read_from = tl.minimum(ring_read_from, after)
     context = tl.maximum(exact_after, _window(before - 1, WINDOW_STEP, EXACT_PAGES * PAGE))

@@ -165,8 +165,8 @@ class RingTable:
         self.row_of_block[blocks] = torch.cat([rows, rows.new_full((1,), self.rows)])[writers]
         self.steps += 1
 
-        # A few tokens at once (speculative decoding) see the window of the first of them.
-        newest = torch.where(counts <= RING_SLACK, before, lengths - 1)
+        # A few tokens at once (drafts and one before them) see the window of the first of them.
+        newest = torch.where(counts <= RING_SLACK + 1, before, lengths - 1)
         read_from = torch.maximum(exact_after, self._window(newest))
         # The new tokens have by then overwritten the oldest of the ring.
         context = torch.maximum(exact_after, self._window(before - 1))

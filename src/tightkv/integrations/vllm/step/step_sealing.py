@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 def seals_later(impl: TightAttention) -> bool:
     """Whether a layer's appends can leave sealing to a later step."""
     kernels, layout, drafts = impl.kernels, impl.layout, impl.limits.decoding - 1
-    # Without exact pages, attention reads the codes of a page in the step that completes it. So do
-    # the last of many drafts, and passes of a draft after the model's, with one exact page.
+    # With one exact page, passes of a draft after the model's step read the codes of a page that it
+    # has completed.
     return (
         is_late_sealing(kernels)
-        and layout.cfg.exact_pages > (1 if drafts else 0)
+        and layout.cfg.exact_pages > bool(drafts)
         and impl.reads is None
         and kernels.seals_later(layout, impl.feedback is not None)
     )
