@@ -18,7 +18,7 @@ import torch
 from tightkv.config import KVQuantConfig
 from tightkv.kernels.cuda import backend
 from tightkv.kernels.cuda.decode_plan import DecodePlan, DecodeTile
-from tightkv.kernels.options import AttendOptions
+from tightkv.kernels.options import AppendOptions, AttendOptions
 from tightkv.pages.layout import page_layout
 from tightkv.tools.bench.inputs import Layer, Shape, layers_for
 from tightkv.tools.bench.timing import graph_ms
@@ -90,10 +90,8 @@ def _time(layers: list[Layer], shape: Shape, changes: dict[str, Any]) -> dict[st
         )
 
         def step(layer: Layer) -> None:
-            backend.append(
-                layer.codec, layer.view, key, value, cu_seqlens, layer.ring_valid_from,
-                max_new=1, encode_partial_page=False,
-            )  # fmt: skip
+            options = AppendOptions(cu_seqlens, layer.ring_valid_from, 1, False)
+            backend.append(layer.codec, layer.view, key, value, options)
             over = replace(layer.view, overlaps_append=True)
             backend.attend(layer.codec, query, over, cu_seqlens, AttendOptions(max_queries=1))
 

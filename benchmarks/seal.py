@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tightkv.config import KVQuantConfig
 from tightkv.kernels.cuda import backend as cuda
+from tightkv.kernels.options import AppendOptions
 from tightkv.kernels.triton import backend as triton
 from tightkv.kernels.view import CacheView
 from tightkv.math.feedback import QueryMetric
@@ -60,15 +61,8 @@ class Layer:
         self.tokens = [ring[0].new_empty(batch * new, HEADS, DIM).normal_() for _ in "kv"]
 
     def append(self, kernels: ModuleType) -> None:
-        kernels.append(
-            self.codec,
-            self.view,
-            *self.tokens,
-            self.first,
-            self.exact,
-            max_new=self.new,
-            encode_partial_page=False,
-        )
+        options = AppendOptions(self.first, self.exact, self.new, encode_partial_page=False)
+        kernels.append(self.codec, self.view, *self.tokens, options)
 
 
 def _counts(batch: int, value: int) -> Tensor:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from helpers import add, make_cache, tokens
 from tightkv.config import PRESETS, KVQuantConfig
-from tightkv.kernels.options import AttendOptions
+from tightkv.kernels.options import AppendOptions, AttendOptions
 from tightkv.kernels.registry import select
 from tightkv.paged.sequences import SequenceTable, row_tensors
 from tightkv.pages.layout import PageLayout
@@ -379,11 +379,9 @@ def test_rows_may_use_any_ring_of_a_pool():
         sink_key=sinks,
         sink_value=sinks.clone(),
     )
-    first, ring_valid_from = plan.tensors(pooled.device)
+    options = AppendOptions(*plan.tensors(pooled.device), 100, encode_partial_page=True)
     packed = [torch.cat([x[0, :100], x[1, :70], x[0, :3]]) for x in (key, value)]
-    pooled.kernels.append(
-        pooled.codec, view, *packed, first, ring_valid_from, max_new=100, encode_partial_page=True
-    )
+    pooled.kernels.append(pooled.codec, view, *packed, options)
     assert torch.equal(view.pages, own.pages)
     for name in ("ring_key", "ring_value", "sink_key", "sink_value"):
         assert torch.equal(getattr(view, name)[[3, 1]], getattr(own, name))
@@ -409,9 +407,8 @@ def test_a_row_shorter_than_its_new_tokens_is_left_alone(name):
     before = {n: getattr(view, n).clone() for n in written}
     key, value = (x.flatten(0, 1) for x in tokens(1, 42, seed=2))
     first = torch.tensor([0, 40, 42], dtype=torch.int32)
-    kernels.append(
-        cache.codec, view, key, value, first, view.left_pad, max_new=40, encode_partial_page=True
-    )
+    options = AppendOptions(first, view.left_pad, 40, encode_partial_page=True)
+    kernels.append(cache.codec, view, key, value, options)
     mine = cache.table.rows[0].pages
     assert torch.equal(view.pages[mine], before["pages"][mine])
     for n in written[1:]:

@@ -13,6 +13,7 @@ from rounding import following
 from tightkv.config import KVQuantConfig
 from tightkv.kernels import reference
 from tightkv.kernels.cuda import backend as cuda
+from tightkv.kernels.options import AppendOptions
 from tightkv.kernels.view import SealedLayer
 from tightkv.math.feedback import QueryMetric
 from tightkv.pages.layout import RING_SLACK
@@ -51,8 +52,8 @@ class Append:
         plan = self.cache.table.append(range(rows), counts)
         self.cache._fit_pages()
         self.cache._fit_exact(plan)
-        self.cu_seqlens, self.ring_valid_from = plan.tensors(DEVICE)
-        self.max_new, self.partial = max(counts), partial
+        lag = self.cache.table.lag
+        self.options = AppendOptions(*plan.tensors(DEVICE), max(counts), partial, lag)
         self.new = [
             torch.cat([x[row, 200 : 200 + count] for row, count in enumerate(counts)])
             for x in (key, value)
@@ -60,11 +61,7 @@ class Append:
 
     def run(self, kernels, **changes):
         view = dataclasses.replace(self.cache.view(), feedback=self.cache.feedback, **changes)
-        kernels.append(
-            self.cache.codec, view, *self.new, self.cu_seqlens, self.ring_valid_from,
-            max_new=self.max_new, encode_partial_page=self.partial,
-            lag=self.cache.table.lag,
-        )  # fmt: skip
+        kernels.append(self.cache.codec, view, *self.new, self.options)
         return self.cache.pages
 
 

@@ -17,9 +17,10 @@ from tightkv.kernels.sdpa import AttentionState
 pytest.importorskip("triton")
 pytest.importorskip("tightkv.kernels.triton.backend")
 from tightkv.kernels.triton import prefill as triton_prefill
+from torch_ops import TorchPrefillOps
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-PLAIN = prefill.TorchPrefillOps()
+PLAIN = TorchPrefillOps()
 # The interpreter's bfloat16 is not to be relied on.
 HALVES = [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 

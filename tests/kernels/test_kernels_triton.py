@@ -23,7 +23,7 @@ from kernel_caches import (
 from rounding import following
 from tightkv.config import KVQuantConfig
 from tightkv.kernels import reference
-from tightkv.kernels.options import AttendOptions
+from tightkv.kernels.options import AppendOptions, AttendOptions
 from tightkv.kernels.ragged_plan import plan_groups
 from tightkv.kernels.registry import select
 from tightkv.kernels.sdpa import AttentionState
@@ -456,7 +456,7 @@ def test_grids_have_room_for_many_sequences(monkeypatch):
     codec = Codec(layout)
     x = torch.empty(batch, heads, d, dtype=torch.float16, device=meta)
     many = torch.empty(batch, heads, 32, d, dtype=torch.float16, device=meta)
-    kernels.append(codec, view, x, x, number, number, max_new=1, encode_partial_page=True)
+    kernels.append(codec, view, x, x, AppendOptions(number, number, 1, True))
     kernels.attend(codec, x, view, number, AttendOptions(max_queries=1))
     kernels.attend(codec, x, view, number, AttendOptions(max_queries=batch))
     triton_prefill.rotate_queries(codec, many)

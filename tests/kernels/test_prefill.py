@@ -13,6 +13,7 @@ from prefill_caches import CFG, assert_extends_like_the_reference, filled
 from tightkv.config import KVQuantConfig
 from tightkv.kernels import prefill, sdpa
 from tightkv.pages.layout import PageLayout
+from torch_ops import TorchPrefillOps
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +91,7 @@ def test_memory_of_a_chunk_is_used_again(monkeypatch):
     """Two buffers, of a chunk or of a shorter prefix, however long the prefix is."""
     seen = set()
 
-    class Watched(prefill.TorchPrefillOps):
+    class Watched(TorchPrefillOps):
         def load_prefix(self, codec, view, cu_seqlens, count, key, value):
             seen.add((key.data_ptr(), value.data_ptr(), key.shape[2]))
             super().load_prefix(codec, view, cu_seqlens, count, key, value)

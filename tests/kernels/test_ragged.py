@@ -29,9 +29,10 @@ pytest.importorskip("triton")
 pytest.importorskip("tightkv.kernels.triton.backend")
 from tightkv.kernels.triton import backend as kernels
 from tightkv.kernels.triton import ragged as triton_ragged
+from torch_ops import TorchRaggedOps
 
 CFG = KVQuantConfig(page_size=32, sinks=2, exact_pages=1)
-PLAIN = ragged.TorchRaggedOps()
+PLAIN = TorchRaggedOps()
 LENGTHS, COUNTS = [70, 0, 1, 64, 33, 140], [5, 7, 0, 33, 1, 12]
 
 

@@ -6,6 +6,7 @@ from helpers import add, make_cache, tokens
 from tightkv.config import KVQuantConfig
 from tightkv.kernels import prefill, reference
 from tightkv.kernels.options import AttendOptions
+from torch_ops import TorchPrefillOps
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -32,7 +33,7 @@ def assert_extends_like_the_reference(cache, view=None, *, heads=6, count=20, op
     cu_seqlens = torch.arange(rows + 1, dtype=torch.int32, device=DEVICE) * count
     assert prefill.can_extend(cache.codec, query, view, count)
     arguments = {"scale": 0.1, "new_key": new_key, "new_value": new_value}
-    ops = prefill.TorchPrefillOps() if ops is None else ops
+    ops = TorchPrefillOps() if ops is None else ops
     out, lse = prefill.extend(cache.codec, query, view, ops, **arguments)
     expected, expected_lse = reference.attend(
         cache.codec, query, view, cu_seqlens, AttendOptions(max_queries=count, **arguments)

@@ -63,10 +63,10 @@ class Watched:
         self.finite = True
         self.feedback: list[Tensor | None] = []
 
-    def append(self, *args: Any, max_new: int, **options: Any) -> None:
+    def append(self, *args: Any) -> None:
         self.feedback.append(args[1].feedback)
-        self.appended.append(max_new)
-        self.kernels.append(*args, max_new=max_new, **options)
+        self.appended.append(args[-1].max_new)
+        self.kernels.append(*args)
 
     def attend(self, *args: Any) -> tuple[Tensor, Tensor]:
         options: AttendOptions = args[-1]

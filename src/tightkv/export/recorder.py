@@ -13,7 +13,7 @@ from tightkv.export.ring import RingParts, new_ring, ring_parts
 from tightkv.kernels.cuda import backend
 from tightkv.kernels.cuda.driver import Launch, recording
 from tightkv.kernels.cuda.params import StepParams
-from tightkv.kernels.options import AttendOptions
+from tightkv.kernels.options import AppendOptions, AttendOptions
 from tightkv.kernels.view import CacheView
 from tightkv.pages.codec import Codec
 from tightkv.pages.layout import RING_SLACK, PageLayout, page_layout, window_step
@@ -141,16 +141,8 @@ class Recorder:
         *_, ring_valid_from, cu_seqlens = numbers
         view = self._view(numbers, shape.batch, ring_parts(layout, x["ring"]))
         view = dataclasses.replace(view, overlaps_append=True, feedback=x.get("feedback"))
-        backend.append(
-            self.codec,
-            view,
-            x["key"],
-            x["value"],
-            cu_seqlens,
-            ring_valid_from,
-            max_new=tokens,
-            encode_partial_page=False,
-        )
+        options = AppendOptions(cu_seqlens, ring_valid_from, tokens, encode_partial_page=False)
+        backend.append(self.codec, view, x["key"], x["value"], options)
         if attends:
             self._attend(self.codec, view, cu_seqlens, tokens)
 

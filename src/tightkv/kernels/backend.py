@@ -6,7 +6,7 @@ from typing import Any, Protocol, TypeGuard
 
 from torch import Tensor
 
-from tightkv.kernels.options import AttendOptions
+from tightkv.kernels.options import AppendOptions, AttendOptions
 from tightkv.kernels.view import CacheView, SealedLayer
 from tightkv.pages.codec import Codec
 from tightkv.pages.latent import LatentCodec
@@ -41,17 +41,7 @@ class Backend(Protocol):
         """Why the kernels cannot run a config, or None."""
 
     def append(
-        self,
-        codec: Codec,
-        view: CacheView,
-        key: Tensor,
-        value: Tensor,
-        cu_seqlens: Tensor,
-        ring_valid_from: Tensor,
-        *,
-        max_new: int,
-        encode_partial_page: bool,
-        lag: int = 0,
+        self, codec: Codec, view: CacheView, key: Tensor, value: Tensor, options: AppendOptions
     ) -> None:
         """See `reference.append`."""
 

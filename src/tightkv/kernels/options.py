@@ -1,8 +1,18 @@
-"""AttendOptions: what attention is asked for beside the query and the cache."""
+"""AppendOptions and AttendOptions: what kernels are asked for beside tokens and the cache."""
 
 from typing import NamedTuple
 
 from torch import Tensor
+
+
+class AppendOptions(NamedTuple):
+    """The options of `append`, the same for every implementation (see `reference.append`)."""
+
+    cu_seqlens: Tensor  # int32 [B + 1], where each row's new tokens begin
+    ring_valid_from: Tensor  # int32 [B], from where rings held copies before
+    max_new: int  # tokens of a row
+    encode_partial_page: bool
+    lag: int = 0  # tokens that follow a page when it is sealed
 
 
 class AttendOptions(NamedTuple):

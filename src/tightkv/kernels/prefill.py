@@ -12,7 +12,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tightkv.kernels import reference
 from tightkv.kernels.sdpa import AttentionState, length_multiple, sdpa_with_lse
 from tightkv.kernels.view import CacheView
 from tightkv.pages.codec import Codec
@@ -25,7 +24,7 @@ PAD_FROM = 1024  # so many queries are padded to a multiple of `length_multiple(
 
 
 class PrefillOps(Protocol):
-    """The work around torch's attention: `TorchPrefillOps`, or the kernels of `triton.prefill`."""
+    """The work around torch's attention: the kernels of `triton.prefill`."""
 
     def rotate_queries(self, codec: Codec, query: Tensor) -> Tensor:
         """Queries [B, H, T, D] in the frame of the pages' keys; contiguous, same dtype."""
@@ -159,35 +158,3 @@ def exact_ranges(view: CacheView, start: int, count: int) -> Iterator[tuple[bool
     ring_from = max(start, view.same_length - view.ring_key.shape[1])
     if ring_from < end:
         yield True, ring_from, end
-
-
-class TorchPrefillOps:
-    """`PrefillOps` in plain torch: any device, any config."""
-
-    def rotate_queries(self, codec: Codec, query: Tensor) -> Tensor:
-        return codec.key.rotation(query).to(query.dtype).contiguous()
-
-    def load_prefix(
-        self, codec: Codec, view: CacheView, start: int, count: int, key: Tensor, value: Tensor
-    ) -> None:
-        for segment in reference.token_segments(codec, view):
-            at = segment.position - start
-            row, n = (segment.valid & (at >= 0) & (at < count)).nonzero(as_tuple=True)
-            for target, x, side in ((key, segment.key, "key"), (value, segment.value, "value")):
-                exact = x[row, :, n]
-                rotated = exact if segment.rotated else codec.side(side).rotation(exact)
-                target[row, :, at[row, n]] = rotated.to(target.dtype)
-
-    def merge_states(self, old: AttentionState, new: AttentionState) -> AttentionState:
-        both = torch.logaddexp(old.lse, new.lse)
-        out = old.out.float() * torch.exp(old.lse - both)[..., None]
-        return AttentionState(out + new.out.float() * torch.exp(new.lse - both)[..., None], both)
-
-    def merge_and_unrotate(
-        self, codec: Codec | None, prefix: AttentionState, exact: AttentionState
-    ) -> None:
-        out = prefix.out.float() if codec is None else codec.value.rotation.inverse(prefix.out)
-        own = AttentionState(out.reshape(exact.out.shape), prefix.lse.reshape(exact.lse.shape))
-        merged = self.merge_states(own, exact)
-        exact.out.copy_(merged.out)
-        exact.lse.copy_(merged.lse)

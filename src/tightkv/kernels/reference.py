@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tightkv.kernels.backend import Takes
-from tightkv.kernels.options import AttendOptions
+from tightkv.kernels.options import AppendOptions, AttendOptions
 from tightkv.kernels.view import CacheView, SealedLayer
 from tightkv.pages.codec import Codec
 from tightkv.pages.layout import PageLayout
@@ -35,16 +35,7 @@ def unsupported(layout: PageLayout) -> None:
 
 
 def append(
-    codec: Codec,
-    view: CacheView,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor,
-    ring_valid_from: Tensor,
-    *,
-    max_new: int,
-    encode_partial_page: bool,
-    lag: int = 0,
+    codec: Codec, view: CacheView, key: Tensor, value: Tensor, options: AppendOptions
 ) -> None:
     """Write new tokens: seal the pages they complete, then fill open page, ring and sinks.
 
@@ -57,6 +48,7 @@ def append(
     With a window of 8 bits a token is first rounded to what its ring stores, and pages are coded
     from that, however its tokens came. Sinks are exact.
     """
+    cu_seqlens, ring_valid_from, max_new, encode_partial_page, lag = options
     layout, device = codec.layout, key.device
     size, ring = layout.page_size, view.ring_key.shape[1]
     lengths, left_pad = view.lengths.long(), view.left_pad.long()

@@ -20,7 +20,7 @@ from tightkv.kernels import registry
 from tightkv.kernels.backend import Backend
 from tightkv.kernels.check import check_feedback, check_new_tokens, expect
 from tightkv.kernels.cpu.decode import PreparedAttend, PreparedPut
-from tightkv.kernels.options import AttendOptions
+from tightkv.kernels.options import AppendOptions, AttendOptions
 from tightkv.kernels.reference import materialize
 from tightkv.kernels.view import CacheView
 from tightkv.math.feedback import QueryMetric
@@ -215,18 +215,10 @@ class PagedKV:
             self.ring_value[at] = _pack(value, plan.whole_counts)
         if not any(plan.encoded):
             return
-        cu_seqlens, ring_valid_from = plan.tensors(self.device)
-        kernels.append(
-            self.codec,
-            self._view(self.table.tensors(self.device).pick(plan.rows)),
-            new_key,
-            new_value,
-            cu_seqlens,
-            ring_valid_from,
-            max_new=max(plan.encoded),
-            encode_partial_page=self.table.encode_partial_page,
-            lag=self.table.lag,
-        )
+        view = self._view(self.table.tensors(self.device).pick(plan.rows))
+        of_table = self.table.encode_partial_page, self.table.lag
+        options = AppendOptions(*plan.tensors(self.device), max(plan.encoded), *of_table)
+        kernels.append(self.codec, view, new_key, new_value, options)
 
     def _put_in_rings(self, plan: AppendPlan, key: Tensor, value: Tensor) -> bool:
         """Carry out a `ring_only` plan on a CPU without torch; False if that is impossible."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from tightkv.kernels.backend import Takes
 from tightkv.kernels.constants import unsupported_codec
 from tightkv.kernels.cpu import library
-from tightkv.kernels.options import AttendOptions
+from tightkv.kernels.options import AppendOptions, AttendOptions
 from tightkv.kernels.view import CacheView
 from tightkv.math.quantize import finite
 from tightkv.pages.codec import Codec
@@ -49,16 +49,7 @@ def unsupported(layout: PageLayout) -> str | None:
 
 
 def append(
-    codec: Codec,
-    view: CacheView,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor,
-    ring_valid_from: Tensor,
-    *,
-    max_new: int,
-    encode_partial_page: bool,
-    lag: int = 0,
+    codec: Codec, view: CacheView, key: Tensor, value: Tensor, options: AppendOptions
 ) -> None:
     """As `reference.append`; with check_finite new tokens are checked before any is written.
 
@@ -67,7 +58,7 @@ def append(
     if codec.cfg.check_finite:
         finite(key, check=True)
         finite(value, check=True)
-    cu_seqlens, ring_valid_from = _int(cu_seqlens), _int(ring_valid_from)
+    cu_seqlens, ring_valid_from = _int(options.cu_seqlens), _int(options.ring_valid_from)
     (key, at_key), (value, at_value) = tokens_at(key), tokens_at(value)
     arguments = _APPEND.pack(
         *_view(view),
@@ -76,11 +67,11 @@ def append(
         library.DTYPES[key.dtype],
         cu_seqlens.data_ptr(),
         ring_valid_from.data_ptr(),
-        encode_partial_page,
+        options.encode_partial_page,
         torch.get_num_threads(),
         0 if view.feedback is None else view.feedback.data_ptr(),
         0,  # whole matrices
-        lag,
+        options.lag,
     )
     layer = library.describe(codec.layout)
     check(library.load().tightkv_append(ctypes.addressof(layer), arguments))

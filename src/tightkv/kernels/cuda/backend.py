@@ -27,7 +27,7 @@ from tightkv.kernels.cuda.params import (
 )
 from tightkv.kernels.cuda.source import SPLIT_PLAN, STATIC_STEP, included, source
 from tightkv.kernels.device_guard import device_guard
-from tightkv.kernels.options import AttendOptions
+from tightkv.kernels.options import AppendOptions, AttendOptions
 from tightkv.kernels.triton import backend as triton_kernels
 from tightkv.kernels.triton.device import last_contiguous
 from tightkv.kernels.view import CacheView, SealedLayer
@@ -79,16 +79,7 @@ def unsupported(layout: PageLayout) -> str | None:
 
 @device_guard
 def append(
-    codec: Codec,
-    view: CacheView,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor,
-    ring_valid_from: Tensor,
-    *,
-    max_new: int,
-    encode_partial_page: bool,
-    lag: int = 0,
+    codec: Codec, view: CacheView, key: Tensor, value: Tensor, options: AppendOptions
 ) -> None:
     """See `reference.append`; tokens are stored relative to `view.centers`."""
     layout, centers = codec.layout, view.centers
@@ -97,24 +88,14 @@ def append(
     if not usual or not view.batch or not sealed_here:
         if centers is not None:
             key, value = key - centers[0], value - centers[1]
-        triton_kernels.append(
-            codec,
-            view,
-            key,
-            value,
-            cu_seqlens,
-            ring_valid_from,
-            max_new=max_new,
-            encode_partial_page=encode_partial_page,
-            lag=lag,
-        )
+        triton_kernels.append(codec, view, key, value, options)
         return
     key, value = last_contiguous(key), last_contiguous(value)
     if view.feedback is not None:
         key = _aligned(key)
     tensors = (
         key, value, view.pages, view.block_table, view.lengths, view.left_pad, view.ring_rows,
-        ring_valid_from, cu_seqlens, view.ring_key, view.ring_value, view.sink_key,
+        options.ring_valid_from, options.cu_seqlens, view.ring_key, view.ring_value, view.sink_key,
         view.sink_value, codec.key.rotation.table(key.device),
     )  # fmt: skip
     arguments = [
@@ -122,12 +103,12 @@ def append(
         *([0, 0] if centers is None else [x.data_ptr() for x in centers]),
         key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         view.block_table.stride(0), view.pages.stride(0),
-        view.ring_key.shape[1], view.sink_key.shape[1], int(encode_partial_page),
+        view.ring_key.shape[1], view.sink_key.shape[1], int(options.encode_partial_page),
     ]  # fmt: skip
-    if max_new <= RING_SLACK:
-        _append_few(layout, view, arguments, lag)
+    if options.max_new <= RING_SLACK:
+        _append_few(layout, view, arguments, options.lag)
     else:
-        _append_many(layout, view, arguments, max_new, lag)
+        _append_many(layout, view, arguments, options.max_new, options.lag)
 
 
 def _append_many(

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tightkv.kernels.device_guard import device_guard
+from tightkv.kernels.options import AppendOptions
 from tightkv.kernels.triton.constants import constants_of
 from tightkv.kernels.triton.device import last_contiguous
 from tightkv.kernels.triton.encode import (
@@ -236,18 +237,10 @@ def _round_new(source, source_n, token, there, is_key, table, L: tl.constexpr):
 
 @device_guard
 def append(
-    codec: Codec,
-    view: CacheView,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor,
-    ring_valid_from: Tensor,
-    *,
-    max_new: int,
-    encode_partial_page: bool,
-    lag: int = 0,
+    codec: Codec, view: CacheView, key: Tensor, value: Tensor, options: AppendOptions
 ) -> None:
     """See `reference.append`."""
+    cu_seqlens, ring_valid_from, max_new, encode_partial_page, lag = options
     layout = codec.layout
     if codec.cfg.check_finite:
         finite_or_raise(key, True), finite_or_raise(value, True)
@@ -259,10 +252,10 @@ def append(
     launches = [(touched, copies)] if max_new <= RING_SLACK else [(touched, 0), (0, copies)]
     sinks = view.sink_key.shape[1]
     ring_scales = view.ring_key if view.ring_scales is None else view.ring_scales
-    options: dict[str, Any] = {"GAIN": 0.0, "num_warps": 4}
+    coding: dict[str, Any] = {"GAIN": 0.0, "num_warps": 4}
     if view.feedback is not None:
         # Codes are those of the reference only if no product is fused with a sum.
-        options = {"GAIN": gain(codec.cfg.key_bits), "num_warps": 8, "enable_fp_fusion": False}
+        coding = {"GAIN": gain(codec.cfg.key_bits), "num_warps": 8, "enable_fp_fusion": False}
     for pages, copied in launches:
         _append_kernel[(view.batch * (pages + copied), layout.num_kv_heads, 2)](
             key, value, view.pages, view.block_table, view.lengths, view.left_pad, view.ring_rows,
@@ -272,5 +265,5 @@ def append(
             view.feedback, key.stride(0), key.stride(1), value.stride(0), value.stride(1),
             view.block_table.stride(0), view.pages.stride(0), pages, copied, ring, lag,
             SINKS=sinks, SINKS_P=triton.next_power_of_2(max(sinks, 1)),
-            ENCODE_PARTIAL_PAGE=encode_partial_page, L=constants_of(layout, key.device), **options,
+            ENCODE_PARTIAL_PAGE=encode_partial_page, L=constants_of(layout, key.device), **coding,
         )  # fmt: skip

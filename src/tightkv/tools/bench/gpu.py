@@ -13,7 +13,7 @@ from torch import Tensor
 from tightkv.config import KVQuantConfig
 from tightkv.integrations.vllm.step.seal_queue import SealQueue
 from tightkv.kernels.backend import Backend, is_late_sealing
-from tightkv.kernels.options import AttendOptions
+from tightkv.kernels.options import AppendOptions, AttendOptions
 from tightkv.kernels.registry import select
 from tightkv.kernels.view import SealedLayer
 from tightkv.math.feedback import QueryMetric
@@ -98,10 +98,8 @@ class _Steps:
 
     def append(self, layer: Layer, in_vllm: bool = False) -> None:
         """In vLLM a token is coded at once."""
-        self.module.append(
-            layer.codec, layer.view, self.key, self.value, layer.cu_seqlens, layer.ring_valid_from,
-            max_new=1, encode_partial_page=in_vllm,
-        )  # fmt: skip
+        options = AppendOptions(layer.cu_seqlens, layer.ring_valid_from, 1, in_vllm)
+        self.module.append(layer.codec, layer.view, self.key, self.value, options)
 
     def attend(self, layer: Layer) -> None:
         options = AttendOptions(max_queries=1)
@@ -261,10 +259,8 @@ def store_rows(
         key, value = (random_bf16(device, tokens, shape.kv_heads, shape.head_dim) for _ in range(2))
         cu_seqlens = torch.tensor([0, tokens], dtype=torch.int32, device=device)
         nothing = torch.zeros(1, dtype=torch.int32, device=device)
-        append = partial(
-            module.append, layer.codec, layer.view, key, value, cu_seqlens, nothing,
-            max_new=tokens, encode_partial_page=False,
-        )  # fmt: skip
+        options = AppendOptions(cu_seqlens, nothing, tokens, encode_partial_page=False)
+        append = partial(module.append, layer.codec, layer.view, key, value, options)
         pairs = [(torch.empty_like(x), x) for x in (key, value)]
         slots = torch.randperm(tokens, device=device)
 

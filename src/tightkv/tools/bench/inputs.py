@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tightkv.kernels.backend import Backend
+from tightkv.kernels.options import AppendOptions
 from tightkv.kernels.view import CacheView
 from tightkv.pages.codec import Codec
 from tightkv.pages.layout import PageLayout, window_step
@@ -148,10 +149,9 @@ def fill(
         )
         cu_seqlens = torch.cat([counts.new_zeros(1), counts.cumsum(0).int()]).to(device)
         after = replace(view, lengths=lengths.clamp(max=at + 4096).to(device))
-        kernels.append(
-            codec, after, key, value, cu_seqlens, zero + max(0, at - ring),
-            max_new=int(counts.max()), encode_partial_page=False,
-        )  # fmt: skip
+        valid_from, most = zero + max(0, at - ring), int(counts.max())
+        options = AppendOptions(cu_seqlens, valid_from, most, encode_partial_page=False)
+        kernels.append(codec, after, key, value, options)
     lengths = lengths.to(device)
     read_from, valid_from = ring_bounds(layout, lengths)
     same = shape.tokens if shape.equal else None

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tightkv.integrations.vllm.step.metadata import BatchPart
 from tightkv.kernels.backend import Backend
-from tightkv.kernels.options import AttendOptions
+from tightkv.kernels.options import AppendOptions, AttendOptions
 from tightkv.kernels.ragged import fits_varlen
 from tightkv.kernels.ragged_plan import most_bytes, workspace_tokens
 from tightkv.kernels.sdpa import varlen_attention
@@ -78,16 +78,10 @@ class LayerStep:
                 sinks[to] = sinks[source]
         # All tokens are written before any is read: sequences share blocks within a step.
         for part in parts:
-            self.kernels.append(
-                self.codec,
-                _view(pages, rings, part, False, False, feedback, fused, seals_later),
-                key[part.tokens],
-                value[part.tokens],
-                part.query_start_loc,
-                part.rows.ring_valid_from,
-                max_new=part.max_query_len,
-                encode_partial_page=True,
-            )
+            view = _view(pages, rings, part, False, False, feedback, fused, seals_later)
+            valid_from, most = part.rows.ring_valid_from, part.max_query_len
+            options = AppendOptions(part.query_start_loc, valid_from, most, True)
+            self.kernels.append(self.codec, view, key[part.tokens], value[part.tokens], options)
         overlaps = len(parts) == 1
         self.attend(parts, pages, rings, query, (key, value), output, centers, overlaps)
 
