@@ -139,8 +139,8 @@ def builder(pages_per_block: int) -> Any:
     from tightkv import KVQuantConfig
     from tightkv.integrations.vllm.step.backend import TightBuilder
     from tightkv.integrations.vllm.step.batch_split import Limits
-    from tightkv.integrations.vllm.step.group_rings import GroupRings
     from tightkv.integrations.vllm.step.ring_table import BatchRings
+    from tightkv.integrations.vllm.step.step_sealing import GroupRings
     from tightkv.kernels import reference
 
     made = object.__new__(TightBuilder)

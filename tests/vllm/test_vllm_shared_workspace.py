@@ -18,10 +18,10 @@ from tightkv import KVQuantConfig
 from tightkv.fit import LayerFit
 from tightkv.integrations.vllm.step import batch_split
 from tightkv.integrations.vllm.step.batch_split import ALONE_FROM, Limits, PartRange, split_batch
-from tightkv.integrations.vllm.step.group_rings import GroupRings
 from tightkv.integrations.vllm.step.layer_step import LayerStep
 from tightkv.integrations.vllm.step.metadata import BatchPart, make_part
 from tightkv.integrations.vllm.step.ring_table import BatchRings, RingTable
+from tightkv.integrations.vllm.step.step_sealing import GroupRings
 from tightkv.integrations.vllm.step.warm_up import Kinds, kinds_of_parts
 from tightkv.kernels import ragged_plan, reference, sdpa
 from tightkv.kernels.prefill import MIN_QUERIES

@@ -15,7 +15,6 @@ from tightkv.pages.codec import Codec
 from tightkv.pages.layout import PageLayout
 
 ROTATIONS = {"none": 0, "hadamard": 1, "haar": 2}
-NO_ROTATION, DENSE_ROTATION = ROTATIONS["none"], ROTATIONS["haar"]
 SCALE_MODES = {"norm": 0, "corrected": 1, "least_squares": 2, "unbiased": 3}
 BITS = (2, 3, 4, 8)
 

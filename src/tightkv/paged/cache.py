@@ -131,13 +131,12 @@ class PagedKV:
         plans: dict[object, Tensor] | None = None,
     ) -> CacheView:
         exact = (self.ring_key, self.ring_value, self.sink_key, self.sink_value)
-        feedback = self._feedback
         return CacheView(
             self.pages,
             *rows,
             *exact,
             same_length,
-            feedback=feedback,
+            feedback=self._feedback,
             ring_scales=self.ring_scales,
             plans=plans,
         )

@@ -11,10 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tightkv.kernels.device_guard import device_guard
 from tightkv.kernels.options import AppendOptions
 from tightkv.kernels.triton.constants import constants_of
-from tightkv.kernels.triton.device import last_contiguous
+from tightkv.kernels.triton.device import device_guard, last_contiguous
 from tightkv.kernels.triton.encode import (
     finite,
     quantize,

@@ -13,13 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tightkv.kernels.device_guard import device_guard
 from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.prefill import can_extend, extend
 from tightkv.kernels.ragged import try_extend_ragged
 from tightkv.kernels.triton import prefill as prefill_ops
 from tightkv.kernels.triton import ragged as ragged_ops
-from tightkv.kernels.triton.attend_plan import EXACT_TILE, attend_plan
 from tightkv.kernels.triton.attend_tile import (
     accumulate_values,
     mask_scores,
@@ -32,8 +30,9 @@ from tightkv.kernels.triton.attend_tile import (
     write_partials,
 )
 from tightkv.kernels.triton.constants import constants_of
-from tightkv.kernels.triton.device import interpreted, last_contiguous
+from tightkv.kernels.triton.device import device_guard, interpreted, last_contiguous
 from tightkv.kernels.triton.merge_splits import merge_splits
+from tightkv.kernels.triton.plans import EXACT_TILE, attend_plan
 from tightkv.kernels.triton.ring import load_codes, load_exact
 from tightkv.kernels.triton.rotate import rotate
 from tightkv.kernels.triton.unpack import (

@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tightkv.kernels.device_guard import device_guard
 from tightkv.kernels.triton.constants import constants_of
+from tightkv.kernels.triton.device import device_guard
 from tightkv.kernels.triton.unpack import (
     byte_levels,
     load_key_words,

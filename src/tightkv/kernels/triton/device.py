@@ -1,10 +1,14 @@
-"""What a device can do, and tensors as the kernels want them."""
+"""What a device can do; launches on it, and tensors as the kernels want them."""
 
 import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import triton
 from torch import Tensor
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def interpreted() -> bool:
@@ -38,3 +42,20 @@ def has_large_shared_memory(device: torch.device) -> bool:
 
 def last_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def device_guard(function: _Function) -> _Function:
+    """Make the device of the second argument (a tensor, or a view) current during the call.
+
+    Triton and the CUDA driver launch on the current device and its stream.
+    """
+
+    @functools.wraps(function)
+    def guarded(codec: Any, operand: Any, *args: Any, **kwargs: Any) -> Any:
+        device = operand.device if isinstance(operand, Tensor) else operand.pages.device
+        if device.type != "cuda" or device.index == torch.cuda.current_device():
+            return function(codec, operand, *args, **kwargs)
+        with torch.cuda.device(device):
+            return function(codec, operand, *args, **kwargs)
+
+    return guarded  # type: ignore[return-value]

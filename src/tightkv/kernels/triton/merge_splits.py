@@ -4,7 +4,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tightkv.kernels.constants import DENSE_ROTATION, ROTATIONS
 from tightkv.kernels.triton.constants import frame_of
 from tightkv.kernels.triton.rotate import rotate_back
 from tightkv.math.rotation import Rotation
@@ -70,7 +69,7 @@ def merge_splits(
     Rows from cu_seqlens[batch] on, which nobody wrote, give zeros and -inf.
     """
     num_partials, rows, hq, _ = partial.shape
-    heads = 16 if ROTATIONS[rotation.kind] == DENSE_ROTATION else 1
+    heads = 16 if rotation.kind == "haar" else 1
     _merge_splits_kernel[(triton.cdiv(rows * hq, heads),)](
         partial, partial_lse, rotation.table(out.device), cu_seqlens, out, lse,
         batch, rows, out.stride(0), out.stride(1), num_partials,

@@ -8,9 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tightkv.kernels.device_guard import device_guard
 from tightkv.kernels.triton.constants import latent_constants
-from tightkv.kernels.triton.device import last_contiguous
+from tightkv.kernels.triton.device import device_guard, last_contiguous
 from tightkv.kernels.triton.encode import TINY, finite, nearest, pack_words, pack_words3
 from tightkv.kernels.triton.mla_decode import decode
 from tightkv.kernels.triton.mla_tile import (

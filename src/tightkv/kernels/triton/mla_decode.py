@@ -11,16 +11,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tightkv.kernels.device_guard import device_guard
 from tightkv.kernels.triton.constants import frame_of, latent_constants
 from tightkv.kernels.triton.device import (
+    device_guard,
     has_large_shared_memory,
     last_contiguous,
     processor_count,
 )
 from tightkv.kernels.triton.encode import FP16_MAX
 from tightkv.kernels.triton.merge_splits import merge_splits
-from tightkv.kernels.triton.mla_plan import decode_plan
 from tightkv.kernels.triton.mla_tile import (
     channel_order,
     column_order,
@@ -29,6 +28,7 @@ from tightkv.kernels.triton.mla_tile import (
     rows_at_once,
     scale_values,
 )
+from tightkv.kernels.triton.plans import decode_plan
 from tightkv.kernels.triton.rotate import rotate
 from tightkv.pages.latent import LatentCodec
 

@@ -3,7 +3,6 @@
 import triton
 import triton.language as tl
 
-from tightkv.kernels.constants import DENSE_ROTATION, ROTATIONS
 from tightkv.kernels.triton.unpack import nibble_levels
 from tightkv.math.rotation import Rotation
 from tightkv.pages.latent import SCALE_BIAS as _SCALE_BIAS
@@ -98,4 +97,4 @@ def rope_rows(page, place, L: tl.constexpr):
 
 def rows_at_once(rotation: Rotation, others: int = 4) -> int:
     """How many rows a program takes: with a matrix, as many as a product needs."""
-    return 16 if ROTATIONS[rotation.kind] == DENSE_ROTATION else others
+    return 16 if rotation.kind == "haar" else others

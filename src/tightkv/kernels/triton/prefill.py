@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tightkv.kernels.constants import DENSE_ROTATION, ROTATIONS
 from tightkv.kernels.prefill import exact_ranges
 from tightkv.kernels.sdpa import AttentionState
 from tightkv.kernels.triton.constants import frame_of
@@ -245,4 +244,4 @@ def merge_and_unrotate(codec: Codec | None, prefix: AttentionState, exact: Atten
 
 def rows_at_once(rotation: Rotation) -> int:
     """How many rows a program takes: a matrix is worth loading for more."""
-    return 32 if ROTATIONS[rotation.kind] == DENSE_ROTATION else 16
+    return 32 if rotation.kind == "haar" else 16

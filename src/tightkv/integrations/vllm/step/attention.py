@@ -12,10 +12,10 @@ from tightkv.fit import LayerFit
 from tightkv.integrations.vllm.compat import as_pages
 from tightkv.integrations.vllm.step.batch_split import SHORT_PROMPT, Limits
 from tightkv.integrations.vllm.step.flash_attention import prefer_flash_attention
-from tightkv.integrations.vllm.step.group_rings import GroupRings
 from tightkv.integrations.vllm.step.layer_step import LayerStep, Rings
 from tightkv.integrations.vllm.step.metadata import TightMetadata
 from tightkv.integrations.vllm.step.ring_table import ring_size, sink_rows
+from tightkv.integrations.vllm.step.step_sealing import GroupRings
 from tightkv.integrations.vllm.step.warm_up import Kinds, warm_up_once
 from tightkv.kernels.backend import Backend
 from tightkv.math.key_scale import KeyScale

@@ -1,4 +1,7 @@
-"""StepSealing: pages that a group of layers has completed, sealed by one launch per step."""
+"""GroupRings: what the builders of a group of layers share.
+
+StepSealing seals the pages that the group has completed by one launch per step.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from tightkv.integrations.vllm.compat import as_pages
+from tightkv.integrations.vllm.step.ring_table import RingTable
 from tightkv.integrations.vllm.step.seal_queue import SealQueue
+from tightkv.integrations.vllm.step.sink_copies import SinkCopies
 from tightkv.kernels.backend import is_late_sealing
 from tightkv.kernels.view import SealedLayer
 from tightkv.pages.layout import PageLayout
@@ -68,3 +73,14 @@ def _launch(pages: Mapping[TightAttention, Tensor], chosen: Tensor) -> Callable[
         ring_key, ring_value, _, _, *scales = impl.exact_tensors()
         layers.append(SealedLayer(own, ring_key, ring_value, impl.feedback, *scales))
     return partial(kernels.seal_layers, impl.step.codec, kernels.sealed_layers(layers), chosen)
+
+
+class GroupRings:
+    """The ring table of layers that run with the same metadata."""
+
+    table: RingTable | None = None
+    """Made with the first step, when vLLM has said how many blocks there are."""
+    sealing: StepSealing | None = None
+    """With the table, of layers that leave the sealing of pages to later steps."""
+    copies: SinkCopies | None = None
+    """With the table; without, each layer copies its own sinks."""
