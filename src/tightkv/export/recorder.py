@@ -15,6 +15,7 @@ from tightkv.kernels.cuda.driver import Launch, recording
 from tightkv.kernels.cuda.params import StepParams
 from tightkv.kernels.options import AppendOptions, AttendOptions
 from tightkv.kernels.view import CacheView
+from tightkv.paged.sequences import RowTensors
 from tightkv.pages.codec import Codec
 from tightkv.pages.layout import RING_SLACK, PageLayout, page_layout, window_step
 
@@ -74,13 +75,11 @@ class StaticShape:
 
     def block_table(self) -> Tensor:
         """int32 [batch, full pages]: -1 for pages that are never read."""
-        table = torch.full(
-            (self.batch, max(self.max_tokens // self.layout.page_size, 1)), -1, device="cpu"
-        )
-        table[:, : self.pages] = torch.arange(self.batch * self.pages, device="cpu").view(
-            self.batch, self.pages
-        )
-        return table.to(torch.int32)
+        width = max(self.max_tokens // self.layout.page_size, 1)
+        table = torch.full((self.batch, width), -1, dtype=torch.int32, device="cpu")
+        read = torch.arange(self.batch * self.pages, device="cpu").view(self.batch, self.pages)
+        table[:, : self.pages] = read
+        return table
 
 
 class Recorder:
@@ -167,22 +166,10 @@ class Recorder:
         backend.static_step(StepParams(*addresses, tokens, *layer, *sizes), self.device)
 
     def _view(self, numbers: list[Tensor], batch: int, ring: RingParts) -> CacheView:
-        lengths, left_pad, ring_read_from, sink_counts, *_ = numbers
-        sinks = self.operands["sinks"]
-        return CacheView(
-            pages=self.operands["pages"],
-            block_table=self.table[:batch],
-            lengths=lengths[:batch],
-            left_pad=left_pad[:batch],
-            ring_read_from=ring_read_from[:batch],
-            sink_counts=sink_counts[:batch],
-            ring_rows=self.rows[:batch],
-            ring_key=ring[0],
-            ring_value=ring[1],
-            ring_scales=ring[2],
-            sink_key=sinks[0],
-            sink_value=sinks[1],
-        )
+        rows = RowTensors(*(x[:batch] for x in (self.table, *numbers[:4], self.rows)))
+        sinks, (key, value, scales) = self.operands["sinks"], ring
+        exact = key, value, sinks[0], sinks[1]
+        return CacheView(self.operands["pages"], *rows, *exact, ring_scales=scales)
 
     def _attend(self, codec: Codec, view: CacheView, cu_seqlens: Tensor, tokens: int) -> None:
         shape, x = self.shape, self.operands

@@ -60,17 +60,12 @@ class Projected:
     """A layer's queries or keys before RoPE, made of inputs of unit RMS."""
 
     name: str
-    matrix: WeightTensor | None
-    """[heads * head_rows, hidden], unread; None where it is quantized."""
+    matrix: WeightTensor | None  # [heads * head_rows, hidden], unread; None where it is quantized
     dim: int
-    head_rows: int
-    """dim, or twice that: each query has a gate after it."""
-    bias: Tensor | None
-    """[heads * dim]."""
-    norm: Tensor | None
-    """After the matrix: [dim] of each head, or [heads * dim] of all together."""
-    gain: Tensor | None
-    """Of the norm before the matrix; what it adds is `shift`."""
+    head_rows: int  # dim, or twice that: each query has a gate after it
+    bias: Tensor | None  # [heads * dim]
+    norm: Tensor | None  # after the matrix: [dim] of each head, or [heads * dim] of all together
+    gain: Tensor | None  # of the norm before the matrix; what it adds is `shift`
     shift: Tensor | None
 
     def gained(self, weight: Tensor) -> Tensor:

@@ -25,8 +25,7 @@ class ByLayer(NamedTuple):
     """Float32 tensors by a layer's number in the model."""
 
     by_layer: dict[int, Tensor]
-    reason: str | None = None
-    """Why there are no others, where there are not."""
+    reason: str | None = None  # why there are no others, where there are not
 
 
 @dataclass(frozen=True)

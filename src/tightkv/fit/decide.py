@@ -16,8 +16,7 @@ from tightkv.model_shape import LayerShape
 class Layer(NamedTuple):
     """A compressed layer, as a source is asked about it."""
 
-    shape: LayerShape
-    """With the KV heads of this process."""
+    shape: LayerShape  # with the KV heads of this process
     cfg: KVQuantConfig
 
 
@@ -56,10 +55,8 @@ class Layers:
     """Raises where the layers cannot have a config, for example if it names one that stays."""
     fit_together: Callable[[Mapping[int, KVQuantConfig]], bool] = lambda configs: True
     """Whether layers can have these configs side by side."""
-    before: int = 0
-    """Compressed layers of earlier pipeline stages."""
-    total: int | None = None
-    """Compressed layers of all stages; those of `shapes` unless given."""
+    before: int = 0  # compressed layers of earlier pipeline stages
+    total: int | None = None  # compressed layers of all stages; those of `shapes` unless given
 
     def configs(self, cfg: KVQuantConfig) -> dict[int, KVQuantConfig]:
         total = len(self.shapes) if self.total is None else self.total
@@ -71,8 +68,7 @@ class LayerFit:
     """How one layer holds its keys and values."""
 
     cfg: KVQuantConfig
-    metric: QueryMetric | None = None
-    """Of queries that are multiplied by `scale`."""
+    metric: QueryMetric | None = None  # of queries that are multiplied by `scale`
     scale: KeyScale | None = None
     centers: Centers | None = None
 
@@ -81,18 +77,14 @@ class LayerFit:
 class Fit:
     """What a cache is told, and the lines that are to be said about it."""
 
-    asked: KVQuantConfig
-    """What the user asks for, with the bits of the calibration."""
-    cfg: KVQuantConfig
-    """That with the bits which the weights ask for."""
+    asked: KVQuantConfig  # what the user asks for, with the bits of the calibration
+    cfg: KVQuantConfig  # that with the bits which the weights ask for
     calibration: Calibration | None = None
-    checked: bool = False
-    """Whether the weights have said which bits keys need."""
+    checked: bool = False  # whether the weights have said which bits keys need
     calibration_line: str | None = None
     keys_line: str | None = None
     layers: Mapping[int, LayerFit] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    """Lines about scales and metrics."""
+    notes: tuple[str, ...] = ()  # lines about scales and metrics
 
 
 def fit(source: Source | None, cfg: KVQuantConfig, layers: Layers) -> Fit:

@@ -24,8 +24,7 @@ class CheckedConfig:
 
     config: KVQuantConfig
     line: str | None = None
-    raised: bool = False
-    """Whether layers got more bits."""
+    raised: bool = False  # whether layers got more bits
 
 
 class KeyCheck:

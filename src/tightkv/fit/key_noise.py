@@ -41,8 +41,7 @@ class Vectors(NamedTuple):
 
     energy: Tensor
     """[heads]: E|x|^2, less that of the constant. Zero where it is not known: a lower bound."""
-    constant: Tensor
-    """[heads, dim]: what every token has."""
+    constant: Tensor  # [heads, dim]: what every token has
 
 
 @dataclass(frozen=True)

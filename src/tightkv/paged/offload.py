@@ -57,8 +57,7 @@ class DeviceBuffers:
         self._free = [buffer for buffer in self._free if buffer.device != device]
         del mine
         buffer = torch.empty(size + size // 8, dtype=torch.uint8, device=device)
-        stream = side_stream(device)
-        if stream is not None:
+        if (stream := side_stream(device)) is not None:
             stream.wait_stream(torch.cuda.current_stream(device))  # its former user
             buffer.record_stream(stream)
         return buffer
@@ -120,15 +119,15 @@ class OffloadedPages:
         """Make the pool hold `count` pages, on the device."""
         old, old_buffer, had = self.tensor(), self._buffer, self._count
         self._buffer = self.buffers.take(count * self.layout.page_bytes, self.device)
-        stream = side_stream(self.device)
-        if stream is not None:
-            torch.cuda.current_stream(self.device).wait_stream(stream)
+        if self._stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
         self._count, self._arrival = count, None
         pages = self._shaped(self._buffer)
         pages[:had] = old
         pages[had:].zero_()
         if old_buffer is not None:
-            self._give_back(old_buffer)
+            self._wait_for_current()
+            self.buffers.give(old_buffer)
 
     def mark(self, pages: Iterable[int]) -> None:
         """Note that these pages have been written on the device."""
@@ -154,9 +153,8 @@ class OffloadedPages:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedPages:
         self.release()
-        stream = side_stream(self.device)
-        if stream is not None:
-            stream.synchronize()
+        if self._stream is not None:
+            self._stream.synchronize()
         copy = OffloadedPages(
             deepcopy(self.layout, memo), self.device, deepcopy(self.buffers, memo)
         )
@@ -166,21 +164,19 @@ class OffloadedPages:
 
     # --- streams and memory ---
     @property
+    def _stream(self) -> torch.cuda.Stream | None:
+        return side_stream(self.device)
+
+    @property
     def _asynchronous(self) -> bool:
-        return side_stream(self.device) is not None
+        return self._stream is not None
 
     def _side(self) -> AbstractContextManager[Any]:
-        stream = side_stream(self.device)
-        return nullcontext() if stream is None else torch.cuda.stream(stream)
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _wait_for_current(self) -> None:
-        stream = side_stream(self.device)
-        if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream(self.device))
-
-    def _give_back(self, buffer: Tensor) -> None:
-        self._wait_for_current()
-        self.buffers.give(buffer)
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
 
     def _shaped(self, buffer: Tensor) -> Tensor:
         shape = (self._count, self.layout.num_kv_heads, self.layout.record_bytes)

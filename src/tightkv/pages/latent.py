@@ -33,8 +33,7 @@ class LatentLayout:
     """Sizes and offsets of a page, in bytes. Equal arguments make equal layouts."""
 
     cfg: KVQuantConfig
-    rank: int
-    """Numbers of a latent vector (kv_lora_rank)."""
+    rank: int  # numbers of a latent vector (kv_lora_rank)
     rope_dim: int
     dtype: torch.dtype = torch.bfloat16
 

@@ -24,34 +24,25 @@ class Costs:
 class Measured:
     """On what a calibration was measured."""
 
-    model: str
-    """The name of the model."""
-    texts: tuple[tuple[str, str], ...]
-    """Name and SHA-256 of each text."""
+    model: str  # the name of the model
+    texts: tuple[tuple[str, str], ...]  # name and SHA-256 of each text
     tokens: int
-    tightkv: str
-    """The version that measured."""
+    tightkv: str  # the version that measured
 
 
 @dataclass(frozen=True)
 class Calibration:
     """What a cache of one model can be told."""
 
-    fingerprint: str
-    """Of the model (`fit.fingerprint`)."""
-    metrics: Mapping[int, QueryMetric] = field(repr=False)
-    """By a layer's number in the model."""
-    layer_bits: Mapping[str, str]
-    """`KVQuantConfig.layer_bits` of each preset, by its name."""
-    costs: Mapping[int, Costs] = field(repr=False)
-    """Of every layer that has a metric."""
+    fingerprint: str  # of the model (`fit.fingerprint`)
+    metrics: Mapping[int, QueryMetric] = field(repr=False)  # by a layer's number in the model
+    layer_bits: Mapping[str, str]  # `KVQuantConfig.layer_bits` of each preset, by its name
+    costs: Mapping[int, Costs] = field(repr=False)  # of every layer that has a metric
     measured: Measured
     centers: Mapping[int, Centers] = field(repr=False, default_factory=dict)
     """By a layer's number too, of layers that can have them."""
-    source: str = "this calibration"
-    """The file it is from, for messages."""
-    checksum: str = ""
-    """Of that file."""
+    source: str = "this calibration"  # the file it is from, for messages
+    checksum: str = ""  # of that file
 
     def check_model(
         self, fingerprint: str, name: str, shapes: Mapping[int, tuple[int, int]]

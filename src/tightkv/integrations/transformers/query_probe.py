@@ -29,8 +29,7 @@ class Probed:
 
     metrics: dict[int, QueryMetric] = field(default_factory=dict)
     scales: dict[int, KeyScale] = field(default_factory=dict)
-    problem: str | None = None
-    """Why nothing was measured, if so."""
+    problem: str | None = None  # why nothing was measured, if so
 
 
 class FeedbackWarning(UserWarning):

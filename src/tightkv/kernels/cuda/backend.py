@@ -349,7 +349,8 @@ def _split_plan(view: CacheView, plan: DecodePlan, heads: int, window: int) -> t
         *addresses, made.data_ptr() + _PLANNED_BYTES * plan.num_blocks,
         view.batch, plan.num_blocks, heads, plan.slots, window, least,
     )  # fmt: skip
-    _plan_module(view.pages.device).launch("split_plan", (1, 1, 1), _PLAN_THREADS, params)
+    module = _loaded(included(SPLIT_PLAN), view.pages.device)
+    module.launch("split_plan", (1, 1, 1), _PLAN_THREADS, params)
     return made, True
 
 
@@ -364,10 +365,6 @@ def static_step(params: StepParams, device: torch.device) -> None:
     """Advance the counters of a static cache by one step (static_step.cu)."""
     module = _loaded(included(STATIC_STEP), device)
     module.launch("static_step", (1, 1, 1), _STEP_THREADS, params)
-
-
-def _plan_module(device: torch.device) -> Module:
-    return _loaded(included(SPLIT_PLAN), device)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -7,5 +7,3 @@ file is trusted (docs/security.md).
 
 from tightkv.integrations.transformers.saving.reading import SavedCache, read_cache
 from tightkv.integrations.transformers.saving.writing import save_cache
-
-__all__ = ["SavedCache", "read_cache", "save_cache"]

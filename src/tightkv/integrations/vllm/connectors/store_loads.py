@@ -25,8 +25,7 @@ _STORE = "_tightkv_store_step"  # of a SchedulerOutput
 class StoreStep:
     """What a scheduler tells the workers about a step, beside vLLM's own output."""
 
-    loaded: list[int] = field(default_factory=list)
-    """Blocks that the connector fills."""
+    loaded: list[int] = field(default_factory=list)  # blocks that the connector fills
     loaded_firsts: dict[int, int] = field(default_factory=dict)
     """The first block of each sequence among these -> name of its content."""
     begun_firsts: dict[int, int] = field(default_factory=dict)

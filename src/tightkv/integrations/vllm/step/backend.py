@@ -32,8 +32,7 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
     """Finds each sequence's ring once per step for all layers of a group."""
 
     supports_draft_decode_metadata_update: bool = True
-    added: int = 0
-    """Tokens that a sequence may have beyond those that the host counts."""
+    added: int = 0  # tokens that a sequence may have beyond those that the host counts
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device

@@ -21,10 +21,8 @@ class Limits(NamedTuple):
     """Limits of an engine's batches."""
 
     sequences: int
-    rows: int
-    """Sequences that can have an exact ring at a time."""
-    decoding: int
-    """New tokens of a sequence that decodes: more than one with speculation."""
+    rows: int  # sequences that can have an exact ring at a time
+    decoding: int  # new tokens of a sequence that decodes: more than one with speculation
 
     def most_as_decoding(self, sequences: int, short_prompt: int) -> int:
         """New tokens up to which a sequence of a batch is treated like one that decodes.
@@ -40,12 +38,9 @@ class PartRange(NamedTuple):
 
     begin: int
     end: int
-    is_prefill: bool
-    """The new tokens are a prompt's, read from the batch and not from the cache."""
-    max_query_len: int
-    """New tokens of one sequence."""
-    context_len: int | None = None
-    """Tokens before the new ones, of a long prompt alone in its part."""
+    is_prefill: bool  # the new tokens are a prompt's, read from the batch and not from the cache
+    max_query_len: int  # new tokens of one sequence
+    context_len: int | None = None  # tokens before the new ones, of a long prompt alone in its part
     most_before: tuple[int, ...] | None = None
     """Upper bounds of the tokens before the new ones, of prompts that share a workspace."""
 

@@ -31,8 +31,7 @@ class LayerStep:
     softcap: float | None
     sink_logits: Tensor | None = None
     """[Hq]: logits that take part in the softmax and have no value."""
-    window: int | None = None
-    """Tokens that a query sees, itself included; None: all."""
+    window: int | None = None  # tokens that a query sees, itself included; None: all
 
     @property
     def workspace_tokens(self) -> int | None:

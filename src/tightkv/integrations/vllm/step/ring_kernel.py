@@ -8,13 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tightkv.integrations.vllm.step.ring_table import (
-    NAMED,
-    NEVER,
-    STEP,
-    BatchRings,
-    RingTable,
-)
+from tightkv.integrations.vllm.step.ring_table import NAMED, NEVER, STEP, BatchRings, RingTable
 from tightkv.pages.layout import RING_SLACK
 
 NOBODY = 1 << 30  # more than any batch
@@ -113,17 +107,10 @@ def _choose_pages(
 # one binary for all batches
 @triton.jit(
     do_not_specialize=[
-        "block_table",
-        "lengths",
-        "query_start_loc",
-        "slots",
-        "batch",
-        "budget",
-        "tokens",
-        "columns",
-        "table_stride",
+        "block_table", "lengths", "query_start_loc", "slots", "batch", "budget", "tokens",
+        "columns", "table_stride",
     ]
-)
+)  # fmt: skip
 def _step_kernel(
     block_table, lengths, query_start_loc, slots, out,
     steps, row_of_block, written_at, content, sink_row, sink_content,

@@ -82,5 +82,4 @@ class GroupRings:
     """Made with the first step, when vLLM has said how many blocks there are."""
     sealing: StepSealing | None = None
     """With the table, of layers that leave the sealing of pages to later steps."""
-    copies: SinkCopies | None = None
-    """With the table; without, each layer copies its own sinks."""
+    copies: SinkCopies | None = None  # with the table; without, each layer copies its own sinks
