@@ -129,12 +129,9 @@ class AttentionWeights:
         flags = self.shape.config.get("no_rope_layers")  # 1: this layer has RoPE
         turns = not isinstance(flags, list) or layer >= len(flags) or bool(flags[layer])
         turns = turns and self.shape.model_type not in _NO_ROPE
-        dim = self.shape.layers[layer].head_dim
-        return (
-            rope_frequencies(self.shape.config, dim)
-            if turns
-            else torch.empty(0, dtype=torch.float32, device="cpu")
-        )
+        if not turns:
+            return torch.empty(0, dtype=torch.float32, device="cpu")
+        return rope_frequencies(self.shape.config, self.shape.layers[layer].head_dim)
 
     def input_norm(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
         """What the norm before the projections multiplies by, and what it adds."""

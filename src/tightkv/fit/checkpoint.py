@@ -12,12 +12,12 @@ from torch import Tensor
 from tightkv.config import KVQuantConfig
 from tightkv.fit.attention_weights import NOT_READABLE, AttentionWeights
 from tightkv.fit.calibration import Calibration, find_calibration
-from tightkv.fit.decide import Layer
+from tightkv.fit.decide import Layer, Metrics, Scales
 from tightkv.fit.fingerprint import folder_fingerprint
 from tightkv.fit.key_check import KeyCheck
 from tightkv.fit.query_metric import KNOWN, LEAST_BITS, MetricReader
 from tightkv.math.feedback import QueryMetric
-from tightkv.math.key_scale import KeyScale, balanced_scale
+from tightkv.math.key_scale import balanced_scale
 from tightkv.model_shape import ModelShape, read_model_shape
 
 
@@ -68,9 +68,7 @@ class Checkpoint:
         found = find_calibration(cfg, self.name, identify)
         return None if found is None else found.shard(self.rank, self.ranks)
 
-    def key_scales(
-        self, cfg: KVQuantConfig, layers: Mapping[int, Layer]
-    ) -> tuple[dict[int, KeyScale], str | None]:
+    def key_scales(self, cfg: KVQuantConfig, layers: Mapping[int, Layer]) -> Scales:
         """Scales of layers whose key channels are uneven by the weights of their keys.
 
         A layer whose weights cannot be read has none, and is never an error.
@@ -82,9 +80,7 @@ class Checkpoint:
         line = f"tightkv {cfg.name}: key channels of {len(scales)} layers are scaled"
         return scales, line if scales else None
 
-    def query_metrics(
-        self, cfg: KVQuantConfig, layers: Mapping[int, Layer]
-    ) -> tuple[dict[int, QueryMetric], str | None]:
+    def query_metrics(self, cfg: KVQuantConfig, layers: Mapping[int, Layer]) -> Metrics:
         """Metrics of layers that gain by them, from the weights of their queries.
 
         A layer whose weights cannot be read has none, and is never an error.

@@ -20,6 +20,10 @@ class Layer(NamedTuple):
     cfg: KVQuantConfig
 
 
+Scales = tuple[Mapping[int, KeyScale], str | None]
+Metrics = tuple[Mapping[int, QueryMetric], str | None]
+
+
 class Source(Protocol):
     """The weights of a model: of a loaded one, or in a checkpoint's folder.
 
@@ -34,14 +38,10 @@ class Source(Protocol):
     def find_calibration(self, cfg: KVQuantConfig) -> Calibration | None:
         """The calibration that `cfg` names; ValueError where it is another model's."""
 
-    def key_scales(
-        self, cfg: KVQuantConfig, layers: Mapping[int, Layer]
-    ) -> tuple[Mapping[int, KeyScale], str | None]:
+    def key_scales(self, cfg: KVQuantConfig, layers: Mapping[int, Layer]) -> Scales:
         """Scales of the layers that have some, and the line that reports them."""
 
-    def query_metrics(
-        self, cfg: KVQuantConfig, layers: Mapping[int, Layer]
-    ) -> tuple[Mapping[int, QueryMetric], str | None]:
+    def query_metrics(self, cfg: KVQuantConfig, layers: Mapping[int, Layer]) -> Metrics:
         """Metrics of the layers that have one, and the line that reports them."""
 
 

@@ -7,12 +7,7 @@ from typing import Any
 
 from tightkv.config import KVQuantConfig
 from tightkv.fit.attention_weights import NOT_READABLE, WeightTensor
-from tightkv.fit.key_noise import (
-    NOISE_LIMIT,
-    LayerScores,
-    protected_layer_bits,
-    read_scores,
-)
+from tightkv.fit.key_noise import NOISE_LIMIT, LayerScores, protected_layer_bits, read_scores
 from tightkv.math.codebook import get_codebook
 from tightkv.model_shape import ModelShape, compressed_layers, read_model_shape
 from tightkv.model_shape.planner import config_plan

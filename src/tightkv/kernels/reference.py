@@ -253,11 +253,7 @@ class _Softmax:
 
 
 def attend(
-    codec: Codec,
-    query: Tensor,
-    view: CacheView,
-    cu_seqlens: Tensor,
-    options: AttendOptions,
+    codec: Codec, query: Tensor, view: CacheView, cu_seqlens: Tensor, options: AttendOptions
 ) -> tuple[Tensor, Tensor]:
     """Attention over the cache: output like query, and its LSE [N, Hq] in float32.
 

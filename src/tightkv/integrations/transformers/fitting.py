@@ -15,13 +15,12 @@ from tightkv.config import KVQuantConfig
 from tightkv.fit import Fit, Layer, Layers
 from tightkv.fit.attention_weights import NOT_READABLE
 from tightkv.fit.calibration import Calibration, find_calibration
+from tightkv.fit.decide import Metrics, Scales
 from tightkv.fit.fingerprint import model_fingerprint
 from tightkv.fit.key_check import KeyCheck
 from tightkv.integrations.transformers.per_model import MODEL_LOCK, PerModel
 from tightkv.integrations.transformers.protect_keys import KeyBitsWarning
 from tightkv.integrations.transformers.query_probe import FeedbackWarning, probed
-from tightkv.math.feedback import QueryMetric
-from tightkv.math.key_scale import KeyScale
 from tightkv.model_shape import LayerShape, ModelShape, read_model_shape, skip_reason
 
 KINDS: dict[type, str] = {
@@ -103,15 +102,11 @@ class LoadedModel:
     def _identity(self) -> tuple[str, ModelShape]:
         return loaded_fingerprint(self.model), read_model_shape(self.model.config)
 
-    def key_scales(
-        self, cfg: KVQuantConfig, layers: Mapping[int, Layer]
-    ) -> tuple[Mapping[int, KeyScale], str | None]:
+    def key_scales(self, cfg: KVQuantConfig, layers: Mapping[int, Layer]) -> Scales:
         """Scales by the keys of random tokens, and why there are none."""
         return probed(self.model).scales, probed(self.model).problem
 
-    def query_metrics(
-        self, cfg: KVQuantConfig, layers: Mapping[int, Layer]
-    ) -> tuple[Mapping[int, QueryMetric], str | None]:
+    def query_metrics(self, cfg: KVQuantConfig, layers: Mapping[int, Layer]) -> Metrics:
         """Metrics of the queries of random tokens, and why there are none."""
         return probed(self.model).metrics, probed(self.model).problem
 

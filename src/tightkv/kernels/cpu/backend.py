@@ -78,11 +78,7 @@ def append(
 
 
 def attend(
-    codec: Codec,
-    query: Tensor,
-    view: CacheView,
-    cu_seqlens: Tensor,
-    options: AttendOptions,
+    codec: Codec, query: Tensor, view: CacheView, cu_seqlens: Tensor, options: AttendOptions
 ) -> tuple[Tensor, Tensor]:
     """As `reference.attend`; `query` and new tokens may be [B, Lq, heads, D]."""
     cu_seqlens = _int(cu_seqlens)

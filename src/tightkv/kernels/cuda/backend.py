@@ -238,11 +238,7 @@ def seal_layers(codec: Codec, layers: _SealedLayers, chosen: Tensor) -> None:
 
 @device_guard
 def attend(
-    codec: Codec,
-    query: Tensor,
-    view: CacheView,
-    cu_seqlens: Tensor,
-    options: AttendOptions,
+    codec: Codec, query: Tensor, view: CacheView, cu_seqlens: Tensor, options: AttendOptions
 ) -> tuple[Tensor, Tensor]:
     """See `reference.attend`; values are relative to those of `view.centers`."""
     layout, device = codec.layout, query.device

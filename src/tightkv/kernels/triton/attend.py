@@ -35,12 +35,7 @@ from tightkv.kernels.triton.merge_splits import merge_splits
 from tightkv.kernels.triton.plans import EXACT_TILE, attend_plan
 from tightkv.kernels.triton.ring import load_codes, load_exact
 from tightkv.kernels.triton.rotate import rotate
-from tightkv.kernels.triton.unpack import (
-    load_key_words,
-    load_value_words,
-    scale_order,
-    token_order,
-)
+from tightkv.kernels.triton.unpack import load_key_words, load_value_words, scale_order, token_order
 from tightkv.kernels.view import CacheView
 from tightkv.pages.codec import Codec
 
@@ -252,11 +247,7 @@ def _attend_kernel(
 
 @device_guard
 def attend(
-    codec: Codec,
-    query: Tensor,
-    view: CacheView,
-    cu_seqlens: Tensor,
-    options: AttendOptions,
+    codec: Codec, query: Tensor, view: CacheView, cu_seqlens: Tensor, options: AttendOptions
 ) -> tuple[Tensor, Tensor]:
     """See `reference.attend`."""
     max_queries, scale, causal, window, softcap, mask, new_key, new_value, out = options

@@ -1,7 +1,7 @@
 """Parts of a batch whose sequences are treated alike: decodes, short prompts, long prompts."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from tightkv.kernels.prefill import MIN_QUERIES
@@ -93,12 +93,12 @@ def _long_apart(
 ) -> list[PartRange]:
     """Each long prompt alone, with the number of tokens before it if that is known."""
     parts = []
-    for part in _runs(run, [counts[i] >= MIN_QUERIES for i in run]):
-        i = part.start
-        if counts[i] >= MIN_QUERIES:
-            parts.append(PartRange(i, part.stop, True, counts[i], before[i]))
+    for is_long, group in itertools.groupby(run, lambda i: counts[i] >= MIN_QUERIES):
+        same = list(group)
+        if is_long:
+            parts += [PartRange(i, i + 1, True, counts[i], before[i]) for i in same]
         else:
-            parts += _without_long(counts, part, most_decoding)
+            parts += _without_long(counts, range(same[0], same[-1] + 1), most_decoding)
     return parts
 
 
@@ -114,16 +114,3 @@ def _without_long(counts: Sequence[int], run: range, most_decoding: int) -> list
 
 def _first_fresh(counts: Sequence[int], run: range, most_decoding: int) -> int:
     return next((i for i in run if counts[i] > most_decoding), run.stop)
-
-
-def _runs(run: range, is_alone: Sequence[bool]) -> Iterator[range]:
-    """Runs of sequences: each one that is alone, and the neighbors between these."""
-    begin = run.start
-    for i, alone in zip(run, is_alone, strict=True):
-        if alone:
-            if begin < i:
-                yield range(begin, i)
-            yield range(i, i + 1)
-            begin = i + 1
-    if begin < run.stop:
-        yield range(begin, run.stop)
