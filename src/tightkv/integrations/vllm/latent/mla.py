@@ -68,16 +68,9 @@ class TightLatentAttention(MLACommonImpl):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor]:
         """Absorbed queries, latent [N, H, rank] and RoPE part -> latents [N, H, rank], LSE."""
         rank, decode = self.layout.rank, attn_metadata.decode
+        pages, sequences = as_pages(kv_c_and_k_pe_cache), (decode.block_table, decode.seq_lens)
         latent, rope = q if isinstance(q, tuple) else (q[..., :rank], q[..., rank:])
-        return self.kernels.decode(
-            self.codec,
-            latent,
-            rope,
-            as_pages(kv_c_and_k_pe_cache),
-            decode.block_table,
-            decode.seq_lens,
-            self.scale,
-        )
+        return self.kernels.decode(self.codec, latent, rope, pages, *sequences, self.scale)
 
     def _compute_prefill_context(
         self,
@@ -93,15 +86,9 @@ class TightLatentAttention(MLACommonImpl):  # type: ignore[misc]
         states: tuple[Tensor, Tensor] | None = None
         for chunk in context.chunks:
             tokens = context.workspace[: chunk.num_context_tokens]
-            self.kernels.gather(
-                self.codec,
-                pages,
-                prefill.block_table[chunk.request_slice],
-                chunk.cu_seq_lens,
-                chunk.starts,
-                chunk.token_to_seq,
-                tokens,
-            )
+            table = prefill.block_table[chunk.request_slice]
+            places = chunk.cu_seq_lens, chunk.starts, chunk.token_to_seq
+            self.kernels.gather(self.codec, pages, table, *places, tokens)
             latent = tokens[:, :rank]
             projected = self.kv_b_proj(latent if dtype is None else latent.to(dtype))[0]
             heads = projected.unflatten(-1, (self.num_heads, -1))

@@ -157,7 +157,7 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
             sealing.begin(self)
         later = sealing is not None and attn_metadata.seals_later and self in sealing.late
         pages = as_pages(kv_cache, self.layout)
-        parts, inherited = attn_metadata.parts, attn_metadata.inherited
+        parts = attn_metadata.parts
         scale = (self.reads or self).key_scale
         if scale is not None:
             query = scale.times(query)
@@ -169,19 +169,8 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
             return output
         if self.has_readers and any(part.is_prefill for part in parts):
             self.new_tokens = self._for_readers(key, value)
-        self.step.run(
-            parts,
-            pages,
-            rings,
-            query,
-            key,
-            value,
-            output,
-            inherited,
-            self.feedback,
-            self.centers,
-            later,
-        )
+        stored = attn_metadata.inherited, self.feedback, self.centers, later
+        self.step.run(parts, pages, rings, query, key, value, output, *stored)
         return output
 
     def _copied_bytes(self, query: Tensor) -> int:

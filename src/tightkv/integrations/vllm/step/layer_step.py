@@ -104,21 +104,18 @@ class LayerStep:
             mine, key, value = part.tokens, None, None
             if part.is_prefill and new_tokens is not None:
                 key, value = (x[mine] for x in new_tokens)
-            _, lse = self.kernels.attend(
-                self.codec,
-                query[mine],
-                _view(pages, rings, part, part.is_prefill, overlaps_append, centers=fused),
-                part.query_start_loc,
-                AttendOptions(
-                    max_queries=part.max_query_len,
-                    scale=self.scale,
-                    window=self.window,
-                    softcap=self.softcap,
-                    new_key=key,
-                    new_value=value,
-                    out=output[mine],
-                ),
+            view = _view(pages, rings, part, part.is_prefill, overlaps_append, centers=fused)
+            options = AttendOptions(
+                max_queries=part.max_query_len,
+                scale=self.scale,
+                window=self.window,
+                softcap=self.softcap,
+                new_key=key,
+                new_value=value,
+                out=output[mine],
             )
+            starts = part.query_start_loc
+            _, lse = self.kernels.attend(self.codec, query[mine], view, starts, options)
             if self.sink_logits is not None:
                 output[mine].mul_(torch.sigmoid(lse - self.sink_logits)[..., None])
         if centers is not None and fused is None:

@@ -116,14 +116,9 @@ def _sharing_part(layout: PageLayout, rings: Rings, workspace_tokens: int) -> Ba
     sequences, count = 4, 64
     before = workspace_tokens // sequences - count
     part = _part(layout, rings, count, before, is_prefill=True, sequences=sequences)
-    groups = plan_groups(
-        [count] * sequences,
-        [before] * sequences,
-        workspace_tokens,
-        part.query_start_loc,
-        part.rows.before,
-    )
-    return replace(part, ragged=groups)
+    counts, most_before = [count] * sequences, [before] * sequences
+    on_device = part.query_start_loc, part.rows.before
+    return replace(part, ragged=plan_groups(counts, most_before, workspace_tokens, *on_device))
 
 
 def _part(
