@@ -254,7 +254,7 @@ def test_gpu_idle_layers_hold_no_device_memory():
 def test_gpu_copies_wait_for_what_they_copy(seed):
     """Layers take turns with two buffers while the device is far behind the host."""
     layout = make_cache(QUANT, dim=128, heads=8).layout
-    device, buffers = torch.device("cuda"), DeviceBuffers()
+    device, buffers = torch.device("cuda", 0), DeviceBuffers()
     pools = [OffloadedPages(layout, device, buffers) for _ in range(6)]
     count = 2048
     mirrors = []

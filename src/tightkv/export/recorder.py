@@ -94,7 +94,8 @@ class Recorder:
         self.table, self.rows = table, rows
         tables = [side.rotation.table(device) for side in (self.codec.key, self.codec.value)]
         self._constants = [table, rows, *tables]
-        self.constants = [_bytes(x) for x in self._constants]
+        as_bytes = (x.cpu().contiguous().flatten().view(torch.uint8) for x in self._constants)
+        self.constants = [bytes(x.tolist()) for x in as_bytes]
         heads, dim = layout.num_kv_heads, layout.head_dim
         self.operands = {
             "pages": layout.new_pages(1, device),  # its address and the size of a page count
@@ -235,7 +236,3 @@ class _Places:
             if start <= address < end:
                 return what, address - start
         raise RuntimeError("a kernel is given an address that is no operand's")
-
-
-def _bytes(x: Tensor) -> bytes:
-    return bytes(x.cpu().contiguous().flatten().view(torch.uint8).tolist())

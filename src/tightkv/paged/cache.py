@@ -46,11 +46,8 @@ class PagedKV:
         device: torch.device | str = "cpu",
         kernels: str = "auto",
     ) -> None:
-        if (table.page_size, table.sinks, table.ring_tokens) != (
-            layout.page_size,
-            layout.cfg.sinks,
-            layout.ring_tokens,
-        ):
+        wanted = layout.page_size, layout.cfg.sinks, layout.ring_tokens
+        if (table.page_size, table.sinks, table.ring_tokens) != wanted:
             raise ValueError("the table was made for another page_size, exact_pages or sinks")
         self.layout, self.table, self.device = layout, table, torch.device(device)
         self.codec = Codec(layout)

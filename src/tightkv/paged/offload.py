@@ -78,7 +78,8 @@ class OffloadedPages:
     """A pool of `len(self)` pages: `fetch` it ahead, use its `tensor`, `release` it."""
 
     def __init__(self, layout: PageLayout, device: torch.device, buffers: DeviceBuffers) -> None:
-        self.layout, self.device, self.buffers = layout, _with_index(device), buffers
+        """`device` has a number: cuda:0, not cuda."""
+        self.layout, self.device, self.buffers = layout, device, buffers
         self._count = 0
         self._host: list[Tensor] = []  # uint8 [n, num_kv_heads, record_bytes] each, pinned for CUDA
         self._buffer: Tensor | None = None
@@ -223,10 +224,3 @@ def side_stream(device: torch.device) -> torch.cuda.Stream | None:
 @lru_cache(maxsize=64)
 def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
-
-
-def _with_index(device: torch.device) -> torch.device:
-    """The device with its number: cuda:N instead of cuda."""
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device

@@ -124,11 +124,8 @@ class SequenceTable:
         self.exact_limit = exact_limit
         self.ring_tokens, self.window_step = ring_tokens(cfg), window_step(cfg)
         self.lag = 0 if encode_partial_page else seal_lag(cfg)
-        self.exact_pages, self.encode_partial_page, self.max_pages = (
-            cfg.exact_pages,
-            encode_partial_page,
-            max_pages,
-        )
+        self.exact_pages, self.max_pages = cfg.exact_pages, max_pages
+        self.encode_partial_page = encode_partial_page
         self.rows: list[SequenceState] = []
         self.num_pages = 0  # pages ever handed out: the pool a layer must have
         self._references: dict[int, int] = {}

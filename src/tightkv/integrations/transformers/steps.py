@@ -75,12 +75,9 @@ class SharedSteps:
         """
         if self.eager:
             return
-        limits = [
-            page_layout(cfg, layout.num_kv_heads, layout.head_dim, layout.dtype).exact_limit_at(
-                self.table.lag if lag is None else lag
-            )
-            for cfg in self.cfgs
-        ]
+        lag, shape = self.table.lag if lag is None else lag, (layout.num_kv_heads, layout.head_dim)
+        own = (page_layout(cfg, *shape, layout.dtype) for cfg in self.cfgs)
+        limits = (each.exact_limit_at(lag) for each in own)
         self.table.exact_limit = max(self.table.exact_limit, *limits)
 
     def plan(self, step: int, batch: int, count: int) -> AppendPlan:

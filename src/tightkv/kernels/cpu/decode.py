@@ -42,10 +42,8 @@ class PreparedPut(_Prepared):
         self._key_strides, self._value_strides = key.stride(), value.stride()
         size, self._count = key.element_size(), key.shape[2] * key.shape[3]
         self._steps = key.stride(0) * size, value.stride(0) * size
-        self._to, self._to_size = (
-            (ring_key.data_ptr(), ring_value.data_ptr()),
-            self._count * ring_key.element_size(),
-        )
+        self._to = ring_key.data_ptr(), ring_value.data_ptr()
+        self._to_size = self._count * ring_key.element_size()
         self._to_dtype, self._from_dtype = (library.DTYPES[x.dtype] for x in (ring_key, key))
         self._put = library.load().tightkv_put
         # whether the numbers of a token lie side by side, on the CPU

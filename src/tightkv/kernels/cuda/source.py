@@ -21,13 +21,7 @@ from tightkv.pages.layout import PageLayout
 
 _FOLDER = Path(__file__).parent / "csrc"
 _INCLUDE = re.compile(r'#include "([\w.]+)"$')
-_PROGRAMS = {
-    "append": ("append.cu",),
-    "seal": ("seal.cu",),
-    "seal_layers": ("seal_layers.cu",),
-    "center_layers": ("center_layers.cu",),
-    "decode": ("decode.cu", "merge.cu"),
-}
+_PROGRAMS = {"decode": ("decode.cu", "merge.cu")}  # others are a file of their own name
 STATIC_STEP, SPLIT_PLAN = "static_step.cu", "split_plan.cu"  # take no constants
 
 
@@ -85,7 +79,7 @@ def source(
         constants[f"{side}_THRESHOLDS"] = _floats(*thresholds)
         constants[f"{side}_MAGNITUDES"] = _floats(*magnitudes)
     defines = "".join(f"#define {field} {value}\n" for field, value in constants.items())
-    return defines + included(*_PROGRAMS[name])
+    return defines + included(*_PROGRAMS.get(name, (f"{name}.cu",)))
 
 
 @functools.cache

@@ -32,12 +32,8 @@ def check_connectors(transfer: Any) -> None:
     """Refuse connectors that cannot move pages; `transfer` is an engine's kv_transfer_config."""
     if transfer is None:
         return
-    given = {
-        "kv_connector": transfer.kv_connector,
-        "kv_connector_module_path": transfer.kv_connector_module_path,
-        "kv_connector_extra_config": transfer.kv_connector_extra_config,
-    }
-    for name in _named(given):
+    names = ("kv_connector", "kv_connector_module_path", "kv_connector_extra_config")
+    for name in _named({name: getattr(transfer, name) for name in names}):
         if name not in _BY_BLOCK_HASH:
             raise ValueError(
                 f"tightkv with the KV connector {name}: {_REASONS.get(name, _OTHER)}; supported: "

@@ -100,10 +100,6 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
         if own.metric is not None:
             self.feedback = self.step.codec.feedback_factors(own.metric, self.device)
 
-    def _scale(self, dtype: torch.dtype) -> Tensor:
-        assert self.key_scale is not None
-        return self.key_scale.on(dtype, self.device)
-
     def exact_tensors(self) -> Rings:
         """Keys and values of rings and sinks [rows + 1, n, Hkv, D]; no sequence owns the last row.
 
@@ -162,7 +158,7 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
         if scale is not None:
             query = scale.times(query)
         if self.key_scale is not None:
-            key = key / self._scale(key.dtype)
+            key = key / self.key_scale.on(key.dtype, self.device)
         if self.reads is not None:
             new, centers = self.reads.new_tokens, self.reads.centers
             self.step.attend(parts, pages, rings, query, new, output, centers)
