@@ -112,7 +112,8 @@ def test_values_from_an_odd_token_on(bits, dim):
     cfg = CFG.replace(value_bits=bits, key_bits=bits, key_centering="none", exact_pages=1)
     ours, theirs = (Append(cfg, [95], [1], dim=dim, partial=False) for _ in range(2))
     for one in (ours, theirs):
-        one.ring_valid_from = one.ring_valid_from * 0 + 77
+        valid_from = one.options.ring_valid_from * 0 + 77
+        one.options = one.options._replace(ring_valid_from=valid_from)
     assert_runs_alike(ours, theirs)
 
 
@@ -162,7 +163,8 @@ def seal_later(kernels, layers, chosen):
     codec, view = layers[0].cache.codec, layers[0].cache.view()
     rows = [[len(chosen), 0, 0, 0]]
     for row, at in chosen:
-        page, exact = view.block_table[row, at // codec.cfg.page_size], layers[0].ring_valid_from
+        page = view.block_table[row, at // codec.cfg.page_size]
+        exact = layers[0].options.ring_valid_from
         rows.append([int(view.ring_rows[row]), at, int(page), int(exact[row])])
     given = []
     for layer in layers:
