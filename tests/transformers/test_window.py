@@ -61,6 +61,23 @@ def test_pages_are_those_of_a_cache_that_never_waited(kernels, dtype):
     assert waited.table.lengths == eager.table.lengths
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_tokens_beyond_the_counts_are_no_part_of_a_sequence_that_gets_pages(kernels):
+    layout = PageLayout(CFG, 1, 64, torch.float16)
+    key, value = (x.half() for x in tokens(1, 130, heads=1))
+    caches = []
+    for spare in (0, 1):  # with one, as many tokens are given as are coded
+        table = SequenceTable(CFG, encode_partial_page=False, exact_limit=50)
+        table.add_rows([0])
+        cache = PagedKV(layout, table, "cpu", kernels)
+        add(cache, key[:, :1], value[:, :1])
+        given = slice(1, 129 + spare)
+        add(cache, key[:, given], value[:, given], counts=[128])
+        caches.append(cache)
+    for one, other in zip(*(cache.dequantize() for cache in caches), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_the_ring_of_a_whole_sequence_cannot_be_dropped():
     cache = make_cache(CFG, rows=1, exact_limit=100)
     add(cache, *tokens(1, 40))

@@ -201,7 +201,8 @@ class PagedKV:
             key, value = self.exact(key), self.exact(value)
         # Before the ring is made shorter: it may hold tokens that are encoded now.
         new_key, new_value = key, value
-        if not (kernels.TAKES.batches and plan.encoded == (key.shape[1],) * len(plan.rows)):
+        whole = plan.encoded == plan.counts == (key.shape[1],) * len(plan.rows)
+        if not (kernels.TAKES.batches and whole):
             new_key = _encoded(plan, self.ring_key, key)
             new_value = _encoded(plan, self.ring_value, value)
         self._fit_exact(plan)
