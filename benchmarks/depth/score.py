@@ -63,23 +63,25 @@ def program(check: dict[str, Any], text: str) -> str:
 def passes(source: str, seconds: float = SECONDS) -> bool:
     """Whether a program runs to its end, in a process with limits."""
     limits = f"({int(seconds) + 1}, {_MEMORY}, {_FILE}, 64)"
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as said:
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _RUN, limits],
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdout=said,  # a file has a limit, a pipe has none
             stderr=subprocess.DEVNULL,
             cwd=folder,
             env={"PATH": "/nowhere", "HOME": folder, "PYTHONHASHSEED": "0"},
             start_new_session=True,
         )
-        try:
-            said, _ = process.communicate(source.encode(), timeout=seconds + 1)
+        try:  # longer than the processor's time: a busy machine is no fault of the program
+            process.communicate(source.encode(errors="replace"), timeout=3 * seconds + 1)
         except subprocess.TimeoutExpired:
             return False
         finally:
             _end(process)
-    return process.returncode == 0 and said.decode(errors="replace").endswith(f"{_END}\n")
+        said.seek(0)
+        text = said.read().decode(errors="replace")
+    return process.returncode == 0 and text.endswith(f"{_END}\n")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
