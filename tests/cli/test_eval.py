@@ -617,9 +617,10 @@ def test_the_page_has_models_rivals_tasks_and_the_noise_floor(
     compared = {"package": "hqq", "cache": "hqq 2", "kl": 0.5, "top1": 0.7, "model": "m"}
     old = {**VLLM_ROW, "cache": "fp8", "kl": 0.9}
     new = {**old, "kl": 0.002, "kl_stderr": 0.001, "bytes_per_token": 2000.0}
-    floor = {**VLLM_ROW, "cache": "again", "kl": 0.0001}
+    floor = {**VLLM_ROW, "cache": "again", "kl": 0.0001, "bytes_per_token": 4000.0}
+    unsized = {**VLLM_ROW, "cache": "fp8", "model": "old"}  # a row, but no place in the picture
     plain = {**compared, "cache": "dynamic", "kl": 0.0}  # itself: not shown
-    rows = [compared, plain, old, new, floor, TASK_ROW, {**TASK_ROW, "depth": 8192}]
+    rows = [compared, plain, old, new, floor, unsized, TASK_ROW, {**TASK_ROW, "depth": 8192}]
     rivals.write_text("".join(json.dumps(row) + "\n" for row in rows))
     argv = ["eval", folder, "--text", text_file, "--presets", COARSE, *SIZES]
     argv += ["--report", page, "--rows", rivals, "--dtype", "float32", "--device", "cpu"]
@@ -636,7 +637,7 @@ def test_the_page_has_models_rivals_tasks_and_the_noise_floor(
     caches = {(one["model"], one["cache"]): one for one in found["caches"]}
     assert set(caches) == {
         (str(folder), coarse["name"]), (str(folder), "k16v16"), ("m", "fp8"), ("m", "again"),
-        ("m", "hqq 2"),
+        ("m", "hqq 2"), ("old", "fp8"),
     }  # fmt: skip
     own = caches[str(folder), coarse["name"]]
     for name in ("kl", "kl_stderr", "kl_p999", "kl_above", "top1", "positions"):
@@ -649,7 +650,7 @@ def test_the_page_has_models_rivals_tasks_and_the_noise_floor(
     order = ["caches of transformers", ", transformers", ", vLLM", "## Tasks at depth"]
     places = [text.index(word) for word in order]
     assert places[1] < places[2] < places[3] and places[0] < places[2]  # the worst first
-    assert "| noise floor (again) | - | 0.00010 |" in text
+    assert "| noise floor (again) | 4,000 | 0.00010 |" in text
     assert "| fp8 | 2,000 | 0.00200 ± 0.00100 |" in text
     assert "| m | gsm8k at 8,192 | k2v2 | 560 | 30.0% | 32.0% | -2.0% ± 1.5% |" in text
     picture = (page / "report.svg").read_text()

@@ -107,7 +107,7 @@ def _quality(entries: Sequence[Row]) -> list[str]:
             (
                 f"noise floor ({e['cache']})" if e["floor"] else e["cache"],
                 or_dash(e["bytes_per_token"], "{:,.0f}"),
-                f"{e['kl']:.5f}{error}",
+                f"{max(e['kl'], 0):.5f}{error}",
                 or_dash(e["kl_p999"], "{:.4f}"),
                 or_dash(e["kl_above"], "{:.2%}"),
                 f"{e['top1']:.2%}",
@@ -146,6 +146,8 @@ def _markdown(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]
 
 def _draw(path: Path, tables: dict[tuple[str, str], list[Row]], tasks: Sequence[Row]) -> None:
     """A panel per model with KL against bytes per token, and one with its tasks."""
+    tables = {k: [e for e in own if e["bytes_per_token"]] for k, own in tables.items()}
+    tables = {key: entries for key, entries in tables.items() if entries}
     models = list(dict.fromkeys(model for model, _ in tables))
     by_model: dict[str, list[Row]] = {}
     for row in tasks:
@@ -169,9 +171,11 @@ def _draw_quality(axes: Any, model: str, tables: dict[tuple[str, str], list[Row]
         color = f"C{sources.index(source)}"
         axes.plot([], [], "o", color=color, label=source)
         for e in entries:
+            if e["kl"] < 1e-6:  # no more than rounding in float32
+                continue
             if e["floor"]:
-                axes.axhline(max(e["kl"], 1e-9), color=color, linestyle="--")
-            elif e["bytes_per_token"] and e["kl"] > 0:
+                axes.axhline(e["kl"], color=color, linestyle="--")
+            else:
                 at = e["bytes_per_token"], e["kl"]
                 axes.errorbar(*at, yerr=e["kl_stderr"], fmt="o", color=color)
                 place = {"xytext": (6, 3), "textcoords": "offset points", "fontsize": 8}
