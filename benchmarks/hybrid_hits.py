@@ -4,7 +4,8 @@
 
 Each prompt runs twice, then once more with a question after it. A row per cache and length says how
 many tokens of the second and of the third prompt were found, and how long their first tokens took.
-Weights are random. The shapes have few layers, with the heads and states that set sizes of blocks.
+With --decode, a row per cache and batch has the time per step of sequences that decode, which more
+groups of layers make longer. Weights are random. The shapes have few layers, or narrow ones.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import json
 import os
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -101,7 +103,7 @@ def engine_arguments(args: argparse.Namespace, cache: str, model: str) -> dict[s
         "enable_prefix_caching": True,
         "disable_log_stats": False,
         "max_model_len": -(-longest // 512) * 512,
-        "max_num_seqs": 1,
+        "max_num_seqs": max([1, *args.decode]),
         "max_num_batched_tokens": args.chunk,
         "kv_cache_memory_bytes": int(args.kv_gib * 2**30),
         **compiled,
@@ -117,6 +119,22 @@ def first_token(llm: Any, prompt: list[int]) -> tuple[int, float]:
     began = time.perf_counter()
     (done,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
     return done.num_cached_tokens or 0, round(1e3 * (time.perf_counter() - began), 2)
+
+
+def ms_per_step(llm: Any, prompts: list[list[int]]) -> float:
+    """The median of the steps in which all sequences decode."""
+    import vllm
+
+    params = vllm.SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, detokenize=False)
+    engine, times = llm.llm_engine, []
+    for i, prompt in enumerate(prompts):
+        engine.add_request(f"{len(prompts)} {i}", {"prompt_token_ids": prompt}, params)
+    while engine.has_unfinished_requests():
+        began = time.perf_counter()
+        outputs = engine.step()
+        if len(outputs) == len(prompts):
+            times.append(1e3 * (time.perf_counter() - began))
+    return round(statistics.median(times[10:]), 3)
 
 
 def run_engine(job: dict[str, Any]) -> list[dict[str, Any]]:
@@ -146,6 +164,11 @@ def run_engine(job: dict[str, Any]) -> list[dict[str, Any]]:
         (_, fresh), again, later = (first_token(llm, each) for each in (prompt, prompt, longer))
         times = {"ttft_ms_fresh": fresh, "ttft_ms": again[1], "ttft_ms_longer": later[1]}
         rows.append({"length": length, "found": again[0], "found_longer": later[0], **times})
+    for batch in job["decode"]:
+        prompts = [
+            [choose.randint(10, job["vocabulary"] - 1) for _ in range(512)] for _ in range(batch)
+        ]
+        rows.append({"batch": batch, "ms_per_step": ms_per_step(llm, prompts)})
     return [{"cache": job["cache"], **blocks, **row} for row in rows]
 
 
@@ -155,6 +178,7 @@ def main() -> int:
     parser.add_argument("--model", help="a folder; random weights of --shape unless given")
     parser.add_argument("--shape", choices=tuple(SHAPES), default="granite")
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS)
+    parser.add_argument("--decode", nargs="+", type=int, default=[], help="batches that decode")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--chunk", type=int, default=8192, help="tokens per step")
@@ -182,7 +206,7 @@ def run(args: argparse.Namespace, folder: Path) -> int:
         engine = engine_arguments(args, cache, args.model)
         job = {"cache": cache, "engine": engine, "device": args.device, "vocabulary": vocabulary}
         paths = [folder / f"{cache} {name}.json" for name in ("job", "rows")]
-        paths[0].write_text(json.dumps({**job, "lengths": args.lengths}))
+        paths[0].write_text(json.dumps({**job, "lengths": args.lengths, "decode": args.decode}))
         words = [sys.executable, __file__, "--job", *map(str, paths)]
         code = subprocess.run(words, env={**os.environ, **SETTINGS}, check=False).returncode
         failed += code != 0

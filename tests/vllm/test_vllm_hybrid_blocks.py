@@ -160,7 +160,7 @@ def test_prefixes_are_found_as_finely_as_in_16_bits(name: str) -> None:
     ends = HitEnds(found, SimpleNamespace(single_type_managers=managers))
     lengths = range(1000, 16001, 13)
     lost = [
-        (length - 1) // shape.block * shape.block - ends.kept_state(length, False)
+        (length - 1) // shape.block * shape.block - ends.kept_state(length, False)[0]
         for length in lengths
     ]
     assert max(lost) < 64 * count + WINDOW
@@ -232,21 +232,24 @@ def test_where_blocks_are_packed(
 
 
 @pytest.mark.parametrize(
-    ("start", "asked", "stops_at", "drops", "count"),
+    ("length", "start", "asked", "stops_at", "drops", "count"),
     [
-        (0, 1000, 768, False, 768),  # vLLM ends a chunk at the prompt's last block
-        (0, 1100, 1024, False, 768),
-        (0, 700, 512, False, 512),
-        (768, 332, 256, False, 332),  # the rest at once, not up to the last block
-        (512, 588, 512, False, 256),
-        (1024, 76, 76, False, 76),
-        (0, 1100, 768, True, 768),
+        (1100, 0, 1000, 768, False, 768),
+        (1100, 0, 1100, 1024, False, 768),  # vLLM ends a chunk at the prompt's last block
+        (1100, 0, 700, 512, False, 512),
+        (1100, 768, 332, 256, False, 332),  # the rest at once, not up to the last block
+        (1100, 512, 588, 512, False, 256),
+        (1100, 1024, 76, 76, False, 76),
+        (1100, 0, 1100, 768, True, 768),
+        (1270, 0, 1270, 1270, False, 1270),  # vLLM keeps the last block's state inside of a chunk
+        (1270, 0, 1270, 1024, False, 1024),
+        (300, 0, 300, 256, False, 256),
     ],
 )
 def test_prompts_stop_before_their_exact_windows(
-    start: int, asked: int, stops_at: int, drops: bool, count: int
+    length: int, start: int, asked: int, stops_at: int, drops: bool, count: int
 ) -> None:
-    """A prompt of 1,100 tokens, in blocks of 256."""
+    """In blocks of 256 tokens."""
     from tightkv.integrations.vllm.prefix.cache_format import CacheFormat
     from tightkv.integrations.vllm.prefix.prefix_hits import HitEnds, keep_states_before_windows
 
@@ -260,6 +263,6 @@ def test_prompts_stop_before_their_exact_windows(
     ends = HitEnds(found, SimpleNamespace(single_type_managers=managers))
     keep_states_before_windows(scheduler, ends)
     request: Any = SimpleNamespace(
-        num_computed_tokens=start, num_tokens=1100, num_prompt_tokens=1100
+        num_computed_tokens=start, num_tokens=length, num_prompt_tokens=length
     )
     assert scheduler._mamba_block_aligned_split(request, asked) == count

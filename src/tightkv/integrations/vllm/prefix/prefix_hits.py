@@ -37,15 +37,14 @@ class HitEnds:
         """Tokens before the exact window of token `newest`, or without rings before that token."""
         return self.found.reusable_tokens(newest) if self.found.rows else newest
 
-    def kept_state(self, length: int, drops: bool) -> int:
-        """Tokens of a prompt whose state is kept: before its exact window.
+    def kept_state(self, length: int, drops: bool) -> tuple[int, int]:
+        """Tokens of a prompt whose state is kept, before its exact window, and by vLLM itself.
 
         `drops`: vLLM computes the last block of each hit again, for drafts.
         """
-        end = self.most(length - 1)
-        if drops:
-            end = min(end, length - self.step)
-        return max(0, end - end % self.step)
+        last = length - self.step if drops else length - 1
+        ours, own = (max(0, end) // self.step for end in (min(self.most(length - 1), last), last))
+        return ours * self.step, own * self.step
 
     def takes_longer(self, hit: int, longer: int, newest: int) -> bool:
         """Whether a prefix is taken that ends inside of the exact window."""
@@ -151,12 +150,13 @@ def keep_states_before_windows(scheduler: Any, ends: HitEnds) -> None:
     ) -> int:
         count = int(split(request, num_new_tokens, num_local, num_external))
         start, length = request.num_computed_tokens + num_local + num_external, request.num_tokens
-        kept = ends.kept_state(request.num_prompt_tokens, drops)
+        kept, own = ends.kept_state(request.num_prompt_tokens, drops)
+        is_new = length == request.num_prompt_tokens
+        if is_new and kept == own:  # vLLM ends a chunk there, or keeps the state inside of one
+            return count
         if start < kept < start + count:
             return kept - start
-        if 0 < kept == start and start + num_new_tokens == length == request.num_prompt_tokens:
-            return num_new_tokens
-        return count
+        return num_new_tokens if is_new and 0 < kept == start == length - num_new_tokens else count
 
     scheduler._mamba_block_aligned_split = _mamba_block_aligned_split
 
