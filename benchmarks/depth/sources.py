@@ -200,6 +200,7 @@ def _after_solved(
     max_tokens: int,
     streams: int = 12,
 ) -> None:
+    stop = "\n" + solved[0].partition(":")[0] + ":"  # where a problem of the model's own begins
     for i in range(streams):
         rng.shuffle(solved)
         if not contexts.add(f"{family} {i}", solved):
@@ -209,7 +210,9 @@ def _after_solved(
         pieces = contexts.pieces(stream, depth)
         one = f"{family}/{name}@{depth}"
         contexts.file.prompts.append(
-            Prompt(one, family, name, depth, stream, pieces, question, check, max_tokens)
+            Prompt(
+                one, family, name, depth, stream, pieces, question, check, max_tokens, stop=(stop,)
+            )
         )
 
 

@@ -187,6 +187,19 @@ def test_records_are_asked_for_inside_of_their_context(depth: Any) -> None:
         assert depth.score.score(prompt.check, wrong) == 0
 
 
+def test_problems_follow_solved_ones_and_end_before_another(depth: Any) -> None:
+    file = depth.tasks.TaskFile()
+    contexts = depth.sources.Contexts(file, tokens_of)
+    solved = [f"Problem:\n{text}\n\nSolution: {i}\n\n" for i, text in enumerate(prose(600))]
+    asked = [(str(i), f"Q{i}", {"kind": "math", "answer": "1"}) for i in range(9)]
+    depth.sources._after_solved(contexts, "math", solved, asked, random.Random(0), 16, streams=2)
+    for prompt in file.prompts:
+        context = "".join(file.context(prompt))
+        assert 0.9 * prompt.depth < tokens_of(context) <= prompt.depth
+        assert prompt.stop == ("\nProblem:",) and f"\n{prompt.stop[0]}" in context
+    assert {prompt.depth for prompt in file.prompts} == set(depth.sources.DEPTHS)
+
+
 def test_next_lines_need_a_name_of_the_context(depth: Any) -> None:
     context = ["# file: a/x.py\ndef measure_height(tree):\n    return 1\n\n"]
     body = "\n".join(f"value_{i} = {i}" for i in range(12))
