@@ -70,7 +70,8 @@ class KVQuantConfig(ConfigFields):
             options["outlier_channels"] = tuple(options["outlier_channels"])
         config = cls(**{**base, **options})
         if window is not None:
-            config = config.replace(exact_pages=sources.pages_of(window, config.page_size))
+            pages = -(-window // config.page_size) + 1  # enough however full the open one is
+            config = config.replace(exact_pages=pages)
         return config if enabled else cls(key_bits=16, value_bits=16)
 
     @classmethod

@@ -79,11 +79,6 @@ def overlay(options: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
     return {name: value for name, value in options.items() if name not in gone} | dict(given)
 
 
-def pages_of(window: int, page_size: int) -> int:
-    """Pages that hold the `window` newest tokens however full the open one is."""
-    return -(-window // page_size) + 1
-
-
 def _check_count(name: str, value: object, what: str) -> None:
     if type(value) is not int or value < 0:
         raise ValueError(f"{name}={value!r}; it must be a count {what}")

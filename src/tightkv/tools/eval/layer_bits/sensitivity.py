@@ -109,15 +109,13 @@ def record(
     return layers, log_p.detach()
 
 
-@torch.no_grad()
-def exact_log_p(model: Any, ids: Tensor, first: int) -> Tensor:
-    """The log-probabilities that `record` returns, without its gradients."""
-    return _log_p(model, ids, first)
-
-
 def _log_p(model: Any, ids: Tensor, first: int) -> Tensor:
     keep = ids.shape[1] - first
     return _logits(model, ids, keep)[:, -keep:-1].float().log_softmax(-1)
+
+
+exact_log_p = torch.no_grad()(_log_p)
+"""The log-probabilities that `record` returns, without its gradients."""
 
 
 def _logits(model: Any, ids: Tensor, keep: int) -> Tensor:
