@@ -91,17 +91,19 @@ def worst_first(models: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _rows(data: dict[str, Any]) -> list[Row]:
-    """Its rows, each with its uncompressed cache, and in words what takes several fields."""
-    exact, rows = data["reference"], []
-    for row in data["rows"]:
-        words = {f"{task}_log_p": _log_p(row[task]) for task in ("free", "passkey", "recall")}
-        if row["quality"]:
-            words["bytes_held"] = human_bytes(row["quality"]["bytes_held"])
-        if own := row["needles"]:
-            found = f"{_sum(own)} ({_sum(exact['needles'])})"
-            words["needles_found"] = f"{found} of {_sum(own, 'asked')}"
-        rows.append({**row, **words, "exact": exact})
-    return rows
+    """Its rows, each with its uncompressed cache."""
+    return [{**row, "exact": data["reference"]} for row in data["rows"]]
+
+
+def _words(row: Row) -> dict[str, str]:
+    """What takes more than one field of a row."""
+    found = {f"{task}_log_p": _log_p(row[task]) for task in ("free", "passkey", "recall")}
+    if row["quality"]:
+        found["bytes_held"] = human_bytes(row["quality"]["bytes_held"])
+    if own := row["needles"]:
+        sums = _sum(own), _sum(row["exact"]["needles"]), _sum(own, "asked")
+        found["needles_found"] = "{} ({}) of {}".format(*sums)
+    return found
 
 
 def _log_p(result: dict[str, Any] | None) -> str:
@@ -120,5 +122,5 @@ def _sum(entries: Sequence[dict[str, Any]], field: str = "found") -> int:
 def _table(rows: Sequence[Row], columns: Columns, window: int | None = None) -> str:
     """A line per config."""
     columns = [("cache", "{name}"), *columns]
-    cells = [[form.format(**row) for _, form in columns] for row in rows]
+    cells = [[form.format(**row, **_words(row)) for _, form in columns] for row in rows]
     return format_table([title.format(window=window) for title, _ in columns], cells)
