@@ -266,3 +266,33 @@ def test_prompts_stop_before_their_exact_windows(
         num_computed_tokens=start, num_tokens=length, num_prompt_tokens=length
     )
     assert scheduler._mamba_block_aligned_split(request, asked) == count
+
+
+def test_blocks_in_which_pages_lie_elsewhere_have_other_hashes() -> None:
+    """A connector's store may have been filled by an engine whose blocks were not packed."""
+    from tightkv.integrations.vllm.prefix.cache_format import _meaning
+
+    (layout,) = layouts(SHAPES["lfm2"]._replace(attention=1)).values()
+    impl = SimpleNamespace(layout=layout, centers=None, key_scale=None, packed_pages=0)
+    meanings = [_meaning(0, impl)]
+    for impl.packed_pages in (1, 2):
+        meanings.append(_meaning(0, impl))
+    assert len(set(meanings)) == 3
+
+
+@pytest.mark.parametrize(("packed", "fits"), [(True, True), (False, False)])
+def test_checked_layers_may_get_bits_of_their_own(packed: bool, fits: bool) -> None:
+    from tightkv.integrations.vllm.start.choose import Chosen
+
+    layers = {
+        str(i): SimpleNamespace(num_kv_heads=2, head_size=64, sliding_window=None) for i in "01"
+    }
+    cfg = KVQuantConfig.preset("k4v4")
+    numbers = {name: int(name) for name in layers}
+    others = [object()]
+    chosen = Chosen(layers, {}, numbers, (0, 2), others, torch.bfloat16, cfg, packed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tightkv.integrations.vllm.start.choose.layer_shape", lambda layer: None)
+        together = chosen.for_fit().fit_together
+    assert together({0: cfg, 1: cfg})
+    assert together({0: cfg.replace(key_bits=8), 1: cfg}) is fits

@@ -368,6 +368,7 @@ def test_prefixes_end_before_the_window_of_every_layer(
             kernels=SimpleNamespace(NAME="cpu"),
             centers=None,
             key_scale=None,
+            packed_pages=0,
         )
         for number, own in enumerate((plain, cfg))
     }

@@ -130,7 +130,8 @@ def _meaning(number: int, impl: Any) -> tuple[Any, ...]:
     if impl.key_scale is not None:
         scale = hashlib.sha256(impl.key_scale.value.numpy().tobytes()).hexdigest()
     heads = layout.num_kv_heads, layout.head_dim
-    return number, layout.cfg.fingerprint(), *heads, str(layout.raw_dtype), centers, scale
+    meaning = number, layout.cfg.fingerprint(), *heads, str(layout.raw_dtype), centers, scale
+    return (*meaning, "packed", impl.packed_pages) if impl.packed_pages else meaning
 
 
 def _digest(parts: Any) -> str:

@@ -42,6 +42,7 @@ def attach(
         if not is_draft:
             impl.use_fit(found.layers[plan.chosen.numbers[name]])
         layer.impl, layer.attn_backend = impl, backend
+        impl.packed_pages = plan.pages_per_block if plan.chosen.packed else 0
         setattr(layer, LAYOUT, (layout, plan.pages_per_block))
         impls[name] = impl
         for reason in (choice.slow, slow_prompts(layer.sliding_window, device)):
