@@ -415,6 +415,16 @@ def test_config_file_as_a_row(folder: Path, capsys: pytest.CaptureFixture[str]) 
     assert rows[-1]["bytes_per_token_per_layer"] == expected
 
 
+def test_configs_of_the_same_name_are_rows_of_their_own(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ({"sinks": 0}, {"page_size": 128}, {"key_bits": 8}, {"page_size": 256})
+    words = [word for fields in given for word in ("--config", json.dumps(fields))]
+    rows = plan_json(capsys, folder, "--presets", "k4v4", *words)["rows"]
+    names = [row["name"] for row in rows[-4:]]
+    assert names == ["config (k4v4)", "config (k4v4) 2", "config (k8v4)", "config (k4v4) 3"]
+
+
 def test_measured_weights_and_another_dtype(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

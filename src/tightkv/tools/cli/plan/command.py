@@ -179,7 +179,9 @@ def _plans(args: argparse.Namespace, shape: ModelShape) -> tuple[list[CachePlan]
     for path in args.config:
         cfg = KVQuantConfig.parse(path)
         label = Path(path).stem if path.endswith(".json") else "config"
-        configs[f"{label} ({cfg.name})"] = cfg
+        name = f"{label} ({cfg.name})"
+        alike = sum(known == name or known.startswith(f"{name} ") for known in configs)
+        configs[f"{name} {alike + 1}" if alike else name] = cfg
     plans = [planner.baseline_plan(name, shape, args.tp) for name in planner.BASELINES]
     check = None
     if shape.folder is not None and safetensors_files(shape.folder):
