@@ -169,6 +169,29 @@ def test_fully_masked_rows_are_zero_not_nan():
     assert out[1].any() and torch.isfinite(lse[1]).all()
 
 
+@pytest.mark.parametrize("name", ["reference", "cpu", "triton"])
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_a_key_that_is_no_number_is_not_left_out(number, name):
+    """Tokens beside it must not give an answer without it; other heads and rows have theirs."""
+    cache = make_cache(CFG.replace(exact_pages=1), dtype=torch.float16, kernels=name)
+    add(cache, *(x.half() for x in tokens(2, 70)))
+    q = query(2, 1, 4).half()
+    q[..., 0] = q[..., 0].abs()  # infinite scores are positive
+    plain = attend(cache, q)
+    cache.sink_key[0, 1, 1, 0] = number
+    for x, expected in zip(attend(cache, q), plain, strict=True):
+        assert x[0, 0, 2:].isnan().all()
+        assert torch.equal(x[0, 0, :2], expected[0, 0, :2]) and torch.equal(x[1], expected[1])
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+def test_a_mask_of_no_tokens(name):
+    out, lse = attend(
+        make_cache(CFG, kernels=name), query(2, 1, 4), mask=torch.ones(2, 1, 1, 0).bool()
+    )
+    assert not out.any() and torch.isneginf(lse).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision(dtype):
     cache = make_cache(CFG, dtype=dtype)

@@ -249,7 +249,7 @@ class _Softmax:
     def output(self, codec: Codec) -> tuple[Tensor, Tensor]:
         out = self.sums[False] + codec.value.rotation.inverse(self.sums[True])
         weight = self.weight[..., None]
-        return torch.where(weight > 0, out / weight, 0.0), self.peak + self.weight.log()
+        return torch.where(weight == 0, 0.0, out / weight), self.peak + self.weight.log()
 
 
 def attend(
@@ -289,7 +289,7 @@ def attend(
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         seen = _visible(seg, positions, causal, window)[:, None, None]  # [B, 1, 1, Lq, n]
-        if mask is not None:
+        if mask is not None and mask.shape[-1]:
             part = _mask_at(mask, seg.position, hkv)
             if part.dtype == torch.bool:
                 seen = seen & part

@@ -191,9 +191,9 @@ def write_partials(partial, partial_lse, at, there, peak, weight, acc, L: tl.con
     VCP: tl.constexpr = L.DP // 16
     w = tl.arange(0, VCP * (16 // X))
     channel = (w % VCP) * 16 + (w // VCP) * X
-    split_lse = tl.where(weight > 0.0, peak + tl.log2(weight), float("-inf"))
+    split_lse = tl.where(weight != 0.0, peak + tl.log2(weight), float("-inf"))
     tl.store(partial_lse + at, split_lse, mask=there)
-    factor = tl.where(weight > 0.0, L.VALUE_UNIT / weight, 0.0)
+    factor = tl.where(weight != 0.0, L.VALUE_UNIT / weight, 0.0)
     where = partial + at[None, :] * L.D + channel[:, None]
     mask = there[None, :] & (channel < L.D)[:, None]
     for i in tl.static_range(X):

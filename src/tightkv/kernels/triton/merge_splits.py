@@ -45,13 +45,13 @@ def _merge_splits_kernel(
             mask=(w > 0.0)[:, :, None] & (d < L.D)[None, None, :], other=0.0,
         )  # fmt: skip
         acc += tl.sum(o * w[:, :, None], axis=0)
-    acc = acc / tl.where(weight > 0.0, weight, 1.0)[:, None]
+    acc = acc / tl.where(weight != 0.0, weight, 1.0)[:, None]
     acc = rotate_back(acc, value_table, HEADS, L)
     out_at = (row // HQ).to(tl.int64) * out_n + (row % HQ).to(tl.int64) * out_h
     where = out + out_at[:, None] + d[None, :]
     tl.store(where, acc.to(out.dtype.element_ty), mask=inside[:, None] & (d < L.D)[None, :])
     LN2: tl.constexpr = 0.6931471805599453
-    result = tl.where(weight > 0.0, (peak + tl.log2(weight)) * LN2, float("-inf"))
+    result = tl.where(weight != 0.0, (peak + tl.log2(weight)) * LN2, float("-inf"))
     tl.store(lse + row, result, mask=inside)
 
 

@@ -111,9 +111,9 @@ def _decode_kernel(
         acc = tl.dot(p, levels, acc * shrink[:, None])
 
     out_at = (split * total_rows + row).to(tl.int64) * H + head
-    lse = tl.where(weight > 0.0, peak + tl.log2(weight), float("-inf"))
+    lse = tl.where(weight != 0.0, peak + tl.log2(weight), float("-inf"))
     tl.store(partial_lse + out_at, lse, mask=live)
-    share = tl.where(weight > 0.0, L.UNIT / weight, 0.0)
+    share = tl.where(weight != 0.0, L.UNIT / weight, 0.0)
     channel = channel_order(DP)[None, :]
     where = partial + out_at[:, None] * L.D + channel
     tl.store(where, acc * share[:, None], mask=live[:, None] & (channel < L.D))
