@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+import tightkv.integrations.transformers  # noqa: F401 - registers attention "tightkv"
 from models import MAMBA, MOE, SHAPE
 from tightkv.files.tensor_file import StoredTensor
 from tightkv.fit import Checkpoint, query_metric
