@@ -144,8 +144,8 @@ def add_gsm8k(contexts: Contexts, folder: Path, rng: random.Random, asked: int) 
     docs = requests_gsm8k(folder)
     rng.shuffle(docs)
     solved = [_solved_gsm8k(doc) for doc in docs[asked:]]
-    task = "Solve this problem in the same way, and end with: The answer is N."
-    question = task + "\n\nQuestion: {}\nAnswer:"
+    task = "Solve the next problem step by step, as above. End with: The answer is N."
+    question = task + "\n\nQuestion: {}"
     checks = [{"kind": "number", "answer": doc["short_answer"]} for doc in docs[:asked]]
     texts = [question.format(doc["question"]) for doc in docs[:asked]]
     ids = [str(doc["id"]) for doc in docs[:asked]]
@@ -177,8 +177,8 @@ def add_math(contexts: Contexts, folder: Path, rng: random.Random, asked: int) -
         f"Problem:\n{doc['problem']}\n\nSolution: {doc['solution']}\n\n" for doc in docs[asked:]
     ]
     question = (
-        "Solve this problem in the same way, and put the final answer into \\boxed{{}}.\n\n"
-        "Problem:\n{}\n\nSolution:"
+        "Solve the next problem step by step, as above. Put the final answer into \\boxed{{}}.\n\n"
+        "Problem:\n{}"
     )
     problems = [
         (
