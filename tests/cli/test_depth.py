@@ -247,7 +247,7 @@ def test_code_is_right_if_its_tests_pass(depth: Any, answer: str, points: float)
         "while True: print('x' * 1000)",
         "open('large', 'wb').write(bytes(4 << 20))",
         "files = [open(__import__('os').devnull) for _ in range(200)]",
-        "import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'while True: pass'])",
+        "import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'while True: pass'], check=True)",
     ],
 )
 def test_programs_have_limits(depth: Any, source: str) -> None:

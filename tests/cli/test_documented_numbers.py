@@ -730,7 +730,7 @@ def test_the_start_up_line_of_vllm_is_that_of_smollm2() -> None:
         f"tightkv k4v4: {30 * layout.bytes_per_token:,.0f} bytes per token in 30 layers, "
         f"{layout.ratio:.2f} times the tokens of a 16-bit cache ({30 * 4 * 3 * 64:,} bytes); exact "
         f"rings for 8 sequences take {rings:.1f} MiB",
-        f"holds {block.ratio:.2f} times as many tokens as vLLM's own",
+        f"holds {block.ratio:.2f} times the tokens of vLLM's own",
     )
 
 

@@ -58,8 +58,7 @@ def _on_host(monkeypatch):
     """Where there is no GPU, on a small one: few sequences are as many as its processors."""
     if not ON_GPU:
         monkeypatch.setattr(cuda, "_module", cuda_on_host.module)
-        plan_module = cuda_on_host.split_plan_module()
-        monkeypatch.setattr(cuda, "_plan_module", lambda device: plan_module)
+        monkeypatch.setattr(cuda, "_loaded", lambda text, device: cuda_on_host.of_source(text))
         monkeypatch.setattr(decode_plan, "_processors", lambda device: (24, 228 << 10))
         DecodePlan.of.cache_clear()
     yield

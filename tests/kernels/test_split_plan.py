@@ -9,6 +9,7 @@ import cuda_on_host
 from kernel_caches import DEVICE
 from tightkv.kernels.cuda import backend
 from tightkv.kernels.cuda.params import PlanParams
+from tightkv.kernels.cuda.source import SPLIT_PLAN, included
 
 ON_GPU = DEVICE.type == "cuda"
 pytestmark = pytest.mark.skipif(
@@ -26,7 +27,8 @@ def plan(lengths, pads, rings, heads, slots, num_blocks, window=0):
     ]
     addresses = [x.data_ptr() for x in columns]
     params = PlanParams(*addresses, batch, num_blocks, heads, slots, window, 4)
-    module = backend._plan_module(DEVICE) if ON_GPU else cuda_on_host.split_plan_module()
+    text = included(SPLIT_PLAN)
+    module = backend._loaded(text, DEVICE) if ON_GPU else cuda_on_host.of_source(text)
     module.launch("split_plan", (1, 1, 1), 1024, params)
     return columns[3].view(-1, 4).tolist(), columns[4].view(-1, 2).tolist()
 

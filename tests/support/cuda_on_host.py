@@ -113,11 +113,6 @@ def static_step_module() -> HostModule:
 
 
 @functools.cache
-def split_plan_module() -> HostModule:
-    return _compile(source.included(source.SPLIT_PLAN), _SPLIT_PLAN)
-
-
-@functools.cache
 def of_source(text: str) -> HostModule:
     """Of what a kernel's wrapper would compile for a GPU."""
     parts = {
@@ -125,6 +120,7 @@ def of_source(text: str) -> HostModule:
         " append(": _APPEND,
         " seal(": _SEAL,
         " static_step(": _STATIC_STEP,
+        " split_plan(": _SPLIT_PLAN,
     }
     return _compile(text, "".join(part for name, part in parts.items() if name in text))
 

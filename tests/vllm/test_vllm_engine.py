@@ -113,6 +113,7 @@ def jobs() -> dict[str, dict[str, Any]]:
     ngram = {"method": "ngram", "num_speculative_tokens": 3}
     ngram |= {"prompt_lookup_min": 1, "prompt_lookup_max": 4}
     eagle = {"method": "eagle", "model": "head", "num_speculative_tokens": 3}
+    latents = {"model": "latent", "attention_backend": "CPU_MLA"}  # AMX has a cache of its own
     return {
         "soak": {"soak": {"minutes": 0.02, "preset": "k8v8", "requests": 10}},
         "plain": job(None, few),
@@ -188,8 +189,8 @@ def jobs() -> dict[str, dict[str, Any]]:
             ),
             "no_checkpoints": True,
         },
-        "plain latent": job(None, few, sampling=every, model="latent"),
-        "latent": job(K4V4, few, sampling=every, model="latent"),
+        "plain latent": job(None, few, sampling=every, **latents),
+        "latent": job(K4V4, few, sampling=every, **latents),
         **{
             name: job(K4V4, model=name, kv_cache_memory_bytes=16 << 20)
             for name in vllm_families.CONFIGS
