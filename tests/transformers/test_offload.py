@@ -66,6 +66,22 @@ def test_at_most_two_layers_have_device_memory_at_any_time(monkeypatch):
     assert most and max(most) <= 2 + 1, "a pool that grows needs both sizes for a moment"
 
 
+def test_saving_brings_one_layer_at_a_time_to_the_device(monkeypatch, tmp_path):
+    model, others = tiny(), []
+    cache = TightCache(QUANT, model=model, offloading=True)
+    greedy(model, cache, prompt(2, 150), 2)
+    real = DeviceBuffers.take
+
+    def take(self, size, device):
+        others.append(sum(buffers_in_use(cache)))
+        return real(self, size, device)
+
+    monkeypatch.setattr(DeviceBuffers, "take", take)
+    cache.save(tmp_path / "cache")
+    assert others == [0, 0, 0], "the first layer is there already"
+    assert not any(buffers_in_use(cache))
+
+
 def test_copies_to_the_host_are_of_written_pages_alone(monkeypatch):
     model, written, fetched = tiny(), [], []
     cache = TightCache(QUANT, model=model, offloading=True)

@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+import transformers as hf
 import transformers.modeling_utils as modeling
 
 from models import FAMILIES, prompt, tiny
@@ -58,6 +59,22 @@ def test_compressed_layers_of_every_family_have_feedback(family):
     with warnings.catch_warnings():
         warnings.simplefilter("error", FeedbackWarning)
         cache = filled(model)
+    assert all(layer.kv.feedback is not None for layer in cache.tight_layers)
+
+
+def test_parts_of_a_model_keep_the_attention_they_have():
+    text = FAMILIES["llama"]()
+    vision = hf.CLIPVisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        image_size=28, patch_size=14,
+    )  # fmt: skip
+    config = hf.LlavaConfig(text_config=text, vision_config=vision)
+    wanted = {"": "sdpa", "text_config": "tightkv", "vision_config": "eager"}
+    model = hf.AutoModelForImageTextToText.from_config(config, attn_implementation=wanted).eval()
+    cache = filled(model)
+    assert probed(model).problem is None
+    parts = {name: getattr(model.config, name) if name else model.config for name in wanted}
+    assert {name: part._attn_implementation for name, part in parts.items()} == wanted
     assert all(layer.kv.feedback is not None for layer in cache.tight_layers)
 
 

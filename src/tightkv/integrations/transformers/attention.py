@@ -8,7 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, prepare_padding_mask, sdpa_mask
 
@@ -30,16 +35,26 @@ def register() -> None:
 
 @contextmanager
 def use_attention(model: Any, name: str) -> Iterator[None]:
-    """The model uses this attention implementation inside."""
-    before = model.config._attn_implementation
-    if before == name:
-        yield
-        return
-    model.set_attn_implementation(name)
+    """The model uses this attention implementation inside; its parts may have different ones."""
+    configs = {id(each): each for part in _parts(model) for each in _with_parts(part.config)}
+    before = [(config, config._attn_implementation) for config in configs.values()]
     try:
+        model.set_attn_implementation(name)
         yield
     finally:
-        model.set_attn_implementation(before)
+        for config, own in before:  # a whole before its parts, which it sets too
+            config._attn_implementation = own
+
+
+def _parts(model: torch.nn.Module) -> Iterator[PreTrainedModel]:
+    return (part for part in model.modules() if isinstance(part, PreTrainedModel))
+
+
+def _with_parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+    yield config
+    for name in config.sub_configs:
+        if (part := getattr(config, name, None)) is not None:
+            yield from _with_parts(part)
 
 
 def tightkv_mask(

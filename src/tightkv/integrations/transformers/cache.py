@@ -271,14 +271,8 @@ class TightCache(Cache):  # type: ignore[misc]
         """Write the cache to one safetensors file that `load` reads back exactly."""
         self._commit()
         grows = self.layer_class_to_replicate is not None
-        try:
-            quant = self.quant.replace(calibration="")  # pages are read without it
-            save_cache(
-                path, quant, self.shared.table, self.layers, grows=grows, weights=self.weights
-            )
-        finally:
-            for layer in self.tight_layers:
-                layer.offload()
+        quant = self.quant.replace(calibration="")  # pages are read without it
+        save_cache(path, quant, self.shared.table, self.layers, grows=grows, weights=self.weights)
 
     @classmethod
     @lasting

@@ -191,7 +191,8 @@ def warn_once(source: LoadedModel | None, found: Fit) -> None:
     """
     if source is None:
         return
-    quiet = not found.checked and source.model.config._attn_implementation == "tightkv"
+    text = source.model.config.get_text_config(decoder=True)
+    quiet = not found.checked and text._attn_implementation == "tightkv"
     lines: list[tuple[type[Warning], str | None, Hashable]] = [
         (CalibrationWarning, found.calibration_line, None),
         (KeyBitsWarning, found.keys_line, found.cfg),

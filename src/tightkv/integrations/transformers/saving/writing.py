@@ -82,7 +82,8 @@ def _layer(layer: Any, prefix: str, used: list[int], tensors: dict[str, Tensor])
             entry["tight"]["length"] = layer.length
             entry["tight"]["layout"] = [heads, dim, str(layer.dtype)]
             index = torch.tensor(used, dtype=torch.long, device=kv.device)
-            tensors[f"{prefix}pages"] = kv.pages[index]
+            tensors[f"{prefix}pages"] = kv.pages[index].cpu()
+            layer.offload()  # before the next layer's pages come to the device
             for name in kv.exact_names:
                 tensors[prefix + name] = getattr(kv, name)
             if layer.centers is not None:
