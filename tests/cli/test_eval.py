@@ -24,6 +24,7 @@ from tightkv.integrations.transformers.attention import use_attention
 from tightkv.pages.layout import ring_tokens
 from tightkv.tools import rows
 from tightkv.tools.cli import main
+from tightkv.tools.cli.eval import page
 from tightkv.tools.cli.eval.sizes import TASKS
 from tightkv.tools.eval.configs import label, parse_configs
 from tightkv.tools.eval.forward import TAIL_TOKENS, CacheRun, ignore, shared_tokens
@@ -613,7 +614,7 @@ TASK_ROW = {
 def test_the_page_has_models_rivals_tasks_and_the_noise_floor(
     folder: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rivals, page = tmp_path / "rivals.jsonl", tmp_path / "page"
+    rivals, report = tmp_path / "rivals.jsonl", tmp_path / "page"
     compared = {"package": "hqq", "cache": "hqq 2", "kl": 0.5, "top1": 0.7, "model": "m"}
     old = {**VLLM_ROW, "cache": "fp8", "kl": 0.9}
     new = {**old, "kl": 0.002, "kl_stderr": 0.001, "bytes_per_token": 2000.0}
@@ -623,7 +624,7 @@ def test_the_page_has_models_rivals_tasks_and_the_noise_floor(
     rows = [compared, plain, old, new, floor, unsized, TASK_ROW, {**TASK_ROW, "depth": 8192}]
     rivals.write_text("".join(json.dumps(row) + "\n" for row in rows))
     argv = ["eval", folder, "--text", text_file, "--presets", COARSE, *SIZES]
-    argv += ["--report", page, "--rows", rivals, "--dtype", "float32", "--device", "cpu"]
+    argv += ["--report", report, "--rows", rivals, "--dtype", "float32", "--device", "cpu"]
     assert main([*map(str, argv), "--out", str(tmp_path / "own.jsonl"), "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["settings"]["tasks"] == ["quality"]
@@ -633,36 +634,89 @@ def test_the_page_has_models_rivals_tasks_and_the_noise_floor(
     assert exact["bytes_per_token"] == 2 * 2 * 2 * 32 * 2  # layers, sides, heads, head_dim, bytes
     assert 0 < coarse["bytes_per_token"] < exact["bytes_per_token"] / 4
 
-    found = json.loads((page / "report.json").read_text())
+    found = json.loads((report / "report.json").read_text())
     caches = {(one["model"], one["cache"]): one for one in found["caches"]}
     assert set(caches) == {
-        (str(folder), coarse["name"]), (str(folder), "k16v16"), ("m", "fp8"), ("m", "again"),
+        (folder.name, coarse["name"]), (folder.name, "k16v16"), ("m", "fp8"), ("m", "again"),
         ("m", "hqq 2"), ("old", "fp8"),
     }  # fmt: skip
-    own = caches[str(folder), coarse["name"]]
+    own = caches[folder.name, coarse["name"]]
     for name in ("kl", "kl_stderr", "kl_p999", "kl_above", "top1", "positions"):
         assert own[name] == coarse["quality"][name]
-    assert [name for (_, name), one in caches.items() if one["floor"]] == ["k16v16", "again"]
+    assert {name for (_, name), one in caches.items() if one["floor"]} == {"k16v16", "again"}
     assert caches["m", "fp8"]["kl"] == 0.002  # the later row
     assert len(found["tasks"]) == 2 and found["commit"] == data["commit"]
 
-    text = (page / "report.md").read_text()
+    text = (report / "report.md").read_text()
     order = ["caches of transformers", ", transformers", ", vLLM", "## Tasks at depth"]
     places = [text.index(word) for word in order]
     assert places[1] < places[2] < places[3] and places[0] < places[2]  # the worst first
     assert "| noise floor (again) | 4,000 | 0.00010 |" in text
     assert "| fp8 | 2,000 | 0.00200 ± 0.00100 |" in text
     assert "| m | gsm8k at 8,192 | k2v2 | 560 | 30.0% | 32.0% | -2.0% ± 1.5% |" in text
-    picture = (page / "report.svg").read_text()
+    picture = (report / "report.svg").read_text()
     assert picture.count('<g id="axes_') == 3  # a panel per model, and one of tasks
 
     # rows of --out are rows of another page
     assert main([*map(str, argv[:-5]), str(tmp_path / "own.jsonl"), *argv[-4:]]) == 0
-    assert coarse["name"] in (page / "report.md").read_text()
+    assert coarse["name"] in (report / "report.md").read_text()
     capsys.readouterr()
     rivals.write_text(json.dumps({"kind": "decode", "kl": 1}) + "\n")
     message = error_of(capsys, *argv[1:])
     assert "line 1" in message and "kind 'decode'; --rows takes eval" in message
+    for line in ('{"kind": "depth"}', json.dumps(VLLM_ROW), "[]", "{"):
+        rivals.write_text(f"{json.dumps(TASK_ROW)}\n{line}\n")
+        assert "rivals.jsonl' cannot be shown" in error_of(capsys, *argv[1:])
+
+
+def sized(model: str, kl: float, window: int = 2048, cache: str = "k4v4") -> dict[str, Any]:
+    quality = {"kl": kl, "top1": 0.9}
+    size = {"windows": 8, "window": window, "prefill": 256, "chunk": 16}
+    facts = {"kind": "eval", "name": cache, "model": {"name": model, "dtype": "bfloat16"}}
+    return {**facts, "quality": quality, "settings": size, "bytes_per_token": 1000.0}
+
+
+def test_the_page_compares_what_was_measured_alike(tmp_path: Path) -> None:
+    """Windows of one size, the newest row of each, models by the names that rivals give them."""
+    rival = {**VLLM_ROW, "cache": "fp8", "bytes_per_token": 2000.0}
+    task = {**TASK_ROW, "against": "auto"}
+    pages = {
+        "sizes": [sized("a/b/m", 0.3, 512), sized("a/b/m", 0.2), sized("a/b/m", 0.1), rival],
+        "alike": [sized("a/b/m", 0.2), sized("a/c/m", 0.1), sized("owner/m", 0.3)],
+        "tasks": [rival, task, {**task, "score": 0.4}, {**task, "against": "fp8"}],
+    }
+    found = {}
+    for name, measured in pages.items():
+        (tmp_path / name).mkdir()
+        page.write(str(tmp_path / name), measured)
+        found[name] = json.loads((tmp_path / name / "report.json").read_text())
+    caches = [(one["model"], one["source"], one["kl"]) for one in found["sizes"]["caches"]]
+    about = "transformers, bfloat16, 8 x {} tokens (256, then by 16)"
+    assert caches == [
+        *(("m", about.format(512), 0.3), ("m", about.format(2048), 0.1)),
+        ("m", "vLLM, bfloat16", 0.01),
+    ]
+    assert (tmp_path / "sizes" / "report.svg").read_text().count('<g id="axes_') == 1
+    assert [one["model"] for one in found["alike"]["caches"]] == ["a/b/m", "a/c/m", "owner/m"]
+    assert [(one["score"], one["against"]) for one in found["tasks"]["tasks"]] == [
+        (0.4, "auto"), (0.3, "fp8")
+    ]  # fmt: skip
+
+
+def test_what_is_measured_now_wins_over_older_rows(
+    folder: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, report = tmp_path / "own.jsonl", tmp_path / "page"
+    argv = ["eval", folder, "--text", text_file, "--presets", COARSE, *SIZES, "--out", out]
+    argv += ["--report", report, "--dtype", "float32", "--device", "cpu"]
+    assert main([str(word) for word in argv]) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    kl = rows[0]["quality"]["kl"]
+    rows[0]["quality"]["kl"] = 7.0
+    out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main([str(word) for word in (*argv, "--rows", out)]) == 0
+    found = json.loads((report / "report.json").read_text())["caches"]
+    assert [one["kl"] for one in found if one["cache"] == rows[0]["name"]] == [kl]
 
 
 # --- lm_eval -----------------------------------------------------------------------------------

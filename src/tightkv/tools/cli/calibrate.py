@@ -13,7 +13,7 @@ from tightkv.tools.cli.shared.loading import load_for, need_transformers
 from tightkv.tools.cli.shared.options import Commands, add_command
 from tightkv.tools.cli.shared.output import emit, print_status
 from tightkv.tools.cli.shared.progress import Working
-from tightkv.tools.model_loading.source import BUNDLED_NAME, check_source, is_hub_id
+from tightkv.tools.model_loading.source import check_source, model_name
 
 
 def add_parser(commands: Commands) -> None:
@@ -55,13 +55,6 @@ def run(args: argparse.Namespace) -> int:
     if failed is not None:
         raise ValueError(f"{failed}; the calibration is in {out}")
     return 0
-
-
-def model_name(source: str | None) -> str:
-    """The bundled model's, a hub id, or a folder's last part."""
-    if source is None:
-        return BUNDLED_NAME
-    return source if is_hub_id(source) else Path(source).expanduser().resolve().name
 
 
 def _measure(args: argparse.Namespace, name: str) -> Calibration:

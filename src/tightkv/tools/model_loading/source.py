@@ -17,6 +17,13 @@ def is_hub_id(source: str) -> bool:
     return _HUB_ID.fullmatch(source) is not None and not Path(source).exists()
 
 
+def model_name(source: str | None) -> str:
+    """The bundled model's, a hub id, or a folder's last part."""
+    if source is None:
+        return BUNDLED_NAME
+    return source if is_hub_id(source) else Path(source).expanduser().resolve().name
+
+
 def check_source(source: str | None) -> None:
     """Raise now what loading could only raise after slow imports or a download."""
     if source is None:

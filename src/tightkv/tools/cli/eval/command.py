@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
         emit(args, data, "\n\n".join(map(report.as_text, models)))
     if args.report:
         own = [row for data in models for row in report.file_rows(data)]
-        page.write(args.report, [*own, *others])
+        page.write(args.report, [*others, *own])
     return 0
 
 

@@ -1,12 +1,14 @@
 """The page of `tightkv eval --report`: models, caches and rivals beside the noise floor."""
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tightkv.files.atomic import check_folder, whole_file
 from tightkv.tools.cli.shared.output import check_plot, or_dash, save_plot
+from tightkv.tools.model_loading.source import model_name
 from tightkv.tools.rows import versions
 
 FLOOR = "k16v16"  # nothing is quantized, but sums are taken in another order
@@ -19,6 +21,10 @@ model with a cache that quantizes nothing but takes sums in another order: a sma
 nothing. Bytes per token are those of a further token in a long context, over all layers; exact
 newest tokens and sinks add a constant per sequence. Compare rows of one table: other tables have
 other windows or engines. Texts are teacher-forced; tasks at depth are free-running."""
+
+# Of two rows that have these in common the later one counts.
+_SAME_CACHE = ("model", "source", "cache")
+_SAME_TASK = ("model", "family", "depth", "cache", "against")
 
 Row = dict[str, Any]
 
@@ -34,8 +40,17 @@ def read(path: str) -> list[Row]:
     """The rows of a file, all of kinds that the page shows."""
     rows = []
     for number, line in enumerate(Path(path).read_text("utf-8").splitlines(), 1):
-        row = json.loads(line)
-        if not _is_task(row) and _source(row) is None:
+        if not line:
+            continue
+        try:
+            row = json.loads(line)
+            known = _is_task(row) or _source(row) is not None
+            if known:  # what cannot be shown is found before the work begins
+                _tasks([row]) if _is_task(row) else _quality(list(filter(None, [_entry(row)])))
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            why = f"{type(error).__name__}: {error}"
+            raise ValueError(f"line {number} of {path!r} cannot be shown ({why})") from None
+        if not known:
             raise ValueError(
                 f"line {number} of {path!r} has kind {row.get('kind')!r}; --rows takes eval, "
                 "vllm-quality and depth, and rows of compare_caches.py"
@@ -45,21 +60,23 @@ def read(path: str) -> list[Row]:
 
 
 def write(folder: str, rows: Sequence[Row]) -> None:
-    """report.md, report.json and report.svg; of two rows of one cache the later one counts."""
-    found = {(e["model"], e["source"], e["cache"]): e for row in rows if (e := _entry(row))}
+    """report.md, report.json and report.svg."""
+    tasks = [row for row in rows if _is_task(row)]
+    caches = [entry for row in rows if (entry := _entry(row))]
+    names = _names({row["model"] for row in (*caches, *tasks)})
+    tasks, caches = _latest(tasks, _SAME_TASK, names), _latest(caches, _SAME_CACHE, names)
     tables: dict[tuple[str, str], list[Row]] = {}
-    for (model, source, _), entry in found.items():
-        tables.setdefault((model, source), []).append(entry)
+    for entry in caches:
+        tables.setdefault((entry["model"], entry["source"]), []).append(entry)
     for own in tables.values():
         own.sort(key=lambda e: (not e["floor"], -(e["bytes_per_token"] or 0), e["kl"]))
-    tasks = [row for row in rows if _is_task(row)]
     parts = ["# Quality of compressed KV caches", "", "![KL against bytes per token](report.svg)"]
     worst = sorted(tables, key=lambda key: -max(e["kl"] for e in tables[key]))
     for key in worst:
         parts += ["", f"## {key[0]}, {key[1]}", "", *_quality(tables[key])]
     if tasks:
         parts += ["", "## Tasks at depth", "", *_tasks(tasks)]
-    data = {"schema": 1, **versions(), "caches": list(found.values()), "tasks": tasks}
+    data = {"schema": 1, **versions(), "caches": caches, "tasks": tasks}
     for name, text in (
         ("report.md", "\n".join([*parts, "", _NOTES, ""])),
         ("report.json", json.dumps(data, indent=1, allow_nan=False) + "\n"),
@@ -67,6 +84,18 @@ def write(folder: str, rows: Sequence[Row]) -> None:
         with whole_file(Path(folder) / name) as file:
             file.write_text(text, encoding="utf-8")
     _draw(Path(folder) / "report.svg", tables, tasks)
+
+
+def _names(models: set[str]) -> dict[str, str]:
+    """Folders by their last part, as the scripts of rivals name them, unless two are alike."""
+    names = {model: model_name(str(model)) for model in models}
+    several = Counter(name for model, name in names.items() if name != model)
+    return {model: model if several[name] > 1 else name for model, name in names.items()}
+
+
+def _latest(rows: Sequence[Row], same: Sequence[str], names: dict[str, str]) -> list[Row]:
+    named = [{**row, "model": names[row["model"]]} for row in rows]
+    return list({tuple(map(row.get, same)): row for row in named}.values())
 
 
 def _is_task(row: Row) -> bool:
@@ -90,12 +119,15 @@ def _entry(row: Row) -> Row | None:
     if isinstance(model, dict):
         model, dtype = model["name"], model["dtype"]
     cache = cache.removeprefix("tightkv ")
-    place = {"model": model, "source": f"{_source(row)}, {dtype}", "cache": cache}
+    source, size = f"{_source(row)}, {dtype}", row.get("settings", row)
+    if "window" in size:
+        source += ", {windows} x {window} tokens ({prefill}, then by {chunk})".format(**size)
+    place = {"model": model, "source": source, "cache": cache}
     figures = {name: quality.get(name) for name in _FIGURES}
     if "perplexity" in row:  # compare_caches.py
         figures["perplexity_increase"] = row["perplexity"] / row["reference_perplexity"] - 1
-    size = {"bytes_per_token": row.get("bytes_per_token")}
-    return {**place, "floor": cache in _FLOORS, **size, **figures}
+    bytes_each = row.get("bytes_per_token")
+    return {**place, "floor": cache in _FLOORS, "bytes_per_token": bytes_each, **figures}
 
 
 def _quality(entries: Sequence[Row]) -> list[str]:
@@ -183,7 +215,7 @@ def _draw_quality(axes: Any, model: str, tables: dict[tuple[str, str], list[Row]
     axes.set(title=model, xlabel="bytes per token", ylabel="KL (dashed: noise floor)")
     axes.set_yscale("log")
     axes.margins(x=0.2)
-    axes.legend()
+    axes.legend(fontsize=8)
 
 
 def _draw_tasks(axes: Any, model: str, rows: Sequence[Row]) -> None:
