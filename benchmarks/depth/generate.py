@@ -151,40 +151,43 @@ def answer(
     """Keep the engine busy and write what comes out of it; how many answers were written."""
     from vllm import SamplingParams
 
+    from tightkv.tools.rows import append_rows
+
     waiting, held = iter(work), dict[str, tuple[Prompt, int]]()
     given = 0
-    with path.open("a", encoding="utf-8") as out:
-        while time.time() < end:
-            while len(held) < 2 * args.batch and (one := next(waiting, None)) is not None:
-                prompt, seed = one
-                params = SamplingParams(
-                    temperature=args.temperature,
-                    top_p=args.top_p,
-                    seed=seed,
-                    max_tokens=prompt.max_tokens,
-                    stop=list(prompt.stop),
-                )
-                name = f"{prompt.id} {seed}"
-                held[name] = one
-                engine.add_request(name, {"prompt_token_ids": encoded[prompt.id]}, params)
-            if not held:
-                break
-            for output in engine.step():
-                if not output.finished:
-                    continue
-                prompt, seed = held.pop(output.request_id)
-                first = output.outputs[0]
-                row = {
-                    "id": prompt.id,
-                    "seed": seed,
-                    "text": first.text,
-                    "tokens": len(first.token_ids),
-                    "finish": first.finish_reason,
-                    "prompt_tokens": len(encoded[prompt.id]),
-                }
-                out.write(json.dumps(row) + "\n")
-                given += 1
-            out.flush()
+    while time.time() < end:
+        while len(held) < 2 * args.batch and (one := next(waiting, None)) is not None:
+            prompt, seed = one
+            params = SamplingParams(
+                temperature=args.temperature,
+                top_p=args.top_p,
+                seed=seed,
+                max_tokens=prompt.max_tokens,
+                stop=list(prompt.stop),
+            )
+            name = f"{prompt.id} {seed}"
+            held[name] = one
+            engine.add_request(name, {"prompt_token_ids": encoded[prompt.id]}, params)
+        if not held:
+            break
+        rows = []
+        for output in engine.step():
+            if not output.finished:
+                continue
+            prompt, seed = held.pop(output.request_id)
+            first = output.outputs[0]
+            row = {
+                "id": prompt.id,
+                "seed": seed,
+                "text": first.text,
+                "tokens": len(first.token_ids),
+                "finish": first.finish_reason,
+                "prompt_tokens": len(encoded[prompt.id]),
+            }
+            rows.append(row)
+        if rows:
+            append_rows(path, rows)
+            given += len(rows)
     return given
 
 

@@ -247,7 +247,7 @@ def test_code_is_right_if_its_tests_pass(depth: Any, answer: str, points: float)
         "while True: print('x' * 1000)",
         "open('large', 'wb').write(bytes(4 << 20))",
         "files = [open(__import__('os').devnull) for _ in range(200)]",
-        "import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'while True: pass'], check=True)",
+        "import subprocess as s, sys\ns.check_call([sys.executable, '-c', 'while True: pass'])",
     ],
 )
 def test_programs_have_limits(depth: Any, source: str) -> None:
@@ -376,6 +376,34 @@ def test_first_seeds_come_first_and_answers_stay(depth: Any, tmp_path: Path) -> 
     assert [(p.problem, seed) for p, seed in left] == [
         ("a", 0), ("c", 0), ("a", 1), ("b", 1), ("c", 1)
     ]  # fmt: skip
+
+
+def test_answers_come_after_a_row_that_was_cut_off(
+    depth: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of them joins its line, where it would be lost with it."""
+
+    class Engine:
+        def __init__(self) -> None:
+            self.asked: list[str] = []
+
+        def add_request(self, name: str, *_: Any) -> None:
+            self.asked.append(name)
+
+        def step(self) -> list[Any]:
+            answer = SimpleNamespace(text="7", token_ids=[1], finish_reason="stop")
+            name = self.asked.pop(0)
+            return [SimpleNamespace(request_id=name, finished=True, outputs=[answer])]
+
+    vllm = SimpleNamespace(SamplingParams=lambda **_: None)
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    path = tmp_path / "auto.jsonl"
+    path.write_text('{"id": "gsm8k/c@64", "se')
+    work = [(one(depth, name), 0) for name in "ab"]
+    args = SimpleNamespace(batch=1, temperature=0.0, top_p=1.0)
+    encoded = {prompt.id: [1, 2] for prompt, _ in work}
+    assert depth.generate.answer(Engine(), work, encoded, args, path, math.inf) == 2
+    assert [row["id"] for row in depth.generate.answers(path)] == [p.id for p, _ in work]
 
 
 def test_caches_have_names(depth: Any) -> None:

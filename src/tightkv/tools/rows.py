@@ -27,10 +27,14 @@ _ARM_CORES = {
 
 
 def append_rows(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """One JSON object a line, after what the file has."""
-    text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with Path(path).open("ab", buffering=0) as file:  # one write: other writers' rows stay whole
+    """One JSON object a line, after what the file has; a line that was cut off stays alone."""
+    path, text = Path(path), "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_file() and path.stat().st_size:
+        with path.open("rb") as file:
+            file.seek(-1, os.SEEK_END)
+            text = text if file.read(1) == b"\n" else f"\n{text}"
+    with path.open("ab", buffering=0) as file:  # one write: other writers' rows stay whole
         file.write(text.encode())
 
 

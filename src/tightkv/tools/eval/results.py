@@ -121,7 +121,6 @@ class Store(dict[str, Any]):
         time = datetime.now(timezone.utc).isoformat(timespec="seconds")
         row = {"kind": "eval-result", "key": key, "time": time, **about, "result": result}
         try:
-            _end_line(self.path)
             append_rows(self.path, [row])
         except OSError as error:
             if not self._lost:
@@ -160,12 +159,3 @@ def _read(path: Path) -> dict[str, Any]:
         if isinstance(row, dict) and row.get("kind") == "eval-result" and "key" in row:
             results[str(row["key"])] = row.get("result")
     return results
-
-
-def _end_line(path: Path) -> None:
-    """What follows a line that was cut off begins on a line of its own."""
-    if path.is_file() and path.stat().st_size:
-        with path.open("r+b") as file:
-            file.seek(-1, 2)
-            if file.read(1) != b"\n":
-                file.write(b"\n")
