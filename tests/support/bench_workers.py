@@ -34,6 +34,11 @@ def silent(plan: EnginePlan, kv: str, model: str, pipe: Connection, said: Path) 
     time.sleep(60)
 
 
+def ends_at_once(plan: EnginePlan, kv: str, model: str, pipe: Connection, said: Path) -> None:
+    """Before it has opened the file of its output, as a process that cannot be started."""
+    os._exit(3)
+
+
 def crashes(plan: EnginePlan, kv: str, model: str, pipe: Connection, said: Path) -> None:
     said.write_text("nothing special\n")
     pipe.send({"kv": kv, "measure": "capacity", "value": 1})

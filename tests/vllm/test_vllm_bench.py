@@ -125,6 +125,54 @@ def test_an_engine_that_is_killed_says_by_what(
     assert (tmp_path / "log").read_text() == "nothing special\n"
 
 
+def test_an_engine_that_says_nothing_ends_no_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(engine_worker, "run", bench_workers.ends_at_once)
+    plan = EnginePlan(model="m", sizes=[Load.equal(2, 9)])
+    rows = list(engine.engine_rows(plan, ["auto", "k4v4"], tmp_path / "log"))
+    assert [row["error"] for row in rows] == ["exit code 3"] * 2
+
+
+def test_rows_that_come_as_a_process_ends_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last row is there just after it was waited for in vain."""
+    sent: list[dict[str, Any]] = []
+
+    class Ending:
+        exitcode, ended = 0, False
+
+        def poll(self, seconds: float) -> bool:
+            if not self.ended:  # nothing in time; but then
+                self.ended = True
+                sent.append({"measure": "tpot"})
+                return False
+            return bool(sent)
+
+        def is_alive(self) -> bool:
+            return not self.ended
+
+        def recv(self) -> Any:
+            return sent.pop()
+
+        def ignore(self, *_: Any) -> None:
+            pass
+
+        send = close = start = kill = join = ignore
+
+    process = Ending()
+
+    class Context:
+        def Pipe(self) -> Any:
+            return process, process
+
+        def Process(self, **_: Any) -> Any:
+            return process
+
+    monkeypatch.setattr(engine, "_PROCESSES", Context())
+    plan = EnginePlan(model="m", sizes=[Load.equal(2, 9)], shape=None)
+    assert list(engine.engine_rows(plan, ["auto"])) == [{"measure": "tpot"}]
+
+
 def test_random_prompts_are_of_the_vocabulary_and_differ() -> None:
     class Model:
         def get_vocab_size(self) -> int:

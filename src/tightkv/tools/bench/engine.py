@@ -81,6 +81,7 @@ class _Worker:
 
     def __init__(self, plan: EnginePlan, kv: str, model: str, said: Path) -> None:
         self._plan, self._kv, self._said = plan, kv, said
+        said.touch()  # it may end before it opens the file
         self._pipe, theirs = _PROCESSES.Pipe()
         given = (plan, kv, model, theirs, said)
         self._process = _PROCESSES.Process(target=engine_worker.run, args=given)
@@ -102,9 +103,10 @@ class _Worker:
         try:
             self._pipe.send("your turn")
             while time.monotonic() < deadline:
+                alive = self._process.is_alive()  # now: one that ends meanwhile may have sent rows
                 if self._pipe.poll(_POLL_SECONDS):
                     yield self._pipe.recv()
-                elif not self._process.is_alive():
+                elif not alive:
                     break
         except (EOFError, OSError):  # its end of the pipe is closed
             self._process.join(max(0.0, deadline - time.monotonic()))
