@@ -1,5 +1,8 @@
+import argparse
 import json
+import shlex
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +11,8 @@ from models import prompt, tiny
 from tightkv import KVQuantConfig
 from tightkv.integrations.transformers import TightCache
 from tightkv.tools.cli import main
+from tightkv.tools.cli.doctor import flags
+from tightkv.tools.cli.shared.config_flags import add_config_flags, config_from_args
 from tightkv.tools.eval.layer_bits.doctor import Doctor, default_candidates
 from tightkv.tools.eval.layer_bits.search import Option, as_config, fewest_bytes
 from tightkv.tools.eval.tasks.quality import Schedule, measure_quality
@@ -292,6 +297,16 @@ def test_printed_flags_are_the_config(tmp_path, capsys):
     assert judged["tried"][0]["kl"] in kls
 
 
+def test_flags_of_every_kind_of_field():
+    options = {"check_finite": True, "protect_keys": False, "calibration": "my file.safetensors"}
+    options |= {"outlier_share": 0.5, "outlier_channels": (1, 2), "codebook": "gaussian"}
+    cfg = KVQuantConfig.preset("k3v3", **options)
+    parser = argparse.ArgumentParser()
+    add_config_flags(parser)
+    args = parser.parse_args(shlex.split(flags(SimpleNamespace(cfg=cfg))))
+    assert config_from_args(args) == cfg
+
+
 def test_command_refuses_bad_input_early(tmp_path, capsys):
     assert main(["doctor", str(tmp_path / "missing")]) == 2
     folder = write_tiny_folder(tmp_path / "model")
@@ -299,5 +314,7 @@ def test_command_refuses_bad_input_early(tmp_path, capsys):
     short = tmp_path / "short.txt"
     short.write_text("too short")
     assert main(["doctor", str(folder), "--text", str(short), "--window", "480"]) == 2
+    assert main(["doctor", str(folder), "--window", "5000"]) == 2
     errors = capsys.readouterr().err
+    assert "--window is 5000; the model was made for" in errors
     assert "fewer than a window of 480" in errors and "does not exist" in errors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -69,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _diagnose(args: argparse.Namespace, cfg: KVQuantConfig | None, calibration: str) -> Diagnosis:
     need_transformers("doctor")
+    from tightkv.tools.eval.forward import max_positions
     from tightkv.tools.eval.layer_bits.doctor import Doctor, default_candidates
     from tightkv.tools.eval.tasks.quality import check_compresses
     from tightkv.tools.eval.text import read_texts
@@ -79,6 +81,9 @@ def _diagnose(args: argparse.Namespace, cfg: KVQuantConfig | None, calibration: 
         check_compresses(candidate, args.window)
     texts = read_texts(args.text)
     model, tokenizer = load_for("doctor", args.model, dtype=args.dtype, device=args.device)
+    limit = max_positions(model)
+    if limit is not None and args.window > limit:
+        raise ValueError(f"--window is {args.window}; the model was made for {limit} tokens")
     windows = cut_windows(tokenizer, texts, args.window, args.windows)
     doctor = Doctor(model, windows, args.budget, bars=Working)
     start = time.monotonic()
@@ -161,9 +166,12 @@ def _verdict(found: Diagnosis) -> str:
 
 def flags(best: Measured) -> str:
     """The config as flags of any command: a preset, and what differs from it."""
-    fields = config_flags.shortest(best.cfg)
-    words = {config_flags.flag_name(field): value for field, value in fields.items()}
-    return " ".join(
-        flag.replace("--", "--no-", 1) if value is False else f"{flag} {value}"
-        for flag, value in words.items()
-    )
+    words = []
+    for field, value in config_flags.shortest(best.cfg).items():
+        flag = config_flags.flag_name(field)
+        if isinstance(value, bool):
+            words.append(flag if value else flag.replace("--", "--no-", 1))
+        else:
+            text = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+            words += [flag, text]
+    return shlex.join(words)
