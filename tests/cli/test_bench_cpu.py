@@ -86,6 +86,13 @@ def test_ratios_are_of_whole_steps_with_attention_beside_them() -> None:
     assert found["reference"] == 25 and found["append share"] == 0.5
 
 
+def test_sequences_too_short_for_the_rounds_are_refused() -> None:
+    """Steps would measure other lengths than the row says."""
+    with pytest.raises(ValueError, match="tokens=65; 2 rounds of 32 steps need more than 65"):
+        _contenders(CFG, Shape(1, 65), repeats=2)
+    assert len(_contenders(CFG, Shape(1, 66), repeats=2)["tightkv"].cache.table.lengths) == 1
+
+
 @pytest.mark.filterwarnings("error")
 def test_a_row_has_both_figures() -> None:
     (row,) = decode_rows(CFG, [Shape(1, 64, query_heads=2, kv_heads=1, head_dim=64)], repeats=1)

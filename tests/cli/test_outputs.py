@@ -71,7 +71,7 @@ def test_bench_refuses_it_before_it_measures(
 def test_bench_prints_rows_that_a_full_disk_does_not_take(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = ["bench", "decode", "--device", "cpu", "--tokens", "64", "--repeats", "1", "--json"]
+    words = ["bench", "decode", "--device", "cpu", "--tokens", "128", "--repeats", "1", "--json"]
     assert main([*words, "--heads", "2", "--kv-heads", "1", "--out", FULL]) == 2
     said = capsys.readouterr()
     assert len(json.loads(said.out)["rows"]) == 1 and "No space left" in said.err

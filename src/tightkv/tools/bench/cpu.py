@@ -114,17 +114,22 @@ def _contenders(cfg: KVQuantConfig, shape: Shape, repeats: int) -> dict[str, Con
         return torch.randn(size, generator=generator, dtype=torch.float32, device="cpu")
 
     b, d = shape.batch, shape.head_dim
-    before = max(1, shape.tokens - repeats * cfg.page_size - 1)
+    steps = repeats * cfg.page_size + 1
+    if steps >= shape.tokens:
+        raise ValueError(
+            f"tokens={shape.tokens}; {repeats} rounds of {cfg.page_size} steps need more than "
+            f"{steps}: take fewer --repeats"
+        )
+    before = shape.tokens - steps
     key, value = random(b, before, shape.kv_heads, d), random(b, before, shape.kv_heads, d)
     query = random(b, 1, shape.query_heads, d)
     contenders: dict[str, Contender] = {
         "tightkv": Compressed(cfg, query, key, value, "cpu"),
         "reference": Compressed(cfg, query, key, value, "reference"),
     }
-    room = before + repeats * cfg.page_size + 1
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        contenders[f"sdpa {name}"] = Plain(query, key, value, dtype, room, False)
-        contenders[f"sdpa {name} packed"] = Plain(query, key, value, dtype, room, True)
+        contenders[f"sdpa {name}"] = Plain(query, key, value, dtype, shape.tokens, False)
+        contenders[f"sdpa {name} packed"] = Plain(query, key, value, dtype, shape.tokens, True)
     return contenders
 
 
