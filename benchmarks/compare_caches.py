@@ -343,9 +343,11 @@ def settings(windows: Windows, schedule: Schedule) -> dict[str, Any]:
     return {"windows": count, "window": tokens, **asdict(schedule)}
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
+def read_rows(path: Path, **facts: Any) -> list[dict[str, Any]]:
+    """The rows of this script in a file that may have others, which have these facts."""
     lines = path.read_text("utf-8").splitlines() if path.is_file() else []
-    return [json.loads(line) for line in lines]
+    rows = [row for line in lines if "package" in (row := json.loads(line))]
+    return [row for row in rows if facts.items() <= row.items()]
 
 
 def measure_all(
@@ -355,9 +357,10 @@ def measure_all(
     facts: Mapping[str, Any],
     contexts: Sequence[int] = CONTEXTS,
 ) -> None:
-    """Append a row to `out` for each cache that has none there with the same settings."""
+    """Append a row to `out` for each cache that has none there of the same model and settings."""
     used = settings(reference.windows, reference.schedule)
-    done = {row["cache"] for row in read_rows(out) if row["settings"] == used}
+    same = {"settings": used, "model": facts["model"]}
+    done = {row["cache"] for row in read_rows(out, **same)}
     for name in [name for name in caches if name not in done]:
         package, make = caches[name]
         sys.stderr.write(f"{name} ...\n")
@@ -398,7 +401,9 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", nargs="?", help="folder of a transformers model; bundled if none")
     parser.add_argument("--out", type=Path, required=True, help="JSONL file, appended to")
-    parser.add_argument("--only", default="", help="measure the caches whose name begins so")
+    parser.add_argument(
+        "--only", default="", help="measure 'dynamic' and the caches whose name begins so"
+    )
     parser.add_argument("--windows", type=int, default=2)
     parser.add_argument("--window", type=int, default=768, help="tokens a window")
     parser.add_argument("--prefill", type=int, default=256)
@@ -420,9 +425,14 @@ def main() -> None:
         "threads": torch.get_num_threads(),
     }
     reference = Reference(model, windows, Schedule(args.prefill, args.chunk, batch=1))
-    chosen = {name: own for name, own in contenders().items() if name.startswith(args.only)}
+    chosen = {  # the table has shares of the uncompressed cache's bytes
+        name: own
+        for name, own in contenders().items()
+        if name == "dynamic" or name.startswith(args.only)
+    }
     measure_all(reference, chosen, args.out, facts)
-    sys.stdout.write(table(read_rows(args.out)) + "\n")
+    used = settings(windows, reference.schedule)
+    sys.stdout.write(table(read_rows(args.out, settings=used, model=facts["model"])) + "\n")
 
 
 if __name__ == "__main__":

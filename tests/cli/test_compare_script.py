@@ -55,6 +55,18 @@ def rows(script: Any, reference: Any, tmp_path_factory: pytest.TempPathFactory) 
     return {row["cache"]: row for row in found}
 
 
+def test_another_model_is_measured_too_beside_rows_of_other_scripts(
+    script: Any, reference: Any, tmp_path: Path
+) -> None:
+    out, plain = tmp_path / "rows.jsonl", {"dynamic": _known(script)["dynamic"]}
+    out.write_text('{"kind": "vllm-quality", "cache": "dynamic"}\n')
+    for model in ("one", "other", "one"):
+        script.measure_all(reference, plain, out, {"model": model}, CONTEXTS)
+    assert [row["model"] for row in script.read_rows(out)] == ["one", "other"]
+    (row,) = script.read_rows(out, model="other")
+    assert len(script.table([row]).splitlines()) == 3
+
+
 def test_the_uncompressed_cache_agrees_with_itself(rows: dict[str, Any]) -> None:
     row = rows["dynamic"]
     assert row["kl"] == 0 and row["top1"] == 1 and row["positions"] == 2 * (TOKENS - 201)
