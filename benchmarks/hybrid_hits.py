@@ -196,7 +196,7 @@ def main() -> int:
 
 def run(args: argparse.Namespace, folder: Path) -> int:
     """One engine after another, each in a process of its own."""
-    args.load_format, failed = "auto", 0
+    args.load_format, failed, name = "auto", 0, args.model or args.shape
     if args.model is None:
         SHAPES[args.shape].save_pretrained(folder / "model")
         args.model, args.load_format = str(folder / "model"), "dummy"
@@ -211,11 +211,11 @@ def run(args: argparse.Namespace, folder: Path) -> int:
         code = subprocess.run(words, env={**os.environ, **SETTINGS}, check=False).returncode
         failed += code != 0
         rows = json.loads(paths[1].read_text()) if code == 0 else [{"error": f"exit code {code}"}]
-        write([{"cache": cache, **row} for row in rows], args)
+        write([{"cache": cache, **row} for row in rows], args, name)
     return 1 if failed else 0
 
 
-def write(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
+def write(rows: list[dict[str, Any]], args: argparse.Namespace, name: str) -> None:
     import torch
     import vllm
 
@@ -225,7 +225,7 @@ def write(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
         sys.stdout.write(json.dumps(row) + "\n")
     sys.stdout.flush()
     if args.out is not None:
-        kind = {"bench": "hybrid hits", "model": args.shape, "dtype": args.dtype}
+        kind = {"bench": "hybrid hits", "model": name, "dtype": args.dtype}
         facts = {"chunk": args.chunk, "question": QUESTION, "vllm": vllm.__version__}
         machine = provenance(torch.device(args.device))
         append_rows(args.out, [{**row, **kind, **facts, **machine} for row in rows])

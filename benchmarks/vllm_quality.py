@@ -156,6 +156,7 @@ def main() -> None:
     from transformers import AutoTokenizer
 
     from tightkv.tools.eval.results import with_transformers
+    from tightkv.tools.eval.tasks.quality import Schedule
     from tightkv.tools.eval.text import default_texts
     from tightkv.tools.eval.windows import cut_windows
     from tightkv.tools.model_loading.bundled import bundled_folder
@@ -163,6 +164,7 @@ def main() -> None:
     from tightkv.tools.rows import append_rows
 
     names = named_caches(args.caches, args.calibration)
+    Schedule(args.prefill, args.chunk).check_window(args.window)
     folder = Path(args.model or bundled_folder(print))
     model = args.name or (folder.name if args.model else BUNDLED_NAME)
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -62,6 +62,14 @@ def test_names_of_caches(script: Any) -> None:
         script.named_caches(["k9v9"], None)
 
 
+def test_windows_with_nothing_to_score_are_refused_before_an_engine(
+    script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["vllm_quality.py", "m", "--window", "256"])
+    with pytest.raises(ValueError, match="prefill=256 leaves nothing to score"):
+        script.main()
+
+
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.thorough
