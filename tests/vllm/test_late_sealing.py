@@ -14,7 +14,13 @@ from ring_scheduler import LATER, PAGE, Scheduler, Sequence
 from tightkv import KVQuantConfig
 from tightkv.integrations.vllm.step.layer_step import LayerStep
 from tightkv.integrations.vllm.step.metadata import BatchPart
-from tightkv.integrations.vllm.step.ring_table import BatchRings, ring_size, sink_rows
+from tightkv.integrations.vllm.step.ring_table import (
+    NAMED,
+    BatchRings,
+    RingTable,
+    ring_size,
+    sink_rows,
+)
 from tightkv.kernels import reference
 from tightkv.kernels.view import SealedLayer
 from tightkv.math.feedback import QueryMetric
@@ -412,6 +418,58 @@ def test_where_pages_do_not_wait(why: str | None) -> None:
     made = builder(layers, ["a", "b"], **config)
     queue = made._ring_table().queue
     assert (queue is None) == (made.group_rings.sealing is None) == (why is not None)
+
+
+@pytest.mark.vllm
+def test_a_store_names_blocks_in_the_tables_of_their_own_layers_alone() -> None:
+    """A block that was another group's has, in that one's table, what it held there."""
+    from tightkv.integrations.vllm.connectors.store_loads import StoreStep, watch_loads
+    from tightkv.integrations.vllm.step.step_sealing import GroupRings
+
+    layers = {name: attention(LATER[0], 0, False) for name in ("full", "window")}
+    tables = {name: RingTable(LATER[0], 2, 9, 0, "cpu") for name in layers}
+    for name, layer in layers.items():
+        layer.impl.group_rings = GroupRings()
+        layer.impl.group_rings.table = tables[name]
+    worker: Any = SimpleNamespace(
+        vllm_config=SimpleNamespace(
+            compilation_config=SimpleNamespace(static_forward_context=layers)
+        ),
+        model_runner=SimpleNamespace(
+            kv_cache_config=SimpleNamespace(
+                kv_cache_groups=[SimpleNamespace(layer_names=[name]) for name in layers]
+            )
+        ),
+    )
+
+    def execute(output: Any) -> None:
+        for name, block in output.blocks.items():
+            one = torch.tensor([[block]]).int(), torch.tensor([PAGE]), torch.tensor([0, PAGE])
+            slots = block * PAGE + torch.arange(PAGE)
+            out = torch.empty(len(BatchRings._fields), 1, dtype=torch.int32)
+            tables[name].step(*one, slots, out, copies=True)
+
+    worker.execute_model = execute
+    watch_loads(worker)
+    names, key = (NAMED + 1, NAMED + 2), "_tightkv_store_step"
+    for blocks, given in (((3, 4), names[0]), ((5, 3), names[1])):  # 3 is freed meanwhile
+        told = StoreStep(begun_firsts={i: {block: given} for i, block in enumerate(blocks)})
+        begun = dict(zip(layers, blocks, strict=True))
+        worker.execute_model(SimpleNamespace(blocks=begun, **{key: told}))
+    for table in tables.values():
+        assert table.sink_content[:2].tolist() == list(names)
+
+
+@pytest.mark.vllm
+def test_pages_are_sealed_in_the_cache_that_layers_have() -> None:
+    """vLLM allocates a small cache to profile CUDA graphs, then the engine's, maybe as large."""
+    layers = {"a": attention(LATER[-1], 0, False)}
+    builder(layers, ["a"])._ring_table()
+    layers["a"].kv_cache = layers["a"].kv_cache.clone()
+    halves = [builder(layers, ["a"]) for _ in range(2)]
+    assert len({half._ring_table() for half in halves}) == 1
+    (launch,) = halves[0].group_rings.sealing._launches
+    assert launch.args[1][0].pages.data_ptr() == layers["a"].kv_cache.data_ptr()
 
 
 def test_only_sinks_are_copied_between_places() -> None:

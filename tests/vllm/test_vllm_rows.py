@@ -157,7 +157,8 @@ def test_a_store_names_no_blocks_that_left_a_window() -> None:
     blocks = SimpleNamespace(get_block_ids=lambda: ids)
     connector.update_state_after_alloc(request, blocks, 2 * PAGE)
     told = vars(scheduler.schedule())["_tightkv_store_step"]
-    assert told.loaded_firsts == told.begun_firsts == {3: name} and not told.forget
+    assert (told.loaded_firsts, told.begun_firsts) == ({3: name}, {0: {3: name}})
+    assert not told.forget
     assert scheduler.reset_prefix_cache()
     assert [vars(scheduler.schedule())["_tightkv_store_step"].forget for _ in "ab"] == [True, False]
 

@@ -6,6 +6,7 @@ Sinks are not stored. The workers keep some of sequences that ended, by the hash
 block, and find them again when that block is loaded.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,8 +29,9 @@ class StoreStep:
     loaded: list[int] = field(default_factory=list)  # blocks that the connector fills
     loaded_firsts: dict[int, int] = field(default_factory=dict)
     """The first block of each sequence among these -> name of its content."""
-    begun_firsts: dict[int, int] = field(default_factory=dict)
-    """The first block of each sequence that begins with this step -> name of its content."""
+    begun_firsts: dict[int, dict[int, int]] = field(default_factory=dict)
+    """By group of layers: the first block of each sequence that begins with this step -> name of
+    its content. In the tables of other groups the block has what they wrote to it before."""
     forget: bool = False
     """vLLM's cache was reset, as after a change of weights: names mean other contents now."""
 
@@ -60,10 +62,10 @@ def follow_loads(scheduler: Any, found: CacheFormat) -> None:
         for new in output.scheduled_new_reqs:
             request = scheduler.requests[new.req_id]
             if len(request.block_hashes) >= hashed:
-                # Block 0 stands for blocks that have left a sliding window.
-                firsts = (ids[0] for ids in new.block_ids if ids and ids[0])
                 name = content_name(request.block_hashes[hashed - 1])
-                coming.begun_firsts |= dict.fromkeys(firsts, name)
+                for group, ids in enumerate(new.block_ids):
+                    if ids and ids[0]:  # block 0 stands for blocks that have left a sliding window
+                        coming.begun_firsts.setdefault(group, {})[ids[0]] = name
         setattr(output, _STORE, coming)
         coming = StoreStep()
         return output
@@ -78,19 +80,21 @@ def follow_loads(scheduler: Any, found: CacheFormat) -> None:
 
 def watch_loads(worker: Any) -> None:
     """Have a worker's tables of rings and sinks follow what its scheduler says of each step."""
-    layers = get_layers_from_vllm_config(worker.vllm_config, Attention).values()
-    impls = [layer.impl for layer in layers if isinstance(layer.impl, TightAttention)]
+    layers = get_layers_from_vllm_config(worker.vllm_config, Attention)
     execute = worker.execute_model
 
-    def tables() -> list[RingTable]:  # made in the first step
-        groups = {impl.group_rings for impl in impls if impl.group_rings is not None}
-        return [group.table for group in groups if group.table is not None]
+    def tables() -> Iterator[tuple[int, RingTable]]:
+        """With the numbers of their groups of layers; they are made in the first step."""
+        for number, group in enumerate(worker.model_runner.kv_cache_config.kv_cache_groups):
+            impls = (layers[name].impl for name in group.layer_names if name in layers)
+            rings = {impl.group_rings for impl in impls if isinstance(impl, TightAttention)}
+            yield from ((number, each.table) for each in rings if each and each.table)
 
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         told: StoreStep = getattr(scheduler_output, _STORE, StoreStep())
         if told.forget or told.loaded:
             with torch.inference_mode():  # as the tables' tensors were made
-                for table in tables():
+                for _, table in tables():
                     if told.forget:
                         table.forget_names()
                     if told.loaded:
@@ -98,8 +102,9 @@ def watch_loads(worker: Any) -> None:
         output = execute(scheduler_output, *args, **kwargs)
         if told.begun_firsts:
             with torch.inference_mode():
-                for table in tables():
-                    table.name(told.begun_firsts)
+                for group, table in tables():
+                    if group in told.begun_firsts:
+                        table.name(told.begun_firsts[group])
         return output
 
     worker.execute_model = execute_model

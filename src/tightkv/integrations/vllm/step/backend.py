@@ -150,12 +150,11 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
     def _ring_table(self) -> RingTable:
         """The group's table, made when vLLM has said how many blocks there are."""
         impl, layer, rings = self.impls[0], self.layers[0], self.group_rings
-        pages = len(layer.kv_cache) * self.pages_per_block
-        if rings.table is None or rings.table.pages != pages:
+        if rings.table is None:
             rings.table = RingTable(
                 impl.layout.cfg,
                 impl.limits.rows,
-                pages,
+                len(layer.kv_cache) * self.pages_per_block,
                 taken_back=impl.limits.decoding - 1,
                 device=self.device,
                 pages_per_block=self.pages_per_block,
@@ -230,10 +229,12 @@ def _group_rings(impls: list[TightAttention], drafts_share: bool) -> GroupRings:
 
     A draft whose first pass is a step of its own needs a table of its own: for the model's table,
     that pass would be the same step again. A draft that takes the metadata of the model's step
-    goes on in the model's table.
+    goes on in the model's table. A table from before is that of a cache that vLLM has given up,
+    such as the one in which it profiles CUDA graphs.
     """
     known = impls[0].group_rings
-    if known is None or (all(impl.is_draft for impl in impls) and not drafts_share):
+    own = all(impl.is_draft for impl in impls) and not drafts_share
+    if known is None or known.table is not None or own:
         known = GroupRings()
         for impl in impls:
             impl.group_rings = known
