@@ -7,8 +7,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 _NUMBERS = 8  # of a parameter, at most
-_MOST = 128  # parameters of an early mark
-_EVERY = "all-"  # begins a mark of all parameters; those of files before have none
 _TOGETHER = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that torch.cat takes together
 
 
@@ -20,18 +18,15 @@ class WeightsSample:
     """
 
     @torch.no_grad()
-    def __init__(self, model: PreTrainedModel, like: str = _EVERY) -> None:
-        """For a mark of the kind that `like` is."""
+    def __init__(self, model: PreTrainedModel) -> None:
         found = [
             (name, x)
             for name, x in model.named_parameters()
             if type(x) in (Tensor, torch.nn.Parameter) and not x.is_meta and x.numel()
         ]
-        self._prefix = _EVERY if like.startswith(_EVERY) else ""
-        step = 1 if self._prefix else -(-len(found) // _MOST) or 1
-        self._names = "".join(name for name, _ in found[::step])
+        self._names = "".join(name for name, _ in found)
         by_device = dict[torch.device, list[Tensor]]()
-        for _, x in found[::step]:
+        for _, x in found:
             count, stride = (x.size(-1), x.stride(-1)) if x.dim() else (1, 1)
             first = x.as_strided((min(_NUMBERS, count),), (stride,))  # x[0, ..., 0, :_NUMBERS]
             if x.dtype not in _TOGETHER:
@@ -40,13 +35,8 @@ class WeightsSample:
         self._numbers = [torch.cat(numbers).bfloat16() for numbers in by_device.values()]
 
     def mark(self) -> str:
-        """16 hex digits. Numbers count as bfloat16: the same weights in float32 have this mark."""
+        """Numbers count as bfloat16: the same weights in float32 have this mark."""
         digest = hashlib.sha256(self._names.encode())
         for numbers in self._numbers:
             digest.update(numbers.float().cpu().numpy().tobytes())
-        return self._prefix + digest.hexdigest()[:16]
-
-
-def weights_mark(model: PreTrainedModel, like: str = _EVERY) -> str:
-    """The mark of a model's weights now, of the kind that `like` is."""
-    return WeightsSample(model, like).mark()
+        return f"all-{digest.hexdigest()[:16]}"

@@ -15,7 +15,7 @@ from tightkv.integrations.transformers.layer import TightHybridLayer, TightLayer
 from tightkv.integrations.transformers.saving.header import Header, SavedLayer, parse_header
 from tightkv.integrations.transformers.saving.states import PLAIN_KINDS, StateReader
 from tightkv.integrations.transformers.steps import SharedSteps
-from tightkv.integrations.transformers.weights_mark import weights_mark
+from tightkv.integrations.transformers.weights_mark import WeightsSample
 from tightkv.math.centers import Centers
 from tightkv.math.key_scale import KeyScale
 from tightkv.paged.sequences import SequenceTable
@@ -57,7 +57,7 @@ class SavedCache:
                 stacklevel=4,
             )
             return
-        own = weights_mark(model, like=self.weights)
+        own = WeightsSample(model).mark()
         if self.weights != own:
             raise ValueError(
                 f"{self.path} was saved with other weights (mark {self.weights[:20]!r}) than this "
@@ -77,10 +77,6 @@ class SavedCache:
             for saved in self.header.layers:
                 if saved.layout is not None:
                     shared.grow_limit(saved.layout)
-            longest = max((row.length for row in self.header.rows if not row.pages), default=0)
-            for saved in self.header.layers:  # caches of before sealed pages when they completed
-                if saved.layout is not None and longest > shared.table.exact_limit:
-                    shared.grow_limit(saved.layout, lag=0)
             shared.table.restore(self.header.rows)
             layers = [
                 self._layer(saved, own[i], shared, kernels, device)
@@ -198,16 +194,13 @@ def _load_pages(
     for name, shape in _shapes(kv.layout, kv.table, tensors).items():
         found = tensors.get(name)
         own = getattr(kv, name).dtype
-        # Files of float32 models may have float32 rings and sinks.
-        dtypes = (own, saved.dtype) if own == kv.layout.dtype else (own,)
-        if found is None or found.dtype not in dtypes or found.shape != shape:
+        if found is None or found.dtype != own or found.shape != shape:
             there = None if found is None else (found.dtype, tuple(found.shape))
             raise ValueError(
                 f"tensor {name!r} of a layer is {there}; its config and the rows give "
-                f"{(dtypes[0], shape)}"
+                f"{(own, shape)}"
             )
-        found = found.to(device)
-        setattr(kv, name, kv.exact(found) if own == kv.layout.dtype else found)
+        setattr(kv, name, found.to(device))
 
 
 def _per_head(
