@@ -658,7 +658,8 @@ def test_json_is_as_documented(tiny: Path, capsys: pytest.CaptureFixture[str], k
 @pytest.mark.slow
 def test_the_bundled_model_compared(capsys: pytest.CaptureFixture[str]) -> None:
     """What `make demo` shows, on a shorter context."""
-    data = run_json(capsys, "--compare", "--needle", "--long-prompt", 320)
+    few = ("--max-new-tokens", 48)
+    data = run_json(capsys, "--compare", "--needle", "--long-prompt", 320, *few)
     assert data["model"]["name"] == "bundled"
     plain, tight = data["runs"]
     assert data["compare"]["equal"]
