@@ -18,7 +18,7 @@ import torch
 from tightkv.config import KVQuantConfig
 from tightkv.kernels.cuda import backend
 from tightkv.kernels.cuda.decode_plan import DecodePlan, DecodeTile
-from tightkv.kernels.options import AppendOptions, AttendOptions
+from tightkv.kernels.view import AppendOptions, AttendOptions
 from tightkv.pages.layout import page_layout
 from tightkv.tools.bench.inputs import Layer, Shape, layers_for
 from tightkv.tools.bench.timing import graph_ms

@@ -16,8 +16,7 @@ import json_schemas
 from tightkv.config import KVQuantConfig
 from tightkv.kernels import reference
 from tightkv.kernels.backend import Takes
-from tightkv.kernels.options import AttendOptions
-from tightkv.kernels.view import CacheView
+from tightkv.kernels.view import AttendOptions, CacheView
 from tightkv.pages.codec import Codec
 from tightkv.pages.layout import PageLayout
 from tightkv.tools.bench import gpu, rivals

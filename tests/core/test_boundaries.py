@@ -13,9 +13,9 @@ from helpers import add, make_cache, tokens
 from tightkv.config import KVQuantConfig
 from tightkv.kernels import reference
 from tightkv.kernels.constants import decode_constants, encode_constants, layout_constants
-from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.registry import load
 from tightkv.kernels.triton.device import device_guard
+from tightkv.kernels.view import AttendOptions
 from tightkv.paged.attention import attend
 from tightkv.paged.cache import PagedKV
 from tightkv.paged.sequences import SequenceTable

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from helpers import add, make_cache, tokens
 from tightkv.config import PRESETS, KVQuantConfig
-from tightkv.kernels.options import AppendOptions, AttendOptions
 from tightkv.kernels.registry import select
+from tightkv.kernels.view import AppendOptions, AttendOptions
 from tightkv.paged.sequences import SequenceTable, row_tensors
 from tightkv.pages.layout import PageLayout
 

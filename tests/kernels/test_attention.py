@@ -7,8 +7,8 @@ from helpers import add, exact_attention, make_cache, tokens
 from kernel_caches import assert_blind_before, poison
 from tightkv.config import KVQuantConfig
 from tightkv.kernels import reference
-from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.registry import select
+from tightkv.kernels.view import AttendOptions
 from tightkv.paged.attention import attend
 
 CFG = KVQuantConfig(page_size=32, sinks=2, exact_pages=2)

@@ -13,8 +13,7 @@ from rounding import following
 from tightkv.config import KVQuantConfig
 from tightkv.kernels import reference
 from tightkv.kernels.cuda import backend as cuda
-from tightkv.kernels.options import AppendOptions
-from tightkv.kernels.view import SealedLayer
+from tightkv.kernels.view import AppendOptions, SealedLayer
 from tightkv.math.feedback import QueryMetric
 from tightkv.pages.layout import RING_SLACK
 

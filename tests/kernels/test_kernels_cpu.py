@@ -18,7 +18,7 @@ from tightkv.config import KVQuantConfig
 from tightkv.kernels import reference, registry
 from tightkv.kernels.cpu import backend as cpu
 from tightkv.kernels.cpu import library
-from tightkv.kernels.options import AttendOptions
+from tightkv.kernels.view import AttendOptions
 from tightkv.paged.attention import attend
 from tightkv.paged.cache import PagedKV
 from tightkv.paged.sequences import SequenceTable, uniform_cu_seqlens

@@ -29,8 +29,8 @@ from tightkv.kernels import reference
 from tightkv.kernels.cuda import backend as cuda
 from tightkv.kernels.cuda import decode_plan, source
 from tightkv.kernels.cuda.decode_plan import DecodePlan, DecodeTile
-from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.registry import select
+from tightkv.kernels.view import AttendOptions
 from tightkv.math.feedback import QueryMetric
 from tightkv.pages.layout import PageLayout
 

@@ -11,8 +11,8 @@ import torch
 from kernel_caches import poison
 from prefill_caches import CFG, assert_extends_like_the_reference, filled
 from tightkv.kernels import prefill
-from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.sdpa import AttentionState
+from tightkv.kernels.view import AttendOptions
 
 pytest.importorskip("triton")
 pytest.importorskip("tightkv.kernels.triton.backend")

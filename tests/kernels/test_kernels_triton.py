@@ -23,11 +23,10 @@ from kernel_caches import (
 from rounding import following
 from tightkv.config import KVQuantConfig
 from tightkv.kernels import reference
-from tightkv.kernels.options import AppendOptions, AttendOptions
 from tightkv.kernels.ragged_plan import plan_groups
 from tightkv.kernels.registry import select
 from tightkv.kernels.sdpa import AttentionState
-from tightkv.kernels.view import CacheView
+from tightkv.kernels.view import AppendOptions, AttendOptions, CacheView
 from tightkv.pages.codec import Codec
 from tightkv.pages.layout import PageLayout
 

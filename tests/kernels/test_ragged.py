@@ -22,7 +22,7 @@ from ragged_caches import (
 )
 from tightkv.config import KVQuantConfig
 from tightkv.kernels import ragged, ragged_plan, reference, sdpa
-from tightkv.kernels.options import AttendOptions
+from tightkv.kernels.view import AttendOptions
 from tightkv.pages.layout import PageLayout
 
 pytest.importorskip("triton")

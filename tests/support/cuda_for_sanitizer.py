@@ -13,7 +13,7 @@ import torch
 from kernel_caches import anisotropic_metric, cache_on, fill, queries
 from tightkv.config import KVQuantConfig
 from tightkv.kernels.cuda import backend as cuda
-from tightkv.kernels.options import AttendOptions
+from tightkv.kernels.view import AttendOptions
 from tightkv.math.feedback import QueryMetric
 
 CASES = (

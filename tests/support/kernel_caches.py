@@ -7,7 +7,7 @@ import torch
 
 from helpers import make_cache, tokens
 from tightkv.config import KVQuantConfig
-from tightkv.kernels.options import AttendOptions
+from tightkv.kernels.view import AttendOptions
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

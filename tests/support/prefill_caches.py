@@ -5,7 +5,7 @@ import torch
 from helpers import add, make_cache, tokens
 from tightkv.config import KVQuantConfig
 from tightkv.kernels import prefill, reference
-from tightkv.kernels.options import AttendOptions
+from tightkv.kernels.view import AttendOptions
 from torch_ops import TorchPrefillOps
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -6,8 +6,8 @@ import torch
 
 from helpers import make_cache, tokens
 from tightkv.kernels import sdpa
-from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.ragged_plan import plan_groups
+from tightkv.kernels.view import AttendOptions
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TILE = 64

@@ -21,10 +21,10 @@ from triton.runtime.jit import JITFunction
 
 from helpers import make_cache
 from tightkv.config import KVQuantConfig
-from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.ragged_plan import plan_groups
 from tightkv.kernels.triton import backend as kernels
 from tightkv.kernels.triton import constants, ragged
+from tightkv.kernels.view import AttendOptions
 
 shared: dict[str, int] = {}
 appends: dict[str, int | bool] = {}

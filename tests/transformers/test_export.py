@@ -11,7 +11,7 @@ from helpers import exact_attention, make_cache
 from tightkv.config import FORMAT_VERSION, PRESETS, KVQuantConfig
 from tightkv.export import StaticKV, operator_library
 from tightkv.export.operator import OperatorError
-from tightkv.export.spec import spec_of
+from tightkv.export.static_kv import spec_of
 from tightkv.paged.attention import attend
 from tightkv.pages.layout import PageLayout, exact_dtype
 

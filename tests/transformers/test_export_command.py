@@ -14,7 +14,7 @@ from models import FAMILIES
 from tightkv.config import FORMAT_VERSION, KVQuantConfig
 from tightkv.export import OperatorError, operator_library
 from tightkv.integrations import executorch
-from tightkv.integrations.transformers import TightCache, cxx, package
+from tightkv.integrations.transformers import TightCache, package
 from tightkv.tools.cli import export as cli_export
 from tightkv.tools.cli import main
 from tightkv.tools.model_loading.load import load_model
@@ -126,11 +126,11 @@ def test_a_compiler_whose_libraries_torch_can_load(tmp_path):
         (folder / "g++").chmod(0o755)
     paths = [str(tmp_path / name) for name in compilers]
     with pytest.warns(UserWarning, match="static/g.. cannot be used here; .*good/g.. is"):
-        assert cxx._first_that_shares(f"{paths[0]}/g++", ":".join(paths)) == f"{paths[2]}/g++"
-    with pytest.raises(cxx.NoCompilerError, match=r"fail: .*static/g\+\+, .*broken/g\+\+; set"):
-        cxx._first_that_shares(None, ":".join(paths[:2]))
-    with pytest.raises(cxx.NoCompilerError, match="install a compiler"):
-        cxx._first_that_shares("clang++", str(tmp_path))
+        assert package._first_that_shares(f"{paths[0]}/g++", ":".join(paths)) == f"{paths[2]}/g++"
+    with pytest.raises(package.NoCompilerError, match=r"fail: .*static/g\+\+, .*broken/g\+\+; set"):
+        package._first_that_shares(None, ":".join(paths[:2]))
+    with pytest.raises(package.NoCompilerError, match="install a compiler"):
+        package._first_that_shares("clang++", str(tmp_path))
 
 
 @pytest.mark.gpu

@@ -10,8 +10,7 @@ import transformers as hf
 
 from models import prompt
 from tightkv import TightCache
-from tightkv.integrations.transformers.attention import tightkv_attention
-from tightkv.integrations.transformers.own_attention import has_own_attention
+from tightkv.integrations.transformers.attention import has_own_attention, tightkv_attention
 
 SIZE = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA = {**SIZE, "num_key_value_heads": 2, "intermediate_size": 96}

@@ -13,8 +13,8 @@ from models import FAMILIES, prompt, sliding, tiny
 from tightkv import KVQuantConfig, TightCache
 from tightkv.config import FORMAT_VERSION
 from tightkv.files.tensor_file import checksum
+from tightkv.integrations.transformers.saving import WeightsSample
 from tightkv.integrations.transformers.saving import header as headers
-from tightkv.integrations.transformers.weights_mark import WeightsSample
 
 QUANT = KVQuantConfig.preset("k3v2", page_size=32, sinks=2, exact_pages=2, protected_first=1)
 

@@ -203,7 +203,7 @@ def test_masks_that_change_mean_what_they_mean_to_transformers(change, kind, cou
 
 def test_a_mask_changed_in_place_is_not_what_it_was():
     from tightkv.integrations.transformers.attention import tightkv_mask
-    from tightkv.integrations.transformers.padding import noted_padding
+    from tightkv.integrations.transformers.steps import noted_padding
 
     mask = tightkv_mask(2, 1, 10, q_offset=9, attention_mask=padding_mask((0, 3), 10))
     assert noted_padding(mask, 2).starts == (0, 3)

@@ -31,8 +31,8 @@ from tightkv.integrations.vllm.step.warm_up import (
 from tightkv.kernels import prefill, reference, sdpa
 from tightkv.kernels.backend import Backend, Takes
 from tightkv.kernels.cpu import backend as cpu
-from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.prefill import CHUNK_TOKENS, MIN_QUERIES
+from tightkv.kernels.view import AttendOptions
 from tightkv.pages.codec import Codec
 from tightkv.pages.layout import PageLayout
 

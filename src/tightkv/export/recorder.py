@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from tightkv.export.ring import RingParts, new_ring, ring_parts
+from tightkv.export.static_kv import RingParts, new_ring, ring_parts
 from tightkv.kernels.cuda import backend
 from tightkv.kernels.cuda.driver import Launch, recording
 from tightkv.kernels.cuda.params import StepParams
-from tightkv.kernels.options import AppendOptions, AttendOptions
-from tightkv.kernels.view import CacheView
+from tightkv.kernels.view import AppendOptions, AttendOptions, CacheView
 from tightkv.paged.sequences import RowTensors
 from tightkv.pages.codec import Codec
 from tightkv.pages.layout import RING_SLACK, PageLayout, page_layout, window_step

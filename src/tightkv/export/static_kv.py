@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import math
+import struct
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tightkv.config import KVQuantConfig
+from tightkv.config import FORMAT_VERSION, KVQuantConfig
 from tightkv.export.operator import load_operator
-from tightkv.export.ring import new_ring
-from tightkv.export.spec import spec_of
 from tightkv.kernels.check import check_feedback, check_options
+from tightkv.kernels.constants import unsupported_codec
+from tightkv.kernels.cpu import library
 from tightkv.math.feedback import packed_factors
+from tightkv.math.quantize import TurboQuantMSE
+from tightkv.pages.codec import Codec
 from tightkv.pages.layout import MAX_TOKENS, PageLayout, page_layout
 
+RingParts = tuple[Tensor, Tensor, Tensor | None]  # keys, values, and the scales of codes
 _STATE_WORDS = 5
+_MAGIC = b"TIGHTKVX"
+_SIDE = struct.Struct("<5q2d")
 
 
 class StaticKV(nn.Module):
@@ -28,9 +34,9 @@ class StaticKV(nn.Module):
     codes of `window_bits=8`.
     """
 
-    spec: Tensor  # int64: spec.py
+    spec: Tensor  # int64: spec_of
     pages: Tensor  # uint8 [B, pages, Hkv, record_bytes]
-    ring: Tensor  # ring.py
+    ring: Tensor  # new_ring
     sinks: Tensor  # [2, B, sinks, Hkv, D]
     state: Tensor  # int64 [B, 5]: length, ring_valid_from, ring_read_from, sink_count, left_pad
     feedback: Tensor | None  # float32 [Hkv, D * (D + 1) / 2]: packed_factors; [Hkv, D, D] on a GPU
@@ -172,3 +178,59 @@ class StaticKV(nn.Module):
     def allocated_bytes(self) -> int:
         """Bytes of every buffer."""
         return sum(x.numel() * x.element_size() for x in self.buffers())
+
+
+# --- the ring: one tensor, whatever is in it ---
+def new_ring(layout: PageLayout, batch: int, device: torch.device | str) -> Tensor:
+    """Zeros: keys and values [2, B, ring, Hkv, D], or uint8 [B, ring, Hkv, bytes] of codes."""
+    tokens, heads = layout.ring_tokens, layout.num_kv_heads
+    if layout.cfg.window_bits == 16:
+        shape = (2, batch, tokens, heads, layout.head_dim)
+        return torch.zeros(shape, dtype=layout.dtype, device=device)
+    size = layout.ring_bytes_per_token // heads
+    return torch.zeros(batch, tokens, heads, size, dtype=torch.uint8, device=device)
+
+
+def ring_parts(layout: PageLayout, ring: Tensor) -> RingParts:
+    """What kernels read. Of codes the bytes of all keys come first, of all scales last."""
+    if layout.cfg.window_bits == 16:
+        return ring[0], ring[1], None
+    shape = ring.shape[:3]
+    sizes = (layout.ring_key_dim, layout.head_dim, 4)
+    parts = ring.flatten().split([math.prod(shape) * size for size in sizes])
+    key, value, scales = (x.view(*shape, size) for x, size in zip(parts, sizes, strict=True))
+    return key.view(torch.int8), value.view(torch.int8), scales.view(torch.float16)
+
+
+# --- the spec: 27 words of 8 bytes, then tables; native/static_spec.c reads and checks it ---
+def spec_of(layout: PageLayout, max_tokens: int) -> Tensor:
+    """int64 [words]: all of a layout that the operator needs, and the most tokens of a row."""
+    if reason := unsupported_codec(layout):
+        raise ValueError(f"{layout.cfg.name} cannot be exported: {reason}")
+    if layout.cfg.check_finite:
+        raise ValueError("check_finite=True cannot be exported; set it to False")
+    codec, layer = Codec(layout), library.describe(layout)
+    assert isinstance(codec.key, TurboQuantMSE) and isinstance(codec.value, TurboQuantMSE)
+    words = (
+        FORMAT_VERSION, layer.dim, layer.heads, layer.page_size, layer.record_bytes,
+        layer.centered, layer.mean_bits, layer.mean,
+        layout.cfg.exact_pages, layout.ring_tokens, layout.cfg.sinks, max_tokens,
+    )  # fmt: skip
+    data = bytearray(_MAGIC + struct.pack(f"<{len(words)}q", *words))
+    for side in (layer.key, layer.value):
+        data += _SIDE.pack(
+            side.bits, side.codes, side.scales, side.scale_mode, side.rotation,
+            side.unit, side.gain,
+        )  # fmt: skip
+    for quantizer in (codec.key, codec.value):
+        tables = library.side_tables(quantizer)
+        if quantizer.bits == 8:  # codes are whole multiples of the unit
+            del tables["thresholds"]
+        for table in tables.values():
+            data += _bytes(table)
+    return torch.frombuffer(data, dtype=torch.int64).clone()
+
+
+def _bytes(table: Tensor) -> bytes:
+    raw = bytes(table.flatten().view(torch.uint8).tolist())
+    return raw + bytes(-len(raw) % 8)

@@ -6,8 +6,7 @@ from typing import Any, Protocol, TypeGuard
 
 from torch import Tensor
 
-from tightkv.kernels.options import AppendOptions, AttendOptions
-from tightkv.kernels.view import CacheView, SealedLayer
+from tightkv.kernels.view import AppendOptions, AttendOptions, CacheView, SealedLayer
 from tightkv.pages.codec import Codec
 from tightkv.pages.latent import LatentCodec
 from tightkv.pages.layout import PageLayout

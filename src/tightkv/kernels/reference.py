@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from tightkv.kernels.backend import Takes
-from tightkv.kernels.options import AppendOptions, AttendOptions
-from tightkv.kernels.view import CacheView, SealedLayer
+from tightkv.kernels.view import AppendOptions, AttendOptions, CacheView, SealedLayer
 from tightkv.pages.codec import Codec
 from tightkv.pages.layout import PageLayout
 from tightkv.pages.window import RingTokens, ring_tokens, rotated

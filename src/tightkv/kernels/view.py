@@ -1,4 +1,4 @@
-"""CacheView: the tensors that describe B sequences of one layer to a kernel."""
+"""What a kernel gets beside tokens: the sequences of a layer as tensors, and options."""
 
 from __future__ import annotations
 
@@ -62,3 +62,27 @@ class CacheView:
     @property
     def batch(self) -> int:
         return self.lengths.shape[0]
+
+
+class AppendOptions(NamedTuple):
+    """The options of `append`, the same for every implementation (see `reference.append`)."""
+
+    cu_seqlens: Tensor  # int32 [B + 1], where each row's new tokens begin
+    ring_valid_from: Tensor  # int32 [B], from where rings held copies before
+    max_new: int  # tokens of a row
+    encode_partial_page: bool
+    lag: int = 0  # tokens that follow a page when it is sealed
+
+
+class AttendOptions(NamedTuple):
+    """The options of `attend`, the same for every implementation (see `reference.attend`)."""
+
+    max_queries: int  # of a row
+    scale: float | None = None  # of the scores; None: 1 / sqrt(head_dim)
+    causal: bool = True
+    window: int | None = None  # keys with position > query position - window
+    softcap: float | None = None
+    mask: Tensor | None = None  # [B|1, Hq|1, max_queries, tokens]; bool (True attends) or added
+    new_key: Tensor | None = None  # [N, Hkv, D], exact tokens after those of the cache
+    new_value: Tensor | None = None
+    out: Tensor | None = None  # where the output is written

@@ -11,8 +11,7 @@ from tightkv.kernels.check import (
     check_view,
     expect,
 )
-from tightkv.kernels.options import AttendOptions
-from tightkv.kernels.view import CacheView
+from tightkv.kernels.view import AttendOptions, CacheView
 from tightkv.paged.cache import PagedKV
 from tightkv.paged.sequences import uniform_cu_seqlens
 
@@ -35,7 +34,7 @@ def attend(
     Row b attends to sequence b. Query i is token length - Lq + i of its row, so causal
     attention with Lq != tokens aligns to the end; with new_key/new_value [B, Lq, Hkv, D] the
     queries' own tokens follow the cache without being in it. `view` is the layer's own view
-    unless given. See `kernels.options` for the others.
+    unless given. See `AttendOptions` for the others.
     """
     plain = view is None and mask is None and new_key is None and new_value is None
     again = cache.attend_again(query, (scale, causal, window, softcap)) if plain else None

@@ -20,9 +20,8 @@ from tightkv.kernels import registry
 from tightkv.kernels.backend import Backend
 from tightkv.kernels.check import check_feedback, check_new_tokens, expect
 from tightkv.kernels.cpu.decode import PreparedAttend, PreparedPut
-from tightkv.kernels.options import AppendOptions, AttendOptions
 from tightkv.kernels.reference import materialize
-from tightkv.kernels.view import CacheView
+from tightkv.kernels.view import AppendOptions, AttendOptions, CacheView
 from tightkv.math.feedback import QueryMetric
 from tightkv.math.quantize import finite
 from tightkv.paged.offload import DeviceBuffers, OffloadedPages, lasting

@@ -1,5 +1,6 @@
 """attn_implementation="tightkv": attention over compressed pages, keys never materialized."""
 
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,14 +18,15 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, prepare_padding_mask, sdpa_mask
 
-from tightkv.integrations.transformers.own_attention import has_own_attention
-from tightkv.integrations.transformers.padding import Padding, left_padding, note_padding
 from tightkv.integrations.transformers.protect_keys import measured_noise, warn_of_noise
 from tightkv.integrations.transformers.states import CompressedStates
+from tightkv.integrations.transformers.steps import Padding, left_padding, note_padding
 
 NAME = "tightkv"
 # What some models give to attention beside a mask: a bias, or the only keys that a query sees.
 _CHANGE_SCORES = ("position_bias", "indices", "block_indices")
+_INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # what models look an implementation up in
+_TABLES = "_SELF_ATTENTION_CLASSES"  # attention classes by implementation, without others
 
 
 def register() -> None:
@@ -103,6 +105,33 @@ def tightkv_mask(
     if padding is not None and padding.causal:
         note_padding(mask, padding)
     return mask
+
+
+def has_own_attention(config: Any) -> bool:
+    """Whether the model of this config computes attention in its own code (CodeGen, BLOOM).
+
+    transformers has no such property. A model that calls it has the interface in its module; of
+    modules that cannot be found nothing is known, and they count as models that do not.
+    """
+    if config is None:
+        return False
+    bases = type(config.get_text_config(decoder=True)).__mro__
+    # The module of PreTrainedConfig itself says nothing of a model.
+    for module in [base.__module__ for base in bases if base is not PreTrainedConfig]:
+        for name in (module.replace("configuration_", "modeling_"), module):
+            calls = _calls_interface(name) if name in sys.modules else None
+            if calls is not None:
+                return not calls
+    return True
+
+
+@lru_cache
+def _calls_interface(name: str) -> bool | None:
+    """Whether models of a module that is imported do; None of one that has no models."""
+    names = vars(sys.modules[name])
+    if _INTERFACE in names:
+        return not any(other.endswith(_TABLES) for other in names)
+    return False if "modeling_" in name else None
 
 
 def tightkv_attention(

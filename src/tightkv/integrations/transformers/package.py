@@ -1,10 +1,15 @@
 """An exported model in a folder: model.pt2 or model.pte, tokenizer files, and tightkv.json."""
 
 import json
+import os
+import shutil
+import subprocess
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +22,6 @@ from tightkv.export.operator import add_kernels, load_operator
 from tightkv.files.atomic import whole_file
 from tightkv.files.strict_json import parse_json
 from tightkv.integrations.executorch import installed, load_pte, to_pte
-from tightkv.integrations.transformers.cxx import NoCompilerError, shared_library_compiler
 from tightkv.integrations.transformers.export import ExportableModel, ExportError
 from tightkv.pages.layout import MAX_TOKENS
 from tightkv.version import __version__
@@ -29,6 +33,9 @@ KINDS = ("pt2", "pte")  # AOTInductor, ExecuTorch
 # AOTInductor's code only launches operators: optimizing it takes longer than it saves, and
 # precompiled headers pay off from the second model on.
 _COMPILER = {"compile_wrapper_opt_level": "O0", "precompile_headers": False}
+_COMPILERS = ("g++", "c++", "clang++")
+_SOURCE = "#include <locale>\nstd::locale made() { return std::locale(); }\n"
+_SHARED = (b"libstdc++.so", b"libc++.")
 _SCHEMA = 1
 _MOST_BYTES = 1 << 20
 
@@ -236,3 +243,52 @@ def _stop_tokens(model: Any, tokenizer: Any) -> list[int]:
     found = getattr(model.generation_config, "eos_token_id", None)
     found = tokenizer.eos_token_id if found is None else found
     return [] if found is None else [found] if isinstance(found, int) else list(found)
+
+
+# --- a C++ compiler whose libraries torch can load ---
+class NoCompilerError(RuntimeError):
+    """There is none, or none that links the C++ library as a shared one."""
+
+
+def shared_library_compiler() -> str:
+    """$CXX, or the first of $PATH, whose libraries have no copy of the C++ library in them.
+
+    One that has crashes in std::regex when torch loads it: two copies do not share locales.
+    """
+    return _first_that_shares(os.environ.get("CXX"), os.environ.get("PATH", os.defpath))
+
+
+@cache
+def _first_that_shares(given: str | None, path: str) -> str:
+    tried = list(dict.fromkeys(_compilers(given, path)))
+    for compiler in tried:
+        if _shares(compiler):
+            if given and compiler != given:
+                warnings.warn(f"CXX={given} cannot be used here; {compiler} is", stacklevel=3)
+            return compiler
+    if not tried:
+        raise NoCompilerError("AOTInductor compiles C++; install a compiler (g++ or clang++)")
+    raise NoCompilerError(
+        "torch could not load what these compilers make, because it has a copy of the C++ library "
+        f"in it, or because they fail: {', '.join(tried)}; set CXX to one that links libstdc++.so"
+    )
+
+
+def _compilers(given: str | None, path: str) -> Iterator[str]:
+    if given and shutil.which(given, path=path):
+        yield given
+    for folder in path.split(os.pathsep):
+        for name in _COMPILERS:
+            if folder and (found := shutil.which(name, path=folder)):
+                yield found
+
+
+def _shares(compiler: str) -> bool:
+    with tempfile.TemporaryDirectory(prefix="tightkv-cxx-") as folder:
+        source, library = Path(folder, "made.cpp"), Path(folder, "made.so")
+        source.write_text(_SOURCE, encoding="utf-8")
+        command = [compiler, "-shared", "-fPIC", str(source), "-o", str(library)]
+        if subprocess.run(command, capture_output=True).returncode:
+            return False
+        data = library.read_bytes()
+    return any(name in data for name in _SHARED)

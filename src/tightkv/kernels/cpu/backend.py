@@ -15,8 +15,7 @@ from torch import Tensor
 from tightkv.kernels.backend import Takes
 from tightkv.kernels.constants import unsupported_codec
 from tightkv.kernels.cpu import library
-from tightkv.kernels.options import AppendOptions, AttendOptions
-from tightkv.kernels.view import CacheView
+from tightkv.kernels.view import AppendOptions, AttendOptions, CacheView
 from tightkv.math.quantize import finite
 from tightkv.pages.codec import Codec
 from tightkv.pages.layout import PageLayout

@@ -15,8 +15,7 @@ from torch import Tensor
 from tightkv.kernels.check import FLOATS
 from tightkv.kernels.cpu import library
 from tightkv.kernels.cpu.backend import ATTEND_CALL, check, pack_attend, tokens_at
-from tightkv.kernels.options import AttendOptions
-from tightkv.kernels.view import CacheView
+from tightkv.kernels.view import AttendOptions, CacheView
 from tightkv.pages.codec import Codec
 
 _PUT = Struct("=7q")  # struct put_args of native/native.h

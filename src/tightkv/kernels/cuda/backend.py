@@ -26,10 +26,9 @@ from tightkv.kernels.cuda.params import (
     StepParams,
 )
 from tightkv.kernels.cuda.source import SPLIT_PLAN, STATIC_STEP, included, source
-from tightkv.kernels.options import AppendOptions, AttendOptions
 from tightkv.kernels.triton import backend as triton_kernels
 from tightkv.kernels.triton.device import device_guard, last_contiguous
-from tightkv.kernels.view import CacheView, SealedLayer
+from tightkv.kernels.view import AppendOptions, AttendOptions, CacheView, SealedLayer
 from tightkv.math.rotation import Rotation
 from tightkv.pages.codec import Codec
 from tightkv.pages.layout import RING_SLACK, PageLayout

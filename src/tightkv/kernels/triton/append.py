@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tightkv.kernels.options import AppendOptions
 from tightkv.kernels.triton.constants import constants_of
 from tightkv.kernels.triton.device import device_guard, last_contiguous
 from tightkv.kernels.triton.encode import (
@@ -23,7 +22,7 @@ from tightkv.kernels.triton.encode import (
 )
 from tightkv.kernels.triton.ring import load_exact, rotate_exact, round_exact, store_codes
 from tightkv.kernels.triton.rotate import rotate
-from tightkv.kernels.view import CacheView
+from tightkv.kernels.view import AppendOptions, CacheView
 from tightkv.math.feedback import gain
 from tightkv.math.quantize import finite as finite_or_raise
 from tightkv.pages.codec import Codec

@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tightkv.kernels.options import AttendOptions
 from tightkv.kernels.prefill import can_extend, extend
 from tightkv.kernels.ragged import try_extend_ragged
 from tightkv.kernels.triton import prefill as prefill_ops
@@ -36,7 +35,7 @@ from tightkv.kernels.triton.plans import EXACT_TILE, attend_plan
 from tightkv.kernels.triton.ring import load_codes, load_exact
 from tightkv.kernels.triton.rotate import rotate
 from tightkv.kernels.triton.unpack import load_key_words, load_value_words, scale_order, token_order
-from tightkv.kernels.view import CacheView
+from tightkv.kernels.view import AttendOptions, CacheView
 from tightkv.pages.codec import Codec
 
 _EXACT_TILE = tl.constexpr(EXACT_TILE)

@@ -13,9 +13,8 @@ from torch import Tensor
 from tightkv.config import KVQuantConfig
 from tightkv.integrations.vllm.step.seal_queue import SealQueue
 from tightkv.kernels.backend import Backend, is_late_sealing
-from tightkv.kernels.options import AppendOptions, AttendOptions
 from tightkv.kernels.registry import select
-from tightkv.kernels.view import SealedLayer
+from tightkv.kernels.view import AppendOptions, AttendOptions, SealedLayer
 from tightkv.math.feedback import QueryMetric
 from tightkv.pages.layout import PageLayout
 from tightkv.tools.bench import baselines

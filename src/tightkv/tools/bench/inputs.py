@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from tightkv.kernels.backend import Backend
-from tightkv.kernels.options import AppendOptions
-from tightkv.kernels.view import CacheView
+from tightkv.kernels.view import AppendOptions, CacheView
 from tightkv.pages.codec import Codec
 from tightkv.pages.layout import PageLayout, window_step
 from tightkv.tools.bench.loads import draw_lengths

@@ -5,5 +5,5 @@ shape, the table, and a checksum over header and tensors. Nothing is pickled, an
 file is trusted (docs/security.md).
 """
 
-from tightkv.integrations.transformers.saving.reading import SavedCache, read_cache
+from tightkv.integrations.transformers.saving.reading import SavedCache, WeightsSample, read_cache
 from tightkv.integrations.transformers.saving.writing import save_cache

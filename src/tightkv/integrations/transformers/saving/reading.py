@@ -1,5 +1,9 @@
-"""SavedCache: a file, read once and checked before any of it is used."""
+"""SavedCache: a file, read once and checked before any of it is used.
 
+A short mark of the weights tells which model it is from.
+"""
+
+import hashlib
 import os
 import warnings
 from dataclasses import dataclass, field
@@ -15,7 +19,6 @@ from tightkv.integrations.transformers.layer import TightHybridLayer, TightLayer
 from tightkv.integrations.transformers.saving.header import Header, SavedLayer, parse_header
 from tightkv.integrations.transformers.saving.states import PLAIN_KINDS, StateReader
 from tightkv.integrations.transformers.steps import SharedSteps
-from tightkv.integrations.transformers.weights_mark import WeightsSample
 from tightkv.math.centers import Centers
 from tightkv.math.key_scale import KeyScale
 from tightkv.paged.sequences import SequenceTable
@@ -24,6 +27,8 @@ from tightkv.pages.layout import PageLayout
 KV_TENSORS = ("pages", "ring_key", "ring_value", "sink_key", "sink_value", "ring_scales")
 CENTER_TENSORS = ("center_key", "center_value")  # which the layer's tokens are relative to
 SCALE_TENSOR = "key_scale"  # by which the layer's keys are divided
+_NUMBERS = 8  # of a parameter, at most, in a mark of weights
+_TOGETHER = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that torch.cat takes together
 
 
 @dataclass(frozen=True)
@@ -149,6 +154,38 @@ class SavedCache:
                         f"{self.path}: layers[{i}].state.{name}={found}; this model has {right}. "
                         "Load it with the model it is from"
                     )
+
+
+class WeightsSample:
+    """The first numbers of all parameters as they are now, copied on their devices.
+
+    The mark is computed when it is asked for, so that a cache which is never saved waits for no
+    device. Parameters that are elsewhere (offloaded, spread over ranks) are left out.
+    """
+
+    @torch.no_grad()
+    def __init__(self, model: PreTrainedModel) -> None:
+        found = [
+            (name, x)
+            for name, x in model.named_parameters()
+            if type(x) in (Tensor, torch.nn.Parameter) and not x.is_meta and x.numel()
+        ]
+        self._names = "".join(name for name, _ in found)
+        by_device = dict[torch.device, list[Tensor]]()
+        for _, x in found:
+            count, stride = (x.size(-1), x.stride(-1)) if x.dim() else (1, 1)
+            first = x.as_strided((min(_NUMBERS, count),), (stride,))  # x[0, ..., 0, :_NUMBERS]
+            if x.dtype not in _TOGETHER:
+                first = first.bfloat16()
+            by_device.setdefault(x.device, []).append(first)
+        self._numbers = [torch.cat(numbers).bfloat16() for numbers in by_device.values()]
+
+    def mark(self) -> str:
+        """Numbers count as bfloat16: the same weights in float32 have this mark."""
+        digest = hashlib.sha256(self._names.encode())
+        for numbers in self._numbers:
+            digest.update(numbers.float().cpu().numpy().tobytes())
+        return f"all-{digest.hexdigest()[:16]}"
 
 
 def read_cache(path: str | os.PathLike[str]) -> SavedCache:

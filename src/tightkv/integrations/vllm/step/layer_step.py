@@ -8,11 +8,10 @@ from torch import Tensor
 
 from tightkv.integrations.vllm.step.metadata import BatchPart
 from tightkv.kernels.backend import Backend
-from tightkv.kernels.options import AppendOptions, AttendOptions
 from tightkv.kernels.ragged import fits_varlen
 from tightkv.kernels.ragged_plan import most_bytes, workspace_tokens
 from tightkv.kernels.sdpa import varlen_attention
-from tightkv.kernels.view import CacheView
+from tightkv.kernels.view import AppendOptions, AttendOptions, CacheView
 from tightkv.pages.codec import Codec
 
 # Ring key and value [rows + 1, n, Hkv, D], sink key and value [at least rows + 1, n, Hkv, D], and

@@ -27,7 +27,7 @@ struct static_args {
     struct operand position;  /* int64 [tokens], one after another; 0 begins anew */
     struct operand left_pad;  /* int64 [batch], padding of each row; not given: as before */
     struct operand mask;      /* [batch or 1, query heads or 1, tokens, cached tokens or more] */
-    struct operand spec;      /* int64, of export/spec.py */
+    struct operand spec;      /* int64, of export/static_kv.py */
     struct operand feedback;  /* float32 [heads, dim, dim], or packed [heads, dim (dim + 1) / 2] */
     struct operand pages;     /* uint8 [batch, pages, heads, record bytes]: pages that are read, or
                                  all of max_tokens; 0 where the ring holds the window */

@@ -1,4 +1,4 @@
-/* The spec of a layer: a header of 8-byte words, then its tables (export/spec.py writes it). */
+/* The spec of a layer: a header of 8-byte words, then its tables (export/static_kv.py writes it). */
 #include <math.h>
 #include <string.h>
 
