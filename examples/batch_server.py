@@ -122,6 +122,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--places", type=int, default=3, help="requests at a time (3)")
     parser.add_argument("--max-new-tokens", type=int, default=48)
     args = parser.parse_args(arguments)
+    if min(args.places, args.max_new_tokens) < 1:
+        parser.error("--places and --max-new-tokens must be at least 1")
     server = Server(args.model, args.preset, args.places, args.max_new_tokens)
     waiting = deque(Request(n, question) for n, question in enumerate(args.questions))
     for request, running in server.run(waiting):

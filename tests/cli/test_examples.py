@@ -72,6 +72,12 @@ def test_a_chat_reads_again_from_where_its_text_differs(tiny: str, tmp_path: Pat
     assert read < fresh.cache.get_seq_length()
 
 
+def test_a_server_without_places_is_refused(tiny: str) -> None:
+    for word in ("--places", "--max-new-tokens"):
+        with pytest.raises(SystemExit):
+            example("batch_server").main(["--model", tiny, word, "0"])
+
+
 def test_requests_of_a_batch_are_answered_as_each_alone(
     tiny: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
