@@ -17,7 +17,7 @@ from tightkv import KVQuantConfig, TightCache
 from tightkv.integrations.transformers.attention import use_attention
 from tightkv.tools.cli import main
 from tightkv.tools.cli.eval import report as eval_report
-from tightkv.tools.cli.eval.sizes import TASKS
+from tightkv.tools.cli.eval.command import TASKS
 from tightkv.tools.eval import results as store_module
 from tightkv.tools.eval.forward import (
     CacheRun,

@@ -6,13 +6,30 @@ from pathlib import Path
 from tightkv.config import PRESETS, KVQuantConfig
 from tightkv.files.atomic import check_appendable
 from tightkv.tools.cli.eval import page
-from tightkv.tools.cli.eval.sizes import SIZES, TASKS
 from tightkv.tools.cli.shared.loading import need_transformers
 from tightkv.tools.cli.shared.options import Commands, add_options, check_least
 from tightkv.tools.cli.shared.output import add_output_options, emit
 from tightkv.tools.cli.shared.server_file import model_of
 from tightkv.tools.eval.configs import parse_configs
+from tightkv.tools.eval.text import read_texts
 from tightkv.tools.model_loading.source import BUNDLED_NAME, DTYPE_NAMES, check_source
+
+TASKS = ("quality", "free", "passkey", "recall", "tools", "needles", "greedy")
+# option -> default, with --quick, least, help
+SIZES = {
+    "window": (2048, 512, 3, "tokens of a window"),
+    "windows": (8, 2, 1, "windows, spread evenly over the texts"),
+    "prefill": (256, 128, 1, "first tokens of a window, not scored"),
+    "chunk": (16, 16, 1, "tokens a forward pass after that"),
+    "batch": (8, 8, 1, "windows or prompts at a time"),
+    "max_context": (8192, 512, 1, "longest context, if the model has it"),
+    "depths": (5, 5, 1, "passkeys or values per context"),
+    "needles": (5, 5, 1, "facts hidden in a context"),
+    "calls": (8, 4, 1, "tool calls per context"),
+    "prompts": (8, 4, 1, "prompts to continue"),
+    "prompt_tokens": (512, 384, 2, "tokens of such a prompt"),
+    "new_tokens": (64, 32, 1, "tokens to continue it by"),
+}
 
 
 def add_parser(commands: Commands) -> None:
@@ -72,19 +89,24 @@ def run(args: argparse.Namespace) -> int:
     names = [name for words in args.presets for name in _split(words)]
     default = list(PRESETS) if args.report else ["k4v4"]
     configs = parse_configs([*names, *args.config] or default, args.calibration)
-    _check_files(args)
+    for path, what in ((args.out, "output"), (args.results, "results")):
+        if path and not Path(path).parent.is_dir():
+            raise FileNotFoundError(f"the folder of the {what} file {path!r} does not exist")
+        if path:
+            check_appendable(path)
     others = _check_report(args, configs)
     args.models = args.models or [model_of(None, args.config)]
     for source in args.models:
         check_source(source)
     if twice := {source for source in args.models if args.models.count(source) > 1}:
         raise ValueError(f"the model {min(map(str, twice))!r} is given twice; leave one out")
+    texts = read_texts(args.text)
     need_transformers("eval")
     from tightkv.tools.cli.eval import report
     from tightkv.tools.cli.eval.runner import evaluate
     from tightkv.tools.rows import append_rows
 
-    models = report.worst_first(evaluate(args, configs))
+    models = report.worst_first(evaluate(args, configs, texts))
     try:
         if args.out:
             append_rows(args.out, [row for data in models for row in report.file_rows(data)])
@@ -109,17 +131,6 @@ def _check_report(args: argparse.Namespace, configs: dict[str, KVQuantConfig]) -
     configs.setdefault(page.FLOOR, KVQuantConfig(key_bits=16, value_bits=16))
     page.check(args.report)
     return [row for path in args.rows for row in page.read(path)]
-
-
-def _check_files(args: argparse.Namespace) -> None:
-    for path in args.text:
-        if not Path(path).is_file():
-            raise FileNotFoundError(f"text file {path!r} does not exist")
-    for path, what in ((args.out, "output"), (args.results, "results")):
-        if path and not Path(path).parent.is_dir():
-            raise FileNotFoundError(f"the folder of the {what} file {path!r} does not exist")
-        if path:
-            check_appendable(path)
 
 
 def _split(words: str) -> list[str]:

@@ -12,7 +12,7 @@ import torch
 
 from tightkv.config import KVQuantConfig
 from tightkv.integrations.transformers import TightCache
-from tightkv.tools.cli.eval.sizes import SIZES, TASKS
+from tightkv.tools.cli.eval.command import SIZES, TASKS
 from tightkv.tools.cli.shared.loading import load_for
 from tightkv.tools.cli.shared.output import print_status
 from tightkv.tools.cli.shared.progress import QUICK_SECONDS, Working
@@ -24,7 +24,7 @@ from tightkv.tools.eval.tasks.needles import NeedleTask, build_haystack, make_ne
 from tightkv.tools.eval.tasks.probes import ProbeTask, build_passkeys, build_recall
 from tightkv.tools.eval.tasks.quality import QualityTask, Schedule, check_compresses
 from tightkv.tools.eval.tasks.tools import ToolTask, build_conversation
-from tightkv.tools.eval.text import Text, read_texts
+from tightkv.tools.eval.text import Text
 from tightkv.tools.eval.windows import Windows, cut_windows
 from tightkv.tools.model_loading.load import quiet
 from tightkv.tools.model_loading.source import BUNDLED_NAME
@@ -37,11 +37,12 @@ _SETTINGS = ("temperature", "seed", *(name for name in SIZES if name != "max_con
 _ABOUT = ("config", "kernels", "calibration")
 
 
-def evaluate(args: argparse.Namespace, configs: Mapping[str, KVQuantConfig]) -> list[Any]:
+def evaluate(
+    args: argparse.Namespace, configs: Mapping[str, KVQuantConfig], texts: Sequence[Text]
+) -> list[Any]:
     """An object for each model, as --json prints them (docs/eval.md)."""
     _check_lengths(args, configs.values())
-    texts, store = read_texts(args.text), results.Store(args.results, args.fresh)
-    done = []
+    store, done = results.Store(args.results, args.fresh), []
     for source in args.models:
         done.append(_evaluate_model(args, source, configs, texts, store))
         gc.collect()  # the next model needs the room
@@ -135,7 +136,7 @@ def _build_tasks(
 ) -> list[Task]:
     """Those that were asked for. Inputs are cut first: a text too short is refused at once."""
     text = "\n\n".join(text.content for text in texts)
-    depths = args.depths, args.seed
+    depths, schedule = (args.depths, args.seed), Schedule(args.prefill, args.chunk, args.batch)
 
     def cut(what: str, windows: int, tokens: int, more: int = 0) -> Windows:
         if limit is not None and tokens + more > limit:
@@ -146,21 +147,13 @@ def _build_tasks(
         what = "--prompt-tokens + --new-tokens"
         return cut(what, args.prompts, args.prompt_tokens, args.new_tokens)
 
-    def in_contexts(build: Callable[[int], Any]) -> tuple[Any, ...]:
+    def each(build: Callable[[int], Any]) -> tuple[Any, ...]:
         return tuple(map(build, contexts))
-
-    def passkeys(tokens: int) -> Any:
-        return build_passkeys(tokenizer, text, tokens, *depths)
 
     def needles() -> Task:
         facts = make_needles(args.needles, args.seed, text)
-        hays = in_contexts(lambda tokens: build_haystack(tokenizer, text, tokens, facts))
-        return NeedleTask(tokenizer, hays)
+        return NeedleTask(tokenizer, each(lambda n: build_haystack(tokenizer, text, n, facts)))
 
-    def conversation(tokens: int) -> Any:
-        return build_conversation(tokenizer, tokens, args.calls, args.seed)
-
-    schedule = Schedule(args.prefill, args.chunk, args.batch)
     tasks: dict[str, Callable[[], Task]] = {
         "quality": lambda: QualityTask(
             tokenizer, cut("--window", args.windows, args.window), schedule
@@ -168,11 +161,13 @@ def _build_tasks(
         "free": lambda: FreeTask(
             prompts(), args.new_tokens, args.temperature, args.seed, args.batch
         ),
-        "passkey": lambda: ProbeTask("passkey", in_contexts(passkeys)),
-        "recall": lambda: ProbeTask(
-            "recall", in_contexts(lambda tokens: build_recall(tokenizer, tokens, *depths))
+        "passkey": lambda: ProbeTask(
+            "passkey", each(lambda n: build_passkeys(tokenizer, text, n, *depths))
         ),
-        "tools": lambda: ToolTask(tokenizer, in_contexts(conversation)),
+        "recall": lambda: ProbeTask("recall", each(lambda n: build_recall(tokenizer, n, *depths))),
+        "tools": lambda: ToolTask(
+            tokenizer, each(lambda n: build_conversation(tokenizer, n, args.calls, args.seed))
+        ),
         "needles": needles,
         "greedy": lambda: GreedyTask(prompts(), args.new_tokens, batch=args.batch),
     }
