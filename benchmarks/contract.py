@@ -169,7 +169,8 @@ class Release:
             return f"{module}.{name}"
         if f'"{name}"' in text:  # a package's table of what it imports when it is asked for
             return True
-        return next(filter(None, (self._resolve(source, name) for source in stars)), False)
+        found = (self._resolve(source, name) for source in stars)
+        return next((one for one in found if one), False)
 
     def _member(self, module: str, node: ast.stmt, name: str) -> str | bool:
         if not isinstance(node, ast.ClassDef):

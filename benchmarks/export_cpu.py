@@ -40,6 +40,9 @@ class Static(nn.Module):
     float32, whatever the cache's dtype: processors without bfloat16 are slow in it.
     """
 
+    keys: Tensor
+    values: Tensor
+
     def __init__(self, heads: int, dim: int, tokens: int, dtype: torch.dtype) -> None:
         super().__init__()
         for name in ("keys", "values"):

@@ -54,7 +54,7 @@ if DRY:
 else:
     from tightkv.integrations.vllm.step.flash_attention import flash_attention_3
     from tightkv.integrations.vllm.step.flash_attention import varlen_flash_attention_3 as attention
-    from tightkv.kernels.cuda import backend as kernels
+    from tightkv.kernels.cuda import backend as kernels  # type: ignore[no-redef]
 
     sdpa._PREFERRED[:] = [flash_attention_3]
     DEVICE, HQ, HKV, D, DTYPE = torch.device("cuda", 0), 32, 8, 128, torch.bfloat16

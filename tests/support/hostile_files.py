@@ -354,7 +354,7 @@ def use_layer(layer, count, attend=True):
         new = noise(len(layer.shared.table), heads, count, dim).to(dtype)
         key, _ = layer.update(new, -new)
         if attend:
-            layer.attend(key.step, noise(len(new), count, 2 * heads, dim).to(dtype))
+            layer.attend(key.step, noise(len(new), count, 2 * heads, dim).to(dtype))  # type: ignore[attr-defined]
         layer.commit()
     elif getattr(layer, "keys", None) is not None:
         layer.update(*(noise(*x.shape[:2], count, x.shape[3]) for x in (layer.keys, layer.values)))
@@ -372,7 +372,7 @@ def guard_views():
             return x
         copy = torch.from_numpy(np.empty(x.numel() * x.element_size(), dtype=np.uint8))
         copy = copy.view(x.dtype).view(x.shape).copy_(x)
-        copy.guarded = True
+        copy.guarded = True  # type: ignore[attr-defined]
         return copy
 
     def view(self, *args, **kwargs):
@@ -391,7 +391,7 @@ def noise(*shape):
 
 def run(args):
     folder = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
-    seeds = [Seed(*found, folder) for found in caches()]
+    seeds = [Seed(*found, folder=folder) for found in caches()]
     path, loaded, refused = folder / "case.safetensors", 0, 0
     try:
         for i in range(args.first, args.first + args.count):

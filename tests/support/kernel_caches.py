@@ -113,15 +113,15 @@ def forget(cache, low):
 def assert_blind_before(window, attend, cache, counts, group, **options):
     """Attention has the same bits whatever holds the tokens before the window of any query."""
     q, cu_seqlens = queries(cache, counts, group)
-    options = AttendOptions(max_queries=max(counts), window=window, **options)
-    new = options.new_key is not None
+    given = AttendOptions(max_queries=max(counts), window=window, **options)
+    new = given.new_key is not None
     first = [
         row.length - (not new) * count for row, count in zip(cache.table.rows, counts, strict=True)
     ]
-    expected = attend(cache.codec, q, cache.view(), cu_seqlens, options)
+    expected = attend(cache.codec, q, cache.view(), cu_seqlens, given)
     without_entries = forget(cache, [max(at - window + 1, 0) for at in first])
     for view in (cache.view(), without_entries):  # a read of page -1 would end the process
-        got = attend(cache.codec, q, view, cu_seqlens, options)
+        got = attend(cache.codec, q, view, cu_seqlens, given)
         assert all(torch.isfinite(x).all() for x in expected)
         assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
 

@@ -338,7 +338,8 @@ def assert_kernel_agrees(
         for name in names:
             setattr(owner, name, getattr(owner, name).to(device))
     out = torch.empty(len(BatchRings._fields), 16, dtype=torch.int32, device=device)
-    ring_kernel.step(twin, *(x.to(device) for x in given), out, copies, drafting)
+    there: Any = [x.to(device) for x in given]
+    ring_kernel.step(twin, *there, out=out, copies=copies, drafting=drafting)
     for name, expected, found in zip(rows._fields, rows, out, strict=True):
         assert torch.equal(expected, found.cpu()[: len(expected)]), name
     for name in tensors:

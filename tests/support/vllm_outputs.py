@@ -36,8 +36,8 @@ def write_jobs(jobs: dict[str, dict[str, Any]], models: dict[str, Path], folder:
 @functools.cache
 def _engine_server() -> subprocess.Popen[str]:
     """Until this process ends; files whose tests ask for engines share a worker (workers.py)."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    return subprocess.Popen([sys.executable, str(ENGINE)], text=True, **pipes)
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, str(ENGINE)], text=True, stdin=pipe, stdout=pipe)
 
 
 class Engines(dict[str, dict[str, Any]]):
