@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tightkv.config import cache_root
-from tightkv.kernels.cuda import cubin_cache, nvrtc
+from tightkv.kernels.cuda import nvrtc
 
 SOURCE = 'extern "C" __global__ void k(float *x) { x[threadIdx.x] += 1.0f; }'
 
@@ -19,7 +19,7 @@ def folder(tmp_path, monkeypatch):
         lib = nvrtc.load_nvrtc("13")
     except OSError as error:
         pytest.skip(f"no NVRTC: {error}")
-    monkeypatch.setattr(cubin_cache, "load_torch_nvrtc", lambda: lib)
+    monkeypatch.setattr(nvrtc, "load_torch_nvrtc", lambda: lib)
     monkeypatch.setenv("TIGHTKV_CACHE_DIR", str(tmp_path))
     return tmp_path / "kernels"
 
@@ -27,15 +27,15 @@ def folder(tmp_path, monkeypatch):
 def compiled(monkeypatch):
     """compile_cubin, and whether it had to compile."""
     calls = []
-    real = cubin_cache.compile_source
+    real = nvrtc.compile_source
 
     def counted(*args):
         calls.append(args)
         return real(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(cubin_cache, "compile_source", counted)
-        return cubin_cache.compile_cubin(SOURCE, "sm_90"), bool(calls)
+        patch.setattr(nvrtc, "compile_source", counted)
+        return nvrtc.compile_cubin(SOURCE, "sm_90"), bool(calls)
 
 
 def only_file(folder: Path) -> Path:
@@ -117,15 +117,14 @@ def test_a_root_that_is_a_file(folder, monkeypatch):
 def test_options_are_part_of_the_key(folder, monkeypatch):
     compiled(monkeypatch)
     real = nvrtc.compile_options
-    for module in (nvrtc, cubin_cache):
-        monkeypatch.setattr(module, "compile_options", lambda arch: [*real(arch), "--fmad=false"])
+    monkeypatch.setattr(nvrtc, "compile_options", lambda arch: [*real(arch), "--fmad=false"])
     assert compiled(monkeypatch)[1]
     assert len(list(folder.iterdir())) == 2
 
 
 def test_a_folder_that_others_write_is_not_used(folder, monkeypatch):
     good, _ = compiled(monkeypatch)
-    planted = cubin_cache._entry(b"not ours")
+    planted = nvrtc._entry(b"not ours")
     only_file(folder).write_bytes(planted)
     assert compiled(monkeypatch) == (b"not ours", False)  # who may write there is trusted
     folder.chmod(0o777)

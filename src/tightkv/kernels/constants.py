@@ -34,9 +34,13 @@ def unsupported_codec(layout: PageLayout) -> str | None:
 
 @functools.lru_cache(maxsize=1024)
 def layout_constants(layout: PageLayout) -> dict[str, Any]:
-    """Sizes and byte offsets of a page's record."""
-    cfg, d = layout.cfg, layout.head_dim
-    return {
+    """Sizes and byte offsets of a page's record, and of KEY and VALUE how they are coded.
+
+    BOOK: thresholds and magnitudes; of 8 bits 1 / unit and unit. TABLE: levels by code as e4m3
+    bytes, 0 for 8 bits. UNIT of a level, and MODE of the scale.
+    """
+    cfg, d, codec = layout.cfg, layout.head_dim, Codec(layout)
+    found: dict[str, Any] = {
         "HKV": layout.num_kv_heads,
         "D": d,
         "DP": 1 << (d - 1).bit_length(),  # the next power of two
@@ -50,40 +54,17 @@ def layout_constants(layout: PageLayout) -> dict[str, Any]:
         "VALUE_SCALE_AT": layout.planes["value", "scale"].offset,
         "MEAN_AT": layout.mean_offset,
         "MEAN_BITS": cfg.mean_bits if cfg.centered else 0,
-        "ROTATION": ROTATIONS[Codec(layout).key.rotation.kind],
+        "ROTATION": ROTATIONS[codec.key.rotation.kind],
     }
-
-
-@functools.lru_cache(maxsize=1024)
-def encode_constants(layout: PageLayout) -> dict[str, Any]:
-    """BOOK and MODE (of the scale) by side. A book has thresholds and magnitudes.
-
-    That of 8 bits has 1 / unit and unit.
-    """
-    found: dict[str, Any] = {}
-    for name, quantizer in _quantizers(layout).items():
-        book = quantizer.codebook
-        codes = (1 / book.unit, book.unit) if book.bits == 8 else (book.thresholds, book.magnitudes)
+    for name, quantizer in (("KEY", codec.key), ("VALUE", codec.value)):
+        assert isinstance(quantizer, TurboQuantMSE)
+        book, eight = quantizer.codebook, quantizer.bits == 8
+        codes = (1 / book.unit, book.unit) if eight else (book.thresholds, book.magnitudes)
         found[f"{name}_BOOK"] = codes
         found[f"{name}_MODE"] = SCALE_MODES[quantizer.scale_mode]
+        found[f"{name}_TABLE"] = 0 if eight else e4m3_table(book)
+        found[f"{name}_UNIT"] = book.unit / math.sqrt(d)
     return found
-
-
-@functools.lru_cache(maxsize=1024)
-def decode_constants(layout: PageLayout) -> dict[str, Any]:
-    """TABLE (levels by code as e4m3 bytes, 0 for 8 bits) and UNIT (of a level) by side."""
-    found: dict[str, Any] = {}
-    for name, quantizer in _quantizers(layout).items():
-        book = quantizer.codebook
-        found[f"{name}_TABLE"] = 0 if book.bits == 8 else e4m3_table(book)
-        found[f"{name}_UNIT"] = book.unit / math.sqrt(layout.head_dim)
-    return found
-
-
-def _quantizers(layout: PageLayout) -> dict[str, TurboQuantMSE]:
-    codec = Codec(layout)
-    assert isinstance(codec.key, TurboQuantMSE) and isinstance(codec.value, TurboQuantMSE)
-    return {"KEY": codec.key, "VALUE": codec.value}
 
 
 def table_levels(book: Codebook) -> list[float]:

@@ -149,7 +149,7 @@ def store(
     offset = slots[live].long() % layout.page_size
     both = rotated(codec, *RingTokens(key, value, scales).at(live))
     for side, y in zip(("key", "value"), both, strict=True):
-        layout.write_tokens(pages, page, offset, side, codec.encode_rotated(side, y))
+        layout.write_tokens(pages, page, offset, side, codec.side(side).encode_rotated(y))
 
 
 def seal(
@@ -192,7 +192,7 @@ def seal(
             new_key = codec.encode_centered(y, mean, feedback)
         else:
             new_key = codec.encode_keys(y, feedback)
-        new_value = codec.encode_rotated("value", v)
+        new_value = codec.value.encode_rotated(v)
         for side, new in (("key", new_key), ("value", new_value)):
             fields = {name: torch.where(kept, old[side][name], new[name]) for name in new}
             layout.write(records, side, fields)
@@ -210,7 +210,7 @@ def dequantize(codec: Codec, records: Tensor) -> tuple[Tensor, Tensor]:
     layout = codec.layout
     mean = layout.read_mean(records).unsqueeze(-2) if codec.cfg.centered else None
     key = codec.decode_keys(layout.read(records, "key"), mean)
-    return key, codec.decode_values(layout.read(records, "value"))
+    return key, codec.value.decode_rotated(layout.read(records, "value"))
 
 
 @dataclass

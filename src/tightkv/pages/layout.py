@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from tightkv.config import KVQuantConfig
+from tightkv.math.per_device import Constant
 from tightkv.pages.pack import pack, unpack
 
 BLOCK = 32  # tokens whose codes are interleaved
@@ -139,10 +140,10 @@ def _derived() -> Any:
 
 
 @dataclass(frozen=True)
-class PageLayout:
+class PageLayout(Constant):
     """The page of one layer: sizes, offsets, and how planes are read and written.
 
-    A value: layouts of equal arguments are equal, and a copy is the layout itself. Take it from
+    A value: layouts of equal arguments are equal. Take it from
     `page_layout`, which gives layers that are alike the same object.
     """
 
@@ -182,12 +183,6 @@ class PageLayout:
 
     def __hash__(self) -> int:
         return self._hash
-
-    def __copy__(self) -> PageLayout:
-        return self
-
-    def __deepcopy__(self, memo: object) -> PageLayout:
-        return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         return page_layout, (self.cfg, self.num_kv_heads, self.head_dim, self.dtype)

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from tightkv.kernels.backend import Takes
-from tightkv.kernels.cuda.cubin_cache import compile_cubin
 from tightkv.kernels.cuda.decode_plan import DecodePlan, DecodeTile, padded_dim, processor_count
 from tightkv.kernels.cuda.driver import Module, capture_of
-from tightkv.kernels.cuda.nvrtc import load_torch_nvrtc
+from tightkv.kernels.cuda.nvrtc import compile_cubin, load_torch_nvrtc
 from tightkv.kernels.cuda.params import (
     AppendParams,
     DecodeParams,

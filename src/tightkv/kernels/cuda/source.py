@@ -7,12 +7,7 @@ from pathlib import Path
 
 import torch
 
-from tightkv.kernels.constants import (
-    decode_constants,
-    encode_constants,
-    layout_constants,
-    table_levels,
-)
+from tightkv.kernels.constants import layout_constants, table_levels
 from tightkv.kernels.cuda.decode_plan import DecodeTile, splits_at_once
 from tightkv.math.feedback import MOST_SCALE, gain
 from tightkv.math.quantize import Quantizer, TurboQuantMSE
@@ -22,6 +17,10 @@ from tightkv.pages.layout import PageLayout
 _FOLDER = Path(__file__).parent / "csrc"
 _INCLUDE = re.compile(r'#include "([\w.]+)"$')
 _PROGRAMS = {"decode": ("decode.cu", "merge.cu")}  # others are a file of their own name
+_SHARED = (
+    *("PAGE", "RECORD", "KEY_BITS", "VALUE_BITS", "VALUE_AT", "KEY_SCALE_AT"),
+    *("VALUE_SCALE_AT", "MEAN_AT", "MEAN_BITS"),
+)
 STATIC_STEP, SPLIT_PLAN = "static_step.cu", "split_plan.cu"  # take no constants
 
 
@@ -63,18 +62,15 @@ def source(
             "MERGE_AHEAD": splits_at_once(layout),
             "SHARED_BYTES": tile.shared_bytes(layout),
         }
-    for field in ("PAGE", "RECORD", "KEY_BITS", "VALUE_BITS", "VALUE_AT", "KEY_SCALE_AT"):
+    for field in _SHARED:
         constants[field] = shared[field]
-    for field in ("VALUE_SCALE_AT", "MEAN_AT", "MEAN_BITS"):
-        constants[field] = shared[field]
-    encode, decode = encode_constants(layout), decode_constants(layout)
     codec = Codec(layout)
     for side in ("KEY", "VALUE"):
         sums = tile is not None and tile.sum_levels
         constants[f"{side}_TABLE"] = _byte_levels(codec.side(side.lower()), sums)
-        constants[f"{side}_UNIT"] = _floats(decode[f"{side}_UNIT"])
-        constants[f"{side}_MODE"] = encode[f"{side}_MODE"]
-        book = encode[f"{side}_BOOK"]  # of 8 bits: 1 / unit and unit
+        constants[f"{side}_UNIT"] = _floats(shared[f"{side}_UNIT"])
+        constants[f"{side}_MODE"] = shared[f"{side}_MODE"]
+        book = shared[f"{side}_BOOK"]  # of 8 bits: 1 / unit and unit
         thresholds, magnitudes = ((x,) if isinstance(x, float) else x for x in book)
         constants[f"{side}_THRESHOLDS"] = _floats(*thresholds)
         constants[f"{side}_MAGNITUDES"] = _floats(*magnitudes)

@@ -7,13 +7,7 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from tightkv.kernels.constants import (
-    ROTATIONS,
-    decode_constants,
-    e4m3_table,
-    encode_constants,
-    layout_constants,
-)
+from tightkv.kernels.constants import ROTATIONS, e4m3_table, layout_constants
 from tightkv.kernels.triton.device import has_ptx, interpreted
 from tightkv.math.rotation import Rotation
 from tightkv.pages.latent import LatentCodec, LatentLayout
@@ -49,12 +43,12 @@ class Constants:
 
 @functools.lru_cache(maxsize=1024)
 def constants_of(layout: PageLayout, device: torch.device) -> Constants:
-    """D, DP (the next power of two), HKV and what else the functions of `kernels.constants` give.
+    """What `layout_constants` gives.
 
     PTX: whether the device converts e4m3 by an instruction. RING_CODES: whether rings have codes.
     """
-    tables = layout_constants(layout) | encode_constants(layout) | decode_constants(layout)
-    return Constants(**tables, PTX=has_ptx(device), RING_CODES=layout.cfg.window_bits == 8)
+    codes = layout.cfg.window_bits == 8
+    return Constants(**layout_constants(layout), PTX=has_ptx(device), RING_CODES=codes)
 
 
 @functools.lru_cache(maxsize=256)
