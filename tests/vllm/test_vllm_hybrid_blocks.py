@@ -88,9 +88,10 @@ def packed(shape: Shape, pages: dict[str, PageLayout], mode: str = "align") -> t
 
 def engine_blocks(specs: Any, memory: int) -> Any:
     """The KVCacheConfig that vLLM makes of an engine's specs."""
+    from vllm.v1.core import kv_cache_utils
     from vllm.v1.kv_cache_interface import KVCacheLayout
 
-    from tightkv.integrations.vllm.prefix.packed_blocks import plain_groups, planning
+    from tightkv.integrations.vllm.prefix.blocks import name_states
 
     cache = SimpleNamespace(
         get_resolved_kv_cache_layout=lambda: KVCacheLayout.BLHNC,
@@ -103,9 +104,9 @@ def engine_blocks(specs: Any, memory: int) -> Any:
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
         attention_config=SimpleNamespace(hisparse_config=None),
     )
-    with plain_groups():
-        groups = planning().get_kv_cache_groups(config, specs)
-    return planning().get_kv_cache_config_from_groups(config, groups, memory)
+    groups = kv_cache_utils.get_kv_cache_groups(config, specs)
+    name_states(groups)
+    return kv_cache_utils.get_kv_cache_config_from_groups(config, groups, memory)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -198,6 +199,7 @@ def test_pages_of_packed_blocks_are_apart() -> None:
         ("0.32.0", 1, None, "states", True),
         ("0.33.1+cu130", 1, None, "states", True),
         ("0.28.0", 1, None, "states", False),
+        ("unknown", 1, None, "states", False),  # a folder of sources on PYTHONPATH
         ("0.32.0", 2, None, "states", False),
         ("0.32.0", 1, "LBHNC", "states", False),
         ("0.32.0", 1, None, "windows", False),
@@ -215,20 +217,20 @@ def test_where_blocks_are_packed(
     from vllm import envs
     from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
-    from tightkv.integrations.vllm.prefix import packed_blocks
+    from tightkv.integrations.vllm.prefix import blocks
 
     state = MambaSpec(block_size=16, shapes=((8,),), dtypes=(torch.bfloat16,))
     window = SlidingWindowSpec(
         block_size=16, num_kv_heads=1, head_size=32, dtype=torch.bfloat16, sliding_window=64
     )
     specs = {"states": [state], "windows": [state, window], "none": []}[kinds]
-    monkeypatch.setattr(packed_blocks, "installed_version", lambda _: version)
+    monkeypatch.setattr(blocks, "installed_version", lambda _: version)
     monkeypatch.setattr(envs, "VLLM_KV_CACHE_LAYOUT", layout, raising=False)
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(pipeline_parallel_size=stages),
         model_config=SimpleNamespace(supports_kv_cache_grouping=False),
     )
-    assert packed_blocks.packs([(object(), spec) for spec in specs], config) is expected
+    assert blocks.packs([(object(), spec) for spec in specs], config) is expected
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ring_scheduler import CFG, LATER, PAGE, Scheduler, Sequence
 from tightkv import KVQuantConfig
 from tightkv.integrations.vllm.step.ring_table import NAMED, BatchRings, RingTable, sink_rows
-from tightkv.integrations.vllm.step.sink_copies import copied
+from tightkv.integrations.vllm.step.step_sealing import copied
 from tightkv.pages.layout import RING_SLACK
 
 
@@ -60,7 +60,7 @@ def test_the_kernel_saves_named_sinks(rows: int, drafts: int) -> None:
 @pytest.mark.parametrize("dim", [64, 80])
 def test_sinks_of_all_layers_are_copied_at_once(dim: int) -> None:
     """A place may be read and written; layers may have different heads."""
-    from tightkv.integrations.vllm.step import sink_kernel
+    from tightkv.integrations.vllm.step import ring_kernel
 
     device = "cuda" if torch.cuda.is_available() else "cpu"  # there the interpreter
     nobody, places = 6, sink_rows(6)
@@ -74,7 +74,7 @@ def test_sinks_of_all_layers_are_copied_at_once(dim: int) -> None:
     for sinks in plain:
         sinks[to] = sinks[source]
     table = torch.tensor([[x.data_ptr(), x[0].nbytes // 4] for x in fused], device=device)
-    sink_kernel.copy(table, rows, nobody, int(table[:, 1].max()), 20)
+    ring_kernel.copy_sinks(table, rows, nobody, int(table[:, 1].max()), 20)
     for expected, found in zip(plain, fused, strict=True):
         for each in (expected, found):
             each[nobody] = 0

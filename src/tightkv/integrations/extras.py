@@ -28,11 +28,16 @@ def install_hint(extra: str) -> str:
     return f'pip install ".[{extra}]" in a checkout, or pip install "WHEEL[{extra}]"'
 
 
+def release(version: str) -> tuple[int, int] | None:
+    """Major and minor number; None of a version without them, as that of a folder of sources."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return None if found is None else (int(found[1]), int(found[2]))
+
+
 def untested(package: str, version: str) -> str | None:
     """A line about a release that is newer than all that were tested; None for others."""
     major, minor = NEWEST[package]
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found is None or (int(found[1]), int(found[2])) <= (major, minor):
+    if (release(version) or (0, 0)) <= (major, minor):
         return None
     return (
         f"tightkv was tested with {package} up to {major}.{minor}, this is {version}; if something "

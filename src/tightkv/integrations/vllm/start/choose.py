@@ -20,8 +20,7 @@ from tightkv.integrations.vllm.layer_shapes import (
     unreadable_layers,
 )
 from tightkv.integrations.vllm.options import EngineOptions
-from tightkv.integrations.vllm.prefix.blocks import other_specs
-from tightkv.integrations.vllm.prefix.packed_blocks import packs
+from tightkv.integrations.vllm.prefix.blocks import other_specs, packs
 from tightkv.model_shape import skip_reason
 from tightkv.model_shape.compressible import OTHER_PAGES, windows_of_other_pages
 from tightkv.pages.layout import PageLayout, page_layout

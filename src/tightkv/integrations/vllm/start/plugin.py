@@ -7,6 +7,8 @@ import multiprocessing
 import sys
 from collections.abc import Callable
 from functools import wraps
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from tightkv.integrations.extras import install_hint, untested
@@ -24,7 +26,7 @@ def register() -> None:
     wrapped too: one of them may be asked first, and the size of their blocks follows from ours.
 
     The scheduler of such an engine is told what its workers hold (`engine_core`), and the API
-    server where it finds the metrics (`stats_file`).
+    server where it finds the metrics (`stats_file`). Groups of layers with states say so.
 
     A vLLM that we do not fit is left alone, unless an engine asks for compression: that is refused.
     Metrics alone are no reason to refuse one.
@@ -69,7 +71,10 @@ def _engine_hooks() -> tuple[tuple[Any, str, Callable[[Any], Any]], ...]:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
 
+    planning = "vllm.v1.core.kv_cache_planning"  # from 0.33 on
+    found = import_module(planning if find_spec(planning) else "vllm.v1.core.kv_cache_utils")
     return (
+        (found, "get_kv_cache_groups", _naming_states),
         (EngineCore, "_initialize_kv_caches", _reading_formats),
         (Scheduler, "__init__", _following),
     )
@@ -81,19 +86,28 @@ def _metrics_logger() -> Any:
     return PrometheusStatLogger
 
 
+def _naming_states(original: Any) -> Any:
+    def get_kv_cache_groups(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        groups = original(vllm_config, *args, **kwargs)
+        if engine_options(vllm_config.additional_config) is not None:
+            from tightkv.integrations.vllm.prefix.blocks import name_states
+
+            name_states(groups)
+        return groups
+
+    return get_kv_cache_groups
+
+
 def _reading_formats(original: Any) -> Any:
     def _initialize_kv_caches(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
         asked = engine_options(vllm_config.additional_config) is not None
         if asked and (line := untested("vllm", _version())) is not None:
             logger.warning(line)
-        if not asked:
-            return original(self, vllm_config, *args, **kwargs)
-        from tightkv.integrations.vllm.prefix.packed_blocks import plain_groups
-        from tightkv.integrations.vllm.start.engine_core import read_format
+        made = original(self, vllm_config, *args, **kwargs)
+        if asked:
+            from tightkv.integrations.vllm.start.engine_core import read_format
 
-        with plain_groups():
-            made = original(self, vllm_config, *args, **kwargs)
-        read_format(self, vllm_config)
+            read_format(self, vllm_config)
         return made
 
     return _initialize_kv_caches

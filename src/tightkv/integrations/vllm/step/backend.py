@@ -24,8 +24,13 @@ from tightkv.integrations.vllm.step.batch_split import Limits, PartRange, split_
 from tightkv.integrations.vllm.step.metadata import TightMetadata, make_part
 from tightkv.integrations.vllm.step.page_blocks import PageBlocks
 from tightkv.integrations.vllm.step.ring_table import BatchRings, RingTable
-from tightkv.integrations.vllm.step.sink_copies import SinkCopies, copied
-from tightkv.integrations.vllm.step.step_sealing import GroupRings, StepSealing, seals_later
+from tightkv.integrations.vllm.step.step_sealing import (
+    GroupRings,
+    SinkCopies,
+    StepSealing,
+    copied,
+    seals_later,
+)
 
 
 class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[misc]

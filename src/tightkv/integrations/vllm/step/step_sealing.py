@@ -1,20 +1,21 @@
 """GroupRings: what the builders of a group of layers share.
 
-StepSealing seals the pages that the group has completed by one launch per step.
+StepSealing seals the pages that the group has completed by one launch per step, SinkCopies copies
+the exact first tokens that a step moves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from tightkv.integrations.vllm.compat import as_pages
-from tightkv.integrations.vllm.step.ring_table import RingTable
+from tightkv.integrations.vllm.step.ring_table import BatchRings, RingTable
 from tightkv.integrations.vllm.step.seal_queue import SealQueue
-from tightkv.integrations.vllm.step.sink_copies import SinkCopies
 from tightkv.kernels.backend import is_late_sealing
 from tightkv.kernels.view import SealedLayer
 from tightkv.pages.layout import PageLayout
@@ -73,6 +74,43 @@ def _launch(pages: Mapping[TightAttention, Tensor], chosen: Tensor) -> Callable[
         ring_key, ring_value, _, _, *scales = impl.exact_tensors()
         layers.append(SealedLayer(own, ring_key, ring_value, impl.feedback, *scales))
     return partial(kernels.seal_layers, impl.step.codec, kernels.sealed_layers(layers), chosen)
+
+
+class SinkCopies:
+    """Sinks of layers, copied as a step of their `RingTable` says."""
+
+    def __init__(self, sinks: Iterable[Tensor], nobody: int, most_sequences: int) -> None:
+        """`sinks`: keys and values of each layer, [places, n, Hkv, D]; `nobody`: a place."""
+        self._sinks = [each for each in sinks if each.numel()]
+        self._nobody, self._most = nobody, most_sequences
+        self._table: Tensor | None = None
+        if self._sinks and self._sinks[0].is_cuda:
+            rows = [[x.data_ptr(), x[0].nbytes // 4] for x in self._sinks]
+            self._table = torch.tensor(rows, device="cpu").to(self._sinks[0].device)
+            self._most_words = max(words for _, words in rows)
+
+    def copy(self, rows: BatchRings) -> None:
+        """Save the sinks of rows that get a new sequence, and copy those that it takes over.
+
+        A place may be read and written: all are read before any is written.
+        """
+        if self._table is None:
+            to, source = copied(rows)
+            for sinks in self._sinks:
+                sinks[to] = sinks[source]
+            return
+        from tightkv.integrations.vllm.step import ring_kernel
+
+        ring_kernel.copy_sinks(self._table, rows, self._nobody, self._most_words, self._most)
+
+
+def copied(rows: BatchRings) -> tuple[Tensor, Tensor]:
+    """Places [2 B] that sinks are copied to, and those that they are copied from."""
+    own = rows.ring_rows
+    return (
+        torch.cat([rows.saved_at, own]).long(),
+        torch.cat([own, rows.sink_sources]).long(),
+    )
 
 
 class GroupRings:
