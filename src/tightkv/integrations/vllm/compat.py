@@ -45,11 +45,6 @@ def slot_bytes(layout: PageLayout) -> int:
     return -(-layout.page_bytes // layout.page_size)
 
 
-def cache_shape(num_blocks: int, block_size: int, heads: int, head_size: int) -> tuple[int, int]:
-    """The cache tensor's shape where vLLM asks the backend for it."""
-    return num_blocks, block_size * heads * head_size
-
-
 def as_pages(kv_cache: Tensor, layout: PageLayout) -> Tensor:
     """A layer's part of vLLM's cache -> uint8 [pages, Hkv, record_bytes]; nothing is copied."""
     heads, record = layout.num_kv_heads, layout.record_bytes

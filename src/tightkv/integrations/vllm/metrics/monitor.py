@@ -118,20 +118,15 @@ def watch_scheduler(scheduler: Any, vllm_config: Any, found: CacheFormat) -> Non
         return outputs
 
     try:
-        monitor = _monitor_of(scheduler, vllm_config, found)
+        cache, index = vllm_config.cache_config, vllm_config.parallel_config.data_parallel_index
+        labels = [vllm_config.model_config.served_model_name, str(index)]
+        monitor = EngineMonitor(found, cache.num_gpu_blocks or 0, labels)
+        shared = "PROMETHEUS_MULTIPROC_DIR" in os.environ  # the values are
+        if scheduler.log_stats and not shared:
+            monitor.file = StatsFile.of_engine(vllm_config.instance_id, index)
         scheduler.update_from_output = update_from_output
     except (AttributeError, TypeError) as error:
         logger.warning(_STOPPED, error)
-
-
-def _monitor_of(scheduler: Any, vllm_config: Any, found: CacheFormat) -> EngineMonitor:
-    cache, index = vllm_config.cache_config, vllm_config.parallel_config.data_parallel_index
-    labels = [vllm_config.model_config.served_model_name, str(index)]
-    monitor = EngineMonitor(found, cache.num_gpu_blocks or 0, labels)
-    shared = "PROMETHEUS_MULTIPROC_DIR" in os.environ  # the values are
-    if scheduler.log_stats and not shared:
-        monitor.file = StatsFile.of_engine(vllm_config.instance_id, index)
-    return monitor
 
 
 def _follow_step(monitor: EngineMonitor, scheduler: Any, scheduler_output: Any) -> None:

@@ -40,7 +40,9 @@ def register() -> None:
         _refuse_requests(_does_not_fit(error))
         return
     try:
-        _wrap(_metrics_logger(), "__init__", _showing_stats)
+        from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+        _wrap(PrometheusStatLogger, "__init__", _showing_stats)
     except (ImportError, AttributeError) as error:
         _warn_once("tightkv: /metrics has no tightkv: metrics with vLLM %s (%s)", _version(), error)
 
@@ -78,12 +80,6 @@ def _engine_hooks() -> tuple[tuple[Any, str, Callable[[Any], Any]], ...]:
         (EngineCore, "_initialize_kv_caches", _reading_formats),
         (Scheduler, "__init__", _following),
     )
-
-
-def _metrics_logger() -> Any:
-    from vllm.v1.metrics.loggers import PrometheusStatLogger
-
-    return PrometheusStatLogger
 
 
 def _naming_states(original: Any) -> Any:

@@ -15,12 +15,11 @@ from vllm.v1.attention.backend import (
 
 from tightkv.integrations.vllm.compat import (
     added_by_draft,
-    cache_shape,
     drafts_share_metadata,
     host_lengths,
 )
 from tightkv.integrations.vllm.step.attention import TightAttention
-from tightkv.integrations.vllm.step.batch_split import Limits, PartRange, split_batch
+from tightkv.integrations.vllm.step.batch_split import PartRange, split_batch
 from tightkv.integrations.vllm.step.metadata import TightMetadata, make_part
 from tightkv.integrations.vllm.step.page_blocks import PageBlocks
 from tightkv.integrations.vllm.step.ring_table import BatchRings, RingTable
@@ -118,14 +117,11 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
         pages = self._page_table(block_table)
         self._step(self._ring_table(), pages, (lengths, starts, slots), drafting=True)
 
-    @property
-    def _limits(self) -> Limits:
-        return self.impls[0].limits._replace(decoding=self.reorder_batch_threshold or 1)
-
     def _most_decoding(self, sequences: int) -> int:
         """New tokens up to which a sequence of this batch is treated like one that decodes."""
         short_prompt = min(impl.short_prompt for impl in self.impls)
-        return self._limits.most_as_decoding(sequences, short_prompt)
+        limits = self.impls[0].limits._replace(decoding=self.reorder_batch_threshold or 1)
+        return limits.most_as_decoding(sequences, short_prompt)
 
     def _workspace_tokens(self) -> int | None:
         """The tokens that fit the workspace of each layer that has one; see `LayerStep`.
@@ -285,7 +281,7 @@ class TightBackend(PageBlocks, AttentionBackend):  # type: ignore[misc]
         head_size: int,
         cache_dtype_str: str = "auto",
     ) -> tuple[int, ...]:
-        return cache_shape(num_blocks, block_size, num_kv_heads, head_size)
+        return num_blocks, block_size * num_kv_heads * head_size  # bytes: see `compat.page_spec`
 
 
 class PackedBackend(TightBackend):

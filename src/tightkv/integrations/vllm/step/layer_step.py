@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,7 +77,8 @@ class LayerStep:
                 sinks[to] = sinks[source]
         # All tokens are written before any is read: sequences share blocks within a step.
         for part in parts:
-            view = _view(pages, rings, part, False, False, feedback, fused, seals_later)
+            coding = {"feedback": feedback, "centers": fused, "seals_later": seals_later}
+            view = _view(pages, rings, part, context=False, **coding)
             valid_from, most = part.rows.ring_valid_from, part.max_query_len
             options = AppendOptions(part.query_start_loc, valid_from, most, True)
             self.kernels.append(self.codec, view, key[part.tokens], value[part.tokens], options)
@@ -103,7 +105,8 @@ class LayerStep:
             mine, key, value = part.tokens, None, None
             if part.is_prefill and new_tokens is not None:
                 key, value = (x[mine] for x in new_tokens)
-            view = _view(pages, rings, part, part.is_prefill, overlaps_append, centers=fused)
+            reading = {"overlaps_append": overlaps_append, "centers": fused}
+            view = _view(pages, rings, part, context=part.is_prefill, **reading)
             options = AttendOptions(
                 max_queries=part.max_query_len,
                 scale=self.scale,
@@ -126,17 +129,8 @@ class LayerStep:
         return centers if fuses else None
 
 
-def _view(
-    pages: Tensor,
-    rings: Rings,
-    part: BatchPart,
-    context: bool,
-    overlaps_append: bool = False,
-    feedback: Tensor | None = None,
-    centers: Centered = None,
-    seals_later: bool = False,
-) -> CacheView:
-    """The cache with a part's new tokens, or only what came before them."""
+def _view(pages: Tensor, rings: Rings, part: BatchPart, context: bool, **more: Any) -> CacheView:
+    """The cache with a part's new tokens, or only what came before them; `more` of its fields."""
     rows, count = part.rows, len(rings[0])
     return CacheView(
         pages=pages,
@@ -154,8 +148,5 @@ def _view(
         same_length=part.context_len if context else None,
         ragged=part.ragged if context else (),
         plans=None if context else part.plans,
-        overlaps_append=overlaps_append,
-        feedback=feedback,
-        seals_later=seals_later,
-        centers=centers,
+        **more,
     )

@@ -129,7 +129,9 @@ class RingTable:
         starts = query_start_loc.long()
         counts = starts.diff()
         here = torch.arange(batch, device=lengths.device)
-        live = self._live(starts, counts, slots)
+        live = counts > 0  # sequences whose tokens are really written
+        if len(slots):
+            live &= slots[starts[:-1].clamp_max(len(slots) - 1)] >= 0
         lengths = lengths.long().masked_fill(~live, 0)
         before = (lengths - counts).masked_fill(~live, 0)
         blocks, writers = self._mark_written(starts, slots)
@@ -222,12 +224,6 @@ class RingTable:
     def _first_pages(self, firsts: Mapping[int, int]) -> tuple[Tensor, Tensor]:
         both = _on_device([list(firsts), list(firsts.values())], self.steps.device)
         return both[0] * self.pages_per_block, both[1]
-
-    def _live(self, starts: Tensor, counts: Tensor, slots: Tensor) -> Tensor:
-        """bool [B]: sequences whose tokens are really written."""
-        if not len(slots):
-            return counts > 0
-        return (counts > 0) & (slots[starts[:-1].clamp_max(len(slots) - 1)] >= 0)
 
     def _mark_written(self, starts: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         """The block of each token and the sequence that writes it (B: none)."""
