@@ -43,7 +43,6 @@ from tightkv.tools.eval.tasks.quality import (
     check_compresses,
     compare,
     measure_quality,
-    quality_passes,
 )
 from tightkv.tools.eval.text import Text, default_texts, read_text
 from tightkv.tools.eval.windows import Windows, cut_windows
@@ -228,7 +227,7 @@ def test_every_forward_pass_is_told_and_every_text_summed() -> None:
     model, passes = tiny(), list[int]()
     configs = caches(model, small("k4v4"), small("k2v2"))
     done = measure_quality(model, windows(), configs, SCHEDULE, passes.append)
-    assert sum(passes) == quality_passes(3, 187, 2, SCHEDULE) == 2 * 2 * (1 + 10)
+    assert sum(passes) == 2 * SCHEDULE.passes(3, 187) == 2 * 2 * (1 + 10)
     by_text = done["k2v2"].by_text()
     assert [by_text[name].positions for name in "ab"] == [2 * 146, 146]
     mean = (2 * by_text["a"].kl + by_text["b"].kl) / 3

@@ -68,13 +68,11 @@ def _make(folder: Path, gguf: Path, progress: Callable[[str], None]) -> None:
             shutil.rmtree(other, ignore_errors=True)
     begin = time.monotonic()
     progress(f"converting the bundled {BUNDLED_NAME}, once; this takes half a minute or so")
-    unfinished = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
-    try:
-        convert(gguf, unfinished, progress)
+    beside = {"prefix": f"{folder.name}.", "dir": str(folder.parent)}
+    with tempfile.TemporaryDirectory(**beside, ignore_cleanup_errors=True) as unfinished:
+        convert(gguf, Path(unfinished), progress)
         shutil.rmtree(folder, ignore_errors=True)  # files that somebody took parts of
-        unfinished.rename(folder)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        Path(unfinished).rename(folder)
     progress(f"converted in {time.monotonic() - begin:.0f} s; kept in {folder}")
 
 

@@ -6,6 +6,7 @@ bits (search.py), and what it picks is measured through the real cache.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from tightkv.model_shape.cache_bytes import CacheBytes, LayerBytes
 from tightkv.tools.eval.forward import Bars, no_bars
 from tightkv.tools.eval.layer_bits import diagnosis, sensitivity
 from tightkv.tools.eval.layer_bits.search import as_config, fewest_bytes, options_of
-from tightkv.tools.eval.tasks.quality import Schedule, measure_quality, quality_passes
+from tightkv.tools.eval.tasks.quality import Schedule, measure
 from tightkv.tools.eval.windows import Windows
 
 _AIM = 0.9  # of the budget: what a search leaves for the estimate's error
@@ -229,16 +230,14 @@ class Doctor:
     # --- measuring ---
     def measure(self, cfg: KVQuantConfig, predicted: float | None = None) -> diagnosis.Measured:
         """Through the real cache, on every window."""
-        caches = {"it": lambda: TightCache(cfg, model=self.model, eager=True)}
+        make = partial(TightCache, cfg, model=self.model, eager=True)
         whole = len(self._references) == len(self.windows)
         reference = torch.cat(self._references) if whole else None
-        passes = quality_passes(len(self.windows), self.windows.ids.shape[1], 1, self.schedule)
-        name, given = diagnosis.describe(cfg), (self.model, self.windows, caches, self.schedule)
-        with self.bars(f"measuring {name}", passes) as bar:
-            summary = measure_quality(*given, bar.advance, reference)["it"].summary
-        size, within = self.bytes_per_token(cfg), summary.kl <= self.budget
-        kl, top1 = summary.kl, summary.top1
-        found = diagnosis.Measured(cfg, name, predicted, kl, top1, size, within)
+        name, given = diagnosis.describe(cfg), (self.model, self.windows, make, self.schedule)
+        with self.bars(f"measuring {name}", self.schedule.passes(*self.windows.ids.shape)) as bar:
+            summary = measure(*given, bar.advance, reference).summary
+        kl, top1, size = summary.kl, summary.top1, self.bytes_per_token(cfg)
+        found = diagnosis.Measured(cfg, name, predicted, kl, top1, size, kl <= self.budget)
         self.found.tried.append(found)
         return found
 

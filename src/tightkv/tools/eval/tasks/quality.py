@@ -49,9 +49,10 @@ class Schedule:
                 f"allowed: 1 to {tokens - 2}"
             )
 
-    def steps(self, tokens: int) -> int:
-        """Forward passes after the prefill; the last token of a window is only a target."""
-        return -(-(tokens - 1 - self.prefill) // self.chunk)
+    def passes(self, windows: int, tokens: int) -> int:
+        """Forward passes of a cache; the last token of a window is only a target."""
+        steps = -(-(tokens - 1 - self.prefill) // self.chunk)
+        return -(-windows // self.batch) * (1 + steps)
 
 
 def check_compresses(cfg: KVQuantConfig, tokens: int) -> None:
@@ -136,35 +137,26 @@ def measure_quality(
     caches: Mapping[str, MakeCache],
     schedule: Schedule | None = None,
     advance: Advance = ignore,
-    reference: Tensor | None = None,
 ) -> dict[str, Quality]:
-    """Each named cache on every window. `advance` is told of every forward pass.
-
-    `reference`: the uncompressed cache's log-probabilities [windows, scored positions, V], where
-    they are known already.
-    """
+    """Each named cache on every window. `advance` is told of every forward pass."""
     schedule = schedule or Schedule()
     schedule.check_window(windows.ids.shape[1])
-    return {
-        name: _measure(model, windows, make, schedule, advance, reference)
-        for name, make in caches.items()
-    }
+    return {name: measure(model, windows, caches[name], schedule, advance) for name in caches}
 
 
-def quality_passes(windows: int, tokens: int, caches: int, schedule: Schedule) -> int:
-    """How often `measure_quality` calls `advance(1)`."""
-    batches = -(-windows // schedule.batch)
-    return batches * caches * (1 + schedule.steps(tokens))
-
-
-def _measure(
+def measure(
     model: Any,
     windows: Windows,
     make: MakeCache,
     schedule: Schedule,
     advance: Advance,
-    known: Tensor | None,
+    known: Tensor | None = None,
 ) -> Quality:
+    """One cache.
+
+    `known`: the uncompressed cache's log-probabilities [windows, scored positions, V], where they
+    are known already.
+    """
     batches, held, bf16, seconds = list[Scores](), 0, 0, 0.0
     prefill, end = schedule.prefill, windows.ids.shape[1] - 1
 
@@ -247,12 +239,12 @@ class QualityTask(Task):
 
     @property
     def steps(self) -> int:
-        return quality_passes(len(self.windows), self.windows.ids.shape[1], 1, self.schedule)
+        return self.schedule.passes(*self.windows.ids.shape)
 
     def read(self, model: Any, make: MakeCache | None, advance: Advance) -> Data:
         if make is None:
             return {}
-        found = measure_quality(model, self.windows, {"it": make}, self.schedule, advance)["it"]
+        found = measure(model, self.windows, make, self.schedule, advance)
         summary = found.summary
         return {
             **asdict(summary),
