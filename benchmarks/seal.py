@@ -18,8 +18,8 @@ from torch import Tensor
 
 from tightkv.config import KVQuantConfig
 from tightkv.kernels.cuda import backend as cuda
-from tightkv.kernels.view import AppendOptions, CacheView
 from tightkv.kernels.triton import backend as triton
+from tightkv.kernels.view import AppendOptions, CacheView
 from tightkv.math.feedback import QueryMetric
 from tightkv.pages.codec import Codec
 from tightkv.pages.layout import page_layout

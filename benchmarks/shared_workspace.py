@@ -34,8 +34,8 @@ from tightkv.config import KVQuantConfig
 from tightkv.integrations.extras import installed_version
 from tightkv.integrations.vllm.step.batch_split import ALONE_FROM, SHORT_PROMPT
 from tightkv.kernels import prefill, ragged_plan, reference, sdpa
-from tightkv.kernels.view import AttendOptions, CacheView
 from tightkv.kernels.triton import ragged as ragged_ops
+from tightkv.kernels.view import AttendOptions, CacheView
 from tightkv.pages.codec import Codec
 from tightkv.pages.layout import PageLayout
 from tightkv.tools.bench import inputs
