@@ -112,13 +112,21 @@ def test_crop_of_a_cache_that_leaves_every_layer_alone():
     assert {layer.get_seq_length() for layer in cache.layers} == {20}
 
 
-def test_no_rows_left():
-    model = tiny("gemma3")
-    cache = TightCache(QUANT, model=model)
+@pytest.mark.parametrize("family", ["llama", "gemma3", "falcon_h1"])
+def test_a_cache_without_rows_is_as_new(family):
+    """Layers had the length of rows that were gone, and the next text began after it."""
+    model, ids = tiny(family), prompt(3, 50, seed=2)
+    mask = torch.ones_like(ids)
+    mask[1, :20] = 0
+    cache, new = (TightCache(QUANT, model=model) for _ in range(2))
     feed(model, cache, prompt(2, 40))
     cache.batch_select_indices(torch.tensor([False, False]))
-    assert len(cache.shared.table) == 0 and cache.shared.table.used_pages == 0
-    assert all(len(layer.keys) == 0 for layer in cache.layers if hasattr(layer, "sliding_window"))
+    assert len(cache.shared.table) == cache.shared.table.used_pages == cache.get_seq_length() == 0
+    for tokens in (50, 51):
+        inputs = {"attention_mask": torch.nn.functional.pad(mask, (0, tokens - 50), value=1)}
+        step = ids if tokens == 50 else ids[:, :1]
+        assert torch.equal(feed(model, cache, step, **inputs), feed(model, new, step, **inputs))
+    assert same(content(cache), content(new))
 
 
 def interrupt(model, number, ids, cache, **inputs):

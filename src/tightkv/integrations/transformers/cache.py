@@ -198,6 +198,9 @@ class TightCache(Cache):  # type: ignore[misc]
             raise ValueError(
                 f"rows {bad} of {list(rows)}; this cache has rows 0 to {self._rows - 1}"
             )
+        if not rows and self._rows:  # without a sequence no layer has a length
+            self.reset()
+            return
         with other_layers.all_or_none(self._other_layers):
             for layer in self._other_layers:
                 layer.reorder_cache(torch.tensor(rows, dtype=torch.long, device="cpu"))
