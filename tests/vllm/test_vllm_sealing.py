@@ -82,9 +82,10 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
     return Engines(jobs, models, folder)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param("waiting", marks=pytest.mark.thorough), "next step", "drafts"]
-)
+MORE = [pytest.param(x, marks=pytest.mark.thorough) for x in ("waiting", "window of 8 bits")]
+
+
+@pytest.mark.parametrize("name", [*MORE, "next step", "drafts"])
 def test_pages_that_wait_change_nothing(name: str, engines: dict[str, Any]) -> None:
     later, at_once = engines[name], engines[f"{name} at once"]
     assert outputs(later) == outputs(at_once)

@@ -89,7 +89,7 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
         pages = self._page_table(common.block_table_tensor)
         table, inherited = self._ring_table(), None
         decodes = all(part.max_query_len <= table.taken_back + 1 for part in ranges)
-        rows = self._step(table, pages, given, copies=not decodes)
+        rows = table.step(pages, *given, self.out, copies=not decodes)
         if not decodes and self.group_rings.copies is not None:
             self.group_rings.copies.copy(rows)
         elif not decodes:
@@ -114,8 +114,8 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
         vLLM has changed the tensors that `metadata` was built from. A CUDA graph can hold this.
         """
         block_table, lengths, starts, slots = metadata.built_from
-        pages = self._page_table(block_table)
-        self._step(self._ring_table(), pages, (lengths, starts, slots), drafting=True)
+        given = self._page_table(block_table), lengths, starts, slots
+        self._ring_table().step(*given, self.out, drafting=True)
 
     def _most_decoding(self, sequences: int) -> int:
         """New tokens up to which a sequence of this batch is treated like one that decodes."""
@@ -172,7 +172,7 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
             zeros = self.left_pad.new_zeros(2)
             given = zeros[:1], zeros, zeros[:1].long()
             for copies in (False, True):
-                rows = self._step(rings.table, zeros[:1, None], given, copies)
+                rows = rings.table.step(zeros[:1, None], *given, self.out, copies)
             if rings.copies is not None:
                 rings.copies.copy(rows)
         return rings.table
@@ -208,21 +208,6 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
         own = [impl.exact_tensors()[2:4] for impl in impls if impl.reads is None]
         sinks = [each for pair in own for each in pair]
         return SinkCopies(sinks, self.impls[0].limits.rows, self._max_batch)
-
-    def _step(
-        self,
-        table: RingTable,
-        pages: Tensor,
-        given: tuple[Tensor, Tensor, Tensor],
-        copies: bool = False,
-        drafting: bool = False,
-    ) -> BatchRings:
-        """A step of the table; one kernel on GPUs."""
-        if self.out.device.type == "cpu":
-            return table.step(pages, *given, self.out, copies, drafting)
-        from tightkv.integrations.vllm.step import ring_kernel
-
-        return ring_kernel.step(table, pages, *given, self.out, copies, drafting)
 
 
 def _group_rings(impls: list[TightAttention], drafts_share: bool) -> GroupRings:

@@ -125,6 +125,11 @@ class RingTable:
         say, and appends seal pages at once. On a GPU `ring_kernel` does all this. `drafting`: the
         model's layers do not run, nor does what they seal first.
         """
+        if out.is_cuda:
+            from tightkv.integrations.vllm.step import ring_kernel
+
+            given = block_table, lengths, query_start_loc, slots
+            return ring_kernel.step(self, *given, out, copies, drafting)
         batch = len(lengths)
         starts = query_start_loc.long()
         counts = starts.diff()
@@ -160,8 +165,8 @@ class RingTable:
         if self.queue is not None and copies:
             self.queue.note_sealed(rows, lengths)
         elif self.queue is not None:
-            ends = (_block_at(block_table, x, self.page_size) for x in (before, lengths - 1))
-            self.queue.note_pages(rows, matched, before, (next(ends), next(ends)), lengths)
+            first, last = (_block_at(block_table, x, self.page_size) for x in (before, lengths - 1))
+            self.queue.note_pages(rows, matched, before, lengths, first, last)
         self._tag(rows, block_table, lengths, exact_after)
         self._tag_sinks(rows, own, begun, sinks_after, gone, gone & matched)
         self.row_of_block[blocks] = torch.cat([rows, rows.new_full((1,), self.rows)])[writers]

@@ -92,15 +92,14 @@ class SealQueue:
         self.chosen[0, 0] = taken.sum()
 
     def note_pages(
-        self, rows: Tensor, matched: Tensor, before: Tensor, pages: tuple[Tensor, Tensor],
-        lengths: Tensor,
-    ) -> None:  # fmt: skip
-        """Note the first and the last of the `pages` that new tokens go to, which seal later."""
+        self, rows: Tensor, matched: Tensor, before: Tensor, lengths: Tensor, *ends: Tensor
+    ) -> None:
+        """Note the first and the last page that new tokens go to, which seal later."""
         index = before // self.page_size
         begun = torch.where(matched, self.sealed_to[rows], index * self.page_size)
         self.sealed_to[rows] = begun
-        self.pages[rows, index % self.kept] = pages[0]
-        self.pages[rows, (lengths - 1).clamp_min(0) // self.page_size % self.kept] = pages[1]
+        self.pages[rows, index % self.kept] = ends[0]
+        self.pages[rows, (lengths - 1).clamp_min(0) // self.page_size % self.kept] = ends[1]
         self._clear_last()
 
     def note_sealed(self, rows: Tensor, lengths: Tensor) -> None:
