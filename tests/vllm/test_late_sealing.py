@@ -421,43 +421,39 @@ def test_where_pages_do_not_wait(why: str | None) -> None:
 
 
 @pytest.mark.vllm
-def test_a_store_names_blocks_in_the_tables_of_their_own_layers_alone() -> None:
-    """A block that was another group's has, in that one's table, what it held there."""
+def test_a_store_names_what_blocks_hold_in_each_table() -> None:
+    """Not what they held before: for layers of another group, or until a draft has written them."""
     from tightkv.integrations.vllm.connectors.store_loads import StoreStep, watch_loads
     from tightkv.integrations.vllm.step.step_sealing import GroupRings
 
-    layers = {name: attention(LATER[0], 0, False) for name in ("full", "window")}
+    layers = {name: attention(LATER[0], 0, name == "draft") for name in ("full", "window", "draft")}
     tables = {name: RingTable(LATER[0], 2, 9, 0, "cpu") for name in layers}
     for name, layer in layers.items():
         layer.impl.group_rings = GroupRings()
         layer.impl.group_rings.table = tables[name]
+    groups = [SimpleNamespace(layer_names=names) for names in (["full", "draft"], ["window"])]
     worker: Any = SimpleNamespace(
         vllm_config=SimpleNamespace(
             compilation_config=SimpleNamespace(static_forward_context=layers)
         ),
-        model_runner=SimpleNamespace(
-            kv_cache_config=SimpleNamespace(
-                kv_cache_groups=[SimpleNamespace(layer_names=[name]) for name in layers]
-            )
-        ),
+        model_runner=SimpleNamespace(kv_cache_config=SimpleNamespace(kv_cache_groups=groups)),
     )
 
-    def execute(output: Any) -> None:
-        for name, block in output.blocks.items():
-            one = torch.tensor([[block]]).int(), torch.tensor([PAGE]), torch.tensor([0, PAGE])
-            slots = block * PAGE + torch.arange(PAGE)
-            out = torch.empty(len(BatchRings._fields), 1, dtype=torch.int32)
-            tables[name].step(*one, slots, out, copies=True)
+    def write(name: str, block: int) -> None:
+        one = torch.tensor([[block]]).int(), torch.tensor([PAGE]), torch.tensor([0, PAGE])
+        out = torch.empty(len(BatchRings._fields), 1, dtype=torch.int32)
+        tables[name].step(*one, block * PAGE + torch.arange(PAGE), out, copies=True)
 
-    worker.execute_model = execute
+    worker.execute_model = lambda output: [write(*each) for each in output.written]
     watch_loads(worker)
-    names, key = (NAMED + 1, NAMED + 2), "_tightkv_store_step"
-    for blocks, given in (((3, 4), names[0]), ((5, 3), names[1])):  # 3 is freed meanwhile
-        told = StoreStep(begun_firsts={i: {block: given} for i, block in enumerate(blocks)})
-        begun = dict(zip(layers, blocks, strict=True))
-        worker.execute_model(SimpleNamespace(blocks=begun, **{key: told}))
-    for table in tables.values():
-        assert table.sink_content[:2].tolist() == list(names)
+    names = [NAMED + 1, NAMED + 2]
+    for (full, window), name in zip(((3, 4), (5, 3)), names, strict=True):  # 3 is free meanwhile
+        told = StoreStep(begun_firsts={0: {full: name}, 1: {window: name}})
+        written = ("full", full), ("window", window)
+        worker.execute_model(SimpleNamespace(written=written, _tightkv_store_step=told))
+        write("draft", full)  # after the model's step
+    worker.execute_model(SimpleNamespace(written=()))
+    assert [table.sink_content[:2].tolist() for table in tables.values()] == [names] * 3
 
 
 @pytest.mark.vllm

@@ -90,22 +90,22 @@ def watch_loads(worker: Any) -> None:
             rings = {impl.group_rings for impl in impls if isinstance(impl, TightAttention)}
             yield from ((number, each.table) for each in rings if each and each.table)
 
+    begun: dict[int, dict[int, int]] = {}
+
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal begun
         told: StoreStep = getattr(scheduler_output, _STORE, StoreStep())
-        if told.forget or told.loaded:
+        if begun or told.forget or told.loaded:
             with torch.inference_mode():  # as the tables' tensors were made
-                for _, table in tables():
+                for group, table in tables():
+                    if group in begun:  # written by now, by a draft too
+                        table.name(begun[group])
                     if told.forget:
                         table.forget_names()
                     if told.loaded:
                         table.load(told.loaded, told.loaded_firsts)
-        output = execute(scheduler_output, *args, **kwargs)
-        if told.begun_firsts:
-            with torch.inference_mode():
-                for group, table in tables():
-                    if group in told.begun_firsts:
-                        table.name(told.begun_firsts[group])
-        return output
+        begun = told.begun_firsts
+        return execute(scheduler_output, *args, **kwargs)
 
     worker.execute_model = execute_model
 
