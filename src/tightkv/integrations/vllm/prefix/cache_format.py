@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import Tensor
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
@@ -122,16 +123,15 @@ def _meaning(number: int, impl: Any) -> tuple[Any, ...]:
     if isinstance(layout, LatentLayout):
         sizes = layout.rank, layout.rope_dim, str(layout.dtype)
         return "latent", number, layout.cfg.fingerprint(), *sizes
-    centers = None
-    if impl.centers is not None:
-        data = b"".join(x.cpu().float().numpy().tobytes() for x in impl.centers[:2])
-        centers = hashlib.sha256(data).hexdigest()
-    scale = None
-    if impl.key_scale is not None:
-        scale = hashlib.sha256(impl.key_scale.value.numpy().tobytes()).hexdigest()
+    centers = None if impl.centers is None else _hash(*impl.centers)
+    scale = None if impl.key_scale is None else _hash(impl.key_scale.value)
     heads = layout.num_kv_heads, layout.head_dim
     meaning = number, layout.cfg.fingerprint(), *heads, str(layout.raw_dtype), centers, scale
     return (*meaning, "packed", impl.packed_pages) if impl.packed_pages else meaning
+
+
+def _hash(*tensors: Tensor) -> str:
+    return hashlib.sha256(b"".join(x.cpu().float().numpy().tobytes() for x in tensors)).hexdigest()
 
 
 def _digest(parts: Any) -> str:
