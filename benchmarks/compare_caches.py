@@ -34,8 +34,8 @@ from transformers import (
 )
 
 from tightkv import KVQuantConfig, TightCache
+from tightkv.tools.cli.shared.config_flags import label
 from tightkv.tools.cli.shared.output import format_table
-from tightkv.tools.eval.configs import label
 from tightkv.tools.eval.forward import CacheRun, exact_attention
 from tightkv.tools.eval.results import model_facts, text_facts, with_transformers
 from tightkv.tools.eval.tasks.quality import Schedule, Scores, compare

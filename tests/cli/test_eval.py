@@ -26,7 +26,7 @@ from tightkv.tools import rows
 from tightkv.tools.cli import main
 from tightkv.tools.cli.eval import page
 from tightkv.tools.cli.eval.command import TASKS
-from tightkv.tools.eval.configs import label, parse_configs
+from tightkv.tools.cli.shared.config_flags import label, parse_configs
 from tightkv.tools.eval.forward import TAIL_TOKENS, CacheRun, ignore, shared_tokens
 from tightkv.tools.eval.results import cache_facts, model_fingerprint
 from tightkv.tools.eval.tasks.free_running import GreedyTask, same_tokens

@@ -88,12 +88,12 @@ def test_scores_are_those_of_a_plain_forward_pass(chunk: int | None) -> None:
     model, ids = tiny(), prompt(3, 90)
     run = CacheRun(model)
     run.feed(ids[:, :30], last_only=True)
-    got = run.score(ids[:, 30:], 25, chunk)
+    log_probs, top = run.score(ids[:, 30:], 25, chunk)
     with torch.inference_mode(), use_attention(model, "sdpa"):
         log_p = model(ids, use_cache=False).logits.log_softmax(-1)[:, 64:89]
     wanted = log_p.gather(-1, ids[:, 65:, None])[..., 0]
-    torch.testing.assert_close(got.log_probs, wanted, rtol=1e-4, atol=1e-4)
-    assert torch.equal(got.top, log_p.argmax(-1) == ids[:, 65:])
+    torch.testing.assert_close(log_probs, wanted, rtol=1e-4, atol=1e-4)
+    assert torch.equal(top, log_p.argmax(-1) == ids[:, 65:])
     with pytest.raises(ValueError, match=r"targets=9 of 9 tokens; allowed: 1 to 8"):
         run.score(ids[:, :9], 9)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from itertools import takewhile
 from types import SimpleNamespace
 from typing import Any
@@ -57,8 +56,13 @@ class CacheRun:
             ids = ids[:, -TAIL_TOKENS:]
         return self.feed(ids, last_only=True)
 
-    def decode(self, prompts: Tensor, new_tokens: int, choose: Choose, advance: Advance) -> Decoded:
-        """Tokens after prompts [B, N], fed back one by one; ends of text do not stop it."""
+    def decode(
+        self, prompts: Tensor, new_tokens: int, choose: Choose, advance: Advance
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens [B, new_tokens] after prompts [B, N], and the log-probability of each.
+
+        They are fed back one by one; ends of text do not stop it.
+        """
         tokens, scores = [], []
         logits = self.feed_prompt(prompts)
         for i in range(new_tokens):
@@ -68,10 +72,13 @@ class CacheRun:
             advance(1)
             if i + 1 < new_tokens:
                 logits = self.feed(tokens[-1][:, None], last_only=True)
-        return Decoded(torch.stack(tokens, 1).cpu(), torch.stack(scores, 1).cpu())
+        return torch.stack(tokens, 1).cpu(), torch.stack(scores, 1).cpu()
 
-    def score(self, ids: Tensor, targets: int, chunk: int | None = None) -> Scored:
-        """Append tokens [B, T], `chunk` a pass, and score the last `targets` of them."""
+    def score(self, ids: Tensor, targets: int, chunk: int | None = None) -> tuple[Tensor, Tensor]:
+        """Append tokens [B, T], `chunk` a pass, and score the last `targets` of them.
+
+        Returns the log-probability of each, and whether it was the likeliest.
+        """
         total = ids.shape[1]
         if not 1 <= targets < total:
             raise ValueError(f"targets={targets} of {total} tokens; allowed: 1 to {total - 1}")
@@ -86,7 +93,7 @@ class CacheRun:
             wanted = ids[:, max(first, at) + 1 : to + 1].to(own.device)
             scores.append(own.log_softmax(-1).gather(-1, wanted[..., None])[..., 0].cpu())
             top.append((own.argmax(-1) == wanted).cpu())
-        return Scored(torch.cat(scores, 1), torch.cat(top, 1))
+        return torch.cat(scores, 1), torch.cat(top, 1)
 
     @torch.inference_mode()
     def write_line(self, tokenizer: Any, prompt: Sequence[int], most: int) -> str:
@@ -122,22 +129,6 @@ class CacheRun:
             isinstance(layer, TightLayer) or type(layer) is DynamicLayer
             for layer in self.cache.layers
         )
-
-
-@dataclass(frozen=True)
-class Decoded:
-    """Tokens a model wrote [B, N], and the log-probability its own cache gave to each."""
-
-    tokens: Tensor
-    log_probs: Tensor
-
-
-@dataclass(frozen=True)
-class Scored:
-    """Given tokens [B, N]: the log-probability of each, and whether it was the likeliest."""
-
-    log_probs: Tensor
-    top: Tensor
 
 
 def after_prefix(

@@ -6,11 +6,11 @@ from pathlib import Path
 from tightkv.config import PRESETS, KVQuantConfig
 from tightkv.files.atomic import check_appendable
 from tightkv.tools.cli.eval import page
+from tightkv.tools.cli.shared.config_flags import parse_configs
 from tightkv.tools.cli.shared.loading import need_transformers
 from tightkv.tools.cli.shared.options import Commands, add_options, check_least
 from tightkv.tools.cli.shared.output import add_output_options, emit
 from tightkv.tools.cli.shared.server_file import model_of
-from tightkv.tools.eval.configs import parse_configs
 from tightkv.tools.eval.text import read_texts
 from tightkv.tools.model_loading.source import BUNDLED_NAME, DTYPE_NAMES, check_source
 

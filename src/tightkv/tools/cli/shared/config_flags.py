@@ -5,6 +5,7 @@ import dataclasses
 import inspect
 import os
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from tightkv.config import ENV_PREFIX, PRESETS, KVQuantConfig, env_fields, fields_of, read_json
@@ -15,6 +16,7 @@ OFF_LINE = 'the cache is not compressed: the config has "enabled": false'
 _DEST = "kv_"
 # `--seed` is the seed of sampling in every command that has one.
 _FLAG_NAMES = {"seed": "--rotation-seed"}
+_NAMED = ("key_bits", "value_bits", "key_method", "value_method")  # said by a config's name
 _METAVARS = {int: "N", float: "X", str: "NAME", tuple: "N,N"}
 
 
@@ -74,12 +76,41 @@ def given_fields(args: argparse.Namespace) -> dict[str, Any]:
 
 def shortest(config: KVQuantConfig) -> dict[str, Any]:
     """The fewest fields that `KVQuantConfig.from_dict` makes this config of."""
+    bases = ((name, KVQuantConfig.preset(name)) for name in PRESETS)
+    return min(({"preset": name, **_beside(config, base)} for name, base in bases), key=len)
 
-    def beside(preset: str) -> dict[str, Any]:
-        base = KVQuantConfig.preset(preset).to_dict()
-        return {name: v for name, v in config.to_dict().items() if v != base[name]}
 
-    return min(({"preset": preset, **beside(preset)} for preset in PRESETS), key=len)
+def label(cfg: KVQuantConfig) -> str:
+    """The config's name and every field that differs from its preset, as k4v4 page_size=128."""
+    named = {field: getattr(cfg, field) for field in _NAMED}
+    base = KVQuantConfig.preset(cfg.name) if cfg.name in PRESETS else KVQuantConfig(**named)
+    return " ".join([cfg.name, *(f"{name}={v}" for name, v in _beside(cfg, base).items())])
+
+
+def _beside(config: KVQuantConfig, base: KVQuantConfig) -> dict[str, Any]:
+    plain = base.to_dict()
+    return {name: value for name, value in config.to_dict().items() if value != plain[name]}
+
+
+def parse_configs(
+    sources: Iterable[str], calibration: str | None = None
+) -> dict[str, KVQuantConfig]:
+    """Presets, JSON texts and JSON files -> label -> config; the same one twice is refused.
+
+    With a calibration, each is there without it and with it.
+    """
+    configs: dict[str, KVQuantConfig] = {}
+    for source in sources:
+        cfg = KVQuantConfig.parse(source)
+        both = [cfg] if calibration is None else [cfg, cfg.replace(calibration=calibration)]
+        for one in both:
+            name = label(one)
+            if name in configs:
+                raise ValueError(f"the config {name!r} is given twice; leave one out")
+            configs[name] = one
+    if not configs:
+        raise ValueError("no preset and no config is given; give --presets or --config")
+    return configs
 
 
 def field_docs() -> dict[str, str]:

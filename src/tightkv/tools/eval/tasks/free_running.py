@@ -63,14 +63,14 @@ class FreeTask(Task):
         self, model: Any, make: MakeCache | None, advance: Advance
     ) -> tuple[Tensor, list[float]]:
         """Tokens [prompts, new_tokens], and the mean log-probability the writer gave them."""
-        tokens, own = [], []
+        found, own = [], []
         for first in range(0, len(self.prompts), self.batch):
             ids = self.prompts.ids[first : first + self.batch]
             run = CacheRun(model, None if make is None else make())
-            done = run.decode(ids, self.new_tokens, self._choose(first), advance)
-            tokens.append(done.tokens)
-            own += done.log_probs.double().mean(1).tolist()
-        return torch.cat(tokens), own
+            tokens, log_probs = run.decode(ids, self.new_tokens, self._choose(first), advance)
+            found.append(tokens)
+            own += log_probs.double().mean(1).tolist()
+        return torch.cat(found), own
 
     def _grade(self, model: Any, tokens: Tensor) -> list[float]:
         """Mean log-probability per token of each answer under the exact cache."""
@@ -80,8 +80,8 @@ class FreeTask(Task):
             run = CacheRun(model)
             run.feed(self.prompts.ids[rows, :-1], last_only=True)
             ids = torch.cat([self.prompts.ids[rows, -1:], tokens[rows]], 1)
-            scored = run.score(ids, self.new_tokens, _GRADED_TOKENS)
-            grades += scored.log_probs.double().mean(1).tolist()
+            log_probs, _ = run.score(ids, self.new_tokens, _GRADED_TOKENS)
+            grades += log_probs.double().mean(1).tolist()
         return grades
 
     def _choose(self, first: int) -> Choose:

@@ -87,9 +87,9 @@ class ProbeTask(Task):
             runs = after_prefix(model, make, passage.prefix, len(passage.probes))
             for probe, run in zip(passage.probes, runs, strict=True):
                 ids = torch.tensor([probe.question + probe.answer], device="cpu")
-                got = run.score(ids, len(probe.answer))
-                log_prob = float(got.log_probs.double().sum())
-                scores.append({"log_prob": log_prob, "top": bool(got.top.all())})
+                log_probs, top = run.score(ids, len(probe.answer))
+                log_prob = float(log_probs.double().sum())
+                scores.append({"log_prob": log_prob, "top": bool(top.all())})
                 advance(1)
         return {"probes": scores}
 
