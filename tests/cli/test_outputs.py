@@ -68,6 +68,24 @@ def test_bench_refuses_it_before_it_measures(
     assert "cannot be written" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "words"),  # refused after the imports, before the model is loaded
+    [
+        ("doctor", ["--window", "20"]),
+        pytest.param("eval", ["--window", "20", "--prefill", "3"], marks=pytest.mark.thorough),
+        pytest.param("calibrate", ["--tokens", "1"], marks=pytest.mark.thorough),
+    ],
+)
+def test_standard_error_has_no_lines_of_other_packages(
+    folder: Path, command: str, words: list[str]
+) -> None:
+    """torchao, which transformers imports, logs what it cannot load."""
+    run = [sys.executable, "-m", "tightkv", command, str(folder), *words]
+    said = subprocess.run(run, capture_output=True, text=True, timeout=250).stderr.splitlines()
+    assert len(said) == 1 and said[0].startswith("tightkv: error: "), said
+
+
 def test_bench_prints_rows_that_a_full_disk_does_not_take(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

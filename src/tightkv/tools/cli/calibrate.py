@@ -9,7 +9,7 @@ from typing import Any
 
 from tightkv.files.atomic import check_writable
 from tightkv.fit.calibration import SUFFIX, Calibration, save_calibration
-from tightkv.tools.cli.shared.loading import load_for, need_transformers
+from tightkv.tools.cli.shared.loading import load_for, need_transformers, quiet_imports
 from tightkv.tools.cli.shared.options import Commands, add_command
 from tightkv.tools.cli.shared.output import emit, print_status
 from tightkv.tools.cli.shared.progress import Working
@@ -59,8 +59,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _measure(args: argparse.Namespace, name: str) -> Calibration:
     need_transformers("calibrate")
+    with quiet_imports():
+        from tightkv.tools.eval.layer_bits.calibrate import PREFILL, WINDOW, Calibrator
     from tightkv.tools.eval.forward import max_positions
-    from tightkv.tools.eval.layer_bits.calibrate import PREFILL, WINDOW, Calibrator
     from tightkv.tools.eval.text import read_texts
     from tightkv.tools.eval.windows import cut_windows
 

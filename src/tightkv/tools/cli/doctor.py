@@ -13,7 +13,7 @@ from tightkv import __version__
 from tightkv.config import KVQuantConfig
 from tightkv.files.atomic import check_writable, whole_file
 from tightkv.tools.cli.shared import config_flags
-from tightkv.tools.cli.shared.loading import load_for, need_transformers
+from tightkv.tools.cli.shared.loading import load_for, need_transformers, quiet_imports
 from tightkv.tools.cli.shared.options import Commands, add_command
 from tightkv.tools.cli.shared.output import emit, format_table, or_dash, print_status
 from tightkv.tools.cli.shared.progress import Working
@@ -70,8 +70,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _diagnose(args: argparse.Namespace, cfg: KVQuantConfig | None, calibration: str) -> Diagnosis:
     need_transformers("doctor")
+    with quiet_imports():
+        from tightkv.tools.eval.layer_bits.doctor import Doctor, default_candidates
     from tightkv.tools.eval.forward import max_positions
-    from tightkv.tools.eval.layer_bits.doctor import Doctor, default_candidates
     from tightkv.tools.eval.tasks.quality import check_compresses
     from tightkv.tools.eval.text import read_texts
     from tightkv.tools.eval.windows import cut_windows

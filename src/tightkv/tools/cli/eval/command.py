@@ -7,7 +7,7 @@ from tightkv.config import PRESETS, KVQuantConfig
 from tightkv.files.atomic import check_appendable
 from tightkv.tools.cli.eval import page
 from tightkv.tools.cli.shared.config_flags import parse_configs
-from tightkv.tools.cli.shared.loading import need_transformers
+from tightkv.tools.cli.shared.loading import need_transformers, quiet_imports
 from tightkv.tools.cli.shared.options import Commands, add_options, check_least
 from tightkv.tools.cli.shared.output import add_output_options, emit
 from tightkv.tools.cli.shared.server_file import model_of
@@ -102,8 +102,9 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"the model {min(map(str, twice))!r} is given twice; leave one out")
     texts = read_texts(args.text)
     need_transformers("eval")
+    with quiet_imports():
+        from tightkv.tools.cli.eval.runner import evaluate
     from tightkv.tools.cli.eval import report
-    from tightkv.tools.cli.eval.runner import evaluate
     from tightkv.tools.rows import append_rows
 
     models = report.worst_first(evaluate(args, configs, texts))
