@@ -149,7 +149,7 @@ def store(
     offset = slots[live].long() % layout.page_size
     both = rotated(codec, *RingTokens(key, value, scales).at(live))
     for side, y in zip(("key", "value"), both, strict=True):
-        layout.write_tokens(pages, page, offset, side, codec.side(side).encode_rotated(y))
+        layout.write_tokens(pages, page, offset, side, codec.encode_rotated(side, y))
 
 
 def seal(
@@ -192,7 +192,7 @@ def seal(
             new_key = codec.encode_centered(y, mean, feedback)
         else:
             new_key = codec.encode_keys(y, feedback)
-        new_value = codec.value.encode_rotated(v)
+        new_value = codec.encode_rotated("value", v)
         for side, new in (("key", new_key), ("value", new_value)):
             fields = {name: torch.where(kept, old[side][name], new[name]) for name in new}
             layout.write(records, side, fields)

@@ -10,7 +10,6 @@ from tightkv.model_shape import shape as shapes
 from tightkv.model_shape.families import ALIBI_FAMILIES, REFUSED, SINK_FAMILIES
 from tightkv.model_shape.kinds import layer_kinds, window_size
 from tightkv.model_shape.source import MOST_DIM, MOST_HEADS, ModelConfig, load_config
-from tightkv.model_shape.state import state_bytes
 
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -20,6 +19,7 @@ DTYPES = {
     "float": torch.float32,
 }
 
+CONV_BYTES, RECURRENT_BYTES = 2, 4  # of a number in the states of convolutions, of recurrences
 # Any of these says which layers are recurrent.
 SAYS_LAYERS = (
     "layer_types", "layers_block_type", "hybrid_override_pattern", "full_attn_idxs",
@@ -77,7 +77,7 @@ def _layers(
 ) -> tuple[shapes.LayerShape, ...]:
     kinds, shared = layer_kinds(cfg)
     heads, head_dim = _kv_heads(cfg, num_heads), _head_dim(cfg, num_heads, hidden_size)
-    state = state_bytes(cfg, hidden_size, num_heads, head_dim)
+    state = _state_bytes(cfg, hidden_size, num_heads, head_dim)
     recurrent = {"linear", "hybrid"} & set(kinds)
     if state is None and recurrent:
         notes.append("the config does not give the size of the recurrent state; counted as 0")
@@ -238,3 +238,47 @@ def _dtype(cfg: ModelConfig, notes: list[str]) -> torch.dtype:
             return DTYPES[text]
     notes.append("the config names no dtype; bfloat16 is assumed")
     return torch.bfloat16
+
+
+def _state_bytes(cfg: ModelConfig, hidden_size: int, num_heads: int, head_dim: int) -> int | None:
+    """Bytes of a layer's constant state, per sequence; None where the config names no sizes.
+
+    A convolution keeps `kernel` columns in the model's 16-bit dtype, a recurrence its matrix in
+    float32, as transformers does.
+    """
+    if cfg.first("linear_num_value_heads") is not None:
+        return _delta_net(cfg)
+    if cfg.first("conv_L_cache") is not None:
+        return hidden_size * cfg.need("conv_L_cache") * CONV_BYTES
+    if cfg.first("mamba_n_groups", "mamba_ngroups", "n_groups") is not None:
+        return _mamba2(cfg, hidden_size)
+    if cfg.first("mamba_d_state") is not None:
+        inner = cfg.need("mamba_expand") * hidden_size
+        conv, recurrent = inner * cfg.need("mamba_d_conv"), inner * cfg.need("mamba_d_state")
+        return conv * CONV_BYTES + recurrent * RECURRENT_BYTES
+    if cfg.model_type == "minimax":  # lightning attention: one matrix per head
+        return num_heads * head_dim * head_dim * RECURRENT_BYTES
+    return None
+
+
+def _delta_net(cfg: ModelConfig) -> int:
+    key_heads, key_dim = cfg.need("linear_num_key_heads"), cfg.need("linear_key_head_dim")
+    value_heads, value_dim = cfg.need("linear_num_value_heads"), cfg.need("linear_value_head_dim")
+    channels = 2 * key_heads * key_dim + value_heads * value_dim
+    recurrent = value_heads * key_dim * value_dim
+    kernel = cfg.need("linear_conv_kernel_dim")
+    return channels * kernel * CONV_BYTES + recurrent * RECURRENT_BYTES
+
+
+def _mamba2(cfg: ModelConfig, hidden_size: int) -> int:
+    heads = cfg.need("mamba_n_heads", "mamba_num_heads", "n_mamba_heads")
+    inner = cfg.number("mamba_d_ssm")
+    if cfg.first("mamba_num_heads") is not None:  # Nemotron-H names its head size, not the factor
+        inner = heads * cfg.need("mamba_head_dim")
+    if inner is None:
+        inner = cfg.need("mamba_expand", "expand") * hidden_size
+    groups = cfg.need("mamba_n_groups", "mamba_ngroups", "n_groups")
+    states = cfg.need("mamba_d_state", "ssm_state_size")
+    channels = inner + 2 * groups * states
+    conv = channels * cfg.need("mamba_d_conv", "conv_kernel")
+    return conv * CONV_BYTES + inner * states * RECURRENT_BYTES

@@ -58,6 +58,10 @@ class Codec(Constant):
     def side(self, side: str) -> Quantizer:
         return self.key if side == "key" else self.value
 
+    def encode_rotated(self, side: str, y: Tensor) -> Encoded:
+        """Rotated [..., head_dim] -> fields, keys uncentered: what an append writes."""
+        return self.side(side).encode_rotated(y)
+
     def rotate(self, side: str, x: Tensor) -> Tensor:
         """x in the frame that pages are stored in; bad elements as `check_finite` says."""
         return self.side(side).rotation(finite(x, self.cfg.check_finite))

@@ -18,9 +18,9 @@ from tightkv.fit.calibration import Calibration, find_calibration
 from tightkv.fit.decide import Metrics, Scales
 from tightkv.fit.fingerprint import model_fingerprint
 from tightkv.fit.key_check import KeyCheck
-from tightkv.integrations.transformers.per_model import MODEL_LOCK, PerModel
 from tightkv.integrations.transformers.protect_keys import KeyBitsWarning
 from tightkv.integrations.transformers.query_probe import FeedbackWarning, probed
+from tightkv.integrations.transformers.recorder import MODEL_LOCK, PerModel
 from tightkv.model_shape import LayerShape, ModelShape, read_model_shape, skip_reason
 
 KINDS: dict[type, str] = {

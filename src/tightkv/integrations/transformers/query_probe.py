@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tightkv.integrations.transformers.per_model import PerModel
-from tightkv.integrations.transformers.recorder import AttentionCall, recording
+from tightkv.integrations.transformers.recorder import AttentionCall, PerModel, recording
 from tightkv.math.feedback import QueryMetric
 from tightkv.math.key_scale import KeyScale, balanced_scale
 

@@ -2,13 +2,16 @@
 
 One implementation is registered with transformers for all who look at what attention is given:
 the query probe, the sensitivity of layers (`eval.layer_bits.sensitivity`), and export.
+PerModel: what is found out once for each model, whichever thread asks first.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -19,9 +22,11 @@ from tightkv.integrations.transformers.attention import (
     tightkv_mask,
     use_attention,
 )
-from tightkv.integrations.transformers.per_model import MODEL_LOCK
 
 NAME = "tightkv_recorder"
+T = TypeVar("T")
+MODEL_LOCK = threading.RLock()
+"""Held while a model is measured, since its attention is replaced meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -79,3 +84,20 @@ def recording(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
             yield
     finally:
         _observer.reset(token)
+
+
+class PerModel(Generic[T]):
+    """`make(model)`, kept as long as the model."""
+
+    def __init__(self, make: Callable[[PreTrainedModel], T]) -> None:
+        self._make = make
+        self._made: WeakKeyDictionary[PreTrainedModel, T] = WeakKeyDictionary()
+
+    def __call__(self, model: PreTrainedModel) -> T:
+        found = self._made.get(model)
+        if found is None:
+            with MODEL_LOCK:
+                found = self._made.get(model)
+                if found is None:
+                    found = self._made[model] = self._make(model)
+        return found

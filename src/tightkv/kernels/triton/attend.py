@@ -7,6 +7,7 @@ merges the splits and rotates back.
 """
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -29,15 +30,21 @@ from tightkv.kernels.triton.attend_tile import (
     write_partials,
 )
 from tightkv.kernels.triton.constants import constants_of
-from tightkv.kernels.triton.device import device_guard, interpreted, last_contiguous
+from tightkv.kernels.triton.device import (
+    device_guard,
+    interpreted,
+    last_contiguous,
+    processor_count,
+)
 from tightkv.kernels.triton.merge_splits import merge_splits
-from tightkv.kernels.triton.plans import EXACT_TILE, attend_plan
 from tightkv.kernels.triton.ring import load_codes, load_exact
 from tightkv.kernels.triton.rotate import rotate
 from tightkv.kernels.triton.unpack import load_key_words, load_value_words, scale_order, token_order
 from tightkv.kernels.view import AttendOptions, CacheView
 from tightkv.pages.codec import Codec
+from tightkv.pages.layout import PageLayout
 
+EXACT_TILE = 64  # exact tokens of a split
 _EXACT_TILE = tl.constexpr(EXACT_TILE)
 
 
@@ -275,7 +282,7 @@ def attend(
     query = last_contiguous(query)
     hkv = layout.num_kv_heads
     new = new_key is not None
-    plan = attend_plan(layout, view, hq // hkv, max_queries, new, device)
+    plan = _plan(layout, view, hq // hkv, max_queries, new, device)
     if new_key is None or new_value is None:
         new_key = new_value = query  # not read
     exact_dtype = view.sink_key.dtype  # one load reads sinks, rings and new tokens
@@ -314,3 +321,34 @@ def _mask(mask: Tensor | None, like: Tensor) -> tuple[int, Tensor, tuple[int, in
     kind = 1 if mask.dtype == torch.bool else 2
     mask = mask.view(torch.uint8) if kind == 1 else mask
     return kind, mask, (steps[0], steps[1], steps[2], mask.stride(3))
+
+
+def _plan(
+    layout: PageLayout,
+    view: CacheView,
+    group: int,
+    max_queries: int,
+    new: bool,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Tile sizes, and into how many splits the tokens of a sequence are cut."""
+    columns = max_queries * group
+    tile = 64 if layout.page_size % 64 == 0 else 32
+    eight = 8 in (layout.cfg.key_bits, layout.cfg.value_bits)
+    if layout.head_dim > (128 if eight else 256):
+        tile = 32  # those of 64 do not fit sm_89's shared memory
+    # At least 16 columns: with 8, Triton 3.6 gives wrong products (seen on sm_90).
+    widest = 64 if layout.head_dim <= 256 else 16
+    cols = min(max(16, triton.next_power_of_2(columns)), 32 if columns <= 32 else 64, widest)
+    plan: dict[str, Any] = {"COLS": cols, "TILE": tile}
+    programs = view.batch * layout.num_kv_heads * triton.cdiv(columns, cols)
+    wide = triton.cdiv(layout.head_dim, 128)  # more warps, else registers spill
+    wide = triton.next_power_of_2(wide)
+    if max_queries > 16:
+        return {**plan, "num_splits": 1, "num_exact_splits": 0, "num_warps": 4 * wide}
+    wanted = triton.cdiv(processor_count(device) * 8, programs)
+    num_splits = max(1, min(wanted, max(1, view.block_table.shape[1]), 256))
+    exact_tokens = view.ring_key.shape[1] + view.sink_key.shape[1] + (max_queries if new else 0)
+    exact = triton.cdiv(exact_tokens, EXACT_TILE)
+    warps = wide if cols <= 16 else 2 * wide
+    return {**plan, "num_splits": num_splits, "num_exact_splits": exact, "num_warps": warps}

@@ -6,6 +6,8 @@ scores and to the weights. All of it happens in the rotated frame: queries are r
 `merge_splits` rotates the output back.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -28,9 +30,10 @@ from tightkv.kernels.triton.mla_tile import (
     rows_at_once,
     scale_values,
 )
-from tightkv.kernels.triton.plans import decode_plan
 from tightkv.kernels.triton.rotate import rotate
-from tightkv.pages.latent import LatentCodec
+from tightkv.pages.latent import LatentCodec, LatentLayout
+
+_MOST_SPLITS = 64
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -164,3 +167,36 @@ def rotate_queries(codec: LatentCodec, query: Tensor) -> Tensor:
         num_warps=4,
     )  # fmt: skip
     return out
+
+
+class DecodePlan(NamedTuple):
+    """Sizes of a program, and into how many splits a sequence is cut."""
+
+    heads: int
+    tile: int  # tokens; they divide a page
+    splits: int
+    warps: int
+    stages: int
+
+
+def decode_plan(
+    layout: LatentLayout, rows: int, heads: int, pages: int, processors: int, large: bool
+) -> DecodePlan:
+    """For `rows` queries of `heads` heads over block tables of `pages` pages.
+
+    `large`: a program can have 172 KiB of shared memory, not only 96.
+    """
+    few = heads <= 16 or not large
+    block, tile = (16, 32) if few else (64, min(64, layout.page_size))
+    at_once = 2 * processors if few else processors
+    splits = best_splits(rows * -(-heads // block), at_once, pages * layout.page_size // tile)
+    return DecodePlan(block, tile, splits, warps=4 if few else 8, stages=1 if few else 2)
+
+
+def best_splits(programs: int, at_once: int, most: int) -> int:
+    """Splits whose programs take the least time: full waves, and each split costs a merge."""
+
+    def time(splits: int) -> float:
+        return -(-programs * splits // at_once) / splits * (1 + 0.01 * splits)
+
+    return min(range(1, max(1, min(most, _MOST_SPLITS)) + 1), key=time)

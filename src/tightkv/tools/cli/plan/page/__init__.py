@@ -18,7 +18,6 @@ from tightkv.model_shape import (
     reader,
     shape,
     source,
-    state,
     weights,
 )
 from tightkv.pages.latent import RANKS, ROPE_DIMS, latent_layout
@@ -34,8 +33,7 @@ _TABLES = (
     (families, "DEFAULTS NESTED_DEFAULTS ALL_SLIDE ALIBI_FAMILIES SINK_FAMILIES REFUSED"),
     (families, "MLP_MATRICES"),
     (kinds, "LAYER_NAMES PATTERN ADDS_TO_ATTENTION NOT_UNDERSTOOD UNRELATED_LISTS"),
-    (reader, "SAYS_LAYERS"),
-    (state, "CONV_BYTES RECURRENT_BYTES"),
+    (reader, "SAYS_LAYERS CONV_BYTES RECURRENT_BYTES"),
     (weights, "FP8_METHODS"),
 )
 _SCRIPTS = ("config.js", "bytes.js", "page.js")
