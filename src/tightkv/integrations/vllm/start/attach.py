@@ -24,9 +24,7 @@ def attach(
     plan: EnginePlan, found: Fit, layers: Mapping[str, Any], vllm_config: Any
 ) -> tuple[dict[str, TightAttention], dict[str, list[str]]]:
     """The attention of every layer of the plan, and which of them are slow, by the reason."""
-    if (
-        not plan.chosen.others
-    ):  # vLLM tells its own process alone; connectors of other workers ask too
+    if not plan.chosen.others:  # vLLM tells its own process; connectors of other workers ask too
         page_size = plan.options.config.page_size
         vllm_config.cache_config.block_size = plan.pages_per_block * page_size
     most = vllm_config.scheduler_config.max_num_seqs

@@ -65,12 +65,15 @@ def check_engine_options(options: EngineOptions, vllm_config: Any) -> None:
             f"tightkv: layer_bits={cfg.layer_bits!r} names layer {beyond}; the model has layers 0 "
             f"to {count - 1}"
         )
-    if (why := _DRAFTS.get(draft := _draft(vllm_config.speculative_config))) is not None:
+    speculative = vllm_config.speculative_config
+    is_gemma = getattr(speculative, "use_gemma4_mtp", bool)()
+    draft = "gemma4_mtp" if is_gemma else getattr(speculative, "method", None) or ""
+    if (why := _DRAFTS.get(draft)) is not None:
         raise ValueError(
             f"tightkv with speculation by {draft}: {why}; choose another method (ngram, eagle, "
             "eagle3, mtp, draft_model), or leave speculation or tightkv out"
         )
-    if getattr(vllm_config.speculative_config, "enable_adaptive_verification", False):
+    if getattr(speculative, "enable_adaptive_verification", False):
         raise ValueError(
             "tightkv with adaptive verification: vLLM decides on the device how many drafts of a "
             "sequence are checked, and the batch is planned on the host; leave "
@@ -80,12 +83,6 @@ def check_engine_options(options: EngineOptions, vllm_config: Any) -> None:
     tokens = speculative_tokens(vllm_config)
     if tokens > RING_SLACK:
         raise ValueError(f"tightkv with {tokens} speculative tokens; supported: up to {RING_SLACK}")
-
-
-def _draft(speculative: Any) -> str:
-    if speculative is not None and getattr(speculative, "use_gemma4_mtp", bool)():
-        return "gemma4_mtp"
-    return getattr(speculative, "method", None) or ""
 
 
 def rings_obstacle(vllm_config: Any) -> str | None:

@@ -7,17 +7,9 @@ from torch import Tensor
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.attention.backend import (
-    AttentionBackend,
-    AttentionCGSupport,
-    AttentionMetadataBuilder,
-)
+from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder
 
-from tightkv.integrations.vllm.compat import (
-    added_by_draft,
-    drafts_share_metadata,
-    host_lengths,
-)
+from tightkv.integrations.vllm.compat import added_by_draft, drafts_share_metadata, host_lengths
 from tightkv.integrations.vllm.step.attention import TightAttention
 from tightkv.integrations.vllm.step.batch_split import PartRange, split_batch
 from tightkv.integrations.vllm.step.metadata import TightMetadata, make_part
