@@ -261,6 +261,9 @@ def test_a_setting_that_two_files_differ_in_is_refused(
     assert main(["serve", *words]) == 2
     assert "--max-num-seqs is 16 in the file of tightkv serve and 8" in capsys.readouterr().err
     assert "--max-num-seqs=4" in told(capsys, *words, "--max_num_seqs=4")
+    file.write_text("served-model-name: other")
+    assert main(["serve", *words]) == 2
+    assert "--served-model-name is name in the file" in capsys.readouterr().err
 
 
 def test_dry_run_prints_a_line_for_the_shell(capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,13 +67,14 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(
             "no model; give its folder or hub id before vLLM's options, or --config with a model"
         )
+    of_file = list(file.options)
     if file.served_name is not None and model == file.model:
-        vllm_options = ["--served-model-name", file.served_name, *vllm_options]
+        of_file += ["--served-model-name", file.served_name]
     rows = file.exact_rows if args.exact_rows is None else args.exact_rows
     windows = args.sliding_windows or file.windows
-    _refuse_two_files(file.options, vllm_file, vllm_options)
+    _refuse_two_files(of_file, vllm_file, vllm_options)
     # vLLM takes the last of two: the command line wins over the file.
-    command = server_command(model, config, [*file.options, *vllm_options], rows, windows)
+    command = server_command(model, config, [*of_file, *vllm_options], rows, windows)
     for line in (*file.notes, *([config_flags.OFF_LINE] if config is None else [])):
         output.print_status(line)
     if config is not None:
