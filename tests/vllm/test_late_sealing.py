@@ -468,6 +468,27 @@ def test_pages_are_sealed_in_the_cache_that_layers_have() -> None:
     assert launch.args[1][0].pages.data_ptr() == layers["a"].kv_cache.data_ptr()
 
 
+@pytest.mark.vllm
+def test_readers_of_a_cache_get_the_new_tokens_of_their_own_half() -> None:
+    """vLLM runs the halves of a batch in turn, so a layer may be through with both by then."""
+    from tightkv.integrations.vllm.step.attention import TightAttention
+    from tightkv.integrations.vllm.step.metadata import TightMetadata
+
+    layer, other = (attention(LATER[0], 0, False) for _ in range(2))
+    own, cpu = layer.impl, torch.device("cpu")
+    reader = TightAttention(other, own.layout, reference, own.limits, cpu, own)
+    seen: list[Any] = []
+    own.step = SimpleNamespace(run=lambda *_: None)
+    reader.step = SimpleNamespace(attend=lambda *given: seen.append(given[4]))
+    halves = [TightMetadata((SimpleNamespace(is_prefill=True),), 4) for _ in range(2)]
+    query, key = torch.zeros(4, GROUP, DIM), torch.zeros(4, HEADS, DIM)
+    for i, half in enumerate(halves):
+        own.forward(layer, query, key + i, key, layer.kv_cache, half, query)
+    for half in halves:
+        reader.forward(other, query, None, None, layer.kv_cache, half, query)
+    assert [new[0].unique().tolist() for new in seen] == [[0.0], [1.0]]
+
+
 def test_only_sinks_are_copied_between_places() -> None:
     """Rings of 8 bits have scales behind the sinks, which stay with their ring."""
     pytest.importorskip("vllm")

@@ -91,7 +91,7 @@ def _generate(
     place = {"dtype": args.dtype, "device": args.device}
     model, tokenizer = load_for("generate", args.model, attn_implementation=args.attn, **place)
     from tightkv.tools.cli.generate.compare import choose_needle, hide
-    from tightkv.tools.cli.generate.runner import Runner
+    from tightkv.tools.cli.generate.runner import NEEDLE_TOKENS, Runner
     from tightkv.tools.eval.forward import max_positions
     from tightkv.tools.model_loading.load import quiet
 
@@ -107,8 +107,15 @@ def _generate(
             else:
                 prompts = [needle.question]
         prompts = [f"{context}\n\n{prompt}" for prompt in prompts]
-    inputs = encode(tokenizer, prompts, args.raw)
-    check_length(inputs["input_ids"].shape[1], args.max_new_tokens, max_positions(model))
+    inputs, limit = encode(tokenizer, prompts, args.raw), max_positions(model)
+    check_length(inputs["input_ids"].shape[1], args.max_new_tokens, limit)
+    if question is not None:
+        asked = question["input_ids"].shape[1] + NEEDLE_TOKENS
+        if limit is not None and asked > limit:
+            raise ValueError(
+                f"--needle asks for the fact in {asked} tokens, its answer included; the model "
+                f"takes {limit}; give a smaller --long-prompt"
+            )
     with quiet():
         inputs = inputs.to(model.device)
         runner = Runner(args, config, model, tokenizer, inputs, needle, question)
