@@ -567,6 +567,9 @@ def test_prompts_that_cannot_be_read(
 def test_a_prompt_too_long_for_the_model(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     message = error_of(capsys, tiny, "--prompt", "x" * 512, "--max-new-tokens", "1")
     assert "the prompt has 512 tokens; the model takes 512 with its answer" in message
+    words = ["--compare", "--needle", "--long-prompt", "400", "--prompt", "x"]
+    message = error_of(capsys, tiny, *words, "--max-new-tokens", "1")
+    assert "its answer included; the model takes 512; give a smaller --long-prompt" in message
     message = error_of(capsys, tiny, "--prompt", "x" * 500, "--max-new-tokens", "20")
     assert "makes 520; the model takes 512; give --max-new-tokens 12 or less" in message
     check_length(500, 12, 512)
