@@ -17,6 +17,7 @@ import torch
 
 import tightkv
 from tightkv.config import KVQuantConfig
+from tightkv.math.per_device import PerDevice
 from tightkv.moved import MOVED, new_name
 from tightkv.paged.cache import PagedKV
 from tightkv.paged.sequences import SequenceTable
@@ -157,6 +158,7 @@ def test_a_pickle_made_under_old_names_loads() -> None:
     table = SequenceTable(KVQuantConfig())
     table.add_rows([0])
     kv = PagedKV(layout, table, torch.device("cpu"), "reference")
+    kv._kernels = "tightkv.kernels.reference"  # a module's name, as pickles had it
     data = pickle.dumps(kv, protocol=2)  # module names are lines of it
     for old, new in MOVED.items():
         data = data.replace(f"ctightkv.{new}\n".encode(), f"ctightkv.{old}\n".encode())
@@ -208,3 +210,10 @@ def test_threads_may_import_old_and_new_names_at_once() -> None:
     command = [sys.executable, "-c", IMPORT_IN_THREADS]
     run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
     assert run.returncode == 0 and not run.stderr, run.stderr
+
+
+def test_a_constant_of_an_older_pickle_is_the_same() -> None:
+    value = torch.arange(3.0)
+    constant = PerDevice.__new__(PerDevice)
+    constant.__setstate__({"_copies": {value.device: value}, "_source": value.device})
+    assert torch.equal(constant.on(value.device), value)

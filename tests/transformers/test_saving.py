@@ -55,10 +55,14 @@ def test_hybrid_layer_and_half_precision(tmp_path):
     )
 
 
-def saved(tmp_path, tokens=100, window_bits=16, **options):
+def saved(tmp_path, tokens=100, window_bits=16, before=False, **options):
+    """`before`: as when pages were sealed as soon as they were complete."""
     model = tiny()
     quant = KVQuantConfig.preset("k4v4", page_size=32, exact_pages=1, window_bits=window_bits)
     cache = TightCache(quant, model=model, **options)
+    if before:
+        cache.shared.table.lag = 0
+        cache.shared.table._steps_alike = lambda state: 0
     greedy(model, cache, prompt(2, tokens), 3)
     cache.save(tmp_path / "cache.safetensors")
     return model, cache, tmp_path / "cache.safetensors"
@@ -76,6 +80,38 @@ def test_without_a_model_and_after_beams(tmp_path, window_bits):
     with torch.no_grad():
         a, b = (model(step, past_key_values=c).logits for c in (cache, loaded))
     assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("tokens", [20, 70, 150])
+def test_files_of_before_rings_grew(tmp_path, tokens):
+    """Rings of full length in the model's dtype, and pages as soon as they were complete."""
+    model, cache, path = saved(tmp_path, tokens, before=True, eager=True)
+    header, tensors = parts(path)
+    full = cache.layers[0].kv.layout.ring_tokens
+    for name, x in tensors.items():
+        if "pages" not in name:
+            more = full - x.shape[1] if "ring" in name else 0
+            tensors[name] = torch.nn.functional.pad(x.float(), (0, 0, 0, 0, 0, more))
+    write(path, header, tensors)
+    loaded = TightCache.load(path, model=model)
+    assert loaded.layers[0].kv.ring_key.dtype == torch.float16
+    step, more = prompt(2, 1), 5 if tokens == 20 else 20  # no page yet
+    rest = [greedy(model, c, step, more) for c in (cache, loaded)]
+    assert torch.equal(*rest)
+
+
+def test_files_of_before_pages_were_sealed_late(tmp_path):
+    """They have more pages, and longer sequences without pages."""
+    for tokens, held, kept in ((92, 0, 0), (158, 10, 8)):
+        model, cache, path = saved(tmp_path, tokens, before=True)
+        assert cache.shared.table.used_pages == held
+        loaded = TightCache.load(path, model=model)
+        assert loaded.shared.table.used_pages == kept
+        step = prompt(2, 1)
+        rest = [greedy(model, c, step, 40) for c in (cache, loaded)]
+        assert torch.equal(*rest)
+        loaded.save(path)
+        assert TightCache.load(path, model=model).bytes_used() == loaded.bytes_used()
 
 
 @pytest.mark.parametrize("tokens", [1, 40, 70])
@@ -211,6 +247,7 @@ def test_a_cache_that_is_not_saved_reads_no_weights():
 
 
 def test_the_mark_counts_parameters_of_every_kind():
+    """As it did when each was read for itself: files of before must load."""
     model = tiny(num_hidden_layers=2)
     model.scalar = torch.nn.Parameter(torch.tensor(1.5))
     model.turned = torch.nn.Parameter(torch.arange(60.0).view(6, 10).T)
@@ -228,13 +265,29 @@ def test_the_mark_counts_parameters_of_every_kind():
 
 @pytest.mark.parametrize("part", ["q_proj", "k_proj", "o_proj", "down_proj", "input_layernorm"])
 def test_every_kind_of_weight_counts(part):
+    """Of 291 parameters every third was looked at, and a layer has nine."""
     model = tiny(num_hidden_layers=32)
-    before = WeightsSample(model).mark()
+    before, early = (
+        WeightsSample(model).mark(),
+        WeightsSample(model, like="0123456789abcdef").mark(),
+    )
+    assert len(early) == 16
     with torch.no_grad():
         for name, x in model.named_parameters():
             if part in name:
                 x.mul_(2)
     assert WeightsSample(model).mark() != before
+
+
+def test_files_with_an_early_mark_are_compared_by_it(tmp_path):
+    path, model = tmp_path / "cache.safetensors", tiny(num_hidden_layers=2)
+    cache = TightCache(QUANT, model=model)
+    cache._weights = WeightsSample(model, like="0123456789abcdef").mark()
+    greedy(model, cache, prompt(1, 20), 2)
+    cache.save(path)
+    assert TightCache.load(path, model=model).get_seq_length() == 21
+    with pytest.raises(ValueError, match="was saved with other weights"):
+        TightCache.load(path, model=tiny(num_hidden_layers=2, seed=1))
 
 
 def test_a_failed_save_keeps_the_old_file(tmp_path, monkeypatch):

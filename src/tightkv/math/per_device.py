@@ -1,6 +1,6 @@
 """Constants: values that never change, and tensors on whichever device asks for them."""
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,12 @@ class PerDevice:
         with torch.inference_mode(False):
             self._value = value.detach().clone()
         self._copies: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A pickle of before has the value among the copies, by the device it came from."""
+        if "_source" in state:
+            state = {"_value": state["_copies"][state["_source"]], "_copies": {}}
+        self.__dict__.update(state)
 
     def on(self, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
         """The constant on `device`, in its own dtype or another."""

@@ -61,6 +61,12 @@ class PagedKV:
             torch.zeros(sinks, dtype=layout.dtype, device=self.device) for _ in "kv"
         )
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A pickle of before names a module of kernels (tightkv.kernels.cpu.backend)."""
+        self.__dict__.update({"ring_scales": None, **state})
+        kernels = self._kernels.removeprefix("tightkv.kernels.").removesuffix(".backend")
+        self._kernels = kernels
+
     @property
     def kernels(self) -> Backend:
         """Whose append and attend this layer uses; kept by name, so caches can be copied."""

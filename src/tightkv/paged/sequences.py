@@ -140,6 +140,12 @@ class SequenceTable:
     _alike = 0
     _last: AppendPlan | None = None
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A pickle of before has windows of whole pages alone, and pages in the window."""
+        size, pages = state["page_size"], state["exact_pages"]
+        lag = 0 if state["encode_partial_page"] else (pages - 1) * size + 1
+        self.__dict__.update({"window_step": size, "lag": lag, **state})
+
     def __len__(self) -> int:
         return len(self.rows)
 

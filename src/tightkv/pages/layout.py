@@ -262,9 +262,12 @@ class PageLayout(Constant):
         Pages in the window have no codes. A layout whose pages save nothing has no longest one.
         With a window of 8 bits none is kept exact: a ring is smaller from the first tokens on.
         """
+        return self.exact_limit_at(seal_lag(self.cfg))
+
+    def exact_limit_at(self, lag: int) -> int:
+        """`exact_limit` where `lag` tokens follow a page when it is sealed."""
         if self.cfg.window_bits == 8:
             return 0
-        lag = seal_lag(self.cfg)
         exact, page = self.exact_bytes_per_token, self.page_bytes + 4
         fixed, saved = (self.ring_tokens + self.cfg.sinks) * exact, self.page_size * exact - page
         if saved <= 0:

@@ -78,12 +78,16 @@ class SharedSteps:
         self.before, self._before_tensors = [], {}
         self._plan, self._seen = None, None
 
-    def grow_limit(self, layout: PageLayout) -> None:
-        """Keep sequences exact until no layer is larger in pages: layers differ in their bits."""
+    def grow_limit(self, layout: PageLayout, lag: int | None = None) -> None:
+        """Keep sequences exact until no layer is larger in pages: layers differ in their bits.
+
+        `lag`: of a cache that seals pages at another time.
+        """
         if self.eager:
             return
-        heads, dim, dtype = layout.num_kv_heads, layout.head_dim, layout.dtype
-        limits = (page_layout(cfg, heads, dim, dtype).exact_limit for cfg in self.cfgs)
+        lag, shape = self.table.lag if lag is None else lag, (layout.num_kv_heads, layout.head_dim)
+        own = (page_layout(cfg, *shape, layout.dtype) for cfg in self.cfgs)
+        limits = (each.exact_limit_at(lag) for each in own)
         self.table.exact_limit = max(self.table.exact_limit, *limits)
 
     def plan(self, step: int, batch: int, count: int) -> AppendPlan:

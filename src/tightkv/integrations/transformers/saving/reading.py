@@ -28,6 +28,8 @@ KV_TENSORS = ("pages", "ring_key", "ring_value", "sink_key", "sink_value", "ring
 CENTER_TENSORS = ("center_key", "center_value")  # which the layer's tokens are relative to
 SCALE_TENSOR = "key_scale"  # by which the layer's keys are divided
 _NUMBERS = 8  # of a parameter, at most, in a mark of weights
+_MOST = 128  # parameters of an early mark
+_EVERY = "all-"  # begins a mark of all parameters; those of files before have none
 _TOGETHER = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that torch.cat takes together
 
 
@@ -62,7 +64,7 @@ class SavedCache:
                 stacklevel=4,
             )
             return
-        own = WeightsSample(model).mark()
+        own = WeightsSample(model, like=self.weights).mark()
         if self.weights != own:
             raise ValueError(
                 f"{self.path} was saved with other weights (mark {self.weights[:20]!r}) than this "
@@ -82,6 +84,10 @@ class SavedCache:
             for saved in self.header.layers:
                 if saved.layout is not None:
                     shared.grow_limit(saved.layout)
+            longest = max((row.length for row in self.header.rows if not row.pages), default=0)
+            for saved in self.header.layers:  # caches of before sealed pages when they completed
+                if saved.layout is not None and longest > shared.table.exact_limit:
+                    shared.grow_limit(saved.layout, lag=0)
             shared.table.restore(self.header.rows)
             layers = [
                 self._layer(saved, own[i], shared, kernels, device)
@@ -164,15 +170,18 @@ class WeightsSample:
     """
 
     @torch.no_grad()
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, like: str = _EVERY) -> None:
+        """For a mark of the kind that `like` is."""
         found = [
             (name, x)
             for name, x in model.named_parameters()
             if type(x) in (Tensor, torch.nn.Parameter) and not x.is_meta and x.numel()
         ]
-        self._names = "".join(name for name, _ in found)
+        self._prefix = _EVERY if like.startswith(_EVERY) else ""
+        step = 1 if self._prefix else -(-len(found) // _MOST) or 1
+        self._names = "".join(name for name, _ in found[::step])
         by_device = dict[torch.device, list[Tensor]]()
-        for _, x in found:
+        for _, x in found[::step]:
             count, stride = (x.size(-1), x.stride(-1)) if x.dim() else (1, 1)
             first = x.as_strided((min(_NUMBERS, count),), (stride,))  # x[0, ..., 0, :_NUMBERS]
             if x.dtype not in _TOGETHER:
@@ -185,7 +194,7 @@ class WeightsSample:
         digest = hashlib.sha256(self._names.encode())
         for numbers in self._numbers:
             digest.update(numbers.float().cpu().numpy().tobytes())
-        return f"all-{digest.hexdigest()[:16]}"
+        return self._prefix + digest.hexdigest()[:16]
 
 
 def read_cache(path: str | os.PathLike[str]) -> SavedCache:
@@ -231,13 +240,16 @@ def _load_pages(
     for name, shape in _shapes(kv.layout, kv.table, tensors).items():
         found = tensors.get(name)
         own = getattr(kv, name).dtype
-        if found is None or found.dtype != own or found.shape != shape:
+        # Files of float32 models may have float32 rings and sinks.
+        dtypes = (own, saved.dtype) if own == kv.layout.dtype else (own,)
+        if found is None or found.dtype not in dtypes or found.shape != shape:
             there = None if found is None else (found.dtype, tuple(found.shape))
             raise ValueError(
                 f"tensor {name!r} of a layer is {there}; its config and the rows give "
-                f"{(own, shape)}"
+                f"{(dtypes[0], shape)}"
             )
-        setattr(kv, name, found.to(device))
+        found = found.to(device)
+        setattr(kv, name, kv.exact(found) if own == kv.layout.dtype else found)
 
 
 def _per_head(
