@@ -15,7 +15,8 @@ tokens for each prompt of each batch, those come out whatever the model says. Wi
 drafts, which those of vLLM's CPU engine do not; with "no_checkpoints", Mamba-2 is not asked for
 states inside of a step, which its kernel for CPUs does not return. With "hands_over", a file, the
 engine stays for jobs with "taken_over", that file and the number of a batch: they take over its
-prompts by NIXL. With "kernels", those run; with "seals_at_once", no page waits to be sealed.
+prompts by NIXL. With "kernels", those run; with "seals_at_once", no page waits to be sealed. With
+"stays", the engine is there until all jobs of its file have run.
 {"soak": arguments of benchmarks/soak.py's run} is a job, too.
 """
 
@@ -31,11 +32,13 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 SETTINGS = {
     "HF_HUB_OFFLINE": "1",
+    "LMCACHE_TRACK_USAGE": "false",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "INFO",
     "VLLM_NO_USAGE_STATS": "1",
@@ -325,10 +328,20 @@ def run_forked(job: dict[str, Any], place: Path) -> dict[str, Any]:
             ENGINES_THAT_STAY.append(process)
             return {}
         time.sleep(0.05)
+    while "stays" in job and process.is_alive():
+        if place.exists():
+            ENGINES_THAT_STAY.append(process)
+            return take_result(place)
+        time.sleep(0.05)
     process.join()
     if process.exitcode:  # of this one; the others' tests can still run
         return {"error": f"exit code {process.exitcode}; the log says why"}
+    return take_result(place)
+
+
+def take_result(place: Path) -> dict[str, Any]:
     result: dict[str, Any] = json.loads(place.read_text())
+    place.unlink()
     return result
 
 
@@ -339,7 +352,10 @@ def write_result(job: dict[str, Any], place: Path) -> None:
     gc.unfreeze = lambda: None
     if job.get("fork_ranks"):
         multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
-    place.write_text(json.dumps(run_job(job)))
+    place.with_suffix(".part").write_text(json.dumps(run_job(job)))
+    place.with_suffix(".part").rename(place)
+    if "stays" in job:
+        threading.Event().wait()
 
 
 def import_engine() -> None:
@@ -363,6 +379,8 @@ def import_engine() -> None:
     if hasattr(type(current_platform), "register_triton_kernel_overrides"):  # from 0.31 on
         current_platform.register_triton_kernel_overrides()
         type(current_platform).register_triton_kernel_overrides = lambda *_: None
+    if find_spec("lmcache") is not None:
+        import lmcache.integration.vllm.lmcache_mp_connector  # noqa: F401
 
 
 def run_all(jobs: Path, done: Path, run: Callable[[dict[str, Any], Path], Any]) -> None:

@@ -17,15 +17,10 @@ import pytest
 import torch
 import transformers as hf
 
+from centers_file import write_centers
 from models import MAMBA, SHAPE
 from tightkv import KVQuantConfig
 from tightkv.config.quant import FORMAT_VERSION
-from tightkv.fit.calibration import Calibration, Costs, Measured, save_calibration
-from tightkv.fit.calibration.file import COST_BITS
-from tightkv.fit.fingerprint import folder_fingerprint
-from tightkv.math.centers import Centers
-from tightkv.math.feedback import QueryMetric
-from tightkv.model_shape import read_model_shape
 from tightkv.pages.layout import PageLayout
 from tiny_folder import write_adapter, write_model, write_tiny_folder
 from vllm_outputs import (
@@ -233,18 +228,6 @@ def jobs(folder: Path) -> dict[str, dict[str, Any]]:
             K4V4, kv_transfer_config={"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
         ),
     }
-
-
-def write_centers(model: Path, path: Path) -> None:
-    """A calibration that says nothing else."""
-    make = torch.Generator().manual_seed(0)
-    layers = read_model_shape(model).full_layers()
-    centers = {n: Centers(*(2 * torch.randn(2, *layers[n], generator=make))) for n in layers}
-    metrics = {n: QueryMetric(torch.eye(d).expand(h, d, d)) for n, (h, d) in layers.items()}
-    free = Costs(*(dict.fromkeys(COST_BITS, 0.0) for _ in "kv"))
-    costs, measured = dict.fromkeys(layers, free), Measured("tiny", (("text", "0" * 64),), 1, "0")
-    calibration = Calibration(folder_fingerprint(model), metrics, {}, costs, measured, centers)
-    save_calibration(calibration, path)
 
 
 def write_hybrids(folder: Path) -> dict[str, Path]:

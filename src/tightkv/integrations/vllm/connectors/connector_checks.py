@@ -3,9 +3,12 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from tightkv.integrations.vllm.options import engine_options
+
 # They find blocks by vLLM's block hashes, which `store_keys` separates by format.
 _BY_BLOCK_HASH = ("OffloadingConnector", "SimpleCPUOffloadConnector", "MooncakeStoreConnector")
-_OURS = "TightNixlConnector with kv_connector_module_path=tightkv.integrations.vllm.connectors.nixl"
+_MODULES = "kv_connector_module_path=tightkv.integrations.vllm.connectors"
+_OURS = f"TightNixlConnector with {_MODULES}.nixl"
 _REASONS = {
     "ExampleConnector": "it copies single tokens of a block, and a page cannot be taken apart",
     "LMCacheConnectorV1": (
@@ -13,7 +16,8 @@ _REASONS = {
     ),
     "LMCacheMPConnector": (
         "it finds blocks by token ids and the model's name, so that pages of another format would "
-        "be read, and loads more than ends before an exact window"
+        "be read, and loads more than ends before an exact window; use TightLMCacheConnector with "
+        f"{_MODULES}.lmcache"
     ),
     "NixlConnector": f"its handshake does not compare formats of pages; use {_OURS}",
     "NixlPullConnector": f"its handshake does not compare formats of pages; use {_OURS}",
@@ -40,6 +44,23 @@ def check_connectors(transfer: Any) -> None:
                 f"{', '.join(_BY_BLOCK_HASH)}, and your own (kv_connector_module_path) that find "
                 "blocks by their block hashes"
             )
+
+
+def check_use(name: str, instead: str, vllm_config: Any, kv_cache_config: Any) -> None:
+    """Refuse engines that cannot have our connector `name`; `instead` is the one without us."""
+    if engine_options(vllm_config.additional_config) is None:
+        raise ValueError(
+            f"{name} in an engine without tightkv: use {instead}, without kv_connector_module_path"
+        )
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    # A group of layers of different sizes has a spec for each.
+    each = [next(iter(getattr(spec, "kv_cache_specs", {0: spec}).values())) for spec in specs]
+    kinds = [type(spec).__name__ for spec in each]
+    if kinds != ["FullAttentionSpec"]:
+        raise ValueError(
+            f"{name} with caches of {', '.join(kinds)}: pages of full attention alone are read; "
+            "leave the connector or tightkv out"
+        )
 
 
 def _named(given: Mapping[str, Any]) -> Iterator[str]:

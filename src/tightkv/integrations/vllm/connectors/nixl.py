@@ -8,7 +8,6 @@ that do not share their memory with other layers' blocks.
 from typing import Any
 
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 try:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -22,11 +21,10 @@ try:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import (
         NixlPullConnectorWorker,
     )
-    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.utils import get_representative_spec_type
 except ImportError as error:
     raise ImportError("TightNixlConnector needs vLLM 0.32 or later") from error
 
-from tightkv.integrations.vllm.options import engine_options
+from tightkv.integrations.vllm.connectors.connector_checks import check_use
 from tightkv.integrations.vllm.prefix.cache_format import format_of
 
 
@@ -81,11 +79,7 @@ class TightNixlConnector(NixlPullConnector):  # type: ignore[misc]
 def check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
     """Refuse engines whose pages would be read wrongly."""
     transfer = vllm_config.kv_transfer_config
-    if engine_options(vllm_config.additional_config) is None:
-        raise ValueError(
-            "TightNixlConnector in an engine without tightkv: use NixlConnector, without "
-            "kv_connector_module_path"
-        )
+    check_use("TightNixlConnector", "NixlConnector", vllm_config, kv_cache_config)
     if not transfer.get_from_extra_config("enforce_handshake_compat", True):
         raise ValueError(
             "TightNixlConnector with enforce_handshake_compat=false: pages of another format could "
@@ -95,14 +89,4 @@ def check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
         raise ValueError(
             f"TightNixlConnector with kv_buffer_device={transfer.kv_buffer_device!r}: pages are "
             f"read from the cache itself; set it to {current_platform.device_type!r}"
-        )
-    kinds = [
-        get_representative_spec_type(group.kv_cache_spec)
-        for group in kv_cache_config.kv_cache_groups
-    ]
-    if kinds != [FullAttentionSpec]:
-        listed = ", ".join(kind.__name__ for kind in kinds)
-        raise ValueError(
-            f"TightNixlConnector with caches of {listed}: pages of full attention alone are read; "
-            "leave the connector or tightkv out"
         )

@@ -8,14 +8,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from vllm.config import get_layers_from_vllm_config
+from vllm.distributed import get_pp_group, get_tp_group
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from tightkv.integrations.vllm.layer_numbers import model_layers
 from tightkv.model_shape.cache_bytes import CacheBytes, LayerBytes
 from tightkv.pages.latent import LatentLayout
 from tightkv.pages.layout import PageLayout, window_step
+
+ENGINE_FORMAT = "_tightkv_format"  # of a VllmConfig, in the process of the scheduler
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,16 @@ def joined(formats: Sequence[CacheFormat | None]) -> CacheFormat | None:
         kernels=tuple(sorted({name for one in known for name in one.kernels})),
         block_bytes=sum(one.block_bytes for one in known),
     )
+
+
+def engine_format(vllm_config: Any) -> CacheFormat | None:
+    """What `joined` gives the scheduler, in a worker: all workers of the engine run this."""
+    formats = [format_of(vllm_config)]
+    for group in (get_tp_group(), get_pp_group()):  # ranks of a stage follow each other
+        parts = [formats] * group.world_size
+        torch.distributed.all_gather_object(parts, formats, group=group.cpu_group)
+        formats = [found for part in parts for found in part]
+    return joined(formats)
 
 
 def _meaning(number: int, impl: Any) -> tuple[Any, ...]:

@@ -7,7 +7,12 @@ from typing import Any
 from tightkv.integrations.vllm.connectors.store_keys import separate_block_hashes
 from tightkv.integrations.vllm.connectors.store_loads import follow_loads, watch_loads
 from tightkv.integrations.vllm.metrics.monitor import watch_scheduler
-from tightkv.integrations.vllm.prefix.cache_format import CacheFormat, joined, worker_format
+from tightkv.integrations.vllm.prefix.cache_format import (
+    ENGINE_FORMAT,
+    CacheFormat,
+    joined,
+    worker_format,
+)
 from tightkv.integrations.vllm.prefix.prefix_hits import (
     HitEnds,
     bound_loads,
@@ -15,13 +20,11 @@ from tightkv.integrations.vllm.prefix.prefix_hits import (
     keep_windows_exact,
 )
 
-_FORMAT = "_tightkv_format"
-
 
 def read_format(core: Any, vllm_config: Any) -> None:
     """Ask the workers of an EngineCore, whose caches were just made, what they hold."""
     found = joined(core.model_executor.collective_rpc(worker_format))
-    object.__setattr__(vllm_config, _FORMAT, found)
+    object.__setattr__(vllm_config, ENGINE_FORMAT, found)
     has_store = vllm_config.kv_transfer_config is not None
     separate_block_hashes(found.fingerprint if found is not None and has_store else None)
     if found is not None and found.rows and has_store:
@@ -30,7 +33,7 @@ def read_format(core: Any, vllm_config: Any) -> None:
 
 def follow_scheduler(scheduler: Any, vllm_config: Any) -> None:
     """Of a Scheduler that was just made."""
-    found: CacheFormat | None = getattr(vllm_config, _FORMAT, None)
+    found: CacheFormat | None = getattr(vllm_config, ENGINE_FORMAT, None)
     if found is None:
         return
     coordinator = scheduler.kv_cache_manager.coordinator
