@@ -61,8 +61,6 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
             kernels, codec, self.scale, self.softcap, self.sink_logits, self.window
         )
         self.reads, self.has_readers, self.is_draft = reads, False, is_draft
-        self.new_tokens: tuple[Tensor, Tensor] | None = None
-        """Keys and values of the last step with a prompt, for layers that read this cache."""
         if reads is not None:
             reads.has_readers = True
         if device.type == "cuda":
@@ -163,11 +161,11 @@ class TightAttention(AttentionImpl):  # type: ignore[misc]
         if self.key_scale is not None:
             key = key / self.key_scale.on(key.dtype, self.device)
         if self.reads is not None:
-            new, centers = self.reads.new_tokens, self.reads.centers
+            new, centers = attn_metadata.new_tokens.get(self.reads), self.reads.centers
             self.step.attend(parts, pages, rings, query, new, output, centers)
             return output
         if self.has_readers and any(part.is_prefill for part in parts):
-            self.new_tokens = self._for_readers(key, value)
+            attn_metadata.new_tokens[self] = self._for_readers(key, value)
         stored = attn_metadata.inherited, self.feedback, self.centers, later
         self.step.run(parts, pages, rings, query, key, value, output, *stored)
         return output

@@ -37,6 +37,8 @@ class TightMetadata:
     sealing: StepSealing | None = None  # of pages that steps before have completed
     seals_later: bool = False  # what this step completes is sealed by a later one
     built_from: tuple[Tensor, ...] = ()  # vLLM's block table, lengths, query_start_loc and slots
+    new_tokens: dict[object, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Keys and values of a step with a prompt, by the attention whose cache other layers read."""
 
 
 def make_part(
