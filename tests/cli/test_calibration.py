@@ -31,7 +31,7 @@ from tightkv.model_shape import LayerShape
 from tightkv.pages.layout import page_layout
 from tightkv.tools.cli import main
 from tightkv.tools.eval.layer_bits import sensitivity
-from tightkv.tools.eval.layer_bits.calibrate import PRESETS, Calibrator
+from tightkv.tools.eval.layer_bits.calibrate import GROWTH, PRESETS, Calibrator
 from tightkv.tools.eval.layer_bits.search import Option, least_kl
 from tightkv.tools.eval.layer_bits.sensitivity import moments, record
 from tightkv.tools.eval.tasks.quality import Schedule, measure_quality
@@ -141,7 +141,8 @@ def test_keys_of_noisy_layers_keep_the_bits_that_protection_gives_them():
                 )
                 for cfg in (own, plain)
             ]
-            assert sizes[0] <= sizes[1]
+            growth = GROWTH if preset == "k2v2" else 0
+            assert sizes[0] <= sizes[1] * (1 + growth)
 
 
 def test_least_kl_of_a_size():
@@ -399,7 +400,7 @@ def test_ready_files_can_be_read(name):
 
 @pytest.mark.parametrize("name", ["SmolLM2-135M-Instruct", "Qwen2.5-Coder-1.5B-Instruct"])
 def test_two_bits_get_a_little_more_where_it_pays(name):
-    """No layer has fewer than two bits to give, so the preset takes up to 3% more bytes."""
+    """No layer has fewer than two bits to give, so the preset takes up to 5% more bytes."""
     found = load_calibration(name)
     preset = KVQuantConfig.preset("k2v2")
     cfg = found.applied(preset)
@@ -410,7 +411,7 @@ def test_two_bits_get_a_little_more_where_it_pays(name):
         )
         for c in (preset, cfg)
     }
-    assert 1.02 < size[cfg] / size[preset] <= 1.03
+    assert 1.02 < size[cfg] / size[preset] <= 1 + GROWTH
 
 
 @pytest.mark.thorough

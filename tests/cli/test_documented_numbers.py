@@ -20,7 +20,7 @@ from tightkv.integrations.vllm.step.batch_split import SHORT_PROMPT
 from tightkv.integrations.vllm.step.ring_table import SAVED_SINKS, ring_size
 from tightkv.kernels.prefill import MIN_QUERIES
 from tightkv.paged.cache import POOL_GROWTH
-from tightkv.pages.layout import RING_SLACK, SIDES, PageLayout
+from tightkv.pages.layout import RING_SLACK, SIDES, PageLayout, ring_tokens
 
 ROOT = Path(__file__).parents[2]
 Row = dict[str, Any]
@@ -86,6 +86,31 @@ def preset_of(config: Row) -> str:
 
 def cell(result: Row) -> str:
     return f"{result['kl']:.4f} ({100 * result['perplexity_increase']:+.1f}%)"
+
+
+def longer_windows() -> Iterator[str]:
+    """Calibrated k2v2 with its window in 16 bits, and longer ones in 8."""
+    found = [row for row in rows("eval_two_bits") if row["settings"]["windows"] == 4]
+    found, sizes = found[1:], []  # the first has the file of before
+    for row in found:
+        cfg = KVQuantConfig.from_dict(row["config"] | {"calibration": "", "layer_bits": ""})
+        layout = PageLayout(cfg, 3, 64, torch.bfloat16)
+        sizes.append(layout.sequence_bytes(ring_tokens(cfg)))
+        quality, tokens = row["quality"], cfg.page_size * cfg.exact_pages
+        name = f"8 bits, {tokens} tokens"
+        if cfg.window_bits == 16:
+            name = f"default: 16 bits, {tokens - cfg.page_size} to {tokens} tokens"
+        size = f"{sizes[-1] / sizes[0]:.2f}"
+        yield line(name, size, f"{quality['kl']:.4f}", f"{quality['kl_p999']:.3f}")
+
+
+def test_longer_windows_of_two_bits() -> None:
+    expect("docs/presets.md", *longer_windows())
+    before, now = (
+        row["quality"]["kl"] for row in rows("eval_two_bits") if row["settings"]["windows"] == 8
+    )
+    expect("docs/log.md", f"the same windows: {before:.5f} before, {now:.5f} now")
+    expect("docs/results.md", f"it has {now:.4f} instead of {before:.4f}")
 
 
 QUALITY_PRESETS = ("k4v4", "k3v3", "k2v2")
