@@ -128,9 +128,11 @@ def jobs(port: int, centers: Path) -> dict[str, dict[str, Any]]:
     alone = {"enable_prefix_caching": False}
     ranks = {"tensor_parallel_size": 2, **alone}
     talk = {
+        "kernels": "reference",  # with which pages wait where there is no connector
         "extra": {"lmcache.mp.save_decode_cache": True},
         "sampling": {"logprobs": VOCABULARY, "ignore_eos": True},
     }
+    coded = {**K4V4, "sinks": 0}  # those of another engine are read from their codes
     centered = {**K8V8, "calibration": str(centers)}
     return {
         "bf16": job(None, PROMPTS),
@@ -148,8 +150,10 @@ def jobs(port: int, centers: Path) -> dict[str, dict[str, Any]]:
         ),
         "layers": job({**K4V4, "protected_first": 1}, PROMPTS, PROMPTS, engine=alone),
         # Most of the text comes out, and goes in again.
-        "talk": job(K4V4, [TALK[:40]], [TALK[:350]], forced=[[TALK[40:300]], [TALK[350:]]], **talk),
-        "talk again": job(K4V4, [TALK[:350]], forced=[[TALK[350:]]], **talk),
+        "talk": job(
+            coded, [TALK[:40]], [TALK[:350]], forced=[[TALK[40:300]], [TALK[350:]]], **talk
+        ),
+        "talk again": job(coded, [TALK[:350]], forced=[[TALK[350:]]], **talk),
         "plain talk": job(None, [TALK[:350]], forced=[[TALK[350:]]], **talk),
         "ranks": job(centered, PROMPTS, PROMPTS, engine=ranks, fork_ranks=True),
     }
@@ -237,12 +241,13 @@ def test_layers_of_other_bits_are_moved_too(engines: dict[str, dict[str, Any]]) 
 def test_pages_of_generated_tokens_are_stored_when_they_are_sealed(
     engines: dict[str, dict[str, Any]],
 ) -> None:
-    """Loaded ones are as good as those of the engine that wrote them."""
+    """Loaded ones are those that the engine that wrote them has."""
     own, [loaded] = batches(engines["talk"])[1], batches(engines["talk again"])
     assert cached(engines["talk"], 1) == cached(engines["talk again"]) == [256]
+    assert not engines["talk"]["sealed_later"]
     assert external(engines["talk"]) == 0 and external(engines["talk again"]) == 256
     [plain] = batches(engines["plain talk"])
-    assert mean_kl(own, loaded, "best") < 0.5 * mean_kl(plain, own, "best")
+    assert mean_kl(own, loaded, "best") < 1e-6 * mean_kl(plain, own, "best")
 
 
 def test_ranks_of_an_engine_know_the_format_of_all(engines: dict[str, dict[str, Any]]) -> None:
