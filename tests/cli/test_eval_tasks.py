@@ -276,7 +276,7 @@ def test_a_broken_cache_finds_the_models_own_answers_less_likely(
 
     def own_answer(passage: Passage, probe: Probe) -> Probe:
         ids = torch.tensor([passage.prefix + probe.question])
-        tokens = CacheRun(model).decode(ids, 5, lambda logits, i: logits.argmax(-1), ignore).tokens
+        tokens, _ = CacheRun(model).decode(ids, 5, lambda logits, i: logits.argmax(-1), ignore)
         return replace(probe, answer=tuple(tokens[0].tolist()))
 
     first = passages[0]

@@ -19,7 +19,7 @@ GROUPS = {
         for name in (
             *("vllm_server", "export_executorch", "wheel", "eval", "plan_page", "validate"),
             *("documentation_runs", "calibration", "eval_tasks", "folder_noise"),
-            *("compare_script", "rivals", "vllm_gpu", "vllm_plugin"),
+            *("compare_script", "rivals", "vllm_gpu", "vllm_plugin", "lmcache"),
         )
     },
 }
