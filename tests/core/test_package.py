@@ -191,9 +191,18 @@ from tightkv.moved import MOVED
 moved = [name for name in MOVED if "." not in name and not MOVED[name].startswith("tools")]
 names = [f"tightkv.{name}" for name in (*moved, *(MOVED[name] for name in moved))]
 
+def import_one(name):
+    # Python may refuse a package and a part of it that two threads import at once (gh-83065).
+    try:
+        import_module(name)
+    except RuntimeError as error:
+        if "deadlock detected" not in str(error):
+            raise
+        import_one(name)
+
 def import_all(seed):
     for name in random.Random(seed).sample(names, len(names)):
-        import_module(name)
+        import_one(name)
 
 threads = [threading.Thread(target=import_all, args=(seed,)) for seed in range(8)]
 [thread.start() for thread in threads]
