@@ -44,7 +44,7 @@ from tightkv.tools.eval.windows import Windows, cut_windows
 from tightkv.tools.model_loading.bundled import BUNDLED_NAME, bundled_folder
 from tightkv.tools.rows import append_rows
 
-CONTEXTS = (64, 256, 1024)
+CONTEXTS = (256, 1024, 4096)
 FAR = (2049, 4097)  # even prompts and one decoded token: some caches pack two tokens
 WARM_STEPS, TIMED_STEPS = 3, 20
 
@@ -404,8 +404,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--only", default="", help="measure 'dynamic' and the caches whose name begins so"
     )
-    parser.add_argument("--windows", type=int, default=2)
-    parser.add_argument("--window", type=int, default=768, help="tokens a window")
+    parser.add_argument("--windows", type=int, default=4)
+    parser.add_argument("--window", type=int, default=1040, help="tokens a window")
     parser.add_argument("--prefill", type=int, default=256)
     parser.add_argument("--chunk", type=int, default=16)
     return parser.parse_args()

@@ -46,7 +46,7 @@ def test_drawn_lengths_hold_as_many_tokens_as_equal_ones() -> None:
 
 def test_sequences_grow_by_a_token_per_consecutive_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """In all layers alike, so that pages are sealed where they end, from tokens in the ring."""
-    cfg = KVQuantConfig.preset("k4v4", page_size=32, exact_pages=1)
+    cfg = KVQuantConfig.preset("k4v4", page_size=32, exact_pages=1, window_bits=16)
     layout = PageLayout(cfg, 1, 64, torch.float32)
     shape = Shape(3, 300, query_heads=2, kv_heads=1, head_dim=64, shortest=200)
     layers = [fill(layout, shape, reference, CPU, seed) for seed in range(2)]
@@ -122,7 +122,7 @@ def test_shapes_that_cannot_be(options: dict[str, int], message: str) -> None:
 
 def test_a_layer_of_ragged_sequences_attends_to_their_own_tokens() -> None:
     """As a layer that has one of them alone, but for which random tokens it holds."""
-    cfg = KVQuantConfig.preset("k8v8", page_size=64, exact_pages=1)
+    cfg = KVQuantConfig.preset("k8v8", page_size=64, exact_pages=1, window_bits=16)
     layout = PageLayout(cfg, 1, 64, torch.float32)
     shape = Shape(3, 1300, query_heads=2, kv_heads=1, head_dim=64, ragged=True)
     view = (layer := fill(layout, shape, reference, CPU, seed=0)).view

@@ -192,6 +192,9 @@ def test_engines_differ_in_their_cache_only() -> None:
     assert own["additional_config"] == {"tightkv": False}  # whatever TIGHTKV_* says
     assert ours == {**own, "additional_config": {"tightkv": {"preset": "k4v4"}}}
     assert fp8 == {**own, "kv_cache_dtype": "fp8"}
+    options = {"preset": "k4v4", "window_bits": 16}
+    other = engine_arguments(plan, json.dumps(options), "m")
+    assert other == {**own, "additional_config": {"tightkv": options}}
 
 
 def test_further_arguments_win_and_extend() -> None:
@@ -279,6 +282,7 @@ def test_why_an_engine_ended() -> None:
         (["m", "--engine-args", '{"kv_cache_dtype": "fp8"}'], "name the cache with --kv"),
         (["m", "--kv-memory", "4 rooms"], "size '4 rooms'"),
         (["m", "--kv", "k5v5"], "KV cache 'k5v5'; supported: auto, fp8"),
+        (["m", "--kv", '{"preset"'], "or options of tightkv as a JSON object"),
         (["--shape", "llama"], "shape 'llama'; supported: llama-3.1-8b"),
     ],
 )

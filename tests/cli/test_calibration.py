@@ -70,7 +70,7 @@ def file(model, tmp_path_factory):
 def kl(model, **options):
     windows = Windows(prompt(4, 500, seed=77), ("a",) * 4)
     cfg = KVQuantConfig.from_dict(options)
-    caches = {"it": lambda: TightCache(cfg, model=model, eager=True)}
+    caches = {"it": lambda: TightCache(cfg, model=model)}
     return measure_quality(model, windows, caches, SCHEDULE)["it"].summary.kl
 
 
@@ -424,9 +424,7 @@ def test_the_bundled_model_is_nearer_on_other_text(preset="k3v3"):
         "probed": KVQuantConfig.preset(preset),
         "calibrated": KVQuantConfig.preset(preset, calibration="auto"),
     }
-    caches = {
-        name: partial(TightCache, cfg, model=bundled, eager=True) for name, cfg in configs.items()
-    }
+    caches = {name: partial(TightCache, cfg, model=bundled) for name, cfg in configs.items()}
     found = measure_quality(bundled, windows, caches, Schedule(prefill=256, chunk=64))
     kls = {name: quality.summary.kl for name, quality in found.items()}
     assert kls["calibrated"] < 0.7 * kls["probed"]

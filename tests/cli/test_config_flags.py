@@ -37,7 +37,7 @@ OTHER: dict[str, Any] = {
     "page_size": 128,
     "exact_pages": 5,
     "sinks": 9,
-    "window_bits": 8,
+    "window_bits": 16,
     "key_centering": "none",
     "mean_bits": 8,
     "protected_first": 1,

@@ -38,7 +38,7 @@ def sharp(layer=0):
 
 
 def measured_kl(model, cfg):
-    caches = {"it": lambda: TightCache(cfg, model=model, eager=True)}
+    caches = {"it": lambda: TightCache(cfg, model=model)}
     return measure_quality(model, WINDOWS, caches, SCHEDULE)["it"].summary.kl
 
 

@@ -99,7 +99,9 @@ def longer_windows() -> Iterator[str]:
         quality, tokens = row["quality"], cfg.page_size * cfg.exact_pages
         name = f"8 bits, {tokens} tokens"
         if cfg.window_bits == 16:
-            name = f"default: 16 bits, {tokens - cfg.page_size} to {tokens} tokens"
+            name = f"16 bits, {tokens - cfg.page_size} to {tokens} tokens"
+        if tokens == 192 and cfg.window_bits == 8:
+            name += " (default)"
         size = f"{sizes[-1] / sizes[0]:.2f}"
         yield line(name, size, f"{quality['kl']:.4f}", f"{quality['kl_p999']:.3f}")
 
@@ -337,19 +339,20 @@ def test_the_drawings_of_a_page() -> None:
 @pytest.mark.parametrize("preset", ["k8v8", "k8v4", "k4v4", "k3v3", "k3v2", "k2v2"])
 def test_short_sequences(preset: str) -> None:
     layout = PageLayout(KVQuantConfig.preset(preset), 8, 128, torch.bfloat16)
-    limit = layout.exact_limit
-    sizes = [
-        32 * layout.total_bytes(tokens, encode_partial_page=False, exact_limit=limit) / 2**20
-        for tokens in (256, 1024, 4096)
-    ]
-    cells = [str(limit + 1), *(f"{size:.1f}" for size in sizes)]
+
+    def size(tokens: int) -> int:
+        return layout.total_bytes(tokens, encode_partial_page=False)
+
+    exact, lengths = layout.exact_bytes_per_token, (256, 1024, 4096)
+    even = next(n for n in range(1, 1000) if size(n) < n * exact)
+    cells = [str(even), *(f"{32 * size(tokens) / 2**20:.1f}" for tokens in lengths)]
     expect("docs/plan.md", f"| {preset} | {' | '.join(cells)} |")
     if preset == "k4v4":
-        for page in ("README.md", "docs/presets.md"):
-            expect(page, f"k4v4: {limit + 1} tokens")
-    if preset in ("k4v4", "k2v2"):  # the comparison's model has heads of 64
-        small = layout_of(preset, kv_heads=3, head_dim=64).exact_limit + 1
-        expect("docs/comparison.md", f"{small} tokens ({preset})")
+        shares = [f"{size(tokens) / tokens / exact:.2f}" for tokens in lengths]
+        text = f"256 tokens of k4v4 take {shares[0]} of bf16, 1,024"
+        expect("docs/presets.md", f"{text} tokens {shares[1]} and 4,096 tokens {shares[2]}")
+        expect("README.md", f"{text} take {shares[1]}")
+        expect("CHANGELOG.md", f"{text} take {shares[1]}")
 
 
 def test_the_exact_window() -> None:
@@ -358,11 +361,10 @@ def test_the_exact_window() -> None:
     for preset in ("k4v4", "k2v2"):
         layout = layout_of(preset)
         most = layout.cfg.exact_pages * layout.page_size
-        assert layout.ring_tokens == 224
+        assert layout.ring_tokens == 224 and most == 192
         windows.append(f"{most - layout.page_size} to {most}")
-    for page in ("docs/how-it-works.md", "docs/presets.md", "docs/comparison.md"):
-        expect(page, f"the newest {windows[0]}")
-    expect("docs/presets.md", f"k2v2: {windows[1]}")
+    for page in ("docs/how-it-works.md", "docs/presets.md"):
+        expect(page, "the newest 192", f"the newest {windows[0]}", f"k2v2: {windows[1]}")
 
 
 # --- speed on a GPU ------------------------------------------------------------------------------
@@ -767,7 +769,7 @@ def test_limits_in_vllm() -> None:
         f"up to {SHORT_PROMPT} new tokens of a prompt",
         f"more than {RING_SLACK} speculative tokens",
     )
-    expect("docs/eval.md", f"exact newest tokens of a config ({ring} by default)")
+    expect("docs/eval.md", f"newest tokens of a config ({ring} by default)")
 
 
 # --- CPUs ----------------------------------------------------------------------------------------

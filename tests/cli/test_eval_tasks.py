@@ -45,7 +45,7 @@ from tiny_folder import TEMPLATE, byte_tokenizer, write_tiny_folder
 
 SMALL = {"page_size": 32, "exact_pages": 1, "sinks": 1}
 EXACT = KVQuantConfig(key_bits=16, value_bits=16, **SMALL)
-FINE = KVQuantConfig.preset("k8v8", **SMALL)
+FINE = KVQuantConfig.preset("k8v8", **SMALL, window_bits=16)
 BROKEN = KVQuantConfig(
     key_bits=2,
     value_bits=2,
@@ -60,7 +60,7 @@ FILLER = " ".join(f"Sentence {chr(97 + i % 26)} says nothing of note today." for
 
 
 def make(model: Any, cfg: KVQuantConfig) -> MakeCache:
-    return partial(TightCache, cfg, model=model, eager=True)
+    return partial(TightCache, cfg, model=model)
 
 
 def measured(task: Task, model: Any, *configs: KVQuantConfig) -> list[Any]:

@@ -64,7 +64,7 @@ def other_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     states._warn_slow.cache_clear()  # told once
     model = tiny()
     model.set_attn_implementation("sdpa")
-    cache = TightCache("k4v4", model=model, eager=True)
+    cache = TightCache("k4v4", model=model)
     for _ in range(2):
         model(prompt(1, 80), past_key_values=cache)
 

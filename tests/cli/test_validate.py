@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import json_schemas
-from tightkv.config import PRESETS, KVQuantConfig
+from tightkv.config import PRESETS
 from tightkv.math import rotation
 from tightkv.math.codebook import Codebook
 from tightkv.math.lloyd import beta_cdf
@@ -275,9 +275,8 @@ def test_audit_finds_the_known_weaknesses(command: tuple[int, dict[str, Any], Pa
     assert one_hot[2]["measured"] > 2
     assert one_hot[2]["detail"]["corrected"] < 1e-4
     short = [row["measured"] for row in rows("short contexts")]
-    assert all(0.999 < ratio < 1 for ratio in short[:2]) and short[2] > 1
-    layout = PageLayout(KVQuantConfig.preset("k4v4"), 8, 128)
-    assert short[3] == layout.exact_limit + 1 < 297  # as long as full pages were sealed
+    assert 1 < short[0] < short[1] < short[2]
+    assert short[3] < 16
 
 
 @pytest.mark.thorough

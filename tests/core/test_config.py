@@ -177,7 +177,8 @@ def test_fingerprint_follows_stored_bytes_only():
 
 def test_fingerprint_is_stable():
     # Saved caches are checked against it: a change here must come with FORMAT_VERSION.
-    assert KVQuantConfig().fingerprint() == "76dadf6cf3a3ccb8"
+    assert KVQuantConfig().fingerprint() == "d43b8c30e8677dd2"
+    assert KVQuantConfig(window_bits=16).fingerprint() == "76dadf6cf3a3ccb8"  # the first default
 
 
 def test_protected_layers():

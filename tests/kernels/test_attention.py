@@ -194,7 +194,7 @@ def test_a_mask_of_no_tokens(name):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision(dtype):
-    cache = make_cache(CFG, dtype=dtype)
+    cache = make_cache(CFG.replace(window_bits=16), dtype=dtype)
     key, value = (x.to(dtype) for x in tokens(2, 100))
     add(cache, key, value)
     assert torch.equal(cache.dequantize()[0][:, 64:], key[:, 64:])

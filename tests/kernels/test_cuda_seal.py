@@ -142,7 +142,7 @@ def test_keys_at_odd_addresses(monkeypatch):
 @pytest.mark.parametrize("changes", [{}, {"key_centering": "none"}], ids=str)
 def test_what_was_coded_is_not_coded_again(changes):
     """Values of a page that is complete, and keys that are not relative to its mean."""
-    cfg = CFG.replace(**changes)
+    cfg = CFG.replace(window_bits=16, **changes)
     ours, theirs = (Append(cfg, [95], [1]) for _ in range(2))
     ours.cache.ring_value.fill_(math.nan)
     if not cfg.centered:

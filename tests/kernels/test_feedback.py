@@ -211,7 +211,7 @@ def assert_appended_alike(name, cfg, dim, dtype, steps, *, heads=2, left_pad=Non
 @pytest.mark.parametrize("wrong", ["mean", "step", "key codes", "value codes", "key scale", "flag"])
 def test_what_sums_do_not_explain_is_found(wrong, feedback):
     """In the comparison of encoders: one number beside its neighbour, with a dense rotation."""
-    cfg = KVQuantConfig.preset("k3v3").replace(page_size=32)
+    cfg = KVQuantConfig.preset("k3v3").replace(page_size=32, window_bits=16)
     ours, theirs = (
         cache_with_feedback("reference", cfg, 96, torch.float32, 1, heads=1) for _ in range(2)
     )

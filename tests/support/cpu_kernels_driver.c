@@ -193,8 +193,9 @@ static void run(const char *isa, int key_bits, int value_bits, int dim, int page
         }
         struct {
             struct attend_args args;
-            int32_t lengths[BATCH];
-        } call = {.lengths = {lengths[0], lengths[1]}};
+            int32_t lengths[BATCH], ring_read_from[BATCH];
+        } call = {.lengths = {lengths[0], lengths[1]},
+                  .ring_read_from = {ring_read_from[0], ring_read_from[1]}};
         call.args = (struct attend_args){.view = view, .query = {query, heads * dim, dim},
                                      .total = total, .heads = heads, .cu_seqlens = rows, .out = out,
                                      .lse = lse, .causal = 1, .window = step == WINDOW ? 50 : 0,
@@ -233,10 +234,19 @@ static void put_all(void)
                    from == FLOAT32 ? 4 : 2);
         }
         memcpy(value, key, sizeof key);
-        struct put_args args = {to_key, to_value, FLOAT16, key, value, from, COUNT};
-        tightkv_put(&args);
+        struct put_args args = {to_key, to_value, NULL, FLOAT16, key, value, from, COUNT, NULL};
+        check(tightkv_put(&args), "memory");
         for (int k = 0; k < COUNT; k++)
             check(to_key[k] != halves[k % 7] || to_value[k] != halves[k % 7], "another half");
+        /* two heads of 32, not rotated: what is infinite or none is finite first */
+        const struct layer layer = {.dim = 32, .heads = 2};
+        uint8_t key_codes[2 * 48], value_codes[2 * 32];
+        uint16_t scales[4] = {0};
+        args = (struct put_args){key_codes, value_codes, scales, FLOAT16, key, value, from, 64, &layer};
+        check(tightkv_put(&args), "memory");
+        for (int k = 0; k < 4; k++)
+            check(scales[k] == 0 || scales[k] >= 0x7c00, "a scale that is none");
+        check((int8_t)value_codes[2] != 127 || (int8_t)value_codes[3] != -127, "another code");
     }
 }
 

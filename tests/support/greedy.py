@@ -20,5 +20,5 @@ def greedy(step, ids, count):
 
 
 def with_tight_cache(model, quant, **options):
-    cache = TightCache(quant, model, eager=True)
+    cache = TightCache(quant, model)
     return lambda ids, position: model(ids, past_key_values=cache, **options).logits

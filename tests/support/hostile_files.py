@@ -63,6 +63,7 @@ TEXTS = (
 )
 DTYPES = {
     torch.uint8: "U8",
+    torch.int8: "I8",
     torch.int64: "I64",
     torch.float16: "F16",
     torch.bfloat16: "BF16",

@@ -1,8 +1,8 @@
 """A plain model of a cache for tests that run random programs: exact tokens, and what the design
 promises about each.
 
-- A token with an exact copy (ring, sinks) is read exactly; a short sequence has copies of all. A
-  window of 8 bits has rounded copies, and pages follow from those.
+- A token with an exact copy (ring, sinks) is read exactly. A window of 8 bits has rounded copies,
+  and pages follow from those.
 - The bytes of a sealed page follow from its own exact tokens, so they are those of a fresh cache.
 - A crop into a sealed page whose exact copies are gone keeps the codes of the tokens that stay.
 - Everything is within the codec's error of the exact token; 16 bits are exact.
@@ -29,8 +29,6 @@ class Row:
     start: int = 0
     copied_from: int = 0  # exact copies exist from here on
     sinks: int = 0
-    whole: bool = True  # within the limit, and no page was sealed since it was empty: no sinks
-    paged: bool = False
     frozen: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # reading, for each layer
     mixed: set[int] = field(default_factory=set)  # pages with tokens of before and after a crop
 
@@ -40,24 +38,24 @@ class Row:
 
     def copy(self):
         return Row(
-            list(self.layers), self.start, self.copied_from, self.sinks, self.whole,
-            self.paged, dict(self.frozen), set(self.mixed),
+            list(self.layers), self.start, self.copied_from, self.sinks, dict(self.frozen),
+            set(self.mixed),
         )  # fmt: skip
 
 
 class Model:
     """What a table and the layers over it should hold."""
 
-    def __init__(self, layouts, generator, kernels="reference", limit=0, partial=False):
-        """`limit`: sequences of so many tokens have no pages; `partial`: open pages are coded."""
+    def __init__(self, layouts, generator, kernels="reference", partial=False):
+        """`partial`: open pages are coded."""
         self.layouts, self.generator, self.kernels = layouts, generator, kernels
-        self.limit, self.partial = limit, partial
+        self.partial = partial
         self.cfg = layouts[0].cfg
         self.page, self.ring = self.cfg.page_size, layouts[0].ring_tokens
         self.rows = []
 
     def copy(self):
-        other = Model(self.layouts, self.generator, self.kernels, self.limit, self.partial)
+        other = Model(self.layouts, self.generator, self.kernels, self.partial)
         other.rows = [row.copy() for row in self.rows]
         return other
 
@@ -88,13 +86,9 @@ class Model:
 
     def _grown(self, row, old, new):
         """What becomes of copies when tokens [old, new) join a row."""
-        old = 0 if row.whole else old  # its tokens so far are written again
-        row.whole = row.whole and new <= self.limit
-        if not row.whole:
-            row.paged = row.paged or self.partial or self._sealed(new) > 0
-            row.copied_from = max(row.copied_from, new - self.ring)
-            if max(0, old - row.start) <= row.sinks:
-                row.sinks = max(0, min(new - row.start, self.cfg.sinks))
+        row.copied_from = max(row.copied_from, new - self.ring)
+        if max(0, old - row.start) <= row.sinks:
+            row.sinks = max(0, min(new - row.start, self.cfg.sinks))
 
     def _sealed(self, length):
         """Pages of a sequence that have left the window, or are complete where open ones count."""
@@ -114,15 +108,6 @@ class Model:
         row.mixed = {i for i in row.mixed if i * self.page < length}
         row.layers = [x[:length] for x in row.layers]
         row.sinks = min(row.sinks, max(0, length - row.start))
-        self._shrunk(row)
-
-    def _shrunk(self, row):
-        """A short row whose tokens never got a page is as before it was long."""
-        # Pages of which nothing is read go, but for those of caches that code all tokens.
-        read = row.length if self.partial else max(row.copied_from, self._sealed(row.length))
-        row.paged = row.paged and bool(read)
-        if row.length <= self.limit and not row.paged:
-            row.whole, row.sinks = True, 0
 
     def interrupted(self, number, count, reading):
         """`count` tokens reached some layers only, and were cropped away."""
@@ -131,7 +116,6 @@ class Model:
         self._grown(row, row.length, row.length + count)
         row.copied_from = min(row.copied_from, row.length)
         row.sinks = min(row.sinks, max(0, row.length - row.start))
-        self._shrunk(row)
         if row.copied_from > page:
             # The page was sealed with those tokens; what had no copy before has the codes it had.
             row.mixed.add(page // self.page)
@@ -161,13 +145,10 @@ class Model:
             assert (state.left_pad, state.sink_count) == (row.start, row.sinks)
             newest = max(0, row.length - 1) // self.page
             window = (newest - self.cfg.exact_pages + 1) * self.page
-            window = 0 if row.whole else window
             assert row.copied_from <= state.ring_read_from <= max(row.copied_from, window)
-            assert not row.whole or not state.pages
             for i, kv in enumerate(layers):
                 self._check_row(row, state, readings[i][number], i, kv.codec)
-                if not row.whole:
-                    self._check_pages(row, state, kv, fresh[i], number)
+                self._check_pages(row, state, kv, fresh[i], number)
 
     def _check_row(self, row, state, reading, layer, codec):
         exact = row.layers[layer]

@@ -15,7 +15,7 @@ from tightkv.integrations.vllm.step import ring_kernel
 from tightkv.integrations.vllm.step.ring_table import NAMED, BatchRings, RingTable, sink_rows
 
 PAGE = 32
-CFG = KVQuantConfig(page_size=PAGE, exact_pages=2, sinks=4)
+CFG = KVQuantConfig(page_size=PAGE, exact_pages=2, sinks=4, window_bits=16)
 LATER = [CFG.replace(exact_pages=pages) for pages in (1, 2, 3)]  # the last: pages wait
 
 

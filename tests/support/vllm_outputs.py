@@ -135,5 +135,5 @@ def mean_kl(one: dict[str, Any], two: dict[str, Any], part: str) -> float:
             other = dict(q)
             assert len(p) == len(other) == VOCABULARY
             terms.append(sum(math.exp(lp) * (lp - other[token]) for token, lp in p))
-    assert len(terms) > 20
+    assert len(terms) > 20, len(terms)
     return sum(terms) / len(terms)

@@ -29,7 +29,7 @@ def use_centers(cache, centers):
 
 
 def cache_of(model, preset="k8v8", centers=True, **options):
-    cache = TightCache(KVQuantConfig.preset(preset), model=model, **options)
+    cache = TightCache(KVQuantConfig.parse(preset), model=model, **options)
     if centers:
         use_centers(cache, centers_of(model))
     return cache
@@ -48,7 +48,9 @@ def logits(model, cache, ids, chunks=(30, 90, 1, 40, 1, 1)):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_exact_tokens_do_not_see_them(implementation, dtype):
     model, ids = tiny(dtype=dtype, attn_implementation=implementation), prompt(2, 163)
-    plain, moved = (logits(model, cache_of(model, centers=c), ids).float() for c in (False, True))
+    exact = {"preset": "k8v8", "window_bits": 16}
+    caches = (cache_of(model, exact, centers=own) for own in (False, True))
+    plain, moved = (logits(model, cache, ids).float() for cache in caches)
     noise = 2e-3 if dtype == torch.float32 else 0.05  # rings have 16 bits, and numbers up to FAR
     assert (plain - moved).abs().max() < noise * plain.abs().max()
 
@@ -58,8 +60,8 @@ def test_codes_give_the_same_answers():
     chunks = (300, *[20] * 15)
     with torch.no_grad():
         right = model(ids).logits
-    moved = logits(model, cache_of(model, eager=True), ids, chunks)
-    without = logits(model, cache_of(model, centers=False, eager=True), ids, chunks)
+    moved = logits(model, cache_of(model), ids, chunks)
+    without = logits(model, cache_of(model, centers=False), ids, chunks)
     assert (moved - right).abs().max() < 20 * (without - right).abs().max()  # codes of FAR numbers
     assert (moved - right).abs().max() < 0.05 * right.abs().max()
 
@@ -76,7 +78,7 @@ def test_good_centers_make_errors_smaller():
         right = model(ids).logits
     errors = {}
     for size in (0, 1):
-        cache = TightCache("k2v2", model=model, eager=True)
+        cache = TightCache("k2v2", model=model)
         use_centers(cache, {0: Centers(torch.zeros_like(middle), size * middle)})
         errors[size] = (logits(model, cache, ids, (200, *[20] * 15)) - right).square().mean()
     assert errors[1] < errors[0] / 10
@@ -84,7 +86,7 @@ def test_good_centers_make_errors_smaller():
 
 def test_files_and_copies_keep_them(tmp_path):
     model, ids = tiny(), prompt(2, 300)
-    cache = cache_of(model, "k4v4", eager=True)
+    cache = cache_of(model, "k4v4")
     logits(model, cache, ids, (250,))
     cache.save(tmp_path / "cache.safetensors")
     loaded = TightCache.load(tmp_path / "cache.safetensors", model=model)
@@ -97,12 +99,12 @@ def test_files_and_copies_keep_them(tmp_path):
 
 def test_beams_crops_and_resets_keep_them():
     model, ids = tiny(), prompt(2, 300)
-    cache = cache_of(model, "k4v4", eager=True)
+    cache = cache_of(model, "k4v4")
     logits(model, cache, ids, (250,))
     cache.reorder_cache(torch.tensor([1, 1]))
     cache.crop(240)
     after = logits(model, cache, ids[[1, 1], 240:], (60,))
-    fresh = cache_of(model, "k4v4", eager=True)
+    fresh = cache_of(model, "k4v4")
     logits(model, fresh, ids[[1, 1]], (250,))
     fresh.crop(240)
     assert torch.allclose(after, logits(model, fresh, ids[[1, 1], 240:], (60,)), atol=1e-5)

@@ -20,7 +20,7 @@ try:
 except OperatorError as error:
     pytest.skip(str(error), allow_module_level=True)
 
-SMALL = KVQuantConfig(page_size=32, exact_pages=1, sinks=2)  # ring of 64 tokens
+SMALL = KVQuantConfig(page_size=32, exact_pages=1, sinks=2, window_bits=16)  # ring of 64 tokens
 
 
 def noise(*shape, seed=0):
@@ -304,7 +304,7 @@ def test_no_tokens():
 def test_bytes_are_what_the_layout_says():
     layout = PageLayout(KVQuantConfig(), 8, 128, torch.bfloat16)
     kv = StaticKV(layout, 4096, batch=2)
-    held = kv.pages.numel() + 2 * (kv.ring.numel() + kv.sinks.numel())
+    held = kv.pages.numel() + kv.ring.numel() + 2 * kv.sinks.numel()  # a ring of bytes
     counters = 2 * 5 * 4  # of the paged cache's sequences
     tables = 2 * 64 * 4  # and its block table
     unread = 2 * 3 * layout.page_bytes  # which stay in the ring

@@ -39,7 +39,7 @@ def error_of(capsys, *argv):
 def expected_answer(folder, preset, text, count):
     model, tokenizer = load_model(str(folder), dtype="float32", device="cpu")
     ids = tokenizer(text, return_tensors="pt")["input_ids"]
-    cache = TightCache(preset, model, eager=True)
+    cache = TightCache(preset, model)
     out = model.generate(ids, past_key_values=cache, max_new_tokens=count, do_sample=False)
     return out[0, ids.shape[1] :].tolist()
 

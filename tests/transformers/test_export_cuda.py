@@ -401,7 +401,7 @@ def test_gemma_on_a_gpu():
     model = tiny("gemma2", torch.bfloat16, head_dim=64).cuda().requires_grad_(False)
     static, cache = (
         ExportableModel(model, "k4v4", max_tokens=320),
-        TightCache("k4v4", model, eager=True),
+        TightCache("k4v4", model),
     )
     ids, start = prompt(1, 300).cuda(), 0
     with torch.no_grad():

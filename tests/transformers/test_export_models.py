@@ -46,7 +46,7 @@ def test_an_exported_model_says_what_the_tight_cache_says(family):
 
 def forced(model, preset, ids, tokens):
     """Logits of a TightCache that is fed these tokens."""
-    cache = TightCache(preset, model, eager=True)
+    cache = TightCache(preset, model)
     with torch.no_grad():
         logits = [model(ids, past_key_values=cache).logits[:, -1]]
         for token in tokens[0, :-1]:
@@ -75,7 +75,7 @@ def test_pages_of_an_exported_model_are_those_of_the_tight_cache(window_bits):
     """Protected layers, error feedback and all: the bytes that TightCache stores."""
     model, quant = tiny("qwen2"), {"preset": "k3v2", "window_bits": window_bits}
     static = ExportableModel(model, quant, max_tokens=512)
-    ids, cache = prompt(1, 300), TightCache(quant, model, eager=True)
+    ids, cache = prompt(1, 300), TightCache(quant, model)
     with torch.no_grad():
         static(ids, torch.arange(300))
         model(ids, past_key_values=cache)
@@ -102,7 +102,7 @@ def test_rows_with_left_padding():
         # pages begin elsewhere without padding, so each row is compared in its own batch
         mask = torch.ones(1, 90 + COUNT, dtype=torch.int64)
         mask[:, :pad] = 0
-        cache = TightCache("k4v4", model, eager=True)
+        cache = TightCache("k4v4", model)
 
         def step(x, position, cache=cache, mask=mask, pad=pad):
             return model(
@@ -241,7 +241,7 @@ def test_centers_of_a_calibration_are_exported(monkeypatch):
 
     monkeypatch.setattr(export, "TightCache", with_centers)
     exported = ExportableModel(model, "k4v4", max_tokens=320).program().module()
-    cache = with_centers("k4v4", model, eager=True)
+    cache = with_centers("k4v4", model)
     tokens, logits = greedy(exported, ids, 160)
     expected, tight = greedy(lambda x, at: model(x, past_key_values=cache).logits, ids, 160)
     torch.testing.assert_close(logits, tight, atol=5e-3, rtol=5e-3)  # of float16 numbers around 3

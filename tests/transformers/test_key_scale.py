@@ -86,8 +86,8 @@ def test_two_models_and_a_copy_are_apart():
     one, two = uneven(), uneven()
     two.model.layers[0].self_attn.k_proj.weight.data.unflatten(0, (-1, 64))[:, [5, 37]] *= LARGE
     ids, chunks = prompt(1, 400), (300, 1, 40, 1)
-    alone = [logits(model, cache_of(model, eager=True), ids, chunks) for model in (one, two)]
-    caches = [cache_of(model, eager=True) for model in (one, two)]
+    alone = [logits(model, cache_of(model), ids, chunks) for model in (one, two)]
+    caches = [cache_of(model) for model in (one, two)]
     assert not torch.equal(*(cache.layers[0].scale.value for cache in caches))
     found, at = [[], []], 0
     for count in chunks:
@@ -129,7 +129,7 @@ def test_codes_are_better(bits, implementation):
     with torch.no_grad():
         right = model(ids).logits
     plain, scaled = (
-        (logits(model, cache_of(model, preset, s, eager=True), ids, chunks) - right).norm()
+        (logits(model, cache_of(model, preset, s), ids, chunks) - right).norm()
         for s in (False, True)
     )
     assert scaled < 0.6 * plain, (scaled, plain)
@@ -137,7 +137,7 @@ def test_codes_are_better(bits, implementation):
 
 def test_a_file_has_them(tmp_path):
     model, ids = uneven(), prompt(1, 400)
-    cache = cache_of(model, eager=True)
+    cache = cache_of(model)
     before = logits(model, cache, ids, (300,))
     assert before.isfinite().all()
     cache.save(tmp_path / "cache.safetensors")
@@ -166,7 +166,7 @@ def test_files_with_other_scales_are_refused(tmp_path):
     from safetensors.torch import save_file
 
     model = uneven()
-    cache = cache_of(model, eager=True)
+    cache = cache_of(model)
     logits(model, cache, prompt(1, 300), (300,))
     cache.save(tmp_path / "cache.safetensors")
     with safe_open(tmp_path / "cache.safetensors", "pt") as file:
@@ -190,7 +190,7 @@ def test_exported_models_have_them():
     """Token for token as the cache that they come from."""
     model = uneven().requires_grad_(False)
     static = ExportableModel(model, "k3v3", max_tokens=400)
-    cache, ids = TightCache("k3v3", model=model, eager=True), prompt(1, 360)
+    cache, ids = TightCache("k3v3", model=model), prompt(1, 360)
     assert static.caches[0].key_scale is not None
     at = 0
     with torch.no_grad():

@@ -58,9 +58,6 @@ def test_a_dropped_cache_is_freed_at_once(known, tmp_path):
         gc.enable()
 
 
-COUNTERS = 5 * 4  # bytes per sequence and layer: what a cache may take beyond bf16
-
-
 @pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 3])
@@ -75,21 +72,14 @@ COUNTERS = 5 * 4  # bytes per sequence and layer: what a cache may take beyond b
     ids=["k2v2", "k4v4", "k8v8", "k3v2 and k8v8"],
 )
 def test_no_length_takes_more_than_bf16(quant, rows, dtype):
-    """Token by token, past the length where pages begin and several pages more."""
+    """Token by token, from a few (sinks are kept beside the ring) to several pages."""
     cache, layers, heads, dim = TightCache(quant), 2, 1, 64
     new = torch.randn(rows, heads, 1, dim).to(dtype)
-    before, sizes = 0, {}
     for tokens in range(1, 1201):
         for i in range(layers):
             cache.update(new, new, i)
-        sizes[tokens] = cache.bytes_used()["compressed"]
         bf16 = layers * rows * tokens * heads * dim * 4
-        assert sizes[tokens] <= bf16 + layers * rows * COUNTERS, tokens
-        before = max(before, tokens if sizes[tokens] >= bf16 else 0)
-    limit = cache.shared.table.exact_limit
-    assert before == limit  # smaller from there on
-    assert all(layer.kv.layout.exact_limit <= limit for layer in cache.tight_layers)
-    assert any(layer.kv.layout.exact_limit == limit for layer in cache.tight_layers)
+        assert tokens < 16 or cache.bytes_used()["compressed"] < bf16, tokens
 
 
 @pytest.mark.parametrize("tokens", [1, 256, 1024, 4096])

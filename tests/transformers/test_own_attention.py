@@ -9,9 +9,10 @@ import torch
 import transformers as hf
 
 from models import prompt
-from tightkv import TightCache
+from tightkv import KVQuantConfig, TightCache
 from tightkv.integrations.transformers.attention import has_own_attention, tightkv_attention
 
+FINE = KVQuantConfig.preset("k8v8", window_bits=16)
 SIZE = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA = {**SIZE, "num_key_value_heads": 2, "intermediate_size": 96}
 GPT = {"vocab_size": 97, "n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8}
@@ -52,7 +53,7 @@ def test_models_with_attention_of_their_own(family, padded):
     mask[0, :padded] = 0
     model = model_of(config, "tightkv")
     assert model.config._attn_implementation == "tightkv"
-    got = in_pieces(model, TightCache("k8v8", model=model, eager=True), ids, mask)
+    got = in_pieces(model, TightCache(FINE, model=model), ids, mask)
     exact = in_pieces(model_of(config, "eager"), hf.DynamicCache(config=config), ids, mask)
     difference = ((got - exact) * mask[:, :, None]).norm() / exact.norm()
     assert difference < 0.002

@@ -25,12 +25,12 @@ FACTOR = max(FACTOR, 4 if os.environ.get("ALL_SHAPES") else 1)
 COUNTS = (1, 1, 2, 5, 16, 17, 31, 32, 33, 40, 64, 97)
 SHAPES = ((1, 16), (2, 32))  # heads and head_dim of a table's two layers
 SMALL = {"page_size": 32, "sinks": 2, "exact_pages": 1}
+EXACT = {**SMALL, "window_bits": 16}
 CONFIGS = {
     "k2v2": KVQuantConfig.preset("k2v2", **SMALL),
-    "k3v2": KVQuantConfig.preset("k3v2", **{**SMALL, "sinks": 0, "exact_pages": 2}),
-    "k4v4": KVQuantConfig.preset("k4v4", **{**SMALL, "page_size": 64}),
+    "k3v2": KVQuantConfig.preset("k3v2", **{**EXACT, "sinks": 0, "exact_pages": 2}),
+    "k4v4": KVQuantConfig.preset("k4v4", **{**EXACT, "page_size": 64}),
     "k8v8": KVQuantConfig.preset("k8v8", **{**SMALL, "sinks": 5}),
-    "window8": KVQuantConfig.preset("k4v4", **SMALL, window_bits=8),
     "exact": KVQuantConfig(key_bits=16, value_bits=16, **SMALL),
     "k16v4": KVQuantConfig(key_bits=16, value_bits=4, **SMALL),
 }
@@ -59,13 +59,10 @@ class Pages:
 
     def __init__(self, name, seed, kernels, shapes=SHAPES):
         layouts = layouts_of(name, shapes)
-        limit = 0 if name == "window8" else (0, 0, 40, 100)[seed % 4]
-        self.table = SequenceTable(
-            CONFIGS[name], encode_partial_page=bool(seed % 2), exact_limit=limit
-        )
+        self.table = SequenceTable(CONFIGS[name], encode_partial_page=bool(seed % 2))
         kernels = kernels_of(name, kernels)
         generator = torch.Generator().manual_seed(seed)
-        self.model = Model(layouts, generator, kernels, limit, bool(seed % 2))
+        self.model = Model(layouts, generator, kernels, bool(seed % 2))
         self.layers = [PagedKV(x, self.table, "cpu", kernels) for x in layouts]
         self.add([0, 0], 2)
         self.append(seed, seed // 12, 2)
@@ -113,7 +110,7 @@ class Pages:
             self.add([a % 70, 0], 1 + b % 2)
 
     def drop_exact(self, a, b, c):
-        if len(self.table) and self.table.encode_partial_page and not self.table.exact_limit:
+        if len(self.table) and self.table.encode_partial_page:
             self.table.drop_exact(a % len(self.table))
             self.model.drop_exact(a % len(self.table))
 
@@ -180,7 +177,7 @@ def test_pages(name, program, seed, other):
     run([Pages(name, seed, "cpu"), Pages(other, seed + 1, "cpu", ((2, 48),))], program)
 
 
-# longer than the limit, cropped before there was a page, and grown again
+# longer than the window, cropped before there was a page, and grown again
 BACK = [("append", 0, 56, 0), ("crop", 1, 1, 0), ("append", 0, 0, 0)]
 
 
@@ -208,8 +205,7 @@ class Tight:
     def __init__(self, name, seed, kernels, folder, shapes=SHAPES):
         layouts = layouts_of(name, shapes, torch.float16)
         self.kernels, self.folder, self.name = kernels_of(name, kernels), folder, name
-        limit = max(layout.exact_limit for layout in layouts)
-        self.model = Model(layouts, torch.Generator().manual_seed(seed), self.kernels, limit)
+        self.model = Model(layouts, torch.Generator().manual_seed(seed), self.kernels)
         self.cache = TightCache(CONFIGS[name], kernels=self.kernels, offloading=bool(seed % 3))
         self.pads = self.pads_of(seed)
         self.append(seed, seed // 12, 0)

@@ -168,7 +168,7 @@ HOSTILE = [(change, kind) for change in CHANGES for kind in ("2d", "4d", "float"
 @pytest.mark.parametrize(("change", "kind"), [*HOSTILE, (no_padding, "none")])
 def test_masks_that_change_mean_what_they_mean_to_transformers(change, kind, count, attended):
     """With a ring that holds everything, the logits are those of an exact cache."""
-    quant = KVQuantConfig.preset("k8v8", page_size=32, exact_pages=8)
+    quant = KVQuantConfig.preset("k8v8", page_size=32, exact_pages=8, window_bits=16)
     model, ids = tiny(), prompt(2, 121 + count)
     first = padding_mask((0, 40), 120)
     second = padding_mask((0, 40), 121)

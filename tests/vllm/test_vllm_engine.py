@@ -54,6 +54,7 @@ K8V8 = {"preset": "k8v8", **SHORT}
 K4V4 = {"preset": "k4v4", **SHORT}
 WINDOW = 48  # tokens, of the model with sliding windows
 STAGED = 4  # prompts of engines with two stages
+EXACT = {**K4V4, "window_bits": 16}
 PROTECTED = {**K4V4, "protected_first": 1}
 LATENT = KVQuantConfig.from_dict(K4V4)
 LAST = {**K4V4, "protected_last": 1}
@@ -136,15 +137,15 @@ def jobs() -> dict[str, dict[str, Any]]:
         "no rings": job({**RAW, "exact_rows": 0}, few),
         "plain kl": job(None, PROMPTS["long"], sampling=every),
         "k8v8 kl": job(K8V8, PROMPTS["long"], sampling=every, max_num_batched_tokens=48),
-        "k4v4 kl": job(K4V4, PROMPTS["long"], sampling=every, max_num_batched_tokens=48),
+        "k4v4 kl": job(EXACT, PROMPTS["long"], sampling=every, max_num_batched_tokens=48),
         "off kl": job(
-            {**K4V4, "feedback": "off"},
+            {**EXACT, "feedback": "off"},
             PROMPTS["long"],
             sampling=every,
             max_num_batched_tokens=48,
         ),
         "uneven kl": job(
-            K4V4, PROMPTS["long"], sampling=every, max_num_batched_tokens=48, model="uneven"
+            EXACT, PROMPTS["long"], sampling=every, max_num_batched_tokens=48, model="uneven"
         ),
         "raw alone": job(RAW, *([prompt] for prompt in mixed)),
         "raw crowd": job(RAW, mixed, kv_cache_memory_bytes=700 << 10, max_num_seqs=16),
@@ -561,8 +562,8 @@ def test_prefixes_of_states_end_before_exact_windows(engines: dict[str, Any]) ->
     told = engines["prefixes"]
     assert told["groups"] == [["FullAttentionSpec", 32], ["MambaSpec", 32], ["MambaSpec", 32]]
     again = batches(told)[1]
-    # Whole pages of 1, 32, 33, 64, 130, 200 and 300 tokens, but for the window of two.
-    assert [text["cached"] for text in outputs(again)] == [0, 0, 0, 0, 96, 160, 256]
+    # Whole pages of 1, 32, 33, 64, 130, 200 and 300 tokens, but for the window of one.
+    assert [text["cached"] for text in outputs(again)] == [0, 0, 0, 0, 64, 128, 224]
     assert told["tightkv"]["prefix_hits_without_state_total"] == 0
 
 

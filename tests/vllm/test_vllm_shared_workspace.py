@@ -148,7 +148,7 @@ def test_every_sequence_is_in_exactly_one_part() -> None:
 
 # --- a layer ---
 HEADS, GROUP, DIM = 1, 2, 64
-CFG = KVQuantConfig(page_size=32, exact_pages=1, sinks=2)
+CFG = KVQuantConfig(page_size=32, exact_pages=1, sinks=2, window_bits=16)
 
 
 class Engine:

@@ -37,7 +37,7 @@ from tightkv.pages.codec import Codec
 from tightkv.pages.layout import PageLayout
 
 HEADS, DIM = 2, 64
-CFG = KVQuantConfig(page_size=32, exact_pages=1, sinks=2)
+CFG = KVQuantConfig(page_size=32, exact_pages=1, sinks=2, window_bits=16)
 
 
 def make_rings(layout: PageLayout, rows: int) -> tuple[Tensor, ...]:

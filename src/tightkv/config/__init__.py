@@ -13,7 +13,7 @@ from tightkv.config.fields import (
     WINDOW_BITS,
     unknown_name,
 )
-from tightkv.config.quant import FORMAT_VERSION, KVQuantConfig
+from tightkv.config.quant import BEFORE, FORMAT_VERSION, KVQuantConfig
 from tightkv.config.sources import (
     ENV_PREFIX,
     ENV_SETTINGS,

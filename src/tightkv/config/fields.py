@@ -50,11 +50,11 @@ class ConfigFields:
     page_size: int = 64
     """Tokens per page: 32, 64, 128 or 256."""
     exact_pages: int = 3
-    """Newest pages that are also kept exact, including the open one."""
+    """Pages of the window of newest tokens, including the open one; see window_bits."""
     sinks: int = 4
     """First tokens of a sequence kept exact."""
-    window_bits: int = 16
-    """Newest tokens: 16 (exact), or 8 for values and 12 for keys."""
+    window_bits: int = 8
+    """Newest tokens: 16 (exact), or 8 for values and 12 for keys. 16 where a side has 16 bits."""
     key_centering: str = "page"
     """page subtracts the page's mean from each key that is closer to it than to zero; none: off."""
     mean_bits: int = 16
@@ -119,11 +119,8 @@ class ConfigFields:
             raise ValueError("outlier_channels are named but outlier_share is 0; set the share too")
         if len(set(self.outlier_channels)) != len(self.outlier_channels):
             raise ValueError(f"outlier_channels={self.outlier_channels} names a channel twice")
-        if self.window_bits == 8 and 16 in (self.key_bits, self.value_bits):
-            raise ValueError(
-                f"window_bits=8 with key_bits={self.key_bits}, value_bits={self.value_bits}: the "
-                "window is rounded as pages are rotated; use window_bits=16 where a side has 16"
-            )
+        if 16 in (self.key_bits, self.value_bits):  # the window is rounded as pages are rotated
+            object.__setattr__(self, "window_bits", 16)
         for side in ("key", "value"):
             self._check_side(side)
 

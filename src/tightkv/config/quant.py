@@ -19,6 +19,8 @@ FORMAT_VERSION = 2
 
 # Fields that change how a cache behaves but not the bytes of a page.
 _NOT_STORED = ("exact_pages", "sinks", "check_finite", "protect_keys", "feedback", "calibration")
+# What a page had before these fields existed: fingerprints and files from then stay.
+BEFORE: dict[str, Any] = {"layer_bits": "", "window_bits": 16}
 
 
 @dataclass(frozen=True)
@@ -107,8 +109,8 @@ class KVQuantConfig(ConfigFields):
     def fingerprint(self) -> str:
         """16 hex digits that change with anything that changes a page's bytes."""
         stored = {k: v for k, v in self.to_dict().items() if k not in _NOT_STORED}
-        for field in ("layer_bits", "window_bits"):  # fingerprints from before these existed stay
-            if stored[field] == DEFAULTS[field]:
+        for field, value in BEFORE.items():
+            if stored[field] == value:
                 del stored[field]
         stored["format"] = FORMAT_VERSION
         return hashlib.sha256(json.dumps(stored, sort_keys=True).encode()).hexdigest()[:16]
@@ -140,5 +142,4 @@ def _of_one_layer(cfg: KVQuantConfig, bits: tuple[int, int] | None) -> KVQuantCo
         value_method="mse",
         outlier_share=0.0,
         outlier_channels=(),
-        window_bits=16 if 16 in bits else cfg.window_bits,
     )

@@ -22,21 +22,18 @@ from tightkv.pages.layout import PageLayout, page_layout
 class LayerBytes:
     """One layer: in pages where it has a `layout`, else uncompressed.
 
-    Sequences of up to `exact_limit` tokens have no pages yet. A latent (mla) in a format of its own
-    takes `latent_bytes` per token, in blocks of `block_tokens`.
+    A latent (mla) in a format of its own takes `latent_bytes` per token, in blocks of
+    `block_tokens`.
     """
 
     shape: LayerShape
     element_bytes: float = 2
     layout: PageLayout | None = None
-    exact_limit: int = 0
     latent_bytes: int | None = None
     block_tokens: int = 1
 
     @classmethod
-    def of_layout(
-        cls, layout: PageLayout | LatentLayout, exact_limit: int = 0, window: int | None = None
-    ) -> LayerBytes:
+    def of_layout(cls, layout: PageLayout | LatentLayout, window: int | None = None) -> LayerBytes:
         """A compressed layer of full attention, with a sliding window, or with latents."""
         if isinstance(layout, LatentLayout):
             dim = layout.rank + layout.rope_dim
@@ -44,7 +41,7 @@ class LayerBytes:
             return cls(shape, latent_bytes=layout.bytes_per_token, block_tokens=layout.page_size)
         kind = "full" if window is None else "sliding"
         shape = LayerShape(kind, layout.num_kv_heads, layout.head_dim, layout.head_dim, window)
-        return cls(shape, layout=layout, exact_limit=exact_limit)
+        return cls(shape, layout=layout)
 
     @classmethod
     def of_config(
@@ -85,9 +82,7 @@ class LayerBytes:
             return self.shape.uncompressed_bytes(tokens, self.element_bytes)
         if self.shape.window is not None:
             return self.layout.window_bytes(self.shape.window, tokens)
-        held = self.layout.total_bytes(
-            tokens, encode_partial_page=False, exact_limit=self.exact_limit
-        )
+        held = self.layout.total_bytes(tokens, encode_partial_page=False)
         return held + (self.shape.state_bytes or 0)
 
 

@@ -58,10 +58,7 @@ class CachePlan(CacheBytes):
         """The longest single sequence that fits `memory` bytes; None where none is too long."""
         if self.total_bytes(_NO_LIMIT) <= memory:
             return None
-        # The first length in pages, which may take less than the one before.
-        least = 1 + max(layer.exact_limit for layer in self.layers)
-        low = least if self.total_bytes(least) <= memory else 0
-        return low + bisect_right(range(low + 1, _NO_LIMIT), memory, key=self.total_bytes)
+        return bisect_right(range(1, _NO_LIMIT), memory, key=self.total_bytes)
 
     def max_requests(self, memory: int, tokens: int) -> int:
         """How many sequences of `tokens` tokens fit together."""
@@ -104,13 +101,11 @@ def config_plan(
         if layer_cfg.compresses:
             heads, dim = layers[i].num_kv_heads, layers[i].head_dim
             layouts[i] = PageLayout(layer_cfg, heads, dim, cache_dtype(shape))
-    limits = [layouts[i].exact_limit for i in layouts if layers[i].kind == "full"]
-    limit = 0 if cfg.window_bits == 8 else max(limits, default=0)
     latent, refusal = _latents(layers, cfg, cache_dtype(shape))
     sizes = []
     for i, layer in enumerate(layers):
         if i in layouts:
-            sizes.append(LayerBytes(layer, layout=layouts[i], exact_limit=limit))
+            sizes.append(LayerBytes(layer, layout=layouts[i]))
         elif latent is not None and layer.kind == "mla":
             size, tokens = latent.bytes_per_token, latent.page_size
             sizes.append(LayerBytes(layer, latent_bytes=size, block_tokens=tokens))

@@ -3,8 +3,7 @@
 Tokens are appended, pages are sealed (when they leave the window, or as they complete:
 `SequenceTable`), and `view()` is what attention reads. Appending t tokens costs O(t): no history is
 encoded again but the page being sealed.
-Rings grow with the sequences. Where the table lets short ones live in the ring alone
-(`exact_limit`), all their pages are sealed by the append that makes them longer.
+Rings grow with the sequences.
 """
 
 from __future__ import annotations
@@ -198,23 +197,14 @@ class PagedKV:
                 finite(_pack(x, plan.counts), check=True)
         if key.dtype != self.layout.dtype:
             key, value = self.exact(key), self.exact(value)
-        # Before the ring is made shorter: it may hold tokens that are encoded now.
-        new_key, new_value = key, value
-        whole = plan.encoded == plan.counts == (key.shape[1],) * len(plan.rows)
+        whole = plan.counts == (key.shape[1],) * len(plan.rows)
         if not (kernels.TAKES.batches and whole):
-            new_key = _encoded(plan, self.ring_key, key)
-            new_value = _encoded(plan, self.ring_value, value)
+            key, value = _pack(key, plan.counts), _pack(value, plan.counts)
         self._fit_exact(plan)
-        if plan.encoded != plan.counts and any(plan.whole_counts):
-            at = plan.whole_slots(self.device)
-            self.ring_key[at] = _pack(key, plan.whole_counts)
-            self.ring_value[at] = _pack(value, plan.whole_counts)
-        if not any(plan.encoded):
-            return
         view = self._view(self.table.tensors(self.device).pick(plan.rows))
         of_table = self.table.encode_partial_page, self.table.lag
-        options = AppendOptions(*plan.tensors(self.device), max(plan.encoded), *of_table)
-        kernels.append(self.codec, view, new_key, new_value, options)
+        options = AppendOptions(*plan.tensors(self.device), max(plan.counts), *of_table)
+        kernels.append(self.codec, view, key, value, options)
 
     def _put_in_rings(self, plan: AppendPlan, key: Tensor, value: Tensor) -> bool:
         """Carry out a `ring_only` plan on a CPU without torch; False if that is impossible."""
@@ -223,11 +213,9 @@ class PagedKV:
             self._check(plan, key, value)
             self._put = None
             cfg = self.layout.cfg
-            if self._kernels != "cpu" or cfg.check_finite or cfg.window_bits != 16:
+            if self._kernels != "cpu" or cfg.check_finite or key.shape[1] != 1:
                 return False
-            if key.shape[1] != 1:
-                return False
-            put = PreparedPut(ring, ring_value, key, value)
+            put = PreparedPut(self.layout, ring, ring_value, self.ring_scales, key, value)
             if not put.possible:
                 return False
             self._put = put
@@ -253,7 +241,7 @@ class PagedKV:
             or not again.takes(query, options)
         ):
             return None
-        return again(query, self.table.lengths)
+        return again(query, *self._moving)
 
     def attend_first(
         self, query: Tensor, view: CacheView, cu_seqlens: Tensor, options: AttendOptions
@@ -262,7 +250,12 @@ class PagedKV:
         prepared = PreparedAttend(self.codec, query, view, cu_seqlens, options)
         self._again = prepared if self._offloaded is None else None
         self._again_at = self.table.changes
-        return prepared(query, self.table.lengths)
+        return prepared(query, *self._moving)
+
+    @property
+    def _moving(self) -> tuple[list[int], list[int]]:
+        rows = self.table.rows
+        return [row.length for row in rows], [row.ring_read_from for row in rows]
 
     @lasting
     def select(self, rows: Sequence[int]) -> None:
@@ -378,16 +371,3 @@ def _pack(x: Tensor, counts: tuple[int, ...]) -> Tensor:
     if counts == (x.shape[1],) * len(counts):
         return x.flatten(0, 1)
     return torch.cat([row[:count] for row, count in zip(x, counts, strict=True)])
-
-
-def _encoded(plan: AppendPlan, ring: Tensor, new: Tensor) -> Tensor:
-    """The tokens that kernels encode [N, Hkv, D]: new ones, and old ones that had no codes yet."""
-    if plan.encoded == plan.counts or all(
-        n in (0, count) for n, count in zip(plan.encoded, plan.counts, strict=True)
-    ):
-        return _pack(new, plan.encoded)
-    parts = []
-    for i, (row, count) in enumerate(zip(plan.rows, plan.encoded, strict=True)):
-        older = max(0, count - plan.counts[i])
-        parts += [ring[row, :older], new[i, : count - older]]
-    return torch.cat(parts)

@@ -27,7 +27,7 @@ class SequenceState:
 
     Tokens from ring_read_from on are read from the ring, which holds copies from ring_valid_from
     on: a few more than the window, so that the window is complete again when tokens are taken back
-    (speculative decoding). A short sequence has no pages: the ring holds it whole.
+    (speculative decoding).
     """
 
     left_pad: int = 0
@@ -46,9 +46,6 @@ class AppendPlan:
     counts: tuple[int, ...]
     ring_valid_from: tuple[int, ...]  # from where the ring held copies before
     copies: tuple[tuple[int, int], ...]  # page copies (from, to): a shared page is written
-    # The newest tokens of rows[i] that kernels encode: 0 where the ring holds the whole row, and
-    # the whole row, more than counts[i], when the ring becomes too short for it.
-    encoded: tuple[int, ...]
     held: tuple[int, ...]  # tokens of each row of the table before
     ring_tokens: int  # that rings have from now on
     sinks: int  # likewise
@@ -58,12 +55,12 @@ class AppendPlan:
     def tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """cu_seqlens of packed rows [n + 1] and ring_valid_from, int32; made once per device."""
         if device not in self._tensors:
-            rows, first = len(self.encoded), self.encoded[0]
-            if self.encoded == (first,) * rows:
+            rows, first = len(self.counts), self.counts[0]
+            if self.counts == (first,) * rows:
                 cu_seqlens = uniform_cu_seqlens(rows, first, device)
                 self._tensors[device] = cu_seqlens, _int32(self.ring_valid_from, device)
             else:
-                both = _int32([0, *accumulate(self.encoded), *self.ring_valid_from], device)
+                both = _int32([0, *accumulate(self.counts), *self.ring_valid_from], device)
                 self._tensors[device] = both[: rows + 1], both[rows + 1 :]
         return self._tensors[device]
 
@@ -81,25 +78,6 @@ class AppendPlan:
             self._tensors[key] = row.to(device), (at.clamp_min(0) % old).to(device)
         return self._tensors[key]
 
-    @property
-    def whole_counts(self) -> tuple[int, ...]:
-        """New tokens of each row that go to the ring alone."""
-        pairs = zip(self.encoded, self.counts, strict=True)
-        return tuple(0 if encoded else count for encoded, count in pairs)
-
-    def whole_slots(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Row and slot (which is the position) of each of these tokens, int64 [N]."""
-        key = str(device), "whole"
-        if key not in self._tensors:
-            places = [
-                (row, self.held[row] + i)
-                for row, count in zip(self.rows, self.whole_counts, strict=True)
-                for i in range(count)
-            ]
-            row, slot = torch.tensor(places, device="cpu").T.to(device)
-            self._tensors[key] = row, slot
-        return self._tensors[key]
-
 
 class SequenceTable:
     """Rows of sequences over one pool of pages, with reference counts for shared pages."""
@@ -110,18 +88,13 @@ class SequenceTable:
         *,
         encode_partial_page: bool = True,
         max_pages: int | None = None,
-        exact_limit: int = 0,
     ) -> None:
         """`encode_partial_page`: all tokens have codes, those in the window, too.
 
         Without it a page is sealed when it leaves the window, and its tokens have no codes before.
-        `max_pages` bounds the pool; None lets it grow. A sequence of up to `exact_limit` tokens
-        has no pages: rings are long enough to hold it, exact.
+        `max_pages` bounds the pool; None lets it grow.
         """
-        if exact_limit and cfg.window_bits == 8:
-            raise ValueError(f"exact_limit={exact_limit} with window_bits=8; it must be 0")
         self.page_size, self.sinks = cfg.page_size, cfg.sinks
-        self.exact_limit = exact_limit
         self.ring_tokens, self.window_step = ring_tokens(cfg), window_step(cfg)
         self.lag = 0 if encode_partial_page else seal_lag(cfg)
         self.exact_pages, self.max_pages = cfg.exact_pages, max_pages
@@ -135,7 +108,7 @@ class SequenceTable:
         self._longer: set[torch.device] = set()  # devices whose tensors have outdated lengths
         self._blocks: dict[torch.device, Tensor] = {}
 
-    changes = 0  # of the tensors but for lengths
+    changes = 0  # of the tensors but for lengths and, with 8 bits, where windows begin
     # As many more appends of what the last one appended change nothing but lengths, either.
     _alike = 0
     _last: AppendPlan | None = None
@@ -178,8 +151,6 @@ class SequenceTable:
         self._free = []
         for row in self.rows:
             self._drop_pages(row)
-            if self._is_whole(row):
-                row.sink_count = 0  # the ring has them
 
     def _check_state(self, where: str, row: SequenceState) -> None:
         size, length = self.page_size, row.length
@@ -187,15 +158,12 @@ class SequenceTable:
         _check_range(f"{where}.length", length, 0, MAX_TOKENS)
         # A page that a crop has opened again stays.
         least, most = self._pages_for(length), -(-length // size)
-        if not self._is_whole(row):
-            _check_range(f"the number of {where}.pages", len(row.pages), least, most)
+        _check_range(f"the number of {where}.pages", len(row.pages), least, most)
         held = min(length, size * len(row.pages))  # the ring may begin after all tokens with codes
         oldest = min(max(0, length - self.ring_tokens), held)
         _check_range(f"{where}.ring_valid_from", row.ring_valid_from, oldest, held)
         newest = range(length - RING_SLACK, max(length, 1))  # see append
         windows = {max(row.ring_valid_from, self._window(at)) for at in newest}
-        if self._is_whole(row):
-            windows = {0}
         if row.ring_read_from not in windows:
             allowed = ", ".join(map(str, sorted(windows)))
             raise ValueError(f"{where}.ring_read_from={row.ring_read_from}; allowed: {allowed}")
@@ -233,13 +201,9 @@ class SequenceTable:
             raise ValueError(f"crop to {length}; sequence {row} holds {state.length} tokens")
         state.length = length
         state.ring_valid_from = min(state.ring_valid_from, length)
-        # A short sequence with tokens in pages alone keeps these.
         self._set_window(state)
         self._drop_pages(state)
-        self._set_window(state)
-        # A sequence that is whole again has its sinks in the ring, and no memory for others.
-        held = 0 if self._is_whole(state) else max(0, length - state.left_pad)
-        state.sink_count = min(state.sink_count, held)
+        state.sink_count = min(state.sink_count, max(0, length - state.left_pad))
         self._forget_tensors()
 
     def _drop_pages(self, state: SequenceState) -> None:
@@ -276,7 +240,7 @@ class SequenceTable:
         if state.length > self.page_size * len(state.pages):
             raise ValueError(
                 f"sequence {row} has tokens in its ring alone; drop_exact needs a table with "
-                "encode_partial_page=True and exact_limit=0"
+                "encode_partial_page=True"
             )
         state.ring_valid_from, state.sink_count = state.length, 0
         self._set_window(state)
@@ -304,39 +268,35 @@ class SequenceTable:
         ring_valid_from = tuple([state.ring_valid_from for state in states])
         held = tuple([row.length for row in self.rows])
         copies: list[tuple[int, int]] = []
-        encoded: list[int] = []
-        grew_only = True  # nothing has changed but lengths
+        whole_pages = self.window_step == self.page_size  # else the window moves with each token
+        grew_only = True  # nothing has changed but lengths, and windows that move with them
         for state, count in zip(states, counts, strict=True):
             old = state.length
             new = state.length = old + count
-            whole = old <= self.exact_limit and not state.pages
-            if not count or (whole and new <= self.exact_limit):
-                encoded.append(0)
+            if not count:
                 continue
-            first = 0 if whole else old  # of the tokens that get codes
-            encoded.append(new - first)
-            read = state.ring_read_from, state.sink_count
-            if self._pages_for(new) > max(first - self.lag, 0) // self.page_size:
-                copies += self._prepare_pages(state, first)
+            read = whole_pages and state.ring_read_from, state.sink_count
+            if self._pages_for(new) > max(old - self.lag, 0) // self.page_size:
+                copies += self._prepare_pages(state, old)
                 grew_only = False
             state.ring_valid_from = max(state.ring_valid_from, new - self.ring_tokens)
             # A few tokens at once (speculative decoding) see the window of the first.
             self._set_window(state, at=old if count <= RING_SLACK else new - 1)
-            if max(0, first - state.left_pad) <= state.sink_count < self.sinks:  # no gap before
+            if max(0, old - state.left_pad) <= state.sink_count < self.sinks:  # no gap before
                 wanted = min(new - state.left_pad, self.sinks)
                 state.sink_count = max(state.sink_count, wanted)
-            grew_only = grew_only and read == (state.ring_read_from, state.sink_count)
+            now = whole_pages and state.ring_read_from, state.sink_count
+            grew_only = grew_only and read == now
         if grew_only:
             self._longer.update(self._tensors)
         else:
             self.changes += 1
             self._tensors.clear()
         plan = AppendPlan(
-            rows, counts, ring_valid_from, tuple(copies), tuple(encoded), held,
-            *self._exact_sizes(), grew_only and encoded == [1] * len(rows),
+            rows, counts, ring_valid_from, tuple(copies), held, *self._exact_sizes(),
+            grew_only and counts == (1,) * len(rows),
         )  # fmt: skip
-        whole_pages = self.window_step == self.page_size  # else the window moves with each token
-        if plan.ring_only and whole_pages and plan.ring_tokens == self.ring_tokens:
+        if plan.ring_only and plan.ring_tokens == self.ring_tokens:
             self._last, self._alike = plan, min(map(self._steps_alike, states), default=0)
         return plan
 
@@ -347,9 +307,10 @@ class SequenceTable:
         sinks = state.sink_count < self.sinks
         if sinks and state.length - state.left_pad <= state.sink_count:  # more may come
             return 0
-        if not (inside and state.pages and end - self.ring_tokens <= state.ring_read_from):
+        stays = self.window_step == self.page_size  # the window, while the ring's end moves
+        if stays and end - self.ring_tokens > state.ring_read_from:
             return 0
-        return end - state.length
+        return end - state.length if inside and state.pages else 0
 
     def _repeat(self, last: AppendPlan) -> AppendPlan:
         """As `append` of what was last appended, while that changes nothing but lengths."""
@@ -360,16 +321,18 @@ class SequenceTable:
             state.length += 1
             if state.ring_valid_from < state.length - self.ring_tokens:
                 state.ring_valid_from = state.length - self.ring_tokens
+            if self.window_step == 1:
+                self._set_window(state)
         self._longer.update(self._tensors)
         return AppendPlan(
-            last.rows, last.counts, tuple(valid_from), (), last.encoded, tuple(held),
-            last.ring_tokens, last.sinks, True,
+            last.rows, last.counts, tuple(valid_from), (), tuple(held), last.ring_tokens,
+            last.sinks, True,
         )  # fmt: skip
 
     def written_pages(self, plan: AppendPlan) -> list[int]:
         """The pages that layers write in the append just planned."""
         pages = [target for _, target in plan.copies]
-        for row, count in zip(plan.rows, plan.encoded, strict=True):
+        for row, count in zip(plan.rows, plan.counts, strict=True):
             state = self.rows[row]
             pages += state.pages[max(state.length - count - self.lag, 0) // self.page_size :]
         return pages
@@ -377,27 +340,19 @@ class SequenceTable:
     def _set_window(self, state: SequenceState, at: int | None = None) -> None:
         """Set the window: what ends with the page (with 8 bits, the token) `at`, the newest."""
         window = self._window(state.length - 1 if at is None else at)
-        state.ring_read_from = max(state.ring_valid_from, 0 if self._is_whole(state) else window)
+        state.ring_read_from = max(state.ring_valid_from, window)
 
     def _window(self, newest: int) -> int:
         """Where the window of a token begins; before the first token of a short sequence."""
         end = (newest // self.window_step + 1) * self.window_step
         return end - self.exact_pages * self.page_size
 
-    def _is_whole(self, state: SequenceState) -> bool:
-        """Whether the ring holds every token, and there is neither a page nor a sink."""
-        return state.length <= self.exact_limit and not state.pages
-
     def _exact_sizes(self) -> tuple[int, int]:
         """Tokens that rings must hold, and sinks."""
-        limit, rows = self.exact_limit, self.rows
-        whole = [row.length for row in rows if row.length <= limit and not row.pages]
-        longest = max([row.length for row in rows], default=0)
-        tokens = max(1, min(longest, self.ring_tokens), *whole)
-        return tokens, 0 if len(whole) == len(rows) else self.sinks
+        longest = max([row.length for row in self.rows], default=0)
+        return max(1, min(longest, self.ring_tokens)), self.sinks if longest else 0
 
     def _pages_for(self, length: int) -> int:
-        """Pages of a sequence that is longer than `exact_limit`."""
         if self.encode_partial_page:
             return -(-length // self.page_size)
         return max(length - self.lag, 0) // self.page_size
@@ -408,9 +363,8 @@ class SequenceTable:
         for row, count in zip(rows, counts, strict=True):
             state = self.rows[row]
             new = state.length + count
-            if not self._is_whole(state) or new > self.exact_limit:
-                needed += max(0, self._pages_for(new) - len(state.pages))
-                needed += len(self._shared_page_to_write(state, state.length, new))
+            needed += max(0, self._pages_for(new) - len(state.pages))
+            needed += len(self._shared_page_to_write(state, state.length, new))
         free = self.max_pages - self.used_pages
         if needed > free:
             raise MemoryError(
@@ -469,8 +423,9 @@ class SequenceTable:
                 self._blocks[device] = _block_table(self.rows, device)
             made = RowTensors(self._blocks[device], *_counters(self.rows, device))
         elif device in self._longer:
-            lengths = _int32([row.length for row in self.rows], device)
-            made = RowTensors(made.block_table, lengths, *made[2:])
+            both = [row.length for row in self.rows], [row.ring_read_from for row in self.rows]
+            lengths, read_from = _int32([*both[0], *both[1]], device).view(2, -1)
+            made = made._replace(lengths=lengths, ring_read_from=read_from)
         else:
             return made
         self._tensors[device] = made

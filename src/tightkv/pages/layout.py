@@ -255,26 +255,6 @@ class PageLayout(Constant):
             return key, value, None
         return key, value, torch.zeros(*shape, 2, dtype=torch.float16, device=device)
 
-    @property
-    def exact_limit(self) -> int:
-        """The longest sequence that takes fewer bytes exact than with a ring, sinks and pages.
-
-        Pages in the window have no codes. A layout whose pages save nothing has no longest one.
-        With a window of 8 bits none is kept exact: a ring is smaller from the first tokens on.
-        """
-        return self.exact_limit_at(seal_lag(self.cfg))
-
-    def exact_limit_at(self, lag: int) -> int:
-        """`exact_limit` where `lag` tokens follow a page when it is sealed."""
-        if self.cfg.window_bits == 8:
-            return 0
-        exact, page = self.exact_bytes_per_token, self.page_bytes + 4
-        fixed, saved = (self.ring_tokens + self.cfg.sinks) * exact, self.page_size * exact - page
-        if saved <= 0:
-            return MAX_TOKENS
-        pages = max(-(-(fixed - lag * exact) // saved) - 1, 0)  # with one more, never larger
-        return max(pages * self.page_size + lag, -(-(fixed + pages * page) // exact)) - 1
-
     def sequence_bytes(self, tokens: int = MAX_TOKENS) -> int:
         """Bytes a sequence holds beside its pages: ring, sinks and five int32 counters."""
         ring = min(tokens, self.ring_tokens) * self.ring_bytes_per_token
@@ -291,16 +271,12 @@ class PageLayout(Constant):
         tokens: int,
         sequences: int = 1,
         encode_partial_page: bool = True,
-        exact_limit: int = 0,
     ) -> int:
         """Bytes of a layer that holds `sequences` sequences of `tokens` tokens each.
 
         Pages, block-table entries, rings and sinks. `encode_partial_page` says whether all pages
-        have codes or those of the window live in the ring alone; sequences of up to `exact_limit`
-        tokens live there whole, without sinks.
+        have codes or those of the window live in the ring alone.
         """
-        if tokens <= exact_limit:
-            return sequences * (max(tokens, 1) * self.exact_bytes_per_token + 5 * 4)
         pages = -(-tokens // self.page_size)
         if not encode_partial_page:
             pages = max(tokens - seal_lag(self.cfg), 0) // self.page_size

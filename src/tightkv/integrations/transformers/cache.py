@@ -54,8 +54,6 @@ class TightCache(Cache):  # type: ignore[misc]
     those of its `calibration`, which needs the model too.
     `offloading` keeps the pages in host memory and brings those of one layer at a time to the
     device, a layer ahead; rings, sinks and layers of transformers' own stay on the device.
-    Short sequences are exact until pages take fewer bytes; `eager` compresses them too, to
-    measure quality on few tokens.
     """
 
     def __init__(
@@ -65,7 +63,6 @@ class TightCache(Cache):  # type: ignore[misc]
         *,
         kernels: str = "auto",
         offloading: bool = False,
-        eager: bool = False,
     ) -> None:
         model = known_model(model)
         self.quant, self.kernels = KVQuantConfig.parse(quant), kernels
@@ -74,7 +71,7 @@ class TightCache(Cache):  # type: ignore[misc]
         if model is None:
             if self.quant.protected_first or self.quant.protected_last:
                 raise ValueError("protected layers need the model: TightCache(quant, model=model)")
-            self.shared = SharedSteps(self.quant, offloading=offloading, watch=True, eager=eager)
+            self.shared = SharedSteps(self.quant, offloading=offloading, watch=True)
             # Not a method of this cache, which would then live until garbage is collected.
             new_layer = partial(TightLayer, self.shared, LayerFit(self.quant), self.kernels)
             super().__init__(layer_class_to_replicate=new_layer)
@@ -85,7 +82,7 @@ class TightCache(Cache):  # type: ignore[misc]
             warn_once(source, found)
             self.quant, self.calibration = found.cfg, found.calibration
             watch = not found.checked
-            self.shared = SharedSteps(self.quant, offloading=offloading, watch=watch, eager=eager)
+            self.shared = SharedSteps(self.quant, offloading=offloading, watch=watch)
             for number, own in found.layers.items():
                 if own.cfg.compresses:
                     layers[number] = self._new_layer(own, layers[number])

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from transformers.cache_utils import DynamicLayer
@@ -9,7 +10,8 @@ from transformers.cache_utils import DynamicLayer
 from tightkv.integrations.transformers.layer import TightLayer
 from tightkv.model_shape import LayerShape
 from tightkv.model_shape.cache_bytes import CacheBytes, LayerBytes
-from tightkv.pages.layout import MAX_TOKENS
+
+_LONG = 1 << 16  # tokens: any cache that saves bytes does so in a shorter sequence
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class CacheSize:
     bytes_per_token: float
     bf16_bytes_per_token: float
     break_even: int | None = None
-    """Tokens of a sequence from which on there are pages, which take less; None: never."""
+    """Tokens of a sequence from which on it takes less; None: never."""
     compressed_layers: int = 0
     counted_layers: int = 0
 
@@ -49,18 +51,24 @@ def cache_size(layers: Iterable[Any]) -> CacheSize:
     """Compressed layers count as allocated, those left at 16 bits or more as their tensors."""
     found = [_layer(layer) for layer in growing_layers(layers)]
     each = CacheBytes(tuple(layer for _, _, layer in found))
-    limits = [layer.exact_limit for layer in each.layers if layer.layout is not None]
-    begins = [1 + limit for limit in limits if limit < MAX_TOKENS]
+    compressed = tuple(layer for layer in each.layers if layer.layout is not None)
     return CacheSize(
         tokens=max((tokens for tokens, _, _ in found), default=0),
         bytes=sum(held for _, held, _ in found),
         bf16_bytes=sum(tokens * layer.bf16_bytes_per_token for tokens, _, layer in found),
         bytes_per_token=float(each.bytes_per_token),
         bf16_bytes_per_token=float(each.bf16_bytes_per_token),
-        break_even=max(begins, default=None),
-        compressed_layers=len(limits),
+        break_even=_break_even(CacheBytes(compressed)),
+        compressed_layers=len(compressed),
         counted_layers=len(found),
     )
+
+
+@lru_cache(maxsize=32)
+def _break_even(layers: CacheBytes) -> int | None:
+    exact = layers.bf16_bytes_per_token
+    lengths = range(1, _LONG if layers.bytes_per_token < exact else 1)
+    return next((n for n in lengths if layers.total_bytes(n) < n * exact), None)
 
 
 def _layer(layer: Any) -> tuple[int, int, LayerBytes]:
@@ -68,9 +76,8 @@ def _layer(layer: Any) -> tuple[int, int, LayerBytes]:
     if isinstance(layer, TightLayer):
         layer.commit()
         assert layer.kv is not None
-        table = layer.kv.table
-        size = LayerBytes.of_layout(layer.kv.layout, table.exact_limit)
-        return sum(table.lengths), layer.kv.allocated_bytes(), size
+        size = LayerBytes.of_layout(layer.kv.layout)
+        return sum(layer.kv.table.lengths), layer.kv.allocated_bytes(), size
     keys, values = layer.keys, layer.values  # [B, Hkv, tokens, D]
     shape = LayerShape("full", keys.shape[1], keys.shape[3], values.shape[3])
     held = sum(x.numel() * x.element_size() for x in (keys, values))

@@ -54,7 +54,6 @@ class TightLayer(CacheLayerMixin):  # type: ignore[misc]
         super().__init__()
         self.shared, self.cfg, self.kernels = shared, fit.cfg, kernels
         self.metric, self.scale, self.centers = fit.metric, fit.scale, fit.centers
-        shared.cfgs.add(fit.cfg)
         self.kv: PagedKV | None = None
         self.length, self.step = 0, 0
         self._pending: StepStates | None = None
@@ -79,7 +78,6 @@ class TightLayer(CacheLayerMixin):  # type: ignore[misc]
                     f"{list(own.shape)}. Use a new TightCache for another model"
                 )
         layout = page_layout(self.cfg, heads, head_dim, exact_dtype(dtype))
-        self.shared.grow_limit(layout)
         self.kv = PagedKV(layout, self.shared.table, device, self.kernels)
         self.use_metric(self.metric)
         self.dtype, self.device, self.is_initialized = dtype, device, True

@@ -20,7 +20,6 @@ from tightkv.paged.sequences import (
     row_tensors,
     same_length,
 )
-from tightkv.pages.layout import PageLayout, page_layout
 
 DIFFERENT_TOKENS = (
     "the layers of this TightCache have seen different tokens (an interrupted forward pass?); "
@@ -45,18 +44,10 @@ class SharedSteps:
         *,
         offloading: bool = False,
         watch: bool = False,
-        eager: bool = False,
     ) -> None:
-        """`watch`: the first keys are measured, because no weights have been.
-
-        `eager`: pages are sealed from the first token on.
-        """
+        """`watch`: the first keys are measured, because no weights have been."""
         # A layer's ring lives as long as its sequences, so open pages need no codes.
         self.table = SequenceTable(cfg, encode_partial_page=False)
-        own_bits = (cfg.for_layer(i, i + 1) for i in cfg.bits_of_layers())
-        self.cfgs = {layer for layer in own_bits if layer.compresses}  # layers add their own
-        # With a window of 8 bits the ring of a short sequence is smaller than exact tokens.
-        self.eager = eager or cfg.window_bits == 8
         self.buffers = DeviceBuffers() if offloading else None
         self.watch = watch and cfg.protect_keys
         self.steps = 0
@@ -72,23 +63,10 @@ class SharedSteps:
     def reset(self) -> None:
         """Forget every sequence, and the device memory that layers take turns with."""
         self.table.clear()
-        self.table.exact_limit = 0
         if self.buffers is not None:
             self.buffers.clear()
         self.before, self._before_tensors = [], {}
         self._plan, self._seen = None, None
-
-    def grow_limit(self, layout: PageLayout, lag: int | None = None) -> None:
-        """Keep sequences exact until no layer is larger in pages: layers differ in their bits.
-
-        `lag`: of a cache that seals pages at another time.
-        """
-        if self.eager:
-            return
-        lag, shape = self.table.lag if lag is None else lag, (layout.num_kv_heads, layout.head_dim)
-        own = (page_layout(cfg, *shape, layout.dtype) for cfg in self.cfgs)
-        limits = (each.exact_limit_at(lag) for each in own)
-        self.table.exact_limit = max(self.table.exact_limit, *limits)
 
     def plan(self, step: int, batch: int, count: int) -> AppendPlan:
         """The plan of step number `step`, made when the first layer asks for it."""

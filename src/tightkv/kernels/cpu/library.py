@@ -73,7 +73,7 @@ def load() -> ctypes.CDLL:
     for name in ("tightkv_attend", "tightkv_append"):
         function = getattr(library, name)
         function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_char_p), ctypes.c_int
-    library.tightkv_put.argtypes, library.tightkv_put.restype = (ctypes.c_char_p,), None
+    library.tightkv_put.argtypes, library.tightkv_put.restype = (ctypes.c_char_p,), ctypes.c_int
     library.tightkv_supported.restype = library.tightkv_chosen.restype = ctypes.c_char_p
     library.tightkv_use.argtypes, library.tightkv_use.restype = (ctypes.c_char_p,), ctypes.c_int
     library.tightkv_share_threads.argtypes = (ctypes.c_void_p,)

@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from tightkv.tools.bench import engine_worker
-from tightkv.tools.bench.engine_plan import CACHES, OWN, EnginePlan, what_is_measured, write_shape
+from tightkv.tools.bench.engine_plan import (
+    OWN,
+    EnginePlan,
+    options_of,
+    what_is_measured,
+    write_shape,
+)  # fmt: skip
 from tightkv.tools.bench.random_weights import write_random_weights
 
 Row = dict[str, Any]
@@ -31,8 +37,7 @@ def engine_rows(
     "error" and ends neither the others nor the run.
     """
     for name in caches:
-        if name not in CACHES:
-            raise ValueError(f"KV cache {name!r}; supported: {', '.join(CACHES)}")
+        options_of(name)
     own: dict[str, Row] = {}
     names = sorted(dict.fromkeys(caches), key=lambda name: name != OWN)
     workers: list[_Worker] = []
@@ -45,7 +50,7 @@ def engine_rows(
             progress(f"engine {number + 1} of {len(names)}: {name}")
             # On a GPU the next one imports vLLM meanwhile, and waits.
             for kv in names[len(workers) : number + 1 + plan.on_gpu]:
-                workers.append(_Worker(plan, kv, str(model), folder / f"{kv}.txt"))
+                workers.append(_Worker(plan, kv, str(model), folder / f"{len(workers)}.txt"))
                 stack.callback(workers[-1].end)
             for row in workers[number].rows():
                 yield _with_ratio(row, own)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tightkv.config import PRESETS
+from tightkv.files.strict_json import parse_json
 from tightkv.tools.bench.loads import Load
 
 OWN = "auto"  # vLLM's cache in the model's dtype: what the ratios are to
@@ -30,6 +31,22 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 _MOST_MIXED = 256  # requests of a mixed load that run at a time, as vLLM's servers allow
 _ROUND = 512  # a multiple of every block, so that no cache loses tokens to a half-used one
+
+
+def options_of(kv: str) -> dict[str, Any] | None:
+    """The plugin's options, of a preset's name or as JSON; None for a cache of vLLM's own."""
+    if kv in VLLM_CACHES:
+        return None
+    if kv in PRESETS:
+        return {"preset": kv}
+    try:
+        options = parse_json(kv)
+    except ValueError:
+        options = None
+    if not isinstance(options, dict):
+        supported = f"supported: {', '.join(CACHES)}, or options of tightkv as a JSON object"
+        raise ValueError(f"KV cache {kv!r}; {supported}")
+    return options
 
 
 def write_shape(name: str, folder: Path) -> Path:
@@ -110,12 +127,12 @@ def engine_arguments(plan: EnginePlan, kv: str, model: str) -> dict[str, Any]:
         most = min(_MOST_MIXED, plan.mixed.requests)
         batches += [most, *range(8, most, 8)]
         lengths.append(plan.mixed.prompt[1] + plan.mixed.answer[1])
-    ours = kv in PRESETS
+    options = options_of(kv)
     arguments: dict[str, Any] = {
         "model": model,
         "skip_tokenizer_init": True,
         "dtype": plan.dtype or ("bfloat16" if plan.on_gpu else "float32"),
-        "kv_cache_dtype": OWN if ours else kv,
+        "kv_cache_dtype": kv if options is None else OWN,
         "max_model_len": -(-max(lengths) // _ROUND) * _ROUND,
         "max_num_seqs": max(batches),
         "enable_prefix_caching": True,
@@ -134,7 +151,7 @@ def engine_arguments(plan: EnginePlan, kv: str, model: str) -> dict[str, Any]:
         arguments["kv_cache_memory_bytes"] = plan.kv_memory
     given = dict(plan.engine_args)
     # False: TIGHTKV_* variables must not compress what is compared with
-    cache = {"tightkv": {"preset": kv} if ours else False}
+    cache = {"tightkv": False if options is None else options}
     additional = {**given.pop("additional_config", {}), **cache}
     return {**arguments, **given, "additional_config": additional}
 

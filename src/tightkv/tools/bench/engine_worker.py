@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from tightkv.config import PRESETS
-from tightkv.tools.bench.engine_plan import EnginePlan, MixedLoad, engine_arguments
+from tightkv.tools.bench.engine_plan import EnginePlan, MixedLoad, engine_arguments, options_of
 from tightkv.tools.bench.loads import Load
 from tightkv.tools.bench.timing import milliseconds
 from tightkv.tools.rows import provenance
@@ -43,7 +42,8 @@ def run(plan: EnginePlan, kv: str, model: str, pipe: Connection, said: Path) -> 
         os.environ.setdefault(name, value)
     import vllm
 
-    if kv in PRESETS:
+    ours = options_of(kv) is not None
+    if ours:
         from tightkv.integrations.vllm import register
 
         register()  # vLLM finds the plugin itself only where tightkv is installed
@@ -62,7 +62,7 @@ def run(plan: EnginePlan, kv: str, model: str, pipe: Connection, said: Path) -> 
         "async_scheduling": engine.asynchronous,
         **provenance(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
     }
-    if kv in PRESETS and engine.attention and not any("tightkv" in x for x in engine.attention):
+    if ours and engine.attention and not any("tightkv" in x for x in engine.attention):
         raise RuntimeError(f"no layer took {kv}: attention is {engine.attention}")
     pipe.send({"measure": "capacity", **engine.capacity, **facts})
     warm_up(engine, arguments["max_model_len"])

@@ -66,7 +66,7 @@ class TightLM(HFLM):  # type: ignore[misc]
         self.model.set_attn_implementation("tightkv")
 
     def new_cache(self) -> TightCache:
-        return TightCache(self.quant, model=self.model, eager=True)
+        return TightCache(self.quant, model=self.model)
 
     @torch.inference_mode()
     def _model_call(self, inps: Tensor, attn_mask: Any = None, labels: Any = None) -> Tensor:

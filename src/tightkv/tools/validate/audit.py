@@ -249,24 +249,25 @@ def _integer_book(options: Options) -> Iterator[AuditRow]:
 
 # --- bytes that do not pay ---
 def _short_contexts(options: Options) -> Iterator[AuditRow]:
-    """As TightCache holds them: without pages up to a limit."""
+    """As TightCache holds them: tokens of the window have no codes yet."""
     layout = PageLayout(KVQuantConfig.preset("k4v4"), claims.HEADS, 128)
-    what, limit = "short contexts", layout.exact_limit
-    kept: dict[str, Any] = {"encode_partial_page": False, "exact_limit": limit}
-    exact = layout.exact_bytes_per_token
+    what, exact = "short contexts", layout.exact_bytes_per_token
+    kept: dict[str, Any] = {"encode_partial_page": False}
+    share = layout.ring_bytes_per_token / exact
     for tokens in (32, 128, 512):
         held = claims.allocated_bytes(layout, tokens, options.stream("short"), **kept)
-        ratio = tokens * exact / held
-        reading = "All tokens are exact, so nothing is saved."
-        if tokens > limit:
-            count = layout.ring_tokens + layout.cfg.sinks
-            reading = f"Of these, {count} tokens are (also) exact."
+        newest = min(tokens, layout.ring_tokens)
+        reading = f"The newest {newest} tokens take {share:.2f} of bf16 each."
         unit = "bf16 bytes over allocated bytes"
-        yield AuditRow(what, f"k4v4, {tokens} tokens", ratio, unit, reading)
-    twice = next(n for n in range(1, 100_000) if layout.total_bytes(n, **kept) <= n * exact / 2)
+        yield AuditRow(what, f"k4v4, {tokens} tokens", tokens * exact / held, unit, reading)
+
+    def first(times: int) -> int:
+        lengths = range(1, 100_000)
+        return next(n for n in lengths if times * layout.total_bytes(n, **kept) < n * exact)
+
     setting = "k4v4, length from which the cache is smaller than bf16"
-    reading = f"Half of bf16 is reached at {twice} tokens."
-    yield AuditRow(what, setting, limit + 1, "tokens", reading, {"half_size_tokens": twice})
+    reading = f"Half of bf16 is reached at {first(2)} tokens."
+    yield AuditRow(what, setting, first(1), "tokens", reading, {"half_size_tokens": first(2)})
 
 
 def _pool_growth(options: Options) -> Iterator[AuditRow]:

@@ -344,12 +344,14 @@ def allocated_bytes(layout: PageLayout, tokens: int, seed: int, **options: Any) 
 
 
 def _bits_per_element(layout: PageLayout, tokens: int) -> float:
-    """Codes, a 16-bit scale per vector, a mean key per page, exact tokens, tables."""
+    """Codes, a 16-bit scale per vector, a mean key per page, the ring, sinks, tables."""
     cfg, dim = layout.cfg, layout.head_dim
     codes = (cfg.key_bits + cfg.value_bits) / 2
     mean_bytes = 2 * dim if cfg.mean_bits == 16 else dim + 16  # int8: a scale, padded to 16 bytes
     scales, means = 16 / dim, 8 * mean_bytes / (2 * dim * cfg.page_size)
-    exact = 16 * (cfg.exact_pages * cfg.page_size + RING_SLACK + cfg.sinks) / tokens
+    newest = 16 if cfg.window_bits == 16 else (12 + 8) / 2 + 16 / dim
+    ring = newest * (cfg.exact_pages * cfg.page_size + RING_SLACK) / tokens
+    exact = ring + 16 * cfg.sinks / tokens
     tables = 32 * (tokens / cfg.page_size + 5) / (tokens * HEADS * 2 * dim)
     return codes + scales + means + exact + tables
 

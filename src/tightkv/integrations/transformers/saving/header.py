@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tightkv.config import FORMAT_VERSION, KVQuantConfig
+from tightkv.config import BEFORE, FORMAT_VERSION, KVQuantConfig
 from tightkv.files.strict_json import Field, parse_json
 from tightkv.integrations.transformers.saving.states import DTYPES, PLAIN_KINDS
 from tightkv.paged.sequences import SequenceState
@@ -89,7 +89,8 @@ def _config(field: Field) -> KVQuantConfig:
         if type(option.value) is list and len(option.value) > _MAX_HEAD_DIM:
             raise option.wrong(f"at most {_MAX_HEAD_DIM} channels")
     try:
-        cfg = KVQuantConfig.from_dict({name: option.value for name, option in options.items()})
+        given = {name: option.value for name, option in options.items()}
+        cfg = KVQuantConfig.from_dict({**BEFORE, **given})
     except ValueError as error:
         raise ValueError(f"{field.where}: {str(error)[:300]}") from None
     Field(cfg.exact_pages, f"{field.where}.exact_pages").integer(1, _MAX_EXACT_PAGES)

@@ -6,6 +6,7 @@ A short mark of the weights tells which model it is from.
 import hashlib
 import os
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +22,7 @@ from tightkv.integrations.transformers.saving.states import PLAIN_KINDS, StateRe
 from tightkv.integrations.transformers.steps import SharedSteps
 from tightkv.math.centers import Centers
 from tightkv.math.key_scale import KeyScale
-from tightkv.paged.sequences import SequenceTable
+from tightkv.paged.sequences import SequenceState, SequenceTable
 from tightkv.pages.layout import PageLayout
 
 KV_TENSORS = ("pages", "ring_key", "ring_value", "sink_key", "sink_value", "ring_scales")
@@ -80,19 +81,18 @@ class SavedCache:
         """
         try:
             own = self._tensors_by_layer()
-            shared.cfgs.update(saved.cfg for saved in self.header.layers if saved.cfg)
-            for saved in self.header.layers:
-                if saved.layout is not None:
-                    shared.grow_limit(saved.layout)
-            longest = max((row.length for row in self.header.rows if not row.pages), default=0)
-            for saved in self.header.layers:  # caches of before sealed pages when they completed
-                if saved.layout is not None and longest > shared.table.exact_limit:
-                    shared.grow_limit(saved.layout, lag=0)
-            shared.table.restore(self.header.rows)
+            whole = _whole_rows(shared.table, self.header.rows)
+            rows = [
+                SequenceState(left_pad=row.left_pad) if i in whole else row
+                for i, row in enumerate(self.header.rows)
+            ]
+            shared.table.restore(rows)
             layers = [
                 self._layer(saved, own[i], shared, kernels, device)
                 for i, saved in enumerate(self.header.layers)
             ]
+            if whole:
+                _append_whole(shared.table, layers, whole, self.header.length)
         except ValueError as error:
             raise ValueError(f"{self.path}: {error}") from None
         if expected:
@@ -250,6 +250,26 @@ def _load_pages(
             )
         found = found.to(device)
         setattr(kv, name, kv.exact(found) if own == kv.layout.dtype else found)
+
+
+def _whole_rows(table: SequenceTable, rows: Sequence[SequenceState]) -> list[int]:
+    """Rows whose ring of 16 bits has all tokens, in files of before too long for one."""
+    if table.window_step != table.page_size:  # 8 bits
+        return []
+    whole = (row.length and not row.pages and not row.ring_valid_from for row in rows)
+    return [i for i, found in enumerate(whole) if found]
+
+
+def _append_whole(
+    table: SequenceTable, layers: Sequence[Any], rows: Sequence[int], length: int
+) -> None:
+    tight = [layer.kv for layer in layers if isinstance(layer, TightLayer) and layer.kv]
+    for kv in tight:
+        if kv.ring_key.shape[1] < length:
+            raise ValueError(f"a ring of {kv.ring_key.shape[1]} tokens, and rows of {length}")
+    plan = table.append(rows, [length] * len(rows))
+    for kv in tight:
+        kv.append(plan, kv.ring_key[rows, :length], kv.ring_value[rows, :length])
 
 
 def _per_head(

@@ -329,10 +329,37 @@ static void put(void *to, int64_t to_dtype, const void *from, int64_t dtype, int
     }
 }
 
-void tightkv_put(const struct put_args *a)
+/* The codes of a token, as `fill_codes` stores them, from memory for [2][dim] floats. */
+static void put_codes(const struct put_args *a, int value, float *x)
 {
-    put(a->to_key, a->to_dtype, a->key, a->dtype, a->count);
-    put(a->to_value, a->to_dtype, a->value, a->dtype, a->count);
+    const struct layer *layer = a->layer;
+    const int dim = (int)layer->dim;
+    const uint8_t *from = value ? a->value : a->key;
+    uint8_t *to = value ? a->to_value : a->to_key, *rounded = (uint8_t *)(x + dim);
+    for (int64_t head = 0; head < layer->heads; head++) {
+        put(rounded, a->to_dtype, from + head * dim * item_size(a->dtype), a->dtype, dim);
+        read_floats(rounded, a->to_dtype, dim, x);
+        make_finite(x, dim);
+        rotate(value ? &layer->value : &layer->key, dim, x, x + dim);
+        a->to_scales[2 * head + value] =
+            encode_exact(value, dim, x + dim, to + head * (value ? dim : dim * 3 / 2));
+    }
+}
+
+int tightkv_put(const struct put_args *a)
+{
+    if (a->to_scales == NULL) {
+        put(a->to_key, a->to_dtype, a->key, a->dtype, a->count);
+        put(a->to_value, a->to_dtype, a->value, a->dtype, a->count);
+        return 0;
+    }
+    float *scratch = malloc(2 * (size_t)a->layer->dim * sizeof *scratch);
+    if (scratch == NULL)
+        return -1;
+    put_codes(a, 0, scratch);
+    put_codes(a, 1, scratch);
+    free(scratch);
+    return 0;
 }
 
 static void fill_exact(const struct call *call)

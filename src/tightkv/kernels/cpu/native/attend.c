@@ -832,6 +832,7 @@ int tightkv_attend(const struct layer *layer, const struct attend_args *given)
     if (given->view.lengths == NULL) {
         own = *given;
         own.view.lengths = (const int32_t *)(given + 1);
+        own.view.ring_read_from = own.view.lengths + own.view.batch;
         given = &own;
     }
     float *prompt = pack_prompt(layer, given, &packed);

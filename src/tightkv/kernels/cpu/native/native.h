@@ -39,7 +39,7 @@ struct view {
     int64_t page_bytes;
     const int32_t *block_table;
     int64_t block_stride;
-    const int32_t *lengths; /* NULL: they follow attend_args */
+    const int32_t *lengths; /* NULL: they follow attend_args, and ring_read_from follows them */
     const int32_t *left_pad, *ring_read_from, *sink_counts, *ring_rows;
     void *ring_key, *ring_value; /* [rows][ring][heads][dim], or codes (internal.h) */
     void *sink_key, *sink_value; /* [rows][sinks][heads][dim] */
@@ -82,17 +82,19 @@ struct append_args {
 };
 
 struct put_args {
-    void *to_key, *to_value;
-    int64_t to_dtype;
+    void *to_key, *to_value; /* a token in a ring */
+    uint16_t *to_scales;     /* [heads][key, value] of codes; NULL: exact */
+    int64_t to_dtype;        /* of exact tokens, which codes are of, too */
     const void *key, *value;
     int64_t dtype, count; /* of numbers */
+    const struct layer *layer; /* of codes */
 };
 
 /* These return 0, or -1 where memory runs out. */
 PUBLIC int tightkv_attend(const struct layer *layer, const struct attend_args *args);
 PUBLIC int tightkv_append(const struct layer *layer, const struct append_args *args);
-/* Copies a token's numbers; those beyond the range of `to_dtype` become its largest. */
-PUBLIC void tightkv_put(const struct put_args *args);
+/* Puts a token in a ring; numbers beyond the range of `to_dtype` become its largest. */
+PUBLIC int tightkv_put(const struct put_args *args);
 
 /* The instruction sets of this build that this machine has, best first, with commas. */
 PUBLIC const char *tightkv_supported(void);

@@ -60,8 +60,8 @@ _KINDS = {
     {_DEVICE}""",
     "engine": f"""KV caches side by side in vLLM, offline
     --shape NAME  random weights instead: llama-3.1-8b, ...
-    --kv NAME ...  auto (vLLM's own cache), fp8, another cache of vLLM's or a preset, repeatable
-        (default: auto, k4v4, and fp8 on a GPU)
+    --kv NAME ...  auto (vLLM's own cache), fp8, another cache of vLLM's, a preset, or options of
+        tightkv as JSON, repeatable (default: auto, k4v4, and fp8 on a GPU)
     --size BxN ...  batch and context of a decode measurement, as in 32x8k, or the bounds that
         contexts are drawn from, as in 32x6k-10k, repeatable
     --prefill N ...  prompt length of a prefill measurement, repeatable (default: the contexts of

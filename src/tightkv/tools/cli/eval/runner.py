@@ -82,10 +82,6 @@ def _evaluate_model(
             tasks = _build_tasks(args, texts, tokenizer, contexts, limit)
             run = ModelRun(model, name, configs, store)
         rows, reference = run.measure(tasks)
-    if model.dtype == torch.float32:
-        notes.insert(
-            0, "the model runs in float32, so its exact newest tokens take twice the bytes of bf16"
-        )
     device = torch.device(model.device)
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     return {
@@ -186,7 +182,7 @@ class ModelRun:
         self.caches: dict[str, MakeCache] = {}
         self.about: dict[str, dict[str, Any]] = {}
         for label, cfg in configs.items():
-            make = self.caches[label] = partial(TightCache, cfg, model=model, eager=True)
+            make = self.caches[label] = partial(TightCache, cfg, model=model)
             cache = make()
             found = cache.calibration  # a file may change under its name
             self.about[label] = {

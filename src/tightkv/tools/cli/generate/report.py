@@ -57,8 +57,8 @@ def _bytes(run: dict[str, Any], dtype: str) -> list[str]:
     lines = [f"KV cache ({run['cache']}): {held} now, bf16 {plain}: {verdict}"]
     if ratio < 1 and kv["break_even_tokens"] is not None:
         lines.append(
-            f"  Sequences of fewer than {kv['break_even_tokens']} tokens are kept exact, at 16 "
-            "bits: their pages, newest tokens and sinks would take more."
+            f"  Sequences of fewer than {kv['break_even_tokens']} tokens take more than in bf16: "
+            "their first and newest tokens are kept beside pages."
         )
     lines.append(
         f"In the long run {kv['bytes_per_token']:.0f} bytes per token, bf16 "

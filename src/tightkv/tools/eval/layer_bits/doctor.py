@@ -230,7 +230,7 @@ class Doctor:
     # --- measuring ---
     def measure(self, cfg: KVQuantConfig, predicted: float | None = None) -> diagnosis.Measured:
         """Through the real cache, on every window."""
-        make = partial(TightCache, cfg, model=self.model, eager=True)
+        make = partial(TightCache, cfg, model=self.model)
         whole = len(self._references) == len(self.windows)
         reference = torch.cat(self._references) if whole else None
         name, given = diagnosis.describe(cfg), (self.model, self.windows, make, self.schedule)

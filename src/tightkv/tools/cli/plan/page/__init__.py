@@ -21,7 +21,7 @@ from tightkv.model_shape import (
     weights,
 )
 from tightkv.pages.latent import RANKS, ROPE_DIMS, latent_layout
-from tightkv.pages.layout import MAX_TOKENS, PageLayout, seal_lag
+from tightkv.pages.layout import PageLayout, seal_lag
 
 _HERE = Path(__file__).parent
 _EXTRAS = ["ALIBI", "SHARED", "SINKS", "WINDOW", "INDEXED", "BESIDE_OTHERS", "LATENT_WINDOW"]
@@ -63,7 +63,6 @@ def _tables() -> dict[str, Any]:
         "latent_ranks": list(RANKS),
         "latent_rope_dims": ROPE_DIMS,
         "presets": {name: _preset(KVQuantConfig.preset(name)) for name in PRESETS},
-        "max_tokens": MAX_TOKENS,
         "exact_element_bytes": exact // 32,
         "counter_bytes": layout.sequence_bytes(0) - layout.cfg.sinks * exact,
         "entry_bytes": layout.total_bytes(64) - layout.sequence_bytes(64) - layout.page_bytes,
@@ -77,7 +76,8 @@ def _preset(cfg: KVQuantConfig) -> dict[str, Any]:
     offset = sizes[0] - 16 * slope
     if rest or any(size != slope * 16 * i + offset for i, size in enumerate(sizes, 1)):
         raise NotImplementedError(f"records of {cfg.name} do not grow evenly: bytes.js needs more")
-    layout = PageLayout(cfg, 1, 16)
+    layout, wider = PageLayout(cfg, 1, 16), PageLayout(cfg, 1, 32)
+    ring_slope = (wider.ring_bytes_per_token - layout.ring_bytes_per_token) / 16
     return {
         "key_bits": cfg.key_bits,
         "value_bits": cfg.value_bits,
@@ -85,6 +85,8 @@ def _preset(cfg: KVQuantConfig) -> dict[str, Any]:
         "ring_tokens": layout.ring_tokens,
         "seal_lag": seal_lag(cfg),
         "sinks": cfg.sinks,
+        "ring_slope": ring_slope,
+        "ring_offset": layout.ring_bytes_per_token - 16 * ring_slope,
         "record_slope": slope,
         "record_offset": offset,
         "latent": _latent(cfg),

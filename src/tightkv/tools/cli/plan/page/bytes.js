@@ -60,7 +60,6 @@ function plainCost(layer, elementBytes) {
   const perToken = elementsPerToken(layer) * elementBytes + layer.indexBytes;
   return {
     layer,
-    exactLimit: 0,
     bytesPerToken: layer.kind === "full" || layer.kind === "mla" ? perToken : 0,
     totalBytes: (tokens) => {
       const kept = layer.window === null ? tokens : Math.min(tokens, layer.window);
@@ -73,7 +72,6 @@ function plainCost(layer, elementBytes) {
 function latentCost(layer, latentBytes, blockTokens) {
   return {
     layer,
-    exactLimit: 0,
     bytesPerToken: latentBytes + layer.indexBytes,
     totalBytes: (tokens) =>
       ceilDiv(tokens, blockTokens) * blockTokens * latentBytes + tokens * layer.indexBytes,
@@ -81,44 +79,21 @@ function latentCost(layer, latentBytes, blockTokens) {
 }
 
 // A layer in pages of `preset`.
-function pagedCost(layer, preset, exactLimit) {
-  const { pageBytes, exactBytes } = pageSizes(layer, preset);
+function pagedCost(layer, preset) {
+  const { numKvHeads, headDim } = layer;
+  const pageBytes = numKvHeads * (preset.record_slope * headDim + preset.record_offset);
+  const ringBytes = numKvHeads * (preset.ring_slope * headDim + preset.ring_offset);
+  const sinks = preset.sinks * 2 * numKvHeads * headDim * DATA.exact_element_bytes;
   return {
     layer,
-    exactLimit,
     bytesPerToken: pageBytes / preset.page_size,
     totalBytes: (tokens) => {
-      const state = layer.stateBytes || 0;
-      if (tokens <= exactLimit) {
-        return Math.max(tokens, 1) * exactBytes + DATA.counter_bytes + state;
-      }
-      const exact = Math.min(tokens, preset.ring_tokens) + preset.sinks;
       const sealed = Math.floor(Math.max(tokens - preset.seal_lag, 0) / preset.page_size);
       const pages = sealed * (pageBytes + DATA.entry_bytes);
-      return pages + exact * exactBytes + DATA.counter_bytes + state;
+      const ring = Math.min(tokens, preset.ring_tokens) * ringBytes;
+      return pages + ring + sinks + DATA.counter_bytes + (layer.stateBytes || 0);
     },
   };
-}
-
-function pageSizes(layer, preset) {
-  const record = preset.record_slope * layer.headDim + preset.record_offset;
-  return {
-    pageBytes: layer.numKvHeads * record,
-    exactBytes: 2 * layer.numKvHeads * layer.headDim * DATA.exact_element_bytes,
-  };
-}
-
-// The longest sequence that takes fewer bytes exact than with a ring, sinks and pages.
-function exactLimit(layer, preset) {
-  const { pageBytes, exactBytes } = pageSizes(layer, preset);
-  const page = pageBytes + DATA.entry_bytes;
-  const fixed = (preset.ring_tokens + preset.sinks) * exactBytes;
-  const saved = preset.page_size * exactBytes - page;
-  if (saved <= 0) return DATA.max_tokens;
-  const lag = preset.seal_lag;
-  const pages = Math.max(ceilDiv(fixed - lag * exactBytes, saved) - 1, 0);
-  const least = pages * preset.page_size + lag;
-  return Math.max(least, ceilDiv(fixed + pages * page, exactBytes)) - 1;
 }
 
 // --- the whole cache ---
@@ -150,8 +125,6 @@ class CachePlan {
     if (this.totalBytes(NO_LIMIT) <= memory) return null;
     let low = 0;
     let high = NO_LIMIT;
-    const least = 1 + Math.max(...this.costs.map((cost) => cost.exactLimit));
-    if (this.totalBytes(least) <= memory) low = least;
     while (high - low > 1) {
       const middle = Math.floor((low + high) / 2);
       if (this.totalBytes(middle) <= memory) low = middle;
@@ -180,12 +153,10 @@ function baselineCost(name, layer) {
 
 function presetPlan(name, layers) {
   const preset = DATA.presets[name];
-  const compressed = layers.filter((layer) => skipReason(layer) === null);
-  const limit = Math.max(0, ...compressed.map((layer) => exactLimit(layer, preset)));
   const { refusal, slope, offset } = preset.latent;
   const isLatent = (layer) => layer.kind === "mla" && keptReason(layer) === null;
   const costs = layers.map((layer) => {
-    if (skipReason(layer) === null) return pagedCost(layer, preset, limit);
+    if (skipReason(layer) === null) return pagedCost(layer, preset);
     if (!isLatent(layer) || refusal) return plainCost(layer, DATA.exact_element_bytes);
     const rope = layer.ropeDim * DATA.exact_element_bytes;
     const bytes = slope * (layer.latentDim - layer.ropeDim) + rope + offset;
