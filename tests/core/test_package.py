@@ -170,6 +170,19 @@ def test_a_pickle_made_under_old_names_loads() -> None:
     assert loaded.layout == layout and loaded.kernels.NAME == "reference"
 
 
+def test_pickles_of_before_have_exact_windows() -> None:
+    cfg = KVQuantConfig(window_bits=16)
+    del cfg.__dict__["window_bits"]  # a field that there was not
+    assert pickle.loads(pickle.dumps(cfg)) == KVQuantConfig(window_bits=16)
+    table = SequenceTable(cfg, encode_partial_page=False)
+    table.append(table.add_rows([0]), [100])
+    table.__dict__["exact_limit"] = 263
+    with pytest.raises(ValueError, match=r"an older tightkv; save it there with TightCache\.save"):
+        pickle.loads(pickle.dumps(table))
+    table.clear()
+    assert not hasattr(pickle.loads(pickle.dumps(table)), "exact_limit")
+
+
 def test_old_names_can_be_run_and_looked_for() -> None:
     command = [sys.executable, "-m", "tightkv.eval.text"]
     run = subprocess.run(command, capture_output=True, text=True, check=False)

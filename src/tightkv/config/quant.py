@@ -27,6 +27,10 @@ BEFORE: dict[str, Any] = {"layer_bits": "", "window_bits": 16}
 class KVQuantConfig(ConfigFields):
     """How keys and values are stored. Immutable; impossible values raise when it is made."""
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A pickle of before lacks the newest fields."""
+        self.__dict__.update({**BEFORE, **state})
+
     @property
     def names_layers(self) -> bool:
         """Whether some layers have other bits than the rest."""

@@ -116,6 +116,11 @@ class SequenceTable:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A pickle of before has windows of whole pages alone, and pages in the window."""
         size, pages = state["page_size"], state["exact_pages"]
+        if state.pop("exact_limit", 0) and any(x.length and not x.pages for x in state["rows"]):
+            raise ValueError(
+                "a pickle of sequences without pages, from an older tightkv; save it there with "
+                "TightCache.save, whose files load"
+            )
         lag = 0 if state["encode_partial_page"] else (pages - 1) * size + 1
         self.__dict__.update({"window_step": size, "lag": lag, **state})
 
