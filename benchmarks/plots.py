@@ -114,8 +114,8 @@ def quality() -> str:
         if row is plain or "exact_pages" in row["cache"] or isinstance(row["bytes"]["1024"], str):
             continue
         sizes = row["bytes"]
-        slope = (sizes["1024"] - sizes["256"]) / 768
-        if row["package"] == "tightkv":  # whose first 256 tokens are exact
+        slope = (sizes["4096"] - sizes["1024"]) / 3072
+        if row["cache"].startswith("tightkv "):  # of which whole pages are added
             cfg = KVQuantConfig.preset(row["cache"].removeprefix("tightkv "))
             heads = plain["bytes"]["1024"] / 1024 / (4 * HEAD_DIM)  # of all layers
             slope = heads * PageLayout(cfg, 1, HEAD_DIM, torch.float16).bytes_per_token
@@ -153,7 +153,8 @@ def quality() -> str:
     for name, slope, mean, kl in points:
         color, x, y = color_of(name), at_x(slope), at_y(kl)
         drawing.dot(x, y, color)
-        if color == OURS or at_x(mean) - x < 12:
+        cut = at_x(mean) + 7 + 8 * len(name) > WIDTH
+        if color == OURS or at_x(mean) - x < 12 or cut:
             drawing.text(x - 10, y + 5, name, anchor="end", fill=color, weight="600")
         else:
             drawing.text(at_x(mean) + 7, y + 2, name, fill=color, weight="600")

@@ -303,6 +303,27 @@ def plain_models_table() -> str:
     return "\n".join(line(name, *(of[p] for p in QUALITY_PRESETS)) for name, of in found.items())
 
 
+def test_quality_with_a_window_of_8_bits() -> None:
+    found: dict[tuple[str, int, str], str] = {}
+    for row in rows("eval_window"):
+        config = row["config"]
+        name = preset_of(config) + (" calibrated" if config["calibration"] else "")
+        kl = f"{row['quality']['kl']:.4f}"
+        found[row["model"]["name"][:4], config["window_bits"], name] = kl
+    now, before, qwen = (
+        [found[model, bits, preset] for preset in QUALITY_PRESETS]
+        for model, bits in (("Smol", 8), ("Smol", 16), ("Qwen", 8))
+    )
+    calibrated = found["Qwen", 8, "k2v2 calibrated"]
+    expect(
+        "docs/results.md",
+        f"SmolLM2 has {now[0]}, {now[1]} and {now[2]} with k4v4, k3v3 and k2v2, where 16 bits have "
+        f"{before[0]}, {before[1]} and {before[2]}.",
+        f"has {qwen[0]}, {qwen[1]} and {qwen[2]}, and {calibrated} with today's ready calibration",
+    )
+    expect("docs/calibrate.md", f"{calibrated} instead of {qwen[2]} without a calibration")
+
+
 def test_quality_in_the_measurements() -> None:
     expect("docs/measurements.md", long_table(), vllm_quality_table(), plain_models_table())
 
@@ -946,18 +967,18 @@ def test_how_slow_plain_torch_is() -> None:
 def comparison_names() -> Iterator[tuple[str, str]]:
     """The name of a row -> its name in the table."""
     for exact, count in (("", None), (" exact_pages=2", 128)):
-        told = "" if count is None else f", at most {count} exact"
+        told = "" if count is None else f", window of {count}"
         yield f"tightkv k4v4{exact}", f"**TightCache k4v4**{told}"
     for pages, count in ((None, None), (4, 128), (2, 64)):
-        told = ("", "") if count is None else (f" exact_pages={pages}", f", at most {count} exact")
+        told = ("", "") if count is None else (f" exact_pages={pages}", f", window of {count}")
         yield f"tightkv k2v2{told[0]}", f"**TightCache k2v2**{told[1]}"
     yield "tightkv k3v3", "**TightCache k3v3**"
     yield "hqq 4 axis=0", "QuantizedCache, hqq 4 bits, axis 0"
     for bits in (2, 4):
         yield f"quanto {bits}", f"QuantizedCache, quanto {bits} bits"
         yield f"hqq {bits}", f"QuantizedCache, hqq {bits} bits, axis 1"
+        yield f"kivi-style {bits}", f"as KIVI, {bits} bits"
         yield f"turbokv {bits}", f"turbokv {bits} bits"
-        yield f"turboquant-hf {bits}", f"turboquant-hf {bits} bits"
 
 
 @pytest.mark.parametrize(("name", "title"), list(comparison_names()))
@@ -985,15 +1006,44 @@ def test_comparison_in_words() -> None:
     found = {row["cache"]: row for row in rows("comparison")}
     kl = {name: row["kl"] for name, row in found.items()}
     speeds = [row["decode"]["ratio"] for name, row in found.items() if name.startswith("tightkv")]
+    share = {
+        name: row["bytes"]["1024"] / found["dynamic"]["bytes"]["1024"]
+        for name, row in found.items()
+        if not isinstance(row["bytes"]["1024"], str)
+    }
+    ours = {name for name in share if name.startswith("tightkv")}
+    rivals = share.keys() - ours - {"dynamic"}
+    least = min(share[name] for name in ours)
+    for other in rivals:  # whoever takes as many bytes as some config of ours gives worse answers
+        assert share[other] < least or any(
+            share[own] <= share[other] * 1.02 and kl[own] < kl[other] for own in ours
+        ), other
+    best = {bits: min(kl[x] for x in kl if x in rivals and bits in x) for bits in ("4", "2")}
     expect(
         "docs/comparison.md",
-        f"Its KL is {kl['turboquant-hf 4'] / kl['tightkv k4v4']:.0f} times smaller at 4 bits and "
-        f"{kl['turboquant-hf 2'] / kl['tightkv k2v2']:.0f} times smaller at 2 bits",
-        f"its KL is {kl['turboquant-hf 4'] / kl['tightkv k4v4 exact_pages=2']:.0f} and "
-        f"{kl['turboquant-hf 2'] / kl['tightkv k2v2 exact_pages=4']:.0f} times smaller",
-        f"has {kl['quanto 4'] / kl['tightkv k2v2 exact_pages=2']:.2f} of the KL",
-        f"has {kl['turboquant-hf 4'] / kl['tightkv k2v2']:.2f} of the KL",
+        f"Its KL is {best['4'] / kl['tightkv k4v4']:.0f} times smaller at 4 bits and "
+        f"{best['2'] / kl['tightkv k2v2']:.0f} times smaller at 2 bits",
+        f"its KL is {best['4'] / kl['tightkv k4v4 exact_pages=2']:.0f} and "
+        f"{best['2'] / kl['tightkv k2v2 exact_pages=4']:.0f} times smaller",
+        f"has {kl['tightkv k2v2'] / kl['quanto 4']:.2f} of the KL of quanto at 4 bits in "
+        f"{share['tightkv k2v2'] / share['quanto 4']:.2f} of its bytes",
         f"{min(speeds):.2f} to {max(speeds):.2f} of the uncompressed speed",
+    )
+
+
+def test_comparison_with_turboquant_hf() -> None:
+    found = {row["cache"]: row for row in rows("comparison_turboquant_hf")}
+    kl = {name: f"{row['kl']:.4f}" for name, row in found.items()}
+    plain = found["dynamic"]["bytes"]["1024"]
+    theirs = [found[f"turboquant-hf {bits}"] for bits in (4, 2)]
+    held = " and ".join(f"{row['bytes']['1024'] / plain:.2f}" for row in theirs)
+    (speed,) = {f"{row['decode']['ratio']:.2f}" for row in theirs}
+    expect(
+        "docs/comparison.md",
+        f"{kl['turboquant-hf 4']} at 4 bits (k4v4: {kl['tightkv k4v4']})",
+        f"{kl['turboquant-hf 2']} at 2 bits (k2v2: {kl['tightkv k2v2']})",
+        f"it held {held} of the bytes at 1,024 tokens",
+        f"it decoded at {speed} of the uncompressed speed",
     )
 
 
