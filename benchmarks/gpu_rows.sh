@@ -41,6 +41,6 @@ done
 step ragged_decode 300 python3 -m tightkv bench decode --preset k4v4 --preset k2v2 \
     --out "$out/gpu_decode_ragged.jsonl"
 step seal 120 python3 "$here/seal.py"
-step prefill 120 python3 -m tightkv bench extend --out "$out/gpu_extend.jsonl"
+step prefill 120 python3 "$here/prefill_kernels.py" extend --out "$out/gpu_extend.jsonl"
 step export 300 python3 "$here/export_gpu.py" --folder "$out/packages" --out "$out/export_gpu.jsonl"
 step mla 120 python3 "$here/mla_decode.py" "$out/mla_decode.jsonl"

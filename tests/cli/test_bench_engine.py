@@ -392,10 +392,3 @@ def test_percentiles_lie_between_ranks() -> None:
         {"mean": 2.5, "p50": 2.5, "p90": 3.7, "p99": 3.97}
     )
     assert set(spread([7.0]).values()) == {7.0}
-
-
-def test_what_has_gone_names_what_does_it_instead(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "serve", "--url", "http://127.0.0.1:9", "--requests", "4"]) == 2
-    assert "vllm bench serve --base-url" in capsys.readouterr().err
-    assert main(["bench", "model", "--size", "8x32768"]) == 2
-    assert "tightkv bench engine --shape llama-3.1-8b" in capsys.readouterr().err

@@ -1,10 +1,9 @@
-"""decode, store and extend on a GPU: our kernels against uncompressed caches, in one process."""
+"""decode on a GPU: our kernels against other caches, in one process."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +16,7 @@ from tightkv.kernels.registry import select
 from tightkv.kernels.view import AppendOptions, AttendOptions, SealedLayer
 from tightkv.math.feedback import QueryMetric
 from tightkv.pages.layout import PageLayout
-from tightkv.tools.bench import baselines
-from tightkv.tools.bench.inputs import Layer, Shape, fill, layers_for, random_bf16, ring_bounds
+from tightkv.tools.bench.inputs import Layer, Shape, layers_for, random_bf16, ring_bounds
 from tightkv.tools.bench.rivals import measure_rivals, ratios
 from tightkv.tools.bench.timing import copy_bandwidth, graph_ms, graph_times, spread
 from tightkv.tools.rows import provenance
@@ -245,65 +243,6 @@ def _calls(call: Callable[..., None], layers: Sequence[Layer]) -> list[Callable[
 
 def _with_view(layer: Layer, **changes: Any) -> Layer:
     return replace(layer, view=replace(layer.view, **changes))
-
-
-def store_rows(
-    token_counts: Sequence[int], presets: Sequence[str], device: torch.device
-) -> Iterator[dict[str, Any]]:
-    """Appending many tokens at once (a prefill chunk), against writing them as bf16."""
-    facts = provenance(device)
-    for preset, tokens in product(presets, token_counts):
-        shape = Shape(1, tokens)
-        layer, module = _one_layer(preset, shape, device)
-        key, value = (random_bf16(device, tokens, shape.kv_heads, shape.head_dim) for _ in range(2))
-        cu_seqlens = torch.tensor([0, tokens], dtype=torch.int32, device=device)
-        nothing = torch.zeros(1, dtype=torch.int32, device=device)
-        options = AppendOptions(cu_seqlens, nothing, tokens, encode_partial_page=False)
-        append = partial(module.append, layer.codec, layer.view, key, value, options)
-        pairs = [(torch.empty_like(x), x) for x in (key, value)]
-        slots = torch.randperm(tokens, device=device)
-
-        def write_bf16(slots: Tensor = slots, pairs: Any = pairs) -> None:
-            for target, x in pairs:
-                target.index_copy_(0, slots, x)
-
-        ours, bf16 = graph_ms([append]), graph_ms([write_bf16])
-        yield {
-            "bench": "store", "tokens": tokens, "preset": preset,
-            "ms": ours, "bf16_write_ms": bf16, "more_us": (ours - bf16) * 1e3, **facts,
-        }  # fmt: skip
-
-
-def extend_rows(
-    chunk: int, prefixes: Sequence[int], presets: Sequence[str], device: torch.device
-) -> Iterator[dict[str, Any]]:
-    """A chunk of queries over a compressed prefix and its own exact tokens, against bf16."""
-    facts, shape = provenance(device), Shape(1, chunk)
-    for preset, prefix in product(presets, prefixes):
-        others = baselines.sdpa_extend(shape, prefix, device)
-        layer, module = _one_layer(preset, Shape(1, max(prefix, 1)), device)
-        if not prefix:
-            none = torch.zeros_like(layer.view.lengths)
-            layer = _with_view(
-                layer, lengths=none, ring_read_from=none, sink_counts=none, same_length=0
-            )
-        query = random_bf16(device, chunk, shape.query_heads, shape.head_dim)
-        key, value = (random_bf16(device, chunk, shape.kv_heads, shape.head_dim) for _ in range(2))
-        cu_seqlens = torch.tensor([0, chunk], dtype=torch.int32, device=device)
-        options = AttendOptions(max_queries=chunk, new_key=key, new_value=value)
-        attend = partial(module.attend, layer.codec, query, layer.view, cu_seqlens, options)
-        ours = graph_ms([attend], repeats=5)
-        yield {
-            "bench": "extend", "chunk": chunk, "prefix": prefix, "preset": preset,
-            "ms": ours, "others_ms": others,
-            "against_best_bf16": min(others.values()) / ours, **facts,
-        }  # fmt: skip
-
-
-def _one_layer(preset: str, shape: Shape, device: torch.device) -> tuple[Layer, Backend]:
-    layout = _layout(preset, shape)
-    module = select("auto", device, layout)
-    return fill(layout, shape, module, device, 0), module
 
 
 def _layout(preset: str, shape: Shape) -> PageLayout:

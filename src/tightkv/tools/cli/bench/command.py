@@ -27,14 +27,6 @@ Row = dict[str, Any]
 
 # Lengths of a mixed load on a GPU and on a CPU.
 _PROMPTS, _ANSWERS = ("2048-14336", "128-512"), ("200-1200", "16-64")
-_DEVICE = f"""--device {{cpu,cuda}}  default: cuda if there is one
-    --preset {{{",".join(PRESETS)}}} ...  repeatable"""
-# What has gone, and what does it instead.
-_GONE = {
-    "model": "vLLM runs a model of this shape: tightkv bench engine --shape llama-3.1-8b",
-    "serve": "vLLM measures servers itself: vllm bench serve --base-url http://HOST:PORT "
-    "--model MODEL --num-prompts 64 --max-concurrency 16 --ignore-eos",
-}
 # What is measured, in words, and its options.
 _KINDS = {
     "decode": f"""one new token over a long cache
@@ -50,14 +42,8 @@ _KINDS = {
         (default: all)
     --repeats=15 REPEATS:int  rounds, on a CPU (default: 15)
     --threads N  on a CPU
-    {_DEVICE}""",
-    "store": f"""appending many tokens at once, on a GPU
-    --tokens N ...  repeatable
-    {_DEVICE}""",
-    "extend": f"""a chunk of queries over a long cache, on a GPU
-    --chunk=2048 N  default: 2048
-    --prefix N ...  repeatable
-    {_DEVICE}""",
+    --device {{cpu,cuda}}  default: cuda if there is one
+    --preset {{{",".join(PRESETS)}}} ...  repeatable""",
     "engine": f"""KV caches side by side in vLLM, offline
     --shape NAME  random weights instead: llama-3.1-8b, ...
     --kv NAME ...  auto (vLLM's own cache), fp8, another cache of vLLM's, a preset, or options of
@@ -99,14 +85,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         add_options(kind, options)
         add_options(kind, "--out FILE  append the rows to a JSON-lines file")
         output.add_output_options(kind, plot="draw the ratios")
-    for name in _GONE:
-        gone = kinds.add_parser(name, prefix_chars="\0", add_help=False)
-        gone.add_argument("words", nargs=argparse.REMAINDER)
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.bench in _GONE:
-        raise ValueError(f"bench {args.bench} has gone; {_GONE[args.bench]}")
     import torch
 
     from tightkv.tools.rows import append_rows
@@ -121,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--device cuda: torch sees no CUDA device; use --device cpu")
     rows: list[Row] = []
     try:
-        measure = _engine if args.bench == "engine" else _kernels
+        measure = _engine if args.bench == "engine" else _decode
         for row in measure(args, device):
             rows.append(row)
             output.print_status(f"measured {show.label(row)}{show.figures(row)}")
@@ -135,24 +116,18 @@ def run(args: argparse.Namespace) -> int:
     return int(any("error" in row for row in rows))
 
 
-# --- kernels ---
-def _kernels(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
-    """decode, store and extend, by preset."""
+# --- one layer ---
+def _decode(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
+    """By preset."""
     presets = args.preset or ["k4v4"]
-    with Working(f"measuring {args.bench}"):
+    with Working("measuring decode"):
         if device.type == "cpu":
             yield from _on_a_cpu(args, presets)
             return
         from tightkv.tools.bench import gpu
 
-        if args.bench == "decode":
-            shapes, kernels = _shapes(args, gpu.DECODE_SHAPES), args.kernels or ["auto"]
-            yield from gpu.decode_rows(shapes, presets, kernels, device, args.against or ())
-        elif args.bench == "store":
-            yield from gpu.store_rows(args.tokens or [2048, 8192], presets, device)
-        else:
-            prefixes = args.prefix or [0, 8192, 32768]
-            yield from gpu.extend_rows(args.chunk, prefixes, presets, device)
+        shapes, kernels = _shapes(args, gpu.DECODE_SHAPES), args.kernels or ["auto"]
+        yield from gpu.decode_rows(shapes, presets, kernels, device, args.against or ())
 
 
 def _on_a_cpu(args: argparse.Namespace, presets: Sequence[str]) -> Iterator[Row]:
@@ -160,10 +135,6 @@ def _on_a_cpu(args: argparse.Namespace, presets: Sequence[str]) -> Iterator[Row]
 
     from tightkv.tools.bench import cpu
 
-    if args.bench != "decode":
-        raise ValueError(
-            f"tightkv bench {args.bench} measures GPUs; on a CPU there is bench decode"
-        )
     if args.kernels not in ([], ["cpu"]):
         raise ValueError(f"--kernels {args.kernels}; on a CPU cpu is measured, and the reference")
     for option in ("ragged", "shortest", "against"):

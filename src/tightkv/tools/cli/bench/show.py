@@ -15,9 +15,6 @@ def label(row: Row) -> str:
     """What a row is about, without what it found."""
     if row["bench"] == "engine":
         return f"{row['kv']}, {'failed' if 'error' in row else what_is_measured(row)}"
-    if "shape" not in row:
-        sizes = [f"{name} {row[name]}" for name in ("tokens", "chunk", "prefix") if name in row]
-        return f"{row['preset']}, {', '.join(sizes)}"
     s = row["shape"]
     heads = f"{s['query_heads']}/{s['kv_heads']} heads of {s['head_dim']}"
     shortest = s.get("shortest") or (1024 if s.get("ragged") else None)
@@ -41,8 +38,6 @@ def _ratios(row: Row) -> dict[str, float]:
     found = {name: row[name] for name in _FACTORS if row.get(name) is not None}
     if "consecutive_ms" in row:
         found["p99_to_p50"] = row["consecutive_ms"]["p99"] / row["consecutive_ms"]["p50"]
-    if row["bench"] == "store":
-        found["of a bf16 write's time"] = row["ms"] / row["bf16_write_ms"]
     return found
 
 
