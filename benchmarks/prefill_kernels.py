@@ -2,10 +2,10 @@
 
 python benchmarks/prefill_kernels.py [store | extend] [--preset k4v4] [--out rows.jsonl]
 
-`extend` is attention of a chunk of queries over a compressed prefix and its own exact tokens, beside
-torch's attention over bf16. `store` is the append of many tokens at once, beside writing them as
-bf16. Rows are those of docs/log.md (gpu_extend.jsonl, gpu_store.jsonl). Without a word both are
-measured.
+`extend` is attention of a chunk of queries over a compressed prefix and its own exact tokens,
+beside torch's attention over bf16. `store` is the append of many tokens at once, beside writing
+them as bf16. Rows are those of benchmarks/results/gpu_extend.jsonl and gpu_store.jsonl. Without a
+word both are measured.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -164,7 +165,7 @@ def main() -> None:
 def show(rows: Iterator[Row], out: str | None) -> None:
     """Print each row and keep it as soon as it is measured."""
     for row in rows:
-        print(json.dumps(row))
+        sys.stdout.write(json.dumps(row) + "\n")
         if out is not None:
             append_rows(out, [row])
 

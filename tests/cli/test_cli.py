@@ -20,6 +20,7 @@ import tightkv
 from tightkv.integrations.extras import installed_version
 from tightkv.tools.cli import COMMANDS, info, main
 from tightkv.tools.cli.entry import module_of
+from tightkv.tools.cli.eval import page
 from tightkv.tools.cli.plan import hub
 from tightkv.tools.cli.shared.output import (
     MissingPackageError,
@@ -27,7 +28,6 @@ from tightkv.tools.cli.shared.output import (
     format_table,
     human_bytes,
     parse_bytes,
-    save_plot,
 )
 
 INFO_DOC = Path(__file__).resolve().parents[2] / "docs" / "info.md"
@@ -207,22 +207,12 @@ def test_emit(capsys: pytest.CaptureFixture[str]) -> None:
         emit(argparse.Namespace(json=True), {"a": float("nan")}, "")
 
 
-def test_plot_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     wanted = re.escape('needs matplotlib: pip install ".[eval]"')
-    with pytest.raises(MissingPackageError, match=wanted), save_plot(tmp_path / "a.png"):
-        pass
-
-
-@pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
-def test_plot_formats(tmp_path: Path, suffix: str) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / f"figure{suffix}"
-    with save_plot(path) as figure:
-        figure.subplots().plot([1, 2], [3, 4])
-    start = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}[suffix]
-    assert path.read_bytes().startswith(start)
+    with pytest.raises(MissingPackageError, match=wanted):
+        page.check(str(tmp_path / "page"))
 
 
 # --- info ----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""tightkv eval: texts, windows, scores, needles, greedy match, the command and its JSON."""
+"""tightkv eval: texts, windows, scores, needles, greedy texts, the command and its JSON."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tightkv.tools.cli.eval.command import TASKS
 from tightkv.tools.cli.shared.config_flags import label, parse_configs
 from tightkv.tools.eval.forward import TAIL_TOKENS, CacheRun, ignore, shared_tokens
 from tightkv.tools.eval.results import cache_facts, model_fingerprint
-from tightkv.tools.eval.tasks.free_running import GreedyTask, same_tokens
+from tightkv.tools.eval.tasks.free_running import FreeTask, same_tokens
 from tightkv.tools.eval.tasks.needles import (
     ANSWER_TOKENS,
     MAX_NEEDLES,
@@ -403,12 +403,12 @@ def test_equal_tokens_are_counted_to_the_first_difference() -> None:
 
 def test_greedy_texts_part_with_coarse_codes_only() -> None:
     model, passes = tiny(), list[int]()
-    task = GreedyTask(windows(3, 160), 24)
+    task = FreeTask(windows(3, 160), 24, temperature=0.0)
     exact = task.reference(model, passes.append)
     made = caches(model, EXACT, small("k2v2")).values()
     same, coarse = (task.measure(model, make, exact, passes.append) for make in made)
     assert same["lengths"] == [24, 24, 24]
-    assert coarse["min"] < 24 and coarse["cap"] == 24
+    assert min(coarse["lengths"]) < 24 and coarse["cap"] == 24
     assert coarse["median"] == sorted(coarse["lengths"])[1]
     assert sum(passes) == 3 * 24
     run = CacheRun(model)
@@ -464,7 +464,7 @@ def test_a_changed_source_tree_is_marked(tmp_path: Path, monkeypatch: pytest.Mon
 SIZES = (
     *("--window", "150", "--windows", "2", "--prefill", "40", "--batch", "2"),
     *("--contexts", "900", "4000", "--needles", "2", "--prompts", "2", "--prompt-tokens", "150"),
-    *("--new-tokens", "6", "--depths", "2", "--calls", "1"),
+    *("--new-tokens", "6"),
 )
 COARSE = json.dumps({"preset": "k2v2", **SMALL})
 FINE = json.dumps({"preset": "k8v8", **SMALL})
@@ -534,8 +534,8 @@ def test_the_command_measures_all_and_writes_all(
     printed = capsys.readouterr()
     data = json.loads(printed.out)
     check_schema(data, whole=True)
-    assert "quality: 16 of 16" in printed.err and "greedy: 18 of 18" in printed.err
-    assert "free: 18 of 18" in printed.err and "passkey: 6 of 6" in printed.err
+    assert "quality: 16 of 16" in printed.err and "free: 18 of 18" in printed.err
+    assert "needles: 6 of 6" in printed.err
     coarse, fine = data["rows"]
     assert coarse["name"].startswith("k2v2 ") and KVQuantConfig.from_dict(fine["config"]) == small(
         "k8v8"
@@ -558,7 +558,7 @@ def test_one_task_and_its_table(
     argv = ["eval", str(folder), "--text", str(text_file), "--presets", COARSE, *SIZES]
     out = tmp_path / "rows.jsonl"
     out.write_text("{}\n")
-    assert main([*argv, "--tasks", "greedy", "--json", "--out", str(out)]) == 0
+    assert main([*argv, "--tasks", "free", "--json", "--out", str(out)]) == 0
     data = json.loads(capsys.readouterr().out)
     check_schema(data, whole=False)
     assert len(out.read_text().splitlines()) == 2  # appended
@@ -569,7 +569,7 @@ def test_one_task_and_its_table(
         r"^cache +bits K +bits V +KL +KL p99 +KL p99.9 +top-1 +perplexity", table, re.MULTILINE
     )
     assert "2 windows of 150 tokens, 218 positions scored" in table
-    assert "Needles" not in table and "Greedy" not in table
+    assert "needles" not in table and "free log p" not in table
 
 
 def test_bad_arguments_are_one_line(

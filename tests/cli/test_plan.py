@@ -507,8 +507,6 @@ def test_weights_beyond_the_budget(folder: Path, capsys: pytest.CaptureFixture[s
         (["--utilization", "1.5", "--gpu", "T4"], "--utilization 1.5"),
         (["--presets", "k5v5"], "unknown preset 'k5v5'"),
         (["--config", "missing.json"], "config file 'missing.json' does not exist"),
-        (["--plot", "figure.gif"], "plot file 'figure.gif'"),
-        (["--plot", "no/such/folder/a.png"], "does not exist"),
     ],
 )
 def test_bad_options_are_one_line(
@@ -592,14 +590,6 @@ def test_unknown_weights_ask_for_their_size(
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"model_type": "newish"}))
     assert "set --weights-bytes" in error_of(capsys, tmp_path, "--gpu", "T4")
     assert plan_json(capsys, tmp_path)["weights"] is None  # without a budget nobody needs them
-
-
-def test_plot_is_written(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    path = folder / "figure.png"
-    assert main(["plan", str(folder), "--gpu", "T4", "--plot", str(path)]) == 0
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert "k4v4" in capsys.readouterr().out
 
 
 # --- schema --------------------------------------------------------------------------------------

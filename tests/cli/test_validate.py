@@ -6,7 +6,6 @@ import io
 import json
 import math
 from contextlib import redirect_stdout
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -194,23 +193,21 @@ def test_dimensions_it_cannot_do_are_refused(dim: int, capsys: pytest.CaptureFix
 
 # --- the whole command ---
 @pytest.fixture(scope="module")
-def command(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any], Path]:
-    """Exit code, JSON and figure of one quick run."""
-    plot = tmp_path_factory.mktemp("plot") / "validate.png"
+def command() -> tuple[int, dict[str, Any]]:
+    """Exit code and JSON of one quick run."""
     with redirect_stdout(io.StringIO()) as printed:
-        code = main(["validate", "--quick", "--json", "--plot", str(plot)])
+        code = main(["validate", "--quick", "--json"])
     json_schemas.check("validate", printed.getvalue())
-    return code, json.loads(printed.getvalue()), plot
+    return code, json.loads(printed.getvalue())
 
 
-def test_quick_run_passes(command: tuple[int, dict[str, Any], Path]) -> None:
-    code, data, plot = command
+def test_quick_run_passes(command: tuple[int, dict[str, Any]]) -> None:
+    code, data = command
     assert [c for c in data["claims"] if not c["passed"]] == []
     assert code == 0
-    assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_json_schema(command: tuple[int, dict[str, Any], Path]) -> None:
+def test_json_schema(command: tuple[int, dict[str, Any]]) -> None:
     data = command[1]
     assert {name: type(value) for name, value in data.items()} == {
         "schema": int,
@@ -237,7 +234,7 @@ def test_json_schema(command: tuple[int, dict[str, Any], Path]) -> None:
             assert low <= claim["measured"] <= high
 
 
-def test_every_preset_and_width_is_covered(command: tuple[int, dict[str, Any], Path]) -> None:
+def test_every_preset_and_width_is_covered(command: tuple[int, dict[str, Any]]) -> None:
     found = command[1]["claims"]
     for section, per_preset in (("5 retrieval", 3), ("6 bytes", 2)):
         for name in PRESETS:
@@ -249,7 +246,7 @@ def test_every_preset_and_width_is_covered(command: tuple[int, dict[str, Any], P
     } < books
 
 
-def test_audit_finds_the_known_weaknesses(command: tuple[int, dict[str, Any], Path]) -> None:
+def test_audit_finds_the_known_weaknesses(command: tuple[int, dict[str, Any]]) -> None:
     found = command[1]["audit"]
 
     def rows(what: str) -> list[dict[str, Any]]:

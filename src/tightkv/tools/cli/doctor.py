@@ -124,12 +124,11 @@ def as_text(found: Diagnosis) -> str:
 def _layers(layers: Sequence[LayerReport]) -> str:
     """The most sensitive ones, and every one that has a warning."""
     worst = sorted(layers, key=lambda r: -r.kl)
-    header = ("layer", "KL k4", "KL v4", "KL k2", "KL v2", "key mean", "key bias", "warnings")
+    header = ("layer", "KL k4", "KL v4", "KL k2", "KL v2", "warnings")
     rows = []
     for r in worst[:_SHOWN_LAYERS] + [r for r in worst[_SHOWN_LAYERS:] if r.warnings]:
         kls = (f"{kl:.1e}" for bits in (4, 2) for kl in (r.key_kl[bits], r.value_kl[bits]))
-        means = or_dash(r.mean_share, "{:.0%}"), or_dash(r.key_bias, "{:.1f}")
-        rows.append((r.layer, *kls, *means, "; ".join(r.warnings)))
+        rows.append((r.layer, *kls, "; ".join(r.warnings)))
     title = f"Most sensitive of {len(layers)} layers (estimated KL with that side alone coded):"
     return f"{title}\n{format_table(header, rows)}"
 

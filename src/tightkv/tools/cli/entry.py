@@ -23,7 +23,7 @@ COMMANDS = {
     "calibrate": "measure a model once: better codes of its keys, and bits of its layers",
     "completion": "a script that completes commands and options in bash or zsh",
     "doctor": "the smallest cache that keeps a model within a KL budget on your text",
-    "eval": "what each config does to a model's perplexity, retrieval and greedy text",
+    "eval": "what each config does to a model's perplexity, text and retrieval",
     "export": "a model and its compressed cache as one file that needs no Python",
     "generate": "text from a model with a compressed cache, or from both caches to compare",
     "info": "versions, devices, and which kernels can run here",

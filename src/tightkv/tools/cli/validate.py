@@ -6,10 +6,8 @@ from itertools import groupby
 from typing import Any
 
 from tightkv.tools.cli.shared.options import Commands, add_command
-from tightkv.tools.cli.shared.output import check_plot, emit, format_table, save_plot
+from tightkv.tools.cli.shared.output import emit, format_table
 from tightkv.tools.cli.shared.progress import Working
-
-SCALING = "3 scaling"  # the section that is drawn
 
 
 def add_parser(commands: Commands) -> None:
@@ -23,7 +21,6 @@ def add_parser(commands: Commands) -> None:
         --seed=0 SEED:int  of every random input (default 0)
         --dim=128 DIM:int  head dimension (default 128)
         """,
-        plot="draw distortion against bits, and KL against key bias",
     )
 
 
@@ -31,14 +28,10 @@ def run(args: argparse.Namespace) -> int:
     from tightkv.tools import validate
 
     options = validate.Options(seed=args.seed, dim=args.dim, quick=args.quick)
-    if args.plot:
-        check_plot(args.plot)
     with Working("validating") as work:
         report = validate.run(options, work.step)
     data = report.to_dict()
     emit(args, data, as_text(data))
-    if args.plot:
-        draw(args.plot, data)
     return 0 if report.passed else 1
 
 
@@ -102,29 +95,3 @@ def _audit_text(audit: list[dict[str, Any]]) -> str:
             lines.append(f"  {number:>8} {row['unit']:<{width}}  {row['setting']}")
             lines.append(f"  {'':>8} {'':<{width}}  {row['reading']}")
     return "\n".join(lines)
-
-
-def draw(path: str, data: dict[str, Any]) -> None:
-    """Distortion times 4^bits between its bounds, and KL against the bias of the keys."""
-    rows = [c for c in data["claims"] if c["section"] == SCALING]
-    bits = [row["detail"]["bits"] for row in rows]
-    widths = [(row["interval"][1] - row["interval"][0]) / 2 for row in rows]
-    sweep = [
-        (row["detail"], row["measured"]) for row in data["audit"] if "centered" in row["detail"]
-    ]
-    with save_plot(path, width=10.0) as figure:
-        figure.suptitle(f"{_headline(data)}: {_verdict(data).split(';')[0]}", fontsize=12)
-        left, right = figure.subplots(1, 2)
-        left.errorbar(bits, [r["measured"] for r in rows], widths, fmt="o", label="measured")
-        left.plot(bits, [r["detail"]["lloyd_max"] for r in rows], linewidth=1, label="Lloyd-Max")
-        for bound, name in (("upper", "bound, Theorem 1"), ("lower", "lower bound, Theorem 3")):
-            left.plot(bits, [r[bound] for r in rows], "--", label=name)
-        left.set(title="Distortion times 4^bits", xlabel="bits per coordinate", ylim=(0.8, 3.0))
-        for centered, name in ((0.0, "none"), (1.0, "page")):
-            points = [(of["bias"], kl) for of, kl in sweep if of["centered"] == centered]
-            right.plot(*zip(*points, strict=True), "o-", label=f"key_centering={name}")
-        right.set_xscale("symlog", base=2, linthresh=1)
-        right.set(title="Audit: biased 3-bit keys", xlabel="length of the mean key over the rest")
-        right.set(yscale="log", ylabel="softmax KL, nats")
-        for axes in (left, right):
-            axes.legend()

@@ -74,26 +74,17 @@ class CacheRun:
                 logits = self.feed(tokens[-1][:, None], last_only=True)
         return torch.stack(tokens, 1).cpu(), torch.stack(scores, 1).cpu()
 
-    def score(self, ids: Tensor, targets: int, chunk: int | None = None) -> tuple[Tensor, Tensor]:
-        """Append tokens [B, T], `chunk` a pass, and score the last `targets` of them.
+    def score(self, ids: Tensor, chunk: int) -> Tensor:
+        """Append tokens [B, T], `chunk` a pass: the log-probabilities [B, T - 1] after the first.
 
-        Returns the log-probability of each, and whether it was the likeliest.
+        The last token is scored, but not appended.
         """
-        total = ids.shape[1]
-        if not 1 <= targets < total:
-            raise ValueError(f"targets={targets} of {total} tokens; allowed: 1 to {total - 1}")
-        first = total - targets - 1  # its logits are the first that are needed
-        scores, top = [], []
-        for at in range(0, total - 1, chunk or total):
-            to = min(total - 1, at + (chunk or total))
-            logits = self.feed(ids[:, at:to], last_only=to <= first)
-            if to <= first:
-                continue
-            own = logits[:, max(0, first - at) :].float()
-            wanted = ids[:, max(first, at) + 1 : to + 1].to(own.device)
-            scores.append(own.log_softmax(-1).gather(-1, wanted[..., None])[..., 0].cpu())
-            top.append((own.argmax(-1) == wanted).cpu())
-        return torch.cat(scores, 1), torch.cat(top, 1)
+        scores = []
+        for at in range(0, ids.shape[1] - 1, chunk):
+            wanted = ids[:, at + 1 : at + chunk + 1]
+            log_p = self.feed(ids[:, at : at + wanted.shape[1]]).float().log_softmax(-1)
+            scores.append(log_p.gather(-1, wanted.to(log_p.device)[..., None])[..., 0].cpu())
+        return torch.cat(scores, 1)
 
     @torch.inference_mode()
     def write_line(self, tokenizer: Any, prompt: Sequence[int], most: int) -> str:

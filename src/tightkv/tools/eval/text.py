@@ -125,8 +125,3 @@ def as_chat(tokenizer: Any, text: str) -> str:
     """A user's message in the model's chat template, up to where the answer begins."""
     message = {"role": "user", "content": text}
     return str(tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True))
-
-
-def begin_reply(tokenizer: Any, words: str) -> list[int]:
-    """The first words of a reply, after which only the answer itself can come."""
-    return encode(tokenizer, words if tokenizer.chat_template is not None else f" {words}")

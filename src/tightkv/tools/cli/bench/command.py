@@ -84,7 +84,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
             kind.add_argument("model", nargs="?", help=about)
         add_options(kind, options)
         add_options(kind, "--out FILE  append the rows to a JSON-lines file")
-        output.add_output_options(kind, plot="draw the ratios")
+        output.add_output_options(kind)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -92,8 +92,6 @@ def run(args: argparse.Namespace) -> int:
 
     from tightkv.tools.rows import append_rows
 
-    if args.plot:
-        output.check_plot(args.plot)
     for path in filter(None, (args.out, getattr(args, "log", None))):
         check_appendable(path)
     asked = getattr(args, "device", None)
@@ -111,8 +109,6 @@ def run(args: argparse.Namespace) -> int:
     finally:
         if rows:  # also those before an error
             output.emit(args, {"schema": 1, "rows": rows}, show.as_text(rows))
-    if args.plot:
-        show.draw(rows, args.plot)
     return int(any("error" in row for row in rows))
 
 

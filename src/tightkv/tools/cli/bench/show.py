@@ -1,10 +1,10 @@
-"""Rows of tightkv bench as lines, tables and a plot."""
+"""Rows of tightkv bench as lines and tables."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from tightkv.tools.bench.engine_plan import what_is_measured
-from tightkv.tools.cli.shared.output import format_table, save_plot
+from tightkv.tools.cli.shared.output import format_table
 
 Row = dict[str, Any]
 _AGAINST = ("against_best_bf16", "against_fp8", "against_4bit")
@@ -54,21 +54,6 @@ def _kernels_text(rows: Sequence[Row]) -> str:
     where = ", ".join(str(rows[0][key]) for key in ("gpu", "cpu", "isa") if key in rows[0])
     table = format_table(("measured", *(name.replace("_", " ") for name in names)), cells)
     return f"Times faster than another, and shares ({where})\n\n{table}"
-
-
-def draw(rows: Sequence[Row], path: str) -> None:
-    rows = [row for row in rows if _ratios(row)]
-    if not rows:
-        raise ValueError("--plot: no ratios to draw, because only one cache was measured")
-    name = next(n for n in ("fastest sdpa", *_ratios(rows[0])) if n in _ratios(rows[0]))
-    rows = [row for row in rows if name in _ratios(row)]
-    with save_plot(path, height=1.5 + 0.5 * len(rows)) as figure:
-        axes = figure.add_subplot()
-        axes.barh([label(row) for row in rows], [_ratios(row)[name] for row in rows])
-        axes.axvline(1.0, color="black", linewidth=0.8)
-        axes.invert_yaxis()
-        axes.grid(visible=False)
-        axes.set_xlabel(f"{rows[0]['bench']}: {name.replace('_', ' ')}")
 
 
 # --- engines: a column per cache ---

@@ -14,7 +14,8 @@ from tightkv.tools.cli.shared.server_file import model_of
 from tightkv.tools.eval.text import read_texts
 from tightkv.tools.model_loading.source import BUNDLED_NAME, DTYPE_NAMES, check_source
 
-TASKS = ("quality", "free", "passkey", "recall", "tools", "needles", "greedy")
+TASKS = ("quality", "free", "needles")
+_CONTEXTS, _QUICK_CONTEXTS = (512, 1024, 2048, 4096, 8192), (512,)
 # option -> default, with --quick, least, help
 SIZES = {
     "window": (2048, 512, 3, "tokens of a window"),
@@ -22,10 +23,7 @@ SIZES = {
     "prefill": (256, 128, 1, "first tokens of a window, not scored"),
     "chunk": (16, 16, 1, "tokens a forward pass after that"),
     "batch": (8, 8, 1, "windows or prompts at a time"),
-    "max_context": (8192, 512, 1, "longest context, if the model has it"),
-    "depths": (5, 5, 1, "passkeys or values per context"),
     "needles": (5, 5, 1, "facts hidden in a context"),
-    "calls": (8, 4, 1, "tool calls per context"),
     "prompts": (8, 4, 1, "prompts to continue"),
     "prompt_tokens": (512, 384, 2, "tokens of such a prompt"),
     "new_tokens": (64, 32, 1, "tokens to continue it by"),
@@ -36,7 +34,7 @@ def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "eval",
         description="What each config does to a model's answers, against its uncompressed cache: "
-        "KL, free-running text, passkeys, recall, tool calls. Everything goes through the real "
+        "KL, free-running text, facts in long contexts. Everything goes through the real "
         "cache. Results are kept: the same command again goes on where it was interrupted.",
     )
     parser.add_argument(
@@ -76,8 +74,8 @@ def add_parser(commands: Commands) -> None:
     add_options(
         group,
         """
-        --contexts N+  tokens of the contexts of passkey, recall, tools and needles (default: 512,
-            1024 and so on up to the model's own, at most --max-context)
+        --contexts N+  tokens of the contexts of needles (default: 512, 1024, 2048, 4096 and 8192;
+            with --quick: 512)
         """,
     )
     add_output_options(parser)
@@ -107,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     from tightkv.tools.cli.eval import report
     from tightkv.tools.rows import append_rows
 
-    models = report.worst_first(evaluate(args, configs, texts))
+    models = evaluate(args, configs, texts)
     try:
         if args.out:
             append_rows(args.out, [row for data in models for row in report.file_rows(data)])
@@ -146,10 +144,10 @@ def _fill_sizes(args: argparse.Namespace) -> None:
         if getattr(args, name) is None:
             setattr(args, name, quick if args.quick else default)
         check_least(args, **{name: least})
-    if args.contexts:
-        if min(args.contexts) < 1:
-            raise ValueError(f"--contexts {min(args.contexts)}; a context must be at least 1 token")
-        args.contexts = sorted(set(args.contexts))
+    contexts = args.contexts or (_QUICK_CONTEXTS if args.quick else _CONTEXTS)
+    if min(contexts) < 1:
+        raise ValueError(f"--contexts {min(contexts)}; a context must be at least 1 token")
+    args.contexts = sorted(set(contexts))
     if not 0 <= args.temperature < float("inf"):
         raise ValueError(f"--temperature {args.temperature}; it must be 0 (greedy) or more")
     asked = args.tasks or (["quality"] if args.report else TASKS)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tightkv.files.atomic import check_folder, whole_file
-from tightkv.tools.cli.shared.output import check_plot, or_dash, save_plot
+from tightkv.files.atomic import check_folder, check_writable, whole_file
+from tightkv.tools.cli.shared.output import MissingPackageError, or_dash
 from tightkv.tools.model_loading.source import model_name
 from tightkv.tools.rows import versions
 
@@ -22,6 +22,12 @@ nothing. Bytes per token are those of a further token in a long context, over al
 newest tokens and sinks add a constant per sequence. Compare rows of one table: other tables have
 other windows or engines. Texts are teacher-forced; tasks at depth are free-running."""
 
+_STYLE = {
+    **dict.fromkeys(("axes.grid", "axes.axisbelow"), True),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
+    **{"grid.alpha": 0.25, "axes.titlesize": 11},
+}
+
 # Of two rows that have these in common the later one counts.
 _SAME_CACHE = ("model", "source", "cache")
 _SAME_TASK = ("model", "family", "depth", "cache", "against")
@@ -33,7 +39,11 @@ def check(folder: str) -> None:
     """Raise now what `write` would raise after the work is done."""
     check_folder(Path(folder))
     Path(folder).mkdir(parents=True, exist_ok=True)
-    check_plot(Path(folder) / "report.svg")
+    check_writable(Path(folder) / "report.svg")
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError:
+        raise MissingPackageError("--report", "matplotlib", "eval") from None
 
 
 def read(path: str) -> list[Row]:
@@ -187,12 +197,18 @@ def _draw(path: Path, tables: dict[tuple[str, str], list[Row]], tasks: Sequence[
             by_model.setdefault(row["model"], []).insert(0, row)  # the first one on top
     height = max([4.2, *(0.18 * len(rows) + 1 for rows in by_model.values())])
     count = len(models) + len(by_model)
-    with save_plot(path, width=5.4 * count, height=height) as figure:
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context(_STYLE):
+        figure = Figure(figsize=(5.4 * count, height), layout="constrained")
         panels = iter(figure.subplots(1, count, squeeze=False).flat)
         for model in models:
             _draw_quality(next(panels), model, tables)
         for model, rows in by_model.items():
             _draw_tasks(next(panels), model, rows)
+        with whole_file(path) as temporary:
+            figure.savefig(temporary, format="svg")
 
 
 def _draw_quality(axes: Any, model: str, tables: dict[tuple[str, str], list[Row]]) -> None:

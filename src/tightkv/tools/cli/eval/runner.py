@@ -5,7 +5,6 @@ import gc
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import count, takewhile
 from typing import Any
 
 import torch
@@ -19,11 +18,9 @@ from tightkv.tools.cli.shared.progress import QUICK_SECONDS, Working
 from tightkv.tools.eval import results
 from tightkv.tools.eval.forward import MakeCache, max_positions
 from tightkv.tools.eval.tasks.base import Task
-from tightkv.tools.eval.tasks.free_running import FreeTask, GreedyTask
+from tightkv.tools.eval.tasks.free_running import FreeTask
 from tightkv.tools.eval.tasks.needles import NeedleTask, build_haystack, make_needles
-from tightkv.tools.eval.tasks.probes import ProbeTask, build_passkeys, build_recall
 from tightkv.tools.eval.tasks.quality import QualityTask, Schedule, check_compresses
-from tightkv.tools.eval.tasks.tools import ToolTask, build_conversation
 from tightkv.tools.eval.text import Text
 from tightkv.tools.eval.windows import Windows, cut_windows
 from tightkv.tools.model_loading.load import quiet
@@ -31,9 +28,7 @@ from tightkv.tools.model_loading.source import BUNDLED_NAME
 from tightkv.tools.rows import cpu_name
 
 SCHEMA = 2
-FIRST_CONTEXT = 512
-_WITH_CONTEXTS = {"passkey", "recall", "tools", "needles"}
-_SETTINGS = ("temperature", "seed", *(name for name in SIZES if name != "max_context"))
+_SETTINGS = ("temperature", "seed", *SIZES)
 _ABOUT = ("config", "kernels", "calibration")
 
 
@@ -53,14 +48,11 @@ def evaluate(
 
 def _check_lengths(args: argparse.Namespace, configs: Iterable[KVQuantConfig]) -> None:
     """Raise if some task would only read what a config keeps exact."""
-    shortest = min(args.contexts or [min(FIRST_CONTEXT, args.max_context)])
+    prompt = args.prompt_tokens + args.new_tokens
+    shortest = {"quality": args.window, "free": prompt, "needles": args.contexts[0]}
     for cfg in configs:
-        if "quality" in args.tasks:
-            check_compresses(cfg, args.window)
-        if _WITH_CONTEXTS & set(args.tasks):
-            check_compresses(cfg, shortest)
-        if {"free", "greedy"} & set(args.tasks):
-            check_compresses(cfg, args.prompt_tokens + args.new_tokens)
+        for task in args.tasks:
+            check_compresses(cfg, shortest[task])
 
 
 def _evaluate_model(
@@ -103,24 +95,17 @@ def _evaluate_model(
 
 
 def _choose_contexts(args: argparse.Namespace, limit: int | None) -> tuple[list[int], list[str]]:
-    """--contexts, or 512, 1024 and so on to the model's limit; and what is left out of them."""
-    if not _WITH_CONTEXTS & set(args.tasks):
+    """Those of --contexts that the model was made for, and what is said of the others."""
+    if "needles" not in args.tasks:
         return [], []
-    if args.contexts:
-        contexts = [n for n in args.contexts if limit is None or n <= limit]
-        left_out = ", ".join(str(n) for n in args.contexts if n not in contexts)
-        if not contexts:
-            raise ValueError(
-                f"--contexts {args.contexts[0]} is the shortest; the model was made for "
-                f"{limit} tokens"
-            )
-        note = f"contexts of {left_out} tokens are skipped: the model's limit is {limit}"
-        return contexts, [note] if left_out else []
-    cap = args.max_context
-    last = cap if limit is None else min(cap, limit)
-    note = f"contexts end at {cap} tokens; --max-context {limit} is all that the model was made for"
-    doubling = takewhile(lambda n: n < last, (FIRST_CONTEXT << i for i in count()))
-    return [*doubling, last], [] if limit is None or cap >= limit else [note]
+    contexts = [n for n in args.contexts if limit is None or n <= limit]
+    left_out = ", ".join(str(n) for n in args.contexts if n not in contexts)
+    if not contexts:
+        raise ValueError(
+            f"--contexts {args.contexts[0]} is the shortest; the model was made for {limit} tokens"
+        )
+    note = f"contexts of {left_out} tokens are skipped: the model's limit is {limit}"
+    return contexts, [note] if left_out else []
 
 
 def _build_tasks(
@@ -131,42 +116,28 @@ def _build_tasks(
     limit: int | None,
 ) -> list[Task]:
     """Those that were asked for. Inputs are cut first: a text too short is refused at once."""
-    text = "\n\n".join(text.content for text in texts)
-    depths, schedule = (args.depths, args.seed), Schedule(args.prefill, args.chunk, args.batch)
 
     def cut(what: str, windows: int, tokens: int, more: int = 0) -> Windows:
         if limit is not None and tokens + more > limit:
             raise ValueError(f"{what} is {tokens + more}; the model was made for {limit} tokens")
         return cut_windows(tokenizer, texts, tokens, windows)
 
-    def prompts() -> Windows:
-        what = "--prompt-tokens + --new-tokens"
-        return cut(what, args.prompts, args.prompt_tokens, args.new_tokens)
+    def quality() -> Task:
+        windows = cut("--window", args.windows, args.window)
+        return QualityTask(windows, Schedule(args.prefill, args.chunk, args.batch))
 
-    def each(build: Callable[[int], Any]) -> tuple[Any, ...]:
-        return tuple(map(build, contexts))
+    def free() -> Task:
+        lengths = args.prompt_tokens, args.new_tokens
+        prompts = cut("--prompt-tokens + --new-tokens", args.prompts, *lengths)
+        return FreeTask(prompts, args.new_tokens, args.temperature, args.seed, args.batch)
 
     def needles() -> Task:
+        text = "\n\n".join(text.content for text in texts)
         facts = make_needles(args.needles, args.seed, text)
-        return NeedleTask(tokenizer, each(lambda n: build_haystack(tokenizer, text, n, facts)))
+        built = (build_haystack(tokenizer, text, tokens, facts) for tokens in contexts)
+        return NeedleTask(tokenizer, tuple(built))
 
-    tasks: dict[str, Callable[[], Task]] = {
-        "quality": lambda: QualityTask(
-            tokenizer, cut("--window", args.windows, args.window), schedule
-        ),
-        "free": lambda: FreeTask(
-            prompts(), args.new_tokens, args.temperature, args.seed, args.batch
-        ),
-        "passkey": lambda: ProbeTask(
-            "passkey", each(lambda n: build_passkeys(tokenizer, text, n, *depths))
-        ),
-        "recall": lambda: ProbeTask("recall", each(lambda n: build_recall(tokenizer, n, *depths))),
-        "tools": lambda: ToolTask(
-            tokenizer, each(lambda n: build_conversation(tokenizer, n, args.calls, args.seed))
-        ),
-        "needles": needles,
-        "greedy": lambda: GreedyTask(prompts(), args.new_tokens, batch=args.batch),
-    }
+    tasks: dict[str, Callable[[], Task]] = {"quality": quality, "free": free, "needles": needles}
     return [tasks[name]() for name in args.tasks]
 
 

@@ -20,7 +20,7 @@ from tightkv.model_shape.planner import GPUS, CachePlan, Weights
 from tightkv.tools.cli.plan import hub, report
 from tightkv.tools.cli.plan.page import plan_page
 from tightkv.tools.cli.shared.options import Commands, add_options
-from tightkv.tools.cli.shared.output import add_output_options, check_plot, emit, parse_bytes
+from tightkv.tools.cli.shared.output import add_output_options, emit, parse_bytes
 from tightkv.tools.cli.shared.progress import QUICK_SECONDS, Working
 
 DEFAULT_CONTEXT = 32768
@@ -70,7 +70,7 @@ def add_parser(commands: Commands) -> None:
         --html FILE  write the planner as an HTML page, without a model
         """,
     )
-    add_output_options(parser, plot="draw bytes against context")
+    add_output_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -82,8 +82,6 @@ def run(args: argparse.Namespace) -> int:
         value = getattr(args, name)
         if value is not None and not 1 <= value <= _MOST:
             raise ValueError(f"--{name} {value}; it must be at least 1 and at most {_MOST}")
-    if args.plot:
-        check_plot(args.plot)
     source = args.model if is_local(args.model) else hub.load_hub_config(args.model)
     shape = read_model_shape(source)
     context = args.context or min(shape.max_positions or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
@@ -107,8 +105,6 @@ def run(args: argparse.Namespace) -> int:
         "notes": [*_notes(shape, context, memory, weights), *notes],
     }
     emit(args, data, report.as_text(data))
-    if args.plot:
-        report.draw(args.plot, data, plans)
     return 0
 
 

@@ -1,11 +1,9 @@
-"""The text and the figure of `tightkv plan`, from the object that --json prints."""
+"""The text of `tightkv plan`, from the object that --json prints."""
 
 from typing import Any
 
-from tightkv.model_shape.planner import CachePlan
-from tightkv.tools.cli.shared.output import format_table, human_bytes, or_dash, save_plot
+from tightkv.tools.cli.shared.output import format_table, human_bytes, or_dash
 
-_PLOT_POINTS = 160
 _LAYER_FIGURES = {  # field -> what is said of a layer that has it
     "num_kv_heads": "{num_kv_heads} KV heads of {head_dim}",
     "latent_dim": "{latent_dim} numbers per token",
@@ -71,42 +69,3 @@ def _table(data: dict[str, Any]) -> str:
             cells += ["no limit" if tokens is None else tokens, row["max_requests"]]
         rows.append(cells)
     return format_table(header, rows)
-
-
-def draw(path: str, data: dict[str, Any], plans: list[CachePlan]) -> None:
-    """Left: bytes against context. Right: tokens that fit, or bytes without a budget."""
-    rows, memory, batch = data["rows"], data["memory"], data["batch"]
-    longest = max(data["context"], data["model"]["max_positions"] or 0)
-    xs = [round(longest * i / _PLOT_POINTS) for i in range(_PLOT_POINTS + 1)]
-    title = f"KV cache of {data['model']['name']}"
-    title += f", one of {data['tp']} ranks" if data["tp"] > 1 else ""
-    with save_plot(path, width=11.0, height=5.0) as figure:
-        figure.suptitle(title, fontsize=12)
-        from matplotlib import colormaps
-
-        left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-        colours = [colormaps["viridis"](0.9 * i / len(plans)) for i in range(len(plans))]
-        for plan, colour in zip(plans, colours, strict=True):
-            sizes = [plan.total_bytes(x, batch) / 2**30 for x in xs]
-            style = "--" if plan.config is None else "-"
-            left.plot(xs, sizes, style, color=colour, label=plan.name)
-        left.set(xlim=(0, longest), ylim=(0, None), ylabel="GiB")
-        left.set_xlabel(
-            f"tokens of context, {batch} requests" if batch > 1 else "tokens of context"
-        )
-        if memory is not None and memory["cache_bytes"] / 2**30 < left.get_ylim()[1]:
-            limit = memory["cache_bytes"] / 2**30
-            left.axhline(limit, color="tab:red", linewidth=1, label="memory for the cache")
-        left.legend(fontsize=8)
-        if memory is not None and all(row["max_tokens"] is not None for row in rows):
-            values = [row["max_tokens"] for row in rows]
-            texts, label = [f"{n:,}" for n in values], "tokens that fit, one request"
-        else:
-            values = [row["total_bytes"] for row in rows]
-            texts, label = list(map(human_bytes, values)), f"bytes of {batch} x {data['context']}"
-        bars = right.barh([row["name"] for row in rows], values, color=colours)
-        right.bar_label(bars, texts, padding=3, fontsize=8)
-        right.invert_yaxis()
-        right.margins(x=0.22)
-        right.set_xticks([])
-        right.set_xlabel(label)

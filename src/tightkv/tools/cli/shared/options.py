@@ -23,19 +23,15 @@ def add_command(
     options: str = "",
     model: bool = False,
     config: bool = False,
-    plot: str | None = None,
 ) -> argparse.ArgumentParser:
-    """A command with `options`, those of its output, and if it takes them a model and a config.
-
-    `plot`: the help of --plot, if it draws.
-    """
+    """A command with `options`, those of its output, and if it takes them a model and a config."""
     parser = commands.add_parser(name, description=description)
     if model:
         about = f"model folder or hub id (default: the bundled {BUNDLED_NAME})"
         parser.add_argument("model", nargs="?", help=about)
     if options:
         add_options(parser, options)
-    add_output_options(parser, plot)
+    add_output_options(parser)
     if config:
         add_config_flags(parser)
     return parser

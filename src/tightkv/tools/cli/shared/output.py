@@ -1,14 +1,11 @@
-"""What the commands share: options for output, tables, byte sizes, JSON and plots."""
+"""What the commands share: options for output, tables, byte sizes and JSON."""
 
 import argparse
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tightkv.files.atomic import check_writable, whole_file
 from tightkv.integrations.extras import install_hint
 from tightkv.tools.cli.shared import terminal
 
@@ -16,12 +13,6 @@ _UNITS = {
     "B": 1,
     **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", start=1)},
     **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", start=1)},
-}
-_PLOT_SUFFIXES = (".png", ".svg", ".pdf")
-_PLOT_STYLE = {
-    **dict.fromkeys(("axes.grid", "axes.axisbelow"), True),
-    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
-    **{"grid.alpha": 0.25, "axes.titlesize": 11},
 }
 
 
@@ -48,14 +39,12 @@ class _PrintSchema(argparse.Action):
         parser.exit()
 
 
-def add_output_options(parser: argparse.ArgumentParser, plot: str | None = None) -> None:
-    """--json and its schema, and --plot with `plot` as its help."""
+def add_output_options(parser: argparse.ArgumentParser) -> None:
+    """--json and its schema."""
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument(
         "--json-schema", action=_PrintSchema, nargs=0, help="print the JSON Schema of --json"
     )
-    if plot is not None:
-        parser.add_argument("--plot", metavar="FILE", help=f"{plot} (.png, .svg or .pdf)")
 
 
 def emit(args: argparse.Namespace, data: Mapping[str, Any], text: str) -> None:
@@ -116,29 +105,3 @@ def parse_bytes(text: str) -> int:
             f"size {text!r}; give a number and one of {', '.join(_UNITS)}, as in 80GiB"
         )
     return int(float(match[1]) * units[(match[2] or "B").lower()])
-
-
-def check_plot(path: str | Path) -> None:
-    """Raise now what `save_plot` would raise after the work is done."""
-    path = Path(path)
-    if path.suffix not in _PLOT_SUFFIXES:
-        raise ValueError(f"plot file {str(path)!r}; supported: {', '.join(_PLOT_SUFFIXES)}")
-    check_writable(path)
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError:
-        raise MissingPackageError("--plot", "matplotlib", "eval") from None
-
-
-@contextmanager
-def save_plot(path: str | Path, width: float = 8.0, height: float = 5.0) -> Iterator[Any]:
-    """Gives a matplotlib figure and writes it to `path` afterwards; needs no display."""
-    check_plot(path)
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    with rc_context(_PLOT_STYLE):
-        figure = Figure(figsize=(width, height), layout="constrained")
-        yield figure
-        with whole_file(path) as temporary:
-            figure.savefig(temporary, dpi=150, format=Path(path).suffix[1:])

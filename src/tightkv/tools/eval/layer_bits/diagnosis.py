@@ -3,10 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
-
-import torch
-from torch import Tensor
 
 from tightkv.config import KVQuantConfig
 from tightkv.fit.calibration import Costs
@@ -19,12 +15,6 @@ class LayerReport:
     layer: int  # its number in the model
     key_kl: dict[int, float]  # estimated KL, by bits, with this layer's keys alone coded
     value_kl: dict[int, float]  # the same for its values
-    mean_share: float | None
-    """Share of its keys' energy that lies in page means, in its worst head; None if not measured,
-    for a calibration does not say it."""
-    outlier_head: float | None
-    """Centered key energy of its largest head over the median head of the model; None likewise."""
-    key_bias: float | None  # largest key bias of the projection; None where there is none
     warnings: tuple[str, ...]
 
     @property
@@ -88,48 +78,16 @@ def describe(cfg: KVQuantConfig) -> str:
 
 
 _SENSITIVE = 4.0  # times the median layer
-_BIASED = 0.8  # share of key energy in the page means
-
-Energies = Mapping[int, tuple[Tensor, Tensor]]  # `key_energy` of each layer
 
 
-def layer_reports(model: Any, costs: Mapping[int, Costs], energies: Energies) -> list[LayerReport]:
-    """One for each layer, from what coded keys and values cost. Energies may be unknown."""
+def layer_reports(costs: Mapping[int, Costs]) -> list[LayerReport]:
+    """One for each layer, from what coded keys and values cost."""
     at_four = {n: of.key[4] + of.value[4] for n, of in costs.items()}
     typical = max(median(at_four.values()), 1e-30)
-    centered = [rest for _, rest in energies.values()]
-    usual = torch.cat(centered).median().clamp_min(1e-30) if centered else None
-    biases = _key_biases(model)
     reports = []
     for n, of in costs.items():
-        times = at_four[n] / typical
-        warnings, share, head = [], None, None
+        times, warnings = at_four[n] / typical, list[str]()
         if times > _SENSITIVE:
             warnings.append(f"{times:.0f} times as sensitive as the median layer")
-        if usual is not None:
-            whole, rest = energies[n]
-            share = float((1 - rest / whole.clamp_min(1e-30)).max())
-            head = float(rest.max() / usual)
-            if share > _BIASED:
-                warnings.append(f"{100 * share:.0f}% of a head's key energy is its page mean")
-        kls = dict(of.key), dict(of.value)
-        reports.append(LayerReport(n, *kls, share, head, biases.get(n), tuple(warnings)))
+        reports.append(LayerReport(n, dict(of.key), dict(of.value), tuple(warnings)))
     return reports
-
-
-def key_energy(keys: Tensor, page: int) -> tuple[Tensor, Tensor]:
-    """Energy of each head's keys [Hkv], and of what page means leave of it."""
-    pages = keys[:, :, : keys.shape[2] // page * page].float().unflatten(2, (-1, page))
-    rest = pages - pages.mean(3, keepdim=True)
-    whole, left = (x.square().sum(-1).mean((0, 2, 3)).cpu() for x in (pages, rest))
-    return whole, left
-
-
-def _key_biases(model: Any) -> dict[int, float]:
-    """Largest key bias of each attention layer that has one."""
-    out = {}
-    for module in model.modules():
-        bias = getattr(getattr(module, "k_proj", None), "bias", None)
-        if bias is not None and hasattr(module, "layer_idx"):
-            out[module.layer_idx] = float(bias.detach().float().abs().max())
-    return out

@@ -103,21 +103,18 @@ class Doctor:
         source = LoadedModel(self.model)
         found = refit(source, cfgs[0], {})
         warn_once(source, found)
-        energies: dict[int, tuple[Tensor, Tensor]] = {}
         if known := found.calibration:  # of keys coded in its metrics
             self._shapes = {n: (len(m.value), m.value.shape[1]) for n, m in known.metrics.items()}
             for family in families:
                 family.costs = dict(known.costs)
         else:
-            self._estimate(families, energies)
-        self.found.layers = diagnosis.layer_reports(self.model, families[0].costs, energies)
+            self._estimate(families)
+        self.found.layers = diagnosis.layer_reports(families[0].costs)
         uncompressed = dict.fromkeys(self._shapes, _UNCOMPRESSED)
         self.found.bytes_bf16 = _bytes(uncompressed, self._shapes)
         return families
 
-    def _estimate(
-        self, families: Sequence[_Family], energies: dict[int, tuple[Tensor, Tensor]]
-    ) -> None:
+    def _estimate(self, families: Sequence[_Family]) -> None:
         numbers, first = sensitivity.compressible(self.model), self.schedule.prefill
         with self.bars("layers", 2 * len(numbers) + len(self.windows) - 1) as bar:
             layers, log_p = sensitivity.record(self.model, self.windows.ids[:1], numbers, first)
@@ -126,7 +123,6 @@ class Doctor:
             for n in numbers:
                 layer = layers.pop(n)
                 self._shapes[n] = layer.key.shape[1], layer.key.shape[3]
-                energies[n] = diagnosis.key_energy(layer.key, families[0].base.page_size)
                 for family in families:
                     known = probed(self.model) if family.base.feedback == "auto" else Probed()
                     how = sensitivity.Coding(known.metrics.get(n), scale=known.scales.get(n))

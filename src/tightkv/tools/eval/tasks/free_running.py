@@ -80,8 +80,7 @@ class FreeTask(Task):
             run = CacheRun(model)
             run.feed(self.prompts.ids[rows, :-1], last_only=True)
             ids = torch.cat([self.prompts.ids[rows, -1:], tokens[rows]], 1)
-            log_probs, _ = run.score(ids, self.new_tokens, _GRADED_TOKENS)
-            grades += log_probs.double().mean(1).tolist()
+            grades += run.score(ids, _GRADED_TOKENS).double().mean(1).tolist()
         return grades
 
     def _choose(self, first: int) -> Choose:
@@ -110,20 +109,3 @@ def same_tokens(first: Sequence[Sequence[int]], second: Sequence[Sequence[int]])
     """How many leading tokens of each pair of texts are equal."""
     pairs = zip(first, second, strict=True)
     return [len(list(takewhile(bool, map(operator.eq, a, b)))) for a, b in pairs]
-
-
-@dataclass(frozen=True)
-class GreedyTask(FreeTask):
-    """Tokens before greedy texts diverge, which are not graded."""
-
-    temperature: float = 0.0
-    name = "greedy"
-    options = ("new_tokens",)
-
-    def read(self, model: Any, make: MakeCache | None, advance: Advance) -> Data:
-        return {"tokens": self._write(model, make, advance)[0].tolist()}
-
-    def compare(self, own: Data, exact: Data) -> Data:
-        lengths = same_tokens(exact["tokens"], own["tokens"])
-        middle = float(median(lengths))
-        return {"lengths": lengths, "cap": self.new_tokens, "median": middle, "min": min(lengths)}

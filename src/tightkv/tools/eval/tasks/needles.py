@@ -16,10 +16,8 @@ from tightkv.tools.eval.text import ask, encode
 
 ANSWER_TOKENS = 24
 
-# Facts, questions in other words, whom they can be about, and what the answers can be; the file
-# also has what passkeys and tool calls are made of.
-FACTS = json.loads(Path(__file__).with_name("facts.json").read_text(encoding="utf-8"))
-_KINDS = FACTS["needles"]
+# Facts, questions in other words, whom they can be about, and what the answers can be.
+_KINDS = json.loads(Path(__file__).with_name("facts.json").read_text(encoding="utf-8"))["needles"]
 MAX_NEEDLES = len(_KINDS)
 
 
@@ -58,20 +56,14 @@ def make_needles(count: int, seed: int, text: str) -> list[Needle]:
     return needles
 
 
-def build_haystack(
-    tokenizer: Any,
-    text: str,
-    context: int,
-    needles: Sequence[Needle],
-    answer_tokens: int = ANSWER_TOKENS,
-) -> Haystack:
+def build_haystack(tokenizer: Any, text: str, context: int, needles: Sequence[Needle]) -> Haystack:
     """Prompts of at most `context` tokens, the answer included, needles at even depths."""
     sentences = [s for s in re.split(r"(?<=[.!?:])\s+|\n+", text) if s]
     lengths = [len(encode(tokenizer, f" {sentence}")) for sentence in sentences]
     questions = [needle.question for needle in needles]
     frame = ask(tokenizer, "", questions)
     facts = sum(len(encode(tokenizer, f"{needle.fact}\n\n")) for needle in needles)
-    budget = context - answer_tokens - max(map(len, frame)) - facts
+    budget = context - ANSWER_TOKENS - max(map(len, frame)) - facts
     count = bisect_right(list(accumulate(lengths)), budget)
     if count == len(sentences):
         raise ValueError(
@@ -83,7 +75,7 @@ def build_haystack(
     while True:
         document = _document(sentences[:count], lengths[:count], needles)
         prompts = ask(tokenizer, document, questions)
-        if max(map(len, prompts)) + answer_tokens <= context:
+        if max(map(len, prompts)) + ANSWER_TOKENS <= context:
             return Haystack(context, tuple(needles), tuple(map(tuple, prompts)))
         count -= 1
 

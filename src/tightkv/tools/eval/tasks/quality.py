@@ -8,7 +8,6 @@ that only a few positions' logits are held at a time.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -25,7 +24,6 @@ from tightkv.tools.eval.windows import Windows
 
 LARGE_KL = 0.1
 _REFERENCE_BYTES = 128 << 20  # reference log-probabilities held at a time
-_SHOWN_TOKENS = 48  # of the worst position's context
 
 
 @dataclass(frozen=True)
@@ -119,7 +117,6 @@ class Quality:
     sources: tuple[str, ...]
     bytes_held: int  # of one window at its end: pages, ring, sinks and tables
     bytes_bf16: int  # of the same tokens at 16 bits
-    seconds: float
 
     @property
     def summary(self) -> Summary:
@@ -157,27 +154,20 @@ def measure(
     `known`: the uncompressed cache's log-probabilities [windows, scored positions, V], where they
     are known already.
     """
-    batches, held, bf16, seconds = list[Scores](), 0, 0, 0.0
+    batches, held, bf16 = list[Scores](), 0, 0
     prefill, end = schedule.prefill, windows.ids.shape[1] - 1
-
-    def timed(run: CacheRun, ids: Tensor, last_only: bool = False) -> Tensor:
-        nonlocal seconds
-        start = time.perf_counter()
-        logits = run.feed(ids, last_only)
-        seconds += time.perf_counter() - start
-        advance(1)
-        return logits
-
     for first in range(0, len(windows), schedule.batch):
         rows = slice(first, first + schedule.batch)
         ids, run, parts = windows.ids[rows], CacheRun(model, make()), list[Scores]()
-        timed(run, ids[:, :prefill], last_only=True)
+        run.feed(ids[:, :prefill], last_only=True)
+        advance(1)
         exact: Iterable[Tensor] = _exact_log_p(model, ids, schedule)
         if known is not None:
             exact = known[rows].split(schedule.chunk, 1)
         for at, log_p in zip(range(prefill, end, schedule.chunk), exact, strict=True):
             to = at + log_p.shape[1]
-            logits = timed(run, ids[:, at:to])
+            logits = run.feed(ids[:, at:to])
+            advance(1)
             parts.append(compare(log_p, logits, ids[:, at + 1 : to + 1].to(logits.device)))
             if not bool(parts[-1].kl.isfinite().all()):
                 raise ValueError("the compressed cache gave logits that are not finite")
@@ -185,7 +175,7 @@ def measure(
         size = cache_size(run.cache.layers)
         held, bf16 = held + size.bytes, bf16 + size.bf16_bytes
     count = len(windows)
-    return Quality(Scores.join(batches, 0), windows.sources, held // count, bf16 // count, seconds)
+    return Quality(Scores.join(batches, 0), windows.sources, held // count, bf16 // count)
 
 
 def _exact_log_p(model: Any, ids: Tensor, schedule: Schedule) -> Iterator[Tensor]:
@@ -226,7 +216,6 @@ def _percentile(values: Tensor, share: float) -> float:
 class QualityTask(Task):
     """Perplexity, KL and top-1; the uncompressed cache runs alongside."""
 
-    tokenizer: Any
     windows: Windows
     schedule: Schedule
     name = "quality"
@@ -253,19 +242,4 @@ class QualityTask(Task):
             "bytes_held": found.bytes_held,
             "bytes_bf16": found.bytes_bf16,
             "ratio": found.bytes_bf16 / found.bytes_held,
-            "seconds": found.seconds,
-            "worst": self._worst(found.scores.kl),
-        }
-
-    def _worst(self, kl: Tensor) -> Data:
-        """The position with the largest KL; `position` counts the tokens of its window before."""
-        window, at = divmod(int(kl.argmax()), kl.shape[1])
-        ids, position = self.windows.ids[window], self.schedule.prefill + at + 1
-        return {
-            "window": window,
-            "position": position,
-            "kl": float(kl[window, at]),
-            "text": self.windows.sources[window],
-            "context": self.tokenizer.decode(ids[max(0, position - _SHOWN_TOKENS) : position]),
-            "next": self.tokenizer.decode(ids[position : position + 1]),
         }
