@@ -26,7 +26,7 @@ def add_parser(commands: Commands) -> None:
         --long-prompt TOKENS:int?1500  put this many tokens of Python's language reference before
             the prompt, by default a question about it (1500 if no number is given)
         --needle  with --compare and --long-prompt: hide a fact in the text and ask both caches for
-            it, after the prompt if there is one
+            it, in place of a prompt
         --raw  do not use the chat template
         --compare  run the uncompressed cache too and show where the texts diverge
         --max-new-tokens=128 N  default: 128
@@ -80,6 +80,8 @@ def _check(args: argparse.Namespace) -> None:
         )
     if args.needle and (args.long_prompt is None or not args.compare):
         raise ValueError("--needle hides a fact in a long text; give --compare and --long-prompt")
+    if args.needle and (args.prompt or args.prompt_file is not None):
+        raise ValueError("--needle asks for the fact it hides; leave the prompt out")
     if args.temperature > 0 and args.compare:
         raise ValueError("--compare is greedy; leave --temperature out")
 
@@ -91,32 +93,20 @@ def _generate(
     place = {"dtype": args.dtype, "device": args.device}
     model, tokenizer = load_for("generate", args.model, attn_implementation=args.attn, **place)
     from tightkv.tools.cli.generate.compare import choose_needle, hide
-    from tightkv.tools.cli.generate.runner import NEEDLE_TOKENS, Runner
+    from tightkv.tools.cli.generate.runner import Runner
     from tightkv.tools.eval.forward import max_positions
     from tightkv.tools.model_loading.load import quiet
 
-    needle = question = None
+    needle = None
     if args.long_prompt is not None:
         context = long_context(tokenizer, args.long_prompt)
         if args.needle:
             needle = choose_needle(context)
-            context = hide(context, needle.fact)
-            if args.prompt or args.prompt_file is not None:
-                question = encode(tokenizer, [f"{context}\n\n{needle.question}"], args.raw)
-                question = question.to(model.device)
-            else:
-                prompts = [needle.question]
+            context, prompts = hide(context, needle.fact), [needle.question]
         prompts = [f"{context}\n\n{prompt}" for prompt in prompts]
     inputs, limit = encode(tokenizer, prompts, args.raw), max_positions(model)
     check_length(inputs["input_ids"].shape[1], args.max_new_tokens, limit)
-    if question is not None:
-        asked = question["input_ids"].shape[1] + NEEDLE_TOKENS
-        if limit is not None and asked > limit:
-            raise ValueError(
-                f"--needle asks for the fact in {asked} tokens, its answer included; the model "
-                f"takes {limit}; give a smaller --long-prompt"
-            )
     with quiet():
         inputs = inputs.to(model.device)
-        runner = Runner(args, config, model, tokenizer, inputs, needle, question)
+        runner = Runner(args, config, model, tokenizer, inputs, needle)
         return runner.compare() if args.compare else runner.single()

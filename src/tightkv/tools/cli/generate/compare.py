@@ -13,9 +13,8 @@ from transformers.cache_utils import DynamicLayer
 
 from tightkv.config import KVQuantConfig
 from tightkv.integrations.transformers import TightCache
-from tightkv.tools.cli.generate.live import layer_progress
-from tightkv.tools.cli.shared.output import print_status
-from tightkv.tools.eval.forward import last_logits, shared_tokens
+from tightkv.tools.cli.shared.progress import Working
+from tightkv.tools.eval.forward import TAIL_TOKENS, last_logits
 from tightkv.tools.eval.tasks.needles import Needle, make_needles, says
 
 Cache = TypeVar("Cache", DynamicCache, TightCache)
@@ -101,7 +100,8 @@ class SharedPrompt:
         start = time.perf_counter()
         if self.tokens:
             cache = DynamicCache(config=model.config)
-            with layer_progress(model, "prompt, once for all caches: layers"), torch.no_grad():
+            reading = Working(f"reading {self.tokens} tokens of the prompt once for both caches")
+            with reading, torch.no_grad():
                 model(ids, past_key_values=cache, **last_logits(model))
             self.states = [(layer.keys, layer.values) for layer in cache.layers]
         self.seconds = time.perf_counter() - start  # what reading took
@@ -128,10 +128,7 @@ def can_share(model: Any) -> bool:
     return bool(layers) and all(type(layer) is DynamicLayer for layer in layers)
 
 
-def read_shared(model: Any, ids: Tensor, question: Tensor | None) -> SharedPrompt:
-    """All of a prompt [1, N] but its last tokens, and what another prompt does not share."""
-    prompts = [prompt[0].tolist() for prompt in (ids, question) if prompt is not None]
-    count = shared_tokens(prompts) if can_share(model) else 0
-    if count:
-        print_status(f"prompt of {ids.shape[1]} tokens, {count} of them read once")
+def read_shared(model: Any, ids: Tensor) -> SharedPrompt:
+    """All of a prompt [1, N] but its last tokens, which each cache reads itself."""
+    count = max(0, ids.shape[1] - 1 - TAIL_TOKENS) if can_share(model) else 0
     return SharedPrompt(model, ids[:, :count])

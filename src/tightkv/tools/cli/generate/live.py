@@ -1,13 +1,13 @@
 """One answer of model.generate: its tokens and seconds, and what is shown while it is written."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from tightkv.tools.cli.shared.progress import Working
@@ -81,16 +81,16 @@ def _timing(
 
 
 class LiveAnswer(TokenClock):
-    """Listens to `model.generate`: progress of the prompt, then of tokens, or their text.
+    """Listens to `model.generate`: that it reads the prompt, then how many tokens, or their text.
 
     `text` (a TextStreamer, or None) writes the answer to standard output.
     """
 
-    def __init__(self, model: Any, title: str, most: int, text: Any = None) -> None:
+    def __init__(self, prompt: str, tokens: str, most: int, text: Any = None) -> None:
         super().__init__()
-        self.text, self._tokens = text, Working(f"{title}: tokens", most)
+        self.text, self._tokens = text, Working(tokens, most)
         self._shown = ExitStack()
-        self._shown.enter_context(layer_progress(model, f"{title}: prompt, layers"))
+        self._shown.enter_context(Working(prompt))
 
     def put(self, value: Tensor) -> None:
         super().put(value)
@@ -110,19 +110,3 @@ class LiveAnswer(TokenClock):
     def close(self) -> None:
         """Leave the terminal as it was; also after an error."""
         self._shown.close()
-
-
-@contextmanager
-def layer_progress(model: Any, title: str) -> Iterator[None]:
-    """A bar that moves on with every layer of a forward pass."""
-    layers = getattr(model.get_decoder(), "layers", None)
-    if not isinstance(layers, nn.ModuleList) or not len(layers):
-        yield
-        return
-    with Working(title, len(layers)) as bar:
-        hooks = [layer.register_forward_hook(lambda *_: bar.advance()) for layer in layers]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()

@@ -17,12 +17,10 @@ from tightkv.integrations.transformers import TightCache
 from tightkv.integrations.transformers.cache_size import cache_size
 from tightkv.tools.cli.generate import compare, report
 from tightkv.tools.cli.generate.live import Generation, LiveAnswer, generate
-from tightkv.tools.cli.shared.output import print_status
 from tightkv.tools.cli.shared.progress import Working
 from tightkv.tools.eval.tasks.needles import Needle
 
 PLAIN, PLAIN_ATTENTION = "uncompressed", "sdpa"
-NEEDLE_TOKENS = 24  # of an answer
 _SAMPLING = ("temperature", "top_p", "top_k", "seed")
 _SIZES = (
     *("tokens", "bytes", "bf16_bytes", "ratio", "bytes_per_token", "bf16_bytes_per_token"),
@@ -32,10 +30,7 @@ _SIZES = (
 
 @dataclass
 class Runner:
-    """One model, one batch of encoded prompts, one config.
-
-    For `compare` the prompt has a needle; its question is the prompt's own, or encoded here.
-    """
+    """One model, one batch of encoded prompts, which may ask for a needle, and one config."""
 
     args: argparse.Namespace
     config: KVQuantConfig
@@ -43,7 +38,6 @@ class Runner:
     tokenizer: Any
     inputs: Any
     needle: Needle | None = None
-    question: Any = None
 
     def single(self) -> tuple[dict[str, Any], str]:
         name = self.config.name
@@ -54,14 +48,12 @@ class Runner:
     def compare(self) -> tuple[dict[str, Any], str]:
         """Both caches, greedy, and the distributions along the uncompressed text."""
         self.model.set_attn_implementation(PLAIN_ATTENTION)
-        ids, asked = self.inputs["input_ids"], self.question
-        prompt = compare.read_shared(self.model, ids, None if asked is None else asked["input_ids"])
+        ids = self.inputs["input_ids"]
+        prompt = compare.read_shared(self.model, ids)
         plain = self._run(PLAIN, prompt.uncompressed, prompt.seconds, keep_logits=True)
-        found = [self._ask_needle(PLAIN, prompt.uncompressed, plain)]
         self.model.set_attn_implementation(self.args.attn)
         name, make = self.config.name, partial(prompt.compressed, self.config)
         tight = self._run(name, make, prompt.seconds)
-        found.append(self._ask_needle(name, make, tight))
         first, second = plain.tokens[0], tight.tokens[0]
         assert plain.logits is not None
         with Working("comparing the distributions along the uncompressed text"):
@@ -74,16 +66,9 @@ class Runner:
             "scored_tokens": len(first) - 1,
         }
         if self.needle is not None:
-            data["needle"] = compare.judged(self.needle, found)
+            answers = [run["answers"][0]["text"].strip() for run in data["runs"]]
+            data["needle"] = compare.judged(self.needle, answers)
         return data, report.compare_text(data)
-
-    def _ask_needle(self, label: str, make: Callable[[], Any], done: Generation) -> str:
-        """What a cache answers when it is asked for the needle, which the prompt may have done."""
-        if self.question is not None:
-            options = {**self._options, "max_new_tokens": NEEDLE_TOKENS}
-            with Working(f"{label}: looking for the needle"):
-                done = generate(self.model, self.question, make(), options)
-        return str(self.tokenizer.decode(done.tokens[0], skip_special_tokens=True)).strip()
 
     # --- one run ---
     @property
@@ -114,14 +99,12 @@ class Runner:
         before += time.perf_counter() - start
         rows, length = self.inputs["input_ids"].shape
         left = length - cache.get_seq_length()
-        print_status(
-            f"{label}: {'' if left == length else f'last {left} of a '}prompt of {length} tokens"
-            + (f" x {rows}" if rows > 1 else "")
-        )
+        part = "" if left == length else f"last {left} of a "
+        about = f"{label}: {part}prompt of {length} tokens" + (f" x {rows}" if rows > 1 else "")
         text = None
         if self._streams:
             text = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
-        live = LiveAnswer(self.model, label, self.args.max_new_tokens, text)
+        live = LiveAnswer(about, f"{label}: tokens", self.args.max_new_tokens, text)
         try:
             return generate(
                 self.model, self.inputs, cache, self._options, live, before, keep_logits
