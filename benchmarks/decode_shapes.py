@@ -1,7 +1,9 @@
 """A decode step of 20 shapes against other kernels, and the tables of docs/results.md.
 
 python benchmarks/decode_shapes.py --out rows.jsonl     measures on a GPU, then prints the table
-python benchmarks/decode_shapes.py --more --out rows.jsonl   other shapes, most of wide groups
+python benchmarks/decode_shapes.py --shapes more --out rows.jsonl      most of wide groups
+python benchmarks/decode_shapes.py --shapes lengths --out rows.jsonl   of `tightkv bench decode`
+python benchmarks/decode_shapes.py --shapes heads --out rows.jsonl     heads of 64 to 256
 python benchmarks/decode_shapes.py --table rows.jsonl   prints it from the rows of a file
 """
 
@@ -16,9 +18,9 @@ from typing import Any
 
 import torch
 
-from tightkv.tools.bench.gpu import decode_rows
+from tightkv.tools.bench.gpu import DECODE_SHAPES, decode_rows
 from tightkv.tools.bench.inputs import Shape
-from tightkv.tools.bench.rivals import GROUPS, has
+from tightkv.tools.bench.rivals import GROUPS, RIVALS, Rival, has
 from tightkv.tools.rows import append_rows
 
 Row = Mapping[str, Any]
@@ -57,6 +59,13 @@ MORE_SHAPES = (
     Shape(8, 32731, 8, 4, 256),
     Shape(512, 600),
 )
+SETS = {
+    "results": SHAPES,
+    "more": MORE_SHAPES,
+    "lengths": DECODE_SHAPES,
+    "heads": tuple(Shape(32, 8155, head_dim=d) for d in (64, 80, 96, 112, 128, 192, 256)),
+}
+WITHOUT_TABLE = ("lengths", "heads")
 PRESETS = ("k4v4", "k2v2")
 EIGHT_BITS = "k8v4"  # measured for the first two shapes
 COLUMNS = ("best bf16", "best fp8", "best other 4 bits")  # as in GROUPS
@@ -65,13 +74,27 @@ COLUMNS = ("best bf16", "best fp8", "best other 4 bits")  # as in GROUPS
 def measure(
     shapes: Sequence[Shape],
     head_dims: Sequence[int],
+    presets: Sequence[str],
     against: Sequence[str],
     device: torch.device,
 ) -> Iterator[dict[str, Any]]:
+    others = rivals(against)
     for shape in shapes:
         if not head_dims or shape.head_dim in head_dims:
-            presets = (*PRESETS, *([EIGHT_BITS] if shape in SHAPES[:2] else []))
-            yield from decode_rows([shape], presets, ["auto"], device, against)
+            own = presets or (*PRESETS, *([EIGHT_BITS] if shape in SHAPES[:2] else []))
+            for row in decode_rows([shape], own, ["auto"], device, others):
+                yield {**row, "vllm": getattr(sys.modules.get("vllm"), "__version__", None)}
+
+
+def rivals(against: Sequence[str]) -> dict[str, Rival]:
+    """All of them, or those whose names have one of the words."""
+    from rival_kernels import installed
+
+    found = {**RIVALS, **installed()}
+    for word in against:
+        if not any(word in name for name in found):
+            raise ValueError(f"--against {word}; it must be part of one of: {', '.join(found)}")
+    return {name: rival for name, rival in found.items() if not against or has(name, against)}
 
 
 # --- the table ---
@@ -120,18 +143,23 @@ def main() -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--out", type=Path, help="measure; JSON-lines file, appended to")
     what.add_argument("--table", type=Path, help="print the table of the rows of this file")
-    parser.add_argument("--more", action="store_true", help="measure MORE_SHAPES")
+    parser.add_argument("--shapes", choices=SETS, default="results", help="default: results")
     parser.add_argument("--head-dim", type=int, action="append", help="of shapes; repeatable")
-    parser.add_argument("--against", action="append", metavar="WORD", help="as of bench decode")
+    parser.add_argument("--preset", action="append", help="repeatable (default: k4v4, k2v2)")
+    parser.add_argument(
+        "--against", action="append", metavar="WORD",
+        help="measure only rivals whose name has this word; repeatable",
+    )  # fmt: skip
     args = parser.parse_args()
     if args.out:
         device = torch.device("cuda")
-        shapes = MORE_SHAPES if args.more else SHAPES
-        for row in measure(shapes, args.head_dim or (), args.against or (), device):
+        some = args.head_dim or (), args.preset or (), args.against or ()
+        for row in measure(SETS[args.shapes], *some, device):
             append_rows(args.out, [row])
             notes = "".join(f"; {name}: {why}" for name, why in row["others_failed"].items())
             sys.stderr.write(f"measured {row['preset']} {row['shape']}{notes}\n")
-    sys.stdout.write(table(read_rows(args.table or args.out)) + "\n")
+    if args.table or args.shapes not in WITHOUT_TABLE:
+        sys.stdout.write(table(read_rows(args.table or args.out)) + "\n")
 
 
 if __name__ == "__main__":

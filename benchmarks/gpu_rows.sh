@@ -33,12 +33,10 @@ step agents 420 python3 "$here/agent_replay.py" --agents 24 --gpu-gib 1 --host-g
     --out "$out/agent_replay.jsonl"
 step speculation 240 python3 "$here/speculation.py" --out "$out/speculation.jsonl"
 step decode 300 python3 "$here/decode_shapes.py" --out "$out/gpu_decode_20_shapes.jsonl"
-step more 240 python3 "$here/decode_shapes.py" --more --against bf16 --against sdpa --out "$out/gpu_decode_more_shapes.jsonl"
-for dim in 64 80 96 112 128 192 256; do
-    step heads 60 python3 -m tightkv bench decode --batch 32 --tokens 8155 --head-dim $dim \
-        --preset k4v4 --against bf16 --out "$out/gpu_decode_heads.jsonl"
-done
-step ragged_decode 300 python3 -m tightkv bench decode --preset k4v4 --preset k2v2 \
+step more 240 python3 "$here/decode_shapes.py" --shapes more --against bf16 --against sdpa --out "$out/gpu_decode_more_shapes.jsonl"
+step heads 420 python3 "$here/decode_shapes.py" --shapes heads --preset k4v4 --against bf16 \
+    --out "$out/gpu_decode_heads.jsonl"
+step ragged_decode 300 python3 "$here/decode_shapes.py" --shapes lengths --preset k4v4 --preset k2v2 \
     --out "$out/gpu_decode_ragged.jsonl"
 step seal 120 python3 "$here/seal.py"
 step prefill 120 python3 "$here/prefill_kernels.py" extend --out "$out/gpu_extend.jsonl"

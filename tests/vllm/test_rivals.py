@@ -1,22 +1,26 @@
-"""Rivals of tightkv bench decode: what they compute, and what a failing one leaves behind."""
+"""Rivals of a decode step: what they compute, and what a failing one leaves behind."""
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import sys
 from collections.abc import Iterator
 from functools import partial
 
 import pytest
+import rival_flashinfer
+import rival_kernels
+import rival_vllm
 import torch
+from rival_pages import NewCache, paged_batch
 from torch import Tensor
 
-from tightkv.tools.bench import flashinfer_kernels, rivals, vllm_kernels
+from scripts import load_script
+from tightkv.tools.bench import rivals
 from tightkv.tools.bench.inputs import Shape
-from tightkv.tools.bench.paged import NewCache, paged_batch
 
 CUDA = torch.device("cuda")
-TURBOQUANT = partial(vllm_kernels.turboquant, preset="turboquant_4bit_nc")
+TURBOQUANT = partial(rival_vllm.turboquant, preset="turboquant_4bit_nc")
 
 
 def relative_error(new_cache: NewCache, shape: Shape, page: int, device: torch.device) -> float:
@@ -75,7 +79,7 @@ def interpreted() -> Iterator[None]:
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("new_cache", [vllm_kernels.int4_per_token_head, TURBOQUANT])
+@pytest.mark.parametrize("new_cache", [rival_vllm.int4_per_token_head, TURBOQUANT])
 def test_triton_kernels_of_vllm_attend_to_what_was_written(
     interpreted: None, new_cache: NewCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,19 +91,19 @@ def test_triton_kernels_of_vllm_attend_to_what_was_written(
         return torch.special.ndtri(middles) / dim**0.5
 
     monkeypatch.setattr(centroids, "get_centroids", quickly)
-    monkeypatch.setattr(vllm_kernels, "_TURBOQUANT_SPLITS", 2)
+    monkeypatch.setattr(rival_vllm, "_TURBOQUANT_SPLITS", 2)
     shape = Shape(2, 21, query_heads=2, kv_heads=1, head_dim=64)
-    error = relative_error(new_cache, shape, vllm_kernels.PAGE, torch.device("cpu"))
+    error = relative_error(new_cache, shape, rival_vllm.PAGE, torch.device("cpu"))
     assert 0.03 < error < 0.25  # of codes of 4 bits; other tokens would make it 1.4
 
 
 # name, cache, tokens per page, the largest error
 ON_A_GPU = [
-    ("nvfp4", flashinfer_kernels.nvfp4, flashinfer_kernels.PAGE, 0.25),
-    ("fa3 bf16", partial(vllm_kernels.flash_attention, dtype=torch.bfloat16), 16, 0.01),
-    ("fa3 fp8", partial(vllm_kernels.flash_attention, dtype=torch.float8_e4m3fn), 16, 0.1),
-    ("int4", vllm_kernels.int4_per_token_head, vllm_kernels.PAGE, 0.2),
-    ("turboquant", TURBOQUANT, vllm_kernels.PAGE, 0.2),
+    ("nvfp4", rival_flashinfer.nvfp4, rival_flashinfer.PAGE, 0.25),
+    ("fa3 bf16", partial(rival_vllm.flash_attention, dtype=torch.bfloat16), 16, 0.01),
+    ("fa3 fp8", partial(rival_vllm.flash_attention, dtype=torch.float8_e4m3fn), 16, 0.1),
+    ("int4", rival_vllm.int4_per_token_head, rival_vllm.PAGE, 0.2),
+    ("turboquant", TURBOQUANT, rival_vllm.PAGE, 0.2),
 ]
 
 
@@ -112,7 +116,7 @@ ON_A_GPU = [
 def test_rivals_attend_to_ragged_sequences(
     new_cache: NewCache, page: int, most: float, heads: tuple[int, int]
 ) -> None:
-    if page == flashinfer_kernels.PAGE:
+    if page == rival_flashinfer.PAGE:
         pytest.importorskip("flashinfer")
     shape = Shape(5, 2000, *heads, head_dim=128, ragged=True)
     assert relative_error(new_cache, shape, page, CUDA) < most
@@ -134,18 +138,16 @@ def test_pages_of_a_batch_hold_each_token_once() -> None:
         at += n
 
 
-def test_a_failing_rival_leaves_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_rival_leaves_a_note() -> None:
     def fails(shape: Shape, device: torch.device) -> list[float]:
         raise RuntimeError("no kernel image\nand more")
 
     listed = {
         "a bf16": rivals.Rival(lambda shape, device: [2.0, 3.0, 1.0]),
-        "b bf16": rivals.Rival(lambda shape, device: [1.5], rivals.STEP),
+        "b bf16": rivals.Rival(lambda shape, device: [1.5], rival_kernels.STEP),
         "c fp8": rivals.Rival(fails),
-        "d nvfp4": rivals.Rival(fails, package="no_such_package"),
     }
-    monkeypatch.setattr(rivals, "RIVALS", listed)
-    found = rivals.measure_rivals(Shape(1, 1), torch.device("cpu"))
+    found = rivals.measure_rivals(Shape(1, 1), torch.device("cpu"), listed)
     assert found["others_ms"] == {"a bf16": 2.0, "b bf16": 1.5}
     steps = found["consecutive_others_ms"]["a bf16"]
     assert steps == pytest.approx({"mean": 2, "p50": 2, "p90": 2.8, "p99": 2.98})
@@ -153,10 +155,17 @@ def test_a_failing_rival_leaves_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["others_failed"] == {"c fp8": "RuntimeError: no kernel image"}
     ratios = rivals.ratios(found["others_ms"], 0.5)
     assert ratios == {"against_best_bf16": 3.0, "against_fp8": None, "against_4bit": None}
-    only = rivals.measure_rivals(Shape(1, 1), torch.device("cpu"), ["a", "fp8"])
-    assert [list(only[name]) for name in ("others_ms", "others_failed")] == [["a bf16"], ["c fp8"]]
-    with pytest.raises(ValueError, match="--against sdpa; it must be part of one of: a bf16, b"):
-        rivals.measure_rivals(Shape(1, 1), torch.device("cpu"), ["sdpa"])
+
+
+def test_rivals_are_those_that_are_installed_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = load_script("decode_shapes")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "vllm" or None)
+    ours = [*rivals.RIVALS]
+    named = [name for name in rival_kernels.KERNELS if name.startswith("vllm ")]
+    assert [*shapes.rivals([])] == [*ours, *named] and len(named) == 4
+    assert [*shapes.rivals(["fa3", "triton"])] == ["triton bf16", "vllm fa3 bf16", "vllm fa3 fp8"]
+    with pytest.raises(ValueError, match="--against nvfp4; it must be part of one of: sdpa flash"):
+        shapes.rivals(["nvfp4"])
 
 
 def test_rivals_that_take_one_length_refuse_ragged_ones() -> None:

@@ -1,7 +1,6 @@
 """decode on a GPU: our kernels against other caches, in one process."""
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,8 +16,8 @@ from tightkv.kernels.view import AppendOptions, AttendOptions, SealedLayer
 from tightkv.math.feedback import QueryMetric
 from tightkv.pages.layout import PageLayout
 from tightkv.tools.bench.inputs import Layer, Shape, layers_for, random_bf16, ring_bounds
-from tightkv.tools.bench.rivals import measure_rivals, ratios
-from tightkv.tools.bench.timing import copy_bandwidth, graph_ms, graph_times, spread
+from tightkv.tools.bench.rivals import RIVALS, Rival, measure_rivals, ratios
+from tightkv.tools.bench.timing import graph_ms, graph_times, spread
 from tightkv.tools.rows import provenance
 
 # Odd lengths: the newest page is neither empty nor full, as most of the time.
@@ -42,14 +41,10 @@ def decode_rows(
     presets: Sequence[str],
     kernels: Sequence[str],
     device: torch.device,
-    rivals: Sequence[str] = (),
+    rivals: Mapping[str, Rival] = RIVALS,
 ) -> Iterator[dict[str, Any]]:
-    """A row for each shape and preset: a whole decode step of one layer, and its parts.
-
-    `rivals`: words of the names of those to measure; all without.
-    """
+    """A row for each shape and preset: a whole decode step of one layer, and its parts."""
     facts = provenance(device)
-    bandwidth = copy_bandwidth(device)
     for shape in shapes:
         others = measure_rivals(shape, device, rivals)
         for preset in presets:
@@ -60,7 +55,6 @@ def decode_rows(
                 times = _decode_times(module, layers, shape)
                 steps = spread(_consecutive_times(module, layers, shape))
                 consecutive = ratios(others["others_ms"], steps["p50"])
-                read = layers[0].bytes
                 yield {
                     "bench": "decode",
                     "shape": asdict(shape),
@@ -68,14 +62,9 @@ def decode_rows(
                     "kernels": module.NAME,
                     "ms": times,
                     **others,
-                    # its version, if kernels of vLLM were asked for
-                    "vllm": getattr(sys.modules.get("vllm"), "__version__", None),
                     **ratios(others["others_ms"], times["step"]),
                     "consecutive_ms": steps,
                     **{f"consecutive_{name}": ratio for name, ratio in consecutive.items()},
-                    "share_of_copy_bandwidth": read / (times["attend"] / 1e3) / bandwidth,
-                    "bytes_read": read,
-                    "copy_bytes_per_s": bandwidth,
                     **facts,
                 }
                 del layers

@@ -81,14 +81,6 @@ class Layer:
     ring_valid_from: Tensor
     cu_seqlens: Tensor  # of one new token per sequence
 
-    @property
-    def bytes(self) -> int:
-        """What a decode step reads."""
-        layout, view = self.codec.layout, self.view
-        ring = int((view.lengths - view.ring_read_from).sum()) * layout.ring_bytes_per_token
-        sinks = int(view.sink_counts.sum()) * layout.exact_bytes_per_token
-        return int(int(view.ring_read_from.sum()) * layout.bytes_per_token) + ring + sinks
-
 
 def random_bf16(device: torch.device, *size: int) -> Tensor:
     return torch.randn(size, dtype=torch.bfloat16, device=device)

@@ -1,6 +1,5 @@
 """What a decode step is compared with in the same run. One that fails says why and ends nothing."""
 
-import importlib.util
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,52 +8,32 @@ from typing import Any
 
 import torch
 
-from tightkv.tools.bench import baselines, flashinfer_kernels, vllm_kernels
+from tightkv.tools.bench import baselines
 from tightkv.tools.bench.inputs import Shape
-from tightkv.tools.bench.paged import NewCache, decode_ms
 from tightkv.tools.bench.timing import spread
 
-ATTENTION, STEP = "attention", "write and attention"
+ATTENTION = "attention"
 # Ratios of a row, and the rivals of which the fastest counts.
 GROUPS = {
     "against_best_bf16": ("sdpa", "bf16"),
     "against_fp8": ("fp8",),
     "against_4bit": ("nvfp4", "int4", "4bit"),
 }
-NVFP4_BITS = 4.5  # codes, and 8 bits per 16 of them
 
 
 @dataclass(frozen=True)
 class Rival:
     measure: Callable[[Shape, torch.device], list[float]]  # milliseconds of steps
     timed: str = ATTENTION
-    package: str | None = None  # needed; where it is not installed there is no such rival
 
 
-def _paged(package: str, new_cache: NewCache, page: int, bits: float, timed: str = STEP) -> Rival:
-    measure = partial(decode_ms, new_cache=new_cache, page=page, bits=bits)
-    return Rival(measure, timed, package)
-
-
-_flashinfer = partial(_paged, "flashinfer", page=flashinfer_kernels.PAGE)
-_vllm = partial(_paged, "vllm", page=vllm_kernels.PAGE)
-_plain, _fa3 = flashinfer_kernels.plain, vllm_kernels.flash_attention
-_turboquant = partial(vllm_kernels.turboquant, preset="turboquant_4bit_nc")
-_BF16, _FP8 = torch.bfloat16, torch.float8_e4m3fn
-
+# What torch and Triton do; benchmarks/rival_kernels.py has kernels of other packages.
 RIVALS: dict[str, Rival] = {
     **{
         f"sdpa {name}": Rival(partial(baselines.sdpa_decode, backend=backend))
         for name, backend in baselines.SDPA.items()
     },
     "triton bf16": Rival(baselines.triton_decode),
-    "flashinfer bf16": _flashinfer(partial(_plain, dtype=_BF16), bits=16, timed=ATTENTION),
-    "flashinfer fp8": _flashinfer(partial(_plain, dtype=_FP8), bits=8, timed=ATTENTION),
-    "flashinfer nvfp4": _flashinfer(flashinfer_kernels.nvfp4, bits=NVFP4_BITS),
-    "vllm fa3 bf16": _vllm(partial(_fa3, dtype=_BF16), bits=16),
-    "vllm fa3 fp8": _vllm(partial(_fa3, dtype=_FP8), bits=8),
-    "vllm int4_per_token_head": _vllm(vllm_kernels.int4_per_token_head, bits=4),
-    "vllm turboquant_4bit_nc": _vllm(_turboquant, bits=4),
 }
 
 
@@ -63,22 +42,15 @@ def has(name: str, words: Sequence[str]) -> bool:
 
 
 def measure_rivals(
-    shape: Shape, device: torch.device, only: Sequence[str] = ()
+    shape: Shape, device: torch.device, rivals: Mapping[str, Rival]
 ) -> dict[str, dict[str, Any]]:
-    """Fields of a row, by name of the rival: of all, or those whose names have one of the words.
+    """Fields of a row, by name of the rival.
 
     Medians in milliseconds, their percentiles, what was timed, and why some gave no time.
     """
-    for word in only:
-        if not any(word in name for name in RIVALS):
-            raise ValueError(f"--against {word}; it must be part of one of: {', '.join(RIVALS)}")
     steps: dict[str, dict[str, float]] = {}
     timed, failed = dict[str, str](), dict[str, str]()
-    for name, rival in RIVALS.items():
-        if only and not has(name, only):
-            continue
-        if rival.package is not None and importlib.util.find_spec(rival.package) is None:
-            continue
+    for name, rival in rivals.items():
         try:
             steps[name] = spread(rival.measure(shape, device))
             timed[name] = rival.timed

@@ -46,18 +46,6 @@ def graph_times(
     return [ms / (rounds * len(calls)) for ms in times]
 
 
-def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second of a copy of 1 GiB, read and written bytes counted.
-
-    The best of the driver's copy and of a kernel that reads and writes every element.
-    """
-    source = torch.zeros(1 << 28, dtype=torch.int32, device=device)
-    target = torch.empty_like(source)
-    ways: list[Call] = [lambda: target.copy_(source), lambda: torch.neg(source, out=target)]
-    ms = min(graph_ms([way], repeats=10) for way in ways)
-    return 2 * source.numel() * source.element_size() / (ms / 1e3)
-
-
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Mean and percentiles, between the two nearest ranks linearly."""
     cuts = statistics.quantiles(

@@ -38,8 +38,6 @@ _KINDS = {
     --ragged  a mix of lengths from 1024 to --tokens, on a GPU
     --shortest N  with --tokens: lengths from N to these, in any phase of a page, on a GPU
     --kernels NAME ...  repeatable (default: the best)
-    --against WORD ...  measure only rivals whose name has this word, on a GPU; repeatable
-        (default: all)
     --repeats=15 REPEATS:int  rounds, on a CPU (default: 15)
     --threads N  on a CPU
     --device {{cpu,cuda}}  default: cuda if there is one
@@ -123,7 +121,7 @@ def _decode(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
         from tightkv.tools.bench import gpu
 
         shapes, kernels = _shapes(args, gpu.DECODE_SHAPES), args.kernels or ["auto"]
-        yield from gpu.decode_rows(shapes, presets, kernels, device, args.against or ())
+        yield from gpu.decode_rows(shapes, presets, kernels, device)
 
 
 def _on_a_cpu(args: argparse.Namespace, presets: Sequence[str]) -> Iterator[Row]:
@@ -133,7 +131,7 @@ def _on_a_cpu(args: argparse.Namespace, presets: Sequence[str]) -> Iterator[Row]
 
     if args.kernels not in ([], ["cpu"]):
         raise ValueError(f"--kernels {args.kernels}; on a CPU cpu is measured, and the reference")
-    for option in ("ragged", "shortest", "against"):
+    for option in ("ragged", "shortest"):
         if getattr(args, option):
             raise ValueError(f"--{option} is for GPUs; leave it out, or use --device cuda")
     check_least(args, repeats=1, threads=1)

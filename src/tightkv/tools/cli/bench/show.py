@@ -8,7 +8,7 @@ from tightkv.tools.cli.shared.output import format_table
 
 Row = dict[str, Any]
 _AGAINST = ("against_best_bf16", "against_fp8", "against_4bit")
-_FACTORS = (*_AGAINST, *(f"consecutive_{name}" for name in _AGAINST), "share_of_copy_bandwidth")
+_FACTORS = (*_AGAINST, *(f"consecutive_{name}" for name in _AGAINST))
 
 
 def label(row: Row) -> str:

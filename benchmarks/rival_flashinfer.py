@@ -3,10 +3,10 @@
 from typing import Any
 
 import torch
+from rival_pages import PagedBatch, PagedCache
 from torch import Tensor
 
 from tightkv.tools.bench.inputs import Shape, random_bf16
-from tightkv.tools.bench.paged import PagedBatch, PagedCache
 
 PAGE = 64
 

@@ -4,10 +4,10 @@ import math
 import os
 
 import torch
+from rival_pages import PagedBatch, PagedCache
 from torch import Tensor
 
 from tightkv.tools.bench.inputs import Shape
-from tightkv.tools.bench.paged import PagedBatch, PagedCache
 
 # Its log would mix with what --json prints.
 os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
