@@ -111,7 +111,7 @@ def _fed_back(layers: Sequence[Layer]) -> list[Layer]:
 
 
 def _decode_times(module: Backend, layers: Sequence[Layer], shape: Shape) -> dict[str, float]:
-    """Milliseconds of append and attend together and of each alone; sealing pages of all or one.
+    """Milliseconds of append and attend together and of each alone, and as in vLLM.
 
     In vLLM a token is coded at once, keys are sealed with error feedback where they can be, and
     with a calibration tokens are relative to centers.
@@ -125,20 +125,16 @@ def _decode_times(module: Backend, layers: Sequence[Layer], shape: Shape) -> dic
         lengths[:rows] = (lengths[:rows] + page - 1) // page * page
         return [_with_view(layer, lengths=lengths) for layer in layers]
 
-    full, one = sealing(shape.batch), sealing(1)
     calls: dict[str, tuple[Callable[..., None], Sequence[Layer]]] = {
         "step": (of.step, layers),
         "append": (of.append, layers),
         "attend": (of.attend, layers),
-        "append_and_seal": (of.append, full),
-        "step_and_seal": (of.step, full),
         "vllm_step": (in_vllm, layers),
-        "vllm_step_and_seal": (in_vllm, full),
     }
     if layers[0].codec.cfg.takes_feedback:
         calls["vllm_step_with_feedback"] = (in_vllm, _fed_back(layers))
-        calls["vllm_step_with_feedback_and_seal"] = (in_vllm, _fed_back(full))
-        calls["vllm_step_with_feedback_and_seal_one"] = (in_vllm, _fed_back(one))
+        calls["vllm_step_with_feedback_and_seal"] = (in_vllm, _fed_back(sealing(shape.batch)))
+        calls["vllm_step_with_feedback_and_seal_one"] = (in_vllm, _fed_back(sealing(1)))
     if module.TAKES.centers:
         calls["vllm_step_with_centers"] = (partial(in_vllm, centered=True), layers)
     return {name: graph_ms(_calls(call, on)) for name, (call, on) in calls.items()}

@@ -36,7 +36,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def as_text(data: dict[str, Any]) -> str:
-    parts = [_headline(data)]
+    size = "quick" if data["quick"] else "full"
+    parts = [f"tightkv validate: dimension {data['dim']}, seed {data['seed']}, {size} run"]
     header = "claim", "setting", "bound", "measured", "verdict"
     for section, claims in groupby(data["claims"], key=lambda claim: claim["section"]):
         rows = [
@@ -45,19 +46,10 @@ def as_text(data: dict[str, Any]) -> str:
         ]
         parts.append(f"Claim {section}\n{format_table(header, rows)}")
     parts.append(f"Audit: where it is weak (informs, never fails)\n{_audit_text(data['audit'])}")
-    parts.append(_verdict(data))
-    return "\n\n".join(parts)
-
-
-def _headline(data: dict[str, Any]) -> str:
-    size = "quick" if data["quick"] else "full"
-    return f"tightkv validate: dimension {data['dim']}, seed {data['seed']}, {size} run"
-
-
-def _verdict(data: dict[str, Any]) -> str:
-    total, failed = len(data["claims"]), data["failed_claims"]
+    failed, counts = data["failed_claims"], (len(data["claims"]), len(data["audit"]))
     passed = "all pass" if not failed else f"{failed} FAIL"
-    return f"{total} claims, {passed}; {len(data['audit'])} audit rows; {data['seconds']:.0f} s"
+    parts.append(f"{counts[0]} claims, {passed}; {counts[1]} audit rows; {data['seconds']:.0f} s")
+    return "\n\n".join(parts)
 
 
 def _bound(claim: dict[str, Any]) -> str:

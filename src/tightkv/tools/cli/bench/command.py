@@ -35,7 +35,6 @@ _KINDS = {
     --heads N  default: 32
     --kv-heads N  default: 8
     --head-dim N  default: 128
-    --ragged  a mix of lengths from 1024 to --tokens, on a GPU
     --shortest N  with --tokens: lengths from N to these, in any phase of a page, on a GPU
     --kernels NAME ...  repeatable (default: the best)
     --repeats=15 REPEATS:int  rounds, on a CPU (default: 15)
@@ -131,9 +130,8 @@ def _on_a_cpu(args: argparse.Namespace, presets: Sequence[str]) -> Iterator[Row]
 
     if args.kernels not in ([], ["cpu"]):
         raise ValueError(f"--kernels {args.kernels}; on a CPU cpu is measured, and the reference")
-    for option in ("ragged", "shortest"):
-        if getattr(args, option):
-            raise ValueError(f"--{option} is for GPUs; leave it out, or use --device cuda")
+    if args.shortest:
+        raise ValueError("--shortest is for GPUs; leave it out, or use --device cuda")
     check_least(args, repeats=1, threads=1)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
@@ -145,8 +143,8 @@ def _on_a_cpu(args: argparse.Namespace, presets: Sequence[str]) -> Iterator[Row]
 def _shapes(args: argparse.Namespace, usual: Sequence[Shape]) -> list[Shape]:
     from tightkv.tools.bench.inputs import Shape
 
-    given = {"query_heads": args.heads, "kv_heads": args.kv_heads, "head_dim": args.head_dim}
-    given |= {"ragged": args.ragged or None, "shortest": args.shortest}
+    given = {"query_heads": args.heads, "kv_heads": args.kv_heads}
+    given |= {"head_dim": args.head_dim, "shortest": args.shortest}
     changes: dict[str, Any] = {name: n for name, n in given.items() if n is not None}
     shapes = [Shape(args.batch, tokens) for tokens in args.tokens or []] or usual
     return [replace(shape, **changes) for shape in shapes]

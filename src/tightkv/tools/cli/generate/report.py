@@ -13,15 +13,14 @@ def single_text(data: dict[str, Any], streamed: bool) -> str:
     """Speed and bytes; the answers too unless they were streamed."""
     run = data["runs"][0]
     timing, answers = run["timing"], run["answers"]
-    lines = [f"[{i}] {answer['text']}" for i, answer in enumerate(answers, start=1)]
-    if len(answers) == 1:
-        lines = [answers[0]["text"]]
+    lines = [] if streamed else [answer["text"] for answer in answers]
+    if len(lines) > 1:
+        lines = [f"[{i}] {text}" for i, text in enumerate(lines, start=1)]
     prompt, new = (sum(each[f"{kind}_tokens"] for each in answers) for kind in ("prompt", "new"))
     fast = [
         or_dash(timing[f"{what}_tokens_per_second"], "{:.1f}") for what in ("prefill", "decode")
     ]
     speed = f"{prompt} prompt tokens at {fast[0]} tokens/s, {new} new tokens at {fast[1]} tokens/s"
-    lines = [] if streamed else lines
     return "\n".join([*lines, "", speed, *_bytes(run, data["model"]["dtype"])])
 
 
