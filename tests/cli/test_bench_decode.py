@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import json_schemas
+from scripts import load_script
 from tightkv.config import KVQuantConfig
 from tightkv.kernels import reference
 from tightkv.kernels.backend import Takes
@@ -174,6 +175,24 @@ def test_rows_of_gpus_follow_their_schema(monkeypatch: pytest.MonkeyPatch) -> No
     assert row["against_fp8"] is None and row["others_ms"] == {"a bf16": 3.0}
     assert row["others_failed"] == {"c fp8": "RuntimeError: no kernel image"}
     assert row["consecutive_others_ms"]["a bf16"]["p50"] == 3.0
+
+
+def test_rows_of_a_prefill_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With times from nowhere: calls run once, and torch takes 3 ms."""
+
+    def once(calls: Sequence[Callable[[], object]], repeats: int = 0) -> float:
+        for call in calls:
+            call()
+        return 2.0
+
+    script = load_script("prefill_kernels")
+    monkeypatch.setattr(script, "graph_ms", once)
+    monkeypatch.setattr(script, "sdpa_extend", lambda *_: {"sdpa flash": 3.0})
+    (row,) = script.store_rows([150], ["k4v4"], CPU)
+    assert (row["tokens"], row["ms"], row["bf16_write_ms"], row["more_us"]) == (150, 2.0, 2.0, 0.0)
+    rows = list(script.extend_rows(32, [0, 300], ["k4v4"], CPU))
+    assert [(row["chunk"], row["prefix"]) for row in rows] == [(32, 0), (32, 300)]
+    assert {row["against_best_bf16"] for row in rows} == {1.5}
 
 
 def test_options_of_gpus_are_refused_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,7 +39,7 @@ SMALLER = {
     "default_texts()": "short_texts()",
     "tokens=2048, count=8": "tokens=96, count=2",
     "Schedule(batch=8)": "Schedule(batch=2, prefill=64)",
-    "context=2048, depths=5": "context=400, depths=2",
+    "tokens=512, count=8": "tokens=300, count=2",
 }
 
 
