@@ -28,6 +28,14 @@ _STYLE = {
     **{"grid.alpha": 0.25, "axes.titlesize": 11},
 }
 
+# Columns of the tasks at depth, and the forms that a row's fields fill.
+_TASKS = {
+    **{"model": "{model}", "task": "{task}", "cache": "{cache}", "answers": "{answers:,}"},
+    **{"score": "{score:.1%}", "reference": "{reference:.1%}"},
+    **{"difference": "{difference:+.1%}{error}", "95%": "{interval[0]:+.1%} to {interval[1]:+.1%}"},
+    "p": "{p:.3f}",
+}
+
 # Of two rows that have these in common the later one counts.
 _SAME_CACHE = ("model", "source", "cache")
 _SAME_TASK = ("model", "family", "depth", "cache", "against")
@@ -160,26 +168,13 @@ def _quality(entries: Sequence[Row]) -> list[str]:
 
 
 def _tasks(rows: Sequence[Row]) -> list[str]:
-    heads = ("model", "task", "cache", "answers", "score", "reference", "difference", "95%", "p")
     lines = []
     for row in rows:
         error = "" if row["difference_stderr"] is None else f" ± {row['difference_stderr']:.1%}"
         depth = "" if row["depth"] is None else f" at {row['depth']:,}"
-        low, high = row["interval"]
-        lines.append(
-            (
-                row["model"],
-                row["family"] + depth,
-                row["cache"],
-                f"{row['answers']:,}",
-                f"{row['score']:.1%}",
-                f"{row['reference']:.1%}",
-                f"{row['difference']:+.1%}{error}",
-                f"{low:+.1%} to {high:+.1%}",
-                f"{row['p']:.3f}",
-            )
-        )
-    return _markdown(heads, lines)
+        words = {**row, "task": row["family"] + depth, "error": error}
+        lines.append([form.format(**words) for form in _TASKS.values()])
+    return _markdown([*_TASKS], lines)
 
 
 def _markdown(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
