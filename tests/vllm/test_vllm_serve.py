@@ -186,13 +186,19 @@ def vllms_parser() -> Any:
         (['--additional_config={"a.b": 1}'], {"a.b": 1}),
         (["--addit", '{"a": 1}', "--max_num_seqs=3"], {"a": 1}),
         (["--additional-config", '{"a": 1}', "--additional-config", '{"b": 2}'], {"a": 1, "b": 2}),
-        (["--", "--config", "additional-config: {a: 1}"], {"a": 1}),
+        (["--additional-config.a", "1"], {"a": 1}),
+        (["--additional_config.a_b.c=1k"], {"a_b": {"c": 1000}}),
+        (["--additional_c.a+", "x", "--additional-config.a+=y,z"], {"a": ["x", "y", "z"]}),
         (
-            ["--addi", '{"b": 2}', "--", "--config", "additional_config: {a: 1}"],
-            {"a": 1, "b": 2},
+            ["--additional-config.a.b", "x", "--additional-config", '{"a": {"c": [1]}, "d": "1"}'],
+            {"a": {"b": "x", "c": [1]}, "d": "1"},
         ),
+        (["--", "--additional-config.a", "1"], {"a": 1}),
+        (["--", "--config", "additional-config: {a: 1}"], {"a": 1}),
+        (["--addi.b", "2", "--", "--config", "additional_config: {a: 1}"], {"a": 1, "b": 2}),
+        (["--", "--config", "additional-config.a: 1"], {"a": 1}),
     ],
-)
+)  # fmt: skip
 @pytest.mark.vllm
 def test_additional_config_is_extended_however_vllm_reads_it(
     form: list[str],
@@ -278,8 +284,9 @@ def test_dry_run_prints_a_line_for_the_shell(capsys: pytest.CaptureFixture[str])
         (["--additional-config.a"], "--additional-config.a without a value"),
         (["--additional-config", '{"tightkv": {}}'], """{"tightkv": {}}: tightkv serve sets"""),
         (["--additional_config", '{"tightkv": 1}'], "give its fields as options"),
-        (["--additional_config.a", "1"], "give all of it as one JSON object"),
-        (["--", "--additional-c.a+=y,z"], "give all of it as one JSON object"),
+        (["--additional_config.tightkv.preset", "k8v8"], "tightkv.preset k8v8: tightkv serve sets"),
+        (["--addit.tightkv.layers+=1"], '--addit.tightkv.layers+ 1: tightkv serve sets "tightkv"'),
+        (["--additional-config.a=1", "--additional-config", '{"b.c": 1}'], "has the key 'b.c'"),
         (["--", "--config", "no.yaml"], "vLLM's --config no.yaml cannot be read"),
     ],
 )

@@ -1,8 +1,8 @@
 """vLLM's options as vLLM's own parser reads them, and those among them that `serve` sets itself.
 
-vLLM takes underscores for dashes, `=` or a space before a value, unambiguous prefixes of names, and
-more options from a YAML file. `--option.key value` is an entry of a JSON option, of which it
-replaces the whole: so that form of --additional-config is refused.
+vLLM takes underscores for dashes, `=` or a space before a value, unambiguous prefixes of names,
+`--option.key value` for an entry of a JSON option, and more options from a YAML file. An option
+with keys replaces the whole of the same option as JSON: the command may have only one of the two.
 """
 
 import json
@@ -73,7 +73,7 @@ def with_ours(options: Sequence[str], file: Mapping[str, Any], ours: Any) -> lis
 
     Every other entry is kept, wherever it was given; one of that name is refused.
     """
-    left, entries = list[str](), dict[str, Any]()
+    left, with_keys = list[str](), list[str]()
     given = [
         (name, f"{name} in vLLM's {_FILE} file", value)
         for name, value in file.items()
@@ -82,16 +82,26 @@ def with_ours(options: Sequence[str], file: Mapping[str, Any], ours: Any) -> lis
     for word, value in _pairs(options, _is_additional):
         if value is None:
             left.append(word)
-        else:
-            given.append((word, word, value))
+            continue
+        given.append((word, word, value))
+        if "." in word:
+            with_keys.append(f"{ADDITIONAL}.{word.split('.', 1)[1]}={value}")
+    entries: dict[str, Any] = {}
     for word, where, value in given:
         if "." in word:
+            _refuse_ours(where, word.split(".")[1].removesuffix("+"), value)
+        else:
+            entries |= _entries(where, value)
+    if not any("." in word for word, *_ in given):
+        return [*left, ADDITIONAL, json.dumps({**entries, _OURS: ours})]
+    for key in entries:
+        if "." in key or key.endswith("+"):
             raise ValueError(
-                f"{where}: options with keys replace the whole of {ADDITIONAL}; give all of it as "
-                "one JSON object"
+                f"{ADDITIONAL} has the key {key!r}, and there are options like {ADDITIONAL}.KEY, "
+                "which cannot name it; give all of it as one JSON object"
             )
-        entries |= _entries(where, value)
-    return [*left, ADDITIONAL, json.dumps({**entries, _OURS: ours})]
+    words = [f"{ADDITIONAL}.{key}={json.dumps(value)}" for key, value in entries.items()]
+    return [*left, *words, *with_keys, f"{ADDITIONAL}.{_OURS}", json.dumps(ours)]
 
 
 def _is_additional(name: str) -> bool:
@@ -122,9 +132,14 @@ def _entries(where: str, value: Any) -> dict[str, Any]:
         raise ValueError(f"{where} {text!r} is not valid JSON: {error}") from None
     if not isinstance(data, dict):
         raise ValueError(f"{where} {text!r}; it must be a JSON object")
-    if _OURS in data:
+    for key in data:
+        _refuse_ours(where, key, text)
+    return data
+
+
+def _refuse_ours(where: str, key: str, value: Any) -> None:
+    if key == _OURS:
         raise ValueError(
-            f'{where} {text}: tightkv serve sets "{_OURS}" there itself; give its fields as '
+            f'{where} {value}: tightkv serve sets "{_OURS}" there itself; give its fields as '
             f"options of tightkv serve (--preset NAME, --sinks N) or as its {_FILE} FILE"
         )
-    return data
