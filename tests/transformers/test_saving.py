@@ -135,7 +135,11 @@ def test_files_of_before_short_sequences_were_exact(tmp_path, tokens, offloading
     table = SequenceTable(loaded.quant, encode_partial_page=False)
     plan = table.append(table.add_rows([0] * 3), [tokens + 2] * 3)
     for own, layer in zip(loaded.tight_layers, cache.tight_layers, strict=True):
+        if offloading:
+            assert not own.kv._pages.numel() and own.kv._offloaded._buffer is None
         fresh = PagedKV(own.kv.layout, table)
+        fresh.feedback = layer.kv.feedback
+        assert fresh.feedback is not None  # the pages are coded as those of any other sequence
         fresh.append(plan, layer.kv.ring_key, layer.kv.ring_value)
         for one, other in zip(own.kv.dequantize(), fresh.dequantize(), strict=True):
             assert torch.equal(one, other)

@@ -319,6 +319,7 @@ class TightCache(Cache):  # type: ignore[misc]
             cache.calibration = found.calibration
             for n, own in found.layers.items():
                 tight[n].use_metric(own.metric)
+        saved.append_whole_rows(cache.shared.table, cache.layers)
         return cache
 
     # --- what it holds ---

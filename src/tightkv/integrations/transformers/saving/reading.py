@@ -22,6 +22,7 @@ from tightkv.integrations.transformers.saving.states import PLAIN_KINDS, StateRe
 from tightkv.integrations.transformers.steps import SharedSteps
 from tightkv.math.centers import Centers
 from tightkv.math.key_scale import KeyScale
+from tightkv.paged.cache import PagedKV
 from tightkv.paged.sequences import SequenceState, SequenceTable
 from tightkv.pages.layout import PageLayout
 
@@ -75,7 +76,7 @@ class SavedCache:
     def make_layers(
         self, shared: SharedSteps, kernels: str, device: torch.device, expected: list[Any]
     ) -> list[Any]:
-        """Layers of a new cache with this table, which takes the rows.
+        """Layers of a new cache with this table, which takes the rows (`append_whole_rows`).
 
         `expected`: the empty layers that the cache has for its model, or none.
         """
@@ -91,13 +92,32 @@ class SavedCache:
                 self._layer(saved, own[i], shared, kernels, device)
                 for i, saved in enumerate(self.header.layers)
             ]
-            if whole:
-                _append_whole(shared.table, layers, whole, self.header.length)
+            for _, kv in _tight(layers) if whole else ():
+                held = kv.ring_key.shape[1]
+                if held < self.header.length:
+                    raise ValueError(f"a ring of {held} tokens, and rows of {self.header.length}")
         except ValueError as error:
             raise ValueError(f"{self.path}: {error}") from None
         if expected:
             self._compare(layers, expected)
         return layers
+
+    def append_whole_rows(self, table: SequenceTable, layers: list[Any]) -> None:
+        """Append the rows that `make_layers` left empty, whose rings have all tokens.
+
+        Layers code the pages of these in their metrics, so they have them before.
+        """
+        rows = _whole_rows(table, self.header.rows)
+        if not rows:
+            return
+        length = self.header.length
+        plan = table.append(rows, [length] * len(rows))
+        for layer, kv in _tight(layers):
+            try:
+                kv.append(plan, kv.ring_key[rows, :length], kv.ring_value[rows, :length])
+            except ValueError as error:  # numbers that the config refuses
+                raise ValueError(f"{self.path}: {error}") from None
+            layer.offload()
 
     def _tensors_by_layer(self) -> list[dict[str, Tensor]]:
         """The tensors of each layer, without the "layers.0." that their names begin with."""
@@ -260,16 +280,8 @@ def _whole_rows(table: SequenceTable, rows: Sequence[SequenceState]) -> list[int
     return [i for i, found in enumerate(whole) if found]
 
 
-def _append_whole(
-    table: SequenceTable, layers: Sequence[Any], rows: Sequence[int], length: int
-) -> None:
-    tight = [layer.kv for layer in layers if isinstance(layer, TightLayer) and layer.kv]
-    for kv in tight:
-        if kv.ring_key.shape[1] < length:
-            raise ValueError(f"a ring of {kv.ring_key.shape[1]} tokens, and rows of {length}")
-    plan = table.append(rows, [length] * len(rows))
-    for kv in tight:
-        kv.append(plan, kv.ring_key[rows, :length], kv.ring_value[rows, :length])
+def _tight(layers: Sequence[Any]) -> list[tuple[TightLayer, PagedKV]]:
+    return [(x, x.kv) for x in layers if isinstance(x, TightLayer) and x.kv is not None]
 
 
 def _per_head(
