@@ -11,6 +11,7 @@ import torch
 
 from models import prompt, tiny
 from tightkv import KVQuantConfig, TightCache
+from tightkv.integrations.transformers.cache_size import cache_size
 from tightkv.model_shape import read_model_shape
 from tightkv.model_shape.planner import config_plan
 
@@ -80,6 +81,32 @@ def test_no_length_takes_more_than_bf16(quant, rows, dtype):
             cache.update(new, new, i)
         bf16 = layers * rows * tokens * heads * dim * 4
         assert tokens < 16 or cache.bytes_used()["compressed"] < bf16, tokens
+
+
+@pytest.mark.parametrize(
+    "quant",
+    [
+        KVQuantConfig.preset("k4v4"),
+        KVQuantConfig.preset("k4v4", window_bits=16),
+        KVQuantConfig.preset("k8v8", exact_pages=1),
+        KVQuantConfig.preset("k8v8", exact_pages=1, sinks=0),
+        KVQuantConfig(key_bits=16, value_bits=8),
+    ],
+    ids=["8 bits", "16 bits", "one page", "no sinks", "keys exact"],
+)
+def test_from_break_even_on_every_length_takes_less(quant):
+    """A length that seals a page may take more than bf16 again after shorter ones took less."""
+    cache, new = TightCache(quant), torch.randn(1, 2, 1, 64)
+    cache.update(new, new, 0)
+    layer = cache.layers[0]
+    even = cache_size([layer]).break_even
+    layout = layer.kv.layout
+    more = [
+        tokens
+        for tokens in range(1, 2000)
+        if layout.total_bytes(tokens, encode_partial_page=False) >= tokens * 2 * 2 * 64 * 2
+    ]
+    assert even == max(more, default=0) + 1
 
 
 @pytest.mark.parametrize("tokens", [1, 256, 1024, 4096])

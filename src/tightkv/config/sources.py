@@ -59,7 +59,7 @@ def expand(options: Mapping[str, Any]) -> dict[str, Any]:
     if SWITCH in left and type(left[SWITCH]) is not bool:
         raise ValueError(f"{SWITCH}={left[SWITCH]!r}; it must be true or false")
     if WINDOW in left:
-        _check_count(WINDOW, left[WINDOW], "of newest tokens that stay exact")
+        _check_count(WINDOW, left[WINDOW], "of newest tokens in the window")
         _refuse_both(left, WINDOW, ("exact_pages",))
     if PROTECTED in left:
         _refuse_both(left, PROTECTED, _FIELDS_OF_PROTECTED)

@@ -1,5 +1,6 @@
 """CacheSize: what the layers of a transformers cache hold now, and per token in the long run."""
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -10,8 +11,7 @@ from transformers.cache_utils import DynamicLayer
 from tightkv.integrations.transformers.layer import TightLayer
 from tightkv.model_shape import LayerShape
 from tightkv.model_shape.cache_bytes import CacheBytes, LayerBytes
-
-_LONG = 1 << 16  # tokens: any cache that saves bytes does so in a shorter sequence
+from tightkv.pages.layout import seal_lag
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class CacheSize:
     bytes_per_token: float
     bf16_bytes_per_token: float
     break_even: int | None = None
-    """Tokens of a sequence from which on it takes less; None: never."""
+    """Tokens of a sequence from which on any length takes less; None: never."""
     compressed_layers: int = 0
     counted_layers: int = 0
 
@@ -66,9 +66,26 @@ def cache_size(layers: Iterable[Any]) -> CacheSize:
 
 @lru_cache(maxsize=32)
 def _break_even(layers: CacheBytes) -> int | None:
-    exact = layers.bf16_bytes_per_token
-    lengths = range(1, _LONG if layers.bytes_per_token < exact else 1)
-    return next((n for n in lengths if layers.total_bytes(n) < n * exact), None)
+    """See `CacheSize.break_even`. A length that seals a page may take more than the one before."""
+    layout = layers.layers[0].layout if layers.layers else None
+    if layout is None:
+        return None
+    size, exact = layout.page_size, layers.bf16_bytes_per_token
+    first = seal_lag(layout.cfg) + size  # the shortest that has a page
+    full = first + size  # with two, rings are full, and each further page saves as much
+
+    def more(tokens: int) -> int:
+        return layers.total_bytes(tokens) - tokens * exact
+
+    saved = more(full) - more(full + size)
+    if saved <= 0:
+        return None
+    last = full + max(more(full), 0) // saved * size
+    for begin, end in ((last, last + size), (first, full), (1, first)):
+        if more(begin) >= 0:  # it only falls until the next page
+            lengths = range(begin, end)
+            return begin + bisect_left(lengths, True, key=lambda tokens: more(tokens) < 0)
+    return 1
 
 
 def _layer(layer: Any) -> tuple[int, int, LayerBytes]:

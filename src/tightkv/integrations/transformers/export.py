@@ -67,8 +67,8 @@ AttentionInterface.register(NAME, static_attention)  # with no mask: the caches 
 class ExportableModel(nn.Module):
     """forward(input_ids [B, T], cache_position [T]) -> logits; tokens are remembered inside.
 
-    Sequences have at most `max_tokens` tokens. Layers are compressed as an eager TightCache of the
-    same `quant` and model does it; sliding windows stay exact, in rings. With `batch` above 1
+    Sequences have at most `max_tokens` tokens. Layers are compressed as a TightCache of the same
+    `quant` and model does it; sliding windows stay exact, in rings. With `batch` above 1
     forward takes left_pad [B] too. `last_only` gives the logits of the last token alone. The model
     itself is not changed; its weights are shared.
     """

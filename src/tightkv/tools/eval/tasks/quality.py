@@ -54,12 +54,12 @@ class Schedule:
 
 
 def check_compresses(cfg: KVQuantConfig, tokens: int) -> None:
-    """Raise if so many tokens all stay exact, so that nothing would be measured."""
-    exact = ring_tokens(cfg)
-    if cfg.compresses and tokens - 1 <= exact:
+    """Raise if a ring holds so many tokens, so that no page would be measured."""
+    newest = ring_tokens(cfg)
+    if cfg.compresses and tokens - 1 <= newest:
         raise ValueError(
-            f"{tokens} tokens are too few to measure {cfg.name}: it keeps the newest {exact} exact "
-            f"(exact_pages={cfg.exact_pages} of {cfg.page_size}); take more than {exact + 1}"
+            f"{tokens} tokens are too few to measure {cfg.name}: its ring holds {newest} tokens "
+            f"(exact_pages={cfg.exact_pages} of {cfg.page_size}); take more than {newest + 1}"
         )
 
 
