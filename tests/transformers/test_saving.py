@@ -172,6 +172,18 @@ def test_a_row_without_pages_is_no_longer_than_its_ring(tmp_path):
     refuses(path, "a ring of 64 tokens, and rows of 102")
 
 
+@pytest.mark.parametrize("tokens", [20, 100])
+@pytest.mark.parametrize("change", [{"ring_start": 7}, {"sink_count": 5}])
+def test_rows_without_pages_are_states_of_a_table(tmp_path, tokens, change):
+    _, _, path = saved(tmp_path, tokens, exact_pages=4)
+    header, tensors = parts(path)
+    assert not any(row["pages"] for row in header["rows"])
+    for row in header["rows"]:
+        row.update(change)
+    write(path, header, tensors)
+    refuses(path, r"rows\[0\]\.(ring_read_from=7|sink_count=5); allowed: 0")
+
+
 def test_only_used_pages_are_written(tmp_path):
     _, cache, path = saved(tmp_path)
     for layer in cache.tight_layers:

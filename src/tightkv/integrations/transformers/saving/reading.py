@@ -276,8 +276,13 @@ def _whole_rows(table: SequenceTable, rows: Sequence[SequenceState]) -> list[int
     """Rows whose ring of 16 bits has all tokens, in files of before too long for one."""
     if table.window_step != table.page_size:  # 8 bits
         return []
-    whole = (row.length and not row.pages and not row.ring_valid_from for row in rows)
-    return [i for i, found in enumerate(whole) if found]
+    return [i for i, row in enumerate(rows) if _is_whole(table, row)]
+
+
+def _is_whole(table: SequenceTable, row: SequenceState) -> bool:
+    elsewhere = row.pages or row.ring_valid_from or row.ring_read_from
+    sinks = min(table.sinks, max(0, row.length - row.left_pad))
+    return row.length > 0 and not elsewhere and row.sink_count <= sinks
 
 
 def _tight(layers: Sequence[Any]) -> list[tuple[TightLayer, PagedKV]]:

@@ -18,9 +18,9 @@ _NOTES = """\
 KL in nats per token to the uncompressed cache on the same tokens, ± its standard error over
 windows; "above 0.1" is the share of positions with a larger KL. The **noise floor** is the same
 model with a cache that quantizes nothing but takes sums in another order: a smaller difference says
-nothing. Bytes per token are those of a further token in a long context, over all layers; exact
-newest tokens and sinks add a constant per sequence. Compare rows of one table: other tables have
-other windows or engines. Texts are teacher-forced; tasks at depth are free-running."""
+nothing. Bytes per token are those of a further token in a long context, over all layers; the
+window of newest tokens and the sinks add a constant per sequence. Compare rows of one table: other
+tables have other windows or engines. Texts are teacher-forced; tasks at depth are free-running."""
 
 _STYLE = {
     **dict.fromkeys(("axes.grid", "axes.axisbelow"), True),

@@ -173,8 +173,8 @@ def estimate(
 ) -> tuple[dict[int, float], dict[int, float]]:
     """KL in nats, summed over the positions from `first` on, of coded keys and of coded values.
 
-    The configs differ in their bits alone. Tokens that the cache would read exactly (sinks and
-    the newest pages) stay exact. Errors at different positions are taken as independent.
+    The configs differ in their bits alone. Tokens that the cache would not read from pages
+    (sinks and the window) stay exact. Errors at different positions are taken as independent.
     """
     page, end = cfgs[0].page_size, layer.query.shape[2]
     n = layer.key.shape[2] // page * page
