@@ -50,6 +50,18 @@ def test_latents_that_stay_with_vllm_are_named(layers: list[Any], reason: str | 
     assert found is None if reason is None else reason in str(found)
 
 
+def test_stored_latents_are_found_whatever_the_window() -> None:
+    """They have none. The digest is that of stores from when a window had 16 bits by default."""
+    from tightkv.integrations.vllm.prefix.cache_format import _meaning
+
+    found = set()
+    for bits in (8, 16):
+        layout = LatentLayout(CFG.replace(window_bits=bits), RANK, ROPE)
+        found.add(_meaning(3, SimpleNamespace(layout=layout)))
+    fingerprint = CFG.replace(window_bits=16).fingerprint()
+    assert found == {("latent", 3, fingerprint, RANK, ROPE, "torch.bfloat16")}
+
+
 def test_layers_of_versions_without_latent_pages_are_asked_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -149,22 +149,23 @@ def test_every_sequence_is_in_exactly_one_part() -> None:
 # --- a layer ---
 HEADS, GROUP, DIM = 1, 2, 64
 CFG = KVQuantConfig(page_size=32, exact_pages=1, sinks=2, window_bits=16)
+CFG_8 = CFG.replace(window_bits=8)
 
 
 class Engine:
     """Sequences in pages of their own, stepped as the metadata builder does."""
 
-    def __init__(self, sequences: int, rows: int) -> None:
-        self.layout = PageLayout(CFG, HEADS, DIM, torch.float16)
+    def __init__(self, sequences: int, rows: int, cfg: KVQuantConfig = CFG) -> None:
+        self.layout = PageLayout(cfg, HEADS, DIM, torch.float16)
         self.codec = Codec(self.layout)
         blocks = 8
         self.ids = torch.arange(1, 1 + sequences * blocks).view(sequences, blocks).int()
         self.pages = self.layout.new_pages(1 + sequences * blocks)
-        self.table = RingTable(CFG, rows, len(self.pages), 0, "cpu")
+        self.table = RingTable(cfg, rows, len(self.pages), 0, "cpu")
         self.out = torch.zeros(len(BatchRings._fields), sequences, dtype=torch.int32)
-        sizes = (self.layout.ring_tokens,) * 2 + (CFG.sinks,) * 2
-        self.rings = tuple(torch.zeros(5 * rows + 1, n, HEADS, DIM).half() for n in sizes)
-        self.rings = (*(x[: rows + 1] for x in self.rings[:2]), *self.rings[2:])
+        key, value, scales = self.layout.new_ring(rows + 1, self.layout.ring_tokens)
+        sinks = [torch.zeros(5 * rows + 1, cfg.sinks, HEADS, DIM).half() for _ in "kv"]
+        self.rings = (key, value, *sinks, *(() if scales is None else (scales,)))
         self.lengths = [0] * sequences
 
     def parts(self, counts: list[int], room: int | None, spare: int = 0) -> list[BatchPart]:
@@ -208,14 +209,15 @@ def states(count: int, seed: int) -> tuple[Tensor, ...]:
     return tuple(qkv.split(heads, 1))
 
 
+@pytest.mark.parametrize("cfg", [CFG, CFG_8], ids=["16 bits", "8 bits"])
 @pytest.mark.parametrize("rows", [4, 2], ids=["rings", "few rings"])
 @pytest.mark.parametrize("room,spare", [(4096, 0), (160, 0), (160, 5)])
 def test_a_layer_gives_what_it_gave_without_a_workspace(
-    room: int, spare: int, rows: int, monkeypatch: pytest.MonkeyPatch
+    room: int, spare: int, rows: int, cfg: KVQuantConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After cached prefixes of 0 to 130 tokens, some of whose rings and sinks were lost."""
     monkeypatch.setattr(batch_split, "is_worth", lambda *_: True)
-    engine = Engine(4, rows)
+    engine = Engine(4, rows, cfg)
     filling = engine.parts([130, 64, 0, 33], None)
     _, engine.pages, *rings = engine.run(reference, filling, states(227, 1))
     engine.rings = tuple(rings)
@@ -239,10 +241,13 @@ def test_a_layer_gives_what_it_gave_without_a_workspace(
         assert torch.equal(a, b)
 
 
-def test_decodes_and_prompts_of_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cfg", [CFG, CFG_8], ids=["16 bits", "8 bits"])
+def test_decodes_and_prompts_of_one_step(
+    cfg: KVQuantConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of tokens relative to centers, chunk after chunk, as they are without a workspace."""
     monkeypatch.setattr(batch_split, "is_worth", lambda *_: True)
-    engine = Engine(4, 4)
+    engine = Engine(4, 4, cfg)
     centers = torch.randn(HEADS, DIM).half(), torch.randn(HEADS, DIM).half()
     filling = engine.parts([90, 33, 64, 0], None)
     _, engine.pages, *rings = engine.run(reference, filling, states(187, 1), centers)

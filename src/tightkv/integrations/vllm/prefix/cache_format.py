@@ -136,7 +136,8 @@ def _meaning(number: int, impl: Any) -> tuple[Any, ...]:
     layout = impl.layout
     if isinstance(layout, LatentLayout):
         sizes = layout.rank, layout.rope_dim, str(layout.dtype)
-        return "latent", number, layout.cfg.fingerprint(), *sizes
+        cfg = layout.cfg.replace(window_bits=16)  # there is no window, whatever the default
+        return "latent", number, cfg.fingerprint(), *sizes
     centers = None if impl.centers is None else _hash(*impl.centers)
     scale = None if impl.key_scale is None else _hash(impl.key_scale.value)
     heads = layout.num_kv_heads, layout.head_dim
