@@ -249,11 +249,11 @@ def test_nothing_to_measure_is_refused() -> None:
         Schedule(chunk=0)
     with pytest.raises(ValueError, match=r"prefill=186 leaves nothing .* 187 tokens; .* 1 to 185"):
         measure_quality(tiny(), windows(), {}, Schedule(prefill=186))
-    exact = ring_tokens(small("k4v4"))
-    check_compresses(small("k4v4"), exact + 2)
+    held = ring_tokens(small("k4v4"))
+    check_compresses(small("k4v4"), held + 2)
     check_compresses(EXACT, 4)
-    with pytest.raises(ValueError, match=rf"newest {exact} exact .*take more than {exact + 1}"):
-        check_compresses(small("k4v4"), exact + 1)
+    with pytest.raises(ValueError, match=rf"ring holds {held} tokens .*take more than {held + 1}"):
+        check_compresses(small("k4v4"), held + 1)
 
 
 def test_logits_that_are_not_finite_are_refused() -> None:
