@@ -1,4 +1,4 @@
-"""`PrefillOps` and `RaggedOps` in plain torch, for any device and config: what kernels must do."""
+"""`triton.prefill` and `triton.ragged` in plain torch, for any device and config."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from tightkv.pages.codec import Codec
 
 
 class TorchPrefillOps:
-    """`PrefillOps` in plain torch: any device, any config."""
+    """What `kernels.prefill.extend` calls."""
 
     def rotate_queries(self, codec: Codec, query: Tensor) -> Tensor:
         return codec.key.rotation(query).to(query.dtype).contiguous()
@@ -45,7 +45,7 @@ class TorchPrefillOps:
 
 
 class TorchRaggedOps:
-    """`RaggedOps` in plain torch: any device, any config."""
+    """What `kernels.ragged.try_extend_ragged` calls."""
 
     def rotate_queries(self, codec: Codec, query: Tensor) -> Tensor:
         return codec.key.rotation(query).to(query.dtype).contiguous()

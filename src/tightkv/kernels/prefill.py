@@ -7,7 +7,7 @@ does not grow with the prefix.
 """
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,33 +21,6 @@ MIN_QUERIES = 256  # below this, decoding out of the pages is faster
 # of the prefix at a time, and bytes of them dequantized
 CHUNK_TOKENS, CHUNK_BYTES = 8192, 64 << 20
 PAD_FROM = 1024  # so many queries are padded to a multiple of `length_multiple()`
-
-
-class PrefillOps(Protocol):
-    """The work around torch's attention: the kernels of `triton.prefill`."""
-
-    def rotate_queries(self, codec: Codec, query: Tensor) -> Tensor:
-        """Queries [B, H, T, D] in the frame of the pages' keys; contiguous, same dtype."""
-
-    def load_prefix(
-        self, codec: Codec, view: CacheView, start: int, count: int, key: Tensor, value: Tensor
-    ) -> None:
-        """Write positions [start, start + count) to the start of key and value [B, Hkv, tokens, D].
-
-        Exact tokens, too, are in the frame of the pages. `start` begins a page, and the buffers
-        hold whole pages. The view's `same_length` is known.
-        """
-
-    def merge_states(self, old: AttentionState, new: AttentionState) -> AttentionState:
-        """Attention over the tokens of both, `out` in float32; `old` may be changed."""
-
-    def merge_and_unrotate(
-        self, codec: Codec | None, prefix: AttentionState, exact: AttentionState
-    ) -> None:
-        """Rotate the prefix's output back and merge it into `exact` [B, Hq, T, D], in place.
-
-        prefix is [B, Hkv, group * T, D]; without a codec it is not rotated.
-        """
 
 
 def can_extend(codec: Codec, query: Tensor, view: CacheView, max_queries: int) -> bool:
@@ -66,7 +39,7 @@ def extend(
     codec: Codec,
     query: Tensor,
     view: CacheView,
-    ops: PrefillOps,
+    ops: Any,
     *,
     scale: float,
     new_key: Tensor,
@@ -74,7 +47,8 @@ def extend(
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of query [N, Hq, D] over the cache and new tokens [N, Hkv, D].
 
-    Rows are sequences of the same length with the same number of queries.
+    Rows are sequences of the same length with the same number of queries. `ops` is
+    `triton.prefill`, or does the same.
     """
     batch = view.batch
     tokens = len(query) // batch
@@ -101,7 +75,7 @@ def _pad_to_multiple(x: Tensor) -> Tensor:
 
 
 def _attend_prefix(
-    codec: Codec, query: Tensor, view: CacheView, ops: PrefillOps, scale: float
+    codec: Codec, query: Tensor, view: CacheView, ops: Any, scale: float
 ) -> AttentionState:
     """Attention of query [B, Hq, T, D] over the whole prefix: [B, Hkv, group * T, D], rotated."""
     assert view.same_length is not None

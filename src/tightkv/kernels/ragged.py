@@ -4,107 +4,38 @@ Cached and new tokens of several sequences are brought to one workspace, in the 
 One call attends to it, causal from the end of each sequence, and the output is rotated back.
 """
 
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tightkv.kernels.ragged_plan import RaggedGroup
-from tightkv.kernels.sdpa import VarlenAttention, give_up_varlen, varlen_attention
+from tightkv.kernels.sdpa import give_up_varlen, varlen_attention
 from tightkv.kernels.view import CacheView
 from tightkv.pages.codec import Codec
 from tightkv.pages.layout import PageLayout
-
-
-class RaggedOps(Protocol):
-    """The work around attention: the kernels of `triton.ragged`."""
-
-    def rotate_queries(self, codec: Codec, query: Tensor) -> Tensor:
-        """Queries [N, H, D] in the frame of the pages' keys; contiguous, same dtype."""
-
-    def unrotate(self, codec: Codec, mixed: Tensor, out: Tensor) -> None:
-        """Write mixed values [N, H, D], rotated back, to `out`, which has any strides."""
-
-    def load_workspace(
-        self,
-        codec: Codec,
-        view: CacheView,
-        group: RaggedGroup,
-        new_key: Tensor,
-        new_value: Tensor,
-        key: Tensor,
-        value: Tensor,
-    ) -> None:
-        """Write all tokens of a group's sequences to key and value [group.tokens, Hkv, D].
-
-        Exact tokens, too, are in the frame of the pages. `view` is the batch's; the new tokens are
-        the group's. Rows after the last token are zeros as far as a tile of attention may reach.
-
-        Numbers that are not finite become 0. A tile may reach into the next sequence, with weights
-        of 0, and 0 times NaN is NaN: one request's numbers would be in another's output.
-        """
 
 
 def try_extend_ragged(
     codec: Codec,
     query: Tensor,
     view: CacheView,
-    ops: RaggedOps,
+    ops: Any,
     *,
     scale: float,
     new_key: Tensor | None,
     new_value: Tensor | None,
     out: Tensor,
 ) -> Tensor | None:
-    """`extend_ragged` where an engine's attention takes it; None elsewhere."""
+    """Causal attention of query [N, Hq, D] over the cache and new tokens [N, Hkv, D].
+
+    Fills `out` and returns the LSE [N, Hq]; None where no engine's attention takes the call.
+    `ops` is `triton.ragged`, or does the same.
+    """
     attention = varlen_attention()
     if attention is None or new_key is None or new_value is None:
         return None
     if not can_extend_ragged(codec, query, view, new_key, new_value):
         return None
-    new = {"new_key": new_key, "new_value": new_value}
-    try:
-        return extend_ragged(codec, query, view, ops, attention, scale=scale, out=out, **new)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:  # missing, or it refuses the shape
-        give_up_varlen(attention, error)
-    return None
-
-
-def can_extend_ragged(
-    codec: Codec, query: Tensor, view: CacheView, new_key: Tensor, new_value: Tensor
-) -> bool:
-    """Whether groups were planned for these queries, and FlashAttention takes their dtype."""
-    return (
-        len(view.ragged) > 0
-        and len(query) == view.ragged[-1].queries.stop
-        and query.dtype == new_key.dtype == new_value.dtype == codec.layout.dtype
-        and fits_varlen(codec.layout)
-    )
-
-
-def fits_varlen(layout: PageLayout) -> bool:
-    """Whether FlashAttention takes a layout: half precision, and heads of up to 256."""
-    return layout.dtype in (torch.float16, torch.bfloat16) and layout.head_dim <= 256
-
-
-def extend_ragged(
-    codec: Codec,
-    query: Tensor,
-    view: CacheView,
-    ops: RaggedOps,
-    attention: VarlenAttention,
-    *,
-    scale: float,
-    new_key: Tensor,
-    new_value: Tensor,
-    out: Tensor,
-) -> Tensor:
-    """Causal attention of query [N, Hq, D] over the cache and new tokens [N, Hkv, D].
-
-    Fills `out` and returns the LSE [N, Hq].
-    """
     layout, groups = codec.layout, view.ragged
     fresh = all(group.is_fresh for group in groups)
     room = 0 if fresh else max(group.tokens for group in groups)
@@ -123,7 +54,30 @@ def extend_ragged(
         if not fresh:
             ops.load_workspace(codec, view, group, k, v, key[tokens], value[tokens])
             k, v = key[tokens], value[tokens]
-        lses.append(attention(rotated[mine], k, v, group, scale, mixed[mine]))
+        try:
+            lses.append(attention(rotated[mine], k, v, group, scale, mixed[mine]))
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # missing, or it refuses the shape
+            give_up_varlen(attention, error)
+            return None
     if not fresh:
         ops.unrotate(codec, mixed, out)
     return lses[0] if len(lses) == 1 else torch.cat(lses)
+
+
+def can_extend_ragged(
+    codec: Codec, query: Tensor, view: CacheView, new_key: Tensor, new_value: Tensor
+) -> bool:
+    """Whether groups were planned for these queries, and FlashAttention takes their dtype."""
+    return (
+        len(view.ragged) > 0
+        and len(query) == view.ragged[-1].queries.stop
+        and query.dtype == new_key.dtype == new_value.dtype == codec.layout.dtype
+        and fits_varlen(codec.layout)
+    )
+
+
+def fits_varlen(layout: PageLayout) -> bool:
+    """Whether FlashAttention takes a layout: half precision, and heads of up to 256."""
+    return layout.dtype in (torch.float16, torch.bfloat16) and layout.head_dim <= 256

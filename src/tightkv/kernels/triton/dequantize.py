@@ -1,6 +1,5 @@
 """Pages to plain keys and values, for attention that wants them so (a bounded piece at a time)."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -140,28 +139,18 @@ def _dequantize_kernel(
 
 @device_guard
 def dequantize_pages(
-    codec: Codec,
-    view: CacheView,
-    first_page: int,
-    last_page: int,
-    out: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Rotated keys and values [B, Hkv, tokens, D] of pages [first_page, last_page).
+    codec: Codec, view: CacheView, first_page: int, last_page: int, key: Tensor, value: Tensor
+) -> None:
+    """Write pages [first_page, last_page), rotated, to key and value [B, Hkv, tokens, D].
 
-    `out` may hold more tokens; its strides are the same for both. Pages that are not in the
-    block table are left as they are.
+    These may hold more tokens, and have the same strides. Pages that are not in the block table are
+    left as they are.
     """
     layout = codec.layout
-    tokens = (last_page - first_page) * layout.page_size
-    if out is None:
-        shape = (view.batch, layout.num_kv_heads, tokens, layout.head_dim)
-        made = [torch.empty(shape, dtype=layout.dtype, device=view.pages.device) for _ in "kv"]
-        out = made[0], made[1]
-    key, value = out
-    _dequantize_kernel[(tokens // 32 * view.batch * layout.num_kv_heads,)](
+    blocks = (last_page - first_page) * layout.page_size // 32
+    _dequantize_kernel[(blocks * view.batch * layout.num_kv_heads,)](
         view.pages, view.block_table, key, value,
         view.block_table.stride(0), view.block_table.shape[1],
-        view.pages.stride(0), first_page, tokens // 32,
+        view.pages.stride(0), first_page, blocks,
         key.stride(0), key.stride(1), L=constants_of(layout, view.pages.device), num_warps=4,
     )  # fmt: skip
-    return key, value

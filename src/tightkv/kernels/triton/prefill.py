@@ -1,4 +1,4 @@
-"""The work around torch's attention in a prefill, fused: `PrefillOps` as Triton kernels.
+"""The work around torch's attention in a prefill, fused: what `kernels.prefill.extend` calls.
 
 Tensors of attention are [B, H, L, D] with any strides but a contiguous last dimension; LSEs are
 contiguous.
@@ -57,31 +57,20 @@ def load_rotated(x, offsets, live, table, BACK: tl.constexpr, ROWS: tl.constexpr
     return rotate(y, table, ROWS, L)
 
 
-@triton.jit
-def _merge_weights(a, b):
-    """LSEs of two attention states -> the weight of each in the merged one, and its LSE."""
-    peak = tl.maximum(a, b)  # no state is empty: both are finite
-    wa = tl.exp(a - peak)
-    wb = tl.exp(b - peak)
-    total = wa + wb
-    return wa / total, wb / total, peak + tl.log(total)
-
-
 @triton.jit(do_not_specialize=["tokens"])  # one binary for all lengths
-def _rotate_queries_kernel(
-    query, out, table, tokens, query_b, query_h, query_l,
-    H: tl.constexpr, ROWS: tl.constexpr, L: tl.constexpr,
+def _rotate_rows_kernel(
+    x, out, table, tokens, x_b, x_h, x_l, out_b, out_h, out_l,
+    H: tl.constexpr, BACK: tl.constexpr, ROWS: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
+    """Rows of x to those of out, rotated or rotated back."""
     at, bh = _rows_and_head(tokens, ROWS)
     b = bh // H
     h = bh % H
     d = tl.arange(0, L.DP)
     live = at < tokens
-    offsets = _row_offsets(b, h, at, query_b, query_h, query_l)
-    x = load_rotated(query, offsets, live, table, False, ROWS, L)
-    flat = bh.to(tl.int64) * tokens + at
-    where = out + flat[:, None] * L.D + d[None, :]
-    tl.store(where, x.to(out.dtype.element_ty), mask=live[:, None] & (d < L.D)[None, :])
+    y = load_rotated(x, _row_offsets(b, h, at, x_b, x_h, x_l), live, table, BACK, ROWS, L)
+    where = out + _row_offsets(b, h, at, out_b, out_h, out_l)[:, None] + d[None, :]
+    tl.store(where, y.to(out.dtype.element_ty), mask=live[:, None] & (d < L.D)[None, :])
 
 
 # one binary for all lengths
@@ -132,76 +121,66 @@ def _load_exact_kernel(
         tl.store(value + target, x.to(value.dtype.element_ty), mask=there)
 
 
-@triton.jit(do_not_specialize=["rows"])  # one binary for all lengths
+@triton.jit(do_not_specialize=["tokens"])  # one binary for all lengths
 def _merge_states_kernel(
-    old, old_lse, new, new_lse, out, lse, rows, old_b, old_h, old_l, new_b, new_h, new_l,
-    H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
+    one, one_lse, two, two_lse, out, lse, table, tokens,
+    one_b, one_h, one_l, two_b, two_h, two_l, out_b, out_h, out_l,
+    H: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
-    """`out` is contiguous and may be `old`, `lse` may be `old_lse`."""
-    at, bh = _rows_and_head(rows, ROWS)
+    """Rotate the state `one` back and merge it with `two`; the result may be in place of either.
+
+    In `one` the G heads of a group are further rows of one head.
+    """
+    at, bh = _rows_and_head(tokens, ROWS)
     b = bh // H
     h = bh % H
-    d = tl.arange(0, DP)
-    live = at < rows
-    there = live[:, None] & (d < D)[None, :]
-    flat = bh.to(tl.int64) * rows + at
-    a = tl.load(old_lse + flat, mask=live, other=0.0)
-    c = tl.load(new_lse + flat, mask=live, other=0.0)
-    wa, wc, both = _merge_weights(a, c)
-    offsets = _row_offsets(b, h, at, old_b, old_h, old_l)
-    x = tl.load(old + offsets[:, None] + d[None, :], mask=there, other=0.0).to(tl.float32)
-    offsets = _row_offsets(b, h, at, new_b, new_h, new_l)
-    y = tl.load(new + offsets[:, None] + d[None, :], mask=there, other=0.0).to(tl.float32)
-    tl.store(out + flat[:, None] * D + d[None, :], x * wa[:, None] + y * wc[:, None], mask=there)
-    tl.store(lse + flat, both, mask=live)
-
-
-@triton.jit(do_not_specialize=["tokens"])  # one binary for all lengths
-def _merge_and_unrotate_kernel(
-    prefix, prefix_lse, exact, exact_lse, table, tokens,
-    prefix_b, prefix_h, prefix_l, exact_b, exact_h, exact_l,
-    HQ: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, L: tl.constexpr,
-):  # fmt: skip
-    """Rotate the prefix back and merge it into `exact` and `exact_lse`, in place."""
-    at, bh = _rows_and_head(tokens, ROWS)
-    b = bh // HQ
-    h = bh % HQ
     d = tl.arange(0, L.DP)
     live = at < tokens
     there = live[:, None] & (d < L.D)[None, :]
-    offsets = _row_offsets(b, h // G, (h % G) * tokens + at, prefix_b, prefix_h, prefix_l)
-    x = load_rotated(prefix, offsets, live, table, True, ROWS, L)
+    offsets = _row_offsets(b, h // G, (h % G) * tokens + at, one_b, one_h, one_l)
+    x = load_rotated(one, offsets, live, table, True, ROWS, L)
     flat = bh.to(tl.int64) * tokens + at
-    a = tl.load(prefix_lse + flat, mask=live, other=0.0)
-    c = tl.load(exact_lse + flat, mask=live, other=0.0)
-    wa, wc, both = _merge_weights(a, c)
-    where = exact + _row_offsets(b, h, at, exact_b, exact_h, exact_l)[:, None] + d[None, :]
+    a = tl.load(one_lse + flat, mask=live, other=0.0)
+    c = tl.load(two_lse + flat, mask=live, other=0.0)
+    peak = tl.maximum(a, c)  # no state is empty: both are finite
+    wa = tl.exp(a - peak)
+    wc = tl.exp(c - peak)
+    total = wa + wc
+    where = two + _row_offsets(b, h, at, two_b, two_h, two_l)[:, None] + d[None, :]
     y = tl.load(where, mask=there, other=0.0).to(tl.float32)
-    x = x * wa[:, None] + y * wc[:, None]
-    tl.store(where, x.to(exact.dtype.element_ty), mask=there)
-    tl.store(exact_lse + flat, both, mask=live)
+    x = x * (wa / total)[:, None] + y * (wc / total)[:, None]
+    where = out + _row_offsets(b, h, at, out_b, out_h, out_l)[:, None] + d[None, :]
+    tl.store(where, x.to(out.dtype.element_ty), mask=there)
+    tl.store(lse + flat, peak + tl.log(total), mask=live)
 
 
 def rotate_queries(codec: Codec, query: Tensor) -> Tensor:
-    """See `PrefillOps`."""
-    b, h, tokens, _ = query.shape
+    """Queries [B, H, T, D] in the frame of the pages' keys; contiguous, same dtype."""
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    rotation = codec.key.rotation
-    rows = rows_at_once(rotation)
-    _rotate_queries_kernel[(triton.cdiv(tokens, rows) * b * h,)](
-        query, out, rotation.table(query.device), tokens, *query.stride()[:3],
-        H=h, ROWS=rows, L=frame_of(rotation), num_warps=4,
-    )  # fmt: skip
+    rotate_rows(codec.key.rotation, query, out, back=False)
     return out
+
+
+def rotate_rows(rotation: Rotation, x: Tensor, out: Tensor, back: bool) -> None:
+    """Write x [B, H, T, D], rotated or rotated back, to `out`, which has any strides."""
+    b, h, tokens, _ = x.shape
+    rows = rows_at_once(rotation)
+    _rotate_rows_kernel[(triton.cdiv(tokens, rows) * b * h,)](
+        x, out, rotation.table(x.device), tokens, *x.stride()[:3], *out.stride()[:3],
+        H=h, BACK=back, ROWS=rows, L=frame_of(rotation), num_warps=4,
+    )  # fmt: skip
 
 
 def load_prefix(
     codec: Codec, view: CacheView, start: int, count: int, key: Tensor, value: Tensor
 ) -> None:
-    """See `PrefillOps`."""
+    """Write positions [start, start + count) to the start of key and value [B, Hkv, tokens, D].
+
+    Exact tokens, too, are in the frame of the pages. `start` begins a page, and the buffers
+    hold whole pages. The view's `same_length` is known.
+    """
     page = codec.layout.page_size
-    pages = start // page, -(-(start + count) // page)
-    dequantize_pages(codec, view, *pages, out=(key, value))
+    dequantize_pages(codec, view, start // page, -(-(start + count) // page), key, value)
     heads, rotation = codec.layout.num_kv_heads, codec.key.rotation
     rows = rows_at_once(rotation)
     for ring, low, high in exact_ranges(view, start, count):
@@ -217,28 +196,33 @@ def load_prefix(
 
 
 def merge_states(old: AttentionState, new: AttentionState) -> AttentionState:
-    """See `PrefillOps`."""
-    b, h, rows, d = new.out.shape
+    """Attention over the tokens of both, `out` in float32; `old` may be changed."""
     out = old.out
     if out.dtype != torch.float32 or not out.is_contiguous():
         out = torch.empty(out.shape, dtype=torch.float32, device=out.device)
-    _merge_states_kernel[(triton.cdiv(rows, 16) * b * h,)](
-        old.out, old.lse, new.out, new.lse, out, old.lse, rows,
-        *old.out.stride()[:3], *new.out.stride()[:3],
-        H=h, D=d, DP=triton.next_power_of_2(d), ROWS=16, num_warps=4,
-    )  # fmt: skip
-    return AttentionState(out, old.lse)
+    merged = AttentionState(out, old.lse)
+    _merge(make_rotation("none", out.shape[-1]), old, new, merged)
+    return merged
 
 
 def merge_and_unrotate(codec: Codec | None, prefix: AttentionState, exact: AttentionState) -> None:
-    """See `PrefillOps`."""
-    b, hq, tokens, d = exact.out.shape
-    rotation = make_rotation("none", d) if codec is None else codec.value.rotation
+    """Rotate the prefix's output back and merge it into `exact` [B, Hq, T, D], in place.
+
+    prefix is [B, Hkv, group * T, D]; without a codec it is not rotated.
+    """
+    none = make_rotation("none", exact.out.shape[-1])
+    _merge(none if codec is None else codec.value.rotation, prefix, exact, exact)
+
+
+def _merge(
+    rotation: Rotation, one: AttentionState, two: AttentionState, merged: AttentionState
+) -> None:
+    b, h, tokens, _ = two.out.shape
     rows = rows_at_once(rotation)
-    _merge_and_unrotate_kernel[(triton.cdiv(tokens, rows) * b * hq,)](
-        prefix.out, prefix.lse, exact.out, exact.lse, rotation.table(exact.out.device), tokens,
-        *prefix.out.stride()[:3], *exact.out.stride()[:3],
-        HQ=hq, G=hq // prefix.out.shape[1], ROWS=rows, L=frame_of(rotation), num_warps=4,
+    strides = [step for state in (one, two, merged) for step in state.out.stride()[:3]]
+    _merge_states_kernel[(triton.cdiv(tokens, rows) * b * h,)](
+        *one, *two, *merged, rotation.table(two.out.device), tokens, *strides,
+        H=h, G=h // one.out.shape[1], ROWS=rows, L=frame_of(rotation), num_warps=4,
     )  # fmt: skip
 
 

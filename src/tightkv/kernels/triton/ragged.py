@@ -1,4 +1,4 @@
-"""`RaggedOps` as Triton kernels: a workspace for many sequences is filled by one launch."""
+"""What `kernels.ragged` calls: a workspace for many sequences is filled by one launch."""
 
 import torch
 import triton
@@ -6,31 +6,16 @@ import triton.language as tl
 from torch import Tensor
 
 from tightkv.kernels.ragged_plan import BLOCK, RaggedGroup
-from tightkv.kernels.triton.constants import constants_of, frame_of
+from tightkv.kernels.triton.constants import constants_of
 from tightkv.kernels.triton.dequantize import dequantized_keys, dequantized_values, even_tokens
 from tightkv.kernels.triton.device import last_contiguous
-from tightkv.kernels.triton.prefill import load_rotated, rows_at_once
+from tightkv.kernels.triton.prefill import load_rotated, rotate_rows
 from tightkv.kernels.triton.ring import load_exact
 from tightkv.kernels.triton.unpack import token_order
 from tightkv.kernels.view import CacheView
-from tightkv.math.rotation import Rotation
 from tightkv.pages.codec import Codec
 
 TAIL = 256  # rows after the last token that a tile of attention may read
-
-
-@triton.jit(do_not_specialize=["rows"])  # one binary for all lengths
-def _rotate_rows_kernel(
-    x, out, table, rows, x_n, x_h, out_n, out_h,
-    H: tl.constexpr, BACK: tl.constexpr, ROWS: tl.constexpr, L: tl.constexpr,
-):  # fmt: skip
-    """Rows (token, head) of x to those of out, rotated or rotated back."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    live = row < rows
-    d = tl.arange(0, L.DP)
-    y = load_rotated(x, row // H * x_n + row % H * x_h, live, table, BACK, ROWS, L)
-    where = out + (row // H * out_n + row % H * out_h)[:, None] + d[None, :]
-    tl.store(where, y.to(out.dtype.element_ty), mask=live[:, None] & (d < L.D)[None, :])
 
 
 @triton.jit
@@ -163,25 +148,20 @@ def _load_workspace_kernel(
 
 
 def rotate_queries(codec: Codec, query: Tensor) -> Tensor:
-    """See `RaggedOps`."""
+    """Queries [N, H, D] in the frame of the pages' keys; contiguous, same dtype."""
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    _rotate_rows(codec.key.rotation, last_contiguous(query), out, back=False)
+    rotate_rows(codec.key.rotation, _one_batch(last_contiguous(query)), _one_batch(out), back=False)
     return out
 
 
 def unrotate(codec: Codec, mixed: Tensor, out: Tensor) -> None:
-    """See `RaggedOps`."""
-    _rotate_rows(codec.value.rotation, mixed, out, back=True)
+    """Write mixed values [N, H, D], rotated back, to `out`, which has any strides."""
+    rotate_rows(codec.value.rotation, _one_batch(mixed), _one_batch(out), back=True)
 
 
-def _rotate_rows(rotation: Rotation, x: Tensor, out: Tensor, back: bool) -> None:
-    n, h, _ = x.shape
-    rows = rows_at_once(rotation)
-    _rotate_rows_kernel[(triton.cdiv(n * h, rows),)](
-        x, out, rotation.table(x.device), n * h,
-        x.stride(0), x.stride(1), out.stride(0), out.stride(1),
-        H=h, BACK=back, ROWS=rows, L=frame_of(rotation), num_warps=4,
-    )  # fmt: skip
+def _one_batch(x: Tensor) -> Tensor:
+    """[N, H, D] -> [1, H, N, D]."""
+    return x.transpose(0, 1)[None]
 
 
 def load_workspace(
@@ -193,7 +173,14 @@ def load_workspace(
     key: Tensor,
     value: Tensor,
 ) -> None:
-    """See `RaggedOps`."""
+    """Write all tokens of a group's sequences to key and value [group.tokens, Hkv, D].
+
+    Exact tokens, too, are in the frame of the pages. `view` is the batch's; the new tokens are
+    the group's. Rows after the last token are zeros as far as a tile of attention may reach.
+
+    Numbers that are not finite become 0. A tile may reach into the next sequence, with weights
+    of 0, and 0 times NaN is NaN: one request's numbers would be in another's output.
+    """
     layout, rows, device = codec.layout, group.rows, key.device
     new_key, new_value = last_contiguous(new_key), last_contiguous(new_value)
     ring_scales = view.ring_key if view.ring_scales is None else view.ring_scales
