@@ -308,11 +308,6 @@ def test_every_launching_function_is_guarded(module):
     assert hasattr(backend.append, "__wrapped__") and hasattr(backend.attend, "__wrapped__")
 
 
-def test_dequantizing_is_guarded():
-    dequantize = pytest.importorskip("tightkv.kernels.triton.dequantize")
-    assert hasattr(dequantize.dequantize_pages, "__wrapped__")
-
-
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU or none")
 def test_a_cache_on_the_second_device():
     """The current device stays the first."""

@@ -102,7 +102,7 @@ def test_a_chunk_of_the_prefix(window_bits, dim, encode_partial_page, first, cou
     if encode_partial_page:
         cache.table.drop_exact(1)
     poison(cache)
-    shape = (2, 2, 64, dim)
+    shape = (2, 64, 2, dim)
     made, expected = (
         [torch.full(shape, math.nan, dtype=torch.float16, device=DEVICE) for _ in "kv"]
         for _ in range(2)
@@ -110,8 +110,8 @@ def test_a_chunk_of_the_prefix(window_bits, dim, encode_partial_page, first, cou
     triton_prefill.load_prefix(cache.codec, cache.view(), first, count, *made)
     PLAIN.load_prefix(cache.codec, cache.view(), first, count, *expected)
     for a, b in zip(made, expected, strict=True):
-        assert torch.isfinite(a[:, :, :count]).all()
-        close(a[:, :, :count], b[:, :, :count])
+        assert torch.isfinite(a[:, :count]).all()
+        close(a[:, :count], b[:, :count])
 
 
 @pytest.mark.parametrize("prefix", [0, 20, 131])

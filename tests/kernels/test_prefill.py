@@ -93,7 +93,7 @@ def test_memory_of_a_chunk_is_used_again(monkeypatch):
 
     class Watched(TorchPrefillOps):
         def load_prefix(self, codec, view, cu_seqlens, count, key, value):
-            seen.add((key.data_ptr(), value.data_ptr(), key.shape[2]))
+            seen.add((key.data_ptr(), value.data_ptr(), key.shape[1]))
             super().load_prefix(codec, view, cu_seqlens, count, key, value)
 
     for prefix, held in ((300, 64), (40, 64), (20, 32)):

@@ -27,7 +27,7 @@ class TorchPrefillOps:
             for target, x, side in ((key, segment.key, "key"), (value, segment.value, "value")):
                 exact = x[row, :, n]
                 rotated = exact if segment.rotated else codec.side(side).rotation(exact)
-                target[row, :, at[row, n]] = rotated.to(target.dtype)
+                target[row, at[row, n]] = rotated.to(target.dtype)
 
     def merge_states(self, old: AttentionState, new: AttentionState) -> AttentionState:
         both = torch.logaddexp(old.lse, new.lse)

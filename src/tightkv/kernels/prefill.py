@@ -86,7 +86,7 @@ def _attend_prefix(
     size = chunk_tokens(codec.layout, view.batch)
     held = min(size, -(-length // page) * page)
     key, value = (
-        torch.empty(view.batch, heads, held, d, dtype=layout.dtype, device=query.device)
+        torch.empty(view.batch, held, heads, d, dtype=layout.dtype, device=query.device)
         for _ in range(2)
     )
     prefix: AttentionState | None = None
@@ -94,7 +94,8 @@ def _attend_prefix(
         count = min(size, length - start)
         ops.load_prefix(codec, view, start, count, key, value)
         for low, high in sdpa_cuts(count):
-            chunk = sdpa_with_lse(packed, key[:, :, low:high], value[:, :, low:high], scale)
+            k, v = (x[:, low:high].transpose(1, 2) for x in (key, value))
+            chunk = sdpa_with_lse(packed, k, v, scale)
             prefix = chunk if prefix is None else ops.merge_states(prefix, chunk)
             del chunk  # its memory serves the next one
     assert prefix is not None
@@ -117,18 +118,3 @@ def sdpa_cuts(count: int) -> Iterator[tuple[int, int]]:
         low += length
     if low < count:
         yield low, count
-
-
-def exact_ranges(view: CacheView, start: int, count: int) -> Iterator[tuple[bool, int, int]]:
-    """Ranges of positions [start, start + count) where exact tokens can be: (is_ring, from, to).
-
-    The device decides for each row which of these it has. The ring comes last.
-    """
-    assert view.same_length is not None
-    end = start + count
-    sinks_end = min(end, view.sink_key.shape[1])
-    if start < sinks_end:
-        yield False, start, sinks_end
-    ring_from = max(start, view.same_length - view.ring_key.shape[1])
-    if ring_from < end:
-        yield True, ring_from, end

@@ -1,6 +1,7 @@
 """Which prompts go through one workspace of plain keys and values, and where in it each lies."""
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -119,3 +120,9 @@ def _cuts(lengths: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
         held += length
     if low < len(lengths):
         yield low, len(lengths)
+
+
+@lru_cache(maxsize=256)
+def uniform_cu_seqlens(rows: int, count: int, device: torch.device) -> Tensor:
+    """int32 [rows + 1]: where each row's tokens begin when every row has `count`."""
+    return torch.arange(rows + 1, dtype=torch.int32, device=device) * count

@@ -10,7 +10,6 @@ import operator
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tightkv.config import KVQuantConfig
+from tightkv.kernels.ragged_plan import uniform_cu_seqlens
 from tightkv.pages.layout import MAX_TOKENS, RING_SLACK, ring_tokens, seal_lag, window_step
 
 
@@ -520,12 +520,6 @@ def _counters(rows: Sequence[SequenceState], device: torch.device) -> Sequence[T
     names = ("length", "left_pad", "ring_read_from", "sink_count")
     numbers = [getattr(row, name) for name in names for row in rows]
     return _int32([*numbers, *range(len(rows))], device).view(5, len(rows)).unbind()
-
-
-@lru_cache(maxsize=256)
-def uniform_cu_seqlens(rows: int, count: int, device: torch.device) -> Tensor:
-    """int32 [rows + 1]: where each row's tokens begin when every row has `count`."""
-    return torch.arange(rows + 1, dtype=torch.int32, device=device) * count
 
 
 def _int32(numbers: Sequence[int], device: torch.device) -> Tensor:

@@ -1,21 +1,15 @@
-"""Pages to plain keys and values, for attention that wants them so (a bounded piece at a time)."""
+"""Blocks of a page to plain keys and values, for attention that wants them so."""
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from tightkv.kernels.triton.constants import constants_of
-from tightkv.kernels.triton.device import device_guard
 from tightkv.kernels.triton.unpack import (
     byte_levels,
     load_key_words,
     load_value_words,
     nibble_levels,
     scale_order,
-    token_order,
 )
-from tightkv.kernels.view import CacheView
-from tightkv.pages.codec import Codec
 
 
 @triton.jit
@@ -34,7 +28,7 @@ def _number(x, FINITE: tl.constexpr):
 
 
 @triton.jit
-def dequantized_keys(record, block, L: tl.constexpr, FINITE: tl.constexpr = False):
+def dequantized_keys(record, block, L: tl.constexpr, FINITE: tl.constexpr):
     """Keys of 32 tokens of a record, rotated, float32 [32, DP]; row i is token_order(1)[i].
 
     With FINITE, scales and means that are not finite are 0.
@@ -76,7 +70,7 @@ def even_tokens():
 
 
 @triton.jit
-def dequantized_values(record, block, L: tl.constexpr, FINITE: tl.constexpr = False):
+def dequantized_values(record, block, L: tl.constexpr, FINITE: tl.constexpr):
     """Values of 32 tokens of a record, rotated, float32 [16, DP]: of even tokens, of odd ones.
 
     With FINITE, scales that are not finite are 0.
@@ -101,56 +95,3 @@ def dequantized_values(record, block, L: tl.constexpr, FINITE: tl.constexpr = Fa
     even = even * (_number(tl.load(scale_at), FINITE) * L.VALUE_UNIT)[:, None]
     odd = odd * (_number(tl.load(scale_at + 4), FINITE) * L.VALUE_UNIT)[:, None]
     return even, odd
-
-
-# one binary for all lengths
-@triton.jit(do_not_specialize=["block_table", "table_b", "table_n", "first_page", "blocks"])
-def _dequantize_kernel(
-    pages, block_table, key, value, table_b, table_n, page_b, first_page, blocks, out_b, out_h,
-    L: tl.constexpr,
-):  # fmt: skip
-    """One block of 32 tokens of one head -> rows [32, D] of key and value, in the rotated frame.
-
-    Pages that the table does not have are left as they are.
-    """
-    D: tl.constexpr = L.D
-    BLOCKS: tl.constexpr = L.PAGE // 32
-    # One dimension of programs, since the others end at 65,535.
-    index = tl.program_id(0) % blocks // BLOCKS
-    block = tl.program_id(0) % BLOCKS
-    row = tl.program_id(0) // blocks // L.HKV
-    head = tl.program_id(0) // blocks % L.HKV
-    if first_page + index >= table_n:
-        return
-    page = tl.load(block_table + row * table_b + first_page + index).to(tl.int64)
-    if page < 0:
-        return
-    record = pages + page * page_b + head * L.RECORD
-    base = row.to(tl.int64) * out_b + head.to(tl.int64) * out_h + (index * L.PAGE + block * 32) * D
-    d = tl.arange(0, L.DP)
-    x = dequantized_keys(record, block, L)
-    where = key + base + token_order(1)[:, None] * D + d[None, :]
-    tl.store(where, x.to(key.dtype.element_ty), mask=(d < D)[None, :])
-    even, odd = dequantized_values(record, block, L)
-    where = value + base + even_tokens()[:, None] * D + d[None, :]
-    tl.store(where, even.to(value.dtype.element_ty), mask=(d < D)[None, :])
-    tl.store(where + D, odd.to(value.dtype.element_ty), mask=(d < D)[None, :])
-
-
-@device_guard
-def dequantize_pages(
-    codec: Codec, view: CacheView, first_page: int, last_page: int, key: Tensor, value: Tensor
-) -> None:
-    """Write pages [first_page, last_page), rotated, to key and value [B, Hkv, tokens, D].
-
-    These may hold more tokens, and have the same strides. Pages that are not in the block table are
-    left as they are.
-    """
-    layout = codec.layout
-    blocks = (last_page - first_page) * layout.page_size // 32
-    _dequantize_kernel[(blocks * view.batch * layout.num_kv_heads,)](
-        view.pages, view.block_table, key, value,
-        view.block_table.stride(0), view.block_table.shape[1],
-        view.pages.stride(0), first_page, blocks,
-        key.stride(0), key.stride(1), L=constants_of(layout, view.pages.device), num_warps=4,
-    )  # fmt: skip

@@ -9,116 +9,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tightkv.kernels.prefill import exact_ranges
+from tightkv.kernels.ragged_plan import BLOCK, RaggedGroup, uniform_cu_seqlens
 from tightkv.kernels.sdpa import AttentionState
 from tightkv.kernels.triton.constants import frame_of
-from tightkv.kernels.triton.dequantize import dequantize_pages
-from tightkv.kernels.triton.ring import load_exact
-from tightkv.kernels.triton.rotate import rotate, rotate_back
+from tightkv.kernels.triton.ragged import load_workspace
+from tightkv.kernels.triton.rotate import (
+    load_rotated,
+    rotate_rows,
+    row_offsets,
+    rows_and_head,
+    rows_at_once,
+)
 from tightkv.kernels.view import CacheView
 from tightkv.math.rotation import Rotation, make_rotation
 from tightkv.pages.codec import Codec
-
-
-@triton.jit
-def _row_offsets(b, h, at, stride_b, stride_h, stride_l):
-    """Where rows `at` of head h of sequence b begin."""
-    return b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h + at.to(tl.int64) * stride_l
-
-
-@triton.jit
-def _rows_and_head(count, ROWS: tl.constexpr):
-    """Which of `count` rows this program has, and which (sequence, head).
-
-    One dimension of programs, since the others end at 65,535.
-    """
-    blocks = tl.cdiv(count, ROWS)
-    return tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS), tl.program_id(0) // blocks
-
-
-@triton.jit
-def load_rotated(x, offsets, live, table, BACK: tl.constexpr, ROWS: tl.constexpr, L: tl.constexpr):
-    """Rows of D elements at x + offsets -> [ROWS, DP] in float32, rotated or rotated back."""
-    D: tl.constexpr = L.D
-    d = tl.arange(0, L.DP)
-    if L.ROTATION == 2:  # a matrix of any size, 16 of its rows at a time
-        y = tl.zeros([ROWS, L.DP], tl.float32)
-        for k0 in range(0, D, 16):
-            k = k0 + tl.arange(0, 16)
-            part = tl.load(x + offsets[:, None] + k[None, :], mask=live[:, None], other=0.0)
-            at = k[:, None] + d[None, :] * D if BACK else k[:, None] * D + d[None, :]
-            m = tl.load(table + at, mask=(d < D)[None, :], other=0.0)
-            y = tl.dot(part.to(tl.float32), m, y, input_precision="ieee")
-        return y
-    there = live[:, None] & (d < D)[None, :]
-    y = tl.load(x + offsets[:, None] + d[None, :], mask=there, other=0.0).to(tl.float32)
-    if BACK:
-        return rotate_back(y, table, ROWS, L)
-    return rotate(y, table, ROWS, L)
-
-
-@triton.jit(do_not_specialize=["tokens"])  # one binary for all lengths
-def _rotate_rows_kernel(
-    x, out, table, tokens, x_b, x_h, x_l, out_b, out_h, out_l,
-    H: tl.constexpr, BACK: tl.constexpr, ROWS: tl.constexpr, L: tl.constexpr,
-):  # fmt: skip
-    """Rows of x to those of out, rotated or rotated back."""
-    at, bh = _rows_and_head(tokens, ROWS)
-    b = bh // H
-    h = bh % H
-    d = tl.arange(0, L.DP)
-    live = at < tokens
-    y = load_rotated(x, _row_offsets(b, h, at, x_b, x_h, x_l), live, table, BACK, ROWS, L)
-    where = out + _row_offsets(b, h, at, out_b, out_h, out_l)[:, None] + d[None, :]
-    tl.store(where, y.to(out.dtype.element_ty), mask=live[:, None] & (d < L.D)[None, :])
-
-
-# one binary for all lengths
-@triton.jit(
-    do_not_specialize=[
-        "ring_read_from", "sink_counts", "ring_rows", "start", "low", "high", "slots",
-    ]
-)  # fmt: skip
-def _load_exact_kernel(
-    key, value, source_key, source_value, scales, key_table, value_table,
-    ring_read_from, sink_counts, ring_rows, out_b, out_h, start, low, high, slots,
-    HKV: tl.constexpr, SINKS: tl.constexpr, ROWS: tl.constexpr, CODES: tl.constexpr,
-    L: tl.constexpr,
-):  # fmt: skip
-    """Exact tokens among positions [low, high) over their codes in key and value, rotated.
-
-    Position p of the source (the sinks, or the ring) is in slot p % slots; key and value begin
-    with position `start`.
-    """
-    D: tl.constexpr = L.D
-    at, bh = _rows_and_head(high - low, ROWS)
-    at += low
-    row = bh // HKV
-    head = bh % HKV
-    read_from = tl.load(ring_read_from + row)
-    chosen = at < high
-    if SINKS:
-        chosen &= at < tl.minimum(tl.load(sink_counts + row), read_from)
-    else:
-        chosen &= at >= read_from
-    d = tl.arange(0, L.DP)
-    there = chosen[:, None] & (d < D)[None, :]
-    owner = tl.load(ring_rows + row).to(tl.int64)
-    item = (owner * slots + at % slots) * HKV + head
-    offsets = item * D
-    target = _row_offsets(row, head, at - start, out_b, out_h, D)[:, None] + d[None, :]
-    if tl.program_id(1) == 0:
-        if CODES:
-            x = load_exact(source_key, scales, item, chosen, True, L)
-        else:
-            x = load_rotated(source_key, offsets, chosen, key_table, False, ROWS, L)
-        tl.store(key + target, x.to(key.dtype.element_ty), mask=there)
-    else:
-        if CODES:
-            x = load_exact(source_value, scales + 1, item, chosen, False, L)
-        else:
-            x = load_rotated(source_value, offsets, chosen, value_table, False, ROWS, L)
-        tl.store(value + target, x.to(value.dtype.element_ty), mask=there)
 
 
 @triton.jit(do_not_specialize=["tokens"])  # one binary for all lengths
@@ -131,13 +35,13 @@ def _merge_states_kernel(
 
     In `one` the G heads of a group are further rows of one head.
     """
-    at, bh = _rows_and_head(tokens, ROWS)
+    at, bh = rows_and_head(tokens, ROWS)
     b = bh // H
     h = bh % H
     d = tl.arange(0, L.DP)
     live = at < tokens
     there = live[:, None] & (d < L.D)[None, :]
-    offsets = _row_offsets(b, h // G, (h % G) * tokens + at, one_b, one_h, one_l)
+    offsets = row_offsets(b, h // G, (h % G) * tokens + at, one_b, one_h, one_l)
     x = load_rotated(one, offsets, live, table, True, ROWS, L)
     flat = bh.to(tl.int64) * tokens + at
     a = tl.load(one_lse + flat, mask=live, other=0.0)
@@ -146,10 +50,10 @@ def _merge_states_kernel(
     wa = tl.exp(a - peak)
     wc = tl.exp(c - peak)
     total = wa + wc
-    where = two + _row_offsets(b, h, at, two_b, two_h, two_l)[:, None] + d[None, :]
+    where = two + row_offsets(b, h, at, two_b, two_h, two_l)[:, None] + d[None, :]
     y = tl.load(where, mask=there, other=0.0).to(tl.float32)
     x = x * (wa / total)[:, None] + y * (wc / total)[:, None]
-    where = out + _row_offsets(b, h, at, out_b, out_h, out_l)[:, None] + d[None, :]
+    where = out + row_offsets(b, h, at, out_b, out_h, out_l)[:, None] + d[None, :]
     tl.store(where, x.to(out.dtype.element_ty), mask=there)
     tl.store(lse + flat, peak + tl.log(total), mask=live)
 
@@ -161,38 +65,26 @@ def rotate_queries(codec: Codec, query: Tensor) -> Tensor:
     return out
 
 
-def rotate_rows(rotation: Rotation, x: Tensor, out: Tensor, back: bool) -> None:
-    """Write x [B, H, T, D], rotated or rotated back, to `out`, which has any strides."""
-    b, h, tokens, _ = x.shape
-    rows = rows_at_once(rotation)
-    _rotate_rows_kernel[(triton.cdiv(tokens, rows) * b * h,)](
-        x, out, rotation.table(x.device), tokens, *x.stride()[:3], *out.stride()[:3],
-        H=h, BACK=back, ROWS=rows, L=frame_of(rotation), num_warps=4,
-    )  # fmt: skip
-
-
 def load_prefix(
     codec: Codec, view: CacheView, start: int, count: int, key: Tensor, value: Tensor
 ) -> None:
-    """Write positions [start, start + count) to the start of key and value [B, Hkv, tokens, D].
+    """Write positions [start, start + count) to the start of key and value [B, tokens, Hkv, D].
 
-    Exact tokens, too, are in the frame of the pages. `start` begins a page, and the buffers
-    hold whole pages. The view's `same_length` is known.
+    Exact tokens, too, are in the frame of the pages. `start` begins a page. The view's
+    `same_length` is known.
     """
-    page = codec.layout.page_size
-    dequantize_pages(codec, view, start // page, -(-(start + count) // page), key, value)
-    heads, rotation = codec.layout.num_kv_heads, codec.key.rotation
-    rows = rows_at_once(rotation)
-    for ring, low, high in exact_ranges(view, start, count):
-        sources = (view.ring_key, view.ring_value) if ring else (view.sink_key, view.sink_value)
-        codes = ring and view.ring_scales is not None
-        _load_exact_kernel[(triton.cdiv(high - low, rows) * view.batch * heads, 2)](
-            key, value, *sources, view.ring_scales if codes else sources[0],
-            rotation.table(key.device), codec.value.rotation.table(key.device),
-            view.ring_read_from, view.sink_counts, view.ring_rows,
-            key.stride(0), key.stride(1), start, low, high, sources[0].shape[1],
-            HKV=heads, SINKS=not ring, ROWS=rows, CODES=codes, L=frame_of(rotation), num_warps=4,
-        )  # fmt: skip
+    batch, held = key.shape[:2]
+    blocks = triton.cdiv(count, BLOCK)
+    none, starts, first_blocks = (
+        uniform_cu_seqlens(batch, each, key.device) for each in (0, held, blocks)
+    )
+    group = RaggedGroup(
+        slice(0, batch), slice(0, 0), none, starts, first_blocks, batch * held, batch * blocks,
+        max_queries=0, max_keys=held, is_fresh=False,
+    )  # fmt: skip
+    new = view.sink_key, view.sink_value  # there are none
+    both = key.flatten(0, 1), value.flatten(0, 1)
+    load_workspace(codec, view, group, *new, *both, first_at=start, apart=True)
 
 
 def merge_states(old: AttentionState, new: AttentionState) -> AttentionState:
@@ -224,8 +116,3 @@ def _merge(
         *one, *two, *merged, rotation.table(two.out.device), tokens, *strides,
         H=h, G=h // one.out.shape[1], ROWS=rows, L=frame_of(rotation), num_warps=4,
     )  # fmt: skip
-
-
-def rows_at_once(rotation: Rotation) -> int:
-    """How many rows a program takes: a matrix is worth loading for more."""
-    return 32 if rotation.kind == "haar" else 16

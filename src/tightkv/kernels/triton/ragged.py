@@ -1,4 +1,4 @@
-"""What `kernels.ragged` calls: a workspace for many sequences is filled by one launch."""
+"""What `kernels.ragged` calls. A workspace for many sequences is filled by one launch."""
 
 import torch
 import triton
@@ -9,8 +9,8 @@ from tightkv.kernels.ragged_plan import BLOCK, RaggedGroup
 from tightkv.kernels.triton.constants import constants_of
 from tightkv.kernels.triton.dequantize import dequantized_keys, dequantized_values, even_tokens
 from tightkv.kernels.triton.device import last_contiguous
-from tightkv.kernels.triton.prefill import load_rotated, rotate_rows
 from tightkv.kernels.triton.ring import load_exact
+from tightkv.kernels.triton.rotate import load_rotated, rotate_rows
 from tightkv.kernels.triton.unpack import token_order
 from tightkv.kernels.view import CacheView
 from tightkv.pages.codec import Codec
@@ -19,11 +19,21 @@ TAIL = 256  # rows after the last token that a tile of attention may read
 
 
 @triton.jit
-def _fitting(x, where):
-    """Finite float32 in the dtype of `where`: too large a number is the largest one."""
-    if where.dtype.element_ty == tl.float16:
+def _fitting(x, where, FINITE: tl.constexpr):
+    """float32 in the dtype of `where`; with FINITE, too large a number is the largest one."""
+    if FINITE and where.dtype.element_ty == tl.float16:
         x = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
     return x.to(where.dtype.element_ty)
+
+
+@triton.jit
+def _any_number(x, where, FINITE: tl.constexpr):
+    """As `_fitting`; with FINITE, NaN and infinity are 0."""
+    if FINITE:
+        x = tl.where(tl.abs(x) < float("inf"), x, 0.0)
+        if where.dtype.element_ty == tl.bfloat16:
+            x = tl.minimum(tl.maximum(x, -3.3895313892515355e38), 3.3895313892515355e38)
+    return _fitting(x, where, FINITE)
 
 
 @triton.jit
@@ -34,35 +44,27 @@ def _store_rows(target, x, at, seen, shift, head, L: tl.constexpr):
     tl.store(where, x, mask=seen[:, None] & (d < L.D)[None, :])
 
 
-@triton.jit
-def _finite(x, where):
-    """Any float32 in the dtype of `where`, with NaN and infinity as 0."""
-    x = tl.where(tl.abs(x) < float("inf"), x, 0.0)
-    if where.dtype.element_ty == tl.bfloat16:
-        x = tl.minimum(tl.maximum(x, -3.3895313892515355e38), 3.3895313892515355e38)
-    return _fitting(x, where)
-
-
 # What changes from step to step, and tables that are cut anywhere, must not ask for other binaries.
 @triton.jit(
     do_not_specialize=[
         "block_table", "lengths", "left_pad", "ring_read_from", "sink_counts", "ring_rows",
-        "cu_seqlens_q", "cu_seqlens_k", "cu_blocks", "table_b", "first_row", "batch", "ring_tokens",
-        "tokens",
+        "cu_seqlens_q", "cu_seqlens_k", "cu_blocks", "table_b", "first_row", "first_at", "batch",
+        "ring_tokens", "tokens",
     ]
 )  # fmt: skip
 def _load_workspace_kernel(
     pages, block_table, lengths, left_pad, ring_read_from, sink_counts, ring_rows,
     cu_seqlens_q, cu_seqlens_k, cu_blocks, ring_key, ring_value, ring_scales, sink_key, sink_value,
     new_key, new_value, key_table, value_table, key, value,
-    table_b, page_b, new_key_n, new_key_h, new_value_n, new_value_h, first_row, batch, ring_tokens,
-    tokens, SINKS: tl.constexpr, TAIL: tl.constexpr, L: tl.constexpr,
+    table_b, page_b, new_key_n, new_key_h, new_value_n, new_value_h, first_row, first_at, batch,
+    ring_tokens, tokens,
+    SINKS: tl.constexpr, TAIL: tl.constexpr, FINITE: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
     """32 positions of one sequence and head to their rows of key and value [tokens, HKV, D].
 
     Positions with codes and exact ones (sinks, ring, new tokens) are written apart, so that each
-    row is written once. The tables of the sequences begin with row `first_row` of the batch.
-    Every number that is written is finite: a tile of attention reads rows of the next sequence.
+    row is written once. The tables of the sequences begin with row `first_row` of the batch, and
+    what is written of each with position `first_at`.
     """
     D: tl.constexpr = L.D
     DP: tl.constexpr = L.DP
@@ -86,34 +88,36 @@ def _load_workspace_kernel(
         row += tl.sum((ends <= place).to(tl.int32), axis=0)
     if row >= batch:  # the host expected more tokens
         return
-    first = (place - tl.load(cu_blocks + row)) * 32
+    first = (place - tl.load(cu_blocks + row)) * 32 + first_at
     begin = tl.load(cu_seqlens_q + row)
     count = tl.load(cu_seqlens_q + row + 1) - begin
     shift = tl.load(cu_seqlens_k + row)
+    row_end = tl.load(cu_seqlens_k + row + 1)
     row += first_row
     length = tl.load(lengths + row)
     start = tl.load(left_pad + row)
     read_from = tl.load(ring_read_from + row)
     sinks_end = tl.minimum(start + tl.load(sink_counts + row), read_from)
     coded_from = tl.maximum(start, sinks_end)
-    shift -= start  # from a position to its row of the workspace
-    stop = tl.minimum(length + count, tokens - shift)  # nothing is written beyond the workspace
+    shift -= start + first_at  # from a position to its row of the workspace
+    # Nothing is written beyond the sequence's rows, or beyond the workspace.
+    stop = tl.minimum(length + count, tl.minimum(row_end, tokens) - shift)
     coded_to = tl.minimum(read_from, stop)
 
     if (first + 32 > coded_from) & (first < read_from):
         page = tl.load(block_table + row.to(tl.int64) * table_b + first // L.PAGE).to(tl.int64)
         record = pages + page * page_b + head * L.RECORD
         block = first % L.PAGE // 32
-        x = dequantized_keys(record, block, L, FINITE=True)
+        x = dequantized_keys(record, block, L, FINITE)
         at = first + token_order(1)
         seen = (at >= coded_from) & (at < coded_to)
-        _store_rows(key, _fitting(x, key), at, seen, shift, head, L)
-        even, odd = dequantized_values(record, block, L, FINITE=True)
+        _store_rows(key, _fitting(x, key, FINITE), at, seen, shift, head, L)
+        even, odd = dequantized_values(record, block, L, FINITE)
         at = first + even_tokens()
         seen = (at >= coded_from) & (at < coded_to)
-        _store_rows(value, _fitting(even, value), at, seen, shift, head, L)
+        _store_rows(value, _fitting(even, value, FINITE), at, seen, shift, head, L)
         seen = (at + 1 >= coded_from) & (at + 1 < coded_to)
-        _store_rows(value + HKV * D, _fitting(odd, value), at, seen, shift, head, L)
+        _store_rows(value + HKV * D, _fitting(odd, value, FINITE), at, seen, shift, head, L)
 
     if (first + 32 > start) & ((first < coded_from) | (first + 32 > read_from)):
         at = first + tl.arange(0, 32)
@@ -128,9 +132,9 @@ def _load_workspace_kernel(
         if L.RING_CODES:
             coded = exact & (at < length) & (at >= read_from)
             x = load_exact(ring_key, ring_scales, ring_item, coded, True, L)
-            _store_rows(key, _finite(x, key), at, coded, shift, head, L)
+            _store_rows(key, _any_number(x, key, FINITE), at, coded, shift, head, L)
             x = load_exact(ring_value, ring_scales + 1, ring_item, coded, False, L)
-            _store_rows(value, _finite(x, value), at, coded, shift, head, L)
+            _store_rows(value, _any_number(x, value, FINITE), at, coded, shift, head, L)
             exact = exact & (is_sink | is_new)
         none = tl.zeros([32], tl.int64)
         source = sink_key + sink_at
@@ -138,13 +142,13 @@ def _load_workspace_kernel(
             source = tl.where(is_sink, source, ring_key + ring_item * D)
         source = tl.where(is_new, new_key + n * new_key_n + head64 * new_key_h, source)
         x = load_rotated(source[:, None], none, exact, key_table, False, 32, L)
-        _store_rows(key, _finite(x, key), at, exact, shift, head, L)
+        _store_rows(key, _any_number(x, key, FINITE), at, exact, shift, head, L)
         source = sink_value + sink_at
         if not L.RING_CODES:
             source = tl.where(is_sink, source, ring_value + ring_item * D)
         source = tl.where(is_new, new_value + n * new_value_n + head64 * new_value_h, source)
         x = load_rotated(source[:, None], none, exact, value_table, False, 32, L)
-        _store_rows(value, _finite(x, value), at, exact, shift, head, L)
+        _store_rows(value, _any_number(x, value, FINITE), at, exact, shift, head, L)
 
 
 def rotate_queries(codec: Codec, query: Tensor) -> Tensor:
@@ -172,14 +176,19 @@ def load_workspace(
     new_value: Tensor,
     key: Tensor,
     value: Tensor,
+    *,
+    first_at: int = 0,
+    apart: bool = False,
 ) -> None:
     """Write all tokens of a group's sequences to key and value [group.tokens, Hkv, D].
 
     Exact tokens, too, are in the frame of the pages. `view` is the batch's; the new tokens are
-    the group's. Rows after the last token are zeros as far as a tile of attention may reach.
+    the group's. Positions before `first_at` are left out. Rows after the last token are zeros as
+    far as a tile of attention may reach.
 
     Numbers that are not finite become 0. A tile may reach into the next sequence, with weights
-    of 0, and 0 times NaN is NaN: one request's numbers would be in another's output.
+    of 0, and 0 times NaN is NaN: one request's numbers would be in another's output. Where
+    attention reads sequences `apart`, numbers and rows after the last token stay what they are.
     """
     layout, rows, device = codec.layout, group.rows, key.device
     new_key, new_value = last_contiguous(new_key), last_contiguous(new_value)
@@ -193,8 +202,9 @@ def load_workspace(
         codec.key.rotation.table(device), codec.value.rotation.table(device), key, value,
         view.block_table.stride(0), view.pages.stride(0),
         new_key.stride(0), new_key.stride(1), new_value.stride(0), new_value.stride(1),
-        rows.start, rows.stop - rows.start, view.ring_key.shape[1], group.tokens,
-        SINKS=view.sink_key.shape[1], TAIL=TAIL, L=constants_of(layout, device), num_warps=4,
+        rows.start, first_at, rows.stop - rows.start, view.ring_key.shape[1], group.tokens,
+        SINKS=view.sink_key.shape[1], TAIL=0 if apart else TAIL, FINITE=not apart,
+        L=constants_of(layout, device), num_warps=4,
     )  # fmt: skip
 
 
