@@ -1,4 +1,4 @@
-"""What append and attend accept: rank, dtype, device, contiguity and ranges, in one place.
+"""What append and attend accept: rank, dtype, device and ranges, in one place.
 
 `PagedKV.append` and `attention.attend` call these; kernels rely on them.
 """
@@ -9,12 +9,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tightkv.kernels.view import CacheView
 from tightkv.pages.layout import PageLayout
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-_INDEX = (torch.int32,)
-_COUNTERS = ("lengths", "left_pad", "ring_read_from", "sink_counts", "ring_rows")
 
 
 def expect(
@@ -45,38 +42,6 @@ def check_new_tokens(layout: PageLayout, key: Tensor, value: Tensor, names: str 
             f"{names}key is {_name(key.dtype)}, {names}value is {_name(value.dtype)}; "
             f"both must have one dtype: cast them to {_name(layout.dtype)}"
         )
-
-
-def check_view(layout: PageLayout, view: CacheView) -> None:
-    """The tensors of a view agree with each other and with the layout; no value is read."""
-    device, batch = view.pages.device, view.lengths.shape[0] if view.lengths.dim() else 0
-    heads, d = layout.num_kv_heads, layout.head_dim
-    expect("pages", view.pages, ("pages", heads, layout.record_bytes), device, (torch.uint8,))
-    expect("block_table", view.block_table, (batch, "pages"), device, _INDEX)
-    for name in _COUNTERS:
-        expect(name, getattr(view, name), (batch,), device, _INDEX)
-    rows = view.ring_key.shape[0] if view.ring_key.dim() else 0
-    for name, key, value, dtype in (
-        ("ring", view.ring_key, view.ring_value, layout.ring_dtype),
-        ("sink", view.sink_key, view.sink_value, layout.dtype),
-    ):
-        key_dim = layout.ring_key_dim if name == "ring" else d
-        expect(f"{name}_key", key, (rows, "tokens", heads, key_dim), device, (dtype,))
-        expect(f"{name}_value", value, (*key.shape[:3], d), device, (dtype,))
-    if (view.ring_scales is None) != (layout.cfg.window_bits == 16):
-        raise ValueError("ring_scales are those of a window of 8 bits, and of no other")
-    if view.ring_scales is not None:
-        shape = (*view.ring_key.shape[:3], 2)
-        expect("ring_scales", view.ring_scales, shape, device, (torch.float16,))
-    record = (layout.record_bytes, 1)
-    if view.pages.numel() and view.pages.stride()[1:] != record:
-        raise ValueError(f"pages have strides {view.pages.stride()}; each page must be contiguous")
-    if view.block_table.numel() and view.block_table.stride(1) != 1:
-        raise ValueError("block_table must be contiguous in each row")
-    scales = () if view.ring_scales is None else ("ring_scales",)
-    for name in (*_COUNTERS, "ring_key", "ring_value", "sink_key", "sink_value", *scales):
-        if not getattr(view, name).is_contiguous():
-            raise ValueError(f"{name} must be contiguous; call .contiguous() on it")
 
 
 def check_feedback(layout: PageLayout, feedback: Tensor, device: torch.device) -> None:

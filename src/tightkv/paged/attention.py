@@ -8,19 +8,19 @@ from tightkv.kernels.check import (
     check_mask_tokens,
     check_new_tokens,
     check_options,
-    check_view,
     expect,
 )
 from tightkv.kernels.view import AttendOptions, CacheView
 from tightkv.paged.cache import PagedKV
-from tightkv.paged.sequences import uniform_cu_seqlens
+from tightkv.paged.sequences import RowTensors, uniform_cu_seqlens
 
 
 def attend(
     cache: PagedKV,
     query: Tensor,
     *,
-    view: CacheView | None = None,
+    rows: RowTensors | None = None,
+    same_length: int | None = None,
     scale: float | None = None,
     causal: bool = True,
     window: int | None = None,
@@ -33,19 +33,14 @@ def attend(
 
     Row b attends to sequence b. Query i is token length - Lq + i of its row, so causal
     attention with Lq != tokens aligns to the end; with new_key/new_value [B, Lq, Hkv, D] the
-    queries' own tokens follow the cache without being in it. `view` is the layer's own view
-    unless given. See `AttendOptions` for the others.
+    queries' own tokens follow the cache without being in it. `rows` and `same_length` are as in
+    `PagedKV.view`. See `AttendOptions` for the others.
     """
-    plain = view is None and mask is None and new_key is None and new_value is None
+    plain = rows is None and mask is None and new_key is None and new_value is None
     again = cache.attend_again(query, (scale, causal, window, softcap)) if plain else None
     if again is not None:
         return again
-    layout = cache.layout
-    own = view is None
-    if view is None:
-        view = cache.view()
-    else:
-        check_view(layout, view)
+    layout, view = cache.layout, cache.view(rows, same_length)
     heads, d = layout.num_kv_heads, layout.head_dim
     expect("query", query, (view.batch, "Lq", "Hq", d), cache.device)
     check_heads(layout, query.shape[2])
@@ -59,7 +54,7 @@ def attend(
         check_new_tokens(layout, new_key, new_value, "new_")
     if mask is not None:
         check_mask(mask, view.batch, query.shape[2], query.shape[1], cache.device)
-        tokens = max(cache.table.lengths, default=0) if own else _most_tokens(view)
+        tokens = max(cache.table.lengths, default=0) if rows is None else _most_tokens(view)
         if tokens is not None:
             check_mask_tokens(mask, tokens + (0 if new_key is None else query.shape[1]))
     batch, lq = query.shape[:2]

@@ -215,12 +215,13 @@ class TightLayer(CacheLayerMixin):  # type: ignore[misc]
             self._write()
             out, lse = attend(self.kv, query, **options)
         else:
-            rows = self.shared.rows_at(self.step, self.device)
-            view = self.kv.view(rows, self.shared.same_length_at(self.step))
-            new_key, new_value = step.new_key.transpose(1, 2), step.new_value.transpose(1, 2)
-            out, lse = attend(
-                self.kv, query, view=view, new_key=new_key, new_value=new_value, **options
-            )
+            options |= {
+                "rows": self.shared.rows_at(self.step, self.device),
+                "same_length": self.shared.same_length_at(self.step),
+                "new_key": step.new_key.transpose(1, 2),
+                "new_value": step.new_value.transpose(1, 2),
+            }
+            out, lse = attend(self.kv, query, **options)
             self._write()
         return self.add_center(out), lse
 
