@@ -305,30 +305,21 @@ class PageLayout(Constant):
         """uint8 [..., record_bytes] -> each field of `side` as [..., page_size, count]."""
         out = {}
         for plane in self._side_planes(side):
-            data = records[..., plane.offset : plane.offset + plane.size]
-            field = plane.field
-            if field.name == "raw":
-                out["raw"] = _as_dtype(data, self.raw_dtype).unflatten(-1, (-1, field.count))
-            elif field.is_codes:
-                rows = self._plane_to_rows(data, side, field)
+            field, rows = plane.field, records[..., self._index(plane, records.device)]
+            if field.is_codes:
                 codes = unpack(rows, field.bits)
                 out[field.name] = _split_pairs(codes) if side == "value" else codes
             else:
-                out[field.name] = _numbers_to_tokens(_as_dtype(data, torch.float16), field.count)
+                out[field.name] = _as_dtype(rows, self._number_dtype(field))
         return out
 
     def write(self, records: Tensor, side: str, fields: dict[str, Tensor]) -> None:
         """Write whole planes in place: the inverse of `read`."""
         for plane in self._side_planes(side):
             field, value = plane.field, fields[plane.field.name]
-            if field.name == "raw":
-                data = _as_bytes(value.to(self.raw_dtype).flatten(-2))
-            elif field.is_codes:
-                codes = _join_pairs(value) if side == "value" else value
-                data = self._rows_to_plane(pack(codes, field.bits), side, field)
-            else:
-                data = _tokens_to_numbers(value.to(torch.float16)).view(torch.uint8)
-            records[..., plane.offset : plane.offset + plane.size] = data
+            paired = field.is_codes and side == "value"
+            rows = self._row_bytes(field, _join_pairs(value) if paired else value)
+            records[..., self._index(plane, records.device)] = rows
 
     # --- single tokens ---
     def write_tokens(
@@ -338,26 +329,17 @@ class PageLayout(Constant):
         changes. Two tokens may share a packed pair; the same slot must not appear twice."""
         for plane in self._side_planes(side):
             field, value = plane.field, fields[plane.field.name]
-            start = plane.offset
-            if field.name == "raw":
-                data = _as_bytes(value.to(self.raw_dtype))
-                index = torch.arange(data.shape[-1], device=pages.device)
-                _scatter(pages, page, start + offset[:, None] * data.shape[-1] + index, data)
-            elif not field.is_codes:
-                index = self._number_index(field).to(pages.device)[offset]  # [T, count * 2]
-                data = _as_bytes(value.to(torch.float16))
-                _scatter(pages, page, start + index, data)
-            elif side == "key":
-                index = self._row_index(side, field).to(pages.device)[offset]
-                _scatter(pages, page, start + index, pack(value, field.bits))
-            else:
-                for parity in (0, 1):  # pair mates in one call must not race
-                    pick = (offset % 2 == parity).nonzero().squeeze(-1)
-                    index = start + self._row_index(side, field).to(pages.device)[offset[pick] // 2]
-                    pair = unpack(_gather(pages, page[pick], index), field.bits)
-                    codes = pair.unflatten(-1, (-1, 2)).clone()  # [t, heads, count, 2]
-                    codes[..., parity] = value[pick]
-                    _scatter(pages, page[pick], index, pack(codes.flatten(-2), field.bits))
+            index = self._index(plane, pages.device)
+            if side == "key" or not field.is_codes:
+                _scatter(pages, page, index[offset], self._row_bytes(field, value))
+                continue
+            for parity in (0, 1):  # pair mates in one call must not race
+                pick = (offset % 2 == parity).nonzero().squeeze(-1)
+                at = page[pick], index[offset[pick] // 2]
+                pair = unpack(_gather(pages, *at), field.bits)
+                codes = pair.unflatten(-1, (-1, 2)).clone()  # [t, heads, count, 2]
+                codes[..., parity] = value[pick]
+                _scatter(pages, *at, pack(codes.flatten(-2), field.bits))
 
     # --- the page mean ---
     def read_mean(self, records: Tensor) -> Tensor:
@@ -387,41 +369,39 @@ class PageLayout(Constant):
     def _side_planes(self, side: str) -> list[Plane]:
         return [plane for plane in self.planes.values() if plane.side == side]
 
-    def _code_shape(self, side: str, field: TokenField) -> tuple[int, ...]:
-        """[block, word j, A, B, i, element bytes] of a code plane."""
+    def _number_dtype(self, field: TokenField) -> torch.dtype:
+        return self.raw_dtype if field.name == "raw" else torch.float16
+
+    def _row_bytes(self, field: TokenField, value: Tensor) -> Tensor:
+        """Rows of a field [..., count], or of paired codes, -> uint8 [..., row bytes]."""
+        if field.is_codes:
+            return pack(value, field.bits)
+        return _as_bytes(value.to(self._number_dtype(field)))
+
+    @lru_cache(maxsize=1024)  # noqa: B019 - layouts are values, and few
+    def _index(self, plane: Plane, device: torch.device) -> Tensor:
+        """[rows, row bytes]: where in a record the bytes of each token lie, or of each pair."""
+        field, byte = plane.field, torch.arange(plane.size, device="cpu")
+        if field.is_codes:
+            rows = self._plane_to_rows(byte, plane.side, field)
+        elif field.name == "raw":
+            rows = byte.unflatten(0, (self.page_size, -1))
+        else:  # [field, block, r, i, byte]
+            numbers = byte.view(field.count, -1, 8, 4, 2).transpose(2, 3)
+            rows = numbers.flatten(1, 3).transpose(0, 1).flatten(1)
+        return (plane.offset + rows).to(device)
+
+    def _plane_to_rows(self, byte: Tensor, side: str, field: TokenField) -> Tensor:
+        """The bytes of a code plane -> packed rows [rows, row bytes]: tokens, or pairs."""
         blocks = self.page_size // BLOCK
-        if side == "value":
-            return (blocks, field.bits, field.count // 16, 4, 4, 4)
-        chunk = 32 if field.count % 32 == 0 else 16
-        return (blocks, field.bits, 8, field.count // chunk, 4, chunk // 8)
-
-    def _plane_to_rows(self, data: Tensor, side: str, field: TokenField) -> Tensor:
-        """[..., plane bytes] -> packed rows [..., rows, row bytes]: tokens, or pairs for values."""
-        x = data.unflatten(-1, self._code_shape(side, field))
-        order = (-6, -2, -3, -4, -5, -1) if side == "value" else (-6, -2, -4, -3, -5, -1)
-        x = x.permute(*range(x.dim() - 6), *order)  # [..., block, i, row, chunk, j, bytes]
-        return x.flatten(-6, -4).flatten(-3)
-
-    def _rows_to_plane(self, rows: Tensor, side: str, field: TokenField) -> Tensor:
-        blocks, words, a, b, i, width = self._code_shape(side, field)
-        row, chunks = (b, a) if side == "value" else (a, b)
-        x = rows.unflatten(-1, (chunks, words, width)).unflatten(-4, (blocks, i, row))
-        # [..., block, i, row, chunk, j, bytes] -> [..., block, j, A, B, i, bytes]
-        order = (-6, -2, -3, -4, -5, -1) if side == "value" else (-6, -2, -4, -3, -5, -1)
-        return x.permute(*range(x.dim() - 6), *order).flatten(-6)
-
-    @lru_cache(maxsize=256)  # noqa: B019 - layouts are values, and few
-    def _row_index(self, side: str, field: TokenField) -> Tensor:
-        """[rows, row bytes]: byte of the plane for each byte of a packed row."""
-        size = self.planes[side, field.name].size
-        return self._plane_to_rows(torch.arange(size, device="cpu"), side, field)
-
-    @lru_cache(maxsize=256)  # noqa: B019
-    def _number_index(self, field: TokenField) -> Tensor:
-        """[page_size, count * 2]: byte of the plane for each byte of a token's fp16 numbers."""
-        numbers = torch.arange(field.count * self.page_size, device="cpu")
-        index = _numbers_to_tokens(numbers, field.count)
-        return torch.stack([2 * index, 2 * index + 1], -1).flatten(-2)
+        if side == "value":  # [block, word j, chunk r, pair c, i, element bytes]
+            x = byte.view(blocks, field.bits, field.count // 16, 4, 4, 4)
+            x = x.permute(0, 4, 3, 2, 1, 5)
+        else:  # [block, word j, row r, chunk c, i, element bytes]
+            chunk = 32 if field.count % 32 == 0 else 16
+            x = byte.view(blocks, field.bits, 8, field.count // chunk, 4, chunk // 8)
+            x = x.permute(0, 4, 2, 3, 1, 5)
+        return x.flatten(0, 2).flatten(1)  # of [block, i, row, chunk, j, bytes]
 
 
 def page_layout(
@@ -451,18 +431,6 @@ def _as_bytes(x: Tensor) -> Tensor:
     """[..., n] -> uint8. A single element may be contiguous and have any stride."""
     x = x.contiguous() if x.shape[-1] > 1 else x.clone(memory_format=torch.contiguous_format)
     return x.view(torch.uint8)
-
-
-def _numbers_to_tokens(data: Tensor, count: int) -> Tensor:
-    """[..., field, block, r, i] flat -> [..., page_size, count] in token order."""
-    x = data.unflatten(-1, (count, -1, 8, 4)).transpose(-1, -2)  # [..., field, block, i, r]
-    return x.flatten(-3).transpose(-1, -2)
-
-
-def _tokens_to_numbers(values: Tensor) -> Tensor:
-    """[..., page_size, count] -> flat in plane order."""
-    x = values.transpose(-1, -2).unflatten(-1, (-1, 4, 8)).transpose(-1, -2)
-    return x.flatten(-4).contiguous()
 
 
 def _join_pairs(codes: Tensor) -> Tensor:
