@@ -1,65 +1,42 @@
-"""The arguments of the CUDA kernels, as ctypes structures."""
+"""The arguments of the CUDA kernels, as ctypes structures with the fields that csrc declares."""
 
 import ctypes
+import re
+from pathlib import Path
+
+CSRC = Path(__file__).parent / "csrc"
+_NUMBERS = {"int": ctypes.c_int, "long long": ctypes.c_longlong, "float": ctypes.c_float}
 
 
-def _fields(ctype: type, names: str) -> list[tuple[str, type]]:
-    return [(name, ctype) for name in names.split()]
+def _fields(struct: str, file: str) -> list[tuple[str, type]]:
+    """The fields of a struct of pointers and numbers: declarations are `type name, *name;`."""
+    text = re.sub(r"//.*", "", (CSRC / file).read_text(encoding="utf-8"))
+    found = re.search(rf"\bstruct {struct} {{(.*?)}};", text, re.DOTALL)
+    assert found is not None, f"{file} has no struct {struct}"
+    fields: list[tuple[str, type]] = []
+    for declaration in found[1].split(";"):
+        kind = re.match(r"\s*(?:const )?(long long|\w+)", declaration)
+        for star, name in re.findall(r"(\*?)(\w+)\s*(?:,|$)", declaration):
+            assert kind is not None
+            fields.append((name, ctypes.c_void_p if star else _NUMBERS[kind[1]]))
+    return fields
 
 
 class DecodeParams(ctypes.Structure):
-    """`struct DecodeParams` of decode_params.cuh."""
-
-    _fields_ = (
-        _fields(ctypes.c_void_p, "query pages block_table lengths left_pad ring_read_from")
-        + _fields(ctypes.c_void_p, "sink_counts ring_rows cu_seqlens")
-        + _fields(ctypes.c_void_p, "ring_key ring_value sink_key sink_value")
-        + _fields(ctypes.c_void_p, "rotation value_center blocks partial partial_lse out lse")
-        + _fields(ctypes.c_longlong, "query_n query_h out_n out_h table_b page_bytes total_rows")
-        + _fields(ctypes.c_float, "scale softcap")
-        + _fields(ctypes.c_int, "ring sinks num_splits")
-        + _fields(ctypes.c_int, "window causal overlaps_append table_pages batch max_queries")
-        + _fields(ctypes.c_void_p, "ring_scales")
-    )
+    _fields_ = _fields("DecodeParams", "include/decode_params.cuh")
 
 
 class PlanParams(ctypes.Structure):
-    """`struct PlanParams` of split_plan.cu."""
-
-    _fields_ = _fields(ctypes.c_void_p, "lengths left_pad ring_read_from blocks rows") + _fields(
-        ctypes.c_int, "batch num_blocks heads slots window least"
-    )
+    _fields_ = _fields("PlanParams", "split_plan.cu")
 
 
 class AppendParams(ctypes.Structure):
-    """`struct AppendParams` of encode.cuh."""
-
-    _fields_ = (
-        _fields(ctypes.c_void_p, "key value pages block_table lengths left_pad ring_rows")
-        + _fields(ctypes.c_void_p, "ring_valid_from cu_seqlens")
-        + _fields(ctypes.c_void_p, "ring_key ring_value sink_key sink_value rotation")
-        + _fields(ctypes.c_void_p, "key_center value_center")
-        + _fields(ctypes.c_longlong, "key_n key_h value_n value_h table_b page_bytes")
-        + _fields(ctypes.c_int, "ring sinks encode_partial_page copy encode")
-        + _fields(ctypes.c_void_p, "ring_scales")
-        + _fields(ctypes.c_int, "lag")
-    )
+    _fields_ = _fields("AppendParams", "include/encode.cuh")
 
 
 class SealParams(ctypes.Structure):
-    """`struct SealParams` of sealed_layers.cuh."""
-
-    _fields_ = _fields(ctypes.c_void_p, "layers count pages rotation") + _fields(
-        ctypes.c_int, "num_layers slots"
-    )
+    _fields_ = _fields("SealParams", "include/sealed_layers.cuh")
 
 
 class StepParams(ctypes.Structure):
-    """`struct StepParams` of static_step.cu."""
-
-    _fields_ = (
-        _fields(ctypes.c_void_p, "position new_left_pad state lengths left_pad ring_read_from")
-        + _fields(ctypes.c_void_p, "sink_counts ring_valid_from cu_seqlens refused")
-        + _fields(ctypes.c_int, "count batch max_tokens page_size exact_pages ring sinks")
-        + _fields(ctypes.c_int, "ring_slack ring_window window_step")
-    )
+    _fields_ = _fields("StepParams", "static_step.cu")

@@ -9,12 +9,12 @@ import torch
 
 from tightkv.kernels.constants import layout_constants, table_levels
 from tightkv.kernels.cuda.decode_plan import DecodeTile, splits_at_once
+from tightkv.kernels.cuda.params import CSRC
 from tightkv.math.feedback import MOST_SCALE, gain
 from tightkv.math.quantize import Quantizer, TurboQuantMSE
 from tightkv.pages.codec import Codec
 from tightkv.pages.layout import PageLayout
 
-_FOLDER = Path(__file__).parent / "csrc"
 _INCLUDE = re.compile(r'#include "([\w.]+)"$')
 _PROGRAMS = {"decode": ("decode.cu", "merge.cu")}  # others are a file of their own name
 _SHARED = (
@@ -95,10 +95,10 @@ def included(*names: str) -> str:
                 yield "" if line == "#pragma once" else line
                 continue
             if header[1] not in done:
-                yield from lines_of(_FOLDER / "include" / header[1])
+                yield from lines_of(CSRC / "include" / header[1])
             yield f'#line {number + 1} "{path.name}"'
 
-    return "".join(f"{line}\n" for name in names for line in lines_of(_FOLDER / name))
+    return "".join(f"{line}\n" for name in names for line in lines_of(CSRC / name))
 
 
 def _byte_levels(quantizer: Quantizer, sum_levels: bool) -> str:
