@@ -263,11 +263,11 @@ def test_bad_operands(options, word):
     assert attend(cache, torch.zeros(2, 1, 4, 64))[0].shape == (2, 1, 4, 64)
 
 
-def test_masks_cover_a_view_and_the_tokens_after_it():
+def test_masks_cover_rows_and_the_tokens_after_them():
     cache = make_cache(CFG)
     add(cache, *tokens(2, 70))
     new = torch.zeros(2, 20, 2, 64)
-    options = {"view": cache.view(), "new_key": new, "new_value": new}
+    options = {"rows": cache.table.tensors(cache.device), "new_key": new, "new_value": new}
     query = torch.zeros(2, 20, 4, 64)
     with pytest.raises(ValueError, match="mask covers 89 tokens; the cache has 90"):
         attend(cache, query, mask=torch.ones(2, 1, 20, 89, dtype=torch.bool), **options)

@@ -34,7 +34,7 @@ def following(ours, float32_sums=False):
     layout = ours.layout
     dense = float32_sums and ours.codec.key.rotation.kind == "haar"
 
-    def seal(codec, pages, page_ids, key, value, keep, pad, feedback=None, scales=None):
+    def seal(codec, pages, page_ids, tokens, keep, pad, feedback=None):
         made = ours.pages[page_ids.long()]
         offset = torch.arange(layout.page_size, device=pages.device)
 
@@ -55,28 +55,25 @@ def following(ours, float32_sums=False):
 
         with ExitStack() as hooks:
             if codec.cfg.centered:
-                check_mean(codec, made, rotated(codec, key, value, scales)[0], keep, pad)
+                check_mean(codec, made, rotated(codec, *tokens)[0], keep, pad)
                 hooks.enter_context(patch.object(PageLayout, "write_mean", take_mean))
             if dense:
                 name = "encode_centered" if codec.cfg.centered else "encode_keys"
                 hooks.enter_context(patch.object(Codec, name, take_key))
                 hooks.enter_context(patch.object(Codec, "encode_rotated", take_value))
-            plain_seal(codec, pages, page_ids, key, value, keep, pad, feedback, scales)
+            plain_seal(codec, pages, page_ids, tokens, keep, pad, feedback)
 
-    def store(codec, pages, key, value, slots, scales=None):
-        at = slots[slots >= 0].long()
-        page, offset = at // layout.page_size, at % layout.page_size
-
+    def store(codec, pages, tokens, page, offset):
         def take(codec, side, y):
             got = layout.read(ours.pages[page], side)  # [n, Hkv, page_size, count]
-            got = {name: field[torch.arange(len(at)), :, offset] for name, field in got.items()}
+            got = {name: field[torch.arange(len(page)), :, offset] for name, field in got.items()}
             check_fields(codec.side(side), y, missed_by(y), None, got)
             return got
 
         with ExitStack() as hooks:
             if dense:
                 hooks.enter_context(patch.object(Codec, "encode_rotated", take))
-            plain_store(codec, pages, key, value, slots, scales)
+            plain_store(codec, pages, tokens, page, offset)
 
     with patch.object(reference, "seal", seal), patch.object(reference, "store", store):
         yield

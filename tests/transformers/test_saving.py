@@ -65,7 +65,6 @@ def saved(tmp_path, tokens=100, window_bits=16, before=False, exact_pages=1, **o
     cache = TightCache(quant, model=model, **options)
     if before:
         cache.shared.table.lag = 0
-        cache.shared.table._steps_alike = lambda state: 0
     greedy(model, cache, prompt(2, tokens), 3)
     cache.save(tmp_path / "cache.safetensors")
     return model, cache, tmp_path / "cache.safetensors"

@@ -17,7 +17,7 @@ from torch import Tensor
 from tightkv.kernels.backend import Takes
 from tightkv.kernels.view import AppendOptions, AttendOptions, CacheView, SealedLayer
 from tightkv.pages.codec import Codec
-from tightkv.pages.layout import PageLayout
+from tightkv.pages.layout import SIDES, PageLayout
 from tightkv.pages.window import RingTokens, ring_tokens, rotated
 
 NAME = "reference"
@@ -72,8 +72,7 @@ def append(
         keep = (ring_valid_from[row] - index * size).clamp(0, size)
         pad = (left_pad[row] - index * size).clamp(0, size)
         page = view.block_table[row, index]
-        k, v, scales = tokens
-        seal(codec, view.pages, page, k, v, keep, pad, view.feedback, scales)
+        seal(codec, view.pages, page, tokens, keep, pad, view.feedback)
 
     token = torch.arange(len(key), device=device)
     row = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
@@ -84,10 +83,8 @@ def append(
     if encode_partial_page:
         coded_from = 0 if view.seals_later else lengths[row] // size * size
         pick = (at >= coded_from).nonzero().squeeze(-1)
-        page = view.block_table[row[pick], at[pick] // size]
-        slots = page * size + at[pick] % size
-        picked = new.at(token[pick])
-        store(codec, view.pages, picked.key, picked.value, slots, picked.scales)
+        page = view.block_table[row[pick], at[pick] // size].long()
+        store(codec, view.pages, new.at(token[pick]), page, at[pick] % size)
     for targets, tokens, place_in_row, wanted in (
         (rings, new, at % ring, at >= lengths[row] - ring),
         (
@@ -125,62 +122,40 @@ def seal_layers(codec: Codec, layers: Sequence[SealedLayer], chosen: Tensor) -> 
     for layer in layers:
         slot = row[:, None], at % layer.ring_key.shape[1]
         rings = RingTokens(layer.ring_key, layer.ring_value, layer.ring_scales)
-        key, value, scales = rings.at(slot)
         pad = torch.zeros_like(keep)
-        seal(codec, layer.pages, page, key, value, keep, pad, layer.feedback, scales)
+        seal(codec, layer.pages, page, rings.at(slot), keep, pad, layer.feedback)
 
 
-def store(
-    codec: Codec,
-    pages: Tensor,
-    key: Tensor,
-    value: Tensor,
-    slots: Tensor,
-    scales: Tensor | None = None,
-) -> None:
-    """Write tokens [T, Hkv, D] uncentered at slots [T] = page * page_size + offset.
-
-    Negative slots are skipped. Readable at once; no other token's bits change. For `scales` see
-    `seal`.
-    """
-    layout = codec.layout
-    live = (slots >= 0).nonzero().squeeze(-1)
-    page = slots[live].long() // layout.page_size
-    offset = slots[live].long() % layout.page_size
-    both = rotated(codec, *RingTokens(key, value, scales).at(live))
-    for side, y in zip(("key", "value"), both, strict=True):
-        layout.write_tokens(pages, page, offset, side, codec.encode_rotated(side, y))
+def store(codec: Codec, pages: Tensor, tokens: RingTokens, page: Tensor, offset: Tensor) -> None:
+    """Write tokens [T, Hkv, D] uncentered at (page[t], offset[t]); no other token's bits change."""
+    for side, y in zip(SIDES, rotated(codec, *tokens), strict=True):
+        codec.layout.write_tokens(pages, page, offset, side, codec.encode_rotated(side, y))
 
 
 def seal(
     codec: Codec,
     pages: Tensor,
     page_ids: Tensor,
-    key: Tensor,
-    value: Tensor,
+    tokens: RingTokens,
     keep: Tensor,
     pad: Tensor,
     feedback: Tensor | None = None,
-    scales: Tensor | None = None,
 ) -> None:
     """Encode whole pages [n, page_size, Hkv, D], keys centered on the page's own mean.
-
-    Keys and values are exact, or with `scales` [n, page_size, Hkv, 2] in 8 bits.
 
     The first keep[n] tokens of a page have no exact copy: their codes and the page's mean
     stay, and the others are centered on that mean. The first pad[n] tokens are left padding
     and stay out of the mean. `feedback`: see `Codec.encode_keys`.
     """
     layout = codec.layout
-    per_page = key[0].numel() * 4 if key.numel() else 1
+    per_page = tokens.key[0].numel() * 4 if tokens.key.numel() else 1
     step = max(1, _STEP_BYTES // per_page)
     for i in range(0, len(page_ids), step):
         part = slice(i, i + step)
         records = pages[page_ids[part].long()]  # [n, Hkv, record]
-        old = {side: layout.read(records, side) for side in ("key", "value")}
+        old = {side: layout.read(records, side) for side in SIDES}
         kept = _before(keep[part], layout.page_size)  # [n, 1, page_size, 1]
-        tokens = RingTokens(key, value, scales).at(part)
-        y, v = (x.transpose(1, 2) for x in rotated(codec, *tokens))  # [n, Hkv, page_size, D]
+        y, v = (x.transpose(1, 2) for x in rotated(codec, *tokens.at(part)))  # [n, Hkv, page, D]
         if codec.cfg.centered:
             real = ~_before(pad[part], layout.page_size)
             count = real.sum(2).clamp_min(1)
@@ -193,7 +168,7 @@ def seal(
         else:
             new_key = codec.encode_keys(y, feedback)
         new_value = codec.encode_rotated("value", v)
-        for side, new in (("key", new_key), ("value", new_value)):
+        for side, new in zip(SIDES, (new_key, new_value), strict=True):
             fields = {name: torch.where(kept, old[side][name], new[name]) for name in new}
             layout.write(records, side, fields)
         pages[page_ids[part].long()] = records

@@ -109,9 +109,6 @@ class SequenceTable:
         self._blocks: dict[torch.device, Tensor] = {}
 
     changes = 0  # of the tensors but for lengths and, with 8 bits, where windows begin
-    # As many more appends of what the last one appended change nothing but lengths, either.
-    _alike = 0
-    _last: AppendPlan | None = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A pickle of before has windows of whole pages alone, and pages in the window."""
@@ -255,11 +252,6 @@ class SequenceTable:
     def append(self, rows: Sequence[int], counts: Sequence[int]) -> AppendPlan:
         """Grow rows[i] by counts[i] tokens and say what the layers must write."""
         rows, counts = tuple(map(operator.index, rows)), tuple(map(operator.index, counts))
-        last = self._last
-        if self._alike and last is not None and rows == last.rows and counts == last.counts:
-            self._alike -= 1
-            return self._repeat(last)
-        self._alike = 0
         if len(rows) != len(counts) or len(set(rows)) != len(rows):
             raise ValueError(f"rows={list(rows)}, counts={list(counts)}: one count for each row")
         for row in rows:
@@ -297,41 +289,9 @@ class SequenceTable:
         else:
             self.changes += 1
             self._tensors.clear()
-        plan = AppendPlan(
+        return AppendPlan(
             rows, counts, ring_valid_from, tuple(copies), held, *self._exact_sizes(),
             grew_only and counts == (1,) * len(rows),
-        )  # fmt: skip
-        if plan.ring_only and plan.ring_tokens == self.ring_tokens:
-            self._last, self._alike = plan, min(map(self._steps_alike, states), default=0)
-        return plan
-
-    def _steps_alike(self, state: SequenceState) -> int:
-        """After a `ring_only` step: how many more tokens change nothing but a row's length."""
-        inside = state.length % self.page_size
-        end = state.length - inside + self.page_size
-        sinks = state.sink_count < self.sinks
-        if sinks and state.length - state.left_pad <= state.sink_count:  # more may come
-            return 0
-        stays = self.window_step == self.page_size  # the window, while the ring's end moves
-        if stays and end - self.ring_tokens > state.ring_read_from:
-            return 0
-        return end - state.length if inside and state.pages else 0
-
-    def _repeat(self, last: AppendPlan) -> AppendPlan:
-        """As `append` of what was last appended, while that changes nothing but lengths."""
-        held, valid_from = [row.length for row in self.rows], []
-        for row in last.rows:
-            state = self.rows[row]
-            valid_from.append(state.ring_valid_from)
-            state.length += 1
-            if state.ring_valid_from < state.length - self.ring_tokens:
-                state.ring_valid_from = state.length - self.ring_tokens
-            if self.window_step == 1:
-                self._set_window(state)
-        self._longer.update(self._tensors)
-        return AppendPlan(
-            last.rows, last.counts, tuple(valid_from), (), tuple(held), last.ring_tokens,
-            last.sinks, True,
         )  # fmt: skip
 
     def written_pages(self, plan: AppendPlan) -> list[int]:
@@ -448,7 +408,6 @@ class SequenceTable:
         return same_length(self.rows)
 
     def _forget_tensors(self) -> None:
-        self._alike = 0
         self.changes += 1
         self._tensors.clear()
         self._blocks.clear()

@@ -30,6 +30,7 @@ from tightkv.math.feedback import QueryMetric
 from tightkv.math.key_scale import KeyScale
 from tightkv.pages.codec import Codec
 from tightkv.pages.layout import page_layout, window_step
+from tightkv.pages.window import RingTokens
 from tightkv.tools.eval.forward import last_logits
 
 ESTIMATED_BITS = (2, 3, 4)  # eight cost what four do, times the ratio of their distortions
@@ -160,7 +161,7 @@ def coded(
     none = torch.zeros(len(pages), dtype=torch.long, device=key.device)
     feedback = None if metric is None else codec.feedback_factors(metric, key.device)
     which = torch.arange(len(pages), device=key.device)
-    seal(codec, pages, which, keys, values, none, none, feedback)
+    seal(codec, pages, which, RingTokens(keys, values, None), none, none, feedback)
     found = []
     for y, side in zip(dequantize(codec, pages), (codec.key, codec.value), strict=True):
         x = side.rotation.inverse(y).transpose(1, 2)  # [pages, page, Hkv, D]
