@@ -301,7 +301,7 @@ def test_a_flipped_sign_makes_the_command_fail(
 
 
 def test_a_skipped_inverse_rotation_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rotation._Dense, "_backward", lambda self, y: y)
+    monkeypatch.setattr(rotation._Dense, "inverse", lambda self, y: y)
     assert any("haar" in line for line in check("distortion"))
 
 

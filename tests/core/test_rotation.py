@@ -264,30 +264,3 @@ def test_unknown_kind() -> None:
 def test_impossible_dim(dim: int) -> None:
     with pytest.raises(ValueError, match=f"dim={dim} for a rotation; supported: 1 and up"):
         make_rotation("hadamard", dim)
-
-
-@pytest.mark.parametrize("kind", ROTATIONS)
-def test_impossible_input(kind: str) -> None:
-    rotation = make_rotation(kind, 8)
-    for apply in (rotation, rotation.inverse):
-        with pytest.raises(ValueError, match=r"scalar .* expected \[\.\.\., 8\]"):
-            apply(torch.tensor(1.0))
-        with pytest.raises(ValueError, match=r"last dimension 4 of \(8, 4\); expected 8"):
-            apply(torch.zeros(8, 4))
-        with pytest.raises(TypeError, match=r"torch\.int64; .* floating point"):
-            apply(torch.zeros(8, dtype=torch.int64))
-
-
-@pytest.mark.parametrize(
-    ("channels", "message"),
-    [
-        ((), r"0 channels of 4 to split off; supported: 1 to 3"),
-        ((0, 1, 2, 3), r"4 channels of 4 to split off; supported: 1 to 3"),
-        ((1, 4), r"channels \[4\] out of range; supported: 0 to 3"),
-        ((-1, 2), r"channels \[-1\] out of range; supported: 0 to 3"),
-        ((2, 1, 2), r"channels \[2\] given more than once"),
-    ],
-)
-def test_impossible_channels(channels: tuple[int, ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        split_rotation("haar", 4, 0, channels)

@@ -92,8 +92,6 @@ class TurboQuantMSE(Quantizer):
         seed: int = 0,
     ) -> None:
         super().__init__(dim, rotation, seed)
-        if scale_mode not in _SCALES:
-            raise ValueError(f"scale_mode={scale_mode!r}; supported: {', '.join(_SCALES)}")
         self.bits, self.scale_mode = bits, scale_mode
         self.codebook: Codebook = get_codebook(codebook, bits, dim)
 
@@ -183,8 +181,6 @@ class GroupUniform(Quantizer):
     """Asymmetric uniform levels between each group's minimum and maximum; no rotation."""
 
     def __init__(self, dim: int, bits: int, *, group_size: int = 32) -> None:
-        if dim % group_size:
-            raise ValueError(f"group_size={group_size} does not divide dim={dim}")
         super().__init__(dim, "none")
         self.top, self.group_size = 2**bits - 1, group_size
 

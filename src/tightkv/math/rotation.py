@@ -26,15 +26,13 @@ class Rotation(Constant, ABC):
     kind: str
     dim: int
 
+    @abstractmethod
     def __call__(self, x: Tensor) -> Tensor:
         """Rotate the last dimension of `x`: any leading shape, any float dtype -> float32."""
-        self._check(x)
-        return self._forward(x)
 
+    @abstractmethod
     def inverse(self, y: Tensor) -> Tensor:
         """Undo the rotation -> float32."""
-        self._check(y)
-        return self._backward(y)
 
     def matrix(self) -> Tensor:
         """[dim, dim] float32 on the CPU: `rotation(x) == x @ matrix.T` up to rounding."""
@@ -49,30 +47,12 @@ class Rotation(Constant, ABC):
     def _table(self) -> PerDevice:
         return PerDevice(self.matrix().T.contiguous())
 
-    @abstractmethod
-    def _forward(self, x: Tensor) -> Tensor: ...
-
-    @abstractmethod
-    def _backward(self, y: Tensor) -> Tensor: ...
-
-    def _check(self, x: Tensor) -> None:
-        if x.dim() == 0:
-            raise ValueError(
-                f"a scalar has no last dimension to rotate; expected [..., {self.dim}]"
-            )
-        if x.shape[-1] != self.dim:
-            raise ValueError(
-                f"last dimension {x.shape[-1]} of {tuple(x.shape)}; expected {self.dim}"
-            )
-        if not x.is_floating_point():
-            raise TypeError(f"dtype {x.dtype}; a rotation takes floating point tensors")
-
 
 class _Identity(Rotation):
-    def _forward(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         return x.to(torch.float32, copy=True)
 
-    def _backward(self, y: Tensor) -> Tensor:
+    def inverse(self, y: Tensor) -> Tensor:
         return y.to(torch.float32, copy=True)
 
 
@@ -86,11 +66,11 @@ class _Hadamard(Rotation):
     def _table(self) -> PerDevice:
         return self.signs
 
-    def _forward(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         sums = _hadamard_sums(x.to(torch.float32) * self.signs.on(x.device))
         return torch.mul(sums, self.dim**-0.5)
 
-    def _backward(self, y: Tensor) -> Tensor:
+    def inverse(self, y: Tensor) -> Tensor:
         sums = torch.mul(_hadamard_sums(y.to(torch.float32)), self.dim**-0.5)
         return sums * self.signs.on(y.device)
 
@@ -110,10 +90,10 @@ class _Dense(Rotation):
 
     weight: PerDevice  # float64 [dim, dim], entries rounded to float32
 
-    def _forward(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         return (x.to(torch.float64) @ self.weight.on(x.device).T).to(torch.float32)
 
-    def _backward(self, y: Tensor) -> Tensor:
+    def inverse(self, y: Tensor) -> Tensor:
         return (y.to(torch.float64) @ self.weight.on(y.device)).to(torch.float32)
 
 
@@ -126,12 +106,12 @@ class _Split(Rotation):
     order: PerDevice  # int64 [dim]: channels, then the others
     undo: PerDevice  # int64 [dim]: the inverse permutation
 
-    def _forward(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         x = x.index_select(-1, self.order.on(x.device))
         k = self.first.dim
         return torch.cat((self.first(x[..., :k]), self.rest(x[..., k:])), dim=-1)
 
-    def _backward(self, y: Tensor) -> Tensor:
+    def inverse(self, y: Tensor) -> Tensor:
         k = self.first.dim
         x = torch.cat((self.first.inverse(y[..., :k]), self.rest.inverse(y[..., k:])), dim=-1)
         return x.index_select(-1, self.undo.on(y.device))
@@ -175,24 +155,9 @@ def split_rotation(kind: str, dim: int, seed: int, channels: tuple[int, ...]) ->
 
     The two rotations are of the given kind, with independent streams; the others keep their order.
     """
-    _check_channels(dim, channels)
     chosen = set(channels)
     others = [channel for channel in range(dim) if channel not in chosen]
     order = torch.tensor([*channels, *others], dtype=torch.int64, device="cpu")
     first = make_rotation(kind, len(channels), seed, _SPLIT_STREAMS[0])
     rest = make_rotation(kind, len(others), seed, _SPLIT_STREAMS[1])
     return _Split("split", dim, first, rest, PerDevice(order), PerDevice(order.argsort()))
-
-
-def _check_channels(dim: int, channels: tuple[int, ...]) -> None:
-    if not 0 < len(channels) < dim:
-        raise ValueError(
-            f"{len(channels)} channels of {dim} to split off; supported: 1 to {dim - 1} "
-            "(make_rotation rotates all of them together)"
-        )
-    outside = [channel for channel in channels if not 0 <= channel < dim]
-    if outside:
-        raise ValueError(f"channels {outside} out of range; supported: 0 to {dim - 1}")
-    repeated = sorted({channel for channel in channels if channels.count(channel) > 1})
-    if repeated:
-        raise ValueError(f"channels {repeated} given more than once; list each channel once")

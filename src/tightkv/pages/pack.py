@@ -13,10 +13,6 @@ CODES_PER_UNIT = 16  # a packed row holds whole units
 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """uint8 codes [..., n] below 2**bits -> uint8 bytes [..., n * bits / 8]."""
-    if codes.dim() == 0:
-        raise ValueError("codes is a scalar; pack takes [..., n]")
-    if codes.dtype != torch.uint8:
-        raise ValueError(f"codes are {codes.dtype}; pack takes torch.uint8")
     _check(codes.shape[-1], bits)
     if bits == 8:
         return codes.contiguous()
@@ -27,10 +23,6 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
     """uint8 bytes [..., n * bits / 8] -> uint8 codes [..., n]."""
-    if packed.dim() == 0:
-        raise ValueError("packed is a scalar; unpack takes [..., bytes]")
-    if packed.dtype != torch.uint8:
-        raise ValueError(f"packed bytes are {packed.dtype}; unpack takes torch.uint8")
     _check_bits(bits)
     count, rest = divmod(packed.shape[-1] * 8, bits)
     if rest or count % CODES_PER_UNIT:

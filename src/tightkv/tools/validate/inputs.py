@@ -80,10 +80,10 @@ class ManyRotations(Rotation):
 
     parts: tuple[Rotation, ...]
 
-    def _forward(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         return torch.stack([part(row) for part, row in zip(self.parts, x, strict=True)])
 
-    def _backward(self, y: Tensor) -> Tensor:
+    def inverse(self, y: Tensor) -> Tensor:
         return torch.stack([part.inverse(row) for part, row in zip(self.parts, y, strict=True)])
 
 
