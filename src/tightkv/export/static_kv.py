@@ -71,7 +71,8 @@ class StaticKV(nn.Module):
             raise ValueError(f"max_tokens={max_tokens}; allowed: 1 to {MAX_TOKENS}")
         if batch < 1:
             raise ValueError(f"batch={batch}; it must be at least 1")
-        device = torch.device(device)
+        exact = torch.empty(0, dtype=layout.dtype, device=device)
+        device = exact.device  # "cuda" has a number now
         if feedback is not None:
             check_feedback(layout, feedback, device)
         check_options(window=window, softcap=softcap)
@@ -80,7 +81,6 @@ class StaticKV(nn.Module):
         heads, dim = layout.num_kv_heads, layout.head_dim
         count = 0 if layout.ring_holds(window) else layout.read_pages(max_tokens)
         pages = layout.new_pages(batch * count, device)
-        exact = torch.empty(0, dtype=layout.dtype, device=device)
         self.kernels = 0  # of the CPU
         if device.type != "cpu":
             from tightkv.export.cuda_programs import known_kernels

@@ -21,13 +21,16 @@ def expect(
     device: torch.device,
     dtypes: tuple[torch.dtype, ...] | None = FLOATS,
 ) -> None:
-    """Check the rank and each size (a name stands for any), then dtype, then device."""
+    """Check the rank and each size (a name stands for any), then dtype, then device.
+
+    A device has a number if its tensors have one: cuda:0, not cuda.
+    """
     if not _fits(x.shape, shape):
         wanted = f"[{', '.join(map(str, shape))}]"
         raise ValueError(f"{name} has shape {list(x.shape)}; expected {wanted}")
     if dtypes is not None and x.dtype not in dtypes:
         raise ValueError(f"{name} is {_name(x.dtype)}; supported: {', '.join(map(_name, dtypes))}")
-    if not _same_device(x.device, device):
+    if x.device != device:
         raise ValueError(f"{name} is on {x.device}; the cache is on {device}")
 
 
@@ -101,18 +104,6 @@ def _fits(sizes: Sequence[int], shape: tuple[int | str, ...]) -> bool:
         if size != wanted and not isinstance(wanted, str):
             return False
     return True
-
-
-def _same_device(a: torch.device, b: torch.device) -> bool:
-    """Whether two devices are one; "cuda" stands for the current device."""
-    if a == b:
-        return True
-    if a.type != b.type or a.index == b.index:
-        return a.type == b.type
-    if a.type != "cuda":
-        return a.index is None or b.index is None
-    current = torch.cuda.current_device()
-    return (current if a.index is None else a.index) == (current if b.index is None else b.index)
 
 
 def _name(dtype: torch.dtype) -> str:
