@@ -19,7 +19,7 @@ def expect(
     x: Tensor,
     shape: tuple[int | str, ...],
     device: torch.device,
-    dtypes: tuple[torch.dtype, ...] | None = FLOATS,
+    dtypes: tuple[torch.dtype, ...] = FLOATS,
 ) -> None:
     """Check the rank and each size (a name stands for any), then dtype, then device.
 
@@ -28,7 +28,7 @@ def expect(
     if not _fits(x.shape, shape):
         wanted = f"[{', '.join(map(str, shape))}]"
         raise ValueError(f"{name} has shape {list(x.shape)}; expected {wanted}")
-    if dtypes is not None and x.dtype not in dtypes:
+    if x.dtype not in dtypes:
         raise ValueError(f"{name} is {_name(x.dtype)}; supported: {', '.join(map(_name, dtypes))}")
     if x.device != device:
         raise ValueError(f"{name} is on {x.device}; the cache is on {device}")

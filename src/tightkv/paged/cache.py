@@ -114,17 +114,10 @@ class PagedKV:
         """
         self.fit_rows()
         self._fit_pages()
-        if rows is not None:
-            return self._view(rows, same_length)
-        rows, same_length = self.table.tensors(self.device), self.table.same_length()
-        return self._view(rows, same_length, self.table.plans(self.device))
-
-    def _view(
-        self,
-        rows: RowTensors,
-        same_length: int | None = None,
-        plans: dict[object, Tensor] | None = None,
-    ) -> CacheView:
+        plans = None
+        if rows is None:
+            rows, same_length = self.table.tensors(self.device), self.table.same_length()
+            plans = self.table.plans(self.device)
         exact = (self.ring_key, self.ring_value, self.sink_key, self.sink_value)
         return CacheView(
             self.pages,
@@ -201,7 +194,7 @@ class PagedKV:
         if not (kernels.TAKES.batches and whole):
             key, value = _pack(key, plan.counts), _pack(value, plan.counts)
         self._fit_exact(plan)
-        view = self._view(self.table.tensors(self.device).pick(plan.rows))
+        view = self.view(self.table.tensors(self.device).pick(plan.rows))
         of_table = self.table.encode_partial_page, self.table.lag
         options = AppendOptions(*plan.tensors(self.device), max(plan.counts), *of_table)
         kernels.append(self.codec, view, key, value, options)

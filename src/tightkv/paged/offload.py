@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from functools import lru_cache, wraps
+from itertools import groupby
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -199,17 +200,10 @@ class OffloadedPages:
         """Written pages as runs of neighbours: their host memory, and the first page's number."""
         written, begin = sorted(self._dirty), 0
         for chunk in self._host:
-            first = None
-            for page in (p for p in written if begin <= p < begin + len(chunk)):
-                if first is None:
-                    first = last = page
-                elif page == last + 1:
-                    last = page
-                else:
-                    yield chunk[first - begin : last + 1 - begin], first
-                    first = last = page
-            if first is not None:
-                yield chunk[first - begin : last + 1 - begin], first
+            mine = [page for page in written if begin <= page < begin + len(chunk)]
+            for _, run in groupby(enumerate(mine), lambda pair: pair[1] - pair[0]):
+                pages = [page for _, page in run]
+                yield chunk[pages[0] - begin : pages[-1] + 1 - begin], pages[0]
             begin += len(chunk)
 
 
