@@ -18,7 +18,8 @@ def pack(codes: Tensor, bits: int) -> Tensor:
         return codes.contiguous()
     if bits > 4:  # low nibbles first, then the high bits
         return torch.cat([pack(codes & 15, 4), pack(codes >> 4, bits - 4)], -1)
-    return _PACK[bits](codes)
+    nibbles = _nibbles(codes, bits)
+    return (nibbles[..., 0] | (nibbles[..., 1] << 4)).flatten(codes.dim() - 1)
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
@@ -35,7 +36,7 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
     if bits > 4:
         low = packed[..., : count // 2]
         return unpack(low, 4) | (unpack(packed[..., count // 2 :], bits - 4) << 4)
-    return _UNPACK[bits](packed)
+    return _codes(torch.stack([packed & 15, packed >> 4], -1), bits)
 
 
 def _check_bits(bits: int) -> None:
@@ -52,27 +53,37 @@ def _check(count: int, bits: int) -> None:
 # Each byte holds a low and a high nibble: nibble 2k and 2k+1 of its word.
 
 
-def _pack1(codes: Tensor) -> Tensor:
-    c = codes.unflatten(-1, (-1, 8))
-    return (c << _range(8, codes)).sum(-1, dtype=torch.uint8)
+def _nibbles(codes: Tensor, bits: int) -> Tensor:
+    """Codes [..., n] of at most 4 bits -> nibbles [..., byte, 2]; what is before the bytes varies."""
+    if bits == 1:
+        return (codes.unflatten(-1, (-1, 2, 4)) << _range(4, codes)).sum(-1, dtype=torch.uint8)
+    if bits == 2:  # 16 codes a 32-bit word: code 8h + n sits at bit 4n + 2h
+        c = codes.unflatten(-1, (-1, 2, 4, 2))  # [..., word, h, byte, nibble]
+        return c[..., 0, :, :] | (c[..., 1, :, :] << 2)
+    if bits == 3:
+        # A group is `word` codes in 3 words. A word's nibbles hold 3-bit codes in their low bits;
+        # the spare top bits of the 3 words are the 3 bits of the group's last quarter of codes.
+        word = _word3(codes.shape[-1])
+        c = codes.unflatten(-1, (-1, 4, word // 8, 2))  # [..., group, quarter, byte, nibble]
+        spare = (c[..., 3:, :, :] >> _range(3, codes).view(3, 1, 1)) & 1
+        return c[..., :3, :, :] | (spare << 3)
+    return codes.unflatten(-1, (-1, 2))
 
 
-def _unpack1(packed: Tensor) -> Tensor:
-    return ((packed.unsqueeze(-1) >> _range(8, packed)) & 1).flatten(-2)
-
-
-def _pack2(codes: Tensor) -> Tensor:
-    # 16 codes a 32-bit word: code 8h + n sits at bit 4n + 2h.
-    c = codes.unflatten(-1, (-1, 2, 4, 2))  # [..., word, h, byte, nibble]
-    first, second = c[..., 0, :, :], c[..., 1, :, :]
-    nibbles = first | (second << 2)
-    return (nibbles[..., 0] | (nibbles[..., 1] << 4)).flatten(-2)
-
-
-def _unpack2(packed: Tensor) -> Tensor:
-    b = packed.unflatten(-1, (-1, 1, 4, 1))
-    shifts = torch.tensor([[0, 4], [2, 6]], dtype=torch.uint8, device=packed.device)
-    return ((b >> shifts.view(2, 1, 2)) & 3).flatten(-4)
+def _codes(nibbles: Tensor, bits: int) -> Tensor:
+    """Nibbles [..., bytes, 2] -> codes [..., n] of at most 4 bits."""
+    if bits == 1:
+        return ((nibbles.unsqueeze(-1) >> _range(4, nibbles)) & 1).flatten(-3)
+    if bits == 2:
+        n = nibbles.unflatten(-2, (-1, 4))  # [..., word, byte, nibble]
+        return torch.stack([n & 3, n >> 2], -3).flatten(-4)
+    if bits == 3:
+        word = _word3(nibbles.shape[-2] * 8 // 3)
+        n = nibbles.unflatten(-2, (-1, 3, word // 8))  # [..., group, 3, byte, nibble]
+        bit = (n >> 3) << _range(3, n).view(3, 1, 1)
+        spare = bit[..., 0, :, :] | bit[..., 1, :, :] | bit[..., 2, :, :]
+        return torch.cat([n & 7, spare.unsqueeze(-3)], -3).flatten(-4)
+    return nibbles.flatten(-2)
 
 
 def _word3(count: int) -> int:
@@ -80,39 +91,5 @@ def _word3(count: int) -> int:
     return 32 if count % 32 == 0 else 16
 
 
-def _pack3(codes: Tensor) -> Tensor:
-    # A group is `word` codes in 3 words. A word's nibbles hold 3-bit codes in their low bits;
-    # the spare top bits of the 3 words are the 3 bits of the group's last quarter of codes.
-    word = _word3(codes.shape[-1])
-    c = codes.unflatten(-1, (-1, 4, word // 8, 2))  # [..., group, quarter, byte, nibble]
-    head, spare = c[..., :3, :, :], c[..., 3:, :, :]
-    bit = (spare >> _range(3, codes).view(3, 1, 1)) & 1
-    nibbles = head | (bit << 3)
-    return (nibbles[..., 0] | (nibbles[..., 1] << 4)).flatten(-3)
-
-
-def _unpack3(packed: Tensor) -> Tensor:
-    count = packed.shape[-1] * 8 // 3
-    word = _word3(count)
-    b = packed.unflatten(-1, (-1, 3, word // 8))
-    nibbles = torch.stack([b & 15, b >> 4], -1)  # [..., group, 3, byte, nibble]
-    bit = (nibbles >> 3) << _range(3, packed).view(3, 1, 1)
-    spare = bit[..., 0, :, :] | bit[..., 1, :, :] | bit[..., 2, :, :]
-    return torch.cat([nibbles & 7, spare.unsqueeze(-3)], -3).flatten(-4)
-
-
-def _pack4(codes: Tensor) -> Tensor:
-    c = codes.unflatten(-1, (-1, 2))
-    return c[..., 0] | (c[..., 1] << 4)
-
-
-def _unpack4(packed: Tensor) -> Tensor:
-    return torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
-
-
 def _range(n: int, like: Tensor) -> Tensor:
     return torch.arange(n, dtype=torch.uint8, device=like.device)
-
-
-_PACK = {1: _pack1, 2: _pack2, 3: _pack3, 4: _pack4}
-_UNPACK = {1: _unpack1, 2: _unpack2, 3: _unpack3, 4: _unpack4}
