@@ -54,7 +54,7 @@ def _check(count: int, bits: int) -> None:
 
 
 def _nibbles(codes: Tensor, bits: int) -> Tensor:
-    """Codes [..., n] of at most 4 bits -> nibbles [..., byte, 2]; what is before the bytes varies."""
+    """Codes [..., n] of at most 4 bits -> nibbles [..., byte, 2], in the order of bytes."""
     if bits == 1:
         return (codes.unflatten(-1, (-1, 2, 4)) << _range(4, codes)).sum(-1, dtype=torch.uint8)
     if bits == 2:  # 16 codes a 32-bit word: code 8h + n sits at bit 4n + 2h
