@@ -62,13 +62,7 @@ def length_multiple() -> int:
 
 
 def sdpa_with_lse(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    causal: bool = False,
-    *,
-    any_length: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = False, *, any_length: bool = False
 ) -> AttentionState:
     """The fastest attention of q [B, H, L, D] over k, v [B, H / group, N, D].
 

@@ -25,6 +25,7 @@ from tightkv.math.feedback import QueryMetric
 from tightkv.math.quantize import finite
 from tightkv.paged.offload import DeviceBuffers, OffloadedPages, lasting
 from tightkv.paged.sequences import AppendPlan, RowTensors, SequenceTable
+from tightkv.paged.sequences import same_length as same_length_of
 from tightkv.pages.codec import Codec
 from tightkv.pages.layout import PageLayout
 from tightkv.pages.window import rotated
@@ -116,18 +117,11 @@ class PagedKV:
         self._fit_pages()
         plans = None
         if rows is None:
-            rows, same_length = self.table.tensors(self.device), self.table.same_length()
+            rows, same_length = self.table.tensors(self.device), same_length_of(self.table.rows)
             plans = self.table.plans(self.device)
         exact = (self.ring_key, self.ring_value, self.sink_key, self.sink_value)
-        return CacheView(
-            self.pages,
-            *rows,
-            *exact,
-            same_length,
-            feedback=self._feedback,
-            ring_scales=self.ring_scales,
-            plans=plans,
-        )
+        coding: dict[str, Any] = {"feedback": self._feedback, "ring_scales": self.ring_scales}
+        return CacheView(self.pages, *rows, *exact, same_length, plans=plans, **coding)
 
     def allocated_bytes(self) -> int:
         """Bytes of every tensor this layer holds, its share of the table's tensors included."""

@@ -83,11 +83,7 @@ class SequenceTable:
     """Rows of sequences over one pool of pages, with reference counts for shared pages."""
 
     def __init__(
-        self,
-        cfg: KVQuantConfig,
-        *,
-        encode_partial_page: bool = True,
-        max_pages: int | None = None,
+        self, cfg: KVQuantConfig, *, encode_partial_page: bool = True, max_pages: int | None = None
     ) -> None:
         """`encode_partial_page`: all tokens have codes, those in the window, too.
 
@@ -403,10 +399,6 @@ class SequenceTable:
         self.tensors(device)
         return self._plans[device]
 
-    def same_length(self) -> int | None:
-        """The length of every row, if all have the same and none is padded."""
-        return same_length(self.rows)
-
     def _forget_tensors(self) -> None:
         self.changes += 1
         self._tensors.clear()
@@ -456,7 +448,7 @@ class RowTensors(NamedTuple):
 
 
 def same_length(rows: Sequence[SequenceState]) -> int | None:
-    """See `SequenceTable.same_length`."""
+    """The length of every row, if all have the same and none is padded."""
     lengths = {row.length if not row.left_pad else None for row in rows}
     return lengths.pop() if len(lengths) == 1 else None
 

@@ -266,12 +266,7 @@ class PageLayout(Constant):
         pages = min(most, -(-tokens // self.page_size))
         return pages * (self.page_bytes + 4) + self.sequence_bytes(tokens)
 
-    def total_bytes(
-        self,
-        tokens: int,
-        sequences: int = 1,
-        encode_partial_page: bool = True,
-    ) -> int:
+    def total_bytes(self, tokens: int, sequences: int = 1, encode_partial_page: bool = True) -> int:
         """Bytes of a layer that holds `sequences` sequences of `tokens` tokens each.
 
         Pages, block-table entries, rings and sinks. `encode_partial_page` says whether all pages

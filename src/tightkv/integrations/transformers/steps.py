@@ -132,7 +132,7 @@ class SharedSteps:
         return self._before_tensors[key]
 
     def same_length_at(self, step: int) -> int | None:
-        """The length of every row before that step, if alike (`SequenceTable.same_length`)."""
+        """The length of every row before that step, if alike (`sequences.same_length`)."""
         return same_length(self.table.rows if step == self.steps else self.before)
 
 

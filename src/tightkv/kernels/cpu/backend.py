@@ -132,26 +132,17 @@ def pack_attend(
 
 
 def _view(view: CacheView) -> tuple[int, ...]:
+    pages, table = view.pages, view.block_table
+    tensors = (
+        view.lengths, view.left_pad, view.ring_read_from, view.sink_counts, view.ring_rows,
+        view.ring_key, view.ring_value, view.sink_key, view.sink_value,
+    )  # fmt: skip
     return (
-        view.left_pad.shape[0],
-        view.pages.data_ptr(),
-        view.pages.stride(0),
-        view.block_table.data_ptr(),
-        view.block_table.stride(0),
-        view.lengths.data_ptr(),
-        view.left_pad.data_ptr(),
-        view.ring_read_from.data_ptr(),
-        view.sink_counts.data_ptr(),
-        view.ring_rows.data_ptr(),
-        view.ring_key.data_ptr(),
-        view.ring_value.data_ptr(),
-        view.sink_key.data_ptr(),
-        view.sink_value.data_ptr(),
-        view.ring_key.shape[1],
-        view.sink_key.shape[1],
-        library.DTYPES[view.sink_key.dtype],
+        view.left_pad.shape[0], pages.data_ptr(), pages.stride(0), table.data_ptr(),
+        table.stride(0), *[x.data_ptr() for x in tensors],
+        view.ring_key.shape[1], view.sink_key.shape[1], library.DTYPES[view.sink_key.dtype],
         0 if view.ring_scales is None else view.ring_scales.data_ptr(),
-    )
+    )  # fmt: skip
 
 
 def tokens_at(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:

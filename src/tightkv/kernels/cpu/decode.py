@@ -67,12 +67,7 @@ class PreparedPut(_Prepared):
         )
 
     def takes(
-        self,
-        rows: Sequence[int],
-        ring_key: Tensor,
-        ring_value: Tensor,
-        key: Tensor,
-        value: Tensor,
+        self, rows: Sequence[int], ring_key: Tensor, ring_value: Tensor, key: Tensor, value: Tensor
     ) -> bool:
         return (
             len(rows) == self._rows

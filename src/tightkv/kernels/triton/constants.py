@@ -13,11 +13,7 @@ from tightkv.math.rotation import Rotation
 from tightkv.pages.latent import LatentCodec, LatentLayout
 from tightkv.pages.layout import PageLayout
 
-_ROPE_TYPES = {
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-    torch.float32: tl.float32,
-}
+_ROPE_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 class Constants:

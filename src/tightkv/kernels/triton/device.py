@@ -25,19 +25,20 @@ def processor_count(device: torch.device) -> int:
 @functools.lru_cache(maxsize=16)
 def has_ptx(device: torch.device) -> bool:
     """cvt from e4m3 needs sm_89."""
-    if interpreted() or device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 9)
+    return _capability(device) >= (8, 9)
 
 
 @functools.lru_cache(maxsize=16)
 def has_large_shared_memory(device: torch.device) -> bool:
     """227 KiB for a program: sm_90 and sm_100, not sm_120."""
-    if interpreted():
-        return True
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device)[0] in (9, 10)
+    return interpreted() or _capability(device)[0] in (9, 10)
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    """That of an NVIDIA GPU on which kernels are compiled; (0, 0) elsewhere."""
+    if interpreted() or device.type != "cuda" or torch.version.hip is not None:
+        return 0, 0
+    return torch.cuda.get_device_capability(device)
 
 
 def last_contiguous(x: Tensor) -> Tensor:

@@ -7,11 +7,15 @@ from torch import Tensor
 
 from tightkv.kernels.ragged_plan import BLOCK, RaggedGroup
 from tightkv.kernels.triton.constants import constants_of
-from tightkv.kernels.triton.dequantize import dequantized_keys, dequantized_values, even_tokens
 from tightkv.kernels.triton.device import last_contiguous
 from tightkv.kernels.triton.ring import load_exact
 from tightkv.kernels.triton.rotate import load_rotated, rotate_rows
-from tightkv.kernels.triton.unpack import token_order
+from tightkv.kernels.triton.unpack import (
+    dequantized_keys,
+    dequantized_values,
+    even_tokens,
+    token_order,
+)
 from tightkv.kernels.view import CacheView
 from tightkv.pages.codec import Codec
 
