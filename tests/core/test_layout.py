@@ -70,7 +70,7 @@ def test_a_single_token_of_a_single_head_may_have_any_strides(cfg):
 @pytest.mark.parametrize("cfg", CONFIGS, ids=lambda c: c.name)
 def test_planes_are_aligned_disjoint_and_as_small_as_their_bits(cfg, head_dim):
     layout = PageLayout(cfg, 2, head_dim)
-    spans = sorted((p.offset, p.size, p.field) for p in layout.planes.values())
+    spans = sorted((p.offset, p.size, p) for p in layout.planes.values())
     end = 0
     for offset, size, field in spans:
         assert offset % ALIGN == 0 and 0 <= offset - end < ALIGN

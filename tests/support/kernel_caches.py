@@ -85,7 +85,7 @@ def _poison_token(cache, row, at):
         }
         for name, x in fields.items():
             if x.dtype == torch.uint8:
-                bits = cache.layout.planes[side, name].field.bits
+                bits = cache.layout.planes[side, name].bits
                 fields[name] = x & (2**bits - 1)
         offset = offset % cache.layout.page_size
         cache.layout.write_tokens(cache.pages, page, offset, side, fields)

@@ -125,13 +125,17 @@ def outlier_channels(cfg: KVQuantConfig, head_dim: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Plane:
-    """Bytes [offset, offset + size) of a record hold `field` of `side` for all tokens."""
+class Plane(TokenField):
+    """Bytes [offset, offset + size) of a record hold this field of `side` for all tokens."""
 
     side: str
-    field: TokenField
     offset: int
     size: int
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether the codes of two tokens are packed together."""
+        return self.is_codes and self.side == "value"
 
 
 def _derived() -> Any:
@@ -171,7 +175,7 @@ class PageLayout(Constant):
         end = 0
         for side, entry in sorted(fields, key=lambda pair: not pair[1].is_codes):
             size = entry.count * entry.bits * cfg.page_size // 8
-            planes[side, entry.name] = Plane(side, entry, end, size)
+            planes[side, entry.name] = Plane(entry.name, entry.bits, entry.count, side, end, size)
             end = _align(end + size)
         object.__setattr__(self, "planes", MappingProxyType(planes))
         object.__setattr__(self, "mean_offset", end)
@@ -300,20 +304,19 @@ class PageLayout(Constant):
         """uint8 [..., record_bytes] -> each field of `side` as [..., page_size, count]."""
         out = {}
         for plane in self._side_planes(side):
-            field, rows = plane.field, records[..., self._index(plane, records.device)]
-            if field.is_codes:
-                codes = unpack(rows, field.bits)
-                out[field.name] = _split_pairs(codes) if side == "value" else codes
+            rows = records[..., self._index(plane, records.device)]
+            if plane.is_codes:
+                codes = unpack(rows, plane.bits)
+                out[plane.name] = _split_pairs(codes) if plane.is_paired else codes
             else:
-                out[field.name] = _as_dtype(rows, self._number_dtype(field))
+                out[plane.name] = _as_dtype(rows, self._number_dtype(plane))
         return out
 
     def write(self, records: Tensor, side: str, fields: dict[str, Tensor]) -> None:
         """Write whole planes in place: the inverse of `read`."""
         for plane in self._side_planes(side):
-            field, value = plane.field, fields[plane.field.name]
-            paired = field.is_codes and side == "value"
-            rows = self._row_bytes(field, _join_pairs(value) if paired else value)
+            value = fields[plane.name]
+            rows = self._row_bytes(plane, _join_pairs(value) if plane.is_paired else value)
             records[..., self._index(plane, records.device)] = rows
 
     # --- single tokens ---
@@ -323,18 +326,17 @@ class PageLayout(Constant):
         """Write T tokens at (page[t], offset[t]); fields are [T, heads, count]. No neighbor
         changes. Two tokens may share a packed pair; the same slot must not appear twice."""
         for plane in self._side_planes(side):
-            field, value = plane.field, fields[plane.field.name]
-            index = self._index(plane, pages.device)
-            if side == "key" or not field.is_codes:
-                _scatter(pages, page, index[offset], self._row_bytes(field, value))
+            value, index = fields[plane.name], self._index(plane, pages.device)
+            if not plane.is_paired:
+                _scatter(pages, page, index[offset], self._row_bytes(plane, value))
                 continue
             for parity in (0, 1):  # pair mates in one call must not race
                 pick = (offset % 2 == parity).nonzero().squeeze(-1)
                 at = page[pick], index[offset[pick] // 2]
-                pair = unpack(_gather(pages, *at), field.bits)
+                pair = unpack(_gather(pages, *at), plane.bits)
                 codes = pair.unflatten(-1, (-1, 2)).clone()  # [t, heads, count, 2]
                 codes[..., parity] = value[pick]
-                _scatter(pages, *at, pack(codes.flatten(-2), field.bits))
+                _scatter(pages, *at, pack(codes.flatten(-2), plane.bits))
 
     # --- the page mean ---
     def read_mean(self, records: Tensor) -> Tensor:
@@ -364,39 +366,32 @@ class PageLayout(Constant):
     def _side_planes(self, side: str) -> list[Plane]:
         return [plane for plane in self.planes.values() if plane.side == side]
 
-    def _number_dtype(self, field: TokenField) -> torch.dtype:
-        return self.raw_dtype if field.name == "raw" else torch.float16
+    def _number_dtype(self, plane: Plane) -> torch.dtype:
+        return self.raw_dtype if plane.name == "raw" else torch.float16
 
-    def _row_bytes(self, field: TokenField, value: Tensor) -> Tensor:
-        """Rows of a field [..., count], or of paired codes, -> uint8 [..., row bytes]."""
-        if field.is_codes:
-            return pack(value, field.bits)
-        return _as_bytes(value.to(self._number_dtype(field)))
+    def _row_bytes(self, plane: Plane, value: Tensor) -> Tensor:
+        """Rows [..., count], of pairs [..., 2 count], -> uint8 [..., row bytes]."""
+        if plane.is_codes:
+            return pack(value, plane.bits)
+        return _as_bytes(value.to(self._number_dtype(plane)))
 
     @lru_cache(maxsize=1024)  # noqa: B019 - layouts are values, and few
     def _index(self, plane: Plane, device: torch.device) -> Tensor:
         """[rows, row bytes]: where in a record the bytes of each token lie, or of each pair."""
-        field, byte = plane.field, torch.arange(plane.size, device="cpu")
-        if field.is_codes:
-            rows = self._plane_to_rows(byte, plane.side, field)
-        elif field.name == "raw":
-            rows = byte.unflatten(0, (self.page_size, -1))
-        else:  # [field, block, r, i, byte]
-            numbers = byte.view(field.count, -1, 8, 4, 2).transpose(2, 3)
-            rows = numbers.flatten(1, 3).transpose(0, 1).flatten(1)
+        byte, blocks = torch.arange(plane.size, device="cpu"), self.page_size // BLOCK
+        if plane.is_paired:  # [block, word j, chunk r, pair c, i, element bytes]
+            x = byte.view(blocks, plane.bits, plane.count // 16, 4, 4, 4)
+            rows = x.permute(0, 4, 3, 2, 1, 5).flatten(0, 2).flatten(1)
+        elif plane.is_codes:  # [block, word j, row r, chunk c, i, element bytes]
+            chunk = 32 if plane.count % 32 == 0 else 16
+            x = byte.view(blocks, plane.bits, 8, plane.count // chunk, 4, chunk // 8)
+            rows = x.permute(0, 4, 2, 3, 1, 5).flatten(0, 2).flatten(1)
+        elif plane.name == "raw":
+            rows = byte.view(self.page_size, -1)
+        else:  # [number, block, row r, i, byte]
+            x = byte.view(plane.count, blocks, 8, 4, 2)
+            rows = x.permute(1, 3, 2, 0, 4).flatten(0, 2).flatten(1)
         return (plane.offset + rows).to(device)
-
-    def _plane_to_rows(self, byte: Tensor, side: str, field: TokenField) -> Tensor:
-        """The bytes of a code plane -> packed rows [rows, row bytes]: tokens, or pairs."""
-        blocks = self.page_size // BLOCK
-        if side == "value":  # [block, word j, chunk r, pair c, i, element bytes]
-            x = byte.view(blocks, field.bits, field.count // 16, 4, 4, 4)
-            x = x.permute(0, 4, 3, 2, 1, 5)
-        else:  # [block, word j, row r, chunk c, i, element bytes]
-            chunk = 32 if field.count % 32 == 0 else 16
-            x = byte.view(blocks, field.bits, 8, field.count // chunk, 4, chunk // 8)
-            x = x.permute(0, 4, 2, 3, 1, 5)
-        return x.flatten(0, 2).flatten(1)  # of [block, i, row, chunk, j, bytes]
 
 
 def page_layout(
