@@ -368,33 +368,3 @@ def test_haar_codes_agree_on_cpu_and_gpu(dim: int) -> None:
     x = torch.randn(4096, dim).to(torch.bfloat16)
     rotation, book = make_rotation("haar", dim, seed=5), get_codebook("fp8", 4)
     assert torch.equal(book.encode(rotation(x.cuda())).cpu(), book.encode(rotation(x)))
-
-
-# --- errors ---
-
-
-@pytest.mark.parametrize("bits", [0, 5, 6, 7, 9])
-def test_fp8_widths(bits: int) -> None:
-    with pytest.raises(
-        ValueError, match=f"bits={bits} for codebook 'fp8'; supported: 1, 2, 3, 4, 8"
-    ):
-        get_codebook("fp8", bits, 64)
-
-
-@pytest.mark.parametrize("kind", ["gaussian", "beta"])
-@pytest.mark.parametrize("bits", [-1, 0, 9])
-def test_lloyd_max_widths(kind: str, bits: int) -> None:
-    with pytest.raises(ValueError, match=f"bits={bits} .* supported: 1, 2, 3, 4, 5, 6, 7, 8"):
-        get_codebook(kind, bits, 64)
-
-
-def test_unknown_codebook() -> None:
-    with pytest.raises(ValueError, match="codebook='nf4'; supported: fp8, gaussian, beta"):
-        get_codebook("nf4", 4, 64)
-
-
-def test_beta_needs_a_possible_dim() -> None:
-    with pytest.raises(ValueError, match="'beta' needs dim"):
-        get_codebook("beta", 4)
-    with pytest.raises(ValueError, match="dim=3 for the beta law; supported: 4 and up"):
-        get_codebook("beta", 4, 3)

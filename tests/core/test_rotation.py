@@ -248,19 +248,3 @@ def test_split_rotation_halves_are_independent_and_cached() -> None:
     assert rotation is not split_rotation("hadamard", 64, 6, tuple(range(0, 64, 2)))
     matrix = rotation.matrix()
     assert not torch.equal(matrix[:32, 0::2], matrix[32:, 1::2])
-
-
-# --- errors ---
-
-
-def test_unknown_kind() -> None:
-    with pytest.raises(ValueError, match="'fourier'; supported: hadamard, haar, none"):
-        make_rotation("fourier", 8)
-    with pytest.raises(ValueError, match="'fourier'; supported: hadamard, haar, none"):
-        split_rotation("fourier", 8, 0, (1,))
-
-
-@pytest.mark.parametrize("dim", [0, -4])
-def test_impossible_dim(dim: int) -> None:
-    with pytest.raises(ValueError, match=f"dim={dim} for a rotation; supported: 1 and up"):
-        make_rotation("hadamard", dim)

@@ -93,15 +93,9 @@ def _constant(values: tuple[float, ...]) -> PerDevice:
 def get_codebook(kind: str, bits: int, dim: int | None = None) -> Codebook:
     """The book of this kind and width; equal arguments give the same (cached) object.
 
-    Only "beta" needs `dim`; sizes without a checked-in table are solved on first use.
+    A config has checked kind and width. Only "beta" needs `dim`; sizes without a checked-in table
+    are solved on first use.
     """
-    if kind not in CODEBOOKS:
-        raise ValueError(f"codebook={kind!r}; supported: {', '.join(CODEBOOKS)}")
-    if bits not in CODEBOOKS[kind]:
-        allowed = ", ".join(map(str, CODEBOOKS[kind]))
-        raise ValueError(f"bits={bits} for codebook {kind!r}; supported: {allowed}")
-    if kind == "beta" and dim is None:
-        raise ValueError("codebook 'beta' needs dim, the length of the rotated vectors")
     return _cached_codebook(kind, bits, dim if kind == "beta" else None)
 
 
@@ -109,7 +103,7 @@ def get_codebook(kind: str, bits: int, dim: int | None = None) -> Codebook:
 def _cached_codebook(kind: str, bits: int, dim: int | None) -> Codebook:
     row = _tables().get((kind, bits, dim))
     if row is None:
-        assert dim is not None  # only beta books can be missing from the tables
+        assert kind == "beta" and dim is not None, f"there is no {kind} book of {bits} bits"
         solved, distortion = solve(BetaLaw(dim), bits)
         return Codebook(kind, bits, dim, tuple(solved.tolist()), distortion)
     if "native" not in row:

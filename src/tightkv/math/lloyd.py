@@ -27,15 +27,13 @@ class Law(Protocol):
 
 
 class BetaLaw:
-    """sqrt(dim) times a coordinate of a uniformly random unit vector of R^dim.
+    """sqrt(dim) times a coordinate of a uniformly random unit vector of R^dim, dim 4 or more.
 
     With t = sqrt(dim) sin(a) the angle a has density cos(a)**(dim - 2) / (2 W) on |a| < pi / 2,
     where W is the integral of cos**(dim - 2) from 0 to pi / 2.
     """
 
     def __init__(self, dim: int) -> None:
-        if dim < 4:
-            raise ValueError(f"dim={dim} for the beta law; supported: 4 and up")
         self.reach = math.sqrt(dim)
         self._power = n = dim - 2
         first = 1.0 if n % 2 else math.pi / 2

@@ -248,7 +248,7 @@ class PagedKV:
     def select(self, rows: Sequence[int]) -> None:
         """Follow `table.select(rows)`: move rings and sinks; pages stay where they are."""
         self._put = self._again = None
-        self._fit_rows(max(rows, default=-1) + 1)
+        self.fit_rows(max(rows, default=-1) + 1)
         index = torch.tensor(list(rows), device=self.device, dtype=torch.long)
         for name in self.exact_names:
             setattr(self, name, getattr(self, name).index_select(0, index))
@@ -305,13 +305,10 @@ class PagedKV:
         if key.shape[1] < most:
             raise ValueError(f"key and value {list(key.shape)} must hold {most} tokens")
 
-    def fit_rows(self) -> None:
-        """Give every row of the table a ring and sinks."""
-        self._fit_rows(len(self.table))
-
     @lasting
-    def _fit_rows(self, rows: int) -> None:
-        missing = rows - self.ring_key.shape[0]
+    def fit_rows(self, rows: int = 0) -> None:
+        """Give every row of the table, and at least `rows`, a ring and sinks."""
+        missing = max(rows, len(self.table)) - self.ring_key.shape[0]
         if missing > 0:
             for name in self.exact_names:
                 old = getattr(self, name)
