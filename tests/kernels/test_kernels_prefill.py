@@ -114,9 +114,10 @@ def test_a_chunk_of_the_prefix(window_bits, dim, encode_partial_page, first, cou
         close(a[:, :count], b[:, :count])
 
 
-@pytest.mark.parametrize("prefix", [0, 20, 131])
+@pytest.mark.parametrize("prefix", [0, 20, 34, 131])
 @pytest.mark.parametrize("window_bits", [8, 16])
 def test_extend_with_the_kernels(window_bits, prefix, monkeypatch):
+    """After 34 tokens the window of 8 bits begins where the sinks end: no code is read."""
     monkeypatch.setattr(prefill, "CHUNK_TOKENS", 64)
     monkeypatch.setattr(prefill, "MIN_QUERIES", 1)
     cfg = CFG.replace(window_bits=window_bits)

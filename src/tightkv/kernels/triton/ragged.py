@@ -108,7 +108,8 @@ def _load_workspace_kernel(
     stop = tl.minimum(length + count, tl.minimum(row_end, tokens) - shift)
     coded_to = tl.minimum(read_from, stop)
 
-    if (first + 32 > coded_from) & (first < read_from):
+    # Where no token has codes, there may be no page.
+    if tl.maximum(first, coded_from) < tl.minimum(first + 32, coded_to):
         page = tl.load(block_table + row.to(tl.int64) * table_b + first // L.PAGE).to(tl.int64)
         record = pages + page * page_b + head * L.RECORD
         block = first % L.PAGE // 32
