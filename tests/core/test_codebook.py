@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 from scipy import integrate, optimize, special, stats
 
 from scripts import load_script
-from tightkv.math.codebook import CODEBOOKS, TABLE_FILE, Codebook, get_codebook
+from tightkv.math.codebook import TABLE_BITS, TABLE_FILE, Codebook, get_codebook
 from tightkv.math.lloyd import BetaLaw, beta_cdf, solve
 from tightkv.math.random import random_normal
 from tightkv.math.rotation import make_rotation
 
 TABLES = load_script("codebook_tables")
 TABLE_DIMS = TABLES.TABLE_DIMS
+CODEBOOKS = {"fp8": (1, 2, 3, 4, 8), "gaussian": TABLE_BITS, "beta": TABLE_BITS}  # kind: bits
 BOOKS = [(kind, bits) for kind, widths in CODEBOOKS.items() for bits in widths]
 TABLE_BOOKS = [("gaussian", None)] + [("beta", dim) for dim in TABLE_DIMS]
 NODES, WEIGHTS = np.polynomial.legendre.leggauss(100)

@@ -20,7 +20,6 @@ from tightkv.math.per_device import PerDevice
 
 TABLE_FILE = Path(__file__).with_name("tables.json")
 TABLE_BITS = tuple(range(1, 9))
-CODEBOOKS = {"fp8": (1, 2, 3, 4, 8), "gaussian": TABLE_BITS, "beta": TABLE_BITS}  # kind: bits
 
 
 @dataclass(frozen=True)

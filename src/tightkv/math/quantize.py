@@ -147,15 +147,13 @@ _SCALES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 
 class TurboQuantProd(Quantizer):
-    """TurboQuantMSE at one bit fewer, plus a one-bit QJL sketch of what it missed.
+    """TurboQuantMSE at one bit fewer (of 2 or more), plus a one-bit QJL sketch of what it missed.
 
     Inner products with any query are unbiased over the draw of the sketch.
     """
 
     def __init__(self, dim: int, bits: int, *, seed: int = 0, **options: Any) -> None:
         """`options`: those of `TurboQuantMSE`."""
-        if bits < 2:
-            raise ValueError(f"bits={bits} for prod; it needs at least 2: one is the sketch's")
         self.coarse = TurboQuantMSE(dim, bits - 1, seed=seed, **options)
         super().__init__(dim, self.coarse.rotation)
         self._sketch = PerDevice(random_normal(seed, _QJL_STREAM, (dim, dim)).float())

@@ -24,8 +24,7 @@ from tightkv.kernels.view import AppendOptions, AttendOptions, CacheView
 from tightkv.math.feedback import QueryMetric
 from tightkv.math.quantize import finite
 from tightkv.paged.offload import DeviceBuffers, OffloadedPages, lasting
-from tightkv.paged.sequences import AppendPlan, RowTensors, SequenceTable
-from tightkv.paged.sequences import same_length as same_length_of
+from tightkv.paged.sequences import AppendPlan, RowTensors, SequenceTable, common_length
 from tightkv.pages.codec import Codec
 from tightkv.pages.layout import PageLayout
 from tightkv.pages.window import rotated
@@ -117,7 +116,7 @@ class PagedKV:
         self._fit_pages()
         plans = None
         if rows is None:
-            rows, same_length = self.table.tensors(self.device), same_length_of(self.table.rows)
+            rows, same_length = self.table.tensors(self.device), common_length(self.table.rows)
             plans = self.table.plans(self.device)
         exact = (self.ring_key, self.ring_value, self.sink_key, self.sink_value)
         coding: dict[str, Any] = {"feedback": self._feedback, "ring_scales": self.ring_scales}

@@ -251,8 +251,7 @@ class SequenceTable:
         if len(rows) != len(counts) or len(set(rows)) != len(rows):
             raise ValueError(f"rows={list(rows)}, counts={list(counts)}: one count for each row")
         for row in rows:
-            if not 0 <= row < len(self.rows):
-                self._check_row(row)
+            self._check_row(row)
         if counts and min(counts) < 0:
             raise ValueError(f"counts={list(counts)}; a count cannot be negative")
         if self.max_pages is not None:
@@ -447,7 +446,7 @@ class RowTensors(NamedTuple):
         return RowTensors(*(x[index] for x in self))
 
 
-def same_length(rows: Sequence[SequenceState]) -> int | None:
+def common_length(rows: Sequence[SequenceState]) -> int | None:
     """The length of every row, if all have the same and none is padded."""
     lengths = {row.length if not row.left_pad else None for row in rows}
     return lengths.pop() if len(lengths) == 1 else None

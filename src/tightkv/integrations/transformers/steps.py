@@ -17,8 +17,8 @@ from tightkv.paged.sequences import (
     RowTensors,
     SequenceState,
     SequenceTable,
+    common_length,
     row_tensors,
-    same_length,
 )
 
 DIFFERENT_TOKENS = (
@@ -132,8 +132,8 @@ class SharedSteps:
         return self._before_tensors[key]
 
     def same_length_at(self, step: int) -> int | None:
-        """The length of every row before that step, if alike (`sequences.same_length`)."""
-        return same_length(self.table.rows if step == self.steps else self.before)
+        """The length of every row before that step, if alike (`sequences.common_length`)."""
+        return common_length(self.table.rows if step == self.steps else self.before)
 
 
 def note_padding(mask: Tensor, padding: Padding) -> None:

@@ -62,8 +62,7 @@ def source(
             "MERGE_AHEAD": splits_at_once(layout),
             "SHARED_BYTES": tile.shared_bytes(layout),
         }
-    for field in _SHARED:
-        constants[field] = shared[field]
+    constants |= {field: shared[field] for field in _SHARED}
     codec = Codec(layout)
     for side in ("KEY", "VALUE"):
         sums = tile is not None and tile.sum_levels
