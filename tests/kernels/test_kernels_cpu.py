@@ -18,10 +18,11 @@ from tightkv.config import KVQuantConfig
 from tightkv.kernels import reference, registry
 from tightkv.kernels.cpu import backend as cpu
 from tightkv.kernels.cpu import library
+from tightkv.kernels.ragged_plan import uniform_cu_seqlens
 from tightkv.kernels.view import AttendOptions
 from tightkv.paged.attention import attend
 from tightkv.paged.cache import PagedKV
-from tightkv.paged.sequences import SequenceTable, uniform_cu_seqlens
+from tightkv.paged.sequences import SequenceTable
 from tightkv.pages.layout import PageLayout
 
 _MISSING = cpu.unavailable("cpu")

@@ -12,9 +12,10 @@ from tightkv.kernels.check import (
     check_options,
     expect,
 )
+from tightkv.kernels.ragged_plan import uniform_cu_seqlens
 from tightkv.kernels.view import AttendOptions, CacheView
 from tightkv.paged.cache import PagedKV
-from tightkv.paged.sequences import RowTensors, uniform_cu_seqlens
+from tightkv.paged.sequences import RowTensors
 
 
 def attend(

@@ -5,9 +5,8 @@ from functools import cache
 from torch import Tensor
 
 from tightkv.kernels.cuda.decode_plan import processor_count
-from tightkv.kernels.ragged_plan import SPLIT_ROWS, RaggedGroup
+from tightkv.kernels.ragged_plan import SPLIT_ROWS, RaggedGroup, uniform_cu_seqlens
 from tightkv.kernels.sdpa import AttentionState, prefer
-from tightkv.paged.sequences import uniform_cu_seqlens
 
 # Rows (query, head) that keep the 132 processors of a Hopper GPU busy, 128 each. With fewer,
 # FlashAttention may split the keys, for which it takes float32 memory per row and split.
