@@ -471,7 +471,7 @@ def test_tokens_relative_to_centers(with_feedback, monkeypatch):
         factors = caches[0].codec.feedback_factors(metric, DEVICE)
         for cache in caches:
             cache.feedback = factors
-    view_of = caches[1]._view
+    view_of = caches[1].view
 
     def with_centers(view):
         return dataclasses.replace(view, centers=centers)
@@ -484,7 +484,7 @@ def test_tokens_relative_to_centers(with_feedback, monkeypatch):
         relative = key - centers[0], value - centers[1]
         caches[0].append(caches[0].table.append([0, 1], list(counts)), *relative)
         with monkeypatch.context() as patch:
-            patch.setattr(caches[1], "_view", lambda rows: with_centers(view_of(rows)))
+            patch.setattr(caches[1], "view", lambda rows: with_centers(view_of(rows)))
             caches[1].append(caches[1].table.append([0, 1], list(counts)), key, value)
         for name in ("pages", "ring_key", "ring_value", "sink_key", "sink_value"):
             assert torch.equal(getattr(caches[0], name), getattr(caches[1], name)), name
