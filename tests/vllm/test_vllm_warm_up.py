@@ -254,10 +254,10 @@ class Launches:
 def launches(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """kernels.triton that launches nothing, and the binaries it asked for."""
     kernels = pytest.importorskip("tightkv.kernels.triton.backend")
-    from tightkv.kernels.triton import append, attend, dequantize, merge_splits, prefill, ragged
+    from tightkv.kernels.triton import append, attend, merge_splits, prefill, ragged, rotate
 
     found: set[Any] = set()
-    for place in (append, attend, dequantize, merge_splits, prefill, ragged):
+    for place in (append, attend, merge_splits, prefill, ragged, rotate):
         for name, kernel in list(vars(place).items()):
             if name.endswith("_kernel"):
                 monkeypatch.setattr(place, name, Launches(kernel, found))
@@ -344,5 +344,5 @@ def test_serving_asks_for_no_binary_that_is_not_there(
     assert names == {name for name, *_ in ready}
     # Long prompts and prompts together are of half precision.
     half = dtype == torch.bfloat16
-    assert len(names) == (8 + 2 * varlen if half else 3)
+    assert len(names) == (6 if half else 3)
     assert bool(shared) == (half and varlen)
