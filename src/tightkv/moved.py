@@ -17,10 +17,11 @@ _VLLM_MOVES = {
     "latent": "mla",
     "metrics": "monitor stats_file",
     "prefix": "blocks cache_format prefix_hits",
-    "start": "checkpoint engine_checks engine_core engine_plan install install_mla plugin",
-    "step": "attention backend batch_split flash_attention layer_step metadata page_blocks "
+    "start": "engine_checks engine_core engine_plan install install_mla plugin",
+    "step": "attention backend batch_split flash_attention layer_step metadata "
     "ring_kernel ring_table warm_up",
 }
+_VLLM_MERGED = {"checkpoint": "options", "page_blocks": "step.backend"}
 _FITTED = "attention_weights fingerprint key_noise query_metric"
 MOVED = {
     **{name: f"files.{name}" for name in ("strict_json", "tensor_file")},
@@ -40,6 +41,7 @@ MOVED = {
         for folder, names in _VLLM_MOVES.items()
         for name in names.split()
     },
+    **{f"integrations.vllm.{x}": f"integrations.vllm.{y}" for x, y in _VLLM_MERGED.items()},
 }
 
 

@@ -25,7 +25,7 @@ from tightkv.fit.calibration import (
 from tightkv.fit.calibration import find as find_module
 from tightkv.fit.fingerprint import folder_fingerprint
 from tightkv.integrations.transformers.fitting import CalibrationWarning, loaded_fingerprint
-from tightkv.integrations.vllm.start.checkpoint import checkpoint_folder
+from tightkv.integrations.vllm.options import checkpoint_folder
 from tightkv.math.feedback import QueryMetric
 from tightkv.model_shape import LayerShape
 from tightkv.pages.layout import page_layout

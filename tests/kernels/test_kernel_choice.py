@@ -140,7 +140,7 @@ def test_the_command_line_shows_it_in_one_line(
 
 @pytest.mark.vllm
 def test_layers_that_cost_vllm_its_graphs_are_named() -> None:
-    from tightkv.integrations.vllm.start.report import cuda_graph_obstacle
+    from tightkv.integrations.vllm.start.engine_plan import cuda_graph_obstacle
 
     def impl(kernel: str, capturable: bool, device: str = "cuda") -> Any:
         kernels, place = registry.load(kernel), SimpleNamespace(type=device)

@@ -16,7 +16,7 @@ from torch import Tensor
 from models import SHAPE
 from tightkv import KVQuantConfig
 from tightkv.fit import Checkpoint, Fit, LayerFit, Layers, fit, query_metric
-from tightkv.integrations.vllm.start.checkpoint import checkpoint_folder
+from tightkv.integrations.vllm.options import checkpoint_folder
 from tightkv.math.centers import Centers
 from tightkv.math.feedback import QueryMetric
 from tightkv.math.key_scale import KeyScale

@@ -83,7 +83,7 @@ def test_a_scheduler_that_changed_costs_the_metrics_and_no_request(
 
 
 def test_prompts_of_compressed_windows_are_told_to_be_slow_on_gpus() -> None:
-    from tightkv.integrations.vllm.start.attach import slow_prompts
+    from tightkv.integrations.vllm.start.install import slow_prompts
 
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     assert "leave sliding_windows out" in (slow_prompts(512, cuda) or "")

@@ -13,7 +13,7 @@ from models import SHAPE
 from tightkv import KVQuantConfig
 from tightkv.fit import Checkpoint, Fit, Layers, fit_bits
 from tightkv.integrations.vllm.layer_numbers import model_layers
-from tightkv.integrations.vllm.start.checkpoint import checkpoint_folder
+from tightkv.integrations.vllm.options import checkpoint_folder
 from tightkv.model_shape import LayerShape
 from tiny_folder import plant_key_bias, write_model
 

@@ -22,7 +22,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
 )
 from vllm.v1.attention.backend import AttentionCGSupport
 
-from tightkv.integrations.vllm.step.page_blocks import PageBlocks
+from tightkv.integrations.vllm.step.backend import PageBlocks
 from tightkv.integrations.vllm.step.warm_up import once
 from tightkv.kernels.backend import LatentBackend
 from tightkv.pages.latent import LatentCodec, LatentLayout

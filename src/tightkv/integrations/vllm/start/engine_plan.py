@@ -1,8 +1,9 @@
-"""EnginePlan: layouts of the layers that an engine compresses, and what that is worth."""
+"""EnginePlan: layouts of the layers that an engine compresses, and what it says of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,11 +13,18 @@ from tightkv.fit import Fit
 from tightkv.integrations.vllm.options import EngineOptions
 from tightkv.integrations.vllm.prefix.blocks import pages_per_block
 from tightkv.integrations.vllm.start.choose import Chosen
-from tightkv.integrations.vllm.start.engine_checks import rings_obstacle, speculative_tokens
+from tightkv.integrations.vllm.start.engine_checks import (
+    WAITS_FOR_DEVICE,
+    rings_obstacle,
+    speculative_tokens,
+)
+from tightkv.integrations.vllm.step.attention import TightAttention
+from tightkv.integrations.vllm.step.batch_split import Limits
 from tightkv.integrations.vllm.step.ring_table import SAVED_SINKS, ring_size
 from tightkv.model_shape.cache_bytes import CacheBytes, LayerBytes
 from tightkv.pages.layout import MAX_TOKENS, PageLayout
 
+logger = logging.getLogger("vllm.tightkv")
 _ROWS_SHARE = 20  # the exact rings take at most a 20th of the device's memory
 
 
@@ -27,11 +35,9 @@ class EnginePlan:
     options: EngineOptions
     chosen: Chosen
     layouts: dict[str, PageLayout]
-    rows: int
+    limits: Limits
     pages_per_block: int
     """Pages per block of vLLM's: more than one where other layers' blocks are larger."""
-    taken_back: int
-    """Tokens that a sequence may lose: those that a step drafts."""
 
     def line(self) -> str:
         """Preset, bytes per token, and what that is worth."""
@@ -39,9 +45,9 @@ class EnginePlan:
             LayerBytes.of_layout(layout, window=self.chosen.layers[name].sliding_window)
             for name, layout in self.layouts.items()
         )
-        size, parts = CacheBytes(tuple(layers)), []
+        size, parts, rows = CacheBytes(tuple(layers)), [], self.limits.rows
         packed, plain = size.bytes_per_token, size.bf16_bytes_per_token
-        rings = _row_bytes(self.layouts, self.taken_back) * self.rows
+        rings = _row_bytes(self.layouts, self.limits.decoding) * rows
         drafts = len(self.chosen.drafts)
         told = f" ({drafts} of them a draft model's)" if drafts else ""
         windows = [layer for layer in size.layers if not layer.shape.grows]
@@ -57,38 +63,76 @@ class EnginePlan:
                 f"{len(windows)} sliding windows take at most {most / 1024:,.0f} KiB per sequence "
                 f"with its exact ring, in 16 bits {exact / 1024:,.0f} KiB"
             )
-        parts.append(f"exact rings for {self.rows} sequences take {rings / 2**20:,.1f} MiB")
+        parts.append(f"exact rings for {rows} sequences take {rings / 2**20:,.1f} MiB")
         return f"tightkv {self.options.config.name}: {'; '.join(parts)}"
 
 
 def make_plan(options: EngineOptions, vllm_config: Any, chosen: Chosen, found: Fit) -> EnginePlan:
     """Layouts of the layers that are compressed, with the bits of their fit."""
     layouts = chosen.layouts({number: own.cfg for number, own in found.layers.items()})
-    return EnginePlan(
-        replace(options, config=found.cfg),
-        chosen,
-        layouts,
-        exact_rows(options, vllm_config, layouts),
-        pages_per_block(layouts, chosen.others, vllm_config, chosen.mixed, chosen.packed),
-        speculative_tokens(vllm_config),
-    )
-
-
-def exact_rows(options: EngineOptions, vllm_config: Any, layouts: dict[str, PageLayout]) -> int:
-    """How many sequences can have an exact ring at a time."""
+    most, decoding = vllm_config.scheduler_config.max_num_seqs, 1 + speculative_tokens(vllm_config)
     if rings_obstacle(vllm_config) is not None:
-        return 0
-    most: int = vllm_config.scheduler_config.max_num_seqs
-    if options.exact_rows is not None:
-        return min(options.exact_rows, most)
-    memory = current_platform.get_device_total_memory() // _ROWS_SHARE
-    return max(0, min(most, memory // _row_bytes(layouts, speculative_tokens(vllm_config))))
+        rows = 0
+    elif options.exact_rows is not None:
+        rows = min(options.exact_rows, most)
+    else:
+        memory = current_platform.get_device_total_memory() // _ROWS_SHARE
+        rows = max(0, min(most, memory // _row_bytes(layouts, decoding)))
+    pages = pages_per_block(layouts, chosen.others, vllm_config, chosen.mixed, chosen.packed)
+    limits = Limits(most, rows, decoding)
+    return EnginePlan(replace(options, config=found.cfg), chosen, layouts, limits, pages)
 
 
-def _row_bytes(layouts: Mapping[str, PageLayout], taken_back: int) -> int:
+def _row_bytes(layouts: Mapping[str, PageLayout], decoding: int) -> int:
     """Bytes of a ring, its sinks and the saved sinks that go with it, in all layers."""
     return sum(
-        layout.sequence_bytes(ring_size(layout.cfg, taken_back))
+        layout.sequence_bytes(ring_size(layout.cfg, decoding - 1))
         + SAVED_SINKS * layout.cfg.sinks * layout.exact_bytes_per_token
         for layout in layouts.values()
     )
+
+
+def report(
+    plan: EnginePlan,
+    found: Fit,
+    impls: Mapping[str, TightAttention],
+    slow: Mapping[str, list[str]],
+    vllm_config: Any,
+) -> None:
+    """Log the plan and the fit, and what is slow; the first of all workers does."""
+    if vllm_config.parallel_config.rank != 0:
+        return
+    for line in (found.calibration_line, found.keys_line):
+        if line is not None:
+            logger.warning(line)
+    logger.info(plan.line())
+    if (why := rings_obstacle(vllm_config)) is not None:
+        logger.warning("tightkv: the newest tokens are read from their codes, for %s", why)
+    for note in found.notes:
+        logger.info(note)
+    for reason, names in slow.items():
+        logger.warning("tightkv, %s: %s", _some(names, len(impls)), reason)
+    blocked = cuda_graph_obstacle(impls)
+    if blocked is not None and not vllm_config.model_config.enforce_eager:
+        logger.warning(blocked)
+
+
+def cuda_graph_obstacle(impls: Mapping[str, TightAttention]) -> str | None:
+    """Why vLLM cannot capture CUDA graphs of decoding with these layers; None if it can."""
+    if all(impl.capturable or impl.device.type != "cuda" for impl in impls.values()):
+        return None
+    plain = [name for name, impl in impls.items() if not impl.kernels.TAKES.graphs]
+    if not plain:
+        return WAITS_FOR_DEVICE
+    return (
+        f"tightkv: no CUDA graphs, {_some(plain, len(impls))} run in plain torch; choose bits and "
+        "a method that have kernels (of protected layers: protected_bits=8) to have them"
+    )
+
+
+def _some(names: Sequence[str], of: int) -> str:
+    """All layers, or so many of them with the first few by name."""
+    if len(names) == of:
+        return f"all {of} layers"
+    listed = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+    return f"{len(names)} of {of} layers ({listed})"

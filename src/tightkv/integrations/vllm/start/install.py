@@ -5,21 +5,30 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
-from tightkv.fit import Checkpoint, fit
+from tightkv.fit import Checkpoint, Fit, fit
 from tightkv.integrations.vllm.compat import page_spec
-from tightkv.integrations.vllm.layer_shapes import is_latent
-from tightkv.integrations.vllm.options import EngineOptions, engine_options, with_options
-from tightkv.integrations.vllm.start.attach import LAYOUT, attach
-from tightkv.integrations.vllm.start.checkpoint import checkpoint_folder
+from tightkv.integrations.vllm.layer_shapes import is_latent, readers
+from tightkv.integrations.vllm.options import (
+    EngineOptions,
+    checkpoint_folder,
+    engine_options,
+    with_options,
+)
 from tightkv.integrations.vllm.start.choose import choose
 from tightkv.integrations.vllm.start.engine_checks import check_engine_options
-from tightkv.integrations.vllm.start.engine_plan import make_plan
+from tightkv.integrations.vllm.start.engine_plan import EnginePlan, make_plan, report
 from tightkv.integrations.vllm.start.install_mla import install_latent, latent_obstacle
-from tightkv.integrations.vllm.start.report import report
+from tightkv.integrations.vllm.step.attention import TightAttention
+from tightkv.integrations.vllm.step.backend import PackedBackend, TightBackend
+from tightkv.kernels import registry
+
+LAYOUT = "_tightkv_layout"
+"""An attribute of layers: the layout of their pages, or None, and the pages of a block."""
 
 
 def compressed_spec(layer: Any, spec: Any) -> Any:
@@ -61,6 +70,55 @@ def _install_attention(
     )
     found = fit(source, options.config, chosen.for_fit())
     plan = make_plan(options, vllm_config, chosen, found)
-    impls, slow = attach(plan, found, layers, vllm_config)
+    impls, slow = _attach(plan, found, layers, vllm_config)
     report(plan, found, impls, slow, vllm_config)
     return plan.options
+
+
+def _attach(
+    plan: EnginePlan, found: Fit, layers: Mapping[str, Any], vllm_config: Any
+) -> tuple[dict[str, TightAttention], dict[str, list[str]]]:
+    """The attention of every layer of the plan, and which of them are slow, by the reason."""
+    chosen, pages = plan.chosen, plan.pages_per_block
+    if not chosen.others:  # vLLM tells its own process; connectors of other workers ask too
+        vllm_config.cache_config.block_size = pages * plan.options.config.page_size
+    limits = plan.limits
+    impls, slow = dict[str, TightAttention](), dict[str, list[str]]()
+    for name, layout in plan.layouts.items():
+        layer = layers[name]
+        device = layer._k_scale.device
+        choice = registry.choose("auto", device, layout)
+        is_draft = name in chosen.drafts
+        impl = TightAttention(layer, layout, choice.module, limits, device, is_draft=is_draft)
+        if not is_draft:
+            impl.use_fit(found.layers[chosen.numbers[name]])
+        impl.packed_pages = pages if chosen.packed else 0
+        layer.attn_backend = PackedBackend if chosen.packed else TightBackend
+        layer.impl = impls[name] = impl
+        setattr(layer, LAYOUT, (layout, pages))
+        for reason in (choice.slow, slow_prompts(layer.sliding_window, device)):
+            if reason is not None:
+                slow.setdefault(reason, []).append(name)
+    shared = readers(layers, impls)
+    if shared and vllm_config.cache_config.kv_sharing_fast_prefill:
+        raise ValueError(
+            "tightkv with --kv-sharing-fast-prefill: prompts of layers that share a compressed "
+            "cache are not cut short; leave the option out"
+        )
+    for name, target in shared.items():  # layers that read the cache of a compressed one
+        layer, own = layers[name], impls[target]
+        layer.impl = TightAttention(
+            layer, own.layout, own.kernels, limits, own.device, own, own.is_draft
+        )
+        layer.attn_backend = layers[target].attn_backend
+    return impls, slow
+
+
+def slow_prompts(window: int | None, device: torch.device) -> str | None:
+    """Why prompts of a layer take longer than they could; None where they do not."""
+    if window is None or device.type != "cuda":
+        return None
+    return (
+        f"prompts in a compressed sliding window of {window} tokens run in our Triton kernel and "
+        "not in FlashAttention; leave sliding_windows out if they take too long"
+    )

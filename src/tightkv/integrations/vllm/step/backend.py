@@ -1,19 +1,24 @@
 """TightBackend and its metadata builder: how vLLM addresses our attention."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionMetadataBuilder,
+    MultipleOf,
+)
 
+from tightkv.config import PAGE_SIZES
 from tightkv.integrations.vllm.compat import added_by_draft, drafts_share_metadata, host_lengths
 from tightkv.integrations.vllm.step.attention import TightAttention
 from tightkv.integrations.vllm.step.batch_split import PartRange, split_batch
 from tightkv.integrations.vllm.step.metadata import TightMetadata, make_part
-from tightkv.integrations.vllm.step.page_blocks import PageBlocks
 from tightkv.integrations.vllm.step.ring_table import BatchRings, RingTable
 from tightkv.integrations.vllm.step.step_sealing import (
     GroupRings,
@@ -234,6 +239,26 @@ def _blocks_of(layer: Any) -> object:
     """What vLLM's groups of layers differ by: full attention, a length of window, other caches."""
     impl = getattr(layer, "impl", None)
     return (impl.window,) if isinstance(impl, TightAttention) else type(layer)
+
+
+class PageBlocks:
+    """What all our backends say of vLLM's blocks. They are given to layers, not selected by name."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [MultipleOf(min(PAGE_SIZES))]  # whole blocks
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
+        from vllm.v1.kv_cache_interface import KVCacheLayout
+
+        return (KVCacheLayout.LBHNC, KVCacheLayout.LBNHC)
 
 
 class TightBackend(PageBlocks, AttentionBackend):  # type: ignore[misc]

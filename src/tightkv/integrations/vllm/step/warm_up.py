@@ -13,18 +13,17 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from tightkv.integrations.vllm.step.batch_split import PartRange
 from tightkv.integrations.vllm.step.layer_step import LayerStep, Rings
-from tightkv.integrations.vllm.step.metadata import BatchPart
+from tightkv.integrations.vllm.step.metadata import BatchPart, make_part
 from tightkv.integrations.vllm.step.ring_table import BatchRings
 from tightkv.kernels.prefill import MIN_QUERIES, chunk_tokens
-from tightkv.kernels.ragged_plan import plan_groups
 from tightkv.kernels.sdpa import CUDNN_MULTIPLE
 from tightkv.pages.layout import PageLayout
 
@@ -86,7 +85,7 @@ def kinds_of_parts(
 ) -> Iterator[BatchPart]:
     """A part for every kind: decodes, short prompts, long ones over one piece and over several.
 
-    Prompts that share a workspace fill it.
+    Four prompts that share a workspace fill it.
     """
     page = layout.page_size
     most_decoding, least_fresh, sequences = kinds
@@ -101,7 +100,8 @@ def kinds_of_parts(
     for before in (page, several):
         yield _part(layout, rings, CUDNN_MULTIPLE, before, is_prefill=True, host_knows=True)
     if workspace_tokens is not None:
-        yield _sharing_part(layout, rings, workspace_tokens)
+        before = workspace_tokens // 4 - 64
+        yield _part(layout, rings, 64, before, True, False, 4, workspace_tokens)
 
 
 def sizes(least: int, most: int) -> list[int]:
@@ -109,16 +109,6 @@ def sizes(least: int, most: int) -> list[int]:
     doubled = itertools.takewhile(lambda n: n <= most, (1 << i for i in itertools.count()))
     found = {least, most, *(n + more for n in doubled for more in (0, 1))}
     return sorted(n for n in found if least <= n <= most)
-
-
-def _sharing_part(layout: PageLayout, rings: Rings, workspace_tokens: int) -> BatchPart:
-    """Four prompts that share one workspace."""
-    sequences, count = 4, 64
-    before = workspace_tokens // sequences - count
-    part = _part(layout, rings, count, before, is_prefill=True, sequences=sequences)
-    counts, most_before = [count] * sequences, [before] * sequences
-    on_device = part.query_start_loc, part.rows.before
-    return replace(part, ragged=plan_groups(counts, most_before, workspace_tokens, *on_device))
 
 
 def _part(
@@ -129,11 +119,10 @@ def _part(
     is_prefill: bool,
     host_knows: bool = False,
     sequences: int = 1,
+    workspace_tokens: int | None = None,
 ) -> BatchPart:
     """Sequences with `count` new tokens each after `before` others, all in page 0."""
-    device = rings[0].device
-    length = before + count
-    exact = max(before, length - rings[0].shape[1])
+    device, length = rings[0].device, before + count
 
     def number(n: int) -> Tensor:
         return torch.full((sequences,), n, dtype=torch.int32, device=device)
@@ -143,21 +132,16 @@ def _part(
         before=number(before),
         ring_rows=number(len(rings[0]) - 1),
         ring_valid_from=number(before),
-        ring_read_from=number(exact),
+        ring_read_from=number(max(before, length - rings[0].shape[1])),
         sink_counts=number(0),
         context_ring_read_from=number(before),
         context_sink_counts=number(0),
         sink_sources=number(len(rings[0]) - 1),
         saved_at=number(len(rings[0]) - 1),
     )
-    pages = -(-length // layout.page_size)
-    return BatchPart(
-        tokens=slice(0, count * sequences),
-        query_start_loc=torch.arange(sequences + 1, dtype=torch.int32, device=device) * count,
-        max_query_len=count,
-        is_prefill=is_prefill,
-        block_table=torch.zeros(sequences, pages, dtype=torch.int32, device=device),
-        left_pad=number(0),
-        rows=rows,
-        context_len=before if host_knows else None,
-    )
+    starts = [count * i for i in range(sequences + 1)]
+    shared = None if workspace_tokens is None else (before,) * sequences
+    cut = PartRange(0, sequences, is_prefill, count, before if host_knows else None, shared)
+    blocks = number(0)[:, None].expand(sequences, -(-length // layout.page_size)).contiguous()
+    first = torch.tensor(starts, dtype=torch.int32, device=device)
+    return make_part(cut, starts, first, blocks, rows, number(0), workspace_tokens)
