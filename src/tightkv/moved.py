@@ -41,6 +41,7 @@ MOVED = {
         for folder, names in _VLLM_MOVES.items()
         for name in names.split()
     },
+    "integrations.transformers.saving.reading": "integrations.transformers.saving.file",
     **{f"integrations.vllm.{x}": f"integrations.vllm.{y}" for x, y in _VLLM_MERGED.items()},
 }
 

@@ -5,5 +5,9 @@ shape, the table, and a checksum over header and tensors. Nothing is pickled, an
 file is trusted (docs/security.md).
 """
 
-from tightkv.integrations.transformers.saving.reading import SavedCache, WeightsSample, read_cache
-from tightkv.integrations.transformers.saving.writing import save_cache
+from tightkv.integrations.transformers.saving.file import (
+    SavedCache,
+    WeightsSample,
+    read_cache,
+    save_cache,
+)

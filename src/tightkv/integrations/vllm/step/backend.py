@@ -242,7 +242,7 @@ def _blocks_of(layer: Any) -> object:
 
 
 class PageBlocks:
-    """What all our backends say of vLLM's blocks. They are given to layers, not selected by name."""
+    """What all our backends say of blocks. Layers are given them; none is selected by name."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
 

@@ -1,9 +1,10 @@
-"""SavedCache: a file, read once and checked before any of it is used.
+"""A cache to one file, and SavedCache: a file, read once and checked before any of it is used.
 
 A short mark of the weights tells which model it is from.
 """
 
 import hashlib
+import json
 import os
 import warnings
 from collections.abc import Sequence
@@ -11,14 +12,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from tightkv.config import FORMAT_VERSION, KVQuantConfig
+from tightkv.files.atomic import whole_file
 from tightkv.files.tensor_file import checksum, read_file
 from tightkv.fit import LayerFit
 from tightkv.integrations.transformers.layer import TightHybridLayer, TightLayer
-from tightkv.integrations.transformers.saving.header import Header, SavedLayer, parse_header
-from tightkv.integrations.transformers.saving.states import PLAIN_KINDS, StateReader
+from tightkv.integrations.transformers.saving.header import (
+    ROW_FIELDS,
+    Header,
+    SavedLayer,
+    parse_header,
+)
+from tightkv.integrations.transformers.saving.states import PLAIN_KINDS, StateReader, write_state
 from tightkv.integrations.transformers.steps import SharedSteps
 from tightkv.math.centers import Centers
 from tightkv.math.key_scale import KeyScale
@@ -48,7 +57,14 @@ class SavedCache:
         """Refuse a file whose compressed layers have another shape than the model's."""
         layouts = [layer.layout for layer in self.header.layers if layer.layout is not None]
         shapes = {(layout.num_kv_heads, layout.head_dim) for layout in layouts}
-        possible = _model_shapes(model)
+        config = model.config if isinstance(model, PreTrainedModel) else model
+        possible = [
+            (
+                getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads,
+                getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads,
+            )
+            for layer in config.get_text_config(decoder=True).per_layer_config
+        ]
         if shapes and not shapes & set(possible):
             raise ValueError(
                 f"{self.path} holds layers of (KV heads, head_dim) {sorted(shapes)}; this model "
@@ -322,13 +338,76 @@ def _shapes(
     return dict(zip(KV_TENSORS, shapes, strict=False))
 
 
-def _model_shapes(model: PreTrainedModel | PreTrainedConfig) -> list[tuple[int, int]]:
-    """(KV heads, head_dim) of a model's layers, those of other than full attention too."""
-    config = model.config if isinstance(model, PreTrainedModel) else model
-    config = config.get_text_config(decoder=True)
-    shapes = []
-    for layer in config.per_layer_config:
-        heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
-        dim = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
-        shapes.append((heads, dim))
-    return shapes
+# --- writing ---
+def save_cache(
+    path: str | os.PathLike[str],
+    quant: KVQuantConfig,
+    table: SequenceTable,
+    layers: list[Any],
+    *,
+    grows: bool,
+    weights: str,
+) -> None:
+    """Write the whole cache; the file appears complete or not at all.
+
+    `weights`: the mark of the model's, if it is known.
+    """
+    used = sorted({page for row in table.rows for page in row.pages})
+    place = {page: i for i, page in enumerate(used)}
+    tensors: dict[str, Tensor] = {}
+    header = {
+        "format_version": FORMAT_VERSION,
+        "quant": quant.to_dict(),
+        "fingerprint": quant.fingerprint(),
+        "grows": grows,
+        "rows": [
+            {
+                **{name: getattr(row, own) for name, own in ROW_FIELDS.items()},
+                "pages": [place[page] for page in row.pages],
+            }
+            for row in table.rows
+        ],
+        "layers": [_layer(layer, f"layers.{i}.", used, tensors) for i, layer in enumerate(layers)],
+    }
+    tensors = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    text = json.dumps(header, sort_keys=True)
+    _check(quant, text, tensors)
+    metadata = {"tightkv": text, "checksum": checksum(text + weights, tensors)}
+    if weights:
+        metadata["weights"] = weights
+    with whole_file(path, mode=0o600) as temporary:  # a cache tells what was asked
+        save_file(tensors, temporary, metadata)
+
+
+def _check(quant: KVQuantConfig, text: str, tensors: dict[str, Tensor]) -> None:
+    """Raise if what would be written could not be read."""
+    try:
+        saved = SavedCache("it", parse_header(text), tensors)
+        saved.make_layers(SharedSteps(quant), "auto", torch.device("cpu"), [])
+    except ValueError as error:
+        raise ValueError(f"this cache cannot be saved: {error}") from None
+
+
+def _layer(layer: Any, prefix: str, used: list[int], tensors: dict[str, Tensor]) -> dict[str, Any]:
+    entry: dict[str, Any] = {"kind": type(layer).__name__}
+    if isinstance(layer, TightLayer):
+        entry["tight"] = {"length": 0, "quant": layer.cfg.to_dict(), "layout": None}
+        if layer.kv is not None and len(layer.shared.table):
+            kv = layer.kv
+            heads, dim = kv.layout.num_kv_heads, kv.layout.head_dim
+            entry["tight"]["length"] = layer.length
+            entry["tight"]["layout"] = [heads, dim, str(layer.dtype)]
+            index = torch.tensor(used, dtype=torch.long, device=kv.device)
+            tensors[f"{prefix}pages"] = kv.pages[index].cpu()
+            layer.offload()  # before the next layer's pages come to the device
+            for name in kv.exact_names:
+                tensors[prefix + name] = getattr(kv, name)
+            if layer.centers is not None:
+                centers = layer.centers.key, layer.centers.value
+                for name, center in zip(CENTER_TENSORS, centers, strict=True):
+                    tensors[prefix + name] = center.bfloat16()
+            if layer.scale is not None:
+                tensors[prefix + SCALE_TENSOR] = layer.scale.value.bfloat16()
+    if type(layer) is not TightLayer:
+        entry["state"] = write_state(layer, f"{prefix}state.", tensors)
+    return entry
