@@ -38,7 +38,7 @@ REPLACED = {
         "find_longest_cache_hit": f"{_CORE}.kv_cache_coordinator:HybridKVCacheCoordinator",
         "get_num_new_matched_tokens": _CONNECTOR,
     },
-    "store_keys.py": {"get_request_block_hasher": f"{_CORE}:kv_cache_utils"},
+    "engine_core.py": {"get_request_block_hasher": f"{_CORE}:kv_cache_utils"},
     "store_loads.py": {
         "execute_model": "vllm.v1.worker.worker_base:WorkerBase",
         "reset_prefix_cache": f"{_CORE}.sched.scheduler:Scheduler",

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 
 _VLLM_MOVES = {
-    "connectors": "connector_checks nixl store_keys store_loads",
+    "connectors": "connector_checks nixl store_loads",
     "latent": "mla",
     "metrics": "monitor stats_file",
     "prefix": "blocks cache_format prefix_hits",
@@ -21,7 +21,11 @@ _VLLM_MOVES = {
     "step": "attention backend batch_split flash_attention layer_step metadata "
     "ring_kernel ring_table warm_up",
 }
-_VLLM_MERGED = {"checkpoint": "options", "page_blocks": "step.backend"}
+_VLLM_MERGED = {
+    "checkpoint": "options",
+    "page_blocks": "step.backend",
+    "store_keys": "start.engine_core",
+}
 _FITTED = "attention_weights fingerprint key_noise query_metric"
 MOVED = {
     **{name: f"files.{name}" for name in ("strict_json", "tensor_file")},

@@ -22,7 +22,7 @@ from tightkv.fit.calibration import (
     own_heads,
     save_calibration,
 )
-from tightkv.fit.calibration import find as find_module
+from tightkv.fit.calibration import file as file_module
 from tightkv.fit.fingerprint import folder_fingerprint
 from tightkv.integrations.transformers.fitting import CalibrationWarning, loaded_fingerprint
 from tightkv.integrations.vllm.options import checkpoint_folder
@@ -379,7 +379,7 @@ def test_auto_finds_ready_files(model, file, tmp_path, monkeypatch):
     ready = tmp_path / "ready"
     ready.mkdir()
     (ready / "Tiny.safetensors").write_bytes(file.read_bytes())
-    monkeypatch.setattr(find_module, "BUNDLED_FOLDER", ready)
+    monkeypatch.setattr(file_module, "BUNDLED_FOLDER", ready)
     for name in ("auto", "Tiny"):
         cache = TightCache({"preset": "k3v3", "calibration": name}, model=model)
         assert cache.calibration is not None and cache.quant.layer_bits
@@ -395,7 +395,7 @@ def test_ready_files_can_be_read(name):
     found = load_calibration(name)
     assert found.measured.model.rpartition("/")[2] == name
     assert set(found.layer_bits) == set(PRESETS)
-    assert (find_module.BUNDLED_FOLDER / f"{name}.safetensors").stat().st_size < 2_000_000
+    assert (file_module.BUNDLED_FOLDER / f"{name}.safetensors").stat().st_size < 2_000_000
 
 
 @pytest.mark.parametrize("name", ["SmolLM2-135M-Instruct", "Qwen2.5-Coder-1.5B-Instruct"])

@@ -15,6 +15,7 @@ from tightkv.integrations.transformers.layer import TightLayer
 from tightkv.model_shape import LayerShape, compressed_layers, read_model_shape, skip_reason
 from tightkv.model_shape.planner import config_plan
 from tightkv.model_shape.shape import INDEXED
+from tightkv.pages.layout import PageLayout
 
 COMPRESSED = {family: [1, 3] for family in FAMILIES} | {
     "llama": [0, 1, 2, 3],
@@ -32,7 +33,7 @@ MORE: dict[str, Callable[[], Any]] = {
 
 def planned(config: Any) -> list[int]:
     plan = config_plan("k4v4", read_model_shape(config), KVQuantConfig.preset("k4v4"))
-    return [i for i, layer in enumerate(plan.layers) if layer.layout is not None]
+    return [i for i, layer in enumerate(plan.layers) if isinstance(layer.layout, PageLayout)]
 
 
 def cached(config: Any) -> list[int]:

@@ -97,7 +97,7 @@ def query_metrics(folder: Path, layers: Collection[int] = (0, 1), **part: Any) -
 
 
 def key_energies(folder: Path, page_size: int, **part: Any) -> dict[int, Tensor]:
-    return Checkpoint(folder, "it", **part).key_energies([0], page_size).by_layer
+    return Checkpoint(folder, "it", **part).key_energies([0], page_size)[0]
 
 
 class Recorded(Exception):
@@ -147,10 +147,10 @@ def test_weights_give_the_metric_of_isotropic_inputs(
     model = random_model(CONFIGS[family]())
     model.save_pretrained(tmp_path)
     found = query_metrics(tmp_path)
-    assert found.reason is None and list(found.by_layer) == [0, 1]
+    assert found[1] is None and list(found[0]) == [0, 1]
     metric, energy = recorded(model, monkeypatch)
     # A mean over n queries is off by sqrt(dim / n), and some norms take a direction out.
-    assert relative(found.by_layer[0], metric).max() < 0.06
+    assert relative(found[0][0], metric).max() < 0.06
     keys = key_energies(tmp_path, page_size=1)[0]  # whose mean takes all that is constant
     keys, energy = (x / x.mean(1, keepdim=True) for x in (keys, energy))
     assert (keys - energy).norm() < 0.15 * energy.norm()
@@ -179,7 +179,7 @@ def test_other_pairs_give_another_metric(
     model = random_model(CONFIGS[family]())
     model.save_pretrained(tmp_path)
     monkeypatch.setattr("tightkv.fit.attention_weights._INTERLEAVED", ("llama",) * interleaved)
-    found = query_metrics(tmp_path).by_layer[0]
+    found = query_metrics(tmp_path)[0][0]
     assert relative(found, recorded_metric(model, monkeypatch)).min() > 0.15
 
 
@@ -187,10 +187,10 @@ def test_a_tensor_parallel_rank_gets_its_heads(tmp_path: Path) -> None:
     config = hf.Qwen2Config(**{**TWO, "hidden_size": 128, "num_attention_heads": 8})
     config.num_key_value_heads = 4
     random_model(config).save_pretrained(tmp_path)
-    whole = query_metrics(tmp_path).by_layer[1]
+    whole = query_metrics(tmp_path)[0][1]
     for ranks, heads in ((2, [[0, 1], [2, 3]]), (8, [[0], [0], [1], [1], [2], [2], [3], [3]])):
         for rank, mine in enumerate(heads):
-            part = query_metrics(tmp_path, [1], rank=rank, ranks=ranks).by_layer
+            part = query_metrics(tmp_path, [1], rank=rank, ranks=ranks)[0]
             torch.testing.assert_close(part[1], whole[mine])
 
 
@@ -211,11 +211,11 @@ def test_of_large_matrices_some_heads_are_read(
     with monkeypatch.context() as patched:
         patched.setattr(StoredTensor, "read", spy)
         patched.setattr(query_metric, "READ_BYTES", share * matrix.nbytes)
-        found = query_metrics(tmp_path).by_layer[0]
+        found = query_metrics(tmp_path)[0][0]
     assert sum(rows) == 2 * 2 * heads * 16
     matrix.data.view(2, 4, 16, -1)[:, heads:] = 0
     model.save_pretrained(tmp_path)
-    torch.testing.assert_close(found, query_metrics(tmp_path).by_layer[0])
+    torch.testing.assert_close(found, query_metrics(tmp_path)[0][0])
 
 
 def test_norms_of_queries() -> None:
@@ -257,9 +257,9 @@ def test_a_layer_that_is_not_understood_has_no_metric(
     name: str, tensor: Tensor | None, reason: str, tmp_path: Path
 ) -> None:
     found = query_metrics(changed(tmp_path, name, tensor))
-    assert list(found.by_layer) == [0]
-    assert found.reason is not None and found.reason.startswith("layer 1: ")
-    assert reason in found.reason
+    assert list(found[0]) == [0]
+    assert found[1] is not None and found[1].startswith("layer 1: ")
+    assert reason in found[1]
 
 
 @pytest.mark.parametrize(
@@ -279,8 +279,8 @@ def test_models_that_are_not_understood_have_none(
     (tmp_path / "config.json").write_text(json.dumps(config | change))
     layers = range(change.get("num_hidden_layers", 2))
     found = query_metrics(tmp_path, layers)
-    assert set(found.by_layer) <= {0, 1} and found.reason is not None and reason in found.reason
+    assert set(found[0]) <= {0, 1} and found[1] is not None and reason in found[1]
 
 
 def test_a_folder_without_files_has_none(tmp_path: Path) -> None:
-    assert query_metrics(tmp_path).reason and not query_metrics(tmp_path).by_layer
+    assert query_metrics(tmp_path)[1] and not query_metrics(tmp_path)[0]

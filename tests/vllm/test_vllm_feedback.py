@@ -43,7 +43,7 @@ def engine(folder: Path | str, load_format: str = "auto") -> SimpleNamespace:
 
 
 def metrics(folder: Path) -> dict[int, Tensor]:
-    return Checkpoint(folder, "it").metrics(range(4)).by_layer
+    return Checkpoint(folder, "it").metrics(range(4))[0]
 
 
 def fitted(

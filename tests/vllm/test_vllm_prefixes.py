@@ -609,7 +609,7 @@ def test_engines_of_one_process_have_hashes_of_their_own() -> None:
     from vllm.v1.engine import core
     from vllm.v1.request import Request
 
-    from tightkv.integrations.vllm.connectors.store_keys import separate_block_hashes
+    from tightkv.integrations.vllm.start.engine_core import separate_block_hashes
 
     own, function = core.get_request_block_hasher, get_hash_fn_by_name("sha256_cbor")
     init_none_hash(function)

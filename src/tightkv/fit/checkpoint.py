@@ -4,7 +4,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,12 +19,8 @@ from tightkv.math.feedback import QueryMetric
 from tightkv.math.key_scale import balanced_scale
 from tightkv.model_shape import ModelShape, read_model_shape
 
-
-class ByLayer(NamedTuple):
-    """Float32 tensors by a layer's number in the model."""
-
-    by_layer: dict[int, Tensor]
-    reason: str | None = None  # why there are no others, where there are not
+ByLayer = tuple[dict[int, Tensor], str | None]
+"""Float32 tensors by a layer's number in the model, and why there are no others, if so."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +69,7 @@ class Checkpoint:
         A layer whose weights cannot be read has none, and is never an error.
         """
         mine = _readable(layers)
-        known = self.key_energies(mine, cfg.page_size).by_layer
+        known, _ = self.key_energies(mine, cfg.page_size)
         own = {n: energy for n, energy in known.items() if _has_heads(energy, mine[n])}
         scales = {n: scale for n, x in own.items() if (scale := balanced_scale(x)) is not None}
         line = f"tightkv {cfg.name}: key channels of {len(scales)} layers are scaled"
@@ -89,10 +84,9 @@ class Checkpoint:
         mine = {n: layer for n, layer in mine.items() if layer.cfg.key_bits >= LEAST_BITS}
         if not mine:
             return {}, None
-        found = self.metrics(mine)
-        own = {n: QueryMetric(x) for n, x in found.by_layer.items() if _has_heads(x, mine[n])}
-        reason = found.reason
-        if other := sorted(found.by_layer.keys() - own.keys()):
+        found, reason = self.metrics(mine)
+        own = {n: QueryMetric(x) for n, x in found.items() if _has_heads(x, mine[n])}
+        if other := sorted(found.keys() - own.keys()):
             reason = f"layer {other[-1]}: its heads are not those of the checkpoint"
         why = "" if reason is None else f" ({reason})"
         return own, (
@@ -125,8 +119,8 @@ class Checkpoint:
                 except (*NOT_READABLE, IndexError) as error:
                     reason = reason or f"layer {layer}: {error}"
         except (*NOT_READABLE, RuntimeError) as error:  # the latter is the device's own
-            return ByLayer({}, str(error))
-        return ByLayer(found, reason)
+            return {}, str(error)
+        return found, reason
 
 
 def _readable(layers: Mapping[int, Layer]) -> dict[int, Layer]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from tightkv.config import KVQuantConfig
-from tightkv.fit.calibration import Calibration, not_used, without_bits
+from tightkv.fit.calibration import Calibration, bundled_names
 from tightkv.fit.key_check import CheckedConfig, KeyCheck, in_equal_blocks, wants_check
 from tightkv.math.centers import Centers
 from tightkv.math.feedback import QueryMetric
@@ -121,15 +121,39 @@ def fit_bits(source: Source | None, cfg: KVQuantConfig, layers: Layers | None = 
         layers.refuse(asked)
     if source is None:
         return Fit(asked, asked)
-    line, checked = not_used(cfg, calibration, source.name), _checked(source, asked)
+    line, checked = _not_used(cfg, calibration, source.name), _checked(source, asked)
     changed = checked.raised or asked != cfg
     if changed and layers and not layers.fit_together(layers.configs(checked.config)):
         if asked != cfg:
-            line, checked = without_bits(cfg), _checked(source, cfg)
+            checked = _checked(source, cfg)
+            line = (
+                f"tightkv {cfg.name}: the calibration's bits of layers are ignored, because all of "
+                "vLLM's blocks have one size in models with layers of other kinds; its metrics are "
+                "used"
+            )
         if checked.raised:
             checked = in_equal_blocks(cfg, checked)
     known = checked.raised or checked.line is None
     return Fit(asked, checked.config, calibration, known, line, checked.line)
+
+
+def _not_used(cfg: KVQuantConfig, found: Calibration | None, name: str) -> str | None:
+    """What is said of a calibration that does less than was asked."""
+    if not cfg.calibration:
+        return None
+    if found is None:
+        return (
+            f"tightkv: calibration={cfg.calibration!r}: {name} is none of "
+            f"{', '.join(bundled_names())}; nothing is changed. Measure it: "
+            f"tightkv calibrate {name} -o FILE"
+        )
+    if cfg.names_layers or cfg.name in found.layer_bits:
+        return None
+    return (
+        f"tightkv: {found.source} has no bits of layers for {cfg.name}, only for "
+        f"{', '.join(found.layer_bits) or 'none'}: keys are coded in the metric of their queries, "
+        "and all layers have the same bits"
+    )
 
 
 def _checked(source: Source, cfg: KVQuantConfig) -> CheckedConfig:
@@ -161,7 +185,7 @@ def _with_metrics(
 def refit(source: Source, cfg: KVQuantConfig, held: Mapping[int, LayerFit]) -> Fit:
     """Metrics for layers that hold tokens already: their bits, scales and centers stay."""
     calibration = source.find_calibration(cfg)
-    said = not_used(cfg, calibration, source.name)
+    said = _not_used(cfg, calibration, source.name)
     layers = {n: Layer(LayerShape("full"), own.cfg) for n, own in held.items()}
     found, line = _with_metrics(source, cfg, calibration, layers, held)
     notes = () if line is None else (line,)

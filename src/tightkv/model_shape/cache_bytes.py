@@ -22,23 +22,20 @@ from tightkv.pages.layout import PageLayout, page_layout
 class LayerBytes:
     """One layer: in pages where it has a `layout`, else uncompressed.
 
-    A latent (mla) in a format of its own takes `latent_bytes` per token, in blocks of
-    `block_tokens`.
+    A latent (mla) in another cache's format takes `latent_bytes` per token.
     """
 
     shape: LayerShape
     element_bytes: float = 2
-    layout: PageLayout | None = None
+    layout: PageLayout | LatentLayout | None = None
     latent_bytes: int | None = None
-    block_tokens: int = 1
 
     @classmethod
     def of_layout(cls, layout: PageLayout | LatentLayout, window: int | None = None) -> LayerBytes:
         """A compressed layer of full attention, with a sliding window, or with latents."""
         if isinstance(layout, LatentLayout):
             dim = layout.rank + layout.rope_dim
-            shape = LayerShape("mla", latent_dim=dim, rope_dim=layout.rope_dim)
-            return cls(shape, latent_bytes=layout.bytes_per_token, block_tokens=layout.page_size)
+            return cls(LayerShape("mla", latent_dim=dim, rope_dim=layout.rope_dim), layout=layout)
         kind = "full" if window is None else "sliding"
         shape = LayerShape(kind, layout.num_kv_heads, layout.head_dim, layout.head_dim, window)
         return cls(shape, layout=layout)
@@ -76,10 +73,11 @@ class LayerBytes:
     def total_bytes(self, tokens: int) -> int:
         """Bytes of one sequence of `tokens` tokens, fixed parts included."""
         if self.latent_bytes is not None:
-            held = -(-tokens // self.block_tokens) * self.block_tokens * self.latent_bytes
-            return held + tokens * self.shape.index_bytes
+            return tokens * (self.latent_bytes + self.shape.index_bytes)
         if self.layout is None:
             return self.shape.uncompressed_bytes(tokens, self.element_bytes)
+        if isinstance(self.layout, LatentLayout):
+            return -(-tokens // self.layout.page_size) * self.layout.page_bytes
         if self.shape.window is not None:
             return self.layout.window_bytes(self.shape.window, tokens)
         held = self.layout.total_bytes(tokens, encode_partial_page=False)

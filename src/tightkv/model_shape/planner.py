@@ -95,22 +95,16 @@ def config_plan(
         )
     # Protected layers are the first and last of those that are compressed.
     compressed = sorted(compressed_layers(layers) + compressed_windows(layers, cfg, windows))
-    layouts = {}
+    latent, refusal = _latents(layers, cfg, cache_dtype(shape))
+    layouts: dict[int, PageLayout | LatentLayout] = {}
+    if latent is not None:
+        layouts = {i: latent for i, layer in enumerate(layers) if layer.kind == "mla"}
     for number, i in enumerate(compressed):
         layer_cfg = cfg.for_layer(number, len(compressed), i)
         if layer_cfg.compresses:
             heads, dim = layers[i].num_kv_heads, layers[i].head_dim
             layouts[i] = PageLayout(layer_cfg, heads, dim, cache_dtype(shape))
-    latent, refusal = _latents(layers, cfg, cache_dtype(shape))
-    sizes = []
-    for i, layer in enumerate(layers):
-        if i in layouts:
-            sizes.append(LayerBytes(layer, layout=layouts[i]))
-        elif latent is not None and layer.kind == "mla":
-            size, tokens = latent.bytes_per_token, latent.page_size
-            sizes.append(LayerBytes(layer, latent_bytes=size, block_tokens=tokens))
-        else:
-            sizes.append(LayerBytes(layer))
+    sizes = (LayerBytes(layer, layout=layouts.get(i)) for i, layer in enumerate(layers))
     return CachePlan(tuple(sizes), name, cfg, refusal)
 
 

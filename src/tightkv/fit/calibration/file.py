@@ -1,4 +1,4 @@
-"""A calibration as one small safetensors file.
+"""A calibration as one small safetensors file, and the file that a config names.
 
 Metrics are stored as their Cholesky factors, so that whatever a file says is the metric of some
 queries.
@@ -8,7 +8,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -23,9 +23,13 @@ from tightkv.files.tensor_file import checksum, read_file
 from tightkv.fit.calibration.measured import Calibration, Costs, Measured
 from tightkv.math.centers import Centers
 from tightkv.math.feedback import QueryMetric
+from tightkv.model_shape import ModelShape
 
 COST_BITS = (2, 3, 4, 8)
 SUFFIX = ".safetensors"
+AUTO = "auto"
+"""As `calibration`: the bundled file of this very model, if there is one."""
+BUNDLED_FOLDER = Path(__file__).with_name("bundled")
 _VERSION = 2  # 1 had no centers
 _ROOT, _CENTERS = "root", "centers"
 _NAME = re.compile(f"({_ROOT}|{_CENTERS})[.](0|[1-9][0-9]{{0,3}})", re.ASCII)
@@ -88,6 +92,46 @@ def _read(path: str, changed: int, size: int) -> Calibration:
     return replace(found, checksum=right)
 
 
+# --- which one a config names ---
+def load_calibration(source: str) -> Calibration:
+    """A file, or a bundled one by its name."""
+    if source.endswith(SUFFIX):
+        return read_calibration(source)
+    if source not in bundled_names():
+        raise ValueError(
+            unknown_name("calibration", source, (*bundled_names(), AUTO))
+            + f"; or give a {SUFFIX} file that tightkv calibrate wrote"
+        )
+    return read_calibration(BUNDLED_FOLDER / f"{source}{SUFFIX}")
+
+
+def bundled_names() -> list[str]:
+    """The models whose calibrations come with the package."""
+    return sorted(path.stem for path in BUNDLED_FOLDER.glob(f"*{SUFFIX}"))
+
+
+def find_calibration(
+    cfg: KVQuantConfig, name: str, identify: Callable[[], tuple[str, ModelShape]]
+) -> Calibration | None:
+    """The calibration of `cfg` for a model; another model's is refused.
+
+    `identify` reads the model's fingerprint and shape. None where the config names no calibration,
+    or "auto" finds none.
+    """
+    if not cfg.calibration:
+        return None
+    fingerprint, shape = identify()
+    if cfg.calibration == AUTO:
+        bundled = map(load_calibration, bundled_names())
+        found = next((one for one in bundled if one.fingerprint == fingerprint), None)
+    else:
+        found = load_calibration(cfg.calibration)
+    if found is not None:
+        found.check_model(fingerprint, name, shape.full_layers())
+    return found
+
+
+# --- what is in a file ---
 def _parse(text: str, tensors: Mapping[str, Tensor], source: str) -> Calibration:
     """Everything is checked: the author of a file writes its checksum too."""
     header = Field(parse_json(text), "")

@@ -125,7 +125,12 @@ class TightCache(Cache):  # type: ignore[misc]
         layer = self.layers[layer_idx]
         if isinstance(layer, TightLayer):
             if layer.step == self.shared.steps and layer.kv is not None:
-                self._check_first(layer)
+                # Before the table moves on, every layer must have written what came before.
+                lengths = {x.get_seq_length() for x in self._used}
+                if layer.get_seq_length() != min(lengths):
+                    raise RuntimeError(DIFFERENT_TOKENS)
+                if len(lengths) == 1:
+                    self._commit()
             return
         used = [i for i, x in enumerate(self.layers) if isinstance(x, TightLayer) and x.kv]
         if not used:
@@ -140,14 +145,6 @@ class TightCache(Cache):  # type: ignore[misc]
         ahead = key_states.shape[2] if layer_idx > used[0] else 0
         if layer.get_seq_length() + ahead != tight.get_seq_length():
             raise RuntimeError(DIFFERENT_TOKENS)
-
-    def _check_first(self, layer: TightLayer) -> None:
-        """Before the table moves on, every layer must have written what came before."""
-        lengths = {x.get_seq_length() for x in self._used}
-        if layer.get_seq_length() != min(lengths):
-            raise RuntimeError(DIFFERENT_TOKENS)
-        if len(lengths) == 1:
-            self._commit()
 
     def prefetch(self, layer_idx: int, only_non_sliding: bool = True) -> None:
         """Begin to bring the pages of the next compressed layer from `layer_idx` on."""

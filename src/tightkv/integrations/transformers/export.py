@@ -92,9 +92,9 @@ class ExportableModel(nn.Module):
             raise ExportError("chunked attention cannot be exported")
         self.max_tokens, self.batch, self.last_only = max_tokens, batch, last_only
         cache = TightCache(quant, model)
-        shapes = _shapes(model, len(cache.layers))
+        calls = _calls(model, len(cache.layers))
         self.caches = nn.ModuleList(
-            _static_cache(layer, i, shapes[i], model, max_tokens, batch)
+            _static_cache(layer, calls[i], model, max_tokens, batch)
             for i, layer in enumerate(cache.layers)
         )
         self.model = _with_static_attention(model)
@@ -155,31 +155,20 @@ def _with_static_attention(model: PreTrainedModel) -> PreTrainedModel:
     return copied
 
 
-@dataclass(frozen=True)
-class AttentionShape:
-    """The heads of one layer's attention, and the soft cap of its scores."""
-
-    query_heads: int
-    kv_heads: int
-    head_dim: int
-    softcap: float | None
-
-
-def _shapes(model: PreTrainedModel, layers: int) -> dict[int, AttentionShape]:
-    """The shape of each layer, as one token shows it."""
-    shapes: dict[int, AttentionShape] = {}
+def _calls(model: PreTrainedModel, layers: int) -> dict[int, AttentionCall]:
+    """What the attention of each layer is given for one token."""
+    calls: dict[int, AttentionCall] = {}
 
     def note(call: AttentionCall) -> Tensor:
         _check_call(call.module, call.mask, call.options)
         key, value, layer = call.key.shape, call.value.shape, call.layer
         assert layer is not None
-        if layer in shapes or key != value:
+        if layer in calls or key != value:
             raise ExportError(
                 f"layer {layer} has keys {list(key)} and values {list(value)}, or attends twice; "
                 "only layers with one attention of like keys and values are exported"
             )
-        softcap = call.options.get("softcap") or None
-        shapes[layer] = AttentionShape(call.query.shape[1], key[1], key[3], softcap)
+        calls[layer] = call
         return call.query.transpose(1, 2)
 
     with torch.no_grad(), recording(model, note):
@@ -189,31 +178,27 @@ def _shapes(model: PreTrainedModel, layers: int) -> dict[int, AttentionShape]:
             use_cache=False,
             static_step=None,
         )
-    if missing := sorted(set(range(layers)) - set(shapes)):
+    if missing := sorted(set(range(layers)) - set(calls)):
         raise ExportError(
             f"layer {missing[0]} of {type(model).__name__} has no attention over keys and values; "
             "models with linear attention or convolutions cannot be exported"
         )
-    return shapes
+    return calls
 
 
 def _static_cache(
-    layer: Any,
-    number: int,
-    shape: AttentionShape,
-    model: PreTrainedModel,
-    max_tokens: int,
-    batch: int,
+    layer: Any, call: AttentionCall, model: PreTrainedModel, max_tokens: int, batch: int
 ) -> StaticKV:
-    """The StaticKV that takes the place of a cache layer."""
-    heads, head_dim, device, dtype = shape.kv_heads, shape.head_dim, model.device, model.dtype
+    """The StaticKV that takes the place of a cache layer, whose attention is called like this."""
+    _, heads, _, head_dim = call.key.shape
+    device, dtype = model.device, model.dtype
     if device.type != "cpu" and dtype not in (torch.float16, torch.bfloat16):
         raise ExportError(f"the model is in {dtype}; GPUs have float16 and bfloat16: use --dtype")
     options: dict[str, Any] = {
         "batch": batch,
         "device": device,
-        "query_heads": shape.query_heads,
-        "softcap": shape.softcap,
+        "query_heads": call.query.shape[1],
+        "softcap": call.options.get("softcap") or None,
     }
     if type(layer) is TightLayer:
         layout = page_layout(layer.cfg, heads, head_dim, exact_dtype(dtype))
@@ -232,5 +217,5 @@ def _static_cache(
         window = min(layer.sliding_window, max_tokens)  # a longer one never slides
         return StaticKV.exact_window(window, heads, head_dim, dtype, max_tokens, **options)
     raise ExportError(
-        f"layer {number} keeps its cache in a {type(layer).__name__}, which cannot be exported"
+        f"layer {call.layer} keeps its cache in a {type(layer).__name__}, which cannot be exported"
     )

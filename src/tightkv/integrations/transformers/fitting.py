@@ -21,7 +21,7 @@ from tightkv.fit.key_check import KeyCheck
 from tightkv.integrations.transformers.protect_keys import KeyBitsWarning
 from tightkv.integrations.transformers.query_probe import FeedbackWarning, probed
 from tightkv.integrations.transformers.recorder import MODEL_LOCK, PerModel
-from tightkv.model_shape import LayerShape, ModelShape, read_model_shape, skip_reason
+from tightkv.model_shape import LayerShape, read_model_shape, skip_reason
 
 KINDS: dict[type, str] = {
     cache_utils.DynamicLayer: "full",
@@ -97,10 +97,10 @@ class LoadedModel:
 
     def find_calibration(self, cfg: KVQuantConfig) -> Calibration | None:
         """The calibration that `cfg` names; another model's is refused."""
-        return find_calibration(cfg, self.name, self._identity)
-
-    def _identity(self) -> tuple[str, ModelShape]:
-        return loaded_fingerprint(self.model), read_model_shape(self.model.config)
+        model = self.model
+        return find_calibration(
+            cfg, self.name, lambda: (loaded_fingerprint(model), read_model_shape(model.config))
+        )
 
     def key_scales(self, cfg: KVQuantConfig, layers: Mapping[int, Layer]) -> Scales:
         """Scales by the keys of random tokens, and why there are none."""

@@ -268,6 +268,8 @@ class TightHybridLayer(LinearAttentionLayer, TightLayer):  # type: ignore[misc]
     """A layer with both linear attention, kept as transformers keeps it, and full attention."""
 
     is_compileable = False
+    # Pages move; states of linear attention, which have a fixed size, stay.
+    offload, prefetch = TightLayer.offload, TightLayer.prefetch
 
     def __init__(
         self, shared: SharedSteps, fit: LayerFit, kernels: str = "auto", **options: Any
@@ -279,13 +281,6 @@ class TightHybridLayer(LinearAttentionLayer, TightLayer):  # type: ignore[misc]
         """Initialize the part that is meant: keys come by position, linear states by keyword."""
         part = TightLayer if args else LinearAttentionLayer
         part.lazy_initialization(self, *args, **kwargs)
-
-    def offload(self) -> None:
-        """Pages move; states of linear attention, which have a fixed size, stay."""
-        TightLayer.offload(self)
-
-    def prefetch(self) -> None:
-        TightLayer.prefetch(self)
 
     def reset(self) -> None:
         TightLayer.reset(self)

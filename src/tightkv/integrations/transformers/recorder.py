@@ -94,10 +94,7 @@ class PerModel(Generic[T]):
         self._made: WeakKeyDictionary[PreTrainedModel, T] = WeakKeyDictionary()
 
     def __call__(self, model: PreTrainedModel) -> T:
-        found = self._made.get(model)
-        if found is None:
-            with MODEL_LOCK:
-                found = self._made.get(model)
-                if found is None:
-                    found = self._made[model] = self._make(model)
-        return found
+        with MODEL_LOCK:
+            if model not in self._made:
+                self._made[model] = self._make(model)
+            return self._made[model]

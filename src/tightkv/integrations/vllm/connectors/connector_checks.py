@@ -5,7 +5,7 @@ from typing import Any
 
 from tightkv.integrations.vllm.options import engine_options
 
-# They find blocks by vLLM's block hashes, which `store_keys` separates by format.
+# They find blocks by vLLM's block hashes, which `start.engine_core` separates by format.
 _BY_BLOCK_HASH = ("OffloadingConnector", "SimpleCPUOffloadConnector", "MooncakeStoreConnector")
 _MODULES = "kv_connector_module_path=tightkv.integrations.vllm.connectors"
 _OURS = f"TightNixlConnector with {_MODULES}.nixl"

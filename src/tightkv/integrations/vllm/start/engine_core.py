@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from tightkv.integrations.vllm.connectors.store_keys import separate_block_hashes
+from vllm.v1.engine import core
+
 from tightkv.integrations.vllm.connectors.store_loads import follow_loads, watch_loads
 from tightkv.integrations.vllm.metrics.monitor import watch_scheduler
 from tightkv.integrations.vllm.prefix.cache_format import (
@@ -20,15 +22,17 @@ from tightkv.integrations.vllm.prefix.prefix_hits import (
     keep_windows_exact,
 )
 
+_make_hasher = core.get_request_block_hasher
 
-def read_format(core: Any, vllm_config: Any) -> None:
+
+def read_format(engine: Any, vllm_config: Any) -> None:
     """Ask the workers of an EngineCore, whose caches were just made, what they hold."""
-    found = joined(core.model_executor.collective_rpc(worker_format))
+    found = joined(engine.model_executor.collective_rpc(worker_format))
     object.__setattr__(vllm_config, ENGINE_FORMAT, found)
     has_store = vllm_config.kv_transfer_config is not None
     separate_block_hashes(found.fingerprint if found is not None and has_store else None)
     if found is not None and found.rows and has_store:
-        core.model_executor.collective_rpc(watch_loads)
+        engine.model_executor.collective_rpc(watch_loads)
 
 
 def follow_scheduler(scheduler: Any, vllm_config: Any) -> None:
@@ -46,3 +50,26 @@ def follow_scheduler(scheduler: Any, vllm_config: Any) -> None:
         if found.rows:
             follow_loads(scheduler, found)
     watch_scheduler(scheduler, vllm_config, found)
+
+
+def separate_block_hashes(fingerprint: str | None) -> None:
+    """Give the engine that is being built in this process hashes of its format; None: vLLM's own.
+
+    KV connectors store blocks under vLLM's block hashes, or under names made from them. A hash
+    covers tokens, and neither the preset nor the calibration that the bytes of a block depend on.
+    Another engine of the process may have another format, so the hashes are the engine's own.
+    """
+    if fingerprint is None:
+        core.get_request_block_hasher = _make_hasher
+        return
+
+    def get_request_block_hasher(
+        hash_block_size: int, caching_hash_fn: Callable[[Any], bytes], *more: Any, **named: Any
+    ) -> Any:
+        def own(x: Any) -> bytes:
+            return caching_hash_fn((f"tightkv {fingerprint}", x))
+
+        core.get_request_block_hasher = _make_hasher
+        return _make_hasher(hash_block_size, own, *more, **named)
+
+    core.get_request_block_hasher = get_request_block_hasher
