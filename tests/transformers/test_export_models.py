@@ -199,18 +199,18 @@ def test_layers_for_a_gpu(monkeypatch):
     """Their kernels are made for the window and the soft cap; float32 is refused."""
     cuda = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
     model, made = tiny("gemma2"), []
-    shapes = export._shapes(model, 4)
+    calls = export._calls(model, 4)
     layers = TightCache({"preset": "k4v4", "feedback": "off"}, model).layers
     monkeypatch.setattr(StaticKV, "__init__", lambda self, *_, **options: made.append(options))
     for layer in (0, 1):
-        export._static_cache(layers[layer], layer, shapes[layer], cuda, 64, 1)
+        export._static_cache(layers[layer], calls[layer], cuda, 64, 1)
     assert [(x.get("window"), x["softcap"], x["query_heads"]) for x in made] == [
         (16, 50.0, 4),
         (None, 50.0, 4),
     ]
     cuda.dtype = torch.float32
     with pytest.raises(ExportError, match="GPUs have float16 and bfloat16: use --dtype"):
-        export._static_cache(layers[1], 1, shapes[1], cuda, 64, 1)
+        export._static_cache(layers[1], calls[1], cuda, 64, 1)
 
 
 def test_the_model_keeps_its_attention_and_shares_its_weights(monkeypatch):

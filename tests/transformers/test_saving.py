@@ -336,7 +336,7 @@ def test_files_with_an_early_mark_are_compared_by_it(tmp_path):
 
 
 def test_a_failed_save_keeps_the_old_file(tmp_path, monkeypatch):
-    from tightkv.integrations.transformers.saving import writing
+    from tightkv.integrations.transformers.saving import file
 
     _, cache, path = saved(tmp_path)
     before = path.read_bytes()
@@ -344,7 +344,7 @@ def test_a_failed_save_keeps_the_old_file(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr(writing, "save_file", fail)
+    monkeypatch.setattr(file, "save_file", fail)
     with pytest.raises(OSError, match="disk full"):
         cache.save(path)
     assert path.read_bytes() == before

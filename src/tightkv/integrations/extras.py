@@ -1,7 +1,5 @@
 """Optional packages: versions that are there and that were tested, and how to install an extra."""
 
-from __future__ import annotations
-
 import re
 from importlib import metadata
 from importlib.util import find_spec

@@ -178,10 +178,11 @@ def plan_weights(shape: ModelShape, dtype: str | None = None, ranks: int = 1) ->
     quantized = shape.config.get("quantization_config") is not None
     stored = weights.stored_weights(shape.folder) if shape.folder else None
     if stored is not None:
+        size, parameters = stored
         if dtype in (None, stored_dtype):
-            return Weights(-(-stored.bytes // ranks), stored_dtype, "measured")
-        if stored.parameters is not None and not quantized:
-            return Weights(_bytes_of(stored.parameters, dtype, ranks), dtype, "measured")
+            return Weights(-(-size // ranks), stored_dtype, "measured")
+        if parameters is not None and not quantized:
+            return Weights(_bytes_of(parameters, dtype, ranks), dtype, "measured")
     parameters, dtype = weights.estimate_parameters(shape), dtype or stored_dtype
     if parameters is None or dtype is None:
         return None

@@ -89,6 +89,8 @@ def _layers(
     window = _useful_window(cfg, kinds, notes)
     latent = None if cfg.first("kv_lora_rank") is None else _latent_layer(cfg, set(kinds))
     value_head_dim = cfg.number("v_head_dim", most=MOST_DIM)
+    alibi = cfg.model_type in ALIBI_FAMILIES or cfg.flag("alibi")
+    extras = (shapes.ALIBI,) * bool(alibi) + (shapes.SINKS,) * (cfg.model_type in SINK_FAMILIES)
     found = []
     for index, kind in enumerate(kinds):
         layer_heads, layer_dim = _layer_override(cfg, index, kind, heads, head_dim)
@@ -111,22 +113,18 @@ def _layers(
         elif kind == "chunked":
             shape = shapes.LayerShape("chunked", *sizes, cfg.need("attention_chunk_size"))
         else:
-            extras = _extras(cfg, read_by_others=index in shared)
             own_state = state if kind == "hybrid" else 0
-            shape = shapes.LayerShape("full", *sizes, state_bytes=own_state, extras=extras)
+            own = ((shapes.SHARED,) if index in shared else ()) + extras
+            shape = shapes.LayerShape("full", *sizes, state_bytes=own_state, extras=own)
         found.append(shape)
-    _note_empty_layers(cfg, notes)
+    if count := cfg.number("num_kv_shared_layers", least=0):
+        notes.append(f"the last {count} layers read the cache of earlier ones and hold none")
+    if crossing := cfg.numbers("cross_attention_layers"):
+        notes.append(
+            f"{len(crossing)} cross-attention layers hold the image's keys and values, which do "
+            f"not grow with the text; not counted"
+        )
     return tuple(found)
-
-
-def _extras(cfg: ModelConfig, read_by_others: bool) -> tuple[str, ...]:
-    """What the attention of a full layer needs beyond the causal mask."""
-    needs = {
-        shapes.SHARED: read_by_others,
-        shapes.ALIBI: cfg.model_type in ALIBI_FAMILIES or cfg.flag("alibi"),
-        shapes.SINKS: cfg.model_type in SINK_FAMILIES,
-    }
-    return tuple(extra for extra in needs if needs[extra])
 
 
 def _kv_heads(cfg: ModelConfig, num_heads: int) -> int:
@@ -213,16 +211,6 @@ def _useful_window(cfg: ModelConfig, kinds: list[str], notes: list[str]) -> int 
         )
         return None
     return window
-
-
-def _note_empty_layers(cfg: ModelConfig, notes: list[str]) -> None:
-    if shared := cfg.number("num_kv_shared_layers", least=0):
-        notes.append(f"the last {shared} layers read the cache of earlier ones and hold none")
-    if crossing := cfg.numbers("cross_attention_layers"):
-        notes.append(
-            f"{len(crossing)} cross-attention layers hold the image's keys and values, which do "
-            f"not grow with the text; not counted"
-        )
 
 
 def _max_positions(cfg: ModelConfig) -> int | None:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from tightkv.files.tensor_file import read_header, safetensors_files
@@ -14,23 +13,18 @@ _GATED = 3  # of MLP_MATRICES
 FP8_METHODS = ("fp8", "fbgemm_fp8", "modelopt_fp8")
 
 
-@dataclass(frozen=True)
-class StoredWeights:
-    """Weights found in a folder; `parameters` is None where the format hides the count."""
+def stored_weights(folder: Path) -> tuple[int, int | None] | None:
+    """Bytes and parameters of the weights a folder would load, or None where it has none.
 
-    bytes: int
-    parameters: int | None
-
-
-def stored_weights(folder: Path) -> StoredWeights | None:
-    """The weights a folder would load, or None where it has none."""
+    The number of parameters is None where the format hides it.
+    """
     files = safetensors_files(folder)
     if files:  # sizes count wherever they are: shards may have tensors of one name
         tensors = [tensor for path in files for tensor in read_header(path).values()]
         parameters = sum(math.prod(tensor.shape) for tensor in tensors)
-        return StoredWeights(sum(tensor.bytes for tensor in tensors), parameters)
+        return sum(tensor.bytes for tensor in tensors), parameters
     files = sorted(folder.glob("pytorch_model*.bin"))
-    return StoredWeights(sum(path.stat().st_size for path in files), None) if files else None
+    return (sum(path.stat().st_size for path in files), None) if files else None
 
 
 def weights_dtype(shape: ModelShape) -> str | None:

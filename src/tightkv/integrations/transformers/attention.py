@@ -38,7 +38,8 @@ def register() -> None:
 @contextmanager
 def use_attention(model: Any, name: str) -> Iterator[None]:
     """The model uses this attention implementation inside; its parts may have different ones."""
-    configs = {id(each): each for part in _parts(model) for each in _with_parts(part.config)}
+    models = (part for part in model.modules() if isinstance(part, PreTrainedModel))
+    configs = {id(each): each for part in models for each in _with_parts(part.config)}
     before = [(config, config._attn_implementation) for config in configs.values()]
     try:
         model.set_attn_implementation(name)
@@ -46,10 +47,6 @@ def use_attention(model: Any, name: str) -> Iterator[None]:
     finally:
         for config, own in before:  # a whole before its parts, which it sets too
             config._attn_implementation = own
-
-
-def _parts(model: torch.nn.Module) -> Iterator[PreTrainedModel]:
-    return (part for part in model.modules() if isinstance(part, PreTrainedModel))
 
 
 def _with_parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:

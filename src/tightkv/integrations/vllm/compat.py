@@ -1,7 +1,5 @@
 """What differs between vLLM 0.26 and 0.33."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which layer of the model a layer of vLLM is, from its name."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """A layer of vLLM as a LayerShape, from which `model_shape.compressible` decides."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Mapping
 from typing import Any
 

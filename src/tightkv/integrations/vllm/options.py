@@ -1,7 +1,5 @@
 """What a vLLM engine says of itself: options of the compressed cache, and the checkpoint."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass

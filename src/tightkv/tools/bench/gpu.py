@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tightkv.config import KVQuantConfig
-from tightkv.integrations.vllm.step.seal_queue import SealQueue
+from tightkv.integrations.vllm.step.step_sealing import SealQueue
 from tightkv.kernels.backend import Backend, is_late_sealing
 from tightkv.kernels.registry import select
 from tightkv.kernels.view import AppendOptions, AttendOptions, SealedLayer

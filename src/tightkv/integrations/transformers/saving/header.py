@@ -53,7 +53,12 @@ class Header:
 def parse_header(text: str) -> Header:
     """Check everything that can be checked without the tensors."""
     header = Field(parse_json(text), "").record_of_any()
-    _check_version(header.get("format_version", Field(None, "format_version")))
+    version = header.get("format_version", Field(None, "format_version")).integer(0, 1 << 31)
+    if version != FORMAT_VERSION:
+        raise ValueError(
+            f"it has format version {version}; this tightkv reads version {FORMAT_VERSION}. "
+            "Load it with the tightkv that wrote it, or compute the cache again"
+        )
     names = ("format_version", "quant", "fingerprint", "grows", "rows", "layers")
     fields = Field({name: field.value for name, field in header.items()}, "").record(*names)
     quant = _config(fields["quant"])
@@ -66,15 +71,6 @@ def parse_header(text: str) -> Header:
             raise ValueError(f"rows[{i}].length={row.length}; allowed: {length}, as in rows[0]")
     layers = list(_layers(fields["layers"].items(), quant, len(rows), length))
     return Header(quant, fields["grows"].boolean(), rows, length, layers)
-
-
-def _check_version(field: Field) -> None:
-    version = field.integer(0, 1 << 31)
-    if version != FORMAT_VERSION:
-        raise ValueError(
-            f"it has format version {version}; this tightkv reads version {FORMAT_VERSION}. "
-            "Load it with the tightkv that wrote it, or compute the cache again"
-        )
 
 
 def _config(field: Field) -> KVQuantConfig:

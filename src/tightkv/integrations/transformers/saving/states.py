@@ -107,7 +107,7 @@ class StateReader:
         if name == "cumulative_length":
             return field.integer(0, MAX_TOKENS)
         if name == "_sliding_window_tensor":
-            tensor = self._tensor(name)
+            tensor = self.tensors.pop(name, None)
             if tensor is None or tensor.dtype != fresh.dtype or not torch.equal(tensor, fresh):
                 raise field.wrong(f"a tensor that is {fresh.item()}")
             return fresh
@@ -127,7 +127,7 @@ class StateReader:
 
     def _state(self, name: str, field: Field, rank: int | None = None) -> Tensor | None:
         """A tensor whose first dimension is rows, or None."""
-        tensor = self._tensor(name)
+        tensor = self.tensors.pop(name, None)
         if field.value is not None:
             raise field.wrong("null, or a tensor of that name")
         if tensor is not None:
@@ -140,9 +140,6 @@ class StateReader:
             ):
                 raise self._wrong(name, tensor, f"first {self.rows}, the rows, and no other 0")
         return tensor
-
-    def _tensor(self, name: str) -> Tensor | None:
-        return self.tensors.pop(name, None)
 
     # --- what goes together ---
     def _check_attention(self, values: dict[str, Any], dtype: torch.dtype | None) -> None:

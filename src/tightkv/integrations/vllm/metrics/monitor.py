@@ -37,7 +37,7 @@ _COUNTERS = {
         "Sequences whose cached prefix ends within their exact window: no state before it."
     ),
 }
-_SECONDS = 1.0  # between two writes, while requests run
+_SECONDS = 1.0  # between two writes while requests run; one follows when the engine becomes idle
 _STOPPED = "tightkv: this engine has no tightkv: metrics, its vLLM differs from those known: %s"
 
 
@@ -89,16 +89,10 @@ class EngineMonitor:
                 running,
                 rows,
             )
-        if self.file is not None and self._due(running):
-            self.file.write(generate_latest(self.registry))
-
-    def _due(self, running: int) -> bool:
-        """Whether to write the file: once a second, and when the engine becomes idle."""
         now = time.monotonic()
-        if running and now - self._written < _SECONDS:
-            return False
-        self._written = now
-        return True
+        if self.file is not None and (not running or now - self._written >= _SECONDS):
+            self._written = now
+            self.file.write(generate_latest(self.registry))
 
 
 def watch_scheduler(scheduler: Any, vllm_config: Any, found: CacheFormat) -> None:

@@ -5,8 +5,6 @@ then holds the pages of all compressed layers, or some states. So it needs few t
 as a state, prefixes end in short steps, and layers of different bits can share it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace

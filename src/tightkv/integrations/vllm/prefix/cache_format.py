@@ -1,7 +1,5 @@
 """CacheFormat: what a scheduler knows of the pages that its engine's workers hold."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The part of a cached prefix that a sequence takes over, so that its newest tokens are exact."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Generator, Iterator, Sequence

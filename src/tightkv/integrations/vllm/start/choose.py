@@ -1,8 +1,7 @@
 """Which attention layers of an engine get compressed pages, and which bits they can have."""
 
-from __future__ import annotations
-
 import logging
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -52,10 +51,6 @@ class Chosen:
     def drafts(self) -> frozenset[str]:
         return frozenset(self.layers.keys() - self.numbers.keys())
 
-    @property
-    def mixed(self) -> bool:
-        return is_mixed(self.layers)
-
     def layouts(self, configs: Mapping[int, KVQuantConfig]) -> dict[str, PageLayout]:
         """Pages of every layer; `configs` are by the numbers of the model's layers."""
         own = dict.fromkeys(self.layers, self.draft_config)
@@ -71,7 +66,7 @@ class Chosen:
         def fit_together(configs: Mapping[int, KVQuantConfig]) -> bool:
             """vLLM's blocks are of one size in models with layers of other kinds."""
             sizes = {layout.page_bytes for layout in self.layouts(configs).values()}
-            return len(sizes) == 1 or self.packed or not (self.others or self.mixed)
+            return len(sizes) == 1 or self.packed or not (self.others or is_mixed(self.layers))
 
         shapes = {number: layer_shape(self.layers[name]) for name, number in self.numbers.items()}
         return Layers(shapes, self.refuse, fit_together, *self.place)
@@ -120,23 +115,19 @@ def compressed_layers(
 
     `latent` is why those with latent attention are not.
     """
-    unreadable = unreadable_layers(layers)
-    reasons = {
-        name: UNREADABLE
-        if name in unreadable
-        else skip_reason(layer_shape(layer), "vllm", windows, cfg)
-        for name, layer in layers.items()
-    }
-    shapes = {name: layer_shape(layers[name]) for name in reasons if reasons[name] is None}
-    reasons |= dict.fromkeys(windows_of_other_pages(shapes, cfg), OTHER_PAGES)
+    shapes = {name: layer_shape(layer) for name, layer in layers.items()}
+    reasons = {name: skip_reason(shape, "vllm", windows, cfg) for name, shape in shapes.items()}
+    reasons |= dict.fromkeys(unreadable_layers(layers), UNREADABLE)
+    left = {name: shape for name, shape in shapes.items() if reasons[name] is None}
+    reasons |= dict.fromkeys(windows_of_other_pages(left, cfg), OTHER_PAGES)
     if latent is not None:
         reasons |= {name: latent for name, layer in layers.items() if is_latent(layer)}
     chosen = {name: layers[name] for name, reason in reasons.items() if reason is None}
+    told = Counter(filter(None, reasons.values()))
     if not chosen.keys() - set(drafts):  # a compressed draft alone is worth nothing
-        listed = ", ".join(sorted({reason for reason in reasons.values() if reason}))
+        listed = ", ".join(sorted(told))
         raise ValueError(f"tightkv: no layer of this model can be compressed ({listed or 'none'})")
-    for reason in sorted({reason for reason in reasons.values() if reason}):
-        count = list(reasons.values()).count(reason)
+    for reason, count in sorted(told.items()):
         logger.info("tightkv: %d layers stay with vLLM's own cache: %s", count, reason)
     return chosen, reasons
 

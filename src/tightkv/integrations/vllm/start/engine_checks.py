@@ -1,7 +1,5 @@
 """What cannot work together with an engine's options, refused at start."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tightkv.integrations.vllm.connectors.connector_checks import check_connectors

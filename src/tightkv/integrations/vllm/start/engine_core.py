@@ -1,7 +1,5 @@
 """What an engine's scheduler does for the compressed cache: vLLM's hooks in the core's process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """EnginePlan: layouts of the layers that an engine compresses, and what it says of them."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +10,7 @@ from vllm.platforms import current_platform
 from tightkv.fit import Fit
 from tightkv.integrations.vllm.options import EngineOptions
 from tightkv.integrations.vllm.prefix.blocks import pages_per_block
-from tightkv.integrations.vllm.start.choose import Chosen
+from tightkv.integrations.vllm.start.choose import Chosen, is_mixed
 from tightkv.integrations.vllm.start.engine_checks import (
     WAITS_FOR_DEVICE,
     rings_obstacle,
@@ -78,7 +76,8 @@ def make_plan(options: EngineOptions, vllm_config: Any, chosen: Chosen, found: F
     else:
         memory = current_platform.get_device_total_memory() // _ROWS_SHARE
         rows = max(0, min(most, memory // _row_bytes(layouts, decoding)))
-    pages = pages_per_block(layouts, chosen.others, vllm_config, chosen.mixed, chosen.packed)
+    mixed = is_mixed(chosen.layers)
+    pages = pages_per_block(layouts, chosen.others, vllm_config, mixed, chosen.packed)
     limits = Limits(most, rows, decoding)
     return EnginePlan(replace(options, config=found.cfg), chosen, layouts, limits, pages)
 

@@ -1,7 +1,5 @@
 """How an engine's layers get compressed pages: choose, fit, plan, attach, report."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

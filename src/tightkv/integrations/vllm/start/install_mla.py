@@ -1,7 +1,5 @@
 """Which layers with latent attention (MLA) get compressed pages, and how they are installed."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from dataclasses import fields
@@ -50,7 +48,11 @@ def install_latent(
     layout = layout_of_layers(options.config, layers, vllm_config.model_config.dtype)
     vllm_config.cache_config.block_size = layout.page_size
     device = next(iter(layers.values()))._k_scale.device
-    kernels = latent_kernels(device)
+    kernels: LatentBackend
+    if device.type == "cuda":
+        from tightkv.kernels.triton import mla as kernels
+    else:
+        from tightkv.kernels import mla_reference as kernels
     for layer in layers.values():
         layer.impl = TightLatentAttention(layer, layout, kernels)
         layer.attn_backend = TightLatentBackend
@@ -88,13 +90,3 @@ def layout_of_layers(
             f"{', '.join(map(str, sorted(sizes)))}; supported: one size"
         )
     return latent_layout(cfg, *sizes.pop(), dtype)
-
-
-def latent_kernels(device: torch.device) -> LatentBackend:
-    if device.type == "cuda":
-        from tightkv.kernels.triton import mla
-
-        return mla
-    from tightkv.kernels import mla_reference
-
-    return mla_reference

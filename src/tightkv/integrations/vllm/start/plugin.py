@@ -1,7 +1,5 @@
 """register(): what vLLM calls in each of its processes before it builds an engine."""
 
-from __future__ import annotations
-
 import logging
 import multiprocessing
 import sys

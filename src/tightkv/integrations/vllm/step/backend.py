@@ -76,7 +76,10 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
         most_new = int(begins.diff().max()) if sequences else 0
         starts, workspace = [0, int(begins[-1])], None
         ranges = [PartRange(0, sequences, False, most_new)] if sequences else []
-        most_decoding = self._most_decoding(sequences)
+        # Sequences with up to so many new tokens are treated like those that decode.
+        short_prompt = min(impl.short_prompt for impl in self.impls)
+        limits = self.impls[0].limits._replace(decoding=self.reorder_batch_threshold or 1)
+        most_decoding = limits.most_as_decoding(sequences, short_prompt)
         if most_new > most_decoding:  # lists of all sequences, of which decodes need none
             starts, workspace = begins.tolist(), self._workspace_tokens()
             lengths = host_lengths(common, self.added)
@@ -114,12 +117,6 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
         given = self._page_table(block_table), lengths, starts, slots
         self._ring_table().step(*given, self.out, drafting=True)
 
-    def _most_decoding(self, sequences: int) -> int:
-        """New tokens up to which a sequence of this batch is treated like one that decodes."""
-        short_prompt = min(impl.short_prompt for impl in self.impls)
-        limits = self.impls[0].limits._replace(decoding=self.reorder_batch_threshold or 1)
-        return limits.most_as_decoding(sequences, short_prompt)
-
     def _workspace_tokens(self) -> int | None:
         """The tokens that fit the workspace of each layer that has one; see `LayerStep`.
 
@@ -149,6 +146,8 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
         """The group's table, made when vLLM has said how many blocks there are."""
         impl, layer, rings = self.impls[0], self.layers[0], self.group_rings
         if rings.table is None:
+            # vLLM keeps the blocks of the shortest window, and all if a layer needs them.
+            windows = [impl.window for impl in self.impls if impl.window is not None]
             rings.table = RingTable(
                 impl.layout.cfg,
                 impl.limits.rows,
@@ -156,7 +155,7 @@ class TightBuilder(AttentionMetadataBuilder[TightMetadata]):  # type: ignore[mis
                 taken_back=impl.limits.decoding - 1,
                 device=self.device,
                 pages_per_block=self.pages_per_block,
-                window=_window(self.impls),
+                window=min(windows) if len(windows) == len(self.impls) else None,
                 seals_later=self._seals_later(),
             )
             # Layers of a draft may be in the group, and go by another table.
@@ -227,12 +226,6 @@ def _group_rings(impls: list[TightAttention], drafts_share: bool) -> GroupRings:
 def _added(impls: list[TightAttention], vllm_config: Any) -> int:
     """`added_by_draft` for the layers of a draft, whose passes are steps of their own."""
     return added_by_draft(vllm_config) if all(impl.is_draft for impl in impls) else 0
-
-
-def _window(impls: list[TightAttention]) -> int | None:
-    """The window whose blocks vLLM keeps for a group; None if a layer needs all blocks."""
-    windows = [impl.window for impl in impls if impl.window is not None]
-    return min(windows) if len(windows) == len(impls) else None
 
 
 def _blocks_of(layer: Any) -> object:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tightkv.config import KVQuantConfig
-from tightkv.integrations.vllm.step.seal_queue import SealQueue
+from tightkv.integrations.vllm.step.step_sealing import SealQueue
 from tightkv.pages.layout import RING_SLACK, ring_tokens, window_step
 
 STEP = 1 << 20  # more than any batch: step and sequence in one number
