@@ -109,8 +109,9 @@ def _key(node: ast.expr, names: Mapping[str, str]) -> str | None:
 
 
 def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
-    """Names, and which of them have defaults."""
+    """Names, and which of them have defaults; `original` is no parameter of vLLM's."""
     args = function.args
+    args.args = [x for x in args.args if x.arg != "original"]
     for x in (*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg):
         if x is not None:
             x.annotation = None

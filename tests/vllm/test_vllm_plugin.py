@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,7 +81,7 @@ def test_an_engine_that_asks_for_compression_is_refused(moved: dict[str, Any], a
 def test_without_options_nothing_of_ours_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     """A vLLM may also have moved what only our layers need."""
     monkeypatch.setitem(sys.modules, "tightkv.integrations.vllm.start.install", None)
-    ask = plugin._compressing(lambda layer, config: "vLLM's own")
+    ask = partial(plugin.get_kv_cache_spec, lambda layer, config: "vLLM's own")
     assert ask(object(), SimpleNamespace(additional_config={})) == "vLLM's own"
     with pytest.raises(RuntimeError, match="cannot compress the KV cache of vLLM"):
         ask(object(), SimpleNamespace(additional_config={"tightkv": True}))

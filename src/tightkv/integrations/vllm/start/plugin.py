@@ -31,16 +31,16 @@ def register() -> None:
     """
     try:
         for kind in _asked():
-            _wrap(kind, "get_kv_cache_spec", _compressing)
-        for owner, name, wrapper in _engine_hooks():
-            _wrap(owner, name, wrapper)
+            _wrap(kind, "get_kv_cache_spec", get_kv_cache_spec)
+        for owner, name, ours in _engine_hooks():
+            _wrap(owner, name, ours)
     except (ImportError, AttributeError) as error:
         _refuse_requests(_does_not_fit(error))
         return
     try:
         from vllm.v1.metrics.loggers import PrometheusStatLogger
 
-        _wrap(PrometheusStatLogger, "__init__", _showing_stats)
+        _wrap(PrometheusStatLogger, "__init__", _make_stat_logger)
     except (ImportError, AttributeError) as error:
         _warn_once("tightkv: /metrics has no tightkv: metrics with vLLM %s (%s)", _version(), error)
 
@@ -53,97 +53,88 @@ def _asked() -> tuple[Any, ...]:
     return Attention, MLAAttention, MambaBase
 
 
-def _compressing(original: Any) -> Any:
-    def get_kv_cache_spec(self: Any, vllm_config: Any) -> Any:
-        if engine_options(vllm_config.additional_config) is None:
-            return original(self, vllm_config)
-        try:
-            from tightkv.integrations.vllm.start.install import compressed_spec, install
-        except ImportError as error:
-            raise RuntimeError(_does_not_fit(error)) from error
-        install(vllm_config)
-        return compressed_spec(self, original(self, vllm_config))
-
-    return get_kv_cache_spec
-
-
-def _engine_hooks() -> tuple[tuple[Any, str, Callable[[Any], Any]], ...]:
+def _engine_hooks() -> tuple[tuple[Any, str, Callable[..., Any]], ...]:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
 
     planning = "vllm.v1.core.kv_cache_planning"  # from 0.33 on
     found = import_module(planning if find_spec(planning) else "vllm.v1.core.kv_cache_utils")
     return (
-        (found, "get_kv_cache_groups", _naming_states),
-        (EngineCore, "_initialize_kv_caches", _reading_formats),
-        (Scheduler, "__init__", _following),
+        (found, "get_kv_cache_groups", _get_kv_cache_groups),
+        (EngineCore, "_initialize_kv_caches", _initialize_kv_caches),
+        (Scheduler, "__init__", _make_scheduler),
     )
 
 
-def _naming_states(original: Any) -> Any:
-    def get_kv_cache_groups(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-        groups = original(vllm_config, *args, **kwargs)
-        if engine_options(vllm_config.additional_config) is not None:
-            from tightkv.integrations.vllm.prefix.blocks import name_states
-
-            name_states(groups)
-        return groups
-
-    return get_kv_cache_groups
-
-
-def _reading_formats(original: Any) -> Any:
-    def _initialize_kv_caches(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-        asked = engine_options(vllm_config.additional_config) is not None
-        if asked and (line := untested("vllm", _version())) is not None:
-            logger.warning(line)
-        made = original(self, vllm_config, *args, **kwargs)
-        if asked:
-            from tightkv.integrations.vllm.start.engine_core import read_format
-
-            read_format(self, vllm_config)
-        return made
-
-    return _initialize_kv_caches
+# --- what takes the place of vLLM's functions, which come first ---
+def get_kv_cache_spec(original: Any, self: Any, vllm_config: Any) -> Any:
+    if not _is_asked(vllm_config):
+        return original(self, vllm_config)
+    try:
+        from tightkv.integrations.vllm.start.install import compressed_spec, install
+    except ImportError as error:
+        raise RuntimeError(_does_not_fit(error)) from error
+    install(vllm_config)
+    return compressed_spec(self, original(self, vllm_config))
 
 
-def _following(original: Any) -> Any:
-    def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, vllm_config, *args, **kwargs)
-        if engine_options(vllm_config.additional_config) is not None:
-            from tightkv.integrations.vllm.start.engine_core import follow_scheduler
+def _get_kv_cache_groups(original: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+    groups = original(vllm_config, *args, **kwargs)
+    if _is_asked(vllm_config):
+        from tightkv.integrations.vllm.prefix.blocks import name_states
 
-            follow_scheduler(self, vllm_config)
-
-    return __init__
+        name_states(groups)
+    return groups
 
 
-def _showing_stats(original: Any) -> Any:
-    def __init__(self: Any, vllm_config: Any, engine_indexes: Any = None, **kwargs: Any) -> None:
-        original(self, vllm_config, engine_indexes, **kwargs)
-        if engine_options(vllm_config.additional_config) is not None:
-            from tightkv.integrations.vllm.metrics.stats_file import show_stats
+def _initialize_kv_caches(
+    original: Any, self: Any, vllm_config: Any, *args: Any, **kwargs: Any
+) -> Any:
+    asked = _is_asked(vllm_config)
+    if asked and (line := untested("vllm", _version())) is not None:
+        logger.warning(line)
+    made = original(self, vllm_config, *args, **kwargs)
+    if asked:
+        from tightkv.integrations.vllm.start.engine_core import read_format
 
-            show_stats(vllm_config, engine_indexes)
+        read_format(self, vllm_config)
+    return made
 
-    return __init__
+
+def _make_scheduler(original: Any, self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+    original(self, vllm_config, *args, **kwargs)
+    if _is_asked(vllm_config):
+        from tightkv.integrations.vllm.start.engine_core import follow_scheduler
+
+        follow_scheduler(self, vllm_config)
+
+
+def _make_stat_logger(
+    original: Any, self: Any, vllm_config: Any, engine_indexes: Any = None, **kwargs: Any
+) -> None:
+    original(self, vllm_config, engine_indexes, **kwargs)
+    if _is_asked(vllm_config):
+        from tightkv.integrations.vllm.metrics.stats_file import show_stats
+
+        show_stats(vllm_config, engine_indexes)
+
+
+def _is_asked(vllm_config: Any) -> bool:
+    return engine_options(vllm_config.additional_config) is not None
 
 
 def _refuse_requests(reason: str) -> None:
     """Stop engines that ask for compression, in their options or in the environment."""
 
-    def refusing(original: Any) -> Any:
-        def __post_init__(self: Any, *args: Any, **kwargs: Any) -> None:
-            if engine_options(getattr(self, "additional_config", None)) is not None:
-                raise RuntimeError(reason)
-            original(self, *args, **kwargs)
-
-        return __post_init__
+    def refuse(original: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        if engine_options(getattr(vllm_config, "additional_config", None)) is not None:
+            raise RuntimeError(reason)
+        original(vllm_config, *args, **kwargs)
 
     try:
         from vllm.config import VllmConfig
 
-        _wrap(VllmConfig, "__post_init__", refusing)
+        _wrap(VllmConfig, "__post_init__", refuse)
     except (ImportError, AttributeError):  # what an engine asks for cannot be seen either
         if engine_options(None) is not None:
             raise RuntimeError(reason) from None
@@ -156,11 +147,11 @@ def _warn_once(line: str, *values: object) -> None:
         logger.warning(line, *values)
 
 
-def _wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
+def _wrap(owner: Any, name: str, ours: Callable[..., Any]) -> None:
     """Once: vLLM may call `register` again in the same process."""
     original = getattr(owner, name)
     if not hasattr(original, _MARK):
-        wrapped = wraps(original)(wrapper(original))
+        wrapped = wraps(original)(lambda *args, **kwargs: ours(original, *args, **kwargs))
         setattr(wrapped, _MARK, original)
         setattr(owner, name, wrapped)
 
