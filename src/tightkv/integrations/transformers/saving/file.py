@@ -170,10 +170,8 @@ class SavedCache:
             kind = PLAIN_KINDS[saved.kind]
             layer = kind(**state.options(kind))
         else:
-            options = state.options(TightHybridLayer) if state is not None else {}
-            cls: Any = TightLayer if state is None else TightHybridLayer
-            layer = cls(shared, _fit(saved, pages), kernels, **options)
-            _load_pages(layer, saved, pages, device)
+            options = {} if state is None else state.options(TightHybridLayer)
+            layer = _tight_layer(saved, pages, shared, kernels, device, **options)
             layer.length = self.header.length
         if state is not None:
             state.fill(layer, device)
@@ -249,30 +247,29 @@ def read_cache(path: str | os.PathLike[str]) -> SavedCache:
     return SavedCache(os.fspath(path), header, tensors, weights)
 
 
-def _fit(saved: SavedLayer, tensors: dict[str, Tensor]) -> LayerFit:
-    """What the layer's tokens are relative to; metrics are not saved."""
+def _tight_layer(
+    saved: SavedLayer,
+    tensors: dict[str, Tensor],
+    shared: SharedSteps,
+    kernels: str,
+    device: torch.device,
+    **options: int,
+) -> TightLayer:
+    """A compressed layer with its pages; `options` are those of a hybrid one's other half."""
     assert saved.cfg is not None
-    if saved.layout is None:
+    cls = TightHybridLayer if saved.state is not None else TightLayer
+    if saved.layout is None or saved.dtype is None:
         if tensors:
             raise ValueError(f"tensor {next(iter(tensors))!r} of a layer, but there are no rows")
-        return LayerFit(saved.cfg)
+        return cls(shared, LayerFit(saved.cfg), kernels, **options)
     centers = _per_head(saved.layout, tensors, "centers", CENTER_TENSORS)
     scale = _per_head(saved.layout, tensors, "the key scale", (SCALE_TENSOR,))
-    return LayerFit(
-        saved.cfg,
-        scale=KeyScale(*scale) if scale else None,
-        centers=Centers(*centers) if centers else None,
-    )
-
-
-def _load_pages(
-    layer: TightLayer, saved: SavedLayer, tensors: dict[str, Tensor], device: torch.device
-) -> None:
-    if saved.layout is None or saved.dtype is None:
-        return
+    found_scale = KeyScale(*scale) if scale else None
+    fit = LayerFit(saved.cfg, None, found_scale, Centers(*centers) if centers else None)
+    layer = cls(shared, fit, kernels, **options)
     kv = layer.use(saved.layout.num_kv_heads, saved.layout.head_dim, saved.dtype, device)
-    if layer.shared.buffers is not None:  # pages of one layer at a time are on the device
-        kv.offload(layer.shared.buffers)
+    if shared.buffers is not None:  # pages of one layer at a time are on the device
+        kv.offload(shared.buffers)
     for name, shape in _shapes(kv.layout, kv.table, tensors).items():
         found = tensors.get(name)
         own = getattr(kv, name).dtype
@@ -286,6 +283,7 @@ def _load_pages(
             )
         found = found.to(device)
         setattr(kv, name, kv.exact(found) if own == kv.layout.dtype else found)
+    return layer
 
 
 def _whole_rows(table: SequenceTable, rows: Sequence[SequenceState]) -> list[int]:
