@@ -15,15 +15,17 @@ from types import CodeType, ModuleType
 _VLLM_MOVES = {
     "connectors": "connector_checks nixl store_loads",
     "latent": "mla",
-    "metrics": "monitor stats_file",
+    "metrics": "monitor",
     "prefix": "blocks cache_format prefix_hits",
-    "start": "engine_checks engine_core engine_plan install install_mla plugin",
+    "start": "engine_checks engine_core engine_plan install plugin",
     "step": "attention backend batch_split flash_attention layer_step metadata "
     "ring_kernel ring_table warm_up",
 }
 _VLLM_MERGED = {
     "checkpoint": "options",
+    "install_mla": "start.install",
     "page_blocks": "step.backend",
+    "stats_file": "metrics.monitor",
     "store_keys": "start.engine_core",
 }
 _FITTED = "attention_weights fingerprint key_noise query_metric"
@@ -45,6 +47,7 @@ MOVED = {
         for folder, names in _VLLM_MOVES.items()
         for name in names.split()
     },
+    "integrations.transformers.protect_keys": "integrations.transformers.attention",
     "integrations.transformers.saving.reading": "integrations.transformers.saving.file",
     **{f"integrations.vllm.{x}": f"integrations.vllm.{y}" for x, y in _VLLM_MERGED.items()},
 }

@@ -27,7 +27,7 @@ hf = pytest.importorskip("transformers")
 
 from models import prompt, tiny  # noqa: E402
 from tightkv.integrations.transformers import states  # noqa: E402
-from tightkv.integrations.transformers.protect_keys import warn_of_noise  # noqa: E402
+from tightkv.integrations.transformers.attention import warn_of_noise  # noqa: E402
 from tightkv.integrations.vllm.options import engine_options  # noqa: E402
 from tightkv.tools.model_loading import source as model_source  # noqa: E402
 from tightkv.tools.model_loading.load import load_model  # noqa: E402

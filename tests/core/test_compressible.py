@@ -144,7 +144,7 @@ def vllm_layers(config: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_vllm_agrees_for_every_family(family: str) -> None:
     from tightkv.integrations.vllm.layer_numbers import layer_number
-    from tightkv.integrations.vllm.start.choose import compressed_layers as chosen_layers
+    from tightkv.integrations.vllm.start.engine_plan import compressed_layers as chosen_layers
 
     config = FAMILIES[family]()
     names, _ = chosen_layers(vllm_layers(config), KVQuantConfig())
@@ -156,7 +156,7 @@ def test_vllm_agrees_for_every_family(family: str) -> None:
 @pytest.mark.vllm
 def test_a_draft_is_not_compressed_alone() -> None:
     """Its model keeps vLLM's cache, as one with latents beside a draft that has none."""
-    from tightkv.integrations.vllm.start.choose import compressed_layers as chosen_layers
+    from tightkv.integrations.vllm.start.engine_plan import compressed_layers as chosen_layers
 
     layers = vllm_layers(FAMILIES["llama"]())
     *own, draft = layers
@@ -170,7 +170,7 @@ def test_a_draft_is_not_compressed_alone() -> None:
 @pytest.mark.vllm
 def test_windows_that_are_compressed_can_be_read_by_others_with_the_same() -> None:
     from tightkv.integrations.vllm.layer_shapes import readers
-    from tightkv.integrations.vllm.start.choose import compressed_layers as chosen_layers
+    from tightkv.integrations.vllm.start.engine_plan import compressed_layers as chosen_layers
 
     first, second, third, *_ = vllm_layers(FAMILIES["llama"]()).items()
     layers = dict((first, second, third))
@@ -195,7 +195,7 @@ def test_a_cache_that_others_read_is_compressed_if_they_can_read_pages(
 ) -> None:
     from tightkv.integrations.vllm.layer_numbers import layer_number
     from tightkv.integrations.vllm.layer_shapes import readers
-    from tightkv.integrations.vllm.start.choose import compressed_layers as chosen_layers
+    from tightkv.integrations.vllm.start.engine_plan import compressed_layers as chosen_layers
 
     first, second, third, *_ = vllm_layers(FAMILIES["llama"]()).items()
     layers = dict((first, second, third))

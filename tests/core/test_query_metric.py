@@ -21,6 +21,7 @@ from tightkv.files.tensor_file import StoredTensor
 from tightkv.fit import Checkpoint, query_metric
 from tightkv.fit.checkpoint import ByLayer
 from tightkv.fit.query_metric import KNOWN, POSITIONS, normed
+from tightkv.model_shape import families
 from tiny_folder import write_model
 
 TWO = {**SHAPE, "num_hidden_layers": 2, "max_position_embeddings": POSITIONS}
@@ -178,7 +179,10 @@ def test_other_pairs_give_another_metric(
 ) -> None:
     model = random_model(CONFIGS[family]())
     model.save_pretrained(tmp_path)
-    monkeypatch.setattr("tightkv.fit.attention_weights._INTERLEAVED", ("llama",) * interleaved)
+    if interleaved:
+        monkeypatch.setitem(families._ROWS[family], "interleaved_rope", True)
+    else:
+        monkeypatch.delitem(families._ROWS[family], "interleaved_rope")
     found = query_metrics(tmp_path)[0][0]
     assert relative(found, recorded_metric(model, monkeypatch)).min() > 0.15
 

@@ -9,8 +9,8 @@ from transformers import DynamicCache
 
 from models import prompt, tiny
 from tightkv import KVQuantConfig, TightCache
+from tightkv.integrations.transformers.attention import KeyBitsWarning, measured_noise
 from tightkv.integrations.transformers.fitting import LoadedTensor
-from tightkv.integrations.transformers.protect_keys import KeyBitsWarning, measured_noise
 from tightkv.tools.eval.results import model_fingerprint
 
 NOISY = 2  # the layer with the bias

@@ -13,8 +13,8 @@ from models import FAMILIES, prompt, sliding, tiny
 from tightkv import KVQuantConfig, TightCache
 from tightkv.config import FORMAT_VERSION
 from tightkv.files.tensor_file import checksum
-from tightkv.integrations.transformers.saving import WeightsSample
 from tightkv.integrations.transformers.saving import header as headers
+from tightkv.integrations.transformers.saving.file import WeightsSample
 from tightkv.paged.cache import PagedKV
 from tightkv.paged.sequences import SequenceTable
 

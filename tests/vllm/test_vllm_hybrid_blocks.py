@@ -284,7 +284,7 @@ def test_blocks_in_which_pages_lie_elsewhere_have_other_hashes() -> None:
 
 @pytest.mark.parametrize(("packed", "fits"), [(True, True), (False, False)])
 def test_checked_layers_may_get_bits_of_their_own(packed: bool, fits: bool) -> None:
-    from tightkv.integrations.vllm.start.choose import Chosen
+    from tightkv.integrations.vllm.start.engine_plan import Chosen
 
     layers = {
         str(i): SimpleNamespace(num_kv_heads=2, head_size=64, sliding_window=None) for i in "01"
@@ -294,7 +294,7 @@ def test_checked_layers_may_get_bits_of_their_own(packed: bool, fits: bool) -> N
     others = [object()]
     chosen = Chosen(layers, {}, numbers, (0, 2), others, torch.bfloat16, cfg, packed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tightkv.integrations.vllm.start.choose.layer_shape", lambda layer: None)
+        patch.setattr("tightkv.integrations.vllm.start.engine_plan.layer_shape", lambda layer: None)
         together = chosen.for_fit().fit_together
     assert together({0: cfg, 1: cfg})
     assert together({0: cfg.replace(key_bits=8), 1: cfg}) is fits

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tightkv.integrations.vllm.metrics import monitor, stats_file
+from tightkv.integrations.vllm.metrics import monitor
 
 pytestmark = pytest.mark.vllm  # comes with prometheus_client
 TEXT = b"""# HELP tightkv:exact_rings Sequences.
@@ -27,8 +27,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / f"tightkv-{os.getuid()}"
 
 
-def engine_file(index: int) -> stats_file.StatsFile:
-    file = stats_file.StatsFile.of_engine("abcde", index)
+def engine_file(index: int) -> monitor.StatsFile:
+    file = monitor.StatsFile.of_engine("abcde", index)
     assert file is not None
     return file
 
@@ -39,7 +39,7 @@ def test_without_a_temporary_folder_there_are_no_metrics(
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/dev/null/none"])
-    assert stats_file.StatsFile.of_engine("abcde", 0) is None
+    assert monitor.StatsFile.of_engine("abcde", 0) is None
     assert "no tightkv: metrics" in caplog.text
 
 
@@ -123,7 +123,7 @@ def test_metrics_of_all_engines_are_one_family(folder: Path) -> None:
     files = [engine_file(index) for index in range(3)]
     for index in range(2):  # the third has not started
         files[index].write(TEXT % index)
-    (family,) = stats_file.StatsCollector(files).collect()
+    (family,) = monitor.StatsCollector(files).collect()
     assert [sample.labels["engine"] for sample in family.samples] == ["0", "1"]
     assert folder.stat().st_mode & 0o777 == 0o700
     assert sorted(path.suffix for path in folder.iterdir()) == [".prom", ".prom"]
@@ -138,7 +138,7 @@ def test_a_folder_that_is_not_the_users_own_is_not_used(
     folder.symlink_to(tmp_path / "elsewhere")
     with caplog.at_level(logging.WARNING, logger="vllm.tightkv"):
         logging.getLogger("vllm.tightkv").addHandler(caplog.handler)
-        assert stats_file.StatsFile.of_engine("abcde", 0) is None
+        assert monitor.StatsFile.of_engine("abcde", 0) is None
         logging.getLogger("vllm.tightkv").removeHandler(caplog.handler)
     assert "is not a folder of this user" in caplog.text
 
@@ -147,4 +147,4 @@ def test_a_disk_that_takes_nothing_costs_no_request(folder: Path) -> None:
     file = engine_file(0)
     folder.rmdir()
     file.write(TEXT % 0)
-    assert list(stats_file.StatsCollector([file]).collect()) == []
+    assert list(monitor.StatsCollector([file]).collect()) == []

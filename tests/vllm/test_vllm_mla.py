@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tightkv.config import KVQuantConfig
-from tightkv.integrations.vllm.start.install_mla import latent_obstacle, layout_of_layers
+from tightkv.integrations.vllm.start.install import latent_obstacle, layout_of_layers
 from tightkv.kernels import mla_reference
 from tightkv.pages.latent import LatentLayout
 

@@ -25,15 +25,6 @@ _HEAD_NORMS = ("{}_norm", "{}_layernorm")
 _UNRELATED = ("v_proj", "o_proj", "out_proj", "dense", "v_norm", "rotary_emb", "sinks", "attn")
 _SCALES = ("k_scale", "v_scale", "kv_scale", "q_scale")
 
-# Families whose norms multiply by 1 + weight.
-_ONE_MORE = column("norm_adds_one")
-# Families whose RoPE turns neighbouring channels.
-_INTERLEAVED = column("interleaved_rope")
-# Families without RoPE in layers of full attention.
-_NO_ROPE = column("no_rope")
-# Families whose query projections make a gate of each head's output too.
-_GATED = column("gated_queries")
-
 
 class WeightTensor(Protocol):
     """A tensor of a model, in a file or in memory."""
@@ -96,8 +87,8 @@ class AttentionWeights:
             if not tensors:
                 raise ValueError("its folder has no safetensors files")
         self.shape, self.layers = shape, layers
-        self.one_more = float(shape.model_type in _ONE_MORE)
-        self.interleaved = shape.model_type in _INTERLEAVED
+        self.one_more = float(shape.model_type in column("norm_adds_one"))  # 1 + weight
+        self.interleaved = shape.model_type in column("interleaved_rope")  # pairs are neighbours
         names = [name for name in tensors if ".self_attn." in name or "norm" in name]
         first = f"layers.{layers[0]}.self_attn." if layers else ""
         found = (
@@ -128,8 +119,7 @@ class AttentionWeights:
         """RoPE's angles per token; none in a layer without RoPE."""
         flags = self.shape.config.get("no_rope_layers")  # 1: this layer has RoPE
         turns = not isinstance(flags, list) or layer >= len(flags) or bool(flags[layer])
-        turns = turns and self.shape.model_type not in _NO_ROPE
-        if not turns:
+        if not turns or self.shape.model_type in column("no_rope"):
             return torch.empty(0, dtype=torch.float32, device="cpu")
         return rope_frequencies(self.shape.config, self.shape.layers[layer].head_dim)
 
@@ -168,7 +158,8 @@ class AttentionWeights:
         bias = self._bias(name, total * dim)
         if bias is not None:
             bias = finite(bias[first * dim : (first + heads) * dim], name)
-        rows = 2 * dim if side == "q" and self.shape.model_type in _GATED else dim
+        gated = side == "q" and self.shape.model_type in column("gated_queries")
+        rows = 2 * dim if gated else dim  # a gate of each head's output follows its queries
         matrix, stored = None, self.tensors.get(f"{name}.weight")
         if stored is not None and stored.is_float:
             if stored.shape != (total * rows, self.shape.hidden_size):

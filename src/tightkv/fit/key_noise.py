@@ -32,8 +32,6 @@ NOISE_LIMIT = 12.0
 READ_BYTES = 3 << 29
 """Of larger matrices, every 2nd, 4th, ... row of each head is read: about a second's work."""
 _FEWEST_ROWS = 8  # of a head
-# Families whose scores are not scaled.
-_SCALE_ONE = column("unscaled_scores")
 
 
 class Vectors(NamedTuple):
@@ -157,7 +155,7 @@ def score_scale(config: Mapping[str, Any], head_dim: int) -> float:
         found = config.get(name)
         return float(found) if isinstance(found, (int, float)) and found > 0 else default
 
-    if config.get("model_type") in _SCALE_ONE:
+    if config.get("model_type") in column("unscaled_scores"):
         return 1.0
     scale = number("query_pre_attn_scalar", head_dim) ** -0.5
     scale = number("attention_multiplier", scale)

@@ -24,7 +24,7 @@ from tightkv.integrations.transformers import other_layers
 from tightkv.integrations.transformers.cache_size import cache_size
 from tightkv.integrations.transformers.fitting import plain_layers, source_of, warn_once
 from tightkv.integrations.transformers.layer import TightHybridLayer, TightLayer
-from tightkv.integrations.transformers.saving import WeightsSample, read_cache, save_cache
+from tightkv.integrations.transformers.saving.file import WeightsSample, read_cache, save_cache
 from tightkv.integrations.transformers.steps import DIFFERENT_TOKENS, SharedSteps
 from tightkv.paged.offload import lasting
 

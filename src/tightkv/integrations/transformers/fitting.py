@@ -18,7 +18,7 @@ from tightkv.fit.calibration import Calibration, find_calibration
 from tightkv.fit.decide import Metrics, Scales
 from tightkv.fit.fingerprint import model_fingerprint
 from tightkv.fit.key_check import KeyCheck
-from tightkv.integrations.transformers.protect_keys import KeyBitsWarning
+from tightkv.integrations.transformers.attention import KeyBitsWarning
 from tightkv.integrations.transformers.query_probe import FeedbackWarning, probed
 from tightkv.integrations.transformers.recorder import MODEL_LOCK, PerModel
 from tightkv.model_shape import LayerShape, read_model_shape, skip_reason
@@ -187,7 +187,7 @@ def warn_once(source: LoadedModel | None, found: Fit) -> None:
     """Warn of what a fit says, each line once for a model.
 
     Of keys that could not be checked, the attention "tightkv" warns itself if need be
-    (`protect_keys.warn_of_noise`).
+    (`attention.warn_of_noise`).
     """
     if source is None:
         return

@@ -4,10 +4,3 @@ The header has the format version, the config and its fingerprint, every layer's
 shape, the table, and a checksum over header and tensors. Nothing is pickled, and nothing in a
 file is trusted (docs/security.md).
 """
-
-from tightkv.integrations.transformers.saving.file import (
-    SavedCache,
-    WeightsSample,
-    read_cache,
-    save_cache,
-)

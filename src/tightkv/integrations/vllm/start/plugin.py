@@ -24,7 +24,7 @@ def register() -> None:
     wrapped too: one of them may be asked first, and the size of their blocks follows from ours.
 
     The scheduler of such an engine is told what its workers hold (`engine_core`), and the API
-    server where it finds the metrics (`stats_file`). Groups of layers with states say so.
+    server where it finds the metrics (`monitor`). Groups of layers with states say so.
 
     A vLLM that we do not fit is left alone, unless an engine asks for compression: that is refused.
     Metrics alone are no reason to refuse one.
@@ -114,7 +114,7 @@ def _make_stat_logger(
 ) -> None:
     original(self, vllm_config, engine_indexes, **kwargs)
     if _is_asked(vllm_config):
-        from tightkv.integrations.vllm.metrics.stats_file import show_stats
+        from tightkv.integrations.vllm.metrics.monitor import show_stats
 
         show_stats(vllm_config, engine_indexes)
 
