@@ -97,15 +97,12 @@ def fit(source: Source | None, cfg: KVQuantConfig, layers: Layers) -> Fit:
     if source is None:
         return replace(bits, layers={n: LayerFit(own) for n, own in configs.items()})
     layered = {n: Layer(shape, configs[n]) for n, shape in layers.shapes.items()}
-    wanted = {n: layer for n, layer in layered.items() if layer.cfg.takes_feedback}
-    scales, told = {}, None
-    if bits.asked.feedback != "off" and wanted:
-        known, told = source.key_scales(bits.asked, wanted)
-        scales = {n: known[n] for n in wanted if n in known}
+    feeds = bits.asked.feedback != "off"
+    wanted = {n: layer for n, layer in layered.items() if feeds and layer.cfg.takes_feedback}
+    known, told = source.key_scales(bits.asked, wanted) if wanted else ({}, None)
+    scales = {n: known.get(n) for n in wanted}
     centers = {} if bits.calibration is None else bits.calibration.centers
-    held = {
-        n: LayerFit(own, scale=scales.get(n), centers=centers.get(n)) for n, own in configs.items()
-    }
+    held = {n: LayerFit(own, None, scales.get(n), centers.get(n)) for n, own in configs.items()}
     found, more = _with_metrics(source, bits.asked, bits.calibration, layered, held)
     return replace(bits, layers=found, notes=tuple(filter(None, (told, more))))
 

@@ -64,19 +64,18 @@ def tightkv_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
+    *,
     q_offset: int = 0,
     kv_offset: int = 0,
-    attention_mask: Tensor | None = None,
-    local_size: int | None = None,
     allow_is_causal_skip: bool = True,
-    config: Any = None,
-    **kwargs: Any,
+    **given: Any,
 ) -> Tensor | None:
     """The mask sdpa would get; None where it is causal and aligned to the end.
 
     A model that computes attention itself gets the mask that is added to scores.
     """
-    own = has_own_attention(config)
+    own = has_own_attention(given.get("config"))
+    local_size, attention_mask = given.get("local_size"), given.get("attention_mask")
     padding = None
     if (
         not own
@@ -91,18 +90,9 @@ def tightkv_mask(
             padding = left_padding(visible[:, :kv_length].bool())
         if padding.causal and not any(padding.starts):
             return None
-    mask: Tensor = (eager_mask if own else sdpa_mask)(
-        batch_size=batch_size,
-        q_length=q_length,
-        kv_length=kv_length,
-        q_offset=q_offset,
-        kv_offset=kv_offset,
-        attention_mask=attention_mask,
-        local_size=local_size,
-        allow_is_causal_skip=False,
-        config=config,
-        **kwargs,
-    )
+    sizes, offsets = (batch_size, q_length, kv_length), (q_offset, kv_offset)
+    make = eager_mask if own else sdpa_mask
+    mask: Tensor = make(*sizes, *offsets, allow_is_causal_skip=False, **given)
     if padding is not None and padding.causal:
         note_padding(mask, padding)
     return mask
