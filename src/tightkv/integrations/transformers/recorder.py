@@ -94,7 +94,8 @@ class PerModel(Generic[T]):
         self._made: WeakKeyDictionary[PreTrainedModel, T] = WeakKeyDictionary()
 
     def __call__(self, model: PreTrainedModel) -> T:
-        with MODEL_LOCK:
-            if model not in self._made:
-                self._made[model] = self._make(model)
-            return self._made[model]
+        if model not in self._made:  # else nobody waits for another model that is measured
+            with MODEL_LOCK:
+                if model not in self._made:
+                    self._made[model] = self._make(model)
+        return self._made[model]
