@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-KINDS = ("full", "sliding", "chunked", "linear", "mla", "none", "other")
 # What attention may need beyond the causal mask over all tokens: the extras of a LayerShape.
 ALIBI = "ALiBi"
 IMAGES = "images attend in both directions"
@@ -21,7 +20,6 @@ WINDOW = "sliding window, longer than any sequence"
 INDEXED = "sparse latent attention (an indexer chooses tokens)"
 BESIDE_OTHERS = "latent attention (MLA) beside layers of other kinds"
 LATENT_WINDOW = "latent attention (MLA) in a sliding window"
-EXTRAS = (ALIBI, IMAGES, SHARED, SINKS, WINDOW, INDEXED, BESIDE_OTHERS, LATENT_WINDOW)
 
 
 @dataclass(frozen=True)
@@ -47,13 +45,6 @@ class LayerShape:
     """Bytes of the constant state per sequence; None where the config does not tell."""
     extras: tuple[str, ...] = ()
     """full, sliding, mla: what its attention needs beyond the causal mask and the window."""
-
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"layer kind {self.kind!r}; supported: {', '.join(KINDS)}")
-        for extra in self.extras:
-            if extra not in EXTRAS:
-                raise ValueError(f"layer extra {extra!r}; supported: {', '.join(EXTRAS)}")
 
     @property
     def grows(self) -> bool:
